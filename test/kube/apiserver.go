@@ -1,0 +1,163 @@
+package kube
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+)
+
+const (
+	serviceCIDR    = "10.0.0.0/16"
+	serviceAddress = "10.0.0.1"
+	apiServer      = "kube-apiserver"
+)
+
+// errStopped is of a cluster that was stopped, or of which the part in question was.
+var errStopped = errors.New("it is stopped")
+
+// StopAPIServer stops the API server as a restart of its machine would: its port refuses connections until [Cluster.StartAPIServer]. When
+// ctx is done first, the API server is killed. Stopping a stopped one is fine.
+func (c *Cluster) StopAPIServer(ctx context.Context) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+
+	c.stopAPIServer(ctx)
+}
+
+func (c *Cluster) stopAPIServer(ctx context.Context) {
+	c.apiserver.stop(ctx)
+	c.apiserver = nil
+}
+
+// StartAPIServer starts a stopped API server again, on the same port and with the same data and certificates, and waits until it serves.
+// Starting one that runs is fine. If kube-controller-manager did not survive meanwhile, it is started again, as a kubelet would.
+func (c *Cluster) StartAPIServer(ctx context.Context) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+
+	if c.etcd == nil {
+		return fmt.Errorf("start %s: %w", apiServer, errStopped)
+	}
+
+	if c.apiserver == nil {
+		if err := c.startAPIServer(ctx); err != nil {
+			return err
+		}
+	}
+
+	return c.reviveControllerManager(ctx)
+}
+
+// RotateServingCA replaces the authority that signed the API server's certificate and restarts the API server, and
+// kube-controller-manager with it. From then on [Cluster.CA], [Cluster.Config] and [Cluster.Kubeconfig] give the new authority alone;
+// whoever knows only the old one no longer trusts the API server. Client certificates and tokens stay valid. Real kubelets that were
+// started before keep the old authority, as those of a machine would until they are restarted.
+func (c *Cluster) RotateServingCA(ctx context.Context) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+
+	if c.apiserver == nil {
+		return fmt.Errorf("rotate the serving authority of %s: %w", apiServer, errStopped)
+	}
+
+	c.controllerManager.stop(ctx)
+	c.controllerManager = nil
+	c.stopAPIServer(ctx)
+
+	if err := c.pki.renewServing(); err != nil {
+		return fmt.Errorf("rotate the serving authority of %s: %w", apiServer, err)
+	}
+
+	if err := c.startAPIServer(ctx); err != nil {
+		return fmt.Errorf("rotate the serving authority of %s: %w", apiServer, err)
+	}
+
+	return c.startControllerManager(ctx)
+}
+
+func (c *Cluster) startAPIServer(ctx context.Context) error {
+	process, err := c.startProcess(apiServer, c.apiServerFlags())
+	if err != nil {
+		return err
+	}
+
+	client, err := c.adminClient()
+	if err != nil {
+		process.stop(ctx)
+
+		return err
+	}
+
+	if err := process.waitReady(ctx, func(ctx context.Context) error { return serving(ctx, client) }); err != nil {
+		process.stop(ctx)
+
+		return c.explain(err)
+	}
+
+	c.apiserver = process
+
+	return nil
+}
+
+// explain adds etcd's log to the error of an API server that did not become ready, if etcd is why.
+func (c *Cluster) explain(err error) error {
+	select {
+	case <-c.etcd.done:
+		return fmt.Errorf("%w\netcd ended: %w\n%s", err, errors.Join(c.etcd.err, errEnded), logTail(c.etcd.log))
+	default:
+		return err
+	}
+}
+
+func (c *Cluster) apiServerFlags() []string {
+	file := c.folder.path
+
+	return append([]string{
+		"--etcd-servers=http://" + c.ports.etcd.address(),
+		"--bind-address=127.0.0.1",
+		"--advertise-address=127.0.0.1",
+		fmt.Sprintf("--secure-port=%d", c.ports.apiserver.number),
+		"--permit-port-sharing",
+		"--cert-dir=" + file("apiserver-certs"),
+		"--tls-cert-file=" + file(servingCertFile),
+		"--tls-private-key-file=" + file(servingKeyFile),
+		"--client-ca-file=" + file(clientCAFile),
+		// As Talos has it: a kubelet may change its own Node and nothing else.
+		"--authorization-mode=Node,RBAC",
+		"--enable-admission-plugins=NodeRestriction",
+		"--service-account-issuer=https://kubernetes.default.svc",
+		"--service-account-key-file=" + file(verifyingKeyFile),
+		"--service-account-signing-key-file=" + file(signingKeyFile),
+		"--service-cluster-ip-range=" + serviceCIDR,
+		"--kubelet-certificate-authority=" + file(clientCAFile),
+		"--kubelet-client-certificate=" + file(kubeletClientCertFile),
+		"--kubelet-client-key=" + file(kubeletClientKeyFile),
+		"--allow-privileged=true",
+		// Nobody is a front proxy, but components that delegate their authentication insist on knowing the authority of one.
+		"--requestheader-client-ca-file=" + file(frontProxyCAFile),
+		"--requestheader-allowed-names=front-proxy-client",
+		"--requestheader-extra-headers-prefix=X-Remote-Extra-",
+		"--requestheader-group-headers=X-Remote-Group",
+		"--requestheader-username-headers=X-Remote-User",
+		// Nothing routes the service address of the API server, and the reconciler would only delay its end.
+		"--endpoint-reconciler-type=none",
+	}, c.options.APIServerFlags...)
+}
+
+// serving succeeds once the API server is ready and has made the namespace in which cluster components keep their objects.
+func serving(ctx context.Context, client kubernetes.Interface) error {
+	if err := client.Discovery().RESTClient().Get().AbsPath("/readyz").Do(ctx).Error(); err != nil {
+		return err
+	}
+
+	_, err := client.CoreV1().Namespaces().Get(ctx, metav1.NamespaceSystem, metav1.GetOptions{})
+	if apierrors.IsNotFound(err) {
+		return fmt.Errorf("namespace %s does not exist yet", metav1.NamespaceSystem)
+	}
+
+	return err
+}

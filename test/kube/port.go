@@ -1,0 +1,67 @@
+package kube
+
+import (
+	"fmt"
+
+	"golang.org/x/sys/unix"
+)
+
+// port is a free TCP port of 127.0.0.1 that stays ours until it is released: a socket that is bound but never listens keeps others from
+// getting it, while a component that sets SO_REUSEPORT may listen on it. So no other process can take a port between its choice and its
+// use, nor while the component that used it is stopped.
+type port struct {
+	number int
+	socket int
+}
+
+func reservePort() (*port, error) {
+	socket, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("reserve a port: %w", err)
+	}
+
+	p := &port{socket: socket}
+	if err := p.bind(); err != nil {
+		p.release()
+
+		return nil, fmt.Errorf("reserve a port: %w", err)
+	}
+
+	return p, nil
+}
+
+func (p *port) bind() error {
+	if err := unix.SetsockoptInt(p.socket, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1); err != nil {
+		return err
+	}
+
+	if err := unix.Bind(p.socket, &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}}); err != nil {
+		return err
+	}
+
+	address, err := unix.Getsockname(p.socket)
+	if err != nil {
+		return err
+	}
+
+	v4, ok := address.(*unix.SockaddrInet4)
+	if !ok {
+		return fmt.Errorf("unexpected address %v", address)
+	}
+
+	p.number = v4.Port
+
+	return nil
+}
+
+// release gives the port back. A nil or released port is fine.
+func (p *port) release() {
+	if p != nil && p.socket >= 0 {
+		_ = unix.Close(p.socket) //nolint:errcheck // nothing was written
+		p.socket = -1
+	}
+}
+
+func (p *port) address() string {
+	return fmt.Sprintf("127.0.0.1:%d", p.number)
+}
