@@ -1,0 +1,350 @@
+package talostest_test
+
+import (
+	"context"
+	"crypto/tls"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/cosi-project/runtime/pkg/safe"
+	"github.com/cosi-project/runtime/pkg/state"
+	machineapi "github.com/siderolabs/talos/pkg/machinery/api/machine"
+	"github.com/siderolabs/talos/pkg/machinery/client"
+	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
+	"github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/resources/config"
+	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/siderolabs/talos/pkg/machinery/resources/secrets"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+)
+
+func getPlatform(ctx context.Context, c *client.Client) error {
+	_, err := safe.StateGetByID[*runtime.PlatformMetadata](ctx, c.COSI, runtime.PlatformMetadataID)
+
+	return err
+}
+
+func getAdminKubeconfig(ctx context.Context, c *client.Client) error {
+	_, err := safe.StateGetByID[*secrets.Kubernetes](ctx, c.COSI, secrets.KubernetesID)
+
+	return err
+}
+
+func getUnknownType(ctx context.Context, c *client.Client) error {
+	_, err := c.COSI.Get(ctx, resource.NewMetadata(runtime.NamespaceName, "Unheards.of.talos.dev", "one", resource.VersionUndefined))
+
+	return err
+}
+
+func getUnknownNamespace(ctx context.Context, c *client.Client) error {
+	_, err := c.COSI.Get(ctx, resource.NewMetadata("nowhere", runtime.PlatformMetadataType, "one", resource.VersionUndefined))
+
+	return err
+}
+
+func getAbsentResource(ctx context.Context, c *client.Client) error {
+	_, err := safe.StateGetByID[*runtime.PlatformMetadata](ctx, c.COSI, "no-such-id")
+
+	return err
+}
+
+func create(ctx context.Context, c *client.Client) error {
+	return c.COSI.Create(ctx, k8s.NewNodename(k8s.NamespaceName, "another"))
+}
+
+func version(ctx context.Context, c *client.Client) error {
+	_, err := c.Version(ctx)
+
+	return err
+}
+
+func reboot(ctx context.Context, c *client.Client) error {
+	return c.Reboot(ctx)
+}
+
+func mint(ctx context.Context, c *client.Client) error {
+	_, err := mintReader(ctx, c, time.Hour)
+
+	return err
+}
+
+func mintReader(ctx context.Context, c *client.Client, ttl time.Duration) (*machineapi.GenerateClientConfiguration, error) {
+	response, err := c.GenerateClientConfiguration(ctx, &machineapi.GenerateClientConfigurationRequest{
+		Roles: []string{"os:reader"}, CrtTtl: durationpb.New(ttl),
+	})
+	if err != nil {
+		return nil, err
+	}
+
+	return response.GetMessages()[0], nil
+}
+
+// accessRules holds for both transports.
+var accessRules = []struct {
+	name string
+	role string
+	call func(context.Context, *client.Client) error
+	want codes.Code
+}{
+	{"a reader reads what is not sensitive", "os:reader", getPlatform, codes.OK},
+	{"an operator reads what is not sensitive", "os:operator", getPlatform, codes.OK},
+	{"an admin reads what is not sensitive", "os:admin", getPlatform, codes.OK},
+	{"a reader does not read secrets", "os:reader", getAdminKubeconfig, codes.PermissionDenied},
+	{"an operator does not read secrets", "os:operator", getAdminKubeconfig, codes.PermissionDenied},
+	{"an admin reads secrets", "os:admin", getAdminKubeconfig, codes.OK},
+	{"an unrelated role reads nothing", "os:etcd:backup", getPlatform, codes.PermissionDenied},
+	{"an unknown role reads nothing", "os:king", getPlatform, codes.PermissionDenied},
+	{"a type that Talos does not know is forbidden, not missing", "os:admin", getUnknownType, codes.PermissionDenied},
+	{"a namespace that Talos does not know is forbidden", "os:admin", getUnknownNamespace, codes.PermissionDenied},
+	{"a resource that does not exist is missing", "os:reader", getAbsentResource, codes.NotFound},
+	{"nobody writes, not even an admin", "os:admin", create, codes.PermissionDenied},
+	{"a reader asks for the version", "os:reader", version, codes.OK},
+	{"a reader does not reboot", "os:reader", reboot, codes.PermissionDenied},
+	{"what is not implemented says so to those who may call it", "os:operator", reboot, codes.Unimplemented},
+	{"a reader does not mint certificates", "os:reader", mint, codes.PermissionDenied},
+	{"an admin mints certificates", "os:admin", mint, codes.OK},
+}
+
+func TestSocketTrustsRolesInMetadata(t *testing.T) {
+	_, cp := newControlPlane(t)
+	socket := dialSocket(t, cp)
+
+	for _, rule := range accessRules {
+		t.Run(rule.name, func(t *testing.T) {
+			requireCode(t, cosiCode(rule.call(claiming(withDeadline(t), rule.role), socket)), rule.want)
+		})
+	}
+
+	t.Run("without roles nothing is allowed", func(t *testing.T) {
+		requireCode(t, getPlatform(withDeadline(t), socket), codes.PermissionDenied)
+	})
+}
+
+func TestApidTakesRolesFromCertificate(t *testing.T) {
+	cluster, cp := newControlPlane(t)
+
+	for _, rule := range accessRules {
+		t.Run(rule.name, func(t *testing.T) {
+			requireCode(t, cosiCode(rule.call(withDeadline(t), dialAs(t, cluster, cp, rule.role))), rule.want)
+		})
+	}
+
+	t.Run("roles in metadata count for nothing", func(t *testing.T) {
+		requireCode(t, getAdminKubeconfig(claiming(withDeadline(t), "os:admin"), dialAs(t, cluster, cp, "os:reader")), codes.PermissionDenied)
+	})
+
+	t.Run("unless the certificate may impersonate", func(t *testing.T) {
+		requireCode(t, getAdminKubeconfig(claiming(withDeadline(t), "os:admin"), dialAs(t, cluster, cp, "os:impersonator")), codes.OK)
+	})
+}
+
+// cosiCode undoes the COSI client's translation of codes into errors of its own.
+func cosiCode(err error) error {
+	switch {
+	case state.IsNotFoundError(err):
+		return status.Error(codes.NotFound, err.Error())
+	case state.IsOwnerConflictError(err): // how the client understands PermissionDenied of a write
+		return status.Error(codes.PermissionDenied, err.Error())
+	default:
+		return err
+	}
+}
+
+func TestSensitiveResources(t *testing.T) {
+	cluster, cp := newControlPlane(t)
+
+	if err := cp.SetExtensionServiceConfig(t.Context(), "talos-ccm", runtime.ExtensionServiceConfigFile{Content: "a: b", MountPath: "/etc/c.yaml"}); err != nil {
+		t.Fatal(err)
+	}
+
+	reader, admin := dialAs(t, cluster, cp, "os:reader"), dialAs(t, cluster, cp, "os:admin")
+
+	for name, md := range map[string]resource.Metadata{
+		"admin kubeconfig":         *secrets.NewKubernetes().Metadata(),
+		"Talos CA":                 *secrets.NewOSRoot(secrets.OSRootID).Metadata(),
+		"machine configuration":    resource.NewMetadata(config.NamespaceName, config.MachineConfigType, config.ActiveID, resource.VersionUndefined),
+		"extension service config": *runtime.NewExtensionServiceConfigSpec(runtime.NamespaceName, "talos-ccm").Metadata(),
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := reader.COSI.Get(withDeadline(t), md)
+			requireCode(t, err, codes.PermissionDenied)
+
+			got, err := admin.COSI.Get(withDeadline(t), md)
+			requireCode(t, err, codes.OK)
+
+			if got.Metadata().ID() != md.ID() {
+				t.Fatalf("got %s", got.Metadata())
+			}
+		})
+	}
+}
+
+func TestMachineConfigIsReadable(t *testing.T) {
+	cluster, cp := newControlPlane(t)
+
+	got, err := safe.StateGetByID[*config.MachineConfig](withDeadline(t), dialAs(t, cluster, cp, "os:admin").COSI, config.ActiveID)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	if !got.Config().Cluster().ExternalCloudProvider().Enabled() {
+		t.Error("the external cloud provider is not enabled")
+	}
+
+	if got.Config().Cluster().Name() != cluster.Name() {
+		t.Errorf("got cluster name %q", got.Config().Cluster().Name())
+	}
+}
+
+func TestUnsupportedTypeOfOlderTalos(t *testing.T) {
+	cluster := newCluster(t, talostest.Options{})
+	old := addMachine(t, cluster, talostest.MachineSpec{
+		Nodename: "old", UnsupportedTypes: []resource.Type{runtime.PlatformMetadataType},
+	})
+
+	err := getPlatform(withDeadline(t), dialAs(t, cluster, old, "os:reader"))
+	requireCode(t, err, codes.PermissionDenied)
+
+	if !strings.Contains(err.Error(), "is not supported") {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestMintedCertificateOpensEveryMachine(t *testing.T) {
+	cluster, cp := newControlPlane(t)
+	worker := addMachine(t, cluster, talostest.MachineSpec{Nodename: "worker-1"})
+
+	minted, err := mintReader(claiming(withDeadline(t), "os:admin"), dialSocket(t, cp), time.Hour)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	talosconfig, err := clientconfig.FromBytes(minted.GetTalosconfig())
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	if want := "reader@" + cluster.Name(); talosconfig.Context != want {
+		t.Errorf("got context %q, want %q", talosconfig.Context, want)
+	}
+
+	for _, to := range []*talostest.Machine{cp, worker} {
+		reader := newClient(t, client.WithConfig(talosconfig), client.WithEndpoints(to.Address().String()))
+
+		requireCode(t, getPlatform(withDeadline(t), reader), codes.OK)
+		requireCode(t, getAdminKubeconfig(withDeadline(t), reader), codes.PermissionDenied)
+	}
+}
+
+func TestMintingIsRefused(t *testing.T) {
+	cluster, cp := newControlPlane(t)
+	worker := addMachine(t, cluster, talostest.MachineSpec{Nodename: "worker-1", ServeSocket: true})
+
+	t.Run("on a worker", func(t *testing.T) {
+		requireCode(t, mint(claiming(withDeadline(t), "os:admin"), dialSocket(t, worker)), codes.Unimplemented)
+		requireCode(t, mint(withDeadline(t), dialAs(t, cluster, worker, "os:admin")), codes.Unimplemented)
+	})
+
+	t.Run("without a lifetime", func(t *testing.T) {
+		_, err := mintReader(claiming(withDeadline(t), "os:admin"), dialSocket(t, cp), 0)
+		requireCode(t, err, codes.InvalidArgument)
+	})
+}
+
+func TestApidRequiresClientOnlyCertificate(t *testing.T) {
+	cluster, cp := newControlPlane(t)
+
+	config, err := cluster.ClientTLS("os:admin")
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	t.Run("none", func(t *testing.T) {
+		bare := config.Clone()
+		bare.Certificates = nil
+
+		requireCode(t, version(withDeadline(t), dial(t, cp, bare)), codes.Unavailable)
+	})
+
+	t.Run("of another cluster", func(t *testing.T) {
+		foreign, err := newCluster(t, talostest.Options{}).ClientTLS("os:admin")
+		if err != nil {
+			t.Fatal(err)
+		}
+
+		mixed := config.Clone()
+		mixed.Certificates = foreign.Certificates
+
+		requireCode(t, version(withDeadline(t), dial(t, cp, mixed)), codes.Unavailable)
+	})
+
+	t.Run("also good for servers", func(t *testing.T) {
+		both := config.Clone()
+		both.Certificates = []tls.Certificate{certificateForBoth(t, cluster, cp)}
+
+		requireCode(t, version(withDeadline(t), dial(t, cp, both)), codes.Unavailable)
+	})
+}
+
+func TestRoutingMetadata(t *testing.T) {
+	cluster, cp := newControlPlane(t)
+	worker := addMachine(t, cluster, talostest.MachineSpec{Nodename: "worker-1"})
+
+	for _, rule := range []struct {
+		name string
+		to   *talostest.Machine
+		call func(context.Context, *client.Client) error
+		with func(context.Context) context.Context
+		want codes.Code
+	}{
+		{"a worker answers for its own address", worker, getPlatform, node(worker.Address().String()), codes.OK},
+		{"a worker answers for its own name", worker, getPlatform, node("worker-1"), codes.OK},
+		{"a worker forwards nothing", worker, getPlatform, node(cp.Address().String()), codes.PermissionDenied},
+		{"a worker forwards nothing to many", worker, version, nodes(cp.Address().String()), codes.PermissionDenied},
+		{"a control plane answers for itself", cp, getPlatform, node(cp.Address().String()), codes.OK},
+		{"COSI is not fanned out", cp, getPlatform, nodes(cp.Address().String()), codes.InvalidArgument},
+		{"forwarding is not implemented", cp, getPlatform, node(worker.Address().String()), codes.Unimplemented},
+		{"the machine API may be asked for one of many", cp, version, nodes(cp.Address().String()), codes.OK},
+	} {
+		t.Run(rule.name, func(t *testing.T) {
+			requireCode(t, rule.call(rule.with(withDeadline(t)), dialAs(t, cluster, rule.to, "os:reader")), rule.want)
+		})
+	}
+
+	t.Run("machine.sock has no router", func(t *testing.T) {
+		ctx := node("203.0.113.1")(claiming(withDeadline(t), "os:reader"))
+		requireCode(t, getPlatform(ctx, dialSocket(t, cp)), codes.OK)
+	})
+}
+
+func node(target string) func(context.Context) context.Context {
+	return func(ctx context.Context) context.Context { return client.WithNode(ctx, target) }
+}
+
+func nodes(targets ...string) func(context.Context) context.Context {
+	return func(ctx context.Context) context.Context { return client.WithNodes(ctx, targets...) }
+}
+
+func TestVersionNamesPlatform(t *testing.T) {
+	cluster := newCluster(t, talostest.Options{})
+	aws := addMachine(t, cluster, talostest.MachineSpec{
+		Nodename: "aws-1", Type: machine.TypeWorker, TalosVersion: "v1.12.11", Platform: runtime.PlatformMetadataSpec{Platform: "aws"},
+	})
+
+	response, err := dialAs(t, cluster, aws, "os:reader").Version(withDeadline(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	got := response.GetMessages()[0]
+	if got.GetVersion().GetTag() != "v1.12.11" || got.GetPlatform().GetName() != "aws" || got.GetPlatform().GetMode() != "cloud" {
+		t.Errorf("got %v", got)
+	}
+}

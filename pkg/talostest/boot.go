@@ -1,0 +1,140 @@
+package talostest
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+
+	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/cosi-project/runtime/pkg/resource/meta"
+	"github.com/cosi-project/runtime/pkg/state"
+	"github.com/cosi-project/runtime/pkg/state/impl/inmem"
+	"github.com/cosi-project/runtime/pkg/state/impl/namespaced"
+	"github.com/cosi-project/runtime/pkg/state/protobuf/server"
+)
+
+// The history that machined keeps of each resource type (its v1alpha2 state): a bookmark soon becomes too old, as it does on Talos.
+const (
+	historyInitialCapacity = 8
+	historyMaxCapacity     = 1024
+	historyGap             = 4
+)
+
+// boot is a machine's memory from one start to the next: its resources, their versions and their watch history.
+type boot struct {
+	state    state.State
+	kinds    *kindRecorder
+	served   *server.State // the state behind the access policy
+	bookmark bookmarkMask
+}
+
+func newBoot(defs *definitions, unsupported []resource.Type) *boot {
+	kinds := &kindRecorder{CoreState: namespaced.NewState(func(ns resource.Namespace) state.CoreState {
+		if ns == meta.NamespaceName {
+			return defs.core
+		}
+
+		return inmem.NewStateWithOptions(
+			inmem.WithHistoryInitialCapacity(historyInitialCapacity),
+			inmem.WithHistoryMaxCapacity(historyMaxCapacity),
+			inmem.WithHistoryGap(historyGap),
+		)(ns)
+	})}
+
+	policy := accessPolicy{definitions: defs, unsupported: unsupported}
+
+	return &boot{
+		state:    state.WrapCore(kinds),
+		kinds:    kinds,
+		served:   server.NewState(state.Filter(kinds, policy.check)),
+		bookmark: bookmarkMask(rand.Uint64()), //nolint:gosec // tells boots apart, protects nothing
+	}
+}
+
+// create publishes new resources.
+func (b *boot) create(ctx context.Context, resources []resource.Resource) error {
+	for _, res := range resources {
+		if err := b.state.Create(ctx, res); err != nil {
+			return fmt.Errorf("publish %s: %w", res.Metadata(), err)
+		}
+	}
+
+	return nil
+}
+
+// copyInto publishes the resources of this boot in the next one, where their versions start again.
+func (b *boot) copyInto(ctx context.Context, next *boot) error {
+	for _, kind := range b.kinds.list() {
+		items, err := b.state.List(ctx, resource.NewMetadata(kind.namespace, kind.typ, "", resource.VersionUndefined))
+		if err != nil {
+			return fmt.Errorf("list %s in %s: %w", kind.typ, kind.namespace, err)
+		}
+
+		for _, item := range items.Items {
+			owner := item.Metadata().Owner()
+
+			if err := next.state.Create(ctx, item.DeepCopy(), state.WithCreateOwner(owner)); err != nil {
+				return fmt.Errorf("restore %s: %w", item.Metadata(), err)
+			}
+		}
+	}
+
+	return nil
+}
+
+// resourceKind is a type within a namespace.
+type resourceKind struct {
+	namespace resource.Namespace
+	typ       resource.Type
+}
+
+// kindRecorder remembers which kinds of resource were ever created: asking the state for each possible one would create them all.
+type kindRecorder struct {
+	state.CoreState
+
+	mu    sync.Mutex
+	kinds []resourceKind
+}
+
+// Create implements state.CoreState.
+func (r *kindRecorder) Create(ctx context.Context, res resource.Resource, opts ...state.CreateOption) error {
+	kind := resourceKind{namespace: res.Metadata().Namespace(), typ: res.Metadata().Type()}
+
+	r.mu.Lock()
+
+	if kind.namespace != meta.NamespaceName && !slices.Contains(r.kinds, kind) {
+		r.kinds = append(r.kinds, kind)
+	}
+
+	r.mu.Unlock()
+
+	return r.CoreState.Create(ctx, res, opts...) //nolint:wrapcheck // state's error types must survive
+}
+
+func (r *kindRecorder) list() []resourceKind {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+
+	return slices.Clone(r.kinds)
+}
+
+// bookmarkMask makes bookmarks of one boot invalid in any other. The in-memory state tells processes apart by a random cookie at the
+// head of each bookmark; machines in one process share it, so the cookie is masked per boot on its way out and in. A bookmark of
+// another boot then unmasks to a wrong cookie, and the state refuses it as Talos does after a reboot.
+type bookmarkMask uint64
+
+const bookmarkLength = 16
+
+func (m bookmarkMask) apply(bookmark []byte) []byte {
+	if len(bookmark) != bookmarkLength {
+		return bookmark
+	}
+
+	masked := slices.Clone(bookmark)
+	binary.BigEndian.PutUint64(masked, binary.BigEndian.Uint64(bookmark)^uint64(m))
+
+	return masked
+}

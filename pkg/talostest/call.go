@@ -1,0 +1,281 @@
+package talostest
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+	"strings"
+
+	"github.com/siderolabs/talos/pkg/machinery/constants"
+	"github.com/siderolabs/talos/pkg/machinery/role"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/peer"
+	"google.golang.org/grpc/status"
+)
+
+// errStreamsBroken ends streams by [Machine.BreakStreams].
+var errStreamsBroken = errors.New("streams broken by the test")
+
+// inbound is one RPC on its way through a machine.
+type inbound struct {
+	machine   *Machine
+	boot      *boot
+	transport Transport
+	roles     role.Set
+	method    string
+	sequence  uint64 // in the machine's journal
+}
+
+type inboundKey struct{}
+
+// callFrom returns the RPC that a handler serves. Every handler runs behind the interceptors below.
+func callFrom(ctx context.Context) *inbound {
+	call, _ := ctx.Value(inboundKey{}).(*inbound)
+
+	return call
+}
+
+func newInbound(ctx context.Context, method string) (*inbound, error) {
+	caller, ok := peer.FromContext(ctx)
+	if !ok {
+		return nil, status.Error(codes.Internal, "call without a peer")
+	}
+
+	info, ok := caller.AuthInfo.(connInfo)
+	if !ok {
+		return nil, status.Errorf(codes.Internal, "call with unexpected credentials %T", caller.AuthInfo)
+	}
+
+	call := &inbound{
+		machine:   info.machine,
+		boot:      info.machine.currentBoot(),
+		transport: info.transport,
+		roles:     rolesOf(ctx, info),
+		method:    method,
+	}
+
+	call.sequence = call.machine.journal.begin(Call{
+		Transport: call.transport, Method: method, Roles: call.roles.Strings(), Open: true,
+	})
+
+	return call, nil
+}
+
+// rolesOf returns what the socket's caller claims, or what the certificate of apid's caller says. A certificate with os:impersonator
+// may claim other roles.
+func rolesOf(ctx context.Context, info connInfo) role.Set {
+	claimed := metadata.ValueFromIncomingContext(ctx, constants.APIAuthzRoleMetadataKey)
+
+	mayClaim := info.transport == TransportSocket || (info.certificateRoles.Includes(role.Impersonator) && len(claimed) > 0)
+	if !mayClaim {
+		return info.certificateRoles
+	}
+
+	roles, _ := role.Parse(claimed)
+
+	return roles
+}
+
+// admit holds the call back as the machine's faults demand, then decides whether it may run.
+func (c *inbound) admit(ctx context.Context) error {
+	if !c.machine.frozen.wait(ctx.Done()) || !pause(ctx.Done(), c.machine.responseDelay()) {
+		return status.FromContextError(ctx.Err()).Err()
+	}
+
+	if c.transport == TransportAPID {
+		if err := c.route(ctx); err != nil {
+			return err
+		}
+	}
+
+	return authorizeMethod(c.method, c.roles)
+}
+
+// end records the answer.
+func (c *inbound) end(err error) {
+	code := status.Code(err)
+
+	c.machine.journal.amend(c.sequence, func(call *Call) {
+		call.Code = code
+		call.Open = false
+	})
+
+	c.machine.cluster.tally.add(CallKind{Transport: c.transport, Method: c.method, Code: code})
+}
+
+func (c *inbound) asksFor(request any) {
+	typed, ok := request.(interface{ GetType() string })
+	if !ok || !strings.HasPrefix(c.method, "/cosi.resource.State/") {
+		return
+	}
+
+	c.machine.journal.amend(c.sequence, func(call *Call) { call.ResourceType = typed.GetType() })
+}
+
+// route decides, as apid's router does, what the metadata keys node and nodes mean. Only calls for the machine itself are served: a
+// worker forwards nothing, and what a control plane would forward is not implemented here.
+func (c *inbound) route(ctx context.Context) error {
+	md, _ := metadata.FromIncomingContext(ctx)
+	if len(md.Get("proxyfrom")) > 0 {
+		return nil
+	}
+
+	node, nodes := md.Get("node"), md.Get("nodes")
+
+	if len(node) > 1 {
+		return status.Error(codes.InvalidArgument, "node metadata must be single-valued")
+	}
+
+	if !c.isWorker() && len(nodes) > 0 && !supportsMany(c.method) {
+		return status.Errorf(codes.InvalidArgument, "one-2-many proxying is not supported for method %s", c.method)
+	}
+
+	switch {
+	case len(nodes) > 0:
+		return c.routeTo(nodes)
+	case len(node) == 1:
+		return c.routeTo(node)
+	default:
+		return nil
+	}
+}
+
+func (c *inbound) routeTo(targets []string) error {
+	switch {
+	case len(targets) == 1 && c.machine.isLocalTarget(targets[0]):
+		return nil
+	case c.isWorker():
+		return status.Error(codes.PermissionDenied, "no request forwarding")
+	default:
+		return status.Errorf(codes.Unimplemented, "talostest does not forward requests to %s: dial the machine", strings.Join(targets, ", "))
+	}
+}
+
+func (c *inbound) isWorker() bool { return !c.machine.machineType.IsControlPlane() }
+
+// supportsMany tells which services apid fans out to several nodes; COSI is not among them.
+func supportsMany(method string) bool {
+	service, _, _ := strings.Cut(strings.TrimPrefix(method, "/"), "/")
+
+	switch service {
+	case "machine.MachineService", "cluster.ClusterService", "inspect.InspectService", "storage.StorageService", "time.TimeService":
+		return true
+	default:
+		return false
+	}
+}
+
+// isLocalTarget reports whether a node name in metadata means this machine.
+func (m *Machine) isLocalTarget(target string) bool {
+	names, err := m.serverNames()
+	if err != nil {
+		return false
+	}
+
+	for _, name := range names.dns {
+		if name == target {
+			return true
+		}
+	}
+
+	addr, err := netip.ParseAddr(target)
+	if err != nil {
+		return false
+	}
+
+	for _, ip := range names.ips {
+		if known, ok := netip.AddrFromSlice(ip); ok && known.Unmap() == addr {
+			return true
+		}
+	}
+
+	return false
+}
+
+func interceptUnary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
+	call, err := newInbound(ctx, info.FullMethod)
+	if err != nil {
+		return nil, err
+	}
+
+	call.asksFor(request)
+
+	if err = call.admit(ctx); err != nil {
+		call.end(err)
+
+		return nil, err
+	}
+
+	reply, err := handler(context.WithValue(ctx, inboundKey{}, call), request)
+
+	// A machine may freeze while it works.
+	if !call.machine.frozen.wait(ctx.Done()) {
+		err = status.FromContextError(ctx.Err()).Err()
+	}
+
+	call.end(err)
+
+	return reply, err
+}
+
+func interceptStream(srv any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
+	call, err := newInbound(stream.Context(), info.FullMethod)
+	if err != nil {
+		return err
+	}
+
+	if err = call.admit(stream.Context()); err != nil {
+		call.end(err)
+
+		return err
+	}
+
+	ctx, cancel := context.WithCancelCause(context.WithValue(stream.Context(), inboundKey{}, call))
+	defer cancel(nil)
+
+	stop := context.AfterFunc(call.machine.streamsContext(), func() { cancel(errStreamsBroken) })
+	defer stop()
+
+	err = handler(srv, &servedStream{ServerStream: stream, ctx: ctx, call: call})
+
+	if errors.Is(context.Cause(ctx), errStreamsBroken) {
+		err = status.Error(codes.Unavailable, errStreamsBroken.Error())
+	}
+
+	call.end(err)
+
+	return err
+}
+
+// servedStream carries the call to the handler and obeys the machine's faults.
+type servedStream struct {
+	grpc.ServerStream
+
+	ctx  context.Context //nolint:containedctx // grpc.ServerStream has its context as a method
+	call *inbound
+}
+
+// Context implements grpc.ServerStream.
+func (s *servedStream) Context() context.Context { return s.ctx }
+
+// RecvMsg implements grpc.ServerStream.
+func (s *servedStream) RecvMsg(message any) error {
+	if err := s.ServerStream.RecvMsg(message); err != nil {
+		return err //nolint:wrapcheck // io.EOF and status errors must survive
+	}
+
+	s.call.asksFor(message)
+
+	return nil
+}
+
+// SendMsg implements grpc.ServerStream.
+func (s *servedStream) SendMsg(message any) error {
+	if !s.call.machine.frozen.wait(s.ctx.Done()) {
+		return status.FromContextError(s.ctx.Err()).Err()
+	}
+
+	return s.ServerStream.SendMsg(message) //nolint:wrapcheck // status errors must survive
+}

@@ -1,0 +1,409 @@
+package talostest
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"crypto/tls"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"maps"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
+	"github.com/siderolabs/talos/pkg/machinery/constants"
+	"github.com/siderolabs/talos/pkg/machinery/role"
+	"google.golang.org/grpc"
+	"k8s.io/utils/clock"
+)
+
+// Options are the options of a cluster. The zero value is fine.
+type Options struct {
+	// Name is the cluster's name; "talostest" by default.
+	Name string
+	// Clock tells the time for which certificates are issued and checked; the system's by default. Nothing else depends on it.
+	Clock clock.PassiveClock
+	// Dir is where machine.sock files are created; by default a temporary folder that Close removes. Keep it short: the path of a
+	// socket has to be shorter than 108 bytes.
+	Dir string
+}
+
+// Cluster is a number of Talos machines that share a CA. Its methods are safe for concurrent use.
+type Cluster struct {
+	name  string
+	id    string
+	token string
+	now   func() time.Time
+
+	definitions *definitions
+	authority   *authority
+	server      *grpc.Server
+	intake      *intake
+	served      sync.WaitGroup
+	tally       tally
+	dir         string
+	removeDir   func()
+
+	mu       sync.Mutex
+	block    *addressBlock
+	machines map[string]*Machine
+	closed   bool
+}
+
+// errClosed is returned for a cluster that was closed.
+var errClosed = errors.New("the cluster is closed")
+
+// New returns a cluster without machines. It claims a block of loopback addresses of its own, so that clusters of any number of
+// processes on one host do not meet. Close it.
+func New(options Options) (*Cluster, error) {
+	c := &Cluster{
+		name:     options.Name,
+		now:      time.Now,
+		machines: make(map[string]*Machine),
+		intake:   newIntake(),
+		id:       randomText(32),
+		token:    randomText(16),
+	}
+
+	if c.name == "" {
+		c.name = "talostest"
+	}
+
+	if options.Clock != nil {
+		c.now = options.Clock.Now
+	}
+
+	if err := c.prepare(options.Dir); err != nil {
+		return nil, fmt.Errorf("set up cluster %s: %w", c.name, err)
+	}
+
+	c.server = newServer()
+	c.served.Go(func() { _ = c.server.Serve(c.intake) })
+
+	return c, nil
+}
+
+func (c *Cluster) prepare(dir string) error {
+	var err error
+
+	if c.definitions, err = newDefinitions(context.Background()); err != nil {
+		return err
+	}
+
+	if c.authority, err = newAuthority(c.now); err != nil {
+		return err
+	}
+
+	c.dir, c.removeDir = dir, func() {}
+
+	if dir == "" {
+		if c.dir, err = os.MkdirTemp("", "talostest"); err != nil {
+			return fmt.Errorf("create a folder for sockets: %w", err)
+		}
+
+		c.removeDir = func() { _ = os.RemoveAll(c.dir) }
+	}
+
+	if c.block, err = claimBlock(); err != nil {
+		c.removeDir()
+	}
+
+	return err
+}
+
+// newServer returns the one server of all machines. Its limits are those of Talos; its buffers are small, for thousands of machines.
+func newServer() *grpc.Server {
+	const bufferSize = 4 << 10
+
+	server := grpc.NewServer(
+		grpc.Creds(handshake{}),
+		grpc.MaxRecvMsgSize(constants.GRPCMaxMessageSize),
+		grpc.SharedWriteBuffer(true),
+		grpc.ReadBufferSize(bufferSize),
+		grpc.WriteBufferSize(bufferSize),
+		grpc.UnaryInterceptor(interceptUnary),
+		grpc.StreamInterceptor(interceptStream),
+	)
+	registerServices(server)
+
+	return server
+}
+
+func randomText(size int) string {
+	text := make([]byte, size)
+	_, _ = rand.Read(text) // never fails (crypto/rand)
+
+	return base64.StdEncoding.EncodeToString(text)
+}
+
+// Close stops all machines and gives back their addresses. It can be called again.
+func (c *Cluster) Close() {
+	c.mu.Lock()
+	alreadyClosed := c.closed
+	c.closed = true
+	machines := slices.Collect(maps.Values(c.machines))
+	c.mu.Unlock()
+
+	if alreadyClosed {
+		return
+	}
+
+	for _, machine := range machines {
+		machine.close()
+	}
+
+	c.server.Stop()
+	c.served.Wait()
+	c.block.release()
+	c.removeDir()
+}
+
+// AddMachine adds a machine, booted and serving.
+func (c *Cluster) AddMachine(spec MachineSpec) (*Machine, error) {
+	machine, err := c.addMachine(spec)
+	if err != nil {
+		return nil, fmt.Errorf("add machine %q: %w", spec.Nodename, err)
+	}
+
+	return machine, nil
+}
+
+func (c *Cluster) addMachine(spec MachineSpec) (*Machine, error) {
+	if spec.Nodename == "" {
+		return nil, errNoNodename
+	}
+
+	listener, err := c.bind(&spec)
+	if err != nil {
+		return nil, err
+	}
+
+	spec.setDefaults()
+
+	m := &Machine{
+		cluster:     c,
+		nodename:    spec.Nodename,
+		address:     spec.Address,
+		machineType: spec.Type,
+		pending:     spec.Platform,
+		unsupported: spec.UnsupportedTypes,
+		memory:      newBoot(c.definitions, spec.UnsupportedTypes),
+	}
+	m.api = &link{machine: m, transport: TransportAPID, listener: listener, deliver: c.intake.deliver}
+	m.BreakStreams()
+
+	if err := c.bootMachine(m, spec); err != nil {
+		m.close()
+
+		return nil, err
+	}
+
+	return m, nil
+}
+
+// bind listens on the machine's address, which it chooses if the spec leaves it open.
+func (c *Cluster) bind(spec *MachineSpec) (net.Listener, error) {
+	if spec.Address.IsValid() {
+		return listenAPI(spec.Address)
+	}
+
+	c.mu.Lock()
+	defer c.mu.Unlock()
+
+	address, listener, err := c.block.listen()
+	spec.Address = address
+
+	return listener, err
+}
+
+func (c *Cluster) bootMachine(m *Machine, spec MachineSpec) error {
+	ctx := context.Background() // writes memory only
+
+	resources, err := c.seed(spec)
+	if err != nil {
+		return err
+	}
+
+	if err := m.memory.create(ctx, resources); err != nil {
+		return err
+	}
+
+	if err := m.deriveNodeAddresses(ctx); err != nil {
+		return err
+	}
+
+	if spec.ServeSocket {
+		if err := m.serveSocket(filepath.Join(c.dir, spec.Nodename+".sock")); err != nil {
+			return err
+		}
+	}
+
+	return c.admit(m)
+}
+
+// admit makes a machine part of the cluster and lets clients in.
+func (c *Cluster) admit(m *Machine) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+
+	if c.closed {
+		return errClosed
+	}
+
+	if _, exists := c.machines[m.nodename]; exists {
+		return errors.New("the cluster has a machine of that name")
+	}
+
+	c.machines[m.nodename] = m
+
+	for _, way := range m.links() {
+		go way.run()
+	}
+
+	return nil
+}
+
+func (m *Machine) serveSocket(path string) error {
+	const maxSocketPath = 107 // sun_path without its terminating zero
+
+	if len(path) > maxSocketPath {
+		return fmt.Errorf("socket path %s is longer than %d bytes", path, maxSocketPath)
+	}
+
+	listener, err := net.Listen("unix", path)
+	if err != nil {
+		return fmt.Errorf("listen on %s: %w", path, err)
+	}
+
+	m.socket = &link{machine: m, transport: TransportSocket, listener: listener, deliver: m.cluster.intake.deliver}
+	m.socketPath = path
+
+	return nil
+}
+
+// Machine returns the machine that was added with a nodename, or nil.
+func (c *Cluster) Machine(nodename string) *Machine {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+
+	return c.machines[nodename]
+}
+
+// Machines returns all machines, sorted by nodename.
+func (c *Cluster) Machines() []*Machine {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+
+	return slices.SortedFunc(maps.Values(c.machines), func(a, b *Machine) int { return strings.Compare(a.nodename, b.nodename) })
+}
+
+// Name is the cluster's name.
+func (c *Cluster) Name() string { return c.name }
+
+// ID is the cluster's ID.
+func (c *Cluster) ID() string { return c.id }
+
+// CA returns the PEM certificates of the accepted Talos CAs, the issuing one first.
+func (c *Cluster) CA() []byte { return c.authority.acceptedPEM() }
+
+// CallCounts counts the RPCs that have ended, over all machines.
+func (c *Cluster) CallCounts() map[CallKind]uint64 { return c.tally.snapshot() }
+
+// ClientTLS returns a client configuration whose certificate carries roles such as os:reader, and which trusts the CAs that are accepted
+// now.
+func (c *Cluster) ClientTLS(roles ...string) (*tls.Config, error) {
+	parsed, _ := role.Parse(roles)
+
+	crt, err := c.authority.clientCertificate(parsed, clientCertificateValidity)
+	if err != nil {
+		return nil, err
+	}
+
+	pair, err := tls.X509KeyPair(crt.Crt, crt.Key)
+	if err != nil {
+		return nil, fmt.Errorf("load the client certificate: %w", err)
+	}
+
+	return &tls.Config{
+		MinVersion:   tls.VersionTLS13,
+		RootCAs:      c.authority.pool(),
+		Certificates: []tls.Certificate{pair},
+		Time:         c.now,
+	}, nil
+}
+
+// Talosconfig returns a client configuration as `talosctl config new --roles` makes it, with the control planes as endpoints.
+func (c *Cluster) Talosconfig(roles ...string) (*clientconfig.Config, error) {
+	parsed, _ := role.Parse(roles)
+
+	crt, err := c.authority.clientCertificate(parsed, clientCertificateValidity)
+	if err != nil {
+		return nil, err
+	}
+
+	var endpoints []string
+
+	for _, machine := range c.Machines() {
+		if machine.machineType.IsControlPlane() {
+			endpoints = append(endpoints, machine.address.String())
+		}
+	}
+
+	return clientconfig.NewConfig(contextName(c.name, parsed), endpoints, bytes.TrimSpace(c.CA()), crt), nil
+}
+
+// RotateCA replaces the Talos CA: all machines show certificates of the new one from now on. Open connections stay.
+func (c *Cluster) RotateCA(ctx context.Context, old OldCA) error {
+	if err := c.authority.rotate(old); err != nil {
+		return err
+	}
+
+	for _, machine := range c.Machines() {
+		if err := c.publishCA(ctx, machine); err != nil {
+			return fmt.Errorf("rotate the CA of machine %s: %w", machine.nodename, err)
+		}
+	}
+
+	return nil
+}
+
+// publishCA brings the resources that hold the CA up to date.
+func (c *Cluster) publishCA(ctx context.Context, m *Machine) error {
+	root := c.osRoot(m.machineType)
+
+	current, err := m.State().Get(ctx, root.Metadata())
+	if err != nil {
+		return fmt.Errorf("read the CA: %w", err)
+	}
+
+	root.Metadata().SetVersion(current.Metadata().Version())
+
+	if err = m.State().Update(ctx, root); err != nil {
+		return fmt.Errorf("update the CA: %w", err)
+	}
+
+	config, err := c.machineConfig(m.machineType)
+	if err != nil {
+		return err
+	}
+
+	current, err = m.State().Get(ctx, config.Metadata())
+	if err != nil {
+		return fmt.Errorf("read the machine configuration: %w", err)
+	}
+
+	config.Metadata().SetVersion(current.Metadata().Version())
+
+	if err = m.State().Update(ctx, config); err != nil {
+		return fmt.Errorf("update the machine configuration: %w", err)
+	}
+
+	return nil
+}

@@ -1,0 +1,169 @@
+package talostest
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/siderolabs/talos/pkg/machinery/role"
+	"google.golang.org/grpc/credentials"
+)
+
+// connInfo tells a handler on whose machine, and by whom, it is called.
+type connInfo struct {
+	machine          *Machine
+	transport        Transport
+	certificateRoles role.Set // empty on the socket
+}
+
+// AuthType implements credentials.AuthInfo.
+func (connInfo) AuthType() string { return "talostest" }
+
+// handshake is the server side of both transports: mutual TLS for apid, nothing for machine.sock.
+type handshake struct{}
+
+// ServerHandshake implements credentials.TransportCredentials.
+func (handshake) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	accepted, ok := raw.(*conn)
+	if !ok {
+		return nil, nil, fmt.Errorf("handshake on a foreign connection %T", raw)
+	}
+
+	info := connInfo{machine: accepted.link.machine, transport: accepted.link.transport}
+
+	if info.transport == TransportSocket {
+		return accepted, info, nil
+	}
+
+	if !pause(accepted.done, info.machine.responseDelay()) {
+		return nil, nil, net.ErrClosed
+	}
+
+	config, err := info.machine.tlsConfig()
+	if err != nil {
+		return nil, nil, err
+	}
+
+	secured, tlsInfo, err := credentials.NewTLS(config).ServerHandshake(accepted)
+	if err != nil {
+		return nil, nil, fmt.Errorf("TLS handshake with %s: %w", accepted.RemoteAddr(), err)
+	}
+
+	info.certificateRoles = rolesOfCertificate(tlsInfo)
+
+	return secured, info, nil
+}
+
+func rolesOfCertificate(info credentials.AuthInfo) role.Set {
+	tlsInfo, ok := info.(credentials.TLSInfo)
+	if !ok || len(tlsInfo.State.PeerCertificates) == 0 {
+		return role.Zero
+	}
+
+	roles, _ := role.Parse(tlsInfo.State.PeerCertificates[0].Subject.Organization)
+
+	return roles
+}
+
+// ClientHandshake implements credentials.TransportCredentials.
+func (handshake) ClientHandshake(context.Context, string, net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	return nil, nil, errors.New("these credentials are for servers")
+}
+
+// Info implements credentials.TransportCredentials.
+func (handshake) Info() credentials.ProtocolInfo { return credentials.ProtocolInfo{} }
+
+// Clone implements credentials.TransportCredentials.
+func (h handshake) Clone() credentials.TransportCredentials { return h }
+
+// OverrideServerName implements credentials.TransportCredentials.
+func (handshake) OverrideServerName(string) error { return nil }
+
+// pause returns false if done is closed before the delay is over.
+func pause(done <-chan struct{}, delay time.Duration) bool {
+	if delay <= 0 {
+		return true
+	}
+
+	timer := time.NewTimer(delay)
+	defer timer.Stop()
+
+	select {
+	case <-timer.C:
+		return true
+	case <-done:
+		return false
+	}
+}
+
+// tlsConfig is apid's: TLS 1.3, and a client certificate of an accepted CA that is for client authentication alone.
+func (m *Machine) tlsConfig() (*tls.Config, error) {
+	certificate, err := m.serverCertificate()
+	if err != nil {
+		return nil, err
+	}
+
+	return &tls.Config{
+		MinVersion:             tls.VersionTLS13,
+		SessionTicketsDisabled: true,
+		Certificates:           []tls.Certificate{*certificate},
+		ClientAuth:             tls.RequireAndVerifyClientCert,
+		ClientCAs:              m.cluster.authority.pool(),
+		VerifyPeerCertificate:  requireClientOnly,
+		Time:                   m.cluster.now,
+	}, nil
+}
+
+// issued is a server certificate and what it was issued for.
+type issued struct {
+	certificate *tls.Certificate
+	key         string
+	at          time.Time
+}
+
+// serverCertificate returns the certificate that apid shows now. It is issued when first needed, and again when the CA or the machine's
+// names change or half of its validity is over.
+func (m *Machine) serverCertificate() (*tls.Certificate, error) {
+	names, err := m.serverNames()
+	if err != nil {
+		return nil, err
+	}
+
+	m.mu.Lock()
+	defer m.mu.Unlock()
+
+	now := m.cluster.now()
+	key := certificateKey(m.cluster.authority.currentGeneration(), names, m.certificateExpired)
+
+	if m.issued.key == key && now.Sub(m.issued.at) < serverCertificateRenewal {
+		return m.issued.certificate, nil
+	}
+
+	notBefore := now
+	if m.certificateExpired {
+		notBefore = now.Add(-serverCertificateValidity - time.Hour)
+	}
+
+	certificate, err := m.cluster.authority.serverCertificate(names, notBefore)
+	if err != nil {
+		return nil, err
+	}
+
+	m.issued = issued{certificate: certificate, key: key, at: now}
+
+	return certificate, nil
+}
+
+func certificateKey(generation int, names serverNames, expired bool) string {
+	parts := slices.Clone(names.dns)
+	for _, ip := range names.ips {
+		parts = append(parts, ip.String())
+	}
+
+	return fmt.Sprintf("%d/%t/%s", generation, expired, strings.Join(parts, ","))
+}

@@ -1,0 +1,240 @@
+package talostest
+
+import (
+	"net"
+	"sync"
+	"time"
+)
+
+// link is what lies between a machine's listener and its clients. It hands accepted connections to the cluster's server, refuses
+// them while the machine is down, and lets nothing through while the machine is cut off.
+type link struct {
+	machine   *Machine
+	transport Transport
+	listener  net.Listener
+	deliver   func(net.Conn)
+
+	// flow is shut while the machine is cut off; it changes only under mu.
+	flow gate
+
+	mu       sync.Mutex
+	down     bool
+	conns    map[*conn]struct{}
+	withheld []net.Conn // closed by the server while cut off: the client must not notice before packets flow again
+}
+
+// run accepts connections until the listener is closed.
+func (l *link) run() {
+	for {
+		raw, err := l.listener.Accept()
+		if err != nil {
+			return
+		}
+
+		if admitted := l.admit(raw); admitted != nil {
+			l.deliver(admitted)
+		}
+	}
+}
+
+// admit returns nil if the connection does not reach the server.
+func (l *link) admit(raw net.Conn) *conn {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+
+	if l.down {
+		l.discard(raw, reset)
+
+		return nil
+	}
+
+	admitted := &conn{Conn: raw, link: l, done: make(chan struct{})}
+
+	if l.conns == nil {
+		l.conns = make(map[*conn]struct{})
+	}
+
+	l.conns[admitted] = struct{}{}
+
+	return admitted
+}
+
+// discard ends a raw connection, later and by reset if the client must not see it now. It is called with mu held.
+func (l *link) discard(raw net.Conn, end func(net.Conn)) {
+	if !l.flow.isShut() {
+		end(raw)
+
+		return
+	}
+
+	// Wakes a pending read without telling the peer.
+	_ = raw.SetReadDeadline(time.Unix(1, 0))
+
+	l.withheld = append(l.withheld, raw)
+}
+
+// cut makes everything in both directions vanish until restore.
+func (l *link) cut() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+
+	l.flow.shut()
+}
+
+// restore lets packets flow again; what was held back arrives now, as retransmission would bring it.
+func (l *link) restore() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+
+	l.flow.open()
+
+	for _, raw := range l.withheld {
+		reset(raw)
+	}
+
+	l.withheld = nil
+}
+
+// takeDown closes all connections and refuses new ones until bringUp.
+func (l *link) takeDown() {
+	l.mu.Lock()
+	l.down = true
+	l.mu.Unlock()
+
+	l.dropAll()
+}
+
+func (l *link) bringUp() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+
+	l.down = false
+}
+
+// dropAll closes the connections that are open now.
+func (l *link) dropAll() {
+	for _, open := range l.open() {
+		open.end(reset)
+	}
+}
+
+func (l *link) open() []*conn {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+
+	conns := make([]*conn, 0, len(l.conns))
+	for open := range l.conns {
+		conns = append(conns, open)
+	}
+
+	return conns
+}
+
+func (l *link) count() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+
+	return len(l.conns)
+}
+
+// close ends the link for good.
+func (l *link) close() {
+	_ = l.listener.Close()
+
+	l.restore()
+	l.takeDown()
+}
+
+// finish ends a connection after what was written to it.
+func finish(raw net.Conn) { _ = raw.Close() }
+
+// reset ends a connection so that the peer sees a reset instead of an orderly end, as after a crash.
+func reset(raw net.Conn) {
+	if tcp, ok := raw.(*net.TCPConn); ok {
+		_ = tcp.SetLinger(0)
+	}
+
+	_ = raw.Close()
+}
+
+// conn is a server-side connection whose bytes pass the link's gate.
+type conn struct {
+	net.Conn
+
+	link *link
+	done chan struct{}
+	once sync.Once
+}
+
+// Read holds what has arrived until packets flow: a cut may have happened while the read was pending.
+func (c *conn) Read(p []byte) (int, error) {
+	n, err := c.Conn.Read(p)
+
+	if !c.link.flow.wait(c.done) {
+		return 0, net.ErrClosed
+	}
+
+	return n, err //nolint:wrapcheck // net.Conn's contract: callers compare these errors
+}
+
+func (c *conn) Write(p []byte) (int, error) {
+	if !c.link.flow.wait(c.done) {
+		return 0, net.ErrClosed
+	}
+
+	return c.Conn.Write(p) //nolint:wrapcheck // net.Conn's contract
+}
+
+func (c *conn) Close() error {
+	c.end(finish)
+
+	return nil
+}
+
+func (c *conn) end(how func(net.Conn)) {
+	c.once.Do(func() {
+		close(c.done)
+
+		c.link.mu.Lock()
+		defer c.link.mu.Unlock()
+
+		delete(c.link.conns, c)
+		c.link.discard(c.Conn, how)
+	})
+}
+
+// intake is the listener of the cluster's only gRPC server; every link feeds it.
+type intake struct {
+	conns  chan net.Conn
+	closed chan struct{}
+	once   sync.Once
+}
+
+func newIntake() *intake {
+	return &intake{conns: make(chan net.Conn), closed: make(chan struct{})}
+}
+
+func (in *intake) deliver(accepted net.Conn) {
+	select {
+	case in.conns <- accepted:
+	case <-in.closed:
+		_ = accepted.Close()
+	}
+}
+
+func (in *intake) Accept() (net.Conn, error) {
+	select {
+	case accepted := <-in.conns:
+		return accepted, nil
+	case <-in.closed:
+		return nil, net.ErrClosed
+	}
+}
+
+func (in *intake) Close() error {
+	in.once.Do(func() { close(in.closed) })
+
+	return nil
+}
+
+func (in *intake) Addr() net.Addr { return &net.UnixAddr{Name: "talostest", Net: "unix"} }
