@@ -287,7 +287,7 @@ func TestApidRequiresClientOnlyCertificate(t *testing.T) {
 
 	t.Run("also good for servers", func(t *testing.T) {
 		both := config.Clone()
-		both.Certificates = []tls.Certificate{certificateForBoth(t, cluster, cp)}
+		both.Certificates = []tls.Certificate{certificateForBoth(t, cp)}
 
 		requireCode(t, version(withDeadline(t), dial(t, cp, both)), codes.Unavailable)
 	})

@@ -1,6 +1,7 @@
 package talostest_test
 
 import (
+	"bytes"
 	"crypto/tls"
 	stdx509 "crypto/x509"
 	"testing"
@@ -8,7 +9,10 @@ import (
 
 	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/siderolabs/crypto/x509"
+	"github.com/siderolabs/talos/pkg/machinery/client"
 	"github.com/siderolabs/talos/pkg/machinery/resources/secrets"
+	"google.golang.org/grpc/codes"
+	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
@@ -25,7 +29,7 @@ func osRoot(t *testing.T, cp *talostest.Machine) *secrets.OSRootSpec {
 }
 
 // certificateForBoth is a certificate of the right CA and the right role, but not for client authentication alone.
-func certificateForBoth(t *testing.T, _ *talostest.Cluster, cp *talostest.Machine) tls.Certificate {
+func certificateForBoth(t *testing.T, cp *talostest.Machine) tls.Certificate {
 	t.Helper()
 
 	ca, err := x509.NewCertificateAuthorityFromCertificateAndKey(osRoot(t, cp).IssuingCA)
@@ -43,4 +47,117 @@ func certificateForBoth(t *testing.T, _ *talostest.Cluster, cp *talostest.Machin
 	}
 
 	return *pair.Certificate
+}
+
+func clientTLS(t *testing.T, cluster *talostest.Cluster, roles ...string) *tls.Config {
+	t.Helper()
+
+	config, err := cluster.ClientTLS(roles...)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	return config
+}
+
+func TestRotateCAThatAcceptsOldOne(t *testing.T) {
+	cluster, cp := newControlPlane(t)
+	before := clientTLS(t, cluster, "os:reader")
+
+	if err := cluster.RotateCA(t.Context(), talostest.AcceptOldCA); err != nil {
+		t.Fatal(err)
+	}
+
+	// The machine shows a certificate of the new CA, which the old client does not know.
+	requireCode(t, version(withDeadline(t), dial(t, cp, before)), codes.Unavailable)
+
+	// The old client certificate still opens the door.
+	informed := before.Clone()
+	informed.RootCAs = clientTLS(t, cluster).RootCAs
+
+	requireCode(t, version(withDeadline(t), dial(t, cp, informed)), codes.OK)
+
+	root := osRoot(t, cp)
+	if len(root.AcceptedCAs) != 2 {
+		t.Fatalf("got %d accepted CAs, want 2", len(root.AcceptedCAs))
+	}
+
+	if !bytes.Equal(root.AcceptedCAs[1].Crt, root.IssuingCA.Crt) {
+		t.Error("the issuing CA is not the last accepted one")
+	}
+}
+
+func TestRotateCAThatDropsOldOne(t *testing.T) {
+	cluster, cp := newControlPlane(t)
+	before := clientTLS(t, cluster, "os:reader")
+
+	if err := cluster.RotateCA(t.Context(), talostest.DropOldCA); err != nil {
+		t.Fatal(err)
+	}
+
+	informed := before.Clone()
+	informed.RootCAs = clientTLS(t, cluster).RootCAs
+
+	requireCode(t, version(withDeadline(t), dial(t, cp, informed)), codes.Unavailable)
+	requireCode(t, version(withDeadline(t), dialAs(t, cluster, cp, "os:reader")), codes.OK)
+}
+
+func TestWorkersHoldNoCAKey(t *testing.T) {
+	_, worker := newWorker(t)
+
+	root := osRoot(t, worker)
+	if root.IssuingCA != nil || len(root.AcceptedCAs) != 1 {
+		t.Errorf("got issuing %v and %d accepted CAs", root.IssuingCA, len(root.AcceptedCAs))
+	}
+}
+
+func TestClientCertificateExpiresByTheClock(t *testing.T) {
+	clock := clocktesting.NewFakePassiveClock(time.Date(2030, 1, 1, 0, 0, 0, 0, time.UTC))
+	cluster := newCluster(t, talostest.Options{Clock: clock})
+	cp := addControlPlane(t, cluster, "cp-1")
+
+	minted, err := mintReader(claiming(withDeadline(t), "os:admin"), dialSocket(t, cp), time.Hour)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	pair, err := tls.X509KeyPair(minted.GetCrt(), minted.GetKey())
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	config := clientTLS(t, cluster)
+	config.Certificates = []tls.Certificate{pair}
+
+	requireCode(t, version(withDeadline(t), dial(t, cp, config)), codes.OK)
+
+	clock.SetTime(clock.Now().Add(2 * time.Hour))
+	requireCode(t, version(withDeadline(t), dial(t, cp, config)), codes.Unavailable)
+}
+
+func TestServerCertificateIsRenewedByTheClock(t *testing.T) {
+	clock := clocktesting.NewFakePassiveClock(time.Date(2030, 1, 1, 0, 0, 0, 0, time.UTC))
+	cluster := newCluster(t, talostest.Options{Clock: clock})
+	cp := addControlPlane(t, cluster, "cp-1")
+
+	for range 5 {
+		requireCode(t, version(withDeadline(t), dialAs(t, cluster, cp, "os:reader")), codes.OK)
+		clock.SetTime(clock.Now().Add(20 * time.Hour))
+	}
+}
+
+func TestTalosconfigNamesControlPlanes(t *testing.T) {
+	cluster, cp := newControlPlane(t)
+	addMachine(t, cluster, talostest.MachineSpec{Nodename: "worker-1"})
+
+	talosconfig, err := cluster.Talosconfig("os:reader")
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	requireCode(t, version(withDeadline(t), newClient(t, client.WithConfig(talosconfig))), codes.OK)
+
+	if got := len(cp.Calls()); got != 1 {
+		t.Errorf("the control plane was asked %d times, want once", got)
+	}
 }

@@ -1,0 +1,77 @@
+package talostest_test
+
+import (
+	"fmt"
+	"runtime"
+	"testing"
+
+	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/cosi-project/runtime/pkg/state"
+	"github.com/siderolabs/talos/pkg/machinery/client"
+	"github.com/siderolabs/talos/pkg/machinery/resources/network"
+
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+)
+
+// BenchmarkAddMachine reports the time and the live memory that an idle machine costs.
+func BenchmarkAddMachine(b *testing.B) {
+	cluster := newCluster(b, talostest.Options{})
+	before := liveMemory()
+
+	for i := range b.N {
+		addMachine(b, cluster, talostest.MachineSpec{Nodename: fmt.Sprintf("n-%d", i)})
+	}
+
+	b.StopTimer()
+	reportPerMachine(b, before)
+}
+
+// BenchmarkWatchedMachine reports what a machine costs with a client that holds a watch on it, the client's side included.
+func BenchmarkWatchedMachine(b *testing.B) {
+	cluster := newCluster(b, talostest.Options{})
+
+	config, err := cluster.ClientTLS("os:reader")
+	if err != nil {
+		b.Fatal(err)
+	}
+
+	kind := resource.NewMetadata(network.NamespaceName, network.AddressStatusType, "", resource.VersionUndefined)
+	before := liveMemory()
+
+	for i := range b.N {
+		added := addMachine(b, cluster, talostest.MachineSpec{Nodename: fmt.Sprintf("n-%d", i)})
+		reader := newClient(b, client.WithTLSConfig(config), client.WithEndpoints(added.Address().String()))
+		events := make(chan state.Event)
+
+		if err := reader.COSI.WatchKind(b.Context(), kind, events, state.WithBootstrapContents(true)); err != nil {
+			b.Fatal(err)
+		}
+
+		for event := range events {
+			if event.Type == state.Bootstrapped {
+				break
+			}
+		}
+	}
+
+	b.StopTimer()
+	reportPerMachine(b, before)
+}
+
+func reportPerMachine(b *testing.B, before uint64) {
+	b.Helper()
+
+	b.ReportMetric(float64(liveMemory()-before)/float64(b.N), "B/machine")
+	b.ReportMetric(float64(runtime.NumGoroutine())/float64(b.N), "goroutines/machine")
+}
+
+// liveMemory is the heap and the stacks in use after a collection.
+func liveMemory() uint64 {
+	runtime.GC()
+
+	var stats runtime.MemStats
+
+	runtime.ReadMemStats(&stats)
+
+	return stats.HeapAlloc + stats.StackInuse
+}

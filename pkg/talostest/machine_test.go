@@ -1,0 +1,421 @@
+package talostest_test
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/cosi-project/runtime/pkg/resource/meta"
+	"github.com/cosi-project/runtime/pkg/safe"
+	"github.com/cosi-project/runtime/pkg/state"
+	"github.com/siderolabs/talos/pkg/machinery/client"
+	"github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
+	clusterres "github.com/siderolabs/talos/pkg/machinery/resources/cluster"
+	"github.com/siderolabs/talos/pkg/machinery/resources/config"
+	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
+	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
+	"github.com/siderolabs/talos/pkg/machinery/resources/network"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"google.golang.org/grpc/codes"
+
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+)
+
+func addControlPlane(t *testing.T, cluster *talostest.Cluster, name string) *talostest.Machine {
+	t.Helper()
+
+	return addMachine(t, cluster, talostest.MachineSpec{Nodename: name, Type: machine.TypeControlPlane, ServeSocket: true})
+}
+
+// read gets a typed resource over a client, with what it takes on the wire.
+func read[R meta.ResourceWithRD](t *testing.T, c *client.Client, id resource.ID) R {
+	t.Helper()
+
+	got, err := safe.StateGetByID[R](withDeadline(t), c.COSI, id)
+	if err != nil {
+		t.Fatalf("get %s: %v", id, err)
+	}
+
+	return got
+}
+
+func nodeAddresses(t *testing.T, c *client.Client, id resource.ID) []string {
+	t.Helper()
+
+	prefixes := read[*network.NodeAddress](t, c, id).TypedSpec().Addresses
+	texts := make([]string, 0, len(prefixes))
+
+	for _, prefix := range prefixes {
+		texts = append(texts, prefix.String())
+	}
+
+	return texts
+}
+
+func requireAddresses(t *testing.T, c *client.Client, id resource.ID, want ...string) {
+	t.Helper()
+
+	if got := nodeAddresses(t, c, id); !slices.Equal(got, want) {
+		t.Errorf("%s: got %v, want %v", id, got, want)
+	}
+}
+
+func TestBootedMachinePublishesWhatTalosPublishes(t *testing.T) {
+	cluster := newCluster(t, talostest.Options{Name: "prod"})
+	aws := addMachine(t, cluster, talostest.MachineSpec{
+		Nodename:          "aws-1",
+		Type:              machine.TypeControlPlane,
+		Platform:          runtime.PlatformMetadataSpec{Platform: "aws", Zone: "eu-1a", ProviderID: "aws:///eu-1a/i-1", Tags: map[string]string{"a": "b"}},
+		SystemInformation: &hardware.SystemInformationSpec{UUID: "30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee"},
+	})
+	reader := dialAs(t, cluster, aws, "os:reader")
+
+	if got := read[*runtime.PlatformMetadata](t, reader, runtime.PlatformMetadataID).TypedSpec(); got.ProviderID != "aws:///eu-1a/i-1" || got.Tags["a"] != "b" {
+		t.Errorf("got platform metadata %+v", got)
+	}
+
+	if got := read[*config.MachineType](t, reader, config.MachineTypeID).MachineType(); got != machine.TypeControlPlane {
+		t.Errorf("got machine type %s", got)
+	}
+
+	if got := read[*k8s.Nodename](t, reader, k8s.NodenameID).TypedSpec().Nodename; got != "aws-1" {
+		t.Errorf("got nodename %q", got)
+	}
+
+	if got := read[*k8s.NodeIP](t, reader, k8s.KubeletID).TypedSpec().Addresses; !slices.Equal(got, []netip.Addr{aws.Address()}) {
+		t.Errorf("got node IPs %v", got)
+	}
+
+	if got := read[*clusterres.Info](t, reader, clusterres.InfoID).TypedSpec(); got.ClusterName != "prod" || got.ClusterID != cluster.ID() {
+		t.Errorf("got cluster %+v", got)
+	}
+
+	if got := read[*runtime.MachineStatus](t, reader, runtime.MachineStatusID).TypedSpec(); got.Stage != runtime.MachineStageRunning || !got.Status.Ready {
+		t.Errorf("got status %+v", got)
+	}
+
+	if got := read[*hardware.SystemInformation](t, reader, hardware.SystemInformationID).TypedSpec().UUID; got == "" {
+		t.Error("got no UUID")
+	}
+
+	pod := fmt.Sprint(read[*k8s.StaticPod](t, reader, k8s.ControllerManagerID).TypedSpec().Pod)
+	if !strings.Contains(pod, "--allocate-node-cidrs=true") {
+		t.Errorf("got static pod %s", pod)
+	}
+
+	extensions, err := safe.StateListAll[*runtime.ExtensionStatus](withDeadline(t), reader.COSI)
+	if err != nil || extensions.Len() != 1 {
+		t.Errorf("got %d extensions, %v", extensions.Len(), err)
+	}
+}
+
+func TestWorkerPublishesNothingOfControlPlane(t *testing.T) {
+	cluster, worker := newWorker(t)
+	admin := dialAs(t, cluster, worker, "os:admin")
+
+	_, err := safe.StateGetByID[*k8s.StaticPod](withDeadline(t), admin.COSI, k8s.ControllerManagerID)
+	if !state.IsNotFoundError(err) {
+		t.Errorf("got %v", err)
+	}
+
+	if err := getAdminKubeconfig(withDeadline(t), admin); !state.IsNotFoundError(err) {
+		t.Errorf("got %v", err)
+	}
+
+	_, err = safe.StateGetByID[*hardware.SystemInformation](withDeadline(t), admin.COSI, hardware.SystemInformationID)
+	if !state.IsNotFoundError(err) {
+		t.Errorf("a machine without SMBIOS: got %v", err)
+	}
+}
+
+func TestPendingPlatform(t *testing.T) {
+	cluster := newCluster(t, talostest.Options{})
+	late := addMachine(t, cluster, talostest.MachineSpec{
+		Nodename: "late", PlatformPending: true, Platform: runtime.PlatformMetadataSpec{Platform: "hcloud", InstanceID: "42"},
+	})
+	reader := dialAs(t, cluster, late, "os:reader")
+
+	got := read[*runtime.PlatformMetadata](t, reader, runtime.PlatformMetadataID).TypedSpec()
+	if got.Platform != "hcloud" || got.InstanceID != "" {
+		t.Errorf("before: got %+v", got)
+	}
+
+	if err := late.ResolvePlatform(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+
+	got = read[*runtime.PlatformMetadata](t, reader, runtime.PlatformMetadataID).TypedSpec()
+	if got.InstanceID != "42" {
+		t.Errorf("after: got %+v", got)
+	}
+}
+
+func TestAddressesReachNodeAddresses(t *testing.T) {
+	cluster := newCluster(t, talostest.Options{})
+	host := addMachine(t, cluster, talostest.MachineSpec{
+		Nodename: "host",
+		Addresses: []talostest.Address{
+			{Link: "eth1", Prefix: netip.MustParsePrefix("192.0.2.7/24")},
+			{Link: "eth1", Prefix: netip.MustParsePrefix("2001:db8::7/64"), Flags: nethelpers.AddressFlags(nethelpers.AddressManagementTemp)},
+			{Link: "eth1", Prefix: netip.MustParsePrefix("fe80::7/64"), Scope: nethelpers.ScopeLink},
+			{Link: "cni0", Prefix: netip.MustParsePrefix("10.244.1.1/24")},
+			{Link: "siderolink", Prefix: netip.MustParsePrefix("fdae:41e4:649b:9303::7/64")},
+			{Link: talostest.LinkExternal, Prefix: netip.MustParsePrefix("203.0.113.7/32")},
+		},
+	})
+	reader := dialAs(t, cluster, host, "os:reader")
+	api := host.Address().String() + "/32"
+
+	requireAddresses(t, reader, "default", api)
+	requireAddresses(t, reader, "current",
+		"10.244.1.1/24", api, "192.0.2.7/24", "203.0.113.7/32", "2001:db8::7/64", "fdae:41e4:649b:9303::7/64")
+	requireAddresses(t, reader, "current-no-k8s",
+		api, "192.0.2.7/24", "203.0.113.7/32", "2001:db8::7/64", "fdae:41e4:649b:9303::7/64")
+	requireAddresses(t, reader, "routed-no-k8s", api, "192.0.2.7/24", "2001:db8::7/64")
+
+	external := read[*network.AddressStatus](t, reader, "external/203.0.113.7/32").TypedSpec()
+	if external.LinkIndex != 0 || external.Flags != 0 || external.Scope != nethelpers.ScopeGlobal {
+		t.Errorf("got external address %+v", external)
+	}
+}
+
+func TestChangedAddresses(t *testing.T) {
+	cluster, worker := newWorker(t)
+	reader := dialAs(t, cluster, worker, "os:reader")
+	api := worker.Address().String() + "/32"
+	added := netip.MustParsePrefix("198.51.100.9/24")
+
+	if err := worker.AddAddress(t.Context(), "eth0", added); err != nil {
+		t.Fatal(err)
+	}
+
+	requireAddresses(t, reader, "routed", api, added.String())
+
+	// A client may now insist on that address being in the certificate.
+	config := clientTLS(t, cluster, "os:reader")
+	config.ServerName = added.Addr().String()
+	requireCode(t, version(withDeadline(t), dial(t, worker, config)), codes.OK)
+
+	if err := worker.RemoveAddress(t.Context(), "eth0", added); err != nil {
+		t.Fatal(err)
+	}
+
+	requireAddresses(t, reader, "current", api)
+	requireAddresses(t, reader, "accumulative", api, added.String())
+
+	if err := worker.Reboot(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+
+	requireAddresses(t, dialAs(t, cluster, worker, "os:reader"), "accumulative", api)
+}
+
+func TestNamesCanPart(t *testing.T) {
+	cluster, worker := newWorker(t)
+	reader := dialAs(t, cluster, worker, "os:reader")
+
+	for _, change := range []error{
+		worker.SetHostname(t.Context(), "renamed", "example.org"),
+		worker.SetNodename(t.Context(), "somebody-else"),
+		worker.SetStage(t.Context(), runtime.MachineStageRebooting),
+		worker.SetNodeIPs(t.Context(), netip.MustParseAddr("192.0.2.1")),
+	} {
+		if change != nil {
+			t.Fatal(change)
+		}
+	}
+
+	if got := read[*network.HostnameStatus](t, reader, network.HostnameID).TypedSpec().FQDN(); got != "renamed.example.org" {
+		t.Errorf("got host name %q", got)
+	}
+
+	if got := read[*k8s.Nodename](t, reader, k8s.NodenameID).TypedSpec().Nodename; got != "somebody-else" {
+		t.Errorf("got nodename %q", got)
+	}
+
+	if got := read[*runtime.MachineStatus](t, reader, runtime.MachineStatusID).TypedSpec(); got.Stage != runtime.MachineStageRebooting || got.Status.Ready {
+		t.Errorf("got status %+v", got)
+	}
+
+	if cluster.Machine("worker-1") != worker {
+		t.Error("the cluster lost the machine under the name it was added with")
+	}
+}
+
+func TestLocalhostAdminKubeconfigAppears(t *testing.T) {
+	cluster := newCluster(t, talostest.Options{})
+	cp := addControlPlane(t, cluster, "cp-1")
+	admin := dialAs(t, cluster, cp, "os:admin")
+
+	if err := getAdminKubeconfig(withDeadline(t), admin); !state.IsNotFoundError(err) {
+		t.Fatalf("got %v before", err)
+	}
+
+	if err := cp.SetLocalhostAdminKubeconfig(t.Context(), []byte("kind: Config")); err != nil {
+		t.Fatal(err)
+	}
+
+	requireCode(t, getAdminKubeconfig(withDeadline(t), admin), codes.OK)
+}
+
+func TestJournal(t *testing.T) {
+	cluster, cp := newControlPlane(t)
+	reader := dialAs(t, cluster, cp, "os:reader")
+
+	watchPlatform(t, reader)
+	requireCode(t, getAdminKubeconfig(withDeadline(t), reader), codes.PermissionDenied)
+	requireCode(t, version(claiming(withDeadline(t), "os:admin"), dialSocket(t, cp)), codes.OK)
+
+	got := make([]string, 0, 3)
+	for _, call := range cp.Calls() {
+		got = append(got, fmt.Sprintf("%s %s %s %v %s open=%t", call.Transport, call.Method, call.ResourceType, call.Roles, call.Code, call.Open))
+	}
+
+	want := []string{
+		"apid /cosi.resource.State/Watch PlatformMetadatas.talos.dev [os:reader] OK open=true",
+		"apid /cosi.resource.State/Get KubernetesSecrets.secrets.talos.dev [os:reader] PermissionDenied open=false",
+		"socket /machine.MachineService/Version  [os:admin] OK open=false",
+	}
+
+	if !slices.Equal(got, want) {
+		t.Errorf("got\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+	}
+
+	denied := talostest.CallKind{Transport: talostest.TransportAPID, Method: "/cosi.resource.State/Get", Code: codes.PermissionDenied}
+	if got := cluster.CallCounts()[denied]; got != 1 {
+		t.Errorf("counted %d denied calls, want 1", got)
+	}
+}
+
+func TestJournalIsBounded(t *testing.T) {
+	cluster, worker := newWorker(t)
+	reader := dialAs(t, cluster, worker, "os:reader")
+
+	const calls = 300
+
+	for range calls {
+		requireCode(t, version(withDeadline(t), reader), codes.OK)
+	}
+
+	if got := len(worker.Calls()); got != 128 {
+		t.Errorf("remembered %d calls, want 128", got)
+	}
+
+	counted := talostest.CallKind{Transport: talostest.TransportAPID, Method: "/machine.MachineService/Version", Code: codes.OK}
+	if got := cluster.CallCounts()[counted]; got != calls {
+		t.Errorf("counted %d calls, want %d", got, calls)
+	}
+}
+
+func TestClustersDoNotMeet(t *testing.T) {
+	seen := make(map[netip.Addr]bool)
+
+	for range 20 {
+		cluster := newCluster(t, talostest.Options{})
+
+		for i := range 5 {
+			added := addMachine(t, cluster, talostest.MachineSpec{Nodename: fmt.Sprintf("n-%d", i)})
+
+			if seen[added.Address()] {
+				t.Fatalf("two machines got address %s", added.Address())
+			}
+
+			seen[added.Address()] = true
+		}
+	}
+}
+
+func TestAddMachineRefuses(t *testing.T) {
+	cluster, worker := newWorker(t)
+
+	for _, rule := range []struct {
+		name string
+		spec talostest.MachineSpec
+	}{
+		{"no name", talostest.MachineSpec{}},
+		{"a name that is taken", talostest.MachineSpec{Nodename: worker.Nodename()}},
+		{"an address that is taken", talostest.MachineSpec{Nodename: "second", Address: worker.Address()}},
+		{"a path that no socket can have", talostest.MachineSpec{Nodename: strings.Repeat("n", 120), ServeSocket: true}},
+	} {
+		t.Run(rule.name, func(t *testing.T) {
+			if _, err := cluster.AddMachine(rule.spec); err == nil {
+				t.Error("added")
+			}
+		})
+	}
+
+	if got := len(cluster.Machines()); got != 1 {
+		t.Errorf("got %d machines, want 1", got)
+	}
+
+	requireCode(t, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")), codes.OK)
+}
+
+func TestCloseLeavesNothing(t *testing.T) {
+	cluster, err := talostest.New(talostest.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	cp := addControlPlane(t, cluster, "cp-1")
+	events := watchPlatform(t, dialAs(t, cluster, cp, "os:reader"))
+
+	// Even of a machine that was cut off, and of one that froze.
+	cp.CutOff()
+	addControlPlane(t, cluster, "cp-2").Freeze()
+
+	cluster.Close()
+	cluster.Close()
+
+	// The client's watch ends, but only by an error that its retries find.
+	_ = events
+
+	if _, err := os.Stat(filepath.Dir(cp.Socket())); !os.IsNotExist(err) {
+		t.Errorf("the folder of sockets is still there: %v", err)
+	}
+
+	again := newCluster(t, talostest.Options{})
+	if _, err := again.AddMachine(talostest.MachineSpec{Nodename: "reuser", Address: cp.Address()}); err != nil {
+		t.Errorf("the address was not given back: %v", err)
+	}
+
+	if _, err := cluster.AddMachine(talostest.MachineSpec{Nodename: "too-late"}); err == nil {
+		t.Error("a closed cluster took a machine")
+	}
+}
+
+func TestManyMachinesAtOnce(t *testing.T) {
+	cluster := newCluster(t, talostest.Options{})
+
+	const machines = 100
+
+	errs := make(chan error, machines)
+
+	for i := range machines {
+		go func() {
+			added, err := cluster.AddMachine(talostest.MachineSpec{Nodename: fmt.Sprintf("n-%03d", i)})
+			if err == nil {
+				err = added.SetStage(context.WithoutCancel(t.Context()), runtime.MachineStageRunning)
+			}
+
+			errs <- err
+		}()
+	}
+
+	for range machines {
+		if err := <-errs; err != nil {
+			t.Error(err)
+		}
+	}
+
+	for _, added := range cluster.Machines() {
+		requireCode(t, version(withDeadline(t), dialAs(t, cluster, added, "os:reader")), codes.OK)
+	}
+}
