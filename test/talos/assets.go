@@ -1,0 +1,273 @@
+package talos
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	// layout changes whenever the builder lays out its result differently.
+	layout = "1"
+	// keepUnused is how long a build that nobody uses stays in the cache.
+	keepUnused = 7 * 24 * time.Hour
+	// selfImport is where go list finds this folder when the binary does not know.
+	selfImport = "github.com/talos-ccm/talos-ccm/test/talos"
+)
+
+// assets is a build in the cache.
+type assets struct {
+	dir string
+	// use keeps a shared lock on the folder, so that it is not pruned.
+	use *os.File
+}
+
+func (a *assets) rootfs() string          { return filepath.Join(a.dir, "rootfs") }
+func (a *assets) tool(name string) string { return filepath.Join(a.dir, "bin", name) }
+
+// limited is a layer for machines whose root lacks rights that runc needs.
+func (a *assets) limited() string { return filepath.Join(a.dir, "limited") }
+
+func (a *assets) release() error { return a.use.Close() }
+
+// Assets builds Talos, its container runtime and the tools of this bed, unless that has been done before, and returns the folder
+// with the result: a root file system in rootfs and commands in bin. The cache is $TALOS_CCM_CACHE, or talos-ccm in the user's
+// cache folder. Progress is told to out, which may be nil.
+func Assets(ctx context.Context, out io.Writer) (string, error) {
+	a, err := prepare(ctx, out)
+	if err != nil {
+		return "", err
+	}
+
+	return a.dir, a.release()
+}
+
+func prepare(ctx context.Context, out io.Writer) (*assets, error) {
+	if out == nil {
+		out = io.Discard
+	}
+
+	source, err := sourceDir(ctx)
+	if err != nil {
+		return nil, err
+	}
+
+	key, err := fingerprint(ctx, source)
+	if err != nil {
+		return nil, err
+	}
+
+	cache, err := cacheDir()
+	if err != nil {
+		return nil, err
+	}
+
+	lock, err := lockCache(cache)
+	if err != nil {
+		return nil, err
+	}
+	defer lock.Close() //nolint:errcheck // closing is unlocking
+
+	dir := filepath.Join(cache, key)
+	if _, err := os.Stat(dir); errors.Is(err, fs.ErrNotExist) {
+		err = construct(ctx, source, dir, out)
+		if err != nil {
+			return nil, err
+		}
+	}
+
+	use, err := lockFolder(dir, unix.LOCK_SH)
+	if err != nil {
+		return nil, err
+	}
+
+	prune(cache, key)
+
+	return &assets{dir: dir, use: use}, nil
+}
+
+// sourceDir is the folder of this package, which holds the nested modules.
+func sourceDir(ctx context.Context) (string, error) {
+	if _, file, _, ok := runtime.Caller(0); ok && filepath.IsAbs(file) {
+		if _, err := os.Stat(file); err == nil {
+			return filepath.Dir(file), nil
+		}
+	}
+
+	out, err := exec.CommandContext(ctx, "go", "list", "-f", "{{.Dir}}", selfImport).Output()
+	if err != nil {
+		return "", fmt.Errorf("find folder of %s: %w", selfImport, explain(err))
+	}
+
+	return strings.TrimSpace(string(out)), nil
+}
+
+func cacheDir() (string, error) {
+	base := os.Getenv("TALOS_CCM_CACHE")
+
+	if base == "" {
+		user, err := os.UserCacheDir()
+		if err != nil {
+			return "", fmt.Errorf("find cache folder (TALOS_CCM_CACHE would name one): %w", err)
+		}
+
+		base = filepath.Join(user, "talos-ccm")
+	}
+
+	base, err := filepath.Abs(base)
+	if err != nil {
+		return "", fmt.Errorf("find cache folder: %w", err)
+	}
+
+	dir := filepath.Join(base, "talos")
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return "", fmt.Errorf("make cache folder: %w", err)
+	}
+
+	return dir, nil
+}
+
+// fingerprint covers everything that decides what a build yields.
+func fingerprint(ctx context.Context, source string) (string, error) {
+	version, err := exec.CommandContext(ctx, "go", "version").Output()
+	if err != nil {
+		return "", fmt.Errorf("ask for version of go: %w", explain(err))
+	}
+
+	sum := sha256.New()
+	fmt.Fprintf(sum, "%s\n%s%+v\n", layout, version, builds())
+
+	for _, module := range []string{"machined", "runtime", "tools"} {
+		if err := hashModule(sum, source, module); err != nil {
+			return "", err
+		}
+	}
+
+	return hex.EncodeToString(sum.Sum(nil))[:16], nil
+}
+
+func hashModule(sum io.Writer, source, module string) error {
+	return filepath.WalkDir(filepath.Join(source, module), func(path string, entry fs.DirEntry, err error) error {
+		if err != nil || entry.IsDir() {
+			return err
+		}
+
+		content, err := os.ReadFile(path)
+		if err != nil {
+			return fmt.Errorf("read source of %s: %w", module, err)
+		}
+
+		name, err := filepath.Rel(source, path)
+		if err != nil {
+			return fmt.Errorf("name source of %s: %w", module, err)
+		}
+
+		fmt.Fprintf(sum, "%s %d\n%s", name, len(content), content)
+
+		return nil
+	})
+}
+
+// lockCache waits until no other process builds into the cache.
+func lockCache(cache string) (*os.File, error) {
+	file, err := os.OpenFile(filepath.Join(cache, ".lock"), os.O_CREATE|os.O_RDWR, 0o644)
+	if err != nil {
+		return nil, fmt.Errorf("open lock of cache: %w", err)
+	}
+
+	if err := unix.Flock(int(file.Fd()), unix.LOCK_EX); err != nil {
+		return nil, fmt.Errorf("lock cache: %w", err)
+	}
+
+	return file, nil
+}
+
+func lockFolder(dir string, how int) (*os.File, error) {
+	file, err := os.Open(dir)
+	if err != nil {
+		return nil, fmt.Errorf("open build in cache: %w", err)
+	}
+
+	if err := unix.Flock(int(file.Fd()), how); err != nil {
+		file.Close() //nolint:errcheck // only read
+
+		return nil, fmt.Errorf("lock build %s in cache: %w", dir, err)
+	}
+
+	return file, nil
+}
+
+// construct makes dir in one step: it exists only when it is complete.
+func construct(ctx context.Context, source, dir string, out io.Writer) error {
+	if err := requirePackages(ctx, out); err != nil {
+		return err
+	}
+
+	temporary, err := os.MkdirTemp(filepath.Dir(dir), ".building-")
+	if err != nil {
+		return fmt.Errorf("make folder for build: %w", err)
+	}
+	defer os.RemoveAll(temporary) //nolint:errcheck // gone when the build succeeded
+
+	bin := filepath.Join(temporary, "bin")
+	if err := os.Mkdir(bin, 0o755); err != nil {
+		return fmt.Errorf("make folder for build: %w", err)
+	}
+
+	for _, b := range builds() {
+		if err := b.run(ctx, source, bin, out); err != nil {
+			return err
+		}
+	}
+
+	if err := assembleRootfs(ctx, source, temporary); err != nil {
+		return err
+	}
+
+	if err := os.Chmod(temporary, 0o755); err != nil {
+		return fmt.Errorf("open up build: %w", err)
+	}
+
+	if err := os.Rename(temporary, dir); err != nil {
+		return fmt.Errorf("put build into cache: %w", err)
+	}
+
+	return nil
+}
+
+// prune removes builds that were given up and builds that nobody has used for a while. The cache lock is held.
+func prune(cache, current string) {
+	entries, err := os.ReadDir(cache)
+	if err != nil {
+		return
+	}
+
+	entries = slices.DeleteFunc(entries, func(e fs.DirEntry) bool { return !e.IsDir() || e.Name() == current })
+	for _, entry := range entries {
+		dir := filepath.Join(cache, entry.Name())
+
+		info, err := entry.Info()
+		if err != nil || (!strings.HasPrefix(entry.Name(), ".building-") && time.Since(info.ModTime()) < keepUnused) {
+			continue
+		}
+
+		// A build in use is locked.
+		if lock, err := lockFolder(dir, unix.LOCK_EX|unix.LOCK_NB); err == nil {
+			os.RemoveAll(dir) //nolint:errcheck // tried again next time
+			lock.Close()      //nolint:errcheck // only read
+		}
+	}
+}

@@ -1,0 +1,124 @@
+package talos
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+)
+
+// The tags with which Talos itself is built, and its runtime as far as it is used here.
+const (
+	machinedTags   = "tcell_minimal,grpcnotrace"
+	containerdTags = "no_btrfs,no_devmapper,no_zfs,netgo,osusergo"
+	runcTags       = "seccomp,netgo,osusergo"
+)
+
+// build is one call of the Go compiler in one of the nested modules.
+type build struct {
+	// title is what a human reads.
+	title string
+	// module is the folder of the nested module, relative to this package.
+	module string
+	// packages are built into the folder output.
+	packages []string
+	tags     string
+	ldflags  string
+	// cgo is the value of CGO_ENABLED.
+	cgo string
+}
+
+func builds() []build {
+	const (
+		static     = "0"
+		containerd = "github.com/containerd/containerd/v2"
+		strip      = "-s -w"
+	)
+
+	return []build{
+		{
+			title: "Talos", module: "machined", tags: machinedTags, cgo: static, ldflags: strip,
+			packages: []string{"github.com/siderolabs/talos/internal/app/machined"},
+		},
+		{
+			title: "containerd", module: "runtime", tags: containerdTags, cgo: static, ldflags: strip,
+			packages: []string{containerd + "/cmd/containerd", containerd + "/cmd/containerd-shim-runc-v2"},
+		},
+		{
+			// runc has C of its own, which enters the container before Go starts.
+			title: "runc", module: "runtime", tags: runcTags, cgo: "1", ldflags: strip + " -linkmode=external -extldflags -static",
+			packages: []string{"github.com/opencontainers/runc"},
+		},
+		{
+			title: "tools", module: "tools", cgo: static, ldflags: strip,
+			packages: []string{"./chassis", "./oomshim", "./runcwrap", "./kubewrap", "./pause", "./probe"},
+		},
+	}
+}
+
+func (b build) arguments(verb string, extra ...string) []string {
+	args := append([]string{verb, "-trimpath", "-tags", b.tags}, extra...)
+
+	return append(args, b.packages...)
+}
+
+func (b build) command(ctx context.Context, source string, args []string) *exec.Cmd {
+	cmd := exec.CommandContext(ctx, "go", args...)
+	cmd.Dir = filepath.Join(source, b.module)
+	// The modules are complete: nothing may change them, and no other toolchain is fetched.
+	cmd.Env = append(os.Environ(), "CGO_ENABLED="+b.cgo, "GOFLAGS=-mod=readonly -buildvcs=false", "GOTOOLCHAIN=local", "GOWORK=off")
+
+	return cmd
+}
+
+// run builds into the folder output and shows how far it is.
+func (b build) run(ctx context.Context, source, output string, out io.Writer) error {
+	list, err := b.command(ctx, source, b.arguments("list", "-deps")).Output()
+	if err != nil {
+		return fmt.Errorf("list packages of %s: %w", b.title, explain(err))
+	}
+
+	var (
+		messages bytes.Buffer
+		showing  sync.WaitGroup
+	)
+
+	p := newProgress(out, "building "+b.title, bytes.Count(list, []byte{'\n'}))
+	read, write := io.Pipe()
+
+	cmd := b.command(ctx, source, b.arguments("build", "-v", "-ldflags", b.ldflags, "-o", output+string(os.PathSeparator)))
+	cmd.Stderr = write
+
+	ctx, cancel := context.WithCancel(ctx)
+
+	showing.Go(func() { p.show(ctx) })
+	showing.Go(func() { p.count(read, &messages) })
+
+	err = cmd.Run()
+
+	cancel()
+	write.Close() //nolint:errcheck // never fails
+	showing.Wait()
+
+	if err != nil {
+		return fmt.Errorf("build %s: %w\n%s", b.title, err, messages.String())
+	}
+
+	return nil
+}
+
+// explain adds what a command said on standard error.
+func explain(err error) error {
+	var exit *exec.ExitError
+	if errors.As(err, &exit) && len(exit.Stderr) > 0 {
+		return fmt.Errorf("%w: %s", err, strings.TrimSpace(string(exit.Stderr)))
+	}
+
+	return err
+}

@@ -1,0 +1,211 @@
+package talos
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// chassisSpec is what tools/chassis reads.
+type chassisSpec struct {
+	Name       string   `json:"name"`
+	Dir        string   `json:"dir"`
+	DiskSize   string   `json:"diskSize"`
+	Layers     []string `json:"layers"`
+	Cgroup     string   `json:"cgroup"`
+	Nameserver string   `json:"nameserver"`
+	UserData   string   `json:"userData"`
+}
+
+// power is what a chassis last said.
+type power struct {
+	// boots counts how often the machine was started.
+	boots int
+	// pid of the machine's init, or 0 while it is off.
+	pid int
+	// gone is true once the chassis itself has ended.
+	gone bool
+}
+
+// chassis is the process that holds a machine (tools/chassis).
+type chassis struct {
+	commands io.WriteCloser
+
+	mu      sync.Mutex
+	power   power
+	changed chan struct{}
+	// exit is the chassis's end; valid once power.gone.
+	exit error
+}
+
+// startChassis runs a chassis in a network namespace. It dies with this process, whatever kills that.
+func startChassis(argv []string, spec chassisSpec, ns *namespace, console *Console) (*chassis, error) {
+	raw, err := json.Marshal(spec)
+	if err != nil {
+		return nil, fmt.Errorf("encode spec of machine %s: %w", spec.Name, err)
+	}
+
+	file := filepath.Join(filepath.Dir(spec.Dir), spec.Name+".json")
+	if err := os.WriteFile(file, raw, 0o600); err != nil {
+		return nil, fmt.Errorf("write spec of machine %s: %w", spec.Name, err)
+	}
+
+	cmd := exec.Command(argv[0], append(argv[1:], file)...)
+	cmd.SysProcAttr = &syscall.SysProcAttr{
+		Cloneflags: unix.CLONE_NEWNS,
+		Pdeathsig:  syscall.SIGKILL,
+		// Ctrl-C is for this process, which then switches the machines off.
+		Setpgid: true,
+	}
+
+	pipes, err := newPipes(cmd)
+	if err != nil {
+		return nil, fmt.Errorf("start chassis of %s: %w", spec.Name, err)
+	}
+
+	c := &chassis{commands: pipes.in, changed: make(chan struct{})}
+	started := make(chan error)
+
+	go c.hold(cmd, ns, started, func() {
+		var readers sync.WaitGroup
+
+		readers.Go(func() { console.read(pipes.err) })
+		readers.Go(func() { c.follow(pipes.out) })
+		readers.Wait()
+	})
+
+	if err := <-started; err != nil {
+		return nil, fmt.Errorf("start chassis of %s: %w", spec.Name, err)
+	}
+
+	return c, nil
+}
+
+type pipes struct {
+	in       io.WriteCloser
+	out, err io.ReadCloser
+}
+
+func newPipes(cmd *exec.Cmd) (p pipes, err error) {
+	if p.in, err = cmd.StdinPipe(); err != nil {
+		return p, err
+	}
+
+	if p.out, err = cmd.StdoutPipe(); err != nil {
+		return p, err
+	}
+
+	p.err, err = cmd.StderrPipe()
+
+	return p, err
+}
+
+// hold starts the process, reads what it says, and waits for its end, all on one thread: the process is killed when the thread
+// that started it ends.
+func (c *chassis) hold(cmd *exec.Cmd, ns *namespace, started chan<- error, read func()) {
+	runtime.LockOSThread()
+
+	err := ns.enter()
+	if err == nil {
+		err = cmd.Start()
+	}
+
+	started <- err
+
+	if err != nil {
+		return
+	}
+
+	read()
+
+	err = cmd.Wait()
+
+	c.update(func(p *power) {
+		*p = power{boots: p.boots, gone: true}
+		c.exit = err
+	})
+}
+
+// follow keeps the power state up to date with what the chassis tells.
+func (c *chassis) follow(events io.Reader) {
+	for scanner := bufio.NewScanner(events); scanner.Scan(); {
+		verb, detail, _ := strings.Cut(scanner.Text(), " ")
+
+		switch verb {
+		case "on":
+			pid, err := strconv.Atoi(detail)
+			if err != nil {
+				continue
+			}
+
+			c.update(func(p *power) { p.boots, p.pid = p.boots+1, pid })
+		case "off":
+			c.update(func(p *power) { p.pid = 0 })
+		}
+	}
+}
+
+func (c *chassis) update(change func(*power)) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+
+	change(&c.power)
+	close(c.changed)
+	c.changed = make(chan struct{})
+}
+
+func (c *chassis) state() (power, <-chan struct{}) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+
+	return c.power, c.changed
+}
+
+// command sends a line and waits until the power state is as wanted.
+func (c *chassis) command(ctx context.Context, line string, wanted func(power) bool) error {
+	if _, err := io.WriteString(c.commands, line+"\n"); err != nil {
+		return fmt.Errorf("command %q: %w", line, err)
+	}
+
+	return c.wait(ctx, wanted)
+}
+
+func (c *chassis) wait(ctx context.Context, wanted func(power) bool) error {
+	for {
+		state, changed := c.state()
+		if wanted(state) {
+			return nil
+		}
+
+		if state.gone {
+			return fmt.Errorf("the chassis has ended: %w", c.exit)
+		}
+
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return fmt.Errorf("wait for power state: %w", context.Cause(ctx))
+		}
+	}
+}
+
+// close switches the machine off and ends the chassis.
+func (c *chassis) close(ctx context.Context) error {
+	if err := c.commands.Close(); err != nil {
+		return fmt.Errorf("end chassis: %w", err)
+	}
+
+	return c.wait(ctx, func(p power) bool { return p.gone })
+}

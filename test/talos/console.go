@@ -1,0 +1,126 @@
+package talos
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"io"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+)
+
+// powerOnMarker is what a chassis prints before a machine's first own word.
+const powerOnMarker = "chassis: power on"
+
+// Line is a line of a machine's console.
+type Line struct {
+	// Since is the time that had passed since the machine was switched on.
+	Since time.Duration
+	Text  string
+}
+
+func (l Line) String() string { return fmt.Sprintf("[%9.3fs] %s", l.Since.Seconds(), l.Text) }
+
+// Mark is a place on a console: after what had been printed when it was taken.
+type Mark int
+
+// Console is what a machine has printed. It is the only witness where the machine cannot be reached.
+type Console struct {
+	out io.Writer
+
+	mu      sync.Mutex
+	lines   []Line
+	boot    Mark
+	on      time.Time
+	changed chan struct{}
+}
+
+func newConsole(out io.Writer) *Console {
+	return &Console{out: out, on: time.Now(), changed: make(chan struct{})}
+}
+
+// read takes lines until there are no more.
+func (c *Console) read(input io.Reader) {
+	reader := bufio.NewReader(input)
+
+	for {
+		text, err := reader.ReadString('\n')
+		if text != "" {
+			c.add(strings.TrimRight(text, "\r\n"))
+		}
+
+		if err != nil {
+			return
+		}
+	}
+}
+
+func (c *Console) add(text string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+
+	if text == powerOnMarker {
+		c.boot, c.on = Mark(len(c.lines)), time.Now()
+	}
+
+	line := Line{Since: time.Since(c.on), Text: text}
+	c.lines = append(c.lines, line)
+	fmt.Fprintln(c.out, line)
+
+	close(c.changed)
+	c.changed = make(chan struct{})
+}
+
+// PowerOn is the place where the present boot begins.
+func (c *Console) PowerOn() Mark {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+
+	return c.boot
+}
+
+// Now is the place after the last line.
+func (c *Console) Now() Mark {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+
+	return Mark(len(c.lines))
+}
+
+// Lines returns what was printed after a mark.
+func (c *Console) Lines(from Mark) []Line {
+	lines, _ := c.after(from)
+
+	return lines
+}
+
+func (c *Console) after(from Mark) ([]Line, <-chan struct{}) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+
+	return slices.Clone(c.lines[min(int(from), len(c.lines)):]), c.changed
+}
+
+// Wait returns the first line after a mark that matches, as soon as there is one.
+func (c *Console) Wait(ctx context.Context, from Mark, pattern *regexp.Regexp) (Line, error) {
+	for {
+		lines, changed := c.after(from)
+
+		for _, line := range lines {
+			if pattern.MatchString(line.Text) {
+				return line, nil
+			}
+		}
+
+		from += Mark(len(lines))
+
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return Line{}, fmt.Errorf("wait for console to say %q: %w", pattern, context.Cause(ctx))
+		}
+	}
+}

@@ -1,0 +1,268 @@
+package talos
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/siderolabs/talos/pkg/machinery/client"
+	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
+	"google.golang.org/grpc"
+)
+
+const (
+	// diskSize bounds what a machine may store: images, logs, etcd. It is memory.
+	diskSize = "2g"
+	// deafNameserver is an address that refuses questions at once. Loopback will not do: Talos's own host DNS is there.
+	deafNameserver = "10.77.0.1"
+)
+
+// LinkState says whether a machine's cable is plugged in.
+type LinkState string
+
+// The states of a cable.
+const (
+	LinkUp   LinkState = "up"
+	LinkDown LinkState = "down"
+)
+
+// Machine is one Talos machine of a bed.
+type Machine struct {
+	name        string
+	address     netip.Addr
+	network     *namespace
+	bridge      *bridge
+	cgroup      cgroup
+	console     *Console
+	log         *os.File
+	chassis     *chassis
+	talosconfig *clientconfig.Config
+}
+
+// machinePlan is what it takes to build a machine.
+type machinePlan struct {
+	name     string
+	address  netip.Addr
+	userData string
+	// layers of the root file system, topmost first.
+	layers []string
+	// limits is how runc and Talos are helped where root lacks rights.
+	limits limits
+}
+
+// limits of this machine's root, which a Talos machine does not have.
+type limits struct {
+	noOOMScore, noControllers bool
+}
+
+// Name is the machine's host name, and its Node's name.
+func (m *Machine) Name() string { return m.name }
+
+// Address is the machine's address on the bridge.
+func (m *Machine) Address() netip.Addr { return m.address }
+
+// Console is what the machine has printed since the bed was made.
+func (m *Machine) Console() *Console { return m.console }
+
+// Root is a path to the machine's root file system, as the machine sees it; it is valid until the machine is switched off.
+func (m *Machine) Root() string {
+	state, _ := m.chassis.state()
+
+	return fmt.Sprintf("/proc/%d/root", state.pid)
+}
+
+// PowerOn switches the machine on and returns at once. A machine that is on stays on.
+func (m *Machine) PowerOn(ctx context.Context) error {
+	return m.named("switch on", m.chassis.command(ctx, "on", func(p power) bool { return p.pid != 0 }))
+}
+
+// PowerOff pulls the plug. What the machine has on its disk stays: its identity, configuration, etcd, images.
+func (m *Machine) PowerOff(ctx context.Context) error {
+	return m.named("switch off", m.chassis.command(ctx, "off", func(p power) bool { return p.pid == 0 }))
+}
+
+// PowerCycle switches the machine off and on, as hard as can be.
+func (m *Machine) PowerCycle(ctx context.Context) error {
+	if err := m.PowerOff(ctx); err != nil {
+		return err
+	}
+
+	return m.PowerOn(ctx)
+}
+
+// Reboot ends Talos in order (services are stopped and get their SIGTERM) and switches the machine on again as soon as it is
+// down. Addresses that were added to the machine's links stay. Talos in a container refuses the reboot call of its API, so this
+// is a shutdown by the power button, and the machine's stage says so.
+func (m *Machine) Reboot(ctx context.Context) error {
+	if err := m.chassis.command(ctx, "shutdown", func(p power) bool { return p.pid == 0 }); err != nil {
+		return m.named("shut down", err)
+	}
+
+	return m.PowerOn(ctx)
+}
+
+// SetLink plugs the machine's cable in or out, on the bridge's side: the machine keeps its addresses but loses the carrier.
+func (m *Machine) SetLink(ctx context.Context, state LinkState) error {
+	return m.named("set link", m.bridge.ip(ctx, "link", "set", port(m.name), string(state)))
+}
+
+// AddAddress gives one of the machine's links another address, as a platform would. The machine's own link is eth0.
+func (m *Machine) AddAddress(ctx context.Context, link string, prefix netip.Prefix) error {
+	return m.named("add address", m.network.ip(ctx, "address", "add", prefix.String(), "dev", link))
+}
+
+// DelAddress takes an address away again.
+func (m *Machine) DelAddress(ctx context.Context, link string, prefix netip.Prefix) error {
+	return m.named("remove address", m.network.ip(ctx, "address", "del", prefix.String(), "dev", link))
+}
+
+// TalosClient connects to the machine's own apid, as admin. It works without the cable: the connection is made from within the
+// machine's network namespace. The caller closes it.
+func (m *Machine) TalosClient(ctx context.Context) (*client.Client, error) {
+	c, err := client.New(ctx,
+		client.WithConfig(m.talosconfig),
+		client.WithEndpoints(m.address.String()),
+		client.WithGRPCDialOptions(grpc.WithNoProxy(), grpc.WithContextDialer(m.network.dialTCP)),
+	)
+	if err != nil {
+		return nil, m.named("connect to apid", err)
+	}
+
+	return c, nil
+}
+
+func (m *Machine) named(attempt string, err error) error {
+	if err != nil {
+		return fmt.Errorf("%s: machine %s: %w", attempt, m.name, err)
+	}
+
+	return nil
+}
+
+// close ends the machine and removes what it had.
+func (m *Machine) close(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+	defer cancel()
+
+	var errs []error
+
+	if m.chassis != nil {
+		errs = append(errs, m.chassis.close(ctx))
+	}
+
+	if m.cgroup != "" {
+		errs = append(errs, m.cgroup.remove(ctx))
+	}
+
+	if m.network != nil {
+		errs = append(errs, m.network.close())
+	}
+
+	if m.log != nil {
+		errs = append(errs, m.log.Close())
+	}
+
+	return m.named("close", errors.Join(errs...))
+}
+
+// newMachine builds a machine that is switched off. What it made before an error is closed by the caller, with the machine.
+func (b *Bed) newMachine(ctx context.Context, plan machinePlan) (*Machine, error) {
+	m := &Machine{name: plan.name, address: plan.address, bridge: b.bridge, talosconfig: b.configs.talosconfig}
+	b.machines = append(b.machines, m)
+
+	if err := b.openConsole(m); err != nil {
+		return nil, err
+	}
+
+	var err error
+
+	if m.network, err = b.bridge.plug(ctx, plan.name, plan.address); err != nil {
+		return nil, err
+	}
+
+	if m.cgroup, err = newCgroup(b.id + "-" + plan.name); err != nil {
+		return nil, err
+	}
+
+	dir := filepath.Join(b.dir, plan.name)
+	if err := os.Mkdir(dir, 0o755); err != nil {
+		return nil, fmt.Errorf("make folder of machine: %w", err)
+	}
+
+	plan.limits.noControllers = m.cgroup.limited()
+
+	m.chassis, err = startChassis(b.chassisCommand(plan.limits), chassisSpec{
+		Name:       plan.name,
+		Dir:        dir,
+		DiskSize:   diskSize,
+		Layers:     b.layers(plan),
+		Cgroup:     string(m.cgroup),
+		Nameserver: deafNameserver,
+		UserData:   plan.userData,
+	}, m.network, m.console)
+
+	return m, err
+}
+
+func (b *Bed) openConsole(m *Machine) error {
+	dir := b.options.LogDir
+	if dir == "" {
+		dir = b.dir
+	}
+
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return fmt.Errorf("make folder for logs: %w", err)
+	}
+
+	var err error
+
+	if m.log, err = os.Create(filepath.Join(dir, m.name+".console.log")); err != nil {
+		return fmt.Errorf("make console log: %w", err)
+	}
+
+	m.console = newConsole(m.log)
+
+	return nil
+}
+
+// chassisCommand runs the chassis below the shim that answers for OOM scores, where that is needed.
+func (b *Bed) chassisCommand(l limits) []string {
+	if l.noOOMScore {
+		return []string{b.assets.tool("oomshim"), b.assets.tool("chassis")}
+	}
+
+	return []string{b.assets.tool("chassis")}
+}
+
+func (b *Bed) layers(plan machinePlan) []string {
+	layers := append([]string{}, plan.layers...)
+
+	if plan.limits.noOOMScore || plan.limits.noControllers {
+		layers = append(layers, b.assets.limited())
+	}
+
+	return append(layers, b.assets.rootfs())
+}
+
+// checkLayer refuses folders that cannot be named in the options of an overlay mount.
+func checkLayer(dir string) (string, error) {
+	absolute, err := filepath.Abs(dir)
+	if err != nil {
+		return "", fmt.Errorf("find extension: %w", err)
+	}
+
+	if strings.ContainsAny(absolute, ":,\\") {
+		return "", fmt.Errorf("lay extension %s over the root file system: its path has a character that overlay mounts reserve", absolute)
+	}
+
+	if info, err := os.Stat(absolute); err != nil || !info.IsDir() {
+		return "", fmt.Errorf("lay extension %s over the root file system: it is no folder", absolute)
+	}
+
+	return absolute, nil
+}

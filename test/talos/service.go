@@ -1,0 +1,166 @@
+package talos
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"path"
+	"regexp"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/siderolabs/talos/pkg/machinery/api/common"
+	"github.com/siderolabs/talos/pkg/machinery/constants"
+)
+
+// extensionPrefix begins the id of every service that comes with an extension.
+const extensionPrefix = "ext-"
+
+// StateRunning is the state of a service whose process runs.
+const StateRunning = "Running"
+
+// ServiceEvent is a change in a service's life, as Talos recorded it.
+type ServiceEvent struct {
+	State   string
+	Message string
+	Time    time.Time
+}
+
+// ServiceState is what Talos says of a service.
+type ServiceState struct {
+	State string
+	// Events are the latest ones, oldest first.
+	Events []ServiceEvent
+}
+
+// ServiceState asks apid about a service. See ServiceRunning for a machine that cannot answer.
+func (m *Machine) ServiceState(ctx context.Context, id string) (ServiceState, error) {
+	c, err := m.TalosClient(ctx)
+	if err != nil {
+		return ServiceState{}, err
+	}
+	defer c.Close() //nolint:errcheck // nothing is lost
+
+	services, err := c.ServiceInfo(ctx, id)
+	if err != nil {
+		return ServiceState{}, m.named("ask for service "+id, err)
+	}
+
+	if len(services) == 0 {
+		return ServiceState{}, m.named("ask for service "+id, errors.New("no such service"))
+	}
+
+	state := ServiceState{State: services[0].Service.GetState()}
+	for _, event := range services[0].Service.GetEvents().GetEvents() {
+		state.Events = append(state.Events, ServiceEvent{
+			State: event.GetState(), Message: event.GetMsg(), Time: event.GetTs().AsTime(),
+		})
+	}
+
+	return state, nil
+}
+
+// serviceLine is how Talos tells the console that a service has come to a state.
+func serviceLine(id, state string) *regexp.Regexp {
+	return regexp.MustCompile(`service\[` + regexp.QuoteMeta(id) + `\]\(` + regexp.QuoteMeta(state) + `\)`)
+}
+
+// ServiceRunning waits, on the console, until a service has come to run in this boot, and returns how long after Talos's own
+// first service (machined) that was. It works where the machine cannot be reached.
+func (m *Machine) ServiceRunning(ctx context.Context, id string) (time.Duration, error) {
+	boot := m.console.PowerOn()
+
+	machined, err := m.console.Wait(ctx, boot, serviceLine("machined", StateRunning))
+	if err != nil {
+		return 0, m.named("wait for machined", err)
+	}
+
+	line, err := m.console.Wait(ctx, boot, serviceLine(id, StateRunning))
+	if err != nil {
+		return 0, m.named("wait for service "+id, err)
+	}
+
+	return line.Since - machined.Since, nil
+}
+
+// ServiceRunningAgain waits until a service has come to run after a mark on the console.
+func (m *Machine) ServiceRunningAgain(ctx context.Context, id string, after Mark) error {
+	_, err := m.console.Wait(ctx, after, serviceLine(id, StateRunning))
+
+	return m.named("wait for service "+id, err)
+}
+
+// Logs returns what a service of Talos has logged since the machine was switched on, as far as Talos remembers it.
+func (m *Machine) Logs(ctx context.Context, service string) (string, error) {
+	c, err := m.TalosClient(ctx)
+	if err != nil {
+		return "", err
+	}
+	defer c.Close() //nolint:errcheck // nothing is lost
+
+	const everything = -1
+
+	stream, err := c.Logs(ctx, constants.SystemContainerdNamespace, common.ContainerDriver_CONTAINERD, service, false, everything)
+	if err != nil {
+		return "", m.named("read logs of "+service, err)
+	}
+
+	var logs strings.Builder
+
+	for {
+		part, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			return logs.String(), nil
+		}
+
+		if err != nil {
+			return "", m.named("read logs of "+service, err)
+		}
+
+		logs.Write(part.GetBytes())
+	}
+}
+
+// ServiceTask returns the PIDs, as this process sees them, of all processes of a service that Talos runs; none if it is not
+// running. /proc/PID/status tells their user and capabilities.
+func (m *Machine) ServiceTask(service string) ([]int, error) {
+	pids, err := m.cgroup.processes(serviceCgroup(service))
+
+	return pids, m.named("list processes of service "+service, err)
+}
+
+func serviceCgroup(service string) string {
+	if extension, ok := strings.CutPrefix(service, extensionPrefix); ok {
+		return path.Join(constants.CgroupExtensions, extension)
+	}
+
+	for _, dir := range []string{constants.CgroupEtcd, constants.CgroupKubelet} {
+		if path.Base(dir) == service {
+			return dir
+		}
+	}
+
+	return path.Join(constants.CgroupSystem, service)
+}
+
+// KillService kills a service's processes, as a crash would. Talos starts the service again after five seconds.
+func (m *Machine) KillService(service string) error {
+	pids, err := m.ServiceTask(service)
+	if err != nil {
+		return err
+	}
+
+	if len(pids) == 0 {
+		return m.named("kill service "+service, errors.New("it has no processes"))
+	}
+
+	for _, pid := range pids {
+		if err := syscall.Kill(pid, syscall.SIGKILL); err != nil && !errors.Is(err, syscall.ESRCH) {
+			return m.named(fmt.Sprintf("kill service %s (PID %d)", service, pid), err)
+		}
+	}
+
+	return nil
+}
