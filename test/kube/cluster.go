@@ -154,19 +154,21 @@ func (c *Cluster) Stop() error {
 	defer c.mu.Unlock()
 
 	// Clients end before their servers, or they spend their grace retrying.
+	c.controllerManager.terminate()
+
 	for _, k := range c.kubelets {
 		k.process.terminate()
 	}
 
-	c.controllerManager.terminate()
+	var errs []error
 
 	for _, k := range c.kubelets {
-		k.process.stop(context.Background())
+		errs = append(errs, k.end())
 	}
 
-	c.controllerManager.stop(context.Background())
-	c.apiserver.stop(context.Background())
-	c.etcd.stop(context.Background())
+	for _, p := range []*process{c.controllerManager, c.apiserver, c.etcd} {
+		p.stop(context.Background())
+	}
 
 	c.kubelets, c.controllerManager, c.apiserver, c.etcd = nil, nil, nil, nil
 
@@ -174,7 +176,7 @@ func (c *Cluster) Stop() error {
 		p.release()
 	}
 
-	return c.folder.remove()
+	return errors.Join(append(errs, c.folder.remove())...)
 }
 
 // startProcess starts a component of the assets with its log in the log folder.

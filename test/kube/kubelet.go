@@ -1,8 +1,248 @@
 package kube
 
-const kubelet = "kubelet"
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+const (
+	kubelet = "kubelet"
+
+	kubeletAttempts = 3
+)
+
+// KubeletSpec describes a real kubelet.
+type KubeletSpec struct {
+	// NodeName is the name of the Node it registers.
+	NodeName string
+	// Flags are appended to the flags, where a later flag overrides an earlier one. --node-ip must not be a loopback address; without it
+	// the kubelet knows no address, and asks for a serving certificate only once a cloud controller manager has set some.
+	Flags []string
+}
 
 // Kubelet is a running kubelet.
 type Kubelet struct {
+	cluster *Cluster
 	process *process
+	folder  string
+	port    int
+}
+
+// StartKubelet starts a real kubelet with --cloud-provider=external, whose containers are only pretended by a runtime inside the same
+// process, and returns when its Node exists. It asks for its serving certificate by a CertificateSigningRequest (serverTLSBootstrap).
+//
+// It needs this package's own kubelet, and user namespaces: as plain root a kubelet would change sysctls of this machine, so it runs where
+// /proc/sys is read-only, and where /var/lib and /var/log are its own. The cache and the temporary folder must therefore be elsewhere.
+// [Cluster.Stop] stops it.
+func (c *Cluster) StartKubelet(ctx context.Context, spec KubeletSpec) (*Kubelet, error) {
+	if _, err := os.Stat(filepath.Join(c.assets, multiCall)); err != nil {
+		return nil, fmt.Errorf("start the kubelet of %s: it must be this package's own, with a container runtime inside: %w (unset %s)",
+			spec.NodeName, err, assetsEnv)
+	}
+
+	k := &Kubelet{cluster: c, folder: c.folder.path(kubelet + "-" + spec.NodeName)}
+
+	if err := k.start(ctx, spec); err != nil {
+		return nil, errors.Join(fmt.Errorf("start the kubelet of %s: %w", spec.NodeName, err), k.Stop())
+	}
+
+	return k, nil
+}
+
+// start starts the kubelet, and again with another port if somebody took the one it was given: unlike the other components, a kubelet
+// cannot listen on a port that is reserved.
+func (k *Kubelet) start(ctx context.Context, spec KubeletSpec) error {
+	for attempt := 1; ; attempt++ {
+		err := k.startOnce(ctx, spec)
+		if err == nil || attempt == kubeletAttempts || !strings.Contains(err.Error(), "address already in use") {
+			return err
+		}
+
+		if err := k.Stop(); err != nil {
+			return err
+		}
+	}
+}
+
+// PID is the process id of the kubelet.
+func (k *Kubelet) PID() int {
+	return k.process.pid()
+}
+
+// Stop ends the kubelet and removes its files. Its Node stays, as that of a machine that was switched off. Stopping a stopped one is fine.
+func (k *Kubelet) Stop() error {
+	k.cluster.mu.Lock()
+	k.cluster.kubelets = slices.DeleteFunc(k.cluster.kubelets, func(other *Kubelet) bool { return other == k })
+	k.cluster.mu.Unlock()
+
+	return k.end()
+}
+
+// end is Stop for callers that keep the cluster's list of kubelets themselves.
+func (k *Kubelet) end() error {
+	k.process.stop(context.Background())
+
+	if err := os.RemoveAll(k.folder); err != nil {
+		return fmt.Errorf("remove the kubelet's folder: %w", err)
+	}
+
+	return nil
+}
+
+func (k *Kubelet) startOnce(ctx context.Context, spec KubeletSpec) error {
+	if err := k.prepare(spec.NodeName); err != nil {
+		return err
+	}
+
+	name := kubelet + "-" + spec.NodeName
+	flags := append([]string{
+		"--config=" + enclosed + "/config.json",
+		"--kubeconfig=" + enclosed + "/kubeconfig",
+		"--root-dir=" + enclosed,
+		"--cert-dir=" + enclosed + "/pki",
+		"--hostname-override=" + spec.NodeName,
+		"--cloud-provider=external",
+		"--v=2",
+	}, spec.Flags...)
+
+	var err error
+
+	k.process, err = startProcess(command{
+		name:       name,
+		path:       "/bin/sh",
+		args:       append([]string{"-c", enclosure, "sh", k.folder, filepath.Join(k.cluster.assets, kubelet)}, flags...),
+		env:        []string{"FAKE_CRI=" + runtimeEndpoint},
+		log:        filepath.Join(k.cluster.folder.logs, name+".log"),
+		namespaces: &namespaces{},
+	})
+	if err != nil {
+		return err
+	}
+
+	k.cluster.mu.Lock()
+	k.cluster.kubelets = append(k.cluster.kubelets, k)
+	k.cluster.mu.Unlock()
+
+	return k.waitRegistered(ctx, spec.NodeName)
+}
+
+// enclosure shields the machine from a kubelet that runs as root of a new user and mount namespace, and then becomes the kubelet. Root
+// keeps its uid in there, and with it the right to write sysctls, which are of the whole machine.
+const enclosure = `set -e
+mount --make-rprivate /
+mount --rbind /proc/sys /proc/sys
+mount -o remount,bind,ro /proc/sys
+mount -t tmpfs tmpfs /var/lib
+mount -t tmpfs tmpfs /var/log
+mkdir /var/lib/kubelet
+mount --bind "$1" /var/lib/kubelet
+shift
+exec "$@"`
+
+const (
+	// enclosed is the kubelet's folder as it sees it itself: the path that it has built in, and one short enough for its sockets.
+	enclosed        = "/var/lib/kubelet"
+	runtimeEndpoint = "unix://" + enclosed + "/cri.sock"
+)
+
+// prepare makes the kubelet's folder, its credentials and its configuration.
+func (k *Kubelet) prepare(nodeName string) error {
+	// The parent is missing once the cluster was stopped.
+	err := os.Mkdir(k.folder, 0o700)
+	if err != nil {
+		return err
+	}
+
+	reserved, err := reservePort()
+	if err != nil {
+		return err
+	}
+
+	k.port = reserved.number
+	reserved.release()
+
+	user, err := k.cluster.UserConfig("system:node:"+nodeName, groupNodes)
+	if err != nil {
+		return err
+	}
+
+	if err := writeFile(k.path("kubeconfig"), Kubeconfig(user)); err != nil {
+		return err
+	}
+
+	config, err := json.MarshalIndent(k.configuration(), "", "  ")
+	if err != nil {
+		return err
+	}
+
+	return writeFile(k.path("config.json"), config)
+}
+
+// configuration is a KubeletConfiguration. Its type is not imported, as no product code needs that module.
+func (k *Kubelet) configuration() map[string]any {
+	return map[string]any{
+		"apiVersion": "kubelet.config.k8s.io/v1beta1",
+		"kind":       "KubeletConfiguration",
+
+		"address":      "127.0.0.1",
+		"port":         k.port,
+		"readOnlyPort": 0,
+		"healthzPort":  0,
+		"authentication": map[string]any{
+			"anonymous": map[string]any{"enabled": false},
+			"webhook":   map[string]any{"enabled": true},
+			"x509":      map[string]any{"clientCAFile": k.cluster.folder.path(clientCAFile)},
+		},
+		"authorization":      map[string]any{"mode": "Webhook"},
+		"serverTLSBootstrap": true,
+
+		"containerRuntimeEndpoint": runtimeEndpoint,
+		"podLogsDir":               enclosed + "/pod-logs",
+		"volumePluginDir":          enclosed + "/volume-plugins",
+
+		// What a kubelet may not or need not do in a user namespace, whatever cgroups the machine has.
+		"featureGates":                  map[string]any{"KubeletInUserNamespace": true},
+		"cgroupDriver":                  "cgroupfs",
+		"cgroupsPerQOS":                 false,
+		"enforceNodeAllocatable":        []string{},
+		"failCgroupV1":                  false,
+		"failSwapOn":                    false,
+		"makeIPTablesUtilChains":        false,
+		"localStorageCapacityIsolation": false,
+		"resolvConf":                    "",
+		"nodeLeaseDurationSeconds":      40,
+		"nodeStatusUpdateFrequency":     "10s",
+	}
+}
+
+func (k *Kubelet) path(name string) string {
+	return filepath.Join(k.folder, name)
+}
+
+func (k *Kubelet) waitRegistered(ctx context.Context, nodeName string) error {
+	k.cluster.mu.Lock()
+	client, err := k.cluster.adminClient()
+	k.cluster.mu.Unlock()
+
+	if err != nil {
+		return err
+	}
+
+	return k.process.waitReady(ctx, func(ctx context.Context) error {
+		_, err := client.CoreV1().Nodes().Get(ctx, nodeName, metav1.GetOptions{})
+		if apierrors.IsNotFound(err) {
+			return errors.New("it has not registered its node yet")
+		}
+
+		return err
+	})
 }
