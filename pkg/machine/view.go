@@ -1,0 +1,144 @@
+package machine
+
+import (
+	"cmp"
+	"maps"
+	"net/netip"
+	"slices"
+
+	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
+	"github.com/siderolabs/talos/pkg/machinery/resources/config"
+	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
+	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
+	"github.com/siderolabs/talos/pkg/machinery/resources/network"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+)
+
+// WatchedKinds are the kinds whose every change must reach the Node at once.
+func WatchedKinds() []resource.Kind {
+	return []resource.Kind{
+		kind(runtime.NamespaceName, runtime.PlatformMetadataType),
+		kind(network.NamespaceName, network.AddressStatusType),
+		kind(network.NamespaceName, network.HostnameStatusType),
+		kind(k8s.NamespaceName, k8s.NodenameType),
+	}
+}
+
+// PolledKinds are the kinds that settle shortly after boot: each is listed from time to time rather than watched, since a
+// held watch costs about 25 KB per machine on this side and as much on the other.
+func PolledKinds() []resource.Kind {
+	return []resource.Kind{
+		kind(hardware.NamespaceName, hardware.SystemInformationType),
+		kind(network.NamespaceName, network.PlatformConfigType),
+		kind(cluster.NamespaceName, cluster.InfoType),
+		kind(config.NamespaceName, config.MachineTypeType),
+		kind(runtime.NamespaceName, runtime.MachineStatusType),
+		kind(k8s.NamespaceName, k8s.NodeIPType),
+		kind(k8s.NamespaceName, k8s.NodeIPConfigType),
+	}
+}
+
+func kind(namespace resource.Namespace, typ resource.Type) resource.Kind {
+	return resource.NewMetadata(namespace, typ, "", resource.VersionUndefined)
+}
+
+// View gathers the resources of one machine. The zero value is empty and ready for use. It is not safe for
+// concurrent use.
+type View struct {
+	resources map[resource.Type]map[resource.ID]resource.Resource
+}
+
+// Put takes in a created or updated resource.
+func (v *View) Put(r resource.Resource) {
+	if v.resources == nil {
+		v.resources = map[resource.Type]map[resource.ID]resource.Resource{}
+	}
+
+	md := r.Metadata()
+	if v.resources[md.Type()] == nil {
+		v.resources[md.Type()] = map[resource.ID]resource.Resource{}
+	}
+
+	v.resources[md.Type()][md.ID()] = r
+}
+
+// Drop forgets a destroyed resource. Dropping an unknown one does nothing.
+func (v *View) Drop(ptr resource.Pointer) {
+	delete(v.resources[ptr.Type()], ptr.ID())
+}
+
+// ReplaceKind makes items all there is of one kind.
+func (v *View) ReplaceKind(k resource.Kind, items []resource.Resource) {
+	delete(v.resources, k.Type())
+
+	for _, item := range items {
+		v.Put(item)
+	}
+}
+
+// Machine is what the gathered resources say together.
+func (v *View) Machine() Machine {
+	var m Machine
+
+	for _, byID := range v.resources {
+		for _, id := range slices.Sorted(maps.Keys(byID)) {
+			m.add(byID[id])
+		}
+	}
+
+	slices.SortFunc(m.Addresses, func(a, b Address) int {
+		return cmp.Or(cmp.Compare(a.Link, b.Link), a.Prefix.Compare(b.Prefix))
+	})
+
+	return m
+}
+
+func (m *Machine) add(r resource.Resource) {
+	switch r := r.(type) {
+	case *runtime.PlatformMetadata:
+		m.Platform = r.TypedSpec().DeepCopy()
+	case *runtime.MachineStatus:
+		m.Stage = r.TypedSpec().Stage
+	case *network.AddressStatus:
+		spec := r.TypedSpec()
+		m.Addresses = append(m.Addresses, Address{Prefix: spec.Address, Link: spec.LinkName, Scope: spec.Scope, Flags: spec.Flags})
+	case *network.HostnameStatus:
+		m.Hostname, m.Domainname = r.TypedSpec().Hostname, r.TypedSpec().Domainname
+	case *network.PlatformConfig:
+		m.PlatformPublished = true
+	case *hardware.SystemInformation:
+		m.System = *r.TypedSpec()
+	case *cluster.Info:
+		m.ClusterName = r.TypedSpec().ClusterName
+	case *config.MachineType:
+		m.Type = r.MachineType()
+	default:
+		m.addKubernetes(r)
+	}
+}
+
+func (m *Machine) addKubernetes(r resource.Resource) {
+	switch r := r.(type) {
+	case *k8s.Nodename:
+		m.Nodename = r.TypedSpec().Nodename
+	case *k8s.NodeIP:
+		m.NodeIPs = slices.Clone(r.TypedSpec().Addresses)
+	case *k8s.NodeIPConfig:
+		m.ExcludedSubnets = parsePrefixes(r.TypedSpec().ExcludeSubnets)
+	}
+}
+
+// parsePrefixes leaves out what is not a prefix: Talos validates the list (a leading "!" marks an inverted match in
+// user input and has been resolved by then), so there is nobody to report to.
+func parsePrefixes(list []string) []netip.Prefix {
+	var prefixes []netip.Prefix
+
+	for _, s := range list {
+		if p, err := netip.ParsePrefix(s); err == nil {
+			prefixes = append(prefixes, p.Masked())
+		}
+	}
+
+	return prefixes
+}
