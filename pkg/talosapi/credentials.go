@@ -1,0 +1,169 @@
+package talosapi
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/siderolabs/go-retry/retry"
+	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
+	"k8s.io/klog/v2"
+	"k8s.io/utils/clock"
+)
+
+const (
+	// readerTTL is how long a minted certificate is valid; it is replaced at half of that. It matters only while dialling.
+	readerTTL = time.Hour
+
+	// caGrace is how long the previous OS CA stays trusted after Talos has started to issue from another: the longest a
+	// machine's server certificate lives (24 h, machinery's x509 constants).
+	caGrace = 24 * time.Hour
+
+	mintTimeout = 10 * time.Second
+	// mintCycle bounds a series of attempts, and with it the back-off between them; the next series follows at once.
+	mintCycle = time.Minute
+)
+
+// errNotMinted is returned by Minted.TLSConfig before the first certificate is there.
+var errNotMinted = errors.New("no os:reader certificate has been minted yet")
+
+// Minted are Credentials that Talos itself mints over machine.sock. Use NewMinted and Run.
+type Minted struct {
+	mint  func(ctx context.Context, ttl time.Duration) (ReaderCertificate, error)
+	clock clock.Clock
+
+	mu    sync.Mutex
+	cert  *tls.Certificate
+	roots []trustedCA
+}
+
+type trustedCA struct {
+	pem      string
+	lastSeen time.Time
+}
+
+// NewMinted returns credentials minted by admin.
+func NewMinted(admin *Admin, clk clock.Clock) *Minted {
+	return &Minted{mint: admin.MintReader, clock: clk}
+}
+
+// Run keeps the certificate fresh until ctx ends. The first one is minted before ready is called.
+func (m *Minted) Run(ctx context.Context, ready func()) {
+	logger := klog.FromContext(ctx)
+
+	for ctx.Err() == nil {
+		err := retry.Exponential(mintCycle, retry.WithUnits(time.Second), retry.WithJitter(time.Second), retry.WithAttemptTimeout(mintTimeout)).
+			RetryWithContext(ctx, func(ctx context.Context) error { return retry.ExpectedError(m.renew(ctx)) })
+		if err != nil {
+			if ctx.Err() == nil {
+				logger.Error(err, "Could not mint a Talos client certificate, trying on")
+			}
+
+			continue
+		}
+
+		ready()
+
+		select {
+		case <-ctx.Done():
+		case <-m.clock.After(readerTTL / 2):
+		}
+	}
+}
+
+func (m *Minted) renew(ctx context.Context) error {
+	minted, err := m.mint(ctx, readerTTL)
+	if err != nil {
+		return err
+	}
+
+	cert, err := tls.X509KeyPair(minted.Certificate, minted.Key)
+	if err != nil {
+		return fmt.Errorf("load the minted os:reader certificate: %w", err)
+	}
+
+	if !x509.NewCertPool().AppendCertsFromPEM(minted.CA) {
+		return errors.New("load the minted os:reader certificate: its CA is not PEM")
+	}
+
+	m.mu.Lock()
+	defer m.mu.Unlock()
+
+	m.cert = &cert
+	m.roots = trust(m.roots, string(minted.CA), m.clock.Now())
+
+	return nil
+}
+
+// trust adds the CA that issues now and drops those that no machine can still hold a certificate of.
+func trust(roots []trustedCA, issuing string, now time.Time) []trustedCA {
+	kept := []trustedCA{{pem: issuing, lastSeen: now}}
+
+	for _, root := range roots {
+		if root.pem != issuing && now.Sub(root.lastSeen) < caGrace {
+			kept = append(kept, root)
+		}
+	}
+
+	return kept
+}
+
+// TLSConfig implements Credentials.
+func (m *Minted) TLSConfig() (*tls.Config, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+
+	if m.cert == nil {
+		return nil, errNotMinted
+	}
+
+	pool := x509.NewCertPool()
+	for _, root := range m.roots {
+		pool.AppendCertsFromPEM([]byte(root.pem))
+	}
+
+	return &tls.Config{MinVersion: tls.VersionTLS13, RootCAs: pool, Certificates: []tls.Certificate{*m.cert}}, nil
+}
+
+// Talosconfig are Credentials from the current context of a talosconfig file, read again at each dial.
+type Talosconfig struct {
+	Path string
+}
+
+// TLSConfig implements Credentials.
+func (t Talosconfig) TLSConfig() (*tls.Config, error) {
+	config, err := clientconfig.Open(t.Path)
+	if err != nil {
+		return nil, fmt.Errorf("read talosconfig %s: %w", t.Path, err)
+	}
+
+	current, ok := config.Contexts[config.Context]
+	if !ok {
+		return nil, fmt.Errorf("read talosconfig %s: it has no context %q", t.Path, config.Context)
+	}
+
+	pem := make([][]byte, 3)
+
+	for i, field := range []struct{ name, value string }{{"ca", current.CA}, {"crt", current.Crt}, {"key", current.Key}} {
+		if pem[i], err = base64.StdEncoding.DecodeString(field.value); err != nil || field.value == "" {
+			return nil, fmt.Errorf("read talosconfig %s: context %q: field %q is not base64 of a PEM document", t.Path, config.Context, field.name)
+		}
+	}
+
+	cert, err := tls.X509KeyPair(pem[1], pem[2])
+	if err != nil {
+		return nil, fmt.Errorf("read talosconfig %s: context %q: %w", t.Path, config.Context, err)
+	}
+
+	pool := x509.NewCertPool()
+	if !pool.AppendCertsFromPEM(pem[0]) {
+		return nil, fmt.Errorf("read talosconfig %s: context %q: field \"ca\" is not PEM", t.Path, config.Context)
+	}
+
+	return &tls.Config{MinVersion: tls.VersionTLS13, RootCAs: pool, Certificates: []tls.Certificate{cert}}, nil
+}

@@ -1,0 +1,113 @@
+// Package talosapi connects to the Talos API: to this machine's machine.sock and to every machine's apid.
+//
+// Over machine.sock it asks for os:admin in exactly the calls that Admin names, and nowhere else. Everything else, here
+// and on other machines, runs as os:reader. It never writes a resource and never goes through apid's proxy.
+package talosapi
+
+import (
+	"context"
+	"crypto/tls"
+	"fmt"
+	"io"
+	"net/netip"
+	"time"
+
+	"github.com/cosi-project/runtime/api/v1alpha1"
+	"github.com/cosi-project/runtime/pkg/state"
+	cosiclient "github.com/cosi-project/runtime/pkg/state/protobuf/client"
+	"github.com/siderolabs/talos/pkg/machinery/constants"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/keepalive"
+)
+
+const (
+	// A Talos machine answers pings that come more often than every five minutes with ENHANCE_YOUR_CALM; without pings a
+	// machine that lost power is noticed only after some 19 minutes.
+	keepaliveTime    = 6 * time.Minute
+	keepaliveTimeout = 20 * time.Second
+
+	// bufferSize replaces gRPC's 32 KiB buffers for reading and writing: there is one connection per machine, nearly
+	// always idle.
+	bufferSize = 4 << 10
+)
+
+// State is the read-only part of a machine's COSI state, together with its connection.
+type State interface {
+	state.CoreState
+	io.Closer
+}
+
+// Credentials are what a machine is dialled with. They are asked for at each dial, so they may change at any time.
+type Credentials interface {
+	// TLSConfig returns a configuration that presents the client certificate and trusts the cluster's OS CA.
+	TLSConfig() (*tls.Config, error)
+}
+
+// Dial connects to the apid of the machine at addr, port 50000. It returns at once; the first call on the state
+// connects, and verifies that the machine's certificate is valid for addr.
+func Dial(creds Credentials, addr netip.Addr) (State, error) {
+	config, err := creds.TLSConfig()
+	if err != nil {
+		return nil, fmt.Errorf("dial %s: %w", addr, err)
+	}
+
+	config.ServerName = addr.String()
+
+	target := "passthrough:///" + netip.AddrPortFrom(addr, constants.ApidPort).String()
+
+	conn, err := grpc.NewClient(target, append(dialOptions(),
+		grpc.WithTransportCredentials(credentials.NewTLS(config)),
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: keepaliveTime, Timeout: keepaliveTimeout}),
+	)...)
+	if err != nil {
+		return nil, fmt.Errorf("dial %s: %w", addr, err)
+	}
+
+	return newState(conn), nil
+}
+
+func dialOptions() []grpc.DialOption {
+	return []grpc.DialOption{
+		grpc.WithNoProxy(), // machine.env may carry HTTPS_PROXY; apid strips it for the same reason
+		grpc.WithReadBufferSize(bufferSize),
+		grpc.WithWriteBufferSize(bufferSize),
+		grpc.WithSharedWriteBuffer(true),
+		grpc.WithChainUnaryInterceptor(measureUnary),
+		grpc.WithChainStreamInterceptor(measureStream),
+	}
+}
+
+type cosiState struct {
+	state.CoreState
+	io.Closer
+}
+
+// newState switches the adapter's own retry of watches off: it gives up on a stream older than 15 minutes at its first
+// break, and bookmarks do not survive a reboot, so a break is reported and the reflector starts over.
+func newState(conn *grpc.ClientConn) State {
+	return cosiState{
+		CoreState: cosiclient.NewAdapter(v1alpha1.NewStateClient(conn), cosiclient.WithDisableWatchRetry()),
+		Closer:    conn,
+	}
+}
+
+// measureUnary counts each call by method and code.
+func measureUnary(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+	start := time.Now()
+	err := invoke(ctx, method, req, reply, cc, opts...)
+
+	observe(method, start, err)
+
+	return err
+}
+
+// measureStream counts the opening of a stream.
+func measureStream(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, open grpc.Streamer, opts ...grpc.CallOption) (grpc.ClientStream, error) {
+	start := time.Now()
+	stream, err := open(ctx, desc, cc, method, opts...)
+
+	observe(method, start, err)
+
+	return stream, err
+}
