@@ -1,0 +1,234 @@
+package reflector
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"time"
+
+	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/cosi-project/runtime/pkg/state"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/klog/v2"
+
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
+)
+
+const (
+	// setupTimeout bounds the time from dialling to a complete view.
+	setupTimeout = 30 * time.Second
+
+	// A session ends after sessionLength, spread by half of it, and the next one reads everything anew over a new
+	// connection: the safety net below the watches, and what keeps certificates fresh.
+	sessionLength = 30 * time.Minute
+
+	// Facts that are not watched are polled at growing intervals: they settle shortly after boot.
+	pollFirst = 10 * time.Second
+	pollMax   = 10 * time.Minute
+)
+
+// errSessionOver ends a session that was good to the end.
+var errSessionOver = errors.New("time to read everything anew")
+
+// session is one connection to one machine, from dialling to the first break.
+type session struct {
+	*task
+
+	state talosapi.State
+	addr  netip.Addr
+	// release gives back the place among those that are connecting; calls after the first do nothing.
+	release func()
+
+	view machine.View
+	// awaited counts what has yet to come before the view is complete: each watch's bootstrap, and the first poll.
+	awaited     int
+	established bool
+	interval    time.Duration
+}
+
+// listing is the outcome of polling one kind.
+type listing struct {
+	kind  resource.Kind
+	items []resource.Resource
+}
+
+func newSession(t *task, st talosapi.State, addr netip.Addr, release func()) *session {
+	return &session{task: t, state: st, addr: addr, release: release, interval: pollFirst}
+}
+
+// run returns when the session breaks, always with an error, and whether the view was complete before that.
+func (s *session) run(ctx context.Context) (established bool, err error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+
+	events, polls, failures := s.open(ctx)
+
+	setup := s.clock.NewTimer(setupTimeout)
+	defer setup.Stop()
+
+	over := s.clock.NewTimer(wait.Jitter(sessionLength, 0.5))
+	defer over.Stop()
+
+	poll := s.clock.NewTimer(pollMax)
+	defer poll.Stop()
+
+	for {
+		select {
+		case <-ctx.Done():
+			return s.established, ctx.Err()
+		case err = <-failures:
+		case event := <-events:
+			err = s.handle(ctx, event)
+		case listings := <-polls:
+			err = s.take(ctx, listings)
+			poll.Reset(s.nextPoll())
+		case <-poll.C():
+			go s.poll(ctx, polls, failures)
+		case <-setup.C():
+			if !s.established {
+				err = fmt.Errorf("the machine at %s did not answer within %s", s.addr, setupTimeout)
+			}
+		case <-over.C():
+			err = errSessionOver
+		}
+
+		if err != nil {
+			return s.established, err
+		}
+	}
+}
+
+// open starts all watches and the first poll at once: on a slow machine their delays must not add up.
+func (s *session) open(ctx context.Context) (chan state.Event, chan []listing, chan error) {
+	events, polls, failures := make(chan state.Event), make(chan []listing), make(chan error)
+
+	kinds := machine.WatchedKinds()
+	s.awaited = len(kinds) + 1
+
+	for _, kind := range kinds {
+		go func() {
+			if err := s.state.WatchKind(ctx, kind, events, state.WithBootstrapContents(true)); err != nil {
+				fail(ctx, failures, fmt.Errorf("watch %s at %s: %w", kind.Type(), s.addr, err))
+			}
+		}()
+	}
+
+	go s.poll(ctx, polls, failures)
+
+	return events, polls, failures
+}
+
+func fail(ctx context.Context, failures chan<- error, err error) {
+	select {
+	case failures <- err:
+	case <-ctx.Done():
+	}
+}
+
+// poll lists all polled kinds at once and sends the outcome. A kind that this version of Talos does not have is empty there
+// (Talos answers PermissionDenied for it).
+func (s *session) poll(ctx context.Context, polls chan<- []listing, failures chan<- error) {
+	kinds := machine.PolledKinds()
+	listings := make([]listing, len(kinds))
+	errs := make(chan error, len(kinds))
+
+	for i, kind := range kinds {
+		go func() {
+			list, err := s.state.List(ctx, kind)
+			if status.Code(err) == codes.PermissionDenied {
+				klog.FromContext(ctx).V(4).Info("Machine does not show this kind", "kind", kind.Type(), "err", err)
+
+				err = nil
+			}
+
+			listings[i] = listing{kind: kind, items: list.Items}
+			errs <- err
+		}()
+	}
+
+	var err error
+	for range kinds {
+		err = errors.Join(err, <-errs)
+	}
+
+	if err != nil {
+		fail(ctx, failures, fmt.Errorf("list resources at %s: %w", s.addr, err))
+
+		return
+	}
+
+	select {
+	case polls <- listings:
+	case <-ctx.Done():
+	}
+}
+
+func (s *session) nextPoll() time.Duration {
+	interval := s.interval
+	s.interval = min(2*s.interval, pollMax)
+
+	return wait.Jitter(interval, 0.2)
+}
+
+func (s *session) handle(ctx context.Context, event state.Event) error {
+	switch event.Type {
+	case state.Created, state.Updated:
+		s.view.Put(event.Resource)
+	case state.Destroyed:
+		s.view.Drop(event.Resource.Metadata())
+	case state.Bootstrapped:
+		s.awaited--
+	case state.Errored:
+		return fmt.Errorf("watch at %s: %w", s.addr, event.Error)
+	case state.Noop:
+		return nil
+	}
+
+	return s.publish(ctx)
+}
+
+func (s *session) take(ctx context.Context, listings []listing) error {
+	if !s.established {
+		s.awaited--
+	}
+
+	for _, l := range listings {
+		s.view.ReplaceKind(l.kind, l.items)
+	}
+
+	return s.publish(ctx)
+}
+
+// publish hands the view on once it is complete and the machine has said that it is this Node's.
+func (s *session) publish(ctx context.Context) error {
+	if s.awaited > 0 {
+		return nil
+	}
+
+	m := s.view.Machine()
+
+	switch m.Nodename {
+	case s.nodename:
+	case "":
+		return fmt.Errorf("the machine at %s has not published its nodename yet", s.addr)
+	default:
+		// If it was good until now, the machine has been renamed, and no longer is.
+		s.established = false
+
+		return &mismatchError{s.addr, m.Nodename}
+	}
+
+	if !s.established {
+		s.established = true
+		s.release()
+		klog.FromContext(ctx).V(2).Info("Watching machine", "address", s.addr)
+	}
+
+	s.inventory.Replace(s.nodename, m)
+
+	return nil
+}
