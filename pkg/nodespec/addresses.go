@@ -1,0 +1,194 @@
+package nodespec
+
+import (
+	"cmp"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"github.com/siderolabs/talos/pkg/machinery/constants"
+	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/validation"
+
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+)
+
+// linkExternal is the link on which Talos publishes addresses that only the platform's metadata knows
+// (network/PlatformConfigApplyController).
+const linkExternal = "external"
+
+// reportsExternalIPs lists the platforms whose Talos driver publishes public addresses on the link "external". On all others
+// public addresses are looked for on the machine's links.
+var reportsExternalIPs = map[string]bool{
+	"akamai": true, "aws": true, "azure": true, "cloudstack": true, "digitalocean": true, "equinixmetal": true,
+	"exoscale": true, "gcp": true, "hcloud": true, "scaleway": true, "upcloud": true, "vultr": true,
+}
+
+// overlayLinks are prefixes of links whose addresses are not the machine's own on any outside network: overlays,
+// container networks, virtual service addresses.
+var overlayLinks = []string{
+	constants.KubeSpanLinkName, constants.SideroLinkName, linkExternal,
+	"cali", "cilium", "cni", "docker", "dummy", "flannel", "kube-", "kube_", "lxc", "nodelocaldns", "tailscale", "veth", "vxlan.calico", "wg",
+}
+
+// notPublic are ranges that netip counts as global unicast and that are nevertheless not reachable from outside
+// (IANA special-purpose registries, RFC 6890).
+var notPublic = []netip.Prefix{
+	netip.MustParsePrefix("0.0.0.0/8"),
+	netip.MustParsePrefix("100.64.0.0/10"), // carrier-grade NAT; Tailscale
+	netip.MustParsePrefix("192.0.0.0/24"),
+	netip.MustParsePrefix("198.18.0.0/15"),
+	netip.MustParsePrefix("240.0.0.0/4"),
+	netip.MustParsePrefix("64:ff9b::/96"),
+	netip.MustParsePrefix("100::/64"),
+	netip.MustParsePrefix("fec0::/10"),
+}
+
+// internalIPs are the kubelet's node IPs, one of each family, as far as the machine has them; if the kubelet named none, those
+// that Talos would give it.
+func internalIPs(in Input) []netip.Addr {
+	provided := in.ProvidedNodeIPs
+	if len(provided) == 0 {
+		provided = in.Machine.NodeIPs
+	}
+
+	var ips []netip.Addr
+
+	for _, ip := range provided {
+		ip = ip.Unmap()
+		sameFamily := func(other netip.Addr) bool { return other.Is4() == ip.Is4() }
+
+		if in.Machine.HasAddress(ip) && !slices.ContainsFunc(ips, sameFamily) {
+			ips = append(ips, ip)
+		}
+	}
+
+	slices.SortStableFunc(ips, byFamily(in.Options.PreferIPv6))
+
+	return ips
+}
+
+func byFamily(preferIPv6 bool) func(a, b netip.Addr) int {
+	rank := func(a netip.Addr) int {
+		if a.Is6() == preferIPv6 {
+			return 0
+		}
+
+		return 1
+	}
+
+	return func(a, b netip.Addr) int { return cmp.Compare(rank(a), rank(b)) }
+}
+
+func addresses(in Input, nodeIPs []netip.Addr) ([]corev1.NodeAddress, []Problem) {
+	var list []corev1.NodeAddress
+
+	for _, ip := range nodeIPs {
+		list = append(list, corev1.NodeAddress{Type: corev1.NodeInternalIP, Address: ip.String()})
+	}
+
+	for _, ip := range externalIPs(in, nodeIPs) {
+		list = append(list, corev1.NodeAddress{Type: corev1.NodeExternalIP, Address: ip.String()})
+	}
+
+	list = append(list, corev1.NodeAddress{Type: corev1.NodeHostName, Address: in.Machine.Nodename})
+
+	names, problems := dnsNames(in.Machine)
+
+	return append(list, names...), problems
+}
+
+func externalIPs(in Input, nodeIPs []netip.Addr) []netip.Addr {
+	discover := !reportsExternalIPs[in.Machine.Platform.Platform]
+
+	var found []machine.Address
+
+	for _, a := range in.Machine.Addresses {
+		ip := a.Prefix.Addr().Unmap()
+		if slices.Contains(nodeIPs, ip) {
+			continue
+		}
+
+		if a.Link == linkExternal || (discover && isPublic(in.Machine, a)) {
+			found = append(found, a)
+		}
+	}
+
+	slices.SortStableFunc(found, func(a, b machine.Address) int {
+		x, y := a.Prefix.Addr().Unmap(), b.Prefix.Addr().Unmap()
+
+		return cmp.Or(byFamily(in.Options.PreferIPv6)(x, y), permanence(b)-permanence(a), x.Compare(y))
+	})
+
+	var ips []netip.Addr
+
+	for _, a := range found {
+		if ip := a.Prefix.Addr().Unmap(); !slices.Contains(ips, ip) {
+			ips = append(ips, ip)
+		}
+	}
+
+	return ips
+}
+
+func permanence(a machine.Address) int {
+	if nethelpers.AddressFlag(a.Flags)&nethelpers.AddressPermanent != 0 {
+		return 1
+	}
+
+	return 0
+}
+
+// isPublic tells whether an address on a link of the machine can be reached from outside and is the machine's alone.
+func isPublic(m machine.Machine, a machine.Address) bool {
+	const passing = nethelpers.AddressTemporary | nethelpers.AddressDeprecated | nethelpers.AddressDADFailed | nethelpers.AddressTentative
+
+	ip := a.Prefix.Addr().Unmap()
+	contains := func(p netip.Prefix) bool { return p.Contains(ip) }
+
+	switch {
+	case a.Scope != nethelpers.ScopeGlobal, nethelpers.AddressFlag(a.Flags)&passing != 0:
+		return false
+	case !ip.IsGlobalUnicast(), ip.IsPrivate(), slices.ContainsFunc(notPublic, contains):
+		return false
+	case slices.ContainsFunc(m.ExcludedSubnets, contains):
+		return false
+	}
+
+	return a.Link != "lo" && !slices.ContainsFunc(overlayLinks, func(prefix string) bool { return strings.HasPrefix(a.Link, prefix) })
+}
+
+// dnsNames are the names the platform gives the machine. The metadata's host name counts as internal if it has a domain and the
+// platform names no other.
+func dnsNames(m machine.Machine) ([]corev1.NodeAddress, []Problem) {
+	internal := m.Platform.InternalDNS
+	if internal == "" && strings.Contains(m.Platform.Hostname, ".") {
+		internal = m.Platform.Hostname
+	}
+
+	var (
+		list     []corev1.NodeAddress
+		problems []Problem
+	)
+
+	for _, a := range []corev1.NodeAddress{
+		{Type: corev1.NodeInternalDNS, Address: internal},
+		{Type: corev1.NodeExternalDNS, Address: m.Platform.ExternalDNS},
+	} {
+		name := strings.ToLower(strings.TrimSuffix(a.Address, "."))
+		if name == "" {
+			continue
+		}
+
+		if why := validation.IsDNS1123Subdomain(name); len(why) > 0 {
+			problems = append(problems, Problem{Key: string(a.Type), Value: a.Address, Why: strings.Join(why, "; ")})
+
+			continue
+		}
+
+		list = append(list, corev1.NodeAddress{Type: a.Type, Address: name})
+	}
+
+	return list, problems
+}

@@ -1,0 +1,78 @@
+package nodespec
+
+import (
+	"fmt"
+	"net/netip"
+	"strings"
+
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+)
+
+// Platforms without an instance identity of their own, by Talos's names
+// (siderolabs/talos internal/app/machined/pkg/runtime/v1alpha1/platform).
+const (
+	platformMetal     = "metal"     // instanceId is the SMBIOS UUID (metal.go), valid and unique or not
+	platformContainer = "container" // only a hostname and a SKU (container.go)
+	platformNoCloud   = "nocloud"   // instance-id is optional, and so is the whole data source (nocloud.go)
+	platformVMware    = "vmware"    // guestinfo is optional; the configuration is published in any case (vmware_supported.go)
+)
+
+// providerID follows the order: the platform's own; the platform's instance id; the SMBIOS UUID; the node IP. The second
+// result says why none can be given yet: whatever is returned first stays for the Node's life.
+func providerID(in Input, nodeIP netip.Addr) (id, pending string) {
+	meta := in.Machine.Platform
+
+	if meta.Platform == "" {
+		return "", "the machine has not published its platform yet"
+	}
+
+	if meta.ProviderID != "" {
+		return meta.ProviderID, ""
+	}
+
+	switch meta.Platform {
+	case platformMetal, platformContainer:
+		return machineID(in, nodeIP), ""
+	case platformNoCloud, platformVMware:
+		if meta.InstanceID == "" && awaitsMetadata(in) {
+			return "", fmt.Sprintf("platform %q has not published its metadata yet", meta.Platform)
+		}
+	default:
+		if meta.InstanceID == "" {
+			return "", fmt.Sprintf("platform %q has not published an instance ID yet", meta.Platform)
+		}
+	}
+
+	if meta.InstanceID != "" {
+		return providerURI(meta.Platform, meta.InstanceID), ""
+	}
+
+	return machineID(in, nodeIP), ""
+}
+
+// machineID identifies a machine whose platform does not.
+func machineID(in Input, nodeIP netip.Addr) string {
+	uuid := in.Machine.UUID()
+	if uuid == "" || in.SharedUUID || in.Options.ProviderIDFromNodeIP {
+		return providerURI(in.Machine.Platform.Platform, nodeIP.String())
+	}
+
+	return providerURI(in.Machine.Platform.Platform, uuid)
+}
+
+func providerURI(platform, id string) string { return "talos://" + platform + "/" + id }
+
+// awaitsMetadata tells whether metadata may still come on a platform where it is optional. A nocloud machine without any
+// data source never publishes a configuration (NetworkConfiguration returns without one); it is then settled
+// once the machine runs, unless SMBIOS names a data source on the network, which is asked until it answers.
+func awaitsMetadata(in Input) bool {
+	if in.Machine.PlatformPublished {
+		return false
+	}
+
+	if in.Machine.Platform.Platform != platformNoCloud {
+		return true
+	}
+
+	return in.Machine.Stage != runtime.MachineStageRunning || strings.Contains(in.Machine.System.SerialNumber, "s=http")
+}
