@@ -1,0 +1,100 @@
+package node
+
+import (
+	"maps"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	cloudproviderapi "k8s.io/cloud-provider/api"
+
+	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
+
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+)
+
+// FieldManager owns the labels we apply.
+const FieldManager = "talos-ccm"
+
+// Talos's own controller owns the keys it lists here, separated by commas, and reverts what others write to them
+// (siderolabs/talos constants.AnnotationOwnedLabels).
+const annotationOwnedLabels = "talos.dev/owned-labels"
+
+// plan is the difference between what a Node carries and what it should. The zero value: nothing to write.
+type plan struct {
+	// applyLabels is true if labels must be applied; labels are then all of ours, which may be none.
+	applyLabels bool
+	labels      map[string]string
+	// addresses replace status.addresses unless nil.
+	addresses []corev1.NodeAddress
+	// providerID is set once, while the Node has none; empty: leave it.
+	providerID string
+	// initialize is true if the uninitialized taint is to go, in the same write that sets providerID.
+	initialize bool
+	// foreign are the keys that somebody else holds with another value, with that value.
+	foreign map[string]string
+}
+
+func (p plan) empty() bool {
+	return !p.applyLabels && p.addresses == nil && p.providerID == "" && !p.initialize
+}
+
+// makePlan compares node with spec. It changes neither.
+func makePlan(node *corev1.Node, spec nodespec.Spec) (plan, error) {
+	applied, err := corev1ac.ExtractNode(node, FieldManager)
+	if err != nil {
+		return plan{}, err
+	}
+
+	owned := map[string]string{}
+	if applied.ObjectMetaApplyConfiguration != nil {
+		owned = applied.Labels
+	}
+
+	p := plan{initialize: uninitialized(node)}
+	p.labels, p.foreign = divide(node, spec.Labels, owned)
+	p.applyLabels = !maps.Equal(p.labels, owned)
+
+	if !slices.Equal(node.Status.Addresses, spec.Addresses) {
+		p.addresses = spec.Addresses
+	}
+
+	if node.Spec.ProviderID == "" {
+		p.providerID = spec.ProviderID
+	}
+
+	return p, nil
+}
+
+// divide tells the labels that are ours to apply from those that somebody else holds with another value.
+func divide(node *corev1.Node, wanted, owned map[string]string) (ours, foreign map[string]string) {
+	ours, foreign = map[string]string{}, map[string]string{}
+
+	talos := strings.Split(node.Annotations[annotationOwnedLabels], ",")
+
+	for key, value := range wanted {
+		present, exists := node.Labels[key]
+		_, mine := owned[key]
+
+		switch {
+		case slices.Contains(talos, key):
+			if present != value {
+				foreign[key] = present
+			}
+		case exists && !mine && present != value:
+			foreign[key] = present
+		default:
+			ours[key] = value
+		}
+	}
+
+	return ours, foreign
+}
+
+func uninitialized(node *corev1.Node) bool {
+	return slices.ContainsFunc(node.Spec.Taints, isUninitialized)
+}
+
+func isUninitialized(taint corev1.Taint) bool {
+	return taint.Key == cloudproviderapi.TaintExternalCloudProvider
+}

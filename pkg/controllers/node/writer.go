@@ -1,0 +1,86 @@
+package node
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"slices"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
+	"k8s.io/client-go/kubernetes"
+)
+
+// writer carries plans out. Every write names the UID of the Node that was looked at, so that none reaches a successor of the
+// same name, and none creates a Node.
+type writer struct {
+	client kubernetes.Interface
+}
+
+// write does the parts of p in the order that makes initialisation atomic for the scheduler: labels, addresses, and last, in
+// one write, providerID and the removal of the taint.
+func (w writer) write(ctx context.Context, node *corev1.Node, p plan) (err error) {
+	if p.applyLabels {
+		if node, err = w.applyLabels(ctx, node, p.labels); err != nil {
+			return fmt.Errorf("apply labels: %w", err)
+		}
+	}
+
+	if p.addresses != nil {
+		if node, err = w.patchAddresses(ctx, node, p.addresses); err != nil {
+			return fmt.Errorf("patch addresses: %w", err)
+		}
+	}
+
+	if p.providerID != "" || p.initialize {
+		if _, err = w.patchSpec(ctx, node, p); err != nil {
+			return fmt.Errorf("patch spec: %w", err)
+		}
+	}
+
+	return nil
+}
+
+// applyLabels does not force: a key that somebody else took meanwhile fails the whole, and the next sync leaves it out.
+func (w writer) applyLabels(ctx context.Context, node *corev1.Node, labels map[string]string) (*corev1.Node, error) {
+	config := corev1ac.Node(node.Name).WithUID(node.UID).WithLabels(labels)
+
+	return w.client.CoreV1().Nodes().Apply(ctx, config, metav1.ApplyOptions{FieldManager: FieldManager})
+}
+
+// patchAddresses uses a JSON merge patch, which replaces the list as a whole: the list's strategic merge key is the type, and one
+// type can occur more than once (https://github.com/kubernetes/kubernetes/issues/79391).
+func (w writer) patchAddresses(ctx context.Context, node *corev1.Node, addresses []corev1.NodeAddress) (*corev1.Node, error) {
+	return w.patch(ctx, node.Name, map[string]any{
+		"metadata": map[string]any{"uid": node.UID},
+		"status":   map[string]any{"addresses": addresses},
+	}, "status")
+}
+
+// patchSpec carries the resourceVersion it has seen: it replaces the list of taints, and providerID is for ever.
+func (w writer) patchSpec(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
+	spec := map[string]any{}
+	if p.providerID != "" {
+		spec["providerID"] = p.providerID
+	}
+
+	if p.initialize {
+		spec["taints"] = slices.DeleteFunc(slices.Clone(node.Spec.Taints), isUninitialized)
+	}
+
+	return w.patch(ctx, node.Name, map[string]any{
+		"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion},
+		"spec":     spec,
+	})
+}
+
+func (w writer) patch(ctx context.Context, nodename string, patch map[string]any, subresources ...string) (*corev1.Node, error) {
+	data, err := json.Marshal(patch)
+	if err != nil {
+		return nil, err
+	}
+
+	return w.client.CoreV1().Nodes().Patch(ctx, nodename, types.MergePatchType, data, metav1.PatchOptions{FieldManager: FieldManager}, subresources...)
+}
