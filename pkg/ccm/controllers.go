@@ -1,0 +1,147 @@
+package ccm
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"sync"
+
+	corev1 "k8s.io/api/core/v1"
+	coreinformers "k8s.io/client-go/informers/core/v1"
+	"k8s.io/client-go/tools/cache"
+	cloudprovider "k8s.io/cloud-provider"
+	"k8s.io/cloud-provider/app"
+	cloudconfig "k8s.io/cloud-provider/app/config"
+	"k8s.io/cloud-provider/names"
+	genericcontrollermanager "k8s.io/controller-manager/app"
+	"k8s.io/controller-manager/controller"
+	"k8s.io/controller-manager/pkg/clientbuilder"
+	controllerhealthz "k8s.io/controller-manager/pkg/healthz"
+	"k8s.io/klog/v2"
+
+	nodecontroller "github.com/talos-ccm/talos-ccm/pkg/controllers/node"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/provider"
+	"github.com/talos-ccm/talos-ccm/pkg/reflector"
+)
+
+// control runs reflector and controllers until ctx ends and they have finished.
+func (l *leader) control(ctx context.Context) error {
+	var group sync.WaitGroup
+	defer group.Wait()
+
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+
+	inv := inventory.New(l.clock.Now)
+	countMachines(inv)
+
+	refl := reflector.New(inv, l.dialer(ctx), l.clock)
+	nodes := l.config.SharedInformers.Core().V1().Nodes()
+
+	if err := trackNodes(nodes, refl); err != nil {
+		return err
+	}
+
+	options := nodespec.Options{ProviderIDFromNodeIP: l.options.ProviderIDFallback == FallbackNodeIP}
+
+	controllerContext, err := app.CreateControllerContext(l.config, clientbuilder.SimpleControllerClientBuilder{ClientConfig: l.config.Kubeconfig}, ctx.Done())
+	if err != nil {
+		return fmt.Errorf("prepare controllers: %w", err)
+	}
+
+	constructors := maps.Clone(app.DefaultInitFuncConstructors)
+	constructors[names.CloudNodeController] = app.ControllerInitFuncConstructor{
+		InitContext: app.ControllerInitContext{ClientName: "node-controller"},
+		Constructor: l.nodeController(&group, inv, options),
+	}
+
+	initializers := app.ConstructControllerInitializers(constructors, l.config, provider.New(inv, options))
+	if err := l.start(ctx, controllerContext, initializers); err != nil {
+		return err
+	}
+
+	group.Go(func() { refl.Run(ctx) })
+	l.config.SharedInformers.Start(ctx.Done())
+	controllerContext.InformerFactory.Start(ctx.Done())
+	close(controllerContext.InformersStarted)
+
+	<-ctx.Done()
+
+	return nil
+}
+
+// start starts the controllers that are on.
+func (l *leader) start(ctx context.Context, controllerContext genericcontrollermanager.ControllerContext, initializers map[string]app.InitFunc) error {
+	logger := klog.FromContext(ctx)
+
+	for name, initialize := range initializers {
+		if !genericcontrollermanager.IsControllerEnabled(name, disabledByDefault(), l.config.ComponentConfig.Generic.Controllers) {
+			continue
+		}
+
+		_, started, err := initialize(klog.NewContext(ctx, klog.LoggerWithName(logger, name)), controllerContext)
+		if err != nil {
+			return fmt.Errorf("start %s: %w", name, err)
+		}
+
+		if !started {
+			logger.Info("Controller has nothing to do here", "controller", name)
+
+			continue
+		}
+
+		logger.Info("Started controller", "controller", name)
+		l.checks.AddHealthChecker(controllerhealthz.NamedPingChecker(name))
+	}
+
+	return nil
+}
+
+// nodeController constructs our node controller under the framework's name for its own.
+func (l *leader) nodeController(group *sync.WaitGroup, inv *inventory.Inventory, options nodespec.Options) app.InitFuncConstructor {
+	return func(_ app.ControllerInitContext, config *cloudconfig.CompletedConfig, _ cloudprovider.Interface) app.InitFunc {
+		return func(ctx context.Context, _ genericcontrollermanager.ControllerContext) (controller.Interface, bool, error) {
+			c, err := nodecontroller.New(nodecontroller.Config{
+				Client:    config.Client,
+				Nodes:     config.SharedInformers.Core().V1().Nodes(),
+				Inventory: inv,
+				Recorder:  l.recorder,
+				Clock:     l.clock,
+				Options:   options,
+			})
+			if err != nil {
+				return nil, false, err
+			}
+
+			group.Go(func() { c.Run(ctx, int(config.ComponentConfig.NodeController.ConcurrentNodeSyncs)) })
+
+			return nil, true, nil
+		}
+	}
+}
+
+// trackNodes has the reflector follow the machines of all Nodes that say they run Talos.
+func trackNodes(nodes coreinformers.NodeInformer, refl *reflector.Reflector) error {
+	track := func(obj any) {
+		if node, ok := obj.(*corev1.Node); ok && nodespec.IsTalos(node) {
+			refl.Track(node.Name, nodespec.DialAddresses(node))
+		}
+	}
+
+	_, err := nodes.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc:    track,
+		UpdateFunc: func(_, obj any) { track(obj) },
+		DeleteFunc: func(obj any) {
+			if key, err := cache.DeletionHandlingMetaNamespaceKeyFunc(obj); err == nil {
+				refl.Untrack(key)
+			}
+		},
+	})
+	if err != nil {
+		return fmt.Errorf("watch nodes: %w", err)
+	}
+
+	return nil
+}

@@ -1,0 +1,239 @@
+package ccm
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"os"
+	"sync"
+	"time"
+
+	"github.com/cosi-project/runtime/pkg/safe"
+	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/uuid"
+	"k8s.io/apiserver/pkg/server/healthz"
+	"k8s.io/client-go/kubernetes/scheme"
+	v1core "k8s.io/client-go/kubernetes/typed/core/v1"
+	"k8s.io/client-go/tools/leaderelection"
+	"k8s.io/client-go/tools/leaderelection/resourcelock"
+	"k8s.io/client-go/tools/record"
+	cloudconfig "k8s.io/cloud-provider/app/config"
+	genericcontrollermanager "k8s.io/controller-manager/app"
+	controllerhealthz "k8s.io/controller-manager/pkg/healthz"
+	"k8s.io/klog/v2"
+	"k8s.io/utils/clock"
+
+	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
+)
+
+const (
+	// Of the ten seconds between SIGTERM and SIGKILL, this much is for the controllers to finish, and as much for the lease.
+	stopTimeout = 4 * time.Second
+
+	electionHealthTimeout = 20 * time.Second
+
+	component = "talos-ccm"
+)
+
+// leader serves health and metrics, stands for election and runs the controllers while it leads.
+type leader struct {
+	options  *Options
+	clock    clock.Clock
+	socket   *talosapi.Socket
+	creds    talosapi.Credentials
+	config   *cloudconfig.CompletedConfig
+	recorder record.EventRecorder
+	checks   *controllerhealthz.MutableHealthzHandler
+	watchdog *leaderelection.HealthzAdaptor
+}
+
+func newLeader(a *App, creds talosapi.Credentials, config *cloudconfig.CompletedConfig) *leader {
+	l := &leader{
+		options:  a.options,
+		clock:    a.clock,
+		socket:   a.socket,
+		creds:    creds,
+		config:   config,
+		recorder: config.EventBroadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: component}),
+		watchdog: leaderelection.NewLeaderHealthzAdaptor(electionHealthTimeout),
+	}
+
+	l.checks = controllerhealthz.NewMutableHealthzHandler(l.electionCheck()...)
+
+	return l
+}
+
+func (l *leader) electionCheck() []healthz.HealthChecker {
+	if !l.config.ComponentConfig.Generic.LeaderElection.LeaderElect {
+		return nil
+	}
+
+	return []healthz.HealthChecker{l.watchdog}
+}
+
+func (l *leader) run(ctx context.Context) error {
+	l.config.EventBroadcaster.StartStructuredLogging(4)
+	l.config.EventBroadcaster.StartRecordingToSink(&v1core.EventSinkImpl{Interface: l.config.Client.CoreV1().Events("")})
+
+	defer l.config.EventBroadcaster.Shutdown()
+
+	stopped, err := l.serve(ctx)
+	if err != nil {
+		return err
+	}
+
+	if l.config.ComponentConfig.Generic.LeaderElection.LeaderElect {
+		err = l.elect(ctx)
+	} else {
+		err = l.control(ctx)
+	}
+
+	if ctx.Err() != nil && stopped != nil {
+		within(stopTimeout, l.clock, stopped)
+	}
+
+	return err
+}
+
+// serve starts the secure port, if there is one. The channel closes when it has stopped, after ctx.
+func (l *leader) serve(ctx context.Context) (<-chan struct{}, error) {
+	if l.config.SecureServing == nil {
+		return nil, nil
+	}
+
+	mux := genericcontrollermanager.NewBaseHandler(&l.config.ComponentConfig.Generic.Debugging, l.checks)
+	handler := genericcontrollermanager.BuildHandlerChain(mux, &l.config.Authorization, &l.config.Authentication)
+
+	stopped, _, err := l.config.SecureServing.Serve(handler, 0, ctx.Done())
+	if err != nil {
+		return nil, fmt.Errorf("serve health and metrics: %w", err)
+	}
+
+	return stopped, nil
+}
+
+// elect runs the controllers while it holds the lease. When ctx ends the controllers stop first, and then the lease is released, so
+// that no two instances act at once.
+func (l *leader) elect(ctx context.Context) error {
+	electing, release := context.WithCancel(context.WithoutCancel(ctx))
+	defer release()
+
+	leading, stop := context.WithCancel(ctx)
+	defer stop()
+
+	var (
+		controllers sync.WaitGroup
+		failed      = make(chan error, 1)
+	)
+
+	elector, err := l.elector(leaderelection.LeaderCallbacks{
+		OnStartedLeading: func(context.Context) {
+			controllers.Go(func() {
+				if err := l.control(leading); err != nil {
+					failed <- err
+				}
+			})
+		},
+		OnStoppedLeading: stop,
+	})
+	if err != nil {
+		return err
+	}
+
+	finished := make(chan struct{})
+
+	go func() {
+		defer close(finished)
+
+		elector.Run(electing)
+	}()
+
+	var result error
+
+	select {
+	case <-finished:
+		result = errLeaseLost
+	case result = <-failed:
+	case <-ctx.Done():
+	}
+
+	stop()
+	within(stopTimeout, l.clock, done(&controllers))
+	release()
+	within(stopTimeout, l.clock, finished)
+
+	return result
+}
+
+func done(group *sync.WaitGroup) <-chan struct{} {
+	ch := make(chan struct{})
+
+	go func() {
+		group.Wait()
+		close(ch)
+	}()
+
+	return ch
+}
+
+func (l *leader) elector(callbacks leaderelection.LeaderCallbacks) (*leaderelection.LeaderElector, error) {
+	election := l.config.ComponentConfig.Generic.LeaderElection
+
+	hostname, err := os.Hostname()
+	if err != nil {
+		return nil, fmt.Errorf("name this instance: %w", err)
+	}
+
+	lock, err := resourcelock.NewFromKubeconfig(election.ResourceLock, election.ResourceNamespace, election.ResourceName,
+		resourcelock.ResourceLockConfig{Identity: hostname + "_" + string(uuid.NewUUID()), EventRecorder: l.recorder},
+		l.config.Kubeconfig, election.RenewDeadline.Duration)
+	if err != nil {
+		return nil, fmt.Errorf("prepare lease %s/%s: %w", election.ResourceNamespace, election.ResourceName, err)
+	}
+
+	elector, err := leaderelection.NewLeaderElector(leaderelection.LeaderElectionConfig{
+		Lock:            lock,
+		LeaseDuration:   election.LeaseDuration.Duration,
+		RenewDeadline:   election.RenewDeadline.Duration,
+		RetryPeriod:     election.RetryPeriod.Duration,
+		Callbacks:       callbacks,
+		WatchDog:        l.watchdog,
+		ReleaseOnCancel: true,
+		Name:            election.ResourceName,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("stand for election: %w", err)
+	}
+
+	return elector, nil
+}
+
+// dialer dials machines over the network, and this one over machine.sock.
+func (l *leader) dialer(ctx context.Context) func(string, netip.Addr) (talosapi.State, error) {
+	local := l.localNodename(ctx)
+
+	return func(nodename string, addr netip.Addr) (talosapi.State, error) {
+		if local != "" && nodename == local {
+			return talosapi.DialSocket(l.options.MachineSocket)
+		}
+
+		return talosapi.Dial(l.creds, addr)
+	}
+}
+
+// localNodename is empty if it is not known; this machine is then dialled as any other.
+func (l *leader) localNodename(ctx context.Context) string {
+	if l.socket == nil {
+		return ""
+	}
+
+	nodename, err := safe.StateGetByID[*k8s.Nodename](ctx, l.socket.Reader, k8s.NodenameID)
+	if err != nil {
+		klog.FromContext(ctx).V(2).Info("This machine's nodename is not known, dialling it as any other", "err", err)
+
+		return ""
+	}
+
+	return nodename.TypedSpec().Nodename
+}
