@@ -18,6 +18,7 @@ import (
 	"time"
 
 	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
+	coreconfig "github.com/siderolabs/talos/pkg/machinery/config"
 	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/siderolabs/talos/pkg/machinery/role"
 	"google.golang.org/grpc"
@@ -51,6 +52,9 @@ type Cluster struct {
 	dir         string
 	removeDir   func()
 
+	configMu sync.Mutex
+	configs  map[configKey]coreconfig.Provider
+
 	mu       sync.Mutex
 	block    *addressBlock
 	machines map[string]*Machine
@@ -67,6 +71,7 @@ func New(options Options) (*Cluster, error) {
 		name:     options.Name,
 		now:      time.Now,
 		machines: make(map[string]*Machine),
+		configs:  make(map[configKey]coreconfig.Provider),
 		intake:   newIntake(),
 		id:       randomText(32),
 		token:    randomText(16),

@@ -7,7 +7,9 @@ import (
 	"slices"
 
 	"github.com/cosi-project/runtime/pkg/resource"
+	coreconfig "github.com/siderolabs/talos/pkg/machinery/config"
 	"github.com/siderolabs/talos/pkg/machinery/config/container"
+	"github.com/siderolabs/talos/pkg/machinery/config/encoder"
 	"github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/config/types/v1alpha1"
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
@@ -221,8 +223,36 @@ func (c *Cluster) osRoot(machineType machine.Type) *secrets.OSRoot {
 	return res
 }
 
-// machineConfig is a small but valid machine configuration. Machines of one type share it.
+// configKey is what the machine configuration depends on.
+type configKey struct {
+	machineType machine.Type
+	generation  int // of the CA
+}
+
+// machineConfig returns the machine configuration. Machines of one type share it: to marshal it takes longer than all else that a
+// machine needs.
 func (c *Cluster) machineConfig(machineType machine.Type) (*config.MachineConfig, error) {
+	c.configMu.Lock()
+	defer c.configMu.Unlock()
+
+	key := configKey{machineType: machineType, generation: c.authority.currentGeneration()}
+
+	provider, ok := c.configs[key]
+	if !ok {
+		var err error
+
+		if provider, err = c.newMachineConfig(machineType); err != nil {
+			return nil, err
+		}
+
+		c.configs[key] = provider
+	}
+
+	return config.NewMachineConfig(provider), nil
+}
+
+// newMachineConfig makes a small but valid machine configuration.
+func (c *Cluster) newMachineConfig(machineType machine.Type) (coreconfig.Provider, error) {
 	issuing, _ := c.authority.current()
 	if !machineType.IsControlPlane() {
 		issuing.Key = nil
@@ -250,7 +280,7 @@ func (c *Cluster) machineConfig(machineType machine.Type) (*config.MachineConfig
 		},
 	}
 
-	written, err := container.NewV1Alpha1(document).Bytes()
+	written, err := container.NewV1Alpha1(document).EncodeBytes(encoder.WithComments(encoder.CommentsDisabled))
 	if err != nil {
 		return nil, fmt.Errorf("marshal the machine configuration: %w", err)
 	}
@@ -260,5 +290,5 @@ func (c *Cluster) machineConfig(machineType machine.Type) (*config.MachineConfig
 		return nil, fmt.Errorf("build the machine configuration: %w", err)
 	}
 
-	return config.NewMachineConfig(provider), nil
+	return provider, nil
 }
