@@ -308,6 +308,8 @@ func TestRoutingMetadata(t *testing.T) {
 		{"a worker answers for its own name", worker, getPlatform, node("worker-1"), codes.OK},
 		{"a worker forwards nothing", worker, getPlatform, node(cp.Address().String()), codes.PermissionDenied},
 		{"a worker forwards nothing to many", worker, version, nodes(cp.Address().String()), codes.PermissionDenied},
+		{"a worker fans COSI out to itself alone", worker, getPlatform, nodes("worker-1"), codes.OK},
+		{"a worker does not fan COSI out", worker, getPlatform, nodes("worker-1", "cp-1"), codes.InvalidArgument},
 		{"a control plane answers for itself", cp, getPlatform, node(cp.Address().String()), codes.OK},
 		{"COSI is not fanned out", cp, getPlatform, nodes(cp.Address().String()), codes.InvalidArgument},
 		{"forwarding is not implemented", cp, getPlatform, node(worker.Address().String()), codes.Unimplemented},

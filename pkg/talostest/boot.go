@@ -50,8 +50,16 @@ func newBoot(defs *definitions, unsupported []resource.Type) *boot {
 		state:    state.WrapCore(kinds),
 		kinds:    kinds,
 		served:   server.NewState(state.Filter(kinds, policy.check)),
-		bookmark: bookmarkMask(rand.Uint64()), //nolint:gosec // tells boots apart, protects nothing
+		bookmark: newBookmarkMask(),
 	}
+}
+
+// withoutHistory is the same memory, except that no bookmark of before is accepted.
+func (b *boot) withoutHistory() *boot {
+	forgetful := *b
+	forgetful.bookmark = newBookmarkMask()
+
+	return &forgetful
 }
 
 // create publishes new resources.
@@ -127,6 +135,10 @@ func (r *kindRecorder) list() []resourceKind {
 type bookmarkMask uint64
 
 const bookmarkLength = 16
+
+func newBookmarkMask() bookmarkMask {
+	return bookmarkMask(rand.Uint64()) //nolint:gosec // tells boots apart, protects nothing
+}
 
 func (m bookmarkMask) apply(bookmark []byte) []byte {
 	if len(bookmark) != bookmarkLength {

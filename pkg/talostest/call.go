@@ -124,33 +124,47 @@ func (c *inbound) route(ctx context.Context) error {
 
 	node, nodes := md.Get("node"), md.Get("nodes")
 
-	if len(node) > 1 {
-		return status.Error(codes.InvalidArgument, "node metadata must be single-valued")
-	}
-
-	if !c.isWorker() && len(nodes) > 0 && !supportsMany(c.method) {
-		return status.Errorf(codes.InvalidArgument, "one-2-many proxying is not supported for method %s", c.method)
-	}
-
 	switch {
+	case len(node) > 1:
+		return status.Error(codes.InvalidArgument, "node metadata must be single-valued")
 	case len(nodes) > 0:
-		return c.routeTo(nodes)
+		return c.routeToMany(nodes)
 	case len(node) == 1:
-		return c.routeTo(node)
+		return c.routeToOne(node[0])
 	default:
 		return nil
 	}
 }
 
-func (c *inbound) routeTo(targets []string) error {
+func (c *inbound) routeToMany(targets []string) error {
+	only := len(targets) == 1 && c.machine.isLocalTarget(targets[0])
+
 	switch {
-	case len(targets) == 1 && c.machine.isLocalTarget(targets[0]):
+	case only && c.isWorker():
+		return nil // a worker looks at the target first, whatever the method
+	case !supportsMany(c.method):
+		return status.Errorf(codes.InvalidArgument, "one-2-many proxying is not supported for method %s", c.method)
+	case only:
 		return nil
-	case c.isWorker():
-		return status.Error(codes.PermissionDenied, "no request forwarding")
 	default:
-		return status.Errorf(codes.Unimplemented, "talostest does not forward requests to %s: dial the machine", strings.Join(targets, ", "))
+		return c.refuseToForward(targets)
 	}
+}
+
+func (c *inbound) routeToOne(target string) error {
+	if c.machine.isLocalTarget(target) {
+		return nil
+	}
+
+	return c.refuseToForward([]string{target})
+}
+
+func (c *inbound) refuseToForward(targets []string) error {
+	if c.isWorker() {
+		return status.Error(codes.PermissionDenied, "no request forwarding")
+	}
+
+	return status.Errorf(codes.Unimplemented, "talostest does not forward requests to %s: dial the machine", strings.Join(targets, ", "))
 }
 
 func (c *inbound) isWorker() bool { return !c.machine.machineType.IsControlPlane() }
@@ -234,6 +248,9 @@ func interceptStream(srv any, stream grpc.ServerStream, info *grpc.StreamServerI
 
 	ctx, cancel := context.WithCancelCause(context.WithValue(stream.Context(), inboundKey{}, call))
 	defer cancel(nil)
+
+	call.machine.openStreams.Add(1)
+	defer call.machine.openStreams.Add(-1)
 
 	stop := context.AfterFunc(call.machine.streamsContext(), func() { cancel(errStreamsBroken) })
 	defer stop()

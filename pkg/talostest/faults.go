@@ -100,6 +100,16 @@ func (m *Machine) BreakStreams() {
 	}
 }
 
+// ExpireWatches ends every open stream, and refuses to resume any from its bookmark. To a client this is what happens to a watch that
+// breaks when it is older than 15 minutes, which the COSI client does not resume: exactly one Errored event, on a machine that is up.
+func (m *Machine) ExpireWatches() {
+	m.mu.Lock()
+	m.memory = m.memory.withoutHistory()
+	m.mu.Unlock()
+
+	m.BreakStreams()
+}
+
 // BreakConnections resets every open connection to apid. New ones are served at once.
 func (m *Machine) BreakConnections() { m.api.dropAll() }
 

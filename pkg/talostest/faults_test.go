@@ -303,6 +303,39 @@ func TestBrokenWatchResumes(t *testing.T) {
 	requireZone(t, next(t, events), "zone-1")
 }
 
+func TestExpiredWatchDoesNotResume(t *testing.T) {
+	cluster, worker := newWorker(t)
+	reader := dialAs(t, cluster, worker, "os:reader")
+	events := watchPlatform(t, reader)
+
+	worker.ExpireWatches()
+
+	if got := next(t, events); got.Type != state.Errored {
+		t.Fatalf("got %s, want Errored", got.Type)
+	}
+
+	again := watchPlatform(t, reader)
+
+	setZone(t, worker, "zone-1")
+	requireZone(t, next(t, again), "zone-1")
+}
+
+func TestOpenStreamsAreCounted(t *testing.T) {
+	cluster, worker := newWorker(t)
+	reader := dialAs(t, cluster, worker, "os:reader")
+
+	watchPlatform(t, reader)
+	watchPlatform(t, reader)
+
+	if got := worker.OpenStreams(); got != 2 {
+		t.Errorf("got %d open streams, want 2", got)
+	}
+
+	_ = reader.Close()
+
+	eventually(t, "no stream is open", func() bool { return worker.OpenStreams() == 0 && worker.Connections() == 0 })
+}
+
 func TestSlowDown(t *testing.T) {
 	cluster, worker := newWorker(t)
 	worker.SlowDown(impatience)

@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/cosi-project/runtime/pkg/resource"
@@ -81,10 +82,11 @@ type Machine struct {
 	socket     *link // nil without machine.sock
 	socketPath string
 
-	frozen     gate
-	journal    journal
-	power      sync.Mutex // serialises Stop and Start
-	addressing sync.Mutex // serialises changes of addresses and what is derived from them
+	frozen      gate
+	openStreams atomic.Int64
+	journal     journal
+	power       sync.Mutex // serialises Stop and Start
+	addressing  sync.Mutex // serialises changes of addresses and what is derived from them
 
 	mu                 sync.Mutex
 	memory             *boot
@@ -116,6 +118,9 @@ func (m *Machine) Calls() []Call { return m.journal.list() }
 
 // Connections is how many connections to apid are open.
 func (m *Machine) Connections() int { return m.api.count() }
+
+// OpenStreams is how many streams are served now, such as held watches, on both transports.
+func (m *Machine) OpenStreams() int { return int(m.openStreams.Load()) }
 
 func (m *Machine) currentBoot() *boot {
 	m.mu.Lock()

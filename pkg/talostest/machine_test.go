@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"runtime/pprof"
 	"slices"
 	"strings"
 	"testing"
@@ -365,7 +366,8 @@ func TestCloseLeavesNothing(t *testing.T) {
 	}
 
 	cp := addControlPlane(t, cluster, "cp-1")
-	events := watchPlatform(t, dialAs(t, cluster, cp, "os:reader"))
+	watcher := dialAs(t, cluster, cp, "os:reader")
+	watchPlatform(t, watcher)
 
 	// Even of a machine that was cut off, and of one that froze.
 	cp.CutOff()
@@ -374,8 +376,15 @@ func TestCloseLeavesNothing(t *testing.T) {
 	cluster.Close()
 	cluster.Close()
 
-	// The client's watch ends, but only by an error that its retries find.
-	_ = events
+	_ = watcher.Close()
+
+	eventually(t, "no goroutine of ours is left", func() bool {
+		var stacks strings.Builder
+
+		_ = pprof.Lookup("goroutine").WriteTo(&stacks, 2)
+
+		return !strings.Contains(stacks.String(), "pkg/talostest.(") && !strings.Contains(stacks.String(), "state/impl/inmem.(")
+	})
 
 	if _, err := os.Stat(filepath.Dir(cp.Socket())); !os.IsNotExist(err) {
 		t.Errorf("the folder of sockets is still there: %v", err)
