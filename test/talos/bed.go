@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/api/machine"
@@ -339,7 +340,30 @@ func (m *Machine) eventually(ctx context.Context, attempt string, call func(cont
 	}
 	defer c.Close() //nolint:errcheck // nothing is lost
 
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+
+	// A machine that has gone down will never answer.
+	go func() {
+		if m.chassis.wait(ctx, func(p power) bool { return p.pid == 0 }) == nil {
+			cancel(m.downError())
+		}
+	}()
+
 	return eventually(ctx, attempt, func(ctx context.Context) error { return call(ctx, c) })
+}
+
+func (m *Machine) downError() error {
+	const tail = 20
+
+	lines := m.console.Lines(m.console.PowerOn())
+
+	var said strings.Builder
+	for _, line := range lines[max(0, len(lines)-tail):] {
+		fmt.Fprintf(&said, "\n\t%s", line)
+	}
+
+	return fmt.Errorf("machine %s has gone down, its console ends with:%s", m.name, said.String())
 }
 
 // eventually tries until there is no error any more. A failure to come to that names the last one.

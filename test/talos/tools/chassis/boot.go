@@ -1,7 +1,9 @@
 package main
 
 import (
+	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
@@ -142,8 +144,11 @@ func mountProc(spec Spec, root string) error {
 		mount{"", sysctls, "", freeze, ""},
 		mount{network, network, "", unix.MS_BIND, ""},
 		mount{"", network, "", unix.MS_BIND | unix.MS_REMOUNT, ""},
-		mount{os.DevNull, filepath.Join(proc, "sysrq-trigger"), "", unix.MS_BIND, ""},
 	); err != nil {
+		return err
+	}
+
+	if err := coverSysRq(filepath.Join(proc, "sysrq-trigger")); err != nil {
 		return err
 	}
 
@@ -159,6 +164,15 @@ func mountProc(spec Spec, root string) error {
 	}
 
 	return nil
+}
+
+// coverSysRq keeps the machine away from the kernel's emergency keys, where the kernel has them.
+func coverSysRq(trigger string) error {
+	if _, err := os.Stat(trigger); errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+
+	return do(mount{os.DevNull, trigger, "", unix.MS_BIND, ""})
 }
 
 func shield(private, sysctl string) error {
