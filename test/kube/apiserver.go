@@ -19,8 +19,9 @@ const (
 // errStopped is of a cluster that was stopped, or of which the part in question was.
 var errStopped = errors.New("it is stopped")
 
-// StopAPIServer stops the API server as a restart of its machine would: its port refuses connections until [Cluster.StartAPIServer]. When
-// ctx is done first, the API server is killed. Stopping a stopped one is fine.
+// StopAPIServer stops the API server as a restart of its machine would: its port refuses connections until [Cluster.StartAPIServer]. An API
+// server does not end by itself while clients watch, and is killed after five seconds, or as soon as ctx is done: a shorter deadline makes
+// a shorter stop. Stopping a stopped one is fine.
 func (c *Cluster) StopAPIServer(ctx context.Context) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -105,12 +106,11 @@ func (c *Cluster) startAPIServer(ctx context.Context) error {
 
 // explain adds etcd's log to the error of an API server that did not become ready, if etcd is why.
 func (c *Cluster) explain(err error) error {
-	select {
-	case <-c.etcd.done:
-		return fmt.Errorf("%w\netcd ended: %w\n%s", err, errors.Join(c.etcd.err, errEnded), logTail(c.etcd.log))
-	default:
-		return err
+	if ended := c.etcd.ended(); ended != nil {
+		return fmt.Errorf("%w\n%w\n%s", err, ended, logTail(c.etcd.log))
 	}
+
+	return err
 }
 
 func (c *Cluster) apiServerFlags() []string {

@@ -102,14 +102,14 @@ type source struct {
 	key string
 }
 
-// findSource finds the module in the checkout that this package was compiled from; a build with -trimpath does not know it, then the
-// module in whose folder this process runs must be that checkout.
+// findSource finds the module in the checkout that this package was compiled from. If that is unknown, as after a build with -trimpath,
+// or gone, the working directory must be in a checkout.
 func findSource(ctx context.Context) (source, error) {
 	_, file, _, _ := runtime.Caller(0)
 	folder := filepath.Dir(file)
 
-	if !filepath.IsAbs(folder) {
-		output, err := goCommand(ctx, ".", "list", "-f", "{{.Dir}}", "github.com/talos-ccm/talos-ccm/test/kube").Output()
+	if _, err := os.Stat(file); err != nil || !filepath.IsAbs(file) {
+		output, err := goCommand(ctx, ".", "list", "-find", "-f", "{{.Dir}}", "github.com/talos-ccm/talos-ccm/test/kube").Output()
 		if err != nil {
 			return source{}, fmt.Errorf("go list in the working directory: %w", withStderr(err))
 		}
@@ -200,11 +200,20 @@ func (s source) buildAs(ctx context.Context, folder string, progress io.Writer) 
 		return err
 	}
 
+	// It exists only if somebody removed the executable from it.
+	if err := os.RemoveAll(folder); err != nil {
+		return err
+	}
+
 	return os.Rename(unfinished, folder)
 }
 
-// used tells whether the folder exists, and marks it as used now.
+// used tells whether the folder holds a build, and marks it as used now.
 func used(folder string) bool {
+	if _, err := os.Stat(filepath.Join(folder, multiCall)); err != nil {
+		return false
+	}
+
 	now := time.Now()
 
 	return os.Chtimes(folder, now, now) == nil

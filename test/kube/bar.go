@@ -101,9 +101,13 @@ func (b *bar) line() string {
 		return fmt.Sprintf("%s: %s, %s", b.title, b.what, elapsed)
 	}
 
-	// The count is of packages begun, so that the last one, the link, still runs when all are counted.
 	steps := min(b.steps, b.total)
 	line := fmt.Sprintf("%s: %d/%d packages, %s", b.title, steps, b.total, elapsed)
+
+	// The last package is the program, and the steps are of packages begun.
+	if steps >= b.total-1 {
+		line += ", linking"
+	}
 
 	if b.terminal {
 		full := barWidth * steps / b.total

@@ -196,6 +196,7 @@ func (c *Cluster) startEtcd() error {
 
 	c.etcd, err = c.startProcess("etcd", []string{
 		"--data-dir=" + c.folder.path("etcd"),
+		"--name=default",
 		// The data need not survive a crash of the machine, and fsync is most of what etcd waits for.
 		"--unsafe-no-fsync",
 		"--log-level=warn",

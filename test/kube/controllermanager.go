@@ -76,16 +76,11 @@ func (c *Cluster) startControllerManager(ctx context.Context) error {
 
 // reviveControllerManager starts it again if it has ended by itself.
 func (c *Cluster) reviveControllerManager(ctx context.Context) error {
-	if c.controllerManager == nil {
+	if c.controllerManager == nil || c.controllerManager.ended() == nil {
 		return nil
 	}
 
-	select {
-	case <-c.controllerManager.done:
-		return c.startControllerManager(ctx)
-	default:
-		return nil
-	}
+	return c.startControllerManager(ctx)
 }
 
 func (c *Cluster) writeControllerManagerConfig() error {

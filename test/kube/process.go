@@ -2,7 +2,6 @@ package kube
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -20,7 +19,7 @@ const (
 	stopGrace = 5 * time.Second
 	// readyTimeout bounds the wait for one component; a loaded two-core machine needs a few seconds.
 	readyTimeout = 90 * time.Second
-	readyPoll    = 25 * time.Millisecond
+	readyPoll    = 50 * time.Millisecond
 
 	logTailLines = 25
 	logTailBytes = 8 << 10
@@ -31,9 +30,8 @@ type process struct {
 	name string
 	log  string
 	cmd  *exec.Cmd
-	// done is closed after the process has ended and was reaped; err is set before that and not written afterwards.
+	// done is closed after the process has ended and was reaped.
 	done chan struct{}
-	err  error
 }
 
 // command says what to start and where its output goes.
@@ -60,7 +58,8 @@ func startProcess(c command) (*process, error) {
 
 	cmd := exec.Command(c.path, c.args...)
 	cmd.Stdout, cmd.Stderr = output, output
-	cmd.Env = append(os.Environ(), c.env...)
+	// Nothing else of the environment: etcd, for one, takes settings from it.
+	cmd.Env = append([]string{"PATH=" + os.Getenv("PATH"), "TMPDIR=" + os.TempDir()}, c.env...)
 	cmd.SysProcAttr = c.namespaces.attributes()
 
 	p := &process{name: c.name, log: c.log, cmd: cmd, done: make(chan struct{})}
@@ -101,7 +100,7 @@ func (p *process) run(started chan<- error) {
 		return
 	}
 
-	p.err = p.cmd.Wait()
+	_ = p.cmd.Wait() //nolint:errcheck // how it ended is in cmd.ProcessState
 	close(p.done)
 }
 
@@ -147,10 +146,8 @@ func (p *process) waitReady(ctx context.Context, check func(context.Context) err
 	var last error
 
 	err := wait.PollUntilContextCancel(ctx, readyPoll, true, func(ctx context.Context) (bool, error) {
-		select {
-		case <-p.done:
-			return false, fmt.Errorf("%s ended: %w", p.name, errors.Join(p.err, errEnded))
-		default:
+		if err := p.ended(); err != nil {
+			return false, err
 		}
 
 		last = check(ctx)
@@ -168,7 +165,15 @@ func (p *process) waitReady(ctx context.Context, check func(context.Context) err
 	return fmt.Errorf("wait for %s: %w\n%s", p.name, err, logTail(p.log))
 }
 
-var errEnded = errors.New("it was not asked to")
+// ended is nil while the process runs, and how it ended afterwards.
+func (p *process) ended() error {
+	select {
+	case <-p.done:
+		return fmt.Errorf("%s ended: %s", p.name, p.cmd.ProcessState)
+	default:
+		return nil
+	}
+}
 
 // logTail is the end of a log, introduced by its name.
 func logTail(path string) string {
