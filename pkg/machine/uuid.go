@@ -35,19 +35,19 @@ func isUUID(s string) bool {
 	return true
 }
 
-// isPlaceholder knows constants that boards of one vendor share: one digit repeated, the AMI sample and
-// Supermicro's default (https://github.com/systemd/systemd/issues/5236 and the samples in dmidecode's issues).
+// isPlaceholder knows constants that boards of one vendor share: one byte repeated, the AMI sample, Supermicro's default and
+// Dell's without a service tag (https://github.com/systemd/systemd/issues/5236 and the samples in dmidecode's issues). Each in
+// both byte orders, since which of them is printed depends on the SMBIOS version (before or from 2.6).
 func isPlaceholder(uuid string) bool {
 	digits := strings.ReplaceAll(uuid, "-", "")
-	if strings.Count(digits, digits[:1]) == len(digits) {
+	if digits == strings.Repeat(digits[:2], len(digits)/2) {
 		return true
 	}
 
 	switch uuid {
-	case "03000200-0400-0500-0006-000700080009", // AMI, as printed
-		"00020003-0004-0005-0006-000700080009", // AMI, other byte order
-		"12345678-1234-5678-90ab-cddeefaabbcc",
-		"4c4c4544-0000-2010-8020-80c04f202020": // Dell without a service tag
+	case "03000200-0400-0500-0006-000700080009", "00020003-0004-0005-0006-000700080009", // AMI
+		"12345678-1234-5678-90ab-cddeefaabbcc", "78563412-3412-7856-90ab-cddeefaabbcc",
+		"4c4c4544-0000-2010-8020-80c04f202020", "44454c4c-0000-1020-8020-80c04f202020": // Dell without a service tag
 		return true
 	}
 
