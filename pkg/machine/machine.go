@@ -33,7 +33,8 @@ type Machine struct {
 	// platform's name set (network/PlatformConfigApplyController).
 	Platform runtime.PlatformMetadataSpec
 	// PlatformPublished is true once the platform's driver has delivered its configuration, even if that was
-	// empty: a network/PlatformConfig exists ("active" from this boot, or "cached" from an earlier one).
+	// empty: a network/PlatformConfig exists ("active" from this boot, or "cached" from an earlier one), and Platform is of
+	// the instance that it names.
 	PlatformPublished bool
 	// System is what SMBIOS says; the zero value where there is none.
 	System hardware.SystemInformationSpec

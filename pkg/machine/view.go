@@ -87,11 +87,31 @@ func (v *View) Machine() Machine {
 		}
 	}
 
+	m.PlatformPublished = v.platformPublished(m.Platform)
+
 	slices.SortFunc(m.Addresses, func(a, b Address) int {
 		return cmp.Or(cmp.Compare(a.Link, b.Link), a.Prefix.Compare(b.Prefix))
 	})
 
 	return m
+}
+
+// platformPublished tells whether applied is what the platform's driver has delivered. A configuration that names another instance
+// has not been applied yet, or that has not been seen yet: the two resources are read over separate streams.
+func (v *View) platformPublished(applied runtime.PlatformMetadataSpec) bool {
+	for _, r := range v.resources[network.PlatformConfigType] {
+		platformConfig, ok := r.(*network.PlatformConfig)
+		if !ok {
+			continue
+		}
+
+		delivered := platformConfig.TypedSpec().Metadata
+		if delivered == nil || (delivered.InstanceID == applied.InstanceID && delivered.ProviderID == applied.ProviderID) {
+			return true
+		}
+	}
+
+	return false
 }
 
 func (m *Machine) add(r resource.Resource) {
@@ -105,8 +125,6 @@ func (m *Machine) add(r resource.Resource) {
 		m.Addresses = append(m.Addresses, Address{Prefix: spec.Address, Link: spec.LinkName, Scope: spec.Scope, Flags: spec.Flags})
 	case *network.HostnameStatus:
 		m.Hostname, m.Domainname = r.TypedSpec().Hostname, r.TypedSpec().Domainname
-	case *network.PlatformConfig:
-		m.PlatformPublished = true
 	case *hardware.SystemInformation:
 		m.System = *r.TypedSpec()
 	case *cluster.Info:
