@@ -98,7 +98,7 @@ func New(options Options) (*Cluster, error) {
 func (c *Cluster) prepare(dir string) error {
 	var err error
 
-	if c.definitions, err = newDefinitions(context.Background()); err != nil {
+	if c.definitions, err = sharedDefinitions(); err != nil {
 		return err
 	}
 

@@ -2,9 +2,11 @@ package talostest
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
+	"sync"
 
 	"github.com/cosi-project/runtime/pkg/resource/meta"
 	"github.com/cosi-project/runtime/pkg/resource/meta/spec"
@@ -32,8 +34,11 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/v1alpha1"
 )
 
-// definitions are the resource types and namespaces of Talos v1.13. A cluster's machines share them: they are the bulk of a
-// machine's state, and the API can only read them.
+// sharedDefinitions are made once per process and never change: to check them takes longer than all else that a cluster needs.
+var sharedDefinitions = sync.OnceValues(func() (*definitions, error) { return newDefinitions(context.Background()) })
+
+// definitions are the resource types and namespaces of Talos v1.13. All machines share them: they are the bulk of a machine's state, and
+// nobody can write them.
 type definitions struct {
 	core        state.CoreState // of the meta namespace
 	sensitivity map[string]spec.Sensitivity
@@ -49,7 +54,7 @@ func newDefinitions(ctx context.Context) (*definitions, error) {
 	}
 
 	defs := &definitions{
-		core:        core,
+		core:        state.Filter(core, readOnly),
 		sensitivity: make(map[string]spec.Sensitivity),
 		namespaces:  make(map[string]struct{}),
 	}
@@ -73,6 +78,17 @@ func newDefinitions(ctx context.Context) (*definitions, error) {
 	}
 
 	return defs, nil
+}
+
+// errReadOnly refuses changes of what all machines share.
+var errReadOnly = errors.New("namespace " + meta.NamespaceName + " is read-only in talostest")
+
+func readOnly(_ context.Context, access state.Access) error {
+	if access.Verb.Readonly() {
+		return nil
+	}
+
+	return errReadOnly
 }
 
 func registerAll(ctx context.Context, st state.State) error {

@@ -110,7 +110,7 @@ func (m *Machine) Type() machine.Type { return m.machineType }
 func (m *Machine) Socket() string { return m.socketPath }
 
 // State is the machine's resource state without any access policy, to read and change everything. It is replaced when the machine
-// stops: ask again after [Machine.Stop] or [Machine.Reboot]. The resource definitions in namespace meta belong to the whole cluster.
+// stops: ask again after [Machine.Stop] or [Machine.Reboot]. Only the resource definitions in namespace meta cannot be changed.
 func (m *Machine) State() state.State { return m.currentBoot().state }
 
 // Calls are the last 128 RPCs that the machine was asked for, oldest first.

@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"reflect"
 	"runtime/pprof"
 	"slices"
 	"strings"
@@ -78,37 +79,30 @@ func TestBootedMachinePublishesWhatTalosPublishes(t *testing.T) {
 	})
 	reader := dialAs(t, cluster, aws, "os:reader")
 
-	if got := read[*runtime.PlatformMetadata](t, reader, runtime.PlatformMetadataID).TypedSpec(); got.ProviderID != "aws:///eu-1a/i-1" || got.Tags["a"] != "b" {
-		t.Errorf("got platform metadata %+v", got)
-	}
-
-	if got := read[*config.MachineType](t, reader, config.MachineTypeID).MachineType(); got != machine.TypeControlPlane {
-		t.Errorf("got machine type %s", got)
-	}
-
-	if got := read[*k8s.Nodename](t, reader, k8s.NodenameID).TypedSpec().Nodename; got != "aws-1" {
-		t.Errorf("got nodename %q", got)
-	}
-
-	if got := read[*k8s.NodeIP](t, reader, k8s.KubeletID).TypedSpec().Addresses; !slices.Equal(got, []netip.Addr{aws.Address()}) {
-		t.Errorf("got node IPs %v", got)
-	}
-
-	if got := read[*clusterres.Info](t, reader, clusterres.InfoID).TypedSpec(); got.ClusterName != "prod" || got.ClusterID != cluster.ID() {
-		t.Errorf("got cluster %+v", got)
-	}
-
-	if got := read[*runtime.MachineStatus](t, reader, runtime.MachineStatusID).TypedSpec(); got.Stage != runtime.MachineStageRunning || !got.Status.Ready {
-		t.Errorf("got status %+v", got)
-	}
-
-	if got := read[*hardware.SystemInformation](t, reader, hardware.SystemInformationID).TypedSpec().UUID; got == "" {
-		t.Error("got no UUID")
-	}
-
+	metadata := read[*runtime.PlatformMetadata](t, reader, runtime.PlatformMetadataID).TypedSpec()
+	info := read[*clusterres.Info](t, reader, clusterres.InfoID).TypedSpec()
+	status := read[*runtime.MachineStatus](t, reader, runtime.MachineStatusID).TypedSpec()
 	pod := fmt.Sprint(read[*k8s.StaticPod](t, reader, k8s.ControllerManagerID).TypedSpec().Pod)
-	if !strings.Contains(pod, "--allocate-node-cidrs=true") {
-		t.Errorf("got static pod %s", pod)
+
+	for _, published := range []struct {
+		what      string
+		got, want any
+	}{
+		{"provider ID", metadata.ProviderID, "aws:///eu-1a/i-1"},
+		{"tags", metadata.Tags, map[string]string{"a": "b"}},
+		{"machine type", read[*config.MachineType](t, reader, config.MachineTypeID).MachineType(), machine.TypeControlPlane},
+		{"nodename", read[*k8s.Nodename](t, reader, k8s.NodenameID).TypedSpec().Nodename, "aws-1"},
+		{"node IPs", read[*k8s.NodeIP](t, reader, k8s.KubeletID).TypedSpec().Addresses, []netip.Addr{aws.Address()}},
+		{"cluster name", info.ClusterName, "prod"},
+		{"cluster ID", info.ClusterID, cluster.ID()},
+		{"stage", status.Stage, runtime.MachineStageRunning},
+		{"ready", status.Status.Ready, true},
+		{"UUID", read[*hardware.SystemInformation](t, reader, hardware.SystemInformationID).TypedSpec().UUID, "30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee"},
+		{"controller manager allocates CIDRs", strings.Contains(pod, "--allocate-node-cidrs=true"), true},
+	} {
+		if !reflect.DeepEqual(published.got, published.want) {
+			t.Errorf("%s: got %v, want %v", published.what, published.got, published.want)
+		}
 	}
 
 	extensions, err := safe.StateListAll[*runtime.ExtensionStatus](withDeadline(t), reader.COSI)
@@ -264,6 +258,14 @@ func TestLocalhostAdminKubeconfigAppears(t *testing.T) {
 	}
 
 	requireCode(t, getAdminKubeconfig(withDeadline(t), admin), codes.OK)
+}
+
+func TestDefinitionsAreReadOnly(t *testing.T) {
+	_, worker := newWorker(t)
+
+	if err := worker.State().Create(t.Context(), meta.NewNamespace("another", meta.NamespaceSpec{})); err == nil {
+		t.Error("a machine changed what all machines share")
+	}
 }
 
 func TestJournal(t *testing.T) {
