@@ -17,7 +17,7 @@ import (
 )
 
 const (
-	cgroupPrefix = "talos-ccm-bed-"
+	cgroupPrefix = "talos-ccm-"
 	pollInterval = 50 * time.Millisecond
 )
 

@@ -25,7 +25,7 @@ const (
 // basePatch is what every machine of a bed has in its configuration: a cloud provider that is not there yet, serving
 // certificates that want approval, images from the bed's registry, and as little else as a cluster can do without.
 //
-// The kubelet and the container runtime stay away from cgroups: the bed may run where there are no controllers to delegate.
+// The test bed's kubelet knows no other log format. The kubelet and the container runtime stay away from cgroups: the bed may run where there are no controllers to delegate.
 const basePatch = `
 machine:
   kubelet:
@@ -35,6 +35,8 @@ machine:
       cgroupsPerQOS: false
       enforceNodeAllocatable: [none]
       failSwapOn: false
+      logging:
+        format: text
   files:
     - path: /etc/cri/conf.d/20-customization.part
       op: create

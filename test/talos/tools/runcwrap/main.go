@@ -155,8 +155,12 @@ func trimResources(resources map[string]any) {
 		}
 	}
 
-	if len(present) == 0 {
-		delete(resources, "unified")
+	// Settings by file name, such as memory.oom.group.
+	unified := object(resources, "unified")
+	for file := range unified {
+		if controller, _, _ := strings.Cut(file, "."); !slices.Contains(present, controller) {
+			delete(unified, file)
+		}
 	}
 }
 
