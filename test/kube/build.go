@@ -63,11 +63,15 @@ func (s source) compile(ctx context.Context, output string, progress io.Writer) 
 	args := append([]string{"build", "-v", "-o", output}, buildFlags()...)
 
 	return run(goCommand(ctx, s.folder, append(args, ".")...), io.Discard, func(line string) {
-		// With -v, go names each package once it starts on it.
-		if !strings.ContainsAny(line, " \t#") {
+		if isPackage(line) {
 			bar.step()
 		}
 	})
+}
+
+// isPackage tells a line by which go build -v names the package it starts on from a message.
+func isPackage(line string) bool {
+	return !strings.ContainsAny(line, " \t#")
 }
 
 // stalePackages is the number of packages that a build has to compile; go downloads the modules for it.
@@ -85,7 +89,7 @@ func (s source) stalePackages(ctx context.Context, bar *bar) (int, error) {
 	return len(strings.Fields(names.String())), err
 }
 
-// run runs a command to its end, passing each line of its stderr on; the last ones are in the error.
+// run runs a command to its end, passing each line of its stderr on; the last messages among them are in the error.
 func run(cmd *exec.Cmd, stdout io.Writer, line func(string)) error {
 	// See process.run: the signal is sent when the thread ends.
 	runtime.LockOSThread()
@@ -107,6 +111,10 @@ func run(cmd *exec.Cmd, stdout io.Writer, line func(string)) error {
 
 	for scanner := bufio.NewScanner(stderr); scanner.Scan(); {
 		line(scanner.Text())
+
+		if isPackage(scanner.Text()) {
+			continue
+		}
 
 		last = append(last, scanner.Text())
 		if len(last) > errorLines {
