@@ -120,6 +120,13 @@ func (b *Bed) phase(ctx context.Context, name string, do func(context.Context) e
 	return err
 }
 
+// ID is in the name of everything that the bed makes outside of its own namespaces: its folder, its cgroups, the command lines
+// of its processes.
+func (b *Bed) ID() string { return b.id }
+
+// Dir is the bed's folder.
+func (b *Bed) Dir() string { return b.dir }
+
 // Phases tells how long each part of Up took.
 func (b *Bed) Phases() []Phase { return b.phases }
 

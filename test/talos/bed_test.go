@@ -4,62 +4,326 @@ package talos_test
 
 import (
 	"context"
+	"encoding/json"
+	"errors"
 	"fmt"
+	"net/netip"
 	"os"
-	"os/signal"
-	"syscall"
+	"slices"
+	"strings"
 	"testing"
 	"time"
+
+	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/cosi-project/runtime/pkg/safe"
+	"github.com/cosi-project/runtime/pkg/state"
+	"github.com/siderolabs/talos/pkg/machinery/resources/network"
+	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/wait"
 
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
 
-// bed is shared by all tests: it takes longer to make than they take together.
-var bed *talos.Bed
+const (
+	service          = "ext-talos-ccm"
+	uninitialized    = "node.cloudprovider.kubernetes.io/uninitialized"
+	patience         = 2 * time.Minute
+	talosVersion     = "v1.13.5"
+	kubeletVersion   = "v1.36.3"
+	firmStart        = 5 * time.Second
+	environmentValue = "from the machine configuration"
+)
 
-func TestMain(m *testing.M) {
-	os.Exit(run(m))
-}
+// probeConfig reaches the probe's environment.
+const probeConfig = `
+apiVersion: v1alpha1
+kind: ExtensionServiceConfig
+name: talos-ccm
+environment:
+  - PROBE=` + environmentValue + `
+`
 
-func run(m *testing.M) int {
-	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
-	defer stop()
-
-	var err error
-
-	bed, err = talos.Up(ctx, talos.Options{Progress: os.Stdout, LogDir: os.Getenv("TALOS_CCM_LOGS")})
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-
-		return 1
-	}
-
-	// A test binary that gets Ctrl-C would just die, and leave files to the next run's sweep.
-	defer context.AfterFunc(ctx, func() {
-		if err := bed.Down(); err != nil {
-			fmt.Fprintln(os.Stderr, err)
-		}
-
-		os.Exit(130)
-	})()
-
-	code := m.Run()
-
-	for _, phase := range bed.Phases() {
-		fmt.Printf("%-40s %6.1f s\n", phase.Name, phase.Took.Seconds())
-	}
+// eventually waits until a condition has no objection any more.
+func eventually(t *testing.T, condition func(context.Context) error) time.Duration {
+	t.Helper()
 
 	start := time.Now()
 
-	if err := bed.Down(); err != nil {
-		fmt.Fprintln(os.Stderr, err)
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
 
-		return 1
+	var objection error
+
+	if err := wait.PollUntilContextCancel(ctx, 100*time.Millisecond, true, func(ctx context.Context) (bool, error) {
+		objection = condition(ctx)
+
+		return objection == nil, nil
+	}); err != nil {
+		t.Fatal(objection)
 	}
 
-	fmt.Printf("%-40s %6.1f s\n", "take down", time.Since(start).Seconds())
-
-	return code
+	return time.Since(start)
 }
 
-func TestBedIsUp(t *testing.T) {}
+func check(t *testing.T, err error) {
+	t.Helper()
+
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestBothNodesWaitForACloudProvider(t *testing.T) {
+	kubernetes, err := bed.Kubernetes()
+	check(t, err)
+
+	for _, m := range bed.Machines() {
+		node, err := kubernetes.CoreV1().Nodes().Get(t.Context(), m.Name(), metav1.GetOptions{})
+		check(t, err)
+
+		if !slices.ContainsFunc(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == uninitialized }) {
+			t.Errorf("Node %s has taints %v, none of them %s", node.Name, node.Spec.Taints, uninitialized)
+		}
+
+		if info := node.Status.NodeInfo; info.KubeletVersion != kubeletVersion || info.OSImage != "Talos ("+talosVersion+")" {
+			t.Errorf("Node %s has kubelet %s on %s", node.Name, info.KubeletVersion, info.OSImage)
+		}
+	}
+}
+
+func TestServingCertificatesArePending(t *testing.T) {
+	kubernetes, err := bed.Kubernetes()
+	check(t, err)
+
+	for _, m := range bed.Machines() {
+		took := eventually(t, func(ctx context.Context) error {
+			requests, err := kubernetes.CertificatesV1().CertificateSigningRequests().List(ctx, metav1.ListOptions{})
+			if err != nil {
+				return err
+			}
+
+			for _, r := range requests.Items {
+				if r.Spec.SignerName == certificatesv1.KubeletServingSignerName && r.Spec.Username == "system:node:"+m.Name() &&
+					len(r.Status.Conditions) == 0 {
+					return nil
+				}
+			}
+
+			return fmt.Errorf("Node %s has no pending request for a serving certificate", m.Name())
+		})
+
+		t.Logf("%s asked for a serving certificate %.1f s after the bed was up", m.Name(), took.Seconds())
+	}
+}
+
+func TestExtensionRunsSoonAfterTalos(t *testing.T) {
+	for _, m := range bed.Machines() {
+		took, err := m.ServiceRunning(t.Context(), service)
+		check(t, err)
+		t.Logf("%s: %s ran %.1f s after machined", m.Name(), service, took.Seconds())
+
+		if took > firmStart {
+			t.Errorf("%s: %s ran %s after machined", m.Name(), service, took)
+		}
+
+		state, err := m.ServiceState(t.Context(), service)
+		check(t, err)
+
+		if state.State != talos.StateRunning || len(state.Events) == 0 {
+			t.Errorf("%s: Talos says of %s: %+v", m.Name(), service, state)
+		}
+	}
+}
+
+func TestExtensionReachesMachineSocket(t *testing.T) {
+	for m, machineType := range map[*talos.Machine]string{bed.ControlPlane: "controlplane", bed.Worker: "worker"} {
+		var report struct{ Version, MachineType, Platform, Environment string }
+
+		eventually(t, func(ctx context.Context) error {
+			logs, err := m.Logs(ctx, service)
+			if err != nil {
+				return err
+			}
+
+			for line := range strings.Lines(logs) {
+				if _, object, ok := strings.Cut(line, "{"); ok && json.Unmarshal([]byte("{"+object), &report) == nil {
+					return nil
+				}
+			}
+
+			return fmt.Errorf("%s: the probe has not reported: %s", m.Name(), logs)
+		})
+
+		if report.Version != talosVersion || report.MachineType != machineType || report.Platform != "container" ||
+			report.Environment != environmentValue {
+			t.Errorf("%s: the probe was told %+v", m.Name(), report)
+		}
+	}
+}
+
+func TestAddressesAppearInTalos(t *testing.T) {
+	prefix := netip.MustParsePrefix("203.0.113.7/32")
+
+	c, err := bed.Worker.TalosClient(t.Context())
+	check(t, err)
+	defer c.Close()
+
+	events := make(chan safe.WrappedStateEvent[*network.AddressStatus])
+	check(t, safe.StateWatchKind(t.Context(), c.COSI,
+		resource.NewMetadata(network.NamespaceName, network.AddressStatusType, "", resource.VersionUndefined), events))
+
+	next := func(wanted state.EventType) time.Duration {
+		start := time.Now()
+
+		for time.Since(start) < patience {
+			event := <-events
+			check(t, event.Error())
+
+			status, err := event.Resource()
+			check(t, err)
+
+			if event.Type() == wanted && status.TypedSpec().Address == prefix {
+				return time.Since(start)
+			}
+		}
+
+		t.Fatalf("no event of type %s for %s", wanted, prefix)
+
+		return 0
+	}
+
+	check(t, bed.Worker.AddAddress(t.Context(), "eth0", prefix))
+	t.Logf("the address came after %s", next(state.Created))
+	check(t, bed.Worker.DelAddress(t.Context(), "eth0", prefix))
+	t.Logf("it went after %s", next(state.Destroyed))
+}
+
+func TestKilledServiceComesBack(t *testing.T) {
+	m := bed.Worker
+
+	before, err := m.ServiceTask(service)
+	check(t, err)
+
+	if len(before) != 1 {
+		t.Fatalf("%s has processes %v", service, before)
+	}
+
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", before[0]))
+	check(t, err)
+
+	if !strings.Contains(string(status), "Name:\ttalos-ccm\n") {
+		t.Errorf("PID %d is another process: %s", before[0], status)
+	}
+
+	mark, start := m.Console().Now(), time.Now()
+	check(t, m.KillService(service))
+	check(t, m.ServiceRunningAgain(t.Context(), service, mark))
+	t.Logf("%s ran again after %.1f s", service, time.Since(start).Seconds())
+
+	after, err := m.ServiceTask(service)
+	check(t, err)
+
+	if len(after) != 1 || after[0] == before[0] {
+		t.Errorf("%s had processes %v and has %v", service, before, after)
+	}
+}
+
+func dial(ctx context.Context, m *talos.Machine) error {
+	ctx, cancel := context.WithTimeout(ctx, time.Second)
+	defer cancel()
+
+	conn, err := bed.DialContext(ctx, "tcp", netip.AddrPortFrom(m.Address(), 50000).String())
+	if err != nil {
+		return err
+	}
+
+	return conn.Close()
+}
+
+func TestCableCutsOff(t *testing.T) {
+	check(t, dial(t.Context(), bed.Worker))
+	check(t, bed.Worker.SetLink(t.Context(), talos.LinkDown))
+
+	if dial(t.Context(), bed.Worker) == nil {
+		t.Error("the worker can be reached without its cable")
+	}
+
+	// From within, the machine goes on.
+	_, err := bed.Worker.ServiceState(t.Context(), service)
+	check(t, err)
+
+	check(t, bed.Worker.SetLink(t.Context(), talos.LinkUp))
+	eventually(t, func(ctx context.Context) error { return dial(ctx, bed.Worker) })
+}
+
+// alive waits until the worker's kubelet renews its lease.
+func alive(t *testing.T, since time.Time) time.Duration {
+	t.Helper()
+
+	kubernetes, err := bed.Kubernetes()
+	check(t, err)
+
+	return eventually(t, func(ctx context.Context) error {
+		lease, err := kubernetes.CoordinationV1().Leases(corev1.NamespaceNodeLease).Get(ctx, bed.Worker.Name(), metav1.GetOptions{})
+		if err != nil {
+			return err
+		}
+
+		if lease.Spec.RenewTime == nil || lease.Spec.RenewTime.Time.Before(since) {
+			return errors.New("the worker's kubelet is silent")
+		}
+
+		return nil
+	})
+}
+
+func TestMachineKeepsItsIdentity(t *testing.T) {
+	kubernetes, err := bed.Kubernetes()
+	check(t, err)
+
+	before, err := kubernetes.CoreV1().Nodes().Get(t.Context(), bed.Worker.Name(), metav1.GetOptions{})
+	check(t, err)
+
+	for name, restart := range map[string]func(context.Context) error{
+		"reboot":      bed.Worker.Reboot,
+		"power cycle": bed.Worker.PowerCycle,
+	} {
+		t.Run(name, func(t *testing.T) {
+			start := time.Now()
+			check(t, restart(t.Context()))
+			t.Logf("the machine was on again after %.1f s", time.Since(start).Seconds())
+
+			_, err := bed.Worker.ServiceRunning(t.Context(), service)
+			check(t, err)
+			t.Logf("its kubelet spoke after %.1f s more", alive(t, time.Now()).Seconds())
+
+			after, err := kubernetes.CoreV1().Nodes().Get(t.Context(), bed.Worker.Name(), metav1.GetOptions{})
+			check(t, err)
+
+			if after.UID != before.UID {
+				t.Errorf("the Node was made anew")
+			}
+		})
+	}
+}
+
+func TestExtensionRunsWithoutNetwork(t *testing.T) {
+	m := bed.Worker
+
+	check(t, m.PowerOff(t.Context()))
+	check(t, m.SetLink(t.Context(), talos.LinkDown))
+	check(t, m.PowerOn(t.Context()))
+
+	took, err := m.ServiceRunning(t.Context(), service)
+	check(t, err)
+	t.Logf("%s ran %.1f s after machined", service, took.Seconds())
+
+	if took > firmStart {
+		t.Errorf("%s ran only %s after machined", service, took)
+	}
+
+	check(t, m.SetLink(t.Context(), talos.LinkUp))
+	t.Logf("with its cable back, its kubelet spoke after %.1f s", alive(t, time.Now()).Seconds())
+}

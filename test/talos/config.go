@@ -25,7 +25,7 @@ const (
 // basePatch is what every machine of a bed has in its configuration: a cloud provider that is not there yet, serving
 // certificates that want approval, images from the bed's registry, and as little else as a cluster can do without.
 //
-// The test bed's kubelet knows no other log format. The kubelet and the container runtime stay away from cgroups: the bed may run where there are no controllers to delegate.
+// Talos hands its static pods to the kubelet over HTTP, and the kubelet would look only every 20 seconds. The bed's kubelet knows no other log format. The kubelet and the container runtime stay away from cgroups: the bed may run where there are no controllers to delegate.
 const basePatch = `
 machine:
   kubelet:
@@ -35,6 +35,7 @@ machine:
       cgroupsPerQOS: false
       enforceNodeAllocatable: [none]
       failSwapOn: false
+      httpCheckFrequency: 1s
       logging:
         format: text
   files:

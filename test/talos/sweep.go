@@ -41,6 +41,16 @@ func claim(base string) (dir string, owner *os.File, err error) {
 	return dir, owner, err
 }
 
+// Sweep removes what beds have left whose process was killed. Up does that, too.
+func Sweep(ctx context.Context) error {
+	base, err := bedsDir()
+	if err != nil {
+		return err
+	}
+
+	return sweep(ctx, base)
+}
+
 // sweep removes what beds have left whose process was killed. Their machines died with that process; files and cgroups remain.
 func sweep(ctx context.Context, base string) error {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
