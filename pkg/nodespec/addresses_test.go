@@ -1,0 +1,339 @@
+package nodespec_test
+
+import (
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	corev1 "k8s.io/api/core/v1"
+
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+)
+
+func TestInternalIPsAreTheKubeletsAsFarAsTheMachineHasThem(t *testing.T) {
+	for _, test := range []struct {
+		rule              string
+		provided, ofTalos []string
+		preferIPv6        bool
+		want              []string
+	}{
+		{"the kubelet's", []string{"10.0.0.1"}, nil, false, []string{"10.0.0.1"}},
+		{"the kubelet's rather than what Talos would give it", []string{"10.0.0.2"}, []string{"10.0.0.1"}, false, []string{"10.0.0.2"}},
+		{"those of Talos if the kubelet named none", nil, []string{"10.0.0.2"}, false, []string{"10.0.0.2"}},
+		{"not another machine's (N3)", []string{"10.0.0.99"}, []string{"10.0.0.1"}, false, nil},
+		{"of two, the one that the machine has", []string{"10.0.0.99", "10.0.0.1"}, nil, false, []string{"10.0.0.1"}},
+		{"none if nobody named any", nil, nil, false, nil},
+		{"one of each family", []string{"10.0.0.1", "10.0.0.2", "2001:db8::1", "2001:db8::2"}, nil, false, []string{"10.0.0.1", "2001:db8::1"}},
+		{"IPv4 first", []string{"2001:db8::1", "10.0.0.1"}, nil, false, []string{"10.0.0.1", "2001:db8::1"}},
+		{"IPv6 first if preferred", []string{"10.0.0.1", "2001:db8::1"}, nil, true, []string{"2001:db8::1", "10.0.0.1"}},
+		{"IPv6 alone", []string{"2001:db8::1"}, nil, false, []string{"2001:db8::1"}},
+		{"IPv4 alone though IPv6 is preferred", []string{"10.0.0.1"}, nil, true, []string{"10.0.0.1"}},
+		{"IPv4-mapped IPv6 is IPv4", []string{"::ffff:10.0.0.1", "10.0.0.2"}, nil, false, []string{"10.0.0.1"}},
+	} {
+		t.Run(test.rule, func(t *testing.T) {
+			in := running()
+			in.Machine.Addresses = []machine.Address{
+				onLink("eth0", "10.0.0.1/24"), onLink("eth0", "10.0.0.2/24"), onLink("eth0", "2001:db8::1/64"), onLink("eth0", "2001:db8::2/64"),
+			}
+			in.ProvidedNodeIPs, in.Machine.NodeIPs = addrs(test.provided), addrs(test.ofTalos)
+			in.Options.PreferIPv6 = test.preferIPv6
+
+			if len(test.want) == 0 {
+				requirePending(t, in, "node IPs")
+
+				return
+			}
+
+			spec, _ := desired(t, in)
+			requireAddresses(t, corev1.NodeInternalIP, spec, test.want...)
+		})
+	}
+}
+
+func addrs(list []string) []netip.Addr {
+	var ips []netip.Addr
+	for _, ip := range list {
+		ips = append(ips, addr(ip))
+	}
+
+	return ips
+}
+
+// Row N5 of the upstream CCM's defects, and more of its kind.
+func TestPublicAddressesAreFoundOnTheMachinesOwnLinksOnly(t *testing.T) {
+	const ipv4, ipv6 = "203.0.113.5/24", "2001:db8:1::5/64"
+
+	for link, own := range map[string]bool{
+		"eth0": true, "ens18": true, "enp3s0f1np1": true, "eno1": true, "bond0": true, "bond0.100": true, "br0": true, "vlan20": true, "enx001122334455": true, "wlan0": true,
+
+		"lo": false, "kubespan": false, "siderolink": false,
+		"kube-ipvs0": false, "kube-bridge": false, "kube-dummy-if": false, "kube_bridge": false, "nodelocaldns": false,
+		"flannel.1": false, "flannel-v6.1": false, "flannel-wg": false, "cni0": false,
+		"cilium_host": false, "cilium_net": false, "cilium_vxlan": false, "cilium_wg0": false, "lxc12ab34cd56ef": false, "lxc_health": false,
+		"cali1234567890a": false, "vxlan.calico": false, "vethwe-bridge": false, "veth1a2b3c4d": false,
+		"docker0": false, "dummy0": false, "tailscale0": false, "wg0": false,
+	} {
+		t.Run(link, func(t *testing.T) {
+			in := running()
+			in.Machine.Addresses = append(in.Machine.Addresses, onLink(link, ipv4), onLink(link, ipv6))
+
+			spec, _ := desired(t, in)
+
+			if own {
+				requireAddresses(t, corev1.NodeExternalIP, spec, "203.0.113.5", "2001:db8:1::5")
+			} else {
+				requireAddresses(t, corev1.NodeExternalIP, spec)
+			}
+		})
+	}
+}
+
+func TestPublicAddressesAreThoseThatCanBeReachedFromOutside(t *testing.T) {
+	for _, test := range []struct {
+		rule, prefix string
+		public       bool
+	}{
+		{"public IPv4", "203.0.113.5/24", true},
+		{"public IPv4 without a subnet", "203.0.113.5/32", true},
+		{"public IPv6", "2001:db8::5/64", true},
+		{"just below carrier-grade NAT", "100.63.255.255/24", true},
+		{"just above carrier-grade NAT", "100.128.0.0/24", true},
+		{"just above 172.16/12", "172.32.0.1/24", true},
+		{"IPv4-mapped public IPv4", "::ffff:203.0.113.5/120", true},
+
+		{"private 10/8", "10.1.2.3/24", false},
+		{"private 172.16/12", "172.31.255.1/24", false},
+		{"private 192.168/16", "192.168.1.1/24", false},
+		{"IPv4-mapped private IPv4", "::ffff:10.1.2.3/120", false},
+		{"carrier-grade NAT, which Tailscale uses", "100.64.0.1/32", false},
+		{"the end of carrier-grade NAT", "100.127.255.254/32", false},
+		{"this network", "0.1.2.3/8", false},
+		{"loopback", "127.0.0.1/8", false},
+		{"link-local IPv4, such as Talos's host DNS", "169.254.116.108/32", false},
+		{"protocol assignments", "192.0.0.8/32", false},
+		{"benchmarking IPv4", "198.18.0.1/15", false},
+		{"multicast IPv4", "224.0.0.1/32", false},
+		{"reserved", "240.0.0.1/32", false},
+		{"broadcast", "255.255.255.255/32", false},
+
+		{"unique local", "fd00::1/64", false},
+		{"unique local, the other half", "fc00::1/64", false},
+		{"link-local IPv6", "fe80::1/64", false},
+		{"site-local", "fec0::1/64", false},
+		{"loopback IPv6", "::1/128", false},
+		{"multicast IPv6", "ff02::1/128", false},
+		{"NAT64", "64:ff9b::cb00:7105/96", false},
+		{"NAT64 of the local network", "64:ff9b:1::cb00:7105/96", false},
+		{"discard only", "100::1/64", false},
+		{"benchmarking IPv6", "2001:2::1/48", false},
+		{"segment routing", "5f00::1/16", false},
+	} {
+		t.Run(test.rule, func(t *testing.T) {
+			in := running()
+			found := onLink("eth0", test.prefix)
+			in.Machine.Addresses = append(in.Machine.Addresses, found)
+
+			spec, _ := desired(t, in)
+
+			if test.public {
+				requireAddresses(t, corev1.NodeExternalIP, spec, found.Prefix.Addr().Unmap().String())
+			} else {
+				requireAddresses(t, corev1.NodeExternalIP, spec)
+			}
+		})
+	}
+}
+
+func TestPublicAddressesAreLastingAndTheMachinesAlone(t *testing.T) {
+	public := func(flags nethelpers.AddressFlag, scope nethelpers.Scope) machine.Address {
+		return machine.Address{Prefix: netip.MustParsePrefix("2001:db8:1::5/64"), Link: "eth0", Flags: nethelpers.AddressFlags(flags), Scope: scope}
+	}
+
+	for _, test := range []struct {
+		rule     string
+		address  machine.Address
+		excluded string
+		want     []string
+	}{
+		{"permanent", public(nethelpers.AddressPermanent, nethelpers.ScopeGlobal), "", []string{"2001:db8:1::5"}},
+		{"from a router's advertisement", public(nethelpers.AddressManagementTemp, nethelpers.ScopeGlobal), "", []string{"2001:db8:1::5"}},
+		{"stable by RFC 7217", public(nethelpers.AddressPermanent|nethelpers.AddressStablePrivacy, nethelpers.ScopeGlobal), "", []string{"2001:db8:1::5"}},
+		{"temporary by RFC 8981", public(nethelpers.AddressTemporary, nethelpers.ScopeGlobal), "", nil},
+		{"deprecated", public(nethelpers.AddressPermanent|nethelpers.AddressDeprecated, nethelpers.ScopeGlobal), "", nil},
+		{"tentative", public(nethelpers.AddressPermanent|nethelpers.AddressTentative, nethelpers.ScopeGlobal), "", nil},
+		{"in use by another", public(nethelpers.AddressPermanent|nethelpers.AddressDADFailed, nethelpers.ScopeGlobal), "", nil},
+		{"of the link only", public(nethelpers.AddressPermanent, nethelpers.ScopeLink), "", nil},
+		{"of the host only", public(nethelpers.AddressPermanent, nethelpers.ScopeHost), "", nil},
+		{"a virtual IP that machines share", onLink("eth0", "203.0.113.100/32"), "203.0.113.100/32", nil},
+		{"an address of the pods", onLink("eth0", "203.0.113.129/25"), "203.0.113.128/25", nil},
+		{"next to the virtual IP", onLink("eth0", "203.0.113.101/32"), "203.0.113.100/32", []string{"203.0.113.101"}},
+		{"on a cluster that excludes all of the other family", onLink("eth0", "203.0.113.101/32"), "::/0", []string{"203.0.113.101"}},
+	} {
+		t.Run(test.rule, func(t *testing.T) {
+			in := running()
+			in.Machine.Addresses = append(in.Machine.Addresses, test.address)
+
+			if test.excluded != "" {
+				in.Machine.ExcludedSubnets = []netip.Prefix{netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix(test.excluded)}
+			}
+
+			spec, _ := desired(t, in)
+			requireAddresses(t, corev1.NodeExternalIP, spec, test.want...)
+		})
+	}
+}
+
+// Clouds that name the public addresses in their metadata are believed; on the others, what is public on the links counts too.
+func TestWhereExternalIPsComeFrom(t *testing.T) {
+	const fromMetadata, fromBoth = "metadata", "both"
+
+	rows := map[string]string{
+		"akamai": fromMetadata, "aws": fromMetadata, "azure": fromMetadata, "cloudstack": fromMetadata, "digital-ocean": fromMetadata, "equinixMetal": fromMetadata,
+		"exoscale": fromMetadata, "gcp": fromMetadata, "hcloud": fromMetadata, "scaleway": fromMetadata, "upcloud": fromMetadata, "vultr": fromMetadata,
+
+		"container": fromBoth, "metal": fromBoth, "nocloud": fromBoth, "opennebula": fromBoth, "openstack": fromBoth, "oracle": fromBoth, "vmware": fromBoth,
+	}
+
+	for _, platform := range talosPlatforms() {
+		t.Run(platform, func(t *testing.T) {
+			in := running()
+			in.Machine.Platform = runtime.PlatformMetadataSpec{Platform: platform, InstanceID: "i-1"}
+			in.Machine.Addresses = append(in.Machine.Addresses, external("203.0.113.9"), onLink("eth0", "203.0.113.5/24"))
+
+			spec, _ := desired(t, in)
+
+			switch rows[platform] {
+			case fromMetadata:
+				requireAddresses(t, corev1.NodeExternalIP, spec, "203.0.113.9")
+			case fromBoth:
+				// Talos marks none of its external addresses as permanent, so those on links come first.
+				requireAddresses(t, corev1.NodeExternalIP, spec, "203.0.113.5", "203.0.113.9")
+			default:
+				t.Errorf("no row for %s", platform)
+			}
+		})
+	}
+}
+
+func TestExternalIPs(t *testing.T) {
+	passing := func(link, prefix string) machine.Address {
+		a := onLink(link, prefix)
+		a.Flags = 0
+
+		return a
+	}
+
+	for _, test := range []struct {
+		rule       string
+		addresses  []machine.Address
+		nodeIPs    []string
+		preferIPv6 bool
+		want       []string
+	}{
+		{"there may be none", nil, nil, false, nil},
+		{"the node IP is not repeated", []machine.Address{onLink("eth0", "203.0.113.5/24")}, []string{"203.0.113.5"}, false, nil},
+		{"nor is it from the metadata", []machine.Address{onLink("eth0", "203.0.113.5/24"), external("203.0.113.5")}, []string{"203.0.113.5"}, false, nil},
+		{"nor as IPv4-mapped IPv6", []machine.Address{onLink("eth0", "203.0.113.5/24"), external("::ffff:203.0.113.5")}, []string{"203.0.113.5"}, false, nil},
+		{"one that is on two links counts once", []machine.Address{onLink("eth0", "203.0.113.5/24"), onLink("eth1", "203.0.113.5/32"), external("203.0.113.5")}, nil, false, []string{"203.0.113.5"}},
+		{"IPv4 first", []machine.Address{onLink("eth0", "2001:db8:1::5/64"), onLink("eth0", "203.0.113.5/24")}, nil, false, []string{"203.0.113.5", "2001:db8:1::5"}},
+		{"IPv6 first if preferred", []machine.Address{onLink("eth0", "203.0.113.5/24"), onLink("eth0", "2001:db8:1::5/64")}, nil, true, []string{"2001:db8:1::5", "203.0.113.5"}},
+		{"permanent ones first", []machine.Address{passing("eth0", "203.0.113.5/24"), onLink("eth0", "203.0.113.6/24")}, nil, false, []string{"203.0.113.6", "203.0.113.5"}},
+		{"then the lower", []machine.Address{onLink("eth1", "203.0.113.10/24"), onLink("eth2", "203.0.113.9/24")}, nil, false, []string{"203.0.113.9", "203.0.113.10"}},
+		{"the metadata is believed even on what looks private", []machine.Address{external("10.9.9.9")}, nil, false, []string{"10.9.9.9"}},
+	} {
+		t.Run(test.rule, func(t *testing.T) {
+			in := running()
+			in.Machine.Addresses = append(in.Machine.Addresses, test.addresses...)
+			in.Options.PreferIPv6 = test.preferIPv6
+
+			if test.nodeIPs != nil {
+				in.ProvidedNodeIPs = addrs(test.nodeIPs)
+			}
+
+			spec, _ := desired(t, in)
+			requireAddresses(t, corev1.NodeExternalIP, spec, test.want...)
+		})
+	}
+}
+
+func TestTheHostnameIsTheNodesName(t *testing.T) {
+	in := running()
+	in.Machine.Hostname, in.Machine.Platform.Hostname = "elsewhere", "elsewhere-too"
+
+	spec, _ := desired(t, in)
+	requireAddresses(t, corev1.NodeHostName, spec, "worker-1")
+}
+
+func TestDNSNames(t *testing.T) {
+	for _, test := range []struct {
+		rule, hostname, internal, external string
+		wantInternal, wantExternal         []string
+		// refused are the types of the names that were left out.
+		refused []string
+	}{
+		{rule: "none"},
+		{rule: "as the platform names them", internal: "ip-1.internal", external: "ec2-1.example.org", wantInternal: []string{"ip-1.internal"}, wantExternal: []string{"ec2-1.example.org"}},
+		{rule: "a host name with a domain is internal", hostname: "worker-1.example.org", wantInternal: []string{"worker-1.example.org"}},
+		{rule: "a host name without one is none", hostname: "worker-1"},
+		{rule: "a host name whose only dot is the last is none", hostname: "worker-1."},
+		{rule: "the platform's internal name before its host name", hostname: "worker-1.example.org", internal: "worker-1.internal", wantInternal: []string{"worker-1.internal"}},
+		{rule: "an external name alone", external: "www.example.org", wantExternal: []string{"www.example.org"}},
+		{rule: "upper case is folded", internal: "IP-1.Internal", external: "EC2-1.Example.ORG", wantInternal: []string{"ip-1.internal"}, wantExternal: []string{"ec2-1.example.org"}},
+		{rule: "a dot at the end is cut", internal: "ip-1.internal.", external: "ec2-1.example.org.", wantInternal: []string{"ip-1.internal"}, wantExternal: []string{"ec2-1.example.org"}},
+		{rule: "a single dot is no name", internal: ".", external: "."},
+		{rule: "two dots at the end are refused", internal: "ip-1..", refused: []string{"InternalDNS"}},
+		{rule: "an underscore is refused, the other name stays", internal: "ip_1.internal", external: "www.example.org", wantExternal: []string{"www.example.org"}, refused: []string{"InternalDNS"}},
+		{rule: "a wildcard is refused", external: "*.example.org", refused: []string{"ExternalDNS"}},
+		{rule: "a blank is refused", internal: "ip 1.internal", refused: []string{"InternalDNS"}},
+		{rule: "a letter outside ASCII is refused", internal: "wörker.internal", refused: []string{"InternalDNS"}},
+		{rule: "a host name that cannot be a DNS name is refused", hostname: "worker_1.example.org", refused: []string{"InternalDNS"}},
+		{rule: "too long is refused", internal: strings.Repeat("a.", 127) + "aa", refused: []string{"InternalDNS"}},
+	} {
+		t.Run(test.rule, func(t *testing.T) {
+			in := running()
+			in.Machine.Platform.Hostname, in.Machine.Platform.InternalDNS, in.Machine.Platform.ExternalDNS = test.hostname, test.internal, test.external
+
+			spec, problems := desired(t, in)
+			requireAddresses(t, corev1.NodeInternalDNS, spec, test.wantInternal...)
+			requireAddresses(t, corev1.NodeExternalDNS, spec, test.wantExternal...)
+
+			if got := keys(problems); !slices.Equal(got, test.refused) {
+				t.Errorf("refused: got %v, want %v", got, test.refused)
+			}
+		})
+	}
+}
+
+func keys(problems []nodespec.Problem) []string {
+	var list []string
+	for _, p := range problems {
+		list = append(list, p.Key)
+	}
+
+	return list
+}
+
+func TestAddressesAreListedInternalThenExternalThenNames(t *testing.T) {
+	in := running()
+	in.Machine.Platform.InternalDNS, in.Machine.Platform.ExternalDNS = "a.internal", "a.example.org"
+	in.Machine.Addresses = append(in.Machine.Addresses, onLink("eth0", "2001:db8::1/64"), onLink("eth1", "203.0.113.5/24"), onLink("eth1", "2001:db8:1::5/64"))
+	in.ProvidedNodeIPs = append(in.ProvidedNodeIPs, addr("2001:db8::1"))
+
+	want := []corev1.NodeAddress{
+		{Type: corev1.NodeInternalIP, Address: nodeIP},
+		{Type: corev1.NodeInternalIP, Address: "2001:db8::1"},
+		{Type: corev1.NodeExternalIP, Address: "203.0.113.5"},
+		{Type: corev1.NodeExternalIP, Address: "2001:db8:1::5"},
+		{Type: corev1.NodeHostName, Address: "worker-1"},
+		{Type: corev1.NodeInternalDNS, Address: "a.internal"},
+		{Type: corev1.NodeExternalDNS, Address: "a.example.org"},
+	}
+
+	if spec, _ := desired(t, in); !slices.Equal(spec.Addresses, want) {
+		t.Errorf("got  %v\nwant %v", spec.Addresses, want)
+	}
+}

@@ -1,0 +1,242 @@
+package nodespec_test
+
+import (
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+)
+
+type identity struct {
+	// metadata is what the driver publishes, in the formats of its source.
+	metadata runtime.PlatformMetadataSpec
+	want     string
+}
+
+// identities has every platform of Talos with the metadata that its driver publishes
+// (siderolabs/talos internal/app/machined/pkg/runtime/v1alpha1/platform).
+func identities() map[string]identity {
+	const azureVM = "/subscriptions/s/resourceGroups/rg/providers/Microsoft.Compute/virtualMachines/vm-1"
+
+	return map[string]identity{
+		"akamai":        {runtime.PlatformMetadataSpec{InstanceID: "123", ProviderID: "linode://123"}, "linode://123"},
+		"aws":           {runtime.PlatformMetadataSpec{InstanceID: "i-1", ProviderID: "aws:///eu-1a/i-1"}, "aws:///eu-1a/i-1"},
+		"azure":         {runtime.PlatformMetadataSpec{InstanceID: azureVM, ProviderID: "azure://" + azureVM}, "azure://" + azureVM},
+		"cloudstack":    {runtime.PlatformMetadataSpec{InstanceID: "u-1", ProviderID: "cloudstack://u-1"}, "cloudstack://u-1"},
+		"container":     {runtime.PlatformMetadataSpec{Hostname: "c-1"}, "talos://container/" + uuid},
+		"digital-ocean": {runtime.PlatformMetadataSpec{InstanceID: "456", ProviderID: "digitalocean://456"}, "digitalocean://456"},
+		"equinixMetal":  {runtime.PlatformMetadataSpec{InstanceID: "e-1", ProviderID: "equinixmetal://e-1"}, "equinixmetal://e-1"},
+		"exoscale":      {runtime.PlatformMetadataSpec{InstanceID: "x-1", ProviderID: "exoscale://x-1"}, "exoscale://x-1"},
+		"gcp":           {runtime.PlatformMetadataSpec{InstanceID: "789", ProviderID: "gce://project/zone/vm-1"}, "gce://project/zone/vm-1"},
+		"hcloud":        {runtime.PlatformMetadataSpec{InstanceID: "42", ProviderID: "hcloud://42"}, "hcloud://42"},
+		"metal":         {runtime.PlatformMetadataSpec{InstanceID: uuid}, "talos://metal/" + uuid},
+		"nocloud":       {runtime.PlatformMetadataSpec{InstanceID: "vm-100"}, "talos://nocloud/vm-100"},
+		"opennebula":    {runtime.PlatformMetadataSpec{InstanceID: "7"}, "talos://opennebula/7"},
+		"openstack":     {runtime.PlatformMetadataSpec{InstanceID: "o-1", ProviderID: "openstack:///o-1"}, "openstack:///o-1"},
+		"oracle":        {runtime.PlatformMetadataSpec{InstanceID: "ocid1.x", ProviderID: "oci://ocid1.x"}, "oci://ocid1.x"},
+		"scaleway":      {runtime.PlatformMetadataSpec{InstanceID: "s-1", ProviderID: "scaleway://instance/fr-par-1/s-1"}, "scaleway://instance/fr-par-1/s-1"},
+		"upcloud":       {runtime.PlatformMetadataSpec{InstanceID: "00up", ProviderID: "upcloud://00up"}, "upcloud://00up"},
+		"vmware":        {runtime.PlatformMetadataSpec{InstanceID: "vm-200"}, "talos://vmware/vm-200"},
+		"vultr":         {runtime.PlatformMetadataSpec{InstanceID: "v-1", ProviderID: "vultr://v-1"}, "vultr://v-1"},
+	}
+}
+
+func TestEveryPlatformOfTalosHasAnIdentity(t *testing.T) {
+	rows := identities()
+
+	if known := slices.Sorted(maps.Keys(rows)); !slices.Equal(known, slices.Sorted(slices.Values(talosPlatforms()))) {
+		t.Fatalf("rows for %v, Talos has %v", known, talosPlatforms())
+	}
+
+	for platform, row := range rows {
+		t.Run(platform, func(t *testing.T) {
+			in := running()
+			in.Machine.Platform = row.metadata
+			in.Machine.Platform.Platform = platform
+
+			if spec, _ := desired(t, in); spec.ProviderID != row.want {
+				t.Errorf("got %q, want %q", spec.ProviderID, row.want)
+			}
+		})
+	}
+}
+
+// Until the metadata service answers, Talos publishes the platform's name alone (row N1 of the upstream CCM's defects).
+func TestNoPlatformWithAnInstanceIdentityIsIdentifiedBeforeItsMetadata(t *testing.T) {
+	optional := []string{"metal", "container", "nocloud"}
+
+	for _, platform := range talosPlatforms() {
+		if slices.Contains(optional, platform) {
+			continue
+		}
+
+		t.Run(platform, func(t *testing.T) {
+			in := running()
+			in.Machine.Platform = runtime.PlatformMetadataSpec{Platform: platform}
+			in.Machine.PlatformPublished = false
+
+			requirePending(t, in, platform)
+		})
+	}
+}
+
+// A driver that could not read the instance's ID publishes its format without one: openstack when neither drive nor service has
+// metadata, aws, cloudstack and exoscale when the service has no such key.
+func TestAProviderIDThatNamesNoInstanceIsNone(t *testing.T) {
+	for _, test := range []struct{ platform, providerID string }{
+		{"openstack", "openstack:///"},
+		{"aws", "aws:///eu-1a/"},
+		{"aws", "aws:////"},
+		{"cloudstack", "cloudstack://"},
+		{"exoscale", "exoscale://"},
+		{"hcloud", "hcloud://"},
+		{"scaleway", "scaleway://instance/fr-par-1/"},
+	} {
+		t.Run(test.providerID, func(t *testing.T) {
+			in := running()
+			in.Machine.Platform = runtime.PlatformMetadataSpec{Platform: test.platform, ProviderID: test.providerID}
+
+			requirePending(t, in, test.platform)
+		})
+	}
+}
+
+func requirePending(t *testing.T, in nodespec.Input, mention string) {
+	t.Helper()
+
+	spec, problems, pending := nodespec.Desired(in)
+	if spec.ProviderID != "" || spec.Labels != nil || spec.Addresses != nil || problems != nil {
+		t.Errorf("something is wanted already: %+v %v", spec, problems)
+	}
+
+	if pending == "" || !strings.Contains(pending, mention) {
+		t.Errorf("pending is %q, which does not mention %q", pending, mention)
+	}
+}
+
+func TestProviderIDWherePlatformsHaveNone(t *testing.T) {
+	const (
+		byUUID = "uuid"
+		byIP   = "ip"
+		wait   = ""
+	)
+
+	seeded := func(serial string) func(*nodespec.Input) {
+		return func(in *nodespec.Input) {
+			in.Machine.PlatformPublished = false
+			in.Machine.System.SerialNumber = serial
+		}
+	}
+	all := func(changes ...func(*nodespec.Input)) func(*nodespec.Input) {
+		return func(in *nodespec.Input) {
+			for _, change := range changes {
+				change(in)
+			}
+		}
+	}
+	metal := func(in *nodespec.Input) { in.Machine.Platform.InstanceID = in.Machine.System.UUID }
+	unpublished := func(in *nodespec.Input) { in.Machine.PlatformPublished = false }
+	shared := func(in *nodespec.Input) { in.SharedUUID = true }
+	fromIP := func(in *nodespec.Input) { in.Options.ProviderIDFromNodeIP = true }
+	withUUID := func(uuid string) func(*nodespec.Input) {
+		return func(in *nodespec.Input) { in.Machine.System.UUID = uuid }
+	}
+
+	for _, test := range []struct {
+		rule, platform string
+		change         func(*nodespec.Input)
+		want           string
+	}{
+		{"metal is known by its SMBIOS UUID", "metal", metal, byUUID},
+		{"metal by its node IP if another machine has the UUID too", "metal", all(metal, shared), byIP},
+		{"metal by its node IP if there is no UUID", "metal", all(withUUID(""), metal), byIP},
+		{"metal by its node IP if the UUID is a vendor's sample", "metal", all(withUUID("03000200-0400-0500-0006-000700080009"), metal), byIP},
+		{"metal by its node IP for those who migrate", "metal", all(metal, fromIP), byIP},
+		{"metal's UUID is written in lower case", "metal", all(withUUID(strings.ToUpper(uuid)), metal), byUUID},
+		{"containers have no SMBIOS", "container", withUUID(""), byIP},
+
+		{"nocloud without a data source, once it runs", "nocloud", unpublished, byUUID},
+		{"nocloud without a data source for those who migrate", "nocloud", all(unpublished, fromIP), byIP},
+		{"nocloud without a data source, while booting", "nocloud", all(unpublished, func(in *nodespec.Input) { in.Machine.Stage = runtime.MachineStageBooting }), wait},
+		{"nocloud without a data source, stage unknown", "nocloud", all(unpublished, func(in *nodespec.Input) { in.Machine.Stage = runtime.MachineStageUnknown }), wait},
+		{"nocloud with a data source that names no instance", "nocloud", func(*nodespec.Input) {}, byUUID},
+		{"nocloud with a data source that names no instance and a shared UUID", "nocloud", shared, byIP},
+
+		{"nocloud with a seed on the network", "nocloud", seeded("ds=nocloud-net;s=http://10.0.0.254/seed/"), wait},
+		{"nocloud with a seed on the network by TLS", "nocloud", seeded("ds=nocloud-net;h=web;s=https://10.0.0.254/"), wait},
+		{"nocloud with a seed on the network in upper case", "nocloud", seeded("ds=nocloud-net;s=HTTP://10.0.0.254/"), wait},
+		{"nocloud with a seed on the network in another order", "nocloud", seeded("s=http://10.0.0.254/;ds=nocloud-net"), wait},
+		{"nocloud with a seed that has answered", "nocloud", all(seeded("ds=nocloud-net;s=http://10.0.0.254/"), func(in *nodespec.Input) { in.Machine.PlatformPublished = true }), byUUID},
+		{"nocloud with an address but another data source: Talos reads the drive", "nocloud", seeded("ds=nocloud;s=http://10.0.0.254/"), byUUID},
+		{"nocloud with an address and no data source: Talos reads the drive", "nocloud", seeded("s=http://10.0.0.254/"), byUUID},
+		{"nocloud with a seed of another scheme: Talos reads the drive", "nocloud", seeded("ds=nocloud-net;s=file:///seed"), byUUID},
+		{"nocloud with a data source on the network and no address: Talos reads the drive", "nocloud", seeded("ds=nocloud-net;h=web"), byUUID},
+		{"nocloud with a serial number that only looks like a seed", "nocloud", seeded("gpus=http"), byUUID},
+
+		{"vmware without guestinfo", "vmware", func(*nodespec.Input) {}, byUUID},
+		{"vmware without guestinfo and with a shared UUID", "vmware", shared, byIP},
+		{"vmware before its configuration is published", "vmware", unpublished, wait},
+		{"vmware before its configuration is published, though it runs", "vmware", all(unpublished, fromIP), wait},
+
+		{"a platform not yet known", "", func(*nodespec.Input) {}, wait},
+		{"a platform that this version does not know is taken for a cloud", "nimbus", func(*nodespec.Input) {}, wait},
+	} {
+		t.Run(test.rule, func(t *testing.T) {
+			in := running()
+			in.Machine.Platform = runtime.PlatformMetadataSpec{Platform: test.platform}
+			test.change(&in)
+
+			want := map[string]string{byUUID: "talos://" + test.platform + "/" + uuid, byIP: "talos://" + test.platform + "/" + nodeIP}[test.want]
+			if want == "" {
+				requirePending(t, in, test.platform)
+
+				return
+			}
+
+			if spec, _ := desired(t, in); spec.ProviderID != want {
+				t.Errorf("got %q, want %q", spec.ProviderID, want)
+			}
+		})
+	}
+}
+
+func TestThePlatformsOwnIdentityComesFirst(t *testing.T) {
+	for _, test := range []struct {
+		rule     string
+		metadata runtime.PlatformMetadataSpec
+		want     string
+	}{
+		{"a provider ID before an instance ID", runtime.PlatformMetadataSpec{Platform: "nocloud", ProviderID: "proxmox://dc/100", InstanceID: "vm-100"}, "proxmox://dc/100"},
+		{"an instance ID before the UUID", runtime.PlatformMetadataSpec{Platform: "vmware", InstanceID: "vm-200"}, "talos://vmware/vm-200"},
+		{"an instance ID if the provider ID names no instance", runtime.PlatformMetadataSpec{Platform: "nocloud", ProviderID: "proxmox://", InstanceID: "vm-100"}, "talos://nocloud/vm-100"},
+		{"an instance ID of a platform that this version does not know", runtime.PlatformMetadataSpec{Platform: "nimbus", InstanceID: "n-1"}, "talos://nimbus/n-1"},
+	} {
+		t.Run(test.rule, func(t *testing.T) {
+			for _, options := range []nodespec.Options{{}, {ProviderIDFromNodeIP: true}} {
+				in := running()
+				in.Machine.Platform, in.SharedUUID, in.Options = test.metadata, true, options
+
+				if spec, _ := desired(t, in); spec.ProviderID != test.want {
+					t.Errorf("with %+v: got %q, want %q", options, spec.ProviderID, test.want)
+				}
+			}
+		})
+	}
+}
+
+func TestTheNodeIPInAProviderIDIsTheFirstOfTheNode(t *testing.T) {
+	for preferIPv6, want := range map[bool]string{false: "talos://metal/" + nodeIP, true: "talos://metal/2001:db8::1"} {
+		in := running()
+		in.Machine.Addresses = append(in.Machine.Addresses, onLink("eth0", "2001:db8::1/64"))
+		in.ProvidedNodeIPs = append(in.ProvidedNodeIPs, addr("2001:db8::1"))
+		in.Options = nodespec.Options{ProviderIDFromNodeIP: true, PreferIPv6: preferIPv6}
+
+		if spec, _ := desired(t, in); spec.ProviderID != want {
+			t.Errorf("preferIPv6 %v: got %q, want %q", preferIPv6, spec.ProviderID, want)
+		}
+	}
+}
