@@ -21,7 +21,7 @@ const linkExternal = "external"
 // reportsExternalIPs lists the platforms whose Talos driver publishes public addresses on the link "external". On all others
 // public addresses are looked for on the machine's links.
 var reportsExternalIPs = map[string]bool{
-	"akamai": true, "aws": true, "azure": true, "cloudstack": true, "digitalocean": true, "equinixmetal": true,
+	"akamai": true, "aws": true, "azure": true, "cloudstack": true, "digital-ocean": true, "equinixMetal": true,
 	"exoscale": true, "gcp": true, "hcloud": true, "scaleway": true, "upcloud": true, "vultr": true,
 }
 
