@@ -41,7 +41,10 @@ var notPublic = []netip.Prefix{
 	netip.MustParsePrefix("198.18.0.0/15"),
 	netip.MustParsePrefix("240.0.0.0/4"),
 	netip.MustParsePrefix("64:ff9b::/96"),
+	netip.MustParsePrefix("64:ff9b:1::/48"), // NAT64 of the local network, RFC 8215
 	netip.MustParsePrefix("100::/64"),
+	netip.MustParsePrefix("2001:2::/48"), // benchmarking, as 198.18.0.0/15
+	netip.MustParsePrefix("5f00::/16"),   // segment routing, RFC 9602
 	netip.MustParsePrefix("fec0::/10"),
 }
 
