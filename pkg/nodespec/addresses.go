@@ -166,7 +166,7 @@ func isPublic(m machine.Machine, a machine.Address) bool {
 // platform names no other.
 func dnsNames(m machine.Machine) ([]corev1.NodeAddress, []Problem) {
 	internal := m.Platform.InternalDNS
-	if internal == "" && strings.Contains(m.Platform.Hostname, ".") {
+	if internal == "" && strings.Contains(strings.TrimSuffix(m.Platform.Hostname, "."), ".") {
 		internal = m.Platform.Hostname
 	}
 
