@@ -26,7 +26,7 @@ func providerID(in Input, nodeIP netip.Addr) (id, pending string) {
 		return "", "the machine has not published its platform yet"
 	}
 
-	if meta.ProviderID != "" {
+	if namesInstance(meta.ProviderID) {
 		return meta.ProviderID, ""
 	}
 
@@ -48,6 +48,12 @@ func providerID(in Input, nodeIP netip.Addr) (id, pending string) {
 	}
 
 	return machineID(in, nodeIP), ""
+}
+
+// namesInstance tells a providerID from the bare format that Talos publishes when the metadata lacks the instance's ID, such as
+// "openstack:///" without any data source, or "aws:///eu-1a/".
+func namesInstance(providerID string) bool {
+	return providerID != "" && !strings.HasSuffix(providerID, "/")
 }
 
 // machineID identifies a machine whose platform does not.
