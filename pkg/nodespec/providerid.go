@@ -80,5 +80,22 @@ func awaitsMetadata(in Input) bool {
 		return true
 	}
 
-	return in.Machine.Stage != runtime.MachineStageRunning || strings.Contains(in.Machine.System.SerialNumber, "s=http")
+	return in.Machine.Stage != runtime.MachineStageRunning || hasNetworkSeed(in.Machine.System.SerialNumber)
+}
+
+// hasNetworkSeed tells whether Talos asks the network for nocloud metadata rather than a drive, as it reads the serial number:
+// "ds=nocloud-net;s=http://10.0.0.254/" (nocloud/metadata.go).
+func hasNetworkSeed(serial string) bool {
+	var network, http bool
+
+	for option := range strings.SplitSeq(serial, ";") {
+		switch key, value, _ := strings.Cut(option, "="); key {
+		case "ds":
+			network = network || value == "nocloud-net"
+		case "s":
+			http = http || strings.HasPrefix(strings.ToLower(value), "http")
+		}
+	}
+
+	return network && http
 }
