@@ -137,30 +137,53 @@ func TestExtensionRunsSoonAfterTalos(t *testing.T) {
 	}
 }
 
-func TestExtensionReachesMachineSocket(t *testing.T) {
-	for m, machineType := range map[*talos.Machine]string{bed.ControlPlane: "controlplane", bed.Worker: "worker"} {
-		var report struct{ Version, MachineType, Platform, Environment string }
+// report is what the probe was told last.
+type report struct{ Version, MachineType, Platform, Environment string }
 
-		eventually(t, func(ctx context.Context) error {
-			logs, err := m.Logs(ctx, service)
-			if err != nil {
-				return err
-			}
+func reported(ctx context.Context, m *talos.Machine) (last report, err error) {
+	logs, err := m.Logs(ctx, service)
+	if err != nil {
+		return last, err
+	}
 
-			for line := range strings.Lines(logs) {
-				if _, object, ok := strings.Cut(line, "{"); ok && json.Unmarshal([]byte("{"+object), &report) == nil {
-					return nil
-				}
-			}
+	err = fmt.Errorf("%s: the probe has not reported: %s", m.Name(), logs)
 
-			return fmt.Errorf("%s: the probe has not reported: %s", m.Name(), logs)
-		})
-
-		if report.Version != talosVersion || report.MachineType != machineType || report.Platform != "container" ||
-			report.Environment != environmentValue {
-			t.Errorf("%s: the probe was told %+v", m.Name(), report)
+	for line := range strings.Lines(logs) {
+		if _, object, ok := strings.Cut(line, "{"); ok {
+			err = json.Unmarshal([]byte("{"+object), &last)
 		}
 	}
+
+	return last, err
+}
+
+func TestExtensionReachesMachineSocket(t *testing.T) {
+	for m, machineType := range map[*talos.Machine]string{bed.ControlPlane: "controlplane", bed.Worker: "worker"} {
+		var got report
+
+		eventually(t, func(ctx context.Context) (err error) {
+			got, err = reported(ctx, m)
+
+			return err
+		})
+
+		if got.Version != talosVersion || got.MachineType != machineType || got.Platform != "container" {
+			t.Errorf("%s: the probe was told %+v", m.Name(), got)
+		}
+	}
+}
+
+func TestRestartedExtensionSeesItsEnvironment(t *testing.T) {
+	check(t, bed.Worker.RestartService(t.Context(), service))
+
+	eventually(t, func(ctx context.Context) error {
+		got, err := reported(ctx, bed.Worker)
+		if err == nil && got.Environment != environmentValue {
+			err = fmt.Errorf("the probe was told %+v", got)
+		}
+
+		return err
+	})
 }
 
 func TestAddressesAppearInTalos(t *testing.T) {
@@ -174,9 +197,7 @@ func TestAddressesAppearInTalos(t *testing.T) {
 	check(t, safe.StateWatchKind(t.Context(), c.COSI,
 		resource.NewMetadata(network.NamespaceName, network.AddressStatusType, "", resource.VersionUndefined), events))
 
-	next := func(wanted state.EventType) time.Duration {
-		start := time.Now()
-
+	next := func(wanted state.EventType, start time.Time) time.Duration {
 		for time.Since(start) < patience {
 			event := <-events
 			check(t, event.Error())
@@ -194,10 +215,13 @@ func TestAddressesAppearInTalos(t *testing.T) {
 		return 0
 	}
 
+	start := time.Now()
 	check(t, bed.Worker.AddAddress(t.Context(), "eth0", prefix))
-	t.Logf("the address came after %s", next(state.Created))
+	t.Logf("the address came after %s", next(state.Created, start))
+
+	start = time.Now()
 	check(t, bed.Worker.DelAddress(t.Context(), "eth0", prefix))
-	t.Logf("it went after %s", next(state.Destroyed))
+	t.Logf("it went after %s", next(state.Destroyed, start))
 }
 
 func TestKilledServiceComesBack(t *testing.T) {

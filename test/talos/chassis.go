@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -203,7 +204,8 @@ func (c *chassis) wait(ctx context.Context, wanted func(power) bool) error {
 
 // close switches the machine off and ends the chassis.
 func (c *chassis) close(ctx context.Context) error {
-	if err := c.commands.Close(); err != nil {
+	// Where the chassis has ended on its own, the pipe is closed already.
+	if err := c.commands.Close(); err != nil && !errors.Is(err, os.ErrClosed) {
 		return fmt.Errorf("end chassis: %w", err)
 	}
 

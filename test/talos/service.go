@@ -145,6 +145,20 @@ func serviceCgroup(service string) string {
 	return path.Join(constants.CgroupSystem, service)
 }
 
+// RestartService asks Talos to restart a service. An extension sees its environment from the machine configuration only then: at
+// boot Talos starts it before it knows its configuration.
+func (m *Machine) RestartService(ctx context.Context, id string) error {
+	c, err := m.TalosClient(ctx)
+	if err != nil {
+		return err
+	}
+	defer c.Close() //nolint:errcheck // nothing is lost
+
+	_, err = c.ServiceRestart(ctx, id)
+
+	return m.named("restart service "+id, err)
+}
+
 // KillService kills a service's processes, as a crash would. Talos starts the service again after five seconds.
 func (m *Machine) KillService(service string) error {
 	pids, err := m.ServiceTask(service)

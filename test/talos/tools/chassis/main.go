@@ -16,9 +16,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"syscall"
 
@@ -182,9 +185,9 @@ func (c *chassis) on() error {
 		return nil
 	}
 
-	cgroup, err := os.Open(c.spec.Cgroup)
+	cgroup, err := freshCgroup(c.spec.Cgroup)
 	if err != nil {
-		return fmt.Errorf("open cgroup of %s: %w", c.spec.Name, err)
+		return fmt.Errorf("renew cgroup of %s: %w", c.spec.Name, err)
 	}
 	defer cgroup.Close() //nolint:errcheck // a folder
 
@@ -213,6 +216,34 @@ func (c *chassis) on() error {
 	c.tell(fmt.Sprintf("on %d", cmd.Process.Pid))
 
 	return nil
+}
+
+// freshCgroup replaces the cgroup that the last boot left: Talos hands its controllers down, and the kernel starts no process in
+// a cgroup that has done so.
+func freshCgroup(dir string) (*os.File, error) {
+	var dirs []string
+
+	if err := filepath.WalkDir(dir, func(path string, entry fs.DirEntry, err error) error {
+		if err == nil && entry.IsDir() {
+			dirs = append(dirs, path)
+		}
+
+		return err
+	}); err != nil {
+		return nil, err
+	}
+
+	for _, left := range slices.Backward(dirs) {
+		if err := os.Remove(left); err != nil {
+			return nil, err
+		}
+	}
+
+	if err := os.Mkdir(dir, 0o755); err != nil {
+		return nil, err
+	}
+
+	return os.Open(dir)
 }
 
 // off pulls the plug: the kernel kills everything that runs on the machine, and off returns when all is gone.
