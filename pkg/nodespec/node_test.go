@@ -1,0 +1,133 @@
+package nodespec_test
+
+import (
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+)
+
+func TestIsTalos(t *testing.T) {
+	for osImage, want := range map[string]bool{
+		"Talos (v1.13.5)":         true,
+		"Talos (v1.14.0-alpha.1)": true,
+		"Talos (v1.10.9-dirty)":   true,
+
+		"":                           false,
+		"Ubuntu 24.04.1 LTS":         false,
+		"Flatcar Container Linux":    false,
+		"Not Talos":                  false,
+		"talos":                      false,
+		" Talos (v1.13.5)":           false,
+		"Bottlerocket OS 1.20.0":     false,
+		"Debian GNU/Linux 12 (Talo)": false,
+	} {
+		t.Run(osImage, func(t *testing.T) {
+			node := &corev1.Node{Status: corev1.NodeStatus{NodeInfo: corev1.NodeSystemInfo{OSImage: osImage}}}
+			if got := nodespec.IsTalos(node); got != want {
+				t.Errorf("got %v, want %v", got, want)
+			}
+		})
+	}
+}
+
+// nodeSaying is a Node whose kubelet was started with the node IPs of annotation and has written the internal ones.
+func nodeSaying(annotation string, internal ...string) *corev1.Node {
+	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "worker-1", Annotations: map[string]string{"alpha.kubernetes.io/provided-node-ip": annotation}}}
+	node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeHostName, Address: "192.0.2.77"}, {Type: corev1.NodeExternalIP, Address: "192.0.2.78"}}
+
+	for _, ip := range internal {
+		node.Status.Addresses = append(node.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeInternalIP, Address: ip})
+	}
+
+	return node
+}
+
+func texts(addrs []netip.Addr) string {
+	var list []string
+	for _, a := range addrs {
+		list = append(list, a.String())
+	}
+
+	return strings.Join(list, " ")
+}
+
+func TestProvidedNodeIPs(t *testing.T) {
+	for _, test := range []struct{ rule, annotation, want string }{
+		{"none", "", ""},
+		{"one", "10.0.0.1", "10.0.0.1"},
+		{"two in the kubelet's order", "2001:db8::1,10.0.0.1", "2001:db8::1 10.0.0.1"},
+		{"blanks are cut", " 10.0.0.1 , 2001:db8::1 ", "10.0.0.1 2001:db8::1"},
+		{"what is not an address is left out", "10.0.0.1,worker-1,10.0.0.0/24,300.0.0.1", "10.0.0.1"},
+		{"empty items are left out", ",,10.0.0.1,", "10.0.0.1"},
+		{"an address with a zone is left out", "fe80::1%eth0,10.0.0.1", "10.0.0.1"},
+		{"IPv4-mapped IPv6 is IPv4", "::ffff:10.0.0.1", "10.0.0.1"},
+	} {
+		t.Run(test.rule, func(t *testing.T) {
+			if got := texts(nodespec.ProvidedNodeIPs(nodeSaying(test.annotation))); got != test.want {
+				t.Errorf("got %q, want %q", got, test.want)
+			}
+		})
+	}
+
+	if got := nodespec.ProvidedNodeIPs(&corev1.Node{}); len(got) != 0 {
+		t.Errorf("without annotations: got %v", got)
+	}
+}
+
+func TestDialAddresses(t *testing.T) {
+	for _, test := range []struct {
+		rule, annotation string
+		internal         []string
+		want             string
+	}{
+		{"none: neither names nor external addresses are dialled", "", nil, ""},
+		{"those the kubelet was started with come first", "10.0.0.2", []string{"10.0.0.1"}, "10.0.0.2 10.0.0.1"},
+		{"the internal ones alone", "", []string{"10.0.0.1", "2001:db8::1"}, "10.0.0.1 2001:db8::1"},
+		{"none twice", "10.0.0.1", []string{"10.0.0.1", "::ffff:10.0.0.1"}, "10.0.0.1"},
+		{"what is not an address is left out", "x", []string{"worker-1", "10.0.0.1"}, "10.0.0.1"},
+	} {
+		t.Run(test.rule, func(t *testing.T) {
+			if got := texts(nodespec.DialAddresses(nodeSaying(test.annotation, test.internal...))); got != test.want {
+				t.Errorf("got %q, want %q", got, test.want)
+			}
+		})
+	}
+}
+
+// The annotation is written by the kubelet, so by whoever holds its key.
+func FuzzWhatTheKubeletSays(f *testing.F) {
+	f.Add("", "")
+	f.Add("10.0.0.1,2001:db8::1", "10.0.0.1")
+	f.Add("::ffff:10.0.0.1,fe80::1%eth0", "fe80::1%eth0")
+	f.Add(",,\x00\xff,1.2.3.4.5", "0x7f000001")
+	f.Add(strings.Repeat("10.0.0.1,", 1000), "\n10.0.0.1\t")
+
+	f.Fuzz(func(t *testing.T, annotation, internal string) {
+		node := nodeSaying(annotation, internal)
+		provided, dialled := nodespec.ProvidedNodeIPs(node), nodespec.DialAddresses(node)
+
+		for _, a := range slices.Concat(provided, dialled) {
+			if !a.IsValid() || a.Zone() != "" || a.Is4In6() {
+				t.Errorf("%q and %q gave %v", annotation, internal, a)
+			}
+		}
+
+		for i, a := range dialled {
+			if slices.Contains(dialled[:i], a) {
+				t.Errorf("%v is listed twice", a)
+			}
+		}
+
+		for _, a := range provided {
+			if !slices.Contains(dialled, a) {
+				t.Errorf("%v is provided and not dialled", a)
+			}
+		}
+	})
+}

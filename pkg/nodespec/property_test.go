@@ -1,0 +1,212 @@
+package nodespec_test
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
+	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/validation"
+
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+)
+
+// randomInput is any machine at all, though with a bias to what is nearly right. The same seed gives the same machine.
+func randomInput(seed uint64) nodespec.Input {
+	r := rand.New(rand.NewPCG(seed, 0))
+	in := nodespec.Input{
+		Machine: machine.Machine{
+			Nodename:          "worker-1",
+			ClusterName:       randomText(r),
+			Stage:             runtime.MachineStage(r.IntN(10)),
+			PlatformPublished: chance(r),
+			System:            hardware.SystemInformationSpec{UUID: oneOf(r, "", uuid, "00000000-0000-0000-0000-000000000000", randomText(r)), SerialNumber: oneOf(r, "", "ds=nocloud-net;s=http://x/", randomText(r))},
+			Platform: runtime.PlatformMetadataSpec{
+				Platform: oneOf(r, append(talosPlatforms(), "", randomText(r))...), Hostname: randomText(r), Region: randomText(r), Zone: randomText(r), InstanceType: randomText(r),
+				InstanceID: randomText(r), ProviderID: randomText(r), Spot: chance(r), InternalDNS: randomText(r), ExternalDNS: randomText(r),
+			},
+		},
+		SharedUUID: chance(r),
+		Options:    nodespec.Options{ClusterName: randomText(r), PreferIPv6: chance(r), ProviderIDFromNodeIP: chance(r)},
+	}
+
+	for range r.IntN(8) {
+		in.Machine.Addresses = append(in.Machine.Addresses, randomAddress(r))
+	}
+
+	for range r.IntN(4) {
+		in.ProvidedNodeIPs = append(in.ProvidedNodeIPs, randomIP(r))
+		in.Machine.NodeIPs = append(in.Machine.NodeIPs, randomIP(r))
+		in.Machine.ExcludedSubnets = append(in.Machine.ExcludedSubnets, randomAddress(r).Prefix.Masked())
+	}
+
+	return in
+}
+
+func chance(r *rand.Rand) bool { return r.IntN(2) == 0 }
+
+func oneOf(r *rand.Rand, list ...string) string { return list[r.IntN(len(list))] }
+
+func randomText(r *rand.Rand) string {
+	return oneOf(r, "", "", "a", "eu-1a", "i-1", "aws:///eu-1a/i-1", "openstack:///", "Worker_1.Example.Org.", "a.b.", ".", "...", "10.0.0.1", "*.x",
+		"with blank", "ünïcode", "\xff\x00", strings.Repeat("x", 64), strings.Repeat("y.", 200), fmt.Sprint(r.Uint64()))
+}
+
+func randomIP(r *rand.Rand) netip.Addr {
+	last := 1 + r.IntN(3)
+	network := oneOf(r, "10.0.0.%d", "203.0.113.%d", "::ffff:203.0.113.%d", "100.64.0.%d", "127.0.0.%d", "224.0.0.%d", "2001:db8::%d", "fd00::%d", "fe80::%d", "::%d", "64:ff9b::%d")
+
+	return addr(fmt.Sprintf(network, last))
+}
+
+func randomAddress(r *rand.Rand) machine.Address {
+	ip := randomIP(r)
+
+	return machine.Address{
+		Prefix: netip.PrefixFrom(ip, r.IntN(ip.BitLen()+1)),
+		Link:   oneOf(r, "", "lo", "eth0", "eth0", "eth1", "external", "kube-ipvs0", "flannel.1", "kubespan", randomText(r)),
+		Scope:  []nethelpers.Scope{nethelpers.ScopeGlobal, nethelpers.ScopeGlobal, nethelpers.ScopeLink, nethelpers.ScopeHost}[r.IntN(4)],
+		Flags:  nethelpers.AddressFlags(r.IntN(1 << 12)),
+	}
+}
+
+func FuzzDesiredIsDeterministicAndValid(f *testing.F) {
+	for seed := range uint64(3000) {
+		f.Add(seed)
+	}
+
+	f.Fuzz(func(t *testing.T, seed uint64) {
+		in := randomInput(seed)
+		spec, problems, pending := nodespec.Desired(in)
+
+		if !reflect.DeepEqual(in, randomInput(seed)) {
+			t.Error("the input was changed")
+		}
+
+		shuffled := randomInput(seed)
+		rand.New(rand.NewPCG(seed, 1)).Shuffle(len(shuffled.Machine.Addresses), func(i, j int) {
+			a := shuffled.Machine.Addresses
+			a[i], a[j] = a[j], a[i]
+		})
+
+		again, problemsAgain, pendingAgain := nodespec.Desired(shuffled)
+		if !reflect.DeepEqual(spec, again) || !reflect.DeepEqual(problems, problemsAgain) || pending != pendingAgain {
+			t.Errorf("in another order of addresses:\n%+v %v %q\n%+v %v %q", spec, problems, pending, again, problemsAgain, pendingAgain)
+		}
+
+		if pending != "" {
+			if !reflect.DeepEqual(spec, nodespec.Spec{}) || problems != nil {
+				t.Errorf("pending, and yet %+v %v", spec, problems)
+			}
+
+			return
+		}
+
+		checkLabels(t, spec, problems)
+		checkAddresses(t, in, spec)
+		checkProviderID(t, in, spec)
+	})
+}
+
+// FuzzDesiredTakesAnyText feeds texts of the platform as they come.
+func FuzzDesiredTakesAnyText(f *testing.F) {
+	f.Add("nocloud", "i-1", "", "rack 7", "A.B.", "", "ds=nocloud-net;s=http://x/", uuid)
+	f.Add("openstack", "", "openstack:///", "", "", "\xff", "", "")
+
+	f.Fuzz(func(t *testing.T, platform, instanceID, providerID, zone, internalDNS, externalDNS, serial, smbiosUUID string) {
+		in := running()
+		in.Machine.Platform = runtime.PlatformMetadataSpec{
+			Platform: platform, InstanceID: instanceID, ProviderID: providerID, Zone: zone, InternalDNS: internalDNS, ExternalDNS: externalDNS,
+		}
+		in.Machine.System = hardware.SystemInformationSpec{SerialNumber: serial, UUID: smbiosUUID}
+
+		spec, problems, pending := nodespec.Desired(in)
+		if pending != "" {
+			return
+		}
+
+		checkLabels(t, spec, problems)
+		checkAddresses(t, in, spec)
+		checkProviderID(t, in, spec)
+	})
+}
+
+func checkLabels(t *testing.T, spec nodespec.Spec, problems []nodespec.Problem) {
+	t.Helper()
+
+	for key, value := range spec.Labels {
+		if why := validation.IsQualifiedName(key); len(why) > 0 {
+			t.Errorf("label %q: %v", key, why)
+		}
+
+		if why := validation.IsValidLabelValue(value); len(why) > 0 || value == "" {
+			t.Errorf("label %s=%q: %v", key, value, why)
+		}
+	}
+
+	for _, p := range problems {
+		if _, both := spec.Labels[p.Key]; both || p.Value == "" || p.Why == "" {
+			t.Errorf("problem %+v, labels %v", p, spec.Labels)
+		}
+	}
+}
+
+func checkAddresses(t *testing.T, in nodespec.Input, spec nodespec.Spec) {
+	t.Helper()
+
+	order := []corev1.NodeAddressType{corev1.NodeInternalIP, corev1.NodeExternalIP, corev1.NodeHostName, corev1.NodeInternalDNS, corev1.NodeExternalDNS}
+	ips := map[netip.Addr]bool{}
+
+	for i, a := range spec.Addresses {
+		if slices.Contains(spec.Addresses[:i], a) {
+			t.Errorf("%v is listed twice", a)
+		}
+
+		if i > 0 && slices.Index(order, a.Type) < slices.Index(order, spec.Addresses[i-1].Type) {
+			t.Errorf("%v comes after %v", a, spec.Addresses[i-1])
+		}
+
+		switch a.Type {
+		case corev1.NodeInternalIP, corev1.NodeExternalIP:
+			ip, err := netip.ParseAddr(a.Address)
+			if err != nil || ip.Is4In6() || ip.Zone() != "" || ip.String() != a.Address {
+				t.Errorf("%v is not an address: %v", a, err)
+			}
+
+			if ips[ip] || !in.Machine.HasAddress(ip) {
+				t.Errorf("%v is listed before, or not the machine's", a)
+			}
+
+			ips[ip] = true
+		default:
+			if why := validation.IsDNS1123Subdomain(a.Address); len(why) > 0 {
+				t.Errorf("%v: %v", a, why)
+			}
+		}
+	}
+
+	if internal := of(corev1.NodeInternalIP, spec); len(internal) == 0 || len(internal) > 2 {
+		t.Errorf("%d internal addresses", len(internal))
+	}
+}
+
+func checkProviderID(t *testing.T, in nodespec.Input, spec nodespec.Spec) {
+	t.Helper()
+
+	meta := in.Machine.Platform
+	if spec.ProviderID == meta.ProviderID && !strings.HasSuffix(meta.ProviderID, "/") {
+		return
+	}
+
+	if id, ours := strings.CutPrefix(spec.ProviderID, "talos://"+meta.Platform+"/"); !ours || id == "" {
+		t.Errorf("providerID %q names no instance of %q", spec.ProviderID, meta.Platform)
+	}
+}
