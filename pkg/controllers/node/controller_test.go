@@ -1,0 +1,864 @@
+package node_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
+	"k8s.io/client-go/util/retry"
+	cloudprovider "k8s.io/cloud-provider"
+
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/provider"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/kube"
+)
+
+// platform is what a cloud platform says of an instance once its metadata service has answered.
+func platform(name, instance string) runtime.PlatformMetadataSpec {
+	return runtime.PlatformMetadataSpec{
+		Platform: name, Region: name + "-region", Zone: name + "-zone", InstanceType: name + "-type", InstanceID: instance,
+	}
+}
+
+// identified is platform with a providerID of its own.
+func identified(name, providerID string) runtime.PlatformMetadataSpec {
+	spec := platform(name, "some-instance")
+	spec.ProviderID = providerID
+
+	return spec
+}
+
+func topology(region, zone, instanceType string) map[string]string {
+	return map[string]string{
+		corev1.LabelTopologyRegion: region, corev1.LabelFailureDomainBetaRegion: region,
+		corev1.LabelTopologyZone: zone, corev1.LabelFailureDomainBetaZone: zone,
+		corev1.LabelInstanceTypeStable: instanceType, corev1.LabelInstanceType: instanceType,
+	}
+}
+
+// ourKeys are all labels that may be ours to set.
+func ourKeys() []string {
+	return append(slices.Collect(maps.Keys(topology("", "", ""))), nodespec.LabelPlatform, nodespec.LabelClusterName, nodespec.LabelLifecycle)
+}
+
+// ourLabels are those of the Node's labels that may be ours to set.
+func ourLabels(n *corev1.Node) map[string]string {
+	labels := map[string]string{}
+
+	for _, key := range ourKeys() {
+		if value, ok := n.Labels[key]; ok {
+			labels[key] = value
+		}
+	}
+
+	return labels
+}
+
+// wantNode is what a Node should carry once it is initialised.
+type wantNode struct {
+	providerID string
+	labels     map[string]string
+	addresses  []corev1.NodeAddress
+}
+
+func (s suite) wantNode(n *corev1.Node, want wantNode) {
+	s.Helper()
+
+	if n.Spec.ProviderID != want.providerID {
+		s.Errorf("node %s: providerID %q, want %q", n.Name, n.Spec.ProviderID, want.providerID)
+	}
+
+	if labels := ourLabels(n); !maps.Equal(labels, want.labels) {
+		s.Errorf("node %s: labels %v, want %v", n.Name, labels, want.labels)
+	}
+
+	if !slices.Equal(n.Status.Addresses, want.addresses) {
+		s.Errorf("node %s: addresses %v, want %v", n.Name, n.Status.Addresses, want.addresses)
+	}
+}
+
+// wantAtomic fails if any version of the Node was open to the scheduler before everything was in place.
+func (s suite) wantAtomic(versions []*corev1.Node, want wantNode) {
+	s.Helper()
+
+	for _, n := range versions {
+		if !tainted(n) {
+			s.wantNode(n, want)
+		}
+
+		if tainted(n) && n.Spec.ProviderID != "" {
+			s.Errorf("version %s of node %s has a providerID and is still tainted: the two go together", n.ResourceVersion, n.Name)
+		}
+	}
+}
+
+func TestInitializesNodesOfEveryPlatform(t *testing.T) {
+	t.Parallel()
+
+	const uuid = "7d1a7f3c-6a53-4a35-9c6c-3a7f1f0c3e11"
+
+	aws := identified("aws", "aws:///eu-west-1a/i-0123456789abcdef0")
+	aws.Spot, aws.Hostname, aws.ExternalDNS = true, "ip-10-0-0-1.EC2.internal", "ec2-3-120-1-2.example.com."
+
+	for _, test := range []struct {
+		name       string
+		spec       talostest.MachineSpec
+		providerID string
+		labels     map[string]string
+		external   []string
+		names      []corev1.NodeAddress
+	}{
+		{
+			name: "aws",
+			spec: talostest.MachineSpec{
+				Platform:  aws,
+				Addresses: []talostest.Address{{Link: talostest.LinkExternal, Prefix: netip.MustParsePrefix("3.120.1.2/32")}},
+			},
+			providerID: "aws:///eu-west-1a/i-0123456789abcdef0",
+			labels:     topology("aws-region", "aws-zone", "aws-type"),
+			external:   []string{"3.120.1.2"},
+			names: []corev1.NodeAddress{
+				{Type: corev1.NodeInternalDNS, Address: "ip-10-0-0-1.ec2.internal"},
+				{Type: corev1.NodeExternalDNS, Address: "ec2-3-120-1-2.example.com"},
+			},
+		},
+		{
+			name:       "hcloud",
+			spec:       talostest.MachineSpec{Platform: identified("hcloud", "hcloud://4711")},
+			providerID: "hcloud://4711",
+			labels:     topology("hcloud-region", "hcloud-zone", "hcloud-type"),
+		},
+		{
+			name:       "cloudstack",
+			spec:       talostest.MachineSpec{Platform: platform("cloudstack", "cloudstack-instance")},
+			providerID: "talos://cloudstack/cloudstack-instance",
+			labels:     topology("cloudstack-region", "cloudstack-zone", "cloudstack-type"),
+		},
+		{
+			name: "nocloud",
+			spec: talostest.MachineSpec{
+				Platform: runtime.PlatformMetadataSpec{Platform: "nocloud", InstanceID: "iid-1"},
+				Addresses: []talostest.Address{
+					{Link: "eth1", Prefix: netip.MustParsePrefix("203.0.112.9/24")},
+					{Link: "eth1", Prefix: netip.MustParsePrefix("2a01:4f8::9/64")},
+					{Link: "tailscale0", Prefix: netip.MustParsePrefix("100.100.1.1/32")},
+				},
+			},
+			providerID: "talos://nocloud/iid-1",
+			labels:     map[string]string{},
+			external:   []string{"203.0.112.9", "2a01:4f8::9"},
+		},
+		{
+			name:       "metal",
+			spec:       talostest.MachineSpec{SystemInformation: &hardware.SystemInformationSpec{UUID: uuid}},
+			providerID: "talos://metal/" + uuid,
+			labels:     map[string]string{},
+		},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			s := parallel(t)
+			test.spec.Nodename = "platform-" + test.name
+			m := s.machine(test.spec)
+
+			test.labels[nodespec.LabelPlatform] = test.name
+			test.labels[nodespec.LabelClusterName] = s.talos.Name()
+
+			if test.spec.Platform.Spot {
+				test.labels[nodespec.LabelLifecycle] = "spot"
+			}
+
+			want := wantNode{providerID: test.providerID, labels: test.labels, addresses: addressList(m, test.external, test.names)}
+			until := s.history(m.Nodename())
+
+			s.register(nodeOf(m))
+			n := s.awaitInitialized(m.Nodename())
+			s.wantNode(n, want)
+			s.wantAtomic(until(n.ResourceVersion), want)
+			s.awaitEvent(m.Nodename(), node.ReasonInitialized)
+			s.wantProvider(n)
+		})
+	}
+}
+
+// addressList is the whole list of a Node of m.
+func addressList(m *talostest.Machine, external []string, names []corev1.NodeAddress) []corev1.NodeAddress {
+	list := []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: m.Address().String()}}
+	for _, ip := range external {
+		list = append(list, corev1.NodeAddress{Type: corev1.NodeExternalIP, Address: ip})
+	}
+
+	list = append(list, corev1.NodeAddress{Type: corev1.NodeHostName, Address: m.Nodename()})
+
+	return append(list, names...)
+}
+
+// wantProvider fails unless the framework's controllers are told what the Node carries.
+func (s suite) wantProvider(n *corev1.Node) {
+	s.Helper()
+
+	metadata, err := provider.New(s.inventory, nodespec.Options{}).InstanceMetadata(s.Context(), n)
+	s.require(err)
+
+	want := cloudprovider.InstanceMetadata{
+		ProviderID:    n.Spec.ProviderID,
+		InstanceType:  n.Labels[corev1.LabelInstanceTypeStable],
+		Zone:          n.Labels[corev1.LabelTopologyZone],
+		Region:        n.Labels[corev1.LabelTopologyRegion],
+		NodeAddresses: n.Status.Addresses,
+	}
+
+	if got, expected := fmt.Sprintf("%+v", *metadata), fmt.Sprintf("%+v", want); got != expected {
+		s.Errorf("node %s: the provider says %s, the Node %s", n.Name, got, expected)
+	}
+}
+
+func TestDualStackNodeIPs(t *testing.T) {
+	s := parallel(t)
+	second := netip.MustParseAddr("fd00::77")
+	m := s.machine(talostest.MachineSpec{
+		Nodename: "dual-stack", Platform: platform("aws", "dual-stack"),
+		Addresses: []talostest.Address{{Link: "eth1", Prefix: netip.PrefixFrom(second, 64)}},
+	})
+	s.register(kube.NodeSpec{Name: m.Nodename(), NodeIPs: []netip.Addr{m.Address(), second}})
+
+	n := s.awaitInitialized(m.Nodename())
+	if got, want := addressesOf(n, corev1.NodeInternalIP), []string{m.Address().String(), second.String()}; !slices.Equal(got, want) {
+		t.Errorf("internal addresses %v, want %v", got, want)
+	}
+}
+
+func TestMetadataLate(t *testing.T) {
+	s := parallel(t)
+	m := s.join(talostest.MachineSpec{Nodename: "late", Platform: platform("aws", "late"), PlatformPending: true})
+
+	s.awaitEvent("late", node.ReasonMetadataPending)
+	s.touch("late", 20)
+	s.require(m.SetHostname(s.Context(), "late", "example.com"))
+	s.settle()
+	s.wantUntouched("late")
+
+	if !tainted(s.get("late")) {
+		t.Error("the Node lost its taint before the machine had its metadata")
+	}
+
+	s.require(m.ResolvePlatform(s.Context()))
+
+	if n := s.awaitInitialized("late"); n.Spec.ProviderID != "talos://aws/late" {
+		t.Errorf("providerID %q", n.Spec.ProviderID)
+	}
+
+	s.awaitEvent("late", node.ReasonInitialized)
+	s.wantOnce("late", node.ReasonMetadataPending)
+}
+
+// A machine that restarts is short of metadata for a moment, which is no reason to take anything off its Node.
+func TestMetadataMissingForAMoment(t *testing.T) {
+	s := parallel(t)
+	m := s.join(talostest.MachineSpec{Nodename: "moment", Platform: platform("aws", "moment")})
+	before := s.awaitInitialized("moment")
+
+	s.require(m.UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) {
+		*spec = runtime.PlatformMetadataSpec{Platform: "aws"}
+	}))
+	s.eventually("the view is short of metadata", func() bool {
+		return s.inventory.Get("moment").Machine.Platform.InstanceID == ""
+	})
+	s.settle()
+
+	if after := s.get("moment"); after.ResourceVersion != before.ResourceVersion {
+		t.Errorf("the Node was written: %s", describe(after))
+	}
+
+	if found := s.events("moment", node.ReasonMetadataPending); len(found) > 0 {
+		t.Errorf("Events on an initialised Node: %s", messages(found))
+	}
+}
+
+func TestIdentityOfAnotherMachineIsRefused(t *testing.T) {
+	s := parallel(t)
+	victim := s.machine(talostest.MachineSpec{Nodename: "victim", Platform: platform("aws", "victim")})
+
+	// Nothing but the annotation and the addresses, which the kubelet writes, leads to the machine.
+	s.register(kube.NodeSpec{Name: "impostor", NodeIPs: []netip.Addr{victim.Address()}})
+
+	s.awaitEvent("impostor", node.ReasonIdentityMismatch)
+	s.touch("impostor", 20)
+	s.settle()
+
+	s.wantUntouched("impostor")
+	s.wantOnce("impostor", node.ReasonIdentityMismatch)
+
+	if !tainted(s.get("impostor")) {
+		t.Error("the Node lost its taint")
+	}
+}
+
+// A Node that has been initialised keeps what it has when its kubelet points to another machine later.
+func TestInitializedNodeThatTurnsToAnotherMachine(t *testing.T) {
+	s := parallel(t)
+	victim := s.machine(talostest.MachineSpec{Nodename: "turned-victim", Platform: identified("hcloud", "hcloud://turned-victim")})
+	s.join(talostest.MachineSpec{Nodename: "turned", Platform: identified("hcloud", "hcloud://turned")})
+	before := s.awaitInitialized("turned")
+
+	s.patch("turned", "kubelet", fmt.Sprintf(`{"metadata":{"annotations":{"alpha.kubernetes.io/provided-node-ip":%q}}}`, victim.Address()))
+	s.settle()
+
+	// The machine's own address is still in the Node's status, so it stays known, and has not got the node IP that is claimed.
+	after := s.get("turned")
+	s.wantNode(after, wantNode{before.Spec.ProviderID, ourLabels(before), before.Status.Addresses})
+}
+
+func TestForeignNodesAreLeftAlone(t *testing.T) {
+	s := parallel(t)
+	m := s.machine(talostest.MachineSpec{Nodename: "foreign", Platform: platform("aws", "foreign")})
+
+	// Both are at the address of a Talos machine, and one has its name.
+	s.register(kube.NodeSpec{Name: "foreign", NodeIPs: []netip.Addr{m.Address()}, OSImage: "Ubuntu 24.04.3 LTS"})
+	s.register(kube.NodeSpec{Name: "foreign-ready", NodeIPs: []netip.Addr{m.Address()}, OSImage: "Ubuntu 24.04.3 LTS", WithoutCloudProvider: true})
+	s.settle()
+
+	for _, name := range []string{"foreign", "foreign-ready"} {
+		s.wantUntouched(name)
+
+		if found := s.events(name, ""); len(found) > 0 {
+			t.Errorf("Events on node %s: %s", name, messages(found))
+		}
+	}
+
+	if !tainted(s.get("foreign")) {
+		t.Error("the foreign Node lost its taint")
+	}
+
+	if calls := m.Calls(); len(calls) > 0 {
+		t.Errorf("the machine at the foreign Node's address was called: %v", calls)
+	}
+}
+
+func TestMachineUnreachableAndBack(t *testing.T) {
+	s := parallel(t)
+	m := s.join(talostest.MachineSpec{Nodename: "unreachable", Platform: platform("aws", "unreachable")})
+	s.awaitInitialized("unreachable")
+
+	s.require(m.Stop(s.Context()))
+	s.awaitEvent("unreachable", node.ReasonUnreachable)
+	s.touch("unreachable", 20)
+	s.settle()
+
+	n := s.get("unreachable")
+	if n.Labels[corev1.LabelTopologyZone] != "aws-zone" || n.Spec.ProviderID != "talos://aws/unreachable" || len(n.Status.Addresses) != 2 {
+		t.Errorf("the Node of an unreachable machine has changed: %s", describe(n))
+	}
+
+	exists, err := provider.New(s.inventory, nodespec.Options{}).InstanceExists(s.Context(), n)
+	if err != nil || !exists {
+		t.Errorf("InstanceExists of an unreachable machine: %t, %v", exists, err)
+	}
+
+	s.require(m.UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "meanwhile" }))
+	m.Start()
+	s.await("unreachable", "in the zone it moved to meanwhile", inZone("meanwhile"))
+	s.settle()
+	s.wantOnce("unreachable", node.ReasonUnreachable)
+}
+
+func inZone(zone string) func(*corev1.Node) bool {
+	return func(n *corev1.Node) bool { return n.Labels[corev1.LabelTopologyZone] == zone }
+}
+
+func TestNobodyIsInitializedFromHearsay(t *testing.T) {
+	s := parallel(t)
+	m := s.join(talostest.MachineSpec{Nodename: "hearsay", Platform: platform("aws", "hearsay"), PlatformPending: true})
+
+	s.awaitEvent("hearsay", node.ReasonMetadataPending)
+	s.require(m.Stop(s.Context()))
+	s.awaitEvent("hearsay", node.ReasonUnreachable)
+	s.require(m.ResolvePlatform(s.Context()))
+	s.settle()
+	s.wantUntouched("hearsay")
+
+	m.Start()
+	s.awaitInitialized("hearsay")
+}
+
+// competingTaint is what the competitor adds at its n-th write.
+func competingTaint(n int) corev1.Taint {
+	return corev1.Taint{Key: fmt.Sprintf("competing/%d", n), Effect: corev1.TaintEffectPreferNoSchedule}
+}
+
+// compete updates the whole Node as often as told, as fast as it can, and adds a taint every tenth time. It returns an error rather than
+// fail the test, since it runs beside it.
+func (s suite) compete(ctx context.Context, nodename string, times int) error {
+	nodes := s.client.CoreV1().Nodes()
+
+	for i := range times {
+		err := retry.RetryOnConflict(retry.DefaultBackoff, func() error {
+			n, err := nodes.Get(ctx, nodename, metav1.GetOptions{})
+			if err != nil {
+				return err
+			}
+
+			n.Labels["competing/label"] = fmt.Sprint(i)
+			n.Annotations["competing/annotation"] = fmt.Sprint(i)
+
+			if i%10 == 0 {
+				n.Spec.Taints = append(n.Spec.Taints, competingTaint(i))
+			}
+
+			_, err = nodes.Update(ctx, n, metav1.UpdateOptions{FieldManager: "competitor"})
+
+			return err
+		})
+		if err != nil {
+			return fmt.Errorf("write %d of the competitor: %w", i, err)
+		}
+	}
+
+	return nil
+}
+
+func TestCompetingWriter(t *testing.T) {
+	s := parallel(t)
+	m := s.join(talostest.MachineSpec{Nodename: "contested", Platform: platform("aws", "contested"), PlatformPending: true})
+	s.awaitEvent("contested", node.ReasonMetadataPending)
+
+	const writes = 200
+
+	competitor := make(chan error, 1)
+
+	go func() { competitor <- s.compete(s.Context(), "contested", writes) }()
+
+	s.await("contested", "written by the competitor", func(n *corev1.Node) bool { return n.Labels["competing/label"] != "" })
+	s.require(m.ResolvePlatform(s.Context()))
+	s.require(<-competitor)
+
+	n := s.awaitInitialized("contested")
+	want := topology("aws-region", "aws-zone", "aws-type")
+	want[nodespec.LabelPlatform], want[nodespec.LabelClusterName] = "aws", s.talos.Name()
+	s.wantNode(n, wantNode{"talos://aws/contested", want, addressList(m, nil, nil)})
+
+	for i := 0; i < writes; i += 10 {
+		if !slices.Contains(n.Spec.Taints, competingTaint(i)) {
+			t.Errorf("taint %s of the competitor was lost", competingTaint(i).Key)
+		}
+	}
+
+	if n.Labels["competing/label"] != fmt.Sprint(writes-1) {
+		t.Errorf("the competitor's label is %q", n.Labels["competing/label"])
+	}
+}
+
+// applyAs makes labels all that the field manager owns of the Node, by force, as `kubectl apply --server-side --force-conflicts` does.
+func (s suite) applyAs(manager, nodename string, labels map[string]string) {
+	s.Helper()
+
+	config := corev1ac.Node(nodename).WithLabels(labels)
+
+	_, err := s.client.CoreV1().Nodes().Apply(s.Context(), config, metav1.ApplyOptions{FieldManager: manager, Force: true})
+	s.require(err)
+}
+
+func TestLabelHeldByAnotherBeforeInitialization(t *testing.T) {
+	s := parallel(t)
+	m := s.join(talostest.MachineSpec{Nodename: "held-before", Platform: platform("aws", "held-before"), PlatformPending: true})
+	s.applyAs("kubectl", "held-before", map[string]string{corev1.LabelTopologyZone: "theirs"})
+
+	s.require(m.ResolvePlatform(s.Context()))
+
+	n := s.awaitInitialized("held-before")
+	want := topology("aws-region", "aws-zone", "aws-type")
+	want[corev1.LabelTopologyZone] = "theirs"
+	want[nodespec.LabelPlatform], want[nodespec.LabelClusterName] = "aws", s.talos.Name()
+	s.wantNode(n, wantNode{"talos://aws/held-before", want, addressList(m, nil, nil)})
+
+	s.awaitEvent("held-before", node.ReasonKeyOwnedByOther)
+	s.touch("held-before", 20)
+	s.settle()
+	s.wantOnce("held-before", node.ReasonKeyOwnedByOther)
+
+	s.applyAs("kubectl", "held-before", nil)
+	s.await("held-before", "labelled with our zone", inZone("aws-zone"))
+}
+
+func TestLabelTakenByAnotherAfterInitialization(t *testing.T) {
+	s := parallel(t)
+	m := s.join(talostest.MachineSpec{Nodename: "held-after", Platform: platform("aws", "held-after")})
+	s.awaitInitialized("held-after")
+
+	s.patch("held-after", "kubectl-label", fmt.Sprintf(`{"metadata":{"labels":{%q:"theirs"}}}`, corev1.LabelTopologyZone))
+	s.awaitEvent("held-after", node.ReasonKeyOwnedByOther)
+
+	// All the rest follows the machine as before.
+	s.require(m.UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone, spec.Region = "next-zone", "next-region" }))
+
+	n := s.await("held-after", "in the next region", func(n *corev1.Node) bool { return n.Labels[corev1.LabelTopologyRegion] == "next-region" })
+	if n.Labels[corev1.LabelTopologyZone] != "theirs" || n.Labels[corev1.LabelFailureDomainBetaZone] != "next-zone" {
+		t.Errorf("labels %v", ourLabels(n))
+	}
+
+	s.settle()
+	s.wantOnce("held-after", node.ReasonKeyOwnedByOther)
+
+	s.patch("held-after", "kubectl-label", fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, corev1.LabelTopologyZone))
+	s.await("held-after", "labelled with our zone again", inZone("next-zone"))
+}
+
+// Talos itself keeps the keys of machine.nodeLabels, and reverts what others write to them: whoever touches them fights for ever.
+func TestLabelsOfTalosAreLeftToTalos(t *testing.T) {
+	s := parallel(t)
+	m := s.join(talostest.MachineSpec{Nodename: "talos-owned", Platform: platform("aws", "talos-owned"), PlatformPending: true})
+
+	owned := []string{corev1.LabelInstanceTypeStable, corev1.LabelTopologyRegion, corev1.LabelTopologyZone}
+	annotation, err := json.Marshal(owned)
+	s.require(err)
+
+	// Another value, the same value, and none at all.
+	s.patch("talos-owned", "machined", fmt.Sprintf(`{"metadata":{"annotations":{"talos.dev/owned-labels":%q},"labels":{%q:"talos-zone",%q:"aws-region"}}}`,
+		annotation, corev1.LabelTopologyZone, corev1.LabelTopologyRegion))
+	s.require(m.ResolvePlatform(s.Context()))
+
+	n := s.awaitInitialized("talos-owned")
+	if n.Labels[corev1.LabelTopologyZone] != "talos-zone" {
+		t.Errorf("the zone is %q", n.Labels[corev1.LabelTopologyZone])
+	}
+
+	if value, ok := n.Labels[corev1.LabelInstanceTypeStable]; ok {
+		t.Errorf("the instance type is %q", value)
+	}
+
+	applied, err := corev1ac.ExtractNode(n, node.FieldManager)
+	s.require(err)
+
+	for _, key := range owned {
+		if _, ours := applied.Labels[key]; ours {
+			t.Errorf("%s was written by us", key)
+		}
+	}
+}
+
+func TestChangesArriveByWatch(t *testing.T) {
+	// Not parallel: it measures.
+	s := suite{t, &shared}
+	m := s.join(talostest.MachineSpec{
+		Nodename: "changing", Platform: platform("nocloud", "changing"),
+		Addresses: []talostest.Address{{Link: "eth1", Prefix: netip.MustParsePrefix("203.0.112.1/24")}},
+	})
+	s.awaitInitialized("changing")
+
+	public := netip.MustParsePrefix("203.0.112.20/24")
+	metadata := func(change func(*runtime.PlatformMetadataSpec)) func(context.Context) error {
+		return func(ctx context.Context) error { return m.UpdatePlatform(ctx, change) }
+	}
+	labelled := func(key, value string) func(*corev1.Node) bool {
+		return func(n *corev1.Node) bool { return n.Labels[key] == value }
+	}
+	has := func(kind corev1.NodeAddressType, list ...string) func(*corev1.Node) bool {
+		return func(n *corev1.Node) bool { return slices.Equal(addressesOf(n, kind), list) }
+	}
+	absent := func(keys ...string) func(*corev1.Node) bool {
+		return func(n *corev1.Node) bool {
+			return !slices.ContainsFunc(keys, func(key string) bool { _, ok := n.Labels[key]; return ok })
+		}
+	}
+
+	var took []time.Duration
+
+	for _, change := range []struct {
+		name   string
+		do     func(context.Context) error
+		follow func(*corev1.Node) bool
+	}{
+		{"zone", metadata(func(p *runtime.PlatformMetadataSpec) { p.Zone = "z2" }), inZone("z2")},
+		{"instance type", metadata(func(p *runtime.PlatformMetadataSpec) { p.InstanceType = "t2" }), labelled(corev1.LabelInstanceTypeStable, "t2")},
+		{"host name", metadata(func(p *runtime.PlatformMetadataSpec) { p.Hostname = "changing.example.com" }), has(corev1.NodeInternalDNS, "changing.example.com")},
+		{"spot", metadata(func(p *runtime.PlatformMetadataSpec) { p.Spot = true }), labelled(nodespec.LabelLifecycle, "spot")},
+		{"no longer spot", metadata(func(p *runtime.PlatformMetadataSpec) { p.Spot = false }), absent(nodespec.LabelLifecycle)},
+		{
+			"no longer in a zone", metadata(func(p *runtime.PlatformMetadataSpec) { p.Zone = "" }),
+			absent(corev1.LabelTopologyZone, corev1.LabelFailureDomainBetaZone),
+		},
+		{
+			"public address added", func(ctx context.Context) error { return m.AddAddress(ctx, "eth1", public) },
+			has(corev1.NodeExternalIP, "203.0.112.1", "203.0.112.20"),
+		},
+		{
+			"public address removed", func(ctx context.Context) error { return m.RemoveAddress(ctx, "eth1", public) },
+			has(corev1.NodeExternalIP, "203.0.112.1"),
+		},
+	} {
+		began := time.Now()
+
+		s.require(change.do(t.Context()))
+		s.await("changing", "following: "+change.name, change.follow)
+		took = append(took, time.Since(began))
+		t.Logf("%s: %s", change.name, time.Since(began))
+	}
+
+	// Other tests may keep the processors busy, so one of them may be late; polling would make them all late.
+	slices.Sort(took)
+
+	if median := took[len(took)/2]; median > time.Second {
+		t.Errorf("half of the changes took longer than %s, want at most a second: %v", median, took)
+	}
+}
+
+func TestEqualMeansNoWrite(t *testing.T) {
+	// Not parallel: it counts everybody's requests.
+	const count = 20
+
+	s := suite{t, &shared}
+
+	var machines []*talostest.Machine
+
+	for i := range count {
+		machines = append(machines, s.join(talostest.MachineSpec{
+			Nodename: fmt.Sprintf("idle-%d", i), Platform: identified("hcloud", fmt.Sprintf("hcloud://idle-%d", i)),
+		}))
+	}
+
+	for _, m := range machines {
+		s.awaitInitialized(m.Nodename())
+	}
+
+	s.settle()
+
+	before, err := s.kube.APIServerRequests(t.Context())
+	s.require(err)
+
+	pod := netip.MustParsePrefix("10.244.3.9/32")
+
+	for round := range 3 {
+		for _, m := range machines {
+			s.require(m.AddAddress(t.Context(), fmt.Sprintf("lxc%d", round), pod))
+		}
+	}
+
+	for _, m := range machines {
+		s.eventually("the view has the pods' links", func() bool {
+			links := 0
+
+			for _, a := range s.inventory.Get(m.Nodename()).Machine.Addresses {
+				if a.Prefix == pod {
+					links++
+				}
+			}
+
+			return links == 3
+		})
+	}
+
+	s.settle()
+
+	after, err := s.kube.APIServerRequests(t.Context())
+	s.require(err)
+
+	for kind, n := range after.Since(before) {
+		if (kind.Resource == "nodes" || kind.Resource == "nodes/status") && slices.Contains([]string{"PATCH", "APPLY", "PUT"}, kind.Verb) {
+			t.Errorf("%d requests %s %s (%d), want none", n, kind.Verb, kind.Resource, kind.Code)
+		}
+	}
+}
+
+func TestWatchesThatBreak(t *testing.T) {
+	for _, test := range []struct {
+		name string
+		do   func(context.Context, *talostest.Machine) error
+	}{
+		{"streams", func(_ context.Context, m *talostest.Machine) error { m.BreakStreams(); return nil }},
+		{"connections", func(_ context.Context, m *talostest.Machine) error { m.BreakConnections(); return nil }},
+		{"reboot", func(ctx context.Context, m *talostest.Machine) error { return m.Reboot(ctx) }},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			s := parallel(t)
+			name := "breaking-" + test.name
+			m := s.join(talostest.MachineSpec{Nodename: name, Platform: platform("aws", name)})
+			before := s.awaitInitialized(name)
+			until := s.history(name)
+
+			for round := range 3 {
+				s.require(test.do(t.Context(), m))
+
+				zone := fmt.Sprintf("zone-%d", round)
+				s.require(m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = zone }))
+
+				for _, n := range until(s.await(name, "in "+zone, inZone(zone)).ResourceVersion) {
+					if n.Labels[corev1.LabelTopologyZone] == "" || !slices.Equal(n.Status.Addresses, before.Status.Addresses) {
+						t.Errorf("the Node was wrong meanwhile: %s", describe(n))
+					}
+				}
+			}
+		})
+	}
+}
+
+func TestCertificateOfAMachineExpires(t *testing.T) {
+	s := parallel(t)
+	m := s.join(talostest.MachineSpec{Nodename: "expired", Platform: platform("aws", "expired")})
+	s.awaitInitialized("expired")
+
+	m.ExpireCertificate()
+	m.BreakConnections()
+	s.awaitEvent("expired", node.ReasonUnreachable)
+
+	s.require(m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "unseen" }))
+	s.settle()
+
+	if n := s.get("expired"); n.Labels[corev1.LabelTopologyZone] != "aws-zone" {
+		t.Errorf("a machine was believed whose certificate has expired: %s", describe(n))
+	}
+
+	m.RenewCertificate()
+	s.await("expired", "following again", inZone("unseen"))
+}
+
+func TestProviderIDInUse(t *testing.T) {
+	s := parallel(t)
+	spec := talostest.MachineSpec{Nodename: "twin-a", Platform: identified("hcloud", "hcloud://twins")}
+	s.join(spec)
+	s.awaitInitialized("twin-a")
+
+	spec.Nodename = "twin-b"
+	s.join(spec)
+	s.awaitEvent("twin-b", node.ReasonProviderIDInUse)
+	s.touch("twin-b", 20)
+	s.settle()
+	s.wantUntouched("twin-b")
+	s.wantOnce("twin-b", node.ReasonProviderIDInUse)
+
+	if !tainted(s.get("twin-b")) {
+		t.Error("the second Node lost its taint")
+	}
+
+	// The first was left over; without it there is nothing in the way.
+	s.remove("twin-a")
+	s.awaitInitialized("twin-b")
+}
+
+func TestProviderIDsAreUniqueUnderConcurrency(t *testing.T) {
+	s := parallel(t)
+
+	const count = 10
+
+	// One instance ID for all of them, which is wrong, and one SMBIOS UUID for all of others, which happens.
+	uuid := "0d1a7f3c-6a53-4a35-9c6c-3a7f1f0c3e22"
+
+	var uuids []*talostest.Machine
+
+	for i := range count {
+		s.join(talostest.MachineSpec{Nodename: fmt.Sprintf("clone-%d", i), Platform: identified("hcloud", "hcloud://clones")})
+		uuids = append(uuids, s.join(talostest.MachineSpec{
+			Nodename: fmt.Sprintf("board-%d", i), SystemInformation: &hardware.SystemInformationSpec{UUID: uuid},
+		}))
+	}
+
+	ids := map[string]string{}
+
+	for _, m := range uuids {
+		n := s.awaitInitialized(m.Nodename())
+
+		if other, taken := ids[n.Spec.ProviderID]; taken {
+			t.Errorf("nodes %s and %s both have providerID %s", other, n.Name, n.Spec.ProviderID)
+		}
+
+		if id := n.Spec.ProviderID; id != "talos://metal/"+uuid && id != "talos://metal/"+m.Address().String() {
+			t.Errorf("node %s has providerID %s", n.Name, id)
+		}
+
+		ids[n.Spec.ProviderID] = n.Name
+		s.wantProvider(s.get(m.Nodename()))
+	}
+
+	chosen := 0
+
+	for i := range count {
+		name := fmt.Sprintf("clone-%d", i)
+
+		s.eventually("node "+name+" is decided upon", func() bool {
+			return initialized(s.get(name)) || len(s.events(name, node.ReasonProviderIDInUse)) > 0
+		})
+
+		if s.get(name).Spec.ProviderID != "" {
+			chosen++
+		}
+	}
+
+	if chosen != 1 {
+		t.Errorf("%d Nodes of one instance were given a providerID, want one", chosen)
+	}
+}
+
+func TestNodeRegisteredAgain(t *testing.T) {
+	s := parallel(t)
+	m := s.join(talostest.MachineSpec{Nodename: "again", Platform: platform("aws", "again")})
+	first := s.awaitInitialized("again")
+
+	for range 3 {
+		s.remove("again")
+		s.register(nodeOf(m))
+
+		n := s.await("again", "initialised as a new one", func(n *corev1.Node) bool { return initialized(n) && n.UID != first.UID })
+		s.wantNode(n, wantNode{first.Spec.ProviderID, ourLabels(first), first.Status.Addresses})
+		first = n
+	}
+}
+
+func TestNodeDeletedDuringInitialization(t *testing.T) {
+	s := parallel(t)
+
+	const count = 10
+
+	var names []string
+
+	for i := range count {
+		name := fmt.Sprintf("deleted-%d", i)
+		names = append(names, name)
+
+		m := s.machine(talostest.MachineSpec{Nodename: name, Platform: identified("hcloud", "hcloud://"+name)})
+		s.register(nodeOf(m))
+
+		// From the first write to none at all: each is met at another moment.
+		if i%2 == 0 {
+			s.await(name, "written", func(n *corev1.Node) bool { return writtenByUs(n) })
+		}
+
+		s.remove(name)
+	}
+
+	s.settle()
+
+	for _, name := range names {
+		if n, err := s.client.CoreV1().Nodes().Get(t.Context(), name, metav1.GetOptions{}); !apierrors.IsNotFound(err) {
+			t.Errorf("node %s came back: %v, %s", name, err, describe(n))
+		}
+
+		s.eventually("the machine of "+name+" is forgotten", func() bool { return s.inventory.Get(name).Condition == inventory.Unknown })
+	}
+}
+
+// The Node of a machine that was renamed is left behind, with the providerID that the new one needs.
+func TestMachineRenamed(t *testing.T) {
+	s := parallel(t)
+	m := s.join(talostest.MachineSpec{Nodename: "old-name", Platform: identified("hcloud", "hcloud://renamed")})
+	s.awaitInitialized("old-name")
+
+	s.require(m.SetNodename(t.Context(), "new-name"))
+	s.awaitEvent("old-name", node.ReasonIdentityMismatch)
+	s.register(kube.NodeSpec{Name: "new-name", NodeIPs: []netip.Addr{m.Address()}})
+
+	if n := s.awaitInitialized("new-name"); n.Spec.ProviderID != "hcloud://renamed" {
+		t.Errorf("providerID %q", n.Spec.ProviderID)
+	}
+}

@@ -1,0 +1,455 @@
+package node_test
+
+import (
+	"context"
+	"crypto/tls"
+	"fmt"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/siderolabs/talos/pkg/machinery/role"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/kubernetes/scheme"
+	typedcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
+	"k8s.io/client-go/tools/cache"
+	"k8s.io/client-go/tools/record"
+	cloudproviderapi "k8s.io/cloud-provider/api"
+	"k8s.io/utils/clock"
+
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/reflector"
+	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/kube"
+)
+
+const (
+	// patience bounds every wait for something that should take a moment, on a machine that has much else to do.
+	patience = 45 * time.Second
+	interval = 20 * time.Millisecond
+)
+
+// bed is what the tests of this package share: a real API server, Talos machines, and one controller that runs all the time.
+type bed struct {
+	kube      *kube.Cluster
+	talos     *talostest.Cluster
+	client    kubernetes.Interface
+	inventory *inventory.Inventory
+}
+
+var shared bed
+
+func TestMain(m *testing.M) {
+	code, err := runTests(m)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+
+		code = 1
+	}
+
+	os.Exit(code)
+}
+
+func runTests(m *testing.M) (code int, err error) {
+	ctx, cancel := context.WithCancel(context.Background())
+
+	var group sync.WaitGroup
+
+	defer group.Wait()
+	defer cancel()
+
+	if shared.kube, err = kube.Start(ctx, kube.Options{Progress: os.Stderr}); err != nil {
+		return 1, err
+	}
+	defer shared.kube.Stop() //nolint:errcheck // a temporary folder at most is left
+
+	if shared.talos, err = talostest.New(talostest.Options{}); err != nil {
+		return 1, err
+	}
+	defer shared.talos.Close()
+
+	if shared.client, err = kubernetes.NewForConfig(shared.kube.Config()); err != nil {
+		return 1, err
+	}
+
+	if err := shared.control(ctx, &group); err != nil {
+		return 1, err
+	}
+
+	code = m.Run()
+
+	cancel()
+	group.Wait()
+
+	return code, nil
+}
+
+// control starts the controller on the same parts as in the product, without leadership and bootstrap.
+func (b *bed) control(ctx context.Context, group *sync.WaitGroup) error {
+	credentials, err := b.talos.ClientTLS(string(role.Reader))
+	if err != nil {
+		return err
+	}
+
+	broadcaster := record.NewBroadcaster(record.WithContext(ctx))
+	broadcaster.StartRecordingToSink(&typedcorev1.EventSinkImpl{Interface: b.client.CoreV1().Events("")})
+
+	b.inventory = inventory.New(time.Now)
+	machines := reflector.New(b.inventory, func(_ string, addr netip.Addr) (talosapi.State, error) {
+		return talosapi.Dial(staticCredentials{credentials}, addr)
+	}, clock.RealClock{})
+	factory := informers.NewSharedInformerFactory(b.client, 0)
+
+	controller, err := node.New(node.Config{
+		Client:    b.client,
+		Nodes:     factory.Core().V1().Nodes(),
+		Inventory: b.inventory,
+		Recorder:  broadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "talos-ccm"}),
+		Clock:     clock.RealClock{},
+	})
+	if err != nil {
+		return err
+	}
+
+	if err := follow(factory.Core().V1().Nodes().Informer(), machines); err != nil {
+		return err
+	}
+
+	group.Go(func() { machines.Run(ctx) })
+	group.Go(func() { controller.Run(ctx, 10) })
+	factory.Start(ctx.Done())
+
+	return nil
+}
+
+// staticCredentials are talosapi.Credentials that never change.
+type staticCredentials struct {
+	config *tls.Config
+}
+
+// TLSConfig implements talosapi.Credentials.
+func (c staticCredentials) TLSConfig() (*tls.Config, error) { return c.config.Clone(), nil }
+
+// follow has machines tracked as long as their Nodes are there.
+func follow(nodes cache.SharedIndexInformer, machines *reflector.Reflector) error {
+	track := func(obj any) {
+		if n, ok := obj.(*corev1.Node); ok && nodespec.IsTalos(n) {
+			machines.Track(n.Name, nodespec.DialAddresses(n))
+		}
+	}
+
+	_, err := nodes.AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc:    track,
+		UpdateFunc: func(_, obj any) { track(obj) },
+		DeleteFunc: func(obj any) {
+			if key, err := cache.DeletionHandlingMetaNamespaceKeyFunc(obj); err == nil {
+				machines.Untrack(key)
+			}
+		},
+	})
+
+	return err
+}
+
+// suite is one test's view of the bed.
+type suite struct {
+	*testing.T
+	*bed
+}
+
+// parallel is a suite for a test that disturbs no other.
+func parallel(t *testing.T) suite {
+	t.Parallel()
+
+	return suite{t, &shared}
+}
+
+// machine adds a Talos machine, which goes down when the test ends.
+func (s suite) machine(spec talostest.MachineSpec) *talostest.Machine {
+	s.Helper()
+
+	m, err := s.talos.AddMachine(spec)
+	s.require(err)
+	s.Cleanup(func() { _ = m.Stop(context.Background()) })
+
+	return m
+}
+
+// register registers a Node as a kubelet does; it is deleted when the test ends.
+func (s suite) register(spec kube.NodeSpec) *corev1.Node {
+	s.Helper()
+
+	n, err := s.kube.RegisterNode(s.Context(), spec)
+	s.require(err)
+	s.Cleanup(func() { s.remove(spec.Name) })
+
+	return n
+}
+
+// join adds a machine and registers its Node with the addresses that its kubelet would name.
+func (s suite) join(spec talostest.MachineSpec) *talostest.Machine {
+	s.Helper()
+
+	m := s.machine(spec)
+	s.register(nodeOf(m))
+
+	return m
+}
+
+func nodeOf(m *talostest.Machine) kube.NodeSpec {
+	return kube.NodeSpec{Name: m.Nodename(), NodeIPs: []netip.Addr{m.Address()}}
+}
+
+// remove deletes a Node, which may be gone already.
+func (s suite) remove(nodename string) {
+	s.Helper()
+
+	err := s.client.CoreV1().Nodes().Delete(context.Background(), nodename, metav1.DeleteOptions{})
+	if err != nil && !apierrors.IsNotFound(err) {
+		s.Error(err)
+	}
+}
+
+func (s suite) require(err error) {
+	s.Helper()
+
+	if err != nil {
+		s.Fatal(err)
+	}
+}
+
+func (s suite) get(nodename string) *corev1.Node {
+	s.Helper()
+
+	n, err := s.client.CoreV1().Nodes().Get(s.Context(), nodename, metav1.GetOptions{})
+	s.require(err)
+
+	return n
+}
+
+// await watches a Node until ok is true of it, and returns it as it is then.
+func (s suite) await(nodename, what string, ok func(*corev1.Node) bool) *corev1.Node {
+	s.Helper()
+
+	ctx, cancel := context.WithTimeout(s.Context(), patience)
+	defer cancel()
+
+	// From no version in particular: what is there comes first.
+	w, err := s.client.CoreV1().Nodes().Watch(ctx, byName(nodename))
+	s.require(err)
+
+	defer w.Stop()
+
+	var last *corev1.Node
+
+	for event := range w.ResultChan() {
+		n, isNode := event.Object.(*corev1.Node)
+		if !isNode {
+			s.Fatalf("watch node %s: %v", nodename, event.Object)
+		}
+
+		last = n
+
+		if event.Type != watch.Deleted && ok(n) {
+			return n
+		}
+	}
+
+	s.Fatalf("node %s: not %s after %s; it is: %s", nodename, what, patience, describe(last))
+
+	return nil
+}
+
+func byName(nodename string) metav1.ListOptions {
+	return metav1.ListOptions{FieldSelector: fields.OneTermEqualSelector(metav1.ObjectNameField, nodename).String()}
+}
+
+func describe(n *corev1.Node) string {
+	if n == nil {
+		return "absent"
+	}
+
+	return fmt.Sprintf("providerID %q, taints %v, labels %v, addresses %v", n.Spec.ProviderID, n.Spec.Taints, n.Labels, n.Status.Addresses)
+}
+
+func (s suite) awaitInitialized(nodename string) *corev1.Node {
+	s.Helper()
+
+	return s.await(nodename, "initialised", initialized)
+}
+
+func initialized(n *corev1.Node) bool { return !tainted(n) && n.Spec.ProviderID != "" }
+
+func tainted(n *corev1.Node) bool {
+	return slices.ContainsFunc(n.Spec.Taints, func(t corev1.Taint) bool { return t.Key == cloudproviderapi.TaintExternalCloudProvider })
+}
+
+// addressesOf are a Node's addresses of one type.
+func addressesOf(n *corev1.Node, kind corev1.NodeAddressType) []string {
+	var list []string
+
+	for _, a := range n.Status.Addresses {
+		if a.Type == kind {
+			list = append(list, a.Address)
+		}
+	}
+
+	return list
+}
+
+// writtenByUs tells whether our field manager owns anything of the Node.
+func writtenByUs(n *corev1.Node) bool {
+	return slices.ContainsFunc(n.ManagedFields, func(m metav1.ManagedFieldsEntry) bool { return m.Manager == node.FieldManager })
+}
+
+// wantUntouched fails unless the Node is as its kubelet registered it.
+func (s suite) wantUntouched(nodename string) {
+	s.Helper()
+
+	n := s.get(nodename)
+	if writtenByUs(n) || n.Spec.ProviderID != "" {
+		s.Errorf("node %s was written by %s: %s; managed fields: %v", nodename, node.FieldManager, describe(n), n.ManagedFields)
+	}
+}
+
+// events are the Events on a Node with the given reason; an empty reason is any.
+func (s suite) events(nodename, reason string) []corev1.Event {
+	s.Helper()
+
+	selector := fields.Set{"involvedObject.kind": "Node", "involvedObject.name": nodename}
+	if reason != "" {
+		selector["reason"] = reason
+	}
+
+	list, err := s.client.CoreV1().Events(metav1.NamespaceAll).List(s.Context(), metav1.ListOptions{FieldSelector: selector.String()})
+	s.require(err)
+
+	return list.Items
+}
+
+func (s suite) awaitEvent(nodename, reason string) corev1.Event {
+	s.Helper()
+
+	var found []corev1.Event
+
+	s.eventually(fmt.Sprintf("node %s has an Event %s", nodename, reason), func() bool {
+		found = s.events(nodename, reason)
+
+		return len(found) > 0
+	})
+
+	return found[0]
+}
+
+// wantOnce fails unless there is one Event with the reason, which happened once.
+func (s suite) wantOnce(nodename, reason string) {
+	s.Helper()
+
+	found := s.events(nodename, reason)
+	if len(found) != 1 || found[0].Count != 1 {
+		s.Errorf("node %s has %d Events %s, want one that happened once: %v", nodename, len(found), reason, messages(found))
+	}
+}
+
+func messages(events []corev1.Event) string {
+	var list []string
+	for _, e := range events {
+		list = append(list, fmt.Sprintf("%d× %s %s", e.Count, e.Reason, e.Message))
+	}
+
+	return strings.Join(list, "; ")
+}
+
+// patch changes the Node by a merge patch of the given field manager.
+func (s suite) patch(nodename, manager, patch string) {
+	s.Helper()
+
+	options := metav1.PatchOptions{FieldManager: manager}
+
+	_, err := s.client.CoreV1().Nodes().Patch(s.Context(), nodename, types.MergePatchType, []byte(patch), options)
+	s.require(err)
+}
+
+// eventually asks again until ok is true, for what cannot be watched.
+func (s suite) eventually(what string, ok func() bool) {
+	s.Helper()
+
+	err := wait.PollUntilContextTimeout(s.Context(), interval, patience, true, func(context.Context) (bool, error) { return ok(), nil })
+	if err != nil {
+		s.Fatalf("not so after %s: %s", patience, what)
+	}
+}
+
+// settle returns when the controller has worked off what happened before, with all Events of that recorded: it has reported a Node that
+// came after. It writes nothing to any Node, and has nothing written.
+func (s suite) settle() {
+	s.Helper()
+
+	name := "settle-" + strings.ToLower(strings.NewReplacer("/", "-", "_", "-").Replace(s.Name()))
+	name = fmt.Sprintf("%.40s-%d", name, time.Now().UnixNano())
+
+	m := s.machine(talostest.MachineSpec{Nodename: name, Platform: platform("aws", name), PlatformPending: true})
+	s.register(nodeOf(m))
+	s.awaitEvent(name, node.ReasonMetadataPending)
+	s.remove(name)
+}
+
+// touch changes the Node in a way that means nothing, as a heartbeat does.
+func (s suite) touch(nodename string, times int) {
+	s.Helper()
+
+	for i := range times {
+		s.patch(nodename, "toucher", fmt.Sprintf(`{"metadata":{"annotations":{"test/touched":"%d"}}}`, i))
+	}
+}
+
+// history records every version of a Node that the API server shows from now on. The returned function ends that at the given version.
+func (s suite) history(nodename string) (until func(resourceVersion string) []*corev1.Node) {
+	s.Helper()
+
+	list, err := s.client.CoreV1().Nodes().List(s.Context(), byName(nodename))
+	s.require(err)
+
+	options := byName(nodename)
+	options.ResourceVersion = list.ResourceVersion
+
+	w, err := s.client.CoreV1().Nodes().Watch(s.Context(), options)
+	s.require(err)
+	s.Cleanup(w.Stop)
+
+	return func(resourceVersion string) []*corev1.Node {
+		s.Helper()
+
+		var seen []*corev1.Node
+
+		for event := range w.ResultChan() {
+			n, ok := event.Object.(*corev1.Node)
+			if !ok {
+				break
+			}
+
+			if seen = append(seen, n); n.ResourceVersion == resourceVersion {
+				return seen
+			}
+		}
+
+		s.Fatalf("the watch of node %s ended before version %s", nodename, resourceVersion)
+
+		return nil
+	}
+}
