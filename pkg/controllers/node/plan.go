@@ -1,14 +1,15 @@
 package node
 
 import (
+	"encoding/json"
+	"fmt"
 	"maps"
 	"slices"
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	cloudproviderapi "k8s.io/cloud-provider/api"
-
-	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
@@ -41,14 +42,9 @@ func (p plan) empty() bool {
 
 // makePlan compares node with spec. It changes neither.
 func makePlan(node *corev1.Node, spec nodespec.Spec) (plan, error) {
-	applied, err := corev1ac.ExtractNode(node, FieldManager)
+	owned, err := appliedLabels(node)
 	if err != nil {
 		return plan{}, err
-	}
-
-	owned := map[string]string{}
-	if applied.ObjectMetaApplyConfiguration != nil {
-		owned = applied.Labels
 	}
 
 	p := plan{initialize: uninitialized(node)}
@@ -64,6 +60,37 @@ func makePlan(node *corev1.Node, spec nodespec.Spec) (plan, error) {
 	}
 
 	return p, nil
+}
+
+// appliedLabels are the labels that we hold by having applied them. The generated ExtractNode cannot be used: it refuses a Node with two
+// addresses of one type (https://github.com/kubernetes/kubernetes/issues/79391), which every dual-stack Node has.
+func appliedLabels(node *corev1.Node) (map[string]string, error) {
+	labels := map[string]string{}
+
+	for _, entry := range node.ManagedFields {
+		if entry.Manager != FieldManager || entry.Operation != metav1.ManagedFieldsOperationApply || entry.Subresource != "" || entry.FieldsV1 == nil {
+			continue
+		}
+
+		var fields struct {
+			Metadata struct {
+				Labels map[string]struct{} `json:"f:labels"`
+			} `json:"f:metadata"`
+		}
+
+		if err := json.Unmarshal(entry.FieldsV1.Raw, &fields); err != nil {
+			return nil, fmt.Errorf("read the managed fields of %s: %w", FieldManager, err)
+		}
+
+		for field := range fields.Metadata.Labels {
+			key, isKey := strings.CutPrefix(field, "f:")
+			if value, exists := node.Labels[key]; isKey && exists {
+				labels[key] = value
+			}
+		}
+	}
+
+	return labels, nil
 }
 
 // divide tells the labels that are ours to apply from those that somebody else holds with another value.
