@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/siderolabs/talos/pkg/machinery/constants"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	cloudproviderapi "k8s.io/cloud-provider/api"
@@ -17,9 +18,6 @@ import (
 // FieldManager owns the labels we apply.
 const FieldManager = "talos-ccm"
 
-// Talos's own controller owns the keys it lists here, separated by commas, and reverts what others write to them
-// (siderolabs/talos constants.AnnotationOwnedLabels).
-const annotationOwnedLabels = "talos.dev/owned-labels"
 
 // plan is the difference between what a Node carries and what it should. The zero value: nothing to write.
 type plan struct {
@@ -97,7 +95,7 @@ func appliedLabels(node *corev1.Node) (map[string]string, error) {
 func divide(node *corev1.Node, wanted, owned map[string]string) (ours, foreign map[string]string) {
 	ours, foreign = map[string]string{}, map[string]string{}
 
-	talos := strings.Split(node.Annotations[annotationOwnedLabels], ",")
+	talos := talosLabels(node)
 
 	for key, value := range wanted {
 		present, exists := node.Labels[key]
@@ -116,6 +114,17 @@ func divide(node *corev1.Node, wanted, owned map[string]string) (ours, foreign m
 	}
 
 	return ours, foreign
+}
+
+// talosLabels are the keys that Talos's own controller keeps, and reverts what others write to them. It lists them as JSON
+// (k8s/NodeApplyController); without a list that can be read it changes nothing.
+func talosLabels(node *corev1.Node) []string {
+	var keys []string
+	if err := json.Unmarshal([]byte(node.Annotations[constants.AnnotationOwnedLabels]), &keys); err != nil {
+		return nil
+	}
+
+	return keys
 }
 
 func uninitialized(node *corev1.Node) bool {
