@@ -282,48 +282,54 @@ func TestCableCutsOff(t *testing.T) {
 	eventually(t, func(ctx context.Context) error { return dial(ctx, bed.Worker) })
 }
 
-// alive waits until the worker's kubelet renews its lease.
-func alive(t *testing.T, since time.Time) time.Duration {
+// alive waits until a machine's kubelet renews its lease.
+func alive(t *testing.T, m *talos.Machine, since time.Time) time.Duration {
 	t.Helper()
 
 	kubernetes, err := bed.Kubernetes()
 	check(t, err)
 
 	return eventually(t, func(ctx context.Context) error {
-		lease, err := kubernetes.CoordinationV1().Leases(corev1.NamespaceNodeLease).Get(ctx, bed.Worker.Name(), metav1.GetOptions{})
+		lease, err := kubernetes.CoordinationV1().Leases(corev1.NamespaceNodeLease).Get(ctx, m.Name(), metav1.GetOptions{})
 		if err != nil {
 			return err
 		}
 
 		if lease.Spec.RenewTime == nil || lease.Spec.RenewTime.Time.Before(since) {
-			return errors.New("the worker's kubelet is silent")
+			return errors.New("the kubelet is silent")
 		}
 
 		return nil
 	})
 }
 
-func TestMachineKeepsItsIdentity(t *testing.T) {
+func TestMachinesKeepTheirIdentity(t *testing.T) {
 	kubernetes, err := bed.Kubernetes()
 	check(t, err)
 
-	before, err := kubernetes.CoreV1().Nodes().Get(t.Context(), bed.Worker.Name(), metav1.GetOptions{})
-	check(t, err)
-
-	for name, restart := range map[string]func(context.Context) error{
-		"reboot":      bed.Worker.Reboot,
-		"power cycle": bed.Worker.PowerCycle,
+	for _, test := range []struct {
+		name    string
+		machine *talos.Machine
+		restart func(*talos.Machine, context.Context) error
+	}{
+		{"worker reboots", bed.Worker, (*talos.Machine).Reboot},
+		{"worker loses power", bed.Worker, (*talos.Machine).PowerCycle},
+		{"control plane reboots", bed.ControlPlane, (*talos.Machine).Reboot},
+		{"control plane loses power", bed.ControlPlane, (*talos.Machine).PowerCycle},
 	} {
-		t.Run(name, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
+			before, err := kubernetes.CoreV1().Nodes().Get(t.Context(), test.machine.Name(), metav1.GetOptions{})
+			check(t, err)
+
 			start := time.Now()
-			check(t, restart(t.Context()))
+			check(t, test.restart(test.machine, t.Context()))
 			t.Logf("the machine was on again after %.1f s", time.Since(start).Seconds())
 
-			_, err := bed.Worker.ServiceRunning(t.Context(), service)
+			_, err = test.machine.ServiceRunning(t.Context(), service)
 			check(t, err)
-			t.Logf("its kubelet spoke after %.1f s more", alive(t, time.Now()).Seconds())
+			t.Logf("its kubelet spoke after %.1f s more", alive(t, test.machine, time.Now()).Seconds())
 
-			after, err := kubernetes.CoreV1().Nodes().Get(t.Context(), bed.Worker.Name(), metav1.GetOptions{})
+			after, err := kubernetes.CoreV1().Nodes().Get(t.Context(), test.machine.Name(), metav1.GetOptions{})
 			check(t, err)
 
 			if after.UID != before.UID {
@@ -349,5 +355,5 @@ func TestExtensionRunsWithoutNetwork(t *testing.T) {
 	}
 
 	check(t, m.SetLink(t.Context(), talos.LinkUp))
-	t.Logf("with its cable back, its kubelet spoke after %.1f s", alive(t, time.Now()).Seconds())
+	t.Logf("with its cable back, its kubelet spoke after %.1f s", alive(t, m, time.Now()).Seconds())
 }

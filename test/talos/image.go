@@ -24,7 +24,7 @@ const (
 
 // skeleton are folders and files that a container runtime or a component expects in its image.
 var (
-	skeletonFolders = []string{"dev", "etc", "etc/ssl", "etc/ssl/certs", "proc", "run", "sys", "tmp", "usr", "usr/local", "usr/local/bin", "var"}
+	skeletonFolders = []string{"dev", "etc", "etc/ssl", "etc/ssl/certs", "proc", "run", "sys", "tmp", "usr", "usr/local", imageBin, imageLibexec, "var"}
 	skeletonFiles   = map[string]string{
 		"etc/group":  "root:x:0:\n",
 		"etc/passwd": "root:x:0:0:root:/:/sbin/nologin\nnobody:x:65534:65534:nobody:/:/sbin/nologin\n",
@@ -201,27 +201,50 @@ type references struct {
 	etcd, apiServer, controllerManager, scheduler, kubelet, pause string
 }
 
+const (
+	imageBin     = "usr/local/bin"
+	imageLibexec = "usr/local/libexec"
+)
+
+// components are the programs of Kubernetes, by the name under which the shared layer offers them. The kubelet hides behind the
+// wrapper that its own image adds.
+var components = map[string]string{
+	"etcd":                    "etcd",
+	"kube-apiserver":          "kube-apiserver",
+	"kube-controller-manager": "kube-controller-manager",
+	"kube-scheduler":          "kube-scheduler",
+	"kubelet":                 "kubelet.real",
+}
+
+// componentLayer holds every program in dir once, also where several names there are the same program.
+func componentLayer(dir string) (layer, error) {
+	l := layer{programs: map[string]string{}, links: map[string]string{}}
+
+	for name, offered := range components {
+		program, err := filepath.EvalSymlinks(filepath.Join(dir, name))
+		if err != nil {
+			return layer{}, fmt.Errorf("find component of Kubernetes: %w", err)
+		}
+
+		base := filepath.Base(program)
+		l.programs[path.Join(imageLibexec, base)] = program
+		l.links[path.Join(imageBin, offered)] = "../libexec/" + base
+	}
+
+	return l, nil
+}
+
 // componentImages makes all images of a cluster out of the folder with the Kubernetes components and of the tools. The images of
 // the components share one layer, so that a machine pulls it once.
-func componentImages(refs references, components string, a *assets, dir string) ([]image, error) {
-	const bin = "usr/local/bin"
-
-	binary, err := filepath.EvalSymlinks(filepath.Join(components, "kube-apiserver"))
+func componentImages(refs references, kubernetes string, a *assets, dir string) ([]image, error) {
+	shared, err := componentLayer(kubernetes)
 	if err != nil {
-		return nil, fmt.Errorf("find Kubernetes components: %w", err)
-	}
-
-	shared := layer{
-		programs: map[string]string{path.Join(bin, "kube-components"): binary},
-		links:    map[string]string{},
-	}
-	for _, name := range []string{"etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler"} {
-		shared.links[path.Join(bin, name)] = "kube-components"
+		return nil, err
 	}
 
 	plans := map[string]layer{
 		"components": shared,
-		"kubelet":    {programs: map[string]string{path.Join(bin, "kubelet"): a.tool("kubewrap")}},
+		"kubelet":    {programs: map[string]string{path.Join(imageBin, "kubelet"): a.tool("kubewrap")}},
 		"pause":      {programs: map[string]string{"pause": a.tool("pause")}},
 	}
 	layers := map[string]blob{}

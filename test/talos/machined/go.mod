@@ -1,3 +1,7 @@
+// What it takes to build Talos v1.13.5's machined outside of Talos's own module. The versions are those of Talos, so that what is
+// tested is what is shipped. Four differ, because a replacement by a folder or by a fork cannot be had from a module proxy:
+// pkg/machinery (the published one), containerd (upstream, without a patch that makes binaries smaller), go-kubernetes and etcdutl
+// (neighbouring versions). A newer Talos: take its go.mod and go.sum, require it, and replace what does not resolve.
 module github.com/talos-ccm/talos-ccm/test/talos/machined
 
 go 1.26.3

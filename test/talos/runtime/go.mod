@@ -1,3 +1,4 @@
+// The container runtime of Talos v1.13.5: containerd with its shim, and runc. Built by the test bed.
 module github.com/talos-ccm/talos-ccm/test/talos/runtime
 
 go 1.26.0

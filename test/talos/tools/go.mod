@@ -1,3 +1,4 @@
+// What the test bed runs besides Talos. A module of its own, so that building it does not depend on the product.
 module github.com/talos-ccm/talos-ccm/test/talos/tools
 
 go 1.26.1

@@ -11,8 +11,11 @@ import (
 	"syscall"
 )
 
-// components holds every Kubernetes component; the first argument chooses one.
-const components = "/usr/local/bin/kube-components"
+// kubelet is the program, and name how it is called: it may be one of several in a binary that goes by its name.
+const (
+	kubelet = "/usr/local/bin/kubelet.real"
+	name    = "/usr/local/bin/kubelet"
+)
 
 // sysctls are what the kubelet's container manager expects to read back.
 var sysctls = map[string]string{
@@ -32,27 +35,27 @@ func main() {
 }
 
 func run() error {
-	for name, value := range sysctls {
-		if err := cover(name, value); err != nil {
+	for sysctl, value := range sysctls {
+		if err := cover(sysctl, value); err != nil {
 			return err
 		}
 	}
 
-	if err := syscall.Exec(components, append([]string{components, "kubelet"}, os.Args[1:]...), os.Environ()); err != nil {
-		return fmt.Errorf("execute %s: %w", components, err)
+	if err := syscall.Exec(kubelet, append([]string{name}, os.Args[1:]...), os.Environ()); err != nil {
+		return fmt.Errorf("execute %s: %w", kubelet, err)
 	}
 
 	return nil
 }
 
-func cover(name, value string) error {
-	file := filepath.Join(os.TempDir(), "sysctl."+strings.ReplaceAll(name, "/", "."))
+func cover(sysctl, value string) error {
+	file := filepath.Join(os.TempDir(), "sysctl."+strings.ReplaceAll(sysctl, "/", "."))
 	if err := os.WriteFile(file, []byte(value+"\n"), 0o644); err != nil {
-		return fmt.Errorf("write stand-in for sysctl %s: %w", name, err)
+		return fmt.Errorf("write stand-in for sysctl %s: %w", sysctl, err)
 	}
 
-	if err := syscall.Mount(file, filepath.Join("/proc/sys", name), "", syscall.MS_BIND, ""); err != nil {
-		return fmt.Errorf("cover sysctl %s: %w", name, err)
+	if err := syscall.Mount(file, filepath.Join("/proc/sys", sysctl), "", syscall.MS_BIND, ""); err != nil {
+		return fmt.Errorf("cover sysctl %s: %w", sysctl, err)
 	}
 
 	return nil

@@ -1,0 +1,39 @@
+//go:build e2e
+
+package talos_test
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/talos-ccm/talos-ccm/test/talos"
+)
+
+const nobody = 65534
+
+// TestOnlyRootGetsABed runs this binary as a user without rights: it must fail, and say why.
+func TestOnlyRootGetsABed(t *testing.T) {
+	self, err := os.ReadFile(os.Args[0])
+	check(t, err)
+
+	dir, err := os.MkdirTemp("", "talos-ccm-nobody-")
+	check(t, err)
+	defer os.RemoveAll(dir)
+
+	copied := filepath.Join(dir, "bed.test")
+	check(t, os.WriteFile(copied, self, 0o755))
+	check(t, os.Chmod(dir, 0o755))
+
+	cmd := exec.CommandContext(t.Context(), copied, "-test.run=^$")
+	cmd.Dir = "/"
+	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}}
+
+	out, err := cmd.CombinedOutput()
+	if err == nil || !strings.Contains(string(out), talos.ErrNotRoot.Error()) {
+		t.Errorf("without root: %v: %s", err, out)
+	}
+}
