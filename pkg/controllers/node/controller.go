@@ -199,7 +199,7 @@ func (c *Controller) sync(ctx context.Context, nodename string) (result string, 
 	node, err := c.lister.Get(nodename)
 	if apierrors.IsNotFound(err) {
 		c.reporter.forget(nodename)
-		c.claims.release(nodename)
+		c.release(nodename)
 
 		return resultUnchanged, nil
 	} else if err != nil {
@@ -208,6 +208,10 @@ func (c *Controller) sync(ctx context.Context, nodename string) (result string, 
 
 	if !nodespec.IsTalos(node) || node.DeletionTimestamp != nil {
 		return resultUnchanged, nil
+	}
+
+	if c.inventory.Get(nodename).Condition == inventory.Mismatch {
+		c.release(nodename)
 	}
 
 	spec, findings, ready := c.desired(node)
@@ -268,6 +272,8 @@ func (c *Controller) desired(node *corev1.Node) (spec nodespec.Spec, findings []
 	}
 
 	if node.Spec.ProviderID == "" {
+		c.claims.wait(node.Name)
+
 		if holder := c.holder(spec.ProviderID, node.Name); holder != "" {
 			message := fmt.Sprintf("Node %s already has providerID %s; no two Nodes can be the same machine", holder, spec.ProviderID)
 
@@ -294,6 +300,13 @@ func (c *Controller) holder(providerID, nodename string) string {
 	}
 
 	return c.claims.take(providerID, nodename)
+}
+
+// release gives up nodename's claim and has the Nodes looked at again that it may have been in the way of.
+func (c *Controller) release(nodename string) {
+	for _, waiting := range c.claims.release(nodename) {
+		c.queue.Add(waiting)
+	}
 }
 
 func condition(entry inventory.Entry) []finding {
