@@ -5,6 +5,7 @@
 package provider
 
 import (
+	"cmp"
 	"context"
 
 	corev1 "k8s.io/api/core/v1"
@@ -90,7 +91,8 @@ func (p *Provider) InstanceMetadata(_ context.Context, node *corev1.Node) (*clou
 	}
 
 	return &cloudprovider.InstanceMetadata{
-		ProviderID:    spec.ProviderID,
+		// The one it has stays, whatever would be chosen today: with a second machine of the same SMBIOS UUID, say.
+		ProviderID:    cmp.Or(node.Spec.ProviderID, spec.ProviderID),
 		InstanceType:  spec.Labels[corev1.LabelInstanceTypeStable],
 		NodeAddresses: spec.Addresses,
 		Zone:          spec.Labels[corev1.LabelTopologyZone],
