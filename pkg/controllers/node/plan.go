@@ -18,7 +18,6 @@ import (
 // FieldManager owns the labels we apply.
 const FieldManager = "talos-ccm"
 
-
 // plan is the difference between what a Node carries and what it should. The zero value: nothing to write.
 type plan struct {
 	// applyLabels is true if labels must be applied; labels are then all of ours, which may be none.
