@@ -22,8 +22,10 @@ import (
 const (
 	// layout changes whenever the builder lays out its result differently.
 	layout = "1"
-	// keepUnused is how long a build that nobody uses stays in the cache.
-	keepUnused = 7 * 24 * time.Hour
+	// keepBuilds is how many builds stay in the cache besides the current one and those in use.
+	keepBuilds = 2
+	// unfinished begins the names of builds under construction.
+	unfinished = ".building-"
 	// selfImport is where go list finds this folder when the binary does not know.
 	selfImport = "github.com/talos-ccm/talos-ccm/test/talos"
 )
@@ -94,6 +96,8 @@ func prepare(ctx context.Context, out io.Writer) (*assets, error) {
 		return nil, err
 	}
 
+	// The time of last use, by which prune chooses. A cache that cannot note it still works.
+	os.Chtimes(dir, time.Time{}, time.Now()) //nolint:errcheck // see above
 	prune(cache, key)
 
 	return &assets{dir: dir, use: use}, nil
@@ -216,7 +220,7 @@ func construct(ctx context.Context, source, dir string, out io.Writer) error {
 		return err
 	}
 
-	temporary, err := os.MkdirTemp(filepath.Dir(dir), ".building-")
+	temporary, err := os.MkdirTemp(filepath.Dir(dir), unfinished)
 	if err != nil {
 		return fmt.Errorf("make folder for build: %w", err)
 	}
@@ -248,26 +252,41 @@ func construct(ctx context.Context, source, dir string, out io.Writer) error {
 	return nil
 }
 
-// prune removes builds that were given up and builds that nobody has used for a while. The cache lock is held.
+// prune removes builds that were given up and all but the latest finished ones. The cache lock is held.
 func prune(cache, current string) {
 	entries, err := os.ReadDir(cache)
 	if err != nil {
 		return
 	}
 
-	entries = slices.DeleteFunc(entries, func(e fs.DirEntry) bool { return !e.IsDir() || e.Name() == current })
+	var finished []fs.FileInfo
+
 	for _, entry := range entries {
-		dir := filepath.Join(cache, entry.Name())
-
 		info, err := entry.Info()
-		if err != nil || (!strings.HasPrefix(entry.Name(), ".building-") && time.Since(info.ModTime()) < keepUnused) {
-			continue
-		}
 
-		// A build in use is locked.
-		if lock, err := lockFolder(dir, unix.LOCK_EX|unix.LOCK_NB); err == nil {
-			os.RemoveAll(dir) //nolint:errcheck // tried again next time
-			lock.Close()      //nolint:errcheck // only read
+		switch {
+		case err != nil || !entry.IsDir() || entry.Name() == current:
+		case strings.HasPrefix(entry.Name(), unfinished):
+			removeUnused(filepath.Join(cache, entry.Name()))
+		default:
+			finished = append(finished, info)
 		}
 	}
+
+	slices.SortFunc(finished, func(a, b fs.FileInfo) int { return b.ModTime().Compare(a.ModTime()) })
+
+	for _, info := range finished[min(keepBuilds, len(finished)):] {
+		removeUnused(filepath.Join(cache, info.Name()))
+	}
+}
+
+// removeUnused removes a build unless somebody holds a lock on it. What cannot be removed is tried again next time.
+func removeUnused(dir string) {
+	lock, err := lockFolder(dir, unix.LOCK_EX|unix.LOCK_NB)
+	if err != nil {
+		return
+	}
+
+	os.RemoveAll(dir) //nolint:errcheck // see above
+	lock.Close()      //nolint:errcheck // only read
 }
