@@ -1,0 +1,274 @@
+package main_test
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"k8s.io/apimachinery/pkg/util/wait"
+)
+
+// patience is for a loaded computer, on which the Kubernetes components may have to be built first.
+const patience = 10 * time.Minute
+
+// executable is the demo, built once.
+var executable string
+
+func TestMain(m *testing.M) {
+	code, err := buildAndRun(m)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+
+		code = 1
+	}
+
+	os.Exit(code)
+}
+
+func buildAndRun(m *testing.M) (int, error) {
+	folder, err := os.MkdirTemp("", "talos-ccm-demo-test-")
+	if err != nil {
+		return 0, err
+	}
+	defer os.RemoveAll(folder) //nolint:errcheck // temporary
+
+	executable = filepath.Join(folder, "demo")
+
+	if output, err := exec.Command("go", "build", "-o", executable, ".").CombinedOutput(); err != nil {
+		return 0, fmt.Errorf("build the demo: %w\n%s", err, output)
+	}
+
+	return m.Run(), nil
+}
+
+func TestAllNodesAreInitialisedAndFollow(t *testing.T) {
+	t.Parallel()
+
+	d := start(t, "-nodes", "4")
+	d.expectExit(0)
+
+	for _, line := range []string{
+		"4 of 4 nodes initialised",
+		"aws-2 (late): MachineMetadataPending",
+		"zone      pve-1 → pve-9",
+		"external  203.0.113.4 → 203.0.113.4,203.0.113.250",
+		"MiB resident",
+	} {
+		if !strings.Contains(d.output.String(), line) {
+			t.Errorf("it does not say %q", line)
+		}
+	}
+
+	d.expectNoProcesses()
+	d.expectNoFiles()
+}
+
+func TestInterruptedDemoLeavesNothing(t *testing.T) {
+	t.Parallel()
+
+	for name, moment := range map[string]string{
+		"while talos-ccm is built": "Talos machines up after",
+		"while nodes wait":         "waiting: ",
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+
+			d := start(t, "-nodes", "4")
+			d.awaitLine(moment)
+			d.signal(syscall.SIGINT)
+			d.expectExit(130)
+			d.expectNoProcesses()
+			d.expectNoFiles()
+		})
+	}
+}
+
+func TestChildrenDieWithAKilledDemo(t *testing.T) {
+	t.Parallel()
+
+	d := start(t, "-nodes", "4")
+	d.awaitLine("leads after")
+
+	if len(d.processes()) == 0 {
+		t.Error("no child found while the demo runs: the search is wrong")
+	}
+
+	d.signal(syscall.SIGKILL)
+	d.expectExit(-1)
+	d.expectNoProcesses()
+}
+
+func TestWrongArgumentsAreExplained(t *testing.T) {
+	t.Parallel()
+
+	for args, explanation := range map[string]string{
+		"-nodes 0":    "-nodes 0: it must be from 1 to 5000",
+		"-nodes 5001": "-nodes 5001: it must be from 1 to 5000",
+		"-nodes abc":  "-nodes takes a number from 1 to 5000",
+		"-knoten 20":  "-knoten",
+		"20":          `unexpected argument "20"`,
+	} {
+		t.Run(args, func(t *testing.T) {
+			t.Parallel()
+
+			d := start(t, strings.Fields(args)...)
+			d.expectExit(2)
+
+			if !strings.Contains(d.errors.String(), explanation) {
+				t.Errorf("it says %q, not %q", d.errors.String(), explanation)
+			}
+		})
+	}
+}
+
+// demo is a running demo. It and its children are known by the folder for temporary files, which is theirs alone and in the command
+// line of each child.
+type demo struct {
+	t       *testing.T
+	cmd     *exec.Cmd
+	folder  string
+	lines   *bufio.Scanner
+	output  bytes.Buffer
+	errors  bytes.Buffer
+	expires context.Context //nolint:containedctx // bounds every wait of the test
+}
+
+func start(t *testing.T, args ...string) *demo {
+	t.Helper()
+
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	t.Cleanup(cancel)
+
+	// t.TempDir has the test's name in it, and the path of a socket must not be long.
+	folder, err := os.MkdirTemp("", "talos-ccm-demo-test-")
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	t.Cleanup(func() { _ = os.RemoveAll(folder) })
+
+	d := &demo{t: t, cmd: exec.CommandContext(ctx, executable, args...), folder: folder, expires: ctx}
+	d.cmd.Env = append(os.Environ(), "TMPDIR="+d.folder)
+	d.cmd.Stderr = &d.errors
+
+	output, err := d.cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	d.lines = bufio.NewScanner(output)
+
+	if err := d.cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("it said:\n%s%s", d.output.String(), d.errors.String())
+		}
+	})
+
+	return d
+}
+
+// awaitLine reads the output until a line contains text.
+func (d *demo) awaitLine(text string) {
+	d.t.Helper()
+
+	for d.lines.Scan() {
+		d.output.WriteString(d.lines.Text() + "\n")
+
+		if strings.Contains(d.lines.Text(), text) {
+			return
+		}
+	}
+
+	_ = d.cmd.Wait()
+	d.t.Fatalf("it ended without saying %q", text)
+}
+
+func (d *demo) signal(signal os.Signal) {
+	d.t.Helper()
+
+	if err := d.cmd.Process.Signal(signal); err != nil {
+		d.t.Fatal(err)
+	}
+}
+
+// expectExit waits for the end. A demo that was killed has status -1.
+func (d *demo) expectExit(status int) {
+	d.t.Helper()
+
+	for d.lines.Scan() {
+		d.output.WriteString(d.lines.Text() + "\n")
+	}
+
+	err := d.cmd.Wait()
+	if exit := (*exec.ExitError)(nil); err != nil && !errors.As(err, &exit) {
+		d.t.Fatal(err)
+	}
+
+	if got := d.cmd.ProcessState.ExitCode(); got != status {
+		d.t.Fatalf("it ended with status %d, not %d", got, status)
+	}
+}
+
+// expectNoProcesses waits until the kernel has ended the children; those of a demo that was not killed are gone before it.
+func (d *demo) expectNoProcesses() {
+	d.t.Helper()
+
+	const (
+		poll  = 20 * time.Millisecond
+		limit = 10 * time.Second
+	)
+
+	err := wait.PollUntilContextTimeout(d.expires, poll, limit, true, func(context.Context) (bool, error) {
+		return len(d.processes()) == 0, nil
+	})
+	if err != nil {
+		d.t.Errorf("these are left: %q", d.processes())
+	}
+}
+
+// processes are the command lines of this demo's children.
+func (d *demo) processes() []string {
+	d.t.Helper()
+
+	files, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	if err != nil {
+		d.t.Fatal(err)
+	}
+
+	var found []string
+
+	for _, file := range files {
+		// A process that has just ended has no command line.
+		if line, err := os.ReadFile(file); err == nil && bytes.Contains(line, []byte(d.folder+"/")) {
+			found = append(found, string(bytes.ReplaceAll(line, []byte{0}, []byte{' '})))
+		}
+	}
+
+	return found
+}
+
+func (d *demo) expectNoFiles() {
+	d.t.Helper()
+
+	entries, err := os.ReadDir(d.folder)
+	if err != nil {
+		d.t.Fatal(err)
+	}
+
+	if len(entries) > 0 {
+		d.t.Errorf("these are left in the folder for temporary files: %v", entries)
+	}
+}

@@ -1,0 +1,247 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/utils/ptr"
+)
+
+const (
+	command = "github.com/talos-ccm/talos-ccm/cmd/talos-ccm"
+
+	// leaseName is that of talos-ccm's election.
+	leaseName = "cloud-controller-manager-talos"
+
+	buildGrace   = 10 * time.Second
+	productGrace = 12 * time.Second // it promises to end within ten
+	logTailLines = 40
+)
+
+// build is one build of talos-ccm.
+type build struct {
+	folder   string
+	began    time.Time
+	packages atomic.Int64
+	errors   bytes.Buffer
+}
+
+// executable is where the build goes.
+func (b *build) executable() string { return filepath.Join(b.folder, "talos-ccm") }
+
+// run compiles the source that this command was compiled from.
+func (b *build) run(ctx context.Context) error {
+	// Compiled as this command was, so that what both have in common is compiled once; linked without debug information, which takes time.
+	cmd := exec.Command("go", "build", "-v", "-ldflags=-s -w", "-o", b.executable(), command)
+	cmd.Dir = sourceFolder()
+	cmd.Stderr = b
+
+	p, err := startProcess(cmd)
+	if err != nil {
+		return fmt.Errorf("build talos-ccm: %w", err)
+	}
+
+	if err := p.wait(ctx, buildGrace); err != nil {
+		return fmt.Errorf("build talos-ccm: %w\n%s", err, b.errors.String())
+	}
+
+	return nil
+}
+
+// sourceFolder is in the module, unless this command was built with -trimpath: then it must run there.
+func sourceFolder() string {
+	_, file, _, _ := runtime.Caller(0)
+	if !filepath.IsAbs(file) {
+		return "."
+	}
+
+	return filepath.Dir(file)
+}
+
+// Write counts the packages that go build -v names, a line each, and keeps what else it says.
+func (b *build) Write(output []byte) (int, error) {
+	for line := range bytes.Lines(output) {
+		b.packages.Add(1)
+
+		if bytes.ContainsRune(line, ' ') {
+			b.errors.Write(line)
+		}
+	}
+
+	return len(output), nil
+}
+
+func (b *build) progress(*screen) []string {
+	line := fmt.Sprintf("Building talos-ccm: %s", time.Since(b.began).Round(time.Second))
+	if packages := b.packages.Load(); packages > 0 {
+		line += fmt.Sprintf(", %d packages compiled", packages)
+	}
+
+	return []string{line}
+}
+
+// product is the running talos-ccm.
+type product struct {
+	process *process
+	log     string
+	port    port
+	certs   string
+}
+
+// startProduct starts an executable of talos-ccm as the extension service of the machine whose machine.sock is given. Its files go to
+// folder.
+func startProduct(executable, socket, folder string) (*product, error) {
+	p := &product{log: filepath.Join(folder, "talos-ccm.log"), certs: filepath.Join(folder, "serving")}
+	run := filepath.Join(folder, "run")
+
+	for _, dir := range []string{run, p.certs} {
+		if err := os.Mkdir(dir, 0o700); err != nil {
+			return nil, fmt.Errorf("prepare talos-ccm: %w", err)
+		}
+	}
+
+	log, err := os.Create(p.log)
+	if err != nil {
+		return nil, fmt.Errorf("prepare talos-ccm: %w", err)
+	}
+	defer log.Close() //nolint:errcheck // the child has its own descriptor
+
+	if p.port, err = reservePort(); err != nil {
+		return nil, err
+	}
+
+	cmd := exec.Command(executable,
+		"--machine-socket="+socket,
+		"--run-dir="+run,
+		"--bind-address=127.0.0.1",
+		fmt.Sprintf("--secure-port=%d", p.port.number),
+		"--permit-port-sharing",
+		"--cert-dir="+p.certs,
+		"--authorization-always-allow-paths=/healthz,/livez,/readyz,/metrics",
+		"-v=2",
+	)
+	cmd.Stdout, cmd.Stderr = log, log
+	// As on Talos, it gets no settings from outside: neither ours, whose names begin as its own do, nor a proxy.
+	cmd.Env = []string{"PATH=" + os.Getenv("PATH"), "TMPDIR=" + folder}
+
+	if p.process, err = startProcess(cmd); err != nil {
+		p.port.release()
+
+		return nil, err
+	}
+
+	return p, nil
+}
+
+// errProductEnded is of a talos-ccm that ended without having been asked to.
+var errProductEnded = errors.New("talos-ccm ended of its own accord")
+
+// awaitLeading returns when talos-ccm holds its lease: from then on its controllers run.
+func (p *product) awaitLeading(ctx context.Context, client kubernetes.Interface) error {
+	const poll = 50 * time.Millisecond
+
+	err := wait.PollUntilContextCancel(ctx, poll, true, func(ctx context.Context) (bool, error) {
+		if err := p.ended(); err != nil {
+			return false, err
+		}
+
+		// Whatever the error is, the lease has not been seen.
+		lease, err := client.CoordinationV1().Leases(metav1.NamespaceSystem).Get(ctx, leaseName, metav1.GetOptions{})
+
+		return err == nil && ptr.Deref(lease.Spec.HolderIdentity, "") != "", nil
+	})
+	if err != nil {
+		return fmt.Errorf("wait for talos-ccm to lead: %w", err)
+	}
+
+	return nil
+}
+
+// ended is an error if talos-ccm no longer runs.
+func (p *product) ended() error {
+	select {
+	case <-p.process.done:
+		return errors.Join(errProductEnded, p.process.err)
+	default:
+		return nil
+	}
+}
+
+// metrics asks talos-ccm for its metrics.
+func (p *product) metrics(ctx context.Context) (samples, error) {
+	client, err := p.httpClient()
+	if err != nil {
+		return "", fmt.Errorf("read talos-ccm's metrics: %w", err)
+	}
+	defer client.CloseIdleConnections()
+
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, fmt.Sprintf("https://127.0.0.1:%d/metrics", p.port.number), nil)
+	if err != nil {
+		return "", fmt.Errorf("read talos-ccm's metrics: %w", err)
+	}
+
+	response, err := client.Do(request)
+	if err != nil {
+		return "", fmt.Errorf("read talos-ccm's metrics: %w", err)
+	}
+	defer response.Body.Close() //nolint:errcheck // only read
+
+	body, err := io.ReadAll(response.Body)
+	if err != nil {
+		return "", fmt.Errorf("read talos-ccm's metrics: %w", err)
+	}
+
+	if response.StatusCode != http.StatusOK {
+		return "", fmt.Errorf("read talos-ccm's metrics: %s: %s", response.Status, strings.TrimSpace(string(body)))
+	}
+
+	return samples(body), nil
+}
+
+// httpClient trusts the certificate that talos-ccm has made for itself.
+func (p *product) httpClient() (*http.Client, error) {
+	certificate, err := os.ReadFile(filepath.Join(p.certs, "cloud-controller-manager.crt"))
+	if err != nil {
+		return nil, err
+	}
+
+	roots := x509.NewCertPool()
+	roots.AppendCertsFromPEM(certificate)
+
+	return &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: roots, MinVersion: tls.VersionTLS12}}}, nil
+}
+
+// errProductKilled is of a talos-ccm that did not end in time after SIGTERM.
+var errProductKilled = fmt.Errorf("talos-ccm did not end within %s after SIGTERM and was killed", productGrace)
+
+// stop ends talos-ccm as Talos does. A nil product is fine.
+func (p *product) stop() error {
+	if p == nil {
+		return nil
+	}
+
+	defer p.port.release()
+
+	if !p.process.stop(syscall.SIGTERM, productGrace) {
+		return errProductKilled
+	}
+
+	return nil
+}
