@@ -32,7 +32,9 @@ func worker() machine.Machine {
 	}
 }
 
-func nodeNamed(name string) *corev1.Node { return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}} }
+func nodeNamed(name string) *corev1.Node {
+	return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
+}
 
 // conditions are inventories in which worker-1's machine is in every condition there is.
 func conditions() map[string]*inventory.Inventory {
