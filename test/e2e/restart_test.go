@@ -1,0 +1,131 @@
+//go:build e2e
+
+package e2e_test
+
+import (
+	"context"
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/talos-ccm/talos-ccm/test/talos"
+)
+
+func TestKilledServiceComesBack(t *testing.T) {
+	eventually(t, patience, bothInitialised)
+
+	for _, m := range bed.Machines() {
+		before := task(t, m)
+		mark := m.Console().Now()
+
+		if err := m.KillService(service); err != nil {
+			t.Fatal(err)
+		}
+
+		if err := m.ServiceRunningAgain(t.Context(), service, mark); err != nil {
+			t.Fatal(err)
+		}
+
+		if slices.Equal(before, task(t, m)) {
+			t.Errorf("%s: the killed process is still there", m.Name())
+		}
+	}
+
+	eventually(t, patience, working)
+	eventually(t, patience, bothInitialised)
+	reachesTheNode(t, bed.Worker, netip.MustParsePrefix("203.0.113.8/32"))
+}
+
+// task are the processes of our service on m, at least one.
+func task(t *testing.T, m *talos.Machine) (pids []int) {
+	t.Helper()
+
+	eventually(t, patience, func(context.Context) string {
+		var err error
+		if pids, err = m.ServiceTask(service); err != nil {
+			return err.Error()
+		}
+
+		if len(pids) == 0 {
+			return m.Name() + " has no process of " + service
+		}
+
+		return ""
+	})
+
+	return pids
+}
+
+func TestRebootedWorkerIsRight(t *testing.T) {
+	eventually(t, patience, bothInitialised)
+
+	if err := bed.Worker.Reboot(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+
+	apiAnswers(t, bed.Worker)
+	eventually(t, patience, bothInitialised)
+
+	// It is watched again, over a new connection.
+	prefix := netip.MustParsePrefix("203.0.113.9/32")
+	if err := bed.Worker.AddAddress(t.Context(), "eth0", prefix); err != nil {
+		t.Fatal(err)
+	}
+
+	took := eventually(t, patience, has(bed.Worker, prefix.Addr()))
+	t.Logf("an address added after the reboot was on the Node after %s", took.Round(time.Millisecond))
+
+	if err := bed.Worker.DelAddress(t.Context(), "eth0", prefix); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// apiAnswers waits until m's apid does.
+func apiAnswers(t *testing.T, m *talos.Machine) {
+	t.Helper()
+
+	eventually(t, patience, func(ctx context.Context) string {
+		if _, err := m.ServiceState(ctx, service); err != nil {
+			return err.Error()
+		}
+
+		return ""
+	})
+}
+
+func TestServiceRunsWithoutNetwork(t *testing.T) {
+	eventually(t, patience, bothInitialised)
+
+	m := bed.Worker
+
+	if err := m.PowerOff(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+
+	if err := m.SetLink(t.Context(), talos.LinkDown); err != nil {
+		t.Fatal(err)
+	}
+
+	if err := m.PowerOn(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+
+	after, err := m.ServiceRunning(t.Context(), service)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	t.Logf("%s was Running %s after machined, with the cable out", service, after.Round(time.Millisecond))
+
+	if after > 5*time.Second {
+		t.Errorf("%s took %s to come to run without network", service, after)
+	}
+
+	if err := m.SetLink(t.Context(), talos.LinkUp); err != nil {
+		t.Fatal(err)
+	}
+
+	apiAnswers(t, m)
+	eventually(t, patience, bothInitialised)
+}
