@@ -34,7 +34,11 @@ type App struct {
 
 // New makes an App. The options must be valid.
 func New(options *Options) (*App, error) {
-	a := &App{options: options, clock: clock.RealClock{}}
+	a := &App{options: options, clock: options.Clock}
+
+	if a.clock == nil {
+		a.clock = clock.RealClock{}
+	}
 
 	if options.MachineSocket != "" {
 		socket, err := talosapi.OpenSocket(options.MachineSocket)

@@ -12,6 +12,7 @@ import (
 	"k8s.io/cloud-provider/names"
 	"k8s.io/cloud-provider/options"
 	cliflag "k8s.io/component-base/cli/flag"
+	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/provider"
 )
@@ -53,6 +54,8 @@ type Options struct {
 	DropPrivileges bool
 	// ProviderIDFallback applies to platforms without an instance identity.
 	ProviderIDFallback ProviderIDFallback
+	// Clock is what everything but leader election and back-off of requests goes by; nil: the system's.
+	Clock clock.Clock
 }
 
 // NewOptions returns the defaults.
