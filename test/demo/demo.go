@@ -183,7 +183,7 @@ func (d *demo) startProduct(ctx context.Context) (err error) {
 
 	began := time.Now()
 
-	if d.product, err = startProduct(b.executable(), d.fleet.controlPlane().machine.Socket(), d.folder); err != nil {
+	if d.product, err = startProduct(ctx, b.executable(), d.fleet.controlPlane().machine.Socket(), d.folder); err != nil {
 		return err
 	}
 
@@ -220,7 +220,7 @@ func (d *demo) show(ctx context.Context) error {
 
 	limit := baseLimit + time.Duration(len(d.fleet.members))*limitPerNode
 
-	ctx, stop := context.WithTimeoutCause(ctx, limit, fmt.Errorf("not done within %s", limit)) //nolint:err113 // for people only
+	ctx, stop := context.WithTimeoutCause(ctx, limit, fmt.Errorf("not done within %s", limit))
 	defer stop()
 
 	err = d.initialise(ctx)

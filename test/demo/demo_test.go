@@ -149,12 +149,12 @@ func start(t *testing.T, args ...string) *demo {
 	t.Cleanup(cancel)
 
 	// t.TempDir has the test's name in it, and the path of a socket must not be long.
-	folder, err := os.MkdirTemp("", "talos-ccm-demo-test-")
+	folder, err := os.MkdirTemp("", "talos-ccm-demo-test-") //nolint:usetesting // see above
 	if err != nil {
 		t.Fatal(err)
 	}
 
-	t.Cleanup(func() { _ = os.RemoveAll(folder) })
+	t.Cleanup(func() { _ = os.RemoveAll(folder) }) //nolint:errcheck // temporary
 
 	d := &demo{t: t, cmd: exec.CommandContext(ctx, executable, args...), folder: folder, expires: ctx}
 	d.cmd.Env = append(os.Environ(), "TMPDIR="+d.folder)
@@ -192,7 +192,7 @@ func (d *demo) awaitLine(text string) {
 		}
 	}
 
-	_ = d.cmd.Wait()
+	_ = d.cmd.Wait() //nolint:errcheck // whatever it ended with, it was too early
 	d.t.Fatalf("it ended without saying %q", text)
 }
 

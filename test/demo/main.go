@@ -90,7 +90,7 @@ func checkOpenFiles(nodes int) error {
 		return fmt.Errorf("read the limit of open files: %w", err)
 	}
 
-	if needed := uint64(2*nodes + others); limit.Max < needed { //nolint:gosec // nodes is small and positive
+	if needed := uint64(2*nodes + others); limit.Max < needed {
 		return fmt.Errorf("%d nodes need %d open files, and this user may open %d: raise the limit (ulimit -Hn) or take fewer nodes",
 			nodes, needed, limit.Max)
 	}

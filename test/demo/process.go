@@ -20,9 +20,20 @@ type process struct {
 	err  error
 }
 
-// startProcess starts cmd in a process group of its own, so that a Ctrl-C at the terminal reaches only this process, which then stops its
-// children in order.
-func startProcess(cmd *exec.Cmd) (*process, error) {
+// ending is how a child is asked to end, and how long it may take.
+type ending struct {
+	signal os.Signal
+	grace  time.Duration
+}
+
+// startProcess starts a command in a process group of its own, so that a Ctrl-C at the terminal reaches only this process, which then stops
+// its children in order. When ctx ends the child gets a signal, and after grace it is killed. prepare completes the command.
+func startProcess(ctx context.Context, end ending, prepare func(*exec.Cmd), name string, args ...string) (*process, error) {
+	cmd := exec.CommandContext(ctx, name, args...)
+	cmd.Cancel = func() error { return cmd.Process.Signal(end.signal) }
+	cmd.WaitDelay = end.grace
+	prepare(cmd)
+
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 
 	p := &process{cmd: cmd, done: make(chan struct{})}
@@ -31,7 +42,7 @@ func startProcess(cmd *exec.Cmd) (*process, error) {
 	go p.run(started)
 
 	if err := <-started; err != nil {
-		return nil, fmt.Errorf("start %s: %w", cmd.Path, err)
+		return nil, fmt.Errorf("start %s: %w", name, err)
 	}
 
 	return p, nil
@@ -41,6 +52,7 @@ func startProcess(cmd *exec.Cmd) (*process, error) {
 // for as long as the child lives.
 func (p *process) run(started chan<- error) {
 	runtime.LockOSThread()
+
 	defer runtime.UnlockOSThread()
 
 	err := p.cmd.Start()
@@ -56,35 +68,11 @@ func (p *process) run(started chan<- error) {
 
 func (p *process) pid() int { return p.cmd.Process.Pid }
 
-// wait returns how the child ended. When ctx ends first, it stops the child.
-func (p *process) wait(ctx context.Context, grace time.Duration) error {
-	select {
-	case <-p.done:
-		return p.err
-	case <-ctx.Done():
-		p.stop(syscall.SIGINT, grace)
+// killed tells whether a child that has ended was killed.
+func (p *process) killed() bool {
+	status, ok := p.cmd.ProcessState.Sys().(syscall.WaitStatus)
 
-		return ctx.Err()
-	}
-}
-
-// stop asks the child to end by a signal, kills it after grace, and returns once it has ended. It returns false if it had to be killed.
-func (p *process) stop(signal os.Signal, grace time.Duration) bool {
-	_ = p.cmd.Process.Signal(signal) //nolint:errcheck // it fails only if the child has ended
-
-	timer := time.NewTimer(grace)
-	defer timer.Stop()
-
-	select {
-	case <-p.done:
-		return true
-	case <-timer.C:
-	}
-
-	_ = p.cmd.Process.Kill() //nolint:errcheck // as above
-	<-p.done
-
-	return false
+	return ok && status.Signaled() && status.Signal() == syscall.SIGKILL
 }
 
 // logTail is the end of a log file: its last lines.

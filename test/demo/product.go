@@ -48,18 +48,24 @@ func (b *build) executable() string { return filepath.Join(b.folder, "talos-ccm"
 
 // run compiles the source that this command was compiled from.
 func (b *build) run(ctx context.Context) error {
-	// Compiled as this command was, so that what both have in common is compiled once; linked without debug information, which takes time.
-	cmd := exec.Command("go", "build", "-v", "-ldflags=-s -w", "-o", b.executable(), command)
-	cmd.Dir = sourceFolder()
-	cmd.Stderr = b
+	prepare := func(cmd *exec.Cmd) {
+		cmd.Dir = sourceFolder()
+		cmd.Stderr = b
+		// A go command that is interrupted early leaves its temporary files; here they go with all others.
+		cmd.Env = append(os.Environ(), "GOTMPDIR="+b.folder)
+	}
 
-	p, err := startProcess(cmd)
+	// Compiled as this command was, so that what both have in common is compiled once; linked without debug information, which takes time.
+	p, err := startProcess(ctx, ending{syscall.SIGINT, buildGrace}, prepare,
+		"go", "build", "-v", "-ldflags=-s -w", "-o", b.executable(), command)
 	if err != nil {
 		return fmt.Errorf("build talos-ccm: %w", err)
 	}
 
-	if err := p.wait(ctx, buildGrace); err != nil {
-		return fmt.Errorf("build talos-ccm: %w\n%s", err, b.errors.String())
+	<-p.done
+
+	if p.err != nil {
+		return fmt.Errorf("build talos-ccm: %w\n%s", p.err, b.errors.String())
 	}
 
 	return nil
@@ -67,8 +73,8 @@ func (b *build) run(ctx context.Context) error {
 
 // sourceFolder is in the module, unless this command was built with -trimpath: then it must run there.
 func sourceFolder() string {
-	_, file, _, _ := runtime.Caller(0)
-	if !filepath.IsAbs(file) {
+	_, file, _, known := runtime.Caller(0)
+	if !known || !filepath.IsAbs(file) {
 		return "."
 	}
 
@@ -100,14 +106,15 @@ func (b *build) progress(*screen) []string {
 // product is the running talos-ccm.
 type product struct {
 	process *process
+	cancel  context.CancelFunc // asks it to end
 	log     string
 	port    port
 	certs   string
 }
 
 // startProduct starts an executable of talos-ccm as the extension service of the machine whose machine.sock is given. Its files go to
-// folder.
-func startProduct(executable, socket, folder string) (*product, error) {
+// folder. It runs until it is stopped.
+func startProduct(ctx context.Context, executable, socket, folder string) (*product, error) {
 	p := &product{log: filepath.Join(folder, "talos-ccm.log"), certs: filepath.Join(folder, "serving")}
 	run := filepath.Join(folder, "run")
 
@@ -127,7 +134,15 @@ func startProduct(executable, socket, folder string) (*product, error) {
 		return nil, err
 	}
 
-	cmd := exec.Command(executable,
+	prepare := func(cmd *exec.Cmd) {
+		cmd.Stdout, cmd.Stderr = log, log
+		// As on Talos, it gets no settings from outside: neither ours, whose names begin as its own do, nor a proxy.
+		cmd.Env = []string{"PATH=" + os.Getenv("PATH"), "TMPDIR=" + folder}
+	}
+
+	ctx, p.cancel = context.WithCancel(context.WithoutCancel(ctx))
+
+	p.process, err = startProcess(ctx, ending{syscall.SIGTERM, productGrace}, prepare, executable,
 		"--machine-socket="+socket,
 		"--run-dir="+run,
 		"--bind-address=127.0.0.1",
@@ -137,11 +152,8 @@ func startProduct(executable, socket, folder string) (*product, error) {
 		"--authorization-always-allow-paths=/healthz,/livez,/readyz,/metrics",
 		"-v=2",
 	)
-	cmd.Stdout, cmd.Stderr = log, log
-	// As on Talos, it gets no settings from outside: neither ours, whose names begin as its own do, nor a proxy.
-	cmd.Env = []string{"PATH=" + os.Getenv("PATH"), "TMPDIR=" + folder}
-
-	if p.process, err = startProcess(cmd); err != nil {
+	if err != nil {
+		p.cancel()
 		p.port.release()
 
 		return nil, err
@@ -237,9 +249,11 @@ func (p *product) stop() error {
 		return nil
 	}
 
-	defer p.port.release()
+	p.cancel()
+	<-p.process.done
+	p.port.release()
 
-	if !p.process.stop(syscall.SIGTERM, productGrace) {
+	if p.process.killed() {
 		return errProductKilled
 	}
 

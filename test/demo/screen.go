@@ -42,7 +42,7 @@ func newScreen(file *os.File) *screen {
 // printf prints a line to stay.
 func (s *screen) printf(format string, args ...any) {
 	s.erase()
-	fmt.Fprintf(s.file, format+"\n", args...) //nolint:errcheck // who cannot be shown anything need not be told
+	fmt.Fprintf(s.file, format+"\n", args...)
 }
 
 // progress says how far something is, in a few short lines.
@@ -100,7 +100,7 @@ func (s *screen) draw(lines []string) {
 	}
 
 	s.erase()
-	fmt.Fprint(s.file, text.String()) //nolint:errcheck // as in printf
+	fmt.Fprint(s.file, text.String())
 
 	s.drawn = len(lines)
 }
@@ -108,7 +108,7 @@ func (s *screen) draw(lines []string) {
 // erase removes the status from the terminal.
 func (s *screen) erase() {
 	if s.drawn > 0 {
-		fmt.Fprintf(s.file, "\x1b[%dA\r\x1b[J", s.drawn) //nolint:errcheck // as in printf
+		fmt.Fprintf(s.file, "\x1b[%dA\r\x1b[J", s.drawn)
 	}
 
 	s.drawn = 0
