@@ -32,7 +32,10 @@ const (
 	WorkerName       = "talos-wk"
 )
 
-const apiServerAddress = "10.77.0.2:6443"
+const (
+	apiServerAddress = "10.77.0.2:6443"
+	folderMessage    = "Talos test bed: folder"
+)
 
 // Options say what the machines of a bed are to be like.
 type Options struct {
@@ -194,10 +197,14 @@ func (b *Bed) prepare(ctx context.Context) error {
 		return err
 	}
 
-	b.dir, b.owner, err = claim(base)
-	b.id = filepath.Base(b.dir)
+	if b.dir, b.owner, err = claim(base); err != nil {
+		return err
+	}
 
-	return err
+	b.id = filepath.Base(b.dir)
+	fmt.Fprintln(b.options.Progress, folderMessage, b.dir)
+
+	return nil
 }
 
 func (b *Bed) build(ctx context.Context) error {

@@ -191,7 +191,7 @@ func TestAddressesAppearInTalos(t *testing.T) {
 
 	c, err := bed.Worker.TalosClient(t.Context())
 	check(t, err)
-	defer c.Close()
+	defer c.Close() //nolint:errcheck // nothing is lost
 
 	events := make(chan safe.WrappedStateEvent[*network.AddressStatus])
 	check(t, safe.StateWatchKind(t.Context(), c.COSI,

@@ -25,7 +25,9 @@ const (
 // basePatch is what every machine of a bed has in its configuration: a cloud provider that is not there yet, serving
 // certificates that want approval, images from the bed's registry, and as little else as a cluster can do without.
 //
-// Talos hands its static pods to the kubelet over HTTP, and the kubelet would look only every 20 seconds. The bed's kubelet knows no other log format. The kubelet and the container runtime stay away from cgroups: the bed may run where there are no controllers to delegate.
+// The kubelet and the container runtime stay away from cgroups: the bed may run where there are no controllers to delegate. The
+// kubelet gets its static pods from Talos over HTTP, and would look for them only every 20 seconds. Its log is text because the
+// binary of test/kube knows no other format.
 const basePatch = `
 machine:
   kubelet:

@@ -87,7 +87,7 @@ func leftovers(id string) error {
 	}
 
 	for _, file := range append(commands, "/proc/self/mountinfo") {
-		if content, err := os.ReadFile(file); err == nil && strings.Contains(string(content), id) {
+		if names(file, id) {
 			left = append(left, fmt.Errorf("%s names %s", file, id))
 		}
 	}

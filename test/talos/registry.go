@@ -2,6 +2,7 @@ package talos
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"net"
 	"net/http"
@@ -59,7 +60,9 @@ func (r *registry) close() error {
 		return fmt.Errorf("close registry: %w", err)
 	}
 
-	<-r.done
+	if err := <-r.done; !errors.Is(err, http.ErrServerClosed) {
+		return fmt.Errorf("serve registry: %w", err)
+	}
 
 	return nil
 }

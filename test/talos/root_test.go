@@ -20,13 +20,14 @@ func TestOnlyRootGetsABed(t *testing.T) {
 	self, err := os.ReadFile(os.Args[0])
 	check(t, err)
 
-	dir, err := os.MkdirTemp("", "talos-ccm-nobody-")
-	check(t, err)
-	defer os.RemoveAll(dir)
-
+	dir := t.TempDir()
 	copied := filepath.Join(dir, "bed.test")
 	check(t, os.WriteFile(copied, self, 0o755))
-	check(t, os.Chmod(dir, 0o755))
+
+	// Temporary folders are for their owner alone.
+	for _, folder := range []string{dir, filepath.Dir(dir)} {
+		check(t, os.Chmod(folder, 0o755))
+	}
 
 	cmd := exec.CommandContext(t.Context(), copied, "-test.run=^$")
 	cmd.Dir = "/"
