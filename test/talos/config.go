@@ -3,6 +3,7 @@ package talos
 import (
 	"encoding/base64"
 	"fmt"
+	"strings"
 	"time"
 
 	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
@@ -18,8 +19,8 @@ const (
 	clusterName       = "talos-ccm-bed"
 	talosContract     = "v1.13"
 	kubernetesVersion = "1.36.3"
-	// pauseImage is a constant inside Talos (pkg/images), and not part of its machinery.
-	pauseImage = "registry.k8s.io/pause:3.10.1"
+	// pauseImage is a constant inside Talos (pkg/images), and not part of its machinery. It comes from where Kubernetes comes from.
+	pauseImage = "/pause:3.10.1"
 )
 
 // basePatch is what every machine of a bed has in its configuration: a cloud provider that is not there yet, serving
@@ -54,16 +55,9 @@ cluster:
 ---
 apiVersion: v1alpha1
 kind: RegistryMirrorConfig
-name: registry.k8s.io
+name: "*"
 endpoints:
-  - url: http://%[1]s
-skipFallback: true
----
-apiVersion: v1alpha1
-kind: RegistryMirrorConfig
-name: ghcr.io
-endpoints:
-  - url: http://%[1]s
+  - url: http://%s
 skipFallback: true
 `
 
@@ -162,6 +156,7 @@ func userData(provider config.Provider) (string, error) {
 
 func imageReferences(provider config.Provider) references {
 	cluster := provider.Cluster()
+	registry, _, _ := strings.Cut(cluster.APIServer().Image(), "/")
 
 	return references{
 		etcd:              cluster.Etcd().Image(),
@@ -169,6 +164,6 @@ func imageReferences(provider config.Provider) references {
 		controllerManager: cluster.ControllerManager().Image(),
 		scheduler:         cluster.Scheduler().Image(),
 		kubelet:           provider.Machine().Kubelet().Image(),
-		pause:             pauseImage,
+		pause:             registry + pauseImage,
 	}
 }
