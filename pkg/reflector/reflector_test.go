@@ -1,0 +1,219 @@
+package reflector_test
+
+import (
+	"context"
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
+	"github.com/siderolabs/talos/pkg/machinery/resources/network"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+)
+
+var publicPrefix = netip.MustParsePrefix("203.0.113.7/24")
+
+// change is something that happens on a machine, and how its view shows it.
+type change struct {
+	make func(ctx context.Context, m *talostest.Machine) error
+	seen func(machine.Machine) bool
+}
+
+func watchedChanges() map[resource.Type][]change {
+	return map[resource.Type][]change{
+		runtime.PlatformMetadataType: {{
+			make: func(ctx context.Context, m *talostest.Machine) error {
+				return m.UpdatePlatform(ctx, func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "zone-2" })
+			},
+			seen: func(m machine.Machine) bool { return m.Platform.Zone == "zone-2" },
+		}},
+		network.AddressStatusType: {{
+			make: func(ctx context.Context, m *talostest.Machine) error { return m.AddAddress(ctx, "eth1", publicPrefix) },
+			seen: func(m machine.Machine) bool { return m.HasAddress(publicPrefix.Addr()) },
+		}, {
+			make: func(ctx context.Context, m *talostest.Machine) error {
+				return m.RemoveAddress(ctx, "eth1", publicPrefix)
+			},
+			seen: func(m machine.Machine) bool { return !m.HasAddress(publicPrefix.Addr()) },
+		}},
+		network.HostnameStatusType: {{
+			make: func(ctx context.Context, m *talostest.Machine) error {
+				return m.SetHostname(ctx, "renamed", "example.org")
+			},
+			seen: func(m machine.Machine) bool { return m.FQDN() == "renamed.example.org" },
+		}},
+		k8s.NodenameType: {}, // see TestMachineThatIsRenamedWhileWatchedIsAMismatch
+	}
+}
+
+func TestEveryWatchedChangeReachesTheInventoryAtOnce(t *testing.T) {
+	s := newRealSuite(t)
+	worker := s.addWorker(t)
+	s.follow(t, worker)
+
+	changes := watchedChanges()
+
+	for _, kind := range machine.WatchedKinds() {
+		cases, known := changes[kind.Type()]
+		if !known {
+			t.Errorf("%s is watched, and no test changes it", kind.Type())
+		}
+
+		for _, c := range cases {
+			must(t, c.make(t.Context(), worker))
+			s.awaitView(t, worker.Nodename(), atOnce, c.seen)
+		}
+	}
+}
+
+func TestMachineThatCallsItselfAnotherIsAMismatch(t *testing.T) {
+	s := newRealSuite(t)
+	worker := s.addWorker(t)
+
+	s.reflector.Track("other", []netip.Addr{worker.Address()})
+
+	entry := s.await(t, "other", inventory.Mismatch)
+	requireContains(t, entry.Reason, worker.Nodename(), worker.Address().String())
+
+	if !entry.ObservedAt.IsZero() || len(s.inventory.viewsOf("other")) != 0 {
+		t.Errorf("there is a view of a machine that is another's: %+v", entry)
+	}
+
+	must(t, worker.SetNodename(t.Context(), "other"))
+	s.await(t, "other", inventory.Current)
+}
+
+func TestMachineThatIsRenamedWhileWatchedIsAMismatch(t *testing.T) {
+	s := newRealSuite(t)
+	worker := s.addWorker(t)
+	s.follow(t, worker)
+
+	must(t, worker.SetNodename(t.Context(), "renamed"))
+
+	eventually(t, atOnce, "the view is gone", func() bool {
+		entry := s.inventory.Get(worker.Nodename())
+
+		return entry.Condition == inventory.Mismatch && entry.ObservedAt.IsZero()
+	})
+
+	must(t, worker.SetNodename(t.Context(), worker.Nodename()))
+	s.await(t, worker.Nodename(), inventory.Current)
+}
+
+func TestFirstAddressDeadSecondGood(t *testing.T) {
+	s := newRealSuite(t)
+	worker := s.addWorker(t)
+	dead := s.add(t, talostest.MachineSpec{Nodename: "dead"})
+	must(t, dead.Stop(t.Context()))
+
+	s.reflector.Track(worker.Nodename(), []netip.Addr{dead.Address(), worker.Address()})
+	s.await(t, worker.Nodename(), inventory.Current)
+}
+
+func TestFirstAddressAnothersSecondGood(t *testing.T) {
+	s := newRealSuite(t)
+	worker := s.addWorker(t)
+	another := s.add(t, talostest.MachineSpec{Nodename: "another"})
+
+	s.reflector.Track(worker.Nodename(), []netip.Addr{another.Address(), worker.Address()})
+	s.await(t, worker.Nodename(), inventory.Current)
+}
+
+func TestNodeWithoutAddressIsUnreachable(t *testing.T) {
+	s := newRealSuite(t)
+	s.reflector.Track("homeless", nil)
+
+	requireContains(t, s.await(t, "homeless", inventory.Unreachable).Reason, "no address")
+}
+
+func TestAddressChangeRetargets(t *testing.T) {
+	s := newRealSuite(t)
+	old := s.addWorker(t)
+	s.follow(t, old)
+
+	replacement := s.add(t, talostest.MachineSpec{Nodename: "spare", Platform: runtime.PlatformMetadataSpec{Platform: "aws"}})
+	must(t, replacement.SetNodename(t.Context(), old.Nodename()))
+
+	s.reflector.Track(old.Nodename(), []netip.Addr{replacement.Address()})
+	s.awaitView(t, old.Nodename(), atOnce, func(m machine.Machine) bool { return m.Platform.Platform == "aws" })
+	requireNoConnections(t, old)
+}
+
+func TestTrackingAgainWithTheSameAddressesDoesNothing(t *testing.T) {
+	s := newRealSuite(t)
+	worker := s.addWorker(t)
+	s.follow(t, worker)
+
+	calls := len(worker.Calls())
+
+	s.track(worker)
+
+	// A change that arrives shows that nothing was started over meanwhile.
+	must(t, worker.SetHostname(t.Context(), "renamed", ""))
+	s.awaitView(t, worker.Nodename(), atOnce, func(m machine.Machine) bool { return m.Hostname == "renamed" })
+
+	if got := len(worker.Calls()); got != calls {
+		t.Errorf("%d calls more than before", got-calls)
+	}
+}
+
+func TestUntrackForgets(t *testing.T) {
+	s := newRealSuite(t)
+	worker := s.addWorker(t)
+	s.follow(t, worker)
+
+	s.reflector.Untrack(worker.Nodename())
+
+	if entry := s.inventory.Get(worker.Nodename()); entry.Condition != inventory.Unknown {
+		t.Errorf("the inventory still has %+v", entry)
+	}
+
+	requireNoConnections(t, worker)
+
+	s.follow(t, worker)
+}
+
+func TestUntrackEndsWhileTheMachineIsSilent(t *testing.T) {
+	s := newRealSuite(t)
+	worker := s.addWorker(t)
+	worker.Freeze()
+	s.track(worker)
+	eventually(t, patience, "the machine is being asked", func() bool { return len(worker.Calls()) > 0 })
+
+	began := time.Now()
+
+	s.reflector.Untrack(worker.Nodename())
+
+	if took := time.Since(began); took > atOnce {
+		t.Errorf("it took %s", took)
+	}
+
+	worker.Thaw()
+	requireNoConnections(t, worker)
+}
+
+func TestMachineOfAnOlderTalosHasNoneOfThePolledKinds(t *testing.T) {
+	s := newRealSuite(t)
+
+	var unsupported []resource.Type
+	for _, kind := range machine.PolledKinds() {
+		unsupported = append(unsupported, kind.Type())
+	}
+
+	old := s.add(t, talostest.MachineSpec{Nodename: "old", UnsupportedTypes: unsupported})
+	s.follow(t, old)
+
+	if view := s.inventory.Get("old").Machine; view.Nodename != "old" || len(view.NodeIPs) != 0 {
+		t.Errorf("got %+v", view)
+	}
+}
+
+func requireNoConnections(t *testing.T, m *talostest.Machine) {
+	t.Helper()
+	eventually(t, atOnce, "no connection to "+m.Nodename()+" is open", func() bool { return m.Connections() == 0 && m.OpenStreams() == 0 })
+}

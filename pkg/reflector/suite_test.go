@@ -1,0 +1,223 @@
+package reflector_test
+
+import (
+	"crypto/tls"
+	"net/netip"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/siderolabs/talos/pkg/machinery/role"
+	"k8s.io/utils/clock"
+	clocktesting "k8s.io/utils/clock/testing"
+
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/reflector"
+	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+)
+
+const (
+	// patience bounds every wait for something that must happen.
+	patience = 30 * time.Second
+
+	// atOnce is what the product promises for a change that is watched.
+	atOnce = time.Second
+)
+
+// suite is a cluster of machines and a running reflector with its inventory.
+type suite struct {
+	cluster   *talostest.Cluster
+	inventory *recorder
+	reflector *reflector.Reflector
+}
+
+// newSuite starts a reflector on a clock. It has ended when the test has.
+func newSuite(t *testing.T, clk clock.Clock) *suite {
+	t.Helper()
+
+	cluster, err := talostest.New(talostest.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	t.Cleanup(cluster.Close)
+
+	s := &suite{cluster: cluster, inventory: &recorder{Inventory: inventory.New(clk.Now), views: map[string][]machine.Machine{}}}
+	s.run(t, s.dial, clk)
+
+	return s
+}
+
+// run starts a reflector of its own for the suite.
+func (s *suite) run(t *testing.T, dial reflector.DialFunc, clk clock.Clock) {
+	t.Helper()
+
+	s.reflector = reflector.New(s.inventory, dial, clk)
+	done := make(chan struct{})
+
+	go func() {
+		defer close(done)
+
+		s.reflector.Run(t.Context())
+	}()
+
+	t.Cleanup(func() {
+		select {
+		case <-done:
+		case <-time.After(patience):
+			t.Error("the reflector did not end with its context")
+		}
+	})
+}
+
+// newRealSuite runs on the system's clock.
+func newRealSuite(t *testing.T) *suite {
+	t.Helper()
+
+	return newSuite(t, clock.RealClock{})
+}
+
+// newTimedSuite runs on a clock that stands still until it is stepped.
+func newTimedSuite(t *testing.T) (*suite, *clocktesting.FakeClock) {
+	t.Helper()
+
+	clk := clocktesting.NewFakeClock(time.Now())
+
+	return newSuite(t, clk), clk
+}
+
+func (s *suite) dial(_ string, addr netip.Addr) (talosapi.State, error) {
+	return talosapi.Dial(readerOf{s.cluster}, addr)
+}
+
+// readerOf are credentials for os:reader that a cluster issues at each dial.
+type readerOf struct{ cluster *talostest.Cluster }
+
+func (c readerOf) TLSConfig() (*tls.Config, error) { return c.cluster.ClientTLS(string(role.Reader)) }
+
+func (s *suite) add(t *testing.T, spec talostest.MachineSpec) *talostest.Machine {
+	t.Helper()
+
+	m, err := s.cluster.AddMachine(spec)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	return m
+}
+
+func (s *suite) addWorker(t *testing.T) *talostest.Machine {
+	t.Helper()
+
+	return s.add(t, talostest.MachineSpec{Nodename: "worker-1"})
+}
+
+// track tracks a machine under its own name and address.
+func (s *suite) track(m *talostest.Machine) {
+	s.reflector.Track(m.Nodename(), []netip.Addr{m.Address()})
+}
+
+// follow tracks a machine and waits until it is being watched.
+func (s *suite) follow(t *testing.T, m *talostest.Machine) {
+	t.Helper()
+
+	s.track(m)
+	s.await(t, m.Nodename(), inventory.Current)
+}
+
+// await waits for the condition of a machine, and returns the entry that has it.
+func (s *suite) await(t *testing.T, nodename string, want inventory.Condition) inventory.Entry {
+	t.Helper()
+
+	var entry inventory.Entry
+
+	eventually(t, patience, nodename+" is "+want.String(), func() bool {
+		entry = s.inventory.Get(nodename)
+
+		return entry.Condition == want
+	})
+
+	return entry
+}
+
+// awaitView waits until the current view of a machine is as wanted.
+func (s *suite) awaitView(t *testing.T, nodename string, limit time.Duration, want func(machine.Machine) bool) {
+	t.Helper()
+
+	eventually(t, limit, "the view of "+nodename+" is as wanted", func() bool {
+		entry := s.inventory.Get(nodename)
+
+		return entry.Condition == inventory.Current && want(entry.Machine)
+	})
+}
+
+// eventually waits for a condition that no channel announces.
+func eventually(t *testing.T, limit time.Duration, what string, condition func() bool) {
+	t.Helper()
+
+	ticker := time.NewTicker(2 * time.Millisecond)
+	defer ticker.Stop()
+
+	deadline := time.After(limit)
+
+	for !condition() {
+		select {
+		case <-ticker.C:
+		case <-deadline:
+			t.Fatalf("waited %s in vain until %s", limit, what)
+		}
+	}
+}
+
+// must ends the test if a change of a machine fails.
+func must(t *testing.T, err error) {
+	t.Helper()
+
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// recorder is an inventory that remembers all it was told.
+type recorder struct {
+	*inventory.Inventory
+
+	mu          sync.Mutex
+	views       map[string][]machine.Machine
+	unreachable []string
+}
+
+func (r *recorder) Replace(nodename string, m machine.Machine) {
+	r.mu.Lock()
+	r.views[nodename] = append(r.views[nodename], m)
+	r.mu.Unlock()
+
+	r.Inventory.Replace(nodename, m)
+}
+
+func (r *recorder) MarkUnreachable(nodename, reason string) {
+	r.mu.Lock()
+	r.unreachable = append(r.unreachable, nodename+": "+reason)
+	r.mu.Unlock()
+
+	r.Inventory.MarkUnreachable(nodename, reason)
+}
+
+// viewsOf are all views of a machine that were ever published.
+func (r *recorder) viewsOf(nodename string) []machine.Machine {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+
+	return slices.Clone(r.views[nodename])
+}
+
+// complaints are all marks of unreachability, in order.
+func (r *recorder) complaints() []string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+
+	return slices.Clone(r.unreachable)
+}
