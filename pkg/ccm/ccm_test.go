@@ -1,0 +1,477 @@
+package ccm_test
+
+import (
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/cosi-project/runtime/pkg/resource"
+	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/resources/config"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/siderolabs/talos/pkg/machinery/role"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	clocktesting "k8s.io/utils/clock/testing"
+
+	"github.com/talos-ccm/talos-ccm/pkg/ccm"
+	nodecontroller "github.com/talos-ccm/talos-ccm/pkg/controllers/node"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+)
+
+func TestFromSocketToNode(t *testing.T) {
+	s := newSuite(t, "chain-", talostest.Options{})
+	self, worker := s.controlPlane("cp"), s.worker("worker")
+	s.register(self, worker)
+
+	r := s.start(s.options(self))
+	s.awaitInitialized(self, worker)
+	s.move(self, "self-moved")
+	s.move(worker, "worker-moved")
+
+	// Its own machine is read over the socket alone.
+	if n := self.Connections(); n != 0 {
+		t.Errorf("%d connections to the own machine's apid", n)
+	}
+
+	if s.holder() == "" {
+		t.Error("nobody holds the lease")
+	}
+
+	r.stop()
+
+	if holder := s.holder(); holder != "" {
+		t.Errorf("the lease is still held by %s", holder)
+	}
+}
+
+func TestOutsideTalos(t *testing.T) {
+	s := newSuite(t, "outside-", talostest.Options{})
+	self, worker := s.controlPlane("cp"), s.worker("worker")
+	s.register(self, worker)
+
+	talosconfig, err := s.talos.Talosconfig(string(role.Reader))
+	s.require(err)
+
+	options := s.options(self)
+	options.MachineSocket, options.RunDir = "", ""
+	options.Talosconfig = filepath.Join(t.TempDir(), "talosconfig")
+	options.Framework.Generic.ClientConnection.Kubeconfig = filepath.Join(t.TempDir(), "kubeconfig")
+
+	s.require(talosconfig.Save(options.Talosconfig))
+	s.require(os.WriteFile(options.Framework.Generic.ClientConnection.Kubeconfig, s.kube.Kubeconfig(), 0o600))
+
+	s.start(options)
+	s.awaitInitialized(self, worker)
+	s.move(worker, "moved")
+
+	for _, call := range slices.Concat(self.Calls(), worker.Calls()) {
+		if !slices.Equal(call.Roles, []string{string(role.Reader)}) || call.Transport != talostest.TransportAPID {
+			t.Errorf("call %s by %v over %s", call.Method, call.Roles, call.Transport)
+		}
+	}
+}
+
+// shortLease makes a lease that is lost, or taken over, within seconds.
+func shortLease(options *ccm.Options) {
+	election := &options.Framework.Generic.LeaderElection
+	election.LeaseDuration.Duration = 3 * time.Second
+	election.RenewDeadline.Duration = 2 * time.Second
+	election.RetryPeriod.Duration = 500 * time.Millisecond
+}
+
+// initializing registers the Nodes of 30 machines, slow ones among them, and returns once some but not all are initialised.
+func (s *suite) initializing() []*talostest.Machine {
+	s.Helper()
+
+	var machines []*talostest.Machine
+
+	for i := range 30 {
+		m := s.worker(fmt.Sprintf("worker-%d", i))
+		m.SlowDown(time.Duration(i) * 100 * time.Millisecond)
+		machines = append(machines, m)
+	}
+
+	s.register(machines...)
+	s.awaitInitialized(machines[:5]...)
+
+	if last := machines[len(machines)-1]; !tainted(s.get(last)) {
+		s.Fatal("the slowest machine's Node is initialised already: this test would show nothing")
+	}
+
+	return machines
+}
+
+func TestAPIServerRestartsDuringInitialization(t *testing.T) {
+	s := newSuite(t, "restart-", talostest.Options{})
+	r := s.start(s.options(s.controlPlane("cp")))
+	machines := s.initializing()
+
+	s.kube.StopAPIServer(t.Context())
+	s.require(s.kube.StartAPIServer(t.Context()))
+
+	s.awaitInitialized(machines...)
+	r.alive()
+	s.move(machines[7], "moved")
+}
+
+func TestAPIServerIsDownLongerThanTheLeaseLasts(t *testing.T) {
+	s := newSuite(t, "outage-", talostest.Options{})
+	self := s.controlPlane("cp")
+	options := s.options(self)
+	shortLease(options)
+
+	r := s.launch(options)
+	machines := s.initializing()
+
+	s.kube.StopAPIServer(t.Context())
+
+	select {
+	case <-r.ended:
+	case <-time.After(patience):
+		t.Fatal("talos-ccm goes on without its lease")
+	}
+
+	if r.err == nil {
+		t.Error("the run ended well, although its lease was lost: nobody would start it again")
+	}
+
+	// Talos starts the service again at once, whether Kubernetes is back or not.
+	again := s.start(options)
+
+	s.require(s.kube.StartAPIServer(t.Context()))
+	s.awaitInitialized(machines...)
+	again.alive()
+}
+
+func TestStartWithoutKubernetes(t *testing.T) {
+	s := newSuite(t, "early-", talostest.Options{})
+	self, worker := s.controlPlane("cp"), s.worker("worker")
+	s.register(self, worker)
+	s.kube.StopAPIServer(t.Context())
+
+	r := s.start(s.options(self))
+	s.eventually("the admin kubeconfig is asked for again", func() bool {
+		return calls(self, "/cosi.resource.State/Get", "KubernetesSecrets.secrets.talos.dev") >= 2
+	})
+	r.alive()
+
+	s.require(s.kube.StartAPIServer(t.Context()))
+	s.awaitInitialized(self, worker)
+}
+
+// calls counts the calls over machine.sock for a resource type, empty for other calls.
+func calls(m *talostest.Machine, method string, resourceType resource.Type) int {
+	n := 0
+
+	for _, call := range m.Calls() {
+		if call.Transport == talostest.TransportSocket && call.Method == method && call.ResourceType == resourceType {
+			n++
+		}
+	}
+
+	return n
+}
+
+func TestStartWithoutAnAdminKubeconfig(t *testing.T) {
+	s := newSuite(t, "secretless-", talostest.Options{})
+	self := s.machine(talostest.MachineSpec{
+		Nodename: "cp", Type: talosmachine.TypeControlPlane, ServeSocket: true, Platform: identified("secretless-cp"),
+	})
+	s.register(self)
+
+	r := s.start(s.options(self))
+	s.eventually("the admin kubeconfig is asked for", func() bool {
+		return calls(self, "/cosi.resource.State/Get", "KubernetesSecrets.secrets.talos.dev") >= 1
+	})
+	r.alive()
+
+	s.require(self.SetLocalhostAdminKubeconfig(t.Context(), s.kube.Kubeconfig()))
+	s.awaitInitialized(self)
+}
+
+func TestStartWithoutMetadataOfTheOwnMachine(t *testing.T) {
+	s := newSuite(t, "unaware-", talostest.Options{})
+	self := s.machine(talostest.MachineSpec{
+		Nodename: "cp", Type: talosmachine.TypeControlPlane, ServeSocket: true, LocalhostAdminKubeconfig: string(s.kube.Kubeconfig()),
+		Platform: identified("unaware-cp"), PlatformPending: true,
+	})
+	worker := s.worker("worker")
+	s.register(self, worker)
+
+	s.start(s.options(self))
+	s.awaitInitialized(worker)
+
+	if n := s.get(self); !tainted(n) || n.Spec.ProviderID != "" {
+		t.Errorf("the Node of a machine without metadata: %s", describe(n))
+	}
+
+	s.require(self.ResolvePlatform(t.Context()))
+	s.awaitInitialized(self)
+}
+
+func TestStartWithoutNetworkToTheOthers(t *testing.T) {
+	s := newSuite(t, "lonely-", talostest.Options{})
+	self, worker := s.controlPlane("cp"), s.worker("worker")
+	s.register(self, worker)
+	s.require(worker.Stop(t.Context()))
+
+	s.start(s.options(self))
+	s.awaitInitialized(self)
+	s.eventually("an Event says that the worker is unreachable", func() bool {
+		return len(s.events(worker, nodecontroller.ReasonUnreachable)) == 1
+	})
+
+	if n := s.get(worker); !tainted(n) || n.Spec.ProviderID != "" {
+		t.Errorf("the Node of a machine that nobody has reached: %s", describe(n))
+	}
+
+	worker.Start()
+	s.awaitInitialized(worker)
+}
+
+func (s *suite) events(m *talostest.Machine, reason string) []corev1.Event {
+	s.Helper()
+
+	selector := "involvedObject.kind=Node,involvedObject.name=" + m.Nodename() + ",reason=" + reason
+
+	list, err := s.client.CoreV1().Events(metav1.NamespaceAll).List(s.Context(), metav1.ListOptions{FieldSelector: selector})
+	s.require(err)
+
+	return list.Items
+}
+
+// awaitIdle returns when talos-ccm watches what its machine is and how it does, and fails if it has done more than that.
+func (s *suite) awaitIdle(r *run, m *talostest.Machine) {
+	s.Helper()
+
+	for _, kind := range []resource.Type{config.MachineTypeType, runtime.MachineStatusType} {
+		s.eventually("talos-ccm watches "+kind, func() bool { return calls(m, "/cosi.resource.State/Watch", kind) > 0 })
+	}
+
+	for _, call := range m.Calls() {
+		if call.ResourceType != config.MachineTypeType && call.ResourceType != runtime.MachineStatusType {
+			s.Errorf("idle talos-ccm called %s %s as %v", call.Method, call.ResourceType, call.Roles)
+		}
+	}
+
+	if holder := s.holder(); holder != "" {
+		s.Errorf("the lease is held by %s", holder)
+	}
+
+	r.alive()
+}
+
+func TestIdleOnAWorker(t *testing.T) {
+	s := newSuite(t, "idle-", talostest.Options{})
+	self := s.machine(talostest.MachineSpec{Nodename: "worker", ServeSocket: true, Platform: identified("idle-worker")})
+	s.register(self)
+
+	r := s.start(s.options(self))
+	s.awaitIdle(r, self)
+
+	if n := s.get(self); !tainted(n) {
+		t.Error("the worker's Node was initialised")
+	}
+}
+
+func TestIdleInMaintenanceMode(t *testing.T) {
+	s := newSuite(t, "maintenance-", talostest.Options{})
+	self := s.controlPlane("cp")
+	s.register(self)
+	s.require(self.State().Destroy(t.Context(), config.NewMachineType().Metadata()))
+	s.require(self.SetStage(t.Context(), runtime.MachineStageMaintenance))
+
+	r := s.start(s.options(self))
+	s.awaitIdle(r, self)
+
+	machineType := config.NewMachineType()
+	machineType.SetMachineType(talosmachine.TypeControlPlane)
+	s.require(self.State().Create(t.Context(), machineType))
+	s.awaitInitialized(self)
+}
+
+func TestReleasesTheLeaseBeforeTheMachineGoes(t *testing.T) {
+	for _, stage := range []runtime.MachineStage{
+		runtime.MachineStageRebooting, runtime.MachineStageShuttingDown, runtime.MachineStageResetting, runtime.MachineStageUpgrading,
+	} {
+		t.Run(stage.String(), func(t *testing.T) {
+			s := newSuite(t, "leaving-", talostest.Options{})
+			self, worker := s.controlPlane("cp"), s.worker("worker")
+			s.register(self, worker)
+
+			options := s.options(self)
+			// To come back it needs its port again.
+			options.Framework.SecureServing.BindPort = freePort(t)
+			r := s.start(options)
+			s.awaitInitialized(worker)
+
+			began := time.Now()
+
+			s.require(self.SetStage(t.Context(), stage))
+			s.eventually("the lease is released", func() bool { return s.holder() == "" })
+			t.Logf("released after %s", time.Since(began))
+			s.eventually("the worker is no longer watched", func() bool { return worker.Connections() == 0 })
+			r.alive()
+
+			s.require(self.SetStage(t.Context(), runtime.MachineStageRunning))
+			s.move(worker, "moved")
+		})
+	}
+}
+
+func freePort(t *testing.T) int {
+	t.Helper()
+
+	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	defer listener.Close() //nolint:errcheck // nobody has connected
+
+	return listener.Addr().(*net.TCPAddr).Port //nolint:forcetypeassert // of a TCP listener
+}
+
+// The machine's own state is all that says when to work, so a broken watch of it must not go unnoticed.
+func TestWatchOfTheOwnMachineBreaks(t *testing.T) {
+	s := newSuite(t, "broken-", talostest.Options{})
+	self, worker := s.controlPlane("cp"), s.worker("worker")
+	s.register(self, worker)
+
+	r := s.start(s.options(self))
+	s.awaitInitialized(self, worker)
+
+	s.require(self.Stop(t.Context()))
+	self.Start()
+	s.move(self, "self-moved")
+	s.move(worker, "worker-moved")
+	r.alive()
+
+	s.require(self.SetStage(t.Context(), runtime.MachineStageRebooting))
+	s.eventually("the lease is released", func() bool { return s.holder() == "" })
+}
+
+// passing lets a clock go on as time does, until the test ends.
+func passing(t *testing.T, clk *clocktesting.FakeClock) {
+	t.Helper()
+
+	const tick = 10 * time.Millisecond
+
+	ticker, done := time.NewTicker(tick), make(chan struct{})
+	t.Cleanup(func() { close(done); ticker.Stop() })
+
+	go func() {
+		for {
+			select {
+			case <-ticker.C:
+				clk.Step(tick)
+			case <-done:
+				return
+			}
+		}
+	}()
+}
+
+func TestOwnCertificateIsRenewed(t *testing.T) {
+	clk := clocktesting.NewFakeClock(time.Now())
+	passing(t, clk)
+
+	s := newSuite(t, "expiry-", talostest.Options{Clock: clk})
+	self, worker := s.controlPlane("cp"), s.worker("worker")
+	s.register(self, worker)
+
+	options := s.options(self)
+	options.Clock = clk
+	// The API server's clock stays where it is, so the tokens it issues would seem to be expired.
+	options.Framework.Generic.ClientConnection.Kubeconfig = filepath.Join(t.TempDir(), "kubeconfig")
+	s.require(os.WriteFile(options.Framework.Generic.ClientConnection.Kubeconfig, s.kube.Kubeconfig(), 0o600))
+
+	s.start(options)
+	s.awaitInitialized(self, worker)
+
+	const mint = "/machine.MachineService/GenerateClientConfiguration"
+
+	clk.Step(31 * time.Minute)
+	s.eventually("a second certificate is minted", func() bool { return calls(self, mint, "") >= 2 })
+
+	// An hour after the first one was minted.
+	clk.Step(31 * time.Minute)
+	worker.BreakConnections()
+	s.move(worker, "moved")
+
+	if found := s.events(worker, nodecontroller.ReasonUnreachable); len(found) > 0 {
+		t.Errorf("the worker was unreachable: %s", found[0].Message)
+	}
+}
+
+func TestServingCAIsReplaced(t *testing.T) {
+	s := newSuite(t, "rotated-", talostest.Options{})
+	self, worker := s.controlPlane("cp"), s.worker("worker")
+	s.register(self, worker)
+
+	r := s.start(s.options(self))
+	s.awaitInitialized(self, worker)
+
+	s.require(s.kube.RotateServingCA(t.Context()))
+	s.useNewConfig()
+	s.require(self.SetLocalhostAdminKubeconfig(t.Context(), s.kube.Kubeconfig()))
+
+	began := time.Now()
+
+	s.move(worker, "moved")
+	t.Logf("followed %s after the CA was replaced", time.Since(began))
+	r.alive()
+}
+
+// useNewConfig connects the tests anew.
+func (s *suite) useNewConfig() {
+	s.Helper()
+
+	client, err := kubernetes.NewForConfig(s.kube.Config())
+	s.require(err)
+
+	s.client = client
+}
+
+func TestControllerNames(t *testing.T) {
+	names := []string{
+		"cloud-node-controller", "cloud-node-lifecycle-controller", "service-lb-controller", "node-route-controller",
+		"cloud-node", "cloud-node-lifecycle", "service", "route",
+	}
+
+	for _, name := range names {
+		for _, chosen := range []string{name, "-" + name} {
+			t.Run(chosen, func(t *testing.T) {
+				if err := withControllers(t, chosen).Validate(); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+	}
+
+	for _, name := range []string{"cloud-nodes", "nodelifecycle"} {
+		if err := withControllers(t, name).Validate(); err == nil {
+			t.Errorf("controller %q is accepted", name)
+		}
+	}
+}
+
+func withControllers(t *testing.T, controllers ...string) *ccm.Options {
+	t.Helper()
+
+	options, err := ccm.NewOptions()
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	options.MachineSocket, options.RunDir = "/machine.sock", "/run"
+	options.Framework.Generic.Controllers = controllers
+
+	return options
+}

@@ -1,0 +1,364 @@
+package ccm_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"slices"
+	"testing"
+	"time"
+
+	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/kubernetes"
+	cloudproviderapi "k8s.io/cloud-provider/api"
+
+	"github.com/talos-ccm/talos-ccm/pkg/ccm"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/kube"
+)
+
+const (
+	// patience bounds every wait for something that should take seconds at most, on a machine that has much else to do.
+	patience = 60 * time.Second
+	interval = 20 * time.Millisecond
+
+	// stopLimit is what Talos gives an extension service between SIGTERM and SIGKILL.
+	stopLimit = 10 * time.Second
+
+	leaseNamespace = "kube-system"
+	leaseName      = "cloud-controller-manager-talos"
+)
+
+// bed is what the tests of this package share. They run one after the other: they share the API server, which some of them stop, and
+// the lease.
+type bed struct {
+	kube   *kube.Cluster
+	client kubernetes.Interface
+}
+
+var shared bed
+
+func TestMain(m *testing.M) {
+	code, err := runTests(m)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+
+		code = 1
+	}
+
+	os.Exit(code)
+}
+
+func runTests(m *testing.M) (code int, err error) {
+	if shared.kube, err = kube.Start(context.Background(), kube.Options{Progress: os.Stderr}); err != nil {
+		return 1, err
+	}
+	defer shared.kube.Stop() //nolint:errcheck // a temporary folder at most is left
+
+	if shared.client, err = kubernetes.NewForConfig(shared.kube.Config()); err != nil {
+		return 1, err
+	}
+
+	defer removeBinary()
+
+	return m.Run(), nil
+}
+
+// suite is one test with a Talos cluster of its own.
+type suite struct {
+	*testing.T
+	*bed
+
+	talos  *talostest.Cluster
+	prefix string
+}
+
+// newSuite makes a Talos cluster without machines, whose names begin with prefix.
+func newSuite(t *testing.T, prefix string, options talostest.Options) *suite {
+	t.Helper()
+
+	s := &suite{T: t, bed: &shared, prefix: prefix}
+
+	var err error
+
+	s.talos, err = talostest.New(options)
+	s.require(err)
+	t.Cleanup(s.talos.Close)
+
+	return s
+}
+
+func (s *suite) require(err error) {
+	s.Helper()
+
+	if err != nil {
+		s.Fatal(err)
+	}
+}
+
+// controlPlane adds a control-plane machine on which talos-ccm can run.
+func (s *suite) controlPlane(name string) *talostest.Machine {
+	s.Helper()
+
+	return s.machine(talostest.MachineSpec{
+		Nodename: name, Type: talosmachine.TypeControlPlane, ServeSocket: true, LocalhostAdminKubeconfig: string(s.kube.Kubeconfig()),
+		Platform: identified(s.prefix + name),
+	})
+}
+
+// worker adds a worker of a cloud.
+func (s *suite) worker(name string) *talostest.Machine {
+	s.Helper()
+
+	return s.machine(talostest.MachineSpec{Nodename: name, Platform: identified(s.prefix + name)})
+}
+
+// machine adds a machine. The suite's prefix makes its name unique in Kubernetes.
+func (s *suite) machine(spec talostest.MachineSpec) *talostest.Machine {
+	s.Helper()
+
+	spec.Nodename = s.prefix + spec.Nodename
+
+	m, err := s.talos.AddMachine(spec)
+	s.require(err)
+
+	return m
+}
+
+func identified(name string) runtime.PlatformMetadataSpec {
+	return runtime.PlatformMetadataSpec{
+		Platform: "hcloud", Region: "region", Zone: "zone", InstanceType: "type", InstanceID: name, ProviderID: "hcloud://" + name,
+	}
+}
+
+// register registers the machines' Nodes as their kubelets do; they are deleted when the test ends.
+func (s *suite) register(machines ...*talostest.Machine) {
+	s.Helper()
+
+	for _, m := range machines {
+		_, err := s.kube.RegisterNode(s.Context(), kube.NodeSpec{Name: m.Nodename(), NodeIPs: []netip.Addr{m.Address()}})
+		s.require(err)
+		s.Cleanup(func() {
+			err := s.client.CoreV1().Nodes().Delete(context.Background(), m.Nodename(), metav1.DeleteOptions{})
+			if err != nil && !apierrors.IsNotFound(err) {
+				s.Error(err)
+			}
+		})
+	}
+}
+
+// run is one run of talos-ccm in this process.
+type run struct {
+	suite  *suite
+	cancel context.CancelFunc
+	ended  chan struct{}
+	err    error // once ended is closed
+}
+
+// options are those of talos-ccm on the machine, as its service spec has them but for the port.
+func (s *suite) options(on *talostest.Machine) *ccm.Options {
+	s.Helper()
+
+	options, err := ccm.NewOptions()
+	s.require(err)
+
+	options.MachineSocket = on.Socket()
+	options.RunDir = s.TempDir()
+	options.Framework.SecureServing.BindPort = 0
+
+	return options
+}
+
+// start runs talos-ccm until the test ends, when it must end well and in time.
+func (s *suite) start(options *ccm.Options) *run {
+	s.Helper()
+
+	r := s.launch(options)
+	s.Cleanup(func() { r.stop() })
+
+	return r
+}
+
+// launch runs talos-ccm and leaves it to the caller how it ends.
+func (s *suite) launch(options *ccm.Options) *run {
+	s.Helper()
+	s.require(options.Validate())
+
+	app, err := ccm.New(options)
+	s.require(err)
+
+	ctx, cancel := context.WithCancel(context.WithoutCancel(s.Context()))
+	r := &run{suite: s, cancel: cancel, ended: make(chan struct{})}
+
+	go func() {
+		defer close(r.ended)
+
+		r.err = app.Run(ctx)
+	}()
+
+	s.Cleanup(func() {
+		cancel()
+		<-r.ended
+	})
+
+	return r
+}
+
+// stop ends the run as SIGTERM does.
+func (r *run) stop() {
+	r.suite.Helper()
+
+	began := time.Now()
+
+	r.cancel()
+
+	select {
+	case <-r.ended:
+	case <-time.After(patience):
+		r.suite.Fatalf("talos-ccm still runs %s after it was told to end", patience)
+	}
+
+	if r.err != nil {
+		r.suite.Errorf("talos-ccm ended with: %v", r.err)
+	}
+
+	if took := time.Since(began); took > stopLimit {
+		r.suite.Errorf("talos-ccm took %s to end, want at most %s", took, stopLimit)
+	}
+}
+
+// alive fails the test if the run has ended.
+func (r *run) alive() {
+	r.suite.Helper()
+
+	select {
+	case <-r.ended:
+		r.suite.Fatalf("talos-ccm ended: %v", r.err)
+	default:
+	}
+}
+
+var errNotYet = errors.New("not yet")
+
+// await watches a Node, across restarts of the API server, until ok is true of it.
+func (s *suite) await(nodename, what string, ok func(*corev1.Node) bool) *corev1.Node {
+	s.Helper()
+
+	var last *corev1.Node
+
+	err := wait.PollUntilContextTimeout(s.Context(), interval, patience, true, func(ctx context.Context) (bool, error) {
+		n, err := s.watchUntil(ctx, nodename, ok)
+		if n != nil {
+			last = n
+		}
+
+		return err == nil, nil
+	})
+	if err != nil {
+		s.Fatalf("node %s: not %s after %s; it is: %s", nodename, what, patience, describe(last))
+	}
+
+	return last
+}
+
+// watchUntil returns the Node of which ok is true, or an error and the last version seen.
+func (s *suite) watchUntil(ctx context.Context, nodename string, ok func(*corev1.Node) bool) (last *corev1.Node, err error) {
+	selector := fields.OneTermEqualSelector(metav1.ObjectNameField, nodename).String()
+
+	w, err := s.client.CoreV1().Nodes().Watch(ctx, metav1.ListOptions{FieldSelector: selector})
+	if err != nil {
+		return nil, err
+	}
+
+	defer w.Stop()
+
+	for event := range w.ResultChan() {
+		if n, isNode := event.Object.(*corev1.Node); isNode && event.Type != watch.Deleted {
+			if last = n; ok(n) {
+				return n, nil
+			}
+		}
+	}
+
+	return last, errNotYet
+}
+
+func describe(n *corev1.Node) string {
+	if n == nil {
+		return "absent"
+	}
+
+	return fmt.Sprintf("providerID %q, taints %v, labels %v, addresses %v", n.Spec.ProviderID, n.Spec.Taints, n.Labels, n.Status.Addresses)
+}
+
+func (s *suite) awaitInitialized(machines ...*talostest.Machine) {
+	s.Helper()
+
+	for _, m := range machines {
+		n := s.await(m.Nodename(), "initialised", initialized)
+
+		if n.Spec.ProviderID != "hcloud://"+m.Nodename() || n.Labels[corev1.LabelTopologyZone] == "" {
+			s.Errorf("node %s: %s", m.Nodename(), describe(n))
+		}
+	}
+}
+
+func initialized(n *corev1.Node) bool { return !tainted(n) && n.Spec.ProviderID != "" }
+
+func tainted(n *corev1.Node) bool {
+	return slices.ContainsFunc(n.Spec.Taints, func(t corev1.Taint) bool { return t.Key == cloudproviderapi.TaintExternalCloudProvider })
+}
+
+// move changes the machine's zone and waits for its Node to follow.
+func (s *suite) move(m *talostest.Machine, zone string) {
+	s.Helper()
+
+	s.require(m.UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = zone }))
+	s.await(m.Nodename(), "in "+zone, func(n *corev1.Node) bool { return n.Labels[corev1.LabelTopologyZone] == zone })
+}
+
+func (s *suite) get(m *talostest.Machine) *corev1.Node {
+	s.Helper()
+
+	n, err := s.client.CoreV1().Nodes().Get(s.Context(), m.Nodename(), metav1.GetOptions{})
+	s.require(err)
+
+	return n
+}
+
+// eventually asks again until ok is true, for what cannot be watched.
+func (s *suite) eventually(what string, ok func() bool) {
+	s.Helper()
+
+	err := wait.PollUntilContextTimeout(s.Context(), interval, patience, true, func(context.Context) (bool, error) { return ok(), nil })
+	if err != nil {
+		s.Fatalf("not so after %s: %s", patience, what)
+	}
+}
+
+// holder is who holds the lease; empty if nobody does.
+func (s *suite) holder() string {
+	s.Helper()
+
+	lease, err := s.client.CoordinationV1().Leases(leaseNamespace).Get(s.Context(), leaseName, metav1.GetOptions{})
+	if apierrors.IsNotFound(err) {
+		return ""
+	}
+
+	s.require(err)
+
+	if lease.Spec.HolderIdentity == nil {
+		return ""
+	}
+
+	return *lease.Spec.HolderIdentity
+}
