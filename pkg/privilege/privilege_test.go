@@ -79,12 +79,12 @@ func requireChild(t *testing.T, name, path string, attributes *syscall.SysProcAt
 	cmd.Env = []string{variable + "=" + name, argument + "=" + path, "GORACE=atexit_sleep_ms=0"}
 	cmd.SysProcAttr = attributes
 
-	var output bytes.Buffer
+	var stdout, stderr bytes.Buffer
 
-	cmd.Stdout, cmd.Stderr = &output, &output
+	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 
-	if err := cmd.Run(); err != nil || output.String() != "ok\n" {
-		t.Errorf("%s: %v\n%s", name, err, output.String())
+	if err := cmd.Run(); err != nil || stdout.String() != "ok\n" {
+		t.Errorf("%s: %v\n%s%s", name, err, stdout.String(), stderr.String())
 	}
 }
 
