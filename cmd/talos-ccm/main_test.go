@@ -43,7 +43,8 @@ func command(t *testing.T, environ []string, args ...string) outcome {
 	var stdout, stderr bytes.Buffer
 
 	cmd := exec.CommandContext(t.Context(), self, args...)
-	cmd.Env = append(slices.Clone(environ), asCommand+"=yes", "GORACE=atexit_sleep_ms=0")
+	// The race detector waits for a second before a process ends, and coverage warns on stderr, unless told otherwise.
+	cmd.Env = append(slices.Clone(environ), asCommand+"=yes", "GORACE=atexit_sleep_ms=0", "GOCOVERDIR="+t.TempDir())
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 
 	var exit *exec.ExitError
