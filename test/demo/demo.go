@@ -22,7 +22,7 @@ import (
 )
 
 const (
-	// parallel is how many machines boot, and how many Nodes register, at a time.
+	// parallel is how many Nodes register at a time.
 	parallel = 16
 
 	// From the registration of the first Node all has to be done within baseLimit and limitPerNode for each.
@@ -132,12 +132,17 @@ func (d *demo) startMachines(ctx context.Context) (err error) {
 		return []string{"Talos machines up: " + s.bar(int(d.up.Load()), len(d.fleet.members))}
 	}
 
+	// One after the other: it takes no time, and their addresses follow each other.
 	err = d.screen.during(state, func() error {
-		return d.forEach(ctx, func(index int) error {
-			defer d.up.Add(1)
+		for index := range d.fleet.members {
+			if err := errors.Join(ctx.Err(), d.fleet.boot(d.talos, index, d.cluster.Kubeconfig())); err != nil {
+				return err
+			}
 
-			return d.fleet.boot(d.talos, index, d.cluster.Kubeconfig())
-		})
+			d.up.Add(1)
+		}
+
+		return nil
 	})
 	if err != nil {
 		return err
@@ -224,6 +229,10 @@ func (d *demo) show(ctx context.Context) error {
 	defer stop()
 
 	err = d.initialise(ctx)
+	if errors.Is(context.Cause(ctx), context.Canceled) {
+		return err // interrupted: nobody waits for a table
+	}
+
 	records := d.observer.list(d.fleet)
 
 	d.screen.printTable(records)

@@ -249,9 +249,15 @@ func (p *product) stop() error {
 		return nil
 	}
 
+	defer p.port.release()
+	defer p.cancel()
+
+	if p.ended() != nil {
+		return nil // which has been told by whoever needed it
+	}
+
 	p.cancel()
 	<-p.process.done
-	p.port.release()
 
 	if p.process.killed() {
 		return errProductKilled
