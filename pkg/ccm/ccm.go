@@ -13,12 +13,12 @@ import (
 	"sync"
 	"time"
 
+	"k8s.io/apimachinery/pkg/util/uuid"
 	cloudconfig "k8s.io/cloud-provider/app/config"
 	"k8s.io/cloud-provider/names"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 
-	"github.com/talos-ccm/talos-ccm/pkg/bootstrap"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
 
@@ -30,11 +30,19 @@ type App struct {
 	options *Options
 	clock   clock.Clock
 	socket  *talosapi.Socket // nil outside Talos
+	// identity is who we are in the lease. It stays when the connections are made anew, so that a lease that could not be released
+	// is taken up again at once.
+	identity string
 }
 
 // New makes an App. The options must be valid.
 func New(options *Options) (*App, error) {
-	a := &App{options: options, clock: options.Clock}
+	hostname, err := os.Hostname()
+	if err != nil {
+		return nil, fmt.Errorf("name this instance: %w", err)
+	}
+
+	a := &App{options: options, clock: options.Clock, identity: hostname + "_" + string(uuid.NewUUID())}
 
 	if a.clock == nil {
 		a.clock = clock.RealClock{}
@@ -124,7 +132,7 @@ func (a *App) workWhileServing(ctx context.Context, changes <-chan standing) err
 	}
 }
 
-// work runs the whole chain until ctx ends.
+// work runs the whole chain until ctx ends, or until its connections to Kubernetes have to be made anew.
 func (a *App) work(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -133,7 +141,7 @@ func (a *App) work(ctx context.Context) error {
 	defer group.Wait()
 	defer cancel()
 
-	creds, kubeconfig := a.credentials(ctx, &group)
+	creds, kubeconfig := a.credentials(ctx, &group, cancel)
 	if ctx.Err() != nil {
 		return nil
 	}
@@ -146,8 +154,9 @@ func (a *App) work(ctx context.Context) error {
 	return newLeader(a, creds, config).run(ctx)
 }
 
-// credentials returns those for Talos and the path of those for Kubernetes once both are there, or when ctx ends.
-func (a *App) credentials(ctx context.Context, group *sync.WaitGroup) (talosapi.Credentials, string) {
+// credentials returns those for Talos and the path of those for Kubernetes once both are there, or when ctx ends. It calls replaced when
+// those for Kubernetes can no longer be kept fresh in place.
+func (a *App) credentials(ctx context.Context, group *sync.WaitGroup, replaced func()) (talosapi.Credentials, string) {
 	var creds talosapi.Credentials = talosapi.Talosconfig{Path: a.options.Talosconfig}
 
 	if a.socket != nil {
@@ -160,10 +169,7 @@ func (a *App) credentials(ctx context.Context, group *sync.WaitGroup) (talosapi.
 	kubeconfig := a.options.Framework.Generic.ClientConnection.Kubeconfig
 
 	if kubeconfig == "" {
-		b := bootstrap.New(a.socket.Admin, a.options.RunDir, a.clock)
-		kubeconfig = b.Kubeconfig()
-
-		keepFresh(ctx, group, b.Run)
+		kubeconfig = a.kubernetesCredentials(ctx, group, replaced)
 	}
 
 	return creds, kubeconfig

@@ -4,14 +4,12 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
-	"os"
 	"sync"
 	"time"
 
 	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/util/uuid"
 	"k8s.io/apiserver/pkg/server/healthz"
 	"k8s.io/client-go/kubernetes/scheme"
 	v1core "k8s.io/client-go/kubernetes/typed/core/v1"
@@ -39,6 +37,7 @@ const (
 // leader serves health and metrics, stands for election and runs the controllers while it leads.
 type leader struct {
 	options  *Options
+	identity string
 	clock    clock.Clock
 	socket   *talosapi.Socket
 	creds    talosapi.Credentials
@@ -51,6 +50,7 @@ type leader struct {
 func newLeader(a *App, creds talosapi.Credentials, config *cloudconfig.CompletedConfig) *leader {
 	l := &leader{
 		options:  a.options,
+		identity: a.identity,
 		clock:    a.clock,
 		socket:   a.socket,
 		creds:    creds,
@@ -180,13 +180,8 @@ func done(group *sync.WaitGroup) <-chan struct{} {
 func (l *leader) elector(callbacks leaderelection.LeaderCallbacks) (*leaderelection.LeaderElector, error) {
 	election := l.config.ComponentConfig.Generic.LeaderElection
 
-	hostname, err := os.Hostname()
-	if err != nil {
-		return nil, fmt.Errorf("name this instance: %w", err)
-	}
-
 	lock, err := resourcelock.NewFromKubeconfig(election.ResourceLock, election.ResourceNamespace, election.ResourceName,
-		resourcelock.ResourceLockConfig{Identity: hostname + "_" + string(uuid.NewUUID()), EventRecorder: l.recorder},
+		resourcelock.ResourceLockConfig{Identity: l.identity, EventRecorder: l.recorder},
 		l.config.Kubeconfig, election.RenewDeadline.Duration)
 	if err != nil {
 		return nil, fmt.Errorf("prepare lease %s/%s: %w", election.ResourceNamespace, election.ResourceName, err)
