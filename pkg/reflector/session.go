@@ -44,10 +44,11 @@ type session struct {
 	release func()
 
 	view machine.View
-	// awaited counts what has yet to come before the view is complete: each watch's bootstrap, and the first poll.
-	awaited     int
-	established bool
-	interval    time.Duration
+	// The view is complete when every watch has told what there is, and all else has been polled once.
+	bootstrapping int // watches that have not told yet
+	polled        bool
+	established   bool
+	interval      time.Duration
 }
 
 // listing is the outcome of polling one kind.
@@ -107,7 +108,7 @@ func (s *session) open(ctx context.Context) (chan state.Event, chan []listing, c
 	events, polls, failures := make(chan state.Event), make(chan []listing), make(chan error)
 
 	kinds := machine.WatchedKinds()
-	s.awaited = len(kinds) + 1
+	s.bootstrapping = len(kinds)
 
 	for _, kind := range kinds {
 		go func() {
@@ -181,7 +182,7 @@ func (s *session) handle(ctx context.Context, event state.Event) error {
 	case state.Destroyed:
 		s.view.Drop(event.Resource.Metadata())
 	case state.Bootstrapped:
-		s.awaited--
+		s.bootstrapping--
 	case state.Errored:
 		return fmt.Errorf("watch at %s: %w", s.addr, event.Error)
 	case state.Noop:
@@ -192,9 +193,7 @@ func (s *session) handle(ctx context.Context, event state.Event) error {
 }
 
 func (s *session) take(ctx context.Context, listings []listing) error {
-	if !s.established {
-		s.awaited--
-	}
+	s.polled = true
 
 	for _, l := range listings {
 		s.view.ReplaceKind(l.kind, l.items)
@@ -205,7 +204,7 @@ func (s *session) take(ctx context.Context, listings []listing) error {
 
 // publish hands the view on once it is complete and the machine has said that it is this Node's.
 func (s *session) publish(ctx context.Context) error {
-	if s.awaited > 0 {
+	if s.bootstrapping > 0 || !s.polled {
 		return nil
 	}
 

@@ -51,17 +51,19 @@ func newSuite(t *testing.T, clk clock.Clock) *suite {
 	return s
 }
 
-// run starts a reflector of its own for the suite.
+// run starts a reflector that takes the place of the suite's.
 func (s *suite) run(t *testing.T, dial reflector.DialFunc, clk clock.Clock) {
 	t.Helper()
 
-	s.reflector = reflector.New(s.inventory, dial, clk)
+	refl := reflector.New(s.inventory, dial, clk)
+	s.reflector = refl
+
 	done := make(chan struct{})
 
 	go func() {
 		defer close(done)
 
-		s.reflector.Run(t.Context())
+		refl.Run(t.Context())
 	}()
 
 	t.Cleanup(func() {

@@ -1,0 +1,92 @@
+package reflector_test
+
+import (
+	"context"
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/cosi-project/runtime/pkg/state"
+	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+)
+
+// lists counts how often each polled kind was listed; all are listed together.
+func lists(m *talostest.Machine) map[resource.Type]int {
+	counts := map[resource.Type]int{}
+
+	for _, call := range m.Calls() {
+		if call.Method == "/cosi.resource.State/List" {
+			counts[call.ResourceType]++
+		}
+	}
+
+	return counts
+}
+
+// laggingState is a machine whose watch of one kind starts late.
+type laggingState struct {
+	talosapi.State
+
+	kind    resource.Type
+	release <-chan struct{}
+}
+
+func (s laggingState) WatchKind(ctx context.Context, kind resource.Kind, ch chan<- state.Event, opts ...state.WatchKindOption) error {
+	if kind.Type() == s.kind {
+		select {
+		case <-s.release:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+
+	return s.State.WatchKind(ctx, kind, ch, opts...)
+}
+
+func TestNoViewIsPublishedBeforeAllWatchesAreThere(t *testing.T) {
+	for _, kind := range machine.WatchedKinds() {
+		t.Run(kind.Type(), func(t *testing.T) {
+			t.Parallel()
+
+			s, clk := newTimedSuite(t)
+			worker := s.add(t, talostest.MachineSpec{Nodename: "worker-1", Platform: runtime.PlatformMetadataSpec{Platform: "aws", InstanceID: "i-1"}})
+
+			release := make(chan struct{})
+			s.run(t, func(nodename string, addr netip.Addr) (talosapi.State, error) {
+				st, err := s.dial(nodename, addr)
+
+				return laggingState{State: st, kind: kind.Type(), release: release}, err
+			}, clk)
+			s.track(worker)
+
+			others := len(machine.WatchedKinds()) - 1
+			eventually(t, patience, "the other watches are open", func() bool { return worker.OpenStreams() == others })
+
+			// Late enough for a second poll, and in time for the watches: they have half a minute.
+			steps := 0
+
+			eventually(t, patience, "the machine is polled again", func() bool {
+				if steps++; steps < 25 {
+					clk.Step(time.Second)
+				}
+
+				return lists(worker)[k8s.NodeIPType] >= 2 && worker.OpenStreams() == others
+			})
+
+			close(release)
+			s.await(t, worker.Nodename(), inventory.Current)
+
+			view := s.inventory.viewsOf(worker.Nodename())[0]
+			if view.Nodename == "" || view.Hostname == "" || view.Platform.InstanceID != "i-1" || !view.HasAddress(worker.Address()) {
+				t.Errorf("the first view is %+v", view)
+			}
+		})
+	}
+}
