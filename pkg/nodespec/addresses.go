@@ -67,14 +67,14 @@ func internalIPs(in Input) []netip.Addr {
 		}
 	}
 
-	slices.SortStableFunc(ips, byFamily(in.Options.PreferIPv6))
+	slices.SortStableFunc(ips, byFamily(in.Options))
 
 	return ips
 }
 
-func byFamily(preferIPv6 bool) func(a, b netip.Addr) int {
+func byFamily(options Options) func(a, b netip.Addr) int {
 	rank := func(a netip.Addr) int {
-		if a.Is6() == preferIPv6 {
+		if a.Is6() == options.PreferIPv6 {
 			return 0
 		}
 
@@ -121,7 +121,7 @@ func externalIPs(in Input, nodeIPs []netip.Addr) []netip.Addr {
 	slices.SortStableFunc(found, func(a, b machine.Address) int {
 		x, y := a.Prefix.Addr().Unmap(), b.Prefix.Addr().Unmap()
 
-		return cmp.Or(byFamily(in.Options.PreferIPv6)(x, y), permanence(b)-permanence(a), x.Compare(y))
+		return cmp.Or(byFamily(in.Options)(x, y), permanence(b)-permanence(a), x.Compare(y))
 	})
 
 	var ips []netip.Addr
