@@ -201,6 +201,9 @@ func TestVersion(t *testing.T) {
 
 func TestBadCombinationsAreRefusedByTheNamesOfTheirFlags(t *testing.T) {
 	absent := filepath.Join(t.TempDir(), "absent")
+	outside := func(more ...string) []string {
+		return append([]string{"--talosconfig=" + absent, "--kubeconfig=" + absent}, more...)
+	}
 
 	for _, test := range []struct {
 		rule          string
@@ -208,17 +211,17 @@ func TestBadCombinationsAreRefusedByTheNamesOfTheirFlags(t *testing.T) {
 		mentions      []string
 	}{
 		{"nothing at all", nil, nil, []string{"--machine-socket", "--talosconfig", "--kubeconfig"}},
-		{"both sources of the machine's word", nil, []string{"--machine-socket=" + absent, "--talosconfig=" + absent, "--kubeconfig=" + absent}, []string{"exactly one of --machine-socket and --talosconfig"}},
+		{"both sources of the machine's word", nil, outside("--machine-socket=" + absent), []string{"exactly one of --machine-socket and --talosconfig"}},
 		{"outside Talos without Kubernetes", nil, []string{"--talosconfig=" + absent, "--run-dir=" + absent}, []string{"--kubeconfig is needed"}},
 		{"inside Talos without a place for credentials", nil, []string{"--machine-socket=" + absent}, []string{"--run-dir is needed"}},
-		{"an unknown fallback", nil, []string{"--talosconfig=" + absent, "--kubeconfig=" + absent, "--provider-id-fallback=hostname"}, []string{"--provider-id-fallback", `"hostname"`, `"uuid"`, `"node-ip"`}},
-		{"an unknown controller", nil, []string{"--talosconfig=" + absent, "--kubeconfig=" + absent, "--controllers=cloud-nodes"}, []string{"cloud-nodes"}},
+		{"an unknown fallback", nil, outside("--provider-id-fallback=hostname"), []string{"--provider-id-fallback", `"hostname"`, `"uuid"`, `"node-ip"`}},
+		{"an unknown controller", nil, outside("--controllers=cloud-nodes"), []string{"cloud-nodes"}},
 		{"an unknown flag", nil, []string{"--machinesocket=" + absent}, []string{"--machinesocket"}},
 		{"an argument", nil, []string{"start"}, []string{"start"}},
 		{"an unknown variable", []string{"TALOS_CCM_MACHINESOCKET=x"}, nil, []string{"TALOS_CCM_MACHINESOCKET"}},
 		{"the environment is checked like the command line", []string{"TALOS_CCM_MACHINE_SOCKET=" + absent}, nil, []string{"--run-dir is needed"}},
-		{"an unknown log format", nil, []string{"--talosconfig=" + absent, "--kubeconfig=" + absent, "--logging-format=xml"}, []string{"xml"}},
-		{"a kubeconfig that is not there", nil, []string{"--talosconfig=" + absent, "--kubeconfig=" + absent}, []string{"kubeconfig", absent}},
+		{"an unknown log format", nil, outside("--logging-format=xml"), []string{"xml"}},
+		{"a kubeconfig that is not there", nil, outside(), []string{"kubeconfig", absent}},
 	} {
 		t.Run(test.rule, func(t *testing.T) {
 			got := command(t, test.environ, test.args...)

@@ -223,12 +223,14 @@ func TestViewFollowsChanges(t *testing.T) {
 		{
 			"another ID is another address",
 			func(v *machine.View) { v.Put(addressStatus("eth0", "10.0.0.2/24")) },
-			func(m machine.Machine) any { return addresses(m) }, []string{"10.0.0.1/24", "10.0.0.2/24", "192.0.2.1/24"},
+			func(m machine.Machine) any { return addresses(m) },
+			[]string{"10.0.0.1/24", "10.0.0.2/24", "192.0.2.1/24"},
 		},
 		{
 			"a destroyed address is gone",
 			func(v *machine.View) { v.Drop(addressStatus("eth1", "192.0.2.1/24").Metadata()) },
-			func(m machine.Machine) any { return addresses(m) }, []string{"10.0.0.1/24"},
+			func(m machine.Machine) any { return addresses(m) },
+			[]string{"10.0.0.1/24"},
 		},
 		{
 			"a destroyed singleton leaves its zero value",
@@ -250,12 +252,14 @@ func TestViewFollowsChanges(t *testing.T) {
 			func(v *machine.View) {
 				v.ReplaceKind(kindOf(network.AddressStatusType), []resource.Resource{addressStatus("eth2", "198.51.100.1/24")})
 			},
-			func(m machine.Machine) any { return addresses(m) }, []string{"198.51.100.1/24"},
+			func(m machine.Machine) any { return addresses(m) },
+			[]string{"198.51.100.1/24"},
 		},
 		{
 			"an empty listing clears its kind",
 			func(v *machine.View) { v.ReplaceKind(kindOf(hardware.SystemInformationType), nil) },
-			func(m machine.Machine) any { return m.System }, hardware.SystemInformationSpec{},
+			func(m machine.Machine) any { return m.System },
+			hardware.SystemInformationSpec{},
 		},
 		{
 			"a listing leaves other kinds alone",

@@ -101,15 +101,13 @@ func ordinaryUser() *syscall.SysProcAttr {
 func openFolder(t *testing.T) string {
 	t.Helper()
 
-	dir, err := os.MkdirTemp("/tmp", "privilege-")
-	if err != nil {
-		t.Fatal(err)
-	}
+	dir := t.TempDir()
 
-	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-
-	if err := os.Chmod(dir, 0o755); err != nil { //nolint:gosec // that is the point
-		t.Fatal(err)
+	// The folder above it is the test's too, and its owner's alone.
+	for _, path := range []string{filepath.Dir(dir), dir} {
+		if err := os.Chmod(path, 0o755); err != nil { //nolint:gosec // that is the point
+			t.Fatal(err)
+		}
 	}
 
 	return dir

@@ -135,7 +135,10 @@ func TestPlanOfLabels(t *testing.T) {
 		{
 			"what we hold stays in when something is added",
 			func(h *history) { h.apply(FieldManager, zone("a")) },
-			map[string]string{keyZone: "a", keyRegion: "r"}, true, map[string]string{keyZone: "a", keyRegion: "r"}, none,
+			map[string]string{keyZone: "a", keyRegion: "r"},
+			true,
+			map[string]string{keyZone: "a", keyRegion: "r"},
+			none,
 		},
 		{
 			"what is no longer wanted is left out, and so removed",
@@ -148,7 +151,10 @@ func TestPlanOfLabels(t *testing.T) {
 		{
 			"the others are applied all the same",
 			func(h *history) { h.label(kubectl, keyZone, "z") },
-			map[string]string{keyZone: "a", keyRegion: "r"}, true, map[string]string{keyRegion: "r"}, zone("z"),
+			map[string]string{keyZone: "a", keyRegion: "r"},
+			true,
+			map[string]string{keyRegion: "r"},
+			zone("z"),
 		},
 		{"a key that somebody else holds with our value is held by both", func(h *history) { h.label(kubectl, keyZone, "a") }, zone("a"), true, zone("a"), none},
 		{
@@ -161,7 +167,10 @@ func TestPlanOfLabels(t *testing.T) {
 			func(h *history) {
 				h.apply(FieldManager, map[string]string{keyZone: "a", keyRegion: "r"}).label(kubectl, keyZone, "z")
 			},
-			map[string]string{keyZone: "a", keyRegion: "r"}, false, map[string]string{keyRegion: "r"}, zone("z"),
+			map[string]string{keyZone: "a", keyRegion: "r"},
+			false,
+			map[string]string{keyRegion: "r"},
+			zone("z"),
 		},
 		{
 			"a key that somebody took from us by apply is foreign too",
@@ -366,7 +375,7 @@ func TestANodeThatIsAsItShouldBeNeedsNothing(t *testing.T) {
 func TestManagedFieldsThatCannotBeReadAreAnError(t *testing.T) {
 	node := registered(t).apply(FieldManager, map[string]string{keyZone: "a"}).node()
 	for i := range node.ManagedFields {
-		node.ManagedFields[i].FieldsV1 = &metav1.FieldsV1{Raw: []byte(`{"f:metadata":`)}
+		node.ManagedFields[i].FieldsV1 = metav1.NewFieldsV1(`{"f:metadata":`)
 	}
 
 	if _, err := makePlan(node, nodespec.Spec{}); err == nil {

@@ -68,7 +68,8 @@ func TestAFindingIsReportedWhenItAppears(t *testing.T) {
 				r.report(named("a"), []finding{pending, zone})
 				r.report(named("a"), []finding{pending})
 			},
-			[]finding{pending}, nil,
+			[]finding{pending},
+			nil,
 		},
 		{"for every key", func(*reporter) {}, []finding{zone, region}, []string{zoneEvent, regionEvent}},
 		{"for one more key, of that alone", func(r *reporter) { r.report(named("a"), []finding{zone}) }, []finding{zone, region}, []string{regionEvent}},
@@ -89,7 +90,8 @@ func TestAFindingIsReportedWhenItAppears(t *testing.T) {
 				r.report(named("a"), []finding{pending})
 				r.forget("b")
 			},
-			[]finding{pending}, nil,
+			[]finding{pending},
+			nil,
 		},
 	} {
 		t.Run(test.rule, func(t *testing.T) {
