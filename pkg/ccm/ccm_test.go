@@ -2,10 +2,12 @@ package ccm_test
 
 import (
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -22,6 +24,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/ccm"
 	nodecontroller "github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
 func TestFromSocketToNode(t *testing.T) {
@@ -474,4 +477,114 @@ func withControllers(t *testing.T, controllers ...string) *ccm.Options {
 	options.Framework.Generic.Controllers = controllers
 
 	return options
+}
+
+// hangingProxy passes connections on to the API server until it hangs: then nothing flows any more, and nothing ends either.
+type hangingProxy struct {
+	listener net.Listener
+	target   string
+	hung     chan struct{}
+}
+
+// newHangingProxy listens on loopback until the test ends.
+func newHangingProxy(t *testing.T, target string) *hangingProxy {
+	t.Helper()
+
+	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	p := &hangingProxy{listener: listener, target: target, hung: make(chan struct{})}
+	t.Cleanup(func() { _ = listener.Close() })
+
+	go func() {
+		for {
+			client, err := listener.Accept()
+			if err != nil {
+				return
+			}
+
+			go p.serve(t, client)
+		}
+	}()
+
+	return p
+}
+
+func (p *hangingProxy) serve(t *testing.T, client net.Conn) {
+	t.Cleanup(func() { _ = client.Close() })
+
+	server, err := net.Dial("tcp", p.target)
+	if err != nil {
+		_ = client.Close()
+
+		return
+	}
+
+	t.Cleanup(func() { _ = server.Close() })
+
+	go p.pass(server, client)
+	p.pass(client, server)
+}
+
+func (p *hangingProxy) pass(to io.Writer, from io.Reader) {
+	buffer := make([]byte, 32<<10)
+
+	for {
+		n, err := from.Read(buffer)
+
+		select {
+		case <-p.hung:
+			return
+		default:
+		}
+
+		if n > 0 {
+			if _, err := to.Write(buffer[:n]); err != nil {
+				return
+			}
+		}
+
+		if err != nil {
+			return
+		}
+	}
+}
+
+// When nothing is heard of the API server, another instance may take the lease once it has expired. Until then we must have stopped, and
+// must not wait for an answer to our wish to release it.
+func TestStopsBeforeALeaseThatCannotBeRenewedExpires(t *testing.T) {
+	s := newSuite(t, "hung-", talostest.Options{})
+	self, worker := s.controlPlane("cp"), s.worker("worker")
+	s.register(self, worker)
+
+	config := s.kube.Config()
+	proxy := newHangingProxy(t, strings.TrimPrefix(config.Host, "https://"))
+	config.Host = "https://" + proxy.listener.Addr().String()
+
+	options := s.options(self)
+	options.Framework.Generic.ClientConnection.Kubeconfig = filepath.Join(t.TempDir(), "kubeconfig")
+	s.require(os.WriteFile(options.Framework.Generic.ClientConnection.Kubeconfig, kube.Kubeconfig(config), 0o600))
+
+	election := &options.Framework.Generic.LeaderElection
+	election.LeaseDuration.Duration, election.RenewDeadline.Duration, election.RetryPeriod.Duration = 6*time.Second, 5*time.Second, time.Second
+
+	r := s.launch(options)
+	s.awaitInitialized(self, worker)
+	close(proxy.hung)
+
+	lease, err := s.client.CoordinationV1().Leases(leaseNamespace).Get(t.Context(), leaseName, metav1.GetOptions{})
+	s.require(err)
+	s.eventually("the worker is no longer watched", func() bool { return worker.Connections() == 0 })
+
+	if took := time.Since(lease.Spec.RenewTime.Time); took > election.LeaseDuration.Duration {
+		t.Errorf("stopped %s after the lease was last renewed; it lasts %s", took, election.LeaseDuration.Duration)
+	}
+
+	<-r.ended
+
+	if r.err == nil {
+		t.Error("the run ended well, although its lease was lost")
+	}
 }

@@ -154,6 +154,8 @@ func (l *leader) elect(ctx context.Context) error {
 	select {
 	case <-finished:
 		result = errLeaseLost
+	case <-l.expiring(leading, elector):
+		result = errLeaseLost
 	case result = <-failed:
 	case <-ctx.Done():
 	}
@@ -164,6 +166,30 @@ func (l *leader) elect(ctx context.Context) error {
 	within(stopTimeout, l.clock, finished)
 
 	return result
+}
+
+// expiring is closed when the lease we hold is about to expire; not after ctx. The elector gives up earlier, but tells only after it has tried
+// to release the lease, and a server that does not answer makes that take until after the lease has expired.
+func (l *leader) expiring(ctx context.Context, elector *leaderelection.LeaderElector) <-chan struct{} {
+	election := l.config.ComponentConfig.Generic.LeaderElection
+	// Half of what is left when the elector gives up is for the controllers to stop.
+	margin := (election.LeaseDuration.Duration - election.RenewDeadline.Duration) / 2
+
+	ch := make(chan struct{})
+
+	go func() {
+		for elector.Check(-margin) == nil {
+			select {
+			case <-ctx.Done():
+				return
+			case <-time.After(margin / 4):
+			}
+		}
+
+		close(ch)
+	}()
+
+	return ch
 }
 
 func done(group *sync.WaitGroup) <-chan struct{} {
