@@ -27,8 +27,7 @@ const (
 // certificates that want approval, images from the bed's registry, and as little else as a cluster can do without.
 //
 // The kubelet and the container runtime stay away from cgroups: the bed may run where there are no controllers to delegate. The
-// kubelet gets its static pods from Talos over HTTP, and would look for them only every 20 seconds. Its log is text because the
-// binary of test/kube knows no other format.
+// kubelet gets its static pods from Talos over HTTP, and would look for them only every 20 seconds.
 const basePatch = `
 machine:
   kubelet:
@@ -39,8 +38,6 @@ machine:
       enforceNodeAllocatable: [none]
       failSwapOn: false
       httpCheckFrequency: 1s
-      logging:
-        format: text
   files:
     - path: /etc/cri/conf.d/20-customization.part
       op: create

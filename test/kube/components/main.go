@@ -18,6 +18,7 @@ import (
 
 	"go.etcd.io/etcd/server/v3/etcdmain"
 	"k8s.io/component-base/cli"
+	_ "k8s.io/component-base/logs/json/register"          // Talos gives its kubelets logging.format: json
 	_ "k8s.io/component-base/metrics/prometheus/clientgo" // registers the metrics of client-go, as upstream's mains do
 	_ "k8s.io/component-base/metrics/prometheus/version"  // registers kubernetes_build_info, as upstream's mains do
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
