@@ -14,9 +14,12 @@ import (
 	"github.com/cosi-project/runtime/pkg/resource"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/resources/config"
+	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/siderolabs/talos/pkg/machinery/role"
+	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 	clocktesting "k8s.io/utils/clock/testing"
@@ -587,4 +590,60 @@ func TestStopsBeforeALeaseThatCannotBeRenewedExpires(t *testing.T) {
 	if r.err == nil {
 		t.Error("the run ended well, although its lease was lost")
 	}
+}
+
+// The other machines do not depend on this one's answers.
+func TestOwnMachineDoesNotAnswer(t *testing.T) {
+	s := newSuite(t, "frozen-", talostest.Options{})
+	self, worker := s.controlPlane("cp"), s.worker("worker")
+	s.register(self, worker)
+	s.leaseTo("somebody-else", 3*time.Second)
+
+	options := s.options(self)
+	shortLease(options)
+	s.start(options)
+	s.eventually("Kubernetes credentials are there", func() bool {
+		_, err := os.Stat(filepath.Join(options.RunDir, "kubeconfig"))
+
+		return err == nil
+	})
+
+	self.Freeze()
+	s.awaitInitialized(worker)
+
+	if n := s.get(self); !tainted(n) {
+		t.Errorf("the Node of a machine that does not answer was initialised: %s", describe(n))
+	}
+
+	self.Thaw()
+	s.awaitInitialized(self)
+}
+
+// leaseTo makes somebody the holder of the lease, who never renews it.
+func (s *suite) leaseTo(holder string, duration time.Duration) {
+	s.Helper()
+
+	seconds, now := int32(duration.Seconds()), metav1.NowMicro()
+	spec := coordinationv1.LeaseSpec{HolderIdentity: &holder, LeaseDurationSeconds: &seconds, AcquireTime: &now, RenewTime: &now}
+	leases := s.client.CoordinationV1().Leases(leaseNamespace)
+
+	if err := leases.Delete(s.Context(), leaseName, metav1.DeleteOptions{}); !apierrors.IsNotFound(err) {
+		s.require(err)
+	}
+
+	_, err := leases.Create(s.Context(), &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Name: leaseName}, Spec: spec}, metav1.CreateOptions{})
+	s.require(err)
+}
+
+// Until it is known which Node is this machine's, it is dialled as any other.
+func TestOwnNodenameIsLate(t *testing.T) {
+	s := newSuite(t, "nameless-", talostest.Options{})
+	self, worker := s.controlPlane("cp"), s.worker("worker")
+	s.register(self, worker)
+	s.require(self.State().Destroy(t.Context(), k8s.NewNodename(k8s.NamespaceName, k8s.NodenameID).Metadata()))
+
+	s.start(s.options(self))
+	s.awaitInitialized(worker)
+	s.require(self.SetNodename(t.Context(), self.Nodename()))
+	s.awaitInitialized(self)
 }

@@ -31,6 +31,9 @@ const (
 
 	electionHealthTimeout = 20 * time.Second
 
+	// localTimeout bounds what the other machines wait for an answer of this one.
+	localTimeout = 3 * time.Second
+
 	component = "talos-ccm"
 )
 
@@ -248,6 +251,9 @@ func (l *leader) localNodename(ctx context.Context) string {
 	if l.socket == nil {
 		return ""
 	}
+
+	ctx, cancel := context.WithTimeout(ctx, localTimeout)
+	defer cancel()
 
 	nodename, err := safe.StateGetByID[*k8s.Nodename](ctx, l.socket.Reader, k8s.NodenameID)
 	if err != nil {
