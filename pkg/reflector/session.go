@@ -19,8 +19,9 @@ import (
 )
 
 const (
-	// setupTimeout bounds the time from dialling to a complete view.
-	setupTimeout = 30 * time.Second
+	// answerTimeout bounds the time from dialling to a complete view, and from a poll to its answer. Without the latter a machine
+	// that hangs, while its kernel keeps the connection alive, would be taken for current until the session ends.
+	answerTimeout = 30 * time.Second
 
 	// A session ends after sessionLength, spread by half of it, and the next one reads everything anew over a new
 	// connection: the safety net below the watches, and what keeps certificates fresh.
@@ -47,6 +48,7 @@ type session struct {
 	// The view is complete when every watch has told what there is, and all else has been polled once.
 	bootstrapping int // watches that have not told yet
 	polled        bool
+	polling       bool // a poll is under way
 	established   bool
 	interval      time.Duration
 }
@@ -68,8 +70,8 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 
 	events, polls, failures := s.open(ctx)
 
-	setup := s.clock.NewTimer(setupTimeout)
-	defer setup.Stop()
+	deadline := s.clock.NewTimer(answerTimeout)
+	defer deadline.Stop()
 
 	over := s.clock.NewTimer(wait.Jitter(sessionLength, 0.5))
 	defer over.Stop()
@@ -78,6 +80,10 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 	defer poll.Stop()
 
 	for {
+		if s.answered() {
+			deadline.Stop()
+		}
+
 		select {
 		case <-ctx.Done():
 			return s.established, ctx.Err()
@@ -85,13 +91,18 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 		case event := <-events:
 			err = s.handle(ctx, event)
 		case listings := <-polls:
-			err = s.take(ctx, listings)
 			poll.Reset(s.nextPoll())
+
+			err = s.take(ctx, listings)
 		case <-poll.C():
+			s.polling = true
+
+			deadline.Reset(answerTimeout)
+
 			go s.poll(ctx, polls, failures)
-		case <-setup.C():
-			if !s.established {
-				err = fmt.Errorf("the machine at %s did not answer within %s", s.addr, setupTimeout)
+		case <-deadline.C():
+			if !s.answered() {
+				err = fmt.Errorf("the machine at %s did not answer within %s", s.addr, answerTimeout)
 			}
 		case <-over.C():
 			err = errSessionOver
@@ -103,12 +114,15 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 	}
 }
 
+// answered tells whether the machine owes us nothing but events.
+func (s *session) answered() bool { return s.bootstrapping == 0 && !s.polling }
+
 // open starts all watches and the first poll at once: on a slow machine their delays must not add up.
 func (s *session) open(ctx context.Context) (chan state.Event, chan []listing, chan error) {
 	events, polls, failures := make(chan state.Event), make(chan []listing), make(chan error)
 
 	kinds := machine.WatchedKinds()
-	s.bootstrapping = len(kinds)
+	s.bootstrapping, s.polling = len(kinds), true
 
 	for _, kind := range kinds {
 		go func() {
@@ -193,7 +207,7 @@ func (s *session) handle(ctx context.Context, event state.Event) error {
 }
 
 func (s *session) take(ctx context.Context, listings []listing) error {
-	s.polled = true
+	s.polled, s.polling = true, false
 
 	for _, l := range listings {
 		s.view.ReplaceKind(l.kind, l.items)

@@ -1,0 +1,241 @@
+package reflector_test
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/cosi-project/runtime/pkg/safe"
+	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
+	"github.com/siderolabs/talos/pkg/machinery/resources/config"
+	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
+	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
+	"github.com/siderolabs/talos/pkg/machinery/resources/network"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	clocktesting "k8s.io/utils/clock/testing"
+
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+)
+
+const (
+	// answerTimeout is a little more than a machine has to answer.
+	answerTimeout = 31 * time.Second
+
+	// longestPoll and longestSession are a little more than the longest that are spread over.
+	longestPoll    = 13 * time.Minute
+	longestSession = 46 * time.Minute
+
+	// watchingTimers are what a session waits for when all is well: its next poll and its end.
+	watchingTimers = 2
+)
+
+// settle waits until the machine is watched and nothing is under way.
+func (s *suite) settle(t *testing.T, clk *clocktesting.FakeClock, nodename string) {
+	t.Helper()
+	s.await(t, nodename, inventory.Current)
+	eventually(t, patience, "nothing is under way at "+nodename, func() bool { return clk.Waiters() == watchingTimers })
+}
+
+func modify[R resource.Resource](ctx context.Context, m *talostest.Machine, empty R, change func(R)) error {
+	return safe.StateModify(ctx, m.State(), empty, func(r R) error {
+		change(r)
+
+		return nil
+	})
+}
+
+func polledChanges() map[resource.Type]change {
+	return map[resource.Type]change{
+		hardware.SystemInformationType: {
+			make: func(ctx context.Context, m *talostest.Machine) error {
+				return modify(ctx, m, hardware.NewSystemInformation(hardware.SystemInformationID), func(r *hardware.SystemInformation) {
+					r.TypedSpec().UUID = "4c4c4544-0042-4410-8034-b1c04f333432"
+				})
+			},
+			seen: func(m machine.Machine) bool { return m.UUID() == "4c4c4544-0042-4410-8034-b1c04f333432" },
+		},
+		network.PlatformConfigType: {
+			make: func(ctx context.Context, m *talostest.Machine) error {
+				return m.State().Create(ctx, network.NewPlatformConfig(network.NamespaceName, network.PlatformConfigActiveID))
+			},
+			seen: func(m machine.Machine) bool { return m.PlatformPublished },
+		},
+		cluster.InfoType: {
+			make: func(ctx context.Context, m *talostest.Machine) error {
+				return modify(ctx, m, cluster.NewInfo(), func(r *cluster.Info) { r.TypedSpec().ClusterName = "renamed" })
+			},
+			seen: func(m machine.Machine) bool { return m.ClusterName == "renamed" },
+		},
+		config.MachineTypeType: {
+			make: func(ctx context.Context, m *talostest.Machine) error {
+				return modify(ctx, m, config.NewMachineType(), func(r *config.MachineType) { r.SetMachineType(talosmachine.TypeControlPlane) })
+			},
+			seen: func(m machine.Machine) bool { return m.Type == talosmachine.TypeControlPlane },
+		},
+		runtime.MachineStatusType: {
+			make: func(ctx context.Context, m *talostest.Machine) error {
+				return m.SetStage(ctx, runtime.MachineStageUpgrading)
+			},
+			seen: func(m machine.Machine) bool { return m.Stage == runtime.MachineStageUpgrading },
+		},
+		k8s.NodeIPType: {
+			make: func(ctx context.Context, m *talostest.Machine) error { return m.SetNodeIPs(ctx, publicPrefix.Addr()) },
+			seen: func(m machine.Machine) bool { return len(m.NodeIPs) == 1 && m.NodeIPs[0] == publicPrefix.Addr() },
+		},
+		k8s.NodeIPConfigType: {
+			make: func(ctx context.Context, m *talostest.Machine) error {
+				return modify(ctx, m, k8s.NewNodeIPConfig(k8s.NamespaceName, k8s.KubeletID), func(r *k8s.NodeIPConfig) {
+					r.TypedSpec().ExcludeSubnets = []string{publicPrefix.String()}
+				})
+			},
+			seen: func(m machine.Machine) bool {
+				return len(m.ExcludedSubnets) == 1 && m.ExcludedSubnets[0] == publicPrefix.Masked()
+			},
+		},
+	}
+}
+
+func TestEveryPolledChangeReachesTheInventoryWithTheNextPoll(t *testing.T) {
+	t.Parallel()
+
+	s, clk := newTimedSuite(t)
+	worker := s.addWorker(t)
+	s.track(worker)
+	s.settle(t, clk, worker.Nodename())
+
+	changes := polledChanges()
+
+	for _, kind := range machine.PolledKinds() {
+		c, known := changes[kind.Type()]
+		if !known {
+			t.Errorf("%s is polled, and no test changes it", kind.Type())
+
+			continue
+		}
+
+		must(t, c.make(t.Context(), worker))
+	}
+
+	clk.Step(12 * time.Second)
+
+	for _, c := range changes {
+		s.awaitView(t, worker.Nodename(), patience, c.seen)
+	}
+}
+
+func TestPollsBecomeRare(t *testing.T) {
+	t.Parallel()
+
+	s, clk := newTimedSuite(t)
+	worker := s.addWorker(t)
+	s.track(worker)
+	s.settle(t, clk, worker.Nodename())
+
+	// The sum stays below the shortest session.
+	for polls, interval := range []time.Duration{10, 20, 40, 80, 160, 320, 600} {
+		interval *= time.Second
+
+		clk.Step(interval - time.Millisecond)
+
+		if got := lists(worker)[k8s.NodeIPType]; got != polls+1 || clk.Waiters() != watchingTimers {
+			t.Fatalf("%d polls before %s had passed, want %d", got, interval, polls+1)
+		}
+
+		views := len(s.inventory.viewsOf(worker.Nodename()))
+
+		clk.Step(interval/5 + time.Millisecond) // the jitter
+		eventually(t, patience, "the machine was polled after "+interval.String(), func() bool {
+			return len(s.inventory.viewsOf(worker.Nodename())) > views
+		})
+		s.settle(t, clk, worker.Nodename())
+	}
+}
+
+func TestEverythingIsReadAnewOverANewConnectionFromTimeToTime(t *testing.T) {
+	t.Parallel()
+
+	s, clk := newTimedSuite(t)
+	worker := s.addWorker(t)
+	s.track(worker)
+	s.settle(t, clk, worker.Nodename())
+
+	calls := len(worker.Calls())
+
+	clk.Step(longestSession)
+	stepUntil(t, clk, "all is read anew", func() bool { return len(worker.Calls()) >= 2*calls })
+	s.settle(t, clk, worker.Nodename())
+
+	if got := worker.Connections(); got != 1 {
+		t.Errorf("%d connections are open, want 1", got)
+	}
+
+	if got := s.inventory.complaints(); len(got) != 0 {
+		t.Errorf("all was well, and still: %q", got)
+	}
+}
+
+func TestMachineThatIsCutOffFromTheStartIsUnreachableUntilItIsNot(t *testing.T) {
+	t.Parallel()
+
+	s, clk := newTimedSuite(t)
+	worker := s.addWorker(t)
+	worker.CutOff()
+	s.track(worker)
+
+	awaitSession(t, clk)
+	clk.Step(answerTimeout)
+	requireContains(t, s.await(t, worker.Nodename(), inventory.Unreachable).Reason, worker.Address().String(), "did not answer")
+
+	worker.Reconnect()
+	stepUntil(t, clk, "the machine is watched", func() bool { return s.inventory.Get(worker.Nodename()).Condition == inventory.Current })
+}
+
+// stepUntil lets time pass, second by second, while a task does nothing but wait for its next attempt.
+func stepUntil(t *testing.T, clk *clocktesting.FakeClock, what string, condition func() bool) {
+	t.Helper()
+	eventually(t, patience, what, func() bool {
+		if condition() {
+			return true
+		}
+
+		if clk.Waiters() <= 1 {
+			clk.Step(time.Second)
+		}
+
+		return false
+	})
+}
+
+// awaitSession waits until a session is being set up: it has its timers.
+func awaitSession(t *testing.T, clk *clocktesting.FakeClock) {
+	t.Helper()
+	stepUntil(t, clk, "a session is being set up", func() bool { return clk.Waiters() > watchingTimers })
+}
+
+func TestMachineThatFreezesIsUnreachableAfterThePollThatItDoesNotAnswer(t *testing.T) {
+	t.Parallel()
+
+	s, clk := newTimedSuite(t)
+	worker := s.addWorker(t)
+	s.track(worker)
+	s.settle(t, clk, worker.Nodename())
+
+	worker.Freeze()
+	setZone(t, worker, "meanwhile")
+
+	calls := len(worker.Calls())
+
+	clk.Step(12 * time.Second)
+	eventually(t, patience, "the machine is polled", func() bool { return len(worker.Calls()) > calls })
+	clk.Step(answerTimeout)
+	awaitSession(t, clk)
+	clk.Step(answerTimeout)
+	requireContains(t, s.await(t, worker.Nodename(), inventory.Unreachable).Reason, "did not answer")
+
+	worker.Thaw()
+	stepUntil(t, clk, "the machine is watched", func() bool { return inZone("meanwhile")(s.inventory.Get(worker.Nodename()).Machine) })
+}
