@@ -79,7 +79,7 @@ race: kube-assets compiler ## Run all tests, unit and integration, with the race
 	CGO_ENABLED=1 $(GO) test -race -count=1 -timeout $(TEST_TIMEOUT) ./...
 
 .PHONY: test
-test: lint race ## Lint and run all tests but e2e. On few cores one pass with the race detector is quicker than one with and one without.
+test: lint race ## Lint, and run all tests but e2e with the race detector.
 
 .PHONY: e2e
 e2e: ## Run talos-ccm on two real Talos machines with real kubelets; needs root.
