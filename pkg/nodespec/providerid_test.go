@@ -219,6 +219,8 @@ func TestThePlatformsOwnIdentityComesFirst(t *testing.T) {
 			for _, options := range []nodespec.Options{{}, {ProviderIDFromNodeIP: true}} {
 				in := running()
 				in.Machine.Platform, in.SharedUUID, in.Options = test.metadata, true, options
+				// An identity that is there need not wait for anything else.
+				in.Machine.PlatformPublished, in.Machine.Stage = false, runtime.MachineStageBooting
 
 				if spec, _ := desired(t, in); spec.ProviderID != test.want {
 					t.Errorf("with %+v: got %q, want %q", options, spec.ProviderID, test.want)
