@@ -339,9 +339,14 @@ func freePort(t *testing.T) int {
 		t.Fatal(err)
 	}
 
-	defer listener.Close() //nolint:errcheck // nobody has connected
+	defer listener.Close()
 
-	return listener.Addr().(*net.TCPAddr).Port //nolint:forcetypeassert // of a TCP listener
+	addr, ok := listener.Addr().(*net.TCPAddr)
+	if !ok {
+		t.Fatalf("listening on %v, which has no port", listener.Addr())
+	}
+
+	return addr.Port
 }
 
 // The machine's own state is all that says when to work, so a broken watch of it must not go unnoticed.

@@ -62,7 +62,7 @@ func runTests(m *testing.M) (code int, err error) {
 	if shared.kube, err = kube.Start(context.Background(), kube.Options{Progress: os.Stderr}); err != nil {
 		return 1, err
 	}
-	defer shared.kube.Stop() //nolint:errcheck // a temporary folder at most is left
+	defer shared.kube.Stop()
 
 	if shared.client, err = kubernetes.NewForConfig(shared.kube.Config()); err != nil {
 		return 1, err

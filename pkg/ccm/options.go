@@ -143,6 +143,6 @@ func (o *Options) frameworkFor(kubeconfig string) *options.CloudControllerManage
 func controllerNames() []string { return slices.Sorted(maps.Keys(app.DefaultInitFuncConstructors)) }
 
 // disabledByDefault are the controllers that run only if --controllers names them.
-func disabledByDefault() sets.String {
+func disabledByDefault() sets.String { //nolint:staticcheck // what the framework takes
 	return sets.NewString(names.CloudNodeLifecycleController, names.ServiceLBController, names.NodeRouteController)
 }

@@ -51,7 +51,7 @@ var built string
 
 func removeBinary() {
 	if built != "" {
-		_ = os.RemoveAll(built) //nolint:errcheck // in the temporary folder
+		_ = os.RemoveAll(built)
 	}
 }
 
@@ -125,6 +125,7 @@ func (s *suite) spawn(on *talostest.Machine, flags ...string) *process {
 	}()
 
 	s.require(<-started)
+
 	p.pid = cmd.Process.Pid
 
 	s.Cleanup(func() {
@@ -144,7 +145,7 @@ func (p *process) signal(sig syscall.Signal) {
 	select {
 	case <-p.ended:
 	default:
-		_ = syscall.Kill(p.pid, sig) //nolint:errcheck // it may have ended just now; it is reaped below p.ended only
+		_ = syscall.Kill(p.pid, sig) //nolint:errcheck // it may have ended just now
 	}
 }
 
@@ -184,7 +185,7 @@ func (p *process) get(path string) (code int, body string, err error) {
 		return 0, "", err
 	}
 
-	defer response.Body.Close() //nolint:errcheck // only read
+	defer response.Body.Close()
 
 	data, err := io.ReadAll(response.Body)
 

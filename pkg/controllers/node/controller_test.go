@@ -570,7 +570,11 @@ func TestChangesArriveByWatch(t *testing.T) {
 	}
 	absent := func(keys ...string) func(*corev1.Node) bool {
 		return func(n *corev1.Node) bool {
-			return !slices.ContainsFunc(keys, func(key string) bool { _, ok := n.Labels[key]; return ok })
+			return !slices.ContainsFunc(keys, func(key string) bool {
+				_, ok := n.Labels[key]
+
+				return ok
+			})
 		}
 	}
 
@@ -603,6 +607,7 @@ func TestChangesArriveByWatch(t *testing.T) {
 
 		s.require(change.do(t.Context()))
 		s.await("changing", "following: "+change.name, change.follow)
+
 		took = append(took, time.Since(began))
 		t.Logf("%s: %s", change.name, time.Since(began))
 	}
@@ -677,8 +682,16 @@ func TestWatchesThatBreak(t *testing.T) {
 		name string
 		do   func(context.Context, *talostest.Machine) error
 	}{
-		{"streams", func(_ context.Context, m *talostest.Machine) error { m.BreakStreams(); return nil }},
-		{"connections", func(_ context.Context, m *talostest.Machine) error { m.BreakConnections(); return nil }},
+		{"streams", func(_ context.Context, m *talostest.Machine) error {
+			m.BreakStreams()
+
+			return nil
+		}},
+		{"connections", func(_ context.Context, m *talostest.Machine) error {
+			m.BreakConnections()
+
+			return nil
+		}},
 		{"reboot", func(ctx context.Context, m *talostest.Machine) error { return m.Reboot(ctx) }},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -831,7 +844,7 @@ func TestNodeDeletedDuringInitialization(t *testing.T) {
 
 		// From the first write to none at all: each is met at another moment.
 		if i%2 == 0 {
-			s.await(name, "written", func(n *corev1.Node) bool { return writtenByUs(n) })
+			s.await(name, "written", writtenByUs)
 		}
 
 		s.remove(name)

@@ -76,7 +76,7 @@ func runTests(m *testing.M) (code int, err error) {
 	if shared.kube, err = kube.Start(ctx, kube.Options{Progress: os.Stderr}); err != nil {
 		return 1, err
 	}
-	defer shared.kube.Stop() //nolint:errcheck // a temporary folder at most is left
+	defer shared.kube.Stop()
 
 	if shared.talos, err = talostest.New(talostest.Options{}); err != nil {
 		return 1, err

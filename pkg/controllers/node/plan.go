@@ -75,7 +75,7 @@ func appliedLabels(node *corev1.Node) (map[string]string, error) {
 			} `json:"f:metadata"`
 		}
 
-		if err := json.Unmarshal(entry.FieldsV1.Raw, &fields); err != nil {
+		if err := json.Unmarshal(entry.FieldsV1.GetRawBytes(), &fields); err != nil {
 			return nil, fmt.Errorf("read the managed fields of %s: %w", FieldManager, err)
 		}
 
