@@ -29,7 +29,8 @@ var reportsExternalIPs = map[string]bool{
 // container networks, virtual service addresses.
 var overlayLinks = []string{
 	constants.KubeSpanLinkName, constants.SideroLinkName, linkExternal,
-	"cali", "cilium", "cni", "docker", "dummy", "flannel", "kube-", "kube_", "lxc", "nodelocaldns", "tailscale", "veth", "vxlan.calico", "wg",
+	"antrea", "cali", "cilium", "cni", "docker", "dummy", "flannel", "genev", "kube-", "kube_", "lxc", "nodelocaldns", "ovn", "tailscale",
+	"tunl", "veth", "virbr", "vxlan", "weave", "wg", "wireguard",
 }
 
 // notPublic are ranges that netip counts as global unicast and that are nevertheless not reachable from outside
@@ -49,7 +50,7 @@ var notPublic = []netip.Prefix{
 }
 
 // internalIPs are the kubelet's node IPs, one of each family, as far as the machine has them; if the kubelet named none, those
-// that Talos would give it.
+// that Talos would give it. A virtual IP is none, though a machine can hold it: another can tomorrow.
 func internalIPs(in Input) []netip.Addr {
 	provided := in.ProvidedNodeIPs
 	if len(provided) == 0 {
@@ -62,7 +63,7 @@ func internalIPs(in Input) []netip.Addr {
 		ip = ip.Unmap()
 		sameFamily := func(other netip.Addr) bool { return other.Is4() == ip.Is4() }
 
-		if in.Machine.HasAddress(ip) && !slices.ContainsFunc(ips, sameFamily) {
+		if in.Machine.HasAddress(ip) && !excluded(in.Machine, ip) && !slices.ContainsFunc(ips, sameFamily) {
 			ips = append(ips, ip)
 		}
 	}
@@ -155,11 +156,15 @@ func isPublic(m machine.Machine, a machine.Address) bool {
 		return false
 	case !ip.IsGlobalUnicast(), ip.IsPrivate(), slices.ContainsFunc(notPublic, contains):
 		return false
-	case slices.ContainsFunc(m.ExcludedSubnets, contains):
+	case excluded(m, ip):
 		return false
 	}
 
 	return a.Link != "lo" && !slices.ContainsFunc(overlayLinks, func(prefix string) bool { return strings.HasPrefix(a.Link, prefix) })
+}
+
+func excluded(m machine.Machine, ip netip.Addr) bool {
+	return slices.ContainsFunc(m.ExcludedSubnets, func(p netip.Prefix) bool { return p.Contains(ip) })
 }
 
 // dnsNames are the names the platform gives the machine. The metadata's host name counts as internal if it has a domain and the
@@ -184,7 +189,12 @@ func dnsNames(m machine.Machine) ([]corev1.NodeAddress, []Problem) {
 			continue
 		}
 
-		if why := validation.IsDNS1123Subdomain(name); len(why) > 0 {
+		why := validation.IsDNS1123Subdomain(name)
+		if _, err := netip.ParseAddr(name); err == nil {
+			why = append(why, "is an IP address")
+		}
+
+		if len(why) > 0 {
 			problems = append(problems, Problem{Key: string(a.Type), Value: a.Address, Why: strings.Join(why, "; ")})
 
 			continue

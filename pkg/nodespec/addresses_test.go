@@ -54,6 +54,19 @@ func TestInternalIPsAreTheKubeletsAsFarAsTheMachineHasThem(t *testing.T) {
 	}
 }
 
+func TestAVirtualIPIsNoNodeIP(t *testing.T) {
+	in := running()
+	in.Machine.Addresses = []machine.Address{onLink("eth0", "10.0.0.1/24"), onLink("eth0", "10.0.0.100/32"), onLink("kube-ipvs0", "10.96.0.1/32")}
+	in.Machine.ExcludedSubnets = []netip.Prefix{netip.MustParsePrefix("10.0.0.100/32"), netip.MustParsePrefix("10.96.0.0/12")}
+
+	in.ProvidedNodeIPs = addrs([]string{"10.0.0.100"})
+	requirePending(t, in, "node IPs")
+
+	in.ProvidedNodeIPs = addrs([]string{"10.96.0.1", "10.0.0.1"})
+	spec, _ := desired(t, in)
+	requireAddresses(t, corev1.NodeInternalIP, spec, "10.0.0.1")
+}
+
 func addrs(list []string) []netip.Addr {
 	var ips []netip.Addr
 	for _, ip := range list {
@@ -75,6 +88,8 @@ func TestPublicAddressesAreFoundOnTheMachinesOwnLinksOnly(t *testing.T) {
 		"flannel.1": false, "flannel-v6.1": false, "flannel-wg": false, "cni0": false,
 		"cilium_host": false, "cilium_net": false, "cilium_vxlan": false, "cilium_wg0": false, "lxc12ab34cd56ef": false, "lxc_health": false,
 		"cali1234567890a": false, "vxlan.calico": false, "vethwe-bridge": false, "veth1a2b3c4d": false,
+		"antrea-gw0": false, "ovn-k8s-mp0": false, "genev_sys_6081": false, "tunl0": false, "virbr0": false, "vxlan-v6.calico": false,
+		"wireguard.cali": false, "wg-v6.cali": false, "weave": false,
 		"docker0": false, "dummy0": false, "tailscale0": false, "wg0": false,
 	} {
 		t.Run(link, func(t *testing.T) {
@@ -288,6 +303,7 @@ func TestDNSNames(t *testing.T) {
 		{rule: "two dots at the end are refused", internal: "ip-1..", refused: []string{"InternalDNS"}},
 		{rule: "an underscore is refused, the other name stays", internal: "ip_1.internal", external: "www.example.org", wantExternal: []string{"www.example.org"}, refused: []string{"InternalDNS"}},
 		{rule: "a wildcard is refused", external: "*.example.org", refused: []string{"ExternalDNS"}},
+		{rule: "an IP address is no name", hostname: "10.0.0.5", refused: []string{"InternalDNS"}},
 		{rule: "a blank is refused", internal: "ip 1.internal", refused: []string{"InternalDNS"}},
 		{rule: "a letter outside ASCII is refused", internal: "wörker.internal", refused: []string{"InternalDNS"}},
 		{rule: "a host name that cannot be a DNS name is refused", hostname: "worker_1.example.org", refused: []string{"InternalDNS"}},
