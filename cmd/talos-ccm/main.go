@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
+	"regexp"
 	"strings"
 	"syscall"
 
@@ -118,6 +119,9 @@ func start(ctx context.Context, options *ccm.Options) error {
 
 const environmentPrefix = "TALOS_CCM_"
 
+// serviceVariable matches what a kubelet sets in containers if there is a Service named talos-ccm.
+var serviceVariable = regexp.MustCompile("^" + environmentPrefix + "(SERVICE_(HOST|PORT)|PORT)(_|$)")
+
 // setFromEnvironment sets every flag that the command line has not set from its variable in environ. A variable with the prefix that
 // names no flag is an error: it would be a setting that is silently lost.
 func setFromEnvironment(flags *pflag.FlagSet, environ []string) error {
@@ -138,6 +142,7 @@ func setFromEnvironment(flags *pflag.FlagSet, environ []string) error {
 		f, known := byVariable[variable]
 
 		switch {
+		case !known && serviceVariable.MatchString(variable):
 		case !known:
 			errs = append(errs, fmt.Errorf("environment variable %s: there is no such flag", variable))
 		case f.Changed:

@@ -104,6 +104,11 @@ func TestFlagsAreSetFromTheEnvironment(t *testing.T) {
 		{rule: "even over nonsense", args: []string{"--concurrent-node-syncs=2"}, environ: []string{"TALOS_CCM_CONCURRENT_NODE_SYNCS=many"}, want: defaults(func(s *settings) { s.workers = 2 })},
 		{rule: "other variables are none of our business", environ: []string{"PATH=/bin", "TALOS_VERSION=1.13", "CLUSTER_NAME=x", "XTALOS_CCM_CLUSTER_NAME=x", "odd", ""}, want: unchanged},
 
+		{
+			rule:    "what a kubelet tells containers of a Service named talos-ccm is none of our business",
+			environ: []string{"TALOS_CCM_SERVICE_HOST=10.96.0.7", "TALOS_CCM_SERVICE_PORT=443", "TALOS_CCM_PORT=tcp://10.96.0.7:443", "TALOS_CCM_PORT_443_TCP_ADDR=10.96.0.7"}, want: unchanged,
+		},
+
 		{rule: "a variable without a flag is an error", environ: []string{"TALOS_CCM_CLUSTERNAME=prod"}, mentions: []string{"TALOS_CCM_CLUSTERNAME", "no such flag"}},
 		{rule: "names are in upper case", environ: []string{"TALOS_CCM_cluster_name=prod"}, mentions: []string{"TALOS_CCM_cluster_name", "no such flag"}},
 		{rule: "the prefix alone names no flag", environ: []string{"TALOS_CCM_=x"}, mentions: []string{"TALOS_CCM_", "no such flag"}},
