@@ -22,7 +22,8 @@ const UID = constants.ApidUserID
 // maxOpenFiles is one per machine and some to spare; Talos up to 1.12 starts extension services with 1024.
 const maxOpenFiles = 1 << 20
 
-// RaiseOpenFiles raises the limit of open files as far as it goes. It takes CAP_SYS_RESOURCE to pass the hard limit.
+// RaiseOpenFiles raises the limit of open files beyond the hard limit, which takes CAP_SYS_RESOURCE; up to there the Go runtime has
+// raised it already.
 func RaiseOpenFiles() error {
 	var limit unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
