@@ -2,6 +2,7 @@ package reflector_test
 
 import (
 	"context"
+	"net/netip"
 	"testing"
 	"time"
 
@@ -238,4 +239,31 @@ func TestMachineThatFreezesIsUnreachableAfterThePollThatItDoesNotAnswer(t *testi
 
 	worker.Thaw()
 	stepUntil(t, clk, "the machine is watched", func() bool { return inZone("meanwhile")(s.inventory.Get(worker.Nodename()).Machine) })
+}
+
+func TestGoodAddressIsTriedFirstTheNextTime(t *testing.T) {
+	t.Parallel()
+
+	s, clk := newTimedSuite(t)
+	worker := s.addWorker(t)
+	silent := s.add(t, talostest.MachineSpec{Nodename: "silent"})
+	silent.CutOff()
+
+	s.reflector.Track(worker.Nodename(), []netip.Addr{silent.Address(), worker.Address()})
+	awaitSession(t, clk)
+	clk.Step(answerTimeout)
+	s.settle(t, clk, worker.Nodename())
+
+	worker.BreakStreams()
+	eventually(t, patience, "the watches have ended", func() bool { return worker.OpenStreams() == 0 })
+	setZone(t, worker, "afterwards")
+
+	// gRPC gives a handshake 20 seconds, by the system's clock.
+	eventually(t, 10*time.Second, "the machine is watched without asking the silent address again", func() bool {
+		if clk.Waiters() <= 1 {
+			clk.Step(atOnce)
+		}
+
+		return inZone("afterwards")(s.inventory.Get(worker.Nodename()).Machine)
+	})
 }

@@ -41,7 +41,7 @@ type Reflector struct {
 	connecting chan struct{}
 
 	mu    sync.Mutex
-	ctx   context.Context //nolint:containedctx // set by Run: tasks are started by Track, whose callers have no context
+	ctx   context.Context //nolint:containedctx // set while Run runs: tasks are started by Track, whose callers have no context
 	tasks map[string]*running
 	wg    sync.WaitGroup
 }
@@ -74,6 +74,12 @@ func (r *Reflector) Run(ctx context.Context) {
 	r.mu.Unlock()
 
 	<-ctx.Done()
+
+	// Who tracks a Node from now on is heard but starts nothing: the tasks that are to be waited for are all there.
+	r.mu.Lock()
+	r.ctx = nil
+	r.mu.Unlock()
+
 	r.wg.Wait()
 }
 
@@ -110,7 +116,7 @@ func (r *Reflector) Untrack(nodename string) {
 	r.inventory.Forget(nodename)
 }
 
-// start starts a task, after its predecessor has ended; before Run it only takes note. r.mu is held.
+// start starts a task, after its predecessor has ended; before and after Run it only takes note. r.mu is held.
 func (r *Reflector) start(nodename string, addresses []netip.Addr, old *running) *running {
 	next := &running{addresses: addresses, done: make(chan struct{})}
 
@@ -124,7 +130,7 @@ func (r *Reflector) start(nodename string, addresses []netip.Addr, old *running)
 	t := &task{
 		Reflector: r,
 		nodename:  nodename,
-		addresses: addresses,
+		addresses: slices.Clone(addresses),
 		backoff:   newBackoff(),
 	}
 

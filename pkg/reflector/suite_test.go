@@ -30,6 +30,7 @@ const (
 // suite is a cluster of machines and a running reflector with its inventory.
 type suite struct {
 	cluster   *talostest.Cluster
+	reader    reader
 	inventory *recorder
 	reflector *reflector.Reflector
 }
@@ -45,7 +46,16 @@ func newSuite(t *testing.T, clk clock.Clock) *suite {
 
 	t.Cleanup(cluster.Close)
 
-	s := &suite{cluster: cluster, inventory: &recorder{Inventory: inventory.New(clk.Now), views: map[string][]machine.Machine{}}}
+	config, err := cluster.ClientTLS(string(role.Reader))
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	s := &suite{
+		cluster:   cluster,
+		reader:    reader{config},
+		inventory: &recorder{Inventory: inventory.New(clk.Now), views: map[string][]machine.Machine{}},
+	}
 	s.run(t, s.dial, clk)
 
 	return s
@@ -92,13 +102,13 @@ func newTimedSuite(t *testing.T) (*suite, *clocktesting.FakeClock) {
 }
 
 func (s *suite) dial(_ string, addr netip.Addr) (talosapi.State, error) {
-	return talosapi.Dial(readerOf{s.cluster}, addr)
+	return talosapi.Dial(s.reader, addr)
 }
 
-// readerOf are credentials for os:reader that a cluster issues at each dial.
-type readerOf struct{ cluster *talostest.Cluster }
+// reader are credentials for os:reader.
+type reader struct{ config *tls.Config }
 
-func (c readerOf) TLSConfig() (*tls.Config, error) { return c.cluster.ClientTLS(string(role.Reader)) }
+func (r reader) TLSConfig() (*tls.Config, error) { return r.config.Clone(), nil }
 
 func (s *suite) add(t *testing.T, spec talostest.MachineSpec) *talostest.Machine {
 	t.Helper()

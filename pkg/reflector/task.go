@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -28,7 +29,7 @@ type task struct {
 	*Reflector
 
 	nodename  string
-	addresses []netip.Addr
+	addresses []netip.Addr // its own: the order changes
 	backoff   wait.Backoff
 }
 
@@ -78,8 +79,13 @@ func (t *task) follow(ctx context.Context) (established bool, err error) {
 
 	var failures []error
 
-	for _, addr := range t.addresses {
+	for i, addr := range t.addresses {
 		established, err := t.followAt(ctx, addr)
+		if established {
+			// The next time it is tried first: one before it may be silent, and takes long to fail.
+			t.addresses = slices.Insert(slices.Delete(t.addresses, i, i+1), 0, addr)
+		}
+
 		if established || ctx.Err() != nil {
 			return established, err
 		}
