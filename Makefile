@@ -31,8 +31,8 @@ LDFLAGS := -s -w -buildid= -X k8s.io/component-base/version.gitVersion=$(TAG)
 
 # What has Go code of ours, nested modules included.
 SOURCES := cmd extension pkg test
-# The packages whose tests start a real API server, and those whose tests do not.
-on_api_server = $(GO) list -f '{{.ImportPath}} {{join .TestImports " "}} {{join .XTestImports " "}}' ./... | grep $(1) '/test/kube' | cut -d' ' -f1
+# The packages whose tests start a real API server, or with -v those whose tests do not.
+on_api_server = $(GO) list -f '{{.ImportPath}} {{join .Imports " "}} {{join .TestImports " "}} {{join .XTestImports " "}}' ./... | grep $(1) '/test/kube' | cut -d' ' -f1
 
 .PHONY: help
 help: ## Show this list.
