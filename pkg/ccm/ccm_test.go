@@ -252,25 +252,25 @@ func (s *suite) events(m *talostest.Machine, reason string) []corev1.Event {
 	return list.Items
 }
 
-// awaitIdle returns when talos-ccm watches what its machine is and how it does, and fails if it has done more than that.
-func (s *suite) awaitIdle(r *run, m *talostest.Machine) {
-	s.Helper()
+// awaitIdle returns once the process has said that it idles at a stage it had not seen before, and fails if it has done more than watch
+// what its machine is and how it does.
+func (p *process) awaitIdle(m *talostest.Machine, stage runtime.MachineStage) {
+	p.suite.Helper()
 
-	for _, kind := range []resource.Type{config.MachineTypeType, runtime.MachineStatusType} {
-		s.eventually("talos-ccm watches "+kind, func() bool { return calls(m, "/cosi.resource.State/Watch", kind) > 0 })
-	}
+	p.suite.require(m.SetStage(p.suite.Context(), stage))
+	p.suite.eventually("talos-ccm says that it idles", func() bool {
+		return strings.Contains(p.output.String(), fmt.Sprintf(`"Idle" controlPlane=false stage=%q`, stage))
+	})
 
 	for _, call := range m.Calls() {
 		if call.ResourceType != config.MachineTypeType && call.ResourceType != runtime.MachineStatusType {
-			s.Errorf("idle talos-ccm called %s %s as %v", call.Method, call.ResourceType, call.Roles)
+			p.suite.Errorf("idle talos-ccm called %s %s as %v", call.Method, call.ResourceType, call.Roles)
 		}
 	}
 
-	if holder := s.holder(); holder != "" {
-		s.Errorf("the lease is held by %s", holder)
+	if holder := p.suite.holder(); holder != "" {
+		p.suite.Errorf("the lease is held by %s", holder)
 	}
-
-	r.alive()
 }
 
 func TestIdleOnAWorker(t *testing.T) {
@@ -278,12 +278,16 @@ func TestIdleOnAWorker(t *testing.T) {
 	self := s.machine(talostest.MachineSpec{Nodename: "worker", ServeSocket: true, Platform: identified("idle-worker")})
 	s.register(self)
 
-	r := s.start(s.options(self))
-	s.awaitIdle(r, self)
+	p := s.spawn(self)
+	for _, stage := range []runtime.MachineStage{runtime.MachineStageBooting, runtime.MachineStageInstalling, runtime.MachineStageRunning} {
+		p.awaitIdle(self, stage)
+	}
 
 	if n := s.get(self); !tainted(n) {
 		t.Error("the worker's Node was initialised")
 	}
+
+	p.terminate()
 }
 
 func TestIdleInMaintenanceMode(t *testing.T) {
@@ -291,15 +295,16 @@ func TestIdleInMaintenanceMode(t *testing.T) {
 	self := s.controlPlane("cp")
 	s.register(self)
 	s.require(self.State().Destroy(t.Context(), config.NewMachineType().Metadata()))
-	s.require(self.SetStage(t.Context(), runtime.MachineStageMaintenance))
 
-	r := s.start(s.options(self))
-	s.awaitIdle(r, self)
+	p := s.spawn(self)
+	p.awaitIdle(self, runtime.MachineStageBooting)
+	p.awaitIdle(self, runtime.MachineStageMaintenance)
 
 	machineType := config.NewMachineType()
 	machineType.SetMachineType(talosmachine.TypeControlPlane)
 	s.require(self.State().Create(t.Context(), machineType))
 	s.awaitInitialized(self)
+	p.terminate()
 }
 
 func TestReleasesTheLeaseBeforeTheMachineGoes(t *testing.T) {
