@@ -69,6 +69,7 @@ type Controller struct {
 	inventory Inventory
 	reporter  *reporter
 	claims    *claims
+	written   *written
 	recorder  record.EventRecorder
 	clock     clock.Clock
 	options   nodespec.Options
@@ -87,6 +88,7 @@ func New(cfg Config) (*Controller, error) {
 		inventory: cfg.Inventory,
 		reporter:  newReporter(cfg.Recorder),
 		claims:    newClaims(),
+		written:   newWritten(),
 		recorder:  cfg.Recorder,
 		clock:     cfg.Clock,
 		options:   cfg.Options,
@@ -190,6 +192,7 @@ const (
 	resultUnchanged = "unchanged"
 	resultChanged   = "changed"
 	resultPending   = "pending"
+	resultConflict  = "conflict"
 	resultError     = "error"
 )
 
@@ -200,13 +203,14 @@ func (c *Controller) sync(ctx context.Context, nodename string) (result string, 
 	if apierrors.IsNotFound(err) {
 		c.reporter.forget(nodename)
 		c.release(nodename)
+		c.written.forget(nodename)
 
 		return resultUnchanged, nil
 	} else if err != nil {
 		return resultError, err
 	}
 
-	if !nodespec.IsTalos(node) || node.DeletionTimestamp != nil {
+	if !nodespec.IsTalos(node) || node.DeletionTimestamp != nil || c.written.outdates(node) {
 		return resultUnchanged, nil
 	}
 
@@ -232,7 +236,12 @@ func (c *Controller) sync(ctx context.Context, nodename string) (result string, 
 		return resultUnchanged, nil
 	}
 
-	if err := c.writer.write(ctx, node, p); err != nil {
+	after, err := c.writer.write(ctx, node, p)
+	c.written.note(after)
+
+	if apierrors.IsConflict(err) {
+		return resultConflict, fmt.Errorf("update node %s: %w", nodename, err)
+	} else if err != nil {
 		return resultError, fmt.Errorf("update node %s: %w", nodename, err)
 	}
 
@@ -247,8 +256,9 @@ func (c *Controller) desired(node *corev1.Node) (spec nodespec.Spec, findings []
 	findings = condition(entry)
 
 	// The last view of a machine that is unreachable still holds for a Node that was initialised from it, but none is initialised
-	// from hearsay.
-	if entry.ObservedAt.IsZero() || (entry.Condition != inventory.Current && uninitialized(node)) {
+	// or identified from hearsay.
+	inNeed := uninitialized(node) || node.Spec.ProviderID == ""
+	if entry.ObservedAt.IsZero() || (entry.Condition != inventory.Current && inNeed) {
 		return nodespec.Spec{}, findings, false
 	}
 

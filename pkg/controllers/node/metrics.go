@@ -8,7 +8,7 @@ import (
 var (
 	syncs = metrics.NewCounterVec(&metrics.CounterOpts{
 		Name:           "talosccm_node_syncs_total",
-		Help:           "Number of times a Node was compared with its machine, by result: unchanged, changed, pending or error.",
+		Help:           "Number of times a Node was compared with its machine, by result: unchanged, changed, pending, conflict or error.",
 		StabilityLevel: metrics.ALPHA,
 	}, []string{"result"})
 

@@ -20,42 +20,45 @@ type writer struct {
 }
 
 // write does the parts of p in the order that makes initialisation atomic for the scheduler: labels, addresses, and last, in
-// one write, providerID and the removal of the taint.
-func (w writer) write(ctx context.Context, node *corev1.Node, p plan) (err error) {
-	if p.applyLabels {
-		if node, err = w.applyLabels(ctx, node, p.labels); err != nil {
-			return fmt.Errorf("apply labels: %w", err)
+// one write, providerID and the removal of the taint. It returns the Node as the last part that succeeded has left it, or as it was.
+func (w writer) write(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
+	for _, part := range []struct {
+		name  string
+		due   bool
+		write func(context.Context, *corev1.Node, plan) (*corev1.Node, error)
+	}{
+		{"apply labels", p.applyLabels, w.applyLabels},
+		{"patch addresses", p.addresses != nil, w.patchAddresses},
+		{"patch spec", p.providerID != "" || p.initialize, w.patchSpec},
+	} {
+		if !part.due {
+			continue
 		}
+
+		after, err := part.write(ctx, node, p)
+		if err != nil {
+			return node, fmt.Errorf("%s: %w", part.name, err)
+		}
+
+		node = after
 	}
 
-	if p.addresses != nil {
-		if node, err = w.patchAddresses(ctx, node, p.addresses); err != nil {
-			return fmt.Errorf("patch addresses: %w", err)
-		}
-	}
-
-	if p.providerID != "" || p.initialize {
-		if _, err = w.patchSpec(ctx, node, p); err != nil {
-			return fmt.Errorf("patch spec: %w", err)
-		}
-	}
-
-	return nil
+	return node, nil
 }
 
 // applyLabels does not force: a key that somebody else took meanwhile fails the whole, and the next sync leaves it out.
-func (w writer) applyLabels(ctx context.Context, node *corev1.Node, labels map[string]string) (*corev1.Node, error) {
-	config := corev1ac.Node(node.Name).WithUID(node.UID).WithLabels(labels)
+func (w writer) applyLabels(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
+	config := corev1ac.Node(node.Name).WithUID(node.UID).WithLabels(p.labels)
 
 	return w.client.CoreV1().Nodes().Apply(ctx, config, metav1.ApplyOptions{FieldManager: FieldManager})
 }
 
 // patchAddresses uses a JSON merge patch, which replaces the list as a whole: the list's strategic merge key is the type, and one
 // type can occur more than once (https://github.com/kubernetes/kubernetes/issues/79391).
-func (w writer) patchAddresses(ctx context.Context, node *corev1.Node, addresses []corev1.NodeAddress) (*corev1.Node, error) {
+func (w writer) patchAddresses(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
 	return w.patch(ctx, node.Name, map[string]any{
 		"metadata": map[string]any{"uid": node.UID},
-		"status":   map[string]any{"addresses": addresses},
+		"status":   map[string]any{"addresses": p.addresses},
 	}, "status")
 }
 
