@@ -1,0 +1,176 @@
+package talosapi_test
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"io"
+	"math/rand/v2"
+	"net"
+	"net/netip"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/cosi-project/runtime/api/v1alpha1"
+	"github.com/siderolabs/talos/pkg/machinery/constants"
+	"github.com/siderolabs/talos/pkg/machinery/role"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/status"
+	"k8s.io/utils/clock"
+
+	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+)
+
+// fixed are credentials that do not change.
+type fixed struct{ config *tls.Config }
+
+func (c fixed) TLSConfig() (*tls.Config, error) { return c.config.Clone(), nil }
+
+func (s *site) reader(t *testing.T) fixed {
+	t.Helper()
+
+	config, err := s.cluster.ClientTLS(string(role.Reader))
+	must(t, err)
+
+	return fixed{config}
+}
+
+func TestMachineWhoseCertificateIsOfAnotherAddressIsRefused(t *testing.T) {
+	s := newSite(t, clock.RealClock{})
+
+	st, err := talosapi.Dial(s.reader(t), forward(t, s.worker))
+	must(t, err)
+	t.Cleanup(func() { _ = st.Close() })
+
+	_, err = nodename(t, st)
+	if status.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), "certificate is valid for") {
+		t.Errorf("got %v", err)
+	}
+
+	if calls := s.worker.Calls(); len(calls) != 0 {
+		t.Errorf("the machine was called: %v", calls)
+	}
+}
+
+// forward has a machine answer at an address that is not its own, and returns that.
+func forward(t *testing.T, to *talostest.Machine) netip.Addr {
+	t.Helper()
+
+	for {
+		addr := netip.AddrFrom4([4]byte{127, byte(1 + rand.IntN(15)), byte(rand.IntN(256)), byte(1 + rand.IntN(254))}) //nolint:gosec // any
+
+		listener, err := net.Listen("tcp", netip.AddrPortFrom(addr, constants.ApidPort).String())
+		if errors.Is(err, syscall.EADDRINUSE) {
+			continue
+		}
+
+		must(t, err)
+		t.Cleanup(func() { _ = listener.Close() })
+
+		go func() {
+			for {
+				client, err := listener.Accept()
+				if err != nil {
+					return
+				}
+
+				go splice(client, net.JoinHostPort(to.Address().String(), strconv.Itoa(constants.ApidPort)))
+			}
+		}()
+
+		return addr
+	}
+}
+
+func splice(client net.Conn, target string) {
+	defer client.Close()
+
+	server, err := net.Dial("tcp", target)
+	if err != nil {
+		return
+	}
+
+	go func() {
+		defer server.Close()
+
+		_, _ = io.Copy(server, client)
+	}()
+
+	_, _ = io.Copy(client, server)
+}
+
+func TestProxyOfTheEnvironmentIsIgnored(t *testing.T) {
+	s := newSite(t, clock.RealClock{})
+	reader := s.reader(t)
+
+	// Addresses of loopback are never proxied, so these are of a network that does not exist.
+	ours, control := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2")
+
+	st, err := talosapi.Dial(reader, ours)
+	must(t, err)
+	t.Cleanup(func() { _ = st.Close() })
+
+	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+	defer cancel()
+
+	if _, err := st.Get(ctx, nodenamePointer()); err == nil {
+		t.Fatal("somebody answered")
+	}
+
+	target := netip.AddrPortFrom(control, constants.ApidPort).String()
+
+	conn, err := grpc.NewClient("passthrough:///"+target, grpc.WithTransportCredentials(credentials.NewTLS(reader.config)))
+	must(t, err)
+	t.Cleanup(func() { _ = conn.Close() })
+
+	if _, err := v1alpha1.NewStateClient(conn).Get(t.Context(), &v1alpha1.GetRequest{}); err == nil {
+		t.Fatal("somebody answered")
+	}
+
+	// The first that the proxy hears of is the other client.
+	select {
+	case got := <-proxy.targets:
+		if got != target {
+			t.Errorf("the proxy was asked for %s", got)
+		}
+	case <-time.After(patience):
+		t.Error("the proxy was not asked by the other client either: the test does not test")
+	}
+}
+
+func TestClosedStateAnswersNothing(t *testing.T) {
+	s := newSite(t, clock.RealClock{})
+
+	for name, open := range map[string]func() (talosapi.State, error){
+		"apid":   func() (talosapi.State, error) { return talosapi.Dial(s.reader(t), s.worker.Address()) },
+		"socket": func() (talosapi.State, error) { return talosapi.DialSocket(s.worker.Socket()) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			st, err := open()
+			must(t, err)
+			requireNodename(t, st, s.worker.Nodename())
+			must(t, st.Close())
+
+			if _, err := nodename(t, st); err == nil {
+				t.Error("it answered")
+			}
+		})
+	}
+
+	eventually(t, "no connection is open", func() bool { return s.worker.Connections() == 0 })
+}
+
+func TestDialWithoutCredentialsNamesTheMachine(t *testing.T) {
+	creds := talosapi.NewMinted(&talosapi.Admin{}, clock.RealClock{})
+
+	_, err := talosapi.Dial(creds, netip.MustParseAddr("192.0.2.1"))
+	if want := "dial 192.0.2.1: no os:reader certificate has been minted yet"; err == nil || err.Error() != want {
+		t.Errorf("got %v, want %s", err, want)
+	}
+}

@@ -1,0 +1,142 @@
+package talosapi_test
+
+import (
+	"context"
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/cosi-project/runtime/pkg/state"
+	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
+	"github.com/siderolabs/talos/pkg/machinery/resources/secrets"
+	"github.com/siderolabs/talos/pkg/machinery/role"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"k8s.io/utils/clock"
+
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/reflector"
+	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+)
+
+func nodenamePointer() resource.Pointer {
+	return k8s.NewNodename(k8s.NamespaceName, k8s.NodenameID).Metadata()
+}
+
+func TestReaderMayNotReadSecrets(t *testing.T) {
+	s := newSite(t, clock.RealClock{})
+	requireNodename(t, s.socket.Reader, s.controlPlane.Nodename())
+
+	if _, err := s.socket.Reader.Get(t.Context(), secrets.NewKubernetes().Metadata()); status.Code(err) != codes.PermissionDenied {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestLocalhostAdminKubeconfigIsReadAndWatched(t *testing.T) {
+	s := newSite(t, clock.RealClock{})
+
+	kubeconfig, err := s.socket.Admin.LocalhostAdminKubeconfig(t.Context())
+	if err != nil || string(kubeconfig) != "first" {
+		t.Fatalf("got %q, %v", kubeconfig, err)
+	}
+
+	events := make(chan state.Event)
+	must(t, s.socket.Admin.WatchLocalhostAdminKubeconfig(t.Context(), events))
+	requireKubeconfig(t, events, "first")
+
+	must(t, s.controlPlane.SetLocalhostAdminKubeconfig(t.Context(), []byte("second")))
+	requireKubeconfig(t, events, "second")
+}
+
+func requireKubeconfig(t *testing.T, events <-chan state.Event, want string) {
+	t.Helper()
+
+	select {
+	case event := <-events:
+		if certs, ok := event.Resource.(*secrets.Kubernetes); !ok || certs.TypedSpec().LocalhostAdminKubeconfig != want {
+			t.Fatalf("got %+v, want %s", event, want)
+		}
+	case <-time.After(patience):
+		t.Fatal("no event")
+	}
+}
+
+func TestWorkerHasNoAdminKubeconfigAndMintsNothing(t *testing.T) {
+	s := newSite(t, clock.RealClock{})
+	worker := openSocket(t, s.worker)
+
+	if _, err := worker.Admin.LocalhostAdminKubeconfig(t.Context()); !state.IsNotFoundError(err) {
+		t.Errorf("got %v", err)
+	}
+
+	if _, err := worker.Admin.MintReader(t.Context(), time.Hour); status.Code(err) != codes.Unimplemented {
+		t.Errorf("got %v", err)
+	}
+}
+
+// TestAdminIsAskedForInTheNamedCallsOnly looks at all calls of a process that mints, follows both machines and reads the admin
+// kubeconfig: what the audit of a machine would show.
+func TestAdminIsAskedForInTheNamedCallsOnly(t *testing.T) {
+	s := newSite(t, clock.RealClock{})
+	minted := s.mint(t, clock.RealClock{})
+
+	_, err := s.socket.Admin.LocalhostAdminKubeconfig(t.Context())
+	must(t, err)
+	must(t, s.socket.Admin.WatchLocalhostAdminKubeconfig(t.Context(), make(chan state.Event, 1)))
+	s.followAll(t, minted)
+
+	var admin []talostest.Call
+
+	for _, call := range append(s.controlPlane.Calls(), s.worker.Calls()...) {
+		switch {
+		case slices.Equal(call.Roles, []string{string(role.Reader)}):
+		case call.Transport == talostest.TransportSocket && slices.Equal(call.Roles, []string{string(role.Admin)}):
+			admin = append(admin, talostest.Call{Method: call.Method, ResourceType: call.ResourceType})
+		default:
+			t.Errorf("a call has roles that it should not have: %+v", call)
+		}
+	}
+
+	want := []talostest.Call{
+		{Method: "/machine.MachineService/GenerateClientConfiguration"},
+		{Method: "/cosi.resource.State/Get", ResourceType: secrets.KubernetesType},
+		{Method: "/cosi.resource.State/Watch", ResourceType: secrets.KubernetesType},
+	}
+	if !slices.EqualFunc(admin, want, func(a, b talostest.Call) bool { return a.Method == b.Method && a.ResourceType == b.ResourceType }) {
+		t.Errorf("os:admin was asked for in %+v", admin)
+	}
+}
+
+// followAll follows this machine over its socket and the other over the network, until both are current and nothing more is asked.
+func (s *site) followAll(t *testing.T, minted *talosapi.Minted) {
+	t.Helper()
+
+	inv := inventory.New(time.Now)
+	refl := reflector.New(inv, func(nodename string, addr netip.Addr) (talosapi.State, error) {
+		if nodename == s.controlPlane.Nodename() {
+			return talosapi.DialSocket(s.controlPlane.Socket())
+		}
+
+		return talosapi.Dial(minted, addr)
+	}, clock.RealClock{})
+
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+
+	go func() {
+		defer close(done)
+
+		refl.Run(ctx)
+	}()
+
+	for _, m := range s.cluster.Machines() {
+		refl.Track(m.Nodename(), []netip.Addr{m.Address()})
+	}
+
+	eventually(t, "both machines are current", func() bool { return inv.Count(inventory.Current) == 2 })
+	cancel()
+	await(t, done, "the reflector ends")
+}
