@@ -13,7 +13,7 @@ import (
 var (
 	requestDuration = metrics.NewHistogramVec(&metrics.HistogramOpts{
 		Name:           "talosccm_api_request_duration_seconds",
-		Help:           "Latency of a Talos API call; for a watch, of opening it.",
+		Help:           "Latency of a Talos API call; for a watch, until its first answer.",
 		Buckets:        []float64{.01, .05, .1, .25, .5, 1, 2.5, 5, 10, 30},
 		StabilityLevel: metrics.ALPHA,
 	}, []string{"request"})

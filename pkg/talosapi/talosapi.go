@@ -7,9 +7,11 @@ package talosapi
 import (
 	"context"
 	"crypto/tls"
+	"errors"
 	"fmt"
 	"io"
 	"net/netip"
+	"sync"
 	"time"
 
 	"github.com/cosi-project/runtime/api/v1alpha1"
@@ -102,12 +104,40 @@ func measureUnary(ctx context.Context, method string, req, reply any, cc *grpc.C
 	return err
 }
 
-// measureStream counts the opening of a stream.
+// measureStream counts each stream by method and code too. A stream opens before the server has seen it, so what counts is the first
+// answer.
 func measureStream(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, open grpc.Streamer, opts ...grpc.CallOption) (grpc.ClientStream, error) {
 	start := time.Now()
+
 	stream, err := open(ctx, desc, cc, method, opts...)
+	if err != nil {
+		observe(method, start, err)
 
-	observe(method, start, err)
+		return nil, err
+	}
 
-	return stream, err
+	return &measuredStream{ClientStream: stream, answered: func(err error) { observe(method, start, err) }}, nil
+}
+
+// measuredStream tells once what a stream was answered first.
+type measuredStream struct {
+	grpc.ClientStream
+
+	once     sync.Once
+	answered func(error)
+}
+
+// RecvMsg implements grpc.ClientStream.
+func (s *measuredStream) RecvMsg(message any) error {
+	err := s.ClientStream.RecvMsg(message)
+
+	s.once.Do(func() {
+		if errors.Is(err, io.EOF) { // a list of nothing
+			s.answered(nil)
+		} else {
+			s.answered(err)
+		}
+	})
+
+	return err
 }

@@ -1,0 +1,138 @@
+package talosapi_test
+
+import (
+	"testing"
+
+	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/cosi-project/runtime/pkg/state"
+	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
+	"github.com/siderolabs/talos/pkg/machinery/resources/secrets"
+	"google.golang.org/grpc/codes"
+	"k8s.io/component-base/metrics/legacyregistry"
+	"k8s.io/utils/clock"
+)
+
+// sample names one time series of a metric of calls.
+type sample struct{ metric, name, code string }
+
+// samples are all series of the metrics of calls; of histograms, the count.
+func samples(t *testing.T) map[sample]float64 {
+	t.Helper()
+
+	families, err := legacyregistry.DefaultGatherer.Gather()
+	must(t, err)
+
+	values := map[sample]float64{}
+
+	for _, family := range families {
+		for _, metric := range family.GetMetric() {
+			s := sample{metric: family.GetName()}
+
+			for _, label := range metric.GetLabel() {
+				switch label.GetName() {
+				case "method", "request":
+					s.name = label.GetValue()
+				case "code":
+					s.code = label.GetValue()
+				}
+			}
+
+			values[s] = metric.GetCounter().GetValue() + float64(metric.GetHistogram().GetSampleCount())
+		}
+	}
+
+	return values
+}
+
+func TestCallsAreCountedByMethodAndCode(t *testing.T) {
+	s := newSite(t, clock.RealClock{})
+	st := s.socket.Reader
+
+	list := func(typ resource.Type, namespace resource.Namespace) func() error {
+		return func() error {
+			_, err := st.List(t.Context(), resource.NewMetadata(namespace, typ, "", resource.VersionUndefined))
+
+			return err
+		}
+	}
+
+	for name, c := range map[string]struct {
+		call   func() error
+		method string
+		code   codes.Code
+	}{
+		"get": {func() error {
+			_, err := st.Get(t.Context(), nodenamePointer())
+
+			return err
+		}, "Get", codes.OK},
+		"get of nothing": {func() error {
+			_, err := st.Get(t.Context(), resource.NewMetadata(k8s.NamespaceName, k8s.NodenameType, "nowhere", resource.VersionUndefined))
+
+			return err
+		}, "Get", codes.NotFound},
+		"list":           {list(k8s.NodenameType, k8s.NamespaceName), "List", codes.OK},
+		"empty list":     {list(k8s.NodeStatusType, k8s.NamespaceName), "List", codes.OK},
+		"forbidden list": {list(secrets.KubernetesType, secrets.NamespaceName), "List", codes.PermissionDenied},
+		"watch":          {func() error { return st.Watch(t.Context(), nodenamePointer(), make(chan state.Event, 1)) }, "Watch", codes.OK},
+		"forbidden watch": {func() error {
+			return st.Watch(t.Context(), secrets.NewKubernetes().Metadata(), make(chan state.Event, 1))
+		}, "Watch", codes.PermissionDenied},
+	} {
+		t.Run(name, func(t *testing.T) {
+			before := samples(t)
+			err := c.call()
+			after := samples(t)
+
+			if got := err != nil; got != (c.code != codes.OK) {
+				t.Fatalf("got %v, want %s", err, c.code)
+			}
+
+			failed := 0.0
+			if c.code != codes.OK {
+				failed = 1
+			}
+
+			for s, want := range map[sample]float64{
+				{"talosccm_api_requests_total", c.method, c.code.String()}: 1,
+				{"talosccm_api_request_errors_total", c.method, ""}:        failed,
+				{"talosccm_api_request_duration_seconds", c.method, ""}:    1,
+			} {
+				if got := after[s] - before[s]; got != want {
+					t.Errorf("%+v grew by %v, want %v", s, got, want)
+				}
+			}
+		})
+	}
+}
+
+func TestCallOfAMachineThatIsDownIsCountedAsUnavailable(t *testing.T) {
+	s := newSite(t, clock.RealClock{})
+	st := dial(t, s.reader(t), s.worker)
+
+	must(t, s.worker.Stop(t.Context()))
+
+	before := samples(t)
+
+	for _, call := range []func() error{
+		func() error { return st.Watch(t.Context(), nodenamePointer(), make(chan state.Event, 1)) },
+		func() error {
+			_, err := nodename(t, st)
+
+			return err
+		},
+	} {
+		if call() == nil {
+			t.Fatal("it answered")
+		}
+	}
+
+	after := samples(t)
+
+	for _, method := range []string{"Get", "Watch"} {
+		s := sample{"talosccm_api_requests_total", method, codes.Unavailable.String()}
+		if got := after[s] - before[s]; got != 1 {
+			t.Errorf("%+v grew by %v, want 1", s, got)
+		}
+	}
+}
