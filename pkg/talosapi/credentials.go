@@ -7,6 +7,7 @@ import (
 	"encoding/base64"
 	"errors"
 	"fmt"
+	"os"
 	"sync"
 	"time"
 
@@ -137,7 +138,13 @@ type Talosconfig struct {
 
 // TLSConfig implements Credentials.
 func (t Talosconfig) TLSConfig() (*tls.Config, error) {
-	config, err := clientconfig.Open(t.Path)
+	// Not clientconfig.Open: that creates the file if it is missing.
+	content, err := os.ReadFile(t.Path)
+	if err != nil {
+		return nil, fmt.Errorf("read talosconfig: %w", err)
+	}
+
+	config, err := clientconfig.FromBytes(content)
 	if err != nil {
 		return nil, fmt.Errorf("read talosconfig %s: %w", t.Path, err)
 	}
@@ -157,7 +164,7 @@ func (t Talosconfig) TLSConfig() (*tls.Config, error) {
 
 	cert, err := tls.X509KeyPair(pem[1], pem[2])
 	if err != nil {
-		return nil, fmt.Errorf("read talosconfig %s: context %q: %w", t.Path, config.Context, err)
+		return nil, fmt.Errorf("read talosconfig %s: context %q: fields \"crt\" and \"key\": %w", t.Path, config.Context, err)
 	}
 
 	pool := x509.NewCertPool()
