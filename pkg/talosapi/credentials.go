@@ -25,6 +25,10 @@ const (
 	// machine's server certificate lives (24 h, machinery's x509 constants).
 	caGrace = 24 * time.Hour
 
+	// firstPause is the least time between two certificates, however many machines show one of an unknown CA. It doubles each time
+	// that a new certificate brought no new CA: then it is the machine that is foreign.
+	firstPause = time.Minute
+
 	mintTimeout = 10 * time.Second
 	// mintCycle bounds a series of attempts, and with it the back-off between them; the next series follows at once.
 	mintCycle = time.Minute
@@ -35,8 +39,9 @@ var errNotMinted = errors.New("no os:reader certificate has been minted yet")
 
 // Minted are Credentials that Talos itself mints over machine.sock. Use NewMinted and Run.
 type Minted struct {
-	mint  func(ctx context.Context, ttl time.Duration) (ReaderCertificate, error)
-	clock clock.Clock
+	mint    func(ctx context.Context, ttl time.Duration) (ReaderCertificate, error)
+	clock   clock.Clock
+	unknown chan struct{} // holds one word from UnknownCA
 
 	mu    sync.Mutex
 	cert  *tls.Certificate
@@ -50,16 +55,24 @@ type trustedCA struct {
 
 // NewMinted returns credentials minted by admin.
 func NewMinted(admin *Admin, clk clock.Clock) *Minted {
-	return &Minted{mint: admin.MintReader, clock: clk}
+	return &Minted{mint: admin.MintReader, clock: clk, unknown: make(chan struct{}, 1)}
 }
 
-// Run keeps the certificate fresh until ctx ends. The first one is minted before ready is called.
+// Run keeps the certificate fresh until ctx ends: it is renewed at half of its life, and before that if a machine shows a certificate
+// of a CA that is not known, as after a rotation of the OS CA. ready is called after each renewal.
 func (m *Minted) Run(ctx context.Context, ready func()) {
 	logger := klog.FromContext(ctx)
+	pause := firstPause
 
-	for ctx.Err() == nil {
+	for asked := false; ctx.Err() == nil; {
+		var rotated bool
+
 		err := retry.Exponential(mintCycle, retry.WithUnits(time.Second), retry.WithJitter(time.Second), retry.WithAttemptTimeout(mintTimeout)).
-			RetryWithContext(ctx, func(ctx context.Context) error { return retry.ExpectedError(m.renew(ctx)) })
+			RetryWithContext(ctx, func(ctx context.Context) (err error) {
+				rotated, err = m.renew(ctx)
+
+				return retry.ExpectedError(err)
+			})
 		if err != nil {
 			if ctx.Err() == nil {
 				logger.Error(err, "Could not mint a Talos client certificate, trying on")
@@ -70,38 +83,73 @@ func (m *Minted) Run(ctx context.Context, ready func()) {
 
 		ready()
 
+		if asked && !rotated {
+			pause = min(2*pause, readerTTL/2)
+		} else {
+			pause = firstPause
+		}
+
+		asked = m.wait(ctx, pause)
+	}
+}
+
+// wait returns when the certificate is to be renewed, and whether a machine's CA is a reason.
+func (m *Minted) wait(ctx context.Context, pause time.Duration) (asked bool) {
+	var unknown <-chan struct{} // nobody is heard before pause is over
+
+	half, pauseOver := m.clock.After(readerTTL/2), m.clock.After(pause)
+
+	for {
 		select {
 		case <-ctx.Done():
-		case <-m.clock.After(readerTTL / 2):
+			return false
+		case <-half:
+			return len(m.unknown) > 0
+		case <-pauseOver:
+			unknown = m.unknown
+		case <-unknown:
+			return true
 		}
 	}
 }
 
-func (m *Minted) renew(ctx context.Context) error {
+// UnknownCA has the certificate renewed, and with it the CA, since a machine has shown a certificate of a CA that is not known.
+func (m *Minted) UnknownCA() {
+	select {
+	case m.unknown <- struct{}{}:
+	default:
+	}
+}
+
+// renew has a certificate minted, and tells whether another CA has issued it than the one before.
+func (m *Minted) renew(ctx context.Context) (rotated bool, err error) {
 	minted, err := m.mint(ctx, readerTTL)
 	if err != nil {
-		return err
+		return false, err
 	}
 
 	cert, err := tls.X509KeyPair(minted.Certificate, minted.Key)
 	if err != nil {
-		return fmt.Errorf("load the minted os:reader certificate: %w", err)
+		return false, fmt.Errorf("load the minted os:reader certificate: %w", err)
 	}
 
 	if !x509.NewCertPool().AppendCertsFromPEM(minted.CA) {
-		return errors.New("load the minted os:reader certificate: its CA is not PEM")
+		return false, errors.New("load the minted os:reader certificate: its CA is not PEM")
 	}
 
 	m.mu.Lock()
 	defer m.mu.Unlock()
 
-	m.cert = &cert
-	m.roots = trust(m.roots, string(minted.CA), m.clock.Now())
+	issuing := string(minted.CA)
+	rotated = len(m.roots) > 0 && m.roots[0].pem != issuing
 
-	return nil
+	m.cert = &cert
+	m.roots = trust(m.roots, issuing, m.clock.Now())
+
+	return rotated, nil
 }
 
-// trust adds the CA that issues now and drops those that no machine can still hold a certificate of.
+// trust puts the CA that issues now first and drops those that no machine can still hold a certificate of.
 func trust(roots []trustedCA, issuing string, now time.Time) []trustedCA {
 	kept := []trustedCA{{pem: issuing, lastSeen: now}}
 

@@ -7,9 +7,11 @@ package talosapi
 import (
 	"context"
 	"crypto/tls"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/netip"
 	"sync"
 	"time"
@@ -46,6 +48,12 @@ type Credentials interface {
 	TLSConfig() (*tls.Config, error)
 }
 
+// refreshable are Credentials that want to know when they are out of date.
+type refreshable interface {
+	// UnknownCA is called when a machine has shown a certificate of a CA that TLSConfig does not trust.
+	UnknownCA()
+}
+
 // Dial connects to the apid of the machine at addr, port 50000. It returns at once; the first call on the state
 // connects, and verifies that the machine's certificate is valid for addr.
 func Dial(creds Credentials, addr netip.Addr) (State, error) {
@@ -59,7 +67,7 @@ func Dial(creds Credentials, addr netip.Addr) (State, error) {
 	target := "passthrough:///" + netip.AddrPortFrom(addr, constants.ApidPort).String()
 
 	conn, err := grpc.NewClient(target, append(dialOptions(),
-		grpc.WithTransportCredentials(credentials.NewTLS(config)),
+		grpc.WithTransportCredentials(transport(creds, config)),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: keepaliveTime, Timeout: keepaliveTimeout}),
 	)...)
 	if err != nil {
@@ -67,6 +75,39 @@ func Dial(creds Credentials, addr netip.Addr) (State, error) {
 	}
 
 	return newState(conn), nil
+}
+
+func transport(creds Credentials, config *tls.Config) credentials.TransportCredentials {
+	secured := credentials.NewTLS(config)
+
+	if r, ok := creds.(refreshable); ok {
+		return tellingCredentials{TransportCredentials: secured, creds: r}
+	}
+
+	return secured
+}
+
+// tellingCredentials tell when a machine's CA is unknown. The connection fails all the same.
+type tellingCredentials struct {
+	credentials.TransportCredentials
+
+	creds refreshable
+}
+
+// ClientHandshake implements credentials.TransportCredentials.
+func (c tellingCredentials) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	conn, info, err := c.TransportCredentials.ClientHandshake(ctx, authority, raw)
+
+	if unknown := (x509.UnknownAuthorityError{}); errors.As(err, &unknown) {
+		c.creds.UnknownCA()
+	}
+
+	return conn, info, err
+}
+
+// Clone implements credentials.TransportCredentials.
+func (c tellingCredentials) Clone() credentials.TransportCredentials {
+	return tellingCredentials{TransportCredentials: c.TransportCredentials.Clone(), creds: c.creds}
 }
 
 func dialOptions() []grpc.DialOption {
