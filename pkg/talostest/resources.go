@@ -1,6 +1,7 @@
 package talostest
 
 import (
+	"crypto/rand"
 	"fmt"
 	"net/netip"
 	"net/url"
@@ -71,6 +72,9 @@ func identityResources(c *Cluster, spec MachineSpec) []resource.Resource {
 	info.TypedSpec().ClusterID = c.id
 	info.TypedSpec().ClusterName = c.name
 
+	identity := clusterres.NewIdentity(clusterres.NamespaceName, clusterres.LocalIdentity)
+	identity.TypedSpec().NodeID = rand.Text()
+
 	hostname := network.NewHostnameStatus(network.NamespaceName, network.HostnameID)
 	hostname.TypedSpec().Hostname = spec.Nodename
 
@@ -78,7 +82,7 @@ func identityResources(c *Cluster, spec MachineSpec) []resource.Resource {
 	nodename.TypedSpec().Nodename = spec.Nodename
 	nodename.TypedSpec().HostnameVersion = "1"
 
-	return []resource.Resource{machineType, info, hostname, nodename}
+	return []resource.Resource{machineType, info, identity, hostname, nodename}
 }
 
 func runtimeResources(spec MachineSpec) []resource.Resource {
