@@ -2,10 +2,11 @@
 //
 // With the admin kubeconfig it does two things: it applies RBAC and the ServiceAccount, and has a token of at most one hour
 // issued. The admin kubeconfig lives in memory, for the time that takes, and is never written. What is written, to a folder of the
-// caller's choice, is the token, the CA and a kubeconfig that names both.
+// caller's choice, is the token and a kubeconfig that names its file.
 package bootstrap
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -34,6 +35,9 @@ const (
 	// fieldManager owns the RBAC objects.
 	fieldManager = "talos-ccm"
 
+	// minInterval is between two renewals even if the clocks disagree so much that the token seems to have expired already.
+	minInterval = time.Minute
+
 	attemptTimeout = 15 * time.Second
 	// cycle bounds a series of attempts, and with it the back-off between them; the next series follows at once.
 	cycle = time.Minute
@@ -57,35 +61,56 @@ func New(admin Admin, dir string, clk clock.Clock) *Bootstrap {
 	return &Bootstrap{admin: admin, dir: dir, clock: clk}
 }
 
-// Kubeconfig is the path of the kubeconfig that Run keeps fresh. It names files for token and CA, which client-go
-// reads again by itself.
+// Kubeconfig is the path of the kubeconfig that Run writes. It names a file for the token, which client-go reads again by itself.
 func (b *Bootstrap) Kubeconfig() string { return filepath.Join(b.dir, "kubeconfig") }
 
-// Run renews the credentials until ctx ends: when half of the token's life is over, and when Talos issues the admin kubeconfig anew,
-// as it does when the cluster's CA is rotated. After the first success it calls ready. It never gives up.
+// Run renews the token until ctx ends: when half of its life is over, and when Talos issues the admin kubeconfig anew. After the first
+// success it calls ready. It never gives up.
+//
+// It returns before ctx ends if the kubeconfig has changed: the API server is to be reached elsewhere, or has another CA. Clients made
+// from the one before cannot learn that in time (client-go reads a CA file again every five minutes) and have to be made anew.
 func (b *Bootstrap) Run(ctx context.Context, ready func()) {
-	logger := klog.FromContext(ctx)
+	var first []byte
 
+	for {
+		kubeconfig, lifetime := b.renewUntilItWorks(ctx)
+
+		switch {
+		case ctx.Err() != nil:
+			return
+		case first == nil:
+			first = kubeconfig
+
+			ready()
+		case !bytes.Equal(first, kubeconfig):
+			klog.FromContext(ctx).Info("The way to the API server has changed, its clients have to be made anew")
+
+			return
+		}
+
+		b.waitForReason(ctx, max(lifetime/2, minInterval))
+	}
+}
+
+// renewUntilItWorks returns what renew does once that succeeds, or when ctx ends.
+func (b *Bootstrap) renewUntilItWorks(ctx context.Context) (kubeconfig []byte, lifetime time.Duration) {
 	for ctx.Err() == nil {
-		var lifetime time.Duration
-
 		err := retry.Exponential(cycle, retry.WithUnits(time.Second), retry.WithJitter(time.Second), retry.WithAttemptTimeout(attemptTimeout)).
 			RetryWithContext(ctx, func(ctx context.Context) (err error) {
-				lifetime, err = b.renew(ctx)
+				kubeconfig, lifetime, err = b.renew(ctx)
 
 				return retry.ExpectedError(err)
 			})
-		if err != nil {
-			if ctx.Err() == nil {
-				logger.Info("No Kubernetes credentials yet, trying on", "err", err)
-			}
-
-			continue
+		if err == nil {
+			break
 		}
 
-		ready()
-		b.waitForReason(ctx, lifetime/2)
+		if ctx.Err() == nil {
+			klog.FromContext(ctx).Info("No Kubernetes credentials yet, trying on", "err", err)
+		}
 	}
+
+	return kubeconfig, lifetime
 }
 
 // waitForReason returns when after has passed or the admin kubeconfig has been issued anew.
@@ -121,20 +146,20 @@ func (b *Bootstrap) waitForReason(ctx context.Context, after time.Duration) {
 	}
 }
 
-// renew does one round and returns how long the new token lives.
-func (b *Bootstrap) renew(ctx context.Context) (time.Duration, error) {
+// renew does one round and returns the kubeconfig it has written and how long the new token lives.
+func (b *Bootstrap) renew(ctx context.Context) (kubeconfig []byte, lifetime time.Duration, err error) {
 	config, err := b.adminConfig(ctx)
 	if err != nil {
-		return 0, err
+		return nil, 0, err
 	}
 
 	client, err := kubernetes.NewForConfig(config)
 	if err != nil {
-		return 0, fmt.Errorf("connect to %s: %w", config.Host, err)
+		return nil, 0, fmt.Errorf("connect to %s: %w", config.Host, err)
 	}
 
 	if err := applyManifests(ctx, client, extension.RBAC); err != nil {
-		return 0, err
+		return nil, 0, err
 	}
 
 	seconds := int64(tokenLifetime.Seconds())
@@ -143,14 +168,14 @@ func (b *Bootstrap) renew(ctx context.Context) (time.Duration, error) {
 		Spec: authenticationv1.TokenRequestSpec{ExpirationSeconds: &seconds},
 	}, metav1.CreateOptions{})
 	if err != nil {
-		return 0, fmt.Errorf("request a token for service account %s/%s: %w", extension.Namespace, extension.ServiceAccount, err)
+		return nil, 0, fmt.Errorf("request a token for service account %s/%s: %w", extension.Namespace, extension.ServiceAccount, err)
 	}
 
-	if err := b.write(config, request.Status.Token); err != nil {
-		return 0, err
+	if kubeconfig, err = b.write(config, request.Status.Token); err != nil {
+		return nil, 0, err
 	}
 
-	return request.Status.ExpirationTimestamp.Sub(b.clock.Now()), nil
+	return kubeconfig, request.Status.ExpirationTimestamp.Sub(b.clock.Now()), nil
 }
 
 func (b *Bootstrap) adminConfig(ctx context.Context) (*rest.Config, error) {
@@ -171,30 +196,22 @@ func (b *Bootstrap) adminConfig(ctx context.Context) (*rest.Config, error) {
 	return config, nil
 }
 
-// write puts the files in place, each at once, the kubeconfig last.
-func (b *Bootstrap) write(admin *rest.Config, token string) error {
-	ca, tokenPath := filepath.Join(b.dir, "ca.crt"), filepath.Join(b.dir, "token")
+// write puts the files in place, each at once, the kubeconfig last, and returns that.
+func (b *Bootstrap) write(admin *rest.Config, token string) ([]byte, error) {
+	tokenPath := filepath.Join(b.dir, "token")
+	cluster := clientcmdapi.Cluster{Server: admin.Host, CertificateAuthorityData: admin.CAData, TLSServerName: admin.ServerName}
 
 	kubeconfig, err := clientcmd.Write(clientcmdapi.Config{
 		CurrentContext: "talos-ccm",
-		Clusters:       map[string]*clientcmdapi.Cluster{"talos-ccm": {Server: admin.Host, CertificateAuthority: ca, TLSServerName: admin.ServerName}},
+		Clusters:       map[string]*clientcmdapi.Cluster{"talos-ccm": &cluster},
 		AuthInfos:      map[string]*clientcmdapi.AuthInfo{"talos-ccm": {TokenFile: tokenPath}},
 		Contexts:       map[string]*clientcmdapi.Context{"talos-ccm": {Cluster: "talos-ccm", AuthInfo: "talos-ccm"}},
 	})
 	if err != nil {
-		return fmt.Errorf("write kubeconfig: %w", err)
+		return nil, fmt.Errorf("write kubeconfig: %w", err)
 	}
 
-	for _, file := range []struct {
-		path string
-		data []byte
-	}{{ca, admin.CAData}, {tokenPath, []byte(token)}, {b.Kubeconfig(), kubeconfig}} {
-		if err := replaceFile(file.path, file.data); err != nil {
-			return err
-		}
-	}
-
-	return nil
+	return kubeconfig, errors.Join(replaceFile(tokenPath, []byte(token)), replaceFile(b.Kubeconfig(), kubeconfig))
 }
 
 // replaceFile leaves either the old or the new file, never a part.

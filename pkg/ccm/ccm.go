@@ -19,6 +19,7 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 
+	"github.com/talos-ccm/talos-ccm/pkg/bootstrap"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
 
@@ -30,8 +31,8 @@ type App struct {
 	options *Options
 	clock   clock.Clock
 	socket  *talosapi.Socket // nil outside Talos
-	// identity is who we are in the lease. It stays when the connections are made anew, so that a lease that could not be released
-	// is taken up again at once.
+	// identity is who we are in the lease, unless the machine has a better name for us. It stays when the connections are made anew, so
+	// that a lease that could not be released is taken up again at once.
 	identity string
 }
 
@@ -169,7 +170,13 @@ func (a *App) credentials(ctx context.Context, group *sync.WaitGroup, replaced f
 	kubeconfig := a.options.Framework.Generic.ClientConnection.Kubeconfig
 
 	if kubeconfig == "" {
-		kubeconfig = a.kubernetesCredentials(ctx, group, replaced)
+		b := bootstrap.New(a.socket.Admin, a.options.RunDir, a.clock)
+		kubeconfig = b.Kubeconfig()
+
+		keepFresh(ctx, group, func(ctx context.Context, ready func()) {
+			b.Run(ctx, ready)
+			replaced()
+		})
 	}
 
 	return creds, kubeconfig
