@@ -8,11 +8,14 @@ import (
 	"time"
 
 	"github.com/cosi-project/runtime/pkg/safe"
+	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apiserver/pkg/server/healthz"
+	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/kubernetes/scheme"
 	v1core "k8s.io/client-go/kubernetes/typed/core/v1"
+	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/leaderelection"
 	"k8s.io/client-go/tools/leaderelection/resourcelock"
 	"k8s.io/client-go/tools/record"
@@ -76,8 +79,14 @@ func (l *leader) electionCheck() []healthz.HealthChecker {
 }
 
 func (l *leader) run(ctx context.Context) error {
+	// A client of their own, so that Events do not queue behind the writes they tell of.
+	events, err := kubernetes.NewForConfig(rest.AddUserAgent(l.config.Kubeconfig, component))
+	if err != nil {
+		return fmt.Errorf("connect to Kubernetes: %w", err)
+	}
+
 	l.config.EventBroadcaster.StartStructuredLogging(4)
-	l.config.EventBroadcaster.StartRecordingToSink(&v1core.EventSinkImpl{Interface: l.config.Client.CoreV1().Events("")})
+	l.config.EventBroadcaster.StartRecordingToSink(&v1core.EventSinkImpl{Interface: events.CoreV1().Events("")})
 
 	defer l.config.EventBroadcaster.Shutdown()
 
@@ -130,7 +139,7 @@ func (l *leader) elect(ctx context.Context) error {
 		failed      = make(chan error, 1)
 	)
 
-	elector, err := l.elector(leaderelection.LeaderCallbacks{
+	elector, err := l.elector(ctx, leaderelection.LeaderCallbacks{
 		OnStartedLeading: func(context.Context) {
 			controllers.Go(func() {
 				if err := l.control(leading); err != nil {
@@ -206,11 +215,31 @@ func done(group *sync.WaitGroup) <-chan struct{} {
 	return ch
 }
 
-func (l *leader) elector(callbacks leaderelection.LeaderCallbacks) (*leaderelection.LeaderElector, error) {
+// instance is who we are in the lease. On Talos it is the machine: Talos runs one of us there and starts it again when it has ended, so that
+// nobody else can hold the lease of one that was killed, and it is taken up again without waiting for it to expire.
+func (l *leader) instance(ctx context.Context) string {
+	if l.socket == nil {
+		return l.identity
+	}
+
+	ctx, cancel := context.WithTimeout(ctx, localTimeout)
+	defer cancel()
+
+	node, err := safe.StateGetByID[*cluster.Identity](ctx, l.socket.Reader, cluster.LocalIdentity)
+	if err != nil || node.TypedSpec().NodeID == "" {
+		klog.FromContext(ctx).V(2).Info("This machine's node ID is not known, standing for election under a name of its own", "err", err)
+
+		return l.identity
+	}
+
+	return component + "_" + node.TypedSpec().NodeID
+}
+
+func (l *leader) elector(ctx context.Context, callbacks leaderelection.LeaderCallbacks) (*leaderelection.LeaderElector, error) {
 	election := l.config.ComponentConfig.Generic.LeaderElection
 
 	lock, err := resourcelock.NewFromKubeconfig(election.ResourceLock, election.ResourceNamespace, election.ResourceName,
-		resourcelock.ResourceLockConfig{Identity: l.identity, EventRecorder: l.recorder},
+		resourcelock.ResourceLockConfig{Identity: l.instance(ctx), EventRecorder: l.recorder},
 		l.config.Kubeconfig, election.RenewDeadline.Duration)
 	if err != nil {
 		return nil, fmt.Errorf("prepare lease %s/%s: %w", election.ResourceNamespace, election.ResourceName, err)

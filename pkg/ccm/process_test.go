@@ -275,6 +275,26 @@ func TestTwoInstances(t *testing.T) {
 	third.terminate()
 }
 
+// Talos runs one of us per machine and starts it again when it has ended: nobody else can hold the lease of one that was killed.
+func TestKilledInstanceTakesItsLeaseUpAgain(t *testing.T) {
+	s := newSuite(t, "killed-", talostest.Options{})
+	self, worker := s.controlPlane("cp"), s.worker("worker")
+	s.register(self, worker)
+
+	// The lease lasts longer than the test is patient.
+	flags := []string{openMetrics, "--leader-elect-lease-duration=600s", "--leader-elect-renew-deadline=500s"}
+
+	first := s.spawn(self, flags...)
+	s.eventually("the first process leads", first.leads)
+	first.signal(syscall.SIGKILL)
+	<-first.ended
+
+	second := s.spawn(self, flags...)
+	s.eventually("the second process leads", second.leads)
+	s.move(worker, "by-the-second")
+	second.terminate()
+}
+
 // traces are what would give the administrator's private key away: the key as the kubeconfig has it, as PEM, as DER and each line of it.
 func traces(t *testing.T, keyPEM []byte) map[string][]byte {
 	t.Helper()

@@ -22,10 +22,11 @@ type standing struct {
 // serves is true on a control-plane machine that is not about to go away. In maintenance mode Talos has no machine type yet.
 func (s standing) serves() bool {
 	switch s.stage {
+	case runtime.MachineStageUnknown: // not told yet
+		return false
 	case runtime.MachineStageRebooting, runtime.MachineStageShuttingDown, runtime.MachineStageResetting, runtime.MachineStageUpgrading:
 		return false
-	case runtime.MachineStageUnknown, runtime.MachineStageBooting, runtime.MachineStageInstalling,
-		runtime.MachineStageMaintenance, runtime.MachineStageRunning:
+	case runtime.MachineStageBooting, runtime.MachineStageInstalling, runtime.MachineStageMaintenance, runtime.MachineStageRunning:
 	}
 
 	return s.controlPlane
