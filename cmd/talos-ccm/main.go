@@ -18,12 +18,11 @@ import (
 	"k8s.io/component-base/cli/globalflag"
 	"k8s.io/component-base/logs"
 	logsapi "k8s.io/component-base/logs/api/v1"
+	_ "k8s.io/component-base/metrics/prometheus/clientgo" // client-go's metrics
+	_ "k8s.io/component-base/metrics/prometheus/version"  // build information
 	"k8s.io/component-base/term"
 	"k8s.io/component-base/version/verflag"
 	"k8s.io/klog/v2"
-
-	_ "k8s.io/component-base/metrics/prometheus/clientgo" // client-go's metrics
-	_ "k8s.io/component-base/metrics/prometheus/version"  // build information
 
 	"github.com/talos-ccm/talos-ccm/pkg/ccm"
 	"github.com/talos-ccm/talos-ccm/pkg/privilege"
@@ -88,7 +87,7 @@ Every flag can also be set by the environment: --leader-elect is TALOS_CCM_LEADE
 		cmd.Flags().AddFlagSet(fs)
 	}
 
-	columns, _, _ := term.TerminalSize(cmd.OutOrStdout()) //nolint:errcheck // zero columns: no wrapping
+	columns, _, _ := term.TerminalSize(cmd.OutOrStdout())
 	cliflag.SetUsageAndHelpFunc(cmd, sections, columns)
 
 	return cmd

@@ -61,7 +61,7 @@ func BenchmarkWatchedMachine(b *testing.B) {
 func reportPerMachine(b *testing.B, before uint64) {
 	b.Helper()
 
-	b.ReportMetric(float64(liveMemory()-before)/float64(b.N), "B/machine")
+	b.ReportMetric((float64(liveMemory())-float64(before))/float64(b.N), "B/machine")
 	b.ReportMetric(float64(runtime.NumGoroutine())/float64(b.N), "goroutines/machine")
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"net/netip"
+	"slices"
 	"strings"
 
 	"github.com/siderolabs/talos/pkg/machinery/constants"
@@ -188,10 +189,8 @@ func (m *Machine) isLocalTarget(target string) bool {
 		return false
 	}
 
-	for _, name := range names.dns {
-		if name == target {
-			return true
-		}
+	if slices.Contains(names.dns, target) {
+		return true
 	}
 
 	addr, err := netip.ParseAddr(target)

@@ -79,9 +79,20 @@ func requireZone(t *testing.T, event state.Event, want string) {
 		t.Fatalf("got %s (%v), want an update", event.Type, event.Error)
 	}
 
-	if got := event.Resource.(*runtime.PlatformMetadata).TypedSpec().Zone; got != want {
+	if got := zoneOf(t, event.Resource); got != want {
 		t.Fatalf("got zone %q, want %q", got, want)
 	}
+}
+
+func zoneOf(t *testing.T, r resource.Resource) string {
+	t.Helper()
+
+	metadata, ok := r.(*runtime.PlatformMetadata)
+	if !ok {
+		t.Fatalf("got a %T, want PlatformMetadata", r)
+	}
+
+	return metadata.TypedSpec().Zone
 }
 
 // openWatch starts a watch without the COSI client, which would resume a broken one by itself.
@@ -204,7 +215,7 @@ func TestRebootKeepsResourcesAndRestartsVersions(t *testing.T) {
 		t.Errorf("got version %d after the restart, want 1", got)
 	}
 
-	if got := metadata.(*runtime.PlatformMetadata).TypedSpec().Zone; got != "zone-1" {
+	if got := zoneOf(t, metadata); got != "zone-1" {
 		t.Errorf("got zone %q", got)
 	}
 

@@ -1,6 +1,7 @@
 package talostest
 
 import (
+	"maps"
 	"slices"
 	"sync"
 
@@ -111,9 +112,7 @@ func (t *tally) snapshot() map[CallKind]uint64 {
 	defer t.mu.Unlock()
 
 	counts := make(map[CallKind]uint64, len(t.counts))
-	for kind, count := range t.counts {
-		counts[kind] = count
-	}
+	maps.Copy(counts, t.counts)
 
 	return counts
 }

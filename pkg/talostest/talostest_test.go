@@ -109,11 +109,12 @@ func newClient(t testing.TB, options ...client.OptionFunc) *client.Client {
 
 // claiming asks for roles as callers of machine.sock do.
 func claiming(ctx context.Context, roles ...string) context.Context {
+	pairs := make([]string, 0, 2*len(roles))
 	for _, role := range roles {
-		ctx = metadata.AppendToOutgoingContext(ctx, constants.APIAuthzRoleMetadataKey, role)
+		pairs = append(pairs, constants.APIAuthzRoleMetadataKey, role)
 	}
 
-	return ctx
+	return metadata.AppendToOutgoingContext(ctx, pairs...)
 }
 
 func requireCode(t testing.TB, err error, want codes.Code) {

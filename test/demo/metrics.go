@@ -60,7 +60,7 @@ func readMemory(pid int) (memory, error) {
 		key, value, _ := strings.Cut(scanner.Text(), ":")
 		number, _, _ := strings.Cut(strings.TrimSpace(value), " kB")
 
-		switch kilobytes, _ := strconv.ParseInt(number, 10, 64); key { //nolint:errcheck // other lines are no numbers
+		switch kilobytes, _ := strconv.ParseInt(number, 10, 64); key {
 		case "VmRSS":
 			m.resident = kilobytes << 10
 		case "VmHWM":

@@ -21,7 +21,7 @@ func reservePort() (port, error) {
 
 	number, err := bindAnyPort(socket)
 	if err != nil {
-		_ = unix.Close(socket) //nolint:errcheck // nothing was written
+		_ = unix.Close(socket)
 
 		return port{}, fmt.Errorf("reserve a port: %w", err)
 	}
@@ -51,4 +51,4 @@ func bindAnyPort(socket int) (int, error) {
 	return v4.Port, nil
 }
 
-func (p port) release() { _ = unix.Close(p.socket) } //nolint:errcheck // nothing was written
+func (p port) release() { _ = unix.Close(p.socket) }

@@ -32,7 +32,7 @@ func (s *screen) printTable(records []record) {
 		fmt.Fprintln(table, strings.Join(cells(r), "\t")+"\t")
 	}
 
-	_ = table.Flush() //nolint:errcheck // it writes to memory
+	_ = table.Flush()
 
 	head, body, _ := strings.Cut(text.String(), "\n")
 	s.printf("\n%s\n%s", s.in(bold, strings.TrimRight(head, " ")), trimLines(body))

@@ -215,7 +215,7 @@ func used(folder string) bool {
 	}
 
 	now := time.Now()
-	_ = os.Chtimes(folder, now, now) //nolint:errcheck // a cache may be somebody else's, who then keeps it
+	_ = os.Chtimes(folder, now, now)
 
 	return true
 }

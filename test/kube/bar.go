@@ -80,12 +80,12 @@ func (b *bar) draw() {
 	defer ticker.Stop()
 
 	for {
-		fmt.Fprint(b.w, before+b.line()+after) //nolint:errcheck // progress that cannot be shown is no reason to stop
+		fmt.Fprint(b.w, before+b.line()+after)
 
 		select {
 		case <-ticker.C:
 		case <-b.done:
-			fmt.Fprint(b.w, before+b.line()+"\n") //nolint:errcheck // as above
+			fmt.Fprint(b.w, before+b.line()+"\n")
 
 			return
 		}

@@ -166,5 +166,5 @@ func lockFile(ctx context.Context, path string, waiting func()) (func(), error) 
 		return nil, errors.Join(fmt.Errorf("lock %s: %w", path, err), file.Close())
 	}
 
-	return func() { _ = file.Close() }, nil //nolint:errcheck // nothing was written; closing unlocks
+	return func() { _ = file.Close() }, nil
 }

@@ -214,7 +214,7 @@ func (c *Cluster) startEtcd() error {
 // report writes a line for a human. A nil writer is silence.
 func report(w io.Writer, format string, args ...any) {
 	if w != nil {
-		fmt.Fprintf(w, format+"\n", args...) //nolint:errcheck // progress that cannot be shown is no reason to stop
+		fmt.Fprintf(w, format+"\n", args...)
 	}
 }
 

@@ -80,7 +80,7 @@ func (f *folder) remove() error {
 	}
 
 	if f.lock != nil {
-		_ = f.lock.Close() //nolint:errcheck // nothing was written
+		_ = f.lock.Close()
 		f.lock = nil
 	}
 

@@ -17,8 +17,9 @@ import (
 )
 
 const (
-	// DefaultOSImage and DefaultKubeletVersion are those of a Talos v1.13.5 machine with this package's Kubernetes.
-	DefaultOSImage        = "Talos (v1.13.5)"
+	// DefaultOSImage is that of a Talos v1.13.5 machine.
+	DefaultOSImage = "Talos (v1.13.5)"
+	// DefaultKubeletVersion is that of this package's Kubernetes.
 	DefaultKubeletVersion = KubernetesVersion
 
 	// uninitializedTaint and providedNodeIP are k8s.io/cloud-provider/api's.

@@ -57,7 +57,7 @@ func (p *port) bind() error {
 // release gives the port back. A nil or released port is fine.
 func (p *port) release() {
 	if p != nil && p.socket >= 0 {
-		_ = unix.Close(p.socket) //nolint:errcheck // nothing was written
+		_ = unix.Close(p.socket)
 		p.socket = -1
 	}
 }

@@ -100,7 +100,7 @@ func (p *process) run(started chan<- error) {
 		return
 	}
 
-	_ = p.cmd.Wait() //nolint:errcheck // how it ended is in cmd.ProcessState
+	_ = p.cmd.Wait()
 	close(p.done)
 }
 
@@ -127,14 +127,14 @@ func (p *process) stop(ctx context.Context) {
 	case <-ctx.Done():
 	}
 
-	_ = p.cmd.Process.Kill() //nolint:errcheck // it fails only if the process has ended, which is what is waited for
+	_ = p.cmd.Process.Kill()
 	<-p.done
 }
 
 // terminate asks the process to end and does not wait.
 func (p *process) terminate() {
 	if p != nil {
-		_ = p.cmd.Process.Signal(syscall.SIGTERM) //nolint:errcheck // it fails only if the process has ended
+		_ = p.cmd.Process.Signal(syscall.SIGTERM)
 	}
 }
 
