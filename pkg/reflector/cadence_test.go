@@ -138,7 +138,7 @@ func TestPollsBecomeRare(t *testing.T) {
 
 	// The sum stays below the shortest session.
 	for polls, interval := range []time.Duration{10, 20, 40, 80, 160, 320, 600} {
-		interval *= time.Second
+		interval *= time.Second //nolint:durationcheck // the list is of seconds
 
 		clk.Step(interval - time.Millisecond)
 
@@ -266,4 +266,26 @@ func TestGoodAddressIsTriedFirstTheNextTime(t *testing.T) {
 
 		return inZone("afterwards")(s.inventory.Get(worker.Nodename()).Machine)
 	})
+}
+
+// Talos publishes metadata and addresses one after the other, and they come over different watches.
+func TestChangesOfAMomentArePublishedTogether(t *testing.T) {
+	t.Parallel()
+
+	s, clk := newTimedSuite(t)
+	worker := s.addWorker(t)
+	s.track(worker)
+	s.settle(t, clk, worker.Nodename())
+
+	before := len(s.inventory.viewsOf(worker.Nodename()))
+
+	must(t, worker.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "zone-2" }))
+	eventually(t, patience, "the change is waiting for others", func() bool { return clk.Waiters() == watchingTimers+1 })
+
+	if got := len(s.inventory.viewsOf(worker.Nodename())); got != before {
+		t.Errorf("%d views were published before the machine had settled", got-before)
+	}
+
+	clk.Step(100 * time.Millisecond)
+	s.awaitView(t, worker.Nodename(), patience, func(m machine.Machine) bool { return m.Platform.Zone == "zone-2" })
 }

@@ -137,6 +137,7 @@ func TestSlowMachineGetsThere(t *testing.T) {
 	s := newRealSuite(t)
 	worker := s.addWorker(t)
 	worker.SlowDown(2 * time.Second)
+
 	began := time.Now()
 	s.follow(t, worker)
 

@@ -30,6 +30,10 @@ const (
 	// Facts that are not watched are polled at growing intervals: they settle shortly after boot.
 	pollFirst = 10 * time.Second
 	pollMax   = 10 * time.Minute
+
+	// settleTime is for changes that Talos makes together to arrive together: metadata and addresses come over different watches, and a
+	// Node must not be initialised with the one and without the other.
+	settleTime = 50 * time.Millisecond
 )
 
 // errSessionOver ends a session that was good to the end.
@@ -51,6 +55,8 @@ type session struct {
 	polling       bool // a poll is under way
 	established   bool
 	interval      time.Duration
+	// settled fires when the changes since the last view are to be published; nil if there are none.
+	settled <-chan time.Time
 }
 
 // listing is the outcome of polling one kind.
@@ -94,6 +100,9 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 			poll.Reset(s.nextPoll())
 
 			err = s.take(ctx, listings)
+		case <-s.settled:
+			s.settled = nil
+			err = s.publish(ctx)
 		case <-poll.C():
 			s.polling = true
 
@@ -101,9 +110,7 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 
 			go s.poll(ctx, polls, failures)
 		case <-deadline.C():
-			if !s.answered() {
-				err = fmt.Errorf("the machine at %s did not answer within %s", s.addr, answerTimeout)
-			}
+			err = s.overdue()
 		case <-over.C():
 			err = errSessionOver
 		}
@@ -116,6 +123,15 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 
 // answered tells whether the machine owes us nothing but events.
 func (s *session) answered() bool { return s.bootstrapping == 0 && !s.polling }
+
+// overdue is the error of a machine that has not answered in time.
+func (s *session) overdue() error {
+	if s.answered() {
+		return nil
+	}
+
+	return fmt.Errorf("the machine at %s did not answer within %s", s.addr, answerTimeout)
+}
 
 // open starts all watches and the first poll at once: on a slow machine their delays must not add up.
 func (s *session) open(ctx context.Context) (chan state.Event, chan []listing, chan error) {
@@ -203,7 +219,15 @@ func (s *session) handle(ctx context.Context, event state.Event) error {
 		return nil
 	}
 
-	return s.publish(ctx)
+	if !s.established {
+		return s.publish(ctx)
+	}
+
+	if s.settled == nil {
+		s.settled = s.clock.After(settleTime)
+	}
+
+	return nil
 }
 
 func (s *session) take(ctx context.Context, listings []listing) error {

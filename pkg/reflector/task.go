@@ -42,8 +42,10 @@ func (t *task) run(ctx context.Context) {
 			return
 		}
 
+		var pause time.Duration
+
 		if established {
-			// It was good until now: the view stays current while we try again.
+			// It was good until now: the view stays current while we try again, after a moment that is spread over all machines.
 			if !errors.Is(err, errSessionOver) {
 				restarts.Inc()
 			}
@@ -51,24 +53,18 @@ func (t *task) run(ctx context.Context) {
 			logger.V(2).Info("Machine's watches ended, starting over", "err", err)
 
 			t.backoff = newBackoff()
+			pause = wait.Jitter(50*time.Millisecond, 5)
 		} else {
 			t.report(ctx, err)
+
+			pause = t.backoff.Step()
 		}
 
 		select {
 		case <-ctx.Done():
-		case <-t.clock.After(t.pause(established)):
+		case <-t.clock.After(pause):
 		}
 	}
-}
-
-// pause is how long to wait before the next attempt: a moment, spread over all machines, after a session that was good.
-func (t *task) pause(established bool) time.Duration {
-	if established {
-		return wait.Jitter(50*time.Millisecond, 5)
-	}
-
-	return t.backoff.Step()
 }
 
 // follow tries the addresses in turn until one of them has been followed; it then returns true when that ends.
