@@ -5,6 +5,7 @@ import (
 	"net/netip"
 	"strings"
 
+	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 )
 
@@ -31,7 +32,14 @@ func providerID(in Input, nodeIP netip.Addr) (id, pending string) {
 	}
 
 	switch meta.Platform {
-	case platformMetal, platformContainer:
+	case platformMetal:
+		// The metadata is watched and SMBIOS is polled: one can be ahead of the other.
+		if meta.InstanceID != "" && in.Machine.System == (hardware.SystemInformationSpec{}) {
+			return "", fmt.Sprintf("platform %q has an SMBIOS UUID that is yet to be read", meta.Platform)
+		}
+
+		return machineID(in, nodeIP), ""
+	case platformContainer:
 		return machineID(in, nodeIP), ""
 	case platformNoCloud, platformVMware:
 		if meta.InstanceID == "" && awaitsMetadata(in) {

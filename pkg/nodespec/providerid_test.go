@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
@@ -156,6 +157,7 @@ func TestProviderIDWherePlatformsHaveNone(t *testing.T) {
 		{"metal by its node IP if there is no UUID", "metal", all(withUUID(""), metal), byIP},
 		{"metal by its node IP if the UUID is a vendor's sample", "metal", all(withUUID("03000200-0400-0500-0006-000700080009"), metal), byIP},
 		{"metal by its node IP for those who migrate", "metal", all(metal, fromIP), byIP},
+		{"metal whose SMBIOS has been seen by its metadata alone", "metal", all(metal, func(in *nodespec.Input) { in.Machine.System = hardware.SystemInformationSpec{} }), wait},
 		{"metal's UUID is written in lower case", "metal", all(withUUID(strings.ToUpper(uuid)), metal), byUUID},
 		{"containers have no SMBIOS", "container", withUUID(""), byIP},
 
