@@ -8,6 +8,7 @@ package bootstrap
 import (
 	"bytes"
 	"context"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"os"
@@ -16,8 +17,11 @@ import (
 
 	"github.com/cosi-project/runtime/pkg/state"
 	"github.com/siderolabs/go-retry/retry"
+	"github.com/siderolabs/talos/pkg/machinery/resources/secrets"
 	authenticationv1 "k8s.io/api/authentication/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
@@ -73,31 +77,41 @@ func (b *Bootstrap) Run(ctx context.Context, ready func()) {
 	var first []byte
 
 	for {
-		kubeconfig, lifetime := b.renewUntilItWorks(ctx)
+		made := b.renewUntilItWorks(ctx)
 
 		switch {
 		case ctx.Err() != nil:
 			return
 		case first == nil:
-			first = kubeconfig
+			first = made.kubeconfig
 
 			ready()
-		case !bytes.Equal(first, kubeconfig):
+		case !bytes.Equal(first, made.kubeconfig):
 			klog.FromContext(ctx).Info("The way to the API server has changed, its clients have to be made anew")
 
 			return
 		}
 
-		b.waitForReason(ctx, max(lifetime/2, minInterval))
+		b.waitForReason(ctx, made)
 	}
 }
 
+// renewal is the outcome of one round.
+type renewal struct {
+	kubeconfig []byte // as it was written
+	lifetime   time.Duration
+	admin      fingerprint
+}
+
+// fingerprint tells one admin kubeconfig from another after it has been let go.
+type fingerprint [sha256.Size]byte
+
 // renewUntilItWorks returns what renew does once that succeeds, or when ctx ends.
-func (b *Bootstrap) renewUntilItWorks(ctx context.Context) (kubeconfig []byte, lifetime time.Duration) {
+func (b *Bootstrap) renewUntilItWorks(ctx context.Context) (made renewal) {
 	for ctx.Err() == nil {
 		err := retry.Exponential(cycle, retry.WithUnits(time.Second), retry.WithJitter(time.Second), retry.WithAttemptTimeout(attemptTimeout)).
 			RetryWithContext(ctx, func(ctx context.Context) (err error) {
-				kubeconfig, lifetime, err = b.renew(ctx)
+				made, err = b.renew(ctx)
 
 				return retry.ExpectedError(err)
 			})
@@ -110,56 +124,109 @@ func (b *Bootstrap) renewUntilItWorks(ctx context.Context) (kubeconfig []byte, l
 		}
 	}
 
-	return kubeconfig, lifetime
+	return made
 }
 
-// waitForReason returns when after has passed or the admin kubeconfig has been issued anew.
-func (b *Bootstrap) waitForReason(ctx context.Context, after time.Duration) {
+// waitForReason returns when half of the token's life is over, or Talos has issued another admin kubeconfig than the one it was made with.
+func (b *Bootstrap) waitForReason(ctx context.Context, made renewal) {
+	ctx, cancel := context.WithCancel(ctx)
+	other := make(chan struct{})
+
+	go func() {
+		defer close(other)
+
+		b.awaitOther(ctx, made.admin)
+	}()
+
+	defer func() {
+		cancel()
+		<-other
+	}()
+
+	timer := b.clock.NewTimer(max(made.lifetime/2, minInterval))
+	defer timer.Stop()
+
+	select {
+	case <-ctx.Done():
+	case <-timer.C():
+	case <-other:
+	}
+}
+
+// awaitOther returns when there is another admin kubeconfig than the one that was used, or when ctx ends. A watch that breaks is taken up
+// again, and begins with what there is by then.
+func (b *Bootstrap) awaitOther(ctx context.Context, used fingerprint) {
+	backoff := wait.Backoff{Duration: time.Second, Factor: 2, Jitter: 0.3, Steps: 10, Cap: time.Minute}
+
+	for ctx.Err() == nil {
+		err := b.watchForOther(ctx, used)
+		if err == nil || ctx.Err() != nil {
+			return
+		}
+
+		klog.FromContext(ctx).V(2).Info("Not told of new admin kubeconfigs, asking again", "err", err)
+
+		select {
+		case <-ctx.Done():
+		case <-b.clock.After(backoff.Step()):
+		}
+	}
+}
+
+// watchForOther returns nil when it has seen another admin kubeconfig than the one that was used.
+func (b *Bootstrap) watchForOther(ctx context.Context, used fingerprint) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 
 	events := make(chan state.Event)
-	timer := b.clock.NewTimer(after)
-
-	defer timer.Stop()
 
 	if err := b.admin.WatchLocalhostAdminKubeconfig(ctx, events); err != nil {
-		klog.FromContext(ctx).Info("Not told of new admin kubeconfigs, renewing by the clock", "err", err)
+		return err
 	}
 
-	for seen := 0; ; {
+	for {
 		select {
 		case <-ctx.Done():
-			return
-		case <-timer.C():
-			return
+			return ctx.Err()
 		case event := <-events:
 			if event.Type == state.Errored {
-				continue // machined is gone for a moment; the clock remains
+				return fmt.Errorf("watch the localhost admin kubeconfig: %w", event.Error)
 			}
 
-			// The first event is the present kubeconfig.
-			if seen++; seen > 1 {
-				return
+			certs, ok := event.Resource.(*secrets.Kubernetes)
+			if !ok || event.Type == state.Destroyed {
+				continue
+			}
+
+			if kubeconfig := certs.TypedSpec().LocalhostAdminKubeconfig; kubeconfig != "" && sha256.Sum256([]byte(kubeconfig)) != used {
+				return nil
 			}
 		}
 	}
 }
 
-// renew does one round and returns the kubeconfig it has written and how long the new token lives.
-func (b *Bootstrap) renew(ctx context.Context) (kubeconfig []byte, lifetime time.Duration, err error) {
-	config, err := b.adminConfig(ctx)
+// renew does one round.
+func (b *Bootstrap) renew(ctx context.Context) (renewal, error) {
+	config, admin, err := b.adminConfig(ctx)
 	if err != nil {
-		return nil, 0, err
+		return renewal{}, err
 	}
 
-	client, err := kubernetes.NewForConfig(config)
+	transport, err := rest.HTTPClientFor(config)
 	if err != nil {
-		return nil, 0, fmt.Errorf("connect to %s: %w", config.Host, err)
+		return renewal{}, fmt.Errorf("connect to %s: %w", config.Host, err)
+	}
+
+	// Nothing that the admin may do stays within reach.
+	defer utilnet.CloseIdleConnectionsFor(transport.Transport)
+
+	client, err := kubernetes.NewForConfigAndClient(config, transport)
+	if err != nil {
+		return renewal{}, fmt.Errorf("connect to %s: %w", config.Host, err)
 	}
 
 	if err := applyManifests(ctx, client, extension.RBAC); err != nil {
-		return nil, 0, err
+		return renewal{}, err
 	}
 
 	seconds := int64(tokenLifetime.Seconds())
@@ -168,32 +235,33 @@ func (b *Bootstrap) renew(ctx context.Context) (kubeconfig []byte, lifetime time
 		Spec: authenticationv1.TokenRequestSpec{ExpirationSeconds: &seconds},
 	}, metav1.CreateOptions{})
 	if err != nil {
-		return nil, 0, fmt.Errorf("request a token for service account %s/%s: %w", extension.Namespace, extension.ServiceAccount, err)
+		return renewal{}, fmt.Errorf("request a token for service account %s/%s: %w", extension.Namespace, extension.ServiceAccount, err)
 	}
 
-	if kubeconfig, err = b.write(config, request.Status.Token); err != nil {
-		return nil, 0, err
+	kubeconfig, err := b.write(config, request.Status.Token)
+	if err != nil {
+		return renewal{}, err
 	}
 
-	return kubeconfig, request.Status.ExpirationTimestamp.Sub(b.clock.Now()), nil
+	return renewal{kubeconfig: kubeconfig, lifetime: request.Status.ExpirationTimestamp.Sub(b.clock.Now()), admin: admin}, nil
 }
 
-func (b *Bootstrap) adminConfig(ctx context.Context) (*rest.Config, error) {
+func (b *Bootstrap) adminConfig(ctx context.Context) (*rest.Config, fingerprint, error) {
 	kubeconfig, err := b.admin.LocalhostAdminKubeconfig(ctx)
 	if err != nil {
-		return nil, err
+		return nil, fingerprint{}, err
 	}
 
 	if len(kubeconfig) == 0 {
-		return nil, errors.New("read the localhost admin kubeconfig: Talos has not issued it yet")
+		return nil, fingerprint{}, errors.New("read the localhost admin kubeconfig: Talos has not issued it yet")
 	}
 
 	config, err := clientcmd.RESTConfigFromKubeConfig(kubeconfig)
 	if err != nil {
-		return nil, fmt.Errorf("read the localhost admin kubeconfig: %w", err)
+		return nil, fingerprint{}, fmt.Errorf("read the localhost admin kubeconfig: %w", err)
 	}
 
-	return config, nil
+	return config, sha256.Sum256(kubeconfig), nil
 }
 
 // write puts the files in place, each at once, the kubeconfig last, and returns that.

@@ -1,0 +1,262 @@
+package bootstrap_test
+
+import (
+	"bufio"
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+
+	authorizationv1 "k8s.io/api/authorization/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
+	"k8s.io/client-go/dynamic"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/utils/clock"
+
+	"github.com/talos-ccm/talos-ccm/extension"
+)
+
+// manifests are the objects of rbac.yaml as the API server has them.
+func manifests(t *testing.T) map[string]*unstructured.Unstructured {
+	t.Helper()
+
+	client, err := dynamic.NewForConfig(controlPlane.Config())
+	must(t, err)
+
+	objects := map[string]*unstructured.Unstructured{}
+	documents := utilyaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(extension.RBAC)))
+
+	for {
+		document, err := documents.Read()
+		if errors.Is(err, io.EOF) {
+			return objects
+		}
+
+		must(t, err)
+
+		var want unstructured.Unstructured
+
+		must(t, utilyaml.Unmarshal(document, &want))
+
+		kind := want.GroupVersionKind()
+		resource := schema.GroupVersionResource{Group: kind.Group, Version: kind.Version, Resource: strings.ToLower(kind.Kind) + "s"}
+		name := fmt.Sprintf("%s %s/%s", kind.Kind, want.GetNamespace(), want.GetName())
+
+		objects[name], err = client.Resource(resource).Namespace(want.GetNamespace()).Get(t.Context(), want.GetName(), metav1.GetOptions{})
+		must(t, err)
+	}
+}
+
+func TestEveryObjectIsAppliedAndOwned(t *testing.T) {
+	bootstrapped(t, clock.RealClock{})
+
+	objects := manifests(t)
+	if len(objects) < 2 {
+		t.Fatalf("only %d objects", len(objects))
+	}
+
+	for name, object := range objects {
+		owned := slices.ContainsFunc(object.GetManagedFields(), func(entry metav1.ManagedFieldsEntry) bool {
+			return entry.Manager == "talos-ccm" && entry.Operation == metav1.ManagedFieldsOperationApply
+		})
+		if !owned {
+			t.Errorf("%s is not applied by us", name)
+		}
+	}
+}
+
+func TestSecondRunWritesNothingNew(t *testing.T) {
+	bootstrapped(t, clock.RealClock{})
+
+	before := manifests(t)
+
+	bootstrapped(t, clock.RealClock{})
+
+	for name, after := range manifests(t) {
+		if after.GetResourceVersion() != before[name].GetResourceVersion() {
+			t.Errorf("%s was written again", name)
+		}
+	}
+}
+
+func TestWhatOthersChangedIsPutRight(t *testing.T) {
+	bootstrapped(t, clock.RealClock{})
+
+	roles := adminClient(t).RbacV1().ClusterRoles()
+
+	role, err := roles.Get(t.Context(), "system:talos-ccm", metav1.GetOptions{})
+	must(t, err)
+
+	want := role.DeepCopy().Rules
+	role.Rules = nil
+
+	_, err = roles.Update(t.Context(), role, metav1.UpdateOptions{})
+	must(t, err)
+
+	bootstrapped(t, clock.RealClock{})
+
+	role, err = roles.Get(t.Context(), "system:talos-ccm", metav1.GetOptions{})
+	must(t, err)
+
+	if len(role.Rules) != len(want) {
+		t.Errorf("the rules are %v", role.Rules)
+	}
+}
+
+// everywhere stands for a question without a namespace: about a cluster-scoped resource, or all namespaces.
+const everywhere = ""
+
+// allowed is all that the token may do without naming an object, by namespace, as verb and resource. The first three rows of everywhere are what
+// anybody may, and the next two come with system:auth-delegator.
+func allowed() map[string][]string {
+	return map[string][]string{
+		everywhere: {
+			"create selfsubjectaccessreviews.authorization.k8s.io",
+			"create selfsubjectrulesreviews.authorization.k8s.io",
+			"create selfsubjectreviews.authentication.k8s.io",
+			"create subjectaccessreviews.authorization.k8s.io",
+			"create tokenreviews.authentication.k8s.io",
+			"get nodes", "list nodes", "watch nodes", "patch nodes",
+			"patch nodes/status",
+		},
+		"default": {
+			"create events", "patch events", "update events",
+			"create events.events.k8s.io", "patch events.events.k8s.io", "update events.events.k8s.io",
+		},
+		"kube-system": {
+			"create events", "patch events", "update events",
+			"create events.events.k8s.io", "patch events.events.k8s.io", "update events.events.k8s.io",
+			"create leases.coordination.k8s.io",
+		},
+		"kube-public": {},
+	}
+}
+
+// TestTokenMayDoExactlyWhatRBACSays asks for every verb on every resource that the API server has.
+func TestTokenMayDoExactlyWhatRBACSays(t *testing.T) {
+	client := bootstrapped(t, clock.RealClock{}).client(t)
+	resources := allResources(t)
+
+	// Without namespace first: what is allowed there is allowed in each.
+	general := permissions(t, client, everywhere, resources)
+	requireSame(t, "everywhere", general, allowed()[everywhere])
+
+	for namespace, want := range allowed() {
+		if namespace != everywhere {
+			requireSame(t, "in "+namespace, permissions(t, client, namespace, resources), append(want, allowed()[everywhere]...))
+		}
+	}
+}
+
+func TestTokenMayUseTheLeaseOfItsNameOnly(t *testing.T) {
+	client := bootstrapped(t, clock.RealClock{}).client(t)
+
+	for _, c := range []struct {
+		verb, group, resource, subresource, namespace, name string
+		want                                                bool
+	}{
+		{"get", "coordination.k8s.io", "leases", "", "kube-system", "cloud-controller-manager-talos", true},
+		{"update", "coordination.k8s.io", "leases", "", "kube-system", "cloud-controller-manager-talos", true},
+		{"delete", "coordination.k8s.io", "leases", "", "kube-system", "cloud-controller-manager-talos", false},
+		{"update", "coordination.k8s.io", "leases", "", "kube-system", "kube-controller-manager", false},
+		{"update", "coordination.k8s.io", "leases", "", "kube-node-lease", "cloud-controller-manager-talos", false},
+		{"get", "", "configmaps", "", "kube-system", "extension-apiserver-authentication", true},
+		{"update", "", "configmaps", "", "kube-system", "extension-apiserver-authentication", false},
+		{"get", "", "configmaps", "", "kube-system", "kube-root-ca.crt", false},
+		{"get", "", "secrets", "", "kube-system", "any", false},
+		{"create", "", "serviceaccounts", "token", "kube-system", "talos-ccm", false},
+		{"approve", "certificates.k8s.io", "signers", "", everywhere, "kubernetes.io/kubelet-serving", false},
+		{"bind", "rbac.authorization.k8s.io", "clusterroles", "", everywhere, "system:talos-ccm", false},
+		{"impersonate", "", "users", "", everywhere, "admin", false},
+	} {
+		got := may(t, client, authorizationv1.ResourceAttributes{
+			Verb: c.verb, Group: c.group, Resource: c.resource, Subresource: c.subresource, Namespace: c.namespace, Name: c.name,
+		})
+		if got != c.want {
+			t.Errorf("%s %s/%s %s/%s: %t, want %t", c.verb, c.resource, c.subresource, c.namespace, c.name, got, c.want)
+		}
+	}
+}
+
+// allResources are the resources and subresources that the API server has, as names such as nodes/status or leases.coordination.k8s.io.
+func allResources(t *testing.T) []schema.GroupResource {
+	t.Helper()
+
+	_, lists, err := adminClient(t).Discovery().ServerGroupsAndResources()
+	must(t, err)
+
+	found := map[schema.GroupResource]struct{}{}
+
+	for _, list := range lists {
+		version, err := schema.ParseGroupVersion(list.GroupVersion)
+		must(t, err)
+
+		for _, resource := range list.APIResources {
+			found[schema.GroupResource{Group: version.Group, Resource: resource.Name}] = struct{}{}
+		}
+	}
+
+	for _, needed := range []string{"nodes/status", "serviceaccounts/token", "secrets"} {
+		if _, known := found[schema.GroupResource{Resource: needed}]; !known {
+			t.Fatalf("the API server does not name %s: the test does not see all there is", needed)
+		}
+	}
+
+	return slices.Collect(maps.Keys(found))
+}
+
+// permissions are what the client may do in a namespace.
+func permissions(t *testing.T, client kubernetes.Interface, namespace string, resources []schema.GroupResource) []string {
+	t.Helper()
+
+	var granted []string
+
+	for _, resource := range resources {
+		name, subresource, _ := strings.Cut(resource.Resource, "/")
+
+		for _, verb := range []string{"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"} {
+			attributes := authorizationv1.ResourceAttributes{
+				Namespace: namespace, Verb: verb, Group: resource.Group, Resource: name, Subresource: subresource,
+			}
+			if may(t, client, attributes) {
+				granted = append(granted, verb+" "+resource.String())
+			}
+		}
+	}
+
+	return granted
+}
+
+func may(t *testing.T, client kubernetes.Interface, attributes authorizationv1.ResourceAttributes) bool {
+	t.Helper()
+
+	review, err := client.AuthorizationV1().SelfSubjectAccessReviews().Create(t.Context(), &authorizationv1.SelfSubjectAccessReview{
+		Spec: authorizationv1.SelfSubjectAccessReviewSpec{ResourceAttributes: &attributes},
+	}, metav1.CreateOptions{})
+	must(t, err)
+
+	return review.Status.Allowed
+}
+
+func requireSame(t *testing.T, where string, got, want []string) {
+	t.Helper()
+
+	for _, permission := range got {
+		if !slices.Contains(want, permission) {
+			t.Errorf("%s it may %s", where, permission)
+		}
+	}
+
+	for _, permission := range want {
+		if !slices.Contains(got, permission) {
+			t.Errorf("%s it may not %s", where, permission)
+		}
+	}
+}
