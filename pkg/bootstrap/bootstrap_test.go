@@ -166,7 +166,7 @@ func TestAdminKubeconfigMayBeOfNoUseAtFirst(t *testing.T) {
 
 func TestAPIServerMayBeDownAtFirst(t *testing.T) {
 	controlPlane.StopAPIServer(t.Context())
-	t.Cleanup(func() { must(t, controlPlane.StartAPIServer(context.Background())) })
+	t.Cleanup(func() { must(t, controlPlane.StartAPIServer(context.WithoutCancel(t.Context()))) })
 
 	s := newSuite(t, controlPlane.Kubeconfig())
 	s.start(t, clock.RealClock{})
@@ -277,7 +277,7 @@ func TestNewAdminKubeconfigRenewsAlsoIfItWasIssuedBeforeTheWatchBegan(t *testing
 	second := anotherAdmin(t)
 
 	s.admin.Admin = &hastyTalos{Admin: s.admin.Admin, issue: func() {
-		if err := s.machine.SetLocalhostAdminKubeconfig(context.Background(), second); err != nil {
+		if err := s.machine.SetLocalhostAdminKubeconfig(t.Context(), second); err != nil {
 			t.Error(err)
 		}
 	}}
