@@ -32,14 +32,11 @@ func providerID(in Input, nodeIP netip.Addr) (id, pending string) {
 	}
 
 	switch meta.Platform {
-	case platformMetal:
-		// The metadata is watched and SMBIOS is polled: one can be ahead of the other.
-		if meta.InstanceID != "" && in.Machine.System == (hardware.SystemInformationSpec{}) {
+	case platformMetal, platformContainer:
+		if awaitsSMBIOS(in) {
 			return "", fmt.Sprintf("platform %q has an SMBIOS UUID that is yet to be read", meta.Platform)
 		}
 
-		return machineID(in, nodeIP), ""
-	case platformContainer:
 		return machineID(in, nodeIP), ""
 	case platformNoCloud, platformVMware:
 		if meta.InstanceID == "" && awaitsMetadata(in) {
@@ -75,6 +72,12 @@ func machineID(in Input, nodeIP netip.Addr) string {
 }
 
 func providerURI(platform, id string) string { return "talos://" + platform + "/" + id }
+
+// awaitsSMBIOS tells whether the metadata has the UUID already that we have yet to read from SMBIOS: the one is watched and the other
+// polled.
+func awaitsSMBIOS(in Input) bool {
+	return in.Machine.Platform.InstanceID != "" && in.Machine.System == (hardware.SystemInformationSpec{})
+}
 
 // awaitsMetadata tells whether metadata may still come on a platform where it is optional. A nocloud machine without any
 // data source never publishes a configuration (NetworkConfiguration returns without one); it is then settled
