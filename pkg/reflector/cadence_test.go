@@ -156,6 +156,27 @@ func TestPollsBecomeRare(t *testing.T) {
 	}
 }
 
+// What a machine does not watch for us must not be old when it decides on the Node: nocloud without metadata waits for the stage.
+func TestAMachineThatBootsIsPolledOften(t *testing.T) {
+	t.Parallel()
+
+	s, clk := newTimedSuite(t)
+	worker := s.addWorker(t)
+	must(t, worker.SetStage(t.Context(), runtime.MachineStageBooting))
+	s.track(worker)
+	s.settle(t, clk, worker.Nodename())
+
+	for polls := range 4 {
+		clk.Step(13 * time.Second)
+		eventually(t, patience, "the machine was polled again", func() bool { return lists(worker)[k8s.NodeIPType] >= polls+2 })
+		s.settle(t, clk, worker.Nodename())
+	}
+
+	must(t, worker.SetStage(t.Context(), runtime.MachineStageRunning))
+	clk.Step(13 * time.Second)
+	s.awaitView(t, worker.Nodename(), patience, func(m machine.Machine) bool { return m.Stage == runtime.MachineStageRunning })
+}
+
 func TestEverythingIsReadAnewOverANewConnectionFromTimeToTime(t *testing.T) {
 	t.Parallel()
 

@@ -9,6 +9,7 @@ import (
 
 	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/cosi-project/runtime/pkg/state"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"k8s.io/apimachinery/pkg/util/wait"
@@ -27,7 +28,7 @@ const (
 	// connection: the safety net below the watches, and what keeps certificates fresh.
 	sessionLength = 30 * time.Minute
 
-	// Facts that are not watched are polled at growing intervals: they settle shortly after boot.
+	// Facts that are not watched are polled at growing intervals: they settle shortly after boot, and the intervals grow from then on.
 	pollFirst = 10 * time.Second
 	pollMax   = 10 * time.Minute
 
@@ -97,9 +98,10 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 		case event := <-events:
 			err = s.handle(ctx, event)
 		case listings := <-polls:
+			s.take(listings)
 			poll.Reset(s.nextPoll())
 
-			err = s.take(ctx, listings)
+			err = s.publish(ctx)
 		case <-s.settled:
 			s.settled = nil
 			err = s.publish(ctx)
@@ -200,7 +202,10 @@ func (s *session) poll(ctx context.Context, polls chan<- []listing, failures cha
 
 func (s *session) nextPoll() time.Duration {
 	interval := s.interval
-	s.interval = min(2*s.interval, pollMax)
+
+	if s.view.Machine().Stage != runtime.MachineStageBooting {
+		s.interval = min(2*s.interval, pollMax)
+	}
 
 	return wait.Jitter(interval, 0.2)
 }
@@ -230,14 +235,12 @@ func (s *session) handle(ctx context.Context, event state.Event) error {
 	return nil
 }
 
-func (s *session) take(ctx context.Context, listings []listing) error {
+func (s *session) take(listings []listing) {
 	s.polled, s.polling = true, false
 
 	for _, l := range listings {
 		s.view.ReplaceKind(l.kind, l.items)
 	}
-
-	return s.publish(ctx)
 }
 
 // publish hands the view on once it is complete and the machine has said that it is this Node's.
