@@ -43,8 +43,8 @@ const (
 	minInterval = time.Minute
 
 	attemptTimeout = 15 * time.Second
-	// cycle bounds a series of attempts, and with it the back-off between them; the next series follows at once.
-	cycle = time.Minute
+	// cycle bounds a series of attempts, and with it the back-off between them, to some eight seconds; the next series follows at once.
+	cycle = 15 * time.Second
 )
 
 // Admin is where the admin kubeconfig comes from: talosapi.Admin.

@@ -30,8 +30,8 @@ const (
 	firstPause = time.Minute
 
 	mintTimeout = 10 * time.Second
-	// mintCycle bounds a series of attempts, and with it the back-off between them; the next series follows at once.
-	mintCycle = time.Minute
+	// mintCycle bounds a series of attempts, and with it the back-off between them, to some eight seconds; the next follows at once.
+	mintCycle = 15 * time.Second
 )
 
 // errNotMinted is returned by Minted.TLSConfig before the first certificate is there.
