@@ -58,7 +58,7 @@ demo: ## Show the whole chain on simulated machines: make demo [NODES=20].
 
 .PHONY: lint
 lint: $(GOLANGCI_LINT) $(GOFUMPT) ## Lint, and check the formatting.
-	$(GOLANGCI_LINT) run ./...
+	$(GOLANGCI_LINT) run --allow-parallel-runners ./...
 	@unformatted=$$($(GOFUMPT) -l $(SOURCES)); [ -z "$$unformatted" ] || { echo "Not formatted (make fmt):"; echo "$$unformatted"; exit 1; }
 
 .PHONY: fmt
