@@ -36,6 +36,9 @@ type Machine struct {
 	// empty: a network/PlatformConfig exists ("active" from this boot, or "cached" from an earlier one), and Platform is of
 	// the instance that it names.
 	PlatformPublished bool
+	// PlatformFromCache is true while the platform's configuration is that of an earlier boot, which Talos keeps on disk and applies until
+	// the metadata service answers (network/PlatformConfigLoadController, Talos 1.12 and later). The disk may have been another instance's then.
+	PlatformFromCache bool
 	// System is what SMBIOS says; the zero value where there is none.
 	System hardware.SystemInformationSpec
 	// Addresses are all addresses on the machine's links, ordered by link and prefix.

@@ -77,6 +77,16 @@ func (v *View) ReplaceKind(k resource.Kind, items []resource.Resource) {
 	}
 }
 
+// Len is how many resources have been gathered.
+func (v *View) Len() int {
+	n := 0
+	for _, byID := range v.resources {
+		n += len(byID)
+	}
+
+	return n
+}
+
 // Machine is what the gathered resources say together.
 func (v *View) Machine() Machine {
 	var m Machine
@@ -88,6 +98,7 @@ func (v *View) Machine() Machine {
 	}
 
 	m.PlatformPublished = v.platformPublished(m.Platform)
+	m.PlatformFromCache = v.platformFromCache()
 
 	slices.SortFunc(m.Addresses, func(a, b Address) int {
 		return cmp.Or(cmp.Compare(a.Link, b.Link), a.Prefix.Compare(b.Prefix))
@@ -112,6 +123,15 @@ func (v *View) platformPublished(applied runtime.PlatformMetadataSpec) bool {
 	}
 
 	return false
+}
+
+// platformFromCache tells whether all that is known is the configuration of an earlier boot.
+func (v *View) platformFromCache() bool {
+	configs := v.resources[network.PlatformConfigType]
+	_, cached := configs[network.PlatformConfigCachedID]
+	_, active := configs[network.PlatformConfigActiveID]
+
+	return cached && !active
 }
 
 func (m *Machine) add(r resource.Resource) {

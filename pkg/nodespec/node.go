@@ -11,6 +11,9 @@ import (
 // osImagePrefix begins status.nodeInfo.osImage of every Talos machine, such as "Talos (v1.13.5)" (PRETTY_NAME of its os-release).
 const osImagePrefix = "Talos"
 
+// maxDialAddresses is more than a machine has node IPs, and bounds where a kubelet can make us dial.
+const maxDialAddresses = 4
+
 // IsTalos tells whether the Node's kubelet says that it runs on Talos. It proves nothing: it only keeps us from dialling
 // and writing Nodes of other systems.
 func IsTalos(node *corev1.Node) bool {
@@ -39,7 +42,7 @@ func DialAddresses(node *corev1.Node) []netip.Addr {
 	seen := map[netip.Addr]bool{}
 
 	for _, addr := range append(ProvidedNodeIPs(node), parseAddrs(listed)...) {
-		if !seen[addr] {
+		if !seen[addr] && len(addrs) < maxDialAddresses {
 			seen[addr] = true
 
 			addrs = append(addrs, addr)

@@ -61,7 +61,16 @@ type Problem struct {
 }
 
 // String is the problem in a sentence.
-func (p Problem) String() string { return fmt.Sprintf("%s=%q left out: %s", p.Key, p.Value, p.Why) }
+func (p Problem) String() string {
+	const enough = 80 // of a value that may be as long as a metadata service likes
+
+	value := p.Value
+	if len(value) > enough {
+		value = value[:enough] + "…"
+	}
+
+	return fmt.Sprintf("%s=%q left out: %s", p.Key, value, p.Why)
+}
 
 // Desired returns what the Node should carry, or in pending why that cannot be said yet. Problems are values that were
 // left out.

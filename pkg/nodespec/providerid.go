@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"net/netip"
 	"strings"
+	"unicode"
+	"unicode/utf8"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
@@ -27,32 +29,63 @@ func providerID(in Input, nodeIP netip.Addr) (id, pending string) {
 		return "", "the machine has not published its platform yet"
 	}
 
-	if namesInstance(meta.ProviderID) {
+	if pending := premature(in); pending != "" {
+		return "", pending
+	}
+
+	switch {
+	case namesInstance(meta.ProviderID):
 		return meta.ProviderID, ""
-	}
-
-	switch meta.Platform {
-	case platformMetal, platformContainer:
-		if awaitsSMBIOS(in) {
-			return "", fmt.Sprintf("platform %q has an SMBIOS UUID that is yet to be read", meta.Platform)
-		}
-
-		return machineID(in, nodeIP), ""
-	case platformNoCloud, platformVMware:
-		if meta.InstanceID == "" && awaitsMetadata(in) {
-			return "", fmt.Sprintf("platform %q has not published its metadata yet", meta.Platform)
-		}
-	default:
-		if meta.InstanceID == "" {
-			return "", fmt.Sprintf("platform %q has not published an instance ID yet", meta.Platform)
-		}
-	}
-
-	if meta.InstanceID != "" {
+	case meta.InstanceID != "" && !knownBySMBIOS(meta.Platform):
 		return providerURI(meta.Platform, meta.InstanceID), ""
+	default:
+		return machineID(in, nodeIP), ""
+	}
+}
+
+func knownBySMBIOS(platform string) bool {
+	return platform == platformMetal || platform == platformContainer
+}
+
+// premature says what keeps the machine from being identified now, or nothing.
+func premature(in Input) string {
+	meta := in.Machine.Platform
+	named := meta.InstanceID != "" || namesInstance(meta.ProviderID)
+
+	switch {
+	case knownBySMBIOS(meta.Platform):
+		if awaitsSMBIOS(in) {
+			return fmt.Sprintf("platform %q has an SMBIOS UUID that is yet to be read", meta.Platform)
+		}
+	case awaitsConfirmation(in):
+		return fmt.Sprintf("platform %q has not confirmed in this boot what Talos remembers of an earlier one", meta.Platform)
+	case named:
+		if why := unusable(meta.InstanceID + meta.ProviderID); why != "" {
+			return fmt.Sprintf("platform %q has published an identity that cannot be right: it %s", meta.Platform, why)
+		}
+	case meta.Platform != platformNoCloud && meta.Platform != platformVMware:
+		return fmt.Sprintf("platform %q has not published an instance ID yet", meta.Platform)
+	case awaitsMetadata(in):
+		return fmt.Sprintf("platform %q has not published its metadata yet", meta.Platform)
 	}
 
-	return machineID(in, nodeIP), ""
+	return ""
+}
+
+// unusable says what keeps an identity from being written where it stays for ever, or nothing. Those of nocloud are free text.
+func unusable(identity string) string {
+	const longest = 1024 // an Azure resource ID takes some 200
+
+	odd := func(r rune) bool { return !unicode.IsGraphic(r) || unicode.IsSpace(r) || r == utf8.RuneError }
+
+	switch {
+	case len(identity) > longest:
+		return fmt.Sprintf("is longer than %d bytes", longest)
+	case strings.ContainsFunc(identity, odd):
+		return "has spaces, control characters or broken UTF-8 in it"
+	default:
+		return ""
+	}
 }
 
 // namesInstance tells a providerID from the bare format that Talos publishes when the metadata lacks the instance's ID, such as
@@ -72,6 +105,16 @@ func machineID(in Input, nodeIP netip.Addr) string {
 }
 
 func providerURI(platform, id string) string { return "talos://" + platform + "/" + id }
+
+// awaitsConfirmation tells whether the metadata is from an earlier boot, when the disk may have been another instance's, and the platform
+// will still say what it is now. A nocloud machine whose drive is gone hears no more.
+func awaitsConfirmation(in Input) bool {
+	if in.Machine.Platform.Platform == platformNoCloud && in.Machine.Stage == runtime.MachineStageRunning {
+		return in.Machine.PlatformFromCache && hasNetworkSeed(in.Machine.System.SerialNumber)
+	}
+
+	return in.Machine.PlatformFromCache
+}
 
 // awaitsSMBIOS tells whether the metadata has the UUID already that we have yet to read from SMBIOS: the one is watched and the other
 // polled.

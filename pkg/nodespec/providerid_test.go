@@ -244,3 +244,52 @@ func TestTheNodeIPInAProviderIDIsTheFirstOfTheNode(t *testing.T) {
 		}
 	}
 }
+
+// Talos 1.12 and later apply what they remember of an earlier boot until the metadata service answers; the disk may have been copied.
+func TestWhatIsRememberedOfAnEarlierBootIdentifiesNobody(t *testing.T) {
+	for _, test := range []struct {
+		rule, platform string
+		change         func(*nodespec.Input)
+		pending        bool
+	}{
+		{"a cloud will say", "hcloud", func(*nodespec.Input) {}, true},
+		{"vmware will say", "vmware", func(*nodespec.Input) {}, true},
+		{"nocloud may say while it boots", "nocloud", func(in *nodespec.Input) { in.Machine.Stage = runtime.MachineStageBooting }, true},
+		{"nocloud with a seed on the network will say", "nocloud", func(in *nodespec.Input) { in.Machine.System.SerialNumber = "ds=nocloud-net;s=http://10.0.0.254/" }, true},
+		{"nocloud whose drive is gone hears no more", "nocloud", func(*nodespec.Input) {}, false},
+		{"metal is known by its SMBIOS", "metal", func(*nodespec.Input) {}, false},
+	} {
+		t.Run(test.rule, func(t *testing.T) {
+			in := running()
+			in.Machine.Platform = runtime.PlatformMetadataSpec{Platform: test.platform, InstanceID: "another", ProviderID: test.platform + "://another"}
+			in.Machine.PlatformFromCache = true
+			test.change(&in)
+
+			if test.pending {
+				requirePending(t, in, "earlier")
+
+				return
+			}
+
+			desired(t, in)
+		})
+	}
+}
+
+func TestAnIdentityThatCannotBeRightIsWaitedOut(t *testing.T) {
+	for rule, meta := range map[string]runtime.PlatformMetadataSpec{
+		"a blank":           {Platform: "nocloud", InstanceID: "my machine"},
+		"a line break":      {Platform: "hcloud", InstanceID: "1", ProviderID: "hcloud://1\n"},
+		"a NUL":             {Platform: "hcloud", InstanceID: "1\x00"},
+		"broken UTF-8":      {Platform: "nocloud", InstanceID: "\xff"},
+		"no end":            {Platform: "nocloud", InstanceID: strings.Repeat("a", 64<<10)},
+		"no end by the ID":  {Platform: "hcloud", InstanceID: "1", ProviderID: "hcloud://" + strings.Repeat("1", 64<<10)},
+		"an invisible mark": {Platform: "nocloud", InstanceID: "a\u200b"},
+	} {
+		t.Run(rule, func(t *testing.T) {
+			in := running()
+			in.Machine.Platform = meta
+			requirePending(t, in, "cannot be right")
+		})
+	}
+}
