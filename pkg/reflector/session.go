@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc/status"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/klog/v2"
+	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
@@ -35,6 +36,9 @@ const (
 	// settleTime is for changes that Talos makes together to arrive together: metadata and addresses come over different watches, and a
 	// Node must not be initialised with the one and without the other.
 	settleTime = 50 * time.Millisecond
+
+	// maxResources is far more than a machine has: its addresses are the only kind with more than a few.
+	maxResources = 10_000
 )
 
 // errSessionOver ends a session that was good to the end.
@@ -106,11 +110,7 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 			s.settled = nil
 			err = s.publish(ctx)
 		case <-poll.C():
-			s.polling = true
-
-			deadline.Reset(answerTimeout)
-
-			go s.poll(ctx, polls, failures)
+			s.beginPoll(ctx, deadline, polls, failures)
 		case <-deadline.C():
 			err = s.overdue()
 		case <-over.C():
@@ -125,6 +125,16 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 
 // answered tells whether the machine owes us nothing but events.
 func (s *session) answered() bool { return s.bootstrapping == 0 && !s.polling }
+
+func (s *session) beginPoll(ctx context.Context, deadline clock.Timer, polls chan<- []listing, failures chan<- error) {
+	s.polling = true
+
+	if s.bootstrapping == 0 { // else the deadline of the watches stands
+		deadline.Reset(answerTimeout)
+	}
+
+	go s.poll(ctx, polls, failures)
+}
 
 // overdue is the error of a machine that has not answered in time.
 func (s *session) overdue() error {
@@ -212,10 +222,10 @@ func (s *session) nextPoll() time.Duration {
 
 func (s *session) handle(ctx context.Context, event state.Event) error {
 	switch event.Type {
-	case state.Created, state.Updated:
-		s.view.Put(event.Resource)
-	case state.Destroyed:
-		s.view.Drop(event.Resource.Metadata())
+	case state.Created, state.Updated, state.Destroyed:
+		if err := s.record(event); err != nil {
+			return err
+		}
 	case state.Bootstrapped:
 		s.bootstrapping--
 	case state.Errored:
@@ -230,6 +240,29 @@ func (s *session) handle(ctx context.Context, event state.Event) error {
 
 	if s.settled == nil {
 		s.settled = s.clock.After(settleTime)
+	}
+
+	return nil
+}
+
+// record takes a resource in or drops it. What a machine sends is not to be trusted before it has said who it is, and not entirely after
+// that: an event may lack its resource (the client also takes events of a kind it does not know for Created), and there may be no end to
+// them.
+func (s *session) record(event state.Event) error {
+	if event.Resource == nil {
+		return fmt.Errorf("watch at %s: event of type %s without a resource", s.addr, event.Type)
+	}
+
+	if event.Type == state.Destroyed {
+		s.view.Drop(event.Resource.Metadata())
+
+		return nil
+	}
+
+	s.view.Put(event.Resource)
+
+	if s.view.Len() > maxResources {
+		return fmt.Errorf("the machine at %s has more than %d resources of the kinds that we watch", s.addr, maxResources)
 	}
 
 	return nil

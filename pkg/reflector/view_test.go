@@ -3,13 +3,17 @@ package reflector_test
 import (
 	"context"
 	"net/netip"
+	"strconv"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/cosi-project/runtime/pkg/state"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
+	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -89,4 +93,96 @@ func TestNoViewIsPublishedBeforeAllWatchesAreThere(t *testing.T) {
 			}
 		})
 	}
+}
+
+// oddState is a machine whose watch of one kind tells what it should not, or nothing.
+type oddState struct {
+	talosapi.State
+
+	kind   resource.Type
+	events []state.Event
+}
+
+func (s oddState) WatchKind(ctx context.Context, kind resource.Kind, ch chan<- state.Event, opts ...state.WatchKindOption) error {
+	if kind.Type() != s.kind {
+		return s.State.WatchKind(ctx, kind, ch, opts...)
+	}
+
+	go func() {
+		for _, event := range s.events {
+			select {
+			case ch <- event:
+			case <-ctx.Done():
+				return
+			}
+		}
+	}()
+
+	return nil
+}
+
+// runOdd starts a reflector for which every machine is odd in its addresses.
+func (s *suite) runOdd(t *testing.T, clk clock.Clock, events ...state.Event) {
+	t.Helper()
+	s.run(t, func(nodename string, addr netip.Addr) (talosapi.State, error) {
+		st, err := s.dial(nodename, addr)
+
+		return oddState{State: st, kind: network.AddressStatusType, events: events}, err
+	}, clk)
+}
+
+func TestAnEventWithoutAResourceEndsTheSessionAndNothingElse(t *testing.T) {
+	for _, typ := range []state.EventType{state.Created, state.Updated, state.Destroyed} {
+		t.Run(typ.String(), func(t *testing.T) {
+			t.Parallel()
+
+			s := newRealSuite(t)
+			s.runOdd(t, clock.RealClock{}, state.Event{Type: typ})
+
+			worker := s.addWorker(t)
+			s.track(worker)
+
+			if entry := s.await(t, worker.Nodename(), inventory.Unreachable); !strings.Contains(entry.Reason, "without a resource") {
+				t.Errorf("the reason is %q", entry.Reason)
+			}
+		})
+	}
+}
+
+func TestAMachineWithoutEndIsNotFollowed(t *testing.T) {
+	t.Parallel()
+
+	var events []state.Event
+
+	for i := range 10_001 {
+		address := network.NewAddressStatus(network.NamespaceName, strconv.Itoa(i))
+		events = append(events, state.Event{Type: state.Created, Resource: address})
+	}
+
+	s := newRealSuite(t)
+	s.runOdd(t, clock.RealClock{}, events...)
+
+	worker := s.addWorker(t)
+	s.track(worker)
+
+	if entry := s.await(t, worker.Nodename(), inventory.Unreachable); !strings.Contains(entry.Reason, "more than 10000 resources") {
+		t.Errorf("the reason is %q", entry.Reason)
+	}
+}
+
+func TestAWatchThatNeverTellsIsOverdueHoweverOftenTheMachineIsPolled(t *testing.T) {
+	t.Parallel()
+
+	s, clk := newTimedSuite(t)
+	s.runOdd(t, clk)
+
+	worker := s.addWorker(t)
+	must(t, worker.SetStage(t.Context(), runtime.MachineStageBooting))
+	s.track(worker)
+
+	eventually(t, patience, "the machine is unreachable", func() bool {
+		clk.Step(time.Second)
+
+		return s.inventory.Get(worker.Nodename()).Condition == inventory.Unreachable
+	})
 }
