@@ -12,6 +12,7 @@
 package node
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"time"
@@ -236,18 +237,30 @@ func (c *Controller) sync(ctx context.Context, nodename string) (result string, 
 		return resultUnchanged, nil
 	}
 
+	result, err = c.write(ctx, node, p, spec)
+	if err != nil {
+		return result, fmt.Errorf("update node %s: %w", nodename, err)
+	}
+
+	return result, nil
+}
+
+func (c *Controller) write(ctx context.Context, node *corev1.Node, p plan, spec nodespec.Spec) (result string, err error) {
 	after, err := c.writer.write(ctx, node, p)
 	c.written.note(after)
 
-	if apierrors.IsConflict(err) {
-		return resultConflict, fmt.Errorf("update node %s: %w", nodename, err)
-	} else if err != nil {
-		return resultError, fmt.Errorf("update node %s: %w", nodename, err)
+	switch {
+	case err == nil:
+		c.noteWritten(ctx, node, p, spec)
+
+		return resultChanged, nil
+	case apierrors.IsNotFound(err): // deleted meanwhile
+		return resultUnchanged, nil
+	case apierrors.IsConflict(err):
+		return resultConflict, err
+	default:
+		return resultError, err
 	}
-
-	c.noteWritten(ctx, node, p, spec)
-
-	return resultChanged, nil
 }
 
 // desired returns what node should carry; not ready if that cannot be said, or not be relied on.
@@ -354,8 +367,9 @@ func (c *Controller) noteWritten(ctx context.Context, node *corev1.Node, p plan,
 		return
 	}
 
+	providerID := cmp.Or(node.Spec.ProviderID, spec.ProviderID)
 	took := c.clock.Since(node.CreationTimestamp.Time)
 	initialization.Observe(took.Seconds())
-	logger.Info("Initialised the Node", "providerID", spec.ProviderID, "after", took)
-	c.recorder.Eventf(node, corev1.EventTypeNormal, ReasonInitialized, "Initialised from its Talos machine as %s", spec.ProviderID)
+	logger.Info("Initialised the Node", "providerID", providerID, "after", took)
+	c.recorder.Eventf(node, corev1.EventTypeNormal, ReasonInitialized, "Initialised from its Talos machine as %s", providerID)
 }

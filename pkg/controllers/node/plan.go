@@ -39,14 +39,14 @@ func (p plan) empty() bool {
 
 // makePlan compares node with spec. It changes neither.
 func makePlan(node *corev1.Node, spec nodespec.Spec) (plan, error) {
-	owned, err := appliedLabels(node)
+	held, err := labelsHeld(node)
 	if err != nil {
 		return plan{}, err
 	}
 
 	p := plan{initialize: uninitialized(node)}
-	p.labels, p.foreign = divide(node, spec.Labels, owned)
-	p.applyLabels = !maps.Equal(p.labels, owned)
+	p.labels, p.foreign = divide(node, spec.Labels, held)
+	p.applyLabels = !maps.Equal(p.labels, held.ours)
 
 	if !slices.Equal(node.Status.Addresses, spec.Addresses) {
 		p.addresses = spec.Addresses
@@ -59,54 +59,84 @@ func makePlan(node *corev1.Node, spec nodespec.Spec) (plan, error) {
 	return p, nil
 }
 
-// appliedLabels are the labels that we hold by having applied them. The generated ExtractNode cannot be used: it refuses a Node with two
+// holding is who holds which labels, by the managed fields. The generated ExtractNode cannot be used: it refuses a Node with two
 // addresses of one type (https://github.com/kubernetes/kubernetes/issues/79391), which every dual-stack Node has.
-func appliedLabels(node *corev1.Node) (map[string]string, error) {
-	labels := map[string]string{}
+type holding struct {
+	ours   map[string]string // that we hold by having applied them, with their values
+	others map[string]bool   // that somebody else holds, perhaps together with us
+	talos  map[string]bool   // of others, that Talos's own controller holds
+}
+
+func labelsHeld(node *corev1.Node) (holding, error) {
+	held := holding{ours: map[string]string{}, others: map[string]bool{}, talos: map[string]bool{}}
+
+	for _, key := range talosLabels(node) {
+		held.talos[key], held.others[key] = true, true
+	}
 
 	for _, entry := range node.ManagedFields {
-		if entry.Manager != FieldManager || entry.Operation != metav1.ManagedFieldsOperationApply || entry.Subresource != "" || entry.FieldsV1 == nil {
-			continue
+		keys, err := labelKeys(entry)
+		if err != nil {
+			return holding{}, err
 		}
 
-		var fields struct {
-			Metadata struct {
-				Labels map[string]struct{} `json:"f:labels"`
-			} `json:"f:metadata"`
-		}
+		applied := entry.Manager == FieldManager && entry.Operation == metav1.ManagedFieldsOperationApply && entry.Subresource == ""
 
-		if err := json.Unmarshal(entry.FieldsV1.GetRawBytes(), &fields); err != nil {
-			return nil, fmt.Errorf("read the managed fields of %s: %w", FieldManager, err)
-		}
-
-		for field := range fields.Metadata.Labels {
-			key, isKey := strings.CutPrefix(field, "f:")
-			if value, exists := node.Labels[key]; isKey && exists {
-				labels[key] = value
+		for _, key := range keys {
+			if value, exists := node.Labels[key]; applied && exists {
+				held.ours[key] = value
+			} else if !applied {
+				held.others[key] = true
 			}
 		}
 	}
 
-	return labels, nil
+	return held, nil
 }
 
-// divide tells the labels that are ours to apply from those that somebody else holds with another value.
-func divide(node *corev1.Node, wanted, owned map[string]string) (ours, foreign map[string]string) {
-	ours, foreign = map[string]string{}, map[string]string{}
+func labelKeys(entry metav1.ManagedFieldsEntry) ([]string, error) {
+	if entry.FieldsV1 == nil {
+		return nil, nil
+	}
 
-	talos := talosLabels(node)
+	var fields struct {
+		Metadata struct {
+			Labels map[string]json.RawMessage `json:"f:labels"`
+		} `json:"f:metadata"`
+	}
+
+	if err := json.Unmarshal(entry.FieldsV1.GetRawBytes(), &fields); err != nil {
+		return nil, fmt.Errorf("read the managed fields of %s: %w", entry.Manager, err)
+	}
+
+	var keys []string
+
+	for field := range fields.Metadata.Labels {
+		if key, isKey := strings.CutPrefix(field, "f:"); isKey {
+			keys = append(keys, key)
+		}
+	}
+
+	return keys, nil
+}
+
+// divide tells the labels that are ours to apply from those that somebody else holds with another value. What Talos's own controller holds
+// is never changed: what we had applied before it took over is left to both as long as the values are the same.
+func divide(node *corev1.Node, wanted map[string]string, held holding) (ours, foreign map[string]string) {
+	ours, foreign = map[string]string{}, map[string]string{}
 
 	for key, value := range wanted {
 		present, exists := node.Labels[key]
-		_, mine := owned[key]
+		_, mine := held.ours[key]
 
 		switch {
-		case slices.Contains(talos, key):
-			if present != value {
+		case exists && present != value:
+			if mine && !held.others[key] {
+				ours[key] = value
+			} else {
 				foreign[key] = present
 			}
-		case exists && !mine && present != value:
-			foreign[key] = present
+		case held.talos[key] && !mine: // Talos keeps it, or brings it back
 		default:
 			ours[key] = value
 		}

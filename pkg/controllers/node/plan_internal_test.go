@@ -210,11 +210,23 @@ func TestPlanOfLabels(t *testing.T) {
 			zone("a"), false, none, none,
 		},
 		{
-			"a key of ours that Talos takes over is given up",
+			"a key of ours that Talos takes over with our value is held on to: nobody else holds it, and it would be removed",
 			func(h *history) {
 				h.apply(FieldManager, zone("a")).label(talos, keyZone, "a").ownedByTalos(`["` + keyZone + `"]`)
 			},
-			zone("a"), true, none, none,
+			zone("a"), false, zone("a"), none,
+		},
+		{
+			"a key of ours that Talos takes over with another value is foreign",
+			func(h *history) {
+				h.apply(FieldManager, zone("a")).ownedByTalos(`["`+keyZone+`"]`).label(talos, keyZone, "z")
+			},
+			zone("a"), false, none, zone("z"),
+		},
+		{
+			"a key that is held by both is foreign once we want another value",
+			func(h *history) { h.label(kubectl, keyZone, "a").apply(FieldManager, zone("a")) },
+			zone("b"), true, none, zone("a"),
 		},
 		{
 			"a list of Talos's that cannot be read names no key",
