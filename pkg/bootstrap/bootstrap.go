@@ -39,6 +39,9 @@ const (
 	// fieldManager owns the RBAC objects.
 	fieldManager = "talos-ccm"
 
+	// maxInterval is between two renewals even if the token lives longer: it is how long RBAC or a ServiceAccount that somebody deleted
+	// is missing.
+	maxInterval = 10 * time.Minute
 	// minInterval is between two renewals even if the clocks disagree so much that the token seems to have expired already.
 	minInterval = time.Minute
 
@@ -68,7 +71,8 @@ func New(admin Admin, dir string, clk clock.Clock) *Bootstrap {
 // Kubeconfig is the path of the kubeconfig that Run writes. It names a file for the token, which client-go reads again by itself.
 func (b *Bootstrap) Kubeconfig() string { return filepath.Join(b.dir, "kubeconfig") }
 
-// Run renews the token until ctx ends: when half of its life is over, and when Talos issues the admin kubeconfig anew. After the first
+// Run renews the token, and applies RBAC again, until ctx ends: every ten minutes, or sooner if half of the token's life is over by then,
+// and when Talos issues the admin kubeconfig anew. After the first
 // success it calls ready. It never gives up.
 //
 // It returns before ctx ends if the kubeconfig has changed: the API server is to be reached elsewhere, or has another CA. Clients made
@@ -143,7 +147,7 @@ func (b *Bootstrap) waitForReason(ctx context.Context, made renewal) {
 		<-other
 	}()
 
-	timer := b.clock.NewTimer(max(made.lifetime/2, minInterval))
+	timer := b.clock.NewTimer(min(max(made.lifetime/2, minInterval), maxInterval))
 	defer timer.Stop()
 
 	select {
