@@ -200,15 +200,20 @@ func (a *App) frameworkConfig(ctx context.Context, kubeconfig string) (*cloudcon
 		return nil, fmt.Errorf("read kubeconfig: %w", err)
 	}
 
-	framework := a.options.frameworkFor(kubeconfig)
-
 	for backoff := newBackoff(); ; {
+		// Anew for each attempt: one that fails leaves its marks, such as no port to serve on if that was taken.
+		framework := a.options.frameworkFor(kubeconfig)
+
 		config, err := framework.Config(controllerNames(), disabledByDefault().List(), names.CCMControllerAliases(), nil, nil)
 		if err == nil {
 			return config.Complete(), nil
 		}
 
 		klog.FromContext(ctx).Info("Not ready to serve yet, trying again", "err", err)
+
+		if listener := framework.SecureServing.Listener; listener != nil {
+			listener.Close() //nolint:errcheck // nobody has connected
+		}
 
 		select {
 		case <-ctx.Done():

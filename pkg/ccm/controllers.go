@@ -122,6 +122,12 @@ func (l *leader) nodeController(group *sync.WaitGroup, inv *inventory.Inventory,
 	}
 }
 
+func sameUID(node *corev1.Node, obj any) bool {
+	other, ok := obj.(*corev1.Node)
+
+	return ok && other.UID == node.UID
+}
+
 // trackNodes has the reflector follow the machines of all Nodes that say they run Talos.
 func trackNodes(nodes coreinformers.NodeInformer, refl *reflector.Reflector) error {
 	track := func(obj any) {
@@ -131,8 +137,15 @@ func trackNodes(nodes coreinformers.NodeInformer, refl *reflector.Reflector) err
 	}
 
 	_, err := nodes.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc:    track,
-		UpdateFunc: func(_, obj any) { track(obj) },
+		AddFunc: track,
+		UpdateFunc: func(old, obj any) {
+			// A Node deleted and registered again between two looks: nothing of its predecessor's machine holds for it.
+			if before, ok := old.(*corev1.Node); ok && !sameUID(before, obj) {
+				refl.Untrack(before.Name)
+			}
+
+			track(obj)
+		},
 		DeleteFunc: func(obj any) {
 			if key, err := cache.DeletionHandlingMetaNamespaceKeyFunc(obj); err == nil {
 				refl.Untrack(key)

@@ -1,6 +1,8 @@
 package ccm
 
 import (
+	"sync"
+
 	"k8s.io/component-base/metrics"
 	"k8s.io/component-base/metrics/legacyregistry"
 
@@ -17,7 +19,12 @@ func init() { legacyregistry.MustRegister(machines) }
 
 // countMachines keeps the gauge in step with inv.
 func countMachines(inv *inventory.Inventory) {
+	var mu sync.Mutex // or an older count could overwrite a newer one
+
 	inv.Subscribe(func(string) {
+		mu.Lock()
+		defer mu.Unlock()
+
 		for _, c := range []inventory.Condition{inventory.Unknown, inventory.Current, inventory.Unreachable, inventory.Mismatch} {
 			machines.WithLabelValues(c.String()).Set(float64(inv.Count(c)))
 		}

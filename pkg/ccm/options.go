@@ -110,6 +110,10 @@ func (o *Options) Validate() error {
 		errs = append(errs, errors.New("--run-dir is needed without --kubeconfig"))
 	}
 
+	if o.DropPrivileges && o.RunDir == "" {
+		errs = append(errs, errors.New("--drop-privileges needs --run-dir, to make it the ordinary user's own"))
+	}
+
 	if !slices.Contains([]ProviderIDFallback{FallbackUUID, FallbackNodeIP}, o.ProviderIDFallback) {
 		errs = append(errs, fmt.Errorf("--provider-id-fallback: %q is neither %q nor %q", o.ProviderIDFallback, FallbackUUID, FallbackNodeIP))
 	}
