@@ -258,17 +258,15 @@ func TestTheServiceAccountMayDoExactlyThis(t *testing.T) {
 	want := map[string][]string{
 		"ClusterRole /system:talos-ccm": {
 			"nodes/status: patch",
-			"nodes: get list watch patch",
+			"nodes: list watch patch",
 		},
 		"Role default/system:talos-ccm": {
-			"events.k8s.io/events: create patch update",
-			"events: create patch update",
+			"events: create patch",
 		},
 		"Role kube-system/system:talos-ccm": {
 			"coordination.k8s.io/leases cloud-controller-manager-talos: get update",
 			"coordination.k8s.io/leases: create",
-			"events.k8s.io/events: create patch update",
-			"events: create patch update",
+			"events: create patch",
 		},
 	}
 
