@@ -657,3 +657,41 @@ func TestOwnNodenameIsLate(t *testing.T) {
 	s.require(self.SetNodename(t.Context(), self.Nodename()))
 	s.awaitInitialized(self)
 }
+
+func TestPortThatWasTakenIsServedOnOnceItIsFree(t *testing.T) {
+	s := newSuite(t, "port-", talostest.Options{})
+	self := s.controlPlane("cp")
+
+	var config net.ListenConfig
+
+	other, err := config.Listen(t.Context(), "tcp", "127.0.0.1:0")
+	s.require(err)
+
+	options := s.options(self)
+	options.Framework.SecureServing.BindAddress = net.IPv4(127, 0, 0, 1)
+
+	addr, ok := other.Addr().(*net.TCPAddr)
+	if !ok {
+		t.Fatalf("a listener on %s", other.Addr())
+	}
+
+	options.Framework.SecureServing.BindPort = addr.Port
+
+	r := s.start(options)
+	s.eventually("the credentials are there", func() bool {
+		_, err := os.Stat(filepath.Join(options.RunDir, "kubeconfig"))
+
+		return err == nil
+	})
+	s.require(other.Close())
+
+	s.eventually("the port is served on", func() bool {
+		conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", addr.String())
+		if err == nil {
+			_ = conn.Close()
+		}
+
+		return err == nil
+	})
+	r.alive()
+}
