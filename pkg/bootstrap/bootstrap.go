@@ -131,7 +131,7 @@ func (b *Bootstrap) renewUntilItWorks(ctx context.Context) (made renewal) {
 	return made
 }
 
-// waitForReason returns when half of the token's life is over, or Talos has issued another admin kubeconfig than the one it was made with.
+// waitForReason returns when the token is due for renewal, or Talos has issued another admin kubeconfig than the one it was made with.
 func (b *Bootstrap) waitForReason(ctx context.Context, made renewal) {
 	ctx, cancel := context.WithCancel(ctx)
 	other := make(chan struct{})
