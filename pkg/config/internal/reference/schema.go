@@ -1,0 +1,104 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"reflect"
+	"slices"
+
+	"github.com/invopop/jsonschema"
+
+	"github.com/talos-ccm/talos-ccm/pkg/config"
+	"github.com/talos-ccm/talos-ccm/pkg/transform"
+)
+
+// choices are the values of the types that have few. The empty text is the zero value, where there is one.
+var choices = map[reflect.Type][]any{
+	reflect.TypeFor[transform.Operator](): {
+		transform.In, transform.NotIn, transform.Exists, transform.DoesNotExist, transform.Gt, transform.Lt, transform.Regexp,
+	},
+	reflect.TypeFor[config.ProviderIDFallback](): {config.FallbackUUID, config.FallbackNodeIP, ""},
+	reflect.TypeFor[config.BlockSize]():          {config.BlockSizeAuto, ""},
+}
+
+// schema describes what Parse accepts as far as a schema can.
+func schema(c comments) ([]byte, error) {
+	r := jsonschema.Reflector{DoNotReference: true, Anonymous: true, Mapper: scalar, LookupComment: c.of}
+
+	root := r.Reflect(config.Config{})
+	root.Title = "talos-ccm configuration"
+	amend(root, reflect.TypeFor[config.Config]())
+	allowNull(root)
+
+	var out bytes.Buffer
+
+	encoder := json.NewEncoder(&out)
+	encoder.SetEscapeHTML(false)
+	encoder.SetIndent("", "  ")
+
+	err := encoder.Encode(root)
+
+	return out.Bytes(), err
+}
+
+// scalar is the schema of text, nil for anything else. A number or a truth value is read as the text that it is written as.
+func scalar(t reflect.Type) *jsonschema.Schema {
+	if values, ok := choices[t]; ok {
+		return &jsonschema.Schema{Enum: values}
+	}
+
+	if t.Kind() == reflect.String {
+		return &jsonschema.Schema{Extras: map[string]any{"type": []string{"string", "number", "boolean"}}}
+	}
+
+	return nil
+}
+
+// amend adds what reflection does not find: keys without a value, and other spellings.
+func amend(s *jsonschema.Schema, t reflect.Type) {
+	switch t.Kind() {
+	case reflect.Pointer:
+		amend(s, t.Elem())
+	case reflect.Slice:
+		amend(s.Items, t.Elem())
+	case reflect.Map:
+		allowNull(s.AdditionalProperties)
+	case reflect.Struct:
+		for f := range t.Fields() {
+			property := s.Properties.Value(keyOf(f))
+			amend(property, f.Type)
+
+			if !isRequired(f) {
+				allowNull(property)
+			}
+
+			if alias := f.Tag.Get("alias"); alias != "" {
+				other := *property
+				other.Description = "Another spelling of " + keyOf(f) + "."
+				s.Properties.Set(alias, &other)
+				s.Not = &jsonschema.Schema{Type: "object", Required: []string{keyOf(f), alias}}
+			}
+		}
+	default:
+	}
+}
+
+// allowNull accepts a key without a value, which is as good as none.
+func allowNull(s *jsonschema.Schema) {
+	if len(s.Enum) > 0 {
+		s.Enum = append(slices.Clip(s.Enum), nil)
+
+		return
+	}
+
+	if s.Extras == nil {
+		s.Extras = map[string]any{}
+	}
+
+	types, _ := s.Extras["type"].([]string)
+	if s.Type != "" {
+		types, s.Type = []string{s.Type}, ""
+	}
+
+	s.Extras["type"] = append(slices.Clip(types), "null")
+}

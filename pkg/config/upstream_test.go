@@ -1,0 +1,105 @@
+package config_test
+
+import (
+	"testing"
+
+	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+
+	"github.com/talos-ccm/talos-ccm/pkg/config"
+)
+
+// upstream is a file of the upstream Talos CCM with every key that it has, in the spellings of its documents and of its code.
+const upstream = `
+global:
+  # endpoints: [192.0.2.1]
+  clusterName: prod
+  PreferIPv6: true
+transformations:
+  - name: office
+    nodeSelector:
+      - name: virtual machines
+        matchExpressions:
+          - key: platform
+            operator: In
+            values:
+              - nocloud
+          - key: hostname
+            operator: Regexp
+            values:
+              - ^db-\w+$
+      - matchExpressions:
+          - key: instanceid
+            operator: Exists
+          - key: ZONE
+            operator: DoesNotExist
+    annotations:
+      example.org/cloud-id: '{{ regexFindString "^db-([a-z]+)(.*)$" .Hostname 1 }}'
+      example.org/empty:
+    labels:
+      node-role.kubernetes.io/db: ""
+      example.org/capacity: "{{ if .Spot }}spot{{ else }}on-demand{{ end }}"
+      example.org/cores: 8
+    taints:
+      node.cloudprovider.kubernetes.io/storage-type: "ceph:NoSchedule"
+    platformMetadata:
+      region: "{{ .Region }}-office"
+      Zone: rack-1
+      InstanceType: "{{ coalesce .InstanceType .SKUNumber }}"
+      providerId: 'proxmox://office/{{ getValue .SerialNumber "i" }}'
+    features:
+      publicIPDiscovery: true
+  - annotations: {}
+`
+
+func TestAFileOfTheUpstreamTalosCCMLoadsAndMeansTheSame(t *testing.T) {
+	compiled, err := config.Parse("ccm-config.yaml", []byte(upstream))
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	if compiled.ClusterName != "prod" || !compiled.PreferIPv6 {
+		t.Errorf("got %+v", compiled)
+	}
+
+	on := described{
+		PlatformMetadata:  runtime.PlatformMetadataSpec{Platform: "nocloud", Hostname: "db-blue7", Region: "eu"},
+		SystemInformation: hardware.SystemInformationSpec{SKUNumber: "X10", SerialNumber: "ds=nocloud;i=107"},
+	}
+	result := compiled.Rules.Apply(on.facts())
+
+	if result.PublicIPDiscovery == nil || !*result.PublicIPDiscovery {
+		t.Error("public addresses are not looked for")
+	}
+
+	equal(t, render(t, result), rendered{
+		Labels:      map[string]string{"node-role.kubernetes.io/db": "", "example.org/capacity": "on-demand", "example.org/cores": "8"},
+		Annotations: map[string]string{"example.org/cloud-id": "blue", "example.org/empty": ""},
+		Taints:      []string{"node.cloudprovider.kubernetes.io/storage-type=ceph:NoSchedule"},
+		PlatformMetadata: &runtime.PlatformMetadataSpec{
+			Platform: "nocloud", Hostname: "db-blue7", Region: "eu-office", Zone: "rack-1", InstanceType: "X10", ProviderID: "proxmox://office/107",
+		},
+	})
+}
+
+// TestAFileWithWhatTheUpstreamTalosCCMIgnoresIsRefused: such a file has never done what it says.
+func TestAFileWithWhatTheUpstreamTalosCCMIgnoresIsRefused(t *testing.T) {
+	mistaken(t, `
+global:
+  endpoints: [192.0.2.1]
+transformations:
+  - name: web
+    nodeSelector:
+      - matchExpressions:
+          - {key: platform, operator: In, values: [metal]}
+        labels:
+          node-role.kubernetes.io/web: ""
+    features:
+      publicIPPredict: true
+    platformMetadata:
+      hostname: web-1
+`, []string{
+		":3: global.endpoints: unknown key", `:9: transformations[0].nodeSelector[0].labels (rule "web"): unknown key; it belongs to transformations[0]`,
+		`:12: transformations[0].features.publicIPPredict (rule "web"): unknown key`, `:14: transformations[0].platformMetadata[hostname] (rule "web"): `,
+	})
+}
