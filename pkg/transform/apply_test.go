@@ -1,0 +1,381 @@
+package transform_test
+
+import (
+	"fmt"
+	"reflect"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	corev1 "k8s.io/api/core/v1"
+
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/transform"
+)
+
+func compile(t testing.TB, rules ...transform.Rule) *transform.Rules {
+	t.Helper()
+
+	compiled, mistakes := transform.Compile(rules)
+	if len(mistakes) > 0 {
+		t.Fatal(mistakes)
+	}
+
+	return compiled
+}
+
+// mistake is the only one in the rules.
+func mistake(t *testing.T, rules ...transform.Rule) transform.CompileError {
+	t.Helper()
+
+	compiled, mistakes := transform.Compile(rules)
+	if len(mistakes) != 1 {
+		t.Fatalf("%d mistakes: %v", len(mistakes), mistakes)
+	}
+
+	if compiled != nil {
+		t.Error("there are rules in spite of the mistake")
+	}
+
+	return mistakes[0]
+}
+
+const key = "example.org/key"
+
+func annotate(template string) transform.Rule {
+	return transform.Rule{Annotations: map[string]string{key: template}}
+}
+
+func render(t *testing.T, template string, facts transform.Facts) string {
+	t.Helper()
+
+	result := compile(t, annotate(template)).Apply(facts)
+	if len(result.Problems) > 0 {
+		t.Fatal(result.Problems)
+	}
+
+	return result.Annotations[key].Value
+}
+
+// problem is what a template that compiles cannot be rendered for.
+func problem(t *testing.T, template string, facts transform.Facts) string {
+	t.Helper()
+
+	result := compile(t, annotate(template)).Apply(facts)
+	if len(result.Problems) != 1 {
+		t.Fatalf("%d problems: %v; rendered %.80q", len(result.Problems), result.Problems, result.Annotations[key].Value)
+	}
+
+	return result.Problems[0].Why
+}
+
+func values(of map[string]transform.Value) map[string]string {
+	plain := map[string]string{}
+	for k, v := range of {
+		plain[k] = v.Value
+	}
+
+	return plain
+}
+
+func dell() transform.Facts {
+	return transform.Facts{Machine: machine.Machine{System: hardware.SystemInformationSpec{Manufacturer: "Dell & Co <x>"}}}
+}
+
+func TestNilRulesChangeNothing(t *testing.T) {
+	facts := everything()
+
+	result := (*transform.Rules)(nil).Apply(facts)
+	if diff := cmp.Diff(facts.Machine.Platform, result.Platform); diff != "" {
+		t.Error(diff)
+	}
+
+	if len(result.Labels)+len(result.Annotations)+len(result.Taints)+len(result.Problems)+len(result.Replaced) > 0 || result.PublicIPDiscovery != nil {
+		t.Errorf("%+v", result)
+	}
+}
+
+func TestR1TemplatesMakeTextNotHTML(t *testing.T) {
+	if got := render(t, "{{ .Manufacturer }}", dell()); got != "Dell & Co <x>" {
+		t.Error(got)
+	}
+}
+
+func TestR2TaintsAreRendered(t *testing.T) {
+	rules := compile(t, transform.Rule{Name: "spot", Enforce: true, Taints: map[string]string{key: "{{ .Zone }}:{{ if .Spot }}NoExecute{{ else }}NoSchedule{{ end }}"}})
+
+	want := []transform.Taint{{Taint: corev1.Taint{Key: key, Value: "Zone", Effect: corev1.TaintEffectNoExecute}, Rule: "spot", Enforce: true}}
+	if diff := cmp.Diff(want, rules.Apply(everything()).Taints); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func TestR3ABadRegularExpressionIsRefusedAtLoad(t *testing.T) {
+	for name, rule := range map[string]transform.Rule{
+		"in a selector":                    {NodeSelector: one("hostname", transform.Regexp, "web-[")},
+		"in a template":                    annotate(`{{ regexFind "web-[" .Hostname }}`),
+		"in a branch of a template":        annotate(`{{ if .Spot }}{{ range .Tags }}{{ . | regexReplaceAll "web-[" . }}{{ end }}{{ end }}`),
+		"among the arguments of functions": annotate(`{{ upper (regexFindString "web-[" .Hostname 1) }}`),
+	} {
+		t.Run(name, func(t *testing.T) {
+			rule.Name = "bad"
+
+			if m := mistake(t, rule); m.Rule != "bad" || !strings.Contains(m.Error(), "missing closing ]") {
+				t.Errorf("%s: %v", m.Rule, m)
+			}
+		})
+	}
+
+	if why := problem(t, `{{ regexFind .Zone "x" }}`, transform.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Zone: "("}}}); !strings.Contains(why, "missing closing") {
+		t.Error(why)
+	}
+}
+
+func TestR4LaterRulesSeeWhatEarlierOnesReplaced(t *testing.T) {
+	rules := compile(t,
+		transform.Rule{
+			Name: "first", Labels: map[string]string{"first": "{{ .Zone }}"},
+			PlatformMetadata: map[string]string{"zone": " {{ .Region }}a ", "Region": "north-{{ .Zone }}", "spot": "false"},
+		},
+		transform.Rule{Name: "unselected", NodeSelector: one("zone", transform.In, "Zone"), Labels: map[string]string{"unselected": ""}},
+		transform.Rule{Name: "second", NodeSelector: one("zone", transform.In, "Regiona"), PlatformMetadata: map[string]string{"Zone": "{{ .Zone }}-{{ .Spot }}"}},
+		transform.Rule{Name: "third", Labels: map[string]string{"third": "{{ .Zone }}", "region": "{{ .Region }}"}},
+	)
+
+	facts := everything()
+	result := rules.Apply(facts)
+
+	want := map[string]string{"first": "Zone", "third": "Regiona-false", "region": "north-Zone"}
+	if diff := cmp.Diff(want, values(result.Labels)); diff != "" {
+		t.Error(diff)
+	}
+
+	if diff := cmp.Diff(map[string]string{"Zone": "second", "Region": "first", "Spot": "first"}, result.Replaced); diff != "" {
+		t.Error(diff)
+	}
+
+	facts.Machine.Platform.Zone, facts.Machine.Platform.Region, facts.Machine.Platform.Spot = "Regiona-false", "north-Zone", false
+	if diff := cmp.Diff(facts.Machine.Platform, result.Platform); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func TestR5NotInOnAnAbsentKeyIsTrue(t *testing.T) {
+	for _, key := range []string{"zone", "tags.absent", "extensions.absent", "uuid"} {
+		if !selector(t, one(key, transform.NotIn, "a")).Matches(transform.Facts{}) {
+			t.Errorf("it is false for %s", key)
+		}
+	}
+}
+
+func TestR7OneBadValueSkipsThatKeyOnly(t *testing.T) {
+	rules := compile(t, transform.Rule{
+		Name:             "bad",
+		Labels:           map[string]string{"a": "{{ .Manufacturer }}", "b": "{{ .Zone }}", "c": `{{ fail "no" }}`},
+		Annotations:      map[string]string{"a": `{{ index (splitList "." .Hostname) 5 }}`, "b": "{{ .Manufacturer }}", "c": `{{ b64dec "/w==" }}`},
+		Taints:           map[string]string{"a": "{{ .Zone }}", "b": "NoExecute"},
+		PlatformMetadata: map[string]string{"Spot": "{{ .Zone }}", "ProviderID": `{{ fail "no" }}`, "Region": "r"},
+	})
+
+	facts := everything()
+	facts.Machine.System.Manufacturer = "Dell & Co"
+	result := rules.Apply(facts)
+
+	if diff := cmp.Diff(map[string]string{"b": "Zone"}, values(result.Labels)); diff != "" {
+		t.Error(diff)
+	}
+
+	if diff := cmp.Diff(map[string]string{"b": "Dell & Co"}, values(result.Annotations)); diff != "" {
+		t.Error(diff)
+	}
+
+	if len(result.Taints) != 1 || result.Taints[0].Key != "b" {
+		t.Errorf("%+v", result.Taints)
+	}
+
+	platform := everything().Machine.Platform
+	platform.Region = "r"
+
+	if diff := cmp.Diff(platform, result.Platform); diff != "" {
+		t.Error(diff)
+	}
+
+	var got []string
+
+	for _, p := range result.Problems {
+		got = append(got, fmt.Sprintf("%s %s %q %t", p.Rule, p.Key, p.Value, p.Identity))
+		explained(t, p)
+	}
+
+	want := []string{
+		`bad labels[a] "Dell & Co" false`, `bad labels[c] "" false`, `bad annotations[a] "" false`, `bad annotations[c] "" false`,
+		`bad taints[a] "Zone" false`, `bad platformMetadata[ProviderID] "" true`, `bad platformMetadata[Spot] "Zone" false`,
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Error(diff)
+	}
+}
+
+// explained fails the test if a problem does not say why, or says what only we understand.
+func explained(t *testing.T, p transform.Problem) {
+	t.Helper()
+
+	if p.Why == "" || strings.Contains(p.Why, "template:") || strings.Contains(p.Why, "$") {
+		t.Errorf("%s: %q", p.Key, p.Why)
+	}
+}
+
+func TestR8GetValueNeedsNoEqualsSignAndKeepsThoseInTheValue(t *testing.T) {
+	for _, test := range [][3]string{
+		{"ds=nocloud;i=1234", "i", "1234"},
+		{"ds=nocloud;i=1234", "ds", "nocloud"},
+		{"ds=nocloud;i=1234", "x", ""},
+		{"ds;i=a=b==;j=", "i", "a=b=="},
+		{"ds;i", "ds", ""},
+		{"i=;i=2", "i", ""},
+		{"", "i", ""},
+		{"=x", "", "x"},
+	} {
+		if got := render(t, fmt.Sprintf("{{ getValue %q %q }}", test[0], test[1]), transform.Facts{}); got != test[2] {
+			t.Errorf("getValue %q %q: got %q, want %q", test[0], test[1], got, test[2])
+		}
+	}
+}
+
+func TestLaterRulesWinKeyByKey(t *testing.T) {
+	yes, no := true, false
+	rules := compile(t,
+		transform.Rule{
+			Name: "first", Labels: map[string]string{"a": "1", "b": "1"}, Annotations: map[string]string{"a": "1", "b": "1"},
+			Taints: map[string]string{"a": "1:NoSchedule", "b": "1:NoSchedule"}, Features: transform.Features{PublicIPDiscovery: &yes},
+		},
+		transform.Rule{Labels: map[string]string{"b": "2"}, Annotations: map[string]string{"b": "2"}, Taints: map[string]string{"b": "2:NoExecute"}},
+		transform.Rule{Enforce: true, Taints: map[string]string{"a": "NoSchedule"}, Features: transform.Features{PublicIPDiscovery: &no}},
+		transform.Rule{},
+	)
+
+	result := rules.Apply(transform.Facts{})
+
+	both := map[string]transform.Value{"a": {Value: "1", Rule: "first"}, "b": {Value: "2", Rule: "#2"}}
+	if diff := cmp.Diff(both, result.Labels); diff != "" {
+		t.Error(diff)
+	}
+
+	if diff := cmp.Diff(both, result.Annotations); diff != "" {
+		t.Error(diff)
+	}
+
+	// Kubernetes tells taints apart by key and effect.
+	want := []transform.Taint{
+		{Taint: corev1.Taint{Key: "a", Effect: corev1.TaintEffectNoSchedule}, Rule: "#3", Enforce: true},
+		{Taint: corev1.Taint{Key: "b", Value: "2", Effect: corev1.TaintEffectNoExecute}, Rule: "#2"},
+		{Taint: corev1.Taint{Key: "b", Value: "1", Effect: corev1.TaintEffectNoSchedule}, Rule: "first"},
+	}
+	if diff := cmp.Diff(want, result.Taints); diff != "" {
+		t.Error(diff)
+	}
+
+	if result.PublicIPDiscovery == nil || *result.PublicIPDiscovery {
+		t.Error("the last word on publicIPDiscovery does not count")
+	}
+}
+
+func TestALabelMayBeEmpty(t *testing.T) {
+	const role = "node-role.kubernetes.io/web"
+
+	result := compile(t, transform.Rule{Labels: map[string]string{role: "", "zone": "{{ .Zone }}"}}).Apply(transform.Facts{})
+	if diff := cmp.Diff(map[string]string{role: "", "zone": ""}, values(result.Labels)); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func TestAnnotationsStayWithinWhatKubernetesTakes(t *testing.T) {
+	rule := transform.Rule{Name: "large", Annotations: map[string]string{}}
+	for i := range 5 {
+		rule.Annotations[fmt.Sprint(i)] = strings.Repeat("x", 60<<10)
+	}
+
+	result := compile(t, rule).Apply(transform.Facts{})
+	if len(result.Annotations) != 3 || len(result.Problems) != 2 || result.Problems[0].Rule != "large" || result.Problems[0].Key != "annotations[3]" {
+		t.Errorf("%d annotations, %d problems", len(result.Annotations), len(result.Problems))
+	}
+}
+
+func TestTheMachineIsNotWrittenTo(t *testing.T) {
+	facts, before := everything(), everything()
+
+	compile(t, transform.Rule{PlatformMetadata: map[string]string{"Zone": "x"}, Labels: map[string]string{"keys": `{{ keys .Tags | join "." }}`}}).Apply(facts)
+
+	if !reflect.DeepEqual(facts, before) {
+		t.Error("it is")
+	}
+}
+
+// The example in the upstream Talos CCM's docs/config.md: the arrows that explain it are left out, and the two annotations with quotes inside double quotes are in
+// single ones; neither is YAML as printed.
+func TestUpstreamsExampleMeansWhatItsDocumentSays(t *testing.T) {
+	yes := true
+	rules := compile(t,
+		transform.Rule{
+			Name:         "nocloud-nodes",
+			NodeSelector: one("platform", transform.In, "nocloud"),
+			Labels:       map[string]string{"pvc-storage-class/name": "my-storage-class"},
+		},
+		transform.Rule{
+			Name: "web-nodes",
+			NodeSelector: []transform.SelectorTerm{
+				{MatchExpressions: []transform.Expression{
+					{Key: "platform", Operator: transform.In, Values: []string{"metal"}},
+					{Key: "hostname", Operator: transform.Regexp, Values: []string{`^web-[\w]+$`}},
+				}},
+				{MatchExpressions: []transform.Expression{{Key: "hostname", Operator: transform.Regexp, Values: []string{`^web-cloud-.+$`}}}},
+			},
+			Annotations: map[string]string{
+				"custom-annotation/instance-id": "id-{{ .InstanceID }}",
+				"custom-annotation/cloud-id":    `{{ regexFindString "^web-([a-z0-9]+)-(.*)$" .Hostname 1 }}`,
+			},
+			Labels: map[string]string{
+				"node-role.kubernetes.io/web":           "",
+				"node-role.kubernetes.io/capacity-type": "{{ if .Spot }}spot{{ else }}on-demand{{ end }}",
+			},
+			Taints: map[string]string{"node.cloudprovider.kubernetes.io/storage-type": "ceph:NoSchedule"},
+			PlatformMetadata: map[string]string{
+				"Region": "{{ .Region }}-on-metal", "Zone": "us-west-1f", "InstanceType": "{{ .SKUNumber }}", "ProviderID": "someproviderID:///{{ .UUID }}",
+			},
+			Features: transform.Features{PublicIPDiscovery: &yes},
+		},
+	)
+
+	const uuid = "e8e8c388-5812-4db0-87e2-ad1fee51a1c1"
+
+	result := rules.Apply(transform.Facts{Machine: machine.Machine{
+		Platform: runtime.PlatformMetadataSpec{Platform: "metal", Hostname: "web-1", Region: "us-west-1", InstanceID: uuid},
+		System:   hardware.SystemInformationSpec{UUID: uuid, SKUNumber: "t2.micro"},
+	}})
+
+	rule := func(value string) transform.Value { return transform.Value{Value: value, Rule: "web-nodes"} }
+	want := transform.Result{
+		Platform: runtime.PlatformMetadataSpec{
+			Platform: "metal", Hostname: "web-1", Region: "us-west-1-on-metal", Zone: "us-west-1f", InstanceType: "t2.micro", InstanceID: uuid,
+			ProviderID: "someproviderID:///" + uuid,
+		},
+		Labels:      map[string]transform.Value{"node-role.kubernetes.io/web": rule(""), "node-role.kubernetes.io/capacity-type": rule("on-demand")},
+		Annotations: map[string]transform.Value{"custom-annotation/instance-id": rule("id-" + uuid), "custom-annotation/cloud-id": rule("")},
+		Taints: []transform.Taint{
+			{Taint: corev1.Taint{Key: "node.cloudprovider.kubernetes.io/storage-type", Value: "ceph", Effect: corev1.TaintEffectNoSchedule}, Rule: "web-nodes"},
+		},
+		PublicIPDiscovery: &yes,
+		Replaced:          map[string]string{"Region": "web-nodes", "Zone": "web-nodes", "InstanceType": "web-nodes", "ProviderID": "web-nodes"},
+	}
+
+	if diff := cmp.Diff(want, result); diff != "" {
+		t.Error(diff)
+	}
+
+	cloud := rules.Apply(transform.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Platform: "aws", Hostname: "web-cloud-7"}}})
+	if got := cloud.Annotations["custom-annotation/cloud-id"].Value; got != "cloud" {
+		t.Errorf("the cloud-id of web-cloud-7 is %q", got)
+	}
+}

@@ -1,0 +1,82 @@
+package transform_test
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/talos-ccm/talos-ccm/pkg/transform"
+)
+
+// BenchmarkApply is what an operation of it costs for one of 1,000 machines: 100 rules, of which each machine is selected by about half.
+func BenchmarkApply(b *testing.B) {
+	for _, bench := range []struct {
+		name string
+		rule transform.Rule
+	}{
+		{"constants", transform.Rule{Labels: map[string]string{"example.org/label-%d": "", "example.org/other-%d": "value"}}},
+		{"variables", transform.Rule{Labels: map[string]string{"example.org/label-%d": "{{ .Zone }}-%d", "example.org/other-%d": "{{ .Tags.Owner }}"}}},
+		{"conditions", transform.Rule{Labels: map[string]string{"example.org/label-%d": "{{ if .Spot }}spot{{ else }}on-demand{{ end }}"}}},
+		{"functions", transform.Rule{
+			Labels: map[string]string{
+				"example.org/label-%d": `{{ regexFindString "^node-([0-9]+)$" .Hostname 1 }}`, "example.org/other-%d": `{{ .Region | lower | replace " " "-" | trunc 63 }}`,
+			},
+		}},
+		{"metadata", transform.Rule{PlatformMetadata: map[string]string{"zone": "{{ .Zone }}", "region": "r-%d"}}},
+		{"mixture", transform.Rule{
+			Labels:      map[string]string{"node-role.kubernetes.io/role-%d": "", "example.org/zone-%d": "{{ .Zone }}"},
+			Annotations: map[string]string{"example.org/host-%d": `{{ .Hostname | upper | trimPrefix "NODE-" }}`},
+			Taints:      map[string]string{"example.org/taint-%d": "{{ .Zone }}:NoSchedule"},
+		}},
+	} {
+		b.Run(bench.name, func(b *testing.B) {
+			rules, machines := compile(b, numbered(bench.rule, 100)...), machines(1000)
+
+			b.ReportAllocs()
+
+			for i := 0; b.Loop(); i++ {
+				if result := rules.Apply(machines[i%len(machines)]); len(result.Problems) > 0 {
+					b.Fatal(result.Problems)
+				}
+			}
+		})
+	}
+}
+
+// numbered are as many rules like this one, with their numbers for "%d". Every other one selects by hostname, all others by zone.
+func numbered(rule transform.Rule, count int) []transform.Rule {
+	fill := func(templates map[string]string, i int) map[string]string {
+		filled := map[string]string{}
+		for key, template := range templates {
+			filled[strings.ReplaceAll(key, "%d", strconv.Itoa(i))] = strings.ReplaceAll(template, "%d", strconv.Itoa(i))
+		}
+
+		return filled
+	}
+
+	rules := make([]transform.Rule, count)
+	for i := range rules {
+		selector := one("hostname", transform.Regexp, fmt.Sprintf("^node-[0-9]*%d$", i%10))
+		if i%2 == 0 {
+			selector = one("zone", transform.In, "zone-1", "zone-2", "zone-3")
+		}
+
+		rules[i] = transform.Rule{
+			Name: fmt.Sprintf("rule-%d", i), NodeSelector: selector, Labels: fill(rule.Labels, i), Annotations: fill(rule.Annotations, i), Taints: fill(rule.Taints, i),
+			PlatformMetadata: fill(rule.PlatformMetadata, i),
+		}
+	}
+
+	return rules
+}
+
+func machines(count int) []transform.Facts {
+	list := make([]transform.Facts, count)
+	for i := range list {
+		list[i] = everything()
+		list[i].Machine.Platform.Hostname, list[i].Machine.Platform.Zone = fmt.Sprintf("node-%d", i), fmt.Sprintf("zone-%d", i%4)
+	}
+
+	return list
+}
