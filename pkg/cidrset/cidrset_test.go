@@ -1,0 +1,276 @@
+package cidrset_test
+
+import (
+	"net/netip"
+	"testing"
+
+	"go4.org/netipx"
+
+	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
+)
+
+func pool(t testing.TB, cidr string, bits int) cidrset.Pool {
+	t.Helper()
+
+	p, err := cidrset.NewPool(netip.MustParsePrefix(cidr), bits)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	return p
+}
+
+func holding(used ...string) *cidrset.Set {
+	set := &cidrset.Set{}
+	for _, prefix := range used {
+		set.Insert(netip.MustParsePrefix(prefix))
+	}
+
+	return set
+}
+
+// next is the next block as text, or "exhausted".
+func next(set *cidrset.Set, pool cidrset.Pool) string {
+	block, ok := set.Next(pool)
+	if !ok {
+		return "exhausted"
+	}
+
+	return block.String()
+}
+
+func TestNextIsTheLowestBlockOfWhichNothingIsInUse(t *testing.T) {
+	for _, test := range []struct {
+		rule string
+		cidr string
+		bits int
+		used []string
+		want string
+	}{
+		{"the first of an empty set", "10.244.0.0/16", 24, nil, "10.244.0.0/24"},
+		{"the first of an empty set, IPv6", "2001:db8::/48", 64, nil, "2001:db8::/64"},
+		{"the one after the first", "10.244.0.0/16", 24, []string{"10.244.0.0/24"}, "10.244.1.0/24"},
+		{"a gap before the end", "10.244.0.0/16", 24, []string{"10.244.0.0/24", "10.244.2.0/24"}, "10.244.1.0/24"},
+		{"the last", "10.244.0.0/22", 24, []string{"10.244.0.0/23", "10.244.2.0/24"}, "10.244.3.0/24"},
+		{"none beyond the last", "10.244.0.0/23", 24, []string{"10.244.0.0/24", "10.244.1.0/24"}, "exhausted"},
+		{"none beyond the last there can be", "255.255.254.0/23", 24, []string{"255.255.254.0/24", "255.255.255.0/24"}, "exhausted"},
+		{"the last there can be", "ffff:ffff:ffff:fffe::/63", 64, []string{"ffff:ffff:ffff:fffe::/64"}, "ffff:ffff:ffff:ffff::/64"},
+
+		{"a larger one in use takes all of its own", "10.244.0.0/16", 24, []string{"10.244.0.0/20"}, "10.244.16.0/24"},
+		{"a smaller one takes a whole block", "10.244.0.0/16", 24, []string{"10.244.0.128/25"}, "10.244.1.0/24"},
+		{"so does a single address", "2001:db8::/64", 80, []string{"2001:db8::1/128"}, "2001:db8:0:0:1::/80"},
+		{"also the last of a block", "10.244.0.0/16", 24, []string{"10.244.0.255/32"}, "10.244.1.0/24"},
+		{"an address in each block takes them all", "10.0.0.0/30", 31, []string{"10.0.0.1/32", "10.0.0.2/32"}, "exhausted"},
+		{"what covers the pool takes it all", "10.244.0.0/16", 24, []string{"10.0.0.0/8"}, "exhausted"},
+		{"so does what is the pool", "10.244.0.0/16", 24, []string{"10.244.0.0/16"}, "exhausted"},
+		{"and what is everything", "2001:db8::/48", 64, []string{"::/0"}, "exhausted"},
+		{"what is outside takes nothing", "10.244.0.0/16", 24, []string{"10.243.255.0/24", "10.245.0.0/24"}, "10.244.0.0/24"},
+		{"nor does the other family", "10.244.0.0/16", 24, []string{"::/0"}, "10.244.0.0/24"},
+		{"nor do the same bits of the other family", "a00::/8", 16, []string{"10.0.0.0/8"}, "a00::/16"},
+		{"prefixes in use may contain each other", "10.244.0.0/16", 24, []string{"10.244.0.0/24", "10.244.0.0/23", "10.244.0.7/32"}, "10.244.2.0/24"},
+
+		{"one block that is the pool", "10.244.0.0/16", 16, nil, "10.244.0.0/16"},
+		{"is not free if any of it is in use", "10.244.0.0/16", 16, []string{"10.244.9.0/24"}, "exhausted"},
+		{"single addresses", "10.0.0.0/30", 32, []string{"10.0.0.0/32"}, "10.0.0.1/32"},
+		{"single addresses, IPv6", "2001:db8::/126", 128, []string{"2001:db8::/127"}, "2001:db8::2/128"},
+		{"a pool that is one address", "2001:db8::7/128", 128, nil, "2001:db8::7/128"},
+
+		{"a large block skips what is too small", "10.244.0.0/16", 20, []string{"10.244.1.0/24"}, "10.244.16.0/20"},
+		{"a small block fills what is left of a large one", "10.244.0.0/16", 26, []string{"10.244.0.0/24", "10.244.1.0/25"}, "10.244.1.128/26"},
+
+		{"what is in use is masked", "10.244.0.0/16", 24, []string{"10.244.0.77/24"}, "10.244.1.0/24"},
+		{"what is IPv4-mapped is IPv4", "10.244.0.0/16", 24, []string{"::ffff:10.244.0.0/120"}, "10.244.1.0/24"},
+		{"what covers the IPv4-mapped space is IPv6", "0.0.0.0/0", 24, []string{"::/8", "::ffff:0.0.0.0/95"}, "0.0.0.0/24"},
+		{"all of the IPv4-mapped space is all of IPv4", "0.0.0.0/0", 24, []string{"::ffff:0.0.0.0/96"}, "exhausted"},
+	} {
+		t.Run(test.rule, func(t *testing.T) {
+			if got := next(holding(test.used...), pool(t, test.cidr, test.bits)); got != test.want {
+				t.Errorf("got %s, want %s", got, test.want)
+			}
+		})
+	}
+}
+
+func TestNoPoolHasNoBlocks(t *testing.T) {
+	set := holding("10.0.0.0/8")
+
+	if got := next(set, cidrset.Pool{}); got != "exhausted" {
+		t.Errorf("next is %s", got)
+	}
+
+	if got := set.Stats(cidrset.Pool{}); got != (cidrset.Stats{}) {
+		t.Errorf("got %+v", got)
+	}
+}
+
+func TestWhatIsInsertedTwiceIsInUseUntilRemovedTwice(t *testing.T) {
+	set, prefix := holding("10.0.0.0/24", "10.0.0.9/24"), netip.MustParsePrefix("10.0.0.0/24")
+
+	for _, want := range []struct{ removed, left bool }{{true, true}, {true, false}, {false, false}} {
+		if got := set.Remove(prefix); got != want.removed {
+			t.Errorf("removed: %v, want %v", got, want.removed)
+		}
+
+		if got := set.Overlaps(prefix); got != want.left {
+			t.Errorf("still in use: %v, want %v", got, want.left)
+		}
+	}
+}
+
+func TestRemoveTakesNothingButThatPrefix(t *testing.T) {
+	used := []string{"10.0.0.0/24", "10.0.1.0/24", "10.0.2.0/23", "10.0.2.0/24"}
+
+	for _, other := range []string{
+		"10.0.0.0/23" /* where two fork */, "10.0.0.0/22", "10.0.0.0/25", "10.0.3.0/24", "10.0.0.0/0", "10.9.0.0/24", "::/0", "::10.0.0.0/120",
+	} {
+		set := holding(used...)
+		if set.Remove(netip.MustParsePrefix(other)) {
+			t.Errorf("%s was removed", other)
+		}
+
+		for _, prefix := range used {
+			if !set.Remove(netip.MustParsePrefix(prefix)) {
+				t.Errorf("%s is gone with %s", prefix, other)
+			}
+		}
+	}
+}
+
+func TestABlockIsFreeAtOnceAndTheLowestAgain(t *testing.T) {
+	set, p := holding("10.0.0.0/24", "10.0.1.0/24", "10.0.2.0/24"), pool(t, "10.0.0.0/16", 24)
+
+	set.Remove(netip.MustParsePrefix("10.0.1.0/24"))
+
+	if got := next(set, p); got != "10.0.1.0/24" {
+		t.Errorf("got %s", got)
+	}
+}
+
+func TestOverlaps(t *testing.T) {
+	set := holding("10.0.0.0/16", "10.0.7.0/24", "2001:db8::1/128")
+
+	for prefix, want := range map[string]bool{
+		"10.0.0.0/16": true, "10.0.0.0/8": true, "0.0.0.0/0": true, "10.0.3.0/24": true, "10.0.7.7/32": true, "::ffff:10.0.0.0/112": true,
+		"10.1.0.0/16": false, "11.0.0.0/8": false,
+		"2001:db8::/64": true, "2001:db8::1/128": true, "::/0": true, "2001:db8::2/127": false, "2001:db8:1::/48": false, "a00::/8": false,
+	} {
+		if got := set.Overlaps(netip.MustParsePrefix(prefix)); got != want {
+			t.Errorf("%s: got %v, want %v", prefix, got, want)
+		}
+	}
+}
+
+func TestWhatNamesNoAddressIsIgnored(t *testing.T) {
+	set, everything := &cidrset.Set{}, netip.MustParsePrefix("::/0")
+
+	for _, invalid := range []netip.Prefix{{}, netip.PrefixFrom(netip.IPv4Unspecified(), 33), netip.PrefixFrom(netip.IPv6Unspecified(), -1)} {
+		set.Insert(invalid)
+
+		if set.Remove(invalid) || set.Overlaps(invalid) || set.Overlaps(everything) {
+			t.Errorf("%v is in use", invalid)
+		}
+	}
+}
+
+func TestStatsCountBlocksOfWhichAnythingIsInUse(t *testing.T) {
+	for _, test := range []struct {
+		rule string
+		cidr string
+		bits int
+		used []string
+		want uint64
+	}{
+		{"none", "10.0.0.0/16", 24, nil, 0},
+		{"each block", "10.0.0.0/16", 24, []string{"10.0.0.0/24", "10.0.3.0/24"}, 2},
+		{"a block once, whatever is in it", "10.0.0.0/16", 24, []string{"10.0.0.1/32", "10.0.0.2/32", "10.0.0.128/25", "10.0.0.0/24"}, 1},
+		{"every block of a larger one", "10.0.0.0/16", 24, []string{"10.0.0.0/20"}, 16},
+		{"those once, whatever is in it", "10.0.0.0/16", 24, []string{"10.0.0.0/20", "10.0.0.0/22", "10.0.0.1/32"}, 16},
+		{"all of a pool that is covered", "10.0.0.0/16", 24, []string{"10.0.0.0/8"}, 256},
+		{"all of a pool that is in use", "10.0.0.0/16", 24, []string{"10.0.0.0/16"}, 256},
+		{"nothing outside", "10.0.0.0/16", 24, []string{"10.1.0.0/16", "2001:db8::/32"}, 0},
+		{"as far as there are numbers", "8000::/1", 64, []string{"8000::/1"}, 1 << 63},
+		{"almost as far", "8000::/1", 64, []string{"8000::/2", "c000::/128"}, 1<<62 + 1},
+	} {
+		t.Run(test.rule, func(t *testing.T) {
+			p := pool(t, test.cidr, test.bits)
+			want := cidrset.Stats{Size: p.Size(), Used: test.want, Free: p.Size() - test.want}
+
+			if got := holding(test.used...).Stats(p); got != want {
+				t.Errorf("got %+v, want %+v", got, want)
+			}
+		})
+	}
+}
+
+func TestAPoolIsAllocatedToItsEndInOrder(t *testing.T) {
+	for _, test := range []struct {
+		cidr string
+		bits int
+	}{
+		{"10.16.0.0/12", 24},
+		{"2001:db8::/64", 80},
+		{"2001:db8::/48", 64},
+	} {
+		t.Run(test.cidr, func(t *testing.T) {
+			set, p := &cidrset.Set{}, pool(t, test.cidr, test.bits)
+			want := p.CIDR().Addr()
+
+			for i := range p.Size() {
+				block, ok := set.Next(p)
+				if !ok || block != netip.PrefixFrom(want, test.bits) {
+					t.Fatalf("block %d: got %v, %v, want %v", i, block, ok, want)
+				}
+
+				set.Insert(block)
+
+				want = netipx.PrefixLastIP(block).Next()
+			}
+
+			if block, ok := set.Next(p); ok || p.CIDR().Contains(want) {
+				t.Errorf("another: %v", block)
+			}
+		})
+	}
+}
+
+func TestTheLastBlockOfALargePoolIsFound(t *testing.T) {
+	set, p := &cidrset.Set{}, pool(t, "2001:db8::/44", 64)
+	last := netip.MustParsePrefix("2001:db8:f:ffff::/64")
+
+	// The lower half, the lower half of the rest, and so on.
+	rest := netip.MustParsePrefix("2001:db8::/44")
+	for rest != last {
+		lower := netip.PrefixFrom(rest.Addr(), rest.Bits()+1)
+		set.Insert(lower)
+
+		rest = netip.PrefixFrom(netipx.PrefixLastIP(lower).Next(), lower.Bits())
+	}
+
+	if block, ok := set.Next(p); !ok || block != last {
+		t.Errorf("got %v, %v, want %v", block, ok, last)
+	}
+
+	if got, want := set.Stats(p), (cidrset.Stats{Size: 1 << 20, Used: 1<<20 - 1, Free: 1}); got != want {
+		t.Errorf("got %+v, want %+v", got, want)
+	}
+}
+
+func TestBlocksOfDifferentSizesShareACIDR(t *testing.T) {
+	set, large, small := &cidrset.Set{}, pool(t, "10.0.0.0/16", 23), pool(t, "10.0.0.0/16", 26)
+
+	for i, want := range []struct {
+		pool  cidrset.Pool
+		block string
+	}{
+		{small, "10.0.0.0/26"},
+		{large, "10.0.2.0/23"},
+		{small, "10.0.0.64/26"},
+		{large, "10.0.4.0/23"},
+	} {
+		if got := next(set, want.pool); got != want.block {
+			t.Fatalf("block %d: got %s, want %s", i, got, want.block)
+		}
+
+		set.Insert(netip.MustParsePrefix(want.block))
+	}
+}

@@ -1,0 +1,209 @@
+package cidrset_test
+
+import (
+	"math/rand/v2"
+	"net/netip"
+	"reflect"
+	"slices"
+	"testing"
+
+	"go4.org/netipx"
+
+	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
+)
+
+// model is a Set that is a list: slow, and plain enough to be believed.
+type model []netip.Prefix
+
+func (m model) overlaps(prefix netip.Prefix) bool {
+	return slices.ContainsFunc(m, prefix.Overlaps)
+}
+
+// blocks are the pool's, each with whether it is in use.
+func (m model) blocks(pool cidrset.Pool) (free []netip.Prefix, used uint64) {
+	block := netip.PrefixFrom(pool.CIDR().Addr(), pool.Bits())
+
+	for range pool.Size() {
+		if m.overlaps(block) {
+			used++
+		} else {
+			free = append(free, block)
+		}
+
+		block = netip.PrefixFrom(netipx.PrefixLastIP(block).Next(), pool.Bits())
+	}
+
+	return free, used
+}
+
+// pools overlap each other, have blocks of different sizes, lie at either end of all addresses, and are small enough for the model.
+func pools(t testing.TB) []cidrset.Pool {
+	return []cidrset.Pool{
+		pool(t, "10.0.0.0/24", 28), pool(t, "10.0.0.0/24", 26), pool(t, "10.0.0.128/25", 30), pool(t, "10.0.0.0/27", 32), pool(t, "10.0.0.7/32", 32),
+		pool(t, "0.0.0.0/0", 4), pool(t, "255.255.255.192/26", 30),
+		pool(t, "2001:db8::/48", 53), pool(t, "2001:db8::/48", 50), pool(t, "2001:db8::/62", 64), pool(t, "2001:db8::/123", 128), pool(t, "2001:db8::7/128", 128),
+		pool(t, "8000::/1", 5), pool(t, "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffc0/122", 126),
+	}
+}
+
+// history is what a script makes of a set and its model, side by side.
+type history struct {
+	script []byte
+	pools  []cidrset.Pool
+	set    cidrset.Set
+	model  model
+}
+
+// draw is the script's next number below n; at its end, 0.
+func (h *history) draw(n int) int {
+	if len(h.script) == 0 {
+		return 0
+	}
+
+	drawn := int(h.script[0]) % n
+	h.script = h.script[1:]
+
+	return drawn
+}
+
+// prefix is near a pool: inside, around, or beside it.
+func (h *history) prefix() netip.Prefix {
+	cidr := h.pools[h.draw(len(h.pools))].CIDR()
+	addr := cidr.Addr().AsSlice()
+
+	for range h.draw(4) {
+		i := max(cidr.Bits()-2, 0) + h.draw(14)
+		if i < len(addr)*8 {
+			addr[i/8] ^= 0x80 >> (i % 8)
+		}
+	}
+
+	length := min(max(cidr.Bits()-2, 0)+h.draw(14), len(addr)*8)
+	if h.draw(8) == 0 {
+		length = len(addr) * 8
+	}
+
+	near, _ := netip.AddrFromSlice(addr)
+
+	return netip.PrefixFrom(near, length).Masked()
+}
+
+func (h *history) insert(prefix netip.Prefix) {
+	h.set.Insert(prefix)
+	h.model = append(h.model, prefix)
+}
+
+func (h *history) remove(t *testing.T, prefix netip.Prefix) {
+	t.Helper()
+
+	i := slices.Index(h.model, prefix)
+	if i >= 0 {
+		h.model = slices.Delete(h.model, i, i+1)
+	}
+
+	if removed := h.set.Remove(prefix); removed != (i >= 0) {
+		t.Fatalf("remove %s: %v", prefix, removed)
+	}
+}
+
+func (h *history) step(t *testing.T) {
+	t.Helper()
+
+	switch h.draw(8) {
+	case 0, 1:
+		h.insert(h.prefix())
+	case 2:
+		h.remove(t, h.prefix())
+	case 3, 4:
+		if len(h.model) > 0 {
+			h.remove(t, h.model[h.draw(len(h.model))])
+		}
+	default:
+		if block, ok := h.set.Next(h.pools[h.draw(len(h.pools))]); ok {
+			h.insert(block)
+		}
+	}
+}
+
+// require compares the set with its model in one pool and with one prefix.
+func (h *history) require(t *testing.T) {
+	t.Helper()
+
+	pool, prefix := h.pools[h.draw(len(h.pools))], h.prefix()
+	free, used := h.model.blocks(pool)
+
+	block, ok := h.set.Next(pool)
+	if ok != (len(free) > 0) || ok && block != free[0] {
+		t.Fatalf("next /%d of %s: %v, %v; free are %v of %v", pool.Bits(), pool.CIDR(), block, ok, free, h.model)
+	}
+
+	if got, want := h.set.Stats(pool), (cidrset.Stats{Size: pool.Size(), Used: used, Free: uint64(len(free))}); got != want {
+		t.Fatalf("/%d of %s: %+v, want %+v; %v", pool.Bits(), pool.CIDR(), got, want, h.model)
+	}
+
+	if got, want := h.set.Overlaps(prefix), h.model.overlaps(prefix); got != want {
+		t.Fatalf("overlaps %s: %v, want %v; %v", prefix, got, want, h.model)
+	}
+}
+
+// requireNoTrace compares the set with one that has the same content and another past, and then empties it.
+func (h *history) requireNoTrace(t *testing.T, r *rand.Rand) {
+	t.Helper()
+
+	var other cidrset.Set
+
+	content := slices.Clone(h.model)
+	r.Shuffle(len(content), func(i, j int) { content[i], content[j] = content[j], content[i] })
+
+	for _, prefix := range content {
+		other.Insert(prefix)
+	}
+
+	if !reflect.DeepEqual(&h.set, &other) {
+		t.Fatalf("the past can be seen in a set of %v", content)
+	}
+
+	for _, prefix := range content {
+		h.remove(t, prefix)
+	}
+
+	if !reflect.DeepEqual(&h.set, &cidrset.Set{}) {
+		t.Fatalf("something is left of %v", content)
+	}
+}
+
+func TestASetIsWhatAListWouldBe(t *testing.T) {
+	const histories, length = 2000, 1000
+
+	for seed := range uint64(histories) {
+		r := rand.New(rand.NewPCG(seed, 0))
+		h := history{script: make([]byte, length), pools: pools(t)}
+
+		for i := range h.script {
+			h.script[i] = byte(r.Uint32())
+		}
+
+		for len(h.script) > 0 {
+			h.step(t)
+			h.require(t)
+		}
+
+		h.requireNoTrace(t, r)
+	}
+}
+
+func FuzzHistory(f *testing.F) {
+	f.Add([]byte{})
+	f.Add([]byte{5, 0, 5, 1, 5, 2, 5, 7, 5, 8, 0, 1, 2, 3, 4, 5, 6, 7})
+
+	f.Fuzz(func(t *testing.T, script []byte) {
+		h := history{script: script[:min(len(script), 4096)], pools: pools(t)} // the model is slow
+
+		for len(h.script) > 0 {
+			h.step(t)
+			h.require(t)
+		}
+
+		h.requireNoTrace(t, rand.New(rand.NewPCG(uint64(len(script)), 0)))
+	})
+}
