@@ -1,0 +1,363 @@
+package csrpolicy_test
+
+import (
+	_ "embed"
+	"encoding/asn1"
+	"encoding/hex"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
+	cryptobyteasn1 "golang.org/x/crypto/cryptobyte/asn1"
+	certificatesv1 "k8s.io/api/certificates/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+)
+
+//go:embed testdata/hostile.txt
+var hostile string
+
+//go:embed testdata/genuine.txt
+var genuine string
+
+// row is one line of a table: a kubelet's genuine request, what is different about it, and what must come of it.
+type row struct {
+	line     int
+	changes  string
+	decision string
+	codes    string
+	why      string
+}
+
+func rows(t testing.TB, table string) []row {
+	t.Helper()
+
+	var list []row
+
+	for i, line := range strings.Split(table, "\n") {
+		if line == "" || strings.HasPrefix(line, "#") {
+			continue
+		}
+
+		columns := strings.Split(line, " | ")
+		if len(columns) != 4 {
+			t.Fatalf("line %d has %d columns: %s", i+1, len(columns), line)
+		}
+
+		for c := range columns {
+			columns[c] = strings.TrimSpace(columns[c])
+		}
+
+		list = append(list, row{i + 1, columns[0], columns[1], columns[2], columns[3]})
+	}
+
+	return list
+}
+
+func (r row) check(t *testing.T) {
+	t.Helper()
+
+	s := sceneOf(t, r.changes)
+
+	verdict := s.review(t)
+	if verdict.Decision.String() != r.decision || codes(verdict) != r.codes {
+		t.Errorf("line %d: got %s %s, want %s %s%s", r.line, verdict.Decision, codes(verdict), r.decision, r.codes, messages(verdict))
+	}
+
+	checkVerdict(t, s.csr, s.evidence, verdict)
+}
+
+func TestGenuineRequestsAreApproved(t *testing.T) {
+	for _, r := range rows(t, genuine) {
+		t.Run(r.changes, func(t *testing.T) {
+			r.check(t)
+
+			if r.decision != csrpolicy.Approve.String() {
+				t.Errorf("line %d is in the wrong table", r.line)
+			}
+		})
+	}
+}
+
+func TestHostileRequestsAreNot(t *testing.T) {
+	table := rows(t, hostile)
+	seen := map[string]int{}
+
+	for _, r := range table {
+		t.Run(r.changes, func(t *testing.T) {
+			r.check(t)
+
+			if r.decision == csrpolicy.Approve.String() || r.why == "" || seen[r.changes] > 0 {
+				t.Errorf("line %d is in the wrong table, says no reason, or is that of line %d", r.line, seen[r.changes])
+			}
+
+			seen[r.changes] = r.line
+		})
+	}
+
+	if len(table) < 200 {
+		t.Errorf("the corpus has %d rows", len(table))
+	}
+}
+
+// sceneOf reads a list of changes, such as `as=cp-1 no-sans dns="KUBERNETES.default"`. Values in quotes are Go's.
+func sceneOf(t testing.TB, changes string) *scene {
+	t.Helper()
+
+	s := asks("worker-1")
+
+	for rest := strings.TrimSpace(changes); rest != ""; rest = strings.TrimSpace(rest) {
+		var value string
+
+		end := strings.IndexAny(rest, " =")
+		if end < 0 {
+			end = len(rest)
+		}
+
+		name := rest[:end]
+		rest = rest[end:]
+
+		if after, ok := strings.CutPrefix(rest, "="); ok {
+			value, rest = cutValue(t, after)
+		}
+
+		change, ok := changesByName[name]
+		if !ok {
+			t.Fatalf("there is no change %q", name)
+		}
+
+		change(s, value)
+	}
+
+	return s
+}
+
+func cutValue(t testing.TB, text string) (value, rest string) {
+	t.Helper()
+
+	quoted, err := strconv.QuotedPrefix(text)
+	if err != nil {
+		value, rest, _ = strings.Cut(text, " ")
+
+		return value, rest
+	}
+
+	value, err = strconv.Unquote(quoted)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	return value, text[len(quoted):]
+}
+
+// changesByName are all ways in which a request or the evidence can be different. They only set things up: what may come of them is in the tables.
+var changesByName = map[string]func(s *scene, v string){
+	"as": func(s *scene, v string) { *s = *asks(v) },
+
+	// Of the object.
+	"user":      func(s *scene, v string) { s.csr.Spec.Username = v },
+	"groups":    func(s *scene, v string) { s.csr.Spec.Groups = list(v) },
+	"signer":    func(s *scene, v string) { s.csr.Spec.SignerName = v },
+	"usages":    func(s *scene, v string) { s.csr.Spec.Usages = usages(v) },
+	"expires":   func(s *scene, v string) { s.csr.Spec.ExpirationSeconds = new(int32(number(v))) },
+	"condition": func(s *scene, v string) { s.csr.Status.Conditions = conditions(v) },
+	"issued":    func(s *scene, _ string) { s.csr.Status.Certificate = []byte("a certificate") },
+	"age":       func(s *scene, v string) { s.csr.CreationTimestamp = metav1.NewTime(now.Add(-duration(v))) },
+
+	// Of the subject.
+	"cn": func(s *scene, v string) { s.pkcs10.eachOf("2.5.4.3", func(p *pair) { p.value = v }) },
+	"cn-type": func(s *scene, v string) {
+		s.pkcs10.eachOf("2.5.4.3", func(p *pair) { p.tag = cryptobyteasn1.Tag(number(v)) })
+	},
+	"org":        func(s *scene, v string) { s.pkcs10.eachOf("2.5.4.10", func(p *pair) { p.value = v }) },
+	"no-subject": func(s *scene, _ string) { s.pkcs10.subject = nil },
+	"no-cn":      func(s *scene, _ string) { s.pkcs10.drop("2.5.4.3") },
+	"no-org":     func(s *scene, _ string) { s.pkcs10.drop("2.5.4.10") },
+	"cn-first":   func(s *scene, _ string) { slices.Reverse(s.pkcs10.subject) },
+	"one-rdn":    func(s *scene, _ string) { s.pkcs10.subject = []rdn{slices.Concat(s.pkcs10.subject...)} },
+	"rdn":        func(s *scene, v string) { s.pkcs10.subject = append(s.pkcs10.subject, rdn{attribute(v)}) },
+	"rdn-before": func(s *scene, v string) { s.pkcs10.subject = append([]rdn{{attribute(v)}}, s.pkcs10.subject...) },
+	"in-org-rdn": func(s *scene, v string) { s.pkcs10.join("2.5.4.10", attribute(v)) },
+
+	// Of what is asked for.
+	"no-sans":      func(s *scene, _ string) { s.pkcs10.sans = nil },
+	"dns":          func(s *scene, v string) { s.pkcs10.addDNS(v) },
+	"ip":           func(s *scene, v string) { s.pkcs10.addIP(addr(v)) },
+	"ip-bytes":     func(s *scene, v string) { s.pkcs10.sans = append(s.pkcs10.sans, general{tagIP, unhex(v)}) },
+	"general-name": func(s *scene, v string) { s.pkcs10.sans = append(s.pkcs10.sans, generalName(v)) },
+	"names":        func(s *scene, v string) { s.addNames(number(v)) },
+	"repeat":       func(s *scene, v string) { s.repeatNames(number(v)) },
+	"long-name":    func(s *scene, v string) { s.pkcs10.addDNS(strings.Repeat("a.", number(v)/2) + "b") },
+	"long-label":   func(s *scene, v string) { s.pkcs10.addDNS(strings.Repeat("a", number(v))) },
+
+	// Of what is around it.
+	"key":       func(s *scene, v string) { s.pkcs10.key = v },
+	"flaw":      func(s *scene, v string) { s.pkcs10.flaws = append(s.pkcs10.flaws, v) },
+	"extension": func(s *scene, v string) { s.pkcs10.extensions = append(s.pkcs10.extensions, oid(v)) },
+	"attribute": func(s *scene, v string) { s.pkcs10.attributes = append(s.pkcs10.attributes, oid(v)) },
+
+	// Of the evidence.
+	"node":     func(s *scene, v string) { s.evidence.Node = nodeStandings[v] },
+	"standing": func(s *scene, v string) { s.evidence.Standing = standings[v] },
+	"cluster":  func(s *scene, v string) { clusterGaps[v](&s.evidence.Cluster) },
+	"holder":   func(s *scene, v string) { s.holders[v] = append(s.holders[v], "elsewhere") },
+	"max":      func(s *scene, v string) { s.evidence.Policy.MaxExpiration = duration(v) },
+	"extra-dns": func(s *scene, v string) {
+		s.evidence.Policy.ExtraNames = append(s.evidence.Policy.ExtraNames, v)
+	},
+	"extra-ip": func(s *scene, v string) { s.evidence.Policy.ExtraIPs = append(s.evidence.Policy.ExtraIPs, addr(v)) },
+	"api-dns": func(s *scene, v string) {
+		s.evidence.Cluster.APIServerNames = append(s.evidence.Cluster.APIServerNames, v)
+	},
+	"api-ip": func(s *scene, v string) {
+		s.evidence.Cluster.APIServerIPs = append(s.evidence.Cluster.APIServerIPs, addr(v))
+	},
+	"vip":        func(s *scene, v string) { s.evidence.Cluster.VIPs = append(s.evidence.Cluster.VIPs, addr(v)) },
+	"dns-domain": func(s *scene, v string) { s.evidence.Cluster.Domains = append(s.evidence.Cluster.Domains, v) },
+	"pods": func(s *scene, v string) {
+		s.evidence.Cluster.PodCIDRs = append(s.evidence.Cluster.PodCIDRs, netip.MustParsePrefix(v))
+	},
+	"machine":    func(s *scene, v string) { s.evidence.Machine = machineOf(v) },
+	"unheard":    func(s *scene, _ string) { s.evidence.Machine = machine.Machine{Nodename: s.evidence.Machine.Nodename} },
+	"type":       func(s *scene, v string) { s.evidence.Machine.Type = types[v] },
+	"nodename":   func(s *scene, v string) { s.evidence.Machine.Nodename = v },
+	"hostname":   func(s *scene, v string) { s.evidence.Machine.Hostname = v },
+	"domainname": func(s *scene, v string) { s.evidence.Machine.Domainname = v },
+	"internal":   func(s *scene, v string) { s.evidence.Machine.Platform.InternalDNS = v },
+	"external":   func(s *scene, v string) { s.evidence.Machine.Platform.ExternalDNS = v },
+	"metadata":   func(s *scene, v string) { s.evidence.Machine.Platform.Hostname = v },
+	"has": func(s *scene, v string) {
+		s.evidence.Machine.Addresses = append(s.evidence.Machine.Addresses, onLinkOf(v))
+	},
+	"flags":       func(s *scene, v string) { s.flagLast(v) },
+	"lost":        func(s *scene, v string) { s.lose(addr(v)) },
+	"listed":      func(s *scene, v string) { s.evidence.Listed = list(v) },
+	"node-ip":     func(s *scene, v string) { s.evidence.Machine.NodeIPs = append(s.evidence.Machine.NodeIPs, addr(v)) },
+	"no-node-ips": func(s *scene, _ string) { s.evidence.Machine.NodeIPs = nil },
+	"excludes": func(s *scene, v string) {
+		s.evidence.Machine.ExcludedSubnets = append(s.evidence.Machine.ExcludedSubnets, netip.MustParsePrefix(v))
+	},
+}
+
+var nodeStandings = map[string]csrpolicy.NodeStanding{
+	"unknown": csrpolicy.NodeUnknown, "foreign": csrpolicy.NodeForeign, "worker": csrpolicy.NodeWorker, "control-plane": csrpolicy.NodeControlPlane, "undefined": 99,
+}
+
+var standings = map[string]csrpolicy.Standing{
+	"unknown": csrpolicy.MachineUnknown, "stale": csrpolicy.MachineStale, "mismatch": csrpolicy.MachineMismatch, "undefined": 99,
+}
+
+var types = map[string]talosmachine.Type{
+	"unknown": talosmachine.TypeUnknown, "init": talosmachine.TypeInit, "controlplane": talosmachine.TypeControlPlane, "worker": talosmachine.TypeWorker,
+}
+
+var clusterGaps = map[string]func(*csrpolicy.ClusterIdentity){
+	"unknown":      func(c *csrpolicy.ClusterIdentity) { c.Known = false },
+	"nothing":      func(c *csrpolicy.ClusterIdentity) { *c = csrpolicy.ClusterIdentity{} },
+	"empty":        func(c *csrpolicy.ClusterIdentity) { *c = csrpolicy.ClusterIdentity{Known: true} },
+	"no-domain":    func(c *csrpolicy.ClusterIdentity) { c.Domains = nil },
+	"no-services":  func(c *csrpolicy.ClusterIdentity) { c.ServiceCIDRs = nil },
+	"no-apiserver": func(c *csrpolicy.ClusterIdentity) { c.APIServerIPs, c.APIServerNames = nil, nil },
+}
+
+func list(v string) []string {
+	if v == "" {
+		return nil
+	}
+
+	return strings.Split(v, ",")
+}
+
+func usages(v string) []certificatesv1.KeyUsage {
+	var usages []certificatesv1.KeyUsage
+	for _, u := range list(v) {
+		usages = append(usages, certificatesv1.KeyUsage(u))
+	}
+
+	return usages
+}
+
+func conditions(v string) []certificatesv1.CertificateSigningRequestCondition {
+	return []certificatesv1.CertificateSigningRequestCondition{{Type: certificatesv1.RequestConditionType(v), Status: "True"}}
+}
+
+func must[T any](value T, err error) T {
+	if err != nil {
+		panic(err)
+	}
+
+	return value
+}
+
+func number(v string) int { return must(strconv.Atoi(v)) }
+
+func duration(v string) time.Duration { return must(time.ParseDuration(v)) }
+
+func unhex(v string) []byte { return must(hex.DecodeString(v)) }
+
+func oid(v string) asn1.ObjectIdentifier {
+	var id asn1.ObjectIdentifier
+	for arc := range strings.SplitSeq(v, ".") {
+		id = append(id, number(arc))
+	}
+
+	return id
+}
+
+// attribute reads "2.5.4.11:value".
+func attribute(v string) pair {
+	id, value, _ := strings.Cut(v, ":")
+
+	return pair{oid(id), tagPrintable, value}
+}
+
+// generalName reads "1:value": a tag of RFC 5280's GeneralName.
+func generalName(v string) general {
+	tag, value, _ := strings.Cut(v, ":")
+
+	return general{cryptobyteasn1.Tag(number(tag)) | 0x80, []byte(value)}
+}
+
+// onLinkOf reads "10.0.0.1/24@eth0".
+func onLinkOf(v string) machine.Address {
+	prefix, link, _ := strings.Cut(v, "@")
+
+	return onLink(link, prefix)
+}
+
+func (s *scene) addNames(n int) {
+	for i := range n {
+		s.pkcs10.addDNS(fmt.Sprintf("name-%d", i))
+	}
+}
+
+func (s *scene) repeatNames(n int) {
+	for range n {
+		s.pkcs10.addDNS(s.evidence.Machine.Nodename)
+	}
+}
+
+func (s *scene) flagLast(v string) {
+	last := &s.evidence.Machine.Addresses[len(s.evidence.Machine.Addresses)-1]
+	last.Flags = must(nethelpers.AddressFlagsString(v))
+}
+
+func (s *scene) lose(ip netip.Addr) {
+	var left []machine.Address
+
+	for _, a := range s.evidence.Machine.Addresses {
+		if a.Prefix.Addr() != ip {
+			left = append(left, a)
+		}
+	}
+
+	s.evidence.Machine.Addresses = left
+}

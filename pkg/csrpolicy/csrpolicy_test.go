@@ -1,0 +1,127 @@
+package csrpolicy_test
+
+import (
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"net"
+	"net/netip"
+	"slices"
+	"testing"
+
+	certificatesv1 "k8s.io/api/certificates/v1"
+	certutil "k8s.io/client-go/util/cert"
+	"k8s.io/client-go/util/certificate"
+
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+)
+
+// The kubelet's template (k8s.io/kubernetes/pkg/kubelet/certificate), written by the code that the kubelet writes it with.
+func TestWhatTheKubeletsOwnCodeWritesIsApproved(t *testing.T) {
+	template := &x509.CertificateRequest{
+		Subject:     pkix.Name{CommonName: "system:node:worker-1", Organization: []string{"system:nodes"}},
+		DNSNames:    []string{"ec2-203-0-113-11.example.net", "ip-10-0-0-11.internal", "worker-1"},
+		IPAddresses: []net.IP{net.ParseIP("10.0.0.11"), net.ParseIP("2001:db8::11"), net.ParseIP("203.0.113.11")},
+	}
+
+	for _, kind := range []string{"p256", "p384", "p521", "ed25519", "rsa-2048", "rsa-3072", "rsa-4096"} {
+		t.Run(kind, func(t *testing.T) {
+			s := asks("worker-1")
+			s.csr.Spec.Request = must(certutil.MakeCSRFromTemplate(key(kind), template))
+			s.csr.Spec.Usages = certificate.DefaultKubeletServingGetUsages(key(kind))
+			requireApproved(t, s)
+		})
+	}
+
+	t.Run("rsa-2048 with PSS", func(t *testing.T) {
+		withPSS := *template
+		withPSS.SignatureAlgorithm = x509.SHA256WithRSAPSS
+
+		s := asks("worker-1")
+		s.csr.Spec.Request = inPEM(must(x509.CreateCertificateRequest(rand.Reader, &withPSS, key("rsa-2048"))))
+		requireApproved(t, s)
+	})
+}
+
+func requireApproved(t *testing.T, s *scene) {
+	t.Helper()
+	s.lookUp()
+
+	verdict := csrpolicy.Review(&s.csr, s.evidence)
+	checkVerdict(t, s.csr, s.evidence, verdict)
+
+	if verdict.Decision != csrpolicy.Approve || len(verdict.Reasons) != 1 {
+		t.Errorf("got %s%s", verdict.Decision, messages(verdict))
+	}
+}
+
+func TestNothingIsApprovedWithoutEvidence(t *testing.T) {
+	s := asks("worker-1")
+	s.review(t)
+
+	for rule, e := range map[string]csrpolicy.Evidence{
+		"none":    {},
+		"machine": {Machine: machineOf("worker-1"), Standing: csrpolicy.MachineCurrent},
+		"node":    {Machine: machineOf("worker-1"), Node: csrpolicy.NodeWorker},
+		"cluster": {Machine: machineOf("worker-1"), Node: csrpolicy.NodeWorker, Standing: csrpolicy.MachineCurrent},
+	} {
+		if v := csrpolicy.Review(&s.csr, e); v.Decision != csrpolicy.Defer {
+			t.Errorf("%s: got %s%s", rule, v.Decision, messages(v))
+		}
+	}
+
+	if v := csrpolicy.Review(&certificatesv1.CertificateSigningRequest{}, s.evidence); v.Decision != csrpolicy.Ignore {
+		t.Errorf("an empty request: got %s%s", v.Decision, messages(v))
+	}
+}
+
+func TestTheZeroDecisionDoesNothing(t *testing.T) {
+	var v csrpolicy.Verdict
+
+	if v.Decision != csrpolicy.Ignore || v.Decision.String() != "Ignore" {
+		t.Errorf("got %s", v.Decision)
+	}
+}
+
+func TestNodenameIsTheUsers(t *testing.T) {
+	for user, want := range map[string]string{
+		"system:node:worker-1":         "worker-1",
+		"system:node:a.b.example.org":  "a.b.example.org",
+		"system:node:10.0.0.5":         "10.0.0.5",
+		"system:node:":                 "",
+		"system:node:Worker-1":         "",
+		"system:node:worker-1.":        "",
+		"system:node:worker_1":         "",
+		"system:node:a/b":              "",
+		"system:node:system:node:a":    "",
+		"system:nodes:a":               "",
+		"system:node":                  "",
+		"worker-1":                     "",
+		"":                             "",
+		"xsystem:node:worker-1":        "",
+		"system:node:w\u043erker-1":    "",
+		"system:node:worker-1\x00":     "",
+		"system:node:worker-1\nworker": "",
+	} {
+		csr := certificatesv1.CertificateSigningRequest{Spec: certificatesv1.CertificateSigningRequestSpec{Username: user}}
+
+		if got, ok := csrpolicy.Nodename(&csr); got != want || ok != (want != "") {
+			t.Errorf("%q: got %q, %t", user, got, ok)
+		}
+	}
+}
+
+func TestSubjectsAreCanonicalAndSorted(t *testing.T) {
+	s := sceneOf(t, "no-sans dns=Worker-1. dns=a.B dns=worker-1 ip=2001:db8::11 ip=::ffff:10.0.0.11 ip=10.0.0.11")
+	s.review(t)
+
+	names, ips, err := csrpolicy.Subjects(&s.csr)
+	if err != nil || !slices.Equal(names, []string{"a.b", "worker-1"}) || !slices.Equal(ips, []netip.Addr{addr("10.0.0.11"), addr("2001:db8::11")}) {
+		t.Errorf("got %v, %v, %v", names, ips, err)
+	}
+
+	s.csr.Spec.Request = []byte("let me in")
+	if names, ips, err = csrpolicy.Subjects(&s.csr); err == nil || names != nil || ips != nil {
+		t.Errorf("got %v, %v, %v", names, ips, err)
+	}
+}

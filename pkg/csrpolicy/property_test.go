@@ -1,0 +1,286 @@
+package csrpolicy_test
+
+import (
+	"math/rand/v2"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	certificatesv1 "k8s.io/api/certificates/v1"
+
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+)
+
+// Every bit of what is signed is turned over, every byte left out, doubled and added to, and the whole signed anew. What is approved nevertheless must be
+// true, such as a name in another case.
+func TestNoChangeOfASignedRequestIsApprovedUnlessItIsTrue(t *testing.T) {
+	approved := 0
+
+	check := func(info []byte) {
+		s := asks("worker-1")
+		s.pkcs10.key = "ed25519"
+		s.csr.Spec.Request = inPEM(s.pkcs10.sign(t, info))
+		s.lookUp()
+
+		verdict := csrpolicy.Review(&s.csr, s.evidence)
+		checkVerdict(t, s.csr, s.evidence, verdict)
+
+		if verdict.Decision == csrpolicy.Approve {
+			approved++
+		}
+	}
+
+	genuine := asks("worker-1")
+	genuine.pkcs10.key = "ed25519"
+	info := genuine.pkcs10.info(t)
+
+	for i := range info {
+		for bit := range 8 {
+			changed := slices.Clone(info)
+			changed[i] ^= 1 << bit
+			check(changed)
+		}
+
+		check(slices.Delete(slices.Clone(info), i, i+1))
+		check(slices.Insert(slices.Clone(info), i, info[i]))
+		check(slices.Insert(slices.Clone(info), i, 0))
+	}
+
+	// The letters of the three names, and the type of the two strings of the subject.
+	letters := 0
+	for _, name := range []string{"ec2-203-0-113-11.example.net", "ip-10-0-0-11.internal", "worker-1"} {
+		letters += len(strings.Trim(strings.Map(letter, name), " "))
+	}
+
+	if approved < letters || approved > letters+4 {
+		t.Errorf("%d changes approved, and there are %d letters", approved, letters)
+	}
+}
+
+func letter(r rune) rune {
+	if 'a' <= r && r <= 'z' {
+		return r
+	}
+
+	return -1
+}
+
+// Without the signature made anew, nothing that is changed is approved.
+func TestNoChangeOfAnyByteIsApproved(t *testing.T) {
+	s := asks("worker-1")
+	s.review(t)
+
+	for i := range s.csr.Spec.Request {
+		for _, b := range []byte{0, ' ', '\n', '-', 'A', s.csr.Spec.Request[i] ^ 1} {
+			changed := s.csr.DeepCopy()
+			if changed.Spec.Request[i] == b {
+				continue
+			}
+
+			changed.Spec.Request[i] = b
+
+			verdict := csrpolicy.Review(changed, s.evidence)
+			checkVerdict(t, *changed, s.evidence, verdict)
+
+			last := i == len(changed.Spec.Request)-1 // a line break, or none, or a blank
+			if verdict.Decision == csrpolicy.Approve && !last {
+				t.Errorf("approved with %q at %d", b, i)
+			}
+		}
+	}
+}
+
+// Each field of the specification, but for those that say nothing of what is asked for.
+func TestNoOtherFieldCanBeChanged(t *testing.T) {
+	free := []string{"UID", "Extra"}
+
+	for i := range reflect.TypeFor[certificatesv1.CertificateSigningRequestSpec]().NumField() {
+		s := asks("worker-1")
+		s.review(t)
+
+		spec := reflect.ValueOf(&s.csr.Spec).Elem()
+		name := spec.Type().Field(i).Name
+
+		for _, change := range []func(reflect.Value){empty, halve, spoil} {
+			changed := s.csr.DeepCopy()
+			field := reflect.ValueOf(&changed.Spec).Elem().Field(i)
+			change(field)
+
+			if reflect.DeepEqual(changed.Spec, s.csr.Spec) {
+				continue
+			}
+
+			if got := csrpolicy.Review(changed, s.evidence).Decision; (got == csrpolicy.Approve) != slices.Contains(free, name) {
+				t.Errorf("%s = %.200v: %s", name, field, got)
+			}
+		}
+	}
+}
+
+func empty(v reflect.Value) { v.SetZero() }
+
+func halve(v reflect.Value) {
+	if v.Kind() == reflect.String || v.Kind() == reflect.Slice {
+		v.Set(v.Slice(0, v.Len()/2))
+	}
+}
+
+// spoil puts a value there that is no better than any other: a word, or a number that is too low.
+func spoil(v reflect.Value) {
+	switch v.Kind() {
+	case reflect.String:
+		v.SetString(v.String() + "x")
+	case reflect.Pointer:
+		v.Set(reflect.New(v.Type().Elem()))
+	case reflect.Slice:
+		if v.Type().Elem().Kind() == reflect.String {
+			v.Index(0).SetString("x")
+		} else {
+			v.Set(reflect.Append(v, v.Index(0)))
+		}
+	default:
+	}
+}
+
+// The two sides of "claimed by two, approved for neither" must mean the same: what one machine can have, the inventory must know as its claim.
+func TestWhatIsApprovedIsAClaimThatOthersMeet(t *testing.T) {
+	for _, r := range rows(t, genuine) {
+		s := sceneOf(t, r.changes)
+		s.review(t)
+
+		names, ips, err := csrpolicy.Subjects(&s.csr)
+		if err != nil {
+			t.Fatal(err)
+		}
+
+		for _, ip := range ips {
+			names = append(names, ip.String())
+		}
+
+		claims := inventory.New(func() time.Time { return now })
+		claims.Replace(s.evidence.Machine.Nodename, s.evidence.Machine)
+
+		for _, name := range names {
+			fromRule := strings.Contains(r.changes, "extra-")
+			if len(claims.Holders(name, "another")) == 0 && !fromRule {
+				t.Errorf("line %d: %q can be approved, and is no claim", r.line, name)
+			}
+		}
+	}
+}
+
+// allRows are the changes of both tables.
+var allRows = func() []string {
+	var list []string
+
+	for line := range strings.SplitSeq(genuine+hostile, "\n") {
+		if changes, _, isRow := strings.Cut(line, " | "); isRow {
+			list = append(list, strings.TrimSpace(changes))
+		}
+	}
+
+	return list
+}()
+
+// randomScene is the evidence of up to three rows of the tables together, and of their requests all but the request itself. The same seed gives the same.
+func randomScene(t testing.TB, seed uint64) *scene {
+	t.Helper()
+
+	r := rand.New(rand.NewPCG(seed, 0))
+
+	var changes []string
+
+	for range r.IntN(4) {
+		changes = append(changes, allRows[r.IntN(len(allRows))])
+	}
+
+	// Who asks comes first: it sets all the rest.
+	slices.SortStableFunc(changes, func(a, b string) int { return strings.Compare(who(b), who(a)) })
+
+	return sceneOf(t, strings.Join(changes, " "))
+}
+
+func who(changes string) string {
+	if strings.HasPrefix(changes, "as=") {
+		return "as"
+	}
+
+	return ""
+}
+
+// Rows together must not come to what none of them may have alone.
+func TestRowsTogetherAreApprovedOnlyIfTrue(t *testing.T) {
+	decisions := map[csrpolicy.Decision]int{}
+
+	for seed := range uint64(5000) {
+		s := randomScene(t, seed)
+		verdict := s.review(t)
+		checkVerdict(t, s.csr, s.evidence, verdict)
+		decisions[verdict.Decision]++
+	}
+
+	if len(decisions) != 4 {
+		t.Errorf("got only %v", decisions)
+	}
+}
+
+// FuzzReview takes any bytes, as the request itself and as what a request's signature covers, with any user and any of the tables' evidence.
+func FuzzReview(f *testing.F) {
+	seedRequests(f)
+
+	f.Fuzz(func(t *testing.T, content []byte, user string, seed uint64) {
+		s := randomScene(t, seed/2)
+		s.csr.Spec.Request = content
+
+		if seed%2 == 0 {
+			s.pkcs10.key, s.pkcs10.flaws = "ed25519", nil
+			s.csr.Spec.Request = inPEM(s.pkcs10.sign(t, content))
+		}
+
+		if user != "" {
+			s.csr.Spec.Username = user
+		}
+
+		s.lookUp()
+
+		before := s.csr.DeepCopy()
+		verdict := csrpolicy.Review(&s.csr, s.evidence)
+		checkVerdict(t, s.csr, s.evidence, verdict)
+
+		if again := csrpolicy.Review(&s.csr, s.evidence); !reflect.DeepEqual(again, verdict) {
+			t.Errorf("twice the same, and\n%+v\n%+v", verdict, again)
+		}
+
+		if !reflect.DeepEqual(&s.csr, before) {
+			t.Error("the request was changed")
+		}
+	})
+}
+
+func seedRequests(f *testing.F) {
+	f.Helper()
+
+	for i, r := range append(rows(f, genuine), rows(f, hostile)...) {
+		s := sceneOf(f, r.changes)
+		s.pkcs10.key = "ed25519"
+
+		if request := s.pkcs10.encode(f); len(request) < 4096 {
+			f.Add(request, s.csr.Spec.Username, uint64(2*i+1))
+			f.Add(s.pkcs10.info(f), s.csr.Spec.Username, uint64(2*i))
+		}
+	}
+}
+
+func BenchmarkReview(b *testing.B) {
+	s := asks("worker-1")
+	s.review(b)
+
+	for b.Loop() {
+		if v := csrpolicy.Review(&s.csr, s.evidence); v.Decision != csrpolicy.Approve {
+			b.Fatal(v)
+		}
+	}
+}

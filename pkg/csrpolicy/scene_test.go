@@ -1,0 +1,186 @@
+package csrpolicy_test
+
+import (
+	"encoding/asn1"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	certificatesv1 "k8s.io/api/certificates/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+)
+
+// now is when all requests are reviewed.
+var now = time.Date(2026, 5, 4, 3, 2, 1, 0, time.UTC)
+
+func addr(ip string) netip.Addr { return netip.MustParseAddr(ip) }
+
+func onLink(link, prefix string) machine.Address {
+	return machine.Address{Prefix: netip.MustParsePrefix(prefix), Link: link}
+}
+
+// machineOf is one machine of the cluster: cp-1 to cp-3 have 10.0.0.1 to 10.0.0.3, worker-1 and worker-2 have 10.0.0.11 and 10.0.0.12, each the same number
+// in its other networks.
+func machineOf(name string) machine.Machine {
+	role, number, _ := strings.Cut(name, "-")
+
+	typ := talosmachine.TypeControlPlane
+	if role == "worker" {
+		typ, number = talosmachine.TypeWorker, "1"+number
+	}
+
+	return machine.Machine{
+		Nodename: name, Hostname: name, Domainname: "example.org", ClusterName: "prod", Type: typ,
+		Platform: runtime.PlatformMetadataSpec{
+			Platform: "aws", Hostname: "ip-10-0-0-" + number + ".internal", InternalDNS: "ip-10-0-0-" + number + ".internal", ExternalDNS: "ec2-203-0-113-" + number + ".example.net",
+		},
+		Addresses: []machine.Address{
+			onLink("cni0", "10.244."+number+".1/24"),
+			onLink("eth0", "10.0.0."+number+"/24"),
+			onLink("eth0", "2001:db8::"+number+"/64"),
+			onLink("eth0", "fe80::"+number+"/64"),
+			onLink("external", "203.0.113."+number+"/32"),
+			onLink("kube-ipvs0", "10.96.0.1/32"),
+			onLink("lo", "127.0.0.1/8"),
+			onLink("lo", "169.254.116.108/32"),
+		},
+		NodeIPs: []netip.Addr{addr("10.0.0." + number), addr("2001:db8::" + number)},
+		ExcludedSubnets: []netip.Prefix{
+			netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("10.96.0.0/12"), netip.MustParsePrefix("10.0.0.100/32"),
+		},
+	}
+}
+
+// clusterIdentity is as the API servers' certificates and Talos tell it.
+func clusterIdentity() csrpolicy.ClusterIdentity {
+	return csrpolicy.ClusterIdentity{
+		Known:   true,
+		Domains: []string{"cluster.local"},
+		APIServerNames: []string{
+			"api.example.org", "kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local", "localhost",
+			"cp-1", "cp-1.example.org", "cp-2", "cp-2.example.org", "cp-3", "cp-3.example.org",
+		},
+		APIServerIPs: []netip.Addr{
+			addr("10.96.0.1"), addr("127.0.0.1"), addr("10.0.0.100"), addr("192.0.2.1"),
+			addr("10.0.0.1"), addr("2001:db8::1"), addr("203.0.113.1"), addr("10.0.0.2"), addr("2001:db8::2"), addr("203.0.113.2"), addr("10.0.0.3"),
+		},
+		ServiceIPs:   []netip.Addr{addr("10.96.0.1"), addr("fd00:96::1")},
+		ServiceCIDRs: []netip.Prefix{netip.MustParsePrefix("10.96.0.0/12"), netip.MustParsePrefix("fd00:96::/112")},
+		PodCIDRs:     []netip.Prefix{netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("fd00:244::/56")},
+		VIPs:         []netip.Addr{addr("10.0.0.100")},
+	}
+}
+
+// scene is one request before it is written, and the evidence that it meets.
+type scene struct {
+	csr      certificatesv1.CertificateSigningRequest
+	pkcs10   pkcs10
+	evidence csrpolicy.Evidence
+	// holders are claims in addition to those of the other machines.
+	holders map[string][]string
+}
+
+// asks is what the kubelet of name asks for, once controllers/node has listed the Node's addresses.
+func asks(name string) *scene {
+	m := machineOf(name)
+
+	standing := csrpolicy.NodeWorker
+	if m.Type.IsControlPlane() {
+		standing = csrpolicy.NodeControlPlane
+	}
+
+	s := &scene{
+		csr: certificatesv1.CertificateSigningRequest{
+			ObjectMeta: metav1.ObjectMeta{Name: "csr-" + name, CreationTimestamp: metav1.NewTime(now.Add(-time.Second))},
+			Spec: certificatesv1.CertificateSigningRequestSpec{
+				SignerName: certificatesv1.KubeletServingSignerName,
+				Username:   "system:node:" + name,
+				Groups:     []string{"system:nodes", "system:authenticated"},
+				Usages:     []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageServerAuth},
+				Extra:      map[string]certificatesv1.ExtraValue{"authentication.kubernetes.io/credential-id": {"X509SHA256=0"}},
+			},
+		},
+		pkcs10: pkcs10{
+			subject: []rdn{{{asn1.ObjectIdentifier{2, 5, 4, 10}, tagPrintable, "system:nodes"}}, {{asn1.ObjectIdentifier{2, 5, 4, 3}, tagPrintable, "system:node:" + name}}},
+			key:     "p256",
+		},
+		evidence: csrpolicy.Evidence{Node: standing, Standing: csrpolicy.MachineCurrent, Machine: m, Cluster: clusterIdentity(), Now: now},
+		holders:  map[string][]string{},
+	}
+
+	for _, dns := range []string{m.Platform.ExternalDNS, m.Platform.InternalDNS, name} {
+		s.pkcs10.addDNS(dns)
+	}
+
+	for _, ip := range append(slices.Clone(m.NodeIPs), m.Addresses[4].Prefix.Addr()) {
+		s.pkcs10.addIP(ip)
+	}
+
+	return s
+}
+
+// review writes the request, looks up who else claims what it asks for, as a controller does, and has it reviewed.
+func (s *scene) review(t testing.TB) csrpolicy.Verdict {
+	t.Helper()
+
+	s.csr.Spec.Request = s.pkcs10.encode(t)
+	s.lookUp()
+
+	return csrpolicy.Review(&s.csr, s.evidence)
+}
+
+var others = sync.OnceValue(func() *inventory.Inventory {
+	i := inventory.New(func() time.Time { return now })
+	for _, name := range []string{"cp-1", "cp-2", "cp-3", "worker-1", "worker-2"} {
+		i.Replace(name, machineOf(name))
+	}
+
+	return i
+})
+
+func (s *scene) lookUp() {
+	s.evidence.Holders = maps.Clone(s.holders)
+
+	self, _ := csrpolicy.Nodename(&s.csr)
+	names, ips, _ := csrpolicy.Subjects(&s.csr)
+
+	for _, ip := range ips {
+		names = append(names, ip.String())
+	}
+
+	for _, name := range names {
+		if holders := others().Holders(name, self); len(holders) > 0 {
+			s.evidence.Holders[name] = append(s.evidence.Holders[name], holders...)
+		}
+	}
+}
+
+// codes are those of the reasons, in order.
+func codes(v csrpolicy.Verdict) string {
+	var list []string
+	for _, r := range v.Reasons {
+		list = append(list, r.Code)
+	}
+
+	return strings.Join(list, ",")
+}
+
+func messages(v csrpolicy.Verdict) string {
+	var b strings.Builder
+	for _, r := range v.Reasons {
+		fmt.Fprintf(&b, "\n\t%s %s: %s", r.Decision, r.Code, r.Message)
+	}
+
+	return b.String()
+}

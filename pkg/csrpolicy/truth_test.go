@@ -1,0 +1,169 @@
+package csrpolicy_test
+
+import (
+	"bytes"
+	"crypto/x509"
+	"encoding/pem"
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	certificatesv1 "k8s.io/api/certificates/v1"
+
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+)
+
+// checkVerdict fails if a verdict contradicts itself, or approves what is not true.
+func checkVerdict(t *testing.T, csr certificatesv1.CertificateSigningRequest, e csrpolicy.Evidence, v csrpolicy.Verdict) {
+	t.Helper()
+
+	if len(v.Reasons) == 0 || v.Reasons[0].Decision != v.Decision {
+		t.Fatalf("%s for %+v", v.Decision, v.Reasons)
+	}
+
+	for i, r := range v.Reasons {
+		if r.Code == "" || r.Message == "" || len(r.Message) > 1000 || (i > 0 && r.Decision > v.Reasons[i-1].Decision) {
+			t.Errorf("reason %d of %d: %+v", i, len(v.Reasons), r)
+		}
+	}
+
+	if v.Decision == csrpolicy.Approve {
+		checkApproval(t, csr, e)
+	}
+
+	checkListed(t, csr, e, v)
+}
+
+// checkListed fails if what the Node lists, which its kubelet writes, does more than to turn waiting into denial.
+func checkListed(t *testing.T, csr certificatesv1.CertificateSigningRequest, e csrpolicy.Evidence, v csrpolicy.Verdict) {
+	t.Helper()
+
+	unlisted := e
+	unlisted.Listed = nil
+
+	without := csrpolicy.Review(&csr, unlisted)
+	if without.Decision != v.Decision && (without.Decision != csrpolicy.Defer || v.Decision != csrpolicy.Deny) {
+		t.Errorf("%s, and %s of a Node that lists %q", without.Decision, v.Decision, e.Listed)
+	}
+
+	names, ips, _ := csrpolicy.Subjects(&csr)
+	for _, ip := range ips {
+		names = append(names, ip.String())
+	}
+
+	e.Listed = slices.Concat(names, []string{e.Machine.Nodename})
+	if all := csrpolicy.Review(&csr, e); all.Decision != without.Decision || len(all.Reasons) != len(without.Reasons) {
+		t.Errorf("%s, and %s of a Node that lists all that is asked for", without.Decision, all.Decision)
+	}
+}
+
+// checkApproval takes the request as the signer does, with crypto/x509, and knows nothing of how the policy comes to its verdict.
+func checkApproval(t *testing.T, csr certificatesv1.CertificateSigningRequest, e csrpolicy.Evidence) {
+	t.Helper()
+
+	block, rest := pem.Decode(csr.Spec.Request)
+	if block == nil || len(bytes.TrimSpace(rest)) > 0 {
+		t.Fatalf("approved though there is no PEM block, or %d bytes after it", len(rest))
+	}
+
+	request, err := x509.ParseCertificateRequest(block.Bytes)
+	if err != nil {
+		t.Fatalf("approved what the signer cannot read: %v", err)
+	}
+
+	if err = request.CheckSignature(); err != nil {
+		t.Errorf("approved: %v", err)
+	}
+
+	if user := "system:node:" + e.Machine.Nodename; csr.Spec.Username != user || request.Subject.String() != "CN="+user+",O=system:nodes" || len(request.Subject.Names) != 2 {
+		t.Errorf("approved %q, %v for %q", csr.Spec.Username, request.Subject, user)
+	}
+
+	if len(request.EmailAddresses)+len(request.URIs) > 0 || len(request.Extensions) != 1 {
+		t.Errorf("approved %v, %v, %v", request.EmailAddresses, request.URIs, request.Extensions)
+	}
+
+	checkTerms(t, csr, e)
+	checkNames(t, e, request.DNSNames)
+	checkAddresses(t, e, request.IPAddresses)
+}
+
+func checkTerms(t *testing.T, csr certificatesv1.CertificateSigningRequest, e csrpolicy.Evidence) {
+	t.Helper()
+
+	if csr.Spec.SignerName != certificatesv1.KubeletServingSignerName || len(csr.Status.Conditions) > 0 || len(csr.Status.Certificate) > 0 {
+		t.Errorf("approved what is not for us: %+v %+v", csr.Spec.SignerName, csr.Status)
+	}
+
+	for _, u := range csr.Spec.Usages {
+		if u != certificatesv1.UsageDigitalSignature && u != certificatesv1.UsageServerAuth && u != certificatesv1.UsageKeyEncipherment {
+			t.Errorf("approved for %q", u)
+		}
+	}
+
+	if e.Standing != csrpolicy.MachineCurrent || !e.Cluster.Known || (e.Node != csrpolicy.NodeWorker && e.Node != csrpolicy.NodeControlPlane) {
+		t.Errorf("approved on evidence %+v", e)
+	}
+}
+
+func checkNames(t *testing.T, e csrpolicy.Evidence, names []string) {
+	t.Helper()
+
+	m := e.Machine
+	own := append([]string{m.Nodename, m.Hostname, m.Hostname + "." + m.Domainname, m.Platform.InternalDNS, m.Platform.ExternalDNS, m.Platform.Hostname}, e.Policy.ExtraNames...)
+
+	for _, name := range names {
+		name = strings.ToLower(strings.TrimSuffix(name, "."))
+		same := func(other string) bool { return strings.EqualFold(name, strings.TrimSuffix(other, ".")) }
+
+		if !slices.ContainsFunc(own, same) || len(e.Holders[name]) > 0 {
+			t.Errorf("approved %q, which is not the machine's or is claimed by %v", name, e.Holders[name])
+		}
+
+		if slices.ContainsFunc(e.Cluster.APIServerNames, same) && e.Node != csrpolicy.NodeControlPlane {
+			t.Errorf("approved %q, which is the API server's", name)
+		}
+
+		for _, domain := range append([]string{"svc", "localhost", "kubernetes"}, e.Cluster.Domains...) {
+			if strings.HasSuffix("."+name, "."+strings.TrimSuffix(domain, ".")) || strings.HasPrefix(name, "kubernetes.default") {
+				t.Errorf("approved %q, which is the cluster's", name)
+			}
+		}
+	}
+}
+
+// special are the networks that are nobody's, or everybody's (RFC 6890).
+var special = []netip.Prefix{
+	netip.MustParsePrefix("0.0.0.0/32"), netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("169.254.0.0/16"), netip.MustParsePrefix("224.0.0.0/4"),
+	netip.MustParsePrefix("::/127"), netip.MustParsePrefix("fe80::/10"), netip.MustParsePrefix("ff00::/8"),
+}
+
+func checkAddresses(t *testing.T, e csrpolicy.Evidence, ips []net.IP) {
+	t.Helper()
+
+	for _, raw := range ips {
+		ip, _ := netip.AddrFromSlice(raw)
+		ip = ip.Unmap()
+		same := func(other netip.Addr) bool { return other.Unmap() == ip }
+		contains := func(p netip.Prefix) bool { return p.Contains(ip) }
+		has := e.Machine.HasAddress(ip)
+
+		if (!has && !slices.ContainsFunc(e.Policy.ExtraIPs, same)) || len(e.Holders[ip.String()]) > 0 {
+			t.Errorf("approved %s, which is not the machine's or is claimed by %v", ip, e.Holders[ip.String()])
+		}
+
+		if slices.ContainsFunc(slices.Concat(special, e.Cluster.ServiceCIDRs, e.Cluster.PodCIDRs, e.Machine.ExcludedSubnets), contains) {
+			t.Errorf("approved %s, which is in a network that is no machine's", ip)
+		}
+
+		if slices.ContainsFunc(slices.Concat(e.Cluster.VIPs, e.Cluster.ServiceIPs), same) {
+			t.Errorf("approved %s, which is a service's or virtual", ip)
+		}
+
+		if slices.ContainsFunc(e.Cluster.APIServerIPs, same) && (!has || e.Node != csrpolicy.NodeControlPlane) {
+			t.Errorf("approved %s, which is the API server's", ip)
+		}
+	}
+}
