@@ -4,6 +4,7 @@
 package inventory
 
 import (
+	"net/netip"
 	"sync"
 	"time"
 
@@ -58,15 +59,26 @@ type Inventory struct {
 	counts   map[Condition]int
 	byUUID   map[string]map[string]struct{} // SMBIOS UUID → nodenames
 	handlers []func(nodename string)
+	// claimants are the nodenames by what they claim. Nearly always there is one.
+	claimants map[string][]string
+	// platforms are the nodenames by the addresses that only their platforms' metadata knows.
+	platforms map[netip.Addr][]string
 }
 
 // New makes an empty Inventory; now is its clock.
 func New(now func() time.Time) *Inventory {
-	return &Inventory{now: now, entries: map[string]Entry{}, counts: map[Condition]int{}, byUUID: map[string]map[string]struct{}{}}
+	return &Inventory{
+		now:       now,
+		entries:   map[string]Entry{},
+		counts:    map[Condition]int{},
+		byUUID:    map[string]map[string]struct{}{},
+		claimants: map[string][]string{},
+		platforms: map[netip.Addr][]string{},
+	}
 }
 
-// Subscribe has handler called with the nodename after every change. It is called without locks held, on the writer's
-// goroutine, so it must not block. Subscribe before the first write.
+// Subscribe has handler called with the nodename after every change of its entry, and of the addresses that it shares. It is called
+// without locks held, on the writer's goroutine, so it must not block. Subscribe before the first write.
 func (i *Inventory) Subscribe(handler func(nodename string)) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -127,15 +139,17 @@ func (i *Inventory) Forget(nodename string) {
 	old, known := i.entries[nodename]
 	delete(i.entries, nodename)
 
+	var concerned []string
+
 	if known {
 		i.counts[old.Condition]--
 		i.unindex(nodename, old.Machine.UUID())
+		i.reclaim(nodename, claims(old.Machine), nil)
+		concerned = append(i.share(nodename, platformAddresses(old.Machine), nil), nodename)
 	}
 	i.mu.Unlock()
 
-	if known {
-		i.notify(nodename)
-	}
+	i.notify(concerned)
 }
 
 func (i *Inventory) update(nodename string, change func(*Entry)) {
@@ -153,11 +167,22 @@ func (i *Inventory) update(nodename string, change func(*Entry)) {
 	i.counts[entry.Condition]++
 	i.unindex(nodename, old.Machine.UUID())
 	i.index(nodename, entry.Machine.UUID())
+
+	var concerned []string
+
+	sameMachine := old.Machine.Equal(entry.Machine)
+	if !sameMachine {
+		i.reclaim(nodename, claims(old.Machine), claims(entry.Machine))
+		concerned = i.share(nodename, platformAddresses(old.Machine), platformAddresses(entry.Machine))
+	}
+
+	if !sameMachine || old.Condition != entry.Condition || old.Reason != entry.Reason {
+		concerned = append(concerned, nodename)
+	}
+
 	i.mu.Unlock()
 
-	if old.Condition != entry.Condition || old.Reason != entry.Reason || !old.Machine.Equal(entry.Machine) {
-		i.notify(nodename)
-	}
+	i.notify(concerned)
 }
 
 func (i *Inventory) index(nodename, uuid string) {
@@ -180,12 +205,14 @@ func (i *Inventory) unindex(nodename, uuid string) {
 	}
 }
 
-func (i *Inventory) notify(nodename string) {
+func (i *Inventory) notify(nodenames []string) {
 	i.mu.RLock()
 	handlers := i.handlers
 	i.mu.RUnlock()
 
-	for _, handler := range handlers {
-		handler(nodename)
+	for _, nodename := range nodenames {
+		for _, handler := range handlers {
+			handler(nodename)
+		}
 	}
 }

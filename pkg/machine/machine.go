@@ -6,6 +6,7 @@ package machine
 import (
 	"net/netip"
 	"reflect"
+	"slices"
 
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
@@ -41,6 +42,11 @@ type Machine struct {
 	PlatformFromCache bool
 	// System is what SMBIOS says; the zero value where there is none.
 	System hardware.SystemInformationSpec
+	// TalosVersion is the running version, such as "v1.13.5" (runtime/Versions).
+	TalosVersion string
+	// Extensions are the versions of the machine's system extensions by name (runtime/ExtensionStatuses). An image that Image Factory made has
+	// one called "schematic", whose version is the schematic's ID.
+	Extensions map[string]string
 	// Addresses are all addresses on the machine's links, ordered by link and prefix.
 	Addresses []Address
 	// NodeIPs are those Talos hands to the kubelet (k8s/NodeIPs), at most one of each family.
@@ -49,10 +55,13 @@ type Machine struct {
 	ExcludedSubnets []netip.Prefix
 }
 
+// LinkExternal is the link on which Talos publishes addresses that only the platform's metadata knows (network/PlatformConfigApplyController).
+const LinkExternal = "external"
+
 // Address is one address on one link of the machine (network/AddressStatus).
 type Address struct {
 	Prefix netip.Prefix
-	// Link is the link's name; "external" for an address that only the platform's metadata knows.
+	// Link is the link's name, or LinkExternal.
 	Link  string
 	Scope nethelpers.Scope
 	Flags nethelpers.AddressFlags
@@ -72,6 +81,11 @@ func (m Machine) HasAddress(ip netip.Addr) bool {
 	}
 
 	return false
+}
+
+// Excludes tells whether ip can be no address of this node (ExcludedSubnets).
+func (m Machine) Excludes(ip netip.Addr) bool {
+	return slices.ContainsFunc(m.ExcludedSubnets, func(p netip.Prefix) bool { return p.Contains(ip) })
 }
 
 // FQDN is the host name with the domain name, if there is one.

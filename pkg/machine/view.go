@@ -7,6 +7,7 @@ import (
 	"slices"
 
 	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/siderolabs/talos/pkg/machinery/extensions"
 	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/config"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
@@ -34,6 +35,8 @@ func PolledKinds() []resource.Kind {
 		kind(cluster.NamespaceName, cluster.InfoType),
 		kind(config.NamespaceName, config.MachineTypeType),
 		kind(runtime.NamespaceName, runtime.MachineStatusType),
+		kind(runtime.NamespaceName, runtime.VersionType),
+		kind(runtime.NamespaceName, runtime.ExtensionStatusType),
 		kind(k8s.NamespaceName, k8s.NodeIPType),
 		kind(k8s.NamespaceName, k8s.NodeIPConfigType),
 	}
@@ -140,6 +143,10 @@ func (m *Machine) add(r resource.Resource) {
 		m.Platform = r.TypedSpec().DeepCopy()
 	case *runtime.MachineStatus:
 		m.Stage = r.TypedSpec().Stage
+	case *runtime.Version:
+		m.TalosVersion = r.TypedSpec().Version
+	case *runtime.ExtensionStatus:
+		m.addExtension(r.TypedSpec().Metadata)
 	case *network.AddressStatus:
 		spec := r.TypedSpec()
 		m.Addresses = append(m.Addresses, Address{Prefix: spec.Address, Link: spec.LinkName, Scope: spec.Scope, Flags: spec.Flags})
@@ -156,6 +163,14 @@ func (m *Machine) add(r resource.Resource) {
 	}
 }
 
+func (m *Machine) addExtension(extension extensions.Metadata) {
+	if m.Extensions == nil {
+		m.Extensions = map[string]string{}
+	}
+
+	m.Extensions[extension.Name] = extension.Version
+}
+
 func (m *Machine) addKubernetes(r resource.Resource) {
 	switch r := r.(type) {
 	case *k8s.Nodename:
@@ -167,14 +182,17 @@ func (m *Machine) addKubernetes(r resource.Resource) {
 	}
 }
 
-// parsePrefixes leaves out what is not a prefix: Talos validates the list (a leading "!" marks an inverted match in
-// user input and has been resolved by then), so there is nobody to report to.
+// parsePrefixes reads prefixes, and addresses as prefixes of their own: Talos lists virtual IPs without a length (k8s/NodeIPConfigController). It
+// leaves out what is neither: Talos validates the list (a leading "!" marks an inverted match in user input and has been resolved
+// by then), so there is nobody to report to.
 func parsePrefixes(list []string) []netip.Prefix {
 	var prefixes []netip.Prefix
 
 	for _, s := range list {
 		if p, err := netip.ParsePrefix(s); err == nil {
 			prefixes = append(prefixes, p.Masked())
+		} else if addr, err := netip.ParseAddr(s); err == nil && addr.Zone() == "" {
+			prefixes = append(prefixes, netip.PrefixFrom(addr, addr.BitLen()))
 		}
 	}
 

@@ -272,9 +272,9 @@ func TestViewFollowsChanges(t *testing.T) {
 			func(m machine.Machine) any { return m.Equal(viewOf(everything()...).Machine()) }, true,
 		},
 		{
-			"an excluded subnet that is none is left out",
+			"a virtual IP has no length in the list, and what is neither subnet nor address is left out",
 			func(v *machine.View) { v.Put(nodeIPConfig("", "!10.0.0.0/8", "10.1.2.3", "10.96.0.1/12", "fd00::/64")) },
-			func(m machine.Machine) any { return fmt.Sprint(m.ExcludedSubnets) }, "[10.96.0.0/12 fd00::/64]",
+			func(m machine.Machine) any { return fmt.Sprint(m.ExcludedSubnets) }, "[10.1.2.3/32 10.96.0.0/12 fd00::/64]",
 		},
 	} {
 		t.Run(test.rule, func(t *testing.T) {

@@ -6,31 +6,19 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/transform"
 )
-
-// linkExternal is the link on which Talos publishes addresses that only the platform's metadata knows
-// (network/PlatformConfigApplyController).
-const linkExternal = "external"
 
 // reportsExternalIPs lists the platforms whose Talos driver publishes public addresses on the link "external". On all others
 // public addresses are looked for on the machine's links.
 var reportsExternalIPs = map[string]bool{
 	"akamai": true, "aws": true, "azure": true, "cloudstack": true, "digital-ocean": true, "equinixMetal": true,
 	"exoscale": true, "gcp": true, "hcloud": true, "scaleway": true, "upcloud": true, "vultr": true,
-}
-
-// overlayLinks are prefixes of links whose addresses are not the machine's own on any outside network: overlays,
-// container networks, virtual service addresses.
-var overlayLinks = []string{
-	constants.KubeSpanLinkName, constants.SideroLinkName, linkExternal,
-	"antrea", "cali", "cilium", "cni", "docker", "dummy", "flannel", "genev", "kube-", "kube_", "lxc", "nodelocaldns", "ovn", "tailscale",
-	"tunl", "veth", "virbr", "vxlan", "weave", "wg", "wireguard",
 }
 
 // notPublic are ranges that netip counts as global unicast and that are nevertheless not reachable from outside
@@ -63,7 +51,7 @@ func internalIPs(in Input) []netip.Addr {
 		ip = ip.Unmap()
 		sameFamily := func(other netip.Addr) bool { return other.Is4() == ip.Is4() }
 
-		if in.Machine.HasAddress(ip) && !excluded(in.Machine, ip) && !slices.ContainsFunc(ips, sameFamily) {
+		if in.Machine.HasAddress(ip) && !in.Machine.Excludes(ip) && !slices.ContainsFunc(ips, sameFamily) {
 			ips = append(ips, ip)
 		}
 	}
@@ -85,14 +73,14 @@ func byFamily(options Options) func(a, b netip.Addr) int {
 	return func(a, b netip.Addr) int { return cmp.Compare(rank(a), rank(b)) }
 }
 
-func addresses(in Input, nodeIPs []netip.Addr) ([]corev1.NodeAddress, []Problem) {
+func addresses(in Input, transformed transform.Result, nodeIPs []netip.Addr) ([]corev1.NodeAddress, []Problem) {
 	var list []corev1.NodeAddress
 
 	for _, ip := range nodeIPs {
 		list = append(list, corev1.NodeAddress{Type: corev1.NodeInternalIP, Address: ip.String()})
 	}
 
-	for _, ip := range externalIPs(in, nodeIPs) {
+	for _, ip := range externalIPs(in, transformed.PublicIPDiscovery, nodeIPs) {
 		list = append(list, corev1.NodeAddress{Type: corev1.NodeExternalIP, Address: ip.String()})
 	}
 
@@ -103,18 +91,22 @@ func addresses(in Input, nodeIPs []netip.Addr) ([]corev1.NodeAddress, []Problem)
 	return append(list, names...), problems
 }
 
-func externalIPs(in Input, nodeIPs []netip.Addr) []netip.Addr {
+// externalIPs are those the platform reports and, if a rule says so or the platform does not report any, the public ones on the links.
+func externalIPs(in Input, discovery *bool, nodeIPs []netip.Addr) []netip.Addr {
 	discover := !reportsExternalIPs[in.Machine.Platform.Platform]
+	if discovery != nil {
+		discover = *discovery
+	}
 
 	var found []machine.Address
 
 	for _, a := range in.Machine.Addresses {
 		ip := a.Prefix.Addr().Unmap()
-		if slices.Contains(nodeIPs, ip) {
+		if slices.Contains(nodeIPs, ip) || slices.Contains(in.SharedAddresses, ip) {
 			continue
 		}
 
-		if a.Link == linkExternal || (discover && isPublic(in.Machine, a)) {
+		if a.Link == machine.LinkExternal || (discover && isPublic(in.Machine, a)) {
 			found = append(found, a)
 		}
 	}
@@ -146,25 +138,9 @@ func permanence(a machine.Address) int {
 
 // isPublic tells whether an address on a link of the machine can be reached from outside and is the machine's alone.
 func isPublic(m machine.Machine, a machine.Address) bool {
-	const passing = nethelpers.AddressTemporary | nethelpers.AddressDeprecated | nethelpers.AddressDADFailed | nethelpers.AddressTentative
-
 	ip := a.Prefix.Addr().Unmap()
-	contains := func(p netip.Prefix) bool { return p.Contains(ip) }
 
-	switch {
-	case a.Scope != nethelpers.ScopeGlobal, nethelpers.AddressFlag(a.Flags)&passing != 0:
-		return false
-	case !ip.IsGlobalUnicast(), ip.IsPrivate(), slices.ContainsFunc(notPublic, contains):
-		return false
-	case excluded(m, ip):
-		return false
-	}
-
-	return a.Link != "lo" && !slices.ContainsFunc(overlayLinks, func(prefix string) bool { return strings.HasPrefix(a.Link, prefix) })
-}
-
-func excluded(m machine.Machine, ip netip.Addr) bool {
-	return slices.ContainsFunc(m.ExcludedSubnets, func(p netip.Prefix) bool { return p.Contains(ip) })
+	return m.IsLasting(a) && !slices.ContainsFunc(notPublic, func(p netip.Prefix) bool { return p.Contains(ip) })
 }
 
 // dnsNames are the names the platform gives the machine. The metadata's host name counts as internal if it has a domain and the

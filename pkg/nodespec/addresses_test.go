@@ -353,3 +353,14 @@ func TestAddressesAreListedInternalThenExternalThenNames(t *testing.T) {
 		t.Errorf("got  %v\nwant %v", spec.Addresses, want)
 	}
 }
+
+// Azure's metadata lists a load balancer's addresses for every machine behind it.
+func TestAnAddressThatOtherMachinesHaveTooIsNoneOfTheNodes(t *testing.T) {
+	in := running()
+	in.Machine.Platform = runtime.PlatformMetadataSpec{Platform: "azure", InstanceID: "vm-1"}
+	in.Machine.Addresses = append(in.Machine.Addresses, external("203.0.113.1"), external("203.0.113.2"))
+	in.SharedAddresses = []netip.Addr{addr("203.0.113.1")}
+
+	spec, _ := desired(t, in)
+	requireAddresses(t, corev1.NodeExternalIP, spec, "203.0.113.2")
+}

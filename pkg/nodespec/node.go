@@ -2,6 +2,7 @@ package nodespec
 
 import (
 	"net/netip"
+	"slices"
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
@@ -18,6 +19,16 @@ const maxDialAddresses = 4
 // and writing Nodes of other systems.
 func IsTalos(node *corev1.Node) bool {
 	return strings.HasPrefix(node.Status.NodeInfo.OSImage, osImagePrefix)
+}
+
+// IsUninitialized tells whether the Node still has the taint with which kubelets wait for a cloud controller manager.
+func IsUninitialized(node *corev1.Node) bool {
+	return slices.ContainsFunc(node.Spec.Taints, IsUninitializedTaint)
+}
+
+// IsUninitializedTaint tells whether it is that taint, whatever its value and effect.
+func IsUninitializedTaint(taint corev1.Taint) bool {
+	return taint.Key == cloudproviderapi.TaintExternalCloudProvider
 }
 
 // ProvidedNodeIPs are the addresses the kubelet was started with (--node-ip), as it says; none if it does not.

@@ -5,14 +5,17 @@
 package nodespec
 
 import (
+	"cmp"
 	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/transform"
 )
 
 // Labels as the upstream Talos CCM names them; the topology and instance-type labels are those of Kubernetes.
@@ -33,6 +36,10 @@ type Options struct {
 	// ProviderIDFromNodeIP makes `talos://<platform>/<node IP>` the fallback instead of the SMBIOS UUID: what the
 	// upstream Talos CCM writes.
 	ProviderIDFromNodeIP bool
+	// Rules are the user's; nil: none.
+	Rules *transform.Rules
+	// Claim selects the machines whose Nodes are ours to write; nil: all.
+	Claim *transform.Selector
 }
 
 // Input is all that Desired looks at.
@@ -41,16 +48,39 @@ type Input struct {
 	// ProvidedNodeIPs are those the kubelet says it was started with, in its order. They are believed only where the
 	// machine has them.
 	ProvidedNodeIPs []netip.Addr
+	// Architecture is the Node's, for rules; empty if the kubelet has not said it.
+	Architecture string
 	// SharedUUID is true if another machine has the same SMBIOS UUID.
 	SharedUUID bool
-	Options    Options
+	// SharedAddresses are addresses of the platform's metadata that other machines have, too: a load balancer's. They lead to no machine in particular, and
+	// no kubelet can have a certificate for them.
+	SharedAddresses []netip.Addr
+	Options         Options
 }
+
+// NewInput puts together what is known of the Node's machine and what the Node's kubelet says.
+func NewInput(node *corev1.Node, m machine.Machine, options Options) Input {
+	return Input{Machine: m, ProvidedNodeIPs: ProvidedNodeIPs(node), Architecture: node.Status.NodeInfo.Architecture, Options: options}
+}
+
+// Facts are what rules and selectors look at.
+func (in Input) Facts() transform.Facts {
+	return transform.Facts{Machine: in.Machine, Architecture: in.Architecture}
+}
+
+// Claimed tells whether the machine's Node is ours to write. It is decided by what the machine itself says, before any rule.
+func Claimed(in Input) bool { return in.Options.Claim.Matches(in.Facts()) }
 
 // Spec is what the Node should carry.
 type Spec struct {
 	// ProviderID is never empty. Kubernetes never lets it change.
-	ProviderID string
-	Labels     map[string]string
+	ProviderID  string
+	Labels      map[string]string
+	Annotations map[string]string
+	// Taints are to be there after initialisation; those that are enforced, at any time.
+	Taints []transform.Taint
+	// Transformed is what the rules said: where the values are from.
+	Transformed transform.Result
 	// Addresses in the order in which the Node lists them.
 	Addresses []corev1.NodeAddress
 }
@@ -58,18 +88,40 @@ type Spec struct {
 // Problem is one value that cannot be put on the Node. All others are.
 type Problem struct {
 	Key, Value, Why string
+	// Rule names the rule that the value is from; empty if it is the machine's own.
+	Rule string
+}
+
+// Kind is what the value was for: the field of the rule ("labels", "annotations", "taints", "platformMetadata"), or "machine".
+func (p Problem) Kind() string {
+	if p.Rule == "" {
+		return "machine"
+	}
+
+	kind, _, _ := strings.Cut(p.Key, "[")
+
+	return kind
 }
 
 // String is the problem in a sentence.
 func (p Problem) String() string {
-	const enough = 80 // of a value that may be as long as a metadata service likes
-
-	value := p.Value
-	if len(value) > enough {
-		value = value[:enough] + "…"
+	rule := ""
+	if p.Rule != "" {
+		rule = fmt.Sprintf("rule %q: ", p.Rule)
 	}
 
-	return fmt.Sprintf("%s=%q left out: %s", p.Key, value, p.Why)
+	return fmt.Sprintf("%s%s=%q left out: %s", rule, p.Key, Abridged(p.Value), p.Why)
+}
+
+// Abridged keeps an Event readable: a value may be as long as a metadata service, or whoever writes an annotation, likes.
+func Abridged(value string) string {
+	const enough = 80
+
+	if len(value) <= enough {
+		return value
+	}
+
+	return value[:enough] + "…"
 }
 
 // Desired returns what the Node should carry, or in pending why that cannot be said yet. Problems are values that were
@@ -80,24 +132,59 @@ func Desired(in Input) (spec Spec, problems []Problem, pending string) {
 		return Spec{}, nil, "the machine has none of the node IPs that its kubelet was started with"
 	}
 
-	providerID, pending := providerID(in, nodeIPs[0])
-	if pending != "" {
+	// Before any rule: what rules make of metadata that is not there yet must not identify the machine.
+	if pending := premature(in); pending != "" {
 		return Spec{}, nil, pending
 	}
 
-	labels, labelProblems := labels(in)
-	addresses, addressProblems := addresses(in, nodeIPs)
+	transformed := in.Options.Rules.Apply(in.Facts())
+	problems = ruleProblems(transformed)
 
-	return Spec{ProviderID: providerID, Labels: labels, Addresses: addresses}, append(labelProblems, addressProblems...), ""
+	providerID, pending := providerID(in, transformed, nodeIPs[0])
+	if pending != "" {
+		return Spec{}, problems, pending
+	}
+
+	in.Machine.Platform = transformed.Platform
+	labels, labelProblems := labels(in, transformed)
+	addresses, addressProblems := addresses(in, transformed, nodeIPs)
+
+	spec = Spec{
+		ProviderID:  providerID,
+		Labels:      labels,
+		Annotations: values(transformed.Annotations),
+		Taints:      transformed.Taints,
+		Transformed: transformed,
+		Addresses:   addresses,
+	}
+
+	return spec, slices.Concat(problems, labelProblems, addressProblems), ""
 }
 
-func labels(in Input) (map[string]string, []Problem) {
-	meta := in.Machine.Platform
+func ruleProblems(transformed transform.Result) []Problem {
+	var problems []Problem
 
-	clusterName := in.Options.ClusterName
-	if clusterName == "" {
-		clusterName = in.Machine.ClusterName
+	for _, p := range transformed.Problems {
+		problems = append(problems, Problem{Rule: p.Rule, Key: p.Key, Value: p.Value, Why: p.Why})
 	}
+
+	return problems
+}
+
+func values(rendered map[string]transform.Value) map[string]string {
+	result := make(map[string]string, len(rendered))
+
+	for key, v := range rendered {
+		result[key] = v.Value
+	}
+
+	return result
+}
+
+// labels are those of the platform, and those of the rules, which win.
+func labels(in Input, transformed transform.Result) (map[string]string, []Problem) {
+	meta := in.Machine.Platform
+	result := values(transformed.Labels)
 
 	lifecycle := ""
 	if meta.Spot {
@@ -112,16 +199,14 @@ func labels(in Input) (map[string]string, []Problem) {
 		{corev1.LabelInstanceTypeStable, meta.InstanceType},
 		{corev1.LabelInstanceType, meta.InstanceType},
 		{LabelPlatform, meta.Platform},
-		{LabelClusterName, clusterName},
+		{LabelClusterName, cmp.Or(in.Options.ClusterName, in.Machine.ClusterName)},
 		{LabelLifecycle, lifecycle},
 	}
-
-	result := map[string]string{}
 
 	var problems []Problem
 
 	for _, l := range wanted {
-		if l.value == "" {
+		if _, ruled := result[l.key]; ruled || l.value == "" {
 			continue
 		}
 

@@ -9,6 +9,8 @@ import (
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+
+	"github.com/talos-ccm/talos-ccm/pkg/transform"
 )
 
 // Platforms without an instance identity of their own, by Talos's names
@@ -20,27 +22,71 @@ const (
 	platformVMware    = "vmware"    // guestinfo is optional; the configuration is published in any case (vmware_supported.go)
 )
 
-// providerID follows the order: the platform's own; the platform's instance id; the SMBIOS UUID; the node IP. The second
-// result says why none can be given yet: whatever is returned first stays for the Node's life.
-func providerID(in Input, nodeIP netip.Addr) (id, pending string) {
-	meta := in.Machine.Platform
-
-	if meta.Platform == "" {
-		return "", "the machine has not published its platform yet"
-	}
-
-	if pending := premature(in); pending != "" {
+// providerID follows the order: the one that rules or the platform give; the instance id that rules or the platform give; the SMBIOS UUID;
+// the node IP. The second result says why none can be given: whatever is returned first stays for the Node's life, so that a rule that
+// fails to replace an identity must not be made up for by what comes next in the order.
+func providerID(in Input, transformed transform.Result, nodeIP netip.Addr) (id, pending string) {
+	if pending := misruled(in, transformed); pending != "" {
 		return "", pending
 	}
+
+	meta := transformed.Platform
+	_, instanceReplaced := transformed.Replaced[fieldInstanceID]
 
 	switch {
 	case namesInstance(meta.ProviderID):
 		return meta.ProviderID, ""
-	case meta.InstanceID != "" && !knownBySMBIOS(meta.Platform):
+	case meta.InstanceID != "" && (instanceReplaced || !knownBySMBIOS(meta.Platform)):
 		return providerURI(meta.Platform, meta.InstanceID), ""
 	default:
 		return machineID(in, nodeIP), ""
 	}
+}
+
+// Fields of the metadata that identify the machine, as transform names them.
+const (
+	fieldProviderID = "ProviderID"
+	fieldInstanceID = "InstanceID"
+)
+
+// misruled says what is wrong with the identity that rules have made, or nothing.
+func misruled(in Input, transformed transform.Result) string {
+	_, providerID := transformed.Replaced[fieldProviderID]
+	_, instanceID := transformed.Replaced[fieldInstanceID]
+
+	for _, p := range transformed.Problems {
+		// An identity that rules make may be made of metadata that an earlier rule was to replace.
+		if p.Identity || ((providerID || instanceID) && strings.HasPrefix(p.Key, "platformMetadata[")) {
+			return fmt.Sprintf("rule %q cannot set %s: %s", p.Rule, p.Key, p.Why)
+		}
+	}
+
+	for _, field := range []struct {
+		name, value string
+		names       bool
+	}{
+		{fieldProviderID, transformed.Platform.ProviderID, namesInstance(transformed.Platform.ProviderID)},
+		{fieldInstanceID, transformed.Platform.InstanceID, transformed.Platform.InstanceID != ""},
+	} {
+		rule, replaced := transformed.Replaced[field.name]
+		if !replaced {
+			continue
+		}
+
+		if noSMBIOSYet(in) {
+			return fmt.Sprintf("rule %q may make the %s from an SMBIOS that is yet to be read", rule, field.name)
+		}
+
+		if !field.names {
+			return fmt.Sprintf("rule %q makes %s %q, which names no instance", rule, field.name, field.value)
+		}
+
+		if why := unusable(field.value); why != "" {
+			return fmt.Sprintf("rule %q makes an %s that cannot be right: it %s", rule, field.name, why)
+		}
+	}
+
+	return ""
 }
 
 func knownBySMBIOS(platform string) bool {
@@ -53,6 +99,8 @@ func premature(in Input) string {
 	named := meta.InstanceID != "" || namesInstance(meta.ProviderID)
 
 	switch {
+	case meta.Platform == "":
+		return "the machine has not published its platform yet"
 	case knownBySMBIOS(meta.Platform):
 		if awaitsSMBIOS(in) {
 			return fmt.Sprintf("platform %q has an SMBIOS UUID that is yet to be read", meta.Platform)
@@ -120,6 +168,11 @@ func awaitsConfirmation(in Input) bool {
 // polled.
 func awaitsSMBIOS(in Input) bool {
 	return in.Machine.Platform.InstanceID != "" && in.Machine.System == (hardware.SystemInformationSpec{})
+}
+
+// noSMBIOSYet tells whether SMBIOS may still be read. It is there long before a machine runs, and is polled together with the stage.
+func noSMBIOSYet(in Input) bool {
+	return in.Machine.System == (hardware.SystemInformationSpec{}) && in.Machine.Stage != runtime.MachineStageRunning
 }
 
 // awaitsMetadata tells whether metadata may still come on a platform where it is optional. A nocloud machine without any
