@@ -247,6 +247,8 @@ func (b *Bootstrap) renew(ctx context.Context) (renewal, error) {
 		return renewal{}, err
 	}
 
+	tokenExpiry.Set(float64(request.Status.ExpirationTimestamp.Unix()))
+
 	return renewal{kubeconfig: kubeconfig, lifetime: request.Status.ExpirationTimestamp.Sub(b.clock.Now()), admin: admin}, nil
 }
 

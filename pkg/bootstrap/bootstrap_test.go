@@ -21,6 +21,7 @@ import (
 	"github.com/cosi-project/runtime/pkg/state"
 	"github.com/siderolabs/talos/pkg/machinery/resources/secrets"
 	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/utils/clock"
 	clocktesting "k8s.io/utils/clock/testing"
 
@@ -86,6 +87,28 @@ func TestTokenLivesAnHourAtMost(t *testing.T) {
 	if claims.Subject != "system:serviceaccount:kube-system:talos-ccm" || claims.Expires-claims.Issued > 3600 {
 		t.Errorf("the token says %+v", claims)
 	}
+
+	if got := gauge(t, "talosccm_token_expiry_timestamp_seconds"); got != float64(claims.Expires) {
+		t.Errorf("the metric says that it expires at %.0f, want %d", got, claims.Expires)
+	}
+}
+
+// gauge is the value of a metric without labels.
+func gauge(t *testing.T, name string) float64 {
+	t.Helper()
+
+	families, err := legacyregistry.DefaultGatherer.Gather()
+	must(t, err)
+
+	for _, family := range families {
+		if family.GetName() == name {
+			return family.GetMetric()[0].GetGauge().GetValue()
+		}
+	}
+
+	t.Fatalf("there is no metric %s", name)
+
+	return 0
 }
 
 func TestAdminCredentialsAreNowhereInTheFolder(t *testing.T) {

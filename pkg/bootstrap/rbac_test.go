@@ -125,9 +125,13 @@ func allowed() map[string][]string {
 			"create tokenreviews.authentication.k8s.io",
 			"list nodes", "watch nodes", "patch nodes",
 			"patch nodes/status",
+			"list certificatesigningrequests.certificates.k8s.io", "watch certificatesigningrequests.certificates.k8s.io",
+			"update certificatesigningrequests/approval.certificates.k8s.io",
+			"list servicecidrs.networking.k8s.io",
 		},
 		"default": {
 			"create events", "patch events",
+			"list endpointslices.discovery.k8s.io",
 		},
 		"kube-system": {
 			"create events", "patch events",
@@ -170,7 +174,10 @@ func TestTokenMayUseTheLeaseOfItsNameOnly(t *testing.T) {
 		{"get", "", "configmaps", "", "kube-system", "kube-root-ca.crt", false},
 		{"get", "", "secrets", "", "kube-system", "any", false},
 		{"create", "", "serviceaccounts", "token", "kube-system", "talos-ccm", false},
-		{"approve", "certificates.k8s.io", "signers", "", everywhere, "kubernetes.io/kubelet-serving", false},
+		{"approve", "certificates.k8s.io", "signers", "", everywhere, "kubernetes.io/kubelet-serving", true},
+		{"approve", "certificates.k8s.io", "signers", "", everywhere, "kubernetes.io/kube-apiserver-client", false},
+		{"get", "", "services", "", "default", "kubernetes", true},
+		{"get", "", "services", "", "default", "any", false},
 		{"bind", "rbac.authorization.k8s.io", "clusterroles", "", everywhere, "system:talos-ccm", false},
 		{"impersonate", "", "users", "", everywhere, "admin", false},
 	} {

@@ -42,18 +42,25 @@ func RaiseOpenFiles() error {
 	return nil
 }
 
-// Drop makes the process UID, without groups and capabilities, and dir, which it creates, its own. There is no way back.
-func Drop(dir string) error {
+// Drop makes the process UID, without groups and capabilities, and dirs, which it creates, its own. There is no way back. A process that is
+// UID already has been here before and has replaced itself; it is only checked.
+func Drop(dirs ...string) error {
+	if os.Geteuid() == UID {
+		return checkNoCapabilities()
+	}
+
 	if os.Geteuid() != 0 {
 		return errors.New("drop privileges: only root can")
 	}
 
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return fmt.Errorf("drop privileges: %w", err)
-	}
+	for _, dir := range dirs {
+		if err := os.MkdirAll(dir, 0o700); err != nil {
+			return fmt.Errorf("drop privileges: %w", err)
+		}
 
-	if err := os.Chown(dir, UID, UID); err != nil {
-		return fmt.Errorf("drop privileges: %w", err)
+		if err := os.Chown(dir, UID, UID); err != nil {
+			return fmt.Errorf("drop privileges: %w", err)
+		}
 	}
 
 	// In package syscall, unlike x/sys, these reach all threads. The kernel clears all effective and permitted

@@ -7,6 +7,7 @@ package provider
 import (
 	"cmp"
 	"context"
+	"net/netip"
 
 	corev1 "k8s.io/api/core/v1"
 	cloudprovider "k8s.io/cloud-provider"
@@ -22,12 +23,13 @@ const Name = "talos"
 type Inventory interface {
 	Get(nodename string) inventory.Entry
 	SharedUUID(uuid, nodename string) bool
+	SharedAddresses(nodename string) []netip.Addr
 }
 
 // Provider implements cloudprovider.Interface and cloudprovider.InstancesV2. Use New.
 type Provider struct {
 	inventory Inventory
-	options   nodespec.Options
+	options   func() nodespec.Options
 }
 
 var (
@@ -35,8 +37,8 @@ var (
 	_ cloudprovider.InstancesV2 = (*Provider)(nil)
 )
 
-// New makes a Provider over the inventory.
-func New(inv Inventory, options nodespec.Options) *Provider {
+// New makes a Provider over the inventory; options returns the choices now in force.
+func New(inv Inventory, options func() nodespec.Options) *Provider {
 	return &Provider{inventory: inv, options: options}
 }
 
@@ -80,13 +82,12 @@ func (p *Provider) InstanceMetadata(_ context.Context, node *corev1.Node) (*clou
 		return nil, cloudprovider.InstanceNotFound
 	}
 
-	spec, _, pending := nodespec.Desired(nodespec.Input{
-		Machine:         entry.Machine,
-		ProvidedNodeIPs: nodespec.ProvidedNodeIPs(node),
-		SharedUUID:      p.inventory.SharedUUID(entry.Machine.UUID(), node.Name),
-		Options:         p.options,
-	})
-	if pending != "" {
+	in := nodespec.NewInput(node, entry.Machine, p.options())
+	in.SharedUUID = p.inventory.SharedUUID(entry.Machine.UUID(), node.Name)
+	in.SharedAddresses = p.inventory.SharedAddresses(node.Name)
+
+	spec, _, pending := nodespec.Desired(in)
+	if pending != "" || !nodespec.Claimed(in) {
 		return nil, cloudprovider.InstanceNotFound
 	}
 

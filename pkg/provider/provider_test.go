@@ -65,7 +65,7 @@ func pendingWorker() machine.Machine {
 func TestMachineIsNeverSaidToBeGone(t *testing.T) {
 	for name, inv := range conditions() {
 		t.Run(name, func(t *testing.T) {
-			p := provider.New(inv, nodespec.Options{})
+			p := provider.New(inv, defaults)
 
 			if exists, err := p.InstanceExists(t.Context(), nodeNamed(nodename)); err != nil || !exists {
 				t.Errorf("InstanceExists: %t, %v", exists, err)
@@ -81,7 +81,7 @@ func TestMachineIsNeverSaidToBeGone(t *testing.T) {
 func TestMetadataOnlyOfAMachineThatCanBeReliedOn(t *testing.T) {
 	for name, inv := range conditions() {
 		t.Run(name, func(t *testing.T) {
-			metadata, err := provider.New(inv, nodespec.Options{}).InstanceMetadata(t.Context(), nodeNamed(nodename))
+			metadata, err := provider.New(inv, defaults).InstanceMetadata(t.Context(), nodeNamed(nodename))
 
 			if name != "current" {
 				if !errors.Is(err, cloudprovider.InstanceNotFound) {
@@ -107,7 +107,7 @@ func TestProviderIDOfTheNodeStays(t *testing.T) {
 	node := nodeNamed(nodename)
 	node.Spec.ProviderID = "talos://aws/10.0.0.1"
 
-	metadata, err := provider.New(conditions()["current"], nodespec.Options{}).InstanceMetadata(t.Context(), node)
+	metadata, err := provider.New(conditions()["current"], defaults).InstanceMetadata(t.Context(), node)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -118,7 +118,7 @@ func TestProviderIDOfTheNodeStays(t *testing.T) {
 }
 
 func TestOnlyInstancesAreOffered(t *testing.T) {
-	p := provider.New(inventory.New(time.Now), nodespec.Options{})
+	p := provider.New(inventory.New(time.Now), defaults)
 
 	_, balancers := p.LoadBalancer()
 	_, instances := p.Instances()
@@ -138,3 +138,5 @@ func TestOnlyInstancesAreOffered(t *testing.T) {
 		t.Errorf("name %q, has a cluster ID %t", p.ProviderName(), p.HasClusterID())
 	}
 }
+
+func defaults() nodespec.Options { return nodespec.Options{} }

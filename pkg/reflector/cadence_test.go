@@ -83,6 +83,20 @@ func polledChanges() map[resource.Type]change {
 			},
 			seen: func(m machine.Machine) bool { return m.Stage == runtime.MachineStageUpgrading },
 		},
+		runtime.VersionType: {
+			make: func(ctx context.Context, m *talostest.Machine) error {
+				return modify(ctx, m, runtime.NewVersion(), func(r *runtime.Version) { r.TypedSpec().Version = "v9.9.9" })
+			},
+			seen: func(m machine.Machine) bool { return m.TalosVersion == "v9.9.9" },
+		},
+		runtime.ExtensionStatusType: {
+			make: func(ctx context.Context, m *talostest.Machine) error {
+				return modify(ctx, m, runtime.NewExtensionStatus(runtime.NamespaceName, "001.schematic"), func(r *runtime.ExtensionStatus) {
+					r.TypedSpec().Metadata.Name, r.TypedSpec().Metadata.Version = "schematic", "376567988ad3"
+				})
+			},
+			seen: func(m machine.Machine) bool { return m.Extensions["schematic"] == "376567988ad3" },
+		},
 		k8s.NodeIPType: {
 			make: func(ctx context.Context, m *talostest.Machine) error { return m.SetNodeIPs(ctx, publicPrefix.Addr()) },
 			seen: func(m machine.Machine) bool { return len(m.NodeIPs) == 1 && m.NodeIPs[0] == publicPrefix.Addr() },

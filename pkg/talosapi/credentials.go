@@ -144,6 +144,8 @@ func (m *Minted) renew(ctx context.Context) (rotated bool, err error) {
 	rotated = len(m.roots) > 0 && m.roots[0].pem != issuing
 
 	m.cert = &cert
+	readerExpiry.Set(float64(cert.Leaf.NotAfter.Unix()))
+
 	m.roots = trust(m.roots, issuing, m.clock.Now())
 
 	return rotated, nil

@@ -15,7 +15,10 @@ import (
 	"time"
 
 	"github.com/cosi-project/runtime/api/v1alpha1"
+	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/cosi-project/runtime/pkg/state"
 	"github.com/siderolabs/talos/pkg/machinery/constants"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/siderolabs/talos/pkg/machinery/role"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -56,6 +59,43 @@ func TestMachineWhoseCertificateIsOfAnotherAddressIsRefused(t *testing.T) {
 	if calls := s.worker.Calls(); len(calls) != 0 {
 		t.Errorf("the machine was called: %v", calls)
 	}
+}
+
+func TestMachineThatSaysTooMuchIsCutShort(t *testing.T) {
+	s := newSite(t, clock.RealClock{})
+
+	for i := range 16 {
+		extension := runtime.NewExtensionStatus(runtime.NamespaceName, strconv.Itoa(i))
+		extension.TypedSpec().Metadata.Description = strings.Repeat("x", 1<<20)
+		must(t, s.worker.State().Create(t.Context(), extension))
+	}
+
+	st, err := talosapi.Dial(s.reader(t), s.worker.Address())
+	must(t, err)
+	t.Cleanup(func() { _ = st.Close() })
+
+	kind := resource.NewMetadata(runtime.NamespaceName, runtime.ExtensionStatusType, "", resource.VersionUndefined)
+
+	if _, err := st.List(t.Context(), kind); status.Code(err) != codes.ResourceExhausted {
+		t.Errorf("listed: got %v", err)
+	}
+
+	events := make(chan state.Event)
+	must(t, st.WatchKind(t.Context(), kind, events, state.WithBootstrapContents(true)))
+
+	for event := range events {
+		if event.Type == state.Bootstrapped {
+			t.Error("watched: got all")
+		}
+
+		if event.Type == state.Errored || event.Type == state.Bootstrapped {
+			break
+		}
+	}
+
+	// Others are heard as before.
+	_, err = nodename(t, st)
+	must(t, err)
 }
 
 // forward has a machine answer at an address that is not its own, and returns that.

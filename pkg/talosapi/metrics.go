@@ -24,6 +24,12 @@ var (
 		StabilityLevel: metrics.ALPHA,
 	}, []string{"request"})
 
+	readerExpiry = metrics.NewGauge(&metrics.GaugeOpts{
+		Name:           "talosccm_reader_certificate_expiry_timestamp_seconds",
+		Help:           "When the os:reader certificate in use expires, in seconds since 1970; 0 if none has been minted.",
+		StabilityLevel: metrics.ALPHA,
+	})
+
 	requests = metrics.NewCounterVec(&metrics.CounterOpts{
 		Name:           "talosccm_api_requests_total",
 		Help:           "Number of Talos API calls by method and gRPC status code.",
@@ -31,7 +37,7 @@ var (
 	}, []string{"method", "code"})
 )
 
-func init() { legacyregistry.MustRegister(requestDuration, requestErrors, requests) }
+func init() { legacyregistry.MustRegister(requestDuration, requestErrors, requests, readerExpiry) }
 
 // observe records one call of a full gRPC method such as /cosi.resource.State/List.
 func observe(method string, start time.Time, err error) {

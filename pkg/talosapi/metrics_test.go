@@ -15,7 +15,7 @@ import (
 // sample names one time series of a metric of calls.
 type sample struct{ metric, name, code string }
 
-// samples are all series of the metrics of calls; of histograms, the count.
+// samples are all series of metrics; of histograms, the count.
 func samples(t *testing.T) map[sample]float64 {
 	t.Helper()
 
@@ -37,7 +37,7 @@ func samples(t *testing.T) map[sample]float64 {
 				}
 			}
 
-			values[s] = metric.GetCounter().GetValue() + float64(metric.GetHistogram().GetSampleCount())
+			values[s] = metric.GetCounter().GetValue() + metric.GetGauge().GetValue() + float64(metric.GetHistogram().GetSampleCount())
 		}
 	}
 

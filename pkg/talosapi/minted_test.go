@@ -89,6 +89,10 @@ func TestCertificateIsRenewedAtHalfOfItsLife(t *testing.T) {
 		t.Errorf("the certificate is for %v, valid for %s", leaf.Subject.Organization, leaf.NotAfter.Sub(leaf.NotBefore))
 	}
 
+	if got := samples(t)[sample{metric: "talosccm_reader_certificate_expiry_timestamp_seconds"}]; got != float64(first.Leaf.NotAfter.Unix()) {
+		t.Errorf("the metric says that it expires at %.0f, want %s", got, first.Leaf.NotAfter)
+	}
+
 	eventually(t, "the renewal is planned", clk.HasWaiters)
 	clk.Step(readerTTL/2 - time.Second)
 

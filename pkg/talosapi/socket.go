@@ -10,6 +10,7 @@ import (
 	"github.com/cosi-project/runtime/pkg/state"
 	"github.com/siderolabs/talos/pkg/machinery/api/machine"
 	"github.com/siderolabs/talos/pkg/machinery/constants"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/siderolabs/talos/pkg/machinery/resources/secrets"
 	"github.com/siderolabs/talos/pkg/machinery/role"
 	"google.golang.org/grpc"
@@ -125,6 +126,18 @@ func (a *Admin) WatchLocalhostAdminKubeconfig(ctx context.Context, ch chan<- sta
 
 	if err := a.state.Watch(ctx, md, ch); err != nil {
 		return fmt.Errorf("watch the localhost admin kubeconfig: %w", err)
+	}
+
+	return nil
+}
+
+// WatchServiceConfig sends an event on ch whenever the ExtensionServiceConfig document of the extension service called name changes, starting
+// with the present one: Created if there is one, Destroyed if there is none. An event of type Errored is the last.
+func (a *Admin) WatchServiceConfig(ctx context.Context, name string, ch chan<- state.Event) error {
+	md := runtime.NewExtensionServiceConfigSpec(runtime.NamespaceName, name).Metadata()
+
+	if err := a.state.Watch(ctx, md, ch); err != nil {
+		return fmt.Errorf("watch the ExtensionServiceConfig of %s: %w", name, err)
 	}
 
 	return nil

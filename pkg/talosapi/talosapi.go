@@ -21,8 +21,11 @@ import (
 	cosiclient "github.com/cosi-project/runtime/pkg/state/protobuf/client"
 	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 )
 
 const (
@@ -34,6 +37,10 @@ const (
 	// bufferSize replaces gRPC's 32 KiB buffers for reading and writing: there is one connection per machine, nearly
 	// always idle.
 	bufferSize = 4 << 10
+
+	// maxStream is the most that a machine may send over one stream: twice what ten thousand addresses take. A list is read to its end before anybody
+	// looks at it, and there may be none.
+	maxStream = 8 << 20
 )
 
 // State is the read-only part of a machine's COSI state, together with its connection.
@@ -69,6 +76,7 @@ func Dial(creds Credentials, addr netip.Addr) (State, error) {
 	conn, err := grpc.NewClient(target, append(dialOptions(),
 		grpc.WithTransportCredentials(transport(creds, config)),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: keepaliveTime, Timeout: keepaliveTimeout}),
+		grpc.WithChainStreamInterceptor(boundStream),
 	)...)
 	if err != nil {
 		return nil, fmt.Errorf("dial %s: %w", addr, err)
@@ -119,6 +127,39 @@ func dialOptions() []grpc.DialOption {
 		grpc.WithChainUnaryInterceptor(measureUnary),
 		grpc.WithChainStreamInterceptor(measureStream),
 	}
+}
+
+func boundStream(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, open grpc.Streamer, opts ...grpc.CallOption) (grpc.ClientStream, error) {
+	stream, err := open(ctx, desc, cc, method, opts...)
+	if err != nil {
+		return nil, err
+	}
+
+	return &boundedStream{ClientStream: stream, left: maxStream}, nil
+}
+
+// boundedStream fails when more was received than may be.
+type boundedStream struct {
+	grpc.ClientStream
+
+	left int // bytes
+}
+
+// RecvMsg implements grpc.ClientStream.
+func (s *boundedStream) RecvMsg(message any) error {
+	if err := s.ClientStream.RecvMsg(message); err != nil {
+		return err
+	}
+
+	if m, ok := message.(proto.Message); ok {
+		s.left -= proto.Size(m)
+	}
+
+	if s.left < 0 {
+		return status.Errorf(codes.ResourceExhausted, "the machine has sent more than %d bytes over one stream", maxStream)
+	}
+
+	return nil
 }
 
 type cosiState struct {

@@ -222,7 +222,7 @@ func (m *Machine) deriveNodeAddresses(ctx context.Context) error {
 		return err
 	}
 
-	view := addressView{statuses: statuses, api: m.address, cluster: clusterCIDRs()}
+	view := addressView{statuses: statuses, api: m.address, cluster: m.cluster.clusterCIDRs()}
 
 	for id, prefixes := range view.nodeAddresses() {
 		if err := m.publishNodeAddress(ctx, id, prefixes); err != nil {

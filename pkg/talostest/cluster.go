@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"maps"
 	"net"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
@@ -34,6 +35,26 @@ type Options struct {
 	// Dir is where machine.sock files are created; by default a temporary folder that Close removes. Keep it short: the path of a
 	// socket has to be shorter than 108 bytes.
 	Dir string
+	// PodCIDRs and ServiceCIDRs are the cluster's; by default Talos's own, 10.244.0.0/16 and 10.96.0.0/12.
+	PodCIDRs, ServiceCIDRs []netip.Prefix
+}
+
+func (o *Options) setDefaults() {
+	if o.Name == "" {
+		o.Name = "talostest"
+	}
+
+	if o.Clock == nil {
+		o.Clock = clock.RealClock{}
+	}
+
+	if len(o.PodCIDRs) == 0 {
+		o.PodCIDRs = defaultPodCIDRs()
+	}
+
+	if len(o.ServiceCIDRs) == 0 {
+		o.ServiceCIDRs = defaultServiceCIDRs()
+	}
 }
 
 // Cluster is a number of Talos machines that share a CA. Its methods are safe for concurrent use.
@@ -42,6 +63,8 @@ type Cluster struct {
 	id    string
 	token string
 	now   func() time.Time
+
+	podCIDRs, serviceCIDRs []netip.Prefix
 
 	definitions *definitions
 	authority   *authority
@@ -67,22 +90,18 @@ var errClosed = errors.New("the cluster is closed")
 // New returns a cluster without machines. It claims a block of loopback addresses of its own, so that clusters of any number of
 // processes on one host do not meet. Close it.
 func New(options Options) (*Cluster, error) {
+	options.setDefaults()
+
 	c := &Cluster{
-		name:     options.Name,
-		now:      time.Now,
-		machines: make(map[string]*Machine),
-		configs:  make(map[configKey]coreconfig.Provider),
-		intake:   newIntake(),
-		id:       randomText(32),
-		token:    randomText(16),
-	}
-
-	if c.name == "" {
-		c.name = "talostest"
-	}
-
-	if options.Clock != nil {
-		c.now = options.Clock.Now
+		name:         options.Name,
+		now:          options.Clock.Now,
+		podCIDRs:     slices.Clone(options.PodCIDRs),
+		serviceCIDRs: slices.Clone(options.ServiceCIDRs),
+		machines:     make(map[string]*Machine),
+		configs:      make(map[configKey]coreconfig.Provider),
+		intake:       newIntake(),
+		id:           randomText(32),
+		token:        randomText(16),
 	}
 
 	if err := c.prepare(options.Dir); err != nil {

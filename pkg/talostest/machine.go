@@ -34,6 +34,8 @@ type MachineSpec struct {
 	NodeIPs []netip.Addr
 	// Addresses are further addresses of the machine.
 	Addresses []Address
+	// ExcludedSubnets have no node IP in them, besides the cluster's pod and service CIDRs.
+	ExcludedSubnets []netip.Prefix
 	// Platform is what the platform says of the machine; the platform is "metal" by default.
 	Platform runtime.PlatformMetadataSpec
 	// PlatformPending publishes only Platform.Platform, as Talos does until the metadata service answers; see
@@ -43,6 +45,9 @@ type MachineSpec struct {
 	SystemInformation *hardware.SystemInformationSpec
 	// LocalhostAdminKubeconfig is published on control planes. Empty: the secret does not exist yet.
 	LocalhostAdminKubeconfig string
+	// Controllers are, on control planes, the extra argument `controllers` of kube-controller-manager, which Talos adds to its own: for
+	// example -node-ipam-controller.
+	Controllers []string
 	// ServeSocket serves machine.sock too; see [Machine.Socket].
 	ServeSocket bool
 	// TalosVersion is v1.13.5 by default.
@@ -188,11 +193,18 @@ func (m *Machine) SetLocalhostAdminKubeconfig(ctx context.Context, kubeconfig []
 	})
 }
 
-// SetExtensionServiceConfig publishes or replaces the configuration of an extension service.
+// SetExtensionServiceConfig publishes or replaces the files of an extension service. Its environment stays.
 func (m *Machine) SetExtensionServiceConfig(ctx context.Context, name string, files ...runtime.ExtensionServiceConfigFile) error {
-	return modify(ctx, m, runtime.NewExtensionServiceConfigSpec(runtime.NamespaceName, name), func(spec *runtime.ExtensionServiceConfigSpec) {
-		spec.Files = slices.Clone(files)
-	})
+	return m.modifyExtension(ctx, name, func(spec *runtime.ExtensionServiceConfigSpec) { spec.Files = slices.Clone(files) })
+}
+
+// SetExtensionServiceDocument publishes or replaces all that the ExtensionServiceConfig document of an extension service says, in one write.
+func (m *Machine) SetExtensionServiceDocument(ctx context.Context, name string, document runtime.ExtensionServiceConfigSpec) error {
+	return m.modifyExtension(ctx, name, func(spec *runtime.ExtensionServiceConfigSpec) { *spec = document.DeepCopy() })
+}
+
+func (m *Machine) modifyExtension(ctx context.Context, name string, change func(*runtime.ExtensionServiceConfigSpec)) error {
+	return modify(ctx, m, runtime.NewExtensionServiceConfigSpec(runtime.NamespaceName, name), change)
 }
 
 // specified is a resource with a typed spec.

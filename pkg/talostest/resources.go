@@ -13,6 +13,7 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/config/encoder"
 	"github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/config/types/v1alpha1"
+	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	clusterres "github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/config"
@@ -25,15 +26,30 @@ import (
 
 // What every machine of a cluster has in common.
 const (
-	podCIDR           = "10.244.0.0/16"
-	serviceCIDR       = "10.96.0.0/12"
 	kubernetesVersion = "v1.36.2"
 	defaultVersion    = "v1.13.5"
 	extensionName     = "talos-ccm"
 )
 
-func clusterCIDRs() []netip.Prefix {
-	return []netip.Prefix{netip.MustParsePrefix(podCIDR), netip.MustParsePrefix(serviceCIDR)}
+// What Talos takes if the machine configuration has no podSubnets and no serviceSubnets (constants.DefaultIPv4PodNet, DefaultIPv4ServiceNet).
+func defaultPodCIDRs() []netip.Prefix {
+	return []netip.Prefix{netip.MustParsePrefix(constants.DefaultIPv4PodNet)}
+}
+
+func defaultServiceCIDRs() []netip.Prefix {
+	return []netip.Prefix{netip.MustParsePrefix(constants.DefaultIPv4ServiceNet)}
+}
+
+// clusterCIDRs are all that no machine has an address in.
+func (c *Cluster) clusterCIDRs() []netip.Prefix { return slices.Concat(c.podCIDRs, c.serviceCIDRs) }
+
+func texts(prefixes []netip.Prefix) []string {
+	list := make([]string, len(prefixes))
+	for i, prefix := range prefixes {
+		list[i] = prefix.String()
+	}
+
+	return list
 }
 
 // asResources widens typed resources.
@@ -57,10 +73,10 @@ func (c *Cluster) seed(spec MachineSpec) ([]resource.Resource, error) {
 		identityResources(c, spec),
 		runtimeResources(spec),
 		addressResources(spec),
-		kubernetesResources(spec),
+		c.kubernetesResources(spec),
 		asResources(config),
 		asResources(c.osRoot(spec.Type)),
-		controlPlaneResources(spec),
+		c.controlPlaneResources(spec),
 	), nil
 }
 
@@ -141,66 +157,29 @@ func addressResources(spec MachineSpec) []resource.Resource {
 	return append(asResources(statuses...), newNodeAddress(network.NodeAddressDefaultID, []netip.Prefix{api}))
 }
 
-func kubernetesResources(spec MachineSpec) []resource.Resource {
+func (c *Cluster) kubernetesResources(spec MachineSpec) []resource.Resource {
 	nodeIP := k8s.NewNodeIP(k8s.NamespaceName, k8s.KubeletID)
 	nodeIP.TypedSpec().Addresses = slices.Clone(spec.NodeIPs)
 
 	nodeIPConfig := k8s.NewNodeIPConfig(k8s.NamespaceName, k8s.KubeletID)
 	nodeIPConfig.TypedSpec().ValidSubnets = []string{"0.0.0.0/0"}
-	nodeIPConfig.TypedSpec().ExcludeSubnets = []string{podCIDR, serviceCIDR}
+	nodeIPConfig.TypedSpec().ExcludeSubnets = texts(slices.Concat(c.clusterCIDRs(), spec.ExcludedSubnets))
 
 	return []resource.Resource{nodeIP, nodeIPConfig}
 }
 
-func controlPlaneResources(spec MachineSpec) []resource.Resource {
+func (c *Cluster) controlPlaneResources(spec MachineSpec) []resource.Resource {
 	if !spec.Type.IsControlPlane() {
 		return nil
 	}
 
-	manager := k8s.NewControllerManagerConfig()
-	manager.TypedSpec().Enabled = true
-	manager.TypedSpec().Image = "kube-controller-manager:" + kubernetesVersion
-	manager.TypedSpec().CloudProvider = "external"
-	manager.TypedSpec().PodCIDRs = []string{podCIDR}
-	manager.TypedSpec().ServiceCIDRs = []string{serviceCIDR}
-
-	pod := k8s.NewStaticPod(k8s.NamespaceName, k8s.ControllerManagerID)
-	pod.TypedSpec().Pod = controllerManagerPod(manager.TypedSpec())
-
-	resources := []resource.Resource{manager, pod}
+	resources := c.controllerManagerResources(spec)
 
 	if spec.LocalhostAdminKubeconfig != "" {
 		resources = append(resources, newKubernetesSecrets(spec.LocalhostAdminKubeconfig))
 	}
 
 	return resources
-}
-
-// controllerManagerPod is the part of the static pod by which one can tell how kube-controller-manager runs.
-func controllerManagerPod(spec *k8s.ControllerManagerConfigSpec) map[string]any {
-	return map[string]any{
-		"apiVersion": "v1",
-		"kind":       "Pod",
-		"metadata":   map[string]any{"name": k8s.ControllerManagerID, "namespace": "kube-system"},
-		"spec": map[string]any{
-			"containers": []any{map[string]any{
-				"name":  k8s.ControllerManagerID,
-				"image": spec.Image,
-				"command": []any{
-					"/usr/local/bin/kube-controller-manager",
-					"--use-service-account-credentials",
-					"--allocate-node-cidrs=true",
-					"--bind-address=127.0.0.1",
-					"--cluster-cidr=" + podCIDR,
-					"--configure-cloud-routes=false",
-					"--controllers=*,tokencleaner",
-					"--leader-elect=true",
-					"--service-cluster-ip-range=" + serviceCIDR,
-				},
-			}},
-			"hostNetwork": true,
-		},
-	}
 }
 
 func newKubernetesSecrets(localhostAdminKubeconfig string) *secrets.Kubernetes {
@@ -278,7 +257,7 @@ func (c *Cluster) newMachineConfig(machineType machine.Type) (coreconfig.Provide
 				Endpoint: &v1alpha1.Endpoint{URL: &url.URL{Scheme: "https", Host: "127.0.0.1:6443"}},
 			},
 			ClusterNetwork: &v1alpha1.ClusterNetworkConfig{
-				DNSDomain: "cluster.local", PodSubnet: []string{podCIDR}, ServiceSubnet: []string{serviceCIDR},
+				DNSDomain: "cluster.local", PodSubnet: texts(c.podCIDRs), ServiceSubnet: texts(c.serviceCIDRs),
 			},
 			ExternalCloudProviderConfig: &v1alpha1.ExternalCloudProviderConfig{ExternalEnabled: &external},
 		},
