@@ -4,10 +4,11 @@
 //
 // Inputs: the Node informer, the inventory.
 //
-// Outputs, of Nodes of Talos machines alone: the labels of nodespec, by server-side apply; status.addresses; once in a
-// Node's life spec.providerID and the removal of the uninitialized taint.
+// Outputs, of Nodes of claimed Talos machines alone: labels and annotations of nodespec, by server-side apply; status.addresses; taints of rules, at
+// initialisation and, where a rule enforces them, later; once in a Node's life spec.providerID and the removal of the uninitialized taint. Of
+// managedFields, the end of what the upstream Talos CCM held of the same keys.
 //
-// It never writes a Node of another system, a providerID that is set, a key that somebody else holds, or anything of a machine
+// It never writes a Node of another system, a providerID that is set, a key or taint that somebody else holds, or anything of a machine
 // that has not proved to be the Node's.
 package node
 
@@ -15,6 +16,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"net/netip"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -25,10 +27,10 @@ import (
 	corelisters "k8s.io/client-go/listers/core/v1"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/tools/record"
-	"k8s.io/client-go/util/workqueue"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/worker"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
@@ -37,28 +39,28 @@ const (
 	// syncTimeout bounds all remote calls of one sync.
 	syncTimeout = 30 * time.Second
 
-	retryFirst = 100 * time.Millisecond
-	retryMax   = time.Minute
-
 	indexProviderID = "providerID"
+
+	queueName = "cloud-node"
 )
 
 // Inventory is what the controller reads of the machines.
 type Inventory interface {
 	Get(nodename string) inventory.Entry
 	SharedUUID(uuid, nodename string) bool
+	SharedAddresses(nodename string) []netip.Addr
 	Subscribe(handler func(nodename string))
 }
 
-// Config is all a Controller needs. Every field but Options must be set.
+// Config is all a Controller needs. Every field must be set.
 type Config struct {
 	Client    kubernetes.Interface
 	Nodes     coreinformers.NodeInformer
 	Inventory Inventory
 	Recorder  record.EventRecorder
 	Clock     clock.Clock
-	// Options are the cluster-wide choices; the zero value is the default.
-	Options nodespec.Options
+	// Options returns the cluster-wide choices now in force. Call Resync when they have changed.
+	Options func() nodespec.Options
 }
 
 // Controller is the node controller. Use New and Run.
@@ -71,10 +73,11 @@ type Controller struct {
 	reporter  *reporter
 	claims    *claims
 	written   *written
+	waiting   *waiting
 	recorder  record.EventRecorder
 	clock     clock.Clock
-	options   nodespec.Options
-	queue     workqueue.TypedRateLimitingInterface[string]
+	options   func() nodespec.Options
+	queue     worker.Queue
 }
 
 // New makes a Controller and subscribes it. The informer must not have been started yet.
@@ -90,13 +93,11 @@ func New(cfg Config) (*Controller, error) {
 		reporter:  newReporter(cfg.Recorder),
 		claims:    newClaims(),
 		written:   newWritten(),
+		waiting:   newWaiting(),
 		recorder:  cfg.Recorder,
 		clock:     cfg.Clock,
 		options:   cfg.Options,
-		queue: workqueue.NewTypedRateLimitingQueueWithConfig(
-			workqueue.NewTypedItemExponentialFailureRateLimiter[string](retryFirst, retryMax),
-			workqueue.TypedRateLimitingQueueConfig[string]{Name: "cloud-node"},
-		),
+		queue:     worker.NewQueue(queueName),
 	}
 
 	if err := informer.AddIndexers(cache.Indexers{indexProviderID: providerIDOf}); err != nil {
@@ -132,9 +133,17 @@ func (c *Controller) enqueue(obj any) {
 	}
 }
 
+// Resync has every Node looked at again.
+func (c *Controller) Resync() {
+	for _, nodename := range c.indexer.ListKeys() {
+		c.queue.Add(nodename)
+	}
+}
+
 // Run works with the given number of workers until ctx ends and the last of them has finished.
 func (c *Controller) Run(ctx context.Context, workers int) {
 	defer c.queue.ShutDown()
+	defer c.waiting.clear()
 
 	if !cache.WaitForNamedCacheSyncWithContext(ctx, c.synced) {
 		return
@@ -143,7 +152,7 @@ func (c *Controller) Run(ctx context.Context, workers int) {
 	var group wait.Group
 
 	for range workers {
-		group.StartWithContext(ctx, c.work)
+		group.StartWithContext(ctx, c.worker().Run)
 	}
 
 	<-ctx.Done()
@@ -151,41 +160,45 @@ func (c *Controller) Run(ctx context.Context, workers int) {
 	group.Wait()
 }
 
-func (c *Controller) work(ctx context.Context) {
-	for c.next(ctx) {
+// worker syncs Nodes, and counts how that ends.
+func (c *Controller) worker() worker.Worker {
+	return worker.Worker{
+		Queue:      c.queue,
+		Controller: queueName,
+		Subject:    "node",
+		Failure:    "Could not bring the Node up to date, trying again",
+		Sync: func(ctx context.Context, nodename string) error {
+			ctx, cancel := context.WithTimeout(ctx, syncTimeout)
+			defer cancel()
+
+			result, err := c.sync(ctx, nodename)
+			syncs.WithLabelValues(result).Inc()
+			c.countWaiting(nodename)
+
+			return err
+		},
 	}
 }
 
-func (c *Controller) next(ctx context.Context) bool {
-	key, shutdown := c.queue.Get()
-	if shutdown || ctx.Err() != nil {
+// countWaiting keeps the number of Nodes that wait.
+func (c *Controller) countWaiting(nodename string) {
+	if c.waits(nodename) {
+		c.waiting.add(nodename)
+	} else {
+		c.waiting.remove(nodename)
+	}
+}
+
+// waits tells whether a Node of ours is there and not initialised.
+func (c *Controller) waits(nodename string) bool {
+	node, err := c.lister.Get(nodename)
+	if err != nil || !nodespec.IsTalos(node) || node.DeletionTimestamp != nil || !nodespec.IsUninitialized(node) {
 		return false
 	}
 
-	defer c.queue.Done(key)
+	entry := c.inventory.Get(nodename)
 
-	logger := klog.LoggerWithValues(klog.FromContext(ctx), "node", key)
-	ctx, cancel := context.WithTimeout(klog.NewContext(ctx, logger), syncTimeout)
-
-	defer cancel()
-
-	result, err := c.sync(ctx, key)
-	syncs.WithLabelValues(result).Inc()
-
-	switch {
-	case err == nil:
-		c.queue.Forget(key)
-
-		return true
-	case apierrors.IsConflict(err):
-		logger.V(4).Info("Node changed meanwhile, trying again", "err", err)
-	default:
-		logger.Error(err, "Could not bring the Node up to date, trying again")
-	}
-
-	c.queue.AddRateLimited(key)
-
-	return true
+	return entry.ObservedAt.IsZero() || nodespec.Claimed(nodespec.NewInput(node, entry.Machine, c.options()))
 }
 
 // Results of a sync, as the metric names them.
@@ -231,7 +244,7 @@ func (c *Controller) sync(ctx context.Context, nodename string) (result string, 
 		return resultError, fmt.Errorf("compare node %s: %w", nodename, err)
 	}
 
-	c.reporter.report(node, append(findings, foreignKeys(p)...))
+	c.reporter.report(node, append(findings, p.foreign...))
 
 	if p.empty() {
 		return resultUnchanged, nil
@@ -270,28 +283,34 @@ func (c *Controller) desired(node *corev1.Node) (spec nodespec.Spec, findings []
 
 	// The last view of a machine that is unreachable still holds for a Node that was initialised from it, but none is initialised
 	// or identified from hearsay.
-	inNeed := uninitialized(node) || node.Spec.ProviderID == ""
+	inNeed := nodespec.IsUninitialized(node) || node.Spec.ProviderID == ""
 	if entry.ObservedAt.IsZero() || (entry.Condition != inventory.Current && inNeed) {
 		return nodespec.Spec{}, findings, false
 	}
 
-	spec, problems, pending := nodespec.Desired(nodespec.Input{
-		Machine:         entry.Machine,
-		ProvidedNodeIPs: nodespec.ProvidedNodeIPs(node),
-		SharedUUID:      c.inventory.SharedUUID(entry.Machine.UUID(), node.Name),
-		Options:         c.options,
-	})
+	in := nodespec.NewInput(node, entry.Machine, c.options())
+	in.SharedUUID = c.inventory.SharedUUID(entry.Machine.UUID(), node.Name)
+	in.SharedAddresses = c.inventory.SharedAddresses(node.Name)
+
+	if !nodespec.Claimed(in) {
+		c.release(node.Name)
+
+		return nodespec.Spec{}, nil, false
+	}
+
+	spec, problems, pending := c.transform(in)
+
+	for _, p := range problems {
+		findings = append(findings, finding{reason: ReasonInvalidValue, subject: p.Rule + "/" + p.Key, message: p.String(), kind: p.Kind()})
+	}
+
 	if pending != "" {
 		// Every machine is short of metadata for a while after a reboot: no news of a Node that was initialised before.
-		if uninitialized(node) {
-			findings = append(findings, finding{reason: ReasonMetadataPending, message: "Waiting for the machine: " + pending})
+		if nodespec.IsUninitialized(node) {
+			findings = append(findings, finding{reason: ReasonMetadataPending, message: "Cannot be initialised yet: " + pending})
 		}
 
 		return nodespec.Spec{}, findings, false
-	}
-
-	for _, p := range problems {
-		findings = append(findings, finding{reason: ReasonInvalidValue, subject: p.Key, message: p.String()})
 	}
 
 	if node.Spec.ProviderID == "" {
@@ -305,6 +324,14 @@ func (c *Controller) desired(node *corev1.Node) (spec nodespec.Spec, findings []
 	}
 
 	return spec, findings, true
+}
+
+// transform is nodespec.Desired, timed.
+func (c *Controller) transform(in nodespec.Input) (nodespec.Spec, []nodespec.Problem, string) {
+	began := c.clock.Now()
+	defer func() { transformation.Observe(c.clock.Since(began).Seconds()) }()
+
+	return nodespec.Desired(in)
 }
 
 // holder is the name of another Node that has providerID or is about to get it, or empty. A Node whose address is known to
@@ -344,25 +371,11 @@ func condition(entry inventory.Entry) []finding {
 	return nil
 }
 
-func foreignKeys(p plan) []finding {
-	var findings []finding
-
-	for key, value := range p.foreign {
-		findings = append(findings, finding{
-			reason:  ReasonKeyOwnedByOther,
-			subject: key,
-			message: fmt.Sprintf("Label %s=%q was set by somebody else and is left alone", key, value),
-		})
-	}
-
-	return findings
-}
-
 func (c *Controller) noteWritten(ctx context.Context, node *corev1.Node, p plan, spec nodespec.Spec) {
 	logger := klog.FromContext(ctx)
 
 	if !p.initialize {
-		logger.Info("Brought the Node up to date", "labels", p.applyLabels, "addresses", p.addresses != nil)
+		logger.Info("Brought the Node up to date", "labels", p.apply, "addresses", p.addresses != nil, "taints", p.retaint)
 
 		return
 	}

@@ -210,7 +210,7 @@ func addressList(m *talostest.Machine, external []string, names []corev1.NodeAdd
 func (s suite) wantProvider(n *corev1.Node) {
 	s.Helper()
 
-	metadata, err := provider.New(s.inventory, nodespec.Options{}).InstanceMetadata(s.Context(), n)
+	metadata, err := provider.New(s.inventory, s.options.get).InstanceMetadata(s.Context(), n)
 	s.require(err)
 
 	want := cloudprovider.InstanceMetadata{
@@ -363,7 +363,7 @@ func TestMachineUnreachableAndBack(t *testing.T) {
 		t.Errorf("the Node of an unreachable machine has changed: %s", describe(n))
 	}
 
-	exists, err := provider.New(s.inventory, nodespec.Options{}).InstanceExists(s.Context(), n)
+	exists, err := provider.New(s.inventory, s.options.get).InstanceExists(s.Context(), n)
 	if err != nil || !exists {
 		t.Errorf("InstanceExists of an unreachable machine: %t, %v", exists, err)
 	}

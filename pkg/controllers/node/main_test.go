@@ -50,6 +50,9 @@ type bed struct {
 	talos     *talostest.Cluster
 	client    kubernetes.Interface
 	inventory *inventory.Inventory
+	// options are in force for all tests: each selects its own Nodes in its rules.
+	options atomicOptions
+	resync  func()
 }
 
 var shared bed
@@ -121,10 +124,13 @@ func (b *bed) control(ctx context.Context, group *sync.WaitGroup) error {
 		Inventory: b.inventory,
 		Recorder:  broadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "talos-ccm"}),
 		Clock:     clock.RealClock{},
+		Options:   b.options.get,
 	})
 	if err != nil {
 		return err
 	}
+
+	b.resync = controller.Resync
 
 	if err := follow(factory.Core().V1().Nodes().Informer(), machines); err != nil {
 		return err

@@ -1,6 +1,7 @@
 package node
 
 import (
+	"fmt"
 	"maps"
 	"slices"
 	"testing"
@@ -115,6 +116,19 @@ func mustPlan(t *testing.T, node *corev1.Node, spec nodespec.Spec) plan {
 
 func apiEqual(a, b *corev1.Node) bool {
 	return maps.Equal(a.Labels, b.Labels) && slices.Equal(a.Status.Addresses, b.Status.Addresses) && slices.Equal(a.Spec.Taints, b.Spec.Taints) && a.Spec.ProviderID == b.Spec.ProviderID
+}
+
+func TestATakeOverThatWasInterruptedIsFinished(t *testing.T) {
+	h := registered(t)
+	node := h.label(upstreamManager, keyZone, "old").node()
+
+	// As the patch of managedFields leaves it, if nothing is applied after that.
+	node.ManagedFields = slices.DeleteFunc(node.ManagedFields, func(e metav1.ManagedFieldsEntry) bool { return e.Manager == upstreamManager })
+
+	p := mustPlan(t, node, nodespec.Spec{Labels: map[string]string{keyZone: "new"}})
+	if !p.apply || p.labels[keyZone] != "new" || len(p.foreign) > 0 {
+		t.Errorf("labels %v are applied: %t; foreign are %v", p.labels, p.apply, p.foreign)
+	}
 }
 
 func TestPlanOfLabels(t *testing.T) {
@@ -253,18 +267,34 @@ func TestPlanOfLabels(t *testing.T) {
 			test.node(h)
 
 			p := mustPlan(t, h.node(), nodespec.Spec{Labels: test.wanted})
-			if p.applyLabels != test.apply {
-				t.Errorf("apply: got %v, want %v", p.applyLabels, test.apply)
+			if p.apply != test.apply {
+				t.Errorf("apply: got %v, want %v", p.apply, test.apply)
 			}
 
 			if !maps.Equal(p.labels, test.labels) {
 				t.Errorf("ours: got %v, want %v", p.labels, test.labels)
 			}
 
-			if !maps.Equal(p.foreign, test.foreign) {
-				t.Errorf("foreign: got %v, want %v", p.foreign, test.foreign)
-			}
+			requireForeignLabels(t, p, test.foreign)
 		})
+	}
+}
+
+func requireForeignLabels(t *testing.T, p plan, want map[string]string) {
+	t.Helper()
+
+	got := map[string]string{}
+	for _, f := range p.foreign {
+		got[f.subject] = f.message
+	}
+
+	wanted := map[string]string{}
+	for key, value := range want {
+		wanted["labels/"+key] = fmt.Sprintf("Label %s=%q was set by somebody else and is left alone", key, value)
+	}
+
+	if !maps.Equal(got, wanted) {
+		t.Errorf("foreign: got %v, want %v", got, wanted)
 	}
 }
 
@@ -284,7 +314,7 @@ func TestAPlanOfLabelsThatWasCarriedOutIsEmpty(t *testing.T) {
 		before(h)
 
 		p := mustPlan(t, h.node(), nodespec.Spec{Labels: wanted})
-		if p.applyLabels {
+		if p.apply {
 			// Not forced: what we apply nobody else holds with another value.
 			_, err := h.client.CoreV1().Nodes().Apply(t.Context(), corev1ac.Node(nodename).WithLabels(p.labels), metav1.ApplyOptions{FieldManager: FieldManager})
 			if err != nil {

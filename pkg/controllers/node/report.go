@@ -24,6 +24,14 @@ type finding struct {
 	// subject tells findings of one reason apart, such as the key concerned; empty where there can be only one.
 	subject string
 	message string
+	// kind is for the metric of values that were left out; empty for other findings.
+	kind string
+}
+
+func (f finding) count() {
+	if f.kind != "" {
+		transformationErrors.WithLabelValues(f.kind).Inc()
+	}
 }
 
 // reporter turns findings into Events: one when a finding appears, none while it holds, however often it is found.
@@ -51,6 +59,7 @@ func (r *reporter) report(node *corev1.Node, findings []finding) {
 		now[id] = true
 
 		if !known[id] {
+			f.count()
 			r.recorder.Event(node, corev1.EventTypeWarning, f.reason, f.message)
 		}
 	}

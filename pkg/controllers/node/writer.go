@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"slices"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -19,17 +18,18 @@ type writer struct {
 	client kubernetes.Interface
 }
 
-// write does the parts of p in the order that makes initialisation atomic for the scheduler: labels, addresses, and last, in
-// one write, providerID and the removal of the taint. It returns the Node as the last part that succeeded has left it, or as it was.
+// write does the parts of p in the order that makes initialisation atomic for the scheduler: labels and annotations, addresses, and last, in
+// one write, providerID and taints. It returns the Node as the last part that succeeded has left it, or as it was.
 func (w writer) write(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
 	for _, part := range []struct {
 		name  string
 		due   bool
 		write func(context.Context, *corev1.Node, plan) (*corev1.Node, error)
 	}{
-		{"apply labels", p.applyLabels, w.applyLabels},
+		{"take over from the upstream Talos CCM", p.managedFields != nil, w.patchManagedFields},
+		{"apply labels and annotations", p.apply, w.apply},
 		{"patch addresses", p.addresses != nil, w.patchAddresses},
-		{"patch spec", p.providerID != "" || p.initialize, w.patchSpec},
+		{"patch spec", p.patchesSpec(), w.patchSpec},
 	} {
 		if !part.due {
 			continue
@@ -46,9 +46,16 @@ func (w writer) write(ctx context.Context, node *corev1.Node, p plan) (*corev1.N
 	return node, nil
 }
 
-// applyLabels does not force: a key that somebody else took meanwhile fails the whole, and the next sync leaves it out.
-func (w writer) applyLabels(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
-	config := corev1ac.Node(node.Name).WithUID(node.UID).WithLabels(p.labels)
+// patchManagedFields carries the resourceVersion it has seen: it replaces the list.
+func (w writer) patchManagedFields(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
+	return w.patch(ctx, node.Name, map[string]any{
+		"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion, "managedFields": p.managedFields},
+	})
+}
+
+// apply does not force: a key that somebody else took meanwhile fails the whole, and the next sync leaves it out.
+func (w writer) apply(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
+	config := corev1ac.Node(node.Name).WithUID(node.UID).WithLabels(p.labels).WithAnnotations(p.annotations)
 
 	return w.client.CoreV1().Nodes().Apply(ctx, config, metav1.ApplyOptions{FieldManager: FieldManager})
 }
@@ -69,8 +76,8 @@ func (w writer) patchSpec(ctx context.Context, node *corev1.Node, p plan) (*core
 		spec["providerID"] = p.providerID
 	}
 
-	if p.initialize {
-		spec["taints"] = slices.DeleteFunc(slices.Clone(node.Spec.Taints), isUninitialized)
+	if p.retaint {
+		spec["taints"] = planTaints(node, p.taints).list
 	}
 
 	return w.patch(ctx, node.Name, map[string]any{

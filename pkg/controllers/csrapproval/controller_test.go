@@ -1,0 +1,583 @@
+package csrapproval_test
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/rsa"
+	"crypto/x509"
+	"encoding/pem"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/kube"
+)
+
+// The tests that come first disturb the others, and run one after the other.
+
+func TestAnAPIServerThatRestartsDelaysApproval(t *testing.T) {
+	s := alone(t)
+
+	early, late := s.plan(), s.plan()
+	before := s.post(early, request{})
+	s.awaitDeferred(before, csrpolicy.CodeNodeUnknown)
+
+	s.kube.StopAPIServer(s.Context())
+
+	// While nobody can write anything.
+	early, late = s.boot(early), s.boot(late)
+
+	s.require(s.kube.StartAPIServer(s.Context()))
+	s.register(early)
+	s.awaitIssued(before)
+
+	after := s.post(late, request{})
+	s.register(late)
+	s.awaitIssued(after)
+}
+
+func TestANewLeaderFinishesWhatTheOldOneLeft(t *testing.T) {
+	s := alone(t)
+
+	w := s.plan()
+	deferred := s.post(w, request{})
+	s.awaitDeferred(deferred, csrpolicy.CodeNodeUnknown)
+
+	s.main.stop()
+	s.register(s.boot(w))
+	unseen := s.post(w, request{})
+
+	next, err := s.start(context.WithoutCancel(t.Context()))
+	s.require(err)
+
+	s.main = next
+
+	s.awaitIssued(deferred)
+	s.awaitIssued(unseen)
+}
+
+// A new leader hears of the machines one after the other.
+func TestANewLeaderHearsAllMachinesFirst(t *testing.T) {
+	s := alone(t)
+
+	both := netip.MustParsePrefix("172.31.131.1/24") // which the Nodes do not list
+	liar := s.join(talostest.Address{Link: "eth1", Prefix: both})
+	victim := s.join(talostest.Address{Link: "eth1", Prefix: both})
+
+	for _, w := range []worker{liar, victim} {
+		s.awaitIssued(s.post(w, request{})) // its machine is known now
+	}
+
+	name := s.post(liar, request{ips: []netip.Addr{both.Addr()}})
+	s.awaitDeferred(name, csrpolicy.CodeClaimedByOthers)
+
+	s.main.stop()
+	victim.machine.SlowDown(500 * time.Millisecond)
+
+	next, err := s.start(context.WithoutCancel(t.Context()))
+	s.require(err)
+
+	s.main = next
+
+	s.awaitIssued(s.post(victim, request{}))
+	s.wantPending(name)
+}
+
+func TestTwoAtOnceDecideEachRequestOnce(t *testing.T) {
+	s := alone(t)
+
+	second, err := s.start(s.Context())
+	s.require(err)
+	t.Cleanup(second.stop)
+
+	w := s.join()
+
+	for range 10 {
+		csr := s.awaitIssued(s.post(w, request{}))
+
+		if len(csr.Status.Conditions) != 1 {
+			t.Errorf("request %s has conditions %v", csr.Name, csr.Status.Conditions)
+		}
+	}
+}
+
+func TestApprovedRequestsAreIssued(t *testing.T) {
+	s := parallel(t)
+	w := s.join()
+
+	key, err := rsa.GenerateKey(rand.Reader, 2048)
+	s.require(err)
+
+	for name, r := range map[string]request{
+		"names and addresses": {},
+		"addresses only":      {ips: []netip.Addr{w.addr}},
+		"a name only":         {names: []string{w.name}},
+		"an RSA key": {key: key, usages: []certificatesv1.KeyUsage{
+			certificatesv1.UsageKeyEncipherment, certificatesv1.UsageDigitalSignature, certificatesv1.UsageServerAuth,
+		}},
+	} {
+		csr := s.awaitIssued(s.post(w, r))
+
+		block, _ := pem.Decode(csr.Status.Certificate)
+
+		certificate, err := x509.ParseCertificate(block.Bytes)
+		s.require(err)
+
+		roots := x509.NewCertPool()
+		roots.AppendCertsFromPEM(s.kube.ClientCA())
+
+		host := w.addr.String()
+		if len(certificate.IPAddresses) == 0 {
+			host = w.name
+		}
+
+		if _, err := certificate.Verify(x509.VerifyOptions{Roots: roots, DNSName: host}); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+
+		condition := csr.Status.Conditions[0]
+		if condition.Reason != csrpolicy.CodeProven || condition.Message == "" {
+			t.Errorf("%s: the condition is %v", name, condition)
+		}
+
+		s.eventually("an Event tells of the approval", func() bool { return len(s.messages(csr.Name, csrapproval.ReasonApproved)) == 1 })
+	}
+}
+
+func TestARequestBeforeItsNodeAndMachineWaitsForBoth(t *testing.T) {
+	s := parallel(t)
+
+	w := s.plan()
+	name := s.post(w, request{})
+	s.awaitDeferred(name, csrpolicy.CodeNodeUnknown)
+
+	s.register(w)
+	s.awaitDeferred(name, csrpolicy.CodeMachineUnknown)
+
+	if csr := s.get(name); len(csr.Status.Conditions) > 0 {
+		t.Fatalf("it was decided: %v", csr.Status.Conditions)
+	}
+
+	// Known to Talos at last; an address that leads nowhere is dialled again after a while.
+	s.boot(w)
+	s.awaitIssued(name)
+}
+
+// Once Node and machine are there, the request is approved within a moment: how long is logged, and not judged on a machine as busy as this.
+func TestARequestBeforeItsNodeIsApprovedOnceTheNodeIsThere(t *testing.T) {
+	s := parallel(t)
+
+	w := s.boot(s.plan())
+	name := s.post(w, request{})
+	s.awaitDeferred(name, csrpolicy.CodeNodeUnknown)
+
+	began := time.Now()
+
+	s.register(w)
+	s.await(name, "approved", approved)
+	t.Logf("approved %s after the Node was registered", time.Since(began))
+	s.awaitIssued(name)
+}
+
+func TestOfAControlPlaneMachineItsOwnAddressIsApproved(t *testing.T) {
+	s := parallel(t)
+	w := worker{name: controlPlane, addr: netip.MustParseAddr(controlPlaneIP), machine: s.machine}
+
+	s.awaitIssued(s.post(w, request{}))
+}
+
+func TestAnAddressThatAppearsIsApprovedThen(t *testing.T) {
+	s := parallel(t)
+
+	w := s.join()
+	added := netip.MustParseAddr("172.31.128.1")
+	s.list(w, added)
+	name := s.post(w, request{names: []string{w.name}, ips: []netip.Addr{w.addr, added}})
+	s.awaitDeferred(name, csrpolicy.CodeUnknownAddress)
+
+	s.require(w.machine.AddAddress(s.Context(), "eth1", netip.PrefixFrom(added, 24)))
+	s.awaitIssued(name)
+}
+
+func TestWhatTwoMachinesClaimIsApprovedForNeither(t *testing.T) {
+	s := parallel(t)
+
+	both := netip.MustParsePrefix("172.31.129.1/24")
+	one := s.join(talostest.Address{Link: "eth1", Prefix: both})
+	other := s.join(talostest.Address{Link: "eth1", Prefix: both})
+
+	for _, w := range []worker{one, other} {
+		s.awaitIssued(s.post(w, request{})) // its machine is known now
+	}
+
+	names := map[string]string{}
+	for _, w := range []worker{one, other} {
+		names[w.name] = s.post(w, request{ips: []netip.Addr{both.Addr()}})
+	}
+
+	for _, name := range names {
+		s.awaitDeferred(name, csrpolicy.CodeClaimedByOthers)
+	}
+
+	// The machine that does not ask changes: the one that asked is heard again.
+	s.require(other.machine.RemoveAddress(s.Context(), "eth1", both))
+	s.awaitIssued(names[one.name])
+
+	if csr := s.await(names[other.name], "denied", denied); csr.Status.Conditions[0].Reason != csrpolicy.CodeOutdated {
+		t.Errorf("the other was decided: %v", csr.Status.Conditions)
+	}
+}
+
+func TestWhatANodeListsCountsUntilItsMachineIsSeen(t *testing.T) {
+	s := parallel(t)
+
+	addr := netip.MustParseAddr("172.31.130.1")
+	w := s.join(talostest.Address{Link: "eth1", Prefix: netip.PrefixFrom(addr, 24)})
+
+	// A Node of another system, whose machine nobody will ever see.
+	foreign := kube.NodeSpec{Name: "foreign-" + w.name, NodeIPs: []netip.Addr{addr}, OSImage: "Debian GNU/Linux"}
+	s.registerAs(foreign)
+
+	name := s.post(w, request{ips: []netip.Addr{addr}})
+	s.awaitDeferred(name, csrpolicy.CodeClaimedByOthers)
+
+	s.require(s.client.CoreV1().Nodes().Delete(s.Context(), foreign.Name, metav1.DeleteOptions{}))
+	s.awaitIssued(name)
+}
+
+func TestAnotherMachineAtTheNodesAddressIsNotApproved(t *testing.T) {
+	s := parallel(t)
+
+	owner := s.join()
+	impostor := s.plan()
+	impostor.addr = owner.addr
+	s.register(impostor)
+
+	name := s.post(impostor, request{})
+	s.awaitDeferred(name, csrpolicy.CodeMachineMismatch)
+	s.wantPending(name)
+}
+
+// Whoever takes the address of a machine that is down answers there with a certificate that Talos has issued for it, and says what it likes.
+func TestWhoAnswersAtAnothersAddressDoesNotGetIt(t *testing.T) {
+	for as, answer := range map[string]func(s suite, victim, attacker worker) *talostest.Machine{
+		"as itself": func(_ suite, _, attacker worker) *talostest.Machine { return attacker.machine },
+		"as the other, which disclaims its address": func(s suite, victim, _ worker) *talostest.Machine {
+			lie := s.plan()
+			lie.name = victim.name
+
+			return s.boot(lie).machine
+		},
+	} {
+		t.Run(as, func(t *testing.T) {
+			s := parallel(t)
+
+			victim, attacker := s.plan(), s.join()
+			s.routes.Store(victim.addr, answer(s, victim, attacker).Address())
+			s.register(victim)
+			s.eventually("somebody answers", func() bool {
+				entry := s.main.inventory.Get(victim.name)
+
+				return entry.Condition == inventory.Current || entry.Condition == inventory.Mismatch
+			})
+
+			s.require(attacker.machine.AddAddress(s.Context(), "eth1", netip.PrefixFrom(victim.addr, 24)))
+			s.eventually("the attacker says it has the address", func() bool {
+				return s.main.inventory.Get(attacker.name).Machine.HasAddress(victim.addr)
+			})
+
+			name := s.post(attacker, request{ips: []netip.Addr{victim.addr}})
+			s.awaitDeferred(name, csrpolicy.CodeClaimedByOthers)
+			s.wantPending(name)
+		})
+	}
+}
+
+// attacks are requests of a worker that must never be issued. What cannot become right is denied, and the rest stays.
+func attacks(w, victim worker) map[string]struct {
+	request
+
+	denied string // the reason; empty: it stays pending
+} {
+	type row = struct {
+		request
+
+		denied string
+	}
+
+	cp := netip.MustParseAddr(controlPlaneIP)
+	own := func(names ...string) request { return request{names: append(names, w.name), ips: []netip.Addr{w.addr}} }
+	at := func(ips ...netip.Addr) request { return request{names: []string{w.name}, ips: append(ips, w.addr)} }
+
+	return map[string]row{
+		"C1: another's address and no name":      {request{ips: []netip.Addr{victim.addr}}, csrpolicy.CodeOutdated},
+		"C1: an unknown address and no name":     {request{ips: []netip.Addr{netip.MustParseAddr("198.51.100.1")}}, csrpolicy.CodeOutdated},
+		"C2: the control plane's name":           {own(controlPlane), csrpolicy.CodeOutdated},
+		"C2: another worker's name":              {own(victim.name), csrpolicy.CodeOutdated},
+		"C3: the API server's name":              {own("kubernetes.default.svc"), csrpolicy.CodeClusterName},
+		"C3: the API server's name in capitals":  {own("KUBERNETES.default.svc"), csrpolicy.CodeClusterName},
+		"C3: its name with the cluster's domain": {own("kubernetes.default.svc.cluster.local"), csrpolicy.CodeClusterName},
+		"C3: a wildcard":                         {own("*.default.svc"), csrpolicy.CodeWildcard},
+		"C3: a service":                          {own("vault.secrets.svc"), csrpolicy.CodeClusterName},
+		"C3: any name":                           {own("example.org"), csrpolicy.CodeOutdated},
+		"the API server's address":               {at(netip.MustParseAddr("127.0.0.1")), csrpolicy.CodeSpecialAddress},
+		"the control plane's address":            {at(cp), csrpolicy.CodeOutdated},
+		"the service address of the API server":  {at(netip.MustParseAddr("10.0.0.1")), csrpolicy.CodeClusterAddress},
+		"a service address":                      {at(netip.MustParseAddr("10.0.7.7")), csrpolicy.CodeClusterAddress},
+		"a service address that Talos knows":     {at(netip.MustParseAddr("10.96.0.10")), csrpolicy.CodeClusterAddress},
+		"a pod's address":                        {at(netip.MustParseAddr("10.244.3.3")), csrpolicy.CodeClusterAddress},
+		"the virtual address":                    {at(netip.MustParseAddr(virtualIP)), csrpolicy.CodeClusterAddress},
+		"for clients": {request{usages: []certificatesv1.KeyUsage{
+			certificatesv1.UsageDigitalSignature, certificatesv1.UsageClientAuth,
+		}}, csrpolicy.CodeUsages},
+		"of another organisation":       {request{organization: "system:masters"}, csrpolicy.CodeSubject},
+		"of a user that is no kubelet":  {request{user: "somebody", groups: []string{"system:masters"}}, ""},
+		"without the group of kubelets": {request{groups: []string{"system:masters"}}, csrpolicy.CodeGroups},
+	}
+}
+
+func TestAttacksAreNeverApproved(t *testing.T) {
+	s := parallel(t)
+
+	w, victim := s.join(), s.join()
+	s.awaitIssued(s.post(w, request{})) // all is known now
+
+	names := map[string]string{}
+	table := attacks(w, victim)
+
+	for what, row := range table {
+		names[what] = s.post(w, row.request)
+	}
+
+	for what, row := range table {
+		if row.denied == "" {
+			continue
+		}
+
+		csr := s.await(names[what], "denied", denied)
+		if condition := csr.Status.Conditions[0]; condition.Reason != row.denied || condition.Message == "" {
+			t.Errorf("%s: the condition is %v, want %s", what, condition, row.denied)
+		}
+	}
+
+	// Posted after the others, and issued by a signer that takes all there is.
+	s.awaitIssued(s.post(w, request{}))
+
+	for what, row := range table {
+		switch csr := s.get(names[what]); {
+		case approved(csr), len(csr.Status.Certificate) > 0:
+			t.Errorf("%s: was approved", what)
+		case denied(csr) != (row.denied != ""):
+			t.Errorf("%s: the conditions are %v", what, csr.Status.Conditions)
+		}
+	}
+}
+
+// The API server itself refuses those (admission plugin NodeRestriction), before anybody could approve them.
+func TestTheCommonNameIsTheUsers(t *testing.T) {
+	s := parallel(t)
+
+	w := s.join()
+	for _, name := range []string{"system:node:" + controlPlane, "system:node:" + w.name + "x", "kubernetes"} {
+		if _, err := s.create(s.Context(), w, request{commonName: name}); !apierrors.IsForbidden(err) {
+			t.Errorf("common name %s: %v", name, err)
+		}
+	}
+}
+
+// A machine is free to say anything of itself.
+func TestAMachineThatLiesObtainsNothingOfOthers(t *testing.T) {
+	s := parallel(t)
+
+	victim := s.join()
+	liar := s.join(
+		talostest.Address{Link: "eth1", Prefix: netip.PrefixFrom(victim.addr, 24)},
+		talostest.Address{Link: "eth1", Prefix: netip.MustParsePrefix(controlPlaneIP + "/24")},
+		talostest.Address{Link: "eth1", Prefix: netip.MustParsePrefix(virtualIP + "/32")},
+	)
+	s.require(liar.machine.SetHostname(s.Context(), victim.name, ""))
+
+	var pending []string
+	for _, r := range []request{
+		{ips: []netip.Addr{victim.addr}},
+		{ips: []netip.Addr{netip.MustParseAddr(controlPlaneIP)}},
+		{names: []string{victim.name}},
+	} {
+		pending = append(pending, s.post(liar, r))
+	}
+
+	for _, name := range pending {
+		s.awaitDeferred(name, csrpolicy.CodeClaimedByOthers)
+		s.wantPending(name)
+	}
+
+	s.await(s.post(liar, request{ips: []netip.Addr{netip.MustParseAddr(virtualIP)}}), "denied", denied)
+}
+
+// An operator must see whose address was asked for, though it is not for that that the request is denied.
+func TestADenialNamesTheMachineThatHasWhatWasAskedFor(t *testing.T) {
+	s := parallel(t)
+
+	w, victim := s.join(), s.join()
+
+	csr := s.await(s.post(w, request{ips: []netip.Addr{victim.addr}}), "denied", denied)
+	if condition := csr.Status.Conditions[0]; condition.Reason != csrpolicy.CodeOutdated || !strings.Contains(condition.Message, victim.name) {
+		t.Errorf("the condition is %+v, and does not name %s", condition, victim.name)
+	}
+}
+
+func TestDenialsAreToldOnRequestAndNode(t *testing.T) {
+	s := parallel(t)
+
+	w := s.join()
+	name := s.post(w, request{names: []string{"kubernetes"}})
+	s.await(name, "denied", denied)
+
+	for _, object := range []string{name, w.name} {
+		s.eventually("there is an Event on "+object, func() bool {
+			return slices.ContainsFunc(s.messages(object, csrapproval.ReasonDenied), func(message string) bool {
+				return strings.Contains(message, csrpolicy.CodeClusterName)
+			})
+		})
+	}
+}
+
+func TestADeferredRequestIsToldOfOnce(t *testing.T) {
+	s := parallel(t)
+
+	w := s.join()
+	s.awaitIssued(s.post(w, request{})) // its machine is known now
+
+	other := netip.MustParseAddr("172.31.132.1")
+	s.list(w, other)
+	name := s.post(w, request{ips: []netip.Addr{other}})
+	s.awaitDeferred(name, csrpolicy.CodeUnknownAddress)
+
+	for range 5 {
+		s.main.controller.Requeue()
+	}
+
+	s.awaitIssued(s.post(w, request{}))
+
+	if found := s.messages(name, csrapproval.ReasonDeferred); len(found) != 1 {
+		t.Errorf("it was told %d times: %v", len(found), found)
+	}
+}
+
+func TestWhatTheOperatorAllowsIsApprovedOnceItIsAllowed(t *testing.T) {
+	s := parallel(t)
+
+	w := s.join()
+	shared := netip.MustParseAddr("172.31.133.1")
+	s.list(w, shared)
+	name := s.post(w, request{ips: []netip.Addr{w.addr, shared}})
+	s.awaitDeferred(name, csrpolicy.CodeUnknownAddress)
+
+	s.main.allow(w.name, csrpolicy.Policy{ExtraIPs: []netip.Addr{shared}})
+	s.awaitIssued(name)
+}
+
+func TestRequestsOfOthersAreNotTouched(t *testing.T) {
+	s := parallel(t)
+
+	unclaimed := s.boot(s.plan())
+	s.main.mu.Lock()
+	s.main.foreign[unclaimed.name] = true
+	s.main.mu.Unlock()
+	s.register(unclaimed)
+
+	debian := s.plan()
+	s.registerAs(kube.NodeSpec{Name: debian.name, NodeIPs: []netip.Addr{debian.addr}, OSImage: "Debian GNU/Linux"})
+
+	posted := []string{
+		s.post(unclaimed, request{}),
+		s.post(unclaimed, request{names: []string{"kubernetes"}}),
+		s.post(debian, request{}),
+		s.post(debian, request{names: []string{"kubernetes"}}),
+	}
+
+	s.awaitIssued(s.post(s.join(), request{}))
+
+	for _, name := range posted {
+		if csr := s.get(name); len(csr.Status.Conditions) > 0 {
+			t.Errorf("a request of %s was decided: %v", csr.Spec.Username, csr.Status.Conditions)
+		}
+
+		if found := s.messages(name, ""); len(found) > 0 {
+			t.Errorf("a request of another has Events: %v", found)
+		}
+	}
+}
+
+// kubelet-serving-cert-approver and kubelet-csr-approver may be there too.
+func TestWhatOthersHaveDecidedStays(t *testing.T) {
+	s := parallel(t)
+
+	w := s.plan()
+	decided := map[string]certificatesv1.RequestConditionType{
+		s.post(w, request{}):                                     certificatesv1.CertificateDenied,
+		s.post(w, request{names: []string{"kubernetes"}}):        certificatesv1.CertificateDenied,
+		s.post(w, request{names: []string{"other.example.org"}}): certificatesv1.CertificateApproved,
+	}
+
+	for name, kind := range decided {
+		csr := s.get(name)
+		csr.Status.Conditions = []certificatesv1.CertificateSigningRequestCondition{
+			{Type: kind, Status: corev1.ConditionTrue, Reason: "Other", Message: "decided by somebody else"},
+		}
+
+		_, err := s.client.CertificatesV1().CertificateSigningRequests().UpdateApproval(s.Context(), name, csr, metav1.UpdateOptions{})
+		s.require(err)
+	}
+
+	s.register(s.boot(w))
+	s.awaitIssued(s.post(w, request{}))
+
+	for name, kind := range decided {
+		csr := s.get(name)
+		if len(csr.Status.Conditions) != 1 || csr.Status.Conditions[0].Type != kind || csr.Status.Conditions[0].Reason != "Other" {
+			t.Errorf("request %s has conditions %v", name, csr.Status.Conditions)
+		}
+	}
+}
+
+// Whether it is ours is not certain before, and somebody else may think better of it.
+func TestWhatIsWrongIsDeniedOnceItsMachineIsKnown(t *testing.T) {
+	s := parallel(t)
+
+	w := s.plan()
+	name := s.post(w, request{names: []string{"*.example.org"}})
+	s.awaitDeferred(name, csrpolicy.CodeNodeUnknown)
+
+	s.register(w)
+	s.awaitDeferred(name, csrpolicy.CodeMachineUnknown)
+
+	if csr := s.get(name); len(csr.Status.Conditions) > 0 {
+		t.Fatalf("it was decided: %v", csr.Status.Conditions)
+	}
+
+	s.boot(w)
+	s.await(name, "denied", denied)
+}
+
+// wantPending fails unless the request is pending, also once all that came before has been looked at.
+func (s suite) wantPending(name string) {
+	s.Helper()
+
+	s.awaitIssued(s.post(s.join(), request{}))
+
+	if csr := s.get(name); len(csr.Status.Conditions) > 0 || len(csr.Status.Certificate) > 0 {
+		s.Errorf("request %s was decided: %v", name, csr.Status.Conditions)
+	}
+}

@@ -1,0 +1,213 @@
+package csrapproval_test
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"testing"
+
+	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/watch"
+
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/kube"
+)
+
+// The loop is closed: a kubelet asks for what controllers/node writes to its Node, and an address that the machine gets leads to another
+// certificate.
+func TestARealKubeletHasACertificateForEveryAddressOfItsMachine(t *testing.T) {
+	s := alone(t)
+
+	w := s.plan()
+	w.addr = hostAddress(t) // a kubelet takes no other for its node IP
+	w = s.boot(w)
+
+	s.startKubelet(w)
+	s.claimTalos(w.name)
+
+	first := s.awaitIssuedFor(w)
+	s.wantAsked(first, w)
+
+	added := netip.MustParseAddr("8.8.4.4")
+	s.require(w.machine.AddAddress(s.Context(), talostest.LinkExternal, netip.PrefixFrom(added, 32)))
+
+	second := s.awaitIssuedFor(w, added)
+	s.wantAsked(second, w)
+
+	if second.Name == first.Name {
+		t.Errorf("request %s was for both", first.Name)
+	}
+}
+
+// A kubelet whose Node lists at its start what its machine no longer has asks for that too, and until that request is decided it does not see that the Node
+// has changed (client-go's certificate manager; it gives up after a quarter of an hour).
+func TestARealKubeletThatIsOutdatedAsksAgain(t *testing.T) {
+	s := alone(t)
+
+	w := s.plan()
+	w.addr = hostAddress(t)
+	gone := netip.MustParseAddr("8.8.8.8")
+
+	s.register(w)
+
+	listed := fmt.Appendf(nil, `{"status":{"addresses":[{"type":"InternalIP","address":%q},{"type":"ExternalIP","address":%q},{"type":"Hostname","address":%q}]}}`, w.addr, gone, w.name)
+	_, err := s.client.CoreV1().Nodes().Patch(s.Context(), w.name, types.MergePatchType, listed, metav1.PatchOptions{}, "status")
+	s.require(err)
+
+	s.startKubelet(w)
+	s.claimTalos(w.name)
+
+	var outdated *certificatesv1.CertificateSigningRequest
+
+	s.eventually("the kubelet asks for what its Node lists", func() bool {
+		outdated = s.asked(w, func(_ *certificatesv1.CertificateSigningRequest, ips []netip.Addr) bool {
+			return slices.Contains(ips, gone)
+		})
+
+		return outdated != nil
+	})
+	s.awaitDeferred(outdated.Name, csrpolicy.CodeMachineUnknown)
+
+	w = s.boot(w)
+	s.awaitIssuedFor(w)
+}
+
+// hostAddress is an address of this machine's that is not loopback.
+func hostAddress(t *testing.T) netip.Addr {
+	t.Helper()
+
+	addresses, err := net.InterfaceAddrs()
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	for _, address := range addresses {
+		if prefix, err := netip.ParsePrefix(address.String()); err == nil && prefix.Addr().Is4() && prefix.Addr().IsGlobalUnicast() {
+			return prefix.Addr()
+		}
+	}
+
+	t.Fatalf("this machine has no address for a kubelet: %v", addresses)
+
+	return netip.Addr{}
+}
+
+// claimTalos has the Node say that it runs Talos, until the test ends: this kubelet reports the system of the machine that the test runs on.
+func (s suite) claimTalos(nodename string) {
+	s.Helper()
+
+	patch := []byte(`{"status":{"nodeInfo":{"osImage":"` + kube.DefaultOSImage + `"}}}`)
+
+	w, err := s.client.CoreV1().Nodes().Watch(s.Context(), metav1.ListOptions{FieldSelector: fields.OneTermEqualSelector(metav1.ObjectNameField, nodename).String()})
+	s.require(err)
+	s.Cleanup(w.Stop)
+
+	go func() {
+		for event := range w.ResultChan() {
+			if n, ok := event.Object.(*corev1.Node); !ok || nodespec.IsTalos(n) || event.Type == watch.Deleted {
+				continue
+			}
+
+			_, err := s.client.CoreV1().Nodes().Patch(s.Context(), nodename, types.MergePatchType, patch, metav1.PatchOptions{}, "status")
+			if err != nil && s.Context().Err() == nil {
+				s.Error(err)
+			}
+		}
+	}()
+}
+
+// startKubelet starts a real kubelet for the worker; both it and the Node that it registers are gone when the test ends.
+func (s suite) startKubelet(w worker) {
+	s.Helper()
+
+	kubelet, err := s.kube.StartKubelet(s.Context(), kube.KubeletSpec{NodeName: w.name, Flags: []string{"--node-ip=" + w.addr.String()}})
+	s.require(err)
+	s.Cleanup(func() {
+		if err := kubelet.Stop(); err != nil {
+			s.Error(err)
+		}
+
+		if err := s.client.CoreV1().Nodes().Delete(context.Background(), w.name, metav1.DeleteOptions{}); err != nil && !apierrors.IsNotFound(err) {
+			s.Error(err)
+		}
+	})
+}
+
+// asked is a request of the worker's kubelet that is as wanted; nil if there is none.
+func (s suite) asked(w worker, wanted func(csr *certificatesv1.CertificateSigningRequest, ips []netip.Addr) bool) *certificatesv1.CertificateSigningRequest {
+	s.Helper()
+
+	list, err := s.client.CertificatesV1().CertificateSigningRequests().List(s.Context(), metav1.ListOptions{})
+	s.require(err)
+
+	for i := range list.Items {
+		csr := &list.Items[i]
+		if csr.Spec.Username != "system:node:"+w.name {
+			continue
+		}
+
+		if _, ips, err := csrpolicy.Subjects(csr); err == nil && wanted(csr, ips) {
+			return csr
+		}
+	}
+
+	return nil
+}
+
+// awaitIssuedFor waits for a certificate for the worker's address and the others given, and nothing else.
+func (s suite) awaitIssuedFor(w worker, others ...netip.Addr) *certificatesv1.CertificateSigningRequest {
+	s.Helper()
+
+	want := append([]netip.Addr{w.addr}, others...)
+	slices.SortFunc(want, netip.Addr.Compare)
+
+	var found *certificatesv1.CertificateSigningRequest
+
+	s.eventually("the kubelet has a certificate for its addresses", func() bool {
+		found = s.asked(w, func(csr *certificatesv1.CertificateSigningRequest, ips []netip.Addr) bool {
+			return len(csr.Status.Certificate) > 0 && slices.Equal(ips, want)
+		})
+
+		return found != nil
+	})
+
+	return found
+}
+
+// wantAsked fails unless the request is for what the Node lists, and nothing else.
+func (s suite) wantAsked(csr *certificatesv1.CertificateSigningRequest, w worker) {
+	s.Helper()
+
+	names, ips, err := csrpolicy.Subjects(csr)
+	s.require(err)
+
+	var asked, listed []string
+
+	asked = append(asked, names...)
+	for _, ip := range ips {
+		asked = append(asked, ip.String())
+	}
+
+	node, err := s.client.CoreV1().Nodes().Get(s.Context(), w.name, metav1.GetOptions{})
+	s.require(err)
+
+	for _, a := range node.Status.Addresses {
+		listed = append(listed, a.Address)
+	}
+
+	slices.Sort(asked)
+	slices.Sort(listed)
+
+	if !slices.Equal(asked, slices.Compact(listed)) {
+		s.Errorf("the kubelet asked for %v, and the Node lists %v", asked, listed)
+	}
+}

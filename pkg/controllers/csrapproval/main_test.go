@@ -1,0 +1,548 @@
+package csrapproval_test
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/cosi-project/runtime/pkg/safe"
+	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
+	"github.com/siderolabs/talos/pkg/machinery/role"
+	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/kubernetes/scheme"
+	typedcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/cache"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/client-go/tools/record"
+	cloudproviderapi "k8s.io/cloud-provider/api"
+	"k8s.io/utils/clock"
+
+	"github.com/talos-ccm/talos-ccm/pkg/bootstrap"
+	"github.com/talos-ccm/talos-ccm/pkg/clusteridentity"
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
+	nodecontroller "github.com/talos-ccm/talos-ccm/pkg/controllers/node"
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/reflector"
+	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/kube"
+)
+
+const (
+	// patience bounds every wait for something that should take a moment, on a machine that has much else to do. The signer of
+	// kube-controller-manager takes some seconds to start.
+	patience = 60 * time.Second
+	interval = 20 * time.Millisecond
+
+	controlPlaneLabel = "node-role.kubernetes.io/control-plane"
+
+	// The control-plane machine that is always there, and the virtual address that it may hold.
+	controlPlane   = "cp-1"
+	controlPlaneIP = "172.31.0.1"
+	virtualIP      = "172.31.255.1"
+)
+
+// bed is what the tests of this package share: a real API server and signer, Talos machines, and the credentials that the product would have.
+type bed struct {
+	kube   *kube.Cluster
+	talos  *talostest.Cluster
+	client kubernetes.Interface // an administrator's
+	// product is the service account's, as the product's own bootstrap makes it.
+	product *rest.Config
+	machine *talostest.Machine // cp-1's
+
+	// routes are where the machines' addresses lead to: apid listens on loopback, which nobody can have a certificate for.
+	routes sync.Map // netip.Addr → netip.Addr
+	last   atomic.Int32
+
+	main *instance
+}
+
+var shared bed
+
+func TestMain(m *testing.M) {
+	code, err := runTests(m)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+
+		code = 1
+	}
+
+	os.Exit(code)
+}
+
+func runTests(m *testing.M) (code int, err error) {
+	ctx, cancel := context.WithCancel(context.Background())
+
+	var group sync.WaitGroup
+
+	defer group.Wait()
+	defer cancel()
+
+	if shared.kube, err = kube.Start(ctx, kube.Options{Progress: os.Stderr, LogDir: os.Getenv("KUBE_LOGS")}); err != nil {
+		return 1, err
+	}
+	defer shared.kube.Stop()
+
+	if shared.talos, err = talostest.New(talostest.Options{}); err != nil {
+		return 1, err
+	}
+	defer shared.talos.Close()
+
+	if shared.client, err = kubernetes.NewForConfig(shared.kube.Config()); err != nil {
+		return 1, err
+	}
+
+	if err := shared.addControlPlane(ctx); err != nil {
+		return 1, err
+	}
+
+	if err := shared.bootstrap(ctx, &group); err != nil {
+		return 1, err
+	}
+
+	if shared.main, err = shared.start(ctx); err != nil {
+		return 1, err
+	}
+	defer func() { shared.main.stop() }()
+
+	return m.Run(), nil
+}
+
+// addControlPlane adds a control-plane machine with its Node, labelled as Talos does it.
+func (b *bed) addControlPlane(ctx context.Context) error {
+	var err error
+
+	b.machine, err = b.addMachine(talostest.MachineSpec{
+		Nodename: controlPlane, Type: talosmachine.TypeControlPlane, ServeSocket: true, LocalhostAdminKubeconfig: string(b.kube.Kubeconfig()),
+		Addresses: []talostest.Address{{Link: "eth0", Prefix: netip.MustParsePrefix(virtualIP + "/32")}},
+	}, netip.MustParseAddr(controlPlaneIP))
+	if err != nil {
+		return err
+	}
+
+	if err := excludeVirtual(ctx, b.machine); err != nil {
+		return err
+	}
+
+	if _, err := b.kube.RegisterNode(ctx, kube.NodeSpec{Name: controlPlane, NodeIPs: []netip.Addr{netip.MustParseAddr(controlPlaneIP)}}); err != nil {
+		return err
+	}
+
+	return b.label(ctx, controlPlane)
+}
+
+// excludeVirtual publishes the virtual address as Talos does: without a length, among the subnets that can hold no node IP.
+func excludeVirtual(ctx context.Context, m *talostest.Machine) error {
+	return safe.StateModify(ctx, m.State(), k8s.NewNodeIPConfig(k8s.NamespaceName, k8s.KubeletID), func(config *k8s.NodeIPConfig) error {
+		config.TypedSpec().ExcludeSubnets = append(config.TypedSpec().ExcludeSubnets, virtualIP)
+
+		return nil
+	})
+}
+
+// label makes a Node one of the control plane.
+func (b *bed) label(ctx context.Context, nodename string) error {
+	patch := fmt.Sprintf(`{"metadata":{"labels":{%q:""}}}`, controlPlaneLabel)
+	_, err := b.client.CoreV1().Nodes().Patch(ctx, nodename, types.MergePatchType, []byte(patch), metav1.PatchOptions{})
+
+	return err
+}
+
+// addMachine adds a machine that has the given address on eth0 and as its node IP.
+func (b *bed) addMachine(spec talostest.MachineSpec, addr netip.Addr) (*talostest.Machine, error) {
+	spec.Addresses = append(spec.Addresses, talostest.Address{Link: "eth0", Prefix: netip.PrefixFrom(addr, 24)})
+	spec.NodeIPs = []netip.Addr{addr}
+
+	m, err := b.talos.AddMachine(spec)
+	if err != nil {
+		return nil, err
+	}
+
+	b.routes.Store(addr, m.Address())
+
+	return m, nil
+}
+
+// bootstrap has the product's own bootstrap apply its RBAC and make its kubeconfig.
+func (b *bed) bootstrap(ctx context.Context, group *sync.WaitGroup) error {
+	socket, err := talosapi.OpenSocket(b.machine.Socket())
+	if err != nil {
+		return err
+	}
+
+	dir, err := os.MkdirTemp("", "csrapproval")
+	if err != nil {
+		return err
+	}
+
+	booted := bootstrap.New(socket.Admin, dir, clock.RealClock{})
+	ready := make(chan struct{})
+
+	group.Go(func() {
+		booted.Run(ctx, sync.OnceFunc(func() { close(ready) }))
+		socket.Close()
+		os.RemoveAll(dir)
+	})
+
+	select {
+	case <-ready:
+	case <-time.After(patience):
+		return errors.New("no credentials")
+	}
+
+	if b.product, err = clientcmd.BuildConfigFromFlags("", filepath.Clean(booted.Kubeconfig())); err != nil {
+		return err
+	}
+
+	b.product.QPS, b.product.Burst = 1000, 1000
+
+	return nil
+}
+
+// instance is all that a leader runs.
+type instance struct {
+	inventory  *inventory.Inventory
+	identity   *clusteridentity.Gatherer
+	controller *csrapproval.Controller
+	stop       func()
+
+	// What the operator configures.
+	mu      sync.Mutex
+	foreign map[string]bool
+	extra   map[string]csrpolicy.Policy
+}
+
+// Claims implements csrapproval.Config.
+func (i *instance) claims(node *corev1.Node) bool {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+
+	return !i.foreign[node.Name]
+}
+
+func (i *instance) policy(node *corev1.Node, _ machine.Machine) csrpolicy.Policy {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+
+	return i.extra[node.Name]
+}
+
+func (i *instance) allow(nodename string, policy csrpolicy.Policy) {
+	i.mu.Lock()
+	i.extra[nodename] = policy
+	i.mu.Unlock()
+
+	i.controller.Requeue()
+}
+
+// start starts the controllers on the same parts as in the product, as the product's service account, without leadership.
+func (b *bed) start(ctx context.Context) (*instance, error) {
+	client, err := kubernetes.NewForConfig(b.product)
+	if err != nil {
+		return nil, err
+	}
+
+	credentials, err := b.talos.ClientTLS(string(role.Reader))
+	if err != nil {
+		return nil, err
+	}
+
+	dial := func(_ string, addr netip.Addr) (talosapi.State, error) {
+		if m, routed := b.routes.Load(addr); routed {
+			addr, _ = m.(netip.Addr)
+		}
+
+		return talosapi.Dial(staticCredentials{credentials}, addr)
+	}
+
+	ctx, cancel := context.WithCancel(ctx)
+	broadcaster := record.NewBroadcaster(record.WithContext(ctx))
+	broadcaster.StartRecordingToSink(&typedcorev1.EventSinkImpl{Interface: client.CoreV1().Events("")})
+
+	var (
+		group    sync.WaitGroup
+		recorder = broadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "talos-ccm"})
+		factory  = informers.NewSharedInformerFactory(client, 0)
+		nodes    = factory.Core().V1().Nodes()
+		i        = &instance{
+			inventory: inventory.New(time.Now),
+			foreign:   map[string]bool{},
+			extra:     map[string]csrpolicy.Policy{},
+			stop:      func() { cancel(); group.Wait(); broadcaster.Shutdown() },
+		}
+		machines = reflector.New(i.inventory, dial, clock.RealClock{})
+	)
+
+	i.identity = clusteridentity.New(clusteridentity.Config{
+		Kubernetes: b.product, Client: client, Nodes: nodes.Lister(), Dial: dial, Clock: clock.RealClock{},
+	})
+
+	i.controller, err = csrapproval.New(csrapproval.Config{
+		Client: client, Nodes: nodes, Inventory: i.inventory, Identity: i.identity, Recorder: recorder, Clock: clock.RealClock{},
+		Claims: i.claims, Policy: i.policy,
+	})
+	if err != nil {
+		return nil, err
+	}
+
+	initialiser, err := nodecontroller.New(nodecontroller.Config{
+		Client: client, Nodes: nodes, Inventory: i.inventory, Recorder: recorder, Clock: clock.RealClock{},
+		Options: func() nodespec.Options { return nodespec.Options{} },
+	})
+	if err != nil {
+		return nil, err
+	}
+
+	if err := follow(nodes.Informer(), machines); err != nil {
+		return nil, err
+	}
+
+	group.Go(func() { i.identity.Run(ctx) })
+	group.Go(func() { machines.Run(ctx) })
+	group.Go(func() { i.controller.Run(ctx, 10) })
+	group.Go(func() { initialiser.Run(ctx, 10) })
+	factory.Start(ctx.Done())
+
+	return i, nil
+}
+
+// staticCredentials are talosapi.Credentials that never change.
+type staticCredentials struct {
+	config *tls.Config
+}
+
+// TLSConfig implements talosapi.Credentials. Whatever the dialled address, the certificate is for that on loopback.
+func (c staticCredentials) TLSConfig() (*tls.Config, error) { return c.config.Clone(), nil }
+
+// follow has machines tracked as long as their Nodes are there.
+func follow(nodes cache.SharedIndexInformer, machines *reflector.Reflector) error {
+	track := func(obj any) {
+		if n, ok := obj.(*corev1.Node); ok && nodespec.IsTalos(n) {
+			machines.Track(n.Name, nodespec.DialAddresses(n))
+		}
+	}
+
+	_, err := nodes.AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc:    track,
+		UpdateFunc: func(_, obj any) { track(obj) },
+		DeleteFunc: func(obj any) {
+			if key, err := cache.DeletionHandlingMetaNamespaceKeyFunc(obj); err == nil {
+				machines.Untrack(key)
+			}
+		},
+	})
+
+	return err
+}
+
+// suite is one test's view of the bed.
+type suite struct {
+	*testing.T
+	*bed
+}
+
+// parallel is a suite for a test that disturbs no other; alone one for a test that does.
+func parallel(t *testing.T) suite {
+	t.Parallel()
+
+	return alone(t)
+}
+
+func alone(t *testing.T) suite { return suite{t, &shared} }
+
+// worker is a machine of the test's own: its name, and the address it has.
+type worker struct {
+	name    string
+	addr    netip.Addr
+	machine *talostest.Machine
+}
+
+// plan names a worker and gives it an address, and nothing more.
+func (s suite) plan() worker {
+	n := s.last.Add(1)
+
+	return worker{name: fmt.Sprintf("worker-%d", n), addr: netip.AddrFrom4([4]byte{172, 31, byte(1 + n/250), byte(1 + n%250)})}
+}
+
+// boot starts the worker's machine, which goes down when the test ends.
+func (s suite) boot(w worker, addresses ...talostest.Address) worker {
+	s.Helper()
+
+	m, err := s.addMachine(talostest.MachineSpec{Nodename: w.name, Addresses: addresses}, w.addr)
+	s.require(err)
+	s.Cleanup(func() { _ = m.Stop(context.Background()) })
+
+	w.machine = m
+
+	return w
+}
+
+// register registers the worker's Node as its kubelet does; it is deleted when the test ends.
+func (s suite) register(w worker) {
+	s.Helper()
+
+	s.registerAs(kube.NodeSpec{Name: w.name, NodeIPs: []netip.Addr{w.addr}})
+}
+
+func (s suite) registerAs(spec kube.NodeSpec) {
+	s.Helper()
+
+	_, err := s.kube.RegisterNode(s.Context(), spec)
+	s.require(err)
+	s.Cleanup(func() {
+		err := s.client.CoreV1().Nodes().Delete(context.Background(), spec.Name, metav1.DeleteOptions{})
+		if err != nil && !apierrors.IsNotFound(err) {
+			s.Error(err)
+		}
+	})
+}
+
+// join is a worker whose machine and Node are there.
+func (s suite) join(addresses ...talostest.Address) worker {
+	s.Helper()
+
+	w := s.boot(s.plan(), addresses...)
+	s.register(w)
+
+	return w
+}
+
+// list has the Node list another address, as its kubelet can: what neither the machine nor the Node has is outdated.
+func (s suite) list(w worker, addr netip.Addr) {
+	s.Helper()
+
+	patch := fmt.Appendf(nil, `{"metadata":{"annotations":{%q:"%s,%s"}}}`, cloudproviderapi.AnnotationAlphaProvidedIPAddr, w.addr, addr)
+	_, err := s.client.CoreV1().Nodes().Patch(s.Context(), w.name, types.MergePatchType, patch, metav1.PatchOptions{})
+	s.require(err)
+}
+
+func (s suite) require(err error) {
+	s.Helper()
+
+	if err != nil {
+		s.Fatal(err)
+	}
+}
+
+func (s suite) get(name string) *certificatesv1.CertificateSigningRequest {
+	s.Helper()
+
+	csr, err := s.client.CertificatesV1().CertificateSigningRequests().Get(s.Context(), name, metav1.GetOptions{})
+	s.require(err)
+
+	return csr
+}
+
+// await returns a request as soon as ok is true of it. The API server may be restarted meanwhile.
+func (s suite) await(name, what string, ok func(*certificatesv1.CertificateSigningRequest) bool) *certificatesv1.CertificateSigningRequest {
+	s.Helper()
+
+	var csr *certificatesv1.CertificateSigningRequest
+
+	err := wait.PollUntilContextTimeout(s.Context(), interval, patience, true, func(ctx context.Context) (bool, error) {
+		got, err := s.client.CertificatesV1().CertificateSigningRequests().Get(ctx, name, metav1.GetOptions{})
+		if err != nil {
+			return false, nil //nolint:nilerr // asked again
+		}
+
+		csr = got
+
+		return ok(csr), nil
+	})
+	if err != nil {
+		s.Fatalf("request %s: not %s after %s; it is %v, Events: %v", name, what, patience, csr, s.messages(name, ""))
+	}
+
+	return csr
+}
+
+func (s suite) awaitIssued(name string) *certificatesv1.CertificateSigningRequest {
+	s.Helper()
+
+	return s.await(name, "issued", func(csr *certificatesv1.CertificateSigningRequest) bool {
+		if denied(csr) {
+			s.Fatalf("request %s was denied: %v", name, csr.Status.Conditions)
+		}
+
+		return len(csr.Status.Certificate) > 0
+	})
+}
+
+func approved(csr *certificatesv1.CertificateSigningRequest) bool {
+	return has(csr, certificatesv1.CertificateApproved)
+}
+
+func denied(csr *certificatesv1.CertificateSigningRequest) bool {
+	return has(csr, certificatesv1.CertificateDenied)
+}
+
+func has(csr *certificatesv1.CertificateSigningRequest, kind certificatesv1.RequestConditionType) bool {
+	return slices.ContainsFunc(csr.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool { return c.Type == kind })
+}
+
+// messages are those of the Events on an object with the given reason; an empty reason is any.
+func (s suite) messages(name, reason string) []string {
+	s.Helper()
+
+	selector := fields.Set{"involvedObject.name": name}
+	if reason != "" {
+		selector["reason"] = reason
+	}
+
+	list, err := s.client.CoreV1().Events(metav1.NamespaceAll).List(s.Context(), metav1.ListOptions{FieldSelector: selector.String()})
+	s.require(err)
+
+	var messages []string
+	for _, event := range list.Items {
+		messages = append(messages, event.Message)
+	}
+
+	return messages
+}
+
+// awaitDeferred waits until it was said that the request is deferred for the reason with the given code.
+func (s suite) awaitDeferred(name, code string) {
+	s.Helper()
+
+	var found []string
+
+	s.eventually(fmt.Sprintf("request %s is deferred for %s", name, code), func() bool {
+		found = s.messages(name, csrapproval.ReasonDeferred)
+
+		return slices.ContainsFunc(found, func(message string) bool { return strings.Contains(message, code) })
+	})
+}
+
+// eventually asks again until ok is true, for what cannot be watched.
+func (s suite) eventually(what string, ok func() bool) {
+	s.Helper()
+
+	err := wait.PollUntilContextTimeout(s.Context(), interval, patience, true, func(context.Context) (bool, error) { return ok(), nil })
+	if err != nil {
+		s.Fatalf("not so after %s: %s", patience, what)
+	}
+}

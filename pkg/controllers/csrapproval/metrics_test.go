@@ -1,0 +1,81 @@
+package csrapproval_test
+
+import (
+	"net/netip"
+	"testing"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/component-base/metrics/legacyregistry"
+
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+)
+
+// metrics are our metrics by name and values of labels; of histograms, the count.
+func (s suite) metrics() map[string]float64 {
+	s.Helper()
+
+	families, err := legacyregistry.DefaultGatherer.Gather()
+	s.require(err)
+
+	values := map[string]float64{}
+
+	for _, family := range families {
+		for _, metric := range family.GetMetric() {
+			name := family.GetName()
+			for _, label := range metric.GetLabel() {
+				name += " " + label.GetValue()
+			}
+
+			values[name] = metric.GetCounter().GetValue() + metric.GetGauge().GetValue() + float64(metric.GetHistogram().GetSampleCount())
+		}
+	}
+
+	return values
+}
+
+func TestVerdictsAreCounted(t *testing.T) {
+	s := alone(t)
+
+	w, victim := s.join(), s.join()
+	s.awaitIssued(s.post(w, request{})) // its machine is known now
+
+	before := s.metrics()
+	s.awaitIssued(s.post(w, request{}))
+	s.await(s.post(w, request{names: []string{"kubernetes", "*.example.org"}}), "denied", denied)
+	s.await(s.post(w, request{ips: []netip.Addr{victim.addr}}), "denied", denied)
+
+	other := netip.MustParseAddr("172.31.134.1")
+	s.list(w, other)
+
+	deferred := s.post(w, request{ips: []netip.Addr{other}})
+	s.awaitDeferred(deferred, csrpolicy.CodeUnknownAddress)
+
+	wanted := map[string]float64{
+		"talosccm_csr_approval_count approve":                                1,
+		"talosccm_csr_approval_count deny":                                   2,
+		"talosccm_csr_approval_age_seconds":                                  1,
+		"talosccm_csr_verdicts_total Approve " + csrpolicy.CodeProven:        1,
+		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeClusterName:      1,
+		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeWildcard:         1,
+		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeOutdated:         1,
+		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeClaimedByOthers:  0, // it may become right: that others claim it is no reason for denial
+		"talosccm_csr_verdicts_total Defer " + csrpolicy.CodeClaimedByOthers: 1,
+		"talosccm_csr_verdicts_total Defer " + csrpolicy.CodeUnknownAddress:  1,
+		"talosccm_csr_pending":                                               1,
+	}
+
+	s.eventually("all is counted", func() bool {
+		after := s.metrics()
+
+		for name, want := range wanted {
+			if after[name]-before[name] != want {
+				return false
+			}
+		}
+
+		return true
+	})
+
+	s.require(s.client.CertificatesV1().CertificateSigningRequests().Delete(t.Context(), deferred, metav1.DeleteOptions{}))
+	s.eventually("one that is gone is not pending", func() bool { return s.metrics()["talosccm_csr_pending"] == before["talosccm_csr_pending"] })
+}

@@ -1,0 +1,128 @@
+package csrapproval_test
+
+import (
+	"context"
+	"crypto"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"net"
+	"net/netip"
+
+	certificatesv1 "k8s.io/api/certificates/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+)
+
+// request is what a kubelet asks for. The zero value of each field is what the kubelet of the worker would ask for.
+type request struct {
+	commonName   string
+	organization string
+	names        []string
+	ips          []netip.Addr
+	usages       []certificatesv1.KeyUsage
+	// user is who asks; groups besides system:authenticated.
+	user   string
+	groups []string
+	key    crypto.Signer
+}
+
+// of fills in what the worker's kubelet would ask for.
+func (r request) of(w worker) request {
+	user := "system:node:" + w.name
+
+	if r.user == "" {
+		r.user = user
+	}
+
+	if r.commonName == "" {
+		r.commonName = user
+	}
+
+	if r.organization == "" {
+		r.organization = "system:nodes"
+	}
+
+	if r.names == nil && r.ips == nil {
+		r.names, r.ips = []string{w.name}, []netip.Addr{w.addr}
+	}
+
+	if r.usages == nil {
+		r.usages = []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageServerAuth}
+	}
+
+	if r.groups == nil {
+		r.groups = []string{"system:nodes"}
+	}
+
+	return r
+}
+
+// pem is the request itself.
+func (r request) pem() ([]byte, error) {
+	if r.key == nil {
+		key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+		if err != nil {
+			return nil, err
+		}
+
+		r.key = key
+	}
+
+	template := &x509.CertificateRequest{
+		Subject:  pkix.Name{CommonName: r.commonName, Organization: []string{r.organization}},
+		DNSNames: r.names,
+	}
+
+	for _, ip := range r.ips {
+		template.IPAddresses = append(template.IPAddresses, net.IP(ip.AsSlice()))
+	}
+
+	der, err := x509.CreateCertificateRequest(rand.Reader, template, r.key)
+	if err != nil {
+		return nil, err
+	}
+
+	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: der}), nil
+}
+
+// post posts the request of the worker's kubelet, and returns its name.
+func (s suite) post(w worker, r request) string {
+	s.Helper()
+
+	csr, err := s.create(s.Context(), w, r)
+	s.require(err)
+
+	return csr.Name
+}
+
+// create posts a request as the user who asks.
+func (b *bed) create(ctx context.Context, w worker, r request) (*certificatesv1.CertificateSigningRequest, error) {
+	r = r.of(w)
+
+	content, err := r.pem()
+	if err != nil {
+		return nil, err
+	}
+
+	config := b.kube.Config()
+	config.Impersonate = rest.ImpersonationConfig{UserName: r.user, Groups: append(r.groups, "system:authenticated")}
+
+	client, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		return nil, err
+	}
+
+	return client.CertificatesV1().CertificateSigningRequests().Create(ctx, &certificatesv1.CertificateSigningRequest{
+		ObjectMeta: metav1.ObjectMeta{GenerateName: "csr-"},
+		Spec: certificatesv1.CertificateSigningRequestSpec{
+			SignerName: certificatesv1.KubeletServingSignerName,
+			Usages:     r.usages,
+			Request:    content,
+		},
+	}, metav1.CreateOptions{})
+}

@@ -1,0 +1,308 @@
+package node_test
+
+import (
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/pkg/transform"
+)
+
+// atomicOptions are the rules of all tests that run, by test.
+type atomicOptions struct {
+	mu      sync.Mutex
+	rules   map[string][]transform.Rule
+	options nodespec.Options
+}
+
+func (o *atomicOptions) get() nodespec.Options {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+
+	return o.options
+}
+
+func (o *atomicOptions) set(test string, rules []transform.Rule) []transform.CompileError {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+
+	if o.rules == nil {
+		o.rules = map[string][]transform.Rule{}
+	}
+
+	o.rules[test] = rules
+
+	var all []transform.Rule
+	for _, name := range slices.Sorted(maps.Keys(o.rules)) {
+		all = append(all, o.rules[name]...)
+	}
+
+	compiled, errs := transform.Compile(all)
+	if len(errs) == 0 {
+		o.options.Rules = compiled
+	}
+
+	return errs
+}
+
+// exclude leaves a Node out of the claim.
+func (o *atomicOptions) exclude(nodename string) error {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+
+	claim, errs := transform.CompileSelector([]transform.SelectorTerm{{MatchExpressions: []transform.Expression{{Key: "nodename", Operator: transform.NotIn, Values: []string{nodename}}}}})
+	for _, err := range errs {
+		return err
+	}
+
+	o.options.Claim = claim
+
+	return nil
+}
+
+// rules puts this test's rules in force, for the Node alone, in place of those it had before.
+func (s suite) rules(nodename string, rules ...transform.Rule) {
+	s.Helper()
+
+	for i := range rules {
+		rules[i].NodeSelector = []transform.SelectorTerm{{MatchExpressions: []transform.Expression{{Key: "nodename", Operator: transform.In, Values: []string{nodename}}}}}
+	}
+
+	if errs := s.options.set(s.Name(), rules); len(errs) > 0 {
+		s.Fatalf("compile rules: %v", errs)
+	}
+
+	s.resync()
+}
+
+const storageTaint = "example.com/storage"
+
+func storage(effect corev1.TaintEffect, value string) corev1.Taint {
+	return corev1.Taint{Key: storageTaint, Value: value, Effect: effect}
+}
+
+func taintsNamed(n *corev1.Node, key string) []corev1.Taint {
+	return slices.DeleteFunc(slices.Clone(n.Spec.Taints), func(t corev1.Taint) bool { return t.Key != key })
+}
+
+func hasTaint(n *corev1.Node, taint corev1.Taint) bool { return slices.Contains(n.Spec.Taints, taint) }
+
+func aws(nodename string) talostest.MachineSpec {
+	meta := platform("aws", "i-"+nodename)
+	meta.Region, meta.Zone = "eu", "eu-1a"
+
+	return talostest.MachineSpec{Nodename: nodename, Platform: meta}
+}
+
+// N7: labels are changed and removed, too; a foreign one survives.
+func TestN7LabelsAndAnnotationsFollowTheRules(t *testing.T) {
+	s := parallel(t)
+	rule := func(value string) transform.Rule {
+		return transform.Rule{Labels: map[string]string{"example.com/site": value}, Annotations: map[string]string{"example.com/note": value + " of {{ .Region }}"}}
+	}
+
+	s.join(aws("rules-follow"))
+	s.awaitInitialized("rules-follow")
+	s.patch("rules-follow", "kubectl-label", `{"metadata":{"labels":{"team":"blue"}}}`)
+
+	for _, value := range []string{"paris", "lyon"} {
+		s.rules("rules-follow", rule(value))
+		s.await("rules-follow", "labelled "+value, func(n *corev1.Node) bool {
+			return n.Labels["example.com/site"] == value && n.Annotations["example.com/note"] == value+" of eu"
+		})
+	}
+
+	s.rules("rules-follow")
+
+	n := s.await("rules-follow", "without the label and the annotation", func(n *corev1.Node) bool {
+		_, label := n.Labels["example.com/site"]
+		_, annotation := n.Annotations["example.com/note"]
+
+		return !label && !annotation
+	})
+
+	if n.Labels["team"] != "blue" || n.Labels[corev1.LabelTopologyZone] != "eu-1a" {
+		t.Errorf("labels of others, or of the platform, are gone: %v", n.Labels)
+	}
+}
+
+// N2 and R2: taints are rendered, and set in the very write that lets the scheduler in.
+func TestN2TaintsOfRulesAreThereWhenTheNodeIsInitialised(t *testing.T) {
+	s := parallel(t)
+	s.rules("taint-first", transform.Rule{Taints: map[string]string{storageTaint: "{{ .Zone }}:NoSchedule"}})
+
+	until := s.history("taint-first")
+	s.join(aws("taint-first"))
+	n := s.awaitInitialized("taint-first")
+
+	for _, version := range until(n.ResourceVersion) {
+		if !tainted(version) && !hasTaint(version, storage(corev1.TaintEffectNoSchedule, "eu-1a")) {
+			t.Errorf("the Node was open to the scheduler before it had the taint: %v", version.Spec.Taints)
+		}
+	}
+}
+
+func TestTaintsThatAreNotEnforcedAreSetOnce(t *testing.T) {
+	s := parallel(t)
+	s.rules("taint-once", transform.Rule{Taints: map[string]string{storageTaint: "ceph:NoSchedule"}})
+	s.join(aws("taint-once"))
+	s.awaitInitialized("taint-once")
+
+	s.patch("taint-once", "kubectl", `{"spec":{"taints":null}}`)
+	s.rules("taint-once", transform.Rule{Taints: map[string]string{storageTaint: "nfs:NoSchedule"}, Labels: map[string]string{"example.com/seen": "true"}})
+
+	n := s.await("taint-once", "labelled", func(n *corev1.Node) bool { return n.Labels["example.com/seen"] == "true" })
+	if len(taintsNamed(n, storageTaint)) > 0 {
+		t.Errorf("taints: %v", n.Spec.Taints)
+	}
+}
+
+func TestEnforcedTaintsStayTrueAndGoWithTheRule(t *testing.T) {
+	s := parallel(t)
+	enforced := func(value string) transform.Rule {
+		return transform.Rule{Enforce: true, Taints: map[string]string{storageTaint: value + ":NoSchedule"}}
+	}
+
+	s.join(aws("taint-enforced"))
+	s.awaitInitialized("taint-enforced")
+	s.patch("taint-enforced", "kubectl", `{"spec":{"taints":[{"key":"team","value":"blue","effect":"NoSchedule"}]}}`)
+
+	s.rules("taint-enforced", enforced("ceph"))
+	s.await("taint-enforced", "tainted", func(n *corev1.Node) bool { return hasTaint(n, storage(corev1.TaintEffectNoSchedule, "ceph")) })
+
+	s.patch("taint-enforced", "kubectl", `{"spec":{"taints":[{"key":"team","value":"blue","effect":"NoSchedule"}]}}`)
+	s.await("taint-enforced", "tainted again", func(n *corev1.Node) bool { return hasTaint(n, storage(corev1.TaintEffectNoSchedule, "ceph")) })
+
+	s.rules("taint-enforced", enforced("nfs"))
+	s.await("taint-enforced", "tainted with the new value", func(n *corev1.Node) bool { return hasTaint(n, storage(corev1.TaintEffectNoSchedule, "nfs")) })
+
+	s.rules("taint-enforced")
+
+	n := s.await("taint-enforced", "rid of the taint and of its record", func(n *corev1.Node) bool {
+		return len(taintsNamed(n, storageTaint)) == 0 && !slices.ContainsFunc(slices.Collect(maps.Keys(n.Labels)), func(key string) bool { return strings.Contains(key, "node-restriction") })
+	})
+	if len(taintsNamed(n, "team")) != 1 {
+		t.Errorf("a taint of somebody else is gone: %v", n.Spec.Taints)
+	}
+}
+
+func TestATaintOfSomebodyElseIsLeftAloneAndReported(t *testing.T) {
+	s := parallel(t)
+	s.join(aws("taint-foreign"))
+	s.awaitInitialized("taint-foreign")
+	s.patch("taint-foreign", "kubectl", `{"spec":{"taints":[{"key":"`+storageTaint+`","value":"mine","effect":"NoSchedule"}]}}`)
+
+	s.rules("taint-foreign", transform.Rule{Enforce: true, Taints: map[string]string{storageTaint: "ceph:NoSchedule"}})
+	s.awaitEvent("taint-foreign", node.ReasonKeyOwnedByOther)
+
+	s.rules("taint-foreign")
+	s.settle()
+
+	if n := s.get("taint-foreign"); !hasTaint(n, storage(corev1.TaintEffectNoSchedule, "mine")) {
+		t.Errorf("taints: %v", n.Spec.Taints)
+	}
+}
+
+// R7: one bad value is left out, all else is there.
+func TestR7AnInvalidValueIsLeftOutAndReportedWithRuleAndKey(t *testing.T) {
+	s := parallel(t)
+	s.rules("rules-invalid", transform.Rule{Name: "site", Labels: map[string]string{"example.com/bad": "{{ .Region }} !", "example.com/good": "{{ .Region }}"}})
+	s.join(aws("rules-invalid"))
+
+	n := s.awaitInitialized("rules-invalid")
+	if _, bad := n.Labels["example.com/bad"]; bad || n.Labels["example.com/good"] != "eu" {
+		t.Errorf("labels: %v", n.Labels)
+	}
+
+	message := s.awaitEvent("rules-invalid", node.ReasonInvalidValue).Message
+	for _, part := range []string{`rule "site"`, "labels[example.com/bad]", `"eu !"`} {
+		if !strings.Contains(message, part) {
+			t.Errorf("the Event does not say %s: %s", part, message)
+		}
+	}
+}
+
+func TestARuleThatCannotMakeTheProviderIDKeepsTheNodeTainted(t *testing.T) {
+	s := parallel(t)
+	rule := transform.Rule{Name: "identity", PlatformMetadata: map[string]string{"ProviderID": "custom:///{{ .Tags.serial }}"}}
+
+	spec := aws("rules-identity")
+	s.rules("rules-identity", rule)
+
+	m := s.join(spec)
+	s.awaitEvent("rules-identity", node.ReasonMetadataPending)
+	s.wantUntouched("rules-identity")
+
+	s.require(m.UpdatePlatform(t.Context(), func(meta *runtime.PlatformMetadataSpec) { meta.Tags = map[string]string{"serial": "s-1"} }))
+
+	if n := s.awaitInitialized("rules-identity"); n.Spec.ProviderID != "custom:///s-1" {
+		t.Errorf("providerID %q", n.Spec.ProviderID)
+	}
+}
+
+// Taking over from the upstream Talos CCM: it patches labels as its own binary, so that they are Update-managed.
+func TestALabelThatTheUpstreamCCMLeftIsTakenOverAndGoesWithItsRule(t *testing.T) {
+	s := parallel(t)
+	spec := aws("takeover")
+	spec.PlatformPending = true // and so not touched yet
+	m := s.join(spec)
+	s.awaitEvent("takeover", node.ReasonMetadataPending)
+
+	config := rest.CopyConfig(s.kube.Config())
+	config.UserAgent = "talos-cloud-controller-manager/v1.12.0 (linux/amd64) kubernetes/$Format/cloud-node-controller"
+	upstream, err := kubernetes.NewForConfig(config)
+	s.require(err)
+
+	// As the framework's controller writes labels (AddOrUpdateLabelsOnNode), and upstream its annotations.
+	_, err = upstream.CoreV1().Nodes().Patch(t.Context(), "takeover", types.StrategicMergePatchType, []byte(`{"metadata":{
+		"labels":{"example.com/site":"old","example.com/same":"same","example.com/stray":"left","topology.kubernetes.io/zone":"eu-1a"},
+		"annotations":{"example.com/note":"old"}}}`), metav1.PatchOptions{})
+	s.require(err)
+
+	s.rules("takeover", transform.Rule{
+		Labels:      map[string]string{"example.com/site": "new", "example.com/same": "same"},
+		Annotations: map[string]string{"example.com/note": "new"},
+	})
+	s.require(m.ResolvePlatform(t.Context()))
+
+	n := s.await("takeover", "relabelled", func(n *corev1.Node) bool {
+		return initialized(n) && n.Labels["example.com/site"] == "new" && n.Annotations["example.com/note"] == "new"
+	})
+	if n.Labels["example.com/stray"] != "left" {
+		t.Errorf("what no rule sets was not left alone: %v", n.Labels)
+	}
+
+	if found := s.events("takeover", node.ReasonKeyOwnedByOther); len(found) > 0 {
+		t.Errorf("reported as somebody else's: %s", messages(found))
+	}
+
+	s.rules("takeover")
+	n = s.await("takeover", "rid of the labels", func(n *corev1.Node) bool {
+		return n.Labels["example.com/site"] == "" && n.Labels["example.com/same"] == "" && n.Annotations["example.com/note"] == ""
+	})
+
+	if n.Labels[corev1.LabelTopologyZone] != "eu-1a" {
+		t.Errorf("labels: %v", n.Labels)
+	}
+}
+
+func TestANodeOutsideTheClaimIsNeverWritten(t *testing.T) {
+	s := parallel(t)
+
+	s.require(s.options.exclude("unclaimed"))
+	s.join(aws("unclaimed"))
+	s.settle()
+	s.wantUntouched("unclaimed")
+}

@@ -1,0 +1,359 @@
+package nodeipam
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	cloudproviderapi "k8s.io/cloud-provider/api"
+
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/transform"
+)
+
+func prefixes(texts ...string) []netip.Prefix {
+	var list []netip.Prefix
+	for _, text := range texts {
+		list = append(list, netip.MustParsePrefix(text))
+	}
+
+	return list
+}
+
+// region selects machines by the platform's region.
+func region(name string) *transform.Selector { return where("region", name) }
+
+// where selects machines of which key has a value.
+func where(key, value string) *transform.Selector {
+	selector, mistakes := transform.CompileNodeSelector([]transform.SelectorTerm{{
+		MatchExpressions: []transform.Expression{{Key: key, Operator: transform.In, Values: []string{value}}},
+	}})
+	if len(mistakes) > 0 {
+		panic(mistakes)
+	}
+
+	return selector
+}
+
+func current(addresses ...machine.Address) inventory.Entry {
+	m := machine.Machine{Nodename: "a", Addresses: addresses}
+	m.Platform.Region = "here"
+
+	return inventory.Entry{Machine: m, Condition: inventory.Current}
+}
+
+func on(link, prefix string) machine.Address {
+	return machine.Address{
+		Prefix: netip.MustParsePrefix(prefix), Link: link,
+		Scope: nethelpers.ScopeGlobal, Flags: nethelpers.AddressFlags(nethelpers.AddressPermanent),
+	}
+}
+
+func running(pods string) *corev1.Node {
+	node := &corev1.Node{}
+	if pods != "" {
+		node.Status.Allocatable = corev1.ResourceList{corev1.ResourcePods: resource.MustParse(pods)}
+	}
+
+	return node
+}
+
+func tainted(node *corev1.Node) *corev1.Node {
+	node.Spec.Taints = append(node.Spec.Taints, corev1.Taint{Key: cloudproviderapi.TaintExternalCloudProvider, Effect: corev1.TaintEffectNoSchedule})
+
+	return node
+}
+
+// summary is what requests come to, such as "cluster 10.0.0.0/16→24, machine 2001:db8::/64→80".
+func summary(requests []request) string {
+	var parts []string
+
+	for _, r := range requests {
+		text := r.pool
+		for _, pool := range r.pools {
+			text += fmt.Sprintf(" %s→%d", pool.CIDR(), pool.Bits())
+		}
+
+		parts = append(parts, text)
+	}
+
+	return strings.Join(parts, ", ")
+}
+
+func TestRequests(t *testing.T) {
+	t.Parallel()
+
+	dual := prefixes("10.0.0.0/16", "fd00::/48")
+	site := on("eth0", "2001:db8:1:2::5/64")
+	cloud := Options{Allocator: CloudAllocator}
+
+	for _, test := range []struct {
+		name string
+		demand
+		want   string
+		reason string
+	}{
+		{
+			name:   "cluster CIDRs give a block of each family, in their order",
+			demand: demand{clusterCIDRs: prefixes("fd00::/48", "10.0.0.0/16")},
+			want:   "cluster fd00::/48→80, cluster 10.0.0.0/16→24",
+		},
+		{
+			name:   "a second CIDR of a family continues the first",
+			demand: demand{clusterCIDRs: prefixes("10.0.0.0/16", "10.9.0.0/16")},
+			want:   "cluster 10.0.0.0/16→24 10.9.0.0/16→24",
+		},
+		{
+			name:   "the mask sizes of the options count",
+			demand: demand{clusterCIDRs: dual, options: Options{MaskSizeIPv4: 25, MaskSizeIPv6: 64}},
+			want:   "cluster 10.0.0.0/16→25, cluster fd00::/48→64",
+		},
+		{name: "without cluster CIDRs the Node waits", reason: ReasonNoClusterCIDRs},
+		{
+			name:   "a mask larger than the cluster CIDR is said, not guessed",
+			demand: demand{clusterCIDRs: prefixes("10.0.0.0/26")},
+			reason: ReasonPrefixTooSmall,
+		},
+		{
+			name:   "the range allocator needs no machine",
+			demand: demand{clusterCIDRs: dual, entry: inventory.Entry{Condition: inventory.Unreachable}},
+			want:   "cluster 10.0.0.0/16→24, cluster fd00::/48→80",
+		},
+		{
+			name:   "the cloud allocator takes IPv6 from the machine",
+			demand: demand{clusterCIDRs: dual, options: cloud, entry: current(site)},
+			want:   "cluster 10.0.0.0/16→24, machine 2001:db8:1:2::/64→80",
+		},
+		{
+			name:   "the cloud allocator takes no IPv6 where the cluster has none",
+			demand: demand{clusterCIDRs: prefixes("10.0.0.0/16"), options: cloud, entry: inventory.Entry{}},
+			want:   "cluster 10.0.0.0/16→24",
+		},
+		{
+			name:   "the cloud allocator waits for a machine that does not answer",
+			demand: demand{clusterCIDRs: dual, options: cloud, entry: inventory.Entry{Machine: current(site).Machine, Condition: inventory.Unreachable}},
+			reason: ReasonMachineUnknown,
+		},
+		{
+			name:   "the cloud allocator waits for a machine without a prefix, and does not fall back to the cluster's",
+			demand: demand{clusterCIDRs: dual, options: cloud, entry: current(on("eth0", "10.1.1.1/24"))},
+			reason: ReasonNoPrefix,
+		},
+		{
+			name: "the first pool that selects the machine counts",
+			demand: demand{clusterCIDRs: dual, entry: current(), pools: []Pool{
+				{Name: "elsewhere", Selector: region("elsewhere"), CIDRs: prefixes("10.1.0.0/16")},
+				{Name: "here", Selector: region("here"), CIDRs: prefixes("10.2.0.0/16")},
+				{Name: "late", Selector: region("here"), CIDRs: prefixes("10.3.0.0/16")},
+			}},
+			want: "here 10.2.0.0/16→24, cluster fd00::/48→80",
+		},
+		{
+			name: "a pool's IPv6 comes before the machine's, and its sizes before the options'",
+			demand: demand{clusterCIDRs: dual, options: cloud, entry: inventory.Entry{}, pools: []Pool{
+				{Name: "all", CIDRs: prefixes("2001:db8:f::/48"), MaskSizeIPv6: 64, MaskSizeIPv4: 26},
+			}},
+			want: "cluster 10.0.0.0/16→26, all 2001:db8:f::/48→64",
+		},
+		{
+			name: "a pool can add a family",
+			demand: demand{clusterCIDRs: prefixes("10.0.0.0/16"), pools: []Pool{
+				{Name: "all", CIDRs: prefixes("2001:db8:f::/48")},
+			}},
+			want: "cluster 10.0.0.0/16→24, all 2001:db8:f::/48→80",
+		},
+		{
+			name: "no pool is selected for a machine that is not known",
+			demand: demand{clusterCIDRs: dual, entry: inventory.Entry{Condition: inventory.Unknown}, pools: []Pool{
+				{Name: "here", Selector: region("here"), CIDRs: prefixes("10.2.0.0/16")},
+			}},
+			reason: ReasonMachineUnknown,
+		},
+		{
+			name: "no pool is selected by labels before the Node is initialised",
+			demand: demand{clusterCIDRs: dual, node: tainted(running("")), entry: current(), pools: []Pool{
+				{Name: "here", Selector: where("labels.site", "here"), CIDRs: prefixes("10.2.0.0/16")},
+			}},
+			reason: ReasonNotInitialized,
+		},
+		{
+			name: "what a machine says of itself needs no initialisation",
+			demand: demand{clusterCIDRs: dual, node: tainted(running("")), entry: current(), pools: []Pool{
+				{Name: "here", Selector: region("here"), CIDRs: prefixes("10.2.0.0/16")},
+			}},
+			want: "here 10.2.0.0/16→24, cluster fd00::/48→80",
+		},
+		{
+			name: "a pool for all needs neither machine nor initialisation",
+			demand: demand{clusterCIDRs: dual, node: tainted(running("")), pools: []Pool{
+				{Name: "all", CIDRs: prefixes("10.2.0.0/16")},
+			}},
+			want: "all 10.2.0.0/16→24, cluster fd00::/48→80",
+		},
+		{
+			name: "the size of an IPv4 block follows max-pods, that of IPv6 does not",
+			demand: demand{clusterCIDRs: dual, node: running("250"), pools: []Pool{
+				{Name: "all", CIDRs: prefixes("10.2.0.0/16"), BlockSizeAuto: true},
+			}},
+			want: "all 10.2.0.0/16→23, cluster fd00::/48→80",
+		},
+		{
+			name:   "a pool can say no more than that the size follows max-pods",
+			demand: demand{clusterCIDRs: dual, node: running("30"), pools: []Pool{{Name: "all", BlockSizeAuto: true}}},
+			want:   "cluster 10.0.0.0/16→26, cluster fd00::/48→80",
+		},
+		{
+			name:   "a Node without max-pods waits where the size follows them",
+			demand: demand{clusterCIDRs: dual, pools: []Pool{{Name: "all", BlockSizeAuto: true}}},
+			reason: ReasonMaxPodsUnknown,
+		},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+
+			if test.node == nil {
+				test.node = running("")
+			}
+
+			test.options = test.options.withDefaults()
+
+			requests, problem := test.requests()
+			if got := summary(requests); got != test.want {
+				t.Errorf("requests %q, want %q", got, test.want)
+			}
+
+			if reason := reasonOf(problem); reason != test.reason {
+				t.Errorf("reason %q, want %q", reason, test.reason)
+			}
+		})
+	}
+}
+
+func reasonOf(f *finding) string {
+	if f == nil {
+		return ""
+	}
+
+	return f.reason
+}
+
+func TestMaskSizeFor(t *testing.T) {
+	t.Parallel()
+
+	for pods, want := range map[string]int{"1": 31, "8": 28, "9": 27, "16": 27, "17": 26, "32": 26, "64": 25, "110": 24, "128": 24, "129": 23, "250": 23, "512": 22} {
+		size, known := maskSizeFor(running(pods))
+		if !known || size != want {
+			t.Errorf("%s pods: /%d, %t; want /%d", pods, size, known, want)
+		}
+	}
+
+	for _, pods := range []string{"", "0", "-1", "4097", "9e18"} {
+		if size, known := maskSizeFor(running(pods)); known {
+			t.Errorf("%q pods: /%d, want that it is not known", pods, size)
+		}
+	}
+}
+
+func TestOwnPrefix(t *testing.T) {
+	t.Parallel()
+
+	flagged := func(a machine.Address, flag nethelpers.AddressFlag) machine.Address {
+		a.Flags = nethelpers.AddressFlags(flag)
+
+		return a
+	}
+	local := func(a machine.Address) machine.Address {
+		a.Scope = nethelpers.ScopeLink
+
+		return a
+	}
+
+	for _, test := range []struct {
+		name      string
+		addresses []machine.Address
+		nodeIPs   []string
+		excluded  []netip.Prefix
+		want      string
+	}{
+		{name: "the prefix of the machine's address", addresses: []machine.Address{on("eth0", "2001:db8:1:2::5/64")}, want: "2001:db8:1:2::/64"},
+		{name: "of a larger prefix the subnet that the machine is in", addresses: []machine.Address{on("eth0", "2001:db8:1:2::5/48")}, want: "2001:db8:1:2::/64"},
+		{name: "a smaller prefix as it is", addresses: []machine.Address{on("eth0", "2001:db8::1:a005/112")}, want: "2001:db8::1:0/112"},
+		{
+			name:      "that of the node IP before a lower one",
+			addresses: []machine.Address{on("eth0", "2001:db8:1::5/64"), on("eth1", "2001:db8:2::5/64")},
+			nodeIPs:   []string{"10.0.0.1", "2001:db8:2::5"}, want: "2001:db8:2::/64",
+		},
+		{
+			name:      "that of the node IP on another address of the subnet",
+			addresses: []machine.Address{on("eth0", "2001:db8:1::5/64"), on("eth1", "2001:db8:2::5/64"), on("eth1", "2001:db8:2::6/128")},
+			nodeIPs:   []string{"2001:db8:2::6"}, want: "2001:db8:2::/64",
+		},
+		{name: "the lowest without a node IP", addresses: []machine.Address{on("eth1", "2001:db8:2::5/64"), on("eth0", "2001:db8:1::5/64")}, want: "2001:db8:1::/64"},
+		{name: "none of a machine with single addresses", addresses: []machine.Address{on("eth0", "2001:db8:1:2::5/128")}},
+		{name: "none of IPv4", addresses: []machine.Address{on("eth0", "203.0.113.5/24")}},
+		{name: "none of unique local addresses", addresses: []machine.Address{on("eth0", "fd12::5/64")}},
+		{name: "none of link-local addresses", addresses: []machine.Address{on("eth0", "fe80::5/64")}},
+		{name: "none of another scope", addresses: []machine.Address{local(on("eth0", "2001:db8:1:2::5/64"))}},
+		{name: "none of a temporary address", addresses: []machine.Address{flagged(on("eth0", "2001:db8:1:2::5/64"), nethelpers.AddressTemporary)}},
+		{name: "none of a deprecated address", addresses: []machine.Address{flagged(on("eth0", "2001:db8:1:2::5/64"), nethelpers.AddressDeprecated)}},
+		{name: "none of a tentative address", addresses: []machine.Address{flagged(on("eth0", "2001:db8:1:2::5/64"), nethelpers.AddressTentative)}},
+		{name: "none of a CNI's bridge, which is in a block that we gave", addresses: []machine.Address{on("cni0", "2001:db8:1:2:3::1/80")}},
+		{name: "none of an overlay", addresses: []machine.Address{on("kubespan", "2001:db8:1:2::5/64"), on("wg0", "2001:db8:1:2::5/64")}},
+		{name: "none of the pods' and services' CIDRs", addresses: []machine.Address{on("eth0", "2001:db8:1:2::5/64")}, excluded: prefixes("2001:db8:1::/48")},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+
+			m := machine.Machine{Addresses: test.addresses, ExcludedSubnets: test.excluded}
+			for _, ip := range test.nodeIPs {
+				m.NodeIPs = append(m.NodeIPs, netip.MustParseAddr(ip))
+			}
+
+			prefix, problem := ownPrefix(m)
+
+			if test.want == "" {
+				if reasonOf(problem) != ReasonNoPrefix {
+					t.Errorf("prefix %s, reason %q; want %s", prefix, reasonOf(problem), ReasonNoPrefix)
+				}
+
+				return
+			}
+
+			if problem != nil || prefix.String() != test.want {
+				t.Errorf("prefix %s, %v; want %s", prefix, problem, test.want)
+			}
+
+			slices.Reverse(m.Addresses)
+
+			if again, _ := ownPrefix(m); again != prefix {
+				t.Errorf("prefix %s in another order, want %s", again, prefix)
+			}
+		})
+	}
+}
+
+// TestBlocksOfSmallPrefixes: these are the upstream Talos CCM's sizes, except that it gives a Node the whole of a /120 to a /123, its own address included.
+func TestBlocksOfSmallPrefixes(t *testing.T) {
+	t.Parallel()
+
+	for own, want := range map[int]int{
+		64: 80, 65: 81, 72: 88, 99: 115, 100: 108, 105: 113, 106: 110, 111: 115, 112: 114, 116: 118, 118: 120, 119: 120, 120: 0, 123: 0, 127: 0,
+	} {
+		d := demand{entry: current(on("eth0", fmt.Sprintf("2001:db8:1:2::5/%d", own))), options: Options{}.withDefaults()}
+
+		r, problem := d.fromMachine(DefaultMaskSizeIPv6)
+
+		switch {
+		case want == 0 && reasonOf(problem) != ReasonPrefixTooSmall:
+			t.Errorf("/%d: %s, %v; want %s", own, summary([]request{r}), problem, ReasonPrefixTooSmall)
+		case want != 0 && (problem != nil || r.pools[0].Bits() != want):
+			t.Errorf("/%d: %s, %v; want blocks of /%d", own, summary([]request{r}), problem, want)
+		}
+	}
+}
