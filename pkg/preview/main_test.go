@@ -1,0 +1,203 @@
+package preview_test
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"testing"
+
+	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/cosi-project/runtime/pkg/safe"
+	"github.com/cosi-project/runtime/pkg/state"
+	"github.com/siderolabs/talos/pkg/machinery/client"
+	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
+	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
+	"github.com/siderolabs/talos/pkg/machinery/resources/network"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/siderolabs/talos/pkg/machinery/role"
+	"go.yaml.in/yaml/v4"
+
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+)
+
+// site is a cluster of machines that say all that a machine can say.
+type site struct {
+	*talostest.Cluster
+}
+
+func newSite(t testing.TB, specs ...talostest.MachineSpec) site {
+	t.Helper()
+
+	cluster, err := talostest.New(talostest.Options{Name: "prod"})
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	t.Cleanup(cluster.Close)
+
+	for _, spec := range specs {
+		if _, err := cluster.AddMachine(spec); err != nil {
+			t.Fatal(err)
+		}
+	}
+
+	return site{cluster}
+}
+
+func worker(name string) talostest.MachineSpec {
+	return talostest.MachineSpec{
+		Nodename: name,
+		Platform: runtime.PlatformMetadataSpec{
+			Platform: "aws", Hostname: name + ".internal", Region: "eu-central-1", Zone: "eu-central-1a", InstanceType: "m7i.large",
+			InstanceID: "i-" + name, ProviderID: "aws:///eu-central-1a/i-" + name, Spot: true, Tags: map[string]string{"team": "red: & <blue>", "yes": "no"},
+		},
+		SystemInformation: &hardware.SystemInformationSpec{UUID: "30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee", SerialNumber: "0123"},
+		Addresses: []talostest.Address{
+			{Link: "eth0", Prefix: netip.MustParsePrefix("10.0.0.1/24")},
+			{Link: "eth0", Prefix: netip.MustParsePrefix("2001:db8::1/64"), Flags: nethelpers.AddressFlags(nethelpers.AddressTemporary | nethelpers.AddressManagementTemp)},
+			{Link: talostest.LinkExternal, Prefix: netip.MustParsePrefix("203.0.113.1/32")},
+		},
+	}
+}
+
+// publishPlatformConfig has the machine say what the platform's driver delivered.
+func publishPlatformConfig(t testing.TB, m *talostest.Machine) {
+	t.Helper()
+
+	metadata, err := safe.StateGetByID[*runtime.PlatformMetadata](t.Context(), m.State(), runtime.PlatformMetadataID)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	delivered := network.NewPlatformConfig(network.NamespaceName, network.PlatformConfigActiveID)
+	spec := metadata.TypedSpec().DeepCopy()
+	delivered.TypedSpec().Metadata = &spec
+	delivered.TypedSpec().Addresses = []network.AddressSpecSpec{{Address: netip.MustParsePrefix("10.0.0.1/24"), LinkName: "eth0", Scope: nethelpers.ScopeGlobal}}
+
+	if err := m.State().Create(t.Context(), delivered); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// truth is the machine without talosctl in between.
+func truth(t testing.TB, m *talostest.Machine) machine.Machine {
+	t.Helper()
+
+	var view machine.View
+
+	for _, kind := range kinds() {
+		list, err := m.State().List(t.Context(), kind)
+		if err != nil {
+			t.Fatal(err)
+		}
+
+		view.ReplaceKind(kind, list.Items)
+	}
+
+	return view.Machine()
+}
+
+func kinds() []resource.Kind { return append(machine.WatchedKinds(), machine.PolledKinds()...) }
+
+func (s site) client(t testing.TB, m *talostest.Machine) *client.Client {
+	t.Helper()
+
+	config, err := s.ClientTLS(string(role.Reader))
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	c, err := client.New(t.Context(), client.WithTLSConfig(config), client.WithEndpoints(m.Address().String()))
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	t.Cleanup(func() { c.Close() })
+
+	return c
+}
+
+// write is one of talosctl's ways to print a resource (cmd/talosctl/cmd/talos/output).
+type write func(t testing.TB, out *bytes.Buffer, node string, r resource.Resource)
+
+// talosctl prints all resources of one kind of some machines, like one call of `talosctl -n NODES get KIND`.
+func (s site) talosctl(t testing.TB, output write, kind resource.Kind, machines ...*talostest.Machine) []byte {
+	t.Helper()
+
+	var out bytes.Buffer
+
+	for _, m := range machines {
+		list, err := s.client(t, m).COSI.List(t.Context(), kind, state.WithListUnmarshalOptions(state.WithSkipProtobufUnmarshal()))
+		if err != nil {
+			t.Fatal(err)
+		}
+
+		for _, r := range list.Items {
+			output(t, &out, m.Nodename(), r)
+		}
+	}
+
+	return out.Bytes()
+}
+
+func asYAML(t testing.TB, out *bytes.Buffer, node string, r resource.Resource) {
+	t.Helper()
+
+	if out.Len() > 0 {
+		fmt.Fprintln(out, "---")
+	}
+
+	marshalled, err := resource.MarshalYAML(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	fmt.Fprintf(out, "node: %s\n", node)
+
+	if err := yaml.NewEncoder(out).Encode(marshalled); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func asJSON(t testing.TB, out *bytes.Buffer, node string, r resource.Resource) {
+	t.Helper()
+
+	var printed bytes.Buffer
+
+	asYAML(t, &printed, node, r)
+
+	var data map[string]any
+	if err := yaml.Unmarshal(printed.Bytes(), &data); err != nil {
+		t.Fatal(err)
+	}
+
+	encoder := json.NewEncoder(out)
+	encoder.SetIndent("", "    ")
+
+	if err := encoder.Encode(data); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// everything is the output of preview.Command for the machines: one call of talosctl for each kind, and nothing between them.
+func (s site) everything(t testing.TB, output write, machines ...*talostest.Machine) []byte {
+	t.Helper()
+
+	var out []byte
+
+	for _, kind := range kinds() {
+		out = append(out, s.talosctl(t, output, kind, machines...)...)
+	}
+
+	return out
+}
+
+func controlPlane(name string) talostest.MachineSpec {
+	spec := worker(name)
+	spec.Type = talosmachine.TypeControlPlane
+
+	return spec
+}

@@ -1,0 +1,284 @@
+package preview_test
+
+import (
+	"fmt"
+	"maps"
+	"net/netip"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
+	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	corev1 "k8s.io/api/core/v1"
+
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/preview"
+	"github.com/talos-ccm/talos-ccm/pkg/transform"
+)
+
+// compile makes rules usable.
+func compile(t testing.TB, rules ...transform.Rule) *transform.Rules {
+	t.Helper()
+
+	compiled, errs := transform.Compile(rules)
+	if len(errs) > 0 {
+		t.Fatal(errs)
+	}
+
+	return compiled
+}
+
+// everyKind is a rule that sets one thing of each kind.
+func everyKind() transform.Rule {
+	return transform.Rule{
+		Name:             "web",
+		Labels:           map[string]string{"example.org/role": "web", "bad": "{{ .SerialNumber }} is none"},
+		Annotations:      map[string]string{"example.org/serial": "{{ .SerialNumber }}"},
+		Taints:           map[string]string{"dedicated": "web:NoSchedule"},
+		PlatformMetadata: map[string]string{"Zone": "a"},
+	}
+}
+
+// flat is a Report as nodespec would say it.
+func flat(r preview.Report) nodespec.Spec {
+	spec := nodespec.Spec{Labels: map[string]string{}, Annotations: map[string]string{}}
+
+	if r.ProviderID != nil {
+		spec.ProviderID = r.ProviderID.Value
+	}
+
+	for _, a := range r.Addresses {
+		spec.Addresses = append(spec.Addresses, corev1.NodeAddress{Type: corev1.NodeAddressType(a.Type), Address: a.Address})
+	}
+
+	for _, l := range r.Labels {
+		spec.Labels[l.Key] = l.Value
+	}
+
+	for _, a := range r.Annotations {
+		spec.Annotations[a.Key] = a.Value
+	}
+
+	for _, taint := range r.Taints {
+		spec.Taints = append(spec.Taints, transform.Taint{
+			Taint: corev1.Taint{Key: taint.Key, Value: taint.Value, Effect: corev1.TaintEffect(taint.Effect)}, Rule: taint.Rule, Enforce: taint.Enforce,
+		})
+	}
+
+	return spec
+}
+
+// TestRenderIsWhatTheNodeGets goes the whole way from talosctl's output, and compares with what the controller would work with.
+func TestRenderIsWhatTheNodeGets(t *testing.T) {
+	for name, options := range map[string]nodespec.Options{
+		"without rules": {},
+		"IPv6, node IP": {PreferIPv6: true, ProviderIDFromNodeIP: true, ClusterName: "mine"},
+		"with a rule":   {Rules: compile(t, everyKind())},
+	} {
+		for _, platform := range []string{"aws", "hcloud", "metal", "container", "nocloud", "openstack"} {
+			t.Run(name+"/"+platform, func(t *testing.T) {
+				spec := worker("worker-1")
+				spec.Platform.Platform = platform
+				site := newSite(t, spec)
+				publishPlatformConfig(t, site.Machine("worker-1"))
+
+				machines, err := preview.Parse(site.everything(t, asYAML, site.Machines()...))
+				if err != nil {
+					t.Fatal(err)
+				}
+
+				report := preview.Render(machines, preview.Kubelet{Architecture: "arm64"}, options)[0]
+
+				node := &corev1.Node{Status: corev1.NodeStatus{NodeInfo: corev1.NodeSystemInfo{Architecture: "arm64"}}}
+				want, problems, pending := nodespec.Desired(nodespec.NewInput(node, truth(t, site.Machine("worker-1")), options))
+				want.Transformed = transform.Result{}
+
+				if diff := cmp.Diff(want, flat(report)); diff != "" || report.Pending != pending || len(report.Problems) != len(problems) {
+					t.Errorf("pending %q (want %q), problems %v (want %v): %s", report.Pending, pending, report.Problems, problems, diff)
+				}
+			})
+		}
+	}
+}
+
+// running is a machine that lacks nothing.
+func running(name, ip string) preview.Machine {
+	return preview.Machine{Node: ip, Machine: machine.Machine{
+		Nodename: name,
+		Stage:    runtime.MachineStageRunning,
+		Platform: runtime.PlatformMetadataSpec{
+			Platform: "aws", Region: "eu", Zone: "eu-1", InstanceType: "large", ProviderID: "aws:///eu-1/" + name, InstanceID: name, InternalDNS: name + ".local",
+		},
+		PlatformPublished: true,
+		System:            hardware.SystemInformationSpec{SerialNumber: "0123"},
+		Addresses:         []machine.Address{{Prefix: netip.MustParsePrefix(ip + "/24"), Link: "eth0", Scope: nethelpers.ScopeGlobal}},
+		NodeIPs:           []netip.Addr{netip.MustParseAddr(ip)},
+	}}
+}
+
+// sources are the rules of all values of a report.
+func sources(r preview.Report) map[string]string {
+	rules := map[string]string{"providerID": r.ProviderID.Rule}
+
+	for _, a := range r.Addresses {
+		rules[a.Type] = a.Rule
+	}
+
+	for _, l := range r.Labels {
+		rules[l.Key] = l.Rule
+	}
+
+	for _, a := range r.Annotations {
+		rules[a.Key] = a.Rule
+	}
+
+	for _, taint := range r.Taints {
+		rules[fmt.Sprintf("%s:%s %t", taint.Key, taint.Effect, taint.Enforce)] = taint.Rule
+	}
+
+	return rules
+}
+
+func TestEveryValueNamesItsRule(t *testing.T) {
+	for _, test := range []struct {
+		rule  string
+		rules []transform.Rule
+		want  map[string]string // what differs from no rule at all
+	}{
+		{"none", nil, nil},
+		{
+			"each kind",
+			[]transform.Rule{everyKind()},
+			map[string]string{
+				"example.org/role": "web", "example.org/serial": "web", "dedicated:NoSchedule false": "web",
+				corev1.LabelTopologyZone: "web", corev1.LabelFailureDomainBetaZone: "web",
+			},
+		},
+		{
+			"all metadata",
+			[]transform.Rule{{Name: "meta", PlatformMetadata: map[string]string{
+				"Region": "r", "Zone": "z", "InstanceType": "t", "Spot": "true", "ProviderID": "aws:///r/i", "InternalDNS": "a.b", "ExternalDNS": "c.d",
+			}}},
+			map[string]string{
+				"providerID": "meta", "InternalDNS": "meta", "ExternalDNS": "meta", nodespec.LabelLifecycle: "meta",
+				corev1.LabelTopologyRegion: "meta", corev1.LabelFailureDomainBetaRegion: "meta", corev1.LabelTopologyZone: "meta",
+				corev1.LabelFailureDomainBetaZone: "meta", corev1.LabelInstanceTypeStable: "meta", corev1.LabelInstanceType: "meta",
+			},
+		},
+		{
+			"the last of two",
+			[]transform.Rule{
+				{Name: "one", Labels: map[string]string{"a": "1", "b": "1"}, PlatformMetadata: map[string]string{"Zone": "1"}},
+				{Name: "two", Labels: map[string]string{"b": "2"}, PlatformMetadata: map[string]string{"Zone": "2"}},
+			},
+			map[string]string{"a": "one", "b": "two", corev1.LabelTopologyZone: "two", corev1.LabelFailureDomainBetaZone: "two"},
+		},
+		{
+			"a label rather than the metadata that it replaces",
+			[]transform.Rule{
+				{Name: "label", Labels: map[string]string{corev1.LabelTopologyZone: "mine"}},
+				{Name: "meta", PlatformMetadata: map[string]string{"Zone": "2"}},
+			},
+			map[string]string{corev1.LabelTopologyZone: "label", corev1.LabelFailureDomainBetaZone: "meta"},
+		},
+		{
+			"enforced taints",
+			[]transform.Rule{{Name: "t", Taints: map[string]string{"a": "NoExecute"}, Enforce: true}},
+			map[string]string{"a:NoExecute true": "t"},
+		},
+	} {
+		t.Run(test.rule, func(t *testing.T) {
+			machines := []preview.Machine{running("worker-1", "10.0.0.1")}
+
+			want := sources(preview.Render(machines, preview.Kubelet{}, nodespec.Options{})[0])
+			maps.Copy(want, test.want)
+
+			got := sources(preview.Render(machines, preview.Kubelet{}, nodespec.Options{Rules: compile(t, test.rules...)})[0])
+			if diff := cmp.Diff(want, got); diff != "" {
+				t.Error(diff)
+			}
+		})
+	}
+}
+
+func TestInstanceIDOfARuleIsItsProviderID(t *testing.T) {
+	m := running("worker-1", "10.0.0.1")
+	m.Machine.Platform.ProviderID = ""
+
+	rules := compile(t, transform.Rule{Name: "id", PlatformMetadata: map[string]string{"InstanceID": "mine"}})
+
+	got := preview.Render([]preview.Machine{m}, preview.Kubelet{}, nodespec.Options{Rules: rules})[0].ProviderID
+	if want := (preview.Text{Value: "talos://aws/mine", Rule: "id"}); *got != want {
+		t.Errorf("got %+v, want %+v", *got, want)
+	}
+}
+
+func TestProblemsAreReported(t *testing.T) {
+	got := preview.Render([]preview.Machine{running("worker-1", "10.0.0.1")}, preview.Kubelet{}, nodespec.Options{Rules: compile(t, everyKind())})[0].Problems
+	if len(got) != 1 || got[0].Rule != "web" || got[0].Key != "labels[bad]" || got[0].Value != "0123 is none" || got[0].Why == "" {
+		t.Errorf("got %+v", got)
+	}
+}
+
+func TestMachineThatCannotBeIdentifiedYetIsPending(t *testing.T) {
+	m := running("worker-1", "10.0.0.1")
+	m.Machine.Platform = runtime.PlatformMetadataSpec{Platform: "aws"}
+
+	got := preview.Render([]preview.Machine{m}, preview.Kubelet{}, nodespec.Options{})[0]
+	if got.Pending == "" || got.ProviderID != nil || len(got.Labels) > 0 {
+		t.Errorf("got %+v", got)
+	}
+}
+
+func TestMachineThatIsNotClaimedIsSo(t *testing.T) {
+	claim, errs := transform.CompileSelector([]transform.SelectorTerm{{MatchExpressions: []transform.Expression{{Key: "platform", Operator: transform.In, Values: []string{"metal"}}}}})
+	if len(errs) > 0 {
+		t.Fatal(errs)
+	}
+
+	if got := preview.Render([]preview.Machine{running("worker-1", "10.0.0.1")}, preview.Kubelet{}, nodespec.Options{Claim: claim})[0]; !got.Unclaimed || got.ProviderID == nil {
+		t.Errorf("got %+v", got)
+	}
+}
+
+func TestSharedIdentitiesAreSeen(t *testing.T) {
+	t.Run("SMBIOS UUIDs, which then identify nobody", func(t *testing.T) {
+		one, other := running("worker-1", "10.0.0.1"), running("worker-2", "10.0.0.2")
+
+		for _, m := range []*preview.Machine{&one, &other} {
+			m.Machine.Platform = runtime.PlatformMetadataSpec{Platform: "metal"}
+			m.Machine.System.UUID = "30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee"
+		}
+
+		reports := preview.Render([]preview.Machine{one, other}, preview.Kubelet{}, nodespec.Options{})
+		if got := reports[0].ProviderID.Value; got != "talos://metal/10.0.0.1" {
+			t.Errorf("got %s", got)
+		}
+	})
+
+	t.Run("providerIDs, which only one Node can have", func(t *testing.T) {
+		rules := compile(t, transform.Rule{Name: "same", PlatformMetadata: map[string]string{"ProviderID": "mine://one"}})
+
+		reports := preview.Render([]preview.Machine{running("worker-1", "10.0.0.1"), running("worker-2", "10.0.0.2")}, preview.Kubelet{}, nodespec.Options{Rules: rules})
+		want := []preview.Problem{{Rule: "same", Key: "providerID", Value: "mine://one", Why: "the Node worker-1 would have it, too"}}
+
+		if len(reports[0].Problems) > 0 || cmp.Diff(want, reports[1].Problems) != "" {
+			t.Errorf("got %+v and %+v", reports[0].Problems, reports[1].Problems)
+		}
+	})
+}
+
+func TestKubeletIsHeard(t *testing.T) {
+	m := running("worker-1", "10.0.0.1")
+	m.Machine.Addresses = append(m.Machine.Addresses, machine.Address{Prefix: netip.MustParsePrefix("10.0.0.9/24"), Link: "eth0", Scope: nethelpers.ScopeGlobal})
+
+	rules := compile(t, transform.Rule{Name: "arch", Labels: map[string]string{"arch": "{{ .Architecture }}"}})
+	kubelet := preview.Kubelet{NodeIPs: []netip.Addr{netip.MustParseAddr("10.0.0.9")}, Architecture: "arm64"}
+
+	got := preview.Render([]preview.Machine{m}, kubelet, nodespec.Options{Rules: rules})[0]
+	if want := (preview.Address{Type: "InternalIP", Address: "10.0.0.9"}); got.Addresses[0] != want || got.Labels[0] != (preview.Entry{Key: "arch", Value: "arm64", Rule: "arch"}) {
+		t.Errorf("got %+v", got)
+	}
+}

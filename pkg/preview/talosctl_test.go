@@ -1,0 +1,204 @@
+package preview_test
+
+import (
+	"bytes"
+	"net/netip"
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/preview"
+)
+
+func TestWhatTalosctlPrintsIsTheMachine(t *testing.T) {
+	site := newSite(t, controlPlane("cp-1"), worker("worker-1"))
+	publishPlatformConfig(t, site.Machine("worker-1"))
+
+	for name, output := range map[string]write{"yaml": asYAML, "json": asJSON} {
+		t.Run(name, func(t *testing.T) {
+			machines, err := preview.Parse(site.everything(t, output, site.Machines()...))
+			if err != nil {
+				t.Fatal(err)
+			}
+
+			if len(machines) != 2 {
+				t.Fatalf("got %d machines", len(machines))
+			}
+
+			for i, m := range site.Machines() {
+				if machines[i].Node != m.Nodename() {
+					t.Errorf("machine %d: got node %q, want %q", i, machines[i].Node, m.Nodename())
+				}
+
+				if want := truth(t, m); !machines[i].Machine.Equal(want) {
+					t.Errorf("%s: got %+v, want %+v", m.Nodename(), machines[i].Machine, want)
+				}
+			}
+		})
+	}
+}
+
+func TestTalosKnowsEveryKindByTheNameInTheCommand(t *testing.T) {
+	site := newSite(t, worker("worker-1"))
+	c := site.client(t, site.Machine("worker-1"))
+
+	_, list, _ := strings.Cut(preview.Command(), "for kind in ")
+	list, _, _ = strings.Cut(list, ";")
+
+	for i, name := range strings.Fields(list) {
+		var namespace string
+
+		definition, err := c.ResolveResourceKind(t.Context(), &namespace, name)
+		if err != nil {
+			t.Fatal(err)
+		}
+
+		if want := kinds()[i]; definition.TypedSpec().Type != want.Type() || namespace != want.Namespace() {
+			t.Errorf("%s is %s in %s, not %s in %s", name, definition.TypedSpec().Type, namespace, want.Type(), want.Namespace())
+		}
+	}
+}
+
+func TestKindsThatAreNotThereAreNamed(t *testing.T) {
+	machines, err := preview.Parse([]byte("node: 10.0.0.1\nmetadata:\n    type: Nodenames.kubernetes.talos.dev\nspec:\n    nodename: worker-1\n"))
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	if got := machines[0].Missing; len(got) != len(kinds())-1 || cmp.Diff(got[:2], []string{"platformmetadatas", "addressstatuses"}) != "" {
+		t.Errorf("got %v", got)
+	}
+}
+
+// The files are what the command printed on a control plane and a worker of Talos v1.13.5 in containers, one after the other.
+func TestWhatTalosPrintedIsRead(t *testing.T) {
+	for _, format := range []string{"yaml", "json"} {
+		t.Run(format, func(t *testing.T) {
+			output, err := os.ReadFile("testdata/talos-v1.13.5." + format)
+			if err != nil {
+				t.Fatal(err)
+			}
+
+			machines, err := preview.Parse(output)
+			if err != nil {
+				t.Fatal(err)
+			}
+
+			want := []preview.Machine{
+				inTestdata("10.77.0.2", "talos-cp", talosmachine.TypeControlPlane, "fe80::f055:7bff:fe47:cc23/64", "systeminformations", "extensionstatuses"),
+				inTestdata("10.77.0.3", "talos-wk", talosmachine.TypeWorker, "fe80::383e:d9ff:fe9b:60ad/64", "systeminformations", "extensionstatuses"),
+			}
+
+			if diff := cmp.Diff(want, machines, cmp.Comparer(machine.Machine.Equal)); diff != "" {
+				t.Error(diff)
+			}
+		})
+	}
+}
+
+// inTestdata is what there is to know of a machine in testdata.
+func inTestdata(ip, name string, typ talosmachine.Type, linkLocal string, missing ...string) preview.Machine {
+	address := func(link, prefix string, scope nethelpers.Scope) machine.Address {
+		return machine.Address{Prefix: netip.MustParsePrefix(prefix), Link: link, Scope: scope, Flags: nethelpers.AddressFlags(nethelpers.AddressPermanent)}
+	}
+
+	return preview.Machine{Node: ip, Missing: missing, Machine: machine.Machine{
+		Nodename:          name,
+		Hostname:          name,
+		ClusterName:       "talos-ccm-bed",
+		Type:              typ,
+		Stage:             runtime.MachineStageRunning,
+		Platform:          runtime.PlatformMetadataSpec{Platform: "container", Hostname: name, InstanceType: "2CPU-2048RAM"},
+		PlatformPublished: true,
+		TalosVersion:      "v1.13.5",
+		Addresses: []machine.Address{
+			address("eth0", ip+"/24", nethelpers.ScopeGlobal), address("eth0", linkLocal, nethelpers.ScopeLink),
+			address("lo", "127.0.0.1/8", nethelpers.ScopeHost), address("lo", "169.254.116.108/32", nethelpers.ScopeHost), address("lo", "::1/128", nethelpers.ScopeHost),
+		},
+		NodeIPs:         []netip.Addr{netip.MustParseAddr(ip)},
+		ExcludedSubnets: []netip.Prefix{netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("10.96.0.0/12")},
+	}}
+}
+
+const nodename = "node: n\nmetadata:\n    type: Nodenames.kubernetes.talos.dev\n    id: nodename\nspec:\n    nodename: worker-1\n"
+
+func TestInputIsForgiven(t *testing.T) {
+	for _, test := range []struct{ rule, input string }{
+		{"nothing but the resource", nodename},
+		{"separators wherever they are", "---\n---\n" + nodename + "---\n\n---\n"},
+		{"comments", "# made with talosctl\n---\n" + nodename + "# end\n"},
+		{"lines that end as on Windows", strings.ReplaceAll(nodename, "\n", "\r\n")},
+		{"the same resource twice", nodename + nodename},
+		{"kinds that do not count", nodename + "---\n" + strings.ReplaceAll(strings.ReplaceAll(nodename, "Nodenames.kubernetes", "LinkStatuses.net"), "worker-1", "[1, 2]")},
+		{"fields that this version does not know", nodename + "    more: {of: it}\n"},
+		{"watched, and gone since", nodename + strings.Replace(strings.Replace(nodename, "\n", "\nevent: destroyed\n", 1), "Nodenames.kubernetes.talos.dev", "HostnameStatuses.net.talos.dev", 1)},
+		{"no name of the node", strings.Replace(nodename, "node: n", "node: ", 1)},
+		{"compact JSON", `{"node":"n","metadata":{"type":"Nodenames.kubernetes.talos.dev","id":"nodename"},"spec":{"nodename":"worker-1"}}`},
+	} {
+		t.Run(test.rule, func(t *testing.T) {
+			machines, err := preview.Parse([]byte(test.input))
+			if err != nil {
+				t.Fatal(err)
+			}
+
+			if want := (machine.Machine{Nodename: "worker-1"}); len(machines) != 1 || !machines[0].Machine.Equal(want) {
+				t.Errorf("got %+v", machines)
+			}
+		})
+	}
+}
+
+func TestInputIsRefused(t *testing.T) {
+	for _, test := range []struct{ rule, input, want string }{
+		{"nothing", "", "no resource of a machine"},
+		{"nothing that counts", strings.ReplaceAll(nodename, "Nodenames.kubernetes", "LinkStatuses.net"), "no resource of a machine"},
+		{"a table", "NODE       NAMESPACE   TYPE       ID\n10.0.0.1   k8s         Nodename   nodename\n", "document 1, from line 1"},
+		{"something else", nodename + "---\napiVersion: v1\nkind: Node\n", "document 2, from line 8: it is no resource"},
+		{"broken YAML", nodename + "---\nnode: n\nmetadata: [\n", "document 2, from line 8: yaml: "},
+		{"a value of another type, by its line", nodename + "---\n" + strings.Replace(nodename, "worker-1", "[a]", 1), "line 13"},
+		{"a spec that is none", strings.Replace(nodename, "\n    nodename: worker-1", " 1", 1), "document 1, from line 1: spec of Nodenames"},
+		{"no spec", strings.Replace(nodename, "spec:\n    nodename: worker-1\n", "", 1), "document 1, from line 1"},
+		{"a type of machine that does not exist", "metadata: {type: MachineTypes.config.talos.dev}\nspec: king\n", `"king"`},
+		{"two machines under one name", nodename + strings.Replace(nodename, "worker-1", "worker-2", 1), `document 2, from line 7: node "n" is both "worker-1" and "worker-2"`},
+		{"keys twice", nodename + "spec: {}\n", "document 1, from line 1"},
+	} {
+		t.Run(test.rule, func(t *testing.T) {
+			if machines, err := preview.Parse([]byte(test.input)); err == nil || !strings.Contains(err.Error(), test.want) {
+				t.Errorf("got %+v and error %v, want %q", machines, err, test.want)
+			}
+		})
+	}
+}
+
+func FuzzParse(f *testing.F) {
+	site := newSite(f, worker("worker-1"))
+	publishPlatformConfig(f, site.Machine("worker-1"))
+
+	// Small seeds: fuzzing spends its time on making large ones smaller.
+	for _, kind := range kinds() {
+		f.Add(site.talosctl(f, asYAML, kind, site.Machines()...))
+		f.Add(site.talosctl(f, asJSON, kind, site.Machines()...))
+	}
+
+	f.Add([]byte(nodename))
+	f.Add([]byte("metadata: &a {type: MachineTypes.config.talos.dev, id: *a}\nspec: *a\n"))
+
+	f.Fuzz(func(t *testing.T, input []byte) {
+		machines, err := preview.Parse(input)
+		if (err == nil) != (len(machines) > 0) {
+			t.Errorf("got %d machines and error %v", len(machines), err)
+		}
+
+		// Separators between documents change nothing.
+		again, errAgain := preview.Parse(append([]byte("---\n"), bytes.TrimRight(input, "\n")...))
+		if (err == nil) != (errAgain == nil) || (err == nil && !cmp.Equal(machines, again, cmp.Comparer(machine.Machine.Equal))) {
+			t.Errorf("got %+v (%v), with separators %+v (%v)", machines, err, again, errAgain)
+		}
+	})
+}
