@@ -3,6 +3,9 @@ package extension
 
 import _ "embed"
 
+// Name is the extension's and its service's; Talos calls the service "ext-talos-ccm".
+const Name = "talos-ccm"
+
 // RBAC is what talos-ccm may do in Kubernetes: a stream of YAML documents.
 //
 //go:embed rbac.yaml

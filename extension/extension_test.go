@@ -6,17 +6,13 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 	"testing"
 
-	"github.com/blang/semver/v4"
 	"github.com/opencontainers/runtime-spec/specs-go"
 	"github.com/siderolabs/talos/pkg/machinery/constants"
-	"github.com/siderolabs/talos/pkg/machinery/extensions"
 	"github.com/siderolabs/talos/pkg/machinery/extensions/services"
 	"go.yaml.in/yaml/v4"
 	corev1 "k8s.io/api/core/v1"
@@ -29,12 +25,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/extension"
 )
 
-const (
-	name = "talos-ccm"
-	root = ".."
-)
-
-// spec decodes the service spec as Talos does, but refuses what Talos would ignore.
+// spec is the service spec. What Talos must find in it is packaging/image's to check.
 func spec(t *testing.T) services.Spec {
 	t.Helper()
 
@@ -50,42 +41,14 @@ func spec(t *testing.T) services.Spec {
 	return s
 }
 
-func TestTalosAcceptsTheServiceSpec(t *testing.T) {
-	s := spec(t)
-	if err := s.Validate(); err != nil {
-		t.Fatal(err)
-	}
+func TestTheContainerSeesTheSocketsFolderAndItsOwnAndNothingElse(t *testing.T) {
+	const own = "/run/talos-ccm-state"
 
-	if s.Name != name {
-		t.Errorf("name %q, want that of the file and of the container's folder, %q", s.Name, name)
-	}
-
-	if s.Container.Entrypoint != "./"+name {
-		t.Errorf("entrypoint %q, want ./%s", s.Container.Entrypoint, name)
-	}
-
-	if s.Restart != services.RestartAlways {
-		t.Errorf("restart %s: after a lost lease nobody would start it again", s.Restart)
-	}
-}
-
-// Talos's boot waits for every extension service, and ends in a reboot if one never starts: see the comment in the spec.
-func TestTheServiceDependsOnTheSocketAlone(t *testing.T) {
-	want := []services.Dependency{{Path: constants.MachineSocketPath}}
-
-	got := spec(t).Depends
-	if len(got) != 1 || fmt.Sprint(got) != fmt.Sprint(want) {
-		t.Errorf("depends on %+v, want %+v", got, want)
-	}
-
-	if file := spec(t).Container.EnvironmentFile; file != "" {
-		t.Errorf("waits for environment file %s", file)
-	}
-}
-
-func TestTheContainerSeesTheSocketsFolderAndNothingElse(t *testing.T) {
 	folder := filepath.Dir(constants.MachineSocketPath)
-	want := []specs.Mount{{Source: folder, Destination: folder, Type: "bind", Options: []string{"rbind", "ro"}}}
+	want := []specs.Mount{
+		{Source: folder, Destination: folder, Type: "bind", Options: []string{"rbind", "ro"}},
+		{Source: own, Destination: own, Type: "bind", Options: []string{"bind", "rw", "nosuid", "nodev", "noexec"}},
+	}
 
 	if got := spec(t).Container.Mounts; fmt.Sprint(got) != fmt.Sprint(want) {
 		t.Errorf("mounts %+v, want %+v", got, want)
@@ -99,106 +62,10 @@ func TestTheContainerSeesTheSocketsFolderAndNothingElse(t *testing.T) {
 func TestTheServiceDropsItsPrivileges(t *testing.T) {
 	args := spec(t).Container.Args
 
-	for _, want := range []string{"--drop-privileges", "--machine-socket=" + constants.MachineSocketPath, "--bind-address=127.0.0.1"} {
+	for _, want := range []string{"--drop-privileges", "--machine-socket=" + constants.MachineSocketPath} {
 		if !slices.Contains(args, want) {
 			t.Errorf("arguments %q lack %s", args, want)
 		}
-	}
-}
-
-// image lays out the extension's image; the binary is an empty file.
-func image(t *testing.T) string {
-	t.Helper()
-
-	folder := t.TempDir()
-
-	manifest, err := os.ReadFile(filepath.Join(root, "manifest.yaml"))
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	for path, file := range map[string]struct {
-		content []byte
-		mode    os.FileMode
-	}{
-		"manifest.yaml": {manifest, 0o644},
-		"rootfs/usr/local/etc/containers/talos-ccm.yaml":      {extension.Spec, 0o644},
-		"rootfs/usr/local/lib/containers/talos-ccm/talos-ccm": {nil, 0o755},
-	} {
-		path = filepath.Join(folder, path)
-		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-			t.Fatal(err)
-		}
-
-		if err := os.WriteFile(path, file.content, file.mode); err != nil {
-			t.Fatal(err)
-		}
-	}
-
-	return folder
-}
-
-func load(t *testing.T) *extensions.Extension {
-	t.Helper()
-
-	loaded, err := extensions.Load(image(t))
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	return loaded
-}
-
-func TestTalosLoadsTheImageFromVersion110On(t *testing.T) {
-	for version, accepted := range map[string]bool{
-		"1.9.6":          false,
-		"1.10.0":         true,
-		"1.10.0-alpha.1": true, // only x.y.z is compared
-		"1.13.5":         true,
-		"1.14.0-rc.1":    true,
-		"2.0.0":          true, // a lower bound only
-	} {
-		t.Run(version, func(t *testing.T) {
-			talos := semver.MustParse(version)
-
-			err := load(t).Validate(extensions.WithValidateConstraints(), extensions.WithValidateContents(), extensions.WithTalosVersion(&talos))
-			if (err == nil) != accepted {
-				t.Errorf("accepted %t, want %t (%v)", err == nil, accepted, err)
-			}
-		})
-	}
-}
-
-func TestTheManifestSaysWhatItIs(t *testing.T) {
-	metadata := load(t).Manifest.Metadata
-
-	if metadata.Name != name {
-		t.Errorf("name %q, want %q", metadata.Name, name)
-	}
-
-	if metadata.Author == "" || metadata.Description == "" {
-		t.Error("author or description is missing")
-	}
-
-	// Talos labels Nodes with it: no "v", and no +build, which is no label value.
-	if version := regexp.MustCompile(`^\d+\.\d+\.\d+(-[0-9A-Za-z.-]+)?$`); !version.MatchString(metadata.Version) {
-		t.Errorf("version %q is not x.y.z or x.y.z-pre", metadata.Version)
-	}
-}
-
-func TestTheManifestAndTheBuildAgreeOnTheVersion(t *testing.T) {
-	content, err := os.ReadFile(filepath.Join(root, "vars.yaml"))
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	var vars map[string]string
-	if err := yaml.Unmarshal(content, &vars); err != nil {
-		t.Fatal(err)
-	}
-
-	if got, want := vars["VERSION"], load(t).Manifest.Metadata.Version; got != want {
-		t.Errorf("vars.yaml says %q, manifest.yaml %q", got, want)
 	}
 }
 
@@ -257,11 +124,17 @@ func permissions(rules []rbacv1.PolicyRule) []string {
 func TestTheServiceAccountMayDoExactlyThis(t *testing.T) {
 	want := map[string][]string{
 		"ClusterRole /system:talos-ccm": {
+			"certificates.k8s.io/certificatesigningrequests/approval: update",
+			"certificates.k8s.io/certificatesigningrequests: list watch",
+			"certificates.k8s.io/signers kubernetes.io/kubelet-serving: approve",
+			"networking.k8s.io/servicecidrs: list",
 			"nodes/status: patch",
 			"nodes: list watch patch",
 		},
 		"Role default/system:talos-ccm": {
+			"discovery.k8s.io/endpointslices: list",
 			"events: create patch",
+			"services kubernetes: get",
 		},
 		"Role kube-system/system:talos-ccm": {
 			"coordination.k8s.io/leases cloud-controller-manager-talos: get update",

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bufio"
 	"bytes"
 	"errors"
 	"os"
@@ -53,6 +54,46 @@ func command(t *testing.T, environ []string, args ...string) outcome {
 	}
 
 	return outcome{code: cmd.ProcessState.ExitCode(), stdout: stdout.String(), stderr: stderr.String()}
+}
+
+func TestGRPCDoesNotFillTheLog(t *testing.T) {
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	cmd := exec.CommandContext(t.Context(), self, "--machine-socket="+filepath.Join(t.TempDir(), "absent"), "--run-dir="+t.TempDir(), "-v=2")
+	cmd.Env = []string{asCommand + "=yes"}
+
+	stderr, err := cmd.StderrPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+	})
+
+	failed := 0
+
+	for lines := bufio.NewScanner(stderr); failed < 4 && lines.Scan(); {
+		if strings.Contains(lines.Text(), "addrConn") {
+			t.Fatal(lines.Text())
+		}
+
+		if strings.Contains(lines.Text(), "no such file or directory") {
+			failed++
+		}
+	}
+
+	if failed == 0 {
+		t.Error("it did not say that there is no socket")
+	}
 }
 
 type settings struct {
@@ -192,9 +233,9 @@ func TestVersion(t *testing.T) {
 		environ    []string
 		args       []string
 	}{
-		{rule: "by flag", args: []string{"--version"}, want: `^\S+ v\d+\.\d+\.\d+\S*\n$`},
-		{rule: "all of it", args: []string{"--version=raw"}, want: `GitVersion:"v\d+\.`},
-		{rule: "by environment", environ: []string{"TALOS_CCM_VERSION=true"}, want: `^\S+ v\d+\.\d+\.\d+\S*\n$`},
+		{rule: "by flag", args: []string{"--version"}, want: `^talos-ccm v\d+\.\d+\.\d+\S*\n$`},
+		{rule: "by command", args: []string{"version"}, want: `^talos-ccm v\d+\.\d+\.\d+\S*\n$`},
+		{rule: "whatever the environment", environ: []string{"TALOS_CCM_BIND_ADDRESS=none"}, args: []string{"version"}, want: `^talos-ccm v\d+\.\d+\.\d+\S*\n$`},
 	} {
 		t.Run(test.rule, func(t *testing.T) {
 			if got := command(t, test.environ, test.args...); got.code != 0 || got.stderr != "" || !regexp.MustCompile(test.want).MatchString(got.stdout) {
@@ -215,9 +256,9 @@ func TestBadCombinationsAreRefusedByTheNamesOfTheirFlags(t *testing.T) {
 		environ, args []string
 		mentions      []string
 	}{
-		{"nothing at all", nil, nil, []string{"--machine-socket", "--talosconfig", "--kubeconfig"}},
+		{"nothing at all", nil, nil, []string{"--machine-socket", "--talosconfig"}},
 		{"both sources of the machine's word", nil, outside("--machine-socket=" + absent), []string{"exactly one of --machine-socket and --talosconfig"}},
-		{"outside Talos without Kubernetes", nil, []string{"--talosconfig=" + absent, "--run-dir=" + absent}, []string{"--kubeconfig is needed"}},
+		{"outside Talos without Kubernetes", nil, []string{"--talosconfig=" + absent, "--run-dir=" + absent}, []string{"--kubeconfig", "KUBERNETES_SERVICE_HOST"}},
 		{"inside Talos without a place for credentials", nil, []string{"--machine-socket=" + absent}, []string{"--run-dir is needed"}},
 		{"an unknown fallback", nil, outside("--provider-id-fallback=hostname"), []string{"--provider-id-fallback", `"hostname"`, `"uuid"`, `"node-ip"`}},
 		{"an unknown controller", nil, outside("--controllers=cloud-nodes"), []string{"cloud-nodes"}},
@@ -244,6 +285,26 @@ func TestBadCombinationsAreRefusedByTheNamesOfTheirFlags(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+func TestAnEnvironmentIsCheckedBeforeTheProcessIsReplaced(t *testing.T) {
+	args := []string{"--machine-socket=/absent", "--run-dir=" + t.TempDir()}
+
+	for variable, mention := range map[string]string{
+		"TALOS_CCM_V=4":                  "",
+		"TALOS_CCM_NO_SUCH_FLAG=1":       "TALOS_CCM_NO_SUCH_FLAG",
+		"TALOS_CCM_V=loud":               "loud",
+		"TALOS_CCM_CONTROLLERS=cloud":    "cloud",
+		"TALOS_CCM_LOGGING_FORMAT=xml":   "xml",
+		"TALOS_CCM_VERSION=true":         "TALOS_CCM_VERSION",
+		"TALOS_CCM_TALOSCONFIG=/absent":  "--talosconfig",
+		"TALOS_CCM_CLUSTER_CIDR=nowhere": "nowhere",
+	} {
+		err := checkEnvironment(args, []string{variable})
+		if (err == nil) != (mention == "") || err != nil && !strings.Contains(err.Error(), mention) {
+			t.Errorf("%s: got %v, want %q", variable, err, mention)
+		}
 	}
 }
 

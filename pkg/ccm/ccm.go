@@ -14,13 +14,15 @@ import (
 	"time"
 
 	"k8s.io/apimachinery/pkg/util/uuid"
+	"k8s.io/client-go/rest"
 	cloudconfig "k8s.io/cloud-provider/app/config"
-	"k8s.io/cloud-provider/names"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/bootstrap"
+	"github.com/talos-ccm/talos-ccm/pkg/settings"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
+	"github.com/talos-ccm/talos-ccm/pkg/version"
 )
 
 // errLeaseLost ends a run: another instance leads, or may.
@@ -31,6 +33,8 @@ type App struct {
 	options *Options
 	clock   clock.Clock
 	socket  *talosapi.Socket // nil outside Talos
+	// settings outlive the connections: the last good configuration stays in force.
+	settings *settings.Keeper
 	// identity is who we are in the lease, unless the machine has a better name for us. It stays when the connections are made anew, so
 	// that a lease that could not be released is taken up again at once.
 	identity string
@@ -58,26 +62,48 @@ func New(options *Options) (*App, error) {
 		a.socket = socket
 	}
 
+	a.settings = settings.New(a.source(), settings.Memory{Dir: options.StateDir}, a.checkEnvironment)
+
 	return a, nil
 }
 
 // Run works until ctx ends, and then returns nil after it has released the lease, within ten seconds. On a worker, in maintenance mode
-// and while the machine is going down it idles. It returns an error if the lease was lost, and whoever supervises the
-// process should start it again.
+// and while the machine is going down it idles. It returns a *RestartError if the process is to be replaced, and any other error if the lease was
+// lost, and whoever supervises the process should start it again.
 func (a *App) Run(ctx context.Context) error {
-	if a.socket == nil {
-		return a.work(ctx)
+	if a.socket != nil {
+		defer a.socket.Close() //nolint:errcheck // nothing is in flight
 	}
-
-	defer a.socket.Close() //nolint:errcheck // nothing is in flight
-
-	changes := make(chan standing)
 
 	var group sync.WaitGroup
 	defer group.Wait()
 
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+
+	a.settings.Subscribe(func() {
+		if restart := a.restart(); restart != nil && a.socket != nil {
+			cancel(restart)
+		}
+	})
+
+	group.Go(func() { a.settings.Run(ctx) })
+
+	err := a.run(ctx, &group)
+
+	if restart := (*RestartError)(nil); err == nil && errors.As(context.Cause(ctx), &restart) {
+		return restart
+	}
+
+	return err
+}
+
+func (a *App) run(ctx context.Context, group *sync.WaitGroup) error {
+	if a.socket == nil {
+		return a.work(ctx)
+	}
+
+	changes := make(chan standing)
 
 	group.Go(func() { watchStanding(ctx, a.socket.Reader, a.clock, changes) })
 
@@ -155,8 +181,8 @@ func (a *App) work(ctx context.Context) error {
 	return newLeader(a, creds, config).run(ctx)
 }
 
-// credentials returns those for Talos and the path of those for Kubernetes once both are there, or when ctx ends. It calls replaced when
-// those for Kubernetes can no longer be kept fresh in place.
+// credentials returns those for Talos and the path of those for Kubernetes, empty for a pod's own, once both are there, or when ctx ends. It calls
+// replaced when those for Kubernetes can no longer be kept fresh in place.
 func (a *App) credentials(ctx context.Context, group *sync.WaitGroup, replaced func()) (talosapi.Credentials, string) {
 	var creds talosapi.Credentials = talosapi.Talosconfig{Path: a.options.Talosconfig}
 
@@ -169,7 +195,7 @@ func (a *App) credentials(ctx context.Context, group *sync.WaitGroup, replaced f
 
 	kubeconfig := a.options.Framework.Generic.ClientConnection.Kubeconfig
 
-	if kubeconfig == "" {
+	if kubeconfig == "" && a.socket != nil {
 		b := bootstrap.New(a.socket.Admin, a.options.RunDir, a.clock)
 		kubeconfig = b.Kubeconfig()
 
@@ -196,16 +222,18 @@ func keepFresh(ctx context.Context, group *sync.WaitGroup, run func(ctx context.
 
 // frameworkConfig asks the API server for what it needs to serve, so it may have to wait for it.
 func (a *App) frameworkConfig(ctx context.Context, kubeconfig string) (*cloudconfig.CompletedConfig, error) {
-	if _, err := os.Stat(kubeconfig); err != nil {
-		return nil, fmt.Errorf("read kubeconfig: %w", err)
+	if err := checkKubeconfig(kubeconfig); err != nil {
+		return nil, err
 	}
 
 	for backoff := newBackoff(); ; {
 		// Anew for each attempt: one that fails leaves its marks, such as no port to serve on if that was taken.
 		framework := a.options.frameworkFor(kubeconfig)
 
-		config, err := framework.Config(controllerNames(), disabledByDefault().List(), names.CCMControllerAliases(), nil, nil)
+		config, err := framework.Config(controllerNames(), disabledByDefault().List(), controllerAliases(), nil, nil)
 		if err == nil {
+			config.Kubeconfig.UserAgent = version.UserAgent()
+
 			return config.Complete(), nil
 		}
 
@@ -221,6 +249,23 @@ func (a *App) frameworkConfig(ctx context.Context, kubeconfig string) (*cloudcon
 		case <-a.clock.After(backoff.Step()):
 		}
 	}
+}
+
+// checkKubeconfig says why there is no use in waiting for the API server. Without a kubeconfig the credentials are a pod's.
+func checkKubeconfig(path string) error {
+	if path == "" {
+		if _, err := rest.InClusterConfig(); err != nil {
+			return fmt.Errorf("connect to Kubernetes as a pod, for want of --kubeconfig: %w", err)
+		}
+
+		return nil
+	}
+
+	if _, err := os.Stat(path); err != nil {
+		return fmt.Errorf("read kubeconfig: %w", err)
+	}
+
+	return nil
 }
 
 // within returns when done is closed, or after d.

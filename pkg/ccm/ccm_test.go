@@ -241,6 +241,23 @@ func TestStartWithoutNetworkToTheOthers(t *testing.T) {
 	s.awaitInitialized(worker)
 }
 
+// The API server notes as manager what a client calls itself; client-go, left alone, takes the name of the program: of this test.
+func TestWhoWritesSaysThatItIsTalosCCM(t *testing.T) {
+	s := newSuite(t, "named-", talostest.Options{})
+	self := s.controlPlane("cp")
+	s.register(self)
+	s.start(s.options(self))
+	s.awaitInitialized(self)
+	s.eventually("there is an Event", func() bool { return len(s.events(self, nodecontroller.ReasonInitialized)) == 1 })
+
+	written := slices.Concat(s.get(self).ManagedFields, s.events(self, nodecontroller.ReasonInitialized)[0].ManagedFields)
+	for _, entry := range written {
+		if entry.Manager == filepath.Base(os.Args[0]) {
+			t.Errorf("written as %s: %s %s", entry.Manager, entry.Operation, entry.FieldsV1)
+		}
+	}
+}
+
 func (s *suite) events(m *talostest.Machine, reason string) []corev1.Event {
 	s.Helper()
 
@@ -253,7 +270,7 @@ func (s *suite) events(m *talostest.Machine, reason string) []corev1.Event {
 }
 
 // awaitIdle returns once the process has said that it idles at a stage it had not seen before, and fails if it has done more than watch
-// what its machine is and how it does.
+// what its machine is, how it does and what it is told.
 func (p *process) awaitIdle(m *talostest.Machine, stage runtime.MachineStage) {
 	p.suite.Helper()
 
@@ -262,8 +279,10 @@ func (p *process) awaitIdle(m *talostest.Machine, stage runtime.MachineStage) {
 		return strings.Contains(p.output.String(), fmt.Sprintf(`"Idle" controlPlane=false stage=%q`, stage))
 	})
 
+	allowed := []resource.Type{config.MachineTypeType, runtime.MachineStatusType, runtime.ExtensionServiceConfigType}
+
 	for _, call := range m.Calls() {
-		if call.ResourceType != config.MachineTypeType && call.ResourceType != runtime.MachineStatusType {
+		if !slices.Contains(allowed, call.ResourceType) {
 			p.suite.Errorf("idle talos-ccm called %s %s as %v", call.Method, call.ResourceType, call.Roles)
 		}
 	}
@@ -459,6 +478,7 @@ func TestControllerNames(t *testing.T) {
 	names := []string{
 		"cloud-node-controller", "cloud-node-lifecycle-controller", "service-lb-controller", "node-route-controller",
 		"cloud-node", "cloud-node-lifecycle", "service", "route",
+		"certificatesigningrequest-approving-controller", "node-csr-approval", "node-ipam-controller", "nodeipam",
 	}
 
 	for _, name := range names {
@@ -474,6 +494,43 @@ func TestControllerNames(t *testing.T) {
 	for _, name := range []string{"cloud-nodes", "nodelifecycle"} {
 		if err := withControllers(t, name).Validate(); err == nil {
 			t.Errorf("controller %q is accepted", name)
+		}
+	}
+}
+
+// What cannot work is refused before anything starts, and so before a document with it is in force.
+func TestPodCIDROptions(t *testing.T) {
+	for _, test := range []struct {
+		cluster, service, allocator string
+		size, ipv4, ipv6            int
+		refused                     string // empty: not at all
+	}{
+		{},
+		{cluster: "10.244.0.0/16,fd00::/56", service: "10.96.0.0/12", allocator: "CloudAllocator", ipv4: 25, ipv6: 96},
+		{cluster: "fd00::/48", size: 64},
+		{cluster: "fd00::/16", size: 24},
+		{size: 80},
+		{allocator: "cloudallocator", refused: `unknown CIDR allocator type "cloudallocator"`},
+		{cluster: "10.244.0.0/25", refused: "10.244.0.0/25"},
+		{cluster: "10.244.0.0", refused: "--cluster-cidr"},
+		{service: "10.96.0.0/33", refused: "--service-cluster-ip-range"},
+		{ipv4: 99, refused: "99"},
+		{ipv4: -1, refused: "-1"},
+		{ipv6: 129, refused: "129"},
+		{size: 24, ipv4: 25, refused: "excludes"},
+		{cluster: "10.244.0.0/16,fd00::/56", size: 24, refused: "one family"},
+	} {
+		options := withControllers(t, "*")
+		options.Framework.KubeCloudShared.ClusterCIDR, options.ServiceCIDRs = test.cluster, test.service
+		options.NodeCIDRMaskSize, options.NodeCIDRMaskSizeIPv4, options.NodeCIDRMaskSizeIPv6 = test.size, test.ipv4, test.ipv6
+
+		if test.allocator != "" {
+			options.Framework.KubeCloudShared.CIDRAllocatorType = test.allocator
+		}
+
+		err := options.Validate()
+		if (err == nil) != (test.refused == "") || (err != nil && !strings.Contains(err.Error(), test.refused)) {
+			t.Errorf("%+v: %v", test, err)
 		}
 	}
 }

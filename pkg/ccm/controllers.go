@@ -3,23 +3,17 @@ package ccm
 import (
 	"context"
 	"fmt"
-	"maps"
 	"sync"
 
 	corev1 "k8s.io/api/core/v1"
 	coreinformers "k8s.io/client-go/informers/core/v1"
 	"k8s.io/client-go/tools/cache"
-	cloudprovider "k8s.io/cloud-provider"
 	"k8s.io/cloud-provider/app"
-	cloudconfig "k8s.io/cloud-provider/app/config"
-	"k8s.io/cloud-provider/names"
 	genericcontrollermanager "k8s.io/controller-manager/app"
-	"k8s.io/controller-manager/controller"
 	"k8s.io/controller-manager/pkg/clientbuilder"
 	controllerhealthz "k8s.io/controller-manager/pkg/healthz"
 	"k8s.io/klog/v2"
 
-	nodecontroller "github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/provider"
@@ -28,6 +22,8 @@ import (
 
 // control runs reflector and controllers until ctx ends and they have finished.
 func (l *leader) control(ctx context.Context) error {
+	defer machines.Reset() // they are the next leader's to count
+
 	var group sync.WaitGroup
 	defer group.Wait()
 
@@ -37,27 +33,21 @@ func (l *leader) control(ctx context.Context) error {
 	inv := inventory.New(l.clock.Now)
 	countMachines(inv)
 
-	refl := reflector.New(inv, l.dialer(ctx), l.clock)
-	nodes := l.config.SharedInformers.Core().V1().Nodes()
+	dial := l.dialer(ctx)
+	refl := reflector.New(inv, dial, l.clock)
 
-	if err := trackNodes(nodes, refl); err != nil {
+	if err := trackNodes(l.config.SharedInformers.Core().V1().Nodes(), refl); err != nil {
 		return err
 	}
-
-	options := nodespec.Options{ProviderIDFromNodeIP: l.options.ProviderIDFallback == FallbackNodeIP}
 
 	controllerContext, err := app.CreateControllerContext(l.config, clientbuilder.SimpleControllerClientBuilder{ClientConfig: l.config.Kubeconfig}, ctx.Done())
 	if err != nil {
 		return fmt.Errorf("prepare controllers: %w", err)
 	}
 
-	constructors := maps.Clone(app.DefaultInitFuncConstructors)
-	constructors[names.CloudNodeController] = app.ControllerInitFuncConstructor{
-		InitContext: app.ControllerInitContext{ClientName: "node-controller"},
-		Constructor: l.nodeController(&group, inv, options),
-	}
+	c := controllers{leader: l, group: &group, inventory: inv, dial: dial}
 
-	initializers := app.ConstructControllerInitializers(constructors, l.config, provider.New(inv, options))
+	initializers := app.ConstructControllerInitializers(c.constructors(), l.config, provider.New(inv, l.nodeOptions))
 	if err := l.start(ctx, controllerContext, initializers); err != nil {
 		return err
 	}
@@ -97,29 +87,6 @@ func (l *leader) start(ctx context.Context, controllerContext genericcontrollerm
 	}
 
 	return nil
-}
-
-// nodeController constructs our node controller under the framework's name for its own.
-func (l *leader) nodeController(group *sync.WaitGroup, inv *inventory.Inventory, options nodespec.Options) app.InitFuncConstructor {
-	return func(_ app.ControllerInitContext, config *cloudconfig.CompletedConfig, _ cloudprovider.Interface) app.InitFunc {
-		return func(ctx context.Context, _ genericcontrollermanager.ControllerContext) (controller.Interface, bool, error) {
-			c, err := nodecontroller.New(nodecontroller.Config{
-				Client:    config.Client,
-				Nodes:     config.SharedInformers.Core().V1().Nodes(),
-				Inventory: inv,
-				Recorder:  l.recorder,
-				Clock:     l.clock,
-				Options:   options,
-			})
-			if err != nil {
-				return nil, false, err
-			}
-
-			group.Go(func() { c.Run(ctx, int(config.ComponentConfig.NodeController.ConcurrentNodeSyncs)) })
-
-			return nil, true, nil
-		}
-	}
 }
 
 func sameUID(node *corev1.Node, obj any) bool {

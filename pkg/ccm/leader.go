@@ -15,7 +15,6 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/kubernetes/scheme"
 	v1core "k8s.io/client-go/kubernetes/typed/core/v1"
-	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/leaderelection"
 	"k8s.io/client-go/tools/leaderelection/resourcelock"
 	"k8s.io/client-go/tools/record"
@@ -25,6 +24,7 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 
+	"github.com/talos-ccm/talos-ccm/pkg/settings"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
 
@@ -47,6 +47,7 @@ type leader struct {
 	clock    clock.Clock
 	socket   *talosapi.Socket
 	creds    talosapi.Credentials
+	settings *settings.Keeper
 	config   *cloudconfig.CompletedConfig
 	recorder record.EventRecorder
 	checks   *controllerhealthz.MutableHealthzHandler
@@ -60,6 +61,7 @@ func newLeader(a *App, creds talosapi.Credentials, config *cloudconfig.Completed
 		clock:    a.clock,
 		socket:   a.socket,
 		creds:    creds,
+		settings: a.settings,
 		config:   config,
 		recorder: config.EventBroadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: component}),
 		watchdog: leaderelection.NewLeaderHealthzAdaptor(electionHealthTimeout),
@@ -80,7 +82,7 @@ func (l *leader) electionCheck() []healthz.HealthChecker {
 
 func (l *leader) run(ctx context.Context) error {
 	// A client of their own, so that Events do not queue behind the writes they tell of.
-	events, err := kubernetes.NewForConfig(rest.AddUserAgent(l.config.Kubeconfig, component))
+	events, err := kubernetes.NewForConfig(l.config.Kubeconfig)
 	if err != nil {
 		return fmt.Errorf("connect to Kubernetes: %w", err)
 	}
@@ -95,17 +97,33 @@ func (l *leader) run(ctx context.Context) error {
 		return err
 	}
 
-	if l.config.ComponentConfig.Generic.LeaderElection.LeaderElect {
-		err = l.elect(ctx)
-	} else {
-		err = l.control(ctx)
-	}
+	var group sync.WaitGroup
+	defer group.Wait()
+
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+
+	group.Go(func() { l.reportConfiguration(ctx) })
+
+	err = l.lead(ctx)
 
 	if ctx.Err() != nil && stopped != nil {
 		within(stopTimeout, l.clock, stopped)
 	}
 
 	return err
+}
+
+// lead runs the controllers, by election if that is on. Without a configuration it leaves that to others.
+func (l *leader) lead(ctx context.Context) error {
+	switch {
+	case !l.settings.Await(ctx):
+		return nil
+	case l.config.ComponentConfig.Generic.LeaderElection.LeaderElect:
+		return l.elect(ctx)
+	default:
+		return l.control(ctx)
+	}
 }
 
 // serve starts the secure port, if there is one. The channel closes when it has stopped, after ctx.

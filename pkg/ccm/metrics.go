@@ -1,12 +1,14 @@
 package ccm
 
 import (
+	"runtime"
 	"sync"
 
 	"k8s.io/component-base/metrics"
 	"k8s.io/component-base/metrics/legacyregistry"
 
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/version"
 )
 
 var machines = metrics.NewGaugeVec(&metrics.GaugeOpts{
@@ -15,7 +17,16 @@ var machines = metrics.NewGaugeVec(&metrics.GaugeOpts{
 	StabilityLevel: metrics.ALPHA,
 }, []string{"condition"})
 
-func init() { legacyregistry.MustRegister(machines) }
+var buildInfo = metrics.NewGaugeVec(&metrics.GaugeOpts{
+	Name:           "talosccm_build_info",
+	Help:           "Always 1; which talos-ccm this is, and what it was built with.",
+	StabilityLevel: metrics.ALPHA,
+}, []string{"version", "go_version"})
+
+func init() {
+	legacyregistry.MustRegister(machines, buildInfo)
+	buildInfo.WithLabelValues(version.Version(), runtime.Version()).Set(1)
+}
 
 // countMachines keeps the gauge in step with inv.
 func countMachines(inv *inventory.Inventory) {

@@ -22,6 +22,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"k8s.io/apimachinery/pkg/util/wait"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
@@ -90,8 +91,15 @@ func (b *lockedBuffer) String() string {
 func (s *suite) spawn(on *talostest.Machine, flags ...string) *process {
 	s.Helper()
 
-	path, err := binary()
-	s.require(err)
+	p := s.newProcess()
+	argv := p.argv(append([]string{"--machine-socket=" + on.Socket(), "--run-dir=" + filepath.Join(p.root, "run")}, flags...)...)
+	p.start(on.Nodename(), exec.Command(argv[0], argv[1:]...))
+
+	return p
+}
+
+func (s *suite) newProcess() *process {
+	s.Helper()
 
 	p := &process{suite: s, root: s.TempDir(), port: freePort(s.T), output: &lockedBuffer{}, ended: make(chan struct{})}
 
@@ -99,15 +107,34 @@ func (s *suite) spawn(on *talostest.Machine, flags ...string) *process {
 		s.require(os.Mkdir(filepath.Join(p.root, name), 0o700))
 	}
 
-	cmd := exec.Command(path, append([]string{
-		"--machine-socket=" + on.Socket(), "--run-dir=" + filepath.Join(p.root, "run"),
-		"--bind-address=127.0.0.1", "--secure-port=" + strconv.Itoa(p.port), "-v=2",
-	}, flags...)...)
+	return p
+}
+
+// argv is the command with the flags, and with those that every process here has.
+func (p *process) argv(flags ...string) []string {
+	p.suite.Helper()
+
+	path, err := binary()
+	p.suite.require(err)
+
+	return append([]string{path, "--bind-address=127.0.0.1", "--secure-port=" + strconv.Itoa(p.port), "-v=2"}, flags...)
+}
+
+// start starts the process, which knows the variables that the command has, and of others only where its folders are.
+func (p *process) start(name string, cmd *exec.Cmd) {
+	s := p.suite
+	s.Helper()
+
 	cmd.Dir = filepath.Join(p.root, "work")
-	cmd.Env = []string{"HOME=" + filepath.Join(p.root, "home"), "TMPDIR=" + filepath.Join(p.root, "tmp")}
+	cmd.Env = append(cmd.Env, "HOME="+filepath.Join(p.root, "home"), "TMPDIR="+filepath.Join(p.root, "tmp"))
 	cmd.Stdout, cmd.Stderr = p.output, p.output
+
+	if cmd.SysProcAttr == nil {
+		cmd.SysProcAttr = &syscall.SysProcAttr{}
+	}
+
 	// It dies with this process, however that ends.
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	cmd.SysProcAttr.Pdeathsig = syscall.SIGKILL
 
 	started := make(chan error)
 
@@ -133,11 +160,9 @@ func (s *suite) spawn(on *talostest.Machine, flags ...string) *process {
 		<-p.ended
 
 		if s.Failed() {
-			s.Logf("output of talos-ccm on %s:\n%s", on.Nodename(), p.output.String())
+			s.Logf("output of talos-ccm on %s:\n%s", name, p.output.String())
 		}
 	})
-
-	return p
 }
 
 // signal sends the process a signal, unless it has ended.
@@ -478,6 +503,37 @@ func TestMetrics(t *testing.T) {
 	p.terminate()
 }
 
+// An instance that led and does not any more must not go on saying what was so then: alerts add up what all instances say.
+func TestGaugesEndWithLeadership(t *testing.T) {
+	s := newSuite(t, "led-", talostest.Options{})
+	first, second := s.controlPlane("cp-1"), s.controlPlane("cp-2")
+	s.register(first, second)
+
+	gauges := []string{"talosccm_machines", "talosccm_ipam_refusing"}
+	flags := []string{openMetrics, "--controllers=*,nodeipam", "--allocate-node-cidrs", "--cluster-cidr=10.99.0.0/16"}
+
+	p := s.spawn(first, flags...)
+	s.eventually("the first instance leads, and knows", func() bool {
+		return p.leads() && !slices.ContainsFunc(gauges, func(gauge string) bool { return p.metric(gauge) == 0 })
+	})
+
+	other := s.spawn(second, flags...)
+	s.require(first.SetStage(t.Context(), runtime.MachineStageRebooting))
+	s.eventually("the second instance leads", other.leads)
+
+	s.require(first.SetStage(t.Context(), runtime.MachineStageRunning))
+	s.eventually("the first instance is back", func() bool { return p.metric("talosccm_build_info") == 1 })
+
+	for _, gauge := range gauges {
+		if n := p.metric(gauge); n != 0 {
+			t.Errorf("%s is still %v", gauge, n)
+		}
+	}
+
+	p.terminate()
+	other.terminate()
+}
+
 func TestMetricsAreNotForEverybody(t *testing.T) {
 	s := newSuite(t, "closed-", talostest.Options{})
 	self := s.controlPlane("cp")
@@ -515,17 +571,23 @@ func (p *process) controllers() []string {
 	return names
 }
 
+// K1: what is documented and what runs agree.
 func TestControllersThatRun(t *testing.T) {
+	const node, csr, ipam, lifecycle = "cloud-node-controller", "certificatesigningrequest-approving-controller", "node-ipam-controller", "cloud-node-lifecycle-controller"
+
 	for _, test := range []struct {
 		name  string
 		flags []string
 		want  []string
 	}{
-		{"by default", nil, []string{"cloud-node-controller"}},
-		{"by alias", []string{"--controllers=cloud-node-lifecycle"}, []string{"cloud-node-lifecycle-controller"}},
-		{"besides", []string{"--controllers=*,cloud-node-lifecycle-controller"}, []string{"cloud-node-controller", "cloud-node-lifecycle-controller"}},
+		{"by default", nil, []string{csr, node}},
+		{"by alias", []string{"--controllers=cloud-node-lifecycle"}, []string{lifecycle}},
+		{"besides", []string{"--controllers=*,cloud-node-lifecycle-controller"}, []string{csr, node, lifecycle}},
 		// Both ask the provider for what it does not offer.
-		{"service and route", []string{"--controllers=*,service,route"}, []string{"cloud-node-controller"}},
+		{"service and route", []string{"--controllers=*,service,route"}, []string{csr, node}},
+		{"without the approval of certificates", []string{"--controllers=*,-node-csr-approval"}, []string{node}},
+		{"with pod CIDRs", []string{"--controllers=*,nodeipam", "--allocate-node-cidrs"}, []string{csr, node, ipam}},
+		{"pod CIDRs that nobody asked for", []string{"--controllers=*,nodeipam"}, []string{csr, node}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			s := newSuite(t, "controllers-", talostest.Options{})
@@ -581,7 +643,7 @@ func TestHelpNamesTheControllers(t *testing.T) {
 		}
 	}
 
-	want := []string{"cloud-node-lifecycle-controller", "node-route-controller", "service-lb-controller"}
+	want := []string{"cloud-node-lifecycle-controller", "node-ipam-controller", "node-route-controller", "service-lb-controller"}
 	if off := listed("Disabled-by-default controllers"); !slices.Equal(off, want) {
 		t.Errorf("--help says that %v are off by default, want %v", off, want)
 	}

@@ -1,0 +1,282 @@
+package ccm_test
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/cosi-project/runtime/pkg/safe"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/siderolabs/talos/pkg/machinery/role"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+
+	"github.com/talos-ccm/talos-ccm/pkg/ccm"
+	"github.com/talos-ccm/talos-ccm/pkg/settings"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+)
+
+const siteLabel = "example.com/site"
+
+// site is a configuration that labels every Node.
+func site(value string) string {
+	return fmt.Sprintf("transformations:\n  - name: site\n    labels:\n      %s: %s\n", siteLabel, value)
+}
+
+// noSuchKey is a configuration with a mistake in line 2.
+const noSuchKey = "global:\n  preferIPv7: true\n"
+
+// configure replaces the machine's ExtensionServiceConfig document.
+func (s *suite) configure(m *talostest.Machine, content string, environment ...string) {
+	s.Helper()
+
+	document := runtime.NewExtensionServiceConfigSpec(runtime.NamespaceName, "talos-ccm")
+
+	s.require(safe.StateModify(s.Context(), m.State(), document, func(r *runtime.ExtensionServiceConfig) error {
+		r.TypedSpec().Files = []runtime.ExtensionServiceConfigFile{{Content: content, MountPath: settings.MountPath}}
+		r.TypedSpec().Environment = environment
+
+		return nil
+	}))
+}
+
+func (s *suite) awaitSite(m *talostest.Machine, value string) {
+	s.Helper()
+
+	began := time.Now()
+
+	s.await(m.Nodename(), "at the site "+value, func(n *corev1.Node) bool { return n.Labels[siteLabel] == value })
+	s.Logf("node %s: site %q after %s", m.Nodename(), value, time.Since(began))
+}
+
+// awaitEvent waits for an Event on the machine's Node and returns its message.
+func (s *suite) awaitEvent(m *talostest.Machine, reason string) (message string) {
+	s.Helper()
+
+	selector := fields.Set{"involvedObject.kind": "Node", "involvedObject.name": m.Nodename(), "reason": reason}.String()
+
+	s.eventually(fmt.Sprintf("node %s has an Event %s", m.Nodename(), reason), func() bool {
+		list, err := s.client.CoreV1().Events(metav1.NamespaceAll).List(s.Context(), metav1.ListOptions{FieldSelector: selector})
+		if err != nil || len(list.Items) == 0 {
+			return false
+		}
+
+		message = list.Items[0].Message
+
+		return true
+	})
+
+	return message
+}
+
+func TestTheDocumentTakesEffectWithoutARestart(t *testing.T) {
+	s := newSuite(t, "document-", talostest.Options{})
+	self, worker := s.controlPlane("cp"), s.worker("worker")
+	s.register(self, worker)
+
+	r := s.start(s.options(self))
+	s.awaitInitialized(self, worker)
+
+	for _, value := range []string{"paris", "lyon"} {
+		s.configure(self, site(value))
+		s.awaitSite(worker, value)
+		s.awaitSite(self, value)
+	}
+
+	document := runtime.NewExtensionServiceConfigSpec(runtime.NamespaceName, "talos-ccm")
+	s.require(self.State().Destroy(t.Context(), document.Metadata()))
+	s.awaitSite(worker, "")
+	r.alive()
+}
+
+func TestABadConfigurationKeepsTheLastGoodInForce(t *testing.T) {
+	s := newSuite(t, "bad-config-", talostest.Options{})
+	self, worker, late := s.controlPlane("cp"), s.worker("worker"), s.worker("late")
+	s.configure(self, site("paris"))
+	s.register(self, worker)
+
+	s.start(s.options(self))
+	s.awaitInitialized(worker)
+	s.awaitSite(worker, "paris")
+
+	s.configure(self, noSuchKey)
+
+	message := s.awaitEvent(self, ccm.ReasonConfigInvalid)
+	for _, part := range []string{settings.MountPath + ":2:", "preferIPv7"} {
+		if !strings.Contains(message, part) {
+			t.Errorf("the Event does not say %s: %s", part, message)
+		}
+	}
+
+	s.register(late)
+	s.awaitInitialized(late)
+	s.awaitSite(late, "paris")
+
+	s.configure(self, site("lyon"))
+	s.awaitSite(worker, "lyon")
+	s.awaitEvent(self, ccm.ReasonConfigValid)
+}
+
+// Talos ends the service and starts it anew when its document changes, for better or worse.
+func TestTheLastGoodConfigurationOutlivesTheProcess(t *testing.T) {
+	s := newSuite(t, "outlives-", talostest.Options{})
+	self, late := s.controlPlane("cp"), s.worker("late")
+	s.configure(self, site("paris"))
+	s.register(self)
+
+	options := s.options(self)
+	options.StateDir = t.TempDir()
+
+	first := s.launch(options)
+	s.awaitSite(self, "paris")
+	first.stop()
+
+	s.configure(self, noSuchKey)
+	s.register(late)
+
+	again := s.options(self)
+	again.StateDir = options.StateDir
+
+	s.start(again)
+	s.awaitEvent(self, ccm.ReasonConfigInvalid)
+	s.awaitInitialized(late)
+	s.awaitSite(late, "paris")
+}
+
+func TestABadConfigurationAtFirstStartWritesNothing(t *testing.T) {
+	s := newSuite(t, "bad-start-", talostest.Options{})
+	self, worker := s.controlPlane("cp"), s.worker("worker")
+	s.configure(self, noSuchKey)
+	s.register(self, worker)
+
+	s.start(s.options(self))
+
+	if message := s.awaitEvent(self, ccm.ReasonConfigInvalid); !strings.Contains(message, "nothing is written") {
+		t.Errorf("the Event does not say what follows: %s", message)
+	}
+
+	if holder := s.holder(); holder != "" {
+		t.Errorf("an instance without configuration stands for election: the lease is held by %s", holder)
+	}
+
+	if n := s.get(worker); !tainted(n) || n.Spec.ProviderID != "" {
+		t.Errorf("written without configuration: %s", describe(n))
+	}
+
+	s.configure(self, site("paris"))
+	s.awaitInitialized(self, worker)
+	s.awaitSite(worker, "paris")
+}
+
+func TestAFileThatIsMountedElsewhereIsNotLostInSilence(t *testing.T) {
+	s := newSuite(t, "elsewhere-", talostest.Options{})
+	self := s.controlPlane("cp")
+	s.require(self.SetExtensionServiceConfig(t.Context(), "talos-ccm", runtime.ExtensionServiceConfigFile{Content: site("x"), MountPath: "/etc/other.yaml"}))
+	s.register(self)
+
+	s.start(s.options(self))
+
+	if message := s.awaitEvent(self, ccm.ReasonConfigInvalid); !strings.Contains(message, "/etc/other.yaml") || !strings.Contains(message, settings.MountPath) {
+		t.Errorf("the Event does not name both places: %s", message)
+	}
+}
+
+func TestACloudConfigFileIsReadAgainWhenItChanges(t *testing.T) {
+	s := newSuite(t, "config-file-", talostest.Options{})
+	self, worker := s.controlPlane("cp"), s.worker("worker")
+	s.register(self, worker)
+
+	talosconfig, err := s.talos.Talosconfig(string(role.Reader))
+	s.require(err)
+
+	folder := t.TempDir()
+	path := filepath.Join(folder, "config.yaml")
+	options := s.options(self)
+	options.MachineSocket, options.RunDir = "", ""
+	options.Talosconfig = filepath.Join(folder, "talosconfig")
+	options.Framework.Generic.ClientConnection.Kubeconfig = filepath.Join(folder, "kubeconfig")
+	options.Framework.KubeCloudShared.CloudProvider.CloudConfigFile = path
+
+	s.require(talosconfig.Save(options.Talosconfig))
+	s.require(os.WriteFile(options.Framework.Generic.ClientConnection.Kubeconfig, s.kube.Kubeconfig(), 0o600))
+	s.require(os.WriteFile(path, []byte(site("paris")), 0o600))
+
+	r := s.start(options)
+	s.awaitInitialized(worker)
+	s.awaitSite(worker, "paris")
+
+	for _, content := range []string{noSuchKey, site("lyon")} {
+		s.require(os.WriteFile(path, []byte(content), 0o600))
+	}
+
+	s.awaitSite(worker, "lyon")
+
+	s.require(os.Remove(path))
+	s.require(os.WriteFile(path, nil, 0o600))
+	s.awaitSite(worker, "")
+	r.alive()
+}
+
+func TestTheDocumentsEnvironmentReplacesTheProcess(t *testing.T) {
+	s := newSuite(t, "environment-", talostest.Options{})
+	self, worker := s.controlPlane("cp"), s.worker("worker")
+	s.register(self)
+
+	p := s.spawn(self, openMetrics)
+	s.eventually("it leads", p.leads)
+	s.awaitInitialized(self)
+
+	// What it cannot be started with is not tried.
+	s.configure(self, "", "TALOS_CCM_NO_SUCH_FLAG=1")
+
+	if message := s.awaitEvent(self, ccm.ReasonConfigInvalid); !strings.Contains(message, "TALOS_CCM_NO_SUCH_FLAG") {
+		t.Errorf("the Event does not name the variable: %s", message)
+	}
+
+	// Set in vain, for ever.
+	for variable, why := range map[string]string{"GOMEMLIMIT": `"GOMEMLIMIT" is not`, "TALOSCCM_BASE_ENVIRONMENT=[]": "TALOSCCM_BASE_ENVIRONMENT is"} {
+		s.configure(self, "", variable)
+		s.eventually("an Event says what is wrong", func() bool {
+			return slices.ContainsFunc(s.events(self, ccm.ReasonConfigInvalid), func(e corev1.Event) bool { return strings.Contains(e.Message, why) })
+		})
+	}
+
+	s.configure(self, "", "TALOS_CCM_CONTROLLERS=*,-cloud-node-controller", "GOMEMLIMIT=300MiB")
+
+	s.eventually("its environment is the document's", func() bool {
+		environ, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", p.pid))
+
+		return err == nil && strings.Contains(string(environ), "GOMEMLIMIT=300MiB\x00")
+	})
+	s.eventually("it leads again", p.leads)
+
+	if strings.Count(p.output.String(), "Started controller\" controller=\"cloud-node-controller\"") != 1 {
+		t.Error("the controller that the document turns off was started again")
+	}
+
+	s.configure(self, "", "TALOS_CCM_CONTROLLERS=*", "GOMEMLIMIT=300MiB")
+	s.register(worker)
+	s.awaitInitialized(worker)
+
+	// What the document takes back is as it was.
+	s.configure(self, "")
+	s.eventually("its environment is its own again", func() bool {
+		environ, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", p.pid))
+
+		return err == nil && len(environ) > 0 && !strings.Contains(string(environ), "GOMEMLIMIT=300MiB\x00")
+	})
+	s.eventually("it leads once more", p.leads)
+
+	select {
+	case <-p.ended:
+		t.Errorf("the process ended: %v", p.err)
+	default:
+	}
+
+	p.terminate()
+}

@@ -1,0 +1,175 @@
+package ccm_test
+
+import (
+	"context"
+	"net"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/siderolabs/talos/pkg/machinery/role"
+	"k8s.io/utils/clock"
+
+	"github.com/talos-ccm/talos-ccm/pkg/bootstrap"
+	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+)
+
+// podEnclosure starts a command where the folder $1 is what a kubelet mounts into pods for their ServiceAccount.
+const podEnclosure = `set -e
+mount --make-rprivate /
+mount -t tmpfs tmpfs "$(readlink -f /var/run)"
+mkdir -p /var/run/secrets/kubernetes.io/serviceaccount
+mount --bind "$1" /var/run/secrets/kubernetes.io/serviceaccount
+shift
+exec "$@"`
+
+// volume is a folder as a kubelet fills it from a Secret or a ConfigMap: all files change at once, when a link is replaced.
+type volume string
+
+func (v volume) path(name string) string { return filepath.Join(string(v), name) }
+
+// write replaces the volume's content.
+func (v volume) write(s *suite, content map[string][]byte) {
+	s.Helper()
+
+	version, err := os.MkdirTemp(string(v), "..version-")
+	s.require(err)
+
+	for name, data := range content {
+		s.require(os.WriteFile(filepath.Join(version, name), data, 0o600))
+
+		if err := os.Symlink(filepath.Join("..data", name), v.path(name)); !os.IsExist(err) {
+			s.require(err)
+		}
+	}
+
+	s.require(os.Symlink(filepath.Base(version), v.path("..data_new")))
+	s.require(os.Rename(v.path("..data_new"), v.path("..data")))
+}
+
+// readerTalosconfig is what Talos puts into the Secret of a talos.dev ServiceAccount with the role os:reader.
+func (s *suite) readerTalosconfig() []byte {
+	s.Helper()
+
+	config, err := s.talos.Talosconfig(string(role.Reader))
+	s.require(err)
+
+	data, err := config.Bytes()
+	s.require(err)
+
+	return data
+}
+
+// serviceAccount applies the extension's RBAC, and returns the folder with the token of its ServiceAccount, as a pod has it.
+func (s *suite) serviceAccount(controlPlane *talostest.Machine) string {
+	s.Helper()
+
+	socket, err := talosapi.OpenSocket(controlPlane.Socket())
+	s.require(err)
+
+	defer socket.Close() //nolint:errcheck // nothing is in flight
+
+	folder := s.TempDir()
+	ctx, made := context.WithTimeout(s.Context(), patience)
+
+	bootstrap.New(socket.Admin, folder, clock.RealClock{}).Run(ctx, made)
+	s.require(os.WriteFile(filepath.Join(folder, "ca.crt"), s.kube.Config().CAData, 0o600))
+
+	if _, err := os.Stat(filepath.Join(folder, "token")); err != nil {
+		s.Fatal(err)
+	}
+
+	return folder
+}
+
+// spawnPod starts the process as a pod of the ServiceAccount in folder.
+func (s *suite) spawnPod(folder string, flags ...string) *process {
+	s.Helper()
+
+	server, err := url.Parse(s.kube.Config().Host)
+	s.require(err)
+
+	host, port, err := net.SplitHostPort(server.Host)
+	s.require(err)
+
+	p := s.newProcess()
+	cmd := exec.Command("/bin/sh", append([]string{"-c", podEnclosure, "sh", folder}, p.argv(flags...)...)...)
+	cmd.Env = []string{"PATH=" + os.Getenv("PATH"), "KUBERNETES_SERVICE_HOST=" + host, "KUBERNETES_SERVICE_PORT=" + port}
+	cmd.SysProcAttr = &syscall.SysProcAttr{
+		Cloneflags:  syscall.CLONE_NEWUSER | syscall.CLONE_NEWNS,
+		UidMappings: []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Getuid(), Size: 1}},
+		GidMappings: []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Getgid(), Size: 1}},
+	}
+	p.start("a pod", cmd)
+
+	return p
+}
+
+func TestAPodWorksWithItsServiceAccount(t *testing.T) {
+	s := newSuite(t, "pod-", talostest.Options{})
+	self, worker := s.controlPlane("cp"), s.worker("worker")
+	s.register(self, worker)
+
+	secret, configMap := volume(t.TempDir()), volume(t.TempDir())
+	secret.write(s, map[string][]byte{"config": s.readerTalosconfig()})
+	configMap.write(s, map[string][]byte{"config.yaml": []byte(site("paris"))})
+
+	p := s.spawnPod(s.serviceAccount(self), openMetrics, "--talosconfig="+secret.path("config"), "--cloud-config="+configMap.path("config.yaml"))
+	s.awaitInitialized(self, worker)
+	s.awaitSite(worker, "paris")
+	s.eventually("the pod leads", p.leads)
+
+	// The RBAC of the extension is all it needs.
+	if strings.Contains(p.output.String(), "forbidden") {
+		t.Error("something was forbidden")
+	}
+
+	configMap.write(s, map[string][]byte{"config.yaml": []byte(site("lyon"))})
+	s.awaitSite(worker, "lyon")
+
+	// With the talosconfig of before, no machine can be dialled any more.
+	s.require(s.talos.RotateCA(t.Context(), talostest.DropOldCA))
+	worker.BreakStreams()
+	s.eventually("the worker cannot be reached", func() bool { return p.metric("talosccm_machines", `condition="Unreachable"`) == 1 })
+
+	secret.write(s, map[string][]byte{"config": s.readerTalosconfig()})
+	s.move(worker, "renewed")
+	p.terminate()
+
+	if holder := s.holder(); holder != "" {
+		t.Errorf("the lease is still held by %s", holder)
+	}
+}
+
+func TestOutsideAClusterAKubeconfigIsNeeded(t *testing.T) {
+	s := newSuite(t, "nowhere-", talostest.Options{})
+	options := s.options(s.controlPlane("cp"))
+	options.MachineSocket, options.RunDir = "", ""
+	options.Talosconfig = filepath.Join(t.TempDir(), "talosconfig")
+	s.require(os.WriteFile(options.Talosconfig, s.readerTalosconfig(), 0o600))
+
+	t.Setenv("KUBERNETES_SERVICE_HOST", "")
+
+	r := s.launch(options)
+
+	select {
+	case <-r.ended:
+	case <-time.After(patience):
+		t.Fatal("it goes on")
+	}
+
+	if r.err == nil || !strings.Contains(r.err.Error(), "--kubeconfig") || !strings.Contains(r.err.Error(), "KUBERNETES_SERVICE_HOST") {
+		t.Errorf("ended with: %v", r.err)
+	}
+
+	options.Framework.Master = "https://127.0.0.1:6443"
+	if err := options.Validate(); err == nil || !strings.Contains(err.Error(), "--master") {
+		t.Errorf("an API server to connect to without credentials: %v", err)
+	}
+}
