@@ -1,0 +1,206 @@
+// Command image packs built binaries into OCI layouts, for the extension and for pods, and pushes them. It builds nothing itself, and needs no docker.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"strings"
+	"syscall"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+
+	"github.com/talos-ccm/talos-ccm/packaging/image"
+	"github.com/talos-ccm/talos-ccm/packaging/sourcedate"
+)
+
+const usage = `usage:
+  image pack -version V [-revision R] [-output DIR] [-pod-output DIR] ARCH=BINARY…
+  image push DIR REFERENCE`
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
+	defer stop()
+
+	if err := run(ctx, os.Args[1:], os.Stdout); err != nil {
+		fmt.Fprintln(os.Stderr, "image:", err)
+		os.Exit(1) //nolint:gocritic // the signal handler ends with the process
+	}
+}
+
+func run(ctx context.Context, args []string, out io.Writer) error {
+	switch {
+	case len(args) > 0 && args[0] == "pack":
+		return pack(args[1:], out)
+	case len(args) == 3 && args[0] == "push":
+		pushed, err := image.Push(ctx, args[1], args[2])
+		if err != nil {
+			return err
+		}
+
+		_, err = fmt.Fprintln(out, pushed)
+
+		return err
+	default:
+		return errors.New(usage)
+	}
+}
+
+func pack(args []string, out io.Writer) error {
+	var release image.Release
+
+	flags := flag.NewFlagSet("image pack", flag.ContinueOnError)
+	flags.StringVar(&release.Version, "version", "", "the version of talos-ccm")
+	flags.StringVar(&release.Revision, "revision", "", "the commit that the binaries were built from")
+	manifest := flags.String("manifest", "manifest.yaml", "the extension's manifest")
+	output := flags.String("output", "_out/oci", "folder for the extension's OCI layout")
+	podOutput := flags.String("pod-output", "_out/oci-pod", "folder for the OCI layout of the image for pods")
+
+	if err := flags.Parse(args); err != nil {
+		return err
+	}
+
+	if release.Version == "" || flags.NArg() == 0 {
+		return errors.New(usage)
+	}
+
+	if filepath.Clean(*output) == filepath.Clean(*podOutput) {
+		return fmt.Errorf("both images would be written to %s", *output)
+	}
+
+	binaries, err := read(flags.Args())
+	if err != nil {
+		return err
+	}
+
+	if release.Manifest, err = os.ReadFile(*manifest); err != nil {
+		return fmt.Errorf("read the extension's manifest: %w", err)
+	}
+
+	if release.Created, err = sourcedate.FromEnvironment(); err != nil {
+		return err
+	}
+
+	packed, err := extensionIndex(release, binaries)
+	if err != nil {
+		return err
+	}
+
+	pod, err := image.PodIndex(release, binaries)
+	if err != nil {
+		return err
+	}
+
+	return errors.Join(write(out, *output, packed), write(out, *podOutput, pod))
+}
+
+// extensionIndex makes the extension's index, and takes it apart again as Talos does.
+func extensionIndex(release image.Release, binaries map[string][]byte) (v1.ImageIndex, error) {
+	index, err := image.ExtensionIndex(release, binaries)
+	if err != nil {
+		return nil, err
+	}
+
+	if err := image.Validate(index); err != nil {
+		return nil, fmt.Errorf("the extension is not as it should be: %w", err)
+	}
+
+	return index, nil
+}
+
+// read reads the binaries that are named as ARCH=BINARY.
+func read(args []string) (map[string][]byte, error) {
+	binaries := map[string][]byte{}
+
+	for _, arg := range args {
+		arch, path, ok := strings.Cut(arg, "=")
+		if !ok || arch == "" {
+			return nil, fmt.Errorf("%q is not ARCH=BINARY", arg)
+		}
+
+		if binaries[arch] != nil {
+			return nil, fmt.Errorf("there are two binaries for %s", arch)
+		}
+
+		binary, err := os.ReadFile(path)
+		if err != nil {
+			return nil, fmt.Errorf("read the binary for %s: %w", arch, err)
+		}
+
+		binaries[arch] = binary
+	}
+
+	return binaries, nil
+}
+
+// write writes an index, and says what it has written.
+func write(out io.Writer, dir string, index v1.ImageIndex) error {
+	if err := image.WriteLayout(dir, index); err != nil {
+		return err
+	}
+
+	digest, err := index.Digest()
+	if err != nil {
+		return err
+	}
+
+	manifest, err := index.IndexManifest()
+	if err != nil {
+		return err
+	}
+
+	fmt.Fprintf(out, "%-14s %s\n", dir, digest)
+
+	for _, descriptor := range manifest.Manifests {
+		compressed, plain, err := sizes(index, descriptor.Digest)
+		if err != nil {
+			return err
+		}
+
+		fmt.Fprintf(out, "  %-12s %s  %.1f MB, unpacked %.1f MB\n", descriptor.Platform, descriptor.Digest, compressed, plain)
+	}
+
+	return nil
+}
+
+// sizes are those of an image's layers, in megabytes, as pulled and as unpacked.
+func sizes(index v1.ImageIndex, digest v1.Hash) (compressed, plain float64, err error) {
+	const megabyte = 1e6
+
+	img, err := index.Image(digest)
+	if err != nil {
+		return 0, 0, err
+	}
+
+	layers, err := img.Layers()
+	if err != nil {
+		return 0, 0, err
+	}
+
+	for _, layer := range layers {
+		size, err := layer.Size()
+		if err != nil {
+			return 0, 0, err
+		}
+
+		content, err := layer.Uncompressed()
+		if err != nil {
+			return 0, 0, err
+		}
+
+		unpacked, err := io.Copy(io.Discard, content)
+		if err := errors.Join(err, content.Close()); err != nil {
+			return 0, 0, err
+		}
+
+		compressed += float64(size) / megabyte
+		plain += float64(unpacked) / megabyte
+	}
+
+	return compressed, plain, nil
+}

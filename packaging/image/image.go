@@ -1,0 +1,164 @@
+package image
+
+import (
+	"archive/tar"
+	"bytes"
+	"compress/gzip"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"time"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/empty"
+	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"github.com/google/go-containerregistry/pkg/v1/tarball"
+	"github.com/google/go-containerregistry/pkg/v1/types"
+
+	"github.com/talos-ccm/talos-ccm/extension"
+	"github.com/talos-ccm/talos-ccm/packaging/sbom"
+)
+
+const website = "https://github.com/talos-ccm/talos-ccm"
+
+// nobody is the user of the image for pods; a pod's security context can name another.
+const nobody = "65532:65532"
+
+// ExtensionIndex is the extension's image for all architectures (Go's names for them) whose binaries are given.
+func ExtensionIndex(r Release, binaries map[string][]byte) (v1.ImageIndex, error) {
+	return index(r, "Talos system extension: a cloud controller manager for Talos Linux", binaries, v1.Config{}, func(binary []byte) ([]File, error) {
+		return Extension(r, binary)
+	})
+}
+
+// PodIndex is the image for pods, for the same.
+func PodIndex(r Release, binaries map[string][]byte) (v1.ImageIndex, error) {
+	config := v1.Config{Entrypoint: []string{"/" + extension.Name}, User: nobody, WorkingDir: "/"}
+
+	return index(r, "A cloud controller manager for Talos Linux", binaries, config, func(binary []byte) ([]File, error) {
+		return Pod(binary), nil
+	})
+}
+
+func index(r Release, description string, binaries map[string][]byte, config v1.Config, files func(binary []byte) ([]File, error)) (v1.ImageIndex, error) {
+	labels := r.labels(description)
+	config.Labels = labels
+
+	result := mutate.IndexMediaType(empty.Index, types.OCIImageIndex)
+
+	for _, arch := range slices.Sorted(maps.Keys(binaries)) {
+		list, err := files(binaries[arch])
+		if err != nil {
+			return nil, err
+		}
+
+		platform := v1.Platform{OS: "linux", Architecture: arch}
+
+		img, err := pack(list, platform, config, r.Created)
+		if err != nil {
+			return nil, fmt.Errorf("pack the image for %s: %w", platform, err)
+		}
+
+		img = mutate.Annotations(img, labels).(v1.Image) //nolint:errcheck,forcetypeassert // of an image it makes an image
+		result = mutate.AppendManifests(result, mutate.IndexAddendum{Add: img, Descriptor: v1.Descriptor{Platform: &platform}})
+	}
+
+	return mutate.Annotations(result, labels).(v1.ImageIndex), nil //nolint:errcheck,forcetypeassert // of an index it makes an index
+}
+
+// labels are those that the field puts on images, both in their configuration and as annotations (image-spec, annotations.md).
+func (r Release) labels(description string) map[string]string {
+	labels := map[string]string{
+		"org.opencontainers.image.title":       extension.Name,
+		"org.opencontainers.image.description": description,
+		"org.opencontainers.image.version":     r.version(),
+		"org.opencontainers.image.created":     r.Created.UTC().Format(time.RFC3339),
+		"org.opencontainers.image.licenses":    sbom.License,
+		"org.opencontainers.image.source":      website,
+		"org.opencontainers.image.url":         website,
+		"org.opencontainers.image.vendor":      "The talos-ccm authors",
+	}
+
+	if r.Revision != "" {
+		labels["org.opencontainers.image.revision"] = r.Revision
+	}
+
+	return labels
+}
+
+// pack makes an image of one layer.
+func pack(files []File, platform v1.Platform, config v1.Config, created time.Time) (v1.Image, error) {
+	compressed, err := compress(files, created)
+	if err != nil {
+		return nil, err
+	}
+
+	layer, err := tarball.LayerFromOpener(func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(compressed)), nil }, tarball.WithMediaType(types.OCILayer))
+	if err != nil {
+		return nil, err
+	}
+
+	img := mutate.ConfigMediaType(mutate.MediaType(empty.Image, types.OCIManifestSchema1), types.OCIConfigJSON)
+
+	img, err = mutate.Append(img, mutate.Addendum{Layer: layer, History: v1.History{Created: v1.Time{Time: created.UTC()}, CreatedBy: "make image"}})
+	if err != nil {
+		return nil, err
+	}
+
+	described, err := img.ConfigFile()
+	if err != nil {
+		return nil, err
+	}
+
+	described = described.DeepCopy()
+	described.OS, described.Architecture = platform.OS, platform.Architecture
+	described.Created = v1.Time{Time: created.UTC()}
+	described.Config = config
+
+	return mutate.ConfigFile(img, described)
+}
+
+// compress makes a layer. The version of Go, whose gzip it is, belongs to what makes an image reproducible.
+func compress(files []File, created time.Time) ([]byte, error) {
+	var buffer bytes.Buffer
+
+	w, err := gzip.NewWriterLevel(&buffer, gzip.DefaultCompression)
+	if err != nil {
+		return nil, err
+	}
+
+	if err := errors.Join(archive(w, files, created), w.Close()); err != nil {
+		return nil, err
+	}
+
+	return buffer.Bytes(), nil
+}
+
+// archive writes each folder before what is in it, because Talos makes no parents when it unpacks, and everything as root's.
+func archive(out io.Writer, files []File, created time.Time) error {
+	w := tar.NewWriter(out)
+
+	for _, dir := range folders(files) {
+		header := tar.Header{Typeflag: tar.TypeDir, Name: dir + "/", Mode: executable, ModTime: created.UTC(), Format: tar.FormatUSTAR}
+		if err := w.WriteHeader(&header); err != nil {
+			return fmt.Errorf("archive %s: %w", dir, err)
+		}
+	}
+
+	for _, f := range files {
+		header := tar.Header{
+			Typeflag: tar.TypeReg, Name: f.Path, Mode: int64(f.Mode.Perm()), Size: int64(len(f.Content)), ModTime: created.UTC(), Format: tar.FormatUSTAR,
+		}
+		if err := w.WriteHeader(&header); err != nil {
+			return fmt.Errorf("archive %s: %w", f.Path, err)
+		}
+
+		if _, err := w.Write(f.Content); err != nil {
+			return fmt.Errorf("archive %s: %w", f.Path, err)
+		}
+	}
+
+	return w.Close()
+}

@@ -1,0 +1,124 @@
+package image_test
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+
+	"github.com/talos-ccm/talos-ccm/packaging/image"
+)
+
+const (
+	root    = "../.."
+	version = "1.2.3-test.1"
+
+	revision = "0123456789abcdef0123456789abcdef01234567"
+	created  = 1_700_000_000
+)
+
+// workDir is gone when the tests end.
+var workDir string
+
+func TestMain(m *testing.M) {
+	os.Exit(run(m))
+}
+
+func run(m *testing.M) int {
+	var err error
+
+	if workDir, err = os.MkdirTemp("", "talos-ccm-image-test-"); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+
+		return 1
+	}
+	defer os.RemoveAll(workDir) //nolint:errcheck // a temporary folder
+
+	return m.Run()
+}
+
+// layouts are the folders that make image has written.
+type layouts struct{ extension, pod string }
+
+// made is what users make, once for all tests.
+var made = sync.OnceValues(func() (layouts, error) { return makeImage(root, filepath.Join(workDir, "out"), "022") })
+
+// makeImage runs make image in a checkout.
+func makeImage(checkout, out, umask string, environ ...string) (layouts, error) {
+	cmd := exec.Command("sh", "-c", `umask "$0" && exec "$@"`, umask, "make", "-C", checkout, "image",
+		"ARTIFACTS="+out, "ARCHES=amd64 arm64", "TAG=v"+version, "REVISION="+revision, "SOURCE_DATE_EPOCH="+strconv.Itoa(created))
+	// Whatever the make was told that runs this test.
+	cmd.Env = append(append(os.Environ(), "MAKEFLAGS="), environ...)
+
+	if output, err := cmd.CombinedOutput(); err != nil {
+		return layouts{}, fmt.Errorf("make image in %s: %w\n%s", checkout, err, output)
+	}
+
+	return layouts{filepath.Join(out, "oci"), filepath.Join(out, "oci-pod")}, nil
+}
+
+func makeOnce(t *testing.T) layouts {
+	t.Helper()
+
+	l, err := made()
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	return l
+}
+
+func read(t *testing.T, dir string) v1.ImageIndex {
+	t.Helper()
+
+	index, err := image.ReadLayout(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	return index
+}
+
+func digest(t *testing.T, dir string) string {
+	t.Helper()
+
+	hash, err := read(t, dir).Digest()
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	return hash.String()
+}
+
+// eachImage calls check with every image of an index.
+func eachImage(t *testing.T, index v1.ImageIndex, check func(t *testing.T, arch string, img v1.Image)) {
+	t.Helper()
+
+	manifest, err := index.IndexManifest()
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	var archs []string
+
+	for _, descriptor := range manifest.Manifests {
+		img, err := index.Image(descriptor.Digest)
+		if err != nil {
+			t.Fatal(err)
+		}
+
+		archs = append(archs, descriptor.Platform.String())
+
+		t.Run(descriptor.Platform.Architecture, func(t *testing.T) { check(t, descriptor.Platform.Architecture, img) })
+	}
+
+	if got := strings.Join(archs, " "); got != "linux/amd64 linux/arm64" {
+		t.Errorf("there are images for %s", got)
+	}
+}

@@ -1,0 +1,79 @@
+// Command talos has one version of Talos's machinery judge an unpacked extension: it loads and validates it as that version's imager does, and
+// decodes and validates its service specs as that version's machined does, but refuses keys that machined would ignore. There is a
+// module file for each version that is supported (go build -modfile=v1.12.mod), because no module can have two of them.
+package main
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"github.com/blang/semver/v4"
+	"github.com/siderolabs/talos/pkg/machinery/extensions"
+	"github.com/siderolabs/talos/pkg/machinery/extensions/services"
+	"go.yaml.in/yaml/v4"
+)
+
+func main() {
+	if len(os.Args) != 3 {
+		fmt.Fprintln(os.Stderr, "usage: talos EXTENSION TALOS-VERSION")
+		os.Exit(2)
+	}
+
+	if err := judge(os.Args[1], os.Args[2]); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+}
+
+func judge(folder, version string) error {
+	talos, err := semver.ParseTolerant(version)
+	if err != nil {
+		return fmt.Errorf("parse Talos version %q: %w", version, err)
+	}
+
+	extension, err := extensions.Load(folder)
+	if err != nil {
+		return fmt.Errorf("load extension: %w", err)
+	}
+
+	if err := extension.Validate(extensions.WithValidateConstraints(), extensions.WithValidateContents(), extensions.WithTalosVersion(&talos)); err != nil {
+		return fmt.Errorf("validate extension: %w", err)
+	}
+
+	specs, err := filepath.Glob(filepath.Join(extension.RootfsPath(), "usr/local/etc/containers/*.yaml"))
+	if err != nil {
+		return err
+	}
+
+	if len(specs) == 0 {
+		return errors.New("the extension has no service")
+	}
+
+	for _, path := range specs {
+		if err := judgeSpec(path); err != nil {
+			return fmt.Errorf("service spec %s: %w", filepath.Base(path), err)
+		}
+	}
+
+	return nil
+}
+
+func judgeSpec(path string) error {
+	file, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	defer file.Close() //nolint:errcheck // it is only read
+
+	decoder := yaml.NewDecoder(file)
+	decoder.KnownFields(true)
+
+	var spec services.Spec
+	if err := decoder.Decode(&spec); err != nil {
+		return err
+	}
+
+	return spec.Validate()
+}

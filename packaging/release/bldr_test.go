@@ -1,0 +1,289 @@
+package release_test
+
+import (
+	"bytes"
+	"fmt"
+	"maps"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"text/template"
+
+	"github.com/Masterminds/sprig/v3"
+	"github.com/google/go-cmp/cmp"
+	"go.yaml.in/yaml/v4"
+	"mvdan.cc/sh/v3/syntax"
+
+	"github.com/talos-ccm/talos-ccm/packaging/image"
+)
+
+// recipe is what a pkg.yaml may say of the keys that we use (siderolabs/bldr v0.6.3, internal/pkg/types/v1alpha2). bldr itself ignores unknown keys.
+type recipe struct {
+	Name          string
+	Variant       string
+	Shell         string
+	BuildPlatform string `yaml:"buildPlatform"`
+	Dependencies  []struct{ Image, Stage string }
+	Steps         []step
+	Finalize      []struct{ From, To string }
+}
+
+type step struct {
+	Env        map[string]string
+	Network    string
+	CachePaths []string `yaml:"cachePaths"`
+	Sources    []struct{ URL, Destination, SHA256, SHA512 string }
+	Prepare    []string
+	Build      []string
+	Install    []string
+	Test       []string
+	SBOM       struct {
+		OutputPath    string `yaml:"outputPath"`
+		Version, PURL string
+		Licenses      []string
+	}
+}
+
+// scripts are all that a shell runs.
+func (r recipe) scripts() []string {
+	var all []string
+	for _, s := range r.Steps {
+		all = slices.Concat(all, s.Prepare, s.Build, s.Install, s.Test)
+	}
+
+	return all
+}
+
+// render fills a template in as bldr does.
+func render(t *testing.T, content []byte, variables map[string]string) []byte {
+	t.Helper()
+
+	parsed, err := template.New("").Funcs(sprig.HermeticTxtFuncMap()).Parse(string(content))
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	var out bytes.Buffer
+	if err := parsed.Execute(&out, variables); err != nil {
+		t.Fatal(err)
+	}
+
+	return out.Bytes()
+}
+
+// decode refuses unknown keys.
+func decode(t *testing.T, content []byte, into any) {
+	t.Helper()
+
+	decoder := yaml.NewDecoder(bytes.NewReader(content))
+	decoder.KnownFields(true)
+
+	if err := decoder.Decode(into); err != nil {
+		t.Fatalf("%v in\n%s", err, content)
+	}
+}
+
+// platform is what bldr itself sets, of what we use.
+func platform(architecture string) map[string]string { return map[string]string{"ARCH": architecture} }
+
+// withVariables adds those of a file to those of the folders above.
+func withVariables(t *testing.T, path string, above map[string]string) map[string]string {
+	t.Helper()
+
+	all := maps.Clone(above)
+	decode(t, render(t, read(t, path), above), &all)
+
+	return all
+}
+
+func loadRecipe(t *testing.T, path string, variables map[string]string) recipe {
+	t.Helper()
+
+	var r recipe
+	decode(t, render(t, read(t, path), variables), &r)
+
+	return r
+}
+
+func ours(t *testing.T, architecture string) recipe {
+	t.Helper()
+
+	return loadRecipe(t, "pkg.yaml", withVariables(t, "vars.yaml", platform(architecture)))
+}
+
+// proposed is the recipe of the catalogue's entry.
+func proposed(t *testing.T) recipe {
+	t.Helper()
+
+	return loadRecipe(t, entry+"/pkg.yaml.draft", proposedVariables(t))
+}
+
+func TestEachScriptIsAShellsOwn(t *testing.T) {
+	for _, script := range slices.Concat(ours(t, "x86_64").scripts(), proposed(t).scripts()) {
+		if _, err := syntax.NewParser(syntax.Variant(syntax.LangBash)).Parse(strings.NewReader(script), ""); err != nil {
+			t.Errorf("%v in\n%s", err, script)
+		}
+	}
+}
+
+func TestBothArchitecturesAreBuiltOnOne(t *testing.T) {
+	for architecture, want := range map[string]string{"x86_64": "amd64", "aarch64": "arm64"} {
+		r := ours(t, architecture)
+		if got := r.Steps[0].Env["GOARCH"]; got != want || r.BuildPlatform != "linux/amd64" {
+			t.Errorf("built for %s on %s, want for %s on linux/amd64", got, r.BuildPlatform, want)
+		}
+	}
+
+	variables := withVariables(t, "vars.yaml", map[string]string{"ARCH": "x86_64", "BUILD_ARG_BUILDARCH": "arm64"})
+	if got := loadRecipe(t, "pkg.yaml", variables).BuildPlatform; got != "linux/arm64" {
+		t.Errorf("built on %s, although the argument says arm64", got)
+	}
+}
+
+// goBuild are the arguments of go build that decide what the binary is.
+func goBuild(t *testing.T, script string) []string {
+	t.Helper()
+
+	file, err := syntax.NewParser().Parse(strings.NewReader(script), "")
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	var found []string
+
+	syntax.Walk(file, func(node syntax.Node) bool {
+		if call, isCall := node.(*syntax.CallExpr); isCall {
+			if words := texts(call.Args); len(words) > 2 && words[0] == "go" && words[1] == "build" {
+				found = words[2:]
+			}
+		}
+
+		return true
+	})
+
+	// Where the source and the result are is each one's own.
+	for _, flag := range []string{"-C", "-o"} {
+		if i := slices.Index(found, flag); i >= 0 {
+			found = slices.Delete(found, i, i+2)
+		}
+	}
+
+	return found
+}
+
+// texts are words without their quotes.
+func texts(words []*syntax.Word) []string {
+	all := make([]string, 0, len(words))
+
+	for _, word := range words {
+		var text strings.Builder
+
+		for _, part := range word.Parts {
+			switch p := part.(type) {
+			case *syntax.Lit:
+				text.WriteString(p.Value)
+			case *syntax.SglQuoted:
+				text.WriteString(p.Value)
+			}
+		}
+
+		all = append(all, text.String())
+	}
+
+	return all
+}
+
+// makefileVariable is the value of a variable, not expanded.
+func makefileVariable(t *testing.T, name string) string {
+	t.Helper()
+
+	match := regexp.MustCompile(`(?m)^` + name + ` \??:?= (.*)$`).FindSubmatch(read(t, "Makefile"))
+	if match == nil {
+		t.Fatalf("the Makefile has no %s", name)
+	}
+
+	return string(match[1])
+}
+
+func TestBldrBuildsAsMakeDoes(t *testing.T) {
+	version := withVariables(t, "vars.yaml", platform("x86_64"))["VERSION"]
+
+	line := regexp.MustCompile(`(?m)^\tCGO_ENABLED=0 .*\$\(GO\) (build .*) \./cmd/talos-ccm$`).FindSubmatch(read(t, "Makefile"))
+	if line == nil {
+		t.Fatal("the Makefile builds nothing")
+	}
+
+	command := strings.NewReplacer("$(LDFLAGS)", makefileVariable(t, "LDFLAGS"), "$(TAG)", "v"+version, "$@", "FILE").Replace("go " + string(line[1]) + " ./cmd/talos-ccm")
+	command = strings.ReplaceAll(command, "$(TAG)", "v"+version)
+	want := goBuild(t, command)
+
+	for name, r := range map[string]recipe{"pkg.yaml": ours(t, "x86_64"), "the catalogue's entry": proposed(t)} {
+		for _, s := range r.Steps {
+			if len(s.Build) == 0 {
+				continue
+			}
+
+			if diff := cmp.Diff(want, goBuild(t, s.Build[0])); diff != "" {
+				t.Errorf("%s (-make +bldr)\n%s", name, diff)
+			}
+		}
+
+		if got := r.Steps[0].Env["CGO_ENABLED"]; got != "0" {
+			t.Errorf("%s: CGO_ENABLED is %q", name, got)
+		}
+	}
+}
+
+var installs = regexp.MustCompile(`(?m)^install -D -m (\d+) \S+ /(\S+)$`)
+
+// installed is what ends up in the image: path to mode.
+func installed(r recipe) map[string]string {
+	files := map[string]string{"manifest.yaml": "0644"}
+
+	for _, s := range r.Steps {
+		for _, script := range s.Install {
+			for _, match := range installs.FindAllStringSubmatch(script, -1) {
+				files[match[2]] = match[1]
+			}
+		}
+
+		if path := s.SBOM.OutputPath; path != "" {
+			files[strings.TrimPrefix(path, "/")] = "0644"
+		}
+	}
+
+	return files
+}
+
+func TestBldrInstallsWhatMakeImageDoes(t *testing.T) {
+	files, err := image.Extension(image.Release{Version: "v1.2.3", Manifest: read(t, "manifest.yaml")}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	want := map[string]string{}
+	for _, file := range files {
+		want[file.Path] = fmt.Sprintf("%04o", file.Mode)
+	}
+
+	if diff := cmp.Diff(want, installed(ours(t, "x86_64"))); diff != "" {
+		t.Errorf("(-make +bldr)\n%s", diff)
+	}
+}
+
+func TestTheSBOMsVersionIsTheManifests(t *testing.T) {
+	for _, r := range []recipe{ours(t, "x86_64"), proposed(t)} {
+		var manifest struct{ Metadata struct{ Version string } }
+		if err := yaml.Unmarshal(read(t, "manifest.yaml"), &manifest); err != nil {
+			t.Fatal(err)
+		}
+
+		version := manifest.Metadata.Version
+		bill := r.Steps[len(r.Steps)-1].SBOM
+
+		if bill.Version != version || bill.PURL != "pkg:golang/github.com/talos-ccm/talos-ccm@v"+version {
+			t.Errorf("%+v, want version %s", bill, version)
+		}
+	}
+}

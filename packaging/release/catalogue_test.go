@@ -1,0 +1,124 @@
+package release_test
+
+import (
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+
+	"github.com/blang/semver/v4"
+	"github.com/google/go-cmp/cmp"
+	"github.com/siderolabs/talos/pkg/machinery/extensions"
+
+	"github.com/talos-ccm/talos-ccm/extension"
+	"github.com/talos-ccm/talos-ccm/packaging/image"
+)
+
+// catalogue has the draft for Sidero Labs' catalogue, and entry what would be its folder there.
+const (
+	catalogue = "docs/catalogue"
+	entry     = catalogue + "/talos-ccm"
+)
+
+func proposedVariables(t *testing.T) map[string]string {
+	t.Helper()
+
+	return withVariables(t, entry+"/vars.yaml.draft", withVariables(t, catalogue+"/vars.yaml.draft", platform("x86_64")))
+}
+
+func TestTheProposedServiceIsOurs(t *testing.T) {
+	if diff := cmp.Diff(string(extension.Spec), string(read(t, entry+"/talos-ccm.yaml"))); diff != "" {
+		t.Errorf("(-ours +proposed)\n%s", diff)
+	}
+}
+
+func TestTheProposedRecipeInstallsWhatOursDoes(t *testing.T) {
+	if diff := cmp.Diff(installed(ours(t, "x86_64")), installed(proposed(t))); diff != "" {
+		t.Errorf("(-ours +proposed)\n%s", diff)
+	}
+}
+
+// bldr takes nothing else for a checksum, and update-checksums fills in what it takes for one.
+func TestTheProposedSourceHasChecksums(t *testing.T) {
+	hex := regexp.MustCompile(`^[0-9a-f]+$`)
+
+	for _, s := range proposed(t).Steps {
+		for _, source := range s.Sources {
+			if !hex.MatchString(source.SHA256+source.SHA512) || len(source.SHA256) != 64 || len(source.SHA512) != 128 {
+				t.Errorf("checksums %q and %q of %s", source.SHA256, source.SHA512, source.URL)
+			}
+		}
+	}
+}
+
+// load is a manifest as Talos loads it, with all else that we ship.
+func load(t *testing.T, manifest []byte) *extensions.Extension {
+	t.Helper()
+
+	files, err := image.Extension(image.Release{Version: "v1.2.3", Manifest: manifest}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	folder := t.TempDir()
+	if err := image.Write(folder, files); err != nil {
+		t.Fatal(err)
+	}
+
+	// With the version that it says itself.
+	if err := os.WriteFile(filepath.Join(folder, "manifest.yaml"), manifest, 0o644); err != nil {
+		t.Fatal(err)
+	}
+
+	loaded, err := extensions.Load(folder)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	return loaded
+}
+
+func TestTalosTakesTheProposedManifest(t *testing.T) {
+	proposed := load(t, render(t, read(t, entry+"/manifest.yaml.tmpl.draft"), proposedVariables(t)))
+
+	for version, accepted := range map[string]bool{"1.11.9": false, "1.12.0": true, "1.13.5": true, "1.14.0": true} {
+		talos := semver.MustParse(version)
+
+		err := proposed.Validate(extensions.WithValidateConstraints(), extensions.WithValidateContents(), extensions.WithTalosVersion(&talos))
+		if (err == nil) != accepted {
+			t.Errorf("accepted by Talos %s: %t, want %t (%v)", version, err == nil, accepted, err)
+		}
+	}
+}
+
+func TestTheProposedManifestSaysWhatOursDoes(t *testing.T) {
+	want := load(t, read(t, "manifest.yaml")).Manifest
+	got := load(t, render(t, read(t, entry+"/manifest.yaml.tmpl.draft"), proposedVariables(t))).Manifest
+
+	// The catalogue's descriptions begin with the tier.
+	if !strings.HasPrefix(got.Metadata.Description, "[contrib] ") {
+		t.Errorf("description %q", got.Metadata.Description)
+	}
+
+	got.Metadata.Description = want.Metadata.Description
+
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("(-ours +proposed)\n%s", diff)
+	}
+}
+
+// bldr takes every file of these names for its own, wherever it is.
+func TestNoOtherFileHasANameThatBldrReads(t *testing.T) {
+	var found []string
+
+	for path := range strings.FieldsSeq(git(t, root, "ls-files", "--cached", "--others", "--exclude-standard")) {
+		if name := filepath.Base(path); name == "pkg.yaml" || name == "vars.yaml" || filepath.Ext(name) == ".tmpl" {
+			found = append(found, path)
+		}
+	}
+
+	if diff := cmp.Diff([]string{"pkg.yaml", "vars.yaml"}, found); diff != "" {
+		t.Errorf("(-wanted +found)\n%s", diff)
+	}
+}

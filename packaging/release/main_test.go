@@ -1,0 +1,21 @@
+package release_test
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+)
+
+// root is the folder of the repository.
+const root = "../.."
+
+func read(t *testing.T, path string) []byte {
+	t.Helper()
+
+	content, err := os.ReadFile(filepath.Join(root, path))
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	return content
+}

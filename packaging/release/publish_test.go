@@ -1,0 +1,125 @@
+package release_test
+
+import (
+	"io"
+	"log"
+	"net/http/httptest"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-containerregistry/pkg/registry"
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+
+	"github.com/talos-ccm/talos-ccm/packaging/image"
+)
+
+// runStep runs a step of the release as the code host does, and returns what it has printed.
+func runStep(t *testing.T, name string, environment ...string) string {
+	t.Helper()
+
+	steps := workflows(t)["release.yaml"].Jobs["release"].Steps
+
+	i := slices.IndexFunc(steps, func(s workflowStep) bool { return s.Name == name })
+	if i < 0 {
+		t.Fatalf("the release has no step %q", name)
+	}
+
+	cmd := exec.CommandContext(t.Context(), "bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", steps[i].Run)
+	cmd.Dir = root
+	// Whatever the make was told that runs this test.
+	cmd.Env = append(append(os.Environ(), "MAKEFLAGS="), environment...)
+	cmd.Stderr = os.Stderr
+
+	output, err := cmd.Output()
+	if err != nil {
+		t.Fatalf("%s: %v\n%s", name, err, output)
+	}
+
+	return string(output)
+}
+
+// writeLayout is an image of an empty program; it returns the digest.
+func writeLayout(t *testing.T, folder string, index func(image.Release, map[string][]byte) (v1.ImageIndex, error)) string {
+	t.Helper()
+
+	made, err := index(image.Release{Version: "v1.2.3", Manifest: read(t, "manifest.yaml")}, map[string][]byte{"amd64": nil, "arm64": nil})
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	if err := image.WriteLayout(folder, made); err != nil {
+		t.Fatal(err)
+	}
+
+	digest, err := made.Digest()
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	return digest.String()
+}
+
+func TestTheReleasePushesAndNamesWhatWasBuilt(t *testing.T) {
+	server := httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0))))
+	t.Cleanup(server.Close)
+
+	repository := strings.TrimPrefix(server.URL, "http://") + "/talos-ccm/talos-ccm"
+	artifacts := t.TempDir()
+	outputs := filepath.Join(t.TempDir(), "outputs")
+
+	want := "extension=" + writeLayout(t, artifacts+"/oci", image.ExtensionIndex) + "\npod=" + writeLayout(t, artifacts+"/oci-pod", image.PodIndex) + "\n"
+
+	runStep(t, "Push", "TAG=v1.2.3", "EXTENSION="+repository, "POD="+repository+"-pod", "ARTIFACTS="+artifacts, "GITHUB_OUTPUT="+outputs)
+
+	got, err := os.ReadFile(outputs)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	if diff := cmp.Diff(want, string(got)); diff != "" {
+		t.Errorf("(-built +pushed)\n%s", diff)
+	}
+}
+
+// asked is what the program gh would be asked for.
+func asked(t *testing.T, tag string) []string {
+	t.Helper()
+
+	programs := t.TempDir()
+	if err := os.WriteFile(filepath.Join(programs, "gh"), []byte("#!/bin/sh\nprintf '%s\\000' \"$@\"\n"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+
+	return strings.Split(runStep(t, "Draft the release", "PATH="+programs+":"+os.Getenv("PATH"), "TAG="+tag,
+		"EXTENSION=registry.example.com/a", "EXTENSION_DIGEST=sha256:1", "POD=registry.example.com/b", "POD_DIGEST=sha256:2"), "\x00")
+}
+
+func TestTheReleaseIsADraftThatNamesTheImages(t *testing.T) {
+	args := asked(t, "v1.2.3")
+
+	for _, want := range []string{"--draft", "--verify-tag", "v1.2.3"} {
+		if !slices.Contains(args, want) {
+			t.Errorf("%q lacks %s", args, want)
+		}
+	}
+
+	notes := args[slices.Index(args, "--notes")+1]
+	for _, want := range []string{"registry.example.com/a:v1.2.3@sha256:1", "registry.example.com/b:v1.2.3@sha256:2"} {
+		if !strings.Contains(notes, want) {
+			t.Errorf("the notes do not name %s:\n%s", want, notes)
+		}
+	}
+}
+
+func TestAPrereleaseSaysSo(t *testing.T) {
+	for tag, want := range map[string]bool{"v1.2.3": false, "v1.2.3-rc.1": true} {
+		if got := slices.Contains(asked(t, tag), "--prerelease"); got != want {
+			t.Errorf("%s is a prerelease: %t, want %t", tag, got, want)
+		}
+	}
+}

@@ -1,0 +1,61 @@
+package release_test
+
+import (
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"testing"
+)
+
+func TestOnlyTheVersionIsReleased(t *testing.T) {
+	version := withVariables(t, "vars.yaml", platform("x86_64"))["VERSION"]
+
+	for tag, released := range map[string]bool{"v" + version: true, version: false, "v" + version + "-rc.1": false, "v" + version + "-dirty": false, "": false} {
+		cmd := exec.CommandContext(t.Context(), "make", "--silent", "--directory="+root, "release-tag", "TAG="+tag)
+
+		output, err := cmd.CombinedOutput()
+		if (err == nil) != released {
+			t.Errorf("tag %q: %v, want released %t\n%s", tag, err, released, output)
+		}
+	}
+}
+
+func TestTheVersionSaysOfWhichSourcesItIs(t *testing.T) {
+	folder := t.TempDir()
+	vars := filepath.Join(folder, "vars.yaml")
+
+	if err := errors.Join(os.WriteFile(filepath.Join(folder, "Makefile"), read(t, "Makefile"), 0o600), os.WriteFile(vars, nil, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+
+	says := func(situation, want string) {
+		t.Helper()
+
+		// TAG and MAKEFLAGS are those of the make that runs this test.
+		cmd := exec.CommandContext(t.Context(), "env", "-u", "TAG", "-u", "MAKEFLAGS", "make", "--silent", "--directory="+folder, "release-tag")
+
+		output, err := cmd.CombinedOutput()
+		if err == nil || !regexp.MustCompile(`The tag is `+want+`, but`).Match(output) {
+			t.Errorf("%s: %v, want %s\n%s", situation, err, want, output)
+		}
+	}
+
+	git(t, folder, "init", "--quiet")
+	git(t, folder, "add", ".")
+	git(t, folder, "commit", "--quiet", "--message", "first")
+	says("no tag", `v0\.0\.0-g[0-9a-f]{12}`)
+	git(t, folder, "tag", "v0.1.0")
+	says("a tag", `v0\.1\.0`)
+	git(t, folder, "commit", "--quiet", "--allow-empty", "--message", "second")
+	says("a commit after a tag", `v0\.1\.0-1-g[0-9a-f]{12}`)
+
+	if err := os.WriteFile(vars, []byte("\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+
+	says("changed after a tag", `v0\.1\.0-1-g[0-9a-f]{12}-dirty`)
+	git(t, folder, "tag", "--delete", "v0.1.0")
+	says("changed without a tag", `v0\.0\.0-g[0-9a-f]{12}-dirty`)
+}

@@ -1,0 +1,181 @@
+package release_test
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+
+	"go.yaml.in/yaml/v4"
+)
+
+type workflow struct {
+	On          yaml.Node
+	Permissions map[string]string
+	Concurrency map[string]string
+	Jobs        map[string]job
+}
+
+type job struct {
+	Permissions map[string]string
+	Timeout     int `yaml:"timeout-minutes"`
+	Uses        string
+	Steps       []workflowStep
+}
+
+type workflowStep struct {
+	Name, Uses, Run string
+	With            map[string]string
+}
+
+func workflows(t *testing.T) map[string]workflow {
+	t.Helper()
+
+	paths, err := filepath.Glob(filepath.Join(root, ".github/workflows/*"))
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	all := map[string]workflow{}
+
+	for _, path := range paths {
+		content, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+
+		var w workflow
+		if err := yaml.Unmarshal(content, &w); err != nil {
+			t.Fatal(path, err)
+		}
+
+		all[filepath.Base(path)] = w
+	}
+
+	if len(all) != 2 {
+		t.Fatalf("%d workflows", len(all))
+	}
+
+	return all
+}
+
+// jobs calls f for every job, by its full name.
+func jobs(t *testing.T, f func(name string, j job)) {
+	t.Helper()
+
+	for file, w := range workflows(t) {
+		for name, j := range w.Jobs {
+			f(file+": "+name, j)
+		}
+	}
+}
+
+func TestJobsHaveTheRightsTheyNameAndNoOthers(t *testing.T) {
+	for name, w := range workflows(t) {
+		if w.Permissions == nil || len(w.Permissions) > 0 {
+			t.Errorf("%s gives all its jobs %v; it must say none", name, w.Permissions)
+		}
+	}
+
+	jobs(t, func(name string, j job) {
+		for right, level := range j.Permissions {
+			if level == "write" && name != "release.yaml: release" {
+				t.Errorf("%s may write %s", name, right)
+			}
+		}
+
+		if len(j.Permissions) == 0 {
+			t.Errorf("%s says no rights: with none it cannot even read the code", name)
+		}
+	})
+}
+
+func TestEveryJobEnds(t *testing.T) {
+	jobs(t, func(name string, j job) {
+		if j.Timeout == 0 && j.Uses == "" {
+			t.Errorf("%s has no timeout", name)
+		}
+	})
+}
+
+// A pull request from elsewhere must never run with rights or secrets of ours.
+func TestNoStrangersCodeRunsWithOurRights(t *testing.T) {
+	for name, w := range workflows(t) {
+		text, err := yaml.Marshal(&w.On)
+		if err != nil {
+			t.Fatal(err)
+		}
+
+		if regexp.MustCompile(`pull_request_target|workflow_run|issue_comment`).Match(text) {
+			t.Errorf("%s is started by what strangers do:\n%s", name, text)
+		}
+	}
+}
+
+// A tag can be moved.
+func TestActionsAreNamedByTheirCommit(t *testing.T) {
+	pinned := regexp.MustCompile(`^\s*-?\s*uses: (\./.*|[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+)$`)
+
+	for name := range workflows(t) {
+		for line := range strings.Lines(string(read(t, ".github/workflows/"+name))) {
+			if line = strings.TrimRight(line, "\n"); strings.Contains(line, "uses:") && !pinned.MatchString(line) {
+				t.Errorf("%s: %s", name, line)
+			}
+		}
+	}
+}
+
+// An expression in a script is code by whoever may choose its value.
+func TestScriptsTakeValuesFromTheEnvironment(t *testing.T) {
+	jobs(t, func(name string, j job) {
+		for _, s := range j.Steps {
+			if strings.Contains(s.Run, "${{") {
+				t.Errorf("%s runs\n%s", name, s.Run)
+			}
+		}
+	})
+}
+
+func TestWorkflowsRunTargetsThatTheMakefileHas(t *testing.T) {
+	makefile := string(read(t, "Makefile"))
+
+	jobs(t, func(name string, j job) {
+		for _, s := range j.Steps {
+			for _, match := range regexp.MustCompile(`\bmake (?:--\S+ )*([a-z-]+)`).FindAllStringSubmatch(s.Run, -1) {
+				if !strings.Contains(makefile, "\n"+match[1]+":") {
+					t.Errorf("%s makes %s", name, match[1])
+				}
+			}
+		}
+	})
+}
+
+// The same commit gives the same image with the same Go alone: gzip is Go's, too.
+func TestAllJobsUseOneGo(t *testing.T) {
+	versions := map[string][]string{}
+
+	jobs(t, func(name string, j job) {
+		for _, s := range j.Steps {
+			if version, found := s.With["go-version"]; found {
+				versions[version] = append(versions[version], name)
+			}
+		}
+	})
+
+	if len(versions) != 1 {
+		t.Error(fmt.Sprint(versions))
+	}
+}
+
+// What is signed must not come out of a cache that other jobs write.
+func TestTheReleaseIsBuiltWithoutCaches(t *testing.T) {
+	jobs(t, func(name string, j job) {
+		for _, s := range j.Steps {
+			if strings.HasPrefix(s.Uses, "actions/cache@") || strings.HasPrefix(s.Uses, "actions/setup-go@") && s.With["cache"] != "false" {
+				t.Errorf("%s uses a cache", name)
+			}
+		}
+	})
+}

@@ -1,0 +1,218 @@
+package sbom_test
+
+import (
+	"bytes"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/talos-ccm/talos-ccm/packaging/sbom"
+)
+
+// folder has the binary that the tests of this package look at.
+var folder string
+
+func TestMain(m *testing.M) {
+	var err error
+	if folder, err = os.MkdirTemp("", "sbom-"); err != nil {
+		panic(err)
+	}
+
+	code := m.Run()
+
+	if err := os.RemoveAll(folder); err != nil {
+		panic(err)
+	}
+
+	os.Exit(code)
+}
+
+// built is talos-ccm, built once as `make build` does.
+var built = sync.OnceValues(func() (string, error) {
+	binary := filepath.Join(folder, "talos-ccm")
+
+	build := exec.Command("go", "build", "-trimpath", "-buildvcs=false", "-o", binary, "../../cmd/talos-ccm")
+	build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	build.Stderr = os.Stderr
+
+	return binary, build.Run()
+})
+
+func binary(t *testing.T) string {
+	t.Helper()
+
+	path, err := built()
+	if err != nil {
+		t.Fatal("build talos-ccm:", err)
+	}
+
+	return path
+}
+
+func modules(t *testing.T) []byte {
+	t.Helper()
+
+	content, err := sbom.Modules(binary(t), "v1.2.3", created)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	return content
+}
+
+func command(t *testing.T, environment []string, args ...string) []string {
+	t.Helper()
+
+	c := exec.CommandContext(t.Context(), "go", args...)
+	c.Env = append(os.Environ(), environment...)
+	c.Stderr = os.Stderr
+
+	output, err := c.Output()
+	if err != nil {
+		t.Fatal(c, err)
+	}
+
+	return strings.Split(strings.TrimSpace(string(output)), "\n")
+}
+
+func TestTheDocumentListsEveryModuleThatGoFindsInTheBinary(t *testing.T) {
+	var want []string
+
+	for _, line := range command(t, nil, "version", "-m", binary(t)) {
+		if fields := strings.Fields(line); fields[0] == "dep" {
+			want = append(want, fields[1]+" "+fields[2]+" go.sum "+fields[3])
+		}
+	}
+
+	var got []string
+
+	for _, p := range read(t, modules(t)).Packages[2:] {
+		got = append(got, p.PackageName+" "+p.PackageVersion+" "+p.PackageComment)
+	}
+
+	slices.Sort(want)
+
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("(-binary +document)\n%s", diff)
+	}
+}
+
+func TestTheStandardLibraryIsListedToo(t *testing.T) {
+	library := read(t, modules(t)).Packages[1]
+
+	version := strings.TrimPrefix(command(t, nil, "env", "GOVERSION")[0], "go")
+	if library.PackageName != "stdlib" || library.PackageVersion != version {
+		t.Errorf("%s %s, want stdlib %s", library.PackageName, library.PackageVersion, version)
+	}
+
+	var names []string
+	for _, reference := range library.PackageExternalReferences {
+		names = append(names, reference.RefType+" "+reference.Locator)
+	}
+
+	want := []string{"purl pkg:golang/stdlib@" + version, "cpe23Type cpe:2.3:a:golang:go:" + version + ":-:*:*:*:*:*:*"}
+	if diff := cmp.Diff(want, names); diff != "" {
+		t.Errorf("(-want +got)\n%s", diff)
+	}
+}
+
+func TestTalosCCMDependsOnAllOthers(t *testing.T) {
+	doc := read(t, modules(t))
+
+	depended := map[string]bool{}
+
+	for _, r := range doc.Relationships {
+		if r.RefA.ElementRefID == "Package-talos-ccm" && r.Relationship == "DEPENDS_ON" {
+			depended[string(r.RefB.ElementRefID)] = true
+		}
+	}
+
+	if len(depended) != len(doc.Packages)-1 {
+		t.Errorf("depends on %d of %d packages: two may share an identifier", len(depended), len(doc.Packages)-1)
+	}
+}
+
+// allowed are the licences that a part of an Apache-2.0 binary may have.
+var allowed = []string{"Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "ISC", "MIT", "MPL-2.0"}
+
+func TestEveryModuleHasALicenceThatIsCompatibleWithOurs(t *testing.T) {
+	counts := map[string]int{}
+
+	for _, p := range read(t, modules(t)).Packages {
+		counts[p.PackageLicenseDeclared]++
+
+		for license := range strings.SplitSeq(p.PackageLicenseDeclared, " AND ") {
+			if !slices.Contains(allowed, license) {
+				t.Errorf("%s %s is under %s", p.PackageName, p.PackageVersion, license)
+			}
+		}
+	}
+
+	t.Log(counts)
+}
+
+func TestTheDocumentDoesNotDependOnTheFolder(t *testing.T) {
+	want := modules(t)
+
+	content, err := os.ReadFile(binary(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	t.Chdir(t.TempDir())
+
+	if err := os.WriteFile("renamed", content, 0o755); err != nil {
+		t.Fatal(err)
+	}
+
+	got, err := sbom.Modules("renamed", "v1.2.3", created)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	if !bytes.Equal(want, got) {
+		t.Error(cmp.Diff(string(want), string(got)))
+	}
+}
+
+// One document is enough for all architectures.
+func TestAllArchitecturesAreBuiltOfTheSameModules(t *testing.T) {
+	list := func(architecture string) []string {
+		packages := command(t, []string{"GOOS=linux", "GOARCH=" + architecture, "CGO_ENABLED=0"},
+			"list", "-deps", "-f", "{{with .Module}}{{.Path}} {{.Version}}{{end}}", "../../cmd/talos-ccm")
+		slices.Sort(packages)
+
+		return slices.Compact(packages)
+	}
+
+	if diff := cmp.Diff(list("amd64"), list("arm64")); diff != "" {
+		t.Errorf("(-amd64 +arm64)\n%s", diff)
+	}
+}
+
+func TestAFileThatGoDidNotBuildIsAnError(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "script")
+	if err := os.WriteFile(path, []byte("#!/bin/sh\n"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+
+	if _, err := sbom.Modules(path, "v1.2.3", created); err == nil || !strings.Contains(err.Error(), path) {
+		t.Errorf("error %v, want one about %s", err, path)
+	}
+}
+
+func TestAModuleThatIsNotInTheCacheIsAnError(t *testing.T) {
+	path := binary(t)
+
+	t.Setenv("GOMODCACHE", t.TempDir())
+
+	if _, err := sbom.Modules(path, "v1.2.3", created); err == nil || !strings.Contains(err.Error(), "cel.dev/expr") {
+		t.Errorf("error %v, want one about the first module", err)
+	}
+}
