@@ -38,9 +38,12 @@ func eventually(t *testing.T, limit time.Duration, condition func(ctx context.Co
 	start := time.Now()
 
 	err := wait.PollUntilContextTimeout(t.Context(), tick, limit, true, func(ctx context.Context) (bool, error) {
-		missing = condition(ctx)
+		now := condition(ctx)
+		if ctx.Err() == nil { // else it says no more than that
+			missing = now
+		}
 
-		return missing == "", nil
+		return now == "", nil
 	})
 	if err != nil {
 		t.Fatalf("after %s: %s", time.Since(start).Round(time.Millisecond), missing)
@@ -179,11 +182,18 @@ func reachesTheNode(t *testing.T, m *talos.Machine, prefix netip.Prefix) {
 	took := eventually(t, 2*time.Second, has(m, prefix.Addr()))
 	t.Logf("%s: %s was on the Node after %s", m.Name(), prefix, took.Round(time.Millisecond))
 
+	removeAddress(t, m, prefix)
+}
+
+// removeAddress takes an address away from m, and sees it gone from the Node within two seconds.
+func removeAddress(t *testing.T, m *talos.Machine, prefix netip.Prefix) {
+	t.Helper()
+
 	if err := m.DelAddress(t.Context(), "eth0", prefix); err != nil {
 		t.Fatal(err)
 	}
 
-	took = eventually(t, 2*time.Second, func(ctx context.Context) string {
+	took := eventually(t, 2*time.Second, func(ctx context.Context) string {
 		if has(m, prefix.Addr())(ctx) == "" {
 			return fmt.Sprintf("%s still has %s", m.Name(), prefix)
 		}

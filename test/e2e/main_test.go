@@ -4,29 +4,52 @@ package e2e_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"runtime"
+	"strconv"
 	"syscall"
 	"testing"
 	"time"
 
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/match"
+	"github.com/google/go-containerregistry/pkg/v1/partial"
 	"k8s.io/client-go/kubernetes"
 
-	"github.com/talos-ccm/talos-ccm/extension"
+	"github.com/talos-ccm/talos-ccm/packaging/image"
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
 
 // service is talos-ccm's, as Talos calls it.
 const service = "ext-talos-ccm"
 
+// The versions of talos-ccm that are built. The machines boot with the first; TestUpgrade goes on to the other.
+const (
+	version     = "v0.1.0"
+	nextVersion = "v0.1.1"
+)
+
 // bed and client are shared by all tests: it takes longer to boot than they take together.
 var (
 	bed    *talos.Bed
 	client kubernetes.Interface
+	// workDir is where everything is built; it is gone when the tests end.
+	workDir string
 )
+
+// artifacts is what make image has written of a version.
+func artifacts(version string) string { return filepath.Join(workDir, version) }
+
+// unpacked is where the extension's image of a version is unpacked.
+func unpacked(version string) string { return filepath.Join(artifacts(version), "extension") }
+
+// binary is the talos-ccm that the machines booted with.
+func binary() string { return filepath.Join(artifacts(version), "talos-ccm-linux-"+runtime.GOARCH) }
 
 func TestMain(m *testing.M) {
 	os.Exit(run(m))
@@ -36,18 +59,24 @@ func run(m *testing.M) int {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
 
-	dir, err := os.MkdirTemp("", "talos-ccm-extension-")
-	if err != nil {
+	var err error
+
+	if workDir, err = os.MkdirTemp("", "talos-ccm-e2e-"); err != nil {
 		return failed(err)
 	}
 
-	defer os.RemoveAll(dir) //nolint:errcheck // a temporary folder
+	defer os.RemoveAll(workDir) //nolint:errcheck // a temporary folder
 
-	if err := buildExtension(ctx, dir); err != nil {
+	if err := errors.Join(makeImage(ctx, version), makeImage(ctx, nextVersion)); err != nil {
 		return failed(err)
 	}
 
-	bed, err = talos.Up(ctx, talos.Options{Extension: dir, Progress: os.Stdout, LogDir: os.Getenv("TALOS_CCM_LOGS")})
+	bed, err = talos.Up(ctx, talos.Options{
+		Extension:           unpacked(version),
+		ControlPlanePatches: []string{noAllocatorPatch},
+		Progress:            os.Stdout,
+		LogDir:              os.Getenv("TALOS_CCM_LOGS"),
+	})
 	if err != nil {
 		return failed(err)
 	}
@@ -90,21 +119,35 @@ func failed(err error) int {
 	return 1
 }
 
-// buildExtension lays talos-ccm out in dir as its image does.
-func buildExtension(ctx context.Context, dir string) error {
-	build := exec.CommandContext(ctx, "go", "build", "-trimpath", "-ldflags=-s -w",
-		"-o", filepath.Join(dir, "usr/local/lib/containers/talos-ccm/talos-ccm"), "github.com/talos-ccm/talos-ccm/cmd/talos-ccm")
-	build.Env = append(os.Environ(), "CGO_ENABLED=0")
-	build.Stderr = os.Stderr
+// makeImage makes the images as users do, for this architecture, and unpacks that of the extension.
+func makeImage(ctx context.Context, version string) error {
+	cmd := exec.CommandContext(ctx, "make", "--directory=../..", "image", "ARTIFACTS="+artifacts(version), "ARCHES="+runtime.GOARCH, "TAG="+version,
+		"SOURCE_DATE_EPOCH="+strconv.FormatInt(time.Now().Unix(), 10))
+	// Whatever the make was told that runs this test.
+	cmd.Env = append(os.Environ(), "MAKEFLAGS=")
 
-	if err := build.Run(); err != nil {
-		return fmt.Errorf("build talos-ccm: %w", err)
+	if output, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("make image of %s: %w\n%s", version, err, output)
 	}
 
-	spec := filepath.Join(dir, "usr/local/etc/containers/talos-ccm.yaml")
-	if err := os.MkdirAll(filepath.Dir(spec), 0o755); err != nil {
+	index, err := image.ReadLayout(filepath.Join(artifacts(version), "oci"))
+	if err != nil {
 		return err
 	}
 
-	return os.WriteFile(spec, extension.Spec, 0o644)
+	images, err := partial.FindImages(index, match.Platforms(v1.Platform{OS: "linux", Architecture: runtime.GOARCH}))
+	if err != nil {
+		return fmt.Errorf("read the images of %s: %w", version, err)
+	}
+
+	if len(images) != 1 {
+		return fmt.Errorf("make image of %s: there are %d for %s", version, len(images), runtime.GOARCH)
+	}
+
+	files, err := image.Unpack(images[0])
+	if err != nil {
+		return fmt.Errorf("unpack the image of %s: %w", version, err)
+	}
+
+	return image.Write(unpacked(version), files)
 }

@@ -50,16 +50,10 @@ type NodeSpec struct {
 // RegisterNode registers a Node that no kubelet stands behind, in the state in which the kubelet of a Talos machine with
 // --cloud-provider=external registers it: tainted as uninitialized, with the provided node IPs as annotation and as addresses.
 //
-// It is one request, sent as user system:node:<name> of group system:nodes, so that authorization and admission judge it as the kubelet's.
-// The user is impersonated by the administrator: all Nodes of a cluster, thousands as well, are registered over one connection.
+// It is one request, sent with [Cluster.KubeletConfig], so that authorization and admission judge it as the kubelet's.
 func (c *Cluster) RegisterNode(ctx context.Context, spec NodeSpec) (*corev1.Node, error) {
-	config := c.Config()
-	// The API server takes the first part as the field manager, by which later conflicts are told.
+	config := c.KubeletConfig(spec.Name)
 	config.UserAgent = kubelet + "/" + defaulted(spec.KubeletVersion, DefaultKubeletVersion)
-	config.Impersonate = rest.ImpersonationConfig{
-		UserName: "system:node:" + spec.Name,
-		Groups:   []string{groupNodes, "system:authenticated"},
-	}
 
 	client, err := kubernetes.NewForConfig(config)
 	if err != nil {
@@ -72,6 +66,17 @@ func (c *Cluster) RegisterNode(ctx context.Context, spec NodeSpec) (*corev1.Node
 	}
 
 	return node, nil
+}
+
+// KubeletConfig is for requests of the kubelet of a Node: user system:node:<nodename> of group system:nodes. The user is impersonated by the
+// administrator: all kubelets of a cluster, thousands as well, share one connection.
+func (c *Cluster) KubeletConfig(nodename string) *rest.Config {
+	config := c.Config()
+	// The API server takes the first part as the field manager, by which later conflicts are told.
+	config.UserAgent = kubelet + "/" + DefaultKubeletVersion
+	config.Impersonate = rest.ImpersonationConfig{UserName: "system:node:" + nodename, Groups: []string{groupNodes, "system:authenticated"}}
+
+	return config
 }
 
 func (s NodeSpec) node() *corev1.Node {

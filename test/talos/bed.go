@@ -39,8 +39,8 @@ const (
 
 // Options say what the machines of a bed are to be like.
 type Options struct {
-	// Extension is the folder of an extension's root file system, which is laid over that of every machine: a service
-	// specification in usr/local/etc/containers, its files below usr/local/lib/containers. Empty: the probe, as talos-ccm.
+	// Extension is the folder of an unpacked extension image, which is installed on every machine: manifest.yaml, and rootfs with a service
+	// specification in usr/local/etc/containers and its files below usr/local/lib/containers. Empty: the probe, as talos-ccm.
 	Extension string
 	// ConfigPatches are applied to the configuration of both machines: YAML in the form of talosctl's strategic merge patches,
 	// also with several documents.
@@ -179,15 +179,6 @@ func (b *Bed) prepare(ctx context.Context) error {
 		return err
 	}
 
-	if b.options.Extension != "" {
-		dir, err := checkLayer(b.options.Extension)
-		if err != nil {
-			return err
-		}
-
-		b.options.Extension = dir
-	}
-
 	base, err := bedsDir()
 	if err != nil {
 		return err
@@ -271,11 +262,11 @@ func (b *Bed) assemble(ctx context.Context) error {
 
 func (b *Bed) plan(name string, address netip.Addr, config string) machinePlan {
 	return machinePlan{
-		name:     name,
-		address:  address,
-		userData: config,
-		layers:   []string{b.options.Extension},
-		limits:   limits{noOOMScore: !holds(unix.CAP_SYS_RESOURCE)},
+		name:      name,
+		address:   address,
+		userData:  config,
+		extension: b.options.Extension,
+		limits:    limits{noOOMScore: !holds(unix.CAP_SYS_RESOURCE)},
 	}
 }
 

@@ -18,6 +18,7 @@ import (
 	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/cosi-project/runtime/pkg/state"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -93,6 +94,17 @@ func TestBothNodesWaitForACloudProvider(t *testing.T) {
 	}
 }
 
+func TestTalosctlReachesBothMachines(t *testing.T) {
+	for _, m := range bed.Machines() {
+		out, err := bed.Shell(t.Context(), "talosctl --nodes "+m.Address().String()+" get nodename --output 'jsonpath={.spec.nodename}'")
+		check(t, err)
+
+		if got := strings.TrimSpace(string(out)); got != m.Name() {
+			t.Errorf("got %q, want %q", got, m.Name())
+		}
+	}
+}
+
 func TestServingCertificatesArePending(t *testing.T) {
 	kubernetes, err := bed.Kubernetes()
 	check(t, err)
@@ -133,6 +145,21 @@ func TestExtensionRunsSoonAfterTalos(t *testing.T) {
 
 		if state.State != talos.StateRunning || len(state.Events) == 0 {
 			t.Errorf("%s: Talos says of %s: %+v", m.Name(), service, state)
+		}
+	}
+}
+
+func TestTalosListsTheExtension(t *testing.T) {
+	for _, m := range bed.Machines() {
+		c, err := m.TalosClient(t.Context())
+		check(t, err)
+		defer c.Close() //nolint:errcheck // nothing is lost
+
+		installed, err := safe.StateListAll[*runtime.ExtensionStatus](t.Context(), c.COSI)
+		check(t, err)
+
+		if installed.Len() != 1 || installed.Get(0).TypedSpec().Metadata.Name != "talos-ccm" {
+			t.Errorf("%s has the extensions %v", m.Name(), installed)
 		}
 	}
 }

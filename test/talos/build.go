@@ -47,6 +47,11 @@ func builds() []build {
 			packages: []string{"github.com/siderolabs/talos/internal/app/machined"},
 		},
 		{
+			// With the tags of machined, so that the two share most of the work.
+			title: "talosctl", module: "machined", tags: machinedTags, cgo: static, ldflags: strip,
+			packages: []string{"github.com/siderolabs/talos/cmd/talosctl"},
+		},
+		{
 			title: "containerd", module: "runtime", tags: containerdTags, cgo: static, ldflags: strip,
 			packages: []string{containerd + "/cmd/containerd", containerd + "/cmd/containerd-shim-runc-v2"},
 		},
@@ -57,7 +62,7 @@ func builds() []build {
 		},
 		{
 			title: "tools", module: "tools", cgo: static, ldflags: strip,
-			packages: []string{"./chassis", "./oomshim", "./runcwrap", "./kubewrap", "./pause", "./probe"},
+			packages: []string{"./chassis", "./oomshim", "./runcwrap", "./kubewrap", "./kubemount", "./pause", "./probe"},
 		},
 	}
 }

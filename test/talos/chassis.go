@@ -19,7 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// chassisSpec is what tools/chassis reads.
+// chassisSpec is what tools/chassis reads; the layers, anew for every boot.
 type chassisSpec struct {
 	Name       string   `json:"name"`
 	Dir        string   `json:"dir"`
@@ -28,6 +28,22 @@ type chassisSpec struct {
 	Cgroup     string   `json:"cgroup"`
 	Nameserver string   `json:"nameserver"`
 	UserData   string   `json:"userData"`
+}
+
+// file is where the spec is written, beside the machine's folder: what is in there, only the chassis sees.
+func (s chassisSpec) file() string { return filepath.Join(filepath.Dir(s.Dir), s.Name+".json") }
+
+func (s chassisSpec) write() error {
+	raw, err := json.Marshal(s)
+	if err != nil {
+		return fmt.Errorf("encode spec of machine %s: %w", s.Name, err)
+	}
+
+	if err := os.WriteFile(s.file(), raw, 0o600); err != nil {
+		return fmt.Errorf("write spec of machine %s: %w", s.Name, err)
+	}
+
+	return nil
 }
 
 // power is what a chassis last said.
@@ -42,6 +58,7 @@ type power struct {
 
 // chassis is the process that holds a machine (tools/chassis).
 type chassis struct {
+	spec     chassisSpec
 	commands io.WriteCloser
 
 	mu      sync.Mutex
@@ -53,17 +70,11 @@ type chassis struct {
 
 // startChassis runs a chassis in a network namespace. It dies with this process, whatever kills that.
 func startChassis(argv []string, spec chassisSpec, ns *namespace, console *Console) (*chassis, error) {
-	raw, err := json.Marshal(spec)
-	if err != nil {
-		return nil, fmt.Errorf("encode spec of machine %s: %w", spec.Name, err)
+	if err := spec.write(); err != nil {
+		return nil, err
 	}
 
-	file := filepath.Join(filepath.Dir(spec.Dir), spec.Name+".json")
-	if err := os.WriteFile(file, raw, 0o600); err != nil {
-		return nil, fmt.Errorf("write spec of machine %s: %w", spec.Name, err)
-	}
-
-	cmd := exec.Command(argv[0], append(argv[1:], file)...)
+	cmd := exec.Command(argv[0], append(argv[1:], spec.file())...)
 	cmd.SysProcAttr = &syscall.SysProcAttr{
 		Cloneflags: unix.CLONE_NEWNS,
 		Pdeathsig:  syscall.SIGKILL,
@@ -76,7 +87,7 @@ func startChassis(argv []string, spec chassisSpec, ns *namespace, console *Conso
 		return nil, fmt.Errorf("start chassis of %s: %w", spec.Name, err)
 	}
 
-	c := &chassis{commands: pipes.in, changed: make(chan struct{})}
+	c := &chassis{spec: spec, commands: pipes.in, changed: make(chan struct{})}
 	started := make(chan error)
 
 	go c.hold(cmd, ns, started, func() {
@@ -200,6 +211,13 @@ func (c *chassis) wait(ctx context.Context, wanted func(power) bool) error {
 			return fmt.Errorf("wait for power state: %w", context.Cause(ctx))
 		}
 	}
+}
+
+// layer changes what the root file system is made of, from the next boot on.
+func (c *chassis) layer(layers []string) error {
+	c.spec.Layers = layers
+
+	return c.spec.write()
 }
 
 // close switches the machine off and ends the chassis.

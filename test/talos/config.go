@@ -58,9 +58,13 @@ endpoints:
 skipFallback: true
 `
 
-// controlPlanePatch leaves out what only a cluster with a pod network could run.
+// controlPlanePatch leaves out what only a cluster with a pod network could run. The API server would wait for those who watch as long as it may, and a
+// machine that goes down waits for the API server.
 const controlPlanePatch = `
 cluster:
+  apiServer:
+    extraArgs:
+      shutdown-watch-termination-grace-period: 1s
   network:
     cni:
       name: none

@@ -234,6 +234,14 @@ func componentLayer(dir string) (layer, error) {
 	return l, nil
 }
 
+// kubeletLayer has what is in the kubelet's own image alone.
+func kubeletLayer(a *assets) layer {
+	return layer{
+		programs: map[string]string{path.Join(imageBin, "kubelet"): a.tool("kubewrap"), path.Join(imageBin, "mount"): a.tool("kubemount")},
+		links:    map[string]string{path.Join(imageBin, "umount"): "mount"},
+	}
+}
+
 // componentImages makes all images of a cluster out of the folder with the Kubernetes components and of the tools. The images of
 // the components share one layer, so that a machine pulls it once.
 func componentImages(refs references, kubernetes string, a *assets, dir string) ([]image, error) {
@@ -244,7 +252,7 @@ func componentImages(refs references, kubernetes string, a *assets, dir string) 
 
 	plans := map[string]layer{
 		"components": shared,
-		"kubelet":    {programs: map[string]string{path.Join(imageBin, "kubelet"): a.tool("kubewrap")}},
+		"kubelet":    kubeletLayer(a),
 		"pause":      {programs: map[string]string{"pause": a.tool("pause")}},
 	}
 	layers := map[string]blob{}

@@ -4,10 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
-	"strings"
 	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/client"
@@ -42,6 +42,8 @@ type Machine struct {
 	log         *os.File
 	chassis     *chassis
 	talosconfig *clientconfig.Config
+	// base are the layers of the root file system below the extension's, topmost first.
+	base []string
 }
 
 // machinePlan is what it takes to build a machine.
@@ -49,8 +51,8 @@ type machinePlan struct {
 	name     string
 	address  netip.Addr
 	userData string
-	// layers of the root file system, topmost first.
-	layers []string
+	// extension is the folder that Options.Extension describes.
+	extension string
 	// limits is how runc and Talos are helped where root lacks rights.
 	limits limits
 }
@@ -106,6 +108,17 @@ func (m *Machine) Reboot(ctx context.Context) error {
 	return m.PowerOn(ctx)
 }
 
+// Install puts an extension, as Options.Extension describes it, in the place of the machine's, from its next boot on. That is what an upgrade does
+// before it reboots; Talos in a container refuses the upgrade call of its API.
+func (m *Machine) Install(extension string) error {
+	layers, err := extensionLayers(extension, filepath.Dir(m.chassis.spec.Dir))
+	if err != nil {
+		return m.named("install extension", err)
+	}
+
+	return m.named("install extension", m.chassis.layer(append(layers, m.base...)))
+}
+
 // SetLink plugs the machine's cable in or out, on the bridge's side: the machine keeps its addresses but loses the carrier.
 func (m *Machine) SetLink(ctx context.Context, state LinkState) error {
 	return m.named("set link", m.bridge.ip(ctx, "link", "set", port(m.name), string(state)))
@@ -134,6 +147,11 @@ func (m *Machine) TalosClient(ctx context.Context) (*client.Client, error) {
 	}
 
 	return c, nil
+}
+
+// DialContext connects from within the machine's own network, whose loopback is the machine's. Addresses are literals.
+func (m *Machine) DialContext(ctx context.Context, network, address string) (net.Conn, error) {
+	return m.network.dial(ctx, network, address)
 }
 
 func (m *Machine) named(attempt string, err error) error {
@@ -195,12 +213,18 @@ func (b *Bed) newMachine(ctx context.Context, plan machinePlan) (*Machine, error
 	}
 
 	plan.limits.noControllers = m.cgroup.limited()
+	m.base = b.baseLayers(plan.limits)
+
+	layers, err := extensionLayers(plan.extension, b.dir)
+	if err != nil {
+		return nil, err
+	}
 
 	m.chassis, err = startChassis(b.chassisCommand(plan.limits), chassisSpec{
 		Name:       plan.name,
 		Dir:        dir,
 		DiskSize:   diskSize,
-		Layers:     b.layers(plan),
+		Layers:     append(layers, m.base...),
 		Cgroup:     string(m.cgroup),
 		Nameserver: deafNameserver,
 		UserData:   plan.userData,
@@ -239,30 +263,10 @@ func (b *Bed) chassisCommand(l limits) []string {
 	return []string{b.assets.tool("chassis")}
 }
 
-func (b *Bed) layers(plan machinePlan) []string {
-	layers := append([]string{}, plan.layers...)
-
-	if plan.limits.noOOMScore || plan.limits.noControllers {
-		layers = append(layers, b.assets.limited())
+func (b *Bed) baseLayers(l limits) []string {
+	if l.noOOMScore || l.noControllers {
+		return []string{b.assets.limited(), b.assets.rootfs()}
 	}
 
-	return append(layers, b.assets.rootfs())
-}
-
-// checkLayer refuses folders that cannot be named in the options of an overlay mount.
-func checkLayer(dir string) (string, error) {
-	absolute, err := filepath.Abs(dir)
-	if err != nil {
-		return "", fmt.Errorf("find extension: %w", err)
-	}
-
-	if strings.ContainsAny(absolute, ":,\\") {
-		return "", fmt.Errorf("lay extension %s over the root file system: its path has a character that overlay mounts reserve", absolute)
-	}
-
-	if info, err := os.Stat(absolute); err != nil || !info.IsDir() {
-		return "", fmt.Errorf("lay extension %s over the root file system: it is no folder", absolute)
-	}
-
-	return absolute, nil
+	return []string{b.assets.rootfs()}
 }

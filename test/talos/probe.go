@@ -20,10 +20,23 @@ depends:
 restart: always
 `
 
-// probeExtension lays out the root file system of the smallest extension there is.
+const probeManifest = `version: v1alpha1
+metadata:
+  name: talos-ccm
+  version: 0.0.0
+  author: The talos-ccm authors
+  description: Says what it sees.
+  compatibility:
+    talos:
+      version: ">= 1.10.0"
+`
+
+// probeExtension lays out the smallest extension there is, as its image would be.
 func probeExtension(dir, program string) error {
-	if err := writeFile(filepath.Join(dir, "usr/local/etc/containers/talos-ccm.yaml"), []byte(probeSpec)); err != nil {
-		return err
+	for name, text := range map[string]string{"manifest.yaml": probeManifest, "rootfs/usr/local/etc/containers/talos-ccm.yaml": probeSpec} {
+		if err := writeFile(filepath.Join(dir, name), []byte(text)); err != nil {
+			return err
+		}
 	}
 
 	content, err := os.ReadFile(program)
@@ -31,7 +44,7 @@ func probeExtension(dir, program string) error {
 		return fmt.Errorf("read probe: %w", err)
 	}
 
-	target := filepath.Join(dir, "usr/local/lib/containers/talos-ccm/talos-ccm")
+	target := filepath.Join(dir, "rootfs/usr/local/lib/containers/talos-ccm/talos-ccm")
 	if err := writeFile(target, content); err != nil {
 		return err
 	}

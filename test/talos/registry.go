@@ -2,14 +2,22 @@ package talos
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
+	"io"
+	"log"
 	"net"
 	"net/http"
 	"time"
+
+	"github.com/google/go-containerregistry/pkg/name"
+	ociregistry "github.com/google/go-containerregistry/pkg/registry"
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/remote"
 )
 
-// registry serves images to the machines: the part of the OCI distribution protocol that pulls. Nothing can be pushed.
+// registry serves images to the machines: those of the cluster, which are files too large for memory, and others that are pushed.
 type registry struct {
 	server http.Server
 	done   chan error
@@ -17,8 +25,7 @@ type registry struct {
 
 func serveRegistry(listener net.Listener, images []image) *registry {
 	mux := http.NewServeMux()
-
-	mux.HandleFunc("GET /v2/{$}", func(http.ResponseWriter, *http.Request) {})
+	mux.Handle("/", ociregistry.New(ociregistry.Logger(log.New(io.Discard, "", 0))))
 
 	for _, img := range images {
 		base := "GET /v2/" + img.name()
@@ -38,6 +45,30 @@ func serveRegistry(listener net.Listener, images []image) *registry {
 	go func() { r.done <- r.server.Serve(listener) }()
 
 	return r
+}
+
+// Push has the machines find an image under its reference, whatever registry that names.
+func (b *Bed) Push(ctx context.Context, reference string, index v1.ImageIndex) error {
+	named, err := name.ParseReference(reference)
+	if err != nil {
+		return fmt.Errorf("push image %s: %w", reference, err)
+	}
+
+	host, err := name.NewRegistry(registryAddress.String(), name.Insecure)
+	if err != nil {
+		return fmt.Errorf("push image %s: %w", reference, err)
+	}
+
+	mirror := host.Repo(named.Context().RepositoryStr()).Tag(named.Identifier())
+	transport := &http.Transport{DialContext: b.DialContext}
+
+	defer transport.CloseIdleConnections()
+
+	if err := remote.WriteIndex(mirror, index, remote.WithContext(ctx), remote.WithTransport(transport)); err != nil {
+		return fmt.Errorf("push image %s: %w", reference, err)
+	}
+
+	return nil
 }
 
 func (b blob) handler(media string) http.Handler {

@@ -1,0 +1,185 @@
+//go:build e2e
+
+package e2e_test
+
+import (
+	"context"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/siderolabs/talos/pkg/machinery/constants"
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/tools/cache"
+)
+
+// leaseName is that of the lease by which one instance of talos-ccm is chosen.
+const leaseName = "cloud-controller-manager-talos"
+
+// observer sees every version of the Nodes and of the lease that an API server tells of.
+type observer struct {
+	// What was, when the observation began.
+	before    map[string]*corev1.Node
+	extension string
+
+	stop  context.CancelFunc
+	group sync.WaitGroup
+
+	// What was seen; to be read when the group has ended.
+	versions         int
+	changes, holders []string
+}
+
+// observe begins to compare Nodes to what they are now, while the extension holds the lease.
+func observe(t *testing.T) *observer {
+	t.Helper()
+
+	lease, err := client.CoordinationV1().Leases(metav1.NamespaceSystem).Get(t.Context(), leaseName, metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	ctx, stop := context.WithCancel(t.Context())
+	o := &observer{before: map[string]*corev1.Node{}, extension: *lease.Spec.HolderIdentity, stop: stop}
+
+	for _, m := range bed.Machines() {
+		node, err := client.CoreV1().Nodes().Get(t.Context(), m.Name(), metav1.GetOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+
+		o.before[node.Name] = node
+	}
+
+	nodes := cache.NewListWatchFromClient(client.CoreV1().RESTClient(), "nodes", metav1.NamespaceNone, fields.Everything())
+	lock := cache.NewListWatchFromClient(client.CoordinationV1().RESTClient(), "leases", metav1.NamespaceSystem,
+		fields.OneTermEqualSelector(metav1.ObjectNameField, leaseName))
+
+	o.group.Go(func() { follow(ctx, nodes, o.seeNode) })
+	o.group.Go(func() { follow(ctx, lock, o.seeLease) })
+
+	return o
+}
+
+// follow shows the versions of some objects, and goes on when an API server does. What it does not tell of before it ends is seen in its result only.
+func follow(ctx context.Context, objects *cache.ListWatch, see func(runtime.Object)) {
+	wait.UntilWithContext(ctx, func(ctx context.Context) {
+		list, err := objects.ListWithContext(ctx, metav1.ListOptions{})
+		if err != nil {
+			return
+		}
+
+		items, err := meta.ExtractList(list)
+		if err != nil {
+			return
+		}
+
+		for _, item := range items {
+			see(item)
+		}
+
+		from, err := meta.ListAccessor(list)
+		if err != nil {
+			return
+		}
+
+		versions, err := objects.WatchWithContext(ctx, metav1.ListOptions{ResourceVersion: from.GetResourceVersion()})
+		if err != nil {
+			return
+		}
+		defer versions.Stop()
+
+		for event := range versions.ResultChan() {
+			see(event.Object)
+		}
+	}, tick)
+}
+
+func (o *observer) seeNode(object runtime.Object) {
+	node, ok := object.(*corev1.Node)
+	if !ok {
+		return // the end of a watch
+	}
+
+	o.versions++
+
+	if change := changed(o.before[node.Name], node); change != "" && !slices.Contains(o.changes, change) {
+		o.changes = append(o.changes, change)
+	}
+}
+
+func (o *observer) seeLease(object runtime.Object) {
+	lease, ok := object.(*coordinationv1.Lease)
+	if !ok {
+		return // the end of a watch
+	}
+
+	holder, name := lease.Spec.HolderIdentity, "other instance"
+
+	switch {
+	case holder == nil || *holder == "":
+		name = "nobody"
+	case *holder == o.extension:
+		name = "extension"
+	}
+
+	if len(o.holders) == 0 || o.holders[len(o.holders)-1] != name {
+		o.holders = append(o.holders, name)
+	}
+}
+
+// judge ends the observation. Nodes must have been what they were before all the time, and those who held the lease, one after the other, as in one of
+// the sequences.
+func (o *observer) judge(t *testing.T, sequences ...string) {
+	t.Helper()
+
+	o.stop()
+	o.group.Wait()
+
+	holders := strings.Join(o.holders, ", ")
+	t.Logf("the Nodes were seen in %d versions; the lease was held by: %s", o.versions, holders)
+
+	for _, change := range o.changes {
+		t.Errorf("a Node was not what it was before: %s", change)
+	}
+
+	if !slices.Contains(sequences, holders) {
+		t.Errorf("the lease was to be held by: %s", strings.Join(sequences, "; or by: "))
+	}
+}
+
+// lasting is what nobody may change about a Node while its machine is upgraded: all but its version and what comes and goes with a reboot.
+func lasting(node *corev1.Node) *corev1.Node {
+	kept := &corev1.Node{
+		ObjectMeta: metav1.ObjectMeta{
+			Name: node.Name, UID: node.UID, Labels: without(node.Labels, versionLabel), Annotations: without(node.Annotations, constants.AnnotationCordonedKey),
+		},
+		Spec:   *node.Spec.DeepCopy(),
+		Status: corev1.NodeStatus{Addresses: node.Status.Addresses},
+	}
+
+	kept.Spec.Unschedulable = false // Talos drains its Node
+	kept.Spec.Taints = slices.DeleteFunc(kept.Spec.Taints, func(taint corev1.Taint) bool { return strings.HasPrefix(taint.Key, "node.kubernetes.io/") })
+	slices.SortFunc(kept.Spec.Taints, func(a, b corev1.Taint) int { return strings.Compare(a.Key, b.Key) })
+
+	return kept
+}
+
+func without(all map[string]string, key string) map[string]string {
+	rest := maps.Clone(all)
+	delete(rest, key)
+
+	return rest
+}
+
+// changed says in what a Node is not what it was.
+func changed(before, now *corev1.Node) string { return cmp.Diff(lasting(before), lasting(now)) }

@@ -1,0 +1,254 @@
+//go:build e2e
+
+package e2e_test
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+
+	"github.com/talos-ccm/talos-ccm/extension"
+	"github.com/talos-ccm/talos-ccm/pkg/ccm"
+	"github.com/talos-ccm/talos-ccm/pkg/settings"
+)
+
+// atOnce is what the product promises for a change of the configuration.
+const atOnce = time.Second
+
+// documentHead begins the ExtensionServiceConfig document of talos-ccm.
+const documentHead = "apiVersion: v1alpha1\nkind: ExtensionServiceConfig\nname: talos-ccm\n"
+
+// patchDocument has the control plane's configuration patched as a user would do it.
+func patchDocument(t *testing.T, body string) {
+	t.Helper()
+
+	path := filepath.Join(t.TempDir(), "patch.yaml")
+	if err := os.WriteFile(path, []byte(documentHead+body), 0o644); err != nil {
+		t.Fatal(err)
+	}
+
+	start := time.Now()
+
+	shell(t, fmt.Sprintf("talosctl -n %s patch machineconfig --mode no-reboot --patch @%s", bed.ControlPlane.Address(), path))
+	t.Logf("talosctl patch machineconfig took %s", time.Since(start).Round(time.Millisecond))
+}
+
+// applyConfig makes config the configuration file of talos-ccm, until the test ends.
+func applyConfig(t *testing.T, config string) {
+	t.Helper()
+
+	t.Cleanup(func() { removeDocument(t) })
+	changeConfig(t, config)
+}
+
+func changeConfig(t *testing.T, config string) {
+	t.Helper()
+
+	indented := "      " + strings.ReplaceAll(config, "\n", "\n      ")
+	patchDocument(t, fmt.Sprintf("configFiles:\n  - mountPath: %s\n    content: |\n%s\n", settings.MountPath, indented))
+}
+
+// removeDocument takes the document away, if there is one: talosctl v1.13.5 cannot do that to one that is not there.
+func removeDocument(t *testing.T) {
+	t.Helper()
+
+	if out := shell(t, fmt.Sprintf("talosctl -n %s get extensionserviceconfigs", bed.ControlPlane.Address())); strings.Contains(string(out), extension.Name) {
+		patchDocument(t, "$patch: delete\n")
+	}
+}
+
+// labelled says which Node does not have the label with the value; empty value: which Node has it.
+func labelled(key, value string) func(context.Context) string {
+	return func(ctx context.Context) string {
+		for _, m := range bed.Machines() {
+			node, err := client.CoreV1().Nodes().Get(ctx, m.Name(), metav1.GetOptions{})
+			if err != nil {
+				return err.Error()
+			}
+
+			if node.Labels[key] != value {
+				return fmt.Sprintf("%s has the label %s=%q", m.Name(), key, node.Labels[key])
+			}
+		}
+
+		return ""
+	}
+}
+
+// eventOf says whether the control plane's Node has no Event with the reason since a time.
+func eventOf(reason string, since time.Time) func(context.Context) string {
+	return func(ctx context.Context) string {
+		events, err := client.CoreV1().Events(metav1.NamespaceDefault).List(ctx, metav1.ListOptions{FieldSelector: "reason=" + reason})
+		if err != nil {
+			return err.Error()
+		}
+
+		for _, e := range events.Items {
+			if e.InvolvedObject.Name == bed.ControlPlane.Name() && !e.LastTimestamp.Time.Before(since.Truncate(time.Second)) {
+				return ""
+			}
+		}
+
+		return fmt.Sprintf("%s has no Event %s", bed.ControlPlane.Name(), reason)
+	}
+}
+
+// metric is the value of one of the control plane's metrics, as text.
+func metric(ctx context.Context, name string) (string, error) {
+	config, err := bed.RESTConfig()
+	if err != nil {
+		return "", err
+	}
+
+	// The port is on the machine's loopback alone, and its certificate is the process's own.
+	config.Host = "https://127.0.0.1:10459"
+	config.Dial = bed.ControlPlane.DialContext
+	config.CAData, config.Insecure = nil, true
+
+	admin, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		return "", err
+	}
+
+	text, err := admin.Discovery().RESTClient().Get().AbsPath("/metrics").DoRaw(ctx)
+	if err != nil {
+		return "", err
+	}
+
+	for line := range strings.Lines(string(text)) {
+		if value, found := strings.CutPrefix(line, name+" "); found {
+			return strings.TrimSpace(value), nil
+		}
+	}
+
+	return "", fmt.Errorf("there is no metric %s", name)
+}
+
+// configValid says whether the metric is another than wanted.
+func configValid(want string) func(context.Context) string {
+	return func(ctx context.Context) string {
+		got, err := metric(ctx, "talosccm_config_valid")
+
+		switch {
+		case err != nil:
+			return err.Error()
+		case got != want:
+			return "talosccm_config_valid is " + got
+		}
+
+		return ""
+	}
+}
+
+func rule(value string) string {
+	return "transformations:\n- name: test\n  labels:\n    example.org/e2e: " + value + "\n"
+}
+
+func TestConfigurationTakesEffectWithoutRestart(t *testing.T) {
+	const label = "example.org/e2e"
+
+	eventually(t, patience, bothInitialised)
+	eventually(t, patience, working)
+
+	before := task(t, bed.ControlPlane)
+
+	applyConfig(t, rule("one"))
+	t.Logf("added: both Nodes had the label %s later", eventually(t, atOnce, labelled(label, "one")).Round(time.Millisecond))
+
+	changeConfig(t, rule("two"))
+	t.Logf("changed: both Nodes had the label %s later", eventually(t, atOnce, labelled(label, "two")).Round(time.Millisecond))
+
+	mistaken := time.Now()
+
+	changeConfig(t, rule("'{{ .Nothing }}'"))
+	t.Logf("mistaken: an Event said so %s later", eventually(t, patience, eventOf(ccm.ReasonConfigInvalid, mistaken)).Round(time.Millisecond))
+
+	eventually(t, patience, configValid("0"))
+
+	if missing := labelled(label, "two")(t.Context()); missing != "" {
+		t.Errorf("the last good configuration does not stay: %s", missing)
+	}
+
+	corrected := time.Now()
+
+	changeConfig(t, rule("three"))
+	t.Logf("corrected: both Nodes had the label %s later", eventually(t, atOnce, labelled(label, "three")).Round(time.Millisecond))
+	eventually(t, patience, eventOf(ccm.ReasonConfigValid, corrected))
+	eventually(t, patience, configValid("1"))
+
+	removeDocument(t)
+	t.Logf("removed: both Nodes were without the label %s later", eventually(t, atOnce, labelled(label, "")).Round(time.Millisecond))
+
+	if after := task(t, bed.ControlPlane); !slices.Equal(before, after) {
+		t.Errorf("the process is another: %v, not %v", after, before)
+	}
+}
+
+func TestEnvironmentOfTheDocumentReplacesTheProcess(t *testing.T) {
+	eventually(t, patience, bothInitialised)
+	eventually(t, patience, working)
+	t.Cleanup(func() { removeDocument(t) })
+
+	before := task(t, bed.ControlPlane)
+
+	patchDocument(t, "environment:\n  - TALOS_CCM_V=4\n")
+	t.Logf("the process had the variable %s later", eventually(t, patience, environment("TALOS_CCM_V=4", present)).Round(time.Millisecond))
+	t.Logf("and held the lease %s later", eventually(t, patience, working).Round(time.Millisecond))
+
+	if after := task(t, bed.ControlPlane); !slices.Equal(before, after) {
+		t.Errorf("Talos supervises another process: %v, not %v", after, before)
+	}
+
+	mistaken := time.Now()
+
+	patchDocument(t, "environment:\n  - TALOS_CCM_NO_SUCH_FLAG=1\n")
+	eventually(t, patience, eventOf(ccm.ReasonConfigInvalid, mistaken))
+	eventually(t, patience, environment("TALOS_CCM_V=4", present))
+
+	removeDocument(t)
+	eventually(t, patience, environment("TALOS_CCM_V=4", absent))
+	eventually(t, patience, working)
+	eventually(t, patience, bothInitialised)
+}
+
+// presence is whether something is to be there.
+type presence string
+
+const (
+	present presence = "there"
+	absent  presence = "not there"
+)
+
+// environment says whether variable is not as wanted in the environment of the control plane's process.
+func environment(variable string, want presence) func(context.Context) string {
+	return func(context.Context) string {
+		pids, err := bed.ControlPlane.ServiceTask(service)
+		if err != nil || len(pids) == 0 {
+			return fmt.Sprintf("there is no process of %s (%v)", service, err)
+		}
+
+		environ, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pids[0]))
+		if err != nil {
+			return err.Error()
+		}
+
+		got := absent
+		if slices.Contains(strings.Split(string(environ), "\x00"), variable) {
+			got = present
+		}
+
+		if got != want {
+			return fmt.Sprintf("%s is %s", variable, got)
+		}
+
+		return ""
+	}
+}

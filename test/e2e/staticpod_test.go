@@ -1,0 +1,380 @@
+//go:build e2e
+
+package e2e_test
+
+import (
+	"bufio"
+	"context"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"io"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/cosi-project/runtime/pkg/safe"
+	"github.com/siderolabs/talos/pkg/machinery/api/machine"
+	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
+	"github.com/siderolabs/talos/pkg/machinery/config/types/v1alpha1"
+	"github.com/siderolabs/talos/pkg/machinery/resources/config"
+	authenticationv1 "k8s.io/api/authentication/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
+	"k8s.io/client-go/dynamic"
+
+	"github.com/talos-ccm/talos-ccm/extension"
+	"github.com/talos-ccm/talos-ccm/packaging/image"
+)
+
+// podsPage has the manifests that are applied here, as they stand there.
+const podsPage = "../../docs/static-pod.md"
+
+var (
+	yamlBlock = regexp.MustCompile("(?s)\n```yaml\n(.*?\n)```\n")
+	imageLine = regexp.MustCompile(`(?m)^ *image: (\S+)$`)
+)
+
+// yamlBlocks are those of one section of podsPage.
+func yamlBlocks(t *testing.T, section string) []string {
+	t.Helper()
+
+	page, err := os.ReadFile(podsPage)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	_, text, found := strings.Cut(string(page), "\n## "+section+"\n")
+	if !found {
+		t.Fatalf("%s has no section %q", podsPage, section)
+	}
+
+	text, _, _ = strings.Cut(text, "\n## ")
+
+	var contents []string
+
+	for _, match := range yamlBlock.FindAllStringSubmatch(text, -1) {
+		contents = append(contents, match[1])
+	}
+
+	return contents
+}
+
+// pushImage has the machines find our image under the name that a manifest gives it.
+func pushImage(t *testing.T, manifest string) {
+	t.Helper()
+
+	match := imageLine.FindStringSubmatch(manifest)
+	if match == nil {
+		t.Fatal("the manifest names no image")
+	}
+
+	index, err := image.ReadLayout(filepath.Join(artifacts(version), "oci-pod"))
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	if err := bed.Push(t.Context(), match[1], index); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Those who hold the lease are called by their machine if they are the extension, and by their host's name if they are pods.
+const (
+	theExtension = "talos-ccm_"
+	thePod       = "talos-cp_"
+)
+
+// heldBy says whether the lease is not held and renewed by somebody whose name begins with prefix.
+func heldBy(prefix string) func(context.Context) string {
+	return func(ctx context.Context) string {
+		if missing := working(ctx); missing != "" {
+			return missing
+		}
+
+		lease, err := client.CoordinationV1().Leases(metav1.NamespaceSystem).Get(ctx, "cloud-controller-manager-talos", metav1.GetOptions{})
+
+		switch {
+		case err != nil:
+			return err.Error()
+		case lease.Spec.HolderIdentity == nil || !strings.HasPrefix(*lease.Spec.HolderIdentity, prefix):
+			return fmt.Sprintf("the lease is not held by %s…: %v", prefix, lease.Spec)
+		}
+
+		return ""
+	}
+}
+
+// bothCurrent says whether the process on the control plane does not watch both machines.
+func bothCurrent(ctx context.Context) string {
+	switch current, err := metric(ctx, `talosccm_machines{condition="Current"}`); {
+	case err != nil:
+		return err.Error()
+	case current != "2":
+		return current + " machines are watched"
+	}
+
+	return ""
+}
+
+// control has Talos start or stop the extension on the control plane.
+func control(t *testing.T, action string) {
+	t.Helper()
+	shell(t, fmt.Sprintf("talosctl -n %s service %s %s", bed.ControlPlane.Address(), service, action))
+}
+
+// patchMachine has the control plane's configuration patched.
+func patchMachine(t *testing.T, mode, patch string) {
+	t.Helper()
+
+	path := filepath.Join(t.TempDir(), "patch.yaml")
+	if err := os.WriteFile(path, []byte(patch), 0o600); err != nil {
+		t.Fatal(err)
+	}
+
+	shell(t, fmt.Sprintf("talosctl -n %s patch machineconfig --mode %s --patch @%s", bed.ControlPlane.Address(), mode, path))
+}
+
+// editMachine changes the control plane's configuration in a way that takes no reboot.
+func editMachine(t *testing.T, change func(*v1alpha1.MachineConfig)) {
+	t.Helper()
+
+	ctx := context.WithoutCancel(t.Context()) // tests tidy up, too
+
+	api, err := bed.ControlPlane.TalosClient(ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer api.Close()
+
+	active, err := safe.StateGetByID[*config.MachineConfig](ctx, api.COSI, config.ActiveID)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	changed, err := active.Provider().PatchV1Alpha1(func(c *v1alpha1.Config) error {
+		change(c.MachineConfig)
+
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	text, err := changed.Bytes()
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	if _, err := api.ApplyConfiguration(ctx, &machine.ApplyConfigurationRequest{Data: text, Mode: machine.ApplyConfigurationRequest_NO_REBOOT}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// podWorks sees the pod take the lease that the extension lets go, and do what the extension does.
+func podWorks(t *testing.T, address string) {
+	t.Helper()
+
+	control(t, "stop")
+	t.Cleanup(func() { control(t, "start") })
+	t.Cleanup(func() { showPod(t) })
+
+	t.Logf("the pod held the lease %s after the extension was stopped", eventually(t, patience, heldBy(thePod)).Round(time.Millisecond))
+	eventually(t, patience, bothCurrent)
+	reachesTheNode(t, bed.Worker, netip.MustParsePrefix(address))
+	showPod(t)
+}
+
+// extensionWorksAgain sees the extension take the lease once the pod is gone.
+func extensionWorksAgain(t *testing.T, address string) {
+	t.Helper()
+
+	eventually(t, patience, noPods)
+	control(t, "start")
+
+	t.Logf("the extension held the lease %s after it was started", eventually(t, patience, heldBy(theExtension)).Round(time.Millisecond))
+	eventually(t, patience, bothCurrent)
+	reachesTheNode(t, bed.Worker, netip.MustParsePrefix(address))
+}
+
+// ourPods are the pods of the manifests.
+const ourPods = "app.kubernetes.io/name=talos-ccm"
+
+func noPods(ctx context.Context) string {
+	pods, err := client.CoreV1().Pods(metav1.NamespaceSystem).List(ctx, metav1.ListOptions{LabelSelector: ourPods})
+
+	switch {
+	case err != nil:
+		return err.Error()
+	case len(pods.Items) > 0:
+		return pods.Items[0].Name + " is still there"
+	}
+
+	return ""
+}
+
+// showPod logs what became of the pod, and its log.
+func showPod(t *testing.T) {
+	t.Helper()
+
+	ctx := context.WithoutCancel(t.Context())
+
+	pods, err := client.CoreV1().Pods(metav1.NamespaceSystem).List(ctx, metav1.ListOptions{LabelSelector: ourPods})
+	if err != nil {
+		t.Log(err)
+
+		return
+	}
+
+	for _, pod := range pods.Items {
+		log, err := client.CoreV1().Pods(pod.Namespace).GetLogs(pod.Name, &corev1.PodLogOptions{}).DoRaw(ctx)
+		t.Logf("%s is %s on %q\n%s(%v)", pod.Name, pod.Status.Phase, pod.Spec.NodeName, log, err)
+
+		if t.Failed() {
+			t.Logf("%v %v", pod.Status.Conditions, pod.Status.ContainerStatuses)
+		}
+	}
+}
+
+// filled puts the credentials that podsPage tells to make in the places that it has for them.
+func filled(t *testing.T, manifest string) string {
+	t.Helper()
+
+	path := filepath.Join(t.TempDir(), "talosconfig")
+	shell(t, fmt.Sprintf("talosctl -n %s config new %s --roles os:reader --crt-ttl 8760h", bed.ControlPlane.Address(), path))
+
+	talosconfig, err := clientconfig.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	year := int64((365 * 24 * time.Hour).Seconds())
+
+	request, err := client.CoreV1().ServiceAccounts(metav1.NamespaceSystem).CreateToken(t.Context(), extension.Name,
+		&authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{ExpirationSeconds: &year}}, metav1.CreateOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	kubernetes, err := bed.RESTConfig()
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	reader := talosconfig.Contexts[talosconfig.Context]
+
+	return strings.NewReplacer(
+		"TALOS_CA", reader.CA, "TALOS_CRT", reader.Crt, "TALOS_KEY", reader.Key,
+		"KUBERNETES_CA", base64.StdEncoding.EncodeToString(kubernetes.CAData), "TOKEN", request.Status.Token,
+	).Replace(manifest)
+}
+
+func TestStaticPodOfTheDocument(t *testing.T) {
+	eventually(t, patience, bothInitialised)
+	eventually(t, patience, heldBy(theExtension))
+
+	manifest := yamlBlocks(t, "Static pod")[0]
+	pushImage(t, manifest)
+
+	// Talos in a container cannot reboot by itself.
+	patchMachine(t, "staged", filled(t, manifest))
+	t.Cleanup(func() { editMachine(t, func(m *v1alpha1.MachineConfig) { m.MachinePods = nil }) })
+
+	if err := bed.ControlPlane.Reboot(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+
+	apiAnswers(t, bed.ControlPlane)
+	podWorks(t, "203.0.113.30/32")
+
+	editMachine(t, func(m *v1alpha1.MachineConfig) { m.MachinePods = nil })
+	extensionWorksAgain(t, "203.0.113.31/32")
+}
+
+// eachObject calls do with a client for the kind of each object of a manifest, and with the object.
+func eachObject(t *testing.T, manifest string, do func(dynamic.ResourceInterface, *unstructured.Unstructured) error) {
+	t.Helper()
+
+	rest, err := bed.RESTConfig()
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	kubernetes, err := dynamic.NewForConfig(rest)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	documents := utilyaml.NewYAMLReader(bufio.NewReader(strings.NewReader(manifest)))
+
+	for {
+		document, err := documents.Read()
+		if errors.Is(err, io.EOF) {
+			return
+		}
+
+		var object unstructured.Unstructured
+		if err := errors.Join(err, utilyaml.Unmarshal(document, &object.Object)); err != nil {
+			t.Fatal(err)
+		}
+
+		kind := object.GroupVersionKind()
+		resource := schema.GroupVersionResource{Group: kind.Group, Version: kind.Version, Resource: strings.ToLower(kind.Kind) + "s"}
+
+		if err := do(kubernetes.Resource(resource).Namespace(object.GetNamespace()), &object); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func TestDeploymentOfTheDocument(t *testing.T) {
+	eventually(t, patience, bothInitialised)
+	eventually(t, patience, heldBy(theExtension))
+
+	manifests := yamlBlocks(t, "Deployment")
+	access, deployment := manifests[0], manifests[1]
+	pushImage(t, deployment)
+
+	patchMachine(t, "no-reboot", access)
+	t.Cleanup(func() {
+		editMachine(t, func(m *v1alpha1.MachineConfig) { m.MachineFeatures.KubernetesTalosAPIAccessConfig = nil })
+	})
+
+	remove := func() {
+		eachObject(t, deployment, func(kind dynamic.ResourceInterface, object *unstructured.Unstructured) error {
+			err := kind.Delete(context.WithoutCancel(t.Context()), object.GetName(), metav1.DeleteOptions{})
+			if apierrors.IsNotFound(err) {
+				return nil
+			}
+
+			return err
+		})
+	}
+	t.Cleanup(remove)
+
+	eachObject(t, deployment, func(kind dynamic.ResourceInterface, object *unstructured.Unstructured) error {
+		// Talos makes the kind of its ServiceAccounts known when it is told to.
+		eventually(t, patience, func(ctx context.Context) string {
+			if _, err := kind.Apply(ctx, object.GetName(), object, metav1.ApplyOptions{FieldManager: "e2e"}); err != nil {
+				return err.Error()
+			}
+
+			return ""
+		})
+
+		return nil
+	})
+
+	podWorks(t, "203.0.113.32/32")
+
+	remove()
+	extensionWorksAgain(t, "203.0.113.33/32")
+}

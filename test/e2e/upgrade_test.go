@@ -1,0 +1,241 @@
+//go:build e2e
+
+package e2e_test
+
+import (
+	"context"
+	"fmt"
+	"runtime"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/siderolabs/talos/pkg/machinery/constants"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/talos-ccm/talos-ccm/extension"
+	"github.com/talos-ccm/talos-ccm/test/talos"
+)
+
+const (
+	// versionLabel is Talos's label on Nodes whose machines have this extension.
+	versionLabel = constants.K8sExtensionPrefix + extension.Name
+	// keptKey names what keptRules give to every Node.
+	keptKey = "example.org/kept"
+)
+
+const keptRules = `transformations:
+- name: kept
+  labels:
+    example.org/kept: "yes"
+  annotations:
+    example.org/kept: "on {{ .Platform }}"
+  taints:
+    example.org/kept: yes:PreferNoSchedule
+  enforce: true
+`
+
+// keptEnvironment gives every Node a pod CIDR, unless it has one.
+const keptEnvironment = `environment:
+  - TALOS_CCM_CONTROLLERS=*,node-ipam-controller
+  - TALOS_CCM_ALLOCATE_NODE_CIDRS=true
+  - TALOS_CCM_CLUSTER_CIDR=10.244.0.0/16
+`
+
+// TestUpgrade goes to the next version and back.
+func TestUpgrade(t *testing.T) {
+	if t.Run("upgrade", upgrade) {
+		t.Run("rollback", rollback)
+	}
+}
+
+// upgrade is what talosctl does: another version of the extension is installed on one machine after the other, and the machine rebooted. The lease
+// goes to another instance meanwhile, as in a cluster with more control-plane machines, and back.
+func upgrade(t *testing.T) {
+	configure(t)
+
+	for _, m := range bed.Machines() {
+		eventually(t, patience, shows(m, version))
+	}
+
+	showVersion(t)
+
+	seen := observe(t)
+	other := startInstance(t)
+	start := time.Now()
+
+	replace(t, bed.ControlPlane, unpacked(nextVersion), (*talos.Machine).Reboot)
+	eventually(t, patience, working)
+	t.Logf("the other instance went on after %s", time.Since(start).Round(time.Second))
+	other.stop(t)
+	eventually(t, patience, shows(bed.ControlPlane, nextVersion))
+	t.Logf("%s did its work after %s", nextVersion, time.Since(start).Round(time.Second))
+
+	replace(t, bed.Worker, unpacked(nextVersion), (*talos.Machine).Reboot)
+	eventually(t, patience, shows(bed.Worker, nextVersion))
+
+	showVersion(t)
+	seen.judge(t, "extension, nobody, other instance, nobody, extension",
+		"extension, other instance, nobody, extension") // the API server has ended before it told of the first release
+	worksOn(t)
+}
+
+// rollback goes back to the first version after a crash of the control plane: the lease is not released, and taken up again at once.
+func rollback(t *testing.T) {
+	configure(t)
+
+	seen := observe(t)
+	start := time.Now()
+
+	replace(t, bed.ControlPlane, unpacked(version), (*talos.Machine).PowerCycle)
+	eventually(t, patience, shows(bed.ControlPlane, version))
+	t.Logf("%s did its work after %s", version, time.Since(start).Round(time.Second))
+
+	replace(t, bed.Worker, unpacked(version), (*talos.Machine).Reboot)
+	eventually(t, patience, shows(bed.Worker, version))
+
+	showVersion(t)
+	seen.judge(t, "extension")
+	worksOn(t)
+}
+
+// configure has talos-ccm do all that it can do to Nodes, until the test ends.
+func configure(t *testing.T) {
+	t.Helper()
+
+	patchDocument(t, keptEnvironment)
+	eventually(t, patience, environment("TALOS_CCM_ALLOCATE_NODE_CIDRS=true", present))
+	eventually(t, patience, working)
+	applyConfig(t, keptRules)
+	eventually(t, patience, func(ctx context.Context) string {
+		for _, m := range bed.Machines() {
+			node, err := client.CoreV1().Nodes().Get(ctx, m.Name(), metav1.GetOptions{})
+
+			switch {
+			case err != nil:
+				return err.Error()
+			case !isKept(node) || len(node.Spec.PodCIDRs) == 0:
+				return fmt.Sprintf("%s has labels %v, annotations %v, %+v", node.Name, node.Labels, node.Annotations, node.Spec)
+			}
+		}
+
+		return bothInitialised(ctx)
+	})
+}
+
+// isKept says whether keptRules are in force on a Node.
+func isKept(node *corev1.Node) bool {
+	return node.Labels[keptKey] != "" && node.Annotations[keptKey] != "" &&
+		slices.ContainsFunc(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == keptKey })
+}
+
+// replace installs another version of the extension on m, and restarts it.
+func replace(t *testing.T, m *talos.Machine, dir string, restart func(*talos.Machine, context.Context) error) {
+	t.Helper()
+
+	if err := m.Install(dir); err != nil {
+		t.Fatal(err)
+	}
+
+	start := time.Now()
+
+	if err := restart(m, t.Context()); err != nil {
+		t.Fatal(err)
+	}
+
+	t.Logf("%s was switched on again after %s", m.Name(), time.Since(start).Round(time.Second))
+}
+
+// worksOn sees that the Nodes are cared for, and that none of them had to be initialised anew.
+func worksOn(t *testing.T) {
+	t.Helper()
+
+	const initialisations = "talosccm_node_initialization_duration_seconds_count"
+
+	if count, err := metric(t.Context(), initialisations); err != nil || count != "0" {
+		t.Errorf("%s is %q (%v)", initialisations, count, err)
+	}
+
+	for _, m := range bed.Machines() {
+		gone := fmt.Appendf(nil, `{"metadata":{"labels":{%q:null}}}`, keptKey)
+		if _, err := client.CoreV1().Nodes().Patch(t.Context(), m.Name(), types.MergePatchType, gone, metav1.PatchOptions{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+
+	t.Logf("a label of the configuration that was taken away was back after %s", eventually(t, atOnce, labelled(keptKey, "yes")).Round(time.Millisecond))
+}
+
+// shows says where want is not to be seen as the version of talos-ccm on m, or that it does not work there.
+func shows(m *talos.Machine, want string) func(context.Context) string {
+	return func(ctx context.Context) string {
+		for place, version := range versions(ctx, m) {
+			if got, err := version(); err != nil || got != want {
+				return fmt.Sprintf("%s: %s: %q (%v)", m.Name(), place, got, err)
+			}
+		}
+
+		if m == bed.Worker {
+			return ""
+		}
+
+		info := fmt.Sprintf("talosccm_build_info{go_version=%q,version=%q}", runtime.Version(), want)
+		if value, err := metric(ctx, info); err != nil || value != "1" {
+			return fmt.Sprintf("%s is %q (%v)", info, value, err)
+		}
+
+		return working(ctx)
+	}
+}
+
+// versions are the places where the version of talos-ccm can be seen of every machine.
+func versions(ctx context.Context, m *talos.Machine) map[string]func() (string, error) {
+	return map[string]func() (string, error){
+		"talosctl get extensions": func() (string, error) {
+			out, err := bed.Shell(ctx, fmt.Sprintf("talosctl -n %s get extensions -o jsonpath={.spec.metadata.version}", m.Address()))
+
+			return "v" + strings.TrimSpace(string(out)), err
+		},
+		"the Node's label": func() (string, error) {
+			node, err := client.CoreV1().Nodes().Get(ctx, m.Name(), metav1.GetOptions{})
+			if err != nil {
+				return "", err
+			}
+
+			return "v" + node.Labels[versionLabel], nil
+		},
+		"talos-ccm version": func() (string, error) {
+			pids, err := m.ServiceTask(service)
+			if err != nil || len(pids) == 0 {
+				return "", fmt.Errorf("no process of %s: %w", service, err)
+			}
+
+			// What runs, whatever is installed.
+			out, err := bed.Shell(ctx, fmt.Sprintf("/proc/%d/exe version", pids[0]))
+
+			return strings.TrimPrefix(strings.TrimSpace(string(out)), extension.Name+" "), err
+		},
+	}
+}
+
+// showVersion logs how the present version shows itself to people.
+func showVersion(t *testing.T) {
+	t.Helper()
+
+	t.Logf("talosctl get extensions\n%s", shell(t, fmt.Sprintf("talosctl -n %s,%s get extensions", bed.ControlPlane.Address(), bed.Worker.Address())))
+
+	for _, m := range bed.Machines() {
+		log, err := m.Logs(t.Context(), service)
+		if err != nil {
+			t.Fatal(err)
+		}
+
+		const head = 8
+
+		lines := strings.SplitAfterN(log, "\n", head+1)
+		t.Logf("%s: talosctl logs %s | head -n %d\n%s", m.Name(), service, head, strings.Join(lines[:min(head, len(lines))], ""))
+	}
+}

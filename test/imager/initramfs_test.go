@@ -1,0 +1,157 @@
+//go:build e2e
+
+package imager_test
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+
+	"github.com/siderolabs/talos/pkg/machinery/constants"
+	"go.yaml.in/yaml/v4"
+)
+
+const (
+	// layers says which extensions there are, and squashfs is the first of them.
+	layers   = "extensions.yaml"
+	squashfs = "0.sqsh"
+)
+
+// baseInitramfs makes an initramfs such as Talos is delivered with, but for its size: a compressed cpio archive of a squashfs.
+func baseInitramfs(t *testing.T) string {
+	t.Helper()
+
+	rootfs, folder := t.TempDir(), t.TempDir()
+	if err := os.WriteFile(filepath.Join(rootfs, "os-release"), []byte("ID=talos\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+
+	run(t, nil, "mksquashfs", rootfs, filepath.Join(folder, constants.RootfsAsset), "-all-root", "-no-progress", "-comp", "zstd")
+
+	archive := run(t, []byte(constants.RootfsAsset), "cpio", "--directory", folder, "--format", "newc", "--create", "--quiet")
+
+	base := filepath.Join(t.TempDir(), constants.InitramfsAsset)
+	if err := os.WriteFile(base, run(t, archive, "zstd", "--stdout"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+
+	return base
+}
+
+// unpack returns a folder with what an initramfs holds behind the one that it was made from, which must be as it was.
+func unpack(t *testing.T, initramfs, base string) string {
+	t.Helper()
+
+	added, ok := bytes.CutPrefix(content(t, initramfs), content(t, base))
+	if !ok {
+		t.Fatal("the initramfs does not begin with the one it was made from")
+	}
+
+	folder := t.TempDir()
+	run(t, run(t, added, "zstd", "--decompress", "--stdout"), "cpio", "--directory", folder, "--extract", "--quiet")
+
+	return folder
+}
+
+// unsquash returns a folder with what a squashfs holds, and logs the list of it.
+func unsquash(t *testing.T, path string) string {
+	t.Helper()
+
+	t.Logf("%s:\n%s", filepath.Base(path), run(t, nil, "unsquashfs", "-lln", "-dest", "", path))
+
+	folder := filepath.Join(t.TempDir(), "rootfs")
+	run(t, nil, "unsquashfs", "-no-progress", "-dest", folder, path)
+
+	return folder
+}
+
+// file is what is compared of a file: its sum only if it is a regular one.
+type file struct {
+	Mode fs.FileMode
+	Sum  string
+}
+
+// tree is what a folder holds, itself included.
+func tree(t *testing.T, root string) map[string]file {
+	t.Helper()
+
+	files := map[string]file{}
+
+	err := filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+
+		info, err := entry.Info()
+		if err != nil {
+			return err
+		}
+
+		name, err := filepath.Rel(root, path)
+		if err != nil {
+			return err
+		}
+
+		found := file{Mode: info.Mode()}
+		if info.Mode().IsRegular() {
+			found.Sum = fmt.Sprintf("%x", sha256.Sum256(content(t, path)))
+		}
+
+		files[name] = found
+
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	return files
+}
+
+func content(t *testing.T, path string) []byte {
+	t.Helper()
+
+	read, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	return read
+}
+
+// decode reads YAML as Talos does, but refuses what Talos would ignore.
+func decode[T any](t *testing.T, document []byte) T {
+	t.Helper()
+
+	var decoded T
+
+	decoder := yaml.NewDecoder(bytes.NewReader(document))
+	decoder.KnownFields(true)
+
+	if err := decoder.Decode(&decoded); err != nil {
+		t.Fatalf("decode as %T: %v\n%s", decoded, err, document)
+	}
+
+	return decoded
+}
+
+// run returns what a program writes to its standard output.
+func run(t *testing.T, stdin []byte, program string, arguments ...string) []byte {
+	t.Helper()
+
+	var stdout, stderr bytes.Buffer
+
+	cmd := exec.CommandContext(t.Context(), program, arguments...)
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = bytes.NewReader(stdin), &stdout, &stderr
+
+	if err := cmd.Run(); err != nil {
+		t.Fatalf("%s: %v\n%s", cmd, err, stderr.String())
+	}
+
+	return stdout.Bytes()
+}

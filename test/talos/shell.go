@@ -1,0 +1,40 @@
+package talos
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+)
+
+// Shell runs a shell script as a person would who sits next to the machines, and returns what it prints: on the bridge's network, with
+// talosctl and an admin's talosconfig.
+func (b *Bed) Shell(ctx context.Context, script string) ([]byte, error) {
+	talosconfig := filepath.Join(b.dir, "talosconfig")
+	if err := b.configs.talosconfig.Save(talosconfig); err != nil {
+		return nil, fmt.Errorf("write talosconfig: %w", err)
+	}
+
+	cmd := exec.CommandContext(ctx, "sh", "-c", script)
+	cmd.Env = append(os.Environ(),
+		"PATH="+filepath.Dir(b.assets.tool("talosctl"))+string(os.PathListSeparator)+os.Getenv("PATH"),
+		"TALOSCONFIG="+talosconfig,
+		"TALOS_HOME="+b.dir, // talosctl keeps no files elsewhere
+	)
+
+	var out []byte
+
+	err := b.bridge.inside(func() error {
+		var err error
+
+		out, err = cmd.Output()
+
+		return err
+	})
+	if err != nil {
+		return out, fmt.Errorf("run %q: %w", script, explain(err))
+	}
+
+	return out, nil
+}
