@@ -12,8 +12,8 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
-	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/util/workqueue"
 
@@ -43,9 +43,12 @@ type demo struct {
 	cluster  *kube.Cluster
 	client   kubernetes.Interface
 	talos    *talostest.Cluster
+	service  service // talos-ccm, in the machine configuration
 	product  *product
 	before   samples // talos-ccm's metrics before there were Nodes
 	up       atomic.Int64
+	kubelets *kubelets
+	failures chan error // of what goes on beside run
 	unwatch  func()
 	duration time.Duration // from the first registration until all were right
 }
@@ -53,7 +56,7 @@ type demo struct {
 func newDemo(nodes int, s *screen) *demo {
 	f := newFleet(nodes)
 
-	return &demo{screen: s, fleet: f, observer: newObserver(f), unwatch: func() {}}
+	return &demo{screen: s, fleet: f, observer: newObserver(f), failures: make(chan error, 1), unwatch: func() {}}
 }
 
 // run does everything, and stops and removes everything, whatever happens.
@@ -104,7 +107,11 @@ func (d *demo) stop() error {
 }
 
 func (d *demo) startKubernetes(ctx context.Context) (err error) {
-	if d.cluster, err = kube.Start(ctx, kube.Options{Progress: d.screen.file}); err != nil {
+	options := kube.Options{Progress: d.screen.file}
+	// By default it makes 20 requests a second, and would be what issuing certificates waits for.
+	options.ControllerManager.Flags = []string{"--kube-api-qps=1000", "--kube-api-burst=1000"}
+
+	if d.cluster, err = kube.Start(ctx, options); err != nil {
 		return err
 	}
 
@@ -123,7 +130,11 @@ func (d *demo) startKubernetes(ctx context.Context) (err error) {
 }
 
 func (d *demo) startMachines(ctx context.Context) (err error) {
-	if d.talos, err = talostest.New(talostest.Options{Name: "demo", Dir: d.folder}); err != nil {
+	if d.service, err = readDocument(); err != nil {
+		return err
+	}
+
+	if d.talos, err = talostest.New(talostest.Options{Name: "demo", Dir: d.folder, PodCIDRs: []netip.Prefix{podCIDR}}); err != nil {
 		return err
 	}
 
@@ -149,8 +160,9 @@ func (d *demo) startMachines(ctx context.Context) (err error) {
 	}
 
 	d.screen.printf("%d Talos machines up after %s", len(d.fleet.members), inSeconds(time.Since(began)))
+	d.screen.printf("The machine configuration of %s has this document:\n\n%s", d.fleet.controlPlane().name, indented(document))
 
-	return nil
+	return d.fleet.controlPlane().machine.SetExtensionServiceDocument(ctx, d.service.name, d.service.spec)
 }
 
 // forEach calls work with the index of every machine, a few at a time, until ctx ends. It returns the first errors.
@@ -188,7 +200,7 @@ func (d *demo) startProduct(ctx context.Context) (err error) {
 
 	began := time.Now()
 
-	if d.product, err = startProduct(ctx, b.executable(), d.fleet.controlPlane().machine.Socket(), d.folder); err != nil {
+	if d.product, err = startProduct(ctx, b.executable(), d.fleet.controlPlane().machine.Socket(), d.service.spec.Environment, d.folder); err != nil {
 		return err
 	}
 
@@ -208,18 +220,7 @@ func (d *demo) startProduct(ctx context.Context) (err error) {
 
 // show is what all the rest was for.
 func (d *demo) show(ctx context.Context) error {
-	watching, cancel := context.WithCancel(ctx)
-	shutdown, err := d.observer.start(watching, d.client)
-
-	d.unwatch = func() {
-		cancel()
-
-		if shutdown != nil {
-			shutdown()
-		}
-	}
-
-	if err != nil {
+	if err := d.watch(ctx); err != nil {
 		return err
 	}
 
@@ -228,26 +229,59 @@ func (d *demo) show(ctx context.Context) error {
 	ctx, stop := context.WithTimeoutCause(ctx, limit, fmt.Errorf("not done within %s", limit))
 	defer stop()
 
-	err = d.initialise(ctx)
+	err := d.initialise(ctx)
 	if errors.Is(context.Cause(ctx), context.Canceled) {
 		return err // interrupted: nobody waits for a table
 	}
 
 	records := d.observer.list(d.fleet)
 
-	d.screen.printTable(records)
 	d.screen.printTimes(records)
 	d.screen.printVerdict(records)
 
 	if err = errors.Join(err, missing(records)); err != nil {
+		d.screen.printTable(records)
+
 		return err
 	}
 
-	if err := d.change(ctx); err != nil {
-		return err
+	for _, step := range []func(context.Context) error{d.change, d.intrude, d.printCosts} {
+		if err := step(ctx); err != nil {
+			return err
+		}
 	}
 
-	return d.printCosts(ctx)
+	d.screen.printTable(d.observer.list(d.fleet))
+
+	return nil
+}
+
+// watch begins to observe the cluster, and has the kubelets look after their certificates.
+func (d *demo) watch(ctx context.Context) error {
+	watching, cancel := context.WithCancel(ctx)
+
+	d.kubelets = &kubelets{cluster: d.cluster, observer: d.observer, failed: d.fail, queue: workqueue.NewTyped[string]()}
+	d.observer.seen = d.kubelets.queue.Add
+	d.observer.authority.AppendCertsFromPEM(d.cluster.ClientCA())
+
+	kubelets := d.kubelets.start(watching)
+	observer, err := d.observer.start(watching, d.client)
+
+	d.unwatch = func() {
+		cancel()
+		kubelets()
+		observer()
+	}
+
+	return err
+}
+
+// fail has whoever waits return err, unless another error is on its way.
+func (d *demo) fail(err error) {
+	select {
+	case d.failures <- err:
+	default:
+	}
 }
 
 // initialise registers all Nodes and returns when all are right.
@@ -263,49 +297,61 @@ func (d *demo) initialise(ctx context.Context) error {
 		defer late.Wait()
 		defer cancel()
 
-		resolved := make(chan error, 1)
-
 		err := d.forEach(ctx, func(index int) error {
 			m := d.fleet.members[index]
-			if err := m.register(ctx, d.cluster); err != nil {
-				return err
-			}
-
-			d.observer.noteRegistered(m.name)
-
 			if m.pending {
-				late.Go(func() { resolved <- resolveLater(ctx, m) })
+				late.Go(func() { d.resolveLater(ctx, m) })
 			}
 
-			return nil
+			return d.register(ctx, m)
 		})
 		if err != nil {
 			return err
 		}
 
-		return d.await(ctx, resolved, func() bool { return d.counts().done == len(d.fleet.members) })
+		return d.await(ctx, func() bool { return d.counts().done == len(d.fleet.members) })
 	})
 }
 
+// register registers a machine's Node. That of the control plane gets its label, as from Talos: no kubelet may set it.
+func (d *demo) register(ctx context.Context, m *member) error {
+	if err := m.register(ctx, d.cluster); err != nil {
+		return err
+	}
+
+	d.observer.noteRegistered(m.name)
+
+	if m != d.fleet.controlPlane() {
+		return nil
+	}
+
+	label := []byte(`{"metadata":{"labels":{"node-role.kubernetes.io/control-plane":""}}}`)
+
+	if _, err := d.client.CoreV1().Nodes().Patch(ctx, m.name, types.MergePatchType, label, metav1.PatchOptions{}); err != nil {
+		return fmt.Errorf("label node %s: %w", m.name, err)
+	}
+
+	return nil
+}
+
 // resolveLater lets the late machine's metadata come.
-func resolveLater(ctx context.Context, m *member) error {
+func (d *demo) resolveLater(ctx context.Context, m *member) {
 	select {
 	case <-time.After(lateness):
-		return m.resolve(ctx)
+		if err := m.resolve(ctx); err != nil {
+			d.fail(err)
+		}
 	case <-ctx.Done():
-		return ctx.Err()
 	}
 }
 
-// await returns when the condition holds. It fails when ctx ends, when talos-ccm does, and when failures brings an error.
-func (d *demo) await(ctx context.Context, failures <-chan error, condition func() bool) error {
+// await returns when the condition holds. It fails when ctx ends, when talos-ccm does, and when something else has failed.
+func (d *demo) await(ctx context.Context, condition func() bool) error {
 	for !condition() {
 		select {
 		case <-d.observer.changed:
-		case err := <-failures:
-			if err != nil {
-				return err
-			}
+		case err := <-d.failures:
+			return err
 		case <-d.product.process.done:
 			return d.product.ended()
 		case <-ctx.Done():
@@ -316,85 +362,6 @@ func (d *demo) await(ctx context.Context, failures <-chan error, condition func(
 	return nil
 }
 
-// counts are how many Nodes have come how far.
-type counts struct {
-	registered, done int
-	waiting          []record // registered and not done
-}
-
-func (d *demo) counts() counts {
-	var c counts
-
-	for _, r := range d.observer.list(d.fleet) {
-		switch {
-		case r.done():
-			c.registered++
-			c.done++
-		case !r.registered.IsZero():
-			c.registered++
-			c.waiting = append(c.waiting, r)
-		}
-	}
-
-	return c
-}
-
-func (d *demo) progress(s *screen) []string {
-	var (
-		c     = d.counts()
-		total = len(d.fleet.members)
-		lines = []string{
-			s.label("machines up") + s.bar(int(d.up.Load()), total),
-			s.label("nodes registered") + s.bar(c.registered, total),
-			s.label("nodes initialised") + s.bar(c.done, total),
-		}
-	)
-
-	named := worthNaming(c.waiting)
-	for _, r := range named {
-		lines = append(lines, "waiting: "+reason(r))
-	}
-
-	if more := len(c.waiting) - len(named); more > 0 {
-		lines = append(lines, fmt.Sprintf("waiting: %d more", more))
-	}
-
-	return lines
-}
-
-// worthNaming are the first of those of which there is something to tell; if only a few wait, all of them.
-func worthNaming(waiting []record) []record {
-	const most = 4
-
-	if len(waiting) <= most {
-		return waiting
-	}
-
-	var named []record
-
-	for _, r := range waiting {
-		if len(named) < most && (r.said != "" || r.member.remark != "") {
-			named = append(named, r)
-		}
-	}
-
-	return named
-}
-
-// reason says why the Node waits, as its Events tell.
-func reason(r record) string {
-	name := r.member.name
-	if r.member.remark != "" {
-		name += " (" + r.member.remark + ")"
-	}
-
-	if r.said == "" {
-		return name
-	}
-
-	return name + ": " + r.said
-}
-
 // errMissing is what a demo ends with that did not show what it should.
 var errMissing = errors.New("not all nodes are as their machines say")
 
@@ -402,10 +369,20 @@ var errMissing = errors.New("not all nodes are as their machines say")
 func missing(records []record) error {
 	var lines []string
 
+	holders := map[string]string{} // of pod CIDRs, which have one length
+
 	for _, r := range records {
 		if !r.done() {
-			lines = append(lines, "node "+reason(r)+": "+strings.Join(r.wrong, "; "))
+			lines = append(lines, "node "+reason(r)+": "+strings.Join(r.problems(), "; "))
+
+			continue
 		}
+
+		if other, taken := holders[r.node.Spec.PodCIDR]; taken {
+			lines = append(lines, fmt.Sprintf("nodes %s and %s have the same pod CIDR %s", other, r.member.name, r.node.Spec.PodCIDR))
+		}
+
+		holders[r.node.Spec.PodCIDR] = r.member.name
 
 		if len(r.early) > 0 {
 			lines = append(lines, "node "+r.member.name+" lost its taint too early: "+strings.Join(r.early, "; "))
@@ -420,86 +397,6 @@ func missing(records []record) error {
 	}
 
 	return fmt.Errorf("%w:\n  %s", errMissing, strings.Join(lines, "\n  "))
-}
-
-// change changes one machine and shows how fast its Node follows.
-func (d *demo) change(ctx context.Context) error {
-	m := d.fleet.changing
-
-	d.screen.printf("\nChanges of machine %s, and when its Node had followed:", m.name)
-
-	for _, change := range []func(context.Context, *member) error{d.move, d.addAddress} {
-		if err := change(ctx, m); err != nil {
-			return fmt.Errorf("change machine %s: %w", m.name, err)
-		}
-	}
-
-	return nil
-}
-
-// move puts the machine into another zone.
-func (d *demo) move(ctx context.Context, m *member) error {
-	zone, next := m.origin.platform.Zone, "rack-9"
-	if zone != "" {
-		next = zone[:len(zone)-1] + "9"
-	}
-
-	took, err := d.follow(ctx,
-		func(e *expectation) {
-			e.labels[corev1.LabelTopologyZone], e.labels[corev1.LabelFailureDomainBetaZone] = next, next
-		},
-		func() error {
-			return m.machine.UpdatePlatform(ctx, func(spec *runtime.PlatformMetadataSpec) { spec.Zone = next })
-		})
-	if err != nil {
-		return err
-	}
-
-	d.screen.printFollowed("zone", orDash(zone), d.observer.get(m.name).node.Labels[corev1.LabelTopologyZone], took)
-
-	return nil
-}
-
-// addAddress gives the machine one more public address.
-func (d *demo) addAddress(ctx context.Context, m *member) error {
-	var (
-		link    = m.origin.addresses[0].Link
-		address = netip.MustParseAddr("203.0.113.250")
-		before  = addressesOf(d.observer.get(m.name).node, corev1.NodeExternalIP)
-	)
-
-	took, err := d.follow(ctx,
-		func(e *expectation) {
-			e.addresses[corev1.NodeExternalIP] = append(e.addresses[corev1.NodeExternalIP], address.String())
-		},
-		func() error { return m.machine.AddAddress(ctx, link, netip.PrefixFrom(address, address.BitLen())) })
-	if err != nil {
-		return err
-	}
-
-	after := addressesOf(d.observer.get(m.name).node, corev1.NodeExternalIP)
-	d.screen.printFollowed("external", orDash(strings.Join(before, ",")), strings.Join(after, ","), took)
-
-	return nil
-}
-
-// follow makes a change to the changing machine and returns how long it took until its Node was as it should be.
-func (d *demo) follow(ctx context.Context, should func(*expectation), change func() error) (time.Duration, error) {
-	name := d.fleet.changing.name
-	d.observer.expect(name, should)
-
-	began := time.Now()
-
-	if err := change(); err != nil {
-		return 0, err
-	}
-
-	err := d.await(ctx, nil, func() bool { return len(d.observer.get(name).wrong) == 0 })
-	if err != nil {
-		return 0, fmt.Errorf("%w: %s", err, strings.Join(d.observer.get(name).wrong, "; "))
-	}
-
-	return time.Since(began), nil
 }
 
 // printCosts shows what all this took talos-ccm: time, memory, requests.
@@ -522,6 +419,7 @@ func (d *demo) printCosts(ctx context.Context) error {
 			return after.sum(name, labels...) - d.before.sum(name, labels...)
 		}
 		all, patches, posts = requests(), requests(`method="PATCH"`), requests(`method="POST"`)
+		approvals           = after.sum("talosccm_csr_approval_count", `status="approve"`)
 		talos               = after.sum("talosccm_api_requests_total") - d.before.sum("talosccm_api_requests_total")
 	)
 
@@ -530,8 +428,8 @@ func (d *demo) printCosts(ctx context.Context) error {
 	d.screen.printf("\nWhat it took talos-ccm:")
 	d.screen.printf("  time      %s from the first registration until all %.0f nodes were right", inSeconds(d.duration), nodes)
 	d.screen.printf("  memory    %d MiB resident, %d MiB at most", occupied.resident/mebibyte, occupied.highest/mebibyte)
-	d.screen.printf("  requests  %.1f to the API server per node (%.2f writes to Nodes, %.2f Events; %.0f others in all), %.1f to Talos per node",
-		all/nodes, patches/nodes, posts/nodes, all-patches-posts, talos/nodes)
+	d.screen.printf("  requests  %.1f to the API server per node (%.2f writes to Nodes, %.2f Events, %.2f approvals; %.0f others in all), %.1f to Talos per node",
+		all/nodes, patches/nodes, posts/nodes, approvals/nodes, all-patches-posts-approvals, talos/nodes)
 
 	return nil
 }

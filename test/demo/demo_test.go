@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -57,19 +58,43 @@ func TestAllNodesAreInitialisedAndFollow(t *testing.T) {
 	d.expectExit(0)
 
 	for _, line := range []string{
+		"example.org/spot: '{{ .InstanceType }}:PreferNoSchedule'",
 		"4 of 4 nodes initialised",
 		"aws-2 (late): MachineMetadataPending",
 		"zone      pve-1 → pve-9",
 		"external  203.0.113.4 → 203.0.113.4,203.0.113.250",
+		"another certificate, with that address: issued",
+		"the kubelet of nocloud-4 asks for the name and the address of metal-1",
+		`CSRDenied: Outdated: "metal-1" is neither the machine's nor its Node's`,
+		"It is denied, while one that metal-1 made for itself meanwhile was issued",
 		"MiB resident",
+		"1.50 approvals", // four, two again, and not the hostile one
 	} {
 		if !strings.Contains(d.output.String(), line) {
 			t.Errorf("it does not say %q", line)
 		}
 	}
 
+	// The table is the last.
+	for _, row := range [][]string{
+		{"metal-1 (control plane)", " talos://metal/4c4c4544-", " on-demand ", " 198.18.0.1,fd00:7a10:5::1 ", " 10.192."},
+		{"aws-2 (late)", " aws:///eu-central-1a/i-", " eu-central-1a ", " spot ", " 198.18.0.2 ", " 203.0.113.2 ", " 10.192."},
+		{"hcloud-3 (slow)", " hcloud://48150002 ", " fsn1-dc14 ", " on-demand ", " 198.18.0.3 ", " 203.0.113.3 ", " 10.192."},
+		{"nocloud-4 ", " talos://nocloud/103 ", " pve-9 ", " on-demand ", " 198.18.0.4 ", " 203.0.113.4,203.0.113.250 ", " 10.192."},
+	} {
+		d.expectRow(append(row, "  issued")...)
+	}
+
 	d.expectNoProcesses()
 	d.expectNoFiles()
+}
+
+func TestOneMachineIsEnough(t *testing.T) {
+	t.Parallel()
+
+	d := start(t, "-nodes", "1")
+	d.expectExit(0)
+	d.expectRow("metal-1 (control plane)", "  issued")
 }
 
 func TestInterruptedDemoLeavesNothing(t *testing.T) {
@@ -194,6 +219,22 @@ func (d *demo) awaitLine(text string) {
 
 	_ = d.cmd.Wait() //nolint:errcheck // whatever it ended with, it was too early
 	d.t.Fatalf("it ended without saying %q", text)
+}
+
+// expectRow looks for a line that begins with the first of the parts, ends with the last, and has the others.
+func (d *demo) expectRow(parts ...string) {
+	d.t.Helper()
+
+	for line := range strings.Lines(d.output.String()) {
+		line = strings.TrimSuffix(line, "\n")
+		missing := func(part string) bool { return !strings.Contains(line, part) }
+
+		if strings.HasPrefix(line, parts[0]) && strings.HasSuffix(line, parts[len(parts)-1]) && !slices.ContainsFunc(parts, missing) {
+			return
+		}
+	}
+
+	d.t.Errorf("no line has %q", parts)
 }
 
 func (d *demo) signal(signal os.Signal) {

@@ -11,7 +11,16 @@ import (
 	cloudproviderapi "k8s.io/cloud-provider/api"
 )
 
-const labelPlatform = "node.cloudprovider.kubernetes.io/platform"
+const (
+	labelPlatform  = "node.cloudprovider.kubernetes.io/platform"
+	labelLifecycle = "node.cloudprovider.kubernetes.io/lifecycle"
+
+	// podCIDRBits is the default length of a Node's pod CIDR.
+	podCIDRBits = 24
+)
+
+// podCIDR is the cluster's: large enough for the largest demo, which Talos's default is not.
+var podCIDR = netip.MustParsePrefix("10.192.0.0/11")
 
 // expectation is what a Node should carry, worked out from the machine and not by the code that is shown.
 type expectation struct {
@@ -19,6 +28,8 @@ type expectation struct {
 	// labels by key; an empty value means that the label must be absent.
 	labels    map[string]string
 	addresses map[corev1.NodeAddressType][]string
+	// taints are those of the document's rules, by key.
+	taints map[string]string
 }
 
 // expectation is that of a machine that is up and whose metadata is known.
@@ -33,12 +44,18 @@ func (m *member) expectation() expectation {
 			corev1.LabelTopologyZone:          platform.Zone,
 			corev1.LabelInstanceTypeStable:    platform.InstanceType,
 			corev1.LabelFailureDomainBetaZone: platform.Zone,
+			labelCapacity:                     "on-demand",
 		},
 		addresses: map[corev1.NodeAddressType][]string{
 			corev1.NodeInternalIP: texts(m.nodeIPs()),
 			corev1.NodeExternalIP: texts(m.origin.external),
 			corev1.NodeHostName:   {m.name},
 		},
+	}
+
+	if platform.Spot {
+		e.labels[labelLifecycle], e.labels[labelCapacity] = "spot", "spot"
+		e.taints = map[string]string{taintSpot: platform.InstanceType + ":" + string(corev1.TaintEffectPreferNoSchedule)}
 	}
 
 	// The metadata's host name is the internal name if it has a domain.
@@ -60,7 +77,7 @@ func texts(addrs []netip.Addr) []string {
 
 // differences are what is wrong with the Node, as sentences; none if it is right.
 func (e expectation) differences(node *corev1.Node) []string {
-	wrong := slices.Concat(e.wrongIdentity(node), e.wrongAddresses(node))
+	wrong := slices.Concat(e.wrongIdentity(node), e.wrongTaints(node), e.wrongAddresses(node), wrongPodCIDRs(node))
 
 	if tainted(node) {
 		wrong = append(wrong, "it still has the uninitialized taint")
@@ -97,6 +114,36 @@ func (e expectation) wrongAddresses(node *corev1.Node) []string {
 	}
 
 	return wrong
+}
+
+// wrongTaints looks at those of the document's rules alone.
+func (e expectation) wrongTaints(node *corev1.Node) []string {
+	is := map[string]string{}
+
+	for _, taint := range node.Spec.Taints {
+		if taint.Key == taintSpot {
+			is[taint.Key] = taint.Value + ":" + string(taint.Effect)
+		}
+	}
+
+	if maps.Equal(is, e.taints) {
+		return nil
+	}
+
+	return []string{differ("taints", is, e.taints)}
+}
+
+func wrongPodCIDRs(node *corev1.Node) []string {
+	if len(node.Spec.PodCIDRs) == 0 {
+		return []string{"it has no pod CIDR"}
+	}
+
+	block, err := netip.ParsePrefix(node.Spec.PodCIDR)
+	if err != nil || len(node.Spec.PodCIDRs) > 1 || block.Bits() != podCIDRBits || !podCIDR.Contains(block.Addr()) {
+		return []string{fmt.Sprintf("podCIDRs are %q, should be one block of %d bits of %s", node.Spec.PodCIDRs, podCIDRBits, podCIDR)}
+	}
+
+	return nil
 }
 
 func differ(what string, is, should any) string {

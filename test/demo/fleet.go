@@ -23,6 +23,9 @@ const (
 	linkPhysical = "eth0"
 )
 
+// loopback is where the simulated machines can be reached.
+var loopback = netip.MustParsePrefix("127.0.0.0/8")
+
 // The machines that are not like the others, by index; a small fleet has the first of them.
 const (
 	controlPlaneIndex = 0
@@ -34,6 +37,8 @@ const (
 // member is one machine of the fleet, and what its Node should look like.
 type member struct {
 	name string
+	// private is the machine's address in its own network, which its Node is to have.
+	private netip.Addr
 	// remark says what sets the machine apart; empty for most.
 	remark string
 	origin origin
@@ -49,6 +54,8 @@ type fleet struct {
 	members []*member
 	// changing is the one that changes after all are initialised.
 	changing *member
+	// intruder asks for a certificate for the names and addresses of the control plane; nil: there is only one machine.
+	intruder *member
 }
 
 // newFleet plans n machines; platforms take turns.
@@ -57,7 +64,7 @@ func newFleet(n int) *fleet {
 
 	for i := range f.members {
 		o := origins[i%platforms](i)
-		f.members[i] = &member{name: fmt.Sprintf("%s-%0*d", o.platform.Platform, digits(n), i+1), origin: o}
+		f.members[i] = &member{name: fmt.Sprintf("%s-%0*d", o.platform.Platform, digits(n), i+1), private: privateAddress(i), origin: o}
 	}
 
 	f.remark(controlPlaneIndex, "control plane")
@@ -69,6 +76,10 @@ func newFleet(n int) *fleet {
 	}
 
 	f.changing = f.members[min(changingIndex, n-1)]
+
+	if n > 1 {
+		f.intruder = f.members[n-1]
+	}
 
 	return f
 }
@@ -93,17 +104,20 @@ func (f *fleet) boot(talos *talostest.Cluster, index int, kubeconfig []byte) err
 		Platform:          m.origin.platform,
 		PlatformPending:   m.pending,
 		SystemInformation: m.origin.system,
-		Addresses:         m.origin.addresses,
+		NodeIPs:           m.nodeIPs(),
+		Addresses:         on(linkPhysical, m.private),
+		ExcludedSubnets:   []netip.Prefix{loopback},
 	}
 
-	if m.pending {
-		spec.Addresses = nil // the public address is known from the same metadata
+	if !m.pending { // the public address is known from the metadata
+		spec.Addresses = append(spec.Addresses, m.origin.addresses...)
 	}
 
 	if index == controlPlaneIndex {
 		spec.Type = talosmachine.TypeControlPlane
 		spec.ServeSocket = true
 		spec.LocalhostAdminKubeconfig = string(kubeconfig)
+		spec.Controllers = []string{"-node-ipam-controller"} // it is talos-ccm that gives pod CIDRs
 	}
 
 	machine, err := talos.AddMachine(spec)
@@ -121,14 +135,15 @@ func (f *fleet) boot(talos *talostest.Cluster, index int, kubeconfig []byte) err
 	return nil
 }
 
-// nodeIPs are the addresses that the machine's kubelet registers with.
+// nodeIPs are the addresses that Talos gives the machine's kubelet.
 func (m *member) nodeIPs() []netip.Addr {
-	return append([]netip.Addr{m.machine.Address()}, m.origin.nodeIPs...)
+	return append([]netip.Addr{m.private}, m.origin.nodeIPs...)
 }
 
-// register registers the machine's Node, as its kubelet would.
+// register registers the machine's Node, as its kubelet would but for its first address: that is the one on loopback, where the simulated
+// machine can be reached. Talos says that no node IP is of there, so it is not the Node's for long.
 func (m *member) register(ctx context.Context, cluster *kube.Cluster) error {
-	_, err := cluster.RegisterNode(ctx, kube.NodeSpec{Name: m.name, NodeIPs: m.nodeIPs()})
+	_, err := cluster.RegisterNode(ctx, kube.NodeSpec{Name: m.name, NodeIPs: append([]netip.Addr{m.machine.Address()}, m.nodeIPs()...)})
 
 	return err
 }
@@ -149,7 +164,7 @@ type origin struct {
 	platform  runtime.PlatformMetadataSpec
 	system    *hardware.SystemInformationSpec
 	addresses []talostest.Address
-	// nodeIPs are those besides the one that apid listens on.
+	// nodeIPs are those besides the private address.
 	nodeIPs []netip.Addr
 	// providerID and external are what the Node should show.
 	providerID string
@@ -189,7 +204,7 @@ func fromAWS(index int) origin {
 
 	return origin{
 		platform: runtime.PlatformMetadataSpec{
-			Platform: "aws", Region: "eu-central-1", Zone: zone, InstanceType: "m7i.large", InstanceID: id,
+			Platform: "aws", Region: "eu-central-1", Zone: zone, InstanceType: "m7i.large", InstanceID: id, Spot: true,
 			ProviderID:  "aws:///" + zone + "/" + id,
 			Hostname:    fmt.Sprintf("ip-10-0-%d-%d.eu-central-1.compute.internal", index>>8, index&0xff),
 			InternalDNS: fmt.Sprintf("ip-10-0-%d-%d.eu-central-1.compute.internal", index>>8, index&0xff),
@@ -262,6 +277,13 @@ func on(link string, addrs ...netip.Addr) []talostest.Address {
 	}
 
 	return addresses
+}
+
+// privateAddress is of the range for benchmarks (RFC 2544), which no network routes: should anybody dial it, nobody answers.
+func privateAddress(index int) netip.Addr {
+	const perByte = 250
+
+	return netip.AddrFrom4([4]byte{198, 18, byte(index / perByte), byte(1 + index%perByte)})
 }
 
 // publicIPv4 is the machine's own address of the ranges that are set apart for documentation (RFC 5737); they are small, so that the

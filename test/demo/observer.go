@@ -2,44 +2,59 @@ package main
 
 import (
 	"context"
+	"crypto/x509"
 	"errors"
 	"fmt"
+	"slices"
+	"strings"
 	"sync"
 	"time"
 
+	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/cache"
 )
 
-// observer watches Nodes and Events and knows of every Node what became of it, and when. Times are of this process's monotonic clock:
+// observer watches Nodes, certificate requests and Events, and knows of every Node what became of it, and when. Times are of this process's monotonic clock:
 // creationTimestamp knows no parts of a second.
 type observer struct {
 	// changed gets a value after every change; it holds one, for one receiver.
 	changed chan struct{}
+	// seen is told of every Node that was seen without the taint.
+	seen func(nodename string)
+	// authority is who issues the serving certificates.
+	authority *x509.CertPool
 
 	mu      sync.Mutex
-	records map[string]*record
+	records map[string]*record // by nodename
 }
 
 // record is what is known of one machine's Node.
 type record struct {
 	member *member
 	node   *corev1.Node // as last seen, or nil
-	// registered is when the request that created the Node had been answered, released when the Node was first seen without the taint;
-	// zero: not yet.
-	registered time.Time
-	released   time.Time
+	// registered is when the request that created the Node had been answered, released when the Node was first seen without the taint,
+	// allocated when it was first seen with a pod CIDR; zero: not yet.
+	registered, released, allocated time.Time
+	// certificate is the latest request of the kubelet for all that the Node lists; hostile is one for what is another's.
+	certificate, hostile request
+	requests             int // made so far, the hostile one apart
 	// early is what was wrong with the Node when it was released, wrong what is wrong with it now.
 	early []string
 	wrong []string
-	// said is the last warning that talos-ccm gave of the Node.
+	// said is the last warning that talos-ccm gave of the Node, before it was released or since.
 	said string
 }
 
 func newObserver(f *fleet) *observer {
-	o := &observer{changed: make(chan struct{}, 1), records: make(map[string]*record, len(f.members))}
+	o := &observer{
+		changed:   make(chan struct{}, 1),
+		seen:      func(string) {},
+		authority: x509.NewCertPool(),
+		records:   make(map[string]*record, len(f.members)),
+	}
 
 	for _, m := range f.members {
 		o.records[m.name] = &record{member: m, wrong: []string{"it is not registered"}}
@@ -52,20 +67,21 @@ func newObserver(f *fleet) *observer {
 func (o *observer) start(ctx context.Context, client kubernetes.Interface) (shutdown func(), err error) {
 	factory := informers.NewSharedInformerFactory(client, 0)
 
-	_, err = factory.Core().V1().Nodes().Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc:    o.seeNode,
-		UpdateFunc: func(_, obj any) { o.seeNode(obj) },
-	})
-	if err != nil {
-		return nil, fmt.Errorf("watch nodes: %w", err)
-	}
-
-	_, err = factory.Core().V1().Events().Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc:    o.seeEvent,
-		UpdateFunc: func(_, obj any) { o.seeEvent(obj) },
-	})
-	if err != nil {
-		return nil, fmt.Errorf("watch events: %w", err)
+	for what, watch := range map[string]struct {
+		informer cache.SharedIndexInformer
+		see      func(obj any)
+	}{
+		"nodes":                {factory.Core().V1().Nodes().Informer(), o.seeNode},
+		"certificate requests": {factory.Certificates().V1().CertificateSigningRequests().Informer(), o.seeRequest},
+		"events":               {factory.Core().V1().Events().Informer(), o.seeEvent},
+	} {
+		_, err := watch.informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
+			AddFunc:    watch.see,
+			UpdateFunc: func(_, obj any) { watch.see(obj) },
+		})
+		if err != nil {
+			return nil, fmt.Errorf("watch %s: %w", what, err)
+		}
 	}
 
 	factory.Start(ctx.Done())
@@ -91,15 +107,23 @@ func (o *observer) seeNode(obj any) {
 		r.node = node
 		r.wrong = r.member.expected.differences(node)
 
+		if r.allocated.IsZero() && node.Spec.PodCIDR != "" {
+			r.allocated = now
+		}
+
 		if r.released.IsZero() && !tainted(node) {
-			r.released, r.early = now, r.member.wrongOnRelease(node)
+			r.released, r.early, r.said = now, r.member.wrongOnRelease(node), ""
 		}
 	})
+
+	if !tainted(node) {
+		o.seen(node.Name)
+	}
 }
 
 // wrongOnRelease is what is wrong with a Node that has just lost its taint.
 func (m *member) wrongOnRelease(node *corev1.Node) []string {
-	wrong := m.expected.wrongIdentity(node)
+	wrong := slices.Concat(m.expected.wrongIdentity(node), m.expected.wrongTaints(node))
 
 	// The late machine learns its metadata and its public address at the same time, and nothing orders the two on their way.
 	if !m.pending {
@@ -109,13 +133,74 @@ func (m *member) wrongOnRelease(node *corev1.Node) []string {
 	return wrong
 }
 
-func (o *observer) seeEvent(obj any) {
-	event, ok := obj.(*corev1.Event)
-	if !ok || event.InvolvedObject.Kind != "Node" || event.Type != corev1.EventTypeWarning {
+func (o *observer) seeRequest(obj any) {
+	csr, ok := obj.(*certificatesv1.CertificateSigningRequest)
+	if !ok {
 		return
 	}
 
-	o.update(event.InvolvedObject.Name, func(r *record) { r.said = event.Reason + ": " + event.Message })
+	o.updateRequest(csr.Name, func(r *request, nodename string) { r.see(csr, nodename, o.authority) })
+}
+
+func (o *observer) seeEvent(obj any) {
+	event, ok := obj.(*corev1.Event)
+	if !ok || event.Type != corev1.EventTypeWarning {
+		return
+	}
+
+	said := event.Reason + ": " + event.Message
+
+	switch event.InvolvedObject.Kind {
+	case "Node":
+		o.update(event.InvolvedObject.Name, func(r *record) { r.said = said })
+	case "CertificateSigningRequest":
+		o.updateRequest(event.InvolvedObject.Name, func(r *request, _ string) { r.said = said })
+	}
+}
+
+// A request is called by its Node, so that it is known whose it is; the first part says what it is for.
+const (
+	ownCertificate     = "own"
+	hostileCertificate = "hostile"
+)
+
+// nextRequest notes the request that the kubelet of the Node has to make now, if any.
+func (o *observer) nextRequest(nodename string) (next request, wanted bool) {
+	o.update(nodename, func(r *record) {
+		subjects := subjectsOf(r.node)
+		if slices.Equal(subjects, r.certificate.subjects) {
+			return
+		}
+
+		r.requests++
+		r.certificate = request{name: fmt.Sprintf("%s-%d.%s", ownCertificate, r.requests, nodename), subjects: subjects, asked: time.Now()}
+		next, wanted = r.certificate, true
+	})
+
+	return next, wanted
+}
+
+// noteHostile notes the request of the kubelet of a Node for what is another's.
+func (o *observer) noteHostile(nodename string, subjects []string) (hostile request) {
+	o.update(nodename, func(r *record) {
+		r.hostile = request{name: hostileCertificate + "." + nodename, subjects: subjects, asked: time.Now()}
+		hostile = r.hostile
+	})
+
+	return hostile
+}
+
+// updateRequest changes what is known of a request, if it is the latest of its Node.
+func (o *observer) updateRequest(name string, change func(r *request, nodename string)) {
+	_, nodename, _ := strings.Cut(name, ".")
+
+	o.update(nodename, func(r *record) {
+		for _, known := range []*request{&r.certificate, &r.hostile} {
+			if known.name == name {
+				change(known, nodename)
+			}
+		}
+	})
 }
 
 // noteRegistered is told of every Node after its registration.
@@ -172,10 +257,23 @@ func (o *observer) get(name string) record {
 	return *o.records[name]
 }
 
-// done is true for a Node that was registered, released, and is right.
-func (r record) done() bool {
-	return !r.registered.IsZero() && !r.released.IsZero() && len(r.wrong) == 0
+// problems are what keeps the Node from being done, as sentences.
+func (r record) problems() []string {
+	switch {
+	case len(r.wrong) > 0:
+		return r.wrong
+	case r.certificate.wrong != nil:
+		return []string{"its certificate is not right: " + r.certificate.wrong.Error()}
+	case r.certificate.issued.IsZero():
+		return []string{"its certificate: " + r.certificate.state()}
+	case !slices.Equal(r.certificate.subjects, subjectsOf(r.node)):
+		return []string{differ("what its certificate is for", r.certificate.subjects, subjectsOf(r.node))}
+	}
+
+	return nil
 }
 
-// took is the time from the creation of the Node to the removal of the taint.
-func (r record) took() time.Duration { return max(0, r.released.Sub(r.registered)) }
+// done is true for a Node that was registered, released, and is right, with its certificate.
+func (r record) done() bool {
+	return !r.registered.IsZero() && !r.released.IsZero() && len(r.problems()) == 0
+}

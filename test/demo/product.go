@@ -112,9 +112,9 @@ type product struct {
 	certs   string
 }
 
-// startProduct starts an executable of talos-ccm as the extension service of the machine whose machine.sock is given. Its files go to
-// folder. It runs until it is stopped.
-func startProduct(ctx context.Context, executable, socket, folder string) (*product, error) {
+// startProduct starts an executable of talos-ccm as the extension service of the machine whose machine.sock is given, with the environment of
+// its document, as Talos does once it has loaded that. Its files go to folder. It runs until it is stopped.
+func startProduct(ctx context.Context, executable, socket string, environment []string, folder string) (*product, error) {
 	p := &product{log: filepath.Join(folder, "talos-ccm.log"), certs: filepath.Join(folder, "serving")}
 	run := filepath.Join(folder, "run")
 
@@ -136,8 +136,9 @@ func startProduct(ctx context.Context, executable, socket, folder string) (*prod
 
 	prepare := func(cmd *exec.Cmd) {
 		cmd.Stdout, cmd.Stderr = log, log
-		// As on Talos, it gets no settings from outside: neither ours, whose names begin as its own do, nor a proxy.
-		cmd.Env = []string{"PATH=" + os.Getenv("PATH"), "TMPDIR=" + folder}
+		// As on Talos, it gets no settings from outside: neither ours, whose names begin as its own do, nor a proxy. With another environment
+		// than the document's it would replace itself, and the kernel would no longer kill it when this process dies.
+		cmd.Env = append([]string{"PATH=" + os.Getenv("PATH"), "TMPDIR=" + folder}, environment...)
 	}
 
 	ctx, p.cancel = context.WithCancel(context.WithoutCancel(ctx))

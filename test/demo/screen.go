@@ -139,7 +139,7 @@ func truncate(line string, width int) string {
 // label introduces a line of a status; on a terminal, where the lines are one below the other, all labels take the same space.
 func (s *screen) label(text string) string {
 	if s.terminal {
-		return fmt.Sprintf("%-18s", text)
+		return fmt.Sprintf("%-22s", text)
 	}
 
 	return text + " "

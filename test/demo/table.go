@@ -26,7 +26,7 @@ func (s *screen) printTable(records []record) {
 	var text strings.Builder
 
 	table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(table, "NODE\tPLATFORM\tPROVIDERID\tZONE\tINTERNAL\tEXTERNAL\tINITIALISED AFTER\t")
+	fmt.Fprintln(table, "NODE\tPROVIDERID\tZONE\tCAPACITY\tINTERNAL\tEXTERNAL\tPOD CIDR\tCERTIFICATE\t")
 
 	for _, r := range rows {
 		fmt.Fprintln(table, strings.Join(cells(r), "\t")+"\t")
@@ -76,22 +76,18 @@ func cells(r record) []string {
 	}
 
 	if r.node == nil {
-		return []string{name, "-", "-", "-", "-", "-", "not registered"}
-	}
-
-	after := "not yet"
-	if !r.released.IsZero() {
-		after = inSeconds(r.took())
+		return []string{name, "not registered"}
 	}
 
 	return []string{
 		name,
-		orDash(r.node.Labels[labelPlatform]),
 		orDash(r.node.Spec.ProviderID),
 		orDash(r.node.Labels[corev1.LabelTopologyZone]),
+		orDash(r.node.Labels[labelCapacity]),
 		orDash(strings.Join(addressesOf(r.node, corev1.NodeInternalIP), ",")),
 		orDash(strings.Join(addressesOf(r.node, corev1.NodeExternalIP), ",")),
-		after,
+		orDash(strings.Join(r.node.Spec.PodCIDRs, ",")),
+		r.certificate.state(),
 	}
 }
 
@@ -118,31 +114,59 @@ func byPlatform(records []record) string {
 	return fmt.Sprintf("%s; %d of them initialised", strings.Join(parts, ", "), done)
 }
 
-// printTimes shows how long Nodes had to wait, all of them and those of ordinary machines.
+// span is a time that every Node takes for something.
+type span struct {
+	what     string
+	from, to func(record) time.Time
+}
+
+func registered(r record) time.Time { return r.registered }
+func released(r record) time.Time   { return r.released }
+func allocated(r record) time.Time  { return r.allocated }
+func asked(r record) time.Time      { return r.certificate.asked }
+func approved(r record) time.Time   { return r.certificate.approved }
+func issued(r record) time.Time     { return r.certificate.issued }
+
+// printTimes shows how long Nodes had to wait.
 func (s *screen) printTimes(records []record) {
-	var all, ordinary []time.Duration
+	initialisation := span{"its creation to the removal of its taint", registered, released}
+
+	s.printf("\nFor each Node, from")
+	s.printTime(initialisation.what, initialisation.times(records))
+
+	if ordinary := slices.DeleteFunc(slices.Clone(records), held); len(ordinary) < len(records) {
+		s.printTime("  without the slow and the late machine", initialisation.times(ordinary))
+	}
+
+	for _, span := range []span{
+		{"its creation to its pod CIDR", registered, allocated},
+		{"its certificate request to the approval", asked, approved},
+		{"its certificate request to the certificate", asked, issued},
+	} {
+		s.printTime(span.what, span.times(records))
+	}
+}
+
+func (s *screen) printTime(what string, times []time.Duration) {
+	if len(times) > 0 {
+		s.printf("  %-44s  %s", what, percentiles(times))
+	}
+}
+
+// held tells of machines that make their Nodes wait.
+func held(r record) bool { return r.member.pending || r.member.remark == "slow" }
+
+// times are those of the Nodes that have come so far.
+func (p span) times(records []record) []time.Duration {
+	var times []time.Duration
 
 	for _, r := range records {
-		if r.released.IsZero() {
-			continue
-		}
-
-		all = append(all, r.took())
-
-		if !r.member.pending && r.member.remark != "slow" {
-			ordinary = append(ordinary, r.took())
+		if to := p.to(r); !to.IsZero() {
+			times = append(times, max(0, to.Sub(p.from(r))))
 		}
 	}
 
-	if len(all) == 0 {
-		return
-	}
-
-	s.printf("\nFrom the creation of a Node to the removal of its taint: %s", percentiles(all))
-
-	if 0 < len(ordinary) && len(ordinary) < len(all) {
-		s.printf("Without the slow machine and the late one:               %s", percentiles(ordinary))
-	}
+	return times
 }
 
 // printVerdict says how many Nodes are right.
@@ -160,7 +184,7 @@ func (s *screen) printVerdict(records []record) {
 		colour = red
 	}
 
-	s.printf("%s as their machines say.", s.in(colour, fmt.Sprintf("%d of %d nodes initialised,", done, len(records))))
+	s.printf("%s as their machines say, with pod CIDRs and serving certificates.", s.in(colour, fmt.Sprintf("%d of %d nodes initialised,", done, len(records))))
 }
 
 func percentiles(times []time.Duration) string {

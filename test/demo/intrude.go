@@ -1,0 +1,58 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+)
+
+// errIntruded is what a demo ends with in which a machine got a certificate for another.
+var errIntruded = errors.New("a hostile certificate request was approved")
+
+// intrude has the kubelet of one machine ask for a certificate for the control plane's name and address, and shows that it gets none.
+func (d *demo) intrude(ctx context.Context) error {
+	m, victim := d.fleet.intruder, d.fleet.controlPlane()
+	if m == nil {
+		return nil
+	}
+
+	d.screen.printf("\nA hostile request: the kubelet of %s asks for the name and the address of %s", m.name, victim.name)
+
+	if err := d.kubelets.ask(ctx, m.name, d.observer.noteHostile(m.name, []string{victim.private.String(), victim.name})); err != nil {
+		return err
+	}
+
+	hostile := func() request { return d.observer.get(m.name).hostile }
+
+	if err := d.await(ctx, func() bool { return hostile().said != "" }); err != nil {
+		return fmt.Errorf("wait for what talos-ccm says of it: %w", err)
+	}
+
+	d.screen.printf("  %s", hostile().said)
+
+	// A certificate that somebody asks for after it shows that whoever approves and issues has got so far.
+	if err := d.renew(ctx, victim); err != nil {
+		return err
+	}
+
+	state := hostile().state()
+	if state != "pending" && state != "denied" {
+		return fmt.Errorf("%w: that of %s for %s is %s", errIntruded, m.name, victim.name, state)
+	}
+
+	d.screen.printf("  It is %s, while one that %s made for itself meanwhile was issued.", d.screen.in(green, state), victim.name)
+
+	return nil
+}
+
+// renew has the kubelet of a machine ask for a certificate like the one that it has, and waits for it.
+func (d *demo) renew(ctx context.Context, m *member) error {
+	d.observer.update(m.name, func(r *record) { r.certificate.subjects = nil })
+	d.kubelets.queue.Add(m.name)
+
+	if err := d.await(ctx, func() bool { return d.observer.get(m.name).done() }); err != nil {
+		return fmt.Errorf("renew the certificate of %s: %w", m.name, err)
+	}
+
+	return nil
+}
