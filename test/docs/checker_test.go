@@ -1,0 +1,176 @@
+package docs_test
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/talos-ccm/talos-ccm/test/docs"
+)
+
+// repository makes one of a Makefile, a page and a document that it may lead to.
+func repository(t *testing.T, page string) string {
+	t.Helper()
+
+	folder := t.TempDir()
+
+	for name, content := range map[string]string{
+		"Makefile":            "ARCHES ?= amd64\nimage: ## Make it.\n\techo $(ARCHES) $(REF)\n",
+		"docs/page.md":        page,
+		"docs/other.md":       "# Other things\n\n## What `it` is, twice\n\n## What `it` is, twice\n\n<a id=\"mark\"></a>\n",
+		"extension/rbac.yaml": "{}\n",
+	} {
+		file := filepath.Join(folder, name)
+		if err := os.MkdirAll(filepath.Dir(file), 0o700); err != nil {
+			t.Fatal(err)
+		}
+
+		if err := os.WriteFile(file, []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+
+	return folder
+}
+
+func check(t *testing.T, page string) docs.Report {
+	t.Helper()
+
+	checker := docs.Checker{Root: repository(t, page), Binary: built}
+
+	report, err := checker.Check(t.Context(), "docs/page.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	return report
+}
+
+// fenced is a page of one block.
+func fenced(info, content string) string { return "# Page\n\n```" + info + "\n" + content + "\n```\n" }
+
+// service is a document for talos-ccm with a file and a variable.
+func service(content, variable string) string {
+	return "apiVersion: v1alpha1\nkind: ExtensionServiceConfig\nname: talos-ccm\nconfigFiles:\n" +
+		"  - mountPath: /usr/local/etc/talos-ccm/config.yaml\n    content: |\n      " + content + "\nenvironment:\n  - " + variable
+}
+
+// pod is one of talos-ccm.
+func pod(arg string) string {
+	return "apiVersion: v1\nkind: Pod\nspec: {containers: [{name: a, image: example.org/talos-ccm-pod:v1, args: [" + arg + "]}]}"
+}
+
+func TestTheCheckerFinds(t *testing.T) {
+	const rules = "global: {clusterName: a}"
+
+	for _, test := range []struct{ mistake, page, problem string }{
+		{"a link to no file", "[a](none.md)", "docs/page.md:1: link none.md: there is no docs/none.md"},
+		{"a picture that is not there", "\n![a](flow.svg)", "docs/page.md:2: link flow.svg: there is no docs/flow.svg"},
+		{"a picture in HTML", `<img src="flow.svg">`, "there is no docs/flow.svg"},
+		{"a link within a table", "| a |\n|---|\n| [b](none.md) |", "docs/page.md:3: link none.md"},
+		{"a heading that the page does not have", "# Page\n[a](#pages)", "docs/page.md:2: link #pages: docs/page.md has no heading for #pages"},
+		{"a heading that another page does not have", "[a](other.md#thing)", "docs/other.md has no heading for #thing"},
+		{"an anchor of what is no page", "[a](../extension/rbac.yaml#a)", "only documents have anchors"},
+		{"a link out of the repository", "[a](../../x.md)", "leads out of the repository"},
+		{"a link that begins at the host", "[a](/docs/other.md)", "begins at the host"},
+		{"a path that there is not", "See `extension/role.yaml`.", "there is no extension/role.yaml"},
+		{"a variable that is no flag", "Set `TALOS_CCM_VERBOSITY=4`.", "TALOS_CCM_VERBOSITY: talos-ccm has no such flag"},
+		{"a value that is none of its variable", "Set `TALOS_CCM_CONTROLLERS=*,-node-csr`.", `"node-csr" is not in the list`},
+		{"a value that is none of its flag, within text", "With `--secure-port=high`.", `invalid argument "high"`},
+		{"a target within text", "Call `make images`.", "has no target images"},
+
+		{"a block without a language", fenced("", "a"), "docs/page.md:4: a block without a language"},
+		{"an indented block", "a\n\n    b\n", "docs/page.md:3: a block without a language"},
+		{"a language that nobody checks", fenced("cobol", "a"), "language cobol"},
+		{"an empty block", fenced("text", ""), "an empty block"},
+		{"no JSON", fenced("json", "{a: 1}"), "no JSON"},
+
+		{"a typo in machine configuration", fenced("yaml", "machine:\n  kubelet:\n    extraArg: {}"), "unknown keys found during decoding"},
+		{"a typo in a document of machine configuration", fenced("yaml", service(rules, "TALOS_CCM_V=4\nconfigFile: []")), "unknown keys found during decoding"},
+		{"a document that Talos would refuse", fenced("yaml", "apiVersion: v1alpha1\nkind: ExtensionServiceConfig\nname: talos-ccm"), "no config files"},
+		{"a mistake in the file within a document", fenced("yaml", service("lables: {}", "TALOS_CCM_V=4")), "lables: unknown key"},
+		{"a file at the wrong place", fenced("yaml", strings.Replace(service(rules, "TALOS_CCM_V=4"), "config.yaml", "conf.yaml", 1)), "is not /usr/local/etc/talos-ccm/config.yaml"},
+		{"a variable in a document that is no flag", fenced("yaml", service(rules, "TALOS_CCM_VERBOSITY=4")), "TALOS_CCM_VERBOSITY: there is no such flag"},
+		{"a value that is none of its flag", fenced("yaml", service(rules, "TALOS_CCM_SECURE_PORT=high")), "TALOS_CCM_SECURE_PORT"},
+		{"a typo in a static pod", fenced("yaml", "machine:\n  pods:\n    - {apiVersion: v1, kind: Pod, spec: {container: []}}"), `unknown field "spec.container"`},
+		{"a flag that a pod's talos-ccm does not have", fenced("yaml", pod("--cloud-conf=a")), "unknown flag: --cloud-conf"},
+		{"a typo in a manifest", fenced("yaml", "cluster:\n  inlineManifests:\n    - {name: a, contents: '{apiVersion: v1, kind: Secret, daat: {}}'}"), `unknown field "daat"`},
+		{"a typo in an object", fenced("yaml", "apiVersion: v1\nkind: Service\nspec: {clusterIp: None}"), `unknown field "spec.clusterIp"`},
+		{"an object that nobody knows", fenced("yaml", "apiVersion: example.com/v1\nkind: Thing"), "example.com/v1 Thing"},
+		{"a typo in an operator's object", fenced("yaml", "apiVersion: monitoring.coreos.com/v1\nkind: ServiceMonitor\nspec: {endpoint: []}"), "endpoint"},
+		{"the second of two documents", fenced("yaml", "apiVersion: v1\nkind: Service\n---\napiVersion: v1\nkind: Service\nspecs: {}"), `unknown field "specs"`},
+		{"a typo in a configuration", fenced("yaml", "transformations: [{lables: {}}]"), "lables"},
+		{"a typo in a configuration that says it is one", fenced("yaml config", "lables: {}"), "lables: unknown key"},
+		{"a mistake that is none", fenced("yaml wrong", rules), "said to be wrong is not"},
+		{"a document that nobody knows", fenced("yaml", "a: 1"), "the keys a is"},
+		{"a purpose that nobody checks", fenced("yaml poem", "a: 1"), `for "poem"`},
+		{"no YAML", fenced("yaml", "a: [1"), "docs/page.md:4"},
+
+		{"no shell", fenced("sh", "echo 'a"), "without closing quote"},
+		{"a placeholder in angle brackets", fenced("sh", "kubectl describe csr <name>"), "docs/page.md:4"},
+		{"an unknown target", fenced("sh", "make image\nmake images"), "docs/page.md:5: the Makefile has no target images"},
+		{"an unknown variable of make", fenced("sh", "make image REV=1"), "the Makefile has no variable REV"},
+		{"an unknown flag of ours", fenced("sh", "talos-ccm --machine-sock=a"), "has no flag --machine-sock"},
+		{"a flag of ours at the wrong command", fenced("sh", "talos-ccm render --run-dir=/a --node a"), "command render has no flag --run-dir"},
+		{"an unknown command of ours", fenced("sh", "talos-ccm check"), `nobody checks the command "check"`},
+		{"an unknown flag behind a pipe", fenced("sh", "echo a | talos-ccm config validate --all -"), "no flag --all"},
+		{"an unknown flag within a substitution", fenced("sh", "echo \"$(talos-ccm config schema --all)\""), "no flag --all"},
+		{"an unknown flag of another", fenced("sh", "talosctl -n 10.0.0.1 logs --since 1h ext-talos-ccm"), "command logs has no flag --since"},
+		{"a flag without its value", fenced("sh", "kubectl get csr -o"), "-o has no value"},
+		{"an unknown command of another", fenced("sh", "kubectl frobnicate"), `nobody checks the command "frobnicate"`},
+		{"an unknown program", fenced("sh", "frobnicate"), "nobody checks the command frobnicate"},
+		{"a file that is not there", fenced("sh", "kubectl apply -f role.yaml"), "there is no file role.yaml"},
+		{"a patch that is not there", fenced("sh", "talosctl patch machineconfig --patch @talos.yaml"), "there is no file talos.yaml"},
+		{"a typo in a patch within a command", fenced("sh", `talosctl patch mc --patch '{"machine": {"kubelets": {}}}'`), "unknown keys found during decoding"},
+		{"input that is not there", fenced("sh", "talos-ccm config validate - < none.yaml"), "there is no file none.yaml"},
+		{"a typo in input of a command", fenced("sh", "docker run imager - <<'END'\narchs: amd64\ninput: {}\nEND"), "archs"},
+		{"an unknown flag of what is in an image", fenced("sh", "docker run --rm imager iso --rm"), "imager: command has no flag --rm"},
+		{"a command of ours that fails", fenced("yaml", "# rules.yaml\n"+rules) + fenced("sh", "talos-ccm render --config rules.yaml --machine rules.yaml"), "exit status 1"},
+	} {
+		t.Run(test.mistake, func(t *testing.T) {
+			report := check(t, test.page)
+			if len(report.Problems) == 0 {
+				t.Fatal("nothing")
+			}
+
+			if got := report.Problems[0].String(); !strings.Contains(got, test.problem) {
+				t.Errorf("got %q, want %q", got, test.problem)
+			}
+		})
+	}
+}
+
+func TestTheCheckerAccepts(t *testing.T) {
+	const rules = "# rules.yaml\ntransformations: [{labels: {example.org/a: b}}]"
+
+	for _, test := range []struct {
+		what, page  string
+		run, parsed int
+	}{
+		{what: "links to files, folders and headings", page: "[a](other.md), [b](../extension/), [c](other.md#what-it-is-twice-1), [d](other.md#mark), [e](#page)\n# Page"},
+		{what: "links to other hosts", page: "https://example.org/a, [b](https://example.org), <mailto:a@example.org>"},
+		{what: "several machine configurations", page: fenced("yaml", "machine: {kubelet: {extraArgs: {rotate-server-certificates: \"true\"}}}\n---\n"+service("nodes: {}", "TALOS_CCM_V=4"))},
+		{what: "output", page: fenced("console", "$ whatever") + fenced("text", "…")},
+		{what: "targets with variables", page: fenced("sh", "make image ARCHES=arm64 REF=example.org/a"), parsed: 1},
+		{what: "a command that shows a file of the page", page: fenced("yaml", rules) + fenced("sh", "talos-ccm config validate rules.yaml"), run: 1},
+		{what: "the file within a document", page: fenced("yaml", service("nodes: {}", "TALOS_CCM_V=4")) + fenced("sh", "talos-ccm config validate config.yaml"), run: 1},
+		{what: "what an earlier command has made", page: fenced("sh", "talos-ccm config schema > schema.json\njq . schema.json"), run: 1},
+		{what: "what nobody can make here", page: fenced("sh", "talosctl get nodename -o yaml > m.yaml\ntalos-ccm render --machine m.yaml"), parsed: 2},
+		{what: "a command for a cluster", page: fenced("sh", "talos-ccm --kubeconfig=a --talosconfig=b"), parsed: 1},
+		{what: "the binary that make builds", page: fenced("sh", "_out/talos-ccm-linux-amd64 version"), run: 0, parsed: 1},
+		{what: "a patch within a command", page: fenced("sh", `talosctl -n 10.0.0.1 patch mc --patch '{"machine": {"kubelet": {}}}'`), parsed: 1},
+		{what: "commands within text", page: "Try `make image ARCHES=amd64`, `talos-ccm render --node NODE` and `TALOS_CCM_V=4`.", parsed: 2},
+	} {
+		t.Run(test.what, func(t *testing.T) {
+			report := check(t, test.page)
+			for _, problem := range report.Problems {
+				t.Error(problem)
+			}
+
+			if report.Run != test.run || report.Parsed != test.parsed {
+				t.Errorf("ran %d and parsed %d, want %d and %d", report.Run, report.Parsed, test.run, test.parsed)
+			}
+		})
+	}
+}

@@ -1,0 +1,200 @@
+package docs_test
+
+import (
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+)
+
+func read(t *testing.T, name string) string {
+	t.Helper()
+
+	content, err := os.ReadFile(filepath.Join(root, name))
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	return string(content)
+}
+
+// section is the part of a page below a heading of the second level.
+func section(t *testing.T, page, heading string) string {
+	t.Helper()
+
+	_, text, found := strings.Cut(read(t, page), "\n## "+heading+"\n")
+	if !found {
+		t.Fatalf("%s has no section %q", page, heading)
+	}
+
+	text, _, _ = strings.Cut(text, "\n## ")
+
+	return text
+}
+
+var codeSpan = regexp.MustCompile("`([^`]+)`")
+
+// rows are the cells of a section's tables, without their heads.
+func rows(t *testing.T, page, heading string) (list [][]string) {
+	t.Helper()
+
+	head := true
+
+	for line := range strings.Lines(section(t, page, heading)) {
+		line = strings.TrimSpace(line)
+
+		switch {
+		case !strings.HasPrefix(line, "|"):
+			head = true
+		case strings.HasPrefix(line, "|---"):
+			head = false
+		case !head:
+			cells := strings.Split(strings.Trim(line, "|"), "|")
+			for i := range cells {
+				cells[i] = strings.TrimSpace(cells[i])
+			}
+
+			list = append(list, cells)
+		}
+	}
+
+	if len(list) == 0 {
+		t.Fatalf("%s has no table below %q", page, heading)
+	}
+
+	return list
+}
+
+// codes are what a cell has as code.
+func codes(cell string) (list []string) {
+	for _, match := range codeSpan.FindAllStringSubmatch(cell, -1) {
+		list = append(list, match[1])
+	}
+
+	return list
+}
+
+// same tells what is in one list only.
+func same(t *testing.T, what string, got, want []string) {
+	t.Helper()
+
+	for _, one := range got {
+		if !slices.Contains(want, one) {
+			t.Errorf("%s: %s is on the page and not in the code", what, one)
+		}
+	}
+
+	for _, one := range want {
+		if !slices.Contains(got, one) {
+			t.Errorf("%s: %s is in the code and not on the page", what, one)
+		}
+	}
+}
+
+// exported are the metrics of test/monitoring's list, which is held against a process: name, type and labels in a line.
+func exported(t *testing.T) (ours, all []string) {
+	t.Helper()
+
+	for line := range strings.Lines(read(t, "test/monitoring/metrics.txt")) {
+		fields := strings.Fields(line)
+		for i := range fields {
+			fields[i], _, _ = strings.Cut(fields[i], "=")
+		}
+
+		slices.Sort(fields[2:])
+		all = append(all, fields[0])
+
+		if strings.HasPrefix(fields[0], "talosccm_") {
+			ours = append(ours, strings.Join(fields, " "))
+		}
+	}
+
+	return ours, all
+}
+
+func TestMetricsAreThoseThatAreExported(t *testing.T) {
+	want, all := exported(t)
+
+	var got []string
+
+	for _, cells := range rows(t, "docs/metrics.md", "Metrics of talos-ccm") {
+		labels := strings.FieldsFunc(cells[2], func(r rune) bool { return r == ',' || r == ' ' })
+		slices.Sort(labels)
+
+		got = append(got, strings.Join(append([]string{codes(cells[0])[0], cells[1]}, labels...), " "))
+	}
+
+	same(t, "metrics", got, want)
+
+	for _, cells := range rows(t, "docs/metrics.md", "Metrics of the framework") {
+		for _, name := range codes(cells[0]) {
+			if !slices.Contains(all, name) {
+				t.Errorf("%s is not exported", name)
+			}
+		}
+	}
+}
+
+var metricDefinition = regexp.MustCompile(`Name: +"(talosccm_[a-z_]+)"`)
+
+// A metric that is defined and never exported would be missing from the list of those that are.
+func TestEveryMetricInTheSourceIsDocumented(t *testing.T) {
+	page := section(t, "docs/metrics.md", "Metrics of talos-ccm")
+
+	for _, source := range sources(t) {
+		for _, match := range metricDefinition.FindAllStringSubmatch(source, -1) {
+			if !strings.Contains(page, "`"+match[1]+"`") {
+				t.Errorf("%s is not in docs/metrics.md", match[1])
+			}
+		}
+	}
+}
+
+var eventReason = regexp.MustCompile(`(?m)^\s+Reason\w+ += "(\w+)"$`)
+
+// reasons are those of the Events that the code has.
+func reasons(t *testing.T) (list []string) {
+	t.Helper()
+
+	for _, source := range sources(t) {
+		for _, match := range eventReason.FindAllStringSubmatch(source, -1) {
+			list = append(list, match[1])
+		}
+	}
+
+	return list
+}
+
+func TestEventsAreThoseOfTheCode(t *testing.T) {
+	var got []string
+	for _, cells := range rows(t, "docs/metrics.md", "Events") {
+		got = append(got, codes(cells[0])...)
+	}
+
+	same(t, "Events", got, reasons(t))
+}
+
+// sources are the product's own source files.
+func sources(t *testing.T) (list []string) {
+	t.Helper()
+
+	for _, folder := range []string{"cmd", "extension", "pkg"} {
+		err := filepath.WalkDir(filepath.Join(root, folder), func(path string, entry os.DirEntry, err error) error {
+			if err != nil || entry.IsDir() || !strings.HasSuffix(path, ".go") || strings.HasSuffix(path, "_test.go") || strings.Contains(path, "/talostest/") {
+				return err
+			}
+
+			content, err := os.ReadFile(path)
+			list = append(list, string(content))
+
+			return err
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+
+	return list
+}

@@ -1,0 +1,226 @@
+package docs_test
+
+import (
+	"os/exec"
+	"path"
+	"reflect"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"unicode/utf8"
+
+	"github.com/cosi-project/runtime/pkg/resource/meta"
+	"github.com/siderolabs/talos/pkg/machinery/config/types/v1alpha1"
+	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
+	"github.com/siderolabs/talos/pkg/machinery/resources/config"
+	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
+	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
+	"github.com/siderolabs/talos/pkg/machinery/resources/network"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+
+	"github.com/talos-ccm/talos-ccm/extension"
+	"github.com/talos-ccm/talos-ccm/test/docs"
+)
+
+// theirs are names of others in the pages, and whose they are.
+var theirs = map[string]string{
+	"--arch":                     "imager's",
+	"--cluster-signing-duration": "kube-controller-manager's",
+	"--image-factory-address":    "Omni's",
+	"--kubelet-insecure-tls":     "metrics-server's",
+	"--primary-factory-url":      "Omni's",
+	"--privileged":               "docker's",
+	"--system-extension-image":   "imager's",
+
+	"ExtensionServiceConfig":      "Talos's",
+	"KubeControllerManagerConfig": "Talos's, since 1.14",
+	"KubeNetworkConfig":           "Talos's, since 1.14",
+	"KubeNodeConfig":              "Talos's, since 1.14",
+	"KubeTalosAPIAccessConfig":    "Talos's, since 1.14",
+	"KubeletConfig":               "Talos's, since 1.14",
+	"LeaderElection":              "client-go's",
+	"LocalhostAdminKubeconfig":    "Talos's",
+	"NetworkDefaultActionConfig":  "Talos's",
+	"NodeRestriction":             "the API server's",
+	"UnattendedInstallConfig":     "Talos's, since 1.14",
+}
+
+// pages are all documents, by name.
+func pages(t *testing.T) map[string]string {
+	t.Helper()
+
+	names, err := docs.Pages(root)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	texts := map[string]string{}
+	for _, name := range names {
+		texts[name] = read(t, name)
+	}
+
+	return texts
+}
+
+// What is called by a name has that name.
+func TestNamesAreThoseOfTheProgram(t *testing.T) {
+	help, err := exec.CommandContext(t.Context(), built, "--help").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	source := strings.Join(sources(t), "\n")
+
+	for _, names := range []struct {
+		what, pattern, known string
+		// before and after are around a name where it is known.
+		before, after string
+	}{
+		{"metric", `\b(talosccm_[a-z_]*[a-z])\b`, read(t, "test/monitoring/metrics.txt"), "", " "},
+		{"alert", `\b(TalosCCM[A-Z]\w+)`, read(t, "docs/monitoring/alerts.yaml"), "alert: ", "\n"},
+		{"reason or other word", "`((?:[A-Z][a-z0-9]+){2,})`", source + read(t, "docs/monitoring/alerts.yaml"), "", ""},
+		{"reason", `\b(PodCIDR[A-Z]\w+)`, source, `"`, `"`},
+		{"reason in a command", `reason=(\w+)`, source, `"`, `"`},
+		{"flag", "`(--[a-z][a-z0-9-]+)", string(help), " ", ""},
+		{"service", `\b(ext-[a-z-]+)`, "ext-" + extension.Name, "", ""},
+		{"lease", `\b(cloud-controller-manager-[a-z]+)`, source, `"`, `"`},
+		{"role", `\b(system:talos-ccm[a-z:-]*[a-z])`, string(extension.RBAC), "name: ", "\n"},
+	} {
+		pattern := regexp.MustCompile(names.pattern)
+		found := 0
+
+		for page, text := range pages(t) {
+			for _, match := range pattern.FindAllStringSubmatch(text, -1) {
+				found++
+
+				if theirs[match[1]] == "" && !strings.Contains(names.known, names.before+match[1]+names.after) {
+					t.Errorf("%s: there is no %s %s", page, names.what, match[1])
+				}
+			}
+		}
+
+		if found == 0 {
+			t.Errorf("no page has a %s", names.what)
+		}
+	}
+}
+
+// Their aliases are what talosctl get takes. One that is missing is to be added.
+func TestResourcesAreThoseOfTalos(t *testing.T) {
+	var known []string
+
+	for _, provider := range []meta.ResourceDefinitionProvider{
+		&cluster.Identity{}, &config.MachineType{}, &hardware.SystemInformation{}, &k8s.NodeIP{}, &k8s.Nodename{}, &network.AddressStatus{},
+		&runtime.ExtensionServiceConfig{}, &runtime.ExtensionStatus{}, &runtime.MachineStatus{}, &runtime.PlatformMetadata{},
+	} {
+		definition, err := meta.NewResourceDefinition(provider.ResourceDefinition())
+		if err != nil {
+			t.Fatal(err)
+		}
+
+		known = append(known, definition.TypedSpec().AllAliases...)
+	}
+
+	pattern := regexp.MustCompile(`talosctl(?: -n [0-9.,]+)? get (\w+)`)
+
+	for page, text := range pages(t) {
+		for _, match := range pattern.FindAllStringSubmatch(text, -1) {
+			if !slices.Contains(known, match[1]) {
+				t.Errorf("%s: talosctl get %s: Talos has no such resource", page, match[1])
+			}
+		}
+	}
+}
+
+// Fields of the machine configuration that are named in text.
+func TestFieldsAreThoseOfTheMachineConfiguration(t *testing.T) {
+	pattern := regexp.MustCompile("`((?:machine|cluster)(?:\\.[a-zA-Z]+)+)")
+
+	for page, text := range pages(t) {
+		for _, match := range pattern.FindAllStringSubmatch(text, -1) {
+			if !hasField(reflect.TypeFor[v1alpha1.Config](), strings.Split(match[1], ".")) {
+				t.Errorf("%s: machine configuration has no field %s", page, match[1])
+			}
+		}
+	}
+}
+
+// hasField says whether a path of YAML keys leads somewhere in a type.
+func hasField(in reflect.Type, keys []string) bool {
+	if len(keys) == 0 {
+		return true
+	}
+
+	for in.Kind() == reflect.Pointer || in.Kind() == reflect.Slice {
+		in = in.Elem()
+	}
+
+	if in.Kind() == reflect.Map {
+		return true
+	}
+
+	if in.Kind() != reflect.Struct {
+		return false
+	}
+
+	for field := range in.Fields() {
+		key, _, _ := strings.Cut(field.Tag.Get("yaml"), ",")
+		if key == keys[0] && hasField(field.Type, keys[1:]) {
+			return true
+		}
+	}
+
+	return false
+}
+
+// Tables and code cannot be broken, and what is generated is not read as source.
+func TestLinesAreShort(t *testing.T) {
+	const longest = 200
+
+	for page, text := range pages(t) {
+		fenced, generated := false, false
+
+		for number, line := range strings.Split(text, "\n") {
+			trimmed := strings.TrimSpace(line)
+
+			switch {
+			case strings.HasPrefix(trimmed, "```"):
+				fenced = !fenced
+			case strings.HasPrefix(trimmed, "<!--"):
+				generated = strings.Contains(trimmed, "made by")
+			case !fenced && !generated && !strings.HasPrefix(trimmed, "|") && utf8.RuneCountInString(line) > longest:
+				t.Errorf("%s:%d: a line of more than %d characters", page, number+1, longest)
+			}
+		}
+	}
+}
+
+// Whoever begins with the README finds every page.
+func TestEveryPageIsLedTo(t *testing.T) {
+	texts := pages(t)
+	link := regexp.MustCompile(`\]\(([\w./-]+\.md)`)
+	reached := map[string]bool{}
+
+	var follow func(page string)
+
+	follow = func(page string) {
+		if reached[page] {
+			return
+		}
+
+		reached[page] = true
+
+		for _, match := range link.FindAllStringSubmatch(texts[page], -1) {
+			follow(path.Join(path.Dir(page), match[1]))
+		}
+	}
+
+	follow("README.md")
+
+	for page := range texts {
+		if !reached[page] {
+			t.Errorf("no link leads to %s", page)
+		}
+	}
+}

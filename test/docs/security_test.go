@@ -1,0 +1,96 @@
+package docs_test
+
+import (
+	"bufio"
+	"bytes"
+	"errors"
+	"io"
+	"slices"
+	"strings"
+	"testing"
+
+	rbacv1 "k8s.io/api/rbac/v1"
+	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
+	"sigs.k8s.io/yaml"
+
+	"github.com/talos-ccm/talos-ccm/extension"
+)
+
+// grants are what the manifest gives, in the form of the page: rights one a line, and roles of Kubernetes that are bound.
+func grants(t *testing.T) (rights, roles []string) {
+	t.Helper()
+
+	reader := utilyaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(extension.RBAC)))
+
+	for {
+		document, err := reader.Read()
+		if errors.Is(err, io.EOF) {
+			return rights, roles
+		}
+
+		if err != nil {
+			t.Fatal(err)
+		}
+
+		// Roles and bindings have no field in common but the metadata.
+		var object struct {
+			rbacv1.ClusterRole `json:",inline"`
+
+			RoleRef rbacv1.RoleRef `json:"roleRef"`
+		}
+
+		if err := yaml.Unmarshal(document, &object); err != nil {
+			t.Fatal(err)
+		}
+
+		where := object.Namespace
+		if where == "" {
+			where = "cluster"
+		}
+
+		if name := object.RoleRef.Name; name != "" && name != "system:talos-ccm" {
+			roles = append(roles, where+" "+name)
+		}
+
+		for _, rule := range object.Rules {
+			rights = append(rights, lines(where, rule)...)
+		}
+	}
+}
+
+func lines(where string, rule rbacv1.PolicyRule) (list []string) {
+	for _, group := range rule.APIGroups {
+		for _, resource := range rule.Resources {
+			list = append(list, strings.Join([]string{
+				where, strings.TrimPrefix(group+"/"+resource, "/"), strings.Join(rule.ResourceNames, ", "), strings.Join(rule.Verbs, ", "),
+			}, " | "))
+		}
+	}
+
+	return list
+}
+
+func TestRightsAreThoseOfTheManifest(t *testing.T) {
+	var gotRights, gotRoles []string
+
+	for _, cells := range rows(t, "docs/security.md", "In Kubernetes") {
+		for i := range cells {
+			cells[i] = strings.ReplaceAll(cells[i], "`", "")
+		}
+
+		if len(cells) == 4 {
+			gotRights = append(gotRights, strings.Join(cells, " | "))
+		} else {
+			gotRoles = append(gotRoles, cells[1]+" "+cells[0])
+		}
+	}
+
+	rights, roles := grants(t)
+
+	same(t, "rights", gotRights, rights)
+	same(t, "roles", gotRoles, roles)
+
+	if !slices.Contains(rights, "cluster | nodes/status |  | patch") {
+		t.Errorf("the manifest was not read: %q", rights)
+	}
+}

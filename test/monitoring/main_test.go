@@ -1,0 +1,159 @@
+// Package monitoring_test holds what people watch talos-ccm with against what it really exports. metrics.txt lists that; TestMetrics
+// makes everything happen that an alert is about and fails unless a scrape of the running process agrees with the list.
+//
+// The dashboard and the alerts themselves are tested in prometheus, a module of its own, which reads metrics.txt and starts nothing.
+package monitoring_test
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"syscall"
+	"testing"
+	"time"
+
+	dto "github.com/prometheus/client_model/go"
+	"github.com/prometheus/common/expfmt"
+	"github.com/prometheus/common/model"
+	"k8s.io/client-go/kubernetes"
+
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/kube"
+)
+
+// bed is a Kubernetes control plane, without Nodes, and Talos machines.
+type bed struct {
+	*testing.T
+
+	kube   *kube.Cluster
+	client kubernetes.Interface
+	talos  *talostest.Cluster
+
+	// url is where the metrics of talos-ccm are, and seen is all that they have shown.
+	url  string
+	seen families
+}
+
+func newBed(t *testing.T) *bed {
+	t.Helper()
+
+	b := &bed{T: t, seen: families{}}
+
+	var err error
+
+	b.kube, err = kube.Start(t.Context(), kube.Options{Progress: os.Stderr})
+	b.require(err)
+	t.Cleanup(func() { b.require(b.kube.Stop()) })
+
+	b.client, err = kubernetes.NewForConfig(b.kube.Config())
+	b.require(err)
+
+	b.talos, err = talostest.New(talostest.Options{})
+	b.require(err)
+	t.Cleanup(b.talos.Close)
+
+	return b
+}
+
+func (b *bed) require(err error) {
+	b.Helper()
+
+	if err != nil {
+		b.Fatal(err)
+	}
+}
+
+// start runs talos-ccm as the extension of the machine, until the test ends.
+func (b *bed) start(on *talostest.Machine, flags ...string) {
+	b.Helper()
+
+	folder := b.TempDir()
+	executable := filepath.Join(folder, "talos-ccm")
+
+	output, err := exec.CommandContext(b.Context(), "go", "build", "-o", executable, "github.com/talos-ccm/talos-ccm/cmd/talos-ccm").CombinedOutput()
+	if err != nil {
+		b.Fatalf("build talos-ccm: %v\n%s", err, output)
+	}
+
+	log, err := os.Create(filepath.Join(folder, "log"))
+	b.require(err)
+	b.Cleanup(func() { log.Close() })
+
+	port := b.freePort()
+
+	cmd := exec.Command(executable, append([]string{
+		"--machine-socket=" + on.Socket(), "--run-dir=" + folder, "--cert-dir=" + folder, "--bind-address=127.0.0.1", "--secure-port=" + strconv.Itoa(port),
+		"--authorization-always-allow-paths=/metrics",
+	}, flags...)...)
+	// As on Talos, nothing from outside; but the variable that the extension's service has.
+	cmd.Env = []string{"GOMEMLIMIT=512MiB"}
+	cmd.Stdout, cmd.Stderr = log, log
+	b.require(cmd.Start())
+
+	b.Cleanup(func() {
+		_ = cmd.Process.Signal(syscall.SIGTERM)
+
+		if err := cmd.Wait(); err != nil {
+			b.Errorf("talos-ccm: %v", err)
+		}
+
+		if text, err := os.ReadFile(log.Name()); b.Failed() && err == nil {
+			b.Logf("the log of talos-ccm:\n%s", text)
+		}
+	})
+
+	b.url = fmt.Sprintf("https://127.0.0.1:%d/metrics", port)
+}
+
+func (b *bed) freePort() int {
+	b.Helper()
+
+	listener, err := (&net.ListenConfig{}).Listen(b.Context(), "tcp", "127.0.0.1:0")
+	b.require(err)
+
+	defer listener.Close()
+
+	addr, ok := listener.Addr().(*net.TCPAddr)
+	if !ok {
+		b.Fatalf("listening on %v, which has no port", listener.Addr())
+	}
+
+	return addr.Port
+}
+
+// scrape asks for all metrics, as Prometheus does.
+func scrape(ctx context.Context, url string) (map[string]*dto.MetricFamily, error) {
+	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, http.NoBody)
+	if err != nil {
+		return nil, fmt.Errorf("scrape %s: %w", url, err)
+	}
+
+	client := http.Client{Transport: &http.Transport{
+		TLSClientConfig:   &tls.Config{InsecureSkipVerify: true}, //nolint:gosec // self-signed, on loopback
+		DisableKeepAlives: true,
+	}}
+
+	response, err := client.Do(request)
+	if err != nil {
+		return nil, fmt.Errorf("scrape %s: %w", url, err)
+	}
+	defer response.Body.Close()
+
+	if response.StatusCode != http.StatusOK {
+		return nil, fmt.Errorf("scrape %s: %w", url, errors.New(response.Status))
+	}
+
+	parser := expfmt.NewTextParser(model.LegacyValidation)
+
+	return parser.TextToMetricFamilies(response.Body)
+}

@@ -1,0 +1,255 @@
+package prometheus_test
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net/url"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/prometheus/common/model"
+	"github.com/prometheus/prometheus/model/labels"
+	"github.com/prometheus/prometheus/model/rulefmt"
+	"github.com/prometheus/prometheus/promql"
+	"github.com/prometheus/prometheus/promql/parser"
+	"github.com/prometheus/prometheus/promql/promqltest"
+	"github.com/prometheus/prometheus/rules"
+)
+
+const (
+	alertsFile = "../../../docs/monitoring/alerts.yaml"
+	runbook    = "../../../docs/troubleshooting.md"
+	readme     = "../../../docs/monitoring/README.md"
+	runbookURL = "https://github.com/talos-ccm/talos-ccm/blob/main/docs/troubleshooting.md#"
+)
+
+// load has the series of a scene in a healthy cluster.
+func (s scene) load() string {
+	values := map[string]string{}
+
+	for line := range strings.Lines(healthy + s.series) {
+		if name, value, found := strings.Cut(strings.TrimSpace(line), "} "); found {
+			values[name] = value
+		}
+	}
+
+	lines := []string{"load 1m"}
+	for name, value := range values {
+		lines = append(lines, "  "+name+"} "+value)
+	}
+
+	return strings.Join(lines, "\n")
+}
+
+// play evaluates all alerts every minute as Prometheus does, and returns those that fire in the end.
+func (s scene) play(t *testing.T) []*rules.Alert {
+	t.Helper()
+
+	storage := promqltest.LoadedStorage(t, s.load())
+	defer storage.Close()
+
+	query := rules.EngineQueryFunc(promqltest.NewTestEngine(t, false, 0, 1_000_000), storage)
+	alerts := loadAlerts(t)
+
+	for elapsed := time.Duration(0); elapsed <= s.at; elapsed += time.Minute {
+		for _, alert := range alerts {
+			if _, err := alert.Eval(t.Context(), 0, time.Unix(0, 0).Add(elapsed), query, &url.URL{}, 0); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+
+	var firing []*rules.Alert
+
+	for _, alert := range alerts {
+		alert.ForEachActiveAlert(func(a *rules.Alert) {
+			if a.State == rules.StateFiring {
+				firing = append(firing, a)
+			}
+		})
+	}
+
+	return firing
+}
+
+func loadAlerts(t *testing.T) []*rules.AlertingRule {
+	t.Helper()
+
+	manager := rules.NewManager(&rules.ManagerOptions{
+		Context:    t.Context(),
+		Parser:     parser.NewParser(parser.Options{}),
+		NotifyFunc: func(context.Context, string, ...*rules.Alert) {},
+		QueryFunc:  func(context.Context, string, time.Time) (promql.Vector, error) { return nil, nil },
+	})
+
+	groups, errs := manager.LoadGroups(time.Minute, labels.EmptyLabels(), "", nil, false, alertsFile)
+	for _, err := range errs {
+		t.Fatal(err)
+	}
+
+	var alerts []*rules.AlertingRule
+	for _, group := range groups {
+		alerts = append(alerts, group.AlertingRules()...)
+	}
+
+	return alerts
+}
+
+func nameOf(alert *rules.Alert) string { return alert.Labels.Get(model.AlertNameLabel) }
+
+func TestAlerts(t *testing.T) {
+	fired, spared := map[string]bool{}, map[string]bool{}
+
+	for _, s := range append(scenes(), scene{name: "all is well", at: 9 * time.Hour}) {
+		for _, name := range s.wanted {
+			fired[name] = true
+		}
+
+		for _, name := range s.near {
+			spared[name] = true
+		}
+
+		t.Run(s.name, func(t *testing.T) {
+			t.Parallel()
+
+			var names []string
+
+			for _, alert := range s.play(t) {
+				names = append(names, nameOf(alert))
+				wantReadable(t, alert)
+			}
+
+			slices.Sort(names)
+
+			if !slices.Equal(names, s.wanted) {
+				t.Errorf("after %s fire %v, want %v", s.at, names, s.wanted)
+			}
+		})
+	}
+
+	for _, alert := range loadAlerts(t) {
+		if !fired[alert.Name()] || !spared[alert.Name()] {
+			t.Errorf("alert %s fires in a scene: %t; there is one in which it nearly does: %t", alert.Name(), fired[alert.Name()], spared[alert.Name()])
+		}
+	}
+}
+
+// wantReadable fails if a text of the alert has not become what it should.
+func wantReadable(t *testing.T, alert *rules.Alert) {
+	t.Helper()
+
+	alert.Annotations.Range(func(l labels.Label) {
+		if strings.Contains(l.Value, "<error expanding") || strings.Contains(l.Value, "no value>") || strings.Contains(l.Value, "  ") {
+			t.Errorf("%s: %s is %q", nameOf(alert), l.Name, l.Value)
+		}
+	})
+}
+
+func TestAlertsAreComplete(t *testing.T) {
+	content, err := os.ReadFile(alertsFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	groups, errs := rulefmt.Parse(content, false, model.LegacyValidation, parser.NewParser(parser.Options{}), slog.New(slog.DiscardHandler))
+	for _, err := range errs {
+		t.Error(err)
+	}
+
+	metrics, anchors := readExported(t), readAnchors(t)
+
+	for _, group := range groups.Groups {
+		for _, rule := range group.Rules {
+			for _, problem := range slices.Concat(checkExpression(rule, metrics), checkTexts(rule, anchors)) {
+				t.Errorf("%s: %s", rule.Alert, problem)
+			}
+		}
+	}
+}
+
+// checkExpression returns what is wrong with an alert's expression, and with the labels that its texts name.
+func checkExpression(rule rulefmt.Rule, metrics exported) []string {
+	problems, known := metrics.check(rule.Expr)
+
+	for _, reference := range regexp.MustCompile(`\$labels\.(\w+)`).FindAllStringSubmatch(fmt.Sprint(rule.Annotations), -1) {
+		if !slices.Contains(known, reference[1]) {
+			problems = append(problems, "its texts name label "+reference[1])
+		}
+	}
+
+	return problems
+}
+
+// checkTexts returns what an alert lacks besides.
+func checkTexts(rule rulefmt.Rule, anchors map[string]bool) (problems []string) {
+	if !slices.Contains([]string{"critical", "warning", "info"}, rule.Labels["severity"]) {
+		problems = append(problems, fmt.Sprintf("severity %q", rule.Labels["severity"]))
+	}
+
+	if rule.Annotations["summary"] == "" || rule.Annotations["description"] == "" {
+		problems = append(problems, "no summary or no description")
+	}
+
+	if anchor, found := strings.CutPrefix(rule.Annotations["runbook_url"], runbookURL); !found || !anchors[anchor] {
+		problems = append(problems, fmt.Sprintf("its runbook %s is not there", rule.Annotations["runbook_url"]))
+	}
+
+	return problems
+}
+
+// readAnchors returns what headings, and explicit anchors, of the page for trouble can be linked by.
+func readAnchors(t *testing.T) map[string]bool {
+	t.Helper()
+
+	content, err := os.ReadFile(runbook)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	anchors := map[string]bool{}
+
+	for _, heading := range regexp.MustCompile(`(?m)^#+ +(.+?) *$`).FindAllStringSubmatch(string(content), -1) {
+		plain := regexp.MustCompile(`[^\p{L}\p{N} _-]`).ReplaceAllString(strings.ToLower(heading[1]), "")
+		anchors[strings.ReplaceAll(plain, " ", "-")] = true
+	}
+
+	for _, anchor := range regexp.MustCompile(`<a (?:id|name)="([^"]+)"`).FindAllStringSubmatch(string(content), -1) {
+		anchors[anchor[1]] = true
+	}
+
+	return anchors
+}
+
+func TestEveryAlertIsDocumented(t *testing.T) {
+	content, err := os.ReadFile(readme)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	var documented, wanted []string
+
+	for _, row := range regexp.MustCompile("(?m)^\\| `(\\w+)` \\| (\\w+) \\| (\\w*) ?\\|").FindAllStringSubmatch(string(content), -1) {
+		documented = append(documented, strings.Join(row[1:], " "))
+	}
+
+	for _, alert := range loadAlerts(t) {
+		hold := ""
+		if alert.HoldDuration() > 0 {
+			hold = model.Duration(alert.HoldDuration()).String()
+		}
+
+		wanted = append(wanted, strings.Join([]string{alert.Name(), alert.Labels().Get("severity"), hold}, " "))
+	}
+
+	slices.Sort(documented)
+	slices.Sort(wanted)
+
+	if !slices.Equal(documented, wanted) {
+		t.Errorf("README.md lists\n%s\nwant\n%s", strings.Join(documented, "\n"), strings.Join(wanted, "\n"))
+	}
+}
