@@ -216,11 +216,9 @@ func (c *Controller) sync(ctx context.Context, name string) error {
 	// From before anything is looked at: what changes meanwhile brings the request back.
 	c.deferred.watch(name)
 
-	node, facts := c.evidence.of(csr)
-	verdict := csrpolicy.Review(csr, facts)
-
-	if verdict.Decision == csrpolicy.Deny && !ours(facts) {
-		verdict.Decision = csrpolicy.Defer
+	node, facts, verdict, err := c.review(ctx, csr)
+	if err != nil {
+		return err
 	}
 
 	switch verdict.Decision {
@@ -239,6 +237,45 @@ func (c *Controller) sync(ctx context.Context, name string) error {
 	}
 
 	return nil
+}
+
+// review judges a request by what is known, and before it denies one again by the Node as it is: requests and Nodes are watched apart, and a kubelet may
+// have seen more of its Node than we have.
+func (c *Controller) review(ctx context.Context, csr *certificatesv1.CertificateSigningRequest) (*corev1.Node, csrpolicy.Evidence, csrpolicy.Verdict, error) {
+	nodename, _ := csrpolicy.Nodename(csr)
+	node := c.evidence.node(nodename)
+	facts := c.evidence.of(csr, nodename, node)
+	verdict := csrpolicy.Review(csr, facts)
+
+	if verdict.Decision == csrpolicy.Deny && ours(facts) {
+		var err error
+		if node, err = c.readNode(ctx, nodename); err != nil {
+			return nil, csrpolicy.Evidence{}, csrpolicy.Verdict{}, err
+		}
+
+		facts = c.evidence.of(csr, nodename, node)
+		verdict = csrpolicy.Review(csr, facts)
+	}
+
+	if verdict.Decision == csrpolicy.Deny && !ours(facts) {
+		verdict.Decision = csrpolicy.Defer
+	}
+
+	return node, facts, verdict, nil
+}
+
+// readNode returns a Node as the API server has it; nil if there is none.
+func (c *Controller) readNode(ctx context.Context, nodename string) (*corev1.Node, error) {
+	list, err := c.client.CoreV1().Nodes().List(ctx, metav1.ListOptions{FieldSelector: fields.OneTermEqualSelector(metav1.ObjectNameField, nodename).String()})
+	if err != nil {
+		return nil, fmt.Errorf("read Node %s: %w", nodename, err)
+	}
+
+	if len(list.Items) == 0 {
+		return nil, nil //nolint:nilnil // as with the cache, where a Node need not be there either
+	}
+
+	return &list.Items[0], nil
 }
 
 func (c *Controller) forget(name string) {

@@ -94,6 +94,27 @@ func TestANewLeaderHearsAllMachinesFirst(t *testing.T) {
 	s.wantPending(name)
 }
 
+// Requests and Nodes are watched apart, and the kubelet may see its Node sooner than we do.
+func TestWhatTheNodeListsUnseenIsNotDenied(t *testing.T) {
+	s := alone(t)
+
+	slow, err := s.start(s.Context())
+	s.require(err)
+	t.Cleanup(slow.stop)
+
+	w := s.join()
+	s.eventually("its machine is known", func() bool { return slow.inventory.Get(w.name).Condition == inventory.Current })
+
+	s.main.disown(w.name)
+	slow.freeze()
+
+	added := netip.MustParseAddr("172.31.135.1")
+	s.list(w, added)
+
+	name := s.post(w, request{ips: []netip.Addr{added}})
+	s.awaitDeferred(name, csrpolicy.CodeUnknownAddress)
+}
+
 func TestTwoAtOnceDecideEachRequestOnce(t *testing.T) {
 	s := alone(t)
 
@@ -248,6 +269,7 @@ func TestWhatANodeListsCountsUntilItsMachineIsSeen(t *testing.T) {
 	// A Node of another system, whose machine nobody will ever see.
 	foreign := kube.NodeSpec{Name: "foreign-" + w.name, NodeIPs: []netip.Addr{addr}, OSImage: "Debian GNU/Linux"}
 	s.registerAs(foreign)
+	s.awaitSeen(foreign.Name)
 
 	name := s.post(w, request{ips: []netip.Addr{addr}})
 	s.awaitDeferred(name, csrpolicy.CodeClaimedByOthers)
@@ -400,13 +422,14 @@ func TestTheCommonNameIsTheUsers(t *testing.T) {
 func TestAMachineThatLiesObtainsNothingOfOthers(t *testing.T) {
 	s := parallel(t)
 
-	victim := s.join()
+	victim := s.known()
 	liar := s.join(
 		talostest.Address{Link: "eth1", Prefix: netip.PrefixFrom(victim.addr, 24)},
 		talostest.Address{Link: "eth1", Prefix: netip.MustParsePrefix(controlPlaneIP + "/24")},
 		talostest.Address{Link: "eth1", Prefix: netip.MustParsePrefix(virtualIP + "/32")},
 	)
 	s.require(liar.machine.SetHostname(s.Context(), victim.name, ""))
+	s.eventually("its lies are heard", func() bool { return s.main.inventory.Get(liar.name).Machine.Hostname == victim.name })
 
 	var pending []string
 	for _, r := range []request{
@@ -429,7 +452,7 @@ func TestAMachineThatLiesObtainsNothingOfOthers(t *testing.T) {
 func TestADenialNamesTheMachineThatHasWhatWasAskedFor(t *testing.T) {
 	s := parallel(t)
 
-	w, victim := s.join(), s.join()
+	w, victim := s.join(), s.known()
 
 	csr := s.await(s.post(w, request{ips: []netip.Addr{victim.addr}}), "denied", denied)
 	if condition := csr.Status.Conditions[0]; condition.Reason != csrpolicy.CodeOutdated || !strings.Contains(condition.Message, victim.name) {
@@ -492,13 +515,13 @@ func TestRequestsOfOthersAreNotTouched(t *testing.T) {
 	s := parallel(t)
 
 	unclaimed := s.boot(s.plan())
-	s.main.mu.Lock()
-	s.main.foreign[unclaimed.name] = true
-	s.main.mu.Unlock()
+	s.main.disown(unclaimed.name)
 	s.register(unclaimed)
 
 	debian := s.plan()
 	s.registerAs(kube.NodeSpec{Name: debian.name, NodeIPs: []netip.Addr{debian.addr}, OSImage: "Debian GNU/Linux"})
+	s.awaitSeen(unclaimed.name)
+	s.awaitSeen(debian.name)
 
 	posted := []string{
 		s.post(unclaimed, request{}),

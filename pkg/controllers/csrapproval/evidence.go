@@ -84,31 +84,27 @@ func (e evidence) unheard() []string {
 	return names
 }
 
-// of returns the evidence for a request, and the Node whose kubelet made it; nil if there is none.
-func (e evidence) of(csr *certificatesv1.CertificateSigningRequest) (*corev1.Node, csrpolicy.Evidence) {
-	facts := csrpolicy.Evidence{Cluster: e.identity.Current(), Now: e.clock.Now()}
-
-	nodename, ok := csrpolicy.Nodename(csr)
-	if !ok {
-		return nil, facts
-	}
-
+// of returns the evidence for a request of the kubelet of the Node of that name; the Node is nil if there is none.
+func (e evidence) of(csr *certificatesv1.CertificateSigningRequest, nodename string, node *corev1.Node) csrpolicy.Evidence {
 	entry := e.inventory.Get(nodename)
-	facts.Machine = entry.Machine
-	facts.Standing = machineStanding(entry)
-	facts.Holders = e.holders(csr, nodename)
-
-	node := e.node(nodename)
-	facts.Node = e.nodeStanding(node)
+	facts := csrpolicy.Evidence{
+		Cluster:  e.identity.Current(),
+		Now:      e.clock.Now(),
+		Machine:  entry.Machine,
+		Standing: machineStanding(entry),
+		Holders:  e.holders(csr, nodename),
+		Node:     e.nodeStanding(node),
+	}
 
 	if node != nil {
 		facts.Listed, _ = claimsOf(node)
 		facts.Policy = e.policy(node, entry.Machine)
 	}
 
-	return node, facts
+	return facts
 }
 
+// node is the Node of that name as far as we have seen it; nil if we have not.
 func (e evidence) node(nodename string) *corev1.Node {
 	obj, exists, err := e.nodes.GetByKey(nodename)
 	if err != nil || !exists {

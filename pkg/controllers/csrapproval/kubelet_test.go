@@ -125,7 +125,7 @@ func (s suite) claimTalos(nodename string) {
 	}()
 }
 
-// startKubelet starts a real kubelet for the worker; both it and the Node that it registers are gone when the test ends.
+// startKubelet starts a real kubelet for the worker; it, the Node that it registers and its requests are gone when the test ends.
 func (s suite) startKubelet(w worker) {
 	s.Helper()
 
@@ -139,7 +139,22 @@ func (s suite) startKubelet(w worker) {
 		if err := s.client.CoreV1().Nodes().Delete(context.Background(), w.name, metav1.DeleteOptions{}); err != nil && !apierrors.IsNotFound(err) {
 			s.Error(err)
 		}
+
+		s.removeAllOf(w)
 	})
+}
+
+func (s suite) removeAllOf(w worker) {
+	s.Helper()
+
+	list, err := s.client.CertificatesV1().CertificateSigningRequests().List(context.Background(), metav1.ListOptions{})
+	s.require(err)
+
+	for _, csr := range list.Items {
+		if csr.Spec.Username == "system:node:"+w.name {
+			s.remove(csr.Name)
+		}
+	}
 }
 
 // asked is a request of the worker's kubelet that is as wanted; nil if there is none.

@@ -30,6 +30,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/kubernetes/scheme"
 	typedcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
+	corelisters "k8s.io/client-go/listers/core/v1"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/tools/clientcmd"
@@ -54,7 +55,7 @@ import (
 const (
 	// patience bounds every wait for something that should take a moment, on a machine that has much else to do. The signer of
 	// kube-controller-manager takes some seconds to start.
-	patience = 60 * time.Second
+	patience = 2 * time.Minute
 	interval = 20 * time.Millisecond
 
 	controlPlaneLabel = "node-role.kubernetes.io/control-plane"
@@ -225,10 +226,13 @@ func (b *bed) bootstrap(ctx context.Context, group *sync.WaitGroup) error {
 
 // instance is all that a leader runs.
 type instance struct {
+	nodes      corelisters.NodeLister
 	inventory  *inventory.Inventory
 	identity   *clusteridentity.Gatherer
 	controller *csrapproval.Controller
 	stop       func()
+	// freeze ends the watch of Nodes: what changes from now on is not seen.
+	freeze func()
 
 	// What the operator configures.
 	mu      sync.Mutex
@@ -257,6 +261,13 @@ func (i *instance) allow(nodename string, policy csrpolicy.Policy) {
 	i.mu.Unlock()
 
 	i.controller.Requeue()
+}
+
+func (i *instance) disown(nodename string) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+
+	i.foreign[nodename] = true
 }
 
 // start starts the controllers on the same parts as in the product, as the product's service account, without leadership.
@@ -288,7 +299,11 @@ func (b *bed) start(ctx context.Context) (*instance, error) {
 		recorder = broadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "talos-ccm"})
 		factory  = informers.NewSharedInformerFactory(client, 0)
 		nodes    = factory.Core().V1().Nodes()
-		i        = &instance{
+		// The factory's only informer is that of the Nodes.
+		watching, freeze = context.WithCancel(ctx)
+		i                = &instance{
+			nodes:     nodes.Lister(),
+			freeze:    func() { freeze(); factory.Shutdown() },
 			inventory: inventory.New(time.Now),
 			foreign:   map[string]bool{},
 			extra:     map[string]csrpolicy.Policy{},
@@ -325,7 +340,7 @@ func (b *bed) start(ctx context.Context) (*instance, error) {
 	group.Go(func() { machines.Run(ctx) })
 	group.Go(func() { i.controller.Run(ctx, 10) })
 	group.Go(func() { initialiser.Run(ctx, 10) })
-	factory.Start(ctx.Done())
+	factory.Start(watching.Done())
 
 	return i, nil
 }
@@ -429,6 +444,27 @@ func (s suite) join(addresses ...talostest.Address) worker {
 	s.register(w)
 
 	return w
+}
+
+// known is a worker who has joined, and whose machine is known: what it asks for is judged by that.
+func (s suite) known(addresses ...talostest.Address) worker {
+	s.Helper()
+
+	w := s.join(addresses...)
+	s.eventually(w.name+" is known", func() bool { return s.main.inventory.Get(w.name).Condition == inventory.Current })
+
+	return w
+}
+
+// awaitSeen waits until the Node has been seen: a request that is posted before may be looked at as if there were none.
+func (s suite) awaitSeen(nodename string) {
+	s.Helper()
+
+	s.eventually("Node "+nodename+" is seen", func() bool {
+		_, err := s.main.nodes.Get(nodename)
+
+		return err == nil
+	})
 }
 
 // list has the Node list another address, as its kubelet can: what neither the machine nor the Node has is outdated.
@@ -537,12 +573,18 @@ func (s suite) awaitDeferred(name, code string) {
 	})
 }
 
-// eventually asks again until ok is true, for what cannot be watched.
-func (s suite) eventually(what string, ok func() bool) {
+// eventually asks again until ok is true, for what cannot be watched; found tells what there is instead.
+func (s suite) eventually(what string, ok func() bool, found ...func() string) {
 	s.Helper()
 
 	err := wait.PollUntilContextTimeout(s.Context(), interval, patience, true, func(context.Context) (bool, error) { return ok(), nil })
-	if err != nil {
-		s.Fatalf("not so after %s: %s", patience, what)
+	if err == nil {
+		return
 	}
+
+	for _, tell := range found {
+		what += "; " + tell()
+	}
+
+	s.Fatalf("not so after %s: %s", patience, what)
 }

@@ -1,10 +1,11 @@
 package csrapproval_test
 
 import (
+	"fmt"
+	"maps"
 	"net/netip"
 	"testing"
 
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/component-base/metrics/legacyregistry"
 
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
@@ -34,10 +35,14 @@ func (s suite) metrics() map[string]float64 {
 }
 
 func TestVerdictsAreCounted(t *testing.T) {
+	const pending = "talosccm_csr_pending"
+
 	s := alone(t)
 
-	w, victim := s.join(), s.join()
-	s.awaitIssued(s.post(w, request{})) // its machine is known now
+	w, victim := s.known(), s.known()
+
+	// Of what other tests have posted nothing is left that could be counted.
+	s.eventually("nothing is pending", func() bool { return s.metrics()[pending] == 0 })
 
 	before := s.metrics()
 	s.awaitIssued(s.post(w, request{}))
@@ -61,21 +66,20 @@ func TestVerdictsAreCounted(t *testing.T) {
 		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeClaimedByOthers:  0, // it may become right: that others claim it is no reason for denial
 		"talosccm_csr_verdicts_total Defer " + csrpolicy.CodeClaimedByOthers: 1,
 		"talosccm_csr_verdicts_total Defer " + csrpolicy.CodeUnknownAddress:  1,
-		"talosccm_csr_pending":                                               1,
+		pending: 1,
 	}
+
+	counted := map[string]float64{}
 
 	s.eventually("all is counted", func() bool {
 		after := s.metrics()
-
-		for name, want := range wanted {
-			if after[name]-before[name] != want {
-				return false
-			}
+		for name := range wanted {
+			counted[name] = after[name] - before[name]
 		}
 
-		return true
-	})
+		return maps.Equal(counted, wanted)
+	}, func() string { return fmt.Sprint("counted ", counted) })
 
-	s.require(s.client.CertificatesV1().CertificateSigningRequests().Delete(t.Context(), deferred, metav1.DeleteOptions{}))
-	s.eventually("one that is gone is not pending", func() bool { return s.metrics()["talosccm_csr_pending"] == before["talosccm_csr_pending"] })
+	s.remove(deferred)
+	s.eventually("one that is gone is not pending", func() bool { return s.metrics()[pending] == 0 })
 }

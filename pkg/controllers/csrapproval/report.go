@@ -59,13 +59,24 @@ func messageOf(verdict csrpolicy.Verdict) string {
 	return message
 }
 
+// distinct are a verdict's reasons, each code once.
+func distinct(verdict csrpolicy.Verdict) []csrpolicy.Reason {
+	var reasons []csrpolicy.Reason
+
+	for _, reason := range verdict.Reasons {
+		if !slices.ContainsFunc(reasons, func(r csrpolicy.Reason) bool { return r.Code == reason.Code }) {
+			reasons = append(reasons, reason)
+		}
+	}
+
+	return reasons
+}
+
 func codesOf(verdict csrpolicy.Verdict) []string {
 	var codes []string
 
-	for _, reason := range verdict.Reasons {
-		if !slices.Contains(codes, reason.Code) {
-			codes = append(codes, reason.Code)
-		}
+	for _, reason := range distinct(verdict) {
+		codes = append(codes, reason.Code)
 	}
 
 	return codes
@@ -78,14 +89,8 @@ func (c *Controller) reportDecided(ctx context.Context, csr *certificatesv1.Cert
 	logger := klog.FromContext(ctx)
 	age := c.clock.Since(csr.CreationTimestamp.Time)
 
-	counted := map[string]bool{}
-
-	for _, reason := range verdict.Reasons {
-		if !counted[reason.Code] {
-			counted[reason.Code] = true
-
-			verdicts.WithLabelValues(reason.Decision.String(), reason.Code).Inc()
-		}
+	for _, reason := range distinct(verdict) {
+		verdicts.WithLabelValues(reason.Decision.String(), reason.Code).Inc()
 	}
 
 	if verdict.Decision == csrpolicy.Approve {

@@ -13,6 +13,7 @@ import (
 	"net/netip"
 
 	certificatesv1 "k8s.io/api/certificates/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
@@ -90,14 +91,25 @@ func (r request) pem() ([]byte, error) {
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: der}), nil
 }
 
-// post posts the request of the worker's kubelet, and returns its name.
+// post posts the request of the worker's kubelet, and returns its name. It is deleted when the test ends.
 func (s suite) post(w worker, r request) string {
 	s.Helper()
 
 	csr, err := s.create(s.Context(), w, r)
 	s.require(err)
+	s.Cleanup(func() { s.remove(csr.Name) })
 
 	return csr.Name
+}
+
+// remove deletes a request that may be gone already.
+func (s suite) remove(name string) {
+	s.Helper()
+
+	err := s.client.CertificatesV1().CertificateSigningRequests().Delete(context.Background(), name, metav1.DeleteOptions{})
+	if err != nil && !apierrors.IsNotFound(err) {
+		s.Error(err)
+	}
 }
 
 // create posts a request as the user who asks.
