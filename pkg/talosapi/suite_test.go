@@ -19,8 +19,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
 
-// patience bounds every wait for something that must happen.
-const patience = 30 * time.Second
+// patience bounds every wait for something that must happen. It costs nothing when all is well.
+const patience = 2 * time.Minute
 
 // proxy is what HTTPS_PROXY names while these tests run: Go reads it once per process.
 var proxy = &fakeProxy{targets: make(chan string, 16)}
