@@ -18,8 +18,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
 
-// patience bounds every wait for something that must happen.
-const patience = 30 * time.Second
+// patience bounds every wait for something that must happen. It costs nothing when all is well.
+const patience = 2 * time.Minute
 
 func newCluster(t testing.TB, options talostest.Options) *talostest.Cluster {
 	t.Helper()
