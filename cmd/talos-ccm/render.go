@@ -31,6 +31,8 @@ import (
 const (
 	// renderTimeout bounds the time that a live machine has to answer.
 	renderTimeout = 30 * time.Second
+	// lookUpTimeout is the part of it that name service has: where that is silent, the cluster may know the name.
+	lookUpTimeout = 5 * time.Second
 	// maxPrinted bounds what is read of talosctl's output: a thousand machines print some 10 MB.
 	maxPrinted = 256 << 20
 )
@@ -305,6 +307,9 @@ func locate(ctx context.Context, creds talosapi.Talosconfig, node string) (netip
 
 // lookUp resolves an address, which stands for itself, or a name.
 func lookUp(ctx context.Context, host string) (netip.Addr, error) {
+	ctx, cancel := context.WithTimeout(ctx, lookUpTimeout)
+	defer cancel()
+
 	addrs, err := net.DefaultResolver.LookupNetIP(ctx, "ip", host)
 	if err != nil {
 		return netip.Addr{}, err

@@ -2,7 +2,11 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
+	"errors"
+	"io"
+	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -249,17 +253,23 @@ func liveSite(t *testing.T) (site *talostest.Cluster, talosconfig string) {
 	return site, talosconfig
 }
 
+// nameService has names resolved over connections of dial, until the test ends: no test depends on what the network knows, or how fast.
+func nameService(t *testing.T, dial func() (net.Conn, error)) {
+	t.Helper()
+
+	before := net.DefaultResolver
+	net.DefaultResolver = &net.Resolver{PreferGo: true, Dial: func(context.Context, string, string) (net.Conn, error) { return dial() }}
+
+	t.Cleanup(func() { net.DefaultResolver = before })
+}
+
+func noNameService() (net.Conn, error) { return nil, errors.New("there is no name service") }
+
 func TestRenderAsksALiveMachine(t *testing.T) {
+	nameService(t, noNameService)
+
 	site, talosconfig := liveSite(t)
-	worker := site.Machine("worker-1")
-
-	member := cluster.NewMember(cluster.NamespaceName, "worker-1")
-	member.TypedSpec().Hostname = "worker-1.example.invalid"
-	member.TypedSpec().Addresses = []netip.Addr{worker.Address()}
-
-	if err := site.Machine("cp-1").State().Create(t.Context(), member); err != nil {
-		t.Fatal(err)
-	}
+	worker := addMember(t, site)
 
 	for _, node := range []string{worker.Address().String(), "worker-1.example.invalid"} {
 		t.Run(node, func(t *testing.T) {
@@ -289,6 +299,41 @@ func TestRenderAsksALiveMachine(t *testing.T) {
 			t.Errorf("got %v", err)
 		}
 	})
+}
+
+// addMember has the control plane know worker-1 as a member with a name that name service does not know.
+func addMember(t *testing.T, site *talostest.Cluster) *talostest.Machine {
+	t.Helper()
+
+	worker := site.Machine("worker-1")
+
+	member := cluster.NewMember(cluster.NamespaceName, "worker-1")
+	member.TypedSpec().Hostname = "worker-1.example.invalid"
+	member.TypedSpec().Addresses = []netip.Addr{worker.Address()}
+
+	if err := site.Machine("cp-1").State().Create(t.Context(), member); err != nil {
+		t.Fatal(err)
+	}
+
+	return worker
+}
+
+func TestRenderFindsAMemberWhereNameServiceIsSilent(t *testing.T) {
+	nameService(t, func() (net.Conn, error) {
+		conn, other := net.Pipe()
+		t.Cleanup(func() { _ = other.Close() })
+
+		go func() { _, _ = io.Copy(io.Discard, other) }()
+
+		return conn, nil
+	})
+
+	site, talosconfig := liveSite(t)
+	addMember(t, site)
+
+	if report := reportsOf(t, "--node", "worker-1.example.invalid", "--talosconfig", talosconfig)[0]; report.Name != "worker-1" {
+		t.Errorf("got %+v", report)
+	}
 }
 
 func TestRenderWritesNothingToAMachine(t *testing.T) {
