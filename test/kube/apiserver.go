@@ -117,10 +117,10 @@ func (c *Cluster) apiServerFlags() []string {
 	file := c.folder.path
 
 	return append([]string{
-		"--etcd-servers=http://" + c.ports.etcd.address(),
+		"--etcd-servers=http://" + c.ports.etcd.Address(),
 		"--bind-address=127.0.0.1",
 		"--advertise-address=127.0.0.1",
-		fmt.Sprintf("--secure-port=%d", c.ports.apiserver.number),
+		fmt.Sprintf("--secure-port=%d", c.ports.apiserver.Number()),
 		"--permit-port-sharing",
 		"--cert-dir=" + file("apiserver-certs"),
 		"--tls-cert-file=" + file(servingCertFile),

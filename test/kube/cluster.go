@@ -51,7 +51,7 @@ type Cluster struct {
 
 // ports are the ones that the components listen on.
 type ports struct {
-	etcd, etcdPeer, apiserver, controllerManager *port
+	etcd, etcdPeer, apiserver, controllerManager *Port
 }
 
 // Start starts a control plane and returns when it serves and its controllers run. ctx bounds the start only: the cluster lives until
@@ -106,8 +106,8 @@ func (c *Cluster) prepare() error {
 		return err
 	}
 
-	for _, p := range []**port{&c.ports.etcd, &c.ports.etcdPeer, &c.ports.apiserver, &c.ports.controllerManager} {
-		if *p, err = reservePort(); err != nil {
+	for _, p := range []**Port{&c.ports.etcd, &c.ports.etcdPeer, &c.ports.apiserver, &c.ports.controllerManager} {
+		if *p, err = ReservePort(); err != nil {
 			return err
 		}
 	}
@@ -119,7 +119,7 @@ func (c *Cluster) prepare() error {
 
 // Endpoint is the URL of the API server; it stays the same when the API server restarts.
 func (c *Cluster) Endpoint() string {
-	return "https://" + c.ports.apiserver.address()
+	return "https://" + c.ports.apiserver.Address()
 }
 
 // LogDir is the folder with the components' logs, named etcd.log, kube-apiserver.log, kube-controller-manager.log and kubelet-<node>.log.
@@ -172,8 +172,8 @@ func (c *Cluster) Stop() error {
 
 	c.kubelets, c.controllerManager, c.apiserver, c.etcd = nil, nil, nil, nil
 
-	for _, p := range []*port{c.ports.etcd, c.ports.etcdPeer, c.ports.apiserver, c.ports.controllerManager} {
-		p.release()
+	for _, p := range []*Port{c.ports.etcd, c.ports.etcdPeer, c.ports.apiserver, c.ports.controllerManager} {
+		p.Release()
 	}
 
 	return errors.Join(append(errs, c.folder.remove())...)
@@ -190,7 +190,7 @@ func (c *Cluster) startProcess(component string, args []string) (*process, error
 }
 
 func (c *Cluster) startEtcd() error {
-	client, peer := "http://"+c.ports.etcd.address(), "http://"+c.ports.etcdPeer.address()
+	client, peer := "http://"+c.ports.etcd.Address(), "http://"+c.ports.etcdPeer.Address()
 
 	var err error
 

@@ -106,7 +106,7 @@ func (c *Cluster) controllerManagerFlags() []string {
 		"--authentication-kubeconfig=" + file(managerConfigFile),
 		"--authorization-kubeconfig=" + file(managerConfigFile),
 		"--bind-address=127.0.0.1",
-		fmt.Sprintf("--secure-port=%d", c.ports.controllerManager.number),
+		fmt.Sprintf("--secure-port=%d", c.ports.controllerManager.Number()),
 		"--permit-port-sharing",
 		"--cert-dir=" + file("controller-manager-certs"),
 		// There is only one, and a lease would have to expire before the next one starts.
@@ -140,7 +140,7 @@ func joinPrefixes(prefixes []netip.Prefix) string {
 // controllersRun succeeds once the controllers are built: only then does the health report name them, and before that
 // kube-controller-manager reports good health, yet ends itself when the API server goes away.
 func (c *Cluster) controllersRun(ctx context.Context) error {
-	url := "https://" + c.ports.controllerManager.address() + "/healthz?verbose"
+	url := "https://" + c.ports.controllerManager.Address() + "/healthz?verbose"
 
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, http.NoBody)
 	if err != nil {

@@ -162,13 +162,13 @@ func (k *Kubelet) prepare(nodeName string) error {
 		return err
 	}
 
-	reserved, err := reservePort()
+	reserved, err := ReservePort()
 	if err != nil {
 		return err
 	}
 
-	k.port = reserved.number
-	reserved.release()
+	k.port = reserved.Number()
+	reserved.Release()
 
 	user, err := k.cluster.UserConfig("system:node:"+nodeName, groupNodes)
 	if err != nil {

@@ -6,23 +6,24 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// port is a free TCP port of 127.0.0.1 that stays ours until it is released: a socket that is bound but never listens keeps others from
-// getting it, while a component that sets SO_REUSEPORT may listen on it. So no other process can take a port between its choice and its
-// use, nor while the component that used it is stopped.
-type port struct {
+// Port is a free TCP port of 127.0.0.1 that stays ours until it is released: a socket that is bound but never listens keeps others from
+// getting it, while a process that sets SO_REUSEPORT (--permit-port-sharing) may listen on it. So no other process can take a port between
+// its choice and its use, nor while the process that used it is stopped.
+type Port struct {
 	number int
 	socket int
 }
 
-func reservePort() (*port, error) {
+// ReservePort reserves a port that nobody has.
+func ReservePort() (*Port, error) {
 	socket, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return nil, fmt.Errorf("reserve a port: %w", err)
 	}
 
-	p := &port{socket: socket}
+	p := &Port{socket: socket}
 	if err := p.bind(); err != nil {
-		p.release()
+		p.Release()
 
 		return nil, fmt.Errorf("reserve a port: %w", err)
 	}
@@ -30,7 +31,7 @@ func reservePort() (*port, error) {
 	return p, nil
 }
 
-func (p *port) bind() error {
+func (p *Port) bind() error {
 	if err := unix.SetsockoptInt(p.socket, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1); err != nil {
 		return err
 	}
@@ -54,14 +55,18 @@ func (p *port) bind() error {
 	return nil
 }
 
-// release gives the port back. A nil or released port is fine.
-func (p *port) release() {
+// Release gives the port back. A nil or released port is fine.
+func (p *Port) Release() {
 	if p != nil && p.socket >= 0 {
 		_ = unix.Close(p.socket)
 		p.socket = -1
 	}
 }
 
-func (p *port) address() string {
+// Number is the port's number.
+func (p *Port) Number() int { return p.number }
+
+// Address is host and port, as a URL has them.
+func (p *Port) Address() string {
 	return fmt.Sprintf("127.0.0.1:%d", p.number)
 }
