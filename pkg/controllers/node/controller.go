@@ -93,7 +93,7 @@ func New(cfg Config) (*Controller, error) {
 		reporter:  newReporter(cfg.Recorder),
 		claims:    newClaims(),
 		written:   newWritten(),
-		waiting:   newWaiting(),
+		waiting:   newWaiting(uninitialized),
 		recorder:  cfg.Recorder,
 		clock:     cfg.Clock,
 		options:   cfg.Options,

@@ -17,11 +17,15 @@ func init() { legacyregistry.MustRegister(uninitialized) }
 
 // waiting counts the Nodes that are not initialised yet.
 type waiting struct {
-	mu    sync.Mutex
-	names map[string]bool
+	mu     sync.Mutex
+	names  map[string]bool
+	number metrics.GaugeMetric
 }
 
-func newWaiting() *waiting { return &waiting{names: map[string]bool{}} }
+// newWaiting counts none yet; number is always how many there are.
+func newWaiting(number metrics.GaugeMetric) *waiting {
+	return &waiting{names: map[string]bool{}, number: number}
+}
 
 // add is for a Node that waits.
 func (w *waiting) add(nodename string) {
@@ -29,7 +33,7 @@ func (w *waiting) add(nodename string) {
 	defer w.mu.Unlock()
 
 	w.names[nodename] = true
-	uninitialized.Set(float64(len(w.names)))
+	w.number.Set(float64(len(w.names)))
 }
 
 // remove is for one that does not.
@@ -38,7 +42,7 @@ func (w *waiting) remove(nodename string) {
 	defer w.mu.Unlock()
 
 	delete(w.names, nodename)
-	uninitialized.Set(float64(len(w.names)))
+	w.number.Set(float64(len(w.names)))
 }
 
 // clear is for one that no longer leads, and no longer knows.
@@ -47,5 +51,5 @@ func (w *waiting) clear() {
 	defer w.mu.Unlock()
 
 	clear(w.names)
-	uninitialized.Set(0)
+	w.number.Set(0)
 }
