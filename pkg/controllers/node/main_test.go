@@ -26,6 +26,7 @@ import (
 	typedcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/tools/record"
+	"k8s.io/client-go/util/retry"
 	cloudproviderapi "k8s.io/cloud-provider/api"
 	"k8s.io/utils/clock"
 
@@ -39,16 +40,21 @@ import (
 )
 
 const (
-	// patience bounds every wait for something that should take a moment, on a machine that has much else to do.
-	patience = 45 * time.Second
+	// patience bounds every wait for something that should take a moment, on a machine that has much else to do. It is longer than the reflector
+	// pauses before it tries a machine again that it has not reached for a while, which is up to 78 s.
+	patience = 2 * time.Minute
 	interval = 20 * time.Millisecond
 )
+
+// persistence is for what conflicts with the controller's writes, of which there are few at a time.
+var persistence = wait.Backoff{Steps: 100, Duration: interval, Jitter: .5}
 
 // bed is what the tests of this package share: a real API server, Talos machines, and one controller that runs all the time.
 type bed struct {
 	kube      *kube.Cluster
 	talos     *talostest.Cluster
-	client    kubernetes.Interface
+	client    kubernetes.Interface // the tests' own
+	wire      *wire                // the controller's
 	inventory *inventory.Inventory
 	// options are in force for all tests: each selects its own Nodes in its rules.
 	options atomicOptions
@@ -109,17 +115,26 @@ func (b *bed) control(ctx context.Context, group *sync.WaitGroup) error {
 		return err
 	}
 
+	b.wire = newWire()
+	config := b.kube.Config()
+	config.Wrap(b.wire.wrap)
+
+	client, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		return err
+	}
+
 	broadcaster := record.NewBroadcaster(record.WithContext(ctx))
-	broadcaster.StartRecordingToSink(&typedcorev1.EventSinkImpl{Interface: b.client.CoreV1().Events("")})
+	broadcaster.StartRecordingToSink(&typedcorev1.EventSinkImpl{Interface: client.CoreV1().Events("")})
 
 	b.inventory = inventory.New(time.Now)
 	machines := reflector.New(b.inventory, func(_ string, addr netip.Addr) (talosapi.State, error) {
 		return talosapi.Dial(staticCredentials{credentials}, addr)
 	}, clock.RealClock{})
-	factory := informers.NewSharedInformerFactory(b.client, 0)
+	factory := informers.NewSharedInformerFactory(client, 0)
 
 	controller, err := node.New(node.Config{
-		Client:    b.client,
+		Client:    client,
 		Nodes:     factory.Core().V1().Nodes(),
 		Inventory: b.inventory,
 		Recorder:  broadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "talos-ccm"}),
@@ -248,37 +263,66 @@ func (s suite) get(nodename string) *corev1.Node {
 	return n
 }
 
-// await watches a Node until ok is true of it, and returns it as it is then.
+// await watches a Node until ok is true of it, and returns it as it is then. What the watch begins with may be older than what the test has
+// written last: ok must not be true of that, and what else must be so is to be asked of get.
 func (s suite) await(nodename, what string, ok func(*corev1.Node) bool) *corev1.Node {
 	s.Helper()
 
+	return s.awaitSince(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: nodename}}, what, ok)
+}
+
+// awaitSince is await for later versions than the given one.
+func (s suite) awaitSince(seen *corev1.Node, what string, ok func(*corev1.Node) bool) *corev1.Node {
+	s.Helper()
+
+	last := seen
+	options := byName(seen.Name)
+	// From no version in particular: what is there comes first.
+	options.ResourceVersion = seen.ResourceVersion
+
+	found := s.watch(func(ctx context.Context) (watch.Interface, error) {
+		return s.client.CoreV1().Nodes().Watch(ctx, options)
+	}, func(event watch.Event) bool {
+		n, isNode := event.Object.(*corev1.Node)
+		if isNode {
+			last = n
+		}
+
+		return isNode && event.Type != watch.Deleted && ok(n)
+	})
+	if !found {
+		s.Fatalf("node %s: not %s after %s; it is: %s", seen.Name, what, patience, describe(last))
+	}
+
+	return last
+}
+
+// watch watches until ok is true of something, and tells whether it was in time. A watch that ends before, as the API server may do to it at
+// any time, is begun anew.
+func (s suite) watch(begin func(context.Context) (watch.Interface, error), ok func(watch.Event) bool) (found bool) {
 	ctx, cancel := context.WithTimeout(s.Context(), patience)
 	defer cancel()
 
-	// From no version in particular: what is there comes first.
-	w, err := s.client.CoreV1().Nodes().Watch(ctx, byName(nodename))
-	s.require(err)
+	err := wait.PollUntilContextCancel(ctx, interval, true, func(ctx context.Context) (bool, error) {
+		w, err := begin(ctx)
+		if err != nil {
+			s.Logf("watching again: %v", err)
 
-	defer w.Stop()
-
-	var last *corev1.Node
-
-	for event := range w.ResultChan() {
-		n, isNode := event.Object.(*corev1.Node)
-		if !isNode {
-			s.Fatalf("watch node %s: %v", nodename, event.Object)
+			return false, nil
 		}
 
-		last = n
+		defer w.Stop()
 
-		if event.Type != watch.Deleted && ok(n) {
-			return n
+		for event := range w.ResultChan() {
+			if ok(event) {
+				return true, nil
+			}
 		}
-	}
 
-	s.Fatalf("node %s: not %s after %s; it is: %s", nodename, what, patience, describe(last))
+		return false, nil
+	})
 
-	return nil
+	return err == nil
 }
 
 func byName(nodename string) metav1.ListOptions {
@@ -286,7 +330,7 @@ func byName(nodename string) metav1.ListOptions {
 }
 
 func describe(n *corev1.Node) string {
-	if n == nil {
+	if n.UID == "" {
 		return "absent"
 	}
 
@@ -333,33 +377,45 @@ func (s suite) wantUntouched(nodename string) {
 	}
 }
 
-// events are the Events on a Node with the given reason; an empty reason is any.
-func (s suite) events(nodename, reason string) []corev1.Event {
-	s.Helper()
-
+// eventsOn selects the Events on a Node with the given reason; an empty reason is any.
+func eventsOn(nodename, reason string) metav1.ListOptions {
 	selector := fields.Set{"involvedObject.kind": "Node", "involvedObject.name": nodename}
 	if reason != "" {
 		selector["reason"] = reason
 	}
 
-	list, err := s.client.CoreV1().Events(metav1.NamespaceAll).List(s.Context(), metav1.ListOptions{FieldSelector: selector.String()})
+	return metav1.ListOptions{FieldSelector: selector.String()}
+}
+
+// events are the Events on a Node with the given reason; an empty reason is any.
+func (s suite) events(nodename, reason string) []corev1.Event {
+	s.Helper()
+
+	list, err := s.client.CoreV1().Events(metav1.NamespaceAll).List(s.Context(), eventsOn(nodename, reason))
 	s.require(err)
 
 	return list.Items
 }
 
-func (s suite) awaitEvent(nodename, reason string) corev1.Event {
+func (s suite) awaitEvent(nodename, reason string) *corev1.Event {
 	s.Helper()
 
-	var found []corev1.Event
+	var e *corev1.Event
 
-	s.eventually(fmt.Sprintf("node %s has an Event %s", nodename, reason), func() bool {
-		found = s.events(nodename, reason)
+	begin := func(ctx context.Context) (watch.Interface, error) {
+		return s.client.CoreV1().Events(metav1.NamespaceAll).Watch(ctx, eventsOn(nodename, reason))
+	}
 
-		return len(found) > 0
+	found := s.watch(begin, func(event watch.Event) (isEvent bool) {
+		e, isEvent = event.Object.(*corev1.Event)
+
+		return isEvent
 	})
+	if !found {
+		s.Fatalf("node %s has no Event %s after %s; it has: %s", nodename, reason, patience, messages(s.events(nodename, "")))
+	}
 
-	return found[0]
+	return e
 }
 
 // wantOnce fails unless there is one Event with the reason, which happened once.
@@ -381,14 +437,20 @@ func messages(events []corev1.Event) string {
 	return strings.Join(list, "; ")
 }
 
-// patch changes the Node by a merge patch of the given field manager.
-func (s suite) patch(nodename, manager, patch string) {
+// patch changes the Node by a merge patch of the given field manager, and returns it as it is then. The API server gives up on a patch, which
+// names no version, when others have been faster a few times.
+func (s suite) patch(nodename, manager, patch string) *corev1.Node {
 	s.Helper()
 
-	options := metav1.PatchOptions{FieldManager: manager}
+	var n *corev1.Node
 
-	_, err := s.client.CoreV1().Nodes().Patch(s.Context(), nodename, types.MergePatchType, []byte(patch), options)
-	s.require(err)
+	s.require(retry.RetryOnConflict(persistence, func() (err error) {
+		n, err = s.client.CoreV1().Nodes().Patch(s.Context(), nodename, types.MergePatchType, []byte(patch), metav1.PatchOptions{FieldManager: manager})
+
+		return err
+	}))
+
+	return n
 }
 
 // eventually asks again until ok is true, for what cannot be watched.
