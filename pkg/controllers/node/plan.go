@@ -19,6 +19,9 @@ type plan struct {
 	// apply is true if labels and annotations must be applied; they are then all of ours, which may be none.
 	apply               bool
 	labels, annotations map[string]string
+	// records is true if labels say of a taint that we enforce it, and the Node did not say so before. Of a Node that has changed meanwhile that may not
+	// be true: somebody else may have set the taint.
+	records bool
 	// addresses replace status.addresses unless nil.
 	addresses []corev1.NodeAddress
 	// providerID is set once, while the Node has none; empty: leave it.
@@ -51,6 +54,7 @@ func makePlan(node *corev1.Node, spec nodespec.Spec) (plan, error) {
 		initialize: nodespec.IsUninitialized(node),
 		retaint:    !slices.Equal(taints.list, node.Spec.Taints),
 		taints:     spec.Taints,
+		records:    slices.ContainsFunc(slices.Collect(maps.Keys(taints.record)), func(key string) bool { return !hasLabel(node, key) }),
 		foreign:    taints.foreign,
 	}
 

@@ -1,6 +1,8 @@
 package node_test
 
 import (
+	"context"
+	"fmt"
 	"maps"
 	"slices"
 	"strings"
@@ -97,6 +99,11 @@ func taintsNamed(n *corev1.Node, key string) []corev1.Taint {
 	return slices.DeleteFunc(slices.Clone(n.Spec.Taints), func(t corev1.Taint) bool { return t.Key != key })
 }
 
+// hasRecord tells whether the Node has a record of enforced taints.
+func hasRecord(n *corev1.Node) bool {
+	return slices.ContainsFunc(slices.Collect(maps.Keys(n.Labels)), func(key string) bool { return strings.Contains(key, "node-restriction") })
+}
+
 func hasTaint(n *corev1.Node, taint corev1.Taint) bool { return slices.Contains(n.Spec.Taints, taint) }
 
 func aws(nodename string) talostest.MachineSpec {
@@ -182,8 +189,8 @@ func TestEnforcedTaintsStayTrueAndGoWithTheRule(t *testing.T) {
 	s.rules("taint-enforced", enforced("ceph"))
 	s.await("taint-enforced", "tainted", func(n *corev1.Node) bool { return hasTaint(n, storage(corev1.TaintEffectNoSchedule, "ceph")) })
 
-	s.patch("taint-enforced", "kubectl", `{"spec":{"taints":[{"key":"team","value":"blue","effect":"NoSchedule"}]}}`)
-	s.await("taint-enforced", "tainted again", func(n *corev1.Node) bool { return hasTaint(n, storage(corev1.TaintEffectNoSchedule, "ceph")) })
+	removed := s.patch("taint-enforced", "kubectl", `{"spec":{"taints":[{"key":"team","value":"blue","effect":"NoSchedule"}]}}`)
+	s.awaitSince(removed, "tainted again", func(n *corev1.Node) bool { return hasTaint(n, storage(corev1.TaintEffectNoSchedule, "ceph")) })
 
 	s.rules("taint-enforced", enforced("nfs"))
 	s.await("taint-enforced", "tainted with the new value", func(n *corev1.Node) bool { return hasTaint(n, storage(corev1.TaintEffectNoSchedule, "nfs")) })
@@ -191,7 +198,7 @@ func TestEnforcedTaintsStayTrueAndGoWithTheRule(t *testing.T) {
 	s.rules("taint-enforced")
 
 	n := s.await("taint-enforced", "rid of the taint and of its record", func(n *corev1.Node) bool {
-		return len(taintsNamed(n, storageTaint)) == 0 && !slices.ContainsFunc(slices.Collect(maps.Keys(n.Labels)), func(key string) bool { return strings.Contains(key, "node-restriction") })
+		return len(taintsNamed(n, storageTaint)) == 0 && !hasRecord(n)
 	})
 	if len(taintsNamed(n, "team")) != 1 {
 		t.Errorf("a taint of somebody else is gone: %v", n.Spec.Taints)
@@ -212,6 +219,44 @@ func TestATaintOfSomebodyElseIsLeftAloneAndReported(t *testing.T) {
 
 	if n := s.get("taint-foreign"); !hasTaint(n, storage(corev1.TaintEffectNoSchedule, "mine")) {
 		t.Errorf("taints: %v", n.Spec.Taints)
+	}
+}
+
+// A rule and a Node reach the controller on two ways: a taint may be there before a rule of the same taint is, and be seen only after that.
+func TestATaintOfSomebodyElseThatIsNotSeenYetIsLeftAlone(t *testing.T) {
+	const ours = "ceph"
+
+	for _, theirs := range []string{"mine", ours} {
+		t.Run(theirs, func(t *testing.T) {
+			s := parallel(t)
+			name := "taint-unseen-" + theirs
+
+			s.join(aws(name))
+			s.awaitInitialized(name)
+
+			happened := s.overtake(name, func(ctx context.Context) error {
+				patch := fmt.Appendf(nil, `{"spec":{"taints":[{"key":%q,"value":%q,"effect":"NoSchedule"}]}}`, storageTaint, theirs)
+				_, err := s.client.CoreV1().Nodes().Patch(ctx, name, types.MergePatchType, patch, metav1.PatchOptions{FieldManager: "kubectl"})
+
+				return err
+			})
+
+			s.rules(name, transform.Rule{Enforce: true, Taints: map[string]string{storageTaint: ours + ":NoSchedule"}, Labels: map[string]string{"example.com/seen": "true"}})
+			happened()
+
+			n := s.await(name, "labelled", func(n *corev1.Node) bool { return n.Labels["example.com/seen"] == "true" })
+			if hasRecord(n) {
+				t.Errorf("a taint of somebody else was recorded as ours: %v", n.Labels)
+			}
+
+			s.rules(name)
+			s.await(name, "no longer labelled", func(n *corev1.Node) bool { return n.Labels["example.com/seen"] == "" })
+			s.settle()
+
+			if n := s.get(name); !hasTaint(n, storage(corev1.TaintEffectNoSchedule, theirs)) {
+				t.Errorf("taints: %v", n.Spec.Taints)
+			}
+		})
 	}
 }
 

@@ -84,8 +84,10 @@ func (p *taintPlan) want(node *corev1.Node, taint transform.Taint) {
 	}
 }
 
-func isRecorded(node *corev1.Node, taint corev1.Taint) bool {
-	_, exists := node.Labels[recordKey(taint)]
+func isRecorded(node *corev1.Node, taint corev1.Taint) bool { return hasLabel(node, recordKey(taint)) }
+
+func hasLabel(node *corev1.Node, key string) bool {
+	_, exists := node.Labels[key]
 
 	return exists
 }
