@@ -52,7 +52,7 @@ func TestStoppedMachineIsUnreachableAndThenCurrentAgain(t *testing.T) {
 
 	setZone(t, worker, "meanwhile")
 	worker.Start()
-	s.awaitView(t, worker.Nodename(), patience, inZone("meanwhile"))
+	s.awaitView(t, worker.Nodename(), inZone("meanwhile"))
 }
 
 func TestChangesWhileCutOffArriveLater(t *testing.T) {
@@ -65,7 +65,7 @@ func TestChangesWhileCutOffArriveLater(t *testing.T) {
 	worker.CutOff()
 	setZone(t, worker, "meanwhile")
 	worker.Reconnect()
-	s.awaitView(t, worker.Nodename(), atOnce, inZone("meanwhile"))
+	s.awaitView(t, worker.Nodename(), inZone("meanwhile"))
 }
 
 func TestMachineThatRebootsIsReadAnew(t *testing.T) {
@@ -80,9 +80,9 @@ func TestMachineThatRebootsIsReadAnew(t *testing.T) {
 	must(t, worker.RemoveAddress(t.Context(), "eth1", publicPrefix))
 	worker.Start()
 
-	s.awaitView(t, worker.Nodename(), patience, func(m machine.Machine) bool { return !m.HasAddress(publicPrefix.Addr()) })
+	s.awaitView(t, worker.Nodename(), func(m machine.Machine) bool { return !m.HasAddress(publicPrefix.Addr()) })
 	setZone(t, worker, "afterwards")
-	s.awaitView(t, worker.Nodename(), atOnce, inZone("afterwards"))
+	s.awaitView(t, worker.Nodename(), inZone("afterwards"))
 }
 
 func TestWatchesThatBreakAreTakenUpAtOnce(t *testing.T) {
@@ -92,15 +92,20 @@ func TestWatchesThatBreakAreTakenUpAtOnce(t *testing.T) {
 		"connections are reset":              (*talostest.Machine).BreakConnections,
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := newRealSuite(t)
+			s, clk := newTimedSuite(t)
 			worker := s.addWorker(t)
-			s.follow(t, worker)
+			s.track(worker)
+			s.settle(t, clk, worker.Nodename())
 
 			before := restarts(t)
 
 			breakWatches(worker)
+			eventually(t, "the watches have ended", func() bool { return restarts(t) > before })
 			setZone(t, worker, "afterwards")
-			s.awaitView(t, worker.Nodename(), atOnce, inZone("afterwards"))
+
+			eventually(t, "the next attempt is planned", func() bool { return clk.Waiters() == 1 })
+			clk.Step(atOnce)
+			s.awaitView(t, worker.Nodename(), inZone("afterwards"))
 
 			if got := s.inventory.complaints(); len(got) != 0 {
 				t.Errorf("the machine was up, and still: %q", got)
@@ -134,17 +139,18 @@ func restarts(t *testing.T) float64 {
 func TestSlowMachineGetsThere(t *testing.T) {
 	t.Parallel()
 
-	s := newRealSuite(t)
+	s, _ := newTimedSuite(t)
 	worker := s.addWorker(t)
 	worker.SlowDown(2 * time.Second)
+	worker.Freeze()
+	s.track(worker)
 
-	began := time.Now()
-	s.follow(t, worker)
+	// All is asked for before anything is answered: else the delays would add up.
+	all := len(machine.WatchedKinds()) + len(machine.PolledKinds())
+	eventually(t, "all is asked for at once", func() bool { return len(worker.Calls()) == all })
 
-	// The handshake, and then all calls at once: more would mean that delays add up.
-	if took := time.Since(began); took > 8*time.Second {
-		t.Errorf("it took %s", took)
-	}
+	worker.Thaw()
+	s.await(t, worker.Nodename(), inventory.Current)
 
 	if got := s.inventory.complaints(); len(got) != 0 {
 		t.Errorf("it was only slow, and still: %q", got)

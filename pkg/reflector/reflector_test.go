@@ -52,9 +52,11 @@ func watchedChanges() map[resource.Type][]change {
 }
 
 func TestEveryWatchedChangeReachesTheInventoryAtOnce(t *testing.T) {
-	s := newRealSuite(t)
+	// No poll and no new session can bring what the watches do not.
+	s, clk := newTimedSuite(t)
 	worker := s.addWorker(t)
-	s.follow(t, worker)
+	s.track(worker)
+	s.settle(t, clk, worker.Nodename())
 
 	changes := watchedChanges()
 
@@ -66,7 +68,8 @@ func TestEveryWatchedChangeReachesTheInventoryAtOnce(t *testing.T) {
 
 		for _, c := range cases {
 			must(t, c.make(t.Context(), worker))
-			s.awaitView(t, worker.Nodename(), atOnce, c.seen)
+			awaitChange(t, clk)
+			s.awaitView(t, worker.Nodename(), c.seen)
 		}
 	}
 }
@@ -89,20 +92,22 @@ func TestMachineThatCallsItselfAnotherIsAMismatch(t *testing.T) {
 }
 
 func TestMachineThatIsRenamedWhileWatchedIsAMismatch(t *testing.T) {
-	s := newRealSuite(t)
+	s, clk := newTimedSuite(t)
 	worker := s.addWorker(t)
-	s.follow(t, worker)
+	s.track(worker)
+	s.settle(t, clk, worker.Nodename())
 
 	must(t, worker.SetNodename(t.Context(), "renamed"))
+	awaitChange(t, clk)
 
-	eventually(t, atOnce, "the view is gone", func() bool {
+	eventually(t, "the view is gone", func() bool {
 		entry := s.inventory.Get(worker.Nodename())
 
 		return entry.Condition == inventory.Mismatch && entry.ObservedAt.IsZero()
 	})
 
 	must(t, worker.SetNodename(t.Context(), worker.Nodename()))
-	s.await(t, worker.Nodename(), inventory.Current)
+	stepUntil(t, clk, "the machine is watched", func() bool { return s.inventory.Get(worker.Nodename()).Condition == inventory.Current })
 }
 
 func TestFirstAddressDeadSecondGood(t *testing.T) {
@@ -140,14 +145,16 @@ func TestAddressChangeRetargets(t *testing.T) {
 	must(t, replacement.SetNodename(t.Context(), old.Nodename()))
 
 	s.reflector.Track(old.Nodename(), []netip.Addr{replacement.Address()})
-	s.awaitView(t, old.Nodename(), atOnce, func(m machine.Machine) bool { return m.Platform.Platform == "aws" })
+	s.awaitView(t, old.Nodename(), func(m machine.Machine) bool { return m.Platform.Platform == "aws" })
 	requireNoConnections(t, old)
 }
 
 func TestTrackingAgainWithTheSameAddressesDoesNothing(t *testing.T) {
-	s := newRealSuite(t)
+	// No time passes, and so the machine is not polled either.
+	s, clk := newTimedSuite(t)
 	worker := s.addWorker(t)
-	s.follow(t, worker)
+	s.track(worker)
+	s.settle(t, clk, worker.Nodename())
 
 	calls := len(worker.Calls())
 
@@ -155,7 +162,8 @@ func TestTrackingAgainWithTheSameAddressesDoesNothing(t *testing.T) {
 
 	// A change that arrives shows that nothing was started over meanwhile.
 	must(t, worker.SetHostname(t.Context(), "renamed", ""))
-	s.awaitView(t, worker.Nodename(), atOnce, func(m machine.Machine) bool { return m.Hostname == "renamed" })
+	awaitChange(t, clk)
+	s.awaitView(t, worker.Nodename(), func(m machine.Machine) bool { return m.Hostname == "renamed" })
 
 	if got := len(worker.Calls()); got != calls {
 		t.Errorf("%d calls more than before", got-calls)
@@ -179,18 +187,25 @@ func TestUntrackForgets(t *testing.T) {
 }
 
 func TestUntrackEndsWhileTheMachineIsSilent(t *testing.T) {
-	s := newRealSuite(t)
+	// The machine's time to answer never ends, so that whoever waited for it would wait for ever.
+	s, _ := newTimedSuite(t)
 	worker := s.addWorker(t)
 	worker.Freeze()
 	s.track(worker)
-	eventually(t, patience, "the machine is being asked", func() bool { return len(worker.Calls()) > 0 })
+	eventually(t, "the machine is being asked", func() bool { return len(worker.Calls()) > 0 })
 
-	began := time.Now()
+	untracked := make(chan struct{})
 
-	s.reflector.Untrack(worker.Nodename())
+	go func() {
+		defer close(untracked)
 
-	if took := time.Since(began); took > atOnce {
-		t.Errorf("it took %s", took)
+		s.reflector.Untrack(worker.Nodename())
+	}()
+
+	select {
+	case <-untracked:
+	case <-time.After(patience):
+		t.Errorf("it did not end within %s", patience)
 	}
 
 	worker.Thaw()
@@ -215,5 +230,5 @@ func TestMachineOfAnOlderTalosHasNoneOfThePolledKinds(t *testing.T) {
 
 func requireNoConnections(t *testing.T, m *talostest.Machine) {
 	t.Helper()
-	eventually(t, atOnce, "no connection to "+m.Nodename()+" is open", func() bool { return m.Connections() == 0 && m.OpenStreams() == 0 })
+	eventually(t, "no connection to "+m.Nodename()+" is open", func() bool { return m.Connections() == 0 && m.OpenStreams() == 0 })
 }

@@ -5,6 +5,7 @@ import (
 	"net/netip"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -20,10 +21,11 @@ import (
 )
 
 const (
-	// patience bounds every wait for something that must happen.
-	patience = 30 * time.Second
+	// patience bounds every wait for something that must happen. It costs nothing when all is well.
+	patience = 2 * time.Minute
 
-	// atOnce is what the product promises for a change that is watched.
+	// atOnce is what the product promises for a change that is watched, by the product's clock: how long a busy machine takes over it says
+	// nothing of the product.
 	atOnce = time.Second
 )
 
@@ -33,6 +35,9 @@ type suite struct {
 	reader    reader
 	inventory *recorder
 	reflector *reflector.Reflector
+
+	mu      sync.Mutex
+	dialled []netip.Addr
 }
 
 // newSuite starts a reflector on a clock. It has ended when the test has.
@@ -102,7 +107,42 @@ func newTimedSuite(t *testing.T) (*suite, *clocktesting.FakeClock) {
 }
 
 func (s *suite) dial(_ string, addr netip.Addr) (talosapi.State, error) {
+	s.mu.Lock()
+	s.dialled = append(s.dialled, addr)
+	s.mu.Unlock()
+
 	return talosapi.Dial(s.reader, addr)
+}
+
+// dials are the addresses that were dialled, in order.
+func (s *suite) dials() []netip.Addr {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+
+	return slices.Clone(s.dialled)
+}
+
+// countingClock counts how often a timer of its was set anew.
+type countingClock struct {
+	*clocktesting.FakeClock
+
+	resets atomic.Int64
+}
+
+func (c *countingClock) NewTimer(d time.Duration) clock.Timer {
+	return countingTimer{c.FakeClock.NewTimer(d), &c.resets}
+}
+
+type countingTimer struct {
+	clock.Timer
+
+	resets *atomic.Int64
+}
+
+func (t countingTimer) Reset(d time.Duration) bool {
+	defer t.resets.Add(1)
+
+	return t.Timer.Reset(d)
 }
 
 // reader are credentials for os:reader.
@@ -146,7 +186,7 @@ func (s *suite) await(t *testing.T, nodename string, want inventory.Condition) i
 
 	var entry inventory.Entry
 
-	eventually(t, patience, nodename+" is "+want.String(), func() bool {
+	eventually(t, nodename+" is "+want.String(), func() bool {
 		entry = s.inventory.Get(nodename)
 
 		return entry.Condition == want
@@ -156,30 +196,37 @@ func (s *suite) await(t *testing.T, nodename string, want inventory.Condition) i
 }
 
 // awaitView waits until the current view of a machine is as wanted.
-func (s *suite) awaitView(t *testing.T, nodename string, limit time.Duration, want func(machine.Machine) bool) {
+func (s *suite) awaitView(t *testing.T, nodename string, want func(machine.Machine) bool) {
 	t.Helper()
 
-	eventually(t, limit, "the view of "+nodename+" is as wanted", func() bool {
+	eventually(t, "the view of "+nodename+" is as wanted", func() bool {
 		entry := s.inventory.Get(nodename)
 
 		return entry.Condition == inventory.Current && want(entry.Machine)
 	})
 }
 
+// awaitChange waits until the session has heard of one change, and lets no more time pass than the product has to tell of it.
+func awaitChange(t *testing.T, clk *clocktesting.FakeClock) {
+	t.Helper()
+	eventually(t, "the change is waiting for others", func() bool { return clk.Waiters() == watchingTimers+1 })
+	clk.Step(atOnce)
+}
+
 // eventually waits for a condition that no channel announces.
-func eventually(t *testing.T, limit time.Duration, what string, condition func() bool) {
+func eventually(t *testing.T, what string, condition func() bool) {
 	t.Helper()
 
 	ticker := time.NewTicker(2 * time.Millisecond)
 	defer ticker.Stop()
 
-	deadline := time.After(limit)
+	deadline := time.After(patience)
 
 	for !condition() {
 		select {
 		case <-ticker.C:
 		case <-deadline:
-			t.Fatalf("waited %s in vain until %s", limit, what)
+			t.Fatalf("waited %s in vain until %s", patience, what)
 		}
 	}
 }

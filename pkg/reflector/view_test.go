@@ -10,10 +10,10 @@ import (
 
 	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/cosi-project/runtime/pkg/state"
-	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"k8s.io/utils/clock"
+	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -59,7 +59,8 @@ func TestNoViewIsPublishedBeforeAllWatchesAreThere(t *testing.T) {
 		t.Run(kind.Type(), func(t *testing.T) {
 			t.Parallel()
 
-			s, clk := newTimedSuite(t)
+			clk := &countingClock{FakeClock: clocktesting.NewFakeClock(time.Now())}
+			s := newSuite(t, clk)
 			worker := s.add(t, talostest.MachineSpec{Nodename: "worker-1", Platform: runtime.PlatformMetadataSpec{Platform: "aws", InstanceID: "i-1"}})
 
 			release := make(chan struct{})
@@ -71,18 +72,16 @@ func TestNoViewIsPublishedBeforeAllWatchesAreThere(t *testing.T) {
 			s.track(worker)
 
 			others := len(machine.WatchedKinds()) - 1
-			eventually(t, patience, "the other watches are open", func() bool { return worker.OpenStreams() == others })
+			eventually(t, "the other watches are open", func() bool { return worker.OpenStreams() == others })
 
-			// Late enough for a second poll, and in time for the watches: they have half a minute.
-			steps := 0
+			// Late enough for a second poll, and in time for the watches: they have half a minute. After each poll the time of the next is set.
+			eventually(t, "the machine has been polled", func() bool { return clk.resets.Load() == 1 })
+			clk.Step(firstPoll)
+			eventually(t, "the machine has been polled again", func() bool { return clk.resets.Load() == 2 && worker.OpenStreams() == others })
 
-			eventually(t, patience, "the machine is polled again", func() bool {
-				if steps++; steps < 25 {
-					clk.Step(time.Second)
-				}
-
-				return lists(worker)[k8s.NodeIPType] >= 2 && worker.OpenStreams() == others
-			})
+			if got := s.inventory.viewsOf(worker.Nodename()); len(got) > 0 {
+				t.Errorf("there is a view without %s: %+v", kind.Type(), got[0])
+			}
 
 			close(release)
 			s.await(t, worker.Nodename(), inventory.Current)
@@ -159,8 +158,9 @@ func TestAMachineWithoutEndIsNotFollowed(t *testing.T) {
 		events = append(events, state.Event{Type: state.Created, Resource: address})
 	}
 
-	s := newRealSuite(t)
-	s.runOdd(t, clock.RealClock{}, events...)
+	// However long it takes to read ten thousand events, the machine's time to answer is not over.
+	s, clk := newTimedSuite(t)
+	s.runOdd(t, clk, events...)
 
 	worker := s.addWorker(t)
 	s.track(worker)
@@ -180,7 +180,7 @@ func TestAWatchThatNeverTellsIsOverdueHoweverOftenTheMachineIsPolled(t *testing.
 	must(t, worker.SetStage(t.Context(), runtime.MachineStageBooting))
 	s.track(worker)
 
-	eventually(t, patience, "the machine is unreachable", func() bool {
+	eventually(t, "the machine is unreachable", func() bool {
 		clk.Step(time.Second)
 
 		return s.inventory.Get(worker.Nodename()).Condition == inventory.Unreachable
