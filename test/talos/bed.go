@@ -213,6 +213,10 @@ func (b *Bed) build(ctx context.Context) error {
 		return err
 	}
 
+	if err := b.configs.talosconfig.Save(b.talosconfig()); err != nil {
+		return fmt.Errorf("write talosconfig: %w", err)
+	}
+
 	if b.options.Extension == "" {
 		b.options.Extension = filepath.Join(b.dir, "probe")
 

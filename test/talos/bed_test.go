@@ -30,10 +30,12 @@ import (
 const (
 	service          = "ext-talos-ccm"
 	uninitialized    = "node.cloudprovider.kubernetes.io/uninitialized"
-	patience         = 2 * time.Minute
+	patience         = 4 * time.Minute
+	attempt          = 30 * time.Second
 	talosVersion     = "v1.13.5"
 	kubeletVersion   = "v1.36.3"
 	firmStart        = 5 * time.Second
+	boots            = 3
 	environmentValue = "from the machine configuration"
 )
 
@@ -58,6 +60,10 @@ func eventually(t *testing.T, condition func(context.Context) error) time.Durati
 	var objection error
 
 	if err := wait.PollUntilContextCancel(ctx, 100*time.Millisecond, true, func(ctx context.Context) (bool, error) {
+		// A call that hangs, as one to an API server that goes down, is not the last one.
+		ctx, cancel := context.WithTimeout(ctx, attempt)
+		defer cancel()
+
 		objection = condition(ctx)
 
 		return objection == nil, nil
@@ -76,13 +82,25 @@ func check(t *testing.T, err error) {
 	}
 }
 
-func TestBothNodesWaitForACloudProvider(t *testing.T) {
+// nodeOf reads m's Node.
+func nodeOf(t *testing.T, m *talos.Machine) (node *corev1.Node) {
+	t.Helper()
+
 	kubernetes, err := bed.Kubernetes()
 	check(t, err)
 
+	eventually(t, func(ctx context.Context) (err error) {
+		node, err = kubernetes.CoreV1().Nodes().Get(ctx, m.Name(), metav1.GetOptions{})
+
+		return err
+	})
+
+	return node
+}
+
+func TestBothNodesWaitForACloudProvider(t *testing.T) {
 	for _, m := range bed.Machines() {
-		node, err := kubernetes.CoreV1().Nodes().Get(t.Context(), m.Name(), metav1.GetOptions{})
-		check(t, err)
+		node := nodeOf(t, m)
 
 		if !slices.ContainsFunc(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == uninitialized }) {
 			t.Errorf("Node %s has taints %v, none of them %s", node.Name, node.Spec.Taints, uninitialized)
@@ -132,20 +150,38 @@ func TestServingCertificatesArePending(t *testing.T) {
 
 func TestExtensionRunsSoonAfterTalos(t *testing.T) {
 	for _, m := range bed.Machines() {
+		runsSoon(t, m, func() { check(t, m.PowerCycle(t.Context())) })
+
+		eventually(t, func(ctx context.Context) error {
+			state, err := m.ServiceState(ctx, service)
+			if err == nil && (state.State != talos.StateRunning || len(state.Events) == 0) {
+				err = fmt.Errorf("%s: Talos says of %s: %+v", m.Name(), service, state)
+			}
+
+			return err
+		})
+	}
+}
+
+// runsSoon sees the extension run soon after Talos, in this boot or, after again, in one of the next: the machine that runs this test may be busy with
+// something else for a while, and an extension that waits for something is late every time.
+func runsSoon(t *testing.T, m *talos.Machine, again func()) {
+	t.Helper()
+
+	for boot := 1; ; boot++ {
 		took, err := m.ServiceRunning(t.Context(), service)
 		check(t, err)
 		t.Logf("%s: %s ran %.1f s after machined", m.Name(), service, took.Seconds())
 
-		if took > firmStart {
-			t.Errorf("%s: %s ran %s after machined", m.Name(), service, took)
+		if took <= firmStart {
+			return
 		}
 
-		state, err := m.ServiceState(t.Context(), service)
-		check(t, err)
-
-		if state.State != talos.StateRunning || len(state.Events) == 0 {
-			t.Errorf("%s: Talos says of %s: %+v", m.Name(), service, state)
+		if boot == boots {
+			t.Fatalf("%s: %s ran only %s after machined", m.Name(), service, took)
 		}
+
+		again()
 	}
 }
 
@@ -225,21 +261,23 @@ func TestAddressesAppearInTalos(t *testing.T) {
 		resource.NewMetadata(network.NamespaceName, network.AddressStatusType, "", resource.VersionUndefined), events))
 
 	next := func(wanted state.EventType, start time.Time) time.Duration {
-		for time.Since(start) < patience {
-			event := <-events
-			check(t, event.Error())
+		deadline := time.After(patience)
 
-			status, err := event.Resource()
-			check(t, err)
+		for {
+			select {
+			case event := <-events:
+				check(t, event.Error())
 
-			if event.Type() == wanted && status.TypedSpec().Address == prefix {
-				return time.Since(start)
+				status, err := event.Resource()
+				check(t, err)
+
+				if event.Type() == wanted && status.TypedSpec().Address == prefix {
+					return time.Since(start)
+				}
+			case <-deadline:
+				t.Fatalf("no event of type %s for %s", wanted, prefix)
 			}
 		}
-
-		t.Fatalf("no event of type %s for %s", wanted, prefix)
-
-		return 0
 	}
 
 	start := time.Now()
@@ -273,12 +311,15 @@ func TestKilledServiceComesBack(t *testing.T) {
 	check(t, m.ServiceRunningAgain(t.Context(), service, mark))
 	t.Logf("%s ran again after %.1f s", service, time.Since(start).Seconds())
 
-	after, err := m.ServiceTask(service)
-	check(t, err)
+	// What the console shows of the start before may come after the mark.
+	eventually(t, func(context.Context) error {
+		after, err := m.ServiceTask(service)
+		if err == nil && (len(after) != 1 || after[0] == before[0]) {
+			err = fmt.Errorf("%s had processes %v and has %v", service, before, after)
+		}
 
-	if len(after) != 1 || after[0] == before[0] {
-		t.Errorf("%s had processes %v and has %v", service, before, after)
-	}
+		return err
+	})
 }
 
 func dial(ctx context.Context, m *talos.Machine) error {
@@ -294,7 +335,7 @@ func dial(ctx context.Context, m *talos.Machine) error {
 }
 
 func TestCableCutsOff(t *testing.T) {
-	check(t, dial(t.Context(), bed.Worker))
+	eventually(t, func(ctx context.Context) error { return dial(ctx, bed.Worker) })
 	check(t, bed.Worker.SetLink(t.Context(), talos.LinkDown))
 
 	if dial(t.Context(), bed.Worker) == nil {
@@ -302,8 +343,11 @@ func TestCableCutsOff(t *testing.T) {
 	}
 
 	// From within, the machine goes on.
-	_, err := bed.Worker.ServiceState(t.Context(), service)
-	check(t, err)
+	eventually(t, func(ctx context.Context) error {
+		_, err := bed.Worker.ServiceState(ctx, service)
+
+		return err
+	})
 
 	check(t, bed.Worker.SetLink(t.Context(), talos.LinkUp))
 	eventually(t, func(ctx context.Context) error { return dial(ctx, bed.Worker) })
@@ -331,9 +375,6 @@ func alive(t *testing.T, m *talos.Machine, since time.Time) time.Duration {
 }
 
 func TestMachinesKeepTheirIdentity(t *testing.T) {
-	kubernetes, err := bed.Kubernetes()
-	check(t, err)
-
 	for _, test := range []struct {
 		name    string
 		machine *talos.Machine
@@ -345,21 +386,16 @@ func TestMachinesKeepTheirIdentity(t *testing.T) {
 		{"control plane loses power", bed.ControlPlane, (*talos.Machine).PowerCycle},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			before, err := kubernetes.CoreV1().Nodes().Get(t.Context(), test.machine.Name(), metav1.GetOptions{})
-			check(t, err)
-
+			before := nodeOf(t, test.machine)
 			start := time.Now()
 			check(t, test.restart(test.machine, t.Context()))
 			t.Logf("the machine was on again after %.1f s", time.Since(start).Seconds())
 
-			_, err = test.machine.ServiceRunning(t.Context(), service)
+			_, err := test.machine.ServiceRunning(t.Context(), service)
 			check(t, err)
 			t.Logf("its kubelet spoke after %.1f s more", alive(t, test.machine, time.Now()).Seconds())
 
-			after, err := kubernetes.CoreV1().Nodes().Get(t.Context(), test.machine.Name(), metav1.GetOptions{})
-			check(t, err)
-
-			if after.UID != before.UID {
+			if nodeOf(t, test.machine).UID != before.UID {
 				t.Errorf("the Node was made anew")
 			}
 		})
@@ -373,13 +409,7 @@ func TestExtensionRunsWithoutNetwork(t *testing.T) {
 	check(t, m.SetLink(t.Context(), talos.LinkDown))
 	check(t, m.PowerOn(t.Context()))
 
-	took, err := m.ServiceRunning(t.Context(), service)
-	check(t, err)
-	t.Logf("%s ran %.1f s after machined", service, took.Seconds())
-
-	if took > firmStart {
-		t.Errorf("%s ran only %s after machined", service, took)
-	}
+	runsSoon(t, m, func() { check(t, m.PowerCycle(t.Context())) })
 
 	check(t, m.SetLink(t.Context(), talos.LinkUp))
 	t.Logf("with its cable back, its kubelet spoke after %.1f s", alive(t, m, time.Now()).Seconds())

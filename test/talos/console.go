@@ -33,6 +33,7 @@ type Console struct {
 
 	mu      sync.Mutex
 	lines   []Line
+	boots   int
 	boot    Mark
 	on      time.Time
 	changed chan struct{}
@@ -63,7 +64,7 @@ func (c *Console) add(text string) {
 	defer c.mu.Unlock()
 
 	if text == powerOnMarker {
-		c.boot, c.on = Mark(len(c.lines)), time.Now()
+		c.boots, c.boot, c.on = c.boots+1, Mark(len(c.lines)), time.Now()
 	}
 
 	line := Line{Since: time.Since(c.on), Text: text}
@@ -80,6 +81,25 @@ func (c *Console) PowerOn() Mark {
 	defer c.mu.Unlock()
 
 	return c.boot
+}
+
+// booted waits until the console shows that many boots.
+func (c *Console) booted(ctx context.Context, boots int) error {
+	for {
+		c.mu.Lock()
+		seen, changed := c.boots, c.changed
+		c.mu.Unlock()
+
+		if seen >= boots {
+			return nil
+		}
+
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return fmt.Errorf("wait for console to show boot %d: %w", boots, context.Cause(ctx))
+		}
+	}
 }
 
 // Now is the place after the last line.

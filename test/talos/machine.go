@@ -80,7 +80,14 @@ func (m *Machine) Root() string {
 
 // PowerOn switches the machine on and returns at once. A machine that is on stays on.
 func (m *Machine) PowerOn(ctx context.Context) error {
-	return m.named("switch on", m.chassis.command(ctx, "on", func(p power) bool { return p.pid != 0 }))
+	if err := m.chassis.command(ctx, "on", func(p power) bool { return p.pid != 0 }); err != nil {
+		return m.named("switch on", err)
+	}
+
+	// The chassis tells of a boot here and on the console. Who looks at the console now must not find the boot before.
+	state, _ := m.chassis.state()
+
+	return m.named("switch on", m.console.booted(ctx, state.boots))
 }
 
 // PowerOff pulls the plug. What the machine has on its disk stays: its identity, configuration, etcd, images.
@@ -164,7 +171,7 @@ func (m *Machine) named(attempt string, err error) error {
 
 // close ends the machine and removes what it had.
 func (m *Machine) close(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+	ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
 	defer cancel()
 
 	var errs []error

@@ -8,18 +8,16 @@ import (
 	"path/filepath"
 )
 
+// talosconfig is the file that scripts find. It is written once: what one script started may read it while the next one starts.
+func (b *Bed) talosconfig() string { return filepath.Join(b.dir, "talosconfig") }
+
 // Shell runs a shell script as a person would who sits next to the machines, and returns what it prints: on the bridge's network, with
 // talosctl and an admin's talosconfig.
 func (b *Bed) Shell(ctx context.Context, script string) ([]byte, error) {
-	talosconfig := filepath.Join(b.dir, "talosconfig")
-	if err := b.configs.talosconfig.Save(talosconfig); err != nil {
-		return nil, fmt.Errorf("write talosconfig: %w", err)
-	}
-
 	cmd := exec.CommandContext(ctx, "sh", "-c", script)
 	cmd.Env = append(os.Environ(),
 		"PATH="+filepath.Dir(b.assets.tool("talosctl"))+string(os.PathListSeparator)+os.Getenv("PATH"),
-		"TALOSCONFIG="+talosconfig,
+		"TALOSCONFIG="+b.talosconfig(),
 		"TALOS_HOME="+b.dir, // talosctl keeps no files elsewhere
 	)
 
