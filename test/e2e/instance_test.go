@@ -51,7 +51,7 @@ func startInstance(t *testing.T) *instance {
 		<-i.ended
 	})
 
-	eventually(t, patience, func(context.Context) string {
+	eventually(t, func(context.Context) string {
 		if log := i.log(); !strings.Contains(log, "leader lease") {
 			return "the other instance does not wait for the lease:\n" + log
 		}

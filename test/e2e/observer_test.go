@@ -4,11 +4,13 @@ package e2e_test
 
 import (
 	"context"
+	"fmt"
 	"maps"
 	"slices"
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/siderolabs/talos/pkg/machinery/constants"
@@ -34,14 +36,19 @@ type observer struct {
 	stop  context.CancelFunc
 	group sync.WaitGroup
 
-	// What was seen; to be read when the group has ended.
+	// What was seen.
+	mu               sync.Mutex
 	versions         int
 	changes, holders []string
+	renewed          time.Time
 }
 
 // observe begins to compare Nodes to what they are now, while the extension holds the lease.
 func observe(t *testing.T) *observer {
 	t.Helper()
+
+	// The one that is held: an instance that has just started may be about to take it.
+	eventually(t, heldBy(theExtension))
 
 	lease, err := client.CoordinationV1().Leases(metav1.NamespaceSystem).Get(t.Context(), leaseName, metav1.GetOptions{})
 	if err != nil {
@@ -52,12 +59,7 @@ func observe(t *testing.T) *observer {
 	o := &observer{before: map[string]*corev1.Node{}, extension: *lease.Spec.HolderIdentity, stop: stop}
 
 	for _, m := range bed.Machines() {
-		node, err := client.CoreV1().Nodes().Get(t.Context(), m.Name(), metav1.GetOptions{})
-		if err != nil {
-			t.Fatal(err)
-		}
-
-		o.before[node.Name] = node
+		o.before[m.Name()] = nodeOf(t, m)
 	}
 
 	nodes := cache.NewListWatchFromClient(client.CoreV1().RESTClient(), "nodes", metav1.NamespaceNone, fields.Everything())
@@ -110,6 +112,9 @@ func (o *observer) seeNode(object runtime.Object) {
 		return // the end of a watch
 	}
 
+	o.mu.Lock()
+	defer o.mu.Unlock()
+
 	o.versions++
 
 	if change := changed(o.before[node.Name], node); change != "" && !slices.Contains(o.changes, change) {
@@ -132,9 +137,28 @@ func (o *observer) seeLease(object runtime.Object) {
 		name = "extension"
 	}
 
+	o.mu.Lock()
+	defer o.mu.Unlock()
+
+	if lease.Spec.RenewTime != nil {
+		o.renewed = lease.Spec.RenewTime.Time
+	}
+
 	if len(o.holders) == 0 || o.holders[len(o.holders)-1] != name {
 		o.holders = append(o.holders, name)
 	}
+}
+
+// otherInstanceWorks says what is missing for the other instance to be seen to hold the lease and renew it.
+func (o *observer) otherInstanceWorks(context.Context) string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+
+	if len(o.holders) == 0 || o.holders[len(o.holders)-1] != "other instance" || time.Since(o.renewed) > renewedLately {
+		return fmt.Sprintf("the lease was seen to be held by %s, until %s", strings.Join(o.holders, ", "), o.renewed)
+	}
+
+	return ""
 }
 
 // judge ends the observation. Nodes must have been what they were before all the time, and those who held the lease, one after the other, as in one of

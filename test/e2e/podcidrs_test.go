@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"net/netip"
 	"testing"
-	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
@@ -28,12 +27,7 @@ func TestPodCIDRs(t *testing.T) {
 	ctx := t.Context()
 
 	for _, m := range bed.Machines() {
-		node, err := client.CoreV1().Nodes().Get(ctx, m.Name(), metav1.GetOptions{})
-		if err != nil {
-			t.Fatal(err)
-		}
-
-		if len(node.Spec.PodCIDRs) > 0 {
+		if node := nodeOf(t, m); len(node.Spec.PodCIDRs) > 0 {
 			t.Fatalf("%s has podCIDRs %v, and nobody should have given any", m.Name(), node.Spec.PodCIDRs)
 		}
 	}
@@ -49,17 +43,14 @@ func TestPodCIDRs(t *testing.T) {
 			t.Fatal(err)
 		}
 
-		t.Cleanup(func() {
-			if err := m.DelAddress(context.WithoutCancel(ctx), "eth0", sites[m.Name()]); err != nil {
-				t.Error(err)
-			}
-		})
+		// What comes next compares Nodes with machines.
+		t.Cleanup(func() { removeAddress(t, m, sites[m.Name()]) })
 	}
 
-	patchDocument(t, podCIDRsEnvironment)
 	t.Cleanup(func() { removeDocument(t) })
+	patchDocument(t, podCIDRsEnvironment)
 
-	took := eventually(t, time.Minute, func(ctx context.Context) string { return withoutPodCIDRs(ctx, sites) })
+	took := eventually(t, func(ctx context.Context) string { return withoutPodCIDRs(ctx, sites) })
 	t.Logf("podCIDRs are there %s after the document", took)
 }
 

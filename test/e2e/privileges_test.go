@@ -3,6 +3,7 @@
 package e2e_test
 
 import (
+	"context"
 	"fmt"
 	"maps"
 	"os"
@@ -14,34 +15,45 @@ import (
 
 func TestServiceRunsWithoutPrivileges(t *testing.T) {
 	for _, m := range bed.Machines() {
-		pids, err := m.ServiceTask(service)
-		if err != nil {
-			t.Fatal(err)
-		}
-
-		if len(pids) == 0 {
-			t.Fatalf("%s: no process of %s", m.Name(), service)
-		}
-
-		for _, pid := range pids {
-			status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
-			if err != nil {
-				t.Fatal(err)
+		// One that starts has them for a moment.
+		eventually(t, func(context.Context) string {
+			pids, err := m.ServiceTask(service)
+			if err != nil || len(pids) == 0 {
+				return fmt.Sprintf("%s: no process of %s (%v)", m.Name(), service, err)
 			}
 
-			fields := parseStatus(string(status))
-			t.Logf("%s: pid %d: Uid %s, Gid %s, Groups %q, CapEff %s, CapPrm %s", m.Name(), pid, fields["Uid"], fields["Gid"], fields["Groups"], fields["CapEff"], fields["CapPrm"])
-
-			for field, want := range map[string]string{
-				"Uid": "50 50 50 50", "Gid": "50 50 50 50", "Groups": "", "CapEff": "0000000000000000", "CapPrm": "0000000000000000",
-				"CapAmb": "0000000000000000", "NoNewPrivs": "1",
-			} {
-				if fields[field] != want {
-					t.Errorf("%s: pid %d: %s is %q, not %q", m.Name(), pid, field, fields[field], want)
+			for _, pid := range pids {
+				if held := privileges(pid); held != "" {
+					return fmt.Sprintf("%s: pid %d: %s", m.Name(), pid, held)
 				}
+
+				t.Logf("%s: pid %d has no privileges", m.Name(), pid)
 			}
+
+			return ""
+		})
+	}
+}
+
+// privileges says what of a process is not as it should be.
+func privileges(pid int) string {
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	if err != nil {
+		return err.Error()
+	}
+
+	fields := parseStatus(string(status))
+
+	for field, want := range map[string]string{
+		"Uid": "50 50 50 50", "Gid": "50 50 50 50", "Groups": "", "CapEff": "0000000000000000", "CapPrm": "0000000000000000",
+		"CapAmb": "0000000000000000", "NoNewPrivs": "1",
+	} {
+		if fields[field] != want {
+			return fmt.Sprintf("%s is %q, not %q", field, fields[field], want)
 		}
 	}
+
+	return ""
 }
 
 // parseStatus reads /proc/PID/status, with the white space of each value folded.
@@ -60,7 +72,7 @@ func parseStatus(status string) map[string]string {
 var calls = regexp.MustCompile(`\[(/[^]]+)\] .*talos-role=([^;)]*)`)
 
 func TestAdminIsAskedForInTheNamedCallsAlone(t *testing.T) {
-	eventually(t, patience, bothInitialised)
+	eventually(t, bothInitialised)
 
 	log, err := bed.ControlPlane.Logs(t.Context(), "machined")
 	if err != nil {

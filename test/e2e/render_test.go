@@ -42,7 +42,7 @@ transformations:
 `
 
 func TestRenderedIsWhatIsOnTheNodes(t *testing.T) {
-	eventually(t, patience, bothInitialised)
+	eventually(t, bothInitialised)
 
 	rules := filepath.Join(t.TempDir(), "config.yaml")
 	if err := os.WriteFile(rules, []byte(renderedRules), 0o644); err != nil {
@@ -65,7 +65,7 @@ func TestRenderedIsWhatIsOnTheNodes(t *testing.T) {
 					t.Fatal(err)
 				}
 
-				took := eventually(t, patience, func(ctx context.Context) string { return differs(ctx, m, reports[0]) })
+				took := eventually(t, func(ctx context.Context) string { return differs(ctx, m, reports[0]) })
 				t.Logf("the Node was as rendered after %s", took.Round(time.Millisecond))
 			})
 		}

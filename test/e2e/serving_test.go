@@ -69,12 +69,12 @@ func lacks(request certificatesv1.CertificateSigningRequest, ips []netip.Addr) s
 }
 
 func TestServingCertificatesAreIssued(t *testing.T) {
-	eventually(t, patience, bothInitialised)
+	eventually(t, bothInitialised)
 
 	for _, m := range bed.Machines() {
 		var request certificatesv1.CertificateSigningRequest
 
-		eventually(t, patience, func(ctx context.Context) (missing string) {
+		eventually(t, func(ctx context.Context) (missing string) {
 			request, missing = issued(ctx, m, m.Address())
 
 			return missing
@@ -89,10 +89,10 @@ func TestServingCertificatesAreIssued(t *testing.T) {
 
 // TestKubeletsAreWhatTheyCertify is what the API server does for logs and exec, with the cluster's CA.
 func TestKubeletsAreWhatTheyCertify(t *testing.T) {
-	eventually(t, patience, bothInitialised)
+	eventually(t, bothInitialised)
 
 	for _, m := range bed.Machines() {
-		took := eventually(t, patience, func(ctx context.Context) string {
+		took := eventually(t, func(ctx context.Context) string {
 			healthz, err := kubeletOf(m).Discovery().RESTClient().Get().AbsPath("/healthz").DoRaw(ctx)
 			if err != nil {
 				return err.Error()
@@ -122,36 +122,28 @@ func kubeletOf(m *talos.Machine) kubernetes.Interface {
 	return kubernetes.NewForConfigOrDie(config)
 }
 
-// kubeletPatience is for a kubelet that asked, when it started, for an address that its machine had lost meanwhile, as earlier tests have it do: it asks
-// again with growing intervals, of up to half a minute, after it was denied that.
-const kubeletPatience = 2 * time.Minute
-
 func TestAddedAddressRenewsTheCertificate(t *testing.T) {
-	eventually(t, patience, bothInitialised)
-	eventually(t, patience, func(ctx context.Context) string {
+	eventually(t, bothInitialised)
+	eventually(t, func(ctx context.Context) string {
 		_, missing := issued(ctx, bed.Worker, bed.Worker.Address())
 
 		return missing
 	})
 
 	prefix := netip.MustParsePrefix("203.0.113.20/32")
-	if err := bed.Worker.AddAddress(t.Context(), "eth0", prefix); err != nil {
-		t.Fatal(err)
-	}
-
 	start := time.Now()
 
-	eventually(t, patience, has(bed.Worker, prefix.Addr()))
-	t.Logf("the Node had %s after %s", prefix.Addr(), time.Since(start).Round(time.Millisecond))
+	addAddress(t, bed.Worker, prefix)
 
-	eventually(t, kubeletPatience, func(ctx context.Context) string {
+	// A kubelet that was denied an address which its machine has no longer asks again with growing intervals, of up to half a minute.
+	eventually(t, func(ctx context.Context) string {
 		_, missing := issued(ctx, bed.Worker, bed.Worker.Address(), prefix.Addr())
 
 		return missing
 	})
 	t.Logf("a certificate for it was issued after %s", time.Since(start).Round(time.Millisecond))
 
-	eventually(t, patience, func(ctx context.Context) string { return serves(ctx, bed.Worker, prefix.Addr()) })
+	eventually(t, func(ctx context.Context) string { return serves(ctx, bed.Worker, prefix.Addr()) })
 	t.Logf("the kubelet served it after %s", time.Since(start).Round(time.Millisecond))
 
 	removeAddress(t, bed.Worker, prefix)

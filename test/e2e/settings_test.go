@@ -12,10 +12,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/cosi-project/runtime/pkg/safe"
+	"github.com/siderolabs/talos/pkg/machinery/resources/config"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 
-	"github.com/talos-ccm/talos-ccm/extension"
 	"github.com/talos-ccm/talos-ccm/pkg/ccm"
 	"github.com/talos-ccm/talos-ccm/pkg/settings"
 )
@@ -56,13 +57,35 @@ func changeConfig(t *testing.T, config string) {
 	patchDocument(t, fmt.Sprintf("configFiles:\n  - mountPath: %s\n    content: |\n%s\n", settings.MountPath, indented))
 }
 
-// removeDocument takes the document away, if there is one: talosctl v1.13.5 cannot do that to one that is not there.
+// removeDocument takes the document away, if there is one: talosctl v1.13.5 cannot do that to one that is not there. The machine configuration tells, and
+// not the resource that Talos makes of the document a moment later.
 func removeDocument(t *testing.T) {
 	t.Helper()
 
-	if out := shell(t, fmt.Sprintf("talosctl -n %s get extensionserviceconfigs", bed.ControlPlane.Address())); strings.Contains(string(out), extension.Name) {
+	if len(activeConfig(t).Config().ExtensionServiceConfigs()) > 0 {
 		patchDocument(t, "$patch: delete\n")
 	}
+}
+
+// activeConfig is the control plane's machine configuration.
+func activeConfig(t *testing.T) (active *config.MachineConfig) {
+	t.Helper()
+
+	eventually(t, func(ctx context.Context) string {
+		api, err := bed.ControlPlane.TalosClient(ctx)
+		if err != nil {
+			return err.Error()
+		}
+		defer api.Close()
+
+		if active, err = safe.StateGetByID[*config.MachineConfig](ctx, api.COSI, config.ActiveID); err != nil {
+			return err.Error()
+		}
+
+		return ""
+	})
+
+	return active
 }
 
 // labelled says which Node does not have the label with the value; empty value: which Node has it.
@@ -155,53 +178,77 @@ func rule(value string) string {
 func TestConfigurationTakesEffectWithoutRestart(t *testing.T) {
 	const label = "example.org/e2e"
 
-	eventually(t, patience, bothInitialised)
-	eventually(t, patience, working)
+	eventually(t, bothInitialised)
+	eventually(t, working)
 
 	before := task(t, bed.ControlPlane)
 
-	applyConfig(t, rule("one"))
-	t.Logf("added: both Nodes had the label %s later", eventually(t, atOnce, labelled(label, "one")).Round(time.Millisecond))
+	t.Cleanup(func() { removeDocument(t) })
+	promptly(t, atOnce, func() time.Duration {
+		changeConfig(t, rule("one"))
 
-	changeConfig(t, rule("two"))
-	t.Logf("changed: both Nodes had the label %s later", eventually(t, atOnce, labelled(label, "two")).Round(time.Millisecond))
+		added := eventually(t, labelled(label, "one"))
 
-	mistaken := time.Now()
+		changeConfig(t, rule("two"))
 
-	changeConfig(t, rule("'{{ .Nothing }}'"))
-	t.Logf("mistaken: an Event said so %s later", eventually(t, patience, eventOf(ccm.ReasonConfigInvalid, mistaken)).Round(time.Millisecond))
+		changed := eventually(t, labelled(label, "two"))
 
-	eventually(t, patience, configValid("0"))
+		removeDocument(t)
 
-	if missing := labelled(label, "two")(t.Context()); missing != "" {
-		t.Errorf("the last good configuration does not stay: %s", missing)
-	}
+		removed := eventually(t, labelled(label, ""))
+		t.Logf("both Nodes had the label %s after it was added, %s after it was changed, and not %s after it was removed",
+			added.Round(time.Millisecond), changed.Round(time.Millisecond), removed.Round(time.Millisecond))
 
-	corrected := time.Now()
-
-	changeConfig(t, rule("three"))
-	t.Logf("corrected: both Nodes had the label %s later", eventually(t, atOnce, labelled(label, "three")).Round(time.Millisecond))
-	eventually(t, patience, eventOf(ccm.ReasonConfigValid, corrected))
-	eventually(t, patience, configValid("1"))
-
-	removeDocument(t)
-	t.Logf("removed: both Nodes were without the label %s later", eventually(t, atOnce, labelled(label, "")).Round(time.Millisecond))
+		return max(added, changed, removed)
+	})
+	promptly(t, atOnce, func() time.Duration { return mistaken(t, label) })
 
 	if after := task(t, bed.ControlPlane); !slices.Equal(before, after) {
 		t.Errorf("the process is another: %v, not %v", after, before)
 	}
 }
 
+// mistaken sees that a mistake changes nothing and is reported, and returns how long it took for its correction to be in force.
+func mistaken(t *testing.T, label string) time.Duration {
+	t.Helper()
+
+	changeConfig(t, rule("good"))
+	eventually(t, labelled(label, "good"))
+
+	start := time.Now()
+
+	changeConfig(t, rule("'{{ .Nothing }}'"))
+	t.Logf("mistaken: an Event said so %s later", eventually(t, eventOf(ccm.ReasonConfigInvalid, start)).Round(time.Millisecond))
+	eventually(t, configValid("0"))
+
+	for _, m := range bed.Machines() {
+		if value := nodeOf(t, m).Labels[label]; value != "good" {
+			t.Errorf("the last good configuration does not stay: %s has %s=%q", m.Name(), label, value)
+		}
+	}
+
+	start = time.Now()
+
+	changeConfig(t, rule("better"))
+
+	took := eventually(t, labelled(label, "better"))
+	t.Logf("corrected: both Nodes had the label %s later", took.Round(time.Millisecond))
+	eventually(t, eventOf(ccm.ReasonConfigValid, start))
+	eventually(t, configValid("1"))
+
+	return took
+}
+
 func TestEnvironmentOfTheDocumentReplacesTheProcess(t *testing.T) {
-	eventually(t, patience, bothInitialised)
-	eventually(t, patience, working)
+	eventually(t, bothInitialised)
+	eventually(t, working)
 	t.Cleanup(func() { removeDocument(t) })
 
 	before := task(t, bed.ControlPlane)
 
 	patchDocument(t, "environment:\n  - TALOS_CCM_V=4\n")
-	t.Logf("the process had the variable %s later", eventually(t, patience, environment("TALOS_CCM_V=4", present)).Round(time.Millisecond))
-	t.Logf("and held the lease %s later", eventually(t, patience, working).Round(time.Millisecond))
+	t.Logf("the process had the variable %s later", eventually(t, environment("TALOS_CCM_V=4", present)).Round(time.Millisecond))
+	t.Logf("and held the lease %s later", eventually(t, working).Round(time.Millisecond))
 
 	if after := task(t, bed.ControlPlane); !slices.Equal(before, after) {
 		t.Errorf("Talos supervises another process: %v, not %v", after, before)
@@ -210,13 +257,13 @@ func TestEnvironmentOfTheDocumentReplacesTheProcess(t *testing.T) {
 	mistaken := time.Now()
 
 	patchDocument(t, "environment:\n  - TALOS_CCM_NO_SUCH_FLAG=1\n")
-	eventually(t, patience, eventOf(ccm.ReasonConfigInvalid, mistaken))
-	eventually(t, patience, environment("TALOS_CCM_V=4", present))
+	eventually(t, eventOf(ccm.ReasonConfigInvalid, mistaken))
+	eventually(t, environment("TALOS_CCM_V=4", present))
 
 	removeDocument(t)
-	eventually(t, patience, environment("TALOS_CCM_V=4", absent))
-	eventually(t, patience, working)
-	eventually(t, patience, bothInitialised)
+	eventually(t, environment("TALOS_CCM_V=4", absent))
+	eventually(t, working)
+	eventually(t, bothInitialised)
 }
 
 // presence is whether something is to be there.

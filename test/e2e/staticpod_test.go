@@ -17,11 +17,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/siderolabs/talos/pkg/machinery/api/machine"
 	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
 	"github.com/siderolabs/talos/pkg/machinery/config/types/v1alpha1"
-	"github.com/siderolabs/talos/pkg/machinery/resources/config"
 	authenticationv1 "k8s.io/api/authentication/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -100,7 +98,7 @@ func heldBy(prefix string) func(context.Context) string {
 			return missing
 		}
 
-		lease, err := client.CoordinationV1().Leases(metav1.NamespaceSystem).Get(ctx, "cloud-controller-manager-talos", metav1.GetOptions{})
+		lease, err := client.CoordinationV1().Leases(metav1.NamespaceSystem).Get(ctx, leaseName, metav1.GetOptions{})
 
 		switch {
 		case err != nil:
@@ -155,12 +153,7 @@ func editMachine(t *testing.T, change func(*v1alpha1.MachineConfig)) {
 	}
 	defer api.Close()
 
-	active, err := safe.StateGetByID[*config.MachineConfig](ctx, api.COSI, config.ActiveID)
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	changed, err := active.Provider().PatchV1Alpha1(func(c *v1alpha1.Config) error {
+	changed, err := activeConfig(t).Provider().PatchV1Alpha1(func(c *v1alpha1.Config) error {
 		change(c.MachineConfig)
 
 		return nil
@@ -187,8 +180,8 @@ func podWorks(t *testing.T, address string) {
 	t.Cleanup(func() { control(t, "start") })
 	t.Cleanup(func() { showPod(t) })
 
-	t.Logf("the pod held the lease %s after the extension was stopped", eventually(t, patience, heldBy(thePod)).Round(time.Millisecond))
-	eventually(t, patience, bothCurrent)
+	t.Logf("the pod held the lease %s after the extension was stopped", eventually(t, heldBy(thePod)).Round(time.Millisecond))
+	eventually(t, bothCurrent)
 	reachesTheNode(t, bed.Worker, netip.MustParsePrefix(address))
 	showPod(t)
 }
@@ -197,11 +190,11 @@ func podWorks(t *testing.T, address string) {
 func extensionWorksAgain(t *testing.T, address string) {
 	t.Helper()
 
-	eventually(t, patience, noPods)
+	eventually(t, noPods)
 	control(t, "start")
 
-	t.Logf("the extension held the lease %s after it was started", eventually(t, patience, heldBy(theExtension)).Round(time.Millisecond))
-	eventually(t, patience, bothCurrent)
+	t.Logf("the extension held the lease %s after it was started", eventually(t, heldBy(theExtension)).Round(time.Millisecond))
+	eventually(t, bothCurrent)
 	reachesTheNode(t, bed.Worker, netip.MustParsePrefix(address))
 }
 
@@ -278,8 +271,8 @@ func filled(t *testing.T, manifest string) string {
 }
 
 func TestStaticPodOfTheDocument(t *testing.T) {
-	eventually(t, patience, bothInitialised)
-	eventually(t, patience, heldBy(theExtension))
+	eventually(t, bothInitialised)
+	eventually(t, heldBy(theExtension))
 
 	manifest := yamlBlocks(t, "Static pod")[0]
 	pushImage(t, manifest)
@@ -299,8 +292,8 @@ func TestStaticPodOfTheDocument(t *testing.T) {
 	extensionWorksAgain(t, "203.0.113.31/32")
 }
 
-// eachObject calls do with a client for the kind of each object of a manifest, and with the object.
-func eachObject(t *testing.T, manifest string, do func(dynamic.ResourceInterface, *unstructured.Unstructured) error) {
+// eachObject calls do with a client for the kind of each object of a manifest, and with the object, until it has no error any more.
+func eachObject(t *testing.T, manifest string, do func(context.Context, dynamic.ResourceInterface, *unstructured.Unstructured) error) {
 	t.Helper()
 
 	rest, err := bed.RESTConfig()
@@ -329,15 +322,19 @@ func eachObject(t *testing.T, manifest string, do func(dynamic.ResourceInterface
 		kind := object.GroupVersionKind()
 		resource := schema.GroupVersionResource{Group: kind.Group, Version: kind.Version, Resource: strings.ToLower(kind.Kind) + "s"}
 
-		if err := do(kubernetes.Resource(resource).Namespace(object.GetNamespace()), &object); err != nil {
-			t.Fatal(err)
-		}
+		eventually(t, func(ctx context.Context) string {
+			if err := do(ctx, kubernetes.Resource(resource).Namespace(object.GetNamespace()), &object); err != nil {
+				return err.Error()
+			}
+
+			return ""
+		})
 	}
 }
 
 func TestDeploymentOfTheDocument(t *testing.T) {
-	eventually(t, patience, bothInitialised)
-	eventually(t, patience, heldBy(theExtension))
+	eventually(t, bothInitialised)
+	eventually(t, heldBy(theExtension))
 
 	manifests := yamlBlocks(t, "Deployment")
 	access, deployment := manifests[0], manifests[1]
@@ -349,8 +346,8 @@ func TestDeploymentOfTheDocument(t *testing.T) {
 	})
 
 	remove := func() {
-		eachObject(t, deployment, func(kind dynamic.ResourceInterface, object *unstructured.Unstructured) error {
-			err := kind.Delete(context.WithoutCancel(t.Context()), object.GetName(), metav1.DeleteOptions{})
+		eachObject(t, deployment, func(ctx context.Context, kind dynamic.ResourceInterface, object *unstructured.Unstructured) error {
+			err := kind.Delete(ctx, object.GetName(), metav1.DeleteOptions{})
 			if apierrors.IsNotFound(err) {
 				return nil
 			}
@@ -360,17 +357,11 @@ func TestDeploymentOfTheDocument(t *testing.T) {
 	}
 	t.Cleanup(remove)
 
-	eachObject(t, deployment, func(kind dynamic.ResourceInterface, object *unstructured.Unstructured) error {
-		// Talos makes the kind of its ServiceAccounts known when it is told to.
-		eventually(t, patience, func(ctx context.Context) string {
-			if _, err := kind.Apply(ctx, object.GetName(), object, metav1.ApplyOptions{FieldManager: "e2e"}); err != nil {
-				return err.Error()
-			}
+	// Talos makes the kind of its ServiceAccounts known when it is told to.
+	eachObject(t, deployment, func(ctx context.Context, kind dynamic.ResourceInterface, object *unstructured.Unstructured) error {
+		_, err := kind.Apply(ctx, object.GetName(), object, metav1.ApplyOptions{FieldManager: "e2e"})
 
-			return ""
-		})
-
-		return nil
+		return err
 	})
 
 	podWorks(t, "203.0.113.32/32")

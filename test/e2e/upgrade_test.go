@@ -58,7 +58,7 @@ func upgrade(t *testing.T) {
 	configure(t)
 
 	for _, m := range bed.Machines() {
-		eventually(t, patience, shows(m, version))
+		eventually(t, shows(m, version))
 	}
 
 	showVersion(t)
@@ -68,14 +68,16 @@ func upgrade(t *testing.T) {
 	start := time.Now()
 
 	replace(t, bed.ControlPlane, unpacked(nextVersion), (*talos.Machine).Reboot)
-	eventually(t, patience, working)
+	eventually(t, working)
+	// The observation goes on later than the API server: it must see this before the lease goes on.
+	eventually(t, seen.otherInstanceWorks)
 	t.Logf("the other instance went on after %s", time.Since(start).Round(time.Second))
 	other.stop(t)
-	eventually(t, patience, shows(bed.ControlPlane, nextVersion))
+	eventually(t, shows(bed.ControlPlane, nextVersion))
 	t.Logf("%s did its work after %s", nextVersion, time.Since(start).Round(time.Second))
 
 	replace(t, bed.Worker, unpacked(nextVersion), (*talos.Machine).Reboot)
-	eventually(t, patience, shows(bed.Worker, nextVersion))
+	eventually(t, shows(bed.Worker, nextVersion))
 
 	showVersion(t)
 	seen.judge(t, "extension, nobody, other instance, nobody, extension",
@@ -91,11 +93,11 @@ func rollback(t *testing.T) {
 	start := time.Now()
 
 	replace(t, bed.ControlPlane, unpacked(version), (*talos.Machine).PowerCycle)
-	eventually(t, patience, shows(bed.ControlPlane, version))
+	eventually(t, shows(bed.ControlPlane, version))
 	t.Logf("%s did its work after %s", version, time.Since(start).Round(time.Second))
 
 	replace(t, bed.Worker, unpacked(version), (*talos.Machine).Reboot)
-	eventually(t, patience, shows(bed.Worker, version))
+	eventually(t, shows(bed.Worker, version))
 
 	showVersion(t)
 	seen.judge(t, "extension")
@@ -106,11 +108,16 @@ func rollback(t *testing.T) {
 func configure(t *testing.T) {
 	t.Helper()
 
+	const variable = "TALOS_CCM_ALLOCATE_NODE_CIDRS=true"
+
+	t.Cleanup(func() { removeDocument(t) })
+	// Another process may be on its way, because a test before this one has taken the variable away.
+	eventually(t, environment(variable, absent))
 	patchDocument(t, keptEnvironment)
-	eventually(t, patience, environment("TALOS_CCM_ALLOCATE_NODE_CIDRS=true", present))
-	eventually(t, patience, working)
-	applyConfig(t, keptRules)
-	eventually(t, patience, func(ctx context.Context) string {
+	eventually(t, environment(variable, present))
+	eventually(t, working)
+	changeConfig(t, keptRules)
+	eventually(t, func(ctx context.Context) string {
 		for _, m := range bed.Machines() {
 			node, err := client.CoreV1().Nodes().Get(ctx, m.Name(), metav1.GetOptions{})
 
@@ -159,14 +166,19 @@ func worksOn(t *testing.T) {
 		t.Errorf("%s is %q (%v)", initialisations, count, err)
 	}
 
-	for _, m := range bed.Machines() {
-		gone := fmt.Appendf(nil, `{"metadata":{"labels":{%q:null}}}`, keptKey)
-		if _, err := client.CoreV1().Nodes().Patch(t.Context(), m.Name(), types.MergePatchType, gone, metav1.PatchOptions{}); err != nil {
-			t.Fatal(err)
+	promptly(t, atOnce, func() time.Duration {
+		for _, m := range bed.Machines() {
+			gone := fmt.Appendf(nil, `{"metadata":{"labels":{%q:null}}}`, keptKey)
+			if _, err := client.CoreV1().Nodes().Patch(t.Context(), m.Name(), types.MergePatchType, gone, metav1.PatchOptions{}); err != nil {
+				t.Fatal(err)
+			}
 		}
-	}
 
-	t.Logf("a label of the configuration that was taken away was back after %s", eventually(t, atOnce, labelled(keptKey, "yes")).Round(time.Millisecond))
+		took := eventually(t, labelled(keptKey, "yes"))
+		t.Logf("a label of the configuration that was taken away was back after %s", took.Round(time.Millisecond))
+
+		return took
+	})
 }
 
 // shows says where want is not to be seen as the version of talos-ccm on m, or that it does not work there.
