@@ -36,7 +36,7 @@ func startInstance(t *testing.T) *instance {
 	// It outlives the time without an API server, as an instance on another machine would, and asks for the lease more often than the extension, which
 	// starts at the same time as the API server. The environment is for flags.
 	script := fmt.Sprintf(`cd %s && echo $$ > pid && exec env -i %s --talosconfig=$TALOSCONFIG --kubeconfig=kubeconfig --cloud-config=config.yaml \
-		--leader-elect-lease-duration=3m --leader-elect-renew-deadline=2m --leader-elect-retry-period=500ms 2> log`, i.dir, binary())
+		--leader-elect-lease-duration=5m --leader-elect-renew-deadline=4m --leader-elect-retry-period=500ms 2> log`, i.dir, binary())
 
 	ctx, kill := context.WithCancel(context.WithoutCancel(t.Context()))
 
