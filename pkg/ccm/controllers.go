@@ -22,16 +22,14 @@ import (
 
 // control runs reflector and controllers until ctx ends and they have finished.
 func (l *leader) control(ctx context.Context) error {
-	defer machines.Reset() // they are the next leader's to count
+	inv := inventory.New(l.clock.Now)
+	defer countMachines(inv)()
 
 	var group sync.WaitGroup
 	defer group.Wait()
 
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-
-	inv := inventory.New(l.clock.Now)
-	countMachines(inv)
 
 	dial := l.dialer(ctx)
 	refl := reflector.New(inv, dial, l.clock)

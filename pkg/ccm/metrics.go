@@ -28,16 +28,33 @@ func init() {
 	buildInfo.WithLabelValues(version.Version(), runtime.Version()).Set(1)
 }
 
-// countMachines keeps the gauge in step with inv.
-func countMachines(inv *inventory.Inventory) {
-	var mu sync.Mutex // or an older count could overwrite a newer one
+// countMachines keeps the gauge in step with inv until it is told to stop; the gauge then has no values, for they are the next leader's to
+// count. What is still heard of machines after that, from informers that end a moment later, does not count.
+func countMachines(inv *inventory.Inventory) (stop func()) {
+	var (
+		mu      sync.Mutex // or an older count could overwrite a newer one
+		stopped bool
+	)
 
 	inv.Subscribe(func(string) {
 		mu.Lock()
 		defer mu.Unlock()
 
+		if stopped {
+			return
+		}
+
 		for _, c := range []inventory.Condition{inventory.Unknown, inventory.Current, inventory.Unreachable, inventory.Mismatch} {
 			machines.WithLabelValues(c.String()).Set(float64(inv.Count(c)))
 		}
 	})
+
+	return func() {
+		mu.Lock()
+		defer mu.Unlock()
+
+		stopped = true
+
+		machines.Reset()
+	}
 }
