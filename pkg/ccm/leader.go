@@ -154,22 +154,28 @@ func (l *leader) elect(ctx context.Context) error {
 
 	var (
 		controllers sync.WaitGroup
+		leads       = make(chan struct{})
 		failed      = make(chan error, 1)
 	)
 
 	elector, err := l.elector(ctx, leaderelection.LeaderCallbacks{
-		OnStartedLeading: func(context.Context) {
-			controllers.Go(func() {
-				if err := l.control(leading); err != nil {
-					failed <- err
-				}
-			})
-		},
+		OnStartedLeading: func(context.Context) { close(leads) },
 		OnStoppedLeading: stop,
 	})
 	if err != nil {
 		return err
 	}
+
+	// Not from the callback: that is on a goroutine of its own, and may come when they are no longer waited for.
+	controllers.Go(func() {
+		select {
+		case <-leads:
+			if err := l.control(leading); err != nil {
+				failed <- err
+			}
+		case <-leading.Done():
+		}
+	})
 
 	finished := make(chan struct{})
 
