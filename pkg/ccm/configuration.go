@@ -135,9 +135,9 @@ func NodeOptions(c *config.Compiled, fallback config.ProviderIDFallback) nodespe
 
 // reportConfiguration has an Event on this machine's Node whenever a configuration is not valid, and when there is a valid one again.
 func (l *leader) reportConfiguration(ctx context.Context) {
-	nodename := l.localNodename(ctx)
+	nodename := l.awaitLocalNodename(ctx)
 	if nodename == "" {
-		return // outside Talos there is no Node of ours
+		return
 	}
 
 	// As the kubelet refers to its Node.
@@ -180,6 +180,25 @@ func (l *leader) reportConfiguration(ctx context.Context) {
 		}
 
 		reported = problem
+	}
+}
+
+// awaitLocalNodename asks until this machine knows its nodename. It is empty outside Talos, where there is no Node of ours, and when ctx ends.
+func (l *leader) awaitLocalNodename(ctx context.Context) string {
+	if l.socket == nil {
+		return ""
+	}
+
+	for backoff := newBackoff(); ; {
+		if nodename := l.localNodename(ctx); nodename != "" {
+			return nodename
+		}
+
+		select {
+		case <-ctx.Done():
+			return ""
+		case <-l.clock.After(backoff.Step()):
+		}
 	}
 }
 

@@ -10,8 +10,10 @@ import (
 	"time"
 
 	"github.com/cosi-project/runtime/pkg/safe"
+	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/siderolabs/talos/pkg/machinery/role"
+	"google.golang.org/grpc/codes"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
@@ -171,6 +173,24 @@ func TestABadConfigurationAtFirstStartWritesNothing(t *testing.T) {
 	s.configure(self, site("paris"))
 	s.awaitInitialized(self, worker)
 	s.awaitSite(worker, "paris")
+}
+
+// The nodename may be late, and so may the answer to the question for it. Whoever made the mistake is told of it all the same.
+func TestABadConfigurationIsToldOfOnceTheNodenameIsKnown(t *testing.T) {
+	s := newSuite(t, "late-name-", talostest.Options{})
+	self := s.controlPlane("cp")
+	s.configure(self, noSuchKey)
+	s.register(self)
+	s.require(self.State().Destroy(t.Context(), k8s.NewNodename(k8s.NamespaceName, k8s.NodenameID).Metadata()))
+
+	s.start(s.options(self))
+	s.eventually("it has asked for the nodename in vain", func() bool {
+		return slices.ContainsFunc(self.Calls(), func(call talostest.Call) bool {
+			return call.ResourceType == k8s.NodenameType && call.Code == codes.NotFound
+		})
+	})
+	s.require(self.SetNodename(t.Context(), self.Nodename()))
+	s.awaitEvent(self, ccm.ReasonConfigInvalid)
 }
 
 func TestAFileThatIsMountedElsewhereIsNotLostInSilence(t *testing.T) {
