@@ -1,6 +1,7 @@
 package ccm_test
 
 import (
+	"context"
 	"fmt"
 	"io"
 	"net"
@@ -13,15 +14,15 @@ import (
 
 	"github.com/cosi-project/runtime/pkg/resource"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/config"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/siderolabs/talos/pkg/machinery/role"
-	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/component-base/metrics/legacyregistry"
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/talos-ccm/talos-ccm/pkg/ccm"
@@ -83,42 +84,52 @@ func TestOutsideTalos(t *testing.T) {
 	}
 }
 
-// shortLease makes a lease that is lost, or taken over, within seconds.
-func shortLease(options *ccm.Options) {
+// longLease makes a lease that outlasts every restart of the API server, on the slowest of machines.
+func longLease(options *ccm.Options) {
 	election := &options.Framework.Generic.LeaderElection
-	election.LeaseDuration.Duration = 3 * time.Second
-	election.RenewDeadline.Duration = 2 * time.Second
-	election.RetryPeriod.Duration = 500 * time.Millisecond
+	election.LeaseDuration.Duration, election.RenewDeadline.Duration = 10*time.Minute, 9*time.Minute
 }
 
-// initializing registers the Nodes of 30 machines, slow ones among them, and returns once some but not all are initialised.
-func (s *suite) initializing() []*talostest.Machine {
+// stopAPIServer stops the API server. The next test finds it running, however this one ends.
+func (s *suite) stopAPIServer() {
 	s.Helper()
 
-	var machines []*talostest.Machine
+	s.kube.StopAPIServer(s.Context())
+	s.Cleanup(func() { s.require(s.kube.StartAPIServer(context.Background())) })
+}
+
+// initializing registers the Nodes of 30 machines, slow ones among them, and returns once some but not all are initialised: the last one
+// answers nothing until it is thawed.
+func (s *suite) initializing() (machines []*talostest.Machine, last *talostest.Machine) {
+	s.Helper()
 
 	for i := range 30 {
-		m := s.worker(fmt.Sprintf("worker-%d", i))
-		m.SlowDown(time.Duration(i) * 100 * time.Millisecond)
-		machines = append(machines, m)
+		last = s.worker(fmt.Sprintf("worker-%d", i))
+		last.SlowDown(time.Duration(i) * 100 * time.Millisecond)
+		machines = append(machines, last)
 	}
 
+	last.Freeze()
 	s.register(machines...)
 	s.awaitInitialized(machines[:5]...)
 
-	if last := machines[len(machines)-1]; !tainted(s.get(last)) {
-		s.Fatal("the slowest machine's Node is initialised already: this test would show nothing")
+	if !tainted(s.get(last)) {
+		s.Fatal("the Node of a machine that does not answer is initialised")
 	}
 
-	return machines
+	return machines, last
 }
 
 func TestAPIServerRestartsDuringInitialization(t *testing.T) {
 	s := newSuite(t, "restart-", talostest.Options{})
-	r := s.start(s.options(s.controlPlane("cp")))
-	machines := s.initializing()
+	options := s.options(s.controlPlane("cp"))
+	longLease(options)
 
-	s.kube.StopAPIServer(t.Context())
+	r := s.start(options)
+	machines, last := s.initializing()
+
+	s.stopAPIServer()
+	last.Thaw()
 	s.require(s.kube.StartAPIServer(t.Context()))
 
 	s.awaitInitialized(machines...)
@@ -128,14 +139,12 @@ func TestAPIServerRestartsDuringInitialization(t *testing.T) {
 
 func TestAPIServerIsDownLongerThanTheLeaseLasts(t *testing.T) {
 	s := newSuite(t, "outage-", talostest.Options{})
-	self := s.controlPlane("cp")
-	options := s.options(self)
-	shortLease(options)
+	options := s.options(s.controlPlane("cp"))
 
 	r := s.launch(options)
-	machines := s.initializing()
+	machines, last := s.initializing()
 
-	s.kube.StopAPIServer(t.Context())
+	s.stopAPIServer()
 
 	select {
 	case <-r.ended:
@@ -148,8 +157,11 @@ func TestAPIServerIsDownLongerThanTheLeaseLasts(t *testing.T) {
 	}
 
 	// Talos starts the service again at once, whether Kubernetes is back or not.
+	longLease(options)
+
 	again := s.start(options)
 
+	last.Thaw()
 	s.require(s.kube.StartAPIServer(t.Context()))
 	s.awaitInitialized(machines...)
 	again.alive()
@@ -159,7 +171,7 @@ func TestStartWithoutKubernetes(t *testing.T) {
 	s := newSuite(t, "early-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
-	s.kube.StopAPIServer(t.Context())
+	s.stopAPIServer()
 
 	r := s.start(s.options(self))
 	s.eventually("the admin kubeconfig is asked for again", func() bool {
@@ -230,7 +242,7 @@ func TestStartWithoutNetworkToTheOthers(t *testing.T) {
 	s.start(s.options(self))
 	s.awaitInitialized(self)
 	s.eventually("an Event says that the worker is unreachable", func() bool {
-		return len(s.events(worker, nodecontroller.ReasonUnreachable)) == 1
+		return len(s.events(worker, nodecontroller.ReasonUnreachable)) > 0
 	})
 
 	if n := s.get(worker); !tainted(n) || n.Spec.ProviderID != "" {
@@ -248,7 +260,7 @@ func TestWhoWritesSaysThatItIsTalosCCM(t *testing.T) {
 	s.register(self)
 	s.start(s.options(self))
 	s.awaitInitialized(self)
-	s.eventually("there is an Event", func() bool { return len(s.events(self, nodecontroller.ReasonInitialized)) == 1 })
+	s.eventually("there is an Event", func() bool { return len(s.events(self, nodecontroller.ReasonInitialized)) > 0 })
 
 	written := slices.Concat(s.get(self).ManagedFields, s.events(self, nodecontroller.ReasonInitialized)[0].ManagedFields)
 	for _, entry := range written {
@@ -263,10 +275,9 @@ func (s *suite) events(m *talostest.Machine, reason string) []corev1.Event {
 
 	selector := "involvedObject.kind=Node,involvedObject.name=" + m.Nodename() + ",reason=" + reason
 
-	list, err := s.client.CoreV1().Events(metav1.NamespaceAll).List(s.Context(), metav1.ListOptions{FieldSelector: selector})
-	s.require(err)
-
-	return list.Items
+	return ask(s, func(ctx context.Context) (*corev1.EventList, error) {
+		return s.client.CoreV1().Events(metav1.NamespaceAll).List(ctx, metav1.ListOptions{FieldSelector: selector})
+	}).Items
 }
 
 // awaitIdle returns once the process has said that it idles at a stage it had not seen before, and fails if it has done more than watch
@@ -281,7 +292,18 @@ func (p *process) awaitIdle(m *talostest.Machine, stage runtime.MachineStage) {
 
 	allowed := []resource.Type{config.MachineTypeType, runtime.MachineStatusType, runtime.ExtensionServiceConfigType}
 
-	for _, call := range m.Calls() {
+	var made []talostest.Call
+
+	// The machine has noted a stream before it has read what the stream is for.
+	p.suite.eventually("all calls have said what they are for", func() bool {
+		made = m.Calls()
+
+		return !slices.ContainsFunc(made, func(call talostest.Call) bool {
+			return call.Open && call.ResourceType == "" && strings.HasPrefix(call.Method, "/cosi.resource.State/")
+		})
+	})
+
+	for _, call := range made {
 		if !slices.Contains(allowed, call.ResourceType) {
 			p.suite.Errorf("idle talos-ccm called %s %s as %v", call.Method, call.ResourceType, call.Roles)
 		}
@@ -337,7 +359,7 @@ func TestReleasesTheLeaseBeforeTheMachineGoes(t *testing.T) {
 
 			options := s.options(self)
 			// To come back it needs its port again.
-			options.Framework.SecureServing.BindPort = freePort(t)
+			options.Framework.SecureServing.BindPort, options.Framework.SecureServing.PermitPortSharing = reservedPort(t), true
 			r := s.start(options)
 			s.awaitInitialized(worker)
 
@@ -355,22 +377,18 @@ func TestReleasesTheLeaseBeforeTheMachineGoes(t *testing.T) {
 	}
 }
 
-func freePort(t *testing.T) int {
+// reservedPort is a port that nobody else gets before the test ends. Who listens on it has to permit port sharing.
+func reservedPort(t *testing.T) int {
 	t.Helper()
 
-	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	port, err := kube.ReservePort()
 	if err != nil {
 		t.Fatal(err)
 	}
 
-	defer listener.Close()
+	t.Cleanup(port.Release)
 
-	addr, ok := listener.Addr().(*net.TCPAddr)
-	if !ok {
-		t.Fatalf("listening on %v, which has no port", listener.Addr())
-	}
-
-	return addr.Port
+	return port.Number()
 }
 
 // The machine's own state is all that says when to work, so a broken watch of it must not go unnoticed.
@@ -430,19 +448,60 @@ func TestOwnCertificateIsRenewed(t *testing.T) {
 	s.start(options)
 	s.awaitInitialized(self, worker)
 
-	const mint = "/machine.MachineService/GenerateClientConfiguration"
+	// That a certificate was asked for does not mean that it is there: the metric is of the one in use.
+	first := gauge(t, "talosccm_reader_certificate_expiry_timestamp_seconds")
 
 	clk.Step(31 * time.Minute)
-	s.eventually("a second certificate is minted", func() bool { return calls(self, mint, "") >= 2 })
+	s.eventually("the second certificate is in use", func() bool {
+		return gauge(t, "talosccm_reader_certificate_expiry_timestamp_seconds") >= first+30*60
+	})
 
-	// An hour after the first one was minted.
-	clk.Step(31 * time.Minute)
-	worker.BreakConnections()
+	// Whatever the leap of time has ended, the worker is watched again: the next one is to find nothing half done.
 	s.move(worker, "moved")
+
+	// When the first one has expired, and all sessions are over.
+	before := watches(worker)
+
+	clk.Step(46 * time.Minute)
+	s.eventually("the worker is dialled anew", func() bool { return watches(worker) > before })
+	s.move(worker, "moved-again")
 
 	if found := s.events(worker, nodecontroller.ReasonUnreachable); len(found) > 0 {
 		t.Errorf("the worker was unreachable: %s", found[0].Message)
 	}
+}
+
+// watches counts how often the machine's metadata was begun to be watched over the network.
+func watches(m *talostest.Machine) int {
+	n := 0
+
+	for _, call := range m.Calls() {
+		if call.Transport == talostest.TransportAPID && call.ResourceType == runtime.PlatformMetadataType && call.Method == "/cosi.resource.State/Watch" {
+			n++
+		}
+	}
+
+	return n
+}
+
+// gauge is the value of a metric of this process that has no labels.
+func gauge(t *testing.T, name string) float64 {
+	t.Helper()
+
+	families, err := legacyregistry.DefaultGatherer.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	for _, family := range families {
+		if family.GetName() == name {
+			return family.GetMetric()[0].GetGauge().GetValue()
+		}
+	}
+
+	t.Fatalf("there is no metric %s", name)
+
+	return 0
 }
 
 func TestServingCAIsReplaced(t *testing.T) {
@@ -450,7 +509,10 @@ func TestServingCAIsReplaced(t *testing.T) {
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
 
-	r := s.start(s.options(self))
+	options := s.options(self)
+	longLease(options)
+
+	r := s.start(options)
 	s.awaitInitialized(self, worker)
 
 	s.require(s.kube.RotateServingCA(t.Context()))
@@ -637,22 +699,26 @@ func TestStopsBeforeALeaseThatCannotBeRenewedExpires(t *testing.T) {
 	options.Framework.Generic.ClientConnection.Kubeconfig = filepath.Join(t.TempDir(), "kubeconfig")
 	s.require(os.WriteFile(options.Framework.Generic.ClientConnection.Kubeconfig, kube.Kubeconfig(config), 0o600))
 
+	// The elector gives up when the deadline is over, and waits another half of it for the answer to its wish to release the lease: too long.
 	election := &options.Framework.Generic.LeaderElection
-	election.LeaseDuration.Duration, election.RenewDeadline.Duration, election.RetryPeriod.Duration = 6*time.Second, 5*time.Second, time.Second
+	election.LeaseDuration.Duration, election.RenewDeadline.Duration, election.RetryPeriod.Duration = 30*time.Second, 22*time.Second, time.Second
 
 	r := s.launch(options)
 	s.awaitInitialized(self, worker)
 	close(proxy.hung)
 
-	lease, err := s.client.CoordinationV1().Leases(leaseNamespace).Get(t.Context(), leaseName, metav1.GetOptions{})
-	s.require(err)
+	lease := s.lease()
 	s.eventually("the worker is no longer watched", func() bool { return worker.Connections() == 0 })
 
 	if took := time.Since(lease.Spec.RenewTime.Time); took > election.LeaseDuration.Duration {
 		t.Errorf("stopped %s after the lease was last renewed; it lasts %s", took, election.LeaseDuration.Duration)
 	}
 
-	<-r.ended
+	select {
+	case <-r.ended:
+	case <-time.After(patience):
+		t.Fatal("talos-ccm goes on without its lease")
+	}
 
 	if r.err == nil {
 		t.Error("the run ended well, although its lease was lost")
@@ -664,18 +730,14 @@ func TestOwnMachineDoesNotAnswer(t *testing.T) {
 	s := newSuite(t, "frozen-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
-	s.leaseTo("somebody-else", 3*time.Second)
+	// Nothing is dialled by who does not lead.
+	s.leaseTo("somebody-else", time.Hour)
 
-	options := s.options(self)
-	shortLease(options)
-	s.start(options)
-	s.eventually("Kubernetes credentials are there", func() bool {
-		_, err := os.Stat(filepath.Join(options.RunDir, "kubeconfig"))
-
-		return err == nil
-	})
+	s.start(s.options(self))
+	s.eventually("it stands for election", func() bool { return calls(self, "/cosi.resource.State/Get", cluster.IdentityType) > 0 })
 
 	self.Freeze()
+	s.freeLease()
 	s.awaitInitialized(worker)
 
 	if n := s.get(self); !tainted(n) {
@@ -684,22 +746,6 @@ func TestOwnMachineDoesNotAnswer(t *testing.T) {
 
 	self.Thaw()
 	s.awaitInitialized(self)
-}
-
-// leaseTo makes somebody the holder of the lease, who never renews it.
-func (s *suite) leaseTo(holder string, duration time.Duration) {
-	s.Helper()
-
-	seconds, now := int32(duration.Seconds()), metav1.NowMicro()
-	spec := coordinationv1.LeaseSpec{HolderIdentity: &holder, LeaseDurationSeconds: &seconds, AcquireTime: &now, RenewTime: &now}
-	leases := s.client.CoordinationV1().Leases(leaseNamespace)
-
-	if err := leases.Delete(s.Context(), leaseName, metav1.DeleteOptions{}); !apierrors.IsNotFound(err) {
-		s.require(err)
-	}
-
-	_, err := leases.Create(s.Context(), &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Name: leaseName}, Spec: spec}, metav1.CreateOptions{})
-	s.require(err)
 }
 
 // Until it is known which Node is this machine's, it is dialled as any other.

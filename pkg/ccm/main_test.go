@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/http"
 	"net/netip"
 	"os"
 	"slices"
@@ -12,6 +13,7 @@ import (
 
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -94,6 +96,9 @@ func newSuite(t *testing.T, prefix string, options talostest.Options) *suite {
 	s.require(err)
 	t.Cleanup(s.talos.Close)
 
+	// Whoever was killed in another test still has it.
+	s.freeLease()
+
 	return s
 }
 
@@ -103,6 +108,32 @@ func (s *suite) require(err error) {
 	if err != nil {
 		s.Fatal(err)
 	}
+}
+
+// ask asks the API server again while it is too busy to answer, or not there. A cleanup may ask, too.
+func ask[T any](s *suite, question func(context.Context) (T, error)) (answer T) {
+	s.Helper()
+
+	var err error
+
+	_ = wait.PollUntilContextTimeout(context.WithoutCancel(s.Context()), interval, patience, true, func(ctx context.Context) (bool, error) { //nolint:errcheck // err says more
+		answer, err = question(ctx)
+
+		return err == nil || !transient(err), nil
+	})
+	s.require(err)
+
+	return answer
+}
+
+// transient is true of errors that say nothing of the question: the API server, or etcd, did not get to it.
+func transient(err error) bool {
+	var status apierrors.APIStatus
+	if !errors.As(err, &status) {
+		return true
+	}
+
+	return status.Status().Code == http.StatusTooManyRequests || status.Status().Code >= http.StatusInternalServerError
 }
 
 // controlPlane adds a control-plane machine on which talos-ccm can run.
@@ -145,15 +176,33 @@ func (s *suite) register(machines ...*talostest.Machine) {
 	s.Helper()
 
 	for _, m := range machines {
-		_, err := s.kube.RegisterNode(s.Context(), kube.NodeSpec{Name: m.Nodename(), NodeIPs: []netip.Addr{m.Address()}})
-		s.require(err)
-		s.Cleanup(func() {
-			err := s.client.CoreV1().Nodes().Delete(context.Background(), m.Nodename(), metav1.DeleteOptions{})
-			if err != nil && !apierrors.IsNotFound(err) {
-				s.Error(err)
+		spec := kube.NodeSpec{Name: m.Nodename(), NodeIPs: []netip.Addr{m.Address()}}
+		tries := 0
+
+		ask(s, func(ctx context.Context) (*corev1.Node, error) {
+			tries++
+
+			n, err := s.kube.RegisterNode(ctx, spec)
+			if tries > 1 && apierrors.IsAlreadyExists(err) { // it did get to it
+				return nil, nil
 			}
+
+			return n, err
+		})
+		s.Cleanup(func() {
+			ask(s, func(ctx context.Context) (any, error) {
+				return nil, ignoreNotFound(s.client.CoreV1().Nodes().Delete(ctx, m.Nodename(), metav1.DeleteOptions{}))
+			})
 		})
 	}
+}
+
+func ignoreNotFound(err error) error {
+	if apierrors.IsNotFound(err) {
+		return nil
+	}
+
+	return err
 }
 
 // run is one run of talos-ccm in this process.
@@ -329,10 +378,9 @@ func (s *suite) move(m *talostest.Machine, zone string) {
 func (s *suite) get(m *talostest.Machine) *corev1.Node {
 	s.Helper()
 
-	n, err := s.client.CoreV1().Nodes().Get(s.Context(), m.Nodename(), metav1.GetOptions{})
-	s.require(err)
-
-	return n
+	return ask(s, func(ctx context.Context) (*corev1.Node, error) {
+		return s.client.CoreV1().Nodes().Get(ctx, m.Nodename(), metav1.GetOptions{})
+	})
 }
 
 // eventually asks again until ok is true, for what cannot be watched.
@@ -345,20 +393,53 @@ func (s *suite) eventually(what string, ok func() bool) {
 	}
 }
 
+// lease is the leader's; nil if there is none.
+func (s *suite) lease() *coordinationv1.Lease {
+	s.Helper()
+
+	return ask(s, func(ctx context.Context) (*coordinationv1.Lease, error) {
+		lease, err := s.client.CoordinationV1().Leases(leaseNamespace).Get(ctx, leaseName, metav1.GetOptions{})
+		if apierrors.IsNotFound(err) {
+			return nil, nil
+		}
+
+		return lease, err
+	})
+}
+
 // holder is who holds the lease; empty if nobody does.
 func (s *suite) holder() string {
 	s.Helper()
 
-	lease, err := s.client.CoordinationV1().Leases(leaseNamespace).Get(s.Context(), leaseName, metav1.GetOptions{})
-	if apierrors.IsNotFound(err) {
-		return ""
-	}
-
-	s.require(err)
-
-	if lease.Spec.HolderIdentity == nil {
+	lease := s.lease()
+	if lease == nil || lease.Spec.HolderIdentity == nil {
 		return ""
 	}
 
 	return *lease.Spec.HolderIdentity
+}
+
+// freeLease takes the lease from whoever has it.
+func (s *suite) freeLease() {
+	s.Helper()
+
+	ask(s, func(ctx context.Context) (any, error) {
+		return nil, ignoreNotFound(s.client.CoordinationV1().Leases(leaseNamespace).Delete(ctx, leaseName, metav1.DeleteOptions{}))
+	})
+}
+
+// leaseTo makes somebody the holder of the lease, who never renews it.
+func (s *suite) leaseTo(holder string, duration time.Duration) {
+	s.Helper()
+	s.freeLease()
+
+	seconds, now := int32(duration.Seconds()), metav1.NowMicro()
+	lease := &coordinationv1.Lease{
+		ObjectMeta: metav1.ObjectMeta{Name: leaseName},
+		Spec:       coordinationv1.LeaseSpec{HolderIdentity: &holder, LeaseDurationSeconds: &seconds, AcquireTime: &now, RenewTime: &now},
+	}
+
+	ask(s, func(ctx context.Context) (*coordinationv1.Lease, error) {
+		return s.client.CoordinationV1().Leases(leaseNamespace).Create(ctx, lease, metav1.CreateOptions{})
+	})
 }

@@ -2,6 +2,7 @@ package ccm_test
 
 import (
 	"context"
+	"fmt"
 	"net"
 	"net/url"
 	"os"
@@ -13,8 +14,11 @@ import (
 	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/role"
+	authorizationv1 "k8s.io/api/authorization/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/utils/clock"
 
+	"github.com/talos-ccm/talos-ccm/extension"
 	"github.com/talos-ccm/talos-ccm/pkg/bootstrap"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
@@ -85,7 +89,32 @@ func (s *suite) serviceAccount(controlPlane *talostest.Machine) string {
 		s.Fatal(err)
 	}
 
+	s.awaitRights()
+
 	return folder
+}
+
+// awaitRights waits until the API server goes by the extension's RBAC, which it hears of a moment after it was applied: one right of each binding.
+func (s *suite) awaitRights() {
+	s.Helper()
+
+	user := "system:serviceaccount:" + extension.Namespace + ":" + extension.ServiceAccount
+
+	for _, right := range []authorizationv1.ResourceAttributes{
+		{Verb: "list", Resource: "nodes"},
+		{Verb: "create", Group: "authentication.k8s.io", Resource: "tokenreviews"},
+		{Verb: "create", Resource: "events", Namespace: "default"},
+		{Verb: "create", Group: "coordination.k8s.io", Resource: "leases", Namespace: leaseNamespace},
+		{Verb: "get", Resource: "configmaps", Namespace: "kube-system", Name: "extension-apiserver-authentication"},
+	} {
+		review := &authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{User: user, ResourceAttributes: &right}}
+
+		s.eventually(fmt.Sprintf("the ServiceAccount may %s %s", right.Verb, right.Resource), func() bool {
+			return ask(s, func(ctx context.Context) (*authorizationv1.SubjectAccessReview, error) {
+				return s.client.AuthorizationV1().SubjectAccessReviews().Create(ctx, review, metav1.CreateOptions{})
+			}).Status.Allowed
+		})
+	}
 }
 
 // spawnPod starts the process as a pod of the ServiceAccount in folder.

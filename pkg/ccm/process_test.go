@@ -101,7 +101,7 @@ func (s *suite) spawn(on *talostest.Machine, flags ...string) *process {
 func (s *suite) newProcess() *process {
 	s.Helper()
 
-	p := &process{suite: s, root: s.TempDir(), port: freePort(s.T), output: &lockedBuffer{}, ended: make(chan struct{})}
+	p := &process{suite: s, root: s.TempDir(), port: reservedPort(s.T), output: &lockedBuffer{}, ended: make(chan struct{})}
 
 	for _, name := range []string{"run", "tmp", "home", "work"} {
 		s.require(os.Mkdir(filepath.Join(p.root, name), 0o700))
@@ -117,7 +117,7 @@ func (p *process) argv(flags ...string) []string {
 	path, err := binary()
 	p.suite.require(err)
 
-	return append([]string{path, "--bind-address=127.0.0.1", "--secure-port=" + strconv.Itoa(p.port), "-v=2"}, flags...)
+	return append([]string{path, "--bind-address=127.0.0.1", "--secure-port=" + strconv.Itoa(p.port), "--permit-port-sharing", "-v=2"}, flags...)
 }
 
 // start starts the process, which knows the variables that the command has, and of others only where its folders are.
@@ -202,7 +202,7 @@ func (p *process) get(path string) (code int, body string, err error) {
 			TLSClientConfig:   &tls.Config{InsecureSkipVerify: true}, //nolint:gosec // self-signed, on loopback
 			DisableKeepAlives: true,
 		},
-		Timeout: 5 * time.Second,
+		Timeout: patience / 2,
 	}
 
 	response, err := client.Get(fmt.Sprintf("https://127.0.0.1:%d%s", p.port, path))
@@ -252,16 +252,11 @@ func TestTwoInstances(t *testing.T) {
 	first, second, worker := s.controlPlane("cp-1"), s.controlPlane("cp-2"), s.worker("worker")
 	s.register(first, second, worker)
 
-	flags := []string{
-		openMetrics,
-		"--leader-elect-lease-duration=4s", "--leader-elect-renew-deadline=3s", "--leader-elect-retry-period=500ms",
-	}
-
-	leader := s.spawn(first, flags...)
+	leader := s.spawn(first, openMetrics)
 	s.eventually("the first instance leads", leader.leads)
 	s.awaitInitialized(first, second, worker)
 
-	follower := s.spawn(second, flags...)
+	follower := s.spawn(second, openMetrics)
 	s.eventually("the second instance stands for election", func() bool {
 		return strings.Contains(follower.output.String(), "Attempting to acquire leader lease")
 	})
@@ -285,7 +280,7 @@ func TestTwoInstances(t *testing.T) {
 	t.Logf("the lease was taken over %s after it was released", time.Since(began))
 	s.move(worker, "by-the-second")
 
-	third := s.spawn(first, flags...)
+	third := s.spawn(first, openMetrics)
 	s.eventually("the third instance stands for election", func() bool {
 		return strings.Contains(third.output.String(), "Attempting to acquire leader lease")
 	})
@@ -441,6 +436,10 @@ func TestAdminKubeconfigIsNeverWritten(t *testing.T) {
 	close(done)
 	group.Wait()
 
+	// Once more, whatever the scheduler has let the other searches see.
+	last, n := p.search(t.Context(), wanted)
+	found, files = append(found, last...), max(files, n)
+
 	if len(found) > 0 {
 		t.Errorf("found the administrator's key: %s", strings.Join(slices.Compact(found), "; "))
 	}
@@ -469,22 +468,15 @@ func TestMetrics(t *testing.T) {
 	p := s.spawn(self, openMetrics)
 	s.awaitInitialized(self, worker)
 
+	// Nodes show what was done to them before it is counted.
 	for _, name := range []string{
 		"talosccm_machines", "talosccm_api_requests_total", "talosccm_api_request_duration_seconds_count", "talosccm_node_syncs_total",
-		"talosccm_node_initialization_duration_seconds_count",
 	} {
-		if p.metric(name) == 0 {
-			t.Errorf("metric %s is missing or zero", name)
-		}
+		s.eventually("there is a metric "+name, func() bool { return p.metric(name) > 0 })
 	}
 
-	if n := p.metric("talosccm_machines", `condition="Current"`); n != 2 {
-		t.Errorf("%v machines are current, want 2", n)
-	}
-
-	if n := p.metric("talosccm_node_initialization_duration_seconds_count"); n != 2 {
-		t.Errorf("%v Nodes were initialised, want 2", n)
-	}
+	s.eventually("two machines are current", func() bool { return p.metric("talosccm_machines", `condition="Current"`) == 2 })
+	s.eventually("two Nodes were initialised", func() bool { return p.metric("talosccm_node_initialization_duration_seconds_count") == 2 })
 
 	changed := p.metric("talosccm_node_syncs_total", `result="changed"`)
 	restarts := p.metric("talosccm_watch_restarts_total")
