@@ -159,7 +159,7 @@ func TestAdminKubeconfigMayComeLate(t *testing.T) {
 	s := newSuite(t, nil)
 	s.start(t, clock.RealClock{})
 
-	eventually(t, patience, "it was asked for twice", func() bool { return s.admin.reads.Load() >= 2 })
+	eventually(t, "it was asked for twice", func() bool { return s.admin.reads.Load() >= 2 })
 
 	if got := s.files(t); len(got) != 0 {
 		t.Fatalf("there are files: %q", slices.Collect(maps.Keys(got)))
@@ -178,7 +178,7 @@ func TestAdminKubeconfigMayBeOfNoUseAtFirst(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			s := newSuite(t, []byte(content))
 			s.start(t, clock.RealClock{})
-			eventually(t, patience, "it was read twice", func() bool { return s.admin.reads.Load() >= 2 })
+			eventually(t, "it was read twice", func() bool { return s.admin.reads.Load() >= 2 })
 
 			must(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), controlPlane.Kubeconfig()))
 			await(t, s.ready, "the credentials are there")
@@ -193,7 +193,7 @@ func TestAPIServerMayBeDownAtFirst(t *testing.T) {
 
 	s := newSuite(t, controlPlane.Kubeconfig())
 	s.start(t, clock.RealClock{})
-	eventually(t, patience, "it was tried twice", func() bool { return s.admin.reads.Load() >= 2 })
+	eventually(t, "it was tried twice", func() bool { return s.admin.reads.Load() >= 2 })
 
 	must(t, controlPlane.StartAPIServer(t.Context()))
 
@@ -209,10 +209,13 @@ func TestTokenIsRenewedAndRBACAppliedEveryTenMinutes(t *testing.T) {
 	s := bootstrapped(t, clk)
 	first := s.token(t)
 
-	eventually(t, patience, "the renewal is planned", clk.HasWaiters)
+	eventually(t, "the renewal is planned", clk.HasWaiters)
+
+	reads := s.admin.reads.Load()
+
 	clk.Step(9 * time.Minute)
 
-	if !clk.HasWaiters() || s.admin.reads.Load() != 1 {
+	if !clk.HasWaiters() || s.admin.reads.Load() != reads {
 		t.Error("it was renewed too early")
 	}
 
@@ -226,7 +229,7 @@ func TestClockThatIsFarAheadCausesNoRushOfTokens(t *testing.T) {
 	s := bootstrapped(t, clk)
 	first := s.token(t)
 
-	eventually(t, patience, "the renewal is planned", clk.HasWaiters)
+	eventually(t, "the renewal is planned", clk.HasWaiters)
 	clk.Step(30 * time.Second)
 
 	if !clk.HasWaiters() {
@@ -305,12 +308,15 @@ func TestNewAdminKubeconfigRenewsAlsoIfItWasIssuedBeforeTheWatchBegan(t *testing
 		}
 	}}
 	s.start(t, clock.RealClock{})
-	eventually(t, atOnce, "the second admin kubeconfig is used", func() bool { return s.admin.reads.Load() == 2 })
+	eventually(t, "the second admin kubeconfig is used", func() bool { return s.admin.reads.Load() >= 2 })
 }
 
 func TestOtherSecretsOfTalosRenewNothing(t *testing.T) {
 	s := bootstrapped(t, clock.RealClock{})
 	s.awaitWatch(t)
+	eventually(t, "the watch has told what there is", func() bool { return s.admin.events.Load() > 0 })
+
+	reads, events := s.admin.reads.Load(), s.admin.events.Load()
 
 	must(t, safe.StateModify(t.Context(), s.machine.State(), secrets.NewKubernetes(), func(r *secrets.Kubernetes) error {
 		r.TypedSpec().SchedulerKubeconfig = "another"
@@ -318,7 +324,7 @@ func TestOtherSecretsOfTalosRenewNothing(t *testing.T) {
 		return nil
 	}))
 
-	eventually(t, patience, "the change was seen", func() bool { return s.admin.events.Load() == 2 })
+	eventually(t, "the change was seen", func() bool { return s.admin.events.Load() > events })
 
 	for range 2 {
 		before := s.token(t)
@@ -328,8 +334,8 @@ func TestOtherSecretsOfTalosRenewNothing(t *testing.T) {
 		s.awaitWatch(t)
 	}
 
-	if got := s.admin.reads.Load(); got != 3 {
-		t.Errorf("the admin kubeconfig was used %d times, want 3", got)
+	if got := s.admin.reads.Load() - reads; got != 2 {
+		t.Errorf("the admin kubeconfig was used %d times more, want 2", got)
 	}
 }
 
@@ -366,7 +372,7 @@ func TestNoConnectionOfTheAdminStaysOpen(t *testing.T) {
 		t.Fatal("the API server was reached some other way: the test does not test")
 	}
 
-	eventually(t, atOnce, "no connection is open", func() bool { return proxy.open.Load() == 0 })
+	eventually(t, "no connection is open", func() bool { return proxy.open.Load() == 0 })
 }
 
 // proxy passes connections on and counts them.

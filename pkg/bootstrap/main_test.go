@@ -11,6 +11,7 @@ import (
 
 	"github.com/cosi-project/runtime/pkg/state"
 	"github.com/siderolabs/talos/pkg/machinery/config/machine"
+	authorizationv1 "k8s.io/api/authorization/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/clientcmd"
@@ -22,11 +23,9 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-// patience bounds every wait for something that must happen. Attempts that failed are repeated with growing pauses.
+// patience bounds every wait for something that must happen. Attempts that failed are repeated with growing pauses. What is renewed after
+// this time only was not renewed at once: the next renewal by the clock is minutes away.
 const patience = time.Minute
-
-// atOnce is for what waits for no clock, but for the API server's answers.
-const atOnce = 15 * time.Second
 
 // controlPlane is what the tests of this package share. They run one after the other: some stop its API server.
 var controlPlane *kube.Cluster
@@ -149,13 +148,13 @@ func bootstrapped(t *testing.T, clk clock.Clock) *suite {
 // awaitOther waits for a token other than the one that was read before.
 func (s *suite) awaitOther(t *testing.T, token string) {
 	t.Helper()
-	eventually(t, atOnce, "the token is renewed", func() bool { return s.token(t) != token })
+	eventually(t, "the token is renewed", func() bool { return s.token(t) != token })
 }
 
 // awaitWatch waits until new admin kubeconfigs are being waited for.
 func (s *suite) awaitWatch(t *testing.T) {
 	t.Helper()
-	eventually(t, patience, "the admin kubeconfig is watched", func() bool { return s.machine.OpenStreams() == 1 })
+	eventually(t, "the admin kubeconfig is watched", func() bool { return s.machine.OpenStreams() == 1 })
 }
 
 // client works with the files.
@@ -175,9 +174,27 @@ func (s *suite) client(t *testing.T) kubernetes.Interface {
 
 func (s *suite) requireWorks(t *testing.T) {
 	t.Helper()
+	s.awaitRights(t)
 
 	if _, err := s.client(t).CoreV1().Nodes().List(t.Context(), metav1.ListOptions{}); err != nil {
 		t.Fatal(err)
+	}
+}
+
+// awaitRights waits until the API server goes by the RBAC, of which it hears a moment after that was applied: one right of each binding.
+func (s *suite) awaitRights(t *testing.T) {
+	t.Helper()
+
+	client := s.client(t)
+
+	for _, right := range []authorizationv1.ResourceAttributes{
+		{Verb: "list", Resource: "nodes"},
+		{Verb: "create", Group: "authentication.k8s.io", Resource: "tokenreviews"},
+		{Verb: "create", Resource: "events", Namespace: "default"},
+		{Verb: "create", Group: "coordination.k8s.io", Resource: "leases", Namespace: "kube-system"},
+		{Verb: "get", Resource: "configmaps", Namespace: "kube-system", Name: "extension-apiserver-authentication"},
+	} {
+		eventually(t, "the token may "+right.Verb+" "+right.Resource, func() bool { return may(t, client, right) })
 	}
 }
 
@@ -235,19 +252,19 @@ func must(t *testing.T, err error) {
 }
 
 // eventually waits for a condition that no channel announces.
-func eventually(t *testing.T, limit time.Duration, what string, condition func() bool) {
+func eventually(t *testing.T, what string, condition func() bool) {
 	t.Helper()
 
 	ticker := time.NewTicker(5 * time.Millisecond)
 	defer ticker.Stop()
 
-	deadline := time.After(limit)
+	deadline := time.After(patience)
 
 	for !condition() {
 		select {
 		case <-ticker.C:
 		case <-deadline:
-			t.Fatalf("waited %s in vain until %s", limit, what)
+			t.Fatalf("waited %s in vain until %s", patience, what)
 		}
 	}
 }

@@ -87,7 +87,8 @@ func TestSecondRunWritesNothingNew(t *testing.T) {
 }
 
 func TestWhatOthersChangedIsPutRight(t *testing.T) {
-	bootstrapped(t, clock.RealClock{})
+	s := bootstrapped(t, clock.RealClock{})
+	s.awaitRights(t)
 
 	roles := adminClient(t).RbacV1().ClusterRoles()
 
@@ -100,7 +101,13 @@ func TestWhatOthersChangedIsPutRight(t *testing.T) {
 	_, err = roles.Update(t.Context(), role, metav1.UpdateOptions{})
 	must(t, err)
 
-	bootstrapped(t, clock.RealClock{})
+	// The API server itself hears of it a moment later, and could take what was so before for what is put right.
+	client := s.client(t)
+	eventually(t, "the token may do less", func() bool {
+		return !may(t, client, authorizationv1.ResourceAttributes{Verb: "list", Resource: "nodes"})
+	})
+
+	bootstrapped(t, clock.RealClock{}).awaitRights(t)
 
 	role, err = roles.Get(t.Context(), "system:talos-ccm", metav1.GetOptions{})
 	must(t, err)
@@ -143,7 +150,10 @@ func allowed() map[string][]string {
 
 // TestTokenMayDoExactlyWhatRBACSays asks for every verb on every resource that the API server has.
 func TestTokenMayDoExactlyWhatRBACSays(t *testing.T) {
-	client := bootstrapped(t, clock.RealClock{}).client(t)
+	s := bootstrapped(t, clock.RealClock{})
+	s.awaitRights(t)
+
+	client := s.client(t)
 	resources := allResources(t)
 
 	// Without namespace first: what is allowed there is allowed in each.
@@ -158,7 +168,10 @@ func TestTokenMayDoExactlyWhatRBACSays(t *testing.T) {
 }
 
 func TestTokenMayUseTheLeaseOfItsNameOnly(t *testing.T) {
-	client := bootstrapped(t, clock.RealClock{}).client(t)
+	s := bootstrapped(t, clock.RealClock{})
+	s.awaitRights(t)
+
+	client := s.client(t)
 
 	for _, c := range []struct {
 		verb, group, resource, subresource, namespace, name string
