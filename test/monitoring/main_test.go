@@ -9,7 +9,6 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
-	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -86,11 +85,15 @@ func (b *bed) start(on *talostest.Machine, flags ...string) {
 	b.require(err)
 	b.Cleanup(func() { log.Close() })
 
-	port := b.freePort()
+	port, err := kube.ReservePort()
+	b.require(err)
+	b.Cleanup(port.Release)
 
 	cmd := exec.Command(executable, append([]string{
-		"--machine-socket=" + on.Socket(), "--run-dir=" + folder, "--cert-dir=" + folder, "--bind-address=127.0.0.1", "--secure-port=" + strconv.Itoa(port),
-		"--authorization-always-allow-paths=/metrics",
+		"--machine-socket=" + on.Socket(), "--run-dir=" + folder, "--cert-dir=" + folder, "--authorization-always-allow-paths=/metrics",
+		"--bind-address=127.0.0.1", "--secure-port=" + strconv.Itoa(port.Number()), "--permit-port-sharing",
+		// A lease that is lost ends the process; a computer that has much else to do must not be what loses it.
+		"--leader-elect-lease-duration=600s", "--leader-elect-renew-deadline=500s",
 	}, flags...)...)
 	// As on Talos, nothing from outside; but the variable that the extension's service has.
 	cmd.Env = []string{"GOMEMLIMIT=512MiB"}
@@ -109,23 +112,7 @@ func (b *bed) start(on *talostest.Machine, flags ...string) {
 		}
 	})
 
-	b.url = fmt.Sprintf("https://127.0.0.1:%d/metrics", port)
-}
-
-func (b *bed) freePort() int {
-	b.Helper()
-
-	listener, err := (&net.ListenConfig{}).Listen(b.Context(), "tcp", "127.0.0.1:0")
-	b.require(err)
-
-	defer listener.Close()
-
-	addr, ok := listener.Addr().(*net.TCPAddr)
-	if !ok {
-		b.Fatalf("listening on %v, which has no port", listener.Addr())
-	}
-
-	return addr.Port
+	b.url = "https://" + port.Address() + "/metrics"
 }
 
 // scrape asks for all metrics, as Prometheus does.

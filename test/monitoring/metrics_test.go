@@ -17,6 +17,7 @@ import (
 
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	authorizationv1 "k8s.io/api/authorization/v1"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -32,7 +33,7 @@ const (
 	list = "metrics.txt"
 
 	// patience bounds the wait for the scrape to show all that the list has, on a machine that has much else to do.
-	patience = 90 * time.Second
+	patience = 2 * time.Minute
 	interval = 250 * time.Millisecond
 )
 
@@ -131,7 +132,7 @@ talosccm_ipam_nodes_concerned gauge reason=PodCIDROverlap|PodCIDRPoolExhausted
 
 	// The watches of a machine end, and the API server refuses us.
 	worker.BreakStreams()
-	b.require(b.client.RbacV1().ClusterRoleBindings().Delete(b.Context(), "system:talos-ccm", metav1.DeleteOptions{}))
+	b.forbid("system:talos-ccm")
 	b.require(worker.UpdatePlatform(b.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "other" }))
 
 	b.see(parseFamilies(`
@@ -165,6 +166,24 @@ func (b *bed) patch(nodename, change string) {
 
 	_, err := b.client.CoreV1().Nodes().Patch(b.Context(), nodename, types.MergePatchType, []byte(change), metav1.PatchOptions{})
 	b.require(err)
+}
+
+// forbid deletes a ClusterRoleBinding, and waits until the API server acts on that: it watches its own bindings, and for a moment allows what it no longer should.
+func (b *bed) forbid(binding string) {
+	b.Helper()
+
+	b.require(b.client.RbacV1().ClusterRoleBindings().Delete(b.Context(), binding, metav1.DeleteOptions{}))
+
+	review := &authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{
+		User:               "system:serviceaccount:kube-system:talos-ccm",
+		ResourceAttributes: &authorizationv1.ResourceAttributes{Verb: "patch", Resource: "nodes"},
+	}}
+
+	b.require(wait.PollUntilContextTimeout(b.Context(), interval, patience, true, func(ctx context.Context) (bool, error) {
+		got, err := b.client.AuthorizationV1().SubjectAccessReviews().Create(ctx, review, metav1.CreateOptions{})
+
+		return err == nil && !got.Status.Allowed, err
+	}))
 }
 
 // ask has the Node's kubelet ask for a serving certificate for the name.
