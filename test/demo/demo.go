@@ -14,6 +14,7 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/util/workqueue"
 
@@ -26,11 +27,14 @@ const (
 	parallel = 16
 
 	// From the registration of the first Node all has to be done within baseLimit and limitPerNode for each.
-	baseLimit    = 2 * time.Minute
+	baseLimit    = 4 * time.Minute
 	limitPerNode = 100 * time.Millisecond
 
-	leadTimeout = time.Minute
+	leadTimeout = 2 * time.Minute
 	maxMissing  = 20
+
+	// poll is how often is looked for what nobody tells of.
+	poll = 50 * time.Millisecond
 )
 
 // demo is one run from nothing to nothing.
@@ -334,8 +338,14 @@ func (d *demo) register(ctx context.Context, m *member) error {
 	return nil
 }
 
-// resolveLater lets the late machine's metadata come.
+// resolveLater lets the late machine's metadata come: a while after an Event has said that its Node waits for that, however late the Event is.
 func (d *demo) resolveLater(ctx context.Context, m *member) {
+	warned := func(context.Context) (bool, error) { return d.observer.get(m.name).waits, nil }
+
+	if wait.PollUntilContextCancel(ctx, poll, true, warned) != nil {
+		return // whoever ended ctx knows why
+	}
+
 	select {
 	case <-time.After(lateness):
 		if err := m.resolve(ctx); err != nil {
@@ -399,9 +409,35 @@ func missing(records []record) error {
 	return fmt.Errorf("%w:\n  %s", errMissing, strings.Join(lines, "\n  "))
 }
 
+// errApprovals is of a talos-ccm that has approved more or less than the kubelets have asked for what is theirs.
+var errApprovals = errors.New("not as many approvals as requests of kubelets for what is theirs")
+
+// finalMetrics are those that count all approvals: the API server, and so the observer, knows of an approval before talos-ccm counts it.
+func (d *demo) finalMetrics(ctx context.Context) (after samples, err error) {
+	requests := 0
+	for _, r := range d.observer.list(d.fleet) {
+		requests += r.requests
+	}
+
+	err = wait.PollUntilContextCancel(ctx, poll, true, func(ctx context.Context) (bool, error) {
+		after, err = d.product.metrics(ctx)
+
+		return after.approvals() >= float64(requests), err
+	})
+	if err == nil && after.approvals() != float64(requests) {
+		err = errApprovals
+	}
+
+	if err != nil {
+		return "", fmt.Errorf("count the approvals, %.0f of %d: %w", after.approvals(), requests, err)
+	}
+
+	return after, nil
+}
+
 // printCosts shows what all this took talos-ccm: time, memory, requests.
 func (d *demo) printCosts(ctx context.Context) error {
-	after, err := d.product.metrics(ctx)
+	after, err := d.finalMetrics(ctx)
 	if err != nil {
 		return err
 	}
@@ -419,7 +455,7 @@ func (d *demo) printCosts(ctx context.Context) error {
 			return after.sum(name, labels...) - d.before.sum(name, labels...)
 		}
 		all, patches, posts = requests(), requests(`method="PATCH"`), requests(`method="POST"`)
-		approvals           = after.sum("talosccm_csr_approval_count", `status="approve"`)
+		approvals           = after.approvals()
 		talos               = after.sum("talosccm_api_requests_total") - d.before.sum("talosccm_api_requests_total")
 	)
 

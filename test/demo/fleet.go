@@ -15,10 +15,13 @@ import (
 )
 
 const (
-	// slowness is how long the slow machine takes for every answer, lateness how long after the registration of its Node the late
+	// slowness is how long the slow machine takes for every answer, lateness how long after talos-ccm has said that its Node waits the late
 	// machine learns its metadata.
 	slowness = 2 * time.Second
 	lateness = 3 * time.Second
+
+	// reasonPending is that of the Event.
+	reasonPending = "MachineMetadataPending"
 
 	linkPhysical = "eth0"
 )

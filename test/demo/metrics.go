@@ -31,6 +31,9 @@ func (s samples) sum(name string, labels ...string) float64 {
 	return total
 }
 
+// approvals is how many certificate requests talos-ccm has approved.
+func (s samples) approvals() float64 { return s.sum("talosccm_csr_approval_count", `status="approve"`) }
+
 func containsAll(text string, parts []string) bool {
 	for _, part := range parts {
 		if !strings.Contains(text, part) {

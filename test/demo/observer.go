@@ -46,6 +46,8 @@ type record struct {
 	wrong []string
 	// said is the last warning that talos-ccm gave of the Node, before it was released or since.
 	said string
+	// waits is true once it has said that the Node waits for the machine's metadata.
+	waits bool
 }
 
 func newObserver(f *fleet) *observer {
@@ -152,7 +154,10 @@ func (o *observer) seeEvent(obj any) {
 
 	switch event.InvolvedObject.Kind {
 	case "Node":
-		o.update(event.InvolvedObject.Name, func(r *record) { r.said = said })
+		o.update(event.InvolvedObject.Name, func(r *record) {
+			r.said = said
+			r.waits = r.waits || event.Reason == reasonPending
+		})
 	case "CertificateSigningRequest":
 		o.updateRequest(event.InvolvedObject.Name, func(r *request, _ string) { r.said = said })
 	}

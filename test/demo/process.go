@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -22,15 +23,33 @@ type process struct {
 
 // ending is how a child is asked to end, and how long it may take.
 type ending struct {
-	signal os.Signal
+	signal syscall.Signal
 	grace  time.Duration
+	// group says that the child's own children are asked, too, as by a Ctrl-C at the terminal: go waits for the compilers and linkers that it
+	// has started, and one that is killed meanwhile leaves them behind.
+	group bool
+}
+
+// ask asks the child.
+func (e ending) ask(child *os.Process) error {
+	if !e.group {
+		return child.Signal(e.signal)
+	}
+
+	// A child leads a group of its own.
+	err := syscall.Kill(-child.Pid, e.signal)
+	if errors.Is(err, syscall.ESRCH) {
+		return os.ErrProcessDone
+	}
+
+	return err
 }
 
 // startProcess starts a command in a process group of its own, so that a Ctrl-C at the terminal reaches only this process, which then stops
 // its children in order. When ctx ends the child gets a signal, and after grace it is killed. prepare completes the command.
 func startProcess(ctx context.Context, end ending, prepare func(*exec.Cmd), name string, args ...string) (*process, error) {
 	cmd := exec.CommandContext(ctx, name, args...)
-	cmd.Cancel = func() error { return cmd.Process.Signal(end.signal) }
+	cmd.Cancel = func() error { return end.ask(cmd.Process) }
 	cmd.WaitDelay = end.grace
 	prepare(cmd)
 

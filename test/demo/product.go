@@ -22,6 +22,8 @@ import (
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/utils/ptr"
+
+	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
 const (
@@ -56,7 +58,7 @@ func (b *build) run(ctx context.Context) error {
 	}
 
 	// Compiled as this command was, so that what both have in common is compiled once; linked without debug information, which takes time.
-	p, err := startProcess(ctx, ending{syscall.SIGINT, buildGrace}, prepare,
+	p, err := startProcess(ctx, ending{signal: syscall.SIGINT, grace: buildGrace, group: true}, prepare,
 		"go", "build", "-v", "-ldflags=-s -w", "-o", b.executable(), command)
 	if err != nil {
 		return fmt.Errorf("build talos-ccm: %w", err)
@@ -108,7 +110,7 @@ type product struct {
 	process *process
 	cancel  context.CancelFunc // asks it to end
 	log     string
-	port    port
+	port    *kube.Port
 	certs   string
 }
 
@@ -130,7 +132,7 @@ func startProduct(ctx context.Context, executable, socket string, environment []
 	}
 	defer log.Close() //nolint:errcheck // the child has its own descriptor
 
-	if p.port, err = reservePort(); err != nil {
+	if p.port, err = kube.ReservePort(); err != nil {
 		return nil, err
 	}
 
@@ -143,19 +145,22 @@ func startProduct(ctx context.Context, executable, socket string, environment []
 
 	ctx, p.cancel = context.WithCancel(context.WithoutCancel(ctx))
 
-	p.process, err = startProcess(ctx, ending{syscall.SIGTERM, productGrace}, prepare, executable,
+	p.process, err = startProcess(ctx, ending{signal: syscall.SIGTERM, grace: productGrace}, prepare, executable,
 		"--machine-socket="+socket,
 		"--run-dir="+run,
 		"--bind-address=127.0.0.1",
-		fmt.Sprintf("--secure-port=%d", p.port.number),
+		fmt.Sprintf("--secure-port=%d", p.port.Number()),
 		"--permit-port-sharing",
 		"--cert-dir="+p.certs,
 		"--authorization-always-allow-paths=/healthz,/livez,/readyz,/metrics",
+		// A lease that is lost ends the process; a computer that has much else to do must not be what loses it.
+		"--leader-elect-lease-duration=600s",
+		"--leader-elect-renew-deadline=500s",
 		"-v=2",
 	)
 	if err != nil {
 		p.cancel()
-		p.port.release()
+		p.port.Release()
 
 		return nil, err
 	}
@@ -168,8 +173,6 @@ var errProductEnded = errors.New("talos-ccm ended of its own accord")
 
 // awaitLeading returns when talos-ccm holds its lease: from then on its controllers run.
 func (p *product) awaitLeading(ctx context.Context, client kubernetes.Interface) error {
-	const poll = 50 * time.Millisecond
-
 	err := wait.PollUntilContextCancel(ctx, poll, true, func(ctx context.Context) (bool, error) {
 		if err := p.ended(); err != nil {
 			return false, err
@@ -205,7 +208,7 @@ func (p *product) metrics(ctx context.Context) (samples, error) {
 	}
 	defer client.CloseIdleConnections()
 
-	request, err := http.NewRequestWithContext(ctx, http.MethodGet, fmt.Sprintf("https://127.0.0.1:%d/metrics", p.port.number), nil)
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "https://"+p.port.Address()+"/metrics", nil)
 	if err != nil {
 		return "", fmt.Errorf("read talos-ccm's metrics: %w", err)
 	}
@@ -250,7 +253,7 @@ func (p *product) stop() error {
 		return nil
 	}
 
-	defer p.port.release()
+	defer p.port.Release()
 	defer p.cancel()
 
 	if p.ended() != nil {
