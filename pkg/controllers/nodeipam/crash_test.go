@@ -330,12 +330,7 @@ type auditor struct {
 func (h *history) audit() *auditor {
 	h.Helper()
 
-	list, err := h.client.CoreV1().Nodes().List(h.Context(), metav1.ListOptions{LabelSelector: h.selector()})
-	h.require(err)
-
-	w, err := h.client.CoreV1().Nodes().Watch(h.Context(), metav1.ListOptions{LabelSelector: h.selector(), ResourceVersion: list.ResourceVersion})
-	h.require(err)
-
+	w := h.watch()
 	a := &auditor{history: h, done: make(chan struct{}), blocks: map[string][]netip.Prefix{}}
 
 	go func() {
@@ -348,7 +343,11 @@ func (h *history) audit() *auditor {
 		}
 	}()
 
-	h.Cleanup(w.Stop)
+	// Whoever fails must not do so when the test is over.
+	h.Cleanup(func() {
+		w.Stop()
+		<-a.done
+	})
 
 	return a
 }

@@ -26,8 +26,11 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/cache"
+	watchtools "k8s.io/client-go/tools/watch"
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
@@ -39,8 +42,9 @@ import (
 )
 
 const (
-	// patience bounds every wait for something that should take a moment, on a machine that has much else to do.
-	patience = 45 * time.Second
+	// patience bounds every wait for something that should take a moment, on a machine that has much else to do. What no event asks for, such as that a
+	// Node that came and went while the cache was held up is gone, the controller looks for every 30 s.
+	patience = 2 * time.Minute
 	interval = 10 * time.Millisecond
 
 	// labelWorld is on every Node of a test, and separates it from those of others.
@@ -308,6 +312,25 @@ func (w *world) get(name string) *corev1.Node {
 	w.require(err)
 
 	return node
+}
+
+// watch shows every version of this world's Nodes from now on. The API server ends a watch that it has no time to serve; this one goes on where that was.
+func (w *world) watch() watch.Interface {
+	w.Helper()
+
+	list, err := w.client.CoreV1().Nodes().List(w.Context(), metav1.ListOptions{LabelSelector: w.selector()})
+	w.require(err)
+
+	again := func(ctx context.Context, options metav1.ListOptions) (watch.Interface, error) {
+		options.LabelSelector = w.selector()
+
+		return w.client.CoreV1().Nodes().Watch(ctx, options)
+	}
+
+	watcher, err := watchtools.NewRetryWatcherWithContext(w.Context(), list.ResourceVersion, &cache.ListWatch{WatchFuncWithContext: again})
+	w.require(err)
+
+	return watcher
 }
 
 func (w *world) patch(name, manager, patch string) {

@@ -98,12 +98,33 @@ func (w *wire) roundTrip(r *http.Request) (*http.Response, error) {
 		return w.write(r)
 	}
 
-	response, err := w.base.RoundTrip(r)
+	response, err := w.pass(r)
 	if err == nil && r.URL.Query().Get("watch") != "" {
 		response.Body = &stream{ReadCloser: response.Body, wire: w, ctx: r.Context()}
 	}
 
 	return response, err
+}
+
+// pass has the API server answer a request, for which it has all the time it needs: the bounds that the request has here and there are taken away. A process that has
+// given up a write leads no more until nobody can do that write any longer, for which a real one has the rest of its lease; here another takes over at once.
+// So what becomes of a write is for the faults to say, and not for how busy the machine is. It can be cancelled as ever.
+func (w *wire) pass(r *http.Request) (*http.Response, error) {
+	bounded := r.Context()
+	ctx, cancel := context.WithCancel(context.WithoutCancel(bounded))
+
+	context.AfterFunc(bounded, func() {
+		if errors.Is(bounded.Err(), context.Canceled) {
+			cancel()
+		}
+	})
+
+	r = r.Clone(ctx)
+	query := r.URL.Query()
+	query.Del("timeout")
+	r.URL.RawQuery = query.Encode()
+
+	return w.base.RoundTrip(r)
 }
 
 func (w *wire) write(r *http.Request) (*http.Response, error) {
@@ -115,11 +136,11 @@ func (w *wire) write(r *http.Request) (*http.Response, error) {
 	case slow:
 		<-w.coming()
 
-		if err := r.Context().Err(); err != nil {
+		if err := r.Context().Err(); errors.Is(err, context.Canceled) {
 			return nil, err
 		}
 
-		return w.base.RoundTrip(r)
+		return w.pass(r)
 	case late:
 		w.postpone(r.Clone(context.WithoutCancel(r.Context())))
 
@@ -134,13 +155,13 @@ func (w *wire) write(r *http.Request) (*http.Response, error) {
 
 		return nil, err
 	default:
-		return w.base.RoundTrip(r)
+		return w.pass(r)
 	}
 }
 
 // deliver has a write done, and keeps the answer for itself.
 func (w *wire) deliver(r *http.Request, answer error) error {
-	response, err := w.base.RoundTrip(r)
+	response, err := w.pass(r)
 	if err != nil {
 		return err
 	}
