@@ -119,7 +119,7 @@ integration: kube-assets ## Run the tests against a real API server.
 
 .PHONY: race
 race: kube-assets compiler ## Run all tests, unit and integration, with the race detector.
-	CGO_ENABLED=1 $(GO) test -race -count=1 -timeout $(TEST_TIMEOUT) ./...
+	CGO_ENABLED=1 $(GO) test -race -count=1 -timeout $(TEST_TIMEOUT) -exec '$(CURDIR)/.ci/quiet' ./...
 
 .PHONY: docs
 docs: ## Check every link, command and YAML block of the documents.
