@@ -52,7 +52,8 @@ func TestAFileCountsOnceItHasBeenReadTwice(t *testing.T) {
 		{"what has just been written may be a part", "", "first", 1},
 		{"what comes of it counts", "global: {clusterName: second}", "second", 2},
 		{"a bad one does not", "global: {", "second", 2},
-		{"an empty one that stays does", "", "", 2},
+		{"an empty one does not, however long it stays", " \n", "second", 2},
+		{"that stands for the defaults does", "{}", "", 2},
 	} {
 		write(step.content)
 
