@@ -237,7 +237,7 @@ func TestACloudConfigFileIsReadAgainWhenItChanges(t *testing.T) {
 	s.awaitSite(worker, "lyon")
 
 	s.require(os.Remove(path))
-	s.require(os.WriteFile(path, nil, 0o600))
+	s.require(os.WriteFile(path, []byte("{}"), 0o600))
 	s.awaitSite(worker, "")
 	r.alive()
 }
