@@ -40,7 +40,6 @@ Otherwise it prints every mistake to standard error, one a line, and ends with 1
 			}
 
 			compiled, err := config.Parse(name, data)
-
 			if mistakes, found := errors.AsType[*config.Error](err); found {
 				fmt.Fprintln(cmd.ErrOrStderr(), mistakes)
 
@@ -75,19 +74,21 @@ func newConfigSchemaCommand() *cobra.Command {
 
 // readConfig reads one byte more than a configuration may have, and leaves it to the parser to refuse that.
 func readConfig(stdin io.Reader, file string) (name string, data []byte, err error) {
-	if file == "-" {
-		data, err = io.ReadAll(io.LimitReader(stdin, config.MaxSize+1))
+	name, reader := "stdin", stdin
 
-		return "stdin", data, err
+	if file != "-" {
+		f, err := os.Open(file)
+		if err != nil {
+			return file, nil, err
+		}
+		defer f.Close() //nolint:errcheck // nothing was written
+
+		name, reader = file, f
 	}
 
-	f, err := os.Open(file)
-	if err != nil {
-		return file, nil, err
+	if data, err = io.ReadAll(io.LimitReader(reader, config.MaxSize+1)); err != nil {
+		return name, nil, err
 	}
-	defer f.Close() //nolint:errcheck // nothing was written
 
-	data, err = io.ReadAll(io.LimitReader(f, config.MaxSize+1))
-
-	return file, data, err
+	return name, data, config.CheckNotEmpty(name, data)
 }

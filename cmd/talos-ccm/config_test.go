@@ -48,7 +48,8 @@ func TestConfigValidate(t *testing.T) {
 	}{
 		{rule: "a good file has a summary", content: good, args: []string{"rules.yaml"}, stdout: "rules.yaml: valid: 1 rule, 1 pool, 0 allowed SANs\n"},
 		{rule: "so has standard input", content: good, args: []string{"-"}, stdout: "stdin: valid: 1 rule, 1 pool, 0 allowed SANs\n"},
-		{rule: "no configuration is valid", args: []string{"-"}, stdout: "stdin: valid: 0 rules, 0 pools, 0 allowed SANs\n"},
+		{rule: "the defaults are valid", content: "{}", args: []string{"-"}, stdout: "stdin: valid: 0 rules, 0 pools, 0 allowed SANs\n"},
+		{rule: "nothing at all is not", content: " \n", args: []string{"-"}, mention: "stdin is empty"},
 		{
 			rule: "all mistakes are told", content: bad, args: []string{"rules.yaml"},
 			lines: []string{"rules.yaml:1: lables: unknown key", "rules.yaml:2: ipam.pools[0].cidrs[0]"}, mention: "rules.yaml is no valid configuration",

@@ -1,6 +1,7 @@
 package config
 
 import (
+	"bytes"
 	"fmt"
 	"net/netip"
 	"reflect"
@@ -79,7 +80,17 @@ type CompiledPool struct {
 	BlockSizeAuto bool
 }
 
-// Parse reads a file, YAML or JSON. An empty one is a valid one, and gives the defaults. The error, an *Error, has all mistakes; name is for them alone.
+// CheckNotEmpty fails if a file of that name has nothing in it: it is being written, or got lost when a disk was full. To take it for the defaults would
+// claim every Node.
+func CheckNotEmpty(name string, data []byte) error {
+	if len(bytes.TrimSpace(data)) == 0 {
+		return fmt.Errorf("%s is empty; {} stands for the defaults", name)
+	}
+
+	return nil
+}
+
+// Parse reads a file, YAML or JSON. Nothing at all gives the defaults, as where there is no file: see CheckNotEmpty. The error, an *Error, has all mistakes; name is for them alone.
 func Parse(name string, data []byte) (*Compiled, error) {
 	var (
 		r    report

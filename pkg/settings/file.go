@@ -68,12 +68,7 @@ func (f File) read() *reading {
 		return &reading{err: fmt.Errorf("read the configuration: %w", err)}
 	}
 
-	// An empty one is a file that somebody writes in place, or that got lost when a disk was full. To take it for the defaults would claim every Node.
-	if len(bytes.TrimSpace(data)) == 0 {
-		return &reading{err: fmt.Errorf("read the configuration: %s is empty; {} stands for the defaults", f.Path)}
-	}
-
-	return &reading{data: data}
+	return &reading{data: data, err: config.CheckNotEmpty(f.Path, data)}
 }
 
 // Defaults is the source without any configuration.
