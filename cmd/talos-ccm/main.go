@@ -30,26 +30,19 @@ import (
 )
 
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
-	defer stop()
-
 	// gRPC says something of every attempt to connect. That a machine does not answer we say ourselves, once.
 	grpclog.SetLoggerV2(grpclog.NewLoggerV2(io.Discard, io.Discard, os.Stderr))
 
-	err := run(ctx)
+	err := run(context.Background())
 	klog.Flush()
 
 	if restart := (*ccm.RestartError)(nil); errors.As(err, &restart) {
-		if ctx.Err() != nil {
-			return // told to end meanwhile: nobody would tell the next one
-		}
-
 		err = replace(restart.Environment)
 	}
 
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "Error:", err)
-		os.Exit(1) //nolint:gocritic // the signal handler ends with the process
+		os.Exit(1)
 	}
 }
 
@@ -172,7 +165,12 @@ func addCommands(cmd *cobra.Command, commands ...*cobra.Command) {
 	}
 }
 
+// start runs the service until the first signal. A second one ends the process at once; so does the first one of the other commands, which only read.
 func start(ctx context.Context, options *ccm.Options) error {
+	ctx, stop := signal.NotifyContext(ctx, syscall.SIGTERM, syscall.SIGINT)
+	defer stop()
+	defer context.AfterFunc(ctx, stop)()
+
 	if err := options.Validate(); err != nil {
 		return err
 	}
@@ -194,7 +192,13 @@ func start(ctx context.Context, options *ccm.Options) error {
 		return err
 	}
 
-	return app.Run(ctx)
+	err = app.Run(ctx)
+
+	if restart := (*ccm.RestartError)(nil); errors.As(err, &restart) && ctx.Err() != nil {
+		return nil // told to end meanwhile: nobody would tell the next one
+	}
+
+	return err
 }
 
 const environmentPrefix = "TALOS_CCM_"

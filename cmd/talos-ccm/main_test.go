@@ -10,6 +10,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -54,6 +55,42 @@ func command(t *testing.T, environ []string, args ...string) outcome {
 	}
 
 	return outcome{code: cmd.ProcessState.ExitCode(), stdout: stdout.String(), stderr: stderr.String()}
+}
+
+// What only reads does not outlive a Ctrl-C, whatever it reads from.
+func TestASignalEndsWhatOnlyReads(t *testing.T) {
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	for _, args := range [][]string{{"config", "validate", "-"}, {"render", "--machine=-"}} {
+		cmd := exec.CommandContext(t.Context(), self, args...)
+		cmd.Env = []string{asCommand + "=yes"}
+
+		input, err := cmd.StdinPipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+
+		// More than a pipe holds: once it is written, the command reads.
+		if _, err := input.Write(bytes.Repeat([]byte("# nothing\n"), 20_000)); err != nil {
+			t.Fatal(err)
+		}
+
+		if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
+			t.Fatal(err)
+		}
+
+		var exit *exec.ExitError
+		if err := cmd.Wait(); !errors.As(err, &exit) || t.Context().Err() != nil {
+			t.Errorf("%v: it ended with: %v", args, err)
+		}
+	}
 }
 
 func TestGRPCDoesNotFillTheLog(t *testing.T) {
