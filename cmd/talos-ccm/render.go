@@ -31,8 +31,8 @@ import (
 const (
 	// renderTimeout bounds the time that a live machine has to answer.
 	renderTimeout = 30 * time.Second
-	// lookUpTimeout is the part of it that name service has: where that is silent, the cluster may know the name.
-	lookUpTimeout = 5 * time.Second
+	// lookUpTimeout is the part of it that name service has: a second server is asked after 5 s, and where all are silent the cluster may know the name.
+	lookUpTimeout = 12 * time.Second
 	// maxPrinted bounds what is read of talosctl's output: a thousand machines print some 10 MB.
 	maxPrinted = 256 << 20
 )
