@@ -170,6 +170,10 @@ func (l *leader) elect(ctx context.Context) error {
 	controllers.Go(func() {
 		select {
 		case <-leads:
+			if leading.Err() != nil {
+				return
+			}
+
 			if err := l.control(leading); err != nil {
 				failed <- err
 			}
@@ -299,7 +303,7 @@ func (l *leader) dialer(ctx context.Context) func(string, netip.Addr) (talosapi.
 	}
 }
 
-// localNodename is empty if it is not known; this machine is then dialled as any other.
+// localNodename is empty if it is not known.
 func (l *leader) localNodename(ctx context.Context) string {
 	if l.socket == nil {
 		return ""
@@ -310,7 +314,7 @@ func (l *leader) localNodename(ctx context.Context) string {
 
 	nodename, err := safe.StateGetByID[*k8s.Nodename](ctx, l.socket.Reader, k8s.NodenameID)
 	if err != nil {
-		klog.FromContext(ctx).V(2).Info("This machine's nodename is not known, dialling it as any other", "err", err)
+		klog.FromContext(ctx).V(2).Info("This machine's nodename is not known", "err", err)
 
 		return ""
 	}
