@@ -70,6 +70,8 @@ func promptly(t *testing.T, limit time.Duration, do func() time.Duration) {
 			return
 		}
 
+		t.Logf("it took %s in try %d, and should take less than %s", took.Round(time.Millisecond), try, limit)
+
 		if try == tries {
 			t.Fatalf("it took %s in the last of %d tries, and never less than %s", took.Round(time.Millisecond), tries, limit)
 		}

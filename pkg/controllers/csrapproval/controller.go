@@ -2,7 +2,8 @@
 //
 // Name: certificatesigningrequest-approving-controller (alias node-csr-approval).
 //
-// Inputs: an informer of the requests for kubernetes.io/kubelet-serving, the Node informer, the inventory, the cluster's identity.
+// Inputs: an informer of the requests for kubernetes.io/kubelet-serving, the Node informer, the inventory, the cluster's identity; before a denial, the Node
+// as the API server has it.
 //
 // Outputs: the condition Approved or Denied, by UpdateApproval and nothing else; Events on requests and Nodes.
 //

@@ -17,14 +17,14 @@ func init() { legacyregistry.MustRegister(uninitialized) }
 
 // waiting counts the Nodes that are not initialised yet.
 type waiting struct {
-	mu     sync.Mutex
-	names  map[string]bool
-	number metrics.GaugeMetric
+	mu    sync.Mutex
+	names map[string]bool
+	gauge metrics.GaugeMetric
 }
 
-// newWaiting counts none yet; number is always how many there are.
-func newWaiting(number metrics.GaugeMetric) *waiting {
-	return &waiting{names: map[string]bool{}, number: number}
+// newWaiting counts none yet; gauge is always how many there are.
+func newWaiting(gauge metrics.GaugeMetric) *waiting {
+	return &waiting{names: map[string]bool{}, gauge: gauge}
 }
 
 // add is for a Node that waits.
@@ -33,7 +33,7 @@ func (w *waiting) add(nodename string) {
 	defer w.mu.Unlock()
 
 	w.names[nodename] = true
-	w.number.Set(float64(len(w.names)))
+	w.gauge.Set(float64(len(w.names)))
 }
 
 // remove is for one that does not.
@@ -42,7 +42,7 @@ func (w *waiting) remove(nodename string) {
 	defer w.mu.Unlock()
 
 	delete(w.names, nodename)
-	w.number.Set(float64(len(w.names)))
+	w.gauge.Set(float64(len(w.names)))
 }
 
 // clear is for one that no longer leads, and no longer knows.
@@ -51,5 +51,5 @@ func (w *waiting) clear() {
 	defer w.mu.Unlock()
 
 	clear(w.names)
-	w.number.Set(0)
+	w.gauge.Set(0)
 }

@@ -54,7 +54,8 @@ func (w writer) patchManagedFields(ctx context.Context, node *corev1.Node, p pla
 }
 
 // apply does not force: a key that somebody else took meanwhile fails the whole, and the next sync leaves it out. It carries the resourceVersion it has
-// seen if it records a taint: whose the taint is was seen in that version, and cannot be told once it is recorded.
+// seen if it records a taint: whose the taint is was seen in that version, and cannot be told once it is recorded. (What somebody else sets between this
+// write and that of the taint is taken for ours.)
 func (w writer) apply(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
 	config := corev1ac.Node(node.Name).WithUID(node.UID).WithLabels(p.labels).WithAnnotations(p.annotations)
 	if p.records {

@@ -3,10 +3,12 @@ package nodeipam_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"net/http"
 	"strings"
 	"sync"
+	"time"
 )
 
 // fault is what becomes of a write.
@@ -127,7 +129,28 @@ func (w *wire) pass(r *http.Request) (*http.Response, error) {
 	return w.base.RoundTrip(r)
 }
 
+// requireBounds fails unless a write is bounded here and at the API server: that none is done late is what the next leader's list rests on.
+func requireBounds(r *http.Request) error {
+	const longest = 3 * time.Second
+
+	if _, bounded := r.Context().Deadline(); !bounded {
+		return errors.New("a write is not bounded here")
+	}
+
+	if timeout, err := time.ParseDuration(r.URL.Query().Get("timeout")); err != nil || timeout > longest {
+		return fmt.Errorf("a write is not bounded at the API server: %s", r.URL)
+	}
+
+	return nil
+}
+
 func (w *wire) write(r *http.Request) (*http.Response, error) {
+	if strings.HasPrefix(r.URL.Path, "/api/v1/nodes/") {
+		if err := requireBounds(r); err != nil {
+			return nil, err
+		}
+	}
+
 	switch w.fault(r.URL.Path) {
 	case refused:
 		return nil, errBroken
