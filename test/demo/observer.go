@@ -155,8 +155,12 @@ func (o *observer) seeEvent(obj any) {
 	switch event.InvolvedObject.Kind {
 	case "Node":
 		o.update(event.InvolvedObject.Name, func(r *record) {
-			r.said = said
 			r.waits = r.waits || event.Reason == reasonPending
+
+			// While a Node waits for its machine's metadata, that is what is to be told of it, whatever else is.
+			if event.Reason == reasonPending || !r.waits || !r.released.IsZero() {
+				r.said = said
+			}
 		})
 	case "CertificateSigningRequest":
 		o.updateRequest(event.InvolvedObject.Name, func(r *request, _ string) { r.said = said })
