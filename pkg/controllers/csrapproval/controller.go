@@ -187,10 +187,9 @@ func (c *Controller) hearMachines(ctx context.Context) {
 
 func (c *Controller) worker() worker.Worker {
 	return worker.Worker{
-		Queue:      c.queue,
-		Controller: queueName,
-		Subject:    "csr",
-		Failure:    "Could not decide the request, trying again",
+		Queue:   c.queue,
+		Subject: "csr",
+		Failure: "Could not decide the request, trying again",
 		Sync: func(ctx context.Context, name string) error {
 			ctx, cancel := context.WithTimeout(ctx, syncTimeout)
 			defer cancel()

@@ -163,10 +163,9 @@ func (c *Controller) Run(ctx context.Context, workers int) {
 // worker syncs Nodes, and counts how that ends.
 func (c *Controller) worker() worker.Worker {
 	return worker.Worker{
-		Queue:      c.queue,
-		Controller: queueName,
-		Subject:    "node",
-		Failure:    "Could not bring the Node up to date, trying again",
+		Queue:   c.queue,
+		Subject: "node",
+		Failure: "Could not bring the Node up to date, trying again",
 		Sync: func(ctx context.Context, nodename string) error {
 			ctx, cancel := context.WithTimeout(ctx, syncTimeout)
 			defer cancel()

@@ -263,7 +263,7 @@ func (c *Controller) list(ctx context.Context) error {
 }
 
 func (c *Controller) worker() worker.Worker {
-	return worker.Worker{Queue: c.queue, Controller: nodeIPAMAlias, Subject: "node", Failure: "Could not give the Node its pod CIDRs, trying again", Sync: c.sync}
+	return worker.Worker{Queue: c.queue, Subject: "node", Failure: "Could not give the Node its pod CIDRs, trying again", Sync: c.sync}
 }
 
 func (c *Controller) sync(ctx context.Context, key string) error {

@@ -28,22 +28,27 @@ var failures = metrics.NewCounterVec(&metrics.CounterOpts{
 
 func init() { legacyregistry.MustRegister(failures) }
 
-// Queue holds names whose turn is to come, each once.
-type Queue = workqueue.TypedRateLimitingInterface[string]
+// Queue holds names whose turn is to come, each once. Use NewQueue.
+type Queue struct {
+	workqueue.TypedRateLimitingInterface[string]
 
-// NewQueue makes an empty queue; name is what the framework's metrics call it.
-func NewQueue(name string) Queue {
-	return workqueue.NewTypedRateLimitingQueueWithConfig(
-		workqueue.NewTypedItemExponentialFailureRateLimiter[string](RetryFirst, RetryMax),
-		workqueue.TypedRateLimitingQueueConfig[string]{Name: name},
-	)
+	controller string
+}
+
+// NewQueue makes an empty queue; controller is what the metrics, the framework's and that of failures, call it.
+func NewQueue(controller string) Queue {
+	return Queue{
+		controller: controller,
+		TypedRateLimitingInterface: workqueue.NewTypedRateLimitingQueueWithConfig(
+			workqueue.NewTypedItemExponentialFailureRateLimiter[string](RetryFirst, RetryMax),
+			workqueue.TypedRateLimitingQueueConfig[string]{Name: controller},
+		),
+	}
 }
 
 // Worker syncs one name after the other. Several can share a queue.
 type Worker struct {
 	Queue Queue
-	// Controller is what the metric of failures calls it; the same as the queue.
-	Controller string
 	// Subject is what the names are of, as logs call it: "node", "csr".
 	Subject string
 	// Failure says in the log what could not be done.
@@ -80,7 +85,7 @@ func (w Worker) next(ctx context.Context) bool {
 	case apierrors.IsConflict(err):
 		logger.V(4).Info("Changed meanwhile, trying again", "err", err)
 	default:
-		failures.WithLabelValues(w.Controller).Inc()
+		failures.WithLabelValues(w.Queue.controller).Inc()
 		logger.Error(err, w.Failure)
 	}
 

@@ -16,14 +16,13 @@ import (
 func TestFailuresAreCountedAndConflictsAndWhatIsBrokenOffAreNot(t *testing.T) {
 	// The metric is the process's: with a name of this run's own, what is counted is of this run.
 	controller := "test-" + rand.Text()
-	queue := worker.NewQueue("test")
+	queue := worker.NewQueue(controller)
 	outcomes := []error{errors.New("refused"), apierrors.NewConflict(schema.GroupResource{Resource: "nodes"}, "a", nil), errors.New("refused"), nil}
 
 	w := worker.Worker{
-		Queue:      queue,
-		Controller: controller,
-		Subject:    "node",
-		Failure:    "Could not do it",
+		Queue:   queue,
+		Subject: "node",
+		Failure: "Could not do it",
 		Sync: func(context.Context, string) error {
 			outcome := outcomes[0]
 
@@ -38,7 +37,7 @@ func TestFailuresAreCountedAndConflictsAndWhatIsBrokenOffAreNot(t *testing.T) {
 	queue.Add("a")
 	w.Run(t.Context())
 
-	w.Queue = worker.NewQueue("test")
+	w.Queue = worker.NewQueue(controller)
 	ctx, cancel := context.WithCancel(t.Context())
 	w.Sync = func(context.Context, string) error {
 		cancel()
