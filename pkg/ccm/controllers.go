@@ -5,9 +5,6 @@ import (
 	"fmt"
 	"sync"
 
-	corev1 "k8s.io/api/core/v1"
-	coreinformers "k8s.io/client-go/informers/core/v1"
-	"k8s.io/client-go/tools/cache"
 	"k8s.io/cloud-provider/app"
 	genericcontrollermanager "k8s.io/controller-manager/app"
 	"k8s.io/controller-manager/pkg/clientbuilder"
@@ -15,7 +12,6 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
-	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/provider"
 	"github.com/talos-ccm/talos-ccm/pkg/reflector"
 )
@@ -34,7 +30,7 @@ func (l *leader) control(ctx context.Context) error {
 	dial := l.dialer(ctx)
 	refl := reflector.New(inv, dial, l.clock)
 
-	if err := trackNodes(l.config.SharedInformers.Core().V1().Nodes(), refl); err != nil {
+	if err := refl.FollowNodes(l.config.SharedInformers.Core().V1().Nodes()); err != nil {
 		return err
 	}
 
@@ -82,43 +78,6 @@ func (l *leader) start(ctx context.Context, controllerContext genericcontrollerm
 
 		logger.Info("Started controller", "controller", name)
 		l.checks.AddHealthChecker(controllerhealthz.NamedPingChecker(name))
-	}
-
-	return nil
-}
-
-func sameUID(node *corev1.Node, obj any) bool {
-	other, ok := obj.(*corev1.Node)
-
-	return ok && other.UID == node.UID
-}
-
-// trackNodes has the reflector follow the machines of all Nodes that say they run Talos.
-func trackNodes(nodes coreinformers.NodeInformer, refl *reflector.Reflector) error {
-	track := func(obj any) {
-		if node, ok := obj.(*corev1.Node); ok && nodespec.IsTalos(node) {
-			refl.Track(node.Name, nodespec.DialAddresses(node))
-		}
-	}
-
-	_, err := nodes.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc: track,
-		UpdateFunc: func(old, obj any) {
-			// A Node deleted and registered again between two looks: nothing of its predecessor's machine holds for it.
-			if before, ok := old.(*corev1.Node); ok && !sameUID(before, obj) {
-				refl.Untrack(before.Name)
-			}
-
-			track(obj)
-		},
-		DeleteFunc: func(obj any) {
-			if key, err := cache.DeletionHandlingMetaNamespaceKeyFunc(obj); err == nil {
-				refl.Untrack(key)
-			}
-		},
-	})
-	if err != nil {
-		return fmt.Errorf("watch nodes: %w", err)
 	}
 
 	return nil

@@ -32,7 +32,6 @@ import (
 	typedcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
 	corelisters "k8s.io/client-go/listers/core/v1"
 	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/client-go/tools/record"
 	cloudproviderapi "k8s.io/cloud-provider/api"
@@ -332,7 +331,7 @@ func (b *bed) start(ctx context.Context) (*instance, error) {
 		return nil, err
 	}
 
-	if err := follow(nodes.Informer(), machines); err != nil {
+	if err := machines.FollowNodes(nodes); err != nil {
 		return nil, err
 	}
 
@@ -352,27 +351,6 @@ type staticCredentials struct {
 
 // TLSConfig implements talosapi.Credentials. Whatever the dialled address, the certificate is for that on loopback.
 func (c staticCredentials) TLSConfig() (*tls.Config, error) { return c.config.Clone(), nil }
-
-// follow has machines tracked as long as their Nodes are there.
-func follow(nodes cache.SharedIndexInformer, machines *reflector.Reflector) error {
-	track := func(obj any) {
-		if n, ok := obj.(*corev1.Node); ok && nodespec.IsTalos(n) {
-			machines.Track(n.Name, nodespec.DialAddresses(n))
-		}
-	}
-
-	_, err := nodes.AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc:    track,
-		UpdateFunc: func(_, obj any) { track(obj) },
-		DeleteFunc: func(obj any) {
-			if key, err := cache.DeletionHandlingMetaNamespaceKeyFunc(obj); err == nil {
-				machines.Untrack(key)
-			}
-		},
-	})
-
-	return err
-}
 
 // suite is one test's view of the bed.
 type suite struct {

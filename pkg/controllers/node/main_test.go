@@ -24,7 +24,6 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/kubernetes/scheme"
 	typedcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
-	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/tools/record"
 	"k8s.io/client-go/util/retry"
 	cloudproviderapi "k8s.io/cloud-provider/api"
@@ -32,7 +31,6 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
-	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/reflector"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
@@ -147,7 +145,7 @@ func (b *bed) control(ctx context.Context, group *sync.WaitGroup) error {
 
 	b.resync = controller.Resync
 
-	if err := follow(factory.Core().V1().Nodes().Informer(), machines); err != nil {
+	if err := machines.FollowNodes(factory.Core().V1().Nodes()); err != nil {
 		return err
 	}
 
@@ -165,27 +163,6 @@ type staticCredentials struct {
 
 // TLSConfig implements talosapi.Credentials.
 func (c staticCredentials) TLSConfig() (*tls.Config, error) { return c.config.Clone(), nil }
-
-// follow has machines tracked as long as their Nodes are there.
-func follow(nodes cache.SharedIndexInformer, machines *reflector.Reflector) error {
-	track := func(obj any) {
-		if n, ok := obj.(*corev1.Node); ok && nodespec.IsTalos(n) {
-			machines.Track(n.Name, nodespec.DialAddresses(n))
-		}
-	}
-
-	_, err := nodes.AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc:    track,
-		UpdateFunc: func(_, obj any) { track(obj) },
-		DeleteFunc: func(obj any) {
-			if key, err := cache.DeletionHandlingMetaNamespaceKeyFunc(obj); err == nil {
-				machines.Untrack(key)
-			}
-		},
-	})
-
-	return err
-}
 
 // suite is one test's view of the bed.
 type suite struct {
