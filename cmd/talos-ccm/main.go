@@ -97,7 +97,7 @@ func newCommand(options *ccm.Options, logOptions *logs.Options) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "talos-ccm",
 		Short: "Cloud controller manager for Talos Linux",
-		Long: `talos-ccm initialises the Nodes of Talos machines from what the machines say of themselves, approves their kubelets' serving certificates and
+		Long: `talos-ccm initializes the Nodes of Talos machines from what the machines say of themselves, approves their kubelets' serving certificates and
 allocates their pod CIDRs. Without a command it runs until it is told to end. The commands only look:
 
   talos-ccm config validate|schema   check a configuration file, or describe its format

@@ -219,7 +219,7 @@ func TestRenderGoesByTheFallback(t *testing.T) {
 	}
 }
 
-// liveSite is a control plane and a worker that can be dialled, and a talosconfig for them.
+// liveSite is a control plane and a worker that can be dialed, and a talosconfig for them.
 func liveSite(t *testing.T) (site *talostest.Cluster, talosconfig string) {
 	t.Helper()
 

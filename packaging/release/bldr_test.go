@@ -112,7 +112,7 @@ func ours(t *testing.T, architecture string) recipe {
 	return loadRecipe(t, "pkg.yaml", withVariables(t, "vars.yaml", platform(architecture)))
 }
 
-// proposed is the recipe of the catalogue's entry.
+// proposed is the recipe of the catalog's entry.
 func proposed(t *testing.T) recipe {
 	t.Helper()
 
@@ -218,7 +218,7 @@ func TestBldrBuildsAsMakeDoes(t *testing.T) {
 	command = strings.ReplaceAll(command, "$(TAG)", "v"+version)
 	want := goBuild(t, command)
 
-	for name, r := range map[string]recipe{"pkg.yaml": ours(t, "x86_64"), "the catalogue's entry": proposed(t)} {
+	for name, r := range map[string]recipe{"pkg.yaml": ours(t, "x86_64"), "the catalog's entry": proposed(t)} {
 		for _, s := range r.Steps {
 			if len(s.Build) == 0 {
 				continue

@@ -15,13 +15,13 @@ import (
 	"github.com/google/licensecheck"
 )
 
-// enough is how much of a file, in percent of its words, must be known licence text: the rest is names and years.
+// enough is how much of a file, in percent of its words, must be known license text: the rest is names and years.
 const enough = 75
 
-// licenseFile is how projects call the file with their licence, in the root of a module.
+// licenseFile is how projects call the file with their license, in the root of a module.
 var licenseFile = regexp.MustCompile(`(?i)^(licen[cs]e|copying|unlicense)([._-].*)?$`)
 
-// licenseOf is the SPDX expression for the licence texts in the root of a folder: all of them hold at once, because a file that leaves the
+// licenseOf is the SPDX expression for the license texts in the root of a folder: all of them hold at once, because a file that leaves the
 // choice says so in words that no scanner understands. Without a text, or with one that is unknown, it is NOASSERTION.
 func licenseOf(folder string) (string, error) {
 	entries, err := os.ReadDir(folder)
@@ -59,7 +59,7 @@ func licenseOf(folder string) (string, error) {
 	return strings.Join(slices.Compact(licenses), " AND "), nil
 }
 
-// detect is the licences that a text consists of; none if too much of it is something else.
+// detect is the licenses that a text consists of; none if too much of it is something else.
 func detect(text []byte) []string {
 	coverage := licensecheck.Scan(text)
 	if coverage.Percent < enough {

@@ -16,10 +16,10 @@ import (
 )
 
 // Modules is the bill of materials of a built binary: talos-ccm, every Go module that is linked in, and Go's standard library, with
-// versions, licences and the checksums of go.sum. The version is talos-ccm's, with or without its v. It does not name the architecture:
+// versions, licenses and the checksums of go.sum. The version is talos-ccm's, with or without its v. It does not name the architecture:
 // all builds of one version consist of the same modules, and so have one document.
 //
-// A module whose licence text is not a known one is listed with NOASSERTION. A binary that is not Go's, or whose modules are not in the
+// A module whose license text is not a known one is listed with NOASSERTION. A binary that is not Go's, or whose modules are not in the
 // module cache, is an error.
 func Modules(binary, version string, created time.Time) ([]byte, error) {
 	info, err := buildinfo.ReadFile(binary)
@@ -71,7 +71,7 @@ func modules(info *debug.BuildInfo) []*debug.Module {
 func dependency(m *debug.Module, installed goInstallation) (*v2_3.Package, error) {
 	license, err := licenseOf(installed.module(m.Path, m.Version))
 	if err != nil {
-		return nil, fmt.Errorf("read the licence of module %s %s: %w", m.Path, m.Version, err)
+		return nil, fmt.Errorf("read the license of module %s %s: %w", m.Path, m.Version, err)
 	}
 
 	p := library(m.Path, m.Version, license)
@@ -85,7 +85,7 @@ func dependency(m *debug.Module, installed goInstallation) (*v2_3.Package, error
 func standardLibrary(goVersion string, installed goInstallation) (*v2_3.Package, error) {
 	license, err := licenseOf(installed.root)
 	if err != nil {
-		return nil, fmt.Errorf("read the licence of Go: %w", err)
+		return nil, fmt.Errorf("read the license of Go: %w", err)
 	}
 
 	p := library("stdlib", strings.TrimPrefix(goVersion, "go"), license)

@@ -51,7 +51,7 @@ DAMAGES WHATSOEVER RESULTING FROM LOSS OF USE, DATA OR PROFITS, WHETHER IN AN AC
 ARISING OUT OF OR IN CONNECTION WITH THE USE OR PERFORMANCE OF THIS SOFTWARE.
 `
 
-func TestLicences(t *testing.T) {
+func TestLicenses(t *testing.T) {
 	apache, err := os.ReadFile("../../LICENSE")
 	if err != nil {
 		t.Fatal(err)
@@ -63,12 +63,12 @@ func TestLicences(t *testing.T) {
 	}{
 		"the one of the only file":                   {map[string]string{"COPYING": isc, "readme": isc}, "ISC"},
 		"of all files, sorted":                       {map[string]string{"LICENSE.MIT": isc, "LICENSE-2": string(apache)}, "Apache-2.0 AND ISC"},
-		"of two texts in a file":                     {map[string]string{"licence.txt": isc + string(apache)}, "Apache-2.0 AND ISC"},
+		"of two texts in a file":                     {map[string]string{"license.txt": isc + string(apache)}, "Apache-2.0 AND ISC"},
 		"named once":                                 {map[string]string{"LICENSE": isc, "LICENSE.md": isc}, "ISC"},
 		"none without a file":                        {map[string]string{"README": "Do as you like."}, noAssertion},
 		"none for an unknown text":                   {map[string]string{"LICENSE": "You may use this on Sundays only."}, noAssertion},
 		"none when one of two texts is unknown":      {map[string]string{"LICENSE": isc, "LICENSE.extra": "Not on Sundays."}, noAssertion},
-		"none for a text that only names a licence":  {map[string]string{"LICENSE": "See https://www.apache.org/licenses/LICENSE-2.0"}, noAssertion},
+		"none for a text that only names a license":  {map[string]string{"LICENSE": "See https://www.apache.org/licenses/LICENSE-2.0"}, noAssertion},
 		"not that of a source file of the same name": {map[string]string{"LICENSE": isc, "license.go": "package license"}, "ISC"},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -138,10 +138,10 @@ func TestTalosCCMDependsOnAllOthers(t *testing.T) {
 	}
 }
 
-// allowed are the licences that a part of an Apache-2.0 binary may have.
+// allowed are the licenses that a part of an Apache-2.0 binary may have.
 var allowed = []string{"Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "ISC", "MIT", "MPL-2.0"}
 
-func TestEveryModuleHasALicenceThatIsCompatibleWithOurs(t *testing.T) {
+func TestEveryModuleHasALicenseThatIsCompatibleWithOurs(t *testing.T) {
 	counts := map[string]int{}
 
 	for _, p := range read(t, modules(t)).Packages {

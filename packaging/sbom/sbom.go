@@ -1,5 +1,5 @@
 // Package sbom writes bills of materials as SPDX 2.3 JSON: of the extension, for its image, and of all Go modules of a built binary,
-// for a release. The same input gives the same bytes, wherever and whenever. It never asks the network: licences are read from Go's
+// for a release. The same input gives the same bytes, wherever and whenever. It never asks the network: licenses are read from Go's
 // module cache, which a build has just filled.
 package sbom
 

@@ -34,7 +34,7 @@ type App struct {
 	clock   clock.Clock
 	socket  *talosapi.Socket // nil outside Talos
 	// settings outlive the connections: the last good configuration stays in force.
-	settings *settings.Keeper
+	settings *settings.Store
 	// identity is who we are in the lease, unless the machine has a better name for us. It stays when the connections are made anew, so
 	// that a lease that could not be released is taken up again at once.
 	identity string
@@ -62,7 +62,7 @@ func New(options *Options) (*App, error) {
 		a.socket = socket
 	}
 
-	a.settings = settings.New(a.source(), settings.Memory{Dir: options.StateDir}, a.checkEnvironment)
+	a.settings = settings.New(a.source(), settings.LastKnownGood{Dir: options.StateDir}, a.checkEnvironment)
 
 	return a, nil
 }
@@ -187,7 +187,7 @@ func (a *App) credentials(ctx context.Context, group *sync.WaitGroup, replaced f
 	var creds talosapi.Credentials = talosapi.Talosconfig{Path: a.options.Talosconfig}
 
 	if a.socket != nil {
-		minted := talosapi.NewMinted(a.socket.Admin, a.clock)
+		minted := talosapi.NewIssuedCredentials(a.socket.Admin, a.clock)
 		creds = minted
 
 		keepFresh(ctx, group, minted.Run)

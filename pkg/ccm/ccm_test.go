@@ -98,7 +98,7 @@ func (s *suite) stopAPIServer() {
 	s.Cleanup(func() { s.require(s.kube.StartAPIServer(context.Background())) })
 }
 
-// initializing registers the Nodes of 30 machines, slow ones among them, and returns once some but not all are initialised: the last one
+// initializing registers the Nodes of 30 machines, slow ones among them, and returns once some but not all are initialized: the last one
 // answers nothing until it is thawed.
 func (s *suite) initializing() (machines []*talostest.Machine, last *talostest.Machine) {
 	s.Helper()
@@ -114,7 +114,7 @@ func (s *suite) initializing() (machines []*talostest.Machine, last *talostest.M
 	s.awaitInitialized(machines[:5]...)
 
 	if !tainted(s.get(last)) {
-		s.Fatal("the Node of a machine that does not answer is initialised")
+		s.Fatal("the Node of a machine that does not answer is initialized")
 	}
 
 	return machines, last
@@ -325,7 +325,7 @@ func TestIdleOnAWorker(t *testing.T) {
 	}
 
 	if n := s.get(self); !tainted(n) {
-		t.Error("the worker's Node was initialised")
+		t.Error("the worker's Node was initialized")
 	}
 
 	p.terminate()
@@ -463,7 +463,7 @@ func TestOwnCertificateIsRenewed(t *testing.T) {
 	before := watches(worker)
 
 	clk.Step(46 * time.Minute)
-	s.eventually("the worker is dialled anew", func() bool { return watches(worker) > before })
+	s.eventually("the worker is dialed anew", func() bool { return watches(worker) > before })
 	s.move(worker, "moved-again")
 
 	if found := s.events(worker, nodecontroller.ReasonUnreachable); len(found) > 0 {
@@ -730,7 +730,7 @@ func TestOwnMachineDoesNotAnswer(t *testing.T) {
 	s := newSuite(t, "frozen-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
-	// Nothing is dialled by who does not lead.
+	// Nothing is dialed by who does not lead.
 	s.leaseTo("somebody-else", time.Hour)
 
 	s.start(s.options(self))
@@ -741,14 +741,14 @@ func TestOwnMachineDoesNotAnswer(t *testing.T) {
 	s.awaitInitialized(worker)
 
 	if n := s.get(self); !tainted(n) {
-		t.Errorf("the Node of a machine that does not answer was initialised: %s", describe(n))
+		t.Errorf("the Node of a machine that does not answer was initialized: %s", describe(n))
 	}
 
 	self.Thaw()
 	s.awaitInitialized(self)
 }
 
-// Until it is known which Node is this machine's, it is dialled as any other.
+// Until it is known which Node is this machine's, it is dialed as any other.
 func TestOwnNodenameIsLate(t *testing.T) {
 	s := newSuite(t, "nameless-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")

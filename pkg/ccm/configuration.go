@@ -129,7 +129,7 @@ func NodeOptions(c *config.Compiled, fallback config.ProviderIDFallback) nodespe
 		PreferIPv6:           c.PreferIPv6,
 		ProviderIDFromNodeIP: cmp.Or(c.ProviderIDFallback, fallback) == config.FallbackNodeIP,
 		Rules:                c.Rules,
-		Claim:                c.Claim,
+		Selector:             c.NodeSelector,
 	}
 }
 

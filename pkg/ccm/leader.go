@@ -47,7 +47,7 @@ type leader struct {
 	clock    clock.Clock
 	socket   *talosapi.Socket
 	creds    talosapi.Credentials
-	settings *settings.Keeper
+	settings *settings.Store
 	config   *cloudconfig.CompletedConfig
 	recorder record.EventRecorder
 	checks   *controllerhealthz.MutableHealthzHandler

@@ -353,7 +353,7 @@ func (s *suite) awaitInitialized(machines ...*talostest.Machine) {
 	s.Helper()
 
 	for _, m := range machines {
-		n := s.await(m.Nodename(), "initialised", initialized)
+		n := s.await(m.Nodename(), "initialized", initialized)
 
 		if n.Spec.ProviderID != "hcloud://"+m.Nodename() || n.Labels[corev1.LabelTopologyZone] == "" {
 			s.Errorf("node %s: %s", m.Nodename(), describe(n))

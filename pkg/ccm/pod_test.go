@@ -162,7 +162,7 @@ func TestAPodWorksWithItsServiceAccount(t *testing.T) {
 	configMap.write(s, map[string][]byte{"config.yaml": []byte(site("lyon"))})
 	s.awaitSite(worker, "lyon")
 
-	// With the talosconfig of before, no machine can be dialled any more.
+	// With the talosconfig of before, no machine can be dialed any more.
 	s.require(s.talos.RotateCA(t.Context(), talostest.DropOldCA))
 	worker.BreakStreams()
 	s.eventually("the worker cannot be reached", func() bool { return p.metric("talosccm_machines", `condition="Unreachable"`) == 1 })

@@ -476,7 +476,7 @@ func TestMetrics(t *testing.T) {
 	}
 
 	s.eventually("two machines are current", func() bool { return p.metric("talosccm_machines", `condition="Current"`) == 2 })
-	s.eventually("two Nodes were initialised", func() bool { return p.metric("talosccm_node_initialization_duration_seconds_count") == 2 })
+	s.eventually("two Nodes were initialized", func() bool { return p.metric("talosccm_node_initialization_duration_seconds_count") == 2 })
 
 	changed := p.metric("talosccm_node_syncs_total", `result="changed"`)
 	restarts := p.metric("talosccm_watch_restarts_total")
@@ -501,7 +501,7 @@ func TestGaugesEndWithLeadership(t *testing.T) {
 	first, second := s.controlPlane("cp-1"), s.controlPlane("cp-2")
 	s.register(first, second)
 
-	gauges := []string{"talosccm_machines", "talosccm_ipam_refusing"}
+	gauges := []string{"talosccm_machines", "talosccm_ipam_blocked"}
 	flags := []string{openMetrics, "--controllers=*,nodeipam", "--allocate-node-cidrs", "--cluster-cidr=10.99.0.0/16"}
 
 	p := s.spawn(first, flags...)

@@ -285,7 +285,7 @@ func TestNothingIsKnownWithoutTheControlPlane(t *testing.T) {
 	s.again()
 
 	if s.gatherer.Current().Known {
-		t.Fatalf("known without a labelled Node: %+v", s.gatherer.Current())
+		t.Fatalf("known without a labeled Node: %+v", s.gatherer.Current())
 	}
 
 	s.label("cp-1")

@@ -40,9 +40,9 @@ const (
 
 // IsControlPlane tells whether the Node is known to be of the control plane. A machine can say so of itself as it likes.
 func IsControlPlane(node *corev1.Node) bool {
-	_, labelled := node.Labels[labelControlPlane]
+	_, labeled := node.Labels[labelControlPlane]
 
-	return labelled
+	return labeled
 }
 
 // fromCertificate returns what the API server's serving certificate is for. It connects anew each time, for the server may have another

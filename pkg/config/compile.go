@@ -12,7 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // Compiled is a configuration that is ready for use. It is made by Parse, and never changed.
@@ -23,9 +23,9 @@ type Compiled struct {
 	// ProviderIDFallback is empty if the flag decides.
 	ProviderIDFallback ProviderIDFallback
 	// Rules are never nil.
-	Rules *transform.Rules
+	Rules *rules.Set
 	// Claim selects the machines whose Nodes are ours; nil: all.
-	Claim *transform.Selector
+	NodeSelector *rules.Selector
 	// MaxExpiration is the longest lifetime of a kubelet's serving certificate.
 	MaxExpiration time.Duration
 	// AllowedSANs are in the order of the file.
@@ -59,7 +59,7 @@ func count(n int, noun string) string {
 type CompiledSANs struct {
 	Name string
 	// Selector is nil for all machines.
-	Selector *transform.Selector
+	Selector *rules.Selector
 	// DNSNames are in lower case.
 	DNSNames []string
 	// IPAddresses are unmapped and without zone.
@@ -70,7 +70,7 @@ type CompiledSANs struct {
 type CompiledPool struct {
 	Name string
 	// Selector is nil for all machines.
-	Selector *transform.Selector
+	Selector *rules.Selector
 	// CIDRs are masked, in the order of the file, and overlap no others of any pool.
 	CIDRs []netip.Prefix
 	// MaskSizeIPv4 and MaskSizeIPv6 are 0 where the file does not say any. A mask size fits all of the pool's CIDRs of its family. Of a family without CIDRs
@@ -120,7 +120,7 @@ func (c compiler) refuse(p path, format string, args ...any) {
 	}
 }
 
-func (c compiler) refuseAll(p path, mistakes []transform.CompileError) {
+func (c compiler) refuseAll(p path, mistakes []rules.CompileError) {
 	if len(mistakes) == 0 {
 		return
 	}
@@ -152,15 +152,15 @@ func (c compiler) compile(file Config) *Compiled {
 
 	compiled.Rules, compiled.rules = c.rules(file.Transformations), len(file.Transformations)
 
-	compiled.Claim = c.selector(path{"nodes", "nodeSelector"}, file.Nodes.NodeSelector, transform.CompileSelector)
+	compiled.NodeSelector = c.selector(path{"nodes", "nodeSelector"}, file.Nodes.NodeSelector, rules.CompileSelector)
 	compiled.AllowedSANs = c.allowedSANs(file.CSRApproval.AllowedSANs)
 	compiled.Pools = c.pools(file.IPAM)
 
 	return compiled
 }
 
-func (c compiler) rules(list []transform.Rule) *transform.Rules {
-	rules, mistakes := transform.Compile(list)
+func (c compiler) rules(list []rules.Rule) *rules.Set {
+	rules, mistakes := rules.Compile(list)
 	c.refuseAll(path{"transformations"}, mistakes)
 
 	return rules
@@ -182,7 +182,7 @@ func texts[T ~string](list []T) []string {
 }
 
 // selector is nil, which selects all, if there are no terms.
-func (c compiler) selector(p path, terms []transform.SelectorTerm, compile func([]transform.SelectorTerm) (*transform.Selector, []transform.CompileError)) *transform.Selector {
+func (c compiler) selector(p path, terms []rules.SelectorTerm, compile func([]rules.SelectorTerm) (*rules.Selector, []rules.CompileError)) *rules.Selector {
 	if len(terms) == 0 {
 		return nil
 	}
@@ -221,7 +221,7 @@ func (c compiler) allowedSANs(entries []AllowedSANs) []CompiledSANs {
 		p := path{"csrApproval", "allowedSANs", i}
 		c.unique(names, p, e.Name)
 
-		allowed := CompiledSANs{Name: e.Name, Selector: c.selector(p.with("nodeSelector"), e.NodeSelector, transform.CompileSelector)}
+		allowed := CompiledSANs{Name: e.Name, Selector: c.selector(p.with("nodeSelector"), e.NodeSelector, rules.CompileSelector)}
 
 		if len(e.DNSNames)+len(e.IPAddresses) == 0 {
 			c.refuse(p, "allows nothing: there are neither dnsNames nor ipAddresses")
@@ -314,7 +314,7 @@ func (c compiler) pools(ipam IPAM) []CompiledPool {
 			c.refuse(p.with("name"), "must not be empty")
 		}
 
-		pool := CompiledPool{Name: e.Name, Selector: c.selector(p.with("nodeSelector"), e.NodeSelector, transform.CompileNodeSelector)}
+		pool := CompiledPool{Name: e.Name, Selector: c.selector(p.with("nodeSelector"), e.NodeSelector, rules.CompileNodeSelector)}
 
 		cidrs := c.cidrs(p.with("cidrs"), e)
 		for _, cidr := range cidrs {

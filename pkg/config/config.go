@@ -9,7 +9,7 @@ package config
 import (
 	"time"
 
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // MaxSize of a file in bytes, and of what its anchors and aliases expand to.
@@ -24,7 +24,7 @@ type Config struct {
 	Global Global `json:"global,omitzero"`
 	// Transformations are the rules that set labels, annotations, taints and metadata. They apply in order: every rule that selects a machine does, and
 	// selectors and templates see what earlier rules have replaced. Where two set the same key, the later one wins.
-	Transformations []transform.Rule `json:"transformations,omitempty"`
+	Transformations []rules.Rule `json:"transformations,omitempty"`
 	// Nodes says which Nodes are ours.
 	Nodes Nodes `json:"nodes,omitzero"`
 	// CSRApproval is about the kubelets' requests for serving certificates.
@@ -57,7 +57,7 @@ const (
 type Nodes struct {
 	// NodeSelector terms are OR-ed; a machine that none of them selects is left alone, and so are its Node and its certificate requests. They look at what the machine says
 	// itself, before any rule.
-	NodeSelector []transform.SelectorTerm `default:"every Talos machine" json:"nodeSelector,omitempty"`
+	NodeSelector []rules.SelectorTerm `default:"every Talos machine" json:"nodeSelector,omitempty"`
 }
 
 // CSRApproval is about the kubelets' requests for serving certificates.
@@ -73,7 +73,7 @@ type AllowedSANs struct {
 	// Name tells the entry from others, for people.
 	Name string `json:"name,omitempty"`
 	// NodeSelector terms are OR-ed. They look at what the machine says itself; a label of the Node proves nothing, since its kubelet may set it.
-	NodeSelector []transform.SelectorTerm `default:"every machine" json:"nodeSelector,omitempty"`
+	NodeSelector []rules.SelectorTerm `default:"every machine" json:"nodeSelector,omitempty"`
 	// DNSNames in full and without wildcards. Names of the cluster itself, such as `kubernetes.default.svc`, are refused.
 	DNSNames []string `json:"dnsNames,omitempty"`
 	// IPAddresses of either family, without prefix length.
@@ -100,7 +100,7 @@ type Pool struct {
 	// Name tells the pool from others: in Events and metrics.
 	Name string `json:"name"`
 	// NodeSelector terms are OR-ed. `labels.<key>` can be selected, too: a label of the Node.
-	NodeSelector []transform.SelectorTerm `default:"every machine" json:"nodeSelector,omitempty"`
+	NodeSelector []rules.SelectorTerm `default:"every machine" json:"nodeSelector,omitempty"`
 	// CIDRs of either family or both; no two may overlap. Of one family the first that is not exhausted is used; a family that the pool does not have comes from where it comes
 	// from without pools.
 	CIDRs []string `json:"cidrs"`

@@ -82,7 +82,7 @@ func goodFiles() []good {
 			},
 		},
 		{
-			rule: "neighbours do not overlap", file: "ipam: {pools: [{name: a, cidrs: [10.0.0.0/24, 10.0.2.0/24]}, {name: b, cidrs: [10.0.1.0/24]}]}",
+			rule: "neighbors do not overlap", file: "ipam: {pools: [{name: a, cidrs: [10.0.0.0/24, 10.0.2.0/24]}, {name: b, cidrs: [10.0.1.0/24]}]}",
 			want: func(c *config.Compiled) {
 				c.Pools = []config.CompiledPool{{Name: "a", CIDRs: prefixes("10.0.0.0/24", "10.0.2.0/24")}, {Name: "b", CIDRs: prefixes("10.0.1.0/24")}}
 			},
@@ -325,8 +325,8 @@ func badFiles() []bad {
 			want: []string{`:4: transformations[0].taints[node.kubernetes.io/not-ready] (rule "web"): `},
 		},
 		{
-			rule: "what makes the machine cannot be replaced", file: "transformations:\n- platformMetadata:\n    Hostname: a\n    Colour: b\n",
-			want: []string{":3: transformations[0].platformMetadata[Hostname]: ", ":4: transformations[0].platformMetadata[Colour]: "},
+			rule: "what makes the machine cannot be replaced", file: "transformations:\n- platformMetadata:\n    Hostname: a\n    Color: b\n",
+			want: []string{":3: transformations[0].platformMetadata[Hostname]: ", ":4: transformations[0].platformMetadata[Color]: "},
 		},
 		{
 			rule: "rules have names of their own", file: "transformations:\n- name: web\n- name: db\n- name: web\n",
@@ -334,7 +334,7 @@ func badFiles() []bad {
 		},
 		{
 			rule: "facts are known, and labels, which kubelets set, are for pools alone",
-			file: "nodes: {nodeSelector: [{matchExpressions: [{key: colour, operator: Exists}]}]}\ntransformations:\n- name: web\n  nodeSelector: [{matchExpressions: [{key: labels.a, operator: Exists}]}]\n" +
+			file: "nodes: {nodeSelector: [{matchExpressions: [{key: color, operator: Exists}]}]}\ntransformations:\n- name: web\n  nodeSelector: [{matchExpressions: [{key: labels.a, operator: Exists}]}]\n" +
 				"csrApproval: {allowedSANs: [{nodeSelector: [{matchExpressions: [{key: labels.a, operator: Exists}]}], dnsNames: [example.org]}]}\n" +
 				"ipam: {pools: [{name: a, nodeSelector: [{matchExpressions: [{key: labels.a, operator: In}]}], cidrs: [10.0.0.0/16]}]}\n",
 			want: []string{

@@ -17,7 +17,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // block is a fenced block of the document. What it is for is the second word behind the fence.
@@ -67,8 +67,8 @@ type described struct {
 	Extensions        map[string]string
 }
 
-func (d described) facts() transform.Facts {
-	return transform.Facts{Machine: machine.Machine{
+func (d described) facts() rules.Facts {
+	return rules.Facts{Machine: machine.Machine{
 		Nodename: "node-1", Type: talosmachine.TypeWorker, Platform: d.PlatformMetadata, PlatformPublished: true, System: d.SystemInformation, Extensions: d.Extensions,
 	}}
 }
@@ -80,7 +80,7 @@ type rendered struct {
 	PlatformMetadata    *runtime.PlatformMetadataSpec
 }
 
-func render(t *testing.T, result transform.Result) rendered {
+func render(t *testing.T, result rules.Result) rendered {
 	t.Helper()
 
 	for _, p := range result.Problems {
@@ -89,7 +89,7 @@ func render(t *testing.T, result transform.Result) rendered {
 
 	r := rendered{PlatformMetadata: &result.Platform}
 
-	texts := func(values map[string]transform.Value) map[string]string {
+	texts := func(values map[string]rules.Value) map[string]string {
 		if len(values) == 0 {
 			return nil
 		}
@@ -243,7 +243,7 @@ func table(t *testing.T, head string) (rows [][]string) {
 }
 
 func TestTheDocumentsFactsCanBeSelected(t *testing.T) {
-	missing := transform.Keys()
+	missing := rules.Keys()
 
 	for _, row := range table(t, "| key | what it is |") {
 		for _, key := range code.FindAllStringSubmatch(row[0], -1) {
@@ -251,9 +251,9 @@ func TestTheDocumentsFactsCanBeSelected(t *testing.T) {
 			missing = slices.DeleteFunc(missing, func(known string) bool { return known == prefix })
 
 			t.Run(key[1], func(t *testing.T) {
-				terms := []transform.SelectorTerm{{MatchExpressions: []transform.Expression{{Key: strings.NewReplacer("<name>", "a", "<key>", "a").Replace(key[1]), Operator: transform.Exists}}}}
+				terms := []rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: strings.NewReplacer("<name>", "a", "<key>", "a").Replace(key[1]), Operator: rules.Exists}}}}
 
-				if _, mistakes := transform.CompileNodeSelector(terms); len(mistakes) > 0 {
+				if _, mistakes := rules.CompileNodeSelector(terms); len(mistakes) > 0 {
 					t.Error(mistakes)
 				}
 			})
@@ -268,7 +268,7 @@ func TestTheDocumentsFactsCanBeSelected(t *testing.T) {
 func TestTheDocumentsFunctions(t *testing.T) {
 	for _, row := range table(t, "| function | example | gives |") {
 		for _, name := range code.FindAllStringSubmatch(row[0], -1) {
-			if !slices.Contains(transform.Functions(), name[1]) {
+			if !slices.Contains(rules.Functions(), name[1]) {
 				t.Errorf("there is no function %s", name[1])
 			}
 		}
@@ -284,7 +284,7 @@ func TestTheDocumentsFunctions(t *testing.T) {
 func TestTheDocumentHasAllVariables(t *testing.T) {
 	text := documentText(t)
 
-	for _, name := range transform.Variables() {
+	for _, name := range rules.Variables() {
 		if !strings.Contains(text, "`."+name+"`") {
 			t.Errorf("the document does not have .%s", name)
 		}
@@ -295,12 +295,12 @@ func TestTheDocumentHasAllVariables(t *testing.T) {
 func apply(t *testing.T, template string) string {
 	t.Helper()
 
-	rules, mistakes := transform.Compile([]transform.Rule{{Annotations: map[string]string{"example.org/value": template}}})
+	compiled, mistakes := rules.Compile([]rules.Rule{{Annotations: map[string]string{"example.org/value": template}}})
 	if len(mistakes) > 0 {
 		t.Fatal(mistakes)
 	}
 
-	result := rules.Apply(transform.Facts{})
+	result := compiled.Apply(rules.Facts{})
 	if len(result.Problems) > 0 {
 		t.Fatal(result.Problems)
 	}

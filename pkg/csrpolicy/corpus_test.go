@@ -206,7 +206,7 @@ var changesByName = map[string]func(s *scene, v string){
 
 	// Of the evidence.
 	"node":     func(s *scene, v string) { s.evidence.Node = nodeStandings[v] },
-	"standing": func(s *scene, v string) { s.evidence.Standing = standings[v] },
+	"standing": func(s *scene, v string) { s.evidence.MachineState = standings[v] },
 	"cluster":  func(s *scene, v string) { clusterGaps[v](&s.evidence.Cluster) },
 	"holder":   func(s *scene, v string) { s.holders[v] = append(s.holders[v], "elsewhere") },
 	"max":      func(s *scene, v string) { s.evidence.Policy.MaxExpiration = duration(v) },
@@ -247,12 +247,12 @@ var changesByName = map[string]func(s *scene, v string){
 	},
 }
 
-var nodeStandings = map[string]csrpolicy.NodeStanding{
-	"unknown": csrpolicy.NodeUnknown, "foreign": csrpolicy.NodeForeign, "worker": csrpolicy.NodeWorker, "control-plane": csrpolicy.NodeControlPlane, "undefined": 99,
+var nodeStandings = map[string]csrpolicy.NodeState{
+	"unknown": csrpolicy.NodeUnknown, "foreign": csrpolicy.NodeUnmanaged, "worker": csrpolicy.NodeWorker, "control-plane": csrpolicy.NodeControlPlane, "undefined": 99,
 }
 
-var standings = map[string]csrpolicy.Standing{
-	"unknown": csrpolicy.MachineUnknown, "stale": csrpolicy.MachineStale, "mismatch": csrpolicy.MachineMismatch, "undefined": 99,
+var standings = map[string]csrpolicy.MachineState{
+	"unknown": csrpolicy.MachineUnknown, "stale": csrpolicy.MachineUnreachable, "mismatch": csrpolicy.MachineMismatch, "undefined": 99,
 }
 
 var types = map[string]talosmachine.Type{

@@ -66,14 +66,14 @@ type Reason struct {
 // Evidence is all that is known about the machine and the cluster when a request is reviewed. The zero value approves nothing.
 type Evidence struct {
 	// Node is what is known of the Node that the request's user names.
-	Node NodeStanding
-	// Standing says how far Machine can be relied on.
-	Standing Standing
+	Node NodeState
+	// MachineState says how far Machine can be relied on.
+	MachineState MachineState
 	// Machine is the last view of that Node's machine; the zero value where there is none.
 	Machine machine.Machine
-	// Holders are the names of the other Nodes that claim a name or an address, by that name or address in the form in which Subjects gives
+	// Owners are the names of the other Nodes that claim a name or an address, by that name or address in the form in which Subjects gives
 	// it (for an address, its String). Only those of the request count. A machine that does not answer claims what it last had.
-	Holders map[string][]string
+	Owners map[string][]string
 	// Listed are the names and addresses of the Node, in the same form. A kubelet asks for what its Node lists, so that what neither the Node nor the
 	// machine has is an outdated request. Empty: not known. It never speaks for a request: kubelets write their Nodes.
 	Listed  []string
@@ -83,14 +83,14 @@ type Evidence struct {
 	Now time.Time
 }
 
-// NodeStanding is what is known of a Node.
-type NodeStanding int
+// NodeState is what is known of a Node.
+type NodeState int
 
 const (
 	// NodeUnknown: there is no such Node yet. The zero value.
-	NodeUnknown NodeStanding = iota
-	// NodeForeign: it does not run Talos, or is not claimed by us.
-	NodeForeign
+	NodeUnknown NodeState = iota
+	// NodeUnmanaged: it does not run Talos, or is not claimed by us.
+	NodeUnmanaged
 	// NodeWorker: it is ours and not known to be of the control plane.
 	NodeWorker
 	// NodeControlPlane: it is ours and has the control plane's label (node-role.kubernetes.io/control-plane). A kubelet cannot give itself
@@ -98,14 +98,14 @@ const (
 	NodeControlPlane
 )
 
-// Standing says how far what is known of a machine can be relied on.
-type Standing int
+// MachineState says how far what is known of a machine can be relied on.
+type MachineState int
 
 const (
 	// MachineUnknown: the machine has not been seen yet. The zero value.
-	MachineUnknown Standing = iota
-	// MachineStale: the machine does not answer; what is known is its last view.
-	MachineStale
+	MachineUnknown MachineState = iota
+	// MachineUnreachable: the machine does not answer; what is known is its last view.
+	MachineUnreachable
 	// MachineMismatch: what answers at the Node's address is another machine.
 	MachineMismatch
 	// MachineCurrent: the machine is being watched.
@@ -183,7 +183,7 @@ func Review(csr *certificatesv1.CertificateSigningRequest, e Evidence) Verdict {
 // verdict weighs the reasons. While the Node is unknown it may turn out not to be ours: nothing is denied to a kubelet before.
 func (r *review) verdict() Verdict {
 	if len(r.reasons) == 0 {
-		proven := Reason{Code: CodeProven, Decision: Approve, Message: fmt.Sprintf("All that is asked for is proven by the machine of Node %s", r.nodename)}
+		proven := Reason{Code: CodeVerified, Decision: Approve, Message: fmt.Sprintf("All that is asked for is proven by the machine of Node %s", r.nodename)}
 
 		return Verdict{Decision: Approve, Reasons: []Reason{proven}}
 	}

@@ -61,9 +61,9 @@ func TestNothingIsApprovedWithoutEvidence(t *testing.T) {
 
 	for rule, e := range map[string]csrpolicy.Evidence{
 		"none":    {},
-		"machine": {Machine: machineOf("worker-1"), Standing: csrpolicy.MachineCurrent},
+		"machine": {Machine: machineOf("worker-1"), MachineState: csrpolicy.MachineCurrent},
 		"node":    {Machine: machineOf("worker-1"), Node: csrpolicy.NodeWorker},
-		"cluster": {Machine: machineOf("worker-1"), Node: csrpolicy.NodeWorker, Standing: csrpolicy.MachineCurrent},
+		"cluster": {Machine: machineOf("worker-1"), Node: csrpolicy.NodeWorker, MachineState: csrpolicy.MachineCurrent},
 	} {
 		if v := csrpolicy.Review(&s.csr, e); v.Decision != csrpolicy.Defer {
 			t.Errorf("%s: got %s%s", rule, v.Decision, messages(v))

@@ -165,7 +165,7 @@ func TestWhatIsApprovedIsAClaimThatOthersMeet(t *testing.T) {
 
 		for _, name := range names {
 			fromRule := strings.Contains(r.changes, "extra-")
-			if len(claims.Holders(name, "another")) == 0 && !fromRule {
+			if len(claims.Owners(name, "another")) == 0 && !fromRule {
 				t.Errorf("line %d: %q can be approved, and is no claim", r.line, name)
 			}
 		}

@@ -164,7 +164,7 @@ func readRDN(names *cryptobyte.String) (oid asn1.ObjectIdentifier, value string,
 // readAttributes accepts one request for one extension, subjectAltName, and nothing else.
 func (r *request) readAttributes(attributes cryptobyte.String) []Reason {
 	if attributes.Empty() {
-		return []Reason{deny(CodeNoSubjects, "The request has neither a DNS name nor an address")}
+		return []Reason{deny(CodeNoSANs, "The request has neither a DNS name nor an address")}
 	}
 
 	extensions, ok := readExtensionRequest(attributes)
@@ -208,7 +208,7 @@ func readSubjectAltName(extensions cryptobyte.String) (subjects cryptobyte.Strin
 
 func (r *request) readSubjects(subjects cryptobyte.String) []Reason {
 	if subjects.Empty() {
-		return []Reason{deny(CodeNoSubjects, "The request has neither a DNS name nor an address")}
+		return []Reason{deny(CodeNoSANs, "The request has neither a DNS name nor an address")}
 	}
 
 	var reasons []Reason
@@ -217,7 +217,7 @@ func (r *request) readSubjects(subjects cryptobyte.String) []Reason {
 		if count > maxSubjects {
 			r.names, r.ips = nil, nil
 
-			return []Reason{deny(CodeTooManySubjects, "The request has more than %d subjects", maxSubjects)}
+			return []Reason{deny(CodeTooManySANs, "The request has more than %d subjects", maxSubjects)}
 		}
 
 		if reason := r.readGeneralName(&subjects); reason != nil {
@@ -257,7 +257,7 @@ func (r *request) readGeneralName(subjects *cryptobyte.String) *Reason {
 
 		r.ips = append(r.ips, ip.Unmap())
 	default:
-		return new(deny(CodeForbiddenSubject, "The request has a subject that is neither a DNS name nor an address (GeneralName, tag %d)", tag&0x1f))
+		return new(deny(CodeForbiddenSAN, "The request has a subject that is neither a DNS name nor an address (GeneralName, tag %d)", tag&0x1f))
 	}
 
 	return nil

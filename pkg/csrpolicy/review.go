@@ -62,11 +62,11 @@ func notOurs(csr *certificatesv1.CertificateSigningRequest, e Evidence) *Reason 
 	case csr.Spec.SignerName != certificatesv1.KubeletServingSignerName:
 		return ignore(CodeOtherSigner, "The request is for another signer")
 	case len(csr.Status.Conditions) > 0, len(csr.Status.Certificate) > 0:
-		return ignore(CodeSettled, "The request is settled")
-	case e.Node == NodeForeign:
-		return ignore(CodeForeignNode, "The Node does not run Talos, or is not ours")
+		return ignore(CodeDecided, "The request is settled")
+	case e.Node == NodeUnmanaged:
+		return ignore(CodeNodeUnmanaged, "The Node does not run Talos, or is not ours")
 	case !created.IsZero() && e.Now.Sub(created) > abandonedAfter:
-		return ignore(CodeAbandoned, fmt.Sprintf("The request is older than %s: its kubelet has made another", abandonedAfter))
+		return ignore(CodeExpired, fmt.Sprintf("The request is older than %s: its kubelet has made another", abandonedAfter))
 	}
 
 	return nil
@@ -88,7 +88,7 @@ func (r *review) requester() {
 	}
 }
 
-func (s NodeStanding) ours() bool { return s == NodeWorker || s == NodeControlPlane }
+func (s NodeState) ours() bool { return s == NodeWorker || s == NodeControlPlane }
 
 // standing checks what is known of the requester's Node and machine and of the cluster.
 func (r *review) standing() {
@@ -103,11 +103,11 @@ func (r *review) standing() {
 	}
 
 	switch {
-	case e.Standing == MachineStale:
-		r.wait(CodeMachineStale, "The machine of Node %.80q does not answer", r.nodename)
-	case e.Standing == MachineMismatch, e.Standing == MachineCurrent && e.Machine.Nodename != r.nodename:
+	case e.MachineState == MachineUnreachable:
+		r.wait(CodeMachineUnreachable, "The machine of Node %.80q does not answer", r.nodename)
+	case e.MachineState == MachineMismatch, e.MachineState == MachineCurrent && e.Machine.Nodename != r.nodename:
 		r.wait(CodeMachineMismatch, "What answers at the address of Node %.80q is another machine", r.nodename)
-	case e.Standing != MachineCurrent:
+	case e.MachineState != MachineCurrent:
 		r.wait(CodeMachineUnknown, "The machine of Node %.80q is not known yet", r.nodename)
 	}
 
@@ -125,7 +125,7 @@ func (c ClusterIdentity) complete() bool {
 func (r *review) machineKnown() bool {
 	e := r.evidence
 
-	return r.nodename != "" && e.Standing == MachineCurrent && e.Machine.Nodename == r.nodename
+	return r.nodename != "" && e.MachineState == MachineCurrent && e.Machine.Nodename == r.nodename
 }
 
 // content checks what is asked for.
@@ -291,8 +291,8 @@ func (r *review) uncontested(subject string) {
 		return
 	}
 
-	others := slices.DeleteFunc(slices.Clone(r.evidence.Holders[subject]), func(holder string) bool { return holder == r.nodename })
+	others := slices.DeleteFunc(slices.Clone(r.evidence.Owners[subject]), func(holder string) bool { return holder == r.nodename })
 	if len(others) > 0 {
-		r.wait(CodeClaimedByOthers, "%.80q is claimed by %d others, such as %.80q", subject, len(others), slices.Min(others))
+		r.wait(CodeOwnedByOthers, "%.80q is claimed by %d others, such as %.80q", subject, len(others), slices.Min(others))
 	}
 }

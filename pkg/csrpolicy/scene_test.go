@@ -115,7 +115,7 @@ func asks(name string) *scene {
 			subject: []rdn{{{asn1.ObjectIdentifier{2, 5, 4, 10}, tagPrintable, "system:nodes"}}, {{asn1.ObjectIdentifier{2, 5, 4, 3}, tagPrintable, "system:node:" + name}}},
 			key:     "p256",
 		},
-		evidence: csrpolicy.Evidence{Node: standing, Standing: csrpolicy.MachineCurrent, Machine: m, Cluster: clusterIdentity(), Now: now},
+		evidence: csrpolicy.Evidence{Node: standing, MachineState: csrpolicy.MachineCurrent, Machine: m, Cluster: clusterIdentity(), Now: now},
 		holders:  map[string][]string{},
 	}
 
@@ -150,7 +150,7 @@ var others = sync.OnceValue(func() *inventory.Inventory {
 })
 
 func (s *scene) lookUp() {
-	s.evidence.Holders = maps.Clone(s.holders)
+	s.evidence.Owners = maps.Clone(s.holders)
 
 	self, _ := csrpolicy.Nodename(&s.csr)
 	names, ips, _ := csrpolicy.Subjects(&s.csr)
@@ -160,8 +160,8 @@ func (s *scene) lookUp() {
 	}
 
 	for _, name := range names {
-		if holders := others().Holders(name, self); len(holders) > 0 {
-			s.evidence.Holders[name] = append(s.evidence.Holders[name], holders...)
+		if holders := others().Owners(name, self); len(holders) > 0 {
+			s.evidence.Owners[name] = append(s.evidence.Owners[name], holders...)
 		}
 	}
 }

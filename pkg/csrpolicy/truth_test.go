@@ -103,7 +103,7 @@ func checkTerms(t *testing.T, csr certificatesv1.CertificateSigningRequest, e cs
 		}
 	}
 
-	if e.Standing != csrpolicy.MachineCurrent || !e.Cluster.Known || (e.Node != csrpolicy.NodeWorker && e.Node != csrpolicy.NodeControlPlane) {
+	if e.MachineState != csrpolicy.MachineCurrent || !e.Cluster.Known || (e.Node != csrpolicy.NodeWorker && e.Node != csrpolicy.NodeControlPlane) {
 		t.Errorf("approved on evidence %+v", e)
 	}
 }
@@ -118,8 +118,8 @@ func checkNames(t *testing.T, e csrpolicy.Evidence, names []string) {
 		name = strings.ToLower(strings.TrimSuffix(name, "."))
 		same := func(other string) bool { return strings.EqualFold(name, strings.TrimSuffix(other, ".")) }
 
-		if !slices.ContainsFunc(own, same) || len(e.Holders[name]) > 0 {
-			t.Errorf("approved %q, which is not the machine's or is claimed by %v", name, e.Holders[name])
+		if !slices.ContainsFunc(own, same) || len(e.Owners[name]) > 0 {
+			t.Errorf("approved %q, which is not the machine's or is claimed by %v", name, e.Owners[name])
 		}
 
 		if slices.ContainsFunc(e.Cluster.APIServerNames, same) && e.Node != csrpolicy.NodeControlPlane {
@@ -150,8 +150,8 @@ func checkAddresses(t *testing.T, e csrpolicy.Evidence, ips []net.IP) {
 		contains := func(p netip.Prefix) bool { return p.Contains(ip) }
 		has := e.Machine.HasAddress(ip)
 
-		if (!has && !slices.ContainsFunc(e.Policy.ExtraIPs, same)) || len(e.Holders[ip.String()]) > 0 {
-			t.Errorf("approved %s, which is not the machine's or is claimed by %v", ip, e.Holders[ip.String()])
+		if (!has && !slices.ContainsFunc(e.Policy.ExtraIPs, same)) || len(e.Owners[ip.String()]) > 0 {
+			t.Errorf("approved %s, which is not the machine's or is claimed by %v", ip, e.Owners[ip.String()])
 		}
 
 		if slices.ContainsFunc(slices.Concat(special, e.Cluster.ServiceCIDRs, e.Cluster.PodCIDRs, e.Machine.ExcludedSubnets), contains) {

@@ -29,7 +29,7 @@ func TestHasAddress(t *testing.T) {
 		{"IPv4-mapped IPv6 is the IPv4 address", "::ffff:192.0.2.1", true},
 		{"and the other way round", "192.0.2.7", true},
 		{"one that only the platform knows", "203.0.113.5", true},
-		{"a neighbour in the same subnet is another machine's", "192.0.2.2", false},
+		{"a neighbor in the same subnet is another machine's", "192.0.2.2", false},
 		{"the network's address is nobody's", "192.0.2.0", false},
 		{"IPv4-compatible IPv6 is another address", "::192.0.2.1", false},
 		{"the unspecified address is none", "0.0.0.0", false},

@@ -11,7 +11,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // reportsExternalIPs lists the platforms whose Talos driver publishes public addresses on the link "external". On all others
@@ -73,7 +73,7 @@ func byFamily(options Options) func(a, b netip.Addr) int {
 	return func(a, b netip.Addr) int { return cmp.Compare(rank(a), rank(b)) }
 }
 
-func addresses(in Input, transformed transform.Result, nodeIPs []netip.Addr) ([]corev1.NodeAddress, []Problem) {
+func addresses(in Input, transformed rules.Result, nodeIPs []netip.Addr) ([]corev1.NodeAddress, []Problem) {
 	var list []corev1.NodeAddress
 
 	for _, ip := range nodeIPs {

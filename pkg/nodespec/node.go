@@ -15,7 +15,7 @@ const osImagePrefix = "Talos"
 // maxDialAddresses is more than a machine has node IPs, and bounds where a kubelet can make us dial.
 const maxDialAddresses = 4
 
-// IsTalos tells whether the Node's kubelet says that it runs on Talos. It proves nothing: it only keeps us from dialling
+// IsTalos tells whether the Node's kubelet says that it runs on Talos. It proves nothing: it only keeps us from dialing
 // and writing Nodes of other systems.
 func IsTalos(node *corev1.Node) bool {
 	return strings.HasPrefix(node.Status.NodeInfo.OSImage, osImagePrefix)

@@ -86,7 +86,7 @@ func TestDialAddresses(t *testing.T) {
 		internal         []string
 		want             string
 	}{
-		{"none: neither names nor external addresses are dialled", "", nil, ""},
+		{"none: neither names nor external addresses are dialed", "", nil, ""},
 		{"those the kubelet was started with come first", "10.0.0.2", []string{"10.0.0.1"}, "10.0.0.2 10.0.0.1"},
 		{"the internal ones alone", "", []string{"10.0.0.1", "2001:db8::1"}, "10.0.0.1 2001:db8::1"},
 		{"none twice", "10.0.0.1", []string{"10.0.0.1", "::ffff:10.0.0.1"}, "10.0.0.1"},
@@ -110,23 +110,23 @@ func FuzzWhatTheKubeletSays(f *testing.F) {
 
 	f.Fuzz(func(t *testing.T, annotation, internal string) {
 		node := nodeSaying(annotation, internal)
-		provided, dialled := nodespec.ProvidedNodeIPs(node), nodespec.DialAddresses(node)
+		provided, dialed := nodespec.ProvidedNodeIPs(node), nodespec.DialAddresses(node)
 
-		for _, a := range slices.Concat(provided, dialled) {
+		for _, a := range slices.Concat(provided, dialed) {
 			if !a.IsValid() || a.Zone() != "" || a.Is4In6() {
 				t.Errorf("%q and %q gave %v", annotation, internal, a)
 			}
 		}
 
-		for i, a := range dialled {
-			if slices.Contains(dialled[:i], a) {
+		for i, a := range dialed {
+			if slices.Contains(dialed[:i], a) {
 				t.Errorf("%v is listed twice", a)
 			}
 		}
 
 		for _, a := range provided {
-			if !slices.Contains(dialled, a) {
-				t.Errorf("%v is provided and not dialled", a)
+			if !slices.Contains(dialed, a) {
+				t.Errorf("%v is provided and not dialed", a)
 			}
 		}
 	})

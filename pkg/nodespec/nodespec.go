@@ -15,7 +15,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // Labels as the upstream Talos CCM names them; the topology and instance-type labels are those of Kubernetes.
@@ -37,9 +37,9 @@ type Options struct {
 	// upstream Talos CCM writes.
 	ProviderIDFromNodeIP bool
 	// Rules are the user's; nil: none.
-	Rules *transform.Rules
+	Rules *rules.Set
 	// Claim selects the machines whose Nodes are ours to write; nil: all.
-	Claim *transform.Selector
+	Selector *rules.Selector
 }
 
 // Input is all that Desired looks at.
@@ -64,12 +64,12 @@ func NewInput(node *corev1.Node, m machine.Machine, options Options) Input {
 }
 
 // Facts are what rules and selectors look at.
-func (in Input) Facts() transform.Facts {
-	return transform.Facts{Machine: in.Machine, Architecture: in.Architecture}
+func (in Input) Facts() rules.Facts {
+	return rules.Facts{Machine: in.Machine, Architecture: in.Architecture}
 }
 
-// Claimed tells whether the machine's Node is ours to write. It is decided by what the machine itself says, before any rule.
-func Claimed(in Input) bool { return in.Options.Claim.Matches(in.Facts()) }
+// Managed tells whether the machine's Node is ours to write. It is decided by what the machine itself says, before any rule.
+func Managed(in Input) bool { return in.Options.Selector.Matches(in.Facts()) }
 
 // Spec is what the Node should carry.
 type Spec struct {
@@ -77,10 +77,10 @@ type Spec struct {
 	ProviderID  string
 	Labels      map[string]string
 	Annotations map[string]string
-	// Taints are to be there after initialisation; those that are enforced, at any time.
-	Taints []transform.Taint
+	// Taints are to be there after initialization; those that are enforced, at any time.
+	Taints []rules.Taint
 	// Transformed is what the rules said: where the values are from.
-	Transformed transform.Result
+	Transformed rules.Result
 	// Addresses in the order in which the Node lists them.
 	Addresses []corev1.NodeAddress
 }
@@ -161,7 +161,7 @@ func Desired(in Input) (spec Spec, problems []Problem, pending string) {
 	return spec, slices.Concat(problems, labelProblems, addressProblems), ""
 }
 
-func ruleProblems(transformed transform.Result) []Problem {
+func ruleProblems(transformed rules.Result) []Problem {
 	var problems []Problem
 
 	for _, p := range transformed.Problems {
@@ -171,7 +171,7 @@ func ruleProblems(transformed transform.Result) []Problem {
 	return problems
 }
 
-func values(rendered map[string]transform.Value) map[string]string {
+func values(rendered map[string]rules.Value) map[string]string {
 	result := make(map[string]string, len(rendered))
 
 	for key, v := range rendered {
@@ -182,7 +182,7 @@ func values(rendered map[string]transform.Value) map[string]string {
 }
 
 // labels are those of the platform, and those of the rules, which win.
-func labels(in Input, transformed transform.Result) (map[string]string, []Problem) {
+func labels(in Input, transformed rules.Result) (map[string]string, []Problem) {
 	meta := in.Machine.Platform
 	result := values(transformed.Labels)
 

@@ -10,7 +10,7 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // Platforms without an instance identity of their own, by Talos's names
@@ -25,7 +25,7 @@ const (
 // providerID follows the order: the one that rules or the platform give; the instance id that rules or the platform give; the SMBIOS UUID;
 // the node IP. The second result says why none can be given: whatever is returned first stays for the Node's life, so that a rule that
 // fails to replace an identity must not be made up for by what comes next in the order.
-func providerID(in Input, transformed transform.Result, nodeIP netip.Addr) (id, pending string) {
+func providerID(in Input, transformed rules.Result, nodeIP netip.Addr) (id, pending string) {
 	if pending := misruled(in, transformed); pending != "" {
 		return "", pending
 	}
@@ -50,7 +50,7 @@ const (
 )
 
 // misruled says what is wrong with the identity that rules have made, or nothing.
-func misruled(in Input, transformed transform.Result) string {
+func misruled(in Input, transformed rules.Result) string {
 	_, providerID := transformed.Replaced[fieldProviderID]
 	_, instanceID := transformed.Replaced[fieldInstanceID]
 

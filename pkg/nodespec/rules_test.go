@@ -10,14 +10,14 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // ruled is the machine under rules.
-func ruled(t *testing.T, in nodespec.Input, rules ...transform.Rule) nodespec.Input {
+func ruled(t *testing.T, in nodespec.Input, list ...rules.Rule) nodespec.Input {
 	t.Helper()
 
-	compiled, errs := transform.Compile(rules)
+	compiled, errs := rules.Compile(list)
 	if len(errs) > 0 {
 		t.Fatalf("compile rules: %v", errs)
 	}
@@ -27,8 +27,8 @@ func ruled(t *testing.T, in nodespec.Input, rules ...transform.Rule) nodespec.In
 	return in
 }
 
-func replacing(fields map[string]string) transform.Rule {
-	return transform.Rule{Name: "r", PlatformMetadata: fields}
+func replacing(fields map[string]string) rules.Rule {
+	return rules.Rule{Name: "r", PlatformMetadata: fields}
 }
 
 // cloud is a machine whose platform says all there is.
@@ -40,7 +40,7 @@ func cloud() nodespec.Input {
 }
 
 func TestLabelsOfRulesWinOverThoseOfThePlatform(t *testing.T) {
-	in := ruled(t, cloud(), transform.Rule{Labels: map[string]string{corev1.LabelTopologyZone: "mine", "team": "{{ .Region }}"}})
+	in := ruled(t, cloud(), rules.Rule{Labels: map[string]string{corev1.LabelTopologyZone: "mine", "team": "{{ .Region }}"}})
 
 	spec, _ := desired(t, in)
 	for key, want := range map[string]string{
@@ -74,35 +74,35 @@ func TestProviderIDUnderRules(t *testing.T) {
 	for _, test := range []struct {
 		rule          string
 		in            nodespec.Input
-		rules         []transform.Rule
+		rules         []rules.Rule
 		want, pending string
 	}{
-		{"a rule's comes first", cloud(), []transform.Rule{replacing(map[string]string{"ProviderID": "x:///{{ .InstanceID }}"})}, "x:///i-1", ""},
+		{"a rule's comes first", cloud(), []rules.Rule{replacing(map[string]string{"ProviderID": "x:///{{ .InstanceID }}"})}, "x:///i-1", ""},
 		{
 			"a rule's instance makes one where the platform gives none",
 			running(),
-			[]transform.Rule{replacing(map[string]string{"InstanceID": "rack-7"})},
+			[]rules.Rule{replacing(map[string]string{"InstanceID": "rack-7"})},
 			"talos://metal/rack-7", "",
 		},
-		{"other fields do not matter", cloud(), []transform.Rule{replacing(map[string]string{"Zone": "z"})}, "aws:///eu-1a/i-1", ""},
+		{"other fields do not matter", cloud(), []rules.Rule{replacing(map[string]string{"Zone": "z"})}, "aws:///eu-1a/i-1", ""},
 		{
 			"what has not been published cannot be replaced",
 			unpublished,
-			[]transform.Rule{replacing(map[string]string{"ProviderID": "x:///{{ .UUID }}"})},
+			[]rules.Rule{replacing(map[string]string{"ProviderID": "x:///{{ .UUID }}"})},
 			"", "has not published an instance ID",
 		},
 		{
 			"one that fails is not made up for by the platform's",
 			cloud(),
-			[]transform.Rule{replacing(map[string]string{"ProviderID": `{{ fail "no" }}`})},
+			[]rules.Rule{replacing(map[string]string{"ProviderID": `{{ fail "no" }}`})},
 			"", `rule "r" cannot set platformMetadata[ProviderID]`,
 		},
-		{"nor is one that names no instance", cloud(), []transform.Rule{replacing(map[string]string{"ProviderID": "x:///{{ .Tags.serial }}"})}, "", "names no instance"},
-		{"nor one with spaces", cloud(), []transform.Rule{replacing(map[string]string{"ProviderID": "x:///a b"})}, "", "cannot be right"},
+		{"nor is one that names no instance", cloud(), []rules.Rule{replacing(map[string]string{"ProviderID": "x:///{{ .Tags.serial }}"})}, "", "names no instance"},
+		{"nor one with spaces", cloud(), []rules.Rule{replacing(map[string]string{"ProviderID": "x:///a b"})}, "", "cannot be right"},
 		{
 			"one that is made of what an earlier rule failed to replace is not believed",
 			cloud(),
-			[]transform.Rule{
+			[]rules.Rule{
 				{Name: "first", PlatformMetadata: map[string]string{"Region": `{{ fail "no" }}`}},
 				replacing(map[string]string{"ProviderID": "x:///{{ .Region }}/1"}),
 			},
@@ -111,7 +111,7 @@ func TestProviderIDUnderRules(t *testing.T) {
 		{
 			"SMBIOS is waited for: it may be what the rule reads",
 			booting,
-			[]transform.Rule{replacing(map[string]string{"ProviderID": "x:///vm-{{ .UUID }}"})},
+			[]rules.Rule{replacing(map[string]string{"ProviderID": "x:///vm-{{ .UUID }}"})},
 			"", "yet to be read",
 		},
 	} {
@@ -143,14 +143,14 @@ func TestPublicIPDiscoveryIsTheRules(t *testing.T) {
 		t.Run(test.rule, func(t *testing.T) {
 			in.Machine.Platform.Platform = test.platform
 
-			spec, _ := desired(t, ruled(t, in, transform.Rule{Features: transform.Features{PublicIPDiscovery: test.discovery}}))
+			spec, _ := desired(t, ruled(t, in, rules.Rule{Features: rules.Features{PublicIPDiscovery: test.discovery}}))
 			requireAddresses(t, corev1.NodeExternalIP, spec, test.want...)
 		})
 	}
 }
 
 func TestProblemsNameTheirRule(t *testing.T) {
-	in := ruled(t, cloud(), transform.Rule{Name: "site", Labels: map[string]string{"a": "{{ .Region }} !"}})
+	in := ruled(t, cloud(), rules.Rule{Name: "site", Labels: map[string]string{"a": "{{ .Region }} !"}})
 	in.Machine.Platform.InstanceType = "not a label"
 
 	_, problems := desired(t, in)
@@ -166,20 +166,20 @@ func TestProblemsNameTheirRule(t *testing.T) {
 }
 
 func TestTheClaimIsDecidedBeforeAnyRule(t *testing.T) {
-	claim, errs := transform.CompileSelector([]transform.SelectorTerm{{MatchExpressions: []transform.Expression{{Key: "zone", Operator: transform.In, Values: []string{"eu-1a"}}}}})
+	claim, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "zone", Operator: rules.In, Values: []string{"eu-1a"}}}}})
 	if len(errs) > 0 {
 		t.Fatal(errs)
 	}
 
 	in := ruled(t, cloud(), replacing(map[string]string{"Zone": "elsewhere"}))
-	in.Options.Claim = claim
+	in.Options.Selector = claim
 
-	if !nodespec.Claimed(in) {
+	if !nodespec.Managed(in) {
 		t.Error("not claimed, though the machine itself says it is in the zone")
 	}
 
 	in.Machine = machine.Machine{}
-	if nodespec.Claimed(in) {
+	if nodespec.Managed(in) {
 		t.Error("a machine that has said nothing is claimed")
 	}
 }

@@ -121,7 +121,7 @@ func (t Taint) from() string {
 		return from(t.Rule) + ", enforced"
 	}
 
-	return from(t.Rule) + ", at initialisation"
+	return from(t.Rule) + ", at initialization"
 }
 
 // printable quotes what would disturb a table or a terminal.

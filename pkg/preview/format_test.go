@@ -20,7 +20,7 @@ func reports() []preview.Report {
 			ProviderID:  &preview.Text{Value: "aws:///eu-1/i-1"},
 			Addresses:   []preview.Address{{Type: "InternalIP", Address: "10.0.0.1"}, {Type: "InternalDNS", Address: "a.b", Rule: "dns"}},
 			Labels:      []preview.Entry{{Key: "example.org/role", Value: "web", Rule: "web"}, {Key: "topology.kubernetes.io/zone", Value: "eu-1"}},
-			Annotations: []preview.Entry{{Key: "note", Value: "two\nlines & a \x1b[31mcolour", Rule: "web"}},
+			Annotations: []preview.Entry{{Key: "note", Value: "two\nlines & a \x1b[31mcolor", Rule: "web"}},
 			Taints:      []preview.Taint{{Key: "dedicated", Value: "web", Effect: "NoSchedule", Rule: "web"}, {Key: "slow", Effect: "NoExecute", Rule: "slow", Enforce: true}},
 			Problems:    []preview.Problem{{Rule: "web", Key: "labels[bad]", Value: "not a label", Why: "it has spaces"}},
 		},
@@ -47,8 +47,8 @@ Node worker-1
   address     InternalDNS                  a.b                                     rule dns
   label       example.org/role             web                                     rule web
   label       topology.kubernetes.io/zone  eu-1                                    machine
-  annotation  note                         "two\nlines & a \x1b[31mcolour"         rule web
-  taint       dedicated                    web:NoSchedule                          rule web, at initialisation
+  annotation  note                         "two\nlines & a \x1b[31mcolor"         rule web
+  taint       dedicated                    web:NoSchedule                          rule web, at initialization
   taint       slow                         NoExecute                               rule slow, enforced
   problem     labels[bad]                  not a label                             rule web                     it has spaces
 

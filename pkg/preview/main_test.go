@@ -150,14 +150,14 @@ func asYAML(t testing.TB, out *bytes.Buffer, node string, r resource.Resource) {
 		fmt.Fprintln(out, "---")
 	}
 
-	marshalled, err := resource.MarshalYAML(r)
+	marshaled, err := resource.MarshalYAML(r)
 	if err != nil {
 		t.Fatal(err)
 	}
 
 	fmt.Fprintf(out, "node: %s\n", node)
 
-	if err := yaml.NewEncoder(out).Encode(marshalled); err != nil {
+	if err := yaml.NewEncoder(out).Encode(marshaled); err != nil {
 		t.Fatal(err)
 	}
 }

@@ -61,7 +61,7 @@ type Entry struct {
 	Rule  string `json:"rule,omitempty"`
 }
 
-// Taint is one taint. One that is not enforced is set when the Node is initialised, and never again.
+// Taint is one taint. One that is not enforced is set when the Node is initialized, and never again.
 type Taint struct {
 	Key     string `json:"key"`
 	Value   string `json:"value,omitempty"`
@@ -105,7 +105,7 @@ func Render(machines []Machine, kubelet Kubelet, options nodespec.Options) []Rep
 func render(node string, in nodespec.Input) Report {
 	spec, problems, pending := nodespec.Desired(in)
 
-	report := Report{Node: node, Name: in.Machine.Nodename, Unclaimed: !nodespec.Claimed(in), Pending: pending}
+	report := Report{Node: node, Name: in.Machine.Nodename, Unclaimed: !nodespec.Managed(in), Pending: pending}
 	for _, p := range problems {
 		report.Problems = append(report.Problems, Problem{Rule: p.Rule, Key: p.Key, Value: p.Value, Why: p.Why})
 	}

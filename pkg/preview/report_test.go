@@ -15,14 +15,14 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // compile makes rules usable.
-func compile(t testing.TB, rules ...transform.Rule) *transform.Rules {
+func compile(t testing.TB, list ...rules.Rule) *rules.Set {
 	t.Helper()
 
-	compiled, errs := transform.Compile(rules)
+	compiled, errs := rules.Compile(list)
 	if len(errs) > 0 {
 		t.Fatal(errs)
 	}
@@ -31,8 +31,8 @@ func compile(t testing.TB, rules ...transform.Rule) *transform.Rules {
 }
 
 // everyKind is a rule that sets one thing of each kind.
-func everyKind() transform.Rule {
-	return transform.Rule{
+func everyKind() rules.Rule {
+	return rules.Rule{
 		Name:             "web",
 		Labels:           map[string]string{"example.org/role": "web", "bad": "{{ .SerialNumber }} is none"},
 		Annotations:      map[string]string{"example.org/serial": "{{ .SerialNumber }}"},
@@ -62,7 +62,7 @@ func flat(r preview.Report) nodespec.Spec {
 	}
 
 	for _, taint := range r.Taints {
-		spec.Taints = append(spec.Taints, transform.Taint{
+		spec.Taints = append(spec.Taints, rules.Taint{
 			Taint: corev1.Taint{Key: taint.Key, Value: taint.Value, Effect: corev1.TaintEffect(taint.Effect)}, Rule: taint.Rule, Enforce: taint.Enforce,
 		})
 	}
@@ -93,7 +93,7 @@ func TestRenderIsWhatTheNodeGets(t *testing.T) {
 
 				node := &corev1.Node{Status: corev1.NodeStatus{NodeInfo: corev1.NodeSystemInfo{Architecture: "arm64"}}}
 				want, problems, pending := nodespec.Desired(nodespec.NewInput(node, truth(t, site.Machine("worker-1")), options))
-				want.Transformed = transform.Result{}
+				want.Transformed = rules.Result{}
 
 				if diff := cmp.Diff(want, flat(report)); diff != "" || report.Pending != pending || len(report.Problems) != len(problems) {
 					t.Errorf("pending %q (want %q), problems %v (want %v): %s", report.Pending, pending, report.Problems, problems, diff)
@@ -143,14 +143,14 @@ func sources(r preview.Report) map[string]string {
 
 func TestEveryValueNamesItsRule(t *testing.T) {
 	for _, test := range []struct {
-		rule  string
-		rules []transform.Rule
-		want  map[string]string // what differs from no rule at all
+		rule string
+		list []rules.Rule
+		want map[string]string // what differs from no rule at all
 	}{
 		{"none", nil, nil},
 		{
 			"each kind",
-			[]transform.Rule{everyKind()},
+			[]rules.Rule{everyKind()},
 			map[string]string{
 				"example.org/role": "web", "example.org/serial": "web", "dedicated:NoSchedule false": "web",
 				corev1.LabelTopologyZone: "web", corev1.LabelFailureDomainBetaZone: "web",
@@ -158,7 +158,7 @@ func TestEveryValueNamesItsRule(t *testing.T) {
 		},
 		{
 			"all metadata",
-			[]transform.Rule{{Name: "meta", PlatformMetadata: map[string]string{
+			[]rules.Rule{{Name: "meta", PlatformMetadata: map[string]string{
 				"Region": "r", "Zone": "z", "InstanceType": "t", "Spot": "true", "ProviderID": "aws:///r/i", "InternalDNS": "a.b", "ExternalDNS": "c.d",
 			}}},
 			map[string]string{
@@ -169,7 +169,7 @@ func TestEveryValueNamesItsRule(t *testing.T) {
 		},
 		{
 			"the last of two",
-			[]transform.Rule{
+			[]rules.Rule{
 				{Name: "one", Labels: map[string]string{"a": "1", "b": "1"}, PlatformMetadata: map[string]string{"Zone": "1"}},
 				{Name: "two", Labels: map[string]string{"b": "2"}, PlatformMetadata: map[string]string{"Zone": "2"}},
 			},
@@ -177,7 +177,7 @@ func TestEveryValueNamesItsRule(t *testing.T) {
 		},
 		{
 			"a label rather than the metadata that it replaces",
-			[]transform.Rule{
+			[]rules.Rule{
 				{Name: "label", Labels: map[string]string{corev1.LabelTopologyZone: "mine"}},
 				{Name: "meta", PlatformMetadata: map[string]string{"Zone": "2"}},
 			},
@@ -185,7 +185,7 @@ func TestEveryValueNamesItsRule(t *testing.T) {
 		},
 		{
 			"enforced taints",
-			[]transform.Rule{{Name: "t", Taints: map[string]string{"a": "NoExecute"}, Enforce: true}},
+			[]rules.Rule{{Name: "t", Taints: map[string]string{"a": "NoExecute"}, Enforce: true}},
 			map[string]string{"a:NoExecute true": "t"},
 		},
 	} {
@@ -195,7 +195,7 @@ func TestEveryValueNamesItsRule(t *testing.T) {
 			want := sources(preview.Render(machines, preview.Kubelet{}, nodespec.Options{})[0])
 			maps.Copy(want, test.want)
 
-			got := sources(preview.Render(machines, preview.Kubelet{}, nodespec.Options{Rules: compile(t, test.rules...)})[0])
+			got := sources(preview.Render(machines, preview.Kubelet{}, nodespec.Options{Rules: compile(t, test.list...)})[0])
 			if diff := cmp.Diff(want, got); diff != "" {
 				t.Error(diff)
 			}
@@ -207,9 +207,9 @@ func TestInstanceIDOfARuleIsItsProviderID(t *testing.T) {
 	m := running("worker-1", "10.0.0.1")
 	m.Machine.Platform.ProviderID = ""
 
-	rules := compile(t, transform.Rule{Name: "id", PlatformMetadata: map[string]string{"InstanceID": "mine"}})
+	compiled := compile(t, rules.Rule{Name: "id", PlatformMetadata: map[string]string{"InstanceID": "mine"}})
 
-	got := preview.Render([]preview.Machine{m}, preview.Kubelet{}, nodespec.Options{Rules: rules})[0].ProviderID
+	got := preview.Render([]preview.Machine{m}, preview.Kubelet{}, nodespec.Options{Rules: compiled})[0].ProviderID
 	if want := (preview.Text{Value: "talos://aws/mine", Rule: "id"}); *got != want {
 		t.Errorf("got %+v, want %+v", *got, want)
 	}
@@ -233,12 +233,12 @@ func TestMachineThatCannotBeIdentifiedYetIsPending(t *testing.T) {
 }
 
 func TestMachineThatIsNotClaimedIsSo(t *testing.T) {
-	claim, errs := transform.CompileSelector([]transform.SelectorTerm{{MatchExpressions: []transform.Expression{{Key: "platform", Operator: transform.In, Values: []string{"metal"}}}}})
+	claim, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "platform", Operator: rules.In, Values: []string{"metal"}}}}})
 	if len(errs) > 0 {
 		t.Fatal(errs)
 	}
 
-	if got := preview.Render([]preview.Machine{running("worker-1", "10.0.0.1")}, preview.Kubelet{}, nodespec.Options{Claim: claim})[0]; !got.Unclaimed || got.ProviderID == nil {
+	if got := preview.Render([]preview.Machine{running("worker-1", "10.0.0.1")}, preview.Kubelet{}, nodespec.Options{Selector: claim})[0]; !got.Unclaimed || got.ProviderID == nil {
 		t.Errorf("got %+v", got)
 	}
 }
@@ -259,9 +259,9 @@ func TestSharedIdentitiesAreSeen(t *testing.T) {
 	})
 
 	t.Run("providerIDs, which only one Node can have", func(t *testing.T) {
-		rules := compile(t, transform.Rule{Name: "same", PlatformMetadata: map[string]string{"ProviderID": "mine://one"}})
+		compiled := compile(t, rules.Rule{Name: "same", PlatformMetadata: map[string]string{"ProviderID": "mine://one"}})
 
-		reports := preview.Render([]preview.Machine{running("worker-1", "10.0.0.1"), running("worker-2", "10.0.0.2")}, preview.Kubelet{}, nodespec.Options{Rules: rules})
+		reports := preview.Render([]preview.Machine{running("worker-1", "10.0.0.1"), running("worker-2", "10.0.0.2")}, preview.Kubelet{}, nodespec.Options{Rules: compiled})
 		want := []preview.Problem{{Rule: "same", Key: "providerID", Value: "mine://one", Why: "the Node worker-1 would have it, too"}}
 
 		if len(reports[0].Problems) > 0 || cmp.Diff(want, reports[1].Problems) != "" {
@@ -274,10 +274,10 @@ func TestKubeletIsHeard(t *testing.T) {
 	m := running("worker-1", "10.0.0.1")
 	m.Machine.Addresses = append(m.Machine.Addresses, machine.Address{Prefix: netip.MustParsePrefix("10.0.0.9/24"), Link: "eth0", Scope: nethelpers.ScopeGlobal})
 
-	rules := compile(t, transform.Rule{Name: "arch", Labels: map[string]string{"arch": "{{ .Architecture }}"}})
+	compiled := compile(t, rules.Rule{Name: "arch", Labels: map[string]string{"arch": "{{ .Architecture }}"}})
 	kubelet := preview.Kubelet{NodeIPs: []netip.Addr{netip.MustParseAddr("10.0.0.9")}, Architecture: "arm64"}
 
-	got := preview.Render([]preview.Machine{m}, kubelet, nodespec.Options{Rules: rules})[0]
+	got := preview.Render([]preview.Machine{m}, kubelet, nodespec.Options{Rules: compiled})[0]
 	if want := (preview.Address{Type: "InternalIP", Address: "10.0.0.9"}); got.Addresses[0] != want || got.Labels[0] != (preview.Entry{Key: "arch", Value: "arm64", Rule: "arch"}) {
 		t.Errorf("got %+v", got)
 	}

@@ -87,7 +87,7 @@ func (p *Provider) InstanceMetadata(_ context.Context, node *corev1.Node) (*clou
 	in.SharedAddresses = p.inventory.SharedAddresses(node.Name)
 
 	spec, _, pending := nodespec.Desired(in)
-	if pending != "" || !nodespec.Claimed(in) {
+	if pending != "" || !nodespec.Managed(in) {
 		return nil, cloudprovider.InstanceNotFound
 	}
 

@@ -211,7 +211,7 @@ func TestEverythingIsReadAnewOverANewConnectionFromTimeToTime(t *testing.T) {
 	eventually(t, "one connection is open", func() bool { return worker.Connections() == 1 })
 
 	if got := len(s.dials()); got != 2 {
-		t.Errorf("the machine was dialled %d times, want twice", got)
+		t.Errorf("the machine was dialed %d times, want twice", got)
 	}
 
 	if got := s.inventory.complaints(); len(got) != 0 {
@@ -297,10 +297,10 @@ func TestGoodAddressIsTriedFirstTheNextTime(t *testing.T) {
 	before := len(s.dials())
 
 	worker.BreakStreams()
-	stepUntil(t, clk, "an address is dialled", func() bool { return len(s.dials()) > before })
+	stepUntil(t, clk, "an address is dialed", func() bool { return len(s.dials()) > before })
 
 	if got := s.dials()[before]; got != worker.Address() {
-		t.Errorf("%s was dialled first, want %s", got, worker.Address())
+		t.Errorf("%s was dialed first, want %s", got, worker.Address())
 	}
 }
 

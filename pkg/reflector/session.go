@@ -21,7 +21,7 @@ import (
 )
 
 const (
-	// answerTimeout bounds the time from dialling to a complete view, and from a poll to its answer. Without the latter a machine
+	// answerTimeout bounds the time from dialing to a complete view, and from a poll to its answer. Without the latter a machine
 	// that hangs, while its kernel keeps the connection alive, would be taken for current until the session ends.
 	answerTimeout = 30 * time.Second
 
@@ -34,7 +34,7 @@ const (
 	pollMax   = 10 * time.Minute
 
 	// settleTime is for changes that Talos makes together to arrive together: metadata and addresses come over different watches, and a
-	// Node must not be initialised with the one and without the other.
+	// Node must not be initialized with the one and without the other.
 	settleTime = 50 * time.Millisecond
 
 	// maxResources is far more than a machine has: its addresses are the only kind with more than a few.
@@ -44,7 +44,7 @@ const (
 // errSessionOver ends a session that was good to the end.
 var errSessionOver = errors.New("time to read everything anew")
 
-// session is one connection to one machine, from dialling to the first break.
+// session is one connection to one machine, from dialing to the first break.
 type session struct {
 	*task
 

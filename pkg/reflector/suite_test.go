@@ -36,8 +36,8 @@ type suite struct {
 	inventory *recorder
 	reflector *reflector.Reflector
 
-	mu      sync.Mutex
-	dialled []netip.Addr
+	mu     sync.Mutex
+	dialed []netip.Addr
 }
 
 // newSuite starts a reflector on a clock. It has ended when the test has.
@@ -108,18 +108,18 @@ func newTimedSuite(t *testing.T) (*suite, *clocktesting.FakeClock) {
 
 func (s *suite) dial(_ string, addr netip.Addr) (talosapi.State, error) {
 	s.mu.Lock()
-	s.dialled = append(s.dialled, addr)
+	s.dialed = append(s.dialed, addr)
 	s.mu.Unlock()
 
 	return talosapi.Dial(s.reader, addr)
 }
 
-// dials are the addresses that were dialled, in order.
+// dials are the addresses that were dialed, in order.
 func (s *suite) dials() []netip.Addr {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 
-	return slices.Clone(s.dialled)
+	return slices.Clone(s.dialed)
 }
 
 // countingClock counts how often a timer of its was set anew.

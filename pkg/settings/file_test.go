@@ -30,7 +30,7 @@ func look(t *testing.T, clk *testingclock.FakeClock) {
 func TestAFileCountsOnceItHasBeenReadTwice(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "config.yaml")
 	clk := testingclock.NewFakeClock(time.Now())
-	keeper := settings.New(settings.File{Path: path, Clock: clk}, settings.Memory{}, anything)
+	keeper := settings.New(settings.File{Path: path, Clock: clk}, settings.LastKnownGood{}, anything)
 
 	write := func(content string) {
 		if err := os.WriteFile(path, []byte(content), 0o600); err != nil {

@@ -42,10 +42,10 @@ type Source interface {
 	Follow(ctx context.Context, deliver func(Document, error), lost func())
 }
 
-// Keeper is safe for concurrent use. Use New and Run.
-type Keeper struct {
+// Store is safe for concurrent use. Use New and Run.
+type Store struct {
 	source Source
-	memory Memory
+	memory LastKnownGood
 	check  func(environment []string) error
 
 	mu       sync.Mutex
@@ -57,19 +57,19 @@ type Keeper struct {
 	handlers map[*func()]struct{}
 }
 
-// New makes a Keeper. A document whose environment does not pass check is not valid.
-func New(source Source, memory Memory, check func(environment []string) error) *Keeper {
-	return &Keeper{source: source, memory: memory, check: check, changed: make(chan struct{}), handlers: map[*func()]struct{}{}}
+// New makes a Store. A document whose environment does not pass check is not valid.
+func New(source Source, memory LastKnownGood, check func(environment []string) error) *Store {
+	return &Store{source: source, memory: memory, check: check, changed: make(chan struct{}), handlers: map[*func()]struct{}{}}
 }
 
 // Run follows the source until ctx ends.
-func (k *Keeper) Run(ctx context.Context) {
+func (k *Store) Run(ctx context.Context) {
 	k.source.Follow(ctx, func(doc Document, err error) { k.take(ctx, doc, err) }, k.lost)
 }
 
 // Subscribe has handler called after every delivery that changed something, on the source's goroutine: it must not block. The handlers stay
 // until the returned function is called.
-func (k *Keeper) Subscribe(handler func()) (unsubscribe func()) {
+func (k *Store) Subscribe(handler func()) (unsubscribe func()) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 
@@ -84,7 +84,7 @@ func (k *Keeper) Subscribe(handler func()) (unsubscribe func()) {
 }
 
 // Current is the configuration in force; nil before the first good one, when nothing must be written.
-func (k *Keeper) Current() *config.Compiled {
+func (k *Store) Current() *config.Compiled {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 
@@ -92,7 +92,7 @@ func (k *Keeper) Current() *config.Compiled {
 }
 
 // Environment is that of the document in force.
-func (k *Keeper) Environment() []string {
+func (k *Store) Environment() []string {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 
@@ -100,7 +100,7 @@ func (k *Keeper) Environment() []string {
 }
 
 // Problem says what is wrong with the document that was delivered last; nil if it is in force.
-func (k *Keeper) Problem() error {
+func (k *Store) Problem() error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 
@@ -108,7 +108,7 @@ func (k *Keeper) Problem() error {
 }
 
 // Await returns true once a configuration is in force and the source can tell changes of it, and false if ctx ends before.
-func (k *Keeper) Await(ctx context.Context) bool {
+func (k *Store) Await(ctx context.Context) bool {
 	for {
 		k.mu.Lock()
 		ready, changed := k.current != nil && k.inStep, k.changed
@@ -126,14 +126,14 @@ func (k *Keeper) Await(ctx context.Context) bool {
 	}
 }
 
-func (k *Keeper) lost() {
+func (k *Store) lost() {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 
 	k.inStep = false
 }
 
-func (k *Keeper) take(ctx context.Context, doc Document, err error) {
+func (k *Store) take(ctx context.Context, doc Document, err error) {
 	compiled, err := k.compile(doc, err)
 	logger := klog.FromContext(ctx)
 
@@ -171,7 +171,7 @@ func (k *Keeper) take(ctx context.Context, doc Document, err error) {
 }
 
 // lastGood is the configuration in force, or at the start the one that was when the process ended before; nil if there is none.
-func (k *Keeper) lastGood(ctx context.Context) *config.Compiled {
+func (k *Store) lastGood(ctx context.Context) *config.Compiled {
 	if current := k.Current(); current != nil {
 		return current
 	}
@@ -193,7 +193,7 @@ func (k *Keeper) lastGood(ctx context.Context) *config.Compiled {
 	return compiled
 }
 
-func (k *Keeper) compile(doc Document, err error) (*config.Compiled, error) {
+func (k *Store) compile(doc Document, err error) (*config.Compiled, error) {
 	if err != nil {
 		return nil, err
 	}

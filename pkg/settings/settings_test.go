@@ -25,14 +25,14 @@ func (d *delivery) Follow(ctx context.Context, deliver func(settings.Document, e
 	<-ctx.Done()
 }
 
-// follow starts a Keeper on a source that has not delivered anything yet.
-func follow(t *testing.T, check func([]string) error) (*settings.Keeper, *delivery) {
+// follow starts a Store on a source that has not delivered anything yet.
+func follow(t *testing.T, check func([]string) error) (*settings.Store, *delivery) {
 	t.Helper()
 
-	return followWith(t, settings.Memory{}, check)
+	return followWith(t, settings.LastKnownGood{}, check)
 }
 
-func followWith(t *testing.T, memory settings.Memory, check func([]string) error) (*settings.Keeper, *delivery) {
+func followWith(t *testing.T, memory settings.LastKnownGood, check func([]string) error) (*settings.Store, *delivery) {
 	t.Helper()
 
 	d := &delivery{ready: make(chan struct{})}
@@ -104,7 +104,7 @@ func TestTheLastGoodDocumentStaysInForce(t *testing.T) {
 }
 
 func TestTheLastGoodDocumentOutlivesTheProcess(t *testing.T) {
-	memory := settings.Memory{Dir: t.TempDir()}
+	memory := settings.LastKnownGood{Dir: t.TempDir()}
 	bad := document("nonsense: true")
 
 	_, before := followWith(t, memory, anything)
@@ -140,7 +140,7 @@ func TestTheLastGoodDocumentOutlivesTheProcess(t *testing.T) {
 func TestWithoutAGoodDocumentFromBeforeNothingIsInForce(t *testing.T) {
 	dir := t.TempDir()
 
-	for what, memory := range map[string]settings.Memory{"empty": {Dir: dir}, "none": {}, "gone": {Dir: filepath.Join(dir, "absent")}} {
+	for what, memory := range map[string]settings.LastKnownGood{"empty": {Dir: dir}, "none": {}, "gone": {Dir: filepath.Join(dir, "absent")}} {
 		k, d := followWith(t, memory, anything)
 		d.deliver(document("nonsense: true"), nil)
 
@@ -160,7 +160,7 @@ func TestWithoutAGoodDocumentFromBeforeNothingIsInForce(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	k, d := followWith(t, settings.Memory{Dir: dir}, anything)
+	k, d := followWith(t, settings.LastKnownGood{Dir: dir}, anything)
 	d.deliver(document("nonsense: true"), nil)
 
 	if k.Current() != nil {

@@ -18,7 +18,7 @@ import (
 )
 
 const (
-	// readerTTL is how long a minted certificate is valid; it is replaced at half of that. It matters only while dialling.
+	// readerTTL is how long a minted certificate is valid; it is replaced at half of that. It matters only while dialing.
 	readerTTL = time.Hour
 
 	// caGrace is how long the previous OS CA stays trusted after Talos has started to issue from another: the longest a
@@ -34,11 +34,11 @@ const (
 	mintCycle = 15 * time.Second
 )
 
-// errNotMinted is returned by Minted.TLSConfig before the first certificate is there.
+// errNotMinted is returned by IssuedCredentials.TLSConfig before the first certificate is there.
 var errNotMinted = errors.New("no os:reader certificate has been minted yet")
 
-// Minted are Credentials that Talos itself mints over machine.sock. Use NewMinted and Run.
-type Minted struct {
+// IssuedCredentials are Credentials that Talos itself mints over machine.sock. Use NewIssuedCredentials and Run.
+type IssuedCredentials struct {
 	mint    func(ctx context.Context, ttl time.Duration) (ReaderCertificate, error)
 	clock   clock.Clock
 	unknown chan struct{} // holds one word from UnknownCA
@@ -53,14 +53,14 @@ type trustedCA struct {
 	lastSeen time.Time
 }
 
-// NewMinted returns credentials minted by admin.
-func NewMinted(admin *Admin, clk clock.Clock) *Minted {
-	return &Minted{mint: admin.MintReader, clock: clk, unknown: make(chan struct{}, 1)}
+// NewIssuedCredentials returns credentials minted by admin.
+func NewIssuedCredentials(admin *Admin, clk clock.Clock) *IssuedCredentials {
+	return &IssuedCredentials{mint: admin.IssueReader, clock: clk, unknown: make(chan struct{}, 1)}
 }
 
 // Run keeps the certificate fresh until ctx ends: it is renewed at half of its life, and before that if a machine shows a certificate
 // of a CA that is not known, as after a rotation of the OS CA. ready is called after each renewal.
-func (m *Minted) Run(ctx context.Context, ready func()) {
+func (m *IssuedCredentials) Run(ctx context.Context, ready func()) {
 	logger := klog.FromContext(ctx)
 	pause := firstPause
 
@@ -94,7 +94,7 @@ func (m *Minted) Run(ctx context.Context, ready func()) {
 }
 
 // wait returns when the certificate is to be renewed, and whether a machine's CA is a reason.
-func (m *Minted) wait(ctx context.Context, pause time.Duration) (asked bool) {
+func (m *IssuedCredentials) wait(ctx context.Context, pause time.Duration) (asked bool) {
 	var unknown <-chan struct{} // nobody is heard before pause is over
 
 	half, pauseOver := m.clock.After(readerTTL/2), m.clock.After(pause)
@@ -114,7 +114,7 @@ func (m *Minted) wait(ctx context.Context, pause time.Duration) (asked bool) {
 }
 
 // UnknownCA has the certificate renewed, and with it the CA, since a machine has shown a certificate of a CA that is not known.
-func (m *Minted) UnknownCA() {
+func (m *IssuedCredentials) UnknownCA() {
 	select {
 	case m.unknown <- struct{}{}:
 	default:
@@ -122,7 +122,7 @@ func (m *Minted) UnknownCA() {
 }
 
 // renew has a certificate minted, and tells whether another CA has issued it than the one before.
-func (m *Minted) renew(ctx context.Context) (rotated bool, err error) {
+func (m *IssuedCredentials) renew(ctx context.Context) (rotated bool, err error) {
 	minted, err := m.mint(ctx, readerTTL)
 	if err != nil {
 		return false, err
@@ -165,7 +165,7 @@ func trust(roots []trustedCA, issuing string, now time.Time) []trustedCA {
 }
 
 // TLSConfig implements Credentials.
-func (m *Minted) TLSConfig() (*tls.Config, error) {
+func (m *IssuedCredentials) TLSConfig() (*tls.Config, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 

@@ -207,7 +207,7 @@ func TestClosedStateAnswersNothing(t *testing.T) {
 }
 
 func TestDialWithoutCredentialsNamesTheMachine(t *testing.T) {
-	creds := talosapi.NewMinted(&talosapi.Admin{}, clock.RealClock{})
+	creds := talosapi.NewIssuedCredentials(&talosapi.Admin{}, clock.RealClock{})
 
 	_, err := talosapi.Dial(creds, netip.MustParseAddr("192.0.2.1"))
 	if want := "dial 192.0.2.1: no os:reader certificate has been minted yet"; err == nil || err.Error() != want {

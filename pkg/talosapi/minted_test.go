@@ -30,7 +30,7 @@ const (
 
 // newTimedSite has a clock that stands still until it is stepped, for the machines and for us. We check their certificates by the
 // system's clock all the same, so time passes after the first contact only.
-func newTimedSite(t *testing.T) (*site, *clocktesting.FakeClock, *talosapi.Minted) {
+func newTimedSite(t *testing.T) (*site, *clocktesting.FakeClock, *talosapi.IssuedCredentials) {
 	t.Helper()
 
 	clk := clocktesting.NewFakeClock(time.Now())
@@ -64,7 +64,7 @@ func awaitPlan(t *testing.T, clk *clocktesting.FakeClock) {
 }
 
 // stepAndRenew lets time pass and waits for the certificate that comes of it.
-func stepAndRenew(t *testing.T, clk *clocktesting.FakeClock, minted *talosapi.Minted, d time.Duration) {
+func stepAndRenew(t *testing.T, clk *clocktesting.FakeClock, minted *talosapi.IssuedCredentials, d time.Duration) {
 	t.Helper()
 
 	before := present(t, minted)
@@ -74,7 +74,7 @@ func stepAndRenew(t *testing.T, clk *clocktesting.FakeClock, minted *talosapi.Mi
 	awaitRenewal(t, minted, before)
 }
 
-func awaitRenewal(t *testing.T, minted *talosapi.Minted, before tls.Certificate) {
+func awaitRenewal(t *testing.T, minted *talosapi.IssuedCredentials, before tls.Certificate) {
 	t.Helper()
 	eventually(t, "the certificate is renewed", func() bool { return !sameCertificate(before, present(t, minted)) })
 }
@@ -134,7 +134,7 @@ func TestExpiredCertificateIsRefusedAndTheRenewedIsNot(t *testing.T) {
 	requireRefused(t, dial(t, outdated, s.worker))
 	requireNodename(t, dial(t, minted, s.worker), s.worker.Nodename())
 
-	// What is open stays open: the certificate matters while dialling.
+	// What is open stays open: the certificate matters while dialing.
 	requireNodename(t, open, s.worker.Nodename())
 }
 

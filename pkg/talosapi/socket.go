@@ -88,9 +88,9 @@ type ReaderCertificate struct {
 	CA, Certificate, Key []byte
 }
 
-// MintReader has Talos issue a client certificate for os:reader, valid for ttl from now by this machine's clock. It works on
+// IssueReader has Talos issue a client certificate for os:reader, valid for ttl from now by this machine's clock. It works on
 // control-plane machines alone.
-func (a *Admin) MintReader(ctx context.Context, ttl time.Duration) (ReaderCertificate, error) {
+func (a *Admin) IssueReader(ctx context.Context, ttl time.Duration) (ReaderCertificate, error) {
 	reply, err := machine.NewMachineServiceClient(a.conn).GenerateClientConfiguration(ctx, &machine.GenerateClientConfigurationRequest{
 		Roles:  []string{string(role.Reader)},
 		CrtTtl: durationpb.New(ttl),

@@ -72,7 +72,7 @@ func TestWorkerHasNoAdminKubeconfigAndMintsNothing(t *testing.T) {
 		t.Errorf("got %v", err)
 	}
 
-	if _, err := worker.Admin.MintReader(t.Context(), time.Hour); status.Code(err) != codes.Unimplemented {
+	if _, err := worker.Admin.IssueReader(t.Context(), time.Hour); status.Code(err) != codes.Unimplemented {
 		t.Errorf("got %v", err)
 	}
 }
@@ -111,7 +111,7 @@ func TestAdminIsAskedForInTheNamedCallsOnly(t *testing.T) {
 }
 
 // followAll follows this machine over its socket and the other over the network, until both are current and nothing more is asked.
-func (s *site) followAll(t *testing.T, minted *talosapi.Minted) {
+func (s *site) followAll(t *testing.T, minted *talosapi.IssuedCredentials) {
 	t.Helper()
 
 	inv := inventory.New(time.Now)

@@ -97,10 +97,10 @@ func openSocket(t *testing.T, m *talostest.Machine) *talosapi.Socket {
 }
 
 // mint runs credentials until the test ends, and returns when the first certificate is there.
-func (s *site) mint(t *testing.T, clk clock.Clock) *talosapi.Minted {
+func (s *site) mint(t *testing.T, clk clock.Clock) *talosapi.IssuedCredentials {
 	t.Helper()
 
-	minted := talosapi.NewMinted(s.socket.Admin, clk)
+	minted := talosapi.NewIssuedCredentials(s.socket.Admin, clk)
 	ready, done := make(chan struct{}), make(chan struct{})
 
 	go func() {

@@ -49,7 +49,7 @@ type State interface {
 	io.Closer
 }
 
-// Credentials are what a machine is dialled with. They are asked for at each dial, so they may change at any time.
+// Credentials are what a machine is dialed with. They are asked for at each dial, so they may change at any time.
 type Credentials interface {
 	// TLSConfig returns a configuration that presents the client certificate and trusts the cluster's OS CA.
 	TLSConfig() (*tls.Config, error)

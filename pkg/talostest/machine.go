@@ -90,8 +90,8 @@ type Machine struct {
 	frozen      gate
 	openStreams atomic.Int64
 	journal     journal
-	power       sync.Mutex // serialises Stop and Start
-	addressing  sync.Mutex // serialises changes of addresses and what is derived from them
+	power       sync.Mutex // serializes Stop and Start
+	addressing  sync.Mutex // serializes changes of addresses and what is derived from them
 
 	mu                 sync.Mutex
 	memory             *boot

@@ -233,7 +233,7 @@ func (d *demo) show(ctx context.Context) error {
 	ctx, stop := context.WithTimeoutCause(ctx, limit, fmt.Errorf("not done within %s", limit))
 	defer stop()
 
-	err := d.initialise(ctx)
+	err := d.initialize(ctx)
 	if errors.Is(context.Cause(ctx), context.Canceled) {
 		return err // interrupted: nobody waits for a table
 	}
@@ -288,8 +288,8 @@ func (d *demo) fail(err error) {
 	}
 }
 
-// initialise registers all Nodes and returns when all are right.
-func (d *demo) initialise(ctx context.Context) error {
+// initialize registers all Nodes and returns when all are right.
+func (d *demo) initialize(ctx context.Context) error {
 	began := time.Now()
 	defer func() { d.duration = time.Since(began) }()
 

@@ -51,7 +51,7 @@ func buildAndRun(m *testing.M) (int, error) {
 	return m.Run(), nil
 }
 
-func TestAllNodesAreInitialisedAndFollow(t *testing.T) {
+func TestAllNodesAreInitializedAndFollow(t *testing.T) {
 	t.Parallel()
 
 	d := start(t, "-nodes", "4")
@@ -59,8 +59,8 @@ func TestAllNodesAreInitialisedAndFollow(t *testing.T) {
 
 	for _, line := range []string{
 		"example.org/spot: '{{ .InstanceType }}:PreferNoSchedule'",
-		"4 of 4 nodes initialised",
-		"aws-2 (late): MachineMetadataPending",
+		"4 of 4 nodes initialized",
+		"aws-2 (late): MetadataPending",
 		"zone      pve-1 → pve-9",
 		"external  203.0.113.4 → 203.0.113.4,203.0.113.250",
 		"another certificate, with that address: issued",

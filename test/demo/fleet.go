@@ -21,7 +21,7 @@ const (
 	lateness = 3 * time.Second
 
 	// reasonPending is that of the Event.
-	reasonPending = "MachineMetadataPending"
+	reasonPending = "MetadataPending"
 
 	linkPhysical = "eth0"
 )
@@ -55,7 +55,7 @@ type member struct {
 // fleet is all machines of the demo, the control plane first.
 type fleet struct {
 	members []*member
-	// changing is the one that changes after all are initialised.
+	// changing is the one that changes after all are initialized.
 	changing *member
 	// intruder asks for a certificate for the names and addresses of the control plane; nil: there is only one machine.
 	intruder *member

@@ -31,7 +31,7 @@ const (
 // kubelets are what the machines' kubelets do about their serving certificates: each asks for one for all that its Node lists, and for
 // another when that has changed. Nobody serves with them, so the keys are thrown away.
 //
-// Unlike a real one, such a kubelet does not ask before its Node is initialised: until then the Node lists the loopback address at which the
+// Unlike a real one, such a kubelet does not ask before its Node is initialized: until then the Node lists the loopback address at which the
 // simulated machine is reached, for which nobody gets a certificate.
 type kubelets struct {
 	cluster  *kube.Cluster

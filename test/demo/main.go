@@ -1,5 +1,5 @@
 // Command demo shows talos-ccm at work on one computer: a real Kubernetes control plane, simulated Talos machines of several platforms,
-// and the real talos-ccm in a process of its own, which initialises the machines' Nodes from what the machines say, gives them pod CIDRs, and
+// and the real talos-ccm in a process of its own, which initializes the machines' Nodes from what the machines say, gives them pod CIDRs, and
 // approves the certificates that their kubelets ask for, but not those that are another's.
 //
 // It checks every Node and every certificate against the machine and ends with status 0 only if all of them are right. It never touches a cluster that it did

@@ -9,7 +9,7 @@ import (
 
 // talos-ccm tells of a Node's pod CIDR too, sooner or later than of its metadata.
 func TestOfANodeThatWaitsForMetadataThatIsTold(t *testing.T) {
-	const other = "PodCIDREnvironmentUnknown"
+	const other = "PodCIDRAllocatorUnknown"
 
 	for _, reasons := range [][]string{{reasonPending, other}, {other, reasonPending}} {
 		f := newFleet(1)

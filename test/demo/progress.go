@@ -42,7 +42,7 @@ func (d *demo) progress(s *screen) []string {
 		total = len(d.fleet.members)
 		lines = []string{
 			s.label("nodes registered") + s.bar(c.registered, total),
-			s.label("initialised") + s.bar(c.released, total),
+			s.label("initialized") + s.bar(c.released, total),
 			s.label("pod CIDRs given") + s.bar(c.allocated, total),
 			s.label("certificates approved") + s.bar(c.approved, total),
 			s.label("and issued") + s.bar(c.issued, total),

@@ -26,7 +26,7 @@ const (
 type screen struct {
 	file     *os.File
 	terminal bool
-	colour   bool
+	color    bool
 
 	drawn  int    // lines of the status that stand on the terminal
 	latest string // status that was last written elsewhere
@@ -36,7 +36,7 @@ func newScreen(file *os.File) *screen {
 	_, err := unix.IoctlGetTermios(int(file.Fd()), unix.TCGETS)
 	terminal := err == nil && os.Getenv("TERM") != "dumb"
 
-	return &screen{file: file, terminal: terminal, colour: terminal && os.Getenv("NO_COLOR") == ""}
+	return &screen{file: file, terminal: terminal, color: terminal && os.Getenv("NO_COLOR") == ""}
 }
 
 // printf prints a line to stay.
@@ -126,7 +126,7 @@ func (s *screen) width() int {
 	return int(size.Col)
 }
 
-// truncate shortens a line without colours.
+// truncate shortens a line without colors.
 func truncate(line string, width int) string {
 	runes := []rune(line)
 	if len(runes) <= width {
@@ -157,11 +157,11 @@ func (s *screen) bar(count, total int) string {
 	return fmt.Sprintf("[%s%s] %s", strings.Repeat("#", full), strings.Repeat(".", barWidth-full), text)
 }
 
-// in colours a text, where that is wanted.
-func (s *screen) in(colour, text string) string {
-	if !s.colour {
+// in colors a text, where that is wanted.
+func (s *screen) in(color, text string) string {
+	if !s.color {
 		return text
 	}
 
-	return colour + text + plain
+	return color + text + plain
 }

@@ -93,7 +93,7 @@ func cells(r record) []string {
 
 func orDash(text string) string { return cmp.Or(text, "-") }
 
-// byPlatform is how many machines there are of each platform, and how many of them are initialised.
+// byPlatform is how many machines there are of each platform, and how many of them are initialized.
 func byPlatform(records []record) string {
 	counts, done := map[string]int{}, 0
 
@@ -111,7 +111,7 @@ func byPlatform(records []record) string {
 		parts = append(parts, fmt.Sprintf("%d %s", counts[platform], platform))
 	}
 
-	return fmt.Sprintf("%s; %d of them initialised", strings.Join(parts, ", "), done)
+	return fmt.Sprintf("%s; %d of them initialized", strings.Join(parts, ", "), done)
 }
 
 // span is a time that every Node takes for something.
@@ -129,13 +129,13 @@ func issued(r record) time.Time     { return r.certificate.issued }
 
 // printTimes shows how long Nodes had to wait.
 func (s *screen) printTimes(records []record) {
-	initialisation := span{"its creation to the removal of its taint", registered, released}
+	initialization := span{"its creation to the removal of its taint", registered, released}
 
 	s.printf("\nFor each Node, from")
-	s.printTime(initialisation.what, initialisation.times(records))
+	s.printTime(initialization.what, initialization.times(records))
 
 	if ordinary := slices.DeleteFunc(slices.Clone(records), held); len(ordinary) < len(records) {
-		s.printTime("  without the slow and the late machine", initialisation.times(ordinary))
+		s.printTime("  without the slow and the late machine", initialization.times(ordinary))
 	}
 
 	for _, span := range []span{
@@ -179,12 +179,12 @@ func (s *screen) printVerdict(records []record) {
 		}
 	}
 
-	colour := green
+	color := green
 	if done < len(records) {
-		colour = red
+		color = red
 	}
 
-	s.printf("%s as their machines say, with pod CIDRs and serving certificates.", s.in(colour, fmt.Sprintf("%d of %d nodes initialised,", done, len(records))))
+	s.printf("%s as their machines say, with pod CIDRs and serving certificates.", s.in(color, fmt.Sprintf("%d of %d nodes initialized,", done, len(records))))
 }
 
 func percentiles(times []time.Duration) string {

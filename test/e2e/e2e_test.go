@@ -94,8 +94,8 @@ func nodeOf(t *testing.T, m *talos.Machine) (node *corev1.Node) {
 	return node
 }
 
-// initialised says what is missing for the machine's Node to be right, or returns empty.
-func initialised(ctx context.Context, m *talos.Machine) string {
+// initialized says what is missing for the machine's Node to be right, or returns empty.
+func initialized(ctx context.Context, m *talos.Machine) string {
 	node, err := client.CoreV1().Nodes().Get(ctx, m.Name(), metav1.GetOptions{})
 	if err != nil {
 		return err.Error()
@@ -119,9 +119,9 @@ func initialised(ctx context.Context, m *talos.Machine) string {
 	return ""
 }
 
-func bothInitialised(ctx context.Context) string {
+func bothInitialized(ctx context.Context) string {
 	for _, m := range bed.Machines() {
-		if missing := initialised(ctx, m); missing != "" {
+		if missing := initialized(ctx, m); missing != "" {
 			return missing
 		}
 	}
@@ -129,19 +129,19 @@ func bothInitialised(ctx context.Context) string {
 	return ""
 }
 
-func TestBothNodesAreInitialised(t *testing.T) {
-	t.Logf("both Nodes are right %s after the bed was up", eventually(t, bothInitialised))
+func TestBothNodesAreInitialized(t *testing.T) {
+	t.Logf("both Nodes are right %s after the bed was up", eventually(t, bothInitialized))
 
 	for _, m := range bed.Machines() {
 		node := nodeOf(t, m)
 
 		t.Logf("%s: %s %v %v", node.Name, node.Spec.ProviderID, node.Labels, node.Status.Addresses)
-		showInitialisation(t, node)
+		showInitialization(t, node)
 	}
 }
 
-// showInitialisation logs how long the Node waited for us, which is short only if we were up before it.
-func showInitialisation(t *testing.T, node *corev1.Node) {
+// showInitialization logs how long the Node waited for us, which is short only if we were up before it.
+func showInitialization(t *testing.T, node *corev1.Node) {
 	t.Helper()
 
 	for _, f := range node.ManagedFields {
@@ -152,7 +152,7 @@ func showInitialisation(t *testing.T, node *corev1.Node) {
 }
 
 func TestAddressesAreThoseTalosReports(t *testing.T) {
-	eventually(t, bothInitialised)
+	eventually(t, bothInitialized)
 
 	for _, m := range bed.Machines() {
 		api, err := m.TalosClient(t.Context())
@@ -201,7 +201,7 @@ func TestTalosAPIAccessIsNotAskedFor(t *testing.T) {
 }
 
 func TestPublicAddressReachesTheNode(t *testing.T) {
-	eventually(t, bothInitialised)
+	eventually(t, bothInitialized)
 	reachesTheNode(t, bed.Worker, netip.MustParsePrefix("203.0.113.7/32"))
 }
 

@@ -85,7 +85,7 @@ func parseStatus(status string) map[string]string {
 var calls = regexp.MustCompile(`\[(/[^]]+)\] .*talos-role=([^;)]*)`)
 
 func TestAdminIsAskedForInTheNamedCallsAlone(t *testing.T) {
-	eventually(t, bothInitialised)
+	eventually(t, bothInitialized)
 
 	log, err := bed.ControlPlane.Logs(t.Context(), "machined")
 	if err != nil {

@@ -42,7 +42,7 @@ transformations:
 `
 
 func TestRenderedIsWhatIsOnTheNodes(t *testing.T) {
-	eventually(t, bothInitialised)
+	eventually(t, bothInitialized)
 
 	rules := filepath.Join(t.TempDir(), "config.yaml")
 	if err := os.WriteFile(rules, []byte(renderedRules), 0o644); err != nil {

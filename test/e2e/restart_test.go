@@ -13,7 +13,7 @@ import (
 )
 
 func TestKilledServiceComesBack(t *testing.T) {
-	eventually(t, bothInitialised)
+	eventually(t, bothInitialized)
 
 	for _, m := range bed.Machines() {
 		before := task(t, m)
@@ -33,7 +33,7 @@ func TestKilledServiceComesBack(t *testing.T) {
 	}
 
 	eventually(t, working)
-	eventually(t, bothInitialised)
+	eventually(t, bothInitialized)
 	reachesTheNode(t, bed.Worker, netip.MustParsePrefix("203.0.113.8/32"))
 }
 
@@ -58,14 +58,14 @@ func task(t *testing.T, m *talos.Machine) (pids []int) {
 }
 
 func TestRebootedWorkerIsRight(t *testing.T) {
-	eventually(t, bothInitialised)
+	eventually(t, bothInitialized)
 
 	if err := bed.Worker.Reboot(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 
 	apiAnswers(t, bed.Worker)
-	eventually(t, bothInitialised)
+	eventually(t, bothInitialized)
 
 	// It is watched again, over a new connection. What is not gone from the Node before the next reboot, its kubelet would ask a certificate for.
 	prefix := netip.MustParsePrefix("203.0.113.9/32")
@@ -94,7 +94,7 @@ func TestServiceRunsWithoutNetwork(t *testing.T) {
 		boots = 3
 	)
 
-	eventually(t, bothInitialised)
+	eventually(t, bothInitialized)
 
 	for boot := 1; ; boot++ {
 		after := bootOffline(t, bed.Worker)
@@ -114,7 +114,7 @@ func TestServiceRunsWithoutNetwork(t *testing.T) {
 	}
 
 	apiAnswers(t, bed.Worker)
-	eventually(t, bothInitialised)
+	eventually(t, bothInitialized)
 }
 
 // bootOffline switches m off and on with its cable out, and returns how long after machined our service came to run.

@@ -69,7 +69,7 @@ func lacks(request certificatesv1.CertificateSigningRequest, ips []netip.Addr) s
 }
 
 func TestServingCertificatesAreIssued(t *testing.T) {
-	eventually(t, bothInitialised)
+	eventually(t, bothInitialized)
 
 	for _, m := range bed.Machines() {
 		var request certificatesv1.CertificateSigningRequest
@@ -89,7 +89,7 @@ func TestServingCertificatesAreIssued(t *testing.T) {
 
 // TestKubeletsAreWhatTheyCertify is what the API server does for logs and exec, with the cluster's CA.
 func TestKubeletsAreWhatTheyCertify(t *testing.T) {
-	eventually(t, bothInitialised)
+	eventually(t, bothInitialized)
 
 	for _, m := range bed.Machines() {
 		took := eventually(t, func(ctx context.Context) string {
@@ -123,7 +123,7 @@ func kubeletOf(m *talos.Machine) kubernetes.Interface {
 }
 
 func TestAddedAddressRenewsTheCertificate(t *testing.T) {
-	eventually(t, bothInitialised)
+	eventually(t, bothInitialized)
 	eventually(t, func(ctx context.Context) string {
 		_, missing := issued(ctx, bed.Worker, bed.Worker.Address())
 

@@ -88,8 +88,8 @@ func activeConfig(t *testing.T) (active *config.MachineConfig) {
 	return active
 }
 
-// labelled says which Node does not have the label with the value; empty value: which Node has it.
-func labelled(key, value string) func(context.Context) string {
+// labeled says which Node does not have the label with the value; empty value: which Node has it.
+func labeled(key, value string) func(context.Context) string {
 	return func(ctx context.Context) string {
 		for _, m := range bed.Machines() {
 			node, err := client.CoreV1().Nodes().Get(ctx, m.Name(), metav1.GetOptions{})
@@ -178,7 +178,7 @@ func rule(value string) string {
 func TestConfigurationTakesEffectWithoutRestart(t *testing.T) {
 	const label = "example.org/e2e"
 
-	eventually(t, bothInitialised)
+	eventually(t, bothInitialized)
 	eventually(t, working)
 
 	before := task(t, bed.ControlPlane)
@@ -187,15 +187,15 @@ func TestConfigurationTakesEffectWithoutRestart(t *testing.T) {
 	promptly(t, atOnce, func() time.Duration {
 		changeConfig(t, rule("one"))
 
-		added := eventually(t, labelled(label, "one"))
+		added := eventually(t, labeled(label, "one"))
 
 		changeConfig(t, rule("two"))
 
-		changed := eventually(t, labelled(label, "two"))
+		changed := eventually(t, labeled(label, "two"))
 
 		removeDocument(t)
 
-		removed := eventually(t, labelled(label, ""))
+		removed := eventually(t, labeled(label, ""))
 		t.Logf("both Nodes had the label %s after it was added, %s after it was changed, and not %s after it was removed",
 			added.Round(time.Millisecond), changed.Round(time.Millisecond), removed.Round(time.Millisecond))
 
@@ -213,7 +213,7 @@ func mistaken(t *testing.T, label string) time.Duration {
 	t.Helper()
 
 	changeConfig(t, rule("good"))
-	eventually(t, labelled(label, "good"))
+	eventually(t, labeled(label, "good"))
 
 	start := time.Now()
 
@@ -231,7 +231,7 @@ func mistaken(t *testing.T, label string) time.Duration {
 
 	changeConfig(t, rule("better"))
 
-	took := eventually(t, labelled(label, "better"))
+	took := eventually(t, labeled(label, "better"))
 	t.Logf("corrected: both Nodes had the label %s later", took.Round(time.Millisecond))
 	eventually(t, eventOf(ccm.ReasonConfigValid, start))
 	eventually(t, configValid("1"))
@@ -240,7 +240,7 @@ func mistaken(t *testing.T, label string) time.Duration {
 }
 
 func TestEnvironmentOfTheDocumentReplacesTheProcess(t *testing.T) {
-	eventually(t, bothInitialised)
+	eventually(t, bothInitialized)
 	eventually(t, working)
 	t.Cleanup(func() { removeDocument(t) })
 
@@ -263,7 +263,7 @@ func TestEnvironmentOfTheDocumentReplacesTheProcess(t *testing.T) {
 	removeDocument(t)
 	eventually(t, environment("TALOS_CCM_V=4", absent))
 	eventually(t, working)
-	eventually(t, bothInitialised)
+	eventually(t, bothInitialized)
 }
 
 // presence is whether something is to be there.

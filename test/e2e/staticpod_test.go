@@ -271,7 +271,7 @@ func filled(t *testing.T, manifest string) string {
 }
 
 func TestStaticPodOfTheDocument(t *testing.T) {
-	eventually(t, bothInitialised)
+	eventually(t, bothInitialized)
 	eventually(t, heldBy(theExtension))
 
 	manifest := yamlBlocks(t, "Static pod")[0]
@@ -333,7 +333,7 @@ func eachObject(t *testing.T, manifest string, do func(context.Context, dynamic.
 }
 
 func TestDeploymentOfTheDocument(t *testing.T) {
-	eventually(t, bothInitialised)
+	eventually(t, bothInitialized)
 	eventually(t, heldBy(theExtension))
 
 	manifests := yamlBlocks(t, "Deployment")

@@ -129,7 +129,7 @@ func configure(t *testing.T) {
 			}
 		}
 
-		return bothInitialised(ctx)
+		return bothInitialized(ctx)
 	})
 }
 
@@ -156,14 +156,14 @@ func replace(t *testing.T, m *talos.Machine, dir string, restart func(*talos.Mac
 	t.Logf("%s was switched on again after %s", m.Name(), time.Since(start).Round(time.Second))
 }
 
-// worksOn sees that the Nodes are cared for, and that none of them had to be initialised anew.
+// worksOn sees that the Nodes are cared for, and that none of them had to be initialized anew.
 func worksOn(t *testing.T) {
 	t.Helper()
 
-	const initialisations = "talosccm_node_initialization_duration_seconds_count"
+	const initializations = "talosccm_node_initialization_duration_seconds_count"
 
-	if count, err := metric(t.Context(), initialisations); err != nil || count != "0" {
-		t.Errorf("%s is %q (%v)", initialisations, count, err)
+	if count, err := metric(t.Context(), initializations); err != nil || count != "0" {
+		t.Errorf("%s is %q (%v)", initializations, count, err)
 	}
 
 	promptly(t, atOnce, func() time.Duration {
@@ -174,7 +174,7 @@ func worksOn(t *testing.T) {
 			}
 		}
 
-		took := eventually(t, labelled(keptKey, "yes"))
+		took := eventually(t, labeled(keptKey, "yes"))
 		t.Logf("a label of the configuration that was taken away was back after %s", took.Round(time.Millisecond))
 
 		return took

@@ -126,8 +126,8 @@ func (b *bed) happen() {
 	b.see(parseFamilies(`
 talosccm_machines gauge condition=Current|Mismatch|Unreachable
 talosccm_node_syncs_total counter result=changed|pending
-talosccm_csr_verdicts_total counter decision=Approve|Defer|Deny reason=ClaimedByOthers|Outdated
-talosccm_ipam_nodes_concerned gauge reason=PodCIDROverlap|PodCIDRPoolExhausted
+talosccm_csr_verdicts_total counter decision=Approve|Defer|Deny reason=OwnedByOtherMachine|Outdated
+talosccm_ipam_affected_nodes gauge reason=PodCIDROverlap|PodCIDRPoolExhausted
 `))
 
 	// The watches of a machine end, and the API server refuses us.
@@ -137,7 +137,7 @@ talosccm_ipam_nodes_concerned gauge reason=PodCIDROverlap|PodCIDRPoolExhausted
 
 	b.see(parseFamilies(`
 talosccm_node_syncs_total counter result=error
-talosccm_sync_failures_total counter controller=cloud-node
+talosccm_reconcile_errors_total counter controller=cloud-node
 `))
 }
 

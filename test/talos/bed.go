@@ -142,7 +142,7 @@ func (b *Bed) Talosconfig() *clientconfig.Config { return b.configs.talosconfig 
 // Kubeconfig is an admin's. It is of use only from within the bridge's network.
 func (b *Bed) Kubeconfig() []byte { return b.kubeconfig }
 
-// DialContext connects from the bridge, which is where a neighbour of the machines would be. Addresses are literals.
+// DialContext connects from the bridge, which is where a neighbor of the machines would be. Addresses are literals.
 func (b *Bed) DialContext(ctx context.Context, network, address string) (net.Conn, error) {
 	return b.bridge.dial(ctx, network, address)
 }

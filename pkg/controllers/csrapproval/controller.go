@@ -57,7 +57,7 @@ const (
 // Inventory is what the controller reads of the machines.
 type Inventory interface {
 	Get(nodename string) inventory.Entry
-	Holders(claim, nodename string) []string
+	Owners(claim, nodename string) []string
 	Subscribe(handler func(nodename string))
 }
 
@@ -76,7 +76,7 @@ type Config struct {
 	Recorder  record.EventRecorder
 	Clock     clock.Clock
 	// Claims tells which of the Nodes that run Talos are ours; nil: all. If the answer changes without a change of the Node, call Requeue.
-	Claims func(node *corev1.Node) bool
+	Managed func(node *corev1.Node) bool
 	// Policy is what the operator allows a machine; nil: the default. If it changes, call Requeue.
 	Policy func(node *corev1.Node, m machine.Machine) csrpolicy.Policy
 }
@@ -97,8 +97,8 @@ type Controller struct {
 
 // New makes a Controller and subscribes it. The Node informer must not have been started yet; the informer of requests is the controller's own.
 func New(cfg Config) (*Controller, error) {
-	if cfg.Claims == nil {
-		cfg.Claims = func(*corev1.Node) bool { return true }
+	if cfg.Managed == nil {
+		cfg.Managed = func(*corev1.Node) bool { return true }
 	}
 
 	if cfg.Policy == nil {
@@ -293,7 +293,7 @@ func byKubelet(csr *certificatesv1.CertificateSigningRequest) bool {
 // ours tells whether it is certain that the Node is ours: whether it is can depend on its machine. Of any other's requests somebody else may think
 // better.
 func ours(facts csrpolicy.Evidence) bool {
-	return facts.Node != csrpolicy.NodeUnknown && (facts.Standing == csrpolicy.MachineCurrent || facts.Standing == csrpolicy.MachineStale)
+	return facts.Node != csrpolicy.NodeUnknown && (facts.MachineState == csrpolicy.MachineCurrent || facts.MachineState == csrpolicy.MachineUnreachable)
 }
 
 // settled tells whether somebody has decided the request, or its signer has given it up.

@@ -80,7 +80,7 @@ func TestANewLeaderHearsAllMachinesFirst(t *testing.T) {
 	}
 
 	name := s.post(liar, request{ips: []netip.Addr{both.Addr()}})
-	s.awaitDeferred(name, csrpolicy.CodeClaimedByOthers)
+	s.awaitDeferred(name, csrpolicy.CodeOwnedByOthers)
 
 	s.main.stop()
 	victim.machine.SlowDown(500 * time.Millisecond)
@@ -168,7 +168,7 @@ func TestApprovedRequestsAreIssued(t *testing.T) {
 		}
 
 		condition := csr.Status.Conditions[0]
-		if condition.Reason != csrpolicy.CodeProven || condition.Message == "" {
+		if condition.Reason != csrpolicy.CodeVerified || condition.Message == "" {
 			t.Errorf("%s: the condition is %v", name, condition)
 		}
 
@@ -190,7 +190,7 @@ func TestARequestBeforeItsNodeAndMachineWaitsForBoth(t *testing.T) {
 		t.Fatalf("it was decided: %v", csr.Status.Conditions)
 	}
 
-	// Known to Talos at last; an address that leads nowhere is dialled again after a while.
+	// Known to Talos at last; an address that leads nowhere is dialed again after a while.
 	s.boot(w)
 	s.awaitIssued(name)
 }
@@ -248,7 +248,7 @@ func TestWhatTwoMachinesClaimIsApprovedForNeither(t *testing.T) {
 	}
 
 	for _, name := range names {
-		s.awaitDeferred(name, csrpolicy.CodeClaimedByOthers)
+		s.awaitDeferred(name, csrpolicy.CodeOwnedByOthers)
 	}
 
 	// The machine that does not ask changes: the one that asked is heard again.
@@ -272,7 +272,7 @@ func TestWhatANodeListsCountsUntilItsMachineIsSeen(t *testing.T) {
 	s.awaitSeen(foreign.Name)
 
 	name := s.post(w, request{ips: []netip.Addr{addr}})
-	s.awaitDeferred(name, csrpolicy.CodeClaimedByOthers)
+	s.awaitDeferred(name, csrpolicy.CodeOwnedByOthers)
 
 	s.require(s.client.CoreV1().Nodes().Delete(s.Context(), foreign.Name, metav1.DeleteOptions{}))
 	s.awaitIssued(name)
@@ -320,7 +320,7 @@ func TestWhoAnswersAtAnothersAddressDoesNotGetIt(t *testing.T) {
 			})
 
 			name := s.post(attacker, request{ips: []netip.Addr{victim.addr}})
-			s.awaitDeferred(name, csrpolicy.CodeClaimedByOthers)
+			s.awaitDeferred(name, csrpolicy.CodeOwnedByOthers)
 			s.wantPending(name)
 		})
 	}
@@ -363,7 +363,7 @@ func attacks(w, victim worker) map[string]struct {
 		"for clients": {request{usages: []certificatesv1.KeyUsage{
 			certificatesv1.UsageDigitalSignature, certificatesv1.UsageClientAuth,
 		}}, csrpolicy.CodeUsages},
-		"of another organisation":       {request{organization: "system:masters"}, csrpolicy.CodeSubject},
+		"of another organization":       {request{organization: "system:masters"}, csrpolicy.CodeSubject},
 		"of a user that is no kubelet":  {request{user: "somebody", groups: []string{"system:masters"}}, ""},
 		"without the group of kubelets": {request{groups: []string{"system:masters"}}, csrpolicy.CodeGroups},
 	}
@@ -441,7 +441,7 @@ func TestAMachineThatLiesObtainsNothingOfOthers(t *testing.T) {
 	}
 
 	for _, name := range pending {
-		s.awaitDeferred(name, csrpolicy.CodeClaimedByOthers)
+		s.awaitDeferred(name, csrpolicy.CodeOwnedByOthers)
 		s.wantPending(name)
 	}
 

@@ -65,7 +65,7 @@ func newEvidence(cfg Config) evidence {
 		inventory: cfg.Inventory,
 		identity:  cfg.Identity,
 		clock:     cfg.Clock,
-		claims:    cfg.Claims,
+		claims:    cfg.Managed,
 		policy:    cfg.Policy,
 	}
 }
@@ -88,12 +88,12 @@ func (e evidence) unheard() []string {
 func (e evidence) of(csr *certificatesv1.CertificateSigningRequest, nodename string, node *corev1.Node) csrpolicy.Evidence {
 	entry := e.inventory.Get(nodename)
 	facts := csrpolicy.Evidence{
-		Cluster:  e.identity.Current(),
-		Now:      e.clock.Now(),
-		Machine:  entry.Machine,
-		Standing: machineStanding(entry),
-		Holders:  e.holders(csr, nodename),
-		Node:     e.nodeStanding(node),
+		Cluster:      e.identity.Current(),
+		Now:          e.clock.Now(),
+		Machine:      entry.Machine,
+		MachineState: machineStanding(entry),
+		Owners:       e.holders(csr, nodename),
+		Node:         e.nodeStanding(node),
 	}
 
 	if node != nil {
@@ -119,12 +119,12 @@ func (e evidence) node(nodename string) *corev1.Node {
 	return node
 }
 
-func (e evidence) nodeStanding(node *corev1.Node) csrpolicy.NodeStanding {
+func (e evidence) nodeStanding(node *corev1.Node) csrpolicy.NodeState {
 	switch {
 	case node == nil || node.DeletionTimestamp != nil:
 		return csrpolicy.NodeUnknown
 	case !nodespec.IsTalos(node) || !e.claims(node):
-		return csrpolicy.NodeForeign
+		return csrpolicy.NodeUnmanaged
 	case clusteridentity.IsControlPlane(node):
 		return csrpolicy.NodeControlPlane
 	default:
@@ -132,7 +132,7 @@ func (e evidence) nodeStanding(node *corev1.Node) csrpolicy.NodeStanding {
 	}
 }
 
-func machineStanding(entry inventory.Entry) csrpolicy.Standing {
+func machineStanding(entry inventory.Entry) csrpolicy.MachineState {
 	switch entry.Condition {
 	case inventory.Current:
 		return csrpolicy.MachineCurrent
@@ -140,7 +140,7 @@ func machineStanding(entry inventory.Entry) csrpolicy.Standing {
 		return csrpolicy.MachineMismatch
 	case inventory.Unreachable:
 		if !entry.ObservedAt.IsZero() {
-			return csrpolicy.MachineStale
+			return csrpolicy.MachineUnreachable
 		}
 	case inventory.Unknown:
 	}
@@ -162,7 +162,7 @@ func (e evidence) holders(csr *certificatesv1.CertificateSigningRequest, nodenam
 	holders := map[string][]string{}
 
 	for _, claim := range names {
-		others := append(e.inventory.Holders(claim, nodename), e.nodesClaiming(claim, nodename)...)
+		others := append(e.inventory.Owners(claim, nodename), e.nodesClaiming(claim, nodename)...)
 		if len(others) > 0 {
 			slices.Sort(others)
 			holders[claim] = slices.Compact(others)

@@ -87,7 +87,7 @@ func TestWhoElseClaimsWhatIsAskedFor(t *testing.T) {
 	}
 }
 
-func labelled(n *corev1.Node) *corev1.Node {
+func labeled(n *corev1.Node) *corev1.Node {
 	n.Labels[role] = ""
 
 	return n
@@ -102,14 +102,14 @@ func TestStandingOfANode(t *testing.T) {
 		rule    string
 		node    *corev1.Node
 		claimed bool
-		want    csrpolicy.NodeStanding
+		want    csrpolicy.NodeState
 	}{
 		{"there is none", nil, true, csrpolicy.NodeUnknown},
 		{"one that is being deleted", deleted, true, csrpolicy.NodeUnknown},
-		{"another system's", debian, true, csrpolicy.NodeForeign},
+		{"another system's", debian, true, csrpolicy.NodeUnmanaged},
 		{"a worker's", node("a"), true, csrpolicy.NodeWorker},
-		{"one of the control plane", labelled(node("a")), true, csrpolicy.NodeControlPlane},
-		{"one that is not ours", labelled(node("a")), false, csrpolicy.NodeForeign},
+		{"one of the control plane", labeled(node("a")), true, csrpolicy.NodeControlPlane},
+		{"one that is not ours", labeled(node("a")), false, csrpolicy.NodeUnmanaged},
 	} {
 		e := evidence{claims: func(*corev1.Node) bool { return test.claimed }}
 		if got := e.nodeStanding(test.node); got != test.want {
@@ -124,11 +124,11 @@ func TestStandingOfAMachine(t *testing.T) {
 	for _, test := range []struct {
 		rule  string
 		entry inventory.Entry
-		want  csrpolicy.Standing
+		want  csrpolicy.MachineState
 	}{
 		{"nobody knows it", inventory.Entry{}, csrpolicy.MachineUnknown},
 		{"it never answered", inventory.Entry{Condition: inventory.Unreachable}, csrpolicy.MachineUnknown},
-		{"it no longer answers", inventory.Entry{Condition: inventory.Unreachable, ObservedAt: now}, csrpolicy.MachineStale},
+		{"it no longer answers", inventory.Entry{Condition: inventory.Unreachable, ObservedAt: now}, csrpolicy.MachineUnreachable},
 		{"it is another", inventory.Entry{Condition: inventory.Mismatch}, csrpolicy.MachineMismatch},
 		{"it is watched", inventory.Entry{Condition: inventory.Current, ObservedAt: now}, csrpolicy.MachineCurrent},
 	} {

@@ -132,7 +132,7 @@ func runTests(m *testing.M) (code int, err error) {
 	return m.Run(), nil
 }
 
-// addControlPlane adds a control-plane machine with its Node, labelled as Talos does it.
+// addControlPlane adds a control-plane machine with its Node, labeled as Talos does it.
 func (b *bed) addControlPlane(ctx context.Context) error {
 	var err error
 
@@ -317,13 +317,13 @@ func (b *bed) start(ctx context.Context) (*instance, error) {
 
 	i.controller, err = csrapproval.New(csrapproval.Config{
 		Client: client, Nodes: nodes, Inventory: i.inventory, Identity: i.identity, Recorder: recorder, Clock: clock.RealClock{},
-		Claims: i.claims, Policy: i.policy,
+		Managed: i.claims, Policy: i.policy,
 	})
 	if err != nil {
 		return nil, err
 	}
 
-	initialiser, err := nodecontroller.New(nodecontroller.Config{
+	initializer, err := nodecontroller.New(nodecontroller.Config{
 		Client: client, Nodes: nodes, Inventory: i.inventory, Recorder: recorder, Clock: clock.RealClock{},
 		Options: func() nodespec.Options { return nodespec.Options{} },
 	})
@@ -338,7 +338,7 @@ func (b *bed) start(ctx context.Context) (*instance, error) {
 	group.Go(func() { i.identity.Run(ctx) })
 	group.Go(func() { machines.Run(ctx) })
 	group.Go(func() { i.controller.Run(ctx, 10) })
-	group.Go(func() { initialiser.Run(ctx, 10) })
+	group.Go(func() { initializer.Run(ctx, 10) })
 	factory.Start(watching.Done())
 
 	return i, nil
@@ -349,7 +349,7 @@ type staticCredentials struct {
 	config *tls.Config
 }
 
-// TLSConfig implements talosapi.Credentials. Whatever the dialled address, the certificate is for that on loopback.
+// TLSConfig implements talosapi.Credentials. Whatever the dialed address, the certificate is for that on loopback.
 func (c staticCredentials) TLSConfig() (*tls.Config, error) { return c.config.Clone(), nil }
 
 // suite is one test's view of the bed.

@@ -56,16 +56,16 @@ func TestVerdictsAreCounted(t *testing.T) {
 	s.awaitDeferred(deferred, csrpolicy.CodeUnknownAddress)
 
 	wanted := map[string]float64{
-		"talosccm_csr_approval_count approve":                                1,
-		"talosccm_csr_approval_count deny":                                   2,
-		"talosccm_csr_approval_age_seconds":                                  1,
-		"talosccm_csr_verdicts_total Approve " + csrpolicy.CodeProven:        1,
-		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeClusterName:      1,
-		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeWildcard:         1,
-		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeOutdated:         1,
-		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeClaimedByOthers:  0, // it may become right: that others claim it is no reason for denial
-		"talosccm_csr_verdicts_total Defer " + csrpolicy.CodeClaimedByOthers: 1,
-		"talosccm_csr_verdicts_total Defer " + csrpolicy.CodeUnknownAddress:  1,
+		"talosccm_csr_approval_count approve":                               1,
+		"talosccm_csr_approval_count deny":                                  2,
+		"talosccm_csr_approval_age_seconds":                                 1,
+		"talosccm_csr_verdicts_total Approve " + csrpolicy.CodeVerified:     1,
+		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeClusterName:     1,
+		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeWildcard:        1,
+		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeOutdated:        1,
+		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeOwnedByOthers:   0, // it may become right: that others claim it is no reason for denial
+		"talosccm_csr_verdicts_total Defer " + csrpolicy.CodeOwnedByOthers:  1,
+		"talosccm_csr_verdicts_total Defer " + csrpolicy.CodeUnknownAddress: 1,
 		pending: 1,
 	}
 

@@ -111,7 +111,7 @@ func (c *Controller) reportDecided(ctx context.Context, csr *certificatesv1.Cert
 func (c *Controller) reportDeferred(ctx context.Context, csr *certificatesv1.CertificateSigningRequest, node *corev1.Node, verdict csrpolicy.Verdict,
 	facts csrpolicy.Evidence,
 ) {
-	news := c.deferred.note(csr.Name, facts.Holders, codesOf(verdict))
+	news := c.deferred.note(csr.Name, facts.Owners, codesOf(verdict))
 	if len(news) == 0 {
 		return
 	}

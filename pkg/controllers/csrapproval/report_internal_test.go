@@ -19,10 +19,10 @@ func TestTheConditionSaysAllThatIsWrong(t *testing.T) {
 	condition := conditionOf(verdict(csrpolicy.Deny,
 		csrpolicy.Reason{Code: "Wildcard", Decision: csrpolicy.Deny, Message: "one"},
 		csrpolicy.Reason{Code: "WeakKey", Decision: csrpolicy.Deny, Message: "two"},
-		csrpolicy.Reason{Code: "UnknownName", Decision: csrpolicy.Defer, Message: "three"},
+		csrpolicy.Reason{Code: "UnknownDNSName", Decision: csrpolicy.Defer, Message: "three"},
 	))
 
-	if condition.Type != certificatesv1.CertificateDenied || condition.Reason != "Wildcard" || condition.Message != "Wildcard: one; WeakKey: two; UnknownName: three" {
+	if condition.Type != certificatesv1.CertificateDenied || condition.Reason != "Wildcard" || condition.Message != "Wildcard: one; WeakKey: two; UnknownDNSName: three" {
 		t.Errorf("got %+v", condition)
 	}
 

@@ -1,11 +1,11 @@
-// Package node initialises the Nodes of Talos machines and keeps them true.
+// Package node initializes the Nodes of Talos machines and keeps them true.
 //
 // Name: cloud-node-controller (alias cloud-node), in place of the framework's.
 //
 // Inputs: the Node informer, the inventory.
 //
 // Outputs, of Nodes of claimed Talos machines alone: labels and annotations of nodespec, by server-side apply; status.addresses; taints of rules, at
-// initialisation and, where a rule enforces them, later; once in a Node's life spec.providerID and the removal of the uninitialized taint. Of
+// initialization and, where a rule enforces them, later; once in a Node's life spec.providerID and the removal of the uninitialized taint. Of
 // managedFields, the end of what the upstream Talos CCM held of the same keys.
 //
 // It never writes a Node of another system, a providerID that is set, a key or taint that somebody else holds, or anything of a machine
@@ -188,7 +188,7 @@ func (c *Controller) countWaiting(nodename string) {
 	}
 }
 
-// waits tells whether a Node of ours is there and not initialised.
+// waits tells whether a Node of ours is there and not initialized.
 func (c *Controller) waits(nodename string) bool {
 	node, err := c.lister.Get(nodename)
 	if err != nil || !nodespec.IsTalos(node) || node.DeletionTimestamp != nil || !nodespec.IsUninitialized(node) {
@@ -197,7 +197,7 @@ func (c *Controller) waits(nodename string) bool {
 
 	entry := c.inventory.Get(nodename)
 
-	return entry.ObservedAt.IsZero() || nodespec.Claimed(nodespec.NewInput(node, entry.Machine, c.options()))
+	return entry.ObservedAt.IsZero() || nodespec.Managed(nodespec.NewInput(node, entry.Machine, c.options()))
 }
 
 // Results of a sync, as the metric names them.
@@ -280,7 +280,7 @@ func (c *Controller) desired(node *corev1.Node) (spec nodespec.Spec, findings []
 	entry := c.inventory.Get(node.Name)
 	findings = condition(entry)
 
-	// The last view of a machine that is unreachable still holds for a Node that was initialised from it, but none is initialised
+	// The last view of a machine that is unreachable still holds for a Node that was initialized from it, but none is initialized
 	// or identified from hearsay.
 	inNeed := nodespec.IsUninitialized(node) || node.Spec.ProviderID == ""
 	if entry.ObservedAt.IsZero() || (entry.Condition != inventory.Current && inNeed) {
@@ -291,7 +291,7 @@ func (c *Controller) desired(node *corev1.Node) (spec nodespec.Spec, findings []
 	in.SharedUUID = c.inventory.SharedUUID(entry.Machine.UUID(), node.Name)
 	in.SharedAddresses = c.inventory.SharedAddresses(node.Name)
 
-	if !nodespec.Claimed(in) {
+	if !nodespec.Managed(in) {
 		c.release(node.Name)
 
 		return nodespec.Spec{}, nil, false
@@ -304,9 +304,9 @@ func (c *Controller) desired(node *corev1.Node) (spec nodespec.Spec, findings []
 	}
 
 	if pending != "" {
-		// Every machine is short of metadata for a while after a reboot: no news of a Node that was initialised before.
+		// Every machine is short of metadata for a while after a reboot: no news of a Node that was initialized before.
 		if nodespec.IsUninitialized(node) {
-			findings = append(findings, finding{reason: ReasonMetadataPending, message: "Cannot be initialised yet: " + pending})
+			findings = append(findings, finding{reason: ReasonMetadataPending, message: "Cannot be initialized yet: " + pending})
 		}
 
 		return nodespec.Spec{}, findings, false
@@ -382,6 +382,6 @@ func (c *Controller) noteWritten(ctx context.Context, node *corev1.Node, p plan,
 	providerID := cmp.Or(node.Spec.ProviderID, spec.ProviderID)
 	took := c.clock.Since(node.CreationTimestamp.Time)
 	initialization.Observe(took.Seconds())
-	logger.Info("Initialised the Node", "providerID", providerID, "after", took)
-	c.recorder.Eventf(node, corev1.EventTypeNormal, ReasonInitialized, "Initialised from its Talos machine as %s", providerID)
+	logger.Info("Initialized the Node", "providerID", providerID, "after", took)
+	c.recorder.Eventf(node, corev1.EventTypeNormal, ReasonInitialized, "Initialized from its Talos machine as %s", providerID)
 }

@@ -69,7 +69,7 @@ func ourLabels(n *corev1.Node) map[string]string {
 	return labels
 }
 
-// wantNode is what a Node should carry once it is initialised.
+// wantNode is what a Node should carry once it is initialized.
 type wantNode struct {
 	providerID string
 	labels     map[string]string
@@ -285,7 +285,7 @@ func TestMetadataMissingForAMoment(t *testing.T) {
 	}
 
 	if found := s.events("moment", node.ReasonMetadataPending); len(found) > 0 {
-		t.Errorf("Events on an initialised Node: %s", messages(found))
+		t.Errorf("Events on an initialized Node: %s", messages(found))
 	}
 }
 
@@ -308,7 +308,7 @@ func TestIdentityOfAnotherMachineIsRefused(t *testing.T) {
 	}
 }
 
-// A Node that has been initialised keeps what it has when its kubelet points to another machine later.
+// A Node that has been initialized keeps what it has when its kubelet points to another machine later.
 func TestInitializedNodeThatTurnsToAnotherMachine(t *testing.T) {
 	s := parallel(t)
 	victim := s.machine(talostest.MachineSpec{Nodename: "turned-victim", Platform: identified("hcloud", "hcloud://turned-victim")})
@@ -489,13 +489,13 @@ func TestLabelHeldByAnotherBeforeInitialization(t *testing.T) {
 	want[nodespec.LabelPlatform], want[nodespec.LabelClusterName] = "aws", s.talos.Name()
 	s.wantNode(n, wantNode{"talos://aws/held-before", want, addressList(m, nil, nil)})
 
-	s.awaitEvent("held-before", node.ReasonKeyOwnedByOther)
+	s.awaitEvent("held-before", node.ReasonOwnershipConflict)
 	s.touch("held-before", 20)
 	s.settle()
-	s.wantOnce("held-before", node.ReasonKeyOwnedByOther)
+	s.wantOnce("held-before", node.ReasonOwnershipConflict)
 
 	s.applyAs("kubectl", "held-before", nil)
-	s.await("held-before", "labelled with our zone", inZone("aws-zone"))
+	s.await("held-before", "labeled with our zone", inZone("aws-zone"))
 }
 
 func TestLabelTakenByAnotherAfterInitialization(t *testing.T) {
@@ -504,7 +504,7 @@ func TestLabelTakenByAnotherAfterInitialization(t *testing.T) {
 	s.awaitInitialized("held-after")
 
 	s.patch("held-after", "kubectl-label", fmt.Sprintf(`{"metadata":{"labels":{%q:"theirs"}}}`, corev1.LabelTopologyZone))
-	s.awaitEvent("held-after", node.ReasonKeyOwnedByOther)
+	s.awaitEvent("held-after", node.ReasonOwnershipConflict)
 
 	// All the rest follows the machine as before.
 	s.require(m.UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone, spec.Region = "next-zone", "next-region" }))
@@ -515,10 +515,10 @@ func TestLabelTakenByAnotherAfterInitialization(t *testing.T) {
 	}
 
 	s.settle()
-	s.wantOnce("held-after", node.ReasonKeyOwnedByOther)
+	s.wantOnce("held-after", node.ReasonOwnershipConflict)
 
 	s.patch("held-after", "kubectl-label", fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, corev1.LabelTopologyZone))
-	s.await("held-after", "labelled with our zone again", inZone("next-zone"))
+	s.await("held-after", "labeled with our zone again", inZone("next-zone"))
 }
 
 // Talos itself keeps the keys of machine.nodeLabels, and reverts what others write to them: whoever touches them fights for ever.
@@ -567,7 +567,7 @@ func TestChangesArriveByWatch(t *testing.T) {
 	metadata := func(change func(*runtime.PlatformMetadataSpec)) func(context.Context) error {
 		return func(ctx context.Context) error { return m.UpdatePlatform(ctx, change) }
 	}
-	labelled := func(key, value string) func(*corev1.Node) bool {
+	labeled := func(key, value string) func(*corev1.Node) bool {
 		return func(n *corev1.Node) bool { return n.Labels[key] == value }
 	}
 	has := func(kind corev1.NodeAddressType, list ...string) func(*corev1.Node) bool {
@@ -594,9 +594,9 @@ func TestChangesArriveByWatch(t *testing.T) {
 		follow func(*corev1.Node) bool
 	}{
 		{"zone", metadata(func(p *runtime.PlatformMetadataSpec) { p.Zone = "z2" }), inZone("z2")},
-		{"instance type", metadata(func(p *runtime.PlatformMetadataSpec) { p.InstanceType = "t2" }), labelled(corev1.LabelInstanceTypeStable, "t2")},
+		{"instance type", metadata(func(p *runtime.PlatformMetadataSpec) { p.InstanceType = "t2" }), labeled(corev1.LabelInstanceTypeStable, "t2")},
 		{"host name", metadata(func(p *runtime.PlatformMetadataSpec) { p.Hostname = "changing.example.com" }), has(corev1.NodeInternalDNS, "changing.example.com")},
-		{"spot", metadata(func(p *runtime.PlatformMetadataSpec) { p.Spot = true }), labelled(nodespec.LabelLifecycle, "spot")},
+		{"spot", metadata(func(p *runtime.PlatformMetadataSpec) { p.Spot = true }), labeled(nodespec.LabelLifecycle, "spot")},
 		{"no longer spot", metadata(func(p *runtime.PlatformMetadataSpec) { p.Spot = false }), absent(nodespec.LabelLifecycle)},
 		{
 			"no longer in a zone", metadata(func(p *runtime.PlatformMetadataSpec) { p.Zone = "" }),
@@ -848,7 +848,7 @@ func TestNodeRegisteredAgain(t *testing.T) {
 		s.remove("again")
 		s.register(nodeOf(m))
 
-		n := s.await("again", "initialised as a new one", func(n *corev1.Node) bool { return initialized(n) && n.UID != first.UID })
+		n := s.await("again", "initialized as a new one", func(n *corev1.Node) bool { return initialized(n) && n.UID != first.UID })
 		s.wantNode(n, wantNode{first.Spec.ProviderID, ourLabels(first), first.Status.Addresses})
 		first = n
 	}

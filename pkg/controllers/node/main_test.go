@@ -317,7 +317,7 @@ func describe(n *corev1.Node) string {
 func (s suite) awaitInitialized(nodename string) *corev1.Node {
 	s.Helper()
 
-	return s.await(nodename, "initialised", initialized)
+	return s.await(nodename, "initialized", initialized)
 }
 
 func initialized(n *corev1.Node) bool { return !tainted(n) && n.Spec.ProviderID != "" }

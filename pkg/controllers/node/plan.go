@@ -9,7 +9,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // plan is the difference between what a Node carries and what it should. The zero value: nothing to write.
@@ -30,7 +30,7 @@ type plan struct {
 	initialize bool
 	// retaint is true if spec.taints must change. To what is decided when they are written: the Node may have got others meanwhile.
 	retaint bool
-	taints  []transform.Taint
+	taints  []rules.Taint
 	// foreign are findings of what somebody else holds with another value.
 	foreign []finding
 }
@@ -96,7 +96,7 @@ func (p *plan) compareKeys(node *corev1.Node, spec nodespec.Spec, holders manage
 
 		for key, value := range foreign {
 			p.foreign = append(p.foreign, finding{
-				reason:  ReasonKeyOwnedByOther,
+				reason:  ReasonOwnershipConflict,
 				subject: keys.family.field + "/" + key,
 				message: fmt.Sprintf("%s %s=%q was set by somebody else and is left alone", keys.family.name, key, nodespec.Abridged(value)),
 			})

@@ -381,7 +381,7 @@ func TestPlanOfIdentity(t *testing.T) {
 		{"a new Node gets a providerID and loses its taint", []corev1.Taint{otherTaint, uninitializedTaint}, "", "talos://metal/u-1", true},
 		{"a providerID that is there stays, whatever it is", []corev1.Taint{uninitializedTaint}, "talos://metal/10.0.0.1", "", true},
 		{"a Node without the taint still lacks a providerID", []corev1.Taint{otherTaint}, "", "talos://metal/u-1", false},
-		{"an initialised Node needs neither", nil, "talos://metal/u-1", "", false},
+		{"an initialized Node needs neither", nil, "talos://metal/u-1", "", false},
 		{"other taints are none of our business", []corev1.Taint{otherTaint}, "talos://metal/u-1", "", false},
 	} {
 		t.Run(test.rule, func(t *testing.T) {

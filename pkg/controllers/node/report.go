@@ -9,13 +9,13 @@ import (
 
 // Reasons of the Events on Nodes.
 const (
-	ReasonInitialized      = "Initialized"
-	ReasonMetadataPending  = "MachineMetadataPending"
-	ReasonUnreachable      = "MachineUnreachable"
-	ReasonIdentityMismatch = "MachineIdentityMismatch"
-	ReasonKeyOwnedByOther  = "KeyOwnedByOther"
-	ReasonInvalidValue     = "InvalidValue"
-	ReasonProviderIDInUse  = "ProviderIDInUse"
+	ReasonInitialized       = "Initialized"
+	ReasonMetadataPending   = "MetadataPending"
+	ReasonUnreachable       = "MachineUnreachable"
+	ReasonIdentityMismatch  = "IdentityMismatch"
+	ReasonOwnershipConflict = "OwnershipConflict"
+	ReasonInvalidValue      = "InvalidValue"
+	ReasonProviderIDInUse   = "ProviderIDInUse"
 )
 
 // finding is something an operator should know of a Node. It holds until a sync no longer finds it.

@@ -31,15 +31,15 @@ func TestAFindingIsReportedWhenItAppears(t *testing.T) {
 	var (
 		pending     = finding{reason: ReasonMetadataPending, message: "waiting"}
 		pendingMore = finding{reason: ReasonMetadataPending, message: "waiting for something else"}
-		zone        = finding{reason: ReasonKeyOwnedByOther, subject: keyZone, message: "zone"}
-		region      = finding{reason: ReasonKeyOwnedByOther, subject: keyRegion, message: "region"}
+		zone        = finding{reason: ReasonOwnershipConflict, subject: keyZone, message: "zone"}
+		region      = finding{reason: ReasonOwnershipConflict, subject: keyRegion, message: "region"}
 		invalid     = finding{reason: ReasonInvalidValue, subject: keyZone, message: "invalid"}
 	)
 
 	const (
-		pendingEvent = "Warning MachineMetadataPending waiting"
-		zoneEvent    = "Warning KeyOwnedByOther zone"
-		regionEvent  = "Warning KeyOwnedByOther region"
+		pendingEvent = "Warning MetadataPending waiting"
+		zoneEvent    = "Warning OwnershipConflict zone"
+		regionEvent  = "Warning OwnershipConflict region"
 		invalidEvent = "Warning InvalidValue invalid"
 	)
 

@@ -18,14 +18,14 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
 )
 
 // atomicOptions are the rules of all tests that run, by test.
 type atomicOptions struct {
 	mu      sync.Mutex
-	rules   map[string][]transform.Rule
+	rules   map[string][]rules.Rule
 	options nodespec.Options
 }
 
@@ -36,22 +36,22 @@ func (o *atomicOptions) get() nodespec.Options {
 	return o.options
 }
 
-func (o *atomicOptions) set(test string, rules []transform.Rule) []transform.CompileError {
+func (o *atomicOptions) set(test string, list []rules.Rule) []rules.CompileError {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 
 	if o.rules == nil {
-		o.rules = map[string][]transform.Rule{}
+		o.rules = map[string][]rules.Rule{}
 	}
 
-	o.rules[test] = rules
+	o.rules[test] = list
 
-	var all []transform.Rule
+	var all []rules.Rule
 	for _, name := range slices.Sorted(maps.Keys(o.rules)) {
 		all = append(all, o.rules[name]...)
 	}
 
-	compiled, errs := transform.Compile(all)
+	compiled, errs := rules.Compile(all)
 	if len(errs) == 0 {
 		o.options.Rules = compiled
 	}
@@ -64,25 +64,25 @@ func (o *atomicOptions) exclude(nodename string) error {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 
-	claim, errs := transform.CompileSelector([]transform.SelectorTerm{{MatchExpressions: []transform.Expression{{Key: "nodename", Operator: transform.NotIn, Values: []string{nodename}}}}})
+	claim, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "nodename", Operator: rules.NotIn, Values: []string{nodename}}}}})
 	for _, err := range errs {
 		return err
 	}
 
-	o.options.Claim = claim
+	o.options.Selector = claim
 
 	return nil
 }
 
 // rules puts this test's rules in force, for the Node alone, in place of those it had before.
-func (s suite) rules(nodename string, rules ...transform.Rule) {
+func (s suite) rules(nodename string, list ...rules.Rule) {
 	s.Helper()
 
-	for i := range rules {
-		rules[i].NodeSelector = []transform.SelectorTerm{{MatchExpressions: []transform.Expression{{Key: "nodename", Operator: transform.In, Values: []string{nodename}}}}}
+	for i := range list {
+		list[i].NodeSelector = []rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "nodename", Operator: rules.In, Values: []string{nodename}}}}}
 	}
 
-	if errs := s.options.set(s.Name(), rules); len(errs) > 0 {
+	if errs := s.options.set(s.Name(), list); len(errs) > 0 {
 		s.Fatalf("compile rules: %v", errs)
 	}
 
@@ -116,8 +116,8 @@ func aws(nodename string) talostest.MachineSpec {
 // N7: labels are changed and removed, too; a foreign one survives.
 func TestN7LabelsAndAnnotationsFollowTheRules(t *testing.T) {
 	s := parallel(t)
-	rule := func(value string) transform.Rule {
-		return transform.Rule{Labels: map[string]string{"example.com/site": value}, Annotations: map[string]string{"example.com/note": value + " of {{ .Region }}"}}
+	rule := func(value string) rules.Rule {
+		return rules.Rule{Labels: map[string]string{"example.com/site": value}, Annotations: map[string]string{"example.com/note": value + " of {{ .Region }}"}}
 	}
 
 	s.join(aws("rules-follow"))
@@ -126,7 +126,7 @@ func TestN7LabelsAndAnnotationsFollowTheRules(t *testing.T) {
 
 	for _, value := range []string{"paris", "lyon"} {
 		s.rules("rules-follow", rule(value))
-		s.await("rules-follow", "labelled "+value, func(n *corev1.Node) bool {
+		s.await("rules-follow", "labeled "+value, func(n *corev1.Node) bool {
 			return n.Labels["example.com/site"] == value && n.Annotations["example.com/note"] == value+" of eu"
 		})
 	}
@@ -146,9 +146,9 @@ func TestN7LabelsAndAnnotationsFollowTheRules(t *testing.T) {
 }
 
 // N2 and R2: taints are rendered, and set in the very write that lets the scheduler in.
-func TestN2TaintsOfRulesAreThereWhenTheNodeIsInitialised(t *testing.T) {
+func TestN2TaintsOfRulesAreThereWhenTheNodeIsInitialized(t *testing.T) {
 	s := parallel(t)
-	s.rules("taint-first", transform.Rule{Taints: map[string]string{storageTaint: "{{ .Zone }}:NoSchedule"}})
+	s.rules("taint-first", rules.Rule{Taints: map[string]string{storageTaint: "{{ .Zone }}:NoSchedule"}})
 
 	until := s.history("taint-first")
 	s.join(aws("taint-first"))
@@ -163,14 +163,14 @@ func TestN2TaintsOfRulesAreThereWhenTheNodeIsInitialised(t *testing.T) {
 
 func TestTaintsThatAreNotEnforcedAreSetOnce(t *testing.T) {
 	s := parallel(t)
-	s.rules("taint-once", transform.Rule{Taints: map[string]string{storageTaint: "ceph:NoSchedule"}})
+	s.rules("taint-once", rules.Rule{Taints: map[string]string{storageTaint: "ceph:NoSchedule"}})
 	s.join(aws("taint-once"))
 	s.awaitInitialized("taint-once")
 
 	s.patch("taint-once", "kubectl", `{"spec":{"taints":null}}`)
-	s.rules("taint-once", transform.Rule{Taints: map[string]string{storageTaint: "nfs:NoSchedule"}, Labels: map[string]string{"example.com/seen": "true"}})
+	s.rules("taint-once", rules.Rule{Taints: map[string]string{storageTaint: "nfs:NoSchedule"}, Labels: map[string]string{"example.com/seen": "true"}})
 
-	n := s.await("taint-once", "labelled", func(n *corev1.Node) bool { return n.Labels["example.com/seen"] == "true" })
+	n := s.await("taint-once", "labeled", func(n *corev1.Node) bool { return n.Labels["example.com/seen"] == "true" })
 	if len(taintsNamed(n, storageTaint)) > 0 {
 		t.Errorf("taints: %v", n.Spec.Taints)
 	}
@@ -178,8 +178,8 @@ func TestTaintsThatAreNotEnforcedAreSetOnce(t *testing.T) {
 
 func TestEnforcedTaintsStayTrueAndGoWithTheRule(t *testing.T) {
 	s := parallel(t)
-	enforced := func(value string) transform.Rule {
-		return transform.Rule{Enforce: true, Taints: map[string]string{storageTaint: value + ":NoSchedule"}}
+	enforced := func(value string) rules.Rule {
+		return rules.Rule{Enforce: true, Taints: map[string]string{storageTaint: value + ":NoSchedule"}}
 	}
 
 	s.join(aws("taint-enforced"))
@@ -211,8 +211,8 @@ func TestATaintOfSomebodyElseIsLeftAloneAndReported(t *testing.T) {
 	s.awaitInitialized("taint-foreign")
 	s.patch("taint-foreign", "kubectl", `{"spec":{"taints":[{"key":"`+storageTaint+`","value":"mine","effect":"NoSchedule"}]}}`)
 
-	s.rules("taint-foreign", transform.Rule{Enforce: true, Taints: map[string]string{storageTaint: "ceph:NoSchedule"}})
-	s.awaitEvent("taint-foreign", node.ReasonKeyOwnedByOther)
+	s.rules("taint-foreign", rules.Rule{Enforce: true, Taints: map[string]string{storageTaint: "ceph:NoSchedule"}})
+	s.awaitEvent("taint-foreign", node.ReasonOwnershipConflict)
 
 	s.rules("taint-foreign")
 	s.settle()
@@ -241,16 +241,16 @@ func TestATaintOfSomebodyElseThatIsNotSeenYetIsLeftAlone(t *testing.T) {
 				return err
 			})
 
-			s.rules(name, transform.Rule{Enforce: true, Taints: map[string]string{storageTaint: ours + ":NoSchedule"}, Labels: map[string]string{"example.com/seen": "true"}})
+			s.rules(name, rules.Rule{Enforce: true, Taints: map[string]string{storageTaint: ours + ":NoSchedule"}, Labels: map[string]string{"example.com/seen": "true"}})
 			happened()
 
-			n := s.await(name, "labelled", func(n *corev1.Node) bool { return n.Labels["example.com/seen"] == "true" })
+			n := s.await(name, "labeled", func(n *corev1.Node) bool { return n.Labels["example.com/seen"] == "true" })
 			if hasRecord(n) {
 				t.Errorf("a taint of somebody else was recorded as ours: %v", n.Labels)
 			}
 
 			s.rules(name)
-			s.await(name, "no longer labelled", func(n *corev1.Node) bool { return n.Labels["example.com/seen"] == "" })
+			s.await(name, "no longer labeled", func(n *corev1.Node) bool { return n.Labels["example.com/seen"] == "" })
 			s.settle()
 
 			if n := s.get(name); !hasTaint(n, storage(corev1.TaintEffectNoSchedule, theirs)) {
@@ -263,7 +263,7 @@ func TestATaintOfSomebodyElseThatIsNotSeenYetIsLeftAlone(t *testing.T) {
 // R7: one bad value is left out, all else is there.
 func TestR7AnInvalidValueIsLeftOutAndReportedWithRuleAndKey(t *testing.T) {
 	s := parallel(t)
-	s.rules("rules-invalid", transform.Rule{Name: "site", Labels: map[string]string{"example.com/bad": "{{ .Region }} !", "example.com/good": "{{ .Region }}"}})
+	s.rules("rules-invalid", rules.Rule{Name: "site", Labels: map[string]string{"example.com/bad": "{{ .Region }} !", "example.com/good": "{{ .Region }}"}})
 	s.join(aws("rules-invalid"))
 
 	n := s.awaitInitialized("rules-invalid")
@@ -281,7 +281,7 @@ func TestR7AnInvalidValueIsLeftOutAndReportedWithRuleAndKey(t *testing.T) {
 
 func TestARuleThatCannotMakeTheProviderIDKeepsTheNodeTainted(t *testing.T) {
 	s := parallel(t)
-	rule := transform.Rule{Name: "identity", PlatformMetadata: map[string]string{"ProviderID": "custom:///{{ .Tags.serial }}"}}
+	rule := rules.Rule{Name: "identity", PlatformMetadata: map[string]string{"ProviderID": "custom:///{{ .Tags.serial }}"}}
 
 	spec := aws("rules-identity")
 	s.rules("rules-identity", rule)
@@ -316,20 +316,20 @@ func TestALabelThatTheUpstreamCCMLeftIsTakenOverAndGoesWithItsRule(t *testing.T)
 		"annotations":{"example.com/note":"old"}}}`), metav1.PatchOptions{})
 	s.require(err)
 
-	s.rules("takeover", transform.Rule{
+	s.rules("takeover", rules.Rule{
 		Labels:      map[string]string{"example.com/site": "new", "example.com/same": "same"},
 		Annotations: map[string]string{"example.com/note": "new"},
 	})
 	s.require(m.ResolvePlatform(t.Context()))
 
-	n := s.await("takeover", "relabelled", func(n *corev1.Node) bool {
+	n := s.await("takeover", "relabeled", func(n *corev1.Node) bool {
 		return initialized(n) && n.Labels["example.com/site"] == "new" && n.Annotations["example.com/note"] == "new"
 	})
 	if n.Labels["example.com/stray"] != "left" {
 		t.Errorf("what no rule sets was not left alone: %v", n.Labels)
 	}
 
-	if found := s.events("takeover", node.ReasonKeyOwnedByOther); len(found) > 0 {
+	if found := s.events("takeover", node.ReasonOwnershipConflict); len(found) > 0 {
 		t.Errorf("reported as somebody else's: %s", messages(found))
 	}
 

@@ -10,7 +10,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // labelEnforcedTaint begins the labels that record which of a Node's taints are there because a rule enforces them. The managed fields cannot tell:
@@ -27,9 +27,9 @@ type taintPlan struct {
 	foreign []finding
 }
 
-// planTaints adds what rules want: all of it when the Node is initialised, later what is to be enforced. It takes away what we
+// planTaints adds what rules want: all of it when the Node is initialized, later what is to be enforced. It takes away what we
 // have recorded as enforced and no rule sets any longer. It leaves what others have set.
-func planTaints(node *corev1.Node, wanted []transform.Taint) taintPlan {
+func planTaints(node *corev1.Node, wanted []rules.Taint) taintPlan {
 	var (
 		first = nodespec.IsUninitialized(node)
 		named = map[string]bool{}
@@ -60,7 +60,7 @@ func planTaints(node *corev1.Node, wanted []transform.Taint) taintPlan {
 }
 
 // want puts a taint on the list. One that is there with another value and is not ours is left alone.
-func (p *taintPlan) want(node *corev1.Node, taint transform.Taint) {
+func (p *taintPlan) want(node *corev1.Node, taint rules.Taint) {
 	id := taintID(taint.Taint)
 	ours := isRecorded(node, taint.Taint)
 	i := slices.IndexFunc(p.list, func(t corev1.Taint) bool { return taintID(t) == id })
@@ -73,7 +73,7 @@ func (p *taintPlan) want(node *corev1.Node, taint transform.Taint) {
 		p.list[i] = taint.Taint
 	case p.list[i].Value != taint.Value:
 		p.foreign = append(p.foreign, finding{
-			reason:  ReasonKeyOwnedByOther,
+			reason:  ReasonOwnershipConflict,
 			subject: "taints/" + id,
 			message: fmt.Sprintf("Taint %s was set by somebody else with the value %q and is left alone", id, p.list[i].Value),
 		})

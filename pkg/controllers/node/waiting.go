@@ -15,7 +15,7 @@ var uninitialized = metrics.NewGauge(&metrics.GaugeOpts{
 
 func init() { legacyregistry.MustRegister(uninitialized) }
 
-// waiting counts the Nodes that are not initialised yet.
+// waiting counts the Nodes that are not initialized yet.
 type waiting struct {
 	mu    sync.Mutex
 	names map[string]bool

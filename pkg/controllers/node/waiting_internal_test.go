@@ -15,7 +15,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // newNumber is a gauge of a test's own: the product's is set by the controller that runs beside the tests.
@@ -27,8 +27,8 @@ func newNumber() metrics.GaugeMetric {
 }
 
 func TestOnlyNodesOfOursThatAreThereWait(t *testing.T) {
-	claim, errs := transform.CompileSelector([]transform.SelectorTerm{{MatchExpressions: []transform.Expression{
-		{Key: "nodename", Operator: transform.NotIn, Values: []string{"unclaimed", "unclaimed-unseen"}},
+	claim, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{
+		{Key: "nodename", Operator: rules.NotIn, Values: []string{"unclaimed", "unclaimed-unseen"}},
 	}}})
 	if len(errs) > 0 {
 		t.Fatal(errs)
@@ -40,7 +40,7 @@ func TestOnlyNodesOfOursThatAreThereWait(t *testing.T) {
 	c := &Controller{
 		lister:    corelisters.NewNodeLister(nodes),
 		inventory: machines,
-		options:   func() nodespec.Options { return nodespec.Options{Claim: claim} },
+		options:   func() nodespec.Options { return nodespec.Options{Selector: claim} },
 		waiting:   newWaiting(number),
 	}
 
@@ -53,7 +53,7 @@ func TestOnlyNodesOfOursThatAreThereWait(t *testing.T) {
 		{"unseen", func(*corev1.Node) {}, 1},
 		{"unclaimed", func(*corev1.Node) {}, 0},
 		{"unclaimed-unseen", func(*corev1.Node) {}, 1}, // what it is, only its machine can say
-		{"initialised", func(n *corev1.Node) { n.Spec.Taints = nil }, 0},
+		{"initialized", func(n *corev1.Node) { n.Spec.Taints = nil }, 0},
 		{"another-system", func(n *corev1.Node) { n.Status.NodeInfo.OSImage = "Debian" }, 0},
 		{"being-deleted", func(n *corev1.Node) { n.DeletionTimestamp = &metav1.Time{} }, 0},
 	} {

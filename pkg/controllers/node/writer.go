@@ -18,7 +18,7 @@ type writer struct {
 	client kubernetes.Interface
 }
 
-// write does the parts of p in the order that makes initialisation atomic for the scheduler: labels and annotations, addresses, and last, in
+// write does the parts of p in the order that makes initialization atomic for the scheduler: labels and annotations, addresses, and last, in
 // one write, providerID and taints. It returns the Node as the last part that succeeded has left it, or as it was.
 func (w writer) write(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
 	for _, part := range []struct {

@@ -48,8 +48,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/worker"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
 )
 
 // What the controller is called.
@@ -82,11 +82,11 @@ type Config struct {
 	Recorder  record.EventRecorder
 	Clock     clock.Clock
 	// Own is this machine's state, to ask it what kube-controller-manager does while no control-plane machine is in the inventory; nil outside Talos.
-	Own talosapi.State
+	LocalState talosapi.State
 	// Dial is for the control-plane machines in the inventory.
 	Dial Dial
 	// Claim selects the machines whose Nodes are ours to write, by the configuration in force; nil, or a nil answer: all.
-	Claim func() *transform.Selector
+	Selector func() *rules.Selector
 	// Pools are those of the configuration in force; nil: there are none. The first that selects a Node counts.
 	Pools func() []Pool
 	// Options are the cluster-wide choices; the zero value is the default.
@@ -102,7 +102,7 @@ type Controller struct {
 	clock       clock.Clock
 	own         talosapi.State
 	dial        Dial
-	claim       func() *transform.Selector
+	claim       func() *rules.Selector
 	pools       func() []Pool
 	options     Options
 	book        *book
@@ -129,9 +129,9 @@ func New(cfg Config) (*Controller, error) {
 		lister:    cfg.Nodes.Lister(),
 		inventory: cfg.Inventory,
 		clock:     cfg.Clock,
-		own:       cfg.Own,
+		own:       cfg.LocalState,
 		dial:      cfg.Dial,
-		claim:     cfg.Claim,
+		claim:     cfg.Selector,
 		pools:     cfg.Pools,
 		options:   options,
 		reporter:  newReporter(cfg.Recorder),
@@ -140,7 +140,7 @@ func New(cfg Config) (*Controller, error) {
 	c.book = newBook(c.Resync)
 
 	if c.claim == nil {
-		c.claim = func() *transform.Selector { return nil }
+		c.claim = func() *rules.Selector { return nil }
 	}
 
 	if c.pools == nil {

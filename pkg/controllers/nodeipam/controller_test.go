@@ -23,9 +23,9 @@ import (
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
@@ -280,9 +280,9 @@ func TestBlocksOfWhateverOriginAreInUse(t *testing.T) {
 }
 
 // zone selects machines by the platform's zone.
-func zone(name string) *transform.Selector {
-	selector, mistakes := transform.CompileNodeSelector([]transform.SelectorTerm{{
-		MatchExpressions: []transform.Expression{{Key: "zone", Operator: transform.In, Values: []string{name}}},
+func zone(name string) *rules.Selector {
+	selector, mistakes := rules.CompileNodeSelector([]rules.SelectorTerm{{
+		MatchExpressions: []rules.Expression{{Key: "zone", Operator: rules.In, Values: []string{name}}},
 	}})
 	if len(mistakes) > 0 {
 		panic(mistakes)
@@ -291,7 +291,7 @@ func zone(name string) *transform.Selector {
 	return selector
 }
 
-// in registers a Node that is initialised, and whose machine is in a zone.
+// in registers a Node that is initialized, and whose machine is in a zone.
 func (w *world) in(name, zone string) {
 	w.Helper()
 
@@ -305,7 +305,7 @@ func TestLeavesNodesAloneThatAreNotClaimed(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
-	w.run(setup{Options: cidrs("10.1.0.0/16"), claim: func() *transform.Selector { return zone("ours") }})
+	w.run(setup{Options: cidrs("10.1.0.0/16"), claim: func() *rules.Selector { return zone("ours") }})
 	w.in("theirs", "theirs")
 	w.register("unknown")
 	w.awaitWaiting("unknown", nodeipam.ReasonMachineUnknown)
@@ -351,7 +351,7 @@ func TestI1SingleAddress(t *testing.T) {
 	w.run(setup{Options: cloud("10.1.0.0/16", "fd00:1::/48")})
 
 	w.join("a", "10.0.0.1/24", "2001:db8:1:2::5/128")
-	w.awaitWaiting("a", nodeipam.ReasonNoPrefix)
+	w.awaitWaiting("a", nodeipam.ReasonPrefixMissing)
 	w.join("b", "10.0.0.2/24", "2001:db8:1:3::5/64")
 	w.wantCIDRs("b", "10.1.0.0/24", "2001:db8:1:3:1::/80")
 
@@ -371,7 +371,7 @@ func TestI2OwnAddressAndGateway(t *testing.T) {
 	w.run(setup{Options: cloud("10.1.0.0/24", "fd00:1::/48")})
 
 	// Four blocks of /120: of the gateway, of the other machine, of this machine, and one that is free.
-	w.inventory.Replace(w.node("neighbour"), w.view("neighbour", "2001:db8:1:2::105/118"))
+	w.inventory.Replace(w.node("neighbor"), w.view("neighbor", "2001:db8:1:2::105/118"))
 	w.inventory.Replace(w.node("a"), w.view("a", "2001:db8:1:2::205/118", "10.1.0.7/16"))
 	w.register("a")
 	w.awaitWaiting("a", nodeipam.ReasonExhausted) // the IPv4 block is the one that the machine is in
@@ -389,7 +389,7 @@ func TestI2MachinesThatAreThereAlready(t *testing.T) {
 	w.join("a", "2001:db8:1:2::5/118")
 
 	for i := range 8 { // two of its three other blocks
-		name := fmt.Sprintf("neighbour-%d", i)
+		name := fmt.Sprintf("neighbor-%d", i)
 		w.inventory.Replace(w.node(name), w.view(name, fmt.Sprintf("2001:db8:1:2::%d05/118", 1+i%2)))
 		w.register(name, having(fmt.Sprintf("192.168.%d.0/24", i)))
 	}
@@ -685,7 +685,7 @@ func TestWaitsForControlPlanesThatAgree(t *testing.T) {
 
 	w.run(setup{dial: w.dial})
 	w.register("a")
-	w.awaitWaiting("a", nodeipam.ReasonEnvironmentUnknown)
+	w.awaitWaiting("a", nodeipam.ReasonAllocatorUnknown)
 
 	w.setCIDRs(machines[0], []string{"10.2.0.0/16"}, nil)
 	w.wantCIDRs("a", "10.2.0.0/24")
@@ -701,7 +701,7 @@ func TestWaitsUntilEveryControlPlaneWasAsked(t *testing.T) {
 
 	w.run(setup{Options: cidrs("10.1.0.0/16"), dial: w.dial})
 	w.register("a")
-	w.awaitWaiting("a", nodeipam.ReasonEnvironmentUnknown)
+	w.awaitWaiting("a", nodeipam.ReasonAllocatorUnknown)
 
 	w.inventory.MarkUnreachable(w.node("cp-2"), "no route to host")
 	w.wantCIDRs("a", "10.1.0.0/24")
@@ -755,7 +755,7 @@ func TestWaitsForWhatCannotBeRead(t *testing.T) {
 	}})
 	w.register("a")
 
-	if message := w.awaitWaiting("a", nodeipam.ReasonEnvironmentUnknown); !strings.Contains(message, machines[0].Address().String()) {
+	if message := w.awaitWaiting("a", nodeipam.ReasonAllocatorUnknown); !strings.Contains(message, machines[0].Address().String()) {
 		t.Errorf("Event %q does not say whom it could not ask", message)
 	}
 

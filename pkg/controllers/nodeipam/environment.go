@@ -89,7 +89,7 @@ func (c *Controller) tell(ctx context.Context, env environment) {
 	switch env.reason() {
 	case ReasonAllocatorConflict:
 		logger.Error(nil, "Not allocating pod CIDRs", "why", env.obstacle.message)
-	case ReasonEnvironmentUnknown:
+	case ReasonAllocatorUnknown:
 		logger.Info("Not allocating pod CIDRs yet", "why", env.obstacle.message)
 	default:
 		logger.Info("Allocating pod CIDRs", "clusterCIDRs", env.clusterCIDRs, "serviceCIDRs", env.serviceCIDRs)
@@ -131,16 +131,16 @@ func (c *Controller) readEnvironment(ctx context.Context) environment {
 			"%s allocates pod CIDRs too, on %s. Add to the configuration of every control-plane machine: %s",
 			kubeControllerManager, strings.Join(conflicts, ", "), remedy)}
 	case err != nil:
-		env.obstacle = &finding{reason: ReasonEnvironmentUnknown, message: err.Error()}
+		env.obstacle = &finding{reason: ReasonAllocatorUnknown, message: err.Error()}
 	case disagree:
-		env.obstacle = &finding{reason: ReasonEnvironmentUnknown, message: "The control-plane machines have different pod subnets (cluster.network.podSubnets)"}
+		env.obstacle = &finding{reason: ReasonAllocatorUnknown, message: "The control-plane machines have different pod subnets (cluster.network.podSubnets)"}
 	case len(managers) == 0 || unheard:
 		message := "Not known yet what " + kubeControllerManager + " does on the control-plane machines"
 		if len(problems) > 0 {
 			message += ": " + strings.Join(problems, "; ")
 		}
 
-		env.obstacle = &finding{reason: ReasonEnvironmentUnknown, message: message}
+		env.obstacle = &finding{reason: ReasonAllocatorUnknown, message: message}
 	}
 
 	return env

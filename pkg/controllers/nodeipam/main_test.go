@@ -36,8 +36,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
@@ -182,7 +182,7 @@ func (ownState) Close() error { return nil }
 type setup struct {
 	nodeipam.Options
 
-	claim func() *transform.Selector
+	claim func() *rules.Selector
 	pools func() []nodeipam.Pool
 	clock clock.Clock
 	// dial replaces the connection to other machines.
@@ -233,7 +233,7 @@ func (w *world) prepare(s setup) *process {
 
 	controller, err := nodeipam.New(nodeipam.Config{
 		Client: client, Nodes: factory.Core().V1().Nodes(), Inventory: w.inventory, Recorder: w.events, Clock: s.clock,
-		Own: ownState{w.controlPlane.State()}, Dial: s.dial, Claim: s.claim, Pools: s.pools, Options: s.Options,
+		LocalState: ownState{w.controlPlane.State()}, Dial: s.dial, Selector: s.claim, Pools: s.pools, Options: s.Options,
 	})
 	w.require(err)
 

@@ -25,13 +25,13 @@ var (
 	}, []string{"reason"})
 
 	concerned = metrics.NewGaugeVec(&metrics.GaugeOpts{
-		Name:           "talosccm_ipam_nodes_concerned",
+		Name:           "talosccm_ipam_affected_nodes",
 		Help:           "Number of Nodes that wait for podCIDRs, or whose own are wrong, by reason.",
 		StabilityLevel: metrics.ALPHA,
 	}, []string{"reason"})
 
 	refusing = metrics.NewGauge(&metrics.GaugeOpts{
-		Name:           "talosccm_ipam_refusing",
+		Name:           "talosccm_ipam_blocked",
 		Help:           "1 while nothing is allocated, because somebody else allocates pod CIDRs too or because that cannot be told.",
 		StabilityLevel: metrics.ALPHA,
 	})

@@ -7,7 +7,7 @@ import (
 	"slices"
 
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // Allocator says where blocks come from where no pool says otherwise.
@@ -94,7 +94,7 @@ type Pool struct {
 	// Name tells it from others in metrics and Events.
 	Name string
 	// Selector chooses machines; nil: all of them.
-	Selector *transform.Selector
+	Selector *rules.Selector
 	// CIDRs of either family or both; of one family the first that is not exhausted.
 	CIDRs []netip.Prefix
 	// MaskSizeIPv4 and MaskSizeIPv6 are the prefix lengths of blocks; zero: those of the Options.

@@ -11,7 +11,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // poolCluster and poolMachine are the names, in metrics, of what is no configured pool: the cluster CIDRs, and the machines' own prefixes.
@@ -33,13 +33,13 @@ type demand struct {
 	node         *corev1.Node
 	entry        inventory.Entry
 	clusterCIDRs []netip.Prefix
-	claim        *transform.Selector
+	claim        *rules.Selector
 	pools        []Pool
 	options      Options
 }
 
 // facts are what the machine itself says.
-func (d demand) facts() transform.Facts {
+func (d demand) facts() rules.Facts {
 	return nodespec.NewInput(d.node, d.entry.Machine, nodespec.Options{}).Facts()
 }
 
@@ -66,7 +66,7 @@ func (d demand) requests() ([]request, *finding) {
 
 	families := d.families(pool)
 	if len(families) == 0 {
-		return nil, &finding{reason: ReasonNoClusterCIDRs, message: "There are no cluster CIDRs: neither --cluster-cidr nor Talos names any"}
+		return nil, &finding{reason: ReasonClusterCIDRMissing, message: "There are no cluster CIDRs: neither --cluster-cidr nor Talos names any"}
 	}
 
 	var requests []request
@@ -83,7 +83,7 @@ func (d demand) requests() ([]request, *finding) {
 	return requests, nil
 }
 
-// pool is the first that selects the Node; the zero Pool if none does. A Node's labels are complete only when it is initialised, all else is so before.
+// pool is the first that selects the Node; the zero Pool if none does. A Node's labels are complete only when it is initialized, all else is so before.
 func (d demand) pool() (Pool, *finding) {
 	if slices.ContainsFunc(d.pools, func(p Pool) bool { return p.Selector != nil }) {
 		if problem := d.unknown(); problem != nil {
@@ -92,7 +92,7 @@ func (d demand) pool() (Pool, *finding) {
 	}
 
 	if slices.ContainsFunc(d.pools, func(p Pool) bool { return p.Selector.ReadsLabels() }) && nodespec.IsUninitialized(d.node) {
-		return Pool{}, &finding{reason: ReasonNotInitialized, message: "Pools are selected by labels, which are complete once the Node is initialised"}
+		return Pool{}, &finding{reason: ReasonNotInitialized, message: "Pools are selected by labels, which are complete once the Node is initialized"}
 	}
 
 	facts := d.facts()

@@ -14,7 +14,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 func prefixes(texts ...string) []netip.Prefix {
@@ -27,12 +27,12 @@ func prefixes(texts ...string) []netip.Prefix {
 }
 
 // region selects machines by the platform's region.
-func region(name string) *transform.Selector { return where("region", name) }
+func region(name string) *rules.Selector { return where("region", name) }
 
 // where selects machines of which key has a value.
-func where(key, value string) *transform.Selector {
-	selector, mistakes := transform.CompileNodeSelector([]transform.SelectorTerm{{
-		MatchExpressions: []transform.Expression{{Key: key, Operator: transform.In, Values: []string{value}}},
+func where(key, value string) *rules.Selector {
+	selector, mistakes := rules.CompileNodeSelector([]rules.SelectorTerm{{
+		MatchExpressions: []rules.Expression{{Key: key, Operator: rules.In, Values: []string{value}}},
 	}})
 	if len(mistakes) > 0 {
 		panic(mistakes)
@@ -114,7 +114,7 @@ func TestRequests(t *testing.T) {
 			demand: demand{clusterCIDRs: dual, options: Options{MaskSizeIPv4: 25, MaskSizeIPv6: 64}},
 			want:   "cluster 10.0.0.0/16→25, cluster fd00::/48→64",
 		},
-		{name: "without cluster CIDRs the Node waits", reason: ReasonNoClusterCIDRs},
+		{name: "without cluster CIDRs the Node waits", reason: ReasonClusterCIDRMissing},
 		{
 			name:   "a mask larger than the cluster CIDR is said, not guessed",
 			demand: demand{clusterCIDRs: prefixes("10.0.0.0/26")},
@@ -143,7 +143,7 @@ func TestRequests(t *testing.T) {
 		{
 			name:   "the cloud allocator waits for a machine without a prefix, and does not fall back to the cluster's",
 			demand: demand{clusterCIDRs: dual, options: cloud, entry: current(on("eth0", "10.1.1.1/24"))},
-			reason: ReasonNoPrefix,
+			reason: ReasonPrefixMissing,
 		},
 		{
 			name: "the first pool that selects the machine counts",
@@ -176,21 +176,21 @@ func TestRequests(t *testing.T) {
 			reason: ReasonMachineUnknown,
 		},
 		{
-			name: "no pool is selected by labels before the Node is initialised",
+			name: "no pool is selected by labels before the Node is initialized",
 			demand: demand{clusterCIDRs: dual, node: tainted(running("")), entry: current(), pools: []Pool{
 				{Name: "here", Selector: where("labels.site", "here"), CIDRs: prefixes("10.2.0.0/16")},
 			}},
 			reason: ReasonNotInitialized,
 		},
 		{
-			name: "what a machine says of itself needs no initialisation",
+			name: "what a machine says of itself needs no initialization",
 			demand: demand{clusterCIDRs: dual, node: tainted(running("")), entry: current(), pools: []Pool{
 				{Name: "here", Selector: region("here"), CIDRs: prefixes("10.2.0.0/16")},
 			}},
 			want: "here 10.2.0.0/16→24, cluster fd00::/48→80",
 		},
 		{
-			name: "a pool for all needs neither machine nor initialisation",
+			name: "a pool for all needs neither machine nor initialization",
 			demand: demand{clusterCIDRs: dual, node: tainted(running("")), pools: []Pool{
 				{Name: "all", CIDRs: prefixes("10.2.0.0/16")},
 			}},
@@ -318,8 +318,8 @@ func TestOwnPrefix(t *testing.T) {
 			prefix, problem := ownPrefix(m)
 
 			if test.want == "" {
-				if reasonOf(problem) != ReasonNoPrefix {
-					t.Errorf("prefix %s, reason %q; want %s", prefix, reasonOf(problem), ReasonNoPrefix)
+				if reasonOf(problem) != ReasonPrefixMissing {
+					t.Errorf("prefix %s, reason %q; want %s", prefix, reasonOf(problem), ReasonPrefixMissing)
 				}
 
 				return

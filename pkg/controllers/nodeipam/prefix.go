@@ -90,7 +90,7 @@ func ownPrefix(m machine.Machine) (netip.Prefix, *finding) {
 	}
 
 	if len(candidates) == 0 {
-		return netip.Prefix{}, &finding{reason: ReasonNoPrefix, message: "The machine has no global IPv6 address of its own"}
+		return netip.Prefix{}, &finding{reason: ReasonPrefixMissing, message: "The machine has no global IPv6 address of its own"}
 	}
 
 	rank := func(a machine.Address) int {
@@ -103,7 +103,7 @@ func ownPrefix(m machine.Machine) (netip.Prefix, *finding) {
 
 	subnets := slices.DeleteFunc(candidates, func(a machine.Address) bool { return a.Prefix.IsSingleIP() })
 	if len(subnets) == 0 {
-		return netip.Prefix{}, &finding{reason: ReasonNoPrefix, message: "The machine's global IPv6 addresses are single ones (/128), without a prefix"}
+		return netip.Prefix{}, &finding{reason: ReasonPrefixMissing, message: "The machine's global IPv6 addresses are single ones (/128), without a prefix"}
 	}
 
 	best := slices.MinFunc(subnets, func(a, b machine.Address) int {

@@ -11,16 +11,16 @@ import (
 const (
 	// ReasonAllocatorConflict: somebody else allocates pod CIDRs too.
 	ReasonAllocatorConflict = "PodCIDRAllocatorConflict"
-	// ReasonEnvironmentUnknown: what kube-controller-manager does, or what the service CIDRs are, could not be read.
-	ReasonEnvironmentUnknown = "PodCIDREnvironmentUnknown"
-	// ReasonNoClusterCIDRs: neither the options nor Talos name any.
-	ReasonNoClusterCIDRs = "PodCIDRClusterCIDRsMissing"
+	// ReasonAllocatorUnknown: what kube-controller-manager does, or what the service CIDRs are, could not be read.
+	ReasonAllocatorUnknown = "PodCIDRAllocatorUnknown"
+	// ReasonClusterCIDRMissing: neither the options nor Talos name any.
+	ReasonClusterCIDRMissing = "PodCIDRClusterCIDRMissing"
 	// ReasonMachineUnknown: the machine has to be known for this Node, and is not.
-	ReasonMachineUnknown = "PodCIDRMachineUnknown"
-	// ReasonNotInitialized: pools are selected, and the Node is not initialised.
+	ReasonMachineUnknown = "PodCIDRMachineUnavailable"
+	// ReasonNotInitialized: pools are selected, and the Node is not initialized.
 	ReasonNotInitialized = "PodCIDRNodeNotInitialized"
-	// ReasonNoPrefix: the machine has no global IPv6 prefix.
-	ReasonNoPrefix = "PodCIDRNoIPv6Prefix"
+	// ReasonPrefixMissing: the machine has no global IPv6 prefix.
+	ReasonPrefixMissing = "PodCIDRIPv6PrefixMissing"
 	// ReasonPrefixTooSmall: a prefix cannot be cut into blocks of the wanted size.
 	ReasonPrefixTooSmall = "PodCIDRPrefixTooSmall"
 	// ReasonMaxPodsUnknown: the size of the block follows from max-pods, and the kubelet has not said it.

@@ -21,7 +21,7 @@ const (
 	refused
 	// unanswered: it is done, and the controller learns only that something went wrong.
 	unanswered
-	// slow: it is done some time after it was sent, unless it is cancelled before that.
+	// slow: it is done some time after it was sent, unless it is canceled before that.
 	slow
 	// late: the controller learns that something went wrong, and some time after that it is done.
 	late
@@ -110,7 +110,7 @@ func (w *wire) roundTrip(r *http.Request) (*http.Response, error) {
 
 // pass has the API server answer a request, for which it has all the time it needs: the bounds that the request has here and there are taken away. A process that has
 // given up a write leads no more until nobody can do that write any longer, for which a real one has the rest of its lease; here another takes over at once.
-// So what becomes of a write is for the faults to say, and not for how busy the machine is. It can be cancelled as ever.
+// So what becomes of a write is for the faults to say, and not for how busy the machine is. It can be canceled as ever.
 func (w *wire) pass(r *http.Request) (*http.Response, error) {
 	bounded := r.Context()
 	ctx, cancel := context.WithCancel(context.WithoutCancel(bounded))

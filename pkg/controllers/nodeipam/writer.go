@@ -22,7 +22,7 @@ const FieldManager = "talos-ccm-node-ipam"
 const writeTimeout = 3 * time.Second
 
 // write gives the Node its blocks, in one patch: podCIDR and podCIDRs of both families. It names UID and resourceVersion of the Node that it was decided
-// for, so that no later version of it is written, and no successor of the same name. Once begun it is not cancelled: what became of it must be known before
+// for, so that no later version of it is written, and no successor of the same name. Once begun it is not canceled: what became of it must be known before
 // somebody else leads.
 func write(ctx context.Context, client kubernetes.Interface, node *corev1.Node, blocks []netip.Prefix) (*corev1.Node, error) {
 	if err := ctx.Err(); err != nil {

@@ -21,7 +21,7 @@ const (
 )
 
 var failures = metrics.NewCounterVec(&metrics.CounterOpts{
-	Name:           "talosccm_sync_failures_total",
+	Name:           "talosccm_reconcile_errors_total",
 	Help:           "Number of times that a controller could not do what was to be done about a Node or a request, conflicts not counted.",
 	StabilityLevel: metrics.ALPHA,
 }, []string{"controller"})

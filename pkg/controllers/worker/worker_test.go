@@ -49,5 +49,5 @@ func TestFailuresAreCountedAndConflictsAndWhatIsBrokenOffAreNot(t *testing.T) {
 	w.Queue.Add("a")
 	w.Run(ctx)
 
-	testutil.AssertVectorCount(t, "talosccm_sync_failures_total", map[string]string{"controller": controller}, 2)
+	testutil.AssertVectorCount(t, "talosccm_reconcile_errors_total", map[string]string{"controller": controller}, 2)
 }

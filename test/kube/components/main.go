@@ -5,7 +5,7 @@
 // The component is the base name the program was started by (a link named kube-apiserver is an API server), else its first argument.
 //
 // With FAKE_CRI=unix:///path.sock in its environment, a kubelet serves a container runtime that runs nothing on that socket, and so needs
-// no other runtime. The command adds nothing else to the components: their flags, defaults and behaviour are upstream's.
+// no other runtime. The command adds nothing else to the components: their flags, defaults and behavior are upstream's.
 package main
 
 import (

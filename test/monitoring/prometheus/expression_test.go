@@ -243,7 +243,7 @@ func TestWrongExpressionsAreFound(t *testing.T) {
 		{`talosccm_machines{job="talos-ccm", state="Unreachable"}`, "no label state"},
 		{`talosccm_machines{job="talos-ccm", condition="Unreachabel"}`, `no condition "Unreachabel"`},
 		{`talosccm_machines{job="talos-ccm", condition=~"Unreachable|Mismtach"}`, `no condition "Mismtach"`},
-		{`talosccm_api_requests_total{job="talos-ccm", code="Cancelled"}`, `no code "Cancelled"`},
+		{`talosccm_api_requests_total{job="talos-ccm", code="Canceled"}`, `no code "Canceled"`},
 		{`talosccm_machines`, "of any job"},
 		{`rate(talosccm_machines{job="talos-ccm"}[5m])`, "rate of a gauge"},
 		{`sum by (state) (talosccm_machines{job="talos-ccm"})`, "grouped by state"},

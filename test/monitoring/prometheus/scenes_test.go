@@ -31,17 +31,17 @@ talosccm_api_requests_total{job="talos-ccm", instance="a", method="Get", code="N
 talosccm_node_syncs_total{job="talos-ccm", instance="a", result="unchanged"} 0+10x540
 talosccm_nodes_uninitialized{job="talos-ccm", instance="a"} 0x540
 talosccm_nodes_uninitialized{job="talos-ccm", instance="b"} 0x540
-talosccm_sync_failures_total{job="talos-ccm", instance="a", controller="cloud-node"} 3+0x540
+talosccm_reconcile_errors_total{job="talos-ccm", instance="a", controller="cloud-node"} 3+0x540
 talosccm_token_expiry_timestamp_seconds{job="talos-ccm", instance="a"} 3600+60x540
 talosccm_token_expiry_timestamp_seconds{job="talos-ccm", instance="b"} 3600+60x540
 talosccm_reader_certificate_expiry_timestamp_seconds{job="talos-ccm", instance="a"} 3600+60x540
 workqueue_unfinished_work_seconds{job="talos-ccm", instance="a", name="cloud-node"} 0x540
 talosccm_csr_pending{job="talos-ccm", instance="a"} 0x540
-talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Approve", reason="MachineProvesAll"} 0+1x540
+talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Approve", reason="IdentityVerified"} 0+1x540
 talosccm_ipam_pool_blocks{job="talos-ccm", instance="a", pool="cluster", family="IPv4", cidr="10.244.0.0/16"} 256x540
 talosccm_ipam_pool_blocks_free{job="talos-ccm", instance="a", pool="cluster", family="IPv4", cidr="10.244.0.0/16"} 246x540
-talosccm_ipam_refusing{job="talos-ccm", instance="a"} 0x540
-talosccm_ipam_refusing{job="talos-ccm", instance="b"} 0x540
+talosccm_ipam_blocked{job="talos-ccm", instance="a"} 0x540
+talosccm_ipam_blocked{job="talos-ccm", instance="b"} 0x540
 rest_client_requests_total{job="talos-ccm", instance="a", code="200", method="GET", host="h"} 0+60x540
 rest_client_requests_total{job="talos-ccm", instance="a", code="409", method="PATCH", host="h"} 0+60x540
 process_resident_memory_bytes{job="talos-ccm", instance="a"} 9e7x540
@@ -198,7 +198,7 @@ talosccm_api_requests_total{job="talos-ccm", instance="a", method="List", code="
 
 var nodes = []scene{
 	{
-		name: "a Node is not initialised", at: 16 * time.Minute, wanted: []string{"TalosCCMNodesUninitialized"},
+		name: "a Node is not initialized", at: 16 * time.Minute, wanted: []string{"TalosCCMNodesUninitialized"},
 		series: `talosccm_nodes_uninitialized{job="talos-ccm", instance="a"} 1x540`,
 	},
 	{
@@ -207,11 +207,11 @@ var nodes = []scene{
 	},
 	{
 		name: "requests cannot be decided", at: 30 * time.Minute, wanted: []string{"TalosCCMSyncsFail"},
-		series: `talosccm_sync_failures_total{job="talos-ccm", instance="a", controller="node-csr-approval"} 0+1x540`,
+		series: `talosccm_reconcile_errors_total{job="talos-ccm", instance="a", controller="node-csr-approval"} 0+1x540`,
 	},
 	{
 		name: "a Node could not be written for a moment", at: 30 * time.Minute, near: []string{"TalosCCMSyncsFail"},
-		series: `talosccm_sync_failures_total{job="talos-ccm", instance="a", controller="cloud-node"} 0x10 4x500`,
+		series: `talosccm_reconcile_errors_total{job="talos-ccm", instance="a", controller="cloud-node"} 0x10 4x500`,
 	},
 	{
 		name: "a controller hangs", at: 10 * time.Minute, wanted: []string{"TalosCCMWorkHangs"},
@@ -242,7 +242,7 @@ var certificates = []scene{
 		near: []string{"TalosCCMCertificateRequestsDenied", "TalosCCMCertificateClaimedByOthers"},
 		series: `
 talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Deny", reason="Wildcard"} _x100 2x400
-talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Defer", reason="ClaimedByOthers"} _x100 1x400
+talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Defer", reason="OwnedByOtherMachine"} _x100 1x400
 talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Deny", reason="Outdated"} _x220 1x300
 talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Defer", reason="MachineUnknown"} _x220 1x300
 `,
@@ -257,11 +257,11 @@ talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Defer", rea
 	},
 	{
 		name: "a machine asks for what another claims", at: 2 * time.Hour, wanted: []string{"TalosCCMCertificateClaimedByOthers"},
-		series: `talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Defer", reason="ClaimedByOthers"} _x100 1x400`,
+		series: `talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Defer", reason="OwnedByOtherMachine"} _x100 1x400`,
 	},
 	{
 		name: "and again", at: 2 * time.Hour, wanted: []string{"TalosCCMCertificateClaimedByOthers"},
-		series: `talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Defer", reason="ClaimedByOthers"} 1x100 2x400`,
+		series: `talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Defer", reason="OwnedByOtherMachine"} 1x100 2x400`,
 	},
 }
 
@@ -282,23 +282,23 @@ talosccm_ipam_pool_blocks_free{job="talos-ccm", instance="a", pool="machine", fa
 	},
 	{
 		name: "a Node has no podCIDRs", at: 11 * time.Minute, wanted: []string{"TalosCCMNodesWithoutPodCIDRs"}, near: []string{"TalosCCMPodCIDRsOverlap"},
-		series: `talosccm_ipam_nodes_concerned{job="talos-ccm", instance="a", reason="PodCIDRPoolExhausted"} 1x540`,
+		series: `talosccm_ipam_affected_nodes{job="talos-ccm", instance="a", reason="PodCIDRPoolExhausted"} 1x540`,
 	},
 	{
 		name: "a Node waited for its podCIDRs", at: 11 * time.Minute, near: []string{"TalosCCMNodesWithoutPodCIDRs"},
-		series: `talosccm_ipam_nodes_concerned{job="talos-ccm", instance="a", reason="PodCIDRMachineUnknown"} 1x5 _x500`,
+		series: `talosccm_ipam_affected_nodes{job="talos-ccm", instance="a", reason="PodCIDRMachineUnavailable"} 1x5 _x500`,
 	},
 	{
 		name: "two Nodes overlap", at: 2 * time.Minute, wanted: []string{"TalosCCMPodCIDRsOverlap"}, near: []string{"TalosCCMNodesWithoutPodCIDRs"},
-		series: `talosccm_ipam_nodes_concerned{job="talos-ccm", instance="a", reason="PodCIDROverlap"} 2x540`,
+		series: `talosccm_ipam_affected_nodes{job="talos-ccm", instance="a", reason="PodCIDROverlap"} 2x540`,
 	},
 	{
 		name: "somebody else allocates", at: 11 * time.Minute, wanted: []string{"TalosCCMAllocatorConflict"},
-		series: `talosccm_ipam_refusing{job="talos-ccm", instance="a"} 1x540`,
+		series: `talosccm_ipam_blocked{job="talos-ccm", instance="a"} 1x540`,
 	},
 	{
 		name: "a new leader looks around first", at: 11 * time.Minute, near: []string{"TalosCCMAllocatorConflict"},
-		series: `talosccm_ipam_refusing{job="talos-ccm", instance="a"} 1x2 0x500`,
+		series: `talosccm_ipam_blocked{job="talos-ccm", instance="a"} 1x2 0x500`,
 	},
 }
 

@@ -8,7 +8,7 @@ import (
 	"strings"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // Between such lines the document is made, not written.
@@ -36,7 +36,7 @@ func document(text []byte, c comments) ([]byte, error) {
 
 // functions are those that templates can call.
 func functions() []byte {
-	return fmt.Appendf(nil, "\nAll functions, besides those of text/template itself: `%s`.\n\n", strings.Join(transform.Functions(), "`, `"))
+	return fmt.Appendf(nil, "\nAll functions, besides those of text/template itself: `%s`.\n\n", strings.Join(rules.Functions(), "`, `"))
 }
 
 // keys are the sections of the reference.

@@ -9,13 +9,13 @@ import (
 	"github.com/invopop/jsonschema"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // choices are the values of the types that have few. The empty text is the zero value, where there is one.
 var choices = map[reflect.Type][]any{
-	reflect.TypeFor[transform.Operator](): {
-		transform.In, transform.NotIn, transform.Exists, transform.DoesNotExist, transform.Gt, transform.Lt, transform.Regexp,
+	reflect.TypeFor[rules.Operator](): {
+		rules.In, rules.NotIn, rules.Exists, rules.DoesNotExist, rules.Gt, rules.Lt, rules.Regexp,
 	},
 	reflect.TypeFor[config.ProviderIDFallback](): {config.FallbackUUID, config.FallbackNodeIP, ""},
 	reflect.TypeFor[config.BlockSize]():          {config.BlockSizeAuto, ""},

@@ -15,16 +15,16 @@ import (
 	"github.com/talos-ccm/talos-ccm/packaging/image"
 )
 
-// catalogue has the draft for Sidero Labs' catalogue, and entry what would be its folder there.
+// catalog has the draft for Sidero Labs' catalog, and entry what would be its folder there.
 const (
-	catalogue = "docs/catalogue"
-	entry     = catalogue + "/talos-ccm"
+	catalog = "docs/catalog"
+	entry   = catalog + "/talos-ccm"
 )
 
 func proposedVariables(t *testing.T) map[string]string {
 	t.Helper()
 
-	return withVariables(t, entry+"/vars.yaml.draft", withVariables(t, catalogue+"/vars.yaml.draft", platform("x86_64")))
+	return withVariables(t, entry+"/vars.yaml.draft", withVariables(t, catalog+"/vars.yaml.draft", platform("x86_64")))
 }
 
 func TestTheProposedServiceIsOurs(t *testing.T) {
@@ -96,7 +96,7 @@ func TestTheProposedManifestSaysWhatOursDoes(t *testing.T) {
 	want := load(t, read(t, "manifest.yaml")).Manifest
 	got := load(t, render(t, read(t, entry+"/manifest.yaml.tmpl.draft"), proposedVariables(t))).Manifest
 
-	// The catalogue's descriptions begin with the tier.
+	// The catalog's descriptions begin with the tier.
 	if !strings.HasPrefix(got.Metadata.Description, "[contrib] ") {
 		t.Errorf("description %q", got.Metadata.Description)
 	}

@@ -1,4 +1,4 @@
-package transform
+package rules
 
 // Rule sets things on the Nodes of the machines that it selects. It is what the configuration file holds; Compile makes it usable.
 type Rule struct {
@@ -12,12 +12,12 @@ type Rule struct {
 	Labels map[string]string `json:"labels,omitempty"`
 	// Taints of the Node: key to a template of "value:Effect" or "Effect".
 	Taints map[string]string `json:"taints,omitempty"`
-	// Enforce keeps the rule's taints on the Node after its initialisation too, and removes them when the rule goes. Without it they are set once, at
-	// initialisation.
+	// Enforce keeps the rule's taints on the Node after its initialization too, and removes them when the rule goes. Without it they are set once, at
+	// initialization.
 	Enforce bool `json:"enforce,omitempty"`
 	// PlatformMetadata replaces what the platform says of the machine: field to template. Hostname and Platform cannot be replaced.
 	PlatformMetadata map[string]string `json:"platformMetadata,omitempty"`
-	// Features switches behaviour on or off.
+	// Features switches behavior on or off.
 	Features Features `json:"features,omitzero"`
 }
 

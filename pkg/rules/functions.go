@@ -1,4 +1,4 @@
-package transform
+package rules
 
 import (
 	"encoding/base32"

@@ -1,4 +1,4 @@
-package transform_test
+package rules_test
 
 import (
 	"strings"
@@ -10,7 +10,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // Whatever the template and the facts: it ends, it does not panic, and what it makes is what a Node takes, or a problem.
@@ -30,7 +30,7 @@ func FuzzTemplate(f *testing.F) {
 	f.Add(`{{ fromJson .Zone | toRawJson }}`, `{"a":[[[[1e9]]]]}`)
 
 	f.Fuzz(func(t *testing.T, template, value string) {
-		rules, mistakes := transform.Compile([]transform.Rule{{
+		compiled, mistakes := rules.Compile([]rules.Rule{{
 			Labels: map[string]string{"l": template}, Annotations: map[string]string{"a": template}, Taints: map[string]string{"t": template},
 			PlatformMetadata: map[string]string{"ProviderID": template, "Spot": template},
 		}})
@@ -38,7 +38,7 @@ func FuzzTemplate(f *testing.F) {
 			return
 		}
 
-		result := rules.Apply(transform.Facts{Machine: machine.Machine{
+		result := compiled.Apply(rules.Facts{Machine: machine.Machine{
 			Platform: runtime.PlatformMetadataSpec{Zone: value, Tags: map[string]string{"a": value, value: "b"}}, System: hardware.SystemInformationSpec{UUID: value},
 		}})
 
@@ -51,7 +51,7 @@ func FuzzTemplate(f *testing.F) {
 }
 
 // checkResult checks what holds of whatever comes out.
-func checkResult(t *testing.T, input string, result transform.Result) {
+func checkResult(t *testing.T, input string, result rules.Result) {
 	t.Helper()
 
 	for _, v := range result.Labels {
@@ -81,7 +81,7 @@ func FuzzSelector(f *testing.F) {
 	f.Add("extensions.a", "Exists", "", "")
 	f.Add("UUID", "Regexp", "(a{1000}){1000}", "a")
 
-	opposites := map[string]transform.Operator{"In": transform.NotIn, "NotIn": transform.In, "Exists": transform.DoesNotExist, "DoesNotExist": transform.Exists}
+	opposites := map[string]rules.Operator{"In": rules.NotIn, "NotIn": rules.In, "Exists": rules.DoesNotExist, "DoesNotExist": rules.Exists}
 
 	f.Fuzz(func(t *testing.T, key, operator, against, value string) {
 		var values []string
@@ -89,7 +89,7 @@ func FuzzSelector(f *testing.F) {
 			values = []string{against}
 		}
 
-		facts := transform.Facts{
+		facts := rules.Facts{
 			Machine: machine.Machine{
 				Platform:   runtime.PlatformMetadataSpec{Zone: value, Tags: map[string]string{"a": value, value: "b"}},
 				System:     hardware.SystemInformationSpec{UUID: value},
@@ -98,7 +98,7 @@ func FuzzSelector(f *testing.F) {
 			NodeLabels: map[string]string{"a": value},
 		}
 
-		s, mistakes := transform.CompileNodeSelector(one(key, transform.Operator(operator), values...))
+		s, mistakes := rules.CompileNodeSelector(one(key, rules.Operator(operator), values...))
 		if len(mistakes) > 0 {
 			if s != nil {
 				t.Error("there is a selector in spite of mistakes")
@@ -110,7 +110,7 @@ func FuzzSelector(f *testing.F) {
 		matches := s.Matches(facts)
 
 		if opposite, has := opposites[operator]; has {
-			o, _ := transform.CompileNodeSelector(one(key, opposite, values...))
+			o, _ := rules.CompileNodeSelector(one(key, opposite, values...))
 			if o == nil || o.Matches(facts) == matches {
 				t.Errorf("%s and %s say the same", operator, opposite)
 			}

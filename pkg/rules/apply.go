@@ -1,4 +1,4 @@
-package transform
+package rules
 
 import (
 	"cmp"
@@ -14,7 +14,7 @@ const maxAnnotations = 192 << 10
 
 // Apply applies the rules in their order. Selectors and templates see the metadata as earlier rules have left it; within one rule
 // everything sees it as it was before that rule.
-func (r *Rules) Apply(facts Facts) Result {
+func (r *Set) Apply(facts Facts) Result {
 	a := application{
 		facts: &facts,
 		result: Result{

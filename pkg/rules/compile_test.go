@@ -1,4 +1,4 @@
-package transform_test
+package rules_test
 
 import (
 	"errors"
@@ -8,15 +8,15 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 func TestAllMistakesAreReportedAtOnceWithTheirPlaces(t *testing.T) {
-	compiled, mistakes := transform.Compile([]transform.Rule{
+	compiled, mistakes := rules.Compile([]rules.Rule{
 		{Name: "good"},
 		{
 			Name:             "good",
-			NodeSelector:     []transform.SelectorTerm{{}, one("zones", transform.Gt, "x")[0]},
+			NodeSelector:     []rules.SelectorTerm{{}, one("zones", rules.Gt, "x")[0]},
 			Labels:           map[string]string{"-": "{{", "a": "{{ .Zone }} {{ .Zones }} {{ .Regions }}", "b": "not a label's value"},
 			Annotations:      map[string]string{"a b": ""},
 			Taints:           map[string]string{"a": "NoWay"},
@@ -71,25 +71,25 @@ func TestAllMistakesAreReportedAtOnceWithTheirPlaces(t *testing.T) {
 }
 
 func TestMistakesInRules(t *testing.T) {
-	label := func(key, value string) transform.Rule { return transform.Rule{Labels: map[string]string{key: value}} }
-	taint := func(key, value string) transform.Rule { return transform.Rule{Taints: map[string]string{key: value}} }
-	replace := func(field, value string) transform.Rule {
-		return transform.Rule{PlatformMetadata: map[string]string{field: value}}
+	label := func(key, value string) rules.Rule { return rules.Rule{Labels: map[string]string{key: value}} }
+	taint := func(key, value string) rules.Rule { return rules.Rule{Taints: map[string]string{key: value}} }
+	replace := func(field, value string) rules.Rule {
+		return rules.Rule{PlatformMetadata: map[string]string{field: value}}
 	}
 
 	for _, test := range []struct {
 		name string
-		rule transform.Rule
+		rule rules.Rule
 		want string
 	}{
 		{"a label's key", label("a/b/c", ""), "a/b/c"},
 		{"a label's value", label("a", "b c"), "alphanumeric"},
 		{"a label's value with a comment", label("a", "b{{/**/}} c"), "alphanumeric"},
 		{"a label's value that is too long", label("a", strings.Repeat("a", 64)), "63"},
-		{"an annotation's key", transform.Rule{Annotations: map[string]string{"": ""}}, "name part must be non-empty"},
-		{"an annotation of Talos's", transform.Rule{Annotations: map[string]string{"talos.dev/owned-labels": ""}}, "Talos keeps its own records"},
+		{"an annotation's key", rules.Rule{Annotations: map[string]string{"": ""}}, "name part must be non-empty"},
+		{"an annotation of Talos's", rules.Rule{Annotations: map[string]string{"talos.dev/owned-labels": ""}}, "Talos keeps its own records"},
 		{"a label of Talos's", label("talos.dev/owned-taints", ""), "Talos keeps its own records"},
-		{"the kubelet's node IPs", transform.Rule{Annotations: map[string]string{"alpha.kubernetes.io/provided-node-ip": ""}}, "kubelet"},
+		{"the kubelet's node IPs", rules.Rule{Annotations: map[string]string{"alpha.kubernetes.io/provided-node-ip": ""}}, "kubelet"},
 		{"the role that Talos sets", label("node-role.kubernetes.io/control-plane", ""), "Talos sets it"},
 		{"a label of our own", label("talos-ccm.node-restriction.kubernetes.io/a", ""), "talos-ccm keeps its own records"},
 		{"a taint's key", taint("a b", "NoSchedule"), "a b"},
@@ -118,12 +118,12 @@ func TestTaintsOfControllersAreProhibited(t *testing.T) {
 		"node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable", "node.kubernetes.io/memory-pressure", "node.kubernetes.io/disk-pressure",
 		"node.kubernetes.io/network-unavailable", "node.kubernetes.io/pid-pressure", "node.cloudprovider.kubernetes.io/uninitialized", "node.cloudprovider.kubernetes.io/shutdown",
 	} {
-		_ = mistake(t, transform.Rule{Taints: map[string]string{key: "{{ .Zone }}"}})
+		_ = mistake(t, rules.Rule{Taints: map[string]string{key: "{{ .Zone }}"}})
 	}
 }
 
 func TestKeysOfKubernetesAreAllowed(t *testing.T) {
-	compile(t, transform.Rule{
+	compile(t, rules.Rule{
 		Labels: map[string]string{
 			"node-role.kubernetes.io/web": "", "kubernetes.io/os": "linux", "karpenter.sh/capacity-type": "spot",
 			"talos.dev/zone": "a", "node-role.kubernetes.io/control-plane-test": "",
@@ -134,13 +134,13 @@ func TestKeysOfKubernetesAreAllowed(t *testing.T) {
 }
 
 func TestAFieldCanBeReplacedOnceInARule(t *testing.T) {
-	_ = mistake(t, transform.Rule{PlatformMetadata: map[string]string{"Zone": "a", "zone": "b"}})
+	_ = mistake(t, rules.Rule{PlatformMetadata: map[string]string{"Zone": "a", "zone": "b"}})
 }
 
 func TestFieldsByTheirNamesInYAML(t *testing.T) {
-	result := compile(t, transform.Rule{PlatformMetadata: map[string]string{
+	result := compile(t, rules.Rule{PlatformMetadata: map[string]string{
 		"providerId": "p", "instanceId": "i", "instanceType": "t", "internalDNS": "in", "externalDNS": "ex", "region": "r", "zone": "z", "spot": " true ",
-	}}).Apply(transform.Facts{})
+	}}).Apply(rules.Facts{})
 
 	want := everything().Machine.Platform
 	want.Platform, want.Hostname, want.Tags = "", "", nil
@@ -152,12 +152,12 @@ func TestFieldsByTheirNamesInYAML(t *testing.T) {
 }
 
 func TestNamesNeedNotBeGiven(t *testing.T) {
-	compile(t, transform.Rule{}, transform.Rule{})
+	compile(t, rules.Rule{}, rules.Rule{})
 }
 
 // Otherwise nobody could tell which is meant.
 func TestANameIsNotTheNumberOfAnotherRule(t *testing.T) {
-	_ = mistake(t, transform.Rule{}, transform.Rule{Name: "#1"})
-	_ = mistake(t, transform.Rule{Name: "#2"}, transform.Rule{})
-	compile(t, transform.Rule{Name: "#1"})
+	_ = mistake(t, rules.Rule{}, rules.Rule{Name: "#1"})
+	_ = mistake(t, rules.Rule{Name: "#2"}, rules.Rule{})
+	compile(t, rules.Rule{Name: "#1"})
 }

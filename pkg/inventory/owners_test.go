@@ -88,7 +88,7 @@ func TestHoldersOfAClaim(t *testing.T) {
 			b := newBench()
 			test.change(b)
 
-			if got := b.Holders(test.claim, "a"); !slices.Equal(got, test.want) {
+			if got := b.Owners(test.claim, "a"); !slices.Equal(got, test.want) {
 				t.Errorf("got %v, want %v", got, test.want)
 			}
 		})
@@ -103,12 +103,12 @@ func TestEveryNameOfAMachineIsAClaim(t *testing.T) {
 	})
 
 	for _, name := range []string{"node-b", "host-b", "host-b.example.org", "meta-b.example.org", "b.internal", "b.example.com"} {
-		if got := b.Holders(name, "a"); !slices.Equal(got, []string{"b"}) {
+		if got := b.Owners(name, "a"); !slices.Equal(got, []string{"b"}) {
 			t.Errorf("%s is claimed by %v", name, got)
 		}
 	}
 
-	if got := b.Holders("", "a"); len(got) != 0 {
+	if got := b.Owners("", "a"); len(got) != 0 {
 		t.Errorf("the empty name is claimed by %v", got)
 	}
 }
@@ -140,7 +140,7 @@ func TestClaimsMayBeReadWhileTheyChange(t *testing.T) {
 			for i := range 200 {
 				inv.Replace(name, at(fmt.Sprintf("10.0.0.%d/24", 1+i%3)))
 
-				holders := inv.Holders("10.0.0.1", name)
+				holders := inv.Owners("10.0.0.1", name)
 				slices.Reverse(holders)
 			}
 
@@ -151,7 +151,7 @@ func TestClaimsMayBeReadWhileTheyChange(t *testing.T) {
 	group.Wait()
 
 	for i := range 3 {
-		if got := inv.Holders(fmt.Sprintf("10.0.0.%d", 1+i), ""); len(got) != 0 {
+		if got := inv.Owners(fmt.Sprintf("10.0.0.%d", 1+i), ""); len(got) != 0 {
 			t.Errorf("still claimed by %v", got)
 		}
 	}

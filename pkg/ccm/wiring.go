@@ -26,8 +26,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
 )
 
 // csrApproval is the controller's name upstream, and node-csr-approval another for it.
@@ -137,7 +137,7 @@ func (c controllers) startCSRApproval(ctx context.Context) (bool, error) {
 		Identity:  identity,
 		Recorder:  c.recorder,
 		Clock:     c.clock,
-		Claims:    c.claims,
+		Managed:   c.claims,
 		Policy:    c.csrPolicy,
 	})
 	if err != nil {
@@ -156,7 +156,7 @@ func (c controllers) startCSRApproval(ctx context.Context) (bool, error) {
 
 // claims tells whether a Node that runs Talos is ours, as far as its machine is known.
 func (c controllers) claims(node *corev1.Node) bool {
-	return nodespec.Claimed(nodespec.NewInput(node, c.inventory.Get(node.Name).Machine, c.nodeOptions()))
+	return nodespec.Managed(nodespec.NewInput(node, c.inventory.Get(node.Name).Machine, c.nodeOptions()))
 }
 
 func (c controllers) csrPolicy(node *corev1.Node, m machine.Machine) csrpolicy.Policy {
@@ -212,16 +212,16 @@ func (c controllers) startNodeIPAM(ctx context.Context) (bool, error) {
 	}
 
 	ctrl, err := nodeipam.New(nodeipam.Config{
-		Client:    client,
-		Nodes:     c.config.SharedInformers.Core().V1().Nodes(),
-		Inventory: c.inventory,
-		Recorder:  c.recorder,
-		Clock:     c.clock,
-		Own:       own,
-		Dial:      c.dial,
-		Claim:     func() *transform.Selector { return c.settings.Current().Claim },
-		Pools:     c.pools,
-		Options:   options,
+		Client:     client,
+		Nodes:      c.config.SharedInformers.Core().V1().Nodes(),
+		Inventory:  c.inventory,
+		Recorder:   c.recorder,
+		Clock:      c.clock,
+		LocalState: own,
+		Dial:       c.dial,
+		Selector:   func() *rules.Selector { return c.settings.Current().NodeSelector },
+		Pools:      c.pools,
+		Options:    options,
 	})
 	if err != nil {
 		return false, err

@@ -1,4 +1,4 @@
-package transform_test
+package rules_test
 
 import (
 	"fmt"
@@ -12,13 +12,13 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-func compile(t testing.TB, rules ...transform.Rule) *transform.Rules {
+func compile(t testing.TB, list ...rules.Rule) *rules.Set {
 	t.Helper()
 
-	compiled, mistakes := transform.Compile(rules)
+	compiled, mistakes := rules.Compile(list)
 	if len(mistakes) > 0 {
 		t.Fatal(mistakes)
 	}
@@ -27,10 +27,10 @@ func compile(t testing.TB, rules ...transform.Rule) *transform.Rules {
 }
 
 // mistake is the only one in the rules.
-func mistake(t *testing.T, rules ...transform.Rule) transform.CompileError {
+func mistake(t *testing.T, list ...rules.Rule) rules.CompileError {
 	t.Helper()
 
-	compiled, mistakes := transform.Compile(rules)
+	compiled, mistakes := rules.Compile(list)
 	if len(mistakes) != 1 {
 		t.Fatalf("%d mistakes: %v", len(mistakes), mistakes)
 	}
@@ -44,11 +44,11 @@ func mistake(t *testing.T, rules ...transform.Rule) transform.CompileError {
 
 const key = "example.org/key"
 
-func annotate(template string) transform.Rule {
-	return transform.Rule{Annotations: map[string]string{key: template}}
+func annotate(template string) rules.Rule {
+	return rules.Rule{Annotations: map[string]string{key: template}}
 }
 
-func render(t *testing.T, template string, facts transform.Facts) string {
+func render(t *testing.T, template string, facts rules.Facts) string {
 	t.Helper()
 
 	result := compile(t, annotate(template)).Apply(facts)
@@ -60,7 +60,7 @@ func render(t *testing.T, template string, facts transform.Facts) string {
 }
 
 // problem is what a template that compiles cannot be rendered for.
-func problem(t *testing.T, template string, facts transform.Facts) string {
+func problem(t *testing.T, template string, facts rules.Facts) string {
 	t.Helper()
 
 	result := compile(t, annotate(template)).Apply(facts)
@@ -71,7 +71,7 @@ func problem(t *testing.T, template string, facts transform.Facts) string {
 	return result.Problems[0].Why
 }
 
-func values(of map[string]transform.Value) map[string]string {
+func values(of map[string]rules.Value) map[string]string {
 	plain := map[string]string{}
 	for k, v := range of {
 		plain[k] = v.Value
@@ -80,14 +80,14 @@ func values(of map[string]transform.Value) map[string]string {
 	return plain
 }
 
-func dell() transform.Facts {
-	return transform.Facts{Machine: machine.Machine{System: hardware.SystemInformationSpec{Manufacturer: "Dell & Co <x>"}}}
+func dell() rules.Facts {
+	return rules.Facts{Machine: machine.Machine{System: hardware.SystemInformationSpec{Manufacturer: "Dell & Co <x>"}}}
 }
 
 func TestNilRulesChangeNothing(t *testing.T) {
 	facts := everything()
 
-	result := (*transform.Rules)(nil).Apply(facts)
+	result := (*rules.Set)(nil).Apply(facts)
 	if diff := cmp.Diff(facts.Machine.Platform, result.Platform); diff != "" {
 		t.Error(diff)
 	}
@@ -104,17 +104,17 @@ func TestR1TemplatesMakeTextNotHTML(t *testing.T) {
 }
 
 func TestR2TaintsAreRendered(t *testing.T) {
-	rules := compile(t, transform.Rule{Name: "spot", Enforce: true, Taints: map[string]string{key: "{{ .Zone }}:{{ if .Spot }}NoExecute{{ else }}NoSchedule{{ end }}"}})
+	compiled := compile(t, rules.Rule{Name: "spot", Enforce: true, Taints: map[string]string{key: "{{ .Zone }}:{{ if .Spot }}NoExecute{{ else }}NoSchedule{{ end }}"}})
 
-	want := []transform.Taint{{Taint: corev1.Taint{Key: key, Value: "Zone", Effect: corev1.TaintEffectNoExecute}, Rule: "spot", Enforce: true}}
-	if diff := cmp.Diff(want, rules.Apply(everything()).Taints); diff != "" {
+	want := []rules.Taint{{Taint: corev1.Taint{Key: key, Value: "Zone", Effect: corev1.TaintEffectNoExecute}, Rule: "spot", Enforce: true}}
+	if diff := cmp.Diff(want, compiled.Apply(everything()).Taints); diff != "" {
 		t.Error(diff)
 	}
 }
 
 func TestR3ABadRegularExpressionIsRefusedAtLoad(t *testing.T) {
-	for name, rule := range map[string]transform.Rule{
-		"in a selector":                    {NodeSelector: one("hostname", transform.Regexp, "web-[")},
+	for name, rule := range map[string]rules.Rule{
+		"in a selector":                    {NodeSelector: one("hostname", rules.Regexp, "web-[")},
 		"in a template":                    annotate(`{{ regexFind "web-[" .Hostname }}`),
 		"in a branch of a template":        annotate(`{{ if .Spot }}{{ range .Tags }}{{ . | regexReplaceAll "web-[" . }}{{ end }}{{ end }}`),
 		"among the arguments of functions": annotate(`{{ upper (regexFindString "web-[" .Hostname 1) }}`),
@@ -128,24 +128,24 @@ func TestR3ABadRegularExpressionIsRefusedAtLoad(t *testing.T) {
 		})
 	}
 
-	if why := problem(t, `{{ regexFind .Zone "x" }}`, transform.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Zone: "("}}}); !strings.Contains(why, "missing closing") {
+	if why := problem(t, `{{ regexFind .Zone "x" }}`, rules.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Zone: "("}}}); !strings.Contains(why, "missing closing") {
 		t.Error(why)
 	}
 }
 
 func TestR4LaterRulesSeeWhatEarlierOnesReplaced(t *testing.T) {
-	rules := compile(t,
-		transform.Rule{
+	compiled := compile(t,
+		rules.Rule{
 			Name: "first", Labels: map[string]string{"first": "{{ .Zone }}"},
 			PlatformMetadata: map[string]string{"zone": " {{ .Region }}a ", "Region": "north-{{ .Zone }}", "spot": "false"},
 		},
-		transform.Rule{Name: "unselected", NodeSelector: one("zone", transform.In, "Zone"), Labels: map[string]string{"unselected": ""}},
-		transform.Rule{Name: "second", NodeSelector: one("zone", transform.In, "Regiona"), PlatformMetadata: map[string]string{"Zone": "{{ .Zone }}-{{ .Spot }}"}},
-		transform.Rule{Name: "third", Labels: map[string]string{"third": "{{ .Zone }}", "region": "{{ .Region }}"}},
+		rules.Rule{Name: "unselected", NodeSelector: one("zone", rules.In, "Zone"), Labels: map[string]string{"unselected": ""}},
+		rules.Rule{Name: "second", NodeSelector: one("zone", rules.In, "Regiona"), PlatformMetadata: map[string]string{"Zone": "{{ .Zone }}-{{ .Spot }}"}},
+		rules.Rule{Name: "third", Labels: map[string]string{"third": "{{ .Zone }}", "region": "{{ .Region }}"}},
 	)
 
 	facts := everything()
-	result := rules.Apply(facts)
+	result := compiled.Apply(facts)
 
 	want := map[string]string{"first": "Zone", "third": "Regiona-false", "region": "north-Zone"}
 	if diff := cmp.Diff(want, values(result.Labels)); diff != "" {
@@ -164,14 +164,14 @@ func TestR4LaterRulesSeeWhatEarlierOnesReplaced(t *testing.T) {
 
 func TestR5NotInOnAnAbsentKeyIsTrue(t *testing.T) {
 	for _, key := range []string{"zone", "tags.absent", "extensions.absent", "uuid"} {
-		if !selector(t, one(key, transform.NotIn, "a")).Matches(transform.Facts{}) {
+		if !selector(t, one(key, rules.NotIn, "a")).Matches(rules.Facts{}) {
 			t.Errorf("it is false for %s", key)
 		}
 	}
 }
 
 func TestR7OneBadValueSkipsThatKeyOnly(t *testing.T) {
-	rules := compile(t, transform.Rule{
+	compiled := compile(t, rules.Rule{
 		Name:             "bad",
 		Labels:           map[string]string{"a": "{{ .Manufacturer }}", "b": "{{ .Zone }}", "c": `{{ fail "no" }}`},
 		Annotations:      map[string]string{"a": `{{ index (splitList "." .Hostname) 5 }}`, "b": "{{ .Manufacturer }}", "c": `{{ b64dec "/w==" }}`},
@@ -181,7 +181,7 @@ func TestR7OneBadValueSkipsThatKeyOnly(t *testing.T) {
 
 	facts := everything()
 	facts.Machine.System.Manufacturer = "Dell & Co"
-	result := rules.Apply(facts)
+	result := compiled.Apply(facts)
 
 	if diff := cmp.Diff(map[string]string{"b": "Zone"}, values(result.Labels)); diff != "" {
 		t.Error(diff)
@@ -219,7 +219,7 @@ func TestR7OneBadValueSkipsThatKeyOnly(t *testing.T) {
 }
 
 // explained fails the test if a problem does not say why, or says what only we understand.
-func explained(t *testing.T, p transform.Problem) {
+func explained(t *testing.T, p rules.Problem) {
 	t.Helper()
 
 	if p.Why == "" || strings.Contains(p.Why, "template:") || strings.Contains(p.Why, "$") {
@@ -238,7 +238,7 @@ func TestR8GetValueNeedsNoEqualsSignAndKeepsThoseInTheValue(t *testing.T) {
 		{"", "i", ""},
 		{"=x", "", "x"},
 	} {
-		if got := render(t, fmt.Sprintf("{{ getValue %q %q }}", test[0], test[1]), transform.Facts{}); got != test[2] {
+		if got := render(t, fmt.Sprintf("{{ getValue %q %q }}", test[0], test[1]), rules.Facts{}); got != test[2] {
 			t.Errorf("getValue %q %q: got %q, want %q", test[0], test[1], got, test[2])
 		}
 	}
@@ -246,19 +246,19 @@ func TestR8GetValueNeedsNoEqualsSignAndKeepsThoseInTheValue(t *testing.T) {
 
 func TestLaterRulesWinKeyByKey(t *testing.T) {
 	yes, no := true, false
-	rules := compile(t,
-		transform.Rule{
+	compiled := compile(t,
+		rules.Rule{
 			Name: "first", Labels: map[string]string{"a": "1", "b": "1"}, Annotations: map[string]string{"a": "1", "b": "1"},
-			Taints: map[string]string{"a": "1:NoSchedule", "b": "1:NoSchedule"}, Features: transform.Features{PublicIPDiscovery: &yes},
+			Taints: map[string]string{"a": "1:NoSchedule", "b": "1:NoSchedule"}, Features: rules.Features{PublicIPDiscovery: &yes},
 		},
-		transform.Rule{Labels: map[string]string{"b": "2"}, Annotations: map[string]string{"b": "2"}, Taints: map[string]string{"b": "2:NoExecute"}},
-		transform.Rule{Enforce: true, Taints: map[string]string{"a": "NoSchedule"}, Features: transform.Features{PublicIPDiscovery: &no}},
-		transform.Rule{},
+		rules.Rule{Labels: map[string]string{"b": "2"}, Annotations: map[string]string{"b": "2"}, Taints: map[string]string{"b": "2:NoExecute"}},
+		rules.Rule{Enforce: true, Taints: map[string]string{"a": "NoSchedule"}, Features: rules.Features{PublicIPDiscovery: &no}},
+		rules.Rule{},
 	)
 
-	result := rules.Apply(transform.Facts{})
+	result := compiled.Apply(rules.Facts{})
 
-	both := map[string]transform.Value{"a": {Value: "1", Rule: "first"}, "b": {Value: "2", Rule: "#2"}}
+	both := map[string]rules.Value{"a": {Value: "1", Rule: "first"}, "b": {Value: "2", Rule: "#2"}}
 	if diff := cmp.Diff(both, result.Labels); diff != "" {
 		t.Error(diff)
 	}
@@ -268,7 +268,7 @@ func TestLaterRulesWinKeyByKey(t *testing.T) {
 	}
 
 	// Kubernetes tells taints apart by key and effect.
-	want := []transform.Taint{
+	want := []rules.Taint{
 		{Taint: corev1.Taint{Key: "a", Effect: corev1.TaintEffectNoSchedule}, Rule: "#3", Enforce: true},
 		{Taint: corev1.Taint{Key: "b", Value: "2", Effect: corev1.TaintEffectNoExecute}, Rule: "#2"},
 		{Taint: corev1.Taint{Key: "b", Value: "1", Effect: corev1.TaintEffectNoSchedule}, Rule: "first"},
@@ -285,19 +285,19 @@ func TestLaterRulesWinKeyByKey(t *testing.T) {
 func TestALabelMayBeEmpty(t *testing.T) {
 	const role = "node-role.kubernetes.io/web"
 
-	result := compile(t, transform.Rule{Labels: map[string]string{role: "", "zone": "{{ .Zone }}"}}).Apply(transform.Facts{})
+	result := compile(t, rules.Rule{Labels: map[string]string{role: "", "zone": "{{ .Zone }}"}}).Apply(rules.Facts{})
 	if diff := cmp.Diff(map[string]string{role: "", "zone": ""}, values(result.Labels)); diff != "" {
 		t.Error(diff)
 	}
 }
 
 func TestAnnotationsStayWithinWhatKubernetesTakes(t *testing.T) {
-	rule := transform.Rule{Name: "large", Annotations: map[string]string{}}
+	rule := rules.Rule{Name: "large", Annotations: map[string]string{}}
 	for i := range 5 {
 		rule.Annotations[fmt.Sprint(i)] = strings.Repeat("x", 60<<10)
 	}
 
-	result := compile(t, rule).Apply(transform.Facts{})
+	result := compile(t, rule).Apply(rules.Facts{})
 	if len(result.Annotations) != 3 || len(result.Problems) != 2 || result.Problems[0].Rule != "large" || result.Problems[0].Key != "annotations[3]" {
 		t.Errorf("%d annotations, %d problems", len(result.Annotations), len(result.Problems))
 	}
@@ -306,7 +306,7 @@ func TestAnnotationsStayWithinWhatKubernetesTakes(t *testing.T) {
 func TestTheMachineIsNotWrittenTo(t *testing.T) {
 	facts, before := everything(), everything()
 
-	compile(t, transform.Rule{PlatformMetadata: map[string]string{"Zone": "x"}, Labels: map[string]string{"keys": `{{ keys .Tags | join "." }}`}}).Apply(facts)
+	compile(t, rules.Rule{PlatformMetadata: map[string]string{"Zone": "x"}, Labels: map[string]string{"keys": `{{ keys .Tags | join "." }}`}}).Apply(facts)
 
 	if !reflect.DeepEqual(facts, before) {
 		t.Error("it is")
@@ -317,20 +317,20 @@ func TestTheMachineIsNotWrittenTo(t *testing.T) {
 // single ones; neither is YAML as printed.
 func TestUpstreamsExampleMeansWhatItsDocumentSays(t *testing.T) {
 	yes := true
-	rules := compile(t,
-		transform.Rule{
+	compiled := compile(t,
+		rules.Rule{
 			Name:         "nocloud-nodes",
-			NodeSelector: one("platform", transform.In, "nocloud"),
+			NodeSelector: one("platform", rules.In, "nocloud"),
 			Labels:       map[string]string{"pvc-storage-class/name": "my-storage-class"},
 		},
-		transform.Rule{
+		rules.Rule{
 			Name: "web-nodes",
-			NodeSelector: []transform.SelectorTerm{
-				{MatchExpressions: []transform.Expression{
-					{Key: "platform", Operator: transform.In, Values: []string{"metal"}},
-					{Key: "hostname", Operator: transform.Regexp, Values: []string{`^web-[\w]+$`}},
+			NodeSelector: []rules.SelectorTerm{
+				{MatchExpressions: []rules.Expression{
+					{Key: "platform", Operator: rules.In, Values: []string{"metal"}},
+					{Key: "hostname", Operator: rules.Regexp, Values: []string{`^web-[\w]+$`}},
 				}},
-				{MatchExpressions: []transform.Expression{{Key: "hostname", Operator: transform.Regexp, Values: []string{`^web-cloud-.+$`}}}},
+				{MatchExpressions: []rules.Expression{{Key: "hostname", Operator: rules.Regexp, Values: []string{`^web-cloud-.+$`}}}},
 			},
 			Annotations: map[string]string{
 				"custom-annotation/instance-id": "id-{{ .InstanceID }}",
@@ -344,26 +344,26 @@ func TestUpstreamsExampleMeansWhatItsDocumentSays(t *testing.T) {
 			PlatformMetadata: map[string]string{
 				"Region": "{{ .Region }}-on-metal", "Zone": "us-west-1f", "InstanceType": "{{ .SKUNumber }}", "ProviderID": "someproviderID:///{{ .UUID }}",
 			},
-			Features: transform.Features{PublicIPDiscovery: &yes},
+			Features: rules.Features{PublicIPDiscovery: &yes},
 		},
 	)
 
 	const uuid = "e8e8c388-5812-4db0-87e2-ad1fee51a1c1"
 
-	result := rules.Apply(transform.Facts{Machine: machine.Machine{
+	result := compiled.Apply(rules.Facts{Machine: machine.Machine{
 		Platform: runtime.PlatformMetadataSpec{Platform: "metal", Hostname: "web-1", Region: "us-west-1", InstanceID: uuid},
 		System:   hardware.SystemInformationSpec{UUID: uuid, SKUNumber: "t2.micro"},
 	}})
 
-	rule := func(value string) transform.Value { return transform.Value{Value: value, Rule: "web-nodes"} }
-	want := transform.Result{
+	rule := func(value string) rules.Value { return rules.Value{Value: value, Rule: "web-nodes"} }
+	want := rules.Result{
 		Platform: runtime.PlatformMetadataSpec{
 			Platform: "metal", Hostname: "web-1", Region: "us-west-1-on-metal", Zone: "us-west-1f", InstanceType: "t2.micro", InstanceID: uuid,
 			ProviderID: "someproviderID:///" + uuid,
 		},
-		Labels:      map[string]transform.Value{"node-role.kubernetes.io/web": rule(""), "node-role.kubernetes.io/capacity-type": rule("on-demand")},
-		Annotations: map[string]transform.Value{"custom-annotation/instance-id": rule("id-" + uuid), "custom-annotation/cloud-id": rule("")},
-		Taints: []transform.Taint{
+		Labels:      map[string]rules.Value{"node-role.kubernetes.io/web": rule(""), "node-role.kubernetes.io/capacity-type": rule("on-demand")},
+		Annotations: map[string]rules.Value{"custom-annotation/instance-id": rule("id-" + uuid), "custom-annotation/cloud-id": rule("")},
+		Taints: []rules.Taint{
 			{Taint: corev1.Taint{Key: "node.cloudprovider.kubernetes.io/storage-type", Value: "ceph", Effect: corev1.TaintEffectNoSchedule}, Rule: "web-nodes"},
 		},
 		PublicIPDiscovery: &yes,
@@ -374,7 +374,7 @@ func TestUpstreamsExampleMeansWhatItsDocumentSays(t *testing.T) {
 		t.Error(diff)
 	}
 
-	cloud := rules.Apply(transform.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Platform: "aws", Hostname: "web-cloud-7"}}})
+	cloud := compiled.Apply(rules.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Platform: "aws", Hostname: "web-cloud-7"}}})
 	if got := cloud.Annotations["custom-annotation/cloud-id"].Value; got != "cloud" {
 		t.Errorf("the cloud-id of web-cloud-7 is %q", got)
 	}

@@ -7,17 +7,17 @@ import (
 	"path/filepath"
 )
 
-// Memory keeps the last good configuration for the next process: Talos starts an extension service anew when its document changes, and the change may be
+// LastKnownGood keeps the last good configuration for the next process: Talos starts an extension service anew when its document changes, and the change may be
 // for the worse (ExtensionServiceController). The zero value keeps nothing.
-type Memory struct {
+type LastKnownGood struct {
 	// Dir is a folder that outlives the process.
 	Dir string
 }
 
-func (m Memory) path() string { return filepath.Join(m.Dir, "last-good.yaml") }
+func (m LastKnownGood) path() string { return filepath.Join(m.Dir, "last-good.yaml") }
 
 // remember replaces what is kept.
-func (m Memory) remember(config []byte) error {
+func (m LastKnownGood) remember(config []byte) error {
 	if m.Dir == "" {
 		return nil
 	}
@@ -37,7 +37,7 @@ func (m Memory) remember(config []byte) error {
 }
 
 // recall returns what is kept, or an error if that is nothing.
-func (m Memory) recall() ([]byte, error) {
+func (m LastKnownGood) recall() ([]byte, error) {
 	if m.Dir == "" {
 		return nil, errors.New("there is no folder for the last good configuration")
 	}

@@ -1,4 +1,4 @@
-package transform_test
+package rules_test
 
 import (
 	"fmt"
@@ -8,7 +8,7 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // examples are calls of every function, and what they make.
@@ -130,7 +130,7 @@ var examples = []struct{ function, template, want string }{
 
 func TestFunctions(t *testing.T) {
 	untested := map[string]bool{}
-	for _, name := range transform.Functions() {
+	for _, name := range rules.Functions() {
 		untested[name] = true
 	}
 
@@ -138,7 +138,7 @@ func TestFunctions(t *testing.T) {
 		delete(untested, example.function)
 
 		t.Run(example.function, func(t *testing.T) {
-			if got := render(t, example.template, transform.Facts{}); got != example.want {
+			if got := render(t, example.template, rules.Facts{}); got != example.want {
 				t.Errorf("%s: got %q, want %q", example.template, got, example.want)
 			}
 		})
@@ -185,8 +185,8 @@ func TestTemplates(t *testing.T) {
 
 // A template that only names variables is not executed; it must make the same as one that is.
 func TestVariablesAloneAreTheSameAsInFunctions(t *testing.T) {
-	for _, facts := range []transform.Facts{everything(), {}} {
-		names := transform.Variables()
+	for _, facts := range []rules.Facts{everything(), {}} {
+		names := rules.Variables()
 		names = append(names, "Tags.Owner", "Tags.team", "Tags.absent", "Extensions.schematic")
 
 		for _, name := range names {
@@ -200,7 +200,7 @@ func TestVariablesAloneAreTheSameAsInFunctions(t *testing.T) {
 		}
 	}
 
-	facts := transform.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Region: strings.Repeat("a", 40<<10), Zone: "\xff"}}}
+	facts := rules.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Region: strings.Repeat("a", 40<<10), Zone: "\xff"}}}
 
 	for template, want := range map[string]string{"{{ .Region }}{{ .Region }}": "longer than 65536", "{{ .Zone }}": "UTF-8"} {
 		if why := problem(t, template, facts); !strings.Contains(why, want) {
@@ -273,7 +273,7 @@ func TestProblemsOfTemplates(t *testing.T) {
 
 // Each of these would take gigabytes, or for ever, if it were let.
 func TestTemplatesAreBounded(t *testing.T) {
-	facts := transform.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{
+	facts := rules.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{
 		Zone:   strings.Repeat("a", 60<<10),
 		Region: strings.Repeat("a", 2<<20),
 	}}}
@@ -323,7 +323,7 @@ func TestWidthsAndPrecisionsAreSmallAndConstant(t *testing.T) {
 	for _, format := range []string{
 		"%1000d", "%01000d", "%-1000d", "%*d", "%[1]*d", "%.[1]*d", "%3.[1]*d", "%.*d", "%.1000f", "%5.1000d", "%+.1000d", "%[1]d", "% x%[1]*d", "%%%1000d",
 	} {
-		if why := problem(t, fmt.Sprintf("{{ printf %q 1 2 }}", format), transform.Facts{}); !strings.Contains(why, "width") {
+		if why := problem(t, fmt.Sprintf("{{ printf %q 1 2 }}", format), rules.Facts{}); !strings.Contains(why, "width") {
 			t.Errorf("%s: %s", format, why)
 		}
 	}
@@ -331,14 +331,14 @@ func TestWidthsAndPrecisionsAreSmallAndConstant(t *testing.T) {
 	for format, want := range map[string]string{
 		"%5s|%-5s|": "   ab|cd   |", "%.1s%s": "acd", "100%%5000 %s%s": "100%5000 abcd", "%99s%s": strings.Repeat(" ", 97) + "abcd", "%s[1]%s": "ab[1]cd", "%s*%s": "ab*cd",
 	} {
-		if got := render(t, fmt.Sprintf(`{{ printf %q "ab" "cd" }}`, format), transform.Facts{}); got != want {
+		if got := render(t, fmt.Sprintf(`{{ printf %q "ab" "cd" }}`, format), rules.Facts{}); got != want {
 			t.Errorf("%s: got %q, want %q", format, got, want)
 		}
 	}
 }
 
 func TestWhatIsUsualIsNotBounded(t *testing.T) {
-	facts := transform.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Zone: strings.Repeat("a", 60<<10), Tags: map[string]string{}}}}
+	facts := rules.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Zone: strings.Repeat("a", 60<<10), Tags: map[string]string{}}}}
 	for i := range 500 {
 		facts.Machine.Platform.Tags[fmt.Sprintf("tag-number-%d", i)] = "Value of the tag"
 	}

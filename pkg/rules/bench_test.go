@@ -1,4 +1,4 @@
-package transform_test
+package rules_test
 
 import (
 	"fmt"
@@ -6,37 +6,37 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/talos-ccm/talos-ccm/pkg/transform"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // BenchmarkApply is what an operation of it costs for one of 1,000 machines: 100 rules, of which each machine is selected by about half.
 func BenchmarkApply(b *testing.B) {
 	for _, bench := range []struct {
 		name string
-		rule transform.Rule
+		rule rules.Rule
 	}{
-		{"constants", transform.Rule{Labels: map[string]string{"example.org/label-%d": "", "example.org/other-%d": "value"}}},
-		{"variables", transform.Rule{Labels: map[string]string{"example.org/label-%d": "{{ .Zone }}-%d", "example.org/other-%d": "{{ .Tags.Owner }}"}}},
-		{"conditions", transform.Rule{Labels: map[string]string{"example.org/label-%d": "{{ if .Spot }}spot{{ else }}on-demand{{ end }}"}}},
-		{"functions", transform.Rule{
+		{"constants", rules.Rule{Labels: map[string]string{"example.org/label-%d": "", "example.org/other-%d": "value"}}},
+		{"variables", rules.Rule{Labels: map[string]string{"example.org/label-%d": "{{ .Zone }}-%d", "example.org/other-%d": "{{ .Tags.Owner }}"}}},
+		{"conditions", rules.Rule{Labels: map[string]string{"example.org/label-%d": "{{ if .Spot }}spot{{ else }}on-demand{{ end }}"}}},
+		{"functions", rules.Rule{
 			Labels: map[string]string{
 				"example.org/label-%d": `{{ regexFindString "^node-([0-9]+)$" .Hostname 1 }}`, "example.org/other-%d": `{{ .Region | lower | replace " " "-" | trunc 63 }}`,
 			},
 		}},
-		{"metadata", transform.Rule{PlatformMetadata: map[string]string{"zone": "{{ .Zone }}", "region": "r-%d"}}},
-		{"mixture", transform.Rule{
+		{"metadata", rules.Rule{PlatformMetadata: map[string]string{"zone": "{{ .Zone }}", "region": "r-%d"}}},
+		{"mixture", rules.Rule{
 			Labels:      map[string]string{"node-role.kubernetes.io/role-%d": "", "example.org/zone-%d": "{{ .Zone }}"},
 			Annotations: map[string]string{"example.org/host-%d": `{{ .Hostname | upper | trimPrefix "NODE-" }}`},
 			Taints:      map[string]string{"example.org/taint-%d": "{{ .Zone }}:NoSchedule"},
 		}},
 	} {
 		b.Run(bench.name, func(b *testing.B) {
-			rules, machines := compile(b, numbered(bench.rule, 100)...), machines(1000)
+			compiled, machines := compile(b, numbered(bench.rule, 100)...), machines(1000)
 
 			b.ReportAllocs()
 
 			for i := 0; b.Loop(); i++ {
-				if result := rules.Apply(machines[i%len(machines)]); len(result.Problems) > 0 {
+				if result := compiled.Apply(machines[i%len(machines)]); len(result.Problems) > 0 {
 					b.Fatal(result.Problems)
 				}
 			}
@@ -45,7 +45,7 @@ func BenchmarkApply(b *testing.B) {
 }
 
 // numbered are as many rules like this one, with their numbers for "%d". Every other one selects by hostname, all others by zone.
-func numbered(rule transform.Rule, count int) []transform.Rule {
+func numbered(rule rules.Rule, count int) []rules.Rule {
 	fill := func(templates map[string]string, i int) map[string]string {
 		filled := map[string]string{}
 		for key, template := range templates {
@@ -55,24 +55,24 @@ func numbered(rule transform.Rule, count int) []transform.Rule {
 		return filled
 	}
 
-	rules := make([]transform.Rule, count)
-	for i := range rules {
-		selector := one("hostname", transform.Regexp, fmt.Sprintf("^node-[0-9]*%d$", i%10))
+	list := make([]rules.Rule, count)
+	for i := range list {
+		selector := one("hostname", rules.Regexp, fmt.Sprintf("^node-[0-9]*%d$", i%10))
 		if i%2 == 0 {
-			selector = one("zone", transform.In, "zone-1", "zone-2", "zone-3")
+			selector = one("zone", rules.In, "zone-1", "zone-2", "zone-3")
 		}
 
-		rules[i] = transform.Rule{
+		list[i] = rules.Rule{
 			Name: fmt.Sprintf("rule-%d", i), NodeSelector: selector, Labels: fill(rule.Labels, i), Annotations: fill(rule.Annotations, i), Taints: fill(rule.Taints, i),
 			PlatformMetadata: fill(rule.PlatformMetadata, i),
 		}
 	}
 
-	return rules
+	return list
 }
 
-func machines(count int) []transform.Facts {
-	list := make([]transform.Facts, count)
+func machines(count int) []rules.Facts {
+	list := make([]rules.Facts, count)
 	for i := range list {
 		list[i] = everything()
 		list[i].Machine.Platform.Hostname, list[i].Machine.Platform.Zone = fmt.Sprintf("node-%d", i), fmt.Sprintf("zone-%d", i%4)

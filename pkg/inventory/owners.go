@@ -17,9 +17,9 @@ func CanonicalName(name string) string { return strings.ToLower(strings.TrimSuff
 // CanonicalAddress is the form in which addresses are compared: an IPv4 address within IPv6 is that IPv4 address.
 func CanonicalAddress(addr netip.Addr) string { return addr.Unmap().WithZone("").String() }
 
-// Holders are the other Nodes' machines that claim a name or an address, in canonical form. A machine claims what it says is its own; one that
+// Owners are the other Nodes' machines that claim a name or an address, in canonical form. A machine claims what it says is its own; one that
 // is unreachable claims what it last said. Nothing of it is proved, so a claim can speak against somebody else's and never for anything.
-func (i *Inventory) Holders(claim, nodename string) []string {
+func (i *Inventory) Owners(claim, nodename string) []string {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
 

@@ -1,4 +1,4 @@
-package transform
+package rules
 
 import (
 	"errors"
@@ -14,7 +14,7 @@ import (
 )
 
 // Rules are compiled rules. The nil Rules change nothing. They are safe for concurrent use.
-type Rules struct {
+type Set struct {
 	rules []rule
 }
 
@@ -112,9 +112,9 @@ var reservedKeys = map[string]string{
 }
 
 // Compile compiles rules, or returns all mistakes in them.
-func Compile(rules []Rule) (*Rules, []CompileError) {
+func Compile(rules []Rule) (*Set, []CompileError) {
 	var (
-		compiled Rules
+		compiled Set
 		errs     = duplicates(rules)
 	)
 

@@ -1,7 +1,7 @@
-// Package transform applies the user's rules to what a machine says of itself.
+// Package rules applies the user's rules to what a machine says of itself.
 //
 // It is part of the pure core: compiled once, a Machine in, a Result out. It never decides what of the Result reaches the Node.
-package transform
+package rules
 
 import (
 	"fmt"
@@ -48,7 +48,7 @@ type Taint struct {
 	corev1.Taint
 
 	Rule string
-	// Enforce: keep it after initialisation too.
+	// Enforce: keep it after initialization too.
 	Enforce bool
 }
 
