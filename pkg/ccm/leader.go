@@ -291,7 +291,7 @@ func (l *leader) elector(ctx context.Context, callbacks leaderelection.LeaderCal
 }
 
 // dialer dials machines over the network, and this one over machine.sock.
-func (l *leader) dialer(ctx context.Context) func(string, netip.Addr) (talosapi.State, error) {
+func (l *leader) dialer(ctx context.Context) talosapi.DialFunc {
 	local := l.localNodename(ctx)
 
 	return func(nodename string, addr netip.Addr) (talosapi.State, error) {

@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"maps"
-	"net/netip"
 	"slices"
 	"sync"
 
@@ -45,7 +44,7 @@ type controllers struct {
 
 	group     *sync.WaitGroup
 	inventory *inventory.Inventory
-	dial      func(nodename string, addr netip.Addr) (talosapi.State, error)
+	dial      talosapi.DialFunc
 }
 
 // starter starts one of our controllers in c.group, or returns false if there is nothing for it to do.

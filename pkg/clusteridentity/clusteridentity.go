@@ -8,7 +8,6 @@ package clusteridentity
 import (
 	"context"
 	"errors"
-	"net/netip"
 	"reflect"
 	"sync"
 	"time"
@@ -43,7 +42,7 @@ type Config struct {
 	Client     kubernetes.Interface
 	Nodes      corelisters.NodeLister
 	// Dial connects to the machine that is said to be nodename's, at addr.
-	Dial  func(nodename string, addr netip.Addr) (talosapi.State, error)
+	Dial  talosapi.DialFunc
 	Clock clock.Clock
 }
 

@@ -148,7 +148,7 @@ const userPrefix = "system:node:"
 // Nodename is the name of the Node whose kubelet made the request, by its user; false if no kubelet made it.
 func Nodename(csr *certificatesv1.CertificateSigningRequest) (string, bool) {
 	name, ok := strings.CutPrefix(csr.Spec.Username, userPrefix)
-	if !ok || name != canonicalName(name) || !validName(name) {
+	if !ok || name != machine.CanonicalName(name) || !validName(name) {
 		return "", false
 	}
 

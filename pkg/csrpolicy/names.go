@@ -7,19 +7,6 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
-// canonicalName is name in lower case, without one trailing dot. Only ASCII is folded: no other letter may become one.
-func canonicalName(name string) string {
-	lower := []byte(strings.TrimSuffix(name, "."))
-
-	for i, c := range lower {
-		if 'A' <= c && c <= 'Z' {
-			lower[i] = c + 'a' - 'A'
-		}
-	}
-
-	return string(lower)
-}
-
 // validName tells whether a canonical name is a host's (RFC 1123): no wildcard, no empty label, letters, digits and hyphens.
 func validName(name string) bool {
 	const maxName, maxLabel = 253, 63
@@ -66,7 +53,7 @@ func isClusters(name string, domains []string) bool {
 		return true
 	}
 
-	return slices.ContainsFunc(domains, func(domain string) bool { return under(name, canonicalName(domain)) })
+	return slices.ContainsFunc(domains, func(domain string) bool { return under(name, machine.CanonicalName(domain)) })
 }
 
 // ownNames are the names that the machine, or its platform, gives it; in canonical form.
@@ -88,7 +75,7 @@ func canonicalNames(list []string) []string {
 	var names []string
 
 	for _, name := range list {
-		if name = canonicalName(name); name != "" {
+		if name = machine.CanonicalName(name); name != "" {
 			names = append(names, name)
 		}
 	}

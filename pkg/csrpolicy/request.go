@@ -16,6 +16,8 @@ import (
 
 	"golang.org/x/crypto/cryptobyte"
 	cryptobyteasn1 "golang.org/x/crypto/cryptobyte/asn1"
+
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
 // Limits on what is read. A kubelet's request is below a kilobyte and names a handful of subjects; its keys are never longer, and a check of a
@@ -248,7 +250,7 @@ func (r *request) readGeneralName(subjects *cryptobyte.String) *Reason {
 
 	switch tag {
 	case tagDNSName:
-		r.names = append(r.names, canonicalName(string(value)))
+		r.names = append(r.names, machine.CanonicalName(string(value)))
 	case tagIPAddress:
 		ip, ok := netip.AddrFromSlice(value)
 		if !ok {

@@ -3,19 +3,12 @@ package inventory
 import (
 	"net/netip"
 	"slices"
-	"strings"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
 // linkServices is the link on which kube-proxy in IPVS mode keeps the addresses of Services.
 const linkServices = "kube-ipvs0"
-
-// CanonicalName is the form in which names are compared: lower case, and without the dot that may end them.
-func CanonicalName(name string) string { return strings.ToLower(strings.TrimSuffix(name, ".")) }
-
-// CanonicalAddress is the form in which addresses are compared: an IPv4 address within IPv6 is that IPv4 address.
-func CanonicalAddress(addr netip.Addr) string { return addr.Unmap().WithZone("").String() }
 
 // Owners are the other Nodes' machines that claim a name or an address, in canonical form. A machine claims what it says is its own; one that
 // is unreachable claims what it last said. Nothing of it is proved, so a claim can speak against somebody else's and never for anything.
@@ -32,18 +25,18 @@ func claims(m machine.Machine) []string {
 	list := make([]string, 0, len(names)+len(m.Addresses)+len(m.NodeIPs))
 
 	for _, name := range names {
-		if name = CanonicalName(name); name != "" {
+		if name = machine.CanonicalName(name); name != "" {
 			list = append(list, name)
 		}
 	}
 
 	for _, addr := range m.NodeIPs {
-		list = append(list, CanonicalAddress(addr))
+		list = append(list, machine.CanonicalAddress(addr))
 	}
 
 	for _, a := range m.Addresses {
 		if addr := a.Prefix.Addr().Unmap(); addr.IsGlobalUnicast() && !service(m, a) {
-			list = append(list, CanonicalAddress(addr))
+			list = append(list, machine.CanonicalAddress(addr))
 		}
 	}
 

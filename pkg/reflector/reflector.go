@@ -27,16 +27,13 @@ type Inventory interface {
 	Forget(nodename string)
 }
 
-// DialFunc connects to the machine that is said to be nodename's, at addr.
-type DialFunc func(nodename string, addr netip.Addr) (talosapi.State, error)
-
 // maxConnecting bounds how many machines are being connected to at once: a TLS handshake costs both sides.
 const maxConnecting = 128
 
 // Reflector runs one task per tracked Node. Use New.
 type Reflector struct {
 	inventory  Inventory
-	dial       DialFunc
+	dial       talosapi.DialFunc
 	clock      clock.Clock
 	connecting chan struct{}
 
@@ -53,7 +50,7 @@ type running struct {
 }
 
 // New makes a Reflector that tracks nothing yet.
-func New(inventory Inventory, dial DialFunc, clk clock.Clock) *Reflector {
+func New(inventory Inventory, dial talosapi.DialFunc, clk clock.Clock) *Reflector {
 	return &Reflector{
 		inventory:  inventory,
 		dial:       dial,

@@ -67,7 +67,7 @@ func newSuite(t *testing.T, clk clock.Clock) *suite {
 }
 
 // run starts a reflector that takes the place of the suite's.
-func (s *suite) run(t *testing.T, dial reflector.DialFunc, clk clock.Clock) {
+func (s *suite) run(t *testing.T, dial talosapi.DialFunc, clk clock.Clock) {
 	t.Helper()
 
 	refl := reflector.New(s.inventory, dial, clk)

@@ -223,3 +223,6 @@ func (s *measuredStream) RecvMsg(message any) error {
 
 	return err
 }
+
+// DialFunc connects to the machine at addr, which is expected to have the given nodename. Callers must verify the nodename.
+type DialFunc func(nodename string, addr netip.Addr) (State, error)

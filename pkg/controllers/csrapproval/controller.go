@@ -32,8 +32,8 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 
-	"github.com/talos-ccm/talos-ccm/pkg/controllers/worker"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
@@ -90,7 +90,7 @@ type Controller struct {
 	deferred *deferred
 	recorder record.EventRecorder
 	clock    clock.Clock
-	queue    worker.Queue
+	queue    queue.Queue
 	// patience says when a deferred request is looked at again though nothing has changed.
 	patience workqueue.TypedRateLimiter[string]
 }
@@ -113,7 +113,7 @@ func New(cfg Config) (*Controller, error) {
 		deferred: newDeferred(),
 		recorder: cfg.Recorder,
 		clock:    cfg.Clock,
-		queue:    worker.NewQueue(queueName),
+		queue:    queue.New(queueName),
 		patience: workqueue.NewTypedItemExponentialFailureRateLimiter[string](deferFirst, deferMax),
 	}
 
@@ -185,8 +185,8 @@ func (c *Controller) hearMachines(ctx context.Context) {
 	}
 }
 
-func (c *Controller) worker() worker.Worker {
-	return worker.Worker{
+func (c *Controller) worker() queue.Worker {
+	return queue.Worker{
 		Queue:   c.queue,
 		Subject: "csr",
 		Failure: "Could not decide the request, trying again",

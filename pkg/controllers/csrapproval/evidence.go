@@ -27,16 +27,16 @@ func claimsOf(obj any) ([]string, error) {
 		return nil, nil
 	}
 
-	list := []string{inventory.CanonicalName(node.Name)}
+	list := []string{machine.CanonicalName(node.Name)}
 
 	for _, addr := range nodespec.ProvidedNodeIPs(node) {
-		list = append(list, inventory.CanonicalAddress(addr))
+		list = append(list, machine.CanonicalAddress(addr))
 	}
 
 	for _, a := range node.Status.Addresses {
-		claim := inventory.CanonicalName(a.Address)
+		claim := machine.CanonicalName(a.Address)
 		if addr, err := netip.ParseAddr(a.Address); err == nil {
-			claim = inventory.CanonicalAddress(addr)
+			claim = machine.CanonicalAddress(addr)
 		}
 
 		if claim != "" {
@@ -156,7 +156,7 @@ func (e evidence) holders(csr *certificatesv1.CertificateSigningRequest, nodenam
 	}
 
 	for _, ip := range ips {
-		names = append(names, inventory.CanonicalAddress(ip))
+		names = append(names, machine.CanonicalAddress(ip))
 	}
 
 	holders := map[string][]string{}

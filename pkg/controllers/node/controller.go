@@ -30,7 +30,7 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 
-	"github.com/talos-ccm/talos-ccm/pkg/controllers/worker"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
@@ -77,7 +77,7 @@ type Controller struct {
 	recorder  record.EventRecorder
 	clock     clock.Clock
 	options   func() nodespec.Options
-	queue     worker.Queue
+	queue     queue.Queue
 }
 
 // New makes a Controller and subscribes it. The informer must not have been started yet.
@@ -97,7 +97,7 @@ func New(cfg Config) (*Controller, error) {
 		recorder:  cfg.Recorder,
 		clock:     cfg.Clock,
 		options:   cfg.Options,
-		queue:     worker.NewQueue(queueName),
+		queue:     queue.New(queueName),
 	}
 
 	if err := informer.AddIndexers(cache.Indexers{indexProviderID: providerIDOf}); err != nil {
@@ -161,8 +161,8 @@ func (c *Controller) Run(ctx context.Context, workers int) {
 }
 
 // worker syncs Nodes, and counts how that ends.
-func (c *Controller) worker() worker.Worker {
-	return worker.Worker{
+func (c *Controller) worker() queue.Worker {
+	return queue.Worker{
 		Queue:   c.queue,
 		Subject: "node",
 		Failure: "Could not bring the Node up to date, trying again",

@@ -12,7 +12,7 @@ import (
 	"k8s.io/client-go/tools/cache"
 
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
-	"github.com/talos-ccm/talos-ccm/pkg/controllers/worker"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 )
 
 // version is a Node as the API server has it at a resourceVersion.
@@ -286,7 +286,7 @@ func TestI6DeletedFinalStateUnknown(t *testing.T) {
 	t.Parallel()
 
 	l := newLedger(t)
-	c := &Controller{book: l.book, reporter: newReporter(nil), queue: worker.NewQueue(nodeIPAMAlias)}
+	c := &Controller{book: l.book, reporter: newReporter(nil), queue: queue.New(nodeIPAMAlias)}
 
 	l.show(version("a", "1", 10, "10.0.1.0/24"))
 	c.deleted(cache.DeletedFinalStateUnknown{Key: "a", Obj: version("a", "1", 10, "10.0.1.0/24")})
@@ -302,7 +302,7 @@ func TestI8DoubleRelease(t *testing.T) {
 	t.Parallel()
 
 	l := newLedger(t)
-	c := &Controller{book: l.book, reporter: newReporter(nil), queue: worker.NewQueue(nodeIPAMAlias)}
+	c := &Controller{book: l.book, reporter: newReporter(nil), queue: queue.New(nodeIPAMAlias)}
 	a := version("a", "1", 10, "10.0.0.0/24")
 
 	l.show(a)

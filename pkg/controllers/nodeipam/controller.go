@@ -45,7 +45,7 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 
-	"github.com/talos-ccm/talos-ccm/pkg/controllers/worker"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
@@ -84,7 +84,7 @@ type Config struct {
 	// Own is this machine's state, to ask it what kube-controller-manager does while no control-plane machine is in the inventory; nil outside Talos.
 	LocalState talosapi.State
 	// Dial is for the control-plane machines in the inventory.
-	Dial Dial
+	Dial talosapi.DialFunc
 	// Claim selects the machines whose Nodes are ours to write, by the configuration in force; nil, or a nil answer: all.
 	Selector func() *rules.Selector
 	// Pools are those of the configuration in force; nil: there are none. The first that selects a Node counts.
@@ -101,13 +101,13 @@ type Controller struct {
 	inventory   Inventory
 	clock       clock.Clock
 	own         talosapi.State
-	dial        Dial
+	dial        talosapi.DialFunc
 	claim       func() *rules.Selector
 	pools       func() []Pool
 	options     Options
 	book        *book
 	reporter    *reporter
-	queue       worker.Queue
+	queue       queue.Queue
 	environment atomic.Pointer[environment]
 	intruder    atomic.Pointer[intruder]
 	// hearing is held while what a machine says is read and taken down, so that it is not replaced by something older.
@@ -135,7 +135,7 @@ func New(cfg Config) (*Controller, error) {
 		pools:     cfg.Pools,
 		options:   options,
 		reporter:  newReporter(cfg.Recorder),
-		queue:     worker.NewQueue(nodeIPAMAlias),
+		queue:     queue.New(nodeIPAMAlias),
 	}
 	c.book = newBook(c.Resync)
 
@@ -229,7 +229,7 @@ func (c *Controller) Run(ctx context.Context) {
 
 // start takes down what is in use, as the API server has it now. It tells whether that was done before ctx ended.
 func (c *Controller) start(ctx context.Context) bool {
-	backoff := wait.Backoff{Duration: worker.RetryFirst, Factor: 2, Jitter: 0.1, Steps: 10, Cap: worker.RetryMax}
+	backoff := wait.Backoff{Duration: queue.RetryFirst, Factor: 2, Jitter: 0.1, Steps: 10, Cap: queue.RetryMax}
 
 	for {
 		err := c.list(ctx)
@@ -262,8 +262,8 @@ func (c *Controller) list(ctx context.Context) error {
 	return nil
 }
 
-func (c *Controller) worker() worker.Worker {
-	return worker.Worker{Queue: c.queue, Subject: "node", Failure: "Could not give the Node its pod CIDRs, trying again", Sync: c.sync}
+func (c *Controller) worker() queue.Worker {
+	return queue.Worker{Queue: c.queue, Subject: "node", Failure: "Could not give the Node its pod CIDRs, trying again", Sync: c.sync}
 }
 
 func (c *Controller) sync(ctx context.Context, key string) error {

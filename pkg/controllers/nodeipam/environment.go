@@ -19,7 +19,6 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/clusteridentity"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
-	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
 
 const (
@@ -324,6 +323,3 @@ func (c *Controller) obstacle() *finding {
 
 	return c.environment.Load().obstacle
 }
-
-// Dial connects to the apid of a Node's machine.
-type Dial func(nodename string, addr netip.Addr) (talosapi.State, error)

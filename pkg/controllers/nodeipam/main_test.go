@@ -37,6 +37,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
+	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
@@ -186,7 +187,7 @@ type setup struct {
 	pools func() []nodeipam.Pool
 	clock clock.Clock
 	// dial replaces the connection to other machines.
-	dial nodeipam.Dial
+	dial talosapi.DialFunc
 	// wire, if any, stands between the controller and the API server.
 	wire *wire
 }

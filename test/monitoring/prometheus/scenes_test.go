@@ -231,7 +231,7 @@ var certificates = []scene{
 	{name: "a request waits for a machine to boot", at: 21 * time.Minute, near: []string{"TalosCCMCertificateRequestsWait"}, series: `talosccm_csr_pending{job="talos-ccm", instance="a"} 1x15 0x500`},
 	{
 		name: "the first request that is denied", at: 2 * time.Hour, wanted: []string{"TalosCCMCertificateRequestsDenied"},
-		series: `talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Deny", reason="ClusterName"} _x100 1x400`,
+		series: `talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Deny", reason="ClusterDNSName"} _x100 1x400`,
 	},
 	{
 		name: "one more request is denied", at: 2 * time.Hour, wanted: []string{"TalosCCMCertificateRequestsDenied"},

@@ -1,4 +1,4 @@
-package worker_test
+package queue_test
 
 import (
 	"context"
@@ -10,34 +10,34 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/component-base/metrics/testutil"
 
-	"github.com/talos-ccm/talos-ccm/pkg/controllers/worker"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 )
 
 func TestFailuresAreCountedAndConflictsAndWhatIsBrokenOffAreNot(t *testing.T) {
 	// The metric is the process's: with a name of this run's own, what is counted is of this run.
 	controller := "test-" + rand.Text()
-	queue := worker.NewQueue(controller)
+	q := queue.New(controller)
 	outcomes := []error{errors.New("refused"), apierrors.NewConflict(schema.GroupResource{Resource: "nodes"}, "a", nil), errors.New("refused"), nil}
 
-	w := worker.Worker{
-		Queue:   queue,
+	w := queue.Worker{
+		Queue:   q,
 		Subject: "node",
 		Failure: "Could not do it",
 		Sync: func(context.Context, string) error {
 			outcome := outcomes[0]
 
 			if outcomes = outcomes[1:]; len(outcomes) == 0 {
-				queue.ShutDown()
+				q.ShutDown()
 			}
 
 			return outcome
 		},
 	}
 
-	queue.Add("a")
+	q.Add("a")
 	w.Run(t.Context())
 
-	w.Queue = worker.NewQueue(controller)
+	w.Queue = queue.New(controller)
 	ctx, cancel := context.WithCancel(t.Context())
 	w.Sync = func(context.Context, string) error {
 		cancel()

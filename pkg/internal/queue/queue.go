@@ -1,7 +1,5 @@
-// Package worker works off a queue of names, as every controller does.
-//
-// It decides when a name's turn is, and never what is done then.
-package worker
+// Package queue holds the work queue and the worker loop that all controllers share.
+package queue
 
 import (
 	"context"
@@ -14,7 +12,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// How soon a name comes back whose sync has failed: at first, and at most.
+// Bounds of the per-key delay before a failed reconciliation is retried.
 const (
 	RetryFirst = 100 * time.Millisecond
 	RetryMax   = time.Minute
@@ -22,21 +20,21 @@ const (
 
 var failures = metrics.NewCounterVec(&metrics.CounterOpts{
 	Name:           "talosccm_reconcile_errors_total",
-	Help:           "Number of times that a controller could not do what was to be done about a Node or a request, conflicts not counted.",
+	Help:           "Failed reconciliations, excluding conflicts, by controller.",
 	StabilityLevel: metrics.ALPHA,
 }, []string{"controller"})
 
 func init() { legacyregistry.MustRegister(failures) }
 
-// Queue holds names whose turn is to come, each once. Use NewQueue.
+// Queue is a rate-limited queue of object names. Use New.
 type Queue struct {
 	workqueue.TypedRateLimitingInterface[string]
 
 	controller string
 }
 
-// NewQueue makes an empty queue; controller is what the metrics, the framework's and that of failures, call it.
-func NewQueue(controller string) Queue {
+// New returns an empty queue. The work queue metrics and talosccm_reconcile_errors_total carry the controller's name.
+func New(controller string) Queue {
 	return Queue{
 		controller: controller,
 		TypedRateLimitingInterface: workqueue.NewTypedRateLimitingQueueWithConfig(
@@ -46,18 +44,18 @@ func NewQueue(controller string) Queue {
 	}
 }
 
-// Worker syncs one name after the other. Several can share a queue.
+// Worker reconciles one name at a time. Several workers can share a queue.
 type Worker struct {
 	Queue Queue
-	// Subject is what the names are of, as logs call it: "node", "csr".
+	// Subject is the log key of the names: "node", "csr".
 	Subject string
-	// Failure says in the log what could not be done.
+	// Failure is the log message for a failed Sync.
 	Failure string
-	// Sync does what is to be done about a name. If it fails the name comes back; a conflict is nothing that an operator must know.
+	// Sync reconciles a name. A name whose Sync fails is retried with backoff; conflicts are not reported as failures.
 	Sync func(ctx context.Context, name string) error
 }
 
-// Run works until ctx ends or the queue is shut down.
+// Run processes names until ctx ends or the queue is shut down.
 func (w Worker) Run(ctx context.Context) {
 	for w.next(ctx) {
 	}
@@ -81,9 +79,9 @@ func (w Worker) next(ctx context.Context) bool {
 
 		return true
 	case ctx.Err() != nil:
-		return false // broken off, which is no failure
+		return false // canceled, which is not a failure
 	case apierrors.IsConflict(err):
-		logger.V(4).Info("Changed meanwhile, trying again", "err", err)
+		logger.V(4).Info("Object changed during reconciliation; retrying", "err", err)
 	default:
 		failures.WithLabelValues(w.Queue.controller).Inc()
 		logger.Error(err, w.Failure)

@@ -1,0 +1,91 @@
+package backoff_test
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"k8s.io/utils/clock"
+
+	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
+)
+
+var errFailed = errors.New("failed")
+
+// retry returns the delays before each call of f after the first.
+func delays(t *testing.T, f func(call int) error) (list []time.Duration) {
+	t.Helper()
+
+	var last time.Time
+
+	calls := 0
+
+	err := backoff.Retry(t.Context(), clock.RealClock{}, time.Second, 4*time.Second, func(context.Context) error {
+		if !last.IsZero() {
+			list = append(list, time.Since(last))
+		}
+
+		err := f(calls)
+		last = time.Now()
+		calls++
+
+		return err
+	})
+	if err != nil {
+		t.Error(err)
+	}
+
+	return list
+}
+
+func TestRetry_DelaysDoubleUpToTheLimit(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		got := delays(t, func(call int) error {
+			if call == 5 {
+				return nil
+			}
+
+			return errFailed
+		})
+
+		for i, least := range []time.Duration{1, 2, 4, 4, 4} {
+			least *= time.Second
+			if got[i] < least || got[i] > least*13/10 {
+				t.Errorf("delay %d is %s, want %s plus at most 30 %%", i, got[i], least)
+			}
+		}
+	})
+}
+
+func TestRetry_StartsOverAfterALongCall(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		got := delays(t, func(call int) error {
+			switch call {
+			case 3:
+				time.Sleep(5 * time.Second)
+			case 4:
+				return nil
+			}
+
+			return errFailed
+		})
+
+		if got[3] > 1300*time.Millisecond {
+			t.Errorf("delay after a long call is %s", got[3])
+		}
+	})
+}
+
+func TestRetry_ReturnsWhenContextEnds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+		defer cancel()
+
+		err := backoff.Retry(ctx, clock.RealClock{}, time.Second, time.Hour, func(context.Context) error { return errFailed })
+		if !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("got %v", err)
+		}
+	})
+}
