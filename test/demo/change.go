@@ -15,7 +15,7 @@ import (
 func (d *demo) change(ctx context.Context) error {
 	m := d.fleet.changing
 
-	d.screen.printf("\nChanges of machine %s, and when its Node had followed:", m.name)
+	d.screen.printf("\nUpdates of machine %s and the time until its Node was updated:", m.name)
 
 	for _, change := range []func(context.Context, *member) error{d.move, d.addAddress} {
 		if err := change(ctx, m); err != nil {
@@ -79,7 +79,7 @@ func (d *demo) recertify(ctx context.Context, m *member) error {
 	}
 
 	r := d.observer.get(m.name).certificate
-	d.screen.printf("  another certificate, with that address: issued %s after the kubelet had asked", d.screen.in(green, inSeconds(r.issued.Sub(r.asked))))
+	d.screen.printf("  new certificate with the added address: issued after %s", d.screen.in(green, inSeconds(r.issued.Sub(r.asked))))
 
 	return nil
 }

@@ -33,7 +33,7 @@ const (
 	leadTimeout = 2 * time.Minute
 	maxMissing  = 20
 
-	// poll is how often is looked for what nobody tells of.
+	// poll is the interval for state that cannot be watched.
 	poll = 50 * time.Millisecond
 )
 
@@ -67,7 +67,7 @@ func newDemo(nodes int, s *screen) *demo {
 func (d *demo) run(ctx context.Context) (err error) {
 	defer func() { err = errors.Join(err, d.stop()) }()
 
-	d.screen.printf("%s: %d simulated Talos machines, a real Kubernetes control plane, the real talos-ccm\n",
+	d.screen.printf("%s: %d simulated Talos machines, a real Kubernetes control plane and a real talos-ccm\n",
 		d.screen.in(bold, "talos-ccm demo"), len(d.fleet.members))
 
 	for _, step := range []func(context.Context) error{d.startKubernetes, d.startMachines, d.startProduct, d.show} {
@@ -164,7 +164,7 @@ func (d *demo) startMachines(ctx context.Context) (err error) {
 	}
 
 	d.screen.printf("%d Talos machines up after %s", len(d.fleet.members), inSeconds(time.Since(began)))
-	d.screen.printf("The machine configuration of %s has this document:\n\n%s", d.fleet.controlPlane().name, indented(document))
+	d.screen.printf("Machine configuration document of %s:\n\n%s", d.fleet.controlPlane().name, indented(document))
 
 	return d.fleet.controlPlane().machine.SetExtensionServiceDocument(ctx, d.service.name, d.service.spec)
 }
@@ -215,7 +215,7 @@ func (d *demo) startProduct(ctx context.Context) (err error) {
 		return err
 	}
 
-	d.screen.printf("talos-ccm (process %d) leads after %s", d.product.process.pid(), inSeconds(time.Since(began)))
+	d.screen.printf("talos-ccm (process %d) became leader after %s", d.product.process.pid(), inSeconds(time.Since(began)))
 
 	d.before, err = d.product.metrics(ctx)
 
@@ -230,12 +230,12 @@ func (d *demo) show(ctx context.Context) error {
 
 	limit := baseLimit + time.Duration(len(d.fleet.members))*limitPerNode
 
-	ctx, stop := context.WithTimeoutCause(ctx, limit, fmt.Errorf("not done within %s", limit))
+	ctx, stop := context.WithTimeoutCause(ctx, limit, fmt.Errorf("timed out after %s", limit))
 	defer stop()
 
 	err := d.initialize(ctx)
 	if errors.Is(context.Cause(ctx), context.Canceled) {
-		return err // interrupted: nobody waits for a table
+		return err // interrupted: skip the table
 	}
 
 	records := d.observer.list(d.fleet)
@@ -280,7 +280,7 @@ func (d *demo) watch(ctx context.Context) error {
 	return err
 }
 
-// fail has whoever waits return err, unless another error is on its way.
+// fail makes all waits return err, unless there already is an error.
 func (d *demo) fail(err error) {
 	select {
 	case d.failures <- err:
@@ -317,7 +317,7 @@ func (d *demo) initialize(ctx context.Context) error {
 	})
 }
 
-// register registers a machine's Node. That of the control plane gets its label, as from Talos: no kubelet may set it.
+// register registers a machine's Node and, as Talos does, labels the control plane's: kubelets may not set that label.
 func (d *demo) register(ctx context.Context, m *member) error {
 	if err := m.register(ctx, d.cluster); err != nil {
 		return err
@@ -343,7 +343,7 @@ func (d *demo) resolveLater(ctx context.Context, m *member) {
 	warned := func(context.Context) (bool, error) { return d.observer.get(m.name).waits, nil }
 
 	if wait.PollUntilContextCancel(ctx, poll, true, warned) != nil {
-		return // whoever ended ctx knows why
+		return // the cause of ctx is reported elsewhere
 	}
 
 	select {
@@ -373,7 +373,7 @@ func (d *demo) await(ctx context.Context, condition func() bool) error {
 }
 
 // errMissing is what a demo ends with that did not show what it should.
-var errMissing = errors.New("not all nodes are as their machines say")
+var errMissing = errors.New("some nodes do not match their machines")
 
 // missing lists what is wrong with the Nodes, or was when they were released.
 func missing(records []record) error {
@@ -410,7 +410,7 @@ func missing(records []record) error {
 }
 
 // errApprovals is of a talos-ccm that has approved more or less than the kubelets have asked for what is theirs.
-var errApprovals = errors.New("not as many approvals as requests of kubelets for what is theirs")
+var errApprovals = errors.New("the number of approvals differs from the number of legitimate requests")
 
 // finalMetrics are those that count all approvals: the API server, and so the observer, knows of an approval before talos-ccm counts it.
 func (d *demo) finalMetrics(ctx context.Context) (after samples, err error) {
@@ -461,10 +461,10 @@ func (d *demo) printCosts(ctx context.Context) error {
 
 	const mebibyte = 1 << 20
 
-	d.screen.printf("\nWhat it took talos-ccm:")
-	d.screen.printf("  time      %s from the first registration until all %.0f nodes were right", inSeconds(d.duration), nodes)
-	d.screen.printf("  memory    %d MiB resident, %d MiB at most", occupied.resident/mebibyte, occupied.highest/mebibyte)
-	d.screen.printf("  requests  %.1f to the API server per node (%.2f writes to Nodes, %.2f Events, %.2f approvals; %.0f others in all), %.1f to Talos per node",
+	d.screen.printf("\nResources used by talos-ccm:")
+	d.screen.printf("  time      %s from the first registration until all %.0f nodes were correct", inSeconds(d.duration), nodes)
+	d.screen.printf("  memory    %d MiB resident, peak %d MiB", occupied.resident/mebibyte, occupied.highest/mebibyte)
+	d.screen.printf("  requests  %.1f per node to the API server (%.2f Node writes, %.2f Events, %.2f approvals; %.0f others in total), %.1f per node to Talos",
 		all/nodes, patches/nodes, posts/nodes, approvals/nodes, all-patches-posts-approvals, talos/nodes)
 
 	return nil

@@ -51,7 +51,7 @@ func buildAndRun(m *testing.M) (int, error) {
 	return m.Run(), nil
 }
 
-func TestAllNodesAreInitializedAndFollow(t *testing.T) {
+func TestDemo_InitializesAndUpdatesAllNodes(t *testing.T) {
 	t.Parallel()
 
 	d := start(t, "-nodes", "4")
@@ -63,15 +63,15 @@ func TestAllNodesAreInitializedAndFollow(t *testing.T) {
 		"aws-2 (late): MetadataPending",
 		"zone      pve-1 → pve-9",
 		"external  203.0.113.4 → 203.0.113.4,203.0.113.250",
-		"another certificate, with that address: issued",
-		"the kubelet of nocloud-4 asks for the name and the address of metal-1",
+		"new certificate with the added address: issued",
+		"the kubelet of nocloud-4 requests a certificate for the name and address of metal-1",
 		`CSRDenied: Outdated: "metal-1" is neither the machine's nor its Node's`,
-		"It is denied, while one that metal-1 made for itself meanwhile was issued",
+		"The request is denied; a later request of metal-1 for itself was issued",
 		"MiB resident",
-		" approvals; ", // as many as the kubelets have asked for, which the demo sees to itself, and not the hostile one
+		" approvals; ", // the demo itself checks that exactly the legitimate requests were approved
 	} {
 		if !strings.Contains(d.output.String(), line) {
-			t.Errorf("it does not say %q", line)
+			t.Errorf("output lacks %q", line)
 		}
 	}
 
@@ -89,7 +89,7 @@ func TestAllNodesAreInitializedAndFollow(t *testing.T) {
 	d.expectNoFiles()
 }
 
-func TestOneMachineIsEnough(t *testing.T) {
+func TestDemo_WorksWithOneMachine(t *testing.T) {
 	t.Parallel()
 
 	d := start(t, "-nodes", "1")
@@ -97,12 +97,12 @@ func TestOneMachineIsEnough(t *testing.T) {
 	d.expectRow("metal-1 (control plane)", "  issued")
 }
 
-func TestInterruptedDemoLeavesNothing(t *testing.T) {
+func TestDemo_CleansUpWhenInterrupted(t *testing.T) {
 	t.Parallel()
 
 	for name, moment := range map[string]string{
-		"while talos-ccm is built": "Talos machines up after",
-		"while nodes wait":         "waiting: ",
+		"during the build of talos-ccm": "Talos machines up after",
+		"while nodes are pending":         "pending: ",
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -117,14 +117,14 @@ func TestInterruptedDemoLeavesNothing(t *testing.T) {
 	}
 }
 
-func TestChildrenDieWithAKilledDemo(t *testing.T) {
+func TestDemo_ChildrenExitWhenKilled(t *testing.T) {
 	t.Parallel()
 
 	d := start(t, "-nodes", "4")
-	d.awaitLine("leads after")
+	d.awaitLine("became leader after")
 
 	if len(d.processes()) == 0 {
-		t.Error("no child found while the demo runs: the search is wrong")
+		t.Error("no child process found while the demo runs: the search is broken")
 	}
 
 	d.signal(syscall.SIGKILL)
@@ -136,9 +136,9 @@ func TestWrongArgumentsAreExplained(t *testing.T) {
 	t.Parallel()
 
 	for args, explanation := range map[string]string{
-		"-nodes 0":    "-nodes 0: it must be from 1 to 5000",
-		"-nodes 5001": "-nodes 5001: it must be from 1 to 5000",
-		"-nodes abc":  "-nodes takes a number from 1 to 5000",
+		"-nodes 0":    "-nodes 0: must be from 1 to 5000",
+		"-nodes 5001": "-nodes 5001: must be from 1 to 5000",
+		"-nodes abc":  "-nodes must be a number from 1 to 5000",
 		"-knoten 20":  "-knoten",
 		"20":          `unexpected argument "20"`,
 	} {
@@ -149,7 +149,7 @@ func TestWrongArgumentsAreExplained(t *testing.T) {
 			d.expectExit(2)
 
 			if !strings.Contains(d.errors.String(), explanation) {
-				t.Errorf("it says %q, not %q", d.errors.String(), explanation)
+				t.Errorf("got %q, want %q", d.errors.String(), explanation)
 			}
 		})
 	}
@@ -198,7 +198,7 @@ func start(t *testing.T, args ...string) *demo {
 
 	t.Cleanup(func() {
 		if t.Failed() {
-			t.Logf("it said:\n%s%s", d.output.String(), d.errors.String())
+			t.Logf("output:\n%s%s", d.output.String(), d.errors.String())
 		}
 	})
 
@@ -218,7 +218,7 @@ func (d *demo) awaitLine(text string) {
 	}
 
 	_ = d.cmd.Wait() //nolint:errcheck // whatever it ended with, it was too early
-	d.t.Fatalf("it ended without saying %q", text)
+	d.t.Fatalf("exited without printing %q", text)
 }
 
 // expectRow looks for a line that begins with the first of the parts, ends with the last, and has the others.
@@ -234,7 +234,7 @@ func (d *demo) expectRow(parts ...string) {
 		}
 	}
 
-	d.t.Errorf("no line has %q", parts)
+	d.t.Errorf("no line contains %q", parts)
 }
 
 func (d *demo) signal(signal os.Signal) {
@@ -259,7 +259,7 @@ func (d *demo) expectExit(status int) {
 	}
 
 	if got := d.cmd.ProcessState.ExitCode(); got != status {
-		d.t.Fatalf("it ended with status %d, not %d", got, status)
+		d.t.Fatalf("exit status %d, want %d", got, status)
 	}
 }
 
@@ -276,7 +276,7 @@ func (d *demo) expectNoProcesses() {
 		return len(d.processes()) == 0, nil
 	})
 	if err != nil {
-		d.t.Errorf("these are left: %q", d.processes())
+		d.t.Errorf("processes left: %q", d.processes())
 	}
 }
 
@@ -310,6 +310,6 @@ func (d *demo) expectNoFiles() {
 	}
 
 	if len(entries) > 0 {
-		d.t.Errorf("these are left in the folder for temporary files: %v", entries)
+		d.t.Errorf("temporary files left: %v", entries)
 	}
 }

@@ -20,7 +20,7 @@ const (
 	taintSpot     = "example.org/spot"
 )
 
-var errNoDocument = errors.New("it is no ExtensionServiceConfig document")
+var errNoDocument = errors.New("not an ExtensionServiceConfig document")
 
 // service is an extension service's part of the machine configuration.
 type service struct {

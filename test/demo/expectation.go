@@ -28,7 +28,7 @@ type expectation struct {
 	// labels by key; an empty value means that the label must be absent.
 	labels    map[string]string
 	addresses map[corev1.NodeAddressType][]string
-	// taints are those of the document's rules, by key.
+	// taints that the document's rules set, by key.
 	taints map[string]string
 }
 
@@ -116,7 +116,7 @@ func (e expectation) wrongAddresses(node *corev1.Node) []string {
 	return wrong
 }
 
-// wrongTaints looks at those of the document's rules alone.
+// wrongTaints checks only the taints that the document's rules set.
 func (e expectation) wrongTaints(node *corev1.Node) []string {
 	is := map[string]string{}
 
@@ -140,14 +140,14 @@ func wrongPodCIDRs(node *corev1.Node) []string {
 
 	block, err := netip.ParsePrefix(node.Spec.PodCIDR)
 	if err != nil || len(node.Spec.PodCIDRs) > 1 || block.Bits() != podCIDRBits || !podCIDR.Contains(block.Addr()) {
-		return []string{fmt.Sprintf("podCIDRs are %q, should be one block of %d bits of %s", node.Spec.PodCIDRs, podCIDRBits, podCIDR)}
+		return []string{fmt.Sprintf("podCIDRs are %q, want one /%d block of %s", node.Spec.PodCIDRs, podCIDRBits, podCIDR)}
 	}
 
 	return nil
 }
 
 func differ(what string, is, should any) string {
-	return fmt.Sprintf("%s is %q, should be %q", what, is, should)
+	return fmt.Sprintf("%s is %q, want %q", what, is, should)
 }
 
 func tainted(node *corev1.Node) bool {

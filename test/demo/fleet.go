@@ -20,7 +20,7 @@ const (
 	slowness = 2 * time.Second
 	lateness = 3 * time.Second
 
-	// reasonPending is that of the Event.
+	// reasonPending is the Event reason.
 	reasonPending = "MetadataPending"
 
 	linkPhysical = "eth0"
@@ -282,7 +282,7 @@ func on(link string, addrs ...netip.Addr) []talostest.Address {
 	return addresses
 }
 
-// privateAddress is of the range for benchmarks (RFC 2544), which no network routes: should anybody dial it, nobody answers.
+// privateAddress is of the range for benchmarks (RFC 2544), which no network routes: dialing it gets no answer.
 func privateAddress(index int) netip.Addr {
 	const perByte = 250
 

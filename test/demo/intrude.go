@@ -16,7 +16,7 @@ func (d *demo) intrude(ctx context.Context) error {
 		return nil
 	}
 
-	d.screen.printf("\nA hostile request: the kubelet of %s asks for the name and the address of %s", m.name, victim.name)
+	d.screen.printf("\nHostile request: the kubelet of %s requests a certificate for the name and address of %s", m.name, victim.name)
 
 	if err := d.kubelets.ask(ctx, m.name, d.observer.noteHostile(m.name, []string{victim.private.String(), victim.name})); err != nil {
 		return err
@@ -25,12 +25,12 @@ func (d *demo) intrude(ctx context.Context) error {
 	hostile := func() request { return d.observer.get(m.name).hostile }
 
 	if err := d.await(ctx, func() bool { return hostile().said != "" }); err != nil {
-		return fmt.Errorf("wait for what talos-ccm says of it: %w", err)
+		return fmt.Errorf("wait for the verdict Event: %w", err)
 	}
 
 	d.screen.printf("  %s", hostile().said)
 
-	// A certificate that somebody asks for after it shows that whoever approves and issues has got so far.
+	// A certificate that is requested later and issued proves that the approver and the signer have processed the earlier request.
 	if err := d.renew(ctx, victim); err != nil {
 		return err
 	}
@@ -40,7 +40,7 @@ func (d *demo) intrude(ctx context.Context) error {
 		return fmt.Errorf("%w: that of %s for %s is %s", errIntruded, m.name, victim.name, state)
 	}
 
-	d.screen.printf("  It is %s, while one that %s made for itself meanwhile was issued.", d.screen.in(green, state), victim.name)
+	d.screen.printf("  The request is %s; a later request of %s for itself was issued.", d.screen.in(green, state), victim.name)
 
 	return nil
 }

@@ -29,14 +29,14 @@ const (
 )
 
 // kubelets are what the machines' kubelets do about their serving certificates: each asks for one for all that its Node lists, and for
-// another when that has changed. Nobody serves with them, so the keys are thrown away.
+// another when that has changed. The certificates are not used for serving, so the keys are discarded.
 //
 // Unlike a real one, such a kubelet does not ask before its Node is initialized: until then the Node lists the loopback address at which the
-// simulated machine is reached, for which nobody gets a certificate.
+// simulated machine is reached, for which no certificate is issued.
 type kubelets struct {
 	cluster  *kube.Cluster
 	observer *observer
-	// failed is told of a request that could not be made.
+	// failed is called for a request that could not be created.
 	failed func(error)
 	queue  workqueue.TypedInterface[string] // of nodenames
 }
@@ -76,16 +76,16 @@ func (k *kubelets) work(ctx context.Context) {
 func (k *kubelets) ask(ctx context.Context, nodename string, r request) error {
 	csr, err := r.object(nodename)
 	if err != nil {
-		return fmt.Errorf("make the certificate request of %s: %w", nodename, err)
+		return fmt.Errorf("create certificate request of %s: %w", nodename, err)
 	}
 
 	client, err := kubernetes.NewForConfig(k.cluster.KubeletConfig(nodename))
 	if err != nil {
-		return fmt.Errorf("make a client for the kubelet of %s: %w", nodename, err)
+		return fmt.Errorf("create client for the kubelet of %s: %w", nodename, err)
 	}
 
 	if _, err := client.CertificatesV1().CertificateSigningRequests().Create(ctx, csr, metav1.CreateOptions{}); err != nil {
-		return fmt.Errorf("ask for a certificate for %s: %w", nodename, err)
+		return fmt.Errorf("request certificate for %s: %w", nodename, err)
 	}
 
 	return nil
@@ -135,7 +135,7 @@ func subjectsOf(node *corev1.Node) []string {
 	return slices.Compact(subjects)
 }
 
-var errNoCertificate = errors.New("it is no PEM certificate")
+var errNoCertificate = errors.New("not a PEM certificate")
 
 // checkCertificate fails unless the certificate is a server's, of the authority, for the kubelet of the Node, and for the subjects alone.
 func checkCertificate(certificate []byte, authority *x509.CertPool, nodename string, subjects []string) error {
@@ -161,9 +161,9 @@ func checkCertificate(certificate []byte, authority *x509.CertPool, nodename str
 
 	switch {
 	case parsed.Subject.CommonName != userPrefix+nodename:
-		return errors.New(differ("its subject", parsed.Subject.CommonName, userPrefix+nodename))
+		return errors.New(differ("subject", parsed.Subject.CommonName, userPrefix+nodename))
 	case !sameElements(has, subjects):
-		return errors.New(differ("what it is for", has, subjects))
+		return errors.New(differ("SANs", has, subjects))
 	}
 
 	return nil

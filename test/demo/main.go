@@ -61,7 +61,7 @@ func parseArgs(args []string, usage io.Writer) (int, error) {
 
 	flags := flag.NewFlagSet("demo", flag.ContinueOnError)
 	flags.SetOutput(io.Discard) // errors are shown once, by exitCode
-	flags.IntVar(&nodes, "nodes", defaultNodes, fmt.Sprintf("how many Talos machines to simulate, 1 to %d", maxNodes))
+	flags.IntVar(&nodes, "nodes", defaultNodes, fmt.Sprintf("number of simulated Talos machines, 1 to %d", maxNodes))
 
 	switch err := flags.Parse(args); {
 	case errors.Is(err, flag.ErrHelp):
@@ -70,11 +70,11 @@ func parseArgs(args []string, usage io.Writer) (int, error) {
 
 		return 0, err
 	case err != nil:
-		return 0, usageError{fmt.Errorf("%w (-nodes takes a number from 1 to %d)", err, maxNodes)}
+		return 0, usageError{fmt.Errorf("%w (-nodes must be a number from 1 to %d)", err, maxNodes)}
 	case flags.NArg() > 0:
-		return 0, usageError{fmt.Errorf("unexpected argument %q: the only option is -nodes", flags.Arg(0))}
+		return 0, usageError{fmt.Errorf("unexpected argument %q: the only flag is -nodes", flags.Arg(0))}
 	case nodes < 1 || nodes > maxNodes:
-		return 0, usageError{fmt.Errorf("-nodes %d: it must be from 1 to %d", nodes, maxNodes)}
+		return 0, usageError{fmt.Errorf("-nodes %d: must be from 1 to %d", nodes, maxNodes)}
 	}
 
 	return nodes, nil
@@ -88,11 +88,11 @@ func checkOpenFiles(nodes int) error {
 	var limit unix.Rlimit
 
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
-		return fmt.Errorf("read the limit of open files: %w", err)
+		return fmt.Errorf("get RLIMIT_NOFILE: %w", err)
 	}
 
 	if needed := uint64(2*nodes + others); limit.Max < needed {
-		return fmt.Errorf("%d nodes need %d open files, and this user may open %d: raise the limit (ulimit -Hn) or take fewer nodes",
+		return fmt.Errorf("%d nodes require %d open files, but the limit is %d: raise it (ulimit -Hn) or use fewer nodes",
 			nodes, needed, limit.Max)
 	}
 
@@ -111,7 +111,7 @@ func exitCode(ctx context.Context, err error) int {
 
 		return exitUsage
 	case ctx.Err() != nil && errors.Is(err, context.Canceled):
-		fmt.Fprintln(os.Stderr, "Interrupted; everything is stopped and removed.")
+		fmt.Fprintln(os.Stderr, "Interrupted; all processes stopped and files removed.")
 
 		return exitInterrupted
 	default:

@@ -47,8 +47,8 @@ func containsAll(text string, parts []string) bool {
 // memory is how much of the computer's memory a process occupies, in bytes.
 type memory struct{ resident, highest int64 }
 
-// errNoMemory is of a process whose status tells nothing of memory: it has ended.
-var errNoMemory = errors.New("it has ended")
+// errNoMemory is of a process whose status tells nothing of memory: process exited.
+var errNoMemory = errors.New("process exited")
 
 func readMemory(pid int) (memory, error) {
 	file, err := os.Open(filepath.Join("/proc", strconv.Itoa(pid), "status"))

@@ -22,7 +22,7 @@ import (
 type observer struct {
 	// changed gets a value after every change; it holds one, for one receiver.
 	changed chan struct{}
-	// seen is told of every Node that was seen without the taint.
+	// seen is called for every Node observed without the taint.
 	seen func(nodename string)
 	// authority is who issues the serving certificates.
 	authority *x509.CertPool
@@ -90,7 +90,7 @@ func (o *observer) start(ctx context.Context, client kubernetes.Interface) (shut
 
 	for informer, synced := range factory.WaitForCacheSync(ctx.Done()) {
 		if !synced {
-			return factory.Shutdown, errors.Join(fmt.Errorf("watch %s: not begun", informer), ctx.Err())
+			return factory.Shutdown, errors.Join(fmt.Errorf("watch %s: not synced", informer), ctx.Err())
 		}
 	}
 
@@ -157,7 +157,7 @@ func (o *observer) seeEvent(obj any) {
 		o.update(event.InvolvedObject.Name, func(r *record) {
 			r.waits = r.waits || event.Reason == reasonPending
 
-			// While a Node waits for its machine's metadata, that is what is to be told of it, whatever else is.
+			// While a Node waits for its machine's metadata, that Event takes precedence over others.
 			if event.Reason == reasonPending || !r.waits || !r.released.IsZero() {
 				r.said = said
 			}
@@ -212,7 +212,7 @@ func (o *observer) updateRequest(name string, change func(r *request, nodename s
 	})
 }
 
-// noteRegistered is told of every Node after its registration.
+// noteRegistered is called for every Node after its registration.
 func (o *observer) noteRegistered(name string) {
 	now := time.Now()
 

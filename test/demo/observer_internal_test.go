@@ -23,7 +23,7 @@ func TestOfANodeThatWaitsForMetadataThatIsTold(t *testing.T) {
 		}
 
 		if said := o.get(f.members[0].name).said; !strings.HasPrefix(said, reasonPending) {
-			t.Errorf("after %v it is told: %s", reasons, said)
+			t.Errorf("after %v the message is: %s", reasons, said)
 		}
 	}
 }

@@ -26,7 +26,7 @@ type ending struct {
 	signal syscall.Signal
 	grace  time.Duration
 	// group says that the child's own children are asked, too, as by a Ctrl-C at the terminal: go waits for the compilers and linkers that it
-	// has started, and one that is killed meanwhile leaves them behind.
+	// has started, and a process that is killed before that leaves them behind.
 	group bool
 }
 

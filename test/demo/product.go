@@ -169,7 +169,7 @@ func startProduct(ctx context.Context, executable, socket string, environment []
 }
 
 // errProductEnded is of a talos-ccm that ended without having been asked to.
-var errProductEnded = errors.New("talos-ccm ended of its own accord")
+var errProductEnded = errors.New("talos-ccm exited unexpectedly")
 
 // awaitLeading returns when talos-ccm holds its lease: from then on its controllers run.
 func (p *product) awaitLeading(ctx context.Context, client kubernetes.Interface) error {
@@ -245,7 +245,7 @@ func (p *product) httpClient() (*http.Client, error) {
 }
 
 // errProductKilled is of a talos-ccm that did not end in time after SIGTERM.
-var errProductKilled = fmt.Errorf("talos-ccm did not end within %s after SIGTERM and was killed", productGrace)
+var errProductKilled = fmt.Errorf("talos-ccm did not exit within %s of SIGTERM and was killed", productGrace)
 
 // stop ends talos-ccm as Talos does. A nil product is fine.
 func (p *product) stop() error {
@@ -257,7 +257,7 @@ func (p *product) stop() error {
 	defer p.cancel()
 
 	if p.ended() != nil {
-		return nil // which has been told by whoever needed it
+		return nil // already reported where it was needed
 	}
 
 	p.cancel()

@@ -43,25 +43,25 @@ func (d *demo) progress(s *screen) []string {
 		lines = []string{
 			s.label("nodes registered") + s.bar(c.registered, total),
 			s.label("initialized") + s.bar(c.released, total),
-			s.label("pod CIDRs given") + s.bar(c.allocated, total),
-			s.label("certificates approved") + s.bar(c.approved, total),
-			s.label("and issued") + s.bar(c.issued, total),
+			s.label("pod CIDRs assigned") + s.bar(c.allocated, total),
+			s.label("CSRs approved") + s.bar(c.approved, total),
+			s.label("certificates issued") + s.bar(c.issued, total),
 		}
 	)
 
 	named := worthNaming(c.waiting)
 	for _, r := range named {
-		lines = append(lines, "waiting: "+reason(r))
+		lines = append(lines, "pending: "+reason(r))
 	}
 
 	if more := len(c.waiting) - len(named); more > 0 {
-		lines = append(lines, fmt.Sprintf("waiting: %d more", more))
+		lines = append(lines, fmt.Sprintf("pending: %d more", more))
 	}
 
 	return lines
 }
 
-// worthNaming are the first of those of which there is something to tell; if only a few wait, all of them.
+// worthNaming returns the first pending Nodes that have a message or a remark; if only a few are pending, all of them.
 func worthNaming(waiting []record) []record {
 	const most = 4
 
@@ -80,7 +80,7 @@ func worthNaming(waiting []record) []record {
 	return named
 }
 
-// reason says why the Node waits, as its Events tell.
+// reason returns why the Node is pending, according to its Events.
 func reason(r record) string {
 	name := r.member.name
 	if r.member.remark != "" {
@@ -94,7 +94,7 @@ func reason(r record) string {
 	return name + ": " + r.said
 }
 
-// indented sets a text off from what is around it.
+// indented indents every line of text.
 func indented(text []byte) string {
 	return "  " + strings.ReplaceAll(strings.TrimSpace(string(text)), "\n", "\n  ") + "\n"
 }

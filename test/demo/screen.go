@@ -114,7 +114,7 @@ func (s *screen) erase() {
 	s.drawn = 0
 }
 
-// width is that of the terminal: a line that is wider would take two.
+// width of the terminal: a longer line would wrap.
 func (s *screen) width() int {
 	const fallback = 80
 

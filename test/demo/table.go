@@ -127,11 +127,11 @@ func asked(r record) time.Time      { return r.certificate.asked }
 func approved(r record) time.Time   { return r.certificate.approved }
 func issued(r record) time.Time     { return r.certificate.issued }
 
-// printTimes shows how long Nodes had to wait.
+// printTimes prints the latency of each step.
 func (s *screen) printTimes(records []record) {
-	initialization := span{"its creation to the removal of its taint", registered, released}
+	initialization := span{"Node created → taint removed", registered, released}
 
-	s.printf("\nFor each Node, from")
+	s.printf("\nLatency per Node:")
 	s.printTime(initialization.what, initialization.times(records))
 
 	if ordinary := slices.DeleteFunc(slices.Clone(records), held); len(ordinary) < len(records) {
@@ -139,9 +139,9 @@ func (s *screen) printTimes(records []record) {
 	}
 
 	for _, span := range []span{
-		{"its creation to its pod CIDR", registered, allocated},
-		{"its certificate request to the approval", asked, approved},
-		{"its certificate request to the certificate", asked, issued},
+		{"Node created → pod CIDR assigned", registered, allocated},
+		{"CSR created → approved", asked, approved},
+		{"CSR created → certificate issued", asked, issued},
 	} {
 		s.printTime(span.what, span.times(records))
 	}
@@ -149,14 +149,14 @@ func (s *screen) printTimes(records []record) {
 
 func (s *screen) printTime(what string, times []time.Duration) {
 	if len(times) > 0 {
-		s.printf("  %-44s  %s", what, percentiles(times))
+		s.printf("  %-40s  %s", what, percentiles(times))
 	}
 }
 
-// held tells of machines that make their Nodes wait.
+// held reports whether the machine is one that delays its Node on purpose.
 func held(r record) bool { return r.member.pending || r.member.remark == "slow" }
 
-// times are those of the Nodes that have come so far.
+// times of the Nodes that reached this step.
 func (p span) times(records []record) []time.Duration {
 	var times []time.Duration
 
@@ -184,7 +184,7 @@ func (s *screen) printVerdict(records []record) {
 		color = red
 	}
 
-	s.printf("%s as their machines say, with pod CIDRs and serving certificates.", s.in(color, fmt.Sprintf("%d of %d nodes initialized,", done, len(records))))
+	s.printf("%s and matching their machines, with pod CIDRs and serving certificates.", s.in(color, fmt.Sprintf("%d of %d nodes initialized,", done, len(records))))
 }
 
 func percentiles(times []time.Duration) string {
