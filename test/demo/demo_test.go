@@ -102,7 +102,7 @@ func TestDemo_CleansUpWhenInterrupted(t *testing.T) {
 
 	for name, moment := range map[string]string{
 		"during the build of talos-ccm": "Talos machines up after",
-		"while nodes are pending":         "pending: ",
+		"while nodes are pending":       "pending: ",
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
