@@ -132,7 +132,7 @@ func TestDemo_ChildrenExitWhenKilled(t *testing.T) {
 	d.expectNoProcesses()
 }
 
-func TestWrongArgumentsAreExplained(t *testing.T) {
+func TestDemo_ExplainsInvalidArguments(t *testing.T) {
 	t.Parallel()
 
 	for args, explanation := range map[string]string{

@@ -53,7 +53,7 @@ func (a authority) issue(template *x509.Certificate) *x509.Certificate {
 	return issued
 }
 
-func TestAWrongCertificateIsNoticed(t *testing.T) {
+func TestCheckCertificate_RejectsWrongCertificates(t *testing.T) {
 	t.Parallel()
 
 	ours, others := newAuthority(t), newAuthority(t)

@@ -8,7 +8,7 @@ import (
 )
 
 // talos-ccm tells of a Node's pod CIDR too, sooner or later than of its metadata.
-func TestOfANodeThatWaitsForMetadataThatIsTold(t *testing.T) {
+func TestObserver_PrefersPendingMetadataEvent(t *testing.T) {
 	const other = "PodCIDRAllocatorUnknown"
 
 	for _, reasons := range [][]string{{reasonPending, other}, {other, reasonPending}} {

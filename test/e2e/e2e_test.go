@@ -129,7 +129,7 @@ func bothInitialized(ctx context.Context) string {
 	return ""
 }
 
-func TestBothNodesAreInitialized(t *testing.T) {
+func TestNodes_AreInitialized(t *testing.T) {
 	t.Logf("both Nodes are right %s after the bed was up", eventually(t, bothInitialized))
 
 	for _, m := range bed.Machines() {
@@ -151,7 +151,7 @@ func showInitialization(t *testing.T, node *corev1.Node) {
 	}
 }
 
-func TestAddressesAreThoseTalosReports(t *testing.T) {
+func TestNodes_HaveAddressesOfTalos(t *testing.T) {
 	eventually(t, bothInitialized)
 
 	for _, m := range bed.Machines() {
@@ -180,7 +180,7 @@ func TestAddressesAreThoseTalosReports(t *testing.T) {
 	}
 }
 
-func TestTalosAPIAccessIsNotAskedFor(t *testing.T) {
+func TestExtension_NeedsNoKubernetesTalosAPIAccess(t *testing.T) {
 	for _, m := range bed.Machines() {
 		api, err := m.TalosClient(t.Context())
 		if err != nil {
@@ -200,12 +200,12 @@ func TestTalosAPIAccessIsNotAskedFor(t *testing.T) {
 	}
 }
 
-func TestPublicAddressReachesTheNode(t *testing.T) {
+func TestNodes_FollowPublicAddress(t *testing.T) {
 	eventually(t, bothInitialized)
 	reachesTheNode(t, bed.Worker, netip.MustParsePrefix("203.0.113.7/32"))
 }
 
-// reachesTheNode gives m a public address, sees it on the Node within two seconds, takes it away again, and sees it gone within two seconds. Nobody can do
+// reachesTheNode gives m a public address, sees it on the Node within two seconds, takes it away again, and sees it gone within two seconds. No client can do
 // that before both machines are watched.
 func reachesTheNode(t *testing.T, m *talos.Machine, prefix netip.Prefix) {
 	t.Helper()
@@ -256,7 +256,7 @@ func removeAddress(t *testing.T, m *talos.Machine, prefix netip.Prefix) time.Dur
 	return took
 }
 
-func TestWorkerIdles(t *testing.T) {
+func TestExtension_IdlesOnWorker(t *testing.T) {
 	eventually(t, func(ctx context.Context) string {
 		state, err := bed.Worker.ServiceState(ctx, service)
 		if err != nil {
@@ -284,7 +284,7 @@ func TestWorkerIdles(t *testing.T) {
 	})
 }
 
-func TestMachineGetsThroughItsBoot(t *testing.T) {
+func TestExtension_DoesNotBlockBoot(t *testing.T) {
 	eventually(t, func(ctx context.Context) string {
 		for _, m := range bed.Machines() {
 			api, err := m.TalosClient(ctx)
@@ -331,7 +331,7 @@ func addresses(ctx context.Context, m *talos.Machine) ([]corev1.NodeAddress, err
 	return node.Status.Addresses, nil
 }
 
-// renewedLately is how long ago the lease was renewed at most, if somebody holds it who lives: that is done every two seconds.
+// renewedLately is the maximum age of the last renewal of a held lease: leaders renew every two seconds.
 const renewedLately = 5 * time.Second
 
 // working says what is missing for an instance to hold the lease and renew it.
@@ -342,7 +342,7 @@ func working(ctx context.Context) string {
 	case err != nil:
 		return err.Error()
 	case lease.Spec.HolderIdentity == nil || *lease.Spec.HolderIdentity == "":
-		return "nobody holds the lease"
+		return "no instance holds the lease"
 	case time.Since(lease.Spec.RenewTime.Time) > renewedLately:
 		return fmt.Sprintf("%s has not renewed the lease since %s", *lease.Spec.HolderIdentity, lease.Spec.RenewTime)
 	}

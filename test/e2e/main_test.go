@@ -119,11 +119,11 @@ func failed(err error) int {
 	return 1
 }
 
-// makeImage makes the images as users do, for this architecture, and unpacks that of the extension.
+// makeImage builds the images as users do, for this architecture, and unpacks the extension image.
 func makeImage(ctx context.Context, version string) error {
 	cmd := exec.CommandContext(ctx, "make", "--directory=../..", "image", "ARTIFACTS="+artifacts(version), "ARCHES="+runtime.GOARCH, "TAG="+version,
 		"SOURCE_DATE_EPOCH="+strconv.FormatInt(time.Now().Unix(), 10))
-	// Whatever the make was told that runs this test.
+	// Drop the flags of the make that runs this test.
 	cmd.Env = append(os.Environ(), "MAKEFLAGS=")
 
 	if output, err := cmd.CombinedOutput(); err != nil {

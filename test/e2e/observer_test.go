@@ -24,7 +24,7 @@ import (
 	"k8s.io/client-go/tools/cache"
 )
 
-// leaseName is that of the lease by which one instance of talos-ccm is chosen.
+// leaseName is the name of talos-ccm's leader election lease.
 const leaseName = "cloud-controller-manager-talos"
 
 // observer sees every version of the Nodes and of the lease that an API server tells of.
@@ -132,7 +132,7 @@ func (o *observer) seeLease(object runtime.Object) {
 
 	switch {
 	case holder == nil || *holder == "":
-		name = "nobody"
+		name = "no instance"
 	case *holder == o.extension:
 		name = "extension"
 	}
@@ -181,7 +181,7 @@ func (o *observer) judge(t *testing.T, sequences ...string) {
 	}
 }
 
-// lasting is what nobody may change about a Node while its machine is upgraded: all but its version and what comes and goes with a reboot.
+// lasting is the part of a Node that must not change while its machine is upgraded: everything except versions and what a reboot changes.
 func lasting(node *corev1.Node) *corev1.Node {
 	kept := &corev1.Node{
 		ObjectMeta: metav1.ObjectMeta{

@@ -28,7 +28,7 @@ func TestPodCIDRs(t *testing.T) {
 
 	for _, m := range bed.Machines() {
 		if node := nodeOf(t, m); len(node.Spec.PodCIDRs) > 0 {
-			t.Fatalf("%s has podCIDRs %v, and nobody should have given any", m.Name(), node.Spec.PodCIDRs)
+			t.Fatalf("%s has podCIDRs %v, want none", m.Name(), node.Spec.PodCIDRs)
 		}
 	}
 

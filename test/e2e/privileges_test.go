@@ -14,7 +14,7 @@ import (
 	"time"
 )
 
-func TestServiceRunsWithoutPrivileges(t *testing.T) {
+func TestExtension_RunsUnprivileged(t *testing.T) {
 	const start = 10 * time.Second // until then a process may have them
 
 	for _, m := range bed.Machines() {
@@ -84,7 +84,7 @@ func parseStatus(status string) map[string]string {
 // calls matches what machined logs of a call that it has answered: the method and the roles the caller named.
 var calls = regexp.MustCompile(`\[(/[^]]+)\] .*talos-role=([^;)]*)`)
 
-func TestAdminIsAskedForInTheNamedCallsAlone(t *testing.T) {
+func TestExtension_UsesAdminRoleOnlyForDocumentedCalls(t *testing.T) {
 	eventually(t, bothInitialized)
 
 	log, err := bed.ControlPlane.Logs(t.Context(), "machined")

@@ -41,7 +41,7 @@ transformations:
       Zone: rack-1
 `
 
-func TestRenderedIsWhatIsOnTheNodes(t *testing.T) {
+func TestRender_MatchesNodes(t *testing.T) {
 	eventually(t, bothInitialized)
 
 	rules := filepath.Join(t.TempDir(), "config.yaml")

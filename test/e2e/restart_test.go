@@ -12,7 +12,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
 
-func TestKilledServiceComesBack(t *testing.T) {
+func TestExtension_RestartsAfterKill(t *testing.T) {
 	eventually(t, bothInitialized)
 
 	for _, m := range bed.Machines() {
@@ -57,7 +57,7 @@ func task(t *testing.T, m *talos.Machine) (pids []int) {
 	return pids
 }
 
-func TestRebootedWorkerIsRight(t *testing.T) {
+func TestNodes_SurviveWorkerReboot(t *testing.T) {
 	eventually(t, bothInitialized)
 
 	if err := bed.Worker.Reboot(t.Context()); err != nil {
@@ -86,7 +86,7 @@ func apiAnswers(t *testing.T, m *talos.Machine) {
 	})
 }
 
-func TestServiceRunsWithoutNetwork(t *testing.T) {
+func TestExtension_RunsWithoutNetwork(t *testing.T) {
 	const (
 		limit = 5 * time.Second
 		// The machine that runs this test may be busy with something else for a while; a service that waits for the network

@@ -68,7 +68,7 @@ func lacks(request certificatesv1.CertificateSigningRequest, ips []netip.Addr) s
 	return ""
 }
 
-func TestServingCertificatesAreIssued(t *testing.T) {
+func TestServingCertificates_AreIssued(t *testing.T) {
 	eventually(t, bothInitialized)
 
 	for _, m := range bed.Machines() {
@@ -87,8 +87,8 @@ func TestServingCertificatesAreIssued(t *testing.T) {
 	}
 }
 
-// TestKubeletsAreWhatTheyCertify is what the API server does for logs and exec, with the cluster's CA.
-func TestKubeletsAreWhatTheyCertify(t *testing.T) {
+// TestServingCertificates_MatchKubelets is what the API server does for logs and exec, with the cluster's CA.
+func TestServingCertificates_MatchKubelets(t *testing.T) {
 	eventually(t, bothInitialized)
 
 	for _, m := range bed.Machines() {
@@ -122,7 +122,7 @@ func kubeletOf(m *talos.Machine) kubernetes.Interface {
 	return kubernetes.NewForConfigOrDie(config)
 }
 
-func TestAddedAddressRenewsTheCertificate(t *testing.T) {
+func TestServingCertificates_AreRenewedForAddedAddress(t *testing.T) {
 	eventually(t, bothInitialized)
 	eventually(t, func(ctx context.Context) string {
 		_, missing := issued(ctx, bed.Worker, bed.Worker.Address())

@@ -175,7 +175,7 @@ func rule(value string) string {
 	return "transformations:\n- name: test\n  labels:\n    example.org/e2e: " + value + "\n"
 }
 
-func TestConfigurationTakesEffectWithoutRestart(t *testing.T) {
+func TestConfiguration_AppliesWithoutRestart(t *testing.T) {
 	const label = "example.org/e2e"
 
 	eventually(t, bothInitialized)
@@ -239,7 +239,7 @@ func mistaken(t *testing.T, label string) time.Duration {
 	return took
 }
 
-func TestEnvironmentOfTheDocumentReplacesTheProcess(t *testing.T) {
+func TestEnvironment_ReplacesProcess(t *testing.T) {
 	eventually(t, bothInitialized)
 	eventually(t, working)
 	t.Cleanup(func() { removeDocument(t) })

@@ -91,7 +91,7 @@ const (
 	thePod       = "talos-cp_"
 )
 
-// heldBy says whether the lease is not held and renewed by somebody whose name begins with prefix.
+// heldBy returns an error unless an instance whose identity begins with prefix holds and renews the lease.
 func heldBy(prefix string) func(context.Context) string {
 	return func(ctx context.Context) string {
 		if missing := working(ctx); missing != "" {
@@ -270,7 +270,7 @@ func filled(t *testing.T, manifest string) string {
 	).Replace(manifest)
 }
 
-func TestStaticPodOfTheDocument(t *testing.T) {
+func TestDocs_StaticPodWorks(t *testing.T) {
 	eventually(t, bothInitialized)
 	eventually(t, heldBy(theExtension))
 
@@ -332,7 +332,7 @@ func eachObject(t *testing.T, manifest string, do func(context.Context, dynamic.
 	}
 }
 
-func TestDeploymentOfTheDocument(t *testing.T) {
+func TestDocs_DeploymentWorks(t *testing.T) {
 	eventually(t, bothInitialized)
 	eventually(t, heldBy(theExtension))
 
@@ -357,7 +357,7 @@ func TestDeploymentOfTheDocument(t *testing.T) {
 	}
 	t.Cleanup(remove)
 
-	// Talos makes the kind of its ServiceAccounts known when it is told to.
+	// Talos registers its ServiceAccount CRD only when kubernetesTalosAPIAccess is enabled.
 	eachObject(t, deployment, func(ctx context.Context, kind dynamic.ResourceInterface, object *unstructured.Unstructured) error {
 		_, err := kind.Apply(ctx, object.GetName(), object, metav1.ApplyOptions{FieldManager: "e2e"})
 

@@ -53,7 +53,7 @@ func TestUpgrade(t *testing.T) {
 }
 
 // upgrade is what talosctl does: another version of the extension is installed on one machine after the other, and the machine rebooted. The lease
-// goes to another instance meanwhile, as in a cluster with more control-plane machines, and back.
+// moves to another instance for that time, as in a cluster with several control-plane machines, and back.
 func upgrade(t *testing.T) {
 	configure(t)
 
@@ -80,8 +80,8 @@ func upgrade(t *testing.T) {
 	eventually(t, shows(bed.Worker, nextVersion))
 
 	showVersion(t)
-	seen.judge(t, "extension, nobody, other instance, nobody, extension",
-		"extension, other instance, nobody, extension") // the API server has ended before it told of the first release
+	seen.judge(t, "extension, no instance, other instance, no instance, extension",
+		"extension, other instance, no instance, extension") // the API server stopped before it reported the first release
 	worksOn(t)
 }
 
@@ -156,7 +156,7 @@ func replace(t *testing.T, m *talos.Machine, dir string, restart func(*talos.Mac
 	t.Logf("%s was switched on again after %s", m.Name(), time.Since(start).Round(time.Second))
 }
 
-// worksOn sees that the Nodes are cared for, and that none of them had to be initialized anew.
+// worksOn checks that the Nodes are still reconciled, and that none of them was initialized again.
 func worksOn(t *testing.T) {
 	t.Helper()
 

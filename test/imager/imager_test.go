@@ -116,7 +116,7 @@ func pushed(t *testing.T, layout string) source {
 	return source{"imageRef", ref.String()}
 }
 
-func TestTheImagerAddsTheExtensionToAnInitramfs(t *testing.T) {
+func TestImager_AddsExtensionToInitramfs(t *testing.T) {
 	layout := setting(t, "TALOS_CCM_LAYOUT")
 
 	for title, test := range map[string]struct {
@@ -173,7 +173,7 @@ func compare(t *testing.T, packed, added, arch string) {
 	}
 }
 
-func TestTheImagerRefuses(t *testing.T) {
+func TestImager_RejectsInvalidImages(t *testing.T) {
 	const manifest = `version: v1alpha1
 metadata:
   name: talos-ccm

@@ -35,7 +35,7 @@ func (c *Cluster) stopAPIServer(ctx context.Context) {
 }
 
 // StartAPIServer starts a stopped API server again, on the same port and with the same data and certificates, and waits until it serves.
-// Starting one that runs is fine. If kube-controller-manager did not survive meanwhile, it is started again, as a kubelet would.
+// Starting one that runs is fine. If kube-controller-manager has exited, it is restarted, as a kubelet would.
 func (c *Cluster) StartAPIServer(ctx context.Context) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -55,7 +55,7 @@ func (c *Cluster) StartAPIServer(ctx context.Context) error {
 
 // RotateServingCA replaces the authority that signed the API server's certificate and restarts the API server, and
 // kube-controller-manager with it. From then on [Cluster.CA], [Cluster.Config] and [Cluster.Kubeconfig] give the new authority alone;
-// whoever knows only the old one no longer trusts the API server. Client certificates and tokens stay valid. Real kubelets that were
+// clients that know only the old one no longer trust the API server. Client certificates and tokens stay valid. Real kubelets that were
 // started before keep the old authority, as those of a machine would until they are restarted.
 func (c *Cluster) RotateServingCA(ctx context.Context) error {
 	c.mu.Lock()
@@ -137,7 +137,7 @@ func (c *Cluster) apiServerFlags() []string {
 		"--kubelet-client-certificate=" + file(kubeletClientCertFile),
 		"--kubelet-client-key=" + file(kubeletClientKeyFile),
 		"--allow-privileged=true",
-		// Nobody is a front proxy, but components that delegate their authentication insist on knowing the authority of one.
+		// There is no front proxy, but components that delegate authentication require its CA.
 		"--requestheader-client-ca-file=" + file(frontProxyCAFile),
 		"--requestheader-allowed-names=front-proxy-client",
 		"--requestheader-extra-headers-prefix=X-Remote-Extra-",

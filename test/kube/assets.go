@@ -19,7 +19,7 @@ const (
 	assetsEnv = "KUBEBUILDER_ASSETS"
 	cacheEnv  = "TALOS_CCM_CACHE"
 
-	// KubernetesVersion is that of the components this package builds.
+	// KubernetesVersion is the version of the components that this package builds.
 	KubernetesVersion = "v1.36.3"
 
 	multiCall = "kube-components"
@@ -167,7 +167,7 @@ func (s source) buildInto(ctx context.Context, cache string, progress io.Writer)
 	}
 	defer unlock()
 
-	if used(folder) { // whoever held the lock has built it
+	if used(folder) { // the previous holder of the lock built it
 		return folder, nil
 	}
 
@@ -200,7 +200,7 @@ func (s source) buildAs(ctx context.Context, folder string, progress io.Writer) 
 		return err
 	}
 
-	// It exists only if somebody removed the executable from it.
+	// It exists only if the executable was removed from it.
 	if err := os.RemoveAll(folder); err != nil {
 		return err
 	}
@@ -220,7 +220,7 @@ func used(folder string) bool {
 	return true
 }
 
-// prune removes what no longer serves: builds beyond keptAssets that nobody used within assetsTTL, and what interrupted builds left. The
+// prune removes builds beyond keptAssets that were not used within assetsTTL, and leftovers of interrupted builds. The
 // caller holds the cache's lock.
 func prune(cache string) error {
 	entries, err := os.ReadDir(cache)

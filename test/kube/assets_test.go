@@ -10,7 +10,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-func TestAssetsOfEnvironment(t *testing.T) {
+func TestAssets_FromEnvironment(t *testing.T) {
 	for _, test := range []struct {
 		name    string
 		files   map[string]os.FileMode

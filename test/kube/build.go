@@ -138,7 +138,7 @@ func withStderr(err error) error {
 	return err
 }
 
-// lockFile takes the lock that the file stands for, across processes, and returns how to give it back. If it is held, waiting is called
+// lockFile acquires a lock file across processes and returns the function that releases it. If it is held, waiting is called
 // once.
 func lockFile(ctx context.Context, path string, waiting func()) (func(), error) {
 	file, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, 0o600)

@@ -88,13 +88,13 @@ func testKubeconfig(t *testing.T, cluster *kube.Cluster) {
 }
 
 func testUser(t *testing.T, cluster *kube.Cluster) {
-	nobody, err := cluster.UserConfig("nobody")
+	unprivileged, err := cluster.UserConfig("unprivileged")
 	if err != nil {
 		t.Fatal(err)
 	}
 
-	if _, err := client(t, nobody).CoreV1().Nodes().List(t.Context(), metav1.ListOptions{}); !apierrors.IsForbidden(err) {
-		t.Errorf("nobody lists nodes: got %v, want Forbidden", err)
+	if _, err := client(t, unprivileged).CoreV1().Nodes().List(t.Context(), metav1.ListOptions{}); !apierrors.IsForbidden(err) {
+		t.Errorf("unprivileged user lists nodes: got %v, want Forbidden", err)
 	}
 
 	register(t, cluster, kube.NodeSpec{Name: "mine"})
@@ -206,7 +206,7 @@ func testRotation(t *testing.T, cluster *kube.Cluster) {
 	}
 
 	if _, err := client(t, old).Discovery().ServerVersion(); err == nil || !strings.Contains(err.Error(), "x509") {
-		t.Errorf("whoever knows the old authority only: got %v, want a certificate error", err)
+		t.Errorf("client that knows only the old CA: got %v, want a certificate error", err)
 	}
 
 	old.CAData = cluster.CA()
@@ -222,7 +222,7 @@ func testRotation(t *testing.T, cluster *kube.Cluster) {
 	testServingCertificate(t, cluster)
 }
 
-func TestFailedStart(t *testing.T) {
+func TestCluster_CleansUpAfterFailedStart(t *testing.T) {
 	for _, test := range []struct {
 		name    string
 		options kube.Options
@@ -272,7 +272,7 @@ func TestPodCIDRs(t *testing.T) {
 	})
 }
 
-func TestKilledParent(t *testing.T) {
+func TestCluster_ExitsWhenParentIsKilled(t *testing.T) {
 	temporary := t.TempDir()
 	t.Setenv("TMPDIR", temporary)
 	t.Setenv("KUBEBUILDER_ASSETS", "") // the victim starts a kubelet

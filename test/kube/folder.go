@@ -106,7 +106,7 @@ func removeAbandoned(parent string) error {
 func removeIfAbandoned(lockPath string) error {
 	lock, err := os.Open(lockPath)
 	if errors.Is(err, os.ErrNotExist) || errors.Is(err, os.ErrPermission) {
-		return nil // removed meanwhile, or another user's
+		return nil // already removed, or owned by another user
 	}
 
 	if err != nil {

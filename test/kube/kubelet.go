@@ -58,7 +58,7 @@ func (c *Cluster) StartKubelet(ctx context.Context, spec KubeletSpec) (*Kubelet,
 	return k, nil
 }
 
-// start starts the kubelet, and again with another port if somebody took the one it was given: unlike the other components, a kubelet
+// start starts the kubelet, and again with another port if the given one was taken: unlike the other components, a kubelet
 // cannot listen on a port that is reserved.
 func (k *Kubelet) start(ctx context.Context, spec KubeletSpec) error {
 	for attempt := 1; ; attempt++ {

@@ -72,7 +72,7 @@ func (c *Cluster) RegisterNode(ctx context.Context, spec NodeSpec) (*corev1.Node
 // administrator: all kubelets of a cluster, thousands as well, share one connection.
 func (c *Cluster) KubeletConfig(nodename string) *rest.Config {
 	config := c.Config()
-	// The API server takes the first part as the field manager, by which later conflicts are told.
+	// The API server uses the first part as the field manager, which later conflicts report.
 	config.UserAgent = kubelet + "/" + DefaultKubeletVersion
 	config.Impersonate = rest.ImpersonationConfig{UserName: "system:node:" + nodename, Groups: []string{groupNodes, "system:authenticated"}}
 

@@ -14,7 +14,7 @@ type Port struct {
 	socket int
 }
 
-// ReservePort reserves a port that nobody has.
+// ReservePort reserves a free port.
 func ReservePort() (*Port, error) {
 	socket, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {

@@ -13,7 +13,7 @@ import (
 
 // RequestKind is what requests to the API server are counted by.
 type RequestKind struct {
-	// Verb is that of the API server's metrics, in capitals: GET, LIST, WATCH, POST, PUT, PATCH, APPLY, DELETE.
+	// Verb as in the API server's metrics, in capitals: GET, LIST, WATCH, POST, PUT, PATCH, APPLY, DELETE.
 	Verb string
 	// Group is empty for the core group.
 	Group string
@@ -26,8 +26,8 @@ type RequestKind struct {
 // Requests counts requests by kind.
 type Requests map[RequestKind]int
 
-// APIServerRequests are the requests that the API server has answered since it was started, whoever sent them: tests, controllers and the
-// API server itself. A restarted API server counts anew.
+// APIServerRequests are the requests that the API server has answered since it was started, from all clients: tests, controllers and the
+// API server itself. A restarted API server starts from zero.
 func (c *Cluster) APIServerRequests(ctx context.Context) (Requests, error) {
 	client, err := kubernetes.NewForConfig(c.Config())
 	if err != nil {

@@ -46,7 +46,7 @@ func TestParseRequests(t *testing.T) {
 	}
 }
 
-func TestParseRequestsRefuses(t *testing.T) {
+func TestParseRequests_RejectsInvalidInput(t *testing.T) {
 	for _, metrics := range []string{
 		`apiserver_request_total{`,
 		`apiserver_request_total{code`,
@@ -77,7 +77,7 @@ func FuzzParseRequests(f *testing.F) {
 	})
 }
 
-func TestRequestsSince(t *testing.T) {
+func TestRequests_Since(t *testing.T) {
 	get := kube.RequestKind{Verb: "GET", Resource: "nodes", Code: 200}
 	patch := kube.RequestKind{Verb: "PATCH", Resource: "nodes", Code: 200}
 	list := kube.RequestKind{Verb: "LIST", Resource: "nodes", Code: 200}

@@ -19,9 +19,9 @@ type family struct {
 }
 
 var (
-	// prefixes are those of the metrics that are listed: what the libraries that we are built from export besides is nothing to watch.
+	// prefixes of the metrics that are listed. Other metrics of libraries are not listed.
 	prefixes = []string{"talosccm_", "leader_election_", "workqueue_", "rest_client_", "process_", "go_goroutines", "go_gc_gomemlimit_bytes", "go_memstats_"}
-	// open are the labels of which nobody can list the values.
+	// open are the labels whose values cannot be enumerated.
 	open = []string{"cidr", "code", "go_version", "method", "pool", "request", "version"}
 )
 

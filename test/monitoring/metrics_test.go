@@ -37,7 +37,7 @@ const (
 	interval = 250 * time.Millisecond
 )
 
-var update = flag.Bool("update", false, "write "+list+" anew")
+var update = flag.Bool("update", false, "rewrite "+list)
 
 // rules has a label that Kubernetes accepts of no machine.
 const rules = `transformations:

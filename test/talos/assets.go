@@ -47,7 +47,7 @@ func (a *assets) release() error { return a.use.Close() }
 
 // Assets builds Talos, its container runtime and the tools of this bed, unless that has been done before, and returns the folder
 // with the result: a root file system in rootfs and commands in bin. The cache is $TALOS_CCM_CACHE, or talos-ccm in the user's
-// cache folder. Progress is told to out, which may be nil.
+// cache folder. Progress is written to out, which may be nil.
 func Assets(ctx context.Context, out io.Writer) (string, error) {
 	a, err := prepare(ctx, out)
 	if err != nil {
@@ -280,7 +280,7 @@ func prune(cache, current string) {
 	}
 }
 
-// removeUnused removes a build unless somebody holds a lock on it. What cannot be removed is tried again next time.
+// removeUnused removes a build unless it is locked. What cannot be removed is retried next time.
 func removeUnused(dir string) {
 	lock, err := lockFolder(dir, unix.LOCK_EX|unix.LOCK_NB)
 	if err != nil {

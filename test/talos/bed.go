@@ -49,7 +49,7 @@ type Options struct {
 	ControlPlanePatches, WorkerPatches []string
 	// LogDir keeps the consoles of the machines. Empty: they are removed with the bed.
 	LogDir string
-	// Progress is told what is being waited for. Nil: nobody is.
+	// Progress is called with what is being waited for; may be nil.
 	Progress io.Writer
 }
 

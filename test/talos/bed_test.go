@@ -98,7 +98,7 @@ func nodeOf(t *testing.T, m *talos.Machine) (node *corev1.Node) {
 	return node
 }
 
-func TestBothNodesWaitForACloudProvider(t *testing.T) {
+func TestBed_NodesWaitForCloudProvider(t *testing.T) {
 	for _, m := range bed.Machines() {
 		node := nodeOf(t, m)
 
@@ -112,7 +112,7 @@ func TestBothNodesWaitForACloudProvider(t *testing.T) {
 	}
 }
 
-func TestTalosctlReachesBothMachines(t *testing.T) {
+func TestBed_TalosctlReachesMachines(t *testing.T) {
 	for _, m := range bed.Machines() {
 		out, err := bed.Shell(t.Context(), "talosctl --nodes "+m.Address().String()+" get nodename --output 'jsonpath={.spec.nodename}'")
 		check(t, err)
@@ -123,7 +123,7 @@ func TestTalosctlReachesBothMachines(t *testing.T) {
 	}
 }
 
-func TestServingCertificatesArePending(t *testing.T) {
+func TestBed_ServingCertificatesArePending(t *testing.T) {
 	kubernetes, err := bed.Kubernetes()
 	check(t, err)
 
@@ -148,7 +148,7 @@ func TestServingCertificatesArePending(t *testing.T) {
 	}
 }
 
-func TestExtensionRunsSoonAfterTalos(t *testing.T) {
+func TestBed_ExtensionStartsSoonAfterTalos(t *testing.T) {
 	for _, m := range bed.Machines() {
 		runsSoon(t, m, func() { check(t, m.PowerCycle(t.Context())) })
 
@@ -185,7 +185,7 @@ func runsSoon(t *testing.T, m *talos.Machine, again func()) {
 	}
 }
 
-func TestTalosListsTheExtension(t *testing.T) {
+func TestBed_TalosListsExtension(t *testing.T) {
 	for _, m := range bed.Machines() {
 		c, err := m.TalosClient(t.Context())
 		check(t, err)
@@ -200,7 +200,7 @@ func TestTalosListsTheExtension(t *testing.T) {
 	}
 }
 
-// report is what the probe was told last.
+// report is the last report of the probe.
 type report struct{ Version, MachineType, Platform, Environment string }
 
 func reported(ctx context.Context, m *talos.Machine) (last report, err error) {
@@ -220,7 +220,7 @@ func reported(ctx context.Context, m *talos.Machine) (last report, err error) {
 	return last, err
 }
 
-func TestExtensionReachesMachineSocket(t *testing.T) {
+func TestBed_ExtensionReachesMachineSocket(t *testing.T) {
 	for _, m := range bed.Machines() {
 		var got report
 
@@ -232,12 +232,12 @@ func TestExtensionReachesMachineSocket(t *testing.T) {
 
 		// What only the configuration tells, Talos may know later than the probe asks.
 		if got.Version != talosVersion || got.Platform != "container" {
-			t.Errorf("%s: the probe was told %+v", m.Name(), got)
+			t.Errorf("%s: the probe reported %+v", m.Name(), got)
 		}
 	}
 }
 
-func TestRestartedExtensionSeesTheConfiguration(t *testing.T) {
+func TestBed_RestartedExtensionSeesConfiguration(t *testing.T) {
 	for m, machineType := range map[*talos.Machine]string{bed.ControlPlane: "controlplane", bed.Worker: "worker"} {
 		check(t, m.RestartService(t.Context(), service))
 
@@ -246,7 +246,7 @@ func TestRestartedExtensionSeesTheConfiguration(t *testing.T) {
 		eventually(t, func(ctx context.Context) error {
 			got, err := reported(ctx, m)
 			if err == nil && got != want {
-				err = fmt.Errorf("%s: the probe was told %+v", m.Name(), got)
+				err = fmt.Errorf("%s: the probe reported %+v", m.Name(), got)
 			}
 
 			return err
@@ -254,7 +254,7 @@ func TestRestartedExtensionSeesTheConfiguration(t *testing.T) {
 	}
 }
 
-func TestAddressesAppearInTalos(t *testing.T) {
+func TestBed_AddressesAppearInTalos(t *testing.T) {
 	prefix := netip.MustParsePrefix("203.0.113.7/32")
 
 	c, err := bed.Worker.TalosClient(t.Context())
@@ -294,7 +294,7 @@ func TestAddressesAppearInTalos(t *testing.T) {
 	t.Logf("it went after %s", next(state.Destroyed, start))
 }
 
-func TestKilledServiceComesBack(t *testing.T) {
+func TestBed_RestartsKilledExtension(t *testing.T) {
 	m := bed.Worker
 
 	before, err := m.ServiceTask(service)
@@ -339,7 +339,7 @@ func dial(ctx context.Context, m *talos.Machine) error {
 	return conn.Close()
 }
 
-func TestCableCutsOff(t *testing.T) {
+func TestBed_CableDisconnectsMachine(t *testing.T) {
 	eventually(t, func(ctx context.Context) error { return dial(ctx, bed.Worker) })
 	check(t, bed.Worker.SetLink(t.Context(), talos.LinkDown))
 
@@ -379,7 +379,7 @@ func alive(t *testing.T, m *talos.Machine, since time.Time) time.Duration {
 	})
 }
 
-func TestMachinesKeepTheirIdentity(t *testing.T) {
+func TestBed_MachinesKeepIdentity(t *testing.T) {
 	for _, test := range []struct {
 		name    string
 		machine *talos.Machine
@@ -401,13 +401,13 @@ func TestMachinesKeepTheirIdentity(t *testing.T) {
 			t.Logf("its kubelet spoke after %.1f s more", alive(t, test.machine, time.Now()).Seconds())
 
 			if nodeOf(t, test.machine).UID != before.UID {
-				t.Errorf("the Node was made anew")
+				t.Errorf("the Node was recreated")
 			}
 		})
 	}
 }
 
-func TestExtensionRunsWithoutNetwork(t *testing.T) {
+func TestBed_ExtensionRunsWithoutNetwork(t *testing.T) {
 	m := bed.Worker
 
 	check(t, m.PowerOff(t.Context()))

@@ -101,7 +101,7 @@ func (c cgroup) processes(below string) ([]int, error) {
 
 		list, err := os.ReadFile(path)
 		if err != nil {
-			return nil //nolint:nilerr // the cgroup was removed meanwhile
+			return nil //nolint:nilerr // the cgroup is already gone
 		}
 
 		for line := range strings.FieldsSeq(string(list)) {

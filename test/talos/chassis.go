@@ -19,7 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// chassisSpec is what tools/chassis reads; the layers, anew for every boot.
+// chassisSpec is the input of tools/chassis; it reads the layers at every boot.
 type chassisSpec struct {
 	Name       string   `json:"name"`
 	Dir        string   `json:"dir"`

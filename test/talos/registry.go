@@ -17,7 +17,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/remote"
 )
 
-// registry serves images to the machines: those of the cluster, which are files too large for memory, and others that are pushed.
+// registry serves images to the machines: the cluster's, which are too large to keep in memory, and pushed ones.
 type registry struct {
 	server http.Server
 	done   chan error

@@ -15,8 +15,8 @@ import (
 
 const nobody = 65534
 
-// TestOnlyRootGetsABed runs this binary as a user without rights: it must fail, and say why.
-func TestOnlyRootGetsABed(t *testing.T) {
+// TestBed_RequiresRoot runs this binary as a user without rights: it must fail, and say why.
+func TestBed_RequiresRoot(t *testing.T) {
 	self, err := os.ReadFile(os.Args[0])
 	check(t, err)
 

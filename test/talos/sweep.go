@@ -64,7 +64,7 @@ func sweep(ctx context.Context, base string) error {
 	for _, dir := range dirs {
 		owner, err := lockFolder(dir, unix.LOCK_EX|unix.LOCK_NB)
 		if err != nil {
-			continue // somebody's
+			continue // still in use
 		}
 
 		err = errors.Join(sweepCgroups(ctx, filepath.Base(dir)), os.RemoveAll(dir), owner.Close())

@@ -15,7 +15,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
 
-func TestKilledProcessLeavesNothingRunning(t *testing.T) {
+func TestBed_LeavesNoProcessesWhenKilled(t *testing.T) {
 	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^$")
 	cmd.Env = append(os.Environ(), victim+"=1")
 
@@ -80,7 +80,7 @@ func names(file, word string) bool {
 	return err == nil && strings.Contains(string(content), word)
 }
 
-// zombie tells whether a process has ended and only waits for whoever adopted it to notice.
+// zombie reports whether a process has exited and has not been reaped yet.
 func zombie(dir string) bool {
 	status, err := os.ReadFile(filepath.Join(dir, "status"))
 

@@ -150,7 +150,7 @@ func wantReadable(t *testing.T, alert *rules.Alert) {
 	})
 }
 
-func TestAlertsAreComplete(t *testing.T) {
+func TestAlerts_AreComplete(t *testing.T) {
 	content, err := os.ReadFile(alertsFile)
 	if err != nil {
 		t.Fatal(err)
@@ -225,7 +225,7 @@ func readAnchors(t *testing.T) map[string]bool {
 	return anchors
 }
 
-func TestEveryAlertIsDocumented(t *testing.T) {
+func TestAlerts_AreDocumented(t *testing.T) {
 	content, err := os.ReadFile(readme)
 	if err != nil {
 		t.Fatal(err)

@@ -79,7 +79,7 @@ func readDashboard(t *testing.T) dashboard {
 	return d
 }
 
-func TestDashboardHasARowForEverything(t *testing.T) {
+func TestDashboard_HasRowPerTopic(t *testing.T) {
 	var rows []string
 
 	for _, p := range readDashboard(t).Panels {
@@ -94,7 +94,7 @@ func TestDashboardHasARowForEverything(t *testing.T) {
 	}
 }
 
-func TestDashboardIsLaidOut(t *testing.T) {
+func TestDashboard_HasValidLayout(t *testing.T) {
 	seen := map[int]string{}
 
 	var before []panel
@@ -120,7 +120,7 @@ func TestDashboardIsLaidOut(t *testing.T) {
 	}
 }
 
-func TestDashboardAsksForWhatIsExported(t *testing.T) {
+func TestDashboard_QueriesExportedMetrics(t *testing.T) {
 	d, metrics := readDashboard(t), readExported(t)
 	expressions := 0
 
@@ -194,7 +194,7 @@ func fill(expression string) string {
 	return strings.NewReplacer("$job", "talos-ccm", "$instance", ".*", "$__rate_interval", "5m").Replace(expression)
 }
 
-func TestDashboardHasVariables(t *testing.T) {
+func TestDashboard_HasVariables(t *testing.T) {
 	metrics := readExported(t)
 	selector := regexp.MustCompile(`^label_values\((.+), (\w+)\)$`)
 

@@ -1,7 +1,7 @@
 // Package prometheus_test tests the alerts and the dashboard of docs/monitoring with Prometheus' own code: alerts fire when they should and only then, and
 // no expression asks for what talos-ccm does not export, which ../metrics.txt lists.
 //
-// It is a module of its own: nothing of Prometheus gets into the product's go.mod. It starts nothing and talks to nobody.
+// It is a module of its own: nothing of Prometheus gets into the product's go.mod. It starts no process and opens no connection.
 package prometheus_test
 
 import (
@@ -27,7 +27,7 @@ var target = []string{"job", "instance"}
 // exported are metrics by name.
 type exported map[string]metric
 
-// metric is a line of metrics.txt: a type, and the labels. Of some labels the values are known; those of the others are nil.
+// metric is a line of metrics.txt: a type, and the labels. The values of a label are nil if they cannot be enumerated.
 type metric struct {
 	kind   string
 	labels map[string][]string
@@ -198,8 +198,8 @@ func (m metric) match(matcher *labels.Matcher) string {
 	return ""
 }
 
-// TestExpressionsInDocuments checks the blocks of PromQL on all pages: expressions, with empty lines between them.
-func TestExpressionsInDocuments(t *testing.T) {
+// TestExpressions_InDocsAreValid checks the blocks of PromQL on all pages: expressions, with empty lines between them.
+func TestExpressions_InDocsAreValid(t *testing.T) {
 	const root = "../../.."
 
 	metrics := readExported(t)
@@ -234,7 +234,7 @@ func TestExpressionsInDocuments(t *testing.T) {
 	}
 }
 
-func TestWrongExpressionsAreFound(t *testing.T) {
+func TestExpressions_InvalidOnesAreFound(t *testing.T) {
 	metrics := readExported(t)
 
 	for _, test := range []struct{ expression, want string }{

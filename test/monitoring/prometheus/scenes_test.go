@@ -99,11 +99,11 @@ up{job="talos-ccm", instance="c"} 0x540
 		series: `process_start_time_seconds{job="talos-ccm", instance="a"} 1x9 2x9 3x500`,
 	},
 	{
-		name: "nobody holds the lease", at: 6 * time.Minute, wanted: []string{"TalosCCMNoLeader"},
+		name: "no instance holds the lease", at: 6 * time.Minute, wanted: []string{"TalosCCMNoLeader"},
 		series: `leader_election_master_status{job="talos-ccm", instance="a", name="cloud-controller-manager-talos"} 0x540`,
 	},
 	{
-		name: "nobody stands for election", at: 6 * time.Minute, wanted: []string{"TalosCCMNoLeader"},
+		name: "no instance takes part in leader election", at: 6 * time.Minute, wanted: []string{"TalosCCMNoLeader"},
 		series: `
 leader_election_master_status{job="talos-ccm", instance="a", name="cloud-controller-manager-talos"} _x540
 leader_election_master_status{job="talos-ccm", instance="b", name="cloud-controller-manager-talos"} _x540
@@ -256,7 +256,7 @@ talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Defer", rea
 		series: `talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Deny", reason="Outdated"} 0x60 1+1x15 16x400`,
 	},
 	{
-		name: "a machine asks for what another claims", at: 2 * time.Hour, wanted: []string{"TalosCCMCertificateClaimedByOthers"},
+		name: "a CSR contains a name of another machine", at: 2 * time.Hour, wanted: []string{"TalosCCMCertificateClaimedByOthers"},
 		series: `talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Defer", reason="OwnedByOtherMachine"} _x100 1x400`,
 	},
 	{
@@ -293,7 +293,7 @@ talosccm_ipam_pool_blocks_free{job="talos-ccm", instance="a", pool="machine", fa
 		series: `talosccm_ipam_affected_nodes{job="talos-ccm", instance="a", reason="PodCIDROverlap"} 2x540`,
 	},
 	{
-		name: "somebody else allocates", at: 11 * time.Minute, wanted: []string{"TalosCCMAllocatorConflict"},
+		name: "another controller allocates pod CIDRs", at: 11 * time.Minute, wanted: []string{"TalosCCMAllocatorConflict"},
 		series: `talosccm_ipam_blocked{job="talos-ccm", instance="a"} 1x540`,
 	},
 	{

@@ -11,9 +11,9 @@ import (
 	"github.com/prometheus/prometheus/model/relabel"
 )
 
-// TestScrapeConfiguration loads what README.md has for scraping, and gives it control-plane Nodes as Prometheus' discovery does. The discovery itself is left out: it
+// TestScrapeConfiguration_IsValid loads what README.md has for scraping, and gives it control-plane Nodes as Prometheus' discovery does. The discovery itself is left out: it
 // would have all of Kubernetes' client compiled, and its keys are checked with all other snippets.
-func TestScrapeConfiguration(t *testing.T) {
+func TestScrapeConfiguration_IsValid(t *testing.T) {
 	content, err := os.ReadFile(readme)
 	if err != nil {
 		t.Fatal(err)

@@ -130,7 +130,7 @@ func mountDisk(spec Spec, root string) error {
 	return nil
 }
 
-// mountProc mounts /proc with every sysctl read-only, except those of the machine's own network namespace.
+// mountProc mounts /proc with every sysctl read-only, except for the sysctls of the machine's own network namespace.
 func mountProc(spec Spec, root string) error {
 	const freeze = unix.MS_BIND | unix.MS_REMOUNT | unix.MS_RDONLY
 

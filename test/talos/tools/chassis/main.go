@@ -201,7 +201,7 @@ func (c *chassis) on() error {
 		Setsid:      true,
 	}
 
-	// On the console, so that whoever reads it can tell one boot from the next.
+	// On the console, to separate one boot from the next.
 	fmt.Fprintln(os.Stderr, powerOnMarker)
 
 	if err := cmd.Start(); err != nil {

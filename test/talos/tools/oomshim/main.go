@@ -228,7 +228,7 @@ func exitCode(err error) (int, error) {
 	return exit.ExitCode(), nil
 }
 
-// answer serves one notification after the other until nobody is left under the filter.
+// answer serves notifications until no process is left under the filter.
 func answer(listener int) {
 	null, err := unix.Open(os.DevNull, unix.O_RDWR|unix.O_CLOEXEC, 0)
 	fail(err)
@@ -247,7 +247,7 @@ func answer(listener int) {
 	}
 }
 
-// reply ignores errors: the only one is that the thread that asked was killed meanwhile.
+// reply ignores errors: the only possible one is that the requesting thread was killed.
 func reply(listener, null int, n notification) {
 	if scoreFile.Match(path(n)) {
 		_ = ioctl(listener, ioctlAddFD, unsafe.Pointer(&descriptor{

@@ -1,5 +1,5 @@
 // Command probe is the smallest extension service that proves something: as a Talos extension it talks to machine.sock, prints
-// what it was told as one line of JSON, and waits for its end. The test bed installs it where no other extension is given. It
+// what it received as one line of JSON, and waits for its end. The test bed installs it where no other extension is given. It
 // never writes anything, and never leaves the machine.
 package main
 
