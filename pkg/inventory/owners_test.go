@@ -113,20 +113,6 @@ func TestEveryNameOfAMachineIsAClaim(t *testing.T) {
 	}
 }
 
-func TestCanonicalForms(t *testing.T) {
-	for name, want := range map[string]string{"": "", "A": "a", "Host.Example.": "host.example", "a..": "a.", ".": ""} {
-		if got := machine.CanonicalName(name); got != want {
-			t.Errorf("%q: got %q, want %q", name, got, want)
-		}
-	}
-
-	for addr, want := range map[string]string{"10.0.0.1": "10.0.0.1", "::ffff:10.0.0.1": "10.0.0.1", "FD00::1": "fd00::1", "fe80::1%eth0": "fe80::1"} {
-		if got := machine.CanonicalAddress(netip.MustParseAddr(addr)); got != want {
-			t.Errorf("%s: got %s, want %s", addr, got, want)
-		}
-	}
-}
-
 // Run with -race. Whatever the order, nobody claims anything once all is forgotten, and nobody changes what another was told.
 func TestClaimsMayBeReadWhileTheyChange(t *testing.T) {
 	inv := inventory.New(time.Now)

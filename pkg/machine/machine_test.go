@@ -11,7 +11,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
-func TestHasAddress(t *testing.T) {
+func TestMachine_HasAddress(t *testing.T) {
 	m := machine.Machine{Addresses: []machine.Address{
 		{Prefix: netip.MustParsePrefix("192.0.2.1/24"), Link: "eth0"},
 		{Prefix: netip.MustParsePrefix("::ffff:192.0.2.7/120"), Link: "eth1"},
@@ -20,21 +20,21 @@ func TestHasAddress(t *testing.T) {
 	}}
 
 	for _, test := range []struct {
-		rule, ip string
+		name, ip string
 		want     bool
 	}{
 		{"IPv4 on a link", "192.0.2.1", true},
 		{"IPv6 on a link", "2001:db8::1", true},
-		{"IPv6 spelled out", "2001:0db8:0:0::0001", true},
-		{"IPv4-mapped IPv6 is the IPv4 address", "::ffff:192.0.2.1", true},
-		{"and the other way round", "192.0.2.7", true},
-		{"one that only the platform knows", "203.0.113.5", true},
-		{"a neighbor in the same subnet is another machine's", "192.0.2.2", false},
-		{"the network's address is nobody's", "192.0.2.0", false},
-		{"IPv4-compatible IPv6 is another address", "::192.0.2.1", false},
-		{"the unspecified address is none", "0.0.0.0", false},
+		{"IPv6 in long form", "2001:0db8:0:0::0001", true},
+		{"IPv4-mapped IPv6 for an IPv4 address on a link", "::ffff:192.0.2.1", true},
+		{"IPv4 for an IPv4-mapped IPv6 address on a link", "192.0.2.7", true},
+		{"address known to the platform only", "203.0.113.5", true},
+		{"another address in the same subnet", "192.0.2.2", false},
+		{"network address", "192.0.2.0", false},
+		{"IPv4-compatible IPv6 differs from IPv4", "::192.0.2.1", false},
+		{"unspecified address", "0.0.0.0", false},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			if got := m.HasAddress(netip.MustParseAddr(test.ip)); got != test.want {
 				t.Errorf("HasAddress(%s): got %v, want %v", test.ip, got, test.want)
 			}
@@ -42,18 +42,18 @@ func TestHasAddress(t *testing.T) {
 	}
 
 	if m.HasAddress(netip.Addr{}) {
-		t.Error("has the zero address")
+		t.Error("HasAddress(zero address): got true, want false")
 	}
 }
 
-func TestFQDN(t *testing.T) {
-	for _, test := range []struct{ rule, host, domain, want string }{
+func TestMachine_FQDN(t *testing.T) {
+	for _, test := range []struct{ name, host, domain, want string }{
 		{"host and domain", "worker-1", "example.org", "worker-1.example.org"},
-		{"host alone", "worker-1", "", "worker-1"},
-		{"a domain without a host is no name", "", "example.org", ""},
-		{"nothing", "", "", ""},
+		{"host only", "worker-1", "", "worker-1"},
+		{"domain only", "", "example.org", ""},
+		{"neither", "", "", ""},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			if got := (machine.Machine{Hostname: test.host, Domainname: test.domain}).FQDN(); got != test.want {
 				t.Errorf("got %q, want %q", got, test.want)
 			}
@@ -61,11 +61,11 @@ func TestFQDN(t *testing.T) {
 	}
 }
 
-func TestEqualNoticesEveryField(t *testing.T) {
+func TestMachine_EqualComparesEveryField(t *testing.T) {
 	base := func() machine.Machine { return viewOf(everything()...).Machine() }
 
 	if !base().Equal(base()) {
-		t.Fatal("two machines made from the same resources differ")
+		t.Fatal("two machines built from the same resources differ")
 	}
 
 	for field, change := range map[string]func(*machine.Machine){
@@ -93,8 +93,24 @@ func TestEqualNoticesEveryField(t *testing.T) {
 			change(&changed)
 
 			if base().Equal(changed) {
-				t.Error("the change went unnoticed")
+				t.Error("changed machine is equal to the original")
 			}
 		})
+	}
+}
+
+func TestCanonicalName(t *testing.T) {
+	for name, want := range map[string]string{"": "", "A": "a", "Host.Example.": "host.example", "a..": "a.", ".": ""} {
+		if got := machine.CanonicalName(name); got != want {
+			t.Errorf("%q: got %q, want %q", name, got, want)
+		}
+	}
+}
+
+func TestCanonicalAddress(t *testing.T) {
+	for addr, want := range map[string]string{"10.0.0.1": "10.0.0.1", "::ffff:10.0.0.1": "10.0.0.1", "FD00::1": "fd00::1", "fe80::1%eth0": "fe80::1"} {
+		if got := machine.CanonicalAddress(netip.MustParseAddr(addr)); got != want {
+			t.Errorf("%s: got %s, want %s", addr, got, want)
+		}
 	}
 }

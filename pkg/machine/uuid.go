@@ -2,8 +2,8 @@ package machine
 
 import "strings"
 
-// UUID is the machine's SMBIOS UUID in lower case, or empty if it has none that can identify it: vendors leave
-// it zero, all ones, or fill in the same well-known sample on every board.
+// UUID returns the SMBIOS UUID in lower case, or an empty string if it is missing, malformed or cannot identify the machine:
+// some vendors leave it at zero or all ones, or put the same sample on every board.
 func (m Machine) UUID() string {
 	uuid := strings.ToLower(strings.TrimSpace(m.System.UUID))
 
@@ -35,9 +35,9 @@ func isUUID(s string) bool {
 	return true
 }
 
-// isPlaceholder knows constants that boards of one vendor share: one byte repeated, the AMI sample, Supermicro's default and
-// Dell's without a service tag (https://github.com/systemd/systemd/issues/5236 and the samples in dmidecode's issues). Each in
-// both byte orders, since which of them is printed depends on the SMBIOS version (before or from 2.6).
+// isPlaceholder reports whether boards of one vendor share the UUID: one byte repeated, the AMI sample, Supermicro's default and Dell's
+// value without a service tag (https://github.com/systemd/systemd/issues/5236 and samples in dmidecode's issues). Each is listed in both
+// byte orders, since the SMBIOS version decides which is printed (before 2.6, or 2.6 and later).
 func isPlaceholder(uuid string) bool {
 	digits := strings.ReplaceAll(uuid, "-", "")
 	if digits == strings.Repeat(digits[:2], len(digits)/2) {

@@ -16,7 +16,7 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 )
 
-// WatchedKinds are the kinds whose every change must reach the Node at once.
+// WatchedKinds returns the resource kinds whose changes must reach the Node immediately.
 func WatchedKinds() []resource.Kind {
 	return []resource.Kind{
 		kind(runtime.NamespaceName, runtime.PlatformMetadataType),
@@ -26,8 +26,8 @@ func WatchedKinds() []resource.Kind {
 	}
 }
 
-// PolledKinds are the kinds that settle shortly after boot: each is listed from time to time rather than watched, since a
-// held watch costs about 25 KB per machine on this side and as much on the other.
+// PolledKinds returns the resource kinds that rarely change after boot. They are listed periodically instead of watched, since
+// each watch costs about 25 KB per machine on either side.
 func PolledKinds() []resource.Kind {
 	return []resource.Kind{
 		kind(hardware.NamespaceName, hardware.SystemInformationType),
@@ -46,13 +46,12 @@ func kind(namespace resource.Namespace, typ resource.Type) resource.Kind {
 	return resource.NewMetadata(namespace, typ, "", resource.VersionUndefined)
 }
 
-// View gathers the resources of one machine. The zero value is empty and ready for use. It is not safe for
-// concurrent use.
+// View collects the resources of one machine. The zero value is empty and ready to use. It is not safe for concurrent use.
 type View struct {
 	resources map[resource.Type]map[resource.ID]resource.Resource
 }
 
-// Put takes in a created or updated resource.
+// Put adds or replaces a resource.
 func (v *View) Put(r resource.Resource) {
 	if v.resources == nil {
 		v.resources = map[resource.Type]map[resource.ID]resource.Resource{}
@@ -66,12 +65,12 @@ func (v *View) Put(r resource.Resource) {
 	v.resources[md.Type()][md.ID()] = r
 }
 
-// Drop forgets a destroyed resource. Dropping an unknown one does nothing.
+// Drop removes a resource, if it is there.
 func (v *View) Drop(ptr resource.Pointer) {
 	delete(v.resources[ptr.Type()], ptr.ID())
 }
 
-// ReplaceKind makes items all there is of one kind.
+// ReplaceKind replaces all resources of one kind with items.
 func (v *View) ReplaceKind(k resource.Kind, items []resource.Resource) {
 	delete(v.resources, k.Type())
 
@@ -80,7 +79,7 @@ func (v *View) ReplaceKind(k resource.Kind, items []resource.Resource) {
 	}
 }
 
-// Len is how many resources have been gathered.
+// Len returns the number of resources.
 func (v *View) Len() int {
 	n := 0
 	for _, byID := range v.resources {
@@ -90,7 +89,7 @@ func (v *View) Len() int {
 	return n
 }
 
-// Machine is what the gathered resources say together.
+// Machine builds a Machine from the collected resources.
 func (v *View) Machine() Machine {
 	var m Machine
 
@@ -110,8 +109,8 @@ func (v *View) Machine() Machine {
 	return m
 }
 
-// platformPublished tells whether applied is what the platform's driver has delivered. A configuration that names another instance
-// has not been applied yet, or that has not been seen yet: the two resources are read over separate streams.
+// platformPublished reports whether the applied metadata is what the platform driver has delivered. If they name different instances, either the
+// configuration has not been applied yet or the applied metadata has not been received yet: the two resources arrive on separate streams.
 func (v *View) platformPublished(applied runtime.PlatformMetadataSpec) bool {
 	for _, r := range v.resources[network.PlatformConfigType] {
 		platformConfig, ok := r.(*network.PlatformConfig)
@@ -128,7 +127,7 @@ func (v *View) platformPublished(applied runtime.PlatformMetadataSpec) bool {
 	return false
 }
 
-// platformFromCache tells whether all that is known is the configuration of an earlier boot.
+// platformFromCache reports whether only the configuration of an earlier boot is known.
 func (v *View) platformFromCache() bool {
 	configs := v.resources[network.PlatformConfigType]
 	_, cached := configs[network.PlatformConfigCachedID]
@@ -182,9 +181,8 @@ func (m *Machine) addKubernetes(r resource.Resource) {
 	}
 }
 
-// parsePrefixes reads prefixes, and addresses as prefixes of their own: Talos lists virtual IPs without a length (k8s/NodeIPConfigController). It
-// leaves out what is neither: Talos validates the list (a leading "!" marks an inverted match in user input and has been resolved
-// by then), so there is nobody to report to.
+// parsePrefixes parses prefixes and single addresses: Talos lists virtual IPs without a prefix length (k8s/NodeIPConfigController). It ignores
+// other values, since Talos validates the list (and has resolved a leading "!", the inverted match of user input).
 func parsePrefixes(list []string) []netip.Prefix {
 	var prefixes []netip.Prefix
 

@@ -99,7 +99,7 @@ func nodeIPs(ips ...netip.Addr) *k8s.NodeIP {
 	return r
 }
 
-// everything is one resource of each kind that counts, and two addresses.
+// everything returns one resource of each relevant kind, and two addresses.
 func everything() []resource.Resource {
 	metadata := runtime.PlatformMetadataSpec{Platform: "aws", InstanceID: "i-1", Tags: map[string]string{"team": "blue"}}
 
@@ -128,7 +128,7 @@ func viewOf(resources ...resource.Resource) *machine.View {
 	return view
 }
 
-func TestMachineSaysWhatItsResourcesSay(t *testing.T) {
+func TestView_BuildsMachineFromResources(t *testing.T) {
 	permanent := nethelpers.AddressFlags(nethelpers.AddressPermanent)
 	want := machine.Machine{
 		Nodename: "worker-1", Hostname: "worker-1", Domainname: "example.org", ClusterName: "prod",
@@ -149,13 +149,13 @@ func TestMachineSaysWhatItsResourcesSay(t *testing.T) {
 	}
 }
 
-func TestAnEmptyViewIsAMachineThatHasSaidNothing(t *testing.T) {
+func TestView_EmptyViewIsZeroMachine(t *testing.T) {
 	if got := (&machine.View{}).Machine(); !got.Equal(machine.Machine{}) {
 		t.Errorf("got %+v", got)
 	}
 }
 
-func TestTheOrderOfArrivalDoesNotMatter(t *testing.T) {
+func TestView_IgnoresOrderOfArrival(t *testing.T) {
 	resources := append(everything(), addressStatus("eth0", "10.0.0.2/24"), addressStatus("eth0", "2001:db8::1/64"), addressStatus("bond0", "10.0.0.1/32"))
 	want := viewOf(resources...).Machine()
 	random := rand.New(rand.NewPCG(1, 2))
@@ -169,7 +169,7 @@ func TestTheOrderOfArrivalDoesNotMatter(t *testing.T) {
 	}
 }
 
-func TestAddressesAreOrderedByLinkAndPrefix(t *testing.T) {
+func TestView_SortsAddressesByLinkAndPrefix(t *testing.T) {
 	m := viewOf(addressStatus("eth1", "10.0.0.1/24"), addressStatus("eth0", "2001:db8::1/64"), addressStatus("eth0", "10.0.0.9/24"), addressStatus("bond0", "10.0.0.3/24")).Machine()
 
 	var got []string
@@ -182,7 +182,7 @@ func TestAddressesAreOrderedByLinkAndPrefix(t *testing.T) {
 	}
 }
 
-func TestViewFollowsChanges(t *testing.T) {
+func TestView_Changes(t *testing.T) {
 	addresses := func(m machine.Machine) []string {
 		var list []string
 		for _, a := range m.Addresses {
@@ -205,50 +205,50 @@ func TestViewFollowsChanges(t *testing.T) {
 	}
 
 	for _, test := range []struct {
-		rule   string
+		name   string
 		change func(*machine.View)
-		say    func(machine.Machine) any
+		get    func(machine.Machine) any
 		want   any
 	}{
 		{
-			"an update takes the place of what was there",
+			"update replaces the resource",
 			func(v *machine.View) { v.Put(nodename("worker-2")) },
 			func(m machine.Machine) any { return m.Nodename }, "worker-2",
 		},
 		{
-			"an update may take a value away",
+			"update clears a value",
 			func(v *machine.View) { v.Put(hostname("worker-1", "")) },
 			func(m machine.Machine) any { return m.Domainname }, "",
 		},
 		{
-			"another ID is another address",
+			"another ID adds an address",
 			func(v *machine.View) { v.Put(addressStatus("eth0", "10.0.0.2/24")) },
 			func(m machine.Machine) any { return addresses(m) },
 			[]string{"10.0.0.1/24", "10.0.0.2/24", "192.0.2.1/24"},
 		},
 		{
-			"a destroyed address is gone",
+			"dropped address",
 			func(v *machine.View) { v.Drop(addressStatus("eth1", "192.0.2.1/24").Metadata()) },
 			func(m machine.Machine) any { return addresses(m) },
 			[]string{"10.0.0.1/24"},
 		},
 		{
-			"a destroyed singleton leaves its zero value",
+			"dropped singleton leaves the zero value",
 			func(v *machine.View) { v.Drop(nodename("").Metadata()) },
 			func(m machine.Machine) any { return m.Nodename }, "",
 		},
 		{
-			"dropping what is not there does nothing",
+			"dropping an unknown resource",
 			func(v *machine.View) { v.Drop(addressStatus("eth9", "192.0.2.9/24").Metadata()) },
 			func(m machine.Machine) any { return len(m.Addresses) }, 2,
 		},
 		{
-			"dropping a kind that was never seen does nothing",
+			"dropping a resource of an unknown kind",
 			func(v *machine.View) { v.Drop(network.NewLinkStatus(network.NamespaceName, "eth0").Metadata()) },
 			func(m machine.Machine) any { return len(m.Addresses) }, 2,
 		},
 		{
-			"a listing is all there is of its kind",
+			"replacing a kind",
 			func(v *machine.View) {
 				v.ReplaceKind(kindOf(network.AddressStatusType), []resource.Resource{addressStatus("eth2", "198.51.100.1/24")})
 			},
@@ -256,63 +256,63 @@ func TestViewFollowsChanges(t *testing.T) {
 			[]string{"198.51.100.1/24"},
 		},
 		{
-			"an empty listing clears its kind",
+			"replacing a kind with nothing",
 			func(v *machine.View) { v.ReplaceKind(kindOf(hardware.SystemInformationType), nil) },
 			func(m machine.Machine) any { return m.System },
 			hardware.SystemInformationSpec{},
 		},
 		{
-			"a listing leaves other kinds alone",
+			"replacing a kind keeps other kinds",
 			func(v *machine.View) { v.ReplaceKind(kindOf(hardware.SystemInformationType), nil) },
 			func(m machine.Machine) any { return m.Nodename + " " + m.ClusterName }, "worker-1 prod",
 		},
 		{
-			"kinds that do not count are ignored",
+			"irrelevant kind",
 			func(v *machine.View) { v.Put(network.NewLinkStatus(network.NamespaceName, "eth0")) },
 			func(m machine.Machine) any { return m.Equal(viewOf(everything()...).Machine()) }, true,
 		},
 		{
-			"a virtual IP has no length in the list, and what is neither subnet nor address is left out",
+			"excluded subnets: virtual IPs without prefix length, invalid values",
 			func(v *machine.View) { v.Put(nodeIPConfig("", "!10.0.0.0/8", "10.1.2.3", "10.96.0.1/12", "fd00::/64")) },
 			func(m machine.Machine) any { return fmt.Sprint(m.ExcludedSubnets) }, "[10.1.2.3/32 10.96.0.0/12 fd00::/64]",
 		},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			view := viewOf(everything()...)
 			test.change(view)
 
-			if got := test.say(view.Machine()); !reflect.DeepEqual(got, test.want) {
+			if got := test.get(view.Machine()); !reflect.DeepEqual(got, test.want) {
 				t.Errorf("got %v, want %v", got, test.want)
 			}
 		})
 	}
 }
 
-func TestPlatformIsPublishedOnceItsMetadataIsWhatTheDriverDelivered(t *testing.T) {
+func TestView_PlatformPublished(t *testing.T) {
 	minimal := runtime.PlatformMetadataSpec{Platform: "nocloud"}
 	full := runtime.PlatformMetadataSpec{Platform: "nocloud", InstanceID: "i-1", ProviderID: "cloud://i-1"}
 
 	for _, test := range []struct {
-		rule      string
+		name      string
 		resources []resource.Resource
 		want      bool
 	}{
-		{"nothing at all", nil, false},
-		{"the minimal metadata alone", []resource.Resource{platformMetadata(minimal)}, false},
-		{"metadata that was applied", []resource.Resource{platformMetadata(full), platformConfig("active", &full)}, true},
-		{"a configuration without metadata", []resource.Resource{platformMetadata(minimal), platformConfig("active", nil)}, true},
-		{"a configuration whose metadata names no instance", []resource.Resource{platformMetadata(minimal), platformConfig("active", &minimal)}, true},
-		{"one that was cached at an earlier boot", []resource.Resource{platformMetadata(full), platformConfig("cached", &full)}, true},
-		// The two are separate resources, read over separate streams, and one may be seen before the other.
-		{"metadata that has not been applied yet", []resource.Resource{platformMetadata(minimal), platformConfig("active", &full)}, false},
-		{"a provider ID that has not been applied yet", []resource.Resource{
+		{"no resources", nil, false},
+		{"minimal metadata only", []resource.Resource{platformMetadata(minimal)}, false},
+		{"applied metadata", []resource.Resource{platformMetadata(full), platformConfig("active", &full)}, true},
+		{"configuration without metadata", []resource.Resource{platformMetadata(minimal), platformConfig("active", nil)}, true},
+		{"configuration without instance ID", []resource.Resource{platformMetadata(minimal), platformConfig("active", &minimal)}, true},
+		{"configuration cached in an earlier boot", []resource.Resource{platformMetadata(full), platformConfig("cached", &full)}, true},
+		// The two resources arrive on separate streams, in any order.
+		{"instance ID not applied yet", []resource.Resource{platformMetadata(minimal), platformConfig("active", &full)}, false},
+		{"provider ID not applied yet", []resource.Resource{
 			platformMetadata(minimal), platformConfig("active", &runtime.PlatformMetadataSpec{Platform: "nocloud", ProviderID: "cloud://i-1"}),
 		}, false},
-		{"cached metadata that is applied, while the active is not yet", []resource.Resource{
+		{"cached configuration applied, active one not yet", []resource.Resource{
 			platformMetadata(full), platformConfig("cached", &full), platformConfig("active", &runtime.PlatformMetadataSpec{Platform: "nocloud", InstanceID: "i-2"}),
 		}, true},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			if got := viewOf(test.resources...).Machine().PlatformPublished; got != test.want {
 				t.Errorf("got %v, want %v", got, test.want)
 			}
@@ -320,7 +320,7 @@ func TestPlatformIsPublishedOnceItsMetadataIsWhatTheDriverDelivered(t *testing.T
 	}
 }
 
-func TestAMachineDoesNotChangeWithTheResourcesItWasMadeFrom(t *testing.T) {
+func TestView_MachineIsIndependentOfResources(t *testing.T) {
 	metadata := platformMetadata(runtime.PlatformMetadataSpec{Platform: "aws", Tags: map[string]string{"team": "blue"}})
 	ips := nodeIPs(netip.MustParseAddr("10.0.0.1"))
 
@@ -333,7 +333,7 @@ func TestAMachineDoesNotChangeWithTheResourcesItWasMadeFrom(t *testing.T) {
 	}
 }
 
-func TestEveryKindIsWatchedOrPolledAndNotBoth(t *testing.T) {
+func TestKinds_EachIsEitherWatchedOrPolled(t *testing.T) {
 	kinds := append(machine.WatchedKinds(), machine.PolledKinds()...)
 
 	for _, r := range everything() {

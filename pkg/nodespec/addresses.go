@@ -140,7 +140,7 @@ func permanence(a machine.Address) int {
 func isPublic(m machine.Machine, a machine.Address) bool {
 	ip := a.Prefix.Addr().Unmap()
 
-	return m.IsLasting(a) && !slices.ContainsFunc(notPublic, func(p netip.Prefix) bool { return p.Contains(ip) })
+	return m.IsStable(a) && !slices.ContainsFunc(notPublic, func(p netip.Prefix) bool { return p.Contains(ip) })
 }
 
 // dnsNames are the names the platform gives the machine. The metadata's host name counts as internal if it has a domain and the

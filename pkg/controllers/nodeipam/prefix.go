@@ -121,7 +121,7 @@ func ownPrefix(m machine.Machine) (netip.Prefix, *finding) {
 func isOwn(m machine.Machine, a machine.Address) bool {
 	ip := a.Prefix.Addr()
 
-	return ip.Is6() && !ip.Is4In6() && !strings.HasPrefix(a.Link, "lo") && m.IsLasting(a)
+	return ip.Is6() && !ip.Is4In6() && !strings.HasPrefix(a.Link, "lo") && m.IsStable(a)
 }
 
 // blockBits is the prefix length of the blocks that a machine's prefix is cut into: that of the options for a whole subnet, and of smaller ones the
