@@ -1,31 +1,33 @@
 // Package inventory holds the last view of every Talos machine, by the name of its Node.
 //
-// It is written by the reflector and read by the controllers. It keeps what it was told and never asks anyone.
+// The reflector writes it and the controllers read it. It never contacts a machine or the API server.
 package inventory
 
 import (
 	"net/netip"
+	"slices"
+	"strings"
 	"sync"
 	"time"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
-// Condition says how far an Entry can be relied on.
+// Condition says whether an Entry is up to date.
 type Condition int
 
 const (
-	// Unknown: nobody has tried to reach the machine yet. The zero value.
+	// Unknown means that the machine has not been contacted yet. The zero value.
 	Unknown Condition = iota
-	// Current: the machine is being watched.
+	// Current means that the machine is being watched.
 	Current
-	// Unreachable: the machine does not answer; the last view, if there is one, is kept.
+	// Unreachable means that the machine does not respond. Its last view, if any, is kept.
 	Unreachable
-	// Mismatch: what answers at the Node's address is another machine. There is no view.
+	// Mismatch means that another machine responds at the Node's address. There is no view.
 	Mismatch
 )
 
-// String is the condition's name as events and metrics show it.
+// String returns the condition's name as Events and metrics show it.
 func (c Condition) String() string {
 	switch c {
 	case Current:
@@ -39,14 +41,14 @@ func (c Condition) String() string {
 	}
 }
 
-// Entry is what is known of one nodename's machine.
+// Entry is what is known about the machine of one Node. The zero value means that nothing is known.
 type Entry struct {
 	// Machine is the last view; the zero value if ObservedAt is zero.
 	Machine   machine.Machine
 	Condition Condition
-	// Reason says why the condition is not Current, for people.
+	// Reason explains to people why the condition is not Current.
 	Reason string
-	// ObservedAt is when Machine was last known to be true; zero means never.
+	// ObservedAt is when Machine was last confirmed; zero means never.
 	ObservedAt time.Time
 }
 
@@ -56,29 +58,23 @@ type Inventory struct {
 
 	mu       sync.RWMutex
 	entries  map[string]Entry
-	counts   map[Condition]int
-	byUUID   map[string]map[string]struct{} // SMBIOS UUID → nodenames
 	handlers []func(nodename string)
-	// claimants are the nodenames by what they claim. Nearly always there is one.
-	claimants map[string][]string
-	// platforms are the nodenames by the addresses that only their platforms' metadata knows.
-	platforms map[netip.Addr][]string
+
+	uuids     index[string]     // SMBIOS UUIDs
+	owned     index[string]     // names and addresses in canonical form
+	platforms index[netip.Addr] // addresses that only the platform's metadata knows
 }
 
-// New makes an empty Inventory; now is its clock.
+// New returns an empty Inventory that reads the time from now.
 func New(now func() time.Time) *Inventory {
 	return &Inventory{
-		now:       now,
-		entries:   map[string]Entry{},
-		counts:    map[Condition]int{},
-		byUUID:    map[string]map[string]struct{}{},
-		claimants: map[string][]string{},
-		platforms: map[netip.Addr][]string{},
+		now: now, entries: map[string]Entry{},
+		uuids: newIndex(strings.Compare), owned: newIndex(strings.Compare), platforms: newIndex(netip.Addr.Compare),
 	}
 }
 
-// Subscribe has handler called with the nodename after every change of its entry, and of the addresses that it shares. It is called
-// without locks held, on the writer's goroutine, so it must not block. Subscribe before the first write.
+// Subscribe registers a handler that is called with the nodename after each change of its entry or of its SharedAddresses. The handler runs
+// on the writer's goroutine without locks held, and must not block. Subscribe before the first write.
 func (i *Inventory) Subscribe(handler func(nodename string)) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -94,115 +90,110 @@ func (i *Inventory) Get(nodename string) Entry {
 	return i.entries[nodename]
 }
 
-// Count returns how many machines are in the given condition.
-func (i *Inventory) Count(c Condition) int {
+// Count returns the number of machines in the given condition.
+func (i *Inventory) Count(c Condition) (n int) {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
 
-	return i.counts[c]
+	for nodename := range i.entries {
+		if i.entries[nodename].Condition == c {
+			n++
+		}
+	}
+
+	return n
 }
 
-// SharedUUID tells whether another machine than nodename's has the SMBIOS UUID too.
+// SharedUUID reports whether a machine other than nodename's has the SMBIOS UUID.
 func (i *Inventory) SharedUUID(uuid, nodename string) bool {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
 
-	for holder := range i.byUUID[uuid] {
-		if holder != nodename {
-			return true
-		}
-	}
-
-	return false
+	return len(i.uuids.others(uuid, nodename)) > 0
 }
 
-// Replace makes m the current view of nodename's machine. Handlers hear of it only if something changed.
+// SharedAddresses returns the addresses that the platform's metadata lists for nodename's machine and for others, too: those of a load balancer,
+// which Azure's metadata lists for every machine behind it.
+func (i *Inventory) SharedAddresses(nodename string) []netip.Addr {
+	i.mu.RLock()
+	defer i.mu.RUnlock()
+
+	return slices.DeleteFunc(platformAddresses(i.entries[nodename].Machine), func(addr netip.Addr) bool {
+		return len(i.platforms.others(addr, nodename)) == 0
+	})
+}
+
+// Owners returns the other Nodes whose machines report a name or an address, given in canonical form, as their own. An unreachable machine owns what
+// it reported last. The reports are not verified: use them to refuse a name or address, never to grant one.
+func (i *Inventory) Owners(nameOrAddress, nodename string) []string {
+	i.mu.RLock()
+	defer i.mu.RUnlock()
+
+	return i.owned.others(nameOrAddress, nodename)
+}
+
+// Replace sets the current view of nodename's machine. Subscribers are called only if something changed.
 func (i *Inventory) Replace(nodename string, m machine.Machine) {
 	i.update(nodename, func(e *Entry) {
 		*e = Entry{Machine: m, Condition: Current, ObservedAt: i.now()}
 	})
 }
 
-// MarkUnreachable keeps the last view of nodename's machine and says why it can no longer be renewed.
+// MarkUnreachable keeps the last view of nodename's machine and records why it cannot be refreshed.
 func (i *Inventory) MarkUnreachable(nodename, reason string) {
 	i.update(nodename, func(e *Entry) { e.Condition, e.Reason = Unreachable, reason })
 }
 
-// MarkMismatch drops the view of nodename's machine: what answers there is another machine.
+// MarkMismatch drops the view of nodename's machine, because another machine responds at the Node's address.
 func (i *Inventory) MarkMismatch(nodename, reason string) {
 	i.update(nodename, func(e *Entry) { *e = Entry{Condition: Mismatch, Reason: reason} })
 }
 
-// Forget removes nodename altogether.
+// Forget removes the entry of nodename.
 func (i *Inventory) Forget(nodename string) {
 	i.mu.Lock()
 	old, known := i.entries[nodename]
 	delete(i.entries, nodename)
-
-	var concerned []string
-
-	if known {
-		i.counts[old.Condition]--
-		i.unindex(nodename, old.Machine.UUID())
-		i.reclaim(nodename, claims(old.Machine), nil)
-		concerned = append(i.share(nodename, platformAddresses(old.Machine), nil), nodename)
-	}
+	affected := i.reindex(nodename, old.Machine, machine.Machine{})
 	i.mu.Unlock()
 
-	i.notify(concerned)
+	if known {
+		affected = append(affected, nodename)
+	}
+
+	i.notify(affected)
 }
 
 func (i *Inventory) update(nodename string, change func(*Entry)) {
 	i.mu.Lock()
 
-	old, known := i.entries[nodename]
+	old := i.entries[nodename]
 	entry := old
 	change(&entry)
 	i.entries[nodename] = entry
 
-	if known {
-		i.counts[old.Condition]--
-	}
-
-	i.counts[entry.Condition]++
-	i.unindex(nodename, old.Machine.UUID())
-	i.index(nodename, entry.Machine.UUID())
-
-	var concerned []string
+	var affected []string
 
 	sameMachine := old.Machine.Equal(entry.Machine)
 	if !sameMachine {
-		i.reclaim(nodename, claims(old.Machine), claims(entry.Machine))
-		concerned = i.share(nodename, platformAddresses(old.Machine), platformAddresses(entry.Machine))
+		affected = i.reindex(nodename, old.Machine, entry.Machine)
 	}
 
 	if !sameMachine || old.Condition != entry.Condition || old.Reason != entry.Reason {
-		concerned = append(concerned, nodename)
+		affected = append(affected, nodename)
 	}
 
 	i.mu.Unlock()
 
-	i.notify(concerned)
+	i.notify(affected)
 }
 
-func (i *Inventory) index(nodename, uuid string) {
-	if uuid == "" {
-		return
-	}
+// reindex returns the other nodenames whose SharedAddresses have changed. It requires i.mu.
+func (i *Inventory) reindex(nodename string, before, after machine.Machine) (affected []string) {
+	i.uuids.replace(nodename, uuids(before), uuids(after))
+	i.owned.replace(nodename, owned(before), owned(after))
 
-	if i.byUUID[uuid] == nil {
-		i.byUUID[uuid] = map[string]struct{}{}
-	}
-
-	i.byUUID[uuid][nodename] = struct{}{}
-}
-
-func (i *Inventory) unindex(nodename, uuid string) {
-	delete(i.byUUID[uuid], nodename)
-
-	if len(i.byUUID[uuid]) == 0 {
-		delete(i.byUUID, uuid)
-	}
+	return i.platforms.replace(nodename, platformAddresses(before), platformAddresses(after))
 }
 
 func (i *Inventory) notify(nodenames []string) {

@@ -16,27 +16,27 @@ import (
 
 const uuid = "30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee"
 
-// bench is an inventory with a clock that stands still, and everything its subscriber heard.
-type bench struct {
+// fixture is an inventory with a fake clock, and the notifications of its subscriber.
+type fixture struct {
 	*inventory.Inventory
-	now   time.Time
-	heard []string
+	now      time.Time
+	notified []string
 }
 
-func newBench() *bench {
-	b := &bench{now: time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)}
+func newFixture() *fixture {
+	b := &fixture{now: time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)}
 	b.Inventory = inventory.New(func() time.Time { return b.now })
-	b.Subscribe(func(nodename string) { b.heard = append(b.heard, nodename) })
+	b.Subscribe(func(nodename string) { b.notified = append(b.notified, nodename) })
 
 	return b
 }
 
-// takeHeard returns what was heard since the last time.
-func (b *bench) takeHeard() []string {
-	heard := b.heard
-	b.heard = nil
+// takeNotified returns the notifications since the last call.
+func (b *fixture) takeNotified() []string {
+	notified := b.notified
+	b.notified = nil
 
-	return heard
+	return notified
 }
 
 func inZone(zone string) machine.Machine {
@@ -47,23 +47,23 @@ func withUUID(uuid string) machine.Machine {
 	return machine.Machine{System: hardware.SystemInformationSpec{UUID: uuid}}
 }
 
-func TestEntryOfAMachine(t *testing.T) {
-	start := newBench().now
+func TestInventory_Get(t *testing.T) {
+	start := newFixture().now
 
 	for _, test := range []struct {
-		rule   string
-		change func(*bench)
+		name   string
+		change func(*fixture)
 		want   inventory.Entry
 	}{
-		{"is zero for one that nobody knows", func(*bench) {}, inventory.Entry{}},
+		{"unknown nodename", func(*fixture) {}, inventory.Entry{}},
 		{
-			"is current with its view",
-			func(b *bench) { b.Replace("worker-1", inZone("a")) },
+			"first view",
+			func(b *fixture) { b.Replace("worker-1", inZone("a")) },
 			inventory.Entry{Machine: inZone("a"), Condition: inventory.Current, ObservedAt: start},
 		},
 		{
-			"has the last view",
-			func(b *bench) {
+			"changed view",
+			func(b *fixture) {
 				b.Replace("worker-1", inZone("a"))
 
 				b.now = start.Add(time.Minute)
@@ -72,8 +72,8 @@ func TestEntryOfAMachine(t *testing.T) {
 			inventory.Entry{Machine: inZone("b"), Condition: inventory.Current, ObservedAt: start.Add(time.Minute)},
 		},
 		{
-			"is observed again though nothing changed",
-			func(b *bench) {
+			"confirmed view",
+			func(b *fixture) {
 				b.Replace("worker-1", inZone("a"))
 
 				b.now = start.Add(time.Minute)
@@ -82,8 +82,8 @@ func TestEntryOfAMachine(t *testing.T) {
 			inventory.Entry{Machine: inZone("a"), Condition: inventory.Current, ObservedAt: start.Add(time.Minute)},
 		},
 		{
-			"keeps its view and the time of it while the machine is unreachable",
-			func(b *bench) {
+			"unreachable machine keeps view and time",
+			func(b *fixture) {
 				b.Replace("worker-1", inZone("a"))
 
 				b.now = start.Add(time.Minute)
@@ -92,29 +92,29 @@ func TestEntryOfAMachine(t *testing.T) {
 			inventory.Entry{Machine: inZone("a"), Condition: inventory.Unreachable, Reason: "connection refused", ObservedAt: start},
 		},
 		{
-			"has no view of a machine that was never reached",
-			func(b *bench) { b.MarkUnreachable("worker-1", "connection refused") },
+			"unreachable from the start",
+			func(b *fixture) { b.MarkUnreachable("worker-1", "connection refused") },
 			inventory.Entry{Condition: inventory.Unreachable, Reason: "connection refused"},
 		},
 		{
-			"is current again, without a reason, once it answers",
-			func(b *bench) {
+			"reachable again",
+			func(b *fixture) {
 				b.MarkUnreachable("worker-1", "connection refused")
 				b.Replace("worker-1", inZone("a"))
 			},
 			inventory.Entry{Machine: inZone("a"), Condition: inventory.Current, ObservedAt: start},
 		},
 		{
-			"loses its view if another machine answers",
-			func(b *bench) {
+			"mismatch drops the view",
+			func(b *fixture) {
 				b.Replace("worker-1", inZone("a"))
 				b.MarkMismatch("worker-1", "it is worker-2")
 			},
 			inventory.Entry{Condition: inventory.Mismatch, Reason: "it is worker-2"},
 		},
 		{
-			"does not get the view back when that one is unreachable",
-			func(b *bench) {
+			"unreachable after mismatch has no view",
+			func(b *fixture) {
 				b.Replace("worker-1", inZone("a"))
 				b.MarkMismatch("worker-1", "it is worker-2")
 				b.MarkUnreachable("worker-1", "connection refused")
@@ -122,24 +122,24 @@ func TestEntryOfAMachine(t *testing.T) {
 			inventory.Entry{Condition: inventory.Unreachable, Reason: "connection refused"},
 		},
 		{
-			"is zero again once forgotten",
-			func(b *bench) {
+			"forgotten",
+			func(b *fixture) {
 				b.Replace("worker-1", inZone("a"))
 				b.Forget("worker-1")
 			},
 			inventory.Entry{},
 		},
 		{
-			"is its own",
-			func(b *bench) {
+			"other nodenames changed",
+			func(b *fixture) {
 				b.Replace("worker-2", inZone("a"))
 				b.MarkMismatch("worker-3", "it is worker-4")
 			},
 			inventory.Entry{},
 		},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
-			b := newBench()
+		t.Run(test.name, func(t *testing.T) {
+			b := newFixture()
 			test.change(b)
 
 			got := b.Get("worker-1")
@@ -150,60 +150,59 @@ func TestEntryOfAMachine(t *testing.T) {
 	}
 }
 
-func TestSubscribersHearOfChangesAndOfNothingElse(t *testing.T) {
+func TestInventory_NotifiesOnChangeOnly(t *testing.T) {
 	for _, test := range []struct {
-		rule           string
-		before, change func(*bench)
-		heard          bool
+		name           string
+		before, change func(*fixture)
+		notified       bool
 	}{
-		{"a machine that answers for the first time", nil, func(b *bench) { b.Replace("worker-1", inZone("a")) }, true},
-		{"even one that says nothing", nil, func(b *bench) { b.Replace("worker-1", machine.Machine{}) }, true},
-		{"the same view again", func(b *bench) { b.Replace("worker-1", inZone("a")) }, func(b *bench) { b.Replace("worker-1", inZone("a")) }, false},
+		{"first view", nil, func(b *fixture) { b.Replace("worker-1", inZone("a")) }, true},
+		{"first view is the zero value", nil, func(b *fixture) { b.Replace("worker-1", machine.Machine{}) }, true},
+		{"same view", func(b *fixture) { b.Replace("worker-1", inZone("a")) }, func(b *fixture) { b.Replace("worker-1", inZone("a")) }, false},
 		{
-			"the same view later", func(b *bench) { b.Replace("worker-1", inZone("a")) },
-			func(b *bench) {
+			"same view at a later time", func(b *fixture) { b.Replace("worker-1", inZone("a")) },
+			func(b *fixture) {
 				b.now = b.now.Add(time.Hour)
 				b.Replace("worker-1", inZone("a"))
 			}, false,
 		},
-		{"another view", func(b *bench) { b.Replace("worker-1", inZone("a")) }, func(b *bench) { b.Replace("worker-1", inZone("b")) }, true},
-		{"a machine that stops answering", func(b *bench) { b.Replace("worker-1", inZone("a")) }, func(b *bench) { b.MarkUnreachable("worker-1", "gone") }, true},
-		{"one that still does not", func(b *bench) { b.MarkUnreachable("worker-1", "gone") }, func(b *bench) { b.MarkUnreachable("worker-1", "gone") }, false},
-		{"another reason", func(b *bench) { b.MarkUnreachable("worker-1", "gone") }, func(b *bench) { b.MarkUnreachable("worker-1", "expired") }, true},
-		{"one that answers again with what it said before", func(b *bench) {
+		{"changed view", func(b *fixture) { b.Replace("worker-1", inZone("a")) }, func(b *fixture) { b.Replace("worker-1", inZone("b")) }, true},
+		{"unreachable", func(b *fixture) { b.Replace("worker-1", inZone("a")) }, func(b *fixture) { b.MarkUnreachable("worker-1", "gone") }, true},
+		{"still unreachable", func(b *fixture) { b.MarkUnreachable("worker-1", "gone") }, func(b *fixture) { b.MarkUnreachable("worker-1", "gone") }, false},
+		{"unreachable for another reason", func(b *fixture) { b.MarkUnreachable("worker-1", "gone") }, func(b *fixture) { b.MarkUnreachable("worker-1", "expired") }, true},
+		{"reachable again with the same view", func(b *fixture) {
 			b.Replace("worker-1", inZone("a"))
 			b.MarkUnreachable("worker-1", "gone")
-			b.heard = nil
-		}, func(b *bench) { b.Replace("worker-1", inZone("a")) }, true},
-		{"another machine", func(b *bench) { b.Replace("worker-1", inZone("a")) }, func(b *bench) { b.MarkMismatch("worker-1", "no") }, true},
-		{"still another machine", func(b *bench) { b.MarkMismatch("worker-1", "no") }, func(b *bench) { b.MarkMismatch("worker-1", "no") }, false},
-		{"a machine that is forgotten", func(b *bench) { b.Replace("worker-1", inZone("a")) }, func(b *bench) { b.Forget("worker-1") }, true},
-		{"one that was not known", nil, func(b *bench) { b.Forget("worker-1") }, false},
-		{"one that was forgotten before", func(b *bench) { b.Replace("worker-1", inZone("a")); b.Forget("worker-1") }, func(b *bench) { b.Forget("worker-1") }, false},
+		}, func(b *fixture) { b.Replace("worker-1", inZone("a")) }, true},
+		{"mismatch", func(b *fixture) { b.Replace("worker-1", inZone("a")) }, func(b *fixture) { b.MarkMismatch("worker-1", "no") }, true},
+		{"still a mismatch", func(b *fixture) { b.MarkMismatch("worker-1", "no") }, func(b *fixture) { b.MarkMismatch("worker-1", "no") }, false},
+		{"forgotten", func(b *fixture) { b.Replace("worker-1", inZone("a")) }, func(b *fixture) { b.Forget("worker-1") }, true},
+		{"forgotten but never known", nil, func(b *fixture) { b.Forget("worker-1") }, false},
+		{"forgotten twice", func(b *fixture) { b.Replace("worker-1", inZone("a")); b.Forget("worker-1") }, func(b *fixture) { b.Forget("worker-1") }, false},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
-			b := newBench()
+		t.Run(test.name, func(t *testing.T) {
+			b := newFixture()
 			if test.before != nil {
 				test.before(b)
 			}
 
-			b.takeHeard()
+			b.takeNotified()
 			test.change(b)
 
 			var want []string
-			if test.heard {
+			if test.notified {
 				want = []string{"worker-1"}
 			}
 
-			if got := b.takeHeard(); !slices.Equal(got, want) {
-				t.Errorf("heard %v, want %v", got, want)
+			if got := b.takeNotified(); !slices.Equal(got, want) {
+				t.Errorf("notified %v, want %v", got, want)
 			}
 		})
 	}
 }
 
-func TestEverySubscriberHearsAndMayAsk(t *testing.T) {
-	b := newBench()
+func TestInventory_NotifiesEverySubscriberWithoutLock(t *testing.T) {
+	b := newFixture()
 
 	var second []inventory.Condition
 
@@ -211,30 +210,30 @@ func TestEverySubscriberHearsAndMayAsk(t *testing.T) {
 	b.Replace("worker-1", inZone("a"))
 	b.MarkMismatch("worker-1", "no")
 
-	if len(b.heard) != 2 || !slices.Equal(second, []inventory.Condition{inventory.Current, inventory.Mismatch}) {
-		t.Errorf("heard %v and %v", b.heard, second)
+	if len(b.notified) != 2 || !slices.Equal(second, []inventory.Condition{inventory.Current, inventory.Mismatch}) {
+		t.Errorf("notified %v and %v", b.notified, second)
 	}
 }
 
-func TestMachinesAreCountedByCondition(t *testing.T) {
+func TestInventory_Count(t *testing.T) {
 	conditions := []inventory.Condition{inventory.Unknown, inventory.Current, inventory.Unreachable, inventory.Mismatch}
-	b := newBench()
+	b := newFixture()
 
 	for _, step := range []struct {
-		rule   string
+		name   string
 		change func()
 		want   [4]int // in the order of conditions
 	}{
 		{"none", func() {}, [4]int{}},
-		{"two answer", func() { b.Replace("a", inZone("a")); b.Replace("b", inZone("a")) }, [4]int{0, 2, 0, 0}},
-		{"one answers again", func() { b.Replace("a", inZone("b")) }, [4]int{0, 2, 0, 0}},
-		{"one stops answering", func() { b.MarkUnreachable("a", "gone") }, [4]int{0, 1, 1, 0}},
-		{"and still does not answer", func() { b.MarkUnreachable("a", "gone for good") }, [4]int{0, 1, 1, 0}},
-		{"a third is another machine", func() { b.MarkMismatch("c", "no") }, [4]int{0, 1, 1, 1}},
-		{"a fourth does not answer", func() { b.MarkUnreachable("d", "gone") }, [4]int{0, 1, 2, 1}},
-		{"the first is back", func() { b.Replace("a", inZone("b")) }, [4]int{0, 2, 1, 1}},
-		{"all are forgotten", func() { b.Forget("a"); b.Forget("b"); b.Forget("c"); b.Forget("d") }, [4]int{}},
-		{"and once more", func() { b.Forget("a"); b.Forget("z") }, [4]int{}},
+		{"two current", func() { b.Replace("a", inZone("a")); b.Replace("b", inZone("a")) }, [4]int{0, 2, 0, 0}},
+		{"one changes", func() { b.Replace("a", inZone("b")) }, [4]int{0, 2, 0, 0}},
+		{"one unreachable", func() { b.MarkUnreachable("a", "gone") }, [4]int{0, 1, 1, 0}},
+		{"still unreachable", func() { b.MarkUnreachable("a", "gone for good") }, [4]int{0, 1, 1, 0}},
+		{"third mismatches", func() { b.MarkMismatch("c", "no") }, [4]int{0, 1, 1, 1}},
+		{"fourth unreachable", func() { b.MarkUnreachable("d", "gone") }, [4]int{0, 1, 2, 1}},
+		{"first reachable again", func() { b.Replace("a", inZone("b")) }, [4]int{0, 2, 1, 1}},
+		{"all forgotten", func() { b.Forget("a"); b.Forget("b"); b.Forget("c"); b.Forget("d") }, [4]int{}},
+		{"forgotten twice", func() { b.Forget("a"); b.Forget("z") }, [4]int{}},
 	} {
 		step.change()
 
@@ -244,12 +243,12 @@ func TestMachinesAreCountedByCondition(t *testing.T) {
 		}
 
 		if got != step.want {
-			t.Errorf("%s: got %v, want %v", step.rule, got, step.want)
+			t.Errorf("%s: got %v, want %v", step.name, got, step.want)
 		}
 	}
 }
 
-func TestConditionsHaveNames(t *testing.T) {
+func TestCondition_String(t *testing.T) {
 	for condition, want := range map[inventory.Condition]string{
 		inventory.Unknown: "Unknown", inventory.Current: "Current", inventory.Unreachable: "Unreachable", inventory.Mismatch: "Mismatch", inventory.Condition(99): "Unknown",
 	} {
@@ -259,38 +258,38 @@ func TestConditionsHaveNames(t *testing.T) {
 	}
 }
 
-func TestSharedUUID(t *testing.T) {
+func TestInventory_SharedUUID(t *testing.T) {
 	const other = "11111111-2222-3333-4444-555555555555"
 
 	for _, test := range []struct {
-		rule   string
-		change func(*bench)
+		name   string
+		change func(*fixture)
 		want   bool
 	}{
-		{"nobody has it", func(*bench) {}, false},
-		{"only the machine itself has it", func(b *bench) { b.Replace("a", withUUID(uuid)) }, false},
-		{"only another has it", func(b *bench) { b.Replace("b", withUUID(uuid)) }, true},
-		{"two have it", func(b *bench) { b.Replace("a", withUUID(uuid)); b.Replace("b", withUUID(uuid)) }, true},
-		{"the other has it in upper case", func(b *bench) { b.Replace("b", withUUID("30A0BDF7-4B1A-4F0E-9F86-2A3D64A3C5EE")) }, true},
-		{"the other has another", func(b *bench) { b.Replace("a", withUUID(uuid)); b.Replace("b", withUUID(other)) }, false},
-		{"the other had it and has another now", func(b *bench) { b.Replace("b", withUUID(uuid)); b.Replace("b", withUUID(other)) }, false},
-		{"the other had it and has none now", func(b *bench) { b.Replace("b", withUUID(uuid)); b.Replace("b", withUUID("")) }, false},
-		{"the other said it twice and is forgotten", func(b *bench) { b.Replace("b", withUUID(uuid)); b.Replace("b", withUUID(uuid)); b.Forget("b") }, false},
-		{"the other is unreachable and keeps it", func(b *bench) { b.Replace("b", withUUID(uuid)); b.MarkUnreachable("b", "gone") }, true},
-		{"the other was never reached", func(b *bench) { b.MarkUnreachable("b", "gone") }, false},
-		{"the other turns out to be another machine", func(b *bench) { b.Replace("b", withUUID(uuid)); b.MarkMismatch("b", "no") }, false},
-		{"the other was unreachable and is forgotten", func(b *bench) { b.Replace("b", withUUID(uuid)); b.MarkUnreachable("b", "gone"); b.Forget("b") }, false},
-		{"one of two others is forgotten", func(b *bench) { b.Replace("b", withUUID(uuid)); b.Replace("c", withUUID(uuid)); b.Forget("b") }, true},
-		{"both others are forgotten", func(b *bench) {
+		{"no machine", func(*fixture) {}, false},
+		{"this machine only", func(b *fixture) { b.Replace("a", withUUID(uuid)) }, false},
+		{"another machine only", func(b *fixture) { b.Replace("b", withUUID(uuid)) }, true},
+		{"two machines", func(b *fixture) { b.Replace("a", withUUID(uuid)); b.Replace("b", withUUID(uuid)) }, true},
+		{"other machine reports upper case", func(b *fixture) { b.Replace("b", withUUID("30A0BDF7-4B1A-4F0E-9F86-2A3D64A3C5EE")) }, true},
+		{"other machine has another UUID", func(b *fixture) { b.Replace("a", withUUID(uuid)); b.Replace("b", withUUID(other)) }, false},
+		{"other machine changed its UUID", func(b *fixture) { b.Replace("b", withUUID(uuid)); b.Replace("b", withUUID(other)) }, false},
+		{"other machine lost its UUID", func(b *fixture) { b.Replace("b", withUUID(uuid)); b.Replace("b", withUUID("")) }, false},
+		{"other machine replaced twice, then forgotten", func(b *fixture) { b.Replace("b", withUUID(uuid)); b.Replace("b", withUUID(uuid)); b.Forget("b") }, false},
+		{"other machine unreachable", func(b *fixture) { b.Replace("b", withUUID(uuid)); b.MarkUnreachable("b", "gone") }, true},
+		{"other machine never reached", func(b *fixture) { b.MarkUnreachable("b", "gone") }, false},
+		{"other machine mismatched", func(b *fixture) { b.Replace("b", withUUID(uuid)); b.MarkMismatch("b", "no") }, false},
+		{"other machine unreachable, then forgotten", func(b *fixture) { b.Replace("b", withUUID(uuid)); b.MarkUnreachable("b", "gone"); b.Forget("b") }, false},
+		{"one of two others forgotten", func(b *fixture) { b.Replace("b", withUUID(uuid)); b.Replace("c", withUUID(uuid)); b.Forget("b") }, true},
+		{"both others forgotten", func(b *fixture) {
 			b.Replace("b", withUUID(uuid))
 			b.Replace("c", withUUID(uuid))
 			b.Forget("b")
 			b.Forget("c")
 		}, false},
-		{"forgetting the machine itself does not touch the other", func(b *bench) { b.Replace("a", withUUID(uuid)); b.Replace("b", withUUID(uuid)); b.Forget("a") }, true},
+		{"this machine forgotten", func(b *fixture) { b.Replace("a", withUUID(uuid)); b.Replace("b", withUUID(uuid)); b.Forget("a") }, true},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
-			b := newBench()
+		t.Run(test.name, func(t *testing.T) {
+			b := newFixture()
 			test.change(b)
 
 			if got := b.SharedUUID(uuid, "a"); got != test.want {
@@ -300,8 +299,8 @@ func TestSharedUUID(t *testing.T) {
 	}
 }
 
-func TestNoUUIDIsSharedWithNobody(t *testing.T) {
-	b := newBench()
+func TestInventory_SharedUUIDIgnoresMissingUUIDs(t *testing.T) {
+	b := newFixture()
 	b.Replace("a", withUUID(""))
 	b.Replace("b", withUUID(""))
 	b.Replace("c", withUUID("00000000-0000-0000-0000-000000000000"))
@@ -311,16 +310,16 @@ func TestNoUUIDIsSharedWithNobody(t *testing.T) {
 	}
 }
 
-// Run with -race. Whatever the order, the books agree with the entries in the end.
-func TestManyMayWriteReadAndSubscribeAtOnce(t *testing.T) {
+// Run with -race. Counts and indexes agree with the entries in the end, whatever the order of changes.
+func TestInventory_ConcurrentUse(t *testing.T) {
 	const machines = 5
 
 	inv := inventory.New(time.Now)
 
 	var (
-		group sync.WaitGroup
-		mu    sync.Mutex
-		heard = map[string]bool{}
+		group    sync.WaitGroup
+		mu       sync.Mutex
+		notified = map[string]bool{}
 	)
 
 	inv.Subscribe(func(nodename string) {
@@ -329,7 +328,7 @@ func TestManyMayWriteReadAndSubscribeAtOnce(t *testing.T) {
 		mu.Lock()
 		defer mu.Unlock()
 
-		heard[nodename] = true
+		notified[nodename] = true
 	})
 
 	for first := range 8 {
@@ -338,14 +337,14 @@ func TestManyMayWriteReadAndSubscribeAtOnce(t *testing.T) {
 
 	group.Wait()
 
-	if len(heard) != machines {
-		t.Errorf("heard of %v, want %d", heard, machines)
+	if len(notified) != machines {
+		t.Errorf("notified of %v, want %d nodenames", notified, machines)
 	}
 
-	checkBooks(t, inv, machines)
+	checkConsistency(t, inv, machines)
 }
 
-// churn does everything to every machine, many times.
+// churn changes every machine in every way, many times.
 func churn(inv *inventory.Inventory, first, machines int) {
 	for i := range 200 {
 		name := fmt.Sprintf("worker-%d", (first+i)%machines)
@@ -366,7 +365,7 @@ func churn(inv *inventory.Inventory, first, machines int) {
 	}
 }
 
-func checkBooks(t *testing.T, inv *inventory.Inventory, machines int) {
+func checkConsistency(t *testing.T, inv *inventory.Inventory, machines int) {
 	t.Helper()
 
 	found := map[inventory.Condition]int{}
@@ -380,11 +379,11 @@ func checkBooks(t *testing.T, inv *inventory.Inventory, machines int) {
 
 	for _, c := range []inventory.Condition{inventory.Current, inventory.Unreachable, inventory.Mismatch} {
 		if got := inv.Count(c); got != found[c] {
-			t.Errorf("%s: %d counted, %d found", c, got, found[c])
+			t.Errorf("%s: Count returns %d, want %d", c, got, found[c])
 		}
 	}
 
-	if got := inv.SharedUUID(uuid, "none of them"); got != shared {
+	if got := inv.SharedUUID(uuid, "unknown"); got != shared {
 		t.Errorf("shared: got %v, want %v", got, shared)
 	}
 }

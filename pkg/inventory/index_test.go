@@ -1,0 +1,220 @@
+package inventory_test
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+)
+
+// at returns a machine with one address on eth0.
+func at(prefix string) machine.Machine { return on("eth0", prefix) }
+
+func on(link, prefix string) machine.Machine {
+	return machine.Machine{Addresses: []machine.Address{{Link: link, Prefix: netip.MustParsePrefix(prefix)}}}
+}
+
+func TestInventory_OwnersOfAddress(t *testing.T) {
+	excluding := func(m machine.Machine, prefix string) machine.Machine {
+		m.ExcludedSubnets = []netip.Prefix{netip.MustParsePrefix(prefix)}
+
+		return m
+	}
+
+	for _, test := range []struct {
+		name    string
+		address string
+		change  func(*fixture)
+		want    []string
+	}{
+		{"no machine", "10.0.0.1", func(*fixture) {}, nil},
+		{"this machine only", "10.0.0.1", func(b *fixture) { b.Replace("a", at("10.0.0.1/24")) }, nil},
+		{"another machine", "10.0.0.1", func(b *fixture) { b.Replace("b", at("10.0.0.1/24")) }, []string{"b"}},
+		{"several machines", "10.0.0.1", func(b *fixture) {
+			b.Replace("a", at("10.0.0.1/24"))
+			b.Replace("b", at("10.0.0.1/24"))
+			b.Replace("c", at("10.0.0.1/32"))
+		}, []string{"b", "c"}},
+		{"address on two links, then changed", "10.0.0.1", func(b *fixture) {
+			m := at("10.0.0.1/24")
+			m.Addresses = append(m.Addresses, on("eth1", "10.0.0.1/32").Addresses...)
+			b.Replace("b", m)
+			b.Replace("b", at("10.0.0.2/24"))
+		}, nil},
+		{"IPv4-mapped IPv6", "10.0.0.1", func(b *fixture) { b.Replace("b", at("::ffff:10.0.0.1/128")) }, []string{"b"}},
+		{"address known to the platform only", "203.0.113.7", func(b *fixture) { b.Replace("b", on("external", "203.0.113.7/32")) }, []string{"b"}},
+		{"node IP on no link", "10.0.0.1", func(b *fixture) {
+			b.Replace("b", machine.Machine{NodeIPs: []netip.Addr{netip.MustParseAddr("10.0.0.1")}})
+		}, []string{"b"}},
+		{"address in an excluded subnet", "10.9.0.1", func(b *fixture) { b.Replace("b", excluding(at("10.9.0.1/24"), "10.9.0.0/16")) }, []string{"b"}},
+		{"Service address of kube-proxy", "10.96.0.1", func(b *fixture) {
+			b.Replace("b", excluding(on("kube-ipvs0", "10.96.0.1/32"), "10.96.0.0/12"))
+		}, nil},
+		{"other address on the link of kube-proxy", "203.0.113.9", func(b *fixture) {
+			b.Replace("b", excluding(on("kube-ipvs0", "203.0.113.9/32"), "10.96.0.0/12"))
+		}, []string{"b"}},
+		{"loopback", "127.0.0.1", func(b *fixture) { b.Replace("b", at("127.0.0.1/8")) }, nil},
+		{"link-local", "fe80::1", func(b *fixture) { b.Replace("b", at("fe80::1/64")) }, nil},
+		{"machine changed its address", "10.0.0.1", func(b *fixture) {
+			b.Replace("b", at("10.0.0.1/24"))
+			b.Replace("b", at("10.0.0.2/24"))
+		}, nil},
+		{"unreachable machine", "10.0.0.1", func(b *fixture) {
+			b.Replace("b", at("10.0.0.1/24"))
+			b.MarkUnreachable("b", "gone")
+		}, []string{"b"}},
+		{"mismatched machine", "10.0.0.1", func(b *fixture) {
+			b.Replace("b", at("10.0.0.1/24"))
+			b.MarkMismatch("b", "no")
+		}, nil},
+		{"forgotten machine", "10.0.0.1", func(b *fixture) {
+			b.Replace("b", at("10.0.0.1/24"))
+			b.Forget("b")
+		}, nil},
+		{"one of two forgotten", "10.0.0.1", func(b *fixture) {
+			b.Replace("b", at("10.0.0.1/24"))
+			b.Replace("c", at("10.0.0.1/24"))
+			b.Forget("b")
+		}, []string{"c"}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			b := newFixture()
+			test.change(b)
+
+			if got := b.Owners(test.address, "a"); !slices.Equal(got, test.want) {
+				t.Errorf("got %v, want %v", got, test.want)
+			}
+		})
+	}
+}
+
+func TestInventory_OwnersOfName(t *testing.T) {
+	b := newFixture()
+	b.Replace("b", machine.Machine{
+		Nodename: "node-b", Hostname: "Host-B", Domainname: "Example.org",
+		Platform: runtime.PlatformMetadataSpec{Hostname: "meta-b.example.org", InternalDNS: "b.internal.", ExternalDNS: "B.example.com"},
+	})
+
+	for _, name := range []string{"node-b", "host-b", "host-b.example.org", "meta-b.example.org", "b.internal", "b.example.com"} {
+		if got := b.Owners(name, "a"); !slices.Equal(got, []string{"b"}) {
+			t.Errorf("owners of %s: %v", name, got)
+		}
+	}
+
+	if got := b.Owners("", "a"); len(got) != 0 {
+		t.Errorf("owners of the empty name: %v", got)
+	}
+}
+
+// Run with -race. Callers may change the returned list, and no owner remains once all machines are forgotten.
+func TestInventory_OwnersConcurrentUse(t *testing.T) {
+	inv := inventory.New(time.Now)
+
+	var group sync.WaitGroup
+
+	for worker := range 4 {
+		group.Go(func() {
+			name := fmt.Sprintf("worker-%d", worker)
+
+			for i := range 200 {
+				inv.Replace(name, at(fmt.Sprintf("10.0.0.%d/24", 1+i%3)))
+
+				owners := inv.Owners("10.0.0.1", name)
+				slices.Reverse(owners)
+			}
+
+			inv.Forget(name)
+		})
+	}
+
+	group.Wait()
+
+	for i := range 3 {
+		if got := inv.Owners(fmt.Sprintf("10.0.0.%d", 1+i), ""); len(got) != 0 {
+			t.Errorf("remaining owners: %v", got)
+		}
+	}
+}
+
+// behind returns a machine with addresses that only its platform's metadata knows.
+func behind(addresses ...string) machine.Machine {
+	m := machine.Machine{Addresses: []machine.Address{{Link: "eth0", Prefix: netip.MustParsePrefix("10.0.0.1/24")}}}
+
+	for _, a := range addresses {
+		addr := netip.MustParseAddr(a)
+		m.Addresses = append(m.Addresses, machine.Address{Link: machine.LinkExternal, Prefix: netip.PrefixFrom(addr, addr.BitLen())})
+	}
+
+	return m
+}
+
+func TestInventory_SharedAddresses(t *testing.T) {
+	const balancer = "203.0.113.1"
+
+	inv := inventory.New(time.Now)
+
+	var notified []string
+
+	inv.Subscribe(func(nodename string) { notified = append(notified, nodename) })
+
+	for _, step := range []struct {
+		name     string
+		change   func()
+		notified []string
+		shared   string // by a, b and c
+	}{
+		{"one machine", func() { inv.Replace("a", behind(balancer, "203.0.113.10")) }, []string{"a"}, "[] [] []"},
+		{"second machine", func() { inv.Replace("b", behind(balancer)) }, []string{"a", "b"}, "[203.0.113.1] [203.0.113.1] []"},
+		{"third machine does not affect the others", func() { inv.Replace("c", behind(balancer)) }, []string{"c"}, "[203.0.113.1] [203.0.113.1] [203.0.113.1]"},
+		{"third machine loses it", func() { inv.Replace("c", behind()) }, []string{"c"}, "[203.0.113.1] [203.0.113.1] []"},
+		{"unreachable machine keeps it", func() { inv.MarkUnreachable("b", "gone") }, []string{"b"}, "[203.0.113.1] [203.0.113.1] []"},
+		{"one machine left", func() { inv.Forget("b") }, []string{"a", "b"}, "[] [] []"},
+	} {
+		notified = nil
+
+		step.change()
+		slices.Sort(notified)
+
+		if !slices.Equal(notified, step.notified) {
+			t.Errorf("%s: notified of %v, want %v", step.name, notified, step.notified)
+		}
+
+		if got := fmt.Sprint(inv.SharedAddresses("a"), inv.SharedAddresses("b"), inv.SharedAddresses("c")); got != step.shared {
+			t.Errorf("%s: shared addresses %s, want %s", step.name, got, step.shared)
+		}
+	}
+}
+
+// A large cluster in which every machine changes its addresses.
+func BenchmarkInventory_Replace(b *testing.B) {
+	const machines = 5000
+
+	inv := inventory.New(time.Now)
+	views := make([][2]machine.Machine, machines)
+
+	for i := range views {
+		for v := range views[i] {
+			m := machine.Machine{Nodename: fmt.Sprintf("worker-%d", i), Hostname: fmt.Sprintf("worker-%d", i)}
+			for n := range 8 {
+				addr := netip.AddrFrom4([4]byte{10, byte(v*8 + n), byte(i >> 8), byte(i)})
+				m.Addresses = append(m.Addresses, machine.Address{Link: "eth0", Prefix: netip.PrefixFrom(addr, 24)})
+			}
+
+			views[i][v] = m
+		}
+
+		inv.Replace(views[i][0].Nodename, views[i][0])
+	}
+
+	for n := 0; b.Loop(); n++ {
+		m := views[n%machines][1-(n/machines)%2]
+		inv.Replace(m.Nodename, m)
+	}
+}
