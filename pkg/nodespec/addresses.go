@@ -14,14 +14,14 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-// reportsExternalIPs lists the platforms whose Talos driver publishes public addresses on the link "external". On all others
-// public addresses are looked for on the machine's links.
+// reportsExternalIPs lists the platforms whose Talos driver publishes public addresses on the link "external". On other platforms,
+// public addresses are discovered on the machine's links.
 var reportsExternalIPs = map[string]bool{
 	"akamai": true, "aws": true, "azure": true, "cloudstack": true, "digital-ocean": true, "equinixMetal": true,
 	"exoscale": true, "gcp": true, "hcloud": true, "scaleway": true, "upcloud": true, "vultr": true,
 }
 
-// notPublic are ranges that netip counts as global unicast and that are nevertheless not reachable from outside
+// notPublic are ranges that netip counts as global unicast but that are not globally reachable
 // (IANA special-purpose registries, RFC 6890).
 var notPublic = []netip.Prefix{
 	netip.MustParsePrefix("0.0.0.0/8"),
@@ -37,8 +37,8 @@ var notPublic = []netip.Prefix{
 	netip.MustParsePrefix("fec0::/10"),
 }
 
-// internalIPs are the kubelet's node IPs, one of each family, as far as the machine has them; if the kubelet named none, those
-// that Talos would give it. A virtual IP is none, though a machine can hold it: another can tomorrow.
+// internalIPs returns the kubelet's node IPs that the machine has, one of each family; if the kubelet reports none, the node IPs of Talos.
+// It omits virtual IPs: a machine may have one, but it can move to another machine.
 func internalIPs(in Input) []netip.Addr {
 	provided := in.ProvidedNodeIPs
 	if len(provided) == 0 {
@@ -91,7 +91,8 @@ func addresses(in Input, transformed rules.Result, nodeIPs []netip.Addr) ([]core
 	return append(list, names...), problems
 }
 
-// externalIPs are those the platform reports and, if a rule says so or the platform does not report any, the public ones on the links.
+// externalIPs returns the addresses that the platform reports. If a rule enables discovery, or the platform does not report addresses, it
+// adds the public addresses on the links.
 func externalIPs(in Input, discovery *bool, nodeIPs []netip.Addr) []netip.Addr {
 	discover := !reportsExternalIPs[in.Machine.Platform.Platform]
 	if discovery != nil {
@@ -136,15 +137,15 @@ func permanence(a machine.Address) int {
 	return 0
 }
 
-// isPublic tells whether an address on a link of the machine can be reached from outside and is the machine's alone.
+// isPublic reports whether an address on a link is globally reachable and permanently belongs to this machine.
 func isPublic(m machine.Machine, a machine.Address) bool {
 	ip := a.Prefix.Addr().Unmap()
 
 	return m.IsStable(a) && !slices.ContainsFunc(notPublic, func(p netip.Prefix) bool { return p.Contains(ip) })
 }
 
-// dnsNames are the names the platform gives the machine. The metadata's host name counts as internal if it has a domain and the
-// platform names no other.
+// dnsNames returns the DNS names that the platform reports. A host name with a domain is the internal name if the platform reports no
+// other.
 func dnsNames(m machine.Machine) ([]corev1.NodeAddress, []Problem) {
 	internal := m.Platform.InternalDNS
 	if internal == "" && strings.Contains(strings.TrimSuffix(m.Platform.Hostname, "."), ".") {

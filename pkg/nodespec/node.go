@@ -9,36 +9,35 @@ import (
 	cloudproviderapi "k8s.io/cloud-provider/api"
 )
 
-// osImagePrefix begins status.nodeInfo.osImage of every Talos machine, such as "Talos (v1.13.5)" (PRETTY_NAME of its os-release).
+// osImagePrefix is the prefix of status.nodeInfo.osImage on Talos: "Talos (v1.13.5)", PRETTY_NAME of its os-release.
 const osImagePrefix = "Talos"
 
-// maxDialAddresses is more than a machine has node IPs, and bounds where a kubelet can make us dial.
+// maxDialAddresses limits the addresses that a kubelet can make talos-ccm dial. Machines have fewer node IPs.
 const maxDialAddresses = 4
 
-// IsTalos tells whether the Node's kubelet says that it runs on Talos. It proves nothing: it only keeps us from dialing
-// and writing Nodes of other systems.
+// IsTalos reports whether the Node's kubelet claims to run on Talos. It is no proof: it only prevents dialing machines and writing Nodes
+// of other operating systems.
 func IsTalos(node *corev1.Node) bool {
 	return strings.HasPrefix(node.Status.NodeInfo.OSImage, osImagePrefix)
 }
 
-// IsUninitialized tells whether the Node still has the taint with which kubelets wait for a cloud controller manager.
+// IsUninitialized reports whether the Node has the taint with which kubelets wait for a cloud controller manager.
 func IsUninitialized(node *corev1.Node) bool {
 	return slices.ContainsFunc(node.Spec.Taints, IsUninitializedTaint)
 }
 
-// IsUninitializedTaint tells whether it is that taint, whatever its value and effect.
+// IsUninitializedTaint reports whether taint has the key of the uninitialized taint, with any value and effect.
 func IsUninitializedTaint(taint corev1.Taint) bool {
 	return taint.Key == cloudproviderapi.TaintExternalCloudProvider
 }
 
-// ProvidedNodeIPs are the addresses the kubelet was started with (--node-ip), as it says; none if it does not.
-// What is not an address is left out.
+// ProvidedNodeIPs returns the addresses of the kubelet's --node-ip, as the kubelet reports them, in its order. It omits invalid values.
 func ProvidedNodeIPs(node *corev1.Node) []netip.Addr {
 	return parseAddrs(strings.Split(node.Annotations[cloudproviderapi.AnnotationAlphaProvidedIPAddr], ","))
 }
 
-// DialAddresses are the addresses at which the Node's machine may be found, best first. They come from the kubelet, so what
-// answers there has yet to prove that it is this Node's machine.
+// DialAddresses returns the addresses at which to dial the Node's machine, best first. The kubelet reports them, so the machine that
+// responds has to prove its identity.
 func DialAddresses(node *corev1.Node) []netip.Addr {
 	var listed []string
 

@@ -1,7 +1,7 @@
-// Package nodespec says what a Node of a Talos machine should look like.
+// Package nodespec computes the desired labels, annotations, taints, addresses and providerID of a Talos machine's Node.
 //
-// It is part of the pure core: a Machine in, a Spec out. Of the Node it reads only what the kubelet says
-// of the machine (node.go). It never decides who owns a field, and never writes.
+// It is part of the pure core: a Machine in, a Spec out. From the Node it reads only what the kubelet reports about
+// the machine (node.go). It does not decide who owns a field, and never writes.
 package nodespec
 
 import (
@@ -18,7 +18,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-// Labels as the upstream Talos CCM names them; the topology and instance-type labels are those of Kubernetes.
+// Labels that the upstream Talos CCM sets, too. The topology and instance-type labels are defined by Kubernetes.
 const (
 	LabelPlatform    = "node.cloudprovider.kubernetes.io/platform"
 	LabelClusterName = "node.cloudprovider.kubernetes.io/clustername"
@@ -27,72 +27,86 @@ const (
 	lifecycleSpot = "spot"
 )
 
-// Options are the cluster-wide choices. The zero value is the default.
+// Options are cluster-wide settings. The zero value is the default.
 type Options struct {
-	// ClusterName replaces the name that Talos knows; empty: use Talos's.
+	// ClusterName overrides the cluster name of Talos; empty means no override.
 	ClusterName string
-	// PreferIPv6 puts IPv6 addresses before IPv4 ones.
+	// PreferIPv6 lists IPv6 addresses before IPv4 addresses.
 	PreferIPv6 bool
-	// ProviderIDFromNodeIP makes `talos://<platform>/<node IP>` the fallback instead of the SMBIOS UUID: what the
-	// upstream Talos CCM writes.
+	// ProviderIDFromNodeIP makes `talos://<platform>/<node IP>` the fallback providerID, as in the upstream Talos CCM, instead of one
+	// with the SMBIOS UUID.
 	ProviderIDFromNodeIP bool
-	// Rules are the user's; nil: none.
+	// Rules are the configured rules; nil means none.
 	Rules *rules.Set
-	// Claim selects the machines whose Nodes are ours to write; nil: all.
+	// Selector selects the machines whose Nodes are managed; nil selects all.
 	Selector *rules.Selector
 }
 
-// Input is all that Desired looks at.
+// Input is the complete input of Desired.
 type Input struct {
 	Machine machine.Machine
-	// ProvidedNodeIPs are those the kubelet says it was started with, in its order. They are believed only where the
-	// machine has them.
+	// ProvidedNodeIPs are the node IPs of the kubelet's command line, as the kubelet reports them. Desired uses those that the machine has.
 	ProvidedNodeIPs []netip.Addr
-	// Architecture is the Node's, for rules; empty if the kubelet has not said it.
+	// Architecture of the Node, for rules; empty if the kubelet has not reported it.
 	Architecture string
 	// SharedUUID is true if another machine has the same SMBIOS UUID.
 	SharedUUID bool
-	// SharedAddresses are addresses of the platform's metadata that other machines have, too: a load balancer's. They lead to no machine in particular, and
-	// no kubelet can have a certificate for them.
+	// SharedAddresses are addresses that the platform's metadata lists for several machines: those of a load balancer. They do not lead to one
+	// machine, so no kubelet may get a certificate for them.
 	SharedAddresses []netip.Addr
 	Options         Options
 }
 
-// NewInput puts together what is known of the Node's machine and what the Node's kubelet says.
+// NewInput returns an Input from a machine and from what its Node's kubelet reports. It suffices for Facts and Managed; Desired also needs
+// WithPeers.
 func NewInput(node *corev1.Node, m machine.Machine, options Options) Input {
 	return Input{Machine: m, ProvidedNodeIPs: ProvidedNodeIPs(node), Architecture: node.Status.NodeInfo.Architecture, Options: options}
 }
 
-// Facts are what rules and selectors look at.
+// Peers knows all machines of the cluster. *inventory.Inventory implements it.
+type Peers interface {
+	SharedUUID(uuid, nodename string) bool
+	SharedAddresses(nodename string) []netip.Addr
+}
+
+// WithPeers returns the Input with what nodename's machine shares with other machines.
+func (in Input) WithPeers(peers Peers, nodename string) Input {
+	in.SharedUUID = peers.SharedUUID(in.Machine.UUID(), nodename)
+	in.SharedAddresses = peers.SharedAddresses(nodename)
+
+	return in
+}
+
+// Facts returns the input of rules and selectors.
 func (in Input) Facts() rules.Facts {
 	return rules.Facts{Machine: in.Machine, Architecture: in.Architecture}
 }
 
-// Managed tells whether the machine's Node is ours to write. It is decided by what the machine itself says, before any rule.
+// Managed reports whether talos-ccm manages the machine's Node. Rules do not change the result.
 func Managed(in Input) bool { return in.Options.Selector.Matches(in.Facts()) }
 
-// Spec is what the Node should carry.
+// Spec is the desired state of a Node.
 type Spec struct {
-	// ProviderID is never empty. Kubernetes never lets it change.
+	// ProviderID is never empty. It cannot be changed once it is written.
 	ProviderID  string
 	Labels      map[string]string
 	Annotations map[string]string
-	// Taints are to be there after initialization; those that are enforced, at any time.
+	// Taints are set at initialization, and enforced taints at any time.
 	Taints []rules.Taint
-	// Transformed is what the rules said: where the values are from.
+	// Transformed is the result of the rules. It names the rule behind each value.
 	Transformed rules.Result
-	// Addresses in the order in which the Node lists them.
+	// Addresses are in the order of status.addresses.
 	Addresses []corev1.NodeAddress
 }
 
-// Problem is one value that cannot be put on the Node. All others are.
+// Problem is a value that the Spec omits because it is invalid.
 type Problem struct {
 	Key, Value, Why string
-	// Rule names the rule that the value is from; empty if it is the machine's own.
+	// Rule is the name of the rule that set the value; empty if the machine reported it.
 	Rule string
 }
 
-// Kind is what the value was for: the field of the rule ("labels", "annotations", "taints", "platformMetadata"), or "machine".
+// Kind returns the field of the rule ("labels", "annotations", "taints", "platformMetadata"), or "machine".
 func (p Problem) Kind() string {
 	if p.Rule == "" {
 		return "machine"
@@ -103,42 +117,34 @@ func (p Problem) Kind() string {
 	return kind
 }
 
-// String is the problem in a sentence.
+// String returns the problem as one sentence. It shortens long values, which come from metadata services and annotations.
 func (p Problem) String() string {
 	rule := ""
 	if p.Rule != "" {
 		rule = fmt.Sprintf("rule %q: ", p.Rule)
 	}
 
-	return fmt.Sprintf("%s%s=%q left out: %s", rule, p.Key, Abridged(p.Value), p.Why)
+	return fmt.Sprintf("%s%s=%.80q omitted: %s", rule, p.Key, p.Value, p.Why)
 }
 
-// Abridged keeps an Event readable: a value may be as long as a metadata service, or whoever writes an annotation, likes.
-func Abridged(value string) string {
-	const enough = 80
-
-	if len(value) <= enough {
-		return value
-	}
-
-	return value[:enough] + "…"
-}
-
-// Desired returns what the Node should carry, or in pending why that cannot be said yet. Problems are values that were
-// left out.
+// Desired returns the desired state of the Node, with the values that it omits as problems. If the state is not known yet, pending
+// explains why, and the Spec is empty.
 func Desired(in Input) (spec Spec, problems []Problem, pending string) {
 	nodeIPs := internalIPs(in)
 	if len(nodeIPs) == 0 {
-		return Spec{}, nil, "the machine has none of the node IPs that its kubelet was started with"
+		return Spec{}, nil, "the machine has none of the kubelet's node IPs"
 	}
 
-	// Before any rule: what rules make of metadata that is not there yet must not identify the machine.
-	if pending := premature(in); pending != "" {
+	// Check before applying rules: an identity must not be computed from metadata that is still missing.
+	if pending := pendingMetadata(in); pending != "" {
 		return Spec{}, nil, pending
 	}
 
 	transformed := in.Options.Rules.Apply(in.Facts())
-	problems = ruleProblems(transformed)
+
+	for _, p := range transformed.Problems {
+		problems = append(problems, Problem{Rule: p.Rule, Key: p.Key, Value: p.Value, Why: p.Why})
+	}
 
 	providerID, pending := providerID(in, transformed, nodeIPs[0])
 	if pending != "" {
@@ -161,16 +167,6 @@ func Desired(in Input) (spec Spec, problems []Problem, pending string) {
 	return spec, slices.Concat(problems, labelProblems, addressProblems), ""
 }
 
-func ruleProblems(transformed rules.Result) []Problem {
-	var problems []Problem
-
-	for _, p := range transformed.Problems {
-		problems = append(problems, Problem{Rule: p.Rule, Key: p.Key, Value: p.Value, Why: p.Why})
-	}
-
-	return problems
-}
-
 func values(rendered map[string]rules.Value) map[string]string {
 	result := make(map[string]string, len(rendered))
 
@@ -181,7 +177,7 @@ func values(rendered map[string]rules.Value) map[string]string {
 	return result
 }
 
-// labels are those of the platform, and those of the rules, which win.
+// labels returns the labels of the platform and of the rules, which take precedence.
 func labels(in Input, transformed rules.Result) (map[string]string, []Problem) {
 	meta := in.Machine.Platform
 	result := values(transformed.Labels)
@@ -191,7 +187,7 @@ func labels(in Input, transformed rules.Result) (map[string]string, []Problem) {
 		lifecycle = lifecycleSpot
 	}
 
-	wanted := []struct{ key, value string }{
+	platformLabels := []struct{ key, value string }{
 		{corev1.LabelTopologyRegion, meta.Region},
 		{corev1.LabelFailureDomainBetaRegion, meta.Region},
 		{corev1.LabelTopologyZone, meta.Zone},
@@ -205,7 +201,7 @@ func labels(in Input, transformed rules.Result) (map[string]string, []Problem) {
 
 	var problems []Problem
 
-	for _, l := range wanted {
+	for _, l := range platformLabels {
 		if _, ruled := result[l.key]; ruled || l.value == "" {
 			continue
 		}

@@ -7,7 +7,6 @@ package provider
 import (
 	"cmp"
 	"context"
-	"net/netip"
 
 	corev1 "k8s.io/api/core/v1"
 	cloudprovider "k8s.io/cloud-provider"
@@ -21,9 +20,9 @@ const Name = "talos"
 
 // Inventory is what the provider reads.
 type Inventory interface {
+	nodespec.Peers
+
 	Get(nodename string) inventory.Entry
-	SharedUUID(uuid, nodename string) bool
-	SharedAddresses(nodename string) []netip.Addr
 }
 
 // Provider implements cloudprovider.Interface and cloudprovider.InstancesV2. Use New.
@@ -82,9 +81,7 @@ func (p *Provider) InstanceMetadata(_ context.Context, node *corev1.Node) (*clou
 		return nil, cloudprovider.InstanceNotFound
 	}
 
-	in := nodespec.NewInput(node, entry.Machine, p.options())
-	in.SharedUUID = p.inventory.SharedUUID(entry.Machine.UUID(), node.Name)
-	in.SharedAddresses = p.inventory.SharedAddresses(node.Name)
+	in := nodespec.NewInput(node, entry.Machine, p.options()).WithPeers(p.inventory, node.Name)
 
 	spec, _, pending := nodespec.Desired(in)
 	if pending != "" || !nodespec.Managed(in) {

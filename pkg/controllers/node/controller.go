@@ -1,22 +1,26 @@
-// Package node initializes the Nodes of Talos machines and keeps them true.
+// Package node initializes the Nodes of Talos machines and keeps them up to date.
 //
-// Name: cloud-node-controller (alias cloud-node), in place of the framework's.
+// Name: cloud-node-controller (alias cloud-node), in place of the controller of k8s.io/cloud-provider.
 //
-// Inputs: the Node informer, the inventory.
+// Inputs: Nodes, from the informer; machines, from the inventory; the rules and settings in force.
 //
-// Outputs, of Nodes of claimed Talos machines alone: labels and annotations of nodespec, by server-side apply; status.addresses; taints of rules, at
-// initialization and, where a rule enforces them, later; once in a Node's life spec.providerID and the removal of the uninitialized taint. Of
-// managedFields, the end of what the upstream Talos CCM held of the same keys.
+// Outputs, for Nodes of managed Talos machines only:
+//   - labels and annotations, by server-side apply;
+//   - status.addresses;
+//   - the taints of rules: at initialization and, if a rule enforces them, at any later time;
+//   - once per Node, in the same write: spec.providerID and the removal of the uninitialized taint;
+//   - managedFields: labels and annotations that the upstream Talos CCM owns and talos-ccm sets change their owner;
+//   - Events for what an operator should know.
 //
-// It never writes a Node of another system, a providerID that is set, a key or taint that somebody else holds, or anything of a machine
-// that has not proved to be the Node's.
+// It never writes a Node of another operating system, a providerID that is already set, a label, annotation or taint that belongs to another
+// client, or anything from a machine that has not proven to be the Node's.
 package node
 
 import (
 	"cmp"
 	"context"
 	"fmt"
-	"net/netip"
+	"strings"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -30,74 +34,79 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 
+	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/expectations"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
+// Reasons of the Events on Nodes.
 const (
-	// syncTimeout bounds all remote calls of one sync.
+	ReasonInitialized       = "Initialized"
+	ReasonMetadataPending   = "MetadataPending"
+	ReasonUnreachable       = "MachineUnreachable"
+	ReasonIdentityMismatch  = "IdentityMismatch"
+	ReasonOwnershipConflict = "OwnershipConflict"
+	ReasonInvalidValue      = "InvalidValue"
+	ReasonProviderIDInUse   = "ProviderIDInUse"
+)
+
+const (
+	queueName = "cloud-node"
+
+	// syncTimeout bounds all API requests of one sync.
 	syncTimeout = 30 * time.Second
 
 	indexProviderID = "providerID"
-
-	queueName = "cloud-node"
 )
 
-// Inventory is what the controller reads of the machines.
+// Inventory holds the machines; *inventory.Inventory implements it.
 type Inventory interface {
+	nodespec.Peers
+
 	Get(nodename string) inventory.Entry
-	SharedUUID(uuid, nodename string) bool
-	SharedAddresses(nodename string) []netip.Addr
 	Subscribe(handler func(nodename string))
 }
 
-// Config is all a Controller needs. Every field must be set.
+// Config configures a Controller. Every field is required.
 type Config struct {
 	Client    kubernetes.Interface
 	Nodes     coreinformers.NodeInformer
 	Inventory Inventory
 	Recorder  record.EventRecorder
 	Clock     clock.Clock
-	// Options returns the cluster-wide choices now in force. Call Resync when they have changed.
+	// Options returns the cluster-wide settings in force. Call Resync after they have changed.
 	Options func() nodespec.Options
 }
 
 // Controller is the node controller. Use New and Run.
 type Controller struct {
-	writer    writer
-	lister    corelisters.NodeLister
-	indexer   cache.Indexer
-	synced    cache.InformerSynced
-	inventory Inventory
-	reporter  *reporter
-	claims    *claims
-	written   *written
-	waiting   *waiting
-	recorder  record.EventRecorder
-	clock     clock.Clock
-	options   func() nodespec.Options
-	queue     queue.Queue
+	config       Config
+	writer       writer
+	lister       corelisters.NodeLister
+	indexer      cache.Indexer
+	reporter     *events.Reporter
+	reservations *reservations
+	expectations *expectations.Expectations
+	pending      *pendingNodes
+	queue        queue.Queue
 }
 
-// New makes a Controller and subscribes it. The informer must not have been started yet.
+// New returns a Controller that is subscribed to Nodes and machines. Call it before the informer is started.
 func New(cfg Config) (*Controller, error) {
 	informer := cfg.Nodes.Informer()
 
 	c := &Controller{
-		writer:    writer{client: cfg.Client},
-		lister:    cfg.Nodes.Lister(),
-		indexer:   informer.GetIndexer(),
-		synced:    informer.HasSynced,
-		inventory: cfg.Inventory,
-		reporter:  newReporter(cfg.Recorder),
-		claims:    newClaims(),
-		written:   newWritten(),
-		waiting:   newWaiting(uninitialized),
-		recorder:  cfg.Recorder,
-		clock:     cfg.Clock,
-		options:   cfg.Options,
-		queue:     queue.New(queueName),
+		config:       cfg,
+		writer:       writer{client: cfg.Client},
+		lister:       cfg.Nodes.Lister(),
+		indexer:      informer.GetIndexer(),
+		reporter:     events.New(cfg.Recorder),
+		reservations: newReservations(),
+		expectations: expectations.New(),
+		pending:      newPendingNodes(uninitialized),
+		queue:        queue.New(queueName),
 	}
 
 	if err := informer.AddIndexers(cache.Indexers{indexProviderID: providerIDOf}); err != nil {
@@ -133,26 +142,28 @@ func (c *Controller) enqueue(obj any) {
 	}
 }
 
-// Resync has every Node looked at again.
+// Resync queues every Node.
 func (c *Controller) Resync() {
 	for _, nodename := range c.indexer.ListKeys() {
 		c.queue.Add(nodename)
 	}
 }
 
-// Run works with the given number of workers until ctx ends and the last of them has finished.
+// Run processes the queue with the given number of workers. It returns after ctx has ended and all workers have finished.
 func (c *Controller) Run(ctx context.Context, workers int) {
 	defer c.queue.ShutDown()
-	defer c.waiting.clear()
+	defer c.pending.clear()
 
-	if !cache.WaitForNamedCacheSyncWithContext(ctx, c.synced) {
+	if !cache.WaitForNamedCacheSyncWithContext(ctx, c.config.Nodes.Informer().HasSynced) {
 		return
 	}
+
+	worker := queue.Worker{Queue: c.queue, Subject: "node", Failure: "Failed to update node; retrying", Sync: c.reconcile}
 
 	var group wait.Group
 
 	for range workers {
-		group.StartWithContext(ctx, c.worker().Run)
+		group.StartWithContext(ctx, worker.Run)
 	}
 
 	<-ctx.Done()
@@ -160,47 +171,36 @@ func (c *Controller) Run(ctx context.Context, workers int) {
 	group.Wait()
 }
 
-// worker syncs Nodes, and counts how that ends.
-func (c *Controller) worker() queue.Worker {
-	return queue.Worker{
-		Queue:   c.queue,
-		Subject: "node",
-		Failure: "Could not bring the Node up to date, trying again",
-		Sync: func(ctx context.Context, nodename string) error {
-			ctx, cancel := context.WithTimeout(ctx, syncTimeout)
-			defer cancel()
+// reconcile is sync with a timeout and metrics.
+func (c *Controller) reconcile(ctx context.Context, nodename string) error {
+	ctx, cancel := context.WithTimeout(ctx, syncTimeout)
+	defer cancel()
 
-			result, err := c.sync(ctx, nodename)
-			syncs.WithLabelValues(result).Inc()
-			c.countWaiting(nodename)
+	result, err := c.sync(ctx, nodename)
+	syncs.WithLabelValues(result).Inc()
+	c.pending.set(nodename, c.isPending(nodename))
 
-			return err
-		},
-	}
+	return err
 }
 
-// countWaiting keeps the number of Nodes that wait.
-func (c *Controller) countWaiting(nodename string) {
-	if c.waits(nodename) {
-		c.waiting.add(nodename)
-	} else {
-		c.waiting.remove(nodename)
-	}
-}
-
-// waits tells whether a Node of ours is there and not initialized.
-func (c *Controller) waits(nodename string) bool {
+// isPending reports whether a managed Node exists and is not initialized.
+func (c *Controller) isPending(nodename string) bool {
 	node, err := c.lister.Get(nodename)
 	if err != nil || !nodespec.IsTalos(node) || node.DeletionTimestamp != nil || !nodespec.IsUninitialized(node) {
 		return false
 	}
 
-	entry := c.inventory.Get(nodename)
+	entry := c.config.Inventory.Get(nodename)
 
-	return entry.ObservedAt.IsZero() || nodespec.Managed(nodespec.NewInput(node, entry.Machine, c.options()))
+	return mayManage(entry, nodespec.NewInput(node, entry.Machine, c.config.Options()))
 }
 
-// Results of a sync, as the metric names them.
+// mayManage reports whether the machine is managed or not known yet.
+func mayManage(entry inventory.Entry, in nodespec.Input) bool {
+	return entry.ObservedAt.IsZero() || nodespec.Managed(in)
+}
+
+// Results of a sync, as label values of the metric.
 const (
 	resultUnchanged = "unchanged"
 	resultChanged   = "changed"
@@ -209,179 +209,170 @@ const (
 	resultError     = "error"
 )
 
-// sync brings one Node up to date. What cannot be done yet is reported and is no error: a change of Node or Machine brings it
-// back here.
+// sync updates one Node. If the desired state is not known yet, it reports why and returns no error: the change that resolves it queues the
+// Node.
 func (c *Controller) sync(ctx context.Context, nodename string) (result string, err error) {
 	node, err := c.lister.Get(nodename)
 	if apierrors.IsNotFound(err) {
-		c.reporter.forget(nodename)
+		c.reporter.Forget(nodename)
+		c.expectations.Forget(nodename)
 		c.release(nodename)
-		c.written.forget(nodename)
 
 		return resultUnchanged, nil
 	} else if err != nil {
 		return resultError, err
 	}
 
-	if !nodespec.IsTalos(node) || node.DeletionTimestamp != nil || c.written.outdates(node) {
+	if !nodespec.IsTalos(node) || node.DeletionTimestamp != nil || !c.expectations.Satisfied(node) {
 		return resultUnchanged, nil
 	}
 
-	if c.inventory.Get(nodename).Condition == inventory.Mismatch {
+	entry := c.config.Inventory.Get(nodename)
+	in := nodespec.NewInput(node, entry.Machine, c.config.Options()).WithPeers(c.config.Inventory, nodename)
+
+	if entry.Condition == inventory.Mismatch || !mayManage(entry, in) {
 		c.release(nodename)
 	}
 
-	spec, findings, ready := c.desired(node)
-	if !ready {
-		c.reporter.report(node, findings)
+	spec, conditions, ok := c.desired(node, entry, in)
+
+	if ok && node.Spec.ProviderID == "" {
+		if owner := c.reserve(spec.ProviderID, nodename); owner != "" {
+			message := fmt.Sprintf("ProviderID %s is already used by node %s; delete that node if its machine no longer exists", spec.ProviderID, owner)
+			conditions, ok = append(conditions, events.Condition{Reason: ReasonProviderIDInUse, Message: message}), false
+		}
+	}
+
+	if !ok {
+		c.report(node, conditions)
 
 		return resultPending, nil
 	}
 
-	p, err := makePlan(node, spec)
-	if err != nil {
-		return resultError, fmt.Errorf("compare node %s: %w", nodename, err)
-	}
-
-	c.reporter.report(node, append(findings, p.foreign...))
-
-	if p.empty() {
-		return resultUnchanged, nil
-	}
-
-	result, err = c.write(ctx, node, p, spec)
-	if err != nil {
-		return result, fmt.Errorf("update node %s: %w", nodename, err)
-	}
-
-	return result, nil
+	return c.update(ctx, node, spec, conditions)
 }
 
-func (c *Controller) write(ctx context.Context, node *corev1.Node, p plan, spec nodespec.Spec) (result string, err error) {
-	after, err := c.writer.write(ctx, node, p)
-	c.written.note(after)
-
-	switch {
-	case err == nil:
-		c.noteWritten(ctx, node, p, spec)
-
-		return resultChanged, nil
-	case apierrors.IsNotFound(err): // deleted meanwhile
-		return resultUnchanged, nil
-	case apierrors.IsConflict(err):
-		return resultConflict, err
-	default:
-		return resultError, err
-	}
-}
-
-// desired returns what node should carry; not ready if that cannot be said, or not be relied on.
-func (c *Controller) desired(node *corev1.Node) (spec nodespec.Spec, findings []finding, ready bool) {
-	entry := c.inventory.Get(node.Name)
-	findings = condition(entry)
-
-	// The last view of a machine that is unreachable still holds for a Node that was initialized from it, but none is initialized
-	// or identified from hearsay.
-	inNeed := nodespec.IsUninitialized(node) || node.Spec.ProviderID == ""
-	if entry.ObservedAt.IsZero() || (entry.Condition != inventory.Current && inNeed) {
-		return nodespec.Spec{}, findings, false
-	}
-
-	in := nodespec.NewInput(node, entry.Machine, c.options())
-	in.SharedUUID = c.inventory.SharedUUID(entry.Machine.UUID(), node.Name)
-	in.SharedAddresses = c.inventory.SharedAddresses(node.Name)
-
-	if !nodespec.Managed(in) {
-		c.release(node.Name)
-
+// desired returns the desired state of the Node, whether it is known and can be written, and what to report.
+func (c *Controller) desired(node *corev1.Node, entry inventory.Entry, in nodespec.Input) (spec nodespec.Spec, conditions []events.Condition, ok bool) {
+	if !mayManage(entry, in) {
 		return nodespec.Spec{}, nil, false
 	}
 
-	spec, problems, pending := c.transform(in)
+	switch entry.Condition {
+	case inventory.Unreachable:
+		conditions = append(conditions, events.Condition{Reason: ReasonUnreachable, Message: "Talos API is unreachable: " + entry.Reason})
+	case inventory.Mismatch:
+		conditions = append(conditions, events.Condition{Reason: ReasonIdentityMismatch, Message: "Machine does not belong to this node: " + entry.Reason})
+	case inventory.Unknown, inventory.Current:
+	}
+
+	// The last view of an unreachable machine is good enough to update a Node, but not to initialize or identify it.
+	isUninitialized := nodespec.IsUninitialized(node)
+	if entry.ObservedAt.IsZero() || (entry.Condition != inventory.Current && (isUninitialized || node.Spec.ProviderID == "")) {
+		return nodespec.Spec{}, conditions, false
+	}
+
+	started := c.config.Clock.Now()
+	spec, problems, pending := nodespec.Desired(in)
+
+	transformation.Observe(c.config.Clock.Since(started).Seconds())
 
 	for _, p := range problems {
-		findings = append(findings, finding{reason: ReasonInvalidValue, subject: p.Rule + "/" + p.Key, message: p.String(), kind: p.Kind()})
+		conditions = append(conditions, events.Condition{Reason: ReasonInvalidValue, Subject: p.Kind() + "/" + p.Rule + "/" + p.Key, Message: p.String()})
 	}
 
-	if pending != "" {
-		// Every machine is short of metadata for a while after a reboot: no news of a Node that was initialized before.
-		if nodespec.IsUninitialized(node) {
-			findings = append(findings, finding{reason: ReasonMetadataPending, message: "Cannot be initialized yet: " + pending})
-		}
-
-		return nodespec.Spec{}, findings, false
+	// Initialized Nodes are not affected: every machine lacks metadata for a while after a reboot.
+	if pending != "" && isUninitialized {
+		conditions = append(conditions, events.Condition{Reason: ReasonMetadataPending, Message: "Node cannot be initialized yet: " + pending})
 	}
 
-	if node.Spec.ProviderID == "" {
-		c.claims.wait(node.Name)
-
-		if holder := c.holder(spec.ProviderID, node.Name); holder != "" {
-			message := fmt.Sprintf("Node %s already has providerID %s; no two Nodes can be the same machine", holder, spec.ProviderID)
-
-			return nodespec.Spec{}, append(findings, finding{reason: ReasonProviderIDInUse, message: message}), false
-		}
-	}
-
-	return spec, findings, true
+	return spec, conditions, pending == ""
 }
 
-// transform is nodespec.Desired, timed.
-func (c *Controller) transform(in nodespec.Input) (nodespec.Spec, []nodespec.Problem, string) {
-	began := c.clock.Now()
-	defer func() { transformation.Observe(c.clock.Since(began).Seconds()) }()
+// reserve reserves the providerID for the Node, or returns the name of another Node that has or has reserved it. In that case the Node is
+// queued when a reservation is released.
+func (c *Controller) reserve(providerID, nodename string) (owner string) {
+	// Request before reading the index, or a release in between would not queue the Node.
+	c.reservations.request(nodename)
 
-	return nodespec.Desired(in)
-}
-
-// holder is the name of another Node that has providerID or is about to get it, or empty. A Node whose address is known to
-// belong to another machine holds nothing: it is what a renamed machine leaves behind.
-func (c *Controller) holder(providerID, nodename string) string {
 	objs, err := c.indexer.ByIndex(indexProviderID, providerID)
 	if err != nil {
 		return ""
 	}
 
 	for _, obj := range objs {
-		other, ok := obj.(*corev1.Node)
-		if ok && other.Name != nodename && c.inventory.Get(other.Name).Condition != inventory.Mismatch {
+		// A mismatched Node does not count: renaming a machine leaves it behind.
+		other, isNode := obj.(*corev1.Node)
+		if isNode && other.Name != nodename && c.config.Inventory.Get(other.Name).Condition != inventory.Mismatch {
 			return other.Name
 		}
 	}
 
-	return c.claims.take(providerID, nodename)
+	return c.reservations.reserve(providerID, nodename)
 }
 
-// release gives up nodename's claim and has the Nodes looked at again that it may have been in the way of.
+// release releases the Node's reservation and queues the Nodes that may have waited for it.
 func (c *Controller) release(nodename string) {
-	for _, waiting := range c.claims.release(nodename) {
+	for _, waiting := range c.reservations.release(nodename) {
 		c.queue.Add(waiting)
 	}
 }
 
-func condition(entry inventory.Entry) []finding {
-	switch entry.Condition {
-	case inventory.Unreachable:
-		return []finding{{reason: ReasonUnreachable, message: "The Talos API of the machine does not answer: " + entry.Reason}}
-	case inventory.Mismatch:
-		return []finding{{reason: ReasonIdentityMismatch, message: "Not this Node's machine: " + entry.Reason}}
-	case inventory.Unknown, inventory.Current:
+// report emits Events for new conditions, and counts the invalid values among them.
+func (c *Controller) report(node *corev1.Node, conditions []events.Condition) {
+	for _, added := range c.reporter.Report(node.Name, node, conditions...) {
+		if added.Reason == ReasonInvalidValue {
+			kind, _, _ := strings.Cut(added.Subject, "/")
+			transformationErrors.WithLabelValues(kind).Inc()
+		}
 	}
-
-	return nil
 }
 
-func (c *Controller) noteWritten(ctx context.Context, node *corev1.Node, p plan, spec nodespec.Spec) {
+// update writes the differences between the Node and its desired state.
+func (c *Controller) update(ctx context.Context, node *corev1.Node, spec nodespec.Spec, conditions []events.Condition) (result string, err error) {
+	p, err := makePlan(node, spec)
+	if err != nil {
+		return resultError, fmt.Errorf("compare node %s: %w", node.Name, err)
+	}
+
+	c.report(node, append(conditions, p.conflicts...))
+
+	if p.empty() {
+		return resultUnchanged, nil
+	}
+
+	written, err := c.writer.write(ctx, node, p)
+	c.expectations.Expect(written)
+
+	switch {
+	case err == nil:
+		c.recordUpdate(ctx, node, p, spec)
+
+		return resultChanged, nil
+	case apierrors.IsNotFound(err): // deleted in the meantime
+		return resultUnchanged, nil
+	case apierrors.IsConflict(err):
+		result = resultConflict
+	default:
+		result = resultError
+	}
+
+	return result, fmt.Errorf("update node %s: %w", node.Name, err)
+}
+
+// recordUpdate logs the update and, for an initialization, emits an Event and observes the duration.
+func (c *Controller) recordUpdate(ctx context.Context, node *corev1.Node, p plan, spec nodespec.Spec) {
 	logger := klog.FromContext(ctx)
 
 	if !p.initialize {
-		logger.Info("Brought the Node up to date", "labels", p.apply, "addresses", p.addresses != nil, "taints", p.retaint)
+		logger.Info("Updated node", "metadata", p.apply, "addresses", p.addresses != nil, "taints", p.updateTaints)
 
 		return
 	}
 
 	providerID := cmp.Or(node.Spec.ProviderID, spec.ProviderID)
-	took := c.clock.Since(node.CreationTimestamp.Time)
-	initialization.Observe(took.Seconds())
-	logger.Info("Initialized the Node", "providerID", providerID, "after", took)
-	c.recorder.Eventf(node, corev1.EventTypeNormal, ReasonInitialized, "Initialized from its Talos machine as %s", providerID)
+	duration := c.config.Clock.Since(node.CreationTimestamp.Time)
+	initialization.Observe(duration.Seconds())
+	logger.Info("Initialized node", "providerID", providerID, "duration", duration)
+	c.config.Recorder.Eventf(node, corev1.EventTypeNormal, ReasonInitialized, "Initialized with providerID %s", providerID)
 }

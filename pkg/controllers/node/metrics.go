@@ -1,6 +1,9 @@
 package node
 
 import (
+	"sync"
+
+	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/component-base/metrics"
 	"k8s.io/component-base/metrics/legacyregistry"
 )
@@ -8,7 +11,7 @@ import (
 var (
 	syncs = metrics.NewCounterVec(&metrics.CounterOpts{
 		Name:           "talosccm_node_syncs_total",
-		Help:           "Number of times a Node was compared with its machine, by result: unchanged, changed, pending, conflict or error.",
+		Help:           "Number of Node reconciliations by result: unchanged, changed, pending, conflict or error.",
 		StabilityLevel: metrics.ALPHA,
 	}, []string{"result"})
 
@@ -19,21 +22,63 @@ var (
 		StabilityLevel: metrics.ALPHA,
 	})
 
-	// The two names of the upstream Talos CCM.
+	uninitialized = metrics.NewGauge(&metrics.GaugeOpts{
+		Name:           "talosccm_nodes_uninitialized",
+		Help:           "Number of managed Nodes with the uninitialized taint.",
+		StabilityLevel: metrics.ALPHA,
+	})
+
+	// The upstream Talos CCM uses these two names.
 	transformation = metrics.NewHistogram(&metrics.HistogramOpts{
 		Name:           "talosccm_transformer_duration_seconds",
-		Help:           "Time it takes to say what a Node should carry, rules included.",
+		Help:           "Time to compute the desired state of a Node, including rules.",
 		Buckets:        []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .05, .1, 1},
 		StabilityLevel: metrics.ALPHA,
 	})
 
 	transformationErrors = metrics.NewCounterVec(&metrics.CounterOpts{
-		Name:           "talosccm_transformer_errors_total",
-		Help:           "Number of values that could not be put on a Node, by type: labels, annotations, taints, platformMetadata or machine. One that stays wrong is counted once.",
+		Name: "talosccm_transformer_errors_total",
+		Help: "Number of invalid values that were omitted from Nodes, by type: labels, annotations, taints, platformMetadata or machine. " +
+			"A value that stays invalid is counted once.",
 		StabilityLevel: metrics.ALPHA,
 	}, []string{"type"})
 )
 
 func init() {
-	legacyregistry.MustRegister(syncs, initialization, transformation, transformationErrors)
+	legacyregistry.MustRegister(syncs, initialization, uninitialized, transformation, transformationErrors)
+}
+
+// pendingNodes counts the Nodes that are not initialized in a gauge.
+type pendingNodes struct {
+	gauge metrics.GaugeMetric
+
+	mu    sync.Mutex
+	names sets.Set[string]
+}
+
+func newPendingNodes(gauge metrics.GaugeMetric) *pendingNodes {
+	return &pendingNodes{gauge: gauge, names: sets.New[string]()}
+}
+
+// set records whether the Node is pending.
+func (p *pendingNodes) set(nodename string, pending bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+
+	if pending {
+		p.names.Insert(nodename)
+	} else {
+		p.names.Delete(nodename)
+	}
+
+	p.gauge.Set(float64(p.names.Len()))
+}
+
+// clear resets the gauge when the controller stops: from then on, the next leader counts.
+func (p *pendingNodes) clear() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+
+	p.names.Clear()
+	p.gauge.Set(0)
 }

@@ -1,66 +1,86 @@
 package node
 
 import (
+	"bytes"
+	"encoding/json"
 	"fmt"
 	"maps"
 	"slices"
 
+	"github.com/siderolabs/talos/pkg/machinery/constants"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/structured-merge-diff/v6/fieldpath"
 
+	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-// plan is the difference between what a Node carries and what it should. The zero value: nothing to write.
+const (
+	// FieldManager owns the labels and annotations that the controller applies.
+	FieldManager = "talos-ccm"
+
+	// upstreamManager is the field manager of the upstream Talos CCM: the name of its binary.
+	upstreamManager = "talos-cloud-controller-manager"
+)
+
+// plan is the difference between a Node and its desired state. The zero value means that there is none.
 type plan struct {
-	// managedFields replace those of the Node unless nil, before anything is applied: they end what the upstream Talos CCM holds.
+	// managedFields replace those of the Node unless nil. They are written first, and remove the upstream Talos CCM as owner of labels and
+	// annotations that are applied next.
 	managedFields []metav1.ManagedFieldsEntry
-	// apply is true if labels and annotations must be applied; they are then all of ours, which may be none.
+	// apply is true if labels or annotations must be applied. They are complete, and may be empty.
 	apply               bool
 	labels, annotations map[string]string
-	// records is true if labels say of a taint that we enforce it, and the Node did not say so before. Of a Node that has changed meanwhile that may not
-	// be true: somebody else may have set the taint.
-	records bool
+	// recordsTaint is true if the labels record a taint as enforced that was not recorded before. The record must be written to this version of
+	// the Node only: in a later version, the taint may belong to another client.
+	recordsTaint bool
 	// addresses replace status.addresses unless nil.
 	addresses []corev1.NodeAddress
-	// providerID is set once, while the Node has none; empty: leave it.
+	// providerID is set unless empty, which means that the Node has one.
 	providerID string
-	// initialize is true if the uninitialized taint is to go: spec.taints then change in the same write that sets providerID.
+	// initialize is true if the uninitialized taint must be removed, in the same write that sets providerID.
 	initialize bool
-	// retaint is true if spec.taints must change. To what is decided when they are written: the Node may have got others meanwhile.
-	retaint bool
-	taints  []rules.Taint
-	// foreign are findings of what somebody else holds with another value.
-	foreign []finding
+	// updateTaints is true if spec.taints must change. The new list is computed from the version of the Node that is written.
+	updateTaints bool
+	taints       []rules.Taint
+	// conflicts are values that were skipped, because another client has set a different one.
+	conflicts []events.Condition
 }
 
 func (p plan) empty() bool {
 	return p.managedFields == nil && !p.apply && p.addresses == nil && !p.patchesSpec()
 }
 
-func (p plan) patchesSpec() bool { return p.providerID != "" || p.retaint }
+func (p plan) patchesSpec() bool { return p.providerID != "" || p.updateTaints }
 
-// makePlan compares node with spec. It changes neither.
+// makePlan compares the Node with its desired state. It changes neither.
 func makePlan(node *corev1.Node, spec nodespec.Spec) (plan, error) {
-	holders, err := managersOf(node)
+	managers, err := fieldManagers(node)
 	if err != nil {
 		return plan{}, err
 	}
 
 	taints := planTaints(node, spec.Taints)
+	desiredLabels := maps.Clone(taints.record)
+	maps.Copy(desiredLabels, spec.Labels)
+
+	labels := labelsField.compare(node, managers, desiredLabels)
+	annotations := annotationsField.compare(node, managers, spec.Annotations)
 
 	p := plan{
-		initialize: nodespec.IsUninitialized(node),
-		retaint:    !slices.Equal(taints.list, node.Spec.Taints),
-		taints:     spec.Taints,
-		records:    slices.ContainsFunc(slices.Collect(maps.Keys(taints.record)), func(key string) bool { return !hasLabel(node, key) }),
-		foreign:    taints.foreign,
+		apply:        labels.changed || annotations.changed,
+		labels:       labels.apply,
+		annotations:  annotations.apply,
+		recordsTaint: slices.ContainsFunc(slices.Collect(maps.Keys(taints.record)), func(key string) bool { return !hasLabel(node, key) }),
+		initialize:   nodespec.IsUninitialized(node),
+		updateTaints: !slices.Equal(taints.list, node.Spec.Taints),
+		taints:       spec.Taints,
+		conflicts:    slices.Concat(taints.conflicts, labels.conflicts, annotations.conflicts),
 	}
 
-	p.compareKeys(node, spec, holders, taints.record)
-
-	if p.managedFields, err = holders.inherit(p.labels, p.annotations); err != nil {
+	if p.managedFields, err = takeOver(managers, p.labels, p.annotations); err != nil {
 		return plan{}, err
 	}
 
@@ -75,31 +95,171 @@ func makePlan(node *corev1.Node, spec nodespec.Spec) (plan, error) {
 	return p, nil
 }
 
-// compareKeys plans labels and annotations, the record of enforced taints among the labels.
-func (p *plan) compareKeys(node *corev1.Node, spec nodespec.Spec, holders managers, record map[string]string) {
-	labels := maps.Clone(record)
-	maps.Copy(labels, spec.Labels)
+// metadataField is one of the two maps that the controller applies.
+type metadataField struct {
+	name string // in metadata
+	noun string // in Events
+	of   func(*corev1.Node) map[string]string
+	// talosKeys is the annotation in which Talos lists the keys that it owns (k8s/NodeApplyController).
+	talosKeys string
+}
 
-	for _, keys := range []struct {
-		family family
-		wanted map[string]string
-		ours   *map[string]string
-	}{
-		{labelFamily, labels, &p.labels},
-		{annotationFamily, spec.Annotations, &p.annotations},
-	} {
-		held := holders.holding(node, keys.family)
-		ours, foreign := held.divide(keys.family.of(node), keys.wanted)
+var (
+	labelsField = metadataField{
+		name: "labels", noun: "Label", talosKeys: constants.AnnotationOwnedLabels,
+		of: func(node *corev1.Node) map[string]string { return node.Labels },
+	}
+	annotationsField = metadataField{
+		name: "annotations", noun: "Annotation", talosKeys: constants.AnnotationOwnedAnnotations,
+		of: func(node *corev1.Node) map[string]string { return node.Annotations },
+	}
+)
 
-		*keys.ours = ours
-		p.apply = p.apply || !maps.Equal(ours, held.ours)
+func (f metadataField) path(key string) fieldpath.Path {
+	return fieldpath.MakePathOrDie("metadata", f.name, key)
+}
 
-		for key, value := range foreign {
-			p.foreign = append(p.foreign, finding{
-				reason:  ReasonOwnershipConflict,
-				subject: keys.family.field + "/" + key,
-				message: fmt.Sprintf("%s %s=%q was set by somebody else and is left alone", keys.family.name, key, nodespec.Abridged(value)),
-			})
+// comparison is what to apply to a metadataField.
+type comparison struct {
+	apply     map[string]string
+	changed   bool // apply differs from what is applied
+	conflicts []events.Condition
+}
+
+// compare returns the desired keys that the controller may own.
+//
+// It skips keys that another client owns with a different value. It applies keys with a different value that no client owns: an interrupted
+// takeover from the upstream Talos CCM leaves them. It does not start to apply keys that Talos owns, since Talos would revert them. Keys
+// that were applied before Talos took them over stay applied as long as the values are equal: otherwise they would be removed.
+func (f metadataField) compare(node *corev1.Node, managers []fieldManager, desired map[string]string) comparison {
+	present, applied, talosKeys := f.of(node), map[string]string{}, ownedByTalos(node, f.talosKeys)
+
+	for key, value := range present {
+		if slices.ContainsFunc(managers, func(m fieldManager) bool { return m.isOurs() && m.fields.Has(f.path(key)) }) {
+			applied[key] = value
 		}
 	}
+
+	result := comparison{apply: map[string]string{}}
+
+	for _, key := range slices.Sorted(maps.Keys(desired)) {
+		current, exists := present[key]
+		_, isApplied := applied[key]
+
+		isTalos := slices.Contains(talosKeys, key)
+		owner := "Talos"
+
+		if !isTalos {
+			owner = otherOwner(managers, f.path(key))
+		}
+
+		switch {
+		case exists && current != desired[key] && owner != "":
+			result.conflicts = append(result.conflicts, events.Condition{
+				Reason:  ReasonOwnershipConflict,
+				Subject: f.name + "/" + key,
+				Message: fmt.Sprintf("%s %s=%.80q is owned by %s; skipped", f.noun, key, current, owner),
+			})
+		case isTalos && !isApplied: // Talos sets it
+		default:
+			result.apply[key] = desired[key]
+		}
+	}
+
+	result.changed = !maps.Equal(result.apply, applied)
+
+	return result
+}
+
+// fieldManager is an entry of managedFields. The generated ExtractNode cannot be used: it fails for Nodes with two addresses of one type
+// (https://github.com/kubernetes/kubernetes/issues/79391), such as every dual-stack Node.
+type fieldManager struct {
+	entry  metav1.ManagedFieldsEntry
+	fields *fieldpath.Set
+}
+
+func fieldManagers(node *corev1.Node) ([]fieldManager, error) {
+	var managers []fieldManager
+
+	for _, entry := range node.ManagedFields {
+		m := fieldManager{entry: entry, fields: fieldpath.NewSet()}
+
+		if entry.FieldsV1 != nil {
+			if err := m.fields.FromJSON(bytes.NewReader(entry.FieldsV1.GetRawBytes())); err != nil {
+				return nil, fmt.Errorf("decode managed fields of %q: %w", entry.Manager, err)
+			}
+		}
+
+		managers = append(managers, m)
+	}
+
+	return managers, nil
+}
+
+func (m fieldManager) isOurs() bool {
+	return m.entry.Manager == FieldManager && m.entry.Operation == metav1.ManagedFieldsOperationApply && m.entry.Subresource == ""
+}
+
+// isUpstream reports whether the manager is the upstream Talos CCM. Its labels and annotations change their owner as soon as they are applied.
+func (m fieldManager) isUpstream() bool {
+	return m.entry.Manager == upstreamManager && m.entry.Operation == metav1.ManagedFieldsOperationUpdate && m.entry.Subresource == ""
+}
+
+// otherOwner names a field manager, other than this controller and the upstream Talos CCM, that owns the field; empty if there is none.
+func otherOwner(managers []fieldManager, path fieldpath.Path) string {
+	for _, m := range managers {
+		if m.fields.Has(path) && !m.isOurs() && !m.isUpstream() {
+			return fmt.Sprintf("field manager %q", m.entry.Manager)
+		}
+	}
+
+	return ""
+}
+
+// takeOver returns managedFields in which the upstream Talos CCM does not own the given labels and annotations; nil if it owns none. As long as it is
+// an owner, they would not be removed when the controller no longer applies them.
+func takeOver(managers []fieldManager, labels, annotations map[string]string) ([]metav1.ManagedFieldsEntry, error) {
+	taken := fieldpath.NewSet()
+
+	for key := range labels {
+		taken.Insert(labelsField.path(key))
+	}
+
+	for key := range annotations {
+		taken.Insert(annotationsField.path(key))
+	}
+
+	var entries []metav1.ManagedFieldsEntry
+
+	changed := false
+
+	for _, m := range managers {
+		if m.isUpstream() && !m.fields.Intersection(taken).Empty() {
+			fields, err := m.fields.Difference(taken).ToJSON()
+			if err != nil {
+				return nil, fmt.Errorf("encode managed fields of %q: %w", m.entry.Manager, err)
+			}
+
+			m.entry.FieldsV1, changed = metav1.NewFieldsV1(string(fields)), true
+		}
+
+		entries = append(entries, m.entry)
+	}
+
+	if !changed {
+		return nil, nil
+	}
+
+	return entries, nil
+}
+
+// ownedByTalos returns the keys in one of the annotations that list what Talos owns. They are JSON (k8s/NodeApplyController); Talos changes nothing
+// if it cannot parse them.
+func ownedByTalos(node *corev1.Node, annotation string) []string {
+	var keys []string
+	if err := json.Unmarshal([]byte(node.Annotations[annotation]), &keys); err != nil {
+		return nil
+	}
+
+	return keys
 }

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
@@ -24,13 +25,13 @@ const (
 	talos     = "talos"
 )
 
-// history makes a Node by what managers did to it, one after the other, with the managedFields that come of it.
+// history builds a Node, with its managedFields, from the writes of several field managers.
 type history struct {
 	t      *testing.T
 	client kubernetes.Interface
 }
 
-// registered begins with a Node as the kubelet registers it.
+// registered starts with a Node as the kubelet registers it.
 func registered(t *testing.T, taints ...corev1.Taint) *history {
 	t.Helper()
 
@@ -47,7 +48,7 @@ func registered(t *testing.T, taints ...corev1.Taint) *history {
 	return h
 }
 
-// apply is a server-side apply of labels by manager: what it leaves out, and nobody else holds, is removed.
+// apply applies labels by server-side apply. Labels that it omits are removed unless another manager owns them.
 func (h *history) apply(manager string, labels map[string]string) *history {
 	h.t.Helper()
 
@@ -59,7 +60,7 @@ func (h *history) apply(manager string, labels map[string]string) *history {
 	return h
 }
 
-// update changes the whole Node, as Talos and kubectl do.
+// update updates the whole Node, as Talos and kubectl do.
 func (h *history) update(manager string, change func(*corev1.Node)) *history {
 	h.t.Helper()
 
@@ -79,7 +80,7 @@ func (h *history) label(manager, key, value string) *history {
 	return h.update(manager, func(node *corev1.Node) { node.Labels[key] = value })
 }
 
-// ownedByTalos has Talos's own controller record keys as its own, in its format (k8s/NodeApplyController): a list in JSON.
+// ownedByTalos sets the annotation in which Talos lists the keys that it owns (k8s/NodeApplyController): a list in JSON.
 func (h *history) ownedByTalos(list string) *history {
 	h.t.Helper()
 
@@ -107,47 +108,47 @@ func mustPlan(t *testing.T, node *corev1.Node, spec nodespec.Spec) plan {
 		t.Fatalf("make plan: %v", err)
 	}
 
-	if !apiEqual(before, node) {
-		t.Error("the node was changed")
+	if !sameNode(before, node) {
+		t.Error("makePlan changed the node")
 	}
 
 	return p
 }
 
-func apiEqual(a, b *corev1.Node) bool {
+func sameNode(a, b *corev1.Node) bool {
 	return maps.Equal(a.Labels, b.Labels) && slices.Equal(a.Status.Addresses, b.Status.Addresses) && slices.Equal(a.Spec.Taints, b.Spec.Taints) && a.Spec.ProviderID == b.Spec.ProviderID
 }
 
-func TestATakeOverThatWasInterruptedIsFinished(t *testing.T) {
+func TestMakePlan_CompletesInterruptedTakeover(t *testing.T) {
 	h := registered(t)
 	node := h.label(upstreamManager, keyZone, "old").node()
 
-	// As the patch of managedFields leaves it, if nothing is applied after that.
+	// The state after the patch of managedFields.
 	node.ManagedFields = slices.DeleteFunc(node.ManagedFields, func(e metav1.ManagedFieldsEntry) bool { return e.Manager == upstreamManager })
 
 	p := mustPlan(t, node, nodespec.Spec{Labels: map[string]string{keyZone: "new"}})
-	if !p.apply || p.labels[keyZone] != "new" || len(p.foreign) > 0 {
-		t.Errorf("labels %v are applied: %t; foreign are %v", p.labels, p.apply, p.foreign)
+	if !p.apply || p.labels[keyZone] != "new" || len(p.conflicts) > 0 {
+		t.Errorf("labels %v, apply %t, conflicts %v", p.labels, p.apply, p.conflicts)
 	}
 }
 
-func TestPlanOfLabels(t *testing.T) {
+func TestMakePlan_Labels(t *testing.T) {
 	zone := func(value string) map[string]string { return map[string]string{keyZone: value} }
 	none := map[string]string{}
 
 	for _, test := range []struct {
-		rule   string
-		node   func(*history)
-		wanted map[string]string
-		apply  bool
-		// labels are those to be applied, or held already if nothing is.
-		labels, foreign map[string]string
+		name    string
+		node    func(*history)
+		desired map[string]string
+		apply   bool
+		// labels are to be applied, or already applied. conflicts are their current values.
+		labels, conflicts map[string]string
 	}{
-		{"what is missing is applied", func(*history) {}, zone("a"), true, zone("a"), none},
-		{"what we hold already is not applied again", func(h *history) { h.apply(FieldManager, zone("a")) }, zone("a"), false, zone("a"), none},
-		{"what we hold with another value is", func(h *history) { h.apply(FieldManager, zone("a")) }, zone("b"), true, zone("b"), none},
+		{"missing label", func(*history) {}, zone("a"), true, zone("a"), none},
+		{"already applied", func(h *history) { h.apply(FieldManager, zone("a")) }, zone("a"), false, zone("a"), none},
+		{"applied with another value", func(h *history) { h.apply(FieldManager, zone("a")) }, zone("b"), true, zone("b"), none},
 		{
-			"what we hold stays in when something is added",
+			"one applied, one missing",
 			func(h *history) { h.apply(FieldManager, zone("a")) },
 			map[string]string{keyZone: "a", keyRegion: "r"},
 			true,
@@ -155,29 +156,29 @@ func TestPlanOfLabels(t *testing.T) {
 			none,
 		},
 		{
-			"what is no longer wanted is left out, and so removed",
+			"no longer desired",
 			func(h *history) { h.apply(FieldManager, map[string]string{keyZone: "a", keyRegion: "r"}) },
 			zone("a"), true, zone("a"), none,
 		},
-		{"so is the last one", func(h *history) { h.apply(FieldManager, zone("a")) }, none, true, none, none},
-		{"labels that nobody wants and we do not hold are none of our business", func(h *history) { h.label(kubectl, "team", "blue") }, none, false, none, none},
-		{"a key that somebody else holds with another value is foreign", func(h *history) { h.label(kubectl, keyZone, "z") }, zone("a"), false, none, zone("z")},
+		{"last label no longer desired", func(h *history) { h.apply(FieldManager, zone("a")) }, none, true, none, none},
+		{"label of another manager that is not desired", func(h *history) { h.label(kubectl, "team", "blue") }, none, false, none, none},
+		{"owned by another manager with another value", func(h *history) { h.label(kubectl, keyZone, "z") }, zone("a"), false, none, zone("z")},
 		{
-			"the others are applied all the same",
+			"conflict with one of two labels",
 			func(h *history) { h.label(kubectl, keyZone, "z") },
 			map[string]string{keyZone: "a", keyRegion: "r"},
 			true,
 			map[string]string{keyRegion: "r"},
 			zone("z"),
 		},
-		{"a key that somebody else holds with our value is held by both", func(h *history) { h.label(kubectl, keyZone, "a") }, zone("a"), true, zone("a"), none},
+		{"owned by another manager with the same value", func(h *history) { h.label(kubectl, keyZone, "a") }, zone("a"), true, zone("a"), none},
 		{
-			"a key that is held by both is not applied again",
+			"owned by another manager and applied",
 			func(h *history) { h.label(kubectl, keyZone, "a").apply(FieldManager, zone("a")) },
 			zone("a"), false, zone("a"), none,
 		},
 		{
-			"a key that somebody took from us is foreign, and we let go of it",
+			"taken over by another manager's update",
 			func(h *history) {
 				h.apply(FieldManager, map[string]string{keyZone: "a", keyRegion: "r"}).label(kubectl, keyZone, "z")
 			},
@@ -187,68 +188,68 @@ func TestPlanOfLabels(t *testing.T) {
 			zone("z"),
 		},
 		{
-			"a key that somebody took from us by apply is foreign too",
+			"taken over by another manager's apply",
 			func(h *history) { h.apply(FieldManager, zone("a")).apply("argocd", zone("z")) },
 			zone("a"), false, none, zone("z"),
 		},
 		{
-			"a key that somebody removed from us is applied again",
+			"removed by another manager",
 			func(h *history) {
 				h.apply(FieldManager, zone("a")).update(kubectl, func(node *corev1.Node) { delete(node.Labels, keyZone) })
 			},
 			zone("a"), true, zone("a"), none,
 		},
 		{
-			"what our name has updated but not applied is not ours: our patches of the status go by the same name",
+			"updated but not applied by our field manager, as patches of the status are",
 			func(h *history) { h.label(FieldManager, keyZone, "z") },
 			zone("a"), false, none, zone("z"),
 		},
 		{
-			"an empty value of somebody else is a value",
+			"empty value of another manager",
 			func(h *history) { h.label(kubectl, keyZone, "") },
 			zone("a"), false, none, zone(""),
 		},
 		{
-			"a key of Talos's is foreign",
+			"owned by Talos with another value",
 			func(h *history) { h.label(talos, keyZone, "z").ownedByTalos(`["` + keyZone + `"]`) },
 			zone("a"), false, none, zone("z"),
 		},
 		{
-			"a key of Talos's among several is foreign",
+			"one of several labels owned by Talos",
 			func(h *history) { h.label(talos, keyZone, "z").ownedByTalos(`["a","` + keyZone + `","b"]`) },
 			zone("a"), false, none, zone("z"),
 		},
 		{
-			"a key of Talos's with our value is left to Talos",
+			"owned by Talos with the same value",
 			func(h *history) { h.label(talos, keyZone, "a").ownedByTalos(`["` + keyZone + `"]`) },
 			zone("a"), false, none, none,
 		},
 		{
-			"a key of ours that Talos takes over with our value is held on to: nobody else holds it, and it would be removed",
+			"applied, then owned by Talos with the same value: removed if released",
 			func(h *history) {
 				h.apply(FieldManager, zone("a")).label(talos, keyZone, "a").ownedByTalos(`["` + keyZone + `"]`)
 			},
 			zone("a"), false, zone("a"), none,
 		},
 		{
-			"a key of ours that Talos takes over with another value is foreign",
+			"applied, then owned by Talos with another value",
 			func(h *history) {
 				h.apply(FieldManager, zone("a")).ownedByTalos(`["`+keyZone+`"]`).label(talos, keyZone, "z")
 			},
 			zone("a"), false, none, zone("z"),
 		},
 		{
-			"a key that is held by both is foreign once we want another value",
+			"owned by another manager and applied, with another desired value",
 			func(h *history) { h.label(kubectl, keyZone, "a").apply(FieldManager, zone("a")) },
 			zone("b"), true, none, zone("a"),
 		},
 		{
-			"a list of Talos's that cannot be read names no key",
+			"invalid list of labels owned by Talos",
 			func(h *history) { h.ownedByTalos(keyZone) },
 			zone("a"), true, zone("a"), none,
 		},
 		{
-			"two addresses of one type are no obstacle",
+			"two addresses of one type",
 			func(h *history) {
 				h.apply(FieldManager, zone("a")).update("kubelet", func(node *corev1.Node) {
 					node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: "10.0.0.1"}, {Type: corev1.NodeInternalIP, Address: "fd00::1"}}
@@ -257,107 +258,130 @@ func TestPlanOfLabels(t *testing.T) {
 			zone("b"), true, zone("b"), none,
 		},
 		{
-			"a key whose name only begins like one of Talos's is not Talos's",
+			"label with a longer name owned by Talos",
 			func(h *history) { h.ownedByTalos(`["` + keyZone + `-2"]`) },
 			zone("a"), true, zone("a"), none,
 		},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			h := registered(t)
 			test.node(h)
 
-			p := mustPlan(t, h.node(), nodespec.Spec{Labels: test.wanted})
+			p := mustPlan(t, h.node(), nodespec.Spec{Labels: test.desired})
 			if p.apply != test.apply {
 				t.Errorf("apply: got %v, want %v", p.apply, test.apply)
 			}
 
 			if !maps.Equal(p.labels, test.labels) {
-				t.Errorf("ours: got %v, want %v", p.labels, test.labels)
+				t.Errorf("labels: got %v, want %v", p.labels, test.labels)
 			}
 
-			requireForeignLabels(t, p, test.foreign)
+			requireConflicts(t, p, test.conflicts)
 		})
 	}
 }
 
-func requireForeignLabels(t *testing.T, p plan, want map[string]string) {
+func requireConflicts(t *testing.T, p plan, want map[string]string) {
 	t.Helper()
 
 	got := map[string]string{}
-	for _, f := range p.foreign {
-		got[f.subject] = f.message
+	for _, c := range p.conflicts {
+		got[c.Subject], _, _ = strings.Cut(c.Message, " is owned by ")
 	}
 
 	wanted := map[string]string{}
 	for key, value := range want {
-		wanted["labels/"+key] = fmt.Sprintf("Label %s=%q was set by somebody else and is left alone", key, value)
+		wanted["labels/"+key] = fmt.Sprintf("Label %s=%q", key, value)
 	}
 
 	if !maps.Equal(got, wanted) {
-		t.Errorf("foreign: got %v, want %v", got, wanted)
+		t.Errorf("conflicts: got %v, want %v", got, wanted)
 	}
 }
 
-// Carrying a plan out leaves nothing to do, whatever was there before.
-func TestAPlanOfLabelsThatWasCarriedOutIsEmpty(t *testing.T) {
-	wanted := map[string]string{keyZone: "a", keyRegion: "r"}
+func TestMakePlan_ConflictNamesTheOwner(t *testing.T) {
+	for _, test := range []struct {
+		name string
+		node func(*history)
+		want string
+	}{
+		{"field manager", func(h *history) { h.label(kubectl, keyZone, "z") }, `Label topology.kubernetes.io/zone="z" is owned by field manager "kubectl-label"; skipped`},
+		{
+			"Talos", func(h *history) { h.label("machined", keyZone, "z").ownedByTalos(`["` + keyZone + `"]`) },
+			`Label topology.kubernetes.io/zone="z" is owned by Talos; skipped`,
+		},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			h := registered(t)
+			test.node(h)
+
+			p := mustPlan(t, h.node(), nodespec.Spec{Labels: map[string]string{keyZone: "a"}})
+			if len(p.conflicts) != 1 || p.conflicts[0].Message != test.want {
+				t.Errorf("got %v, want %s", p.conflicts, test.want)
+			}
+		})
+	}
+}
+
+func TestMakePlan_IsEmptyAfterLabelsWereApplied(t *testing.T) {
+	desired := map[string]string{keyZone: "a", keyRegion: "r"}
 
 	for _, before := range []func(*history){
 		func(*history) {},
 		func(h *history) { h.label(kubectl, keyZone, "z") },
 		func(h *history) { h.label(kubectl, keyZone, "a") },
 		func(h *history) { h.apply(FieldManager, map[string]string{"old": "x"}) },
-		func(h *history) { h.apply(FieldManager, wanted).label(kubectl, keyRegion, "z") },
+		func(h *history) { h.apply(FieldManager, desired).label(kubectl, keyRegion, "z") },
 		func(h *history) { h.label(talos, keyZone, "z").ownedByTalos(`["` + keyZone + `"]`) },
 	} {
 		h := registered(t)
 		before(h)
 
-		p := mustPlan(t, h.node(), nodespec.Spec{Labels: wanted})
+		p := mustPlan(t, h.node(), nodespec.Spec{Labels: desired})
 		if p.apply {
-			// Not forced: what we apply nobody else holds with another value.
+			// Without force: there must be no conflict.
 			_, err := h.client.CoreV1().Nodes().Apply(t.Context(), corev1ac.Node(nodename).WithLabels(p.labels), metav1.ApplyOptions{FieldManager: FieldManager})
 			if err != nil {
 				t.Errorf("apply: %v", err)
 			}
 		}
 
-		if again := mustPlan(t, h.node(), nodespec.Spec{Labels: wanted}); !again.empty() {
-			t.Errorf("still to do: %+v", again)
+		if again := mustPlan(t, h.node(), nodespec.Spec{Labels: desired}); !again.empty() {
+			t.Errorf("plan is not empty: %+v", again)
 		}
 
 		if _, stale := h.node().Labels["old"]; stale {
-			t.Error("a label that is no longer wanted is still there")
+			t.Error("label that is no longer desired was not removed")
 		}
 	}
 }
 
-func TestPlanOfAddresses(t *testing.T) {
+func TestMakePlan_Addresses(t *testing.T) {
 	internal := corev1.NodeAddress{Type: corev1.NodeInternalIP, Address: "10.0.0.1"}
 	external := corev1.NodeAddress{Type: corev1.NodeExternalIP, Address: "203.0.113.5"}
 	name := corev1.NodeAddress{Type: corev1.NodeHostName, Address: nodename}
 
 	for _, test := range []struct {
-		rule            string
-		present, wanted []corev1.NodeAddress
-		write           bool
+		name             string
+		present, desired []corev1.NodeAddress
+		write            bool
 	}{
 		{"equal", []corev1.NodeAddress{internal, external, name}, []corev1.NodeAddress{internal, external, name}, false},
-		{"none there yet", nil, []corev1.NodeAddress{internal, name}, true},
-		{"one more", []corev1.NodeAddress{internal, name}, []corev1.NodeAddress{internal, external, name}, true},
-		{"one less", []corev1.NodeAddress{internal, external, name}, []corev1.NodeAddress{internal, name}, true},
-		{"another order is another list: the first of a type is the one that counts", []corev1.NodeAddress{name, internal}, []corev1.NodeAddress{internal, name}, true},
-		{"the same address as another type", []corev1.NodeAddress{internal}, []corev1.NodeAddress{{Type: corev1.NodeExternalIP, Address: internal.Address}}, true},
+		{"no addresses", nil, []corev1.NodeAddress{internal, name}, true},
+		{"missing address", []corev1.NodeAddress{internal, name}, []corev1.NodeAddress{internal, external, name}, true},
+		{"stale address", []corev1.NodeAddress{internal, external, name}, []corev1.NodeAddress{internal, name}, true},
+		{"another order, since the first address of a type is preferred", []corev1.NodeAddress{name, internal}, []corev1.NodeAddress{internal, name}, true},
+		{"another type", []corev1.NodeAddress{internal}, []corev1.NodeAddress{{Type: corev1.NodeExternalIP, Address: internal.Address}}, true},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			node := registered(t).node()
 			node.Status.Addresses = test.present
 
-			p := mustPlan(t, node, nodespec.Spec{Addresses: test.wanted})
+			p := mustPlan(t, node, nodespec.Spec{Addresses: test.desired})
 
 			var want []corev1.NodeAddress
 			if test.write {
-				want = test.wanted
+				want = test.desired
 			}
 
 			if !slices.Equal(p.addresses, want) || p.empty() == test.write {
@@ -367,24 +391,24 @@ func TestPlanOfAddresses(t *testing.T) {
 	}
 }
 
-func TestPlanOfIdentity(t *testing.T) {
+func TestMakePlan_Identity(t *testing.T) {
 	uninitializedTaint := corev1.Taint{Key: "node.cloudprovider.kubernetes.io/uninitialized", Value: "true", Effect: corev1.TaintEffectNoSchedule}
 	otherTaint := corev1.Taint{Key: "node.kubernetes.io/not-ready", Effect: corev1.TaintEffectNoSchedule}
 
 	for _, test := range []struct {
-		rule       string
+		name       string
 		taints     []corev1.Taint
 		present    string
 		providerID string
 		initialize bool
 	}{
-		{"a new Node gets a providerID and loses its taint", []corev1.Taint{otherTaint, uninitializedTaint}, "", "talos://metal/u-1", true},
-		{"a providerID that is there stays, whatever it is", []corev1.Taint{uninitializedTaint}, "talos://metal/10.0.0.1", "", true},
-		{"a Node without the taint still lacks a providerID", []corev1.Taint{otherTaint}, "", "talos://metal/u-1", false},
-		{"an initialized Node needs neither", nil, "talos://metal/u-1", "", false},
-		{"other taints are none of our business", []corev1.Taint{otherTaint}, "talos://metal/u-1", "", false},
+		{"new", []corev1.Taint{otherTaint, uninitializedTaint}, "", "talos://metal/u-1", true},
+		{"uninitialized with a providerID", []corev1.Taint{uninitializedTaint}, "talos://metal/10.0.0.1", "", true},
+		{"initialized without a providerID", []corev1.Taint{otherTaint}, "", "talos://metal/u-1", false},
+		{"initialized", nil, "talos://metal/u-1", "", false},
+		{"initialized with other taints", []corev1.Taint{otherTaint}, "talos://metal/u-1", "", false},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			node := registered(t, test.taints...).node()
 			node.Spec.ProviderID = test.present
 
@@ -400,7 +424,7 @@ func TestPlanOfIdentity(t *testing.T) {
 	}
 }
 
-func TestANodeThatIsAsItShouldBeNeedsNothing(t *testing.T) {
+func TestMakePlan_IsEmptyForDesiredState(t *testing.T) {
 	spec := nodespec.Spec{
 		ProviderID: "talos://metal/u-1",
 		Labels:     map[string]string{keyZone: "a"},
@@ -410,11 +434,11 @@ func TestANodeThatIsAsItShouldBeNeedsNothing(t *testing.T) {
 	node.Spec.ProviderID, node.Status.Addresses, node.UID = spec.ProviderID, spec.Addresses, types.UID("u-1")
 
 	if p := mustPlan(t, node, spec); !p.empty() {
-		t.Errorf("to do: %+v", p)
+		t.Errorf("plan is not empty: %+v", p)
 	}
 }
 
-func TestManagedFieldsThatCannotBeReadAreAnError(t *testing.T) {
+func TestMakePlan_FailsOnInvalidManagedFields(t *testing.T) {
 	node := registered(t).apply(FieldManager, map[string]string{keyZone: "a"}).node()
 	for i := range node.ManagedFields {
 		node.ManagedFields[i].FieldsV1 = metav1.NewFieldsV1(`{"f:metadata":`)

@@ -9,45 +9,45 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/constants"
 	corev1 "k8s.io/api/core/v1"
 
+	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-// labelEnforcedTaint begins the labels that record which of a Node's taints are there because a rule enforces them. The managed fields cannot tell:
-// to them the list of taints is one field. Whoever can write the record can have taints removed, so it is kept where
-// admission (NodeRestriction) lets no kubelet write, just as it guards the taints themselves.
+// labelEnforcedTaint is the prefix of labels that record which taints of a Node exist because a rule enforces them. managedFields cannot: they
+// treat the list of taints as one field. Clients that can write the record can have taints removed. Therefore it has a prefix that the
+// NodeRestriction admission plugin protects from kubelets, just as it protects taints.
 const labelEnforcedTaint = "talos-ccm.node-restriction.kubernetes.io/enforced-"
 
-// taintPlan is what should become of a Node's taints.
+// taintPlan is the desired state of a Node's taints.
 type taintPlan struct {
 	list []corev1.Taint
-	// record are the labels that remember what we enforce. A taint that is about to go stays recorded until it has gone: the record
-	// is written first.
-	record  map[string]string
-	foreign []finding
+	// record are the labels that record enforced taints. It is written first, so it keeps a taint that is about to be removed.
+	record    map[string]string
+	conflicts []events.Condition
 }
 
-// planTaints adds what rules want: all of it when the Node is initialized, later what is to be enforced. It takes away what we
-// have recorded as enforced and no rule sets any longer. It leaves what others have set.
-func planTaints(node *corev1.Node, wanted []rules.Taint) taintPlan {
+// planTaints adds the desired taints: all at initialization, later the enforced ones. It removes the uninitialized taint, and taints that are
+// recorded as enforced but no longer desired. It keeps the taints of other clients.
+func planTaints(node *corev1.Node, desired []rules.Taint) taintPlan {
 	var (
-		first = nodespec.IsUninitialized(node)
-		named = map[string]bool{}
-		p     = taintPlan{list: slices.DeleteFunc(slices.Clone(node.Spec.Taints), nodespec.IsUninitializedTaint), record: map[string]string{}}
+		isUninitialized = nodespec.IsUninitialized(node)
+		ids             = map[string]bool{}
+		p               = taintPlan{list: slices.DeleteFunc(slices.Clone(node.Spec.Taints), nodespec.IsUninitializedTaint), record: map[string]string{}}
 	)
 
-	for _, taint := range wanted {
-		named[taintID(taint.Taint)] = true
+	for _, taint := range desired {
+		ids[taintID(taint.Taint)] = true
 
-		if first || taint.Enforce {
-			p.want(node, taint)
+		if isUninitialized || taint.Enforce {
+			p.add(node, taint)
 		}
 	}
 
-	keptByTalos := talosKeys(node, constants.AnnotationOwnedTaints)
+	talosKeys := ownedByTalos(node, constants.AnnotationOwnedTaints)
 
 	p.list = slices.DeleteFunc(p.list, func(taint corev1.Taint) bool {
-		if !isRecorded(node, taint) || named[taintID(taint)] || slices.Contains(keptByTalos, taint.Key) {
+		if !isRecorded(node, taint) || ids[taintID(taint)] || slices.Contains(talosKeys, taint.Key) {
 			return false
 		}
 
@@ -59,8 +59,8 @@ func planTaints(node *corev1.Node, wanted []rules.Taint) taintPlan {
 	return p
 }
 
-// want puts a taint on the list. One that is there with another value and is not ours is left alone.
-func (p *taintPlan) want(node *corev1.Node, taint rules.Taint) {
+// add adds a taint. It does not change the value of a taint that is not recorded as enforced.
+func (p *taintPlan) add(node *corev1.Node, taint rules.Taint) {
 	id := taintID(taint.Taint)
 	ours := isRecorded(node, taint.Taint)
 	i := slices.IndexFunc(p.list, func(t corev1.Taint) bool { return taintID(t) == id })
@@ -72,10 +72,10 @@ func (p *taintPlan) want(node *corev1.Node, taint rules.Taint) {
 	case p.list[i].Value != taint.Value && ours:
 		p.list[i] = taint.Taint
 	case p.list[i].Value != taint.Value:
-		p.foreign = append(p.foreign, finding{
-			reason:  ReasonOwnershipConflict,
-			subject: "taints/" + id,
-			message: fmt.Sprintf("Taint %s was set by somebody else with the value %q and is left alone", id, p.list[i].Value),
+		p.conflicts = append(p.conflicts, events.Condition{
+			Reason:  ReasonOwnershipConflict,
+			Subject: "taints/" + id,
+			Message: fmt.Sprintf("Taint %s with value %q is owned by another client; skipped", id, p.list[i].Value),
 		})
 	}
 
@@ -92,7 +92,7 @@ func hasLabel(node *corev1.Node, key string) bool {
 	return exists
 }
 
-// recordKey is a hash, because a taint's key is longer than the name of a label may be.
+// recordKey contains a hash, because the key of a taint can be longer than the name of a label.
 func recordKey(taint corev1.Taint) string {
 	sum := sha256.Sum256([]byte(taintID(taint)))
 

@@ -12,61 +12,61 @@ import (
 	"k8s.io/client-go/kubernetes"
 )
 
-// writer carries plans out. Every write names the UID of the Node that was looked at, so that none reaches a successor of the
-// same name, and none creates a Node.
+// writer writes plans. Every request contains the UID of the Node that the plan was made for, so that it can neither change another Node of the
+// same name nor create one.
 type writer struct {
 	client kubernetes.Interface
 }
 
-// write does the parts of p in the order that makes initialization atomic for the scheduler: labels and annotations, addresses, and last, in
-// one write, providerID and taints. It returns the Node as the last part that succeeded has left it, or as it was.
+// write writes the plan in the order that makes initialization atomic for the scheduler: labels and annotations, addresses and last, in
+// one request, providerID and taints. It returns the Node after the last successful request, or the given Node.
 func (w writer) write(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
-	for _, part := range []struct {
-		name  string
-		due   bool
-		write func(context.Context, *corev1.Node, plan) (*corev1.Node, error)
+	for _, step := range []struct {
+		action string
+		needed bool
+		write  func(context.Context, *corev1.Node, plan) (*corev1.Node, error)
 	}{
 		{"take over from the upstream Talos CCM", p.managedFields != nil, w.patchManagedFields},
 		{"apply labels and annotations", p.apply, w.apply},
 		{"patch addresses", p.addresses != nil, w.patchAddresses},
 		{"patch spec", p.patchesSpec(), w.patchSpec},
 	} {
-		if !part.due {
+		if !step.needed {
 			continue
 		}
 
-		after, err := part.write(ctx, node, p)
+		written, err := step.write(ctx, node, p)
 		if err != nil {
-			return node, fmt.Errorf("%s: %w", part.name, err)
+			return node, fmt.Errorf("%s: %w", step.action, err)
 		}
 
-		node = after
+		node = written
 	}
 
 	return node, nil
 }
 
-// patchManagedFields carries the resourceVersion it has seen: it replaces the list.
+// patchManagedFields contains the resourceVersion, because it replaces a list.
 func (w writer) patchManagedFields(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
 	return w.patch(ctx, node.Name, map[string]any{
 		"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion, "managedFields": p.managedFields},
 	})
 }
 
-// apply does not force: a key that somebody else took meanwhile fails the whole, and the next sync leaves it out. It carries the resourceVersion it has
-// seen if it records a taint: whose the taint is was seen in that version, and cannot be told once it is recorded. (What somebody else sets between this
-// write and that of the taint is taken for ours.)
+// apply does not force ownership: if another client has taken a key since the plan was made, the request fails, and the next sync skips the key. It
+// contains the resourceVersion if it records a taint as enforced: the plan is right about the taint's owner in that version only, and the
+// record hides it afterwards. (A taint that another client adds between this request and patchSpec is mistaken for an enforced one.)
 func (w writer) apply(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
 	config := corev1ac.Node(node.Name).WithUID(node.UID).WithLabels(p.labels).WithAnnotations(p.annotations)
-	if p.records {
+	if p.recordsTaint {
 		config.WithResourceVersion(node.ResourceVersion)
 	}
 
 	return w.client.CoreV1().Nodes().Apply(ctx, config, metav1.ApplyOptions{FieldManager: FieldManager})
 }
 
-// patchAddresses uses a JSON merge patch, which replaces the list as a whole: the list's strategic merge key is the type, and one
-// type can occur more than once (https://github.com/kubernetes/kubernetes/issues/79391).
+// patchAddresses uses a JSON merge patch, which replaces the list: the merge key for strategic merge patches is the type, but a Node can have several
+// addresses of one type (https://github.com/kubernetes/kubernetes/issues/79391).
 func (w writer) patchAddresses(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
 	return w.patch(ctx, node.Name, map[string]any{
 		"metadata": map[string]any{"uid": node.UID},
@@ -74,14 +74,14 @@ func (w writer) patchAddresses(ctx context.Context, node *corev1.Node, p plan) (
 	}, "status")
 }
 
-// patchSpec carries the resourceVersion it has seen: it replaces the list of taints, and providerID is for ever.
+// patchSpec contains the resourceVersion, because it replaces the list of taints, and a providerID cannot be changed once it is set.
 func (w writer) patchSpec(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
 	spec := map[string]any{}
 	if p.providerID != "" {
 		spec["providerID"] = p.providerID
 	}
 
-	if p.retaint {
+	if p.updateTaints {
 		spec["taints"] = planTaints(node, p.taints).list
 	}
 

@@ -1,0 +1,114 @@
+package node
+
+import (
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	corelisters "k8s.io/client-go/listers/core/v1"
+	"k8s.io/client-go/tools/cache"
+	cloudproviderapi "k8s.io/cloud-provider/api"
+	"k8s.io/component-base/metrics"
+	"k8s.io/component-base/metrics/testutil"
+
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
+)
+
+// newGauge returns a gauge for one test: the controller that runs in parallel sets the product's.
+func newGauge() metrics.GaugeMetric {
+	gauge := metrics.NewGauge(&metrics.GaugeOpts{Name: "test"})
+	metrics.NewKubeRegistry().MustRegister(gauge)
+
+	return gauge
+}
+
+func TestController_CountsPendingNodes(t *testing.T) {
+	selector, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{
+		{Key: "nodename", Operator: rules.NotIn, Values: []string{"unmanaged", "unmanaged-unknown"}},
+	}}})
+	if len(errs) > 0 {
+		t.Fatal(errs)
+	}
+
+	gauge := newGauge()
+	nodes := cache.NewIndexer(cache.MetaNamespaceKeyFunc, cache.Indexers{})
+	machines := inventory.New(time.Now)
+	c := &Controller{
+		lister: corelisters.NewNodeLister(nodes),
+		config: Config{
+			Inventory: machines,
+			Options:   func() nodespec.Options { return nodespec.Options{Selector: selector} },
+		},
+		pending: newPendingNodes(gauge),
+	}
+
+	for _, test := range []struct {
+		name   string
+		change func(n *corev1.Node)
+		want   float64
+	}{
+		{"managed", func(*corev1.Node) {}, 1},
+		{"unknown", func(*corev1.Node) {}, 1},
+		{"unmanaged", func(*corev1.Node) {}, 0},
+		{"unmanaged-unknown", func(*corev1.Node) {}, 1}, // selectors match machines
+		{"initialized", func(n *corev1.Node) { n.Spec.Taints = nil }, 0},
+		{"another-system", func(n *corev1.Node) { n.Status.NodeInfo.OSImage = "Debian" }, 0},
+		{"being-deleted", func(n *corev1.Node) { n.DeletionTimestamp = &metav1.Time{} }, 0},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Cleanup(c.pending.clear)
+
+			n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: test.name}}
+			n.Spec.Taints = []corev1.Taint{{Key: cloudproviderapi.TaintExternalCloudProvider}}
+			n.Status.NodeInfo.OSImage = "Talos (v1.13.5)"
+			test.change(n)
+
+			if test.name != "unknown" && test.name != "unmanaged-unknown" {
+				machines.Replace(test.name, machine.Machine{Nodename: test.name})
+			}
+
+			for _, step := range []struct {
+				do   func(obj any) error
+				want float64
+			}{{nodes.Add, test.want}, {nodes.Delete, 0}} {
+				if err := step.do(n); err != nil {
+					t.Fatal(err)
+				}
+
+				c.pending.set(test.name, c.isPending(test.name))
+
+				if got, err := testutil.GetGaugeMetricValue(gauge); err != nil || got != step.want {
+					t.Errorf("got %v, %v; want %v", got, err, step.want)
+				}
+			}
+		})
+	}
+}
+
+func TestPendingNodes_CountsEachNodeOnce(t *testing.T) {
+	gauge := newGauge()
+	p := newPendingNodes(gauge)
+
+	for _, step := range []struct {
+		name string
+		do   func()
+		want float64
+	}{
+		{"one is pending", func() { p.set("a", true) }, 1},
+		{"it is still pending", func() { p.set("a", true) }, 1},
+		{"another is pending", func() { p.set("b", true) }, 2},
+		{"one was never pending", func() { p.set("c", false) }, 2},
+		{"one is initialized", func() { p.set("a", false) }, 1},
+		{"cleared", p.clear, 0},
+	} {
+		step.do()
+
+		if got, err := testutil.GetGaugeMetricValue(gauge); err != nil || got != step.want {
+			t.Errorf("%s: got %v, %v; want %v", step.name, got, err, step.want)
+		}
+	}
+}
