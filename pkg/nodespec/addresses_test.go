@@ -14,27 +14,27 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
-func TestInternalIPsAreTheKubeletsAsFarAsTheMachineHasThem(t *testing.T) {
+func TestDesired_InternalIPs(t *testing.T) {
 	for _, test := range []struct {
-		rule              string
+		name              string
 		provided, ofTalos []string
 		preferIPv6        bool
 		want              []string
 	}{
-		{"the kubelet's", []string{"10.0.0.1"}, nil, false, []string{"10.0.0.1"}},
-		{"the kubelet's rather than what Talos would give it", []string{"10.0.0.2"}, []string{"10.0.0.1"}, false, []string{"10.0.0.2"}},
-		{"those of Talos if the kubelet named none", nil, []string{"10.0.0.2"}, false, []string{"10.0.0.2"}},
-		{"not another machine's (N3)", []string{"10.0.0.99"}, []string{"10.0.0.1"}, false, nil},
-		{"of two, the one that the machine has", []string{"10.0.0.99", "10.0.0.1"}, nil, false, []string{"10.0.0.1"}},
-		{"none if nobody named any", nil, nil, false, nil},
-		{"one of each family", []string{"10.0.0.1", "10.0.0.2", "2001:db8::1", "2001:db8::2"}, nil, false, []string{"10.0.0.1", "2001:db8::1"}},
+		{"kubelet reports one", []string{"10.0.0.1"}, nil, false, []string{"10.0.0.1"}},
+		{"kubelet and Talos differ", []string{"10.0.0.2"}, []string{"10.0.0.1"}, false, []string{"10.0.0.2"}},
+		{"kubelet reports none", nil, []string{"10.0.0.2"}, false, []string{"10.0.0.2"}},
+		{"address of another machine", []string{"10.0.0.99"}, []string{"10.0.0.1"}, false, nil},
+		{"one of two is on the machine", []string{"10.0.0.99", "10.0.0.1"}, nil, false, []string{"10.0.0.1"}},
+		{"neither kubelet nor Talos reports any", nil, nil, false, nil},
+		{"several of each family", []string{"10.0.0.1", "10.0.0.2", "2001:db8::1", "2001:db8::2"}, nil, false, []string{"10.0.0.1", "2001:db8::1"}},
 		{"IPv4 first", []string{"2001:db8::1", "10.0.0.1"}, nil, false, []string{"10.0.0.1", "2001:db8::1"}},
-		{"IPv6 first if preferred", []string{"10.0.0.1", "2001:db8::1"}, nil, true, []string{"2001:db8::1", "10.0.0.1"}},
-		{"IPv6 alone", []string{"2001:db8::1"}, nil, false, []string{"2001:db8::1"}},
-		{"IPv4 alone though IPv6 is preferred", []string{"10.0.0.1"}, nil, true, []string{"10.0.0.1"}},
-		{"IPv4-mapped IPv6 is IPv4", []string{"::ffff:10.0.0.1", "10.0.0.2"}, nil, false, []string{"10.0.0.1"}},
+		{"IPv6 preferred", []string{"10.0.0.1", "2001:db8::1"}, nil, true, []string{"2001:db8::1", "10.0.0.1"}},
+		{"IPv6 only", []string{"2001:db8::1"}, nil, false, []string{"2001:db8::1"}},
+		{"IPv4 only, IPv6 preferred", []string{"10.0.0.1"}, nil, true, []string{"10.0.0.1"}},
+		{"IPv4-mapped IPv6", []string{"::ffff:10.0.0.1", "10.0.0.2"}, nil, false, []string{"10.0.0.1"}},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			in := running()
 			in.Machine.Addresses = []machine.Address{
 				onLink("eth0", "10.0.0.1/24"), onLink("eth0", "10.0.0.2/24"), onLink("eth0", "2001:db8::1/64"), onLink("eth0", "2001:db8::2/64"),
@@ -54,7 +54,7 @@ func TestInternalIPsAreTheKubeletsAsFarAsTheMachineHasThem(t *testing.T) {
 	}
 }
 
-func TestAVirtualIPIsNoNodeIP(t *testing.T) {
+func TestDesired_VirtualIPIsNotAnInternalIP(t *testing.T) {
 	in := running()
 	in.Machine.Addresses = []machine.Address{onLink("eth0", "10.0.0.1/24"), onLink("eth0", "10.0.0.100/32"), onLink("kube-ipvs0", "10.96.0.1/32")}
 	in.Machine.ExcludedSubnets = []netip.Prefix{netip.MustParsePrefix("10.0.0.100/32"), netip.MustParsePrefix("10.96.0.0/12")}
@@ -76,8 +76,8 @@ func addrs(list []string) []netip.Addr {
 	return ips
 }
 
-// Row N5 of the upstream CCM's defects, and more of its kind.
-func TestPublicAddressesAreFoundOnTheMachinesOwnLinksOnly(t *testing.T) {
+// The upstream Talos CCM lists addresses of CNI links.
+func TestDesired_DiscoversPublicAddressesByLink(t *testing.T) {
 	const ipv4, ipv6 = "203.0.113.5/24", "2001:db8:1::5/64"
 
 	for link, own := range map[string]bool{
@@ -107,9 +107,9 @@ func TestPublicAddressesAreFoundOnTheMachinesOwnLinksOnly(t *testing.T) {
 	}
 }
 
-func TestPublicAddressesAreThoseThatCanBeReachedFromOutside(t *testing.T) {
+func TestDesired_DiscoversPublicAddressesByRange(t *testing.T) {
 	for _, test := range []struct {
-		rule, prefix string
+		name, prefix string
 		public       bool
 	}{
 		{"public IPv4", "203.0.113.5/24", true},
@@ -118,17 +118,17 @@ func TestPublicAddressesAreThoseThatCanBeReachedFromOutside(t *testing.T) {
 		{"just below carrier-grade NAT", "100.63.255.255/24", true},
 		{"just above carrier-grade NAT", "100.128.0.0/24", true},
 		{"just above 172.16/12", "172.32.0.1/24", true},
-		{"IPv4-mapped public IPv4", "::ffff:203.0.113.5/120", true},
+		{"public IPv4-mapped IPv6", "::ffff:203.0.113.5/120", true},
 
 		{"private 10/8", "10.1.2.3/24", false},
 		{"private 172.16/12", "172.31.255.1/24", false},
 		{"private 192.168/16", "192.168.1.1/24", false},
-		{"IPv4-mapped private IPv4", "::ffff:10.1.2.3/120", false},
-		{"carrier-grade NAT, which Tailscale uses", "100.64.0.1/32", false},
-		{"the end of carrier-grade NAT", "100.127.255.254/32", false},
+		{"private IPv4-mapped IPv6", "::ffff:10.1.2.3/120", false},
+		{"carrier-grade NAT and Tailscale", "100.64.0.1/32", false},
+		{"end of carrier-grade NAT", "100.127.255.254/32", false},
 		{"this network", "0.1.2.3/8", false},
 		{"loopback", "127.0.0.1/8", false},
-		{"link-local IPv4, such as Talos's host DNS", "169.254.116.108/32", false},
+		{"link-local IPv4, used by host DNS of Talos", "169.254.116.108/32", false},
 		{"protocol assignments", "192.0.0.8/32", false},
 		{"benchmarking IPv4", "198.18.0.1/15", false},
 		{"multicast IPv4", "224.0.0.1/32", false},
@@ -136,7 +136,7 @@ func TestPublicAddressesAreThoseThatCanBeReachedFromOutside(t *testing.T) {
 		{"broadcast", "255.255.255.255/32", false},
 
 		{"unique local", "fd00::1/64", false},
-		{"unique local, the other half", "fc00::1/64", false},
+		{"unique local, fc00::/8", "fc00::1/64", false},
 		{"link-local IPv6", "fe80::1/64", false},
 		{"site-local", "fec0::1/64", false},
 		{"loopback IPv6", "::1/128", false},
@@ -147,7 +147,7 @@ func TestPublicAddressesAreThoseThatCanBeReachedFromOutside(t *testing.T) {
 		{"benchmarking IPv6", "2001:2::1/48", false},
 		{"segment routing", "5f00::1/16", false},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			in := running()
 			found := onLink("eth0", test.prefix)
 			in.Machine.Addresses = append(in.Machine.Addresses, found)
@@ -163,32 +163,32 @@ func TestPublicAddressesAreThoseThatCanBeReachedFromOutside(t *testing.T) {
 	}
 }
 
-func TestPublicAddressesAreLastingAndTheMachinesAlone(t *testing.T) {
+func TestDesired_DiscoversStableAddresses(t *testing.T) {
 	public := func(flags nethelpers.AddressFlag, scope nethelpers.Scope) machine.Address {
 		return machine.Address{Prefix: netip.MustParsePrefix("2001:db8:1::5/64"), Link: "eth0", Flags: nethelpers.AddressFlags(flags), Scope: scope}
 	}
 
 	for _, test := range []struct {
-		rule     string
+		name     string
 		address  machine.Address
 		excluded string
 		want     []string
 	}{
 		{"permanent", public(nethelpers.AddressPermanent, nethelpers.ScopeGlobal), "", []string{"2001:db8:1::5"}},
-		{"from a router's advertisement", public(nethelpers.AddressManagementTemp, nethelpers.ScopeGlobal), "", []string{"2001:db8:1::5"}},
-		{"stable by RFC 7217", public(nethelpers.AddressPermanent|nethelpers.AddressStablePrivacy, nethelpers.ScopeGlobal), "", []string{"2001:db8:1::5"}},
-		{"temporary by RFC 8981", public(nethelpers.AddressTemporary, nethelpers.ScopeGlobal), "", nil},
+		{"from a router advertisement", public(nethelpers.AddressManagementTemp, nethelpers.ScopeGlobal), "", []string{"2001:db8:1::5"}},
+		{"stable (RFC 7217)", public(nethelpers.AddressPermanent|nethelpers.AddressStablePrivacy, nethelpers.ScopeGlobal), "", []string{"2001:db8:1::5"}},
+		{"temporary (RFC 8981)", public(nethelpers.AddressTemporary, nethelpers.ScopeGlobal), "", nil},
 		{"deprecated", public(nethelpers.AddressPermanent|nethelpers.AddressDeprecated, nethelpers.ScopeGlobal), "", nil},
 		{"tentative", public(nethelpers.AddressPermanent|nethelpers.AddressTentative, nethelpers.ScopeGlobal), "", nil},
-		{"in use by another", public(nethelpers.AddressPermanent|nethelpers.AddressDADFailed, nethelpers.ScopeGlobal), "", nil},
-		{"of the link only", public(nethelpers.AddressPermanent, nethelpers.ScopeLink), "", nil},
-		{"of the host only", public(nethelpers.AddressPermanent, nethelpers.ScopeHost), "", nil},
-		{"a virtual IP that machines share", onLink("eth0", "203.0.113.100/32"), "203.0.113.100/32", nil},
-		{"an address of the pods", onLink("eth0", "203.0.113.129/25"), "203.0.113.128/25", nil},
-		{"next to the virtual IP", onLink("eth0", "203.0.113.101/32"), "203.0.113.100/32", []string{"203.0.113.101"}},
-		{"on a cluster that excludes all of the other family", onLink("eth0", "203.0.113.101/32"), "::/0", []string{"203.0.113.101"}},
+		{"duplicate", public(nethelpers.AddressPermanent|nethelpers.AddressDADFailed, nethelpers.ScopeGlobal), "", nil},
+		{"link scope", public(nethelpers.AddressPermanent, nethelpers.ScopeLink), "", nil},
+		{"host scope", public(nethelpers.AddressPermanent, nethelpers.ScopeHost), "", nil},
+		{"virtual IP", onLink("eth0", "203.0.113.100/32"), "203.0.113.100/32", nil},
+		{"pod address", onLink("eth0", "203.0.113.129/25"), "203.0.113.128/25", nil},
+		{"next to a virtual IP", onLink("eth0", "203.0.113.101/32"), "203.0.113.100/32", []string{"203.0.113.101"}},
+		{"other IP family excluded", onLink("eth0", "203.0.113.101/32"), "::/0", []string{"203.0.113.101"}},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			in := running()
 			in.Machine.Addresses = append(in.Machine.Addresses, test.address)
 
@@ -202,8 +202,7 @@ func TestPublicAddressesAreLastingAndTheMachinesAlone(t *testing.T) {
 	}
 }
 
-// Clouds that name the public addresses in their metadata are believed; on the others, what is public on the links counts too.
-func TestWhereExternalIPsComeFrom(t *testing.T) {
+func TestDesired_SourceOfExternalIPs(t *testing.T) {
 	const fromMetadata, fromBoth = "metadata", "both"
 
 	rows := map[string]string{
@@ -225,7 +224,7 @@ func TestWhereExternalIPsComeFrom(t *testing.T) {
 			case fromMetadata:
 				requireAddresses(t, corev1.NodeExternalIP, spec, "203.0.113.9")
 			case fromBoth:
-				// Talos marks none of its external addresses as permanent, so those on links come first.
+				// Talos does not mark external addresses as permanent, so addresses on links come first.
 				requireAddresses(t, corev1.NodeExternalIP, spec, "203.0.113.5", "203.0.113.9")
 			default:
 				t.Errorf("no row for %s", platform)
@@ -234,8 +233,8 @@ func TestWhereExternalIPsComeFrom(t *testing.T) {
 	}
 }
 
-func TestExternalIPs(t *testing.T) {
-	passing := func(link, prefix string) machine.Address {
+func TestDesired_ExternalIPs(t *testing.T) {
+	temporary := func(link, prefix string) machine.Address {
 		a := onLink(link, prefix)
 		a.Flags = 0
 
@@ -243,24 +242,24 @@ func TestExternalIPs(t *testing.T) {
 	}
 
 	for _, test := range []struct {
-		rule       string
+		name       string
 		addresses  []machine.Address
 		nodeIPs    []string
 		preferIPv6 bool
 		want       []string
 	}{
-		{"there may be none", nil, nil, false, nil},
-		{"the node IP is not repeated", []machine.Address{onLink("eth0", "203.0.113.5/24")}, []string{"203.0.113.5"}, false, nil},
-		{"nor is it from the metadata", []machine.Address{onLink("eth0", "203.0.113.5/24"), external("203.0.113.5")}, []string{"203.0.113.5"}, false, nil},
-		{"nor as IPv4-mapped IPv6", []machine.Address{onLink("eth0", "203.0.113.5/24"), external("::ffff:203.0.113.5")}, []string{"203.0.113.5"}, false, nil},
-		{"one that is on two links counts once", []machine.Address{onLink("eth0", "203.0.113.5/24"), onLink("eth1", "203.0.113.5/32"), external("203.0.113.5")}, nil, false, []string{"203.0.113.5"}},
+		{"none", nil, nil, false, nil},
+		{"node IP", []machine.Address{onLink("eth0", "203.0.113.5/24")}, []string{"203.0.113.5"}, false, nil},
+		{"node IP in metadata", []machine.Address{onLink("eth0", "203.0.113.5/24"), external("203.0.113.5")}, []string{"203.0.113.5"}, false, nil},
+		{"node IP in metadata as IPv4-mapped IPv6", []machine.Address{onLink("eth0", "203.0.113.5/24"), external("::ffff:203.0.113.5")}, []string{"203.0.113.5"}, false, nil},
+		{"same address on several links", []machine.Address{onLink("eth0", "203.0.113.5/24"), onLink("eth1", "203.0.113.5/32"), external("203.0.113.5")}, nil, false, []string{"203.0.113.5"}},
 		{"IPv4 first", []machine.Address{onLink("eth0", "2001:db8:1::5/64"), onLink("eth0", "203.0.113.5/24")}, nil, false, []string{"203.0.113.5", "2001:db8:1::5"}},
-		{"IPv6 first if preferred", []machine.Address{onLink("eth0", "203.0.113.5/24"), onLink("eth0", "2001:db8:1::5/64")}, nil, true, []string{"2001:db8:1::5", "203.0.113.5"}},
-		{"permanent ones first", []machine.Address{passing("eth0", "203.0.113.5/24"), onLink("eth0", "203.0.113.6/24")}, nil, false, []string{"203.0.113.6", "203.0.113.5"}},
-		{"then the lower", []machine.Address{onLink("eth1", "203.0.113.10/24"), onLink("eth2", "203.0.113.9/24")}, nil, false, []string{"203.0.113.9", "203.0.113.10"}},
-		{"the metadata is believed even on what looks private", []machine.Address{external("10.9.9.9")}, nil, false, []string{"10.9.9.9"}},
+		{"IPv6 preferred", []machine.Address{onLink("eth0", "203.0.113.5/24"), onLink("eth0", "2001:db8:1::5/64")}, nil, true, []string{"2001:db8:1::5", "203.0.113.5"}},
+		{"permanent first", []machine.Address{temporary("eth0", "203.0.113.5/24"), onLink("eth0", "203.0.113.6/24")}, nil, false, []string{"203.0.113.6", "203.0.113.5"}},
+		{"lower first", []machine.Address{onLink("eth1", "203.0.113.10/24"), onLink("eth2", "203.0.113.9/24")}, nil, false, []string{"203.0.113.9", "203.0.113.10"}},
+		{"private address in metadata", []machine.Address{external("10.9.9.9")}, nil, false, []string{"10.9.9.9"}},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			in := running()
 			in.Machine.Addresses = append(in.Machine.Addresses, test.addresses...)
 			in.Options.PreferIPv6 = test.preferIPv6
@@ -275,7 +274,7 @@ func TestExternalIPs(t *testing.T) {
 	}
 }
 
-func TestTheHostnameIsTheNodesName(t *testing.T) {
+func TestDesired_HostnameIsNodename(t *testing.T) {
 	in := running()
 	in.Machine.Hostname, in.Machine.Platform.Hostname = "elsewhere", "elsewhere-too"
 
@@ -283,33 +282,33 @@ func TestTheHostnameIsTheNodesName(t *testing.T) {
 	requireAddresses(t, corev1.NodeHostName, spec, "worker-1")
 }
 
-func TestDNSNames(t *testing.T) {
+func TestDesired_DNSNames(t *testing.T) {
 	for _, test := range []struct {
-		rule, hostname, internal, external string
+		name, hostname, internal, external string
 		wantInternal, wantExternal         []string
-		// refused are the types of the names that were left out.
-		refused []string
+		// problems are the types of the omitted names.
+		problems []string
 	}{
-		{rule: "none"},
-		{rule: "as the platform names them", internal: "ip-1.internal", external: "ec2-1.example.org", wantInternal: []string{"ip-1.internal"}, wantExternal: []string{"ec2-1.example.org"}},
-		{rule: "a host name with a domain is internal", hostname: "worker-1.example.org", wantInternal: []string{"worker-1.example.org"}},
-		{rule: "a host name without one is none", hostname: "worker-1"},
-		{rule: "a host name whose only dot is the last is none", hostname: "worker-1."},
-		{rule: "the platform's internal name before its host name", hostname: "worker-1.example.org", internal: "worker-1.internal", wantInternal: []string{"worker-1.internal"}},
-		{rule: "an external name alone", external: "www.example.org", wantExternal: []string{"www.example.org"}},
-		{rule: "upper case is folded", internal: "IP-1.Internal", external: "EC2-1.Example.ORG", wantInternal: []string{"ip-1.internal"}, wantExternal: []string{"ec2-1.example.org"}},
-		{rule: "a dot at the end is cut", internal: "ip-1.internal.", external: "ec2-1.example.org.", wantInternal: []string{"ip-1.internal"}, wantExternal: []string{"ec2-1.example.org"}},
-		{rule: "a single dot is no name", internal: ".", external: "."},
-		{rule: "two dots at the end are refused", internal: "ip-1..", refused: []string{"InternalDNS"}},
-		{rule: "an underscore is refused, the other name stays", internal: "ip_1.internal", external: "www.example.org", wantExternal: []string{"www.example.org"}, refused: []string{"InternalDNS"}},
-		{rule: "a wildcard is refused", external: "*.example.org", refused: []string{"ExternalDNS"}},
-		{rule: "an IP address is no name", hostname: "10.0.0.5", refused: []string{"InternalDNS"}},
-		{rule: "a blank is refused", internal: "ip 1.internal", refused: []string{"InternalDNS"}},
-		{rule: "a letter outside ASCII is refused", internal: "wörker.internal", refused: []string{"InternalDNS"}},
-		{rule: "a host name that cannot be a DNS name is refused", hostname: "worker_1.example.org", refused: []string{"InternalDNS"}},
-		{rule: "too long is refused", internal: strings.Repeat("a.", 127) + "aa", refused: []string{"InternalDNS"}},
+		{name: "none"},
+		{name: "internal and external", internal: "ip-1.internal", external: "ec2-1.example.org", wantInternal: []string{"ip-1.internal"}, wantExternal: []string{"ec2-1.example.org"}},
+		{name: "host name with domain", hostname: "worker-1.example.org", wantInternal: []string{"worker-1.example.org"}},
+		{name: "host name without domain", hostname: "worker-1"},
+		{name: "host name with trailing dot only", hostname: "worker-1."},
+		{name: "internal name and host name", hostname: "worker-1.example.org", internal: "worker-1.internal", wantInternal: []string{"worker-1.internal"}},
+		{name: "external only", external: "www.example.org", wantExternal: []string{"www.example.org"}},
+		{name: "upper case", internal: "IP-1.Internal", external: "EC2-1.Example.ORG", wantInternal: []string{"ip-1.internal"}, wantExternal: []string{"ec2-1.example.org"}},
+		{name: "trailing dot", internal: "ip-1.internal.", external: "ec2-1.example.org.", wantInternal: []string{"ip-1.internal"}, wantExternal: []string{"ec2-1.example.org"}},
+		{name: "single dot", internal: ".", external: "."},
+		{name: "two trailing dots", internal: "ip-1..", problems: []string{"InternalDNS"}},
+		{name: "underscore in one of two names", internal: "ip_1.internal", external: "www.example.org", wantExternal: []string{"www.example.org"}, problems: []string{"InternalDNS"}},
+		{name: "wildcard", external: "*.example.org", problems: []string{"ExternalDNS"}},
+		{name: "IP address", hostname: "10.0.0.5", problems: []string{"InternalDNS"}},
+		{name: "space", internal: "ip 1.internal", problems: []string{"InternalDNS"}},
+		{name: "letter outside ASCII", internal: "wörker.internal", problems: []string{"InternalDNS"}},
+		{name: "host name with underscore", hostname: "worker_1.example.org", problems: []string{"InternalDNS"}},
+		{name: "too long", internal: strings.Repeat("a.", 127) + "aa", problems: []string{"InternalDNS"}},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			in := running()
 			in.Machine.Platform.Hostname, in.Machine.Platform.InternalDNS, in.Machine.Platform.ExternalDNS = test.hostname, test.internal, test.external
 
@@ -317,8 +316,8 @@ func TestDNSNames(t *testing.T) {
 			requireAddresses(t, corev1.NodeInternalDNS, spec, test.wantInternal...)
 			requireAddresses(t, corev1.NodeExternalDNS, spec, test.wantExternal...)
 
-			if got := keys(problems); !slices.Equal(got, test.refused) {
-				t.Errorf("refused: got %v, want %v", got, test.refused)
+			if got := keys(problems); !slices.Equal(got, test.problems) {
+				t.Errorf("problems: got %v, want %v", got, test.problems)
 			}
 		})
 	}
@@ -333,7 +332,7 @@ func keys(problems []nodespec.Problem) []string {
 	return list
 }
 
-func TestAddressesAreListedInternalThenExternalThenNames(t *testing.T) {
+func TestDesired_OrderOfAddresses(t *testing.T) {
 	in := running()
 	in.Machine.Platform.InternalDNS, in.Machine.Platform.ExternalDNS = "a.internal", "a.example.org"
 	in.Machine.Addresses = append(in.Machine.Addresses, onLink("eth0", "2001:db8::1/64"), onLink("eth1", "203.0.113.5/24"), onLink("eth1", "2001:db8:1::5/64"))
@@ -355,7 +354,7 @@ func TestAddressesAreListedInternalThenExternalThenNames(t *testing.T) {
 }
 
 // Azure's metadata lists a load balancer's addresses for every machine behind it.
-func TestAnAddressThatOtherMachinesHaveTooIsNoneOfTheNodes(t *testing.T) {
+func TestDesired_OmitsSharedAddresses(t *testing.T) {
 	in := running()
 	in.Machine.Platform = runtime.PlatformMetadataSpec{Platform: "azure", InstanceID: "vm-1"}
 	in.Machine.Addresses = append(in.Machine.Addresses, external("203.0.113.1"), external("203.0.113.2"))

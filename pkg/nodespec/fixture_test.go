@@ -17,7 +17,7 @@ import (
 
 const (
 	uuid = "30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee"
-	// nodeIP is the one the kubelet was started with.
+	// nodeIP is the node IP of the kubelet.
 	nodeIP = "10.0.0.1"
 )
 
@@ -32,14 +32,14 @@ func onLink(link, prefix string) machine.Address {
 	}
 }
 
-// external is an address that only the platform's metadata knows, as Talos publishes it.
+// external returns an address that only the platform's metadata knows, as Talos publishes it.
 func external(ip string) machine.Address {
 	a := addr(ip)
 
 	return machine.Address{Prefix: netip.PrefixFrom(a, a.BitLen()), Link: "external", Scope: nethelpers.ScopeGlobal}
 }
 
-// running is a metal machine that has said all it ever will.
+// running returns the input for a running metal machine.
 func running() nodespec.Input {
 	return nodespec.Input{
 		Machine: machine.Machine{
@@ -54,7 +54,7 @@ func running() nodespec.Input {
 	}
 }
 
-// desired fails the test if there is nothing to be said yet.
+// desired fails the test if the desired state is pending.
 func desired(t *testing.T, in nodespec.Input) (nodespec.Spec, []nodespec.Problem) {
 	t.Helper()
 
@@ -87,8 +87,7 @@ func requireAddresses(t *testing.T, typ corev1.NodeAddressType, spec nodespec.Sp
 	}
 }
 
-// talosPlatforms are all that this version of Talos knows, by the names that its drivers publish. A new one fails the tests that
-// have no row for it.
+// talosPlatforms returns all platforms of this version of Talos, as its drivers name them. Tests with one row per platform fail for a new one.
 func talosPlatforms() []string {
 	names := []string{"container", platforms.MetalPlatform().Name}
 

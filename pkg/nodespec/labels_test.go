@@ -11,21 +11,21 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
-func TestLabels(t *testing.T) {
+func TestDesired_Labels(t *testing.T) {
 	const platform = "node.cloudprovider.kubernetes.io/platform"
 
 	tooLong := strings.Repeat("a", 64)
 
 	for _, test := range []struct {
-		rule             string
-		metadata         runtime.PlatformMetadataSpec
-		ofTalos, ofUsers string
-		want             map[string]string
-		refused          []string
+		name                       string
+		metadata                   runtime.PlatformMetadataSpec
+		clusterName, configuration string
+		want                       map[string]string
+		problems                   []string
 	}{
-		{rule: "the platform alone", want: map[string]string{platform: "aws"}},
+		{name: "platform only", want: map[string]string{platform: "aws"}},
 		{
-			rule:     "region, zone and instance type come with their beta twins",
+			name:     "region, zone and instance type with beta labels",
 			metadata: runtime.PlatformMetadataSpec{Region: "eu-1", Zone: "eu-1a", InstanceType: "m5.large"},
 			want: map[string]string{
 				platform:                        "aws",
@@ -38,68 +38,68 @@ func TestLabels(t *testing.T) {
 			},
 		},
 		{
-			rule:     "a spot instance says so",
+			name:     "spot instance",
 			metadata: runtime.PlatformMetadataSpec{Spot: true},
 			want:     map[string]string{platform: "aws", "node.cloudprovider.kubernetes.io/lifecycle": "spot"},
 		},
 		{
-			rule:    "the cluster's name is the one that Talos knows",
-			ofTalos: "prod",
-			want:    map[string]string{platform: "aws", "node.cloudprovider.kubernetes.io/clustername": "prod"},
+			name:        "cluster name of Talos",
+			clusterName: "prod",
+			want:        map[string]string{platform: "aws", "node.cloudprovider.kubernetes.io/clustername": "prod"},
 		},
 		{
-			rule:    "unless the user names another",
-			ofTalos: "prod", ofUsers: "shop",
+			name:        "configured cluster name",
+			clusterName: "prod", configuration: "shop",
 			want: map[string]string{platform: "aws", "node.cloudprovider.kubernetes.io/clustername": "shop"},
 		},
 		{
-			rule:     "an invalid value is left out alone (R7)",
+			name:     "invalid region",
 			metadata: runtime.PlatformMetadataSpec{Region: "eu/1", Zone: "eu-1a"},
 			want: map[string]string{
 				platform: "aws", "topology.kubernetes.io/zone": "eu-1a", "failure-domain.beta.kubernetes.io/zone": "eu-1a",
 			},
-			refused: []string{"topology.kubernetes.io/region", "failure-domain.beta.kubernetes.io/region"},
+			problems: []string{"topology.kubernetes.io/region", "failure-domain.beta.kubernetes.io/region"},
 		},
 		{
-			rule:     "so is one that is too long",
+			name:     "zone too long",
 			metadata: runtime.PlatformMetadataSpec{Zone: tooLong, InstanceType: tooLong[1:]},
 			want: map[string]string{
 				platform: "aws", "node.kubernetes.io/instance-type": tooLong[1:], "beta.kubernetes.io/instance-type": tooLong[1:],
 			},
-			refused: []string{"topology.kubernetes.io/zone", "failure-domain.beta.kubernetes.io/zone"},
+			problems: []string{"topology.kubernetes.io/zone", "failure-domain.beta.kubernetes.io/zone"},
 		},
 		{
-			rule:     "an instance type with a blank is not a label",
+			name:     "invalid instance type",
 			metadata: runtime.PlatformMetadataSpec{InstanceType: "Small Instance"},
 			want:     map[string]string{platform: "aws"},
-			refused:  []string{"node.kubernetes.io/instance-type", "beta.kubernetes.io/instance-type"},
+			problems: []string{"node.kubernetes.io/instance-type", "beta.kubernetes.io/instance-type"},
 		},
 		{
-			rule:    "a cluster's name may not be a label",
-			ofTalos: "Prod (Frankfurt)",
-			want:    map[string]string{platform: "aws"},
-			refused: []string{"node.cloudprovider.kubernetes.io/clustername"},
+			name:        "invalid cluster name",
+			clusterName: "Prod (Frankfurt)",
+			want:        map[string]string{platform: "aws"},
+			problems:    []string{"node.cloudprovider.kubernetes.io/clustername"},
 		},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			in := running()
 			in.Machine.Platform = test.metadata
 			in.Machine.Platform.Platform, in.Machine.Platform.InstanceID, in.Machine.Platform.ProviderID = "aws", "i-1", "aws:///eu-1a/i-1"
-			in.Machine.ClusterName, in.Options.ClusterName = test.ofTalos, test.ofUsers
+			in.Machine.ClusterName, in.Options.ClusterName = test.clusterName, test.configuration
 
 			spec, problems := desired(t, in)
 			if !maps.Equal(spec.Labels, test.want) {
 				t.Errorf("got  %v\nwant %v", spec.Labels, test.want)
 			}
 
-			if got := keys(problems); !slices.Equal(got, test.refused) {
-				t.Errorf("refused: got %v, want %v", got, test.refused)
+			if got := keys(problems); !slices.Equal(got, test.problems) {
+				t.Errorf("problems: got %v, want %v", got, test.problems)
 			}
 		})
 	}
 }
 
-func TestThePlatformLabelIsTalossNameForIt(t *testing.T) {
+func TestDesired_PlatformLabel(t *testing.T) {
 	for platform, row := range identities() {
 		t.Run(platform, func(t *testing.T) {
 			in := running()
@@ -113,7 +113,7 @@ func TestThePlatformLabelIsTalossNameForIt(t *testing.T) {
 	}
 }
 
-func TestAProblemSaysKeyValueAndWhy(t *testing.T) {
+func TestProblem_StringHasKeyValueAndReason(t *testing.T) {
 	in := running()
 	in.Machine.Platform.Zone = "rack 7"
 
@@ -124,7 +124,14 @@ func TestAProblemSaysKeyValueAndWhy(t *testing.T) {
 
 	for _, part := range []string{"topology.kubernetes.io/zone", `"rack 7"`, "alphanumeric"} {
 		if got := problems[0].String(); !strings.Contains(got, part) {
-			t.Errorf("%s does not mention %s", got, part)
+			t.Errorf("%s does not contain %s", got, part)
 		}
+	}
+}
+
+func TestProblem_StringShortensValues(t *testing.T) {
+	got := nodespec.Problem{Key: "labels[a]", Value: strings.Repeat("ä", 100), Why: "too long", Rule: "r"}.String()
+	if want := `rule "r": labels[a]="` + strings.Repeat("ä", 80) + `" omitted: too long`; got != want {
+		t.Errorf("got %s, want %s", got, want)
 	}
 }

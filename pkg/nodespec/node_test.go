@@ -2,13 +2,17 @@ package nodespec_test
 
 import (
 	"net/netip"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
@@ -36,8 +40,8 @@ func TestIsTalos(t *testing.T) {
 	}
 }
 
-// nodeSaying is a Node whose kubelet was started with the node IPs of annotation and has written the internal ones.
-func nodeSaying(annotation string, internal ...string) *corev1.Node {
+// nodeWith returns a Node whose kubelet reports the node IPs in annotation, and internal addresses.
+func nodeWith(annotation string, internal ...string) *corev1.Node {
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "worker-1", Annotations: map[string]string{"alpha.kubernetes.io/provided-node-ip": annotation}}}
 	node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeHostName, Address: "192.0.2.77"}, {Type: corev1.NodeExternalIP, Address: "192.0.2.78"}}
 
@@ -58,18 +62,18 @@ func texts(addrs []netip.Addr) string {
 }
 
 func TestProvidedNodeIPs(t *testing.T) {
-	for _, test := range []struct{ rule, annotation, want string }{
+	for _, test := range []struct{ name, annotation, want string }{
 		{"none", "", ""},
 		{"one", "10.0.0.1", "10.0.0.1"},
-		{"two in the kubelet's order", "2001:db8::1,10.0.0.1", "2001:db8::1 10.0.0.1"},
-		{"blanks are cut", " 10.0.0.1 , 2001:db8::1 ", "10.0.0.1 2001:db8::1"},
-		{"what is not an address is left out", "10.0.0.1,worker-1,10.0.0.0/24,300.0.0.1", "10.0.0.1"},
-		{"empty items are left out", ",,10.0.0.1,", "10.0.0.1"},
-		{"an address with a zone is left out", "fe80::1%eth0,10.0.0.1", "10.0.0.1"},
-		{"IPv4-mapped IPv6 is IPv4", "::ffff:10.0.0.1", "10.0.0.1"},
+		{"two", "2001:db8::1,10.0.0.1", "2001:db8::1 10.0.0.1"},
+		{"surrounded by spaces", " 10.0.0.1 , 2001:db8::1 ", "10.0.0.1 2001:db8::1"},
+		{"invalid addresses", "10.0.0.1,worker-1,10.0.0.0/24,300.0.0.1", "10.0.0.1"},
+		{"empty items", ",,10.0.0.1,", "10.0.0.1"},
+		{"address with a zone", "fe80::1%eth0,10.0.0.1", "10.0.0.1"},
+		{"IPv4-mapped IPv6", "::ffff:10.0.0.1", "10.0.0.1"},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
-			if got := texts(nodespec.ProvidedNodeIPs(nodeSaying(test.annotation))); got != test.want {
+		t.Run(test.name, func(t *testing.T) {
+			if got := texts(nodespec.ProvidedNodeIPs(nodeWith(test.annotation))); got != test.want {
 				t.Errorf("got %q, want %q", got, test.want)
 			}
 		})
@@ -82,26 +86,26 @@ func TestProvidedNodeIPs(t *testing.T) {
 
 func TestDialAddresses(t *testing.T) {
 	for _, test := range []struct {
-		rule, annotation string
+		name, annotation string
 		internal         []string
 		want             string
 	}{
-		{"none: neither names nor external addresses are dialed", "", nil, ""},
-		{"those the kubelet was started with come first", "10.0.0.2", []string{"10.0.0.1"}, "10.0.0.2 10.0.0.1"},
-		{"the internal ones alone", "", []string{"10.0.0.1", "2001:db8::1"}, "10.0.0.1 2001:db8::1"},
-		{"none twice", "10.0.0.1", []string{"10.0.0.1", "::ffff:10.0.0.1"}, "10.0.0.1"},
-		{"what is not an address is left out", "x", []string{"worker-1", "10.0.0.1"}, "10.0.0.1"},
+		{"host names and external addresses only", "", nil, ""},
+		{"node IP before internal addresses", "10.0.0.2", []string{"10.0.0.1"}, "10.0.0.2 10.0.0.1"},
+		{"internal addresses only", "", []string{"10.0.0.1", "2001:db8::1"}, "10.0.0.1 2001:db8::1"},
+		{"duplicates", "10.0.0.1", []string{"10.0.0.1", "::ffff:10.0.0.1"}, "10.0.0.1"},
+		{"invalid addresses", "x", []string{"worker-1", "10.0.0.1"}, "10.0.0.1"},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
-			if got := texts(nodespec.DialAddresses(nodeSaying(test.annotation, test.internal...))); got != test.want {
+		t.Run(test.name, func(t *testing.T) {
+			if got := texts(nodespec.DialAddresses(nodeWith(test.annotation, test.internal...))); got != test.want {
 				t.Errorf("got %q, want %q", got, test.want)
 			}
 		})
 	}
 }
 
-// The annotation is written by the kubelet, so by whoever holds its key.
-func FuzzWhatTheKubeletSays(f *testing.F) {
+// The annotation is untrusted: a client with the credentials of a kubelet can write it.
+func FuzzProvidedNodeIPs(f *testing.F) {
 	f.Add("", "")
 	f.Add("10.0.0.1,2001:db8::1", "10.0.0.1")
 	f.Add("::ffff:10.0.0.1,fe80::1%eth0", "fe80::1%eth0")
@@ -109,7 +113,7 @@ func FuzzWhatTheKubeletSays(f *testing.F) {
 	f.Add(strings.Repeat("10.0.0.1,", 1000), "\n10.0.0.1\t")
 
 	f.Fuzz(func(t *testing.T, annotation, internal string) {
-		node := nodeSaying(annotation, internal)
+		node := nodeWith(annotation, internal)
 		provided, dialed := nodespec.ProvidedNodeIPs(node), nodespec.DialAddresses(node)
 
 		for _, a := range slices.Concat(provided, dialed) {
@@ -126,8 +130,39 @@ func FuzzWhatTheKubeletSays(f *testing.F) {
 
 		for _, a := range provided {
 			if !slices.Contains(dialed, a) {
-				t.Errorf("%v is provided and not dialed", a)
+				t.Errorf("%v is provided but not dialed", a)
 			}
 		}
 	})
+}
+
+func TestNewInput_WithPeers(t *testing.T) {
+	m := running().Machine
+	m.Addresses = append(m.Addresses, external("203.0.113.1"), external("203.0.113.2"))
+
+	peer := m
+	peer.Nodename, peer.Addresses = "worker-2", []machine.Address{external("203.0.113.1")}
+
+	machines := inventory.New(time.Now)
+	machines.Replace("worker-1", m)
+
+	node := nodeWith("10.0.0.1")
+	node.Status.NodeInfo.Architecture = "arm64"
+
+	in := nodespec.NewInput(node, m, nodespec.Options{PreferIPv6: true})
+	want := nodespec.Input{Machine: m, ProvidedNodeIPs: addrs([]string{"10.0.0.1"}), Architecture: "arm64", Options: nodespec.Options{PreferIPv6: true}}
+
+	if !reflect.DeepEqual(in, want) {
+		t.Errorf("got %+v, want %+v", in, want)
+	}
+
+	if in := in.WithPeers(machines, "worker-1"); in.SharedUUID || len(in.SharedAddresses) > 0 {
+		t.Errorf("without peers: shared UUID %t, addresses %v", in.SharedUUID, in.SharedAddresses)
+	}
+
+	machines.Replace("worker-2", peer)
+
+	if in := in.WithPeers(machines, "worker-1"); !in.SharedUUID || !slices.Equal(in.SharedAddresses, addrs([]string{"203.0.113.1"})) {
+		t.Errorf("with a peer: shared UUID %t, addresses %v", in.SharedUUID, in.SharedAddresses)
+	}
 }

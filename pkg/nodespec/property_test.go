@@ -19,7 +19,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
-// randomInput is any machine at all, though with a bias to what is nearly right. The same seed gives the same machine.
+// randomInput returns a random machine, preferably an almost valid one. It is the same for the same seed.
 func randomInput(seed uint64) nodespec.Input {
 	r := rand.New(rand.NewPCG(seed, 0))
 	in := nodespec.Input{
@@ -81,7 +81,7 @@ func randomAddress(r *rand.Rand) machine.Address {
 	}
 }
 
-func FuzzDesiredIsDeterministicAndValid(f *testing.F) {
+func FuzzDesired_Machines(f *testing.F) {
 	for seed := range uint64(1000) {
 		f.Add(seed)
 	}
@@ -91,7 +91,7 @@ func FuzzDesiredIsDeterministicAndValid(f *testing.F) {
 		spec, problems, pending := nodespec.Desired(in)
 
 		if !reflect.DeepEqual(in, randomInput(seed)) {
-			t.Error("the input was changed")
+			t.Error("Desired changed its input")
 		}
 
 		shuffled := randomInput(seed)
@@ -102,12 +102,12 @@ func FuzzDesiredIsDeterministicAndValid(f *testing.F) {
 
 		again, problemsAgain, pendingAgain := nodespec.Desired(shuffled)
 		if !reflect.DeepEqual(spec, again) || !reflect.DeepEqual(problems, problemsAgain) || pending != pendingAgain {
-			t.Errorf("in another order of addresses:\n%+v %v %q\n%+v %v %q", spec, problems, pending, again, problemsAgain, pendingAgain)
+			t.Errorf("result depends on the order of addresses:\n%+v %v %q\n%+v %v %q", spec, problems, pending, again, problemsAgain, pendingAgain)
 		}
 
 		if pending != "" {
 			if !reflect.DeepEqual(spec, nodespec.Spec{}) || problems != nil {
-				t.Errorf("pending, and yet %+v %v", spec, problems)
+				t.Errorf("pending, but got %+v %v", spec, problems)
 			}
 
 			return
@@ -119,8 +119,8 @@ func FuzzDesiredIsDeterministicAndValid(f *testing.F) {
 	})
 }
 
-// FuzzDesiredTakesAnyText feeds texts of the platform as they come.
-func FuzzDesiredTakesAnyText(f *testing.F) {
+// FuzzDesired_Metadata uses arbitrary strings as metadata.
+func FuzzDesired_Metadata(f *testing.F) {
 	f.Add("nocloud", "i-1", "", "rack 7", "A.B.", "", "ds=nocloud-net;s=http://x/", uuid)
 	f.Add("openstack", "", "openstack:///", "", "", "\xff", "", "")
 
@@ -193,18 +193,18 @@ func checkAddresses(t *testing.T, in nodespec.Input, spec nodespec.Spec) {
 	checkIPs(t, in.Machine, append(internal, external...))
 }
 
-// checkIPs fails unless each is an address of the machine, in its usual form, and none is there twice.
+// checkIPs fails unless the list contains addresses of the machine only, in canonical form and without duplicates.
 func checkIPs(t *testing.T, m machine.Machine, list []string) {
 	t.Helper()
 
 	for i, text := range list {
 		ip, err := netip.ParseAddr(text)
 		if err != nil || ip.Is4In6() || ip.Zone() != "" || ip.String() != text {
-			t.Errorf("%q is not an address: %v", text, err)
+			t.Errorf("%q is not a canonical address: %v", text, err)
 		}
 
 		if !m.HasAddress(ip) || slices.Contains(list[:i], text) {
-			t.Errorf("%s is not the machine's, or is listed before", text)
+			t.Errorf("%s is not on the machine, or listed twice", text)
 		}
 	}
 }
@@ -218,6 +218,6 @@ func checkProviderID(t *testing.T, in nodespec.Input, spec nodespec.Spec) {
 	}
 
 	if id, ours := strings.CutPrefix(spec.ProviderID, "talos://"+meta.Platform+"/"); !ours || id == "" {
-		t.Errorf("providerID %q names no instance of %q", spec.ProviderID, meta.Platform)
+		t.Errorf("providerID %q does not identify an instance of %q", spec.ProviderID, meta.Platform)
 	}
 }

@@ -13,12 +13,12 @@ import (
 )
 
 type identity struct {
-	// metadata is what the driver publishes, in the formats of its source.
+	// metadata is in the format of the platform driver.
 	metadata runtime.PlatformMetadataSpec
 	want     string
 }
 
-// identities has every platform of Talos with the metadata that its driver publishes
+// identities returns the metadata that the driver of each platform publishes
 // (siderolabs/talos internal/app/machined/pkg/runtime/v1alpha1/platform).
 func identities() map[string]identity {
 	const azureVM = "/subscriptions/s/resourceGroups/rg/providers/Microsoft.Compute/virtualMachines/vm-1"
@@ -46,11 +46,11 @@ func identities() map[string]identity {
 	}
 }
 
-func TestEveryPlatformOfTalosHasAnIdentity(t *testing.T) {
+func TestDesired_ProviderIDOfEveryPlatform(t *testing.T) {
 	rows := identities()
 
 	if known := slices.Sorted(maps.Keys(rows)); !slices.Equal(known, slices.Sorted(slices.Values(talosPlatforms()))) {
-		t.Fatalf("rows for %v, Talos has %v", known, talosPlatforms())
+		t.Fatalf("test has rows for %v, want %v", known, talosPlatforms())
 	}
 
 	for platform, row := range rows {
@@ -66,8 +66,8 @@ func TestEveryPlatformOfTalosHasAnIdentity(t *testing.T) {
 	}
 }
 
-// Until the metadata service answers, Talos publishes the platform's name alone (row N1 of the upstream CCM's defects).
-func TestNoPlatformWithAnInstanceIdentityIsIdentifiedBeforeItsMetadata(t *testing.T) {
+// Until the metadata service responds, Talos publishes the platform name only.
+func TestDesired_PendingWithoutMetadata(t *testing.T) {
 	optional := []string{"metal", "container", "nocloud"}
 
 	for _, platform := range talosPlatforms() {
@@ -85,9 +85,9 @@ func TestNoPlatformWithAnInstanceIdentityIsIdentifiedBeforeItsMetadata(t *testin
 	}
 }
 
-// A driver that could not read the instance's ID publishes its format without one: openstack when neither drive nor service has
-// metadata, aws, cloudstack and exoscale when the service has no such key.
-func TestAProviderIDThatNamesNoInstanceIsNone(t *testing.T) {
+// Drivers publish an incomplete providerID if they cannot read the instance ID: openstack if neither drive nor service has
+// metadata; aws, cloudstack and exoscale if the service lacks the key.
+func TestDesired_PendingWithIncompleteProviderID(t *testing.T) {
 	for _, test := range []struct{ platform, providerID string }{
 		{"openstack", "openstack:///"},
 		{"aws", "aws:///eu-1a/"},
@@ -111,15 +111,15 @@ func requirePending(t *testing.T, in nodespec.Input, mention string) {
 
 	spec, problems, pending := nodespec.Desired(in)
 	if spec.ProviderID != "" || spec.Labels != nil || spec.Addresses != nil || problems != nil {
-		t.Errorf("something is wanted already: %+v %v", spec, problems)
+		t.Errorf("pending, but got %+v %v", spec, problems)
 	}
 
 	if pending == "" || !strings.Contains(pending, mention) {
-		t.Errorf("pending is %q, which does not mention %q", pending, mention)
+		t.Errorf("pending is %q, want mention of %q", pending, mention)
 	}
 }
 
-func TestProviderIDWherePlatformsHaveNone(t *testing.T) {
+func TestDesired_FallbackProviderID(t *testing.T) {
 	const (
 		byUUID = "uuid"
 		byIP   = "ip"
@@ -148,46 +148,46 @@ func TestProviderIDWherePlatformsHaveNone(t *testing.T) {
 	}
 
 	for _, test := range []struct {
-		rule, platform string
+		name, platform string
 		change         func(*nodespec.Input)
 		want           string
 	}{
-		{"metal is known by its SMBIOS UUID", "metal", metal, byUUID},
-		{"metal by its node IP if another machine has the UUID too", "metal", all(metal, shared), byIP},
-		{"metal by its node IP if there is no UUID", "metal", all(withUUID(""), metal), byIP},
-		{"metal by its node IP if the UUID is a vendor's sample", "metal", all(withUUID("03000200-0400-0500-0006-000700080009"), metal), byIP},
-		{"metal by its node IP for those who migrate", "metal", all(metal, fromIP), byIP},
-		{"metal whose SMBIOS has been seen by its metadata alone", "metal", all(metal, func(in *nodespec.Input) { in.Machine.System = hardware.SystemInformationSpec{} }), wait},
-		{"metal's UUID is written in lower case", "metal", all(withUUID(strings.ToUpper(uuid)), metal), byUUID},
-		{"containers have no SMBIOS", "container", withUUID(""), byIP},
+		{"metal", "metal", metal, byUUID},
+		{"metal with a shared UUID", "metal", all(metal, shared), byIP},
+		{"metal without UUID", "metal", all(withUUID(""), metal), byIP},
+		{"metal with the sample UUID of a vendor", "metal", all(withUUID("03000200-0400-0500-0006-000700080009"), metal), byIP},
+		{"metal with fallback node-ip", "metal", all(metal, fromIP), byIP},
+		{"metal with SMBIOS UUID in the metadata only", "metal", all(metal, func(in *nodespec.Input) { in.Machine.System = hardware.SystemInformationSpec{} }), wait},
+		{"metal with UUID in upper case", "metal", all(withUUID(strings.ToUpper(uuid)), metal), byUUID},
+		{"container without SMBIOS", "container", withUUID(""), byIP},
 
-		{"nocloud without a data source, once it runs", "nocloud", unpublished, byUUID},
-		{"nocloud without a data source for those who migrate", "nocloud", all(unpublished, fromIP), byIP},
-		{"nocloud without a data source, while booting", "nocloud", all(unpublished, func(in *nodespec.Input) { in.Machine.Stage = runtime.MachineStageBooting }), wait},
-		{"nocloud without a data source, stage unknown", "nocloud", all(unpublished, func(in *nodespec.Input) { in.Machine.Stage = runtime.MachineStageUnknown }), wait},
-		{"nocloud with a data source that names no instance", "nocloud", func(*nodespec.Input) {}, byUUID},
-		{"nocloud with a data source that names no instance and a shared UUID", "nocloud", shared, byIP},
+		{"nocloud without data source, running", "nocloud", unpublished, byUUID},
+		{"nocloud without data source, fallback node-ip", "nocloud", all(unpublished, fromIP), byIP},
+		{"nocloud without data source, booting", "nocloud", all(unpublished, func(in *nodespec.Input) { in.Machine.Stage = runtime.MachineStageBooting }), wait},
+		{"nocloud without data source, stage unknown", "nocloud", all(unpublished, func(in *nodespec.Input) { in.Machine.Stage = runtime.MachineStageUnknown }), wait},
+		{"nocloud without instance ID", "nocloud", func(*nodespec.Input) {}, byUUID},
+		{"nocloud without instance ID, shared UUID", "nocloud", shared, byIP},
 
-		{"nocloud with a seed on the network", "nocloud", seeded("ds=nocloud-net;s=http://10.0.0.254/seed/"), wait},
-		{"nocloud with a seed on the network by TLS", "nocloud", seeded("ds=nocloud-net;h=web;s=https://10.0.0.254/"), wait},
-		{"nocloud with a seed on the network in upper case", "nocloud", seeded("ds=nocloud-net;s=HTTP://10.0.0.254/"), wait},
-		{"nocloud with a seed on the network in another order", "nocloud", seeded("s=http://10.0.0.254/;ds=nocloud-net"), wait},
-		{"nocloud with a seed that has answered", "nocloud", all(seeded("ds=nocloud-net;s=http://10.0.0.254/"), func(in *nodespec.Input) { in.Machine.PlatformPublished = true }), byUUID},
-		{"nocloud with an address but another data source: Talos reads the drive", "nocloud", seeded("ds=nocloud;s=http://10.0.0.254/"), byUUID},
-		{"nocloud with an address and no data source: Talos reads the drive", "nocloud", seeded("s=http://10.0.0.254/"), byUUID},
-		{"nocloud with a seed of another scheme: Talos reads the drive", "nocloud", seeded("ds=nocloud-net;s=file:///seed"), byUUID},
-		{"nocloud with a data source on the network and no address: Talos reads the drive", "nocloud", seeded("ds=nocloud-net;h=web"), byUUID},
-		{"nocloud with a serial number that only looks like a seed", "nocloud", seeded("gpus=http"), byUUID},
+		{"nocloud with network seed", "nocloud", seeded("ds=nocloud-net;s=http://10.0.0.254/seed/"), wait},
+		{"nocloud with network seed by TLS", "nocloud", seeded("ds=nocloud-net;h=web;s=https://10.0.0.254/"), wait},
+		{"nocloud with network seed in upper case", "nocloud", seeded("ds=nocloud-net;s=HTTP://10.0.0.254/"), wait},
+		{"nocloud with network seed in another order", "nocloud", seeded("s=http://10.0.0.254/;ds=nocloud-net"), wait},
+		{"nocloud with network seed, published", "nocloud", all(seeded("ds=nocloud-net;s=http://10.0.0.254/"), func(in *nodespec.Input) { in.Machine.PlatformPublished = true }), byUUID},
+		{"nocloud with URL and another data source: Talos reads the drive", "nocloud", seeded("ds=nocloud;s=http://10.0.0.254/"), byUUID},
+		{"nocloud with URL and no data source: Talos reads the drive", "nocloud", seeded("s=http://10.0.0.254/"), byUUID},
+		{"nocloud with seed of another scheme: Talos reads the drive", "nocloud", seeded("ds=nocloud-net;s=file:///seed"), byUUID},
+		{"nocloud with network data source and no URL: Talos reads the drive", "nocloud", seeded("ds=nocloud-net;h=web"), byUUID},
+		{"nocloud with a serial number similar to a seed", "nocloud", seeded("gpus=http"), byUUID},
 
 		{"vmware without guestinfo", "vmware", func(*nodespec.Input) {}, byUUID},
-		{"vmware without guestinfo and with a shared UUID", "vmware", shared, byIP},
-		{"vmware before its configuration is published", "vmware", unpublished, wait},
-		{"vmware before its configuration is published, though it runs", "vmware", all(unpublished, fromIP), wait},
+		{"vmware without guestinfo, shared UUID", "vmware", shared, byIP},
+		{"vmware, configuration not published", "vmware", unpublished, wait},
+		{"vmware, configuration not published, fallback node-ip", "vmware", all(unpublished, fromIP), wait},
 
-		{"a platform not yet known", "", func(*nodespec.Input) {}, wait},
-		{"a platform that this version does not know is taken for a cloud", "nimbus", func(*nodespec.Input) {}, wait},
+		{"platform not published", "", func(*nodespec.Input) {}, wait},
+		{"platform of a later Talos version", "nimbus", func(*nodespec.Input) {}, wait},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			in := running()
 			in.Machine.Platform = runtime.PlatformMetadataSpec{Platform: test.platform}
 			test.change(&in)
@@ -206,22 +206,22 @@ func TestProviderIDWherePlatformsHaveNone(t *testing.T) {
 	}
 }
 
-func TestThePlatformsOwnIdentityComesFirst(t *testing.T) {
+func TestDesired_ProviderIDOfPlatformTakesPrecedence(t *testing.T) {
 	for _, test := range []struct {
-		rule     string
+		name     string
 		metadata runtime.PlatformMetadataSpec
 		want     string
 	}{
-		{"a provider ID before an instance ID", runtime.PlatformMetadataSpec{Platform: "nocloud", ProviderID: "proxmox://dc/100", InstanceID: "vm-100"}, "proxmox://dc/100"},
-		{"an instance ID before the UUID", runtime.PlatformMetadataSpec{Platform: "vmware", InstanceID: "vm-200"}, "talos://vmware/vm-200"},
-		{"an instance ID if the provider ID names no instance", runtime.PlatformMetadataSpec{Platform: "nocloud", ProviderID: "proxmox://", InstanceID: "vm-100"}, "talos://nocloud/vm-100"},
-		{"an instance ID of a platform that this version does not know", runtime.PlatformMetadataSpec{Platform: "nimbus", InstanceID: "n-1"}, "talos://nimbus/n-1"},
+		{"provider ID and instance ID", runtime.PlatformMetadataSpec{Platform: "nocloud", ProviderID: "proxmox://dc/100", InstanceID: "vm-100"}, "proxmox://dc/100"},
+		{"instance ID and UUID", runtime.PlatformMetadataSpec{Platform: "vmware", InstanceID: "vm-200"}, "talos://vmware/vm-200"},
+		{"instance ID and incomplete provider ID", runtime.PlatformMetadataSpec{Platform: "nocloud", ProviderID: "proxmox://", InstanceID: "vm-100"}, "talos://nocloud/vm-100"},
+		{"instance ID on a platform of a later Talos version", runtime.PlatformMetadataSpec{Platform: "nimbus", InstanceID: "n-1"}, "talos://nimbus/n-1"},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			for _, options := range []nodespec.Options{{}, {ProviderIDFromNodeIP: true}} {
 				in := running()
 				in.Machine.Platform, in.SharedUUID, in.Options = test.metadata, true, options
-				// An identity that is there need not wait for anything else.
+				// A published identity does not depend on the rest.
 				in.Machine.PlatformPublished, in.Machine.Stage = false, runtime.MachineStageBooting
 
 				if spec, _ := desired(t, in); spec.ProviderID != test.want {
@@ -232,7 +232,7 @@ func TestThePlatformsOwnIdentityComesFirst(t *testing.T) {
 	}
 }
 
-func TestTheNodeIPInAProviderIDIsTheFirstOfTheNode(t *testing.T) {
+func TestDesired_FallbackProviderIDHasFirstNodeIP(t *testing.T) {
 	for preferIPv6, want := range map[bool]string{false: "talos://metal/" + nodeIP, true: "talos://metal/2001:db8::1"} {
 		in := running()
 		in.Machine.Addresses = append(in.Machine.Addresses, onLink("eth0", "2001:db8::1/64"))
@@ -245,21 +245,21 @@ func TestTheNodeIPInAProviderIDIsTheFirstOfTheNode(t *testing.T) {
 	}
 }
 
-// Talos 1.12 and later apply what they remember of an earlier boot until the metadata service answers; the disk may have been copied.
-func TestWhatIsRememberedOfAnEarlierBootIdentifiesNobody(t *testing.T) {
+// Talos 1.12 and later use metadata cached in an earlier boot until the metadata service responds; the disk may have been copied.
+func TestDesired_PendingWithCachedMetadata(t *testing.T) {
 	for _, test := range []struct {
-		rule, platform string
+		name, platform string
 		change         func(*nodespec.Input)
 		pending        bool
 	}{
-		{"a cloud will say", "hcloud", func(*nodespec.Input) {}, true},
-		{"vmware will say", "vmware", func(*nodespec.Input) {}, true},
-		{"nocloud may say while it boots", "nocloud", func(in *nodespec.Input) { in.Machine.Stage = runtime.MachineStageBooting }, true},
-		{"nocloud with a seed on the network will say", "nocloud", func(in *nodespec.Input) { in.Machine.System.SerialNumber = "ds=nocloud-net;s=http://10.0.0.254/" }, true},
-		{"nocloud whose drive is gone hears no more", "nocloud", func(*nodespec.Input) {}, false},
-		{"metal is known by its SMBIOS", "metal", func(*nodespec.Input) {}, false},
+		{"cloud", "hcloud", func(*nodespec.Input) {}, true},
+		{"vmware", "vmware", func(*nodespec.Input) {}, true},
+		{"nocloud, booting", "nocloud", func(in *nodespec.Input) { in.Machine.Stage = runtime.MachineStageBooting }, true},
+		{"nocloud, network seed", "nocloud", func(in *nodespec.Input) { in.Machine.System.SerialNumber = "ds=nocloud-net;s=http://10.0.0.254/" }, true},
+		{"nocloud, running without network seed", "nocloud", func(*nodespec.Input) {}, false},
+		{"metal", "metal", func(*nodespec.Input) {}, false},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			in := running()
 			in.Machine.Platform = runtime.PlatformMetadataSpec{Platform: test.platform, InstanceID: "another", ProviderID: test.platform + "://another"}
 			in.Machine.PlatformFromCache = true
@@ -276,20 +276,20 @@ func TestWhatIsRememberedOfAnEarlierBootIdentifiesNobody(t *testing.T) {
 	}
 }
 
-func TestAnIdentityThatCannotBeRightIsWaitedOut(t *testing.T) {
-	for rule, meta := range map[string]runtime.PlatformMetadataSpec{
-		"a blank":           {Platform: "nocloud", InstanceID: "my machine"},
-		"a line break":      {Platform: "hcloud", InstanceID: "1", ProviderID: "hcloud://1\n"},
-		"a NUL":             {Platform: "hcloud", InstanceID: "1\x00"},
-		"broken UTF-8":      {Platform: "nocloud", InstanceID: "\xff"},
-		"no end":            {Platform: "nocloud", InstanceID: strings.Repeat("a", 64<<10)},
-		"no end by the ID":  {Platform: "hcloud", InstanceID: "1", ProviderID: "hcloud://" + strings.Repeat("1", 64<<10)},
-		"an invisible mark": {Platform: "nocloud", InstanceID: "a\u200b"},
+func TestDesired_PendingWithInvalidIdentity(t *testing.T) {
+	for name, meta := range map[string]runtime.PlatformMetadataSpec{
+		"space":                {Platform: "nocloud", InstanceID: "my machine"},
+		"line break":           {Platform: "hcloud", InstanceID: "1", ProviderID: "hcloud://1\n"},
+		"NUL":                  {Platform: "hcloud", InstanceID: "1\x00"},
+		"invalid UTF-8":        {Platform: "nocloud", InstanceID: "\xff"},
+		"instance ID too long": {Platform: "nocloud", InstanceID: strings.Repeat("a", 64<<10)},
+		"provider ID too long": {Platform: "hcloud", InstanceID: "1", ProviderID: "hcloud://" + strings.Repeat("1", 64<<10)},
+		"invisible character":  {Platform: "nocloud", InstanceID: "a\u200b"},
 	} {
-		t.Run(rule, func(t *testing.T) {
+		t.Run(name, func(t *testing.T) {
 			in := running()
 			in.Machine.Platform = meta
-			requirePending(t, in, "cannot be right")
+			requirePending(t, in, "invalid instance ID or providerID")
 		})
 	}
 }

@@ -13,8 +13,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-// ruled is the machine under rules.
-func ruled(t *testing.T, in nodespec.Input, list ...rules.Rule) nodespec.Input {
+// withRules returns the input with rules.
+func withRules(t *testing.T, in nodespec.Input, list ...rules.Rule) nodespec.Input {
 	t.Helper()
 
 	compiled, errs := rules.Compile(list)
@@ -31,7 +31,7 @@ func replacing(fields map[string]string) rules.Rule {
 	return rules.Rule{Name: "r", PlatformMetadata: fields}
 }
 
-// cloud is a machine whose platform says all there is.
+// cloud returns the input for a machine on aws.
 func cloud() nodespec.Input {
 	in := running()
 	in.Machine.Platform = runtime.PlatformMetadataSpec{Platform: "aws", Region: "eu", Zone: "eu-1a", InstanceID: "i-1", ProviderID: "aws:///eu-1a/i-1"}
@@ -39,8 +39,8 @@ func cloud() nodespec.Input {
 	return in
 }
 
-func TestLabelsOfRulesWinOverThoseOfThePlatform(t *testing.T) {
-	in := ruled(t, cloud(), rules.Rule{Labels: map[string]string{corev1.LabelTopologyZone: "mine", "team": "{{ .Region }}"}})
+func TestDesired_LabelsOfRulesTakePrecedence(t *testing.T) {
+	in := withRules(t, cloud(), rules.Rule{Labels: map[string]string{corev1.LabelTopologyZone: "mine", "team": "{{ .Region }}"}})
 
 	spec, _ := desired(t, in)
 	for key, want := range map[string]string{
@@ -52,8 +52,8 @@ func TestLabelsOfRulesWinOverThoseOfThePlatform(t *testing.T) {
 	}
 }
 
-func TestReplacedMetadataIsWhatTheNodeGets(t *testing.T) {
-	in := ruled(t, cloud(), replacing(map[string]string{"Zone": "{{ .Region }}-x", "Spot": "true", "ExternalDNS": "vm.example.com"}))
+func TestDesired_UsesReplacedMetadata(t *testing.T) {
+	in := withRules(t, cloud(), replacing(map[string]string{"Zone": "{{ .Region }}-x", "Spot": "true", "ExternalDNS": "vm.example.com"}))
 
 	spec, _ := desired(t, in)
 	if spec.Labels[corev1.LabelTopologyZone] != "eu-x" || spec.Labels[nodespec.LabelLifecycle] != "spot" {
@@ -63,7 +63,7 @@ func TestReplacedMetadataIsWhatTheNodeGets(t *testing.T) {
 	requireAddresses(t, corev1.NodeExternalDNS, spec, "vm.example.com")
 }
 
-func TestProviderIDUnderRules(t *testing.T) {
+func TestDesired_ProviderIDOfRules(t *testing.T) {
 	booting := cloud()
 	booting.Machine.Stage = runtime.MachineStageBooting
 	booting.Machine.System = hardware.SystemInformationSpec{}
@@ -72,35 +72,35 @@ func TestProviderIDUnderRules(t *testing.T) {
 	unpublished.Machine.Platform = runtime.PlatformMetadataSpec{Platform: "aws"}
 
 	for _, test := range []struct {
-		rule          string
+		name          string
 		in            nodespec.Input
 		rules         []rules.Rule
 		want, pending string
 	}{
-		{"a rule's comes first", cloud(), []rules.Rule{replacing(map[string]string{"ProviderID": "x:///{{ .InstanceID }}"})}, "x:///i-1", ""},
+		{"rule sets the providerID", cloud(), []rules.Rule{replacing(map[string]string{"ProviderID": "x:///{{ .InstanceID }}"})}, "x:///i-1", ""},
 		{
-			"a rule's instance makes one where the platform gives none",
+			"rule sets the instance ID on metal",
 			running(),
 			[]rules.Rule{replacing(map[string]string{"InstanceID": "rack-7"})},
 			"talos://metal/rack-7", "",
 		},
-		{"other fields do not matter", cloud(), []rules.Rule{replacing(map[string]string{"Zone": "z"})}, "aws:///eu-1a/i-1", ""},
+		{"rule sets another field", cloud(), []rules.Rule{replacing(map[string]string{"Zone": "z"})}, "aws:///eu-1a/i-1", ""},
 		{
-			"what has not been published cannot be replaced",
+			"metadata not published",
 			unpublished,
 			[]rules.Rule{replacing(map[string]string{"ProviderID": "x:///{{ .UUID }}"})},
 			"", "has not published an instance ID",
 		},
 		{
-			"one that fails is not made up for by the platform's",
+			"template fails",
 			cloud(),
 			[]rules.Rule{replacing(map[string]string{"ProviderID": `{{ fail "no" }}`})},
 			"", `rule "r" cannot set platformMetadata[ProviderID]`,
 		},
-		{"nor is one that names no instance", cloud(), []rules.Rule{replacing(map[string]string{"ProviderID": "x:///{{ .Tags.serial }}"})}, "", "names no instance"},
-		{"nor one with spaces", cloud(), []rules.Rule{replacing(map[string]string{"ProviderID": "x:///a b"})}, "", "cannot be right"},
+		{"incomplete providerID", cloud(), []rules.Rule{replacing(map[string]string{"ProviderID": "x:///{{ .Tags.serial }}"})}, "", "does not identify an instance"},
+		{"providerID with spaces", cloud(), []rules.Rule{replacing(map[string]string{"ProviderID": "x:///a b"})}, "", "invalid ProviderID"},
 		{
-			"one that is made of what an earlier rule failed to replace is not believed",
+			"depends on a field that an earlier rule failed to set",
 			cloud(),
 			[]rules.Rule{
 				{Name: "first", PlatformMetadata: map[string]string{"Region": `{{ fail "no" }}`}},
@@ -109,14 +109,14 @@ func TestProviderIDUnderRules(t *testing.T) {
 			"", `rule "first" cannot set platformMetadata[Region]`,
 		},
 		{
-			"SMBIOS is waited for: it may be what the rule reads",
+			"SMBIOS information not read",
 			booting,
 			[]rules.Rule{replacing(map[string]string{"ProviderID": "x:///vm-{{ .UUID }}"})},
-			"", "yet to be read",
+			"", "has not been read yet",
 		},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
-			spec, _, pending := nodespec.Desired(ruled(t, test.in, test.rules...))
+		t.Run(test.name, func(t *testing.T) {
+			spec, _, pending := nodespec.Desired(withRules(t, test.in, test.rules...))
 			if spec.ProviderID != test.want || (pending == "") != (test.pending == "") || !strings.Contains(pending, test.pending) {
 				t.Errorf("got %q, pending %q; want %q, pending %q", spec.ProviderID, pending, test.want, test.pending)
 			}
@@ -124,33 +124,33 @@ func TestProviderIDUnderRules(t *testing.T) {
 	}
 }
 
-func TestPublicIPDiscoveryIsTheRules(t *testing.T) {
+func TestDesired_PublicIPDiscovery(t *testing.T) {
 	on, off := true, false
 	in := cloud()
 	in.Machine.Addresses = append(in.Machine.Addresses, external("203.0.113.1"), onLink("eth0", "203.0.113.2/24"))
 
 	for _, test := range []struct {
-		rule      string
+		name      string
 		platform  string
 		discovery *bool
 		want      []string
 	}{
-		{"by default a platform that reports addresses is believed", "aws", nil, []string{"203.0.113.1"}},
-		{"on, the links are looked at, too", "aws", &on, []string{"203.0.113.2", "203.0.113.1"}},
-		{"by default the links of other platforms are looked at", "metal", nil, []string{"203.0.113.2", "203.0.113.1"}},
-		{"off, they are not", "metal", &off, []string{"203.0.113.1"}},
+		{"default on a platform that reports addresses", "aws", nil, []string{"203.0.113.1"}},
+		{"enabled on a platform that reports addresses", "aws", &on, []string{"203.0.113.2", "203.0.113.1"}},
+		{"default on another platform", "metal", nil, []string{"203.0.113.2", "203.0.113.1"}},
+		{"disabled on another platform", "metal", &off, []string{"203.0.113.1"}},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			in.Machine.Platform.Platform = test.platform
 
-			spec, _ := desired(t, ruled(t, in, rules.Rule{Features: rules.Features{PublicIPDiscovery: test.discovery}}))
+			spec, _ := desired(t, withRules(t, in, rules.Rule{Features: rules.Features{PublicIPDiscovery: test.discovery}}))
 			requireAddresses(t, corev1.NodeExternalIP, spec, test.want...)
 		})
 	}
 }
 
-func TestProblemsNameTheirRule(t *testing.T) {
-	in := ruled(t, cloud(), rules.Rule{Name: "site", Labels: map[string]string{"a": "{{ .Region }} !"}})
+func TestDesired_ProblemsHaveKindAndRule(t *testing.T) {
+	in := withRules(t, cloud(), rules.Rule{Name: "site", Labels: map[string]string{"a": "{{ .Region }} !"}})
 	in.Machine.Platform.InstanceType = "not a label"
 
 	_, problems := desired(t, in)
@@ -165,21 +165,21 @@ func TestProblemsNameTheirRule(t *testing.T) {
 	}
 }
 
-func TestTheClaimIsDecidedBeforeAnyRule(t *testing.T) {
-	claim, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "zone", Operator: rules.In, Values: []string{"eu-1a"}}}}})
+func TestManaged_IgnoresRules(t *testing.T) {
+	selector, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "zone", Operator: rules.In, Values: []string{"eu-1a"}}}}})
 	if len(errs) > 0 {
 		t.Fatal(errs)
 	}
 
-	in := ruled(t, cloud(), replacing(map[string]string{"Zone": "elsewhere"}))
-	in.Options.Selector = claim
+	in := withRules(t, cloud(), replacing(map[string]string{"Zone": "elsewhere"}))
+	in.Options.Selector = selector
 
 	if !nodespec.Managed(in) {
-		t.Error("not claimed, though the machine itself says it is in the zone")
+		t.Error("machine in the selected zone is not managed")
 	}
 
 	in.Machine = machine.Machine{}
 	if nodespec.Managed(in) {
-		t.Error("a machine that has said nothing is claimed")
+		t.Error("machine that has published nothing is managed")
 	}
 }
