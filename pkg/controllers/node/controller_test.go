@@ -28,14 +28,14 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-// platform is what a cloud platform says of an instance once its metadata service has answered.
+// platform returns metadata of an instance on a cloud platform.
 func platform(name, instance string) runtime.PlatformMetadataSpec {
 	return runtime.PlatformMetadataSpec{
 		Platform: name, Region: name + "-region", Zone: name + "-zone", InstanceType: name + "-type", InstanceID: instance,
 	}
 }
 
-// identified is platform with a providerID of its own.
+// identified returns metadata with a providerID.
 func identified(name, providerID string) runtime.PlatformMetadataSpec {
 	spec := platform(name, "some-instance")
 	spec.ProviderID = providerID
@@ -51,12 +51,12 @@ func topology(region, zone, instanceType string) map[string]string {
 	}
 }
 
-// ourKeys are all labels that may be ours to set.
+// ourKeys returns the keys of all labels that the controller sets without rules.
 func ourKeys() []string {
 	return append(slices.Collect(maps.Keys(topology("", "", ""))), nodespec.LabelPlatform, nodespec.LabelClusterName, nodespec.LabelLifecycle)
 }
 
-// ourLabels are those of the Node's labels that may be ours to set.
+// ourLabels returns the Node's labels with ourKeys.
 func ourLabels(n *corev1.Node) map[string]string {
 	labels := map[string]string{}
 
@@ -69,14 +69,14 @@ func ourLabels(n *corev1.Node) map[string]string {
 	return labels
 }
 
-// wantNode is what a Node should carry once it is initialized.
-type wantNode struct {
+// nodeState is the expected state of an initialized Node.
+type nodeState struct {
 	providerID string
 	labels     map[string]string
 	addresses  []corev1.NodeAddress
 }
 
-func (s suite) wantNode(n *corev1.Node, want wantNode) {
+func (s suite) requireState(n *corev1.Node, want nodeState) {
 	s.Helper()
 
 	if n.Spec.ProviderID != want.providerID {
@@ -92,22 +92,23 @@ func (s suite) wantNode(n *corev1.Node, want wantNode) {
 	}
 }
 
-// wantAtomic fails if any version of the Node was open to the scheduler before everything was in place.
-func (s suite) wantAtomic(versions []*corev1.Node, want wantNode) {
+// requireAtomicInitialization fails if a version of the Node lacks the uninitialized taint but does not have the
+// expected state.
+func (s suite) requireAtomicInitialization(versions []*corev1.Node, want nodeState) {
 	s.Helper()
 
 	for _, n := range versions {
 		if !tainted(n) {
-			s.wantNode(n, want)
+			s.requireState(n, want)
 		}
 
 		if tainted(n) && n.Spec.ProviderID != "" {
-			s.Errorf("version %s of node %s has a providerID and is still tainted: the two go together", n.ResourceVersion, n.Name)
+			s.Errorf("version %s of node %s has a providerID and the uninitialized taint", n.ResourceVersion, n.Name)
 		}
 	}
 }
 
-func TestInitializesNodesOfEveryPlatform(t *testing.T) {
+func TestController_InitializesNodesOfEveryPlatform(t *testing.T) {
 	t.Parallel()
 
 	const uuid = "7d1a7f3c-6a53-4a35-9c6c-3a7f1f0c3e11"
@@ -182,20 +183,20 @@ func TestInitializesNodesOfEveryPlatform(t *testing.T) {
 				test.labels[nodespec.LabelLifecycle] = "spot"
 			}
 
-			want := wantNode{providerID: test.providerID, labels: test.labels, addresses: addressList(m, test.external, test.names)}
+			want := nodeState{providerID: test.providerID, labels: test.labels, addresses: addressList(m, test.external, test.names)}
 			until := s.history(m.Nodename())
 
 			s.register(nodeOf(m))
 			n := s.awaitInitialized(m.Nodename())
-			s.wantNode(n, want)
-			s.wantAtomic(until(n.ResourceVersion), want)
+			s.requireState(n, want)
+			s.requireAtomicInitialization(until(n.ResourceVersion), want)
 			s.awaitEvent(m.Nodename(), node.ReasonInitialized)
-			s.wantProvider(n)
+			s.requireInstanceMetadata(n)
 		})
 	}
 }
 
-// addressList is the whole list of a Node of m.
+// addressList returns the expected addresses of the Node of m.
 func addressList(m *talostest.Machine, external []string, names []corev1.NodeAddress) []corev1.NodeAddress {
 	list := []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: m.Address().String()}}
 	for _, ip := range external {
@@ -207,8 +208,8 @@ func addressList(m *talostest.Machine, external []string, names []corev1.NodeAdd
 	return append(list, names...)
 }
 
-// wantProvider fails unless the framework's controllers are told what the Node carries.
-func (s suite) wantProvider(n *corev1.Node) {
+// requireInstanceMetadata fails unless the cloud provider returns the state of the Node.
+func (s suite) requireInstanceMetadata(n *corev1.Node) {
 	s.Helper()
 
 	metadata, err := provider.New(s.inventory, s.options.get).InstanceMetadata(s.Context(), n)
@@ -223,11 +224,11 @@ func (s suite) wantProvider(n *corev1.Node) {
 	}
 
 	if got, expected := fmt.Sprintf("%+v", *metadata), fmt.Sprintf("%+v", want); got != expected {
-		s.Errorf("node %s: the provider says %s, the Node %s", n.Name, got, expected)
+		s.Errorf("node %s: provider returns %s, want %s", n.Name, got, expected)
 	}
 }
 
-func TestDualStackNodeIPs(t *testing.T) {
+func TestController_DualStackNodeIPs(t *testing.T) {
 	s := parallel(t)
 	second := netip.MustParseAddr("fd00::77")
 	m := s.machine(talostest.MachineSpec{
@@ -242,18 +243,18 @@ func TestDualStackNodeIPs(t *testing.T) {
 	}
 }
 
-func TestMetadataLate(t *testing.T) {
+func TestController_WaitsForMetadata(t *testing.T) {
 	s := parallel(t)
 	m := s.join(talostest.MachineSpec{Nodename: "late", Platform: platform("aws", "late"), PlatformPending: true})
 
 	s.awaitEvent("late", node.ReasonMetadataPending)
 	s.touch("late", 20)
 	s.require(m.SetHostname(s.Context(), "late", "example.com"))
-	s.settle()
-	s.wantUntouched("late")
+	s.waitForIdle()
+	s.requireUntouched("late")
 
 	if !tainted(s.get("late")) {
-		t.Error("the Node lost its taint before the machine had its metadata")
+		t.Error("Node initialized before its machine had metadata")
 	}
 
 	s.require(m.ResolvePlatform(s.Context()))
@@ -263,11 +264,11 @@ func TestMetadataLate(t *testing.T) {
 	}
 
 	s.awaitEvent("late", node.ReasonInitialized)
-	s.wantOnce("late", node.ReasonMetadataPending)
+	s.requireOneEvent("late", node.ReasonMetadataPending)
 }
 
-// A machine that restarts is short of metadata for a moment, which is no reason to take anything off its Node.
-func TestMetadataMissingForAMoment(t *testing.T) {
+// A machine lacks metadata for a moment after a reboot.
+func TestController_KeepsNodeWhileMetadataIsMissing(t *testing.T) {
 	s := parallel(t)
 	m := s.join(talostest.MachineSpec{Nodename: "moment", Platform: platform("aws", "moment")})
 	before := s.awaitInitialized("moment")
@@ -275,13 +276,13 @@ func TestMetadataMissingForAMoment(t *testing.T) {
 	s.require(m.UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) {
 		*spec = runtime.PlatformMetadataSpec{Platform: "aws"}
 	}))
-	s.eventually("the view is short of metadata", func() bool {
+	s.eventually("inventory lacks metadata", func() bool {
 		return s.inventory.Get("moment").Machine.Platform.InstanceID == ""
 	})
-	s.settle()
+	s.waitForIdle()
 
 	if after := s.get("moment"); after.ResourceVersion != before.ResourceVersion {
-		t.Errorf("the Node was written: %s", describe(after))
+		t.Errorf("Node was written: %s", describe(after))
 	}
 
 	if found := s.events("moment", node.ReasonMetadataPending); len(found) > 0 {
@@ -289,67 +290,67 @@ func TestMetadataMissingForAMoment(t *testing.T) {
 	}
 }
 
-func TestIdentityOfAnotherMachineIsRefused(t *testing.T) {
+func TestController_RefusesIdentityOfAnotherMachine(t *testing.T) {
 	s := parallel(t)
 	victim := s.machine(talostest.MachineSpec{Nodename: "victim", Platform: platform("aws", "victim")})
 
-	// Nothing but the annotation and the addresses, which the kubelet writes, leads to the machine.
+	// The kubelet writes the annotation and the addresses that lead to the machine.
 	s.register(kube.NodeSpec{Name: "impostor", NodeIPs: []netip.Addr{victim.Address()}})
 
 	s.awaitEvent("impostor", node.ReasonIdentityMismatch)
 	s.touch("impostor", 20)
-	s.settle()
+	s.waitForIdle()
 
-	s.wantUntouched("impostor")
-	s.wantOnce("impostor", node.ReasonIdentityMismatch)
+	s.requireUntouched("impostor")
+	s.requireOneEvent("impostor", node.ReasonIdentityMismatch)
 
 	if !tainted(s.get("impostor")) {
-		t.Error("the Node lost its taint")
+		t.Error("Node initialized")
 	}
 }
 
-// A Node that has been initialized keeps what it has when its kubelet points to another machine later.
-func TestInitializedNodeThatTurnsToAnotherMachine(t *testing.T) {
+// The kubelet reports the address of another machine after initialization.
+func TestController_KeepsNodeThatPointsToAnotherMachine(t *testing.T) {
 	s := parallel(t)
 	victim := s.machine(talostest.MachineSpec{Nodename: "turned-victim", Platform: identified("hcloud", "hcloud://turned-victim")})
 	s.join(talostest.MachineSpec{Nodename: "turned", Platform: identified("hcloud", "hcloud://turned")})
 	before := s.awaitInitialized("turned")
 
 	s.patch("turned", "kubelet", fmt.Sprintf(`{"metadata":{"annotations":{"alpha.kubernetes.io/provided-node-ip":%q}}}`, victim.Address()))
-	s.settle()
+	s.waitForIdle()
 
-	// The machine's own address is still in the Node's status, so it stays known, and has not got the node IP that is claimed.
+	// status.addresses still leads to the Node's machine, which does not have the reported node IP.
 	after := s.get("turned")
-	s.wantNode(after, wantNode{before.Spec.ProviderID, ourLabels(before), before.Status.Addresses})
+	s.requireState(after, nodeState{before.Spec.ProviderID, ourLabels(before), before.Status.Addresses})
 }
 
-func TestForeignNodesAreLeftAlone(t *testing.T) {
+func TestController_IgnoresNodesOfOtherOperatingSystems(t *testing.T) {
 	s := parallel(t)
 	m := s.machine(talostest.MachineSpec{Nodename: "foreign", Platform: platform("aws", "foreign")})
 
-	// Both are at the address of a Talos machine, and one has its name.
+	// Both have the address of a Talos machine, and one has its name.
 	s.register(kube.NodeSpec{Name: "foreign", NodeIPs: []netip.Addr{m.Address()}, OSImage: "Ubuntu 24.04.3 LTS"})
 	s.register(kube.NodeSpec{Name: "foreign-ready", NodeIPs: []netip.Addr{m.Address()}, OSImage: "Ubuntu 24.04.3 LTS", WithoutCloudProvider: true})
-	s.settle()
+	s.waitForIdle()
 
 	for _, name := range []string{"foreign", "foreign-ready"} {
-		s.wantUntouched(name)
+		s.requireUntouched(name)
 
 		if found := s.events(name, ""); len(found) > 0 {
-			t.Errorf("Events on node %s: %s", name, messages(found))
+			t.Errorf("Events for node %s: %s", name, messages(found))
 		}
 	}
 
 	if !tainted(s.get("foreign")) {
-		t.Error("the foreign Node lost its taint")
+		t.Error("Node of another operating system was initialized")
 	}
 
 	if calls := m.Calls(); len(calls) > 0 {
-		t.Errorf("the machine at the foreign Node's address was called: %v", calls)
+		t.Errorf("machine at the address of a Node of another operating system was called: %v", calls)
 	}
 }
 
-func TestMachineUnreachableAndBack(t *testing.T) {
+func TestController_MachineUnreachableAndReachableAgain(t *testing.T) {
 	s := parallel(t)
 	m := s.join(talostest.MachineSpec{Nodename: "unreachable", Platform: platform("aws", "unreachable")})
 	s.awaitInitialized("unreachable")
@@ -357,11 +358,11 @@ func TestMachineUnreachableAndBack(t *testing.T) {
 	s.require(m.Stop(s.Context()))
 	s.awaitEvent("unreachable", node.ReasonUnreachable)
 	s.touch("unreachable", 20)
-	s.settle()
+	s.waitForIdle()
 
 	n := s.get("unreachable")
 	if n.Labels[corev1.LabelTopologyZone] != "aws-zone" || n.Spec.ProviderID != "talos://aws/unreachable" || len(n.Status.Addresses) != 2 {
-		t.Errorf("the Node of an unreachable machine has changed: %s", describe(n))
+		t.Errorf("Node of an unreachable machine changed: %s", describe(n))
 	}
 
 	exists, err := provider.New(s.inventory, s.options.get).InstanceExists(s.Context(), n)
@@ -369,44 +370,43 @@ func TestMachineUnreachableAndBack(t *testing.T) {
 		t.Errorf("InstanceExists of an unreachable machine: %t, %v", exists, err)
 	}
 
-	s.require(m.UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "meanwhile" }))
+	s.require(m.UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "moved" }))
 	m.Start()
-	s.await("unreachable", "in the zone it moved to meanwhile", inZone("meanwhile"))
-	s.settle()
-	s.wantOnce("unreachable", node.ReasonUnreachable)
+	s.await("unreachable", "in its new zone", inZone("moved"))
+	s.waitForIdle()
+	s.requireOneEvent("unreachable", node.ReasonUnreachable)
 }
 
 func inZone(zone string) func(*corev1.Node) bool {
 	return func(n *corev1.Node) bool { return n.Labels[corev1.LabelTopologyZone] == zone }
 }
 
-func TestNobodyIsInitializedFromHearsay(t *testing.T) {
+func TestController_DoesNotInitializeFromStaleView(t *testing.T) {
 	s := parallel(t)
-	m := s.join(talostest.MachineSpec{Nodename: "hearsay", Platform: platform("aws", "hearsay"), PlatformPending: true})
+	m := s.join(talostest.MachineSpec{Nodename: "stale-view", Platform: platform("aws", "stale-view"), PlatformPending: true})
 
-	s.awaitEvent("hearsay", node.ReasonMetadataPending)
+	s.awaitEvent("stale-view", node.ReasonMetadataPending)
 	s.require(m.Stop(s.Context()))
-	s.awaitEvent("hearsay", node.ReasonUnreachable)
+	s.awaitEvent("stale-view", node.ReasonUnreachable)
 	s.require(m.ResolvePlatform(s.Context()))
-	s.settle()
-	s.wantUntouched("hearsay")
+	s.waitForIdle()
+	s.requireUntouched("stale-view")
 
 	m.Start()
-	s.awaitInitialized("hearsay")
+	s.awaitInitialized("stale-view")
 }
 
-// competingTaint is what the competitor adds at its n-th write.
+// competingTaint is the taint of the competitor's n-th write.
 func competingTaint(n int) corev1.Taint {
 	return corev1.Taint{Key: fmt.Sprintf("competing/%d", n), Effect: corev1.TaintEffectPreferNoSchedule}
 }
 
-// compete updates the whole Node as often as told, as fast as it can, and adds a taint every tenth time. It returns an error rather than
-// fail the test, since it runs beside it.
+// compete updates the Node as fast as it can, and adds a taint in every tenth update. It runs in a goroutine of its own, so it returns errors.
 func (s suite) compete(ctx context.Context, nodename string, times int) error {
 	nodes := s.client.CoreV1().Nodes()
 
 	for i := range times {
-		err := retry.RetryOnConflict(persistence, func() error {
+		err := retry.RetryOnConflict(conflictBackoff, func() error {
 			n, err := nodes.Get(ctx, nodename, metav1.GetOptions{})
 			if err != nil {
 				return err
@@ -424,14 +424,14 @@ func (s suite) compete(ctx context.Context, nodename string, times int) error {
 			return err
 		})
 		if err != nil {
-			return fmt.Errorf("write %d of the competitor: %w", i, err)
+			return fmt.Errorf("competing write %d: %w", i, err)
 		}
 	}
 
 	return nil
 }
 
-func TestCompetingWriter(t *testing.T) {
+func TestController_CompetingWriter(t *testing.T) {
 	s := parallel(t)
 	m := s.join(talostest.MachineSpec{Nodename: "contested", Platform: platform("aws", "contested"), PlatformPending: true})
 	s.awaitEvent("contested", node.ReasonMetadataPending)
@@ -450,79 +450,79 @@ func TestCompetingWriter(t *testing.T) {
 	n := s.get("contested")
 	want := topology("aws-region", "aws-zone", "aws-type")
 	want[nodespec.LabelPlatform], want[nodespec.LabelClusterName] = "aws", s.talos.Name()
-	s.wantNode(n, wantNode{"talos://aws/contested", want, addressList(m, nil, nil)})
+	s.requireState(n, nodeState{"talos://aws/contested", want, addressList(m, nil, nil)})
 
 	for i := 0; i < writes; i += 10 {
 		if !slices.Contains(n.Spec.Taints, competingTaint(i)) {
-			t.Errorf("taint %s of the competitor was lost", competingTaint(i).Key)
+			t.Errorf("taint %s of the competitor is missing", competingTaint(i).Key)
 		}
 	}
 
 	if n.Labels["competing/label"] != fmt.Sprint(writes-1) {
-		t.Errorf("the competitor's label is %q", n.Labels["competing/label"])
+		t.Errorf("label of the competitor is %q", n.Labels["competing/label"])
 	}
 }
 
-// applyAs makes labels all that the field manager owns of the Node, by force, as `kubectl apply --server-side --force-conflicts` does.
+// applyAs applies labels as `kubectl apply --server-side --force-conflicts` does.
 func (s suite) applyAs(manager, nodename string, labels map[string]string) {
 	s.Helper()
 
 	config := corev1ac.Node(nodename).WithLabels(labels)
 
-	s.require(retry.RetryOnConflict(persistence, func() error {
+	s.require(retry.RetryOnConflict(conflictBackoff, func() error {
 		_, err := s.client.CoreV1().Nodes().Apply(s.Context(), config, metav1.ApplyOptions{FieldManager: manager, Force: true})
 
 		return err
 	}))
 }
 
-func TestLabelHeldByAnotherBeforeInitialization(t *testing.T) {
+func TestController_LabelOwnedByAnotherManagerBeforeInitialization(t *testing.T) {
 	s := parallel(t)
-	m := s.join(talostest.MachineSpec{Nodename: "held-before", Platform: platform("aws", "held-before"), PlatformPending: true})
-	s.applyAs("kubectl", "held-before", map[string]string{corev1.LabelTopologyZone: "theirs"})
+	m := s.join(talostest.MachineSpec{Nodename: "owned-before", Platform: platform("aws", "owned-before"), PlatformPending: true})
+	s.applyAs("kubectl", "owned-before", map[string]string{corev1.LabelTopologyZone: "theirs"})
 
 	s.require(m.ResolvePlatform(s.Context()))
 
-	n := s.awaitInitialized("held-before")
+	n := s.awaitInitialized("owned-before")
 	want := topology("aws-region", "aws-zone", "aws-type")
 	want[corev1.LabelTopologyZone] = "theirs"
 	want[nodespec.LabelPlatform], want[nodespec.LabelClusterName] = "aws", s.talos.Name()
-	s.wantNode(n, wantNode{"talos://aws/held-before", want, addressList(m, nil, nil)})
+	s.requireState(n, nodeState{"talos://aws/owned-before", want, addressList(m, nil, nil)})
 
-	s.awaitEvent("held-before", node.ReasonOwnershipConflict)
-	s.touch("held-before", 20)
-	s.settle()
-	s.wantOnce("held-before", node.ReasonOwnershipConflict)
+	s.awaitEvent("owned-before", node.ReasonOwnershipConflict)
+	s.touch("owned-before", 20)
+	s.waitForIdle()
+	s.requireOneEvent("owned-before", node.ReasonOwnershipConflict)
 
-	s.applyAs("kubectl", "held-before", nil)
-	s.await("held-before", "labeled with our zone", inZone("aws-zone"))
+	s.applyAs("kubectl", "owned-before", nil)
+	s.await("owned-before", "labeled with our zone", inZone("aws-zone"))
 }
 
-func TestLabelTakenByAnotherAfterInitialization(t *testing.T) {
+func TestController_LabelTakenOverByAnotherManager(t *testing.T) {
 	s := parallel(t)
-	m := s.join(talostest.MachineSpec{Nodename: "held-after", Platform: platform("aws", "held-after")})
-	s.awaitInitialized("held-after")
+	m := s.join(talostest.MachineSpec{Nodename: "owned-after", Platform: platform("aws", "owned-after")})
+	s.awaitInitialized("owned-after")
 
-	s.patch("held-after", "kubectl-label", fmt.Sprintf(`{"metadata":{"labels":{%q:"theirs"}}}`, corev1.LabelTopologyZone))
-	s.awaitEvent("held-after", node.ReasonOwnershipConflict)
+	s.patch("owned-after", "kubectl-label", fmt.Sprintf(`{"metadata":{"labels":{%q:"theirs"}}}`, corev1.LabelTopologyZone))
+	s.awaitEvent("owned-after", node.ReasonOwnershipConflict)
 
-	// All the rest follows the machine as before.
+	// Other labels are still updated.
 	s.require(m.UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone, spec.Region = "next-zone", "next-region" }))
 
-	n := s.await("held-after", "in the next region", func(n *corev1.Node) bool { return n.Labels[corev1.LabelTopologyRegion] == "next-region" })
+	n := s.await("owned-after", "in the next region", func(n *corev1.Node) bool { return n.Labels[corev1.LabelTopologyRegion] == "next-region" })
 	if n.Labels[corev1.LabelTopologyZone] != "theirs" || n.Labels[corev1.LabelFailureDomainBetaZone] != "next-zone" {
 		t.Errorf("labels %v", ourLabels(n))
 	}
 
-	s.settle()
-	s.wantOnce("held-after", node.ReasonOwnershipConflict)
+	s.waitForIdle()
+	s.requireOneEvent("owned-after", node.ReasonOwnershipConflict)
 
-	s.patch("held-after", "kubectl-label", fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, corev1.LabelTopologyZone))
-	s.await("held-after", "labeled with our zone again", inZone("next-zone"))
+	s.patch("owned-after", "kubectl-label", fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, corev1.LabelTopologyZone))
+	s.await("owned-after", "labeled with our zone again", inZone("next-zone"))
 }
 
-// Talos itself keeps the keys of machine.nodeLabels, and reverts what others write to them: whoever touches them fights for ever.
-func TestLabelsOfTalosAreLeftToTalos(t *testing.T) {
+// Talos reverts changes by other clients to labels in machine.nodeLabels.
+func TestController_DoesNotWriteLabelsOwnedByTalos(t *testing.T) {
 	s := parallel(t)
 	m := s.join(talostest.MachineSpec{Nodename: "talos-owned", Platform: platform("aws", "talos-owned"), PlatformPending: true})
 
@@ -530,7 +530,7 @@ func TestLabelsOfTalosAreLeftToTalos(t *testing.T) {
 	annotation, err := json.Marshal(owned)
 	s.require(err)
 
-	// Another value, the same value, and none at all.
+	// A different value, the same value and no value.
 	s.patch("talos-owned", "machined", fmt.Sprintf(`{"metadata":{"annotations":{"talos.dev/owned-labels":%q},"labels":{%q:"talos-zone",%q:"aws-region"}}}`,
 		annotation, corev1.LabelTopologyZone, corev1.LabelTopologyRegion))
 	s.require(m.ResolvePlatform(s.Context()))
@@ -549,13 +549,13 @@ func TestLabelsOfTalosAreLeftToTalos(t *testing.T) {
 
 	for _, key := range owned {
 		if _, ours := applied.Labels[key]; ours {
-			t.Errorf("%s was written by us", key)
+			t.Errorf("label %s was applied", key)
 		}
 	}
 }
 
-func TestChangesArriveByWatch(t *testing.T) {
-	// Not parallel: it measures.
+func TestController_FollowsChangesImmediately(t *testing.T) {
+	// Not parallel, because it measures latency.
 	s := suite{t, &shared}
 	m := s.join(talostest.MachineSpec{
 		Nodename: "changing", Platform: platform("nocloud", "changing"),
@@ -584,8 +584,8 @@ func TestChangesArriveByWatch(t *testing.T) {
 	}
 
 	var (
-		took  []time.Duration
-		asked int
+		took   []time.Duration
+		relist int
 	)
 
 	for _, change := range []struct {
@@ -611,31 +611,31 @@ func TestChangesArriveByWatch(t *testing.T) {
 			has(corev1.NodeExternalIP, "203.0.112.1"),
 		},
 	} {
-		began, listed := time.Now(), lists(m)
+		started, listed := time.Now(), lists(m)
 
 		s.require(change.do(t.Context()))
-		s.await("changing", "following: "+change.name, change.follow)
+		s.await("changing", "updated after change: "+change.name, change.follow)
 
-		took = append(took, time.Since(began))
-		t.Logf("%s: %s", change.name, time.Since(began))
+		took = append(took, time.Since(started))
+		t.Logf("%s: %s", change.name, time.Since(started))
 
 		if lists(m) > listed {
-			asked++
+			relist++
 		}
 	}
 
-	// The machine is asked anew after 10 s, 20 s more, 40 s more and so on: on a slow machine that may fall together with some of the changes.
-	if asked > len(took)/2 {
-		t.Errorf("%d of %d changes were followed only when the machine had been asked anew", asked, len(took))
+	// The reflector lists resources after 10 s, another 20 s, 40 s and so on, which may coincide with some changes on a slow machine.
+	if relist > len(took)/2 {
+		t.Errorf("%d of %d changes were noticed after a list", relist, len(took))
 	}
 
-	// Others keep the processors busy, so some may be late; whatever makes changes wait makes them all late.
+	// Some changes may be slow on a busy machine, but not all.
 	if quickest := slices.Min(took); quickest > time.Second {
 		t.Errorf("every change took longer than a second: %v", took)
 	}
 }
 
-// lists is how often the machine has been asked for a list of resources.
+// lists returns the number of List calls to the machine.
 func lists(m *talostest.Machine) int {
 	n := 0
 
@@ -648,7 +648,7 @@ func lists(m *talostest.Machine) int {
 	return n
 }
 
-func TestEqualMeansNoWrite(t *testing.T) {
+func TestController_DoesNotWriteUnchangedNodes(t *testing.T) {
 	const count = 20
 
 	s := parallel(t)
@@ -665,11 +665,11 @@ func TestEqualMeansNoWrite(t *testing.T) {
 		s.awaitInitialized(m.Nodename())
 	}
 
-	s.settle()
+	s.waitForIdle()
 
 	before := map[string]int{}
 	for _, m := range machines {
-		before[m.Nodename()] = s.wire.written(m.Nodename())
+		before[m.Nodename()] = s.transport.writesTo(m.Nodename())
 	}
 
 	pod := netip.MustParsePrefix("10.244.3.9/32")
@@ -681,7 +681,7 @@ func TestEqualMeansNoWrite(t *testing.T) {
 	}
 
 	for _, m := range machines {
-		s.eventually("the view has the pods' links", func() bool {
+		s.eventually("inventory has the links of pods", func() bool {
 			links := 0
 
 			for _, a := range s.inventory.Get(m.Nodename()).Machine.Addresses {
@@ -694,16 +694,16 @@ func TestEqualMeansNoWrite(t *testing.T) {
 		})
 	}
 
-	s.settle()
+	s.waitForIdle()
 
 	for nodename, n := range before {
-		if after := s.wire.written(nodename); after != n || n == 0 {
-			t.Errorf("node %s was written %d times, and after nothing had changed %d times", nodename, n, after)
+		if after := s.transport.writesTo(nodename); after != n || n == 0 {
+			t.Errorf("node %s was written %d times at first, and %d times after irrelevant changes", nodename, n, after)
 		}
 	}
 }
 
-func TestWatchesThatBreak(t *testing.T) {
+func TestController_RecoversFromBrokenWatches(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		do   func(context.Context, *talostest.Machine) error
@@ -735,7 +735,7 @@ func TestWatchesThatBreak(t *testing.T) {
 
 				for _, n := range until(s.await(name, "in "+zone, inZone(zone)).ResourceVersion) {
 					if n.Labels[corev1.LabelTopologyZone] == "" || !slices.Equal(n.Status.Addresses, before.Status.Addresses) {
-						t.Errorf("the Node was wrong meanwhile: %s", describe(n))
+						t.Errorf("Node was wrong during recovery: %s", describe(n))
 					}
 				}
 			}
@@ -743,7 +743,7 @@ func TestWatchesThatBreak(t *testing.T) {
 	}
 }
 
-func TestCertificateOfAMachineExpires(t *testing.T) {
+func TestController_RejectsExpiredMachineCertificate(t *testing.T) {
 	s := parallel(t)
 	m := s.join(talostest.MachineSpec{Nodename: "expired", Platform: platform("aws", "expired")})
 	s.awaitInitialized("expired")
@@ -753,17 +753,17 @@ func TestCertificateOfAMachineExpires(t *testing.T) {
 	s.awaitEvent("expired", node.ReasonUnreachable)
 
 	s.require(m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "unseen" }))
-	s.settle()
+	s.waitForIdle()
 
 	if n := s.get("expired"); n.Labels[corev1.LabelTopologyZone] != "aws-zone" {
-		t.Errorf("a machine was believed whose certificate has expired: %s", describe(n))
+		t.Errorf("Node updated from a machine with an expired certificate: %s", describe(n))
 	}
 
 	m.RenewCertificate()
-	s.await("expired", "following again", inZone("unseen"))
+	s.await("expired", "updated", inZone("unseen"))
 }
 
-func TestProviderIDInUse(t *testing.T) {
+func TestController_ReportsProviderIDInUse(t *testing.T) {
 	s := parallel(t)
 	spec := talostest.MachineSpec{Nodename: "twin-a", Platform: identified("hcloud", "hcloud://twins")}
 	s.join(spec)
@@ -773,25 +773,25 @@ func TestProviderIDInUse(t *testing.T) {
 	s.join(spec)
 	s.awaitEvent("twin-b", node.ReasonProviderIDInUse)
 	s.touch("twin-b", 20)
-	s.settle()
-	s.wantUntouched("twin-b")
-	s.wantOnce("twin-b", node.ReasonProviderIDInUse)
+	s.waitForIdle()
+	s.requireUntouched("twin-b")
+	s.requireOneEvent("twin-b", node.ReasonProviderIDInUse)
 
 	if !tainted(s.get("twin-b")) {
-		t.Error("the second Node lost its taint")
+		t.Error("second Node initialized")
 	}
 
-	// The first was left over; without it there is nothing in the way.
+	// Deleting the first Node releases the providerID.
 	s.remove("twin-a")
 	s.awaitInitialized("twin-b")
 }
 
-func TestProviderIDsAreUniqueUnderConcurrency(t *testing.T) {
+func TestController_AssignsUniqueProviderIDsConcurrently(t *testing.T) {
 	s := parallel(t)
 
 	const count = 10
 
-	// One instance ID for all of them, which is wrong, and one SMBIOS UUID for all of others, which happens.
+	// Machines with the same instance ID, which is invalid, and machines with the same SMBIOS UUID, which some boards have.
 	uuid := "0d1a7f3c-6a53-4a35-9c6c-3a7f1f0c3e22"
 
 	var uuids []*talostest.Machine
@@ -817,29 +817,29 @@ func TestProviderIDsAreUniqueUnderConcurrency(t *testing.T) {
 		}
 
 		ids[n.Spec.ProviderID] = n.Name
-		s.wantProvider(s.get(m.Nodename()))
+		s.requireInstanceMetadata(s.get(m.Nodename()))
 	}
 
-	chosen := 0
+	assigned := 0
 
 	for i := range count {
 		name := fmt.Sprintf("clone-%d", i)
 
-		s.eventually("node "+name+" is decided upon", func() bool {
+		s.eventually("node "+name+" is initialized or reported", func() bool {
 			return initialized(s.get(name)) || len(s.events(name, node.ReasonProviderIDInUse)) > 0
 		})
 
 		if s.get(name).Spec.ProviderID != "" {
-			chosen++
+			assigned++
 		}
 	}
 
-	if chosen != 1 {
-		t.Errorf("%d Nodes of one instance were given a providerID, want one", chosen)
+	if assigned != 1 {
+		t.Errorf("%d Nodes of one instance have a providerID, want one", assigned)
 	}
 }
 
-func TestNodeRegisteredAgain(t *testing.T) {
+func TestController_InitializesRecreatedNode(t *testing.T) {
 	s := parallel(t)
 	m := s.join(talostest.MachineSpec{Nodename: "again", Platform: platform("aws", "again")})
 	first := s.awaitInitialized("again")
@@ -848,13 +848,13 @@ func TestNodeRegisteredAgain(t *testing.T) {
 		s.remove("again")
 		s.register(nodeOf(m))
 
-		n := s.await("again", "initialized as a new one", func(n *corev1.Node) bool { return initialized(n) && n.UID != first.UID })
-		s.wantNode(n, wantNode{first.Spec.ProviderID, ourLabels(first), first.Status.Addresses})
+		n := s.await("again", "initialized after recreation", func(n *corev1.Node) bool { return initialized(n) && n.UID != first.UID })
+		s.requireState(n, nodeState{first.Spec.ProviderID, ourLabels(first), first.Status.Addresses})
 		first = n
 	}
 }
 
-func TestNodeDeletedDuringInitialization(t *testing.T) {
+func TestController_NodeDeletedDuringInitialization(t *testing.T) {
 	s := parallel(t)
 
 	const count = 10
@@ -868,27 +868,27 @@ func TestNodeDeletedDuringInitialization(t *testing.T) {
 		m := s.machine(talostest.MachineSpec{Nodename: name, Platform: identified("hcloud", "hcloud://"+name)})
 		s.register(nodeOf(m))
 
-		// From the first write to none at all: each is met at another moment.
+		// Delete at different times: some Nodes before the first write, others after.
 		if i%2 == 0 {
-			s.await(name, "written", writtenByUs)
+			s.await(name, "written", isWritten)
 		}
 
 		s.remove(name)
 	}
 
-	s.settle()
+	s.waitForIdle()
 
 	for _, name := range names {
 		if n, err := s.client.CoreV1().Nodes().Get(t.Context(), name, metav1.GetOptions{}); !apierrors.IsNotFound(err) {
-			t.Errorf("node %s came back: %v, %s", name, err, describe(n))
+			t.Errorf("node %s exists again: %v, %s", name, err, describe(n))
 		}
 
-		s.eventually("the machine of "+name+" is forgotten", func() bool { return s.inventory.Get(name).Condition == inventory.Unknown })
+		s.eventually("inventory has no machine for "+name, func() bool { return s.inventory.Get(name).Condition == inventory.Unknown })
 	}
 }
 
-// The Node of a machine that was renamed is left behind, with the providerID that the new one needs.
-func TestMachineRenamed(t *testing.T) {
+// Renaming a machine leaves a Node behind that has the providerID of the new one.
+func TestController_RenamedMachine(t *testing.T) {
 	s := parallel(t)
 	m := s.join(talostest.MachineSpec{Nodename: "old-name", Platform: identified("hcloud", "hcloud://renamed")})
 	s.awaitInitialized("old-name")

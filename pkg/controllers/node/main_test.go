@@ -38,28 +38,27 @@ import (
 )
 
 const (
-	// patience bounds every wait for something that should take a moment, on a machine that has much else to do. It is longer than the reflector
-	// pauses before it tries a machine again that it has not reached for a while, which is up to 78 s.
-	patience = 2 * time.Minute
+	// timeout of every wait. It is generous for slow machines, and longer than the maximum backoff of the reflector, 78 s.
+	timeout  = 2 * time.Minute
 	interval = 20 * time.Millisecond
 )
 
-// persistence is for what conflicts with the controller's writes, of which there are few at a time.
-var persistence = wait.Backoff{Steps: 100, Duration: interval, Jitter: .5}
+// conflictBackoff is for writes that may conflict with those of the controller.
+var conflictBackoff = wait.Backoff{Steps: 100, Duration: interval, Jitter: .5}
 
-// bed is what the tests of this package share: a real API server, Talos machines, and one controller that runs all the time.
-type bed struct {
+// environment is shared by all tests of this package: an API server, Talos machines and a running controller.
+type environment struct {
 	kube      *kube.Cluster
 	talos     *talostest.Cluster
-	client    kubernetes.Interface // the tests' own
-	wire      *wire                // the controller's
+	client    kubernetes.Interface // of the tests
+	transport *transport           // of the controller
 	inventory *inventory.Inventory
-	// options are in force for all tests: each selects its own Nodes in its rules.
+	// options apply to all tests: the rules of each select its own Nodes.
 	options atomicOptions
 	resync  func()
 }
 
-var shared bed
+var shared environment
 
 func TestMain(m *testing.M) {
 	code, err := runTests(m)
@@ -94,7 +93,7 @@ func runTests(m *testing.M) (code int, err error) {
 		return 1, err
 	}
 
-	if err := shared.control(ctx, &group); err != nil {
+	if err := shared.startController(ctx, &group); err != nil {
 		return 1, err
 	}
 
@@ -106,16 +105,16 @@ func runTests(m *testing.M) (code int, err error) {
 	return code, nil
 }
 
-// control starts the controller on the same parts as in the product, without leadership and bootstrap.
-func (b *bed) control(ctx context.Context, group *sync.WaitGroup) error {
-	credentials, err := b.talos.ClientTLS(string(role.Reader))
+// startController starts the controller as the product does, but without leader election and bootstrap.
+func (e *environment) startController(ctx context.Context, group *sync.WaitGroup) error {
+	credentials, err := e.talos.ClientTLS(string(role.Reader))
 	if err != nil {
 		return err
 	}
 
-	b.wire = newWire()
-	config := b.kube.Config()
-	config.Wrap(b.wire.wrap)
+	e.transport = newTransport()
+	config := e.kube.Config()
+	config.Wrap(e.transport.wrap)
 
 	client, err := kubernetes.NewForConfig(config)
 	if err != nil {
@@ -125,8 +124,8 @@ func (b *bed) control(ctx context.Context, group *sync.WaitGroup) error {
 	broadcaster := record.NewBroadcaster(record.WithContext(ctx))
 	broadcaster.StartRecordingToSink(&typedcorev1.EventSinkImpl{Interface: client.CoreV1().Events("")})
 
-	b.inventory = inventory.New(time.Now)
-	machines := reflector.New(b.inventory, func(_ string, addr netip.Addr) (talosapi.State, error) {
+	e.inventory = inventory.New(time.Now)
+	machines := reflector.New(e.inventory, func(_ string, addr netip.Addr) (talosapi.State, error) {
 		return talosapi.Dial(staticCredentials{credentials}, addr)
 	}, clock.RealClock{})
 	factory := informers.NewSharedInformerFactory(client, 0)
@@ -134,16 +133,16 @@ func (b *bed) control(ctx context.Context, group *sync.WaitGroup) error {
 	controller, err := node.New(node.Config{
 		Client:    client,
 		Nodes:     factory.Core().V1().Nodes(),
-		Inventory: b.inventory,
+		Inventory: e.inventory,
 		Recorder:  broadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "talos-ccm"}),
 		Clock:     clock.RealClock{},
-		Options:   b.options.get,
+		Options:   e.options.get,
 	})
 	if err != nil {
 		return err
 	}
 
-	b.resync = controller.Resync
+	e.resync = controller.Resync
 
 	if err := machines.FollowNodes(factory.Core().V1().Nodes()); err != nil {
 		return err
@@ -164,20 +163,20 @@ type staticCredentials struct {
 // TLSConfig implements talosapi.Credentials.
 func (c staticCredentials) TLSConfig() (*tls.Config, error) { return c.config.Clone(), nil }
 
-// suite is one test's view of the bed.
+// suite is a test with the shared environment.
 type suite struct {
 	*testing.T
-	*bed
+	*environment
 }
 
-// parallel is a suite for a test that disturbs no other.
+// parallel returns the suite of a test that runs in parallel.
 func parallel(t *testing.T) suite {
 	t.Parallel()
 
 	return suite{t, &shared}
 }
 
-// machine adds a Talos machine, which goes down when the test ends.
+// machine adds a Talos machine until the test ends.
 func (s suite) machine(spec talostest.MachineSpec) *talostest.Machine {
 	s.Helper()
 
@@ -188,7 +187,7 @@ func (s suite) machine(spec talostest.MachineSpec) *talostest.Machine {
 	return m
 }
 
-// register registers a Node as a kubelet does; it is deleted when the test ends.
+// register registers a Node, as a kubelet does, until the test ends.
 func (s suite) register(spec kube.NodeSpec) *corev1.Node {
 	s.Helper()
 
@@ -199,7 +198,7 @@ func (s suite) register(spec kube.NodeSpec) *corev1.Node {
 	return n
 }
 
-// join adds a machine and registers its Node with the addresses that its kubelet would name.
+// join adds a machine and registers its Node.
 func (s suite) join(spec talostest.MachineSpec) *talostest.Machine {
 	s.Helper()
 
@@ -213,7 +212,7 @@ func nodeOf(m *talostest.Machine) kube.NodeSpec {
 	return kube.NodeSpec{Name: m.Nodename(), NodeIPs: []netip.Addr{m.Address()}}
 }
 
-// remove deletes a Node, which may be gone already.
+// remove deletes a Node, if it exists.
 func (s suite) remove(nodename string) {
 	s.Helper()
 
@@ -240,21 +239,21 @@ func (s suite) get(nodename string) *corev1.Node {
 	return n
 }
 
-// await watches a Node until ok is true of it, and returns it as it is then. What the watch begins with may be older than what the test has
-// written last: ok must not be true of that, and what else must be so is to be asked of get.
+// await watches a Node until ok returns true, and returns that version. The first version may be older than the last write of the test: ok must
+// return false for it. Use get for other assertions.
 func (s suite) await(nodename, what string, ok func(*corev1.Node) bool) *corev1.Node {
 	s.Helper()
 
 	return s.awaitSince(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: nodename}}, what, ok)
 }
 
-// awaitSince is await for later versions than the given one.
+// awaitSince is await for versions after the given one.
 func (s suite) awaitSince(seen *corev1.Node, what string, ok func(*corev1.Node) bool) *corev1.Node {
 	s.Helper()
 
 	last := seen
 	options := byName(seen.Name)
-	// From no version in particular: what is there comes first.
+	// Without a version, the watch starts with the present state.
 	options.ResourceVersion = seen.ResourceVersion
 
 	found := s.watch(func(ctx context.Context) (watch.Interface, error) {
@@ -268,22 +267,22 @@ func (s suite) awaitSince(seen *corev1.Node, what string, ok func(*corev1.Node) 
 		return isNode && event.Type != watch.Deleted && ok(n)
 	})
 	if !found {
-		s.Fatalf("node %s: not %s after %s; it is: %s", seen.Name, what, patience, describe(last))
+		s.Fatalf("node %s is not %s after %s: %s", seen.Name, what, timeout, describe(last))
 	}
 
 	return last
 }
 
-// watch watches until ok is true of something, and tells whether it was in time. A watch that ends before, as the API server may do to it at
-// any time, is begun anew.
-func (s suite) watch(begin func(context.Context) (watch.Interface, error), ok func(watch.Event) bool) (found bool) {
-	ctx, cancel := context.WithTimeout(s.Context(), patience)
+// watch watches until ok returns true, and reports whether that was before the timeout. It restarts a watch that ends, as the API server may end it
+// at any time.
+func (s suite) watch(start func(context.Context) (watch.Interface, error), ok func(watch.Event) bool) (found bool) {
+	ctx, cancel := context.WithTimeout(s.Context(), timeout)
 	defer cancel()
 
 	err := wait.PollUntilContextCancel(ctx, interval, true, func(ctx context.Context) (bool, error) {
-		w, err := begin(ctx)
+		w, err := start(ctx)
 		if err != nil {
-			s.Logf("watching again: %v", err)
+			s.Logf("restarting watch: %v", err)
 
 			return false, nil
 		}
@@ -326,7 +325,7 @@ func tainted(n *corev1.Node) bool {
 	return slices.ContainsFunc(n.Spec.Taints, func(t corev1.Taint) bool { return t.Key == cloudproviderapi.TaintExternalCloudProvider })
 }
 
-// addressesOf are a Node's addresses of one type.
+// addressesOf returns a Node's addresses of one type.
 func addressesOf(n *corev1.Node, kind corev1.NodeAddressType) []string {
 	var list []string
 
@@ -339,22 +338,22 @@ func addressesOf(n *corev1.Node, kind corev1.NodeAddressType) []string {
 	return list
 }
 
-// writtenByUs tells whether our field manager owns anything of the Node.
-func writtenByUs(n *corev1.Node) bool {
+// isWritten reports whether the controller owns a field of the Node.
+func isWritten(n *corev1.Node) bool {
 	return slices.ContainsFunc(n.ManagedFields, func(m metav1.ManagedFieldsEntry) bool { return m.Manager == node.FieldManager })
 }
 
-// wantUntouched fails unless the Node is as its kubelet registered it.
-func (s suite) wantUntouched(nodename string) {
+// requireUntouched fails if the controller has written the Node.
+func (s suite) requireUntouched(nodename string) {
 	s.Helper()
 
 	n := s.get(nodename)
-	if writtenByUs(n) || n.Spec.ProviderID != "" {
+	if isWritten(n) || n.Spec.ProviderID != "" {
 		s.Errorf("node %s was written by %s: %s; managed fields: %v", nodename, node.FieldManager, describe(n), n.ManagedFields)
 	}
 }
 
-// eventsOn selects the Events on a Node with the given reason; an empty reason is any.
+// eventsOn selects the Events of a Node with the given reason, or all if it is empty.
 func eventsOn(nodename, reason string) metav1.ListOptions {
 	selector := fields.Set{"involvedObject.kind": "Node", "involvedObject.name": nodename}
 	if reason != "" {
@@ -364,7 +363,7 @@ func eventsOn(nodename, reason string) metav1.ListOptions {
 	return metav1.ListOptions{FieldSelector: selector.String()}
 }
 
-// events are the Events on a Node with the given reason; an empty reason is any.
+// events returns the Events of a Node with the given reason, or all if it is empty.
 func (s suite) events(nodename, reason string) []corev1.Event {
 	s.Helper()
 
@@ -379,29 +378,29 @@ func (s suite) awaitEvent(nodename, reason string) *corev1.Event {
 
 	var e *corev1.Event
 
-	begin := func(ctx context.Context) (watch.Interface, error) {
+	start := func(ctx context.Context) (watch.Interface, error) {
 		return s.client.CoreV1().Events(metav1.NamespaceAll).Watch(ctx, eventsOn(nodename, reason))
 	}
 
-	found := s.watch(begin, func(event watch.Event) (isEvent bool) {
+	found := s.watch(start, func(event watch.Event) (isEvent bool) {
 		e, isEvent = event.Object.(*corev1.Event)
 
 		return isEvent
 	})
 	if !found {
-		s.Fatalf("node %s has no Event %s after %s; it has: %s", nodename, reason, patience, messages(s.events(nodename, "")))
+		s.Fatalf("node %s has no Event %s after %s, only: %s", nodename, reason, timeout, messages(s.events(nodename, "")))
 	}
 
 	return e
 }
 
-// wantOnce fails unless there is one Event with the reason, which happened once.
-func (s suite) wantOnce(nodename, reason string) {
+// requireOneEvent fails unless exactly one Event with the reason was emitted.
+func (s suite) requireOneEvent(nodename, reason string) {
 	s.Helper()
 
 	found := s.events(nodename, reason)
 	if len(found) != 1 || found[0].Count != 1 {
-		s.Errorf("node %s has %d Events %s, want one that happened once: %v", nodename, len(found), reason, messages(found))
+		s.Errorf("node %s has %d Events %s, want one with count 1: %v", nodename, len(found), reason, messages(found))
 	}
 }
 
@@ -414,14 +413,14 @@ func messages(events []corev1.Event) string {
 	return strings.Join(list, "; ")
 }
 
-// patch changes the Node by a merge patch of the given field manager, and returns it as it is then. The API server gives up on a patch, which
-// names no version, when others have been faster a few times.
+// patch applies a merge patch with the given field manager and returns the result. Even a patch without resourceVersion can conflict: the API
+// server gives up after a few attempts.
 func (s suite) patch(nodename, manager, patch string) *corev1.Node {
 	s.Helper()
 
 	var n *corev1.Node
 
-	s.require(retry.RetryOnConflict(persistence, func() (err error) {
+	s.require(retry.RetryOnConflict(conflictBackoff, func() (err error) {
 		n, err = s.client.CoreV1().Nodes().Patch(s.Context(), nodename, types.MergePatchType, []byte(patch), metav1.PatchOptions{FieldManager: manager})
 
 		return err
@@ -430,22 +429,22 @@ func (s suite) patch(nodename, manager, patch string) *corev1.Node {
 	return n
 }
 
-// eventually asks again until ok is true, for what cannot be watched.
+// eventually polls until ok returns true, for conditions that cannot be watched.
 func (s suite) eventually(what string, ok func() bool) {
 	s.Helper()
 
-	err := wait.PollUntilContextTimeout(s.Context(), interval, patience, true, func(context.Context) (bool, error) { return ok(), nil })
+	err := wait.PollUntilContextTimeout(s.Context(), interval, timeout, true, func(context.Context) (bool, error) { return ok(), nil })
 	if err != nil {
-		s.Fatalf("not so after %s: %s", patience, what)
+		s.Fatalf("not true after %s: %s", timeout, what)
 	}
 }
 
-// settle returns when the controller has worked off what happened before, with all Events of that recorded: it has reported a Node that
-// came after. It writes nothing to any Node, and has nothing written.
-func (s suite) settle() {
+// waitForIdle returns after the controller has processed all earlier changes and recorded their Events: it has reported a Node that was registered
+// last. Neither waitForIdle nor the controller writes a Node for that.
+func (s suite) waitForIdle() {
 	s.Helper()
 
-	name := "settle-" + strings.ToLower(strings.NewReplacer("/", "-", "_", "-").Replace(s.Name()))
+	name := "idle-probe-" + strings.ToLower(strings.NewReplacer("/", "-", "_", "-").Replace(s.Name()))
 	name = fmt.Sprintf("%.40s-%d", name, time.Now().UnixNano())
 
 	m := s.machine(talostest.MachineSpec{Nodename: name, Platform: platform("aws", name), PlatformPending: true})
@@ -454,7 +453,7 @@ func (s suite) settle() {
 	s.remove(name)
 }
 
-// touch changes the Node in a way that means nothing, as a heartbeat does.
+// touch makes irrelevant changes to the Node, as heartbeats do.
 func (s suite) touch(nodename string, times int) {
 	s.Helper()
 
@@ -463,7 +462,7 @@ func (s suite) touch(nodename string, times int) {
 	}
 }
 
-// history records every version of a Node that the API server shows from now on. The returned function ends that at the given version.
+// history records every version of a Node from now on. The returned function returns the versions up to the given one.
 func (s suite) history(nodename string) (until func(resourceVersion string) []*corev1.Node) {
 	s.Helper()
 
@@ -493,7 +492,7 @@ func (s suite) history(nodename string) (until func(resourceVersion string) []*c
 			}
 		}
 
-		s.Fatalf("the watch of node %s ended before version %s", nodename, resourceVersion)
+		s.Fatalf("watch of node %s ended before version %s", nodename, resourceVersion)
 
 		return nil
 	}

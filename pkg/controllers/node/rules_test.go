@@ -22,7 +22,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
 
-// atomicOptions are the rules of all tests that run, by test.
+// atomicOptions combine the rules of all running tests.
 type atomicOptions struct {
 	mu      sync.Mutex
 	rules   map[string][]rules.Rule
@@ -59,22 +59,22 @@ func (o *atomicOptions) set(test string, list []rules.Rule) []rules.CompileError
 	return errs
 }
 
-// exclude leaves a Node out of the claim.
+// exclude makes a Node unmanaged.
 func (o *atomicOptions) exclude(nodename string) error {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 
-	claim, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "nodename", Operator: rules.NotIn, Values: []string{nodename}}}}})
+	selector, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "nodename", Operator: rules.NotIn, Values: []string{nodename}}}}})
 	for _, err := range errs {
 		return err
 	}
 
-	o.options.Selector = claim
+	o.options.Selector = selector
 
 	return nil
 }
 
-// rules puts this test's rules in force, for the Node alone, in place of those it had before.
+// rules replaces the rules of this test. They apply to the Node only.
 func (s suite) rules(nodename string, list ...rules.Rule) {
 	s.Helper()
 
@@ -99,7 +99,7 @@ func taintsNamed(n *corev1.Node, key string) []corev1.Taint {
 	return slices.DeleteFunc(slices.Clone(n.Spec.Taints), func(t corev1.Taint) bool { return t.Key != key })
 }
 
-// hasRecord tells whether the Node has a record of enforced taints.
+// hasRecord reports whether an enforced taint of the Node is recorded.
 func hasRecord(n *corev1.Node) bool {
 	return slices.ContainsFunc(slices.Collect(maps.Keys(n.Labels)), func(key string) bool { return strings.Contains(key, "node-restriction") })
 }
@@ -113,8 +113,7 @@ func aws(nodename string) talostest.MachineSpec {
 	return talostest.MachineSpec{Nodename: nodename, Platform: meta}
 }
 
-// N7: labels are changed and removed, too; a foreign one survives.
-func TestN7LabelsAndAnnotationsFollowTheRules(t *testing.T) {
+func TestController_UpdatesAndRemovesLabelsAndAnnotationsOfRules(t *testing.T) {
 	s := parallel(t)
 	rule := func(value string) rules.Rule {
 		return rules.Rule{Labels: map[string]string{"example.com/site": value}, Annotations: map[string]string{"example.com/note": value + " of {{ .Region }}"}}
@@ -141,12 +140,11 @@ func TestN7LabelsAndAnnotationsFollowTheRules(t *testing.T) {
 	})
 
 	if n.Labels["team"] != "blue" || n.Labels[corev1.LabelTopologyZone] != "eu-1a" {
-		t.Errorf("labels of others, or of the platform, are gone: %v", n.Labels)
+		t.Errorf("labels of other clients or of the platform were removed: %v", n.Labels)
 	}
 }
 
-// N2 and R2: taints are rendered, and set in the very write that lets the scheduler in.
-func TestN2TaintsOfRulesAreThereWhenTheNodeIsInitialized(t *testing.T) {
+func TestController_SetsTaintsOfRulesAtInitialization(t *testing.T) {
 	s := parallel(t)
 	s.rules("taint-first", rules.Rule{Taints: map[string]string{storageTaint: "{{ .Zone }}:NoSchedule"}})
 
@@ -156,12 +154,12 @@ func TestN2TaintsOfRulesAreThereWhenTheNodeIsInitialized(t *testing.T) {
 
 	for _, version := range until(n.ResourceVersion) {
 		if !tainted(version) && !hasTaint(version, storage(corev1.TaintEffectNoSchedule, "eu-1a")) {
-			t.Errorf("the Node was open to the scheduler before it had the taint: %v", version.Spec.Taints)
+			t.Errorf("initialized without the taint: %v", version.Spec.Taints)
 		}
 	}
 }
 
-func TestTaintsThatAreNotEnforcedAreSetOnce(t *testing.T) {
+func TestController_DoesNotRestoreTaintsThatAreNotEnforced(t *testing.T) {
 	s := parallel(t)
 	s.rules("taint-once", rules.Rule{Taints: map[string]string{storageTaint: "ceph:NoSchedule"}})
 	s.join(aws("taint-once"))
@@ -176,7 +174,7 @@ func TestTaintsThatAreNotEnforcedAreSetOnce(t *testing.T) {
 	}
 }
 
-func TestEnforcedTaintsStayTrueAndGoWithTheRule(t *testing.T) {
+func TestController_RestoresEnforcedTaintsUntilTheRuleIsRemoved(t *testing.T) {
 	s := parallel(t)
 	enforced := func(value string) rules.Rule {
 		return rules.Rule{Enforce: true, Taints: map[string]string{storageTaint: value + ":NoSchedule"}}
@@ -197,15 +195,15 @@ func TestEnforcedTaintsStayTrueAndGoWithTheRule(t *testing.T) {
 
 	s.rules("taint-enforced")
 
-	n := s.await("taint-enforced", "rid of the taint and of its record", func(n *corev1.Node) bool {
+	n := s.await("taint-enforced", "without the taint and its record", func(n *corev1.Node) bool {
 		return len(taintsNamed(n, storageTaint)) == 0 && !hasRecord(n)
 	})
 	if len(taintsNamed(n, "team")) != 1 {
-		t.Errorf("a taint of somebody else is gone: %v", n.Spec.Taints)
+		t.Errorf("taint of another client was removed: %v", n.Spec.Taints)
 	}
 }
 
-func TestATaintOfSomebodyElseIsLeftAloneAndReported(t *testing.T) {
+func TestController_ReportsConflictingTaint(t *testing.T) {
 	s := parallel(t)
 	s.join(aws("taint-foreign"))
 	s.awaitInitialized("taint-foreign")
@@ -215,26 +213,26 @@ func TestATaintOfSomebodyElseIsLeftAloneAndReported(t *testing.T) {
 	s.awaitEvent("taint-foreign", node.ReasonOwnershipConflict)
 
 	s.rules("taint-foreign")
-	s.settle()
+	s.waitForIdle()
 
 	if n := s.get("taint-foreign"); !hasTaint(n, storage(corev1.TaintEffectNoSchedule, "mine")) {
 		t.Errorf("taints: %v", n.Spec.Taints)
 	}
 }
 
-// A rule and a Node reach the controller on two ways: a taint may be there before a rule of the same taint is, and be seen only after that.
-func TestATaintOfSomebodyElseThatIsNotSeenYetIsLeftAlone(t *testing.T) {
+// The controller may receive a rule before the Node that already has its taint.
+func TestController_DoesNotRecordTaintThatItHasNotReceived(t *testing.T) {
 	const ours = "ceph"
 
 	for _, theirs := range []string{"mine", ours} {
-		t.Run(theirs, func(t *testing.T) {
+		t.Run("value "+theirs, func(t *testing.T) {
 			s := parallel(t)
 			name := "taint-unseen-" + theirs
 
 			s.join(aws(name))
 			s.awaitInitialized(name)
 
-			happened := s.overtake(name, func(ctx context.Context) error {
+			wait := s.overtake(name, func(ctx context.Context) error {
 				patch := fmt.Appendf(nil, `{"spec":{"taints":[{"key":%q,"value":%q,"effect":"NoSchedule"}]}}`, storageTaint, theirs)
 				_, err := s.client.CoreV1().Nodes().Patch(ctx, name, types.MergePatchType, patch, metav1.PatchOptions{FieldManager: "kubectl"})
 
@@ -242,16 +240,16 @@ func TestATaintOfSomebodyElseThatIsNotSeenYetIsLeftAlone(t *testing.T) {
 			})
 
 			s.rules(name, rules.Rule{Enforce: true, Taints: map[string]string{storageTaint: ours + ":NoSchedule"}, Labels: map[string]string{"example.com/seen": "true"}})
-			happened()
+			wait()
 
 			n := s.await(name, "labeled", func(n *corev1.Node) bool { return n.Labels["example.com/seen"] == "true" })
 			if hasRecord(n) {
-				t.Errorf("a taint of somebody else was recorded as ours: %v", n.Labels)
+				t.Errorf("taint of another client was recorded as enforced: %v", n.Labels)
 			}
 
 			s.rules(name)
 			s.await(name, "no longer labeled", func(n *corev1.Node) bool { return n.Labels["example.com/seen"] == "" })
-			s.settle()
+			s.waitForIdle()
 
 			if n := s.get(name); !hasTaint(n, storage(corev1.TaintEffectNoSchedule, theirs)) {
 				t.Errorf("taints: %v", n.Spec.Taints)
@@ -260,8 +258,7 @@ func TestATaintOfSomebodyElseThatIsNotSeenYetIsLeftAlone(t *testing.T) {
 	}
 }
 
-// R7: one bad value is left out, all else is there.
-func TestR7AnInvalidValueIsLeftOutAndReportedWithRuleAndKey(t *testing.T) {
+func TestController_OmitsAndReportsInvalidValue(t *testing.T) {
 	s := parallel(t)
 	s.rules("rules-invalid", rules.Rule{Name: "site", Labels: map[string]string{"example.com/bad": "{{ .Region }} !", "example.com/good": "{{ .Region }}"}})
 	s.join(aws("rules-invalid"))
@@ -274,12 +271,12 @@ func TestR7AnInvalidValueIsLeftOutAndReportedWithRuleAndKey(t *testing.T) {
 	message := s.awaitEvent("rules-invalid", node.ReasonInvalidValue).Message
 	for _, part := range []string{`rule "site"`, "labels[example.com/bad]", `"eu !"`} {
 		if !strings.Contains(message, part) {
-			t.Errorf("the Event does not say %s: %s", part, message)
+			t.Errorf("Event does not contain %s: %s", part, message)
 		}
 	}
 }
 
-func TestARuleThatCannotMakeTheProviderIDKeepsTheNodeTainted(t *testing.T) {
+func TestController_KeepsNodeTaintedWhileRuleCannotSetProviderID(t *testing.T) {
 	s := parallel(t)
 	rule := rules.Rule{Name: "identity", PlatformMetadata: map[string]string{"ProviderID": "custom:///{{ .Tags.serial }}"}}
 
@@ -288,7 +285,7 @@ func TestARuleThatCannotMakeTheProviderIDKeepsTheNodeTainted(t *testing.T) {
 
 	m := s.join(spec)
 	s.awaitEvent("rules-identity", node.ReasonMetadataPending)
-	s.wantUntouched("rules-identity")
+	s.requireUntouched("rules-identity")
 
 	s.require(m.UpdatePlatform(t.Context(), func(meta *runtime.PlatformMetadataSpec) { meta.Tags = map[string]string{"serial": "s-1"} }))
 
@@ -297,11 +294,11 @@ func TestARuleThatCannotMakeTheProviderIDKeepsTheNodeTainted(t *testing.T) {
 	}
 }
 
-// Taking over from the upstream Talos CCM: it patches labels as its own binary, so that they are Update-managed.
-func TestALabelThatTheUpstreamCCMLeftIsTakenOverAndGoesWithItsRule(t *testing.T) {
+// The upstream Talos CCM patches labels, so it owns them by Update.
+func TestController_TakesOverLabelsOfUpstreamCCM(t *testing.T) {
 	s := parallel(t)
 	spec := aws("takeover")
-	spec.PlatformPending = true // and so not touched yet
+	spec.PlatformPending = true // keeps it uninitialized
 	m := s.join(spec)
 	s.awaitEvent("takeover", node.ReasonMetadataPending)
 
@@ -310,7 +307,7 @@ func TestALabelThatTheUpstreamCCMLeftIsTakenOverAndGoesWithItsRule(t *testing.T)
 	upstream, err := kubernetes.NewForConfig(config)
 	s.require(err)
 
-	// As the framework's controller writes labels (AddOrUpdateLabelsOnNode), and upstream its annotations.
+	// Like AddOrUpdateLabelsOnNode of k8s.io/cloud-provider, and the annotations of the upstream Talos CCM.
 	_, err = upstream.CoreV1().Nodes().Patch(t.Context(), "takeover", types.StrategicMergePatchType, []byte(`{"metadata":{
 		"labels":{"example.com/site":"old","example.com/same":"same","example.com/stray":"left","topology.kubernetes.io/zone":"eu-1a"},
 		"annotations":{"example.com/note":"old"}}}`), metav1.PatchOptions{})
@@ -326,15 +323,15 @@ func TestALabelThatTheUpstreamCCMLeftIsTakenOverAndGoesWithItsRule(t *testing.T)
 		return initialized(n) && n.Labels["example.com/site"] == "new" && n.Annotations["example.com/note"] == "new"
 	})
 	if n.Labels["example.com/stray"] != "left" {
-		t.Errorf("what no rule sets was not left alone: %v", n.Labels)
+		t.Errorf("label that no rule sets was changed: %v", n.Labels)
 	}
 
 	if found := s.events("takeover", node.ReasonOwnershipConflict); len(found) > 0 {
-		t.Errorf("reported as somebody else's: %s", messages(found))
+		t.Errorf("conflicts reported: %s", messages(found))
 	}
 
 	s.rules("takeover")
-	n = s.await("takeover", "rid of the labels", func(n *corev1.Node) bool {
+	n = s.await("takeover", "without the labels", func(n *corev1.Node) bool {
 		return n.Labels["example.com/site"] == "" && n.Labels["example.com/same"] == "" && n.Annotations["example.com/note"] == ""
 	})
 
@@ -343,11 +340,11 @@ func TestALabelThatTheUpstreamCCMLeftIsTakenOverAndGoesWithItsRule(t *testing.T)
 	}
 }
 
-func TestANodeOutsideTheClaimIsNeverWritten(t *testing.T) {
+func TestController_NeverWritesUnmanagedNode(t *testing.T) {
 	s := parallel(t)
 
-	s.require(s.options.exclude("unclaimed"))
-	s.join(aws("unclaimed"))
-	s.settle()
-	s.wantUntouched("unclaimed")
+	s.require(s.options.exclude("unmanaged"))
+	s.join(aws("unmanaged"))
+	s.waitForIdle()
+	s.requireUntouched("unmanaged")
 }

@@ -14,7 +14,7 @@ import (
 
 var errFailed = errors.New("failed")
 
-// retry returns the delays before each call of f after the first.
+// delays retries f until it succeeds, and returns the delays between calls.
 func delays(t *testing.T, f func(call int) error) (list []time.Duration) {
 	t.Helper()
 
@@ -40,7 +40,7 @@ func delays(t *testing.T, f func(call int) error) (list []time.Duration) {
 	return list
 }
 
-func TestRetry_DelaysDoubleUpToTheLimit(t *testing.T) {
+func TestRetry_DoublesDelaysUpToLimit(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		got := delays(t, func(call int) error {
 			if call == 5 {
@@ -53,13 +53,13 @@ func TestRetry_DelaysDoubleUpToTheLimit(t *testing.T) {
 		for i, least := range []time.Duration{1, 2, 4, 4, 4} {
 			least *= time.Second
 			if got[i] < least || got[i] > least*13/10 {
-				t.Errorf("delay %d is %s, want %s plus at most 30 %%", i, got[i], least)
+				t.Errorf("delay %d: got %s, want %s plus up to 30 %%", i, got[i], least)
 			}
 		}
 	})
 }
 
-func TestRetry_StartsOverAfterALongCall(t *testing.T) {
+func TestRetry_ResetsDelaysAfterLongCall(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		got := delays(t, func(call int) error {
 			switch call {
@@ -73,7 +73,7 @@ func TestRetry_StartsOverAfterALongCall(t *testing.T) {
 		})
 
 		if got[3] > 1300*time.Millisecond {
-			t.Errorf("delay after a long call is %s", got[3])
+			t.Errorf("delay after a long call: got %s, want 1s plus up to 30 %%", got[3])
 		}
 	})
 }
@@ -85,7 +85,7 @@ func TestRetry_ReturnsWhenContextEnds(t *testing.T) {
 
 		err := backoff.Retry(ctx, clock.RealClock{}, time.Second, time.Hour, func(context.Context) error { return errFailed })
 		if !errors.Is(err, context.DeadlineExceeded) {
-			t.Errorf("got %v", err)
+			t.Errorf("got %v, want %v", err, context.DeadlineExceeded)
 		}
 	})
 }

@@ -13,8 +13,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 )
 
-func TestFailuresAreCountedAndConflictsAndWhatIsBrokenOffAreNot(t *testing.T) {
-	// The metric is the process's: with a name of this run's own, what is counted is of this run.
+func TestWorker_CountsFailuresButNotConflictsAndCancellations(t *testing.T) {
+	// The metric is global; a random name keeps other runs out.
 	controller := "test-" + rand.Text()
 	q := queue.New(controller)
 	outcomes := []error{errors.New("refused"), apierrors.NewConflict(schema.GroupResource{Resource: "nodes"}, "a", nil), errors.New("refused"), nil}
@@ -22,7 +22,7 @@ func TestFailuresAreCountedAndConflictsAndWhatIsBrokenOffAreNot(t *testing.T) {
 	w := queue.Worker{
 		Queue:   q,
 		Subject: "node",
-		Failure: "Could not do it",
+		Failure: "Failed to sync; retrying",
 		Sync: func(context.Context, string) error {
 			outcome := outcomes[0]
 
