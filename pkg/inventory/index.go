@@ -22,8 +22,8 @@ func (x index[K]) others(key K, nodename string) []string {
 	return slices.DeleteFunc(slices.Clone(x.nodenames[key]), func(n string) bool { return n == nodename })
 }
 
-// replace replaces the keys of nodename's machine. Both lists must be sorted and without duplicates. It returns each other nodename that has
-// become, or is no longer, one of several with a key.
+// replace replaces the keys of nodename's machine. Both lists must be sorted and without duplicates. It returns each
+// other nodename that has become, or is no longer, one of several with a key.
 func (x index[K]) replace(nodename string, before, after []K) (affected []string) {
 	for _, key := range x.missing(before, after) {
 		remaining := slices.DeleteFunc(x.nodenames[key], func(n string) bool { return n == nodename })
@@ -67,8 +67,9 @@ func uuids(m machine.Machine) []string {
 // linkServices is the link on which kube-proxy in IPVS mode keeps the addresses of Services.
 const linkServices = "kube-ipvs0"
 
-// owned returns the names and addresses that m reports as its own, in canonical form. It omits the addresses of Services, of which kube-proxy puts
-// thousands on every machine. It includes addresses that the machine must not use as node IP.
+// owned returns the names and addresses that m reports as its own, in canonical form. It omits the addresses of
+// Services, of which kube-proxy puts thousands on every machine. It includes addresses that the machine must not use
+// as node IP.
 func owned(m machine.Machine) []string {
 	names := []string{m.Nodename, m.Hostname, m.FQDN(), m.Platform.Hostname, m.Platform.InternalDNS, m.Platform.ExternalDNS}
 	list := make([]string, 0, len(names)+len(m.Addresses)+len(m.NodeIPs))

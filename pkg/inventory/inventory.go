@@ -73,8 +73,9 @@ func New(now func() time.Time) *Inventory {
 	}
 }
 
-// Subscribe registers a handler that is called with the nodename after each change of its entry or of its SharedAddresses. The handler runs
-// on the writer's goroutine without locks held, and must not block. Subscribe before the first write.
+// Subscribe registers a handler that is called with the nodename after each change of its entry or of its
+// SharedAddresses. The handler runs on the writer's goroutine without locks held, and must not block. Subscribe before
+// the first write.
 func (i *Inventory) Subscribe(handler func(nodename string)) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -112,8 +113,8 @@ func (i *Inventory) SharedUUID(uuid, nodename string) bool {
 	return len(i.uuids.others(uuid, nodename)) > 0
 }
 
-// SharedAddresses returns the addresses that the platform's metadata lists for nodename's machine and for others, too: those of a load balancer,
-// which Azure's metadata lists for every machine behind it.
+// SharedAddresses returns the addresses that the platform's metadata lists for nodename's machine and for others, too:
+// those of a load balancer, which Azure's metadata lists for every machine behind it.
 func (i *Inventory) SharedAddresses(nodename string) []netip.Addr {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
@@ -123,8 +124,9 @@ func (i *Inventory) SharedAddresses(nodename string) []netip.Addr {
 	})
 }
 
-// Owners returns the other Nodes whose machines report a name or an address, given in canonical form, as their own. An unreachable machine owns what
-// it reported last. The reports are not verified: use them to refuse a name or address, never to grant one.
+// Owners returns the other Nodes whose machines report a name or an address, given in canonical form, as their own. An
+// unreachable machine owns what it reported last. The reports are not verified: use them to refuse a name or address,
+// never to grant one.
 func (i *Inventory) Owners(nameOrAddress, nodename string) []string {
 	i.mu.RLock()
 	defer i.mu.RUnlock()

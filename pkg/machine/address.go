@@ -9,11 +9,13 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 )
 
-// LinkExternal is the link on which Talos publishes addresses that only the platform's metadata knows (network/PlatformConfigApplyController).
+// LinkExternal is the link on which Talos publishes addresses that only the platform's metadata knows
+// (network/PlatformConfigApplyController).
 const LinkExternal = "external"
 
 var (
-	// overlayLinks are prefixes of link names whose addresses belong to the machine, but not to a network it is attached to.
+	// overlayLinks are prefixes of link names whose addresses belong to the machine, but not to a network it is
+	// attached to.
 	overlayLinks = []string{LinkExternal, constants.KubeSpanLinkName, constants.SideroLinkName, "docker", "dummy", "tailscale", "virbr", "wg", "wireguard"}
 	// cniLinks are prefixes of link names whose addresses are assigned by a CNI or kube-proxy.
 	cniLinks = []string{
@@ -33,8 +35,9 @@ type Address struct {
 // OnCNILink reports whether the address is on a link of a CNI or of kube-proxy.
 func (a Address) OnCNILink() bool { return hasPrefix(a.Link, cniLinks) }
 
-// IsStable reports whether a is a global unicast address outside the private ranges that belongs to this machine permanently: on a network the
-// machine is attached to, not temporary, not a pod's or a Service's, and not shared with other machines.
+// IsStable reports whether a is a global unicast address outside the private ranges that belongs to this machine
+// permanently: on a network the machine is attached to, not temporary, not a pod's or a Service's, and not shared with
+// other machines.
 func (m Machine) IsStable(a Address) bool {
 	const unstable = nethelpers.AddressTemporary | nethelpers.AddressDeprecated | nethelpers.AddressDADFailed | nethelpers.AddressTentative
 
@@ -54,8 +57,8 @@ func hasPrefix(link string, prefixes []string) bool {
 	return slices.ContainsFunc(prefixes, func(prefix string) bool { return strings.HasPrefix(link, prefix) })
 }
 
-// CanonicalName returns name in lower case without one trailing dot, the form in which names are compared. It folds ASCII letters only:
-// no other letter may become an ASCII letter.
+// CanonicalName returns name in lower case without one trailing dot, the form in which names are compared. It folds
+// ASCII letters only: no other letter may become an ASCII letter.
 func CanonicalName(name string) string {
 	lower := []byte(strings.TrimSuffix(name, "."))
 
@@ -68,5 +71,6 @@ func CanonicalName(name string) string {
 	return string(lower)
 }
 
-// CanonicalAddress returns the form in which addresses are compared: without zone, and an IPv4-mapped IPv6 address as IPv4.
+// CanonicalAddress returns the form in which addresses are compared: without zone, and an IPv4-mapped IPv6 address as
+// IPv4.
 func CanonicalAddress(addr netip.Addr) string { return addr.Unmap().WithZone("").String() }

@@ -36,21 +36,23 @@ type Machine struct {
 	// network/PlatformConfig exists ("active" from this boot, or "cached" from an earlier one) and names the same
 	// instance as Platform.
 	PlatformPublished bool
-	// PlatformFromCache is true while the platform configuration is from an earlier boot. Talos keeps it on disk and applies it until the
-	// metadata service responds (network/PlatformConfigLoadController, Talos 1.12 and later). The disk may have belonged to another instance.
+	// PlatformFromCache is true while the platform configuration is from an earlier boot. Talos keeps it on disk and
+	// applies it until the metadata service responds (network/PlatformConfigLoadController, Talos 1.12 and later). The
+	// disk may have belonged to another instance.
 	PlatformFromCache bool
 	// System is the SMBIOS system information; the zero value if there is none.
 	System hardware.SystemInformationSpec
 	// TalosVersion is the running version, such as "v1.13.5" (runtime/Versions).
 	TalosVersion string
-	// Extensions are the versions of the machine's system extensions by name (runtime/ExtensionStatuses). An image built by Image Factory has
-	// an extension named "schematic", whose version is the schematic ID.
+	// Extensions are the versions of the machine's system extensions by name (runtime/ExtensionStatuses). An image
+	// built by Image Factory has an extension named "schematic", whose version is the schematic ID.
 	Extensions map[string]string
 	// Addresses are all addresses on the machine's links, sorted by link and prefix.
 	Addresses []Address
 	// NodeIPs are the addresses that Talos passes to the kubelet (k8s/NodeIPs), at most one of each IP family.
 	NodeIPs []netip.Addr
-	// ExcludedSubnets never contain a node IP of this machine: pod and service CIDRs and virtual IPs (k8s/NodeIPConfigs).
+	// ExcludedSubnets never contain a node IP of this machine: pod and service CIDRs and virtual IPs
+	// (k8s/NodeIPConfigs).
 	ExcludedSubnets []netip.Prefix
 }
 

@@ -2,8 +2,8 @@ package machine
 
 import "strings"
 
-// UUID returns the SMBIOS UUID in lower case, or an empty string if it is missing, malformed or cannot identify the machine:
-// some vendors leave it at zero or all ones, or put the same sample on every board.
+// UUID returns the SMBIOS UUID in lower case, or an empty string if it is missing, malformed or cannot identify the
+// machine: some vendors leave it at zero or all ones, or put the same sample on every board.
 func (m Machine) UUID() string {
 	uuid := strings.ToLower(strings.TrimSpace(m.System.UUID))
 
@@ -35,9 +35,10 @@ func isUUID(s string) bool {
 	return true
 }
 
-// isPlaceholder reports whether boards of one vendor share the UUID: one byte repeated, the AMI sample, Supermicro's default and Dell's
-// value without a service tag (https://github.com/systemd/systemd/issues/5236 and samples in dmidecode's issues). Each is listed in both
-// byte orders, since the SMBIOS version decides which is printed (before 2.6, or 2.6 and later).
+// isPlaceholder reports whether boards of one vendor share the UUID: one byte repeated, the AMI sample, Supermicro's
+// default and Dell's value without a service tag (https://github.com/systemd/systemd/issues/5236 and samples in
+// dmidecode's issues). Each is listed in both byte orders, since the SMBIOS version decides which is printed (before
+// 2.6, or 2.6 and later).
 func isPlaceholder(uuid string) bool {
 	digits := strings.ReplaceAll(uuid, "-", "")
 	if digits == strings.Repeat(digits[:2], len(digits)/2) {

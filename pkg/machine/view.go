@@ -26,8 +26,8 @@ func WatchedKinds() []resource.Kind {
 	}
 }
 
-// PolledKinds returns the resource kinds that rarely change after boot. They are listed periodically instead of watched, since
-// each watch costs about 25 KB per machine on either side.
+// PolledKinds returns the resource kinds that rarely change after boot. They are listed periodically instead of
+// watched, since each watch costs about 25 KB per machine on either side.
 func PolledKinds() []resource.Kind {
 	return []resource.Kind{
 		kind(hardware.NamespaceName, hardware.SystemInformationType),
@@ -46,7 +46,8 @@ func kind(namespace resource.Namespace, typ resource.Type) resource.Kind {
 	return resource.NewMetadata(namespace, typ, "", resource.VersionUndefined)
 }
 
-// View collects the resources of one machine. The zero value is empty and ready to use. It is not safe for concurrent use.
+// View collects the resources of one machine. The zero value is empty and ready to use. It is not safe for concurrent
+// use.
 type View struct {
 	resources map[resource.Type]map[resource.ID]resource.Resource
 }
@@ -109,8 +110,9 @@ func (v *View) Machine() Machine {
 	return m
 }
 
-// platformPublished reports whether the applied metadata is what the platform driver has delivered. If they name different instances, either the
-// configuration has not been applied yet or the applied metadata has not been received yet: the two resources arrive on separate streams.
+// platformPublished reports whether the applied metadata is what the platform driver has delivered. If they name
+// different instances, either the configuration has not been applied yet or the applied metadata has not been received
+// yet: the two resources arrive on separate streams.
 func (v *View) platformPublished(applied runtime.PlatformMetadataSpec) bool {
 	for _, r := range v.resources[network.PlatformConfigType] {
 		platformConfig, ok := r.(*network.PlatformConfig)
@@ -181,8 +183,9 @@ func (m *Machine) addKubernetes(r resource.Resource) {
 	}
 }
 
-// parsePrefixes parses prefixes and single addresses: Talos lists virtual IPs without a prefix length (k8s/NodeIPConfigController). It ignores
-// other values, since Talos validates the list (and has resolved a leading "!", the inverted match of user input).
+// parsePrefixes parses prefixes and single addresses: Talos lists virtual IPs without a prefix length
+// (k8s/NodeIPConfigController). It ignores other values, since Talos validates the list (and has resolved a leading
+// "!", the inverted match of user input).
 func parsePrefixes(list []string) []netip.Prefix {
 	var prefixes []netip.Prefix
 

@@ -14,8 +14,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-// reportsExternalIPs lists the platforms whose Talos driver publishes public addresses on the link "external". On other platforms,
-// public addresses are discovered on the machine's links.
+// reportsExternalIPs lists the platforms whose Talos driver publishes public addresses on the link "external". On
+// other platforms, public addresses are discovered on the machine's links.
 var reportsExternalIPs = map[string]bool{
 	"akamai": true, "aws": true, "azure": true, "cloudstack": true, "digital-ocean": true, "equinixMetal": true,
 	"exoscale": true, "gcp": true, "hcloud": true, "scaleway": true, "upcloud": true, "vultr": true,
@@ -37,8 +37,8 @@ var notPublic = []netip.Prefix{
 	netip.MustParsePrefix("fec0::/10"),
 }
 
-// internalIPs returns the kubelet's node IPs that the machine has, one of each family; if the kubelet reports none, the node IPs of Talos.
-// It omits virtual IPs: a machine may have one, but it can move to another machine.
+// internalIPs returns the kubelet's node IPs that the machine has, one of each family; if the kubelet reports none,
+// the node IPs of Talos. It omits virtual IPs: a machine may have one, but it can move to another machine.
 func internalIPs(in Input) []netip.Addr {
 	provided := in.ProvidedNodeIPs
 	if len(provided) == 0 {
@@ -91,8 +91,8 @@ func addresses(in Input, transformed rules.Result, nodeIPs []netip.Addr) ([]core
 	return append(list, names...), problems
 }
 
-// externalIPs returns the addresses that the platform reports. If a rule enables discovery, or the platform does not report addresses, it
-// adds the public addresses on the links.
+// externalIPs returns the addresses that the platform reports and, if discovery is enabled, the public addresses on the
+// links. The default is to discover addresses if the platform does not report any.
 func externalIPs(in Input, discovery *bool, nodeIPs []netip.Addr) []netip.Addr {
 	discover := !reportsExternalIPs[in.Machine.Platform.Platform]
 	if discovery != nil {
@@ -144,8 +144,8 @@ func isPublic(m machine.Machine, a machine.Address) bool {
 	return m.IsStable(a) && !slices.ContainsFunc(notPublic, func(p netip.Prefix) bool { return p.Contains(ip) })
 }
 
-// dnsNames returns the DNS names that the platform reports. A host name with a domain is the internal name if the platform reports no
-// other.
+// dnsNames returns the DNS names that the platform reports. A host name with a domain is the internal name if the
+// platform reports no other.
 func dnsNames(m machine.Machine) ([]corev1.NodeAddress, []Problem) {
 	internal := m.Platform.InternalDNS
 	if internal == "" && strings.Contains(strings.TrimSuffix(m.Platform.Hostname, "."), ".") {

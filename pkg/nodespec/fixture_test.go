@@ -87,7 +87,8 @@ func requireAddresses(t *testing.T, typ corev1.NodeAddressType, spec nodespec.Sp
 	}
 }
 
-// talosPlatforms returns all platforms of this version of Talos, as its drivers name them. Tests with one row per platform fail for a new one.
+// talosPlatforms returns all platforms of this version of Talos, as its drivers name them. Tests with one row per
+// platform fail for a new one.
 func talosPlatforms() []string {
 	names := []string{"container", platforms.MetalPlatform().Name}
 

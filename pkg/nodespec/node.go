@@ -15,8 +15,8 @@ const osImagePrefix = "Talos"
 // maxDialAddresses limits the addresses that a kubelet can make talos-ccm dial. Machines have fewer node IPs.
 const maxDialAddresses = 4
 
-// IsTalos reports whether the Node's kubelet claims to run on Talos. It is no proof: it only prevents dialing machines and writing Nodes
-// of other operating systems.
+// IsTalos reports whether the Node's kubelet claims to run on Talos. It is no proof: it only prevents dialing machines
+// and writing Nodes of other operating systems.
 func IsTalos(node *corev1.Node) bool {
 	return strings.HasPrefix(node.Status.NodeInfo.OSImage, osImagePrefix)
 }
@@ -31,13 +31,14 @@ func IsUninitializedTaint(taint corev1.Taint) bool {
 	return taint.Key == cloudproviderapi.TaintExternalCloudProvider
 }
 
-// ProvidedNodeIPs returns the addresses of the kubelet's --node-ip, as the kubelet reports them, in its order. It omits invalid values.
+// ProvidedNodeIPs returns the addresses of the kubelet's --node-ip, as the kubelet reports them, in its order. It
+// omits invalid values.
 func ProvidedNodeIPs(node *corev1.Node) []netip.Addr {
 	return parseAddrs(strings.Split(node.Annotations[cloudproviderapi.AnnotationAlphaProvidedIPAddr], ","))
 }
 
-// DialAddresses returns the addresses at which to dial the Node's machine, best first. The kubelet reports them, so the machine that
-// responds has to prove its identity.
+// DialAddresses returns the addresses at which to dial the Node's machine, best first. The kubelet reports them, so
+// the machine that responds has to prove its identity.
 func DialAddresses(node *corev1.Node) []netip.Addr {
 	var listed []string
 

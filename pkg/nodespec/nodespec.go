@@ -1,4 +1,5 @@
-// Package nodespec computes the desired labels, annotations, taints, addresses and providerID of a Talos machine's Node.
+// Package nodespec computes the desired labels, annotations, taints, addresses and providerID of a Talos machine's
+// Node.
 //
 // It is part of the pure core: a Machine in, a Spec out. From the Node it reads only what the kubelet reports about
 // the machine (node.go). It does not decide who owns a field, and never writes.
@@ -33,8 +34,8 @@ type Options struct {
 	ClusterName string
 	// PreferIPv6 lists IPv6 addresses before IPv4 addresses.
 	PreferIPv6 bool
-	// ProviderIDFromNodeIP makes `talos://<platform>/<node IP>` the fallback providerID, as in the upstream Talos CCM, instead of one
-	// with the SMBIOS UUID.
+	// ProviderIDFromNodeIP makes `talos://<platform>/<node IP>` the fallback providerID, as in the upstream Talos CCM,
+	// instead of one with the SMBIOS UUID.
 	ProviderIDFromNodeIP bool
 	// Rules are the configured rules; nil means none.
 	Rules *rules.Set
@@ -45,20 +46,21 @@ type Options struct {
 // Input is the complete input of Desired.
 type Input struct {
 	Machine machine.Machine
-	// ProvidedNodeIPs are the node IPs of the kubelet's command line, as the kubelet reports them. Desired uses those that the machine has.
+	// ProvidedNodeIPs are the node IPs of the kubelet's command line, as the kubelet reports them. Desired uses those
+	// that the machine has.
 	ProvidedNodeIPs []netip.Addr
 	// Architecture of the Node, for rules; empty if the kubelet has not reported it.
 	Architecture string
 	// SharedUUID is true if another machine has the same SMBIOS UUID.
 	SharedUUID bool
-	// SharedAddresses are addresses that the platform's metadata lists for several machines: those of a load balancer. They do not lead to one
-	// machine, so no kubelet may get a certificate for them.
+	// SharedAddresses are addresses that the platform's metadata lists for several machines: those of a load balancer.
+	// They do not lead to one machine, so no kubelet may get a certificate for them.
 	SharedAddresses []netip.Addr
 	Options         Options
 }
 
-// NewInput returns an Input from a machine and from what its Node's kubelet reports. It suffices for Facts and Managed; Desired also needs
-// WithPeers.
+// NewInput returns an Input from a machine and from what its Node's kubelet reports. It suffices for Facts and
+// Managed; Desired also needs WithPeers.
 func NewInput(node *corev1.Node, m machine.Machine, options Options) Input {
 	return Input{Machine: m, ProvidedNodeIPs: ProvidedNodeIPs(node), Architecture: node.Status.NodeInfo.Architecture, Options: options}
 }
@@ -117,7 +119,8 @@ func (p Problem) Kind() string {
 	return kind
 }
 
-// String returns the problem as one sentence. It shortens long values, which come from metadata services and annotations.
+// String returns the problem as one sentence. It shortens long values, which come from metadata services and
+// annotations.
 func (p Problem) String() string {
 	rule := ""
 	if p.Rule != "" {
@@ -127,8 +130,8 @@ func (p Problem) String() string {
 	return fmt.Sprintf("%s%s=%.80q omitted: %s", rule, p.Key, p.Value, p.Why)
 }
 
-// Desired returns the desired state of the Node, with the values that it omits as problems. If the state is not known yet, pending
-// explains why, and the Spec is empty.
+// Desired returns the desired state of the Node, with the values that it omits as problems. If the state is not known
+// yet, pending explains why, and the Spec is empty.
 func Desired(in Input) (spec Spec, problems []Problem, pending string) {
 	nodeIPs := internalIPs(in)
 	if len(nodeIPs) == 0 {

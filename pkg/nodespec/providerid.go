@@ -22,9 +22,10 @@ const (
 	platformVMware    = "vmware"    // guestinfo is optional; a configuration is always published (vmware_supported.go)
 )
 
-// providerID returns the first of: the providerID of rules or the platform; one made from the instance ID of rules or the platform; one
-// made from the SMBIOS UUID; one made from the node IP. If a rule fails to set an identity, it returns in pending why, and does not
-// continue with the next in this order: a providerID cannot be changed once it is written.
+// providerID returns the first of: the providerID of rules or the platform; one made from the instance ID of rules or
+// the platform; one made from the SMBIOS UUID; one made from the node IP. If a rule fails to set an identity, it
+// returns in pending why, and does not continue with the next in this order: a providerID cannot be changed once it is
+// written.
 func providerID(in Input, transformed rules.Result, nodeIP netip.Addr) (id, pending string) {
 	if pending := pendingRules(in, transformed); pending != "" {
 		return "", pending
@@ -122,7 +123,8 @@ func pendingMetadata(in Input) string {
 	return ""
 }
 
-// invalidIdentity returns what is wrong with an instance ID or a providerID, or an empty string. On nocloud, IDs are free text.
+// invalidIdentity returns what is wrong with an instance ID or a providerID, or an empty string. On nocloud, IDs are
+// free text.
 func invalidIdentity(identity string) string {
 	const longest = 1024 // an Azure resource ID takes some 200
 
@@ -138,8 +140,8 @@ func invalidIdentity(identity string) string {
 	}
 }
 
-// isProviderID reports whether providerID identifies an instance. If the metadata lacks the instance ID, Talos publishes an incomplete
-// providerID, such as "openstack:///" without a data source, or "aws:///eu-1a/".
+// isProviderID reports whether providerID identifies an instance. If the metadata lacks the instance ID, Talos
+// publishes an incomplete providerID, such as "openstack:///" without a data source, or "aws:///eu-1a/".
 func isProviderID(providerID string) bool {
 	return providerID != "" && !strings.HasSuffix(providerID, "/")
 }
@@ -156,8 +158,9 @@ func machineID(in Input, nodeIP netip.Addr) string {
 
 func providerURI(platform, id string) string { return "talos://" + platform + "/" + id }
 
-// pendingConfirmation reports whether the metadata is from an earlier boot, when the disk may have belonged to another instance, and the
-// platform will still publish the metadata of this boot. A running nocloud machine without a data source on the network will not.
+// pendingConfirmation reports whether the metadata is from an earlier boot, when the disk may have belonged to another
+// instance, and the platform will still publish the metadata of this boot. A running nocloud machine without a data
+// source on the network will not.
 func pendingConfirmation(in Input) bool {
 	if in.Machine.Platform.Platform == platformNoCloud && in.Machine.Stage == runtime.MachineStageRunning {
 		return in.Machine.PlatformFromCache && hasNetworkSeed(in.Machine.System.SerialNumber)
@@ -166,15 +169,15 @@ func pendingConfirmation(in Input) bool {
 	return in.Machine.PlatformFromCache
 }
 
-// pendingSMBIOS reports whether the SMBIOS information may still be missing. Talos publishes it long before a machine is running, and it is
-// polled together with the stage.
+// pendingSMBIOS reports whether the SMBIOS information may still be missing. Talos publishes it long before a machine
+// is running, and it is polled together with the stage.
 func pendingSMBIOS(in Input) bool {
 	return in.Machine.System == (hardware.SystemInformationSpec{}) && in.Machine.Stage != runtime.MachineStageRunning
 }
 
-// pendingPublication reports whether a platform with optional metadata may still publish it. A nocloud machine without a data source never
-// publishes a configuration (NetworkConfiguration returns without one). It will not once the machine is running, unless SMBIOS names
-// a data source on the network, which Talos queries until it responds.
+// pendingPublication reports whether a platform with optional metadata may still publish it. A nocloud machine without
+// a data source never publishes a configuration (NetworkConfiguration returns without one). It will not once the
+// machine is running, unless SMBIOS names a data source on the network, which Talos queries until it responds.
 func pendingPublication(in Input) bool {
 	if in.Machine.PlatformPublished {
 		return false
@@ -187,8 +190,8 @@ func pendingPublication(in Input) bool {
 	return in.Machine.Stage != runtime.MachineStageRunning || hasNetworkSeed(in.Machine.System.SerialNumber)
 }
 
-// hasNetworkSeed reports whether the SMBIOS serial number makes Talos read nocloud metadata from the network instead of a drive:
-// "ds=nocloud-net;s=http://10.0.0.254/" (nocloud/metadata.go).
+// hasNetworkSeed reports whether the SMBIOS serial number makes Talos read nocloud metadata from the network instead
+// of a drive: "ds=nocloud-net;s=http://10.0.0.254/" (nocloud/metadata.go).
 func hasNetworkSeed(serial string) bool {
 	var network, http bool
 

@@ -85,8 +85,8 @@ func TestDesired_PendingWithoutMetadata(t *testing.T) {
 	}
 }
 
-// Drivers publish an incomplete providerID if they cannot read the instance ID: openstack if neither drive nor service has
-// metadata; aws, cloudstack and exoscale if the service lacks the key.
+// Drivers publish an incomplete providerID if they cannot read the instance ID: openstack if neither drive nor service
+// has metadata; aws, cloudstack and exoscale if the service lacks the key.
 func TestDesired_PendingWithIncompleteProviderID(t *testing.T) {
 	for _, test := range []struct{ platform, providerID string }{
 		{"openstack", "openstack:///"},
@@ -245,7 +245,8 @@ func TestDesired_FallbackProviderIDHasFirstNodeIP(t *testing.T) {
 	}
 }
 
-// Talos 1.12 and later use metadata cached in an earlier boot until the metadata service responds; the disk may have been copied.
+// Talos 1.12 and later use metadata cached in an earlier boot until the metadata service responds; the disk may have
+// been copied.
 func TestDesired_PendingWithCachedMetadata(t *testing.T) {
 	for _, test := range []struct {
 		name, platform string

@@ -9,11 +9,11 @@
 //   - status.addresses;
 //   - the taints of rules: at initialization and, if a rule enforces them, at any later time;
 //   - once per Node, in the same write: spec.providerID and the removal of the uninitialized taint;
-//   - managedFields: labels and annotations that the upstream Talos CCM owns and talos-ccm sets change their owner;
+//   - managedFields, to take over labels and annotations from the upstream Talos CCM;
 //   - Events for what an operator should know.
 //
-// It never writes a Node of another operating system, a providerID that is already set, a label, annotation or taint that belongs to another
-// client, or anything from a machine that has not proven to be the Node's.
+// It never writes a Node of another operating system, changes a providerID, a label, an annotation or a taint that
+// another client has set, or uses the data of a machine that has not proven to be the Node's.
 package node
 
 import (
@@ -149,7 +149,8 @@ func (c *Controller) Resync() {
 	}
 }
 
-// Run processes the queue with the given number of workers. It returns after ctx has ended and all workers have finished.
+// Run processes the queue with the given number of workers. It returns after ctx has ended and all workers have
+// finished.
 func (c *Controller) Run(ctx context.Context, workers int) {
 	defer c.queue.ShutDown()
 	defer c.pending.clear()
@@ -178,9 +179,17 @@ func (c *Controller) reconcile(ctx context.Context, nodename string) error {
 
 	result, err := c.sync(ctx, nodename)
 	syncs.WithLabelValues(result).Inc()
-	c.pending.set(nodename, c.isPending(nodename))
+	c.countPending(nodename)
 
 	return err
+}
+
+func (c *Controller) countPending(nodename string) {
+	if c.isPending(nodename) {
+		c.pending.add(nodename)
+	} else {
+		c.pending.remove(nodename)
+	}
 }
 
 // isPending reports whether a managed Node exists and is not initialized.
@@ -209,8 +218,8 @@ const (
 	resultError     = "error"
 )
 
-// sync updates one Node. If the desired state is not known yet, it reports why and returns no error: the change that resolves it queues the
-// Node.
+// sync updates one Node. If the desired state is not known yet, it reports why and returns no error: the change that
+// resolves it queues the Node.
 func (c *Controller) sync(ctx context.Context, nodename string) (result string, err error) {
 	node, err := c.lister.Get(nodename)
 	if apierrors.IsNotFound(err) {
@@ -289,16 +298,13 @@ func (c *Controller) desired(node *corev1.Node, entry inventory.Entry, in nodesp
 	return spec, conditions, pending == ""
 }
 
-// reserve reserves the providerID for the Node, or returns the name of another Node that has or has reserved it. In that case the Node is
-// queued when a reservation is released.
+// reserve reserves the providerID for the Node. If another Node has it or has reserved it, reserve returns the name of
+// that Node, and queues this Node when a reservation is released.
 func (c *Controller) reserve(providerID, nodename string) (owner string) {
 	// Request before reading the index, or a release in between would not queue the Node.
 	c.reservations.request(nodename)
 
-	objs, err := c.indexer.ByIndex(indexProviderID, providerID)
-	if err != nil {
-		return ""
-	}
+	objs, _ := c.indexer.ByIndex(indexProviderID, providerID) // fails for an unknown index only
 
 	for _, obj := range objs {
 		// A mismatched Node does not count: renaming a machine leaves it behind.

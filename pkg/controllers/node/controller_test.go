@@ -401,7 +401,8 @@ func competingTaint(n int) corev1.Taint {
 	return corev1.Taint{Key: fmt.Sprintf("competing/%d", n), Effect: corev1.TaintEffectPreferNoSchedule}
 }
 
-// compete updates the Node as fast as it can, and adds a taint in every tenth update. It runs in a goroutine of its own, so it returns errors.
+// compete updates the Node as fast as it can, and adds a taint in every tenth update. It runs in a goroutine of its
+// own, so it returns errors.
 func (s suite) compete(ctx context.Context, nodename string, times int) error {
 	nodes := s.client.CoreV1().Nodes()
 
@@ -624,7 +625,8 @@ func TestController_FollowsChangesImmediately(t *testing.T) {
 		}
 	}
 
-	// The reflector lists resources after 10 s, another 20 s, 40 s and so on, which may coincide with some changes on a slow machine.
+	// The reflector lists resources after 10 s, another 20 s, 40 s and so on, which may coincide with some changes on
+	// a slow machine.
 	if relist > len(took)/2 {
 		t.Errorf("%d of %d changes were noticed after a list", relist, len(took))
 	}
@@ -791,7 +793,8 @@ func TestController_AssignsUniqueProviderIDsConcurrently(t *testing.T) {
 
 	const count = 10
 
-	// Machines with the same instance ID, which is invalid, and machines with the same SMBIOS UUID, which some boards have.
+	// Machines with the same instance ID, which is invalid, and machines with the same SMBIOS UUID, which some boards
+	// have.
 	uuid := "0d1a7f3c-6a53-4a35-9c6c-3a7f1f0c3e22"
 
 	var uuids []*talostest.Machine

@@ -38,7 +38,8 @@ import (
 )
 
 const (
-	// timeout of every wait. It is generous for slow machines, and longer than the maximum backoff of the reflector, 78 s.
+	// timeout of every wait. It is generous for slow machines, and longer than the maximum backoff of the reflector,
+	// 78 s.
 	timeout  = 2 * time.Minute
 	interval = 20 * time.Millisecond
 )
@@ -239,8 +240,8 @@ func (s suite) get(nodename string) *corev1.Node {
 	return n
 }
 
-// await watches a Node until ok returns true, and returns that version. The first version may be older than the last write of the test: ok must
-// return false for it. Use get for other assertions.
+// await watches a Node until ok returns true, and returns that version. The first version may be older than the last
+// write of the test: ok must return false for it. Use get for other assertions.
 func (s suite) await(nodename, what string, ok func(*corev1.Node) bool) *corev1.Node {
 	s.Helper()
 
@@ -273,8 +274,8 @@ func (s suite) awaitSince(seen *corev1.Node, what string, ok func(*corev1.Node) 
 	return last
 }
 
-// watch watches until ok returns true, and reports whether that was before the timeout. It restarts a watch that ends, as the API server may end it
-// at any time.
+// watch watches until ok returns true, and reports whether that was before the timeout. It restarts a watch that ends,
+// as the API server may end it at any time.
 func (s suite) watch(start func(context.Context) (watch.Interface, error), ok func(watch.Event) bool) (found bool) {
 	ctx, cancel := context.WithTimeout(s.Context(), timeout)
 	defer cancel()
@@ -413,8 +414,8 @@ func messages(events []corev1.Event) string {
 	return strings.Join(list, "; ")
 }
 
-// patch applies a merge patch with the given field manager and returns the result. Even a patch without resourceVersion can conflict: the API
-// server gives up after a few attempts.
+// patch applies a merge patch with the given field manager and returns the result. Even a patch without
+// resourceVersion can conflict: the API server gives up after a few attempts.
 func (s suite) patch(nodename, manager, patch string) *corev1.Node {
 	s.Helper()
 
@@ -439,8 +440,8 @@ func (s suite) eventually(what string, ok func() bool) {
 	}
 }
 
-// waitForIdle returns after the controller has processed all earlier changes and recorded their Events: it has reported a Node that was registered
-// last. Neither waitForIdle nor the controller writes a Node for that.
+// waitForIdle returns after the controller has processed all earlier changes and recorded their Events: it has
+// reported a Node that was registered last. Neither waitForIdle nor the controller writes a Node for that.
 func (s suite) waitForIdle() {
 	s.Helper()
 

@@ -60,25 +60,23 @@ func newPendingNodes(gauge metrics.GaugeMetric) *pendingNodes {
 	return &pendingNodes{gauge: gauge, names: sets.New[string]()}
 }
 
-// set records whether the Node is pending.
-func (p *pendingNodes) set(nodename string, pending bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
+func (p *pendingNodes) add(nodename string) {
+	p.update(func() { p.names.Insert(nodename) })
+}
 
-	if pending {
-		p.names.Insert(nodename)
-	} else {
-		p.names.Delete(nodename)
-	}
-
-	p.gauge.Set(float64(p.names.Len()))
+func (p *pendingNodes) remove(nodename string) {
+	p.update(func() { p.names.Delete(nodename) })
 }
 
 // clear resets the gauge when the controller stops: from then on, the next leader counts.
 func (p *pendingNodes) clear() {
+	p.update(p.names.Clear)
+}
+
+func (p *pendingNodes) update(change func()) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 
-	p.names.Clear()
-	p.gauge.Set(0)
+	change()
+	p.gauge.Set(float64(p.names.Len()))
 }

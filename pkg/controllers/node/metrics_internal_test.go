@@ -79,7 +79,7 @@ func TestController_CountsPendingNodes(t *testing.T) {
 					t.Fatal(err)
 				}
 
-				c.pending.set(test.name, c.isPending(test.name))
+				c.countPending(test.name)
 
 				if got, err := testutil.GetGaugeMetricValue(gauge); err != nil || got != step.want {
 					t.Errorf("got %v, %v; want %v", got, err, step.want)
@@ -98,11 +98,11 @@ func TestPendingNodes_CountsEachNodeOnce(t *testing.T) {
 		do   func()
 		want float64
 	}{
-		{"one is pending", func() { p.set("a", true) }, 1},
-		{"it is still pending", func() { p.set("a", true) }, 1},
-		{"another is pending", func() { p.set("b", true) }, 2},
-		{"one was never pending", func() { p.set("c", false) }, 2},
-		{"one is initialized", func() { p.set("a", false) }, 1},
+		{"one is pending", func() { p.add("a") }, 1},
+		{"it is still pending", func() { p.add("a") }, 1},
+		{"another is pending", func() { p.add("b") }, 2},
+		{"one was never pending", func() { p.remove("c") }, 2},
+		{"one is initialized", func() { p.remove("a") }, 1},
 		{"cleared", p.clear, 0},
 	} {
 		step.do()

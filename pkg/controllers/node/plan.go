@@ -27,14 +27,14 @@ const (
 
 // plan is the difference between a Node and its desired state. The zero value means that there is none.
 type plan struct {
-	// managedFields replace those of the Node unless nil. They are written first, and remove the upstream Talos CCM as owner of labels and
-	// annotations that are applied next.
+	// managedFields replace those of the Node unless nil. They are written first, and remove the upstream Talos CCM as
+	// owner of labels and annotations that are applied next.
 	managedFields []metav1.ManagedFieldsEntry
 	// apply is true if labels or annotations must be applied. They are complete, and may be empty.
 	apply               bool
 	labels, annotations map[string]string
-	// recordsTaint is true if the labels record a taint as enforced that was not recorded before. The record must be written to this version of
-	// the Node only: in a later version, the taint may belong to another client.
+	// recordsTaint is true if the labels record a taint as enforced that was not recorded before. The record must be
+	// written to this version of the Node only: in a later version, the taint may belong to another client.
 	recordsTaint bool
 	// addresses replace status.addresses unless nil.
 	addresses []corev1.NodeAddress
@@ -42,7 +42,8 @@ type plan struct {
 	providerID string
 	// initialize is true if the uninitialized taint must be removed, in the same write that sets providerID.
 	initialize bool
-	// updateTaints is true if spec.taints must change. The new list is computed from the version of the Node that is written.
+	// updateTaints is true if spec.taints must change. The new list is computed from the version of the Node that is
+	// written.
 	updateTaints bool
 	taints       []rules.Taint
 	// conflicts are values that were skipped, because another client has set a different one.
@@ -128,9 +129,10 @@ type comparison struct {
 
 // compare returns the desired keys that the controller may own.
 //
-// It skips keys that another client owns with a different value. It applies keys with a different value that no client owns: an interrupted
-// takeover from the upstream Talos CCM leaves them. It does not start to apply keys that Talos owns, since Talos would revert them. Keys
-// that were applied before Talos took them over stay applied as long as the values are equal: otherwise they would be removed.
+// It skips keys that another client owns with a different value. It applies keys with a different value that no client
+// owns: an interrupted takeover from the upstream Talos CCM leaves them. It does not start to apply keys that Talos
+// owns, since Talos would revert them. Keys that were applied before Talos took them over stay applied as long as the
+// values are equal: otherwise they would be removed.
 func (f metadataField) compare(node *corev1.Node, managers []fieldManager, desired map[string]string) comparison {
 	present, applied, talosKeys := f.of(node), map[string]string{}, ownedByTalos(node, f.talosKeys)
 
@@ -171,8 +173,8 @@ func (f metadataField) compare(node *corev1.Node, managers []fieldManager, desir
 	return result
 }
 
-// fieldManager is an entry of managedFields. The generated ExtractNode cannot be used: it fails for Nodes with two addresses of one type
-// (https://github.com/kubernetes/kubernetes/issues/79391), such as every dual-stack Node.
+// fieldManager is an entry of managedFields. The generated ExtractNode cannot be used: it fails for Nodes with two
+// addresses of one type (https://github.com/kubernetes/kubernetes/issues/79391), such as every dual-stack Node.
 type fieldManager struct {
 	entry  metav1.ManagedFieldsEntry
 	fields *fieldpath.Set
@@ -200,12 +202,14 @@ func (m fieldManager) isOurs() bool {
 	return m.entry.Manager == FieldManager && m.entry.Operation == metav1.ManagedFieldsOperationApply && m.entry.Subresource == ""
 }
 
-// isUpstream reports whether the manager is the upstream Talos CCM. Its labels and annotations change their owner as soon as they are applied.
+// isUpstream reports whether the manager is the upstream Talos CCM. Its labels and annotations change their owner as
+// soon as they are applied.
 func (m fieldManager) isUpstream() bool {
 	return m.entry.Manager == upstreamManager && m.entry.Operation == metav1.ManagedFieldsOperationUpdate && m.entry.Subresource == ""
 }
 
-// otherOwner names a field manager, other than this controller and the upstream Talos CCM, that owns the field; empty if there is none.
+// otherOwner names a field manager, other than this controller and the upstream Talos CCM, that owns the field; empty
+// if there is none.
 func otherOwner(managers []fieldManager, path fieldpath.Path) string {
 	for _, m := range managers {
 		if m.fields.Has(path) && !m.isOurs() && !m.isUpstream() {
@@ -216,8 +220,8 @@ func otherOwner(managers []fieldManager, path fieldpath.Path) string {
 	return ""
 }
 
-// takeOver returns managedFields in which the upstream Talos CCM does not own the given labels and annotations; nil if it owns none. As long as it is
-// an owner, they would not be removed when the controller no longer applies them.
+// takeOver returns managedFields in which the upstream Talos CCM does not own the given labels and annotations; nil if
+// it owns none. As long as it is an owner, they would not be removed when the controller no longer applies them.
 func takeOver(managers []fieldManager, labels, annotations map[string]string) ([]metav1.ManagedFieldsEntry, error) {
 	taken := fieldpath.NewSet()
 
@@ -253,8 +257,8 @@ func takeOver(managers []fieldManager, labels, annotations map[string]string) ([
 	return entries, nil
 }
 
-// ownedByTalos returns the keys in one of the annotations that list what Talos owns. They are JSON (k8s/NodeApplyController); Talos changes nothing
-// if it cannot parse them.
+// ownedByTalos returns the keys in one of the annotations that list what Talos owns. They are JSON
+// (k8s/NodeApplyController); Talos changes nothing if it cannot parse them.
 func ownedByTalos(node *corev1.Node, annotation string) []string {
 	var keys []string
 	if err := json.Unmarshal([]byte(node.Annotations[annotation]), &keys); err != nil {

@@ -80,7 +80,8 @@ func (h *history) label(manager, key, value string) *history {
 	return h.update(manager, func(node *corev1.Node) { node.Labels[key] = value })
 }
 
-// ownedByTalos sets the annotation in which Talos lists the keys that it owns (k8s/NodeApplyController): a list in JSON.
+// ownedByTalos sets the annotation in which Talos lists the keys that it owns (k8s/NodeApplyController): a list in
+// JSON.
 func (h *history) ownedByTalos(list string) *history {
 	h.t.Helper()
 

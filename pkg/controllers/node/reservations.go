@@ -6,8 +6,9 @@ import (
 	"sync"
 )
 
-// reservations assign each providerID to one Node before it is written: the cache shows it only after the write, and several Nodes are synced at
-// the same time. A reservation lasts until the Node is deleted, reserves another providerID or is released.
+// reservations assign each providerID to one Node before it is written: the cache shows it only after the write, and
+// several Nodes are synced at the same time. A reservation lasts until the Node is deleted, reserves another
+// providerID or is released.
 type reservations struct {
 	mu     sync.Mutex
 	byID   map[string]string
@@ -28,7 +29,8 @@ func (r *reservations) request(nodename string) {
 	r.waiting[nodename] = struct{}{}
 }
 
-// reserve reserves a providerID for the Node in place of its present reservation, or returns the other Node that has reserved it.
+// reserve reserves a providerID for the Node in place of its present reservation, or returns the other Node that has
+// reserved it.
 func (r *reservations) reserve(providerID, nodename string) (owner string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -14,21 +14,23 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-// labelEnforcedTaint is the prefix of labels that record which taints of a Node exist because a rule enforces them. managedFields cannot: they
-// treat the list of taints as one field. Clients that can write the record can have taints removed. Therefore it has a prefix that the
-// NodeRestriction admission plugin protects from kubelets, just as it protects taints.
+// labelEnforcedTaint is the prefix of labels that record which taints of a Node exist because a rule enforces them.
+// managedFields cannot: they treat the list of taints as one field. Clients that can write the record can have taints
+// removed. Therefore it has a prefix that the NodeRestriction admission plugin protects from kubelets, just as it
+// protects taints.
 const labelEnforcedTaint = "talos-ccm.node-restriction.kubernetes.io/enforced-"
 
 // taintPlan is the desired state of a Node's taints.
 type taintPlan struct {
 	list []corev1.Taint
-	// record are the labels that record enforced taints. It is written first, so it keeps a taint that is about to be removed.
+	// record are the labels that record enforced taints. It is written first, so it keeps a taint that is about to be
+	// removed.
 	record    map[string]string
 	conflicts []events.Condition
 }
 
-// planTaints adds the desired taints: all at initialization, later the enforced ones. It removes the uninitialized taint, and taints that are
-// recorded as enforced but no longer desired. It keeps the taints of other clients.
+// planTaints adds the desired taints: all at initialization, later the enforced ones. It removes the uninitialized
+// taint, and taints that are recorded as enforced but no longer desired. It keeps the taints of other clients.
 func planTaints(node *corev1.Node, desired []rules.Taint) taintPlan {
 	var (
 		isUninitialized = nodespec.IsUninitialized(node)

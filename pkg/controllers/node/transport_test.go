@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// transport is the controller's connection to the API server. It counts write requests for Nodes, including those that change nothing, and can
-// call a function before a write request.
+// transport is the controller's connection to the API server. It counts write requests for Nodes, including those that
+// change nothing, and can call a function before a write request.
 type transport struct {
 	base http.RoundTripper
 
@@ -69,7 +69,8 @@ func (t *transport) beforeNextWrite(nodename string, f func()) {
 	t.before[nodename] = f
 }
 
-// overtake calls change after the controller has read the Node and before it writes. The returned function waits for that.
+// overtake calls change after the controller has read the Node and before it writes. The returned function waits for
+// that.
 func (s suite) overtake(nodename string, change func(context.Context) error) (wait func()) {
 	done := make(chan error, 1)
 	s.transport.beforeNextWrite(nodename, func() { done <- change(s.Context()) })

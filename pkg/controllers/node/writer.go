@@ -12,14 +12,15 @@ import (
 	"k8s.io/client-go/kubernetes"
 )
 
-// writer writes plans. Every request contains the UID of the Node that the plan was made for, so that it can neither change another Node of the
-// same name nor create one.
+// writer writes plans. Every request contains the UID of the Node that the plan was made for, so that it can neither
+// change another Node of the same name nor create one.
 type writer struct {
 	client kubernetes.Interface
 }
 
-// write writes the plan in the order that makes initialization atomic for the scheduler: labels and annotations, addresses and last, in
-// one request, providerID and taints. It returns the Node after the last successful request, or the given Node.
+// write writes the plan in the order that makes initialization atomic for the scheduler: labels and annotations,
+// addresses and last, in one request, providerID and taints. It returns the Node after the last successful request, or
+// the given Node.
 func (w writer) write(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
 	for _, step := range []struct {
 		action string
@@ -53,9 +54,10 @@ func (w writer) patchManagedFields(ctx context.Context, node *corev1.Node, p pla
 	})
 }
 
-// apply does not force ownership: if another client has taken a key since the plan was made, the request fails, and the next sync skips the key. It
-// contains the resourceVersion if it records a taint as enforced: the plan is right about the taint's owner in that version only, and the
-// record hides it afterwards. (A taint that another client adds between this request and patchSpec is mistaken for an enforced one.)
+// apply does not force ownership: if another client has taken a key since the plan was made, the request fails, and
+// the next sync skips the key. It contains the resourceVersion if it records a taint as enforced: the plan is right
+// about the taint's owner in that version only, and the record hides it afterwards. (A taint that another client adds
+// between this request and patchSpec is mistaken for an enforced one.)
 func (w writer) apply(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
 	config := corev1ac.Node(node.Name).WithUID(node.UID).WithLabels(p.labels).WithAnnotations(p.annotations)
 	if p.recordsTaint {
@@ -65,8 +67,8 @@ func (w writer) apply(ctx context.Context, node *corev1.Node, p plan) (*corev1.N
 	return w.client.CoreV1().Nodes().Apply(ctx, config, metav1.ApplyOptions{FieldManager: FieldManager})
 }
 
-// patchAddresses uses a JSON merge patch, which replaces the list: the merge key for strategic merge patches is the type, but a Node can have several
-// addresses of one type (https://github.com/kubernetes/kubernetes/issues/79391).
+// patchAddresses uses a JSON merge patch, which replaces the list: the merge key for strategic merge patches is the
+// type, but a Node can have several addresses of one type (https://github.com/kubernetes/kubernetes/issues/79391).
 func (w writer) patchAddresses(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
 	return w.patch(ctx, node.Name, map[string]any{
 		"metadata": map[string]any{"uid": node.UID},
@@ -74,7 +76,8 @@ func (w writer) patchAddresses(ctx context.Context, node *corev1.Node, p plan) (
 	}, "status")
 }
 
-// patchSpec contains the resourceVersion, because it replaces the list of taints, and a providerID cannot be changed once it is set.
+// patchSpec contains the resourceVersion, because it replaces the list of taints, and a providerID cannot be changed
+// once it is set.
 func (w writer) patchSpec(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
 	spec := map[string]any{}
 	if p.providerID != "" {

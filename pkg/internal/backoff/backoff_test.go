@@ -50,8 +50,8 @@ func TestRetry_DoublesDelaysUpToLimit(t *testing.T) {
 			return errFailed
 		})
 
-		for i, least := range []time.Duration{1, 2, 4, 4, 4} {
-			least *= time.Second
+		for i, seconds := range []int{1, 2, 4, 4, 4} {
+			least := time.Duration(seconds) * time.Second
 			if got[i] < least || got[i] > least*13/10 {
 				t.Errorf("delay %d: got %s, want %s plus up to 30 %%", i, got[i], least)
 			}

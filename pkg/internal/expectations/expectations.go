@@ -1,5 +1,5 @@
-// Package expectations remembers a controller's own writes until its cache shows them. A reconciliation of an older version would plan the same
-// write again and conflict with the first one.
+// Package expectations remembers a controller's own writes until its cache shows them. A reconciliation of an older
+// version would plan the same write again and conflict with the first one.
 package expectations
 
 import (
@@ -26,8 +26,8 @@ func (e *Expectations) Expect(written metav1.Object) {
 	e.versions[written.GetName()] = written.GetResourceVersion()
 }
 
-// Satisfied reports whether the cached object includes the last write. If it does not, a later version is on its way to the cache. Versions that
-// cannot be compared satisfy the expectation.
+// Satisfied reports whether the cached object includes the last write. If it does not, a later version is on its way
+// to the cache. Versions that cannot be compared satisfy the expectation.
 func (e *Expectations) Satisfied(cached metav1.Object) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
