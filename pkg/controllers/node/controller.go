@@ -184,24 +184,19 @@ func (c *Controller) reconcile(ctx context.Context, nodename string) error {
 	return err
 }
 
+// countPending updates the number of managed Nodes that are not initialized.
 func (c *Controller) countPending(nodename string) {
-	if c.isPending(nodename) {
-		c.pending.add(nodename)
-	} else {
-		c.pending.remove(nodename)
-	}
-}
-
-// isPending reports whether a managed Node exists and is not initialized.
-func (c *Controller) isPending(nodename string) bool {
 	node, err := c.lister.Get(nodename)
-	if err != nil || !nodespec.IsTalos(node) || node.DeletionTimestamp != nil || !nodespec.IsUninitialized(node) {
-		return false
+	if err == nil && nodespec.IsTalos(node) && node.DeletionTimestamp == nil && nodespec.IsUninitialized(node) {
+		entry := c.config.Inventory.Get(nodename)
+		if mayManage(entry, nodespec.NewInput(node, entry.Machine, c.config.Options())) {
+			c.pending.add(nodename)
+
+			return
+		}
 	}
 
-	entry := c.config.Inventory.Get(nodename)
-
-	return mayManage(entry, nodespec.NewInput(node, entry.Machine, c.config.Options()))
+	c.pending.remove(nodename)
 }
 
 // mayManage reports whether the machine is managed or not known yet.

@@ -70,7 +70,7 @@ func (p *pendingNodes) remove(nodename string) {
 
 // clear resets the gauge when the controller stops: from then on, the next leader counts.
 func (p *pendingNodes) clear() {
-	p.update(p.names.Clear)
+	p.update(func() { p.names.Clear() })
 }
 
 func (p *pendingNodes) update(change func()) {
