@@ -35,60 +35,60 @@ func TestInventory_OwnersOfAddress(t *testing.T) {
 		want    []string
 	}{
 		{"no machine", "10.0.0.1", func(*fixture) {}, nil},
-		{"this machine only", "10.0.0.1", func(b *fixture) { b.Replace("a", at("10.0.0.1/24")) }, nil},
-		{"another machine", "10.0.0.1", func(b *fixture) { b.Replace("b", at("10.0.0.1/24")) }, []string{"b"}},
-		{"several machines", "10.0.0.1", func(b *fixture) {
-			b.Replace("a", at("10.0.0.1/24"))
-			b.Replace("b", at("10.0.0.1/24"))
-			b.Replace("c", at("10.0.0.1/32"))
+		{"this machine only", "10.0.0.1", func(f *fixture) { f.Replace("a", at("10.0.0.1/24")) }, nil},
+		{"another machine", "10.0.0.1", func(f *fixture) { f.Replace("b", at("10.0.0.1/24")) }, []string{"b"}},
+		{"several machines", "10.0.0.1", func(f *fixture) {
+			f.Replace("a", at("10.0.0.1/24"))
+			f.Replace("b", at("10.0.0.1/24"))
+			f.Replace("c", at("10.0.0.1/32"))
 		}, []string{"b", "c"}},
-		{"address on two links, then changed", "10.0.0.1", func(b *fixture) {
+		{"address on two links, then changed", "10.0.0.1", func(f *fixture) {
 			m := at("10.0.0.1/24")
 			m.Addresses = append(m.Addresses, on("eth1", "10.0.0.1/32").Addresses...)
-			b.Replace("b", m)
-			b.Replace("b", at("10.0.0.2/24"))
+			f.Replace("b", m)
+			f.Replace("b", at("10.0.0.2/24"))
 		}, nil},
-		{"IPv4-mapped IPv6", "10.0.0.1", func(b *fixture) { b.Replace("b", at("::ffff:10.0.0.1/128")) }, []string{"b"}},
-		{"address known to the platform only", "203.0.113.7", func(b *fixture) { b.Replace("b", on("external", "203.0.113.7/32")) }, []string{"b"}},
-		{"node IP on no link", "10.0.0.1", func(b *fixture) {
-			b.Replace("b", machine.Machine{NodeIPs: []netip.Addr{netip.MustParseAddr("10.0.0.1")}})
+		{"IPv4-mapped IPv6", "10.0.0.1", func(f *fixture) { f.Replace("b", at("::ffff:10.0.0.1/128")) }, []string{"b"}},
+		{"address known to the platform only", "203.0.113.7", func(f *fixture) { f.Replace("b", on("external", "203.0.113.7/32")) }, []string{"b"}},
+		{"node IP on no link", "10.0.0.1", func(f *fixture) {
+			f.Replace("b", machine.Machine{NodeIPs: []netip.Addr{netip.MustParseAddr("10.0.0.1")}})
 		}, []string{"b"}},
-		{"address in an excluded subnet", "10.9.0.1", func(b *fixture) { b.Replace("b", excluding(at("10.9.0.1/24"), "10.9.0.0/16")) }, []string{"b"}},
-		{"Service address of kube-proxy", "10.96.0.1", func(b *fixture) {
-			b.Replace("b", excluding(on("kube-ipvs0", "10.96.0.1/32"), "10.96.0.0/12"))
+		{"address in an excluded subnet", "10.9.0.1", func(f *fixture) { f.Replace("b", excluding(at("10.9.0.1/24"), "10.9.0.0/16")) }, []string{"b"}},
+		{"Service address of kube-proxy", "10.96.0.1", func(f *fixture) {
+			f.Replace("b", excluding(on("kube-ipvs0", "10.96.0.1/32"), "10.96.0.0/12"))
 		}, nil},
-		{"other address on the link of kube-proxy", "203.0.113.9", func(b *fixture) {
-			b.Replace("b", excluding(on("kube-ipvs0", "203.0.113.9/32"), "10.96.0.0/12"))
+		{"other address on the link of kube-proxy", "203.0.113.9", func(f *fixture) {
+			f.Replace("b", excluding(on("kube-ipvs0", "203.0.113.9/32"), "10.96.0.0/12"))
 		}, []string{"b"}},
-		{"loopback", "127.0.0.1", func(b *fixture) { b.Replace("b", at("127.0.0.1/8")) }, nil},
-		{"link-local", "fe80::1", func(b *fixture) { b.Replace("b", at("fe80::1/64")) }, nil},
-		{"machine changed its address", "10.0.0.1", func(b *fixture) {
-			b.Replace("b", at("10.0.0.1/24"))
-			b.Replace("b", at("10.0.0.2/24"))
+		{"loopback", "127.0.0.1", func(f *fixture) { f.Replace("b", at("127.0.0.1/8")) }, nil},
+		{"link-local", "fe80::1", func(f *fixture) { f.Replace("b", at("fe80::1/64")) }, nil},
+		{"machine changed its address", "10.0.0.1", func(f *fixture) {
+			f.Replace("b", at("10.0.0.1/24"))
+			f.Replace("b", at("10.0.0.2/24"))
 		}, nil},
-		{"unreachable machine", "10.0.0.1", func(b *fixture) {
-			b.Replace("b", at("10.0.0.1/24"))
-			b.MarkUnreachable("b", "gone")
+		{"unreachable machine", "10.0.0.1", func(f *fixture) {
+			f.Replace("b", at("10.0.0.1/24"))
+			f.MarkUnreachable("b", "gone")
 		}, []string{"b"}},
-		{"mismatched machine", "10.0.0.1", func(b *fixture) {
-			b.Replace("b", at("10.0.0.1/24"))
-			b.MarkMismatch("b", "no")
+		{"mismatched machine", "10.0.0.1", func(f *fixture) {
+			f.Replace("b", at("10.0.0.1/24"))
+			f.MarkMismatch("b", "no")
 		}, nil},
-		{"forgotten machine", "10.0.0.1", func(b *fixture) {
-			b.Replace("b", at("10.0.0.1/24"))
-			b.Forget("b")
+		{"forgotten machine", "10.0.0.1", func(f *fixture) {
+			f.Replace("b", at("10.0.0.1/24"))
+			f.Forget("b")
 		}, nil},
-		{"one of two forgotten", "10.0.0.1", func(b *fixture) {
-			b.Replace("b", at("10.0.0.1/24"))
-			b.Replace("c", at("10.0.0.1/24"))
-			b.Forget("b")
+		{"one of two forgotten", "10.0.0.1", func(f *fixture) {
+			f.Replace("b", at("10.0.0.1/24"))
+			f.Replace("c", at("10.0.0.1/24"))
+			f.Forget("b")
 		}, []string{"c"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			b := newFixture()
-			test.change(b)
+			f := newFixture()
+			test.change(f)
 
-			if got := b.Owners(test.address, "a"); !slices.Equal(got, test.want) {
+			if got := f.Owners(test.address, "a"); !slices.Equal(got, test.want) {
 				t.Errorf("got %v, want %v", got, test.want)
 			}
 		})
@@ -96,19 +96,19 @@ func TestInventory_OwnersOfAddress(t *testing.T) {
 }
 
 func TestInventory_OwnersOfName(t *testing.T) {
-	b := newFixture()
-	b.Replace("b", machine.Machine{
+	f := newFixture()
+	f.Replace("b", machine.Machine{
 		Nodename: "node-b", Hostname: "Host-B", Domainname: "Example.org",
 		Platform: runtime.PlatformMetadataSpec{Hostname: "meta-b.example.org", InternalDNS: "b.internal.", ExternalDNS: "B.example.com"},
 	})
 
 	for _, name := range []string{"node-b", "host-b", "host-b.example.org", "meta-b.example.org", "b.internal", "b.example.com"} {
-		if got := b.Owners(name, "a"); !slices.Equal(got, []string{"b"}) {
+		if got := f.Owners(name, "a"); !slices.Equal(got, []string{"b"}) {
 			t.Errorf("owners of %s: %v", name, got)
 		}
 	}
 
-	if got := b.Owners("", "a"); len(got) != 0 {
+	if got := f.Owners("", "a"); len(got) != 0 {
 		t.Errorf("owners of the empty name: %v", got)
 	}
 }

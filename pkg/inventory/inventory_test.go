@@ -24,17 +24,17 @@ type fixture struct {
 }
 
 func newFixture() *fixture {
-	b := &fixture{now: time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)}
-	b.Inventory = inventory.New(func() time.Time { return b.now })
-	b.Subscribe(func(nodename string) { b.notified = append(b.notified, nodename) })
+	f := &fixture{now: time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)}
+	f.Inventory = inventory.New(func() time.Time { return f.now })
+	f.Subscribe(func(nodename string) { f.notified = append(f.notified, nodename) })
 
-	return b
+	return f
 }
 
 // takeNotified returns the notifications since the last call.
-func (b *fixture) takeNotified() []string {
-	notified := b.notified
-	b.notified = nil
+func (f *fixture) takeNotified() []string {
+	notified := f.notified
+	f.notified = nil
 
 	return notified
 }
@@ -58,91 +58,91 @@ func TestInventory_Get(t *testing.T) {
 		{"unknown nodename", func(*fixture) {}, inventory.Entry{}},
 		{
 			"first view",
-			func(b *fixture) { b.Replace("worker-1", inZone("a")) },
+			func(f *fixture) { f.Replace("worker-1", inZone("a")) },
 			inventory.Entry{Machine: inZone("a"), Condition: inventory.Current, ObservedAt: start},
 		},
 		{
 			"changed view",
-			func(b *fixture) {
-				b.Replace("worker-1", inZone("a"))
+			func(f *fixture) {
+				f.Replace("worker-1", inZone("a"))
 
-				b.now = start.Add(time.Minute)
-				b.Replace("worker-1", inZone("b"))
+				f.now = start.Add(time.Minute)
+				f.Replace("worker-1", inZone("b"))
 			},
 			inventory.Entry{Machine: inZone("b"), Condition: inventory.Current, ObservedAt: start.Add(time.Minute)},
 		},
 		{
 			"confirmed view",
-			func(b *fixture) {
-				b.Replace("worker-1", inZone("a"))
+			func(f *fixture) {
+				f.Replace("worker-1", inZone("a"))
 
-				b.now = start.Add(time.Minute)
-				b.Replace("worker-1", inZone("a"))
+				f.now = start.Add(time.Minute)
+				f.Replace("worker-1", inZone("a"))
 			},
 			inventory.Entry{Machine: inZone("a"), Condition: inventory.Current, ObservedAt: start.Add(time.Minute)},
 		},
 		{
 			"unreachable machine keeps view and time",
-			func(b *fixture) {
-				b.Replace("worker-1", inZone("a"))
+			func(f *fixture) {
+				f.Replace("worker-1", inZone("a"))
 
-				b.now = start.Add(time.Minute)
-				b.MarkUnreachable("worker-1", "connection refused")
+				f.now = start.Add(time.Minute)
+				f.MarkUnreachable("worker-1", "connection refused")
 			},
 			inventory.Entry{Machine: inZone("a"), Condition: inventory.Unreachable, Reason: "connection refused", ObservedAt: start},
 		},
 		{
 			"unreachable from the start",
-			func(b *fixture) { b.MarkUnreachable("worker-1", "connection refused") },
+			func(f *fixture) { f.MarkUnreachable("worker-1", "connection refused") },
 			inventory.Entry{Condition: inventory.Unreachable, Reason: "connection refused"},
 		},
 		{
 			"reachable again",
-			func(b *fixture) {
-				b.MarkUnreachable("worker-1", "connection refused")
-				b.Replace("worker-1", inZone("a"))
+			func(f *fixture) {
+				f.MarkUnreachable("worker-1", "connection refused")
+				f.Replace("worker-1", inZone("a"))
 			},
 			inventory.Entry{Machine: inZone("a"), Condition: inventory.Current, ObservedAt: start},
 		},
 		{
 			"mismatch drops the view",
-			func(b *fixture) {
-				b.Replace("worker-1", inZone("a"))
-				b.MarkMismatch("worker-1", "it is worker-2")
+			func(f *fixture) {
+				f.Replace("worker-1", inZone("a"))
+				f.MarkMismatch("worker-1", "it is worker-2")
 			},
 			inventory.Entry{Condition: inventory.Mismatch, Reason: "it is worker-2"},
 		},
 		{
 			"unreachable after mismatch has no view",
-			func(b *fixture) {
-				b.Replace("worker-1", inZone("a"))
-				b.MarkMismatch("worker-1", "it is worker-2")
-				b.MarkUnreachable("worker-1", "connection refused")
+			func(f *fixture) {
+				f.Replace("worker-1", inZone("a"))
+				f.MarkMismatch("worker-1", "it is worker-2")
+				f.MarkUnreachable("worker-1", "connection refused")
 			},
 			inventory.Entry{Condition: inventory.Unreachable, Reason: "connection refused"},
 		},
 		{
 			"forgotten",
-			func(b *fixture) {
-				b.Replace("worker-1", inZone("a"))
-				b.Forget("worker-1")
+			func(f *fixture) {
+				f.Replace("worker-1", inZone("a"))
+				f.Forget("worker-1")
 			},
 			inventory.Entry{},
 		},
 		{
 			"other nodenames changed",
-			func(b *fixture) {
-				b.Replace("worker-2", inZone("a"))
-				b.MarkMismatch("worker-3", "it is worker-4")
+			func(f *fixture) {
+				f.Replace("worker-2", inZone("a"))
+				f.MarkMismatch("worker-3", "it is worker-4")
 			},
 			inventory.Entry{},
 		},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			b := newFixture()
-			test.change(b)
+			f := newFixture()
+			test.change(f)
 
-			got := b.Get("worker-1")
+			got := f.Get("worker-1")
 			if !got.Machine.Equal(test.want.Machine) || got.Condition != test.want.Condition || got.Reason != test.want.Reason || !got.ObservedAt.Equal(test.want.ObservedAt) {
 				t.Errorf("got  %+v\nwant %+v", got, test.want)
 			}
@@ -156,45 +156,45 @@ func TestInventory_NotifiesOnChangeOnly(t *testing.T) {
 		before, change func(*fixture)
 		notified       bool
 	}{
-		{"first view", nil, func(b *fixture) { b.Replace("worker-1", inZone("a")) }, true},
-		{"first view is the zero value", nil, func(b *fixture) { b.Replace("worker-1", machine.Machine{}) }, true},
-		{"same view", func(b *fixture) { b.Replace("worker-1", inZone("a")) }, func(b *fixture) { b.Replace("worker-1", inZone("a")) }, false},
+		{"first view", nil, func(f *fixture) { f.Replace("worker-1", inZone("a")) }, true},
+		{"first view is the zero value", nil, func(f *fixture) { f.Replace("worker-1", machine.Machine{}) }, true},
+		{"same view", func(f *fixture) { f.Replace("worker-1", inZone("a")) }, func(f *fixture) { f.Replace("worker-1", inZone("a")) }, false},
 		{
-			"same view at a later time", func(b *fixture) { b.Replace("worker-1", inZone("a")) },
-			func(b *fixture) {
-				b.now = b.now.Add(time.Hour)
-				b.Replace("worker-1", inZone("a"))
+			"same view at a later time", func(f *fixture) { f.Replace("worker-1", inZone("a")) },
+			func(f *fixture) {
+				f.now = f.now.Add(time.Hour)
+				f.Replace("worker-1", inZone("a"))
 			}, false,
 		},
-		{"changed view", func(b *fixture) { b.Replace("worker-1", inZone("a")) }, func(b *fixture) { b.Replace("worker-1", inZone("b")) }, true},
-		{"unreachable", func(b *fixture) { b.Replace("worker-1", inZone("a")) }, func(b *fixture) { b.MarkUnreachable("worker-1", "gone") }, true},
-		{"still unreachable", func(b *fixture) { b.MarkUnreachable("worker-1", "gone") }, func(b *fixture) { b.MarkUnreachable("worker-1", "gone") }, false},
-		{"unreachable for another reason", func(b *fixture) { b.MarkUnreachable("worker-1", "gone") }, func(b *fixture) { b.MarkUnreachable("worker-1", "expired") }, true},
-		{"reachable again with the same view", func(b *fixture) {
-			b.Replace("worker-1", inZone("a"))
-			b.MarkUnreachable("worker-1", "gone")
-		}, func(b *fixture) { b.Replace("worker-1", inZone("a")) }, true},
-		{"mismatch", func(b *fixture) { b.Replace("worker-1", inZone("a")) }, func(b *fixture) { b.MarkMismatch("worker-1", "no") }, true},
-		{"still a mismatch", func(b *fixture) { b.MarkMismatch("worker-1", "no") }, func(b *fixture) { b.MarkMismatch("worker-1", "no") }, false},
-		{"forgotten", func(b *fixture) { b.Replace("worker-1", inZone("a")) }, func(b *fixture) { b.Forget("worker-1") }, true},
-		{"forgotten but never known", nil, func(b *fixture) { b.Forget("worker-1") }, false},
-		{"forgotten twice", func(b *fixture) { b.Replace("worker-1", inZone("a")); b.Forget("worker-1") }, func(b *fixture) { b.Forget("worker-1") }, false},
+		{"changed view", func(f *fixture) { f.Replace("worker-1", inZone("a")) }, func(f *fixture) { f.Replace("worker-1", inZone("b")) }, true},
+		{"unreachable", func(f *fixture) { f.Replace("worker-1", inZone("a")) }, func(f *fixture) { f.MarkUnreachable("worker-1", "gone") }, true},
+		{"still unreachable", func(f *fixture) { f.MarkUnreachable("worker-1", "gone") }, func(f *fixture) { f.MarkUnreachable("worker-1", "gone") }, false},
+		{"unreachable for another reason", func(f *fixture) { f.MarkUnreachable("worker-1", "gone") }, func(f *fixture) { f.MarkUnreachable("worker-1", "expired") }, true},
+		{"reachable again with the same view", func(f *fixture) {
+			f.Replace("worker-1", inZone("a"))
+			f.MarkUnreachable("worker-1", "gone")
+		}, func(f *fixture) { f.Replace("worker-1", inZone("a")) }, true},
+		{"mismatch", func(f *fixture) { f.Replace("worker-1", inZone("a")) }, func(f *fixture) { f.MarkMismatch("worker-1", "no") }, true},
+		{"still a mismatch", func(f *fixture) { f.MarkMismatch("worker-1", "no") }, func(f *fixture) { f.MarkMismatch("worker-1", "no") }, false},
+		{"forgotten", func(f *fixture) { f.Replace("worker-1", inZone("a")) }, func(f *fixture) { f.Forget("worker-1") }, true},
+		{"forgotten but never known", nil, func(f *fixture) { f.Forget("worker-1") }, false},
+		{"forgotten twice", func(f *fixture) { f.Replace("worker-1", inZone("a")); f.Forget("worker-1") }, func(f *fixture) { f.Forget("worker-1") }, false},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			b := newFixture()
+			f := newFixture()
 			if test.before != nil {
-				test.before(b)
+				test.before(f)
 			}
 
-			b.takeNotified()
-			test.change(b)
+			f.takeNotified()
+			test.change(f)
 
 			var want []string
 			if test.notified {
 				want = []string{"worker-1"}
 			}
 
-			if got := b.takeNotified(); !slices.Equal(got, want) {
+			if got := f.takeNotified(); !slices.Equal(got, want) {
 				t.Errorf("notified %v, want %v", got, want)
 			}
 		})
@@ -202,22 +202,22 @@ func TestInventory_NotifiesOnChangeOnly(t *testing.T) {
 }
 
 func TestInventory_NotifiesEverySubscriberWithoutLock(t *testing.T) {
-	b := newFixture()
+	f := newFixture()
 
 	var second []inventory.Condition
 
-	b.Subscribe(func(nodename string) { second = append(second, b.Get(nodename).Condition) })
-	b.Replace("worker-1", inZone("a"))
-	b.MarkMismatch("worker-1", "no")
+	f.Subscribe(func(nodename string) { second = append(second, f.Get(nodename).Condition) })
+	f.Replace("worker-1", inZone("a"))
+	f.MarkMismatch("worker-1", "no")
 
-	if len(b.notified) != 2 || !slices.Equal(second, []inventory.Condition{inventory.Current, inventory.Mismatch}) {
-		t.Errorf("notified %v and %v", b.notified, second)
+	if len(f.notified) != 2 || !slices.Equal(second, []inventory.Condition{inventory.Current, inventory.Mismatch}) {
+		t.Errorf("notified %v and %v", f.notified, second)
 	}
 }
 
 func TestInventory_Count(t *testing.T) {
 	conditions := []inventory.Condition{inventory.Unknown, inventory.Current, inventory.Unreachable, inventory.Mismatch}
-	b := newFixture()
+	f := newFixture()
 
 	for _, step := range []struct {
 		name   string
@@ -225,21 +225,21 @@ func TestInventory_Count(t *testing.T) {
 		want   [4]int // in the order of conditions
 	}{
 		{"none", func() {}, [4]int{}},
-		{"two current", func() { b.Replace("a", inZone("a")); b.Replace("b", inZone("a")) }, [4]int{0, 2, 0, 0}},
-		{"one changes", func() { b.Replace("a", inZone("b")) }, [4]int{0, 2, 0, 0}},
-		{"one unreachable", func() { b.MarkUnreachable("a", "gone") }, [4]int{0, 1, 1, 0}},
-		{"still unreachable", func() { b.MarkUnreachable("a", "gone for good") }, [4]int{0, 1, 1, 0}},
-		{"third mismatches", func() { b.MarkMismatch("c", "no") }, [4]int{0, 1, 1, 1}},
-		{"fourth unreachable", func() { b.MarkUnreachable("d", "gone") }, [4]int{0, 1, 2, 1}},
-		{"first reachable again", func() { b.Replace("a", inZone("b")) }, [4]int{0, 2, 1, 1}},
-		{"all forgotten", func() { b.Forget("a"); b.Forget("b"); b.Forget("c"); b.Forget("d") }, [4]int{}},
-		{"forgotten twice", func() { b.Forget("a"); b.Forget("z") }, [4]int{}},
+		{"two current", func() { f.Replace("a", inZone("a")); f.Replace("b", inZone("a")) }, [4]int{0, 2, 0, 0}},
+		{"one changes", func() { f.Replace("a", inZone("b")) }, [4]int{0, 2, 0, 0}},
+		{"one unreachable", func() { f.MarkUnreachable("a", "gone") }, [4]int{0, 1, 1, 0}},
+		{"still unreachable", func() { f.MarkUnreachable("a", "gone for good") }, [4]int{0, 1, 1, 0}},
+		{"third mismatches", func() { f.MarkMismatch("c", "no") }, [4]int{0, 1, 1, 1}},
+		{"fourth unreachable", func() { f.MarkUnreachable("d", "gone") }, [4]int{0, 1, 2, 1}},
+		{"first reachable again", func() { f.Replace("a", inZone("b")) }, [4]int{0, 2, 1, 1}},
+		{"all forgotten", func() { f.Forget("a"); f.Forget("b"); f.Forget("c"); f.Forget("d") }, [4]int{}},
+		{"forgotten twice", func() { f.Forget("a"); f.Forget("z") }, [4]int{}},
 	} {
 		step.change()
 
 		var got [4]int
 		for i, c := range conditions {
-			got[i] = b.Count(c)
+			got[i] = f.Count(c)
 		}
 
 		if got != step.want {
@@ -267,32 +267,32 @@ func TestInventory_SharedUUID(t *testing.T) {
 		want   bool
 	}{
 		{"no machine", func(*fixture) {}, false},
-		{"this machine only", func(b *fixture) { b.Replace("a", withUUID(uuid)) }, false},
-		{"another machine only", func(b *fixture) { b.Replace("b", withUUID(uuid)) }, true},
-		{"two machines", func(b *fixture) { b.Replace("a", withUUID(uuid)); b.Replace("b", withUUID(uuid)) }, true},
-		{"other machine reports upper case", func(b *fixture) { b.Replace("b", withUUID("30A0BDF7-4B1A-4F0E-9F86-2A3D64A3C5EE")) }, true},
-		{"other machine has another UUID", func(b *fixture) { b.Replace("a", withUUID(uuid)); b.Replace("b", withUUID(other)) }, false},
-		{"other machine changed its UUID", func(b *fixture) { b.Replace("b", withUUID(uuid)); b.Replace("b", withUUID(other)) }, false},
-		{"other machine lost its UUID", func(b *fixture) { b.Replace("b", withUUID(uuid)); b.Replace("b", withUUID("")) }, false},
-		{"other machine replaced twice, then forgotten", func(b *fixture) { b.Replace("b", withUUID(uuid)); b.Replace("b", withUUID(uuid)); b.Forget("b") }, false},
-		{"other machine unreachable", func(b *fixture) { b.Replace("b", withUUID(uuid)); b.MarkUnreachable("b", "gone") }, true},
-		{"other machine never reached", func(b *fixture) { b.MarkUnreachable("b", "gone") }, false},
-		{"other machine mismatched", func(b *fixture) { b.Replace("b", withUUID(uuid)); b.MarkMismatch("b", "no") }, false},
-		{"other machine unreachable, then forgotten", func(b *fixture) { b.Replace("b", withUUID(uuid)); b.MarkUnreachable("b", "gone"); b.Forget("b") }, false},
-		{"one of two others forgotten", func(b *fixture) { b.Replace("b", withUUID(uuid)); b.Replace("c", withUUID(uuid)); b.Forget("b") }, true},
-		{"both others forgotten", func(b *fixture) {
-			b.Replace("b", withUUID(uuid))
-			b.Replace("c", withUUID(uuid))
-			b.Forget("b")
-			b.Forget("c")
+		{"this machine only", func(f *fixture) { f.Replace("a", withUUID(uuid)) }, false},
+		{"another machine only", func(f *fixture) { f.Replace("b", withUUID(uuid)) }, true},
+		{"two machines", func(f *fixture) { f.Replace("a", withUUID(uuid)); f.Replace("b", withUUID(uuid)) }, true},
+		{"other machine reports upper case", func(f *fixture) { f.Replace("b", withUUID("30A0BDF7-4B1A-4F0E-9F86-2A3D64A3C5EE")) }, true},
+		{"other machine has another UUID", func(f *fixture) { f.Replace("a", withUUID(uuid)); f.Replace("b", withUUID(other)) }, false},
+		{"other machine changed its UUID", func(f *fixture) { f.Replace("b", withUUID(uuid)); f.Replace("b", withUUID(other)) }, false},
+		{"other machine lost its UUID", func(f *fixture) { f.Replace("b", withUUID(uuid)); f.Replace("b", withUUID("")) }, false},
+		{"other machine replaced twice, then forgotten", func(f *fixture) { f.Replace("b", withUUID(uuid)); f.Replace("b", withUUID(uuid)); f.Forget("b") }, false},
+		{"other machine unreachable", func(f *fixture) { f.Replace("b", withUUID(uuid)); f.MarkUnreachable("b", "gone") }, true},
+		{"other machine never reached", func(f *fixture) { f.MarkUnreachable("b", "gone") }, false},
+		{"other machine mismatched", func(f *fixture) { f.Replace("b", withUUID(uuid)); f.MarkMismatch("b", "no") }, false},
+		{"other machine unreachable, then forgotten", func(f *fixture) { f.Replace("b", withUUID(uuid)); f.MarkUnreachable("b", "gone"); f.Forget("b") }, false},
+		{"one of two others forgotten", func(f *fixture) { f.Replace("b", withUUID(uuid)); f.Replace("c", withUUID(uuid)); f.Forget("b") }, true},
+		{"both others forgotten", func(f *fixture) {
+			f.Replace("b", withUUID(uuid))
+			f.Replace("c", withUUID(uuid))
+			f.Forget("b")
+			f.Forget("c")
 		}, false},
-		{"this machine forgotten", func(b *fixture) { b.Replace("a", withUUID(uuid)); b.Replace("b", withUUID(uuid)); b.Forget("a") }, true},
+		{"this machine forgotten", func(f *fixture) { f.Replace("a", withUUID(uuid)); f.Replace("b", withUUID(uuid)); f.Forget("a") }, true},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			b := newFixture()
-			test.change(b)
+			f := newFixture()
+			test.change(f)
 
-			if got := b.SharedUUID(uuid, "a"); got != test.want {
+			if got := f.SharedUUID(uuid, "a"); got != test.want {
 				t.Errorf("got %v, want %v", got, test.want)
 			}
 		})
@@ -300,12 +300,12 @@ func TestInventory_SharedUUID(t *testing.T) {
 }
 
 func TestInventory_SharedUUIDIgnoresMissingUUIDs(t *testing.T) {
-	b := newFixture()
-	b.Replace("a", withUUID(""))
-	b.Replace("b", withUUID(""))
-	b.Replace("c", withUUID("00000000-0000-0000-0000-000000000000"))
+	f := newFixture()
+	f.Replace("a", withUUID(""))
+	f.Replace("b", withUUID(""))
+	f.Replace("c", withUUID("00000000-0000-0000-0000-000000000000"))
 
-	if b.SharedUUID("", "a") {
+	if f.SharedUUID("", "a") {
 		t.Error("machines without a UUID share one")
 	}
 }
