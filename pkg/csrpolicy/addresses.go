@@ -1,6 +1,7 @@
 package csrpolicy
 
 import (
+	"errors"
 	"net/netip"
 	"slices"
 	"strings"
@@ -13,6 +14,27 @@ import (
 // virtualLinks are prefixes of links that hold addresses which are not one machine's: kube-proxy in IPVS mode, kube-router and node-local DNS put
 // those of services on every machine, and anycast addresses are put on a dummy.
 var virtualLinks = []string{"dummy", "kube-", "nodelocaldns"}
+
+// CheckAllowedAddress returns an error if Review denies the address to every machine of every cluster, so that Policy.ExtraIPs cannot allow it.
+// The error is a predicate that omits the address.
+func CheckAllowedAddress(addr netip.Addr) error {
+	switch addr = addr.Unmap(); {
+	case !addr.IsValid():
+		return errors.New("is not an IP address")
+	case addr.Zone() != "":
+		return errors.New("has a zone")
+	case isSpecial(addr):
+		return errors.New(specialAddress)
+	}
+
+	return nil
+}
+
+// specialAddress is what isSpecial finds, as a predicate.
+const specialAddress = "is a loopback, link-local, multicast, unspecified or broadcast address"
+
+// isSpecial reports whether an unmapped address is not unicast or has no meaning beyond its link.
+func isSpecial(ip netip.Addr) bool { return !ip.IsGlobalUnicast() }
 
 // hasAddress tells whether the machine has ip, and no other has it on the same network as far as the kernel has found.
 func hasAddress(m machine.Machine, ip netip.Addr) bool {

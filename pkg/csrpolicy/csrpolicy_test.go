@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 
 	certificatesv1 "k8s.io/api/certificates/v1"
@@ -123,5 +124,94 @@ func TestSubjectsAreCanonicalAndSorted(t *testing.T) {
 	s.csr.Spec.Request = []byte("let me in")
 	if names, ips, err = csrpolicy.Subjects(&s.csr); err == nil || names != nil || ips != nil {
 		t.Errorf("got %v, %v, %v", names, ips, err)
+	}
+}
+
+// Each name is allowed for the machine and requested by its kubelet: what CheckAllowedName refuses, Review denies, and the other way round.
+func TestCheckAllowedName_AgreesWithReview(t *testing.T) {
+	for name, problem := range map[string]string{
+		"storage.example.org":           "",
+		"Storage.Example.ORG.":          "",
+		"storage":                       "",
+		"xn--bcher-kva.example":         "",
+		"kubernetes.example.org":        "",
+		"svc.example.org":               "",
+		"kubernetes":                    "is reserved for the cluster",
+		"Kubernetes.Default":            "is reserved for the cluster",
+		"kubernetes.default.svc":        "is reserved for the cluster",
+		"kubernetes.default.svc.":       "is reserved for the cluster",
+		"kubernetes.default.example":    "is reserved for the cluster",
+		"web.default.svc":               "is reserved for the cluster",
+		"cluster.local":                 "is reserved for the cluster",
+		"web.default.svc.cluster.local": "is reserved for the cluster",
+		"localhost":                     "is reserved for the cluster",
+		"localhost.localdomain":         "is reserved for the cluster",
+		"a.localhost":                   "is reserved for the cluster",
+		"*":                             "is a wildcard",
+		"*.example.org":                 "is a wildcard",
+		"st*.example.org":               "is a wildcard",
+		"192.0.2.1":                     "can be parsed as an IP address",
+		"example.1":                     "can be parsed as an IP address",
+		"0x7f000001":                    "can be parsed as an IP address",
+		"2130706433":                    "can be parsed as an IP address",
+		"2001:db8::1":                   "is not a valid DNS name",
+		"storage_1":                     "is not a valid DNS name",
+		"-storage":                      "is not a valid DNS name",
+		"storage..example.org":          "is not a valid DNS name",
+		"storage.example.org..":         "is not a valid DNS name",
+		"":                              "is not a valid DNS name",
+		".":                             "is not a valid DNS name",
+		strings.Repeat("a.", 127) + "a": "is not a valid DNS name",
+	} {
+		if err := csrpolicy.CheckAllowedName(name); (err == nil) != (problem == "") || (err != nil && err.Error() != problem) {
+			t.Errorf("%q: got %v, want %q", name, err, problem)
+		}
+
+		s := asks("worker-1")
+		s.evidence.Policy.ExtraNames = []string{name}
+		s.pkcs10.addDNS(name)
+
+		if v := s.review(t); (v.Decision == csrpolicy.Deny) != (problem != "") || !strings.Contains(v.Reasons[0].Message, problem) {
+			t.Errorf("%q: got %s%s, want %q", name, v.Decision, messages(v), problem)
+		}
+	}
+}
+
+func TestCheckAllowedAddress_AgreesWithReview(t *testing.T) {
+	const special = "is a loopback, link-local, multicast, unspecified or broadcast address"
+
+	for ip, problem := range map[string]string{
+		"198.51.100.7":        "",
+		"::ffff:198.51.100.7": "",
+		"2001:db8::7":         "",
+		"fd00::7":             "",
+		"127.0.0.1":           special,
+		"::ffff:127.0.0.1":    special,
+		"::1":                 special,
+		"169.254.0.1":         special,
+		"fe80::1":             special,
+		"224.0.0.1":           special,
+		"ff02::1":             special,
+		"0.0.0.0":             special,
+		"::":                  special,
+		"255.255.255.255":     special,
+	} {
+		if err := csrpolicy.CheckAllowedAddress(addr(ip)); (err == nil) != (problem == "") || (err != nil && err.Error() != problem) {
+			t.Errorf("%s: got %v, want %q", ip, err, problem)
+		}
+
+		s := asks("worker-1")
+		s.evidence.Policy.ExtraIPs = []netip.Addr{addr(ip)}
+		s.pkcs10.addIP(addr(ip))
+
+		if v := s.review(t); (v.Decision == csrpolicy.Deny) != (problem != "") || !strings.Contains(v.Reasons[0].Message, problem) {
+			t.Errorf("%s: got %s%s, want %q", ip, v.Decision, messages(v), problem)
+		}
+	}
+
+	for _, ip := range []netip.Addr{{}, addr("2001:db8::7%eth0")} {
+		if csrpolicy.CheckAllowedAddress(ip) == nil {
+			t.Errorf("%s: got no error", ip)
+		}
 	}
 }

@@ -1,11 +1,41 @@
 package csrpolicy
 
 import (
+	"errors"
 	"slices"
 	"strings"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
+
+// defaultDomain is the DNS domain of clusters that do not configure another one.
+const defaultDomain = "cluster.local"
+
+// CheckAllowedName returns an error if Review denies the DNS name to every machine of every cluster, or of a cluster with the default domain, so that
+// Policy.ExtraNames cannot allow it. Case and a trailing dot do not matter. The error is a predicate such as "is a wildcard" that omits the name.
+func CheckAllowedName(name string) error {
+	if _, problem := checkName(machine.CanonicalName(name), []string{defaultDomain}); problem != "" {
+		return errors.New(problem)
+	}
+
+	return nil
+}
+
+// checkName returns why no machine of a cluster with these DNS domains may have a canonical name: a code and a predicate, both empty if one may.
+func checkName(name string, domains []string) (code, problem string) {
+	switch {
+	case strings.Contains(name, "*"):
+		return CodeWildcard, "is a wildcard"
+	case !validName(name):
+		return CodeInvalidName, "is not a valid DNS name"
+	case endsInNumber(name):
+		return CodeAddressAsName, "can be parsed as an IP address"
+	case isClusters(name, domains):
+		return CodeClusterName, "is reserved for the cluster"
+	}
+
+	return "", ""
+}
 
 // validName tells whether a canonical name is a host's (RFC 1123): no wildcard, no empty label, letters, digits and hyphens.
 func validName(name string) bool {

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
-	"strings"
 	"time"
 
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
@@ -190,15 +189,9 @@ func (r request) mayUseRSA() bool {
 func (r *review) name(name string) {
 	e := r.evidence
 
-	switch {
-	case strings.Contains(name, "*"):
-		r.deny(CodeWildcard, "DNS name %.80q has a wildcard", name)
-	case !validName(name):
-		r.deny(CodeInvalidName, "DNS name %.80q is no host's name", name)
-	case endsInNumber(name):
-		r.deny(CodeAddressAsName, "DNS name %.80q can be read as an address", name)
-	case isClusters(name, e.Cluster.Domains):
-		r.deny(CodeClusterName, "DNS name %.80q stands for the cluster", name)
+	switch code, problem := checkName(name, e.Cluster.Domains); {
+	case problem != "":
+		r.deny(code, "DNS name %.80q %s", name, problem)
 	case slices.Contains(canonicalNames(e.Cluster.APIServerNames), name):
 		if r.mayBeAPIServer(CodeClusterName, name) {
 			r.called(name)
@@ -215,8 +208,8 @@ func (r *review) address(ip netip.Addr) {
 	e := r.evidence
 
 	switch {
-	case !ip.IsGlobalUnicast():
-		r.deny(CodeSpecialAddress, "Address %s is loopback, link-local, multicast, unspecified or broadcast", ip)
+	case isSpecial(ip):
+		r.deny(CodeSpecialAddress, "Address %s %s", ip, specialAddress)
 	case e.Cluster.hasAddress(ip):
 		r.deny(CodeClusterAddress, "Address %s is a service's, a pod's or a virtual one", ip)
 	case slices.ContainsFunc(e.Cluster.APIServerIPs, is(ip)):
