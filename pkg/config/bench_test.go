@@ -8,7 +8,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 )
 
-// BenchmarkParse reads 100 rules with a selector and two templates each.
+// BenchmarkParse parses 100 rules with a selector and two templates each.
 func BenchmarkParse(b *testing.B) {
 	var file strings.Builder
 

@@ -1,119 +1,159 @@
-// Package config reads the configuration file.
+// Package config defines and reads the configuration file.
 //
-// Parse takes bytes and returns what they mean, ready for use, or every mistake in them at once, each with its line. It never reads a file, an
-// environment or a clock, and it never guesses: what it does not know it refuses.
+// Parse turns a YAML or JSON document into a Compiled configuration or returns every mistake in it, each with line, column and path. The package does no I/O.
 package config
 
 //go:generate go run ./internal/reference
 
 import (
+	"bytes"
+	_ "embed" // the schema
+	"fmt"
 	"time"
 
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-// MaxSize of a file in bytes, and of what its anchors and aliases expand to.
+// MaxSize is the maximum size of a file in bytes.
 const MaxSize = 1 << 20
 
-// Config is the configuration file. The zero value, an empty file, is a valid one: every key has a default.
+// Schema is the JSON schema of the file, for editors. It accepts every file that Parse accepts.
 //
-// The JSON schema and the reference in docs/configuration.md are made of these types and their comments, which therefore speak to whoever writes the file. A
-// key whose tag has no omitempty or omitzero is required; `alias` is another spelling of a key, `default` what holds without it.
+//go:embed schema.json
+var Schema []byte
+
+// Parse reads a YAML or JSON document; an empty one gives the defaults (see CheckNotEmpty). The error is an *Error that holds every mistake. The name is
+// used in errors only.
+func Parse(name string, data []byte) (*Compiled, error) {
+	var file Config
+
+	d := newDecoder()
+	d.load(data, &file)
+
+	var compiled *Compiled
+	if !d.stopped {
+		compiled = d.validate(&file)
+	}
+
+	if len(d.problems) > 0 {
+		return nil, d.err(name)
+	}
+
+	return compiled, nil
+}
+
+// CheckNotEmpty returns an error if data is blank. A blank file is a mistake rather than the defaults: it may be half written, or lost on a full disk, and
+// the defaults manage every Node.
+func CheckNotEmpty(name string, data []byte) error {
+	if len(bytes.TrimSpace(data)) == 0 {
+		return fmt.Errorf("%s is empty; use {} for the defaults", name)
+	}
+
+	return nil
+}
+
+// Config is the configuration file. All keys are optional unless marked as required.
+//
+// The JSON schema and docs/reference/configuration.md are generated from these types and their comments. A field whose JSON tag has neither omitempty nor
+// omitzero is required. The tag `alias` is another spelling of a key, and `default` describes the default.
 type Config struct {
-	// Global are settings that hold everywhere.
+	// Global holds settings that apply to all Nodes.
 	Global Global `json:"global,omitzero"`
-	// Transformations are the rules that set labels, annotations, taints and metadata. They apply in order: every rule that selects a machine does, and
-	// selectors and templates see what earlier rules have replaced. Where two set the same key, the later one wins.
+	// Transformations are rules that set labels, annotations, taints and platform metadata. All rules that select a machine apply, in order: selectors and
+	// templates see the metadata that earlier rules have replaced, and the last rule that sets a key wins.
 	Transformations []rules.Rule `json:"transformations,omitempty"`
-	// Nodes says which Nodes are ours.
+	// Nodes selects the Nodes that talos-ccm manages.
 	Nodes Nodes `json:"nodes,omitzero"`
-	// CSRApproval is about the kubelets' requests for serving certificates.
+	// CSRApproval configures the approval of kubelet serving certificates.
 	CSRApproval CSRApproval `json:"csrApproval,omitzero"`
-	// IPAM is about the Nodes' pod CIDRs.
+	// IPAM configures the allocation of pod CIDRs.
 	IPAM IPAM `json:"ipam,omitzero"`
 }
 
-// Global are settings that hold everywhere.
+// Global holds settings that apply to all Nodes.
 type Global struct {
-	// ClusterName is the value of the label `node.cloudprovider.kubernetes.io/clustername`.
-	ClusterName string `default:"the name that Talos knows" json:"clusterName,omitempty"`
-	// PreferIPv6 puts a Node's IPv6 addresses before its IPv4 ones.
+	// ClusterName is the value of the label `node.cloudprovider.kubernetes.io/clustername`. It must be a valid label value.
+	ClusterName string `default:"the cluster name in the machine configuration" json:"clusterName,omitempty"`
+	// PreferIPv6 lists the IPv6 addresses of a Node before its IPv4 addresses.
 	PreferIPv6 bool `alias:"PreferIPv6" json:"preferIPv6,omitempty"`
-	// ProviderIDFallback is what identifies a machine whose platform does not: `uuid`, its SMBIOS UUID where that is valid and unique and else its node IP, or `node-ip`,
-	// always the node IP, as the upstream Talos CCM does. A providerID is for ever: this never changes one that is written.
-	ProviderIDFallback ProviderIDFallback `default:"the flag --provider-id-fallback, which is uuid" json:"providerIDFallback,omitempty"`
+	// ProviderIDFallback is the identifier used in the providerID of a machine whose platform provides none. `uuid` is the SMBIOS UUID, or the node IP if the
+	// UUID is invalid or not unique. `node-ip` is always the node IP, as in the upstream Talos CCM. A providerID cannot be changed once set, so this affects
+	// new Nodes only.
+	ProviderIDFallback ProviderIDFallback `default:"the value of --provider-id-fallback, which defaults to uuid" json:"providerIDFallback,omitempty"`
 }
 
-// ProviderIDFallback says what identifies a machine whose platform does not.
+// ProviderIDFallback is the identifier of a machine whose platform provides none. Empty means the value of the flag.
 type ProviderIDFallback string
 
-// The fallbacks. The zero value leaves it to the flag.
+// Values of ProviderIDFallback.
 const (
 	FallbackUUID   ProviderIDFallback = "uuid"
 	FallbackNodeIP ProviderIDFallback = "node-ip"
 )
 
-// Nodes says which Nodes are ours.
+// Nodes selects the Nodes that talos-ccm manages.
 type Nodes struct {
-	// NodeSelector terms are OR-ed; a machine that none of them selects is left alone, and so are its Node and its certificate requests. They look at what the machine says
-	// itself, before any rule.
-	NodeSelector []rules.SelectorTerm `default:"every Talos machine" json:"nodeSelector,omitempty"`
+	// NodeSelector is a list of terms that are ORed. Nodes whose machine matches no term are not managed, and neither are their certificate signing requests.
+	// Terms see the machine as it is, before any rule.
+	NodeSelector []rules.SelectorTerm `default:"all Talos machines" json:"nodeSelector,omitempty"`
 }
 
-// CSRApproval is about the kubelets' requests for serving certificates.
+// CSRApproval configures the approval of kubelet serving certificates.
 type CSRApproval struct {
-	// MaxExpiration is the longest lifetime that a kubelet may ask for, such as `720h`; at least `10m`.
+	// MaxExpiration is the maximum validity that a kubelet may request, such as `720h`. The minimum is `10m`.
 	MaxExpiration string `default:"8784h" json:"maxExpiration,omitempty"`
-	// AllowedSANs are names and addresses that a machine may have in its certificate although it does not have them itself, such as a DNS name of yours that leads to it.
+	// AllowedSANs lists DNS names and IP addresses that certificates may contain in addition to the machine's own, such as a DNS name that resolves to the
+	// machine.
 	AllowedSANs []AllowedSANs `json:"allowedSANs,omitempty"`
 }
 
-// AllowedSANs are names and addresses beyond a machine's own.
+// AllowedSANs lists DNS names and IP addresses that selected machines may have in their certificates.
 type AllowedSANs struct {
-	// Name tells the entry from others, for people.
+	// Name identifies the entry in error messages. It must be unique.
 	Name string `json:"name,omitempty"`
-	// NodeSelector terms are OR-ed. They look at what the machine says itself; a label of the Node proves nothing, since its kubelet may set it.
-	NodeSelector []rules.SelectorTerm `default:"every machine" json:"nodeSelector,omitempty"`
-	// DNSNames in full and without wildcards. Names of the cluster itself, such as `kubernetes.default.svc`, are refused.
+	// NodeSelector is a list of terms that are ORed. Node labels cannot be selected, because a kubelet may set its own labels.
+	NodeSelector []rules.SelectorTerm `default:"all machines" json:"nodeSelector,omitempty"`
+	// DNSNames are fully qualified names without wildcards. Names that are reserved for the cluster, such as `kubernetes.default.svc` and `cluster.local`, are
+	// invalid.
 	DNSNames []string `json:"dnsNames,omitempty"`
-	// IPAddresses of either family, without prefix length.
+	// IPAddresses are IPv4 or IPv6 addresses without a prefix length.
 	IPAddresses []string `json:"ipAddresses,omitempty"`
 }
 
-// IPAM is about the Nodes' pod CIDRs.
+// IPAM configures the allocation of pod CIDRs.
 type IPAM struct {
-	// Pools to allocate pod CIDRs from. The first that selects a Node is its pool; a Node that already has its CIDRs keeps them.
-	Pools []Pool `default:"one pool for all: the cluster's pod CIDRs" json:"pools,omitempty"`
-	// BlockSize `auto` sizes a Node's IPv4 block by the number of pods that its kubelet admits: the smallest that has two addresses for each. A pool with a mask
-	// size for IPv4 keeps that.
-	BlockSize BlockSize `json:"blockSize,omitempty"`
+	// Pools are address pools for pod CIDRs. A Node uses the first pool that selects it. A Node that already has pod CIDRs keeps them.
+	Pools []Pool `default:"one pool for all Nodes: the pod CIDRs of the cluster" json:"pools,omitempty"`
+	// BlockSize `auto` derives the size of a Node's IPv4 pod CIDR from the maximum number of pods of its kubelet: the smallest CIDR with two addresses per
+	// pod. The IPv4 mask size of a pool takes precedence.
+	BlockSize BlockSize `default:"the mask size" json:"blockSize,omitempty"`
 }
 
-// BlockSize says how large a Node's pod CIDR is.
+// BlockSize is how the size of a Node's pod CIDR is chosen. Empty means by mask size.
 type BlockSize string
 
-// BlockSizeAuto goes by the number of pods that the kubelet admits. The zero value goes by the mask size.
+// BlockSizeAuto derives the size from the maximum number of pods of the kubelet.
 const BlockSizeAuto BlockSize = "auto"
 
-// Pool is a set of CIDRs of which some Nodes get their pod CIDRs.
+// Pool is a set of CIDRs from which the pod CIDRs of the selected Nodes are allocated.
 type Pool struct {
-	// Name tells the pool from others: in Events and metrics.
+	// Name identifies the pool in Events, metrics and error messages. It must be unique.
 	Name string `json:"name"`
-	// NodeSelector terms are OR-ed. `labels.<key>` can be selected, too: a label of the Node.
-	NodeSelector []rules.SelectorTerm `default:"every machine" json:"nodeSelector,omitempty"`
-	// CIDRs of either family or both; no two may overlap. Of one family the first that is not exhausted is used; a family that the pool does not have comes from where it comes
-	// from without pools.
+	// NodeSelector is a list of terms that are ORed. In addition to other keys, `labels.<key>` selects by a label of the Node.
+	NodeSelector []rules.SelectorTerm `default:"all machines" json:"nodeSelector,omitempty"`
+	// CIDRs are IPv4 or IPv6 CIDRs that must not overlap those of any pool. Within an IP family, the first CIDR that is not exhausted is used. An IP family
+	// without CIDRs is allocated as if there were no pools.
 	CIDRs []string `json:"cidrs"`
-	// MaskSize is the length of a Node's prefix, such as 24, in a pool of one family.
+	// MaskSize is the prefix length of a Node's pod CIDR, such as 24, in a pool with a single IP family.
 	MaskSize int `json:"maskSize,omitempty" jsonschema:"minimum=0,maximum=128"`
-	// MaskSizeIPv4 is the same for IPv4.
-	MaskSizeIPv4 int `default:"the flag --node-cidr-mask-size-ipv4" json:"maskSizeIPv4,omitempty" jsonschema:"minimum=0,maximum=32"`
-	// MaskSizeIPv6 is the same for IPv6.
-	MaskSizeIPv6 int `default:"the flag --node-cidr-mask-size-ipv6" json:"maskSizeIPv6,omitempty" jsonschema:"minimum=0,maximum=128"`
+	// MaskSizeIPv4 is the prefix length of a Node's IPv4 pod CIDR.
+	MaskSizeIPv4 int `default:"the value of --node-cidr-mask-size-ipv4" json:"maskSizeIPv4,omitempty" jsonschema:"minimum=0,maximum=32"`
+	// MaskSizeIPv6 is the prefix length of a Node's IPv6 pod CIDR.
+	MaskSizeIPv6 int `default:"the value of --node-cidr-mask-size-ipv6" json:"maskSizeIPv6,omitempty" jsonschema:"minimum=0,maximum=128"`
 }
 
-// MinExpiration is the shortest lifetime that Kubernetes lets anybody ask for (certificates.k8s.io/v1, expirationSeconds).
+// MinExpiration is the minimum validity of a certificate that Kubernetes allows in a request (certificates.k8s.io/v1, expirationSeconds).
 const MinExpiration = 10 * time.Minute
 
-// DefaultMaxExpiration bounds the lifetime of certificates unless the file says otherwise: a leap year.
+// DefaultMaxExpiration is the default maximum validity of a certificate: one leap year.
 const DefaultMaxExpiration = 366 * 24 * time.Hour

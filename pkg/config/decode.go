@@ -1,221 +1,500 @@
 package config
 
 import (
+	"bytes"
 	"cmp"
+	"errors"
+	"fmt"
+	"io"
 	"reflect"
-	"regexp"
 	"slices"
 	"strconv"
 	"strings"
+	"unicode/utf8"
+
+	"go.yaml.in/yaml/v4"
+	"k8s.io/apimachinery/pkg/util/validation/field"
 )
 
-// field is a key of the format.
-type field struct {
-	name, alias string
-	index       int
-	required    bool
+// Tags of the YAML core schema.
+const (
+	tagNull  = "!!null"
+	tagBool  = "!!bool"
+	tagInt   = "!!int"
+	tagStr   = "!!str"
+	tagMap   = "!!map"
+	tagSeq   = "!!seq"
+	tagMerge = "!!merge"
+)
+
+// maxExpanded bounds the size of the document with aliases and merge keys expanded. A node counts one more than its text.
+const maxExpanded = 4 * MaxSize
+
+// decoder fills a Config from YAML nodes and collects mistakes. The YAML library finds only some of them, and without paths.
+type decoder struct {
+	problems []Problem
+	// stopped is true after a problem that leaves the rest of the document unread.
+	stopped bool
+	// root is the document; the zero Node if it is empty.
+	root *yaml.Node
+	// parents are the structs that contain the current value, outermost first.
+	parents []parent
+	// active are the nodes with an anchor that contain the current node, to detect aliases that contain themselves.
+	active map[*yaml.Node]bool
+	// mappings are the entries of the mappings that have been read.
+	mappings map[*yaml.Node][]entry
+	// expanded is the size of what has been decoded.
+	expanded int
 }
 
-type fields []field
+type parent struct {
+	typ  reflect.Type
+	path *field.Path
+}
 
-// fieldsOf reads the tags of a struct.
-func fieldsOf(t reflect.Type) fields {
-	list := make(fields, 0, t.NumField())
+// entry is a key of a mapping with its value. The key of a list item is the item.
+type entry struct{ key, value *yaml.Node }
 
-	for i := range t.NumField() {
-		tag := t.Field(i).Tag
-		name, options, _ := strings.Cut(tag.Get("json"), ",")
-		list = append(list, field{name: name, alias: tag.Get("alias"), index: i, required: options == ""})
+func newDecoder() *decoder {
+	return &decoder{root: &yaml.Node{}, active: map[*yaml.Node]bool{}, mappings: map[*yaml.Node][]entry{}}
+}
+
+// load parses the document and decodes it.
+func (d *decoder) load(data []byte, into *Config) {
+	if len(data) > MaxSize {
+		d.stop(yaml.Mark{}, "file has %d bytes; the maximum is %d", len(data), MaxSize)
+
+		return
+	}
+
+	var document, next yaml.Node
+
+	loader, err := yaml.NewLoader(bytes.NewReader(data))
+	if err == nil {
+		err = loader.Load(&document)
+	}
+
+	if errors.Is(err, io.EOF) {
+		return
+	}
+
+	if err == nil {
+		err = loader.Load(&next)
+	}
+
+	switch {
+	case err == nil:
+		d.stop(yaml.Mark{Line: next.Line, Column: next.Column}, "file contains more than one YAML document")
+	case errors.Is(err, io.EOF):
+		d.root = document.Content[0]
+		d.decode(d.root, reflect.ValueOf(into).Elem(), nil)
+	default:
+		d.stopAtSyntaxError(data, err)
+	}
+}
+
+// stopAtSyntaxError reports an error of the YAML library.
+func (d *decoder) stopAtSyntaxError(data []byte, err error) {
+	at, msg := yaml.Mark{}, err.Error()
+
+	if e, found := errors.AsType[*yaml.LoadError](err); found {
+		at, msg = e.Mark, e.Message
+
+		// Invalid characters have an offset only.
+		if at.Line == 0 {
+			before := data[:min(at.Index, len(data))]
+			at.Line = bytes.Count(before, []byte("\n")) + 1
+			at.Column = utf8.RuneCount(before[bytes.LastIndexByte(before, '\n')+1:]) + 1
+		}
+
+		if e.ContextMsg != "" {
+			msg += " " + e.ContextMsg
+		}
+	}
+
+	lines := bytes.Split(bytes.TrimRight(data, "\n"), []byte("\n"))
+	if at.Line > len(lines) {
+		at = yaml.Mark{Line: len(lines)}
+	}
+
+	if at.Line > 0 && bytes.Contains(lines[at.Line-1], []byte("{{")) {
+		msg += `; a value that begins with "{{" must be quoted`
+	}
+
+	d.stop(at, "invalid YAML: %s", msg)
+}
+
+// visit calls f with the node, or with the node that it is an alias of, unless the document becomes too large or the node contains itself.
+func (d *decoder) visit(n *yaml.Node, path *field.Path, f func(n *yaml.Node)) {
+	at, n := n, resolve(n)
+	d.expanded += 1 + len(n.Value)
+
+	switch {
+	case d.stopped:
+	case d.expanded > maxExpanded:
+		d.report(at, path, "document is too large with its aliases expanded")
+		d.stopped = true
+	case d.active[n]:
+		d.report(at, path, "alias %s refers to a value that contains it", quote(at.Value))
+	case n.Anchor == "":
+		f(n)
+	default:
+		d.active[n] = true
+		f(n)
+		delete(d.active, n)
+	}
+}
+
+// decode stores the value of a node, except null: a key without a value is the same as no key.
+func (d *decoder) decode(n *yaml.Node, into reflect.Value, path *field.Path) {
+	d.visit(n, path, func(n *yaml.Node) {
+		if isNull(n) {
+			return
+		}
+
+		if into.Kind() == reflect.Pointer {
+			into.Set(reflect.New(into.Type().Elem()))
+			into = into.Elem()
+		}
+
+		isMapping := n.Kind == yaml.MappingNode && n.ShortTag() == tagMap
+
+		switch kind := into.Kind(); {
+		case isUnquotedTemplate(n):
+			d.report(n, path, `a value that begins with "{{" must be quoted`)
+		case kind == reflect.Struct && isMapping:
+			d.setStruct(n, into, path)
+		case kind == reflect.Map && isMapping:
+			d.setMap(n, into, path)
+		case kind == reflect.Slice && n.Kind == yaml.SequenceNode && n.ShortTag() == tagSeq:
+			d.setSlice(n, into, path)
+		default:
+			d.setScalar(n, into, path)
+		}
+	})
+}
+
+// isUnquotedTemplate reports whether the node is what YAML reads for {{ .Region }}: a mapping with a mapping as its key.
+func isUnquotedTemplate(n *yaml.Node) bool {
+	return n.Kind == yaml.MappingNode && n.Style&yaml.FlowStyle != 0 && len(n.Content) > 0 && n.Content[0].Kind == yaml.MappingNode
+}
+
+func (d *decoder) setScalar(n *yaml.Node, into reflect.Value, path *field.Path) {
+	number, err := strconv.Atoi(n.Value)
+	isDecimal := err == nil && strconv.Itoa(number) == n.Value
+
+	switch kind, tag := into.Kind(), n.ShortTag(); {
+	case kind == reflect.String && isString(n):
+		into.SetString(n.Value)
+	case kind == reflect.Bool && tag == tagBool:
+		into.SetBool(strings.EqualFold(n.Value, "true"))
+	case kind == reflect.Int && tag == tagInt && isDecimal:
+		into.SetInt(int64(number))
+	default:
+		d.report(n, path, "must be %s, not %s", expected[kind], describe(n))
+	}
+}
+
+// isString reports whether the node can be read as a string: plain numbers, booleans and dates can, as they are written.
+func isString(n *yaml.Node) bool {
+	return n.Kind == yaml.ScalarNode && slices.Contains([]string{tagStr, tagInt, "!!float", tagBool, "!!timestamp", tagMerge}, n.ShortTag())
+}
+
+// expected are the descriptions of the kinds that a Config is made of.
+var expected = map[reflect.Kind]string{
+	reflect.Struct: "a mapping",
+	reflect.Map:    "a mapping",
+	reflect.Slice:  "a list",
+	reflect.String: "a string",
+	reflect.Bool:   "true or false",
+	reflect.Int:    "a decimal integer",
+}
+
+func describe(n *yaml.Node) string {
+	switch tag := n.ShortTag(); {
+	case tag == tagMap:
+		return "a mapping"
+	case tag == tagSeq:
+		return "a list"
+	case !isString(n):
+		return "a value with the YAML tag " + quote(tag)
+	case tag == tagStr:
+		return "the string " + quote(n.Value)
+	default:
+		return quote(n.Value)
+	}
+}
+
+func (d *decoder) setStruct(n *yaml.Node, into reflect.Value, path *field.Path) {
+	t := into.Type()
+	present := map[string]string{}
+
+	d.parents = append(d.parents, parent{t, path})
+	defer func() { d.parents = d.parents[:len(d.parents)-1] }()
+
+	child := func(key string) *field.Path { return path.Child(key) }
+	for _, e := range d.entries(n, path, child) {
+		at := child(e.key.Value)
+		f, known := fieldOf(t, e.key.Value)
+
+		switch {
+		case !known:
+			d.reportUnknown(e.key, at, t)
+		case present[f.Name] != "":
+			d.report(e.key, at, "cannot be combined with %s, which is another spelling of this key", present[f.Name])
+		default:
+			d.decode(e.value, into.FieldByIndex(f.Index), at)
+
+			if !isNull(e.value) {
+				present[f.Name] = e.key.Value
+			}
+		}
+	}
+
+	for f := range t.Fields() {
+		if name, isRequired := keyOf(f); isRequired && present[f.Name] == "" {
+			d.reportInvalid(field.Required(path.Child(name), ""))
+		}
+	}
+}
+
+// keyOf returns the field's key in the file and whether it is required.
+func keyOf(f reflect.StructField) (name string, isRequired bool) {
+	name, _, optional := strings.Cut(f.Tag.Get("json"), ",")
+
+	return name, !optional
+}
+
+func fieldOf(t reflect.Type, key string) (reflect.StructField, bool) {
+	for f := range t.Fields() {
+		if name, _ := keyOf(f); key != "" && (key == name || key == f.Tag.Get("alias")) {
+			return f, true
+		}
+	}
+
+	return reflect.StructField{}, false
+}
+
+func isNull(n *yaml.Node) bool {
+	n = resolve(n)
+
+	return n.Kind == yaml.ScalarNode && n.ShortTag() == tagNull
+}
+
+// reportUnknown reports a key that the struct does not have, and what may have been meant.
+func (d *decoder) reportUnknown(key *yaml.Node, path *field.Path, t reflect.Type) {
+	var names []string
+
+	for f := range t.Fields() {
+		name, _ := keyOf(f)
+		names = append(names, name)
+	}
+
+	hint := "; expected " + strings.Join(names, ", ")
+	if near := closest(key.Value, names); near != "" {
+		hint = "; did you mean " + near + "?"
+	}
+
+	for _, p := range slices.Backward(d.parents) {
+		if _, found := fieldOf(p.typ, key.Value); found {
+			hint = "; it belongs to " + cmp.Or(pathString(p.path), "the top level") + ": check the indentation"
+
+			break
+		}
+	}
+
+	d.report(key, path, "unknown key%s", hint)
+}
+
+// setMap reads a mapping whose keys users choose. A key without a value is an empty string, as in the upstream Talos CCM.
+func (d *decoder) setMap(n *yaml.Node, into reflect.Value, path *field.Path) {
+	into.Set(reflect.MakeMap(into.Type()))
+
+	for _, e := range d.entries(n, path, path.Key) {
+		value := reflect.New(into.Type().Elem()).Elem()
+		d.decode(e.value, value, path.Key(e.key.Value))
+		into.SetMapIndex(reflect.ValueOf(e.key.Value), value)
+	}
+}
+
+func (d *decoder) setSlice(n *yaml.Node, into reflect.Value, path *field.Path) {
+	into.Set(reflect.MakeSlice(into.Type(), len(n.Content), len(n.Content)))
+
+	for i, item := range n.Content {
+		at := path.Index(i)
+		if isNull(item) {
+			d.reportInvalid(field.Required(at, "list item is empty"))
+		}
+
+		d.decode(item, into.Index(i), at)
+	}
+}
+
+// entries returns the entries of a mapping, followed by those that merge keys (<<) add, and reports duplicate keys.
+func (d *decoder) entries(n *yaml.Node, path *field.Path, child func(key string) *field.Path) []entry {
+	if list, found := d.mappings[n]; found {
+		return list
+	}
+
+	lines := map[string]int{}
+
+	var list, merged []entry
+
+	for i := 0; i+1 < len(n.Content); i += 2 {
+		value := n.Content[i+1]
+
+		d.visit(n.Content[i], path, func(key *yaml.Node) {
+			switch {
+			case key.ShortTag() == tagMerge:
+				merged = append(merged, d.merge(value, path.Child(key.Value), child)...)
+			case !isString(key):
+				d.report(key, path, "a key must be a string")
+			case lines[key.Value] > 0:
+				d.report(n.Content[i], child(key.Value), "duplicate key, first set in line %d", lines[key.Value])
+			default:
+				lines[key.Value] = n.Content[i].Line
+				list = append(list, entry{key, value})
+			}
+		})
+	}
+
+	for _, e := range merged {
+		if lines[e.key.Value] == 0 {
+			lines[e.key.Value] = e.key.Line
+			list = append(list, e)
+		}
+	}
+
+	d.mappings[n] = list
+
+	return list
+}
+
+// merge returns the entries of the mapping, or of the list of mappings, that is the value of a merge key.
+func (d *decoder) merge(n *yaml.Node, path *field.Path, child func(key string) *field.Path) (list []entry) {
+	sources := []*yaml.Node{n}
+	if resolved := resolve(n); resolved.Kind == yaml.SequenceNode {
+		sources = resolved.Content
+	}
+
+	for _, source := range sources {
+		d.visit(source, path, func(mapping *yaml.Node) {
+			if mapping.Kind == yaml.MappingNode {
+				list = append(list, d.entries(mapping, path, child)...)
+				d.expanded += len(list)
+			} else {
+				d.report(n, path, "must be a mapping or a list of mappings")
+			}
+		})
 	}
 
 	return list
 }
 
-func (f fields) byName(name string) (field, bool) {
-	i := slices.IndexFunc(f, func(f field) bool { return f.name == name || f.alias != "" && f.alias == name })
-	if i < 0 {
-		return field{}, false
+// resolve returns the node that an alias refers to, and any other node as it is.
+func resolve(n *yaml.Node) *yaml.Node {
+	if n.Kind == yaml.AliasNode {
+		return n.Alias
 	}
 
-	return f[i], true
+	return n
 }
 
-func (f fields) names() []string {
-	names := make([]string, 0, len(f))
-	for _, f := range f {
-		names = append(names, f.name)
-	}
-
-	return names
+func (d *decoder) report(n *yaml.Node, path *field.Path, format string, args ...any) {
+	d.add(Problem{Line: n.Line, Column: n.Column, Path: pathString(path), Msg: fmt.Sprintf(format, args...)})
 }
 
-// decoder fills Go values with what the file says, and reports what does not fit.
-type decoder struct{ *report }
+// reportInvalid reports an invalid value at the position of the closest parent that is in the file.
+func (d *decoder) reportInvalid(err *field.Error) {
+	at, _ := d.find(err.Field)
+	d.add(Problem{Line: at.key.Line, Column: at.key.Column, Path: err.Field, Msg: err.ErrorBody()})
+}
 
-func (d decoder) decode(v *value, into reflect.Value, p path) {
-	// A key without a value is as good as none.
-	if v == nil || v.tag == tagNull {
-		return
-	}
+// stop reports a problem that leaves the rest of the document unread.
+func (d *decoder) stop(at yaml.Mark, format string, args ...any) {
+	d.add(Problem{Line: at.Line, Column: at.Column, Msg: fmt.Sprintf(format, args...)})
+	d.stopped = true
+}
 
-	switch into.Kind() {
-	case reflect.Struct:
-		d.object(v, into, p)
-	case reflect.Slice:
-		d.list(v, into, p)
-	case reflect.Map:
-		d.texts(v, into, p)
-	case reflect.Pointer:
-		into.Set(reflect.New(into.Type().Elem()))
-		d.decode(v, into.Elem(), p)
-	case reflect.String:
-		d.text(v, into, p)
-	case reflect.Bool:
-		d.truth(v, into, p)
-	case reflect.Int:
-		d.number(v, into, p)
-	default:
-		panic("config: no file can fill a " + into.Type().String())
+func (d *decoder) add(p Problem) {
+	if !d.stopped && len(d.problems) < maxProblems {
+		d.problems = append(d.problems, p)
 	}
 }
 
-func (d decoder) object(v *value, into reflect.Value, p path) {
-	if !d.fits(v, p, "a mapping", isTag(tagMap)) {
-		return
+// find returns the entry at path, and whether it is in the file; if not, its closest parent that is.
+func (d *decoder) find(path string) (at entry, exact bool) {
+	at = entry{d.root, d.root}
+
+	for path != "" {
+		next, rest := d.step(resolve(at.value), path)
+		if next.key == nil {
+			return at, false
+		}
+
+		at, path = next, rest
 	}
 
-	known := fieldsOf(into.Type())
-	set := map[int]string{}
+	return at, true
+}
 
-	for _, e := range v.entries {
-		f, found := known.byName(e.key)
+// step returns the entry of the node with which path begins, if there is one, and the rest of the path.
+func (d *decoder) step(n *yaml.Node, path string) (next entry, rest string) {
+	inner, isBracketed := strings.CutPrefix(path, "[")
+	inner = strings.TrimPrefix(inner, ".")
 
-		switch {
-		case !found:
-			d.unknown(e, known, p)
-		case set[f.index] != "":
-			d.add(e.line, e.column, p.with(e.key), "the same as "+set[f.index]+", which is set as well")
-		default:
-			set[f.index] = e.key
-			d.decode(e.value, into.Field(f.index), p.with(e.key))
+	if index, rest, _ := strings.Cut(inner, "]"); n.Kind == yaml.SequenceNode {
+		if i, err := strconv.Atoi(index); err == nil && i < len(n.Content) {
+			return entry{n.Content[i], n.Content[i]}, rest
 		}
 	}
 
-	for _, f := range known {
-		if e, found := v.entry(f.name); f.required && (!found || e.value != nil && e.value.tag == tagNull) {
-			d.at(p.with(f.name), "missing")
-		}
-	}
-}
-
-// unknown reports a key that is not part of the format, and what may have been meant.
-func (d decoder) unknown(e entry, known fields, p path) {
-	msg := "unknown key; there are " + strings.Join(known.names(), ", ")
-
-	if owner, found := p.ownerOf(e.key); found {
-		msg = "unknown key; it belongs to " + cmp.Or(owner.String(), "the top level") + ": look at the indentation"
-	} else if near := nearest(e.key, known.names()); near != "" {
-		msg = "unknown key; did you mean " + near + "?"
-	}
-
-	d.add(e.line, e.column, p.with(e.key), msg)
-}
-
-func (d decoder) list(v *value, into reflect.Value, p path) {
-	if !d.fits(v, p, "a list", isTag(tagSeq)) {
-		return
-	}
-
-	into.Set(reflect.MakeSlice(into.Type(), len(v.items), len(v.items)))
-
-	for i, item := range v.items {
-		if item != nil && item.tag == tagNull {
-			d.at(p.with(i), "an entry with nothing in it")
+	for _, e := range d.mappings[n] {
+		rest, found := strings.CutPrefix(inner, e.key.Value)
+		if isBracketed {
+			rest, found = strings.CutPrefix(rest, "]")
 		}
 
-		d.decode(item, into.Index(i), p.with(i))
+		if found && (rest == "" || rest[0] == '.' || rest[0] == '[') {
+			return e, rest
+		}
 	}
+
+	return entry{}, path
 }
 
-// texts reads a mapping whose keys the user chooses. One without a value is an empty text there, as in the upstream Talos CCM.
-func (d decoder) texts(v *value, into reflect.Value, p path) {
-	if !d.fits(v, p, "a mapping", isTag(tagMap)) {
-		return
+// err returns the problems as an *Error.
+func (d *decoder) err(name string) error {
+	for i := range d.problems {
+		p := &d.problems[i]
+
+		if list, _, found := strings.Cut(p.Path, "]"); found {
+			if name, exact := d.find(list + "].name"); exact {
+				p.Rule = shorten(resolve(name.value).Value, 80)
+			}
+		}
+
+		p.Path, p.Msg = shorten(p.Path, 200), shorten(p.Msg, 1000)
 	}
 
-	into.Set(reflect.MakeMapWithSize(into.Type(), len(v.entries)))
+	slices.SortStableFunc(d.problems, func(a, b Problem) int {
+		return cmp.Or(cmp.Compare(a.Line, b.Line), cmp.Compare(a.Column, b.Column))
+	})
 
-	for _, e := range v.entries {
-		element := reflect.New(into.Type().Elem()).Elem()
-		d.decode(e.value, element, p.with(e.key))
-		into.SetMapIndex(reflect.ValueOf(e.key), element)
+	if len(d.problems) == maxProblems {
+		d.problems = append(d.problems, Problem{Msg: "too many problems; there may be more"})
 	}
+
+	return &Error{Name: name, Problems: d.problems}
 }
 
-func (d decoder) text(v *value, into reflect.Value, p path) {
-	if d.fits(v, p, "text", isText) {
-		into.SetString(v.text)
+func pathString(path *field.Path) string {
+	if path == nil {
+		return ""
 	}
+
+	return path.String()
 }
 
-// truth knows true and false alone: yes and on are texts in YAML 1.2, and editors take them for such.
-func (d decoder) truth(v *value, into reflect.Value, p path) {
-	b, err := strconv.ParseBool(v.text)
-	if err != nil || v.tag != tagBool {
-		d.at(p, "must be true or false, not %s", describe(v))
-	}
-
-	into.SetBool(b)
-}
-
-// decimal excludes what YAML 1.1 reads as octal.
-var decimal = regexp.MustCompile(`^-?(0|[1-9][0-9]{0,8})$`)
-
-func (d decoder) number(v *value, into reflect.Value, p path) {
-	if !d.fits(v, p, "a whole number", isTag(tagInt)) {
-		return
-	}
-
-	if !decimal.MatchString(v.text) {
-		d.at(p, "must be a whole number in plain digits, not %s", quote(v.text))
-
-		return
-	}
-
-	if n, err := strconv.Atoi(v.text); err == nil {
-		into.SetInt(int64(n))
-	}
-}
-
-// fits reports a value of another type than is wanted.
-func (d decoder) fits(v *value, p path, wanted string, fit func(tag string) bool) bool {
-	if fit(v.tag) {
-		return true
-	}
-
-	d.at(p, "must be %s, not %s", wanted, describe(v))
-
-	return false
-}
-
-func isTag(want string) func(string) bool { return func(tag string) bool { return tag == want } }
-
-// isText tells whether a scalar can be read as text: what looks like a number or a date was written as text all the same.
-func isText(tag string) bool {
-	return slices.Contains([]string{tagString, tagInt, tagFloat, tagBool, tagTime, tagMerge}, tag)
-}
-
-func describe(v *value) string {
-	switch v.tag {
-	case tagMap:
-		return "a mapping"
-	case tagSeq:
-		return "a list"
-	case tagString:
-		return "the text " + quote(v.text)
-	case tagNull:
-		return "nothing"
-	default:
-		return quote(v.text)
-	}
-}
+// quote quotes a value of the file for a message.
+func quote(s string) string { return strconv.Quote(shorten(s, 80)) }

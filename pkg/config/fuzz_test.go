@@ -9,7 +9,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 )
 
-// FuzzParse: whatever the bytes, there is an answer, and the answer is one of two.
+// FuzzParse asserts that Parse returns either a configuration or problems that are in the file.
 func FuzzParse(f *testing.F) {
 	for _, file := range goodFiles() {
 		f.Add(file.file)
@@ -22,28 +22,28 @@ func FuzzParse(f *testing.F) {
 	f.Fuzz(func(t *testing.T, file string) {
 		compiled, err := config.Parse("config.yaml", []byte(file))
 
-		var mistakes *config.Error
+		problems, failed := errors.AsType[*config.Error](err)
 
 		switch {
 		case err == nil && compiled != nil && compiled.Rules != nil:
-		case errors.As(err, &mistakes) && compiled == nil && len(mistakes.Problems) > 0:
-			sensible(t, mistakes.Problems, file)
+		case failed && compiled == nil && len(problems.Problems) > 0:
+			assertReadable(t, problems.Problems, file)
 		default:
 			t.Fatalf("got %v and %v", compiled, err)
 		}
 	})
 }
 
-// sensible asserts that the problems are in the file and have a line each.
-func sensible(t *testing.T, problems []config.Problem, file string) {
+// assertReadable asserts that the problems are within the file and have one line each.
+func assertReadable(t *testing.T, problems []config.Problem, file string) {
 	t.Helper()
 
-	// What YAML 1.1 breaks lines at, and one more: text may end before the file does.
+	// One more than the line breaks of YAML 1.1: text may end before the file does.
 	lines := len(lineBreak.FindAllString(file, -1)) + 2
 
 	for _, p := range problems {
 		if p.Line > lines || p.Msg == "" || strings.Contains(p.String(), "\n") {
-			t.Errorf("got %+v in a file of %d lines", p, lines)
+			t.Errorf("got %+v in a file with %d lines", p, lines)
 		}
 	}
 }

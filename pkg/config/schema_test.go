@@ -36,7 +36,7 @@ func compiledSchema(t *testing.T) *jsonschema.Schema {
 	return schema
 }
 
-// validate does what an editor does: it reads the file with a YAML library of its own and checks the values.
+// validate checks a file against the schema as an editor does, after parsing it as YAML.
 func validate(t *testing.T, schema *jsonschema.Schema, file string) error {
 	t.Helper()
 
@@ -66,11 +66,11 @@ func validate(t *testing.T, schema *jsonschema.Schema, file string) error {
 	return schema.Validate(value)
 }
 
-func TestTheSchemaAcceptsWhatLoads(t *testing.T) {
+func TestSchema_AcceptsValidFiles(t *testing.T) {
 	schema := compiledSchema(t)
 
 	for _, test := range goodFiles() {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			if err := validate(t, schema, test.file); err != nil {
 				t.Error(err)
 			}
@@ -78,25 +78,25 @@ func TestTheSchemaAcceptsWhatLoads(t *testing.T) {
 	}
 }
 
-// TestTheSchemaRefusesMistakesOfForm also asserts what a schema does not see, so that a better one is noticed.
-func TestTheSchemaRefusesMistakesOfForm(t *testing.T) {
+// TestSchema_RefusesInvalidFiles also asserts which files the schema does not refuse, so that improvements are noticed.
+func TestSchema_RefusesInvalidFiles(t *testing.T) {
 	schema := compiledSchema(t)
 
 	for _, test := range badFiles() {
-		if !test.bySchema && notReadable(test.file) {
+		if !test.bySchema && isUnreadable(test.file) {
 			continue
 		}
 
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			if err := validate(t, schema, test.file); (err != nil) != test.bySchema {
-				t.Errorf("got %v, refused by the schema: %v", err, test.bySchema)
+				t.Errorf("got %v, want an error: %t", err, test.bySchema)
 			}
 		})
 	}
 }
 
-// notReadable tells whether YAML alone refuses the file, or gives what JSON cannot hold.
-func notReadable(file string) bool {
+// isUnreadable reports whether the file is invalid YAML or cannot be converted to JSON.
+func isUnreadable(file string) bool {
 	var content any
 
 	if err := yaml.Load([]byte(file), &content); err != nil {

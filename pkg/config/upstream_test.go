@@ -9,7 +9,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 )
 
-// upstream is a file of the upstream Talos CCM with every key that it has, in the spellings of its documents and of its code.
+// upstream is a file with every key of the upstream Talos CCM, as spelled in its docs and in its code.
 const upstream = `
 global:
   # endpoints: [192.0.2.1]
@@ -52,7 +52,7 @@ transformations:
   - annotations: {}
 `
 
-func TestAFileOfTheUpstreamTalosCCMLoadsAndMeansTheSame(t *testing.T) {
+func TestParse_AcceptsUpstreamFile(t *testing.T) {
 	compiled, err := config.Parse("ccm-config.yaml", []byte(upstream))
 	if err != nil {
 		t.Fatal(err)
@@ -69,7 +69,7 @@ func TestAFileOfTheUpstreamTalosCCMLoadsAndMeansTheSame(t *testing.T) {
 	result := compiled.Rules.Apply(on.facts())
 
 	if result.PublicIPDiscovery == nil || !*result.PublicIPDiscovery {
-		t.Error("public addresses are not looked for")
+		t.Error("public IP discovery is disabled")
 	}
 
 	equal(t, render(t, result), rendered{
@@ -82,9 +82,9 @@ func TestAFileOfTheUpstreamTalosCCMLoadsAndMeansTheSame(t *testing.T) {
 	})
 }
 
-// TestAFileWithWhatTheUpstreamTalosCCMIgnoresIsRefused: such a file has never done what it says.
-func TestAFileWithWhatTheUpstreamTalosCCMIgnoresIsRefused(t *testing.T) {
-	mistaken(t, `
+// TestParse_RefusesKeysThatUpstreamIgnores refuses a file that has never done what it says.
+func TestParse_RefusesKeysThatUpstreamIgnores(t *testing.T) {
+	assertProblems(t, `
 global:
   endpoints: [192.0.2.1]
 transformations:
@@ -99,7 +99,7 @@ transformations:
     platformMetadata:
       hostname: web-1
 `, []string{
-		":3: global.endpoints: unknown key", `:9: transformations[0].nodeSelector[0].labels (rule "web"): unknown key; it belongs to transformations[0]`,
-		`:12: transformations[0].features.publicIPPredict (rule "web"): unknown key`, `:14: transformations[0].platformMetadata[hostname] (rule "web"): `,
+		":3:3: global.endpoints: unknown key", `:9:9: transformations[0].nodeSelector[0].labels (rule "web"): unknown key; it belongs to transformations[0]`,
+		`:12:7: transformations[0].features.publicIPPredict (rule "web"): unknown key`, `:14:7: transformations[0].platformMetadata[hostname] (rule "web"): `,
 	})
 }

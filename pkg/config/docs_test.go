@@ -3,6 +3,7 @@ package config_test
 import (
 	"fmt"
 	"os"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
@@ -20,30 +21,44 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-// block is a fenced block of the document. What it is for is the second word behind the fence.
+// page is a page of the docs.
+type page struct {
+	name, text string
+}
+
+func pages(t *testing.T) (list []page) {
+	t.Helper()
+
+	const root = "../../docs"
+
+	err := filepath.WalkDir(root, func(path string, _ os.DirEntry, err error) error {
+		if err != nil || filepath.Ext(path) != ".md" {
+			return err
+		}
+
+		text, err := os.ReadFile(path)
+		list = append(list, page{name: strings.TrimPrefix(path, root+"/"), text: string(text)})
+
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	return list
+}
+
+// block is a fenced block of a page. Its purpose is the second word after the fence.
 type block struct {
 	line             int
 	purpose, content string
 }
 
-func documentText(t *testing.T) string {
-	t.Helper()
-
-	text, err := os.ReadFile("../../docs/configuration.md")
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	return string(text)
-}
-
-func blocks(t *testing.T) (list []block) {
-	t.Helper()
-
+func blocks(text string) (list []block) {
 	var current *block
 
-	for i, line := range strings.Split(documentText(t), "\n") {
-		info, isFence := strings.CutPrefix(line, "```")
+	for i, line := range strings.Split(text, "\n") {
+		info, isFence := strings.CutPrefix(strings.TrimSpace(line), "```")
 
 		switch {
 		case isFence && current == nil:
@@ -60,7 +75,7 @@ func blocks(t *testing.T) (list []block) {
 	return list
 }
 
-// described is a machine as the document writes it.
+// described is a machine as the docs write it.
 type described struct {
 	PlatformMetadata  runtime.PlatformMetadataSpec
 	SystemInformation hardware.SystemInformationSpec
@@ -73,7 +88,7 @@ func (d described) facts() rules.Facts {
 	}}
 }
 
-// rendered is what rules make of a machine, as the document writes it. Metadata that is left out is the machine's.
+// rendered is the result of rules as the docs write it. The default of PlatformMetadata is the machine's.
 type rendered struct {
 	Labels, Annotations map[string]string
 	Taints              []string
@@ -110,18 +125,18 @@ func render(t *testing.T, result rules.Result) rendered {
 	return r
 }
 
-// reader goes through the examples. What one shows is of those before it.
+// reader reads the examples of a page in order. A machine or a result refers to the configuration before it.
 type reader struct {
 	compiled *config.Compiled
 	machine  described
 	wrong    string
 }
 
+// read checks an example. Package test/docs checks blocks with other purposes.
 func (r *reader) read(t *testing.T, b block) {
 	t.Helper()
 
 	switch b.purpose {
-	case "":
 	case "config":
 		r.compiled = parsed(t, b.content)
 	case "document":
@@ -137,12 +152,10 @@ func (r *reader) read(t *testing.T, b block) {
 		if _, err := config.Parse("rules.yaml", []byte(r.wrong)); err == nil || err.Error()+"\n" != b.content {
 			t.Errorf("got:\n%v", err)
 		}
-	default:
-		t.Errorf("unknown purpose %q", b.purpose)
 	}
 }
 
-// compare asserts what the rules make of the machine.
+// compare asserts what the rules set on the machine's Node.
 func (r *reader) compare(t *testing.T, node string) {
 	t.Helper()
 
@@ -161,7 +174,7 @@ func equal(t *testing.T, got, want rendered) {
 	t.Helper()
 
 	if diff := cmp.Diff(want, got); diff != "" {
-		t.Errorf("wanted is -, and the rules give +:\n%s", diff)
+		t.Errorf("unexpected result (-want +got):\n%s", diff)
 	}
 }
 
@@ -173,16 +186,17 @@ func load(t *testing.T, data string, into any) {
 	}
 }
 
-// TestTheDocumentsExamples reads every example, and applies it where a result is shown.
-func TestTheDocumentsExamples(t *testing.T) {
-	var r reader
-
+func TestDocs_Examples(t *testing.T) {
 	seen := map[string]int{}
 
-	for _, b := range blocks(t) {
-		seen[b.purpose]++
+	for _, p := range pages(t) {
+		var r reader
 
-		t.Run(fmt.Sprintf("%s in line %d", b.purpose, b.line), func(t *testing.T) { r.read(t, b) })
+		for _, b := range blocks(p.text) {
+			seen[b.purpose]++
+
+			t.Run(fmt.Sprintf("%s line %d", p.name, b.line), func(t *testing.T) { r.read(t, b) })
+		}
 	}
 
 	for _, purpose := range []string{"config", "document", "machine", "node", "wrong", "mistakes"} {
@@ -203,7 +217,7 @@ func parsed(t *testing.T, file string) *config.Compiled {
 	return compiled
 }
 
-// mounted is the content of the one file that an ExtensionServiceConfig has for talos-ccm.
+// mounted returns the content of the only file in an ExtensionServiceConfig.
 func mounted(t *testing.T, document string) string {
 	t.Helper()
 
@@ -222,27 +236,31 @@ func mounted(t *testing.T, document string) string {
 
 var code = regexp.MustCompile("`([^`]+)`")
 
-// table are the rows of the document's table with this head, cell by cell.
+// table returns the rows of the table with this head, cell by cell.
 func table(t *testing.T, head string) (rows [][]string) {
 	t.Helper()
 
-	_, rest, found := strings.Cut(documentText(t), "\n"+head+"\n")
-	if !found {
-		t.Fatalf("no table begins with %q", head)
-	}
-
-	for _, line := range strings.Split(rest, "\n")[1:] {
-		if !strings.HasPrefix(line, "| ") {
-			return rows
+	for _, p := range pages(t) {
+		_, rest, found := strings.Cut(p.text, "\n"+head+"\n")
+		if !found {
+			continue
 		}
 
-		rows = append(rows, strings.Split(strings.Trim(line, "| "), " | "))
+		for _, line := range strings.Split(rest, "\n")[1:] {
+			if !strings.HasPrefix(line, "| ") {
+				return rows
+			}
+
+			rows = append(rows, strings.Split(strings.Trim(line, "| "), " | "))
+		}
 	}
 
-	return rows
+	t.Fatalf("no table starts with %q", head)
+
+	return nil
 }
 
-func TestTheDocumentsFactsCanBeSelected(t *testing.T) {
+func TestDocs_SelectorKeys(t *testing.T) {
 	missing := rules.Keys()
 
 	for _, row := range table(t, "| key | what it is |") {
@@ -261,15 +279,15 @@ func TestTheDocumentsFactsCanBeSelected(t *testing.T) {
 	}
 
 	if len(missing) > 0 {
-		t.Errorf("the document does not have %v", missing)
+		t.Errorf("the docs do not list %v", missing)
 	}
 }
 
-func TestTheDocumentsFunctions(t *testing.T) {
+func TestDocs_Functions(t *testing.T) {
 	for _, row := range table(t, "| function | example | gives |") {
 		for _, name := range code.FindAllStringSubmatch(row[0], -1) {
 			if !slices.Contains(rules.Functions(), name[1]) {
-				t.Errorf("there is no function %s", name[1])
+				t.Errorf("unknown function %s", name[1])
 			}
 		}
 
@@ -281,17 +299,17 @@ func TestTheDocumentsFunctions(t *testing.T) {
 	}
 }
 
-func TestTheDocumentHasAllVariables(t *testing.T) {
-	text := documentText(t)
+func TestDocs_Variables(t *testing.T) {
+	all := pages(t)
 
 	for _, name := range rules.Variables() {
-		if !strings.Contains(text, "`."+name+"`") {
-			t.Errorf("the document does not have .%s", name)
+		if !slices.ContainsFunc(all, func(p page) bool { return strings.Contains(p.text, "`."+name+"`") }) {
+			t.Errorf("the docs do not list .%s", name)
 		}
 	}
 }
 
-// apply renders a template.
+// apply returns what a template renders.
 func apply(t *testing.T, template string) string {
 	t.Helper()
 

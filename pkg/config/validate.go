@@ -1,0 +1,393 @@
+package config
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"time"
+
+	"k8s.io/apimachinery/pkg/util/validation"
+	"k8s.io/apimachinery/pkg/util/validation/field"
+
+	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
+)
+
+// Compiled is a validated configuration. It is immutable.
+type Compiled struct {
+	// ClusterName is empty if the configuration does not set it.
+	ClusterName string
+	PreferIPv6  bool
+	// ProviderIDFallback is empty if the configuration does not set it.
+	ProviderIDFallback ProviderIDFallback
+	// Rules is never nil.
+	Rules *rules.Set
+	// NodeSelector selects the machines of managed Nodes; nil selects all.
+	NodeSelector *rules.Selector
+	// MaxExpiration is the maximum validity of a kubelet serving certificate.
+	MaxExpiration time.Duration
+	// AllowedSANs are in the order of the file.
+	AllowedSANs []CompiledSANs
+	// Pools are in the order of the file. With `blockSize: auto`, a last one without CIDRs matches all Nodes that no other pool selects.
+	Pools []CompiledPool
+
+	ruleCount int
+}
+
+// String returns a one-line summary.
+func (c *Compiled) String() string {
+	sans := 0
+	for _, entry := range c.AllowedSANs {
+		sans += len(entry.DNSNames) + len(entry.IPAddresses)
+	}
+
+	return fmt.Sprintf("valid: %s, %s, %s", count(c.ruleCount, "rule"), count(len(c.Pools), "pool"), count(sans, "allowed SAN"))
+}
+
+func count(n int, noun string) string {
+	if n != 1 {
+		noun += "s"
+	}
+
+	return fmt.Sprintf("%d %s", n, noun)
+}
+
+// CompiledSANs are additional names and addresses in the certificates of the selected machines.
+type CompiledSANs struct {
+	Name string
+	// Selector is nil if all machines are selected.
+	Selector *rules.Selector
+	// DNSNames are canonical.
+	DNSNames []string
+	// IPAddresses are unmapped and have no zone.
+	IPAddresses []netip.Addr
+}
+
+// CompiledPool is a source of pod CIDRs for the selected Nodes.
+type CompiledPool struct {
+	Name string
+	// Selector is nil if all machines are selected.
+	Selector *rules.Selector
+	// CIDRs are masked and in the order of the file. No two CIDRs of any pools overlap.
+	CIDRs []netip.Prefix
+	// MaskSizeIPv4 and MaskSizeIPv6 are 0 if the file does not set them. They are valid for all CIDRs of the pool. For an IP family without CIDRs, they apply
+	// to CIDRs from elsewhere.
+	MaskSizeIPv4, MaskSizeIPv6 int
+	// BlockSizeAuto derives the size of IPv4 pod CIDRs from the maximum number of pods. MaskSizeIPv4 is 0 then.
+	BlockSizeAuto bool
+}
+
+// validator collects semantic mistakes.
+type validator struct {
+	file *decoder
+	errs field.ErrorList
+}
+
+// validate compiles the file and reports semantic mistakes. It does not report values again that could not be decoded.
+func (d *decoder) validate(file *Config) *Compiled {
+	v := &validator{file: d}
+	compiled := v.compile(file)
+	undecoded := slices.Clone(d.problems)
+
+	for _, err := range v.errs {
+		if !slices.ContainsFunc(undecoded, func(p Problem) bool { return p.covers(err.Field) }) {
+			d.reportInvalid(err)
+		}
+
+		if len(d.problems) == maxProblems {
+			break
+		}
+	}
+
+	return compiled
+}
+
+func (v *validator) invalid(path *field.Path, value, format string, args ...any) {
+	v.errs = append(v.errs, field.Invalid(path, shorten(value, 80), fmt.Sprintf(format, args...)))
+}
+
+// refuse reports an error that includes the value.
+func (v *validator) refuse(path *field.Path, err error) {
+	v.errs = append(v.errs, field.Invalid(path, field.OmitValueType{}, err.Error()))
+}
+
+func (v *validator) line(path *field.Path) int {
+	at, _ := v.file.find(path.String())
+
+	return at.key.Line
+}
+
+func (v *validator) compile(file *Config) *Compiled {
+	global, ipam := field.NewPath("global"), field.NewPath("ipam")
+
+	compiled := &Compiled{
+		ClusterName:        file.Global.ClusterName,
+		PreferIPv6:         file.Global.PreferIPv6,
+		ProviderIDFallback: file.Global.ProviderIDFallback,
+		NodeSelector:       v.selector(field.NewPath("nodes", "nodeSelector"), file.Nodes.NodeSelector, rules.CompileSelector),
+		MaxExpiration:      v.maxExpiration(field.NewPath("csrApproval", "maxExpiration"), file.CSRApproval.MaxExpiration),
+		AllowedSANs:        v.allowedSANs(field.NewPath("csrApproval", "allowedSANs"), file.CSRApproval.AllowedSANs),
+		Pools:              v.pools(ipam.Child("pools"), file.IPAM),
+		ruleCount:          len(file.Transformations),
+	}
+
+	set, errs := rules.Compile(file.Transformations)
+	compiled.Rules = set
+	v.compileErrors(field.NewPath("transformations"), errs)
+
+	if reasons := validation.IsValidLabelValue(compiled.ClusterName); len(reasons) > 0 {
+		v.invalid(global.Child("clusterName"), compiled.ClusterName, "must be a valid label value: %s", strings.Join(reasons, "; "))
+	}
+
+	oneOf(v, global.Child("providerIDFallback"), compiled.ProviderIDFallback, FallbackUUID, FallbackNodeIP)
+	oneOf(v, ipam.Child("blockSize"), file.IPAM.BlockSize, BlockSizeAuto)
+
+	return compiled
+}
+
+func oneOf[T ~string](v *validator, path *field.Path, value T, supported ...T) {
+	if value != "" && !slices.Contains(supported, value) {
+		v.errs = append(v.errs, field.NotSupported(path, T(shorten(string(value), 80)), supported))
+	}
+}
+
+// compileErrors reports the errors of package rules, whose paths start at the given one.
+func (v *validator) compileErrors(path *field.Path, errs []rules.CompileError) {
+	for _, err := range errs {
+		at, parent := path, ""
+
+		for _, step := range err.Path {
+			switch step := step.(type) {
+			case int:
+				at, parent = at.Index(step), ""
+			case string:
+				if slices.Contains([]string{"annotations", "labels", "platformMetadata", "taints"}, parent) {
+					at = at.Key(step)
+				} else {
+					at = at.Child(step)
+				}
+
+				parent = step
+			}
+		}
+
+		v.refuse(at, err.Err)
+	}
+}
+
+// selector returns nil, which selects all machines, if there are no terms.
+func (v *validator) selector(path *field.Path, terms []rules.SelectorTerm, compile func([]rules.SelectorTerm) (*rules.Selector, []rules.CompileError)) *rules.Selector {
+	if len(terms) == 0 {
+		return nil
+	}
+
+	selector, errs := compile(terms)
+	v.compileErrors(path, errs)
+
+	return selector
+}
+
+func (v *validator) maxExpiration(path *field.Path, s string) time.Duration {
+	if s == "" {
+		return DefaultMaxExpiration
+	}
+
+	d, err := time.ParseDuration(s)
+
+	switch {
+	case err != nil:
+		v.invalid(path, s, "must be a duration such as 720h or 90m")
+	case d < MinExpiration:
+		v.invalid(path, s, "must be at least %s, the minimum of Kubernetes", MinExpiration)
+	}
+
+	return d
+}
+
+func (v *validator) allowedSANs(path *field.Path, entries []AllowedSANs) []CompiledSANs {
+	var list []CompiledSANs
+
+	names := map[string]int{}
+
+	for i, e := range entries {
+		p := path.Index(i)
+		v.uniqueName(names, path, i, e.Name)
+
+		if len(e.DNSNames)+len(e.IPAddresses) == 0 {
+			v.errs = append(v.errs, field.Required(p, "must have dnsNames or ipAddresses"))
+		}
+
+		allowed := CompiledSANs{Name: e.Name, Selector: v.selector(p.Child("nodeSelector"), e.NodeSelector, rules.CompileSelector)}
+
+		for j, name := range e.DNSNames {
+			at := p.Child("dnsNames").Index(j)
+			allowed.DNSNames = append(allowed.DNSNames, machine.CanonicalName(name))
+
+			if _, err := netip.ParseAddr(name); err == nil {
+				v.invalid(at, name, "is an IP address; list it in ipAddresses")
+			} else if err := csrpolicy.CheckAllowedName(name); err != nil {
+				v.invalid(at, name, "%v", err)
+			}
+		}
+
+		for j, s := range e.IPAddresses {
+			addr, _ := netip.ParseAddr(s) // the zero Addr is not allowed
+			allowed.IPAddresses = append(allowed.IPAddresses, addr.Unmap())
+
+			if err := csrpolicy.CheckAllowedAddress(addr); err != nil {
+				v.invalid(p.Child("ipAddresses").Index(j), s, "%v", err)
+			}
+		}
+
+		list = append(list, allowed)
+	}
+
+	return list
+}
+
+// uniqueName refuses a name that an earlier item of the list has. Names may be empty.
+func (v *validator) uniqueName(names map[string]int, list *field.Path, i int, name string) {
+	if first, found := names[name]; found && name != "" {
+		v.invalid(list.Index(i).Child("name"), name, "is also the name of the entry in line %d", v.line(list.Index(first).Child("name")))
+
+		return
+	}
+
+	names[name] = i
+}
+
+// pooled is a CIDR of a pool.
+type pooled struct {
+	prefix netip.Prefix
+	pool   string
+	path   *field.Path
+	// order is the position among all CIDRs of the file.
+	order int
+}
+
+func (v *validator) pools(path *field.Path, ipam IPAM) []CompiledPool {
+	var (
+		list []CompiledPool
+		all  []pooled
+	)
+
+	names := map[string]int{}
+
+	for i, e := range ipam.Pools {
+		p := path.Index(i)
+		v.uniqueName(names, path, i, e.Name)
+
+		if e.Name == "" {
+			v.errs = append(v.errs, field.Required(p.Child("name"), ""))
+		}
+
+		if len(e.CIDRs) == 0 {
+			v.errs = append(v.errs, field.Required(p.Child("cidrs"), ""))
+		}
+
+		pool := CompiledPool{Name: e.Name, Selector: v.selector(p.Child("nodeSelector"), e.NodeSelector, rules.CompileNodeSelector)}
+
+		for j, s := range e.CIDRs {
+			at := p.Child("cidrs").Index(j)
+
+			switch prefix, err := cidrset.ParsePrefix(s); {
+			case err != nil:
+				v.refuse(at, err)
+			case prefix.Bits() == 0:
+				v.invalid(at, s, "must not contain all addresses")
+			default:
+				pool.CIDRs = append(pool.CIDRs, prefix)
+				all = append(all, pooled{prefix: prefix, pool: e.Name, path: at, order: len(all)})
+			}
+		}
+
+		v.maskSizes(p, e, &pool, ipam.BlockSize)
+		list = append(list, pool)
+	}
+
+	v.noOverlaps(all)
+
+	if ipam.BlockSize == BlockSizeAuto {
+		list = append(list, CompiledPool{BlockSizeAuto: true})
+	}
+
+	return list
+}
+
+// maskSizes sets the mask sizes of the pool, and refuses those that do not fit its CIDRs.
+func (v *validator) maskSizes(path *field.Path, e Pool, pool *CompiledPool, size BlockSize) {
+	reported := len(v.errs)
+	hasIPv4 := slices.ContainsFunc(pool.CIDRs, func(prefix netip.Prefix) bool { return prefix.Addr().Is4() })
+	hasIPv6 := slices.ContainsFunc(pool.CIDRs, func(prefix netip.Prefix) bool { return prefix.Addr().Is6() })
+	keyIPv4, keyIPv6 := "maskSizeIPv4", "maskSizeIPv6"
+	pool.MaskSizeIPv4, pool.MaskSizeIPv6 = e.MaskSizeIPv4, e.MaskSizeIPv6
+
+	v.between(path.Child(keyIPv4), e.MaskSizeIPv4, 32)
+	v.between(path.Child(keyIPv6), e.MaskSizeIPv6, 128)
+
+	switch at := path.Child("maskSize"); {
+	case e.MaskSize == 0:
+	case e.MaskSizeIPv4 != 0 || e.MaskSizeIPv6 != 0:
+		v.errs = append(v.errs, field.Forbidden(at, "cannot be combined with maskSizeIPv4 or maskSizeIPv6"))
+	case hasIPv4 && hasIPv6:
+		v.errs = append(v.errs, field.Forbidden(at, "the pool has IPv4 and IPv6 CIDRs; use maskSizeIPv4 and maskSizeIPv6"))
+	case hasIPv4:
+		pool.MaskSizeIPv4, keyIPv4 = e.MaskSize, "maskSize"
+	default:
+		pool.MaskSizeIPv6, keyIPv6 = e.MaskSize, "maskSize"
+	}
+
+	if len(v.errs) > reported {
+		return
+	}
+
+	pool.BlockSizeAuto = size == BlockSizeAuto && pool.MaskSizeIPv4 == 0
+
+	// CIDRs that are smaller than the default mask sizes of the flags need one of their own.
+	for _, prefix := range pool.CIDRs {
+		if prefix.Addr().Is6() {
+			v.maskSize(path.Child(keyIPv6), prefix, pool.MaskSizeIPv6, 80)
+		} else if !pool.BlockSizeAuto {
+			v.maskSize(path.Child(keyIPv4), prefix, pool.MaskSizeIPv4, 24)
+		}
+	}
+}
+
+func (v *validator) between(path *field.Path, size, bits int) {
+	if size < 0 || size > bits {
+		v.errs = append(v.errs, field.Invalid(path, size, fmt.Sprintf("must be between 1 and %d", bits)))
+	}
+}
+
+func (v *validator) maskSize(path *field.Path, prefix netip.Prefix, size, usual int) {
+	if size == 0 {
+		if prefix.Bits() > usual {
+			v.errs = append(v.errs, field.Required(path, fmt.Sprintf("%s is smaller than a pod CIDR of the default mask size", prefix)))
+		}
+	} else if _, err := cidrset.NewPool(prefix, size); err != nil {
+		v.refuse(path, err)
+	}
+}
+
+// noOverlaps refuses each CIDR that overlaps an earlier one. Sorted by address, a CIDR follows those that contain it.
+func (v *validator) noOverlaps(all []pooled) {
+	slices.SortStableFunc(all, func(a, b pooled) int { return a.prefix.Compare(b.prefix) })
+
+	for i, last := 1, 0; i < len(all); i++ {
+		if !all[last].prefix.Overlaps(all[i].prefix) {
+			last = i
+
+			continue
+		}
+
+		first, second := all[last], all[i]
+		if second.order < first.order {
+			first, second = second, first
+		}
+
+		v.invalid(second.path, second.prefix.String(), "overlaps %s of pool %s in line %d", first.prefix, quote(first.pool), v.line(first.path))
+	}
+}
