@@ -6,17 +6,17 @@ import (
 	"testing"
 )
 
-func TestWhatIsMadeIsCurrent(t *testing.T) {
+func TestGenerate_FilesAreUpToDate(t *testing.T) {
 	t.Chdir("../..")
 
-	made, err := files()
+	generated, err := generate()
 	if err != nil {
 		t.Fatal(err)
 	}
 
-	for name, want := range made {
+	for name, want := range generated {
 		if got, err := os.ReadFile(name); err != nil || !bytes.Equal(got, want) {
-			t.Errorf("%s is not current (%v): run go generate ./pkg/config", name, err)
+			t.Errorf("%s is not up to date (%v): run go generate ./pkg/config", name, err)
 		}
 	}
 }

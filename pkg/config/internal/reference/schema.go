@@ -12,8 +12,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-// choices are the values of the types that have few. The empty text is the zero value, where there is one.
-var choices = map[reflect.Type][]any{
+// enums are the values of enumerated types. The empty string is valid where it means the default.
+var enums = map[reflect.Type][]any{
 	reflect.TypeFor[rules.Operator](): {
 		rules.In, rules.NotIn, rules.Exists, rules.DoesNotExist, rules.Gt, rules.Lt, rules.Regexp,
 	},
@@ -21,10 +21,8 @@ var choices = map[reflect.Type][]any{
 	reflect.TypeFor[config.BlockSize]():          {config.BlockSizeAuto, ""},
 }
 
-// schema describes what Parse accepts as far as a schema can.
-func schema(c comments) ([]byte, error) {
-	r := jsonschema.Reflector{DoNotReference: true, Anonymous: true, Mapper: scalar, LookupComment: c.of}
-
+// generateSchema returns the JSON schema, which accepts every file that Parse accepts.
+func generateSchema(r *jsonschema.Reflector) ([]byte, error) {
 	root := r.Reflect(config.Config{})
 	root.Title = "talos-ccm configuration"
 	amend(root, reflect.TypeFor[config.Config]())
@@ -41,9 +39,9 @@ func schema(c comments) ([]byte, error) {
 	return out.Bytes(), err
 }
 
-// scalar is the schema of text, nil for anything else. A number or a truth value is read as the text that it is written as.
-func scalar(t reflect.Type) *jsonschema.Schema {
-	if values, ok := choices[t]; ok {
+// mapScalar returns the schema of a string or an enumerated type; nil for other types. Numbers and booleans are read as strings.
+func mapScalar(t reflect.Type) *jsonschema.Schema {
+	if values, found := enums[t]; found {
 		return &jsonschema.Schema{Enum: values}
 	}
 
@@ -83,7 +81,7 @@ func amend(s *jsonschema.Schema, t reflect.Type) {
 	}
 }
 
-// allowNull accepts a key without a value, which is as good as none.
+// allowNull accepts a key without a value, which is the same as no key.
 func allowNull(s *jsonschema.Schema) {
 	if len(s.Enum) > 0 {
 		s.Enum = append(slices.Clip(s.Enum), nil)
