@@ -1,12 +1,13 @@
-// Package settings keeps the user's configuration in force: it reads it where it is delivered, follows its changes, and holds on to the last
-// good one.
-//
-// It never decides what a configuration means (config does), and never acts on one.
+// Package settings keeps the configuration in force: it follows a source, validates what the source delivers, and falls back to the last known good
+// configuration.
 package settings
 
 import (
 	"context"
+	"errors"
 	"maps"
+	"os"
+	"path/filepath"
 	"slices"
 	"sync"
 
@@ -19,189 +20,208 @@ import (
 
 var valid = metrics.NewGauge(&metrics.GaugeOpts{
 	Name:           "talosccm_config_valid",
-	Help:           "1 if the configuration that was delivered last is in force, 0 if it is not valid and the one before is (or none at all).",
+	Help:           "1 if the latest configuration is valid and in force, 0 if it is invalid and the last known good one, if any, is in force.",
 	StabilityLevel: metrics.ALPHA,
 })
 
 func init() { legacyregistry.MustRegister(valid) }
 
-// Document is a configuration as it is delivered. The zero value is a valid one: all defaults.
+// Document is a configuration as a Source delivers it. The zero value gives the defaults.
 type Document struct {
-	// Name is the place, for errors.
+	// Name of the document in errors and logs.
 	Name string
-	// Config is the file's content.
+	// Config is the content of the configuration file.
 	Config []byte
-	// Environment has the settings that a start takes, as NAME=value.
+	// Environment holds variables of the process, as NAME=value.
 	Environment []string
 }
 
-// Source is where configurations are delivered.
-type Source interface {
-	// Follow calls deliver with the present document, at once and after every change, and with an error if there is something that
-	// cannot be read. It calls lost when it can no longer tell changes, until the next delivery. It returns when ctx ends.
-	Follow(ctx context.Context, deliver func(Document, error), lost func())
-}
-
-// Store is safe for concurrent use. Use New and Run.
+// Store holds the configuration in force. Use New. It is safe for concurrent use.
 type Store struct {
-	source Source
-	memory LastKnownGood
-	check  func(environment []string) error
+	source           Source
+	lastKnownGood    LastKnownGood
+	checkEnvironment func(environment []string) error
 
-	mu       sync.Mutex
-	current  *config.Compiled
-	env      []string
-	problem  error
-	inStep   bool
-	changed  chan struct{} // closed and replaced after every change
+	mu          sync.Mutex
+	current     *config.Compiled
+	environment []string
+	problem     error
+	// synced is true while the source sees changes.
+	synced   bool
 	handlers map[*func()]struct{}
 }
 
-// New makes a Store. A document whose environment does not pass check is not valid.
-func New(source Source, memory LastKnownGood, check func(environment []string) error) *Store {
-	return &Store{source: source, memory: memory, check: check, changed: make(chan struct{}), handlers: map[*func()]struct{}{}}
+// New returns a Store. A document is invalid if its environment does not pass the check.
+func New(source Source, lastKnownGood LastKnownGood, checkEnvironment func(environment []string) error) *Store {
+	return &Store{source: source, lastKnownGood: lastKnownGood, checkEnvironment: checkEnvironment, handlers: map[*func()]struct{}{}}
 }
 
 // Run follows the source until ctx ends.
-func (k *Store) Run(ctx context.Context) {
-	k.source.Follow(ctx, func(doc Document, err error) { k.take(ctx, doc, err) }, k.lost)
+func (s *Store) Run(ctx context.Context) {
+	s.source.Follow(ctx, func(doc Document, err error) { s.update(ctx, doc, err) }, func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+
+		s.synced = false
+	})
 }
 
-// Subscribe has handler called after every delivery that changed something, on the source's goroutine: it must not block. The handlers stay
-// until the returned function is called.
-func (k *Store) Subscribe(handler func()) (unsubscribe func()) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
+// Subscribe calls handler after every delivery until the returned function is called. The handler must not block.
+func (s *Store) Subscribe(handler func()) (unsubscribe func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 
-	k.handlers[&handler] = struct{}{}
+	s.handlers[&handler] = struct{}{}
 
 	return func() {
-		k.mu.Lock()
-		defer k.mu.Unlock()
+		s.mu.Lock()
+		defer s.mu.Unlock()
 
-		delete(k.handlers, &handler)
+		delete(s.handlers, &handler)
 	}
 }
 
-// Current is the configuration in force; nil before the first good one, when nothing must be written.
-func (k *Store) Current() *config.Compiled {
-	k.mu.Lock()
-	defer k.mu.Unlock()
+// Current returns the configuration in force. It is nil until there is a valid one; nothing must be written until then.
+func (s *Store) Current() *config.Compiled {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 
-	return k.current
+	return s.current
 }
 
-// Environment is that of the document in force.
-func (k *Store) Environment() []string {
-	k.mu.Lock()
-	defer k.mu.Unlock()
+// Environment returns the environment of the latest valid document.
+func (s *Store) Environment() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 
-	return k.env
+	return s.environment
 }
 
-// Problem says what is wrong with the document that was delivered last; nil if it is in force.
-func (k *Store) Problem() error {
-	k.mu.Lock()
-	defer k.mu.Unlock()
+// Problem returns why the latest document is invalid; nil if it is in force.
+func (s *Store) Problem() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 
-	return k.problem
+	return s.problem
 }
 
-// Await returns true once a configuration is in force and the source can tell changes of it, and false if ctx ends before.
-func (k *Store) Await(ctx context.Context) bool {
+// Await blocks until a configuration is in force and the source sees changes. It returns false if ctx ends before that.
+func (s *Store) Await(ctx context.Context) bool {
+	delivered := make(chan struct{}, 1)
+
+	defer s.Subscribe(func() {
+		select {
+		case delivered <- struct{}{}:
+		default:
+		}
+	})()
+
 	for {
-		k.mu.Lock()
-		ready, changed := k.current != nil && k.inStep, k.changed
-		k.mu.Unlock()
+		s.mu.Lock()
+		ready := s.current != nil && s.synced
+		s.mu.Unlock()
 
 		if ready {
 			return true
 		}
 
 		select {
-		case <-changed:
+		case <-delivered:
 		case <-ctx.Done():
 			return false
 		}
 	}
 }
 
-func (k *Store) lost() {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-
-	k.inStep = false
-}
-
-func (k *Store) take(ctx context.Context, doc Document, err error) {
-	compiled, err := k.compile(doc, err)
+// update puts a document in force, or the last known good configuration if the document is invalid.
+func (s *Store) update(ctx context.Context, doc Document, err error) {
 	logger := klog.FromContext(ctx)
+
+	var compiled *config.Compiled
+
+	if err == nil {
+		compiled, err = config.Parse(doc.Name, doc.Config)
+	}
+
+	if err == nil {
+		err = s.checkEnvironment(doc.Environment)
+	}
 
 	if err != nil {
 		valid.Set(0)
-		logger.Error(err, "The configuration is not valid", "source", doc.Name)
+		logger.Error(err, "Invalid configuration; keeping the last known good one", "source", doc.Name)
 
-		compiled = k.lastGood(ctx)
+		if compiled = s.Current(); compiled == nil {
+			compiled = s.lastKnownGood.load(logger)
+		}
 	} else {
 		valid.Set(1)
-		logger.Info("The configuration is in force", "source", doc.Name)
+		logger.Info("Applied configuration", "source", doc.Name)
 
-		if err := k.memory.remember(doc.Config); err != nil {
-			logger.Error(err, "After a restart there would be nothing to fall back on")
+		if err := s.lastKnownGood.save(doc.Config); err != nil {
+			logger.Error(err, "Failed to persist last known good configuration")
 		}
 	}
 
-	k.mu.Lock()
+	s.mu.Lock()
 
-	k.problem, k.inStep, k.current = err, true, compiled
+	s.problem, s.synced, s.current = err, true, compiled
 
 	if err == nil {
-		k.env = doc.Environment
+		s.environment = doc.Environment
 	}
 
-	close(k.changed)
-	k.changed = make(chan struct{})
-	handlers := slices.Collect(maps.Keys(k.handlers))
+	handlers := slices.Collect(maps.Keys(s.handlers))
 
-	k.mu.Unlock()
+	s.mu.Unlock()
 
 	for _, handle := range handlers {
 		(*handle)()
 	}
 }
 
-// lastGood is the configuration in force, or at the start the one that was when the process ended before; nil if there is none.
-func (k *Store) lastGood(ctx context.Context) *config.Compiled {
-	if current := k.Current(); current != nil {
-		return current
+// LastKnownGood persists the last known good configuration across restarts: Talos restarts an extension service when its document changes, even if the new
+// document is invalid (ExtensionServiceController). The zero value persists nothing.
+type LastKnownGood struct {
+	// Dir is a directory that outlives the process.
+	Dir string
+}
+
+func (l LastKnownGood) path() string { return filepath.Join(l.Dir, "last-good.yaml") }
+
+func (l LastKnownGood) save(data []byte) error {
+	if l.Dir == "" {
+		return nil
 	}
 
-	data, err := k.memory.recall()
+	next := l.path() + ".next"
+	if err := os.WriteFile(next, data, 0o600); err != nil {
+		return err
+	}
+
+	return os.Rename(next, l.path())
+}
+
+// load returns nil if there is no valid configuration. A later version may refuse what an earlier one accepted.
+func (l LastKnownGood) load(logger klog.Logger) *config.Compiled {
+	err := errors.New("no state directory")
+
+	var data []byte
+
+	if l.Dir != "" {
+		data, err = os.ReadFile(l.path())
+	}
+
 	if err != nil {
-		klog.FromContext(ctx).Info("There is no good configuration to fall back on", "err", err)
+		logger.Info("No last known good configuration", "err", err)
 
 		return nil
 	}
 
-	compiled, err := config.Parse(k.memory.path(), data)
-	if err != nil { // by a stricter version, or not all of it was written
-		klog.FromContext(ctx).Info("The last good configuration is not valid any more", "err", err)
-
-		return nil
+	compiled, err := config.Parse(l.path(), data)
+	if err != nil {
+		logger.Info("Last known good configuration is no longer valid", "err", err)
 	}
 
 	return compiled
-}
-
-func (k *Store) compile(doc Document, err error) (*config.Compiled, error) {
-	if err != nil {
-		return nil, err
-	}
-
-	compiled, err := config.Parse(doc.Name, doc.Config)
-	if err != nil {
-		return nil, err
-	}
-
-	return compiled, k.check(doc.Environment)
 }

@@ -12,7 +12,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/settings"
 )
 
-// delivery is a source that delivers what the test tells it to.
+// delivery is a source under the control of the test.
 type delivery struct {
 	deliver func(settings.Document, error)
 	lost    func()
@@ -25,53 +25,53 @@ func (d *delivery) Follow(ctx context.Context, deliver func(settings.Document, e
 	<-ctx.Done()
 }
 
-// follow starts a Store on a source that has not delivered anything yet.
+// follow runs a Store on a source that has not delivered a document.
 func follow(t *testing.T, check func([]string) error) (*settings.Store, *delivery) {
 	t.Helper()
 
 	return followWith(t, settings.LastKnownGood{}, check)
 }
 
-func followWith(t *testing.T, memory settings.LastKnownGood, check func([]string) error) (*settings.Store, *delivery) {
+func followWith(t *testing.T, lastKnownGood settings.LastKnownGood, check func([]string) error) (*settings.Store, *delivery) {
 	t.Helper()
 
 	d := &delivery{ready: make(chan struct{})}
-	k := settings.New(d, memory, check)
+	s := settings.New(d, lastKnownGood, check)
 
-	go k.Run(t.Context())
+	go s.Run(t.Context())
 	<-d.ready
 
-	return k, d
+	return s, d
 }
 
-func anything([]string) error { return nil }
+func anyEnvironment([]string) error { return nil }
 
 func document(content string) settings.Document {
 	return settings.Document{Name: "config.yaml", Config: []byte(content)}
 }
 
-func TestNothingIsInForceBeforeTheFirstGoodDocument(t *testing.T) {
-	k, d := follow(t, anything)
+func TestStore_NothingIsInForceBeforeFirstValidDocument(t *testing.T) {
+	s, d := follow(t, anyEnvironment)
 
 	d.deliver(document("nonsense: true"), nil)
 
-	if k.Current() != nil {
-		t.Error("a document that is not valid is in force")
+	if s.Current() != nil {
+		t.Error("an invalid document is in force")
 	}
 
-	if err := k.Problem(); err == nil || !strings.Contains(err.Error(), "config.yaml:1") {
-		t.Errorf("the problem does not name the place: %v", err)
+	if err := s.Problem(); err == nil || !strings.Contains(err.Error(), "config.yaml:1") {
+		t.Errorf("the problem does not include the position: %v", err)
 	}
 
 	d.deliver(document(""), nil)
 
-	if k.Current() == nil || k.Problem() != nil {
-		t.Errorf("an empty document is not in force: %v", k.Problem())
+	if s.Current() == nil || s.Problem() != nil {
+		t.Errorf("an empty document is not in force: %v", s.Problem())
 	}
 }
 
-func TestTheLastGoodDocumentStaysInForce(t *testing.T) {
-	k, d := follow(t, func(environment []string) error {
+func TestStore_KeepsLastValidDocument(t *testing.T) {
+	s, d := follow(t, func(environment []string) error {
 		if len(environment) > 1 {
 			return errors.New("too many variables")
 		}
@@ -86,95 +86,95 @@ func TestTheLastGoodDocumentStaysInForce(t *testing.T) {
 	tooMany := document("global: {clusterName: other}")
 	tooMany.Environment = []string{"A=1", "B=2"}
 
-	for what, deliver := range map[string]func(){
-		"not valid":          func() { d.deliver(document("global: {clusterName: [}"), nil) },
-		"cannot be read":     func() { d.deliver(document("global: {clusterName: other}"), errors.New("cannot be read")) },
-		"with a bad setting": func() { d.deliver(tooMany, nil) },
+	for name, deliver := range map[string]func(){
+		"invalid document":    func() { d.deliver(document("global: {clusterName: [}"), nil) },
+		"unreadable document": func() { d.deliver(document("global: {clusterName: other}"), errors.New("unreadable")) },
+		"invalid environment": func() { d.deliver(tooMany, nil) },
 	} {
 		deliver()
 
-		if k.Problem() == nil {
-			t.Errorf("%s: no problem", what)
+		if s.Problem() == nil {
+			t.Errorf("%s: no problem", name)
 		}
 
-		if k.Current().ClusterName != "good" || len(k.Environment()) != 1 {
-			t.Errorf("%s: in force are %q and %v", what, k.Current().ClusterName, k.Environment())
+		if s.Current().ClusterName != "good" || len(s.Environment()) != 1 {
+			t.Errorf("%s: got %q and %v", name, s.Current().ClusterName, s.Environment())
 		}
 	}
 }
 
-func TestTheLastGoodDocumentOutlivesTheProcess(t *testing.T) {
-	memory := settings.LastKnownGood{Dir: t.TempDir()}
+func TestLastKnownGood_SurvivesRestart(t *testing.T) {
+	lastKnownGood := settings.LastKnownGood{Dir: t.TempDir()}
 	bad := document("nonsense: true")
 
-	_, before := followWith(t, memory, anything)
+	_, before := followWith(t, lastKnownGood, anyEnvironment)
 	before.deliver(document("global: {clusterName: first}"), nil)
 	before.deliver(document("global: {clusterName: good}"), nil)
 	before.deliver(bad, nil)
 
-	k, after := followWith(t, memory, anything)
-	if k.Current() != nil {
-		t.Error("something is in force before anything was delivered: it may have been taken back")
+	s, after := followWith(t, lastKnownGood, anyEnvironment)
+	if s.Current() != nil {
+		t.Error("a configuration is in force before the first delivery")
 	}
 
 	after.deliver(bad, nil)
 
-	if k.Current() == nil || k.Current().ClusterName != "good" {
-		t.Errorf("the last good document is not in force: %v", k.Current())
+	if s.Current() == nil || s.Current().ClusterName != "good" {
+		t.Errorf("the last known good document is not in force: %v", s.Current())
 	}
 
-	if k.Problem() == nil || !k.Await(t.Context()) {
-		t.Error("there is no problem, or no configuration")
+	if s.Problem() == nil || !s.Await(t.Context()) {
+		t.Error("got no problem or no configuration")
 	}
 
 	after.deliver(document(""), nil)
 
-	third, last := followWith(t, memory, anything)
+	third, last := followWith(t, lastKnownGood, anyEnvironment)
 	last.deliver(bad, nil)
 
-	if k.Current().ClusterName != "" || third.Current().ClusterName != "" {
-		t.Errorf("the good document since then is not in force: %v, %v", k.Current(), third.Current())
+	if s.Current().ClusterName != "" || third.Current().ClusterName != "" {
+		t.Errorf("the latest valid document is not in force: %v, %v", s.Current(), third.Current())
 	}
 }
 
-func TestWithoutAGoodDocumentFromBeforeNothingIsInForce(t *testing.T) {
+func TestLastKnownGood_MissingOrInvalid(t *testing.T) {
 	dir := t.TempDir()
 
-	for what, memory := range map[string]settings.LastKnownGood{"empty": {Dir: dir}, "none": {}, "gone": {Dir: filepath.Join(dir, "absent")}} {
-		k, d := followWith(t, memory, anything)
+	for name, lastKnownGood := range map[string]settings.LastKnownGood{"empty directory": {Dir: dir}, "no directory": {}, "missing directory": {Dir: filepath.Join(dir, "absent")}} {
+		s, d := followWith(t, lastKnownGood, anyEnvironment)
 		d.deliver(document("nonsense: true"), nil)
 
-		if k.Current() != nil {
-			t.Errorf("%s: something is in force", what)
+		if s.Current() != nil {
+			t.Errorf("%s: a configuration is in force", name)
 		}
 
-		d.deliver(document(""), nil) // even if it cannot be kept
+		d.deliver(document(""), nil) // even if it cannot be persisted
 
-		if k.Current() == nil {
-			t.Errorf("%s: a good document is not in force", what)
+		if s.Current() == nil {
+			t.Errorf("%s: a valid document is not in force", name)
 		}
 	}
 
-	// Not all of it was written.
+	// A truncated file.
 	if err := os.WriteFile(filepath.Join(dir, "last-good.yaml"), []byte("global: {"), 0o600); err != nil {
 		t.Fatal(err)
 	}
 
-	k, d := followWith(t, settings.LastKnownGood{Dir: dir}, anything)
+	s, d := followWith(t, settings.LastKnownGood{Dir: dir}, anyEnvironment)
 	d.deliver(document("nonsense: true"), nil)
 
-	if k.Current() != nil {
-		t.Error("half a document is in force")
+	if s.Current() != nil {
+		t.Error("a truncated document is in force")
 	}
 }
 
-func TestEverySubscriberHearsOfEveryDelivery(t *testing.T) {
-	k, d := follow(t, anything)
+func TestStore_NotifiesSubscribersOfEveryDelivery(t *testing.T) {
+	s, d := follow(t, anyEnvironment)
 
 	var first, second atomic.Int32
 
-	unsubscribe := k.Subscribe(func() { first.Add(1) })
-	k.Subscribe(func() { second.Add(1) })
+	unsubscribe := s.Subscribe(func() { first.Add(1) })
+	s.Subscribe(func() { second.Add(1) })
 
 	d.deliver(document(""), nil)
 	d.deliver(document("nonsense: true"), nil)
@@ -182,36 +182,36 @@ func TestEverySubscriberHearsOfEveryDelivery(t *testing.T) {
 	d.deliver(document(""), nil)
 
 	if first.Load() != 2 || second.Load() != 3 {
-		t.Errorf("heard %d and %d times, want 2 and 3", first.Load(), second.Load())
+		t.Errorf("got %d and %d calls, want 2 and 3", first.Load(), second.Load())
 	}
 }
 
-func TestAwaitWaitsForADocumentThatIsCurrent(t *testing.T) {
-	k, d := follow(t, anything)
+func TestStore_AwaitBlocksUntilSynced(t *testing.T) {
+	s, d := follow(t, anyEnvironment)
 	d.deliver(document(""), nil)
 	d.lost()
 
 	awaited := make(chan bool)
 
-	go func() { awaited <- k.Await(t.Context()) }()
+	go func() { awaited <- s.Await(t.Context()) }()
 
 	select {
 	case <-awaited:
-		t.Fatal("did not wait, though changes cannot be told")
+		t.Fatal("Await returned while the source sees no changes")
 	default:
 	}
 
 	d.deliver(document(""), nil)
 
 	if !<-awaited {
-		t.Error("gave up")
+		t.Error("got false after a delivery")
 	}
 
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	d.lost()
 
-	if k.Await(ctx) {
-		t.Error("did not end with its context")
+	if s.Await(ctx) {
+		t.Error("got true after ctx ended")
 	}
 }

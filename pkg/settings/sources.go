@@ -1,0 +1,165 @@
+package settings
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"time"
+
+	"github.com/cosi-project/runtime/pkg/state"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"k8s.io/klog/v2"
+	"k8s.io/utils/clock"
+
+	"github.com/talos-ccm/talos-ccm/pkg/config"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
+)
+
+// Source delivers configurations.
+type Source interface {
+	// Follow calls deliver with the current document and again after every change, or with an error if the document cannot be read. It calls lost when it no
+	// longer sees changes, until the next delivery. It returns when ctx ends.
+	Follow(ctx context.Context, deliver func(Document, error), lost func())
+}
+
+// Defaults is the source of the default configuration.
+type Defaults struct{}
+
+// Follow implements Source.
+func (Defaults) Follow(ctx context.Context, deliver func(Document, error), _ func()) {
+	deliver(Document{}, nil)
+	<-ctx.Done()
+}
+
+// MountPath is the mountPath of the configuration file in an ExtensionServiceConfig. The content is read from the resource and not from the mounted file:
+// Talos mounts what exists when it starts the service, and at boot that is before the machine configuration is loaded (ExtensionServiceController).
+const MountPath = "/usr/local/etc/talos-ccm/config.yaml"
+
+// Extension follows the ExtensionServiceConfig of an extension service. Without one, it delivers the default configuration.
+type Extension struct {
+	// Admin is talosapi.Admin.
+	Admin interface {
+		WatchServiceConfig(ctx context.Context, name string, ch chan<- state.Event) error
+	}
+	// Name of the extension service, without "ext-".
+	Name  string
+	Clock clock.Clock
+}
+
+// Follow implements Source.
+func (e Extension) Follow(ctx context.Context, deliver func(Document, error), lost func()) {
+	//nolint:errcheck // it fails only when ctx ends
+	_ = backoff.Retry(ctx, e.Clock, 200*time.Millisecond, 10*time.Second, func(ctx context.Context) error {
+		err := e.watch(ctx, deliver)
+
+		lost()
+
+		if ctx.Err() == nil {
+			klog.FromContext(ctx).V(2).Info("Failed to watch ExtensionServiceConfig; retrying", "err", err)
+		}
+
+		return err
+	})
+}
+
+func (e Extension) watch(ctx context.Context, deliver func(Document, error)) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+
+	events := make(chan state.Event)
+
+	if err := e.Admin.WatchServiceConfig(ctx, e.Name, events); err != nil {
+		return err
+	}
+
+	for {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case event := <-events:
+			if event.Type == state.Errored {
+				return fmt.Errorf("watch ExtensionServiceConfig %s: %w", e.Name, event.Error)
+			}
+
+			resource, ok := event.Resource.(*runtime.ExtensionServiceConfig)
+
+			switch {
+			case event.Type == state.Destroyed:
+				deliver(Document{Name: "ExtensionServiceConfig " + e.Name}, nil)
+			case ok:
+				deliver(e.document(resource.TypedSpec()))
+			}
+		}
+	}
+}
+
+// document returns the file at MountPath. Other files are errors, because they would be ignored.
+func (e Extension) document(spec *runtime.ExtensionServiceConfigSpec) (Document, error) {
+	resource := "ExtensionServiceConfig " + e.Name
+	doc := Document{Name: resource + " " + MountPath, Environment: spec.Environment}
+
+	for _, file := range spec.Files {
+		if file.MountPath != MountPath {
+			return doc, fmt.Errorf("%s: configFiles: mountPath %q is not supported; the only file is %s", resource, file.MountPath, MountPath)
+		}
+
+		doc.Config = []byte(file.Content)
+	}
+
+	return doc, nil
+}
+
+// File follows a file, outside Talos.
+type File struct {
+	Path  string
+	Clock clock.Clock
+}
+
+// Follow implements Source. It polls, which works on every file system, and delivers content that it has read twice, because a file may be half written.
+func (f File) Follow(ctx context.Context, deliver func(Document, error), _ func()) {
+	const period = 250 * time.Millisecond
+
+	var last, delivered *reading
+
+	for ctx.Err() == nil {
+		current := f.read()
+
+		if current.equal(last) && !current.equal(delivered) {
+			deliver(Document{Name: f.Path, Config: current.data}, current.err)
+
+			delivered = current
+		}
+
+		last = current
+
+		backoff.Sleep(ctx, f.Clock, period)
+	}
+}
+
+// reading is the content of a file at one time, or the error of reading it.
+type reading struct {
+	data []byte
+	err  error
+}
+
+func (r *reading) equal(other *reading) bool {
+	return other != nil && bytes.Equal(r.data, other.data) && fmt.Sprint(r.err) == fmt.Sprint(other.err)
+}
+
+// read reads at most one byte more than config.Parse accepts.
+func (f File) read() *reading {
+	file, err := os.Open(f.Path)
+	if err != nil {
+		return &reading{err: fmt.Errorf("read configuration: %w", err)}
+	}
+	defer file.Close() //nolint:errcheck // nothing was written
+
+	data, err := io.ReadAll(io.LimitReader(file, config.MaxSize+1))
+	if err != nil {
+		return &reading{err: fmt.Errorf("read configuration: %w", err)}
+	}
+
+	return &reading{data: data, err: config.CheckNotEmpty(f.Path, data)}
+}

@@ -1,0 +1,140 @@
+package settings_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/cosi-project/runtime/pkg/state"
+	talosruntime "github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"k8s.io/utils/clock"
+	testingclock "k8s.io/utils/clock/testing"
+
+	"github.com/talos-ccm/talos-ccm/pkg/settings"
+)
+
+// poll lets the source read the file once more and returns when that is done.
+func poll(t *testing.T, clk *testingclock.FakeClock) {
+	t.Helper()
+
+	clk.Step(time.Minute)
+
+	for !clk.HasWaiters() {
+		if t.Context().Err() != nil {
+			t.Fatal("the file is not polled")
+		}
+
+		runtime.Gosched() // the clock has no other signal
+	}
+}
+
+func TestFile_DeliversContentThatWasReadTwice(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "config.yaml")
+	clk := testingclock.NewFakeClock(time.Now())
+	store := settings.New(settings.File{Path: path, Clock: clk}, settings.LastKnownGood{}, anyEnvironment)
+
+	write := func(content string) {
+		if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+
+	write("global: {clusterName: first}")
+
+	go store.Run(t.Context())
+
+	poll(t, clk)
+	poll(t, clk)
+
+	for _, step := range []struct {
+		name, content, want string
+		polls               int
+	}{
+		{"content that was read once is ignored", "", "first", 1},
+		{"content that was read twice is in force", "global: {clusterName: second}", "second", 2},
+		{"invalid content is ignored", "global: {", "second", 2},
+		{"blank content is ignored", " \n", "second", 2},
+		{"an empty mapping gives the defaults", "{}", "", 2},
+	} {
+		write(step.content)
+
+		for range step.polls {
+			poll(t, clk)
+		}
+
+		if current := store.Current(); current == nil || current.ClusterName != step.want {
+			t.Errorf("%s: got %v, want %q", step.name, current, step.want)
+		}
+	}
+}
+
+// watcher is an Admin. Each watch gets the next list of events and fails at its end.
+type watcher struct{ watches [][]state.Event }
+
+func (w *watcher) WatchServiceConfig(ctx context.Context, _ string, ch chan<- state.Event) error {
+	if len(w.watches) == 0 {
+		return errors.New("unavailable")
+	}
+
+	events := append(slices.Clone(w.watches[0]), state.Event{Type: state.Errored, Error: errors.New("closed")})
+	w.watches = w.watches[1:]
+
+	go func() {
+		for _, event := range events {
+			select {
+			case ch <- event:
+			case <-ctx.Done():
+			}
+		}
+	}()
+
+	return nil
+}
+
+func TestExtension_DeliversFileAndEnvironment(t *testing.T) {
+	event := func(kind state.EventType, files ...talosruntime.ExtensionServiceConfigFile) state.Event {
+		resource := talosruntime.NewExtensionServiceConfigSpec(talosruntime.NamespaceName, "talos-ccm")
+		resource.TypedSpec().Files = files
+		resource.TypedSpec().Environment = []string{"A=1"}
+
+		return state.Event{Type: kind, Resource: resource}
+	}
+	file := func(path, content string) talosruntime.ExtensionServiceConfigFile {
+		return talosruntime.ExtensionServiceConfigFile{MountPath: path, Content: content}
+	}
+
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		source := settings.Extension{Name: "talos-ccm", Clock: clock.RealClock{}, Admin: &watcher{watches: [][]state.Event{
+			{event(state.Created, file(settings.MountPath, "a")), event(state.Updated, file("/etc/other.yaml", "b")), {Type: state.Bootstrapped}},
+			{event(state.Updated), event(state.Destroyed)},
+		}}}
+
+		var got []string
+
+		go source.Follow(ctx, func(doc settings.Document, err error) {
+			got = append(got, fmt.Sprintf("%s %s %v %v", doc.Name, doc.Config, doc.Environment, err != nil))
+		}, func() { got = append(got, "lost") })
+
+		time.Sleep(time.Second)
+		cancel()
+		synctest.Wait()
+
+		const name = "ExtensionServiceConfig talos-ccm"
+
+		want := []string{
+			name + " " + settings.MountPath + " a [A=1] false", name + " " + settings.MountPath + "  [A=1] true", "lost",
+			name + " " + settings.MountPath + "  [A=1] false", name + "  [] false", "lost",
+		}
+		if !slices.Equal(got[:min(len(got), len(want))], want) {
+			t.Errorf("got  %q\nwant %q", got, want)
+		}
+	})
+}
