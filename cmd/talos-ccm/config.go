@@ -1,7 +1,6 @@
 package main
 
 import (
-	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -11,11 +10,10 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 )
 
-// newConfigCommand is for people who write a configuration file, and for their pipelines.
 func newConfigCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "config",
-		Short: "Check a configuration file before it is used",
+		Short: "Validate configuration files and print their schema",
 		Args:  cobra.NoArgs,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
@@ -27,9 +25,13 @@ func newConfigCommand() *cobra.Command {
 func newConfigValidateCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "validate FILE|-",
-		Short: "Tell every mistake in a configuration file, with its line",
-		Long: `validate reads a configuration file, or standard input, exactly as talos-ccm does. It prints a summary and ends with 0 if there is no mistake.
-Otherwise it prints every mistake to standard error, one a line, and ends with 1.`,
+		Short: "Validate a configuration file",
+		Long: `Validate a configuration file, or standard input, as talos-ccm does when it loads it.
+
+If the file is valid, print a summary and exit with 0. Otherwise print every
+mistake to standard error, one per line with its position, and exit with 1.`,
+		Example: `  talos-ccm config validate rules.yaml
+  talos-ccm config validate - < rules.yaml`,
 		Args:          cobra.ExactArgs(1),
 		SilenceUsage:  true,
 		SilenceErrors: true,
@@ -40,14 +42,10 @@ Otherwise it prints every mistake to standard error, one a line, and ends with 1
 			}
 
 			compiled, err := config.Parse(name, data)
-			if mistakes, found := errors.AsType[*config.Error](err); found {
-				fmt.Fprintln(cmd.ErrOrStderr(), mistakes)
-
-				return fmt.Errorf("%s is no valid configuration", name)
-			}
-
 			if err != nil {
-				return err
+				fmt.Fprintln(cmd.ErrOrStderr(), err)
+
+				return fmt.Errorf("%s is invalid", name)
 			}
 
 			fmt.Fprintf(cmd.OutOrStdout(), "%s: %s\n", name, compiled)
@@ -59,8 +57,12 @@ Otherwise it prints every mistake to standard error, one a line, and ends with 1
 
 func newConfigSchemaCommand() *cobra.Command {
 	return &cobra.Command{
-		Use:           "schema",
-		Short:         "Print the JSON schema of the configuration file, for editors",
+		Use:   "schema",
+		Short: "Print the JSON schema of the configuration file",
+		Long: `Print the JSON schema of the configuration file.
+
+Editors with a YAML language server validate and complete a file that starts with
+"# yaml-language-server: $schema=./schema.json".`,
 		Args:          cobra.NoArgs,
 		SilenceUsage:  true,
 		SilenceErrors: true,
@@ -72,7 +74,7 @@ func newConfigSchemaCommand() *cobra.Command {
 	}
 }
 
-// readConfig reads one byte more than a configuration may have, and leaves it to the parser to refuse that.
+// readConfig reads a file, or stdin for "-". It reads at most one byte more than config.Parse accepts.
 func readConfig(stdin io.Reader, file string) (name string, data []byte, err error) {
 	name, reader := "stdin", stdin
 

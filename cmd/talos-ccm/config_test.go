@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// configCommand runs `config` with args. The file rules.yaml has the content, and standard input has it, too.
+// configCommand runs `config` with args. The content is in rules.yaml and on standard input.
 func configCommand(t *testing.T, content string, args ...string) (stdout, stderr string, err error) {
 	t.Helper()
 	t.Chdir(t.TempDir())
@@ -38,32 +38,32 @@ func TestConfigValidate(t *testing.T) {
 	)
 
 	for _, test := range []struct {
-		rule, content string
+		name, content string
 		args          []string
 		stdout        string
-		// lines are the beginnings of those on standard error.
+		// lines are the prefixes of the lines on standard error.
 		lines []string
-		// mention is what the error says; empty: no error.
+		// mention is part of the error; empty if there is none.
 		mention string
 	}{
-		{rule: "a good file has a summary", content: good, args: []string{"rules.yaml"}, stdout: "rules.yaml: valid: 1 rule, 1 pool, 0 allowed SANs\n"},
-		{rule: "so has standard input", content: good, args: []string{"-"}, stdout: "stdin: valid: 1 rule, 1 pool, 0 allowed SANs\n"},
-		{rule: "the defaults are valid", content: "{}", args: []string{"-"}, stdout: "stdin: valid: 0 rules, 0 pools, 0 allowed SANs\n"},
-		{rule: "nothing at all is not", content: " \n", args: []string{"-"}, mention: "stdin is empty"},
+		{name: "valid file", content: good, args: []string{"rules.yaml"}, stdout: "rules.yaml: valid: 1 rule, 1 pool, 0 allowed SANs\n"},
+		{name: "valid standard input", content: good, args: []string{"-"}, stdout: "stdin: valid: 1 rule, 1 pool, 0 allowed SANs\n"},
+		{name: "defaults", content: "{}", args: []string{"-"}, stdout: "stdin: valid: 0 rules, 0 pools, 0 allowed SANs\n"},
+		{name: "blank file", content: " \n", args: []string{"-"}, mention: "stdin is empty"},
 		{
-			rule: "all mistakes are told", content: bad, args: []string{"rules.yaml"},
-			lines: []string{"rules.yaml:1: lables: unknown key", "rules.yaml:2: ipam.pools[0].cidrs[0]"}, mention: "rules.yaml is no valid configuration",
+			name: "invalid file", content: bad, args: []string{"rules.yaml"},
+			lines: []string{"rules.yaml:1:1: lables: unknown key", "rules.yaml:2:34: ipam.pools[0].cidrs[0]"}, mention: "rules.yaml is invalid",
 		},
-		{rule: "of standard input, too", content: bad, args: []string{"-"}, lines: []string{"stdin:1: lables: unknown key", "stdin:2: ipam.pools[0].cidrs[0]"}, mention: "stdin is no valid configuration"},
+		{name: "invalid standard input", content: bad, args: []string{"-"}, lines: []string{"stdin:1:1: lables: unknown key", "stdin:2:34: ipam.pools[0].cidrs[0]"}, mention: "stdin is invalid"},
 		{
-			rule: "too much is refused and not cut", content: strings.Repeat("#\n", 1<<20), args: []string{"-"},
-			lines: []string{"stdin: 1048577 bytes are more than a configuration may have"}, mention: "stdin is no valid configuration",
+			name: "file that is too large", content: strings.Repeat("#\n", 1<<20), args: []string{"-"},
+			lines: []string{"stdin: file has 1048577 bytes; the maximum is 1048576"}, mention: "stdin is invalid",
 		},
-		{rule: "a file must be there", args: []string{"none.yaml"}, mention: "open none.yaml"},
-		{rule: "a folder is no file", args: []string{"."}, mention: "is a directory"},
-		{rule: "a file must be named", mention: "accepts 1 arg"},
+		{name: "missing file", args: []string{"none.yaml"}, mention: "open none.yaml"},
+		{name: "directory", args: []string{"."}, mention: "is a directory"},
+		{name: "missing argument", mention: "accepts 1 arg"},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			stdout, stderr, err := configCommand(t, test.content, append([]string{"validate"}, test.args...)...)
 			if stdout != test.stdout {
 				t.Errorf("got %q, want %q", stdout, test.stdout)
@@ -79,7 +79,7 @@ func TestConfigValidate(t *testing.T) {
 			}
 
 			if !slices.EqualFunc(lines, test.lines, strings.HasPrefix) {
-				t.Errorf("got %q, want lines that begin with %q", lines, test.lines)
+				t.Errorf("got %q, want lines with the prefixes %q", lines, test.lines)
 			}
 		})
 	}
