@@ -113,7 +113,7 @@ type AllowedSANs struct {
 	Name string `json:"name,omitempty"`
 	// NodeSelector is a list of terms that are ORed. Node labels cannot be selected, because a kubelet may set its own labels.
 	NodeSelector []rules.SelectorTerm `default:"all machines" json:"nodeSelector,omitempty"`
-	// DNSNames are fully qualified names without wildcards. Names that are reserved for the cluster, such as `kubernetes.default.svc` and `cluster.local`, are
+	// DNSNames are fully qualified names without wildcards. Names that are reserved for the cluster, such as kubernetes.default.svc and cluster.local, are
 	// invalid.
 	DNSNames []string `json:"dnsNames,omitempty"`
 	// IPAddresses are IPv4 or IPv6 addresses without a prefix length.
