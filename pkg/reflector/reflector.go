@@ -1,25 +1,55 @@
-// Package reflector keeps the inventory true: one task per Node dials the Node's machine, checks that it is that machine, and
-// watches it.
+// Package reflector fills the inventory: for each tracked Node it connects to the Node's machine, verifies the machine's nodename and watches
+// the machine's resources.
 //
-// It reads Talos and writes the inventory. It never writes to Kubernetes and never decides what a Node should look like.
+// It reads the Talos API and Node objects, and writes only to the inventory.
 package reflector
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/wait"
+	coreinformers "k8s.io/client-go/informers/core/v1"
+	"k8s.io/client-go/tools/cache"
+	"k8s.io/component-base/metrics"
+	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 
+	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
 
-// Inventory is where the views go.
+const (
+	// maxConnecting limits concurrent connection attempts, because a TLS handshake is expensive for both sides.
+	maxConnecting = 128
+
+	backoffFirst = time.Second
+	backoffMax   = time.Minute
+
+	// A session that was established is renewed after reconnectDelay. Its jitter spreads the reconnects of many machines.
+	reconnectDelay  = 50 * time.Millisecond
+	reconnectJitter = 5.0
+)
+
+var restarts = metrics.NewCounter(&metrics.CounterOpts{
+	Name:           "talosccm_watch_restarts_total",
+	Help:           "Number of times that the watches of a machine ended unexpectedly and were restarted.",
+	StabilityLevel: metrics.ALPHA,
+})
+
+func init() { legacyregistry.MustRegister(restarts) }
+
+// Inventory receives the machine views.
 type Inventory interface {
 	Replace(nodename string, m machine.Machine)
 	MarkUnreachable(nodename, reason string)
@@ -27,52 +57,50 @@ type Inventory interface {
 	Forget(nodename string)
 }
 
-// maxConnecting bounds how many machines are being connected to at once: a TLS handshake costs both sides.
-const maxConnecting = 128
-
-// Reflector runs one task per tracked Node. Use New.
+// Reflector runs one task per tracked Node. Create it with New. All methods are safe for concurrent use.
 type Reflector struct {
 	inventory  Inventory
 	dial       talosapi.DialFunc
 	clock      clock.Clock
-	connecting chan struct{}
+	connecting chan struct{} // semaphore
 
 	mu    sync.Mutex
-	ctx   context.Context //nolint:containedctx // set while Run runs: tasks are started by Track, whose callers have no context
-	tasks map[string]*running
+	ctx   context.Context //nolint:containedctx // set while Run runs: Track starts tasks, and its callers have no context
+	tasks map[string]*task
 	wg    sync.WaitGroup
 }
 
-type running struct {
+// task is the goroutine that follows the machine of one Node.
+type task struct {
 	addresses []netip.Addr
-	stop      context.CancelFunc
+	cancel    context.CancelFunc // nil if the task was not started
 	done      chan struct{}
 }
 
-// New makes a Reflector that tracks nothing yet.
+// New returns a Reflector that tracks no Node yet.
 func New(inventory Inventory, dial talosapi.DialFunc, clk clock.Clock) *Reflector {
 	return &Reflector{
 		inventory:  inventory,
 		dial:       dial,
 		clock:      clk,
 		connecting: make(chan struct{}, maxConnecting),
-		tasks:      map[string]*running{},
+		tasks:      map[string]*task{},
 	}
 }
 
-// Run starts the tasks of all tracked Nodes, of those tracked before too, and returns when ctx has ended and all tasks with it.
+// Run starts the tasks of all tracked Nodes, including those tracked before the call. It returns when ctx is done and all tasks have ended.
 func (r *Reflector) Run(ctx context.Context) {
 	r.mu.Lock()
 	r.ctx = ctx
 
-	for nodename, task := range r.tasks {
-		r.tasks[nodename] = r.start(nodename, task.addresses, nil)
+	for nodename, t := range r.tasks {
+		r.tasks[nodename] = r.start(nodename, t.addresses, nil)
 	}
 	r.mu.Unlock()
 
 	<-ctx.Done()
 
-	// Who tracks a Node from now on is heard but starts nothing: the tasks that are to be waited for are all there.
+	// From here on Track starts no tasks, so that the wait group does not grow during Wait.
 	r.mu.Lock()
 	r.ctx = nil
 	r.mu.Unlock()
@@ -80,8 +108,42 @@ func (r *Reflector) Run(ctx context.Context) {
 	r.wg.Wait()
 }
 
-// Track watches nodename's machine, to be found at one of addresses. Tracking it again with the same addresses does nothing; with
-// others it starts over.
+// FollowNodes tracks every Node that reports Talos as its operating system until the Node is deleted.
+func (r *Reflector) FollowNodes(nodes coreinformers.NodeInformer) error {
+	track := func(obj any) {
+		if node, ok := obj.(*corev1.Node); ok && nodespec.IsTalos(node) {
+			r.Track(node.Name, nodespec.DialAddresses(node))
+		}
+	}
+
+	_, err := nodes.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc: track,
+		UpdateFunc: func(old, obj any) {
+			before, ok := old.(*corev1.Node)
+			after, isNode := obj.(*corev1.Node)
+
+			// An informer reports a Node that was deleted and recreated between two lists as an update.
+			if ok && isNode && before.UID != after.UID {
+				r.Untrack(before.Name)
+			}
+
+			track(obj)
+		},
+		DeleteFunc: func(obj any) {
+			if key, err := cache.DeletionHandlingMetaNamespaceKeyFunc(obj); err == nil {
+				r.Untrack(key)
+			}
+		},
+	})
+	if err != nil {
+		return fmt.Errorf("watch nodes: %w", err)
+	}
+
+	return nil
+}
+
+// Track follows the machine of the Node nodename at one of addresses. If the Node is already tracked, Track does nothing for equal addresses
+// and restarts the task for others.
 func (r *Reflector) Track(nodename string, addresses []netip.Addr) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -94,7 +156,7 @@ func (r *Reflector) Track(nodename string, addresses []netip.Addr) {
 	r.tasks[nodename] = r.start(nodename, slices.Clone(addresses), old)
 }
 
-// Untrack stops watching nodename's machine and has the inventory forget it.
+// Untrack stops following the machine of the Node nodename and removes it from the inventory.
 func (r *Reflector) Untrack(nodename string) {
 	r.mu.Lock()
 	old := r.tasks[nodename]
@@ -105,52 +167,140 @@ func (r *Reflector) Untrack(nodename string) {
 		return
 	}
 
-	if old.stop != nil {
-		old.stop()
-		<-old.done
-	}
-
+	old.stop()
 	r.inventory.Forget(nodename)
 }
 
-// start starts a task, after its predecessor has ended; before and after Run it only takes note. r.mu is held.
-func (r *Reflector) start(nodename string, addresses []netip.Addr, old *running) *running {
-	next := &running{addresses: addresses, done: make(chan struct{})}
+// start returns a task that begins after old has ended. Outside of Run it does not start the task. The caller holds r.mu.
+func (r *Reflector) start(nodename string, addresses []netip.Addr, old *task) *task {
+	t := &task{addresses: addresses, done: make(chan struct{})}
 
 	if r.ctx == nil {
-		return next
+		return t
 	}
 
-	ctx, stop := context.WithCancel(r.ctx)
-	next.stop = stop
-
-	t := &task{
-		Reflector: r,
-		nodename:  nodename,
-		addresses: slices.Clone(addresses),
-		backoff:   newBackoff(),
-	}
+	ctx, cancel := context.WithCancel(r.ctx)
+	t.cancel = cancel
 
 	r.wg.Go(func() {
-		defer close(next.done)
-		defer stop()
+		defer close(t.done)
+		defer cancel()
 
-		if old != nil && old.stop != nil {
-			old.stop()
-			<-old.done
-		}
-
-		t.run(klog.NewContext(ctx, klog.LoggerWithValues(klog.FromContext(ctx), "node", nodename)))
+		old.stop()
+		r.follow(klog.NewContext(ctx, klog.LoggerWithValues(klog.FromContext(ctx), "node", nodename)), nodename, slices.Clone(addresses))
 	})
 
-	return next
+	return t
 }
 
-const (
-	backoffFirst = time.Second
-	backoffMax   = time.Minute
-)
+// stop ends the task and waits for it. It does nothing for a task that is nil or was not started.
+func (t *task) stop() {
+	if t != nil && t.cancel != nil {
+		t.cancel()
+		<-t.done
+	}
+}
 
-func newBackoff() wait.Backoff {
-	return wait.Backoff{Duration: backoffFirst, Factor: 2, Jitter: 0.3, Steps: 10, Cap: backoffMax}
+// follow connects to the machine at one of addresses, and reconnects until ctx is done. It reorders addresses.
+func (r *Reflector) follow(ctx context.Context, nodename string, addresses []netip.Addr) {
+	delays := backoff.New(backoffFirst, backoffMax)
+
+	for ctx.Err() == nil {
+		established, err := r.watchAny(ctx, nodename, addresses)
+		if ctx.Err() != nil {
+			return
+		}
+
+		var delay time.Duration
+
+		if established {
+			// The last view stays current until a reconnect fails.
+			if !errors.Is(err, errSessionExpired) {
+				restarts.Inc()
+			}
+
+			klog.FromContext(ctx).V(2).Info("Watches of machine ended; reconnecting", "err", err)
+
+			delays = backoff.New(backoffFirst, backoffMax)
+			delay = wait.Jitter(reconnectDelay, reconnectJitter)
+		} else {
+			r.report(ctx, nodename, err)
+
+			delay = delays.Step()
+		}
+
+		backoff.Sleep(ctx, r.clock, delay)
+	}
+}
+
+// watchAny tries addresses in order until a session was established at one of them. It returns when that session ends, and moves its address
+// to the front: an unresponsive address before it takes long to fail.
+func (r *Reflector) watchAny(ctx context.Context, nodename string, addresses []netip.Addr) (established bool, err error) {
+	if len(addresses) == 0 {
+		return false, errors.New("node has no address to connect to")
+	}
+
+	var errs []error
+
+	for i, addr := range addresses {
+		established, err := r.watch(ctx, nodename, addr)
+		if established {
+			copy(addresses[1:], addresses[:i])
+			addresses[0] = addr
+		}
+
+		if established || ctx.Err() != nil {
+			return established, err
+		}
+
+		errs = append(errs, err)
+	}
+
+	return false, errors.Join(errs...)
+}
+
+// watch runs one session with the machine at addr.
+func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr) (established bool, err error) {
+	select {
+	case r.connecting <- struct{}{}:
+	case <-ctx.Done():
+		return false, ctx.Err()
+	}
+
+	release := sync.OnceFunc(func() { <-r.connecting })
+	defer release()
+
+	st, err := r.dial(nodename, addr)
+	if err != nil {
+		return false, err
+	}
+
+	defer st.Close() //nolint:errcheck // no call is in flight
+
+	s := session{
+		inventory: r.inventory,
+		clock:     r.clock,
+		nodename:  nodename,
+		addr:      addr,
+		state:     st,
+		connected: release,
+		interval:  pollFirst,
+	}
+
+	return s.run(ctx)
+}
+
+// report records in the inventory why the machine could not be followed.
+func (r *Reflector) report(ctx context.Context, nodename string, err error) {
+	logger := klog.FromContext(ctx)
+
+	if mismatch := (*mismatchError)(nil); errors.As(err, &mismatch) {
+		logger.V(2).Info("Machine at the Node's address reports another nodename", "address", mismatch.addr, "nodename", mismatch.nodename)
+		r.inventory.MarkMismatch(nodename, mismatch.Error())
+
+		return
+	}
+
+	logger.V(2).Info("Machine is unreachable", "err", err)
+	r.inventory.MarkUnreachable(nodename, strings.ReplaceAll(err.Error(), "\n", "; "))
 }

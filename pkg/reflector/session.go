@@ -21,71 +21,82 @@ import (
 )
 
 const (
-	// answerTimeout bounds the time from dialing to a complete view, and from a poll to its answer. Without the latter a machine
-	// that hangs, while its kernel keeps the connection alive, would be taken for current until the session ends.
+	// answerTimeout limits the time from dialing to a complete view, and from the start of a poll to its end. Without the latter, a machine
+	// that hangs while its kernel keeps the connection open would count as current until the session expires.
 	answerTimeout = 30 * time.Second
 
-	// A session ends after sessionLength, spread by half of it, and the next one reads everything anew over a new
-	// connection: the safety net below the watches, and what keeps certificates fresh.
+	// A session expires after sessionLength plus up to sessionJitter of it. The next session reads all resources over a new connection,
+	// which recovers from lost watch events and uses fresh certificates.
 	sessionLength = 30 * time.Minute
+	sessionJitter = 0.5
 
-	// Facts that are not watched are polled at growing intervals: they settle shortly after boot, and the intervals grow from then on.
-	pollFirst = 10 * time.Second
-	pollMax   = 10 * time.Minute
+	// Resources that are not watched are polled. They rarely change after boot, so the interval doubles up to pollMax.
+	pollFirst  = 10 * time.Second
+	pollMax    = 10 * time.Minute
+	pollJitter = 0.2
 
-	// settleTime is for changes that Talos makes together to arrive together: metadata and addresses come over different watches, and a
-	// Node must not be initialized with the one and without the other.
-	settleTime = 50 * time.Millisecond
+	// debounce batches changes that Talos makes together. Metadata and addresses arrive over different watches, and a Node must not be
+	// initialized with only one of them.
+	debounce = 50 * time.Millisecond
 
-	// maxResources is far more than a machine has: its addresses are the only kind with more than a few.
+	// maxResources is far above the number of resources of a real machine; addresses are the only kind with more than a few.
 	maxResources = 10_000
 )
 
-// errSessionOver ends a session that was good to the end.
-var errSessionOver = errors.New("time to read everything anew")
+// errSessionExpired ends a session that had no failure.
+var errSessionExpired = errors.New("session expired")
 
-// session is one connection to one machine, from dialing to the first break.
-type session struct {
-	*task
-
-	state talosapi.State
-	addr  netip.Addr
-	// release gives back the place among those that are connecting; calls after the first do nothing.
-	release func()
-
-	view machine.View
-	// The view is complete when every watch has told what there is, and all else has been polled once.
-	bootstrapping int // watches that have not told yet
-	polled        bool
-	polling       bool // a poll is under way
-	established   bool
-	interval      time.Duration
-	// settled fires when the changes since the last view are to be published; nil if there are none.
-	settled <-chan time.Time
+// mismatchError reports that the machine at addr has another nodename than expected.
+type mismatchError struct {
+	addr     netip.Addr
+	nodename string
 }
 
-// listing is the outcome of polling one kind.
+func (e *mismatchError) Error() string {
+	return fmt.Sprintf("machine at %s reports nodename %q", e.addr, e.nodename)
+}
+
+// session is one connection to one machine, from dialing to the first failure.
+type session struct {
+	inventory Inventory
+	clock     clock.Clock
+	nodename  string
+	addr      netip.Addr
+	state     talosapi.State
+	connected func() // called when the session is established
+
+	events   chan state.Event
+	polls    chan []listing
+	failures chan error
+
+	// The view is complete when every watch has bootstrapped and the other resources have been polled once.
+	view          machine.View
+	bootstrapping int // watches that have not bootstrapped
+	polled        bool
+	polling       bool // a poll is in progress
+	established   bool // the first view has been published
+	interval      time.Duration
+	debounced     <-chan time.Time // fires when pending changes are to be published; nil if there are none
+}
+
+// listing holds the resources of one polled kind.
 type listing struct {
 	kind  resource.Kind
 	items []resource.Resource
 }
 
-func newSession(t *task, st talosapi.State, addr netip.Addr, release func()) *session {
-	return &session{task: t, state: st, addr: addr, release: release, interval: pollFirst}
-}
-
-// run returns when the session breaks, always with an error, and whether the view was complete before that.
+// run returns when the session fails or expires, always with an error. established reports whether a view was published.
 func (s *session) run(ctx context.Context) (established bool, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 
-	events, polls, failures := s.open(ctx)
+	s.open(ctx)
 
 	deadline := s.clock.NewTimer(answerTimeout)
 	defer deadline.Stop()
 
-	over := s.clock.NewTimer(wait.Jitter(sessionLength, 0.5))
-	defer over.Stop()
+	expiry := s.clock.NewTimer(wait.Jitter(sessionLength, sessionJitter))
+	defer expiry.Stop()
 
 	poll := s.clock.NewTimer(pollMax)
 	defer poll.Stop()
@@ -98,23 +109,29 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 		select {
 		case <-ctx.Done():
 			return s.established, ctx.Err()
-		case err = <-failures:
-		case event := <-events:
+		case err = <-s.failures:
+		case event := <-s.events:
 			err = s.handle(ctx, event)
-		case listings := <-polls:
-			s.take(listings)
+		case listings := <-s.polls:
+			s.record(listings)
 			poll.Reset(s.nextPoll())
 
 			err = s.publish(ctx)
-		case <-s.settled:
-			s.settled = nil
+		case <-s.debounced:
+			s.debounced = nil
 			err = s.publish(ctx)
 		case <-poll.C():
-			s.beginPoll(ctx, deadline, polls, failures)
+			s.polling = true
+
+			if s.bootstrapping == 0 { // otherwise the deadline of the watches applies
+				deadline.Reset(answerTimeout)
+			}
+
+			go s.poll(ctx)
 		case <-deadline.C():
-			err = s.overdue()
-		case <-over.C():
-			err = errSessionOver
+			err = s.timeout()
+		case <-expiry.C():
+			err = errSessionExpired
 		}
 
 		if err != nil {
@@ -123,58 +140,46 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 	}
 }
 
-// answered tells whether the machine owes us nothing but events.
+// answered reports whether the machine has answered every request.
 func (s *session) answered() bool { return s.bootstrapping == 0 && !s.polling }
 
-func (s *session) beginPoll(ctx context.Context, deadline clock.Timer, polls chan<- []listing, failures chan<- error) {
-	s.polling = true
-
-	if s.bootstrapping == 0 { // else the deadline of the watches stands
-		deadline.Reset(answerTimeout)
-	}
-
-	go s.poll(ctx, polls, failures)
-}
-
-// overdue is the error of a machine that has not answered in time.
-func (s *session) overdue() error {
+// timeout returns the error for the expired deadline, or nil if the machine has answered at the same moment.
+func (s *session) timeout() error {
 	if s.answered() {
 		return nil
 	}
 
-	return fmt.Errorf("the machine at %s did not answer within %s", s.addr, answerTimeout)
+	return fmt.Errorf("machine at %s did not answer within %s", s.addr, answerTimeout)
 }
 
-// open starts all watches and the first poll at once: on a slow machine their delays must not add up.
-func (s *session) open(ctx context.Context) (chan state.Event, chan []listing, chan error) {
-	events, polls, failures := make(chan state.Event), make(chan []listing), make(chan error)
+// open starts all watches and the first poll concurrently, so that the latencies of a slow machine do not add up.
+func (s *session) open(ctx context.Context) {
+	s.events, s.polls, s.failures = make(chan state.Event), make(chan []listing), make(chan error)
 
 	kinds := machine.WatchedKinds()
 	s.bootstrapping, s.polling = len(kinds), true
 
 	for _, kind := range kinds {
 		go func() {
-			if err := s.state.WatchKind(ctx, kind, events, state.WithBootstrapContents(true)); err != nil {
-				fail(ctx, failures, fmt.Errorf("watch %s at %s: %w", kind.Type(), s.addr, err))
+			if err := s.state.WatchKind(ctx, kind, s.events, state.WithBootstrapContents(true)); err != nil {
+				s.fail(ctx, fmt.Errorf("watch %s at %s: %w", kind.Type(), s.addr, err))
 			}
 		}()
 	}
 
-	go s.poll(ctx, polls, failures)
-
-	return events, polls, failures
+	go s.poll(ctx)
 }
 
-func fail(ctx context.Context, failures chan<- error, err error) {
+func (s *session) fail(ctx context.Context, err error) {
 	select {
-	case failures <- err:
+	case s.failures <- err:
 	case <-ctx.Done():
 	}
 }
 
-// poll lists all polled kinds at once and sends the outcome. A kind that this version of Talos does not have is empty there
-// (Talos answers PermissionDenied for it).
-func (s *session) poll(ctx context.Context, polls chan<- []listing, failures chan<- error) {
+// poll lists all polled kinds concurrently and sends the result. Talos answers PermissionDenied for a kind that its version does not
+// have; the listing of that kind is empty.
+func (s *session) poll(ctx context.Context) {
 	kinds := machine.PolledKinds()
 	listings := make([]listing, len(kinds))
 	errs := make(chan error, len(kinds))
@@ -183,7 +188,7 @@ func (s *session) poll(ctx context.Context, polls chan<- []listing, failures cha
 		go func() {
 			list, err := s.state.List(ctx, kind)
 			if status.Code(err) == codes.PermissionDenied {
-				klog.FromContext(ctx).V(4).Info("Machine does not show this kind", "kind", kind.Type(), "err", err)
+				klog.FromContext(ctx).V(4).Info("Machine does not serve resource kind", "kind", kind.Type(), "err", err)
 
 				err = nil
 			}
@@ -199,17 +204,18 @@ func (s *session) poll(ctx context.Context, polls chan<- []listing, failures cha
 	}
 
 	if err != nil {
-		fail(ctx, failures, fmt.Errorf("list resources at %s: %w", s.addr, err))
+		s.fail(ctx, fmt.Errorf("list resources at %s: %w", s.addr, err))
 
 		return
 	}
 
 	select {
-	case polls <- listings:
+	case s.polls <- listings:
 	case <-ctx.Done():
 	}
 }
 
+// nextPoll returns the time until the next poll. The interval does not grow while the machine boots.
 func (s *session) nextPoll() time.Duration {
 	interval := s.interval
 
@@ -217,14 +223,26 @@ func (s *session) nextPoll() time.Duration {
 		s.interval = min(2*s.interval, pollMax)
 	}
 
-	return wait.Jitter(interval, 0.2)
+	return wait.Jitter(interval, pollJitter)
 }
 
+// handle applies one watch event. A machine is not trusted before its nodename is verified, and not fully afterwards: an event may lack its
+// resource (the COSI client maps events of an unknown type to Created), and the number of resources is limited.
 func (s *session) handle(ctx context.Context, event state.Event) error {
 	switch event.Type {
 	case state.Created, state.Updated, state.Destroyed:
-		if err := s.record(event); err != nil {
-			return err
+		if event.Resource == nil {
+			return fmt.Errorf("watch at %s: event of type %s without a resource", s.addr, event.Type)
+		}
+
+		if event.Type == state.Destroyed {
+			s.view.Drop(event.Resource.Metadata())
+		} else {
+			s.view.Put(event.Resource)
+		}
+
+		if s.view.Len() > maxResources {
+			return fmt.Errorf("machine at %s has more than %d resources of the watched kinds", s.addr, maxResources)
 		}
 	case state.Bootstrapped:
 		s.bootstrapping--
@@ -238,37 +256,15 @@ func (s *session) handle(ctx context.Context, event state.Event) error {
 		return s.publish(ctx)
 	}
 
-	if s.settled == nil {
-		s.settled = s.clock.After(settleTime)
+	if s.debounced == nil {
+		s.debounced = s.clock.After(debounce)
 	}
 
 	return nil
 }
 
-// record takes a resource in or drops it. What a machine sends is not to be trusted before it has said who it is, and not entirely after
-// that: an event may lack its resource (the client also takes events of a kind it does not know for Created), and there may be no end to
-// them.
-func (s *session) record(event state.Event) error {
-	if event.Resource == nil {
-		return fmt.Errorf("watch at %s: event of type %s without a resource", s.addr, event.Type)
-	}
-
-	if event.Type == state.Destroyed {
-		s.view.Drop(event.Resource.Metadata())
-
-		return nil
-	}
-
-	s.view.Put(event.Resource)
-
-	if s.view.Len() > maxResources {
-		return fmt.Errorf("the machine at %s has more than %d resources of the kinds that we watch", s.addr, maxResources)
-	}
-
-	return nil
-}
-
-func (s *session) take(listings []listing) {
+// record applies the result of a poll.
+func (s *session) record(listings []listing) {
 	s.polled, s.polling = true, false
 
 	for _, l := range listings {
@@ -276,7 +272,7 @@ func (s *session) take(listings []listing) {
 	}
 }
 
-// publish hands the view on once it is complete and the machine has said that it is this Node's.
+// publish writes a complete view to the inventory. It fails if the machine's nodename is not the Node's.
 func (s *session) publish(ctx context.Context) error {
 	if s.bootstrapping > 0 || !s.polled {
 		return nil
@@ -287,9 +283,9 @@ func (s *session) publish(ctx context.Context) error {
 	switch m.Nodename {
 	case s.nodename:
 	case "":
-		return fmt.Errorf("the machine at %s has not published its nodename yet", s.addr)
+		return fmt.Errorf("machine at %s has not published its nodename yet", s.addr)
 	default:
-		// If it was good until now, the machine has been renamed, and no longer is.
+		// A machine that was renamed during the session no longer belongs to the Node.
 		s.established = false
 
 		return &mismatchError{s.addr, m.Nodename}
@@ -297,7 +293,7 @@ func (s *session) publish(ctx context.Context) error {
 
 	if !s.established {
 		s.established = true
-		s.release()
+		s.connected()
 		klog.FromContext(ctx).V(2).Info("Watching machine", "address", s.addr)
 	}
 
