@@ -23,22 +23,22 @@ import (
 )
 
 const (
-	// answerTimeout is a little more than a machine has to answer.
+	// answerTimeout is slightly longer than the product's.
 	answerTimeout = 31 * time.Second
 
-	// firstPoll and longestSession are no less than the longest that are spread over.
+	// firstPoll and longestSession are upper bounds that include jitter.
 	firstPoll      = 12 * time.Second
 	longestSession = 46 * time.Minute
 
-	// watchingTimers are what a session waits for when all is well: its next poll and its end.
+	// watchingTimers is the number of timers of an idle session: next poll and expiry.
 	watchingTimers = 2
 )
 
-// settle waits until the machine is watched and nothing is under way.
+// settle waits until the machine is watched and its session is idle.
 func (s *suite) settle(t *testing.T, clk *clocktesting.FakeClock, nodename string) {
 	t.Helper()
 	s.await(t, nodename, inventory.Current)
-	eventually(t, "nothing is under way at "+nodename, func() bool { return clk.Waiters() == watchingTimers })
+	eventually(t, "the session of "+nodename+" is idle", func() bool { return clk.Waiters() == watchingTimers })
 }
 
 func modify[R resource.Resource](ctx context.Context, m *talostest.Machine, empty R, change func(R)) error {
@@ -114,7 +114,7 @@ func polledChanges() map[resource.Type]change {
 	}
 }
 
-func TestEveryPolledChangeReachesTheInventoryWithTheNextPoll(t *testing.T) {
+func TestSession_PublishesPolledChangeAtNextPoll(t *testing.T) {
 	t.Parallel()
 
 	s, clk := newTimedSuite(t)
@@ -127,7 +127,7 @@ func TestEveryPolledChangeReachesTheInventoryWithTheNextPoll(t *testing.T) {
 	for _, kind := range machine.PolledKinds() {
 		c, known := changes[kind.Type()]
 		if !known {
-			t.Errorf("%s is polled, and no test changes it", kind.Type())
+			t.Errorf("%s is polled, but no test changes it", kind.Type())
 
 			continue
 		}
@@ -142,7 +142,7 @@ func TestEveryPolledChangeReachesTheInventoryWithTheNextPoll(t *testing.T) {
 	}
 }
 
-func TestPollsBecomeRare(t *testing.T) {
+func TestSession_PollIntervalGrows(t *testing.T) {
 	t.Parallel()
 
 	s, clk := newTimedSuite(t)
@@ -163,15 +163,15 @@ func TestPollsBecomeRare(t *testing.T) {
 		views := len(s.inventory.viewsOf(worker.Nodename()))
 
 		clk.Step(interval/5 + time.Millisecond) // the jitter
-		eventually(t, "the machine was polled after "+interval.String(), func() bool {
+		eventually(t, "the machine is polled after "+interval.String(), func() bool {
 			return len(s.inventory.viewsOf(worker.Nodename())) > views
 		})
 		s.settle(t, clk, worker.Nodename())
 	}
 }
 
-// What a machine does not watch for us must not be old when it decides on the Node: nocloud without metadata waits for the stage.
-func TestAMachineThatBootsIsPolledOften(t *testing.T) {
+// Polled resources must not be outdated when they decide about the Node: nocloud without metadata waits for the stage.
+func TestSession_PollIntervalStaysShortDuringBoot(t *testing.T) {
 	t.Parallel()
 
 	s, clk := newTimedSuite(t)
@@ -184,7 +184,7 @@ func TestAMachineThatBootsIsPolledOften(t *testing.T) {
 		views := len(s.inventory.viewsOf(worker.Nodename()))
 
 		clk.Step(13 * time.Second)
-		eventually(t, "the machine was polled again", func() bool { return len(s.inventory.viewsOf(worker.Nodename())) > views })
+		eventually(t, "the machine is polled again", func() bool { return len(s.inventory.viewsOf(worker.Nodename())) > views })
 		s.settle(t, clk, worker.Nodename())
 	}
 
@@ -193,7 +193,7 @@ func TestAMachineThatBootsIsPolledOften(t *testing.T) {
 	s.awaitView(t, worker.Nodename(), func(m machine.Machine) bool { return m.Stage == runtime.MachineStageRunning })
 }
 
-func TestEverythingIsReadAnewOverANewConnectionFromTimeToTime(t *testing.T) {
+func TestSession_ExpiresAndReadsEverythingOverNewConnection(t *testing.T) {
 	t.Parallel()
 
 	s, clk := newTimedSuite(t)
@@ -204,22 +204,22 @@ func TestEverythingIsReadAnewOverANewConnectionFromTimeToTime(t *testing.T) {
 	calls := len(worker.Calls())
 
 	clk.Step(longestSession)
-	stepUntil(t, clk, "all is read anew", func() bool { return len(worker.Calls()) >= 2*calls })
+	stepUntil(t, clk, "the machine is read again", func() bool { return len(worker.Calls()) >= 2*calls })
 	s.settle(t, clk, worker.Nodename())
 
-	// The machine learns a moment later that the one of before was closed.
-	eventually(t, "one connection is open", func() bool { return worker.Connections() == 1 })
+	// The machine notices with a delay that the previous connection was closed.
+	eventually(t, "exactly one connection is open", func() bool { return worker.Connections() == 1 })
 
 	if got := len(s.dials()); got != 2 {
 		t.Errorf("the machine was dialed %d times, want twice", got)
 	}
 
-	if got := s.inventory.complaints(); len(got) != 0 {
-		t.Errorf("all was well, and still: %q", got)
+	if got := s.inventory.unreachableMarks(); len(got) != 0 {
+		t.Errorf("unexpected unreachable marks: %q", got)
 	}
 }
 
-func TestMachineThatIsCutOffFromTheStartIsUnreachableUntilItIsNot(t *testing.T) {
+func TestReflector_MarksDisconnectedMachineUnreachableUntilItReconnects(t *testing.T) {
 	t.Parallel()
 
 	s, clk := newTimedSuite(t)
@@ -235,7 +235,7 @@ func TestMachineThatIsCutOffFromTheStartIsUnreachableUntilItIsNot(t *testing.T) 
 	stepUntil(t, clk, "the machine is watched", func() bool { return s.inventory.Get(worker.Nodename()).Condition == inventory.Current })
 }
 
-// stepUntil lets time pass, second by second, while a task does nothing but wait for its next attempt.
+// stepUntil advances the clock in steps of a second while a task only waits for its next attempt, until condition holds.
 func stepUntil(t *testing.T, clk *clocktesting.FakeClock, what string, condition func() bool) {
 	t.Helper()
 	eventually(t, what, func() bool {
@@ -251,13 +251,13 @@ func stepUntil(t *testing.T, clk *clocktesting.FakeClock, what string, condition
 	})
 }
 
-// awaitSession waits until a session is being set up: it has its timers.
+// awaitSession waits until a session has started, which its timers show.
 func awaitSession(t *testing.T, clk *clocktesting.FakeClock) {
 	t.Helper()
-	stepUntil(t, clk, "a session is being set up", func() bool { return clk.Waiters() > watchingTimers })
+	stepUntil(t, clk, "a session has started", func() bool { return clk.Waiters() > watchingTimers })
 }
 
-func TestMachineThatFreezesIsUnreachableAfterThePollThatItDoesNotAnswer(t *testing.T) {
+func TestSession_MarksFrozenMachineUnreachable(t *testing.T) {
 	t.Parallel()
 
 	s, clk := newTimedSuite(t)
@@ -266,7 +266,7 @@ func TestMachineThatFreezesIsUnreachableAfterThePollThatItDoesNotAnswer(t *testi
 	s.settle(t, clk, worker.Nodename())
 
 	worker.Freeze()
-	setZone(t, worker, "meanwhile")
+	setZone(t, worker, "zone-b")
 
 	calls := len(worker.Calls())
 
@@ -278,10 +278,10 @@ func TestMachineThatFreezesIsUnreachableAfterThePollThatItDoesNotAnswer(t *testi
 	requireContains(t, s.await(t, worker.Nodename(), inventory.Unreachable).Reason, "did not answer")
 
 	worker.Thaw()
-	stepUntil(t, clk, "the machine is watched", func() bool { return inZone("meanwhile")(s.inventory.Get(worker.Nodename()).Machine) })
+	stepUntil(t, clk, "the machine is watched", func() bool { return inZone("zone-b")(s.inventory.Get(worker.Nodename()).Machine) })
 }
 
-func TestGoodAddressIsTriedFirstTheNextTime(t *testing.T) {
+func TestReflector_TriesLastGoodAddressFirst(t *testing.T) {
 	t.Parallel()
 
 	s, clk := newTimedSuite(t)
@@ -304,8 +304,8 @@ func TestGoodAddressIsTriedFirstTheNextTime(t *testing.T) {
 	}
 }
 
-// Talos publishes metadata and addresses one after the other, and they come over different watches.
-func TestChangesOfAMomentArePublishedTogether(t *testing.T) {
+// Talos publishes metadata and addresses one after the other, and they arrive over different watches.
+func TestSession_DebouncesChanges(t *testing.T) {
 	t.Parallel()
 
 	s, clk := newTimedSuite(t)
@@ -316,10 +316,10 @@ func TestChangesOfAMomentArePublishedTogether(t *testing.T) {
 	before := len(s.inventory.viewsOf(worker.Nodename()))
 
 	must(t, worker.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "zone-2" }))
-	eventually(t, "the change is waiting for others", func() bool { return clk.Waiters() == watchingTimers+1 })
+	eventually(t, "the change is pending", func() bool { return clk.Waiters() == watchingTimers+1 })
 
 	if got := len(s.inventory.viewsOf(worker.Nodename())); got != before {
-		t.Errorf("%d views were published before the machine had settled", got-before)
+		t.Errorf("%d views were published before the debounce time had passed", got-before)
 	}
 
 	clk.Step(100 * time.Millisecond)

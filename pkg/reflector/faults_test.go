@@ -27,12 +27,12 @@ func requireContains(t *testing.T, text string, parts ...string) {
 
 	for _, part := range parts {
 		if !strings.Contains(text, part) {
-			t.Errorf("%q does not say %q", text, part)
+			t.Errorf("%q does not contain %q", text, part)
 		}
 	}
 }
 
-func TestStoppedMachineIsUnreachableAndThenCurrentAgain(t *testing.T) {
+func TestReflector_MarksStoppedMachineUnreachableAndRecovers(t *testing.T) {
 	t.Parallel()
 
 	s := newRealSuite(t)
@@ -47,15 +47,15 @@ func TestStoppedMachineIsUnreachableAndThenCurrentAgain(t *testing.T) {
 	requireContains(t, entry.Reason, worker.Address().String())
 
 	if !entry.Machine.Equal(before.Machine) || entry.ObservedAt.IsZero() {
-		t.Errorf("the last view was not kept: %+v", entry)
+		t.Errorf("last view was not kept: %+v", entry)
 	}
 
-	setZone(t, worker, "meanwhile")
+	setZone(t, worker, "zone-b")
 	worker.Start()
-	s.awaitView(t, worker.Nodename(), inZone("meanwhile"))
+	s.awaitView(t, worker.Nodename(), inZone("zone-b"))
 }
 
-func TestChangesWhileCutOffArriveLater(t *testing.T) {
+func TestReflector_DeliversChangesMadeWhileDisconnected(t *testing.T) {
 	t.Parallel()
 
 	s := newRealSuite(t)
@@ -63,12 +63,12 @@ func TestChangesWhileCutOffArriveLater(t *testing.T) {
 	s.follow(t, worker)
 
 	worker.CutOff()
-	setZone(t, worker, "meanwhile")
+	setZone(t, worker, "zone-b")
 	worker.Reconnect()
-	s.awaitView(t, worker.Nodename(), inZone("meanwhile"))
+	s.awaitView(t, worker.Nodename(), inZone("zone-b"))
 }
 
-func TestMachineThatRebootsIsReadAnew(t *testing.T) {
+func TestReflector_RereadsMachineAfterReboot(t *testing.T) {
 	t.Parallel()
 
 	s := newRealSuite(t)
@@ -81,11 +81,11 @@ func TestMachineThatRebootsIsReadAnew(t *testing.T) {
 	worker.Start()
 
 	s.awaitView(t, worker.Nodename(), func(m machine.Machine) bool { return !m.HasAddress(publicPrefix.Addr()) })
-	setZone(t, worker, "afterwards")
-	s.awaitView(t, worker.Nodename(), inZone("afterwards"))
+	setZone(t, worker, "zone-c")
+	s.awaitView(t, worker.Nodename(), inZone("zone-c"))
 }
 
-func TestWatchesThatBreakAreTakenUpAtOnce(t *testing.T) {
+func TestReflector_RestartsBrokenWatchesImmediately(t *testing.T) {
 	for name, breakWatches := range map[string]func(*talostest.Machine){
 		"streams end":                        (*talostest.Machine).BreakStreams,
 		"watches older than fifteen minutes": (*talostest.Machine).ExpireWatches,
@@ -101,24 +101,24 @@ func TestWatchesThatBreakAreTakenUpAtOnce(t *testing.T) {
 
 			breakWatches(worker)
 			eventually(t, "the watches have ended", func() bool { return restarts(t) > before })
-			setZone(t, worker, "afterwards")
+			setZone(t, worker, "zone-c")
 
-			eventually(t, "the next attempt is planned", func() bool { return clk.Waiters() == 1 })
-			clk.Step(atOnce)
-			s.awaitView(t, worker.Nodename(), inZone("afterwards"))
+			eventually(t, "the next attempt is scheduled", func() bool { return clk.Waiters() == 1 })
+			clk.Step(immediately)
+			s.awaitView(t, worker.Nodename(), inZone("zone-c"))
 
-			if got := s.inventory.complaints(); len(got) != 0 {
-				t.Errorf("the machine was up, and still: %q", got)
+			if got := s.inventory.unreachableMarks(); len(got) != 0 {
+				t.Errorf("unexpected unreachable marks: %q", got)
 			}
 
 			if got := restarts(t) - before; got != 1 {
-				t.Errorf("%v restarts were counted, want 1", got)
+				t.Errorf("got %v restarts, want 1", got)
 			}
 		})
 	}
 }
 
-// restarts is the metric that counts watches started over.
+// restarts returns the value of the metric for watch restarts.
 func restarts(t *testing.T) float64 {
 	t.Helper()
 
@@ -131,12 +131,12 @@ func restarts(t *testing.T) float64 {
 		}
 	}
 
-	t.Fatal("there is no metric of watch restarts")
+	t.Fatal("metric talosccm_watch_restarts_total not found")
 
 	return 0
 }
 
-func TestSlowMachineGetsThere(t *testing.T) {
+func TestSession_SendsAllRequestsConcurrently(t *testing.T) {
 	t.Parallel()
 
 	s, _ := newTimedSuite(t)
@@ -145,19 +145,19 @@ func TestSlowMachineGetsThere(t *testing.T) {
 	worker.Freeze()
 	s.track(worker)
 
-	// All is asked for before anything is answered: else the delays would add up.
+	// All requests are sent before the first answer; otherwise the delays would add up.
 	all := len(machine.WatchedKinds()) + len(machine.PolledKinds())
-	eventually(t, "all is asked for at once", func() bool { return len(worker.Calls()) == all })
+	eventually(t, "all requests are sent", func() bool { return len(worker.Calls()) == all })
 
 	worker.Thaw()
 	s.await(t, worker.Nodename(), inventory.Current)
 
-	if got := s.inventory.complaints(); len(got) != 0 {
-		t.Errorf("it was only slow, and still: %q", got)
+	if got := s.inventory.unreachableMarks(); len(got) != 0 {
+		t.Errorf("unexpected unreachable marks: %q", got)
 	}
 }
 
-func TestExpiredServerCertificateIsTheReasonUntilItIsRenewed(t *testing.T) {
+func TestReflector_ReportsExpiredServerCertificateUntilRenewal(t *testing.T) {
 	t.Parallel()
 
 	s := newRealSuite(t)

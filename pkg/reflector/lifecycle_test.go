@@ -18,8 +18,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
 
-// followers counts the goroutines that follow machines: those that began in the packages under test, or in the gRPC and COSI clients.
-// It must not run beside other tests.
+// followers counts the goroutines that follow machines, which are those created by the reflector or the gRPC and COSI clients.
+// Tests that call it must not run in parallel.
 func followers(t *testing.T) int {
 	t.Helper()
 
@@ -42,7 +42,7 @@ func followers(t *testing.T) int {
 	return count
 }
 
-func TestUntrackLeavesNoGoroutine(t *testing.T) {
+func TestUntrack_LeaksNoGoroutine(t *testing.T) {
 	s := newRealSuite(t)
 
 	var machines []*talostest.Machine
@@ -54,17 +54,17 @@ func TestUntrackLeavesNoGoroutine(t *testing.T) {
 	}
 
 	if got := followers(t); got < len(machines) {
-		t.Fatalf("%d goroutines follow %d machines: the test does not see them", got, len(machines))
+		t.Fatalf("found %d goroutines for %d machines; the test does not recognize them", got, len(machines))
 	}
 
 	for _, m := range machines {
 		s.reflector.Untrack(m.Nodename())
 	}
 
-	eventually(t, "nothing follows any machine", func() bool { return followers(t) == 0 })
+	eventually(t, "no goroutine follows a machine", func() bool { return followers(t) == 0 })
 }
 
-func TestWhatWasTrackedBeforeRunIsFollowed(t *testing.T) {
+func TestRun_StartsNodesTrackedBefore(t *testing.T) {
 	s := newRealSuite(t)
 	worker, gone := s.addWorker(t), s.add(t, talostest.MachineSpec{Nodename: "gone"})
 	late := reflector.New(s.inventory, s.dial, clock.RealClock{})
@@ -78,11 +78,11 @@ func TestWhatWasTrackedBeforeRunIsFollowed(t *testing.T) {
 	s.await(t, worker.Nodename(), inventory.Current)
 
 	if got := gone.Calls(); len(got) != 0 {
-		t.Errorf("a machine that is not tracked was asked: %v", got)
+		t.Errorf("untracked machine was called: %v", got)
 	}
 }
 
-func TestRunEndsWithAllTasksAndTrackingGoesOnToDoNothing(t *testing.T) {
+func TestRun_WaitsForTasksAndTrackAfterwardsStartsNone(t *testing.T) {
 	s := newRealSuite(t)
 	worker := s.addWorker(t)
 
@@ -111,10 +111,10 @@ func TestRunEndsWithAllTasksAndTrackingGoesOnToDoNothing(t *testing.T) {
 	requireNoConnections(t, worker)
 }
 
-func TestThreeHundredMachinesSettle(t *testing.T) {
+func TestReflector_ConnectsTo300Machines(t *testing.T) {
 	const count = 300
 
-	// No time passes while any machine is being connected to: that they settle must not be a matter of trying again.
+	// The clock stands still while machines are being connected to, so that retries cannot hide failures.
 	s, clk := newTimedSuite(t)
 
 	for i := range count {
@@ -130,43 +130,43 @@ func TestThreeHundredMachinesSettle(t *testing.T) {
 	eventually(t, "all machines are current", func() bool {
 		current := s.inventory.Count(inventory.Current)
 
-		if waiting := count - current; waiting > 0 && clk.Waiters() == watchingTimers*current+waiting {
+		if pending := count - current; pending > 0 && clk.Waiters() == watchingTimers*current+pending {
 			clk.Step(time.Second) // all others wait for their next attempt
 		}
 
 		return current == count
 	})
-	t.Logf("%d machines settled within %s", count, time.Since(began).Round(10*time.Millisecond))
+	t.Logf("%d machines became current within %s", count, time.Since(began).Round(10*time.Millisecond))
 
-	if got := slices.DeleteFunc(s.inventory.complaints(), cutShort); len(got) != 0 {
-		t.Errorf("all machines were up, and still: %q", got)
+	if got := slices.DeleteFunc(s.inventory.unreachableMarks(), isHandshakeTimeout); len(got) != 0 {
+		t.Errorf("unexpected unreachable marks: %q", got)
 	}
 
 	for _, m := range s.cluster.Machines() {
 		for _, view := range s.inventory.viewsOf(m.Nodename()) {
 			if view.Nodename != m.Nodename() || !view.HasAddress(m.Address()) {
-				t.Errorf("a view of %s is %+v", m.Nodename(), view)
+				t.Errorf("wrong view of %s: %+v", m.Nodename(), view)
 			}
 		}
 	}
 
-	// They all hear of changes, too.
+	// Changes of all machines arrive.
 	for _, m := range s.cluster.Machines() {
 		setZone(t, m, "zone-2")
 	}
 
 	for _, m := range s.cluster.Machines() {
-		eventually(t, m.Nodename()+" is seen in its new zone", func() bool {
-			clk.Step(time.Millisecond) // what came together is published together, a moment later
+		eventually(t, m.Nodename()+" is in its new zone", func() bool {
+			clk.Step(time.Millisecond) // debounce
 
 			return inZone("zone-2")(s.inventory.Get(m.Nodename()).Machine)
 		})
 	}
 }
 
-// cutShort tells whether a connection was given up by gRPC, which gives a handshake 20 seconds by the system's clock: where others work too, a
-// hundred at once can take longer.
-func cutShort(complaint string) bool {
-	return strings.Contains(complaint, "authentication handshake failed: context deadline exceeded") ||
-		(strings.Contains(complaint, "error reading server preface") && strings.Contains(complaint, "use of closed network connection"))
+// isHandshakeTimeout reports whether gRPC gave up a handshake after 20 seconds of system time, which a busy host can exceed with a hundred
+// concurrent handshakes.
+func isHandshakeTimeout(mark string) bool {
+	return strings.Contains(mark, "authentication handshake failed: context deadline exceeded") ||
+		(strings.Contains(mark, "error reading server preface") && strings.Contains(mark, "use of closed network connection"))
 }

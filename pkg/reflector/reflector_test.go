@@ -18,7 +18,7 @@ import (
 
 var publicPrefix = netip.MustParsePrefix("203.0.113.7/24")
 
-// change is something that happens on a machine, and how its view shows it.
+// change is a change of a machine and the check whether a view shows it.
 type change struct {
 	make func(ctx context.Context, m *talostest.Machine) error
 	seen func(machine.Machine) bool
@@ -47,12 +47,12 @@ func watchedChanges() map[resource.Type][]change {
 			},
 			seen: func(m machine.Machine) bool { return m.FQDN() == "renamed.example.org" },
 		}},
-		k8s.NodenameType: {}, // see TestMachineThatIsRenamedWhileWatchedIsAMismatch
+		k8s.NodenameType: {}, // see TestSession_MarksRenamedMachineAsMismatch
 	}
 }
 
-func TestEveryWatchedChangeReachesTheInventoryAtOnce(t *testing.T) {
-	// No poll and no new session can bring what the watches do not.
+func TestSession_PublishesWatchedChangeImmediately(t *testing.T) {
+	// The clock advances too little for a poll or a new session.
 	s, clk := newTimedSuite(t)
 	worker := s.addWorker(t)
 	s.track(worker)
@@ -63,7 +63,7 @@ func TestEveryWatchedChangeReachesTheInventoryAtOnce(t *testing.T) {
 	for _, kind := range machine.WatchedKinds() {
 		cases, known := changes[kind.Type()]
 		if !known {
-			t.Errorf("%s is watched, and no test changes it", kind.Type())
+			t.Errorf("%s is watched, but no test changes it", kind.Type())
 		}
 
 		for _, c := range cases {
@@ -74,7 +74,7 @@ func TestEveryWatchedChangeReachesTheInventoryAtOnce(t *testing.T) {
 	}
 }
 
-func TestMachineThatCallsItselfAnotherIsAMismatch(t *testing.T) {
+func TestReflector_MarksMachineWithAnotherNodenameAsMismatch(t *testing.T) {
 	s := newRealSuite(t)
 	worker := s.addWorker(t)
 
@@ -84,14 +84,14 @@ func TestMachineThatCallsItselfAnotherIsAMismatch(t *testing.T) {
 	requireContains(t, entry.Reason, worker.Nodename(), worker.Address().String())
 
 	if !entry.ObservedAt.IsZero() || len(s.inventory.viewsOf("other")) != 0 {
-		t.Errorf("there is a view of a machine that is another's: %+v", entry)
+		t.Errorf("inventory has a view of another machine: %+v", entry)
 	}
 
 	must(t, worker.SetNodename(t.Context(), "other"))
 	s.await(t, "other", inventory.Current)
 }
 
-func TestMachineThatIsRenamedWhileWatchedIsAMismatch(t *testing.T) {
+func TestSession_MarksRenamedMachineAsMismatch(t *testing.T) {
 	s, clk := newTimedSuite(t)
 	worker := s.addWorker(t)
 	s.track(worker)
@@ -100,7 +100,7 @@ func TestMachineThatIsRenamedWhileWatchedIsAMismatch(t *testing.T) {
 	must(t, worker.SetNodename(t.Context(), "renamed"))
 	awaitChange(t, clk)
 
-	eventually(t, "the view is gone", func() bool {
+	eventually(t, "the view is removed", func() bool {
 		entry := s.inventory.Get(worker.Nodename())
 
 		return entry.Condition == inventory.Mismatch && entry.ObservedAt.IsZero()
@@ -110,7 +110,7 @@ func TestMachineThatIsRenamedWhileWatchedIsAMismatch(t *testing.T) {
 	stepUntil(t, clk, "the machine is watched", func() bool { return s.inventory.Get(worker.Nodename()).Condition == inventory.Current })
 }
 
-func TestFirstAddressDeadSecondGood(t *testing.T) {
+func TestReflector_TriesNextAddressIfFirstIsDown(t *testing.T) {
 	s := newRealSuite(t)
 	worker := s.addWorker(t)
 	dead := s.add(t, talostest.MachineSpec{Nodename: "dead"})
@@ -120,7 +120,7 @@ func TestFirstAddressDeadSecondGood(t *testing.T) {
 	s.await(t, worker.Nodename(), inventory.Current)
 }
 
-func TestFirstAddressAnothersSecondGood(t *testing.T) {
+func TestReflector_TriesNextAddressIfFirstIsAnotherMachine(t *testing.T) {
 	s := newRealSuite(t)
 	worker := s.addWorker(t)
 	another := s.add(t, talostest.MachineSpec{Nodename: "another"})
@@ -129,14 +129,14 @@ func TestFirstAddressAnothersSecondGood(t *testing.T) {
 	s.await(t, worker.Nodename(), inventory.Current)
 }
 
-func TestNodeWithoutAddressIsUnreachable(t *testing.T) {
+func TestReflector_MarksNodeWithoutAddressUnreachable(t *testing.T) {
 	s := newRealSuite(t)
-	s.reflector.Track("homeless", nil)
+	s.reflector.Track("no-address", nil)
 
-	requireContains(t, s.await(t, "homeless", inventory.Unreachable).Reason, "no address")
+	requireContains(t, s.await(t, "no-address", inventory.Unreachable).Reason, "no address")
 }
 
-func TestAddressChangeRetargets(t *testing.T) {
+func TestTrack_FollowsChangedAddress(t *testing.T) {
 	s := newRealSuite(t)
 	old := s.addWorker(t)
 	s.follow(t, old)
@@ -149,8 +149,8 @@ func TestAddressChangeRetargets(t *testing.T) {
 	requireNoConnections(t, old)
 }
 
-func TestTrackingAgainWithTheSameAddressesDoesNothing(t *testing.T) {
-	// No time passes, and so the machine is not polled either.
+func TestTrack_IgnoresUnchangedAddresses(t *testing.T) {
+	// The clock stands still, so that the machine is not polled.
 	s, clk := newTimedSuite(t)
 	worker := s.addWorker(t)
 	s.track(worker)
@@ -160,17 +160,17 @@ func TestTrackingAgainWithTheSameAddressesDoesNothing(t *testing.T) {
 
 	s.track(worker)
 
-	// A change that arrives shows that nothing was started over meanwhile.
+	// A change that arrives shows that the session is still the first.
 	must(t, worker.SetHostname(t.Context(), "renamed", ""))
 	awaitChange(t, clk)
 	s.awaitView(t, worker.Nodename(), func(m machine.Machine) bool { return m.Hostname == "renamed" })
 
 	if got := len(worker.Calls()); got != calls {
-		t.Errorf("%d calls more than before", got-calls)
+		t.Errorf("got %d additional calls", got-calls)
 	}
 }
 
-func TestUntrackForgets(t *testing.T) {
+func TestUntrack_RemovesInventoryEntry(t *testing.T) {
 	s := newRealSuite(t)
 	worker := s.addWorker(t)
 	s.follow(t, worker)
@@ -178,7 +178,7 @@ func TestUntrackForgets(t *testing.T) {
 	s.reflector.Untrack(worker.Nodename())
 
 	if entry := s.inventory.Get(worker.Nodename()); entry.Condition != inventory.Unknown {
-		t.Errorf("the inventory still has %+v", entry)
+		t.Errorf("inventory still has %+v", entry)
 	}
 
 	requireNoConnections(t, worker)
@@ -186,13 +186,13 @@ func TestUntrackForgets(t *testing.T) {
 	s.follow(t, worker)
 }
 
-func TestUntrackEndsWhileTheMachineIsSilent(t *testing.T) {
-	// The machine's time to answer never ends, so that whoever waited for it would wait for ever.
+func TestUntrack_ReturnsWhileMachineIsUnresponsive(t *testing.T) {
+	// The clock stands still, so that the answer timeout never expires.
 	s, _ := newTimedSuite(t)
 	worker := s.addWorker(t)
 	worker.Freeze()
 	s.track(worker)
-	eventually(t, "the machine is being asked", func() bool { return len(worker.Calls()) > 0 })
+	eventually(t, "the machine is called", func() bool { return len(worker.Calls()) > 0 })
 
 	untracked := make(chan struct{})
 
@@ -204,15 +204,15 @@ func TestUntrackEndsWhileTheMachineIsSilent(t *testing.T) {
 
 	select {
 	case <-untracked:
-	case <-time.After(patience):
-		t.Errorf("it did not end within %s", patience)
+	case <-time.After(timeout):
+		t.Errorf("Untrack did not return within %s", timeout)
 	}
 
 	worker.Thaw()
 	requireNoConnections(t, worker)
 }
 
-func TestMachineOfAnOlderTalosHasNoneOfThePolledKinds(t *testing.T) {
+func TestReflector_AcceptsOlderTalosWithoutPolledKinds(t *testing.T) {
 	s := newRealSuite(t)
 
 	var unsupported []resource.Type

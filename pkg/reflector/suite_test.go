@@ -21,15 +21,14 @@ import (
 )
 
 const (
-	// patience bounds every wait for something that must happen. It costs nothing when all is well.
-	patience = 2 * time.Minute
+	// timeout limits every wait. It is generous because a passing test does not use it up.
+	timeout = 2 * time.Minute
 
-	// atOnce is what the product promises for a change that is watched, by the product's clock: how long a busy machine takes over it says
-	// nothing of the product.
-	atOnce = time.Second
+	// immediately is the longest time, by the product's clock, until a watched change is published.
+	immediately = time.Second
 )
 
-// suite is a cluster of machines and a running reflector with its inventory.
+// suite is a simulated cluster and a running reflector with its inventory.
 type suite struct {
 	cluster   *talostest.Cluster
 	reader    reader
@@ -40,7 +39,7 @@ type suite struct {
 	dialed []netip.Addr
 }
 
-// newSuite starts a reflector on a clock. It has ended when the test has.
+// newSuite starts a reflector with the given clock. It stops with the test.
 func newSuite(t *testing.T, clk clock.Clock) *suite {
 	t.Helper()
 
@@ -66,7 +65,7 @@ func newSuite(t *testing.T, clk clock.Clock) *suite {
 	return s
 }
 
-// run starts a reflector that takes the place of the suite's.
+// run starts a reflector that replaces the suite's.
 func (s *suite) run(t *testing.T, dial talosapi.DialFunc, clk clock.Clock) {
 	t.Helper()
 
@@ -84,20 +83,20 @@ func (s *suite) run(t *testing.T, dial talosapi.DialFunc, clk clock.Clock) {
 	t.Cleanup(func() {
 		select {
 		case <-done:
-		case <-time.After(patience):
-			t.Error("the reflector did not end with its context")
+		case <-time.After(timeout):
+			t.Error("reflector did not stop with its context")
 		}
 	})
 }
 
-// newRealSuite runs on the system's clock.
+// newRealSuite uses the system clock.
 func newRealSuite(t *testing.T) *suite {
 	t.Helper()
 
 	return newSuite(t, clock.RealClock{})
 }
 
-// newTimedSuite runs on a clock that stands still until it is stepped.
+// newTimedSuite uses a fake clock.
 func newTimedSuite(t *testing.T) (*suite, *clocktesting.FakeClock) {
 	t.Helper()
 
@@ -114,7 +113,7 @@ func (s *suite) dial(_ string, addr netip.Addr) (talosapi.State, error) {
 	return talosapi.Dial(s.reader, addr)
 }
 
-// dials are the addresses that were dialed, in order.
+// dials returns the dialed addresses in order.
 func (s *suite) dials() []netip.Addr {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -122,7 +121,7 @@ func (s *suite) dials() []netip.Addr {
 	return slices.Clone(s.dialed)
 }
 
-// countingClock counts how often a timer of its was set anew.
+// countingClock counts timer resets.
 type countingClock struct {
 	*clocktesting.FakeClock
 
@@ -145,7 +144,7 @@ func (t countingTimer) Reset(d time.Duration) bool {
 	return t.Timer.Reset(d)
 }
 
-// reader are credentials for os:reader.
+// reader is a talosapi.Credentials with the role os:reader.
 type reader struct{ config *tls.Config }
 
 func (r reader) TLSConfig() (*tls.Config, error) { return r.config.Clone(), nil }
@@ -167,12 +166,12 @@ func (s *suite) addWorker(t *testing.T) *talostest.Machine {
 	return s.add(t, talostest.MachineSpec{Nodename: "worker-1"})
 }
 
-// track tracks a machine under its own name and address.
+// track tracks a machine under its own nodename and address.
 func (s *suite) track(m *talostest.Machine) {
 	s.reflector.Track(m.Nodename(), []netip.Addr{m.Address()})
 }
 
-// follow tracks a machine and waits until it is being watched.
+// follow tracks a machine and waits until it is watched.
 func (s *suite) follow(t *testing.T, m *talostest.Machine) {
 	t.Helper()
 
@@ -180,7 +179,7 @@ func (s *suite) follow(t *testing.T, m *talostest.Machine) {
 	s.await(t, m.Nodename(), inventory.Current)
 }
 
-// await waits for the condition of a machine, and returns the entry that has it.
+// await waits until a machine has the wanted condition and returns its inventory entry.
 func (s *suite) await(t *testing.T, nodename string, want inventory.Condition) inventory.Entry {
 	t.Helper()
 
@@ -195,43 +194,43 @@ func (s *suite) await(t *testing.T, nodename string, want inventory.Condition) i
 	return entry
 }
 
-// awaitView waits until the current view of a machine is as wanted.
+// awaitView waits until the current view of a machine satisfies want.
 func (s *suite) awaitView(t *testing.T, nodename string, want func(machine.Machine) bool) {
 	t.Helper()
 
-	eventually(t, "the view of "+nodename+" is as wanted", func() bool {
+	eventually(t, "the view of "+nodename+" has changed", func() bool {
 		entry := s.inventory.Get(nodename)
 
 		return entry.Condition == inventory.Current && want(entry.Machine)
 	})
 }
 
-// awaitChange waits until the session has heard of one change, and lets no more time pass than the product has to tell of it.
+// awaitChange waits until the session has received a change, then steps the clock by the time in which it must be published.
 func awaitChange(t *testing.T, clk *clocktesting.FakeClock) {
 	t.Helper()
-	eventually(t, "the change is waiting for others", func() bool { return clk.Waiters() == watchingTimers+1 })
-	clk.Step(atOnce)
+	eventually(t, "the change is pending", func() bool { return clk.Waiters() == watchingTimers+1 })
+	clk.Step(immediately)
 }
 
-// eventually waits for a condition that no channel announces.
+// eventually polls until condition holds.
 func eventually(t *testing.T, what string, condition func() bool) {
 	t.Helper()
 
 	ticker := time.NewTicker(2 * time.Millisecond)
 	defer ticker.Stop()
 
-	deadline := time.After(patience)
+	deadline := time.After(timeout)
 
 	for !condition() {
 		select {
 		case <-ticker.C:
 		case <-deadline:
-			t.Fatalf("waited %s in vain until %s", patience, what)
+			t.Fatalf("timed out after %s waiting until %s", timeout, what)
 		}
 	}
 }
 
-// must ends the test if a change of a machine fails.
+// must fails the test if err is not nil.
 func must(t *testing.T, err error) {
 	t.Helper()
 
@@ -240,7 +239,7 @@ func must(t *testing.T, err error) {
 	}
 }
 
-// recorder is an inventory that remembers all it was told.
+// recorder is an inventory that records all calls.
 type recorder struct {
 	*inventory.Inventory
 
@@ -265,7 +264,7 @@ func (r *recorder) MarkUnreachable(nodename, reason string) {
 	r.Inventory.MarkUnreachable(nodename, reason)
 }
 
-// viewsOf are all views of a machine that were ever published.
+// viewsOf returns all published views of a machine.
 func (r *recorder) viewsOf(nodename string) []machine.Machine {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -273,8 +272,8 @@ func (r *recorder) viewsOf(nodename string) []machine.Machine {
 	return slices.Clone(r.views[nodename])
 }
 
-// complaints are all marks of unreachability, in order.
-func (r *recorder) complaints() []string {
+// unreachableMarks returns the arguments of all MarkUnreachable calls in order.
+func (r *recorder) unreachableMarks() []string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 

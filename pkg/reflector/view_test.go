@@ -21,7 +21,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
 
-// lists counts how often each polled kind was listed; all are listed together.
+// lists counts the List calls by resource type.
 func lists(m *talostest.Machine) map[resource.Type]int {
 	counts := map[resource.Type]int{}
 
@@ -34,7 +34,7 @@ func lists(m *talostest.Machine) map[resource.Type]int {
 	return counts
 }
 
-// laggingState is a machine whose watch of one kind starts late.
+// laggingState delays the watch of one kind.
 type laggingState struct {
 	talosapi.State
 
@@ -54,7 +54,7 @@ func (s laggingState) WatchKind(ctx context.Context, kind resource.Kind, ch chan
 	return s.State.WatchKind(ctx, kind, ch, opts...)
 }
 
-func TestNoViewIsPublishedBeforeAllWatchesAreThere(t *testing.T) {
+func TestSession_PublishesNoViewBeforeAllWatchesBootstrapped(t *testing.T) {
 	for _, kind := range machine.WatchedKinds() {
 		t.Run(kind.Type(), func(t *testing.T) {
 			t.Parallel()
@@ -74,13 +74,13 @@ func TestNoViewIsPublishedBeforeAllWatchesAreThere(t *testing.T) {
 			others := len(machine.WatchedKinds()) - 1
 			eventually(t, "the other watches are open", func() bool { return worker.OpenStreams() == others })
 
-			// Late enough for a second poll, and in time for the watches: they have half a minute. After each poll the time of the next is set.
-			eventually(t, "the machine has been polled", func() bool { return clk.resets.Load() == 1 })
+			// This step reaches the second poll but not the deadline of the watches. Each poll resets the poll timer.
+			eventually(t, "the machine is polled", func() bool { return clk.resets.Load() == 1 })
 			clk.Step(firstPoll)
-			eventually(t, "the machine has been polled again", func() bool { return clk.resets.Load() == 2 && worker.OpenStreams() == others })
+			eventually(t, "the machine is polled again", func() bool { return clk.resets.Load() == 2 && worker.OpenStreams() == others })
 
 			if got := s.inventory.viewsOf(worker.Nodename()); len(got) > 0 {
-				t.Errorf("there is a view without %s: %+v", kind.Type(), got[0])
+				t.Errorf("view was published without %s: %+v", kind.Type(), got[0])
 			}
 
 			close(release)
@@ -88,13 +88,13 @@ func TestNoViewIsPublishedBeforeAllWatchesAreThere(t *testing.T) {
 
 			view := s.inventory.viewsOf(worker.Nodename())[0]
 			if view.Nodename == "" || view.Hostname == "" || view.Platform.InstanceID != "i-1" || !view.HasAddress(worker.Address()) {
-				t.Errorf("the first view is %+v", view)
+				t.Errorf("first view is incomplete: %+v", view)
 			}
 		})
 	}
 }
 
-// oddState is a machine whose watch of one kind tells what it should not, or nothing.
+// oddState replaces the events of the watch of one kind.
 type oddState struct {
 	talosapi.State
 
@@ -120,7 +120,7 @@ func (s oddState) WatchKind(ctx context.Context, kind resource.Kind, ch chan<- s
 	return nil
 }
 
-// runOdd starts a reflector for which every machine is odd in its addresses.
+// runOdd starts a reflector that receives the given events from every machine's watch of addresses.
 func (s *suite) runOdd(t *testing.T, clk clock.Clock, events ...state.Event) {
 	t.Helper()
 	s.run(t, func(nodename string, addr netip.Addr) (talosapi.State, error) {
@@ -130,7 +130,7 @@ func (s *suite) runOdd(t *testing.T, clk clock.Clock, events ...state.Event) {
 	}, clk)
 }
 
-func TestAnEventWithoutAResourceEndsTheSessionAndNothingElse(t *testing.T) {
+func TestSession_FailsOnEventWithoutResource(t *testing.T) {
 	for _, typ := range []state.EventType{state.Created, state.Updated, state.Destroyed} {
 		t.Run(typ.String(), func(t *testing.T) {
 			t.Parallel()
@@ -142,13 +142,13 @@ func TestAnEventWithoutAResourceEndsTheSessionAndNothingElse(t *testing.T) {
 			s.track(worker)
 
 			if entry := s.await(t, worker.Nodename(), inventory.Unreachable); !strings.Contains(entry.Reason, "without a resource") {
-				t.Errorf("the reason is %q", entry.Reason)
+				t.Errorf("got reason %q", entry.Reason)
 			}
 		})
 	}
 }
 
-func TestAMachineWithoutEndIsNotFollowed(t *testing.T) {
+func TestSession_FailsOnTooManyResources(t *testing.T) {
 	t.Parallel()
 
 	var events []state.Event
@@ -158,7 +158,7 @@ func TestAMachineWithoutEndIsNotFollowed(t *testing.T) {
 		events = append(events, state.Event{Type: state.Created, Resource: address})
 	}
 
-	// However long it takes to read ten thousand events, the machine's time to answer is not over.
+	// The clock stands still, so that reading ten thousand events cannot exceed the answer timeout.
 	s, clk := newTimedSuite(t)
 	s.runOdd(t, clk, events...)
 
@@ -166,11 +166,11 @@ func TestAMachineWithoutEndIsNotFollowed(t *testing.T) {
 	s.track(worker)
 
 	if entry := s.await(t, worker.Nodename(), inventory.Unreachable); !strings.Contains(entry.Reason, "more than 10000 resources") {
-		t.Errorf("the reason is %q", entry.Reason)
+		t.Errorf("got reason %q", entry.Reason)
 	}
 }
 
-func TestAWatchThatNeverTellsIsOverdueHoweverOftenTheMachineIsPolled(t *testing.T) {
+func TestSession_TimesOutIfWatchNeverBootstrapsDespitePolls(t *testing.T) {
 	t.Parallel()
 
 	s, clk := newTimedSuite(t)
