@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"sync"
 	"time"
 
@@ -18,30 +19,32 @@ import (
 )
 
 const (
-	// readerTTL is how long a minted certificate is valid; it is replaced at half of that. It matters only while dialing.
+	// readerTTL is the lifetime of an issued certificate, which is renewed at half of it. Open connections outlive it.
 	readerTTL = time.Hour
 
-	// caGrace is how long the previous OS CA stays trusted after Talos has started to issue from another: the longest a
-	// machine's server certificate lives (24 h, machinery's x509 constants).
+	// caGrace is how long the previous OS CA stays trusted after Talos has switched to another. It is the maximum lifetime
+	// of a machine's server certificate (24 h in machinery's x509 constants).
 	caGrace = 24 * time.Hour
 
-	// firstPause is the least time between two certificates, however many machines show one of an unknown CA. It doubles each time
-	// that a new certificate brought no new CA: then it is the machine that is foreign.
-	firstPause = time.Minute
+	// minRenewInterval is the minimum time between two certificates, however many machines present an unknown CA. It doubles
+	// after each renewal that brought no new CA: those machines belong to another cluster.
+	minRenewInterval = time.Minute
 
-	mintTimeout = 10 * time.Second
-	// mintCycle bounds a series of attempts, and with it the back-off between them, to some eight seconds; the next follows at once.
-	mintCycle = 15 * time.Second
+	issueTimeout = 10 * time.Second
+	// issueCycle limits a series of attempts, and thereby the delay between them, to about eight seconds. Run starts the
+	// next series immediately.
+	issueCycle = 15 * time.Second
 )
 
-// errNotMinted is returned by IssuedCredentials.TLSConfig before the first certificate is there.
-var errNotMinted = errors.New("no os:reader certificate has been minted yet")
+// errNotIssued is returned by IssuedCredentials.TLSConfig before the first certificate has been issued.
+var errNotIssued = errors.New("no os:reader certificate issued yet")
 
-// IssuedCredentials are Credentials that Talos itself mints over machine.sock. Use NewIssuedCredentials and Run.
+// IssuedCredentials are Credentials with certificates that Talos issues over machine.sock. Create them with
+// NewIssuedCredentials; Run issues and renews the certificates.
 type IssuedCredentials struct {
-	mint    func(ctx context.Context, ttl time.Duration) (ReaderCertificate, error)
-	clock   clock.Clock
-	unknown chan struct{} // holds one word from UnknownCA
+	issue     func(ctx context.Context, ttl time.Duration) (ReaderCertificate, error)
+	clock     clock.Clock
+	unknownCA chan struct{} // capacity 1; pending renewal request
 
 	mu    sync.Mutex
 	cert  *tls.Certificate
@@ -53,29 +56,29 @@ type trustedCA struct {
 	lastSeen time.Time
 }
 
-// NewIssuedCredentials returns credentials minted by admin.
+// NewIssuedCredentials returns credentials that admin issues.
 func NewIssuedCredentials(admin *Admin, clk clock.Clock) *IssuedCredentials {
-	return &IssuedCredentials{mint: admin.IssueReader, clock: clk, unknown: make(chan struct{}, 1)}
+	return &IssuedCredentials{issue: admin.IssueReader, clock: clk, unknownCA: make(chan struct{}, 1)}
 }
 
-// Run keeps the certificate fresh until ctx ends: it is renewed at half of its life, and before that if a machine shows a certificate
-// of a CA that is not known, as after a rotation of the OS CA. ready is called after each renewal.
-func (m *IssuedCredentials) Run(ctx context.Context, ready func()) {
+// Run renews the certificate until ctx is done: at half of its lifetime, and earlier if a machine presents a certificate of
+// an unknown CA, as after a rotation of the OS CA. It calls ready after each renewal.
+func (c *IssuedCredentials) Run(ctx context.Context, ready func()) {
 	logger := klog.FromContext(ctx)
-	pause := firstPause
+	interval := minRenewInterval
 
-	for asked := false; ctx.Err() == nil; {
+	for requested := false; ctx.Err() == nil; {
 		var rotated bool
 
-		err := retry.Exponential(mintCycle, retry.WithUnits(time.Second), retry.WithJitter(time.Second), retry.WithAttemptTimeout(mintTimeout)).
+		err := retry.Exponential(issueCycle, retry.WithUnits(time.Second), retry.WithJitter(time.Second), retry.WithAttemptTimeout(issueTimeout)).
 			RetryWithContext(ctx, func(ctx context.Context) (err error) {
-				rotated, err = m.renew(ctx)
+				rotated, err = c.renew(ctx)
 
 				return retry.ExpectedError(err)
 			})
 		if err != nil {
 			if ctx.Err() == nil {
-				logger.Error(err, "Could not mint a Talos client certificate, trying on")
+				logger.Error(err, "Failed to issue Talos client certificate; retrying")
 			}
 
 			continue
@@ -83,112 +86,102 @@ func (m *IssuedCredentials) Run(ctx context.Context, ready func()) {
 
 		ready()
 
-		if asked && !rotated {
-			pause = min(2*pause, readerTTL/2)
+		if requested && !rotated {
+			interval = min(2*interval, readerTTL/2)
 		} else {
-			pause = firstPause
+			interval = minRenewInterval
 		}
 
-		asked = m.wait(ctx, pause)
+		requested = c.waitForRenewal(ctx, interval)
 	}
 }
 
-// wait returns when the certificate is to be renewed, and whether a machine's CA is a reason.
-func (m *IssuedCredentials) wait(ctx context.Context, pause time.Duration) (asked bool) {
-	var unknown <-chan struct{} // nobody is heard before pause is over
+// waitForRenewal blocks until the certificate is to be renewed, which is after interval at the earliest. It reports whether
+// UnknownCA has requested the renewal.
+func (c *IssuedCredentials) waitForRenewal(ctx context.Context, interval time.Duration) (requested bool) {
+	var unknownCA <-chan struct{} // nil, and therefore ignored, until interval has passed
 
-	half, pauseOver := m.clock.After(readerTTL/2), m.clock.After(pause)
+	half, earliest := c.clock.After(readerTTL/2), c.clock.After(interval)
 
 	for {
 		select {
 		case <-ctx.Done():
 			return false
 		case <-half:
-			return len(m.unknown) > 0
-		case <-pauseOver:
-			unknown = m.unknown
-		case <-unknown:
+			return len(c.unknownCA) > 0
+		case <-earliest:
+			unknownCA = c.unknownCA
+		case <-unknownCA:
 			return true
 		}
 	}
 }
 
-// UnknownCA has the certificate renewed, and with it the CA, since a machine has shown a certificate of a CA that is not known.
-func (m *IssuedCredentials) UnknownCA() {
+// UnknownCA requests a renewal of the certificate and the CA, because a machine presented a certificate of an unknown CA.
+func (c *IssuedCredentials) UnknownCA() {
 	select {
-	case m.unknown <- struct{}{}:
+	case c.unknownCA <- struct{}{}:
 	default:
 	}
 }
 
-// renew has a certificate minted, and tells whether another CA has issued it than the one before.
-func (m *IssuedCredentials) renew(ctx context.Context) (rotated bool, err error) {
-	minted, err := m.mint(ctx, readerTTL)
+// renew issues a certificate. It reports whether its CA differs from the previous one.
+func (c *IssuedCredentials) renew(ctx context.Context) (rotated bool, err error) {
+	issued, err := c.issue(ctx, readerTTL)
 	if err != nil {
 		return false, err
 	}
 
-	cert, err := tls.X509KeyPair(minted.Certificate, minted.Key)
+	cert, err := tls.X509KeyPair(issued.Certificate, issued.Key)
 	if err != nil {
-		return false, fmt.Errorf("load the minted os:reader certificate: %w", err)
+		return false, fmt.Errorf("load issued os:reader certificate: %w", err)
 	}
 
-	if !x509.NewCertPool().AppendCertsFromPEM(minted.CA) {
-		return false, errors.New("load the minted os:reader certificate: its CA is not PEM")
+	if !x509.NewCertPool().AppendCertsFromPEM(issued.CA) {
+		return false, errors.New("load issued os:reader certificate: CA is not PEM")
 	}
 
-	m.mu.Lock()
-	defer m.mu.Unlock()
+	c.mu.Lock()
+	defer c.mu.Unlock()
 
-	issuing := string(minted.CA)
-	rotated = len(m.roots) > 0 && m.roots[0].pem != issuing
+	ca, now := string(issued.CA), c.clock.Now()
+	rotated = len(c.roots) > 0 && c.roots[0].pem != ca
 
-	m.cert = &cert
+	c.cert = &cert
 	readerExpiry.Set(float64(cert.Leaf.NotAfter.Unix()))
 
-	m.roots = trust(m.roots, issuing, m.clock.Now())
+	// The current CA comes first. A previous CA is removed when all server certificates that it issued have expired.
+	c.roots = slices.DeleteFunc(c.roots, func(root trustedCA) bool { return root.pem == ca || now.Sub(root.lastSeen) >= caGrace })
+	c.roots = slices.Insert(c.roots, 0, trustedCA{pem: ca, lastSeen: now})
 
 	return rotated, nil
 }
 
-// trust puts the CA that issues now first and drops those that no machine can still hold a certificate of.
-func trust(roots []trustedCA, issuing string, now time.Time) []trustedCA {
-	kept := []trustedCA{{pem: issuing, lastSeen: now}}
-
-	for _, root := range roots {
-		if root.pem != issuing && now.Sub(root.lastSeen) < caGrace {
-			kept = append(kept, root)
-		}
-	}
-
-	return kept
-}
-
 // TLSConfig implements Credentials.
-func (m *IssuedCredentials) TLSConfig() (*tls.Config, error) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
+func (c *IssuedCredentials) TLSConfig() (*tls.Config, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
 
-	if m.cert == nil {
-		return nil, errNotMinted
+	if c.cert == nil {
+		return nil, errNotIssued
 	}
 
 	pool := x509.NewCertPool()
-	for _, root := range m.roots {
+	for _, root := range c.roots {
 		pool.AppendCertsFromPEM([]byte(root.pem))
 	}
 
-	return &tls.Config{MinVersion: tls.VersionTLS13, RootCAs: pool, Certificates: []tls.Certificate{*m.cert}}, nil
+	return &tls.Config{MinVersion: tls.VersionTLS13, RootCAs: pool, Certificates: []tls.Certificate{*c.cert}}, nil
 }
 
-// Talosconfig are Credentials from the current context of a talosconfig file, read again at each dial.
+// Talosconfig are Credentials from the current context of the talosconfig file at Path, which is read for each Dial.
 type Talosconfig struct {
 	Path string
 }
 
 // TLSConfig implements Credentials.
 func (t Talosconfig) TLSConfig() (*tls.Config, error) {
-	// Not clientconfig.Open: that creates the file if it is missing.
+	// clientconfig.Open would create a missing file.
 	content, err := os.ReadFile(t.Path)
 	if err != nil {
 		return nil, fmt.Errorf("read talosconfig: %w", err)
@@ -201,14 +194,14 @@ func (t Talosconfig) TLSConfig() (*tls.Config, error) {
 
 	current, ok := config.Contexts[config.Context]
 	if !ok {
-		return nil, fmt.Errorf("read talosconfig %s: it has no context %q", t.Path, config.Context)
+		return nil, fmt.Errorf("read talosconfig %s: context %q not found", t.Path, config.Context)
 	}
 
 	pem := make([][]byte, 3)
 
 	for i, field := range []struct{ name, value string }{{"ca", current.CA}, {"crt", current.Crt}, {"key", current.Key}} {
 		if pem[i], err = base64.StdEncoding.DecodeString(field.value); err != nil || field.value == "" {
-			return nil, fmt.Errorf("read talosconfig %s: context %q: field %q is not base64 of a PEM document", t.Path, config.Context, field.name)
+			return nil, fmt.Errorf("read talosconfig %s: context %q: field %q is not base64-encoded PEM", t.Path, config.Context, field.name)
 		}
 	}
 
@@ -219,7 +212,7 @@ func (t Talosconfig) TLSConfig() (*tls.Config, error) {
 
 	pool := x509.NewCertPool()
 	if !pool.AppendCertsFromPEM(pem[0]) {
-		return nil, fmt.Errorf("read talosconfig %s: context %q: field \"ca\" is not PEM", t.Path, config.Context)
+		return nil, fmt.Errorf("read talosconfig %s: context %q: field \"ca\" is not base64-encoded PEM", t.Path, config.Context)
 	}
 
 	return &tls.Config{MinVersion: tls.VersionTLS13, RootCAs: pool, Certificates: []tls.Certificate{cert}}, nil

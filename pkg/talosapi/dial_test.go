@@ -30,7 +30,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
 
-// fixed are credentials that do not change.
+// fixed are Credentials that do not change.
 type fixed struct{ config *tls.Config }
 
 func (c fixed) TLSConfig() (*tls.Config, error) { return c.config.Clone(), nil }
@@ -44,7 +44,7 @@ func (s *site) reader(t *testing.T) fixed {
 	return fixed{config}
 }
 
-func TestMachineWhoseCertificateIsOfAnotherAddressIsRefused(t *testing.T) {
+func TestDial_RejectsCertificateOfAnotherAddress(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 
 	st, err := talosapi.Dial(s.reader(t), forward(t, s.worker))
@@ -57,11 +57,11 @@ func TestMachineWhoseCertificateIsOfAnotherAddressIsRefused(t *testing.T) {
 	}
 
 	if calls := s.worker.Calls(); len(calls) != 0 {
-		t.Errorf("the machine was called: %v", calls)
+		t.Errorf("machine received calls: %v", calls)
 	}
 }
 
-func TestMachineThatSaysTooMuchIsCutShort(t *testing.T) {
+func TestDial_LimitsBytesPerStream(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 
 	for i := range 16 {
@@ -77,7 +77,7 @@ func TestMachineThatSaysTooMuchIsCutShort(t *testing.T) {
 	kind := resource.NewMetadata(runtime.NamespaceName, runtime.ExtensionStatusType, "", resource.VersionUndefined)
 
 	if _, err := st.List(t.Context(), kind); status.Code(err) != codes.ResourceExhausted {
-		t.Errorf("listed: got %v", err)
+		t.Errorf("list: got %v, want ResourceExhausted", err)
 	}
 
 	events := make(chan state.Event)
@@ -85,7 +85,7 @@ func TestMachineThatSaysTooMuchIsCutShort(t *testing.T) {
 
 	for event := range events {
 		if event.Type == state.Bootstrapped {
-			t.Error("watched: got all")
+			t.Error("watch: got all resources, want an error")
 		}
 
 		if event.Type == state.Errored || event.Type == state.Bootstrapped {
@@ -93,12 +93,12 @@ func TestMachineThatSaysTooMuchIsCutShort(t *testing.T) {
 		}
 	}
 
-	// Others are heard as before.
+	// Other streams still work.
 	_, err = nodename(t, st)
 	must(t, err)
 }
 
-// forward has a machine answer at an address that is not its own, and returns that.
+// forward returns an address that is not the machine's and forwards connections to the machine.
 func forward(t *testing.T, to *talostest.Machine) netip.Addr {
 	t.Helper()
 
@@ -145,14 +145,14 @@ func splice(client net.Conn, target string) {
 	_, _ = io.Copy(client, server)
 }
 
-func TestProxyOfTheEnvironmentIsIgnored(t *testing.T) {
+func TestDial_IgnoresProxyEnvironment(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 	reader := s.reader(t)
 
-	// Addresses of loopback are never proxied, so these are of a network that does not exist.
-	ours, control := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2")
+	// Go never uses a proxy for loopback addresses, so these are documentation addresses.
+	direct, control := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2")
 
-	st, err := talosapi.Dial(reader, ours)
+	st, err := talosapi.Dial(reader, direct)
 	must(t, err)
 	t.Cleanup(func() { _ = st.Close() })
 
@@ -160,7 +160,7 @@ func TestProxyOfTheEnvironmentIsIgnored(t *testing.T) {
 	defer cancel()
 
 	if _, err := st.Get(ctx, nodenamePointer()); err == nil {
-		t.Fatal("somebody answered")
+		t.Fatal("call succeeded")
 	}
 
 	target := netip.AddrPortFrom(control, constants.ApidPort).String()
@@ -170,21 +170,21 @@ func TestProxyOfTheEnvironmentIsIgnored(t *testing.T) {
 	t.Cleanup(func() { _ = conn.Close() })
 
 	if _, err := v1alpha1.NewStateClient(conn).Get(t.Context(), &v1alpha1.GetRequest{}); err == nil {
-		t.Fatal("somebody answered")
+		t.Fatal("call succeeded")
 	}
 
-	// The first that the proxy hears of is the other client.
+	// The first request that the proxy receives is that of the other client.
 	select {
 	case got := <-proxy.targets:
 		if got != target {
-			t.Errorf("the proxy was asked for %s", got)
+			t.Errorf("proxy received a request for %s", got)
 		}
-	case <-time.After(patience):
-		t.Error("the proxy was not asked by the other client either: the test does not test")
+	case <-time.After(timeout):
+		t.Error("proxy received no request from the other client; the test is not effective")
 	}
 }
 
-func TestClosedStateAnswersNothing(t *testing.T) {
+func TestState_FailsAfterClose(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 
 	for name, open := range map[string]func() (talosapi.State, error){
@@ -198,7 +198,7 @@ func TestClosedStateAnswersNothing(t *testing.T) {
 			must(t, st.Close())
 
 			if _, err := nodename(t, st); err == nil {
-				t.Error("it answered")
+				t.Error("call on closed state succeeded")
 			}
 		})
 	}
@@ -206,11 +206,11 @@ func TestClosedStateAnswersNothing(t *testing.T) {
 	eventually(t, "no connection is open", func() bool { return s.worker.Connections() == 0 })
 }
 
-func TestDialWithoutCredentialsNamesTheMachine(t *testing.T) {
+func TestDial_FailsBeforeCertificateIsIssued(t *testing.T) {
 	creds := talosapi.NewIssuedCredentials(&talosapi.Admin{}, clock.RealClock{})
 
 	_, err := talosapi.Dial(creds, netip.MustParseAddr("192.0.2.1"))
-	if want := "dial 192.0.2.1: no os:reader certificate has been minted yet"; err == nil || err.Error() != want {
+	if want := "dial 192.0.2.1: no os:reader certificate issued yet"; err == nil || err.Error() != want {
 		t.Errorf("got %v, want %s", err, want)
 	}
 }

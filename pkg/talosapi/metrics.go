@@ -1,32 +1,37 @@
 package talosapi
 
 import (
+	"context"
+	"errors"
+	"io"
 	"path"
+	"sync"
 	"time"
 
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/status"
 	"k8s.io/component-base/metrics"
 	"k8s.io/component-base/metrics/legacyregistry"
 )
 
-// The first two keep the names and the meaning they have in the upstream Talos CCM.
+// requestDuration and requestErrors keep the names and meaning that they have in the upstream Talos CCM.
 var (
 	requestDuration = metrics.NewHistogramVec(&metrics.HistogramOpts{
 		Name:           "talosccm_api_request_duration_seconds",
-		Help:           "Latency of a Talos API call; for a watch, until its first answer.",
+		Help:           "Latency of Talos API calls; for a watch, until its first answer.",
 		Buckets:        []float64{.01, .05, .1, .25, .5, 1, 2.5, 5, 10, 30},
 		StabilityLevel: metrics.ALPHA,
 	}, []string{"request"})
 
 	requestErrors = metrics.NewCounterVec(&metrics.CounterOpts{
 		Name:           "talosccm_api_request_errors_total",
-		Help:           "Number of Talos API calls that failed.",
+		Help:           "Number of failed Talos API calls.",
 		StabilityLevel: metrics.ALPHA,
 	}, []string{"request"})
 
 	readerExpiry = metrics.NewGauge(&metrics.GaugeOpts{
 		Name:           "talosccm_reader_certificate_expiry_timestamp_seconds",
-		Help:           "When the os:reader certificate in use expires, in seconds since 1970; 0 if none has been minted.",
+		Help:           "Expiry of the current os:reader certificate in seconds since 1970; 0 if none has been issued.",
 		StabilityLevel: metrics.ALPHA,
 	})
 
@@ -39,7 +44,7 @@ var (
 
 func init() { legacyregistry.MustRegister(requestDuration, requestErrors, requests, readerExpiry) }
 
-// observe records one call of a full gRPC method such as /cosi.resource.State/List.
+// observe records one call. method is a full gRPC method such as /cosi.resource.State/List.
 func observe(method string, start time.Time, err error) {
 	name := path.Base(method)
 
@@ -49,4 +54,51 @@ func observe(method string, start time.Time, err error) {
 	if err != nil {
 		requestErrors.WithLabelValues(name).Inc()
 	}
+}
+
+// measureUnary records each unary call.
+func measureUnary(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+	start := time.Now()
+	err := invoke(ctx, method, req, reply, cc, opts...)
+
+	observe(method, start, err)
+
+	return err
+}
+
+// measureStream records the first answer of each stream, because gRPC opens a stream before the server has received it.
+func measureStream(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, open grpc.Streamer, opts ...grpc.CallOption) (grpc.ClientStream, error) {
+	start := time.Now()
+
+	stream, err := open(ctx, desc, cc, method, opts...)
+	if err != nil {
+		observe(method, start, err)
+
+		return nil, err
+	}
+
+	return &measuredStream{ClientStream: stream, answered: func(err error) { observe(method, start, err) }}, nil
+}
+
+// measuredStream calls answered with the result of the first RecvMsg.
+type measuredStream struct {
+	grpc.ClientStream
+
+	once     sync.Once
+	answered func(error)
+}
+
+// RecvMsg implements grpc.ClientStream.
+func (s *measuredStream) RecvMsg(message any) error {
+	err := s.ClientStream.RecvMsg(message)
+
+	s.once.Do(func() {
+		if errors.Is(err, io.EOF) { // an empty list
+			s.answered(nil)
+		} else {
+			s.answered(err)
+		}
+	})
+
+	return err
 }

@@ -12,10 +12,10 @@ import (
 	"k8s.io/utils/clock"
 )
 
-// sample names one time series of a metric of calls.
+// sample identifies a time series.
 type sample struct{ metric, name, code string }
 
-// samples are all series of metrics; of histograms, the count.
+// samples returns the values of all time series; for histograms, the count.
 func samples(t *testing.T) map[sample]float64 {
 	t.Helper()
 
@@ -44,7 +44,7 @@ func samples(t *testing.T) map[sample]float64 {
 	return values
 }
 
-func TestCallsAreCountedByMethodAndCode(t *testing.T) {
+func TestMetrics_CountCallsByMethodAndCode(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 	st := s.socket.Reader
 
@@ -99,14 +99,14 @@ func TestCallsAreCountedByMethodAndCode(t *testing.T) {
 				{"talosccm_api_request_duration_seconds", c.method, ""}:    1,
 			} {
 				if got := after[s] - before[s]; got != want {
-					t.Errorf("%+v grew by %v, want %v", s, got, want)
+					t.Errorf("%+v increased by %v, want %v", s, got, want)
 				}
 			}
 		})
 	}
 }
 
-func TestCallOfAMachineThatIsDownIsCountedAsUnavailable(t *testing.T) {
+func TestMetrics_CountCallsToStoppedMachineAsUnavailable(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 	st := dial(t, s.reader(t), s.worker)
 
@@ -123,7 +123,7 @@ func TestCallOfAMachineThatIsDownIsCountedAsUnavailable(t *testing.T) {
 		},
 	} {
 		if call() == nil {
-			t.Fatal("it answered")
+			t.Fatal("call to stopped machine succeeded")
 		}
 	}
 
@@ -132,7 +132,7 @@ func TestCallOfAMachineThatIsDownIsCountedAsUnavailable(t *testing.T) {
 	for _, method := range []string{"Get", "Watch"} {
 		s := sample{"talosccm_api_requests_total", method, codes.Unavailable.String()}
 		if got := after[s] - before[s]; got != 1 {
-			t.Errorf("%+v grew by %v, want 1", s, got)
+			t.Errorf("%+v increased by %v, want 1", s, got)
 		}
 	}
 }

@@ -19,14 +19,14 @@ import (
 	"google.golang.org/protobuf/types/known/durationpb"
 )
 
-// Socket is this machine's own machine.sock. On Talos 1.13 and later only an extension service may use it, and only as root
-// or uid 50. Talos there lets the caller name its roles: Reader names os:reader, Admin os:admin.
+// Socket is the machine.sock of the local machine. Since Talos 1.13 only extension services that run as root or uid 50 can
+// use it. Talos trusts the roles that a caller of the socket names: Reader uses os:reader, Admin uses os:admin.
 type Socket struct {
 	Reader State
 	Admin  *Admin
 }
 
-// OpenSocket prepares the connections to the socket at path; the first call connects.
+// OpenSocket returns a Socket for the given path. The first calls connect.
 func OpenSocket(path string) (*Socket, error) {
 	reader, err := DialSocket(path)
 	if err != nil {
@@ -41,7 +41,7 @@ func OpenSocket(path string) (*Socket, error) {
 	return &Socket{Reader: reader, Admin: &Admin{conn: admin, state: newState(admin)}}, nil
 }
 
-// DialSocket returns this machine's state as os:reader sees it, over a connection of its own.
+// DialSocket returns the local machine's state for os:reader over a new connection.
 func DialSocket(path string) (State, error) {
 	conn, err := dialSocket(path, role.Reader)
 	if err != nil {
@@ -77,30 +77,30 @@ func dialSocket(path string, as role.Role) (*grpc.ClientConn, error) {
 	return conn, nil
 }
 
-// Admin is the whole of what this program does as os:admin.
+// Admin holds all calls that use os:admin.
 type Admin struct {
 	conn  *grpc.ClientConn
 	state State
 }
 
-// ReaderCertificate is a client certificate for os:reader, with the CA of the machines' server certificates; all PEM.
+// ReaderCertificate is a client certificate for os:reader and the CA of the machines' server certificates, PEM-encoded.
 type ReaderCertificate struct {
 	CA, Certificate, Key []byte
 }
 
-// IssueReader has Talos issue a client certificate for os:reader, valid for ttl from now by this machine's clock. It works on
-// control-plane machines alone.
+// IssueReader issues a client certificate for os:reader that is valid for ttl by the machine's clock. Only control-plane
+// machines can issue certificates.
 func (a *Admin) IssueReader(ctx context.Context, ttl time.Duration) (ReaderCertificate, error) {
 	reply, err := machine.NewMachineServiceClient(a.conn).GenerateClientConfiguration(ctx, &machine.GenerateClientConfigurationRequest{
 		Roles:  []string{string(role.Reader)},
 		CrtTtl: durationpb.New(ttl),
 	})
 	if err != nil {
-		return ReaderCertificate{}, fmt.Errorf("mint an os:reader certificate: %w", err)
+		return ReaderCertificate{}, fmt.Errorf("issue os:reader certificate: %w", err)
 	}
 
 	if len(reply.GetMessages()) != 1 {
-		return ReaderCertificate{}, fmt.Errorf("mint an os:reader certificate: %d answers instead of one", len(reply.GetMessages()))
+		return ReaderCertificate{}, fmt.Errorf("issue os:reader certificate: got %d replies, want 1", len(reply.GetMessages()))
 	}
 
 	m := reply.GetMessages()[0]
@@ -108,36 +108,36 @@ func (a *Admin) IssueReader(ctx context.Context, ttl time.Duration) (ReaderCerti
 	return ReaderCertificate{CA: m.GetCa(), Certificate: m.GetCrt(), Key: m.GetKey()}, nil
 }
 
-// LocalhostAdminKubeconfig reads the kubeconfig for system:masters at this machine's API server. It must stay in memory. A machine
-// that is no control plane, or not yet, gives a not-found error of package state.
+// LocalhostAdminKubeconfig returns the kubeconfig of a system:masters user for the local API server. Callers must keep it in
+// memory only. On a machine that is not, or not yet, a control-plane machine the error satisfies state.IsNotFoundError.
 func (a *Admin) LocalhostAdminKubeconfig(ctx context.Context) ([]byte, error) {
 	certs, err := safe.StateGetByID[*secrets.Kubernetes](ctx, a.state, secrets.KubernetesID)
 	if err != nil {
-		return nil, fmt.Errorf("read the localhost admin kubeconfig: %w", err)
+		return nil, fmt.Errorf("get localhost admin kubeconfig: %w", err)
 	}
 
 	return []byte(certs.TypedSpec().LocalhostAdminKubeconfig), nil
 }
 
-// WatchLocalhostAdminKubeconfig sends an event on ch whenever the kubeconfig is issued anew, starting with the present one. An event of
-// type Errored is the last.
+// WatchLocalhostAdminKubeconfig sends an event to ch for the current kubeconfig and for each renewal. An event of type Errored is
+// the last.
 func (a *Admin) WatchLocalhostAdminKubeconfig(ctx context.Context, ch chan<- state.Event) error {
 	md := secrets.NewKubernetes().Metadata()
 
 	if err := a.state.Watch(ctx, md, ch); err != nil {
-		return fmt.Errorf("watch the localhost admin kubeconfig: %w", err)
+		return fmt.Errorf("watch localhost admin kubeconfig: %w", err)
 	}
 
 	return nil
 }
 
-// WatchServiceConfig sends an event on ch whenever the ExtensionServiceConfig document of the extension service called name changes, starting
-// with the present one: Created if there is one, Destroyed if there is none. An event of type Errored is the last.
+// WatchServiceConfig sends an event to ch for the current ExtensionServiceConfig of the extension service name and for each
+// change. The first event has type Destroyed if there is no configuration. An event of type Errored is the last.
 func (a *Admin) WatchServiceConfig(ctx context.Context, name string, ch chan<- state.Event) error {
 	md := runtime.NewExtensionServiceConfigSpec(runtime.NamespaceName, name).Metadata()
 
 	if err := a.state.Watch(ctx, md, ch); err != nil {
-		return fmt.Errorf("watch the ExtensionServiceConfig of %s: %w", name, err)
+		return fmt.Errorf("watch ExtensionServiceConfig %q: %w", name, err)
 	}
 
 	return nil

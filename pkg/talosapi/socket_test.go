@@ -26,7 +26,7 @@ func nodenamePointer() resource.Pointer {
 	return k8s.NewNodename(k8s.NamespaceName, k8s.NodenameID).Metadata()
 }
 
-func TestReaderMayNotReadSecrets(t *testing.T) {
+func TestSocket_ReaderCannotReadSecrets(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 	requireNodename(t, s.socket.Reader, s.controlPlane.Nodename())
 
@@ -35,7 +35,7 @@ func TestReaderMayNotReadSecrets(t *testing.T) {
 	}
 }
 
-func TestLocalhostAdminKubeconfigIsReadAndWatched(t *testing.T) {
+func TestAdmin_GetsAndWatchesLocalhostAdminKubeconfig(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 
 	kubeconfig, err := s.socket.Admin.LocalhostAdminKubeconfig(t.Context())
@@ -59,12 +59,12 @@ func requireKubeconfig(t *testing.T, events <-chan state.Event, want string) {
 		if certs, ok := event.Resource.(*secrets.Kubernetes); !ok || certs.TypedSpec().LocalhostAdminKubeconfig != want {
 			t.Fatalf("got %+v, want %s", event, want)
 		}
-	case <-time.After(patience):
+	case <-time.After(timeout):
 		t.Fatal("no event")
 	}
 }
 
-func TestWorkerHasNoAdminKubeconfigAndMintsNothing(t *testing.T) {
+func TestAdmin_FailsOnWorker(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 	worker := openSocket(t, s.worker)
 
@@ -77,16 +77,16 @@ func TestWorkerHasNoAdminKubeconfigAndMintsNothing(t *testing.T) {
 	}
 }
 
-// TestAdminIsAskedForInTheNamedCallsOnly looks at all calls of a process that mints, follows both machines and reads the admin
-// kubeconfig: what the audit of a machine would show.
-func TestAdminIsAskedForInTheNamedCallsOnly(t *testing.T) {
+// TestSocket_UsesAdminRoleOnlyInNamedCalls checks the roles of all calls of a process that issues certificates, follows both machines
+// and reads the admin kubeconfig.
+func TestSocket_UsesAdminRoleOnlyInNamedCalls(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
-	minted := s.mint(t, clock.RealClock{})
+	issued := s.issue(t, clock.RealClock{})
 
 	_, err := s.socket.Admin.LocalhostAdminKubeconfig(t.Context())
 	must(t, err)
 	must(t, s.socket.Admin.WatchLocalhostAdminKubeconfig(t.Context(), make(chan state.Event, 1)))
-	s.followAll(t, minted)
+	s.followAll(t, issued)
 
 	var admin []talostest.Call
 
@@ -96,7 +96,7 @@ func TestAdminIsAskedForInTheNamedCallsOnly(t *testing.T) {
 		case call.Transport == talostest.TransportSocket && slices.Equal(call.Roles, []string{string(role.Admin)}):
 			admin = append(admin, talostest.Call{Method: call.Method, ResourceType: call.ResourceType})
 		default:
-			t.Errorf("a call has roles that it should not have: %+v", call)
+			t.Errorf("unexpected roles in call %+v", call)
 		}
 	}
 
@@ -106,12 +106,12 @@ func TestAdminIsAskedForInTheNamedCallsOnly(t *testing.T) {
 		{Method: "/cosi.resource.State/Watch", ResourceType: secrets.KubernetesType},
 	}
 	if !slices.EqualFunc(admin, want, func(a, b talostest.Call) bool { return a.Method == b.Method && a.ResourceType == b.ResourceType }) {
-		t.Errorf("os:admin was asked for in %+v", admin)
+		t.Errorf("got os:admin calls %+v, want %+v", admin, want)
 	}
 }
 
-// followAll follows this machine over its socket and the other over the network, until both are current and nothing more is asked.
-func (s *site) followAll(t *testing.T, minted *talosapi.IssuedCredentials) {
+// followAll follows the control-plane machine over its socket and the worker over the network until both are current.
+func (s *site) followAll(t *testing.T, issued *talosapi.IssuedCredentials) {
 	t.Helper()
 
 	inv := inventory.New(time.Now)
@@ -120,7 +120,7 @@ func (s *site) followAll(t *testing.T, minted *talosapi.IssuedCredentials) {
 			return talosapi.DialSocket(s.controlPlane.Socket())
 		}
 
-		return talosapi.Dial(minted, addr)
+		return talosapi.Dial(issued, addr)
 	}, clock.RealClock{})
 
 	ctx, cancel := context.WithCancel(t.Context())
@@ -138,5 +138,5 @@ func (s *site) followAll(t *testing.T, minted *talosapi.IssuedCredentials) {
 
 	eventually(t, "both machines are current", func() bool { return inv.Count(inventory.Current) == 2 })
 	cancel()
-	await(t, done, "the reflector ends")
+	await(t, done, "the reflector stops")
 }

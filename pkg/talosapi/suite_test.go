@@ -19,10 +19,10 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
 
-// patience bounds every wait for something that must happen. It costs nothing when all is well.
-const patience = 2 * time.Minute
+// timeout limits every wait. It is generous because a passing test does not use it up.
+const timeout = 2 * time.Minute
 
-// proxy is what HTTPS_PROXY names while these tests run: Go reads it once per process.
+// proxy is the value of HTTPS_PROXY for all tests, because Go reads the variable once per process.
 var proxy = &fakeProxy{targets: make(chan string, 16)}
 
 func TestMain(m *testing.M) {
@@ -34,13 +34,13 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// fakeProxy refuses to connect to anything, and tells what it was asked for.
+// fakeProxy rejects all requests and sends their targets to a channel.
 type fakeProxy struct{ targets chan string }
 
 func (p *fakeProxy) start() error {
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
-		return fmt.Errorf("listen for the proxy's clients: %w", err)
+		return fmt.Errorf("listen for proxy clients: %w", err)
 	}
 
 	go http.Serve(listener, p) //nolint:errcheck,gosec // lives as long as the process
@@ -60,7 +60,7 @@ func (p *fakeProxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	w.WriteHeader(http.StatusForbidden)
 }
 
-// site is a cluster with one control-plane machine, whose machine.sock is open, and one worker.
+// site is a simulated cluster of one control-plane machine and one worker, with an open Socket of the former.
 type site struct {
 	cluster      *talostest.Cluster
 	controlPlane *talostest.Machine
@@ -96,23 +96,23 @@ func openSocket(t *testing.T, m *talostest.Machine) *talosapi.Socket {
 	return socket
 }
 
-// mint runs credentials until the test ends, and returns when the first certificate is there.
-func (s *site) mint(t *testing.T, clk clock.Clock) *talosapi.IssuedCredentials {
+// issue runs IssuedCredentials until the test ends. It returns when the first certificate has been issued.
+func (s *site) issue(t *testing.T, clk clock.Clock) *talosapi.IssuedCredentials {
 	t.Helper()
 
-	minted := talosapi.NewIssuedCredentials(s.socket.Admin, clk)
+	issued := talosapi.NewIssuedCredentials(s.socket.Admin, clk)
 	ready, done := make(chan struct{}), make(chan struct{})
 
 	go func() {
 		defer close(done)
 
-		minted.Run(t.Context(), sync.OnceFunc(func() { close(ready) }))
+		issued.Run(t.Context(), sync.OnceFunc(func() { close(ready) }))
 	}()
 
-	t.Cleanup(func() { await(t, done, "the credentials end with their context") })
-	await(t, ready, "the first certificate is minted")
+	t.Cleanup(func() { await(t, done, "the credentials stop with their context") })
+	await(t, ready, "the first certificate is issued")
 
-	return minted
+	return issued
 }
 
 // dial connects to a machine's apid.
@@ -126,11 +126,11 @@ func dial(t *testing.T, creds talosapi.Credentials, to *talostest.Machine) talos
 	return st
 }
 
-// nodename asks for something that os:reader may know.
+// nodename reads a resource that os:reader may read.
 func nodename(t *testing.T, st talosapi.State) (string, error) {
 	t.Helper()
 
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	ctx, cancel := context.WithTimeout(t.Context(), timeout)
 	defer cancel()
 
 	res, err := safe.StateGetByID[*k8s.Nodename](ctx, st, k8s.NodenameID)
@@ -162,25 +162,25 @@ func await(t *testing.T, done <-chan struct{}, what string) {
 
 	select {
 	case <-done:
-	case <-time.After(patience):
-		t.Errorf("waited %s in vain until %s", patience, what)
+	case <-time.After(timeout):
+		t.Errorf("timed out after %s waiting until %s", timeout, what)
 	}
 }
 
-// eventually waits for a condition that no channel announces.
+// eventually polls until condition holds.
 func eventually(t *testing.T, what string, condition func() bool) {
 	t.Helper()
 
 	ticker := time.NewTicker(2 * time.Millisecond)
 	defer ticker.Stop()
 
-	deadline := time.After(patience)
+	deadline := time.After(timeout)
 
 	for !condition() {
 		select {
 		case <-ticker.C:
 		case <-deadline:
-			t.Fatalf("waited %s in vain until %s", patience, what)
+			t.Fatalf("timed out after %s waiting until %s", timeout, what)
 		}
 	}
 }

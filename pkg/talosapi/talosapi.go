@@ -1,7 +1,7 @@
-// Package talosapi connects to the Talos API: to this machine's machine.sock and to every machine's apid.
+// Package talosapi connects to the Talos API: to the local machine's machine.sock and to the apid of any machine.
 //
-// Over machine.sock it asks for os:admin in exactly the calls that Admin names, and nowhere else. Everything else, here
-// and on other machines, runs as os:reader. It never writes a resource and never goes through apid's proxy.
+// Only the methods of Admin use the role os:admin, over machine.sock. All other calls use os:reader. The package never
+// writes a resource and never uses apid's request forwarding.
 package talosapi
 
 import (
@@ -13,7 +13,6 @@ import (
 	"io"
 	"net"
 	"net/netip"
-	"sync"
 	"time"
 
 	"github.com/cosi-project/runtime/api/v1alpha1"
@@ -29,39 +28,42 @@ import (
 )
 
 const (
-	// A Talos machine answers pings that come more often than every five minutes with ENHANCE_YOUR_CALM; without pings a
-	// machine that lost power is noticed only after some 19 minutes.
+	// apid answers keepalive pings more frequent than every five minutes with ENHANCE_YOUR_CALM. Without pings, a machine
+	// that lost power is detected only after about 19 minutes.
 	keepaliveTime    = 6 * time.Minute
 	keepaliveTimeout = 20 * time.Second
 
-	// bufferSize replaces gRPC's 32 KiB buffers for reading and writing: there is one connection per machine, nearly
-	// always idle.
+	// bufferSize replaces gRPC's read and write buffers of 32 KiB each, because there is one mostly idle connection per
+	// machine.
 	bufferSize = 4 << 10
 
-	// maxStream is the most that a machine may send over one stream: twice what ten thousand addresses take. A list is read to its end before anybody
-	// looks at it, and there may be none.
+	// maxStream limits the bytes that a machine may send over one stream, because the COSI client reads a list to its end
+	// before it returns. The limit is twice the size of ten thousand addresses.
 	maxStream = 8 << 20
 )
 
-// State is the read-only part of a machine's COSI state, together with its connection.
+// State is the read-only COSI state of a machine. Close closes its connection.
 type State interface {
 	state.CoreState
 	io.Closer
 }
 
-// Credentials are what a machine is dialed with. They are asked for at each dial, so they may change at any time.
+// Credentials provide the TLS configuration for each Dial. They may change at any time.
 type Credentials interface {
-	// TLSConfig returns a configuration that presents the client certificate and trusts the cluster's OS CA.
+	// TLSConfig returns a new configuration with the client certificate and the trusted OS CAs of the cluster.
 	TLSConfig() (*tls.Config, error)
 }
 
-// refreshable are Credentials that want to know when they are out of date.
+// refreshable is implemented by Credentials that can be renewed.
 type refreshable interface {
-	// UnknownCA is called when a machine has shown a certificate of a CA that TLSConfig does not trust.
+	// UnknownCA is called when a machine presents a certificate of a CA that TLSConfig does not trust.
 	UnknownCA()
 }
 
-// Dial connects to the apid of the machine at addr, port 50000. It returns at once; the first call on the state
+// DialFunc connects to the machine at addr, which is expected to have the given nodename. Callers must verify the nodename.
+type DialFunc func(nodename string, addr netip.Addr) (State, error)
+
+// Dial returns the state of the machine at addr, served by apid on port 50000. Dial does not block: the first call
 // connects, and verifies that the machine's certificate is valid for addr.
 func Dial(creds Credentials, addr netip.Addr) (State, error) {
 	config, err := creds.TLSConfig()
@@ -71,10 +73,15 @@ func Dial(creds Credentials, addr netip.Addr) (State, error) {
 
 	config.ServerName = addr.String()
 
+	transport := credentials.NewTLS(config)
+	if r, ok := creds.(refreshable); ok {
+		transport = reportingCredentials{TransportCredentials: transport, creds: r}
+	}
+
 	target := "passthrough:///" + netip.AddrPortFrom(addr, constants.ApidPort).String()
 
 	conn, err := grpc.NewClient(target, append(dialOptions(),
-		grpc.WithTransportCredentials(transport(creds, config)),
+		grpc.WithTransportCredentials(transport),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: keepaliveTime, Timeout: keepaliveTimeout}),
 		grpc.WithChainStreamInterceptor(boundStream),
 	)...)
@@ -85,25 +92,15 @@ func Dial(creds Credentials, addr netip.Addr) (State, error) {
 	return newState(conn), nil
 }
 
-func transport(creds Credentials, config *tls.Config) credentials.TransportCredentials {
-	secured := credentials.NewTLS(config)
-
-	if r, ok := creds.(refreshable); ok {
-		return tellingCredentials{TransportCredentials: secured, creds: r}
-	}
-
-	return secured
-}
-
-// tellingCredentials tell when a machine's CA is unknown. The connection fails all the same.
-type tellingCredentials struct {
+// reportingCredentials call UnknownCA when a handshake fails because of an unknown CA.
+type reportingCredentials struct {
 	credentials.TransportCredentials
 
 	creds refreshable
 }
 
 // ClientHandshake implements credentials.TransportCredentials.
-func (c tellingCredentials) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+func (c reportingCredentials) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	conn, info, err := c.TransportCredentials.ClientHandshake(ctx, authority, raw)
 
 	if unknown := (x509.UnknownAuthorityError{}); errors.As(err, &unknown) {
@@ -114,13 +111,13 @@ func (c tellingCredentials) ClientHandshake(ctx context.Context, authority strin
 }
 
 // Clone implements credentials.TransportCredentials.
-func (c tellingCredentials) Clone() credentials.TransportCredentials {
-	return tellingCredentials{TransportCredentials: c.TransportCredentials.Clone(), creds: c.creds}
+func (c reportingCredentials) Clone() credentials.TransportCredentials {
+	return reportingCredentials{TransportCredentials: c.TransportCredentials.Clone(), creds: c.creds}
 }
 
 func dialOptions() []grpc.DialOption {
 	return []grpc.DialOption{
-		grpc.WithNoProxy(), // machine.env may carry HTTPS_PROXY; apid strips it for the same reason
+		grpc.WithNoProxy(), // the environment of the machine may set HTTPS_PROXY, which apid ignores as well
 		grpc.WithReadBufferSize(bufferSize),
 		grpc.WithWriteBufferSize(bufferSize),
 		grpc.WithSharedWriteBuffer(true),
@@ -135,14 +132,14 @@ func boundStream(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn
 		return nil, err
 	}
 
-	return &boundedStream{ClientStream: stream, left: maxStream}, nil
+	return &boundedStream{ClientStream: stream, remaining: maxStream}, nil
 }
 
-// boundedStream fails when more was received than may be.
+// boundedStream fails when more than maxStream bytes were received.
 type boundedStream struct {
 	grpc.ClientStream
 
-	left int // bytes
+	remaining int // bytes
 }
 
 // RecvMsg implements grpc.ClientStream.
@@ -152,11 +149,11 @@ func (s *boundedStream) RecvMsg(message any) error {
 	}
 
 	if m, ok := message.(proto.Message); ok {
-		s.left -= proto.Size(m)
+		s.remaining -= proto.Size(m)
 	}
 
-	if s.left < 0 {
-		return status.Errorf(codes.ResourceExhausted, "the machine has sent more than %d bytes over one stream", maxStream)
+	if s.remaining < 0 {
+		return status.Errorf(codes.ResourceExhausted, "machine sent more than %d bytes over one stream", maxStream)
 	}
 
 	return nil
@@ -167,62 +164,11 @@ type cosiState struct {
 	io.Closer
 }
 
-// newState switches the adapter's own retry of watches off: it gives up on a stream older than 15 minutes at its first
-// break, and bookmarks do not survive a reboot, so a break is reported and the reflector starts over.
+// newState disables the adapter's retry of watches: it gives up on streams older than 15 minutes, and bookmarks do not
+// survive a reboot. The reflector restarts failed watches instead.
 func newState(conn *grpc.ClientConn) State {
 	return cosiState{
 		CoreState: cosiclient.NewAdapter(v1alpha1.NewStateClient(conn), cosiclient.WithDisableWatchRetry()),
 		Closer:    conn,
 	}
 }
-
-// measureUnary counts each call by method and code.
-func measureUnary(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
-	start := time.Now()
-	err := invoke(ctx, method, req, reply, cc, opts...)
-
-	observe(method, start, err)
-
-	return err
-}
-
-// measureStream counts each stream by method and code too. A stream opens before the server has seen it, so what counts is the first
-// answer.
-func measureStream(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, open grpc.Streamer, opts ...grpc.CallOption) (grpc.ClientStream, error) {
-	start := time.Now()
-
-	stream, err := open(ctx, desc, cc, method, opts...)
-	if err != nil {
-		observe(method, start, err)
-
-		return nil, err
-	}
-
-	return &measuredStream{ClientStream: stream, answered: func(err error) { observe(method, start, err) }}, nil
-}
-
-// measuredStream tells once what a stream was answered first.
-type measuredStream struct {
-	grpc.ClientStream
-
-	once     sync.Once
-	answered func(error)
-}
-
-// RecvMsg implements grpc.ClientStream.
-func (s *measuredStream) RecvMsg(message any) error {
-	err := s.ClientStream.RecvMsg(message)
-
-	s.once.Do(func() {
-		if errors.Is(err, io.EOF) { // a list of nothing
-			s.answered(nil)
-		} else {
-			s.answered(err)
-		}
-	})
-
-	return err
-}
-
-// DialFunc connects to the machine at addr, which is expected to have the given nodename. Callers must verify the nodename.
-type DialFunc func(nodename string, addr netip.Addr) (State, error)

@@ -17,7 +17,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
 
-// talosconfig is one for os:reader, as a file, after change.
+// talosconfig writes a talosconfig for os:reader to a file, after change has modified it.
 func (s *site) talosconfig(t *testing.T, change func(*clientconfig.Config, *clientconfig.Context)) string {
 	t.Helper()
 
@@ -31,7 +31,7 @@ func (s *site) talosconfig(t *testing.T, change func(*clientconfig.Config, *clie
 	return path
 }
 
-func TestTalosconfigOpensEveryMachine(t *testing.T) {
+func TestTalosconfig_ConnectsToEveryMachine(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 	creds := talosapi.Talosconfig{Path: s.talosconfig(t, func(*clientconfig.Config, *clientconfig.Context) {})}
 
@@ -40,7 +40,7 @@ func TestTalosconfigOpensEveryMachine(t *testing.T) {
 	}
 }
 
-func TestTalosconfigIsReadAgainAtEachDial(t *testing.T) {
+func TestTalosconfig_IsReadForEachDial(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 	path := s.talosconfig(t, func(*clientconfig.Config, *clientconfig.Context) {})
 	creds := talosapi.Talosconfig{Path: path}
@@ -54,7 +54,7 @@ func TestTalosconfigIsReadAgainAtEachDial(t *testing.T) {
 	requireNodename(t, dial(t, creds, s.worker), s.worker.Nodename())
 }
 
-func TestErrorsOfATalosconfigNameFileContextAndField(t *testing.T) {
+func TestTalosconfig_ErrorsNameFileContextAndField(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 	other := newSite(t, clock.RealClock{})
 
@@ -90,14 +90,14 @@ func TestErrorsOfATalosconfigNameFileContextAndField(t *testing.T) {
 
 			for _, part := range append(c.want, path) {
 				if !strings.Contains(err.Error(), part) {
-					t.Errorf("%q does not name %s", err, part)
+					t.Errorf("%q does not contain %s", err, part)
 				}
 			}
 		})
 	}
 }
 
-func TestMissingTalosconfigIsAnErrorAndStaysMissing(t *testing.T) {
+func TestTalosconfig_DoesNotCreateMissingFile(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "nowhere", "talosconfig")
 
 	if _, err := (talosapi.Talosconfig{Path: path}).TLSConfig(); !errors.Is(err, fs.ErrNotExist) || !strings.Contains(err.Error(), path) {
@@ -105,11 +105,11 @@ func TestMissingTalosconfigIsAnErrorAndStaysMissing(t *testing.T) {
 	}
 
 	if _, err := os.Stat(filepath.Dir(path)); !errors.Is(err, fs.ErrNotExist) {
-		t.Errorf("it was created: %v", err)
+		t.Errorf("directory was created: %v", err)
 	}
 }
 
-func TestTalosconfigThatIsNoYAMLIsAnError(t *testing.T) {
+func TestTalosconfig_RejectsInvalidYAML(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "talosconfig")
 	must(t, os.WriteFile(path, []byte("\t"), 0o600))
 

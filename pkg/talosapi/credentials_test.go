@@ -1,0 +1,245 @@
+package talosapi_test
+
+import (
+	"bytes"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/pem"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	clocktesting "k8s.io/utils/clock/testing"
+
+	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+)
+
+const (
+	// readerTTL is the lifetime of an issued certificate.
+	readerTTL = time.Hour
+
+	// caGrace is how long the previous CA stays trusted.
+	caGrace = 24 * time.Hour
+
+	// scheduledTimers is the number of timers of a scheduled renewal: half of the lifetime, and the minimum interval.
+	scheduledTimers = 2
+)
+
+// newTimedSite uses a fake clock for the machines and the credentials. Clients verify server certificates by the system clock, so
+// the clock may be stepped only after the first connection.
+func newTimedSite(t *testing.T) (*site, *clocktesting.FakeClock, *talosapi.IssuedCredentials) {
+	t.Helper()
+
+	clk := clocktesting.NewFakeClock(time.Now())
+	s := newSite(t, clk)
+
+	return s, clk, s.issue(t, clk)
+}
+
+// current returns the current certificate of creds.
+func current(t *testing.T, creds talosapi.Credentials) tls.Certificate {
+	t.Helper()
+
+	config, err := creds.TLSConfig()
+	must(t, err)
+
+	if len(config.Certificates) != 1 {
+		t.Fatalf("%d certificates, want 1", len(config.Certificates))
+	}
+
+	return config.Certificates[0]
+}
+
+func sameCertificate(a, b tls.Certificate) bool {
+	return bytes.Equal(a.Certificate[0], b.Certificate[0])
+}
+
+// awaitSchedule waits until the next renewal is scheduled. A step before both timers are set would not count for the second.
+func awaitSchedule(t *testing.T, clk *clocktesting.FakeClock) {
+	t.Helper()
+	eventually(t, "the next renewal is scheduled", func() bool { return clk.Waiters() == scheduledTimers })
+}
+
+// stepAndRenew steps the clock by d and waits for the renewed certificate.
+func stepAndRenew(t *testing.T, clk *clocktesting.FakeClock, issued *talosapi.IssuedCredentials, d time.Duration) {
+	t.Helper()
+
+	before := current(t, issued)
+
+	awaitSchedule(t, clk)
+	clk.Step(d)
+	awaitRenewal(t, issued, before)
+}
+
+func awaitRenewal(t *testing.T, issued *talosapi.IssuedCredentials, before tls.Certificate) {
+	t.Helper()
+	eventually(t, "the certificate is renewed", func() bool { return !sameCertificate(before, current(t, issued)) })
+}
+
+func requireRefused(t *testing.T, st talosapi.State) {
+	t.Helper()
+
+	if _, err := nodename(t, st); status.Code(err) != codes.Unavailable {
+		t.Errorf("got %v, want a rejected connection", err)
+	}
+}
+
+func TestIssuedCredentials_ConnectToEveryMachine(t *testing.T) {
+	s, _, issued := newTimedSite(t)
+
+	for _, m := range s.cluster.Machines() {
+		requireNodename(t, dial(t, issued, m), m.Nodename())
+	}
+}
+
+func TestIssuedCredentials_RenewAtHalfOfLifetime(t *testing.T) {
+	_, clk, issued := newTimedSite(t)
+	first := current(t, issued)
+
+	if leaf := first.Leaf; leaf.NotAfter.Sub(leaf.NotBefore) != readerTTL || strings.Join(leaf.Subject.Organization, " ") != "os:reader" {
+		t.Errorf("got a certificate for %v, valid for %s", leaf.Subject.Organization, leaf.NotAfter.Sub(leaf.NotBefore))
+	}
+
+	if got := samples(t)[sample{metric: "talosccm_reader_certificate_expiry_timestamp_seconds"}]; got != float64(first.Leaf.NotAfter.Unix()) {
+		t.Errorf("got expiry %.0f in the metric, want %s", got, first.Leaf.NotAfter)
+	}
+
+	awaitSchedule(t, clk)
+	clk.Step(readerTTL/2 - time.Second)
+
+	if !clk.HasWaiters() || !sameCertificate(first, current(t, issued)) {
+		t.Error("certificate was renewed too early")
+	}
+
+	clk.Step(time.Second)
+	awaitRenewal(t, issued, first)
+}
+
+func TestIssuedCredentials_RenewedCertificateReplacesExpired(t *testing.T) {
+	s, clk, issued := newTimedSite(t)
+
+	config, err := issued.TLSConfig()
+	must(t, err)
+
+	outdated := fixed{config}
+	open := dial(t, outdated, s.worker)
+	requireNodename(t, open, s.worker.Nodename())
+
+	stepAndRenew(t, clk, issued, readerTTL/2)
+	clk.Step(readerTTL/2 + time.Second)
+
+	requireRefused(t, dial(t, outdated, s.worker))
+	requireNodename(t, dial(t, issued, s.worker), s.worker.Nodename())
+
+	// Open connections outlive the certificate.
+	requireNodename(t, open, s.worker.Nodename())
+}
+
+func TestIssuedCredentials_RetryUntilMachineResponds(t *testing.T) {
+	s, clk, issued := newTimedSite(t)
+	first := current(t, issued)
+
+	must(t, s.controlPlane.Stop(t.Context()))
+	awaitSchedule(t, clk)
+	clk.Step(readerTTL / 2)
+	eventually(t, "the renewal is in progress", func() bool { return !clk.HasWaiters() })
+
+	if !sameCertificate(first, current(t, issued)) {
+		t.Error("valid certificate was replaced")
+	}
+
+	s.controlPlane.Start()
+	awaitRenewal(t, issued, first)
+}
+
+func TestIssuedCredentials_RenewAfterCARotation(t *testing.T) {
+	for name, old := range map[string]talostest.OldCA{"old CA accepted": talostest.AcceptOldCA, "old CA dropped": talostest.DropOldCA} {
+		t.Run(name, func(t *testing.T) {
+			s, clk, issued := newTimedSite(t)
+			requireNodename(t, dial(t, issued, s.worker), s.worker.Nodename())
+
+			must(t, s.cluster.RotateCA(t.Context(), old))
+
+			// A machine with a certificate of an unknown CA causes a renewal.
+			requireRefused(t, dial(t, issued, s.worker))
+			stepAndRenew(t, clk, issued, time.Minute)
+			requireNodename(t, dial(t, issued, s.worker), s.worker.Nodename())
+		})
+	}
+}
+
+func TestIssuedCredentials_LimitRenewalsForUnknownCA(t *testing.T) {
+	s, clk, issued := newTimedSite(t)
+	foreign := newSite(t, clk)
+
+	const duration = 6 * time.Hour
+
+	renewals := 0
+	began := clk.Now()
+
+	requireNodename(t, dial(t, issued, s.worker), s.worker.Nodename())
+
+	for before := current(t, issued); clk.Since(began) < duration; {
+		refused := dial(t, issued, foreign.worker)
+		requireRefused(t, refused)
+		must(t, refused.Close()) // otherwise hundreds of connections would keep reconnecting
+
+		eventually(t, "the next renewal is scheduled", clk.HasWaiters)
+		clk.Step(time.Minute)
+
+		if now := current(t, issued); !sameCertificate(before, now) {
+			before = now
+			renewals++
+		}
+	}
+
+	if most := int(duration/(readerTTL/2)) + 10; renewals > most {
+		t.Errorf("got %d renewals within %s, want at most %d", renewals, duration, most)
+	}
+
+	requireNodename(t, dial(t, issued, s.worker), s.worker.Nodename())
+}
+
+func TestIssuedCredentials_TrustPreviousCAForADay(t *testing.T) {
+	s, clk, issued := newTimedSite(t)
+	previous := s.cluster.CA()
+
+	must(t, s.cluster.RotateCA(t.Context(), talostest.DropOldCA))
+	stepAndRenew(t, clk, issued, readerTTL/2)
+
+	if !trusts(t, issued, s.cluster.CA()) {
+		t.Error("new CA is not trusted")
+	}
+
+	for since := readerTTL / 2; since < caGrace; since += readerTTL / 2 {
+		if !trusts(t, issued, previous) {
+			t.Fatalf("previous CA is not trusted %s after it was last seen", since)
+		}
+
+		stepAndRenew(t, clk, issued, readerTTL/2)
+	}
+
+	if trusts(t, issued, previous) {
+		t.Errorf("previous CA is still trusted %s after it was last seen", caGrace)
+	}
+}
+
+// trusts reports whether creds trust ca.
+func trusts(t *testing.T, creds talosapi.Credentials, ca []byte) bool {
+	t.Helper()
+
+	block, _ := pem.Decode(ca)
+
+	certificate, err := x509.ParseCertificate(block.Bytes)
+	must(t, err)
+
+	config, err := creds.TLSConfig()
+	must(t, err)
+
+	_, err = certificate.Verify(x509.VerifyOptions{Roots: config.RootCAs})
+
+	return err == nil
+}
