@@ -119,7 +119,7 @@ func pending(reports []preview.Report) error {
 	var nodes []string
 
 	for _, report := range reports {
-		if report.Pending != "" && !report.Unclaimed {
+		if report.Pending != "" && !report.Unmanaged {
 			nodes = append(nodes, report.Name)
 		}
 	}

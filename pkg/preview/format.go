@@ -14,47 +14,39 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Write writes the reports in a format of Formats: to people as a table for each machine, and to programs as a list.
-func Write(out io.Writer, format string, reports []Report) error {
-	write, known := map[string]func(io.Writer, []Report) error{"table": writeTables, "yaml": writeYAML, "json": writeJSON}[format]
-	if !known {
-		return fmt.Errorf("there is no output format %q, but %s", format, strings.Join(Formats(), ", "))
-	}
-
-	return write(out, reports)
-}
-
-// Formats are those of Write, the usual one first.
+// Formats returns the output formats of Write, the default first.
 func Formats() []string { return []string{"table", "yaml", "json"} }
 
-func writeYAML(out io.Writer, reports []Report) error {
-	text, err := yaml.Marshal(reports)
-	if err != nil {
-		return err
-	}
-
-	_, err = out.Write(text)
-
-	return err
-}
-
-func writeJSON(out io.Writer, reports []Report) error {
-	encoder := json.NewEncoder(out)
-	encoder.SetEscapeHTML(false)
-	encoder.SetIndent("", "  ")
-
-	return encoder.Encode(reports)
-}
-
-func writeTables(out io.Writer, reports []Report) error {
+// Write writes the reports in one of Formats: a table per machine, or a YAML or JSON list.
+func Write(out io.Writer, format string, reports []Report) error {
 	var text bytes.Buffer
 
-	for i, r := range reports {
-		if i > 0 {
-			fmt.Fprintln(&text)
+	switch format {
+	case "table":
+		for i, r := range reports {
+			if i > 0 {
+				fmt.Fprintln(&text)
+			}
+
+			r.table(&text)
+		}
+	case "yaml":
+		list, err := yaml.Marshal(reports)
+		if err != nil {
+			return err
 		}
 
-		r.table(&text)
+		text.Write(list)
+	case "json":
+		encoder := json.NewEncoder(&text)
+		encoder.SetEscapeHTML(false)
+		encoder.SetIndent("", "  ")
+
+		if err := encoder.Encode(reports); err != nil {
+			return err
+		}
+	default:
+		return fmt.Errorf("unknown output format %q, want one of %s", format, strings.Join(Formats(), ", "))
 	}
 
 	_, err := out.Write(text.Bytes())
@@ -62,12 +54,12 @@ func writeTables(out io.Writer, reports []Report) error {
 	return err
 }
 
-// table has a line for each value: what it is, the value, and whose it is.
+// table writes a row per value with its kind, key, value and origin.
 func (r Report) table(out io.Writer) {
-	fmt.Fprintf(out, "Node %s\n", printable(cmp.Or(r.Name, "without a name")))
+	fmt.Fprintf(out, "Node %s\n", printable(cmp.Or(r.Name, "(unknown nodename)")))
 
-	if r.Unclaimed {
-		fmt.Fprintln(out, "  is none of ours: nodes.nodeSelector does not select its machine, and nothing of this would be written")
+	if r.Unmanaged {
+		fmt.Fprintln(out, "  not managed: nodes.nodeSelector does not select the machine, so talos-ccm would write none of the values below")
 	}
 
 	columns := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
@@ -105,7 +97,7 @@ func (r Report) table(out io.Writer) {
 		row("problem", p.Key, p.Value, from(p.Rule), p.Why)
 	}
 
-	columns.Flush() //nolint:errcheck // it writes to memory
+	columns.Flush() //nolint:errcheck // writes to memory
 }
 
 func from(rule string) string {
@@ -124,7 +116,7 @@ func (t Taint) from() string {
 	return from(t.Rule) + ", at initialization"
 }
 
-// printable quotes what would disturb a table or a terminal.
+// printable quotes values with characters that would break the table or control the terminal.
 func printable(value string) string {
 	if strings.ContainsFunc(value, func(r rune) bool { return !unicode.IsPrint(r) }) {
 		return strconv.Quote(value)

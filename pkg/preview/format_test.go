@@ -24,22 +24,22 @@ func reports() []preview.Report {
 			Taints:      []preview.Taint{{Key: "dedicated", Value: "web", Effect: "NoSchedule", Rule: "web"}, {Key: "slow", Effect: "NoExecute", Rule: "slow", Enforce: true}},
 			Problems:    []preview.Problem{{Rule: "web", Key: "labels[bad]", Value: "not a label", Why: "it has spaces"}},
 		},
-		{Name: "worker-2", Pending: "the machine has not published its platform yet", Unclaimed: true},
+		{Name: "worker-2", Pending: "the machine has not published its platform yet", Unmanaged: true},
 	}
 }
 
-func written(t *testing.T, format string, reports []preview.Report) string {
+func format(t *testing.T, name string, reports []preview.Report) string {
 	t.Helper()
 
 	var out bytes.Buffer
-	if err := preview.Write(&out, format, reports); err != nil {
+	if err := preview.Write(&out, name, reports); err != nil {
 		t.Fatal(err)
 	}
 
 	return out.String()
 }
 
-func TestTableIsForPeople(t *testing.T) {
+func TestWrite_Table(t *testing.T) {
 	const want = `
 Node worker-1
   providerID                               aws:///eu-1/i-1                         machine
@@ -53,15 +53,15 @@ Node worker-1
   problem     labels[bad]                  not a label                             rule web                     it has spaces
 
 Node worker-2
-  is none of ours: nodes.nodeSelector does not select its machine, and nothing of this would be written
+  not managed: nodes.nodeSelector does not select the machine, so talos-ccm would write none of the values below
   pending  the machine has not published its platform yet
 `
-	if diff := cmp.Diff(squeeze(want), squeeze("\n"+written(t, "table", reports()))); diff != "" {
+	if diff := cmp.Diff(squeeze(want), squeeze("\n"+format(t, "table", reports()))); diff != "" {
 		t.Error(diff)
 	}
 }
 
-// squeeze keeps the columns of a table, but not their width.
+// squeeze removes the padding of the columns.
 func squeeze(table string) []string {
 	var lines []string
 
@@ -72,12 +72,12 @@ func squeeze(table string) []string {
 	return lines
 }
 
-func TestListsAreForPrograms(t *testing.T) {
-	for _, format := range []string{"yaml", "json"} {
-		t.Run(format, func(t *testing.T) {
-			text := written(t, format, reports())
+func TestWrite_YAMLAndJSON(t *testing.T) {
+	for _, name := range []string{"yaml", "json"} {
+		t.Run(name, func(t *testing.T) {
+			text := format(t, name, reports())
 			if !strings.Contains(text, "lines & a") {
-				t.Errorf("%s has escapes for HTML", text)
+				t.Errorf("output has HTML escapes: %s", text)
 			}
 
 			var got []preview.Report
@@ -92,14 +92,14 @@ func TestListsAreForPrograms(t *testing.T) {
 	}
 }
 
-func TestListOfNothingIsAList(t *testing.T) {
+func TestWrite_EmptyListIsNotNull(t *testing.T) {
 	var list []any
-	if err := json.Unmarshal([]byte(written(t, "json", []preview.Report{})), &list); err != nil || list == nil {
+	if err := json.Unmarshal([]byte(format(t, "json", []preview.Report{})), &list); err != nil || list == nil {
 		t.Errorf("got %v, %v", list, err)
 	}
 }
 
-func TestOtherFormatsAreRefused(t *testing.T) {
+func TestWrite_RejectsUnknownFormat(t *testing.T) {
 	if err := preview.Write(&bytes.Buffer{}, "xml", reports()); err == nil || !strings.Contains(err.Error(), "table, yaml, json") {
 		t.Errorf("got %v", err)
 	}

@@ -23,7 +23,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
 
-// site is a cluster of machines that say all that a machine can say.
+// site is a simulated cluster.
 type site struct {
 	*talostest.Cluster
 }
@@ -63,7 +63,7 @@ func worker(name string) talostest.MachineSpec {
 	}
 }
 
-// publishPlatformConfig has the machine say what the platform's driver delivered.
+// publishPlatformConfig publishes the PlatformConfig of a machine.
 func publishPlatformConfig(t testing.TB, m *talostest.Machine) {
 	t.Helper()
 
@@ -82,7 +82,7 @@ func publishPlatformConfig(t testing.TB, m *talostest.Machine) {
 	}
 }
 
-// truth is the machine without talosctl in between.
+// truth returns the view of a machine from its state, without talosctl.
 func truth(t testing.TB, m *talostest.Machine) machine.Machine {
 	t.Helper()
 
@@ -120,10 +120,10 @@ func (s site) client(t testing.TB, m *talostest.Machine) *client.Client {
 	return c
 }
 
-// write is one of talosctl's ways to print a resource (cmd/talosctl/cmd/talos/output).
+// write prints a resource in one of talosctl's formats (cmd/talosctl/cmd/talos/output).
 type write func(t testing.TB, out *bytes.Buffer, node string, r resource.Resource)
 
-// talosctl prints all resources of one kind of some machines, like one call of `talosctl -n NODES get KIND`.
+// talosctl returns the output of one command `talosctl -n NODES get KIND`.
 func (s site) talosctl(t testing.TB, output write, kind resource.Kind, machines ...*talostest.Machine) []byte {
 	t.Helper()
 
@@ -182,7 +182,7 @@ func asJSON(t testing.TB, out *bytes.Buffer, node string, r resource.Resource) {
 	}
 }
 
-// everything is the output of preview.Command for the machines: one call of talosctl for each kind, and nothing between them.
+// everything returns the output of preview.Command for the machines: the concatenated output for each kind.
 func (s site) everything(t testing.TB, output write, machines ...*talostest.Machine) []byte {
 	t.Helper()
 

@@ -4,66 +4,67 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
-	"net/netip"
 	"slices"
 	"strings"
 
 	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/cosi-project/runtime/pkg/resource/protobuf"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
-	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
-	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/config"
-	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
-	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"go.yaml.in/yaml/v4"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
-// Machine is what is known of one machine.
+// Machine is the view of one machine.
 type Machine struct {
-	// Node is what the machine was asked as: talosctl's --nodes. It may be empty.
+	// Node is the name or address by which the machine was read, as in talosctl --nodes. It may be empty.
 	Node    string
 	Machine machine.Machine
-	// Missing are the kinds of which there was no resource, as talosctl calls them. A machine may have none of a kind.
+	// Missing names the resource kinds without any resource, in talosctl's spelling. A machine may have no resource of a kind.
 	Missing []string
 }
 
-// Command is the shell command whose output holds all that counts of a machine. talosctl gets one kind at a time.
+// Command returns the shell command that prints all resources of a machine that Parse needs.
 func Command() string {
-	return "for kind in " + strings.Join(kindNames(), " ") + "; do talosctl -n NODE get $kind -o yaml; done"
-}
-
-func kindNames() []string {
 	var names []string
 
 	for _, kind := range kinds() {
 		names = append(names, kindName(kind.Type()))
 	}
 
-	return names
+	return "for kind in " + strings.Join(names, " ") + "; do talosctl -n NODE get $kind -o yaml; done"
 }
 
 func kinds() []resource.Kind { return append(machine.WatchedKinds(), machine.PolledKinds()...) }
 
-// kindName is the plural by which talosctl knows a kind: "nodenames" of "Nodenames.kubernetes.talos.dev".
+// kindName returns talosctl's plural for a resource type, such as "nodenames" for "Nodenames.kubernetes.talos.dev".
 func kindName(typ resource.Type) string {
 	name, _, _ := strings.Cut(typ, ".")
 
 	return strings.ToLower(name)
 }
 
-// Parse reads the output of `talosctl get KIND -o yaml` or `-o json`, of any number of kinds and machines, one after the other. The machines come in
-// the order of their first resource. Kinds that do not count are ignored.
+// Parse reads the concatenated output of any number of `talosctl get KIND -o yaml` or `-o json` commands for any number of machines. It returns
+// the machines in the order of their first resource, and ignores resources of other kinds. Errors name the document and the line.
 func Parse(output []byte) ([]Machine, error) {
-	var all gathering
+	var order []string
+
+	byNode := map[string]*parsed{}
 
 	for i, d := range split(output) {
-		printed, err := d.decode()
-		if err == nil {
-			err = all.take(printed)
+		r, err := d.decode()
+		if err == nil && r.resource != nil {
+			m, known := byNode[r.Node]
+			if !known {
+				m = &parsed{seen: map[resource.Type]bool{}}
+				byNode[r.Node] = m
+				order = append(order, r.Node)
+			}
+
+			err = m.add(r)
 		}
 
 		if err != nil {
@@ -71,27 +72,35 @@ func Parse(output []byte) ([]Machine, error) {
 		}
 	}
 
-	if len(all.order) == 0 {
-		return nil, errors.New("there is no resource of a machine in it")
+	if len(order) == 0 {
+		return nil, errors.New("no resource of a machine found")
 	}
 
 	var machines []Machine
 
-	for _, node := range all.order {
-		machines = append(machines, all.views[node].machine(node))
+	for _, node := range order {
+		m := Machine{Node: node, Machine: byNode[node].view.Machine()}
+
+		for _, kind := range kinds() {
+			if !byNode[node].seen[kind.Type()] {
+				m.Missing = append(m.Missing, kindName(kind.Type()))
+			}
+		}
+
+		machines = append(machines, m)
 	}
 
 	return machines, nil
 }
 
-// document is the text of one resource and where it begins.
+// document is the text of one resource and the number of its first line.
 type document struct {
 	text []byte
 	line int
 }
 
-// split parts the outputs of several calls too, between which nobody has put the separator: each resource begins with its node in YAML, and with
-// a brace in JSON, and neither stands at the beginning of a line anywhere else.
+// split separates the resources. The output of two talosctl commands has no separator in between, but each resource starts with "node:" in YAML
+// and with a brace in JSON, and neither occurs at the start of any other line.
 func split(output []byte) []document {
 	var (
 		documents []document
@@ -103,9 +112,8 @@ func split(output []byte) []document {
 		number++
 
 		separator := bytes.HasPrefix(line, []byte("---"))
-		begins := separator || bytes.HasPrefix(line, []byte("node:")) || line[0] == '{'
 
-		if begins {
+		if separator || bytes.HasPrefix(line, []byte("node:")) || line[0] == '{' {
 			documents = append(documents, current)
 			current = document{}
 		}
@@ -124,7 +132,7 @@ func split(output []byte) []document {
 	return slices.DeleteFunc(append(documents, current), document.blank)
 }
 
-// blank documents have comments at most.
+// blank reports whether the document has no lines except comments.
 func (d document) blank() bool {
 	for line := range bytes.Lines(d.text) {
 		if content := bytes.TrimSpace(line); len(content) > 0 && content[0] != '#' {
@@ -135,10 +143,10 @@ func (d document) blank() bool {
 	return true
 }
 
-// printed is a resource as talosctl prints it (cmd/talosctl/cmd/talos/output/yaml.go).
+// printed is a resource in talosctl's output (cmd/talosctl/cmd/talos/output/yaml.go).
 type printed struct {
 	Node     string `yaml:"node"`
-	Event    string `yaml:"event"` // with --watch
+	Event    string `yaml:"event"` // only with --watch
 	Metadata struct {
 		Namespace string `yaml:"namespace"`
 		Type      string `yaml:"type"`
@@ -146,178 +154,112 @@ type printed struct {
 	} `yaml:"metadata"`
 	Spec yaml.Node `yaml:"spec"`
 
-	// resource is nil if it is of a kind that does not count.
-	resource resource.Resource
+	resource resource.Resource // nil for a kind that is not needed
 }
 
 func (d document) decode() (printed, error) {
 	p, err := decode(d.text)
 	if err != nil {
-		// Once more, so that the error has the numbers of the lines in the input.
+		// Decode again behind empty lines, so that the error has the line numbers of the input.
 		p, err = decode(append(bytes.Repeat([]byte("\n"), d.line-1), d.text...))
 	}
 
 	return p, err
 }
 
-func decode(text []byte) (printed, error) {
-	var p printed
-
+func decode(text []byte) (p printed, err error) {
 	if err := yaml.Unmarshal(text, &p); err != nil {
 		return p, err
 	}
 
 	if p.Metadata.Type == "" {
-		return p, errors.New("it is no resource as talosctl prints it: metadata.type is missing")
+		return p, errors.New("not a resource in talosctl's format: metadata.type is missing")
 	}
 
-	read, counts := specs[p.Metadata.Type]
-	if !counts {
+	if !slices.ContainsFunc(kinds(), func(kind resource.Kind) bool { return kind.Type() == p.Metadata.Type }) {
 		return p, nil
 	}
 
 	if p.Spec.IsZero() {
-		return p, errors.New("it is no resource as talosctl prints it: spec is missing")
+		return p, errors.New("not a resource in talosctl's format: spec is missing")
 	}
 
-	md := resource.NewMetadata(p.Metadata.Namespace, p.Metadata.Type, p.Metadata.ID, resource.VersionUndefined)
+	// COSI's registry creates a resource of the type from an empty protobuf message.
+	var empty protobuf.Resource
 
-	r, err := read(&p.Spec)
+	*empty.Metadata() = resource.NewMetadata(p.Metadata.Namespace, p.Metadata.Type, p.Metadata.ID, resource.VersionUndefined)
+
+	r, err := protobuf.UnmarshalResource(&empty)
 	if err != nil {
-		return p, fmt.Errorf("spec of %s: %w", md.String(), err)
+		return p, err
 	}
 
-	*r.Metadata() = md
+	if err := decodeSpec(r, &p.Spec); err != nil {
+		return p, fmt.Errorf("spec of %s: %w", r.Metadata(), err)
+	}
+
 	p.resource = r
 
 	return p, nil
 }
 
-// specs read the spec of each kind that counts.
-var specs = map[resource.Type]func(spec *yaml.Node) (resource.Resource, error){
-	runtime.PlatformMetadataType:   whole[runtime.PlatformMetadata],
-	runtime.MachineStatusType:      whole[runtime.MachineStatus],
-	runtime.VersionType:            whole[runtime.Version],
-	runtime.ExtensionStatusType:    whole[runtime.ExtensionStatus],
-	network.AddressStatusType:      addressStatus,
-	network.HostnameStatusType:     whole[network.HostnameStatus],
-	network.PlatformConfigType:     platformConfig,
-	hardware.SystemInformationType: whole[hardware.SystemInformation],
-	cluster.InfoType:               whole[cluster.Info],
-	config.MachineTypeType:         machineType,
-	k8s.NodenameType:               whole[k8s.Nodename],
-	k8s.NodeIPType:                 whole[k8s.NodeIP],
-	k8s.NodeIPConfigType:           whole[k8s.NodeIPConfig],
-}
+// decodeSpec decodes a spec with machinery's own decoder, except where it cannot read what talosctl prints.
+func decodeSpec(r resource.Resource, spec *yaml.Node) error {
+	switch r := r.(type) {
+	case *config.MachineType: // Spec returns a copy
+		var typ talosmachine.Type
 
-// whole reads a spec that is printed in the form in which it is read.
-func whole[T any, R interface {
-	*T
-	resource.Resource
-}](spec *yaml.Node) (resource.Resource, error) {
-	r := R(new(T))
+		err := spec.Decode(&typ)
+		r.SetMachineType(typ)
 
-	return r, spec.Decode(r.Spec())
-}
-
-// addressStatus knows that an address without flags, such as those that only the platform's metadata knows, is printed in a form that Talos
-// itself does not read: "".
-func addressStatus(spec *yaml.Node) (resource.Resource, error) {
-	var text struct {
-		Address  netip.Prefix     `yaml:"address"`
-		LinkName string           `yaml:"linkName"`
-		Scope    nethelpers.Scope `yaml:"scope"`
-		Flags    string           `yaml:"flags"`
+		return err
+	case *network.AddressStatus: // an address without flags is printed as `flags: ""`, which machinery rejects
+		dropFields(spec, func(key string, value *yaml.Node) bool {
+			return key == "flags" && value.Kind == yaml.ScalarNode && value.Value == ""
+		})
+	case *network.PlatformConfig: // only the metadata is used; its addresses may lack flags, too
+		dropFields(spec, func(key string, _ *yaml.Node) bool { return key != "metadata" })
 	}
 
-	if err := spec.Decode(&text); err != nil {
-		return nil, err
-	}
-
-	status := &network.AddressStatus{}
-	*status.TypedSpec() = network.AddressStatusSpec{Address: text.Address, LinkName: text.LinkName, Scope: text.Scope}
-
-	if text.Flags == "" {
-		return status, nil
-	}
-
-	return status, status.TypedSpec().Flags.UnmarshalText([]byte(text.Flags))
+	return spec.Decode(r.Spec())
 }
 
-// platformConfig reads the metadata alone: all else in it, such as addresses without flags, does not count.
-func platformConfig(spec *yaml.Node) (resource.Resource, error) {
-	var text struct {
-		Metadata *runtime.PlatformMetadataSpec `yaml:"metadata"`
+// dropFields removes the fields of a mapping for which drop returns true.
+func dropFields(mapping *yaml.Node, drop func(key string, value *yaml.Node) bool) {
+	if mapping.Kind != yaml.MappingNode {
+		return
 	}
 
-	delivered := &network.PlatformConfig{}
-	err := spec.Decode(&text)
-	delivered.TypedSpec().Metadata = text.Metadata
+	var kept []*yaml.Node
 
-	return delivered, err
-}
-
-// machineType reads the one spec that is a word.
-func machineType(spec *yaml.Node) (resource.Resource, error) {
-	var word string
-	if err := spec.Decode(&word); err != nil {
-		return nil, err
+	for pair := range slices.Chunk(mapping.Content, 2) {
+		if !drop(pair[0].Value, pair[1]) {
+			kept = append(kept, pair...)
+		}
 	}
 
-	typ, err := talosmachine.ParseType(word)
-	if err != nil {
-		return nil, err
-	}
-
-	r := config.NewMachineType()
-	r.SetMachineType(typ)
-
-	return r, nil
+	mapping.Content = kept
 }
 
-// gathering sorts resources by the node that they are from.
-type gathering struct {
-	order []string
-	views map[string]*gathered
-}
-
-type gathered struct {
-	view machine.View
-	seen map[resource.Type]bool
-	// nodename tells machines apart that were asked without a name.
+// parsed collects the resources of one machine.
+type parsed struct {
+	view     machine.View
+	seen     map[resource.Type]bool
 	nodename string
 }
 
-func (g *gathering) take(p printed) error {
-	if p.resource == nil {
-		return nil
-	}
-
-	of, known := g.views[p.Node]
-	if !known {
-		if g.views == nil {
-			g.views = map[string]*gathered{}
-		}
-
-		of = &gathered{seen: map[resource.Type]bool{}}
-		g.views[p.Node] = of
-		g.order = append(g.order, p.Node)
-	}
-
-	return of.take(p)
-}
-
-func (g *gathered) take(p printed) error {
+// add applies a resource. Two nodenames are an error, because talosctl prints an empty node for machines that were read without --nodes.
+func (m *parsed) add(p printed) error {
 	md := p.resource.Metadata()
 
 	if p.Event == "destroyed" {
-		g.view.Drop(md)
+		m.view.Drop(md)
 
 		return nil
 	}
 
-	g.view.Put(p.resource)
-	g.seen[md.Type()] = true
+	m.view.Put(p.resource)
+	m.seen[md.Type()] = true
 
 	nodename, ok := p.resource.(*k8s.Nodename)
 	if !ok {
@@ -325,23 +267,11 @@ func (g *gathered) take(p printed) error {
 	}
 
 	name := nodename.TypedSpec().Nodename
-	if g.nodename != "" && g.nodename != name {
-		return fmt.Errorf("node %q is both %q and %q: several machines need names of their own (talosctl --nodes)", p.Node, g.nodename, name)
+	if m.nodename != "" && m.nodename != name {
+		return fmt.Errorf("node %q has nodenames %q and %q; print each machine with its own name (talosctl --nodes)", p.Node, m.nodename, name)
 	}
 
-	g.nodename = name
+	m.nodename = name
 
 	return nil
-}
-
-func (g *gathered) machine(node string) Machine {
-	m := Machine{Node: node, Machine: g.view.Machine()}
-
-	for _, kind := range kinds() {
-		if !g.seen[kind.Type()] {
-			m.Missing = append(m.Missing, kindName(kind.Type()))
-		}
-	}
-
-	return m
 }

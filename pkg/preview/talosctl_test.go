@@ -16,7 +16,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
 )
 
-func TestWhatTalosctlPrintsIsTheMachine(t *testing.T) {
+func TestParse_RoundTripsTalosctlOutput(t *testing.T) {
 	site := newSite(t, controlPlane("cp-1"), worker("worker-1"))
 	publishPlatformConfig(t, site.Machine("worker-1"))
 
@@ -44,7 +44,7 @@ func TestWhatTalosctlPrintsIsTheMachine(t *testing.T) {
 	}
 }
 
-func TestTalosKnowsEveryKindByTheNameInTheCommand(t *testing.T) {
+func TestCommand_UsesTalosKindNames(t *testing.T) {
 	site := newSite(t, worker("worker-1"))
 	c := site.client(t, site.Machine("worker-1"))
 
@@ -65,7 +65,7 @@ func TestTalosKnowsEveryKindByTheNameInTheCommand(t *testing.T) {
 	}
 }
 
-func TestKindsThatAreNotThereAreNamed(t *testing.T) {
+func TestParse_ListsMissingKinds(t *testing.T) {
 	machines, err := preview.Parse([]byte("node: 10.0.0.1\nmetadata:\n    type: Nodenames.kubernetes.talos.dev\nspec:\n    nodename: worker-1\n"))
 	if err != nil {
 		t.Fatal(err)
@@ -76,8 +76,8 @@ func TestKindsThatAreNotThereAreNamed(t *testing.T) {
 	}
 }
 
-// The files are what the command printed on a control plane and a worker of Talos v1.13.5 in containers, one after the other.
-func TestWhatTalosPrintedIsRead(t *testing.T) {
+// The files contain the output of Command for a control-plane machine and a worker of Talos v1.13.5 in containers.
+func TestParse_ReadsRecordedTalosctlOutput(t *testing.T) {
 	for _, format := range []string{"yaml", "json"} {
 		t.Run(format, func(t *testing.T) {
 			output, err := os.ReadFile("testdata/talos-v1.13.5." + format)
@@ -102,7 +102,7 @@ func TestWhatTalosPrintedIsRead(t *testing.T) {
 	}
 }
 
-// inTestdata is what there is to know of a machine in testdata.
+// inTestdata returns a machine of the recorded output.
 func inTestdata(ip, name string, typ talosmachine.Type, linkLocal string, missing ...string) preview.Machine {
 	address := func(link, prefix string, scope nethelpers.Scope) machine.Address {
 		return machine.Address{Prefix: netip.MustParsePrefix(prefix), Link: link, Scope: scope, Flags: nethelpers.AddressFlags(nethelpers.AddressPermanent)}
@@ -128,20 +128,20 @@ func inTestdata(ip, name string, typ talosmachine.Type, linkLocal string, missin
 
 const nodename = "node: n\nmetadata:\n    type: Nodenames.kubernetes.talos.dev\n    id: nodename\nspec:\n    nodename: worker-1\n"
 
-func TestInputIsForgiven(t *testing.T) {
-	for _, test := range []struct{ rule, input string }{
-		{"nothing but the resource", nodename},
-		{"separators wherever they are", "---\n---\n" + nodename + "---\n\n---\n"},
+func TestParse_AcceptsVariations(t *testing.T) {
+	for _, test := range []struct{ name, input string }{
+		{"only the resource", nodename},
+		{"repeated separators", "---\n---\n" + nodename + "---\n\n---\n"},
 		{"comments", "# made with talosctl\n---\n" + nodename + "# end\n"},
-		{"lines that end as on Windows", strings.ReplaceAll(nodename, "\n", "\r\n")},
+		{"CRLF line endings", strings.ReplaceAll(nodename, "\n", "\r\n")},
 		{"the same resource twice", nodename + nodename},
-		{"kinds that do not count", nodename + "---\n" + strings.ReplaceAll(strings.ReplaceAll(nodename, "Nodenames.kubernetes", "LinkStatuses.net"), "worker-1", "[1, 2]")},
-		{"fields that this version does not know", nodename + "    more: {of: it}\n"},
-		{"watched, and gone since", nodename + strings.Replace(strings.Replace(nodename, "\n", "\nevent: destroyed\n", 1), "Nodenames.kubernetes.talos.dev", "HostnameStatuses.net.talos.dev", 1)},
-		{"no name of the node", strings.Replace(nodename, "node: n", "node: ", 1)},
+		{"kinds that are not needed", nodename + "---\n" + strings.ReplaceAll(strings.ReplaceAll(nodename, "Nodenames.kubernetes", "LinkStatuses.net"), "worker-1", "[1, 2]")},
+		{"unknown fields", nodename + "    more: {of: it}\n"},
+		{"resource destroyed during --watch", nodename + strings.Replace(strings.Replace(nodename, "\n", "\nevent: destroyed\n", 1), "Nodenames.kubernetes.talos.dev", "HostnameStatuses.net.talos.dev", 1)},
+		{"empty node", strings.Replace(nodename, "node: n", "node: ", 1)},
 		{"compact JSON", `{"node":"n","metadata":{"type":"Nodenames.kubernetes.talos.dev","id":"nodename"},"spec":{"nodename":"worker-1"}}`},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			machines, err := preview.Parse([]byte(test.input))
 			if err != nil {
 				t.Fatal(err)
@@ -154,21 +154,21 @@ func TestInputIsForgiven(t *testing.T) {
 	}
 }
 
-func TestInputIsRefused(t *testing.T) {
-	for _, test := range []struct{ rule, input, want string }{
-		{"nothing", "", "no resource of a machine"},
-		{"nothing that counts", strings.ReplaceAll(nodename, "Nodenames.kubernetes", "LinkStatuses.net"), "no resource of a machine"},
-		{"a table", "NODE       NAMESPACE   TYPE       ID\n10.0.0.1   k8s         Nodename   nodename\n", "document 1, from line 1"},
-		{"something else", nodename + "---\napiVersion: v1\nkind: Node\n", "document 2, from line 8: it is no resource"},
+func TestParse_RejectsInvalidInput(t *testing.T) {
+	for _, test := range []struct{ name, input, want string }{
+		{"empty input", "", "no resource of a machine"},
+		{"only kinds that are not needed", strings.ReplaceAll(nodename, "Nodenames.kubernetes", "LinkStatuses.net"), "no resource of a machine"},
+		{"table output", "NODE       NAMESPACE   TYPE       ID\n10.0.0.1   k8s         Nodename   nodename\n", "document 1, from line 1"},
+		{"another kind of document", nodename + "---\napiVersion: v1\nkind: Node\n", "document 2, from line 8: not a resource"},
 		{"broken YAML", nodename + "---\nnode: n\nmetadata: [\n", "document 2, from line 8: yaml: "},
-		{"a value of another type, by its line", nodename + "---\n" + strings.Replace(nodename, "worker-1", "[a]", 1), "line 13"},
-		{"a spec that is none", strings.Replace(nodename, "\n    nodename: worker-1", " 1", 1), "document 1, from line 1: spec of Nodenames"},
+		{"wrong type of a value", nodename + "---\n" + strings.Replace(nodename, "worker-1", "[a]", 1), "line 13"},
+		{"scalar spec", strings.Replace(nodename, "\n    nodename: worker-1", " 1", 1), "document 1, from line 1: spec of Nodenames"},
 		{"no spec", strings.Replace(nodename, "spec:\n    nodename: worker-1\n", "", 1), "document 1, from line 1"},
-		{"a type of machine that does not exist", "metadata: {type: MachineTypes.config.talos.dev}\nspec: king\n", `"king"`},
-		{"two machines under one name", nodename + strings.Replace(nodename, "worker-1", "worker-2", 1), `document 2, from line 7: node "n" is both "worker-1" and "worker-2"`},
-		{"keys twice", nodename + "spec: {}\n", "document 1, from line 1"},
+		{"unknown machine type", "metadata: {type: MachineTypes.config.talos.dev}\nspec: king\n", `"king"`},
+		{"two machines with the same node", nodename + strings.Replace(nodename, "worker-1", "worker-2", 1), `document 2, from line 7: node "n" has nodenames "worker-1" and "worker-2"`},
+		{"duplicate keys", nodename + "spec: {}\n", "document 1, from line 1"},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			if machines, err := preview.Parse([]byte(test.input)); err == nil || !strings.Contains(err.Error(), test.want) {
 				t.Errorf("got %+v and error %v, want %q", machines, err, test.want)
 			}
@@ -180,7 +180,7 @@ func FuzzParse(f *testing.F) {
 	site := newSite(f, worker("worker-1"))
 	publishPlatformConfig(f, site.Machine("worker-1"))
 
-	// Small seeds: fuzzing spends its time on making large ones smaller.
+	// Seeds are small because the fuzzer spends its time on minimizing large ones.
 	for _, kind := range kinds() {
 		f.Add(site.talosctl(f, asYAML, kind, site.Machines()...))
 		f.Add(site.talosctl(f, asJSON, kind, site.Machines()...))
@@ -195,7 +195,7 @@ func FuzzParse(f *testing.F) {
 			t.Errorf("got %d machines and error %v", len(machines), err)
 		}
 
-		// Separators between documents change nothing.
+		// Separators between documents have no effect.
 		again, errAgain := preview.Parse(append([]byte("---\n"), bytes.TrimRight(input, "\n")...))
 		if (err == nil) != (errAgain == nil) || (err == nil && !cmp.Equal(machines, again, cmp.Comparer(machine.Machine.Equal))) {
 			t.Errorf("got %+v (%v), with separators %+v (%v)", machines, err, again, errAgain)

@@ -18,7 +18,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-// compile makes rules usable.
+// compile returns the compiled rules.
 func compile(t testing.TB, list ...rules.Rule) *rules.Set {
 	t.Helper()
 
@@ -30,7 +30,7 @@ func compile(t testing.TB, list ...rules.Rule) *rules.Set {
 	return compiled
 }
 
-// everyKind is a rule that sets one thing of each kind.
+// everyKind is a rule that sets one value of each kind and has one invalid value.
 func everyKind() rules.Rule {
 	return rules.Rule{
 		Name:             "web",
@@ -41,7 +41,7 @@ func everyKind() rules.Rule {
 	}
 }
 
-// flat is a Report as nodespec would say it.
+// flat converts a Report to a nodespec.Spec.
 func flat(r preview.Report) nodespec.Spec {
 	spec := nodespec.Spec{Labels: map[string]string{}, Annotations: map[string]string{}}
 
@@ -70,8 +70,8 @@ func flat(r preview.Report) nodespec.Spec {
 	return spec
 }
 
-// TestRenderIsWhatTheNodeGets goes the whole way from talosctl's output, and compares with what the controller would work with.
-func TestRenderIsWhatTheNodeGets(t *testing.T) {
+// The test compares reports made from talosctl's output with the input of the node controller.
+func TestRender_EqualsDesiredSpec(t *testing.T) {
 	for name, options := range map[string]nodespec.Options{
 		"without rules": {},
 		"IPv6, node IP": {PreferIPv6: true, ProviderIDFromNodeIP: true, ClusterName: "mine"},
@@ -103,7 +103,7 @@ func TestRenderIsWhatTheNodeGets(t *testing.T) {
 	}
 }
 
-// running is a machine that lacks nothing.
+// running returns a running machine with complete metadata.
 func running(name, ip string) preview.Machine {
 	return preview.Machine{Node: ip, Machine: machine.Machine{
 		Nodename: name,
@@ -118,7 +118,7 @@ func running(name, ip string) preview.Machine {
 	}}
 }
 
-// sources are the rules of all values of a report.
+// sources returns the rules of all values of a report.
 func sources(r preview.Report) map[string]string {
 	rules := map[string]string{"providerID": r.ProviderID.Rule}
 
@@ -141,11 +141,11 @@ func sources(r preview.Report) map[string]string {
 	return rules
 }
 
-func TestEveryValueNamesItsRule(t *testing.T) {
+func TestRender_NamesRuleOfEveryValue(t *testing.T) {
 	for _, test := range []struct {
-		rule string
+		name string
 		list []rules.Rule
-		want map[string]string // what differs from no rule at all
+		want map[string]string // differences from a report without rules
 	}{
 		{"none", nil, nil},
 		{
@@ -168,7 +168,7 @@ func TestEveryValueNamesItsRule(t *testing.T) {
 			},
 		},
 		{
-			"the last of two",
+			"the last of two rules",
 			[]rules.Rule{
 				{Name: "one", Labels: map[string]string{"a": "1", "b": "1"}, PlatformMetadata: map[string]string{"Zone": "1"}},
 				{Name: "two", Labels: map[string]string{"b": "2"}, PlatformMetadata: map[string]string{"Zone": "2"}},
@@ -176,7 +176,7 @@ func TestEveryValueNamesItsRule(t *testing.T) {
 			map[string]string{"a": "one", "b": "two", corev1.LabelTopologyZone: "two", corev1.LabelFailureDomainBetaZone: "two"},
 		},
 		{
-			"a label rather than the metadata that it replaces",
+			"a label takes precedence over metadata",
 			[]rules.Rule{
 				{Name: "label", Labels: map[string]string{corev1.LabelTopologyZone: "mine"}},
 				{Name: "meta", PlatformMetadata: map[string]string{"Zone": "2"}},
@@ -189,7 +189,7 @@ func TestEveryValueNamesItsRule(t *testing.T) {
 			map[string]string{"a:NoExecute true": "t"},
 		},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			machines := []preview.Machine{running("worker-1", "10.0.0.1")}
 
 			want := sources(preview.Render(machines, preview.Kubelet{}, nodespec.Options{})[0])
@@ -203,7 +203,7 @@ func TestEveryValueNamesItsRule(t *testing.T) {
 	}
 }
 
-func TestInstanceIDOfARuleIsItsProviderID(t *testing.T) {
+func TestRender_ProviderIDNamesRuleOfInstanceID(t *testing.T) {
 	m := running("worker-1", "10.0.0.1")
 	m.Machine.Platform.ProviderID = ""
 
@@ -215,14 +215,14 @@ func TestInstanceIDOfARuleIsItsProviderID(t *testing.T) {
 	}
 }
 
-func TestProblemsAreReported(t *testing.T) {
+func TestRender_ReportsProblems(t *testing.T) {
 	got := preview.Render([]preview.Machine{running("worker-1", "10.0.0.1")}, preview.Kubelet{}, nodespec.Options{Rules: compile(t, everyKind())})[0].Problems
 	if len(got) != 1 || got[0].Rule != "web" || got[0].Key != "labels[bad]" || got[0].Value != "0123 is none" || got[0].Why == "" {
 		t.Errorf("got %+v", got)
 	}
 }
 
-func TestMachineThatCannotBeIdentifiedYetIsPending(t *testing.T) {
+func TestRender_PendingWithoutIdentity(t *testing.T) {
 	m := running("worker-1", "10.0.0.1")
 	m.Machine.Platform = runtime.PlatformMetadataSpec{Platform: "aws"}
 
@@ -232,19 +232,19 @@ func TestMachineThatCannotBeIdentifiedYetIsPending(t *testing.T) {
 	}
 }
 
-func TestMachineThatIsNotClaimedIsSo(t *testing.T) {
-	claim, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "platform", Operator: rules.In, Values: []string{"metal"}}}}})
+func TestRender_MarksUnmanagedMachine(t *testing.T) {
+	selector, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "platform", Operator: rules.In, Values: []string{"metal"}}}}})
 	if len(errs) > 0 {
 		t.Fatal(errs)
 	}
 
-	if got := preview.Render([]preview.Machine{running("worker-1", "10.0.0.1")}, preview.Kubelet{}, nodespec.Options{Selector: claim})[0]; !got.Unclaimed || got.ProviderID == nil {
+	if got := preview.Render([]preview.Machine{running("worker-1", "10.0.0.1")}, preview.Kubelet{}, nodespec.Options{Selector: selector})[0]; !got.Unmanaged || got.ProviderID == nil {
 		t.Errorf("got %+v", got)
 	}
 }
 
-func TestSharedIdentitiesAreSeen(t *testing.T) {
-	t.Run("SMBIOS UUIDs, which then identify nobody", func(t *testing.T) {
+func TestRender_DetectsDuplicateIdentities(t *testing.T) {
+	t.Run("SMBIOS UUIDs are not used as identity", func(t *testing.T) {
 		one, other := running("worker-1", "10.0.0.1"), running("worker-2", "10.0.0.2")
 
 		for _, m := range []*preview.Machine{&one, &other} {
@@ -258,11 +258,11 @@ func TestSharedIdentitiesAreSeen(t *testing.T) {
 		}
 	})
 
-	t.Run("providerIDs, which only one Node can have", func(t *testing.T) {
+	t.Run("providerIDs are a problem", func(t *testing.T) {
 		compiled := compile(t, rules.Rule{Name: "same", PlatformMetadata: map[string]string{"ProviderID": "mine://one"}})
 
 		reports := preview.Render([]preview.Machine{running("worker-1", "10.0.0.1"), running("worker-2", "10.0.0.2")}, preview.Kubelet{}, nodespec.Options{Rules: compiled})
-		want := []preview.Problem{{Rule: "same", Key: "providerID", Value: "mine://one", Why: "the Node worker-1 would have it, too"}}
+		want := []preview.Problem{{Rule: "same", Key: "providerID", Value: "mine://one", Why: "providerID is already in use by node worker-1"}}
 
 		if len(reports[0].Problems) > 0 || cmp.Diff(want, reports[1].Problems) != "" {
 			t.Errorf("got %+v and %+v", reports[0].Problems, reports[1].Problems)
@@ -270,7 +270,7 @@ func TestSharedIdentitiesAreSeen(t *testing.T) {
 	})
 }
 
-func TestKubeletIsHeard(t *testing.T) {
+func TestRender_UsesKubeletNodeIPsAndArchitecture(t *testing.T) {
 	m := running("worker-1", "10.0.0.1")
 	m.Machine.Addresses = append(m.Machine.Addresses, machine.Address{Prefix: netip.MustParsePrefix("10.0.0.9/24"), Link: "eth0", Scope: nethelpers.ScopeGlobal})
 
