@@ -24,7 +24,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
 
-// printed is what talosctl printed of two real machines, talos-cp and talos-wk.
+// printed is recorded output of talosctl for two machines, talos-cp and talos-wk.
 const printed = "../../pkg/preview/testdata/talos-v1.13.5.yaml"
 
 const someRules = `
@@ -39,7 +39,7 @@ transformations:
       Zone: rack-1
 `
 
-// file writes a file for the test.
+// file writes content to a temporary file and returns its path.
 func file(t *testing.T, content string) string {
 	t.Helper()
 
@@ -51,7 +51,7 @@ func file(t *testing.T, content string) string {
 	return path
 }
 
-// rendered runs the command.
+// rendered runs the command and returns its output.
 func rendered(t *testing.T, stdin string, args ...string) (stdout, stderr string, err error) {
 	t.Helper()
 
@@ -69,7 +69,7 @@ func rendered(t *testing.T, stdin string, args ...string) (stdout, stderr string
 	return out.String(), errOut.String(), err
 }
 
-// reportsOf runs the command and fails the test unless it succeeds.
+// reportsOf runs the command, which must succeed, and returns the reports.
 func reportsOf(t *testing.T, args ...string) []preview.Report {
 	t.Helper()
 
@@ -86,7 +86,7 @@ func reportsOf(t *testing.T, args ...string) []preview.Report {
 	return reports
 }
 
-func TestRenderShowsWhatTheNodesGet(t *testing.T) {
+func TestRender_PrintsNodesAndRules(t *testing.T) {
 	stdout, stderr, err := rendered(t, "", "--machine", printed, "--config", file(t, someRules))
 	if err != nil {
 		t.Fatal(err)
@@ -106,12 +106,12 @@ func TestRenderShowsWhatTheNodesGet(t *testing.T) {
 		}
 	}
 
-	if !strings.Contains(stderr, "of machine 10.77.0.3 there is no resource of systeminformations, extensionstatuses") || !strings.Contains(stderr, preview.Command()) {
-		t.Errorf("what is missing is not named: %s", stderr)
+	if !strings.Contains(stderr, "no resources of machine 10.77.0.3 for systeminformations, extensionstatuses") || !strings.Contains(stderr, preview.Command()) {
+		t.Errorf("missing kinds are not in the warning: %s", stderr)
 	}
 }
 
-func TestRenderReadsStandardInput(t *testing.T) {
+func TestRender_ReadsStandardInput(t *testing.T) {
 	text, err := os.ReadFile(printed)
 	if err != nil {
 		t.Fatal(err)
@@ -132,14 +132,14 @@ func TestRenderReadsStandardInput(t *testing.T) {
 	}
 }
 
-func TestRenderIsToldOfTheKubelet(t *testing.T) {
+func TestRender_UsesKubeletFlags(t *testing.T) {
 	text, err := os.ReadFile(printed)
 	if err != nil {
 		t.Fatal(err)
 	}
 
 	_, _, err = rendered(t, "", "--machine", printed, "--node-ip", "10.77.0.3")
-	if err == nil || !strings.Contains(err.Error(), "--node-ip is for one machine") {
+	if err == nil || !strings.Contains(err.Error(), "--node-ip cannot be used with more than one machine") {
 		t.Errorf("got %v", err)
 	}
 
@@ -155,26 +155,26 @@ func TestRenderIsToldOfTheKubelet(t *testing.T) {
 	}
 }
 
-func TestRenderFails(t *testing.T) {
+func TestRender_Fails(t *testing.T) {
 	pending := "node: n\nmetadata: {type: Nodenames.kubernetes.talos.dev, id: nodename}\nspec: {nodename: worker-1}\n"
 
 	for _, test := range []struct {
-		rule, want string
+		name, want string
 		args       []string
 	}{
 		{"without a machine", "machine", nil},
-		{"with two kinds of machines", "none of the others can be", []string{"--machine", "-", "--node", "127.0.0.1"}},
-		{"with a configuration that is not there", "read the configuration", []string{"--machine", printed, "--config", "/nowhere"}},
-		{"with a bad configuration, by its lines", "file.yaml:3:", []string{"--machine", printed, "--config", file(t, "global: {}\n\nmistake: 1\n")}},
-		{"with a machine that is not there", "read the machine: open /nowhere", []string{"--machine", "/nowhere"}},
-		{"with what is no machine, by its lines", "document 1, from line 1", []string{"--machine", file(t, "kind: Node\n")}},
-		{"with a Node that would stay uninitialized", "to stay uninitialized for now: worker-1", []string{"--machine", file(t, pending)}},
-		{"with a node IP that is none", "--node-ip", []string{"--machine", printed, "--node-ip", "localhost"}},
-		{"with a format that does not exist", `no output format "wide"`, []string{"--machine", printed, "-o", "wide"}},
-		{"with a fallback that does not exist", "--provider-id-fallback", []string{"--machine", printed, "--provider-id-fallback", "mac"}},
-		{"without the talosconfig", "talosconfig", []string{"--node", "127.0.0.1", "--talosconfig", "/nowhere"}},
+		{"with --machine and --node", "none of the others can be", []string{"--machine", "-", "--node", "127.0.0.1"}},
+		{"with a missing configuration file", "read configuration", []string{"--machine", printed, "--config", "/nowhere"}},
+		{"with an invalid configuration", "file.yaml:3:", []string{"--machine", printed, "--config", file(t, "global: {}\n\nmistake: 1\n")}},
+		{"with a missing machine file", "read machine: open /nowhere", []string{"--machine", "/nowhere"}},
+		{"with another kind of document", "document 1, from line 1", []string{"--machine", file(t, "kind: Node\n")}},
+		{"with a pending Node", "nodes not ready to initialize: worker-1", []string{"--machine", file(t, pending)}},
+		{"with an invalid node IP", "--node-ip", []string{"--machine", printed, "--node-ip", "localhost"}},
+		{"with an unknown output format", `unknown output format "wide"`, []string{"--machine", printed, "-o", "wide"}},
+		{"with an unknown fallback", "--provider-id-fallback", []string{"--machine", printed, "--provider-id-fallback", "mac"}},
+		{"with a missing talosconfig", "talosconfig", []string{"--node", "127.0.0.1", "--talosconfig", "/nowhere"}},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			if _, _, err := rendered(t, "", test.args...); err == nil || !strings.Contains(err.Error(), test.want) {
 				t.Errorf("got %v, want %q", err, test.want)
 			}
@@ -182,14 +182,14 @@ func TestRenderFails(t *testing.T) {
 	}
 }
 
-func TestRenderShowsWhyANodeIsPending(t *testing.T) {
+func TestRender_PrintsWhyNodeIsPending(t *testing.T) {
 	stdout, _, err := rendered(t, "node: n\nmetadata: {type: Nodenames.kubernetes.talos.dev, id: nodename}\nspec: {nodename: worker-1}\n", "--machine", "-")
 	if err == nil || !strings.Contains(stdout, "pending") {
 		t.Errorf("got %v: %s", err, stdout)
 	}
 }
 
-func TestRenderGoesByTheFallback(t *testing.T) {
+func TestRender_UsesProviderIDFallback(t *testing.T) {
 	smbios := "---\nnode: 10.77.0.3\nmetadata: {type: SystemInformations.hardware.talos.dev, id: systeminformation}\nspec: {uuid: 30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee}\n"
 
 	text, err := os.ReadFile(printed)
@@ -200,7 +200,7 @@ func TestRenderGoesByTheFallback(t *testing.T) {
 	machines := file(t, string(text)+smbios)
 
 	for _, test := range []struct {
-		rule, want string
+		name, want string
 		args       []string
 	}{
 		{"the UUID", "talos://container/30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee", nil},
@@ -211,7 +211,7 @@ func TestRenderGoesByTheFallback(t *testing.T) {
 			[]string{"--provider-id-fallback", "node-ip", "--config", file(t, "global: {providerIDFallback: uuid}\n")},
 		},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			if got := reportsOf(t, append(test.args, "--machine", machines)...)[1].ProviderID.Value; got != test.want {
 				t.Errorf("got %s, want %s", got, test.want)
 			}
@@ -219,7 +219,7 @@ func TestRenderGoesByTheFallback(t *testing.T) {
 	}
 }
 
-// liveSite is a control plane and a worker that can be dialed, and a talosconfig for them.
+// liveSite returns a cluster of a control-plane machine and a worker, and the path of a talosconfig for it.
 func liveSite(t *testing.T) (site *talostest.Cluster, talosconfig string) {
 	t.Helper()
 
@@ -233,27 +233,36 @@ func liveSite(t *testing.T) (site *talostest.Cluster, talosconfig string) {
 	for name, typ := range map[string]talosmachine.Type{"cp-1": talosmachine.TypeControlPlane, "worker-1": talosmachine.TypeWorker} {
 		if _, err := site.AddMachine(talostest.MachineSpec{
 			Nodename: name, Type: typ, Platform: runtime.PlatformMetadataSpec{Platform: "aws", InstanceID: name, ProviderID: "aws:///" + name},
-			// A version of Talos that lacks a kind.
+			// Older Talos versions lack some kinds.
 			UnsupportedTypes: []string{runtime.ExtensionStatusType},
 		}); err != nil {
 			t.Fatal(err)
 		}
 	}
 
+	return site, writeTalosconfig(t, site, site.Machine("cp-1").Address().String())
+}
+
+// writeTalosconfig writes a talosconfig with the given endpoints to a file and returns its path.
+func writeTalosconfig(t *testing.T, site *talostest.Cluster, endpoints ...string) string {
+	t.Helper()
+
 	config, err := site.Talosconfig(string(role.Reader))
 	if err != nil {
 		t.Fatal(err)
 	}
 
-	talosconfig = filepath.Join(t.TempDir(), "talosconfig")
-	if err := config.Save(talosconfig); err != nil {
+	config.Contexts[config.Context].Endpoints = endpoints
+
+	path := filepath.Join(t.TempDir(), "talosconfig")
+	if err := config.Save(path); err != nil {
 		t.Fatal(err)
 	}
 
-	return site, talosconfig
+	return path
 }
 
-// nameService has names resolved over connections of dial, until the test ends: no test depends on what the network knows, or how fast.
+// nameService replaces the connections to name servers until the test ends, so that tests do not depend on the network.
 func nameService(t *testing.T, dial func() (net.Conn, error)) {
 	t.Helper()
 
@@ -263,9 +272,9 @@ func nameService(t *testing.T, dial func() (net.Conn, error)) {
 	t.Cleanup(func() { net.DefaultResolver = before })
 }
 
-func noNameService() (net.Conn, error) { return nil, errors.New("there is no name service") }
+func noNameService() (net.Conn, error) { return nil, errors.New("no name server") }
 
-func TestRenderAsksALiveMachine(t *testing.T) {
+func TestRender_ReadsLiveMachine(t *testing.T) {
 	nameService(t, noNameService)
 
 	site, talosconfig := liveSite(t)
@@ -280,12 +289,12 @@ func TestRenderAsksALiveMachine(t *testing.T) {
 		})
 	}
 
-	t.Run("by the environment's talosconfig", func(t *testing.T) {
+	t.Run("with the talosconfig of the environment", func(t *testing.T) {
 		t.Setenv("TALOSCONFIG", talosconfig)
 		reportsOf(t, "--node", worker.Address().String())
 	})
 
-	t.Run("by the user's talosconfig", func(t *testing.T) {
+	t.Run("with the talosconfig of the user", func(t *testing.T) {
 		t.Setenv("TALOSCONFIG", "")
 		t.Setenv("HOME", "/nowhere")
 
@@ -294,14 +303,27 @@ func TestRenderAsksALiveMachine(t *testing.T) {
 		}
 	})
 
-	t.Run("that nobody knows", func(t *testing.T) {
-		if _, _, err := rendered(t, "", "--node", "worker-2.invalid", "--talosconfig", talosconfig); err == nil || !strings.Contains(err.Error(), "it knows no member worker-2.invalid") {
+	t.Run("without endpoints", func(t *testing.T) {
+		reportsOf(t, "--node", worker.Address().String(), "--talosconfig", writeTalosconfig(t, site))
+	})
+
+	t.Run("with an endpoint that does not forward", func(t *testing.T) {
+		path := writeTalosconfig(t, site, worker.Address().String())
+
+		_, _, err := rendered(t, "", "--node", site.Machine("cp-1").Address().String(), "--talosconfig", path)
+		if err == nil || !strings.Contains(err.Error(), "no request forwarding") {
+			t.Errorf("got %v", err)
+		}
+	})
+
+	t.Run("with an unknown name", func(t *testing.T) {
+		if _, _, err := rendered(t, "", "--node", "worker-2.invalid", "--talosconfig", talosconfig); err == nil || !strings.Contains(err.Error(), "read machine worker-2.invalid: ") {
 			t.Errorf("got %v", err)
 		}
 	})
 }
 
-// addMember has the control plane know worker-1 as a member with a name that name service does not know.
+// addMember adds worker-1 to the members known to the control plane, under a name that no name server knows.
 func addMember(t *testing.T, site *talostest.Cluster) *talostest.Machine {
 	t.Helper()
 
@@ -318,7 +340,7 @@ func addMember(t *testing.T, site *talostest.Cluster) *talostest.Machine {
 	return worker
 }
 
-func TestRenderFindsAMemberWhereNameServiceIsSilent(t *testing.T) {
+func TestRender_FindsMemberIfNameServerDoesNotRespond(t *testing.T) {
 	nameService(t, func() (net.Conn, error) {
 		conn, other := net.Pipe()
 		t.Cleanup(func() { _ = other.Close() })
@@ -336,7 +358,7 @@ func TestRenderFindsAMemberWhereNameServiceIsSilent(t *testing.T) {
 	}
 }
 
-func TestRenderWritesNothingToAMachine(t *testing.T) {
+func TestRender_OnlyListsResourcesOfLiveMachine(t *testing.T) {
 	site, talosconfig := liveSite(t)
 	worker := site.Machine("worker-1")
 	reportsOf(t, "--node", worker.Address().String(), "--talosconfig", talosconfig)

@@ -312,7 +312,10 @@ func TestRoutingMetadata(t *testing.T) {
 		{"a worker does not fan COSI out", worker, getPlatform, nodes("worker-1", "cp-1"), codes.InvalidArgument},
 		{"a control plane answers for itself", cp, getPlatform, node(cp.Address().String()), codes.OK},
 		{"COSI is not fanned out", cp, getPlatform, nodes(cp.Address().String()), codes.InvalidArgument},
-		{"forwarding is not implemented", cp, getPlatform, node(worker.Address().String()), codes.Unimplemented},
+		{"a control plane forwards to an address", cp, getPlatform, node(worker.Address().String()), codes.OK},
+		{"a control plane forwards to a name", cp, getPlatform, node("worker-1"), codes.OK},
+		{"a control plane does not find an unknown node", cp, getPlatform, node("worker-2"), codes.Unavailable},
+		{"forwarding to several nodes is not implemented", cp, version, nodes("cp-1", "worker-1"), codes.Unimplemented},
 		{"the machine API may be asked for one of many", cp, version, nodes(cp.Address().String()), codes.OK},
 	} {
 		t.Run(rule.name, func(t *testing.T) {

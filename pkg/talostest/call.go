@@ -19,6 +19,9 @@ import (
 // errStreamsBroken ends streams by [Machine.BreakStreams].
 var errStreamsBroken = errors.New("streams broken by the test")
 
+// errNoForwarding is a worker's answer to calls for other machines.
+var errNoForwarding = status.Error(codes.PermissionDenied, "no request forwarding")
+
 // inbound is one RPC on its way through a machine.
 type inbound struct {
 	machine   *Machine
@@ -115,8 +118,8 @@ func (c *inbound) asksFor(request any) {
 	c.machine.journal.amend(c.sequence, func(call *Call) { call.ResourceType = typed.GetType() })
 }
 
-// route decides, as apid's router does, what the metadata keys node and nodes mean. Only calls for the machine itself are served: a
-// worker forwards nothing, and what a control plane would forward is not implemented here.
+// route evaluates the metadata keys node and nodes as apid's router does: workers forward no calls, and control-plane machines forward calls
+// to a single node. Forwarding to several nodes is not implemented.
 func (c *inbound) route(ctx context.Context) error {
 	md, _ := metadata.FromIncomingContext(ctx)
 	if len(md.Get("proxyfrom")) > 0 {
@@ -131,7 +134,7 @@ func (c *inbound) route(ctx context.Context) error {
 	case len(nodes) > 0:
 		return c.routeToMany(nodes)
 	case len(node) == 1:
-		return c.routeToOne(node[0])
+		return c.routeToOne(ctx, node[0])
 	default:
 		return nil
 	}
@@ -147,25 +150,49 @@ func (c *inbound) routeToMany(targets []string) error {
 		return status.Errorf(codes.InvalidArgument, "one-2-many proxying is not supported for method %s", c.method)
 	case only:
 		return nil
+	case c.isWorker():
+		return errNoForwarding
 	default:
-		return c.refuseToForward(targets)
+		return status.Errorf(codes.Unimplemented, "talostest does not forward requests to several nodes: %s", strings.Join(targets, ", "))
 	}
 }
 
-func (c *inbound) routeToOne(target string) error {
-	if c.machine.isLocalTarget(target) {
+func (c *inbound) routeToOne(ctx context.Context, target string) error {
+	switch {
+	case c.machine.isLocalTarget(target):
 		return nil
+	case c.isWorker():
+		return errNoForwarding
+	default:
+		return c.forward(ctx, target)
 	}
-
-	return c.refuseToForward([]string{target})
 }
 
-func (c *inbound) refuseToForward(targets []string) error {
-	if c.isWorker() {
-		return status.Error(codes.PermissionDenied, "no request forwarding")
+// forward moves the call to another machine of the cluster, and to that machine's journal. Unlike on Talos there is no connection between the
+// two machines: of the target's network faults only [Machine.Stop] has an effect.
+func (c *inbound) forward(ctx context.Context, target string) error {
+	machines := c.machine.cluster.Machines()
+
+	i := slices.IndexFunc(machines, func(m *Machine) bool { return m.isLocalTarget(target) })
+	if i < 0 || machines[i].api.isDown() {
+		return status.Errorf(codes.Unavailable, "dial %s: no machine responds", target)
 	}
 
-	return status.Errorf(codes.Unimplemented, "talostest does not forward requests to %s: dial the machine", strings.Join(targets, ", "))
+	resourceType := ""
+
+	c.machine.journal.amend(c.sequence, func(call *Call) { call.Open, resourceType = false, call.ResourceType })
+
+	c.machine = machines[i]
+	c.boot = c.machine.currentBoot()
+	c.sequence = c.machine.journal.begin(Call{
+		Transport: c.transport, Method: c.method, Roles: c.roles.Strings(), Open: true, ResourceType: resourceType,
+	})
+
+	if !c.machine.frozen.wait(ctx.Done()) {
+		return status.FromContextError(ctx.Err()).Err()
+	}
+
+	return nil
 }
 
 func (c *inbound) isWorker() bool { return !c.machine.machineType.IsControlPlane() }

@@ -104,6 +104,13 @@ func (l *link) takeDown() {
 	l.dropAll()
 }
 
+func (l *link) isDown() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+
+	return l.down
+}
+
 func (l *link) bringUp() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
