@@ -13,10 +13,10 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// errNotAuthorized is the answer of machined to every caller whose roles do not suffice.
+// errNotAuthorized is machined's error for callers without a sufficient role.
 var errNotAuthorized = status.Error(codes.PermissionDenied, "not authorized")
 
-// Who may call which method; see the rules of machined in Talos v1.13.5. A method that is not listed needs os:admin.
+// Roles that may call a method, as in machined of Talos v1.13.5. Methods that are not listed require os:admin.
 var (
 	readerRoles   = role.MakeSet(role.Admin, role.Operator, role.Reader)
 	operatorRoles = role.MakeSet(role.Admin, role.Operator)
@@ -74,8 +74,8 @@ func authorizeMethod(method string, roles role.Set) error {
 	return errNotAuthorized
 }
 
-// accessPolicy is Talos's policy for resources: nobody writes, unknown types and namespaces are forbidden, and sensitive types need
-// os:admin. For a watch it is asked once, when the stream starts.
+// accessPolicy is Talos's policy for resources: all writes and all unknown types and namespaces are forbidden, and sensitive types
+// require os:admin. A watch is checked once, when the stream starts.
 type accessPolicy struct {
 	definitions *definitions
 	unsupported []resource.Type

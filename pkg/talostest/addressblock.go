@@ -16,15 +16,15 @@ import (
 // blockBits is the size of a cluster's block of loopback addresses: 16,384 each, and about a thousand clusters on one host.
 const blockBits = 18
 
-// addressBlock is a range of loopback addresses that this process holds alone: its second address stays bound for as long as it is held.
+// addressBlock is a range of loopback addresses reserved by this process, which keeps the second address bound.
 type addressBlock struct {
 	prefix netip.Prefix
-	last   netip.Addr // the address handed out last
+	last   netip.Addr // last assigned address
 	anchor net.Listener
 }
 
-// claimBlock takes a random free block, so that test processes on one host do not meet.
-func claimBlock() (*addressBlock, error) {
+// reserveBlock reserves a random free block, so that test processes on one host use different addresses.
+func reserveBlock() (*addressBlock, error) {
 	const attempts = 200
 
 	var lastErr error
@@ -45,12 +45,12 @@ func claimBlock() (*addressBlock, error) {
 		}
 	}
 
-	return nil, fmt.Errorf("claim a block of loopback addresses: %w", lastErr)
+	return nil, fmt.Errorf("reserve block of loopback addresses: %w", lastErr)
 }
 
-// randomBlock stays away from 127.0.0.0/12, where hosts run their own services.
+// randomBlock returns a block outside of 127.0.0.0/12, which hosts use for their own services.
 func randomBlock() netip.Prefix {
-	second := byte(16 + rand.IntN(239)) //nolint:gosec // a choice, not a secret
+	second := byte(16 + rand.IntN(239)) //nolint:gosec // not security-relevant
 	third := byte(rand.IntN(4) << 6)    //nolint:gosec // as above
 
 	return netip.PrefixFrom(netip.AddrFrom4([4]byte{127, second, third, 0}), blockBits)
@@ -79,7 +79,7 @@ func (b *addressBlock) listen() (netip.Addr, net.Listener, error) {
 	}
 }
 
-// isHost leaves out addresses that look like a network or a broadcast address: they mislead whoever reads a test's output.
+// isHost reports whether addr does not look like a network or broadcast address, which would be confusing in test output.
 func isHost(addr netip.Addr) bool {
 	bytes := addr.As4()
 	host := binary.BigEndian.Uint16(bytes[2:]) & 0xff

@@ -15,7 +15,7 @@ import (
 )
 
 const (
-	// LinkExternal is the link under which Talos publishes the addresses that a platform says are mapped to the machine.
+	// LinkExternal is the link name of addresses that the platform maps to the machine (external IPs).
 	LinkExternal = "external"
 
 	// linkAPI is the link of the address that apid listens on.
@@ -44,7 +44,7 @@ func (a Address) family() nethelpers.Family {
 	return nethelpers.FamilyInet6
 }
 
-// status returns the resource. A link keeps its index; external addresses belong to no link and have none.
+// status returns the resource of the address. External addresses belong to no link and have no link index.
 func (a Address) status(linkIndex uint32) *network.AddressStatus {
 	res := network.NewAddressStatus(network.NamespaceName, a.id())
 	spec := res.TypedSpec()
@@ -69,19 +69,19 @@ func (a Address) status(linkIndex uint32) *network.AddressStatus {
 	return res
 }
 
-// addressView is what a machine's NodeAddress resources are derived from.
+// addressView holds the data from which a machine's NodeAddress resources are derived.
 type addressView struct {
 	statuses []network.AddressStatusSpec
-	api      netip.Addr     // loopback here, but the machine's own all the same
-	cluster  []netip.Prefix // pod and service CIDRs, left out of the no-k8s lists
+	api      netip.Addr     // a node address although it is a loopback address
+	cluster  []netip.Prefix // pod and service CIDRs, excluded from the no-k8s lists
 }
 
-// nodeAddresses are the lists by resource ID; "default" is not among them, because it stays once it is set.
+// nodeAddresses returns the lists by resource ID, except "default", which never changes once it is set.
 func (v addressView) nodeAddresses() map[string][]netip.Prefix {
 	var current, routed []netip.Prefix
 
 	for _, status := range v.statuses {
-		if !v.counts(status) {
+		if !v.isNodeAddress(status) {
 			continue
 		}
 
@@ -105,8 +105,8 @@ func (v addressView) nodeAddresses() map[string][]netip.Prefix {
 	return lists
 }
 
-// counts leaves out the addresses that Talos leaves out: of link scope, loopback, multicast and link-local.
-func (v addressView) counts(status network.AddressStatusSpec) bool {
+// isNodeAddress reports whether Talos lists the address: it excludes link scope, loopback, multicast and link-local addresses.
+func (v addressView) isNodeAddress(status network.AddressStatusSpec) bool {
 	addr := status.Address.Addr()
 
 	if addr == v.api {
@@ -122,7 +122,7 @@ func (v addressView) withoutKubernetes(prefixes []netip.Prefix) []netip.Prefix {
 	})
 }
 
-// inOrder sorts as Talos's address sort algorithm v2 and removes repetitions.
+// inOrder sorts like Talos's address sort algorithm v2 and removes duplicates.
 func inOrder(prefixes []netip.Prefix) []netip.Prefix {
 	sorted := slices.Clone(prefixes)
 	slices.SortFunc(sorted, comparePrefixes)
@@ -130,7 +130,7 @@ func inOrder(prefixes []netip.Prefix) []netip.Prefix {
 	return slices.Compact(sorted)
 }
 
-// comparePrefixes puts IPv4 first, then the more specific of two overlapping prefixes, then the lower address.
+// comparePrefixes orders IPv4 before IPv6, then the more specific of two overlapping prefixes first, then by address.
 func comparePrefixes(a, b netip.Prefix) int {
 	if a.Addr().Is4() != b.Addr().Is4() {
 		return cmp.Compare(a.Addr().BitLen(), b.Addr().BitLen())
@@ -215,7 +215,7 @@ func (m *Machine) addressStatuses(ctx context.Context) ([]network.AddressStatusS
 	return safe.ToSlice(list, func(status *network.AddressStatus) network.AddressStatusSpec { return *status.TypedSpec() }), nil
 }
 
-// deriveNodeAddresses brings the NodeAddress resources in line with the addresses, writing only what differs.
+// deriveNodeAddresses updates the NodeAddress resources that differ from the current addresses.
 func (m *Machine) deriveNodeAddresses(ctx context.Context) error {
 	statuses, err := m.addressStatuses(ctx)
 	if err != nil {
@@ -240,7 +240,7 @@ func (m *Machine) publishNodeAddress(ctx context.Context, id string, prefixes []
 	case state.IsNotFoundError(err):
 		return m.currentBoot().create(ctx, asResources(newNodeAddress(id, prefixes)))
 	case err != nil:
-		return fmt.Errorf("read node addresses %s of machine %s: %w", id, m.nodename, err)
+		return fmt.Errorf("get node addresses %s of machine %s: %w", id, m.nodename, err)
 	}
 
 	if isAccumulative(id) {

@@ -16,20 +16,20 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/role"
 )
 
-// Certificates of apid are valid for a day and issued anew at half of it, as Talos does.
+// Like Talos, apid renews its certificate at half of its lifetime of one day.
 const (
 	serverCertificateValidity = 24 * time.Hour
 	serverCertificateRenewal  = serverCertificateValidity / 2
 	clientCertificateValidity = 365 * 24 * time.Hour // talosctl config new
 )
 
-// OldCA says what becomes of the CA that a rotation replaces.
+// OldCA determines whether a CA stays accepted after its rotation.
 type OldCA int
 
 const (
-	// AcceptOldCA keeps trusting certificates of the old CA, as Talos does while a rotation is under way.
+	// AcceptOldCA keeps trusting certificates of the old CA, as Talos does during a rotation.
 	AcceptOldCA OldCA = iota
-	// DropOldCA trusts the new CA alone, as Talos does when a rotation is complete.
+	// DropOldCA trusts only the new CA, as Talos does after a rotation.
 	DropOldCA
 )
 
@@ -52,7 +52,7 @@ func newAuthority(now func() time.Time) (*authority, error) {
 func (a *authority) rotate(old OldCA) error {
 	ca, err := secrets.NewTalosCA(a.now())
 	if err != nil {
-		return fmt.Errorf("generate a Talos CA: %w", err)
+		return fmt.Errorf("generate Talos CA: %w", err)
 	}
 
 	a.mu.Lock()
@@ -97,19 +97,19 @@ func (a *authority) pool() *stdx509.CertPool {
 	return pool
 }
 
-// clientCertificate mints a certificate whose Organization is the roles, for client authentication only.
+// clientCertificate issues a certificate for client authentication with the roles as Organization.
 func (a *authority) clientCertificate(roles role.Set, ttl time.Duration) (*x509.PEMEncodedCertificateAndKey, error) {
 	issuing, _ := a.current()
 
 	crt, err := secrets.NewAdminCertificateAndKey(a.now(), issuing, roles, ttl)
 	if err != nil {
-		return nil, fmt.Errorf("issue a client certificate for %v: %w", roles.Strings(), err)
+		return nil, fmt.Errorf("issue client certificate for %v: %w", roles.Strings(), err)
 	}
 
 	return crt, nil
 }
 
-// serverNames are what a server certificate is valid for.
+// serverNames holds the subject alternative names of a server certificate.
 type serverNames struct {
 	fqdn string
 	dns  []string
@@ -132,7 +132,7 @@ func (a *authority) serverCertificate(names serverNames, notBefore time.Time) (*
 		x509.ExtKeyUsage([]stdx509.ExtKeyUsage{stdx509.ExtKeyUsageServerAuth}),
 	)
 	if err != nil {
-		return nil, fmt.Errorf("issue a server certificate for %s: %w", names.fqdn, err)
+		return nil, fmt.Errorf("issue server certificate for %s: %w", names.fqdn, err)
 	}
 
 	return pair.Certificate, nil
@@ -145,8 +145,8 @@ func (a *authority) currentGeneration() int {
 	return a.generation
 }
 
-// errNotClientOnly is apid's refusal of certificates that could also be used as a server's.
-var errNotClientOnly = errors.New("certificate is not for client authentication alone")
+// errNotClientOnly is apid's error for certificates that are valid for server authentication, too.
+var errNotClientOnly = errors.New("certificate is not for client authentication only")
 
 // requireClientOnly accepts a leaf whose extended key usage is exactly client authentication, as apid does.
 func requireClientOnly(_ [][]byte, chains [][]*stdx509.Certificate) error {

@@ -16,14 +16,14 @@ import (
 	"github.com/cosi-project/runtime/pkg/state/protobuf/server"
 )
 
-// The history that machined keeps of each resource type (its v1alpha2 state): a bookmark soon becomes too old, as it does on Talos.
+// Watch history per resource type, as in the v1alpha2 state of machined. Bookmarks expire as quickly as on Talos.
 const (
 	historyInitialCapacity = 8
 	historyMaxCapacity     = 1024
 	historyGap             = 4
 )
 
-// boot is a machine's memory from one start to the next: its resources, their versions and their watch history.
+// boot is the state of a machine that a restart clears: its resources, their versions and their watch history.
 type boot struct {
 	state    state.State
 	kinds    *kindRecorder
@@ -54,7 +54,7 @@ func newBoot(defs *definitions, unsupported []resource.Type) *boot {
 	}
 }
 
-// withoutHistory is the same memory, except that no bookmark of before is accepted.
+// withoutHistory returns a copy that does not accept earlier bookmarks.
 func (b *boot) withoutHistory() *boot {
 	forgetful := *b
 	forgetful.bookmark = newBookmarkMask()
@@ -99,7 +99,7 @@ type resourceKind struct {
 	typ       resource.Type
 }
 
-// kindRecorder remembers which kinds of resource were ever created: asking the state for each possible one would create them all.
+// kindRecorder records the created resource kinds, because listing every possible kind would create a collection for each.
 type kindRecorder struct {
 	state.CoreState
 
@@ -129,15 +129,15 @@ func (r *kindRecorder) list() []resourceKind {
 	return slices.Clone(r.kinds)
 }
 
-// bookmarkMask makes bookmarks of one boot invalid in any other. The in-memory state tells processes apart by a random cookie at the
-// head of each bookmark; machines in one process share it, so the cookie is masked per boot on its way out and in. A bookmark of
-// another boot then unmasks to a wrong cookie, and the state refuses it as Talos does after a reboot.
+// bookmarkMask invalidates bookmarks of other boots. The in-memory state starts each bookmark with a random cookie per process. All
+// machines of this process share it, so each boot masks it in both directions. A bookmark of another boot then has a wrong cookie, which
+// the state rejects as Talos does after a reboot.
 type bookmarkMask uint64
 
 const bookmarkLength = 16
 
 func newBookmarkMask() bookmarkMask {
-	return bookmarkMask(rand.Uint64()) //nolint:gosec // tells boots apart, protects nothing
+	return bookmarkMask(rand.Uint64()) //nolint:gosec // not security-relevant
 }
 
 func (m bookmarkMask) apply(bookmark []byte) []byte {

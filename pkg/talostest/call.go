@@ -16,13 +16,13 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// errStreamsBroken ends streams by [Machine.BreakStreams].
+// errStreamsBroken is the cause of streams ended by [Machine.BreakStreams].
 var errStreamsBroken = errors.New("streams broken by the test")
 
 // errNoForwarding is a worker's answer to calls for other machines.
 var errNoForwarding = status.Error(codes.PermissionDenied, "no request forwarding")
 
-// inbound is one RPC on its way through a machine.
+// inbound is an RPC received by a machine.
 type inbound struct {
 	machine   *Machine
 	boot      *boot
@@ -34,7 +34,7 @@ type inbound struct {
 
 type inboundKey struct{}
 
-// callFrom returns the RPC that a handler serves. Every handler runs behind the interceptors below.
+// callFrom returns the RPC that a handler serves. The interceptors below set it for all handlers.
 func callFrom(ctx context.Context) *inbound {
 	call, _ := ctx.Value(inboundKey{}).(*inbound)
 
@@ -44,7 +44,7 @@ func callFrom(ctx context.Context) *inbound {
 func newInbound(ctx context.Context, method string) (*inbound, error) {
 	caller, ok := peer.FromContext(ctx)
 	if !ok {
-		return nil, status.Error(codes.Internal, "call without a peer")
+		return nil, status.Error(codes.Internal, "call has no peer")
 	}
 
 	info, ok := caller.AuthInfo.(connInfo)
@@ -67,22 +67,22 @@ func newInbound(ctx context.Context, method string) (*inbound, error) {
 	return call, nil
 }
 
-// rolesOf returns what the socket's caller claims, or what the certificate of apid's caller says. A certificate with os:impersonator
-// may claim other roles.
+// rolesOf returns the roles from the metadata of a call to the socket, or from the client certificate of a call to apid. A certificate
+// with os:impersonator may use other roles through metadata.
 func rolesOf(ctx context.Context, info connInfo) role.Set {
-	claimed := metadata.ValueFromIncomingContext(ctx, constants.APIAuthzRoleMetadataKey)
+	requested := metadata.ValueFromIncomingContext(ctx, constants.APIAuthzRoleMetadataKey)
 
-	mayClaim := info.transport == TransportSocket || (info.certificateRoles.Includes(role.Impersonator) && len(claimed) > 0)
-	if !mayClaim {
+	fromMetadata := info.transport == TransportSocket || (info.certificateRoles.Includes(role.Impersonator) && len(requested) > 0)
+	if !fromMetadata {
 		return info.certificateRoles
 	}
 
-	roles, _ := role.Parse(claimed)
+	roles, _ := role.Parse(requested)
 
 	return roles
 }
 
-// admit holds the call back as the machine's faults demand, then decides whether it may run.
+// admit delays the call according to the machine's faults, routes it and authorizes it.
 func (c *inbound) admit(ctx context.Context) error {
 	if !c.machine.frozen.wait(ctx.Done()) || !pause(ctx.Done(), c.machine.responseDelay()) {
 		return status.FromContextError(ctx.Err()).Err()
@@ -97,7 +97,7 @@ func (c *inbound) admit(ctx context.Context) error {
 	return authorizeMethod(c.method, c.roles)
 }
 
-// end records the answer.
+// end records the result of the call.
 func (c *inbound) end(err error) {
 	code := status.Code(err)
 
@@ -145,7 +145,7 @@ func (c *inbound) routeToMany(targets []string) error {
 
 	switch {
 	case only && c.isWorker():
-		return nil // a worker looks at the target first, whatever the method
+		return nil // a worker checks the target before the method
 	case !supportsMany(c.method):
 		return status.Errorf(codes.InvalidArgument, "one-2-many proxying is not supported for method %s", c.method)
 	case only:
@@ -197,7 +197,7 @@ func (c *inbound) forward(ctx context.Context, target string) error {
 
 func (c *inbound) isWorker() bool { return !c.machine.machineType.IsControlPlane() }
 
-// supportsMany tells which services apid fans out to several nodes; COSI is not among them.
+// supportsMany reports whether apid supports the method for several nodes. It does not support COSI.
 func supportsMany(method string) bool {
 	service, _, _ := strings.Cut(strings.TrimPrefix(method, "/"), "/")
 
@@ -209,7 +209,7 @@ func supportsMany(method string) bool {
 	}
 }
 
-// isLocalTarget reports whether a node name in metadata means this machine.
+// isLocalTarget reports whether a node in metadata is this machine.
 func (m *Machine) isLocalTarget(target string) bool {
 	names, err := m.serverNames()
 	if err != nil {
@@ -250,7 +250,7 @@ func interceptUnary(ctx context.Context, request any, info *grpc.UnaryServerInfo
 
 	reply, err := handler(context.WithValue(ctx, inboundKey{}, call), request)
 
-	// A machine may freeze while it works.
+	// The machine may freeze while the handler runs.
 	if !call.machine.frozen.wait(ctx.Done()) {
 		err = status.FromContextError(ctx.Err()).Err()
 	}
@@ -292,7 +292,7 @@ func interceptStream(srv any, stream grpc.ServerStream, info *grpc.StreamServerI
 	return err
 }
 
-// servedStream carries the call to the handler and obeys the machine's faults.
+// servedStream passes the call to the handler and applies the machine's faults.
 type servedStream struct {
 	grpc.ServerStream
 

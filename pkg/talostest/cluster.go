@@ -26,16 +26,16 @@ import (
 	"k8s.io/utils/clock"
 )
 
-// Options are the options of a cluster. The zero value is fine.
+// Options configures a Cluster. The zero value is valid.
 type Options struct {
 	// Name is the cluster's name; "talostest" by default.
 	Name string
-	// Clock tells the time for which certificates are issued and checked; the system's by default. Nothing else depends on it.
+	// Clock is used to issue and verify certificates, and for nothing else; the system clock by default.
 	Clock clock.PassiveClock
-	// Dir is where machine.sock files are created; by default a temporary folder that Close removes. Keep it short: the path of a
-	// socket has to be shorter than 108 bytes.
+	// Dir is the directory for machine.sock files; by default a temporary directory that Close removes. Socket paths must be shorter
+	// than 108 bytes.
 	Dir string
-	// PodCIDRs and ServiceCIDRs are the cluster's; by default Talos's own, 10.244.0.0/16 and 10.96.0.0/12.
+	// PodCIDRs and ServiceCIDRs default to those of Talos, 10.244.0.0/16 and 10.96.0.0/12.
 	PodCIDRs, ServiceCIDRs []netip.Prefix
 }
 
@@ -57,7 +57,7 @@ func (o *Options) setDefaults() {
 	}
 }
 
-// Cluster is a number of Talos machines that share a CA. Its methods are safe for concurrent use.
+// Cluster is a set of Talos machines that share a CA. Its methods are safe for concurrent use.
 type Cluster struct {
 	name  string
 	id    string
@@ -84,11 +84,11 @@ type Cluster struct {
 	closed   bool
 }
 
-// errClosed is returned for a cluster that was closed.
-var errClosed = errors.New("the cluster is closed")
+// errClosed is returned by methods of a closed cluster.
+var errClosed = errors.New("cluster is closed")
 
-// New returns a cluster without machines. It claims a block of loopback addresses of its own, so that clusters of any number of
-// processes on one host do not meet. Close it.
+// New returns a cluster without machines. It reserves a block of loopback addresses, so that clusters of several processes on one host
+// use different addresses. Callers must call Close.
 func New(options Options) (*Cluster, error) {
 	options.setDefaults()
 
@@ -129,20 +129,21 @@ func (c *Cluster) prepare(dir string) error {
 
 	if dir == "" {
 		if c.dir, err = os.MkdirTemp("", "talostest"); err != nil {
-			return fmt.Errorf("create a folder for sockets: %w", err)
+			return fmt.Errorf("create directory for sockets: %w", err)
 		}
 
 		c.removeDir = func() { _ = os.RemoveAll(c.dir) }
 	}
 
-	if c.block, err = claimBlock(); err != nil {
+	if c.block, err = reserveBlock(); err != nil {
 		c.removeDir()
 	}
 
 	return err
 }
 
-// newServer returns the one server of all machines. Its limits are those of Talos; its buffers are small, for thousands of machines.
+// newServer returns the gRPC server that all machines share. Its limits are those of Talos; its buffers are small to allow thousands of
+// machines.
 func newServer() *grpc.Server {
 	const bufferSize = 4 << 10
 
@@ -167,7 +168,7 @@ func randomText(size int) string {
 	return base64.StdEncoding.EncodeToString(text)
 }
 
-// Close stops all machines and gives back their addresses. It can be called again.
+// Close stops all machines and releases their addresses. Further calls do nothing.
 func (c *Cluster) Close() {
 	c.mu.Lock()
 	alreadyClosed := c.closed
@@ -189,7 +190,7 @@ func (c *Cluster) Close() {
 	c.removeDir()
 }
 
-// AddMachine adds a machine, booted and serving.
+// AddMachine adds a machine that has booted and serves its API.
 func (c *Cluster) AddMachine(spec MachineSpec) (*Machine, error) {
 	machine, err := c.addMachine(spec)
 	if err != nil {
@@ -232,7 +233,7 @@ func (c *Cluster) addMachine(spec MachineSpec) (*Machine, error) {
 	return m, nil
 }
 
-// bind listens on the machine's address, which it chooses if the spec leaves it open.
+// bind listens on the machine's address. If the spec has none, it sets the next free address.
 func (c *Cluster) bind(spec *MachineSpec) (net.Listener, error) {
 	if spec.Address.IsValid() {
 		return listenAPI(spec.Address)
@@ -272,7 +273,7 @@ func (c *Cluster) bootMachine(m *Machine, spec MachineSpec) error {
 	return c.admit(m)
 }
 
-// admit makes a machine part of the cluster and lets clients in.
+// admit adds the machine to the cluster and starts to accept connections.
 func (c *Cluster) admit(m *Machine) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -282,13 +283,13 @@ func (c *Cluster) admit(m *Machine) error {
 	}
 
 	if _, exists := c.machines[m.nodename]; exists {
-		return errors.New("the cluster has a machine of that name")
+		return errors.New("a machine with this nodename exists")
 	}
 
 	c.machines[m.nodename] = m
 
-	for _, way := range m.links() {
-		go way.run()
+	for _, l := range m.links() {
+		go l.run()
 	}
 
 	return nil
@@ -312,7 +313,7 @@ func (m *Machine) serveSocket(path string) error {
 	return nil
 }
 
-// Machine returns the machine that was added with a nodename, or nil.
+// Machine returns the machine that was added with the given nodename, or nil.
 func (c *Cluster) Machine(nodename string) *Machine {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -328,20 +329,19 @@ func (c *Cluster) Machines() []*Machine {
 	return slices.SortedFunc(maps.Values(c.machines), func(a, b *Machine) int { return strings.Compare(a.nodename, b.nodename) })
 }
 
-// Name is the cluster's name.
+// Name returns the cluster's name.
 func (c *Cluster) Name() string { return c.name }
 
-// ID is the cluster's ID.
+// ID returns the cluster's ID.
 func (c *Cluster) ID() string { return c.id }
 
 // CA returns the PEM certificates of the accepted Talos CAs, the issuing one first.
 func (c *Cluster) CA() []byte { return c.authority.acceptedPEM() }
 
-// CallCounts counts the RPCs that have ended, over all machines.
+// CallCounts returns the number of finished RPCs of all machines.
 func (c *Cluster) CallCounts() map[CallKind]uint64 { return c.tally.snapshot() }
 
-// ClientTLS returns a client configuration whose certificate carries roles such as os:reader, and which trusts the CAs that are accepted
-// now.
+// ClientTLS returns a client configuration with a certificate for the given roles, such as os:reader. It trusts the currently accepted CAs.
 func (c *Cluster) ClientTLS(roles ...string) (*tls.Config, error) {
 	parsed, _ := role.Parse(roles)
 
@@ -352,7 +352,7 @@ func (c *Cluster) ClientTLS(roles ...string) (*tls.Config, error) {
 
 	pair, err := tls.X509KeyPair(crt.Crt, crt.Key)
 	if err != nil {
-		return nil, fmt.Errorf("load the client certificate: %w", err)
+		return nil, fmt.Errorf("load client certificate: %w", err)
 	}
 
 	return &tls.Config{
@@ -363,7 +363,7 @@ func (c *Cluster) ClientTLS(roles ...string) (*tls.Config, error) {
 	}, nil
 }
 
-// Talosconfig returns a client configuration as `talosctl config new --roles` makes it, with the control planes as endpoints.
+// Talosconfig returns a client configuration like that of `talosctl config new --roles`, with the control-plane machines as endpoints.
 func (c *Cluster) Talosconfig(roles ...string) (*clientconfig.Config, error) {
 	parsed, _ := role.Parse(roles)
 
@@ -383,7 +383,7 @@ func (c *Cluster) Talosconfig(roles ...string) (*clientconfig.Config, error) {
 	return clientconfig.NewConfig(contextName(c.name, parsed), endpoints, bytes.TrimSpace(c.CA()), crt), nil
 }
 
-// RotateCA replaces the Talos CA: all machines show certificates of the new one from now on. Open connections stay.
+// RotateCA replaces the Talos CA. All machines use certificates of the new CA for new connections; open connections stay.
 func (c *Cluster) RotateCA(ctx context.Context, old OldCA) error {
 	if err := c.authority.rotate(old); err != nil {
 		return err
@@ -391,26 +391,26 @@ func (c *Cluster) RotateCA(ctx context.Context, old OldCA) error {
 
 	for _, machine := range c.Machines() {
 		if err := c.publishCA(ctx, machine); err != nil {
-			return fmt.Errorf("rotate the CA of machine %s: %w", machine.nodename, err)
+			return fmt.Errorf("rotate CA of machine %s: %w", machine.nodename, err)
 		}
 	}
 
 	return nil
 }
 
-// publishCA brings the resources that hold the CA up to date.
+// publishCA updates the resources that contain the CA.
 func (c *Cluster) publishCA(ctx context.Context, m *Machine) error {
 	root := c.osRoot(m.machineType)
 
 	current, err := m.State().Get(ctx, root.Metadata())
 	if err != nil {
-		return fmt.Errorf("read the CA: %w", err)
+		return fmt.Errorf("get CA: %w", err)
 	}
 
 	root.Metadata().SetVersion(current.Metadata().Version())
 
 	if err = m.State().Update(ctx, root); err != nil {
-		return fmt.Errorf("update the CA: %w", err)
+		return fmt.Errorf("update CA: %w", err)
 	}
 
 	config, err := c.machineConfig(m.machineType)
@@ -420,13 +420,13 @@ func (c *Cluster) publishCA(ctx context.Context, m *Machine) error {
 
 	current, err = m.State().Get(ctx, config.Metadata())
 	if err != nil {
-		return fmt.Errorf("read the machine configuration: %w", err)
+		return fmt.Errorf("get machine configuration: %w", err)
 	}
 
 	config.Metadata().SetVersion(current.Metadata().Version())
 
 	if err = m.State().Update(ctx, config); err != nil {
-		return fmt.Errorf("update the machine configuration: %w", err)
+		return fmt.Errorf("update machine configuration: %w", err)
 	}
 
 	return nil

@@ -10,7 +10,7 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 )
 
-// controllerManagerResources say how Talos has kube-controller-manager run.
+// controllerManagerResources returns the resources that describe kube-controller-manager.
 func (c *Cluster) controllerManagerResources(spec MachineSpec) []resource.Resource {
 	manager := k8s.NewControllerManagerConfig()
 	*manager.TypedSpec() = k8s.ControllerManagerConfigSpec{
@@ -31,7 +31,7 @@ func (c *Cluster) controllerManagerResources(spec MachineSpec) []resource.Resour
 	return []resource.Resource{manager, pod}
 }
 
-// controllerManagerPod is the part of the static pod by which one can tell how kube-controller-manager runs.
+// controllerManagerPod returns the part of the static pod that shows the arguments of kube-controller-manager.
 func controllerManagerPod(spec *k8s.ControllerManagerConfigSpec) map[string]any {
 	var command []any
 	for _, arg := range controllerManagerCommand(spec) {
@@ -49,8 +49,8 @@ func controllerManagerPod(spec *k8s.ControllerManagerConfigSpec) map[string]any 
 	}
 }
 
-// controllerManagerCommand is Talos v1.13.5's (k8s.ControlPlaneStaticPodController, manageControllerManager). The `controllers` of the machine
-// configuration are added to Talos's own.
+// controllerManagerCommand returns the command of Talos v1.13.5 (k8s.ControlPlaneStaticPodController, manageControllerManager). Talos appends
+// the `controllers` of the machine configuration to its own.
 func controllerManagerCommand(spec *k8s.ControllerManagerConfigSpec) []string {
 	secret := func(name string) string { return path.Join(constants.KubernetesControllerManagerSecretsDir, name) }
 	controllers := append([]string{"*", "tokencleaner"}, spec.ExtraArgs["controllers"].Values...)

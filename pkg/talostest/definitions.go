@@ -34,11 +34,11 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/v1alpha1"
 )
 
-// sharedDefinitions are made once per process and never change: to check them takes longer than all else that a cluster needs.
+// sharedDefinitions are created once per process, because validating them is the slowest part of creating a cluster.
 var sharedDefinitions = sync.OnceValues(func() (*definitions, error) { return newDefinitions(context.Background()) })
 
-// definitions are the resource types and namespaces of Talos v1.13. All machines share them: they are the bulk of a machine's state, and
-// nobody can write them.
+// definitions are the resource types and namespaces of Talos v1.13. All machines share them, because they are most of a machine's state and
+// read-only.
 type definitions struct {
 	core        state.CoreState // of the meta namespace
 	sensitivity map[string]spec.Sensitivity
@@ -80,7 +80,7 @@ func newDefinitions(ctx context.Context) (*definitions, error) {
 	return defs, nil
 }
 
-// errReadOnly refuses changes of what all machines share.
+// errReadOnly is returned for changes of the shared definitions.
 var errReadOnly = errors.New("namespace " + meta.NamespaceName + " is read-only in talostest")
 
 func readOnly(_ context.Context, access state.Access) error {
@@ -96,11 +96,11 @@ func registerAll(ctx context.Context, st state.State) error {
 	types := registry.NewResourceRegistry(st)
 
 	if err := namespaces.RegisterDefault(ctx); err != nil {
-		return fmt.Errorf("register the namespace of definitions: %w", err)
+		return fmt.Errorf("register namespace of definitions: %w", err)
 	}
 
 	if err := types.RegisterDefault(ctx); err != nil {
-		return fmt.Errorf("register the types of definitions: %w", err)
+		return fmt.Errorf("register types of definitions: %w", err)
 	}
 
 	for _, name := range namespaceNames() {
@@ -118,7 +118,7 @@ func registerAll(ctx context.Context, st state.State) error {
 	return nil
 }
 
-// typeSensitivity returns false for a type that this version of Talos does not have.
+// typeSensitivity returns the sensitivity of a resource type, and false for a type that Talos does not have.
 func (d *definitions) typeSensitivity(typ string) (spec.Sensitivity, bool) {
 	sensitivity, ok := d.sensitivity[strings.ToLower(typ)]
 
@@ -149,7 +149,7 @@ func namespaceNames() []string {
 	}
 }
 
-// resourceTypes are the types that machined registers (v1alpha2 state of Talos v1.13.5).
+// resourceTypes returns the types that machined registers (v1alpha2 state of Talos v1.13.5).
 func resourceTypes() []meta.ResourceWithRD {
 	return slices.Concat(
 

@@ -1,14 +1,14 @@
-// Package talostest runs any number of Talos machines inside one process, for tests, the demo and benchmarks.
+// Package talostest simulates Talos machines in-process for tests, benchmarks and the demo.
 //
-// A client that works with these machines is meant to work with Talos v1.13: each machine has a COSI state with the real resource
-// types behind the real COSI gRPC service, an apid with mutual TLS on its own loopback address, port 50000, and, where asked for, a
-// machine.sock whose callers name their roles in metadata. Who may call what follows Talos: the rules of machined for methods, the
-// access policy of its resource API for resources, and roles from the client certificate's Organization.
+// A client that works with these machines is expected to work with Talos v1.13. Each machine has a COSI state with the real resource
+// types behind the real COSI gRPC service, an apid with mutual TLS on port 50000 of its own loopback address, and optionally a
+// machine.sock whose callers name their roles in metadata. Authorization follows Talos: the rules of machined for methods, the access
+// policy of its resource API for resources, and roles from the Organization of the client certificate.
 //
-// Machines can be changed and hurt while clients are connected: see the methods of [Machine].
+// The methods of [Machine] change machines and inject faults while clients are connected.
 //
-// What it never does: it runs no controllers, so a resource changes only when a test changes it (the address helpers keep the
-// NodeAddress resources in step, nothing else is derived); it authorizes nobody by process ID on machine.sock; it forwards no
-// request to another machine; and it does nothing outside the process but bind loopback addresses and create sockets in its own folder.
-// Binding the addresses of 127.0.0.0/8 needs no setup on Linux; other systems refuse all but 127.0.0.1.
+// Limitations: machines run no controllers, so resources change only when a test changes them (the address methods also update the
+// NodeAddress resources); machine.sock does not check the process ID of callers; apid forwards calls to a single node only, and without a
+// network connection. Outside of the process, the package only binds loopback addresses and creates sockets in its own directory. Linux
+// allows binding all addresses of 127.0.0.0/8; other systems allow only 127.0.0.1.
 package talostest

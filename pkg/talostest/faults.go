@@ -9,17 +9,17 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 )
 
-// Stop takes the machine down without warning: all connections break and new ones are reset. Its resources are carried over into the
-// memory of its next start, with versions and watch history starting again: a bookmark from before is refused with FailedPrecondition.
-// What a test changes while the machine is down is there when it comes up. For an orderly reboot, call [Machine.SetStage] first.
+// Stop powers the machine off: all connections break and new ones are reset. The resources are kept, but their versions and watch history
+// start over, so that earlier bookmarks are rejected with FailedPrecondition. Changes that a test makes while the machine is down are
+// visible after its start. For an orderly reboot, call [Machine.SetStage] first.
 func (m *Machine) Stop(ctx context.Context) error {
 	m.power.Lock()
 	defer m.power.Unlock()
 
 	next := newBoot(m.cluster.definitions, m.unsupported)
 
-	for _, way := range m.links() {
-		way.takeDown()
+	for _, l := range m.links() {
+		l.takeDown()
 	}
 
 	m.BreakStreams()
@@ -42,7 +42,7 @@ func (m *Machine) Stop(ctx context.Context) error {
 	return m.deriveNodeAddresses(ctx)
 }
 
-// forgetAddresses drops the lists of all addresses a machine has ever had: they live in memory only.
+// forgetAddresses removes the accumulative address lists, which do not survive a reboot.
 func (b *boot) forgetAddresses(ctx context.Context) error {
 	for _, id := range []string{
 		network.NodeAddressAccumulativeID,
@@ -51,20 +51,20 @@ func (b *boot) forgetAddresses(ctx context.Context) error {
 		list := network.NewNodeAddress(network.NamespaceName, id)
 
 		if err := b.state.Destroy(ctx, list.Metadata()); err != nil {
-			return fmt.Errorf("forget node addresses %s: %w", id, err)
+			return fmt.Errorf("remove node addresses %s: %w", id, err)
 		}
 	}
 
 	return nil
 }
 
-// Start brings a stopped machine up again.
+// Start starts a stopped machine.
 func (m *Machine) Start() {
 	m.power.Lock()
 	defer m.power.Unlock()
 
-	for _, way := range m.links() {
-		way.bringUp()
+	for _, l := range m.links() {
+		l.bringUp()
 	}
 }
 
@@ -79,14 +79,14 @@ func (m *Machine) Reboot(ctx context.Context) error {
 	return nil
 }
 
-// CutOff makes all packets between apid and its clients vanish: connections stay open but nothing flows, and the handshake of a new one
-// hangs. machine.sock is not affected. A machine that is stopped while cut off looks powered off: its clients learn nothing.
+// CutOff drops all packets between apid and its clients: connections stay open but transfer nothing, and new handshakes hang.
+// machine.sock is not affected. Clients do not notice when a machine is stopped while it is cut off, as after a power loss.
 func (m *Machine) CutOff() { m.api.cut() }
 
-// Reconnect ends [Machine.CutOff]. What was sent meanwhile arrives; connections that the machine has given up are reset.
+// Reconnect ends [Machine.CutOff]. Data that was sent in between arrives; connections that the machine has closed are reset.
 func (m *Machine) Reconnect() { m.api.restore() }
 
-// BreakStreams ends every open stream of both transports with Unavailable. Connections stay open, and so does the watch history.
+// BreakStreams ends every open stream of both transports with Unavailable. Connections and watch history are kept.
 func (m *Machine) BreakStreams() {
 	streams, cancel := context.WithCancel(context.Background())
 
@@ -100,8 +100,8 @@ func (m *Machine) BreakStreams() {
 	}
 }
 
-// ExpireWatches ends every open stream, and refuses to resume any from its bookmark. To a client this is what happens to a watch that
-// breaks when it is older than 15 minutes, which the COSI client does not resume: exactly one Errored event, on a machine that is up.
+// ExpireWatches ends every open stream and rejects its bookmarks. A client sees exactly one Errored event, as when a watch breaks that is
+// older than 15 minutes, which the COSI client does not resume.
 func (m *Machine) ExpireWatches() {
 	m.mu.Lock()
 	m.memory = m.memory.withoutHistory()
@@ -110,11 +110,10 @@ func (m *Machine) ExpireWatches() {
 	m.BreakStreams()
 }
 
-// BreakConnections resets every open connection to apid. New ones are served at once.
+// BreakConnections resets every open connection to apid. New connections are accepted immediately.
 func (m *Machine) BreakConnections() { m.api.dropAll() }
 
-// SlowDown makes each RPC, and each TLS handshake, wait this long before it is answered; zero ends it. Events of a watch that is
-// already open are not delayed.
+// SlowDown delays each RPC and each TLS handshake; zero ends the delay. Events of open watches are not delayed.
 func (m *Machine) SlowDown(delay time.Duration) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -122,17 +121,17 @@ func (m *Machine) SlowDown(delay time.Duration) {
 	m.delay = delay
 }
 
-// Freeze makes the machine answer nothing, while its connections stay healthy: HTTP/2 pings are answered, RPCs and watches are not.
-// Only a deadline of the client's own notices that.
+// Freeze stops all responses to RPCs and watches, while connections stay healthy and HTTP/2 pings are answered. Clients can detect it only
+// by a deadline.
 func (m *Machine) Freeze() { m.frozen.shut() }
 
 // Thaw ends [Machine.Freeze].
 func (m *Machine) Thaw() { m.frozen.open() }
 
-// ExpireCertificate makes apid show a certificate that expired an hour ago. Open connections stay; see [Machine.BreakConnections].
+// ExpireCertificate makes apid present a certificate that expired an hour ago. Open connections stay; see [Machine.BreakConnections].
 func (m *Machine) ExpireCertificate() { m.setCertificateExpired(true) }
 
-// RenewCertificate makes apid show a valid certificate again.
+// RenewCertificate makes apid present a valid certificate again.
 func (m *Machine) RenewCertificate() { m.setCertificateExpired(false) }
 
 func (m *Machine) setCertificateExpired(expired bool) {

@@ -2,7 +2,7 @@ package talostest
 
 import "sync"
 
-// gate holds callers back while it is shut. The zero value is open.
+// gate blocks callers while it is shut. The zero value is open.
 type gate struct {
 	mu      sync.Mutex
 	barrier chan struct{} // nil while open; closed by open
@@ -34,7 +34,7 @@ func (g *gate) isShut() bool {
 	return g.barrier != nil
 }
 
-// wait returns true once the gate is open, and false if done is closed first.
+// wait blocks until the gate is open and returns true. It returns false if done is closed first.
 func (g *gate) wait(done <-chan struct{}) bool {
 	for {
 		g.mu.Lock()

@@ -14,7 +14,7 @@ import (
 	"google.golang.org/grpc/credentials"
 )
 
-// connInfo tells a handler on whose machine, and by whom, it is called.
+// connInfo identifies the machine and the caller of a connection.
 type connInfo struct {
 	machine          *Machine
 	transport        Transport
@@ -24,14 +24,14 @@ type connInfo struct {
 // AuthType implements credentials.AuthInfo.
 func (connInfo) AuthType() string { return "talostest" }
 
-// handshake is the server side of both transports: mutual TLS for apid, nothing for machine.sock.
+// handshake is the server side of both transports: mutual TLS for apid, none for machine.sock.
 type handshake struct{}
 
 // ServerHandshake implements credentials.TransportCredentials.
 func (handshake) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	accepted, ok := raw.(*conn)
 	if !ok {
-		return nil, nil, fmt.Errorf("handshake on a foreign connection %T", raw)
+		return nil, nil, fmt.Errorf("handshake on unexpected connection %T", raw)
 	}
 
 	info := connInfo{machine: accepted.link.machine, transport: accepted.link.transport}
@@ -72,7 +72,7 @@ func rolesOfCertificate(info credentials.AuthInfo) role.Set {
 
 // ClientHandshake implements credentials.TransportCredentials.
 func (handshake) ClientHandshake(context.Context, string, net.Conn) (net.Conn, credentials.AuthInfo, error) {
-	return nil, nil, errors.New("these credentials are for servers")
+	return nil, nil, errors.New("client handshake is not supported")
 }
 
 // Info implements credentials.TransportCredentials.
@@ -84,7 +84,7 @@ func (h handshake) Clone() credentials.TransportCredentials { return h }
 // OverrideServerName implements credentials.TransportCredentials.
 func (handshake) OverrideServerName(string) error { return nil }
 
-// pause returns false if done is closed before the delay is over.
+// pause blocks for the delay and returns true. It returns false if done is closed first.
 func pause(done <-chan struct{}, delay time.Duration) bool {
 	if delay <= 0 {
 		return true
@@ -101,7 +101,7 @@ func pause(done <-chan struct{}, delay time.Duration) bool {
 	}
 }
 
-// tlsConfig is apid's: TLS 1.3, and a client certificate of an accepted CA that is for client authentication alone.
+// tlsConfig returns apid's configuration: TLS 1.3, and a client certificate of an accepted CA for client authentication only.
 func (m *Machine) tlsConfig() (*tls.Config, error) {
 	certificate, err := m.serverCertificate()
 	if err != nil {
@@ -119,15 +119,15 @@ func (m *Machine) tlsConfig() (*tls.Config, error) {
 	}, nil
 }
 
-// issued is a server certificate and what it was issued for.
+// issued is a server certificate with the key and the time of its issue.
 type issued struct {
 	certificate *tls.Certificate
 	key         string
 	at          time.Time
 }
 
-// serverCertificate returns the certificate that apid shows now. It is issued when first needed, and again when the CA or the machine's
-// names change or half of its validity is over.
+// serverCertificate returns the current certificate of apid. It is issued on first use, and again when the CA or the machine's names have
+// changed or half of its lifetime has passed.
 func (m *Machine) serverCertificate() (*tls.Certificate, error) {
 	names, err := m.serverNames()
 	if err != nil {

@@ -8,42 +8,42 @@ import (
 	"google.golang.org/grpc/codes"
 )
 
-// Transport is the way by which a call reached a machine.
+// Transport is the connection over which a machine received a call.
 type Transport string
 
-// The two ways into a machine.
+// The transports of a machine.
 const (
 	TransportAPID   Transport = "apid"   // mutual TLS on port 50000
 	TransportSocket Transport = "socket" // machine.sock
 )
 
-// journalSize bounds what a machine remembers of its calls.
+// journalSize is the number of calls that a journal keeps.
 const journalSize = 128
 
-// Call is one RPC that a machine was asked for.
+// Call is an RPC that a machine received.
 type Call struct {
 	Transport Transport
 	// Method is the full gRPC method, such as /cosi.resource.State/Watch.
 	Method string
 	// Roles are the roles of the caller, sorted.
 	Roles []string
-	// Code is the answer; codes.OK while the call is open.
+	// Code is the status of the call; codes.OK while the call is open.
 	Code codes.Code
-	// Open is true until the call has ended: a held watch is open.
+	// Open is true until the call has ended; an active watch is open.
 	Open bool
-	// ResourceType is what a COSI call asked for. It is empty for other methods, and for streams that were refused before their
+	// ResourceType is the resource type of a COSI call. It is empty for other methods, and for streams that were rejected before their
 	// request was read.
 	ResourceType string
 }
 
-// CallKind is what [Cluster.CallCounts] counts by.
+// CallKind is the key of [Cluster.CallCounts].
 type CallKind struct {
 	Transport Transport
 	Method    string
 	Code      codes.Code
 }
 
-// journal remembers the last calls of a machine.
+// journal keeps the last calls of a machine.
 type journal struct {
 	mu    sync.Mutex
 	calls []Call // a ring once it is full
@@ -66,7 +66,7 @@ func (j *journal) begin(call Call) uint64 {
 	return sequence
 }
 
-// amend changes a call unless it has been overwritten.
+// amend changes a call if the journal still has it.
 func (j *journal) amend(sequence uint64, change func(*Call)) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -90,7 +90,7 @@ func (j *journal) list() []Call {
 	return slices.Concat(j.calls[oldest:], j.calls[:oldest])
 }
 
-// tally counts the ended calls of a cluster.
+// tally counts the finished calls of a cluster.
 type tally struct {
 	mu     sync.Mutex
 	counts map[CallKind]uint64

@@ -6,21 +6,21 @@ import (
 	"time"
 )
 
-// link is what lies between a machine's listener and its clients. It hands accepted connections to the cluster's server, refuses
-// them while the machine is down, and lets nothing through while the machine is cut off.
+// link simulates the network between a machine's listener and its clients. It passes accepted connections to the cluster's server, resets
+// them while the machine is down, and blocks them while the machine is cut off.
 type link struct {
 	machine   *Machine
 	transport Transport
 	listener  net.Listener
 	deliver   func(net.Conn)
 
-	// flow is shut while the machine is cut off; it changes only under mu.
+	// flow is shut while the machine is cut off. It changes only under mu.
 	flow gate
 
 	mu       sync.Mutex
 	down     bool
 	conns    map[*conn]struct{}
-	withheld []net.Conn // closed by the server while cut off: the client must not notice before packets flow again
+	withheld []net.Conn // closed by the server while cut off; clients must not notice before Reconnect
 }
 
 // run accepts connections until the listener is closed.
@@ -37,7 +37,7 @@ func (l *link) run() {
 	}
 }
 
-// admit returns nil if the connection does not reach the server.
+// admit returns nil if the machine is down.
 func (l *link) admit(raw net.Conn) *conn {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -59,7 +59,7 @@ func (l *link) admit(raw net.Conn) *conn {
 	return admitted
 }
 
-// discard ends a raw connection, later and by reset if the client must not see it now. It is called with mu held.
+// discard closes a raw connection, or while the link is cut defers a reset until restore. The caller holds mu.
 func (l *link) discard(raw net.Conn, end func(net.Conn)) {
 	if !l.flow.isShut() {
 		end(raw)
@@ -67,13 +67,13 @@ func (l *link) discard(raw net.Conn, end func(net.Conn)) {
 		return
 	}
 
-	// Wakes a pending read without telling the peer.
+	// Wake a pending read without closing the connection.
 	_ = raw.SetReadDeadline(time.Unix(1, 0))
 
 	l.withheld = append(l.withheld, raw)
 }
 
-// cut makes everything in both directions vanish until restore.
+// cut blocks both directions until restore.
 func (l *link) cut() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -81,7 +81,7 @@ func (l *link) cut() {
 	l.flow.shut()
 }
 
-// restore lets packets flow again; what was held back arrives now, as retransmission would bring it.
+// restore unblocks both directions. Blocked data arrives now, as with retransmissions.
 func (l *link) restore() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -95,7 +95,7 @@ func (l *link) restore() {
 	l.withheld = nil
 }
 
-// takeDown closes all connections and refuses new ones until bringUp.
+// takeDown resets all connections, and new ones until bringUp.
 func (l *link) takeDown() {
 	l.mu.Lock()
 	l.down = true
@@ -118,7 +118,7 @@ func (l *link) bringUp() {
 	l.down = false
 }
 
-// dropAll closes the connections that are open now.
+// dropAll resets all open connections.
 func (l *link) dropAll() {
 	for _, open := range l.open() {
 		open.end(reset)
@@ -144,7 +144,7 @@ func (l *link) count() int {
 	return len(l.conns)
 }
 
-// close ends the link for good.
+// close closes the listener and all connections.
 func (l *link) close() {
 	_ = l.listener.Close()
 
@@ -152,10 +152,10 @@ func (l *link) close() {
 	l.takeDown()
 }
 
-// finish ends a connection after what was written to it.
+// finish closes a connection after its pending data.
 func finish(raw net.Conn) { _ = raw.Close() }
 
-// reset ends a connection so that the peer sees a reset instead of an orderly end, as after a crash.
+// reset closes a connection with a TCP reset, as after a crash.
 func reset(raw net.Conn) {
 	if tcp, ok := raw.(*net.TCPConn); ok {
 		_ = tcp.SetLinger(0)
@@ -164,7 +164,7 @@ func reset(raw net.Conn) {
 	_ = raw.Close()
 }
 
-// conn is a server-side connection whose bytes pass the link's gate.
+// conn is a server-side connection that the link can block.
 type conn struct {
 	net.Conn
 
@@ -173,7 +173,7 @@ type conn struct {
 	once sync.Once
 }
 
-// Read holds what has arrived until packets flow: a cut may have happened while the read was pending.
+// Read checks the gate after reading, because the link may have been cut during a pending read.
 func (c *conn) Read(p []byte) (int, error) {
 	n, err := c.Conn.Read(p)
 
@@ -210,7 +210,7 @@ func (c *conn) end(how func(net.Conn)) {
 	})
 }
 
-// intake is the listener of the cluster's only gRPC server; every link feeds it.
+// intake is the listener of the cluster's gRPC server, which all links share.
 type intake struct {
 	conns  chan net.Conn
 	closed chan struct{}

@@ -22,37 +22,37 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/secrets"
 )
 
-// MachineSpec describes a machine as it is when it has booted.
+// MachineSpec describes a machine after its boot.
 type MachineSpec struct {
-	// Nodename is the machine's name in Kubernetes and its host name. Required, and unique in the cluster.
+	// Nodename is the machine's name in Kubernetes and its hostname. It is required and must be unique in the cluster.
 	Nodename string
 	// Type is worker by default.
 	Type machine.Type
-	// Address is where apid listens, on port 50000; by default the next one of the cluster's block.
+	// Address is the listen address of apid, on port 50000; by default the next address of the cluster's block.
 	Address netip.Addr
-	// NodeIPs are the addresses that the kubelet registers with; by default Address alone.
+	// NodeIPs are the node IPs of the kubelet; by default only Address.
 	NodeIPs []netip.Addr
-	// Addresses are further addresses of the machine.
+	// Addresses are additional addresses of the machine.
 	Addresses []Address
-	// ExcludedSubnets have no node IP in them, besides the cluster's pod and service CIDRs.
+	// ExcludedSubnets are excluded from node IPs in addition to the cluster's pod and service CIDRs.
 	ExcludedSubnets []netip.Prefix
-	// Platform is what the platform says of the machine; the platform is "metal" by default.
+	// Platform is the platform metadata; the platform is "metal" by default.
 	Platform runtime.PlatformMetadataSpec
 	// PlatformPending publishes only Platform.Platform, as Talos does until the metadata service answers; see
 	// [Machine.ResolvePlatform].
 	PlatformPending bool
 	// SystemInformation is the SMBIOS data; nil if the machine has none.
 	SystemInformation *hardware.SystemInformationSpec
-	// LocalhostAdminKubeconfig is published on control planes. Empty: the secret does not exist yet.
+	// LocalhostAdminKubeconfig is published on control-plane machines; if it is empty, the secret does not exist.
 	LocalhostAdminKubeconfig string
-	// Controllers are, on control planes, the extra argument `controllers` of kube-controller-manager, which Talos adds to its own: for
-	// example -node-ipam-controller.
+	// Controllers are the values of the extra argument `controllers` of kube-controller-manager on control-plane machines, such as
+	// -node-ipam-controller. Talos appends them to its own.
 	Controllers []string
-	// ServeSocket serves machine.sock too; see [Machine.Socket].
+	// ServeSocket enables machine.sock; see [Machine.Socket].
 	ServeSocket bool
 	// TalosVersion is v1.13.5 by default.
 	TalosVersion string
-	// UnsupportedTypes are resource types that this machine's version of Talos does not know. Asking for one is PermissionDenied.
+	// UnsupportedTypes are resource types that the machine's Talos version lacks. Requests for them fail with PermissionDenied.
 	UnsupportedTypes []resource.Type
 }
 
@@ -74,13 +74,13 @@ func (s *MachineSpec) setDefaults() {
 	}
 }
 
-// Machine is one Talos machine. Its methods are safe for concurrent use.
+// Machine is a simulated Talos machine. Its methods are safe for concurrent use.
 type Machine struct {
 	cluster     *Cluster
 	nodename    string
 	address     netip.Addr
 	machineType machine.Type
-	pending     runtime.PlatformMetadataSpec // what ResolvePlatform publishes
+	pending     runtime.PlatformMetadataSpec // published by ResolvePlatform
 	unsupported []resource.Type
 
 	api        *link
@@ -91,40 +91,40 @@ type Machine struct {
 	openStreams atomic.Int64
 	journal     journal
 	power       sync.Mutex // serializes Stop and Start
-	addressing  sync.Mutex // serializes changes of addresses and what is derived from them
+	addressing  sync.Mutex // serializes changes of addresses and derived resources
 
 	mu                 sync.Mutex
 	memory             *boot
 	delay              time.Duration
 	certificateExpired bool
 	issued             issued
-	streams            context.Context //nolint:containedctx // the lifetime of the streams that are open now
+	streams            context.Context //nolint:containedctx // lifetime of the open streams
 	breakStreams       context.CancelFunc
 }
 
-// Nodename is the name that the machine was added with; see [Machine.SetNodename].
+// Nodename returns the nodename with which the machine was added; see [Machine.SetNodename].
 func (m *Machine) Nodename() string { return m.nodename }
 
-// Address is where apid listens.
+// Address returns the listen address of apid.
 func (m *Machine) Address() netip.Addr { return m.address }
 
-// Type is the machine's type.
+// Type returns the machine's type.
 func (m *Machine) Type() machine.Type { return m.machineType }
 
-// Socket is the path of machine.sock, or empty if the machine serves none.
+// Socket returns the path of machine.sock, or an empty string without [MachineSpec.ServeSocket].
 func (m *Machine) Socket() string { return m.socketPath }
 
-// State is the machine's resource state without any access policy, to read and change everything. It is replaced when the machine
-// stops: ask again after [Machine.Stop] or [Machine.Reboot]. Only the resource definitions in namespace meta cannot be changed.
+// State returns the machine's resource state without any access policy, for reads and writes. [Machine.Stop] and [Machine.Reboot] replace
+// it. Only the resource definitions in namespace meta are read-only.
 func (m *Machine) State() state.State { return m.currentBoot().state }
 
-// Calls are the last 128 RPCs that the machine was asked for, oldest first.
+// Calls returns the last 128 RPCs that the machine received, oldest first.
 func (m *Machine) Calls() []Call { return m.journal.list() }
 
-// Connections is how many connections to apid are open.
+// Connections returns the number of open connections to apid.
 func (m *Machine) Connections() int { return m.api.count() }
 
-// OpenStreams is how many streams are served now, such as held watches, on both transports.
+// OpenStreams returns the number of open streams, such as watches, of both transports.
 func (m *Machine) OpenStreams() int { return int(m.openStreams.Load()) }
 
 func (m *Machine) currentBoot() *boot {
@@ -153,17 +153,17 @@ func (m *Machine) UpdatePlatform(ctx context.Context, change func(*runtime.Platf
 	return modify(ctx, m, runtime.NewPlatformMetadataSpec(runtime.NamespaceName, runtime.PlatformMetadataID), change)
 }
 
-// ResolvePlatform publishes the PlatformMetadata of the machine's spec, as when the metadata service answers at last.
+// ResolvePlatform publishes the PlatformMetadata of the machine's spec, as Talos does when the metadata service has answered.
 func (m *Machine) ResolvePlatform(ctx context.Context) error {
 	return m.UpdatePlatform(ctx, func(spec *runtime.PlatformMetadataSpec) { *spec = m.pending.DeepCopy() })
 }
 
-// SetNodename changes the name under which the machine's kubelet registers. The host name stays.
+// SetNodename changes the nodename, under which the kubelet registers. The hostname stays.
 func (m *Machine) SetNodename(ctx context.Context, nodename string) error {
 	return modify(ctx, m, k8s.NewNodename(k8s.NamespaceName, k8s.NodenameID), func(spec *k8s.NodenameSpec) { spec.Nodename = nodename })
 }
 
-// SetHostname changes the host name, and the domain name if there is one. The nodename stays.
+// SetHostname changes the hostname and the domain name. The nodename stays.
 func (m *Machine) SetHostname(ctx context.Context, hostname, domainname string) error {
 	return modify(ctx, m, network.NewHostnameStatus(network.NamespaceName, network.HostnameID), func(spec *network.HostnameStatusSpec) {
 		spec.Hostname = hostname
@@ -171,7 +171,7 @@ func (m *Machine) SetHostname(ctx context.Context, hostname, domainname string) 
 	})
 }
 
-// SetStage changes the machine's stage; the machine is ready in stage running only.
+// SetStage changes the machine's stage. The machine is ready only in stage running.
 func (m *Machine) SetStage(ctx context.Context, stage runtime.MachineStage) error {
 	return modify(ctx, m, runtime.NewMachineStatus(), func(spec *runtime.MachineStatusSpec) {
 		spec.Stage = stage
@@ -179,26 +179,26 @@ func (m *Machine) SetStage(ctx context.Context, stage runtime.MachineStage) erro
 	})
 }
 
-// SetNodeIPs changes the addresses that the kubelet registers with.
+// SetNodeIPs changes the node IPs of the kubelet.
 func (m *Machine) SetNodeIPs(ctx context.Context, addresses ...netip.Addr) error {
 	return modify(ctx, m, k8s.NewNodeIP(k8s.NamespaceName, k8s.KubeletID), func(spec *k8s.NodeIPSpec) {
 		spec.Addresses = slices.Clone(addresses)
 	})
 }
 
-// SetLocalhostAdminKubeconfig publishes or replaces the admin kubeconfig of a control plane.
+// SetLocalhostAdminKubeconfig creates or replaces the admin kubeconfig of a control-plane machine.
 func (m *Machine) SetLocalhostAdminKubeconfig(ctx context.Context, kubeconfig []byte) error {
 	return modify(ctx, m, secrets.NewKubernetes(), func(spec *secrets.KubernetesCertsSpec) {
 		spec.LocalhostAdminKubeconfig = string(kubeconfig)
 	})
 }
 
-// SetExtensionServiceConfig publishes or replaces the files of an extension service. Its environment stays.
+// SetExtensionServiceConfig creates or replaces the files of an extension service. Its environment stays.
 func (m *Machine) SetExtensionServiceConfig(ctx context.Context, name string, files ...runtime.ExtensionServiceConfigFile) error {
 	return m.modifyExtension(ctx, name, func(spec *runtime.ExtensionServiceConfigSpec) { spec.Files = slices.Clone(files) })
 }
 
-// SetExtensionServiceDocument publishes or replaces all that the ExtensionServiceConfig document of an extension service says, in one write.
+// SetExtensionServiceDocument creates or replaces the whole ExtensionServiceConfig document of an extension service in one write.
 func (m *Machine) SetExtensionServiceDocument(ctx context.Context, name string, document runtime.ExtensionServiceConfigSpec) error {
 	return m.modifyExtension(ctx, name, func(spec *runtime.ExtensionServiceConfigSpec) { *spec = document.DeepCopy() })
 }
@@ -213,7 +213,7 @@ type specified[S any] interface {
 	TypedSpec() *S
 }
 
-// modify changes the spec of a resource, which it creates if there is none.
+// modify changes the spec of a resource, and creates the resource if it does not exist.
 func modify[R specified[S], S any](ctx context.Context, m *Machine, empty R, change func(*S)) error {
 	err := safe.StateModify(ctx, m.State(), empty, func(res R) error {
 		change(res.TypedSpec())
@@ -230,7 +230,7 @@ func modify[R specified[S], S any](ctx context.Context, m *Machine, empty R, cha
 func (m *Machine) version(ctx context.Context) (string, error) {
 	res, err := safe.StateGetByID[*runtime.Version](ctx, m.State(), runtime.NewVersion().Metadata().ID())
 	if err != nil {
-		return "", fmt.Errorf("read the Talos version of machine %s: %w", m.nodename, err)
+		return "", fmt.Errorf("get Talos version of machine %s: %w", m.nodename, err)
 	}
 
 	return res.TypedSpec().Version, nil
@@ -239,26 +239,26 @@ func (m *Machine) version(ctx context.Context) (string, error) {
 func (m *Machine) platform(ctx context.Context) (string, error) {
 	res, err := safe.StateGetByID[*runtime.PlatformMetadata](ctx, m.State(), runtime.PlatformMetadataID)
 	if err != nil {
-		return "", fmt.Errorf("read the platform of machine %s: %w", m.nodename, err)
+		return "", fmt.Errorf("get platform of machine %s: %w", m.nodename, err)
 	}
 
 	return res.TypedSpec().Platform, nil
 }
 
-// serverNames are the subject alternative names of apid: the host names, every address the machine has had, and 127.0.0.1.
+// serverNames returns the subject alternative names of apid: the hostnames, all addresses since boot, and 127.0.0.1.
 func (m *Machine) serverNames() (serverNames, error) {
 	ctx := context.Background() // reads memory only
 
 	hostname, err := safe.StateGetByID[*network.HostnameStatus](ctx, m.State(), network.HostnameID)
 	if err != nil {
-		return serverNames{}, fmt.Errorf("read the host name of machine %s: %w", m.nodename, err)
+		return serverNames{}, fmt.Errorf("get hostname of machine %s: %w", m.nodename, err)
 	}
 
 	list := network.FilteredNodeAddressID(network.NodeAddressAccumulativeID, k8s.NodeAddressFilterNoK8s)
 
 	addresses, err := safe.StateGetByID[*network.NodeAddress](ctx, m.State(), list)
 	if err != nil {
-		return serverNames{}, fmt.Errorf("read the node addresses of machine %s: %w", m.nodename, err)
+		return serverNames{}, fmt.Errorf("get node addresses of machine %s: %w", m.nodename, err)
 	}
 
 	names := serverNames{fqdn: hostname.TypedSpec().FQDN(), dns: hostname.TypedSpec().DNSNames()}
@@ -270,7 +270,7 @@ func (m *Machine) serverNames() (serverNames, error) {
 	return names, nil
 }
 
-// links are the machine's ways in.
+// links returns the links of all transports.
 func (m *Machine) links() []*link {
 	if m.socket == nil {
 		return []*link{m.api}
@@ -283,10 +283,10 @@ func (m *Machine) close() {
 	m.frozen.open()
 	m.BreakStreams()
 
-	for _, way := range m.links() {
-		way.close()
+	for _, l := range m.links() {
+		l.close()
 	}
 }
 
-// errNoNodename refuses a spec without a name.
-var errNoNodename = errors.New("a machine needs a nodename")
+// errNoNodename is returned for a spec without a nodename.
+var errNoNodename = errors.New("nodename is required")

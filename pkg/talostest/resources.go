@@ -24,14 +24,14 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/secrets"
 )
 
-// What every machine of a cluster has in common.
+// Properties of every machine.
 const (
 	kubernetesVersion = "v1.36.2"
 	defaultVersion    = "v1.13.5"
 	extensionName     = "talos-ccm"
 )
 
-// What Talos takes if the machine configuration has no podSubnets and no serviceSubnets (constants.DefaultIPv4PodNet, DefaultIPv4ServiceNet).
+// Defaults of Talos for podSubnets and serviceSubnets (constants.DefaultIPv4PodNet, DefaultIPv4ServiceNet).
 func defaultPodCIDRs() []netip.Prefix {
 	return []netip.Prefix{netip.MustParsePrefix(constants.DefaultIPv4PodNet)}
 }
@@ -40,7 +40,7 @@ func defaultServiceCIDRs() []netip.Prefix {
 	return []netip.Prefix{netip.MustParsePrefix(constants.DefaultIPv4ServiceNet)}
 }
 
-// clusterCIDRs are all that no machine has an address in.
+// clusterCIDRs returns the pod and service CIDRs, which contain no address of a machine.
 func (c *Cluster) clusterCIDRs() []netip.Prefix { return slices.Concat(c.podCIDRs, c.serviceCIDRs) }
 
 func texts(prefixes []netip.Prefix) []string {
@@ -52,7 +52,7 @@ func texts(prefixes []netip.Prefix) []string {
 	return list
 }
 
-// asResources widens typed resources.
+// asResources converts typed resources to a list of the interface type.
 func asResources[R resource.Resource](typed ...R) []resource.Resource {
 	resources := make([]resource.Resource, 0, len(typed))
 	for _, res := range typed {
@@ -62,7 +62,7 @@ func asResources[R resource.Resource](typed ...R) []resource.Resource {
 	return resources
 }
 
-// seed returns what a booted machine publishes.
+// seed returns the resources of a booted machine.
 func (c *Cluster) seed(spec MachineSpec) ([]resource.Resource, error) {
 	config, err := c.machineConfig(spec.Type)
 	if err != nil {
@@ -105,7 +105,7 @@ func runtimeResources(spec MachineSpec) []resource.Resource {
 	metadata := runtime.NewPlatformMetadataSpec(runtime.NamespaceName, runtime.PlatformMetadataID)
 	*metadata.TypedSpec() = spec.Platform
 
-	// This is all that Talos publishes until the platform's metadata service has answered.
+	// Talos publishes nothing else until the platform's metadata service has answered.
 	if spec.PlatformPending {
 		*metadata.TypedSpec() = runtime.PlatformMetadataSpec{Platform: spec.Platform.Platform}
 	}
@@ -135,7 +135,7 @@ func runtimeResources(spec MachineSpec) []resource.Resource {
 	return resources
 }
 
-// addressResources publishes the loopback device, the address of apid, and the machine's other addresses.
+// addressResources returns the addresses of the loopback device and of apid, and the machine's other addresses.
 func addressResources(spec MachineSpec) []resource.Resource {
 	api := netip.PrefixFrom(spec.Address, spec.Address.BitLen())
 
@@ -189,8 +189,7 @@ func newKubernetesSecrets(localhostAdminKubeconfig string) *secrets.Kubernetes {
 	return res
 }
 
-// osRoot is the Talos CA as a machine holds it: the issuing key is on control planes only, and the issuing CA is the last of the
-// accepted ones.
+// osRoot returns the resource with the Talos CA. Only control-plane machines have the issuing key. The issuing CA is the last accepted CA.
 func (c *Cluster) osRoot(machineType machine.Type) *secrets.OSRoot {
 	issuing, accepted := c.authority.current()
 	slices.Reverse(accepted)
@@ -206,14 +205,13 @@ func (c *Cluster) osRoot(machineType machine.Type) *secrets.OSRoot {
 	return res
 }
 
-// configKey is what the machine configuration depends on.
+// configKey identifies a machine configuration.
 type configKey struct {
 	machineType machine.Type
 	generation  int // of the CA
 }
 
-// machineConfig returns the machine configuration. Machines of one type share it: to marshal it takes longer than all else that a
-// machine needs.
+// machineConfig returns the machine configuration. Machines of one type share it, because marshaling is the slowest part of adding a machine.
 func (c *Cluster) machineConfig(machineType machine.Type) (*config.MachineConfig, error) {
 	c.configMu.Lock()
 	defer c.configMu.Unlock()
@@ -234,7 +232,7 @@ func (c *Cluster) machineConfig(machineType machine.Type) (*config.MachineConfig
 	return config.NewMachineConfig(provider), nil
 }
 
-// newMachineConfig makes a small but valid machine configuration.
+// newMachineConfig returns a minimal valid machine configuration.
 func (c *Cluster) newMachineConfig(machineType machine.Type) (coreconfig.Provider, error) {
 	issuing, _ := c.authority.current()
 	if !machineType.IsControlPlane() {
@@ -265,12 +263,12 @@ func (c *Cluster) newMachineConfig(machineType machine.Type) (coreconfig.Provide
 
 	written, err := container.NewV1Alpha1(document).EncodeBytes(encoder.WithComments(encoder.CommentsDisabled))
 	if err != nil {
-		return nil, fmt.Errorf("marshal the machine configuration: %w", err)
+		return nil, fmt.Errorf("marshal machine configuration: %w", err)
 	}
 
 	provider, err := container.NewReadonly(written, document)
 	if err != nil {
-		return nil, fmt.Errorf("build the machine configuration: %w", err)
+		return nil, fmt.Errorf("build machine configuration: %w", err)
 	}
 
 	return provider, nil

@@ -21,8 +21,7 @@ import (
 	"google.golang.org/protobuf/types/known/emptypb"
 )
 
-// registerServices registers every service that machined has. What is not implemented answers Unimplemented, but only to callers who
-// may call it at all.
+// registerServices registers all services of machined. Methods that are not implemented return Unimplemented to authorized callers.
 func registerServices(registrar grpc.ServiceRegistrar) {
 	v1alpha1.RegisterStateServer(registrar, resourceService{})
 	machineapi.RegisterMachineServiceServer(registrar, machineService{})
@@ -35,7 +34,7 @@ func registerServices(registrar grpc.ServiceRegistrar) {
 	timeapi.RegisterTimeServiceServer(registrar, timeapi.UnimplementedTimeServiceServer{})
 }
 
-// resourceService gives each call to the resource state of the machine that was called.
+// resourceService passes each call to the resource state of the called machine.
 type resourceService struct {
 	v1alpha1.UnimplementedStateServer
 }
@@ -85,7 +84,7 @@ func (s *markedStream) Send(response *v1alpha1.WatchResponse) error {
 	return s.ServerStreamingServer.Send(response) //nolint:wrapcheck // status errors must survive
 }
 
-// machineService implements what a cloud controller manager asks for.
+// machineService implements the methods that a cloud controller manager uses.
 type machineService struct {
 	machineapi.UnimplementedMachineServiceServer
 }
@@ -113,7 +112,7 @@ func (machineService) Version(ctx context.Context, _ *emptypb.Empty) (*machineap
 	}}}, nil
 }
 
-// platformMode is how Talos classes its platforms.
+// platformMode returns Talos's mode of a platform.
 func platformMode(platform string) string {
 	switch platform {
 	case "metal", "container":
@@ -127,13 +126,13 @@ func platformMode(platform string) string {
 func (machineService) Hostname(ctx context.Context, _ *emptypb.Empty) (*machineapi.HostnameResponse, error) {
 	hostname, err := safe.StateGetByID[*network.HostnameStatus](ctx, callFrom(ctx).boot.state, network.HostnameID)
 	if err != nil {
-		return nil, status.Errorf(codes.Internal, "read the hostname: %v", err)
+		return nil, status.Errorf(codes.Internal, "get hostname: %v", err)
 	}
 
 	return &machineapi.HostnameResponse{Messages: []*machineapi.Hostname{{Hostname: hostname.TypedSpec().Hostname}}}, nil
 }
 
-// GenerateClientConfiguration implements the machine API: on a control plane it mints a client certificate with the asked roles.
+// GenerateClientConfiguration implements the machine API: a control-plane machine issues a client certificate with the requested roles.
 func (machineService) GenerateClientConfiguration(
 	ctx context.Context, request *machineapi.GenerateClientConfigurationRequest,
 ) (*machineapi.GenerateClientConfigurationResponse, error) {
@@ -156,7 +155,7 @@ func (machineService) GenerateClientConfiguration(
 		return nil, err
 	}
 
-	// The answer names the issuing CA only, also while an older one is still accepted.
+	// The reply contains only the issuing CA, even while older CAs are accepted.
 	issuing, _ := issuer.authority.current()
 
 	talosconfig, err := clientconfig.NewConfig(contextName(issuer.name, roles), nil, issuing.Crt, crt).Bytes()
@@ -169,7 +168,7 @@ func (machineService) GenerateClientConfiguration(
 	}}}, nil
 }
 
-// contextName is the name Talos gives to a context, such as reader@cluster.
+// contextName returns Talos's name of a context, such as reader@cluster.
 func contextName(clusterName string, roles role.Set) string {
 	if names := roles.Strings(); len(names) == 1 {
 		return strings.TrimPrefix(names[0], role.Prefix) + "@" + clusterName
