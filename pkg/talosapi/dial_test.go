@@ -173,7 +173,7 @@ func TestDial_IgnoresProxyEnvironment(t *testing.T) {
 		t.Fatal("call succeeded")
 	}
 
-	// The first request that the proxy receives is that of the other client.
+	// The first request that the proxy receives must come from the other client.
 	select {
 	case got := <-proxy.targets:
 		if got != target {

@@ -38,7 +38,7 @@ func getAdminKubeconfig(ctx context.Context, c *client.Client) error {
 }
 
 func getUnknownType(ctx context.Context, c *client.Client) error {
-	_, err := c.COSI.Get(ctx, resource.NewMetadata(runtime.NamespaceName, "Unheards.of.talos.dev", "one", resource.VersionUndefined))
+	_, err := c.COSI.Get(ctx, resource.NewMetadata(runtime.NamespaceName, "Unknowns.talos.dev", "one", resource.VersionUndefined))
 
 	return err
 }
@@ -69,13 +69,13 @@ func reboot(ctx context.Context, c *client.Client) error {
 	return c.Reboot(ctx)
 }
 
-func mint(ctx context.Context, c *client.Client) error {
-	_, err := mintReader(ctx, c, time.Hour)
+func issue(ctx context.Context, c *client.Client) error {
+	_, err := issueReader(ctx, c, time.Hour)
 
 	return err
 }
 
-func mintReader(ctx context.Context, c *client.Client, ttl time.Duration) (*machineapi.GenerateClientConfiguration, error) {
+func issueReader(ctx context.Context, c *client.Client, ttl time.Duration) (*machineapi.GenerateClientConfiguration, error) {
 	response, err := c.GenerateClientConfiguration(ctx, &machineapi.GenerateClientConfigurationRequest{
 		Roles: []string{"os:reader"}, CrtTtl: durationpb.New(ttl),
 	})
@@ -86,48 +86,48 @@ func mintReader(ctx context.Context, c *client.Client, ttl time.Duration) (*mach
 	return response.GetMessages()[0], nil
 }
 
-// accessRules holds for both transports.
+// accessRules apply to both transports.
 var accessRules = []struct {
 	name string
 	role string
 	call func(context.Context, *client.Client) error
 	want codes.Code
 }{
-	{"a reader reads what is not sensitive", "os:reader", getPlatform, codes.OK},
-	{"an operator reads what is not sensitive", "os:operator", getPlatform, codes.OK},
-	{"an admin reads what is not sensitive", "os:admin", getPlatform, codes.OK},
+	{"a reader reads resources that are not sensitive", "os:reader", getPlatform, codes.OK},
+	{"an operator reads resources that are not sensitive", "os:operator", getPlatform, codes.OK},
+	{"an admin reads resources that are not sensitive", "os:admin", getPlatform, codes.OK},
 	{"a reader does not read secrets", "os:reader", getAdminKubeconfig, codes.PermissionDenied},
 	{"an operator does not read secrets", "os:operator", getAdminKubeconfig, codes.PermissionDenied},
 	{"an admin reads secrets", "os:admin", getAdminKubeconfig, codes.OK},
 	{"an unrelated role reads nothing", "os:etcd:backup", getPlatform, codes.PermissionDenied},
 	{"an unknown role reads nothing", "os:king", getPlatform, codes.PermissionDenied},
-	{"a type that Talos does not know is forbidden, not missing", "os:admin", getUnknownType, codes.PermissionDenied},
-	{"a namespace that Talos does not know is forbidden", "os:admin", getUnknownNamespace, codes.PermissionDenied},
-	{"a resource that does not exist is missing", "os:reader", getAbsentResource, codes.NotFound},
-	{"nobody writes, not even an admin", "os:admin", create, codes.PermissionDenied},
-	{"a reader asks for the version", "os:reader", version, codes.OK},
+	{"an unknown type is forbidden", "os:admin", getUnknownType, codes.PermissionDenied},
+	{"an unknown namespace is forbidden", "os:admin", getUnknownNamespace, codes.PermissionDenied},
+	{"a missing resource is not found", "os:reader", getAbsentResource, codes.NotFound},
+	{"an admin does not write", "os:admin", create, codes.PermissionDenied},
+	{"a reader gets the version", "os:reader", version, codes.OK},
 	{"a reader does not reboot", "os:reader", reboot, codes.PermissionDenied},
-	{"what is not implemented says so to those who may call it", "os:operator", reboot, codes.Unimplemented},
-	{"a reader does not mint certificates", "os:reader", mint, codes.PermissionDenied},
-	{"an admin mints certificates", "os:admin", mint, codes.OK},
+	{"an authorized call of an unimplemented method is unimplemented", "os:operator", reboot, codes.Unimplemented},
+	{"a reader does not issue certificates", "os:reader", issue, codes.PermissionDenied},
+	{"an admin issues certificates", "os:admin", issue, codes.OK},
 }
 
-func TestSocketTrustsRolesInMetadata(t *testing.T) {
+func TestSocket_TrustsRolesInMetadata(t *testing.T) {
 	_, cp := newControlPlane(t)
 	socket := dialSocket(t, cp)
 
 	for _, rule := range accessRules {
 		t.Run(rule.name, func(t *testing.T) {
-			requireCode(t, cosiCode(rule.call(claiming(withDeadline(t), rule.role), socket)), rule.want)
+			requireCode(t, cosiCode(rule.call(withRoles(withDeadline(t), rule.role), socket)), rule.want)
 		})
 	}
 
-	t.Run("without roles nothing is allowed", func(t *testing.T) {
+	t.Run("calls without roles are denied", func(t *testing.T) {
 		requireCode(t, getPlatform(withDeadline(t), socket), codes.PermissionDenied)
 	})
 }
 
-func TestApidTakesRolesFromCertificate(t *testing.T) {
+func TestAPID_UsesRolesOfCertificate(t *testing.T) {
 	cluster, cp := newControlPlane(t)
 
 	for _, rule := range accessRules {
@@ -136,28 +136,28 @@ func TestApidTakesRolesFromCertificate(t *testing.T) {
 		})
 	}
 
-	t.Run("roles in metadata count for nothing", func(t *testing.T) {
-		requireCode(t, getAdminKubeconfig(claiming(withDeadline(t), "os:admin"), dialAs(t, cluster, cp, "os:reader")), codes.PermissionDenied)
+	t.Run("roles in metadata are ignored", func(t *testing.T) {
+		requireCode(t, getAdminKubeconfig(withRoles(withDeadline(t), "os:admin"), dialAs(t, cluster, cp, "os:reader")), codes.PermissionDenied)
 	})
 
-	t.Run("unless the certificate may impersonate", func(t *testing.T) {
-		requireCode(t, getAdminKubeconfig(claiming(withDeadline(t), "os:admin"), dialAs(t, cluster, cp, "os:impersonator")), codes.OK)
+	t.Run("an impersonator may use roles in metadata", func(t *testing.T) {
+		requireCode(t, getAdminKubeconfig(withRoles(withDeadline(t), "os:admin"), dialAs(t, cluster, cp, "os:impersonator")), codes.OK)
 	})
 }
 
-// cosiCode undoes the COSI client's translation of codes into errors of its own.
+// cosiCode converts errors of the COSI client back to gRPC status errors.
 func cosiCode(err error) error {
 	switch {
 	case state.IsNotFoundError(err):
 		return status.Error(codes.NotFound, err.Error())
-	case state.IsOwnerConflictError(err): // how the client understands PermissionDenied of a write
+	case state.IsOwnerConflictError(err): // the client's error for PermissionDenied of a write
 		return status.Error(codes.PermissionDenied, err.Error())
 	default:
 		return err
 	}
 }
 
-func TestSensitiveResources(t *testing.T) {
+func TestAccess_SensitiveResourcesRequireAdmin(t *testing.T) {
 	cluster, cp := newControlPlane(t)
 
 	if err := cp.SetExtensionServiceConfig(t.Context(), "talos-ccm", runtime.ExtensionServiceConfigFile{Content: "a: b", MountPath: "/etc/c.yaml"}); err != nil {
@@ -186,7 +186,7 @@ func TestSensitiveResources(t *testing.T) {
 	}
 }
 
-func TestMachineConfigIsReadable(t *testing.T) {
+func TestMachineConfig_IsReadable(t *testing.T) {
 	cluster, cp := newControlPlane(t)
 
 	got, err := safe.StateGetByID[*config.MachineConfig](withDeadline(t), dialAs(t, cluster, cp, "os:admin").COSI, config.ActiveID)
@@ -195,7 +195,7 @@ func TestMachineConfigIsReadable(t *testing.T) {
 	}
 
 	if !got.Config().Cluster().ExternalCloudProvider().Enabled() {
-		t.Error("the external cloud provider is not enabled")
+		t.Error("external cloud provider is not enabled")
 	}
 
 	if got.Config().Cluster().Name() != cluster.Name() {
@@ -203,7 +203,7 @@ func TestMachineConfigIsReadable(t *testing.T) {
 	}
 }
 
-func TestUnsupportedTypeOfOlderTalos(t *testing.T) {
+func TestAccess_DeniesUnsupportedType(t *testing.T) {
 	cluster := newCluster(t, talostest.Options{})
 	old := addMachine(t, cluster, talostest.MachineSpec{
 		Nodename: "old", UnsupportedTypes: []resource.Type{runtime.PlatformMetadataType},
@@ -217,16 +217,16 @@ func TestUnsupportedTypeOfOlderTalos(t *testing.T) {
 	}
 }
 
-func TestMintedCertificateOpensEveryMachine(t *testing.T) {
+func TestIssuedCertificate_IsAcceptedByEveryMachine(t *testing.T) {
 	cluster, cp := newControlPlane(t)
 	worker := addMachine(t, cluster, talostest.MachineSpec{Nodename: "worker-1"})
 
-	minted, err := mintReader(claiming(withDeadline(t), "os:admin"), dialSocket(t, cp), time.Hour)
+	issued, err := issueReader(withRoles(withDeadline(t), "os:admin"), dialSocket(t, cp), time.Hour)
 	if err != nil {
 		t.Fatal(err)
 	}
 
-	talosconfig, err := clientconfig.FromBytes(minted.GetTalosconfig())
+	talosconfig, err := clientconfig.FromBytes(issued.GetTalosconfig())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -243,22 +243,22 @@ func TestMintedCertificateOpensEveryMachine(t *testing.T) {
 	}
 }
 
-func TestMintingIsRefused(t *testing.T) {
+func TestGenerateClientConfiguration_Fails(t *testing.T) {
 	cluster, cp := newControlPlane(t)
 	worker := addMachine(t, cluster, talostest.MachineSpec{Nodename: "worker-1", ServeSocket: true})
 
 	t.Run("on a worker", func(t *testing.T) {
-		requireCode(t, mint(claiming(withDeadline(t), "os:admin"), dialSocket(t, worker)), codes.Unimplemented)
-		requireCode(t, mint(withDeadline(t), dialAs(t, cluster, worker, "os:admin")), codes.Unimplemented)
+		requireCode(t, issue(withRoles(withDeadline(t), "os:admin"), dialSocket(t, worker)), codes.Unimplemented)
+		requireCode(t, issue(withDeadline(t), dialAs(t, cluster, worker, "os:admin")), codes.Unimplemented)
 	})
 
 	t.Run("without a lifetime", func(t *testing.T) {
-		_, err := mintReader(claiming(withDeadline(t), "os:admin"), dialSocket(t, cp), 0)
+		_, err := issueReader(withRoles(withDeadline(t), "os:admin"), dialSocket(t, cp), 0)
 		requireCode(t, err, codes.InvalidArgument)
 	})
 }
 
-func TestApidRequiresClientOnlyCertificate(t *testing.T) {
+func TestAPID_RequiresClientOnlyCertificate(t *testing.T) {
 	cluster, cp := newControlPlane(t)
 
 	config, err := cluster.ClientTLS("os:admin")
@@ -266,14 +266,14 @@ func TestApidRequiresClientOnlyCertificate(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	t.Run("none", func(t *testing.T) {
+	t.Run("no certificate", func(t *testing.T) {
 		bare := config.Clone()
 		bare.Certificates = nil
 
 		requireCode(t, version(withDeadline(t), dial(t, cp, bare)), codes.Unavailable)
 	})
 
-	t.Run("of another cluster", func(t *testing.T) {
+	t.Run("certificate of another cluster", func(t *testing.T) {
 		foreign, err := newCluster(t, talostest.Options{}).ClientTLS("os:admin")
 		if err != nil {
 			t.Fatal(err)
@@ -285,7 +285,7 @@ func TestApidRequiresClientOnlyCertificate(t *testing.T) {
 		requireCode(t, version(withDeadline(t), dial(t, cp, mixed)), codes.Unavailable)
 	})
 
-	t.Run("also good for servers", func(t *testing.T) {
+	t.Run("certificate for clients and servers", func(t *testing.T) {
 		both := config.Clone()
 		both.Certificates = []tls.Certificate{certificateForBoth(t, cp)}
 
@@ -293,7 +293,7 @@ func TestApidRequiresClientOnlyCertificate(t *testing.T) {
 	})
 }
 
-func TestRoutingMetadata(t *testing.T) {
+func TestAPID_RoutesByNodeMetadata(t *testing.T) {
 	cluster, cp := newControlPlane(t)
 	worker := addMachine(t, cluster, talostest.MachineSpec{Nodename: "worker-1"})
 
@@ -304,19 +304,19 @@ func TestRoutingMetadata(t *testing.T) {
 		with func(context.Context) context.Context
 		want codes.Code
 	}{
-		{"a worker answers for its own address", worker, getPlatform, node(worker.Address().String()), codes.OK},
-		{"a worker answers for its own name", worker, getPlatform, node("worker-1"), codes.OK},
-		{"a worker forwards nothing", worker, getPlatform, node(cp.Address().String()), codes.PermissionDenied},
-		{"a worker forwards nothing to many", worker, version, nodes(cp.Address().String()), codes.PermissionDenied},
-		{"a worker fans COSI out to itself alone", worker, getPlatform, nodes("worker-1"), codes.OK},
-		{"a worker does not fan COSI out", worker, getPlatform, nodes("worker-1", "cp-1"), codes.InvalidArgument},
-		{"a control plane answers for itself", cp, getPlatform, node(cp.Address().String()), codes.OK},
-		{"COSI is not fanned out", cp, getPlatform, nodes(cp.Address().String()), codes.InvalidArgument},
+		{"a worker serves its own address", worker, getPlatform, node(worker.Address().String()), codes.OK},
+		{"a worker serves its own name", worker, getPlatform, node("worker-1"), codes.OK},
+		{"a worker does not forward", worker, getPlatform, node(cp.Address().String()), codes.PermissionDenied},
+		{"a worker does not forward to several nodes", worker, version, nodes(cp.Address().String()), codes.PermissionDenied},
+		{"a worker serves COSI for itself as the only node", worker, getPlatform, nodes("worker-1"), codes.OK},
+		{"a worker does not serve COSI for several nodes", worker, getPlatform, nodes("worker-1", "cp-1"), codes.InvalidArgument},
+		{"a control plane serves its own address", cp, getPlatform, node(cp.Address().String()), codes.OK},
+		{"COSI does not support several nodes", cp, getPlatform, nodes(cp.Address().String()), codes.InvalidArgument},
 		{"a control plane forwards to an address", cp, getPlatform, node(worker.Address().String()), codes.OK},
 		{"a control plane forwards to a name", cp, getPlatform, node("worker-1"), codes.OK},
 		{"a control plane does not find an unknown node", cp, getPlatform, node("worker-2"), codes.Unavailable},
 		{"forwarding to several nodes is not implemented", cp, version, nodes("cp-1", "worker-1"), codes.Unimplemented},
-		{"the machine API may be asked for one of many", cp, version, nodes(cp.Address().String()), codes.OK},
+		{"the machine API supports a list of nodes", cp, version, nodes(cp.Address().String()), codes.OK},
 	} {
 		t.Run(rule.name, func(t *testing.T) {
 			requireCode(t, rule.call(rule.with(withDeadline(t)), dialAs(t, cluster, rule.to, "os:reader")), rule.want)
@@ -324,7 +324,7 @@ func TestRoutingMetadata(t *testing.T) {
 	}
 
 	t.Run("machine.sock has no router", func(t *testing.T) {
-		ctx := node("203.0.113.1")(claiming(withDeadline(t), "os:reader"))
+		ctx := node("203.0.113.1")(withRoles(withDeadline(t), "os:reader"))
 		requireCode(t, getPlatform(ctx, dialSocket(t, cp)), codes.OK)
 	})
 }
@@ -337,7 +337,7 @@ func nodes(targets ...string) func(context.Context) context.Context {
 	return func(ctx context.Context) context.Context { return client.WithNodes(ctx, targets...) }
 }
 
-func TestVersionNamesPlatform(t *testing.T) {
+func TestVersion_NamesPlatform(t *testing.T) {
 	cluster := newCluster(t, talostest.Options{})
 	aws := addMachine(t, cluster, talostest.MachineSpec{
 		Nodename: "aws-1", Type: machine.TypeWorker, TalosVersion: "v1.12.11", Platform: runtime.PlatformMetadataSpec{Platform: "aws"},

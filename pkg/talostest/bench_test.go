@@ -13,7 +13,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
 
-// BenchmarkAddMachine reports the time and the live memory that an idle machine costs.
+// BenchmarkAddMachine reports the time and the memory per idle machine.
 func BenchmarkAddMachine(b *testing.B) {
 	cluster := newCluster(b, talostest.Options{})
 	before := liveMemory()
@@ -26,7 +26,7 @@ func BenchmarkAddMachine(b *testing.B) {
 	reportPerMachine(b, before)
 }
 
-// BenchmarkWatchedMachine reports what a machine costs with a client that holds a watch on it, the client's side included.
+// BenchmarkWatchedMachine reports the time and the memory per machine with a watching client, including the client.
 func BenchmarkWatchedMachine(b *testing.B) {
 	cluster := newCluster(b, talostest.Options{})
 
@@ -65,7 +65,7 @@ func reportPerMachine(b *testing.B, before uint64) {
 	b.ReportMetric(float64(runtime.NumGoroutine())/float64(b.N), "goroutines/machine")
 }
 
-// liveMemory is the heap and the stacks in use after a collection.
+// liveMemory returns the size of heap and stacks after a garbage collection.
 func liveMemory() uint64 {
 	runtime.GC()
 

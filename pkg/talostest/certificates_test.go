@@ -28,7 +28,7 @@ func osRoot(t *testing.T, cp *talostest.Machine) *secrets.OSRootSpec {
 	return root.TypedSpec()
 }
 
-// certificateForBoth is a certificate of the right CA and the right role, but not for client authentication alone.
+// certificateForBoth returns a certificate of the cluster's CA that is valid for client and server authentication.
 func certificateForBoth(t *testing.T, cp *talostest.Machine) tls.Certificate {
 	t.Helper()
 
@@ -60,7 +60,7 @@ func clientTLS(t *testing.T, cluster *talostest.Cluster, roles ...string) *tls.C
 	return config
 }
 
-func TestRotateCAThatAcceptsOldOne(t *testing.T) {
+func TestRotateCA_AcceptsOldCA(t *testing.T) {
 	cluster, cp := newControlPlane(t)
 	before := clientTLS(t, cluster, "os:reader")
 
@@ -68,10 +68,10 @@ func TestRotateCAThatAcceptsOldOne(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	// The machine shows a certificate of the new CA, which the old client does not know.
+	// The machine presents a certificate of the new CA, which the old client does not trust.
 	requireCode(t, version(withDeadline(t), dial(t, cp, before)), codes.Unavailable)
 
-	// The old client certificate still opens the door.
+	// The old client certificate is still accepted.
 	informed := before.Clone()
 	informed.RootCAs = clientTLS(t, cluster).RootCAs
 
@@ -83,11 +83,11 @@ func TestRotateCAThatAcceptsOldOne(t *testing.T) {
 	}
 
 	if !bytes.Equal(root.AcceptedCAs[1].Crt, root.IssuingCA.Crt) {
-		t.Error("the issuing CA is not the last accepted one")
+		t.Error("issuing CA is not the last accepted CA")
 	}
 }
 
-func TestRotateCAThatDropsOldOne(t *testing.T) {
+func TestRotateCA_DropsOldCA(t *testing.T) {
 	cluster, cp := newControlPlane(t)
 	before := clientTLS(t, cluster, "os:reader")
 
@@ -102,7 +102,7 @@ func TestRotateCAThatDropsOldOne(t *testing.T) {
 	requireCode(t, version(withDeadline(t), dialAs(t, cluster, cp, "os:reader")), codes.OK)
 }
 
-func TestWorkersHoldNoCAKey(t *testing.T) {
+func TestOSRoot_WorkerHasNoCAKey(t *testing.T) {
 	_, worker := newWorker(t)
 
 	root := osRoot(t, worker)
@@ -111,17 +111,17 @@ func TestWorkersHoldNoCAKey(t *testing.T) {
 	}
 }
 
-func TestClientCertificateExpiresByTheClock(t *testing.T) {
+func TestClientCertificate_ExpiresByClusterClock(t *testing.T) {
 	clock := clocktesting.NewFakePassiveClock(time.Date(2030, 1, 1, 0, 0, 0, 0, time.UTC))
 	cluster := newCluster(t, talostest.Options{Clock: clock})
 	cp := addControlPlane(t, cluster, "cp-1")
 
-	minted, err := mintReader(claiming(withDeadline(t), "os:admin"), dialSocket(t, cp), time.Hour)
+	issued, err := issueReader(withRoles(withDeadline(t), "os:admin"), dialSocket(t, cp), time.Hour)
 	if err != nil {
 		t.Fatal(err)
 	}
 
-	pair, err := tls.X509KeyPair(minted.GetCrt(), minted.GetKey())
+	pair, err := tls.X509KeyPair(issued.GetCrt(), issued.GetKey())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -135,7 +135,7 @@ func TestClientCertificateExpiresByTheClock(t *testing.T) {
 	requireCode(t, version(withDeadline(t), dial(t, cp, config)), codes.Unavailable)
 }
 
-func TestServerCertificateIsRenewedByTheClock(t *testing.T) {
+func TestServerCertificate_IsRenewedByClusterClock(t *testing.T) {
 	clock := clocktesting.NewFakePassiveClock(time.Date(2030, 1, 1, 0, 0, 0, 0, time.UTC))
 	cluster := newCluster(t, talostest.Options{Clock: clock})
 	cp := addControlPlane(t, cluster, "cp-1")
@@ -146,7 +146,7 @@ func TestServerCertificateIsRenewedByTheClock(t *testing.T) {
 	}
 }
 
-func TestTalosconfigNamesControlPlanes(t *testing.T) {
+func TestTalosconfig_UsesControlPlanesAsEndpoints(t *testing.T) {
 	cluster, cp := newControlPlane(t)
 	addMachine(t, cluster, talostest.MachineSpec{Nodename: "worker-1"})
 
@@ -158,6 +158,6 @@ func TestTalosconfigNamesControlPlanes(t *testing.T) {
 	requireCode(t, version(withDeadline(t), newClient(t, client.WithConfig(talosconfig))), codes.OK)
 
 	if got := len(cp.Calls()); got != 1 {
-		t.Errorf("the control plane was asked %d times, want once", got)
+		t.Errorf("control plane received %d calls, want 1", got)
 	}
 }

@@ -25,7 +25,7 @@ func prefixes(texts ...string) []netip.Prefix {
 	return list
 }
 
-func TestControllerManagerRunsAsTalosHasIt(t *testing.T) {
+func TestControllerManager_HasArgumentsOfTalos(t *testing.T) {
 	dual := talostest.Options{
 		PodCIDRs:     prefixes("10.64.0.0/10", "fd00:10:244::/56"),
 		ServiceCIDRs: prefixes("10.32.0.0/16", "fd00:10:96::/112"),
@@ -71,14 +71,14 @@ func TestControllerManagerRunsAsTalosHasIt(t *testing.T) {
 			command := controllerManagerCommand(t, read[*k8s.StaticPod](t, reader, k8s.ControllerManagerID))
 			for _, argument := range test.arguments {
 				if !slices.Contains(command, argument) {
-					t.Errorf("%s is not among %q", argument, command)
+					t.Errorf("argument %s is missing in %q", argument, command)
 				}
 			}
 		})
 	}
 }
 
-// controllerManagerCommand is that of the pod's one container.
+// controllerManagerCommand returns the command of the pod's only container.
 func controllerManagerCommand(t *testing.T, pod *k8s.StaticPod) []string {
 	t.Helper()
 
@@ -91,7 +91,7 @@ func controllerManagerCommand(t *testing.T, pod *k8s.StaticPod) []string {
 
 	container, _ := containers[0].(map[string]any)
 	if container["name"] != "kube-controller-manager" {
-		t.Errorf("the container is called %v", container["name"])
+		t.Errorf("got container name %v", container["name"])
 	}
 
 	var command []string
@@ -104,7 +104,7 @@ func controllerManagerCommand(t *testing.T, pod *k8s.StaticPod) []string {
 	return command
 }
 
-func TestClusterCIDRsHoldNoMachine(t *testing.T) {
+func TestClusterCIDRs_ExcludeMachineAddresses(t *testing.T) {
 	cluster := newCluster(t, talostest.Options{PodCIDRs: prefixes("10.64.0.0/10"), ServiceCIDRs: prefixes("10.32.0.0/16")})
 	worker := addMachine(t, cluster, talostest.MachineSpec{
 		Nodename:        "worker-1",
@@ -115,12 +115,12 @@ func TestClusterCIDRsHoldNoMachine(t *testing.T) {
 
 	excluded := read[*k8s.NodeIPConfig](t, reader, k8s.KubeletID).TypedSpec().ExcludeSubnets
 	if want := []string{"10.64.0.0/10", "10.32.0.0/16", "127.0.0.0/8"}; !slices.Equal(excluded, want) {
-		t.Errorf("got %v excluded as node IPs, want %v", excluded, want)
+		t.Errorf("got excluded subnets %v, want %v", excluded, want)
 	}
 
 	withoutKubernetes := network.FilteredNodeAddressID(network.NodeAddressCurrentID, k8s.NodeAddressFilterNoK8s)
 	if got := nodeAddresses(t, reader, withoutKubernetes); slices.Contains(got, "10.64.3.1/24") || !slices.Contains(got, "192.168.1.7/24") {
-		t.Errorf("got %v as addresses that are not Kubernetes'", got)
+		t.Errorf("got addresses %v in the no-k8s list", got)
 	}
 
 	documents, err := safe.StateGetByID[*config.MachineConfig](withDeadline(t), dialAs(t, cluster, worker, "os:admin").COSI, config.ActiveID)
@@ -133,7 +133,7 @@ func TestClusterCIDRsHoldNoMachine(t *testing.T) {
 	}
 }
 
-func TestExtensionServiceDocument(t *testing.T) {
+func TestSetExtensionServiceDocument_ReplacesDocument(t *testing.T) {
 	cluster, cp := newControlPlane(t)
 	admin := dialAs(t, cluster, cp, "os:admin")
 	file := func(content string) runtime.ExtensionServiceConfigFile {

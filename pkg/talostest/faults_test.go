@@ -16,8 +16,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
 
-// impatience is long enough for an answer on loopback, and short enough to wait for none.
-const impatience = 300 * time.Millisecond
+// shortTimeout is long enough for a reply on loopback, and short enough for tests that expect none.
+const shortTimeout = 300 * time.Millisecond
 
 func newWorker(t *testing.T) (*talostest.Cluster, *talostest.Machine) {
 	t.Helper()
@@ -37,7 +37,7 @@ func setZone(t *testing.T, m *talostest.Machine, zone string) {
 	}
 }
 
-// watchPlatform watches PlatformMetadata as our reflector does, and returns after the bootstrap.
+// watchPlatform watches PlatformMetadata like the reflector does. It returns after the bootstrap.
 func watchPlatform(t *testing.T, c *client.Client) <-chan state.Event {
 	t.Helper()
 
@@ -49,11 +49,11 @@ func watchPlatform(t *testing.T, c *client.Client) <-chan state.Event {
 	}
 
 	if got := next(t, events); got.Type != state.Created {
-		t.Fatalf("got %s first, want the contents", got.Type)
+		t.Fatalf("got %s as first event, want Created", got.Type)
 	}
 
 	if got := next(t, events); got.Type != state.Bootstrapped {
-		t.Fatalf("got %s after the contents, want Bootstrapped", got.Type)
+		t.Fatalf("got %s as second event, want Bootstrapped", got.Type)
 	}
 
 	return events
@@ -65,8 +65,8 @@ func next(t *testing.T, events <-chan state.Event) state.Event {
 	select {
 	case event := <-events:
 		return event
-	case <-time.After(patience):
-		t.Fatalf("no event within %s", patience)
+	case <-time.After(timeout):
+		t.Fatalf("no event within %s", timeout)
 
 		return state.Event{}
 	}
@@ -95,7 +95,7 @@ func zoneOf(t *testing.T, r resource.Resource) string {
 	return metadata.TypedSpec().Zone
 }
 
-// openWatch starts a watch without the COSI client, which would resume a broken one by itself.
+// openWatch starts a watch without the COSI client, which would resume broken watches.
 func openWatch(t *testing.T, c *client.Client, options *v1alpha1.WatchOptions) v1alpha1.State_WatchClient {
 	t.Helper()
 
@@ -109,7 +109,7 @@ func openWatch(t *testing.T, c *client.Client, options *v1alpha1.WatchOptions) v
 	return stream
 }
 
-// bookmarkOf reads a stream up to its first bookmark.
+// bookmarkOf reads a stream up to its first bookmark and returns it.
 func bookmarkOf(t *testing.T, stream v1alpha1.State_WatchClient) []byte {
 	t.Helper()
 
@@ -127,7 +127,7 @@ func bookmarkOf(t *testing.T, stream v1alpha1.State_WatchClient) []byte {
 	}
 }
 
-// failure reads a stream to its end.
+// failure reads a stream to its end and returns the error.
 func failure(t *testing.T, stream v1alpha1.State_WatchClient) error {
 	t.Helper()
 
@@ -147,7 +147,7 @@ func versionWithin(t *testing.T, c *client.Client, limit time.Duration) error {
 	return version(ctx, c)
 }
 
-func TestWatchSeesChanges(t *testing.T) {
+func TestWatch_ReceivesChanges(t *testing.T) {
 	cluster, worker := newWorker(t)
 	events := watchPlatform(t, dialAs(t, cluster, worker, "os:reader"))
 
@@ -158,7 +158,7 @@ func TestWatchSeesChanges(t *testing.T) {
 	requireZone(t, next(t, events), "zone-2")
 }
 
-func TestRebootRefusesOldBookmarks(t *testing.T) {
+func TestReboot_RejectsOldBookmarks(t *testing.T) {
 	cluster, worker := newWorker(t)
 	reader := dialAs(t, cluster, worker, "os:reader")
 
@@ -170,7 +170,7 @@ func TestRebootRefusesOldBookmarks(t *testing.T) {
 	setZone(t, worker, "zone-2")
 
 	if got := bookmarkOf(t, openWatch(t, reader, resume)); string(got) == string(bookmark) {
-		t.Fatal("the watch did not go on after its bookmark")
+		t.Fatal("watch did not resume after its bookmark")
 	}
 
 	if err := worker.Reboot(t.Context()); err != nil {
@@ -183,7 +183,7 @@ func TestRebootRefusesOldBookmarks(t *testing.T) {
 	requireCode(t, failure(t, openWatch(t, again, resume)), codes.FailedPrecondition)
 }
 
-func TestWatchErrsAfterReboot(t *testing.T) {
+func TestReboot_FailsWatches(t *testing.T) {
 	cluster, worker := newWorker(t)
 	events := watchPlatform(t, dialAs(t, cluster, worker, "os:reader"))
 
@@ -196,7 +196,7 @@ func TestWatchErrsAfterReboot(t *testing.T) {
 	}
 }
 
-func TestRebootKeepsResourcesAndRestartsVersions(t *testing.T) {
+func TestReboot_KeepsResourcesAndResetsVersions(t *testing.T) {
 	cluster, worker := newWorker(t)
 	setZone(t, worker, "zone-1")
 
@@ -223,25 +223,25 @@ func TestRebootKeepsResourcesAndRestartsVersions(t *testing.T) {
 	requireCode(t, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")), codes.OK)
 }
 
-func TestRebootBreaksMachineSocketToo(t *testing.T) {
+func TestReboot_BreaksMachineSocket(t *testing.T) {
 	_, cp := newControlPlane(t)
 	socket := dialSocket(t, cp)
 
-	requireCode(t, version(claiming(withDeadline(t), "os:reader"), socket), codes.OK)
+	requireCode(t, version(withRoles(withDeadline(t), "os:reader"), socket), codes.OK)
 
 	if err := cp.Stop(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 
-	requireCode(t, version(claiming(withDeadline(t), "os:reader"), socket), codes.Unavailable)
+	requireCode(t, version(withRoles(withDeadline(t), "os:reader"), socket), codes.Unavailable)
 
 	cp.Start()
-	eventually(t, "machine.sock answers again", func() bool {
-		return version(claiming(withDeadline(t), "os:reader"), socket) == nil
+	eventually(t, "machine.sock responds again", func() bool {
+		return version(withRoles(withDeadline(t), "os:reader"), socket) == nil
 	})
 }
 
-func TestCutOff(t *testing.T) {
+func TestCutOff_BlocksConnections(t *testing.T) {
 	cluster, worker := newWorker(t)
 	reader := dialAs(t, cluster, worker, "os:reader")
 	events := watchPlatform(t, reader)
@@ -249,12 +249,12 @@ func TestCutOff(t *testing.T) {
 	worker.CutOff()
 	setZone(t, worker, "zone-1")
 
-	requireCode(t, versionWithin(t, reader, impatience), codes.DeadlineExceeded)
-	requireCode(t, versionWithin(t, dialAs(t, cluster, worker, "os:reader"), impatience), codes.DeadlineExceeded)
+	requireCode(t, versionWithin(t, reader, shortTimeout), codes.DeadlineExceeded)
+	requireCode(t, versionWithin(t, dialAs(t, cluster, worker, "os:reader"), shortTimeout), codes.DeadlineExceeded)
 
 	select {
 	case event := <-events:
-		t.Fatalf("got %s through a cut wire", event.Type)
+		t.Fatalf("got %s from a machine that is cut off", event.Type)
 	default:
 	}
 
@@ -265,7 +265,7 @@ func TestCutOff(t *testing.T) {
 	requireCode(t, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")), codes.OK)
 }
 
-func TestPowerOffIsSilent(t *testing.T) {
+func TestCutOff_HidesStop(t *testing.T) {
 	cluster, worker := newWorker(t)
 	reader := dialAs(t, cluster, worker, "os:reader")
 	stream := openWatch(t, reader, &v1alpha1.WatchOptions{BootstrapBookmark: true})
@@ -277,9 +277,9 @@ func TestPowerOffIsSilent(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	// The connection is gone on the machine's side, yet the client is told nothing: a call times out instead of failing.
-	requireCode(t, versionWithin(t, reader, impatience), codes.DeadlineExceeded)
-	requireCode(t, versionWithin(t, dialAs(t, cluster, worker, "os:reader"), impatience), codes.DeadlineExceeded)
+	// The machine has closed the connection, but the client does not notice: a call times out instead of failing.
+	requireCode(t, versionWithin(t, reader, shortTimeout), codes.DeadlineExceeded)
+	requireCode(t, versionWithin(t, dialAs(t, cluster, worker, "os:reader"), shortTimeout), codes.DeadlineExceeded)
 
 	worker.Start()
 	worker.Reconnect()
@@ -288,7 +288,7 @@ func TestPowerOffIsSilent(t *testing.T) {
 	requireCode(t, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")), codes.OK)
 }
 
-func TestBreakStreams(t *testing.T) {
+func TestBreakStreams_KeepsConnections(t *testing.T) {
 	cluster, worker := newWorker(t)
 	reader := dialAs(t, cluster, worker, "os:reader")
 	stream := openWatch(t, reader, &v1alpha1.WatchOptions{BootstrapBookmark: true})
@@ -300,11 +300,11 @@ func TestBreakStreams(t *testing.T) {
 	requireCode(t, version(withDeadline(t), reader), codes.OK)
 
 	if got := worker.Connections(); got != 1 {
-		t.Errorf("got %d connections, want the one from before", got)
+		t.Errorf("got %d connections, want the original one", got)
 	}
 }
 
-func TestBrokenWatchResumes(t *testing.T) {
+func TestBreakStreams_WatchResumes(t *testing.T) {
 	cluster, worker := newWorker(t)
 	events := watchPlatform(t, dialAs(t, cluster, worker, "os:reader"))
 
@@ -314,7 +314,7 @@ func TestBrokenWatchResumes(t *testing.T) {
 	requireZone(t, next(t, events), "zone-1")
 }
 
-func TestExpiredWatchDoesNotResume(t *testing.T) {
+func TestExpireWatches_WatchDoesNotResume(t *testing.T) {
 	cluster, worker := newWorker(t)
 	reader := dialAs(t, cluster, worker, "os:reader")
 	events := watchPlatform(t, reader)
@@ -331,7 +331,7 @@ func TestExpiredWatchDoesNotResume(t *testing.T) {
 	requireZone(t, next(t, again), "zone-1")
 }
 
-func TestOpenStreamsAreCounted(t *testing.T) {
+func TestOpenStreams_CountsStreams(t *testing.T) {
 	cluster, worker := newWorker(t)
 	reader := dialAs(t, cluster, worker, "os:reader")
 
@@ -347,26 +347,26 @@ func TestOpenStreamsAreCounted(t *testing.T) {
 	eventually(t, "no stream is open", func() bool { return worker.OpenStreams() == 0 && worker.Connections() == 0 })
 }
 
-func TestSlowDown(t *testing.T) {
+func TestSlowDown_DelaysHandshakeAndCalls(t *testing.T) {
 	cluster, worker := newWorker(t)
-	worker.SlowDown(impatience)
+	worker.SlowDown(shortTimeout)
 
 	started := time.Now()
 	reader := dialAs(t, cluster, worker, "os:reader")
 	requireCode(t, version(withDeadline(t), reader), codes.OK)
 
-	// Once for the handshake, once for the call.
-	if took := time.Since(started); took < 2*impatience {
-		t.Errorf("answered after %s", took)
+	// One delay for the handshake and one for the call.
+	if took := time.Since(started); took < 2*shortTimeout {
+		t.Errorf("call took %s", took)
 	}
 
-	requireCode(t, versionWithin(t, reader, impatience/3), codes.DeadlineExceeded)
+	requireCode(t, versionWithin(t, reader, shortTimeout/3), codes.DeadlineExceeded)
 
 	worker.SlowDown(0)
 	requireCode(t, version(withDeadline(t), reader), codes.OK)
 }
 
-func TestFreeze(t *testing.T) {
+func TestFreeze_StopsResponses(t *testing.T) {
 	cluster, worker := newWorker(t)
 	reader := dialAs(t, cluster, worker, "os:reader")
 	events := watchPlatform(t, reader)
@@ -374,7 +374,7 @@ func TestFreeze(t *testing.T) {
 	worker.Freeze()
 	setZone(t, worker, "zone-1")
 
-	requireCode(t, versionWithin(t, reader, impatience), codes.DeadlineExceeded)
+	requireCode(t, versionWithin(t, reader, shortTimeout), codes.DeadlineExceeded)
 
 	select {
 	case event := <-events:
@@ -386,23 +386,23 @@ func TestFreeze(t *testing.T) {
 	requireZone(t, next(t, events), "zone-1")
 }
 
-func TestExpiredCertificate(t *testing.T) {
+func TestExpireCertificate_RejectsNewConnections(t *testing.T) {
 	cluster, worker := newWorker(t)
 	before := dialAs(t, cluster, worker, "os:reader")
 	requireCode(t, version(withDeadline(t), before), codes.OK)
 
 	worker.ExpireCertificate()
-	requireCode(t, version(withDeadline(t), before), codes.OK) // an open connection lives on
+	requireCode(t, version(withDeadline(t), before), codes.OK) // open connections stay
 
 	err := version(withDeadline(t), dialAs(t, cluster, worker, "os:reader"))
 	requireCode(t, err, codes.Unavailable)
 
 	if !strings.Contains(err.Error(), "expired") {
-		t.Errorf("got %v, want a complaint about an expired certificate", err)
+		t.Errorf("got %v, want an error about an expired certificate", err)
 	}
 
 	worker.BreakConnections()
-	eventually(t, "the old client sees the expired certificate", func() bool {
+	eventually(t, "the old client receives the expired certificate", func() bool {
 		return version(withDeadline(t), before) != nil
 	})
 

@@ -36,7 +36,7 @@ func addControlPlane(t *testing.T, cluster *talostest.Cluster, name string) *tal
 	return addMachine(t, cluster, talostest.MachineSpec{Nodename: name, Type: machine.TypeControlPlane, ServeSocket: true})
 }
 
-// read gets a typed resource over a client, with what it takes on the wire.
+// read gets a typed resource through a client.
 func read[R meta.ResourceWithRD](t *testing.T, c *client.Client, id resource.ID) R {
 	t.Helper()
 
@@ -69,7 +69,7 @@ func requireAddresses(t *testing.T, c *client.Client, id resource.ID, want ...st
 	}
 }
 
-func TestBootedMachinePublishesWhatTalosPublishes(t *testing.T) {
+func TestMachine_PublishesResourcesOfTalos(t *testing.T) {
 	cluster := newCluster(t, talostest.Options{Name: "prod"})
 	aws := addMachine(t, cluster, talostest.MachineSpec{
 		Nodename:          "aws-1",
@@ -111,7 +111,7 @@ func TestBootedMachinePublishesWhatTalosPublishes(t *testing.T) {
 	}
 }
 
-func TestWorkerPublishesNothingOfControlPlane(t *testing.T) {
+func TestMachine_WorkerHasNoControlPlaneResources(t *testing.T) {
 	cluster, worker := newWorker(t)
 	admin := dialAs(t, cluster, worker, "os:admin")
 
@@ -126,11 +126,11 @@ func TestWorkerPublishesNothingOfControlPlane(t *testing.T) {
 
 	_, err = safe.StateGetByID[*hardware.SystemInformation](withDeadline(t), admin.COSI, hardware.SystemInformationID)
 	if !state.IsNotFoundError(err) {
-		t.Errorf("a machine without SMBIOS: got %v", err)
+		t.Errorf("got %v for a machine without SMBIOS", err)
 	}
 }
 
-func TestPendingPlatform(t *testing.T) {
+func TestResolvePlatform_PublishesMetadata(t *testing.T) {
 	cluster := newCluster(t, talostest.Options{})
 	late := addMachine(t, cluster, talostest.MachineSpec{
 		Nodename: "late", PlatformPending: true, Platform: runtime.PlatformMetadataSpec{Platform: "hcloud", InstanceID: "42"},
@@ -139,7 +139,7 @@ func TestPendingPlatform(t *testing.T) {
 
 	got := read[*runtime.PlatformMetadata](t, reader, runtime.PlatformMetadataID).TypedSpec()
 	if got.Platform != "hcloud" || got.InstanceID != "" {
-		t.Errorf("before: got %+v", got)
+		t.Errorf("got %+v before ResolvePlatform", got)
 	}
 
 	if err := late.ResolvePlatform(t.Context()); err != nil {
@@ -148,11 +148,11 @@ func TestPendingPlatform(t *testing.T) {
 
 	got = read[*runtime.PlatformMetadata](t, reader, runtime.PlatformMetadataID).TypedSpec()
 	if got.InstanceID != "42" {
-		t.Errorf("after: got %+v", got)
+		t.Errorf("got %+v after ResolvePlatform", got)
 	}
 }
 
-func TestAddressesReachNodeAddresses(t *testing.T) {
+func TestAddresses_AreInNodeAddresses(t *testing.T) {
 	cluster := newCluster(t, talostest.Options{})
 	host := addMachine(t, cluster, talostest.MachineSpec{
 		Nodename: "host",
@@ -181,7 +181,7 @@ func TestAddressesReachNodeAddresses(t *testing.T) {
 	}
 }
 
-func TestChangedAddresses(t *testing.T) {
+func TestAddAddress_UpdatesNodeAddressesAndCertificate(t *testing.T) {
 	cluster, worker := newWorker(t)
 	reader := dialAs(t, cluster, worker, "os:reader")
 	api := worker.Address().String() + "/32"
@@ -193,7 +193,7 @@ func TestChangedAddresses(t *testing.T) {
 
 	requireAddresses(t, reader, "routed", api, added.String())
 
-	// A client may now insist on that address being in the certificate.
+	// The certificate includes the new address.
 	config := clientTLS(t, cluster, "os:reader")
 	config.ServerName = added.Addr().String()
 	requireCode(t, version(withDeadline(t), dial(t, worker, config)), codes.OK)
@@ -212,13 +212,13 @@ func TestChangedAddresses(t *testing.T) {
 	requireAddresses(t, dialAs(t, cluster, worker, "os:reader"), "accumulative", api)
 }
 
-func TestNamesCanPart(t *testing.T) {
+func TestSetNodename_IsIndependentOfHostname(t *testing.T) {
 	cluster, worker := newWorker(t)
 	reader := dialAs(t, cluster, worker, "os:reader")
 
 	for _, change := range []error{
 		worker.SetHostname(t.Context(), "renamed", "example.org"),
-		worker.SetNodename(t.Context(), "somebody-else"),
+		worker.SetNodename(t.Context(), "renamed"),
 		worker.SetStage(t.Context(), runtime.MachineStageRebooting),
 		worker.SetNodeIPs(t.Context(), netip.MustParseAddr("192.0.2.1")),
 	} {
@@ -228,10 +228,10 @@ func TestNamesCanPart(t *testing.T) {
 	}
 
 	if got := read[*network.HostnameStatus](t, reader, network.HostnameID).TypedSpec().FQDN(); got != "renamed.example.org" {
-		t.Errorf("got host name %q", got)
+		t.Errorf("got hostname %q", got)
 	}
 
-	if got := read[*k8s.Nodename](t, reader, k8s.NodenameID).TypedSpec().Nodename; got != "somebody-else" {
+	if got := read[*k8s.Nodename](t, reader, k8s.NodenameID).TypedSpec().Nodename; got != "renamed" {
 		t.Errorf("got nodename %q", got)
 	}
 
@@ -240,17 +240,17 @@ func TestNamesCanPart(t *testing.T) {
 	}
 
 	if cluster.Machine("worker-1") != worker {
-		t.Error("the cluster lost the machine under the name it was added with")
+		t.Error("cluster does not find the machine under its original nodename")
 	}
 }
 
-func TestLocalhostAdminKubeconfigAppears(t *testing.T) {
+func TestSetLocalhostAdminKubeconfig_CreatesSecret(t *testing.T) {
 	cluster := newCluster(t, talostest.Options{})
 	cp := addControlPlane(t, cluster, "cp-1")
 	admin := dialAs(t, cluster, cp, "os:admin")
 
 	if err := getAdminKubeconfig(withDeadline(t), admin); !state.IsNotFoundError(err) {
-		t.Fatalf("got %v before", err)
+		t.Fatalf("got %v before SetLocalhostAdminKubeconfig", err)
 	}
 
 	if err := cp.SetLocalhostAdminKubeconfig(t.Context(), []byte("kind: Config")); err != nil {
@@ -260,21 +260,21 @@ func TestLocalhostAdminKubeconfigAppears(t *testing.T) {
 	requireCode(t, getAdminKubeconfig(withDeadline(t), admin), codes.OK)
 }
 
-func TestDefinitionsAreReadOnly(t *testing.T) {
+func TestDefinitions_AreReadOnly(t *testing.T) {
 	_, worker := newWorker(t)
 
 	if err := worker.State().Create(t.Context(), meta.NewNamespace("another", meta.NamespaceSpec{})); err == nil {
-		t.Error("a machine changed what all machines share")
+		t.Error("shared definitions were changed")
 	}
 }
 
-func TestJournal(t *testing.T) {
+func TestCalls_RecordsCalls(t *testing.T) {
 	cluster, cp := newControlPlane(t)
 	reader := dialAs(t, cluster, cp, "os:reader")
 
 	watchPlatform(t, reader)
 	requireCode(t, getAdminKubeconfig(withDeadline(t), reader), codes.PermissionDenied)
-	requireCode(t, version(claiming(withDeadline(t), "os:admin"), dialSocket(t, cp)), codes.OK)
+	requireCode(t, version(withRoles(withDeadline(t), "os:admin"), dialSocket(t, cp)), codes.OK)
 
 	got := make([]string, 0, 3)
 	for _, call := range cp.Calls() {
@@ -293,11 +293,11 @@ func TestJournal(t *testing.T) {
 
 	denied := talostest.CallKind{Transport: talostest.TransportAPID, Method: "/cosi.resource.State/Get", Code: codes.PermissionDenied}
 	if got := cluster.CallCounts()[denied]; got != 1 {
-		t.Errorf("counted %d denied calls, want 1", got)
+		t.Errorf("got %d denied calls, want 1", got)
 	}
 }
 
-func TestJournalIsBounded(t *testing.T) {
+func TestCalls_AreLimited(t *testing.T) {
 	cluster, worker := newWorker(t)
 	reader := dialAs(t, cluster, worker, "os:reader")
 
@@ -308,16 +308,16 @@ func TestJournalIsBounded(t *testing.T) {
 	}
 
 	if got := len(worker.Calls()); got != 128 {
-		t.Errorf("remembered %d calls, want 128", got)
+		t.Errorf("got %d calls in the journal, want 128", got)
 	}
 
 	counted := talostest.CallKind{Transport: talostest.TransportAPID, Method: "/machine.MachineService/Version", Code: codes.OK}
 	if got := cluster.CallCounts()[counted]; got != calls {
-		t.Errorf("counted %d calls, want %d", got, calls)
+		t.Errorf("got %d calls in total, want %d", got, calls)
 	}
 }
 
-func TestClustersDoNotMeet(t *testing.T) {
+func TestNew_ClustersUseDifferentAddresses(t *testing.T) {
 	seen := make(map[netip.Addr]bool)
 
 	for range 20 {
@@ -327,7 +327,7 @@ func TestClustersDoNotMeet(t *testing.T) {
 			added := addMachine(t, cluster, talostest.MachineSpec{Nodename: fmt.Sprintf("n-%d", i)})
 
 			if seen[added.Address()] {
-				t.Fatalf("two machines got address %s", added.Address())
+				t.Fatalf("two machines have address %s", added.Address())
 			}
 
 			seen[added.Address()] = true
@@ -335,7 +335,7 @@ func TestClustersDoNotMeet(t *testing.T) {
 	}
 }
 
-func TestAddMachineRefuses(t *testing.T) {
+func TestAddMachine_RejectsInvalidSpec(t *testing.T) {
 	cluster, worker := newWorker(t)
 
 	for _, rule := range []struct {
@@ -343,13 +343,13 @@ func TestAddMachineRefuses(t *testing.T) {
 		spec talostest.MachineSpec
 	}{
 		{"no name", talostest.MachineSpec{}},
-		{"a name that is taken", talostest.MachineSpec{Nodename: worker.Nodename()}},
-		{"an address that is taken", talostest.MachineSpec{Nodename: "second", Address: worker.Address()}},
-		{"a path that no socket can have", talostest.MachineSpec{Nodename: strings.Repeat("n", 120), ServeSocket: true}},
+		{"a duplicate name", talostest.MachineSpec{Nodename: worker.Nodename()}},
+		{"an address in use", talostest.MachineSpec{Nodename: "second", Address: worker.Address()}},
+		{"a socket path that is too long", talostest.MachineSpec{Nodename: strings.Repeat("n", 120), ServeSocket: true}},
 	} {
 		t.Run(rule.name, func(t *testing.T) {
 			if _, err := cluster.AddMachine(rule.spec); err == nil {
-				t.Error("added")
+				t.Error("machine was added")
 			}
 		})
 	}
@@ -361,7 +361,7 @@ func TestAddMachineRefuses(t *testing.T) {
 	requireCode(t, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")), codes.OK)
 }
 
-func TestCloseLeavesNothing(t *testing.T) {
+func TestClose_ReleasesEverything(t *testing.T) {
 	cluster, err := talostest.New(talostest.Options{})
 	if err != nil {
 		t.Fatal(err)
@@ -371,7 +371,7 @@ func TestCloseLeavesNothing(t *testing.T) {
 	watcher := dialAs(t, cluster, cp, "os:reader")
 	watchPlatform(t, watcher)
 
-	// Even of a machine that was cut off, and of one that froze.
+	// Close must work for machines that are cut off or frozen.
 	cp.CutOff()
 	addControlPlane(t, cluster, "cp-2").Freeze()
 
@@ -380,7 +380,7 @@ func TestCloseLeavesNothing(t *testing.T) {
 
 	_ = watcher.Close()
 
-	eventually(t, "no goroutine of ours is left", func() bool {
+	eventually(t, "all goroutines have ended", func() bool {
 		var stacks strings.Builder
 
 		_ = pprof.Lookup("goroutine").WriteTo(&stacks, 2)
@@ -389,20 +389,20 @@ func TestCloseLeavesNothing(t *testing.T) {
 	})
 
 	if _, err := os.Stat(filepath.Dir(cp.Socket())); !os.IsNotExist(err) {
-		t.Errorf("the folder of sockets is still there: %v", err)
+		t.Errorf("directory of sockets was not removed: %v", err)
 	}
 
 	again := newCluster(t, talostest.Options{})
 	if _, err := again.AddMachine(talostest.MachineSpec{Nodename: "reuser", Address: cp.Address()}); err != nil {
-		t.Errorf("the address was not given back: %v", err)
+		t.Errorf("address was not released: %v", err)
 	}
 
 	if _, err := cluster.AddMachine(talostest.MachineSpec{Nodename: "too-late"}); err == nil {
-		t.Error("a closed cluster took a machine")
+		t.Error("machine was added to a closed cluster")
 	}
 }
 
-func TestManyMachinesAtOnce(t *testing.T) {
+func TestAddMachine_Concurrently(t *testing.T) {
 	cluster := newCluster(t, talostest.Options{})
 
 	const machines = 100

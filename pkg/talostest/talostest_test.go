@@ -18,8 +18,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
 
-// patience bounds every wait for something that must happen. It costs nothing when all is well.
-const patience = 2 * time.Minute
+// timeout limits every wait. It is generous because a passing test does not use it up.
+const timeout = 2 * time.Minute
 
 func newCluster(t testing.TB, options talostest.Options) *talostest.Cluster {
 	t.Helper()
@@ -45,7 +45,7 @@ func addMachine(t testing.TB, cluster *talostest.Cluster, spec talostest.Machine
 	return added
 }
 
-// newControlPlane returns a cluster with one control plane that serves machine.sock.
+// newControlPlane returns a cluster with one control-plane machine that serves machine.sock.
 func newControlPlane(t testing.TB) (*talostest.Cluster, *talostest.Machine) {
 	t.Helper()
 
@@ -62,13 +62,13 @@ func newControlPlane(t testing.TB) (*talostest.Cluster, *talostest.Machine) {
 func withDeadline(t testing.TB) context.Context {
 	t.Helper()
 
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	ctx, cancel := context.WithTimeout(t.Context(), timeout)
 	t.Cleanup(cancel)
 
 	return ctx
 }
 
-// dial connects to a machine's apid, as a client that was given its address.
+// dial connects to a machine's apid.
 func dial(t testing.TB, to *talostest.Machine, config *tls.Config) *client.Client {
 	t.Helper()
 
@@ -107,8 +107,8 @@ func newClient(t testing.TB, options ...client.OptionFunc) *client.Client {
 	return c
 }
 
-// claiming asks for roles as callers of machine.sock do.
-func claiming(ctx context.Context, roles ...string) context.Context {
+// withRoles adds roles to the metadata like callers of machine.sock do.
+func withRoles(ctx context.Context, roles ...string) context.Context {
 	pairs := make([]string, 0, 2*len(roles))
 	for _, role := range roles {
 		pairs = append(pairs, constants.APIAuthzRoleMetadataKey, role)
@@ -125,20 +125,20 @@ func requireCode(t testing.TB, err error, want codes.Code) {
 	}
 }
 
-// eventually waits for a condition that no channel announces.
+// eventually polls until condition holds.
 func eventually(t testing.TB, what string, condition func() bool) {
 	t.Helper()
 
 	ticker := time.NewTicker(5 * time.Millisecond)
 	defer ticker.Stop()
 
-	deadline := time.After(patience)
+	deadline := time.After(timeout)
 
 	for !condition() {
 		select {
 		case <-ticker.C:
 		case <-deadline:
-			t.Fatalf("waited %s for: %s", patience, what)
+			t.Fatalf("timed out after %s waiting until %s", timeout, what)
 		}
 	}
 }
