@@ -15,7 +15,6 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/role"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
-	"google.golang.org/grpc/metadata"
 	"google.golang.org/protobuf/types/known/durationpb"
 )
 
@@ -57,18 +56,9 @@ func (s *Socket) Close() error {
 }
 
 func dialSocket(path string, as role.Role) (*grpc.ClientConn, error) {
-	withRole := func(ctx context.Context) context.Context {
-		return metadata.AppendToOutgoingContext(ctx, constants.APIAuthzRoleMetadataKey, string(as))
-	}
-
 	conn, err := grpc.NewClient("unix://"+path, append(dialOptions(),
 		grpc.WithTransportCredentials(insecure.NewCredentials()),
-		grpc.WithChainUnaryInterceptor(func(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
-			return invoke(withRole(ctx), method, req, reply, cc, opts...)
-		}),
-		grpc.WithChainStreamInterceptor(func(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, open grpc.Streamer, opts ...grpc.CallOption) (grpc.ClientStream, error) {
-			return open(withRole(ctx), desc, cc, method, opts...)
-		}),
+		grpc.WithPerRPCCredentials(roleCredentials(as)),
 	)...)
 	if err != nil {
 		return nil, fmt.Errorf("open %s: %w", path, err)
@@ -76,6 +66,17 @@ func dialSocket(path string, as role.Role) (*grpc.ClientConn, error) {
 
 	return conn, nil
 }
+
+// roleCredentials add a role to the metadata of each call.
+type roleCredentials role.Role
+
+// GetRequestMetadata implements credentials.PerRPCCredentials.
+func (c roleCredentials) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
+	return map[string]string{constants.APIAuthzRoleMetadataKey: string(c)}, nil
+}
+
+// RequireTransportSecurity implements credentials.PerRPCCredentials.
+func (roleCredentials) RequireTransportSecurity() bool { return false }
 
 // Admin holds all calls that use os:admin.
 type Admin struct {
