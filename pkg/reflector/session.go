@@ -121,13 +121,7 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 			s.debounced = nil
 			err = s.publish(ctx)
 		case <-poll.C():
-			s.polling = true
-
-			if s.bootstrapping == 0 { // otherwise the deadline of the watches applies
-				deadline.Reset(answerTimeout)
-			}
-
-			go s.poll(ctx)
+			s.startPoll(ctx, deadline)
 		case <-deadline.C():
 			err = s.timeout()
 		case <-expiry.C():
@@ -142,6 +136,17 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 
 // answered reports whether the machine has answered every request.
 func (s *session) answered() bool { return s.bootstrapping == 0 && !s.polling }
+
+// startPoll starts a poll and its deadline. While watches have not bootstrapped, their earlier deadline applies.
+func (s *session) startPoll(ctx context.Context, deadline clock.Timer) {
+	s.polling = true
+
+	if s.bootstrapping == 0 {
+		deadline.Reset(answerTimeout)
+	}
+
+	go s.poll(ctx)
+}
 
 // timeout returns the error for the expired deadline, or nil if the machine has answered at the same moment.
 func (s *session) timeout() error {
