@@ -1,23 +1,23 @@
-// Package extension holds the files that make talos-ccm a Talos system extension.
+// Package extension embeds the files of the Talos system extension.
 package extension
 
 import _ "embed"
 
-// Name is the extension's and its service's; Talos calls the service "ext-talos-ccm".
+// Name is the name of the extension and of its service, which Talos runs as "ext-talos-ccm".
 const Name = "talos-ccm"
 
-// RBAC is what talos-ccm may do in Kubernetes: a stream of YAML documents.
+// RBAC is a stream of YAML documents with the ServiceAccount of talos-ccm and its permissions.
 //
 //go:embed rbac.yaml
 var RBAC []byte
 
-// ServiceAccount and Namespace name the account of RBAC.
+// ServiceAccount and Namespace identify the ServiceAccount in RBAC.
 const (
 	ServiceAccount = "talos-ccm"
 	Namespace      = "kube-system"
 )
 
-// Spec is the service spec as Talos reads it from /usr/local/etc/containers.
+// Spec is the extension service spec, which Talos reads from /usr/local/etc/containers.
 //
 //go:embed talos-ccm.yaml
 var Spec []byte

@@ -30,7 +30,7 @@ import (
 )
 
 func main() {
-	// gRPC says something of every attempt to connect. That a machine does not answer we say ourselves, once.
+	// gRPC logs every connection attempt; talos-ccm reports unreachable machines itself, once.
 	grpclog.SetLoggerV2(grpclog.NewLoggerV2(io.Discard, io.Discard, os.Stderr))
 
 	err := run(context.Background())
@@ -58,21 +58,21 @@ func run(ctx context.Context) error {
 	return newCommand(options, logs.NewOptions()).ExecuteContext(ctx)
 }
 
-// replace has the process start over with another environment, in place: as a new process it would not be the one that Talos supervises.
+// replace replaces the process image, with another environment. Talos would not supervise a new process.
 func replace(environ []string) error {
 	path, err := os.Executable()
 	if err != nil {
-		return fmt.Errorf("start over: %w", err)
+		return fmt.Errorf("restart with new environment: %w", err)
 	}
 
 	if err := syscall.Exec(path, os.Args, environ); err != nil {
-		return fmt.Errorf("start over: %w", err)
+		return fmt.Errorf("restart with new environment: %w", err)
 	}
 
 	return nil
 }
 
-// checkEnvironment says whether the process could be started with args and environ, and would then run.
+// checkEnvironment returns the error with which the process would fail if it were started with args and environ.
 func checkEnvironment(args, environ []string) error {
 	options, err := ccm.NewOptions()
 	if err != nil {
@@ -97,14 +97,17 @@ func newCommand(options *ccm.Options, logOptions *logs.Options) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "talos-ccm",
 		Short: "Cloud controller manager for Talos Linux",
-		Long: `talos-ccm initializes the Nodes of Talos machines from what the machines say of themselves, approves their kubelets' serving certificates and
-allocates their pod CIDRs. Without a command it runs until it is told to end. The commands only look:
+		Long: `talos-ccm is a cloud controller manager for Talos Linux. It initializes Nodes from the metadata of their Talos machines, approves the serving
+certificates of their kubelets and allocates their pod CIDRs.
 
-  talos-ccm config validate|schema   check a configuration file, or describe its format
-  talos-ccm render                   show what a Node would get, and which rule sets what
-  talos-ccm version                  say which version this is
+Without a command, talos-ccm runs the controllers until it receives SIGTERM. The other commands only read:
 
-Every flag can also be set by the environment: --leader-elect is TALOS_CCM_LEADER_ELECT. A flag on the command line wins.`,
+  talos-ccm config validate   Validate a configuration file
+  talos-ccm config schema     Print the JSON schema of the configuration file
+  talos-ccm render            Show what talos-ccm would write to a Node, and which rule sets each value
+  talos-ccm version           Print the version
+
+Every flag can also be set by an environment variable: TALOS_CCM_LEADER_ELECT sets --leader-elect. Flags on the command line take precedence.`,
 		Version:       version.Version(),
 		Args:          cobra.NoArgs,
 		SilenceUsage:  true,
@@ -127,7 +130,7 @@ Every flag can also be set by the environment: --leader-elect is TALOS_CCM_LEADE
 	logsapi.AddFlags(logOptions, global)
 	globalflag.AddGlobalFlags(global, cmd.Name(), logs.SkipLoggingConfigurationFlags())
 
-	global.Bool("version", false, "print the version and end")
+	global.Bool("version", false, "Print the version and exit")
 
 	for _, fs := range sections.FlagSets {
 		cmd.Flags().AddFlagSet(fs)
@@ -144,7 +147,7 @@ Every flag can also be set by the environment: --leader-elect is TALOS_CCM_LEADE
 func newVersionCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "version",
-		Short: "Say which version of talos-ccm this is",
+		Short: "Print the version",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			_, err := fmt.Fprintln(cmd.OutOrStdout(), "talos-ccm", version.Version())
@@ -154,7 +157,7 @@ func newVersionCommand() *cobra.Command {
 	}
 }
 
-// addCommands adds sub-commands, whose help is their own and not the flags of the whole.
+// addCommands adds subcommands whose help does not list the flags of the root command.
 func addCommands(cmd *cobra.Command, commands ...*cobra.Command) {
 	plain := new(cobra.Command)
 
@@ -165,7 +168,7 @@ func addCommands(cmd *cobra.Command, commands ...*cobra.Command) {
 	}
 }
 
-// start runs the service until the first signal. A second one ends the process at once; so does the first one of the other commands, which only read.
+// start runs the service until the first signal. A second signal ends the process immediately. The other commands install no signal handler.
 func start(ctx context.Context, options *ccm.Options) error {
 	ctx, stop := signal.NotifyContext(ctx, syscall.SIGTERM, syscall.SIGINT)
 	defer stop()
@@ -177,15 +180,15 @@ func start(ctx context.Context, options *ccm.Options) error {
 
 	if options.DropPrivileges {
 		if err := privilege.RaiseOpenFiles(); err != nil {
-			klog.Background().Info("Going on with fewer open files", "err", err)
+			klog.Background().Info("Failed to raise RLIMIT_NOFILE; continuing", "err", err)
 		}
 
-		if err := privilege.Drop(options.Folders()...); err != nil {
+		if err := privilege.Drop(options.Directories()...); err != nil {
 			return err
 		}
 	}
 
-	klog.Background().Info("Starting", "version", version.Version())
+	klog.Background().Info("Starting talos-ccm", "version", version.Version())
 
 	app, err := ccm.New(options)
 	if err != nil {
@@ -195,7 +198,7 @@ func start(ctx context.Context, options *ccm.Options) error {
 	err = app.Run(ctx)
 
 	if restart := (*ccm.RestartError)(nil); errors.As(err, &restart) && ctx.Err() != nil {
-		return nil // told to end meanwhile: nobody would tell the next one
+		return nil // the signal arrived first, and a new process image would not receive it
 	}
 
 	return err
@@ -203,17 +206,17 @@ func start(ctx context.Context, options *ccm.Options) error {
 
 const environmentPrefix = "TALOS_CCM_"
 
-// serviceVariable matches what a kubelet sets in containers if there is a Service named talos-ccm.
+// serviceVariable matches the variables that a kubelet sets in containers for a Service named talos-ccm.
 var serviceVariable = regexp.MustCompile("^" + environmentPrefix + "(SERVICE_(HOST|PORT)|PORT)(_|$)")
 
-// setFromEnvironment sets every flag that the command line has not set from its variable in environ. A variable with the prefix that
-// names no flag is an error: it would be a setting that is silently lost.
+// setFromEnvironment sets the flags that are not set on the command line from the variables in environ. A variable with the prefix and without
+// a flag is an error, so that no setting is silently ignored.
 func setFromEnvironment(flags *pflag.FlagSet, environ []string) error {
 	byVariable := map[string]*pflag.Flag{}
 
 	flags.VisitAll(func(f *pflag.Flag) {
 		if f.Name == "help" || f.Name == "version" {
-			return // they are no settings: they print something and end
+			return // not settings: they print something and exit
 		}
 
 		byVariable[environmentPrefix+strings.ToUpper(strings.ReplaceAll(f.Name, "-", "_"))] = f
@@ -232,7 +235,7 @@ func setFromEnvironment(flags *pflag.FlagSet, environ []string) error {
 		switch {
 		case !known && serviceVariable.MatchString(variable):
 		case !known:
-			errs = append(errs, fmt.Errorf("environment variable %s: there is no such flag", variable))
+			errs = append(errs, fmt.Errorf("environment variable %s: no such flag", variable))
 		case f.Changed:
 		default:
 			if err := flags.Set(f.Name, value); err != nil {

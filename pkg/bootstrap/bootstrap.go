@@ -1,16 +1,17 @@
-// Package bootstrap turns this machine's admin kubeconfig into credentials of little power and short life.
+// Package bootstrap obtains short-lived, least-privilege Kubernetes credentials with the admin kubeconfig of the local machine.
 //
-// With the admin kubeconfig it does two things: it applies RBAC and the ServiceAccount, and has a token of at most one hour
-// issued. The admin kubeconfig lives in memory, for the time that takes, and is never written. What is written, to a folder of the
-// caller's choice, is the token and a kubeconfig that names its file.
+// With the admin kubeconfig it applies the ServiceAccount and its RBAC, and requests a token that is valid for at most one hour. The admin
+// kubeconfig is held in memory only while it is in use and is never written to disk. Only the token and a kubeconfig that refers to it are.
 package bootstrap
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"crypto/sha256"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"time"
@@ -20,102 +21,118 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/secrets"
 	authenticationv1 "k8s.io/api/authentication/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	utilnet "k8s.io/apimachinery/pkg/util/net"
-	"k8s.io/apimachinery/pkg/util/wait"
+	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+	"k8s.io/component-base/metrics"
+	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
+	"sigs.k8s.io/yaml"
 
 	"github.com/talos-ccm/talos-ccm/extension"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
 )
 
 const (
-	// tokenLifetime is asked for; the API server may grant less.
+	// tokenLifetime is the requested lifetime; the API server may grant less.
 	tokenLifetime = time.Hour
 
-	// fieldManager owns the RBAC objects.
+	// fieldManager owns the ServiceAccount and the RBAC objects.
 	fieldManager = "talos-ccm"
 
-	// maxInterval is between two renewals even if the token lives longer: it is how long RBAC or a ServiceAccount that somebody deleted
-	// is missing.
+	// maxInterval is the longest time between two renewals, whatever the lifetime of the token. It bounds how long a deleted ServiceAccount or
+	// RBAC object is missing.
 	maxInterval = 10 * time.Minute
-	// minInterval is between two renewals even if the clocks disagree so much that the token seems to have expired already.
+	// minInterval is the shortest time between two renewals, even if clock skew makes the token look expired.
 	minInterval = time.Minute
 
 	attemptTimeout = 15 * time.Second
-	// cycle bounds a series of attempts, and with it the back-off between them, to some eight seconds; the next series follows at once.
+	// cycle bounds a series of attempts, and thereby the delay between attempts to about eight seconds. The next series follows immediately.
 	cycle = 15 * time.Second
+
+	// Delays between attempts to watch the admin kubeconfig.
+	watchRetryFirst = time.Second
+	watchRetryMax   = time.Minute
 )
 
-// Admin is where the admin kubeconfig comes from: talosapi.Admin.
+var tokenExpiry = metrics.NewGauge(&metrics.GaugeOpts{
+	Name:           "talosccm_token_expiry_timestamp_seconds",
+	Help:           "Unix time at which the current ServiceAccount token expires; 0 if there is none.",
+	StabilityLevel: metrics.ALPHA,
+})
+
+func init() { legacyregistry.MustRegister(tokenExpiry) }
+
+// Admin provides the admin kubeconfig. It is implemented by talosapi.Admin.
 type Admin interface {
 	LocalhostAdminKubeconfig(ctx context.Context) ([]byte, error)
 	WatchLocalhostAdminKubeconfig(ctx context.Context, ch chan<- state.Event) error
 }
 
-// Bootstrap keeps the credentials in a folder fresh. Use New and Run.
+// Bootstrap keeps the credentials in a directory fresh. Use New and Run.
 type Bootstrap struct {
 	admin Admin
 	dir   string
 	clock clock.Clock
 }
 
-// New makes a Bootstrap that writes to dir, which must exist and should be in memory (tmpfs).
+// New returns a Bootstrap that writes to dir, which must exist and should be on a tmpfs.
 func New(admin Admin, dir string, clk clock.Clock) *Bootstrap {
 	return &Bootstrap{admin: admin, dir: dir, clock: clk}
 }
 
-// Kubeconfig is the path of the kubeconfig that Run writes. It names a file for the token, which client-go reads again by itself.
+// Kubeconfig returns the path of the kubeconfig that Run writes. The kubeconfig refers to a token file, which client-go reloads.
 func (b *Bootstrap) Kubeconfig() string { return filepath.Join(b.dir, "kubeconfig") }
 
-// Run renews the token, and applies RBAC again, until ctx ends: every ten minutes, or sooner if half of the token's life is over by then,
-// and when Talos issues the admin kubeconfig anew. After the first
-// success it calls ready. It never gives up.
+// Run renews the token and reapplies RBAC until ctx ends: at half of the token's lifetime but at least every ten minutes, and whenever Talos issues
+// a new admin kubeconfig. It calls ready after the first success. Failures are retried.
 //
-// It returns before ctx ends if the kubeconfig has changed: the API server is to be reached elsewhere, or has another CA. Clients made
-// from the one before cannot learn that in time (client-go reads a CA file again every five minutes) and have to be made anew.
+// Run returns early if the API server endpoint or its CA has changed. Existing clients cannot follow such a change in time (client-go reloads CA
+// files every five minutes) and must be recreated.
 func (b *Bootstrap) Run(ctx context.Context, ready func()) {
 	var first []byte
 
 	for {
-		made := b.renewUntilItWorks(ctx)
+		current := b.renew(ctx)
 
 		switch {
 		case ctx.Err() != nil:
 			return
 		case first == nil:
-			first = made.kubeconfig
+			first = current.kubeconfig
 
 			ready()
-		case !bytes.Equal(first, made.kubeconfig):
-			klog.FromContext(ctx).Info("The way to the API server has changed, its clients have to be made anew")
+		case !bytes.Equal(first, current.kubeconfig):
+			klog.FromContext(ctx).Info("API server endpoint or CA changed; recreating clients")
 
 			return
 		}
 
-		b.waitForReason(ctx, made)
+		b.wait(ctx, current)
 	}
 }
 
-// renewal is the outcome of one round.
+// renewal is the result of a renewal.
 type renewal struct {
-	kubeconfig []byte // as it was written
+	kubeconfig []byte // as written
 	lifetime   time.Duration
 	admin      fingerprint
 }
 
-// fingerprint tells one admin kubeconfig from another after it has been let go.
+// fingerprint identifies an admin kubeconfig that is no longer held.
 type fingerprint [sha256.Size]byte
 
-// renewUntilItWorks returns what renew does once that succeeds, or when ctx ends.
-func (b *Bootstrap) renewUntilItWorks(ctx context.Context) (made renewal) {
+// renew renews the credentials, retrying until it succeeds or ctx ends.
+func (b *Bootstrap) renew(ctx context.Context) (current renewal) {
 	for ctx.Err() == nil {
 		err := retry.Exponential(cycle, retry.WithUnits(time.Second), retry.WithJitter(time.Second), retry.WithAttemptTimeout(attemptTimeout)).
 			RetryWithContext(ctx, func(ctx context.Context) (err error) {
-				made, err = b.renew(ctx)
+				current, err = b.renewOnce(ctx)
 
 				return retry.ExpectedError(err)
 			})
@@ -124,96 +141,26 @@ func (b *Bootstrap) renewUntilItWorks(ctx context.Context) (made renewal) {
 		}
 
 		if ctx.Err() == nil {
-			klog.FromContext(ctx).Info("No Kubernetes credentials yet, trying on", "err", err)
+			klog.FromContext(ctx).Info("Failed to renew Kubernetes credentials; retrying", "err", err)
 		}
 	}
 
-	return made
+	return current
 }
 
-// waitForReason returns when the token is due for renewal, or Talos has issued another admin kubeconfig than the one it was made with.
-func (b *Bootstrap) waitForReason(ctx context.Context, made renewal) {
-	ctx, cancel := context.WithCancel(ctx)
-	other := make(chan struct{})
-
-	go func() {
-		defer close(other)
-
-		b.awaitOther(ctx, made.admin)
-	}()
-
-	defer func() {
-		cancel()
-		<-other
-	}()
-
-	timer := b.clock.NewTimer(min(max(made.lifetime/2, minInterval), maxInterval))
-	defer timer.Stop()
-
-	select {
-	case <-ctx.Done():
-	case <-timer.C():
-	case <-other:
-	}
-}
-
-// awaitOther returns when there is another admin kubeconfig than the one that was used, or when ctx ends. A watch that breaks is taken up
-// again, and begins with what there is by then.
-func (b *Bootstrap) awaitOther(ctx context.Context, used fingerprint) {
-	backoff := wait.Backoff{Duration: time.Second, Factor: 2, Jitter: 0.3, Steps: 10, Cap: time.Minute}
-
-	for ctx.Err() == nil {
-		err := b.watchForOther(ctx, used)
-		if err == nil || ctx.Err() != nil {
-			return
-		}
-
-		klog.FromContext(ctx).V(2).Info("Not told of new admin kubeconfigs, asking again", "err", err)
-
-		select {
-		case <-ctx.Done():
-		case <-b.clock.After(backoff.Step()):
-		}
-	}
-}
-
-// watchForOther returns nil when it has seen another admin kubeconfig than the one that was used.
-func (b *Bootstrap) watchForOther(ctx context.Context, used fingerprint) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-
-	events := make(chan state.Event)
-
-	if err := b.admin.WatchLocalhostAdminKubeconfig(ctx, events); err != nil {
-		return err
-	}
-
-	for {
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case event := <-events:
-			if event.Type == state.Errored {
-				return fmt.Errorf("watch the localhost admin kubeconfig: %w", event.Error)
-			}
-
-			certs, ok := event.Resource.(*secrets.Kubernetes)
-			if !ok || event.Type == state.Destroyed {
-				continue
-			}
-
-			if kubeconfig := certs.TypedSpec().LocalhostAdminKubeconfig; kubeconfig != "" && sha256.Sum256([]byte(kubeconfig)) != used {
-				return nil
-			}
-		}
-	}
-}
-
-// renew does one round.
-func (b *Bootstrap) renew(ctx context.Context) (renewal, error) {
-	config, admin, err := b.adminConfig(ctx)
+func (b *Bootstrap) renewOnce(ctx context.Context) (renewal, error) {
+	kubeconfig, err := b.admin.LocalhostAdminKubeconfig(ctx)
 	if err != nil {
 		return renewal{}, err
+	}
+
+	if len(kubeconfig) == 0 {
+		return renewal{}, errors.New("get localhost admin kubeconfig: not issued by Talos yet")
+	}
+
+	config, err := clientcmd.RESTConfigFromKubeConfig(kubeconfig)
+	if err != nil {
+		return renewal{}, fmt.Errorf("parse localhost admin kubeconfig: %w", err)
 	}
 
 	transport, err := rest.HTTPClientFor(config)
@@ -221,7 +168,7 @@ func (b *Bootstrap) renew(ctx context.Context) (renewal, error) {
 		return renewal{}, fmt.Errorf("connect to %s: %w", config.Host, err)
 	}
 
-	// Nothing that the admin may do stays within reach.
+	// No connection with the admin's privileges stays open.
 	defer utilnet.CloseIdleConnectionsFor(transport.Transport)
 
 	client, err := kubernetes.NewForConfigAndClient(config, transport)
@@ -239,38 +186,75 @@ func (b *Bootstrap) renew(ctx context.Context) (renewal, error) {
 		Spec: authenticationv1.TokenRequestSpec{ExpirationSeconds: &seconds},
 	}, metav1.CreateOptions{})
 	if err != nil {
-		return renewal{}, fmt.Errorf("request a token for service account %s/%s: %w", extension.Namespace, extension.ServiceAccount, err)
+		return renewal{}, fmt.Errorf("request token for ServiceAccount %s/%s: %w", extension.Namespace, extension.ServiceAccount, err)
 	}
 
-	kubeconfig, err := b.write(config, request.Status.Token)
+	written, err := b.write(config, request.Status.Token)
 	if err != nil {
 		return renewal{}, err
 	}
 
-	tokenExpiry.Set(float64(request.Status.ExpirationTimestamp.Unix()))
+	expiry := request.Status.ExpirationTimestamp
+	tokenExpiry.Set(float64(expiry.Unix()))
 
-	return renewal{kubeconfig: kubeconfig, lifetime: request.Status.ExpirationTimestamp.Sub(b.clock.Now()), admin: admin}, nil
+	return renewal{kubeconfig: written, lifetime: expiry.Sub(b.clock.Now()), admin: sha256.Sum256(kubeconfig)}, nil
 }
 
-func (b *Bootstrap) adminConfig(ctx context.Context) (*rest.Config, fingerprint, error) {
-	kubeconfig, err := b.admin.LocalhostAdminKubeconfig(ctx)
-	if err != nil {
-		return nil, fingerprint{}, err
-	}
+// wait returns when the token is due for renewal or Talos has issued another admin kubeconfig, or when ctx ends.
+func (b *Bootstrap) wait(ctx context.Context, current renewal) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
 
-	if len(kubeconfig) == 0 {
-		return nil, fingerprint{}, errors.New("read the localhost admin kubeconfig: Talos has not issued it yet")
-	}
+	go func() {
+		defer cancel()
 
-	config, err := clientcmd.RESTConfigFromKubeConfig(kubeconfig)
-	if err != nil {
-		return nil, fingerprint{}, fmt.Errorf("read the localhost admin kubeconfig: %w", err)
-	}
+		backoff.Sleep(ctx, b.clock, min(max(current.lifetime/2, minInterval), maxInterval))
+	}()
 
-	return config, sha256.Sum256(kubeconfig), nil
+	//nolint:errcheck // the only error is that of ctx
+	_ = backoff.Retry(ctx, b.clock, watchRetryFirst, watchRetryMax, func(ctx context.Context) error {
+		err := b.watchAdmin(ctx, current.admin)
+		if err != nil && ctx.Err() == nil {
+			klog.FromContext(ctx).V(2).Info("Failed to watch localhost admin kubeconfig; retrying", "err", err)
+		}
+
+		return err
+	})
 }
 
-// write puts the files in place, each at once, the kubeconfig last, and returns that.
+// watchAdmin returns nil when the admin kubeconfig is not the one with the given fingerprint, whether it changed before or during the watch.
+func (b *Bootstrap) watchAdmin(ctx context.Context, used fingerprint) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+
+	events := make(chan state.Event)
+
+	if err := b.admin.WatchLocalhostAdminKubeconfig(ctx, events); err != nil {
+		return err
+	}
+
+	for {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case event := <-events:
+			if event.Type == state.Errored {
+				return fmt.Errorf("watch localhost admin kubeconfig: %w", event.Error)
+			}
+
+			certs, ok := event.Resource.(*secrets.Kubernetes)
+			if !ok || event.Type == state.Destroyed {
+				continue
+			}
+
+			if kubeconfig := certs.TypedSpec().LocalhostAdminKubeconfig; kubeconfig != "" && sha256.Sum256([]byte(kubeconfig)) != used {
+				return nil
+			}
+		}
+	}
+}
+
+// write writes the token and the kubeconfig, in this order and each atomically, and returns the kubeconfig.
 func (b *Bootstrap) write(admin *rest.Config, token string) ([]byte, error) {
 	tokenPath := filepath.Join(b.dir, "token")
 	cluster := clientcmdapi.Cluster{Server: admin.Host, CertificateAuthorityData: admin.CAData, TLSServerName: admin.ServerName}
@@ -288,7 +272,7 @@ func (b *Bootstrap) write(admin *rest.Config, token string) ([]byte, error) {
 	return kubeconfig, errors.Join(replaceFile(tokenPath, []byte(token)), replaceFile(b.Kubeconfig(), kubeconfig))
 }
 
-// replaceFile leaves either the old or the new file, never a part.
+// replaceFile writes a file atomically.
 func replaceFile(path string, data []byte) error {
 	next := path + ".next"
 
@@ -298,6 +282,57 @@ func replaceFile(path string, data []byte) error {
 
 	if err := os.Rename(next, path); err != nil {
 		return fmt.Errorf("write %s: %w", path, err)
+	}
+
+	return nil
+}
+
+// applyManifests applies every document of the stream by server-side apply. It overrides conflicts, since talos-ccm owns objects of these names.
+func applyManifests(ctx context.Context, client kubernetes.Interface, stream []byte) error {
+	documents := utilyaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(stream)))
+
+	for {
+		document, err := documents.Read()
+		if errors.Is(err, io.EOF) {
+			return nil
+		} else if err != nil {
+			return fmt.Errorf("read manifests: %w", err)
+		}
+
+		if err := apply(ctx, client, document); err != nil {
+			return err
+		}
+	}
+}
+
+func apply(ctx context.Context, client kubernetes.Interface, document []byte) error {
+	var object metav1.PartialObjectMetadata
+	if err := yaml.Unmarshal(document, &object); err != nil {
+		return fmt.Errorf("parse manifest: %w", err)
+	}
+
+	force := true
+	options := metav1.PatchOptions{FieldManager: fieldManager, Force: &force}
+
+	var err error
+
+	switch object.Kind {
+	case "ServiceAccount":
+		_, err = client.CoreV1().ServiceAccounts(object.Namespace).Patch(ctx, object.Name, types.ApplyPatchType, document, options)
+	case "ClusterRole":
+		_, err = client.RbacV1().ClusterRoles().Patch(ctx, object.Name, types.ApplyPatchType, document, options)
+	case "ClusterRoleBinding":
+		_, err = client.RbacV1().ClusterRoleBindings().Patch(ctx, object.Name, types.ApplyPatchType, document, options)
+	case "Role":
+		_, err = client.RbacV1().Roles(object.Namespace).Patch(ctx, object.Name, types.ApplyPatchType, document, options)
+	case "RoleBinding":
+		_, err = client.RbacV1().RoleBindings(object.Namespace).Patch(ctx, object.Name, types.ApplyPatchType, document, options)
+	default:
+		err = errors.New("unsupported kind")
+	}
+
+	if err != nil {
+		return fmt.Errorf("apply %s %s: %w", object.Kind, object.Name, err)
 	}
 
 	return nil

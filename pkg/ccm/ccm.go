@@ -1,8 +1,7 @@
-// Package ccm puts talos-ccm together: credentials, leadership, reflector and controllers.
+// Package ccm runs talos-ccm: it obtains credentials, runs for leader election and runs the reflector and the controllers while it leads.
 //
-// It uses the parts of the framework's shell (k8s.io/cloud-provider/app): its flags, its serving, its controllers. It does not use
-// app.Run, which cannot release the lease, ends the process when the API server is late, and takes the list of
-// controllers that are off from a package variable.
+// It uses the flags, the secure port and the controllers of k8s.io/cloud-provider/app, but not app.Run: that cannot release the lease, exits
+// if the API server is not available yet, and keeps the list of disabled controllers in a package variable.
 package ccm
 
 import (
@@ -19,32 +18,41 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 
+	"github.com/talos-ccm/talos-ccm/extension"
 	"github.com/talos-ccm/talos-ccm/pkg/bootstrap"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
 	"github.com/talos-ccm/talos-ccm/pkg/settings"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/version"
 )
 
-// errLeaseLost ends a run: another instance leads, or may.
-var errLeaseLost = errors.New("the leader's lease was lost")
+// Delays between attempts to reach the API server or the local machine.
+const (
+	retryFirst = 500 * time.Millisecond
+	retryMax   = 30 * time.Second
+)
 
-// App is one run of talos-ccm. Use New.
+// errLeaseLost ends a run: another instance leads, or is about to.
+var errLeaseLost = errors.New("leader election lost")
+
+// App runs talos-ccm. Use New.
 type App struct {
 	options *Options
 	clock   clock.Clock
-	socket  *talosapi.Socket // nil outside Talos
-	// settings outlive the connections: the last good configuration stays in force.
+	// socket is nil outside Talos.
+	socket *talosapi.Socket
+	// settings outlive the connections to Kubernetes, so that the last-known-good configuration stays in force.
 	settings *settings.Store
-	// identity is who we are in the lease, unless the machine has a better name for us. It stays when the connections are made anew, so
-	// that a lease that could not be released is taken up again at once.
+	// identity is the holder of the lease where the machine has no better one. It outlives the connections to Kubernetes, so that a lease that
+	// could not be released can be renewed.
 	identity string
 }
 
-// New makes an App. The options must be valid.
+// New returns an App. The options must be valid.
 func New(options *Options) (*App, error) {
 	hostname, err := os.Hostname()
 	if err != nil {
-		return nil, fmt.Errorf("name this instance: %w", err)
+		return nil, fmt.Errorf("get hostname: %w", err)
 	}
 
 	a := &App{options: options, clock: options.Clock, identity: hostname + "_" + string(uuid.NewUUID())}
@@ -53,26 +61,31 @@ func New(options *Options) (*App, error) {
 		a.clock = clock.RealClock{}
 	}
 
+	var source settings.Source = settings.Defaults{}
+
+	if path := options.Framework.KubeCloudShared.CloudProvider.CloudConfigFile; path != "" {
+		source = settings.File{Path: path, Clock: a.clock}
+	}
+
 	if options.MachineSocket != "" {
-		socket, err := talosapi.OpenSocket(options.MachineSocket)
-		if err != nil {
+		if a.socket, err = talosapi.OpenSocket(options.MachineSocket); err != nil {
 			return nil, err
 		}
 
-		a.socket = socket
+		source = settings.Extension{Admin: a.socket.Admin, Name: extension.Name, Clock: a.clock}
 	}
 
-	a.settings = settings.New(a.source(), settings.LastKnownGood{Dir: options.StateDir}, a.checkEnvironment)
+	a.settings = settings.New(source, settings.LastKnownGood{Dir: options.StateDir}, a.checkEnvironment)
 
 	return a, nil
 }
 
-// Run works until ctx ends, and then returns nil after it has released the lease, within ten seconds. On a worker, in maintenance mode
-// and while the machine is going down it idles. It returns a *RestartError if the process is to be replaced, and any other error if the lease was
-// lost, and whoever supervises the process should start it again.
+// Run runs until ctx ends; it then releases the lease and returns nil, within ten seconds. It idles while the local machine is a worker, in
+// maintenance mode, or going down. It returns a *RestartError if the process must be replaced. After any other error, such as a lost
+// lease, a supervisor should restart the process.
 func (a *App) Run(ctx context.Context) error {
 	if a.socket != nil {
-		defer a.socket.Close() //nolint:errcheck // nothing is in flight
+		defer a.socket.Close() //nolint:errcheck // no call is in flight
 	}
 
 	var group sync.WaitGroup
@@ -89,7 +102,17 @@ func (a *App) Run(ctx context.Context) error {
 
 	group.Go(func() { a.settings.Run(ctx) })
 
-	err := a.run(ctx, &group)
+	run := a.connect
+
+	if a.socket != nil {
+		changes := make(chan localState)
+
+		group.Go(func() { a.watchLocalState(ctx, changes) })
+
+		run = func(ctx context.Context) error { return a.runOnControlPlane(ctx, changes) }
+	}
+
+	err := run(ctx)
 
 	if restart := (*RestartError)(nil); err == nil && errors.As(context.Cause(ctx), &restart) {
 		return restart
@@ -98,45 +121,33 @@ func (a *App) Run(ctx context.Context) error {
 	return err
 }
 
-func (a *App) run(ctx context.Context, group *sync.WaitGroup) error {
-	if a.socket == nil {
-		return a.work(ctx)
-	}
-
-	changes := make(chan standing)
-
-	group.Go(func() { watchStanding(ctx, a.socket.Reader, a.clock, changes) })
-
-	return a.workWhileServing(ctx, changes)
-}
-
-// workWhileServing works while this machine's standing allows it.
-func (a *App) workWhileServing(ctx context.Context, changes <-chan standing) error {
+// runOnControlPlane connects while the state of the local machine allows it, and idles otherwise.
+func (a *App) runOnControlPlane(ctx context.Context, changes <-chan localState) error {
 	var (
 		logger = klog.FromContext(ctx)
 		stop   = func() {}
 		done   chan error // nil while idle
-		now    standing
+		state  localState
 	)
 
-	logger.Info("Waiting for this machine to be a control-plane machine")
+	logger.Info("Waiting for the local machine to become a control-plane machine")
 
 	for {
-		if now.serves() && done == nil {
-			logger.Info("This machine is a control-plane machine, starting", "stage", now.stage)
+		if state.serves() && done == nil {
+			logger.Info("Local machine is a control-plane machine; starting", "stage", state.stage)
 
-			var working context.Context
+			var connectCtx context.Context
 
-			working, stop = context.WithCancel(ctx)
+			connectCtx, stop = context.WithCancel(ctx)
 			done = make(chan error, 1)
 
-			go func(done chan<- error) { done <- a.work(working) }(done)
+			go func(done chan<- error) { done <- a.connect(connectCtx) }(done)
 		}
 
 		select {
-		case now = <-changes:
-			if !now.serves() {
-				logger.Info("Idle", "controlPlane", now.controlPlane, "stage", now.stage)
+		case state = <-changes:
+			if !state.serves() {
+				logger.Info("Idle", "controlPlane", state.controlPlane, "stage", state.stage)
 				stop()
 			}
 		case err := <-done:
@@ -159,8 +170,8 @@ func (a *App) workWhileServing(ctx context.Context, changes <-chan standing) err
 	}
 }
 
-// work runs the whole chain until ctx ends, or until its connections to Kubernetes have to be made anew.
-func (a *App) work(ctx context.Context) error {
+// connect obtains credentials and runs the controller manager until ctx ends or its clients must be recreated.
+func (a *App) connect(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 
@@ -174,32 +185,39 @@ func (a *App) work(ctx context.Context) error {
 	}
 
 	config, err := a.frameworkConfig(ctx, kubeconfig)
-	if err != nil || ctx.Err() != nil {
+	if err != nil || config == nil {
 		return err
 	}
 
-	return newLeader(a, creds, config).run(ctx)
+	return newControllerManager(a, creds, config).run(ctx)
 }
 
-// credentials returns those for Talos and the path of those for Kubernetes, empty for a pod's own, once both are there, or when ctx ends. It calls
-// replaced when those for Kubernetes can no longer be kept fresh in place.
+// credentials waits for credentials and returns the Talos credentials and the path of the kubeconfig, empty for the in-cluster configuration.
+// The renewal runs in group. It calls replaced if the API server endpoint or CA changes.
 func (a *App) credentials(ctx context.Context, group *sync.WaitGroup, replaced func()) (talosapi.Credentials, string) {
-	var creds talosapi.Credentials = talosapi.Talosconfig{Path: a.options.Talosconfig}
-
-	if a.socket != nil {
-		minted := talosapi.NewIssuedCredentials(a.socket.Admin, a.clock)
-		creds = minted
-
-		keepFresh(ctx, group, minted.Run)
-	}
-
 	kubeconfig := a.options.Framework.Generic.ClientConnection.Kubeconfig
 
-	if kubeconfig == "" && a.socket != nil {
+	if a.socket == nil {
+		return talosapi.Talosconfig{Path: a.options.Talosconfig}, kubeconfig
+	}
+
+	// await starts run and returns when run has called ready, or when ctx ends.
+	await := func(run func(ctx context.Context, ready func())) {
+		readyCtx, ready := context.WithCancel(ctx)
+
+		group.Go(func() { run(ctx, ready) })
+		<-readyCtx.Done()
+	}
+
+	creds := talosapi.NewIssuedCredentials(a.socket.Admin, a.clock)
+
+	await(creds.Run)
+
+	if kubeconfig == "" {
 		b := bootstrap.New(a.socket.Admin, a.options.RunDir, a.clock)
 		kubeconfig = b.Kubeconfig()
 
-		keepFresh(ctx, group, func(ctx context.Context, ready func()) {
+		await(func(ctx context.Context, ready func()) {
 			b.Run(ctx, ready)
 			replaced()
 		})
@@ -208,70 +226,38 @@ func (a *App) credentials(ctx context.Context, group *sync.WaitGroup, replaced f
 	return creds, kubeconfig
 }
 
-// keepFresh starts run and returns when it has called ready, or when ctx ends.
-func keepFresh(ctx context.Context, group *sync.WaitGroup, run func(ctx context.Context, ready func())) {
-	ready := make(chan struct{})
-
-	group.Go(func() { run(ctx, sync.OnceFunc(func() { close(ready) })) })
-
-	select {
-	case <-ready:
-	case <-ctx.Done():
-	}
-}
-
-// frameworkConfig asks the API server for what it needs to serve, so it may have to wait for it.
-func (a *App) frameworkConfig(ctx context.Context, kubeconfig string) (*cloudconfig.CompletedConfig, error) {
-	if err := checkKubeconfig(kubeconfig); err != nil {
-		return nil, err
+// frameworkConfig builds the configuration of the framework and opens the secure port, retrying until the API server answers and the port is
+// free. It returns nil if ctx ends first.
+func (a *App) frameworkConfig(ctx context.Context, kubeconfig string) (config *cloudconfig.CompletedConfig, err error) {
+	if kubeconfig == "" {
+		if _, err := rest.InClusterConfig(); err != nil {
+			return nil, fmt.Errorf("load in-cluster configuration, since --kubeconfig is not set: %w", err)
+		}
+	} else if _, err := os.Stat(kubeconfig); err != nil {
+		return nil, fmt.Errorf("read kubeconfig: %w", err)
 	}
 
-	for backoff := newBackoff(); ; {
-		// Anew for each attempt: one that fails leaves its marks, such as no port to serve on if that was taken.
+	//nolint:errcheck // the only error is that of ctx
+	_ = backoff.Retry(ctx, a.clock, retryFirst, retryMax, func(ctx context.Context) error {
+		// A failed attempt changes the options, for example it sets the secure port to 0 if the port is in use.
 		framework := a.options.frameworkFor(kubeconfig)
 
-		config, err := framework.Config(controllerNames(), disabledByDefault().List(), controllerAliases(), nil, nil)
+		c, err := framework.Config(controllerNames(), disabledByDefault().List(), controllerAliases(), nil, nil)
 		if err == nil {
-			config.Kubeconfig.UserAgent = version.UserAgent()
+			c.Kubeconfig.UserAgent = version.UserAgent()
+			config = c.Complete()
 
-			return config.Complete(), nil
+			return nil
 		}
 
-		klog.FromContext(ctx).Info("Not ready to serve yet, trying again", "err", err)
+		klog.FromContext(ctx).Info("API server or secure port not available; retrying", "err", err)
 
 		if listener := framework.SecureServing.Listener; listener != nil {
-			listener.Close() //nolint:errcheck // nobody has connected
+			listener.Close() //nolint:errcheck // no client has connected
 		}
 
-		select {
-		case <-ctx.Done():
-			return nil, nil
-		case <-a.clock.After(backoff.Step()):
-		}
-	}
-}
+		return err
+	})
 
-// checkKubeconfig says why there is no use in waiting for the API server. Without a kubeconfig the credentials are a pod's.
-func checkKubeconfig(path string) error {
-	if path == "" {
-		if _, err := rest.InClusterConfig(); err != nil {
-			return fmt.Errorf("connect to Kubernetes as a pod, for want of --kubeconfig: %w", err)
-		}
-
-		return nil
-	}
-
-	if _, err := os.Stat(path); err != nil {
-		return fmt.Errorf("read kubeconfig: %w", err)
-	}
-
-	return nil
-}
-
-// within returns when done is closed, or after d.
-func within(d time.Duration, clk clock.Clock, done <-chan struct{}) {
-	select {
-	case <-done:
-	case <-clk.After(d):
-	}
+	return config, nil
 }

@@ -5,24 +5,30 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/cosi-project/runtime/pkg/state"
+	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/config"
+	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
-	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/klog/v2"
-	"k8s.io/utils/clock"
+
+	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
 )
 
-// standing is what this machine's own state says of whether we should work on it.
-type standing struct {
+// localTimeout bounds reads of the local machine: the other machines must not wait for it.
+const localTimeout = 3 * time.Second
+
+// localState is the type and stage of the local machine. The zero value is a machine whose state is unknown.
+type localState struct {
 	controlPlane bool
 	stage        runtime.MachineStage
 }
 
-// serves is true on a control-plane machine that is not about to go away. In maintenance mode Talos has no machine type yet.
-func (s standing) serves() bool {
+// serves reports whether talos-ccm should run: on a control-plane machine that is not going down. A machine in maintenance mode has no type.
+func (s localState) serves() bool {
 	switch s.stage {
-	case runtime.MachineStageUnknown: // not told yet
+	case runtime.MachineStageUnknown:
 		return false
 	case runtime.MachineStageRebooting, runtime.MachineStageShuttingDown, runtime.MachineStageResetting, runtime.MachineStageUpgrading:
 		return false
@@ -32,47 +38,34 @@ func (s standing) serves() bool {
 	return s.controlPlane
 }
 
-// watchStanding sends every change of this machine's standing until ctx ends. When machined cannot be asked it tries again, with
-// capped back-off, and the last standing remains.
-func watchStanding(ctx context.Context, st state.CoreState, clk clock.Clock, changes chan<- standing) {
-	var (
-		last    standing
-		backoff = newBackoff()
-	)
+// watchLocalState sends the state of the local machine on every change until ctx ends. While machined cannot be reached, the last state holds.
+func (a *App) watchLocalState(ctx context.Context, changes chan<- localState) {
+	var last localState
 
-	for ctx.Err() == nil {
-		began := clk.Now()
-		err := followStanding(ctx, st, &last, changes)
-
-		if ctx.Err() != nil {
-			return
+	//nolint:errcheck // the only error is that of ctx
+	_ = backoff.Retry(ctx, a.clock, retryFirst, retryMax, func(ctx context.Context) error {
+		err := followLocalState(ctx, a.socket.Reader, &last, changes)
+		if ctx.Err() == nil {
+			klog.FromContext(ctx).V(2).Info("Failed to watch local machine; retrying", "err", err)
 		}
 
-		if clk.Since(began) > backoffMax {
-			backoff = newBackoff()
-		}
-
-		klog.FromContext(ctx).V(2).Info("This machine's state cannot be watched, trying again", "err", err)
-
-		select {
-		case <-ctx.Done():
-		case <-clk.After(backoff.Step()):
-		}
-	}
+		return err
+	})
 }
 
-func followStanding(ctx context.Context, st state.CoreState, last *standing, changes chan<- standing) error {
+// followLocalState is watchLocalState up to the first failure. It always returns an error.
+func followLocalState(ctx context.Context, st state.CoreState, last *localState, changes chan<- localState) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 
 	events := make(chan state.Event)
 
 	if err := st.Watch(ctx, config.NewMachineType().Metadata(), events); err != nil {
-		return fmt.Errorf("watch this machine's type: %w", err)
+		return fmt.Errorf("watch machine type: %w", err)
 	}
 
 	if err := st.Watch(ctx, runtime.NewMachineStatus().Metadata(), events); err != nil {
-		return fmt.Errorf("watch this machine's status: %w", err)
+		return fmt.Errorf("watch machine status: %w", err)
 	}
 
 	for {
@@ -100,10 +93,10 @@ func followStanding(ctx context.Context, st state.CoreState, last *standing, cha
 	}
 }
 
-// after is the standing once event has happened. A resource that is gone changes nothing: machined may be starting.
-func (s standing) after(event state.Event) (standing, error) {
+// after returns the state after event. The destruction of a resource changes nothing: machined may be starting.
+func (s localState) after(event state.Event) (localState, error) {
 	if event.Type == state.Errored {
-		return s, fmt.Errorf("watch this machine: %w", event.Error)
+		return s, fmt.Errorf("watch local machine: %w", event.Error)
 	}
 
 	if event.Type != state.Created && event.Type != state.Updated {
@@ -120,11 +113,41 @@ func (s standing) after(event state.Event) (standing, error) {
 	return s, nil
 }
 
-const (
-	backoffFirst = 500 * time.Millisecond
-	backoffMax   = 30 * time.Second
-)
+// localNodename returns the nodename of the local machine; it is empty outside Talos and if it is not known.
+func (a *App) localNodename(ctx context.Context) string {
+	if a.socket == nil {
+		return ""
+	}
 
-func newBackoff() wait.Backoff {
-	return wait.Backoff{Duration: backoffFirst, Factor: 2, Jitter: 0.3, Steps: 10, Cap: backoffMax}
+	ctx, cancel := context.WithTimeout(ctx, localTimeout)
+	defer cancel()
+
+	nodename, err := safe.StateGetByID[*k8s.Nodename](ctx, a.socket.Reader, k8s.NodenameID)
+	if err != nil {
+		klog.FromContext(ctx).V(2).Info("Nodename of the local machine is not available", "err", err)
+
+		return ""
+	}
+
+	return nodename.TypedSpec().Nodename
+}
+
+// leaseIdentity returns the holder identity for the lease. On Talos it is derived from the machine: Talos runs one instance per machine and
+// restarts it, so the holder of a lease that names this machine was an earlier process, and the lease can be renewed without waiting for it to expire.
+func (a *App) leaseIdentity(ctx context.Context) string {
+	if a.socket == nil {
+		return a.identity
+	}
+
+	ctx, cancel := context.WithTimeout(ctx, localTimeout)
+	defer cancel()
+
+	node, err := safe.StateGetByID[*cluster.Identity](ctx, a.socket.Reader, cluster.LocalIdentity)
+	if err != nil || node.TypedSpec().NodeID == "" {
+		klog.FromContext(ctx).V(2).Info("Node ID of the local machine is not available; using a random lease identity", "err", err)
+
+		return a.identity
+	}
+
+	return component + "_" + node.TypedSpec().NodeID
 }

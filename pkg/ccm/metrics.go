@@ -13,13 +13,13 @@ import (
 
 var machines = metrics.NewGaugeVec(&metrics.GaugeOpts{
 	Name:           "talosccm_machines",
-	Help:           "Number of machines by condition; those that are being watched are Current.",
+	Help:           "Number of machines by condition. Machines with a working watch are Current.",
 	StabilityLevel: metrics.ALPHA,
 }, []string{"condition"})
 
 var buildInfo = metrics.NewGaugeVec(&metrics.GaugeOpts{
 	Name:           "talosccm_build_info",
-	Help:           "Always 1; which talos-ccm this is, and what it was built with.",
+	Help:           "Always 1. The labels are the version of talos-ccm and of Go.",
 	StabilityLevel: metrics.ALPHA,
 }, []string{"version", "go_version"})
 
@@ -28,11 +28,11 @@ func init() {
 	buildInfo.WithLabelValues(version.Version(), runtime.Version()).Set(1)
 }
 
-// countMachines keeps the gauge in step with inv until it is told to stop; the gauge then has no values, for they are the next leader's to
-// count. What is still heard of machines after that, from informers that end a moment later, does not count.
+// countMachines updates the metric talosccm_machines from inv until stop is called. stop deletes all series, since the next leader exports
+// them. Later changes of inv, from informers that stop late, have no effect.
 func countMachines(inv *inventory.Inventory) (stop func()) {
 	var (
-		mu      sync.Mutex // or an older count could overwrite a newer one
+		mu      sync.Mutex // keeps an older count from overwriting a newer one
 		stopped bool
 	)
 

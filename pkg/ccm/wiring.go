@@ -3,18 +3,17 @@ package ccm
 import (
 	"context"
 	"fmt"
-	"maps"
-	"slices"
+	"net/netip"
 	"sync"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/kubernetes"
-	cloudprovider "k8s.io/cloud-provider"
 	"k8s.io/cloud-provider/app"
-	cloudconfig "k8s.io/cloud-provider/app/config"
 	"k8s.io/cloud-provider/names"
 	genericcontrollermanager "k8s.io/controller-manager/app"
-	"k8s.io/controller-manager/controller"
+	"k8s.io/controller-manager/pkg/clientbuilder"
+	controllerhealthz "k8s.io/controller-manager/pkg/healthz"
+	"k8s.io/klog/v2"
 
 	"github.com/talos-ccm/talos-ccm/pkg/clusteridentity"
 	"github.com/talos-ccm/talos-ccm/pkg/config"
@@ -25,141 +24,257 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/provider"
+	"github.com/talos-ccm/talos-ccm/pkg/reflector"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
 
-// csrApproval is the controller's name upstream, and node-csr-approval another for it.
+// csrApproval is the name of the upstream Talos CCM for the controller.
 const (
 	csrApproval      = "certificatesigningrequest-approving-controller"
 	csrApprovalAlias = "node-csr-approval"
 )
 
-// csrWorkers review requests side by side: each waits for the API server most of the time.
+// csrWorkers is the number of requests that are reviewed concurrently. A review mostly waits for the API server.
 const csrWorkers = 10
 
-// controllers are what our own controllers have in common.
-type controllers struct {
-	*leader
+// control runs the reflector and the controllers until ctx ends and they have stopped.
+func (m *controllerManager) control(ctx context.Context) error {
+	inv := inventory.New(m.app.clock.Now)
+	defer countMachines(inv)()
 
-	group     *sync.WaitGroup
-	inventory *inventory.Inventory
-	dial      talosapi.DialFunc
-}
+	var group sync.WaitGroup
+	defer group.Wait()
 
-// starter starts one of our controllers in c.group, or returns false if there is nothing for it to do.
-type starter func(ctx context.Context) (started bool, err error)
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
 
-// constructors are the framework's and ours. Our node controller takes the place, and the name, of the framework's.
-func (c controllers) constructors() map[string]app.ControllerInitFuncConstructor {
-	constructors := maps.Clone(app.DefaultInitFuncConstructors)
+	dial := m.dialer(ctx)
+	refl := reflector.New(inv, dial, m.app.clock)
 
-	for name, start := range map[string]starter{
-		names.CloudNodeController: c.startNode,
-		csrApproval:               c.startCSRApproval,
-		nodeipam.Name:             c.startNodeIPAM,
-	} {
-		constructors[name] = app.ControllerInitFuncConstructor{
-			InitContext: app.ControllerInitContext{ClientName: component},
-			Constructor: start.construct,
-		}
+	if err := refl.FollowNodes(m.config.SharedInformers.Core().V1().Nodes()); err != nil {
+		return err
 	}
 
-	return constructors
-}
-
-func (start starter) construct(app.ControllerInitContext, *cloudconfig.CompletedConfig, cloudprovider.Interface) app.InitFunc {
-	return func(ctx context.Context, _ genericcontrollermanager.ControllerContext) (controller.Interface, bool, error) {
-		started, err := start(ctx)
-
-		return nil, started, err
-	}
-}
-
-// client is one controller's own, and with it the rate limit: none of them is to wait for another's writes.
-func (c controllers) client() (kubernetes.Interface, error) {
-	client, err := kubernetes.NewForConfig(c.config.Kubeconfig)
+	controllerContext, err := app.CreateControllerContext(m.config, clientbuilder.SimpleControllerClientBuilder{ClientConfig: m.config.Kubeconfig}, ctx.Done())
 	if err != nil {
-		return nil, fmt.Errorf("connect to Kubernetes: %w", err)
+		return fmt.Errorf("create controller context: %w", err)
+	}
+
+	framework := app.ConstructControllerInitializers(app.DefaultInitFuncConstructors, m.config, provider.New(inv, m.nodeOptions))
+
+	start := func(ctx context.Context, name string) (started bool, err error) {
+		var run func(ctx context.Context)
+
+		switch name {
+		case names.CloudNodeController:
+			run, err = m.newNodeController(inv)
+		case csrApproval:
+			run, err = m.newCSRApproval(inv, dial)
+		case nodeipam.Name:
+			run, err = m.newNodeIPAM(inv, dial)
+		default:
+			_, started, err = framework[name](ctx, controllerContext)
+
+			return started, err
+		}
+
+		if run != nil {
+			group.Go(func() { run(ctx) })
+		}
+
+		return run != nil, err
+	}
+
+	if err := m.startControllers(ctx, start); err != nil {
+		return err
+	}
+
+	group.Go(func() { refl.Run(ctx) })
+	m.config.SharedInformers.Start(ctx.Done())
+	controllerContext.InformerFactory.Start(ctx.Done())
+	close(controllerContext.InformersStarted)
+
+	<-ctx.Done()
+
+	return nil
+}
+
+// startControllers starts the enabled controllers. start returns false for a controller that has nothing to do.
+func (m *controllerManager) startControllers(ctx context.Context, start func(ctx context.Context, name string) (bool, error)) error {
+	logger := klog.FromContext(ctx)
+
+	for _, name := range controllerNames() {
+		if !genericcontrollermanager.IsControllerEnabled(name, disabledByDefault(), m.config.ComponentConfig.Generic.Controllers) {
+			continue
+		}
+
+		started, err := start(klog.NewContext(ctx, klog.LoggerWithName(logger, name)), name)
+		if err != nil {
+			return fmt.Errorf("start %s: %w", name, err)
+		}
+
+		if !started {
+			logger.Info("Controller has nothing to do; not started", "controller", name)
+
+			continue
+		}
+
+		logger.Info("Started controller", "controller", name)
+		m.checks.AddHealthChecker(controllerhealthz.NamedPingChecker(name))
+	}
+
+	return nil
+}
+
+// dialer dials the local machine over machine.sock, and all others over the network.
+func (m *controllerManager) dialer(ctx context.Context) talosapi.DialFunc {
+	local := m.app.localNodename(ctx)
+
+	return func(nodename string, addr netip.Addr) (talosapi.State, error) {
+		if local != "" && nodename == local {
+			return talosapi.DialSocket(m.app.options.MachineSocket)
+		}
+
+		return talosapi.Dial(m.creds, addr)
+	}
+}
+
+// client returns a new client. Each controller has one, so that controllers do not share a rate limit.
+func (m *controllerManager) client() (kubernetes.Interface, error) {
+	client, err := kubernetes.NewForConfig(m.config.Kubeconfig)
+	if err != nil {
+		return nil, fmt.Errorf("create Kubernetes client: %w", err)
 	}
 
 	return client, nil
 }
 
-func (c controllers) startNode(ctx context.Context) (bool, error) {
-	client, err := c.client()
+// nodeOptions returns the options for Nodes that are in force.
+func (m *controllerManager) nodeOptions() nodespec.Options {
+	return NodeOptions(m.app.settings.Current(), m.app.options.ProviderIDFallback)
+}
+
+func (m *controllerManager) newNodeController(inv *inventory.Inventory) (func(context.Context), error) {
+	client, err := m.client()
 	if err != nil {
-		return false, err
+		return nil, err
 	}
 
 	ctrl, err := nodecontroller.New(nodecontroller.Config{
 		Client:    client,
-		Nodes:     c.config.SharedInformers.Core().V1().Nodes(),
-		Inventory: c.inventory,
-		Recorder:  c.recorder,
-		Clock:     c.clock,
-		Options:   c.nodeOptions,
+		Nodes:     m.config.SharedInformers.Core().V1().Nodes(),
+		Inventory: inv,
+		Recorder:  m.recorder,
+		Clock:     m.app.clock,
+		Options:   m.nodeOptions,
 	})
 	if err != nil {
-		return false, err
+		return nil, err
 	}
 
-	c.group.Go(func() {
-		defer c.settings.Subscribe(ctrl.Resync)()
+	return func(ctx context.Context) {
+		defer m.app.settings.Subscribe(ctrl.Resync)()
 
-		ctrl.Run(ctx, int(c.config.ComponentConfig.NodeController.ConcurrentNodeSyncs))
-	})
-
-	return true, nil
+		ctrl.Run(ctx, int(m.config.ComponentConfig.NodeController.ConcurrentNodeSyncs))
+	}, nil
 }
 
-func (c controllers) startCSRApproval(ctx context.Context) (bool, error) {
-	nodes := c.config.SharedInformers.Core().V1().Nodes()
+func (m *controllerManager) newCSRApproval(inv *inventory.Inventory, dial talosapi.DialFunc) (func(context.Context), error) {
+	nodes := m.config.SharedInformers.Core().V1().Nodes()
 
-	client, err := c.client()
+	client, err := m.client()
 	if err != nil {
-		return false, err
+		return nil, err
 	}
 
 	identity := clusteridentity.New(clusteridentity.Config{
-		Kubernetes: c.config.Kubeconfig,
+		Kubernetes: m.config.Kubeconfig,
 		Client:     client,
 		Nodes:      nodes.Lister(),
-		Dial:       c.dial,
-		Clock:      c.clock,
+		Dial:       dial,
+		Clock:      m.app.clock,
 	})
 
 	ctrl, err := csrapproval.New(csrapproval.Config{
 		Client:    client,
 		Nodes:     nodes,
-		Inventory: c.inventory,
+		Inventory: inv,
 		Identity:  identity,
-		Recorder:  c.recorder,
-		Clock:     c.clock,
-		Managed:   c.claims,
-		Policy:    c.csrPolicy,
+		Recorder:  m.recorder,
+		Clock:     m.app.clock,
+		Managed: func(node *corev1.Node) bool {
+			return nodespec.Managed(nodespec.NewInput(node, inv.Get(node.Name).Machine, m.nodeOptions()))
+		},
+		Policy: func(node *corev1.Node, talos machine.Machine) csrpolicy.Policy {
+			return csrPolicy(m.app.settings.Current(), node, talos)
+		},
 	})
 	if err != nil {
-		return false, err
+		return nil, err
 	}
 
-	c.group.Go(func() { identity.Run(ctx) })
-	c.group.Go(func() {
-		defer c.settings.Subscribe(ctrl.Requeue)()
+	return func(ctx context.Context) {
+		var group sync.WaitGroup
+		defer group.Wait()
+
+		group.Go(func() { identity.Run(ctx) })
+
+		defer m.app.settings.Subscribe(ctrl.Requeue)()
 
 		ctrl.Run(ctx, csrWorkers)
+	}, nil
+}
+
+// newNodeIPAM returns nil if the allocation of pod CIDRs is disabled.
+func (m *controllerManager) newNodeIPAM(inv *inventory.Inventory, dial talosapi.DialFunc) (func(context.Context), error) {
+	if !m.app.options.Framework.KubeCloudShared.AllocateNodeCIDRs {
+		return nil, nil
+	}
+
+	options, err := m.app.options.ipam()
+	if err != nil {
+		return nil, err
+	}
+
+	client, err := m.client()
+	if err != nil {
+		return nil, err
+	}
+
+	var local talosapi.State
+	if m.app.socket != nil {
+		local = m.app.socket.Reader
+	}
+
+	ctrl, err := nodeipam.New(nodeipam.Config{
+		Client:     client,
+		Nodes:      m.config.SharedInformers.Core().V1().Nodes(),
+		Inventory:  inv,
+		Recorder:   m.recorder,
+		Clock:      m.app.clock,
+		LocalState: local,
+		Dial:       dial,
+		Selector:   func() *rules.Selector { return m.app.settings.Current().NodeSelector },
+		Pools: func() (pools []nodeipam.Pool) {
+			for _, pool := range m.app.settings.Current().Pools {
+				pools = append(pools, nodeipam.Pool(pool))
+			}
+
+			return pools
+		},
+		Options: options,
 	})
+	if err != nil {
+		return nil, err
+	}
 
-	return true, nil
-}
+	return func(ctx context.Context) {
+		defer m.app.settings.Subscribe(ctrl.Resync)()
 
-// claims tells whether a Node that runs Talos is ours, as far as its machine is known.
-func (c controllers) claims(node *corev1.Node) bool {
-	return nodespec.Managed(nodespec.NewInput(node, c.inventory.Get(node.Name).Machine, c.nodeOptions()))
-}
-
-func (c controllers) csrPolicy(node *corev1.Node, m machine.Machine) csrpolicy.Policy {
-	return csrPolicy(c.settings.Current(), node, m)
+		ctrl.Run(ctx)
+	}, nil
 }
 
 // csrPolicy is what the configuration allows the machine: the names that rules give it, which its kubelet asks for since they are on its Node, and what
@@ -188,67 +303,4 @@ func csrPolicy(current *config.Compiled, node *corev1.Node, m machine.Machine) c
 	}
 
 	return policy
-}
-
-func (c controllers) startNodeIPAM(ctx context.Context) (bool, error) {
-	if !c.options.Framework.KubeCloudShared.AllocateNodeCIDRs {
-		return false, nil
-	}
-
-	options, err := c.options.ipam()
-	if err != nil {
-		return false, err
-	}
-
-	client, err := c.client()
-	if err != nil {
-		return false, err
-	}
-
-	var own talosapi.State
-	if c.socket != nil {
-		own = c.socket.Reader
-	}
-
-	ctrl, err := nodeipam.New(nodeipam.Config{
-		Client:     client,
-		Nodes:      c.config.SharedInformers.Core().V1().Nodes(),
-		Inventory:  c.inventory,
-		Recorder:   c.recorder,
-		Clock:      c.clock,
-		LocalState: own,
-		Dial:       c.dial,
-		Selector:   func() *rules.Selector { return c.settings.Current().NodeSelector },
-		Pools:      c.pools,
-		Options:    options,
-	})
-	if err != nil {
-		return false, err
-	}
-
-	c.group.Go(func() {
-		defer c.settings.Subscribe(ctrl.Resync)()
-
-		ctrl.Run(ctx)
-	})
-
-	return true, nil
-}
-
-// pools are those of the configuration.
-func (c controllers) pools() []nodeipam.Pool {
-	var pools []nodeipam.Pool
-
-	for _, pool := range c.settings.Current().Pools {
-		pools = append(pools, nodeipam.Pool{
-			Name:          pool.Name,
-			Selector:      pool.Selector,
-			CIDRs:         slices.Clone(pool.CIDRs),
-			MaskSizeIPv4:  pool.MaskSizeIPv4,
-			MaskSizeIPv6:  pool.MaskSizeIPv6,
-			BlockSizeAuto: pool.BlockSizeAuto,
-		})
-	}
-
-	return pools
 }

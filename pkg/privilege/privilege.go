@@ -1,9 +1,9 @@
 //go:build linux
 
-// Package privilege gives up what an extension service starts with.
+// Package privilege drops the privileges with which Talos starts an extension service.
 //
-// Talos starts every extension service as root with all capabilities but two, and its service spec has no field to ask for less, so
-// the process does it by itself, before it does anything else.
+// Talos starts every extension service as root with all but two capabilities. The service spec cannot request fewer, so the process drops them
+// itself at startup.
 package privilege
 
 import (
@@ -16,18 +16,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// UID is the only user but root that may connect to machine.sock: the socket is 0755 and belongs to it.
+// UID is the owner of machine.sock. The mode of the socket is 0755, so besides root only its owner may connect.
 const UID = constants.ApidUserID
 
-// maxOpenFiles is one per machine and some to spare; Talos up to 1.12 starts extension services with 1024.
+// maxOpenFiles allows for one connection per machine with a wide margin. Talos up to 1.12 starts extension services with a limit of 1024.
 const maxOpenFiles = 1 << 20
 
-// RaiseOpenFiles raises the limit of open files beyond the hard limit, which takes CAP_SYS_RESOURCE; up to there the Go runtime has
-// raised it already.
+// RaiseOpenFiles raises RLIMIT_NOFILE above the hard limit, which requires CAP_SYS_RESOURCE. The Go runtime has already raised it up to the hard
+// limit.
 func RaiseOpenFiles() error {
 	var limit unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
-		return fmt.Errorf("read the limit of open files: %w", err)
+		return fmt.Errorf("get RLIMIT_NOFILE: %w", err)
 	}
 
 	if limit.Cur >= maxOpenFiles {
@@ -36,21 +36,21 @@ func RaiseOpenFiles() error {
 
 	wanted := unix.Rlimit{Cur: maxOpenFiles, Max: max(maxOpenFiles, limit.Max)}
 	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &wanted); err != nil {
-		return fmt.Errorf("raise the limit of open files from %d to %d: %w", limit.Cur, wanted.Cur, err)
+		return fmt.Errorf("raise RLIMIT_NOFILE from %d to %d: %w", limit.Cur, wanted.Cur, err)
 	}
 
 	return nil
 }
 
-// Drop makes the process UID, without groups and capabilities, and dirs, which it creates, its own. There is no way back. A process that is
-// UID already has been here before and has replaced itself; it is only checked.
+// Drop creates dirs, gives them to UID, and switches the process to UID without supplementary groups and capabilities. This cannot be undone. If
+// the process already runs as UID, because it has replaced itself, Drop only verifies that it has no capabilities.
 func Drop(dirs ...string) error {
 	if os.Geteuid() == UID {
 		return checkNoCapabilities()
 	}
 
 	if os.Geteuid() != 0 {
-		return errors.New("drop privileges: only root can")
+		return errors.New("drop privileges: not running as root")
 	}
 
 	for _, dir := range dirs {
@@ -63,8 +63,8 @@ func Drop(dirs ...string) error {
 		}
 	}
 
-	// In package syscall, unlike x/sys, these reach all threads. The kernel clears all effective and permitted
-	// capabilities with the last of them.
+	// Unlike those of x/sys, these functions of package syscall apply to all threads. The kernel clears all effective and permitted capabilities
+	// with the last one.
 	if err := errors.Join(syscall.Setgroups(nil), syscall.Setgid(UID), syscall.Setuid(UID)); err != nil {
 		return fmt.Errorf("drop privileges: %w", err)
 	}
@@ -72,17 +72,17 @@ func Drop(dirs ...string) error {
 	return checkNoCapabilities()
 }
 
-// checkNoCapabilities is there for kernels and securebits that we did not think of.
+// checkNoCapabilities guards against unexpected kernels and securebits.
 func checkNoCapabilities() error {
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 
 	var data [2]unix.CapUserData
 	if err := unix.Capget(&header, &data[0]); err != nil {
-		return fmt.Errorf("read capabilities: %w", err)
+		return fmt.Errorf("get capabilities: %w", err)
 	}
 
 	if data[0].Effective|data[1].Effective|data[0].Permitted|data[1].Permitted != 0 {
-		return errors.New("drop privileges: capabilities are left")
+		return errors.New("drop privileges: process still has capabilities")
 	}
 
 	return nil

@@ -1,7 +1,7 @@
-// Package provider shows the inventory to the framework's own controllers as a cloudprovider.Interface.
+// Package provider implements cloudprovider.Interface on top of the inventory, for the controllers of k8s.io/cloud-provider.
 //
-// It is read-only and answers from memory. It never says that a machine is gone or shut down: a machine that does not answer
-// proves neither, and both answers have Nodes deleted or tainted.
+// It is read-only and makes no remote calls. It never reports a machine as deleted or shut down, since these answers make the framework delete or
+// taint the Node, and an unreachable machine proves neither.
 package provider
 
 import (
@@ -15,10 +15,10 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
-// Name is the provider's name, and the scheme of the providerIDs we make.
+// Name is the name of the provider and the scheme of generated providerIDs.
 const Name = "talos"
 
-// Inventory is what the provider reads.
+// Inventory is the part of the inventory that the provider reads.
 type Inventory interface {
 	nodespec.Peers
 
@@ -36,12 +36,12 @@ var (
 	_ cloudprovider.InstancesV2 = (*Provider)(nil)
 )
 
-// New makes a Provider over the inventory; options returns the choices now in force.
+// New returns a Provider that reads inv. options returns the options in force.
 func New(inv Inventory, options func() nodespec.Options) *Provider {
 	return &Provider{inventory: inv, options: options}
 }
 
-// Initialize does nothing: all there is to know is in the inventory.
+// Initialize does nothing.
 func (*Provider) Initialize(cloudprovider.ControllerClientBuilder, <-chan struct{}) {}
 
 // ProviderName implements cloudprovider.Interface.
@@ -68,13 +68,14 @@ func (*Provider) Clusters() (cloudprovider.Clusters, bool) { return nil, false }
 // Routes is not supported.
 func (*Provider) Routes() (cloudprovider.Routes, bool) { return nil, false }
 
-// InstanceExists is always true: see the package comment.
+// InstanceExists always returns true; see the package comment.
 func (*Provider) InstanceExists(context.Context, *corev1.Node) (bool, error) { return true, nil }
 
-// InstanceShutdown is always false: see the package comment.
+// InstanceShutdown always returns false; see the package comment.
 func (*Provider) InstanceShutdown(context.Context, *corev1.Node) (bool, error) { return false, nil }
 
-// InstanceMetadata returns cloudprovider.InstanceNotFound while the machine cannot be relied on.
+// InstanceMetadata returns cloudprovider.InstanceNotFound for a Node that is not managed, and while the metadata of its machine is not current or
+// not complete.
 func (p *Provider) InstanceMetadata(_ context.Context, node *corev1.Node) (*cloudprovider.InstanceMetadata, error) {
 	entry := p.inventory.Get(node.Name)
 	if entry.Condition != inventory.Current {
@@ -89,7 +90,7 @@ func (p *Provider) InstanceMetadata(_ context.Context, node *corev1.Node) (*clou
 	}
 
 	return &cloudprovider.InstanceMetadata{
-		// The one it has stays, whatever would be chosen today: with a second machine of the same SMBIOS UUID, say.
+		// A providerID cannot be changed once set, even if another one would be chosen now, such as when a second machine has the same SMBIOS UUID.
 		ProviderID:    cmp.Or(node.Spec.ProviderID, spec.ProviderID),
 		InstanceType:  spec.Labels[corev1.LabelInstanceTypeStable],
 		NodeAddresses: spec.Addresses,

@@ -91,7 +91,7 @@ func TestTheCheckerFinds(t *testing.T) {
 		{"a document that Talos would refuse", fenced("yaml", "apiVersion: v1alpha1\nkind: ExtensionServiceConfig\nname: talos-ccm"), "no config files"},
 		{"a mistake in the file within a document", fenced("yaml", service("lables: {}", "TALOS_CCM_V=4")), "lables: unknown key"},
 		{"a file at the wrong place", fenced("yaml", strings.Replace(service(rules, "TALOS_CCM_V=4"), "config.yaml", "conf.yaml", 1)), "is not /usr/local/etc/talos-ccm/config.yaml"},
-		{"a variable in a document that is no flag", fenced("yaml", service(rules, "TALOS_CCM_VERBOSITY=4")), "TALOS_CCM_VERBOSITY: there is no such flag"},
+		{"a variable in a document that is no flag", fenced("yaml", service(rules, "TALOS_CCM_VERBOSITY=4")), "TALOS_CCM_VERBOSITY: no such flag"},
 		{"a value that is none of its flag", fenced("yaml", service(rules, "TALOS_CCM_SECURE_PORT=high")), "TALOS_CCM_SECURE_PORT"},
 		{"a typo in a static pod", fenced("yaml", "machine:\n  pods:\n    - {apiVersion: v1, kind: Pod, spec: {container: []}}"), `unknown field "spec.container"`},
 		{"a flag that a pod's talos-ccm does not have", fenced("yaml", pod("--cloud-conf=a")), "unknown flag: --cloud-conf"},

@@ -276,7 +276,7 @@ func TestExtension_IdlesOnWorker(t *testing.T) {
 			t.Fatalf("the worker's copy does not idle:\n%s", log)
 		}
 
-		if !strings.Contains(log, "Waiting for this machine to be a control-plane machine") {
+		if !strings.Contains(log, "Waiting for the local machine to become a control-plane machine") {
 			return "the worker's copy does not say that it idles:\n" + log
 		}
 
