@@ -41,7 +41,7 @@ func spec(t *testing.T) services.Spec {
 	return s
 }
 
-func TestTheContainerSeesTheSocketsFolderAndItsOwnAndNothingElse(t *testing.T) {
+func TestSpec_MountsOnlySocketAndStateDirectories(t *testing.T) {
 	const own = "/run/talos-ccm-state"
 
 	folder := filepath.Dir(constants.MachineSocketPath)
@@ -59,7 +59,7 @@ func TestTheContainerSeesTheSocketsFolderAndItsOwnAndNothingElse(t *testing.T) {
 	}
 }
 
-func TestTheServiceDropsItsPrivileges(t *testing.T) {
+func TestSpec_DropsPrivileges(t *testing.T) {
 	args := spec(t).Container.Args
 
 	for _, want := range []string{"--drop-privileges", "--machine-socket=" + constants.MachineSocketPath} {
@@ -121,7 +121,7 @@ func permissions(rules []rbacv1.PolicyRule) []string {
 }
 
 // Whatever is added here is one thing more that a stolen token could do.
-func TestTheServiceAccountMayDoExactlyThis(t *testing.T) {
+func TestRBAC_GrantsExactlyTheExpectedRules(t *testing.T) {
 	want := map[string][]string{
 		"ClusterRole /system:talos-ccm": {
 			"certificates.k8s.io/certificatesigningrequests/approval: update",
@@ -170,7 +170,7 @@ func TestTheServiceAccountMayDoExactlyThis(t *testing.T) {
 	}
 }
 
-func TestTheRolesAreBoundToTheServiceAccountAlone(t *testing.T) {
+func TestRBAC_BindsOnlyTheServiceAccount(t *testing.T) {
 	want := []string{
 		"/system:talos-ccm → ClusterRole system:talos-ccm",
 		"/system:talos-ccm:auth-delegator → ClusterRole system:auth-delegator",
@@ -207,7 +207,7 @@ func TestTheRolesAreBoundToTheServiceAccountAlone(t *testing.T) {
 	}
 }
 
-func TestPodsCannotMountTheServiceAccount(t *testing.T) {
+func TestRBAC_DisablesTokenAutomount(t *testing.T) {
 	for _, object := range objects(t) {
 		account, ok := object.(*corev1.ServiceAccount)
 		if !ok {

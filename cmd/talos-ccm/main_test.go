@@ -58,7 +58,7 @@ func command(t *testing.T, environ []string, args ...string) outcome {
 }
 
 // What only reads does not outlive a Ctrl-C, whatever it reads from.
-func TestASignalEndsWhatOnlyReads(t *testing.T) {
+func TestCommands_EndOnSignal(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
@@ -93,7 +93,7 @@ func TestASignalEndsWhatOnlyReads(t *testing.T) {
 	}
 }
 
-func TestGRPCDoesNotFillTheLog(t *testing.T) {
+func TestLog_OmitsGRPCMessages(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
@@ -152,7 +152,7 @@ func settingsFlags(s *settings) *pflag.FlagSet {
 	return flags
 }
 
-func TestFlagsAreSetFromTheEnvironment(t *testing.T) {
+func TestSetFromEnvironment(t *testing.T) {
 	defaults := func(change func(*settings)) settings {
 		s := settings{name: "default", elect: true, workers: 1, timeout: time.Second, list: []string{"*"}}
 		change(&s)
@@ -228,7 +228,7 @@ func equal(a, b settings) bool {
 	return a.name == b.name && a.elect == b.elect && a.workers == b.workers && a.timeout == b.timeout && slices.Equal(a.list, b.list)
 }
 
-func FuzzSetFromEnvironmentTakesAnything(f *testing.F) {
+func FuzzSetFromEnvironment(f *testing.F) {
 	f.Add("TALOS_CCM_CLUSTER_NAME=prod")
 	f.Add("TALOS_CCM_TIMEOUT=-1h")
 	f.Add("TALOS_CCM_CONTROLLERS=\"")
@@ -247,7 +247,7 @@ func FuzzSetFromEnvironmentTakesAnything(f *testing.F) {
 }
 
 // The flags that an operator of this command, or of the upstream Talos CCM, looks for.
-func TestHelpNamesTheFlags(t *testing.T) {
+func TestHelp_ListsFlags(t *testing.T) {
 	got := command(t, nil, "--help")
 	if got.code != 0 || got.stderr != "" {
 		t.Fatalf("exit code %d, stderr %q", got.code, got.stderr)
@@ -264,7 +264,7 @@ func TestHelpNamesTheFlags(t *testing.T) {
 	}
 }
 
-func TestVersion(t *testing.T) {
+func TestVersion_IsPrinted(t *testing.T) {
 	for _, test := range []struct {
 		rule, want string // a regular expression
 		environ    []string
@@ -282,7 +282,7 @@ func TestVersion(t *testing.T) {
 	}
 }
 
-func TestBadCombinationsAreRefusedByTheNamesOfTheirFlags(t *testing.T) {
+func TestCommand_RefusesInvalidFlags(t *testing.T) {
 	absent := filepath.Join(t.TempDir(), "absent")
 	outside := func(more ...string) []string {
 		return append([]string{"--talosconfig=" + absent, "--kubeconfig=" + absent}, more...)
@@ -296,13 +296,13 @@ func TestBadCombinationsAreRefusedByTheNamesOfTheirFlags(t *testing.T) {
 		{"nothing at all", nil, nil, []string{"--machine-socket", "--talosconfig"}},
 		{"both sources of the machine's word", nil, outside("--machine-socket=" + absent), []string{"exactly one of --machine-socket and --talosconfig"}},
 		{"outside Talos without Kubernetes", nil, []string{"--talosconfig=" + absent, "--run-dir=" + absent}, []string{"--kubeconfig", "KUBERNETES_SERVICE_HOST"}},
-		{"inside Talos without a place for credentials", nil, []string{"--machine-socket=" + absent}, []string{"--run-dir is needed"}},
+		{"inside Talos without a place for credentials", nil, []string{"--machine-socket=" + absent}, []string{"requires --run-dir"}},
 		{"an unknown fallback", nil, outside("--provider-id-fallback=hostname"), []string{"--provider-id-fallback", `"hostname"`, `"uuid"`, `"node-ip"`}},
 		{"an unknown controller", nil, outside("--controllers=cloud-nodes"), []string{"cloud-nodes"}},
 		{"an unknown flag", nil, []string{"--machinesocket=" + absent}, []string{"--machinesocket"}},
 		{"an argument", nil, []string{"start"}, []string{"start"}},
 		{"an unknown variable", []string{"TALOS_CCM_MACHINESOCKET=x"}, nil, []string{"TALOS_CCM_MACHINESOCKET"}},
-		{"the environment is checked like the command line", []string{"TALOS_CCM_MACHINE_SOCKET=" + absent}, nil, []string{"--run-dir is needed"}},
+		{"the environment is checked like the command line", []string{"TALOS_CCM_MACHINE_SOCKET=" + absent}, nil, []string{"requires --run-dir"}},
 		{"an unknown log format", nil, outside("--logging-format=xml"), []string{"xml"}},
 		{"a kubeconfig that is not there", nil, outside(), []string{"kubeconfig", absent}},
 	} {
@@ -325,7 +325,7 @@ func TestBadCombinationsAreRefusedByTheNamesOfTheirFlags(t *testing.T) {
 	}
 }
 
-func TestAnEnvironmentIsCheckedBeforeTheProcessIsReplaced(t *testing.T) {
+func TestCheckEnvironment_RefusesInvalidVariables(t *testing.T) {
 	args := []string{"--machine-socket=/absent", "--run-dir=" + t.TempDir()}
 
 	for variable, mention := range map[string]string{

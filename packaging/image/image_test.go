@@ -26,13 +26,13 @@ import (
 // maxCompressed is what a machine downloads at most, in bytes. If it becomes too much, go tool nm -size on a binary that is not stripped says of what.
 const maxCompressed = 25_000_000
 
-func TestTheExtensionIsAsTalosWantsIt(t *testing.T) {
+func TestImage_ExtensionIsValid(t *testing.T) {
 	if err := image.Validate(read(t, makeOnce(t).extension)); err != nil {
 		t.Error(err)
 	}
 }
 
-func TestEverybodyDownloadsLittle(t *testing.T) {
+func TestImage_CompressedSizeIsBounded(t *testing.T) {
 	l := makeOnce(t)
 
 	for _, dir := range []string{l.extension, l.pod} {
@@ -50,7 +50,7 @@ func TestEverybodyDownloadsLittle(t *testing.T) {
 	}
 }
 
-func TestImagesSayWhatTheyAre(t *testing.T) {
+func TestImage_HasLabels(t *testing.T) {
 	l := makeOnce(t)
 
 	for _, dir := range []string{l.extension, l.pod} {
@@ -83,7 +83,7 @@ func TestImagesSayWhatTheyAre(t *testing.T) {
 	}
 }
 
-func TestThePodsImageRunsTheBinaryAsNobody(t *testing.T) {
+func TestImage_PodImageRunsAsNobody(t *testing.T) {
 	eachImage(t, read(t, makeOnce(t).pod), func(t *testing.T, arch string, img v1.Image) {
 		config, err := img.ConfigFile()
 		if err != nil {
@@ -115,7 +115,7 @@ func checkVersion(t *testing.T, binary string) {
 	}
 }
 
-func TestTheSameSourcesMakeTheSameImageElsewhere(t *testing.T) {
+func TestImage_IsReproducible(t *testing.T) {
 	first := makeOnce(t)
 	elsewhere := filepath.Join(t.TempDir(), "talos-ccm")
 
@@ -148,7 +148,7 @@ func TestTheSameSourcesMakeTheSameImageElsewhere(t *testing.T) {
 }
 
 // An archive takes whatever the system says of a file, unless it is told not to.
-func TestNothingInTheImageIsOfTheMachineThatMadeIt(t *testing.T) {
+func TestImage_ContainsNothingOfBuildHost(t *testing.T) {
 	index, err := image.ExtensionIndex(release(t), map[string][]byte{"amd64": program(t, elf.EM_X86_64, elf.PT_LOAD), "arm64": program(t, elf.EM_AARCH64, elf.PT_LOAD)})
 	if err != nil {
 		t.Fatal(err)
@@ -200,7 +200,7 @@ func entries(t *testing.T, img v1.Image) []*tar.Header {
 	}
 }
 
-func TestFilesAreLaidOutWhateverTheUmask(t *testing.T) {
+func TestWrite_IgnoresUmask(t *testing.T) {
 	defer syscall.Umask(syscall.Umask(0o077))
 
 	folder := layOut(t, extensionFiles(t))
@@ -212,7 +212,7 @@ func TestFilesAreLaidOutWhateverTheUmask(t *testing.T) {
 	}
 }
 
-func TestALayoutReplacesWhatWasThere(t *testing.T) {
+func TestWriteLayout_ReplacesExistingLayout(t *testing.T) {
 	l := makeOnce(t)
 	dir := filepath.Join(t.TempDir(), "new", "oci")
 
@@ -242,7 +242,7 @@ func blobs(t *testing.T, dir string) int {
 	return len(entries)
 }
 
-func TestALayoutReplacesNothingElse(t *testing.T) {
+func TestWriteLayout_RefusesOtherDirectory(t *testing.T) {
 	dir := t.TempDir()
 	precious := filepath.Join(dir, "precious")
 
@@ -259,7 +259,7 @@ func TestALayoutReplacesNothingElse(t *testing.T) {
 	}
 }
 
-func TestAPushedIndexHasTheSameDigest(t *testing.T) {
+func TestPush_KeepsDigest(t *testing.T) {
 	l := makeOnce(t)
 
 	server := httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0))))
@@ -307,7 +307,7 @@ func crane(t *testing.T, args ...string) string {
 	return strings.TrimSpace(string(output))
 }
 
-func TestAPushThatCannotBeSaysWhy(t *testing.T) {
+func TestPush_ReportsErrors(t *testing.T) {
 	l := makeOnce(t)
 
 	closed := httptest.NewServer(registry.New())

@@ -44,7 +44,7 @@ func layOut(t *testing.T, files []image.File) string {
 }
 
 // What Validate finds with one version of Talos's machinery, each supported version finds with its own.
-func TestEachSupportedTalosAcceptsTheExtension(t *testing.T) {
+func TestTalos_EachSupportedVersionAcceptsExtension(t *testing.T) {
 	modules, err := filepath.Glob("talos/v*.mod")
 	if err != nil {
 		t.Fatal(err)

@@ -144,14 +144,14 @@ func add(file image.File) mutation {
 	return func(_ *testing.T, files []image.File) []image.File { return append(files, file) }
 }
 
-func TestTheExtensionsFilesAreInOrder(t *testing.T) {
+func TestValidate_AcceptsExtension(t *testing.T) {
 	if err := image.ValidateFiles(extensionFiles(t), "amd64"); err != nil {
 		t.Error(err)
 	}
 }
 
 // Each row breaks one thing, and says what must be said of it.
-func TestABrokenExtensionIsRefused(t *testing.T) {
+func TestValidate_RefusesBrokenExtension(t *testing.T) {
 	const (
 		depends  = "  - path: /system/run/machined/machine.sock\n"
 		mounts   = "  mounts:\n"
@@ -279,7 +279,7 @@ func imageOf(t *testing.T, headers ...*tar.Header) v1.Image {
 	return img
 }
 
-func TestAnArchiveThatTalosCouldNotUnpackIsRefused(t *testing.T) {
+func TestUnpack_RefusesInvalidArchive(t *testing.T) {
 	folder := entry("rootfs/", tar.TypeDir, nil)
 
 	for _, test := range []struct {
@@ -307,7 +307,7 @@ func TestAnArchiveThatTalosCouldNotUnpackIsRefused(t *testing.T) {
 	}
 }
 
-func TestAnIndexWithoutImagesForMachinesIsRefused(t *testing.T) {
+func TestValidate_RefusesInvalidIndex(t *testing.T) {
 	packed, err := image.ExtensionIndex(release(t), map[string][]byte{"amd64": program(t, elf.EM_X86_64, elf.PT_LOAD)})
 	if err != nil {
 		t.Fatal(err)

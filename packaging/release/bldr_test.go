@@ -119,7 +119,7 @@ func proposed(t *testing.T) recipe {
 	return loadRecipe(t, entry+"/pkg.yaml.draft", proposedVariables(t))
 }
 
-func TestEachScriptIsAShellsOwn(t *testing.T) {
+func TestBldr_ScriptsHaveValidSyntax(t *testing.T) {
 	for _, script := range slices.Concat(ours(t, "x86_64").scripts(), proposed(t).scripts()) {
 		if _, err := syntax.NewParser(syntax.Variant(syntax.LangBash)).Parse(strings.NewReader(script), ""); err != nil {
 			t.Errorf("%v in\n%s", err, script)
@@ -127,7 +127,7 @@ func TestEachScriptIsAShellsOwn(t *testing.T) {
 	}
 }
 
-func TestBothArchitecturesAreBuiltOnOne(t *testing.T) {
+func TestBldr_CrossCompiles(t *testing.T) {
 	for architecture, want := range map[string]string{"x86_64": "amd64", "aarch64": "arm64"} {
 		r := ours(t, architecture)
 		if got := r.Steps[0].Env["GOARCH"]; got != want || r.BuildPlatform != "linux/amd64" {
@@ -206,7 +206,7 @@ func makefileVariable(t *testing.T, name string) string {
 	return string(match[1])
 }
 
-func TestBldrBuildsAsMakeDoes(t *testing.T) {
+func TestBldr_BuildsLikeMakefile(t *testing.T) {
 	version := withVariables(t, "vars.yaml", platform("x86_64"))["VERSION"]
 
 	line := regexp.MustCompile(`(?m)^\tCGO_ENABLED=0 .*\$\(GO\) (build .*) \./cmd/talos-ccm$`).FindSubmatch(read(t, "Makefile"))
@@ -256,7 +256,7 @@ func installed(r recipe) map[string]string {
 	return files
 }
 
-func TestBldrInstallsWhatMakeImageDoes(t *testing.T) {
+func TestBldr_InstallsSameFilesAsMakeImage(t *testing.T) {
 	files, err := image.Extension(image.Release{Version: "v1.2.3", Manifest: read(t, "manifest.yaml")}, nil)
 	if err != nil {
 		t.Fatal(err)
@@ -272,7 +272,7 @@ func TestBldrInstallsWhatMakeImageDoes(t *testing.T) {
 	}
 }
 
-func TestTheSBOMsVersionIsTheManifests(t *testing.T) {
+func TestBldr_SBOMHasManifestVersion(t *testing.T) {
 	for _, r := range []recipe{ours(t, "x86_64"), proposed(t)} {
 		var manifest struct{ Metadata struct{ Version string } }
 		if err := yaml.Unmarshal(read(t, "manifest.yaml"), &manifest); err != nil {

@@ -27,20 +27,20 @@ func proposedVariables(t *testing.T) map[string]string {
 	return withVariables(t, entry+"/vars.yaml.draft", withVariables(t, catalog+"/vars.yaml.draft", platform("x86_64")))
 }
 
-func TestTheProposedServiceIsOurs(t *testing.T) {
+func TestCatalog_ServiceMatches(t *testing.T) {
 	if diff := cmp.Diff(string(extension.Spec), string(read(t, entry+"/talos-ccm.yaml"))); diff != "" {
 		t.Errorf("(-ours +proposed)\n%s", diff)
 	}
 }
 
-func TestTheProposedRecipeInstallsWhatOursDoes(t *testing.T) {
+func TestCatalog_RecipeInstallsSameFiles(t *testing.T) {
 	if diff := cmp.Diff(installed(ours(t, "x86_64")), installed(proposed(t))); diff != "" {
 		t.Errorf("(-ours +proposed)\n%s", diff)
 	}
 }
 
 // bldr takes nothing else for a checksum, and update-checksums fills in what it takes for one.
-func TestTheProposedSourceHasChecksums(t *testing.T) {
+func TestCatalog_SourceHasChecksums(t *testing.T) {
 	hex := regexp.MustCompile(`^[0-9a-f]+$`)
 
 	for _, s := range proposed(t).Steps {
@@ -79,7 +79,7 @@ func load(t *testing.T, manifest []byte) *extensions.Extension {
 	return loaded
 }
 
-func TestTalosTakesTheProposedManifest(t *testing.T) {
+func TestCatalog_ManifestIsAcceptedByTalos(t *testing.T) {
 	proposed := load(t, render(t, read(t, entry+"/manifest.yaml.tmpl.draft"), proposedVariables(t)))
 
 	for version, accepted := range map[string]bool{"1.11.9": false, "1.12.0": true, "1.13.5": true, "1.14.0": true} {
@@ -92,7 +92,7 @@ func TestTalosTakesTheProposedManifest(t *testing.T) {
 	}
 }
 
-func TestTheProposedManifestSaysWhatOursDoes(t *testing.T) {
+func TestCatalog_ManifestMatches(t *testing.T) {
 	want := load(t, read(t, "manifest.yaml")).Manifest
 	got := load(t, render(t, read(t, entry+"/manifest.yaml.tmpl.draft"), proposedVariables(t))).Manifest
 
@@ -109,7 +109,7 @@ func TestTheProposedManifestSaysWhatOursDoes(t *testing.T) {
 }
 
 // bldr takes every file of these names for its own, wherever it is.
-func TestNoOtherFileHasANameThatBldrReads(t *testing.T) {
+func TestBldr_NoOtherFileIsRead(t *testing.T) {
 	var found []string
 
 	for path := range strings.FieldsSeq(git(t, root, "ls-files", "--cached", "--others", "--exclude-standard")) {

@@ -54,7 +54,7 @@ func check(t *testing.T, message string) string {
 
 const signed = "\n\nSigned-off-by: Ada <ada@example.org>"
 
-func TestCommitsAreCheckedAsContributorsAreTold(t *testing.T) {
+func TestCommits_AreChecked(t *testing.T) {
 	for name, test := range map[string]struct{ message, want string }{
 		"a type and a subject":         {"fix: wait for the socket" + signed, ""},
 		"a scope":                      {"feat(nodeipam): carve blocks out of many pools\n\nBecause." + signed, ""},
@@ -79,7 +79,7 @@ func TestCommitsAreCheckedAsContributorsAreTold(t *testing.T) {
 	}
 }
 
-func TestCommitsAreNotCheckedWithoutAKnownBase(t *testing.T) {
+func TestCommits_RequireKnownBase(t *testing.T) {
 	script, err := filepath.Abs(root + "/.ci/commits")
 	if err != nil {
 		t.Fatal(err)

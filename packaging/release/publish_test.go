@@ -64,7 +64,7 @@ func writeLayout(t *testing.T, folder string, index func(image.Release, map[stri
 	return digest.String()
 }
 
-func TestTheReleasePushesAndNamesWhatWasBuilt(t *testing.T) {
+func TestRelease_PushesBuiltImages(t *testing.T) {
 	server := httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0))))
 	t.Cleanup(server.Close)
 
@@ -99,7 +99,7 @@ func asked(t *testing.T, tag string) []string {
 		"EXTENSION=registry.example.com/a", "EXTENSION_DIGEST=sha256:1", "POD=registry.example.com/b", "POD_DIGEST=sha256:2"), "\x00")
 }
 
-func TestTheReleaseIsADraftThatNamesTheImages(t *testing.T) {
+func TestRelease_DraftListsImages(t *testing.T) {
 	args := asked(t, "v1.2.3")
 
 	for _, want := range []string{"--draft", "--verify-tag", "v1.2.3"} {
@@ -116,7 +116,7 @@ func TestTheReleaseIsADraftThatNamesTheImages(t *testing.T) {
 	}
 }
 
-func TestAPrereleaseSaysSo(t *testing.T) {
+func TestRelease_MarksPrerelease(t *testing.T) {
 	for tag, want := range map[string]bool{"v1.2.3": false, "v1.2.3-rc.1": true} {
 		if got := slices.Contains(asked(t, tag), "--prerelease"); got != want {
 			t.Errorf("%s is a prerelease: %t, want %t", tag, got, want)

@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-func TestOnlyTheVersionIsReleased(t *testing.T) {
+func TestRelease_RequiresMatchingTag(t *testing.T) {
 	version := withVariables(t, "vars.yaml", platform("x86_64"))["VERSION"]
 
 	for tag, released := range map[string]bool{"v" + version: true, version: false, "v" + version + "-rc.1": false, "v" + version + "-dirty": false, "": false} {
@@ -22,7 +22,7 @@ func TestOnlyTheVersionIsReleased(t *testing.T) {
 	}
 }
 
-func TestTheVersionSaysOfWhichSourcesItIs(t *testing.T) {
+func TestVersion_DescribesSources(t *testing.T) {
 	folder := t.TempDir()
 	vars := filepath.Join(folder, "vars.yaml")
 

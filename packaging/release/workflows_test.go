@@ -72,7 +72,7 @@ func jobs(t *testing.T, f func(name string, j job)) {
 	}
 }
 
-func TestJobsHaveTheRightsTheyNameAndNoOthers(t *testing.T) {
+func TestWorkflows_PermissionsAreMinimal(t *testing.T) {
 	for name, w := range workflows(t) {
 		if w.Permissions == nil || len(w.Permissions) > 0 {
 			t.Errorf("%s gives all its jobs %v; it must say none", name, w.Permissions)
@@ -92,7 +92,7 @@ func TestJobsHaveTheRightsTheyNameAndNoOthers(t *testing.T) {
 	})
 }
 
-func TestEveryJobEnds(t *testing.T) {
+func TestWorkflows_JobsHaveTimeouts(t *testing.T) {
 	jobs(t, func(name string, j job) {
 		if j.Timeout == 0 && j.Uses == "" {
 			t.Errorf("%s has no timeout", name)
@@ -101,7 +101,7 @@ func TestEveryJobEnds(t *testing.T) {
 }
 
 // A pull request from elsewhere must never run with rights or secrets of ours.
-func TestNoStrangersCodeRunsWithOurRights(t *testing.T) {
+func TestWorkflows_UntrustedCodeHasNoPrivileges(t *testing.T) {
 	for name, w := range workflows(t) {
 		text, err := yaml.Marshal(&w.On)
 		if err != nil {
@@ -115,7 +115,7 @@ func TestNoStrangersCodeRunsWithOurRights(t *testing.T) {
 }
 
 // A tag can be moved.
-func TestActionsAreNamedByTheirCommit(t *testing.T) {
+func TestWorkflows_ActionsArePinned(t *testing.T) {
 	pinned := regexp.MustCompile(`^\s*-?\s*uses: (\./.*|[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+)$`)
 
 	for name := range workflows(t) {
@@ -128,7 +128,7 @@ func TestActionsAreNamedByTheirCommit(t *testing.T) {
 }
 
 // An expression in a script is code by whoever may choose its value.
-func TestScriptsTakeValuesFromTheEnvironment(t *testing.T) {
+func TestWorkflows_ScriptsContainNoExpressions(t *testing.T) {
 	jobs(t, func(name string, j job) {
 		for _, s := range j.Steps {
 			if strings.Contains(s.Run, "${{") {
@@ -138,7 +138,7 @@ func TestScriptsTakeValuesFromTheEnvironment(t *testing.T) {
 	})
 }
 
-func TestWorkflowsRunTargetsThatTheMakefileHas(t *testing.T) {
+func TestWorkflows_UseExistingMakeTargets(t *testing.T) {
 	makefile := string(read(t, "Makefile"))
 
 	jobs(t, func(name string, j job) {
@@ -153,7 +153,7 @@ func TestWorkflowsRunTargetsThatTheMakefileHas(t *testing.T) {
 }
 
 // The same commit gives the same image with the same Go alone: gzip is Go's, too.
-func TestAllJobsUseOneGo(t *testing.T) {
+func TestWorkflows_UseOneGoVersion(t *testing.T) {
 	versions := map[string][]string{}
 
 	jobs(t, func(name string, j job) {
@@ -170,7 +170,7 @@ func TestAllJobsUseOneGo(t *testing.T) {
 }
 
 // What is signed must not come out of a cache that other jobs write.
-func TestTheReleaseIsBuiltWithoutCaches(t *testing.T) {
+func TestWorkflows_ReleaseUsesNoCache(t *testing.T) {
 	jobs(t, func(name string, j job) {
 		for _, s := range j.Steps {
 			if strings.HasPrefix(s.Uses, "actions/cache@") || strings.HasPrefix(s.Uses, "actions/setup-go@") && s.With["cache"] != "false" {

@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-func TestAReplacementStandsInThePlaceOfWhatItReplaces(t *testing.T) {
+func TestModules_UsesReplacements(t *testing.T) {
 	got := modules(&debug.BuildInfo{Deps: []*debug.Module{
 		{Path: "example.org/z", Version: "v1.0.0", Replace: &debug.Module{Path: "example.org/fork", Version: "v1.0.1", Sum: "h1:x"}},
 		{Path: "example.org/a", Version: "v2.0.0"},
@@ -18,7 +18,7 @@ func TestAReplacementStandsInThePlaceOfWhatItReplaces(t *testing.T) {
 	}
 }
 
-func TestIdentifiersAreWhatSPDXAllowsAndUnique(t *testing.T) {
+func TestIdentifier_IsValidAndUnique(t *testing.T) {
 	seen := map[string]string{}
 
 	for _, path := range []string{"example.org/a-b", "example.org/a/2d/b", "example.org/a/b", "example.org/a_b", "example.org/A/b"} {
@@ -35,7 +35,7 @@ func TestIdentifiersAreWhatSPDXAllowsAndUnique(t *testing.T) {
 	}
 }
 
-func TestCapitalsAreEscapedInTheCache(t *testing.T) {
+func TestModulePath_EscapesCapitals(t *testing.T) {
 	installed := goInstallation{modules: "/cache"}
 	if got, want := installed.module("github.com/Masterminds/semver/v3", "v3.3.0"), "/cache/github.com/!masterminds/semver/v3@v3.3.0"; got != want {
 		t.Errorf("folder %s, want %s", got, want)
@@ -51,7 +51,7 @@ DAMAGES WHATSOEVER RESULTING FROM LOSS OF USE, DATA OR PROFITS, WHETHER IN AN AC
 ARISING OUT OF OR IN CONNECTION WITH THE USE OR PERFORMANCE OF THIS SOFTWARE.
 `
 
-func TestLicenses(t *testing.T) {
+func TestLicenseOf(t *testing.T) {
 	apache, err := os.ReadFile("../../LICENSE")
 	if err != nil {
 		t.Fatal(err)

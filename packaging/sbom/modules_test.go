@@ -81,7 +81,7 @@ func command(t *testing.T, environment []string, args ...string) []string {
 	return strings.Split(strings.TrimSpace(string(output)), "\n")
 }
 
-func TestTheDocumentListsEveryModuleThatGoFindsInTheBinary(t *testing.T) {
+func TestModules_ListsEveryModule(t *testing.T) {
 	var want []string
 
 	for _, line := range command(t, nil, "version", "-m", binary(t)) {
@@ -103,7 +103,7 @@ func TestTheDocumentListsEveryModuleThatGoFindsInTheBinary(t *testing.T) {
 	}
 }
 
-func TestTheStandardLibraryIsListedToo(t *testing.T) {
+func TestModules_ListsStandardLibrary(t *testing.T) {
 	library := read(t, modules(t)).Packages[1]
 
 	version := strings.TrimPrefix(command(t, nil, "env", "GOVERSION")[0], "go")
@@ -122,7 +122,7 @@ func TestTheStandardLibraryIsListedToo(t *testing.T) {
 	}
 }
 
-func TestTalosCCMDependsOnAllOthers(t *testing.T) {
+func TestModules_TalosCCMDependsOnAllOthers(t *testing.T) {
 	doc := read(t, modules(t))
 
 	depended := map[string]bool{}
@@ -141,7 +141,7 @@ func TestTalosCCMDependsOnAllOthers(t *testing.T) {
 // allowed are the licenses that a part of an Apache-2.0 binary may have.
 var allowed = []string{"Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "ISC", "MIT", "MPL-2.0"}
 
-func TestEveryModuleHasALicenseThatIsCompatibleWithOurs(t *testing.T) {
+func TestModules_LicensesAreCompatible(t *testing.T) {
 	counts := map[string]int{}
 
 	for _, p := range read(t, modules(t)).Packages {
@@ -157,7 +157,7 @@ func TestEveryModuleHasALicenseThatIsCompatibleWithOurs(t *testing.T) {
 	t.Log(counts)
 }
 
-func TestTheDocumentDoesNotDependOnTheFolder(t *testing.T) {
+func TestModules_DocumentIsIndependentOfPath(t *testing.T) {
 	want := modules(t)
 
 	content, err := os.ReadFile(binary(t))
@@ -182,7 +182,7 @@ func TestTheDocumentDoesNotDependOnTheFolder(t *testing.T) {
 }
 
 // One document is enough for all architectures.
-func TestAllArchitecturesAreBuiltOfTheSameModules(t *testing.T) {
+func TestModules_AreTheSameForAllArchitectures(t *testing.T) {
 	list := func(architecture string) []string {
 		packages := command(t, []string{"GOOS=linux", "GOARCH=" + architecture, "CGO_ENABLED=0"},
 			"list", "-deps", "-f", "{{with .Module}}{{.Path}} {{.Version}}{{end}}", "../../cmd/talos-ccm")
@@ -196,7 +196,7 @@ func TestAllArchitecturesAreBuiltOfTheSameModules(t *testing.T) {
 	}
 }
 
-func TestAFileThatGoDidNotBuildIsAnError(t *testing.T) {
+func TestModules_RefusesFileNotBuiltByGo(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "script")
 	if err := os.WriteFile(path, []byte("#!/bin/sh\n"), 0o755); err != nil {
 		t.Fatal(err)
@@ -207,7 +207,7 @@ func TestAFileThatGoDidNotBuildIsAnError(t *testing.T) {
 	}
 }
 
-func TestAModuleThatIsNotInTheCacheIsAnError(t *testing.T) {
+func TestModules_RefusesModuleMissingFromCache(t *testing.T) {
 	path := binary(t)
 
 	t.Setenv("GOMODCACHE", t.TempDir())

@@ -53,7 +53,7 @@ type item struct {
 }
 
 // The fields are those that Talos v1.13.5 reads (internal/app/machined/pkg/controllers/runtime/sbom_item.go).
-func TestTalosSeesOneItem(t *testing.T) {
+func TestExtension_HasOnePackage(t *testing.T) {
 	content, err := sbom.Extension("v1.2.3-rc.1", created)
 	if err != nil {
 		t.Fatal(err)
@@ -83,7 +83,7 @@ func TestTalosSeesOneItem(t *testing.T) {
 	}
 }
 
-func TestTheExtensionsDocumentIsValid(t *testing.T) {
+func TestExtension_IsValid(t *testing.T) {
 	content, err := sbom.Extension("v1.2.3", created)
 	if err != nil {
 		t.Fatal(err)
@@ -94,7 +94,7 @@ func TestTheExtensionsDocumentIsValid(t *testing.T) {
 	}
 }
 
-func TestAVersionIsTheSameWithoutItsV(t *testing.T) {
+func TestExtension_IgnoresLeadingV(t *testing.T) {
 	with, err := sbom.Extension("v1.2.3", created)
 	if err != nil {
 		t.Fatal(err)
@@ -111,7 +111,7 @@ func TestAVersionIsTheSameWithoutItsV(t *testing.T) {
 }
 
 // SPDX 2.3, clause 6.5: a namespace is unique to a document.
-func TestEachDocumentHasItsOwnNamespace(t *testing.T) {
+func TestExtension_NamespaceIsUnique(t *testing.T) {
 	seen := map[string]bool{}
 
 	for _, version := range []string{"v1.2.3", "v1.2.4"} {

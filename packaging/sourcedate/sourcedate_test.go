@@ -8,7 +8,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/packaging/sourcedate"
 )
 
-func TestTheTimeIsThatOfTheSources(t *testing.T) {
+func TestFromEnvironment(t *testing.T) {
 	for _, test := range []struct {
 		rule, value string
 		want        time.Time

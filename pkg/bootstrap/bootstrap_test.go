@@ -39,7 +39,7 @@ func anotherAdmin(t *testing.T) []byte {
 	return kube.Kubeconfig(config)
 }
 
-func TestFilesAreForTheirOwnerOnlyAndNameEachOther(t *testing.T) {
+func TestBootstrap_WritesPrivateFiles(t *testing.T) {
 	s := bootstrapped(t, clock.RealClock{})
 
 	if got := slices.Sorted(maps.Keys(s.files(t))); !slices.Equal(got, []string{"kubeconfig", "token"}) {
@@ -65,7 +65,7 @@ func TestFilesAreForTheirOwnerOnlyAndNameEachOther(t *testing.T) {
 	s.requireWorks(t)
 }
 
-func TestTokenLivesAnHourAtMost(t *testing.T) {
+func TestBootstrap_RequestsTokenForOneHour(t *testing.T) {
 	s := bootstrapped(t, clock.RealClock{})
 
 	parts := strings.Split(s.token(t), ".")
@@ -111,7 +111,7 @@ func gauge(t *testing.T, name string) float64 {
 	return 0
 }
 
-func TestAdminCredentialsAreNowhereInTheFolder(t *testing.T) {
+func TestBootstrap_NeverWritesAdminCredentials(t *testing.T) {
 	s := bootstrapped(t, clock.RealClock{})
 	admin := controlPlane.Config()
 
@@ -155,7 +155,7 @@ func formIn(t *testing.T, content, document []byte) string {
 	return ""
 }
 
-func TestAdminKubeconfigMayComeLate(t *testing.T) {
+func TestBootstrap_WaitsForAdminKubeconfig(t *testing.T) {
 	s := newSuite(t, nil)
 	s.start(t, clock.RealClock{})
 
@@ -173,7 +173,7 @@ func TestAdminKubeconfigMayComeLate(t *testing.T) {
 	s.requireWorks(t)
 }
 
-func TestAdminKubeconfigMayBeOfNoUseAtFirst(t *testing.T) {
+func TestBootstrap_RetriesInvalidAdminKubeconfig(t *testing.T) {
 	for name, content := range map[string]string{"no YAML": "\t", "no kubeconfig": "a: b"} {
 		t.Run(name, func(t *testing.T) {
 			s := newSuite(t, []byte(content))
@@ -187,7 +187,7 @@ func TestAdminKubeconfigMayBeOfNoUseAtFirst(t *testing.T) {
 	}
 }
 
-func TestAPIServerMayBeDownAtFirst(t *testing.T) {
+func TestBootstrap_WaitsForAPIServer(t *testing.T) {
 	controlPlane.StopAPIServer(t.Context())
 	t.Cleanup(func() { must(t, controlPlane.StartAPIServer(context.WithoutCancel(t.Context()))) })
 
@@ -204,7 +204,7 @@ func TestAPIServerMayBeDownAtFirst(t *testing.T) {
 	s.requireWorks(t)
 }
 
-func TestTokenIsRenewedAndRBACAppliedEveryTenMinutes(t *testing.T) {
+func TestBootstrap_RenewsEveryTenMinutes(t *testing.T) {
 	clk := clocktesting.NewFakeClock(time.Now())
 	s := bootstrapped(t, clk)
 	first := s.token(t)
@@ -224,7 +224,7 @@ func TestTokenIsRenewedAndRBACAppliedEveryTenMinutes(t *testing.T) {
 	s.requireWorks(t)
 }
 
-func TestClockThatIsFarAheadCausesNoRushOfTokens(t *testing.T) {
+func TestBootstrap_LimitsRenewalsUnderClockSkew(t *testing.T) {
 	clk := clocktesting.NewFakeClock(time.Now().Add(2 * time.Hour))
 	s := bootstrapped(t, clk)
 	first := s.token(t)
@@ -240,7 +240,7 @@ func TestClockThatIsFarAheadCausesNoRushOfTokens(t *testing.T) {
 	s.awaitOther(t, first)
 }
 
-func TestNewAdminKubeconfigRenewsAtOnce(t *testing.T) {
+func TestBootstrap_RenewsOnNewAdminKubeconfig(t *testing.T) {
 	s := bootstrapped(t, clock.RealClock{})
 
 	for range 3 {
@@ -259,7 +259,7 @@ func TestNewAdminKubeconfigRenewsAtOnce(t *testing.T) {
 	}
 }
 
-func TestNewAdminKubeconfigRenewsAfterTheWatchBrokeToo(t *testing.T) {
+func TestBootstrap_RenewsOnNewAdminKubeconfigAfterWatchBroke(t *testing.T) {
 	s := bootstrapped(t, clock.RealClock{})
 	s.awaitWatch(t)
 
@@ -270,7 +270,7 @@ func TestNewAdminKubeconfigRenewsAfterTheWatchBrokeToo(t *testing.T) {
 	s.awaitOther(t, before)
 }
 
-func TestNewAdminKubeconfigRenewsAfterTalosWasDownToo(t *testing.T) {
+func TestBootstrap_RenewsOnNewAdminKubeconfigAfterTalosRestart(t *testing.T) {
 	s := bootstrapped(t, clock.RealClock{})
 	s.awaitWatch(t)
 
@@ -298,7 +298,7 @@ func (a *hastyTalos) WatchLocalhostAdminKubeconfig(ctx context.Context, ch chan<
 	return a.Admin.WatchLocalhostAdminKubeconfig(ctx, ch)
 }
 
-func TestNewAdminKubeconfigRenewsAlsoIfItWasIssuedBeforeTheWatchBegan(t *testing.T) {
+func TestBootstrap_RenewsOnAdminKubeconfigIssuedBeforeWatch(t *testing.T) {
 	s := newSuite(t, controlPlane.Kubeconfig())
 	second := anotherAdmin(t)
 
@@ -311,7 +311,7 @@ func TestNewAdminKubeconfigRenewsAlsoIfItWasIssuedBeforeTheWatchBegan(t *testing
 	eventually(t, "the second admin kubeconfig is used", func() bool { return s.admin.reads.Load() >= 2 })
 }
 
-func TestOtherSecretsOfTalosRenewNothing(t *testing.T) {
+func TestBootstrap_IgnoresOtherTalosSecrets(t *testing.T) {
 	s := bootstrapped(t, clock.RealClock{})
 	s.awaitWatch(t)
 	eventually(t, "the watch has told what there is", func() bool { return s.admin.events.Load() > 0 })
@@ -339,7 +339,7 @@ func TestOtherSecretsOfTalosRenewNothing(t *testing.T) {
 	}
 }
 
-func TestNewCAOfTheAPIServerEndsTheRunWithTheNewKubeconfigInPlace(t *testing.T) {
+func TestBootstrap_ReturnsOnNewAPIServerCA(t *testing.T) {
 	s := bootstrapped(t, clock.RealClock{})
 	s.awaitWatch(t)
 
@@ -358,7 +358,7 @@ func TestNewCAOfTheAPIServerEndsTheRunWithTheNewKubeconfigInPlace(t *testing.T) 
 	s.requireWorks(t)
 }
 
-func TestNoConnectionOfTheAdminStaysOpen(t *testing.T) {
+func TestBootstrap_ClosesAdminConnections(t *testing.T) {
 	proxy := newProxy(t, strings.TrimPrefix(controlPlane.Endpoint(), "https://"))
 
 	admin := controlPlane.Config()

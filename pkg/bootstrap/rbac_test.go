@@ -54,7 +54,7 @@ func manifests(t *testing.T) map[string]*unstructured.Unstructured {
 	}
 }
 
-func TestEveryObjectIsAppliedAndOwned(t *testing.T) {
+func TestRBAC_IsAppliedAndOwned(t *testing.T) {
 	bootstrapped(t, clock.RealClock{})
 
 	objects := manifests(t)
@@ -72,7 +72,7 @@ func TestEveryObjectIsAppliedAndOwned(t *testing.T) {
 	}
 }
 
-func TestSecondRunWritesNothingNew(t *testing.T) {
+func TestRBAC_SecondApplyChangesNothing(t *testing.T) {
 	bootstrapped(t, clock.RealClock{})
 
 	before := manifests(t)
@@ -86,7 +86,7 @@ func TestSecondRunWritesNothingNew(t *testing.T) {
 	}
 }
 
-func TestWhatOthersChangedIsPutRight(t *testing.T) {
+func TestRBAC_RevertsChangesByOthers(t *testing.T) {
 	s := bootstrapped(t, clock.RealClock{})
 	s.awaitRights(t)
 
@@ -148,8 +148,8 @@ func allowed() map[string][]string {
 	}
 }
 
-// TestTokenMayDoExactlyWhatRBACSays asks for every verb on every resource that the API server has.
-func TestTokenMayDoExactlyWhatRBACSays(t *testing.T) {
+// TestRBAC_GrantsExactlyTheExpectedPermissions asks for every verb on every resource that the API server has.
+func TestRBAC_GrantsExactlyTheExpectedPermissions(t *testing.T) {
 	s := bootstrapped(t, clock.RealClock{})
 	s.awaitRights(t)
 
@@ -167,7 +167,7 @@ func TestTokenMayDoExactlyWhatRBACSays(t *testing.T) {
 	}
 }
 
-func TestTokenMayUseTheLeaseOfItsNameOnly(t *testing.T) {
+func TestRBAC_RestrictsNamedObjects(t *testing.T) {
 	s := bootstrapped(t, clock.RealClock{})
 	s.awaitRights(t)
 

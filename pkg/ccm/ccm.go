@@ -147,7 +147,7 @@ func (a *App) runOnControlPlane(ctx context.Context, changes <-chan localState) 
 		select {
 		case state = <-changes:
 			if !state.serves() {
-				logger.Info("Idle", "controlPlane", state.controlPlane, "stage", state.stage)
+				logger.Info("Local machine is not a running control-plane machine; idling", "controlPlane", state.controlPlane, "stage", state.stage)
 				stop()
 			}
 		case err := <-done:

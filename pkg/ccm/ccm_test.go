@@ -31,7 +31,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-func TestFromSocketToNode(t *testing.T) {
+func TestApp_InitializesNodesOverMachineSocket(t *testing.T) {
 	s := newSuite(t, "chain-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
@@ -41,23 +41,23 @@ func TestFromSocketToNode(t *testing.T) {
 	s.move(self, "self-moved")
 	s.move(worker, "worker-moved")
 
-	// Its own machine is read over the socket alone.
+	// The local machine is read only over machine.sock.
 	if n := self.Connections(); n != 0 {
-		t.Errorf("%d connections to the own machine's apid", n)
+		t.Errorf("local machine's apid has %d connections, want 0", n)
 	}
 
 	if s.holder() == "" {
-		t.Error("nobody holds the lease")
+		t.Error("no instance holds the lease")
 	}
 
 	r.stop()
 
 	if holder := s.holder(); holder != "" {
-		t.Errorf("the lease is still held by %s", holder)
+		t.Errorf("lease is still held by %s", holder)
 	}
 }
 
-func TestOutsideTalos(t *testing.T) {
+func TestApp_RunsOutsideTalosWithReaderRole(t *testing.T) {
 	s := newSuite(t, "outside-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
@@ -79,18 +79,18 @@ func TestOutsideTalos(t *testing.T) {
 
 	for _, call := range slices.Concat(self.Calls(), worker.Calls()) {
 		if !slices.Equal(call.Roles, []string{string(role.Reader)}) || call.Transport != talostest.TransportAPID {
-			t.Errorf("call %s by %v over %s", call.Method, call.Roles, call.Transport)
+			t.Errorf("call %s with roles %v over %s, want role os:reader over apid", call.Method, call.Roles, call.Transport)
 		}
 	}
 }
 
-// longLease makes a lease that outlasts every restart of the API server, on the slowest of machines.
+// longLease sets a lease duration that outlasts any restart of the API server.
 func longLease(options *ccm.Options) {
 	election := &options.Framework.Generic.LeaderElection
 	election.LeaseDuration.Duration, election.RenewDeadline.Duration = 10*time.Minute, 9*time.Minute
 }
 
-// stopAPIServer stops the API server. The next test finds it running, however this one ends.
+// stopAPIServer stops the API server and restarts it when the test ends.
 func (s *suite) stopAPIServer() {
 	s.Helper()
 
@@ -98,8 +98,7 @@ func (s *suite) stopAPIServer() {
 	s.Cleanup(func() { s.require(s.kube.StartAPIServer(context.Background())) })
 }
 
-// initializing registers the Nodes of 30 machines, slow ones among them, and returns once some but not all are initialized: the last one
-// answers nothing until it is thawed.
+// initializing registers the Nodes of 30 machines, some of them slow, and returns when some but not all are initialized: the last one is frozen.
 func (s *suite) initializing() (machines []*talostest.Machine, last *talostest.Machine) {
 	s.Helper()
 
@@ -114,13 +113,13 @@ func (s *suite) initializing() (machines []*talostest.Machine, last *talostest.M
 	s.awaitInitialized(machines[:5]...)
 
 	if !tainted(s.get(last)) {
-		s.Fatal("the Node of a machine that does not answer is initialized")
+		s.Fatal("Node of a frozen machine is initialized")
 	}
 
 	return machines, last
 }
 
-func TestAPIServerRestartsDuringInitialization(t *testing.T) {
+func TestApp_SurvivesAPIServerRestart(t *testing.T) {
 	s := newSuite(t, "restart-", talostest.Options{})
 	options := s.options(s.controlPlane("cp"))
 	longLease(options)
@@ -137,7 +136,7 @@ func TestAPIServerRestartsDuringInitialization(t *testing.T) {
 	s.move(machines[7], "moved")
 }
 
-func TestAPIServerIsDownLongerThanTheLeaseLasts(t *testing.T) {
+func TestApp_ExitsWhenLeaseExpiresDuringAPIServerOutage(t *testing.T) {
 	s := newSuite(t, "outage-", talostest.Options{})
 	options := s.options(s.controlPlane("cp"))
 
@@ -149,14 +148,14 @@ func TestAPIServerIsDownLongerThanTheLeaseLasts(t *testing.T) {
 	select {
 	case <-r.ended:
 	case <-time.After(patience):
-		t.Fatal("talos-ccm goes on without its lease")
+		t.Fatal("talos-ccm still runs after losing the lease")
 	}
 
 	if r.err == nil {
-		t.Error("the run ended well, although its lease was lost: nobody would start it again")
+		t.Error("Run returned no error after losing the lease; no supervisor would restart it")
 	}
 
-	// Talos starts the service again at once, whether Kubernetes is back or not.
+	// Talos restarts the service immediately, whether the API server is available or not.
 	longLease(options)
 
 	again := s.start(options)
@@ -167,14 +166,14 @@ func TestAPIServerIsDownLongerThanTheLeaseLasts(t *testing.T) {
 	again.alive()
 }
 
-func TestStartWithoutKubernetes(t *testing.T) {
+func TestApp_WaitsForAPIServer(t *testing.T) {
 	s := newSuite(t, "early-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
 	s.stopAPIServer()
 
 	r := s.start(s.options(self))
-	s.eventually("the admin kubeconfig is asked for again", func() bool {
+	s.eventually("admin kubeconfig is read again", func() bool {
 		return calls(self, "/cosi.resource.State/Get", "KubernetesSecrets.secrets.talos.dev") >= 2
 	})
 	r.alive()
@@ -183,7 +182,7 @@ func TestStartWithoutKubernetes(t *testing.T) {
 	s.awaitInitialized(self, worker)
 }
 
-// calls counts the calls over machine.sock for a resource type, empty for other calls.
+// calls returns the number of calls over machine.sock for a resource type, which is empty for calls without one.
 func calls(m *talostest.Machine, method string, resourceType resource.Type) int {
 	n := 0
 
@@ -196,7 +195,7 @@ func calls(m *talostest.Machine, method string, resourceType resource.Type) int 
 	return n
 }
 
-func TestStartWithoutAnAdminKubeconfig(t *testing.T) {
+func TestApp_WaitsForAdminKubeconfig(t *testing.T) {
 	s := newSuite(t, "secretless-", talostest.Options{})
 	self := s.machine(talostest.MachineSpec{
 		Nodename: "cp", Type: talosmachine.TypeControlPlane, ServeSocket: true, Platform: identified("secretless-cp"),
@@ -204,7 +203,7 @@ func TestStartWithoutAnAdminKubeconfig(t *testing.T) {
 	s.register(self)
 
 	r := s.start(s.options(self))
-	s.eventually("the admin kubeconfig is asked for", func() bool {
+	s.eventually("admin kubeconfig is read", func() bool {
 		return calls(self, "/cosi.resource.State/Get", "KubernetesSecrets.secrets.talos.dev") >= 1
 	})
 	r.alive()
@@ -213,7 +212,7 @@ func TestStartWithoutAnAdminKubeconfig(t *testing.T) {
 	s.awaitInitialized(self)
 }
 
-func TestStartWithoutMetadataOfTheOwnMachine(t *testing.T) {
+func TestApp_InitializesOthersWithoutLocalMetadata(t *testing.T) {
 	s := newSuite(t, "unaware-", talostest.Options{})
 	self := s.machine(talostest.MachineSpec{
 		Nodename: "cp", Type: talosmachine.TypeControlPlane, ServeSocket: true, LocalhostAdminKubeconfig: string(s.kube.Kubeconfig()),
@@ -226,14 +225,14 @@ func TestStartWithoutMetadataOfTheOwnMachine(t *testing.T) {
 	s.awaitInitialized(worker)
 
 	if n := s.get(self); !tainted(n) || n.Spec.ProviderID != "" {
-		t.Errorf("the Node of a machine without metadata: %s", describe(n))
+		t.Errorf("Node of a machine without metadata was written: %s", describe(n))
 	}
 
 	s.require(self.ResolvePlatform(t.Context()))
 	s.awaitInitialized(self)
 }
 
-func TestStartWithoutNetworkToTheOthers(t *testing.T) {
+func TestApp_InitializesLocalNodeWithoutNetwork(t *testing.T) {
 	s := newSuite(t, "lonely-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
@@ -241,31 +240,31 @@ func TestStartWithoutNetworkToTheOthers(t *testing.T) {
 
 	s.start(s.options(self))
 	s.awaitInitialized(self)
-	s.eventually("an Event says that the worker is unreachable", func() bool {
+	s.eventually("worker has an Event MachineUnreachable", func() bool {
 		return len(s.events(worker, nodecontroller.ReasonUnreachable)) > 0
 	})
 
 	if n := s.get(worker); !tainted(n) || n.Spec.ProviderID != "" {
-		t.Errorf("the Node of a machine that nobody has reached: %s", describe(n))
+		t.Errorf("Node of an unreachable machine was written: %s", describe(n))
 	}
 
 	worker.Start()
 	s.awaitInitialized(worker)
 }
 
-// The API server notes as manager what a client calls itself; client-go, left alone, takes the name of the program: of this test.
-func TestWhoWritesSaysThatItIsTalosCCM(t *testing.T) {
+// The API server derives the field manager from the user agent. The default of client-go is the name of the binary, here that of this test.
+func TestApp_SetsFieldManager(t *testing.T) {
 	s := newSuite(t, "named-", talostest.Options{})
 	self := s.controlPlane("cp")
 	s.register(self)
 	s.start(s.options(self))
 	s.awaitInitialized(self)
-	s.eventually("there is an Event", func() bool { return len(s.events(self, nodecontroller.ReasonInitialized)) > 0 })
+	s.eventually("Node has an Event Initialized", func() bool { return len(s.events(self, nodecontroller.ReasonInitialized)) > 0 })
 
 	written := slices.Concat(s.get(self).ManagedFields, s.events(self, nodecontroller.ReasonInitialized)[0].ManagedFields)
 	for _, entry := range written {
 		if entry.Manager == filepath.Base(os.Args[0]) {
-			t.Errorf("written as %s: %s %s", entry.Manager, entry.Operation, entry.FieldsV1)
+			t.Errorf("field manager is %s: %s %s", entry.Manager, entry.Operation, entry.FieldsV1)
 		}
 	}
 }
@@ -280,22 +279,22 @@ func (s *suite) events(m *talostest.Machine, reason string) []corev1.Event {
 	}).Items
 }
 
-// awaitIdle returns once the process has said that it idles at a stage it had not seen before, and fails if it has done more than watch
-// what its machine is, how it does and what it is told.
+// awaitIdle waits until the process logs that it idles at a new stage. It fails the test if the process has done more than watch the type and the
+// status of its machine and its configuration.
 func (p *process) awaitIdle(m *talostest.Machine, stage runtime.MachineStage) {
 	p.suite.Helper()
 
 	p.suite.require(m.SetStage(p.suite.Context(), stage))
-	p.suite.eventually("talos-ccm says that it idles", func() bool {
-		return strings.Contains(p.output.String(), fmt.Sprintf(`"Idle" controlPlane=false stage=%q`, stage))
+	p.suite.eventually("talos-ccm logs that it idles", func() bool {
+		return strings.Contains(p.output.String(), fmt.Sprintf(`; idling" controlPlane=false stage=%q`, stage))
 	})
 
 	allowed := []resource.Type{config.MachineTypeType, runtime.MachineStatusType, runtime.ExtensionServiceConfigType}
 
 	var made []talostest.Call
 
-	// The machine has noted a stream before it has read what the stream is for.
-	p.suite.eventually("all calls have said what they are for", func() bool {
+	// The simulated machine records a stream before it has received the request.
+	p.suite.eventually("all calls have a resource type", func() bool {
 		made = m.Calls()
 
 		return !slices.ContainsFunc(made, func(call talostest.Call) bool {
@@ -305,16 +304,16 @@ func (p *process) awaitIdle(m *talostest.Machine, stage runtime.MachineStage) {
 
 	for _, call := range made {
 		if !slices.Contains(allowed, call.ResourceType) {
-			p.suite.Errorf("idle talos-ccm called %s %s as %v", call.Method, call.ResourceType, call.Roles)
+			p.suite.Errorf("idle talos-ccm called %s %s with roles %v", call.Method, call.ResourceType, call.Roles)
 		}
 	}
 
 	if holder := p.suite.holder(); holder != "" {
-		p.suite.Errorf("the lease is held by %s", holder)
+		p.suite.Errorf("lease is held by %s", holder)
 	}
 }
 
-func TestIdleOnAWorker(t *testing.T) {
+func TestApp_IdlesOnWorker(t *testing.T) {
 	s := newSuite(t, "idle-", talostest.Options{})
 	self := s.machine(talostest.MachineSpec{Nodename: "worker", ServeSocket: true, Platform: identified("idle-worker")})
 	s.register(self)
@@ -325,13 +324,13 @@ func TestIdleOnAWorker(t *testing.T) {
 	}
 
 	if n := s.get(self); !tainted(n) {
-		t.Error("the worker's Node was initialized")
+		t.Error("Node of the worker was initialized")
 	}
 
 	p.terminate()
 }
 
-func TestIdleInMaintenanceMode(t *testing.T) {
+func TestApp_IdlesInMaintenanceMode(t *testing.T) {
 	s := newSuite(t, "maintenance-", talostest.Options{})
 	self := s.controlPlane("cp")
 	s.register(self)
@@ -348,7 +347,7 @@ func TestIdleInMaintenanceMode(t *testing.T) {
 	p.terminate()
 }
 
-func TestReleasesTheLeaseBeforeTheMachineGoes(t *testing.T) {
+func TestApp_ReleasesLeaseBeforeMachineGoesDown(t *testing.T) {
 	for _, stage := range []runtime.MachineStage{
 		runtime.MachineStageRebooting, runtime.MachineStageShuttingDown, runtime.MachineStageResetting, runtime.MachineStageUpgrading,
 	} {
@@ -358,7 +357,7 @@ func TestReleasesTheLeaseBeforeTheMachineGoes(t *testing.T) {
 			s.register(self, worker)
 
 			options := s.options(self)
-			// To come back it needs its port again.
+			// It binds the port again after the stage is back to running.
 			options.Framework.SecureServing.BindPort, options.Framework.SecureServing.PermitPortSharing = reservedPort(t), true
 			r := s.start(options)
 			s.awaitInitialized(worker)
@@ -366,9 +365,9 @@ func TestReleasesTheLeaseBeforeTheMachineGoes(t *testing.T) {
 			began := time.Now()
 
 			s.require(self.SetStage(t.Context(), stage))
-			s.eventually("the lease is released", func() bool { return s.holder() == "" })
-			t.Logf("released after %s", time.Since(began))
-			s.eventually("the worker is no longer watched", func() bool { return worker.Connections() == 0 })
+			s.eventually("lease is released", func() bool { return s.holder() == "" })
+			t.Logf("lease released after %s", time.Since(began))
+			s.eventually("worker is no longer watched", func() bool { return worker.Connections() == 0 })
 			r.alive()
 
 			s.require(self.SetStage(t.Context(), runtime.MachineStageRunning))
@@ -377,7 +376,7 @@ func TestReleasesTheLeaseBeforeTheMachineGoes(t *testing.T) {
 	}
 }
 
-// reservedPort is a port that nobody else gets before the test ends. Who listens on it has to permit port sharing.
+// reservedPort returns a port that is reserved until the test ends. Listeners must permit port sharing.
 func reservedPort(t *testing.T) int {
 	t.Helper()
 
@@ -391,8 +390,8 @@ func reservedPort(t *testing.T) int {
 	return port.Number()
 }
 
-// The machine's own state is all that says when to work, so a broken watch of it must not go unnoticed.
-func TestWatchOfTheOwnMachineBreaks(t *testing.T) {
+// Only the state of the local machine determines whether talos-ccm runs, so a broken watch must be restarted.
+func TestApp_RewatchesLocalMachine(t *testing.T) {
 	s := newSuite(t, "broken-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
@@ -407,10 +406,10 @@ func TestWatchOfTheOwnMachineBreaks(t *testing.T) {
 	r.alive()
 
 	s.require(self.SetStage(t.Context(), runtime.MachineStageRebooting))
-	s.eventually("the lease is released", func() bool { return s.holder() == "" })
+	s.eventually("lease is released", func() bool { return s.holder() == "" })
 }
 
-// passing lets a clock go on as time does, until the test ends.
+// passing advances a clock in real time until the test ends.
 func passing(t *testing.T, clk *clocktesting.FakeClock) {
 	t.Helper()
 
@@ -431,7 +430,7 @@ func passing(t *testing.T, clk *clocktesting.FakeClock) {
 	}()
 }
 
-func TestOwnCertificateIsRenewed(t *testing.T) {
+func TestApp_RenewsTalosCertificate(t *testing.T) {
 	clk := clocktesting.NewFakeClock(time.Now())
 	passing(t, clk)
 
@@ -441,37 +440,37 @@ func TestOwnCertificateIsRenewed(t *testing.T) {
 
 	options := s.options(self)
 	options.Clock = clk
-	// The API server's clock stays where it is, so the tokens it issues would seem to be expired.
+	// The API server uses the real clock, so its tokens would look expired.
 	options.Framework.Generic.ClientConnection.Kubeconfig = filepath.Join(t.TempDir(), "kubeconfig")
 	s.require(os.WriteFile(options.Framework.Generic.ClientConnection.Kubeconfig, s.kube.Kubeconfig(), 0o600))
 
 	s.start(options)
 	s.awaitInitialized(self, worker)
 
-	// That a certificate was asked for does not mean that it is there: the metric is of the one in use.
+	// The metric describes the certificate in use, unlike the request for a new one.
 	first := gauge(t, "talosccm_reader_certificate_expiry_timestamp_seconds")
 
 	clk.Step(31 * time.Minute)
-	s.eventually("the second certificate is in use", func() bool {
+	s.eventually("second certificate is in use", func() bool {
 		return gauge(t, "talosccm_reader_certificate_expiry_timestamp_seconds") >= first+30*60
 	})
 
-	// Whatever the leap of time has ended, the worker is watched again: the next one is to find nothing half done.
+	// The step may have ended watches. Wait until the worker is watched again before the next step.
 	s.move(worker, "moved")
 
-	// When the first one has expired, and all sessions are over.
+	// The first certificate has expired, and all sessions have ended.
 	before := watches(worker)
 
 	clk.Step(46 * time.Minute)
-	s.eventually("the worker is dialed anew", func() bool { return watches(worker) > before })
+	s.eventually("worker is dialed again", func() bool { return watches(worker) > before })
 	s.move(worker, "moved-again")
 
 	if found := s.events(worker, nodecontroller.ReasonUnreachable); len(found) > 0 {
-		t.Errorf("the worker was unreachable: %s", found[0].Message)
+		t.Errorf("worker was reported as unreachable: %s", found[0].Message)
 	}
 }
 
-// watches counts how often the machine's metadata was begun to be watched over the network.
+// watches returns the number of watches of the machine's metadata that were started over the network.
 func watches(m *talostest.Machine) int {
 	n := 0
 
@@ -484,7 +483,7 @@ func watches(m *talostest.Machine) int {
 	return n
 }
 
-// gauge is the value of a metric of this process that has no labels.
+// gauge returns the value of a metric without labels of this process.
 func gauge(t *testing.T, name string) float64 {
 	t.Helper()
 
@@ -499,12 +498,12 @@ func gauge(t *testing.T, name string) float64 {
 		}
 	}
 
-	t.Fatalf("there is no metric %s", name)
+	t.Fatalf("metric %s not found", name)
 
 	return 0
 }
 
-func TestServingCAIsReplaced(t *testing.T) {
+func TestApp_FollowsAPIServerCARotation(t *testing.T) {
 	s := newSuite(t, "rotated-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
@@ -522,11 +521,11 @@ func TestServingCAIsReplaced(t *testing.T) {
 	began := time.Now()
 
 	s.move(worker, "moved")
-	t.Logf("followed %s after the CA was replaced", time.Since(began))
+	t.Logf("reconnected %s after the CA was rotated", time.Since(began))
 	r.alive()
 }
 
-// useNewConfig connects the tests anew.
+// useNewConfig recreates the client of the tests.
 func (s *suite) useNewConfig() {
 	s.Helper()
 
@@ -536,7 +535,7 @@ func (s *suite) useNewConfig() {
 	s.client = client
 }
 
-func TestControllerNames(t *testing.T) {
+func TestOptions_ControllerNames(t *testing.T) {
 	names := []string{
 		"cloud-node-controller", "cloud-node-lifecycle-controller", "service-lb-controller", "node-route-controller",
 		"cloud-node", "cloud-node-lifecycle", "service", "route",
@@ -555,17 +554,17 @@ func TestControllerNames(t *testing.T) {
 
 	for _, name := range []string{"cloud-nodes", "nodelifecycle"} {
 		if err := withControllers(t, name).Validate(); err == nil {
-			t.Errorf("controller %q is accepted", name)
+			t.Errorf("controller %q is accepted, want an error", name)
 		}
 	}
 }
 
-// What cannot work is refused before anything starts, and so before a document with it is in force.
-func TestPodCIDROptions(t *testing.T) {
+// Invalid values are refused at startup, and therefore also in the environment of a document.
+func TestOptions_PodCIDRs(t *testing.T) {
 	for _, test := range []struct {
 		cluster, service, allocator string
 		size, ipv4, ipv6            int
-		refused                     string // empty: not at all
+		refused                     string // part of the error; empty if valid
 	}{
 		{},
 		{cluster: "10.244.0.0/16,fd00::/56", service: "10.96.0.0/12", allocator: "CloudAllocator", ipv4: 25, ipv6: 96},
@@ -579,8 +578,8 @@ func TestPodCIDROptions(t *testing.T) {
 		{ipv4: 99, refused: "99"},
 		{ipv4: -1, refused: "-1"},
 		{ipv6: 129, refused: "129"},
-		{size: 24, ipv4: 25, refused: "excludes"},
-		{cluster: "10.244.0.0/16,fd00::/56", size: 24, refused: "one family"},
+		{size: 24, ipv4: 25, refused: "cannot be combined"},
+		{cluster: "10.244.0.0/16,fd00::/56", size: 24, refused: "single-stack"},
 	} {
 		options := withControllers(t, "*")
 		options.Framework.KubeCloudShared.ClusterCIDR, options.ServiceCIDRs = test.cluster, test.service
@@ -592,7 +591,7 @@ func TestPodCIDROptions(t *testing.T) {
 
 		err := options.Validate()
 		if (err == nil) != (test.refused == "") || (err != nil && !strings.Contains(err.Error(), test.refused)) {
-			t.Errorf("%+v: %v", test, err)
+			t.Errorf("%+v: got error %v", test, err)
 		}
 	}
 }
@@ -611,7 +610,7 @@ func withControllers(t *testing.T, controllers ...string) *ccm.Options {
 	return options
 }
 
-// hangingProxy passes connections on to the API server until it hangs: then nothing flows any more, and nothing ends either.
+// hangingProxy forwards connections to the API server until hung is closed. Then it forwards nothing and keeps connections open.
 type hangingProxy struct {
 	listener net.Listener
 	target   string
@@ -684,9 +683,9 @@ func (p *hangingProxy) pass(to io.Writer, from io.Reader) {
 	}
 }
 
-// When nothing is heard of the API server, another instance may take the lease once it has expired. Until then we must have stopped, and
-// must not wait for an answer to our wish to release it.
-func TestStopsBeforeALeaseThatCannotBeRenewedExpires(t *testing.T) {
+// If the API server does not respond, another instance may acquire the lease when it has expired. The controllers must have stopped by then, without
+// waiting for the release of the lease.
+func TestApp_StopsBeforeLeaseExpiresIfAPIServerHangs(t *testing.T) {
 	s := newSuite(t, "hung-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
@@ -699,7 +698,7 @@ func TestStopsBeforeALeaseThatCannotBeRenewedExpires(t *testing.T) {
 	options.Framework.Generic.ClientConnection.Kubeconfig = filepath.Join(t.TempDir(), "kubeconfig")
 	s.require(os.WriteFile(options.Framework.Generic.ClientConnection.Kubeconfig, kube.Kubeconfig(config), 0o600))
 
-	// The elector gives up when the deadline is over, and waits another half of it for the answer to its wish to release the lease: too long.
+	// The elector gives up at the renew deadline, and then waits too long for the release of the lease: half of the deadline.
 	election := &options.Framework.Generic.LeaderElection
 	election.LeaseDuration.Duration, election.RenewDeadline.Duration, election.RetryPeriod.Duration = 30*time.Second, 22*time.Second, time.Second
 
@@ -708,48 +707,48 @@ func TestStopsBeforeALeaseThatCannotBeRenewedExpires(t *testing.T) {
 	close(proxy.hung)
 
 	lease := s.lease()
-	s.eventually("the worker is no longer watched", func() bool { return worker.Connections() == 0 })
+	s.eventually("worker is no longer watched", func() bool { return worker.Connections() == 0 })
 
 	if took := time.Since(lease.Spec.RenewTime.Time); took > election.LeaseDuration.Duration {
-		t.Errorf("stopped %s after the lease was last renewed; it lasts %s", took, election.LeaseDuration.Duration)
+		t.Errorf("stopped %s after the last renewal of the lease, which lasts %s", took, election.LeaseDuration.Duration)
 	}
 
 	select {
 	case <-r.ended:
 	case <-time.After(patience):
-		t.Fatal("talos-ccm goes on without its lease")
+		t.Fatal("talos-ccm still runs after losing the lease")
 	}
 
 	if r.err == nil {
-		t.Error("the run ended well, although its lease was lost")
+		t.Error("Run returned no error after losing the lease")
 	}
 }
 
-// The other machines do not depend on this one's answers.
-func TestOwnMachineDoesNotAnswer(t *testing.T) {
+// The other machines do not depend on responses of the local machine.
+func TestApp_InitializesOthersIfLocalMachineHangs(t *testing.T) {
 	s := newSuite(t, "frozen-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
-	// Nothing is dialed by who does not lead.
-	s.leaseTo("somebody-else", time.Hour)
+	// Only the leader dials machines.
+	s.leaseTo("other", time.Hour)
 
 	s.start(s.options(self))
-	s.eventually("it stands for election", func() bool { return calls(self, "/cosi.resource.State/Get", cluster.IdentityType) > 0 })
+	s.eventually("talos-ccm runs for leader election", func() bool { return calls(self, "/cosi.resource.State/Get", cluster.IdentityType) > 0 })
 
 	self.Freeze()
 	s.freeLease()
 	s.awaitInitialized(worker)
 
 	if n := s.get(self); !tainted(n) {
-		t.Errorf("the Node of a machine that does not answer was initialized: %s", describe(n))
+		t.Errorf("Node of a frozen machine was initialized: %s", describe(n))
 	}
 
 	self.Thaw()
 	s.awaitInitialized(self)
 }
 
-// Until it is known which Node is this machine's, it is dialed as any other.
-func TestOwnNodenameIsLate(t *testing.T) {
+// Until its nodename is known, the local machine is dialed over the network like any other.
+func TestApp_InitializesLocalNodeBeforeNodenameIsKnown(t *testing.T) {
 	s := newSuite(t, "nameless-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
@@ -761,7 +760,7 @@ func TestOwnNodenameIsLate(t *testing.T) {
 	s.awaitInitialized(self)
 }
 
-func TestPortThatWasTakenIsServedOnOnceItIsFree(t *testing.T) {
+func TestApp_RetriesSecurePortInUse(t *testing.T) {
 	s := newSuite(t, "port-", talostest.Options{})
 	self := s.controlPlane("cp")
 
@@ -775,20 +774,20 @@ func TestPortThatWasTakenIsServedOnOnceItIsFree(t *testing.T) {
 
 	addr, ok := other.Addr().(*net.TCPAddr)
 	if !ok {
-		t.Fatalf("a listener on %s", other.Addr())
+		t.Fatalf("listener address is %s, want TCP", other.Addr())
 	}
 
 	options.Framework.SecureServing.BindPort = addr.Port
 
 	r := s.start(options)
-	s.eventually("the credentials are there", func() bool {
+	s.eventually("credentials are written", func() bool {
 		_, err := os.Stat(filepath.Join(options.RunDir, "kubeconfig"))
 
 		return err == nil
 	})
 	s.require(other.Close())
 
-	s.eventually("the port is served on", func() bool {
+	s.eventually("port is served", func() bool {
 		conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", addr.String())
 		if err == nil {
 			_ = conn.Close()

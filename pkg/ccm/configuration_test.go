@@ -25,12 +25,12 @@ import (
 
 const siteLabel = "example.com/site"
 
-// site is a configuration that labels every Node.
+// site returns a configuration that labels every Node.
 func site(value string) string {
 	return fmt.Sprintf("transformations:\n  - name: site\n    labels:\n      %s: %s\n", siteLabel, value)
 }
 
-// noSuchKey is a configuration with a mistake in line 2.
+// noSuchKey is a configuration with an unknown key in line 2.
 const noSuchKey = "global:\n  preferIPv7: true\n"
 
 // configure replaces the machine's ExtensionServiceConfig document.
@@ -52,7 +52,7 @@ func (s *suite) awaitSite(m *talostest.Machine, value string) {
 
 	began := time.Now()
 
-	s.await(m.Nodename(), "at the site "+value, func(n *corev1.Node) bool { return n.Labels[siteLabel] == value })
+	s.await(m.Nodename(), "labeled with site "+value, func(n *corev1.Node) bool { return n.Labels[siteLabel] == value })
 	s.Logf("node %s: site %q after %s", m.Nodename(), value, time.Since(began))
 }
 
@@ -76,7 +76,7 @@ func (s *suite) awaitEvent(m *talostest.Machine, reason string) (message string)
 	return message
 }
 
-func TestTheDocumentTakesEffectWithoutARestart(t *testing.T) {
+func TestConfiguration_DocumentIsReloaded(t *testing.T) {
 	s := newSuite(t, "document-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
@@ -96,7 +96,7 @@ func TestTheDocumentTakesEffectWithoutARestart(t *testing.T) {
 	r.alive()
 }
 
-func TestABadConfigurationKeepsTheLastGoodInForce(t *testing.T) {
+func TestConfiguration_InvalidKeepsLastKnownGood(t *testing.T) {
 	s := newSuite(t, "bad-config-", talostest.Options{})
 	self, worker, late := s.controlPlane("cp"), s.worker("worker"), s.worker("late")
 	s.configure(self, site("paris"))
@@ -111,7 +111,7 @@ func TestABadConfigurationKeepsTheLastGoodInForce(t *testing.T) {
 	message := s.awaitEvent(self, ccm.ReasonConfigInvalid)
 	for _, part := range []string{settings.MountPath + ":2:", "preferIPv7"} {
 		if !strings.Contains(message, part) {
-			t.Errorf("the Event does not say %s: %s", part, message)
+			t.Errorf("Event message %q does not contain %q", message, part)
 		}
 	}
 
@@ -124,8 +124,8 @@ func TestABadConfigurationKeepsTheLastGoodInForce(t *testing.T) {
 	s.awaitEvent(self, ccm.ReasonConfigValid)
 }
 
-// Talos ends the service and starts it anew when its document changes, for better or worse.
-func TestTheLastGoodConfigurationOutlivesTheProcess(t *testing.T) {
+// Talos restarts the service when its document changes, even if the document is invalid.
+func TestConfiguration_LastKnownGoodSurvivesRestart(t *testing.T) {
 	s := newSuite(t, "outlives-", talostest.Options{})
 	self, late := s.controlPlane("cp"), s.worker("late")
 	s.configure(self, site("paris"))
@@ -150,7 +150,7 @@ func TestTheLastGoodConfigurationOutlivesTheProcess(t *testing.T) {
 	s.awaitSite(late, "paris")
 }
 
-func TestABadConfigurationAtFirstStartWritesNothing(t *testing.T) {
+func TestConfiguration_InvalidAtFirstStartBlocksWrites(t *testing.T) {
 	s := newSuite(t, "bad-start-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.configure(self, noSuchKey)
@@ -158,16 +158,16 @@ func TestABadConfigurationAtFirstStartWritesNothing(t *testing.T) {
 
 	s.start(s.options(self))
 
-	if message := s.awaitEvent(self, ccm.ReasonConfigInvalid); !strings.Contains(message, "nothing is written") {
-		t.Errorf("the Event does not say what follows: %s", message)
+	if message := s.awaitEvent(self, ccm.ReasonConfigInvalid); !strings.Contains(message, "no Node is updated") {
+		t.Errorf("Event message %q does not state the consequence", message)
 	}
 
 	if holder := s.holder(); holder != "" {
-		t.Errorf("an instance without configuration stands for election: the lease is held by %s", holder)
+		t.Errorf("lease is held by %s, want no leader election without a configuration", holder)
 	}
 
 	if n := s.get(worker); !tainted(n) || n.Spec.ProviderID != "" {
-		t.Errorf("written without configuration: %s", describe(n))
+		t.Errorf("Node was written without a configuration: %s", describe(n))
 	}
 
 	s.configure(self, site("paris"))
@@ -175,8 +175,8 @@ func TestABadConfigurationAtFirstStartWritesNothing(t *testing.T) {
 	s.awaitSite(worker, "paris")
 }
 
-// The nodename may be late, and so may the answer to the question for it. Whoever made the mistake is told of it all the same.
-func TestABadConfigurationIsToldOfOnceTheNodenameIsKnown(t *testing.T) {
+// The nodename may not be available at startup.
+func TestConfiguration_InvalidIsReportedOnceNodenameIsKnown(t *testing.T) {
 	s := newSuite(t, "late-name-", talostest.Options{})
 	self := s.controlPlane("cp")
 	s.configure(self, noSuchKey)
@@ -184,7 +184,7 @@ func TestABadConfigurationIsToldOfOnceTheNodenameIsKnown(t *testing.T) {
 	s.require(self.State().Destroy(t.Context(), k8s.NewNodename(k8s.NamespaceName, k8s.NodenameID).Metadata()))
 
 	s.start(s.options(self))
-	s.eventually("it has asked for the nodename in vain", func() bool {
+	s.eventually("a read of the nodename fails", func() bool {
 		return slices.ContainsFunc(self.Calls(), func(call talostest.Call) bool {
 			return call.ResourceType == k8s.NodenameType && call.Code == codes.NotFound
 		})
@@ -193,7 +193,7 @@ func TestABadConfigurationIsToldOfOnceTheNodenameIsKnown(t *testing.T) {
 	s.awaitEvent(self, ccm.ReasonConfigInvalid)
 }
 
-func TestAFileThatIsMountedElsewhereIsNotLostInSilence(t *testing.T) {
+func TestConfiguration_WrongMountPathIsReported(t *testing.T) {
 	s := newSuite(t, "elsewhere-", talostest.Options{})
 	self := s.controlPlane("cp")
 	s.require(self.SetExtensionServiceConfig(t.Context(), "talos-ccm", runtime.ExtensionServiceConfigFile{Content: site("x"), MountPath: "/etc/other.yaml"}))
@@ -202,11 +202,11 @@ func TestAFileThatIsMountedElsewhereIsNotLostInSilence(t *testing.T) {
 	s.start(s.options(self))
 
 	if message := s.awaitEvent(self, ccm.ReasonConfigInvalid); !strings.Contains(message, "/etc/other.yaml") || !strings.Contains(message, settings.MountPath) {
-		t.Errorf("the Event does not name both places: %s", message)
+		t.Errorf("Event message %q does not contain both paths", message)
 	}
 }
 
-func TestACloudConfigFileIsReadAgainWhenItChanges(t *testing.T) {
+func TestConfiguration_CloudConfigFileIsReloaded(t *testing.T) {
 	s := newSuite(t, "config-file-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
@@ -242,59 +242,59 @@ func TestACloudConfigFileIsReadAgainWhenItChanges(t *testing.T) {
 	r.alive()
 }
 
-func TestTheDocumentsEnvironmentReplacesTheProcess(t *testing.T) {
+func TestConfiguration_EnvironmentReplacesProcess(t *testing.T) {
 	s := newSuite(t, "environment-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self)
 
 	p := s.spawn(self, openMetrics)
-	s.eventually("it leads", p.leads)
+	s.eventually("process leads", p.leads)
 	s.awaitInitialized(self)
 
-	// What it cannot be started with is not tried.
+	// An invalid environment does not replace the process.
 	s.configure(self, "", "TALOS_CCM_NO_SUCH_FLAG=1")
 
 	if message := s.awaitEvent(self, ccm.ReasonConfigInvalid); !strings.Contains(message, "TALOS_CCM_NO_SUCH_FLAG") {
-		t.Errorf("the Event does not name the variable: %s", message)
+		t.Errorf("Event message %q does not contain the variable", message)
 	}
 
-	// Set in vain, for ever.
+	// Other invalid entries.
 	for variable, why := range map[string]string{"GOMEMLIMIT": `"GOMEMLIMIT" is not`, "TALOSCCM_BASE_ENVIRONMENT=[]": "TALOSCCM_BASE_ENVIRONMENT is"} {
 		s.configure(self, "", variable)
-		s.eventually("an Event says what is wrong", func() bool {
+		s.eventually("Event contains the problem", func() bool {
 			return slices.ContainsFunc(s.events(self, ccm.ReasonConfigInvalid), func(e corev1.Event) bool { return strings.Contains(e.Message, why) })
 		})
 	}
 
 	s.configure(self, "", "TALOS_CCM_CONTROLLERS=*,-cloud-node-controller", "GOMEMLIMIT=300MiB")
 
-	s.eventually("its environment is the document's", func() bool {
+	s.eventually("process has the environment of the document", func() bool {
 		environ, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", p.pid))
 
 		return err == nil && strings.Contains(string(environ), "GOMEMLIMIT=300MiB\x00")
 	})
-	s.eventually("it leads again", p.leads)
+	s.eventually("process leads again", p.leads)
 
 	if strings.Count(p.output.String(), "Started controller\" controller=\"cloud-node-controller\"") != 1 {
-		t.Error("the controller that the document turns off was started again")
+		t.Error("controller that the document disables was started")
 	}
 
 	s.configure(self, "", "TALOS_CCM_CONTROLLERS=*", "GOMEMLIMIT=300MiB")
 	s.register(worker)
 	s.awaitInitialized(worker)
 
-	// What the document takes back is as it was.
+	// A variable that is removed from the document gets its former value.
 	s.configure(self, "")
-	s.eventually("its environment is its own again", func() bool {
+	s.eventually("process has its former environment", func() bool {
 		environ, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", p.pid))
 
 		return err == nil && len(environ) > 0 && !strings.Contains(string(environ), "GOMEMLIMIT=300MiB\x00")
 	})
-	s.eventually("it leads once more", p.leads)
+	s.eventually("process leads once more", p.leads)
 
 	select {
 	case <-p.ended:
-		t.Errorf("the process ended: %v", p.err)
+		t.Errorf("process exited: %v", p.err)
 	default:
 	}
 

@@ -29,7 +29,7 @@ import (
 )
 
 const (
-	// patience bounds every wait for something that should take seconds at most, on a machine that has much else to do.
+	// patience bounds every wait for something that takes seconds at most, even on a busy machine.
 	patience = 60 * time.Second
 	interval = 20 * time.Millisecond
 
@@ -40,8 +40,8 @@ const (
 	leaseName      = "cloud-controller-manager-talos"
 )
 
-// bed is what the tests of this package share. They run one after the other: they share the API server, which some of them stop, and
-// the lease.
+// bed is shared by the tests of this package. The tests are not parallel, because they share the lease and the API server, which some of them
+// stop.
 type bed struct {
 	kube   *kube.Cluster
 	client kubernetes.Interface
@@ -84,7 +84,7 @@ type suite struct {
 	prefix string
 }
 
-// newSuite makes a Talos cluster without machines, whose names begin with prefix.
+// newSuite returns a Talos cluster without machines. The names of its machines start with prefix.
 func newSuite(t *testing.T, prefix string, options talostest.Options) *suite {
 	t.Helper()
 
@@ -96,7 +96,7 @@ func newSuite(t *testing.T, prefix string, options talostest.Options) *suite {
 	s.require(err)
 	t.Cleanup(s.talos.Close)
 
-	// Whoever was killed in another test still has it.
+	// A process that another test has killed may still hold the lease.
 	s.freeLease()
 
 	return s
@@ -110,13 +110,13 @@ func (s *suite) require(err error) {
 	}
 }
 
-// ask asks the API server again while it is too busy to answer, or not there. A cleanup may ask, too.
+// ask retries a request while the API server is overloaded or unavailable. It also works in cleanups.
 func ask[T any](s *suite, question func(context.Context) (T, error)) (answer T) {
 	s.Helper()
 
 	var err error
 
-	_ = wait.PollUntilContextTimeout(context.WithoutCancel(s.Context()), interval, patience, true, func(ctx context.Context) (bool, error) { //nolint:errcheck // err says more
+	_ = wait.PollUntilContextTimeout(context.WithoutCancel(s.Context()), interval, patience, true, func(ctx context.Context) (bool, error) { //nolint:errcheck // err is more specific
 		answer, err = question(ctx)
 
 		return err == nil || !transient(err), nil
@@ -126,7 +126,7 @@ func ask[T any](s *suite, question func(context.Context) (T, error)) (answer T) 
 	return answer
 }
 
-// transient is true of errors that say nothing of the question: the API server, or etcd, did not get to it.
+// transient reports whether the API server or etcd failed to process the request.
 func transient(err error) bool {
 	var status apierrors.APIStatus
 	if !errors.As(err, &status) {
@@ -146,7 +146,7 @@ func (s *suite) controlPlane(name string) *talostest.Machine {
 	})
 }
 
-// worker adds a worker of a cloud.
+// worker adds a worker machine with cloud metadata.
 func (s *suite) worker(name string) *talostest.Machine {
 	s.Helper()
 
@@ -171,7 +171,7 @@ func identified(name string) runtime.PlatformMetadataSpec {
 	}
 }
 
-// register registers the machines' Nodes as their kubelets do; they are deleted when the test ends.
+// register registers the Nodes of machines like their kubelets, and deletes them when the test ends.
 func (s *suite) register(machines ...*talostest.Machine) {
 	s.Helper()
 
@@ -183,7 +183,7 @@ func (s *suite) register(machines ...*talostest.Machine) {
 			tries++
 
 			n, err := s.kube.RegisterNode(ctx, spec)
-			if tries > 1 && apierrors.IsAlreadyExists(err) { // it did get to it
+			if tries > 1 && apierrors.IsAlreadyExists(err) { // an earlier try succeeded
 				return nil, nil
 			}
 
@@ -213,7 +213,7 @@ type run struct {
 	err    error // once ended is closed
 }
 
-// options are those of talos-ccm on the machine, as its service spec has them but for the port.
+// options returns the options of talos-ccm on the machine, as in the service spec except for the port.
 func (s *suite) options(on *talostest.Machine) *ccm.Options {
 	s.Helper()
 
@@ -227,7 +227,7 @@ func (s *suite) options(on *talostest.Machine) *ccm.Options {
 	return options
 }
 
-// start runs talos-ccm until the test ends, when it must end well and in time.
+// start runs talos-ccm until the test ends. It must then return in time and without an error.
 func (s *suite) start(options *ccm.Options) *run {
 	s.Helper()
 
@@ -237,7 +237,7 @@ func (s *suite) start(options *ccm.Options) *run {
 	return r
 }
 
-// launch runs talos-ccm and leaves it to the caller how it ends.
+// launch runs talos-ccm. The caller checks how it ends.
 func (s *suite) launch(options *ccm.Options) *run {
 	s.Helper()
 	s.require(options.Validate())
@@ -273,15 +273,15 @@ func (r *run) stop() {
 	select {
 	case <-r.ended:
 	case <-time.After(patience):
-		r.suite.Fatalf("talos-ccm still runs %s after it was told to end", patience)
+		r.suite.Fatalf("talos-ccm still runs %s after its context was canceled", patience)
 	}
 
 	if r.err != nil {
-		r.suite.Errorf("talos-ccm ended with: %v", r.err)
+		r.suite.Errorf("talos-ccm returned an error: %v", r.err)
 	}
 
 	if took := time.Since(began); took > stopLimit {
-		r.suite.Errorf("talos-ccm took %s to end, want at most %s", took, stopLimit)
+		r.suite.Errorf("talos-ccm took %s to stop, want at most %s", took, stopLimit)
 	}
 }
 
@@ -291,14 +291,14 @@ func (r *run) alive() {
 
 	select {
 	case <-r.ended:
-		r.suite.Fatalf("talos-ccm ended: %v", r.err)
+		r.suite.Fatalf("talos-ccm has stopped: %v", r.err)
 	default:
 	}
 }
 
 var errNotYet = errors.New("not yet")
 
-// await watches a Node, across restarts of the API server, until ok is true of it.
+// await watches a Node, across restarts of the API server, until ok returns true.
 func (s *suite) await(nodename, what string, ok func(*corev1.Node) bool) *corev1.Node {
 	s.Helper()
 
@@ -313,13 +313,13 @@ func (s *suite) await(nodename, what string, ok func(*corev1.Node) bool) *corev1
 		return err == nil, nil
 	})
 	if err != nil {
-		s.Fatalf("node %s: not %s after %s; it is: %s", nodename, what, patience, describe(last))
+		s.Fatalf("node %s is not %s after %s: %s", nodename, what, patience, describe(last))
 	}
 
 	return last
 }
 
-// watchUntil returns the Node of which ok is true, or an error and the last version seen.
+// watchUntil returns the Node when ok returns true for it, or an error and the last version seen.
 func (s *suite) watchUntil(ctx context.Context, nodename string, ok func(*corev1.Node) bool) (last *corev1.Node, err error) {
 	selector := fields.OneTermEqualSelector(metav1.ObjectNameField, nodename).String()
 
@@ -383,17 +383,17 @@ func (s *suite) get(m *talostest.Machine) *corev1.Node {
 	})
 }
 
-// eventually asks again until ok is true, for what cannot be watched.
+// eventually polls until ok returns true.
 func (s *suite) eventually(what string, ok func() bool) {
 	s.Helper()
 
 	err := wait.PollUntilContextTimeout(s.Context(), interval, patience, true, func(context.Context) (bool, error) { return ok(), nil })
 	if err != nil {
-		s.Fatalf("not so after %s: %s", patience, what)
+		s.Fatalf("condition not met after %s: %s", patience, what)
 	}
 }
 
-// lease is the leader's; nil if there is none.
+// lease returns the lease, or nil if it does not exist.
 func (s *suite) lease() *coordinationv1.Lease {
 	s.Helper()
 
@@ -407,7 +407,7 @@ func (s *suite) lease() *coordinationv1.Lease {
 	})
 }
 
-// holder is who holds the lease; empty if nobody does.
+// holder returns the holder of the lease, or "" if it is not held.
 func (s *suite) holder() string {
 	s.Helper()
 
@@ -419,7 +419,7 @@ func (s *suite) holder() string {
 	return *lease.Spec.HolderIdentity
 }
 
-// freeLease takes the lease from whoever has it.
+// freeLease deletes the lease.
 func (s *suite) freeLease() {
 	s.Helper()
 
@@ -428,7 +428,7 @@ func (s *suite) freeLease() {
 	})
 }
 
-// leaseTo makes somebody the holder of the lease, who never renews it.
+// leaseTo replaces the lease by one with the given holder, which never renews it.
 func (s *suite) leaseTo(holder string, duration time.Duration) {
 	s.Helper()
 	s.freeLease()

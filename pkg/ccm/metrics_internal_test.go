@@ -9,22 +9,22 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 )
 
-// Informers that end with a leader's term may have told of a Node that is handled a moment later.
-func TestWhatIsHeardOfMachinesAfterALeadersTermIsNotCounted(t *testing.T) {
+// Events of informers may be handled after the leader has stopped.
+func TestCountMachines_IgnoresChangesAfterStop(t *testing.T) {
 	inv := inventory.New(time.Now)
 	stop := countMachines(inv)
 
-	inv.MarkUnreachable("one", "silence")
+	inv.MarkUnreachable("one", "timeout")
 
 	if n := seriesOfMachines(t); n == 0 {
-		t.Fatal("nothing is counted: the test does not test")
+		t.Fatal("no series before stop")
 	}
 
 	stop()
-	inv.MarkUnreachable("two", "silence")
+	inv.MarkUnreachable("two", "timeout")
 
 	if n := seriesOfMachines(t); n != 0 {
-		t.Errorf("there are %d values of a leader's that does not lead any more", n)
+		t.Errorf("got %d series after stop, want 0", n)
 	}
 }
 

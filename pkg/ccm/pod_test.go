@@ -24,7 +24,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
 
-// podEnclosure starts a command where the folder $1 is what a kubelet mounts into pods for their ServiceAccount.
+// podEnclosure runs a command with the directory $1 mounted where a kubelet mounts the ServiceAccount volume.
 const podEnclosure = `set -e
 mount --make-rprivate /
 mount -t tmpfs tmpfs "$(readlink -f /var/run)"
@@ -33,7 +33,7 @@ mount --bind "$1" /var/run/secrets/kubernetes.io/serviceaccount
 shift
 exec "$@"`
 
-// volume is a folder as a kubelet fills it from a Secret or a ConfigMap: all files change at once, when a link is replaced.
+// volume is a directory that is updated like a Secret or ConfigMap volume: replacing a symbolic link changes all files at once.
 type volume string
 
 func (v volume) path(name string) string { return filepath.Join(string(v), name) }
@@ -57,7 +57,7 @@ func (v volume) write(s *suite, content map[string][]byte) {
 	s.require(os.Rename(v.path("..data_new"), v.path("..data")))
 }
 
-// readerTalosconfig is what Talos puts into the Secret of a talos.dev ServiceAccount with the role os:reader.
+// readerTalosconfig returns the talosconfig that Talos writes to the Secret of a talos.dev ServiceAccount with the role os:reader.
 func (s *suite) readerTalosconfig() []byte {
 	s.Helper()
 
@@ -70,14 +70,14 @@ func (s *suite) readerTalosconfig() []byte {
 	return data
 }
 
-// serviceAccount applies the extension's RBAC, and returns the folder with the token of its ServiceAccount, as a pod has it.
+// serviceAccount applies the RBAC of the extension and returns a directory with the token and CA of its ServiceAccount, as in a pod.
 func (s *suite) serviceAccount(controlPlane *talostest.Machine) string {
 	s.Helper()
 
 	socket, err := talosapi.OpenSocket(controlPlane.Socket())
 	s.require(err)
 
-	defer socket.Close() //nolint:errcheck // nothing is in flight
+	defer socket.Close() //nolint:errcheck // no call is in flight
 
 	folder := s.TempDir()
 	ctx, made := context.WithTimeout(s.Context(), patience)
@@ -94,7 +94,7 @@ func (s *suite) serviceAccount(controlPlane *talostest.Machine) string {
 	return folder
 }
 
-// awaitRights waits until the API server goes by the extension's RBAC, which it hears of a moment after it was applied: one right of each binding.
+// awaitRights waits until the API server has observed the RBAC of the extension. It checks one permission of each binding.
 func (s *suite) awaitRights() {
 	s.Helper()
 
@@ -109,7 +109,7 @@ func (s *suite) awaitRights() {
 	} {
 		review := &authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{User: user, ResourceAttributes: &right}}
 
-		s.eventually(fmt.Sprintf("the ServiceAccount may %s %s", right.Verb, right.Resource), func() bool {
+		s.eventually(fmt.Sprintf("ServiceAccount may %s %s", right.Verb, right.Resource), func() bool {
 			return ask(s, func(ctx context.Context) (*authorizationv1.SubjectAccessReview, error) {
 				return s.client.AuthorizationV1().SubjectAccessReviews().Create(ctx, review, metav1.CreateOptions{})
 			}).Status.Allowed
@@ -117,7 +117,7 @@ func (s *suite) awaitRights() {
 	}
 }
 
-// spawnPod starts the process as a pod of the ServiceAccount in folder.
+// spawnPod starts the process as in a pod, with the ServiceAccount in folder.
 func (s *suite) spawnPod(folder string, flags ...string) *process {
 	s.Helper()
 
@@ -140,7 +140,7 @@ func (s *suite) spawnPod(folder string, flags ...string) *process {
 	return p
 }
 
-func TestAPodWorksWithItsServiceAccount(t *testing.T) {
+func TestPod_RunsWithServiceAccount(t *testing.T) {
 	s := newSuite(t, "pod-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
@@ -152,31 +152,31 @@ func TestAPodWorksWithItsServiceAccount(t *testing.T) {
 	p := s.spawnPod(s.serviceAccount(self), openMetrics, "--talosconfig="+secret.path("config"), "--cloud-config="+configMap.path("config.yaml"))
 	s.awaitInitialized(self, worker)
 	s.awaitSite(worker, "paris")
-	s.eventually("the pod leads", p.leads)
+	s.eventually("pod leads", p.leads)
 
-	// The RBAC of the extension is all it needs.
+	// The RBAC of the extension is sufficient.
 	if strings.Contains(p.output.String(), "forbidden") {
-		t.Error("something was forbidden")
+		t.Error("log contains a forbidden request")
 	}
 
 	configMap.write(s, map[string][]byte{"config.yaml": []byte(site("lyon"))})
 	s.awaitSite(worker, "lyon")
 
-	// With the talosconfig of before, no machine can be dialed any more.
+	// The former talosconfig is no longer valid for any machine.
 	s.require(s.talos.RotateCA(t.Context(), talostest.DropOldCA))
 	worker.BreakStreams()
-	s.eventually("the worker cannot be reached", func() bool { return p.metric("talosccm_machines", `condition="Unreachable"`) == 1 })
+	s.eventually("worker is unreachable", func() bool { return p.metric("talosccm_machines", `condition="Unreachable"`) == 1 })
 
 	secret.write(s, map[string][]byte{"config": s.readerTalosconfig()})
 	s.move(worker, "renewed")
 	p.terminate()
 
 	if holder := s.holder(); holder != "" {
-		t.Errorf("the lease is still held by %s", holder)
+		t.Errorf("lease is still held by %s", holder)
 	}
 }
 
-func TestOutsideAClusterAKubeconfigIsNeeded(t *testing.T) {
+func TestApp_RequiresKubeconfigOutsideCluster(t *testing.T) {
 	s := newSuite(t, "nowhere-", talostest.Options{})
 	options := s.options(s.controlPlane("cp"))
 	options.MachineSocket, options.RunDir = "", ""
@@ -190,15 +190,15 @@ func TestOutsideAClusterAKubeconfigIsNeeded(t *testing.T) {
 	select {
 	case <-r.ended:
 	case <-time.After(patience):
-		t.Fatal("it goes on")
+		t.Fatal("talos-ccm still runs")
 	}
 
 	if r.err == nil || !strings.Contains(r.err.Error(), "--kubeconfig") || !strings.Contains(r.err.Error(), "KUBERNETES_SERVICE_HOST") {
-		t.Errorf("ended with: %v", r.err)
+		t.Errorf("got error %v, want one about --kubeconfig and KUBERNETES_SERVICE_HOST", r.err)
 	}
 
 	options.Framework.Master = "https://127.0.0.1:6443"
 	if err := options.Validate(); err == nil || !strings.Contains(err.Error(), "--master") {
-		t.Errorf("an API server to connect to without credentials: %v", err)
+		t.Errorf("--master without --kubeconfig: got error %v", err)
 	}
 }

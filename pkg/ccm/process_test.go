@@ -28,7 +28,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
 
-// binary is the command, built when the first test needs it.
+// binary builds the command on first use and returns its path.
 var binary = sync.OnceValues(func() (string, error) {
 	folder, err := os.MkdirTemp("", "talos-ccm-test-")
 	if err != nil {
@@ -47,7 +47,7 @@ var binary = sync.OnceValues(func() (string, error) {
 	return path, nil
 })
 
-// built is the folder of binary, once there is one.
+// built is the directory of binary; empty before it is built.
 var built string
 
 func removeBinary() {
@@ -56,7 +56,7 @@ func removeBinary() {
 	}
 }
 
-// process is talos-ccm as a child process. It knows no other folders than those below root.
+// process is talos-ccm as a child process. All its directories are below root.
 type process struct {
 	suite  *suite
 	root   string
@@ -67,7 +67,7 @@ type process struct {
 	err    error // once ended is closed
 }
 
-// lockedBuffer is a buffer that is written while it is read.
+// lockedBuffer is a buffer for concurrent reads and writes.
 type lockedBuffer struct {
 	mu   sync.Mutex
 	data bytes.Buffer
@@ -87,7 +87,7 @@ func (b *lockedBuffer) String() string {
 	return b.data.String()
 }
 
-// spawn starts the process on the machine. When the test ends it is killed if it still runs.
+// spawn starts the process on a machine. It is killed when the test ends.
 func (s *suite) spawn(on *talostest.Machine, flags ...string) *process {
 	s.Helper()
 
@@ -110,7 +110,7 @@ func (s *suite) newProcess() *process {
 	return p
 }
 
-// argv is the command with the flags, and with those that every process here has.
+// argv returns the command line with the given flags and the common ones.
 func (p *process) argv(flags ...string) []string {
 	p.suite.Helper()
 
@@ -120,7 +120,7 @@ func (p *process) argv(flags ...string) []string {
 	return append([]string{path, "--bind-address=127.0.0.1", "--secure-port=" + strconv.Itoa(p.port), "--permit-port-sharing", "-v=2"}, flags...)
 }
 
-// start starts the process, which knows the variables that the command has, and of others only where its folders are.
+// start starts the process with the environment of cmd, HOME and TMPDIR.
 func (p *process) start(name string, cmd *exec.Cmd) {
 	s := p.suite
 	s.Helper()
@@ -133,13 +133,13 @@ func (p *process) start(name string, cmd *exec.Cmd) {
 		cmd.SysProcAttr = &syscall.SysProcAttr{}
 	}
 
-	// It dies with this process, however that ends.
+	// The child is killed if this process dies.
 	cmd.SysProcAttr.Pdeathsig = syscall.SIGKILL
 
 	started := make(chan error)
 
 	go func() {
-		// The death of a parent is that of the thread.
+		// Pdeathsig refers to the thread that started the child.
 		goruntime.LockOSThread()
 
 		err := cmd.Start()
@@ -165,16 +165,16 @@ func (p *process) start(name string, cmd *exec.Cmd) {
 	})
 }
 
-// signal sends the process a signal, unless it has ended.
+// signal sends a signal to the process unless it has exited.
 func (p *process) signal(sig syscall.Signal) {
 	select {
 	case <-p.ended:
 	default:
-		_ = syscall.Kill(p.pid, sig) //nolint:errcheck // it may have ended just now
+		_ = syscall.Kill(p.pid, sig) //nolint:errcheck // it may have exited
 	}
 }
 
-// terminate ends the process as Talos does.
+// terminate stops the process like Talos does.
 func (p *process) terminate() {
 	p.suite.Helper()
 
@@ -189,13 +189,13 @@ func (p *process) terminate() {
 	}
 
 	if p.err != nil {
-		p.suite.Errorf("talos-ccm ended after SIGTERM with: %v", p.err)
+		p.suite.Errorf("talos-ccm exited after SIGTERM with: %v", p.err)
 	}
 
-	p.suite.Logf("ended %s after SIGTERM", time.Since(began))
+	p.suite.Logf("exited %s after SIGTERM", time.Since(began))
 }
 
-// get asks the process's secure port, as somebody without credentials.
+// get sends a request without credentials to the secure port.
 func (p *process) get(path string) (code int, body string, err error) {
 	client := &http.Client{
 		Transport: &http.Transport{
@@ -217,7 +217,7 @@ func (p *process) get(path string) (code int, body string, err error) {
 	return response.StatusCode, string(data), err
 }
 
-// metric is the sum over all series of a metric of the process; 0 if there are none or the process does not answer.
+// metric returns the sum of a metric over all series with any of the given labels; 0 if there are none or the process does not respond.
 func (p *process) metric(name string, labels ...string) float64 {
 	_, body, err := p.get("/metrics")
 	if err != nil {
@@ -247,23 +247,23 @@ func (p *process) leads() bool { return p.metric("leader_election_master_status"
 
 const openMetrics = "--authorization-always-allow-paths=/healthz,/metrics"
 
-func TestTwoInstances(t *testing.T) {
+func TestLeaderElection_HandsOverBetweenInstances(t *testing.T) {
 	s := newSuite(t, "two-", talostest.Options{})
 	first, second, worker := s.controlPlane("cp-1"), s.controlPlane("cp-2"), s.worker("worker")
 	s.register(first, second, worker)
 
 	leader := s.spawn(first, openMetrics)
-	s.eventually("the first instance leads", leader.leads)
+	s.eventually("first instance leads", leader.leads)
 	s.awaitInitialized(first, second, worker)
 
 	follower := s.spawn(second, openMetrics)
-	s.eventually("the second instance stands for election", func() bool {
+	s.eventually("second instance runs for leader election", func() bool {
 		return strings.Contains(follower.output.String(), "Attempting to acquire leader lease")
 	})
 	s.move(worker, "by-the-first")
 
 	if follower.leads() || follower.metric("talosccm_node_syncs_total") > 0 || worker.Connections() != 1 {
-		t.Errorf("the follower leads: %t, has looked at %v Nodes; the worker has %d connections, want one",
+		t.Errorf("follower leads: %t, synced %v Nodes; worker has %d connections, want 1",
 			follower.leads(), follower.metric("talosccm_node_syncs_total"), worker.Connections())
 	}
 
@@ -271,17 +271,17 @@ func TestTwoInstances(t *testing.T) {
 	leader.terminate()
 
 	if s.holder() == before {
-		t.Error("the first instance ended and still holds the lease")
+		t.Error("first instance has exited and still holds the lease")
 	}
 
 	began := time.Now()
 
-	s.eventually("the second instance leads", follower.leads)
-	t.Logf("the lease was taken over %s after it was released", time.Since(began))
+	s.eventually("second instance leads", follower.leads)
+	t.Logf("lease acquired %s after it was released", time.Since(began))
 	s.move(worker, "by-the-second")
 
 	third := s.spawn(first, openMetrics)
-	s.eventually("the third instance stands for election", func() bool {
+	s.eventually("third instance runs for leader election", func() bool {
 		return strings.Contains(third.output.String(), "Attempting to acquire leader lease")
 	})
 	follower.signal(syscall.SIGKILL)
@@ -289,33 +289,33 @@ func TestTwoInstances(t *testing.T) {
 
 	began = time.Now()
 
-	s.eventually("the third instance leads", third.leads)
-	t.Logf("the lease was taken over %s after its holder was killed", time.Since(began))
+	s.eventually("third instance leads", third.leads)
+	t.Logf("lease acquired %s after its holder was killed", time.Since(began))
 	s.move(worker, "by-the-third")
 	third.terminate()
 }
 
-// Talos runs one of us per machine and starts it again when it has ended: nobody else can hold the lease of one that was killed.
-func TestKilledInstanceTakesItsLeaseUpAgain(t *testing.T) {
+// Talos runs one instance per machine and restarts it, so an instance can reacquire the lease of one that was killed.
+func TestLeaderElection_RestartedInstanceReacquiresLease(t *testing.T) {
 	s := newSuite(t, "killed-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
 
-	// The lease lasts longer than the test is patient.
+	// The lease lasts longer than any wait of the test.
 	flags := []string{openMetrics, "--leader-elect-lease-duration=600s", "--leader-elect-renew-deadline=500s"}
 
 	first := s.spawn(self, flags...)
-	s.eventually("the first process leads", first.leads)
+	s.eventually("first process leads", first.leads)
 	first.signal(syscall.SIGKILL)
 	<-first.ended
 
 	second := s.spawn(self, flags...)
-	s.eventually("the second process leads", second.leads)
+	s.eventually("second process leads", second.leads)
 	s.move(worker, "by-the-second")
 	second.terminate()
 }
 
-// traces are what would give the administrator's private key away: the key as the kubeconfig has it, as PEM, as DER and each line of it.
+// traces returns the forms in which the admin's private key could appear: base64 as in the kubeconfig, each line of the PEM document, and DER.
 func traces(t *testing.T, keyPEM []byte) map[string][]byte {
 	t.Helper()
 
@@ -334,7 +334,7 @@ func traces(t *testing.T, keyPEM []byte) map[string][]byte {
 
 	der, err := base64.StdEncoding.DecodeString(body.String())
 	if err != nil || len(found) < 2 {
-		t.Fatalf("the administrator's key is not PEM: %v", err)
+		t.Fatalf("admin key is not PEM: %v", err)
 	}
 
 	found["the DER"] = der
@@ -342,7 +342,7 @@ func traces(t *testing.T, keyPEM []byte) map[string][]byte {
 	return found
 }
 
-// search looks for traces in all files of the process: those below its root, those it has open, and its output.
+// search looks for traces in the output of the process, the files below its root and its open files.
 func (p *process) search(ctx context.Context, traces map[string][]byte) (found []string, files int) {
 	look := func(path string, data []byte) {
 		files++
@@ -356,8 +356,8 @@ func (p *process) search(ctx context.Context, traces map[string][]byte) (found [
 
 	look("its output", []byte(p.output.String()))
 
-	// Files come and go while we look.
-	_ = filepath.WalkDir(p.root, func(path string, entry fs.DirEntry, err error) error { //nolint:errcheck // the callback returns none
+	// Files may be created and deleted during the search.
+	_ = filepath.WalkDir(p.root, func(path string, entry fs.DirEntry, err error) error { //nolint:errcheck // the callback returns no error
 		if err == nil && entry.Type().IsRegular() && ctx.Err() == nil {
 			if data, err := os.ReadFile(path); err == nil {
 				look(path, data)
@@ -368,12 +368,12 @@ func (p *process) search(ctx context.Context, traces map[string][]byte) (found [
 	})
 
 	descriptors := fmt.Sprintf("/proc/%d/fd", p.pid)
-	entries, _ := os.ReadDir(descriptors) //nolint:errcheck // none if the process has ended
+	entries, _ := os.ReadDir(descriptors) //nolint:errcheck // none if the process has exited
 
 	for _, entry := range entries {
 		path := filepath.Join(descriptors, entry.Name())
 
-		// Through the link, so that deleted files and such in memory are read too.
+		// Follow the link to read deleted and in-memory files as well.
 		if info, err := os.Stat(path); err == nil && info.Mode().IsRegular() {
 			if data, err := os.ReadFile(path); err == nil {
 				look(path, data)
@@ -384,7 +384,7 @@ func (p *process) search(ctx context.Context, traces map[string][]byte) (found [
 	return found, files
 }
 
-func TestAdminKubeconfigIsNeverWritten(t *testing.T) {
+func TestProcess_NeverWritesAdminKey(t *testing.T) {
 	s := newSuite(t, "secret-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
@@ -393,17 +393,17 @@ func TestAdminKubeconfigIsNeverWritten(t *testing.T) {
 
 	p := s.spawn(self)
 
-	// The search itself is searched for, or it would find nothing for the wrong reason.
+	// Verify that the search works.
 	decoy := filepath.Join(p.root, "work", "decoy")
 	s.require(os.WriteFile(decoy, s.kube.Config().KeyData, 0o600))
 
 	if found, _ := p.search(t.Context(), wanted); len(found) == 0 {
-		t.Fatal("the search does not find a key that is there")
+		t.Fatal("search does not find the key in a decoy file")
 	}
 
 	s.require(os.Remove(decoy))
 
-	// All the time from the start to the last Node, not only in the end.
+	// Search continuously until the last Node is initialized.
 	var (
 		done  = make(chan struct{})
 		group sync.WaitGroup
@@ -412,7 +412,7 @@ func TestAdminKubeconfigIsNeverWritten(t *testing.T) {
 	)
 
 	group.Go(func() {
-		_ = wait.PollUntilContextCancel(t.Context(), time.Millisecond, true, func(ctx context.Context) (bool, error) { //nolint:errcheck // ends by done
+		_ = wait.PollUntilContextCancel(t.Context(), time.Millisecond, true, func(ctx context.Context) (bool, error) { //nolint:errcheck // ends with done
 			now, n := p.search(ctx, wanted)
 			found, files = append(found, now...), max(files, n)
 
@@ -426,26 +426,26 @@ func TestAdminKubeconfigIsNeverWritten(t *testing.T) {
 	})
 
 	s.awaitInitialized(self, worker)
-	// Issued anew, the kubeconfig goes the same way once more.
+	// A new admin kubeconfig is handled in the same way.
 	tokens := calls(self, "/cosi.resource.State/Get", "KubernetesSecrets.secrets.talos.dev")
 	s.require(self.SetLocalhostAdminKubeconfig(t.Context(), append(s.kube.Kubeconfig(), "\n# again\n"...)))
-	s.eventually("the new kubeconfig is used", func() bool {
+	s.eventually("new admin kubeconfig is used", func() bool {
 		return calls(self, "/cosi.resource.State/Get", "KubernetesSecrets.secrets.talos.dev") > tokens
 	})
 	s.move(worker, "moved")
 	close(done)
 	group.Wait()
 
-	// Once more, whatever the scheduler has let the other searches see.
+	// At least one search runs after the last write.
 	last, n := p.search(t.Context(), wanted)
 	found, files = append(found, last...), max(files, n)
 
 	if len(found) > 0 {
-		t.Errorf("found the administrator's key: %s", strings.Join(slices.Compact(found), "; "))
+		t.Errorf("found the admin key: %s", strings.Join(slices.Compact(found), "; "))
 	}
 
 	if files < 3 {
-		t.Errorf("searched %d files at most, want at least the token, the kubeconfig and the output", files)
+		t.Errorf("searched at most %d files, want at least the token, the kubeconfig and the output", files)
 	}
 
 	for _, name := range []string{"kubeconfig", "token"} {
@@ -453,14 +453,14 @@ func TestAdminKubeconfigIsNeverWritten(t *testing.T) {
 		s.require(err)
 
 		if info.Mode().Perm() != 0o600 {
-			t.Errorf("%s has mode %s", name, info.Mode())
+			t.Errorf("%s has mode %s, want 0600", name, info.Mode())
 		}
 	}
 
 	p.terminate()
 }
 
-func TestMetrics(t *testing.T) {
+func TestMetrics_AreExported(t *testing.T) {
 	s := newSuite(t, "metrics-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
@@ -468,11 +468,11 @@ func TestMetrics(t *testing.T) {
 	p := s.spawn(self, openMetrics)
 	s.awaitInitialized(self, worker)
 
-	// Nodes show what was done to them before it is counted.
+	// The metrics are updated after the Nodes.
 	for _, name := range []string{
 		"talosccm_machines", "talosccm_api_requests_total", "talosccm_api_request_duration_seconds_count", "talosccm_node_syncs_total",
 	} {
-		s.eventually("there is a metric "+name, func() bool { return p.metric(name) > 0 })
+		s.eventually("metric exists: "+name, func() bool { return p.metric(name) > 0 })
 	}
 
 	s.eventually("two machines are current", func() bool { return p.metric("talosccm_machines", `condition="Current"`) == 2 })
@@ -483,20 +483,20 @@ func TestMetrics(t *testing.T) {
 
 	s.move(worker, "moved")
 	worker.BreakStreams()
-	s.eventually("the metrics move", func() bool {
+	s.eventually("metrics increase", func() bool {
 		return p.metric("talosccm_node_syncs_total", `result="changed"`) > changed && p.metric("talosccm_watch_restarts_total") > restarts
 	})
 
 	s.require(worker.Stop(t.Context()))
-	s.eventually("a machine is counted as unreachable", func() bool {
+	s.eventually("one machine is counted as unreachable", func() bool {
 		return p.metric("talosccm_machines", `condition="Unreachable"`) == 1 && p.metric("talosccm_machines", `condition="Current"`) == 1 &&
 			p.metric("talosccm_api_request_errors_total") > 0
 	})
 	p.terminate()
 }
 
-// An instance that led and does not any more must not go on saying what was so then: alerts add up what all instances say.
-func TestGaugesEndWithLeadership(t *testing.T) {
+// Alerts add up the gauges of all instances, so a former leader must not export them.
+func TestMetrics_GaugesEndWithLeadership(t *testing.T) {
 	s := newSuite(t, "led-", talostest.Options{})
 	first, second := s.controlPlane("cp-1"), s.controlPlane("cp-2")
 	s.register(first, second)
@@ -505,20 +505,20 @@ func TestGaugesEndWithLeadership(t *testing.T) {
 	flags := []string{openMetrics, "--controllers=*,nodeipam", "--allocate-node-cidrs", "--cluster-cidr=10.99.0.0/16"}
 
 	p := s.spawn(first, flags...)
-	s.eventually("the first instance leads, and knows", func() bool {
+	s.eventually("first instance leads and exports the gauges", func() bool {
 		return p.leads() && !slices.ContainsFunc(gauges, func(gauge string) bool { return p.metric(gauge) == 0 })
 	})
 
 	other := s.spawn(second, flags...)
 	s.require(first.SetStage(t.Context(), runtime.MachineStageRebooting))
-	s.eventually("the second instance leads", other.leads)
+	s.eventually("second instance leads", other.leads)
 
 	s.require(first.SetStage(t.Context(), runtime.MachineStageRunning))
-	s.eventually("the first instance is back", func() bool { return p.metric("talosccm_build_info") == 1 })
+	s.eventually("first instance serves metrics again", func() bool { return p.metric("talosccm_build_info") == 1 })
 
 	for _, gauge := range gauges {
 		if n := p.metric(gauge); n != 0 {
-			t.Errorf("%s is still %v", gauge, n)
+			t.Errorf("%s is %v, want no series", gauge, n)
 		}
 	}
 
@@ -526,7 +526,7 @@ func TestGaugesEndWithLeadership(t *testing.T) {
 	other.terminate()
 }
 
-func TestMetricsAreNotForEverybody(t *testing.T) {
+func TestMetrics_RequireAuthorization(t *testing.T) {
 	s := newSuite(t, "closed-", talostest.Options{})
 	self := s.controlPlane("cp")
 	s.register(self)
@@ -535,17 +535,17 @@ func TestMetricsAreNotForEverybody(t *testing.T) {
 	s.awaitInitialized(self)
 
 	if code, _, err := p.get("/metrics"); err != nil || (code != http.StatusForbidden && code != http.StatusUnauthorized) {
-		t.Errorf("metrics without credentials: %d, %v", code, err)
+		t.Errorf("/metrics without credentials: got status %d, error %v", code, err)
 	}
 
 	if code, body, err := p.get("/healthz"); err != nil || code != http.StatusOK {
-		t.Errorf("health: %d %s, %v", code, body, err)
+		t.Errorf("/healthz: got status %d, body %s, error %v", code, body, err)
 	}
 
 	p.terminate()
 }
 
-// controllers are those that the process says it runs.
+// controllers returns the controllers that /healthz lists.
 func (p *process) controllers() []string {
 	_, body, err := p.get("/healthz?verbose")
 	if err != nil {
@@ -563,8 +563,7 @@ func (p *process) controllers() []string {
 	return names
 }
 
-// K1: what is documented and what runs agree.
-func TestControllersThatRun(t *testing.T) {
+func TestControllers_EnabledByFlags(t *testing.T) {
 	const node, csr, ipam, lifecycle = "cloud-node-controller", "certificatesigningrequest-approving-controller", "node-ipam-controller", "cloud-node-lifecycle-controller"
 
 	for _, test := range []struct {
@@ -574,12 +573,12 @@ func TestControllersThatRun(t *testing.T) {
 	}{
 		{"by default", nil, []string{csr, node}},
 		{"by alias", []string{"--controllers=cloud-node-lifecycle"}, []string{lifecycle}},
-		{"besides", []string{"--controllers=*,cloud-node-lifecycle-controller"}, []string{csr, node, lifecycle}},
-		// Both ask the provider for what it does not offer.
+		{"in addition to the defaults", []string{"--controllers=*,cloud-node-lifecycle-controller"}, []string{csr, node, lifecycle}},
+		// The provider supports neither of them.
 		{"service and route", []string{"--controllers=*,service,route"}, []string{csr, node}},
-		{"without the approval of certificates", []string{"--controllers=*,-node-csr-approval"}, []string{node}},
-		{"with pod CIDRs", []string{"--controllers=*,nodeipam", "--allocate-node-cidrs"}, []string{csr, node, ipam}},
-		{"pod CIDRs that nobody asked for", []string{"--controllers=*,nodeipam"}, []string{csr, node}},
+		{"without CSR approval", []string{"--controllers=*,-node-csr-approval"}, []string{node}},
+		{"with node IPAM", []string{"--controllers=*,nodeipam", "--allocate-node-cidrs"}, []string{csr, node, ipam}},
+		{"node IPAM without --allocate-node-cidrs", []string{"--controllers=*,nodeipam"}, []string{csr, node}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			s := newSuite(t, "controllers-", talostest.Options{})
@@ -595,7 +594,7 @@ func TestControllersThatRun(t *testing.T) {
 			})
 
 			if !slices.Equal(got, test.want) {
-				t.Errorf("controllers %v run, want %v", got, test.want)
+				t.Errorf("got controllers %v, want %v", got, test.want)
 			}
 
 			p.terminate()
@@ -603,8 +602,8 @@ func TestControllersThatRun(t *testing.T) {
 	}
 }
 
-// What --help says of --controllers is what the flag accepts and what runs by default.
-func TestHelpNamesTheControllers(t *testing.T) {
+// The help of --controllers lists the accepted and the disabled-by-default controllers.
+func TestHelp_ListsControllers(t *testing.T) {
 	path, err := binary()
 	if err != nil {
 		t.Fatal(err)
@@ -620,7 +619,7 @@ func TestHelpNamesTheControllers(t *testing.T) {
 	listed := func(title string) []string {
 		match := regexp.MustCompile(title + `: ([a-z, -]+?)(?: Disabled| \(default)`).FindStringSubmatch(help)
 		if match == nil {
-			t.Fatalf("--help does not list %q", title)
+			t.Fatalf("help does not contain %q", title)
 		}
 
 		names := strings.Split(match[1], ", ")
@@ -637,6 +636,6 @@ func TestHelpNamesTheControllers(t *testing.T) {
 
 	want := []string{"cloud-node-lifecycle-controller", "node-ipam-controller", "node-route-controller", "service-lb-controller"}
 	if off := listed("Disabled-by-default controllers"); !slices.Equal(off, want) {
-		t.Errorf("--help says that %v are off by default, want %v", off, want)
+		t.Errorf("help lists %v as disabled by default, want %v", off, want)
 	}
 }

@@ -12,7 +12,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
-func TestNamesAreAllowedToTheMachinesThatTheConfigurationSelects(t *testing.T) {
+func TestCSRPolicy_AllowedSANsFollowSelector(t *testing.T) {
 	compiled, err := config.Parse("test", []byte(`
 csrApproval:
   allowedSANs:
@@ -36,9 +36,9 @@ csrApproval:
 		kind talosmachine.Type
 		want []string
 	}{
-		{"a worker", worker, talosmachine.TypeWorker, []string{"storage.example.org"}},
-		{"a worker that says it is of the control plane", worker, talosmachine.TypeControlPlane, nil},
-		{"a machine of the control plane", controlPlane, talosmachine.TypeControlPlane, []string{"api.example.org", "other.example.org"}},
+		{"worker", worker, talosmachine.TypeWorker, []string{"storage.example.org"}},
+		{"worker that reports the type controlplane", worker, talosmachine.TypeControlPlane, nil},
+		{"control-plane machine", controlPlane, talosmachine.TypeControlPlane, []string{"api.example.org", "other.example.org"}},
 	} {
 		policy := csrPolicy(compiled, test.node, machine.Machine{Nodename: test.node.Name, Type: test.kind})
 		if !slices.Equal(policy.ExtraNames, test.want) {

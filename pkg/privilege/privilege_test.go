@@ -113,7 +113,7 @@ func openFolder(t *testing.T) string {
 	return dir
 }
 
-func TestDropLeavesNothingAndThereIsNoWayBack(t *testing.T) {
+func TestDrop_CannotBeUndone(t *testing.T) {
 	requireRoot(t)
 
 	dir := filepath.Join(openFolder(t), "run", "talos-ccm")
@@ -126,7 +126,7 @@ func TestDropLeavesNothingAndThereIsNoWayBack(t *testing.T) {
 	requireOwner(t, dir)
 }
 
-func TestDropTakesOverAFolderThatIsThere(t *testing.T) {
+func TestDrop_TakesOverExistingDirectory(t *testing.T) {
 	requireRoot(t)
 
 	dir := filepath.Join(openFolder(t), "talos-ccm")
@@ -270,7 +270,7 @@ func checkOthersFiles() error {
 }
 
 // The socket is 0755 and its owner's: neither another user nor root without capabilities can connect (talos: machined.sock).
-func TestAfterDropTheMachineSocketCanBeReached(t *testing.T) {
+func TestDrop_KeepsAccessToMachineSocket(t *testing.T) {
 	requireRoot(t)
 
 	dir := openFolder(t)
@@ -303,7 +303,7 @@ func connect(path string) error {
 	return conn.Close()
 }
 
-func TestOnlyRootCanDrop(t *testing.T) {
+func TestDrop_RequiresRoot(t *testing.T) {
 	requireChild(t, "drop without root", filepath.Join(openFolder(t), "run"), ordinaryUser())
 }
 
@@ -320,7 +320,7 @@ func dropWithoutRoot(dir string) error {
 	return nil
 }
 
-func TestDropSaysWhichFolderItCannotMake(t *testing.T) {
+func TestDrop_ReportsDirectoryThatCannotBeCreated(t *testing.T) {
 	requireRoot(t)
 
 	file := filepath.Join(t.TempDir(), "file")
@@ -346,7 +346,7 @@ func dropBelowAFile(dir string) error {
 
 // What happens at the hard limit depends on CAP_SYS_RESOURCE, which Talos leaves to extension services and many a container takes from
 // root. Either way there is something to hold the code to; the log says which.
-func TestTheLimitOfOpenFilesIsRaisedPastTheHardLimitByThoseWhoMay(t *testing.T) {
+func TestRaiseOpenFiles_ExceedsHardLimit(t *testing.T) {
 	mayRaise, err := hasCapability(unix.CAP_SYS_RESOURCE)
 	if err != nil {
 		t.Fatal(err)
@@ -361,7 +361,7 @@ func TestTheLimitOfOpenFilesIsRaisedPastTheHardLimitByThoseWhoMay(t *testing.T) 
 	requireChild(t, name, "", nil)
 }
 
-func TestAnOrdinaryUserIsToldThatTheLimitOfOpenFilesCannotBeRaised(t *testing.T) {
+func TestRaiseOpenFiles_FailsForUnprivilegedUser(t *testing.T) {
 	requireChild(t, "raise in vain", "", ordinaryUser())
 }
 
@@ -390,7 +390,7 @@ func raiseInVain(string) error {
 	}
 
 	err := privilege.RaiseOpenFiles()
-	if !errors.Is(err, unix.EPERM) || !strings.Contains(err.Error(), "open files") || !strings.Contains(err.Error(), "512") {
+	if !errors.Is(err, unix.EPERM) || !strings.Contains(err.Error(), "RLIMIT_NOFILE") || !strings.Contains(err.Error(), "512") {
 		return fmt.Errorf("raise: got %w", err)
 	}
 

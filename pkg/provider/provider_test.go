@@ -62,7 +62,7 @@ func pendingWorker() machine.Machine {
 	return m
 }
 
-func TestMachineIsNeverSaidToBeGone(t *testing.T) {
+func TestProvider_NeverReportsMachineAsDeletedOrShutDown(t *testing.T) {
 	for name, inv := range conditions() {
 		t.Run(name, func(t *testing.T) {
 			p := provider.New(inv, defaults)
@@ -78,7 +78,7 @@ func TestMachineIsNeverSaidToBeGone(t *testing.T) {
 	}
 }
 
-func TestMetadataOnlyOfAMachineThatCanBeReliedOn(t *testing.T) {
+func TestInstanceMetadata_RequiresCurrentMachine(t *testing.T) {
 	for name, inv := range conditions() {
 		t.Run(name, func(t *testing.T) {
 			metadata, err := provider.New(inv, defaults).InstanceMetadata(t.Context(), nodeNamed(nodename))
@@ -103,7 +103,7 @@ func TestMetadataOnlyOfAMachineThatCanBeReliedOn(t *testing.T) {
 }
 
 // What a Node has been given stays, even if something else would be chosen today.
-func TestProviderIDOfTheNodeStays(t *testing.T) {
+func TestInstanceMetadata_KeepsProviderIDOfNode(t *testing.T) {
 	node := nodeNamed(nodename)
 	node.Spec.ProviderID = "talos://aws/10.0.0.1"
 
@@ -117,7 +117,7 @@ func TestProviderIDOfTheNodeStays(t *testing.T) {
 	}
 }
 
-func TestOnlyInstancesAreOffered(t *testing.T) {
+func TestProvider_SupportsOnlyInstances(t *testing.T) {
 	p := provider.New(inventory.New(time.Now), defaults)
 
 	_, balancers := p.LoadBalancer()
