@@ -25,7 +25,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/extension"
 )
 
-// spec is the service spec. What Talos must find in it is packaging/image's to check.
+// spec returns the service spec. packaging/image checks that Talos accepts it.
 func spec(t *testing.T) services.Spec {
 	t.Helper()
 
@@ -51,11 +51,11 @@ func TestSpec_MountsOnlySocketAndStateDirectories(t *testing.T) {
 	}
 
 	if got := spec(t).Container.Mounts; fmt.Sprint(got) != fmt.Sprint(want) {
-		t.Errorf("mounts %+v, want %+v", got, want)
+		t.Errorf("got mounts %+v, want %+v", got, want)
 	}
 
 	if got := spec(t).Container.Security; fmt.Sprint(got) != fmt.Sprint(services.Security{}) {
-		t.Errorf("security %+v, want Talos's defaults", got)
+		t.Errorf("got security %+v, want the defaults of Talos", got)
 	}
 }
 
@@ -64,12 +64,12 @@ func TestSpec_DropsPrivileges(t *testing.T) {
 
 	for _, want := range []string{"--drop-privileges", "--machine-socket=" + constants.MachineSocketPath} {
 		if !slices.Contains(args, want) {
-			t.Errorf("arguments %q lack %s", args, want)
+			t.Errorf("arguments %q do not contain %s", args, want)
 		}
 	}
 }
 
-// objects are those of the RBAC manifest, decoded as strictly as the API server does on request.
+// objects returns the objects of the RBAC manifest, decoded strictly.
 func objects(t *testing.T) []runtime.Object {
 	t.Helper()
 
@@ -98,7 +98,7 @@ func objects(t *testing.T) []runtime.Object {
 	}
 }
 
-// permissions says each rule in a line: what, on which names, may be done.
+// permissions formats each rule as a line: resource, resource names and verbs.
 func permissions(rules []rbacv1.PolicyRule) []string {
 	var lines []string
 
@@ -120,7 +120,7 @@ func permissions(rules []rbacv1.PolicyRule) []string {
 	return lines
 }
 
-// Whatever is added here is one thing more that a stolen token could do.
+// Every permission added here is available to an attacker with a stolen token.
 func TestRBAC_GrantsExactlyTheExpectedRules(t *testing.T) {
 	want := map[string][]string{
 		"ClusterRole /system:talos-ccm": {
@@ -159,7 +159,7 @@ func TestRBAC_GrantsExactlyTheExpectedRules(t *testing.T) {
 		}
 
 		if got := permissions(rules); !slices.Equal(got, want[id]) {
-			t.Errorf("%s allows\n  %s\nwant\n  %s", id, strings.Join(got, "\n  "), strings.Join(want[id], "\n  "))
+			t.Errorf("%s: got\n  %s\nwant\n  %s", id, strings.Join(got, "\n  "), strings.Join(want[id], "\n  "))
 		}
 
 		delete(want, id)
@@ -187,7 +187,7 @@ func TestRBAC_BindsOnlyTheServiceAccount(t *testing.T) {
 		got = append(got, fmt.Sprintf("%s → %s %s", id, ref.Kind, ref.Name))
 
 		if !slices.Equal(subjects, account) {
-			t.Errorf("%s binds %v, want %v", id, subjects, account)
+			t.Errorf("%s: got subjects %v, want %v", id, subjects, account)
 		}
 	}
 
@@ -203,7 +203,7 @@ func TestRBAC_BindsOnlyTheServiceAccount(t *testing.T) {
 	slices.Sort(got)
 
 	if !slices.Equal(got, want) {
-		t.Errorf("bindings\n  %s\nwant\n  %s", strings.Join(got, "\n  "), strings.Join(want, "\n  "))
+		t.Errorf("got bindings\n  %s\nwant\n  %s", strings.Join(got, "\n  "), strings.Join(want, "\n  "))
 	}
 }
 
@@ -215,15 +215,15 @@ func TestRBAC_DisablesTokenAutomount(t *testing.T) {
 		}
 
 		if account.Name != extension.ServiceAccount || account.Namespace != extension.Namespace {
-			t.Errorf("service account %s/%s, want %s/%s", account.Namespace, account.Name, extension.Namespace, extension.ServiceAccount)
+			t.Errorf("got ServiceAccount %s/%s, want %s/%s", account.Namespace, account.Name, extension.Namespace, extension.ServiceAccount)
 		}
 
 		if account.AutomountServiceAccountToken == nil || *account.AutomountServiceAccountToken {
-			t.Error("its token would be mounted into pods")
+			t.Error("automountServiceAccountToken is not false")
 		}
 
 		return
 	}
 
-	t.Error("there is no service account")
+	t.Error("no ServiceAccount found")
 }

@@ -17,7 +17,7 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// asCommand has this binary be the command itself: some flags end the process.
+// asCommand makes the test binary run the command, since some flags exit the process.
 const asCommand = "BE_TALOS_CCM"
 
 func TestMain(m *testing.M) {
@@ -33,7 +33,7 @@ type outcome struct {
 	stdout, stderr string
 }
 
-// command runs the command with an environment of environ alone.
+// command runs the command with only environ as its environment.
 func command(t *testing.T, environ []string, args ...string) outcome {
 	t.Helper()
 
@@ -45,7 +45,7 @@ func command(t *testing.T, environ []string, args ...string) outcome {
 	var stdout, stderr bytes.Buffer
 
 	cmd := exec.CommandContext(t.Context(), self, args...)
-	// The race detector waits for a second before a process ends, and coverage warns on stderr, unless told otherwise.
+	// By default the race detector delays the exit by a second, and coverage prints a warning to stderr.
 	cmd.Env = append(slices.Clone(environ), asCommand+"=yes", "GORACE=atexit_sleep_ms=0", "GOCOVERDIR="+t.TempDir())
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 
@@ -57,7 +57,7 @@ func command(t *testing.T, environ []string, args ...string) outcome {
 	return outcome{code: cmd.ProcessState.ExitCode(), stdout: stdout.String(), stderr: stderr.String()}
 }
 
-// What only reads does not outlive a Ctrl-C, whatever it reads from.
+// Commands that read standard input are interruptible.
 func TestCommands_EndOnSignal(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {
@@ -77,7 +77,7 @@ func TestCommands_EndOnSignal(t *testing.T) {
 			t.Fatal(err)
 		}
 
-		// More than a pipe holds: once it is written, the command reads.
+		// More than the pipe buffer: when the write returns, the command reads.
 		if _, err := input.Write(bytes.Repeat([]byte("# nothing\n"), 20_000)); err != nil {
 			t.Fatal(err)
 		}
@@ -88,7 +88,7 @@ func TestCommands_EndOnSignal(t *testing.T) {
 
 		var exit *exec.ExitError
 		if err := cmd.Wait(); !errors.As(err, &exit) || t.Context().Err() != nil {
-			t.Errorf("%v: it ended with: %v", args, err)
+			t.Errorf("%v: got %v, want exit by signal", args, err)
 		}
 	}
 }
@@ -129,7 +129,7 @@ func TestLog_OmitsGRPCMessages(t *testing.T) {
 	}
 
 	if failed == 0 {
-		t.Error("it did not say that there is no socket")
+		t.Error("log does not report the missing socket")
 	}
 }
 
@@ -162,42 +162,42 @@ func TestSetFromEnvironment(t *testing.T) {
 	unchanged := defaults(func(*settings) {})
 
 	for _, test := range []struct {
-		rule    string
+		name    string
 		args    []string
 		environ []string
 		want    settings
-		// mentions are what the error says; none: no error.
+		// mentions are parts of the error; empty if there is none.
 		mentions []string
 	}{
-		{rule: "nothing set, nothing changed", want: unchanged},
-		{rule: "a variable sets its flag", environ: []string{"TALOS_CCM_CLUSTER_NAME=prod"}, want: defaults(func(s *settings) { s.name = "prod" })},
-		{rule: "of every type", environ: []string{"TALOS_CCM_LEADER_ELECT=false", "TALOS_CCM_CONCURRENT_NODE_SYNCS=7", "TALOS_CCM_TIMEOUT=2m"}, want: defaults(func(s *settings) {
+		{name: "empty environment", want: unchanged},
+		{name: "variable sets flag", environ: []string{"TALOS_CCM_CLUSTER_NAME=prod"}, want: defaults(func(s *settings) { s.name = "prod" })},
+		{name: "bool, int and duration", environ: []string{"TALOS_CCM_LEADER_ELECT=false", "TALOS_CCM_CONCURRENT_NODE_SYNCS=7", "TALOS_CCM_TIMEOUT=2m"}, want: defaults(func(s *settings) {
 			s.elect, s.workers, s.timeout = false, 7, 2*time.Minute
 		})},
-		{rule: "a list too", environ: []string{"TALOS_CCM_CONTROLLERS=cloud-node,service"}, want: defaults(func(s *settings) { s.list = []string{"cloud-node", "service"} })},
-		{rule: "a value may contain an equals sign", environ: []string{"TALOS_CCM_CLUSTER_NAME=a=b=c"}, want: defaults(func(s *settings) { s.name = "a=b=c" })},
-		{rule: "a value may be empty", environ: []string{"TALOS_CCM_CLUSTER_NAME="}, want: defaults(func(s *settings) { s.name = "" })},
-		{rule: "the command line wins", args: []string{"--cluster-name=shop"}, environ: []string{"TALOS_CCM_CLUSTER_NAME=prod"}, want: defaults(func(s *settings) { s.name = "shop" })},
-		{rule: "even with the default", args: []string{"--leader-elect=true"}, environ: []string{"TALOS_CCM_LEADER_ELECT=false"}, want: unchanged},
-		{rule: "even over nonsense", args: []string{"--concurrent-node-syncs=2"}, environ: []string{"TALOS_CCM_CONCURRENT_NODE_SYNCS=many"}, want: defaults(func(s *settings) { s.workers = 2 })},
-		{rule: "other variables are none of our business", environ: []string{"PATH=/bin", "TALOS_VERSION=1.13", "CLUSTER_NAME=x", "XTALOS_CCM_CLUSTER_NAME=x", "odd", ""}, want: unchanged},
+		{name: "list", environ: []string{"TALOS_CCM_CONTROLLERS=cloud-node,service"}, want: defaults(func(s *settings) { s.list = []string{"cloud-node", "service"} })},
+		{name: "value with equals sign", environ: []string{"TALOS_CCM_CLUSTER_NAME=a=b=c"}, want: defaults(func(s *settings) { s.name = "a=b=c" })},
+		{name: "empty value", environ: []string{"TALOS_CCM_CLUSTER_NAME="}, want: defaults(func(s *settings) { s.name = "" })},
+		{name: "command line takes precedence", args: []string{"--cluster-name=shop"}, environ: []string{"TALOS_CCM_CLUSTER_NAME=prod"}, want: defaults(func(s *settings) { s.name = "shop" })},
+		{name: "command line with the default value takes precedence", args: []string{"--leader-elect=true"}, environ: []string{"TALOS_CCM_LEADER_ELECT=false"}, want: unchanged},
+		{name: "command line takes precedence over invalid value", args: []string{"--concurrent-node-syncs=2"}, environ: []string{"TALOS_CCM_CONCURRENT_NODE_SYNCS=many"}, want: defaults(func(s *settings) { s.workers = 2 })},
+		{name: "other variables are ignored", environ: []string{"PATH=/bin", "TALOS_VERSION=1.13", "CLUSTER_NAME=x", "XTALOS_CCM_CLUSTER_NAME=x", "odd", ""}, want: unchanged},
 
 		{
-			rule:    "what a kubelet tells containers of a Service named talos-ccm is none of our business",
+			name:    "variables of a Service named talos-ccm are ignored",
 			environ: []string{"TALOS_CCM_SERVICE_HOST=10.96.0.7", "TALOS_CCM_SERVICE_PORT=443", "TALOS_CCM_PORT=tcp://10.96.0.7:443", "TALOS_CCM_PORT_443_TCP_ADDR=10.96.0.7"}, want: unchanged,
 		},
 
-		{rule: "a variable without a flag is an error", environ: []string{"TALOS_CCM_CLUSTERNAME=prod"}, mentions: []string{"TALOS_CCM_CLUSTERNAME", "no such flag"}},
-		{rule: "names are in upper case", environ: []string{"TALOS_CCM_cluster_name=prod"}, mentions: []string{"TALOS_CCM_cluster_name", "no such flag"}},
-		{rule: "the prefix alone names no flag", environ: []string{"TALOS_CCM_=x"}, mentions: []string{"TALOS_CCM_", "no such flag"}},
-		{rule: "a bad value is an error that names variable and value", environ: []string{"TALOS_CCM_CONCURRENT_NODE_SYNCS=many"}, mentions: []string{"TALOS_CCM_CONCURRENT_NODE_SYNCS", "many"}},
-		{rule: "an empty value is bad where there is no empty one", environ: []string{"TALOS_CCM_LEADER_ELECT="}, mentions: []string{"TALOS_CCM_LEADER_ELECT"}},
+		{name: "unknown flag", environ: []string{"TALOS_CCM_CLUSTERNAME=prod"}, mentions: []string{"TALOS_CCM_CLUSTERNAME", "no such flag"}},
+		{name: "lower case name", environ: []string{"TALOS_CCM_cluster_name=prod"}, mentions: []string{"TALOS_CCM_cluster_name", "no such flag"}},
+		{name: "prefix without name", environ: []string{"TALOS_CCM_=x"}, mentions: []string{"TALOS_CCM_", "no such flag"}},
+		{name: "invalid value", environ: []string{"TALOS_CCM_CONCURRENT_NODE_SYNCS=many"}, mentions: []string{"TALOS_CCM_CONCURRENT_NODE_SYNCS", "many"}},
+		{name: "empty value for a bool", environ: []string{"TALOS_CCM_LEADER_ELECT="}, mentions: []string{"TALOS_CCM_LEADER_ELECT"}},
 		{
-			rule: "all errors are told at once", environ: []string{"TALOS_CCM_X=1", "TALOS_CCM_TIMEOUT=soon", "TALOS_CCM_CLUSTER_NAME=prod"},
+			name: "all errors are reported", environ: []string{"TALOS_CCM_X=1", "TALOS_CCM_TIMEOUT=soon", "TALOS_CCM_CLUSTER_NAME=prod"},
 			mentions: []string{"TALOS_CCM_X", "TALOS_CCM_TIMEOUT", "soon"},
 		},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			var got settings
 
 			flags := settingsFlags(&got)
@@ -212,11 +212,11 @@ func TestSetFromEnvironment(t *testing.T) {
 
 			for _, mention := range test.mentions {
 				if !strings.Contains(err.Error(), mention) {
-					t.Errorf("%q does not mention %s", err, mention)
+					t.Errorf("error %q does not contain %q", err, mention)
 				}
 			}
 
-			// With an error the command ends, and what pflag leaves behind a bad value does not matter.
+			// After an error the command exits, so the flag values do not matter.
 			if err == nil && !equal(got, test.want) {
 				t.Errorf("got  %+v\nwant %+v", got, test.want)
 			}
@@ -241,12 +241,11 @@ func FuzzSetFromEnvironment(f *testing.F) {
 
 		variable, _, _ := strings.Cut(entry, "=")
 		if err != nil && !strings.Contains(err.Error(), variable) {
-			t.Errorf("%q does not mention %q", err, variable)
+			t.Errorf("error %q does not contain %q", err, variable)
 		}
 	})
 }
 
-// The flags that an operator of this command, or of the upstream Talos CCM, looks for.
 func TestHelp_ListsFlags(t *testing.T) {
 	got := command(t, nil, "--help")
 	if got.code != 0 || got.stderr != "" {
@@ -259,24 +258,24 @@ func TestHelp_ListsFlags(t *testing.T) {
 		"cloud-node-controller", "TALOS_CCM_",
 	} {
 		if !strings.Contains(got.stdout, part) {
-			t.Errorf("the help does not mention %s", part)
+			t.Errorf("help does not contain %q", part)
 		}
 	}
 }
 
 func TestVersion_IsPrinted(t *testing.T) {
 	for _, test := range []struct {
-		rule, want string // a regular expression
+		name, want string // regular expression for stdout
 		environ    []string
 		args       []string
 	}{
-		{rule: "by flag", args: []string{"--version"}, want: `^talos-ccm v\d+\.\d+\.\d+\S*\n$`},
-		{rule: "by command", args: []string{"version"}, want: `^talos-ccm v\d+\.\d+\.\d+\S*\n$`},
-		{rule: "whatever the environment", environ: []string{"TALOS_CCM_BIND_ADDRESS=none"}, args: []string{"version"}, want: `^talos-ccm v\d+\.\d+\.\d+\S*\n$`},
+		{name: "flag", args: []string{"--version"}, want: `^talos-ccm v\d+\.\d+\.\d+\S*\n$`},
+		{name: "command", args: []string{"version"}, want: `^talos-ccm v\d+\.\d+\.\d+\S*\n$`},
+		{name: "command with invalid environment", environ: []string{"TALOS_CCM_BIND_ADDRESS=none"}, args: []string{"version"}, want: `^talos-ccm v\d+\.\d+\.\d+\S*\n$`},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			if got := command(t, test.environ, test.args...); got.code != 0 || got.stderr != "" || !regexp.MustCompile(test.want).MatchString(got.stdout) {
-				t.Errorf("got %+v, want %s", got, test.want)
+				t.Errorf("got %+v, want stdout to match %s", got, test.want)
 			}
 		})
 	}
@@ -289,36 +288,36 @@ func TestCommand_RefusesInvalidFlags(t *testing.T) {
 	}
 
 	for _, test := range []struct {
-		rule          string
+		name          string
 		environ, args []string
 		mentions      []string
 	}{
-		{"nothing at all", nil, nil, []string{"--machine-socket", "--talosconfig"}},
-		{"both sources of the machine's word", nil, outside("--machine-socket=" + absent), []string{"exactly one of --machine-socket and --talosconfig"}},
-		{"outside Talos without Kubernetes", nil, []string{"--talosconfig=" + absent, "--run-dir=" + absent}, []string{"--kubeconfig", "KUBERNETES_SERVICE_HOST"}},
-		{"inside Talos without a place for credentials", nil, []string{"--machine-socket=" + absent}, []string{"requires --run-dir"}},
-		{"an unknown fallback", nil, outside("--provider-id-fallback=hostname"), []string{"--provider-id-fallback", `"hostname"`, `"uuid"`, `"node-ip"`}},
-		{"an unknown controller", nil, outside("--controllers=cloud-nodes"), []string{"cloud-nodes"}},
-		{"an unknown flag", nil, []string{"--machinesocket=" + absent}, []string{"--machinesocket"}},
-		{"an argument", nil, []string{"start"}, []string{"start"}},
-		{"an unknown variable", []string{"TALOS_CCM_MACHINESOCKET=x"}, nil, []string{"TALOS_CCM_MACHINESOCKET"}},
-		{"the environment is checked like the command line", []string{"TALOS_CCM_MACHINE_SOCKET=" + absent}, nil, []string{"requires --run-dir"}},
-		{"an unknown log format", nil, outside("--logging-format=xml"), []string{"xml"}},
-		{"a kubeconfig that is not there", nil, outside(), []string{"kubeconfig", absent}},
+		{"no flags", nil, nil, []string{"--machine-socket", "--talosconfig"}},
+		{"socket and talosconfig", nil, outside("--machine-socket=" + absent), []string{"exactly one of --machine-socket and --talosconfig"}},
+		{"outside Talos without kubeconfig", nil, []string{"--talosconfig=" + absent, "--run-dir=" + absent}, []string{"--kubeconfig", "KUBERNETES_SERVICE_HOST"}},
+		{"socket without run directory", nil, []string{"--machine-socket=" + absent}, []string{"requires --run-dir"}},
+		{"unknown fallback", nil, outside("--provider-id-fallback=hostname"), []string{"--provider-id-fallback", `"hostname"`, `"uuid"`, `"node-ip"`}},
+		{"unknown controller", nil, outside("--controllers=cloud-nodes"), []string{"cloud-nodes"}},
+		{"unknown flag", nil, []string{"--machinesocket=" + absent}, []string{"--machinesocket"}},
+		{"argument", nil, []string{"start"}, []string{"start"}},
+		{"unknown variable", []string{"TALOS_CCM_MACHINESOCKET=x"}, nil, []string{"TALOS_CCM_MACHINESOCKET"}},
+		{"invalid environment", []string{"TALOS_CCM_MACHINE_SOCKET=" + absent}, nil, []string{"requires --run-dir"}},
+		{"unknown log format", nil, outside("--logging-format=xml"), []string{"xml"}},
+		{"missing kubeconfig", nil, outside(), []string{"kubeconfig", absent}},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			got := command(t, test.environ, test.args...)
 			if got.code != 1 {
-				t.Errorf("exit code %d", got.code)
+				t.Errorf("got exit code %d, want 1", got.code)
 			}
 
 			if !strings.HasPrefix(lastLines(got.stderr), "Error: ") {
-				t.Errorf("stderr does not end in an error: %q", got.stderr)
+				t.Errorf("stderr %q does not end with an error", got.stderr)
 			}
 
 			for _, mention := range test.mentions {
 				if !strings.Contains(got.stderr, mention) {
-					t.Errorf("%q does not mention %s", got.stderr, mention)
+					t.Errorf("stderr %q does not contain %q", got.stderr, mention)
 				}
 			}
 		})
@@ -340,12 +339,12 @@ func TestCheckEnvironment_RefusesInvalidVariables(t *testing.T) {
 	} {
 		err := checkEnvironment(args, []string{variable})
 		if (err == nil) != (mention == "") || err != nil && !strings.Contains(err.Error(), mention) {
-			t.Errorf("%s: got %v, want %q", variable, err, mention)
+			t.Errorf("%s: got error %v, want %q", variable, err, mention)
 		}
 	}
 }
 
-// lastLines is what the command says in the end, without the log before it.
+// lastLines returns the error message at the end of stderr, without the log.
 func lastLines(stderr string) string {
 	if at := strings.LastIndex(stderr, "Error: "); at == 0 || (at > 0 && stderr[at-1] == '\n') {
 		return stderr[at:]

@@ -29,7 +29,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-// anotherAdmin is another admin kubeconfig for the same API server, as Talos issues it every six months.
+// anotherAdmin returns a new admin kubeconfig for the same API server. Talos issues one every six months.
 func anotherAdmin(t *testing.T) []byte {
 	t.Helper()
 
@@ -43,7 +43,7 @@ func TestBootstrap_WritesPrivateFiles(t *testing.T) {
 	s := bootstrapped(t, clock.RealClock{})
 
 	if got := slices.Sorted(maps.Keys(s.files(t))); !slices.Equal(got, []string{"kubeconfig", "token"}) {
-		t.Errorf("the folder has %q", got)
+		t.Errorf("got files %q, want kubeconfig and token", got)
 	}
 
 	for name := range s.files(t) {
@@ -51,7 +51,7 @@ func TestBootstrap_WritesPrivateFiles(t *testing.T) {
 		must(t, err)
 
 		if info.Mode().Perm() != 0o600 {
-			t.Errorf("%s has mode %s", name, info.Mode())
+			t.Errorf("%s has mode %s, want 0600", name, info.Mode())
 		}
 	}
 
@@ -59,7 +59,7 @@ func TestBootstrap_WritesPrivateFiles(t *testing.T) {
 	must(t, err)
 
 	if config.Host != controlPlane.Endpoint() || !bytes.Equal(config.CAData, controlPlane.CA()) || config.BearerTokenFile != filepath.Join(s.dir, "token") {
-		t.Errorf("the kubeconfig says %+v", config)
+		t.Errorf("unexpected kubeconfig %+v", config)
 	}
 
 	s.requireWorks(t)
@@ -70,7 +70,7 @@ func TestBootstrap_RequestsTokenForOneHour(t *testing.T) {
 
 	parts := strings.Split(s.token(t), ".")
 	if len(parts) != 3 {
-		t.Fatalf("the token has %d parts", len(parts))
+		t.Fatalf("token has %d parts, want 3", len(parts))
 	}
 
 	payload, err := base64.RawURLEncoding.DecodeString(parts[1])
@@ -85,15 +85,15 @@ func TestBootstrap_RequestsTokenForOneHour(t *testing.T) {
 	must(t, json.Unmarshal(payload, &claims))
 
 	if claims.Subject != "system:serviceaccount:kube-system:talos-ccm" || claims.Expires-claims.Issued > 3600 {
-		t.Errorf("the token says %+v", claims)
+		t.Errorf("unexpected claims %+v", claims)
 	}
 
 	if got := gauge(t, "talosccm_token_expiry_timestamp_seconds"); got != float64(claims.Expires) {
-		t.Errorf("the metric says that it expires at %.0f, want %d", got, claims.Expires)
+		t.Errorf("metric is %.0f, want %d", got, claims.Expires)
 	}
 }
 
-// gauge is the value of a metric without labels.
+// gauge returns the value of a metric without labels.
 func gauge(t *testing.T, name string) float64 {
 	t.Helper()
 
@@ -106,7 +106,7 @@ func gauge(t *testing.T, name string) float64 {
 		}
 	}
 
-	t.Fatalf("there is no metric %s", name)
+	t.Fatalf("metric %s not found", name)
 
 	return 0
 }
@@ -118,18 +118,18 @@ func TestBootstrap_NeverWritesAdminCredentials(t *testing.T) {
 	for name, content := range s.files(t) {
 		for what, secret := range map[string][]byte{"key": admin.KeyData, "certificate": admin.CertData} {
 			if found := formIn(t, content, secret); found != "" {
-				t.Errorf("%s has the admin's %s, as %s", name, what, found)
+				t.Errorf("%s contains the %s of the admin as %s", name, what, found)
 			}
 		}
 	}
 
-	// The search finds what it is there to find.
+	// Verify that the search works.
 	if formIn(t, controlPlane.Kubeconfig(), admin.KeyData) == "" {
-		t.Error("the search does not find the key in the admin kubeconfig")
+		t.Error("search does not find the key in the admin kubeconfig")
 	}
 }
 
-// formIn tells in which form content has a PEM document; empty if in none.
+// formIn returns the form in which content contains a PEM document; empty if it does not.
 func formIn(t *testing.T, content, document []byte) string {
 	t.Helper()
 
@@ -159,29 +159,29 @@ func TestBootstrap_WaitsForAdminKubeconfig(t *testing.T) {
 	s := newSuite(t, nil)
 	s.start(t, clock.RealClock{})
 
-	eventually(t, "it was asked for twice", func() bool { return s.admin.reads.Load() >= 2 })
+	eventually(t, "admin kubeconfig was read twice", func() bool { return s.admin.reads.Load() >= 2 })
 
 	if got := s.files(t); len(got) != 0 {
-		t.Fatalf("there are files: %q", slices.Collect(maps.Keys(got)))
+		t.Fatalf("got files %q, want none", slices.Collect(maps.Keys(got)))
 	}
 
 	began := time.Now()
 
 	must(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), controlPlane.Kubeconfig()))
-	await(t, s.ready, "the credentials are there")
+	await(t, s.ready, "credentials are written")
 	t.Logf("credentials %s after the admin kubeconfig", time.Since(began).Round(10*time.Millisecond))
 	s.requireWorks(t)
 }
 
 func TestBootstrap_RetriesInvalidAdminKubeconfig(t *testing.T) {
-	for name, content := range map[string]string{"no YAML": "\t", "no kubeconfig": "a: b"} {
+	for name, content := range map[string]string{"not YAML": "\t", "not a kubeconfig": "a: b"} {
 		t.Run(name, func(t *testing.T) {
 			s := newSuite(t, []byte(content))
 			s.start(t, clock.RealClock{})
-			eventually(t, "it was read twice", func() bool { return s.admin.reads.Load() >= 2 })
+			eventually(t, "admin kubeconfig was read twice", func() bool { return s.admin.reads.Load() >= 2 })
 
 			must(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), controlPlane.Kubeconfig()))
-			await(t, s.ready, "the credentials are there")
+			await(t, s.ready, "credentials are written")
 			s.requireWorks(t)
 		})
 	}
@@ -193,13 +193,13 @@ func TestBootstrap_WaitsForAPIServer(t *testing.T) {
 
 	s := newSuite(t, controlPlane.Kubeconfig())
 	s.start(t, clock.RealClock{})
-	eventually(t, "it was tried twice", func() bool { return s.admin.reads.Load() >= 2 })
+	eventually(t, "two attempts were made", func() bool { return s.admin.reads.Load() >= 2 })
 
 	must(t, controlPlane.StartAPIServer(t.Context()))
 
 	began := time.Now()
 
-	await(t, s.ready, "the credentials are there")
+	await(t, s.ready, "credentials are written")
 	t.Logf("credentials %s after the API server", time.Since(began).Round(10*time.Millisecond))
 	s.requireWorks(t)
 }
@@ -209,14 +209,14 @@ func TestBootstrap_RenewsEveryTenMinutes(t *testing.T) {
 	s := bootstrapped(t, clk)
 	first := s.token(t)
 
-	eventually(t, "the renewal is planned", clk.HasWaiters)
+	eventually(t, "renewal is scheduled", clk.HasWaiters)
 
 	reads := s.admin.reads.Load()
 
 	clk.Step(9 * time.Minute)
 
 	if !clk.HasWaiters() || s.admin.reads.Load() != reads {
-		t.Error("it was renewed too early")
+		t.Error("token was renewed before ten minutes")
 	}
 
 	clk.Step(time.Minute)
@@ -229,11 +229,11 @@ func TestBootstrap_LimitsRenewalsUnderClockSkew(t *testing.T) {
 	s := bootstrapped(t, clk)
 	first := s.token(t)
 
-	eventually(t, "the renewal is planned", clk.HasWaiters)
+	eventually(t, "renewal is scheduled", clk.HasWaiters)
 	clk.Step(30 * time.Second)
 
 	if !clk.HasWaiters() {
-		t.Error("the token was renewed within half a minute")
+		t.Error("token was renewed within 30 s")
 	}
 
 	clk.Step(30 * time.Second)
@@ -254,7 +254,7 @@ func TestBootstrap_RenewsOnNewAdminKubeconfig(t *testing.T) {
 
 	select {
 	case <-s.ended:
-		t.Error("the bootstrap has ended, although the API server is where it was")
+		t.Error("Run returned although the API server endpoint and CA are unchanged")
 	default:
 	}
 }
@@ -282,7 +282,7 @@ func TestBootstrap_RenewsOnNewAdminKubeconfigAfterTalosRestart(t *testing.T) {
 	s.awaitOther(t, before)
 }
 
-// hastyTalos issues another kubeconfig right after it was asked for one.
+// hastyTalos issues a new kubeconfig between the first read and the watch.
 type hastyTalos struct {
 	bootstrap.Admin
 
@@ -308,13 +308,13 @@ func TestBootstrap_RenewsOnAdminKubeconfigIssuedBeforeWatch(t *testing.T) {
 		}
 	}}
 	s.start(t, clock.RealClock{})
-	eventually(t, "the second admin kubeconfig is used", func() bool { return s.admin.reads.Load() >= 2 })
+	eventually(t, "second admin kubeconfig is used", func() bool { return s.admin.reads.Load() >= 2 })
 }
 
 func TestBootstrap_IgnoresOtherTalosSecrets(t *testing.T) {
 	s := bootstrapped(t, clock.RealClock{})
 	s.awaitWatch(t)
-	eventually(t, "the watch has told what there is", func() bool { return s.admin.events.Load() > 0 })
+	eventually(t, "watch has sent the initial state", func() bool { return s.admin.events.Load() > 0 })
 
 	reads, events := s.admin.reads.Load(), s.admin.events.Load()
 
@@ -324,7 +324,7 @@ func TestBootstrap_IgnoresOtherTalosSecrets(t *testing.T) {
 		return nil
 	}))
 
-	eventually(t, "the change was seen", func() bool { return s.admin.events.Load() > events })
+	eventually(t, "change was observed", func() bool { return s.admin.events.Load() > events })
 
 	for range 2 {
 		before := s.token(t)
@@ -335,7 +335,7 @@ func TestBootstrap_IgnoresOtherTalosSecrets(t *testing.T) {
 	}
 
 	if got := s.admin.reads.Load() - reads; got != 2 {
-		t.Errorf("the admin kubeconfig was used %d times more, want 2", got)
+		t.Errorf("admin kubeconfig was read %d more times, want 2", got)
 	}
 }
 
@@ -348,13 +348,13 @@ func TestBootstrap_ReturnsOnNewAPIServerCA(t *testing.T) {
 	began := time.Now()
 
 	must(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), controlPlane.Kubeconfig()))
-	await(t, s.ended, "the run ends")
-	t.Logf("the new kubeconfig was there after %s", time.Since(began).Round(10*time.Millisecond))
+	await(t, s.ended, "Run returns")
+	t.Logf("new kubeconfig written after %s", time.Since(began).Round(10*time.Millisecond))
 	s.requireWorks(t)
 
-	// The next run starts from there.
+	// The next run uses the new CA.
 	s.start(t, clock.RealClock{})
-	await(t, s.ready, "the credentials are there")
+	await(t, s.ready, "credentials are written")
 	s.requireWorks(t)
 }
 
@@ -366,16 +366,16 @@ func TestBootstrap_ClosesAdminConnections(t *testing.T) {
 
 	s := newSuite(t, kube.Kubeconfig(admin))
 	s.start(t, clock.RealClock{})
-	await(t, s.ready, "the credentials are there")
+	await(t, s.ready, "credentials are written")
 
 	if proxy.accepted.Load() == 0 {
-		t.Fatal("the API server was reached some other way: the test does not test")
+		t.Fatal("no connection through the proxy")
 	}
 
 	eventually(t, "no connection is open", func() bool { return proxy.open.Load() == 0 })
 }
 
-// proxy passes connections on and counts them.
+// proxy forwards and counts connections.
 type proxy struct {
 	listener       net.Listener
 	target         string
@@ -408,7 +408,7 @@ func newProxy(t *testing.T, target string) *proxy {
 	return p
 }
 
-// pass returns when the client has closed its connection.
+// pass forwards a connection until the client closes it.
 func (p *proxy) pass(client net.Conn) {
 	defer p.open.Add(-1)
 	defer client.Close()

@@ -23,11 +23,10 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-// patience bounds every wait for something that must happen. Attempts that failed are repeated with growing pauses. What is renewed after
-// this time only was not renewed at once: the next renewal by the clock is minutes away.
-const patience = time.Minute
+// waitTimeout bounds every wait. It covers several retries and is shorter than the interval of renewals, so a renewal within it is an immediate one.
+const waitTimeout = time.Minute
 
-// controlPlane is what the tests of this package share. They run one after the other: some stop its API server.
+// controlPlane is shared by the tests of this package. They are not parallel, since some stop its API server.
 var controlPlane *kube.Cluster
 
 func TestMain(m *testing.M) {
@@ -52,18 +51,17 @@ func runTests(m *testing.M) (code int, err error) {
 	return code, controlPlane.Stop()
 }
 
-// suite is a control-plane machine and the folder in which its bootstrap keeps the credentials.
+// suite is a control-plane machine with a Bootstrap and its directory.
 type suite struct {
 	machine *talostest.Machine
 	admin   *countingAdmin
 	dir     string
 	sut     *bootstrap.Bootstrap
-	ready   chan struct{} // closed by the first success
-	ended   chan struct{} // closed when the bootstrap has returned
+	ready   chan struct{} // closed after the first success
+	ended   chan struct{} // closed when Run has returned
 }
 
-// countingAdmin counts how often the admin kubeconfig was read, which is once for each renewal that is tried, and the events that
-// were taken in.
+// countingAdmin counts the reads of the admin kubeconfig, one per attempt, and the events that were received.
 type countingAdmin struct {
 	bootstrap.Admin
 
@@ -98,7 +96,7 @@ func (a *countingAdmin) WatchLocalhostAdminKubeconfig(ctx context.Context, ch ch
 	return a.Admin.WatchLocalhostAdminKubeconfig(ctx, events)
 }
 
-// newSuite has a machine whose Talos has issued the admin kubeconfig already, unless that is empty.
+// newSuite returns a suite whose machine has the given admin kubeconfig. If it is empty, Talos has not issued one yet.
 func newSuite(t *testing.T, kubeconfig []byte) *suite {
 	t.Helper()
 
@@ -118,7 +116,7 @@ func newSuite(t *testing.T, kubeconfig []byte) *suite {
 	return &suite{machine: m, admin: &countingAdmin{Admin: socket.Admin}, dir: t.TempDir()}
 }
 
-// start runs the bootstrap until the test ends.
+// start runs a Bootstrap until the test ends.
 func (s *suite) start(t *testing.T, clk clock.Clock) {
 	t.Helper()
 
@@ -131,33 +129,33 @@ func (s *suite) start(t *testing.T, clk clock.Clock) {
 		s.sut.Run(t.Context(), func() { close(s.ready) })
 	}()
 
-	t.Cleanup(func() { await(t, s.ended, "the bootstrap ends with its context") })
+	t.Cleanup(func() { await(t, s.ended, "Run returns when its context ends") })
 }
 
-// bootstrapped is a suite whose credentials are there.
+// bootstrapped returns a suite with credentials.
 func bootstrapped(t *testing.T, clk clock.Clock) *suite {
 	t.Helper()
 
 	s := newSuite(t, controlPlane.Kubeconfig())
 	s.start(t, clk)
-	await(t, s.ready, "the credentials are there")
+	await(t, s.ready, "credentials are written")
 
 	return s
 }
 
-// awaitOther waits for a token other than the one that was read before.
+// awaitOther waits for a token other than the given one.
 func (s *suite) awaitOther(t *testing.T, token string) {
 	t.Helper()
-	eventually(t, "the token is renewed", func() bool { return s.token(t) != token })
+	eventually(t, "token is renewed", func() bool { return s.token(t) != token })
 }
 
-// awaitWatch waits until new admin kubeconfigs are being waited for.
+// awaitWatch waits until the admin kubeconfig is watched.
 func (s *suite) awaitWatch(t *testing.T) {
 	t.Helper()
-	eventually(t, "the admin kubeconfig is watched", func() bool { return s.machine.OpenStreams() == 1 })
+	eventually(t, "admin kubeconfig is watched", func() bool { return s.machine.OpenStreams() == 1 })
 }
 
-// client works with the files.
+// client returns a client with the written kubeconfig.
 func (s *suite) client(t *testing.T) kubernetes.Interface {
 	t.Helper()
 
@@ -181,7 +179,7 @@ func (s *suite) requireWorks(t *testing.T) {
 	}
 }
 
-// awaitRights waits until the API server goes by the RBAC, of which it hears a moment after that was applied: one right of each binding.
+// awaitRights waits until the API server has observed the RBAC. It checks one permission of each binding.
 func (s *suite) awaitRights(t *testing.T) {
 	t.Helper()
 
@@ -194,11 +192,11 @@ func (s *suite) awaitRights(t *testing.T) {
 		{Verb: "create", Group: "coordination.k8s.io", Resource: "leases", Namespace: "kube-system"},
 		{Verb: "get", Resource: "configmaps", Namespace: "kube-system", Name: "extension-apiserver-authentication"},
 	} {
-		eventually(t, "the token may "+right.Verb+" "+right.Resource, func() bool { return may(t, client, right) })
+		eventually(t, "token may "+right.Verb+" "+right.Resource, func() bool { return may(t, client, right) })
 	}
 }
 
-// files are the contents of the folder by name. A file that is being replaced is there with another name, too.
+// files returns the files of the directory by name, including temporary ones.
 func (s *suite) files(t *testing.T) map[string][]byte {
 	t.Helper()
 
@@ -238,8 +236,8 @@ func await(t *testing.T, done <-chan struct{}, what string) {
 
 	select {
 	case <-done:
-	case <-time.After(patience):
-		t.Fatalf("waited %s in vain until %s", patience, what)
+	case <-time.After(waitTimeout):
+		t.Fatalf("condition not met after %s: %s", waitTimeout, what)
 	}
 }
 
@@ -251,20 +249,20 @@ func must(t *testing.T, err error) {
 	}
 }
 
-// eventually waits for a condition that no channel announces.
+// eventually polls until condition returns true.
 func eventually(t *testing.T, what string, condition func() bool) {
 	t.Helper()
 
 	ticker := time.NewTicker(5 * time.Millisecond)
 	defer ticker.Stop()
 
-	deadline := time.After(patience)
+	deadline := time.After(waitTimeout)
 
 	for !condition() {
 		select {
 		case <-ticker.C:
 		case <-deadline:
-			t.Fatalf("waited %s in vain until %s", patience, what)
+			t.Fatalf("condition not met after %s: %s", waitTimeout, what)
 		}
 	}
 }

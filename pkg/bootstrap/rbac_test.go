@@ -23,7 +23,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/extension"
 )
 
-// manifests are the objects of rbac.yaml as the API server has them.
+// manifests returns the objects of rbac.yaml from the API server.
 func manifests(t *testing.T) map[string]*unstructured.Unstructured {
 	t.Helper()
 
@@ -59,7 +59,7 @@ func TestRBAC_IsAppliedAndOwned(t *testing.T) {
 
 	objects := manifests(t)
 	if len(objects) < 2 {
-		t.Fatalf("only %d objects", len(objects))
+		t.Fatalf("got %d objects, want at least 2", len(objects))
 	}
 
 	for name, object := range objects {
@@ -67,7 +67,7 @@ func TestRBAC_IsAppliedAndOwned(t *testing.T) {
 			return entry.Manager == "talos-ccm" && entry.Operation == metav1.ManagedFieldsOperationApply
 		})
 		if !owned {
-			t.Errorf("%s is not applied by us", name)
+			t.Errorf("%s is not owned by field manager talos-ccm", name)
 		}
 	}
 }
@@ -81,7 +81,7 @@ func TestRBAC_SecondApplyChangesNothing(t *testing.T) {
 
 	for name, after := range manifests(t) {
 		if after.GetResourceVersion() != before[name].GetResourceVersion() {
-			t.Errorf("%s was written again", name)
+			t.Errorf("%s was changed by the second apply", name)
 		}
 	}
 }
@@ -101,9 +101,9 @@ func TestRBAC_RevertsChangesByOthers(t *testing.T) {
 	_, err = roles.Update(t.Context(), role, metav1.UpdateOptions{})
 	must(t, err)
 
-	// The API server itself hears of it a moment later, and could take what was so before for what is put right.
+	// The authorizer observes the change with a delay. Wait for it, so that the old permissions are not mistaken for the restored ones.
 	client := s.client(t)
-	eventually(t, "the token may do less", func() bool {
+	eventually(t, "token may no longer list nodes", func() bool {
 		return !may(t, client, authorizationv1.ResourceAttributes{Verb: "list", Resource: "nodes"})
 	})
 
@@ -113,15 +113,15 @@ func TestRBAC_RevertsChangesByOthers(t *testing.T) {
 	must(t, err)
 
 	if len(role.Rules) != len(want) {
-		t.Errorf("the rules are %v", role.Rules)
+		t.Errorf("got rules %v, want %v", role.Rules, want)
 	}
 }
 
-// everywhere stands for a question without a namespace: about a cluster-scoped resource, or all namespaces.
+// everywhere is the empty namespace of reviews: a cluster-scoped resource, or all namespaces.
 const everywhere = ""
 
-// allowed is all that the token may do without naming an object, by namespace, as verb and resource. The first three rows of everywhere are what
-// anybody may, and the next two come with system:auth-delegator.
+// allowed returns everything that the token may do without naming an object, as verb and resource by namespace. In everywhere, the first three rows
+// are granted to every authenticated user, and the next two by system:auth-delegator.
 func allowed() map[string][]string {
 	return map[string][]string{
 		everywhere: {
@@ -148,7 +148,7 @@ func allowed() map[string][]string {
 	}
 }
 
-// TestRBAC_GrantsExactlyTheExpectedPermissions asks for every verb on every resource that the API server has.
+// The test reviews every verb on every resource of the API server.
 func TestRBAC_GrantsExactlyTheExpectedPermissions(t *testing.T) {
 	s := bootstrapped(t, clock.RealClock{})
 	s.awaitRights(t)
@@ -156,7 +156,7 @@ func TestRBAC_GrantsExactlyTheExpectedPermissions(t *testing.T) {
 	client := s.client(t)
 	resources := allResources(t)
 
-	// Without namespace first: what is allowed there is allowed in each.
+	// Permissions in all namespaces are also granted in each one.
 	general := permissions(t, client, everywhere, resources)
 	requireSame(t, "everywhere", general, allowed()[everywhere])
 
@@ -198,12 +198,12 @@ func TestRBAC_RestrictsNamedObjects(t *testing.T) {
 			Verb: c.verb, Group: c.group, Resource: c.resource, Subresource: c.subresource, Namespace: c.namespace, Name: c.name,
 		})
 		if got != c.want {
-			t.Errorf("%s %s/%s %s/%s: %t, want %t", c.verb, c.resource, c.subresource, c.namespace, c.name, got, c.want)
+			t.Errorf("%s %s/%s %s/%s: allowed is %t, want %t", c.verb, c.resource, c.subresource, c.namespace, c.name, got, c.want)
 		}
 	}
 }
 
-// allResources are the resources and subresources that the API server has, as names such as nodes/status or leases.coordination.k8s.io.
+// allResources returns the resources and subresources of the API server, such as nodes/status and leases.coordination.k8s.io.
 func allResources(t *testing.T) []schema.GroupResource {
 	t.Helper()
 
@@ -223,14 +223,14 @@ func allResources(t *testing.T) []schema.GroupResource {
 
 	for _, needed := range []string{"nodes/status", "serviceaccounts/token", "secrets"} {
 		if _, known := found[schema.GroupResource{Resource: needed}]; !known {
-			t.Fatalf("the API server does not name %s: the test does not see all there is", needed)
+			t.Fatalf("discovery does not list %s", needed)
 		}
 	}
 
 	return slices.Collect(maps.Keys(found))
 }
 
-// permissions are what the client may do in a namespace.
+// permissions returns what the client may do in a namespace.
 func permissions(t *testing.T, client kubernetes.Interface, namespace string, resources []schema.GroupResource) []string {
 	t.Helper()
 
@@ -268,13 +268,13 @@ func requireSame(t *testing.T, where string, got, want []string) {
 
 	for _, permission := range got {
 		if !slices.Contains(want, permission) {
-			t.Errorf("%s it may %s", where, permission)
+			t.Errorf("%s: unexpected permission %s", where, permission)
 		}
 	}
 
 	for _, permission := range want {
 		if !slices.Contains(got, permission) {
-			t.Errorf("%s it may not %s", where, permission)
+			t.Errorf("%s: missing permission %s", where, permission)
 		}
 	}
 }

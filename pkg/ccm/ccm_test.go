@@ -147,7 +147,7 @@ func TestApp_ExitsWhenLeaseExpiresDuringAPIServerOutage(t *testing.T) {
 
 	select {
 	case <-r.ended:
-	case <-time.After(patience):
+	case <-time.After(waitTimeout):
 		t.Fatal("talos-ccm still runs after losing the lease")
 	}
 
@@ -715,7 +715,7 @@ func TestApp_StopsBeforeLeaseExpiresIfAPIServerHangs(t *testing.T) {
 
 	select {
 	case <-r.ended:
-	case <-time.After(patience):
+	case <-time.After(waitTimeout):
 		t.Fatal("talos-ccm still runs after losing the lease")
 	}
 
@@ -748,7 +748,7 @@ func TestApp_InitializesOthersIfLocalMachineHangs(t *testing.T) {
 }
 
 // Until its nodename is known, the local machine is dialed over the network like any other.
-func TestApp_InitializesLocalNodeBeforeNodenameIsKnown(t *testing.T) {
+func TestApp_InitializesOthersBeforeLocalNodenameIsKnown(t *testing.T) {
 	s := newSuite(t, "nameless-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)

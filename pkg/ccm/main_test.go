@@ -29,9 +29,9 @@ import (
 )
 
 const (
-	// patience bounds every wait for something that takes seconds at most, even on a busy machine.
-	patience = 60 * time.Second
-	interval = 20 * time.Millisecond
+	// waitTimeout bounds every wait for something that takes seconds at most, even on a busy machine.
+	waitTimeout = 60 * time.Second
+	interval    = 20 * time.Millisecond
 
 	// stopLimit is what Talos gives an extension service between SIGTERM and SIGKILL.
 	stopLimit = 10 * time.Second
@@ -116,7 +116,7 @@ func ask[T any](s *suite, question func(context.Context) (T, error)) (answer T) 
 
 	var err error
 
-	_ = wait.PollUntilContextTimeout(context.WithoutCancel(s.Context()), interval, patience, true, func(ctx context.Context) (bool, error) { //nolint:errcheck // err is more specific
+	_ = wait.PollUntilContextTimeout(context.WithoutCancel(s.Context()), interval, waitTimeout, true, func(ctx context.Context) (bool, error) { //nolint:errcheck // err is more specific
 		answer, err = question(ctx)
 
 		return err == nil || !transient(err), nil
@@ -272,8 +272,8 @@ func (r *run) stop() {
 
 	select {
 	case <-r.ended:
-	case <-time.After(patience):
-		r.suite.Fatalf("talos-ccm still runs %s after its context was canceled", patience)
+	case <-time.After(waitTimeout):
+		r.suite.Fatalf("talos-ccm still runs %s after its context was canceled", waitTimeout)
 	}
 
 	if r.err != nil {
@@ -304,7 +304,7 @@ func (s *suite) await(nodename, what string, ok func(*corev1.Node) bool) *corev1
 
 	var last *corev1.Node
 
-	err := wait.PollUntilContextTimeout(s.Context(), interval, patience, true, func(ctx context.Context) (bool, error) {
+	err := wait.PollUntilContextTimeout(s.Context(), interval, waitTimeout, true, func(ctx context.Context) (bool, error) {
 		n, err := s.watchUntil(ctx, nodename, ok)
 		if n != nil {
 			last = n
@@ -313,7 +313,7 @@ func (s *suite) await(nodename, what string, ok func(*corev1.Node) bool) *corev1
 		return err == nil, nil
 	})
 	if err != nil {
-		s.Fatalf("node %s is not %s after %s: %s", nodename, what, patience, describe(last))
+		s.Fatalf("node %s is not %s after %s: %s", nodename, what, waitTimeout, describe(last))
 	}
 
 	return last
@@ -387,9 +387,9 @@ func (s *suite) get(m *talostest.Machine) *corev1.Node {
 func (s *suite) eventually(what string, ok func() bool) {
 	s.Helper()
 
-	err := wait.PollUntilContextTimeout(s.Context(), interval, patience, true, func(context.Context) (bool, error) { return ok(), nil })
+	err := wait.PollUntilContextTimeout(s.Context(), interval, waitTimeout, true, func(context.Context) (bool, error) { return ok(), nil })
 	if err != nil {
-		s.Fatalf("condition not met after %s: %s", patience, what)
+		s.Fatalf("condition not met after %s: %s", waitTimeout, what)
 	}
 }
 

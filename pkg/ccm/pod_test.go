@@ -80,7 +80,7 @@ func (s *suite) serviceAccount(controlPlane *talostest.Machine) string {
 	defer socket.Close() //nolint:errcheck // no call is in flight
 
 	folder := s.TempDir()
-	ctx, made := context.WithTimeout(s.Context(), patience)
+	ctx, made := context.WithTimeout(s.Context(), waitTimeout)
 
 	bootstrap.New(socket.Admin, folder, clock.RealClock{}).Run(ctx, made)
 	s.require(os.WriteFile(filepath.Join(folder, "ca.crt"), s.kube.Config().CAData, 0o600))
@@ -189,7 +189,7 @@ func TestApp_RequiresKubeconfigOutsideCluster(t *testing.T) {
 
 	select {
 	case <-r.ended:
-	case <-time.After(patience):
+	case <-time.After(waitTimeout):
 		t.Fatal("talos-ccm still runs")
 	}
 

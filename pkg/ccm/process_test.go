@@ -202,7 +202,7 @@ func (p *process) get(path string) (code int, body string, err error) {
 			TLSClientConfig:   &tls.Config{InsecureSkipVerify: true}, //nolint:gosec // self-signed, on loopback
 			DisableKeepAlives: true,
 		},
-		Timeout: patience / 2,
+		Timeout: waitTimeout / 2,
 	}
 
 	response, err := client.Get(fmt.Sprintf("https://127.0.0.1:%d%s", p.port, path))

@@ -21,7 +21,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/privilege"
 )
 
-// Privileges are given up for a whole process and for good, so every test does it in a child: this binary again, which runs the
+// Privileges are dropped for the whole process and cannot be regained. Every test therefore runs this binary as a child process, which calls the
 // named function instead of the tests.
 const (
 	variable = "PRIVILEGE_TEST_CHILD"
@@ -32,12 +32,12 @@ const (
 
 func children() map[string]func(path string) error {
 	return map[string]func(path string) error{
-		"drop":              drop,
-		"drop without root": dropWithoutRoot,
-		"drop below a file": dropBelowAFile,
-		"connect":           connect,
-		"raise":             raise,
-		"raise in vain":     raiseInVain,
+		"drop":                     drop,
+		"drop without root":        dropWithoutRoot,
+		"drop below a file":        dropBelowAFile,
+		"connect":                  connect,
+		"raise":                    raise,
+		"raise without capability": raiseWithoutCapability,
 	}
 }
 
@@ -49,7 +49,7 @@ func TestMain(m *testing.M) {
 
 	child, known := children()[name]
 	if !known {
-		child = func(string) error { return fmt.Errorf("there is no child %q", name) }
+		child = func(string) error { return fmt.Errorf("unknown child %q", name) }
 	}
 
 	if err := child(os.Getenv(argument)); err != nil {
@@ -60,22 +60,22 @@ func TestMain(m *testing.M) {
 	fmt.Println("ok")
 }
 
-// requireRoot fails: a test of what only root can do must not pass by being left out.
+// requireRoot fails the test instead of skipping it, so that it is never silently omitted.
 func requireRoot(t *testing.T) {
 	t.Helper()
 
 	if os.Geteuid() != 0 {
-		t.Fatal("this test gives up root's privileges, so root must run it")
+		t.Fatal("this test must run as root")
 	}
 }
 
-// requireChild runs a child, which does its own checking, with attributes that may be nil.
+// requireChild runs a child, which checks the result itself. attributes may be nil.
 func requireChild(t *testing.T, name, path string, attributes *syscall.SysProcAttr) {
 	t.Helper()
 
-	// Another user may not be able to reach the binary by its path.
+	// Another user may not have access to the path of the binary.
 	cmd := exec.CommandContext(t.Context(), "/proc/self/exe")
-	// The race detector waits for a second before a process ends, unless told not to.
+	// By default the race detector delays the exit by a second.
 	cmd.Env = []string{variable + "=" + name, argument + "=" + path, "GORACE=atexit_sleep_ms=0"}
 	cmd.SysProcAttr = attributes
 
@@ -88,7 +88,7 @@ func requireChild(t *testing.T, name, path string, attributes *syscall.SysProcAt
 	}
 }
 
-// ordinaryUser makes a child some user that may do nothing in particular. Without root, that is who we are.
+// ordinaryUser returns attributes that run a child as an unprivileged user. It returns nil if the tests already run as one.
 func ordinaryUser() *syscall.SysProcAttr {
 	if os.Geteuid() != 0 {
 		return nil
@@ -97,15 +97,15 @@ func ordinaryUser() *syscall.SysProcAttr {
 	return &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 12345, Gid: 12345}}
 }
 
-// openFolder is a folder that every user can reach.
+// openFolder returns a directory that every user can access.
 func openFolder(t *testing.T) string {
 	t.Helper()
 
 	dir := t.TempDir()
 
-	// The folder above it is the test's too, and its owner's alone.
+	// The parent directory also belongs to the test and is private by default.
 	for _, path := range []string{filepath.Dir(dir), dir} {
-		if err := os.Chmod(path, 0o755); err != nil { //nolint:gosec // that is the point
+		if err := os.Chmod(path, 0o755); err != nil { //nolint:gosec // intended
 			t.Fatal(err)
 		}
 	}
@@ -117,8 +117,8 @@ func TestDrop_CannotBeUndone(t *testing.T) {
 	requireRoot(t)
 
 	dir := filepath.Join(openFolder(t), "run", "talos-ccm")
-	// Directories above the last are root's, and whoever uses them must be able to pass.
-	if err := os.Mkdir(filepath.Dir(dir), 0o755); err != nil { //nolint:gosec // see above
+	// The parent directories belong to root and must be accessible.
+	if err := os.Mkdir(filepath.Dir(dir), 0o755); err != nil { //nolint:gosec // intended
 		t.Fatal(err)
 	}
 
@@ -147,11 +147,11 @@ func requireOwner(t *testing.T, dir string) {
 	}
 
 	if stat.Uid != 50 || stat.Gid != 50 || stat.Mode&0o777 != 0o700 {
-		t.Errorf("%s belongs to %d:%d and has mode %o", dir, stat.Uid, stat.Gid, stat.Mode&0o777)
+		t.Errorf("%s has owner %d:%d and mode %o, want 50:50 and 700", dir, stat.Uid, stat.Gid, stat.Mode&0o777)
 	}
 }
 
-// drop does what an extension service does, and then tries every way back.
+// drop drops the privileges like an extension service, and then tries to regain them.
 func drop(dir string) error {
 	release := manyThreads()
 	defer release()
@@ -167,7 +167,7 @@ func drop(dir string) error {
 	return errors.Join(checkThreads(), checkNoWayBack(), checkOwnFolder(dir), checkOthersFiles())
 }
 
-// manyThreads has the process run on several threads: credentials belong to threads, and one that is left behind would be root.
+// manyThreads starts several threads. Credentials belong to threads, and a thread that is missed would still run as root.
 func manyThreads() (release func()) {
 	done := make(chan struct{})
 
@@ -190,11 +190,11 @@ func manyThreads() (release func()) {
 	}
 }
 
-// checkThreads reads what the kernel says of every thread.
+// checkThreads checks the credentials of every thread.
 func checkThreads() error {
 	statuses, err := filepath.Glob("/proc/self/task/*/status")
 	if err != nil || len(statuses) < 4 {
-		return fmt.Errorf("list the threads: found %d: %w", len(statuses), err)
+		return fmt.Errorf("list threads: got %d: %w", len(statuses), err)
 	}
 
 	var errs []error
@@ -202,7 +202,7 @@ func checkThreads() error {
 	for _, path := range statuses {
 		status, err := os.ReadFile(path)
 		if errors.Is(err, unix.ESRCH) || errors.Is(err, os.ErrNotExist) {
-			continue // it has ended
+			continue // the thread has exited
 		}
 
 		errs = append(errs, err)
@@ -259,7 +259,7 @@ func checkOwnFolder(dir string) error {
 func checkOthersFiles() error {
 	f, err := os.Open("/etc/shadow")
 	if err == nil {
-		return errors.Join(errors.New("/etc/shadow can still be read"), f.Close())
+		return errors.Join(errors.New("/etc/shadow is still readable"), f.Close())
 	}
 
 	if errors.Is(err, os.ErrPermission) || errors.Is(err, os.ErrNotExist) {
@@ -269,7 +269,7 @@ func checkOthersFiles() error {
 	return err
 }
 
-// The socket is 0755 and its owner's: neither another user nor root without capabilities can connect (talos: machined.sock).
+// The mode of the socket is 0755, so neither another user nor root without capabilities can connect (Talos: machined.sock).
 func TestDrop_KeepsAccessToMachineSocket(t *testing.T) {
 	requireRoot(t)
 
@@ -289,7 +289,7 @@ func TestDrop_KeepsAccessToMachineSocket(t *testing.T) {
 	requireChild(t, "connect", path, nil)
 }
 
-// connect has its own folder next to the socket.
+// connect drops the privileges, with a directory next to the socket, and connects.
 func connect(path string) error {
 	if err := privilege.Drop(path + ".run"); err != nil {
 		return err
@@ -314,7 +314,7 @@ func dropWithoutRoot(dir string) error {
 	}
 
 	if _, err := os.Stat(dir); !errors.Is(err, os.ErrNotExist) {
-		return fmt.Errorf("the folder was made all the same: %w", err)
+		return fmt.Errorf("directory was created: %w", err)
 	}
 
 	return nil
@@ -338,31 +338,31 @@ func dropBelowAFile(dir string) error {
 	}
 
 	if os.Geteuid() != 0 {
-		return errors.New("privileges were dropped all the same")
+		return errors.New("privileges were dropped")
 	}
 
 	return nil
 }
 
-// What happens at the hard limit depends on CAP_SYS_RESOURCE, which Talos leaves to extension services and many a container takes from
-// root. Either way there is something to hold the code to; the log says which.
+// Raising the hard limit requires CAP_SYS_RESOURCE, which Talos grants to extension services, but many containers do not have. The test covers
+// whichever case applies, and logs it.
 func TestRaiseOpenFiles_ExceedsHardLimit(t *testing.T) {
 	mayRaise, err := hasCapability(unix.CAP_SYS_RESOURCE)
 	if err != nil {
 		t.Fatal(err)
 	}
 
-	name := "raise in vain"
+	name := "raise without capability"
 	if mayRaise {
 		name = "raise"
 	}
 
-	t.Logf("CAP_SYS_RESOURCE: %v, so the child is %q", mayRaise, name)
+	t.Logf("CAP_SYS_RESOURCE is %v, running child %q", mayRaise, name)
 	requireChild(t, name, "", nil)
 }
 
 func TestRaiseOpenFiles_FailsForUnprivilegedUser(t *testing.T) {
-	requireChild(t, "raise in vain", "", ordinaryUser())
+	requireChild(t, "raise without capability", "", ordinaryUser())
 }
 
 func hasCapability(capability uint) (bool, error) {
@@ -375,7 +375,7 @@ func hasCapability(capability uint) (bool, error) {
 	return data[capability/32].Effective&(1<<(capability%32)) != 0, err
 }
 
-// raise starts as Talos up to 1.12 starts extension services, and raises twice: the second has nothing to do.
+// raise starts with the limit of Talos up to 1.12, and raises it twice. The second call changes nothing.
 func raise(string) error {
 	if err := setLimit(1024); err != nil {
 		return err
@@ -384,7 +384,7 @@ func raise(string) error {
 	return errors.Join(privilege.RaiseOpenFiles(), checkLimit(enough), privilege.RaiseOpenFiles(), checkLimit(enough))
 }
 
-func raiseInVain(string) error {
+func raiseWithoutCapability(string) error {
 	if err := setLimit(512); err != nil {
 		return err
 	}
@@ -409,7 +409,7 @@ func checkLimit(want uint64) error {
 	}
 
 	if limit.Cur != want || limit.Max < limit.Cur {
-		return fmt.Errorf("the limit of open files is %d of %d, want %d", limit.Cur, limit.Max, want)
+		return fmt.Errorf("RLIMIT_NOFILE is %d (hard limit %d), want %d", limit.Cur, limit.Max, want)
 	}
 
 	return nil

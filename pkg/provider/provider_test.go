@@ -17,7 +17,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/provider"
 )
 
-// That InstanceMetadata is what the node controller writes is tested there, on real Nodes.
+// The tests of the node controller verify on real Nodes that it writes the same values.
 
 const nodename = "worker-1"
 
@@ -36,17 +36,17 @@ func nodeNamed(name string) *corev1.Node {
 	return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
 }
 
-// conditions are inventories in which worker-1's machine is in every condition there is.
+// conditions returns one inventory per condition of the machine of worker-1.
 func conditions() map[string]*inventory.Inventory {
 	all := map[string]*inventory.Inventory{}
 
 	for name, fill := range map[string]func(*inventory.Inventory){
-		"unknown":           func(*inventory.Inventory) {},
-		"current":           func(inv *inventory.Inventory) { inv.Replace(nodename, worker()) },
-		"never reached":     func(inv *inventory.Inventory) { inv.MarkUnreachable(nodename, "down") },
-		"lost":              func(inv *inventory.Inventory) { inv.Replace(nodename, worker()); inv.MarkUnreachable(nodename, "down") },
-		"another machine":   func(inv *inventory.Inventory) { inv.MarkMismatch(nodename, "other") },
-		"short of metadata": func(inv *inventory.Inventory) { inv.Replace(nodename, pendingWorker()) },
+		"unknown":          func(*inventory.Inventory) {},
+		"current":          func(inv *inventory.Inventory) { inv.Replace(nodename, worker()) },
+		"never reached":    func(inv *inventory.Inventory) { inv.MarkUnreachable(nodename, "down") },
+		"lost":             func(inv *inventory.Inventory) { inv.Replace(nodename, worker()); inv.MarkUnreachable(nodename, "down") },
+		"mismatch":         func(inv *inventory.Inventory) { inv.MarkMismatch(nodename, "other") },
+		"pending metadata": func(inv *inventory.Inventory) { inv.Replace(nodename, pendingWorker()) },
 	} {
 		all[name] = inventory.New(time.Now)
 		fill(all[name])
@@ -68,11 +68,11 @@ func TestProvider_NeverReportsMachineAsDeletedOrShutDown(t *testing.T) {
 			p := provider.New(inv, defaults)
 
 			if exists, err := p.InstanceExists(t.Context(), nodeNamed(nodename)); err != nil || !exists {
-				t.Errorf("InstanceExists: %t, %v", exists, err)
+				t.Errorf("InstanceExists: got %t, %v, want true", exists, err)
 			}
 
 			if down, err := p.InstanceShutdown(t.Context(), nodeNamed(nodename)); err != nil || down {
-				t.Errorf("InstanceShutdown: %t, %v", down, err)
+				t.Errorf("InstanceShutdown: got %t, %v, want false", down, err)
 			}
 		})
 	}
@@ -96,13 +96,12 @@ func TestInstanceMetadata_RequiresCurrentMachine(t *testing.T) {
 			}
 
 			if metadata.ProviderID != "aws:///z/i-1" || metadata.Zone != "z" || metadata.Region != "r" || metadata.InstanceType != "t" {
-				t.Errorf("metadata %+v", metadata)
+				t.Errorf("unexpected metadata %+v", metadata)
 			}
 		})
 	}
 }
 
-// What a Node has been given stays, even if something else would be chosen today.
 func TestInstanceMetadata_KeepsProviderIDOfNode(t *testing.T) {
 	node := nodeNamed(nodename)
 	node.Spec.ProviderID = "talos://aws/10.0.0.1"
@@ -113,7 +112,7 @@ func TestInstanceMetadata_KeepsProviderIDOfNode(t *testing.T) {
 	}
 
 	if metadata.ProviderID != node.Spec.ProviderID {
-		t.Errorf("providerID %q, want %q", metadata.ProviderID, node.Spec.ProviderID)
+		t.Errorf("got providerID %q, want %q", metadata.ProviderID, node.Spec.ProviderID)
 	}
 }
 
@@ -127,15 +126,15 @@ func TestProvider_SupportsOnlyInstances(t *testing.T) {
 	_, routes := p.Routes()
 
 	if balancers || instances || zones || clusters || routes {
-		t.Errorf("load balancers %t, instances %t, zones %t, clusters %t, routes %t; want none", balancers, instances, zones, clusters, routes)
+		t.Errorf("supported: load balancers %t, instances %t, zones %t, clusters %t, routes %t; want none", balancers, instances, zones, clusters, routes)
 	}
 
 	if _, v2 := p.InstancesV2(); !v2 {
-		t.Error("InstancesV2 is not offered")
+		t.Error("InstancesV2 is not supported")
 	}
 
 	if p.ProviderName() != provider.Name || !p.HasClusterID() {
-		t.Errorf("name %q, has a cluster ID %t", p.ProviderName(), p.HasClusterID())
+		t.Errorf("got name %q, HasClusterID %t", p.ProviderName(), p.HasClusterID())
 	}
 }
 
