@@ -1,4 +1,4 @@
-# Where heavy builds are kept: Kubernetes' and Talos's components, and the tools below.
+# Cache for expensive builds: components of Kubernetes and Talos, and the tools below.
 CACHE ?= $(or $(TALOS_CCM_CACHE),$(HOME)/.cache/talos-ccm)
 override CACHE := $(abspath $(CACHE))
 export TALOS_CCM_CACHE := $(CACHE)
@@ -12,21 +12,21 @@ ARTIFACTS ?= _out
 ARCHES ?= amd64 arm64
 describe := git describe --dirty --abbrev=12 2>/dev/null
 TAG ?= $(shell $(describe) --tags --match 'v[0-9]*' || echo v0.0.0-g$$($(describe) --always --exclude '*' || echo unknown))
-# Asked once: it is the same in all that one run of make builds.
+# Expand once, so that all targets of one run use the same value.
 TAG := $(TAG)
 REVISION ?= $(shell git rev-parse HEAD 2>/dev/null)
-# When everything in _out is said to be made, in seconds since 1970: at the commit.
+# Timestamp of all artifacts as Unix time: the time of the commit.
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null)
 SOURCE_DATE_EPOCH := $(SOURCE_DATE_EPOCH)
 
-# How long `make test` and `make e2e` may take for one package, and `make fuzz` for one test; which tests `make fuzz` runs.
+# Timeouts per package of `make test` and `make e2e`; duration and selection of the tests of `make fuzz` and `make bench`.
 TEST_TIMEOUT ?= 15m
 E2E_TIMEOUT ?= 30m
 FUZZTIME ?= 50000x
 FUZZ ?= .
 BENCH ?= .
 
-# Of what users have Go do, nothing may show in what is built; on the command line of make, it does.
+# Builds do not depend on the Go settings of the user. They can be overridden on the command line of make.
 export GOWORK := off
 export GOAMD64 := v1
 export GOARM64 := v8.0
@@ -39,69 +39,69 @@ SHELL := bash
 .NOTPARALLEL:
 
 GO ?= go
-# A tool is built anew with each version of Go: the linter must not be older than what it reads.
+# Tools are rebuilt for each version of Go: the linter must be built with at least the version of the code.
 TOOLS := $(CACHE)/tools/$(firstword $(shell $(GO) env GOVERSION))
 GOLANGCI_LINT := $(TOOLS)/golangci-lint-$(GOLANGCI_LINT_VERSION)/golangci-lint
 GOFUMPT := $(TOOLS)/gofumpt-$(GOFUMPT_VERSION)/gofumpt
 ACTIONLINT := $(TOOLS)/actionlint-$(ACTIONLINT_VERSION)/actionlint
 
-# Talos's imager, out of the module that the test bed's Talos is built from.
+# The imager of Talos, built from the same module as the Talos machines of the tests.
 TALOS_MODULE := test/talos/machined
 IMAGER := $(TOOLS)/imager-$(shell cat $(TALOS_MODULE)/go.{mod,sum} | sha256sum | cut -c1-16)/imager
 
 LDFLAGS := -s -w -buildid= -X github.com/talos-ccm/talos-ccm/pkg/version.version=$(TAG)
 
-# What has Go code of ours, nested modules included.
+# Directories with Go code, including nested modules.
 SOURCES := cmd extension packaging pkg test
-# The packages whose tests start a real API server, or with -v those whose tests do not.
+# Packages whose tests start an API server, or with the argument -v all other packages.
 on_api_server = $(GO) list -f '{{.ImportPath}} {{join .Imports " "}} {{join .TestImports " "}} {{join .XTestImports " "}}' ./... | grep $(1) '/test/kube' | cut -d' ' -f1
 
 .PHONY: help
-help: ## Show this list.
+help: ## Show this help.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: build
-build: $(ARCHES:%=$(ARTIFACTS)/talos-ccm-linux-%) ## Build static binaries into _out.
+build: $(ARCHES:%=$(ARTIFACTS)/talos-ccm-linux-%) ## Build static binaries in _out.
 
-# Go knows better than make what has changed.
+# Phony, because Go detects changes itself.
 .PHONY: $(ARCHES:%=$(ARTIFACTS)/talos-ccm-linux-%)
 $(ARCHES:%=$(ARTIFACTS)/talos-ccm-linux-%): $(ARTIFACTS)/talos-ccm-linux-%:
 	CGO_ENABLED=0 GOFLAGS=-mod=readonly GOOS=linux GOARCH=$* $(GO) build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o $@ ./cmd/talos-ccm
 
 .PHONY: image
-image: build sbom ## Write the extension's image and that for pods into _out, as OCI layouts for all architectures.
+image: build sbom ## Build the images of the extension and for pods as OCI layouts in _out.
 	$(GO) run ./packaging/cmd/image pack -version $(TAG) -revision '$(REVISION)' -output $(ARTIFACTS)/oci -pod-output $(ARTIFACTS)/oci-pod \
 		$(foreach arch,$(ARCHES),$(arch)=$(ARTIFACTS)/talos-ccm-linux-$(arch))
-	@echo "$$(CGO_ENABLED=0 GOOS=linux $(GO) list -deps ./cmd/talos-ccm | wc -l) Go packages are linked in"
+	@echo "$$(CGO_ENABLED=0 GOOS=linux $(GO) list -deps ./cmd/talos-ccm | wc -l) Go packages in the binary"
 
 .PHONY: push
-push: ## Push what make image has written: make push REF=host/repository:tag [POD_REF=host/repository:tag].
-	@[ -n '$(REF)$(POD_REF)' ] || { echo 'Where to? make push REF=host/repository:tag'; exit 1; }
+push: ## Push the images: make push REF=host/repository:tag [POD_REF=host/repository:tag].
+	@[ -n '$(REF)$(POD_REF)' ] || { echo 'REF or POD_REF is required: make push REF=host/repository:tag'; exit 1; }
 	@[ -z '$(REF)' ] || $(GO) run ./packaging/cmd/image push $(ARTIFACTS)/oci '$(REF)'
 	@[ -z '$(POD_REF)' ] || $(GO) run ./packaging/cmd/image push $(ARTIFACTS)/oci-pod '$(POD_REF)'
 
 .PHONY: sbom
-sbom: build ## Write the bill of materials of all Go modules into _out.
+sbom: build ## Write the SBOM of all Go modules to _out.
 	$(GO) run ./packaging/cmd/sbom -version $(TAG) -output $(ARTIFACTS)/talos-ccm.spdx.json $(ARCHES:%=$(ARTIFACTS)/talos-ccm-linux-%)
 
 .PHONY: kube-assets
-kube-assets: ## Build the Kubernetes components of the test bed, unless they are cached or KUBEBUILDER_ASSETS names some.
+kube-assets: ## Build the Kubernetes components for tests, unless cached or set in KUBEBUILDER_ASSETS.
 	$(GO) run ./test/kube/cmd/kube-assets
 
 .PHONY: demo
-demo: ## Show the whole chain on simulated machines: make demo [NODES=20].
+demo: ## Run talos-ccm on simulated machines: make demo [NODES=20].
 	@mkdir -p $(ARTIFACTS)
 	@$(GO) build -o $(ARTIFACTS)/demo ./test/demo
 	@$(ARTIFACTS)/demo $(if $(NODES),-nodes $(NODES))
 
 .PHONY: lint
-lint: $(GOLANGCI_LINT) $(GOFUMPT) $(ACTIONLINT) ## Lint, and check the formatting.
+lint: $(GOLANGCI_LINT) $(GOFUMPT) $(ACTIONLINT) ## Run the linters and check the formatting.
 	$(GOLANGCI_LINT) run --allow-parallel-runners ./...
-	@unformatted=$$($(GOFUMPT) -l $(SOURCES)); [ -z "$$unformatted" ] || { echo "Not formatted (make fmt):"; echo "$$unformatted"; exit 1; }
+	@unformatted=$$($(GOFUMPT) -l $(SOURCES)); [ -z "$$unformatted" ] || { echo "Not formatted, run make fmt:"; echo "$$unformatted"; exit 1; }
 	$(ACTIONLINT) -shellcheck= -pyflakes=
 
 .PHONY: generate
-generate: ## Make the configuration's JSON schema and reference anew from its types. Tests check that they are current.
+generate: ## Regenerate the JSON schema and the reference of the configuration file.
 	$(GO) generate ./pkg/...
 
 .PHONY: fmt
@@ -110,40 +110,40 @@ fmt: $(GOLANGCI_LINT) $(GOFUMPT) ## Format all Go code.
 	$(GOFUMPT) -w $(SOURCES)
 
 .PHONY: unit
-unit: ## Run the tests that need no API server.
+unit: ## Run the tests that do not need an API server.
 	$(GO) test -timeout $(TEST_TIMEOUT) $$($(call on_api_server,-v))
 
 .PHONY: integration
-integration: kube-assets ## Run the tests against a real API server.
+integration: kube-assets ## Run the tests that need an API server.
 	$(GO) test -timeout $(TEST_TIMEOUT) $$($(call on_api_server,))
 
 .PHONY: race
-race: kube-assets compiler ## Run all tests, unit and integration, with the race detector.
+race: kube-assets compiler ## Run unit and integration tests with the race detector.
 	CGO_ENABLED=1 $(GO) test -race -count=1 -timeout $(TEST_TIMEOUT) -exec '$(CURDIR)/.ci/quiet' ./...
 
 .PHONY: docs
-docs: ## Check every link, command and YAML block of the documents.
+docs: ## Check all links, commands and YAML blocks in the documentation.
 	@$(GO) test -count=1 -v -run '^TestDocuments$$' ./test/docs
 
-# The binaries first: with an empty build cache they take longer than the tests of packaging/image, which need them, may take.
+# Build first: with an empty build cache the build exceeds the timeout of the tests of packaging/image, which need the binaries.
 .PHONY: test
-test: lint build race docs monitoring-test ## Lint, and run all tests but e2e with the race detector.
+test: lint build race docs monitoring-test ## Run the linters and all tests except e2e, with the race detector.
 
 .PHONY: e2e
-e2e: ## Run talos-ccm on two real Talos machines with real kubelets; needs root.
+e2e: ## Run talos-ccm on two Talos machines with kubelets; requires root.
 	$(GO) test -tags e2e -v -count=1 -p 1 -timeout $(E2E_TIMEOUT) ./test/talos ./test/e2e
 
 .PHONY: imager-test
-imager-test: image $(IMAGER) ## Have Talos's own imager put the packed extension into an initramfs, and look into that.
+imager-test: image $(IMAGER) ## Build an initramfs with the extension with the imager of Talos, and check it.
 	@.ci/packages mksquashfs=squashfs-tools cpio=cpio zstd=zstd
 	TALOS_CCM_IMAGER=$(IMAGER) TALOS_CCM_LAYOUT=$(abspath $(ARTIFACTS))/oci $(GO) test -tags e2e -v -count=1 -timeout $(TEST_TIMEOUT) ./test/imager
 
 .PHONY: monitoring-test
-monitoring-test: ## Hold alerts and dashboard against what is exported, with Prometheus' own code.
+monitoring-test: ## Check the alerts and the dashboard against the exported metrics, with Prometheus code.
 	cd test/monitoring/prometheus && $(GO) vet . && $(GO) test -count=1 -timeout $(TEST_TIMEOUT) .
 
 .PHONY: fuzz
-fuzz: ## Fuzz each parser for a while: make fuzz [FUZZTIME=10s] [FUZZ=regexp of folder and name].
+fuzz: ## Run the fuzz tests: make fuzz [FUZZTIME=10s] [FUZZ=regexp of directory and name].
 	@grep -roE '^func Fuzz\w+' --include='*_test.go' cmd pkg | sed -E 's|^(.*)/[^/]*:func |./\1 |' | grep -E '$(FUZZ)' | sort | while read -r folder name; do \
 		$(GO) test -run '^$$' -fuzz "^$$name\$$" -fuzztime $(FUZZTIME) "$$folder"; \
 	done
@@ -152,52 +152,52 @@ fuzz: ## Fuzz each parser for a while: make fuzz [FUZZTIME=10s] [FUZZ=regexp of 
 bench: ## Run the benchmarks: make bench [BENCH=regexp].
 	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem ./...
 
-# A test compares vars.yaml with all else that has the version.
+# A test compares the version in vars.yaml with all other places.
 .PHONY: release-tag
 release-tag:
-	@version=v$$(sed -n 's/^VERSION: //p' vars.yaml); [ '$(TAG)' = "$$version" ] || { echo "The tag is $(TAG), but vars.yaml is of $$version"; exit 1; }
+	@version=v$$(sed -n 's/^VERSION: //p' vars.yaml); [ '$(TAG)' = "$$version" ] || { echo "tag is $(TAG), but the version in vars.yaml is $$version"; exit 1; }
 
 .PHONY: release-tree
 release-tree:
-	@[ -z "$$(git status --porcelain)" ] || { echo "There are changes that are not committed:"; git status --short; exit 1; }
+	@[ -z "$$(git status --porcelain)" ] || { echo "Uncommitted changes:"; git status --short; exit 1; }
 
 .PHONY: release-artifacts
-release-artifacts: release-tag release-tree image sbom ## Put what a release consists of, with checksums, into _out/release. TAG must be the version.
+release-artifacts: release-tag release-tree image sbom ## Build the release artifacts with checksums in _out/release. TAG must match vars.yaml.
 	rm -rf $(ARTIFACTS)/release
 	mkdir -p $(ARTIFACTS)/release
 	cp $(ARCHES:%=$(ARTIFACTS)/talos-ccm-linux-%) $(ARTIFACTS)/talos-ccm.spdx.json $(ARTIFACTS)/release
 	cd $(ARTIFACTS)/release && sums=$$(sha256sum *) && sha512sum * >sha512sum.txt && echo "$$sums" >sha256sum.txt
 
 .PHONY: vulncheck
-vulncheck: ## Look for known vulnerabilities in what is linked in; asks vuln.go.dev.
+vulncheck: ## Check the binary for known vulnerabilities (queries vuln.go.dev).
 	$(GO) run golang.org/x/vuln/cmd/govulncheck@$(GOVULNCHECK_VERSION) ./cmd/...
 
 .PHONY: commits
-commits: ## Check the commits after a revision: make commits SINCE=origin/main.
+commits: ## Check commit messages: make commits SINCE=origin/main.
 	@.ci/commits '$(SINCE)'
 
 .PHONY: clean
-clean: ## Remove _out; the cache stays.
+clean: ## Remove _out, but not the cache.
 	rm -rf $(ARTIFACTS)
 
-# The race detector is linked by a C compiler.
+# The race detector requires a C compiler.
 .PHONY: compiler
 compiler:
 	@.ci/compiler
 
 $(GOLANGCI_LINT):
-	@echo "Building golangci-lint $(GOLANGCI_LINT_VERSION) (once)"
+	@echo "Building golangci-lint $(GOLANGCI_LINT_VERSION)"
 	@cd / && CGO_ENABLED=0 GOFLAGS= GOBIN=$(@D) $(GO) install -trimpath github.com/golangci/golangci-lint/v2/cmd/golangci-lint@$(GOLANGCI_LINT_VERSION)
 
 $(GOFUMPT):
-	@echo "Building gofumpt $(GOFUMPT_VERSION) (once)"
+	@echo "Building gofumpt $(GOFUMPT_VERSION)"
 	@cd / && CGO_ENABLED=0 GOFLAGS= GOBIN=$(@D) $(GO) install -trimpath mvdan.cc/gofumpt@$(GOFUMPT_VERSION)
 
 $(IMAGER):
-	@echo "Building Talos's imager (once)"
+	@echo "Building the Talos imager"
 	@CGO_ENABLED=0 GOFLAGS=-mod=readonly $(GO) build -C $(TALOS_MODULE) -trimpath -buildvcs=false -tags tcell_minimal,grpcnotrace -ldflags '-s -w' \
 		-o $@ github.com/siderolabs/talos/cmd/installer
 
 $(ACTIONLINT):
-	@echo "Building actionlint $(ACTIONLINT_VERSION) (once)"
+	@echo "Building actionlint $(ACTIONLINT_VERSION)"
 	@cd / && CGO_ENABLED=0 GOFLAGS= GOBIN=$(@D) $(GO) install -trimpath github.com/rhysd/actionlint/cmd/actionlint@$(ACTIONLINT_VERSION)

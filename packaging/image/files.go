@@ -1,5 +1,5 @@
-// Package image packs talos-ccm: as a Talos system extension, and as a plain image for pods. The same input gives the same bytes, wherever, whenever and
-// under whatever umask. It never builds the binary, and never asks for the time.
+// Package image packs talos-ccm as a Talos system extension and as an image for pods. The result is reproducible: it depends only on the input, and not
+// on the time, the host or the umask.
 package image
 
 import (
@@ -20,7 +20,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/packaging/sbom"
 )
 
-// Where Talos expects what. https://github.com/siderolabs/extensions describes the layout.
+// Paths where Talos expects the files; see https://github.com/siderolabs/extensions.
 const (
 	manifestPath = "manifest.yaml"
 	rootfs       = "rootfs"
@@ -32,29 +32,29 @@ const (
 	readable   = 0o644
 )
 
-// Release is what is packed, but for the binary.
+// Release describes the release to pack.
 type Release struct {
-	// Version is that of talos-ccm, such as v1.2.3; the v may be missing.
+	// Version of talos-ccm, such as v1.2.3. The v is optional.
 	Version string
-	// Revision is the commit that it was built from; empty if not known.
+	// Revision is the commit of the binary; empty if unknown.
 	Revision string
-	// Created is when everything is said to be made.
+	// Created is the timestamp of the image and of all files.
 	Created time.Time
-	// Manifest is the extension's manifest.yaml; its version is replaced.
+	// Manifest is the manifest.yaml of the extension. Its version is replaced.
 	Manifest []byte
 }
 
-// version is the release's without a v, as manifests and labels have it.
+// version returns the version without the leading v, as in manifests and labels.
 func (r Release) version() string { return strings.TrimPrefix(r.Version, "v") }
 
-// File is one file of an image. Its path is relative and has slashes.
+// File is a file of an image. Path is relative and slash-separated.
 type File struct {
 	Path    string
 	Mode    fs.FileMode
 	Content []byte
 }
 
-// Extension is everything in the extension's image, sorted by path.
+// Extension returns the files of the extension image, sorted by path.
 func Extension(r Release, binary []byte) ([]File, error) {
 	manifest, err := r.manifest()
 	if err != nil {
@@ -77,34 +77,34 @@ func Extension(r Release, binary []byte) ([]File, error) {
 	return files, nil
 }
 
-// Pod is everything in the image for pods. It needs no certificates of authorities: those of the cluster come with its credentials.
+// Pod returns the files of the image for pods. It contains no CA bundle, since the credentials contain the CAs of the cluster.
 func Pod(binary []byte) []File { return []File{{extension.Name, executable, binary}} }
 
-// manifest is the extension's, with the release's version.
+// manifest returns the manifest of the extension with the version of the release.
 func (r Release) manifest() ([]byte, error) {
 	var manifest extensions.Manifest
 
 	if err := yaml.Load(r.Manifest, &manifest, yaml.WithKnownFields()); err != nil {
-		return nil, fmt.Errorf("read the extension's manifest: %w", err)
+		return nil, fmt.Errorf("parse extension manifest: %w", err)
 	}
 
 	manifest.Metadata.Version = r.version()
 
 	encoded, err := yaml.Dump(manifest, yaml.WithIndent(2))
 	if err != nil {
-		return nil, fmt.Errorf("write the extension's manifest: %w", err)
+		return nil, fmt.Errorf("encode extension manifest: %w", err)
 	}
 
 	return encoded, nil
 }
 
-// Write lays files out in a folder that exists, as unpacking the image does and whatever the umask. What else is there stays.
+// Write writes files to an existing directory, with the same modes as in the image. Other files in the directory are kept.
 func Write(dir string, files []File) error {
 	for _, folder := range folders(files) {
 		name := filepath.Join(dir, filepath.FromSlash(folder))
 
 		if err := errors.Join(os.MkdirAll(name, executable), os.Chmod(name, executable)); err != nil {
-			return fmt.Errorf("lay out the image: %w", err)
+			return fmt.Errorf("write image files: %w", err)
 		}
 	}
 
@@ -112,14 +112,14 @@ func Write(dir string, files []File) error {
 		name := filepath.Join(dir, filepath.FromSlash(f.Path))
 
 		if err := errors.Join(os.WriteFile(name, f.Content, f.Mode), os.Chmod(name, f.Mode)); err != nil {
-			return fmt.Errorf("lay out the image: %w", err)
+			return fmt.Errorf("write image files: %w", err)
 		}
 	}
 
 	return nil
 }
 
-// folders are those of files, each after the one that it is in.
+// folders returns the directories of files. Parents precede their children.
 func folders(files []File) []string {
 	var list []string
 

@@ -23,17 +23,17 @@ import (
 
 const website = "https://github.com/talos-ccm/talos-ccm"
 
-// nobody is the user of the image for pods; a pod's security context can name another.
+// nobody is the default user of the image for pods.
 const nobody = "65532:65532"
 
-// ExtensionIndex is the extension's image for all architectures (Go's names for them) whose binaries are given.
+// ExtensionIndex returns the extension image for the architectures of binaries, which are keyed by GOARCH.
 func ExtensionIndex(r Release, binaries map[string][]byte) (v1.ImageIndex, error) {
 	return index(r, "Talos system extension: a cloud controller manager for Talos Linux", binaries, v1.Config{}, func(binary []byte) ([]File, error) {
 		return Extension(r, binary)
 	})
 }
 
-// PodIndex is the image for pods, for the same.
+// PodIndex returns the image for pods for the architectures of binaries, which are keyed by GOARCH.
 func PodIndex(r Release, binaries map[string][]byte) (v1.ImageIndex, error) {
 	config := v1.Config{Entrypoint: []string{"/" + extension.Name}, User: nobody, WorkingDir: "/"}
 
@@ -58,17 +58,17 @@ func index(r Release, description string, binaries map[string][]byte, config v1.
 
 		img, err := pack(list, platform, config, r.Created)
 		if err != nil {
-			return nil, fmt.Errorf("pack the image for %s: %w", platform, err)
+			return nil, fmt.Errorf("pack image for %s: %w", platform, err)
 		}
 
-		img = mutate.Annotations(img, labels).(v1.Image) //nolint:errcheck,forcetypeassert // of an image it makes an image
+		img = mutate.Annotations(img, labels).(v1.Image) //nolint:errcheck,forcetypeassert // returns the type of its argument
 		result = mutate.AppendManifests(result, mutate.IndexAddendum{Add: img, Descriptor: v1.Descriptor{Platform: &platform}})
 	}
 
-	return mutate.Annotations(result, labels).(v1.ImageIndex), nil //nolint:errcheck,forcetypeassert // of an index it makes an index
+	return mutate.Annotations(result, labels).(v1.ImageIndex), nil //nolint:errcheck,forcetypeassert // returns the type of its argument
 }
 
-// labels are those that the field puts on images, both in their configuration and as annotations (image-spec, annotations.md).
+// labels returns the standard labels and annotations (image-spec, annotations.md).
 func (r Release) labels(description string) map[string]string {
 	labels := map[string]string{
 		"org.opencontainers.image.title":       extension.Name,
@@ -88,7 +88,7 @@ func (r Release) labels(description string) map[string]string {
 	return labels
 }
 
-// pack makes an image of one layer.
+// pack returns an image with one layer.
 func pack(files []File, platform v1.Platform, config v1.Config, created time.Time) (v1.Image, error) {
 	compressed, err := compress(files, created)
 	if err != nil {
@@ -120,7 +120,7 @@ func pack(files []File, platform v1.Platform, config v1.Config, created time.Tim
 	return mutate.ConfigFile(img, described)
 }
 
-// compress makes a layer. The version of Go, whose gzip it is, belongs to what makes an image reproducible.
+// compress returns the layer. Reproducing an image requires the same version of Go, whose gzip implementation it uses.
 func compress(files []File, created time.Time) ([]byte, error) {
 	var buffer bytes.Buffer
 
@@ -136,7 +136,7 @@ func compress(files []File, created time.Time) ([]byte, error) {
 	return buffer.Bytes(), nil
 }
 
-// archive writes each folder before what is in it, because Talos makes no parents when it unpacks, and everything as root's.
+// archive writes each directory before its files, because Talos does not create parents when it unpacks. All files belong to root.
 func archive(out io.Writer, files []File, created time.Time) error {
 	w := tar.NewWriter(out)
 

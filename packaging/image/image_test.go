@@ -23,7 +23,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/packaging/image"
 )
 
-// maxCompressed is what a machine downloads at most, in bytes. If it becomes too much, go tool nm -size on a binary that is not stripped says of what.
+// maxCompressed bounds the size of an image in bytes. To find the cause of an increase, run go tool nm -size on an unstripped binary.
 const maxCompressed = 25_000_000
 
 func TestImage_ExtensionIsValid(t *testing.T) {
@@ -39,7 +39,7 @@ func TestImage_CompressedSizeIsBounded(t *testing.T) {
 		eachImage(t, read(t, dir), func(t *testing.T, _ string, img v1.Image) {
 			layers, err := img.Layers()
 			if err != nil || len(layers) != 1 {
-				t.Fatalf("%d layers, %v", len(layers), err)
+				t.Fatalf("got %d layers, error %v", len(layers), err)
 			}
 
 			size, err := layers[0].Size()
@@ -66,7 +66,7 @@ func TestImage_HasLabels(t *testing.T) {
 			}
 
 			if config.OS != "linux" || config.Architecture != arch {
-				t.Errorf("its configuration says %s/%s", config.OS, config.Architecture)
+				t.Errorf("got platform %s/%s in the configuration", config.OS, config.Architecture)
 			}
 
 			for _, labels := range []map[string]string{config.Config.Labels, manifest.Annotations} {
@@ -91,15 +91,15 @@ func TestImage_PodImageRunsAsNobody(t *testing.T) {
 		}
 
 		if entrypoint := strings.Join(config.Config.Entrypoint, " "); entrypoint != "/talos-ccm" || config.Config.User != "65532:65532" {
-			t.Errorf("it runs %q as %q", entrypoint, config.Config.User)
+			t.Errorf("got entrypoint %q, user %q", entrypoint, config.Config.User)
 		}
 
 		files, err := image.Unpack(img)
 		if err != nil || len(files) != 1 || files[0].Path != "talos-ccm" || files[0].Mode != 0o755 {
-			t.Fatalf("it has %d files, %v", len(files), err)
+			t.Fatalf("got %d files, error %v", len(files), err)
 		}
 
-		// Of the binaries, one can run here.
+		// Only the binary for the host architecture can run.
 		if arch == runtime.GOARCH {
 			checkVersion(t, filepath.Join(layOut(t, files), "talos-ccm"))
 		}
@@ -111,7 +111,7 @@ func checkVersion(t *testing.T, binary string) {
 
 	output, err := exec.CommandContext(t.Context(), binary, "version").CombinedOutput()
 	if err != nil || string(output) != "talos-ccm v"+version+"\n" {
-		t.Errorf("it says %q, %v", output, err)
+		t.Errorf("got output %q, error %v", output, err)
 	}
 }
 
@@ -119,7 +119,7 @@ func TestImage_IsReproducible(t *testing.T) {
 	first := makeOnce(t)
 	elsewhere := filepath.Join(t.TempDir(), "talos-ccm")
 
-	// Another folder without git but in somebody's workspace, other time stamps and modes, another umask, language and time zone, and Go told otherwise.
+	// Another directory without git but within a Go workspace, and with other timestamps, modes, umask, locale, time zone and Go settings.
 	if err := errors.Join(os.Mkdir(elsewhere, 0o755), os.WriteFile(filepath.Join(elsewhere, "../go.work"), []byte("go 1.26\n"), 0o600)); err != nil {
 		t.Fatal(err)
 	}
@@ -129,7 +129,7 @@ func TestImage_IsReproducible(t *testing.T) {
 	copied.Dir = root
 
 	if output, err := copied.CombinedOutput(); err != nil {
-		t.Fatalf("copy the sources: %v\n%s", err, output)
+		t.Fatalf("copy sources: %v\n%s", err, output)
 	}
 
 	second, err := makeImage(elsewhere, filepath.Join(elsewhere, "else", "where"), "077", "TZ=Pacific/Kiritimati", "LC_ALL=C", "LANG=tr_TR.UTF-8",
@@ -139,15 +139,15 @@ func TestImage_IsReproducible(t *testing.T) {
 	}
 
 	if a, b := digest(t, first.extension), digest(t, second.extension); a != b {
-		t.Errorf("the extension is %s, and elsewhere %s", a, b)
+		t.Errorf("extension has digest %s, and %s in the other environment", a, b)
 	}
 
 	if a, b := digest(t, first.pod), digest(t, second.pod); a != b {
-		t.Errorf("the pod's image is %s, and elsewhere %s", a, b)
+		t.Errorf("image for pods has digest %s, and %s in the other environment", a, b)
 	}
 }
 
-// An archive takes whatever the system says of a file, unless it is told not to.
+// By default an archive contains the owner and the modification time of files.
 func TestImage_ContainsNothingOfBuildHost(t *testing.T) {
 	index, err := image.ExtensionIndex(release(t), map[string][]byte{"amd64": program(t, elf.EM_X86_64, elf.PT_LOAD), "arm64": program(t, elf.EM_AARCH64, elf.PT_LOAD)})
 	if err != nil {
@@ -159,22 +159,22 @@ func TestImage_ContainsNothingOfBuildHost(t *testing.T) {
 	eachImage(t, index, func(t *testing.T, _ string, img v1.Image) {
 		config, err := img.ConfigFile()
 		if err != nil || len(config.History) != 1 {
-			t.Fatalf("its history is %+v, %v", config.History, err)
+			t.Fatalf("got history %+v, error %v", config.History, err)
 		}
 
 		if !config.Created.Equal(stamp) || !config.History[0].Created.Equal(stamp) {
-			t.Errorf("it was made at %s, its layer at %s", config.Created, config.History[0].Created)
+			t.Errorf("image was created at %s, its layer at %s", config.Created, config.History[0].Created)
 		}
 
 		for _, header := range entries(t, img) {
 			if header.Format != tar.FormatUSTAR || header.Uid+header.Gid != 0 || header.Uname+header.Gname != "" || !header.ModTime.Equal(stamp) {
-				t.Errorf("%+v", header)
+				t.Errorf("unexpected header %+v", header)
 			}
 		}
 	})
 }
 
-// entries are the headers of the archive in an image.
+// entries returns the headers of the archive in an image.
 func entries(t *testing.T, img v1.Image) []*tar.Header {
 	t.Helper()
 
@@ -207,7 +207,7 @@ func TestWrite_IgnoresUmask(t *testing.T) {
 
 	for name, want := range map[string]fs.FileMode{binaryPath: 0o755, specPath: 0o644, filepath.Dir(binaryPath): fs.ModeDir | 0o755, "rootfs/usr": fs.ModeDir | 0o755} {
 		if info, err := os.Stat(filepath.Join(folder, name)); err != nil || info.Mode() != want {
-			t.Errorf("%s: %v, %v; want mode %s", name, info, err, want)
+			t.Errorf("%s: got %v, error %v, want mode %s", name, info, err, want)
 		}
 	}
 }
@@ -227,7 +227,7 @@ func TestWriteLayout_ReplacesExistingLayout(t *testing.T) {
 	}
 
 	if got, want := blobs(t, dir), blobs(t, l.extension); got != want {
-		t.Errorf("it has %d blobs, want %d", got, want)
+		t.Errorf("got %d blobs, want %d", got, want)
 	}
 }
 
@@ -251,7 +251,7 @@ func TestWriteLayout_RefusesOtherDirectory(t *testing.T) {
 	}
 
 	if err := image.WriteLayout(dir, read(t, makeOnce(t).extension)); err == nil || !strings.Contains(err.Error(), dir) {
-		t.Errorf("got %v", err)
+		t.Errorf("got error %v, want one about %s", err, dir)
 	}
 
 	if _, err := os.Stat(precious); err != nil {
@@ -270,17 +270,17 @@ func TestPush_KeepsDigest(t *testing.T) {
 
 	pushed, err := image.Push(t.Context(), l.extension, host+"/talos-ccm:v"+version)
 	if err != nil || pushed != host+"/talos-ccm@"+want {
-		t.Errorf("pushed %s, %v; want %s", pushed, err, want)
+		t.Errorf("pushed %s, error %v, want %s", pushed, err, want)
 	}
 
 	if got := crane(t, "digest", host+"/talos-ccm:v"+version); got != want {
-		t.Errorf("crane finds %s, want %s", got, want)
+		t.Errorf("crane digest returned %s, want %s", got, want)
 	}
 
 	crane(t, "push", "--index", l.extension, host+"/by-crane:latest")
 
 	if got := crane(t, "digest", host+"/by-crane:latest"); got != want {
-		t.Errorf("crane has pushed %s, want %s", got, want)
+		t.Errorf("crane pushed %s, want %s", got, want)
 	}
 
 	back := filepath.Join(t.TempDir(), "oci")
@@ -290,7 +290,7 @@ func TestPush_KeepsDigest(t *testing.T) {
 
 	manifest, err := pulled.IndexManifest()
 	if err != nil || len(manifest.Manifests) != 1 || manifest.Manifests[0].Digest.String() != want {
-		t.Errorf("crane has pulled %+v, %v; want %s", manifest, err, want)
+		t.Errorf("crane pulled %+v, error %v, want %s", manifest, err, want)
 	}
 }
 
@@ -313,13 +313,13 @@ func TestPush_ReportsErrors(t *testing.T) {
 	closed := httptest.NewServer(registry.New())
 	closed.Close()
 
-	nobody := strings.TrimPrefix(closed.URL, "http://") + "/talos-ccm:v1"
+	unreachable := strings.TrimPrefix(closed.URL, "http://") + "/talos-ccm:v1"
 
 	for mention, push := range map[string]struct{ dir, reference string }{
 		"want host/repository:tag": {l.extension, "talos-ccm:not a tag"},
-		"push to \"talos-ccm\"":    {l.extension, "talos-ccm"},
-		"make image":               {t.TempDir(), nobody},
-		nobody:                     {l.extension, nobody},
+		"reference \"talos-ccm\"":  {l.extension, "talos-ccm"},
+		"make image":               {t.TempDir(), unreachable},
+		unreachable:                {l.extension, unreachable},
 	} {
 		if _, err := image.Push(t.Context(), push.dir, push.reference); err == nil || !strings.Contains(err.Error(), mention) {
 			t.Errorf("push %s to %s: got %v, want %q", push.dir, push.reference, err, mention)

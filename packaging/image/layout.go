@@ -15,11 +15,11 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/remote"
 )
 
-// marker is in every OCI layout (image-spec, image-layout.md).
+// marker is a file that every OCI layout contains (image-spec, image-layout.md).
 const marker = "oci-layout"
 
-// WriteLayout writes an index to dir as an OCI layout: its images are listed in index.json itself, since Talos's imager reads no nested index. What
-// layout was there is replaced; a folder that is none is left alone, and that is an error.
+// WriteLayout writes an index to dir as an OCI layout. index.json lists the images directly, since the imager of Talos does not read nested indexes. An
+// existing layout is replaced. It is an error if dir contains anything else.
 func WriteLayout(dir string, index v1.ImageIndex) error {
 	if err := checkReplaceable(dir); err != nil {
 		return err
@@ -34,7 +34,7 @@ func WriteLayout(dir string, index v1.ImageIndex) error {
 	if err != nil {
 		return fmt.Errorf("write OCI layout %s: %w", dir, err)
 	}
-	defer os.RemoveAll(next) //nolint:errcheck // it is gone if all went well
+	defer os.RemoveAll(next) //nolint:errcheck // renamed on success
 
 	if err := os.Chmod(next, executable); err != nil {
 		return fmt.Errorf("write OCI layout %s: %w", dir, err)
@@ -66,16 +66,16 @@ func checkReplaceable(dir string) error {
 	}
 
 	if _, err := os.Stat(filepath.Join(dir, marker)); err != nil && len(entries) > 0 {
-		return fmt.Errorf("write OCI layout %s: there is something else", dir)
+		return fmt.Errorf("write OCI layout %s: directory is not empty and not an OCI layout", dir)
 	}
 
 	return nil
 }
 
-// ReadLayout reads what WriteLayout has written.
+// ReadLayout reads an OCI layout that WriteLayout has written.
 func ReadLayout(dir string) (v1.ImageIndex, error) {
 	if _, err := os.Stat(filepath.Join(dir, marker)); err != nil {
-		return nil, fmt.Errorf("read OCI layout %s: there is none (make image): %w", dir, err)
+		return nil, fmt.Errorf("read OCI layout %s: not found, run make image: %w", dir, err)
 	}
 
 	index, err := layout.ImageIndexFromPath(dir)
@@ -86,12 +86,12 @@ func ReadLayout(dir string) (v1.ImageIndex, error) {
 	return index, nil
 }
 
-// Push uploads the OCI layout in dir under a name such as host/repository:tag, and returns that with the digest. Credentials are those of docker and
-// podman. A registry on loopback is spoken to without TLS.
+// Push pushes the OCI layout in dir to a reference such as host/repository:tag, and returns the reference with the digest. It uses the credentials of
+// Docker and Podman. A registry on a loopback address is accessed without TLS.
 func Push(ctx context.Context, dir, reference string) (string, error) {
 	ref, err := name.ParseReference(reference, name.StrictValidation)
 	if err != nil {
-		return "", fmt.Errorf("push to %q: want host/repository:tag: %w", reference, err)
+		return "", fmt.Errorf("parse reference %q, want host/repository:tag: %w", reference, err)
 	}
 
 	index, err := ReadLayout(dir)

@@ -23,7 +23,7 @@ const (
 	created  = 1_700_000_000
 )
 
-// workDir is gone when the tests end.
+// workDir is deleted when the tests end.
 var workDir string
 
 func TestMain(m *testing.M) {
@@ -38,12 +38,12 @@ func run(m *testing.M) int {
 
 		return 1
 	}
-	defer os.RemoveAll(workDir) //nolint:errcheck // a temporary folder
+	defer os.RemoveAll(workDir) //nolint:errcheck // temporary directory
 
 	return m.Run()
 }
 
-// layouts are the folders that make image has written.
+// layouts has the directories that make image writes.
 type layouts struct{ extension, pod string }
 
 // made is what users make, once for all tests.
@@ -53,7 +53,7 @@ var made = sync.OnceValues(func() (layouts, error) { return makeImage(root, file
 func makeImage(checkout, out, umask string, environ ...string) (layouts, error) {
 	cmd := exec.Command("sh", "-c", `umask "$0" && exec "$@"`, umask, "make", "-C", checkout, "image",
 		"ARTIFACTS="+out, "ARCHES=amd64 arm64", "TAG=v"+version, "REVISION="+revision, "SOURCE_DATE_EPOCH="+strconv.Itoa(created))
-	// Whatever the make was told that runs this test.
+	// Ignore the flags of a make that runs this test.
 	cmd.Env = append(append(os.Environ(), "MAKEFLAGS="), environ...)
 
 	if output, err := cmd.CombinedOutput(); err != nil {
@@ -119,6 +119,6 @@ func eachImage(t *testing.T, index v1.ImageIndex, check func(t *testing.T, arch 
 	}
 
 	if got := strings.Join(archs, " "); got != "linux/amd64 linux/arm64" {
-		t.Errorf("there are images for %s", got)
+		t.Errorf("got images for %s", got)
 	}
 }

@@ -10,8 +10,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/packaging/image"
 )
 
-// judge builds one version of Talos's own validators: see talos/main.go.
-func judge(t *testing.T, version string) func(folder, talos string) (said string, err error) {
+// judge builds the validator with one version of the Talos machinery; see talos/main.go.
+func judge(t *testing.T, version string) func(folder, talos string) (output string, err error) {
 	t.Helper()
 
 	program := filepath.Join(t.TempDir(), "talos")
@@ -21,7 +21,7 @@ func judge(t *testing.T, version string) func(folder, talos string) (said string
 	build.Env = append(os.Environ(), "CGO_ENABLED=0", "GOFLAGS=")
 
 	if output, err := build.CombinedOutput(); err != nil {
-		t.Fatalf("build Talos's validators %s: %v\n%s", version, err, output)
+		t.Fatalf("build validator %s: %v\n%s", version, err, output)
 	}
 
 	return func(folder, talos string) (string, error) {
@@ -43,7 +43,7 @@ func layOut(t *testing.T, files []image.File) string {
 	return folder
 }
 
-// What Validate finds with one version of Talos's machinery, each supported version finds with its own.
+// Validate uses one version of the machinery. Every supported version must give the same result.
 func TestTalos_EachSupportedVersionAcceptsExtension(t *testing.T) {
 	modules, err := filepath.Glob("talos/v*.mod")
 	if err != nil {
@@ -62,23 +62,23 @@ func TestTalos_EachSupportedVersionAcceptsExtension(t *testing.T) {
 			files := extensionFiles(t)
 
 			for _, talos := range []string{first, first + "-rc.1", strings.TrimPrefix(version, "v") + ".99"} {
-				if said, err := judge(layOut(t, files), talos); err != nil {
-					t.Errorf("Talos %s: %v: %s", talos, err, said)
+				if output, err := judge(layOut(t, files), talos); err != nil {
+					t.Errorf("Talos %s: got error %v: %s", talos, err, output)
 				}
 			}
 
-			if said, err := judge(layOut(t, files), "1.11.6"); err == nil || !strings.Contains(said, "version constraint") {
-				t.Errorf("Talos 1.11.6: %v, said %q", err, said)
+			if output, err := judge(layOut(t, files), "1.11.6"); err == nil || !strings.Contains(output, "version constraint") {
+				t.Errorf("Talos 1.11.6: got error %v, output %q", err, output)
 			}
 
 			broken := appendTo(specPath, "user: 50\n")(t, files)
-			if said, err := judge(layOut(t, broken), first); err == nil || !strings.Contains(said, "user") {
-				t.Errorf("an unknown key: %v, said %q", err, said)
+			if output, err := judge(layOut(t, broken), first); err == nil || !strings.Contains(output, "user") {
+				t.Errorf("unknown key: got error %v, output %q", err, output)
 			}
 		})
 	}
 
 	if got, want := strings.Join(judged, " "), strings.Join(image.SupportedTalos, " "); got != want {
-		t.Errorf("there are validators for %s, and supported are %s", got, want)
+		t.Errorf("validators exist for %s, want %s", got, want)
 	}
 }

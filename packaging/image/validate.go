@@ -25,28 +25,28 @@ import (
 	"github.com/talos-ccm/talos-ccm/extension"
 )
 
-// SupportedTalos are the versions of Talos that the extension is validated for: the first of each minor version. Here one version of machinery's
-// validators speaks for all; a test asks each minor version's own.
+// SupportedTalos has the first release of each supported minor version of Talos. Validate uses one version of the machinery for all of them; a test
+// uses the machinery of each.
 var SupportedTalos = []string{"1.12.0", "1.13.0", "1.14.0"}
 
-// unsupportedTalos must be refused by the manifest: nothing was tested with it.
+// unsupportedTalos is a version that the manifest must exclude.
 const unsupportedTalos = "1.11.99"
 
-// versionForm is what Talos can label Nodes with: no v, no +build, and a letter or digit at the end.
+// versionForm matches versions that are valid label values: no leading v, no build metadata, and a letter or digit at the end.
 var versionForm = regexp.MustCompile(`^\d+\.\d+\.\d+(-[0-9A-Za-z.-]*[0-9A-Za-z])?$`)
 
-// longestVersion is that of a label's value, in bytes.
+// longestVersion is the maximum length of a label value in bytes.
 const longestVersion = 63
 
-// Validate says everything that is wrong with an index of extension images: what Talos itself would refuse, and what it would find out too late.
+// Validate returns all errors in an index of extension images, including those that Talos would detect only at runtime.
 func Validate(index v1.ImageIndex) error {
 	manifest, err := index.IndexManifest()
 	if err != nil {
-		return fmt.Errorf("read the index: %w", err)
+		return fmt.Errorf("read index: %w", err)
 	}
 
 	if len(manifest.Manifests) == 0 {
-		return errors.New("the index has no image")
+		return errors.New("index has no image")
 	}
 
 	var errs []error
@@ -78,7 +78,8 @@ func Validate(index v1.ImageIndex) error {
 	return errors.Join(errs...)
 }
 
-// Unpack reads an image's only layer. What is not root's, in no order that Talos can unpack, or neither file nor folder is an error.
+// Unpack returns the files of an image with one layer. It returns an error for files that do not belong to root, special files, and directories that
+// follow their files, which Talos cannot unpack.
 func Unpack(img v1.Image) ([]File, error) {
 	layers, err := img.Layers()
 	if err != nil {
@@ -86,14 +87,14 @@ func Unpack(img v1.Image) ([]File, error) {
 	}
 
 	if len(layers) != 1 {
-		return nil, fmt.Errorf("there are %d layers, want 1", len(layers))
+		return nil, fmt.Errorf("image has %d layers, want 1", len(layers))
 	}
 
 	content, err := layers[0].Uncompressed()
 	if err != nil {
 		return nil, err
 	}
-	defer content.Close() //nolint:errcheck // it was only read
+	defer content.Close() //nolint:errcheck // read-only
 
 	var (
 		files []File
@@ -108,7 +109,7 @@ func Unpack(img v1.Image) ([]File, error) {
 		}
 
 		if err != nil {
-			return nil, fmt.Errorf("read the layer: %w", err)
+			return nil, fmt.Errorf("read layer: %w", err)
 		}
 
 		name := path.Clean(header.Name)
@@ -123,7 +124,7 @@ func Unpack(img v1.Image) ([]File, error) {
 		}
 
 		if slices.ContainsFunc(files, func(f File) bool { return f.Path == name }) {
-			errs = append(errs, fmt.Errorf("%s: it is there twice", header.Name))
+			errs = append(errs, fmt.Errorf("%s: duplicate file", header.Name))
 		}
 
 		content, err := io.ReadAll(r)
@@ -138,19 +139,19 @@ func Unpack(img v1.Image) ([]File, error) {
 func checkHeader(header *tar.Header, hasParent bool) error {
 	switch {
 	case header.Typeflag != tar.TypeDir && header.Typeflag != tar.TypeReg:
-		return fmt.Errorf("type %q is neither a file nor a folder", header.Typeflag)
+		return fmt.Errorf("type %q is neither a regular file nor a directory", header.Typeflag)
 	case header.Typeflag == tar.TypeDir && header.Mode != executable:
-		return fmt.Errorf("a folder with mode %o, want %o", header.Mode, executable)
+		return fmt.Errorf("directory has mode %o, want %o", header.Mode, executable)
 	case header.Uid != 0, header.Gid != 0:
-		return fmt.Errorf("it belongs to %d:%d, want root", header.Uid, header.Gid)
+		return fmt.Errorf("owner is %d:%d, want root", header.Uid, header.Gid)
 	case !hasParent:
-		return errors.New("its folder does not come before it")
+		return errors.New("parent directory does not precede it")
 	}
 
 	return nil
 }
 
-// ValidateFiles says everything that is wrong with the files of one extension image.
+// ValidateFiles returns all errors in the files of an extension image.
 func ValidateFiles(files []File, arch string) error {
 	var (
 		errs   = []error{checkNamesAndModes(files)}
@@ -174,7 +175,7 @@ func ValidateFiles(files []File, arch string) error {
 	return errors.Join(append(errs, checkAsTalos(files))...)
 }
 
-// checkNamesAndModes is for what Talos does not look at: modes, and what is there beside the four files.
+// checkNamesAndModes checks what Talos does not: the modes, and that there are no other files.
 func checkNamesAndModes(files []File) error {
 	var errs []error
 
@@ -186,7 +187,7 @@ func checkNamesAndModes(files []File) error {
 			want = executable
 		case manifestPath, specPath, sbomPath:
 		default:
-			errs = append(errs, fmt.Errorf("%s: nobody asked for it", f.Path))
+			errs = append(errs, fmt.Errorf("%s: unexpected file", f.Path))
 		}
 
 		if f.Mode != want {
@@ -208,37 +209,37 @@ func checkManifest(content []byte) error {
 	case metadata.Name != extension.Name:
 		return fmt.Errorf("name %q, want %q", metadata.Name, extension.Name)
 	case metadata.Author == "" || metadata.Description == "":
-		return errors.New("author or description is missing")
+		return errors.New("author and description are required")
 	case !versionForm.MatchString(metadata.Version), len(metadata.Version) > longestVersion:
-		return fmt.Errorf("version %q is not x.y.z or x.y.z-pre of at most %d characters", metadata.Version, longestVersion)
+		return fmt.Errorf("version %q is not of the form x.y.z or x.y.z-pre with at most %d characters", metadata.Version, longestVersion)
 	}
 
 	return nil
 }
 
-// machines are what binaries for Go's architectures are built for.
+// machines maps GOARCH to the ELF machine.
 var machines = map[string]elf.Machine{"amd64": elf.EM_X86_64, "arm64": elf.EM_AARCH64}
 
-// checkBinary wants a static executable: a service's root file system has nothing but it.
+// checkBinary checks that the binary is a static executable, since it is the only file in the root file system of the service.
 func checkBinary(content []byte, arch string) error {
 	file, err := elf.NewFile(bytes.NewReader(content))
 	if err != nil {
-		return fmt.Errorf("read it as an ELF file: %w", err)
+		return fmt.Errorf("parse ELF file: %w", err)
 	}
 
 	if want, ok := machines[arch]; !ok || file.Machine != want {
-		return fmt.Errorf("it is for %s, not for %s", file.Machine, arch)
+		return fmt.Errorf("binary is for %s, want %s", file.Machine, arch)
 	}
 
 	if slices.ContainsFunc(file.Progs, func(p *elf.Prog) bool { return p.Type == elf.PT_INTERP || p.Type == elf.PT_DYNAMIC }) {
-		return errors.New("it is not linked statically")
+		return errors.New("binary is not linked statically")
 	}
 
 	return nil
 }
 
-// checkSpec is Talos's validation, and what it does without: unknown keys, names that must agree, and dependencies. Talos's boot waits for every
-// extension service, and ends in a reboot if one never starts, so that ours may wait for nothing but the socket, which is there from the start.
+// checkSpec runs the validation of Talos and checks what it does not: unknown keys, matching names, and dependencies. The boot of Talos waits for every
+// extension service, and Talos reboots if one does not start. The only allowed dependency is therefore machine.sock, which always exists.
 func checkSpec(content []byte) error {
 	var spec services.Spec
 
@@ -249,7 +250,7 @@ func checkSpec(content []byte) error {
 	errs := []error{spec.Validate()}
 
 	if spec.Name != extension.Name {
-		errs = append(errs, fmt.Errorf("name %q, want that of the file and of the container's folder, %q", spec.Name, extension.Name))
+		errs = append(errs, fmt.Errorf("name %q, want %q like the file and the directory of the container", spec.Name, extension.Name))
 	}
 
 	if want := "./" + path.Base(binaryPath); spec.Container.Entrypoint != want {
@@ -257,27 +258,27 @@ func checkSpec(content []byte) error {
 	}
 
 	if len(spec.Depends) != 1 || fmt.Sprint(spec.Depends[0]) != fmt.Sprint(services.Dependency{Path: constants.MachineSocketPath}) {
-		errs = append(errs, fmt.Errorf("it depends on %+v, want the path %s and nothing else", spec.Depends, constants.MachineSocketPath))
+		errs = append(errs, fmt.Errorf("depends on %+v, want only the path %s", spec.Depends, constants.MachineSocketPath))
 	}
 
 	if spec.Container.EnvironmentFile != "" {
-		errs = append(errs, fmt.Errorf("it waits for environment file %s", spec.Container.EnvironmentFile))
+		errs = append(errs, fmt.Errorf("depends on environment file %s", spec.Container.EnvironmentFile))
 	}
 
 	if spec.Restart != services.RestartAlways {
-		errs = append(errs, fmt.Errorf("restart %s: after a lost lease nobody would start it again", spec.Restart))
+		errs = append(errs, fmt.Errorf("restart %q, want %q: talos-ccm exits when it loses the lease", spec.Restart, services.RestartAlways))
 	}
 
 	for _, mount := range spec.Container.Mounts {
 		if mount.Source == "/" || mount.Source == "/var" || strings.HasPrefix(mount.Source, "/var/") {
-			errs = append(errs, fmt.Errorf("mount of %s: Talos could not unmount /var when the machine goes down", mount.Source))
+			errs = append(errs, fmt.Errorf("mount of %s prevents Talos from unmounting /var at shutdown", mount.Source))
 		}
 	}
 
 	return errors.Join(errs...)
 }
 
-// checkBill wants exactly one package, the extension in the manifest's version. A bill that cannot be read fails a controller of Talos's.
+// checkBill checks that the SBOM has one package, the extension with the version of the manifest. A controller of Talos fails on an SBOM that it cannot parse.
 func checkBill(content []byte, files []File) error {
 	document, err := spdxjson.Read(bytes.NewReader(content))
 	if err != nil {
@@ -285,31 +286,31 @@ func checkBill(content []byte, files []File) error {
 	}
 
 	if len(document.Packages) != 1 {
-		return fmt.Errorf("it has %d packages, want 1: Talos would take those of its own that have the same name for ours", len(document.Packages))
+		return fmt.Errorf("SBOM has %d packages, want 1: others would replace packages of Talos with the same name", len(document.Packages))
 	}
 
 	var manifest extensions.Manifest
 
 	for _, f := range files {
 		if f.Path == manifestPath {
-			_ = yaml.Load(f.Content, &manifest) // checkManifest says what is wrong with it
+			_ = yaml.Load(f.Content, &manifest) // checkManifest reports the error
 		}
 	}
 
 	if p := document.Packages[0]; p.PackageName != extension.Name || p.PackageVersion != manifest.Metadata.Version {
-		return fmt.Errorf("its package is %s %s, want %s %s", p.PackageName, p.PackageVersion, extension.Name, manifest.Metadata.Version)
+		return fmt.Errorf("SBOM package is %s %s, want %s %s", p.PackageName, p.PackageVersion, extension.Name, manifest.Metadata.Version)
 	}
 
 	return nil
 }
 
-// checkAsTalos has Talos's own code load and validate the extension, for each supported version.
+// checkAsTalos loads and validates the extension with the code of Talos, for each supported version.
 func checkAsTalos(files []File) error {
 	dir, err := os.MkdirTemp("", "talos-ccm-image-")
 	if err != nil {
 		return err
 	}
-	defer os.RemoveAll(dir) //nolint:errcheck // a temporary folder
+	defer os.RemoveAll(dir) //nolint:errcheck // temporary directory
 
 	if err := Write(dir, files); err != nil {
 		return err
@@ -317,7 +318,7 @@ func checkAsTalos(files []File) error {
 
 	loaded, err := extensions.Load(dir)
 	if err != nil {
-		return fmt.Errorf("not loaded by Talos: %w", err)
+		return fmt.Errorf("load extension: %w", err)
 	}
 
 	var errs []error
@@ -327,13 +328,13 @@ func checkAsTalos(files []File) error {
 
 		err := loaded.Validate(extensions.WithValidateConstraints(), extensions.WithValidateContents(), extensions.WithTalosVersion(&talos))
 		if err != nil {
-			errs = append(errs, fmt.Errorf("not accepted by Talos %s: %w", version, err))
+			errs = append(errs, fmt.Errorf("validate extension for Talos %s: %w", version, err))
 		}
 	}
 
 	talos := semver.MustParse(unsupportedTalos)
 	if loaded.Validate(extensions.WithValidateConstraints(), extensions.WithTalosVersion(&talos)) == nil {
-		errs = append(errs, fmt.Errorf("accepted by Talos %s, which is not supported", talos))
+		errs = append(errs, fmt.Errorf("manifest allows Talos %s, which is not supported", talos))
 	}
 
 	return errors.Join(errs...)

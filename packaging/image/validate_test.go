@@ -23,7 +23,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/packaging/image"
 )
 
-// The files of the extension, as Talos finds them.
+// Paths of the extension files.
 const (
 	manifestPath = "manifest.yaml"
 	binaryPath   = "rootfs/usr/local/lib/containers/talos-ccm/talos-ccm"
@@ -31,7 +31,7 @@ const (
 	billPath     = "rootfs/usr/local/share/spdx/talos-ccm.spdx.json"
 )
 
-// program is the head of an executable for Linux, with a program header of each type: all that is looked at.
+// program returns the header of a Linux executable with program headers of the given types.
 func program(t *testing.T, machine elf.Machine, types ...elf.ProgType) []byte {
 	t.Helper()
 
@@ -60,7 +60,7 @@ func program(t *testing.T, machine elf.Machine, types ...elf.ProgType) []byte {
 	return content.Bytes()
 }
 
-// release is what the sources make, with another version.
+// release returns a release with the manifest of the sources and another version.
 func release(t *testing.T) image.Release {
 	t.Helper()
 
@@ -72,7 +72,7 @@ func release(t *testing.T) image.Release {
 	return image.Release{Version: "v" + version, Created: time.Unix(created, 0), Manifest: content}
 }
 
-// extensionFiles are those of the extension for amd64, around a binary that does nothing.
+// extensionFiles returns the files of the extension for amd64, with an empty program.
 func extensionFiles(t *testing.T) []image.File {
 	t.Helper()
 
@@ -84,7 +84,7 @@ func extensionFiles(t *testing.T) []image.File {
 	return files
 }
 
-// mutation changes one thing.
+// mutation modifies the files.
 type mutation func(t *testing.T, files []image.File) []image.File
 
 // change edits one file.
@@ -94,7 +94,7 @@ func change(name string, edit func(file *image.File)) mutation {
 
 		i := slices.IndexFunc(files, func(f image.File) bool { return f.Path == name })
 		if i < 0 {
-			t.Fatalf("there is no %s", name)
+			t.Fatalf("file %s not found", name)
 		}
 
 		edit(&files[i])
@@ -103,14 +103,14 @@ func change(name string, edit func(file *image.File)) mutation {
 	}
 }
 
-// replace replaces text that must be there.
+// replace replaces text, which must exist.
 func replace(name, old, with string) mutation {
 	return func(t *testing.T, files []image.File) []image.File {
 		t.Helper()
 
 		return change(name, func(file *image.File) {
 			if !bytes.Contains(file.Content, []byte(old)) {
-				t.Fatalf("%s has no %q", name, old)
+				t.Fatalf("%s does not contain %q", name, old)
 			}
 
 			file.Content = bytes.Replace(file.Content, []byte(old), []byte(with), 1)
@@ -150,7 +150,7 @@ func TestValidate_AcceptsExtension(t *testing.T) {
 	}
 }
 
-// Each row breaks one thing, and says what must be said of it.
+// Each case introduces one error.
 func TestValidate_RefusesBrokenExtension(t *testing.T) {
 	const (
 		depends  = "  - path: /system/run/machined/machine.sock\n"
@@ -166,80 +166,80 @@ func TestValidate_RefusesBrokenExtension(t *testing.T) {
 		{"no manifest", remove(manifestPath), "manifest.yaml is missing"},
 		{"no binary", remove(binaryPath), "is missing"},
 		{"no service spec", remove(specPath), "is missing"},
-		{"no bill of materials", remove(billPath), "is missing"},
-		{"a file in the root of the image", add(image.File{Path: "README.md", Mode: 0o644}), `unexpected file "README.md"`},
-		{"a file where Talos allows none", add(image.File{Path: "rootfs/etc/passwd", Mode: 0o644}), `"/etc/passwd" is not allowed`},
-		{"a file that nobody asked for", add(image.File{Path: "rootfs/usr/local/bin/sh", Mode: 0o755}), "nobody asked for it"},
-		{"a second service", add(image.File{Path: path.Dir(specPath) + "/other.yaml", Mode: 0o644}), "nobody asked for it"},
+		{"no SBOM", remove(billPath), "is missing"},
+		{"file in the root of the image", add(image.File{Path: "README.md", Mode: 0o644}), `unexpected file "README.md"`},
+		{"file where Talos allows none", add(image.File{Path: "rootfs/etc/passwd", Mode: 0o644}), `"/etc/passwd" is not allowed`},
+		{"unexpected file", add(image.File{Path: "rootfs/usr/local/bin/sh", Mode: 0o755}), "unexpected file"},
+		{"second service", add(image.File{Path: path.Dir(specPath) + "/other.yaml", Mode: 0o644}), "unexpected file"},
 
-		{"a binary that is not executable", mode(binaryPath, 0o644), "mode 644"},
-		{"a binary that everybody may write", mode(binaryPath, 0o777), "mode 777"},
-		{"a binary with the setuid bit", mode(binaryPath, 0o755|fs.ModeSetuid), "mode"},
-		{"a spec that everybody may write", mode(specPath, 0o666), "mode 666"},
-		{"a manifest that is executable", mode(manifestPath, 0o755), "mode 755"},
-		{"a bill that is a link", mode(billPath, 0o644|fs.ModeSymlink), "mode"},
+		{"binary that is not executable", mode(binaryPath, 0o644), "mode 644"},
+		{"world-writable binary", mode(binaryPath, 0o777), "mode 777"},
+		{"binary with the setuid bit", mode(binaryPath, 0o755|fs.ModeSetuid), "mode"},
+		{"world-writable spec", mode(specPath, 0o666), "mode 666"},
+		{"manifest that is executable", mode(manifestPath, 0o755), "mode 755"},
+		{"SBOM that is a symbolic link", mode(billPath, 0o644|fs.ModeSymlink), "mode"},
 
 		{"another architecture", content(binaryPath, program(t, elf.EM_AARCH64, elf.PT_LOAD)), "EM_AARCH64"},
-		{"a binary with an interpreter", content(binaryPath, program(t, elf.EM_X86_64, elf.PT_INTERP, elf.PT_LOAD)), "statically"},
-		{"a binary with dynamic libraries", content(binaryPath, program(t, elf.EM_X86_64, elf.PT_LOAD, elf.PT_DYNAMIC)), "statically"},
-		{"a script", content(binaryPath, []byte("#!/bin/sh\n")), "ELF"},
-		{"an empty binary", content(binaryPath, nil), "ELF"},
+		{"binary with an interpreter", content(binaryPath, program(t, elf.EM_X86_64, elf.PT_INTERP, elf.PT_LOAD)), "statically"},
+		{"binary with dynamic libraries", content(binaryPath, program(t, elf.EM_X86_64, elf.PT_LOAD, elf.PT_DYNAMIC)), "statically"},
+		{"script", content(binaryPath, []byte("#!/bin/sh\n")), "ELF"},
+		{"empty binary", content(binaryPath, nil), "ELF"},
 
-		{"a manifest of another version", replace(manifestPath, "v1alpha1", "v1beta1"), "v1beta1"},
-		{"a manifest that is no YAML", content(manifestPath, []byte("{")), manifestPath},
-		{"an unknown key in the manifest", appendTo(manifestPath, "annotations: {}\n"), "annotations"},
-		{"an extension called otherwise", replace(manifestPath, "name: talos-ccm", "name: talos-mcc"), `"talos-mcc"`},
-		{"an author who is nobody", replace(manifestPath, "author: The talos-ccm authors", `author: ""`), "author"},
-		{"a version with a v", replace(manifestPath, versions, "version: v1.2.3"), `"v1.2.3"`},
-		{"a version with build metadata", replace(manifestPath, versions, "version: 1.2.3+4"), `"1.2.3+4"`},
-		{"a version with two numbers", replace(manifestPath, versions, `version: "1.2"`), `"1.2"`},
-		{"a version that ends in a dot", replace(manifestPath, versions, "version: 1.2.3-rc."), `version "1.2.3-rc." is not`},
-		{"a version too long for a label", replace(manifestPath, versions, "version: 1.2.3-"+strings.Repeat("a", 60)), "63 characters"},
-		{"a version that is not the bill's", replace(manifestPath, versions, "version: 1.2.4"), "want talos-ccm 1.2.4"},
-		{"no Talos 1.12", replace(manifestPath, ">= 1.12.0", ">= 1.13.0"), "Talos 1.12"},
-		{"no Talos 1.14", replace(manifestPath, ">= 1.12.0", ">= 1.12.0 < 1.14.0"), "Talos 1.14"},
-		{"Talos before 1.12", replace(manifestPath, ">= 1.12.0", ">= 1.10.0"), "1.11"},
-		{"any Talos", replace(manifestPath, ">= 1.12.0", ""), "1.11"},
-		{"no range of versions", replace(manifestPath, ">= 1.12.0", "1.12 or later"), "constraint"},
+		{"manifest of another version", replace(manifestPath, "v1alpha1", "v1beta1"), "v1beta1"},
+		{"manifest is not YAML", content(manifestPath, []byte("{")), manifestPath},
+		{"unknown key in the manifest", appendTo(manifestPath, "annotations: {}\n"), "annotations"},
+		{"other extension name", replace(manifestPath, "name: talos-ccm", "name: talos-mcc"), `"talos-mcc"`},
+		{"empty author", replace(manifestPath, "author: The talos-ccm authors", `author: ""`), "author"},
+		{"version with a v", replace(manifestPath, versions, "version: v1.2.3"), `"v1.2.3"`},
+		{"version with build metadata", replace(manifestPath, versions, "version: 1.2.3+4"), `"1.2.3+4"`},
+		{"version with two numbers", replace(manifestPath, versions, `version: "1.2"`), `"1.2"`},
+		{"version that ends in a dot", replace(manifestPath, versions, "version: 1.2.3-rc."), `version "1.2.3-rc." is not`},
+		{"version too long for a label", replace(manifestPath, versions, "version: 1.2.3-"+strings.Repeat("a", 60)), "63 characters"},
+		{"version differs from SBOM", replace(manifestPath, versions, "version: 1.2.4"), "want talos-ccm 1.2.4"},
+		{"excludes Talos 1.12", replace(manifestPath, ">= 1.12.0", ">= 1.13.0"), "Talos 1.12"},
+		{"excludes Talos 1.14", replace(manifestPath, ">= 1.12.0", ">= 1.12.0 < 1.14.0"), "Talos 1.14"},
+		{"allows Talos before 1.12", replace(manifestPath, ">= 1.12.0", ">= 1.10.0"), "1.11"},
+		{"no version constraint", replace(manifestPath, ">= 1.12.0", ""), "1.11"},
+		{"invalid version constraint", replace(manifestPath, ">= 1.12.0", "1.12 or later"), "constraint"},
 
-		{"an unknown key in the spec", appendTo(specPath, "user: 50\n"), "user"},
-		{"an unknown key in the container", replace(specPath, mounts, "  capabilities: []\n"+mounts), "capabilities"},
-		{"an unknown key in a mount", replace(specPath, "      type: bind\n", "      type: bind\n      readonly: true\n"), "readonly"},
-		{"a spec that is no YAML", content(specPath, []byte("name: [")), specPath},
+		{"unknown key in the spec", appendTo(specPath, "user: 50\n"), "user"},
+		{"unknown key in the container", replace(specPath, mounts, "  capabilities: []\n"+mounts), "capabilities"},
+		{"unknown key in a mount", replace(specPath, "      type: bind\n", "      type: bind\n      readonly: true\n"), "readonly"},
+		{"spec is not YAML", content(specPath, []byte("name: [")), specPath},
 		{"two documents in the spec", appendTo(specPath, "---\nname: other\n"), specPath},
 		{"another service", replace(specPath, "name: talos-ccm", "name: ccm"), `"ccm"`},
-		{"a name that Talos refuses", replace(specPath, "name: talos-ccm", "name: Talos CCM"), `"Talos CCM"`},
-		{"an entrypoint that is not there", replace(specPath, "./talos-ccm", "./ccm"), `"./ccm"`},
-		{"a spec called otherwise", move(specPath, path.Dir(specPath)+"/ccm.yaml"), "is missing"},
-		{"a container's folder called otherwise", move(binaryPath, "rootfs/usr/local/lib/containers/ccm/talos-ccm"), "is missing"},
-		{"a service that is not started again", replace(specPath, "restart: always", "restart: untilSuccess"), "untilSuccess"},
-		{"a service that is started as nobody knows", replace(specPath, "restart: always", "restart: often"), "often"},
-		{"nothing to wait for", replace(specPath, depends, "  []\n"), "depends"},
-		{"waiting for the network", replace(specPath, depends, depends+"  - network: [connectivity]\n"), "connectivity"},
-		{"waiting for the time", replace(specPath, depends, "  - time: true\n"), "depends"},
-		{"waiting for a configuration", replace(specPath, depends, depends+"  - configuration: true\n"), "depends"},
-		{"waiting for another service", replace(specPath, depends, depends+"  - service: cri\n"), "cri"},
-		{"waiting for another path", replace(specPath, depends, "  - path: /var/lib\n"), "/var/lib"},
-		{"waiting for an environment file", replace(specPath, mounts, "  environmentFile: /var/talos-ccm.env\n"+mounts), "environment file"},
-		{"a mount of /var", replace(specPath, "source: /run/talos-ccm-state", "source: /var/lib/talos-ccm"), "/var/lib/talos-ccm"},
-		{"a mount of all", replace(specPath, "source: /run/talos-ccm-state", "source: /"), "mount"},
+		{"name that Talos refuses", replace(specPath, "name: talos-ccm", "name: Talos CCM"), `"Talos CCM"`},
+		{"entrypoint that is not there", replace(specPath, "./talos-ccm", "./ccm"), `"./ccm"`},
+		{"other spec name", move(specPath, path.Dir(specPath)+"/ccm.yaml"), "is missing"},
+		{"other container directory", move(binaryPath, "rootfs/usr/local/lib/containers/ccm/talos-ccm"), "is missing"},
+		{"restart policy untilSuccess", replace(specPath, "restart: always", "restart: untilSuccess"), "untilSuccess"},
+		{"unknown restart policy", replace(specPath, "restart: always", "restart: often"), "often"},
+		{"no dependency", replace(specPath, depends, "  []\n"), "depends"},
+		{"depends on network", replace(specPath, depends, depends+"  - network: [connectivity]\n"), "connectivity"},
+		{"depends on time", replace(specPath, depends, "  - time: true\n"), "depends"},
+		{"depends on configuration", replace(specPath, depends, depends+"  - configuration: true\n"), "depends"},
+		{"depends on another service", replace(specPath, depends, depends+"  - service: cri\n"), "cri"},
+		{"depends on another path", replace(specPath, depends, "  - path: /var/lib\n"), "/var/lib"},
+		{"depends on environment file", replace(specPath, mounts, "  environmentFile: /var/talos-ccm.env\n"+mounts), "environment file"},
+		{"mount of /var", replace(specPath, "source: /run/talos-ccm-state", "source: /var/lib/talos-ccm"), "/var/lib/talos-ccm"},
+		{"mount of /", replace(specPath, "source: /run/talos-ccm-state", "source: /"), "mount"},
 
-		{"a bill that is no JSON", content(billPath, []byte("{")), billPath},
-		{"a bill of nothing", content(billPath, []byte(`{"spdxVersion": "SPDX-2.3"}`)), "0 packages"},
-		{"a bill of something else", replace(billPath, `"name": "talos-ccm",`, `"name": "talos",`), "its package is talos "},
-		{"a bill of another version", replace(billPath, `"versionInfo": "`+version+`"`, `"versionInfo": "1.2.2"`), "its package is talos-ccm 1.2.2"},
-		{"a bill of two packages", replace(billPath, `"packages": [`, `"packages": [{"name": "golang.org/x/net", "SPDXID": "SPDXRef-net", "downloadLocation": "NOASSERTION"},`), "2 packages"},
+		{"SBOM is not JSON", content(billPath, []byte("{")), billPath},
+		{"empty SBOM", content(billPath, []byte(`{"spdxVersion": "SPDX-2.3"}`)), "0 packages"},
+		{"SBOM of another package", replace(billPath, `"name": "talos-ccm",`, `"name": "talos",`), "SBOM package is talos "},
+		{"SBOM of another version", replace(billPath, `"versionInfo": "`+version+`"`, `"versionInfo": "1.2.2"`), "SBOM package is talos-ccm 1.2.2"},
+		{"SBOM with two packages", replace(billPath, `"packages": [`, `"packages": [{"name": "golang.org/x/net", "SPDXID": "SPDXRef-net", "downloadLocation": "NOASSERTION"},`), "2 packages"},
 	} {
 		t.Run(test.broken, func(t *testing.T) {
 			err := image.ValidateFiles(test.by(t, extensionFiles(t)), "amd64")
 			if err == nil || !strings.Contains(err.Error(), test.want) {
-				t.Errorf("got %v, want something about %q", err, test.want)
+				t.Errorf("got error %v, want %q", err, test.want)
 			}
 		})
 	}
 }
 
-// entry is one of an archive that somebody else has made.
+// entry returns an archive header.
 func entry(name string, kind byte, edit func(*tar.Header)) *tar.Header {
 	header := &tar.Header{Name: name, Typeflag: kind, Mode: 0o755}
 	if edit != nil {
@@ -287,21 +287,21 @@ func TestUnpack_RefusesInvalidArchive(t *testing.T) {
 		entries []*tar.Header
 		want    string
 	}{
-		{"a file before its folder", []*tar.Header{entry("rootfs/a", tar.TypeReg, nil), folder}, "its folder does not come before it"},
-		{"the file of a user", []*tar.Header{folder, entry("rootfs/a", tar.TypeReg, func(h *tar.Header) { h.Uid = 1000 })}, "1000:0"},
-		{"the file of a group", []*tar.Header{folder, entry("rootfs/a", tar.TypeReg, func(h *tar.Header) { h.Gid = 50 })}, "0:50"},
-		{"a folder that everybody may write", []*tar.Header{entry("rootfs/", tar.TypeDir, func(h *tar.Header) { h.Mode = 0o777 })}, "mode 777"},
-		{"a folder with the sticky bit", []*tar.Header{entry("rootfs/", tar.TypeDir, func(h *tar.Header) { h.Mode = 0o1755 })}, "mode 1755"},
-		{"a device", []*tar.Header{folder, entry("rootfs/a", tar.TypeChar, nil)}, "neither a file nor a folder"},
-		{"a hard link", []*tar.Header{folder, entry("rootfs/a", tar.TypeLink, func(h *tar.Header) { h.Linkname = "rootfs/b" })}, "neither a file nor a folder"},
-		{"a symbolic link", []*tar.Header{folder, entry("rootfs/a", tar.TypeSymlink, func(h *tar.Header) { h.Linkname = "/etc" })}, "neither a file nor a folder"},
-		{"a pipe", []*tar.Header{folder, entry("rootfs/a", tar.TypeFifo, nil)}, "neither a file nor a folder"},
-		{"the same file twice", []*tar.Header{folder, entry("rootfs/a", tar.TypeReg, nil), entry("rootfs/a", tar.TypeReg, nil)}, "twice"},
-		{"a path that leads out", []*tar.Header{folder, entry("../a", tar.TypeReg, nil)}, "../a"},
+		{"file before its directory", []*tar.Header{entry("rootfs/a", tar.TypeReg, nil), folder}, "parent directory does not precede it"},
+		{"file of another user", []*tar.Header{folder, entry("rootfs/a", tar.TypeReg, func(h *tar.Header) { h.Uid = 1000 })}, "1000:0"},
+		{"file of another group", []*tar.Header{folder, entry("rootfs/a", tar.TypeReg, func(h *tar.Header) { h.Gid = 50 })}, "0:50"},
+		{"world-writable directory", []*tar.Header{entry("rootfs/", tar.TypeDir, func(h *tar.Header) { h.Mode = 0o777 })}, "mode 777"},
+		{"directory with the sticky bit", []*tar.Header{entry("rootfs/", tar.TypeDir, func(h *tar.Header) { h.Mode = 0o1755 })}, "mode 1755"},
+		{"device", []*tar.Header{folder, entry("rootfs/a", tar.TypeChar, nil)}, "neither a regular file nor a directory"},
+		{"hard link", []*tar.Header{folder, entry("rootfs/a", tar.TypeLink, func(h *tar.Header) { h.Linkname = "rootfs/b" })}, "neither a regular file nor a directory"},
+		{"symbolic link", []*tar.Header{folder, entry("rootfs/a", tar.TypeSymlink, func(h *tar.Header) { h.Linkname = "/etc" })}, "neither a regular file nor a directory"},
+		{"pipe", []*tar.Header{folder, entry("rootfs/a", tar.TypeFifo, nil)}, "neither a regular file nor a directory"},
+		{"same file twice", []*tar.Header{folder, entry("rootfs/a", tar.TypeReg, nil), entry("rootfs/a", tar.TypeReg, nil)}, "duplicate file"},
+		{"path outside the root", []*tar.Header{folder, entry("../a", tar.TypeReg, nil)}, "../a"},
 	} {
 		t.Run(test.broken, func(t *testing.T) {
 			if _, err := image.Unpack(imageOf(t, test.entries...)); err == nil || !strings.Contains(err.Error(), test.want) {
-				t.Errorf("got %v, want something about %q", err, test.want)
+				t.Errorf("got error %v, want %q", err, test.want)
 			}
 		})
 	}
@@ -329,17 +329,17 @@ func TestValidate_RefusesInvalidIndex(t *testing.T) {
 		{"no platform", mutate.AppendManifests(empty.Index, mutate.IndexAddendum{Add: empty.Image}), "no platform"},
 		{"no layer", mutate.AppendManifests(empty.Index, mutate.IndexAddendum{Add: empty.Image, Descriptor: amd64}), "0 layers"},
 		{"two layers", mutate.AppendManifests(empty.Index, mutate.IndexAddendum{Add: twice, Descriptor: amd64}), "2 layers"},
-		{"an index within it", mutate.AppendManifests(empty.Index, mutate.IndexAddendum{Add: packed, Descriptor: amd64}), "read image"},
+		{"nested index", mutate.AppendManifests(empty.Index, mutate.IndexAddendum{Add: packed, Descriptor: amd64}), "read image"},
 	} {
 		t.Run(test.broken, func(t *testing.T) {
 			if err := image.Validate(test.index); err == nil || !strings.Contains(err.Error(), test.want) {
-				t.Errorf("got %v, want something about %q", err, test.want)
+				t.Errorf("got error %v, want %q", err, test.want)
 			}
 		})
 	}
 
 	if err := image.Validate(packed); err != nil {
-		t.Errorf("the index as it should be: %v", err)
+		t.Errorf("valid index: got error %v", err)
 	}
 }
 

@@ -18,7 +18,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/packaging/image"
 )
 
-// recipe is what a pkg.yaml may say of the keys that we use (siderolabs/bldr v0.6.3, internal/pkg/types/v1alpha2). bldr itself ignores unknown keys.
+// recipe has the keys of pkg.yaml that are used here (siderolabs/bldr v0.6.3, internal/pkg/types/v1alpha2). bldr ignores unknown keys.
 type recipe struct {
 	Name          string
 	Variant       string
@@ -45,7 +45,7 @@ type step struct {
 	}
 }
 
-// scripts are all that a shell runs.
+// scripts returns all shell scripts.
 func (r recipe) scripts() []string {
 	var all []string
 	for _, s := range r.Steps {
@@ -55,7 +55,7 @@ func (r recipe) scripts() []string {
 	return all
 }
 
-// render fills a template in as bldr does.
+// render executes a template like bldr.
 func render(t *testing.T, content []byte, variables map[string]string) []byte {
 	t.Helper()
 
@@ -72,7 +72,7 @@ func render(t *testing.T, content []byte, variables map[string]string) []byte {
 	return out.Bytes()
 }
 
-// decode refuses unknown keys.
+// decode decodes YAML and refuses unknown keys.
 func decode(t *testing.T, content []byte, into any) {
 	t.Helper()
 
@@ -84,10 +84,10 @@ func decode(t *testing.T, content []byte, into any) {
 	}
 }
 
-// platform is what bldr itself sets, of what we use.
+// platform returns the variables that bldr sets.
 func platform(architecture string) map[string]string { return map[string]string{"ARCH": architecture} }
 
-// withVariables adds those of a file to those of the folders above.
+// withVariables adds the variables of a file to those of the parent directories.
 func withVariables(t *testing.T, path string, above map[string]string) map[string]string {
 	t.Helper()
 
@@ -112,7 +112,7 @@ func ours(t *testing.T, architecture string) recipe {
 	return loadRecipe(t, "pkg.yaml", withVariables(t, "vars.yaml", platform(architecture)))
 }
 
-// proposed is the recipe of the catalog's entry.
+// proposed returns the recipe of the catalog entry.
 func proposed(t *testing.T) recipe {
 	t.Helper()
 
@@ -131,17 +131,17 @@ func TestBldr_CrossCompiles(t *testing.T) {
 	for architecture, want := range map[string]string{"x86_64": "amd64", "aarch64": "arm64"} {
 		r := ours(t, architecture)
 		if got := r.Steps[0].Env["GOARCH"]; got != want || r.BuildPlatform != "linux/amd64" {
-			t.Errorf("built for %s on %s, want for %s on linux/amd64", got, r.BuildPlatform, want)
+			t.Errorf("got GOARCH %s on %s, want %s on linux/amd64", got, r.BuildPlatform, want)
 		}
 	}
 
 	variables := withVariables(t, "vars.yaml", map[string]string{"ARCH": "x86_64", "BUILD_ARG_BUILDARCH": "arm64"})
 	if got := loadRecipe(t, "pkg.yaml", variables).BuildPlatform; got != "linux/arm64" {
-		t.Errorf("built on %s, although the argument says arm64", got)
+		t.Errorf("got build platform %s, want linux/arm64", got)
 	}
 }
 
-// goBuild are the arguments of go build that decide what the binary is.
+// goBuild returns the arguments of go build that affect the binary.
 func goBuild(t *testing.T, script string) []string {
 	t.Helper()
 
@@ -162,7 +162,7 @@ func goBuild(t *testing.T, script string) []string {
 		return true
 	})
 
-	// Where the source and the result are is each one's own.
+	// The source and output paths may differ.
 	for _, flag := range []string{"-C", "-o"} {
 		if i := slices.Index(found, flag); i >= 0 {
 			found = slices.Delete(found, i, i+2)
@@ -172,7 +172,7 @@ func goBuild(t *testing.T, script string) []string {
 	return found
 }
 
-// texts are words without their quotes.
+// texts returns words without quotes.
 func texts(words []*syntax.Word) []string {
 	all := make([]string, 0, len(words))
 
@@ -194,13 +194,13 @@ func texts(words []*syntax.Word) []string {
 	return all
 }
 
-// makefileVariable is the value of a variable, not expanded.
+// makefileVariable returns the unexpanded value of a variable.
 func makefileVariable(t *testing.T, name string) string {
 	t.Helper()
 
 	match := regexp.MustCompile(`(?m)^` + name + ` \??:?= (.*)$`).FindSubmatch(read(t, "Makefile"))
 	if match == nil {
-		t.Fatalf("the Makefile has no %s", name)
+		t.Fatalf("Makefile has no variable %s", name)
 	}
 
 	return string(match[1])
@@ -211,14 +211,14 @@ func TestBldr_BuildsLikeMakefile(t *testing.T) {
 
 	line := regexp.MustCompile(`(?m)^\tCGO_ENABLED=0 .*\$\(GO\) (build .*) \./cmd/talos-ccm$`).FindSubmatch(read(t, "Makefile"))
 	if line == nil {
-		t.Fatal("the Makefile builds nothing")
+		t.Fatal("Makefile has no go build command")
 	}
 
 	command := strings.NewReplacer("$(LDFLAGS)", makefileVariable(t, "LDFLAGS"), "$(TAG)", "v"+version, "$@", "FILE").Replace("go " + string(line[1]) + " ./cmd/talos-ccm")
 	command = strings.ReplaceAll(command, "$(TAG)", "v"+version)
 	want := goBuild(t, command)
 
-	for name, r := range map[string]recipe{"pkg.yaml": ours(t, "x86_64"), "the catalog's entry": proposed(t)} {
+	for name, r := range map[string]recipe{"pkg.yaml": ours(t, "x86_64"), "catalog entry": proposed(t)} {
 		for _, s := range r.Steps {
 			if len(s.Build) == 0 {
 				continue
@@ -230,14 +230,14 @@ func TestBldr_BuildsLikeMakefile(t *testing.T) {
 		}
 
 		if got := r.Steps[0].Env["CGO_ENABLED"]; got != "0" {
-			t.Errorf("%s: CGO_ENABLED is %q", name, got)
+			t.Errorf("%s: CGO_ENABLED is %q, want 0", name, got)
 		}
 	}
 }
 
 var installs = regexp.MustCompile(`(?m)^install -D -m (\d+) \S+ /(\S+)$`)
 
-// installed is what ends up in the image: path to mode.
+// installed returns the modes of the files in the image by path.
 func installed(r recipe) map[string]string {
 	files := map[string]string{"manifest.yaml": "0644"}
 
@@ -283,7 +283,7 @@ func TestBldr_SBOMHasManifestVersion(t *testing.T) {
 		bill := r.Steps[len(r.Steps)-1].SBOM
 
 		if bill.Version != version || bill.PURL != "pkg:golang/github.com/talos-ccm/talos-ccm@v"+version {
-			t.Errorf("%+v, want version %s", bill, version)
+			t.Errorf("got SBOM %+v, want version %s", bill, version)
 		}
 	}
 }

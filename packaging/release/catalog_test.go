@@ -15,7 +15,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/packaging/image"
 )
 
-// catalog has the draft for Sidero Labs' catalog, and entry what would be its folder there.
+// catalog is the draft for the extensions catalog of Sidero Labs, and entry is the directory of the extension there.
 const (
 	catalog = "docs/catalog"
 	entry   = catalog + "/talos-ccm"
@@ -39,20 +39,20 @@ func TestCatalog_RecipeInstallsSameFiles(t *testing.T) {
 	}
 }
 
-// bldr takes nothing else for a checksum, and update-checksums fills in what it takes for one.
+// bldr accepts only hexadecimal checksums, and update-checksums updates only those.
 func TestCatalog_SourceHasChecksums(t *testing.T) {
 	hex := regexp.MustCompile(`^[0-9a-f]+$`)
 
 	for _, s := range proposed(t).Steps {
 		for _, source := range s.Sources {
 			if !hex.MatchString(source.SHA256+source.SHA512) || len(source.SHA256) != 64 || len(source.SHA512) != 128 {
-				t.Errorf("checksums %q and %q of %s", source.SHA256, source.SHA512, source.URL)
+				t.Errorf("got checksums %q and %q of %s", source.SHA256, source.SHA512, source.URL)
 			}
 		}
 	}
 }
 
-// load is a manifest as Talos loads it, with all else that we ship.
+// load loads an extension with the given manifest with the code of Talos.
 func load(t *testing.T, manifest []byte) *extensions.Extension {
 	t.Helper()
 
@@ -66,7 +66,7 @@ func load(t *testing.T, manifest []byte) *extensions.Extension {
 		t.Fatal(err)
 	}
 
-	// With the version that it says itself.
+	// image.Extension has replaced the version.
 	if err := os.WriteFile(filepath.Join(folder, "manifest.yaml"), manifest, 0o644); err != nil {
 		t.Fatal(err)
 	}
@@ -96,9 +96,9 @@ func TestCatalog_ManifestMatches(t *testing.T) {
 	want := load(t, read(t, "manifest.yaml")).Manifest
 	got := load(t, render(t, read(t, entry+"/manifest.yaml.tmpl.draft"), proposedVariables(t))).Manifest
 
-	// The catalog's descriptions begin with the tier.
+	// Descriptions in the catalog start with the tier.
 	if !strings.HasPrefix(got.Metadata.Description, "[contrib] ") {
-		t.Errorf("description %q", got.Metadata.Description)
+		t.Errorf("got description %q, want prefix [contrib]", got.Metadata.Description)
 	}
 
 	got.Metadata.Description = want.Metadata.Description
@@ -108,7 +108,7 @@ func TestCatalog_ManifestMatches(t *testing.T) {
 	}
 }
 
-// bldr takes every file of these names for its own, wherever it is.
+// bldr reads all files with these names in all directories.
 func TestBldr_NoOtherFileIsRead(t *testing.T) {
 	var found []string
 
@@ -119,6 +119,6 @@ func TestBldr_NoOtherFileIsRead(t *testing.T) {
 	}
 
 	if diff := cmp.Diff([]string{"pkg.yaml", "vars.yaml"}, found); diff != "" {
-		t.Errorf("(-wanted +found)\n%s", diff)
+		t.Errorf("(-want +got)\n%s", diff)
 	}
 }

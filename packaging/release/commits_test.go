@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// git runs git in a folder, where nobody's configuration counts.
+// git runs git in a directory without system and user configuration.
 func git(t *testing.T, folder string, args ...string) string {
 	t.Helper()
 
@@ -26,7 +26,7 @@ func git(t *testing.T, folder string, args ...string) string {
 	return strings.TrimSpace(string(output))
 }
 
-// check is what the check of commits says of one with this message; nothing if all is well.
+// check returns the output of the commit check for a commit with the given message; empty if it passes.
 func check(t *testing.T, message string) string {
 	t.Helper()
 
@@ -37,7 +37,7 @@ func check(t *testing.T, message string) string {
 
 	folder := t.TempDir()
 	git(t, folder, "init", "--quiet")
-	git(t, folder, "commit", "--quiet", "--allow-empty", "--message", "What was before is not looked at")
+	git(t, folder, "commit", "--quiet", "--allow-empty", "--message", "Earlier commits are not checked")
 	base := git(t, folder, "rev-parse", "HEAD")
 	git(t, folder, "commit", "--quiet", "--allow-empty", "--message", message)
 
@@ -46,7 +46,7 @@ func check(t *testing.T, message string) string {
 
 	output, err := cmd.CombinedOutput()
 	if (err == nil) != (len(output) == 0) {
-		t.Fatalf("%v, but it says %q", err, output)
+		t.Fatalf("got error %v, output %q", err, output)
 	}
 
 	return string(output)
@@ -56,19 +56,19 @@ const signed = "\n\nSigned-off-by: Ada <ada@example.org>"
 
 func TestCommits_AreChecked(t *testing.T) {
 	for name, test := range map[string]struct{ message, want string }{
-		"a type and a subject":         {"fix: wait for the socket" + signed, ""},
-		"a scope":                      {"feat(nodeipam): carve blocks out of many pools\n\nBecause." + signed, ""},
-		"a scope of a path, a break":   {"refactor(controllers/node)!: take the key from the Node" + signed, ""},
+		"type and subject":             {"fix: wait for the socket" + signed, ""},
+		"scope":                        {"feat(nodeipam): carve blocks out of many pools\n\nBecause." + signed, ""},
+		"path as scope, breaking":      {"refactor(controllers/node)!: take the key from the Node" + signed, ""},
 		"89 characters":                {"docs: " + strings.Repeat("a", 83) + signed, ""},
 		"90 characters":                {"docs: " + strings.Repeat("a", 84) + signed, "has 90 characters"},
-		"an unknown type":              {"oops: wait for the socket" + signed, `is not "type(scope)`},
+		"unknown type":                 {"oops: wait for the socket" + signed, `is not "type(scope)`},
 		"no type":                      {"wait for the socket" + signed, `is not "type(scope)`},
-		"a capital letter":             {"fix: Wait for the socket" + signed, `is not "type(scope)`},
-		"a full stop":                  {"fix: wait for the socket." + signed, `is not "type(scope)`},
+		"capital letter":               {"fix: Wait for the socket" + signed, `is not "type(scope)`},
+		"full stop":                    {"fix: wait for the socket." + signed, `is not "type(scope)`},
 		"no sign-off":                  {"fix: wait for the socket", "is not signed off"},
-		"a sign-off by somebody else":  {"fix: wait for the socket\n\nSigned-off-by: Bob <bob@example.org>", "is not signed off"},
-		"a sign-off by Ada and Bob":    {"fix: wait for the socket\n\nSigned-off-by: Bob <bob@example.org>\nSigned-off-by: Ada <ada@example.org>", ""},
-		"a sign-off that is a mention": {"fix: wait for the socket\n\nSigned-off-by: Ada <ada@example.org> said so.\n\nBut did not.", "is not signed off"},
+		"sign-off by another person":   {"fix: wait for the socket\n\nSigned-off-by: Bob <bob@example.org>", "is not signed off"},
+		"sign-off by author and other": {"fix: wait for the socket\n\nSigned-off-by: Bob <bob@example.org>\nSigned-off-by: Ada <ada@example.org>", ""},
+		"sign-off in the body":         {"fix: wait for the socket\n\nSigned-off-by: Ada <ada@example.org> said so.\n\nBut did not.", "is not signed off"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			got := check(t, test.message)
@@ -94,7 +94,7 @@ func TestCommits_RequireKnownBase(t *testing.T) {
 		cmd.Dir = folder
 
 		if err := cmd.Run(); (err == nil) != want {
-			t.Errorf("base %q: %v, want success %t", base, err, want)
+			t.Errorf("base %q: got error %v, want success %t", base, err, want)
 		}
 	}
 }

@@ -1,3 +1,3 @@
-// Package release holds the tests of what a release is made with: the files for bldr, the draft for the catalog of extensions, the version in
-// all its places, the workflows of the code host and the check of commits. It has no code of its own.
+// Package release contains only tests of the release process: the bldr files, the draft for the extensions catalog, the version numbers, the GitHub
+// workflows and the commit check.
 package release

@@ -18,7 +18,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/packaging/image"
 )
 
-// runStep runs a step of the release as the code host does, and returns what it has printed.
+// runStep runs a step of the release workflow and returns its output.
 func runStep(t *testing.T, name string, environment ...string) string {
 	t.Helper()
 
@@ -26,12 +26,12 @@ func runStep(t *testing.T, name string, environment ...string) string {
 
 	i := slices.IndexFunc(steps, func(s workflowStep) bool { return s.Name == name })
 	if i < 0 {
-		t.Fatalf("the release has no step %q", name)
+		t.Fatalf("release workflow has no step %q", name)
 	}
 
 	cmd := exec.CommandContext(t.Context(), "bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", steps[i].Run)
 	cmd.Dir = root
-	// Whatever the make was told that runs this test.
+	// Ignore the flags of a make that runs this test.
 	cmd.Env = append(append(os.Environ(), "MAKEFLAGS="), environment...)
 	cmd.Stderr = os.Stderr
 
@@ -43,7 +43,7 @@ func runStep(t *testing.T, name string, environment ...string) string {
 	return string(output)
 }
 
-// writeLayout is an image of an empty program; it returns the digest.
+// writeLayout writes an image with empty binaries and returns its digest.
 func writeLayout(t *testing.T, folder string, index func(image.Release, map[string][]byte) (v1.ImageIndex, error)) string {
 	t.Helper()
 
@@ -82,11 +82,11 @@ func TestRelease_PushesBuiltImages(t *testing.T) {
 	}
 
 	if diff := cmp.Diff(want, string(got)); diff != "" {
-		t.Errorf("(-built +pushed)\n%s", diff)
+		t.Errorf("(-want +pushed)\n%s", diff)
 	}
 }
 
-// asked is what the program gh would be asked for.
+// asked returns the arguments of gh.
 func asked(t *testing.T, tag string) []string {
 	t.Helper()
 
@@ -104,14 +104,14 @@ func TestRelease_DraftListsImages(t *testing.T) {
 
 	for _, want := range []string{"--draft", "--verify-tag", "v1.2.3"} {
 		if !slices.Contains(args, want) {
-			t.Errorf("%q lacks %s", args, want)
+			t.Errorf("arguments %q do not contain %s", args, want)
 		}
 	}
 
 	notes := args[slices.Index(args, "--notes")+1]
 	for _, want := range []string{"registry.example.com/a:v1.2.3@sha256:1", "registry.example.com/b:v1.2.3@sha256:2"} {
 		if !strings.Contains(notes, want) {
-			t.Errorf("the notes do not name %s:\n%s", want, notes)
+			t.Errorf("release notes do not contain %s:\n%s", want, notes)
 		}
 	}
 }
@@ -119,7 +119,7 @@ func TestRelease_DraftListsImages(t *testing.T) {
 func TestRelease_MarksPrerelease(t *testing.T) {
 	for tag, want := range map[string]bool{"v1.2.3": false, "v1.2.3-rc.1": true} {
 		if got := slices.Contains(asked(t, tag), "--prerelease"); got != want {
-			t.Errorf("%s is a prerelease: %t, want %t", tag, got, want)
+			t.Errorf("%s: prerelease is %t, want %t", tag, got, want)
 		}
 	}
 }

@@ -17,7 +17,7 @@ func TestRelease_RequiresMatchingTag(t *testing.T) {
 
 		output, err := cmd.CombinedOutput()
 		if (err == nil) != released {
-			t.Errorf("tag %q: %v, want released %t\n%s", tag, err, released, output)
+			t.Errorf("tag %q: got error %v, want success %t\n%s", tag, err, released, output)
 		}
 	}
 }
@@ -30,32 +30,32 @@ func TestVersion_DescribesSources(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	says := func(situation, want string) {
+	requireTag := func(situation, want string) {
 		t.Helper()
 
-		// TAG and MAKEFLAGS are those of the make that runs this test.
+		// Ignore the variables of a make that runs this test.
 		cmd := exec.CommandContext(t.Context(), "env", "-u", "TAG", "-u", "MAKEFLAGS", "make", "--silent", "--directory="+folder, "release-tag")
 
 		output, err := cmd.CombinedOutput()
-		if err == nil || !regexp.MustCompile(`The tag is `+want+`, but`).Match(output) {
-			t.Errorf("%s: %v, want %s\n%s", situation, err, want, output)
+		if err == nil || !regexp.MustCompile(`tag is `+want+`, but`).Match(output) {
+			t.Errorf("%s: got error %v, want tag %s\n%s", situation, err, want, output)
 		}
 	}
 
 	git(t, folder, "init", "--quiet")
 	git(t, folder, "add", ".")
 	git(t, folder, "commit", "--quiet", "--message", "first")
-	says("no tag", `v0\.0\.0-g[0-9a-f]{12}`)
+	requireTag("no tag", `v0\.0\.0-g[0-9a-f]{12}`)
 	git(t, folder, "tag", "v0.1.0")
-	says("a tag", `v0\.1\.0`)
+	requireTag("tag", `v0\.1\.0`)
 	git(t, folder, "commit", "--quiet", "--allow-empty", "--message", "second")
-	says("a commit after a tag", `v0\.1\.0-1-g[0-9a-f]{12}`)
+	requireTag("commit after tag", `v0\.1\.0-1-g[0-9a-f]{12}`)
 
 	if err := os.WriteFile(vars, []byte("\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
 
-	says("changed after a tag", `v0\.1\.0-1-g[0-9a-f]{12}-dirty`)
+	requireTag("changes after tag", `v0\.1\.0-1-g[0-9a-f]{12}-dirty`)
 	git(t, folder, "tag", "--delete", "v0.1.0")
-	says("changed without a tag", `v0\.0\.0-g[0-9a-f]{12}-dirty`)
+	requireTag("changes without tag", `v0\.0\.0-g[0-9a-f]{12}-dirty`)
 }

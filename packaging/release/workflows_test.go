@@ -55,13 +55,13 @@ func workflows(t *testing.T) map[string]workflow {
 	}
 
 	if len(all) != 2 {
-		t.Fatalf("%d workflows", len(all))
+		t.Fatalf("got %d workflows, want 2", len(all))
 	}
 
 	return all
 }
 
-// jobs calls f for every job, by its full name.
+// jobs calls f for every job with its full name.
 func jobs(t *testing.T, f func(name string, j job)) {
 	t.Helper()
 
@@ -75,19 +75,19 @@ func jobs(t *testing.T, f func(name string, j job)) {
 func TestWorkflows_PermissionsAreMinimal(t *testing.T) {
 	for name, w := range workflows(t) {
 		if w.Permissions == nil || len(w.Permissions) > 0 {
-			t.Errorf("%s gives all its jobs %v; it must say none", name, w.Permissions)
+			t.Errorf("%s grants all jobs %v, want an empty map", name, w.Permissions)
 		}
 	}
 
 	jobs(t, func(name string, j job) {
 		for right, level := range j.Permissions {
 			if level == "write" && name != "release.yaml: release" {
-				t.Errorf("%s may write %s", name, right)
+				t.Errorf("%s has write permission for %s", name, right)
 			}
 		}
 
 		if len(j.Permissions) == 0 {
-			t.Errorf("%s says no rights: with none it cannot even read the code", name)
+			t.Errorf("%s has no permissions and cannot check out the code", name)
 		}
 	})
 }
@@ -100,7 +100,7 @@ func TestWorkflows_JobsHaveTimeouts(t *testing.T) {
 	})
 }
 
-// A pull request from elsewhere must never run with rights or secrets of ours.
+// Pull requests from forks must not run with write permissions or secrets.
 func TestWorkflows_UntrustedCodeHasNoPrivileges(t *testing.T) {
 	for name, w := range workflows(t) {
 		text, err := yaml.Marshal(&w.On)
@@ -109,12 +109,12 @@ func TestWorkflows_UntrustedCodeHasNoPrivileges(t *testing.T) {
 		}
 
 		if regexp.MustCompile(`pull_request_target|workflow_run|issue_comment`).Match(text) {
-			t.Errorf("%s is started by what strangers do:\n%s", name, text)
+			t.Errorf("%s is triggered by untrusted events:\n%s", name, text)
 		}
 	}
 }
 
-// A tag can be moved.
+// Tags are mutable.
 func TestWorkflows_ActionsArePinned(t *testing.T) {
 	pinned := regexp.MustCompile(`^\s*-?\s*uses: (\./.*|[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+)$`)
 
@@ -127,12 +127,12 @@ func TestWorkflows_ActionsArePinned(t *testing.T) {
 	}
 }
 
-// An expression in a script is code by whoever may choose its value.
+// An expression in a script allows code injection.
 func TestWorkflows_ScriptsContainNoExpressions(t *testing.T) {
 	jobs(t, func(name string, j job) {
 		for _, s := range j.Steps {
 			if strings.Contains(s.Run, "${{") {
-				t.Errorf("%s runs\n%s", name, s.Run)
+				t.Errorf("%s contains an expression in\n%s", name, s.Run)
 			}
 		}
 	})
@@ -145,14 +145,14 @@ func TestWorkflows_UseExistingMakeTargets(t *testing.T) {
 		for _, s := range j.Steps {
 			for _, match := range regexp.MustCompile(`\bmake (?:--\S+ )*([a-z-]+)`).FindAllStringSubmatch(s.Run, -1) {
 				if !strings.Contains(makefile, "\n"+match[1]+":") {
-					t.Errorf("%s makes %s", name, match[1])
+					t.Errorf("%s uses missing make target %s", name, match[1])
 				}
 			}
 		}
 	})
 }
 
-// The same commit gives the same image with the same Go alone: gzip is Go's, too.
+// Images are reproducible only with the same version of Go, which includes gzip.
 func TestWorkflows_UseOneGoVersion(t *testing.T) {
 	versions := map[string][]string{}
 
@@ -169,7 +169,7 @@ func TestWorkflows_UseOneGoVersion(t *testing.T) {
 	}
 }
 
-// What is signed must not come out of a cache that other jobs write.
+// Signed artifacts must not depend on a cache that other jobs can write.
 func TestWorkflows_ReleaseUsesNoCache(t *testing.T) {
 	jobs(t, func(name string, j job) {
 		for _, s := range j.Steps {

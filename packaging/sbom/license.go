@@ -15,14 +15,14 @@ import (
 	"github.com/google/licensecheck"
 )
 
-// enough is how much of a file, in percent of its words, must be known license text: the rest is names and years.
+// enough is the percentage of words of a file that must be known license text. The rest is names and years.
 const enough = 75
 
-// licenseFile is how projects call the file with their license, in the root of a module.
+// licenseFile matches the names of license files in the root of a module.
 var licenseFile = regexp.MustCompile(`(?i)^(licen[cs]e|copying|unlicense)([._-].*)?$`)
 
-// licenseOf is the SPDX expression for the license texts in the root of a folder: all of them hold at once, because a file that leaves the
-// choice says so in words that no scanner understands. Without a text, or with one that is unknown, it is NOASSERTION.
+// licenseOf returns the SPDX expression for the license texts in a directory. Several licenses are combined with AND, because scanners cannot recognize
+// a choice between them. Without a license text, or with an unknown one, it returns NOASSERTION.
 func licenseOf(folder string) (string, error) {
 	entries, err := os.ReadDir(folder)
 	if err != nil {
@@ -59,7 +59,7 @@ func licenseOf(folder string) (string, error) {
 	return strings.Join(slices.Compact(licenses), " AND "), nil
 }
 
-// detect is the licenses that a text consists of; none if too much of it is something else.
+// detect returns the licenses in a text, or none if too little of it is known license text.
 func detect(text []byte) []string {
 	coverage := licensecheck.Scan(text)
 	if coverage.Percent < enough {
@@ -77,24 +77,24 @@ func detect(text []byte) []string {
 	return found
 }
 
-// goInstallation is where Go keeps its own files and those of modules.
+// goInstallation has the directories of the Go installation and of the module cache.
 type goInstallation struct{ root, modules string }
 
 func installedGo() (goInstallation, error) {
 	output, err := exec.CommandContext(context.Background(), "go", "env", "-json", "GOROOT", "GOMODCACHE").Output()
 	if err != nil {
-		return goInstallation{}, fmt.Errorf("ask go for its folders: %w", err)
+		return goInstallation{}, fmt.Errorf("run go env: %w", err)
 	}
 
 	var env struct{ GOROOT, GOMODCACHE string }
 	if err := json.Unmarshal(output, &env); err != nil {
-		return goInstallation{}, fmt.Errorf("read go's folders: %w", err)
+		return goInstallation{}, fmt.Errorf("parse output of go env: %w", err)
 	}
 
 	return goInstallation{root: env.GOROOT, modules: env.GOMODCACHE}, nil
 }
 
-// module is the folder of a module in the cache, where a capital is an exclamation mark and the small letter
+// module returns the directory of a module in the cache, where uppercase letters are escaped with an exclamation mark
 // (https://go.dev/ref/mod#module-cache).
 func (g goInstallation) module(path, version string) string {
 	var escaped strings.Builder

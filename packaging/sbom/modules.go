@@ -15,16 +15,15 @@ import (
 	"github.com/talos-ccm/talos-ccm/extension"
 )
 
-// Modules is the bill of materials of a built binary: talos-ccm, every Go module that is linked in, and Go's standard library, with
-// versions, licenses and the checksums of go.sum. The version is talos-ccm's, with or without its v. It does not name the architecture:
-// all builds of one version consist of the same modules, and so have one document.
+// Modules returns the SBOM of a binary: talos-ccm, the Go modules in the binary and the standard library, with versions, licenses and the checksums of
+// go.sum. The leading v of version is optional. The SBOM does not depend on the architecture.
 //
-// A module whose license text is not a known one is listed with NOASSERTION. A binary that is not Go's, or whose modules are not in the
-// module cache, is an error.
+// The license of a module is NOASSERTION if it is unknown. Modules returns an error if the binary was not built by Go or if one of its modules is
+// missing from the module cache.
 func Modules(binary, version string, created time.Time) ([]byte, error) {
 	info, err := buildinfo.ReadFile(binary)
 	if err != nil {
-		return nil, fmt.Errorf("read what %s was built of: %w", binary, err)
+		return nil, fmt.Errorf("read build information of %s: %w", binary, err)
 	}
 
 	installed, err := installedGo()
@@ -51,7 +50,7 @@ func Modules(binary, version string, created time.Time) ([]byte, error) {
 	return encode(document(extension.Name, packages, created))
 }
 
-// modules are those that were linked in, replacements in the place of what they replace, by path.
+// modules returns the modules in a binary, sorted by path. Replaced modules are listed as their replacements.
 func modules(info *debug.BuildInfo) []*debug.Module {
 	list := make([]*debug.Module, 0, len(info.Deps))
 
@@ -71,7 +70,7 @@ func modules(info *debug.BuildInfo) []*debug.Module {
 func dependency(m *debug.Module, installed goInstallation) (*v2_3.Package, error) {
 	license, err := licenseOf(installed.module(m.Path, m.Version))
 	if err != nil {
-		return nil, fmt.Errorf("read the license of module %s %s: %w", m.Path, m.Version, err)
+		return nil, fmt.Errorf("read license of module %s %s: %w", m.Path, m.Version, err)
 	}
 
 	p := library(m.Path, m.Version, license)
@@ -81,11 +80,11 @@ func dependency(m *debug.Module, installed goInstallation) (*v2_3.Package, error
 	return p, nil
 }
 
-// standardLibrary goes by the names that vulnerability databases know it by. Its releases have no v.
+// standardLibrary uses the names of the standard library in vulnerability databases. Go versions have no leading v.
 func standardLibrary(goVersion string, installed goInstallation) (*v2_3.Package, error) {
 	license, err := licenseOf(installed.root)
 	if err != nil {
-		return nil, fmt.Errorf("read the license of Go: %w", err)
+		return nil, fmt.Errorf("read license of Go: %w", err)
 	}
 
 	p := library("stdlib", strings.TrimPrefix(goVersion, "go"), license)
@@ -113,8 +112,7 @@ func library(path, version, license string) *v2_3.Package {
 	}
 }
 
-// identifier is the path with all that SPDX allows in names but not in identifiers as its code point, and the dash that announces it: so two
-// paths never share one.
+// identifier returns a unique SPDX identifier for a path. Characters that are not allowed, and dashes, are escaped as a dash and the code point.
 func identifier(path string) string {
 	var b strings.Builder
 

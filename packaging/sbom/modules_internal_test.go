@@ -24,21 +24,21 @@ func TestIdentifier_IsValidAndUnique(t *testing.T) {
 	for _, path := range []string{"example.org/a-b", "example.org/a/2d/b", "example.org/a/b", "example.org/a_b", "example.org/A/b"} {
 		id := identifier(path)
 		if other, taken := seen[id]; taken {
-			t.Errorf("%s and %s are both %s", other, path, id)
+			t.Errorf("%s and %s have the same identifier %s", other, path, id)
 		}
 
 		seen[id] = path
 	}
 
 	if got, want := identifier("go4.org/a_b"), "go4.org-2fa-5fb"; got != want {
-		t.Errorf("identifier %s, want %s", got, want)
+		t.Errorf("got identifier %s, want %s", got, want)
 	}
 }
 
 func TestModulePath_EscapesCapitals(t *testing.T) {
 	installed := goInstallation{modules: "/cache"}
 	if got, want := installed.module("github.com/Masterminds/semver/v3", "v3.3.0"), "/cache/github.com/!masterminds/semver/v3@v3.3.0"; got != want {
-		t.Errorf("folder %s, want %s", got, want)
+		t.Errorf("got directory %s, want %s", got, want)
 	}
 }
 
@@ -61,15 +61,15 @@ func TestLicenseOf(t *testing.T) {
 		files map[string]string
 		want  string
 	}{
-		"the one of the only file":                   {map[string]string{"COPYING": isc, "readme": isc}, "ISC"},
-		"of all files, sorted":                       {map[string]string{"LICENSE.MIT": isc, "LICENSE-2": string(apache)}, "Apache-2.0 AND ISC"},
-		"of two texts in a file":                     {map[string]string{"license.txt": isc + string(apache)}, "Apache-2.0 AND ISC"},
-		"named once":                                 {map[string]string{"LICENSE": isc, "LICENSE.md": isc}, "ISC"},
-		"none without a file":                        {map[string]string{"README": "Do as you like."}, noAssertion},
-		"none for an unknown text":                   {map[string]string{"LICENSE": "You may use this on Sundays only."}, noAssertion},
-		"none when one of two texts is unknown":      {map[string]string{"LICENSE": isc, "LICENSE.extra": "Not on Sundays."}, noAssertion},
-		"none for a text that only names a license":  {map[string]string{"LICENSE": "See https://www.apache.org/licenses/LICENSE-2.0"}, noAssertion},
-		"not that of a source file of the same name": {map[string]string{"LICENSE": isc, "license.go": "package license"}, "ISC"},
+		"one file":                     {map[string]string{"COPYING": isc, "readme": isc}, "ISC"},
+		"several files":                {map[string]string{"LICENSE.MIT": isc, "LICENSE-2": string(apache)}, "Apache-2.0 AND ISC"},
+		"two texts in a file":          {map[string]string{"license.txt": isc + string(apache)}, "Apache-2.0 AND ISC"},
+		"same license twice":           {map[string]string{"LICENSE": isc, "LICENSE.md": isc}, "ISC"},
+		"no file":                      {map[string]string{"README": "Do as you like."}, noAssertion},
+		"unknown text":                 {map[string]string{"LICENSE": "You may use this on Sundays only."}, noAssertion},
+		"one of two texts is unknown":  {map[string]string{"LICENSE": isc, "LICENSE.extra": "Not on Sundays."}, noAssertion},
+		"reference to a license":       {map[string]string{"LICENSE": "See https://www.apache.org/licenses/LICENSE-2.0"}, noAssertion},
+		"source file of the same name": {map[string]string{"LICENSE": isc, "license.go": "package license"}, "ISC"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			folder := t.TempDir()

@@ -15,7 +15,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/packaging/sbom"
 )
 
-// folder has the binary that the tests of this package look at.
+// folder contains the binary for the tests of this package.
 var folder string
 
 func TestMain(m *testing.M) {
@@ -33,7 +33,7 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// built is talos-ccm, built once as `make build` does.
+// built builds talos-ccm once, like make build.
 var built = sync.OnceValues(func() (string, error) {
 	binary := filepath.Join(folder, "talos-ccm")
 
@@ -99,7 +99,7 @@ func TestModules_ListsEveryModule(t *testing.T) {
 	slices.Sort(want)
 
 	if diff := cmp.Diff(want, got); diff != "" {
-		t.Errorf("(-binary +document)\n%s", diff)
+		t.Errorf("(-binary +SBOM)\n%s", diff)
 	}
 }
 
@@ -108,7 +108,7 @@ func TestModules_ListsStandardLibrary(t *testing.T) {
 
 	version := strings.TrimPrefix(command(t, nil, "env", "GOVERSION")[0], "go")
 	if library.PackageName != "stdlib" || library.PackageVersion != version {
-		t.Errorf("%s %s, want stdlib %s", library.PackageName, library.PackageVersion, version)
+		t.Errorf("got %s %s, want stdlib %s", library.PackageName, library.PackageVersion, version)
 	}
 
 	var names []string
@@ -134,11 +134,11 @@ func TestModules_TalosCCMDependsOnAllOthers(t *testing.T) {
 	}
 
 	if len(depended) != len(doc.Packages)-1 {
-		t.Errorf("depends on %d of %d packages: two may share an identifier", len(depended), len(doc.Packages)-1)
+		t.Errorf("got %d dependencies, want %d; two packages may share an identifier", len(depended), len(doc.Packages)-1)
 	}
 }
 
-// allowed are the licenses that a part of an Apache-2.0 binary may have.
+// allowed has the licenses that are compatible with an Apache-2.0 binary.
 var allowed = []string{"Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "ISC", "MIT", "MPL-2.0"}
 
 func TestModules_LicensesAreCompatible(t *testing.T) {
@@ -149,7 +149,7 @@ func TestModules_LicensesAreCompatible(t *testing.T) {
 
 		for license := range strings.SplitSeq(p.PackageLicenseDeclared, " AND ") {
 			if !slices.Contains(allowed, license) {
-				t.Errorf("%s %s is under %s", p.PackageName, p.PackageVersion, license)
+				t.Errorf("%s %s has license %s, which is not allowed", p.PackageName, p.PackageVersion, license)
 			}
 		}
 	}
@@ -181,7 +181,7 @@ func TestModules_DocumentIsIndependentOfPath(t *testing.T) {
 	}
 }
 
-// One document is enough for all architectures.
+// The SBOM is shared by all architectures.
 func TestModules_AreTheSameForAllArchitectures(t *testing.T) {
 	list := func(architecture string) []string {
 		packages := command(t, []string{"GOOS=linux", "GOARCH=" + architecture, "CGO_ENABLED=0"},
@@ -203,7 +203,7 @@ func TestModules_RefusesFileNotBuiltByGo(t *testing.T) {
 	}
 
 	if _, err := sbom.Modules(path, "v1.2.3", created); err == nil || !strings.Contains(err.Error(), path) {
-		t.Errorf("error %v, want one about %s", err, path)
+		t.Errorf("got error %v, want one about %s", err, path)
 	}
 }
 
@@ -213,6 +213,6 @@ func TestModules_RefusesModuleMissingFromCache(t *testing.T) {
 	t.Setenv("GOMODCACHE", t.TempDir())
 
 	if _, err := sbom.Modules(path, "v1.2.3", created); err == nil || !strings.Contains(err.Error(), "cel.dev/expr") {
-		t.Errorf("error %v, want one about the first module", err)
+		t.Errorf("got error %v, want one about the first module", err)
 	}
 }

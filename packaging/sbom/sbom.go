@@ -1,6 +1,5 @@
-// Package sbom writes bills of materials as SPDX 2.3 JSON: of the extension, for its image, and of all Go modules of a built binary,
-// for a release. The same input gives the same bytes, wherever and whenever. It never asks the network: licenses are read from Go's
-// module cache, which a build has just filled.
+// Package sbom creates SBOMs as SPDX 2.3 JSON: of the extension for its image, and of the Go modules in a binary for a release. The result is
+// reproducible. Licenses are read from the Go module cache; no network access is required.
 package sbom
 
 import (
@@ -22,20 +21,20 @@ const (
 	module  = "github.com/talos-ccm/talos-ccm"
 	website = "https://" + module
 
-	// License is that of talos-ccm, as an SPDX expression.
+	// License is the license of talos-ccm as an SPDX expression.
 	License = "Apache-2.0"
 
 	noAssertion = "NOASSERTION"
 )
 
-// Extension is the bill of materials that the extension's image carries in /usr/local/share/spdx. It has exactly one package: Talos
-// knows the items of a machine by name alone, across the host and all extensions, so the Go modules of ours would replace those of Talos
-// (internal/app/machined/pkg/controllers/runtime/sbom_item.go, Talos v1.13.5). The version may have a leading v.
+// Extension returns the SBOM for /usr/local/share/spdx of the extension image. It has exactly one package: Talos identifies packages by name across the
+// host and all extensions, so Go modules of talos-ccm would replace those of Talos
+// (internal/app/machined/pkg/controllers/runtime/sbom_item.go, Talos v1.13.5). The leading v of version is optional.
 func Extension(version string, created time.Time) ([]byte, error) {
 	return encode(document(extension.Name+"-extension", []*v2_3.Package{product(version)}, created))
 }
 
-// product is talos-ccm itself. Its version is the one of the extension's manifest, without a v; Go's has one.
+// product returns the package of talos-ccm. Its version has no leading v, like in the manifest of the extension; the version of the Go module has one.
 func product(version string) *v2_3.Package {
 	version = strings.TrimPrefix(version, "v")
 
@@ -54,7 +53,7 @@ func product(version string) *v2_3.Package {
 	}
 }
 
-// document describes the first package, which depends on all others.
+// document returns a document that describes the first package, which depends on all others.
 func document(name string, packages []*v2_3.Package, created time.Time) *v2_3.Document {
 	main := packages[0].PackageSPDXIdentifier
 
@@ -85,7 +84,7 @@ func relationship(from common.ElementID, kind string, to common.ElementID) *v2_3
 	}
 }
 
-// purl is how scanners know a Go module.
+// purl returns the package URL of a Go module.
 func purl(path, version string) *v2_3.PackageExternalReference {
 	return &v2_3.PackageExternalReference{
 		Category: common.CategoryPackageManager,
@@ -94,7 +93,7 @@ func purl(path, version string) *v2_3.PackageExternalReference {
 	}
 }
 
-// encode names the document after its content, because a namespace must be unique to it, and writes it.
+// encode sets the namespace, which must be unique, to a hash of the document, and encodes it.
 func encode(doc *v2_3.Document) ([]byte, error) {
 	unnamed, err := write(doc)
 	if err != nil {
@@ -111,7 +110,7 @@ func write(doc *v2_3.Document) ([]byte, error) {
 	var buffer bytes.Buffer
 
 	if err := spdxjson.Write(doc, &buffer, spdxjson.Indent("  "), spdxjson.EscapeHTML(false)); err != nil {
-		return nil, fmt.Errorf("encode the bill of materials %s: %w", doc.DocumentName, err)
+		return nil, fmt.Errorf("encode SBOM %s: %w", doc.DocumentName, err)
 	}
 
 	return buffer.Bytes(), nil

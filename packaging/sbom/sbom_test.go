@@ -16,7 +16,7 @@ import (
 
 var created = time.Date(2026, time.November, 21, 10, 0, 0, 0, time.UTC)
 
-// read reads a document as others do, and validates it.
+// read parses and validates a document.
 func read(t *testing.T, content []byte) *spdx.Document {
 	t.Helper()
 
@@ -35,13 +35,13 @@ func read(t *testing.T, content []byte) *spdx.Document {
 	}
 
 	if len(described) != 1 || described[0] != "Package-talos-ccm" {
-		t.Errorf("describes %v, want talos-ccm alone", described)
+		t.Errorf("document describes %v, want only talos-ccm", described)
 	}
 
 	return doc
 }
 
-// item is what Talos makes of a package.
+// item has the fields of a package that Talos reads.
 type item struct {
 	Name         string `json:"name"`
 	Version      string `json:"versionInfo"`
@@ -52,7 +52,7 @@ type item struct {
 	} `json:"externalRefs"`
 }
 
-// The fields are those that Talos v1.13.5 reads (internal/app/machined/pkg/controllers/runtime/sbom_item.go).
+// See internal/app/machined/pkg/controllers/runtime/sbom_item.go of Talos v1.13.5.
 func TestExtension_HasOnePackage(t *testing.T) {
 	content, err := sbom.Extension("v1.2.3-rc.1", created)
 	if err != nil {
@@ -68,18 +68,18 @@ func TestExtension_HasOnePackage(t *testing.T) {
 	}
 
 	if len(doc.Packages) != 1 {
-		t.Fatalf("%d packages, want one: the name of any other could be one of Talos's own", len(doc.Packages))
+		t.Fatalf("got %d packages, want 1, since names of packages must not collide with those of Talos", len(doc.Packages))
 	}
 
 	got := doc.Packages[0]
 	if got.Name != "talos-ccm" || got.Version != "1.2.3-rc.1" || got.License != "Apache-2.0" {
-		t.Errorf("Talos sees %+v", got)
+		t.Errorf("unexpected package %+v", got)
 	}
 
 	const purl = "pkg:golang/github.com/talos-ccm/talos-ccm@v1.2.3-rc.1"
 
 	if len(got.ExternalRefs) != 1 || got.ExternalRefs[0].Type != "purl" || got.ExternalRefs[0].Locator != purl {
-		t.Errorf("references %+v, want the purl %s", got.ExternalRefs, purl)
+		t.Errorf("got references %+v, want purl %s", got.ExternalRefs, purl)
 	}
 }
 
@@ -90,7 +90,7 @@ func TestExtension_IsValid(t *testing.T) {
 	}
 
 	if doc := read(t, content); doc.CreationInfo.Created != "2026-11-21T10:00:00Z" {
-		t.Errorf("created %s", doc.CreationInfo.Created)
+		t.Errorf("got creation time %s", doc.CreationInfo.Created)
 	}
 }
 
@@ -110,7 +110,7 @@ func TestExtension_IgnoresLeadingV(t *testing.T) {
 	}
 }
 
-// SPDX 2.3, clause 6.5: a namespace is unique to a document.
+// SPDX 2.3, clause 6.5: the namespace is unique.
 func TestExtension_NamespaceIsUnique(t *testing.T) {
 	seen := map[string]bool{}
 
@@ -126,6 +126,6 @@ func TestExtension_NamespaceIsUnique(t *testing.T) {
 	}
 
 	if len(seen) != 4 {
-		t.Errorf("%d namespaces for 4 documents", len(seen))
+		t.Errorf("got %d namespaces for 4 documents", len(seen))
 	}
 }

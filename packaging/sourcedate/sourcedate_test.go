@@ -10,16 +10,16 @@ import (
 
 func TestFromEnvironment(t *testing.T) {
 	for _, test := range []struct {
-		rule, value string
+		name, value string
 		want        time.Time
 	}{
-		{rule: "seconds since 1970", value: "1700000000", want: time.Date(2023, 11, 14, 22, 13, 20, 0, time.UTC)},
-		{rule: "1970 itself", value: "0", want: time.Unix(0, 0).UTC()},
-		{rule: "not without a value", value: ""},
-		{rule: "not before 1970", value: "-1"},
-		{rule: "not a date", value: "2023-11-14"},
+		{name: "Unix time", value: "1700000000", want: time.Date(2023, 11, 14, 22, 13, 20, 0, time.UTC)},
+		{name: "zero", value: "0", want: time.Unix(0, 0).UTC()},
+		{name: "empty", value: ""},
+		{name: "negative", value: "-1"},
+		{name: "date", value: "2023-11-14"},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			t.Setenv("SOURCE_DATE_EPOCH", test.value)
 
 			got, err := sourcedate.FromEnvironment()
@@ -28,7 +28,7 @@ func TestFromEnvironment(t *testing.T) {
 			}
 
 			if err != nil && !strings.Contains(err.Error(), "SOURCE_DATE_EPOCH") {
-				t.Errorf("%v does not say what to set", err)
+				t.Errorf("error %v does not contain SOURCE_DATE_EPOCH", err)
 			}
 		})
 	}

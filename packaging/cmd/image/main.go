@@ -1,4 +1,4 @@
-// Command image packs built binaries into OCI layouts, for the extension and for pods, and pushes them. It builds nothing itself, and needs no docker.
+// Command image packs binaries into OCI layouts for the extension and for pods, and pushes them. It does not build binaries and does not need Docker.
 package main
 
 import (
@@ -29,7 +29,7 @@ func main() {
 
 	if err := run(ctx, os.Args[1:], os.Stdout); err != nil {
 		fmt.Fprintln(os.Stderr, "image:", err)
-		os.Exit(1) //nolint:gocritic // the signal handler ends with the process
+		os.Exit(1) //nolint:gocritic // the process exits
 	}
 }
 
@@ -55,11 +55,11 @@ func pack(args []string, out io.Writer) error {
 	var release image.Release
 
 	flags := flag.NewFlagSet("image pack", flag.ContinueOnError)
-	flags.StringVar(&release.Version, "version", "", "the version of talos-ccm")
-	flags.StringVar(&release.Revision, "revision", "", "the commit that the binaries were built from")
-	manifest := flags.String("manifest", "manifest.yaml", "the extension's manifest")
-	output := flags.String("output", "_out/oci", "folder for the extension's OCI layout")
-	podOutput := flags.String("pod-output", "_out/oci-pod", "folder for the OCI layout of the image for pods")
+	flags.StringVar(&release.Version, "version", "", "version of talos-ccm")
+	flags.StringVar(&release.Revision, "revision", "", "commit of the binaries")
+	manifest := flags.String("manifest", "manifest.yaml", "manifest of the extension")
+	output := flags.String("output", "_out/oci", "directory for the OCI layout of the extension")
+	podOutput := flags.String("pod-output", "_out/oci-pod", "directory for the OCI layout of the image for pods")
 
 	if err := flags.Parse(args); err != nil {
 		return err
@@ -70,7 +70,7 @@ func pack(args []string, out io.Writer) error {
 	}
 
 	if filepath.Clean(*output) == filepath.Clean(*podOutput) {
-		return fmt.Errorf("both images would be written to %s", *output)
+		return fmt.Errorf("-output and -pod-output are the same directory: %s", *output)
 	}
 
 	binaries, err := read(flags.Args())
@@ -79,7 +79,7 @@ func pack(args []string, out io.Writer) error {
 	}
 
 	if release.Manifest, err = os.ReadFile(*manifest); err != nil {
-		return fmt.Errorf("read the extension's manifest: %w", err)
+		return fmt.Errorf("read extension manifest: %w", err)
 	}
 
 	if release.Created, err = sourcedate.FromEnvironment(); err != nil {
@@ -99,7 +99,7 @@ func pack(args []string, out io.Writer) error {
 	return errors.Join(write(out, *output, packed), write(out, *podOutput, pod))
 }
 
-// extensionIndex makes the extension's index, and takes it apart again as Talos does.
+// extensionIndex packs the extension and validates it like Talos does.
 func extensionIndex(release image.Release, binaries map[string][]byte) (v1.ImageIndex, error) {
 	index, err := image.ExtensionIndex(release, binaries)
 	if err != nil {
@@ -107,29 +107,29 @@ func extensionIndex(release image.Release, binaries map[string][]byte) (v1.Image
 	}
 
 	if err := image.Validate(index); err != nil {
-		return nil, fmt.Errorf("the extension is not as it should be: %w", err)
+		return nil, fmt.Errorf("validate extension: %w", err)
 	}
 
 	return index, nil
 }
 
-// read reads the binaries that are named as ARCH=BINARY.
+// read reads the binaries given as ARCH=BINARY, by architecture.
 func read(args []string) (map[string][]byte, error) {
 	binaries := map[string][]byte{}
 
 	for _, arg := range args {
 		arch, path, ok := strings.Cut(arg, "=")
 		if !ok || arch == "" {
-			return nil, fmt.Errorf("%q is not ARCH=BINARY", arg)
+			return nil, fmt.Errorf("%q is not of the form ARCH=BINARY", arg)
 		}
 
 		if binaries[arch] != nil {
-			return nil, fmt.Errorf("there are two binaries for %s", arch)
+			return nil, fmt.Errorf("multiple binaries for %s", arch)
 		}
 
 		binary, err := os.ReadFile(path)
 		if err != nil {
-			return nil, fmt.Errorf("read the binary for %s: %w", arch, err)
+			return nil, fmt.Errorf("read binary for %s: %w", arch, err)
 		}
 
 		binaries[arch] = binary
@@ -138,7 +138,7 @@ func read(args []string) (map[string][]byte, error) {
 	return binaries, nil
 }
 
-// write writes an index, and says what it has written.
+// write writes an index to dir and prints its digests and sizes.
 func write(out io.Writer, dir string, index v1.ImageIndex) error {
 	if err := image.WriteLayout(dir, index); err != nil {
 		return err
@@ -168,7 +168,7 @@ func write(out io.Writer, dir string, index v1.ImageIndex) error {
 	return nil
 }
 
-// sizes are those of an image's layers, in megabytes, as pulled and as unpacked.
+// sizes returns the total size of the layers of an image in megabytes, compressed and unpacked.
 func sizes(index v1.ImageIndex, digest v1.Hash) (compressed, plain float64, err error) {
 	const megabyte = 1e6
 

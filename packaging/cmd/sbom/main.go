@@ -1,5 +1,5 @@
-// Command sbom writes the bill of materials of a release: of the builds of talos-ccm for all architectures, which must consist of the same
-// modules. It takes its time stamp from SOURCE_DATE_EPOCH. It does nothing else.
+// Command sbom writes the SBOM of a release, from the binaries for all architectures, which must contain the same modules. The timestamp is
+// SOURCE_DATE_EPOCH.
 package main
 
 import (
@@ -25,15 +25,15 @@ func run(args []string) error {
 	var version, output string
 
 	flags := flag.NewFlagSet("sbom -version V -output FILE BINARY…", flag.ContinueOnError)
-	flags.StringVar(&version, "version", "", "the version of talos-ccm")
-	flags.StringVar(&output, "output", "", "the file to write")
+	flags.StringVar(&version, "version", "", "version of talos-ccm")
+	flags.StringVar(&output, "output", "", "file to write")
 
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
 
 	if version == "" || output == "" || flags.NArg() == 0 {
-		return errors.New("a version, an output and at least one binary are needed")
+		return errors.New("-version, -output and at least one binary are required")
 	}
 
 	created, err := sourcedate.FromEnvironment()
@@ -49,7 +49,7 @@ func run(args []string) error {
 	return os.WriteFile(output, document, 0o644)
 }
 
-// describe is the one document of all the binaries.
+// describe returns the SBOM of the binaries. It fails unless all binaries have the same.
 func describe(binaries []string, version string, created time.Time) ([]byte, error) {
 	var document []byte
 
@@ -60,7 +60,7 @@ func describe(binaries []string, version string, created time.Time) ([]byte, err
 		}
 
 		if document != nil && !bytes.Equal(document, this) {
-			return nil, fmt.Errorf("%s and %s are built of different modules", binaries[0], binary)
+			return nil, fmt.Errorf("%s and %s contain different modules", binaries[0], binary)
 		}
 
 		document = this

@@ -1,6 +1,6 @@
-// Command talos has one version of Talos's machinery judge an unpacked extension: it loads and validates it as that version's imager does, and
-// decodes and validates its service specs as that version's machined does, but refuses keys that machined would ignore. There is a
-// module file for each version that is supported (go build -modfile=v1.12.mod), because no module can have two of them.
+// Command talos validates an unpacked extension with one version of the Talos machinery, like the imager and machined of that version. Unlike machined,
+// it refuses unknown keys in service specs. A module cannot require two versions, so each supported one has a module file
+// (go build -modfile=v1.12.mod).
 package main
 
 import (
@@ -21,13 +21,13 @@ func main() {
 		os.Exit(2)
 	}
 
-	if err := judge(os.Args[1], os.Args[2]); err != nil {
+	if err := validate(os.Args[1], os.Args[2]); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
 }
 
-func judge(folder, version string) error {
+func validate(folder, version string) error {
 	talos, err := semver.ParseTolerant(version)
 	if err != nil {
 		return fmt.Errorf("parse Talos version %q: %w", version, err)
@@ -48,11 +48,11 @@ func judge(folder, version string) error {
 	}
 
 	if len(specs) == 0 {
-		return errors.New("the extension has no service")
+		return errors.New("extension has no service spec")
 	}
 
 	for _, path := range specs {
-		if err := judgeSpec(path); err != nil {
+		if err := validateSpec(path); err != nil {
 			return fmt.Errorf("service spec %s: %w", filepath.Base(path), err)
 		}
 	}
@@ -60,12 +60,12 @@ func judge(folder, version string) error {
 	return nil
 }
 
-func judgeSpec(path string) error {
+func validateSpec(path string) error {
 	file, err := os.Open(path)
 	if err != nil {
 		return err
 	}
-	defer file.Close() //nolint:errcheck // it is only read
+	defer file.Close() //nolint:errcheck // read-only
 
 	decoder := yaml.NewDecoder(file)
 	decoder.KnownFields(true)
