@@ -19,7 +19,7 @@ REVISION ?= $(shell git rev-parse HEAD 2>/dev/null)
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null)
 SOURCE_DATE_EPOCH := $(SOURCE_DATE_EPOCH)
 
-# Timeouts per package of `make test` and `make e2e`; duration and selection of the tests of `make fuzz` and `make bench`.
+# Timeouts per package of `make test` and `make e2e`; duration and selection for `make fuzz` and `make bench`.
 TEST_TIMEOUT ?= 15m
 E2E_TIMEOUT ?= 30m
 FUZZTIME ?= 50000x
@@ -125,7 +125,7 @@ race: kube-assets compiler ## Run unit and integration tests with the race detec
 docs: ## Check all links, commands and YAML blocks in the documentation.
 	@$(GO) test -count=1 -v -run '^TestDocuments$$' ./test/docs
 
-# Build first: with an empty build cache the build exceeds the timeout of the tests of packaging/image, which need the binaries.
+# Build first: without a build cache the build exceeds the timeout of packaging/image, whose tests need the binaries.
 .PHONY: test
 test: lint build race docs monitoring-test ## Run the linters and all tests except e2e, with the race detector.
 

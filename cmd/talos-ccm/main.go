@@ -168,7 +168,8 @@ func addCommands(cmd *cobra.Command, commands ...*cobra.Command) {
 	}
 }
 
-// start runs the service until the first signal. A second signal ends the process immediately. The other commands install no signal handler.
+// start runs the service until the first signal. A second signal ends the process immediately. The other commands
+// install no signal handler.
 func start(ctx context.Context, options *ccm.Options) error {
 	ctx, stop := signal.NotifyContext(ctx, syscall.SIGTERM, syscall.SIGINT)
 	defer stop()
@@ -209,8 +210,8 @@ const environmentPrefix = "TALOS_CCM_"
 // serviceVariable matches the variables that a kubelet sets in containers for a Service named talos-ccm.
 var serviceVariable = regexp.MustCompile("^" + environmentPrefix + "(SERVICE_(HOST|PORT)|PORT)(_|$)")
 
-// setFromEnvironment sets the flags that are not set on the command line from the variables in environ. A variable with the prefix and without
-// a flag is an error, so that no setting is silently ignored.
+// setFromEnvironment sets the flags that are not set on the command line from the variables in environ. A variable
+// with the prefix and without a flag is an error, so that no setting is silently ignored.
 func setFromEnvironment(flags *pflag.FlagSet, environ []string) error {
 	byVariable := map[string]*pflag.Flag{}
 

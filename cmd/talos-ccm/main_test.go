@@ -178,8 +178,8 @@ func TestSetFromEnvironment(t *testing.T) {
 		{name: "value with equals sign", environ: []string{"TALOS_CCM_CLUSTER_NAME=a=b=c"}, want: defaults(func(s *settings) { s.name = "a=b=c" })},
 		{name: "empty value", environ: []string{"TALOS_CCM_CLUSTER_NAME="}, want: defaults(func(s *settings) { s.name = "" })},
 		{name: "command line takes precedence", args: []string{"--cluster-name=shop"}, environ: []string{"TALOS_CCM_CLUSTER_NAME=prod"}, want: defaults(func(s *settings) { s.name = "shop" })},
-		{name: "command line with the default value takes precedence", args: []string{"--leader-elect=true"}, environ: []string{"TALOS_CCM_LEADER_ELECT=false"}, want: unchanged},
-		{name: "command line takes precedence over invalid value", args: []string{"--concurrent-node-syncs=2"}, environ: []string{"TALOS_CCM_CONCURRENT_NODE_SYNCS=many"}, want: defaults(func(s *settings) { s.workers = 2 })},
+		{name: "command line with the default value", args: []string{"--leader-elect=true"}, environ: []string{"TALOS_CCM_LEADER_ELECT=false"}, want: unchanged},
+		{name: "command line overrides invalid value", args: []string{"--concurrent-node-syncs=2"}, environ: []string{"TALOS_CCM_CONCURRENT_NODE_SYNCS=many"}, want: defaults(func(s *settings) { s.workers = 2 })},
 		{name: "other variables are ignored", environ: []string{"PATH=/bin", "TALOS_VERSION=1.13", "CLUSTER_NAME=x", "XTALOS_CCM_CLUSTER_NAME=x", "odd", ""}, want: unchanged},
 
 		{

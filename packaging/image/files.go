@@ -1,5 +1,5 @@
-// Package image packs talos-ccm as a Talos system extension and as an image for pods. The result is reproducible: it depends only on the input, and not
-// on the time, the host or the umask.
+// Package image packs talos-ccm as a Talos system extension and as an image for pods. The result is reproducible: it
+// depends only on the input, and not on the time, the host or the umask.
 package image
 
 import (
@@ -77,7 +77,7 @@ func Extension(r Release, binary []byte) ([]File, error) {
 	return files, nil
 }
 
-// Pod returns the files of the image for pods. It contains no CA bundle, since the credentials contain the CAs of the cluster.
+// Pod returns the files of the image for pods. It contains no CA bundle; the credentials contain the CAs.
 func Pod(binary []byte) []File { return []File{{extension.Name, executable, binary}} }
 
 // manifest returns the manifest of the extension with the version of the release.
@@ -98,7 +98,7 @@ func (r Release) manifest() ([]byte, error) {
 	return encoded, nil
 }
 
-// Write writes files to an existing directory, with the same modes as in the image. Other files in the directory are kept.
+// Write writes files to an existing directory, with the same modes as in the image. It keeps other files.
 func Write(dir string, files []File) error {
 	for _, folder := range folders(files) {
 		name := filepath.Join(dir, filepath.FromSlash(folder))

@@ -136,7 +136,8 @@ func compress(files []File, created time.Time) ([]byte, error) {
 	return buffer.Bytes(), nil
 }
 
-// archive writes each directory before its files, because Talos does not create parents when it unpacks. All files belong to root.
+// archive writes each directory before its files, because Talos does not create parents when it unpacks. All files
+// belong to root.
 func archive(out io.Writer, files []File, created time.Time) error {
 	w := tar.NewWriter(out)
 

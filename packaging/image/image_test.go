@@ -23,7 +23,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/packaging/image"
 )
 
-// maxCompressed bounds the size of an image in bytes. To find the cause of an increase, run go tool nm -size on an unstripped binary.
+// maxCompressed bounds the size of an image in bytes. To find the cause of an increase, run go tool nm -size on an
+// unstripped binary.
 const maxCompressed = 25_000_000
 
 func TestImage_ExtensionIsValid(t *testing.T) {
@@ -119,7 +120,8 @@ func TestImage_IsReproducible(t *testing.T) {
 	first := makeOnce(t)
 	elsewhere := filepath.Join(t.TempDir(), "talos-ccm")
 
-	// Another directory without git but within a Go workspace, and with other timestamps, modes, umask, locale, time zone and Go settings.
+	// Another directory without git but within a Go workspace, and with other timestamps, modes, umask, locale, time
+	// zone and Go settings.
 	if err := errors.Join(os.Mkdir(elsewhere, 0o755), os.WriteFile(filepath.Join(elsewhere, "../go.work"), []byte("go 1.26\n"), 0o600)); err != nil {
 		t.Fatal(err)
 	}

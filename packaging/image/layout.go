@@ -18,8 +18,8 @@ import (
 // marker is a file that every OCI layout contains (image-spec, image-layout.md).
 const marker = "oci-layout"
 
-// WriteLayout writes an index to dir as an OCI layout. index.json lists the images directly, since the imager of Talos does not read nested indexes. An
-// existing layout is replaced. It is an error if dir contains anything else.
+// WriteLayout writes an index to dir as an OCI layout. index.json lists the images directly, since the imager of
+// Talos does not read nested indexes. An existing layout is replaced. It is an error if dir contains anything else.
 func WriteLayout(dir string, index v1.ImageIndex) error {
 	if err := checkReplaceable(dir); err != nil {
 		return err
@@ -86,8 +86,8 @@ func ReadLayout(dir string) (v1.ImageIndex, error) {
 	return index, nil
 }
 
-// Push pushes the OCI layout in dir to a reference such as host/repository:tag, and returns the reference with the digest. It uses the credentials of
-// Docker and Podman. A registry on a loopback address is accessed without TLS.
+// Push pushes the OCI layout in dir to a reference such as host/repository:tag, and returns the reference with the
+// digest. It uses the credentials of Docker and Podman. A registry on a loopback address is accessed without TLS.
 func Push(ctx context.Context, dir, reference string) (string, error) {
 	ref, err := name.ParseReference(reference, name.StrictValidation)
 	if err != nil {

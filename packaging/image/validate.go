@@ -25,14 +25,15 @@ import (
 	"github.com/talos-ccm/talos-ccm/extension"
 )
 
-// SupportedTalos has the first release of each supported minor version of Talos. Validate uses one version of the machinery for all of them; a test
-// uses the machinery of each.
+// SupportedTalos has the first release of each supported minor version of Talos. Validate uses one version of the
+// machinery for all of them; a test uses the machinery of each.
 var SupportedTalos = []string{"1.12.0", "1.13.0", "1.14.0"}
 
 // unsupportedTalos is a version that the manifest must exclude.
 const unsupportedTalos = "1.11.99"
 
-// versionForm matches versions that are valid label values: no leading v, no build metadata, and a letter or digit at the end.
+// versionForm matches versions that are valid label values: no leading v, no build metadata, and a letter or digit at
+// the end.
 var versionForm = regexp.MustCompile(`^\d+\.\d+\.\d+(-[0-9A-Za-z.-]*[0-9A-Za-z])?$`)
 
 // longestVersion is the maximum length of a label value in bytes.
@@ -78,8 +79,8 @@ func Validate(index v1.ImageIndex) error {
 	return errors.Join(errs...)
 }
 
-// Unpack returns the files of an image with one layer. It returns an error for files that do not belong to root, special files, and directories that
-// follow their files, which Talos cannot unpack.
+// Unpack returns the files of an image with one layer. It returns an error for files that do not belong to root,
+// special files, and directories that follow their files, which Talos cannot unpack.
 func Unpack(img v1.Image) ([]File, error) {
 	layers, err := img.Layers()
 	if err != nil {
@@ -220,7 +221,7 @@ func checkManifest(content []byte) error {
 // machines maps GOARCH to the ELF machine.
 var machines = map[string]elf.Machine{"amd64": elf.EM_X86_64, "arm64": elf.EM_AARCH64}
 
-// checkBinary checks that the binary is a static executable, since it is the only file in the root file system of the service.
+// checkBinary checks that the binary is a static executable; the root file system of the service has no libraries.
 func checkBinary(content []byte, arch string) error {
 	file, err := elf.NewFile(bytes.NewReader(content))
 	if err != nil {
@@ -238,8 +239,9 @@ func checkBinary(content []byte, arch string) error {
 	return nil
 }
 
-// checkSpec runs the validation of Talos and checks what it does not: unknown keys, matching names, and dependencies. The boot of Talos waits for every
-// extension service, and Talos reboots if one does not start. The only allowed dependency is therefore machine.sock, which always exists.
+// checkSpec runs the validation of Talos and checks what it does not: unknown keys, matching names, and dependencies.
+// The boot of Talos waits for every extension service, and Talos reboots if one does not start. The only allowed
+// dependency is therefore machine.sock, which always exists.
 func checkSpec(content []byte) error {
 	var spec services.Spec
 
@@ -278,7 +280,8 @@ func checkSpec(content []byte) error {
 	return errors.Join(errs...)
 }
 
-// checkBill checks that the SBOM has one package, the extension with the version of the manifest. A controller of Talos fails on an SBOM that it cannot parse.
+// checkBill checks that the SBOM has one package, the extension with the version of the manifest. A controller of
+// Talos fails on an SBOM that it cannot parse.
 func checkBill(content []byte, files []File) error {
 	document, err := spdxjson.Read(bytes.NewReader(content))
 	if err != nil {

@@ -18,7 +18,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/packaging/image"
 )
 
-// recipe has the keys of pkg.yaml that are used here (siderolabs/bldr v0.6.3, internal/pkg/types/v1alpha2). bldr ignores unknown keys.
+// recipe has the keys of pkg.yaml that are used here (siderolabs/bldr v0.6.3, internal/pkg/types/v1alpha2). bldr
+// ignores unknown keys.
 type recipe struct {
 	Name          string
 	Variant       string

@@ -21,8 +21,9 @@ const enough = 75
 // licenseFile matches the names of license files in the root of a module.
 var licenseFile = regexp.MustCompile(`(?i)^(licen[cs]e|copying|unlicense)([._-].*)?$`)
 
-// licenseOf returns the SPDX expression for the license texts in a directory. Several licenses are combined with AND, because scanners cannot recognize
-// a choice between them. Without a license text, or with an unknown one, it returns NOASSERTION.
+// licenseOf returns the SPDX expression for the license texts in a directory. Several licenses are combined with AND,
+// because scanners cannot recognize a choice between them. Without a license text, or with an unknown one, it returns
+// NOASSERTION.
 func licenseOf(folder string) (string, error) {
 	entries, err := os.ReadDir(folder)
 	if err != nil {

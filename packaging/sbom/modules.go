@@ -15,11 +15,12 @@ import (
 	"github.com/talos-ccm/talos-ccm/extension"
 )
 
-// Modules returns the SBOM of a binary: talos-ccm, the Go modules in the binary and the standard library, with versions, licenses and the checksums of
-// go.sum. The leading v of version is optional. The SBOM does not depend on the architecture.
+// Modules returns the SBOM of a binary: talos-ccm, the Go modules in the binary and the standard library, with
+// versions, licenses and the checksums of go.sum. The leading v of version is optional. The SBOM does not depend on
+// the architecture.
 //
-// The license of a module is NOASSERTION if it is unknown. Modules returns an error if the binary was not built by Go or if one of its modules is
-// missing from the module cache.
+// The license of a module is NOASSERTION if it is unknown. Modules returns an error if the binary was not built by Go
+// or if one of its modules is missing from the module cache.
 func Modules(binary, version string, created time.Time) ([]byte, error) {
 	info, err := buildinfo.ReadFile(binary)
 	if err != nil {
@@ -112,7 +113,8 @@ func library(path, version, license string) *v2_3.Package {
 	}
 }
 
-// identifier returns a unique SPDX identifier for a path. Characters that are not allowed, and dashes, are escaped as a dash and the code point.
+// identifier returns a unique SPDX identifier for a path. Characters that are not allowed, and dashes, are escaped as
+// a dash and the code point.
 func identifier(path string) string {
 	var b strings.Builder
 

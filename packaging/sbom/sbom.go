@@ -1,5 +1,5 @@
-// Package sbom creates SBOMs as SPDX 2.3 JSON: of the extension for its image, and of the Go modules in a binary for a release. The result is
-// reproducible. Licenses are read from the Go module cache; no network access is required.
+// Package sbom creates SBOMs as SPDX 2.3 JSON: of the extension for its image, and of the Go modules in a binary for
+// a release. The result is reproducible. Licenses are read from the Go module cache; no network access is required.
 package sbom
 
 import (
@@ -27,14 +27,16 @@ const (
 	noAssertion = "NOASSERTION"
 )
 
-// Extension returns the SBOM for /usr/local/share/spdx of the extension image. It has exactly one package: Talos identifies packages by name across the
-// host and all extensions, so Go modules of talos-ccm would replace those of Talos
-// (internal/app/machined/pkg/controllers/runtime/sbom_item.go, Talos v1.13.5). The leading v of version is optional.
+// Extension returns the SBOM for /usr/local/share/spdx of the extension image. It has exactly one package: Talos
+// identifies packages by name across the host and all extensions, so Go modules of talos-ccm would replace those of
+// Talos (internal/app/machined/pkg/controllers/runtime/sbom_item.go, Talos v1.13.5). The leading v of version is
+// optional.
 func Extension(version string, created time.Time) ([]byte, error) {
 	return encode(document(extension.Name+"-extension", []*v2_3.Package{product(version)}, created))
 }
 
-// product returns the package of talos-ccm. Its version has no leading v, like in the manifest of the extension; the version of the Go module has one.
+// product returns the package of talos-ccm. Its version has no leading v, like in the manifest of the extension; the
+// version of the Go module has one.
 func product(version string) *v2_3.Package {
 	version = strings.TrimPrefix(version, "v")
 

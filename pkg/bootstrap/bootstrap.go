@@ -1,7 +1,9 @@
-// Package bootstrap obtains short-lived, least-privilege Kubernetes credentials with the admin kubeconfig of the local machine.
+// Package bootstrap obtains short-lived, least-privilege Kubernetes credentials with the admin kubeconfig of the
+// local machine.
 //
-// With the admin kubeconfig it applies the ServiceAccount and its RBAC, and requests a token that is valid for at most one hour. The admin
-// kubeconfig is held in memory only while it is in use and is never written to disk. Only the token and a kubeconfig that refers to it are.
+// With the admin kubeconfig it applies the ServiceAccount and its RBAC, and requests a token that is valid for at
+// most one hour. The admin kubeconfig is held in memory only while it is in use and is never written to disk. Only
+// the token and a kubeconfig that refers to it are.
 package bootstrap
 
 import (
@@ -45,14 +47,15 @@ const (
 	// fieldManager owns the ServiceAccount and the RBAC objects.
 	fieldManager = "talos-ccm"
 
-	// maxInterval is the longest time between two renewals, whatever the lifetime of the token. It bounds how long a deleted ServiceAccount or
-	// RBAC object is missing.
+	// maxInterval is the longest time between two renewals, whatever the lifetime of the token. It bounds how long a
+	// deleted ServiceAccount or RBAC object is missing.
 	maxInterval = 10 * time.Minute
 	// minInterval is the shortest time between two renewals, even if clock skew makes the token look expired.
 	minInterval = time.Minute
 
 	attemptTimeout = 15 * time.Second
-	// cycle bounds a series of attempts, and thereby the delay between attempts to about eight seconds. The next series follows immediately.
+	// cycle bounds a series of attempts, and thereby the delay between attempts to about eight seconds. The next
+	// series follows immediately.
 	cycle = 15 * time.Second
 
 	// Delays between attempts to watch the admin kubeconfig.
@@ -86,14 +89,16 @@ func New(admin Admin, dir string, clk clock.Clock) *Bootstrap {
 	return &Bootstrap{admin: admin, dir: dir, clock: clk}
 }
 
-// Kubeconfig returns the path of the kubeconfig that Run writes. The kubeconfig refers to a token file, which client-go reloads.
+// Kubeconfig returns the path of the kubeconfig that Run writes. The kubeconfig refers to a token file, which
+// client-go reloads.
 func (b *Bootstrap) Kubeconfig() string { return filepath.Join(b.dir, "kubeconfig") }
 
-// Run renews the token and reapplies RBAC until ctx ends: at half of the token's lifetime but at least every ten minutes, and whenever Talos issues
-// a new admin kubeconfig. It calls ready after the first success. Failures are retried.
+// Run renews the token and reapplies RBAC until ctx ends: at half of the token's lifetime but at least every ten
+// minutes, and whenever Talos issues a new admin kubeconfig. It calls ready after the first success. Failures are
+// retried.
 //
-// Run returns early if the API server endpoint or its CA has changed. Existing clients cannot follow such a change in time (client-go reloads CA
-// files every five minutes) and must be recreated.
+// Run returns early if the API server endpoint or its CA has changed. Existing clients cannot follow such a change in
+// time (client-go reloads CA files every five minutes) and must be recreated.
 func (b *Bootstrap) Run(ctx context.Context, ready func()) {
 	var first []byte
 
@@ -211,7 +216,6 @@ func (b *Bootstrap) wait(ctx context.Context, current renewal) {
 		backoff.Sleep(ctx, b.clock, min(max(current.lifetime/2, minInterval), maxInterval))
 	}()
 
-	//nolint:errcheck // the only error is that of ctx
 	_ = backoff.Retry(ctx, b.clock, watchRetryFirst, watchRetryMax, func(ctx context.Context) error {
 		err := b.watchAdmin(ctx, current.admin)
 		if err != nil && ctx.Err() == nil {
@@ -222,7 +226,8 @@ func (b *Bootstrap) wait(ctx context.Context, current renewal) {
 	})
 }
 
-// watchAdmin returns nil when the admin kubeconfig is not the one with the given fingerprint, whether it changed before or during the watch.
+// watchAdmin returns nil when the admin kubeconfig is not the one with the given fingerprint, whether it changed
+// before or during the watch.
 func (b *Bootstrap) watchAdmin(ctx context.Context, used fingerprint) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -287,7 +292,8 @@ func replaceFile(path string, data []byte) error {
 	return nil
 }
 
-// applyManifests applies every document of the stream by server-side apply. It overrides conflicts, since talos-ccm owns objects of these names.
+// applyManifests applies every document of the stream by server-side apply. It overrides conflicts, since talos-ccm
+// owns objects of these names.
 func applyManifests(ctx context.Context, client kubernetes.Interface, stream []byte) error {
 	documents := utilyaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(stream)))
 

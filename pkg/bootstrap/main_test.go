@@ -23,7 +23,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-// waitTimeout bounds every wait. It covers several retries and is shorter than the interval of renewals, so a renewal within it is an immediate one.
+// waitTimeout bounds every wait. It covers several retries and is shorter than the interval of renewals, so a renewal
+// within it is an immediate one.
 const waitTimeout = time.Minute
 
 // controlPlane is shared by the tests of this package. They are not parallel, since some stop its API server.

@@ -101,7 +101,8 @@ func TestRBAC_RevertsChangesByOthers(t *testing.T) {
 	_, err = roles.Update(t.Context(), role, metav1.UpdateOptions{})
 	must(t, err)
 
-	// The authorizer observes the change with a delay. Wait for it, so that the old permissions are not mistaken for the restored ones.
+	// The authorizer observes the change with a delay. Wait for it, so that the old permissions are not mistaken for
+	// the restored ones.
 	client := s.client(t)
 	eventually(t, "token may no longer list nodes", func() bool {
 		return !may(t, client, authorizationv1.ResourceAttributes{Verb: "list", Resource: "nodes"})
@@ -120,8 +121,9 @@ func TestRBAC_RevertsChangesByOthers(t *testing.T) {
 // everywhere is the empty namespace of reviews: a cluster-scoped resource, or all namespaces.
 const everywhere = ""
 
-// allowed returns everything that the token may do without naming an object, as verb and resource by namespace. In everywhere, the first three rows
-// are granted to every authenticated user, and the next two by system:auth-delegator.
+// allowed returns everything that the token may do without naming an object, as verb and resource by namespace. In
+// everywhere, the first three rows are granted to every authenticated user, and the next two by
+// system:auth-delegator.
 func allowed() map[string][]string {
 	return map[string][]string{
 		everywhere: {
@@ -203,7 +205,8 @@ func TestRBAC_RestrictsNamedObjects(t *testing.T) {
 	}
 }
 
-// allResources returns the resources and subresources of the API server, such as nodes/status and leases.coordination.k8s.io.
+// allResources returns the resources and subresources of the API server, such as nodes/status and
+// leases.coordination.k8s.io.
 func allResources(t *testing.T) []schema.GroupResource {
 	t.Helper()
 

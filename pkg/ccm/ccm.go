@@ -1,7 +1,9 @@
-// Package ccm runs talos-ccm: it obtains credentials, runs for leader election and runs the reflector and the controllers while it leads.
+// Package ccm runs talos-ccm: it obtains credentials, runs for leader election and runs the reflector and the
+// controllers while it leads.
 //
-// It uses the flags, the secure port and the controllers of k8s.io/cloud-provider/app, but not app.Run: that cannot release the lease, exits
-// if the API server is not available yet, and keeps the list of disabled controllers in a package variable.
+// It uses the flags, the secure port and the controllers of k8s.io/cloud-provider/app, but not app.Run: that cannot
+// release the lease, exits if the API server is not available yet, and keeps the list of disabled controllers in a
+// package variable.
 package ccm
 
 import (
@@ -43,8 +45,8 @@ type App struct {
 	socket *talosapi.Socket
 	// settings outlive the connections to Kubernetes, so that the last-known-good configuration stays in force.
 	settings *settings.Store
-	// identity is the holder of the lease where the machine has no better one. It outlives the connections to Kubernetes, so that a lease that
-	// could not be released can be renewed.
+	// identity is the holder of the lease where the machine has no better one. It outlives the connections to
+	// Kubernetes, so that a lease that could not be released can be renewed.
 	identity string
 }
 
@@ -80,9 +82,9 @@ func New(options *Options) (*App, error) {
 	return a, nil
 }
 
-// Run runs until ctx ends; it then releases the lease and returns nil, within ten seconds. It idles while the local machine is a worker, in
-// maintenance mode, or going down. It returns a *RestartError if the process must be replaced. After any other error, such as a lost
-// lease, a supervisor should restart the process.
+// Run runs until ctx ends; it then releases the lease and returns nil, within ten seconds. It idles while the local
+// machine is a worker, in maintenance mode, or going down. It returns a *RestartError if the process must be
+// replaced. After any other error, such as a lost lease, a supervisor should restart the process.
 func (a *App) Run(ctx context.Context) error {
 	if a.socket != nil {
 		defer a.socket.Close() //nolint:errcheck // no call is in flight
@@ -192,8 +194,8 @@ func (a *App) connect(ctx context.Context) error {
 	return newControllerManager(a, creds, config).run(ctx)
 }
 
-// credentials waits for credentials and returns the Talos credentials and the path of the kubeconfig, empty for the in-cluster configuration.
-// The renewal runs in group. It calls replaced if the API server endpoint or CA changes.
+// credentials waits for credentials and returns the Talos credentials and the path of the kubeconfig, empty for the
+// in-cluster configuration. The renewal runs in group. It calls replaced if the API server endpoint or CA changes.
 func (a *App) credentials(ctx context.Context, group *sync.WaitGroup, replaced func()) (talosapi.Credentials, string) {
 	kubeconfig := a.options.Framework.Generic.ClientConnection.Kubeconfig
 
@@ -226,8 +228,8 @@ func (a *App) credentials(ctx context.Context, group *sync.WaitGroup, replaced f
 	return creds, kubeconfig
 }
 
-// frameworkConfig builds the configuration of the framework and opens the secure port, retrying until the API server answers and the port is
-// free. It returns nil if ctx ends first.
+// frameworkConfig builds the configuration of the framework and opens the secure port, retrying until the API server
+// answers and the port is free. It returns nil if ctx ends first.
 func (a *App) frameworkConfig(ctx context.Context, kubeconfig string) (config *cloudconfig.CompletedConfig, err error) {
 	if kubeconfig == "" {
 		if _, err := rest.InClusterConfig(); err != nil {
@@ -237,7 +239,6 @@ func (a *App) frameworkConfig(ctx context.Context, kubeconfig string) (config *c
 		return nil, fmt.Errorf("read kubeconfig: %w", err)
 	}
 
-	//nolint:errcheck // the only error is that of ctx
 	_ = backoff.Retry(ctx, a.clock, retryFirst, retryMax, func(ctx context.Context) error {
 		// A failed attempt changes the options, for example it sets the secure port to 0 if the port is in use.
 		framework := a.options.frameworkFor(kubeconfig)

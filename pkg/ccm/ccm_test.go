@@ -98,7 +98,8 @@ func (s *suite) stopAPIServer() {
 	s.Cleanup(func() { s.require(s.kube.StartAPIServer(context.Background())) })
 }
 
-// initializing registers the Nodes of 30 machines, some of them slow, and returns when some but not all are initialized: the last one is frozen.
+// initializing registers the Nodes of 30 machines, some of them slow, and returns when some but not all are
+// initialized: the last one is frozen.
 func (s *suite) initializing() (machines []*talostest.Machine, last *talostest.Machine) {
 	s.Helper()
 
@@ -252,7 +253,8 @@ func TestApp_InitializesLocalNodeWithoutNetwork(t *testing.T) {
 	s.awaitInitialized(worker)
 }
 
-// The API server derives the field manager from the user agent. The default of client-go is the name of the binary, here that of this test.
+// The API server derives the field manager from the user agent. The default of client-go is the name of the binary,
+// here that of this test.
 func TestApp_SetsFieldManager(t *testing.T) {
 	s := newSuite(t, "named-", talostest.Options{})
 	self := s.controlPlane("cp")
@@ -279,8 +281,8 @@ func (s *suite) events(m *talostest.Machine, reason string) []corev1.Event {
 	}).Items
 }
 
-// awaitIdle waits until the process logs that it idles at a new stage. It fails the test if the process has done more than watch the type and the
-// status of its machine and its configuration.
+// awaitIdle waits until the process logs that it idles at a new stage. It fails the test if the process has done more
+// than watch the type and the status of its machine and its configuration.
 func (p *process) awaitIdle(m *talostest.Machine, stage runtime.MachineStage) {
 	p.suite.Helper()
 
@@ -610,7 +612,8 @@ func withControllers(t *testing.T, controllers ...string) *ccm.Options {
 	return options
 }
 
-// hangingProxy forwards connections to the API server until hung is closed. Then it forwards nothing and keeps connections open.
+// hangingProxy forwards connections to the API server until hung is closed. Then it forwards nothing and keeps
+// connections open.
 type hangingProxy struct {
 	listener net.Listener
 	target   string
@@ -683,8 +686,8 @@ func (p *hangingProxy) pass(to io.Writer, from io.Reader) {
 	}
 }
 
-// If the API server does not respond, another instance may acquire the lease when it has expired. The controllers must have stopped by then, without
-// waiting for the release of the lease.
+// If the API server does not respond, another instance may acquire the lease when it has expired. The controllers
+// must have stopped by then, without waiting for the release of the lease.
 func TestApp_StopsBeforeLeaseExpiresIfAPIServerHangs(t *testing.T) {
 	s := newSuite(t, "hung-", talostest.Options{})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
@@ -698,7 +701,8 @@ func TestApp_StopsBeforeLeaseExpiresIfAPIServerHangs(t *testing.T) {
 	options.Framework.Generic.ClientConnection.Kubeconfig = filepath.Join(t.TempDir(), "kubeconfig")
 	s.require(os.WriteFile(options.Framework.Generic.ClientConnection.Kubeconfig, kube.Kubeconfig(config), 0o600))
 
-	// The elector gives up at the renew deadline, and then waits too long for the release of the lease: half of the deadline.
+	// The elector gives up at the renew deadline, and then waits too long for the release of the lease: half of the
+	// deadline.
 	election := &options.Framework.Generic.LeaderElection
 	election.LeaseDuration.Duration, election.RenewDeadline.Duration, election.RetryPeriod.Duration = 30*time.Second, 22*time.Second, time.Second
 

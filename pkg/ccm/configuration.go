@@ -27,7 +27,8 @@ const (
 
 var errNodenameUnknown = errors.New("nodename of the local machine is not known")
 
-// NodeOptions returns a configuration's options for Nodes. fallback applies if the configuration does not set providerIDFallback.
+// NodeOptions returns a configuration's options for Nodes. fallback applies if the configuration does not set
+// providerIDFallback.
 func NodeOptions(c *config.Compiled, fallback config.ProviderIDFallback) nodespec.Options {
 	return nodespec.Options{
 		ClusterName:          c.ClusterName,
@@ -38,8 +39,8 @@ func NodeOptions(c *config.Compiled, fallback config.ProviderIDFallback) nodespe
 	}
 }
 
-// reportConfiguration emits an Event on the local machine's Node when the configuration becomes invalid, and when it becomes valid again. It
-// returns when ctx ends, and emits nothing outside Talos, where there is no such Node.
+// reportConfiguration emits an Event on the local machine's Node when the configuration becomes invalid, and when it
+// becomes valid again. It returns when ctx ends, and emits nothing outside Talos, where there is no such Node.
 func (m *controllerManager) reportConfiguration(ctx context.Context) {
 	if m.app.socket == nil {
 		return
@@ -95,9 +96,9 @@ func (m *controllerManager) reportConfiguration(ctx context.Context) {
 	<-ctx.Done()
 }
 
-// RestartError is returned by App.Run if the ExtensionServiceConfig document sets environment variables that the process was not started with.
-// Talos passes them only to services that start after the document was loaded; at boot, services start earlier. The caller should replace the
-// process by one with Environment.
+// RestartError is returned by App.Run if the ExtensionServiceConfig document sets environment variables that the
+// process was not started with. Talos passes them only to services that start after the document was loaded; at boot,
+// services start earlier. The caller should replace the process by one with Environment.
 type RestartError struct {
 	Environment []string
 }
@@ -130,7 +131,8 @@ func (a *App) restart() *RestartError {
 	base := baseOf(a.options.Environment)
 	wanted := overlay(base, a.settings.Environment())
 
-	if slices.Equal(wanted, withoutBase(a.options.Environment)) {
+	isBase := func(entry string) bool { return strings.HasPrefix(entry, baseVariable+"=") }
+	if slices.Equal(wanted, slices.DeleteFunc(slices.Clone(a.options.Environment), isBase)) {
 		return nil
 	}
 
@@ -139,10 +141,11 @@ func (a *App) restart() *RestartError {
 	return &RestartError{Environment: append(wanted, baseVariable+"="+string(data))}
 }
 
-// baseVariable holds the environment that the process had before it was first replaced, as JSON. A variable that is removed from the document
-// gets its former value back. The name is not that of any flag.
+// baseVariable holds the environment that the process had before it was first replaced, as JSON. A variable that is
+// removed from the document gets its former value back. The name is not that of any flag.
 const baseVariable = "TALOSCCM_BASE_ENVIRONMENT"
 
+// baseOf returns the environment that the process had before it was first replaced.
 func baseOf(environ []string) []string {
 	for _, entry := range environ {
 		var base []string
@@ -153,10 +156,6 @@ func baseOf(environ []string) []string {
 	}
 
 	return environ
-}
-
-func withoutBase(environ []string) []string {
-	return slices.DeleteFunc(slices.Clone(environ), func(entry string) bool { return strings.HasPrefix(entry, baseVariable+"=") })
 }
 
 // overlay returns environ with variables set. Entries have the form NAME=value; the last entry for a name wins.

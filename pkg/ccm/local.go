@@ -25,7 +25,8 @@ type localState struct {
 	stage        runtime.MachineStage
 }
 
-// serves reports whether talos-ccm should run: on a control-plane machine that is not going down. A machine in maintenance mode has no type.
+// serves reports whether talos-ccm should run: on a control-plane machine that is not going down. A machine in
+// maintenance mode has no type.
 func (s localState) serves() bool {
 	switch s.stage {
 	case runtime.MachineStageUnknown:
@@ -38,11 +39,11 @@ func (s localState) serves() bool {
 	return s.controlPlane
 }
 
-// watchLocalState sends the state of the local machine on every change until ctx ends. While machined cannot be reached, the last state holds.
+// watchLocalState sends the state of the local machine on every change until ctx ends. While machined cannot be
+// reached, the last state holds.
 func (a *App) watchLocalState(ctx context.Context, changes chan<- localState) {
 	var last localState
 
-	//nolint:errcheck // the only error is that of ctx
 	_ = backoff.Retry(ctx, a.clock, retryFirst, retryMax, func(ctx context.Context) error {
 		err := followLocalState(ctx, a.socket.Reader, &last, changes)
 		if ctx.Err() == nil {
@@ -132,8 +133,9 @@ func (a *App) localNodename(ctx context.Context) string {
 	return nodename.TypedSpec().Nodename
 }
 
-// leaseIdentity returns the holder identity for the lease. On Talos it is derived from the machine: Talos runs one instance per machine and
-// restarts it, so the holder of a lease that names this machine was an earlier process, and the lease can be renewed without waiting for it to expire.
+// leaseIdentity returns the holder identity for the lease. On Talos it is derived from the machine: Talos runs one
+// instance per machine and restarts it, so the holder of a lease that names this machine was an earlier process, and
+// the lease can be renewed without waiting for it to expire.
 func (a *App) leaseIdentity(ctx context.Context) string {
 	if a.socket == nil {
 		return a.identity

@@ -40,8 +40,8 @@ const (
 	leaseName      = "cloud-controller-manager-talos"
 )
 
-// bed is shared by the tests of this package. The tests are not parallel, because they share the lease and the API server, which some of them
-// stop.
+// bed is shared by the tests of this package. The tests are not parallel, because they share the lease and the API
+// server, which some of them stop.
 type bed struct {
 	kube   *kube.Cluster
 	client kubernetes.Interface

@@ -23,8 +23,8 @@ import (
 )
 
 const (
-	// stopTimeout bounds how long the controllers take to stop, and then how long the release of the lease takes. Talos sends SIGKILL ten
-	// seconds after SIGTERM.
+	// stopTimeout bounds how long the controllers take to stop, and then how long the release of the lease takes.
+	// Talos sends SIGKILL ten seconds after SIGTERM.
 	stopTimeout = 4 * time.Second
 
 	// electionHealthTimeout is how long after the lease has expired /healthz fails.
@@ -33,8 +33,8 @@ const (
 	component = "talos-ccm"
 )
 
-// controllerManager serves health and metrics, and runs the controllers while it leads. It lives as long as its connection to Kubernetes; what
-// outlives the connection belongs to app.
+// controllerManager serves health and metrics, and runs the controllers while it leads. It lives as long as its
+// connection to Kubernetes; what outlives the connection belongs to app.
 type controllerManager struct {
 	app      *App
 	creds    talosapi.Credentials
@@ -102,7 +102,8 @@ func (m *controllerManager) run(ctx context.Context) error {
 	return err
 }
 
-// serve starts the secure port, if it is enabled. The returned channel is closed when the server has stopped after ctx ends.
+// serve starts the secure port, if it is enabled. The returned channel is closed when the server has stopped after
+// ctx ends.
 func (m *controllerManager) serve(ctx context.Context) (<-chan struct{}, error) {
 	if m.config.SecureServing == nil {
 		return nil, nil
@@ -119,8 +120,8 @@ func (m *controllerManager) serve(ctx context.Context) (<-chan struct{}, error) 
 	return stopped, nil
 }
 
-// elect runs the controllers while it holds the lease. When ctx ends it stops the controllers first and then releases the lease, so that two
-// instances never act at the same time.
+// elect runs the controllers while it holds the lease. When ctx ends it stops the controllers first and then releases
+// the lease, so that two instances never act at the same time.
 func (m *controllerManager) elect(ctx context.Context) error {
 	electionCtx, release := context.WithCancel(context.WithoutCancel(ctx))
 	defer release()
@@ -142,8 +143,8 @@ func (m *controllerManager) elect(ctx context.Context) error {
 		return err
 	}
 
-	// The elector calls OnStartedLeading in a goroutine of its own, possibly after leadingCtx has ended and the wait for the controllers is over.
-	// Therefore the controllers do not run in the callback.
+	// The elector calls OnStartedLeading in a goroutine of its own, possibly after leadingCtx has ended and the wait
+	// for the controllers is over. Therefore the controllers do not run in the callback.
 	controllers.Go(func() {
 		select {
 		case <-started:
@@ -189,8 +190,9 @@ func (m *controllerManager) elect(ctx context.Context) error {
 	return err
 }
 
-// leaseExpires returns a channel that is closed shortly before the held lease expires, unless ctx ends first. The elector gives up earlier, but
-// returns only after it has tried to release the lease. If the API server does not respond, that takes longer than the lease lasts.
+// leaseExpires returns a channel that is closed shortly before the held lease expires, unless ctx ends first. The
+// elector gives up earlier, but returns only after it has tried to release the lease. If the API server does not
+// respond, that takes longer than the lease lasts.
 func (m *controllerManager) leaseExpires(ctx context.Context, elector *leaderelection.LeaderElector) <-chan struct{} {
 	election := m.config.ComponentConfig.Generic.LeaderElection
 	// Half of the time between the renew deadline and the expiry of the lease is for the controllers to stop.

@@ -28,8 +28,8 @@ func init() {
 	buildInfo.WithLabelValues(version.Version(), runtime.Version()).Set(1)
 }
 
-// countMachines updates the metric talosccm_machines from inv until stop is called. stop deletes all series, since the next leader exports
-// them. Later changes of inv, from informers that stop late, have no effect.
+// countMachines updates the metric talosccm_machines from inv until stop is called. stop deletes all series, since
+// the next leader exports them. Later changes of inv, from informers that stop late, have no effect.
 func countMachines(inv *inventory.Inventory) (stop func()) {
 	var (
 		mu      sync.Mutex // keeps an older count from overwriting a newer one

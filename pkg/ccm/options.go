@@ -27,7 +27,8 @@ const (
 	// leaseName is the lease of the upstream Talos CCM, so that both never act at the same time.
 	leaseName = "cloud-controller-manager-talos"
 
-	// securePort differs from those of the framework (10258) and of the upstream Talos CCM (10458), since all of them may share a host.
+	// securePort differs from those of the framework (10258) and of the upstream Talos CCM (10458), since all of them
+	// may share a host.
 	securePort = 10459
 
 	// Initializing a thousand Nodes takes three writes each.
@@ -44,7 +45,8 @@ type Options struct {
 	MachineSocket string
 	// Talosconfig is the path of a talosconfig with the role os:reader, for use outside Talos.
 	Talosconfig string
-	// RunDir is the directory for short-lived Kubernetes credentials. Required with MachineSocket unless a kubeconfig is given.
+	// RunDir is the directory for short-lived Kubernetes credentials. Required with MachineSocket unless a kubeconfig
+	// is given.
 	RunDir string
 	// StateDir is the directory for the last-known-good configuration. If empty, it does not survive a restart.
 	StateDir string
@@ -52,16 +54,20 @@ type Options struct {
 	DropPrivileges bool
 	// ProviderIDFallback applies to platforms that do not provide an instance ID.
 	ProviderIDFallback config.ProviderIDFallback
-	// ServiceCIDRs is a comma-separated list of prefixes that no pod CIDR may overlap. If empty, the Service CIDRs of the Talos configuration are used.
+	// ServiceCIDRs is a comma-separated list of prefixes that no pod CIDR may overlap. If empty, the Service CIDRs of
+	// the Talos configuration are used.
 	ServiceCIDRs string
-	// NodeCIDRMaskSize, NodeCIDRMaskSizeIPv4 and NodeCIDRMaskSizeIPv6 are the prefix lengths of pod CIDRs; 0 is the default. The first is for
-	// single-stack clusters.
+	// NodeCIDRMaskSize, NodeCIDRMaskSizeIPv4 and NodeCIDRMaskSizeIPv6 are the prefix lengths of pod CIDRs; 0 is the
+	// default. The first is for single-stack clusters.
 	NodeCIDRMaskSize, NodeCIDRMaskSizeIPv4, NodeCIDRMaskSizeIPv6 int
-	// Environment is the environment of the process, as NAME=value. Run returns a RestartError if a document sets other variables.
+	// Environment is the environment of the process, as NAME=value. Run returns a RestartError if a document sets
+	// other variables.
 	Environment []string
-	// CheckEnvironment reports why the process could not be started with another environment. If nil, every environment is accepted.
+	// CheckEnvironment reports why the process could not be started with another environment. If nil, every
+	// environment is accepted.
 	CheckEnvironment func(environ []string) error
-	// Clock is used for everything except leader election and the delays of work queues. If nil, the system clock is used.
+	// Clock is used for everything except leader election and the delays of work queues. If nil, the system clock is
+	// used.
 	Clock clock.Clock
 }
 
@@ -197,8 +203,8 @@ func parseCIDRs(flag, list string) ([]netip.Prefix, error) {
 	return prefixes, nil
 }
 
-// setSingleStackMaskSize applies --node-cidr-mask-size to the family of --cluster-cidr. Without --cluster-cidr the family is not known yet, and a
-// size above 32 means IPv6.
+// setSingleStackMaskSize applies --node-cidr-mask-size to the family of --cluster-cidr. Without --cluster-cidr the
+// family is not known yet, and a size above 32 means IPv6.
 func (o *Options) setSingleStackMaskSize(result *nodeipam.Options) error {
 	if o.NodeCIDRMaskSize == 0 {
 		return nil
@@ -224,8 +230,8 @@ func (o *Options) setSingleStackMaskSize(result *nodeipam.Options) error {
 	return nil
 }
 
-// frameworkFor returns a copy of the framework's options for one connection with kubeconfig. Their Config method modifies them; among others it
-// sets the listener, which is closed with the connection.
+// frameworkFor returns a copy of the framework's options for one connection with kubeconfig. Their Config method
+// modifies them; among others it sets the listener, which is closed with the connection.
 func (o *Options) frameworkFor(kubeconfig string) *options.CloudControllerManagerOptions {
 	framework := *o.Framework
 
@@ -245,7 +251,8 @@ func (o *Options) frameworkFor(kubeconfig string) *options.CloudControllerManage
 	return &framework
 }
 
-// controllerNames returns the controllers of the framework, in which the node controller is replaced by ours, and our others.
+// controllerNames returns the names of all controllers. The node controller replaces the framework's one of the same
+// name.
 func controllerNames() []string {
 	return append(slices.Sorted(maps.Keys(app.DefaultInitFuncConstructors)), csrApproval, nodeipam.Name)
 }

@@ -33,7 +33,8 @@ mount --bind "$1" /var/run/secrets/kubernetes.io/serviceaccount
 shift
 exec "$@"`
 
-// volume is a directory that is updated like a Secret or ConfigMap volume: replacing a symbolic link changes all files at once.
+// volume is a directory that is updated like a Secret or ConfigMap volume: replacing a symbolic link changes all
+// files at once.
 type volume string
 
 func (v volume) path(name string) string { return filepath.Join(string(v), name) }
@@ -57,7 +58,8 @@ func (v volume) write(s *suite, content map[string][]byte) {
 	s.require(os.Rename(v.path("..data_new"), v.path("..data")))
 }
 
-// readerTalosconfig returns the talosconfig that Talos writes to the Secret of a talos.dev ServiceAccount with the role os:reader.
+// readerTalosconfig returns the talosconfig that Talos writes to the Secret of a talos.dev ServiceAccount with the
+// role os:reader.
 func (s *suite) readerTalosconfig() []byte {
 	s.Helper()
 
@@ -70,7 +72,8 @@ func (s *suite) readerTalosconfig() []byte {
 	return data
 }
 
-// serviceAccount applies the RBAC of the extension and returns a directory with the token and CA of its ServiceAccount, as in a pod.
+// serviceAccount applies the RBAC of the extension and returns a directory with the token and CA of its
+// ServiceAccount, as in a pod.
 func (s *suite) serviceAccount(controlPlane *talostest.Machine) string {
 	s.Helper()
 
@@ -94,7 +97,8 @@ func (s *suite) serviceAccount(controlPlane *talostest.Machine) string {
 	return folder
 }
 
-// awaitRights waits until the API server has observed the RBAC of the extension. It checks one permission of each binding.
+// awaitRights waits until the API server has observed the RBAC of the extension. It checks one permission of each
+// binding.
 func (s *suite) awaitRights() {
 	s.Helper()
 

@@ -217,7 +217,8 @@ func (p *process) get(path string) (code int, body string, err error) {
 	return response.StatusCode, string(data), err
 }
 
-// metric returns the sum of a metric over all series with any of the given labels; 0 if there are none or the process does not respond.
+// metric returns the sum of a metric over all series with any of the given labels; 0 if there are none or the process
+// does not respond.
 func (p *process) metric(name string, labels ...string) float64 {
 	_, body, err := p.get("/metrics")
 	if err != nil {
@@ -315,7 +316,8 @@ func TestLeaderElection_RestartedInstanceReacquiresLease(t *testing.T) {
 	second.terminate()
 }
 
-// traces returns the forms in which the admin's private key could appear: base64 as in the kubeconfig, each line of the PEM document, and DER.
+// traces returns the forms in which the admin's private key could appear: base64 as in the kubeconfig, each line of
+// the PEM document, and DER.
 func traces(t *testing.T, keyPEM []byte) map[string][]byte {
 	t.Helper()
 

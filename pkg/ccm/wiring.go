@@ -277,8 +277,8 @@ func (m *controllerManager) newNodeIPAM(inv *inventory.Inventory, dial talosapi.
 	}, nil
 }
 
-// csrPolicy is what the configuration allows the machine: the names that rules give it, which its kubelet asks for since they are on its Node, and what
-// is allowed by name.
+// csrPolicy is what the configuration allows the machine: the names that rules give it, which its kubelet asks for
+// since they are on its Node, and what is allowed by name.
 func csrPolicy(current *config.Compiled, node *corev1.Node, m machine.Machine) csrpolicy.Policy {
 	policy := csrpolicy.Policy{MaxExpiration: current.MaxExpiration}
 

@@ -2,8 +2,8 @@
 
 // Package privilege drops the privileges with which Talos starts an extension service.
 //
-// Talos starts every extension service as root with all but two capabilities. The service spec cannot request fewer, so the process drops them
-// itself at startup.
+// Talos starts every extension service as root with all but two capabilities. The service spec cannot request fewer,
+// so the process drops them itself at startup.
 package privilege
 
 import (
@@ -19,11 +19,12 @@ import (
 // UID is the owner of machine.sock. The mode of the socket is 0755, so besides root only its owner may connect.
 const UID = constants.ApidUserID
 
-// maxOpenFiles allows for one connection per machine with a wide margin. Talos up to 1.12 starts extension services with a limit of 1024.
+// maxOpenFiles allows for one connection per machine with a wide margin. Talos up to 1.12 starts extension services
+// with a limit of 1024.
 const maxOpenFiles = 1 << 20
 
-// RaiseOpenFiles raises RLIMIT_NOFILE above the hard limit, which requires CAP_SYS_RESOURCE. The Go runtime has already raised it up to the hard
-// limit.
+// RaiseOpenFiles raises RLIMIT_NOFILE above the hard limit, which requires CAP_SYS_RESOURCE. The Go runtime has
+// already raised it up to the hard limit.
 func RaiseOpenFiles() error {
 	var limit unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
@@ -42,8 +43,9 @@ func RaiseOpenFiles() error {
 	return nil
 }
 
-// Drop creates dirs, gives them to UID, and switches the process to UID without supplementary groups and capabilities. This cannot be undone. If
-// the process already runs as UID, because it has replaced itself, Drop only verifies that it has no capabilities.
+// Drop creates dirs, gives them to UID, and switches the process to UID without supplementary groups and
+// capabilities. This cannot be undone. If the process already runs as UID, because it has replaced itself, Drop only
+// verifies that it has no capabilities.
 func Drop(dirs ...string) error {
 	if os.Geteuid() == UID {
 		return checkNoCapabilities()
@@ -63,8 +65,8 @@ func Drop(dirs ...string) error {
 		}
 	}
 
-	// Unlike those of x/sys, these functions of package syscall apply to all threads. The kernel clears all effective and permitted capabilities
-	// with the last one.
+	// Unlike those of x/sys, these functions of package syscall apply to all threads. The kernel clears all effective
+	// and permitted capabilities with the last one.
 	if err := errors.Join(syscall.Setgroups(nil), syscall.Setgid(UID), syscall.Setuid(UID)); err != nil {
 		return fmt.Errorf("drop privileges: %w", err)
 	}

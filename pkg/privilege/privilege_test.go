@@ -21,8 +21,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/privilege"
 )
 
-// Privileges are dropped for the whole process and cannot be regained. Every test therefore runs this binary as a child process, which calls the
-// named function instead of the tests.
+// Privileges are dropped for the whole process and cannot be regained. Every test therefore runs this binary as a
+// child process, which calls the named function instead of the tests.
 const (
 	variable = "PRIVILEGE_TEST_CHILD"
 	argument = "PRIVILEGE_TEST_PATH"
@@ -88,7 +88,8 @@ func requireChild(t *testing.T, name, path string, attributes *syscall.SysProcAt
 	}
 }
 
-// ordinaryUser returns attributes that run a child as an unprivileged user. It returns nil if the tests already run as one.
+// ordinaryUser returns attributes that run a child as an unprivileged user. It returns nil if the tests already run
+// as one.
 func ordinaryUser() *syscall.SysProcAttr {
 	if os.Geteuid() != 0 {
 		return nil
@@ -167,7 +168,8 @@ func drop(dir string) error {
 	return errors.Join(checkThreads(), checkNoWayBack(), checkOwnFolder(dir), checkOthersFiles())
 }
 
-// manyThreads starts several threads. Credentials belong to threads, and a thread that is missed would still run as root.
+// manyThreads starts several threads. Credentials belong to threads, and a thread that is missed would still run as
+// root.
 func manyThreads() (release func()) {
 	done := make(chan struct{})
 
@@ -269,7 +271,8 @@ func checkOthersFiles() error {
 	return err
 }
 
-// The mode of the socket is 0755, so neither another user nor root without capabilities can connect (Talos: machined.sock).
+// The mode of the socket is 0755, so neither another user nor root without capabilities can connect (Talos:
+// machined.sock).
 func TestDrop_KeepsAccessToMachineSocket(t *testing.T) {
 	requireRoot(t)
 
@@ -344,8 +347,8 @@ func dropBelowAFile(dir string) error {
 	return nil
 }
 
-// Raising the hard limit requires CAP_SYS_RESOURCE, which Talos grants to extension services, but many containers do not have. The test covers
-// whichever case applies, and logs it.
+// Raising the hard limit requires CAP_SYS_RESOURCE, which Talos grants to extension services, but many containers do
+// not have. The test covers whichever case applies, and logs it.
 func TestRaiseOpenFiles_ExceedsHardLimit(t *testing.T) {
 	mayRaise, err := hasCapability(unix.CAP_SYS_RESOURCE)
 	if err != nil {

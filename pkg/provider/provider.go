@@ -1,7 +1,8 @@
-// Package provider implements cloudprovider.Interface on top of the inventory, for the controllers of k8s.io/cloud-provider.
+// Package provider implements cloudprovider.Interface on top of the inventory, for the controllers of
+// k8s.io/cloud-provider.
 //
-// It is read-only and makes no remote calls. It never reports a machine as deleted or shut down, since these answers make the framework delete or
-// taint the Node, and an unreachable machine proves neither.
+// It is read-only and makes no remote calls. It never reports a machine as deleted or shut down, since these answers
+// make the framework delete or taint the Node, and an unreachable machine proves neither.
 package provider
 
 import (
@@ -74,8 +75,8 @@ func (*Provider) InstanceExists(context.Context, *corev1.Node) (bool, error) { r
 // InstanceShutdown always returns false; see the package comment.
 func (*Provider) InstanceShutdown(context.Context, *corev1.Node) (bool, error) { return false, nil }
 
-// InstanceMetadata returns cloudprovider.InstanceNotFound for a Node that is not managed, and while the metadata of its machine is not current or
-// not complete.
+// InstanceMetadata returns cloudprovider.InstanceNotFound for a Node that is not managed, and while the metadata of
+// its machine is not current or not complete.
 func (p *Provider) InstanceMetadata(_ context.Context, node *corev1.Node) (*cloudprovider.InstanceMetadata, error) {
 	entry := p.inventory.Get(node.Name)
 	if entry.Condition != inventory.Current {
@@ -90,7 +91,8 @@ func (p *Provider) InstanceMetadata(_ context.Context, node *corev1.Node) (*clou
 	}
 
 	return &cloudprovider.InstanceMetadata{
-		// A providerID cannot be changed once set, even if another one would be chosen now, such as when a second machine has the same SMBIOS UUID.
+		// A providerID cannot be changed once set, even if another one would be chosen now, such as when a second
+		// machine has the same SMBIOS UUID.
 		ProviderID:    cmp.Or(node.Spec.ProviderID, spec.ProviderID),
 		InstanceType:  spec.Labels[corev1.LabelInstanceTypeStable],
 		NodeAddresses: spec.Addresses,

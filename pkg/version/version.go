@@ -9,8 +9,8 @@ var version = "v0.0.0-dev"
 // Version returns the version with a leading v; v0.0.0-dev if the build did not set it.
 func Version() string { return version }
 
-// UserAgent returns the user agent of the controllers' Kubernetes clients. The framework's own clients, for informers and
-// the lease, use client-go's default.
+// UserAgent returns the user agent of the controllers' Kubernetes clients. The framework's own clients, for informers
+// and the lease, use client-go's default.
 func UserAgent() string {
 	return "talos-ccm/" + version + " (" + runtime.GOOS + "/" + runtime.GOARCH + ")"
 }

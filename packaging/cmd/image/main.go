@@ -1,4 +1,5 @@
-// Command image packs binaries into OCI layouts for the extension and for pods, and pushes them. It does not build binaries and does not need Docker.
+// Command image packs binaries into OCI layouts for the extension and for pods, and pushes them. It does not build
+// binaries and does not need Docker.
 package main
 
 import (

@@ -1,5 +1,5 @@
-// Command sbom writes the SBOM of a release, from the binaries for all architectures, which must contain the same modules. The timestamp is
-// SOURCE_DATE_EPOCH.
+// Command sbom writes the SBOM of a release, from the binaries for all architectures, which must contain the same
+// modules. The timestamp is SOURCE_DATE_EPOCH.
 package main
 
 import (

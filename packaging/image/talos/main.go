@@ -1,6 +1,6 @@
-// Command talos validates an unpacked extension with one version of the Talos machinery, like the imager and machined of that version. Unlike machined,
-// it refuses unknown keys in service specs. A module cannot require two versions, so each supported one has a module file
-// (go build -modfile=v1.12.mod).
+// Command talos validates an unpacked extension with one version of the Talos machinery, like the imager and machined
+// of that version. Unlike machined, it refuses unknown keys in service specs. A module cannot require two versions,
+// so each supported one has a module file (go build -modfile=v1.12.mod).
 package main
 
 import (
