@@ -254,7 +254,10 @@ func (o *Options) frameworkFor(kubeconfig string) *options.CloudControllerManage
 // controllerNames returns the names of all controllers. The node controller replaces the framework's one of the same
 // name.
 func controllerNames() []string {
-	return append(slices.Sorted(maps.Keys(app.DefaultInitFuncConstructors)), csrApproval, nodeipam.Name)
+	all := append(slices.Collect(maps.Keys(app.DefaultInitFuncConstructors)), csrApproval, nodeipam.Name)
+	slices.Sort(all)
+
+	return all
 }
 
 // controllerAliases returns the short names that users know from the framework and from the upstream Talos CCM.

@@ -64,18 +64,24 @@ func (m *controllerManager) control(ctx context.Context) error {
 
 	framework := app.ConstructControllerInitializers(app.DefaultInitFuncConstructors, m.config, provider.New(inv, m.nodeOptions))
 
-	start := func(ctx context.Context, name string) (started bool, err error) {
+	start := func(ctx context.Context, name string) (bool, error) {
+		// Each controller has a client of its own, so that controllers do not share a rate limit.
+		client, err := kubernetes.NewForConfig(m.config.Kubeconfig)
+		if err != nil {
+			return false, fmt.Errorf("create Kubernetes client: %w", err)
+		}
+
 		var run func(ctx context.Context)
 
 		switch name {
 		case names.CloudNodeController:
-			run, err = m.newNodeController(inv)
+			run, err = m.newNodeController(client, inv)
 		case csrApproval:
-			run, err = m.newCSRApproval(inv, dial)
+			run, err = m.newCSRApproval(client, inv, dial)
 		case nodeipam.Name:
-			run, err = m.newNodeIPAM(inv, dial)
+			run, err = m.newNodeIPAM(client, inv, dial)
 		default:
-			_, started, err = framework[name](ctx, controllerContext)
+			_, started, err := framework[name](ctx, controllerContext)
 
 			return started, err
 		}
@@ -141,27 +147,12 @@ func (m *controllerManager) dialer(ctx context.Context) talosapi.DialFunc {
 	}
 }
 
-// client returns a new client. Each controller has one, so that controllers do not share a rate limit.
-func (m *controllerManager) client() (kubernetes.Interface, error) {
-	client, err := kubernetes.NewForConfig(m.config.Kubeconfig)
-	if err != nil {
-		return nil, fmt.Errorf("create Kubernetes client: %w", err)
-	}
-
-	return client, nil
-}
-
 // nodeOptions returns the options for Nodes that are in force.
 func (m *controllerManager) nodeOptions() nodespec.Options {
 	return NodeOptions(m.app.settings.Current(), m.app.options.ProviderIDFallback)
 }
 
-func (m *controllerManager) newNodeController(inv *inventory.Inventory) (func(context.Context), error) {
-	client, err := m.client()
-	if err != nil {
-		return nil, err
-	}
-
+func (m *controllerManager) newNodeController(client kubernetes.Interface, inv *inventory.Inventory) (func(context.Context), error) {
 	ctrl, err := nodecontroller.New(nodecontroller.Config{
 		Client:    client,
 		Nodes:     m.config.SharedInformers.Core().V1().Nodes(),
@@ -181,13 +172,10 @@ func (m *controllerManager) newNodeController(inv *inventory.Inventory) (func(co
 	}, nil
 }
 
-func (m *controllerManager) newCSRApproval(inv *inventory.Inventory, dial talosapi.DialFunc) (func(context.Context), error) {
+func (m *controllerManager) newCSRApproval(
+	client kubernetes.Interface, inv *inventory.Inventory, dial talosapi.DialFunc,
+) (func(context.Context), error) {
 	nodes := m.config.SharedInformers.Core().V1().Nodes()
-
-	client, err := m.client()
-	if err != nil {
-		return nil, err
-	}
 
 	identity := clusteridentity.New(clusteridentity.Config{
 		Kubernetes: m.config.Kubeconfig,
@@ -228,17 +216,14 @@ func (m *controllerManager) newCSRApproval(inv *inventory.Inventory, dial talosa
 }
 
 // newNodeIPAM returns nil if the allocation of pod CIDRs is disabled.
-func (m *controllerManager) newNodeIPAM(inv *inventory.Inventory, dial talosapi.DialFunc) (func(context.Context), error) {
+func (m *controllerManager) newNodeIPAM(
+	client kubernetes.Interface, inv *inventory.Inventory, dial talosapi.DialFunc,
+) (func(context.Context), error) {
 	if !m.app.options.Framework.KubeCloudShared.AllocateNodeCIDRs {
 		return nil, nil
 	}
 
 	options, err := m.app.options.ipam()
-	if err != nil {
-		return nil, err
-	}
-
-	client, err := m.client()
 	if err != nil {
 		return nil, err
 	}
