@@ -100,7 +100,7 @@ func newCommand(options *ccm.Options, logOptions *logs.Options) *cobra.Command {
 		Long: `talos-ccm is a cloud controller manager for Talos Linux. It initializes Nodes from the metadata of their Talos machines, approves the serving
 certificates of their kubelets and allocates their pod CIDRs.
 
-Without a command, talos-ccm runs the controllers until it receives SIGTERM. The other commands only read:
+Without a command, talos-ccm runs the controllers until it receives SIGTERM or SIGINT. The following commands are read-only:
 
   talos-ccm config validate   Validate a configuration file
   talos-ccm config schema     Print the JSON schema of the configuration file

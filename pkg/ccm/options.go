@@ -27,7 +27,7 @@ const (
 	// leaseName is the lease of the upstream Talos CCM, so that both never act at the same time.
 	leaseName = "cloud-controller-manager-talos"
 
-	// securePort differs from those of the framework (10258) and of the upstream Talos CCM (10458), since all of them
+	// securePort is not the port of the framework (10258) or of the upstream Talos CCM (10458), since all of them
 	// may share a host.
 	securePort = 10459
 
