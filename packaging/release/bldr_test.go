@@ -10,7 +10,6 @@ import (
 	"testing"
 	"text/template"
 
-	"github.com/Masterminds/sprig/v3"
 	"github.com/google/go-cmp/cmp"
 	"go.yaml.in/yaml/v4"
 	"mvdan.cc/sh/v3/syntax"
@@ -56,11 +55,29 @@ func (r recipe) scripts() []string {
 	return all
 }
 
-// render executes a template like bldr.
+// functions are the functions of our templates. bldr has all of Masterminds/sprig.
+var functions = template.FuncMap{
+	"default": func(fallback string, given any) any {
+		if truth, _ := template.IsTrue(given); truth {
+			return given
+		}
+
+		return fallback
+	},
+	"ternary": func(yes, no string, condition bool) string { //nolint:revive // the condition is what the function is for
+		if condition {
+			return yes
+		}
+
+		return no
+	},
+}
+
+// render executes a template as bldr does.
 func render(t *testing.T, content []byte, variables map[string]string) []byte {
 	t.Helper()
 
-	parsed, err := template.New("").Funcs(sprig.HermeticTxtFuncMap()).Parse(string(content))
+	parsed, err := template.New("").Funcs(functions).Parse(string(content))
 	if err != nil {
 		t.Fatal(err)
 	}
