@@ -8,23 +8,24 @@ import (
 	"strings"
 )
 
-// maxAnnotations bounds all annotations of a Node's rules together, keys included: Kubernetes refuses a Node with more than 256 KiB of them
-// (apimachinery, TotalAnnotationSizeLimitB), and others need some.
+// maxAnnotations limits the annotations of all rules together, in bytes of keys and values. Kubernetes rejects a Node with more than 256 KiB of
+// annotations (TotalAnnotationSizeLimitB in apimachinery), and other clients set some too.
 const maxAnnotations = 192 << 10
 
-// Apply applies the rules in their order. Selectors and templates see the metadata as earlier rules have left it; within one rule
-// everything sees it as it was before that rule.
-func (r *Set) Apply(facts Facts) Result {
+// Apply evaluates the rules in order. The selector and the templates of a rule read the platform metadata as earlier rules left it; what the rule
+// itself replaces takes effect with the next rule.
+func (s *Set) Apply(facts Facts) Result {
 	a := application{
 		facts: &facts,
 		result: Result{
 			Platform: facts.Machine.Platform, Labels: map[string]Value{}, Annotations: map[string]Value{}, Replaced: map[string]string{},
 		},
+		variables: newVariables(&facts, &facts.Machine.Platform),
 	}
 
-	if r != nil {
-		for i := range r.rules {
-			a.apply(&r.rules[i])
+	if s != nil {
+		for i := range s.rules {
+			a.apply(&s.rules[i])
 		}
 	}
 
@@ -34,130 +35,111 @@ func (r *Set) Apply(facts Facts) Result {
 	return a.result
 }
 
-// application is one run of all rules.
+// application is the state of one Apply.
 type application struct {
 	facts  *Facts
 	result Result
-	values *values // of the metadata as it is; nil until a template needs them
+	// variables of the current rule.
+	variables *variables
 }
 
 func (a *application) apply(r *rule) {
-	if !r.selector.matches(subject{facts: a.facts, platform: &a.result.Platform}) {
+	if !r.selector.matches(a.variables) {
 		return
 	}
 
 	for _, e := range r.labels {
-		if value, ok := a.render(r, "labels", e, checkLabel); ok {
+		if value, ok := a.render(r, labelKind, e); ok {
 			a.result.Labels[e.key] = Value{Value: value, Rule: r.name}
 		}
 	}
 
 	for _, e := range r.annotations {
-		if value, ok := a.render(r, "annotations", e, checkNothing); ok {
+		if value, ok := a.render(r, annotationKind, e); ok {
 			a.result.Annotations[e.key] = Value{Value: value, Rule: r.name}
 		}
 	}
 
 	for _, e := range r.taints {
-		a.taint(r, e)
+		if value, ok := a.render(r, taintKind, e); ok {
+			a.setTaint(r, e.key, value)
+		}
 	}
 
 	if r.features.PublicIPDiscovery != nil {
 		a.result.PublicIPDiscovery = r.features.PublicIPDiscovery
 	}
 
-	a.replace(r)
+	for _, e := range r.metadata {
+		f := fields[strings.ToLower(e.key)]
+
+		if value, ok := a.render(r, metadataKind, e); ok {
+			_ = f.set(&a.result.Platform, value) // render checked the value
+			a.result.Replaced[f.name] = r.name
+		} else {
+			a.result.Problems[len(a.result.Problems)-1].Identity = f.isIdentity()
+		}
+	}
+
+	if len(r.metadata) > 0 {
+		a.variables = newVariables(a.facts, &a.result.Platform)
+	}
 }
 
-// render returns an entry's value, or false after it has noted the problem.
-func (a *application) render(r *rule, kind string, e entry, check func(string) error) (string, bool) {
+// render returns the value of an entry. If the template fails or the value is invalid, it adds a Problem and returns false.
+func (a *application) render(r *rule, k kind, e entry) (string, bool) {
 	if e.text.template == nil {
-		return e.text.constant, true // checked when it was compiled
+		return e.text.constant, true // Compile checked the value
 	}
 
-	if a.values == nil {
-		a.values = newValues(subject{facts: a.facts, platform: &a.result.Platform})
-	}
-
-	value, err := e.text.render(a.values)
+	value, err := e.text.render(a.variables)
 	if err == nil {
-		err = check(value)
+		err = k.checkValue(e.key, value)
 	}
 
 	if err != nil {
-		a.problem(r, kind, e.key, value, err)
-
-		return "", false
+		a.addProblem(r.name, k, e.key, value, err)
 	}
 
-	return value, true
+	return value, err == nil
 }
 
-func (a *application) problem(r *rule, kind, key, value string, err error) {
-	a.result.Problems = append(a.result.Problems, Problem{Rule: r.name, Key: fmt.Sprintf("%s[%s]", kind, key), Value: value, Why: err.Error()})
+func (a *application) addProblem(rule string, k kind, key, value string, err error) {
+	a.result.Problems = append(a.result.Problems, Problem{Rule: rule, Key: fmt.Sprintf("%s[%s]", k.name, key), Value: value, Why: err.Error()})
 }
 
-func (a *application) taint(r *rule, e entry) {
-	text, ok := a.render(r, "taints", e, checkTaint)
-	if !ok {
-		return
-	}
-
-	parsed, err := parseTaint(e.key, text)
-	if err != nil { // cannot be: it was checked
-		return
+// setTaint adds a taint, or replaces the one with the same key and effect.
+func (a *application) setTaint(r *rule, key, value string) {
+	parsed, err := parseTaint(key, value)
+	if err != nil {
+		return // unreachable: the value has been checked
 	}
 
 	taint := Taint{Taint: parsed, Rule: r.name, Enforce: r.enforce}
-	same := func(other Taint) bool { return other.Key == taint.Key && other.Effect == taint.Effect }
 
-	if i := slices.IndexFunc(a.result.Taints, same); i >= 0 {
-		a.result.Taints[i] = taint
-	} else {
+	i := slices.IndexFunc(a.result.Taints, func(other Taint) bool { return other.MatchTaint(&parsed) })
+	if i < 0 {
 		a.result.Taints = append(a.result.Taints, taint)
+	} else {
+		a.result.Taints[i] = taint
 	}
 }
 
-// replace replaces metadata, all fields at once.
-func (a *application) replace(r *rule) {
-	next := a.result.Platform
-
-	for _, e := range r.platform {
-		problems := len(a.result.Problems)
-
-		value, ok := a.render(r, "platformMetadata", e.entry, checkNothing)
-		if value = strings.TrimSpace(value); ok {
-			if err := e.field.set(&next, value); err != nil {
-				a.problem(r, "platformMetadata", e.key, value, err)
-			} else {
-				a.result.Replaced[e.field.name] = r.name
-			}
-		}
-
-		for i := problems; i < len(a.result.Problems); i++ {
-			a.result.Problems[i].Identity = e.field.identity
-		}
-	}
-
-	if len(r.platform) > 0 {
-		a.result.Platform, a.values = next, nil
-	}
-}
-
-// limitAnnotations leaves out what would make Kubernetes refuse the Node as a whole.
+// limitAnnotations removes the annotations that exceed maxAnnotations, in the order of their keys.
 func (a *application) limitAnnotations() {
 	size := 0
 
 	for _, key := range slices.Sorted(maps.Keys(a.result.Annotations)) {
-		value := a.result.Annotations[key]
+		annotation := a.result.Annotations[key]
+		added := len(key) + len(annotation.Value)
 
-		if size += len(key) + len(value.Value); size <= maxAnnotations {
+		if size+added <= maxAnnotations {
+			size += added
+
 			continue
 		}
 
-		size -= len(key) + len(value.Value)
-
 		delete(a.result.Annotations, key)
-		a.problem(&rule{name: value.Rule}, "annotations", key, "", fmt.Errorf("all annotations of rules together are longer than %d bytes", maxAnnotations))
+		a.addProblem(annotation.Rule, annotationKind, key, "", fmt.Errorf("the annotations of all rules together exceed %d bytes", maxAnnotations))
 	}
 }

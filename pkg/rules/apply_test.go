@@ -18,28 +18,28 @@ import (
 func compile(t testing.TB, list ...rules.Rule) *rules.Set {
 	t.Helper()
 
-	compiled, mistakes := rules.Compile(list)
-	if len(mistakes) > 0 {
-		t.Fatal(mistakes)
+	compiled, errs := rules.Compile(list)
+	if len(errs) > 0 {
+		t.Fatal(errs)
 	}
 
 	return compiled
 }
 
-// mistake is the only one in the rules.
-func mistake(t *testing.T, list ...rules.Rule) rules.CompileError {
+// compileError returns the only mistake in the rules.
+func compileError(t *testing.T, list ...rules.Rule) rules.CompileError {
 	t.Helper()
 
-	compiled, mistakes := rules.Compile(list)
-	if len(mistakes) != 1 {
-		t.Fatalf("%d mistakes: %v", len(mistakes), mistakes)
+	compiled, errs := rules.Compile(list)
+	if len(errs) != 1 {
+		t.Fatalf("got %d errors, want 1: %v", len(errs), errs)
 	}
 
 	if compiled != nil {
-		t.Error("there are rules in spite of the mistake")
+		t.Error("Compile returned a Set with an error")
 	}
 
-	return mistakes[0]
+	return errs[0]
 }
 
 const key = "example.org/key"
@@ -59,13 +59,13 @@ func render(t *testing.T, template string, facts rules.Facts) string {
 	return result.Annotations[key].Value
 }
 
-// problem is what a template that compiles cannot be rendered for.
-func problem(t *testing.T, template string, facts rules.Facts) string {
+// renderError returns the error of a template that compiles but cannot be rendered.
+func renderError(t *testing.T, template string, facts rules.Facts) string {
 	t.Helper()
 
 	result := compile(t, annotate(template)).Apply(facts)
 	if len(result.Problems) != 1 {
-		t.Fatalf("%d problems: %v; rendered %.80q", len(result.Problems), result.Problems, result.Annotations[key].Value)
+		t.Fatalf("got %d problems, want 1: %v; rendered %.80q", len(result.Problems), result.Problems, result.Annotations[key].Value)
 	}
 
 	return result.Problems[0].Why
@@ -84,7 +84,7 @@ func dell() rules.Facts {
 	return rules.Facts{Machine: machine.Machine{System: hardware.SystemInformationSpec{Manufacturer: "Dell & Co <x>"}}}
 }
 
-func TestNilRulesChangeNothing(t *testing.T) {
+func TestSet_NilChangesNothing(t *testing.T) {
 	facts := everything()
 
 	result := (*rules.Set)(nil).Apply(facts)
@@ -97,13 +97,13 @@ func TestNilRulesChangeNothing(t *testing.T) {
 	}
 }
 
-func TestR1TemplatesMakeTextNotHTML(t *testing.T) {
-	if got := render(t, "{{ .Manufacturer }}", dell()); got != "Dell & Co <x>" {
-		t.Error(got)
+func TestApply_DoesNotEscapeHTML(t *testing.T) {
+	if got, want := render(t, "{{ .Manufacturer }}", dell()), "Dell & Co <x>"; got != want {
+		t.Errorf("got %q, want %q", got, want)
 	}
 }
 
-func TestR2TaintsAreRendered(t *testing.T) {
+func TestApply_RendersTaints(t *testing.T) {
 	compiled := compile(t, rules.Rule{Name: "spot", Enforce: true, Taints: map[string]string{key: "{{ .Zone }}:{{ if .Spot }}NoExecute{{ else }}NoSchedule{{ end }}"}})
 
 	want := []rules.Taint{{Taint: corev1.Taint{Key: key, Value: "Zone", Effect: corev1.TaintEffectNoExecute}, Rule: "spot", Enforce: true}}
@@ -112,28 +112,29 @@ func TestR2TaintsAreRendered(t *testing.T) {
 	}
 }
 
-func TestR3ABadRegularExpressionIsRefusedAtLoad(t *testing.T) {
+func TestCompile_RejectsInvalidRegularExpressions(t *testing.T) {
 	for name, rule := range map[string]rules.Rule{
-		"in a selector":                    {NodeSelector: one("hostname", rules.Regexp, "web-[")},
-		"in a template":                    annotate(`{{ regexFind "web-[" .Hostname }}`),
-		"in a branch of a template":        annotate(`{{ if .Spot }}{{ range .Tags }}{{ . | regexReplaceAll "web-[" . }}{{ end }}{{ end }}`),
-		"among the arguments of functions": annotate(`{{ upper (regexFindString "web-[" .Hostname 1) }}`),
+		"in a selector":                {NodeSelector: one("hostname", rules.Regexp, "web-[")},
+		"in a template":                annotate(`{{ regexFind "web-[" .Hostname }}`),
+		"in a branch of a template":    annotate(`{{ if .Spot }}{{ range .Tags }}{{ . | regexReplaceAll "web-[" . }}{{ end }}{{ end }}`),
+		"in an argument of a function": annotate(`{{ upper (regexFindString "web-[" .Hostname 1) }}`),
 	} {
 		t.Run(name, func(t *testing.T) {
 			rule.Name = "bad"
 
-			if m := mistake(t, rule); m.Rule != "bad" || !strings.Contains(m.Error(), "missing closing ]") {
-				t.Errorf("%s: %v", m.Rule, m)
+			if err := compileError(t, rule); err.Rule != "bad" || !strings.Contains(err.Error(), "missing closing ]") {
+				t.Errorf("rule %s: %v", err.Rule, err)
 			}
 		})
 	}
 
-	if why := problem(t, `{{ regexFind .Zone "x" }}`, rules.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Zone: "("}}}); !strings.Contains(why, "missing closing") {
-		t.Error(why)
+	facts := rules.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Zone: "("}}}
+	if got := renderError(t, `{{ regexFind .Zone "x" }}`, facts); !strings.Contains(got, "missing closing") {
+		t.Errorf("got error %q for an invalid expression that the machine reports", got)
 	}
 }
 
-func TestR4LaterRulesSeeWhatEarlierOnesReplaced(t *testing.T) {
+func TestApply_LaterRulesReadReplacedMetadata(t *testing.T) {
 	compiled := compile(t,
 		rules.Rule{
 			Name: "first", Labels: map[string]string{"first": "{{ .Zone }}"},
@@ -162,15 +163,15 @@ func TestR4LaterRulesSeeWhatEarlierOnesReplaced(t *testing.T) {
 	}
 }
 
-func TestR5NotInOnAnAbsentKeyIsTrue(t *testing.T) {
+func TestSelector_NotInMatchesAbsentFact(t *testing.T) {
 	for _, key := range []string{"zone", "tags.absent", "extensions.absent", "uuid"} {
 		if !selector(t, one(key, rules.NotIn, "a")).Matches(rules.Facts{}) {
-			t.Errorf("it is false for %s", key)
+			t.Errorf("%s NotIn [a] does not match", key)
 		}
 	}
 }
 
-func TestR7OneBadValueSkipsThatKeyOnly(t *testing.T) {
+func TestApply_SkipsOnlyInvalidValues(t *testing.T) {
 	compiled := compile(t, rules.Rule{
 		Name:             "bad",
 		Labels:           map[string]string{"a": "{{ .Manufacturer }}", "b": "{{ .Zone }}", "c": `{{ fail "no" }}`},
@@ -206,7 +207,7 @@ func TestR7OneBadValueSkipsThatKeyOnly(t *testing.T) {
 
 	for _, p := range result.Problems {
 		got = append(got, fmt.Sprintf("%s %s %q %t", p.Rule, p.Key, p.Value, p.Identity))
-		explained(t, p)
+		checkMessage(t, p)
 	}
 
 	want := []string{
@@ -218,16 +219,16 @@ func TestR7OneBadValueSkipsThatKeyOnly(t *testing.T) {
 	}
 }
 
-// explained fails the test if a problem does not say why, or says what only we understand.
-func explained(t *testing.T, p rules.Problem) {
+// checkMessage fails the test if the message of a problem is empty or mentions internals of the template.
+func checkMessage(t *testing.T, p rules.Problem) {
 	t.Helper()
 
 	if p.Why == "" || strings.Contains(p.Why, "template:") || strings.Contains(p.Why, "$") {
-		t.Errorf("%s: %q", p.Key, p.Why)
+		t.Errorf("%s: unhelpful message %q", p.Key, p.Why)
 	}
 }
 
-func TestR8GetValueNeedsNoEqualsSignAndKeepsThoseInTheValue(t *testing.T) {
+func TestGetValue_AcceptsMissingAndRepeatedEqualsSigns(t *testing.T) {
 	for _, test := range [][3]string{
 		{"ds=nocloud;i=1234", "i", "1234"},
 		{"ds=nocloud;i=1234", "ds", "nocloud"},
@@ -244,7 +245,7 @@ func TestR8GetValueNeedsNoEqualsSignAndKeepsThoseInTheValue(t *testing.T) {
 	}
 }
 
-func TestLaterRulesWinKeyByKey(t *testing.T) {
+func TestApply_LaterRulesOverrideByKey(t *testing.T) {
 	yes, no := true, false
 	compiled := compile(t,
 		rules.Rule{
@@ -267,7 +268,7 @@ func TestLaterRulesWinKeyByKey(t *testing.T) {
 		t.Error(diff)
 	}
 
-	// Kubernetes tells taints apart by key and effect.
+	// Kubernetes identifies taints by key and effect.
 	want := []rules.Taint{
 		{Taint: corev1.Taint{Key: "a", Effect: corev1.TaintEffectNoSchedule}, Rule: "#3", Enforce: true},
 		{Taint: corev1.Taint{Key: "b", Value: "2", Effect: corev1.TaintEffectNoExecute}, Rule: "#2"},
@@ -278,11 +279,11 @@ func TestLaterRulesWinKeyByKey(t *testing.T) {
 	}
 
 	if result.PublicIPDiscovery == nil || *result.PublicIPDiscovery {
-		t.Error("the last word on publicIPDiscovery does not count")
+		t.Errorf("PublicIPDiscovery is %v, want false from the last rule that sets it", result.PublicIPDiscovery)
 	}
 }
 
-func TestALabelMayBeEmpty(t *testing.T) {
+func TestApply_SetsEmptyLabels(t *testing.T) {
 	const role = "node-role.kubernetes.io/web"
 
 	result := compile(t, rules.Rule{Labels: map[string]string{role: "", "zone": "{{ .Zone }}"}}).Apply(rules.Facts{})
@@ -291,7 +292,7 @@ func TestALabelMayBeEmpty(t *testing.T) {
 	}
 }
 
-func TestAnnotationsStayWithinWhatKubernetesTakes(t *testing.T) {
+func TestApply_LimitsSizeOfAnnotations(t *testing.T) {
 	rule := rules.Rule{Name: "large", Annotations: map[string]string{}}
 	for i := range 5 {
 		rule.Annotations[fmt.Sprint(i)] = strings.Repeat("x", 60<<10)
@@ -299,23 +300,23 @@ func TestAnnotationsStayWithinWhatKubernetesTakes(t *testing.T) {
 
 	result := compile(t, rule).Apply(rules.Facts{})
 	if len(result.Annotations) != 3 || len(result.Problems) != 2 || result.Problems[0].Rule != "large" || result.Problems[0].Key != "annotations[3]" {
-		t.Errorf("%d annotations, %d problems", len(result.Annotations), len(result.Problems))
+		t.Errorf("got %d annotations, want 3; problems: %+v", len(result.Annotations), result.Problems)
 	}
 }
 
-func TestTheMachineIsNotWrittenTo(t *testing.T) {
+func TestApply_DoesNotModifyFacts(t *testing.T) {
 	facts, before := everything(), everything()
 
 	compile(t, rules.Rule{PlatformMetadata: map[string]string{"Zone": "x"}, Labels: map[string]string{"keys": `{{ keys .Tags | join "." }}`}}).Apply(facts)
 
 	if !reflect.DeepEqual(facts, before) {
-		t.Error("it is")
+		t.Errorf("got %+v, want %+v", facts, before)
 	}
 }
 
-// The example in the upstream Talos CCM's docs/config.md: the arrows that explain it are left out, and the two annotations with quotes inside double quotes are in
-// single ones; neither is YAML as printed.
-func TestUpstreamsExampleMeansWhatItsDocumentSays(t *testing.T) {
+// The example in docs/config.md of the upstream Talos CCM, without the arrows that explain it and with single quotes around the two annotations
+// that contain double quotes: as printed there it is not valid YAML.
+func TestApply_UpstreamExample(t *testing.T) {
 	yes := true
 	compiled := compile(t,
 		rules.Rule{
@@ -376,6 +377,6 @@ func TestUpstreamsExampleMeansWhatItsDocumentSays(t *testing.T) {
 
 	cloud := compiled.Apply(rules.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Platform: "aws", Hostname: "web-cloud-7"}}})
 	if got := cloud.Annotations["custom-annotation/cloud-id"].Value; got != "cloud" {
-		t.Errorf("the cloud-id of web-cloud-7 is %q", got)
+		t.Errorf("got cloud-id %q of web-cloud-7, want %q", got, "cloud")
 	}
 }

@@ -9,7 +9,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-// BenchmarkApply is what an operation of it costs for one of 1,000 machines: 100 rules, of which each machine is selected by about half.
+// BenchmarkApply applies 100 rules, about half of which match, to one of 1,000 machines per operation.
 func BenchmarkApply(b *testing.B) {
 	for _, bench := range []struct {
 		name string
@@ -44,7 +44,7 @@ func BenchmarkApply(b *testing.B) {
 	}
 }
 
-// numbered are as many rules like this one, with their numbers for "%d". Every other one selects by hostname, all others by zone.
+// numbered returns count copies of the rule with their numbers in place of "%d". Half of them select by zone, the others by hostname.
 func numbered(rule rules.Rule, count int) []rules.Rule {
 	fill := func(templates map[string]string, i int) map[string]string {
 		filled := map[string]string{}

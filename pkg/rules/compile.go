@@ -13,7 +13,7 @@ import (
 	cloudproviderapi "k8s.io/cloud-provider/api"
 )
 
-// Rules are compiled rules. The nil Rules change nothing. They are safe for concurrent use.
+// Set is a compiled list of rules. The nil Set changes nothing. A Set is safe for concurrent use.
 type Set struct {
 	rules []rule
 }
@@ -24,98 +24,36 @@ type rule struct {
 	labels      []entry
 	annotations []entry
 	taints      []entry
-	platform    []replacement
+	metadata    []entry
 	enforce     bool
 	features    Features
 }
 
-// entry is a key with its template.
+// entry is a key of a rule and its template.
 type entry struct {
 	key  string
 	text text
 }
 
-// replacement is a field of the metadata with its template.
-type replacement struct {
-	entry
-
-	field field
+// kind is a map of a rule, with the checks of its keys and values.
+type kind struct {
+	name       string
+	checkKey   func(key string) error
+	checkValue func(key, value string) error
 }
 
-// field is one of the metadata's fields that rules can replace.
-type field struct {
-	name     string
-	identity bool
-	set      func(meta *runtime.PlatformMetadataSpec, value string) error
-}
+var (
+	labelKind      = kind{"labels", checkKey, checkLabel}
+	annotationKind = kind{"annotations", checkKey, func(string, string) error { return nil }}
+	taintKind      = kind{"taints", checkTaintKey, checkTaint}
+	metadataKind   = kind{"platformMetadata", checkField, checkMetadata}
+)
 
-func textField(name string, of func(*runtime.PlatformMetadataSpec) *string) field {
-	return field{name: name, set: func(meta *runtime.PlatformMetadataSpec, value string) error {
-		*of(meta) = value
-
-		return nil
-	}}
-}
-
-func identityField(name string, of func(*runtime.PlatformMetadataSpec) *string) field {
-	f := textField(name, of)
-	f.identity = true
-
-	return f
-}
-
-// fields are by their names in lower case: Go and YAML spell them differently by case alone.
-var fields = func() map[string]field {
-	byName := map[string]field{}
-
-	for _, f := range []field{
-		textField("Region", func(m *runtime.PlatformMetadataSpec) *string { return &m.Region }),
-		textField("Zone", func(m *runtime.PlatformMetadataSpec) *string { return &m.Zone }),
-		textField("InstanceType", func(m *runtime.PlatformMetadataSpec) *string { return &m.InstanceType }),
-		identityField("InstanceID", func(m *runtime.PlatformMetadataSpec) *string { return &m.InstanceID }),
-		identityField("ProviderID", func(m *runtime.PlatformMetadataSpec) *string { return &m.ProviderID }),
-		textField("InternalDNS", func(m *runtime.PlatformMetadataSpec) *string { return &m.InternalDNS }),
-		textField("ExternalDNS", func(m *runtime.PlatformMetadataSpec) *string { return &m.ExternalDNS }),
-		{name: "Spot", set: setSpot},
-	} {
-		byName[strings.ToLower(f.name)] = f
-	}
-
-	return byName
-}()
-
-func setSpot(meta *runtime.PlatformMetadataSpec, value string) error {
-	switch value {
-	case "true":
-		meta.Spot = true
-	case "false":
-		meta.Spot = false
-	default:
-		return errors.New("is neither true nor false")
-	}
-
-	return nil
-}
-
-// prohibitedTaints are set by Kubernetes' own controllers and the cloud controller manager itself.
-var prohibitedTaints = []string{
-	corev1.TaintNodeNotReady, corev1.TaintNodeUnreachable, corev1.TaintNodeMemoryPressure, corev1.TaintNodeDiskPressure,
-	corev1.TaintNodeNetworkUnavailable, corev1.TaintNodePIDPressure, cloudproviderapi.TaintExternalCloudProvider, cloudproviderapi.TaintNodeShutdown,
-}
-
-// reservedKeys are labels and annotations that others live by, and prefixes of them.
-var reservedKeys = map[string]string{
-	"talos.dev/owned-": "Talos keeps its own records there",
-	cloudproviderapi.AnnotationAlphaProvidedIPAddr: "the kubelet says there which addresses it has",
-	"node-role.kubernetes.io/control-plane":        "Talos sets it, and the approval of certificates relies on it",
-	"talos-ccm.node-restriction.kubernetes.io/":    "talos-ccm keeps its own records there",
-}
-
-// Compile compiles rules, or returns all mistakes in them.
+// Compile returns the compiled rules, or all mistakes in them.
 func Compile(rules []Rule) (*Set, []CompileError) {
 	var (
 		compiled Set
-		errs     = duplicates(rules)
+		errs     = checkNames(rules)
 	)
 
 	for i, source := range rules {
@@ -132,7 +70,7 @@ func Compile(rules []Rule) (*Set, []CompileError) {
 	return &compiled, nil
 }
 
-// nameOf is what a rule is called: one without a name by its number.
+// nameOf returns the name of a rule, or its position if it has none.
 func nameOf(rules []Rule, index int) string {
 	if name := rules[index].Name; name != "" {
 		return name
@@ -141,8 +79,8 @@ func nameOf(rules []Rule, index int) string {
 	return fmt.Sprintf("#%d", index+1)
 }
 
-// duplicates are the names of rules that others are called by.
-func duplicates(rules []Rule) []CompileError {
+// checkNames reports names that identify more than one rule. One of two such rules has the name in the configuration file: the error is reported there.
+func checkNames(rules []Rule) []CompileError {
 	var errs []CompileError
 
 	first := map[string]int{}
@@ -150,8 +88,8 @@ func duplicates(rules []Rule) []CompileError {
 	for i := range rules {
 		name := nameOf(rules, i)
 
-		other, taken := first[name]
-		if !taken {
+		other, duplicate := first[name]
+		if !duplicate {
 			first[name] = i
 
 			continue
@@ -162,57 +100,70 @@ func duplicates(rules []Rule) []CompileError {
 			at, other = other, i
 		}
 
-		errs = append(errs, CompileError{Path: []any{at, "name"}, Rule: name, Err: fmt.Errorf("there is another rule %q: number %d", name, other+1)})
+		errs = append(errs, CompileError{Path: []any{at, "name"}, Rule: name, Err: fmt.Errorf("duplicate name %q: rule number %d has it too", name, other+1)})
 	}
 
 	return errs
 }
 
-// compiler compiles one rule.
+// compiler compiles one rule and collects the mistakes in it.
 type compiler struct {
 	index int
 	name  string
 	errs  []CompileError
 }
 
-func (c *compiler) refuse(err error, path ...any) {
+func (c *compiler) fail(err error, path ...any) {
 	c.errs = append(c.errs, CompileError{Path: append([]any{c.index}, path...), Rule: c.name, Err: err})
 }
 
 func (c *compiler) compile(source Rule) rule {
 	selector, errs := CompileSelector(source.NodeSelector)
 	for _, err := range errs {
-		c.refuse(err.Err, append([]any{"nodeSelector"}, err.Path...)...)
+		c.fail(err.Err, append([]any{"nodeSelector"}, err.Path...)...)
 	}
 
-	return rule{
+	compiled := rule{
 		name:        c.name,
 		selector:    selector,
-		labels:      c.entries("labels", source.Labels, checkKey, checkLabel),
-		annotations: c.entries("annotations", source.Annotations, checkKey, checkNothing),
-		taints:      c.entries("taints", source.Taints, checkTaintKey, checkTaint),
-		platform:    c.replacements(source.PlatformMetadata),
+		labels:      c.entries(labelKind, source.Labels),
+		annotations: c.entries(annotationKind, source.Annotations),
+		taints:      c.entries(taintKind, source.Taints),
+		metadata:    c.entries(metadataKind, source.PlatformMetadata),
 		enforce:     source.Enforce,
 		features:    source.Features,
 	}
+
+	seen := map[string]string{}
+
+	for _, e := range compiled.metadata {
+		name := strings.ToLower(e.key)
+		if other, duplicate := seen[name]; duplicate {
+			c.fail(fmt.Errorf("duplicate field: %s and %s", other, e.key), metadataKind.name, e.key)
+		}
+
+		seen[name] = e.key
+	}
+
+	return compiled
 }
 
-// entries compiles a map in the order of its keys. A value that is known already is checked already.
-func (c *compiler) entries(kind string, source map[string]string, checkKey, checkValue func(string) error) []entry {
+// entries compiles a map of the rule, in the order of its keys. The values of constant templates are checked here, all others when they are rendered.
+func (c *compiler) entries(k kind, source map[string]string) []entry {
 	var entries []entry
 
 	for _, key := range slices.Sorted(maps.Keys(source)) {
-		if err := checkKey(key); err != nil {
-			c.refuse(err, kind, key)
+		if err := k.checkKey(key); err != nil {
+			c.fail(err, k.name, key)
 		}
 
 		compiled, err := compileText(source[key])
 		if err == nil && compiled.template == nil {
-			err = checkValue(compiled.constant)
+			err = k.checkValue(key, compiled.constant)
 		}
 
 		if err != nil {
-			c.refuse(err, kind, key)
+			c.fail(err, k.name, key)
 		}
 
 		entries = append(entries, entry{key: key, text: compiled})
@@ -221,103 +172,137 @@ func (c *compiler) entries(kind string, source map[string]string, checkKey, chec
 	return entries
 }
 
-func (c *compiler) replacements(source map[string]string) []replacement {
-	const kind = "platformMetadata"
+// field is a field of the platform metadata that rules can replace.
+type field struct {
+	name string
+	// of returns a pointer to the field: *string or *bool.
+	of func(*runtime.PlatformMetadataSpec) any
+}
 
-	var replacements []replacement
+// fields by their names in lower case: the names in Go and in YAML differ in case only.
+var fields = map[string]field{
+	"region":       {"Region", func(m *runtime.PlatformMetadataSpec) any { return &m.Region }},
+	"zone":         {"Zone", func(m *runtime.PlatformMetadataSpec) any { return &m.Zone }},
+	"instancetype": {"InstanceType", func(m *runtime.PlatformMetadataSpec) any { return &m.InstanceType }},
+	"instanceid":   {"InstanceID", func(m *runtime.PlatformMetadataSpec) any { return &m.InstanceID }},
+	"providerid":   {"ProviderID", func(m *runtime.PlatformMetadataSpec) any { return &m.ProviderID }},
+	"internaldns":  {"InternalDNS", func(m *runtime.PlatformMetadataSpec) any { return &m.InternalDNS }},
+	"externaldns":  {"ExternalDNS", func(m *runtime.PlatformMetadataSpec) any { return &m.ExternalDNS }},
+	"spot":         {"Spot", func(m *runtime.PlatformMetadataSpec) any { return &m.Spot }},
+}
 
-	seen := map[string]string{}
+// isIdentity reports whether the field identifies the machine.
+func (f field) isIdentity() bool { return f.name == "InstanceID" || f.name == "ProviderID" }
 
-	for _, e := range c.entries(kind, source, checkField, checkNothing) {
-		f, known := fields[strings.ToLower(e.key)]
-		if !known {
-			continue
+// set sets the field to the value without leading and trailing white space.
+func (f field) set(metadata *runtime.PlatformMetadataSpec, value string) error {
+	value = strings.TrimSpace(value)
+
+	switch target := f.of(metadata).(type) {
+	case *string:
+		*target = value
+	case *bool:
+		if value != "true" && value != "false" {
+			return fmt.Errorf("%q is neither true nor false", value)
 		}
 
-		if other, twice := seen[f.name]; twice {
-			c.refuse(fmt.Errorf("%s is replaced twice: as %s and as %s", f.name, other, e.key), kind, e.key)
-		}
-
-		if e.text.template == nil {
-			if err := f.set(new(runtime.PlatformMetadataSpec), strings.TrimSpace(e.text.constant)); err != nil {
-				c.refuse(fmt.Errorf("%q %w", e.text.constant, err), kind, e.key)
-			}
-		}
-
-		seen[f.name] = e.key
-		replacements = append(replacements, replacement{entry: e, field: f})
+		*target = value == "true"
 	}
 
-	return replacements
+	return nil
 }
 
 func checkField(name string) error {
-	switch lower := strings.ToLower(name); {
-	case lower == "hostname" || lower == "platform":
+	lower := strings.ToLower(name)
+	if lower == "hostname" || lower == "platform" {
 		return fmt.Errorf("%s cannot be replaced", name)
-	case fields[lower].set == nil:
-		return fmt.Errorf("unknown field %q: there are ExternalDNS, InstanceID, InstanceType, InternalDNS, ProviderID, Region, Spot and Zone", name)
+	}
+
+	if _, known := fields[lower]; !known {
+		return fmt.Errorf("unknown field %q; supported fields: ExternalDNS, InstanceID, InstanceType, InternalDNS, ProviderID, Region, Spot, Zone", name)
 	}
 
 	return nil
 }
 
-func checkKey(key string) error {
-	if why := validation.IsQualifiedName(key); len(why) > 0 {
-		return fmt.Errorf("key %q: %s", key, strings.Join(why, "; "))
+func checkMetadata(name, value string) error {
+	f, known := fields[strings.ToLower(name)]
+	if !known {
+		return nil
 	}
 
-	for reserved, why := range reservedKeys {
-		prefix := strings.TrimRight(reserved, "-/") != reserved
+	return f.set(&runtime.PlatformMetadataSpec{}, value)
+}
 
-		if key == reserved || prefix && strings.HasPrefix(key, reserved) {
-			return fmt.Errorf("key %q cannot be set: %s", key, why)
+// reservedKeys are labels and annotations that rules cannot set, and prefixes of such keys that end in "/" or "-", with the reason.
+var reservedKeys = map[string]string{
+	"talos.dev/owned-": "Talos stores its own records under it",
+	cloudproviderapi.AnnotationAlphaProvidedIPAddr: "the kubelet sets it to its node IPs",
+	"node-role.kubernetes.io/control-plane":        "Talos sets it, and CSR approval relies on it",
+	"talos-ccm.node-restriction.kubernetes.io/":    "talos-ccm stores its own records under it",
+}
+
+func checkKey(key string) error {
+	if errs := validation.IsQualifiedName(key); len(errs) > 0 {
+		return fmt.Errorf("invalid key %q: %s", key, strings.Join(errs, "; "))
+	}
+
+	for reserved, reason := range reservedKeys {
+		isPrefix := strings.TrimRight(reserved, "-/") != reserved
+
+		if key == reserved || isPrefix && strings.HasPrefix(key, reserved) {
+			return fmt.Errorf("key %q cannot be set: %s", key, reason)
 		}
 	}
 
 	return nil
+}
+
+func checkLabel(_, value string) error {
+	if errs := validation.IsValidLabelValue(value); len(errs) > 0 {
+		return errors.New(strings.Join(errs, "; "))
+	}
+
+	return nil
+}
+
+// prohibitedTaints are set and removed by Kubernetes controllers and the cloud controller manager.
+var prohibitedTaints = []string{
+	corev1.TaintNodeNotReady, corev1.TaintNodeUnreachable, corev1.TaintNodeMemoryPressure, corev1.TaintNodeDiskPressure,
+	corev1.TaintNodeNetworkUnavailable, corev1.TaintNodePIDPressure, cloudproviderapi.TaintExternalCloudProvider, cloudproviderapi.TaintNodeShutdown,
 }
 
 func checkTaintKey(key string) error {
 	if slices.Contains(prohibitedTaints, key) {
-		return fmt.Errorf("taint %q cannot be set: Kubernetes' own controllers set and remove it", key)
+		return fmt.Errorf("taint %q cannot be set: Kubernetes controllers set and remove it", key)
 	}
 
-	if why := validation.IsQualifiedName(key); len(why) > 0 {
-		return fmt.Errorf("key %q: %s", key, strings.Join(why, "; "))
-	}
-
-	return nil
-}
-
-func checkNothing(string) error { return nil }
-
-func checkLabel(value string) error {
-	if why := validation.IsValidLabelValue(value); len(why) > 0 {
-		return errors.New(strings.Join(why, "; "))
+	if errs := validation.IsQualifiedName(key); len(errs) > 0 {
+		return fmt.Errorf("invalid key %q: %s", key, strings.Join(errs, "; "))
 	}
 
 	return nil
 }
 
-func checkTaint(value string) error {
-	_, err := parseTaint("", value)
+func checkTaint(key, value string) error {
+	_, err := parseTaint(key, value)
 
 	return err
 }
 
-// parseTaint reads "value:Effect" or "Effect".
+// parseTaint parses "value:Effect" or "Effect".
 func parseTaint(key, text string) (corev1.Taint, error) {
-	value, effect, both := strings.Cut(text, ":")
-	if !both {
+	value, effect, found := strings.Cut(text, ":")
+	if !found {
 		value, effect = "", text
 	}
 
 	taint := corev1.Taint{Key: key, Value: value, Effect: corev1.TaintEffect(effect)}
 
-	if !slices.Contains([]corev1.TaintEffect{corev1.TaintEffectNoSchedule, corev1.TaintEffectPreferNoSchedule, corev1.TaintEffectNoExecute}, taint.Effect) {
-		return taint, fmt.Errorf(`%q is neither "value:Effect" nor "Effect", with NoSchedule, PreferNoSchedule or NoExecute for Effect`, text)
+	switch taint.Effect {
+	case corev1.TaintEffectNoSchedule, corev1.TaintEffectPreferNoSchedule, corev1.TaintEffectNoExecute:
+		return taint, checkLabel(key, value)
+	default:
+		return taint, fmt.Errorf(`%q is not "value:Effect" or "Effect", where Effect is NoSchedule, PreferNoSchedule or NoExecute`, text)
 	}
-
-	return taint, checkLabel(value)
 }

@@ -11,8 +11,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-func TestAllMistakesAreReportedAtOnceWithTheirPlaces(t *testing.T) {
-	compiled, mistakes := rules.Compile([]rules.Rule{
+func TestCompile_ReportsAllErrorsWithPaths(t *testing.T) {
+	compiled, errs := rules.Compile([]rules.Rule{
 		{Name: "good"},
 		{
 			Name:             "good",
@@ -26,22 +26,20 @@ func TestAllMistakesAreReportedAtOnceWithTheirPlaces(t *testing.T) {
 	})
 
 	if compiled != nil {
-		t.Error("there are rules in spite of the mistakes")
+		t.Error("Compile returned a Set with errors")
 	}
 
 	var got []string
 
-	for _, m := range mistakes {
-		got = append(got, m.Rule+": "+strings.ReplaceAll(strings.Trim(fmt.Sprintf("%q", m.Path), "[]"), `"`, ""))
+	for _, err := range errs {
+		got = append(got, fmt.Sprintf("%s: %q", err.Rule, err.Path))
 
-		if m.Err == nil || !errors.Is(m, m.Err) || !strings.Contains(m.Error(), m.Rule) {
-			t.Errorf("%v", m)
+		if err.Err == nil || !errors.Is(err, err.Err) || !strings.Contains(err.Error(), err.Rule) {
+			t.Errorf("incomplete error: %v", err)
 		}
 	}
 
-	at := func(path ...any) string {
-		return strings.ReplaceAll(strings.Trim(fmt.Sprintf("%q", path), "[]"), `"`, "")
-	}
+	at := func(path ...any) string { return fmt.Sprintf("%q", path) }
 
 	want := []string{
 		"good: " + at(1, "name"),
@@ -70,7 +68,7 @@ func TestAllMistakesAreReportedAtOnceWithTheirPlaces(t *testing.T) {
 	}
 }
 
-func TestMistakesInRules(t *testing.T) {
+func TestCompile_Errors(t *testing.T) {
 	label := func(key, value string) rules.Rule { return rules.Rule{Labels: map[string]string{key: value}} }
 	taint := func(key, value string) rules.Rule { return rules.Rule{Taints: map[string]string{key: value}} }
 	replace := func(field, value string) rules.Rule {
@@ -82,47 +80,47 @@ func TestMistakesInRules(t *testing.T) {
 		rule rules.Rule
 		want string
 	}{
-		{"a label's key", label("a/b/c", ""), "a/b/c"},
-		{"a label's value", label("a", "b c"), "alphanumeric"},
-		{"a label's value with a comment", label("a", "b{{/**/}} c"), "alphanumeric"},
-		{"a label's value that is too long", label("a", strings.Repeat("a", 64)), "63"},
-		{"an annotation's key", rules.Rule{Annotations: map[string]string{"": ""}}, "name part must be non-empty"},
-		{"an annotation of Talos's", rules.Rule{Annotations: map[string]string{"talos.dev/owned-labels": ""}}, "Talos keeps its own records"},
-		{"a label of Talos's", label("talos.dev/owned-taints", ""), "Talos keeps its own records"},
-		{"the kubelet's node IPs", rules.Rule{Annotations: map[string]string{"alpha.kubernetes.io/provided-node-ip": ""}}, "kubelet"},
-		{"the role that Talos sets", label("node-role.kubernetes.io/control-plane", ""), "Talos sets it"},
-		{"a label of our own", label("talos-ccm.node-restriction.kubernetes.io/a", ""), "talos-ccm keeps its own records"},
-		{"a taint's key", taint("a b", "NoSchedule"), "a b"},
-		{"a taint's effect", taint("a", "b:PleaseSchedule"), "b:PleaseSchedule"},
-		{"a taint's effect in lower case", taint("a", "noschedule"), "noschedule"},
-		{"a taint with too many parts", taint("a", "b:c:NoSchedule"), "b:c:NoSchedule"},
-		{"a taint's value", taint("a", "b c:NoSchedule"), "alphanumeric"},
-		{"a taint without effect", taint("a", ""), "NoExecute"},
-		{"a taint of Kubernetes's", taint("node.kubernetes.io/not-ready", "NoSchedule"), "cannot be set"},
-		{"a field that is not there", replace("Sone", "a"), "Zone"},
-		{"the hostname", replace("hostName", "a"), "hostName cannot be replaced"},
-		{"the platform", replace("Platform", "a"), "Platform cannot be replaced"},
+		{"invalid label key", label("a/b/c", ""), "a/b/c"},
+		{"invalid label value", label("a", "b c"), "alphanumeric"},
+		{"invalid label value with a comment", label("a", "b{{/**/}} c"), "alphanumeric"},
+		{"label value too long", label("a", strings.Repeat("a", 64)), "63"},
+		{"empty annotation key", rules.Rule{Annotations: map[string]string{"": ""}}, "name part must be non-empty"},
+		{"annotation owned by Talos", rules.Rule{Annotations: map[string]string{"talos.dev/owned-labels": ""}}, "Talos stores its own records"},
+		{"label owned by Talos", label("talos.dev/owned-taints", ""), "Talos stores its own records"},
+		{"node IPs of the kubelet", rules.Rule{Annotations: map[string]string{"alpha.kubernetes.io/provided-node-ip": ""}}, "kubelet"},
+		{"control-plane role", label("node-role.kubernetes.io/control-plane", ""), "Talos sets it"},
+		{"label owned by talos-ccm", label("talos-ccm.node-restriction.kubernetes.io/a", ""), "talos-ccm stores its own records"},
+		{"invalid taint key", taint("a b", "NoSchedule"), "a b"},
+		{"unknown taint effect", taint("a", "b:PleaseSchedule"), "b:PleaseSchedule"},
+		{"taint effect in lower case", taint("a", "noschedule"), "noschedule"},
+		{"taint with too many parts", taint("a", "b:c:NoSchedule"), "b:c:NoSchedule"},
+		{"invalid taint value", taint("a", "b c:NoSchedule"), "alphanumeric"},
+		{"taint without effect", taint("a", ""), "NoExecute"},
+		{"taint of a Kubernetes controller", taint("node.kubernetes.io/not-ready", "NoSchedule"), "cannot be set"},
+		{"unknown field", replace("Sone", "a"), "Zone"},
+		{"hostname", replace("hostName", "a"), "hostName cannot be replaced"},
+		{"platform", replace("Platform", "a"), "Platform cannot be replaced"},
 		{"tags", replace("tags", "a"), "tags"},
-		{"Spot", replace("spot", "yes"), "neither true nor false"},
+		{"spot", replace("spot", "yes"), "neither true nor false"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			if m := mistake(t, test.rule); !strings.Contains(m.Error(), test.want) {
-				t.Errorf("%q does not say %q", m, test.want)
+			if err := compileError(t, test.rule); !strings.Contains(err.Error(), test.want) {
+				t.Errorf("error %q does not contain %q", err, test.want)
 			}
 		})
 	}
 }
 
-func TestTaintsOfControllersAreProhibited(t *testing.T) {
+func TestCompile_RejectsTaintsOfControllers(t *testing.T) {
 	for _, key := range []string{
 		"node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable", "node.kubernetes.io/memory-pressure", "node.kubernetes.io/disk-pressure",
 		"node.kubernetes.io/network-unavailable", "node.kubernetes.io/pid-pressure", "node.cloudprovider.kubernetes.io/uninitialized", "node.cloudprovider.kubernetes.io/shutdown",
 	} {
-		_ = mistake(t, rules.Rule{Taints: map[string]string{key: "{{ .Zone }}"}})
+		_ = compileError(t, rules.Rule{Taints: map[string]string{key: "{{ .Zone }}"}})
 	}
 }
 
-func TestKeysOfKubernetesAreAllowed(t *testing.T) {
+func TestCompile_AcceptsKubernetesKeys(t *testing.T) {
 	compile(t, rules.Rule{
 		Labels: map[string]string{
 			"node-role.kubernetes.io/web": "", "kubernetes.io/os": "linux", "karpenter.sh/capacity-type": "spot",
@@ -133,11 +131,11 @@ func TestKeysOfKubernetesAreAllowed(t *testing.T) {
 	})
 }
 
-func TestAFieldCanBeReplacedOnceInARule(t *testing.T) {
-	_ = mistake(t, rules.Rule{PlatformMetadata: map[string]string{"Zone": "a", "zone": "b"}})
+func TestCompile_RejectsDuplicateFields(t *testing.T) {
+	_ = compileError(t, rules.Rule{PlatformMetadata: map[string]string{"Zone": "a", "zone": "b"}})
 }
 
-func TestFieldsByTheirNamesInYAML(t *testing.T) {
+func TestCompile_AcceptsYAMLFieldNames(t *testing.T) {
 	result := compile(t, rules.Rule{PlatformMetadata: map[string]string{
 		"providerId": "p", "instanceId": "i", "instanceType": "t", "internalDNS": "in", "externalDNS": "ex", "region": "r", "zone": "z", "spot": " true ",
 	}}).Apply(rules.Facts{})
@@ -151,13 +149,13 @@ func TestFieldsByTheirNamesInYAML(t *testing.T) {
 	}
 }
 
-func TestNamesNeedNotBeGiven(t *testing.T) {
+func TestCompile_AcceptsUnnamedRules(t *testing.T) {
 	compile(t, rules.Rule{}, rules.Rule{})
 }
 
-// Otherwise nobody could tell which is meant.
-func TestANameIsNotTheNumberOfAnotherRule(t *testing.T) {
-	_ = mistake(t, rules.Rule{}, rules.Rule{Name: "#1"})
-	_ = mistake(t, rules.Rule{Name: "#2"}, rules.Rule{})
+// Otherwise the name of a rule in an Event would be ambiguous.
+func TestCompile_RejectsNameThatIsPositionOfAnotherRule(t *testing.T) {
+	_ = compileError(t, rules.Rule{}, rules.Rule{Name: "#1"})
+	_ = compileError(t, rules.Rule{Name: "#2"}, rules.Rule{})
 	compile(t, rules.Rule{Name: "#1"})
 }

@@ -1,8 +1,8 @@
 package rules_test
 
 import (
-	"fmt"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 
@@ -14,7 +14,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-// everything is a machine of which all is known. Each text is the name of its field.
+// everything returns Facts in which every field is set. The value of a string is the name of its field.
 func everything() rules.Facts {
 	return rules.Facts{
 		Machine: machine.Machine{
@@ -46,15 +46,15 @@ func one(key string, operator rules.Operator, values ...string) []rules.Selector
 func selector(t *testing.T, terms []rules.SelectorTerm) *rules.Selector {
 	t.Helper()
 
-	s, mistakes := rules.CompileNodeSelector(terms)
-	if len(mistakes) > 0 {
-		t.Fatal(mistakes)
+	s, errs := rules.CompileNodeSelector(terms)
+	if len(errs) > 0 {
+		t.Fatal(errs)
 	}
 
 	return s
 }
 
-func TestOperators(t *testing.T) {
+func TestSelector_Operators(t *testing.T) {
 	const absent = ""
 
 	for _, test := range []struct {
@@ -64,43 +64,43 @@ func TestOperators(t *testing.T) {
 		values   []string
 		want     bool
 	}{
-		{"In holds for one of the values", "b", rules.In, []string{"a", "b"}, true},
-		{"In does not hold for others", "c", rules.In, []string{"a", "b"}, false},
-		{"In tells case apart", "A", rules.In, []string{"a"}, false},
-		{"In does not hold for what is absent", absent, rules.In, []string{"a"}, false},
-		{"In does not hold for what is absent, not even with an empty value", absent, rules.In, []string{""}, false},
-		{"NotIn holds for others", "c", rules.NotIn, []string{"a", "b"}, true},
-		{"NotIn does not hold for one of the values", "b", rules.NotIn, []string{"a", "b"}, false},
-		{"NotIn holds for what is absent", absent, rules.NotIn, []string{"a"}, true},
-		{"Exists holds for what is there", "a", rules.Exists, nil, true},
-		{"Exists does not hold for what is absent", absent, rules.Exists, nil, false},
-		{"DoesNotExist holds for what is absent", absent, rules.DoesNotExist, nil, true},
-		{"DoesNotExist does not hold for what is there", "a", rules.DoesNotExist, nil, false},
-		{"Gt holds for more", "11", rules.Gt, []string{"10"}, true},
-		{"Gt does not hold for as much", "10", rules.Gt, []string{"10"}, false},
-		{"Gt compares numbers, not texts", "9", rules.Gt, []string{"10"}, false},
-		{"Gt does not hold for what is no integer", "11.5", rules.Gt, []string{"10"}, false},
-		{"Gt does not hold for what is absent", absent, rules.Gt, []string{"-10"}, false},
-		{"Lt holds for less", "-11", rules.Lt, []string{"-10"}, true},
-		{"Lt does not hold for as much", "10", rules.Lt, []string{"10"}, false},
-		{"Lt does not hold for what is no integer", "much", rules.Lt, []string{"10"}, false},
-		{"Lt does not hold for what is absent", absent, rules.Lt, []string{"10"}, false},
-		{"Regexp holds for a match anywhere", "web-12", rules.Regexp, []string{`\d`}, true},
-		{"Regexp does not hold without a match", "web-12", rules.Regexp, []string{`^\d`}, false},
-		{"Regexp does not hold for what is longer than any text may be", strings.Repeat("a", 64<<10+1), rules.Regexp, []string{`a`}, false},
-		{"Regexp does not hold for what is absent", absent, rules.Regexp, []string{`.*`}, false},
+		{"In matches one of the values", "b", rules.In, []string{"a", "b"}, true},
+		{"In does not match another value", "c", rules.In, []string{"a", "b"}, false},
+		{"In is case-sensitive", "A", rules.In, []string{"a"}, false},
+		{"In does not match an absent fact", absent, rules.In, []string{"a"}, false},
+		{"In with an empty value does not match an absent fact", absent, rules.In, []string{""}, false},
+		{"NotIn matches another value", "c", rules.NotIn, []string{"a", "b"}, true},
+		{"NotIn does not match one of the values", "b", rules.NotIn, []string{"a", "b"}, false},
+		{"NotIn matches an absent fact", absent, rules.NotIn, []string{"a"}, true},
+		{"Exists matches a fact", "a", rules.Exists, nil, true},
+		{"Exists does not match an absent fact", absent, rules.Exists, nil, false},
+		{"DoesNotExist matches an absent fact", absent, rules.DoesNotExist, nil, true},
+		{"DoesNotExist does not match a fact", "a", rules.DoesNotExist, nil, false},
+		{"Gt matches a greater integer", "11", rules.Gt, []string{"10"}, true},
+		{"Gt does not match an equal integer", "10", rules.Gt, []string{"10"}, false},
+		{"Gt compares integers, not strings", "9", rules.Gt, []string{"10"}, false},
+		{"Gt does not match a fraction", "11.5", rules.Gt, []string{"10"}, false},
+		{"Gt does not match an absent fact", absent, rules.Gt, []string{"-10"}, false},
+		{"Lt matches a smaller integer", "-11", rules.Lt, []string{"-10"}, true},
+		{"Lt does not match an equal integer", "10", rules.Lt, []string{"10"}, false},
+		{"Lt does not match text", "much", rules.Lt, []string{"10"}, false},
+		{"Lt does not match an absent fact", absent, rules.Lt, []string{"10"}, false},
+		{"Regexp matches anywhere", "web-12", rules.Regexp, []string{`\d`}, true},
+		{"Regexp does not match without a match", "web-12", rules.Regexp, []string{`^\d`}, false},
+		{"Regexp does not match a fact over the limit", strings.Repeat("a", 64<<10+1), rules.Regexp, []string{`a`}, false},
+		{"Regexp does not match an absent fact", absent, rules.Regexp, []string{`.*`}, false},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			facts := rules.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Zone: test.value}}}
 
 			if got := selector(t, one("zone", test.operator, test.values...)).Matches(facts); got != test.want {
-				t.Errorf("got %t", got)
+				t.Errorf("got %t, want %t", got, test.want)
 			}
 		})
 	}
 }
 
-func TestTermsAreAlternativesAndExpressionsAddUp(t *testing.T) {
+func TestSelector_TermsAndExpressions(t *testing.T) {
 	yes := rules.Expression{Key: "zone", Operator: rules.Exists}
 	no := rules.Expression{Key: "zone", Operator: rules.DoesNotExist}
 	facts := everything()
@@ -110,14 +110,14 @@ func TestTermsAreAlternativesAndExpressionsAddUp(t *testing.T) {
 		terms []rules.SelectorTerm
 		want  bool
 	}{
-		{"no terms hold", nil, true},
-		{"a term without expressions does not", []rules.SelectorTerm{{}}, false},
-		{"all expressions of a term must hold", []rules.SelectorTerm{{MatchExpressions: []rules.Expression{yes, no}}}, false},
-		{"one term must hold", []rules.SelectorTerm{{MatchExpressions: []rules.Expression{no}}, {}, {MatchExpressions: []rules.Expression{yes, yes}}}, true},
+		{"no terms match", nil, true},
+		{"a term without expressions does not match", []rules.SelectorTerm{{}}, false},
+		{"all expressions of a term must match", []rules.SelectorTerm{{MatchExpressions: []rules.Expression{yes, no}}}, false},
+		{"one term must match", []rules.SelectorTerm{{MatchExpressions: []rules.Expression{no}}, {}, {MatchExpressions: []rules.Expression{yes, yes}}}, true},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			if got := selector(t, test.terms).Matches(facts); got != test.want {
-				t.Errorf("got %t", got)
+				t.Errorf("got %t, want %t", got, test.want)
 			}
 		})
 	}
@@ -127,8 +127,8 @@ func TestTermsAreAlternativesAndExpressionsAddUp(t *testing.T) {
 	}
 }
 
-// Every field of the two resources, by its names in Go and in YAML.
-func TestR6EveryFieldCanBeSelectedInAnyCase(t *testing.T) {
+// Every field of the two resources is selected by its names in Go and in YAML.
+func TestSelector_EveryFieldInAnyCase(t *testing.T) {
 	facts := everything()
 
 	names := map[string]string{
@@ -154,48 +154,48 @@ func TestR6EveryFieldCanBeSelectedInAnyCase(t *testing.T) {
 	for name, value := range names {
 		for _, key := range []string{name, strings.ToLower(name[:1]) + name[1:], strings.ToUpper(name[:1]) + name[1:]} {
 			if !selector(t, one(key, rules.In, value)).Matches(facts) {
-				t.Errorf("%s is not %q", key, value)
+				t.Errorf("%s In [%s] does not match", key, value)
 			}
 		}
 	}
 }
 
-func TestHostnameIsTheMachinesOwnWhereThePlatformGivesNone(t *testing.T) {
+func TestHostname_FallsBackToMachine(t *testing.T) {
 	facts := everything()
 	facts.Machine.Platform.Hostname = ""
 
 	if !selector(t, one("hostname", rules.In, "OwnHostname")).Matches(facts) {
-		t.Error("it is not")
+		t.Error("hostname In [OwnHostname] does not match")
 	}
 
-	if got := render(t, "{{ .Hostname }}", facts); got != "OwnHostname" {
-		t.Errorf("in a template it is %q", got)
+	if got, want := render(t, "{{ .Hostname }}", facts), "OwnHostname"; got != want {
+		t.Errorf("got .Hostname %q, want %q", got, want)
 	}
 }
 
-func TestMachineTypes(t *testing.T) {
+func TestSelector_MachineType(t *testing.T) {
 	for typ, want := range map[talosmachine.Type]string{
 		talosmachine.TypeInit: "controlplane", talosmachine.TypeControlPlane: "controlplane", talosmachine.TypeWorker: "worker",
 	} {
 		facts := rules.Facts{Machine: machine.Machine{Type: typ}}
 		if !selector(t, one("machineType", rules.In, want)).Matches(facts) {
-			t.Errorf("%s is not called %s", typ, want)
+			t.Errorf("machineType In [%s] does not match type %s", want, typ)
 		}
 	}
 
 	if !selector(t, one("machinetype", rules.DoesNotExist)).Matches(rules.Facts{}) {
-		t.Error("a machine that has not said its type has one")
+		t.Error("machineType is present without a type")
 	}
 }
 
-func TestSpotIsAlwaysThere(t *testing.T) {
+func TestSelector_SpotIsAlwaysPresent(t *testing.T) {
 	if !selector(t, one("spot", rules.In, "false")).Matches(rules.Facts{}) {
-		t.Error("it is not")
+		t.Error("spot In [false] does not match empty facts")
 	}
 }
 
-// As with Node selectors of Kubernetes: labels such as those of roles have no value.
-func TestWhatHasAnEmptyValueInAMapExists(t *testing.T) {
+// As in Kubernetes node selectors: labels such as node roles have an empty value.
+func TestSelector_EmptyMapEntriesExist(t *testing.T) {
 	facts := everything()
 	facts.Machine.Extensions["bare"] = ""
 
@@ -212,24 +212,29 @@ func TestWhatHasAnEmptyValueInAMapExists(t *testing.T) {
 	}
 }
 
-func TestLabelsAreSelectedByTheirExactKeyAndOnlyWhereTheyMayBe(t *testing.T) {
+func TestSelector_NodeLabels(t *testing.T) {
 	facts := everything()
 
 	if !selector(t, one("Labels.example.org/Disk", rules.In, "ssd")).Matches(facts) {
-		t.Error("the label is not found")
+		t.Error("the label does not match")
 	}
 
 	if selector(t, one("labels.example.org/disk", rules.Exists)).Matches(facts) {
-		t.Error("a label is found in another case")
+		t.Error("a label matches in another case")
 	}
 
-	_, mistakes := rules.CompileSelector(one("labels.example.org/Disk", rules.Exists))
-	if len(mistakes) != 1 {
-		t.Errorf("a rule may depend on labels: %v", mistakes)
+	if _, errs := rules.CompileSelector(one("labels.example.org/Disk", rules.Exists)); len(errs) != 1 {
+		t.Errorf("got %d errors from CompileSelector, want 1: %v", len(errs), errs)
+	}
+
+	for key, want := range map[string]bool{"labels.a": true, "LABELS.a": true, "zone": false} {
+		if got := selector(t, one(key, rules.Exists)).ReadsLabels(); got != want {
+			t.Errorf("ReadsLabels of %s: got %t, want %t", key, got, want)
+		}
 	}
 }
 
-func TestMistakesInSelectors(t *testing.T) {
+func TestCompileSelector_Errors(t *testing.T) {
 	for _, test := range []struct {
 		name       string
 		expression rules.Expression
@@ -238,32 +243,32 @@ func TestMistakesInSelectors(t *testing.T) {
 	}{
 		{"unknown key", rules.Expression{Key: "zones", Operator: rules.Exists}, "key", "zone"},
 		{"empty key", rules.Expression{Operator: rules.Exists}, "key", "unknown key"},
-		{"no name of a tag", rules.Expression{Key: "tags.", Operator: rules.Exists}, "key", "unknown key"},
+		{"missing name of a tag", rules.Expression{Key: "tags.", Operator: rules.Exists}, "key", "unknown key"},
 		{"unknown operator", rules.Expression{Key: "zone", Operator: "in"}, "operator", "In"},
 		{"In without values", rules.Expression{Key: "zone", Operator: rules.In}, "values", "at least one"},
 		{"NotIn without values", rules.Expression{Key: "zone", Operator: rules.NotIn}, "values", "at least one"},
-		{"Exists with values", rules.Expression{Key: "zone", Operator: rules.Exists, Values: []string{"a"}}, "values", "no values"},
-		{"DoesNotExist with values", rules.Expression{Key: "zone", Operator: rules.DoesNotExist, Values: []string{"a"}}, "values", "no values"},
+		{"Exists with values", rules.Expression{Key: "zone", Operator: rules.Exists, Values: []string{"a"}}, "values", "takes no values"},
+		{"DoesNotExist with values", rules.Expression{Key: "zone", Operator: rules.DoesNotExist, Values: []string{"a"}}, "values", "takes no values"},
 		{"Gt with two values", rules.Expression{Key: "zone", Operator: rules.Gt, Values: []string{"1", "2"}}, "values", "exactly one"},
 		{"Lt with a fraction", rules.Expression{Key: "zone", Operator: rules.Lt, Values: []string{"1.5"}}, "values", "1.5"},
 		{"Regexp without values", rules.Expression{Key: "zone", Operator: rules.Regexp}, "values", "exactly one"},
-		{"Regexp that is none", rules.Expression{Key: "zone", Operator: rules.Regexp, Values: []string{"("}}, "values", "missing closing"},
-		{"Regexp that is huge", rules.Expression{Key: "zone", Operator: rules.Regexp, Values: []string{"(abcdefghijklmnop){1000}"}}, "values", "too large"},
+		{"invalid Regexp", rules.Expression{Key: "zone", Operator: rules.Regexp, Values: []string{"("}}, "values", "missing closing"},
+		{"Regexp over the limit of package regexp", rules.Expression{Key: "zone", Operator: rules.Regexp, Values: []string{"(a{1000}){1000}"}}, "values", "invalid repeat count"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			good := rules.Expression{Key: "zone", Operator: rules.Exists}
 
-			_, mistakes := rules.CompileSelector([]rules.SelectorTerm{{}, {MatchExpressions: []rules.Expression{good, test.expression}}})
-			if len(mistakes) != 1 {
-				t.Fatalf("%d mistakes: %v", len(mistakes), mistakes)
+			_, errs := rules.CompileSelector([]rules.SelectorTerm{{}, {MatchExpressions: []rules.Expression{good, test.expression}}})
+			if len(errs) != 1 {
+				t.Fatalf("got %d errors, want 1: %v", len(errs), errs)
 			}
 
-			if path := fmt.Sprint(mistakes[0].Path...); path != fmt.Sprint(1, "matchExpressions", 1, test.path) {
-				t.Errorf("the path is %v", mistakes[0].Path)
+			if want := []any{1, "matchExpressions", 1, test.path}; !slices.Equal(errs[0].Path, want) {
+				t.Errorf("got path %v, want %v", errs[0].Path, want)
 			}
 
-			if !strings.Contains(mistakes[0].Err.Error(), test.want) {
-				t.Errorf("%q does not say %q", mistakes[0].Err, test.want)
+			if !strings.Contains(errs[0].Err.Error(), test.want) {
+				t.Errorf("error %q does not contain %q", errs[0].Err, test.want)
 			}
 		})
 	}

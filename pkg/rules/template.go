@@ -10,20 +10,20 @@ import (
 	"text/template"
 	"text/template/parse"
 	"unicode/utf8"
+
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 )
 
-// Bounds on what a template can do: the metadata that it works on comes from others.
 const (
-	// maxText is the most bytes that a template makes, and that any value within it holds.
+	// maxText is the size limit of a template, of its result and of the result of each function, in bytes.
 	maxText = 64 << 10
-	// maxWork bounds one execution, in steps: a byte looked at by a function, or by one instruction of a regular expression.
-	maxWork = 64 << 20
-	// nodeWork is what one node of a template counts, however little it does: a comparison looks at maxText bytes, but quickly.
-	nodeWork = 1 << 10
+	// maxRange is the largest number in a template with a loop.
+	maxRange = 1000
 )
 
-// values are what templates see: the names of the upstream Talos CCM, which are those of Talos's resources, and ours.
-type values struct {
+// variables are the data of templates and selectors. The fields of platform metadata and SMBIOS have the names of the Talos resources, as in the
+// upstream Talos CCM.
+type variables struct {
 	Platform, Hostname, Region, Zone, InstanceType, InstanceID, ProviderID string
 	Spot                                                                   bool
 	InternalDNS, ExternalDNS                                               string
@@ -34,175 +34,131 @@ type values struct {
 	Nodename, ClusterName, MachineType, TalosVersion, Schematic, Architecture string
 	Extensions                                                                map[string]string
 
-	// patterns are the regular expressions that the template names, compiled.
-	patterns map[string]pattern
-	// work is how many steps the execution may still take.
-	work int
+	// nodeLabels are for selectors only.
+	nodeLabels map[string]string
 }
 
-func newValues(on subject) *values {
-	meta, m := on.platform, &on.facts.Machine
-
-	return &values{
-		Platform: meta.Platform, Hostname: hostname(on.facts, meta), Region: meta.Region, Zone: meta.Zone, InstanceType: meta.InstanceType,
-		InstanceID: meta.InstanceID, ProviderID: meta.ProviderID, Spot: meta.Spot, InternalDNS: meta.InternalDNS, ExternalDNS: meta.ExternalDNS, Tags: meta.Tags,
+func newVariables(facts *Facts, platform *runtime.PlatformMetadataSpec) *variables {
+	m := &facts.Machine
+	v := &variables{
+		Platform: platform.Platform, Hostname: platform.Hostname, Region: platform.Region, Zone: platform.Zone,
+		InstanceType: platform.InstanceType, InstanceID: platform.InstanceID, ProviderID: platform.ProviderID, Spot: platform.Spot,
+		InternalDNS: platform.InternalDNS, ExternalDNS: platform.ExternalDNS, Tags: platform.Tags,
 		Manufacturer: m.System.Manufacturer, ProductName: m.System.ProductName, Version: m.System.Version, SerialNumber: m.System.SerialNumber,
 		UUID: m.System.UUID, WakeUpType: m.System.WakeUpType, SKUNumber: m.System.SKUNumber,
-		Nodename: m.Nodename, ClusterName: m.ClusterName, MachineType: machineType(on.facts), TalosVersion: m.TalosVersion,
-		Schematic: m.Extensions[schematicExtension], Architecture: on.facts.Architecture, Extensions: m.Extensions,
+		Nodename: m.Nodename, ClusterName: m.ClusterName, TalosVersion: m.TalosVersion, Architecture: facts.Architecture,
+		// Image Factory adds an extension with this name to every image. Its version is the ID of the schematic.
+		Schematic: m.Extensions["schematic"], Extensions: m.Extensions,
+		nodeLabels: facts.NodeLabels,
 	}
+
+	if v.Hostname == "" {
+		v.Hostname = m.Hostname
+	}
+
+	switch {
+	case m.Type.IsControlPlane(): // also the deprecated type init
+		v.MachineType = "controlplane"
+	case m.Type != 0:
+		v.MachineType = m.Type.String()
+	}
+
+	return v
 }
 
-// Variables are the names that templates can read, sorted.
-func Variables() []string { return slices.Sorted(maps.Keys(variables)) }
+// variableFields are the exported fields of variables, by name.
+var variableFields = func() map[string]reflect.StructField {
+	fields := map[string]reflect.StructField{}
 
-// variables are the exported fields of values; true: a map, whose entries can be read, too.
-var variables = func() map[string]bool {
-	fields := map[string]bool{}
-
-	for _, f := range reflect.VisibleFields(reflect.TypeFor[values]()) {
+	for f := range reflect.TypeFor[variables]().Fields() {
 		if f.IsExported() {
-			fields[f.Name] = f.Type.Kind() == reflect.Map
+			fields[f.Name] = f
 		}
 	}
 
 	return fields
 }()
 
-// spend takes steps from what is left.
-func (v *values) spend(steps int) error {
-	if v.work -= steps; v.work < 0 {
-		return errors.New("the template does too much")
-	}
+// Variables returns the names of the variables that templates can read, sorted.
+func Variables() []string { return slices.Sorted(maps.Keys(variableFields)) }
 
-	return nil
-}
-
-// text is a compiled template. One without actions is its own result; one that does no more than to name variables needs no execution.
+// text is a compiled template, or a constant if template is nil.
 type text struct {
 	constant string
-	template *template.Template // nil for a constant
-	parts    []part
-	patterns map[string]pattern
+	template *template.Template
 }
 
-// compileText compiles what a user has written.
 func compileText(source string) (text, error) {
 	if err := checkText(source); err != nil {
 		return text{}, err
 	}
 
-	if !strings.Contains(source, "{{") {
-		return text{constant: source}, nil
-	}
+	c := checker{patterns: patterns{}}
 
-	t, err := template.New("line").Option("missingkey=zero").Funcs(functions).Parse(source)
+	// With this name, a parse error starts with "template: line:3: ", which needs only the prefix cut.
+	t, err := template.New("line").Option("missingkey=zero").Funcs(functions).Funcs(printers).Funcs(c.patterns.functions()).Parse(source)
 	if err != nil {
 		return text{}, errors.New(strings.TrimPrefix(err.Error(), "template: "))
 	}
 
 	if len(t.Templates()) > 1 {
-		return text{}, errors.New("templates cannot define others")
+		return text{}, errors.New("a template cannot define others")
 	}
 
-	if t.Tree == nil || t.Root == nil {
-		return text{}, nil
+	compiled := text{template: t}
+
+	if !slices.ContainsFunc(t.Root.Nodes, func(n parse.Node) bool { return n.Type() != parse.NodeText }) {
+		compiled.constant, err = compiled.render(&variables{})
+		compiled.template = nil
+
+		return compiled, err
 	}
 
-	if constant, is := constantText(t.Root); is {
-		return text{constant: constant}, nil
-	}
-
-	parts := partsOf(t.Root)
-	c := checker{patterns: map[string]pattern{}}
-	c.list(t.Root, topDot)
-
-	return text{template: t.Funcs(hooks), parts: parts, patterns: c.patterns}, errors.Join(c.errs...)
+	return compiled, c.check(t.Root)
 }
 
-// constantText is the text of a template that has comments at most.
-func constantText(root *parse.ListNode) (string, bool) {
-	var out strings.Builder
+// render executes the template. It returns no text with an error.
+func (t text) render(v *variables) (rendered string, err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			rendered, err = "", fmt.Errorf("panic: %v", r)
+		}
+	}()
 
-	for _, node := range root.Nodes {
-		t, is := node.(*parse.TextNode)
-		if !is {
-			return "", false
+	var out limitedWriter
+
+	if err := t.template.Execute(&out, v); err != nil {
+		// Cut where in the template the error occurred: the Problem has the rule and the key.
+		if _, message, found := strings.Cut(err.Error(), ">: "); found {
+			err = errors.New(message)
 		}
 
-		out.Write(t.Text)
+		return "", err
 	}
 
-	return out.String(), true
+	if err := checkText(string(out.text)); err != nil {
+		return "", err
+	}
+
+	return string(out.text), nil
 }
 
-func (t text) render(v *values) (string, error) {
-	if t.template == nil {
-		return t.constant, nil
-	}
-
-	rendered, err := t.execute(v)
-	if err == nil {
-		err = checkText(rendered)
-	}
-
-	if err != nil {
-		return "", err // and no text that is not UTF-8
-	}
-
-	return rendered, nil
+// limitedWriter fails, and thereby aborts the execution of a template, after maxText bytes.
+type limitedWriter struct {
+	text []byte
 }
 
-func (t text) execute(v *values) (string, error) {
-	var out limited
-
-	if t.parts == nil {
-		v.patterns, v.work = t.patterns, maxWork
-
-		if err := t.template.Execute(&out, v); err != nil {
-			return "", explain(err)
-		}
+func (w *limitedWriter) Write(p []byte) (int, error) {
+	if err := checkLength(len(w.text) + len(p)); err != nil {
+		return 0, err
 	}
 
-	for _, p := range t.parts {
-		if err := out.add(p(v)); err != nil {
-			return "", err
-		}
-	}
+	w.text = append(w.text, p...)
 
-	return out.String(), nil
+	return len(p), nil
 }
 
-// explain leaves out where in which template, which the key says, and what nobody has called.
-func explain(err error) error {
-	why := err.Error()
-	if _, after, found := strings.Cut(why, ">: "); found {
-		why = after
-	}
-
-	for hook := range hooks {
-		why = strings.TrimPrefix(why, "error calling "+hook+": ")
-	}
-
-	return errors.New(why)
-}
-
-// limited takes text up to the limit.
-type limited struct{ strings.Builder }
-
-func (l *limited) Write(p []byte) (int, error) { return len(p), l.add(string(p)) }
-
-func (l *limited) add(s string) error {
-	if err := checkLength(l.Len() + len(s)); err != nil {
-		return err
-	}
-
-	l.WriteString(s)
-
-	return nil
-}
-
-// checkText refuses what no field of a Node takes.
+// checkText checks that a field of a Node can hold the text.
 func checkText(s string) error {
 	if !utf8.ValidString(s) {
 		return errors.New("the text is not valid UTF-8")
@@ -217,4 +173,150 @@ func checkLength(length int) error {
 	}
 
 	return nil
+}
+
+// checker finds mistakes that text/template detects only while it executes a template, or not at all, and compiles the regular expressions.
+type checker struct {
+	patterns patterns
+	// rebound is true where "." is not the variables: inside with and range.
+	rebound bool
+	// loops is true if the template has a loop, largest is the largest number in it.
+	loops   bool
+	largest int64
+	errs    []error
+}
+
+func (c *checker) check(root *parse.ListNode) error {
+	c.list(root)
+
+	if c.loops && c.largest > maxRange {
+		c.fail("a template with range cannot contain numbers over %d", maxRange)
+	}
+
+	return errors.Join(c.errs...)
+}
+
+func (c *checker) fail(format string, args ...any) {
+	c.errs = append(c.errs, fmt.Errorf(format, args...))
+}
+
+func (c *checker) list(list *parse.ListNode) {
+	if list == nil {
+		return
+	}
+
+	for _, node := range list.Nodes {
+		switch n := node.(type) {
+		case *parse.ActionNode:
+			c.pipe(n.Pipe)
+		case *parse.IfNode:
+			c.branch(&n.BranchNode, c.rebound)
+		case *parse.WithNode:
+			c.branch(&n.BranchNode, true)
+		case *parse.RangeNode:
+			c.loops = true
+			c.branch(&n.BranchNode, true)
+		case *parse.TemplateNode:
+			c.fail("a template cannot execute others")
+		}
+	}
+}
+
+func (c *checker) branch(n *parse.BranchNode, rebound bool) { //nolint:revive // a property of the branch, not a mode of the method
+	c.pipe(n.Pipe)
+
+	outer := c.rebound
+	c.rebound = rebound
+	c.list(n.List)
+	c.rebound = outer
+
+	c.list(n.ElseList)
+}
+
+func (c *checker) pipe(pipe *parse.PipeNode) {
+	for _, v := range pipe.Decl {
+		if v.Ident[0] == "$" {
+			c.fail("$ cannot be assigned")
+		}
+	}
+
+	for i, cmd := range pipe.Cmds {
+		for j, arg := range cmd.Args {
+			name, isFunction := arg.(*parse.IdentifierNode)
+
+			switch {
+			case !isFunction:
+				c.operand(arg)
+			case j > 0:
+				c.call(name.Ident, nil, 0)
+			default:
+				c.call(name.Ident, cmd.Args[1:], min(i, 1))
+			}
+		}
+	}
+}
+
+// call checks the call of a function with arguments, and with piped more from the previous command.
+func (c *checker) call(name string, args []parse.Node, piped int) {
+	if err := checkArity(name, len(args)+piped); err != nil {
+		c.errs = append(c.errs, err)
+	}
+
+	var literal *parse.StringNode
+	if len(args) > 0 {
+		literal, _ = args[0].(*parse.StringNode)
+	}
+
+	switch {
+	case strings.HasPrefix(name, "regex") && literal != nil:
+		compiled, err := c.patterns.compile(literal.Text)
+		if err != nil {
+			c.errs = append(c.errs, err)
+		}
+
+		c.patterns[literal.Text] = compiled
+	case name == "printf" && literal == nil:
+		c.fail("the format of printf must be a string literal")
+	}
+}
+
+func (c *checker) operand(node parse.Node) {
+	switch n := node.(type) {
+	case *parse.PipeNode:
+		c.pipe(n)
+	case *parse.ChainNode:
+		c.operand(n.Node)
+	case *parse.NumberNode:
+		c.largest = max(c.largest, n.Int64)
+	case *parse.DotNode:
+		if !c.rebound {
+			c.variable(nil)
+		}
+	case *parse.FieldNode:
+		if !c.rebound {
+			c.variable(n.Ident)
+		}
+	case *parse.VariableNode:
+		if n.Ident[0] == "$" {
+			c.variable(n.Ident[1:])
+		}
+	}
+}
+
+// variable checks the path of a variable, such as Tags.owner.
+func (c *checker) variable(path []string) {
+	if len(path) == 0 {
+		c.fail("the name of a variable is missing after the dot")
+
+		return
+	}
+
+	f, known := variableFields[path[0]]
+
+	switch {
+	case !known:
+		c.fail("unknown variable .%s; supported variables: .%s", path[0], strings.Join(Variables(), ", ."))
+	case len(path) > 2 || len(path) == 2 && f.Type.Kind() != reflect.Map:
+		c.fail("variable .%s has no field .%s", path[0], strings.Join(path[1:], "."))
+	}
 }

@@ -1,0 +1,160 @@
+// Package rules evaluates the transformation rules of the configuration file for one machine.
+//
+// Compile validates rules once. Set.Apply then returns the labels, annotations, taints and platform metadata that the
+// matching rules set. Apply has no side effects and returns the same Result for the same Facts. The caller decides which
+// part of the Result it writes to the Node.
+//
+// # Trust
+//
+// Rules are trusted: the cluster's operator writes them into the machine configuration. What a machine reports is not
+// trusted, and talosapi bounds its size. The following limits keep a machine from exhausting memory or CPU through a rule:
+//
+//   - The result of a template and of each function in it has at most 64 KiB; a larger one is an error.
+//   - Regular expressions run in linear time (package regexp).
+//   - Templates cannot define or execute other templates, so that they cannot recurse.
+//   - A loop runs over what the machine reports or up to a number in the template, at most 1000. No function converts text
+//     to a number.
+//   - The format of printf is a string literal.
+//   - A panic becomes a Problem of the value whose template caused it.
+//
+// Nothing limits the cost of a template that its author made expensive, for example by nesting loops.
+package rules
+
+import (
+	"fmt"
+
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	corev1 "k8s.io/api/core/v1"
+
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+)
+
+// Rule sets labels, annotations, taints and platform metadata on the Nodes of the machines that it selects.
+type Rule struct {
+	// Name identifies the rule in errors, Events and the output of `talos-ccm render`. It must be unique. A rule without a name is identified by its
+	// position, such as "#1".
+	Name string `json:"name,omitempty"`
+	// NodeSelector terms are ORed. A rule without terms applies to every machine.
+	NodeSelector []SelectorTerm `json:"nodeSelector,omitempty"`
+	// Annotations of the Node: key to template.
+	Annotations map[string]string `json:"annotations,omitempty"`
+	// Labels of the Node: key to template.
+	Labels map[string]string `json:"labels,omitempty"`
+	// Taints of the Node: key to a template of "value:Effect" or "Effect".
+	Taints map[string]string `json:"taints,omitempty"`
+	// Enforce keeps the rule's taints on the Node after initialization, and removes them when the rule no longer sets them. By default taints are
+	// set once, at initialization.
+	Enforce bool `json:"enforce,omitempty"`
+	// PlatformMetadata replaces fields of the platform metadata: field to template. Hostname and Platform cannot be replaced.
+	PlatformMetadata map[string]string `json:"platformMetadata,omitempty"`
+	// Features enables or disables optional behavior.
+	Features Features `json:"features,omitzero"`
+}
+
+// Features are the optional behaviors that a rule controls. A feature that a rule omits keeps the value of earlier rules.
+type Features struct {
+	// PublicIPDiscovery looks for public addresses on the machine's links even if the platform reports them.
+	PublicIPDiscovery *bool `json:"publicIPDiscovery,omitempty"`
+}
+
+// SelectorTerm matches if all its expressions match. As in Kubernetes, a term without expressions matches nothing.
+type SelectorTerm struct {
+	// Name describes the term. It has no effect.
+	Name string `json:"name,omitempty"`
+	// MatchExpressions are ANDed.
+	MatchExpressions []Expression `json:"matchExpressions,omitempty"`
+}
+
+// Expression compares a fact about the machine with values.
+type Expression struct {
+	// Key is the name of the fact. It is case-insensitive.
+	Key string `json:"key"`
+	// Operator is the relation between the fact and the values.
+	Operator Operator `json:"operator"`
+	// Values to compare with: at least one for In and NotIn, exactly one for Gt, Lt and Regexp, none for Exists and DoesNotExist.
+	Values []string `json:"values,omitempty"`
+}
+
+// Operator is the relation between a fact and the values of an Expression.
+type Operator string
+
+// The operators of Kubernetes node selectors, and Regexp. NotIn and DoesNotExist match an absent fact, the others do not.
+// Gt and Lt compare integers and match nothing else.
+const (
+	In           Operator = "In"
+	NotIn        Operator = "NotIn"
+	Exists       Operator = "Exists"
+	DoesNotExist Operator = "DoesNotExist"
+	Gt           Operator = "Gt"
+	Lt           Operator = "Lt"
+	Regexp       Operator = "Regexp"
+)
+
+// CompileError is a mistake in a rule or a selector.
+type CompileError struct {
+	// Path leads to the mistake: the index of the rule, then keys and indices as in the configuration file, for example
+	// 2, "nodeSelector", 0, "matchExpressions", 1, "values". For a selector it starts with the index of the term.
+	Path []any
+	// Rule is the name of the rule; empty for a selector.
+	Rule string
+	Err  error
+}
+
+// Error implements error.
+func (e CompileError) Error() string { return fmt.Sprintf("rule %q: %v", e.Rule, e.Err) }
+
+// Unwrap returns Err.
+func (e CompileError) Unwrap() error { return e.Err }
+
+// Facts are the inputs of selectors and templates.
+type Facts struct {
+	Machine machine.Machine
+	// Architecture of the Node, such as "amd64"; empty if unknown. The kubelet reports it, not the machine.
+	Architecture string
+	// NodeLabels are selected as "labels.<key>". Apply ignores them: rules must not depend on the labels that they set.
+	NodeLabels map[string]string
+}
+
+// Result is the combined outcome of all matching rules.
+type Result struct {
+	// Platform is the machine's platform metadata with the fields that rules replaced.
+	Platform    runtime.PlatformMetadataSpec
+	Labels      map[string]Value
+	Annotations map[string]Value
+	// Taints are sorted by key and effect.
+	Taints []Taint
+	// PublicIPDiscovery is nil if no rule sets it.
+	PublicIPDiscovery *bool
+	// Replaced maps a replaced field of Platform, by its Go name such as "Zone", to the last rule that replaced it.
+	Replaced map[string]string
+	// Problems are the values that were left out, in the order of the rules.
+	Problems []Problem
+}
+
+// Value is a rendered template and the name of its rule.
+type Value struct {
+	Value string
+	Rule  string
+}
+
+// Taint is a taint and the name of its rule.
+type Taint struct {
+	corev1.Taint
+
+	Rule string
+	// Enforce keeps the taint after initialization.
+	Enforce bool
+}
+
+// Problem is a value that a rule could not set.
+type Problem struct {
+	Rule string
+	// Key is the position in the rule, such as "labels[topology.kubernetes.io/zone]" or "platformMetadata[ProviderID]".
+	Key string
+	// Value is the rendered value; empty if the template failed.
+	Value string
+	// Why is the error message.
+	Why string
+	// Identity is true if the rule could not replace ProviderID or InstanceID. The Node must not be initialized then.
+	Identity bool
+}
