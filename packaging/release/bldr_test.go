@@ -64,7 +64,7 @@ var functions = template.FuncMap{
 
 		return fallback
 	},
-	"ternary": func(yes, no string, condition bool) string { //nolint:revive // the condition is what the function is for
+	"ternary": func(yes, no string, condition bool) string {
 		if condition {
 			return yes
 		}

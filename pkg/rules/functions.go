@@ -219,7 +219,12 @@ func hasKey(entries map[string]string, key string) bool {
 type patterns map[string]*regexp.Regexp
 
 func (p patterns) functions() template.FuncMap {
-	return template.FuncMap{"regexMatch": p.match, "regexFind": p.find, "regexFindString": p.findString, "regexReplaceAll": p.replaceAll}
+	return template.FuncMap{
+		"regexMatch":      p.match,
+		"regexFind":       func(pattern, s string) (string, error) { return p.findString(pattern, s, 0) },
+		"regexFindString": p.findString,
+		"regexReplaceAll": p.replaceAll,
+	}
 }
 
 func (p patterns) compile(source string) (*regexp.Regexp, error) {
@@ -234,10 +239,6 @@ func (p patterns) match(pattern, s string) (bool, error) {
 	compiled, err := p.compile(pattern)
 
 	return err == nil && compiled.MatchString(s), err
-}
-
-func (p patterns) find(pattern, s string) (string, error) {
-	return p.findString(pattern, s, 0)
 }
 
 // findString returns a submatch of the first match; 0 is the match itself. It returns "" if there is none.

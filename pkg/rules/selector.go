@@ -81,15 +81,12 @@ func compileSelector(terms []SelectorTerm, find func(key string) (fact, error)) 
 				fail("key", err)
 			}
 
-			compile, known := operators[e.Operator]
-			if !known {
-				fail("operator", fmt.Errorf("unknown operator %q; supported operators: In, NotIn, Exists, DoesNotExist, Gt, Lt, Regexp", e.Operator))
+			matches, err := compilePredicate(e.Operator, e.Values)
 
-				continue
-			}
-
-			matches, err := compile(e.Values)
-			if err != nil {
+			switch {
+			case !slices.Contains(operators, e.Operator):
+				fail("operator", fmt.Errorf("unknown operator %q; supported operators: %v", e.Operator, operators))
+			case err != nil:
 				fail("values", fmt.Errorf("operator %s: %w", e.Operator, err))
 			}
 
@@ -191,83 +188,49 @@ func getFold(entries map[string]string, name string) (value string, present bool
 	return entries[found], present
 }
 
-// operators compile the values of an expression, with the semantics of Kubernetes node selectors.
-var operators = map[Operator]func(values []string) (predicate, error){
-	In:           func(values []string) (predicate, error) { return in(values), requireValues(values) },
-	NotIn:        func(values []string) (predicate, error) { return not(in(values)), requireValues(values) },
-	Exists:       func(values []string) (predicate, error) { return exists, refuseValues(values) },
-	DoesNotExist: func(values []string) (predicate, error) { return not(exists), refuseValues(values) },
-	Gt:           func(values []string) (predicate, error) { return compareIntegers(values, 1) },
-	Lt:           func(values []string) (predicate, error) { return compareIntegers(values, -1) },
-	Regexp:       matchRegexp,
-}
+var operators = []Operator{In, NotIn, Exists, DoesNotExist, Gt, Lt, Regexp}
 
-func in(values []string) predicate {
-	return func(value string, present bool) bool { return present && slices.Contains(values, value) }
-}
+// compilePredicate compiles an expression with one of the operators.
+func compilePredicate(operator Operator, values []string) (predicate, error) {
+	switch operator {
+	case In, NotIn:
+		if len(values) == 0 {
+			return nil, errors.New("requires at least one value")
+		}
 
-func exists(_ string, present bool) bool { return present }
+		return func(value string, present bool) bool {
+			return (present && slices.Contains(values, value)) == (operator == In)
+		}, nil
+	case Exists, DoesNotExist:
+		if len(values) > 0 {
+			return nil, errors.New("takes no values")
+		}
 
-func not(p predicate) predicate {
-	return func(value string, present bool) bool { return !p(value, present) }
-}
-
-// compareIntegers matches integers whose comparison with the only value has the wanted result, as of cmp.Compare.
-func compareIntegers(values []string, wanted int) (predicate, error) {
-	value, err := onlyValue(values)
-	if err != nil {
-		return nil, err
+		return func(_ string, present bool) bool { return present == (operator == Exists) }, nil
+	default:
+		if len(values) != 1 {
+			return nil, fmt.Errorf("requires exactly one value, not %d", len(values))
+		}
 	}
 
-	limit, err := strconv.ParseInt(value, 10, 64)
-	if err != nil {
-		return nil, fmt.Errorf("%q is not an integer", value)
+	if operator == Regexp {
+		expression, err := regexp.Compile(values[0])
+
+		return func(value string, present bool) bool {
+			return present && len(value) <= maxText && expression.MatchString(value)
+		}, err
 	}
+
+	limit, err := strconv.ParseInt(values[0], 10, 64)
+	if err != nil {
+		return nil, fmt.Errorf("%q is not an integer", values[0])
+	}
+
+	wanted := map[Operator]int{Gt: 1, Lt: -1}[operator]
 
 	return func(value string, _ bool) bool {
 		n, err := strconv.ParseInt(value, 10, 64)
 
 		return err == nil && cmp.Compare(n, limit) == wanted
 	}, nil
-}
-
-// matchRegexp matches facts of at most maxText bytes.
-func matchRegexp(values []string) (predicate, error) {
-	value, err := onlyValue(values)
-	if err != nil {
-		return nil, err
-	}
-
-	expression, err := regexp.Compile(value)
-	if err != nil {
-		return nil, err
-	}
-
-	return func(value string, present bool) bool {
-		return present && len(value) <= maxText && expression.MatchString(value)
-	}, nil
-}
-
-func requireValues(values []string) error {
-	if len(values) == 0 {
-		return errors.New("requires at least one value")
-	}
-
-	return nil
-}
-
-func refuseValues(values []string) error {
-	if len(values) > 0 {
-		return errors.New("takes no values")
-	}
-
-	return nil
-}
-
-func onlyValue(values []string) (string, error) {
-	if len(values) != 1 {
-		return "", fmt.Errorf("requires exactly one value, not %d", len(values))
-	}
-
-	return values[0], nil
 }

@@ -222,7 +222,7 @@ func (c *checker) list(list *parse.ListNode) {
 	}
 }
 
-func (c *checker) branch(n *parse.BranchNode, rebound bool) { //nolint:revive // a property of the branch, not a mode of the method
+func (c *checker) branch(n *parse.BranchNode, rebound bool) {
 	c.pipe(n.Pipe)
 
 	outer := c.rebound
