@@ -15,7 +15,8 @@ import (
 )
 
 // functions are the functions of templates, besides those of patterns and of text/template. They have the names, the order of arguments and the results
-// of the upstream Talos CCM or, where it has no such function, of Masterminds/sprig. Lists are lists of strings.
+// of the upstream Talos CCM or, where it has no such function, of Masterminds/sprig. Lists are lists of strings. No function returns a number: what a
+// machine reports must not determine how often a loop runs.
 var functions = template.FuncMap{
 	"upper":      strings.ToUpper,
 	"lower":      strings.ToLower,
@@ -60,7 +61,7 @@ var printers = template.FuncMap{
 	"printf":   func(format string, args ...any) (string, error) { return limit(fmt.Sprintf(format, args...)) },
 }
 
-// library are all functions of ours, to look up their names and parameters.
+// library has the functions and those of patterns, to look up their names and parameters.
 var library = func() template.FuncMap {
 	all := patterns{}.functions()
 	maps.Copy(all, functions)
@@ -71,30 +72,21 @@ var library = func() template.FuncMap {
 // Functions returns the names of the functions that templates can call besides those of text/template, sorted.
 func Functions() []string { return slices.Sorted(maps.Keys(library)) }
 
-// checkArity checks the number of arguments of a function in library. text/template checks it only when it executes the template.
+// checkArity checks the number of arguments of a function in library, with the error that text/template returns when it executes the call.
 func checkArity(name string, given int) error {
 	f, known := library[name]
 	if !known {
 		return nil
 	}
 
-	t := reflect.TypeOf(f)
-	wanted, atLeast := t.NumIn(), ""
-
-	if t.IsVariadic() {
-		wanted, atLeast = wanted-1, "at least "
-	}
-
-	if given == wanted || given > wanted && t.IsVariadic() {
+	switch t := reflect.TypeOf(f); {
+	case t.IsVariadic() && given < t.NumIn()-1:
+		return fmt.Errorf("wrong number of args for %s: want at least %d got %d", name, t.NumIn()-1, given)
+	case !t.IsVariadic() && given != t.NumIn():
+		return fmt.Errorf("wrong number of args for %s: want %d got %d", name, t.NumIn(), given)
+	default:
 		return nil
 	}
-
-	plural := "s"
-	if wanted == 1 {
-		plural = ""
-	}
-
-	return fmt.Errorf("%s takes %s%d argument%s, not %d", name, atLeast, wanted, plural, given)
 }
 
 // limit fails if a function's result is longer than maxText.

@@ -21,6 +21,8 @@ const (
 	maxRange = 1000
 )
 
+var errNotUTF8 = errors.New("the text is not valid UTF-8")
+
 // variables are the data of templates and selectors. The fields of platform metadata and SMBIOS have the names of the Talos resources, as in the
 // upstream Talos CCM.
 type variables struct {
@@ -89,7 +91,11 @@ type text struct {
 }
 
 func compileText(source string) (text, error) {
-	if err := checkText(source); err != nil {
+	if !utf8.ValidString(source) {
+		return text{}, errNotUTF8
+	}
+
+	if err := checkLength(len(source)); err != nil {
 		return text{}, err
 	}
 
@@ -102,7 +108,7 @@ func compileText(source string) (text, error) {
 	}
 
 	if len(t.Templates()) > 1 {
-		return text{}, errors.New("a template cannot define others")
+		return text{}, errors.New("a template cannot define other templates")
 	}
 
 	compiled := text{template: t}
@@ -136,8 +142,8 @@ func (t text) render(v *variables) (rendered string, err error) {
 		return "", err
 	}
 
-	if err := checkText(string(out.text)); err != nil {
-		return "", err
+	if !utf8.Valid(out.text) {
+		return "", errNotUTF8
 	}
 
 	return string(out.text), nil
@@ -156,15 +162,6 @@ func (w *limitedWriter) Write(p []byte) (int, error) {
 	w.text = append(w.text, p...)
 
 	return len(p), nil
-}
-
-// checkText checks that a field of a Node can hold the text.
-func checkText(s string) error {
-	if !utf8.ValidString(s) {
-		return errors.New("the text is not valid UTF-8")
-	}
-
-	return checkLength(len(s))
 }
 
 func checkLength(length int) error {
@@ -217,7 +214,7 @@ func (c *checker) list(list *parse.ListNode) {
 			c.loops = true
 			c.branch(&n.BranchNode, true)
 		case *parse.TemplateNode:
-			c.fail("a template cannot execute others")
+			c.fail("a template cannot execute other templates")
 		}
 	}
 }
