@@ -221,16 +221,19 @@ func compilePredicate(operator Operator, values []string) (predicate, error) {
 		}, err
 	}
 
-	limit, err := strconv.ParseInt(values[0], 10, 64)
-	if err != nil {
-		return nil, fmt.Errorf("%q is not an integer", values[0])
-	}
+	return compareIntegers(values[0], map[Operator]int{Gt: 1, Lt: -1}[operator])
+}
 
-	wanted := map[Operator]int{Gt: 1, Lt: -1}[operator]
+// compareIntegers matches integers for which cmp.Compare with the limit returns the wanted result.
+func compareIntegers(limit string, wanted int) (predicate, error) {
+	parsed, err := strconv.ParseInt(limit, 10, 64)
+	if err != nil {
+		return nil, fmt.Errorf("%q is not an integer", limit)
+	}
 
 	return func(value string, _ bool) bool {
 		n, err := strconv.ParseInt(value, 10, 64)
 
-		return err == nil && cmp.Compare(n, limit) == wanted
+		return err == nil && cmp.Compare(n, parsed) == wanted
 	}, nil
 }
