@@ -1,0 +1,190 @@
+package events_test
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"unicode/utf8"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/client-go/tools/record"
+
+	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
+)
+
+var (
+	mismatch    = events.Condition{Reason: "IdentityMismatch", Message: "Another machine answers"}
+	labelA      = events.Condition{Reason: "OwnershipConflict", Subject: "a", Message: "Label a is owned by another field manager"}
+	labelB      = events.Condition{Reason: "OwnershipConflict", Subject: "b", Message: "Label b is owned by another field manager"}
+	unreachable = events.Condition{Reason: "MachineUnreachable", Message: "The machine does not respond"}
+)
+
+func TestReporter_ReportsEachConditionWhenItAppears(t *testing.T) {
+	reworded := mismatch
+	reworded.Message = "A third machine answers"
+
+	for _, test := range []struct {
+		name    string
+		reports [][]events.Condition
+		want    []events.Condition // new in the last report
+	}{
+		{"first report", [][]events.Condition{{mismatch, labelA}}, []events.Condition{mismatch, labelA}},
+		{"unchanged", [][]events.Condition{{mismatch}, {mismatch}}, nil},
+		{"message changed", [][]events.Condition{{mismatch}, {reworded}}, nil},
+		{"same reason, another subject", [][]events.Condition{{labelA}, {labelA, labelB}}, []events.Condition{labelB}},
+		{"added to others", [][]events.Condition{{mismatch}, {unreachable, mismatch}}, []events.Condition{unreachable}},
+		{"gone", [][]events.Condition{{mismatch, labelA}, {labelA}}, nil},
+		{"back again", [][]events.Condition{{mismatch}, nil, {mismatch}}, []events.Condition{mismatch}},
+		{"one of two back again", [][]events.Condition{{mismatch, labelA}, {labelA}, {mismatch, labelA}}, []events.Condition{mismatch}},
+		{"twice in one report", [][]events.Condition{{mismatch, reworded}}, []events.Condition{mismatch}},
+		{"none", [][]events.Condition{nil}, nil},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			recorder := record.NewFakeRecorder(10)
+			reporter := events.New(recorder)
+			silent := events.New(nil)
+
+			last := len(test.reports) - 1
+			for _, conditions := range test.reports[:last] {
+				reporter.Report("node", &corev1.Node{}, conditions...)
+				silent.Update("node", conditions...)
+			}
+
+			drain(recorder)
+
+			if got := reporter.Report("node", &corev1.Node{}, test.reports[last]...); !slices.Equal(got, test.want) {
+				t.Errorf("Report returned %v, want %v", got, test.want)
+			}
+
+			if got := silent.Update("node", test.reports[last]...); !slices.Equal(got, test.want) {
+				t.Errorf("Update returned %v, want %v", got, test.want)
+			}
+
+			var want []string
+			for _, c := range test.want {
+				want = append(want, "Warning "+c.Reason+" "+c.Message)
+			}
+
+			if got := drain(recorder); !slices.Equal(got, want) {
+				t.Errorf("got Events %q, want %q", got, want)
+			}
+		})
+	}
+}
+
+// drain returns the Events emitted so far.
+func drain(recorder *record.FakeRecorder) []string {
+	var list []string
+
+	for len(recorder.Events) > 0 {
+		list = append(list, <-recorder.Events)
+	}
+
+	return list
+}
+
+func TestReporter_KeepsObjectsApart(t *testing.T) {
+	reporter := events.New(record.NewFakeRecorder(10))
+
+	for _, name := range []string{"a", "b"} {
+		if got := reporter.Update(name, mismatch); len(got) != 1 {
+			t.Errorf("object %s: got %v", name, got)
+		}
+	}
+
+	reporter.Update("a")
+
+	if got := reporter.Update("b", mismatch); len(got) != 0 {
+		t.Errorf("a report on another object made %v new", got)
+	}
+}
+
+func TestReporter_ForgetMakesConditionsNew(t *testing.T) {
+	reporter := events.New(record.NewFakeRecorder(10))
+	reporter.Update("node", mismatch)
+	reporter.Forget("node")
+	reporter.Forget("unknown")
+
+	if counts := reporter.CountByReason(); len(counts) != 0 {
+		t.Errorf("after Forget: %v", counts)
+	}
+
+	if got := reporter.Update("node", mismatch); len(got) != 1 {
+		t.Errorf("after Forget: got %v", got)
+	}
+}
+
+func TestReporter_CountsObjectsByReason(t *testing.T) {
+	reporter := events.New(record.NewFakeRecorder(10))
+	if counts := reporter.CountByReason(); counts == nil || len(counts) != 0 {
+		t.Errorf("without reports: %v", counts)
+	}
+
+	reporter.Update("a", labelA, labelB, mismatch)
+	reporter.Update("b", labelA)
+	reporter.Update("c", unreachable)
+	reporter.Update("c", mismatch)
+
+	if got, want := reporter.CountByReason(), map[string]int{"OwnershipConflict": 2, "IdentityMismatch": 2}; !maps.Equal(got, want) {
+		t.Errorf("got %v, want %v", got, want)
+	}
+}
+
+func TestReporter_ConcurrentUse(t *testing.T) {
+	var (
+		reporter = events.New(record.NewFakeRecorder(1000))
+		group    sync.WaitGroup
+	)
+
+	for i := range 8 {
+		group.Go(func() {
+			name := fmt.Sprint("node-", i)
+
+			reporter.Report(name, &corev1.Node{}, mismatch, labelA)
+			reporter.CountByReason()
+
+			if i%2 == 0 {
+				reporter.Forget(name)
+			}
+		})
+	}
+
+	group.Wait()
+
+	if got := reporter.CountByReason()["IdentityMismatch"]; got != 4 {
+		t.Errorf("got %d objects, want 4", got)
+	}
+}
+
+func TestReporter_TruncatesMessages(t *testing.T) {
+	recorder := record.NewFakeRecorder(1)
+	long := events.Condition{Reason: "MetadataPending", Message: strings.Repeat("x", 2000)}
+
+	if added := events.New(recorder).Report("node", &corev1.Node{}, long); !slices.Equal(added, []events.Condition{long}) {
+		t.Error("Report changed the condition")
+	}
+
+	if got, want := <-recorder.Events, "Warning MetadataPending "+events.Truncate(long.Message); got != want {
+		t.Errorf("got an Event of %d bytes, want %d", len(got), len(want))
+	}
+}
+
+func TestTruncate(t *testing.T) {
+	for _, test := range []struct{ name, message, want string }{
+		{"empty", "", ""},
+		{"at the limit", strings.Repeat("x", events.MaxMessage), strings.Repeat("x", events.MaxMessage)},
+		{"one byte over", strings.Repeat("x", events.MaxMessage+1), strings.Repeat("x", events.MaxMessage-3) + "…"},
+		{"inside a character of two bytes", strings.Repeat("ä", events.MaxMessage), strings.Repeat("ä", 510) + "…"},
+		{"inside a character of four bytes", "x" + strings.Repeat("😀", events.MaxMessage), "x" + strings.Repeat("😀", 255) + "…"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			got := events.Truncate(test.message)
+			if got != test.want || len(got) > events.MaxMessage || !utf8.ValidString(got) {
+				t.Errorf("got %d bytes %q, want %q", len(got), got, test.want)
+			}
+		})
+	}
+}
