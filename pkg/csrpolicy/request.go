@@ -7,31 +7,38 @@ import (
 	"crypto/elliptic"
 	"crypto/rsa"
 	"crypto/x509"
+	"crypto/x509/pkix"
 	"encoding/asn1"
 	"encoding/pem"
 	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 
-	"golang.org/x/crypto/cryptobyte"
-	cryptobyteasn1 "golang.org/x/crypto/cryptobyte/asn1"
+	certificatesv1 "k8s.io/api/certificates/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
-// Limits on what is read. A kubelet's request is below a kilobyte and names a handful of subjects; its keys are never longer, and a check of a
-// signature by a key of half a million bits would take seconds.
+// Limits of a request. A kubelet's request is smaller than a kilobyte and has a handful of names and addresses, and its keys are shorter than these:
+// verifying a signature of a key of half a million bits takes seconds.
 const (
 	maxRequest  = 64 << 10
-	maxSubjects = 64
+	maxSANs     = 64
 	minRSABits  = 2048
 	maxRSABits  = 8192
 	minExponent = 65537
 )
 
-// pemType is the one type that the signer takes (k8s.io/kubernetes/pkg/apis/certificates.ParseCSR).
+// pemType is the only type that the signer accepts (k8s.io/kubernetes/pkg/apis/certificates.ParseCSR).
 const pemType = "CERTIFICATE REQUEST"
+
+// First bytes of GeneralNames (RFC 5280, section 4.2.1.6).
+const (
+	tagDNSName   = 2 | 0x80
+	tagIPAddress = 7 | 0x80
+)
 
 var (
 	oidCommonName       = asn1.ObjectIdentifier{2, 5, 4, 3}
@@ -40,269 +47,249 @@ var (
 	oidExtensionRequest = asn1.ObjectIdentifier{1, 2, 840, 113549, 1, 9, 14}
 )
 
-// Tags of a GeneralName (RFC 5280, section 4.2.1.6).
-const (
-	tagDNSName   = cryptobyteasn1.Tag(2) | 0x80
-	tagIPAddress = cryptobyteasn1.Tag(7) | 0x80
-)
+// Nodename returns the name of the Node whose kubelet made the request, according to its user; false if the requester is not a kubelet.
+func Nodename(csr *certificatesv1.CertificateSigningRequest) (string, bool) {
+	name, ok := strings.CutPrefix(csr.Spec.Username, "system:node:")
+	if !ok || name != machine.CanonicalName(name) || !validName(name) {
+		return "", false
+	}
 
-// request is what a PKCS#10 request asks for. Everything in it is read here, strictly: crypto/x509 passes over what it does not know, takes the last of
-// several common names, and leaves unread what follows in a sequence.
+	return name, true
+}
+
+// Subjects returns the DNS names and IP addresses of the request, sorted and unique: names in lower case without a trailing dot, IPv4-mapped IPv6 addresses
+// as IPv4. It fails if the request is invalid in any way; Review returns all reasons.
+func Subjects(csr *certificatesv1.CertificateSigningRequest) (dnsNames []string, ips []netip.Addr, err error) {
+	request := parse(csr.Spec.Request)
+	if len(request.reasons) > 0 {
+		return nil, nil, fmt.Errorf("parse request %s: %s", csr.Name, request.reasons[0].Message)
+	}
+
+	return request.names, request.ips, nil
+}
+
+// request is the content of a PKCS#10 request, and the reasons to deny it.
 type request struct {
+	reasons
+
 	x509    *x509.CertificateRequest // nil if the request is malformed
-	subject *subject                 // nil if it is none
-	names   []string                 // canonical, sorted, each once
-	ips     []netip.Addr             // unmapped, sorted, each once
+	subject *subject                 // nil if it is invalid
+	names   []string                 // canonical, sorted, unique
+	ips     []netip.Addr             // unmapped, sorted, unique
 }
 
 type subject struct{ commonName, organization string }
 
-// read takes a request apart. All it may find makes the request wrong for good.
-func read(raw []byte) (request, []Reason) {
-	if len(raw) > maxRequest {
-		return request{}, []Reason{deny(CodeTooLarge, "The request has %d bytes, more than %d", len(raw), maxRequest)}
+// certificationRequest is the outer structure of a PKCS#10 request (RFC 2986, section 4).
+type certificationRequest struct {
+	Info struct {
+		Version                        int
+		Subject, PublicKey, Attributes asn1.RawValue
 	}
-
-	der, err := decode(raw)
-	if err != nil {
-		return request{}, []Reason{deny(CodeMalformed, "The request is malformed: %v", err)}
-	}
-
-	parsed, err := x509.ParseCertificateRequest(der)
-	if err != nil {
-		return request{}, []Reason{deny(CodeMalformed, "The request is malformed: %.200q", err)}
-	}
-
-	subject, attributes, ok := dissect(der)
-	if !ok {
-		return request{}, []Reason{deny(CodeMalformed, "The request is malformed: it is no PKCS#10 request, version 1, and nothing else")}
-	}
-
-	r := request{x509: parsed}
-	reasons := append(r.readSubject(subject), r.readAttributes(attributes)...)
-
-	return r, append(reasons, checkKey(parsed)...)
+	Algorithm, Signature asn1.RawValue
 }
 
-// decode returns the one PEM block that is all of raw. It must be written as encoding/pem writes it: that leaves no place before, in
-// or after the block for what another reader could take for the request.
-func decode(raw []byte) ([]byte, error) {
+type extensionRequest struct {
+	ID     asn1.ObjectIdentifier
+	Values [][]pkix.Extension `asn1:"set"`
+}
+
+// relativeDistinguishedNameSET is encoded as a SET because of its name.
+type relativeDistinguishedNameSET []struct {
+	Type  asn1.ObjectIdentifier
+	Value asn1.RawValue
+}
+
+// parse reads a request strictly. crypto/x509 ignores what it does not know: attributes, SANs of other types, all but the last of several common names,
+// additional elements of a SEQUENCE. Therefore every part but the key must also encode to the same bytes again.
+func parse(raw []byte) (r request) {
+	if len(raw) > maxRequest {
+		r.deny(CodeTooLarge, "Request has %d bytes; the limit is %d", len(raw), maxRequest)
+
+		return r
+	}
+
+	parsed, attributes, err := decode(raw)
+	if err != nil {
+		r.deny(CodeMalformed, "Request is malformed: %v", err)
+
+		return r
+	}
+
+	r.x509 = parsed
+
+	if r.subject = parseSubject(parsed.RawSubject); r.subject == nil {
+		r.deny(CodeSubject, "Subject must consist of one common name and one organization")
+	}
+
+	r.parseSANs(attributes)
+	r.checkKey()
+
+	return r
+}
+
+// decode decodes the PEM and DER encodings of a request. The PEM block must be formatted as encoding/pem does: that leaves no room before, inside or after
+// it for data that another parser takes for the request.
+func decode(raw []byte) (parsed *x509.CertificateRequest, attributes asn1.RawValue, err error) {
 	block, _ := pem.Decode(raw)
 
 	switch {
 	case block == nil:
-		return nil, errors.New("it holds no PEM block")
+		return nil, attributes, errors.New("no PEM block")
 	case block.Type != pemType:
-		return nil, fmt.Errorf("its PEM block is %.40q and not %q", block.Type, pemType)
+		return nil, attributes, fmt.Errorf("PEM type is %.40q, not %q", block.Type, pemType)
 	case len(block.Headers) > 0:
-		return nil, errors.New("its PEM block has headers")
+		return nil, attributes, errors.New("PEM block has headers")
 	case !bytes.Equal(bytes.TrimSpace(raw), bytes.TrimSpace(pem.EncodeToMemory(block))):
-		return nil, errors.New("it holds more than one PEM block in its usual form")
+		return nil, attributes, errors.New("not a single PEM block in standard format")
 	}
 
-	return block.Bytes, nil
+	if parsed, err = x509.ParseCertificateRequest(block.Bytes); err != nil {
+		return nil, attributes, fmt.Errorf("%.200q", err)
+	}
+
+	outer, ok := decodeDER[certificationRequest](block.Bytes)
+	if !ok || outer.Info.Version != 0 {
+		return nil, attributes, errors.New("not PKCS#10 version 1, or with additional elements")
+	}
+
+	return parsed, outer.Info.Attributes, nil
 }
 
-// dissect returns the content of a PKCS#10 request's subject and attributes (RFC 2986, section 4); false if anything is there that should not be.
-func dissect(der []byte) (subject, attributes cryptobyte.String, ok bool) {
-	const attributesTag = cryptobyteasn1.Tag(0) | 0xa0
+// decodeDER decodes DER and reports whether T represents all of it: encoding/asn1 ignores elements of a SEQUENCE after those that T has fields for.
+func decodeDER[T any](der []byte) (value T, ok bool) {
+	if rest, err := asn1.Unmarshal(der, &value); err != nil || len(rest) > 0 {
+		return value, false
+	}
 
-	input := cryptobyte.String(der)
+	encoded, err := asn1.Marshal(value)
 
-	var (
-		whole, info cryptobyte.String
-		version     int
-	)
-
-	ok = readOnly(&input, &whole, cryptobyteasn1.SEQUENCE) && whole.ReadASN1(&info, cryptobyteasn1.SEQUENCE) &&
-		whole.SkipASN1(cryptobyteasn1.SEQUENCE) && whole.SkipASN1(cryptobyteasn1.BIT_STRING) && whole.Empty()
-
-	ok = ok && info.ReadASN1Integer(&version) && version == 0 && info.ReadASN1(&subject, cryptobyteasn1.SEQUENCE) &&
-		info.SkipASN1(cryptobyteasn1.SEQUENCE) && readOnly(&info, &attributes, attributesTag)
-
-	return subject, attributes, ok
+	return value, err == nil && bytes.Equal(encoded, der)
 }
 
-// readOnly reads what must be the last element of s.
-func readOnly(s, element *cryptobyte.String, tag cryptobyteasn1.Tag) bool {
-	return s.ReadASN1(element, tag) && s.Empty()
-}
+// parseSubject returns nil unless each RDN holds one attribute, and these are at most one common name and one organization. An empty value would be
+// mistaken for a missing one, so that it is invalid too.
+func parseSubject(der []byte) *subject {
+	rdns, ok := decodeDER[[]relativeDistinguishedNameSET](der)
+	if !ok {
+		return nil
+	}
 
-// readSubject accepts one common name and one organization, each in an RDN of its own, and nothing else.
-func (r *request) readSubject(names cryptobyte.String) []Reason {
-	var found subject
+	var s subject
 
-	for !names.Empty() {
-		oid, value, ok := readRDN(&names)
+	for _, rdn := range rdns {
+		if len(rdn) != 1 || len(rdn[0].Value.Bytes) == 0 {
+			return nil
+		}
 
-		switch {
-		case ok && oid.Equal(oidCommonName) && found.commonName == "":
-			found.commonName = value
-		case ok && oid.Equal(oidOrganization) && found.organization == "":
-			found.organization = value
+		if tag := rdn[0].Value.FullBytes[0]; tag != asn1.TagPrintableString && tag != asn1.TagUTF8String {
+			return nil
+		}
+
+		switch kind := rdn[0].Type; {
+		case kind.Equal(oidCommonName) && s.commonName == "":
+			s.commonName = string(rdn[0].Value.Bytes)
+		case kind.Equal(oidOrganization) && s.organization == "":
+			s.organization = string(rdn[0].Value.Bytes)
 		default:
-			return []Reason{deny(CodeSubject, "The subject is not one common name and one organization")}
+			return nil
 		}
 	}
 
-	r.subject = &found
-
-	return nil
+	return &s
 }
 
-// readRDN takes no empty value: it would pass for one that is not there.
-func readRDN(names *cryptobyte.String) (oid asn1.ObjectIdentifier, value string, ok bool) {
-	var (
-		rdn, pair, text cryptobyte.String
-		tag             cryptobyteasn1.Tag
-	)
+// parseSANs reads the names and addresses. The only attribute must be a request for the extension subjectAltName; whether that is critical does not matter,
+// because the signer writes its own.
+func (r *request) parseSANs(attributes asn1.RawValue) {
+	if len(attributes.Bytes) == 0 {
+		r.deny(CodeNoSANs, "Request contains neither a DNS name nor an IP address")
 
-	ok = names.ReadASN1(&rdn, cryptobyteasn1.SET) && readOnly(&rdn, &pair, cryptobyteasn1.SEQUENCE) &&
-		pair.ReadASN1ObjectIdentifier(&oid) && pair.ReadAnyASN1(&text, &tag) && pair.Empty()
-
-	return oid, string(text), ok && len(text) > 0 && (tag == cryptobyteasn1.PrintableString || tag == cryptobyteasn1.UTF8String)
-}
-
-// readAttributes accepts one request for one extension, subjectAltName, and nothing else.
-func (r *request) readAttributes(attributes cryptobyte.String) []Reason {
-	if attributes.Empty() {
-		return []Reason{deny(CodeNoSANs, "The request has neither a DNS name nor an address")}
+		return
 	}
 
-	extensions, ok := readExtensionRequest(attributes)
-	if !ok {
-		return []Reason{deny(CodeExtension, "The request has attributes other than one request for extensions")}
+	extensions := r.x509.Extensions
+
+	only, err := asn1.MarshalWithParams([]extensionRequest{{oidExtensionRequest, [][]pkix.Extension{extensions}}}, "tag:0")
+	if err != nil || !bytes.Equal(only, attributes.FullBytes) || len(extensions) != 1 || !extensions[0].Id.Equal(oidSubjectAltName) {
+		r.deny(CodeExtension, "Request contains attributes or extensions other than one subjectAltName")
+
+		return
 	}
 
-	subjects, ok := readSubjectAltName(extensions)
-	if !ok {
-		return []Reason{deny(CodeExtension, "The request asks for other than one subjectAltName extension")}
+	sans, ok := decodeDER[[]asn1.RawValue](extensions[0].Value)
+
+	switch {
+	case !ok:
+		r.deny(CodeExtension, "Request contains data after the subjectAltName")
+	case len(sans) == 0:
+		r.deny(CodeNoSANs, "Request contains neither a DNS name nor an IP address")
+	case len(sans) > maxSANs:
+		r.deny(CodeTooManySANs, "Request contains %d subject alternative names; the limit is %d", len(sans), maxSANs)
+	default:
+		r.readSANs(sans)
 	}
-
-	return r.readSubjects(subjects)
 }
 
-func readExtensionRequest(attributes cryptobyte.String) (extensions cryptobyte.String, ok bool) {
-	var (
-		attribute, values cryptobyte.String
-		oid               asn1.ObjectIdentifier
-	)
-
-	ok = readOnly(&attributes, &attribute, cryptobyteasn1.SEQUENCE) && attribute.ReadASN1ObjectIdentifier(&oid) && oid.Equal(oidExtensionRequest) &&
-		readOnly(&attribute, &values, cryptobyteasn1.SET) && readOnly(&values, &extensions, cryptobyteasn1.SEQUENCE)
-
-	return extensions, ok
-}
-
-// readSubjectAltName accepts the extension whether it is critical or not: the signer writes its own.
-func readSubjectAltName(extensions cryptobyte.String) (subjects cryptobyte.String, ok bool) {
-	var (
-		extension, value cryptobyte.String
-		oid              asn1.ObjectIdentifier
-	)
-
-	ok = readOnly(&extensions, &extension, cryptobyteasn1.SEQUENCE) && extension.ReadASN1ObjectIdentifier(&oid) && oid.Equal(oidSubjectAltName) &&
-		extension.SkipOptionalASN1(cryptobyteasn1.BOOLEAN) && readOnly(&extension, &value, cryptobyteasn1.OCTET_STRING) &&
-		readOnly(&value, &subjects, cryptobyteasn1.SEQUENCE)
-
-	return subjects, ok
-}
-
-func (r *request) readSubjects(subjects cryptobyte.String) []Reason {
-	if subjects.Empty() {
-		return []Reason{deny(CodeNoSANs, "The request has neither a DNS name nor an address")}
-	}
-
-	var reasons []Reason
-
-	for count := 1; !subjects.Empty(); count++ {
-		if count > maxSubjects {
-			r.names, r.ips = nil, nil
-
-			return []Reason{deny(CodeTooManySANs, "The request has more than %d subjects", maxSubjects)}
+func (r *request) readSANs(sans []asn1.RawValue) {
+	for _, san := range sans {
+		if tag := san.FullBytes[0]; tag != tagDNSName && tag != tagIPAddress {
+			r.deny(CodeForbiddenSAN, "Request contains a subject alternative name that is neither a DNS name nor an IP address (GeneralName tag %d)", san.Tag)
 		}
+	}
 
-		if reason := r.readGeneralName(&subjects); reason != nil {
-			reasons = append(reasons, *reason)
-		}
+	for _, name := range r.x509.DNSNames {
+		r.names = append(r.names, machine.CanonicalName(name))
+	}
+
+	for _, address := range r.x509.IPAddresses {
+		ip, _ := netip.AddrFromSlice(address) // crypto/x509 has checked the length
+		r.ips = append(r.ips, ip.Unmap())
 	}
 
 	slices.Sort(r.names)
 	r.names = slices.Compact(r.names)
 	slices.SortFunc(r.ips, netip.Addr.Compare)
 	r.ips = slices.Compact(r.ips)
-
-	return reasons
 }
 
-// readGeneralName reads all that is left if it is no GeneralName.
-func (r *request) readGeneralName(subjects *cryptobyte.String) *Reason {
-	var (
-		value cryptobyte.String
-		tag   cryptobyteasn1.Tag
-	)
+// checkKey verifies the signature only if the key is acceptable: verification with any other can take long.
+func (r *request) checkKey() {
+	if problem := keyProblem(r.x509.PublicKey); problem != "" {
+		r.deny(CodeKey, "Key %s", problem)
 
-	if !subjects.ReadAnyASN1(&value, &tag) {
-		*subjects = nil
-
-		return new(deny(CodeMalformed, "The request is malformed: its subjectAltName cannot be read"))
+		return
 	}
 
-	switch tag {
-	case tagDNSName:
-		r.names = append(r.names, machine.CanonicalName(string(value)))
-	case tagIPAddress:
-		ip, ok := netip.AddrFromSlice(value)
-		if !ok {
-			return new(deny(CodeMalformed, "The request is malformed: an address has %d bytes", len(value)))
-		}
-
-		r.ips = append(r.ips, ip.Unmap())
-	default:
-		return new(deny(CodeForbiddenSAN, "The request has a subject that is neither a DNS name nor an address (GeneralName, tag %d)", tag&0x1f))
-	}
-
-	return nil
-}
-
-// checkKey does not verify a signature by a key that is refused: that could take long.
-func checkKey(parsed *x509.CertificateRequest) []Reason {
-	if weakness := weakness(parsed.PublicKey); weakness != "" {
-		return []Reason{deny(CodeKey, "The key is %s", weakness)}
-	}
-
-	switch parsed.SignatureAlgorithm {
+	switch r.x509.SignatureAlgorithm {
 	case x509.SHA256WithRSA, x509.SHA384WithRSA, x509.SHA512WithRSA, x509.SHA256WithRSAPSS, x509.SHA384WithRSAPSS, x509.SHA512WithRSAPSS,
 		x509.ECDSAWithSHA256, x509.ECDSAWithSHA384, x509.ECDSAWithSHA512, x509.PureEd25519:
+		if err := r.x509.CheckSignature(); err != nil {
+			r.deny(CodeSignature, "Signature does not match the request and its key: %.200q", err)
+		}
 	default:
-		return []Reason{deny(CodeSignature, "The request is signed by %s", parsed.SignatureAlgorithm)}
+		r.deny(CodeSignature, "Signature algorithm %s is not allowed", r.x509.SignatureAlgorithm)
 	}
-
-	if err := parsed.CheckSignature(); err != nil {
-		return []Reason{deny(CodeSignature, "The request is not signed by its own key: %.200q", err)}
-	}
-
-	return nil
 }
 
-// weakness says what is wrong with a key, or nothing.
-func weakness(key any) string {
+// keyProblem returns what is wrong with a public key, as a predicate; empty if nothing is.
+func keyProblem(key any) string {
 	switch key := key.(type) {
 	case *rsa.PublicKey:
 		if bits := key.N.BitLen(); bits < minRSABits || bits > maxRSABits {
-			return fmt.Sprintf("RSA with %d bits, and not %d to %d", bits, minRSABits, maxRSABits)
+			return fmt.Sprintf("is RSA with %d bits, not %d to %d", bits, minRSABits, maxRSABits)
 		}
 
 		if key.E < minExponent {
-			return fmt.Sprintf("RSA with exponent %d, below %d", key.E, minExponent)
+			return fmt.Sprintf("is RSA with exponent %d, less than %d", key.E, minExponent)
 		}
 	case *ecdsa.PublicKey:
 		if key.Curve != elliptic.P256() && key.Curve != elliptic.P384() && key.Curve != elliptic.P521() {
-			return "ECDSA on curve " + key.Curve.Params().Name
+			return "is ECDSA on curve " + key.Curve.Params().Name
 		}
 	case ed25519.PublicKey:
 	default:
-		return "neither RSA, ECDSA nor Ed25519"
+		return "is not RSA, ECDSA or Ed25519"
 	}
 
 	return ""

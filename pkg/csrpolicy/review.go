@@ -16,12 +16,12 @@ const (
 	groupNodes         = "system:nodes"
 	groupAuthenticated = "system:authenticated"
 
-	// minExpiration is the shortest that the API server takes; maxExpiration is that of a kubelet that asks for a year, and leap years.
+	// minExpiration is the minimum of the API server; maxExpiration is a year, including leap years.
 	minExpiration = 10 * time.Minute
 	maxExpiration = 366 * 24 * time.Hour
 
-	// abandonedAfter is four times what a kubelet waits before it throws the key away and asks again
-	// (certificateWaitTimeout in k8s.io/client-go/util/certificate). To approve what has piled up meanwhile would be of use to nobody.
+	// abandonedAfter is four times as long as a kubelet waits before it discards the key and sends another request
+	// (certificateWaitTimeout in k8s.io/client-go/util/certificate). Approving a backlog of such requests is of no use.
 	abandonedAfter = time.Hour
 )
 
@@ -31,261 +31,254 @@ var (
 	usagesOfRSA = []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageKeyEncipherment, certificatesv1.UsageServerAuth}
 )
 
-func deny(code, format string, args ...any) Reason {
-	return Reason{Code: code, Decision: Deny, Message: fmt.Sprintf(format, args...)}
+// reasons collects what speaks against a request.
+type reasons []Reason
+
+// deny adds a reason that no evidence can remove.
+func (r *reasons) deny(code, format string, args ...any) {
+	*r = append(*r, Reason{Code: code, Decision: Deny, Message: fmt.Sprintf(format, args...)})
 }
 
-// review gathers the reasons against one request.
+// postpone adds a reason that other evidence can remove.
+func (r *reasons) postpone(code, format string, args ...any) {
+	*r = append(*r, Reason{Code: code, Decision: Defer, Message: fmt.Sprintf(format, args...)})
+}
+
+// review is the review of one request.
 type review struct {
-	csr      *certificatesv1.CertificateSigningRequest
-	evidence Evidence
+	reasons
+
+	Evidence
+
+	csr *certificatesv1.CertificateSigningRequest
+	// nodename is empty if the requester is not a kubelet.
 	nodename string
-	reasons  []Reason
 }
 
-func (r *review) deny(code, format string, args ...any) {
-	r.reasons = append(r.reasons, deny(code, format, args...))
+// Review returns the decision on a request with all reasons. It is deterministic and does not modify its arguments.
+func Review(csr *certificatesv1.CertificateSigningRequest, e Evidence) Verdict {
+	if code, message := ignored(csr, e); code != "" {
+		return Verdict{Decision: Ignore, Reasons: []Reason{{Code: code, Decision: Ignore, Message: message}}}
+	}
+
+	r := review{csr: csr, Evidence: e}
+	r.checkRequester()
+	r.checkEvidence()
+
+	request := parse(csr.Spec.Request)
+	r.reasons = append(r.reasons, request.reasons...)
+	r.checkTerms(request)
+
+	for _, name := range request.names {
+		r.checkName(name)
+	}
+
+	for _, ip := range request.ips {
+		r.checkAddress(ip)
+	}
+
+	return r.verdict()
 }
 
-func (r *review) wait(code, format string, args ...any) {
-	r.reasons = append(r.reasons, Reason{Code: code, Decision: Defer, Message: fmt.Sprintf(format, args...)})
-}
-
-// notOurs says why the request must be left alone, if so.
-func notOurs(csr *certificatesv1.CertificateSigningRequest, e Evidence) *Reason {
-	ignore := func(code, message string) *Reason { return &Reason{Code: code, Decision: Ignore, Message: message} }
-
+// ignored returns why the request must not be touched; empty if it is pending and concerns us.
+func ignored(csr *certificatesv1.CertificateSigningRequest, e Evidence) (code, message string) {
 	created := csr.CreationTimestamp.Time
 
 	switch {
 	case csr.Spec.SignerName != certificatesv1.KubeletServingSignerName:
-		return ignore(CodeOtherSigner, "The request is for another signer")
+		return CodeOtherSigner, "Request is for another signer"
 	case len(csr.Status.Conditions) > 0, len(csr.Status.Certificate) > 0:
-		return ignore(CodeDecided, "The request is settled")
+		return CodeDecided, "Request is already decided"
 	case e.Node == NodeUnmanaged:
-		return ignore(CodeNodeUnmanaged, "The Node does not run Talos, or is not ours")
+		return CodeNodeUnmanaged, "Node does not run Talos or is not managed"
 	case !created.IsZero() && e.Now.Sub(created) > abandonedAfter:
-		return ignore(CodeExpired, fmt.Sprintf("The request is older than %s: its kubelet has made another", abandonedAfter))
+		return CodeExpired, fmt.Sprintf("Request is older than %s; its kubelet no longer waits for it", abandonedAfter)
 	}
 
-	return nil
+	return "", ""
 }
 
-// requester checks what the API server says of who made the request.
-func (r *review) requester() {
-	name, ok := Nodename(r.csr)
-	if !ok {
-		r.deny(CodeNoNode, "%.80q is not the user of a kubelet", r.csr.Spec.Username)
+// verdict orders the reasons by weight. An unknown Node may turn out to be unmanaged, so that none of its kubelet's requests is denied.
+func (r *review) verdict() Verdict {
+	if len(r.reasons) == 0 {
+		message := fmt.Sprintf("All requested names and addresses belong to the machine of Node %q", r.nodename)
+
+		return Verdict{Decision: Approve, Reasons: []Reason{{Code: CodeVerified, Decision: Approve, Message: message}}}
 	}
 
-	r.nodename = name // empty if no kubelet made the request
+	if !r.Node.managed() && r.nodename != "" {
+		for i := range r.reasons {
+			r.reasons[i].Decision = Defer
+		}
+	}
+
+	slices.SortStableFunc(r.reasons, func(a, b Reason) int { return cmp.Compare(b.Decision, a.Decision) })
+
+	return Verdict{Decision: r.reasons[0].Decision, Reasons: r.reasons}
+}
+
+// checkRequester checks the user and the groups that the API server recorded.
+func (r *review) checkRequester() {
+	var ok bool
+	if r.nodename, ok = Nodename(r.csr); !ok {
+		r.deny(CodeNoNode, "User %.80q is not a kubelet", r.csr.Spec.Username)
+	}
 
 	for _, group := range []string{groupNodes, groupAuthenticated} {
 		if !slices.Contains(r.csr.Spec.Groups, group) {
-			r.deny(CodeGroups, "%.80q is not in group %s", r.csr.Spec.Username, group)
+			r.deny(CodeGroups, "User %.80q is not in group %s", r.csr.Spec.Username, group)
 		}
 	}
 }
 
-func (s NodeState) ours() bool { return s == NodeWorker || s == NodeControlPlane }
-
-// standing checks what is known of the requester's Node and machine and of the cluster.
-func (r *review) standing() {
+// checkEvidence checks that the Node, its machine and the cluster are known.
+func (r *review) checkEvidence() {
 	if r.nodename == "" {
 		return
 	}
 
-	e := r.evidence
-
-	if !e.Node.ours() {
-		r.wait(CodeNodeUnknown, "There is no Node %.80q yet", r.nodename)
+	if !r.Node.managed() {
+		r.postpone(CodeNodeUnknown, "Node %.80q does not exist yet", r.nodename)
 	}
 
 	switch {
-	case e.MachineState == MachineUnreachable:
-		r.wait(CodeMachineUnreachable, "The machine of Node %.80q does not answer", r.nodename)
-	case e.MachineState == MachineMismatch, e.MachineState == MachineCurrent && e.Machine.Nodename != r.nodename:
-		r.wait(CodeMachineMismatch, "What answers at the address of Node %.80q is another machine", r.nodename)
-	case e.MachineState != MachineCurrent:
-		r.wait(CodeMachineUnknown, "The machine of Node %.80q is not known yet", r.nodename)
+	case r.MachineState == MachineUnreachable:
+		r.postpone(CodeMachineUnreachable, "Machine of Node %.80q is unreachable", r.nodename)
+	case r.MachineState == MachineMismatch, r.MachineState == MachineCurrent && r.Machine.Nodename != r.nodename:
+		r.postpone(CodeMachineMismatch, "Machine at the address of Node %.80q reports another nodename", r.nodename)
+	case r.MachineState != MachineCurrent:
+		r.postpone(CodeMachineUnknown, "Machine of Node %.80q has not responded yet", r.nodename)
 	}
 
-	if !e.Cluster.complete() {
-		r.wait(CodeClusterUnknown, "What stands for the cluster itself is not known in full yet")
+	if !r.Cluster.complete() {
+		r.postpone(CodeClusterUnknown, "Cluster domains, service CIDRs and API server addresses are not all known yet")
 	}
 }
 
-// complete tells whether there is something of all that every cluster has.
-func (c ClusterIdentity) complete() bool {
-	return c.Known && len(c.Domains) > 0 && len(c.ServiceCIDRs) > 0 && len(c.APIServerNames)+len(c.APIServerIPs) > 0
-}
-
-// machineKnown tells whether what the machine has is known, so that it can be said what it has not.
+// machineKnown reports whether the absence of a name or an address from the machine's view is conclusive.
 func (r *review) machineKnown() bool {
-	e := r.evidence
-
-	return r.nodename != "" && e.MachineState == MachineCurrent && e.Machine.Nodename == r.nodename
+	return r.nodename != "" && r.MachineState == MachineCurrent && r.Machine.Nodename == r.nodename
 }
 
-// content checks what is asked for.
-func (r *review) content() {
-	request, unreadable := read(r.csr.Spec.Request)
-	r.reasons = append(r.reasons, unreadable...)
-	r.terms(request)
+// checkTerms checks the usages, the lifetime and the subject.
+func (r *review) checkTerms(request request) {
+	spec := r.csr.Spec
+	usages := slices.Sorted(slices.Values(spec.Usages))
+	mayBeRSA := request.x509 == nil // one reason is enough for a malformed request
 
-	if request.subject != nil {
-		r.subject(*request.subject)
+	if !mayBeRSA {
+		_, mayBeRSA = request.x509.PublicKey.(*rsa.PublicKey)
 	}
 
-	for _, name := range request.names {
-		r.name(name)
+	if !slices.Equal(usages, usagesOfAny) && !(mayBeRSA && slices.Equal(usages, usagesOfRSA)) {
+		r.deny(CodeUsages, "Usages must be digital signature and server auth; RSA keys may add key encipherment")
 	}
 
-	for _, ip := range request.ips {
-		r.address(ip)
-	}
-}
-
-func (r *review) subject(s subject) {
-	if s.commonName != r.csr.Spec.Username {
-		r.deny(CodeSubject, "The common name %.80q is not that of the user, %.80q", s.commonName, r.csr.Spec.Username)
+	if spec.ExpirationSeconds != nil {
+		lifetime, longest := time.Duration(*spec.ExpirationSeconds)*time.Second, cmp.Or(r.Policy.MaxExpiration, maxExpiration)
+		if lifetime < minExpiration || lifetime > longest {
+			r.deny(CodeExpiration, "Lifetime %s is not between %s and %s", lifetime, minExpiration, longest)
+		}
 	}
 
-	if s.organization != groupNodes {
-		r.deny(CodeSubject, "The organization %.80q is not %s", s.organization, groupNodes)
-	}
-}
-
-// terms checks for what, and for how long, the certificate is to be used.
-func (r *review) terms(request request) {
-	usages := slices.Sorted(slices.Values(r.csr.Spec.Usages))
-
-	if !slices.Equal(usages, usagesOfAny) && !(request.mayUseRSA() && slices.Equal(usages, usagesOfRSA)) {
-		r.deny(CodeUsages, "The usages are not a kubelet's: digital signature and server auth, and for RSA key encipherment")
+	if s := request.subject; s != nil && s.commonName != spec.Username {
+		r.deny(CodeSubject, "Common name %.80q is not the user %.80q", s.commonName, spec.Username)
 	}
 
-	if r.csr.Spec.ExpirationSeconds == nil {
-		return
-	}
-
-	asked, most := time.Duration(*r.csr.Spec.ExpirationSeconds)*time.Second, cmp.Or(r.evidence.Policy.MaxExpiration, maxExpiration)
-	if asked < minExpiration || asked > most {
-		r.deny(CodeExpiration, "The lifetime %s is not between %s and %s", asked, minExpiration, most)
+	if s := request.subject; s != nil && s.organization != groupNodes {
+		r.deny(CodeSubject, "Organization %.80q is not %s", s.organization, groupNodes)
 	}
 }
 
-// mayUseRSA is true, too, for a request that cannot be read: one finding is enough.
-func (r request) mayUseRSA() bool {
-	if r.x509 == nil {
-		return true
-	}
-
-	_, isRSA := r.x509.PublicKey.(*rsa.PublicKey)
-
-	return isRSA
-}
-
-// name checks one DNS name. What stands for the cluster comes before what the machine says of itself.
-func (r *review) name(name string) {
-	e := r.evidence
-
-	switch code, problem := checkName(name, e.Cluster.Domains); {
+// checkName checks a DNS name. Names of the cluster take precedence over what the machine reports.
+func (r *review) checkName(name string) {
+	switch code, problem := nameProblem(name, r.Cluster.Domains); {
 	case problem != "":
 		r.deny(code, "DNS name %.80q %s", name, problem)
-	case slices.Contains(canonicalNames(e.Cluster.APIServerNames), name):
+	case slices.Contains(canonicalNames(r.Cluster.APIServerNames), name):
 		if r.mayBeAPIServer(CodeClusterName, name) {
-			r.called(name)
+			r.checkOwnName(name)
 		}
-	case slices.Contains(canonicalNames(e.Policy.ExtraNames), name):
-		r.uncontested(name)
+	case slices.Contains(canonicalNames(r.Policy.ExtraNames), name):
+		r.checkOwners(name)
 	default:
-		r.called(name)
+		r.checkOwnName(name)
 	}
 }
 
-// address checks one IP address.
-func (r *review) address(ip netip.Addr) {
-	e := r.evidence
-
+// checkAddress checks an IP address. Addresses of the cluster take precedence over what the machine reports.
+func (r *review) checkAddress(ip netip.Addr) {
 	switch {
 	case isSpecial(ip):
-		r.deny(CodeSpecialAddress, "Address %s %s", ip, specialAddress)
-	case e.Cluster.hasAddress(ip):
-		r.deny(CodeClusterAddress, "Address %s is a service's, a pod's or a virtual one", ip)
-	case slices.ContainsFunc(e.Cluster.APIServerIPs, is(ip)):
+		r.deny(CodeSpecialAddress, "IP address %s %s", ip, specialAddress)
+	case r.Cluster.reserves(ip):
+		r.deny(CodeClusterAddress, "IP address %s belongs to a service or a pod, or is virtual", ip)
+	case slices.ContainsFunc(r.Cluster.APIServerIPs, equals(ip)):
 		if r.mayBeAPIServer(CodeClusterAddress, ip.String()) {
-			r.has(ip)
+			r.checkOwnAddress(ip)
 		}
-	case slices.ContainsFunc(e.Policy.ExtraIPs, is(ip)) && !within(e.Machine.ExcludedSubnets, ip):
-		r.uncontested(ip.String())
+	case slices.ContainsFunc(r.Policy.ExtraIPs, equals(ip)) && !r.Machine.Excludes(ip):
+		r.checkOwners(ip.String())
 	default:
-		r.has(ip)
+		r.checkOwnAddress(ip)
 	}
 }
 
-// mayBeAPIServer tells whether the machine can have what the API server is known by: a control-plane machine can, if it is its own. The Node and
-// the machine must both say that it is one: a worker can say anything of itself, and an operator can label a worker.
+// mayBeAPIServer reports whether the machine may have a name or an address of the API server if that is its own: only a control-plane machine may. Both
+// the Node and the machine must have that role: a worker can report any role, and an operator can label a worker.
 func (r *review) mayBeAPIServer(code, subject string) bool {
-	e := r.evidence
-
 	switch {
-	case e.Node == NodeControlPlane && r.machineKnown() && e.Machine.Type.IsControlPlane():
+	case r.Node == NodeControlPlane && r.machineKnown() && r.Machine.Type.IsControlPlane():
 		return true
-	case e.Node == NodeWorker && r.machineKnown() && e.Machine.Type == talosmachine.TypeWorker:
-		r.deny(code, "%.80q is the API server's, and Node %.80q is a worker", subject, r.nodename)
+	case r.Node == NodeWorker && r.machineKnown() && r.Machine.Type == talosmachine.TypeWorker:
+		r.deny(code, "%.80q belongs to the API server, and Node %.80q is a worker", subject, r.nodename)
 	default:
-		r.wait(CodeControlPlaneUnclear, "%.80q is the API server's, and Node %.80q and its machine do not both say that they are of the control plane", subject, r.nodename)
+		r.postpone(CodeControlPlaneUnclear, "%.80q belongs to the API server; Node %.80q and its machine do not both have the control-plane role", subject, r.nodename)
 	}
 
 	return false
 }
 
-// called checks a name that the machine must have. Of a machine that is not known nothing is said: standing does.
-func (r *review) called(name string) {
-	if r.machineKnown() && !slices.Contains(ownNames(r.evidence.Machine), name) {
-		r.unproven(CodeUnknownName, name, "DNS name %.80q is not known to be the machine's", name)
+// checkOwnName checks a name that the machine must report. If the machine is not known, checkEvidence has added the reason.
+func (r *review) checkOwnName(name string) {
+	if r.machineKnown() && !slices.Contains(ownNames(r.Machine), name) {
+		r.unproven(CodeUnknownName, name, "DNS name %.80q is not reported by the machine", name)
 	}
 
-	r.uncontested(name)
+	r.checkOwners(name)
 }
 
-// has checks an address that the machine must have.
-func (r *review) has(ip netip.Addr) {
-	m := r.evidence.Machine
-
+// checkOwnAddress checks an address that the machine must report.
+func (r *review) checkOwnAddress(ip netip.Addr) {
 	switch {
 	case !r.machineKnown():
-	case within(m.ExcludedSubnets, ip):
-		r.unproven(CodeExcludedAddress, ip.String(), "Address %s can be no node's, says the machine", ip)
-	case !hasAddress(m, ip):
-		r.unproven(CodeUnknownAddress, ip.String(), "Address %s is not known to be the machine's", ip)
-	case !onNetwork(m, ip):
-		r.unproven(CodeVirtualAddress, ip.String(), "Address %s is on a link for addresses that several machines can have", ip)
+	case r.Machine.Excludes(ip):
+		r.unproven(CodeExcludedAddress, ip.String(), "IP address %s is in a subnet that the machine excludes from node IPs", ip)
+	case !hasAddress(r.Machine, ip):
+		r.unproven(CodeUnknownAddress, ip.String(), "IP address %s is not reported by the machine", ip)
+	case !onNetwork(r.Machine, ip):
+		r.unproven(CodeVirtualAddress, ip.String(), "IP address %s is on a link for addresses that several machines share", ip)
 	}
 
-	r.uncontested(ip.String())
+	r.checkOwners(ip.String())
 }
 
-// unproven is for what is not the machine's own. A kubelet that its Node has overtaken would wait for its request for a quarter of an hour, and not make the
-// one that it needs; denied, it asks again soon (certificateWaitTimeout and rotateCerts in k8s.io/client-go/util/certificate).
+// unproven adds the reason for a name or an address that is not the machine's. If its Node does not list it either, the request is outdated: pending, it
+// would keep the kubelet from sending the right one for a quarter of an hour (certificateWaitTimeout and rotateCerts in
+// k8s.io/client-go/util/certificate); denied, it is replaced soon.
 func (r *review) unproven(code, subject, format string, args ...any) {
-	if listed := r.evidence.Listed; len(listed) > 0 && !slices.Contains(listed, subject) {
-		r.deny(CodeOutdated, "%.80q is neither the machine's nor its Node's (%s)", subject, code)
-
-		return
+	if len(r.Listed) > 0 && !slices.Contains(r.Listed, subject) {
+		r.deny(CodeOutdated, "%.80q belongs neither to the machine nor to its Node (%s)", subject, code)
+	} else {
+		r.postpone(code, format, args...)
 	}
-
-	r.wait(code, format, args...)
 }
 
-// uncontested checks that nobody else claims a subject. If two do, neither can be told to be right.
-func (r *review) uncontested(subject string) {
-	if r.nodename == "" {
-		return
-	}
+// checkOwners checks that no other Node has the name or address. If two have it, the rightful owner is not known.
+func (r *review) checkOwners(subject string) {
+	others := slices.DeleteFunc(slices.Clone(r.Owners[subject]), func(owner string) bool { return owner == r.nodename })
 
-	others := slices.DeleteFunc(slices.Clone(r.evidence.Owners[subject]), func(holder string) bool { return holder == r.nodename })
-	if len(others) > 0 {
-		r.wait(CodeOwnedByOthers, "%.80q is claimed by %d others, such as %.80q", subject, len(others), slices.Min(others))
+	if len(others) > 0 && r.nodename != "" {
+		r.postpone(CodeOwnedByOthers, "%.80q also belongs to %d other Nodes, such as %.80q", subject, len(others), slices.Min(others))
 	}
 }
