@@ -16,7 +16,6 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/talos-ccm/talos-ccm/pkg/clusteridentity"
-	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
 	nodecontroller "github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
@@ -192,11 +191,11 @@ func (m *controllerManager) newCSRApproval(
 		Identity:  identity,
 		Recorder:  m.recorder,
 		Clock:     m.app.clock,
-		Managed: func(node *corev1.Node) bool {
-			return nodespec.Managed(nodespec.NewInput(node, inv.Get(node.Name).Machine, m.nodeOptions()))
+		Managed: func(node *corev1.Node, talos machine.Machine) bool {
+			return nodespec.Managed(nodespec.NewInput(node, talos, m.nodeOptions()))
 		},
 		Policy: func(node *corev1.Node, talos machine.Machine) csrpolicy.Policy {
-			return csrPolicy(m.app.settings.Current(), node, talos)
+			return csrapproval.PolicyFor(m.app.settings.Current(), node, talos)
 		},
 	})
 	if err != nil {
@@ -260,32 +259,4 @@ func (m *controllerManager) newNodeIPAM(
 
 		ctrl.Run(ctx)
 	}, nil
-}
-
-// csrPolicy is what the configuration allows the machine: the names that rules give it, which its kubelet asks for
-// since they are on its Node, and what is allowed by name.
-func csrPolicy(current *config.Compiled, node *corev1.Node, m machine.Machine) csrpolicy.Policy {
-	policy := csrpolicy.Policy{MaxExpiration: current.MaxExpiration}
-
-	if m.Type.IsControlPlane() && !clusteridentity.IsControlPlane(node) {
-		return policy // a machine can say so of itself as it likes
-	}
-
-	facts := nodespec.NewInput(node, m, nodespec.Options{}).Facts()
-
-	transformed := current.Rules.Apply(facts)
-	for field, name := range map[string]string{"InternalDNS": transformed.Platform.InternalDNS, "ExternalDNS": transformed.Platform.ExternalDNS} {
-		if _, replaced := transformed.Replaced[field]; replaced && name != "" {
-			policy.ExtraNames = append(policy.ExtraNames, name)
-		}
-	}
-
-	for _, allowed := range current.AllowedSANs {
-		if allowed.Selector.Matches(facts) {
-			policy.ExtraNames = append(policy.ExtraNames, allowed.DNSNames...)
-			policy.ExtraIPs = append(policy.ExtraIPs, allowed.IPAddresses...)
-		}
-	}
-
-	return policy
 }

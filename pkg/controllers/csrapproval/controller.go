@@ -1,20 +1,22 @@
-// Package csrapproval decides kubelet-serving CertificateSigningRequests of Talos machines.
+// Package csrapproval approves and denies kubelet-serving CertificateSigningRequests of Talos machines.
 //
 // Name: certificatesigningrequest-approving-controller (alias node-csr-approval).
 //
-// Inputs: an informer of the requests for kubernetes.io/kubelet-serving, the Node informer, the inventory, the cluster's identity; before a denial, the Node
-// as the API server has it.
+// Inputs: an informer of the requests for kubernetes.io/kubelet-serving, the Node informer, the inventory, the cluster identity; before a denial, the
+// Node as stored by the API server.
 //
-// Outputs: the condition Approved or Denied, by UpdateApproval and nothing else; Events on requests and Nodes.
+// Outputs: the condition Approved or Denied, by UpdateApproval only; Events on requests and Nodes.
 //
-// What is decided, and why, is csrpolicy's. A request that cannot be decided yet stays pending, and is looked at again when something of what it
-// depends on changes. It never touches a request that somebody has decided, that no Node's kubelet made, or whose Node does not run Talos or is not
-// ours, and it never issues a certificate: that is kube-controller-manager's.
+// Package csrpolicy makes the decisions. A request that cannot be decided yet stays pending and is reviewed again when something that it depends on
+// changes. The controller never touches a request that is decided, that was not made by a kubelet, or whose Node does not run Talos or is not managed,
+// and it never issues a certificate: kube-controller-manager does.
 package csrapproval
 
 import (
 	"context"
 	"fmt"
+	"slices"
+	"sync"
 	"time"
 
 	certificatesv1 "k8s.io/api/certificates/v1"
@@ -33,41 +35,45 @@ import (
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
-// queueName is the controller's alias.
-const queueName = "node-csr-approval"
-
 const (
-	// syncTimeout bounds all remote calls of one sync.
+	// queueName is the controller's alias.
+	queueName = "node-csr-approval"
+
+	// syncTimeout bounds all API calls of one sync.
 	syncTimeout = 30 * time.Second
 
-	// A deferred request is looked at again when something changes. This is the safety net below that.
+	// Bounds of the backoff after which a deferred request is reviewed even if nothing has changed.
 	deferFirst = 10 * time.Second
 	deferMax   = 5 * time.Minute
 
-	// All machines of a large cluster have answered, or not, within hearing.
-	hearing         = time.Minute
-	hearingInterval = 100 * time.Millisecond
+	// All machines of a large cluster have responded or failed to respond within warmUpTimeout.
+	warmUpTimeout  = time.Minute
+	warmUpInterval = 100 * time.Millisecond
 )
 
-// Inventory is what the controller reads of the machines.
+// indexPending is the index of pending requests by the name of the Node whose kubelet made them.
+const indexPending = "csrapproval/pending"
+
+// Inventory is the part of inventory.Inventory that the controller uses.
 type Inventory interface {
 	Get(nodename string) inventory.Entry
-	Owners(claim, nodename string) []string
+	Owners(subject, nodename string) []string
 	Subscribe(handler func(nodename string))
 }
 
-// Identity is what the controller reads of the cluster.
+// Identity provides the cluster identity.
 type Identity interface {
 	Current() csrpolicy.ClusterIdentity
 	Subscribe(handler func())
 }
 
-// Config is all a Controller needs. Every field but Claims and Policy must be set.
+// Config configures a Controller. All fields but Managed and Policy are required.
 type Config struct {
 	Client    kubernetes.Interface
 	Nodes     coreinformers.NodeInformer
@@ -75,78 +81,149 @@ type Config struct {
 	Identity  Identity
 	Recorder  record.EventRecorder
 	Clock     clock.Clock
-	// Claims tells which of the Nodes that run Talos are ours; nil: all. If the answer changes without a change of the Node, call Requeue.
-	Managed func(node *corev1.Node) bool
-	// Policy is what the operator allows a machine; nil: the default. If it changes, call Requeue.
+	// Managed reports whether a Node that runs Talos is managed; nil means that all are. Call Requeue if its result changes for other reasons than
+	// its arguments.
+	Managed func(node *corev1.Node, m machine.Machine) bool
+	// Policy returns what the operator allows a machine; nil means the default policy. Call Requeue as for Managed.
 	Policy func(node *corev1.Node, m machine.Machine) csrpolicy.Policy
 }
 
-// Controller decides requests. Use New and Run.
+// Controller approves and denies requests. Use New.
 type Controller struct {
-	client   kubernetes.Interface
+	cfg      Config
 	requests cache.SharedIndexInformer
 	nodes    cache.SharedIndexInformer
-	evidence evidence
-	deferred *deferred
-	recorder record.EventRecorder
-	clock    clock.Clock
+	pending  *pendingRequests
+	reporter *events.Reporter
 	queue    queue.Queue
-	// patience says when a deferred request is looked at again though nothing has changed.
-	patience workqueue.TypedRateLimiter[string]
+	backoff  workqueue.TypedRateLimiter[string]
 }
 
-// New makes a Controller and subscribes it. The Node informer must not have been started yet; the informer of requests is the controller's own.
+// New returns a Controller that is subscribed to its inputs. The Node informer must not have been started yet; the informer of requests is the
+// controller's own.
 func New(cfg Config) (*Controller, error) {
 	if cfg.Managed == nil {
-		cfg.Managed = func(*corev1.Node) bool { return true }
+		cfg.Managed = func(*corev1.Node, machine.Machine) bool { return true }
 	}
 
 	if cfg.Policy == nil {
 		cfg.Policy = func(*corev1.Node, machine.Machine) csrpolicy.Policy { return csrpolicy.Policy{} }
 	}
 
+	byNode := func(obj any) ([]string, error) {
+		if nodename, pending := pendingFor(obj); pending {
+			return []string{nodename}, nil
+		}
+
+		return nil, nil
+	}
+	servingOnly := func(options *metav1.ListOptions) {
+		options.FieldSelector = fields.OneTermEqualSelector("spec.signerName", certificatesv1.KubeletServingSignerName).String()
+	}
+
 	c := &Controller{
-		client:   cfg.Client,
-		requests: newInformer(cfg.Client),
+		cfg:      cfg,
+		requests: certificatesinformers.NewFilteredCertificateSigningRequestInformer(cfg.Client, 0, cache.Indexers{indexPending: byNode}, servingOnly),
 		nodes:    cfg.Nodes.Informer(),
-		evidence: newEvidence(cfg),
-		deferred: newDeferred(),
-		recorder: cfg.Recorder,
-		clock:    cfg.Clock,
+		pending:  &pendingRequests{conflicting: map[string]bool{}},
+		reporter: events.New(cfg.Recorder),
 		queue:    queue.New(queueName),
-		patience: workqueue.NewTypedItemExponentialFailureRateLimiter[string](deferFirst, deferMax),
+		backoff:  workqueue.NewTypedItemExponentialFailureRateLimiter[string](deferFirst, deferMax),
 	}
 
-	if err := c.nodes.AddIndexers(cache.Indexers{indexClaims: claimsOf}); err != nil {
-		return nil, fmt.Errorf("index nodes by what they claim: %w", err)
+	if err := c.nodes.AddIndexers(cache.Indexers{indexSubjects: subjectsOf}); err != nil {
+		return nil, fmt.Errorf("index nodes by name and address: %w", err)
 	}
 
-	if err := c.subscribe(cfg); err != nil {
+	if err := c.subscribe(); err != nil {
 		return nil, err
 	}
 
 	return c, nil
 }
 
-// newInformer sees the requests for our one signer, and finds the pending ones by their Nodes.
-func newInformer(client kubernetes.Interface) cache.SharedIndexInformer {
-	return certificatesinformers.NewFilteredCertificateSigningRequestInformer(client, 0, cache.Indexers{indexPending: pendingOf},
-		func(options *metav1.ListOptions) {
-			options.FieldSelector = fields.OneTermEqualSelector("spec.signerName", certificatesv1.KubeletServingSignerName).String()
-		})
+// pendingFor returns the name of the Node whose kubelet waits for the request; false if the request is decided or its requester is not a kubelet.
+func pendingFor(obj any) (nodename string, pending bool) {
+	csr, ok := obj.(*certificatesv1.CertificateSigningRequest)
+	if !ok || len(csr.Status.Conditions) > 0 || len(csr.Status.Certificate) > 0 {
+		return "", false
+	}
+
+	return csrpolicy.Nodename(csr)
 }
 
-// Requeue has every pending request looked at again.
+// subscribe enqueues requests when they appear and when something that their verdict depends on changes.
+func (c *Controller) subscribe() error {
+	if _, err := c.requests.AddEventHandler(forEach(c.queue.Add)); err != nil {
+		return fmt.Errorf("watch certificate signing requests: %w", err)
+	}
+
+	if _, err := c.nodes.AddEventHandler(forEach(c.requeueFor)); err != nil {
+		return fmt.Errorf("watch nodes: %w", err)
+	}
+
+	_, err := c.nodes.AddEventHandler(cache.ResourceEventHandlerFuncs{
+		UpdateFunc: func(before, after any) {
+			old, _ := subjectsOf(before)
+			current, _ := subjectsOf(after)
+
+			if !slices.Equal(old, current) { // not for each heartbeat
+				c.requeueConflicting()
+			}
+		},
+		DeleteFunc: func(any) { c.requeueConflicting() },
+	})
+	if err != nil {
+		return fmt.Errorf("watch addresses of nodes: %w", err)
+	}
+
+	c.cfg.Inventory.Subscribe(func(nodename string) {
+		c.requeueFor(nodename)
+		c.requeueConflicting()
+	})
+	c.cfg.Identity.Subscribe(c.Requeue)
+
+	return nil
+}
+
+// forEach calls handle with the name of each object that is added, updated or deleted.
+func forEach(handle func(name string)) cache.ResourceEventHandler {
+	named := func(obj any) {
+		if name, err := cache.DeletionHandlingMetaNamespaceKeyFunc(obj); err == nil {
+			handle(name)
+		}
+	}
+
+	return cache.ResourceEventHandlerFuncs{AddFunc: named, UpdateFunc: func(_, obj any) { named(obj) }, DeleteFunc: named}
+}
+
+// Requeue enqueues all pending requests.
 func (c *Controller) Requeue() {
 	for _, nodename := range c.requests.GetIndexer().ListIndexFuncValues(indexPending) {
-		c.requeueOf(nodename)
+		c.requeueFor(nodename)
 	}
 }
 
-// Run works with the given number of workers until ctx ends and the last of them has finished.
+// requeueFor enqueues the pending requests of a Node.
+func (c *Controller) requeueFor(nodename string) {
+	names, _ := c.requests.GetIndexer().IndexKeys(indexPending, nodename) // fails only without the index
+
+	for _, name := range names {
+		c.queue.Add(name)
+	}
+}
+
+// requeueConflicting enqueues the requests for what another Node owns: that Node or its machine may have changed.
+func (c *Controller) requeueConflicting() {
+	for _, name := range c.pending.listConflicting() {
+		c.queue.Add(name)
+	}
+}
+
+// Run reviews requests with the given number of workers until ctx ends and all workers have returned.
 func (c *Controller) Run(ctx context.Context, workers int) {
 	defer c.queue.ShutDown()
-	defer c.deferred.clear()
+	defer pendingGauge.Set(0)
 
 	var group wait.Group
 	defer group.Wait()
@@ -157,164 +234,188 @@ func (c *Controller) Run(ctx context.Context, workers int) {
 		return
 	}
 
-	c.hearMachines(ctx)
+	c.warmUp(ctx)
+
+	worker := queue.Worker{Queue: c.queue, Subject: "csr", Failure: "Failed to review CSR; retrying", Sync: c.sync}
 
 	for range workers {
-		group.StartWithContext(ctx, c.worker().Run)
+		group.StartWithContext(ctx, worker.Run)
 	}
 
 	<-ctx.Done()
 	c.queue.ShutDown()
 }
 
-// hearMachines returns when every machine has answered or failed to, or after a while. A new leader hears of them one after the other, and what one
-// says of itself must not count before the others have been asked what is theirs.
-func (c *Controller) hearMachines(ctx context.Context) {
-	enough := c.clock.After(hearing)
+// warmUp waits until each machine has responded or failed to respond, at most warmUpTimeout. The machines respond to a new leader one after the other; what
+// one reports must not count before the others could report that they own it.
+func (c *Controller) warmUp(ctx context.Context) {
+	timeout := c.cfg.Clock.After(warmUpTimeout)
 
-	for unheard := c.evidence.unheard(); len(unheard) > 0; unheard = c.evidence.unheard() {
+	for notSynced := c.notSynced(); len(notSynced) > 0; notSynced = c.notSynced() {
 		select {
 		case <-ctx.Done():
 			return
-		case <-enough:
-			klog.FromContext(ctx).Info("Approving without having heard of some machines", "nodes", unheard)
+		case <-timeout:
+			klog.FromContext(ctx).Info("Starting CSR approval; some machines have not responded", "nodes", notSynced)
 
 			return
-		case <-c.clock.After(hearingInterval):
+		case <-c.cfg.Clock.After(warmUpInterval):
 		}
 	}
 }
 
-func (c *Controller) worker() queue.Worker {
-	return queue.Worker{
-		Queue:   c.queue,
-		Subject: "csr",
-		Failure: "Could not decide the request, trying again",
-		Sync: func(ctx context.Context, name string) error {
-			ctx, cancel := context.WithTimeout(ctx, syncTimeout)
-			defer cancel()
-
-			return c.sync(ctx, name)
-		},
-	}
-}
-
-// sync decides one request, if it can be decided.
+// sync reviews one request and writes the decision, if there is one.
 func (c *Controller) sync(ctx context.Context, name string) error {
-	obj, exists, err := c.requests.GetIndexer().GetByKey(name)
+	ctx, cancel := context.WithTimeout(ctx, syncTimeout)
+	defer cancel()
+
+	obj, _, err := c.requests.GetIndexer().GetByKey(name)
 	if err != nil {
 		return err
 	}
 
-	csr, ok := obj.(*certificatesv1.CertificateSigningRequest)
-	if !exists || !ok || settled(csr) || !byKubelet(csr) {
+	nodename, pending := pendingFor(obj)
+	if !pending {
 		c.forget(name)
 
 		return nil
 	}
 
-	// From before anything is looked at: what changes meanwhile brings the request back.
-	c.deferred.watch(name)
+	csr, _ := obj.(*certificatesv1.CertificateSigningRequest)
 
-	node, facts, verdict, err := c.review(ctx, csr)
+	// Until the review has returned: a change of another Node during the review must enqueue the request.
+	c.pending.set(name, true)
+
+	r, err := c.review(ctx, csr, nodename)
 	if err != nil {
 		return err
 	}
 
-	switch verdict.Decision {
+	switch r.verdict.Decision {
 	case csrpolicy.Approve, csrpolicy.Deny:
-		if err := c.decide(ctx, csr, node, verdict); err != nil {
+		if err := c.decide(ctx, csr, r); err != nil {
 			return err
 		}
 
 		c.forget(name)
 	case csrpolicy.Defer:
-		c.reportDeferred(ctx, csr, node, verdict, facts)
-		c.queue.AddAfter(name, c.patience.When(name))
+		c.pending.set(name, len(r.evidence.Owners) > 0)
+		c.reportDeferral(ctx, csr, r)
+		c.queue.AddAfter(name, c.backoff.When(name))
 	case csrpolicy.Ignore:
-		klog.FromContext(ctx).V(4).Info("Not a request for us", "reasons", verdict.Reasons)
+		klog.FromContext(ctx).V(4).Info("Ignored CSR", "reasons", r.verdict.Reasons)
 		c.forget(name)
 	}
 
 	return nil
 }
 
-// review judges a request by what is known, and before it denies one again by the Node as it is: requests and Nodes are watched apart, and a kubelet may
-// have seen more of its Node than we have.
-func (c *Controller) review(ctx context.Context, csr *certificatesv1.CertificateSigningRequest) (*corev1.Node, csrpolicy.Evidence, csrpolicy.Verdict, error) {
-	nodename, _ := csrpolicy.Nodename(csr)
-	node := c.evidence.node(nodename)
-	facts := c.evidence.of(csr, nodename, node)
-	verdict := csrpolicy.Review(csr, facts)
+// review is the result of a review. The Node is nil if it does not exist.
+type review struct {
+	node     *corev1.Node
+	evidence csrpolicy.Evidence
+	verdict  csrpolicy.Verdict
+}
 
-	if verdict.Decision == csrpolicy.Deny && ours(facts) {
-		var err error
-		if node, err = c.readNode(ctx, nodename); err != nil {
-			return nil, csrpolicy.Evidence{}, csrpolicy.Verdict{}, err
+// review reviews a request by the caches, and before a denial again by the Node that the API server has: requests and Nodes are watched separately, and
+// the kubelet may have seen a newer version of its Node. A request is denied only if it is certain that its Node is managed, which can depend on the
+// machine: another approver may be responsible for it.
+func (c *Controller) review(ctx context.Context, csr *certificatesv1.CertificateSigningRequest, nodename string) (review, error) {
+	r := c.reviewFor(csr, nodename, c.cachedNode(nodename))
+
+	if r.verdict.Decision == csrpolicy.Deny && r.certainlyManaged() {
+		selector := fields.OneTermEqualSelector(metav1.ObjectNameField, nodename).String()
+
+		list, err := c.cfg.Client.CoreV1().Nodes().List(ctx, metav1.ListOptions{FieldSelector: selector})
+		if err != nil {
+			return review{}, fmt.Errorf("get node %q: %w", nodename, err)
 		}
 
-		facts = c.evidence.of(csr, nodename, node)
-		verdict = csrpolicy.Review(csr, facts)
+		var node *corev1.Node
+		if len(list.Items) > 0 {
+			node = &list.Items[0]
+		}
+
+		r = c.reviewFor(csr, nodename, node)
 	}
 
-	if verdict.Decision == csrpolicy.Deny && !ours(facts) {
-		verdict.Decision = csrpolicy.Defer
+	if r.verdict.Decision == csrpolicy.Deny && !r.certainlyManaged() {
+		r.verdict.Decision = csrpolicy.Defer
 	}
 
-	return node, facts, verdict, nil
+	return r, nil
 }
 
-// readNode returns a Node as the API server has it; nil if there is none.
-func (c *Controller) readNode(ctx context.Context, nodename string) (*corev1.Node, error) {
-	list, err := c.client.CoreV1().Nodes().List(ctx, metav1.ListOptions{FieldSelector: fields.OneTermEqualSelector(metav1.ObjectNameField, nodename).String()})
-	if err != nil {
-		return nil, fmt.Errorf("read Node %s: %w", nodename, err)
-	}
+func (c *Controller) reviewFor(csr *certificatesv1.CertificateSigningRequest, nodename string, node *corev1.Node) review {
+	evidence := c.evidence(csr, nodename, node)
 
-	if len(list.Items) == 0 {
-		return nil, nil //nolint:nilnil // as with the cache, where a Node need not be there either
-	}
-
-	return &list.Items[0], nil
+	return review{node, evidence, csrpolicy.Review(csr, evidence)}
 }
 
-func (c *Controller) forget(name string) {
-	c.deferred.forget(name)
-	c.patience.Forget(name)
+func (r review) certainlyManaged() bool {
+	state := r.evidence.MachineState
+
+	return r.evidence.Node != csrpolicy.NodeUnknown && (state == csrpolicy.MachineCurrent || state == csrpolicy.MachineUnreachable)
 }
 
-// byKubelet tells whether a Node's kubelet made the request. Any other is nobody's whom we know.
-func byKubelet(csr *certificatesv1.CertificateSigningRequest) bool {
-	_, ok := csrpolicy.Nodename(csr)
-
-	return ok
-}
-
-// ours tells whether it is certain that the Node is ours: whether it is can depend on its machine. Of any other's requests somebody else may think
-// better.
-func ours(facts csrpolicy.Evidence) bool {
-	return facts.Node != csrpolicy.NodeUnknown && (facts.MachineState == csrpolicy.MachineCurrent || facts.MachineState == csrpolicy.MachineUnreachable)
-}
-
-// settled tells whether somebody has decided the request, or its signer has given it up.
-func settled(csr *certificatesv1.CertificateSigningRequest) bool {
-	return len(csr.Status.Conditions) > 0 || len(csr.Status.Certificate) > 0
-}
-
-// decide writes the verdict. A request that somebody else has decided meanwhile has another version, and the write fails.
-func (c *Controller) decide(ctx context.Context, csr *certificatesv1.CertificateSigningRequest, node *corev1.Node, verdict csrpolicy.Verdict) error {
-	condition := conditionOf(verdict)
+// decide writes the verdict. It fails with a conflict if the request has changed, such as by the decision of another approver.
+func (c *Controller) decide(ctx context.Context, csr *certificatesv1.CertificateSigningRequest, r review) error {
+	condition := conditionFor(r.verdict)
 	decided := csr.DeepCopy()
 	decided.Status.Conditions = append(decided.Status.Conditions, condition)
 
-	_, err := c.client.CertificatesV1().CertificateSigningRequests().UpdateApproval(ctx, csr.Name, decided, metav1.UpdateOptions{})
+	_, err := c.cfg.Client.CertificatesV1().CertificateSigningRequests().UpdateApproval(ctx, csr.Name, decided, metav1.UpdateOptions{})
 	if apierrors.IsNotFound(err) {
 		return nil
 	} else if err != nil {
-		return fmt.Errorf("decide request %s of %s: %w", csr.Name, csr.Spec.Username, err)
+		return fmt.Errorf("update approval of %q from %q: %w", csr.Name, csr.Spec.Username, err)
 	}
 
-	c.reportDecided(ctx, csr, node, verdict, condition)
+	c.reportDecision(ctx, csr, r, condition)
 
 	return nil
+}
+
+// forget drops the state of a request that is decided, deleted or ignored.
+func (c *Controller) forget(name string) {
+	c.pending.remove(name)
+	c.reporter.Forget(name)
+	c.backoff.Forget(name)
+}
+
+// pendingRequests holds the names of the requests that wait for this controller's decision, and whether another Node owns what they ask for.
+type pendingRequests struct {
+	mu          sync.Mutex
+	conflicting map[string]bool
+}
+
+func (p *pendingRequests) set(name string, conflicting bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+
+	p.conflicting[name] = conflicting
+	pendingGauge.Set(float64(len(p.conflicting)))
+}
+
+func (p *pendingRequests) remove(name string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+
+	delete(p.conflicting, name)
+	pendingGauge.Set(float64(len(p.conflicting)))
+}
+
+func (p *pendingRequests) listConflicting() []string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+
+	var names []string
+
+	for name, conflicting := range p.conflicting {
+		if conflicting {
+			names = append(names, name)
+		}
+	}
+
+	return names
 }

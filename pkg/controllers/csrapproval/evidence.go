@@ -7,76 +7,92 @@ import (
 	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/tools/cache"
-	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/clusteridentity"
+	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
-// indexClaims finds Nodes by their names and addresses.
-const indexClaims = "csrapproval/claims"
+// indexSubjects is the index of Nodes by their names and addresses.
+const indexSubjects = "csrapproval/subjects"
 
-// claimsOf are a Node's name and addresses in canonical form. Those that its kubelet was started with count even if the status does not list them:
-// the status is also written by us, after what a machine says that anybody may be who has taken its address.
-func claimsOf(obj any) ([]string, error) {
-	node, ok := obj.(*corev1.Node)
-	if !ok {
-		return nil, nil
+// PolicyFor returns what the configuration allows a machine: the names that rules assign to it, which its kubelet requests because the Node lists them, and
+// the names and addresses of csrApproval.allowedSANs.
+func PolicyFor(current *config.Compiled, node *corev1.Node, m machine.Machine) csrpolicy.Policy {
+	policy := csrpolicy.Policy{MaxExpiration: current.MaxExpiration}
+
+	if m.Type.IsControlPlane() && !clusteridentity.IsControlPlane(node) {
+		return policy // a machine can report any role, and selectors may match it
 	}
 
-	list := []string{machine.CanonicalName(node.Name)}
+	facts := nodespec.NewInput(node, m, nodespec.Options{}).Facts()
 
-	for _, addr := range nodespec.ProvidedNodeIPs(node) {
-		list = append(list, machine.CanonicalAddress(addr))
-	}
-
-	for _, a := range node.Status.Addresses {
-		claim := machine.CanonicalName(a.Address)
-		if addr, err := netip.ParseAddr(a.Address); err == nil {
-			claim = machine.CanonicalAddress(addr)
-		}
-
-		if claim != "" {
-			list = append(list, claim)
+	transformed := current.Rules.Apply(facts)
+	for field, name := range map[string]string{"InternalDNS": transformed.Platform.InternalDNS, "ExternalDNS": transformed.Platform.ExternalDNS} {
+		if _, replaced := transformed.Replaced[field]; replaced && name != "" {
+			policy.ExtraNames = append(policy.ExtraNames, name)
 		}
 	}
 
-	slices.Sort(list)
-
-	return slices.Compact(list), nil
-}
-
-// evidence gathers what a request is judged by.
-type evidence struct {
-	nodes     cache.Indexer
-	inventory Inventory
-	identity  Identity
-	clock     clock.Clock
-	claims    func(*corev1.Node) bool
-	policy    func(*corev1.Node, machine.Machine) csrpolicy.Policy
-}
-
-func newEvidence(cfg Config) evidence {
-	return evidence{
-		nodes:     cfg.Nodes.Informer().GetIndexer(),
-		inventory: cfg.Inventory,
-		identity:  cfg.Identity,
-		clock:     cfg.Clock,
-		claims:    cfg.Managed,
-		policy:    cfg.Policy,
+	for _, allowed := range current.AllowedSANs {
+		if allowed.Selector.Matches(facts) {
+			policy.ExtraNames = append(policy.ExtraNames, allowed.DNSNames...)
+			policy.ExtraIPs = append(policy.ExtraIPs, allowed.IPAddresses...)
+		}
 	}
+
+	return policy
 }
 
-// unheard are the Talos Nodes whose machines nobody has tried to reach yet.
-func (e evidence) unheard() []string {
+// evidence returns the evidence for a request of the kubelet on a Node, which is nil if it does not exist.
+func (c *Controller) evidence(csr *certificatesv1.CertificateSigningRequest, nodename string, node *corev1.Node) csrpolicy.Evidence {
+	entry := c.cfg.Inventory.Get(nodename)
+	evidence := csrpolicy.Evidence{
+		Cluster:      c.cfg.Identity.Current(),
+		Now:          c.cfg.Clock.Now(),
+		Machine:      entry.Machine,
+		MachineState: machineState(entry),
+		Owners:       map[string][]string{},
+		Node:         nodeState(node, func() bool { return c.cfg.Managed(node, entry.Machine) }),
+	}
+
+	if node != nil {
+		evidence.Listed, _ = subjectsOf(node)
+		evidence.Policy = c.cfg.Policy(node, entry.Machine)
+	}
+
+	subjects, ips, _ := csrpolicy.Subjects(csr) // the policy reports the error
+	for _, ip := range ips {
+		subjects = append(subjects, machine.CanonicalAddress(ip))
+	}
+
+	for _, subject := range subjects {
+		if owners := otherOwners(c.nodes.GetIndexer(), c.cfg.Inventory, subject, nodename); len(owners) > 0 {
+			evidence.Owners[subject] = owners
+		}
+	}
+
+	return evidence
+}
+
+// cachedNode returns a Node from the cache; nil if it does not exist.
+func (c *Controller) cachedNode(nodename string) *corev1.Node {
+	obj, _, _ := c.nodes.GetIndexer().GetByKey(nodename)
+	node, _ := obj.(*corev1.Node)
+
+	return node
+}
+
+// notSynced returns the names of the Talos Nodes whose machines have neither responded nor failed to respond.
+func (c *Controller) notSynced() []string {
 	var names []string
 
-	for _, obj := range e.nodes.List() {
+	for _, obj := range c.nodes.GetIndexer().List() {
 		node, ok := obj.(*corev1.Node)
-		if ok && nodespec.IsTalos(node) && e.inventory.Get(node.Name).Condition == inventory.Unknown {
+		if ok && nodespec.IsTalos(node) && c.cfg.Inventory.Get(node.Name).Condition == inventory.Unknown {
 			names = append(names, node.Name)
 		}
 	}
@@ -84,46 +100,12 @@ func (e evidence) unheard() []string {
 	return names
 }
 
-// of returns the evidence for a request of the kubelet of the Node of that name; the Node is nil if there is none.
-func (e evidence) of(csr *certificatesv1.CertificateSigningRequest, nodename string, node *corev1.Node) csrpolicy.Evidence {
-	entry := e.inventory.Get(nodename)
-	facts := csrpolicy.Evidence{
-		Cluster:      e.identity.Current(),
-		Now:          e.clock.Now(),
-		Machine:      entry.Machine,
-		MachineState: machineStanding(entry),
-		Owners:       e.holders(csr, nodename),
-		Node:         e.nodeStanding(node),
-	}
-
-	if node != nil {
-		facts.Listed, _ = claimsOf(node)
-		facts.Policy = e.policy(node, entry.Machine)
-	}
-
-	return facts
-}
-
-// node is the Node of that name as far as we have seen it; nil if we have not.
-func (e evidence) node(nodename string) *corev1.Node {
-	obj, exists, err := e.nodes.GetByKey(nodename)
-	if err != nil || !exists {
-		return nil
-	}
-
-	node, ok := obj.(*corev1.Node)
-	if !ok {
-		return nil
-	}
-
-	return node
-}
-
-func (e evidence) nodeStanding(node *corev1.Node) csrpolicy.NodeState {
+// nodeState calls managed only for Nodes that run Talos.
+func nodeState(node *corev1.Node, managed func() bool) csrpolicy.NodeState {
 	switch {
 	case node == nil || node.DeletionTimestamp != nil:
 		return csrpolicy.NodeUnknown
-	case !nodespec.IsTalos(node) || !e.claims(node):
+	case !nodespec.IsTalos(node) || !managed():
 		return csrpolicy.NodeUnmanaged
 	case clusteridentity.IsControlPlane(node):
 		return csrpolicy.NodeControlPlane
@@ -132,7 +114,7 @@ func (e evidence) nodeStanding(node *corev1.Node) csrpolicy.NodeState {
 	}
 }
 
-func machineStanding(entry inventory.Entry) csrpolicy.MachineState {
+func machineState(entry inventory.Entry) csrpolicy.MachineState {
 	switch entry.Condition {
 	case inventory.Current:
 		return csrpolicy.MachineCurrent
@@ -148,45 +130,46 @@ func machineStanding(entry inventory.Entry) csrpolicy.MachineState {
 	return csrpolicy.MachineUnknown
 }
 
-// holders are the other Nodes that claim what the request asks for, by what they claim.
-func (e evidence) holders(csr *certificatesv1.CertificateSigningRequest, nodename string) map[string][]string {
-	names, ips, err := csrpolicy.Subjects(csr)
-	if err != nil {
-		return nil // the policy says what is wrong with it
+// subjectsOf returns a Node's name and addresses in canonical form. It includes the node IPs that its kubelet was started with even if the status does not
+// list them: this program also writes the status, by what the machine at the Node's address reports, which may be another one.
+func subjectsOf(obj any) ([]string, error) {
+	node, ok := obj.(*corev1.Node)
+	if !ok {
+		return nil, nil
 	}
 
-	for _, ip := range ips {
-		names = append(names, machine.CanonicalAddress(ip))
+	list := []string{machine.CanonicalName(node.Name)}
+
+	for _, addr := range nodespec.ProvidedNodeIPs(node) {
+		list = append(list, machine.CanonicalAddress(addr))
 	}
 
-	holders := map[string][]string{}
-
-	for _, claim := range names {
-		others := append(e.inventory.Owners(claim, nodename), e.nodesClaiming(claim, nodename)...)
-		if len(others) > 0 {
-			slices.Sort(others)
-			holders[claim] = slices.Compact(others)
+	for _, a := range node.Status.Addresses {
+		if addr, err := netip.ParseAddr(a.Address); err == nil {
+			list = append(list, machine.CanonicalAddress(addr))
+		} else if name := machine.CanonicalName(a.Address); name != "" {
+			list = append(list, name)
 		}
 	}
 
-	return holders
+	slices.Sort(list)
+
+	return slices.Compact(list), nil
 }
 
-// nodesClaiming are the other Nodes of that name or with that address, whatever their machines say: what answers at a machine's address, while the machine
-// is down or cut off, may be the very one that asks, and would disclaim it.
-func (e evidence) nodesClaiming(claim, nodename string) []string {
-	objs, err := e.nodes.ByIndex(indexClaims, claim)
-	if err != nil {
-		return nil // there is such an index
-	}
-
-	var others []string
+// otherOwners returns the names of the other Nodes that own a name or an address, sorted: by what their machines report, and by the Node objects whatever
+// the machines report. While a machine is down, the requesting machine may respond at its address and deny that it owns it.
+func otherOwners(nodes cache.Indexer, machines Inventory, subject, nodename string) []string {
+	owners := machines.Owners(subject, nodename)
+	objs, _ := nodes.ByIndex(indexSubjects, subject) // fails only without the index
 
 	for _, obj := range objs {
 		if node, ok := obj.(*corev1.Node); ok && node.Name != nodename {
-			others = append(others, node.Name)
+			owners = append(owners, node.Name)
 		}
 	}
 
-	return others
+	slices.Sort(owners)
+
+	return slices.Compact(owners)
 }

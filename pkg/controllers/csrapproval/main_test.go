@@ -239,8 +239,8 @@ type instance struct {
 	extra   map[string]csrpolicy.Policy
 }
 
-// Claims implements csrapproval.Config.
-func (i *instance) claims(node *corev1.Node) bool {
+// managed is the instance's csrapproval.Config.Managed.
+func (i *instance) managed(node *corev1.Node, _ machine.Machine) bool {
 	i.mu.Lock()
 	defer i.mu.Unlock()
 
@@ -317,7 +317,7 @@ func (b *bed) start(ctx context.Context) (*instance, error) {
 
 	i.controller, err = csrapproval.New(csrapproval.Config{
 		Client: client, Nodes: nodes, Inventory: i.inventory, Identity: i.identity, Recorder: recorder, Clock: clock.RealClock{},
-		Managed: i.claims, Policy: i.policy,
+		Managed: i.managed, Policy: i.policy,
 	})
 	if err != nil {
 		return nil, err

@@ -6,31 +6,31 @@ import (
 )
 
 var (
-	// The name is the upstream Talos CCM's.
+	// The upstream Talos CCM has a metric of the same name.
 	decisions = metrics.NewCounterVec(&metrics.CounterOpts{
 		Name:           "talosccm_csr_approval_count",
-		Help:           "Number of kubelet-serving certificate requests that were decided, by status: approve or deny.",
+		Help:           "Kubelet-serving CSRs decided, by status (approve or deny).",
 		StabilityLevel: metrics.ALPHA,
 	}, []string{"status"})
 
 	verdicts = metrics.NewCounterVec(&metrics.CounterOpts{
 		Name:           "talosccm_csr_verdicts_total",
-		Help:           "Number of reasons found for kubelet-serving certificate requests, each once while a request waits and once when it is decided, by what it speaks for (Approve, Defer or Deny).",
+		Help:           "Reasons of verdicts on kubelet-serving CSRs, by decision (Approve, Defer or Deny) and reason. A pending CSR counts when a reason appears, a decided one once for each reason.",
 		StabilityLevel: metrics.ALPHA,
 	}, []string{"decision", "reason"})
 
 	ageAtApproval = metrics.NewHistogram(&metrics.HistogramOpts{
 		Name:           "talosccm_csr_approval_age_seconds",
-		Help:           "Age of a kubelet-serving certificate request when it was approved.",
+		Help:           "Age of kubelet-serving CSRs at approval.",
 		Buckets:        []float64{.5, 1, 2, 5, 10, 30, 60, 300, 900, 3600},
 		StabilityLevel: metrics.ALPHA,
 	})
 
-	pending = metrics.NewGauge(&metrics.GaugeOpts{
+	pendingGauge = metrics.NewGauge(&metrics.GaugeOpts{
 		Name:           "talosccm_csr_pending",
-		Help:           "Number of kubelet-serving certificate requests of our machines that are not decided.",
+		Help:           "Kubelet-serving CSRs waiting for a decision.",
 		StabilityLevel: metrics.ALPHA,
 	})
 )
 
-func init() { legacyregistry.MustRegister(decisions, verdicts, ageAtApproval, pending) }
+func init() { legacyregistry.MustRegister(decisions, verdicts, ageAtApproval, pendingGauge) }

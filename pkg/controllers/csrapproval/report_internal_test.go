@@ -7,16 +7,19 @@ import (
 	"unicode/utf8"
 
 	certificatesv1 "k8s.io/api/certificates/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/tools/record"
 
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 )
 
 func verdict(decision csrpolicy.Decision, reasons ...csrpolicy.Reason) csrpolicy.Verdict {
 	return csrpolicy.Verdict{Decision: decision, Reasons: reasons}
 }
 
-func TestTheConditionSaysAllThatIsWrong(t *testing.T) {
-	condition := conditionOf(verdict(csrpolicy.Deny,
+func TestConditionFor_ContainsAllReasons(t *testing.T) {
+	condition := conditionFor(verdict(csrpolicy.Deny,
 		csrpolicy.Reason{Code: "Wildcard", Decision: csrpolicy.Deny, Message: "one"},
 		csrpolicy.Reason{Code: "WeakKey", Decision: csrpolicy.Deny, Message: "two"},
 		csrpolicy.Reason{Code: "UnknownDNSName", Decision: csrpolicy.Defer, Message: "three"},
@@ -26,73 +29,88 @@ func TestTheConditionSaysAllThatIsWrong(t *testing.T) {
 		t.Errorf("got %+v", condition)
 	}
 
-	condition = conditionOf(verdict(csrpolicy.Approve, csrpolicy.Reason{Code: "Proven", Decision: csrpolicy.Approve, Message: "all"}))
+	condition = conditionFor(verdict(csrpolicy.Approve, csrpolicy.Reason{Code: "Proven", Decision: csrpolicy.Approve, Message: "all"}))
 	if condition.Type != certificatesv1.CertificateApproved || condition.Reason != "Proven" {
 		t.Errorf("got %+v", condition)
 	}
 }
 
-func TestAMessageFitsIntoAnEvent(t *testing.T) {
-	for length := maxMessage - 20; length < maxMessage+20; length++ {
+func TestMessageFor_FitsIntoEvent(t *testing.T) {
+	for length := events.MaxMessage - 20; length < events.MaxMessage+20; length++ {
 		reason := csrpolicy.Reason{Code: "C", Decision: csrpolicy.Deny, Message: strings.Repeat("ä", length/2) + strings.Repeat("x", length%2)}
 
-		message := messageOf(verdict(csrpolicy.Deny, reason))
-		if len(message) > maxMessage || !utf8.ValidString(message) {
+		message := messageFor(verdict(csrpolicy.Deny, reason))
+		if len(message) > events.MaxMessage || !utf8.ValidString(message) {
 			t.Errorf("from %d bytes: %d bytes, %q", length, len(message), message[len(message)-8:])
 		}
 	}
 }
 
-func TestCodesAreToldOnce(t *testing.T) {
-	d := newDeferred()
-	d.watch("a")
+func TestReportDeferral_EmitsEventsForNewReasons(t *testing.T) {
+	recorder := record.NewFakeRecorder(10)
+	c := &Controller{cfg: Config{Recorder: recorder}, reporter: events.New(recorder)}
+	csr := &certificatesv1.CertificateSigningRequest{ObjectMeta: metav1.ObjectMeta{Name: "csr-1"}}
 
-	for _, test := range []struct {
-		codes, news []string
+	for _, step := range []struct {
+		codes []string
+		want  int // Events on the request and on its Node
 	}{
-		{[]string{"One"}, []string{"One"}},
-		{[]string{"One"}, nil},
-		{[]string{"Two", "One"}, []string{"Two"}},
-		{nil, nil},
-		{[]string{"Two"}, nil},
+		{[]string{"One"}, 2},
+		{[]string{"One"}, 0},
+		{[]string{"Two", "One"}, 2},
+		{[]string{"One", "Two"}, 0},
+		{[]string{"Two"}, 0},
+		{[]string{"Two", "Two"}, 0},
 	} {
-		if got := d.note("a", nil, test.codes); !slices.Equal(got, test.news) {
-			t.Errorf("of %v new are %v, want %v", test.codes, got, test.news)
+		var reasons []csrpolicy.Reason
+		for _, code := range step.codes {
+			reasons = append(reasons, csrpolicy.Reason{Code: code, Decision: csrpolicy.Defer, Message: strings.Repeat("x", events.MaxMessage)})
+		}
+
+		c.reportDeferral(t.Context(), csr, review{node: node("a"), verdict: verdict(csrpolicy.Defer, reasons...)})
+
+		if len(recorder.Events) != step.want {
+			t.Errorf("%v: got %d Events, want %d", step.codes, len(recorder.Events), step.want)
+		}
+
+		for range len(recorder.Events) {
+			if event := <-recorder.Events; !strings.HasPrefix(event, "Warning CSRDeferred ") || len(event) > len("Warning CSRDeferred ")+events.MaxMessage {
+				t.Errorf("%v: got Event %q", step.codes, event)
+			}
 		}
 	}
 
-	d.forget("a")
-	d.watch("a")
+	c.reporter.Forget(csr.Name)
 
-	if got := d.note("a", nil, []string{"One"}); len(got) != 1 {
-		t.Errorf("another of that name: new are %v", got)
+	if added := c.reporter.Update(csr.Name, events.Condition{Reason: ReasonDeferred, Subject: "Two"}); len(added) != 1 {
+		t.Errorf("another request with the same name: got %v", added)
 	}
 }
 
-func TestContestedRequests(t *testing.T) {
-	d := newDeferred()
+func TestPendingRequests_ListsConflicting(t *testing.T) {
+	p := &pendingRequests{conflicting: map[string]bool{}}
 
 	for _, step := range []struct {
-		rule string
+		name string
 		do   func()
 		want []string
 	}{
 		{"none", func() {}, nil},
-		{"one that is being looked at: it could miss a change", func() { d.watch("a") }, []string{"a"}},
-		{"not one that nobody is in the way of", func() { d.note("a", nil, nil) }, nil},
-		{"one that somebody is in the way of", func() { d.note("a", map[string][]string{"x": {"b"}}, nil) }, []string{"a"}},
-		{"another", func() { d.watch("b") }, []string{"a", "b"}},
-		{"not one that is gone", func() { d.forget("a") }, []string{"b"}},
-		{"which cannot be noted", func() { d.note("a", map[string][]string{"x": {"b"}}, nil) }, []string{"b"}},
-		{"none in the end", d.clear, nil},
+		{"being reviewed", func() { p.set("a", true) }, []string{"a"}},
+		{"without other owners", func() { p.set("a", false) }, nil},
+		{"with another owner", func() { p.set("a", true) }, []string{"a"}},
+		{"two", func() { p.set("b", true) }, []string{"a", "b"}},
+		{"one removed", func() { p.remove("a") }, []string{"b"}},
+		{"removed twice", func() { p.remove("a") }, []string{"b"}},
+		{"all removed", func() { p.remove("b") }, nil},
 	} {
 		step.do()
 
-		got := d.contested()
+		got := p.listConflicting()
 		slices.Sort(got)
 
 		if !slices.Equal(got, step.want) {
-			t.Errorf("%s: got %v, want %v", step.rule, got, step.want)
+			t.Errorf("%s: got %v, want %v", step.name, got, step.want)
 		}
 	}
 }
