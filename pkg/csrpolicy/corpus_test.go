@@ -28,7 +28,7 @@ var hostile string
 //go:embed testdata/genuine.txt
 var genuine string
 
-// row is one line of a table: a kubelet's genuine request, what is different about it, and what must come of it.
+// row is one line of the corpus: changes to a genuine request, and the expected verdict.
 type row struct {
 	line     int
 	changes  string
@@ -75,19 +75,19 @@ func (r row) check(t *testing.T) {
 	checkVerdict(t, s.csr, s.evidence, verdict)
 }
 
-func TestGenuineRequestsAreApproved(t *testing.T) {
+func TestReview_ApprovesGenuineRequests(t *testing.T) {
 	for _, r := range rows(t, genuine) {
 		t.Run(r.changes, func(t *testing.T) {
 			r.check(t)
 
 			if r.decision != csrpolicy.Approve.String() {
-				t.Errorf("line %d is in the wrong table", r.line)
+				t.Errorf("line %d belongs to the other file", r.line)
 			}
 		})
 	}
 }
 
-func TestHostileRequestsAreNot(t *testing.T) {
+func TestReview_ApprovesNoHostileRequest(t *testing.T) {
 	table := rows(t, hostile)
 	seen := map[string]int{}
 
@@ -96,7 +96,7 @@ func TestHostileRequestsAreNot(t *testing.T) {
 			r.check(t)
 
 			if r.decision == csrpolicy.Approve.String() || r.why == "" || seen[r.changes] > 0 {
-				t.Errorf("line %d is in the wrong table, says no reason, or is that of line %d", r.line, seen[r.changes])
+				t.Errorf("line %d belongs to the other file, has no explanation or repeats line %d", r.line, seen[r.changes])
 			}
 
 			seen[r.changes] = r.line
@@ -108,7 +108,7 @@ func TestHostileRequestsAreNot(t *testing.T) {
 	}
 }
 
-// sceneOf reads a list of changes, such as `as=cp-1 no-sans dns="KUBERNETES.default"`. Values in quotes are Go's.
+// sceneOf parses a list of changes, such as `as=cp-1 no-sans dns="KUBERNETES.default"`. Quoted values have Go syntax.
 func sceneOf(t testing.TB, changes string) *scene {
 	t.Helper()
 
@@ -131,7 +131,7 @@ func sceneOf(t testing.TB, changes string) *scene {
 
 		change, ok := changesByName[name]
 		if !ok {
-			t.Fatalf("there is no change %q", name)
+			t.Fatalf("unknown change %q", name)
 		}
 
 		change(s, value)
@@ -158,11 +158,11 @@ func cutValue(t testing.TB, text string) (value, rest string) {
 	return value, text[len(quoted):]
 }
 
-// changesByName are all ways in which a request or the evidence can be different. They only set things up: what may come of them is in the tables.
+// changesByName are the changes to requests and evidence that the corpus refers to.
 var changesByName = map[string]func(s *scene, v string){
 	"as": func(s *scene, v string) { *s = *asks(v) },
 
-	// Of the object.
+	// Object.
 	"user":      func(s *scene, v string) { s.csr.Spec.Username = v },
 	"groups":    func(s *scene, v string) { s.csr.Spec.Groups = list(v) },
 	"signer":    func(s *scene, v string) { s.csr.Spec.SignerName = v },
@@ -172,7 +172,7 @@ var changesByName = map[string]func(s *scene, v string){
 	"issued":    func(s *scene, _ string) { s.csr.Status.Certificate = []byte("a certificate") },
 	"age":       func(s *scene, v string) { s.csr.CreationTimestamp = metav1.NewTime(now.Add(-duration(v))) },
 
-	// Of the subject.
+	// Subject.
 	"cn": func(s *scene, v string) { s.pkcs10.eachOf("2.5.4.3", func(p *pair) { p.value = v }) },
 	"cn-type": func(s *scene, v string) {
 		s.pkcs10.eachOf("2.5.4.3", func(p *pair) { p.tag = cryptobyteasn1.Tag(number(v)) })
@@ -187,7 +187,7 @@ var changesByName = map[string]func(s *scene, v string){
 	"rdn-before": func(s *scene, v string) { s.pkcs10.subject = append([]rdn{{attribute(v)}}, s.pkcs10.subject...) },
 	"in-org-rdn": func(s *scene, v string) { s.pkcs10.join("2.5.4.10", attribute(v)) },
 
-	// Of what is asked for.
+	// SANs.
 	"no-sans":      func(s *scene, _ string) { s.pkcs10.sans = nil },
 	"dns":          func(s *scene, v string) { s.pkcs10.addDNS(v) },
 	"ip":           func(s *scene, v string) { s.pkcs10.addIP(addr(v)) },
@@ -198,18 +198,18 @@ var changesByName = map[string]func(s *scene, v string){
 	"long-name":    func(s *scene, v string) { s.pkcs10.addDNS(strings.Repeat("a.", number(v)/2) + "b") },
 	"long-label":   func(s *scene, v string) { s.pkcs10.addDNS(strings.Repeat("a", number(v))) },
 
-	// Of what is around it.
+	// Key, extensions and encoding.
 	"key":       func(s *scene, v string) { s.pkcs10.key = v },
 	"flaw":      func(s *scene, v string) { s.pkcs10.flaws = append(s.pkcs10.flaws, v) },
 	"extension": func(s *scene, v string) { s.pkcs10.extensions = append(s.pkcs10.extensions, oid(v)) },
 	"attribute": func(s *scene, v string) { s.pkcs10.attributes = append(s.pkcs10.attributes, oid(v)) },
 
-	// Of the evidence.
-	"node":     func(s *scene, v string) { s.evidence.Node = nodeStandings[v] },
-	"standing": func(s *scene, v string) { s.evidence.MachineState = standings[v] },
-	"cluster":  func(s *scene, v string) { clusterGaps[v](&s.evidence.Cluster) },
-	"holder":   func(s *scene, v string) { s.holders[v] = append(s.holders[v], "elsewhere") },
-	"max":      func(s *scene, v string) { s.evidence.Policy.MaxExpiration = duration(v) },
+	// Evidence.
+	"node":          func(s *scene, v string) { s.evidence.Node = nodeStates[v] },
+	"machine-state": func(s *scene, v string) { s.evidence.MachineState = machineStates[v] },
+	"cluster":       func(s *scene, v string) { clusterGaps[v](&s.evidence.Cluster) },
+	"owner":         func(s *scene, v string) { s.owners[v] = append(s.owners[v], "elsewhere") },
+	"max":           func(s *scene, v string) { s.evidence.Policy.MaxExpiration = duration(v) },
 	"extra-dns": func(s *scene, v string) {
 		s.evidence.Policy.ExtraNames = append(s.evidence.Policy.ExtraNames, v)
 	},
@@ -225,15 +225,15 @@ var changesByName = map[string]func(s *scene, v string){
 	"pods": func(s *scene, v string) {
 		s.evidence.Cluster.PodCIDRs = append(s.evidence.Cluster.PodCIDRs, netip.MustParsePrefix(v))
 	},
-	"machine":    func(s *scene, v string) { s.evidence.Machine = machineOf(v) },
-	"unheard":    func(s *scene, _ string) { s.evidence.Machine = machine.Machine{Nodename: s.evidence.Machine.Nodename} },
-	"type":       func(s *scene, v string) { s.evidence.Machine.Type = types[v] },
-	"nodename":   func(s *scene, v string) { s.evidence.Machine.Nodename = v },
-	"hostname":   func(s *scene, v string) { s.evidence.Machine.Hostname = v },
-	"domainname": func(s *scene, v string) { s.evidence.Machine.Domainname = v },
-	"internal":   func(s *scene, v string) { s.evidence.Machine.Platform.InternalDNS = v },
-	"external":   func(s *scene, v string) { s.evidence.Machine.Platform.ExternalDNS = v },
-	"metadata":   func(s *scene, v string) { s.evidence.Machine.Platform.Hostname = v },
+	"machine":       func(s *scene, v string) { s.evidence.Machine = machineOf(v) },
+	"nodename-only": func(s *scene, _ string) { s.evidence.Machine = machine.Machine{Nodename: s.evidence.Machine.Nodename} },
+	"type":          func(s *scene, v string) { s.evidence.Machine.Type = types[v] },
+	"nodename":      func(s *scene, v string) { s.evidence.Machine.Nodename = v },
+	"hostname":      func(s *scene, v string) { s.evidence.Machine.Hostname = v },
+	"domainname":    func(s *scene, v string) { s.evidence.Machine.Domainname = v },
+	"internal":      func(s *scene, v string) { s.evidence.Machine.Platform.InternalDNS = v },
+	"external":      func(s *scene, v string) { s.evidence.Machine.Platform.ExternalDNS = v },
+	"metadata":      func(s *scene, v string) { s.evidence.Machine.Platform.Hostname = v },
 	"has": func(s *scene, v string) {
 		s.evidence.Machine.Addresses = append(s.evidence.Machine.Addresses, onLinkOf(v))
 	},
@@ -247,11 +247,11 @@ var changesByName = map[string]func(s *scene, v string){
 	},
 }
 
-var nodeStandings = map[string]csrpolicy.NodeState{
+var nodeStates = map[string]csrpolicy.NodeState{
 	"unknown": csrpolicy.NodeUnknown, "foreign": csrpolicy.NodeUnmanaged, "worker": csrpolicy.NodeWorker, "control-plane": csrpolicy.NodeControlPlane, "undefined": 99,
 }
 
-var standings = map[string]csrpolicy.MachineState{
+var machineStates = map[string]csrpolicy.MachineState{
 	"unknown": csrpolicy.MachineUnknown, "stale": csrpolicy.MachineUnreachable, "mismatch": csrpolicy.MachineMismatch, "undefined": 99,
 }
 
@@ -312,21 +312,21 @@ func oid(v string) asn1.ObjectIdentifier {
 	return id
 }
 
-// attribute reads "2.5.4.11:value".
+// attribute parses "2.5.4.11:value".
 func attribute(v string) pair {
 	id, value, _ := strings.Cut(v, ":")
 
 	return pair{oid(id), tagPrintable, value}
 }
 
-// generalName reads "1:value": a tag of RFC 5280's GeneralName.
+// generalName parses "1:value", with a tag of GeneralName in RFC 5280.
 func generalName(v string) general {
 	tag, value, _ := strings.Cut(v, ":")
 
 	return general{cryptobyteasn1.Tag(number(tag)) | 0x80, []byte(value)}
 }
 
-// onLinkOf reads "10.0.0.1/24@eth0".
+// onLinkOf parses "10.0.0.1/24@eth0".
 func onLinkOf(v string) machine.Address {
 	prefix, link, _ := strings.Cut(v, "@")
 
@@ -351,13 +351,13 @@ func (s *scene) flagLast(v string) {
 }
 
 func (s *scene) lose(ip netip.Addr) {
-	var left []machine.Address
+	var remaining []machine.Address
 
 	for _, a := range s.evidence.Machine.Addresses {
 		if a.Prefix.Addr() != ip {
-			left = append(left, a)
+			remaining = append(remaining, a)
 		}
 	}
 
-	s.evidence.Machine.Addresses = left
+	s.evidence.Machine.Addresses = remaining
 }

@@ -17,8 +17,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 )
 
-// The kubelet's template (k8s.io/kubernetes/pkg/kubelet/certificate), written by the code that the kubelet writes it with.
-func TestWhatTheKubeletsOwnCodeWritesIsApproved(t *testing.T) {
+// The template of k8s.io/kubernetes/pkg/kubelet/certificate, encoded by the code that the kubelet uses.
+func TestReview_ApprovesRequestsEncodedByKubeletCode(t *testing.T) {
 	template := &x509.CertificateRequest{
 		Subject:     pkix.Name{CommonName: "system:node:worker-1", Organization: []string{"system:nodes"}},
 		DNSNames:    []string{"ec2-203-0-113-11.example.net", "ip-10-0-0-11.internal", "worker-1"},
@@ -56,27 +56,27 @@ func requireApproved(t *testing.T, s *scene) {
 	}
 }
 
-func TestNothingIsApprovedWithoutEvidence(t *testing.T) {
+func TestReview_DefersWithoutEvidence(t *testing.T) {
 	s := asks("worker-1")
 	s.review(t)
 
-	for rule, e := range map[string]csrpolicy.Evidence{
+	for name, e := range map[string]csrpolicy.Evidence{
 		"none":    {},
 		"machine": {Machine: machineOf("worker-1"), MachineState: csrpolicy.MachineCurrent},
 		"node":    {Machine: machineOf("worker-1"), Node: csrpolicy.NodeWorker},
 		"cluster": {Machine: machineOf("worker-1"), Node: csrpolicy.NodeWorker, MachineState: csrpolicy.MachineCurrent},
 	} {
 		if v := csrpolicy.Review(&s.csr, e); v.Decision != csrpolicy.Defer {
-			t.Errorf("%s: got %s%s", rule, v.Decision, messages(v))
+			t.Errorf("%s: got %s%s", name, v.Decision, messages(v))
 		}
 	}
 
 	if v := csrpolicy.Review(&certificatesv1.CertificateSigningRequest{}, s.evidence); v.Decision != csrpolicy.Ignore {
-		t.Errorf("an empty request: got %s%s", v.Decision, messages(v))
+		t.Errorf("empty request: got %s%s", v.Decision, messages(v))
 	}
 }
 
-func TestTheZeroDecisionDoesNothing(t *testing.T) {
+func TestDecision_ZeroValueIsIgnore(t *testing.T) {
 	var v csrpolicy.Verdict
 
 	if v.Decision != csrpolicy.Ignore || v.Decision.String() != "Ignore" {
@@ -84,7 +84,7 @@ func TestTheZeroDecisionDoesNothing(t *testing.T) {
 	}
 }
 
-func TestNodenameIsTheUsers(t *testing.T) {
+func TestNodename(t *testing.T) {
 	for user, want := range map[string]string{
 		"system:node:worker-1":         "worker-1",
 		"system:node:a.b.example.org":  "a.b.example.org",
@@ -112,7 +112,7 @@ func TestNodenameIsTheUsers(t *testing.T) {
 	}
 }
 
-func TestSubjectsAreCanonicalAndSorted(t *testing.T) {
+func TestSubjects_CanonicalAndSorted(t *testing.T) {
 	s := sceneOf(t, "no-sans dns=Worker-1. dns=a.B dns=worker-1 ip=2001:db8::11 ip=::ffff:10.0.0.11 ip=10.0.0.11")
 	s.review(t)
 
@@ -121,13 +121,13 @@ func TestSubjectsAreCanonicalAndSorted(t *testing.T) {
 		t.Errorf("got %v, %v, %v", names, ips, err)
 	}
 
-	s.csr.Spec.Request = []byte("let me in")
+	s.csr.Spec.Request = []byte("not PEM")
 	if names, ips, err = csrpolicy.Subjects(&s.csr); err == nil || names != nil || ips != nil {
 		t.Errorf("got %v, %v, %v", names, ips, err)
 	}
 }
 
-// Each name is allowed for the machine and requested by its kubelet: what CheckAllowedName refuses, Review denies, and the other way round.
+// The operator allows each name and the kubelet requests it: Review must deny exactly the names that CheckAllowedName refuses.
 func TestCheckAllowedName_AgreesWithReview(t *testing.T) {
 	for name, problem := range map[string]string{
 		"storage.example.org":           "",

@@ -39,14 +39,14 @@ var (
 	oidExtensionRequest = asn1.ObjectIdentifier{1, 2, 840, 113549, 1, 9, 14}
 )
 
-// pkcs10 is a request before it is written, with all that can be wrong with one.
+// pkcs10 describes a PKCS#10 request, including flaws of its encoding.
 type pkcs10 struct {
 	subject    []rdn
 	sans       []general
 	extensions []asn1.ObjectIdentifier // in addition to subjectAltName
 	attributes []asn1.ObjectIdentifier // in addition to the request for extensions
 	key        string                  // one of keys
-	flaws      []string                // of the DER, the signature and the PEM, by name
+	flaws      []string                // of DER, signature and PEM, by name
 }
 
 type (
@@ -64,10 +64,10 @@ type (
 
 func (p *pkcs10) addDNS(name string) { p.sans = append(p.sans, general{tagDNS, []byte(name)}) }
 
-// addIP writes IPv4-mapped IPv6 as it is, in 16 bytes.
+// addIP encodes an IPv4-mapped IPv6 address in 16 bytes.
 func (p *pkcs10) addIP(ip netip.Addr) { p.sans = append(p.sans, general{tagIP, ip.AsSlice()}) }
 
-// eachOf changes all attributes of one kind.
+// eachOf changes all attributes of one type.
 func (p *pkcs10) eachOf(kind string, change func(*pair)) {
 	for _, rdn := range p.subject {
 		for i := range rdn {
@@ -86,7 +86,7 @@ func (p *pkcs10) drop(kind string) {
 	p.subject = slices.DeleteFunc(p.subject, func(r rdn) bool { return r.has(kind) })
 }
 
-// join adds an attribute to the RDN that has one of a kind.
+// join adds an attribute to the RDNs that contain one of the given type.
 func (p *pkcs10) join(kind string, attribute pair) {
 	for i, r := range p.subject {
 		if r.has(kind) {
@@ -103,7 +103,7 @@ func (p *pkcs10) encode(t testing.TB) []byte {
 	return p.wrap(p.spoil(p.sign(t, p.info(t))))
 }
 
-// info is the part that is signed.
+// info returns the CertificationRequestInfo, which is signed.
 func (p *pkcs10) info(t testing.TB) []byte {
 	t.Helper()
 
@@ -135,7 +135,7 @@ func mustBytes(t testing.TB, b *cryptobyte.Builder) []byte {
 	return der
 }
 
-// addTrailing adds an element that encoding/asn1 passes over.
+// addTrailing adds an element that encoding/asn1 ignores.
 func (p *pkcs10) addTrailing(b *cryptobyte.Builder, flaw string) {
 	if p.has(flaw) {
 		b.AddASN1OctetString([]byte("system:masters"))
@@ -213,8 +213,8 @@ func (p *pkcs10) addExtension(b *cryptobyte.Builder, oid asn1.ObjectIdentifier, 
 	b.AddASN1(sequence, func(b *cryptobyte.Builder) {
 		b.AddASN1ObjectIdentifier(oid)
 
-		if p.has("critical") {
-			b.AddASN1Boolean(true)
+		if p.has("critical") || p.has("not-critical") {
+			b.AddASN1Boolean(p.has("critical"))
 		}
 
 		b.AddASN1(cryptobyteasn1.OCTET_STRING, value)
@@ -235,7 +235,7 @@ func (p *pkcs10) addSANs(b *cryptobyte.Builder) {
 	p.addTrailing(b, "trailing-in-san")
 }
 
-// sign puts the parts together. Of a key that only has a public half the signature is made up.
+// sign returns the signed request. The signature is a dummy if the private key does not exist.
 func (p *pkcs10) sign(t testing.TB, info []byte) []byte {
 	t.Helper()
 
@@ -300,7 +300,7 @@ func (p *pkcs10) signature(t testing.TB, info []byte) (algorithm, signature []by
 	return algorithmIdentifier(t, scheme), signature
 }
 
-// scheme is one way to sign. Only RSA's have parameters, and they are NULL.
+// scheme is a signature algorithm. Only RSA has parameters, which are NULL.
 type scheme struct {
 	oid        asn1.ObjectIdentifier
 	hash       crypto.Hash
@@ -329,10 +329,10 @@ func algorithmIdentifier(t testing.TB, s scheme) []byte {
 	return mustBytes(t, &b)
 }
 
-// spoil does to the DER what can be done once it is signed.
+// spoil applies the flaws of the signed DER.
 func (p *pkcs10) spoil(der []byte) []byte {
 	for _, flaw := range p.flaws {
-		if spoil, ok := spoils[flaw]; ok {
+		if spoil, ok := spoils[flaw]; ok && len(der) > 4 {
 			der = spoil(der)
 		}
 	}
@@ -353,7 +353,7 @@ var spoils = map[string]func(der []byte) []byte{
 	"der-nested":            func([]byte) []byte { return bytes.Repeat([]byte{0x30, 0x80}, 10000) },
 }
 
-// wrap writes the PEM.
+// wrap encodes the DER as PEM.
 func (p *pkcs10) wrap(der []byte) []byte {
 	for _, flaw := range p.flaws {
 		if wrap, ok := wraps[flaw]; ok {
@@ -371,7 +371,7 @@ const pemType = "CERTIFICATE REQUEST"
 var wraps = map[string]func(der []byte) []byte{
 	"pem-none":        func([]byte) []byte { return nil },
 	"pem-der":         func(der []byte) []byte { return der },
-	"pem-text":        func([]byte) []byte { return []byte("let me in") },
+	"pem-text":        func([]byte) []byte { return []byte("not PEM") },
 	"pem-new-type":    func(der []byte) []byte { return pem.EncodeToMemory(&pem.Block{Type: "NEW " + pemType, Bytes: der}) },
 	"pem-certificate": func(der []byte) []byte { return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}) },
 	"pem-headers": func(der []byte) []byte {
@@ -398,7 +398,7 @@ var (
 	keys     = map[string]any{}
 )
 
-// key makes each key once. None is ever written down.
+// key generates each key once per process.
 func key(name string) any {
 	keysLock.Lock()
 	defer keysLock.Unlock()
@@ -413,7 +413,7 @@ func key(name string) any {
 func makeKey(name string) any {
 	switch kind, parameter, _ := strings.Cut(name, "-"); kind {
 	case "ed25519":
-		return ed25519.NewKeyFromSeed(make([]byte, ed25519.SeedSize)) // the same in every process, for the fuzzer's workers
+		return ed25519.NewKeyFromSeed(make([]byte, ed25519.SeedSize)) // the same in all workers of the fuzzer
 	case "rsa":
 		return makeRSA(number(parameter))
 	case "modulus":
@@ -433,12 +433,12 @@ func makeKey(name string) any {
 
 func makeRSA(bits int) *rsa.PrivateKey { return must(rsa.GenerateKey(rand.Reader, bits)) }
 
-// halfRSA is a public key that nobody has the private half of: of a modulus only its length and that it is odd can be seen.
+// halfRSA returns a public key without a private key: only the length of the modulus matters.
 func halfRSA(bits, exponent int) *rsa.PublicKey {
 	return &rsa.PublicKey{N: new(big.Int).SetBit(big.NewInt(1), bits-1, 1), E: exponent}
 }
 
-// publicKey is a SubjectPublicKeyInfo.
+// publicKey returns a SubjectPublicKeyInfo.
 func publicKey(t testing.TB, name string) []byte {
 	t.Helper()
 
@@ -449,7 +449,7 @@ func publicKey(t testing.TB, name string) []byte {
 		return unusualKey(t, asn1.ObjectIdentifier{1, 3, 101, 110})
 	case "ed448":
 		return unusualKey(t, asn1.ObjectIdentifier{1, 3, 101, 113})
-	case "unheard-of":
+	case "unknown":
 		return unusualKey(t, asn1.ObjectIdentifier{1, 3, 6, 1, 4, 1, 99999})
 	}
 

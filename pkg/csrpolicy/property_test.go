@@ -14,9 +14,9 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 )
 
-// Every bit of what is signed is turned over, every byte left out, doubled and added to, and the whole signed anew. What is approved nevertheless must be
-// true, such as a name in another case.
-func TestNoChangeOfASignedRequestIsApprovedUnlessItIsTrue(t *testing.T) {
+// Each bit of the signed part is flipped, and each byte removed, doubled and prefixed with a zero; then the request is signed again. If it is approved
+// nevertheless, it must be true, such as a name in another case.
+func TestReview_ApprovesModifiedSignedRequestOnlyIfTrue(t *testing.T) {
 	approved := 0
 
 	check := func(info []byte) {
@@ -49,14 +49,14 @@ func TestNoChangeOfASignedRequestIsApprovedUnlessItIsTrue(t *testing.T) {
 		check(slices.Insert(slices.Clone(info), i, 0))
 	}
 
-	// The letters of the three names, and the type of the two strings of the subject.
+	// The letters of the three names, and the string types of the subject.
 	letters := 0
 	for _, name := range []string{"ec2-203-0-113-11.example.net", "ip-10-0-0-11.internal", "worker-1"} {
 		letters += len(strings.Trim(strings.Map(letter, name), " "))
 	}
 
 	if approved < letters || approved > letters+4 {
-		t.Errorf("%d changes approved, and there are %d letters", approved, letters)
+		t.Errorf("%d changes approved, want %d for the letters and up to 4 more", approved, letters)
 	}
 }
 
@@ -68,8 +68,8 @@ func letter(r rune) rune {
 	return -1
 }
 
-// Without the signature made anew, nothing that is changed is approved.
-func TestNoChangeOfAnyByteIsApproved(t *testing.T) {
+// Without a new signature no change is approved.
+func TestReview_ApprovesNoModifiedByte(t *testing.T) {
 	s := asks("worker-1")
 	s.review(t)
 
@@ -85,7 +85,7 @@ func TestNoChangeOfAnyByteIsApproved(t *testing.T) {
 			verdict := csrpolicy.Review(changed, s.evidence)
 			checkVerdict(t, *changed, s.evidence, verdict)
 
-			last := i == len(changed.Spec.Request)-1 // a line break, or none, or a blank
+			last := i == len(changed.Spec.Request)-1 // white space
 			if verdict.Decision == csrpolicy.Approve && !last {
 				t.Errorf("approved with %q at %d", b, i)
 			}
@@ -93,8 +93,8 @@ func TestNoChangeOfAnyByteIsApproved(t *testing.T) {
 	}
 }
 
-// Each field of the specification, but for those that say nothing of what is asked for.
-func TestNoOtherFieldCanBeChanged(t *testing.T) {
+// Each field of the spec matters except those that do not describe the certificate.
+func TestReview_ChecksEachFieldOfSpec(t *testing.T) {
 	free := []string{"UID", "Extra"}
 
 	for i := range reflect.TypeFor[certificatesv1.CertificateSigningRequestSpec]().NumField() {
@@ -128,7 +128,7 @@ func halve(v reflect.Value) {
 	}
 }
 
-// spoil puts a value there that is no better than any other: a word, or a number that is too low.
+// spoil sets a value that is not acceptable.
 func spoil(v reflect.Value) {
 	switch v.Kind() {
 	case reflect.String:
@@ -145,8 +145,8 @@ func spoil(v reflect.Value) {
 	}
 }
 
-// The two sides of "claimed by two, approved for neither" must mean the same: what one machine can have, the inventory must know as its claim.
-func TestWhatIsApprovedIsAClaimThatOthersMeet(t *testing.T) {
+// Whatever can be approved for a machine must be in the inventory's index of owners, or it could be approved for two machines.
+func TestReview_ApprovesOnlyWhatInventoryIndexes(t *testing.T) {
 	for _, r := range rows(t, genuine) {
 		s := sceneOf(t, r.changes)
 		s.review(t)
@@ -160,19 +160,19 @@ func TestWhatIsApprovedIsAClaimThatOthersMeet(t *testing.T) {
 			names = append(names, ip.String())
 		}
 
-		claims := inventory.New(func() time.Time { return now })
-		claims.Replace(s.evidence.Machine.Nodename, s.evidence.Machine)
+		machines := inventory.New(func() time.Time { return now })
+		machines.Replace(s.evidence.Machine.Nodename, s.evidence.Machine)
 
 		for _, name := range names {
 			fromRule := strings.Contains(r.changes, "extra-")
-			if len(claims.Owners(name, "another")) == 0 && !fromRule {
-				t.Errorf("line %d: %q can be approved, and is no claim", r.line, name)
+			if len(machines.Owners(name, "another")) == 0 && !fromRule {
+				t.Errorf("line %d: %q can be approved, but the inventory has no owner", r.line, name)
 			}
 		}
 	}
 }
 
-// allRows are the changes of both tables.
+// allRows are the changes of all rows of the corpus.
 var allRows = func() []string {
 	var list []string
 
@@ -185,7 +185,7 @@ var allRows = func() []string {
 	return list
 }()
 
-// randomScene is the evidence of up to three rows of the tables together, and of their requests all but the request itself. The same seed gives the same.
+// randomScene combines the changes of up to three rows of the corpus. It is deterministic.
 func randomScene(t testing.TB, seed uint64) *scene {
 	t.Helper()
 
@@ -197,13 +197,13 @@ func randomScene(t testing.TB, seed uint64) *scene {
 		changes = append(changes, allRows[r.IntN(len(allRows))])
 	}
 
-	// Who asks comes first: it sets all the rest.
-	slices.SortStableFunc(changes, func(a, b string) int { return strings.Compare(who(b), who(a)) })
+	// "as" comes first: it replaces the whole scene.
+	slices.SortStableFunc(changes, func(a, b string) int { return strings.Compare(requester(b), requester(a)) })
 
 	return sceneOf(t, strings.Join(changes, " "))
 }
 
-func who(changes string) string {
+func requester(changes string) string {
 	if strings.HasPrefix(changes, "as=") {
 		return "as"
 	}
@@ -211,8 +211,8 @@ func who(changes string) string {
 	return ""
 }
 
-// Rows together must not come to what none of them may have alone.
-func TestRowsTogetherAreApprovedOnlyIfTrue(t *testing.T) {
+// Combined rows must not approve what no single row may.
+func TestReview_ApprovesCombinedRowsOnlyIfTrue(t *testing.T) {
 	decisions := map[csrpolicy.Decision]int{}
 
 	for seed := range uint64(5000) {
@@ -227,7 +227,7 @@ func TestRowsTogetherAreApprovedOnlyIfTrue(t *testing.T) {
 	}
 }
 
-// FuzzReview takes any bytes, as the request itself and as what a request's signature covers, with any user and any of the tables' evidence.
+// FuzzReview reviews arbitrary bytes, as the request and as its signed part, with arbitrary users and evidence of the corpus.
 func FuzzReview(f *testing.F) {
 	seedRequests(f)
 
@@ -251,11 +251,11 @@ func FuzzReview(f *testing.F) {
 		checkVerdict(t, s.csr, s.evidence, verdict)
 
 		if again := csrpolicy.Review(&s.csr, s.evidence); !reflect.DeepEqual(again, verdict) {
-			t.Errorf("twice the same, and\n%+v\n%+v", verdict, again)
+			t.Errorf("not deterministic:\n%+v\n%+v", verdict, again)
 		}
 
 		if !reflect.DeepEqual(&s.csr, before) {
-			t.Error("the request was changed")
+			t.Error("Review modified the request")
 		}
 	})
 }

@@ -21,7 +21,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
-// now is when all requests are reviewed.
+// now is the time of all reviews.
 var now = time.Date(2026, 5, 4, 3, 2, 1, 0, time.UTC)
 
 func addr(ip string) netip.Addr { return netip.MustParseAddr(ip) }
@@ -30,8 +30,8 @@ func onLink(link, prefix string) machine.Address {
 	return machine.Address{Prefix: netip.MustParsePrefix(prefix), Link: link}
 }
 
-// machineOf is one machine of the cluster: cp-1 to cp-3 have 10.0.0.1 to 10.0.0.3, worker-1 and worker-2 have 10.0.0.11 and 10.0.0.12, each the same number
-// in its other networks.
+// machineOf returns a machine of the cluster: cp-1 to cp-3 have 10.0.0.1 to 10.0.0.3, worker-1 and worker-2 have 10.0.0.11 and 10.0.0.12, and the same host
+// number in their other networks.
 func machineOf(name string) machine.Machine {
 	role, number, _ := strings.Cut(name, "-")
 
@@ -62,7 +62,7 @@ func machineOf(name string) machine.Machine {
 	}
 }
 
-// clusterIdentity is as the API servers' certificates and Talos tell it.
+// clusterIdentity returns what the API servers' certificates and Talos report.
 func clusterIdentity() csrpolicy.ClusterIdentity {
 	return csrpolicy.ClusterIdentity{
 		Known:   true,
@@ -82,22 +82,22 @@ func clusterIdentity() csrpolicy.ClusterIdentity {
 	}
 }
 
-// scene is one request before it is written, and the evidence that it meets.
+// scene is a request before it is encoded, and the evidence for its review.
 type scene struct {
 	csr      certificatesv1.CertificateSigningRequest
 	pkcs10   pkcs10
 	evidence csrpolicy.Evidence
-	// holders are claims in addition to those of the other machines.
-	holders map[string][]string
+	// owners are owners in addition to the other machines.
+	owners map[string][]string
 }
 
-// asks is what the kubelet of name asks for, once controllers/node has listed the Node's addresses.
+// asks returns the request of a machine's kubelet once the node controller has listed the Node's addresses.
 func asks(name string) *scene {
 	m := machineOf(name)
 
-	standing := csrpolicy.NodeWorker
+	state := csrpolicy.NodeWorker
 	if m.Type.IsControlPlane() {
-		standing = csrpolicy.NodeControlPlane
+		state = csrpolicy.NodeControlPlane
 	}
 
 	s := &scene{
@@ -115,8 +115,8 @@ func asks(name string) *scene {
 			subject: []rdn{{{asn1.ObjectIdentifier{2, 5, 4, 10}, tagPrintable, "system:nodes"}}, {{asn1.ObjectIdentifier{2, 5, 4, 3}, tagPrintable, "system:node:" + name}}},
 			key:     "p256",
 		},
-		evidence: csrpolicy.Evidence{Node: standing, MachineState: csrpolicy.MachineCurrent, Machine: m, Cluster: clusterIdentity(), Now: now},
-		holders:  map[string][]string{},
+		evidence: csrpolicy.Evidence{Node: state, MachineState: csrpolicy.MachineCurrent, Machine: m, Cluster: clusterIdentity(), Now: now},
+		owners:   map[string][]string{},
 	}
 
 	for _, dns := range []string{m.Platform.ExternalDNS, m.Platform.InternalDNS, name} {
@@ -130,7 +130,7 @@ func asks(name string) *scene {
 	return s
 }
 
-// review writes the request, looks up who else claims what it asks for, as a controller does, and has it reviewed.
+// review encodes the request, looks up the owners of its names and addresses as the controller does, and reviews it.
 func (s *scene) review(t testing.TB) csrpolicy.Verdict {
 	t.Helper()
 
@@ -150,7 +150,7 @@ var others = sync.OnceValue(func() *inventory.Inventory {
 })
 
 func (s *scene) lookUp() {
-	s.evidence.Owners = maps.Clone(s.holders)
+	s.evidence.Owners = maps.Clone(s.owners)
 
 	self, _ := csrpolicy.Nodename(&s.csr)
 	names, ips, _ := csrpolicy.Subjects(&s.csr)
@@ -160,13 +160,13 @@ func (s *scene) lookUp() {
 	}
 
 	for _, name := range names {
-		if holders := others().Owners(name, self); len(holders) > 0 {
-			s.evidence.Owners[name] = append(s.evidence.Owners[name], holders...)
+		if owners := others().Owners(name, self); len(owners) > 0 {
+			s.evidence.Owners[name] = append(s.evidence.Owners[name], owners...)
 		}
 	}
 }
 
-// codes are those of the reasons, in order.
+// codes returns the codes of the reasons in order.
 func codes(v csrpolicy.Verdict) string {
 	var list []string
 	for _, r := range v.Reasons {

@@ -15,7 +15,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 )
 
-// checkVerdict fails if a verdict contradicts itself, or approves what is not true.
+// checkVerdict fails if a verdict is inconsistent or approves a request that is not true.
 func checkVerdict(t *testing.T, csr certificatesv1.CertificateSigningRequest, e csrpolicy.Evidence, v csrpolicy.Verdict) {
 	t.Helper()
 
@@ -36,7 +36,7 @@ func checkVerdict(t *testing.T, csr certificatesv1.CertificateSigningRequest, e 
 	checkListed(t, csr, e, v)
 }
 
-// checkListed fails if what the Node lists, which its kubelet writes, does more than to turn waiting into denial.
+// checkListed fails if the names and addresses that the Node lists, which its kubelet writes, do more than turn Defer into Deny.
 func checkListed(t *testing.T, csr certificatesv1.CertificateSigningRequest, e csrpolicy.Evidence, v csrpolicy.Verdict) {
 	t.Helper()
 
@@ -45,7 +45,7 @@ func checkListed(t *testing.T, csr certificatesv1.CertificateSigningRequest, e c
 
 	without := csrpolicy.Review(&csr, unlisted)
 	if without.Decision != v.Decision && (without.Decision != csrpolicy.Defer || v.Decision != csrpolicy.Deny) {
-		t.Errorf("%s, and %s of a Node that lists %q", without.Decision, v.Decision, e.Listed)
+		t.Errorf("%s, but %s for a Node that lists %q", without.Decision, v.Decision, e.Listed)
 	}
 
 	names, ips, _ := csrpolicy.Subjects(&csr)
@@ -55,22 +55,22 @@ func checkListed(t *testing.T, csr certificatesv1.CertificateSigningRequest, e c
 
 	e.Listed = slices.Concat(names, []string{e.Machine.Nodename})
 	if all := csrpolicy.Review(&csr, e); all.Decision != without.Decision || len(all.Reasons) != len(without.Reasons) {
-		t.Errorf("%s, and %s of a Node that lists all that is asked for", without.Decision, all.Decision)
+		t.Errorf("%s, but %s for a Node that lists all requested names and addresses", without.Decision, all.Decision)
 	}
 }
 
-// checkApproval takes the request as the signer does, with crypto/x509, and knows nothing of how the policy comes to its verdict.
+// checkApproval parses the request as the signer does, with crypto/x509, and is independent of the policy.
 func checkApproval(t *testing.T, csr certificatesv1.CertificateSigningRequest, e csrpolicy.Evidence) {
 	t.Helper()
 
 	block, rest := pem.Decode(csr.Spec.Request)
 	if block == nil || len(bytes.TrimSpace(rest)) > 0 {
-		t.Fatalf("approved though there is no PEM block, or %d bytes after it", len(rest))
+		t.Fatalf("approved without a PEM block or with %d bytes after it", len(rest))
 	}
 
 	request, err := x509.ParseCertificateRequest(block.Bytes)
 	if err != nil {
-		t.Fatalf("approved what the signer cannot read: %v", err)
+		t.Fatalf("approved what the signer cannot parse: %v", err)
 	}
 
 	if err = request.CheckSignature(); err != nil {
@@ -94,7 +94,7 @@ func checkTerms(t *testing.T, csr certificatesv1.CertificateSigningRequest, e cs
 	t.Helper()
 
 	if csr.Spec.SignerName != certificatesv1.KubeletServingSignerName || len(csr.Status.Conditions) > 0 || len(csr.Status.Certificate) > 0 {
-		t.Errorf("approved what is not for us: %+v %+v", csr.Spec.SignerName, csr.Status)
+		t.Errorf("approved for another signer or a decided request: %+v %+v", csr.Spec.SignerName, csr.Status)
 	}
 
 	for _, u := range csr.Spec.Usages {
@@ -119,22 +119,22 @@ func checkNames(t *testing.T, e csrpolicy.Evidence, names []string) {
 		same := func(other string) bool { return strings.EqualFold(name, strings.TrimSuffix(other, ".")) }
 
 		if !slices.ContainsFunc(own, same) || len(e.Owners[name]) > 0 {
-			t.Errorf("approved %q, which is not the machine's or is claimed by %v", name, e.Owners[name])
+			t.Errorf("approved %q, which is not the machine's or also belongs to %v", name, e.Owners[name])
 		}
 
 		if slices.ContainsFunc(e.Cluster.APIServerNames, same) && e.Node != csrpolicy.NodeControlPlane {
-			t.Errorf("approved %q, which is the API server's", name)
+			t.Errorf("approved %q, which belongs to the API server", name)
 		}
 
 		for _, domain := range append([]string{"svc", "localhost", "kubernetes"}, e.Cluster.Domains...) {
 			if strings.HasSuffix("."+name, "."+strings.TrimSuffix(domain, ".")) || strings.HasPrefix(name, "kubernetes.default") {
-				t.Errorf("approved %q, which is the cluster's", name)
+				t.Errorf("approved %q, which belongs to the cluster", name)
 			}
 		}
 	}
 }
 
-// special are the networks that are nobody's, or everybody's (RFC 6890).
+// special are networks without addresses of a single machine (RFC 6890).
 var special = []netip.Prefix{
 	netip.MustParsePrefix("0.0.0.0/32"), netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("169.254.0.0/16"), netip.MustParsePrefix("224.0.0.0/4"),
 	netip.MustParsePrefix("::/127"), netip.MustParsePrefix("fe80::/10"), netip.MustParsePrefix("ff00::/8"),
@@ -151,19 +151,19 @@ func checkAddresses(t *testing.T, e csrpolicy.Evidence, ips []net.IP) {
 		has := e.Machine.HasAddress(ip)
 
 		if (!has && !slices.ContainsFunc(e.Policy.ExtraIPs, same)) || len(e.Owners[ip.String()]) > 0 {
-			t.Errorf("approved %s, which is not the machine's or is claimed by %v", ip, e.Owners[ip.String()])
+			t.Errorf("approved %s, which is not the machine's or also belongs to %v", ip, e.Owners[ip.String()])
 		}
 
 		if slices.ContainsFunc(slices.Concat(special, e.Cluster.ServiceCIDRs, e.Cluster.PodCIDRs, e.Machine.ExcludedSubnets), contains) {
-			t.Errorf("approved %s, which is in a network that is no machine's", ip)
+			t.Errorf("approved %s, which is in a network without addresses of a machine", ip)
 		}
 
 		if slices.ContainsFunc(slices.Concat(e.Cluster.VIPs, e.Cluster.ServiceIPs), same) {
-			t.Errorf("approved %s, which is a service's or virtual", ip)
+			t.Errorf("approved %s, which is virtual or belongs to a service", ip)
 		}
 
 		if slices.ContainsFunc(e.Cluster.APIServerIPs, same) && (!has || e.Node != csrpolicy.NodeControlPlane) {
-			t.Errorf("approved %s, which is the API server's", ip)
+			t.Errorf("approved %s, which belongs to the API server", ip)
 		}
 	}
 }
