@@ -1,7 +1,8 @@
-// Package csrpolicy decides whether a request for a kubelet-serving certificate contains only what the requesting machine proves to own.
+// Package csrpolicy decides whether a request for a kubelet-serving certificate contains only what the requesting
+// machine proves to own.
 //
-// It is part of the pure core: a CertificateSigningRequest and Evidence in, a Verdict with all reasons out. It performs no lookups, reads no clock and
-// never writes a condition. In doubt it does not approve.
+// It is part of the pure core: a CertificateSigningRequest and Evidence in, a Verdict with all reasons out. It performs
+// no lookups, reads no clock and never writes a condition. In doubt it does not approve.
 package csrpolicy
 
 import (
@@ -65,11 +66,13 @@ type Evidence struct {
 	MachineState MachineState
 	// Machine is the latest view of that Node's machine; the zero value if there is none.
 	Machine machine.Machine
-	// Owners maps names and addresses, in the form in which Subjects returns them (addresses as their String), to the names of the other Nodes that own
-	// them. Only those of the request matter. An unreachable machine still owns what it last reported.
+	// Owners maps names and addresses, in the form in which Subjects returns them (addresses as their String), to the
+	// names of the other Nodes that own them. Only those of the request matter. An unreachable machine still owns what
+	// it last reported.
 	Owners map[string][]string
-	// Listed are the names and addresses of the Node's status, in the same form; empty if unknown. A kubelet requests what its Node lists, so that a request
-	// for what neither the Node nor the machine has is outdated. It never counts in favor of a request: kubelets write their Nodes.
+	// Listed are the names and addresses of the Node's status, in the same form; empty if unknown. A kubelet requests
+	// what its Node lists, so that a request for what neither the Node nor the machine has is outdated. It never counts
+	// in favor of a request: kubelets write their Nodes.
 	Listed  []string
 	Cluster ClusterIdentity
 	Policy  Policy
@@ -87,8 +90,9 @@ const (
 	NodeUnmanaged
 	// NodeWorker means that the Node is managed and not known to be a control-plane Node.
 	NodeWorker
-	// NodeControlPlane means that the Node is managed and has the label node-role.kubernetes.io/control-plane. A kubelet cannot set that label on
-	// its own Node (admission plugin NodeRestriction), while a machine can report any role.
+	// NodeControlPlane means that the Node is managed and has the label node-role.kubernetes.io/control-plane. A
+	// kubelet cannot set that label on its own Node (admission plugin NodeRestriction), while a machine can report any
+	// role.
 	NodeControlPlane
 )
 
@@ -108,16 +112,17 @@ const (
 	MachineCurrent
 )
 
-// ClusterIdentity holds the names and addresses that belong to the cluster instead of one machine. No kubelet may have a certificate for them.
-// Prefixes of IPv4 are not IPv4-mapped.
+// ClusterIdentity holds the names and addresses that belong to the cluster instead of one machine. No kubelet may have
+// a certificate for them. Prefixes of IPv4 are not IPv4-mapped.
 type ClusterIdentity struct {
-	// Known is true once all fields have been read. Until then, and while Domains, ServiceCIDRs or the API server's fields are empty, nothing
-	// is approved.
+	// Known is true once all fields have been read. Until then, and while Domains, ServiceCIDRs or the API server's
+	// fields are empty, nothing is approved.
 	Known bool
 	// Domains are the domains of cluster DNS, such as "cluster.local".
 	Domains []string
-	// APIServerNames and APIServerIPs identify the API server to clients: the host of the cluster endpoint and all SANs of the serving certificate.
-	// Talos adds each control-plane machine's own names and addresses to the certificate; that machine may still have them.
+	// APIServerNames and APIServerIPs identify the API server to clients: the host of the cluster endpoint and all SANs
+	// of the serving certificate. Talos adds each control-plane machine's own names and addresses to the certificate;
+	// that machine may still have them.
 	APIServerNames []string
 	APIServerIPs   []netip.Addr
 	// ServiceIPs are the addresses of the service default/kubernetes.
@@ -136,9 +141,11 @@ func (c ClusterIdentity) complete() bool {
 
 // Policy is what the operator allows. The zero value is the default.
 type Policy struct {
-	// MaxExpiration is the longest lifetime that may be requested; 0 means 366 days. A request without a lifetime gets the signer's default.
+	// MaxExpiration is the longest lifetime that may be requested; 0 means 366 days. A request without a lifetime gets
+	// the signer's default.
 	MaxExpiration time.Duration
-	// ExtraNames and ExtraIPs are allowed for this machine in addition to its own. They never allow what belongs to the cluster or to another machine.
+	// ExtraNames and ExtraIPs are allowed for this machine in addition to its own. They never allow what belongs to the
+	// cluster or to another machine.
 	ExtraNames []string
 	ExtraIPs   []netip.Addr
 }

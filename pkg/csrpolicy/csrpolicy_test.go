@@ -127,7 +127,8 @@ func TestSubjects_CanonicalAndSorted(t *testing.T) {
 	}
 }
 
-// The operator allows each name and the kubelet requests it: Review must deny exactly the names that CheckAllowedName refuses.
+// The operator allows each name and the kubelet requests it: Review must deny exactly the names that CheckAllowedName
+// refuses.
 func TestCheckAllowedName_AgreesWithReview(t *testing.T) {
 	for name, problem := range map[string]string{
 		"storage.example.org":           "",

@@ -14,8 +14,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 )
 
-// Each bit of the signed part is flipped, and each byte removed, doubled and prefixed with a zero; then the request is signed again. If it is approved
-// nevertheless, it must be true, such as a name in another case.
+// Each bit of the signed part is flipped, and each byte removed, doubled and prefixed with a zero; then the request is
+// signed again. If it is approved nevertheless, it must be true, such as a name in another case.
 func TestReview_ApprovesModifiedSignedRequestOnlyIfTrue(t *testing.T) {
 	approved := 0
 
@@ -145,7 +145,8 @@ func spoil(v reflect.Value) {
 	}
 }
 
-// Whatever can be approved for a machine must be in the inventory's index of owners, or it could be approved for two machines.
+// Whatever can be approved for a machine must be in the inventory's index of owners, or it could be approved for two
+// machines.
 func TestReview_ApprovesOnlyWhatInventoryIndexes(t *testing.T) {
 	for _, r := range rows(t, genuine) {
 		s := sceneOf(t, r.changes)
@@ -227,7 +228,8 @@ func TestReview_ApprovesCombinedRowsOnlyIfTrue(t *testing.T) {
 	}
 }
 
-// FuzzReview reviews arbitrary bytes, as the request and as its signed part, with arbitrary users and evidence of the corpus.
+// FuzzReview reviews arbitrary bytes, as the request and as its signed part, with arbitrary users and evidence of the
+// corpus.
 func FuzzReview(f *testing.F) {
 	seedRequests(f)
 

@@ -21,8 +21,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
-// Limits of a request. A kubelet's request is smaller than a kilobyte and has a handful of names and addresses, and its keys are shorter than these:
-// verifying a signature of a key of half a million bits takes seconds.
+// Limits of a request. A kubelet's request is smaller than a kilobyte and has a handful of names and addresses, and its
+// keys are shorter than these: verifying a signature of a key of half a million bits takes seconds.
 const (
 	maxRequest  = 64 << 10
 	maxSANs     = 64
@@ -47,7 +47,8 @@ var (
 	oidExtensionRequest = asn1.ObjectIdentifier{1, 2, 840, 113549, 1, 9, 14}
 )
 
-// Nodename returns the name of the Node whose kubelet made the request, according to its user; false if the requester is not a kubelet.
+// Nodename returns the name of the Node whose kubelet made the request, according to its user; false if the requester
+// is not a kubelet.
 func Nodename(csr *certificatesv1.CertificateSigningRequest) (string, bool) {
 	name, ok := strings.CutPrefix(csr.Spec.Username, "system:node:")
 	if !ok || name != machine.CanonicalName(name) || !validName(name) {
@@ -57,8 +58,9 @@ func Nodename(csr *certificatesv1.CertificateSigningRequest) (string, bool) {
 	return name, true
 }
 
-// Subjects returns the DNS names and IP addresses of the request, sorted and unique: names in lower case without a trailing dot, IPv4-mapped IPv6 addresses
-// as IPv4. It fails if the request is invalid in any way; Review returns all reasons.
+// Subjects returns the DNS names and IP addresses of the request, sorted and unique: names in lower case without a
+// trailing dot, IPv4-mapped IPv6 addresses as IPv4. It fails if the request is invalid in any way; Review returns all
+// reasons.
 func Subjects(csr *certificatesv1.CertificateSigningRequest) (dnsNames []string, ips []netip.Addr, err error) {
 	request := parse(csr.Spec.Request)
 	if len(request.reasons) > 0 {
@@ -100,8 +102,9 @@ type relativeDistinguishedNameSET []struct {
 	Value asn1.RawValue
 }
 
-// parse reads a request strictly. crypto/x509 ignores what it does not know: attributes, SANs of other types, all but the last of several common names,
-// additional elements of a SEQUENCE. Therefore every part but the key must also encode to the same bytes again.
+// parse reads a request strictly. crypto/x509 ignores what it does not know: attributes, SANs of other types, all but
+// the last of several common names, additional elements of a SEQUENCE. Therefore every part but the key must also
+// encode to the same bytes again.
 func parse(raw []byte) (r request) {
 	if len(raw) > maxRequest {
 		r.deny(CodeTooLarge, "Request has %d bytes; the limit is %d", len(raw), maxRequest)
@@ -128,8 +131,8 @@ func parse(raw []byte) (r request) {
 	return r
 }
 
-// decode decodes the PEM and DER encodings of a request. The PEM block must be formatted as encoding/pem does: that leaves no room before, inside or after
-// it for data that another parser takes for the request.
+// decode decodes the PEM and DER encodings of a request. The PEM block must be formatted as encoding/pem does: that
+// leaves no room before, inside or after it for data that another parser takes for the request.
 func decode(raw []byte) (parsed *x509.CertificateRequest, attributes asn1.RawValue, err error) {
 	block, _ := pem.Decode(raw)
 
@@ -156,7 +159,8 @@ func decode(raw []byte) (parsed *x509.CertificateRequest, attributes asn1.RawVal
 	return parsed, outer.Info.Attributes, nil
 }
 
-// decodeDER decodes DER and reports whether T represents all of it: encoding/asn1 ignores elements of a SEQUENCE after those that T has fields for.
+// decodeDER decodes DER and reports whether T represents all of it: encoding/asn1 ignores elements of a SEQUENCE after
+// those that T has fields for.
 func decodeDER[T any](der []byte) (value T, ok bool) {
 	if rest, err := asn1.Unmarshal(der, &value); err != nil || len(rest) > 0 {
 		return value, false
@@ -167,8 +171,8 @@ func decodeDER[T any](der []byte) (value T, ok bool) {
 	return value, err == nil && bytes.Equal(encoded, der)
 }
 
-// parseSubject returns nil unless each RDN holds one attribute, and these are at most one common name and one organization. An empty value would be
-// mistaken for a missing one, so that it is invalid too.
+// parseSubject returns nil unless each RDN holds one attribute, and these are at most one common name and one
+// organization. An empty value would be mistaken for a missing one, so that it is invalid too.
 func parseSubject(der []byte) *subject {
 	rdns, ok := decodeDER[[]relativeDistinguishedNameSET](der)
 	if !ok {
@@ -199,8 +203,8 @@ func parseSubject(der []byte) *subject {
 	return &s
 }
 
-// parseSANs reads the names and addresses. The only attribute must be a request for the extension subjectAltName; whether that is critical does not matter,
-// because the signer writes its own.
+// parseSANs reads the names and addresses. The only attribute must be a request for the extension subjectAltName;
+// whether that is critical does not matter, because the signer writes its own.
 func (r *request) parseSANs(attributes asn1.RawValue) {
 	if len(attributes.Bytes) == 0 {
 		r.deny(CodeNoSANs, "Request contains neither a DNS name nor an IP address")

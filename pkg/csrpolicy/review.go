@@ -25,7 +25,8 @@ const (
 	abandonedAfter = time.Hour
 )
 
-// Usages of a kubelet-serving certificate, sorted (DefaultKubeletServingGetUsages in k8s.io/client-go/util/certificate).
+// Usages of a kubelet-serving certificate, sorted (DefaultKubeletServingGetUsages in
+// k8s.io/client-go/util/certificate).
 var (
 	usagesOfAny = []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageServerAuth}
 	usagesOfRSA = []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageKeyEncipherment, certificatesv1.UsageServerAuth}
@@ -98,7 +99,8 @@ func ignored(csr *certificatesv1.CertificateSigningRequest, e Evidence) (code, m
 	return "", ""
 }
 
-// verdict orders the reasons by weight. An unknown Node may turn out to be unmanaged, so that none of its kubelet's requests is denied.
+// verdict orders the reasons by weight. An unknown Node may turn out to be unmanaged, so that none of its kubelet's
+// requests is denied.
 func (r *review) verdict() Verdict {
 	if len(r.reasons) == 0 {
 		message := fmt.Sprintf("All requested names and addresses belong to the machine of Node %q", r.nodename)
@@ -224,8 +226,9 @@ func (r *review) checkAddress(ip netip.Addr) {
 	}
 }
 
-// mayBeAPIServer reports whether the machine may have a name or an address of the API server if that is its own: only a control-plane machine may. Both
-// the Node and the machine must have that role: a worker can report any role, and an operator can label a worker.
+// mayBeAPIServer reports whether the machine may have a name or an address of the API server if that is its own: only a
+// control-plane machine may. Both the Node and the machine must have that role: a worker can report any role, and an
+// operator can label a worker.
 func (r *review) mayBeAPIServer(code, subject string) bool {
 	switch {
 	case r.Node == NodeControlPlane && r.machineKnown() && r.Machine.Type.IsControlPlane():
@@ -239,7 +242,8 @@ func (r *review) mayBeAPIServer(code, subject string) bool {
 	return false
 }
 
-// checkOwnName checks a name that the machine must report. If the machine is not known, checkEvidence has added the reason.
+// checkOwnName checks a name that the machine must report. If the machine is not known, checkEvidence has added the
+// reason.
 func (r *review) checkOwnName(name string) {
 	if r.machineKnown() && !slices.Contains(ownNames(r.Machine), name) {
 		r.unproven(CodeUnknownName, name, "DNS name %.80q is not reported by the machine", name)
@@ -263,9 +267,9 @@ func (r *review) checkOwnAddress(ip netip.Addr) {
 	r.checkOwners(ip.String())
 }
 
-// unproven adds the reason for a name or an address that is not the machine's. If its Node does not list it either, the request is outdated: pending, it
-// would keep the kubelet from sending the right one for a quarter of an hour (certificateWaitTimeout and rotateCerts in
-// k8s.io/client-go/util/certificate); denied, it is replaced soon.
+// unproven adds the reason for a name or an address that is not the machine's. If its Node does not list it either, the
+// request is outdated: pending, it would keep the kubelet from sending the right one for a quarter of an hour
+// (certificateWaitTimeout and rotateCerts in k8s.io/client-go/util/certificate); denied, it is replaced soon.
 func (r *review) unproven(code, subject, format string, args ...any) {
 	if len(r.Listed) > 0 && !slices.Contains(r.Listed, subject) {
 		r.deny(CodeOutdated, "%.80q belongs neither to the machine nor to its Node (%s)", subject, code)

@@ -30,8 +30,8 @@ func onLink(link, prefix string) machine.Address {
 	return machine.Address{Prefix: netip.MustParsePrefix(prefix), Link: link}
 }
 
-// machineOf returns a machine of the cluster: cp-1 to cp-3 have 10.0.0.1 to 10.0.0.3, worker-1 and worker-2 have 10.0.0.11 and 10.0.0.12, and the same host
-// number in their other networks.
+// machineOf returns a machine of the cluster: cp-1 to cp-3 have 10.0.0.1 to 10.0.0.3, worker-1 and worker-2 have
+// 10.0.0.11 and 10.0.0.12, and the same host number in their other networks.
 func machineOf(name string) machine.Machine {
 	role, number, _ := strings.Cut(name, "-")
 

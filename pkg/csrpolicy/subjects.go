@@ -18,8 +18,9 @@ const defaultDomain = "cluster.local"
 // specialAddress is the predicate of addresses that isSpecial reports.
 const specialAddress = "is a loopback, link-local, multicast, unspecified or broadcast address"
 
-// CheckAllowedName returns an error if Review denies the DNS name to every machine of every cluster, or of a cluster with the default domain, so that
-// Policy.ExtraNames cannot allow it. Case and a trailing dot do not matter. The error is a predicate such as "is a wildcard" that omits the name.
+// CheckAllowedName returns an error if Review denies the DNS name to every machine of every cluster, or of a cluster
+// with the default domain, so that Policy.ExtraNames cannot allow it. Case and a trailing dot do not matter. The error
+// is a predicate such as "is a wildcard" that omits the name.
 func CheckAllowedName(name string) error {
 	if _, problem := nameProblem(machine.CanonicalName(name), []string{defaultDomain}); problem != "" {
 		return errors.New(problem)
@@ -28,8 +29,8 @@ func CheckAllowedName(name string) error {
 	return nil
 }
 
-// CheckAllowedAddress returns an error if Review denies the address to every machine of every cluster, so that Policy.ExtraIPs cannot allow it.
-// The error is a predicate that omits the address.
+// CheckAllowedAddress returns an error if Review denies the address to every machine of every cluster, so that
+// Policy.ExtraIPs cannot allow it. The error is a predicate that omits the address.
 func CheckAllowedAddress(addr netip.Addr) error {
 	switch addr = addr.Unmap(); {
 	case !addr.IsValid():
@@ -43,7 +44,8 @@ func CheckAllowedAddress(addr netip.Addr) error {
 	return nil
 }
 
-// nameProblem returns why no machine of a cluster with these DNS domains may have a canonical name: a code and a predicate, both empty if one may.
+// nameProblem returns why no machine of a cluster with these DNS domains may have a canonical name: a code and a
+// predicate, both empty if one may.
 func nameProblem(name string, domains []string) (code, problem string) {
 	switch {
 	case strings.Contains(name, "*"):
@@ -70,8 +72,8 @@ func validName(name string) bool {
 	return valid
 }
 
-// endsInNumber reports whether a resolver may parse name as an IPv4 address: inet_aton accepts 127.1, 0x7f000001 and 2130706433, all of them
-// loopback, and so do browsers (WHATWG URL, "ends in a number").
+// endsInNumber reports whether a resolver may parse name as an IPv4 address: inet_aton accepts 127.1, 0x7f000001 and
+// 2130706433, all of them loopback, and so do browsers (WHATWG URL, "ends in a number").
 func endsInNumber(name string) bool {
 	last := name[strings.LastIndexByte(name, '.')+1:]
 	digits := "0123456789"
@@ -83,7 +85,8 @@ func endsInNumber(name string) bool {
 	return strings.Trim(last, digits) == ""
 }
 
-// isClusterName reports whether name belongs to the API server, a service or the local host in a cluster with these DNS domains.
+// isClusterName reports whether name belongs to the API server, a service or the local host in a cluster with these DNS
+// domains.
 func isClusterName(name string, domains []string) bool {
 	isUnder := func(domain string) bool { return strings.HasSuffix("."+name, "."+machine.CanonicalName(domain)) }
 
@@ -140,12 +143,12 @@ func hasAddress(m machine.Machine, ip netip.Addr) bool {
 	})
 }
 
-// virtualLinks are prefixes of links whose addresses several machines share: kube-proxy in IPVS mode, kube-router and node-local DNS assign
-// service addresses on every machine, and anycast addresses are assigned to dummy links.
+// virtualLinks are prefixes of links whose addresses several machines share: kube-proxy in IPVS mode, kube-router and
+// node-local DNS assign service addresses on every machine, and anycast addresses are assigned to dummy links.
 var virtualLinks = []string{"dummy", "kube-", "nodelocaldns"}
 
-// onNetwork reports whether an address of the machine is on a link to a network, or is a node IP, which may be on any link: machines that announce
-// their address by BGP have it on the loopback or a dummy link.
+// onNetwork reports whether an address of the machine is on a link to a network, or is a node IP, which may be on any
+// link: machines that announce their address by BGP have it on the loopback or a dummy link.
 func onNetwork(m machine.Machine, ip netip.Addr) bool {
 	return slices.ContainsFunc(m.NodeIPs, equals(ip)) || slices.ContainsFunc(m.Addresses, func(a machine.Address) bool {
 		isVirtual := a.Link == "lo" || slices.ContainsFunc(virtualLinks, func(prefix string) bool { return strings.HasPrefix(a.Link, prefix) })

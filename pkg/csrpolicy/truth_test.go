@@ -36,7 +36,8 @@ func checkVerdict(t *testing.T, csr certificatesv1.CertificateSigningRequest, e 
 	checkListed(t, csr, e, v)
 }
 
-// checkListed fails if the names and addresses that the Node lists, which its kubelet writes, do more than turn Defer into Deny.
+// checkListed fails if the names and addresses that the Node lists, which its kubelet writes, do more than turn Defer
+// into Deny.
 func checkListed(t *testing.T, csr certificatesv1.CertificateSigningRequest, e csrpolicy.Evidence, v csrpolicy.Verdict) {
 	t.Helper()
 

@@ -35,9 +35,10 @@ const (
 	benchWorkers  = 10
 )
 
-// BenchmarkAThousandRequests has a thousand requests of as many Nodes approved at once: by the controller, from its start on and with its Events,
-// and by a client that lists them and approves each without looking at it. Neither is held back by a rate limit of its own.
-func BenchmarkAThousandRequests(b *testing.B) {
+// BenchmarkController_ThousandRequests measures the approval of a thousand requests of as many Nodes: by the
+// controller, including its start and Events, and by a client that lists and approves them without a review. Neither
+// has a client-side rate limit.
+func BenchmarkController_ThousandRequests(b *testing.B) {
 	shared.main.stop()
 
 	fleet := newFleet(b)
@@ -54,7 +55,7 @@ func BenchmarkAThousandRequests(b *testing.B) {
 	shared.main = next
 }
 
-// fleet is a thousand machines, and their Nodes.
+// fleet is a thousand machines and their Nodes.
 type fleet struct {
 	config    *rest.Config
 	client    kubernetes.Interface
@@ -82,7 +83,7 @@ func newFleet(b *testing.B) *fleet {
 		f.workers = append(f.workers, worker{name: fmt.Sprintf("bench-%d", n), addr: netip.AddrFrom4([4]byte{172, 20, byte(n / 250), byte(1 + n%250)})})
 	}
 
-	f.inventory.MarkUnreachable(controlPlane, "not in the fleet") // or the controller would wait to hear of it
+	f.inventory.MarkUnreachable(controlPlane, "not in the fleet") // or the controller would wait for it
 
 	f.each(b, func(ctx context.Context, w worker) error {
 		f.inventory.Replace(w.name, machine.Machine{
@@ -105,7 +106,7 @@ func (f *fleet) remove(b *testing.B) {
 	})
 }
 
-// each does something for every worker, several at a time.
+// each calls do for every worker, several at a time.
 func (f *fleet) each(b *testing.B, do func(context.Context, worker) error) {
 	b.Helper()
 
@@ -124,7 +125,7 @@ func (f *fleet) each(b *testing.B, do func(context.Context, worker) error) {
 	group.Wait()
 }
 
-// measure takes the time from when the approver starts until the last request has been seen approved.
+// measure measures the time from the start of the approver to the approval of the last request.
 func (f *fleet) measure(b *testing.B, approve func(*testing.B) (stop func())) {
 	for b.Loop() {
 		b.StopTimer()
@@ -158,15 +159,15 @@ func (f *fleet) measure(b *testing.B, approve func(*testing.B) (stop func())) {
 	b.ReportMetric(float64(benchRequests*b.N)/b.Elapsed().Seconds(), "requests/s")
 }
 
-// awaitApproved watches the requests that list has as pending.
+// awaitApproved waits until the pending requests of the list are approved.
 func (f *fleet) awaitApproved(b *testing.B, list *certificatesv1.CertificateSigningRequestList) {
 	b.Helper()
 
-	waiting := map[string]bool{}
+	pending := map[string]bool{}
 
 	for i := range list.Items {
 		if csr := &list.Items[i]; len(csr.Status.Conditions) == 0 {
-			waiting[csr.Name] = true
+			pending[csr.Name] = true
 		}
 	}
 
@@ -176,19 +177,19 @@ func (f *fleet) awaitApproved(b *testing.B, list *certificatesv1.CertificateSign
 	}
 	defer w.Stop()
 
-	for len(waiting) > 0 {
+	for len(pending) > 0 {
 		event, open := <-w.ResultChan()
 		if !open {
-			b.Fatal("the watch has ended")
+			b.Fatal("watch closed")
 		}
 
 		if csr, ok := event.Object.(*certificatesv1.CertificateSigningRequest); ok && approved(csr) {
-			delete(waiting, csr.Name)
+			delete(pending, csr.Name)
 		}
 	}
 }
 
-// fixedIdentity is that of the cluster under test.
+// fixedIdentity is the identity of the cluster under test.
 type fixedIdentity struct{}
 
 // Current implements csrapproval.Identity.
@@ -254,7 +255,7 @@ func (f *fleet) bareClient(b *testing.B) (stop func()) {
 			for n := first; n < len(list.Items); n += benchWorkers {
 				csr := &list.Items[n]
 				csr.Status.Conditions = append(csr.Status.Conditions, certificatesv1.CertificateSigningRequestCondition{
-					Type: certificatesv1.CertificateApproved, Status: corev1.ConditionTrue, Reason: "Bench", Message: "without a look",
+					Type: certificatesv1.CertificateApproved, Status: corev1.ConditionTrue, Reason: "Bench", Message: "without a review",
 				})
 
 				if _, err := requests.UpdateApproval(b.Context(), csr.Name, csr, metav1.UpdateOptions{}); err != nil && !apierrors.IsConflict(err) {

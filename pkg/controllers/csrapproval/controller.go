@@ -2,14 +2,15 @@
 //
 // Name: certificatesigningrequest-approving-controller (alias node-csr-approval).
 //
-// Inputs: an informer of the requests for kubernetes.io/kubelet-serving, the Node informer, the inventory, the cluster identity; before a denial, the
-// Node as stored by the API server.
+// Inputs: an informer of the requests for kubernetes.io/kubelet-serving, the Node informer, the inventory, the cluster
+// identity; before a denial, the Node as stored by the API server.
 //
 // Outputs: the condition Approved or Denied, by UpdateApproval only; Events on requests and Nodes.
 //
-// Package csrpolicy makes the decisions. A request that cannot be decided yet stays pending and is reviewed again when something that it depends on
-// changes. The controller never touches a request that is decided, that was not made by a kubelet, or whose Node does not run Talos or is not managed,
-// and it never issues a certificate: kube-controller-manager does.
+// Package csrpolicy makes the decisions. A request that cannot be decided yet stays pending and is reviewed again when
+// something that it depends on changes. The controller never touches a request that is decided, that was not made by a
+// kubelet, or whose Node does not run Talos or is not managed, and it never issues a certificate:
+// kube-controller-manager does.
 package csrapproval
 
 import (
@@ -81,8 +82,8 @@ type Config struct {
 	Identity  Identity
 	Recorder  record.EventRecorder
 	Clock     clock.Clock
-	// Managed reports whether a Node that runs Talos is managed; nil means that all are. Call Requeue if its result changes for other reasons than
-	// its arguments.
+	// Managed reports whether a Node that runs Talos is managed; nil means that all are. Call Requeue if its result
+	// changes for other reasons than its arguments.
 	Managed func(node *corev1.Node, m machine.Machine) bool
 	// Policy returns what the operator allows a machine; nil means the default policy. Call Requeue as for Managed.
 	Policy func(node *corev1.Node, m machine.Machine) csrpolicy.Policy
@@ -99,8 +100,8 @@ type Controller struct {
 	backoff  workqueue.TypedRateLimiter[string]
 }
 
-// New returns a Controller that is subscribed to its inputs. The Node informer must not have been started yet; the informer of requests is the
-// controller's own.
+// New returns a Controller that is subscribed to its inputs. The Node informer must not have been started yet; the
+// informer of requests is the controller's own.
 func New(cfg Config) (*Controller, error) {
 	if cfg.Managed == nil {
 		cfg.Managed = func(*corev1.Node, machine.Machine) bool { return true }
@@ -142,7 +143,8 @@ func New(cfg Config) (*Controller, error) {
 	return c, nil
 }
 
-// pendingFor returns the name of the Node whose kubelet waits for the request; false if the request is decided or its requester is not a kubelet.
+// pendingFor returns the name of the Node whose kubelet waits for the request; false if the request is decided or its
+// requester is not a kubelet.
 func pendingFor(obj any) (nodename string, pending bool) {
 	csr, ok := obj.(*certificatesv1.CertificateSigningRequest)
 	if !ok || len(csr.Status.Conditions) > 0 || len(csr.Status.Certificate) > 0 {
@@ -246,8 +248,8 @@ func (c *Controller) Run(ctx context.Context, workers int) {
 	c.queue.ShutDown()
 }
 
-// warmUp waits until each machine has responded or failed to respond, at most warmUpTimeout. The machines respond to a new leader one after the other; what
-// one reports must not count before the others could report that they own it.
+// warmUp waits until each machine has responded or failed to respond, at most warmUpTimeout. The machines respond to a
+// new leader one after the other; what one reports must not count before the others could report that they own it.
 func (c *Controller) warmUp(ctx context.Context) {
 	timeout := c.cfg.Clock.After(warmUpTimeout)
 
@@ -317,9 +319,9 @@ type review struct {
 	verdict  csrpolicy.Verdict
 }
 
-// review reviews a request by the caches, and before a denial again by the Node that the API server has: requests and Nodes are watched separately, and
-// the kubelet may have seen a newer version of its Node. A request is denied only if it is certain that its Node is managed, which can depend on the
-// machine: another approver may be responsible for it.
+// review reviews a request by the caches, and before a denial again by the Node that the API server has: requests and
+// Nodes are watched separately, and the kubelet may have seen a newer version of its Node. A request is denied only if
+// it is certain that its Node is managed, which can depend on the machine: another approver may be responsible for it.
 func (c *Controller) review(ctx context.Context, csr *certificatesv1.CertificateSigningRequest, nodename string) (review, error) {
 	r := c.reviewFor(csr, nodename, c.cachedNode(nodename))
 
@@ -358,7 +360,8 @@ func (r review) certainlyManaged() bool {
 	return r.evidence.Node != csrpolicy.NodeUnknown && (state == csrpolicy.MachineCurrent || state == csrpolicy.MachineUnreachable)
 }
 
-// decide writes the verdict. It fails with a conflict if the request has changed, such as by the decision of another approver.
+// decide writes the verdict. It fails with a conflict if the request has changed, such as by the decision of another
+// approver.
 func (c *Controller) decide(ctx context.Context, csr *certificatesv1.CertificateSigningRequest, r review) error {
 	condition := conditionFor(r.verdict)
 	decided := csr.DeepCopy()
@@ -383,7 +386,8 @@ func (c *Controller) forget(name string) {
 	c.backoff.Forget(name)
 }
 
-// pendingRequests holds the names of the requests that wait for this controller's decision, and whether another Node owns what they ask for.
+// pendingRequests holds the names of the requests that wait for this controller's decision, and whether another Node
+// owns what they ask for.
 type pendingRequests struct {
 	mu          sync.Mutex
 	conflicting map[string]bool

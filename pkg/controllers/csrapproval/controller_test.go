@@ -24,9 +24,9 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-// The tests that come first disturb the others, and run one after the other.
+// The first tests disturb others and run sequentially.
 
-func TestAnAPIServerThatRestartsDelaysApproval(t *testing.T) {
+func TestController_ApprovesAfterAPIServerRestart(t *testing.T) {
 	s := alone(t)
 
 	early, late := s.plan(), s.plan()
@@ -35,7 +35,7 @@ func TestAnAPIServerThatRestartsDelaysApproval(t *testing.T) {
 
 	s.kube.StopAPIServer(s.Context())
 
-	// While nobody can write anything.
+	// The API server is down.
 	early, late = s.boot(early), s.boot(late)
 
 	s.require(s.kube.StartAPIServer(s.Context()))
@@ -47,7 +47,7 @@ func TestAnAPIServerThatRestartsDelaysApproval(t *testing.T) {
 	s.awaitIssued(after)
 }
 
-func TestANewLeaderFinishesWhatTheOldOneLeft(t *testing.T) {
+func TestController_NewLeaderDecidesPendingRequests(t *testing.T) {
 	s := alone(t)
 
 	w := s.plan()
@@ -67,8 +67,8 @@ func TestANewLeaderFinishesWhatTheOldOneLeft(t *testing.T) {
 	s.awaitIssued(unseen)
 }
 
-// A new leader hears of the machines one after the other.
-func TestANewLeaderHearsAllMachinesFirst(t *testing.T) {
+// The machines respond to a new leader one after the other.
+func TestController_NewLeaderWaitsForMachines(t *testing.T) {
 	s := alone(t)
 
 	both := netip.MustParsePrefix("172.31.131.1/24") // which the Nodes do not list
@@ -94,8 +94,8 @@ func TestANewLeaderHearsAllMachinesFirst(t *testing.T) {
 	s.wantPending(name)
 }
 
-// Requests and Nodes are watched apart, and the kubelet may see its Node sooner than we do.
-func TestWhatTheNodeListsUnseenIsNotDenied(t *testing.T) {
+// Requests and Nodes are watched separately, and the kubelet may see a newer version of its Node.
+func TestController_ReadsNodeBeforeDenial(t *testing.T) {
 	s := alone(t)
 
 	slow, err := s.start(s.Context())
@@ -103,9 +103,9 @@ func TestWhatTheNodeListsUnseenIsNotDenied(t *testing.T) {
 	t.Cleanup(slow.stop)
 
 	w := s.join()
-	s.eventually("its machine is known", func() bool { return slow.inventory.Get(w.name).Condition == inventory.Current })
+	s.eventually("the machine is known", func() bool { return slow.inventory.Get(w.name).Condition == inventory.Current })
 
-	s.main.disown(w.name)
+	s.main.unmanage(w.name)
 	slow.freeze()
 
 	added := netip.MustParseAddr("172.31.135.1")
@@ -115,7 +115,7 @@ func TestWhatTheNodeListsUnseenIsNotDenied(t *testing.T) {
 	s.awaitDeferred(name, csrpolicy.CodeUnknownAddress)
 }
 
-func TestTwoAtOnceDecideEachRequestOnce(t *testing.T) {
+func TestController_TwoInstancesDecideEachRequestOnce(t *testing.T) {
 	s := alone(t)
 
 	second, err := s.start(s.Context())
@@ -133,7 +133,7 @@ func TestTwoAtOnceDecideEachRequestOnce(t *testing.T) {
 	}
 }
 
-func TestApprovedRequestsAreIssued(t *testing.T) {
+func TestController_ApprovedRequestsAreIssued(t *testing.T) {
 	s := parallel(t)
 	w := s.join()
 
@@ -169,14 +169,14 @@ func TestApprovedRequestsAreIssued(t *testing.T) {
 
 		condition := csr.Status.Conditions[0]
 		if condition.Reason != csrpolicy.CodeVerified || condition.Message == "" {
-			t.Errorf("%s: the condition is %v", name, condition)
+			t.Errorf("%s: condition %v", name, condition)
 		}
 
-		s.eventually("an Event tells of the approval", func() bool { return len(s.messages(csr.Name, csrapproval.ReasonApproved)) == 1 })
+		s.eventually("an Event reports the approval", func() bool { return len(s.messages(csr.Name, csrapproval.ReasonApproved)) == 1 })
 	}
 }
 
-func TestARequestBeforeItsNodeAndMachineWaitsForBoth(t *testing.T) {
+func TestController_DefersUntilNodeAndMachineAreKnown(t *testing.T) {
 	s := parallel(t)
 
 	w := s.plan()
@@ -187,16 +187,16 @@ func TestARequestBeforeItsNodeAndMachineWaitsForBoth(t *testing.T) {
 	s.awaitDeferred(name, csrpolicy.CodeMachineUnknown)
 
 	if csr := s.get(name); len(csr.Status.Conditions) > 0 {
-		t.Fatalf("it was decided: %v", csr.Status.Conditions)
+		t.Fatalf("decided: %v", csr.Status.Conditions)
 	}
 
-	// Known to Talos at last; an address that leads nowhere is dialed again after a while.
+	// The reflector dials the address again after a backoff.
 	s.boot(w)
 	s.awaitIssued(name)
 }
 
-// Once Node and machine are there, the request is approved within a moment: how long is logged, and not judged on a machine as busy as this.
-func TestARequestBeforeItsNodeIsApprovedOnceTheNodeIsThere(t *testing.T) {
+// The duration is only logged, because test machines are busy.
+func TestController_ApprovesOnceNodeExists(t *testing.T) {
 	s := parallel(t)
 
 	w := s.boot(s.plan())
@@ -211,14 +211,14 @@ func TestARequestBeforeItsNodeIsApprovedOnceTheNodeIsThere(t *testing.T) {
 	s.awaitIssued(name)
 }
 
-func TestOfAControlPlaneMachineItsOwnAddressIsApproved(t *testing.T) {
+func TestController_ApprovesControlPlaneMachine(t *testing.T) {
 	s := parallel(t)
 	w := worker{name: controlPlane, addr: netip.MustParseAddr(controlPlaneIP), machine: s.machine}
 
 	s.awaitIssued(s.post(w, request{}))
 }
 
-func TestAnAddressThatAppearsIsApprovedThen(t *testing.T) {
+func TestController_ApprovesAddressOnceReported(t *testing.T) {
 	s := parallel(t)
 
 	w := s.join()
@@ -231,7 +231,7 @@ func TestAnAddressThatAppearsIsApprovedThen(t *testing.T) {
 	s.awaitIssued(name)
 }
 
-func TestWhatTwoMachinesClaimIsApprovedForNeither(t *testing.T) {
+func TestController_DefersAddressOfTwoMachines(t *testing.T) {
 	s := parallel(t)
 
 	both := netip.MustParsePrefix("172.31.129.1/24")
@@ -251,22 +251,22 @@ func TestWhatTwoMachinesClaimIsApprovedForNeither(t *testing.T) {
 		s.awaitDeferred(name, csrpolicy.CodeOwnedByOthers)
 	}
 
-	// The machine that does not ask changes: the one that asked is heard again.
+	// A change of the other machine requeues the request.
 	s.require(other.machine.RemoveAddress(s.Context(), "eth1", both))
 	s.awaitIssued(names[one.name])
 
 	if csr := s.await(names[other.name], "denied", denied); csr.Status.Conditions[0].Reason != csrpolicy.CodeOutdated {
-		t.Errorf("the other was decided: %v", csr.Status.Conditions)
+		t.Errorf("other request: conditions %v", csr.Status.Conditions)
 	}
 }
 
-func TestWhatANodeListsCountsUntilItsMachineIsSeen(t *testing.T) {
+func TestController_DefersAddressListedByAnotherNode(t *testing.T) {
 	s := parallel(t)
 
 	addr := netip.MustParseAddr("172.31.130.1")
 	w := s.join(talostest.Address{Link: "eth1", Prefix: netip.PrefixFrom(addr, 24)})
 
-	// A Node of another system, whose machine nobody will ever see.
+	// A Node with another operating system, whose machine is never reached.
 	foreign := kube.NodeSpec{Name: "foreign-" + w.name, NodeIPs: []netip.Addr{addr}, OSImage: "Debian GNU/Linux"}
 	s.registerAs(foreign)
 	s.awaitSeen(foreign.Name)
@@ -278,7 +278,7 @@ func TestWhatANodeListsCountsUntilItsMachineIsSeen(t *testing.T) {
 	s.awaitIssued(name)
 }
 
-func TestAnotherMachineAtTheNodesAddressIsNotApproved(t *testing.T) {
+func TestController_DefersWhenAnotherMachineResponds(t *testing.T) {
 	s := parallel(t)
 
 	owner := s.join()
@@ -291,31 +291,32 @@ func TestAnotherMachineAtTheNodesAddressIsNotApproved(t *testing.T) {
 	s.wantPending(name)
 }
 
-// Whoever takes the address of a machine that is down answers there with a certificate that Talos has issued for it, and says what it likes.
-func TestWhoAnswersAtAnothersAddressDoesNotGetIt(t *testing.T) {
-	for as, answer := range map[string]func(s suite, victim, attacker worker) *talostest.Machine{
+// A machine that takes over the address of another one responds there with a certificate that Talos has issued for it,
+// and can report anything.
+func TestController_DefersAddressOfImpersonatedMachine(t *testing.T) {
+	for name, machineAt := range map[string]func(s suite, victim, attacker worker) *talostest.Machine{
 		"as itself": func(_ suite, _, attacker worker) *talostest.Machine { return attacker.machine },
-		"as the other, which disclaims its address": func(s suite, victim, _ worker) *talostest.Machine {
+		"as the other, without the address": func(s suite, victim, _ worker) *talostest.Machine {
 			lie := s.plan()
 			lie.name = victim.name
 
 			return s.boot(lie).machine
 		},
 	} {
-		t.Run(as, func(t *testing.T) {
+		t.Run(name, func(t *testing.T) {
 			s := parallel(t)
 
 			victim, attacker := s.plan(), s.join()
-			s.routes.Store(victim.addr, answer(s, victim, attacker).Address())
+			s.routes.Store(victim.addr, machineAt(s, victim, attacker).Address())
 			s.register(victim)
-			s.eventually("somebody answers", func() bool {
+			s.eventually("a machine responds", func() bool {
 				entry := s.main.inventory.Get(victim.name)
 
 				return entry.Condition == inventory.Current || entry.Condition == inventory.Mismatch
 			})
 
 			s.require(attacker.machine.AddAddress(s.Context(), "eth1", netip.PrefixFrom(victim.addr, 24)))
-			s.eventually("the attacker says it has the address", func() bool {
+			s.eventually("the attacker reports the address", func() bool {
 				return s.main.inventory.Get(attacker.name).Machine.HasAddress(victim.addr)
 			})
 
@@ -326,11 +327,11 @@ func TestWhoAnswersAtAnothersAddressDoesNotGetIt(t *testing.T) {
 	}
 }
 
-// attacks are requests of a worker that must never be issued. What cannot become right is denied, and the rest stays.
+// attacks returns requests of a worker that must never be issued.
 func attacks(w, victim worker) map[string]struct {
 	request
 
-	denied string // the reason; empty: it stays pending
+	denied string // reason; empty if the request stays pending
 } {
 	type row = struct {
 		request
@@ -343,37 +344,37 @@ func attacks(w, victim worker) map[string]struct {
 	at := func(ips ...netip.Addr) request { return request{names: []string{w.name}, ips: append(ips, w.addr)} }
 
 	return map[string]row{
-		"C1: another's address and no name":      {request{ips: []netip.Addr{victim.addr}}, csrpolicy.CodeOutdated},
-		"C1: an unknown address and no name":     {request{ips: []netip.Addr{netip.MustParseAddr("198.51.100.1")}}, csrpolicy.CodeOutdated},
-		"C2: the control plane's name":           {own(controlPlane), csrpolicy.CodeOutdated},
-		"C2: another worker's name":              {own(victim.name), csrpolicy.CodeOutdated},
-		"C3: the API server's name":              {own("kubernetes.default.svc"), csrpolicy.CodeClusterName},
-		"C3: the API server's name in capitals":  {own("KUBERNETES.default.svc"), csrpolicy.CodeClusterName},
-		"C3: its name with the cluster's domain": {own("kubernetes.default.svc.cluster.local"), csrpolicy.CodeClusterName},
-		"C3: a wildcard":                         {own("*.default.svc"), csrpolicy.CodeWildcard},
-		"C3: a service":                          {own("vault.secrets.svc"), csrpolicy.CodeClusterName},
-		"C3: any name":                           {own("example.org"), csrpolicy.CodeOutdated},
-		"the API server's address":               {at(netip.MustParseAddr("127.0.0.1")), csrpolicy.CodeSpecialAddress},
-		"the control plane's address":            {at(cp), csrpolicy.CodeOutdated},
-		"the service address of the API server":  {at(netip.MustParseAddr("10.0.0.1")), csrpolicy.CodeClusterAddress},
-		"a service address":                      {at(netip.MustParseAddr("10.0.7.7")), csrpolicy.CodeClusterAddress},
-		"a service address that Talos knows":     {at(netip.MustParseAddr("10.96.0.10")), csrpolicy.CodeClusterAddress},
-		"a pod's address":                        {at(netip.MustParseAddr("10.244.3.3")), csrpolicy.CodeClusterAddress},
-		"the virtual address":                    {at(netip.MustParseAddr(virtualIP)), csrpolicy.CodeClusterAddress},
+		"another's address and no name":         {request{ips: []netip.Addr{victim.addr}}, csrpolicy.CodeOutdated},
+		"an unknown address and no name":        {request{ips: []netip.Addr{netip.MustParseAddr("198.51.100.1")}}, csrpolicy.CodeOutdated},
+		"the control plane's name":              {own(controlPlane), csrpolicy.CodeOutdated},
+		"another worker's name":                 {own(victim.name), csrpolicy.CodeOutdated},
+		"the API server's name":                 {own("kubernetes.default.svc"), csrpolicy.CodeClusterName},
+		"the API server's name in capitals":     {own("KUBERNETES.default.svc"), csrpolicy.CodeClusterName},
+		"its name with the cluster's domain":    {own("kubernetes.default.svc.cluster.local"), csrpolicy.CodeClusterName},
+		"a wildcard":                            {own("*.default.svc"), csrpolicy.CodeWildcard},
+		"a service":                             {own("vault.secrets.svc"), csrpolicy.CodeClusterName},
+		"any name":                              {own("example.org"), csrpolicy.CodeOutdated},
+		"the API server's address":              {at(netip.MustParseAddr("127.0.0.1")), csrpolicy.CodeSpecialAddress},
+		"the control plane's address":           {at(cp), csrpolicy.CodeOutdated},
+		"the service address of the API server": {at(netip.MustParseAddr("10.0.0.1")), csrpolicy.CodeClusterAddress},
+		"a service address":                     {at(netip.MustParseAddr("10.0.7.7")), csrpolicy.CodeClusterAddress},
+		"a service address that Talos knows":    {at(netip.MustParseAddr("10.96.0.10")), csrpolicy.CodeClusterAddress},
+		"a pod's address":                       {at(netip.MustParseAddr("10.244.3.3")), csrpolicy.CodeClusterAddress},
+		"the virtual address":                   {at(netip.MustParseAddr(virtualIP)), csrpolicy.CodeClusterAddress},
 		"for clients": {request{usages: []certificatesv1.KeyUsage{
 			certificatesv1.UsageDigitalSignature, certificatesv1.UsageClientAuth,
 		}}, csrpolicy.CodeUsages},
-		"of another organization":       {request{organization: "system:masters"}, csrpolicy.CodeSubject},
-		"of a user that is no kubelet":  {request{user: "somebody", groups: []string{"system:masters"}}, ""},
-		"without the group of kubelets": {request{groups: []string{"system:masters"}}, csrpolicy.CodeGroups},
+		"of another organization":         {request{organization: "system:masters"}, csrpolicy.CodeSubject},
+		"of a user that is not a kubelet": {request{user: "admin", groups: []string{"system:masters"}}, ""},
+		"without the group of kubelets":   {request{groups: []string{"system:masters"}}, csrpolicy.CodeGroups},
 	}
 }
 
-func TestAttacksAreNeverApproved(t *testing.T) {
+func TestController_NeverApprovesAttacks(t *testing.T) {
 	s := parallel(t)
 
 	w, victim := s.join(), s.join()
-	s.awaitIssued(s.post(w, request{})) // all is known now
+	s.awaitIssued(s.post(w, request{})) // Node and machine are known
 
 	names := map[string]string{}
 	table := attacks(w, victim)
@@ -389,25 +390,25 @@ func TestAttacksAreNeverApproved(t *testing.T) {
 
 		csr := s.await(names[what], "denied", denied)
 		if condition := csr.Status.Conditions[0]; condition.Reason != row.denied || condition.Message == "" {
-			t.Errorf("%s: the condition is %v, want %s", what, condition, row.denied)
+			t.Errorf("%s: got condition %v, want %s", what, condition, row.denied)
 		}
 	}
 
-	// Posted after the others, and issued by a signer that takes all there is.
+	// Posted after the others; the signer issues all approved requests.
 	s.awaitIssued(s.post(w, request{}))
 
 	for what, row := range table {
 		switch csr := s.get(names[what]); {
 		case approved(csr), len(csr.Status.Certificate) > 0:
-			t.Errorf("%s: was approved", what)
+			t.Errorf("%s: approved", what)
 		case denied(csr) != (row.denied != ""):
-			t.Errorf("%s: the conditions are %v", what, csr.Status.Conditions)
+			t.Errorf("%s: conditions %v", what, csr.Status.Conditions)
 		}
 	}
 }
 
-// The API server itself refuses those (admission plugin NodeRestriction), before anybody could approve them.
-func TestTheCommonNameIsTheUsers(t *testing.T) {
+// The admission plugin NodeRestriction refuses these requests.
+func TestAPIServer_RefusesOtherCommonNames(t *testing.T) {
 	s := parallel(t)
 
 	w := s.join()
@@ -418,8 +419,8 @@ func TestTheCommonNameIsTheUsers(t *testing.T) {
 	}
 }
 
-// A machine is free to say anything of itself.
-func TestAMachineThatLiesObtainsNothingOfOthers(t *testing.T) {
+// A machine can report anything.
+func TestController_DefersWhatLyingMachineReports(t *testing.T) {
 	s := parallel(t)
 
 	victim := s.known()
@@ -429,7 +430,7 @@ func TestAMachineThatLiesObtainsNothingOfOthers(t *testing.T) {
 		talostest.Address{Link: "eth1", Prefix: netip.MustParsePrefix(virtualIP + "/32")},
 	)
 	s.require(liar.machine.SetHostname(s.Context(), victim.name, ""))
-	s.eventually("its lies are heard", func() bool { return s.main.inventory.Get(liar.name).Machine.Hostname == victim.name })
+	s.eventually("the inventory has its hostname", func() bool { return s.main.inventory.Get(liar.name).Machine.Hostname == victim.name })
 
 	var pending []string
 	for _, r := range []request{
@@ -448,19 +449,19 @@ func TestAMachineThatLiesObtainsNothingOfOthers(t *testing.T) {
 	s.await(s.post(liar, request{ips: []netip.Addr{netip.MustParseAddr(virtualIP)}}), "denied", denied)
 }
 
-// An operator must see whose address was asked for, though it is not for that that the request is denied.
-func TestADenialNamesTheMachineThatHasWhatWasAskedFor(t *testing.T) {
+// The operator must see the owner of the address, although it is not the reason for the denial.
+func TestController_DenialNamesOwner(t *testing.T) {
 	s := parallel(t)
 
 	w, victim := s.join(), s.known()
 
 	csr := s.await(s.post(w, request{ips: []netip.Addr{victim.addr}}), "denied", denied)
 	if condition := csr.Status.Conditions[0]; condition.Reason != csrpolicy.CodeOutdated || !strings.Contains(condition.Message, victim.name) {
-		t.Errorf("the condition is %+v, and does not name %s", condition, victim.name)
+		t.Errorf("condition %+v does not name %s", condition, victim.name)
 	}
 }
 
-func TestDenialsAreToldOnRequestAndNode(t *testing.T) {
+func TestController_EmitsDenialEventsOnRequestAndNode(t *testing.T) {
 	s := parallel(t)
 
 	w := s.join()
@@ -468,7 +469,7 @@ func TestDenialsAreToldOnRequestAndNode(t *testing.T) {
 	s.await(name, "denied", denied)
 
 	for _, object := range []string{name, w.name} {
-		s.eventually("there is an Event on "+object, func() bool {
+		s.eventually("an Event on "+object, func() bool {
 			return slices.ContainsFunc(s.messages(object, csrapproval.ReasonDenied), func(message string) bool {
 				return strings.Contains(message, csrpolicy.CodeClusterName)
 			})
@@ -476,7 +477,7 @@ func TestDenialsAreToldOnRequestAndNode(t *testing.T) {
 	}
 }
 
-func TestADeferredRequestIsToldOfOnce(t *testing.T) {
+func TestController_EmitsDeferralEventOnce(t *testing.T) {
 	s := parallel(t)
 
 	w := s.join()
@@ -494,11 +495,11 @@ func TestADeferredRequestIsToldOfOnce(t *testing.T) {
 	s.awaitIssued(s.post(w, request{}))
 
 	if found := s.messages(name, csrapproval.ReasonDeferred); len(found) != 1 {
-		t.Errorf("it was told %d times: %v", len(found), found)
+		t.Errorf("got %d Events: %v", len(found), found)
 	}
 }
 
-func TestWhatTheOperatorAllowsIsApprovedOnceItIsAllowed(t *testing.T) {
+func TestController_ApprovesOnceOperatorAllows(t *testing.T) {
 	s := parallel(t)
 
 	w := s.join()
@@ -511,21 +512,21 @@ func TestWhatTheOperatorAllowsIsApprovedOnceItIsAllowed(t *testing.T) {
 	s.awaitIssued(name)
 }
 
-func TestRequestsOfOthersAreNotTouched(t *testing.T) {
+func TestController_IgnoresUnmanagedNodes(t *testing.T) {
 	s := parallel(t)
 
-	unclaimed := s.boot(s.plan())
-	s.main.disown(unclaimed.name)
-	s.register(unclaimed)
+	unmanaged := s.boot(s.plan())
+	s.main.unmanage(unmanaged.name)
+	s.register(unmanaged)
 
 	debian := s.plan()
 	s.registerAs(kube.NodeSpec{Name: debian.name, NodeIPs: []netip.Addr{debian.addr}, OSImage: "Debian GNU/Linux"})
-	s.awaitSeen(unclaimed.name)
+	s.awaitSeen(unmanaged.name)
 	s.awaitSeen(debian.name)
 
 	posted := []string{
-		s.post(unclaimed, request{}),
-		s.post(unclaimed, request{names: []string{"kubernetes"}}),
+		s.post(unmanaged, request{}),
+		s.post(unmanaged, request{names: []string{"kubernetes"}}),
 		s.post(debian, request{}),
 		s.post(debian, request{names: []string{"kubernetes"}}),
 	}
@@ -534,17 +535,17 @@ func TestRequestsOfOthersAreNotTouched(t *testing.T) {
 
 	for _, name := range posted {
 		if csr := s.get(name); len(csr.Status.Conditions) > 0 {
-			t.Errorf("a request of %s was decided: %v", csr.Spec.Username, csr.Status.Conditions)
+			t.Errorf("request of %s: conditions %v", csr.Spec.Username, csr.Status.Conditions)
 		}
 
 		if found := s.messages(name, ""); len(found) > 0 {
-			t.Errorf("a request of another has Events: %v", found)
+			t.Errorf("request of an unmanaged Node has Events: %v", found)
 		}
 	}
 }
 
-// kubelet-serving-cert-approver and kubelet-csr-approver may be there too.
-func TestWhatOthersHaveDecidedStays(t *testing.T) {
+// kubelet-serving-cert-approver or kubelet-csr-approver may run in the same cluster.
+func TestController_KeepsDecisionsOfOtherApprovers(t *testing.T) {
 	s := parallel(t)
 
 	w := s.plan()
@@ -557,7 +558,7 @@ func TestWhatOthersHaveDecidedStays(t *testing.T) {
 	for name, kind := range decided {
 		csr := s.get(name)
 		csr.Status.Conditions = []certificatesv1.CertificateSigningRequestCondition{
-			{Type: kind, Status: corev1.ConditionTrue, Reason: "Other", Message: "decided by somebody else"},
+			{Type: kind, Status: corev1.ConditionTrue, Reason: "Other", Message: "decided by another approver"},
 		}
 
 		_, err := s.client.CertificatesV1().CertificateSigningRequests().UpdateApproval(s.Context(), name, csr, metav1.UpdateOptions{})
@@ -575,8 +576,8 @@ func TestWhatOthersHaveDecidedStays(t *testing.T) {
 	}
 }
 
-// Whether it is ours is not certain before, and somebody else may think better of it.
-func TestWhatIsWrongIsDeniedOnceItsMachineIsKnown(t *testing.T) {
+// Before that it is not certain that the Node is managed, and another approver may be responsible.
+func TestController_DeniesOnceMachineIsKnown(t *testing.T) {
 	s := parallel(t)
 
 	w := s.plan()
@@ -587,20 +588,20 @@ func TestWhatIsWrongIsDeniedOnceItsMachineIsKnown(t *testing.T) {
 	s.awaitDeferred(name, csrpolicy.CodeMachineUnknown)
 
 	if csr := s.get(name); len(csr.Status.Conditions) > 0 {
-		t.Fatalf("it was decided: %v", csr.Status.Conditions)
+		t.Fatalf("decided: %v", csr.Status.Conditions)
 	}
 
 	s.boot(w)
 	s.await(name, "denied", denied)
 }
 
-// wantPending fails unless the request is pending, also once all that came before has been looked at.
+// wantPending fails unless the request is still pending after a later request has been issued.
 func (s suite) wantPending(name string) {
 	s.Helper()
 
 	s.awaitIssued(s.post(s.join(), request{}))
 
 	if csr := s.get(name); len(csr.Status.Conditions) > 0 || len(csr.Status.Certificate) > 0 {
-		s.Errorf("request %s was decided: %v", name, csr.Status.Conditions)
+		s.Errorf("request %s: conditions %v", name, csr.Status.Conditions)
 	}
 }

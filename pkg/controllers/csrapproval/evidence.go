@@ -19,8 +19,8 @@ import (
 // indexSubjects is the index of Nodes by their names and addresses.
 const indexSubjects = "csrapproval/subjects"
 
-// PolicyFor returns what the configuration allows a machine: the names that rules assign to it, which its kubelet requests because the Node lists them, and
-// the names and addresses of csrApproval.allowedSANs.
+// PolicyFor returns what the configuration allows a machine: the names that rules assign to it, which its kubelet
+// requests because the Node lists them, and the names and addresses of csrApproval.allowedSANs.
 func PolicyFor(current *config.Compiled, node *corev1.Node, m machine.Machine) csrpolicy.Policy {
 	policy := csrpolicy.Policy{MaxExpiration: current.MaxExpiration}
 
@@ -130,8 +130,9 @@ func machineState(entry inventory.Entry) csrpolicy.MachineState {
 	return csrpolicy.MachineUnknown
 }
 
-// subjectsOf returns a Node's name and addresses in canonical form. It includes the node IPs that its kubelet was started with even if the status does not
-// list them: this program also writes the status, by what the machine at the Node's address reports, which may be another one.
+// subjectsOf returns a Node's name and addresses in canonical form. It includes the node IPs that its kubelet was
+// started with even if the status does not list them: this program also writes the status, by what the machine at the
+// Node's address reports, which may be another one.
 func subjectsOf(obj any) ([]string, error) {
 	node, ok := obj.(*corev1.Node)
 	if !ok {
@@ -157,8 +158,9 @@ func subjectsOf(obj any) ([]string, error) {
 	return slices.Compact(list), nil
 }
 
-// otherOwners returns the names of the other Nodes that own a name or an address, sorted: by what their machines report, and by the Node objects whatever
-// the machines report. While a machine is down, the requesting machine may respond at its address and deny that it owns it.
+// otherOwners returns the names of the other Nodes that own a name or an address, sorted: by what their machines
+// report, and by the Node objects whatever the machines report. While a machine is down, the requesting machine may
+// respond at its address and deny that it owns it.
 func otherOwners(nodes cache.Indexer, machines Inventory, subject, nodename string) []string {
 	owners := machines.Owners(subject, nodename)
 	objs, _ := nodes.ByIndex(indexSubjects, subject) // fails only without the index

@@ -22,35 +22,35 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-// The loop is closed: a kubelet asks for what controllers/node writes to its Node, and an address that the machine gets leads to another
-// certificate.
-func TestARealKubeletHasACertificateForEveryAddressOfItsMachine(t *testing.T) {
+// A kubelet requests a certificate for the addresses that the node controller lists, and another one once the machine
+// has another address.
+func TestKubelet_ObtainsCertificateForAllAddresses(t *testing.T) {
 	s := alone(t)
 
 	w := s.plan()
-	w.addr = hostAddress(t) // a kubelet takes no other for its node IP
+	w.addr = hostAddress(t) // a kubelet accepts only an address of its host as node IP
 	w = s.boot(w)
 
 	s.startKubelet(w)
-	s.claimTalos(w.name)
+	s.reportTalos(w.name)
 
 	first := s.awaitIssuedFor(w)
-	s.wantAsked(first, w)
+	s.wantListed(first, w)
 
 	added := netip.MustParseAddr("8.8.4.4")
 	s.require(w.machine.AddAddress(s.Context(), talostest.LinkExternal, netip.PrefixFrom(added, 32)))
 
 	second := s.awaitIssuedFor(w, added)
-	s.wantAsked(second, w)
+	s.wantListed(second, w)
 
 	if second.Name == first.Name {
-		t.Errorf("request %s was for both", first.Name)
+		t.Errorf("request %s has both addresses", first.Name)
 	}
 }
 
-// A kubelet whose Node lists at its start what its machine no longer has asks for that too, and until that request is decided it does not see that the Node
-// has changed (client-go's certificate manager; it gives up after a quarter of an hour).
-func TestARealKubeletThatIsOutdatedAsksAgain(t *testing.T) {
+// A kubelet whose Node lists an address that its machine no longer has requests it, and ignores changes of the Node
+// until that request is decided (client-go's certificate manager; the timeout is a quarter of an hour).
+func TestKubelet_ReplacesOutdatedRequest(t *testing.T) {
 	s := alone(t)
 
 	w := s.plan()
@@ -64,12 +64,12 @@ func TestARealKubeletThatIsOutdatedAsksAgain(t *testing.T) {
 	s.require(err)
 
 	s.startKubelet(w)
-	s.claimTalos(w.name)
+	s.reportTalos(w.name)
 
 	var outdated *certificatesv1.CertificateSigningRequest
 
-	s.eventually("the kubelet asks for what its Node lists", func() bool {
-		outdated = s.asked(w, func(_ *certificatesv1.CertificateSigningRequest, ips []netip.Addr) bool {
+	s.eventually("the kubelet requests the listed address", func() bool {
+		outdated = s.findRequest(w, func(_ *certificatesv1.CertificateSigningRequest, ips []netip.Addr) bool {
 			return slices.Contains(ips, gone)
 		})
 
@@ -81,7 +81,7 @@ func TestARealKubeletThatIsOutdatedAsksAgain(t *testing.T) {
 	s.awaitIssuedFor(w)
 }
 
-// hostAddress is an address of this machine's that is not loopback.
+// hostAddress returns an IPv4 address of the host that is not loopback.
 func hostAddress(t *testing.T) netip.Addr {
 	t.Helper()
 
@@ -96,13 +96,13 @@ func hostAddress(t *testing.T) netip.Addr {
 		}
 	}
 
-	t.Fatalf("this machine has no address for a kubelet: %v", addresses)
+	t.Fatalf("no address for a kubelet: %v", addresses)
 
 	return netip.Addr{}
 }
 
-// claimTalos has the Node say that it runs Talos, until the test ends: this kubelet reports the system of the machine that the test runs on.
-func (s suite) claimTalos(nodename string) {
+// reportTalos makes the Node report Talos until the test ends: the kubelet reports the operating system of the host.
+func (s suite) reportTalos(nodename string) {
 	s.Helper()
 
 	patch := []byte(`{"status":{"nodeInfo":{"osImage":"` + kube.DefaultOSImage + `"}}}`)
@@ -125,7 +125,8 @@ func (s suite) claimTalos(nodename string) {
 	}()
 }
 
-// startKubelet starts a real kubelet for the worker; it, the Node that it registers and its requests are gone when the test ends.
+// startKubelet starts a real kubelet for the worker. The kubelet, its Node and its requests are removed when the test
+// ends.
 func (s suite) startKubelet(w worker) {
 	s.Helper()
 
@@ -157,8 +158,8 @@ func (s suite) removeAllOf(w worker) {
 	}
 }
 
-// asked is a request of the worker's kubelet that is as wanted; nil if there is none.
-func (s suite) asked(w worker, wanted func(csr *certificatesv1.CertificateSigningRequest, ips []netip.Addr) bool) *certificatesv1.CertificateSigningRequest {
+// findRequest returns a request of the worker's kubelet that matches; nil if there is none.
+func (s suite) findRequest(w worker, matches func(csr *certificatesv1.CertificateSigningRequest, ips []netip.Addr) bool) *certificatesv1.CertificateSigningRequest {
 	s.Helper()
 
 	list, err := s.client.CertificatesV1().CertificateSigningRequests().List(s.Context(), metav1.ListOptions{})
@@ -170,7 +171,7 @@ func (s suite) asked(w worker, wanted func(csr *certificatesv1.CertificateSignin
 			continue
 		}
 
-		if _, ips, err := csrpolicy.Subjects(csr); err == nil && wanted(csr, ips) {
+		if _, ips, err := csrpolicy.Subjects(csr); err == nil && matches(csr, ips) {
 			return csr
 		}
 	}
@@ -178,7 +179,7 @@ func (s suite) asked(w worker, wanted func(csr *certificatesv1.CertificateSignin
 	return nil
 }
 
-// awaitIssuedFor waits for a certificate for the worker's address and the others given, and nothing else.
+// awaitIssuedFor waits for a certificate for exactly the worker's address and the given others.
 func (s suite) awaitIssuedFor(w worker, others ...netip.Addr) *certificatesv1.CertificateSigningRequest {
 	s.Helper()
 
@@ -188,7 +189,7 @@ func (s suite) awaitIssuedFor(w worker, others ...netip.Addr) *certificatesv1.Ce
 	var found *certificatesv1.CertificateSigningRequest
 
 	s.eventually("the kubelet has a certificate for its addresses", func() bool {
-		found = s.asked(w, func(csr *certificatesv1.CertificateSigningRequest, ips []netip.Addr) bool {
+		found = s.findRequest(w, func(csr *certificatesv1.CertificateSigningRequest, ips []netip.Addr) bool {
 			return len(csr.Status.Certificate) > 0 && slices.Equal(ips, want)
 		})
 
@@ -198,8 +199,8 @@ func (s suite) awaitIssuedFor(w worker, others ...netip.Addr) *certificatesv1.Ce
 	return found
 }
 
-// wantAsked fails unless the request is for what the Node lists, and nothing else.
-func (s suite) wantAsked(csr *certificatesv1.CertificateSigningRequest, w worker) {
+// wantListed fails unless the request contains exactly what the Node lists.
+func (s suite) wantListed(csr *certificatesv1.CertificateSigningRequest, w worker) {
 	s.Helper()
 
 	names, ips, err := csrpolicy.Subjects(csr)
@@ -223,6 +224,6 @@ func (s suite) wantAsked(csr *certificatesv1.CertificateSigningRequest, w worker
 	slices.Sort(listed)
 
 	if !slices.Equal(asked, slices.Compact(listed)) {
-		s.Errorf("the kubelet asked for %v, and the Node lists %v", asked, listed)
+		s.Errorf("kubelet requested %v, Node lists %v", asked, listed)
 	}
 }

@@ -52,29 +52,30 @@ import (
 )
 
 const (
-	// patience bounds every wait for something that should take a moment, on a machine that has much else to do. The signer of
+	// timeout bounds each wait, for busy machines. The signer of
 	// kube-controller-manager takes some seconds to start.
-	patience = 2 * time.Minute
+	timeout  = 2 * time.Minute
 	interval = 20 * time.Millisecond
 
 	controlPlaneLabel = "node-role.kubernetes.io/control-plane"
 
-	// The control-plane machine that is always there, and the virtual address that it may hold.
+	// The control-plane machine that always exists, and the virtual address that it may hold.
 	controlPlane   = "cp-1"
 	controlPlaneIP = "172.31.0.1"
 	virtualIP      = "172.31.255.1"
 )
 
-// bed is what the tests of this package share: a real API server and signer, Talos machines, and the credentials that the product would have.
+// bed is shared by all tests: a real API server and signer, Talos machines, and the credentials of the product.
 type bed struct {
 	kube   *kube.Cluster
 	talos  *talostest.Cluster
 	client kubernetes.Interface // an administrator's
-	// product is the service account's, as the product's own bootstrap makes it.
+	// product is the service account's configuration, created by the product's bootstrap.
 	product *rest.Config
 	machine *talostest.Machine // cp-1's
 
-	// routes are where the machines' addresses lead to: apid listens on loopback, which nobody can have a certificate for.
+	// routes maps the machines' addresses to loopback addresses, where apid listens and which no certificate can
+	// contain.
 	routes sync.Map // netip.Addr → netip.Addr
 	last   atomic.Int32
 
@@ -132,7 +133,7 @@ func runTests(m *testing.M) (code int, err error) {
 	return m.Run(), nil
 }
 
-// addControlPlane adds a control-plane machine with its Node, labeled as Talos does it.
+// addControlPlane adds a control-plane machine and its Node, labeled as by Talos.
 func (b *bed) addControlPlane(ctx context.Context) error {
 	var err error
 
@@ -155,7 +156,8 @@ func (b *bed) addControlPlane(ctx context.Context) error {
 	return b.label(ctx, controlPlane)
 }
 
-// excludeVirtual publishes the virtual address as Talos does: without a length, among the subnets that can hold no node IP.
+// excludeVirtual publishes the virtual address as Talos does: without a prefix length, in the subnets excluded from
+// node IPs.
 func excludeVirtual(ctx context.Context, m *talostest.Machine) error {
 	return safe.StateModify(ctx, m.State(), k8s.NewNodeIPConfig(k8s.NamespaceName, k8s.KubeletID), func(config *k8s.NodeIPConfig) error {
 		config.TypedSpec().ExcludeSubnets = append(config.TypedSpec().ExcludeSubnets, virtualIP)
@@ -164,7 +166,7 @@ func excludeVirtual(ctx context.Context, m *talostest.Machine) error {
 	})
 }
 
-// label makes a Node one of the control plane.
+// label adds the control-plane label to a Node.
 func (b *bed) label(ctx context.Context, nodename string) error {
 	patch := fmt.Sprintf(`{"metadata":{"labels":{%q:""}}}`, controlPlaneLabel)
 	_, err := b.client.CoreV1().Nodes().Patch(ctx, nodename, types.MergePatchType, []byte(patch), metav1.PatchOptions{})
@@ -172,7 +174,7 @@ func (b *bed) label(ctx context.Context, nodename string) error {
 	return err
 }
 
-// addMachine adds a machine that has the given address on eth0 and as its node IP.
+// addMachine adds a machine with the given address on eth0 and as node IP.
 func (b *bed) addMachine(spec talostest.MachineSpec, addr netip.Addr) (*talostest.Machine, error) {
 	spec.Addresses = append(spec.Addresses, talostest.Address{Link: "eth0", Prefix: netip.PrefixFrom(addr, 24)})
 	spec.NodeIPs = []netip.Addr{addr}
@@ -187,7 +189,7 @@ func (b *bed) addMachine(spec talostest.MachineSpec, addr netip.Addr) (*talostes
 	return m, nil
 }
 
-// bootstrap has the product's own bootstrap apply its RBAC and make its kubeconfig.
+// bootstrap runs the product's bootstrap, which applies the RBAC objects and writes the kubeconfig.
 func (b *bed) bootstrap(ctx context.Context, group *sync.WaitGroup) error {
 	socket, err := talosapi.OpenSocket(b.machine.Socket())
 	if err != nil {
@@ -210,8 +212,8 @@ func (b *bed) bootstrap(ctx context.Context, group *sync.WaitGroup) error {
 
 	select {
 	case <-ready:
-	case <-time.After(patience):
-		return errors.New("no credentials")
+	case <-time.After(timeout):
+		return errors.New("bootstrap timed out")
 	}
 
 	if b.product, err = clientcmd.BuildConfigFromFlags("", filepath.Clean(booted.Kubeconfig())); err != nil {
@@ -223,20 +225,20 @@ func (b *bed) bootstrap(ctx context.Context, group *sync.WaitGroup) error {
 	return nil
 }
 
-// instance is all that a leader runs.
+// instance is everything that a leader runs.
 type instance struct {
 	nodes      corelisters.NodeLister
 	inventory  *inventory.Inventory
 	identity   *clusteridentity.Gatherer
 	controller *csrapproval.Controller
 	stop       func()
-	// freeze ends the watch of Nodes: what changes from now on is not seen.
+	// freeze stops the watch of Nodes.
 	freeze func()
 
-	// What the operator configures.
-	mu      sync.Mutex
-	foreign map[string]bool
-	extra   map[string]csrpolicy.Policy
+	// The operator's configuration.
+	mu        sync.Mutex
+	unmanaged map[string]bool
+	extra     map[string]csrpolicy.Policy
 }
 
 // managed is the instance's csrapproval.Config.Managed.
@@ -244,7 +246,7 @@ func (i *instance) managed(node *corev1.Node, _ machine.Machine) bool {
 	i.mu.Lock()
 	defer i.mu.Unlock()
 
-	return !i.foreign[node.Name]
+	return !i.unmanaged[node.Name]
 }
 
 func (i *instance) policy(node *corev1.Node, _ machine.Machine) csrpolicy.Policy {
@@ -262,14 +264,14 @@ func (i *instance) allow(nodename string, policy csrpolicy.Policy) {
 	i.controller.Requeue()
 }
 
-func (i *instance) disown(nodename string) {
+func (i *instance) unmanage(nodename string) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
 
-	i.foreign[nodename] = true
+	i.unmanaged[nodename] = true
 }
 
-// start starts the controllers on the same parts as in the product, as the product's service account, without leadership.
+// start starts the controllers wired as in the product, with its service account but without leader election.
 func (b *bed) start(ctx context.Context) (*instance, error) {
 	client, err := kubernetes.NewForConfig(b.product)
 	if err != nil {
@@ -298,13 +300,13 @@ func (b *bed) start(ctx context.Context) (*instance, error) {
 		recorder = broadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "talos-ccm"})
 		factory  = informers.NewSharedInformerFactory(client, 0)
 		nodes    = factory.Core().V1().Nodes()
-		// The factory's only informer is that of the Nodes.
+		// The factory's only informer is the Node informer.
 		watching, freeze = context.WithCancel(ctx)
 		i                = &instance{
 			nodes:     nodes.Lister(),
 			freeze:    func() { freeze(); factory.Shutdown() },
 			inventory: inventory.New(time.Now),
-			foreign:   map[string]bool{},
+			unmanaged: map[string]bool{},
 			extra:     map[string]csrpolicy.Policy{},
 			stop:      func() { cancel(); group.Wait(); broadcaster.Shutdown() },
 		}
@@ -352,13 +354,13 @@ type staticCredentials struct {
 // TLSConfig implements talosapi.Credentials. Whatever the dialed address, the certificate is for that on loopback.
 func (c staticCredentials) TLSConfig() (*tls.Config, error) { return c.config.Clone(), nil }
 
-// suite is one test's view of the bed.
+// suite is the bed of one test.
 type suite struct {
 	*testing.T
 	*bed
 }
 
-// parallel is a suite for a test that disturbs no other; alone one for a test that does.
+// parallel returns a suite for a test that does not disturb others; alone for a test that does.
 func parallel(t *testing.T) suite {
 	t.Parallel()
 
@@ -367,21 +369,21 @@ func parallel(t *testing.T) suite {
 
 func alone(t *testing.T) suite { return suite{t, &shared} }
 
-// worker is a machine of the test's own: its name, and the address it has.
+// worker is a machine of one test.
 type worker struct {
 	name    string
 	addr    netip.Addr
 	machine *talostest.Machine
 }
 
-// plan names a worker and gives it an address, and nothing more.
+// plan returns a worker with a name and an address only.
 func (s suite) plan() worker {
 	n := s.last.Add(1)
 
 	return worker{name: fmt.Sprintf("worker-%d", n), addr: netip.AddrFrom4([4]byte{172, 31, byte(1 + n/250), byte(1 + n%250)})}
 }
 
-// boot starts the worker's machine, which goes down when the test ends.
+// boot starts the worker's machine, which stops when the test ends.
 func (s suite) boot(w worker, addresses ...talostest.Address) worker {
 	s.Helper()
 
@@ -414,7 +416,7 @@ func (s suite) registerAs(spec kube.NodeSpec) {
 	})
 }
 
-// join is a worker whose machine and Node are there.
+// join returns a worker with a machine and a Node.
 func (s suite) join(addresses ...talostest.Address) worker {
 	s.Helper()
 
@@ -424,7 +426,7 @@ func (s suite) join(addresses ...talostest.Address) worker {
 	return w
 }
 
-// known is a worker who has joined, and whose machine is known: what it asks for is judged by that.
+// known returns a joined worker whose machine is in the inventory.
 func (s suite) known(addresses ...talostest.Address) worker {
 	s.Helper()
 
@@ -434,18 +436,19 @@ func (s suite) known(addresses ...talostest.Address) worker {
 	return w
 }
 
-// awaitSeen waits until the Node has been seen: a request that is posted before may be looked at as if there were none.
+// awaitSeen waits until the Node is in the cache: requests posted before may be reviewed without it.
 func (s suite) awaitSeen(nodename string) {
 	s.Helper()
 
-	s.eventually("Node "+nodename+" is seen", func() bool {
+	s.eventually("Node "+nodename+" is in the cache", func() bool {
 		_, err := s.main.nodes.Get(nodename)
 
 		return err == nil
 	})
 }
 
-// list has the Node list another address, as its kubelet can: what neither the machine nor the Node has is outdated.
+// list adds an address to the Node as its kubelet can: a request for what neither the machine nor the Node has is
+// outdated.
 func (s suite) list(w worker, addr netip.Addr) {
 	s.Helper()
 
@@ -471,16 +474,16 @@ func (s suite) get(name string) *certificatesv1.CertificateSigningRequest {
 	return csr
 }
 
-// await returns a request as soon as ok is true of it. The API server may be restarted meanwhile.
+// await returns a request as soon as ok returns true. It tolerates restarts of the API server.
 func (s suite) await(name, what string, ok func(*certificatesv1.CertificateSigningRequest) bool) *certificatesv1.CertificateSigningRequest {
 	s.Helper()
 
 	var csr *certificatesv1.CertificateSigningRequest
 
-	err := wait.PollUntilContextTimeout(s.Context(), interval, patience, true, func(ctx context.Context) (bool, error) {
+	err := wait.PollUntilContextTimeout(s.Context(), interval, timeout, true, func(ctx context.Context) (bool, error) {
 		got, err := s.client.CertificatesV1().CertificateSigningRequests().Get(ctx, name, metav1.GetOptions{})
 		if err != nil {
-			return false, nil //nolint:nilerr // asked again
+			return false, nil //nolint:nilerr // retried
 		}
 
 		csr = got
@@ -488,7 +491,7 @@ func (s suite) await(name, what string, ok func(*certificatesv1.CertificateSigni
 		return ok(csr), nil
 	})
 	if err != nil {
-		s.Fatalf("request %s: not %s after %s; it is %v, Events: %v", name, what, patience, csr, s.messages(name, ""))
+		s.Fatalf("request %s is not %s after %s: %v, Events: %v", name, what, timeout, csr, s.messages(name, ""))
 	}
 
 	return csr
@@ -518,7 +521,7 @@ func has(csr *certificatesv1.CertificateSigningRequest, kind certificatesv1.Requ
 	return slices.ContainsFunc(csr.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool { return c.Type == kind })
 }
 
-// messages are those of the Events on an object with the given reason; an empty reason is any.
+// messages returns the messages of the Events on an object with the given reason; empty means any.
 func (s suite) messages(name, reason string) []string {
 	s.Helper()
 
@@ -538,7 +541,7 @@ func (s suite) messages(name, reason string) []string {
 	return messages
 }
 
-// awaitDeferred waits until it was said that the request is deferred for the reason with the given code.
+// awaitDeferred waits for an Event that reports the deferral with the given code.
 func (s suite) awaitDeferred(name, code string) {
 	s.Helper()
 
@@ -551,18 +554,18 @@ func (s suite) awaitDeferred(name, code string) {
 	})
 }
 
-// eventually asks again until ok is true, for what cannot be watched; found tells what there is instead.
-func (s suite) eventually(what string, ok func() bool, found ...func() string) {
+// eventually polls until ok returns true; details adds to the failure message.
+func (s suite) eventually(what string, ok func() bool, details ...func() string) {
 	s.Helper()
 
-	err := wait.PollUntilContextTimeout(s.Context(), interval, patience, true, func(context.Context) (bool, error) { return ok(), nil })
+	err := wait.PollUntilContextTimeout(s.Context(), interval, timeout, true, func(context.Context) (bool, error) { return ok(), nil })
 	if err == nil {
 		return
 	}
 
-	for _, tell := range found {
-		what += "; " + tell()
+	for _, detail := range details {
+		what += "; " + detail()
 	}
 
-	s.Fatalf("not so after %s: %s", patience, what)
+	s.Fatalf("timed out after %s: %s", timeout, what)
 }

@@ -11,7 +11,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 )
 
-// metrics are our metrics by name and values of labels; of histograms, the count.
+// metrics returns the values by name and label values; for histograms the count.
 func (s suite) metrics() map[string]float64 {
 	s.Helper()
 
@@ -34,14 +34,14 @@ func (s suite) metrics() map[string]float64 {
 	return values
 }
 
-func TestVerdictsAreCounted(t *testing.T) {
+func TestMetrics_CountVerdicts(t *testing.T) {
 	const pending = "talosccm_csr_pending"
 
 	s := alone(t)
 
 	w, victim := s.known(), s.known()
 
-	// Of what other tests have posted nothing is left that could be counted.
+	// Requests of other tests are decided or deleted.
 	s.eventually("nothing is pending", func() bool { return s.metrics()[pending] == 0 })
 
 	before := s.metrics()
@@ -63,7 +63,7 @@ func TestVerdictsAreCounted(t *testing.T) {
 		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeClusterName:     1,
 		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeWildcard:        1,
 		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeOutdated:        1,
-		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeOwnedByOthers:   0, // it may become right: that others claim it is no reason for denial
+		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeOwnedByOthers:   0, // other owners are no reason for denial
 		"talosccm_csr_verdicts_total Defer " + csrpolicy.CodeOwnedByOthers:  1,
 		"talosccm_csr_verdicts_total Defer " + csrpolicy.CodeUnknownAddress: 1,
 		pending: 1,
@@ -71,7 +71,7 @@ func TestVerdictsAreCounted(t *testing.T) {
 
 	counted := map[string]float64{}
 
-	s.eventually("all is counted", func() bool {
+	s.eventually("all verdicts are counted", func() bool {
 		after := s.metrics()
 		for name := range wanted {
 			counted[name] = after[name] - before[name]
@@ -81,5 +81,5 @@ func TestVerdictsAreCounted(t *testing.T) {
 	}, func() string { return fmt.Sprint("counted ", counted) })
 
 	s.remove(deferred)
-	s.eventually("one that is gone is not pending", func() bool { return s.metrics()[pending] == 0 })
+	s.eventually("the deleted request is not pending", func() bool { return s.metrics()[pending] == 0 })
 }

@@ -11,7 +11,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 )
 
-// account is a client for the product's service account.
+// account returns a client of the product's service account.
 func (s suite) account() kubernetes.Interface {
 	s.Helper()
 
@@ -21,7 +21,7 @@ func (s suite) account() kubernetes.Interface {
 	return client
 }
 
-func TestTheServiceAccountMayApproveForOneSignerAndNothingElse(t *testing.T) {
+func TestRBAC_AllowsApprovalForOneSignerOnly(t *testing.T) {
 	s := parallel(t)
 
 	const group = "certificates.k8s.io"
@@ -66,7 +66,7 @@ func TestTheServiceAccountMayApproveForOneSignerAndNothingElse(t *testing.T) {
 	}
 }
 
-func TestTheAPIServerRefusesTheServiceAccountAllElse(t *testing.T) {
+func TestRBAC_APIServerRefusesOtherRequests(t *testing.T) {
 	s := parallel(t)
 
 	var (

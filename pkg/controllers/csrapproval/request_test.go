@@ -19,20 +19,20 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// request is what a kubelet asks for. The zero value of each field is what the kubelet of the worker would ask for.
+// request describes a request. Zero fields have the values of the worker's kubelet.
 type request struct {
 	commonName   string
 	organization string
 	names        []string
 	ips          []netip.Addr
 	usages       []certificatesv1.KeyUsage
-	// user is who asks; groups besides system:authenticated.
+	// user and groups are the requester's, in addition to system:authenticated.
 	user   string
 	groups []string
 	key    crypto.Signer
 }
 
-// of fills in what the worker's kubelet would ask for.
+// of sets zero fields to the values of the worker's kubelet.
 func (r request) of(w worker) request {
 	user := "system:node:" + w.name
 
@@ -63,7 +63,7 @@ func (r request) of(w worker) request {
 	return r
 }
 
-// pem is the request itself.
+// pem returns the encoded request.
 func (r request) pem() ([]byte, error) {
 	if r.key == nil {
 		key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -91,7 +91,7 @@ func (r request) pem() ([]byte, error) {
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: der}), nil
 }
 
-// post posts the request of the worker's kubelet, and returns its name. It is deleted when the test ends.
+// post creates a request of the worker's kubelet and returns its name. It is deleted when the test ends.
 func (s suite) post(w worker, r request) string {
 	s.Helper()
 
@@ -102,7 +102,7 @@ func (s suite) post(w worker, r request) string {
 	return csr.Name
 }
 
-// remove deletes a request that may be gone already.
+// remove deletes a request if it exists.
 func (s suite) remove(name string) {
 	s.Helper()
 
@@ -112,7 +112,7 @@ func (s suite) remove(name string) {
 	}
 }
 
-// create posts a request as the user who asks.
+// create creates a request as the requesting user.
 func (b *bed) create(ctx context.Context, w worker, r request) (*certificatesv1.CertificateSigningRequest, error) {
 	r = r.of(w)
 
