@@ -21,6 +21,18 @@ func IsTalos(node *corev1.Node) bool {
 	return strings.HasPrefix(node.Status.NodeInfo.OSImage, osImagePrefix)
 }
 
+// labelControlPlane is set by Talos with an administrator's certificate. The NodeRestriction admission plugin keeps
+// kubelets from setting it.
+const labelControlPlane = "node-role.kubernetes.io/control-plane"
+
+// IsControlPlane reports whether the Node has the label of the control plane. Unlike the machine type, which a machine
+// reports about itself, a compromised worker cannot set it.
+func IsControlPlane(node *corev1.Node) bool {
+	_, labeled := node.Labels[labelControlPlane]
+
+	return labeled
+}
+
 // IsUninitialized reports whether the Node has the taint with which kubelets wait for a cloud controller manager.
 func IsUninitialized(node *corev1.Node) bool {
 	return slices.ContainsFunc(node.Spec.Taints, IsUninitializedTaint)

@@ -166,3 +166,14 @@ func TestNewInput_WithPeers(t *testing.T) {
 		t.Errorf("with a peer: shared UUID %t, addresses %v", in.SharedUUID, in.SharedAddresses)
 	}
 }
+
+func TestIsControlPlane_NeedsTheLabel(t *testing.T) {
+	labeled := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{"node-role.kubernetes.io/control-plane": ""}}}
+	if !nodespec.IsControlPlane(labeled) {
+		t.Error("a Node with the label is not of the control plane")
+	}
+
+	if nodespec.IsControlPlane(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "controlplane-1"}}) {
+		t.Error("a Node without the label is of the control plane")
+	}
+}
