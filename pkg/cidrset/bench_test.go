@@ -10,7 +10,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
 )
 
-// ipv4 and ipv6 are the i-th block of a network: a /24 of 10.0.0.0/8, and a /64 of 2001:db8::/32.
+// ipv4 and ipv6 return the i-th block of a network: a /24 of 10.0.0.0/8, and a /64 of 2001:db8::/32.
 func ipv4(i int) netip.Prefix {
 	return netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i >> 8), byte(i)}), 24)
 }
@@ -19,7 +19,7 @@ func ipv6(i int) netip.Prefix {
 	return netip.PrefixFrom(netip.AddrFrom16([16]byte{0x20, 0x01, 0x0d, 0xb8, byte(i >> 24), byte(i >> 16), byte(i >> 8), byte(i)}), 64)
 }
 
-// What is in use when a block is allocated, by number.
+// inUse are patterns of prefixes in use, by index.
 var inUse = []struct {
 	name   string
 	cidr   string
@@ -35,7 +35,7 @@ var inUse = []struct {
 	{"all of the pool", "2001:db8::/44", 64, func(i int) netip.Prefix { return netip.PrefixFrom(ipv6(i).Addr(), 44+i%30).Masked() }},
 }
 
-// compare runs a benchmark with ever more prefixes in use, and reports each as a multiple of the first.
+// compare runs a benchmark with growing numbers of prefixes in use, and reports the time relative to the first.
 func compare(b *testing.B, run func(b *testing.B, set *cidrset.Set, pool cidrset.Pool)) {
 	for _, used := range inUse {
 		b.Run(used.name, func(b *testing.B) {
@@ -63,7 +63,7 @@ func compare(b *testing.B, run func(b *testing.B, set *cidrset.Set, pool cidrset
 	}
 }
 
-// BenchmarkAllocate finds a block, takes it and gives it back, so that as much is in use for the next. Of an exhausted pool it finds that there is none.
+// BenchmarkAllocate allocates and releases a block; in an exhausted pool it finds none.
 func BenchmarkAllocate(b *testing.B) {
 	compare(b, func(b *testing.B, set *cidrset.Set, pool cidrset.Pool) {
 		for b.Loop() {

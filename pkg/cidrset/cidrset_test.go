@@ -29,7 +29,7 @@ func holding(used ...string) *cidrset.Set {
 	return set
 }
 
-// next is the next block as text, or "exhausted".
+// next returns the next block as text, or "exhausted".
 func next(set *cidrset.Set, pool cidrset.Pool) string {
 	block, ok := set.Next(pool)
 	if !ok {
@@ -39,51 +39,51 @@ func next(set *cidrset.Set, pool cidrset.Pool) string {
 	return block.String()
 }
 
-func TestNextIsTheLowestBlockOfWhichNothingIsInUse(t *testing.T) {
+func TestSet_NextReturnsTheLowestFreeBlock(t *testing.T) {
 	for _, test := range []struct {
-		rule string
+		name string
 		cidr string
 		bits int
 		used []string
 		want string
 	}{
-		{"the first of an empty set", "10.244.0.0/16", 24, nil, "10.244.0.0/24"},
-		{"the first of an empty set, IPv6", "2001:db8::/48", 64, nil, "2001:db8::/64"},
-		{"the one after the first", "10.244.0.0/16", 24, []string{"10.244.0.0/24"}, "10.244.1.0/24"},
-		{"a gap before the end", "10.244.0.0/16", 24, []string{"10.244.0.0/24", "10.244.2.0/24"}, "10.244.1.0/24"},
-		{"the last", "10.244.0.0/22", 24, []string{"10.244.0.0/23", "10.244.2.0/24"}, "10.244.3.0/24"},
-		{"none beyond the last", "10.244.0.0/23", 24, []string{"10.244.0.0/24", "10.244.1.0/24"}, "exhausted"},
-		{"none beyond the last there can be", "255.255.254.0/23", 24, []string{"255.255.254.0/24", "255.255.255.0/24"}, "exhausted"},
-		{"the last there can be", "ffff:ffff:ffff:fffe::/63", 64, []string{"ffff:ffff:ffff:fffe::/64"}, "ffff:ffff:ffff:ffff::/64"},
+		{"first block of an empty set", "10.244.0.0/16", 24, nil, "10.244.0.0/24"},
+		{"first IPv6 block of an empty set", "2001:db8::/48", 64, nil, "2001:db8::/64"},
+		{"second block", "10.244.0.0/16", 24, []string{"10.244.0.0/24"}, "10.244.1.0/24"},
+		{"gap", "10.244.0.0/16", 24, []string{"10.244.0.0/24", "10.244.2.0/24"}, "10.244.1.0/24"},
+		{"last block", "10.244.0.0/22", 24, []string{"10.244.0.0/23", "10.244.2.0/24"}, "10.244.3.0/24"},
+		{"exhausted", "10.244.0.0/23", 24, []string{"10.244.0.0/24", "10.244.1.0/24"}, "exhausted"},
+		{"exhausted at the last IPv4 address", "255.255.254.0/23", 24, []string{"255.255.254.0/24", "255.255.255.0/24"}, "exhausted"},
+		{"last IPv6 block of all", "ffff:ffff:ffff:fffe::/63", 64, []string{"ffff:ffff:ffff:fffe::/64"}, "ffff:ffff:ffff:ffff::/64"},
 
-		{"a larger one in use takes all of its own", "10.244.0.0/16", 24, []string{"10.244.0.0/20"}, "10.244.16.0/24"},
-		{"a smaller one takes a whole block", "10.244.0.0/16", 24, []string{"10.244.0.128/25"}, "10.244.1.0/24"},
-		{"so does a single address", "2001:db8::/64", 80, []string{"2001:db8::1/128"}, "2001:db8:0:0:1::/80"},
-		{"also the last of a block", "10.244.0.0/16", 24, []string{"10.244.0.255/32"}, "10.244.1.0/24"},
-		{"an address in each block takes them all", "10.0.0.0/30", 31, []string{"10.0.0.1/32", "10.0.0.2/32"}, "exhausted"},
-		{"what covers the pool takes it all", "10.244.0.0/16", 24, []string{"10.0.0.0/8"}, "exhausted"},
-		{"so does what is the pool", "10.244.0.0/16", 24, []string{"10.244.0.0/16"}, "exhausted"},
-		{"and what is everything", "2001:db8::/48", 64, []string{"::/0"}, "exhausted"},
-		{"what is outside takes nothing", "10.244.0.0/16", 24, []string{"10.243.255.0/24", "10.245.0.0/24"}, "10.244.0.0/24"},
-		{"nor does the other family", "10.244.0.0/16", 24, []string{"::/0"}, "10.244.0.0/24"},
-		{"nor do the same bits of the other family", "a00::/8", 16, []string{"10.0.0.0/8"}, "a00::/16"},
-		{"prefixes in use may contain each other", "10.244.0.0/16", 24, []string{"10.244.0.0/24", "10.244.0.0/23", "10.244.0.7/32"}, "10.244.2.0/24"},
+		{"a larger prefix uses all of its blocks", "10.244.0.0/16", 24, []string{"10.244.0.0/20"}, "10.244.16.0/24"},
+		{"a smaller prefix uses a whole block", "10.244.0.0/16", 24, []string{"10.244.0.128/25"}, "10.244.1.0/24"},
+		{"a single address uses a whole block", "2001:db8::/64", 80, []string{"2001:db8::1/128"}, "2001:db8:0:0:1::/80"},
+		{"the last address of a block uses it", "10.244.0.0/16", 24, []string{"10.244.0.255/32"}, "10.244.1.0/24"},
+		{"an address in each block uses all", "10.0.0.0/30", 31, []string{"10.0.0.1/32", "10.0.0.2/32"}, "exhausted"},
+		{"a prefix that covers the pool uses all", "10.244.0.0/16", 24, []string{"10.0.0.0/8"}, "exhausted"},
+		{"the CIDR of the pool uses all", "10.244.0.0/16", 24, []string{"10.244.0.0/16"}, "exhausted"},
+		{"::/0 uses all", "2001:db8::/48", 64, []string{"::/0"}, "exhausted"},
+		{"prefixes outside the pool are irrelevant", "10.244.0.0/16", 24, []string{"10.243.255.0/24", "10.245.0.0/24"}, "10.244.0.0/24"},
+		{"prefixes of the other family are irrelevant", "10.244.0.0/16", 24, []string{"::/0"}, "10.244.0.0/24"},
+		{"the same bits in the other family are irrelevant", "a00::/8", 16, []string{"10.0.0.0/8"}, "a00::/16"},
+		{"nested prefixes", "10.244.0.0/16", 24, []string{"10.244.0.0/24", "10.244.0.0/23", "10.244.0.7/32"}, "10.244.2.0/24"},
 
-		{"one block that is the pool", "10.244.0.0/16", 16, nil, "10.244.0.0/16"},
-		{"is not free if any of it is in use", "10.244.0.0/16", 16, []string{"10.244.9.0/24"}, "exhausted"},
-		{"single addresses", "10.0.0.0/30", 32, []string{"10.0.0.0/32"}, "10.0.0.1/32"},
-		{"single addresses, IPv6", "2001:db8::/126", 128, []string{"2001:db8::/127"}, "2001:db8::2/128"},
-		{"a pool that is one address", "2001:db8::7/128", 128, nil, "2001:db8::7/128"},
+		{"a single block", "10.244.0.0/16", 16, nil, "10.244.0.0/16"},
+		{"a single block in use", "10.244.0.0/16", 16, []string{"10.244.9.0/24"}, "exhausted"},
+		{"blocks of one address", "10.0.0.0/30", 32, []string{"10.0.0.0/32"}, "10.0.0.1/32"},
+		{"blocks of one IPv6 address", "2001:db8::/126", 128, []string{"2001:db8::/127"}, "2001:db8::2/128"},
+		{"a pool of one address", "2001:db8::7/128", 128, nil, "2001:db8::7/128"},
 
-		{"a large block skips what is too small", "10.244.0.0/16", 20, []string{"10.244.1.0/24"}, "10.244.16.0/20"},
-		{"a small block fills what is left of a large one", "10.244.0.0/16", 26, []string{"10.244.0.0/24", "10.244.1.0/25"}, "10.244.1.128/26"},
+		{"a large block skips small gaps", "10.244.0.0/16", 20, []string{"10.244.1.0/24"}, "10.244.16.0/20"},
+		{"a small block fills a gap", "10.244.0.0/16", 26, []string{"10.244.0.0/24", "10.244.1.0/25"}, "10.244.1.128/26"},
 
-		{"what is in use is masked", "10.244.0.0/16", 24, []string{"10.244.0.77/24"}, "10.244.1.0/24"},
-		{"what is IPv4-mapped is IPv4", "10.244.0.0/16", 24, []string{"::ffff:10.244.0.0/120"}, "10.244.1.0/24"},
-		{"what covers the IPv4-mapped space is IPv6", "0.0.0.0/0", 24, []string{"::/8", "::ffff:0.0.0.0/95"}, "0.0.0.0/24"},
-		{"all of the IPv4-mapped space is all of IPv4", "0.0.0.0/0", 24, []string{"::ffff:0.0.0.0/96"}, "exhausted"},
+		{"inserted prefixes are masked", "10.244.0.0/16", 24, []string{"10.244.0.77/24"}, "10.244.1.0/24"},
+		{"inserted IPv4-mapped prefixes become IPv4", "10.244.0.0/16", 24, []string{"::ffff:10.244.0.0/120"}, "10.244.1.0/24"},
+		{"prefixes that contain all IPv4-mapped addresses are IPv6", "0.0.0.0/0", 24, []string{"::/8", "::ffff:0.0.0.0/95"}, "0.0.0.0/24"},
+		{"all IPv4-mapped addresses are all of IPv4", "0.0.0.0/0", 24, []string{"::ffff:0.0.0.0/96"}, "exhausted"},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			if got := next(holding(test.used...), pool(t, test.cidr, test.bits)); got != test.want {
 				t.Errorf("got %s, want %s", got, test.want)
 			}
@@ -91,7 +91,7 @@ func TestNextIsTheLowestBlockOfWhichNothingIsInUse(t *testing.T) {
 	}
 }
 
-func TestNoPoolHasNoBlocks(t *testing.T) {
+func TestSet_ZeroPoolHasNoBlocks(t *testing.T) {
 	set := holding("10.0.0.0/8")
 
 	if got := next(set, cidrset.Pool{}); got != "exhausted" {
@@ -103,7 +103,7 @@ func TestNoPoolHasNoBlocks(t *testing.T) {
 	}
 }
 
-func TestWhatIsInsertedTwiceIsInUseUntilRemovedTwice(t *testing.T) {
+func TestSet_CountsInsertions(t *testing.T) {
 	set, prefix := holding("10.0.0.0/24", "10.0.0.9/24"), netip.MustParsePrefix("10.0.0.0/24")
 
 	for _, want := range []struct{ removed, left bool }{{true, true}, {true, false}, {false, false}} {
@@ -117,11 +117,11 @@ func TestWhatIsInsertedTwiceIsInUseUntilRemovedTwice(t *testing.T) {
 	}
 }
 
-func TestRemoveTakesNothingButThatPrefix(t *testing.T) {
+func TestSet_RemoveNeedsTheExactPrefix(t *testing.T) {
 	used := []string{"10.0.0.0/24", "10.0.1.0/24", "10.0.2.0/23", "10.0.2.0/24"}
 
 	for _, other := range []string{
-		"10.0.0.0/23" /* where two fork */, "10.0.0.0/22", "10.0.0.0/25", "10.0.3.0/24", "10.0.0.0/0", "10.9.0.0/24", "::/0", "::10.0.0.0/120",
+		"10.0.0.0/23" /* an inner node */, "10.0.0.0/22", "10.0.0.0/25", "10.0.3.0/24", "10.0.0.0/0", "10.9.0.0/24", "::/0", "::10.0.0.0/120",
 	} {
 		set := holding(used...)
 		if set.Remove(netip.MustParsePrefix(other)) {
@@ -130,13 +130,13 @@ func TestRemoveTakesNothingButThatPrefix(t *testing.T) {
 
 		for _, prefix := range used {
 			if !set.Remove(netip.MustParsePrefix(prefix)) {
-				t.Errorf("%s is gone with %s", prefix, other)
+				t.Errorf("%s was removed with %s", prefix, other)
 			}
 		}
 	}
 }
 
-func TestABlockIsFreeAtOnceAndTheLowestAgain(t *testing.T) {
+func TestSet_NextReusesARemovedBlock(t *testing.T) {
 	set, p := holding("10.0.0.0/24", "10.0.1.0/24", "10.0.2.0/24"), pool(t, "10.0.0.0/16", 24)
 
 	set.Remove(netip.MustParsePrefix("10.0.1.0/24"))
@@ -146,7 +146,7 @@ func TestABlockIsFreeAtOnceAndTheLowestAgain(t *testing.T) {
 	}
 }
 
-func TestOverlaps(t *testing.T) {
+func TestSet_Overlaps(t *testing.T) {
 	set := holding("10.0.0.0/16", "10.0.7.0/24", "2001:db8::1/128")
 
 	for prefix, want := range map[string]bool{
@@ -160,7 +160,7 @@ func TestOverlaps(t *testing.T) {
 	}
 }
 
-func TestWhatNamesNoAddressIsIgnored(t *testing.T) {
+func TestSet_IgnoresInvalidPrefixes(t *testing.T) {
 	set, everything := &cidrset.Set{}, netip.MustParsePrefix("::/0")
 
 	for _, invalid := range []netip.Prefix{{}, netip.PrefixFrom(netip.IPv4Unspecified(), 33), netip.PrefixFrom(netip.IPv6Unspecified(), -1)} {
@@ -172,26 +172,26 @@ func TestWhatNamesNoAddressIsIgnored(t *testing.T) {
 	}
 }
 
-func TestStatsCountBlocksOfWhichAnythingIsInUse(t *testing.T) {
+func TestSet_StatsCountsPartlyUsedBlocks(t *testing.T) {
 	for _, test := range []struct {
-		rule string
+		name string
 		cidr string
 		bits int
 		used []string
 		want uint64
 	}{
-		{"none", "10.0.0.0/16", 24, nil, 0},
-		{"each block", "10.0.0.0/16", 24, []string{"10.0.0.0/24", "10.0.3.0/24"}, 2},
-		{"a block once, whatever is in it", "10.0.0.0/16", 24, []string{"10.0.0.1/32", "10.0.0.2/32", "10.0.0.128/25", "10.0.0.0/24"}, 1},
-		{"every block of a larger one", "10.0.0.0/16", 24, []string{"10.0.0.0/20"}, 16},
-		{"those once, whatever is in it", "10.0.0.0/16", 24, []string{"10.0.0.0/20", "10.0.0.0/22", "10.0.0.1/32"}, 16},
-		{"all of a pool that is covered", "10.0.0.0/16", 24, []string{"10.0.0.0/8"}, 256},
-		{"all of a pool that is in use", "10.0.0.0/16", 24, []string{"10.0.0.0/16"}, 256},
-		{"nothing outside", "10.0.0.0/16", 24, []string{"10.1.0.0/16", "2001:db8::/32"}, 0},
-		{"as far as there are numbers", "8000::/1", 64, []string{"8000::/1"}, 1 << 63},
-		{"almost as far", "8000::/1", 64, []string{"8000::/2", "c000::/128"}, 1<<62 + 1},
+		{"empty set", "10.0.0.0/16", 24, nil, 0},
+		{"two blocks", "10.0.0.0/16", 24, []string{"10.0.0.0/24", "10.0.3.0/24"}, 2},
+		{"several prefixes in one block", "10.0.0.0/16", 24, []string{"10.0.0.1/32", "10.0.0.2/32", "10.0.0.128/25", "10.0.0.0/24"}, 1},
+		{"a prefix of 16 blocks", "10.0.0.0/16", 24, []string{"10.0.0.0/20"}, 16},
+		{"nested prefixes", "10.0.0.0/16", 24, []string{"10.0.0.0/20", "10.0.0.0/22", "10.0.0.1/32"}, 16},
+		{"a prefix that covers the pool", "10.0.0.0/16", 24, []string{"10.0.0.0/8"}, 256},
+		{"the CIDR of the pool", "10.0.0.0/16", 24, []string{"10.0.0.0/16"}, 256},
+		{"prefixes outside the pool", "10.0.0.0/16", 24, []string{"10.1.0.0/16", "2001:db8::/32"}, 0},
+		{"2^63 blocks", "8000::/1", 64, []string{"8000::/1"}, 1 << 63},
+		{"2^62+1 blocks", "8000::/1", 64, []string{"8000::/2", "c000::/128"}, 1<<62 + 1},
 	} {
-		t.Run(test.rule, func(t *testing.T) {
+		t.Run(test.name, func(t *testing.T) {
 			p := pool(t, test.cidr, test.bits)
 			want := cidrset.Stats{Size: p.Size(), Used: test.want, Free: p.Size() - test.want}
 
@@ -202,7 +202,7 @@ func TestStatsCountBlocksOfWhichAnythingIsInUse(t *testing.T) {
 	}
 }
 
-func TestAPoolIsAllocatedToItsEndInOrder(t *testing.T) {
+func TestSet_NextAllocatesAPoolInOrder(t *testing.T) {
 	for _, test := range []struct {
 		cidr string
 		bits int
@@ -227,13 +227,13 @@ func TestAPoolIsAllocatedToItsEndInOrder(t *testing.T) {
 			}
 
 			if block, ok := set.Next(p); ok || p.CIDR().Contains(want) {
-				t.Errorf("another: %v", block)
+				t.Errorf("unexpected block %v after the last", block)
 			}
 		})
 	}
 }
 
-func TestTheLastBlockOfALargePoolIsFound(t *testing.T) {
+func TestSet_NextFindsTheLastBlockOfALargePool(t *testing.T) {
 	set, p := &cidrset.Set{}, pool(t, "2001:db8::/44", 64)
 	last := netip.MustParsePrefix("2001:db8:f:ffff::/64")
 
@@ -255,7 +255,7 @@ func TestTheLastBlockOfALargePoolIsFound(t *testing.T) {
 	}
 }
 
-func TestBlocksOfDifferentSizesShareACIDR(t *testing.T) {
+func TestSet_NextServesPoolsOfDifferentBlockSizes(t *testing.T) {
 	set, large, small := &cidrset.Set{}, pool(t, "10.0.0.0/16", 23), pool(t, "10.0.0.0/16", 26)
 
 	for i, want := range []struct {

@@ -12,14 +12,14 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
 )
 
-// model is a Set that is a list: slow, and plain enough to be believed.
+// model is a Set implemented as a list, slow but obviously correct.
 type model []netip.Prefix
 
 func (m model) overlaps(prefix netip.Prefix) bool {
 	return slices.ContainsFunc(m, prefix.Overlaps)
 }
 
-// blocks are the pool's, each with whether it is in use.
+// blocks returns the free blocks of a pool and the number of used ones.
 func (m model) blocks(pool cidrset.Pool) (free []netip.Prefix, used uint64) {
 	block := netip.PrefixFrom(pool.CIDR().Addr(), pool.Bits())
 
@@ -36,7 +36,8 @@ func (m model) blocks(pool cidrset.Pool) (free []netip.Prefix, used uint64) {
 	return free, used
 }
 
-// pools overlap each other, have blocks of different sizes, lie at either end of all addresses, and are small enough for the model.
+// pools returns pools that overlap, have different block sizes, include the first and the last addresses, and are small
+// enough for the model.
 func pools(t testing.TB) []cidrset.Pool {
 	return []cidrset.Pool{
 		pool(t, "10.0.0.0/24", 28), pool(t, "10.0.0.0/24", 26), pool(t, "10.0.0.128/25", 30), pool(t, "10.0.0.0/27", 32), pool(t, "10.0.0.7/32", 32),
@@ -46,7 +47,7 @@ func pools(t testing.TB) []cidrset.Pool {
 	}
 }
 
-// history is what a script makes of a set and its model, side by side.
+// history applies a script to a set and its model.
 type history struct {
 	script []byte
 	pools  []cidrset.Pool
@@ -54,7 +55,7 @@ type history struct {
 	model  model
 }
 
-// draw is the script's next number below n; at its end, 0.
+// draw returns the next number of the script, below n, or 0 at the end of the script.
 func (h *history) draw(n int) int {
 	if len(h.script) == 0 {
 		return 0
@@ -66,7 +67,7 @@ func (h *history) draw(n int) int {
 	return drawn
 }
 
-// prefix is near a pool: inside, around, or beside it.
+// prefix returns a prefix inside, around or next to a pool.
 func (h *history) prefix() netip.Prefix {
 	cidr := h.pools[h.draw(len(h.pools))].CIDR()
 	addr := cidr.Addr().AsSlice()
@@ -146,8 +147,8 @@ func (h *history) require(t *testing.T) {
 	}
 }
 
-// requireNoTrace compares the set with one that has the same content and another past, and then empties it.
-func (h *history) requireNoTrace(t *testing.T, r *rand.Rand) {
+// requireNoHistory compares the set with one of the same content and another history, and then empties it.
+func (h *history) requireNoHistory(t *testing.T, r *rand.Rand) {
 	t.Helper()
 
 	var other cidrset.Set
@@ -160,7 +161,7 @@ func (h *history) requireNoTrace(t *testing.T, r *rand.Rand) {
 	}
 
 	if !reflect.DeepEqual(&h.set, &other) {
-		t.Fatalf("the past can be seen in a set of %v", content)
+		t.Fatalf("the set depends on its history; content %v", content)
 	}
 
 	for _, prefix := range content {
@@ -168,11 +169,11 @@ func (h *history) requireNoTrace(t *testing.T, r *rand.Rand) {
 	}
 
 	if !reflect.DeepEqual(&h.set, &cidrset.Set{}) {
-		t.Fatalf("something is left of %v", content)
+		t.Fatalf("the set is not empty after removal of %v", content)
 	}
 }
 
-func TestASetIsWhatAListWouldBe(t *testing.T) {
+func TestSet_BehavesLikeAList(t *testing.T) {
 	const histories, length = 2000, 1000
 
 	for seed := range uint64(histories) {
@@ -188,7 +189,7 @@ func TestASetIsWhatAListWouldBe(t *testing.T) {
 			h.require(t)
 		}
 
-		h.requireNoTrace(t, r)
+		h.requireNoHistory(t, r)
 	}
 }
 
@@ -204,6 +205,6 @@ func FuzzHistory(f *testing.F) {
 			h.require(t)
 		}
 
-		h.requireNoTrace(t, rand.New(rand.NewPCG(uint64(len(script)), 0)))
+		h.requireNoHistory(t, rand.New(rand.NewPCG(uint64(len(script)), 0)))
 	})
 }

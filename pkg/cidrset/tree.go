@@ -7,18 +7,19 @@ import (
 )
 
 const (
-	// addrBits is the length of an address as 16 bytes, in which an IPv4 address follows mappedBits others.
+	// Addresses are handled as 16 bytes, in which an IPv4 address follows mappedBits other bits.
 	addrBits, mappedBits = 128, 96
-	// nothing is longer than any prefix: what it is the length of does not exist.
-	nothing = addrBits + 1
+	// noFree is longer than any prefix: there is no free block.
+	noFree = addrBits + 1
 )
 
-// node is a node of a binary tree of prefixes in which every node is in use itself or forks: one without entries has two children. An absent
-// node, nil, is an empty tree.
+// node is the root of a path-compressed binary tree of prefixes: a node without entries has two children. Nil is an
+// empty tree.
 type node struct {
 	prefix  netip.Prefix
-	entries int // how often the prefix was inserted
-	// free is the length of the largest free block's prefix in here. It is what lets lowestFree decide at every fork without a look below.
+	entries int // number of insertions of the prefix
+	// free is the prefix length of the largest free block below the prefix. With it lowestFree decides at every node
+	// without visiting the children.
 	free     int
 	children [2]*node
 }
@@ -39,12 +40,12 @@ func (n *node) insert(prefix netip.Prefix) *node {
 		return fork.insert(prefix)
 	}
 
-	n.measure()
+	n.updateFree()
 
 	return n
 }
 
-// remove returns the tree without one entry of the prefix, and whether there was one.
+// remove returns the tree without one entry of the prefix, and reports whether there was one.
 func (n *node) remove(prefix netip.Prefix) (*node, bool) {
 	removed := false
 
@@ -61,7 +62,7 @@ func (n *node) remove(prefix netip.Prefix) (*node, bool) {
 
 	switch {
 	case n.entries > 0 || n.children[0] != nil && n.children[1] != nil:
-		n.measure()
+		n.updateFree()
 
 		return n, removed
 	case n.children[0] != nil:
@@ -71,7 +72,7 @@ func (n *node) remove(prefix netip.Prefix) (*node, bool) {
 	}
 }
 
-// below returns the part of the tree that is inside a prefix, or that a prefix in use covers all of it.
+// below returns the subtree within a prefix, or reports that an entry covers the whole prefix.
 func (n *node) below(prefix netip.Prefix) (inside *node, covered bool) {
 	for n != nil && n.prefix.Overlaps(prefix) {
 		switch {
@@ -87,7 +88,7 @@ func (n *node) below(prefix netip.Prefix) (inside *node, covered bool) {
 	return nil, false
 }
 
-// lowestFree is the lowest free block with a prefix of the given length in space, of which the tree is the content.
+// lowestFree returns the lowest free block of the given prefix length in space. The tree is the content of space.
 func (n *node) lowestFree(space netip.Prefix, length int) (netip.Prefix, bool) {
 	if n.largestFree(space.Bits()) > length {
 		return netip.Prefix{}, false
@@ -111,7 +112,7 @@ func (n *node) lowestFree(space netip.Prefix, length int) (netip.Prefix, bool) {
 	return netip.PrefixFrom(netip.AddrFrom16(addr).Unmap(), length), true
 }
 
-// used counts the blocks with prefixes of the given length that overlap anything in the tree.
+// used counts the blocks of the given prefix length that overlap an entry.
 func (n *node) used(length int) uint64 {
 	switch {
 	case n == nil:
@@ -125,9 +126,10 @@ func (n *node) used(length int) uint64 {
 	}
 }
 
-func (n *node) measure() {
+// updateFree recomputes free after a change of the entries or the children.
+func (n *node) updateFree() {
 	if n.entries > 0 {
-		n.free = nothing
+		n.free = noFree
 
 		return
 	}
@@ -136,20 +138,20 @@ func (n *node) measure() {
 	n.free = min(n.children[0].largestFree(depth), n.children[1].largestFree(depth))
 }
 
-// largestFree is the length of the largest free block's prefix in a space with a prefix of the given length, of which the tree is
-// the content.
+// largestFree returns the prefix length of the largest free block in a space of the given prefix length. The tree is
+// the content of the space.
 func (n *node) largestFree(length int) int {
 	switch {
 	case n == nil:
 		return length
 	case n.prefix.Bits() > length:
-		return length + 1 // the half in which the tree is not
+		return length + 1 // the half without the tree
 	default:
 		return n.free
 	}
 }
 
-// halves divides the content of a space with a prefix of the given length.
+// halves splits the content of a space of the given prefix length.
 func (n *node) halves(length int) (lower, upper *node) {
 	switch {
 	case n.prefix.Bits() == length:
@@ -163,7 +165,7 @@ func (n *node) halves(length int) (lower, upper *node) {
 
 func covers(a, b netip.Prefix) bool { return a.Bits() <= b.Bits() && a.Overlaps(b) }
 
-// bit is one bit of a prefix's address, 0 the highest.
+// bit returns bit i of the address, counted from the highest.
 func bit(prefix netip.Prefix, i int) byte {
 	addr := prefix.Addr().As16()
 	i += addrBits - prefix.Addr().BitLen()
@@ -171,7 +173,7 @@ func bit(prefix netip.Prefix, i int) byte {
 	return addr[i/8] >> (7 - i%8) & 1
 }
 
-// common is the longest prefix that covers both, which are of one family.
+// common returns the longest prefix that covers both; they must be of the same IP family.
 func common(a, b netip.Prefix) netip.Prefix {
 	x, y := a.Addr().As16(), b.Addr().As16()
 
