@@ -15,10 +15,10 @@ import (
 	controllerhealthz "k8s.io/controller-manager/pkg/healthz"
 	"k8s.io/klog/v2"
 
-	"github.com/talos-ccm/talos-ccm/pkg/clusteridentity"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
 	nodecontroller "github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
+	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -61,6 +61,11 @@ func (m *controllerManager) control(ctx context.Context) error {
 		return fmt.Errorf("create controller context: %w", err)
 	}
 
+	controlPlane, err := m.newControlPlane(dial)
+	if err != nil {
+		return err
+	}
+
 	framework := app.ConstructControllerInitializers(app.DefaultInitFuncConstructors, m.config, provider.New(inv, m.nodeOptions))
 
 	start := func(ctx context.Context, name string) (bool, error) {
@@ -76,9 +81,9 @@ func (m *controllerManager) control(ctx context.Context) error {
 		case names.CloudNodeController:
 			run, err = m.newNodeController(client, inv)
 		case csrApproval:
-			run, err = m.newCSRApproval(client, inv, dial)
+			run, err = m.newCSRApproval(client, inv, controlPlane)
 		case nodeipam.Name:
-			run, err = m.newNodeIPAM(client, inv, dial)
+			run, err = m.newNodeIPAM(client, inv, controlPlane)
 		default:
 			_, started, err := framework[name](ctx, controllerContext)
 
@@ -97,6 +102,7 @@ func (m *controllerManager) control(ctx context.Context) error {
 	}
 
 	group.Go(func() { refl.Run(ctx) })
+	group.Go(func() { controlPlane.Run(ctx) })
 	m.config.SharedInformers.Start(ctx.Done())
 	controllerContext.InformerFactory.Start(ctx.Done())
 	close(controllerContext.InformersStarted)
@@ -151,6 +157,27 @@ func (m *controllerManager) nodeOptions() nodespec.Options {
 	return NodeOptions(m.app.settings.Current(), m.app.options.ProviderIDFallback)
 }
 
+// newControlPlane returns the reader of the control plane, which the controllers share.
+func (m *controllerManager) newControlPlane(dial talosapi.DialFunc) (*controlplane.Reader, error) {
+	client, err := kubernetes.NewForConfig(m.config.Kubeconfig)
+	if err != nil {
+		return nil, fmt.Errorf("create Kubernetes client: %w", err)
+	}
+
+	cfg := controlplane.Config{
+		Kubernetes: m.config.Kubeconfig,
+		Client:     client,
+		Nodes:      m.config.SharedInformers.Core().V1().Nodes(),
+		Dial:       dial,
+		Clock:      m.app.clock,
+	}
+	if m.app.socket != nil {
+		cfg.LocalState = m.app.socket.Reader
+	}
+
+	return controlplane.New(cfg), nil
+}
+
 func (m *controllerManager) newNodeController(client kubernetes.Interface, inv *inventory.Inventory) (func(context.Context), error) {
 	ctrl, err := nodecontroller.New(nodecontroller.Config{
 		Client:    client,
@@ -172,23 +199,13 @@ func (m *controllerManager) newNodeController(client kubernetes.Interface, inv *
 }
 
 func (m *controllerManager) newCSRApproval(
-	client kubernetes.Interface, inv *inventory.Inventory, dial talosapi.DialFunc,
+	client kubernetes.Interface, inv *inventory.Inventory, controlPlane *controlplane.Reader,
 ) (func(context.Context), error) {
-	nodes := m.config.SharedInformers.Core().V1().Nodes()
-
-	identity := clusteridentity.New(clusteridentity.Config{
-		Kubernetes: m.config.Kubeconfig,
-		Client:     client,
-		Nodes:      nodes.Lister(),
-		Dial:       dial,
-		Clock:      m.app.clock,
-	})
-
 	ctrl, err := csrapproval.New(csrapproval.Config{
 		Client:    client,
-		Nodes:     nodes,
+		Nodes:     m.config.SharedInformers.Core().V1().Nodes(),
 		Inventory: inv,
-		Identity:  identity,
+		Identity:  controlPlane.Identity(),
 		Recorder:  m.recorder,
 		Clock:     m.app.clock,
 		Managed: func(node *corev1.Node, talos machine.Machine) bool {
@@ -203,11 +220,6 @@ func (m *controllerManager) newCSRApproval(
 	}
 
 	return func(ctx context.Context) {
-		var group sync.WaitGroup
-		defer group.Wait()
-
-		group.Go(func() { identity.Run(ctx) })
-
 		defer m.app.settings.Subscribe(ctrl.Requeue)()
 
 		ctrl.Run(ctx, csrWorkers)
@@ -216,7 +228,7 @@ func (m *controllerManager) newCSRApproval(
 
 // newNodeIPAM returns nil if the allocation of pod CIDRs is disabled.
 func (m *controllerManager) newNodeIPAM(
-	client kubernetes.Interface, inv *inventory.Inventory, dial talosapi.DialFunc,
+	client kubernetes.Interface, inv *inventory.Inventory, controlPlane *controlplane.Reader,
 ) (func(context.Context), error) {
 	if !m.app.options.Framework.KubeCloudShared.AllocateNodeCIDRs {
 		return nil, nil
@@ -227,20 +239,14 @@ func (m *controllerManager) newNodeIPAM(
 		return nil, err
 	}
 
-	var local talosapi.State
-	if m.app.socket != nil {
-		local = m.app.socket.Reader
-	}
-
 	ctrl, err := nodeipam.New(nodeipam.Config{
-		Client:     client,
-		Nodes:      m.config.SharedInformers.Core().V1().Nodes(),
-		Inventory:  inv,
-		Recorder:   m.recorder,
-		Clock:      m.app.clock,
-		LocalState: local,
-		Dial:       dial,
-		Selector:   func() *rules.Selector { return m.app.settings.Current().NodeSelector },
+		Client:       client,
+		Nodes:        m.config.SharedInformers.Core().V1().Nodes(),
+		Inventory:    inv,
+		ControlPlane: controlPlane.Network(),
+		Recorder:     m.recorder,
+		Clock:        m.app.clock,
+		Selector:     func() *rules.Selector { return m.app.settings.Current().NodeSelector },
 		Pools: func() (pools []nodeipam.Pool) {
 			for _, pool := range m.app.settings.Current().Pools {
 				pools = append(pools, nodeipam.Pool(pool))

@@ -8,7 +8,6 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/tools/cache"
 
-	"github.com/talos-ccm/talos-ccm/pkg/clusteridentity"
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
@@ -24,7 +23,7 @@ const indexSubjects = "csrapproval/subjects"
 func PolicyFor(current *config.Compiled, node *corev1.Node, m machine.Machine) csrpolicy.Policy {
 	policy := csrpolicy.Policy{MaxExpiration: current.MaxExpiration}
 
-	if m.Type.IsControlPlane() && !clusteridentity.IsControlPlane(node) {
+	if m.Type.IsControlPlane() && !nodespec.IsControlPlane(node) {
 		return policy // a machine can report any role, and selectors may match it
 	}
 
@@ -107,7 +106,7 @@ func nodeState(node *corev1.Node, managed func() bool) csrpolicy.NodeState {
 		return csrpolicy.NodeUnknown
 	case !nodespec.IsTalos(node) || !managed():
 		return csrpolicy.NodeUnmanaged
-	case clusteridentity.IsControlPlane(node):
+	case nodespec.IsControlPlane(node):
 		return csrpolicy.NodeControlPlane
 	default:
 		return csrpolicy.NodeWorker

@@ -38,9 +38,9 @@ import (
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/bootstrap"
-	"github.com/talos-ccm/talos-ccm/pkg/clusteridentity"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
 	nodecontroller "github.com/talos-ccm/talos-ccm/pkg/controllers/node"
+	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -227,11 +227,11 @@ func (b *bed) bootstrap(ctx context.Context, group *sync.WaitGroup) error {
 
 // instance is everything that a leader runs.
 type instance struct {
-	nodes      corelisters.NodeLister
-	inventory  *inventory.Inventory
-	identity   *clusteridentity.Gatherer
-	controller *csrapproval.Controller
-	stop       func()
+	nodes        corelisters.NodeLister
+	inventory    *inventory.Inventory
+	controlPlane *controlplane.Reader
+	controller   *csrapproval.Controller
+	stop         func()
 	// freeze stops the watch of Nodes.
 	freeze func()
 
@@ -313,12 +313,12 @@ func (b *bed) start(ctx context.Context) (*instance, error) {
 		machines = reflector.New(i.inventory, dial, clock.RealClock{})
 	)
 
-	i.identity = clusteridentity.New(clusteridentity.Config{
-		Kubernetes: b.product, Client: client, Nodes: nodes.Lister(), Dial: dial, Clock: clock.RealClock{},
+	i.controlPlane = controlplane.New(controlplane.Config{
+		Kubernetes: b.product, Client: client, Nodes: nodes, Dial: dial, Clock: clock.RealClock{},
 	})
 
 	i.controller, err = csrapproval.New(csrapproval.Config{
-		Client: client, Nodes: nodes, Inventory: i.inventory, Identity: i.identity, Recorder: recorder, Clock: clock.RealClock{},
+		Client: client, Nodes: nodes, Inventory: i.inventory, Identity: i.controlPlane.Identity(), Recorder: recorder, Clock: clock.RealClock{},
 		Managed: i.managed, Policy: i.policy,
 	})
 	if err != nil {
@@ -337,7 +337,7 @@ func (b *bed) start(ctx context.Context) (*instance, error) {
 		return nil, err
 	}
 
-	group.Go(func() { i.identity.Run(ctx) })
+	group.Go(func() { i.controlPlane.Run(ctx) })
 	group.Go(func() { machines.Run(ctx) })
 	group.Go(func() { i.controller.Run(ctx, 10) })
 	group.Go(func() { initializer.Run(ctx, 10) })

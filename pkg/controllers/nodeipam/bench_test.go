@@ -21,12 +21,12 @@ import (
 
 var benchNodes = flag.Int("nodes", 5000, "number of Nodes of the benchmark")
 
-// registrars is how many Nodes of the benchmark are registered at a time.
+// registrars is the number of Nodes that are registered concurrently.
 const registrars = 16
 
-// BenchmarkAllocateAll has dual-stack Nodes that are all there given their blocks, by us and by kube-controller-manager's RangeAllocator on the same API
-// server. Neither is held back by its client's rate limit. It reports the time from the allocator's start to the last Node, and
-// the rate from the first Node to the last.
+// BenchmarkAllocateAll compares this controller with kube-controller-manager's RangeAllocator, for existing dual-stack
+// Nodes on the same API server, without client-side rate limits. It reports the time from the start of the allocator to
+// the last Node, and the rate from the first Node to the last.
 func BenchmarkAllocateAll(b *testing.B) {
 	for _, allocator := range []struct {
 		name  string
@@ -116,7 +116,8 @@ func (w *world) fill(count int) {
 	group.Wait()
 }
 
-// count returns a function that waits until count Nodes have been given blocks of both families, and says when the first and the last were.
+// count returns a function that waits until count Nodes have blocks of both families, and returns the times of the first
+// and the last.
 func (w *world) count(count int) func() (first, last time.Time) {
 	w.Helper()
 

@@ -1,31 +1,35 @@
-// Package nodeipam gives Nodes their pod CIDRs.
+// Package nodeipam assigns pod CIDRs to Nodes.
 //
 // Name: node-ipam-controller (alias nodeipam).
 //
-// Inputs: the Node informer, a list of the Nodes from the API server at the start, the inventory, the pools of the configuration, the ServiceCIDRs, and
-// what kube-controller-manager does, as the control-plane machines have it.
+// Inputs: the Node informer, a list of all Nodes from the API server when leadership starts, the inventory, the pools
+// of the configuration, and from the control plane the ServiceCIDRs and the configuration of kube-controller-manager.
 //
-// Outputs: spec.podCIDR and spec.podCIDRs of Nodes of Talos machines that have none, both families in one write.
+// Outputs: spec.podCIDR and spec.podCIDRs of Talos Nodes that have none, all IP families in one write.
 //
-// It never changes podCIDRs, which the API server forbids; never writes one family without the other; never puts another prefix in the place of one that it
-// cannot learn; and writes nothing while somebody else allocates too.
+// It never changes podCIDRs, which the API server forbids; never writes one IP family without the other; never replaces
+// a prefix that it cannot determine by another one; and writes nothing while another controller allocates pod CIDRs.
 //
-// # What is in use
+// # Allocations
 //
-// The truth are the Nodes. A leader lists them after it has won the lease, and then follows the cache and remembers what it has written itself and the
-// cache does not show yet. A block is free when its Node is gone from the API, and there is no other way to give one back. So a killed process leaves
-// nothing behind: what it had written is on the list, what it had not is free. One worker decides and writes, one Node after the other.
+// The Nodes are the only record of allocations. A leader lists them after it has acquired the lease; then it follows
+// the cache and remembers its own writes until the cache shows them. A block becomes free only when its Node is
+// deleted. A process that crashes therefore leaks nothing: what it has written is in the next list, and what it has not
+// written is free. A single worker decides and writes, one Node at a time.
 //
-// # Two leaders
+// # Leader changes
 //
-// No two Nodes get one block as long as no two leaders write: the API server checks a write against one Node, not against all of them. A leader
-// stops before its lease expires and releases it only when it has stopped, a write is never abandoned half-way, and it is bounded, here and
-// at the API server, by less than what is left of the lease: so it is done or refused before the next leader lists. A process that is halted for longer than that
-// between its last look at the lease and its write can still do harm; the next leader then sees blocks overlap, and says so on both Nodes.
+// The API server checks a write against one Node, not against all of them, so two leaders that write at the same time
+// could allocate a block twice. A leader stops before its lease expires and releases the lease only after it has
+// stopped; a write is never abandoned, and it is bounded, by client and API server, by less than the remaining lease.
+// Each write has therefore succeeded or failed before the next leader lists. A process that is suspended for longer
+// than that between its last check of the lease and its write can still allocate a block twice; the next leader detects
+// the overlap and reports it on both Nodes.
 package nodeipam
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"net/netip"
 	"sync"
@@ -36,35 +40,48 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
 	coreinformers "k8s.io/client-go/informers/core/v1"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/kubernetes/scheme"
 	corelisters "k8s.io/client-go/listers/core/v1"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/tools/record"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 
+	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
-	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
 
-// What the controller is called.
+// Names of the controller, as in kube-controller-manager.
 const (
-	Name  = nodeIPAM
-	Alias = nodeIPAMAlias
+	Name  = "node-ipam-controller"
+	Alias = "nodeipam"
 )
 
-const (
+// FieldManager owns the podCIDRs that this controller has written.
+const FieldManager = "talos-ccm-node-ipam"
 
-	// listTimeout bounds a list of all Nodes, and listPage is how many of them come at a time.
+const (
+	// refreshInterval is the period of the work that no event triggers.
+	refreshInterval = 30 * time.Second
+
+	// listTimeout bounds a list of all Nodes.
 	listTimeout = time.Minute
 
-	// These are no Nodes' names. wakeKey has the worker look at all Nodes without podCIDRs, refreshKey at everything else that has no event of its own, too.
-	wakeKey    = "/wake"
+	// writeTimeout bounds a write, by client and API server. It must be shorter than the time for which a leader that
+	// stops still holds the lease: then the next leader's list contains every write.
+	writeTimeout = 3 * time.Second
+
+	// Queue keys that cannot be the name of a Node: enqueue all Nodes without podCIDRs, and do the periodic work.
+	pendingKey = "/pending"
 	refreshKey = "/refresh"
 )
 
@@ -74,137 +91,77 @@ type Inventory interface {
 	Subscribe(handler func(nodename string))
 }
 
-// Config is all a Controller needs. Every field must be set, but for those that say otherwise.
+// ControlPlane is what the controller reads of the control plane.
+type ControlPlane interface {
+	Current() *controlplane.Network
+	Subscribe(handler func())
+}
+
+// Config configures a Controller. All fields but Options are required.
 type Config struct {
-	Client    kubernetes.Interface
-	Nodes     coreinformers.NodeInformer
-	Inventory Inventory
-	Recorder  record.EventRecorder
-	Clock     clock.Clock
-	// Own is this machine's state, to ask it what kube-controller-manager does while no control-plane machine is in the inventory; nil outside Talos.
-	LocalState talosapi.State
-	// Dial is for the control-plane machines in the inventory.
-	Dial talosapi.DialFunc
-	// Claim selects the machines whose Nodes are ours to write, by the configuration in force; nil, or a nil answer: all.
+	Client       kubernetes.Interface
+	Nodes        coreinformers.NodeInformer
+	Inventory    Inventory
+	ControlPlane ControlPlane
+	Recorder     record.EventRecorder
+	Clock        clock.Clock
+	// Selector returns the current selector of managed Nodes; nil: all.
 	Selector func() *rules.Selector
-	// Pools are those of the configuration in force; nil: there are none. The first that selects a Node counts.
+	// Pools returns the current pools; the first that selects a Node applies.
 	Pools func() []Pool
-	// Options are the cluster-wide choices; the zero value is the default.
+	// Options are the cluster-wide settings; the zero value is the default.
 	Options Options
 }
 
 // Controller is the node IPAM controller. Use New and Run.
 type Controller struct {
-	client      kubernetes.Interface
+	cfg         Config
 	lister      corelisters.NodeLister
 	synced      cache.InformerSynced
-	inventory   Inventory
-	clock       clock.Clock
-	own         talosapi.State
-	dial        talosapi.DialFunc
-	claim       func() *rules.Selector
-	pools       func() []Pool
-	options     Options
-	book        *book
-	reporter    *reporter
+	allocations *allocations
+	reporter    *events.Reporter
 	queue       queue.Queue
-	environment atomic.Pointer[environment]
-	intruder    atomic.Pointer[intruder]
-	// hearing is held while what a machine says is read and taken down, so that it is not replaced by something older.
-	hearing sync.Mutex
-	// managers are what the control-plane machines have said last, by nodename; follow's alone.
-	managers map[string]manager
+	// conflict is the last write of podCIDRs by another controller.
+	conflict atomic.Pointer[conflictingAllocator]
+	// machineMu is held while an inventory entry is read and its addresses are reserved, so that no older entry
+	// replaces a newer one.
+	machineMu sync.Mutex
+	// loggedState is the state that was logged last. Only the worker uses it.
+	loggedState string
 }
 
-// New makes a Controller and subscribes it. The informer must not have been started yet. The error says what is wrong with the Options.
+// New returns a Controller that has subscribed to its inputs. The informer must not have been started yet. The error
+// describes invalid Options.
 func New(cfg Config) (*Controller, error) {
 	if err := cfg.Options.Validate(); err != nil {
 		return nil, err
 	}
 
-	options := cfg.Options.withDefaults()
+	cfg.Options = cfg.Options.withDefaults()
+	c := &Controller{cfg: cfg, lister: cfg.Nodes.Lister(), reporter: events.New(cfg.Recorder), queue: queue.New(Alias)}
+	c.allocations = newAllocations(c.Resync)
 
-	c := &Controller{
-		client:    cfg.Client,
-		lister:    cfg.Nodes.Lister(),
-		inventory: cfg.Inventory,
-		clock:     cfg.Clock,
-		own:       cfg.LocalState,
-		dial:      cfg.Dial,
-		claim:     cfg.Selector,
-		pools:     cfg.Pools,
-		options:   options,
-		reporter:  newReporter(cfg.Recorder),
-		queue:     queue.New(nodeIPAMAlias),
-	}
-	c.book = newBook(c.Resync)
-
-	if c.claim == nil {
-		c.claim = func() *rules.Selector { return nil }
-	}
-
-	if c.pools == nil {
-		c.pools = func() []Pool { return nil }
-	}
-
-	registration, err := cfg.Nodes.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: c.added, UpdateFunc: c.updated, DeleteFunc: c.deleted})
+	registration, err := cfg.Nodes.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc: c.nodeAdded, UpdateFunc: c.nodeUpdated, DeleteFunc: c.nodeDeleted,
+	})
 	if err != nil {
 		return nil, fmt.Errorf("watch nodes: %w", err)
 	}
 
-	// Of the handler, not of the informer alone: the book has to know all that the cache knows.
+	// The handler's, not only the informer's: the allocations must contain everything that the cache contains.
 	c.synced = registration.HasSynced
 
-	cfg.Inventory.Subscribe(c.heard)
+	cfg.Inventory.Subscribe(c.machineChanged)
+	cfg.ControlPlane.Subscribe(func() { c.queue.Add(refreshKey) })
 
 	return c, nil
 }
 
-func (c *Controller) added(obj any) {
-	if node, ok := obj.(*corev1.Node); ok {
-		c.book.show(node)
-		c.book.reserve("node "+node.Name, hosts(nodespec.DialAddresses(node)))
-		c.heard(node.Name)
-	}
-}
+// Resync retries the Nodes without podCIDRs: a block was released, or the configuration has changed.
+func (c *Controller) Resync() { c.queue.Add(pendingKey) }
 
-// heard takes down what a machine keeps from all Nodes, before any of them is given blocks.
-func (c *Controller) heard(nodename string) {
-	c.hearing.Lock()
-	defer c.hearing.Unlock()
-
-	c.book.reserve("machine "+nodename, kept(c.inventory.Get(nodename).Machine))
-	c.queue.Add(nodename)
-}
-
-func (c *Controller) updated(old, obj any) {
-	before, wasNode := old.(*corev1.Node)
-	node, isNode := obj.(*corev1.Node)
-
-	if wasNode && isNode {
-		c.watchOthers(before, node)
-	}
-
-	c.added(obj)
-}
-
-func (c *Controller) deleted(obj any) {
-	if tombstone, ok := obj.(cache.DeletedFinalStateUnknown); ok {
-		obj = tombstone.Obj
-	}
-
-	if node, ok := obj.(*corev1.Node); ok {
-		c.book.gone(node.Name, node.UID)
-		c.book.reserve("node "+node.Name, nil)
-		c.queue.Add(node.Name)
-	}
-}
-
-// Resync has the Nodes looked at again that wait: something was given back, or the configuration has changed.
-func (c *Controller) Resync() { c.queue.Add(wakeKey) }
-
-// Run works until ctx ends and what has been begun is done. It must not be called before the lease is held: what it starts from must be newer than
-// what any leader before has written.
+// Run works until ctx ends and the current write has finished. Call it only while holding the lease: it starts from a
+// list of Nodes that must be newer than every write of earlier leaders.
 func (c *Controller) Run(ctx context.Context) {
 	defer c.queue.ShutDown()
 	defer resetGauges()
@@ -213,63 +170,51 @@ func (c *Controller) Run(ctx context.Context) {
 		return
 	}
 
-	if !c.start(ctx) {
-		return
+	err := backoff.Retry(ctx, c.cfg.Clock, queue.RetryFirst, queue.RetryMax, func(ctx context.Context) error {
+		err := c.listAllocations(ctx)
+		if err != nil {
+			klog.FromContext(ctx).Error(err, "Failed to list allocated pod CIDRs; retrying")
+		}
+
+		return err
+	})
+	if err != nil {
+		return // ctx has ended
 	}
 
 	var group wait.Group
 
-	group.StartWithContext(ctx, c.follow)
-	group.StartWithContext(ctx, c.worker().Run)
+	worker := queue.Worker{Queue: c.queue, Subject: "node", Failure: "Failed to assign pod CIDRs; retrying", Sync: c.sync}
+	group.StartWithContext(ctx, worker.Run)
 
-	<-ctx.Done()
+	for c.queue.Add(refreshKey); backoff.Sleep(ctx, c.cfg.Clock, refreshInterval); {
+		c.queue.Add(refreshKey)
+	}
+
 	c.queue.ShutDown()
 	group.Wait()
 }
 
-// start takes down what is in use, as the API server has it now. It tells whether that was done before ctx ended.
-func (c *Controller) start(ctx context.Context) bool {
-	backoff := wait.Backoff{Duration: queue.RetryFirst, Factor: 2, Jitter: 0.1, Steps: 10, Cap: queue.RetryMax}
-
-	for {
-		err := c.list(ctx)
-		if err == nil {
-			return true
-		}
-
-		klog.FromContext(ctx).Error(err, "Could not learn which pod CIDRs are in use, trying again")
-
-		select {
-		case <-ctx.Done():
-			return false
-		case <-c.clock.After(backoff.Step()):
-		}
-	}
-}
-
-// list reads all Nodes from the API server, and not from a cache of its or ours: without a resourceVersion it answers with what is true now.
-func (c *Controller) list(ctx context.Context) error {
+// listAllocations reads all Nodes from the API server. Without a resourceVersion the list is consistent, not served
+// from a cache.
+func (c *Controller) listAllocations(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, listTimeout)
 	defer cancel()
 
-	nodes, err := c.client.CoreV1().Nodes().List(ctx, metav1.ListOptions{})
+	nodes, err := c.cfg.Client.CoreV1().Nodes().List(ctx, metav1.ListOptions{})
 	if err != nil {
 		return fmt.Errorf("list nodes: %w", err)
 	}
 
-	c.book.list(nodes)
+	c.allocations.observeList(nodes)
 
 	return nil
 }
 
-func (c *Controller) worker() queue.Worker {
-	return queue.Worker{Queue: c.queue, Subject: "node", Failure: "Could not give the Node its pod CIDRs, trying again", Sync: c.sync}
-}
-
 func (c *Controller) sync(ctx context.Context, key string) error {
 	switch key {
-	case wakeKey:
-		return c.enqueueWaiting()
+	case pendingKey:
+		return c.enqueuePending()
 	case refreshKey:
 		return c.refresh(ctx)
 	default:
@@ -277,135 +222,175 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 	}
 }
 
-// syncNode looks at one Node. What cannot be done yet is reported and is no error: whatever changes it brings the Node back here.
-func (c *Controller) syncNode(ctx context.Context, key string) error {
-	node, err := c.lister.Get(key)
-	if err != nil && !apierrors.IsNotFound(err) {
-		return err
-	} else if err != nil {
+// syncNode assigns podCIDRs to one Node. If something is missing, it reports that and returns nil: the change that
+// provides it requeues the Node.
+func (c *Controller) syncNode(ctx context.Context, nodename string) error {
+	node, err := c.lister.Get(nodename)
+	if apierrors.IsNotFound(err) {
 		node = nil
+	} else if err != nil {
+		return fmt.Errorf("get node %q: %w", nodename, err)
 	}
 
-	blocks, waiting := c.book.settle(key, node)
+	blocks, pending := c.allocations.resolve(nodename, node)
 
 	switch {
 	case node == nil:
-		c.reporter.clear(key)
-	case !waiting:
-		c.review(node)
+		c.reporter.Forget(nodename)
+	case !pending:
+		c.report(node, c.allocations.review(node))
 	case nodespec.IsTalos(node) && node.DeletionTimestamp == nil:
-		return c.allocate(ctx, node, blocks)
+		return c.assign(ctx, node, blocks)
 	}
 
 	return nil
 }
 
-// review reports what is wrong with podCIDRs that cannot be changed any more.
-func (c *Controller) review(node *corev1.Node) {
-	if _, invalid := podCIDRs(node); len(invalid) > 0 {
-		c.reporter.report(node, finding{reason: ReasonInvalid, message: fmt.Sprintf("podCIDRs %q are not CIDRs", invalid)})
-
-		return
+// assign allocates blocks for a Node and writes them. Blocks that were allocated before, in a write whose result is
+// unknown, are written again.
+func (c *Controller) assign(ctx context.Context, node *corev1.Node, blocks []netip.Prefix) error {
+	network := c.cfg.ControlPlane.Current()
+	if network == nil {
+		return nil // the first refresh requeues the Node
 	}
 
-	if other, found := c.book.overlap(node.Name); found {
-		c.reporter.report(node, finding{reason: ReasonOverlap, message: fmt.Sprintf(
-			"podCIDRs %v overlap those of Node %s; to be given others, a Node has to be deleted and registered again", node.Spec.PodCIDRs, other)})
+	options, blockedReason := c.effectiveOptions(network)
+	p := plan{node: node, entry: c.cfg.Inventory.Get(node.Name), selector: c.cfg.Selector(), pools: c.cfg.Pools(), options: options}
 
-		return
-	}
-
-	c.reporter.clear(node.Name)
-}
-
-// allocate gives a Node its blocks: those that were decided on before, if a write of them may have been lost.
-func (c *Controller) allocate(ctx context.Context, node *corev1.Node, blocks []netip.Prefix) error {
-	env := c.environment.Load()
-	if env == nil {
-		return nil // comes back when it is known
-	}
-
-	d := demand{
-		node: node, entry: c.inventory.Get(node.Name), clusterCIDRs: env.clusterCIDRs, claim: c.claim(), pools: c.pools(), options: c.options,
-	}
-
-	requests, problem := c.decide(d)
-	if problem == nil && blocks == nil && len(requests) > 0 {
-		blocks, problem = c.book.take(node, requests)
-	}
-
-	if problem != nil {
-		c.reporter.report(node, *problem)
+	managed, condition := p.managed()
+	if condition != nil || !managed {
+		c.report(node, condition)
 
 		return nil
 	}
 
-	if len(requests) == 0 || len(blocks) == 0 {
-		c.reporter.clear(node.Name)
+	if blockedReason != nil {
+		c.report(node, blockedReason)
 
 		return nil
 	}
 
-	return c.give(ctx, node, blocks, requests)
-}
+	requests, condition := p.requests()
+	if condition == nil && blocks == nil {
+		// Here too, because a refresh may be late.
+		c.allocations.reserve("services", options.ServiceCIDRs)
 
-// decide says what the Node needs, nothing if it is none of ours, or why it has to wait.
-func (c *Controller) decide(d demand) ([]request, *finding) {
-	if claimed, problem := d.claimed(); problem != nil || !claimed {
-		return nil, problem
+		blocks, condition = c.allocations.allocate(node, requests)
 	}
 
-	if problem := c.obstacle(); problem != nil {
-		return nil, problem
+	if condition != nil || len(blocks) == 0 {
+		c.report(node, condition)
+
+		return nil
 	}
 
-	return d.requests()
+	return c.write(ctx, node, blocks, requests)
 }
 
-// give writes what was decided on.
-func (c *Controller) give(ctx context.Context, node *corev1.Node, blocks []netip.Prefix, requests []request) error {
-	after, err := write(ctx, c.client, node, blocks)
+// write sets podCIDR and podCIDRs in one patch. The patch carries UID and resourceVersion of the Node that the blocks
+// were allocated for, so that it applies neither to a later version nor to another Node of the same name.
+func (c *Controller) write(ctx context.Context, node *corev1.Node, blocks []netip.Prefix, requests []request) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+
+	podCIDRs := make([]string, len(blocks))
+	for i, block := range blocks {
+		podCIDRs[i] = block.String()
+	}
+
+	patch, err := json.Marshal(map[string]any{
+		"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion},
+		"spec":     map[string]any{"podCIDR": podCIDRs[0], "podCIDRs": podCIDRs},
+	})
+	if err != nil {
+		return fmt.Errorf("encode podCIDRs: %w", err)
+	}
+
+	// Not canceled with ctx: the result must be known before another leader starts.
+	writeCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), writeTimeout)
+	defer cancel()
+
+	updated := &corev1.Node{}
+	err = c.cfg.Client.CoreV1().RESTClient().Patch(types.MergePatchType).Resource("nodes").Name(node.Name).
+		VersionedParams(&metav1.PatchOptions{FieldManager: FieldManager}, scheme.ParameterCodec).
+		Timeout(writeTimeout).Body(patch).Do(writeCtx).Into(updated)
 
 	switch {
-	case apierrors.IsNotFound(err): // deleted meanwhile
-		return nil
+	case apierrors.IsNotFound(err):
+		return nil // deleted
 	case apierrors.IsInvalid(err), apierrors.IsForbidden(err):
-		c.reporter.report(node, finding{reason: ReasonWriteFailed, message: err.Error()})
+		c.report(node, newCondition(ReasonWriteFailed, "The API server rejected podCIDRs %v: %v", podCIDRs, err))
 	}
 
 	if err != nil {
-		// It may have been done all the same. The blocks stay this Node's until the cache shows a version of it that tells.
-		return fmt.Errorf("update node %s: %w", node.Name, err)
+		// The write may have succeeded. The blocks stay allocated until the cache shows whether it has.
+		return fmt.Errorf("patch podCIDRs %v of node %q: %w", podCIDRs, node.Name, err)
 	}
 
-	c.book.wrote(after)
-	c.reporter.clear(node.Name)
-	klog.FromContext(ctx).Info("Gave the Node its pod CIDRs", "cidr", blocks)
+	c.allocations.confirm(updated)
+	c.report(node, nil)
+	klog.FromContext(ctx).Info("Assigned pod CIDRs", "podCIDRs", podCIDRs)
 
 	for _, r := range requests {
-		allocations.WithLabelValues(r.pool, string(r.family)).Inc()
+		allocationsTotal.WithLabelValues(r.pool, string(r.family)).Inc()
 	}
 
 	return nil
 }
 
-// refresh does what no event asks for.
+// report replaces the condition of a Node; nil: it has none.
+func (c *Controller) report(node *corev1.Node, condition *events.Condition) {
+	var conditions []events.Condition
+	if condition != nil {
+		conditions = append(conditions, *condition)
+	}
+
+	for _, added := range c.reporter.Report(node.Name, node, conditions...) {
+		failuresTotal.WithLabelValues(added.Reason).Inc()
+	}
+}
+
+// refresh does the work that no event triggers, and logs when allocation is blocked and when it resumes.
 func (c *Controller) refresh(ctx context.Context) error {
-	if c.book.unseen() {
-		if err := c.list(ctx); err != nil {
+	// The cache may never show a listed Node that was deleted soon after.
+	if c.allocations.anyListed() {
+		if err := c.listAllocations(ctx); err != nil {
 			return err
 		}
 	}
 
-	c.measure()
+	network := c.cfg.ControlPlane.Current()
+	if network == nil {
+		return nil
+	}
 
-	return c.enqueueWaiting()
+	options, blockedReason := c.effectiveOptions(network)
+	c.allocations.reserve("services", options.ServiceCIDRs)
+	c.updateGauges(options, blockedReason)
+
+	state, logger := "Allocating", klog.FromContext(ctx)
+	if blockedReason != nil {
+		state = blockedReason.Reason
+	}
+
+	switch {
+	case state == c.loggedState:
+	case blockedReason != nil:
+		logger.Info("Pod CIDR allocation blocked; retrying", "reason", state, "message", blockedReason.Message)
+	default:
+		logger.Info("Allocating pod CIDRs", "clusterCIDRs", options.ClusterCIDRs, "serviceCIDRs", options.ServiceCIDRs)
+	}
+
+	c.loggedState = state
+
+	return c.enqueuePending()
 }
 
-func (c *Controller) enqueueWaiting() error {
+func (c *Controller) enqueuePending() error {
 	nodes, err := c.lister.List(labels.Everything())
 	if err != nil {
-		return err
+		return fmt.Errorf("list nodes: %w", err)
 	}
 
 	for _, node := range nodes {
@@ -415,4 +400,44 @@ func (c *Controller) enqueueWaiting() error {
 	}
 
 	return nil
+}
+
+func (c *Controller) nodeAdded(obj any) {
+	if node, ok := obj.(*corev1.Node); ok {
+		c.allocations.observe(node)
+		c.allocations.reserve("node "+node.Name, hostPrefixes(nodespec.DialAddresses(node)))
+		c.machineChanged(node.Name)
+	}
+}
+
+func (c *Controller) nodeUpdated(old, obj any) {
+	before, wasNode := old.(*corev1.Node)
+	node, isNode := obj.(*corev1.Node)
+
+	if wasNode && isNode {
+		c.detectConflict(before, node)
+	}
+
+	c.nodeAdded(obj)
+}
+
+func (c *Controller) nodeDeleted(obj any) {
+	if tombstone, ok := obj.(cache.DeletedFinalStateUnknown); ok {
+		obj = tombstone.Obj
+	}
+
+	if node, ok := obj.(*corev1.Node); ok {
+		c.allocations.release(node.Name, node.UID)
+		c.allocations.reserve("node "+node.Name, nil)
+		c.queue.Add(node.Name)
+	}
+}
+
+// machineChanged reserves the addresses of a machine before any Node is assigned a block.
+func (c *Controller) machineChanged(nodename string) {
+	c.machineMu.Lock()
+	defer c.machineMu.Unlock()
+
+	c.allocations.reserve("machine "+nodename, reservedPrefixes(c.cfg.Inventory.Get(nodename).Machine))
+	c.queue.Add(nodename)
 }

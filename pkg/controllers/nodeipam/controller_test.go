@@ -3,6 +3,7 @@ package nodeipam_test
 import (
 	"context"
 	"crypto/tls"
+	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -14,12 +15,12 @@ import (
 
 	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/cosi-project/runtime/pkg/state"
-	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/role"
 	corev1 "k8s.io/api/core/v1"
 	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/clock"
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
@@ -69,28 +70,28 @@ func (w *world) setOSImage(name, image string) {
 	w.require(err)
 }
 
-// manualClock is one whose time goes on when the test says so. Only what has failed is tried again by itself, for nothing would ever come of it otherwise.
+// manualClock advances only when the test steps it. Short timers, such as those of retries, run in real time.
 type manualClock struct{ *clocktesting.FakeClock }
 
 func newManualClock() manualClock { return manualClock{clocktesting.NewFakeClock(time.Now())} }
 
-// After implements clock.Clock.
-func (c manualClock) After(d time.Duration) <-chan time.Time {
-	if d <= time.Second {
-		return time.After(d)
+// NewTimer implements clock.Clock.
+func (c manualClock) NewTimer(d time.Duration) clock.Timer {
+	if d < 10*time.Second {
+		return clock.RealClock{}.NewTimer(d)
 	}
 
-	return c.FakeClock.After(d)
+	return c.FakeClock.NewTimer(d)
 }
 
-// step lets the time go on that a controller waits for between two looks at its environment.
+// step advances the clock once something waits for it.
 func (w *world) step(clock manualClock, d time.Duration) {
 	w.Helper()
-	w.eventually("the controller waits", clock.HasWaiters)
+	w.eventually("the clock has a waiter", clock.HasWaiters)
 	clock.Step(d)
 }
 
-func TestGivesBlocksOfEachFamilyInOrder(t *testing.T) {
+func TestController_AssignsBlocksOfEachFamilyInOrder(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
@@ -102,7 +103,7 @@ func TestGivesBlocksOfEachFamilyInOrder(t *testing.T) {
 	w.wantCIDRs("b", "fd00:1:0:0:1::/80", "10.1.1.0/24")
 }
 
-func TestWritesBothFamiliesAtOnce(t *testing.T) {
+func TestController_WritesBothFamiliesAtOnce(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
@@ -132,11 +133,11 @@ func TestWritesBothFamiliesAtOnce(t *testing.T) {
 		}
 	}
 
-	t.Fatal("the watch has ended")
+	t.Fatal("the watch ended")
 }
 
-// TestAWriteIsNotAbandoned: a leader that has to stop knows what has become of its last write.
-func TestAWriteIsNotAbandoned(t *testing.T) {
+// TestController_FinishesItsWriteBeforeItStops: the next leader must see the result.
+func TestController_FinishesItsWriteBeforeItStops(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
@@ -151,12 +152,12 @@ func TestAWriteIsNotAbandoned(t *testing.T) {
 	p.stop()
 
 	if got := w.get("a").Spec.PodCIDRs; !slices.Equal(got, []string{"10.1.0.0/24"}) {
-		t.Errorf("podCIDRs %v after the controller has stopped, want those that were being written", got)
+		t.Errorf("podCIDRs %v after the controller stopped, want those of the write in flight", got)
 	}
 }
 
-// TestALateWriteIsRefused: one that was given up, and whose block has gone to another Node, comes too late.
-func TestALateWriteIsRefused(t *testing.T) {
+// TestController_LateWriteIsRejected: a write that timed out, whose block was allocated to another Node, arrives late.
+func TestController_LateWriteIsRejected(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
@@ -179,21 +180,21 @@ func TestALateWriteIsRefused(t *testing.T) {
 	w.run(setup{Options: cidrs("10.1.0.0/23"), wire: wire})
 	w.register("a") // the write of 10.1.1.0/24 is on its way
 	w.eventually("a has been written to again", func() bool { return sent.Load() > 1 })
-	w.setOSImage("a", "Fedora CoreOS") // which gives the block up, and takes none
+	w.setOSImage("a", "Fedora CoreOS") // makes the allocation stale
 	w.register("b")
 	w.wantCIDRs("b", "10.1.1.0/24")
 
 	before := sent.Load()
 
 	w.remove("before")
-	w.setOSImage("a", kube.DefaultOSImage) // which is decided anew: 10.1.0.0/24
+	w.setOSImage("a", kube.DefaultOSImage) // allocates another block, 10.1.0.0/24
 	w.eventually("a has been written to after that", func() bool { return sent.Load() > before })
 	wire.land()
 	wire.plan(calm)
 	w.wantCIDRs("a", "10.1.0.0/24")
 }
 
-func TestTakesWhatTalosHasForGranted(t *testing.T) {
+func TestController_DefaultsToTheCIDRsOfTalos(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
@@ -203,7 +204,7 @@ func TestTakesWhatTalosHasForGranted(t *testing.T) {
 	w.wantCIDRs("a", "10.2.2.0/24", "fd00:2:0:0:1::/80")
 }
 
-func TestReservesDeclaredServiceCIDRs(t *testing.T) {
+func TestController_ReservesServiceCIDRs(t *testing.T) {
 	t.Parallel()
 
 	declared := &networkingv1.ServiceCIDR{
@@ -223,7 +224,7 @@ func TestReservesDeclaredServiceCIDRs(t *testing.T) {
 	w.wantCIDRs("a", "10.3.1.0/24")
 }
 
-func TestLeavesOtherSystemsNodesAlone(t *testing.T) {
+func TestController_IgnoresNodesOfOtherSystems(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
@@ -233,11 +234,11 @@ func TestLeavesOtherSystemsNodesAlone(t *testing.T) {
 	w.awaitCIDRs("a")
 
 	if got := w.get("other").Spec.PodCIDRs; len(got) > 0 {
-		t.Errorf("podCIDRs %v were given to a Node of another system", got)
+		t.Errorf("podCIDRs %v were assigned to a Node of another system", got)
 	}
 }
 
-func TestABlockIsFreeWhenTheNodeIsGone(t *testing.T) {
+func TestController_ReleasesBlocksOfDeletedNodes(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
@@ -246,12 +247,12 @@ func TestABlockIsFreeWhenTheNodeIsGone(t *testing.T) {
 	w.wantCIDRs("a", "10.1.0.0/24")
 	w.remove("a")
 	w.register("b")
-	w.awaitWaiting("b", nodeipam.ReasonExhausted)
+	w.awaitPending("b", nodeipam.ReasonExhausted)
 	w.patch("a", "test", `{"metadata":{"finalizers":null}}`)
 	w.wantCIDRs("b", "10.1.0.0/24")
 }
 
-func TestBlocksOfWhateverOriginAreInUse(t *testing.T) {
+func TestController_KeepsClearOfAllExistingBlocks(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
@@ -274,7 +275,7 @@ func TestBlocksOfWhateverOriginAreInUse(t *testing.T) {
 	w.register("b")
 	w.wantCIDRs("b", "10.1.3.0/24", "fd00:1:0:0:1::/80")
 	w.register("c")
-	w.awaitWaiting("c", nodeipam.ReasonExhausted)
+	w.awaitPending("c", nodeipam.ReasonExhausted)
 	w.remove("twin-a")
 	w.wantCIDRs("c", "10.1.2.0/24", "fd00:1:0:0:2::/80")
 }
@@ -301,23 +302,23 @@ func (w *world) in(name, zone string) {
 	w.register(name, initialized)
 }
 
-func TestLeavesNodesAloneThatAreNotClaimed(t *testing.T) {
+func TestController_IgnoresNodesThatAreNotManaged(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
-	w.run(setup{Options: cidrs("10.1.0.0/16"), claim: func() *rules.Selector { return zone("ours") }})
+	w.run(setup{Options: cidrs("10.1.0.0/16"), selector: func() *rules.Selector { return zone("ours") }})
 	w.in("theirs", "theirs")
 	w.register("unknown")
-	w.awaitWaiting("unknown", nodeipam.ReasonMachineUnknown)
+	w.awaitPending("unknown", nodeipam.ReasonMachineUnknown)
 	w.in("ours", "ours")
 	w.wantCIDRs("ours", "10.1.0.0/24")
 
 	if got := w.get("theirs").Spec.PodCIDRs; len(got) > 0 {
-		t.Errorf("podCIDRs %v were given to a Node that is not claimed", got)
+		t.Errorf("podCIDRs %v were assigned to a Node that is not managed", got)
 	}
 }
 
-func TestPoolsChangeWhileNodesKeepTheirBlocks(t *testing.T) {
+func TestController_PoolChangesKeepAssignedBlocks(t *testing.T) {
 	t.Parallel()
 
 	var pools poolsNow
@@ -332,7 +333,7 @@ func TestPoolsChangeWhileNodesKeepTheirBlocks(t *testing.T) {
 	w.in("b", "elsewhere")
 	w.wantCIDRs("b", "10.9.0.0/24", "fd00:9:0:0:1::/80")
 	w.in("c", "one")
-	w.awaitWaiting("c", nodeipam.ReasonExhausted)
+	w.awaitPending("c", nodeipam.ReasonExhausted)
 
 	pools.set(
 		nodeipam.Pool{Name: "other", Selector: zone("other"), CIDRs: prefixes("10.7.0.0/16")},
@@ -343,15 +344,16 @@ func TestPoolsChangeWhileNodesKeepTheirBlocks(t *testing.T) {
 	w.wantCIDRs("a", "10.1.0.0/24", "fd00:9::/80")
 }
 
-// TestI1SingleAddress: a Node whose machine has a /128 only waits, with a reason, and gets both families when there is a prefix.
-func TestI1SingleAddress(t *testing.T) {
+// TestController_WaitsForAnIPv6Prefix: a Node whose machine has only a /128 is pending, and gets both families once
+// there is a prefix.
+func TestController_WaitsForAnIPv6Prefix(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
 	w.run(setup{Options: cloud("10.1.0.0/16", "fd00:1::/48")})
 
 	w.join("a", "10.0.0.1/24", "2001:db8:1:2::5/128")
-	w.awaitWaiting("a", nodeipam.ReasonPrefixMissing)
+	w.awaitPending("a", nodeipam.ReasonPrefixMissing)
 	w.join("b", "10.0.0.2/24", "2001:db8:1:3::5/64")
 	w.wantCIDRs("b", "10.1.0.0/24", "2001:db8:1:3:1::/80")
 
@@ -363,8 +365,9 @@ func TestI1SingleAddress(t *testing.T) {
 	}
 }
 
-// TestI2OwnAddressAndGateway: no block holds the address of a machine of the site, or the gateway's.
-func TestI2OwnAddressAndGateway(t *testing.T) {
+// TestController_KeepsClearOfMachinesAndGateway: no block contains the address of a machine of the site, or of the
+// gateway.
+func TestController_KeepsClearOfMachinesAndGateway(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
@@ -374,14 +377,15 @@ func TestI2OwnAddressAndGateway(t *testing.T) {
 	w.inventory.Replace(w.node("neighbor"), w.view("neighbor", "2001:db8:1:2::105/118"))
 	w.inventory.Replace(w.node("a"), w.view("a", "2001:db8:1:2::205/118", "10.1.0.7/16"))
 	w.register("a")
-	w.awaitWaiting("a", nodeipam.ReasonExhausted) // the IPv4 block is the one that the machine is in
+	w.awaitPending("a", nodeipam.ReasonExhausted) // the IPv4 block is the one that the machine is in
 
 	w.inventory.Replace(w.node("a"), w.view("a", "2001:db8:1:2::205/118"))
 	w.wantCIDRs("a", "10.1.0.0/24", "2001:db8:1:2::300/120")
 }
 
-// TestI2MachinesThatAreThereAlready: a leader that starts knows all machines' addresses before it gives the first Node a block.
-func TestI2MachinesThatAreThereAlready(t *testing.T) {
+// TestController_KnowsAllMachinesBeforeItStarts: a new leader reserves the addresses of all machines before its first
+// allocation.
+func TestController_KnowsAllMachinesBeforeItStarts(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
@@ -397,12 +401,13 @@ func TestI2MachinesThatAreThereAlready(t *testing.T) {
 	p.lead()
 
 	if got := w.awaitCIDRs("a"); got[1] != "2001:db8:1:2::300/120" {
-		t.Errorf("podCIDRs %v, want the one IPv6 block that no machine is in", got)
+		t.Errorf("podCIDRs %v, want the only IPv6 block without a machine", got)
 	}
 }
 
-// TestANodeThatIsRegisteredAgain has its block back, though its CNI has not given up the address that it had from it.
-func TestANodeThatIsRegisteredAgain(t *testing.T) {
+// TestController_AssignsTheSameBlockAgain: a Node that registers again is not kept from its block by the address of its
+// CNI bridge.
+func TestController_AssignsTheSameBlockAgain(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
@@ -419,8 +424,8 @@ func TestANodeThatIsRegisteredAgain(t *testing.T) {
 	}
 }
 
-// TestI4TalosDoesNotAnswer: the Node waits, and is never given IPv6 of another prefix than its machine's.
-func TestI4TalosDoesNotAnswer(t *testing.T) {
+// TestController_WaitsForTheMachine: the Node is pending, and never gets IPv6 of another prefix than its machine's.
+func TestController_WaitsForTheMachine(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
@@ -430,19 +435,20 @@ func TestI4TalosDoesNotAnswer(t *testing.T) {
 	w.inventory.MarkUnreachable(w.node("a"), "no route to host")
 	w.register("a")
 
-	if message := w.awaitWaiting("a", nodeipam.ReasonMachineUnknown); !strings.Contains(message, "no route to host") {
-		t.Errorf("Event %q does not say why", message)
+	if message := w.awaitPending("a", nodeipam.ReasonMachineUnknown); !strings.Contains(message, "no route to host") {
+		t.Errorf("Event %q does not contain the cause", message)
 	}
 
 	w.register("b")
-	w.awaitWaiting("b", nodeipam.ReasonMachineUnknown)
+	w.awaitPending("b", nodeipam.ReasonMachineUnknown)
 
 	w.inventory.Replace(w.node("a"), w.view("a", "2001:db8:1:2::5/64"))
 	w.wantCIDRs("a", "10.1.0.0/24", "2001:db8:1:2:1::/80")
 }
 
-// TestI5FailedFamilyLeaksNothing: Nodes that cannot have IPv6 hold no IPv4 either, however often they have been looked at.
-func TestI5FailedFamilyLeaksNothing(t *testing.T) {
+// TestController_ExhaustedFamilyLeaksNothing: Nodes without an IPv6 block hold no IPv4 block either, however often they
+// are retried.
+func TestController_ExhaustedFamilyLeaksNothing(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
@@ -452,13 +458,13 @@ func TestI5FailedFamilyLeaksNothing(t *testing.T) {
 	w.wantCIDRs("a", "10.1.0.0/24", "fd00:1::/80")
 
 	for i := range 5 {
-		name := fmt.Sprintf("waiting-%d", i)
+		name := fmt.Sprintf("pending-%d", i)
 		w.register(name)
-		w.awaitWaiting(name, nodeipam.ReasonExhausted)
+		w.awaitPending(name, nodeipam.ReasonExhausted)
 	}
 
 	w.remove("a")
-	w.eventually("one of those that wait has the blocks, and the lowest", func() bool {
+	w.eventually("a pending Node has the lowest blocks", func() bool {
 		list, err := w.client.CoreV1().Nodes().List(t.Context(), metav1.ListOptions{LabelSelector: w.selector()})
 		w.require(err)
 
@@ -466,8 +472,9 @@ func TestI5FailedFamilyLeaksNothing(t *testing.T) {
 	})
 }
 
-// TestI9EverythingAtOnce: Nodes and machines come, change and go from many sides. The race detector watches.
-func TestI9EverythingAtOnce(t *testing.T) {
+// TestController_ConcurrentChanges: Nodes and machines appear, change and disappear concurrently, for the race
+// detector.
+func TestController_ConcurrentChanges(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
@@ -500,46 +507,46 @@ func TestI9EverythingAtOnce(t *testing.T) {
 
 	group.Wait()
 
-	given := map[string]string{}
+	assigned := map[string]string{}
 
 	for i := range 16 {
 		name := fmt.Sprintf("n%d", i)
 		w.join(name, fmt.Sprintf("2001:db8:1:2::%x/64", i+16))
 
 		for _, block := range w.awaitCIDRs(name) {
-			if given[block] != "" {
-				t.Errorf("%s and %s were both given %s", given[block], name, block)
+			if assigned[block] != "" {
+				t.Errorf("%s and %s were both assigned %s", assigned[block], name, block)
 			}
 
-			given[block] = name
+			assigned[block] = name
 		}
 	}
 }
 
-// TestI10NoConnectionIsLeftOpen: what is asked of a machine besides its view is asked over a connection that is closed.
-func TestI10NoConnectionIsLeftOpen(t *testing.T) {
+// TestController_LeavesNoConnectionOpen: connections that read the control plane are closed.
+func TestController_LeavesNoConnectionOpen(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
 	clock := newManualClock()
 	others := w.controlPlanes("cp-1")
 
-	w.run(setup{Options: cidrs("10.1.0.0/16"), clock: clock, dial: w.dial})
+	w.run(setup{Options: cidrs("10.1.0.0/16"), readerClock: clock, dial: w.dial})
 	w.register("a")
 	w.awaitCIDRs("a")
 
 	for range 5 {
-		w.eventually("the machine has been asked", clock.HasWaiters)
+		w.eventually("the machine has been read", clock.HasWaiters)
 
 		asked := len(others[0].Calls())
 		w.step(clock, time.Minute)
-		w.eventually("the machine is asked again", func() bool { return len(others[0].Calls()) > asked })
+		w.eventually("the machine is read again", func() bool { return len(others[0].Calls()) > asked })
 	}
 
 	w.eventually("no connection is left", func() bool { return others[0].Connections() == 0 })
 }
 
-// controlPlanes are machines that the inventory knows as control planes, with their Nodes; kube-controller-manager allocates on none.
+// controlPlanes adds control-plane machines and their Nodes. Their kube-controller-manager does not allocate.
 func (w *world) controlPlanes(names ...string) []*talostest.Machine {
 	w.Helper()
 
@@ -549,10 +556,7 @@ func (w *world) controlPlanes(names ...string) []*talostest.Machine {
 		m := w.machine(name)
 		w.setArguments(m, "--allocate-node-cidrs=true", "--controllers=*,tokencleaner,-node-ipam-controller")
 
-		view := w.view(name)
-		view.Type, view.NodeIPs = talosmachine.TypeControlPlane, []netip.Addr{m.Address()}
-		w.inventory.Replace(w.node(name), view)
-		w.register(name, controlPlane, having(fmt.Sprintf("192.168.%d.0/24", len(machines))))
+		w.register(name, controlPlane, at(m.Address()), having(fmt.Sprintf("192.168.%d.0/24", len(machines))))
 
 		machines = append(machines, m)
 	}
@@ -560,7 +564,7 @@ func (w *world) controlPlanes(names ...string) []*talostest.Machine {
 	return machines
 }
 
-// dial connects to a machine as the product does.
+// dial connects to a machine like the product.
 func (w *world) dial(_ string, addr netip.Addr) (talosapi.State, error) {
 	config, err := w.talos.ClientTLS(string(role.Reader))
 	if err != nil {
@@ -575,7 +579,7 @@ func (w *world) dial(_ string, addr netip.Addr) (talosapi.State, error) {
 	return unhurried{machine}, nil
 }
 
-// unhurried is a machine that may take longer to answer than the product waits: here it does so only because there is much else to do.
+// unhurried ignores the deadlines of the product, which are too short for a busy test machine.
 type unhurried struct{ talosapi.State }
 
 // Get implements talosapi.State.
@@ -583,7 +587,7 @@ func (u unhurried) Get(ctx context.Context, pointer resource.Pointer, options ..
 	return u.State.Get(context.WithoutCancel(ctx), pointer, options...)
 }
 
-// staticCredentials are talosapi.Credentials that never change.
+// staticCredentials implements talosapi.Credentials with a fixed configuration.
 type staticCredentials struct {
 	config *tls.Config
 }
@@ -591,22 +595,33 @@ type staticCredentials struct {
 // TLSConfig implements talosapi.Credentials.
 func (c staticCredentials) TLSConfig() (*tls.Config, error) { return c.config.Clone(), nil }
 
-// TestRefusesWhileKubeControllerManagerAllocates: until the last of the control-plane machines has been changed, and with the lines that change it.
-func TestRefusesWhileKubeControllerManagerAllocates(t *testing.T) {
+// TestController_BlockedWhileKubeControllerManagerAllocates: until the last control-plane machine is changed; the Event
+// contains the change.
+func TestController_BlockedWhileKubeControllerManagerAllocates(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
 	clock := newManualClock()
 	machines := w.controlPlanes("cp-1", "cp-2")
 
-	for _, m := range machines { // as Talos has it by itself
+	var unreachable atomic.Bool // cp-2
+
+	dial := func(nodename string, addr netip.Addr) (talosapi.State, error) {
+		if unreachable.Load() && nodename == w.node("cp-2") {
+			return nil, errors.New("no route to host")
+		}
+
+		return w.dial(nodename, addr)
+	}
+
+	for _, m := range machines { // the default of Talos
 		w.setArguments(m, "--allocate-node-cidrs=true", "--controllers=*,tokencleaner")
 	}
 
-	w.run(setup{Options: cidrs("10.1.0.0/16"), clock: clock, dial: w.dial})
+	w.run(setup{Options: cidrs("10.1.0.0/16"), readerClock: clock, dial: dial})
 	w.register("a")
 
-	message := w.awaitWaiting("a", nodeipam.ReasonAllocatorConflict)
+	message := w.awaitPending("a", nodeipam.ReasonAllocatorConflict)
 
 	for _, part := range []string{w.node("cp-1"), w.node("cp-2"), `cluster: {controllerManager: {extraArgs: {controllers: "-node-ipam-controller"}}}`} {
 		if !strings.Contains(message, part) {
@@ -618,22 +633,20 @@ func TestRefusesWhileKubeControllerManagerAllocates(t *testing.T) {
 	w.step(clock, time.Minute)
 	w.register("b")
 
-	if message := w.awaitWaiting("b", nodeipam.ReasonAllocatorConflict); !strings.Contains(message, w.node("cp-2")) {
+	if message := w.awaitPending("b", nodeipam.ReasonAllocatorConflict); !strings.Contains(message, w.node("cp-2")) {
 		t.Errorf("Event %q does not name cp-2", message)
 	}
 
-	// One that does not answer says what it has said last.
-	w.inventory.MarkUnreachable(w.node("cp-2"), "no route to host")
+	// The last known configuration of an unreachable machine counts.
+	unreachable.Store(true)
 
 	asked := len(machines[0].Calls())
 	w.step(clock, time.Minute)
-	w.eventually("the other machine has been asked", func() bool { return len(machines[0].Calls()) > asked && clock.HasWaiters() })
+	w.eventually("the other machine has been read", func() bool { return len(machines[0].Calls()) > asked && clock.HasWaiters() })
 	w.register("c")
-	w.awaitWaiting("c", nodeipam.ReasonAllocatorConflict)
+	w.awaitPending("c", nodeipam.ReasonAllocatorConflict)
 
-	view := w.view("cp-2")
-	view.Type, view.NodeIPs = talosmachine.TypeControlPlane, []netip.Addr{machines[1].Address()}
-	w.inventory.Replace(w.node("cp-2"), view)
+	unreachable.Store(false)
 	w.setArguments(machines[1], "--allocate-node-cidrs=false", "--controllers=*,tokencleaner")
 	w.step(clock, time.Minute)
 
@@ -642,19 +655,20 @@ func TestRefusesWhileKubeControllerManagerAllocates(t *testing.T) {
 	}
 }
 
-// TestRefusesAsTalosIsByDefault: with nothing said in the machine configuration, and only this machine to ask.
-func TestRefusesAsTalosIsByDefault(t *testing.T) {
+// TestController_BlockedByTheDefaultsOfTalos: with only the local machine to read.
+func TestController_BlockedByTheDefaultsOfTalos(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
 	w.setArguments(w.controlPlane, "--use-service-account-credentials", "--allocate-node-cidrs=true", "--controllers=*,tokencleaner")
 	w.run(setup{Options: cidrs("10.1.0.0/16")})
 	w.register("a")
-	w.awaitWaiting("a", nodeipam.ReasonAllocatorConflict)
+	w.awaitPending("a", nodeipam.ReasonAllocatorConflict)
 }
 
-// TestBelievesNoWorker: a machine that says that it is of the control plane neither stops everybody nor names the cluster CIDRs.
-func TestBelievesNoWorker(t *testing.T) {
+// TestController_IgnoresControlPlaneMachinesWithoutTheLabel: a worker can neither block allocation nor change the
+// cluster CIDRs.
+func TestController_IgnoresControlPlaneMachinesWithoutTheLabel(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
@@ -670,12 +684,12 @@ func TestBelievesNoWorker(t *testing.T) {
 	w.wantCIDRs("a", "10.1.0.0/24")
 
 	if calls := liar.Calls(); len(calls) > 0 {
-		t.Errorf("a worker was asked: %v", calls)
+		t.Errorf("a machine without the label was read: %v", calls)
 	}
 }
 
-// TestWaitsForControlPlanesThatAgree: pod subnets are not guessed from those of one machine.
-func TestWaitsForControlPlanesThatAgree(t *testing.T) {
+// TestController_BlockedWhilePodSubnetsDiffer: the pod subnets are not taken from one of several machines.
+func TestController_BlockedWhilePodSubnetsDiffer(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
@@ -683,32 +697,49 @@ func TestWaitsForControlPlanesThatAgree(t *testing.T) {
 	w.setCIDRs(machines[0], []string{"10.1.0.0/16"}, nil)
 	w.setCIDRs(machines[1], []string{"10.2.0.0/16"}, nil)
 
-	w.run(setup{dial: w.dial})
+	clock := newManualClock()
+	w.run(setup{readerClock: clock, dial: w.dial})
 	w.register("a")
-	w.awaitWaiting("a", nodeipam.ReasonAllocatorUnknown)
+	w.awaitPending("a", nodeipam.ReasonAllocatorUnknown)
 
 	w.setCIDRs(machines[0], []string{"10.2.0.0/16"}, nil)
+	w.step(clock, time.Minute)
 	w.wantCIDRs("a", "10.2.0.0/24")
 }
 
-// TestWaitsUntilEveryControlPlaneWasAsked: one of which nothing is known yet may be the one that allocates.
-func TestWaitsUntilEveryControlPlaneWasAsked(t *testing.T) {
+// TestController_WaitsUntilEveryControlPlaneMachineWasTried: the one that has not been read yet may be the one that
+// allocates.
+func TestController_WaitsUntilEveryControlPlaneMachineWasTried(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
 	w.controlPlanes("cp-1", "cp-2")
-	w.inventory.Forget(w.node("cp-2"))
 
-	w.run(setup{Options: cidrs("10.1.0.0/16"), dial: w.dial})
+	dialing, dialed := make(chan struct{}), make(chan struct{})
+
+	w.run(setup{Options: cidrs("10.1.0.0/16"), readerClock: newManualClock(), dial: func(nodename string, addr netip.Addr) (talosapi.State, error) {
+		if nodename == w.node("cp-2") {
+			close(dialing)
+			<-dialed
+
+			return nil, errors.New("no route to host")
+		}
+
+		return w.dial(nodename, addr)
+	}})
 	w.register("a")
-	w.awaitWaiting("a", nodeipam.ReasonAllocatorUnknown)
+	<-dialing
 
-	w.inventory.MarkUnreachable(w.node("cp-2"), "no route to host")
+	if got := w.get("a").Spec.PodCIDRs; len(got) > 0 {
+		t.Errorf("podCIDRs %v were assigned before cp-2 was tried", got)
+	}
+
+	close(dialed)
 	w.wantCIDRs("a", "10.1.0.0/24")
 }
 
-// TestStopsWhenSomebodyElseAllocates: whoever it is, and until that has not happened for a while.
-func TestStopsWhenSomebodyElseAllocates(t *testing.T) {
+// TestController_BlockedAfterAnotherControllerAllocates: until it has not done so for a while.
+func TestController_BlockedAfterAnotherControllerAllocates(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
@@ -716,30 +747,30 @@ func TestStopsWhenSomebodyElseAllocates(t *testing.T) {
 	w.run(setup{Options: cloud("10.1.0.0/16", "fd00:1::/48"), clock: clock})
 
 	w.register("theirs")
-	w.awaitWaiting("theirs", nodeipam.ReasonMachineUnknown)
+	w.awaitPending("theirs", nodeipam.ReasonMachineUnknown)
 	w.patch("theirs", "cilium-operator", `{"spec":{"podCIDR":"10.1.0.0/24","podCIDRs":["10.1.0.0/24"]}}`)
 	w.awaitEvent("theirs", nodeipam.ReasonAllocatorConflict)
 
-	stopped := func() bool {
+	blocked := func() bool {
 		_, found := w.events.find(w.node("a"), nodeipam.ReasonAllocatorConflict)
 
 		return found
 	}
 
-	// Their write and this Node reach the controller over one watch, one after the other.
+	// The same watch delivers the write of the other controller before this Node.
 	w.join("a", "2001:db8:1:2::5/64")
-	w.eventually("nothing is allocated", stopped)
+	w.eventually("allocation is blocked", blocked)
 
-	if message := w.awaitWaiting("a", nodeipam.ReasonAllocatorConflict); !strings.Contains(message, "cilium-operator") {
-		t.Errorf("Event %q does not name who it is", message)
+	if message := w.awaitPending("a", nodeipam.ReasonAllocatorConflict); !strings.Contains(message, "cilium-operator") {
+		t.Errorf("Event %q does not name the other controller", message)
 	}
 
 	w.step(clock, 11*time.Minute)
 	w.wantCIDRs("a", "10.1.1.0/24", "2001:db8:1:2:1::/80")
 }
 
-// TestWaitsForWhatCannotBeRead: as long as no control-plane machine says what kube-controller-manager does.
-func TestWaitsForWhatCannotBeRead(t *testing.T) {
+// TestController_BlockedWhileTheControlPlaneIsUnreachable: and the Event contains the address.
+func TestController_BlockedWhileTheControlPlaneIsUnreachable(t *testing.T) {
 	t.Parallel()
 
 	w := newWorld(t)
@@ -755,21 +786,21 @@ func TestWaitsForWhatCannotBeRead(t *testing.T) {
 	}})
 	w.register("a")
 
-	if message := w.awaitWaiting("a", nodeipam.ReasonAllocatorUnknown); !strings.Contains(message, machines[0].Address().String()) {
-		t.Errorf("Event %q does not say whom it could not ask", message)
+	if message := w.awaitPending("a", nodeipam.ReasonAllocatorUnknown); !strings.Contains(message, machines[0].Address().String()) {
+		t.Errorf("Event %q does not contain the address", message)
 	}
 
 	reachable.Store(true)
 	w.wantCIDRs("a", "10.1.0.0/24")
 }
 
-func TestOptionsThatCannotBe(t *testing.T) {
+func TestNew_RefusesInvalidOptions(t *testing.T) {
 	t.Parallel()
 
 	for name, options := range map[string]nodeipam.Options{
-		"an allocator that there is not":  {Allocator: "Guesswork"},
-		"a block larger than the cluster": {ClusterCIDRs: prefixes("10.0.0.0/26")},
-		"an IPv6 block without addresses": {ClusterCIDRs: prefixes("fd00::/64"), MaskSizeIPv6: 129},
+		"an unknown allocator":                 {Allocator: "Guesswork"},
+		"a block larger than the cluster CIDR": {ClusterCIDRs: prefixes("10.0.0.0/26")},
+		"an impossible mask size":              {ClusterCIDRs: prefixes("fd00::/64"), MaskSizeIPv6: 129},
 	} {
 		if _, err := nodeipam.New(nodeipam.Config{Options: options}); err == nil {
 			t.Errorf("%s: no error", name)

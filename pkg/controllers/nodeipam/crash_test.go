@@ -27,17 +27,17 @@ var (
 )
 
 const (
-	// worlds is how many histories go on side by side.
+	// worlds is the number of concurrent histories.
 	worlds = 16
-	// capacity is how many Nodes the pools have blocks for, and crowd how many there may be.
+	// capacity is the number of Nodes that the pools have blocks for, and crowd the maximum number of Nodes.
 	capacity = 8
 	crowd    = 10
 )
 
-// TestI3NothingIsGivenTwiceOrLost runs random schedules of Nodes that come and go and of processes that are killed between any two steps, lose answers, see an old
-// cache, and hand over. Whatever happens no two Nodes share an address of their blocks, and when the schedule has come to rest every block
-// there is can be given: none has leaked.
-func TestI3NothingIsGivenTwiceOrLost(t *testing.T) {
+// TestController_NeitherAllocatesTwiceNorLeaks runs random schedules: Nodes are created and deleted while processes
+// crash between any two steps, lose responses, read a stale cache, and hand over leadership. No two Nodes may ever
+// share an address of their blocks, and at the end of a schedule every block can be allocated: none has leaked.
+func TestController_NeitherAllocatesTwiceNorLeaks(t *testing.T) {
 	t.Parallel()
 
 	if *seed == 0 {
@@ -66,7 +66,7 @@ func TestI3NothingIsGivenTwiceOrLost(t *testing.T) {
 	t.Logf("%s", total.String())
 }
 
-// tally counts what has happened.
+// tally counts events of a test run.
 type tally struct {
 	mu sync.Mutex
 
@@ -84,7 +84,7 @@ func (t *tally) add(other *tally) {
 	t.faults += other.faults
 }
 
-// String is the tally for people.
+// String implements fmt.Stringer.
 func (t *tally) String() string {
 	return fmt.Sprintf("%d schedules: %d processes, %d Nodes given blocks, %d deleted, %d writes with a fault", t.schedules, t.lives, t.given, t.removed, t.faults)
 }
@@ -99,7 +99,7 @@ type history struct {
 	tally   tally
 	writes  atomic.Int64 // with a fault
 
-	// The process that lives now.
+	// The current process.
 	process *process
 	wire    *wire
 }
@@ -115,7 +115,7 @@ func newHistory(t *testing.T, number int) *history {
 	return h
 }
 
-// schedule is a few random steps, and then a rest.
+// schedule takes a few random steps, and then waits until every Node has blocks.
 func (h *history) schedule() {
 	h.Helper()
 	h.takeOver()
@@ -138,7 +138,7 @@ func (h *history) schedule() {
 	h.tally.schedules++
 }
 
-// churn has many Nodes come and go at once.
+// churn creates and deletes many Nodes.
 func (h *history) churn() {
 	for i := range crowd {
 		name := fmt.Sprintf("n%d", i)
@@ -153,8 +153,8 @@ func (h *history) churn() {
 	}
 }
 
-// takeOver has another process lead. The one that does is killed, or hands over. The cache of the other may be older than its term: it may have been filled
-// before, and held up, while the one before it went on.
+// takeOver replaces the leading process, which is killed or hands over. The cache of the new leader may be stale: it may
+// have synced and then been paused while the previous leader continued.
 func (h *history) takeOver() {
 	h.Helper()
 
@@ -186,7 +186,7 @@ func (h *history) takeOver() {
 	h.tally.lives++
 }
 
-// begin has a process lead where none does.
+// begin starts the first leader.
 func (h *history) begin() {
 	h.Helper()
 
@@ -195,7 +195,7 @@ func (h *history) begin() {
 	h.tally.lives++
 }
 
-// faults are those of a life; the more of them the higher the degree.
+// faults plans the faults of one process; a higher degree has more of them.
 func (h *history) faults(degree int) func(string) fault {
 	rng := rand.New(rand.NewPCG(h.rng.Uint64(), 0)) //nolint:gosec // a seed can be given
 
@@ -210,7 +210,7 @@ func (h *history) faults(degree int) func(string) fault {
 	}
 }
 
-// step does one thing that can happen at any time.
+// step performs one random action.
 func (h *history) step() {
 	h.Helper()
 
@@ -241,8 +241,8 @@ func (h *history) step() {
 	}
 }
 
-// rest ends all trouble, has as many Nodes as there are blocks, and waits until each of them has one. The process is the one that has seen the
-// trouble, so that what it has lost is missed.
+// rest ends all faults, creates as many Nodes as there are blocks, and waits until each has one. The process keeps running,
+// so that anything it has leaked is missing.
 func (h *history) rest() {
 	h.Helper()
 	h.wire.resume()
@@ -271,14 +271,14 @@ func (h *history) rest() {
 	}
 }
 
-// linger gives the process time to work, unless it has nothing to do or is dead. How much it gets done is left to chance.
+// linger waits a moment, until the process is idle or dead. How much it achieves is random.
 func (h *history) linger() {
-	_ = wait.PollUntilContextTimeout(h.Context(), interval, 250*time.Millisecond, true, func(context.Context) (bool, error) {
+	_ = wait.PollUntilContextTimeout(h.Context(), pollInterval, 250*time.Millisecond, true, func(context.Context) (bool, error) {
 		return h.wire.killed() || h.served(), nil
 	})
 }
 
-// served tells whether every Node has blocks.
+// served reports whether every Node has blocks.
 func (h *history) served() bool {
 	list, err := h.client.CoreV1().Nodes().List(h.Context(), metav1.ListOptions{LabelSelector: h.selector()})
 	h.require(err)
@@ -294,7 +294,7 @@ func (h *history) create(name string) {
 
 func (h *history) delete(name string) { h.remove(name) }
 
-// touch makes a version of a Node that the process has not decided for.
+// touch makes a new version of a Node, for which the process has not allocated.
 func (h *history) touch(name string) {
 	node, err := h.client.CoreV1().Nodes().Get(h.Context(), h.node(name), metav1.GetOptions{})
 	if err != nil {
@@ -303,7 +303,8 @@ func (h *history) touch(name string) {
 
 	node.Annotations = map[string]string{"test/touched": fmt.Sprint(h.rng.Uint32())}
 
-	if _, err := h.client.CoreV1().Nodes().Update(h.Context(), node, metav1.UpdateOptions{}); err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) {
+	_, err = h.client.CoreV1().Nodes().Update(h.Context(), node, metav1.UpdateOptions{})
+	if err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) {
 		h.Fatal(err)
 	}
 }
@@ -318,7 +319,7 @@ func (h *history) finish() *tally {
 	return &h.tally
 }
 
-// auditor sees every version of every Node, in the order in which they came about.
+// auditor checks every version of every Node, in order.
 type auditor struct {
 	*history
 
@@ -343,7 +344,7 @@ func (h *history) audit() *auditor {
 		}
 	}()
 
-	// Whoever fails must not do so when the test is over.
+	// The auditor must not fail after the test has ended.
 	h.Cleanup(func() {
 		w.Stop()
 		<-a.done
@@ -352,7 +353,7 @@ func (h *history) audit() *auditor {
 	return a
 }
 
-// see looks at one version of a Node; false if there will be no more.
+// see checks one version of a Node, and returns false after the last one.
 func (a *auditor) see(event watch.Event) bool {
 	node, ok := event.Object.(*corev1.Node)
 
@@ -398,7 +399,7 @@ func (a *auditor) check(node *corev1.Node) {
 	a.given++
 }
 
-// lastNode is the Node after which there is nothing to see.
+// lastNode ends the audit.
 const lastNode = "last"
 
 func (a *auditor) finish() (given, removed int) {

@@ -15,7 +15,6 @@ import (
 	"time"
 
 	"github.com/cosi-project/runtime/pkg/safe"
-	"github.com/cosi-project/runtime/pkg/state"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
@@ -34,6 +33,7 @@ import (
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
+	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
@@ -43,16 +43,16 @@ import (
 )
 
 const (
-	// patience bounds every wait for something that should take a moment, on a machine that has much else to do. What no event asks for, such as that a
-	// Node that came and went while the cache was held up is gone, the controller looks for every 30 s.
-	patience = 2 * time.Minute
-	interval = 10 * time.Millisecond
+	// pollTimeout bounds every wait for something that takes a moment on an idle machine, or until the controller's
+	// periodic refresh.
+	pollTimeout  = 2 * time.Minute
+	pollInterval = 10 * time.Millisecond
 
-	// labelWorld is on every Node of a test, and separates it from those of others.
+	// labelWorld separates the Nodes of a test from those of other tests.
 	labelWorld = "test/world"
 )
 
-// bed is what the tests of this package share: a real API server, and Talos machines.
+// bed is shared by the tests of this package: a real API server, and Talos machines.
 type bed struct {
 	kube   *kube.Cluster
 	talos  *talostest.Cluster
@@ -62,7 +62,7 @@ type bed struct {
 var shared bed
 
 func TestMain(m *testing.M) {
-	// The tests mostly wait, and the machine can do that many times at once. Whoever asks for another number gets it.
+	// The tests mostly wait. The flag -parallel still overrides this.
 	if err := flag.Set("test.parallel", "16"); err != nil {
 		panic(err)
 	}
@@ -96,7 +96,7 @@ func runTests(m *testing.M) (code int, err error) {
 	return m.Run(), nil
 }
 
-// world is one test's part of the bed: its own Nodes, among which its own controllers see no others, its machines as the inventory knows them, and a
+// world is one test's part of the bed: its own Nodes, which are the only ones its controllers see, an inventory, and a
 // control-plane machine.
 type world struct {
 	testing.TB
@@ -108,7 +108,7 @@ type world struct {
 	events       *events
 }
 
-// newWorld is a world for a test that disturbs no other. Its kube-controller-manager does not allocate.
+// newWorld returns a world for a test that can run in parallel. Its kube-controller-manager does not allocate.
 func newWorld(t testing.TB) *world {
 	t.Helper()
 
@@ -128,10 +128,10 @@ func newWorld(t testing.TB) *world {
 
 func (w *world) selector() string { return labelWorld + "=" + w.name }
 
-// node is the full name of a Node of this world.
+// node returns the full name of a Node of this world.
 func (w *world) node(name string) string { return w.name + "-" + name }
 
-// machine is a Talos control-plane machine.
+// machine adds a Talos control-plane machine.
 func (w *world) machine(name string) *talostest.Machine {
 	w.Helper()
 
@@ -142,7 +142,7 @@ func (w *world) machine(name string) *talostest.Machine {
 	return m
 }
 
-// setArguments has Talos start kube-controller-manager with the given arguments.
+// setArguments sets the arguments of kube-controller-manager in its static pod.
 func (w *world) setArguments(m *talostest.Machine, args ...string) {
 	w.Helper()
 
@@ -160,7 +160,7 @@ func (w *world) setArguments(m *talostest.Machine, args ...string) {
 	}))
 }
 
-// setCIDRs changes what Talos has configured.
+// setCIDRs sets the CIDRs of kube-controller-manager.
 func (w *world) setCIDRs(m *talostest.Machine, pods, services []string) {
 	w.Helper()
 
@@ -171,38 +171,31 @@ func (w *world) setCIDRs(m *talostest.Machine, pods, services []string) {
 	}))
 }
 
-// ownState is a machine's state as machine.sock serves it.
-type ownState struct {
-	state.CoreState
-}
-
-// Close implements talosapi.State.
-func (ownState) Close() error { return nil }
-
-// setup is how a controller is run; the zero value is a range allocator of nothing.
+// setup configures a process; the zero value is a RangeAllocator without cluster CIDRs.
 type setup struct {
 	nodeipam.Options
 
-	claim func() *rules.Selector
-	pools func() []nodeipam.Pool
-	clock clock.Clock
-	// dial replaces the connection to other machines.
+	selector func() *rules.Selector
+	pools    func() []nodeipam.Pool
+	// clock is used by the controller, readerClock by the control-plane reader.
+	clock, readerClock clock.Clock
+	// dial connects to the machines of control-plane Nodes.
 	dial talosapi.DialFunc
-	// wire, if any, stands between the controller and the API server.
+	// wire is the connection to the API server; nil: one without faults.
 	wire *wire
 }
 
-// process is one life of a controller.
+// process is one run of a controller.
 type process struct {
-	// lead has the controller run; until then it is a process that does not hold the lease, with a cache that is filled.
+	// lead starts the controller. Before, the process is a standby with a synced cache.
 	lead func()
-	// resync tells the controller that the configuration has changed.
+	// resync notifies the controller of a changed configuration.
 	resync func()
-	// cancel tells the controller to stop, stop waits until it has.
+	// cancel stops the controller without waiting, stop waits until it has stopped.
 	cancel, stop func()
 }
 
-// run starts a controller, which ends with the test at the latest.
+// run starts a controller that stops at the end of the test.
 func (w *world) run(s setup) *process {
 	w.Helper()
 
@@ -223,6 +216,18 @@ func (w *world) prepare(s setup) *process {
 		s.clock = clock.RealClock{}
 	}
 
+	if s.readerClock == nil {
+		s.readerClock = clock.RealClock{}
+	}
+
+	if s.selector == nil {
+		s.selector = func() *rules.Selector { return nil }
+	}
+
+	if s.pools == nil {
+		s.pools = func() []nodeipam.Pool { return nil }
+	}
+
 	s.wire.selector = w.selector()
 	config := w.kube.Config()
 	config.Wrap(s.wire.wrap)
@@ -232,9 +237,13 @@ func (w *world) prepare(s setup) *process {
 
 	factory := informers.NewSharedInformerFactory(client, 0)
 
+	reader := controlplane.New(controlplane.Config{
+		Kubernetes: config, Client: client, Nodes: factory.Core().V1().Nodes(), Dial: s.dial, LocalState: w.controlPlane.State(), Clock: s.readerClock,
+	})
+
 	controller, err := nodeipam.New(nodeipam.Config{
-		Client: client, Nodes: factory.Core().V1().Nodes(), Inventory: w.inventory, Recorder: w.events, Clock: s.clock,
-		LocalState: ownState{w.controlPlane.State()}, Dial: s.dial, Selector: s.claim, Pools: s.pools, Options: s.Options,
+		Client: client, Nodes: factory.Core().V1().Nodes(), Inventory: w.inventory, ControlPlane: reader.Network(), Recorder: w.events, Clock: s.clock,
+		Selector: s.selector, Pools: s.pools, Options: s.Options,
 	})
 	w.require(err)
 
@@ -243,7 +252,10 @@ func (w *world) prepare(s setup) *process {
 	var group sync.WaitGroup
 
 	p := &process{
-		lead:   func() { group.Go(func() { controller.Run(ctx) }) },
+		lead: func() {
+			group.Go(func() { reader.Run(ctx) })
+			group.Go(func() { controller.Run(ctx) })
+		},
 		resync: controller.Resync,
 		cancel: cancel,
 		stop: func() {
@@ -260,7 +272,7 @@ func (w *world) prepare(s setup) *process {
 	return p
 }
 
-// register registers a Node of this world, in the state in which the kubelet of a Talos machine does. The changes, if any, are made before.
+// register registers a Node of this world as the kubelet of a Talos machine does. The changes are made before.
 func (w *world) register(name string, changes ...func(*corev1.Node)) *corev1.Node {
 	w.Helper()
 
@@ -293,11 +305,18 @@ func initialized(node *corev1.Node) { node.Spec.Taints = nil }
 
 func controlPlane(node *corev1.Node) { node.Labels["node-role.kubernetes.io/control-plane"] = "" }
 
+// at sets the address at which the Node's machine is dialed.
+func at(addr netip.Addr) func(*corev1.Node) {
+	return func(node *corev1.Node) {
+		node.Annotations = map[string]string{"alpha.kubernetes.io/provided-node-ip": addr.String()}
+	}
+}
+
 func having(cidrs ...string) func(*corev1.Node) {
 	return func(node *corev1.Node) { node.Spec.PodCIDR, node.Spec.PodCIDRs = cidrs[0], cidrs }
 }
 
-// remove deletes a Node, if it is there.
+// remove deletes a Node if it exists.
 func (w *world) remove(name string) {
 	w.Helper()
 
@@ -315,7 +334,7 @@ func (w *world) get(name string) *corev1.Node {
 	return node
 }
 
-// watch shows every version of this world's Nodes from now on. The API server ends a watch that it has no time to serve; this one goes on where that was.
+// watch returns every later version of this world's Nodes. It resumes when the API server ends the watch.
 func (w *world) watch() watch.Interface {
 	w.Helper()
 
@@ -368,8 +387,9 @@ func (w *world) wantCIDRs(name string, want ...string) {
 	}
 }
 
-// awaitWaiting waits until a Node is said to wait for the given reason, and fails if it has podCIDRs. It returns the Event's message.
-func (w *world) awaitWaiting(name, reason string) string {
+// awaitPending waits for an Event with the given reason, and fails if the Node has podCIDRs. It returns the message of
+// the Event.
+func (w *world) awaitPending(name, reason string) string {
 	w.Helper()
 
 	message := w.awaitEvent(name, reason)
@@ -394,13 +414,13 @@ func (w *world) awaitEvent(name, reason string) (message string) {
 	return message
 }
 
-// eventually asks again until ok is true.
+// eventually polls until ok returns true.
 func (w *world) eventually(what string, ok func() bool) {
 	w.Helper()
 
-	err := wait.PollUntilContextTimeout(w.Context(), interval, patience, true, func(context.Context) (bool, error) { return ok(), nil })
+	err := wait.PollUntilContextTimeout(w.Context(), pollInterval, pollTimeout, true, func(context.Context) (bool, error) { return ok(), nil })
 	if err != nil {
-		w.Fatalf("not so after %s: %s; Events: %s", patience, what, w.events)
+		w.Fatalf("timed out waiting until %s; Events: %s", what, w.events)
 	}
 }
 
@@ -412,7 +432,7 @@ func (w *world) require(err error) {
 	}
 }
 
-// view is a machine of this world with the given addresses on eth0, the first IPv6 one of which is a node IP.
+// view returns a machine of this world with the given addresses on eth0.
 func (w *world) view(name string, addresses ...string) machine.Machine {
 	m := machine.Machine{Nodename: w.node(name)}
 
@@ -426,7 +446,7 @@ func (w *world) view(name string, addresses ...string) machine.Machine {
 	return m
 }
 
-// join tells the inventory of a machine and registers its Node.
+// join adds a machine to the inventory and registers its Node.
 func (w *world) join(name string, addresses ...string) {
 	w.Helper()
 
@@ -434,7 +454,7 @@ func (w *world) join(name string, addresses ...string) {
 	w.register(name)
 }
 
-// events is a recorder that keeps what it is told.
+// events records Events.
 type events struct {
 	mu   sync.Mutex
 	list []event
@@ -475,7 +495,7 @@ func (e *events) find(node, reason string) (message string, found bool) {
 	return "", false
 }
 
-// of are the reasons of a Node's Events, in order.
+// of returns the reasons of a Node's Events, in order.
 func (e *events) of(node string) []string {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -499,7 +519,7 @@ func (e *events) String() string {
 	return fmt.Sprint(e.list)
 }
 
-// roundTripper is a function that is one.
+// roundTripper implements http.RoundTripper with a function.
 type roundTripper func(*http.Request) (*http.Response, error)
 
 // RoundTrip implements http.RoundTripper.

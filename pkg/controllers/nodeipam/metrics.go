@@ -9,116 +9,140 @@ import (
 	"k8s.io/component-base/metrics/legacyregistry"
 
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
+)
+
+// Reasons of the Events on Nodes, and values of the label "reason" in metrics.
+const (
+	// ReasonAllocatorConflict: another controller allocates pod CIDRs.
+	ReasonAllocatorConflict = "PodCIDRAllocatorConflict"
+	// ReasonAllocatorUnknown: the ServiceCIDRs or the configuration of kube-controller-manager could not be read, or
+	// are contradictory.
+	ReasonAllocatorUnknown = "PodCIDRAllocatorUnknown"
+	// ReasonClusterCIDRMissing: neither the options nor Talos configure cluster CIDRs.
+	ReasonClusterCIDRMissing = "PodCIDRClusterCIDRMissing"
+	// ReasonMachineUnknown: the state of the machine is needed, and is not known.
+	ReasonMachineUnknown = "PodCIDRMachineUnavailable"
+	// ReasonNotInitialized: pools select Nodes by label, and the Node is not initialized.
+	ReasonNotInitialized = "PodCIDRNodeNotInitialized"
+	// ReasonPrefixMissing: the machine has no global IPv6 prefix.
+	ReasonPrefixMissing = "PodCIDRIPv6PrefixMissing"
+	// ReasonPrefixTooSmall: a prefix cannot be divided into blocks of the configured size.
+	ReasonPrefixTooSmall = "PodCIDRPrefixTooSmall"
+	// ReasonMaxPodsUnknown: the block size depends on the kubelet's pod capacity, and the kubelet has not reported it.
+	ReasonMaxPodsUnknown = "PodCIDRMaxPodsUnknown"
+	// ReasonExhausted: no block is free.
+	ReasonExhausted = "PodCIDRPoolExhausted"
+	// ReasonWriteFailed: the API server rejected the podCIDRs.
+	ReasonWriteFailed = "PodCIDRWriteFailed"
+	// ReasonOverlap: the Node's podCIDRs overlap those of another Node.
+	ReasonOverlap = "PodCIDROverlap"
+	// ReasonInvalid: the Node's podCIDRs are not CIDRs.
+	ReasonInvalid = "PodCIDRInvalid"
 )
 
 var (
-	allocations = metrics.NewCounterVec(&metrics.CounterOpts{
+	allocationsTotal = metrics.NewCounterVec(&metrics.CounterOpts{
 		Name:           "talosccm_ipam_allocations_total",
-		Help:           "Number of blocks written to Nodes, by pool and family.",
+		Help:           "Blocks written to Nodes, by pool and IP family.",
 		StabilityLevel: metrics.ALPHA,
 	}, []string{"pool", "family"})
 
-	failures = metrics.NewCounterVec(&metrics.CounterOpts{
+	failuresTotal = metrics.NewCounterVec(&metrics.CounterOpts{
 		Name:           "talosccm_ipam_failures_total",
-		Help:           "Number of times a Node began to wait for podCIDRs, or its own were found wrong, by reason.",
+		Help:           "Problems with the podCIDRs of Nodes, counted when they appear, by reason.",
 		StabilityLevel: metrics.ALPHA,
 	}, []string{"reason"})
 
-	concerned = metrics.NewGaugeVec(&metrics.GaugeOpts{
+	affectedNodes = metrics.NewGaugeVec(&metrics.GaugeOpts{
 		Name:           "talosccm_ipam_affected_nodes",
-		Help:           "Number of Nodes that wait for podCIDRs, or whose own are wrong, by reason.",
+		Help:           "Nodes whose podCIDRs are pending or invalid, by reason.",
 		StabilityLevel: metrics.ALPHA,
 	}, []string{"reason"})
 
-	refusing = metrics.NewGauge(&metrics.GaugeOpts{
+	blocked = metrics.NewGauge(&metrics.GaugeOpts{
 		Name:           "talosccm_ipam_blocked",
-		Help:           "1 while nothing is allocated, because somebody else allocates pod CIDRs too or because that cannot be told.",
+		Help:           "1 while allocation is blocked because another controller allocates pod CIDRs, or because that is not known.",
 		StabilityLevel: metrics.ALPHA,
 	})
 
-	blocksTotal = metrics.NewGaugeVec(&metrics.GaugeOpts{
+	poolBlocks = metrics.NewGaugeVec(&metrics.GaugeOpts{
 		Name:           "talosccm_ipam_pool_blocks",
-		Help:           "Number of blocks that a pool's CIDR is cut into.",
+		Help:           "Blocks in a CIDR of a pool.",
 		StabilityLevel: metrics.ALPHA,
 	}, []string{"pool", "family", "cidr"})
 
-	blocksUsed = metrics.NewGaugeVec(&metrics.GaugeOpts{
+	poolBlocksUsed = metrics.NewGaugeVec(&metrics.GaugeOpts{
 		Name:           "talosccm_ipam_pool_blocks_used",
-		Help:           "Number of a pool's blocks that are a Node's or reserved, in whole or in part.",
+		Help:           "Blocks in a CIDR of a pool that are allocated or reserved, in whole or in part.",
 		StabilityLevel: metrics.ALPHA,
 	}, []string{"pool", "family", "cidr"})
 
-	blocksFree = metrics.NewGaugeVec(&metrics.GaugeOpts{
+	poolBlocksFree = metrics.NewGaugeVec(&metrics.GaugeOpts{
 		Name:           "talosccm_ipam_pool_blocks_free",
-		Help:           "Number of a pool's blocks that can be allocated.",
+		Help:           "Blocks in a CIDR of a pool that are free.",
 		StabilityLevel: metrics.ALPHA,
 	}, []string{"pool", "family", "cidr"})
 )
 
 func init() {
-	legacyregistry.MustRegister(allocations, failures, concerned, refusing, blocksTotal, blocksUsed, blocksFree)
+	legacyregistry.MustRegister(allocationsTotal, failuresTotal, affectedNodes, blocked, poolBlocks, poolBlocksUsed, poolBlocksFree)
 }
 
-// resetGauges is also for one that no longer leads, and no longer knows.
+// resetGauges also runs when leadership ends: only the leader knows the values.
 func resetGauges() {
-	refusing.Set(0)
+	blocked.Set(0)
 
-	for _, gauge := range []*metrics.GaugeVec{concerned, blocksTotal, blocksUsed, blocksFree} {
+	for _, gauge := range []*metrics.GaugeVec{affectedNodes, poolBlocks, poolBlocksUsed, poolBlocksFree} {
 		gauge.Reset()
 	}
 }
 
-// measure sets the gauges. What is no more goes.
-func (c *Controller) measure() {
+// updateGauges sets all gauges, and removes those of pools and reasons that no longer exist.
+func (c *Controller) updateGauges(options Options, blockedReason *events.Condition) {
 	resetGauges()
 
-	if c.obstacle() != nil {
-		refusing.Set(1)
+	if blockedReason != nil {
+		blocked.Set(1)
 	}
 
-	for reason, count := range c.reporter.byReason() {
-		concerned.WithLabelValues(reason).Set(float64(count))
+	for reason, count := range c.reporter.CountByReason() {
+		affectedNodes.WithLabelValues(reason).Set(float64(count))
 	}
 
-	for _, pool := range slices.Concat(c.pools(), []Pool{{Name: poolCluster, CIDRs: c.environment.Load().clusterCIDRs}}) {
+	for _, pool := range slices.Concat(c.cfg.Pools(), []Pool{{Name: poolCluster, CIDRs: options.ClusterCIDRs}}) {
 		for _, cidr := range pool.CIDRs {
-			c.measurePool(pool.Name, cidr, c.options.maskSize(pool, familyOf(cidr.Addr())))
+			c.updatePoolGauges(pool.Name, cidr, options.maskSize(pool, familyOf(cidr.Addr())))
 		}
 	}
-
-	for prefix := range c.ownPrefixes() {
-		c.measurePool(poolMachine, prefix, blockBits(prefix, c.options.MaskSizeIPv6))
-	}
-}
-
-// measurePool counts blocks of the pool's usual size.
-func (c *Controller) measurePool(name string, cidr netip.Prefix, size int) {
-	pool, err := cidrset.NewPool(cidr, size)
-	if err != nil {
-		return // its Nodes say so
-	}
-
-	stats, labels := c.book.stats(pool), []string{name, string(familyOf(cidr.Addr())), cidr.String()}
-
-	blocksTotal.WithLabelValues(labels...).Set(float64(stats.Size))
-	blocksUsed.WithLabelValues(labels...).Set(float64(stats.Used))
-	blocksFree.WithLabelValues(labels...).Set(float64(stats.Free))
-}
-
-// ownPrefixes are the prefixes of the machines that blocks are cut from.
-func (c *Controller) ownPrefixes() map[netip.Prefix]struct{} {
-	prefixes := map[netip.Prefix]struct{}{}
 
 	nodes, err := c.lister.List(labels.Everything())
-	if err != nil || c.options.Allocator != CloudAllocator {
-		return prefixes
+	if err != nil || options.Allocator != CloudAllocator {
+		return
 	}
+
+	prefixes := map[netip.Prefix]bool{}
 
 	for _, node := range nodes {
-		if prefix, problem := ownPrefix(c.inventory.Get(node.Name).Machine); problem == nil {
-			prefixes[prefix] = struct{}{}
+		prefix, condition := machinePrefix(c.cfg.Inventory.Get(node.Name).Machine)
+		if condition == nil && !prefixes[prefix] {
+			prefixes[prefix] = true
+
+			c.updatePoolGauges(poolMachine, prefix, blockBits(prefix, options.MaskSizeIPv6))
 		}
 	}
+}
 
-	return prefixes
+// updatePoolGauges counts blocks of the pool's usual size, even if BlockSizeAuto is set.
+func (c *Controller) updatePoolGauges(name string, cidr netip.Prefix, size int) {
+	pool, err := cidrset.NewPool(cidr, size)
+	if err != nil {
+		return // reported on the Nodes that need the pool
+	}
+
+	stats, labels := c.allocations.stats(pool), []string{name, string(familyOf(cidr.Addr())), cidr.String()}
+
+	poolBlocks.WithLabelValues(labels...).Set(float64(stats.Size))
+	poolBlocksUsed.WithLabelValues(labels...).Set(float64(stats.Used))
+	poolBlocksFree.WithLabelValues(labels...).Set(float64(stats.Free))
 }

@@ -10,65 +10,61 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-// Allocator says where blocks come from where no pool says otherwise.
+// Allocator is the source of blocks for Nodes and IP families without a pool.
 type Allocator string
 
 const (
-	// RangeAllocator takes the blocks of every family from the cluster CIDRs. The default.
+	// RangeAllocator allocates blocks of all IP families from the cluster CIDRs. The default.
 	RangeAllocator Allocator = "RangeAllocator"
-	// CloudAllocator takes IPv4 from the cluster CIDRs and IPv6 from each machine's own global prefix.
+	// CloudAllocator allocates IPv4 blocks from the cluster CIDRs, and IPv6 blocks from the global prefix of each
+	// machine.
 	CloudAllocator Allocator = "CloudAllocator"
 )
 
-// The upstream Talos CCM's defaults.
+// Default prefix lengths of blocks, as in the upstream Talos CCM.
 const (
 	DefaultMaskSizeIPv4 = 24
 	DefaultMaskSizeIPv6 = 80
 )
 
-// Options are the cluster-wide choices. The zero value is a RangeAllocator of what Talos has configured, with the default sizes.
+// Options are the cluster-wide settings. The zero value is a RangeAllocator with the CIDRs of the Talos configuration
+// and the default sizes.
 type Options struct {
-	// Allocator is RangeAllocator if it is empty.
+	// Allocator defaults to RangeAllocator.
 	Allocator Allocator
-	// ClusterCIDRs say which families a Node has, the first family first, and where its blocks come from; of one family the first CIDR that is not
-	// exhausted. None: those that Talos gives to kube-controller-manager.
+	// ClusterCIDRs determine the IP families of podCIDRs and their order, and where the blocks come from. Of several
+	// CIDRs of one family the first that is not exhausted is used. Empty: the CIDRs that Talos passes to
+	// kube-controller-manager.
 	ClusterCIDRs []netip.Prefix
-	// ServiceCIDRs are reserved, besides those of the ServiceCIDR API. None: those that Talos gives to kube-controller-manager.
+	// ServiceCIDRs are never allocated, in addition to those of the ServiceCIDR API. Empty: the CIDRs that Talos passes
+	// to kube-controller-manager.
 	ServiceCIDRs []netip.Prefix
 	// MaskSizeIPv4 and MaskSizeIPv6 are the prefix lengths of blocks; zero: the defaults.
 	MaskSizeIPv4, MaskSizeIPv6 int
 }
 
 func (o Options) withDefaults() Options {
-	if o.Allocator == "" {
-		o.Allocator = RangeAllocator
-	}
-
-	if o.MaskSizeIPv4 == 0 {
-		o.MaskSizeIPv4 = DefaultMaskSizeIPv4
-	}
-
-	if o.MaskSizeIPv6 == 0 {
-		o.MaskSizeIPv6 = DefaultMaskSizeIPv6
-	}
+	o.Allocator = cmp.Or(o.Allocator, RangeAllocator)
+	o.MaskSizeIPv4 = cmp.Or(o.MaskSizeIPv4, DefaultMaskSizeIPv4)
+	o.MaskSizeIPv6 = cmp.Or(o.MaskSizeIPv6, DefaultMaskSizeIPv6)
 
 	return o
 }
 
-// Validate says what is wrong with the options, defaults included.
+// Validate returns the first invalid setting, with defaults applied.
 func (o Options) Validate() error {
 	o = o.withDefaults()
 
 	if !slices.Contains([]Allocator{RangeAllocator, CloudAllocator}, o.Allocator) {
-		return fmt.Errorf("unknown CIDR allocator type %q: want %s or %s", o.Allocator, RangeAllocator, CloudAllocator)
+		return fmt.Errorf("unknown CIDR allocator type %q: must be %s or %s", o.Allocator, RangeAllocator, CloudAllocator)
 	}
 
 	if o.MaskSizeIPv4 < 1 || o.MaskSizeIPv4 > 32 {
-		return fmt.Errorf("mask size %d: IPv4 has 1 to 32", o.MaskSizeIPv4)
+		return fmt.Errorf("invalid IPv4 mask size %d: must be 1 to 32", o.MaskSizeIPv4)
 	}
 
 	if o.MaskSizeIPv6 < 1 || o.MaskSizeIPv6 > 128 {
-		return fmt.Errorf("mask size %d: IPv6 has 1 to 128", o.MaskSizeIPv6)
+		return fmt.Errorf("invalid IPv6 mask size %d: must be 1 to 128", o.MaskSizeIPv6)
 	}
 
 	for _, cidr := range o.ClusterCIDRs {
@@ -80,7 +76,7 @@ func (o Options) Validate() error {
 	return nil
 }
 
-// maskSize is the prefix length of pool's blocks, unless they follow the Node's max-pods.
+// maskSize returns the prefix length of a pool's blocks. It does not apply to IPv4 if BlockSizeAuto is set.
 func (o Options) maskSize(pool Pool, f family) int {
 	if f == ipv4 {
 		return cmp.Or(pool.MaskSizeIPv4, o.MaskSizeIPv4)
@@ -89,22 +85,23 @@ func (o Options) maskSize(pool Pool, f family) int {
 	return cmp.Or(pool.MaskSizeIPv6, o.MaskSizeIPv6)
 }
 
-// Pool gives the Nodes that it selects blocks of its own. The families that it has no CIDR of come from where they come from without it.
+// Pool assigns the Nodes that it selects blocks of its own CIDRs. For IP families without a CIDR in the pool, the
+// Allocator applies.
 type Pool struct {
-	// Name tells it from others in metrics and Events.
+	// Name identifies the pool in metrics and Events.
 	Name string
-	// Selector chooses machines; nil: all of them.
+	// Selector selects machines; nil: all.
 	Selector *rules.Selector
-	// CIDRs of either family or both; of one family the first that is not exhausted.
+	// CIDRs may be of one IP family or both. Of several CIDRs of one family the first that is not exhausted is used.
 	CIDRs []netip.Prefix
 	// MaskSizeIPv4 and MaskSizeIPv6 are the prefix lengths of blocks; zero: those of the Options.
 	MaskSizeIPv4, MaskSizeIPv6 int
-	// BlockSizeAuto makes an IPv4 block the smallest that has two addresses for each pod that the Node's kubelet would run. IPv6 has no lack of
-	// addresses and keeps its size.
+	// BlockSizeAuto makes an IPv4 block the smallest with two addresses per pod of the kubelet. It does not apply to
+	// IPv6.
 	BlockSizeAuto bool
 }
 
-// family is an IP family; as text it is a label of metrics.
+// family is an IP family, as in metrics and Events.
 type family string
 
 const (

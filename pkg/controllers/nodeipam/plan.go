@@ -1,162 +1,166 @@
 package nodeipam
 
 import (
-	"fmt"
+	"cmp"
 	"math/bits"
 	"net/netip"
 	"slices"
+	"strings"
 
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-// poolCluster and poolMachine are the names, in metrics, of what is no configured pool: the cluster CIDRs, and the machines' own prefixes.
 const (
+	// poolCluster and poolMachine name, in metrics and Events, the cluster CIDRs and the prefixes of machines.
 	poolCluster = "cluster"
 	poolMachine = "machine"
+
+	// maxPods is more than any kubelet runs. The kubelet reports its own limit, and must not get a whole pool for it.
+	maxPods = 4096
+
+	// subnetBits is the prefix length of an IPv6 subnet (RFC 4291). Of a shorter prefix only the machine's subnet is
+	// used.
+	subnetBits = 64
+
+	// minBlockBits is the prefix length of the smallest block of a machine's prefix: 256 addresses, for 110 pods.
+	minBlockBits = 120
+
+	// maxReserved bounds the number of addresses that one machine can reserve, because the machine reports them itself.
+	maxReserved = 64
 )
 
-// request is what a Node needs of one family: a block of the first of the pools that has one.
+// request asks for a block of one IP family, from the first of the pools that has a free one.
 type request struct {
 	family family
-	// pool is the name of where the block comes from, for metrics and people.
+	// pool is the name of the pool in metrics and Events.
 	pool  string
 	pools []cidrset.Pool
 }
 
-// demand is all that decides where a Node's blocks come from.
-type demand struct {
-	node         *corev1.Node
-	entry        inventory.Entry
-	clusterCIDRs []netip.Prefix
-	claim        *rules.Selector
-	pools        []Pool
-	options      Options
+// plan is everything that determines the pools of a Node.
+type plan struct {
+	node     *corev1.Node
+	entry    inventory.Entry
+	selector *rules.Selector
+	pools    []Pool
+	// options contain the cluster CIDRs.
+	options Options
 }
 
-// facts are what the machine itself says.
-func (d demand) facts() rules.Facts {
-	return nodespec.NewInput(d.node, d.entry.Machine, nodespec.Options{}).Facts()
+func (p plan) facts() rules.Facts {
+	return nodespec.NewInput(p.node, p.entry.Machine, nodespec.Options{}).Facts()
 }
 
-// claimed tells whether the Node is ours to write, or why that cannot be said.
-func (d demand) claimed() (bool, *finding) {
-	if d.claim == nil {
+// managed reports whether the Node is managed, or why that is not known.
+func (p plan) managed() (bool, *events.Condition) {
+	if p.selector == nil {
 		return true, nil
 	}
 
-	if problem := d.unknown(); problem != nil {
-		return false, problem
+	if condition := p.machineUnavailable(); condition != nil {
+		return false, condition
 	}
 
-	return d.claim.Matches(d.facts()), nil
+	return p.selector.Matches(p.facts()), nil
 }
 
-// requests says what the Node needs, the first family first, or why that cannot be said yet. podCIDRs cannot be changed, so nothing is guessed, and
-// nothing is put in the place of what is missing.
-func (d demand) requests() ([]request, *finding) {
-	pool, problem := d.pool()
-	if problem != nil {
-		return nil, problem
+// machineUnavailable returns why the machine's state is not known; nil if it is.
+func (p plan) machineUnavailable() *events.Condition {
+	if p.entry.Condition == inventory.Current {
+		return nil
 	}
 
-	families := d.families(pool)
-	if len(families) == 0 {
-		return nil, &finding{reason: ReasonClusterCIDRMissing, message: "There are no cluster CIDRs: neither --cluster-cidr nor Talos names any"}
+	detail := p.entry.Condition.String()
+	if p.entry.Reason != "" {
+		detail += ": " + p.entry.Reason
+	}
+
+	return newCondition(ReasonMachineUnknown, "Waiting for the Talos API of the machine (%s)", detail)
+}
+
+// requests returns one request for each IP family, in the order of podCIDRs, or why they are not known. podCIDRs cannot
+// be changed once set, so nothing is guessed, and a missing prefix is not replaced by another one.
+func (p plan) requests() ([]request, *events.Condition) {
+	pool, condition := p.pool()
+	if condition != nil {
+		return nil, condition
 	}
 
 	var requests []request
 
-	for _, f := range families {
-		r, problem := d.request(pool, f)
-		if problem != nil {
-			return nil, problem
+	for _, cidr := range slices.Concat(p.options.ClusterCIDRs, pool.CIDRs) {
+		f := familyOf(cidr.Addr())
+
+		if slices.ContainsFunc(requests, func(r request) bool { return r.family == f }) {
+			continue
+		}
+
+		r, condition := p.request(pool, f)
+		if condition != nil {
+			return nil, condition
 		}
 
 		requests = append(requests, r)
 	}
 
+	if len(requests) == 0 {
+		return nil, newCondition(ReasonClusterCIDRMissing, "No cluster CIDRs are configured; set --cluster-cidr, or cluster.network.podSubnets in Talos")
+	}
+
 	return requests, nil
 }
 
-// pool is the first that selects the Node; the zero Pool if none does. A Node's labels are complete only when it is initialized, all else is so before.
-func (d demand) pool() (Pool, *finding) {
-	if slices.ContainsFunc(d.pools, func(p Pool) bool { return p.Selector != nil }) {
-		if problem := d.unknown(); problem != nil {
-			return Pool{}, problem
+// pool returns the first pool that selects the Node; the zero Pool if there is none. Only the labels of a Node require
+// that it is initialized.
+func (p plan) pool() (Pool, *events.Condition) {
+	if slices.ContainsFunc(p.pools, func(pool Pool) bool { return pool.Selector != nil }) {
+		if condition := p.machineUnavailable(); condition != nil {
+			return Pool{}, condition
 		}
 	}
 
-	if slices.ContainsFunc(d.pools, func(p Pool) bool { return p.Selector.ReadsLabels() }) && nodespec.IsUninitialized(d.node) {
-		return Pool{}, &finding{reason: ReasonNotInitialized, message: "Pools are selected by labels, which are complete once the Node is initialized"}
+	if slices.ContainsFunc(p.pools, func(pool Pool) bool { return pool.Selector.ReadsLabels() }) && nodespec.IsUninitialized(p.node) {
+		return Pool{}, newCondition(ReasonNotInitialized, "Waiting for the Node to be initialized, because pools select Nodes by label")
 	}
 
-	facts := d.facts()
-	facts.NodeLabels = d.node.Labels
+	facts := p.facts()
+	facts.NodeLabels = p.node.Labels
 
-	i := slices.IndexFunc(d.pools, func(p Pool) bool { return p.Selector.Matches(facts) })
+	i := slices.IndexFunc(p.pools, func(pool Pool) bool { return pool.Selector.Matches(facts) })
 	if i < 0 {
 		return Pool{}, nil
 	}
 
-	return d.pools[i], nil
+	return p.pools[i], nil
 }
 
-// unknown is the reason why nothing can be said of the machine now; nil if there is none.
-func (d demand) unknown() *finding {
-	if d.entry.Condition == inventory.Current {
-		return nil
-	}
-
-	message := "Waiting for the Talos API of the machine: " + d.entry.Condition.String()
-	if d.entry.Reason != "" {
-		message += ": " + d.entry.Reason
-	}
-
-	return &finding{reason: ReasonMachineUnknown, message: message}
-}
-
-// families are those of the cluster CIDRs, and those that the pool adds.
-func (d demand) families(pool Pool) []family {
-	var families []family
-
-	for _, cidr := range slices.Concat(d.clusterCIDRs, pool.CIDRs) {
-		if f := familyOf(cidr.Addr()); !slices.Contains(families, f) {
-			families = append(families, f)
-		}
-	}
-
-	return families
-}
-
-func (d demand) request(pool Pool, f family) (request, *finding) {
+func (p plan) request(pool Pool, f family) (request, *events.Condition) {
 	switch {
-	case pool.has(f):
-		return d.fromPool(pool, f)
-	case f == ipv6 && d.options.Allocator == CloudAllocator:
-		return d.fromMachine(d.options.maskSize(pool, ipv6))
+	case slices.ContainsFunc(pool.CIDRs, func(cidr netip.Prefix) bool { return familyOf(cidr.Addr()) == f }):
+		return p.fromPool(pool, f)
+	case f == ipv6 && p.options.Allocator == CloudAllocator:
+		return p.fromMachine(p.options.maskSize(pool, ipv6))
 	default:
-		pool.Name, pool.CIDRs = poolCluster, d.clusterCIDRs
+		pool.Name, pool.CIDRs = poolCluster, p.options.ClusterCIDRs
 
-		return d.fromPool(pool, f)
+		return p.fromPool(pool, f)
 	}
 }
 
-func (p Pool) has(f family) bool {
-	return slices.ContainsFunc(p.CIDRs, func(cidr netip.Prefix) bool { return familyOf(cidr.Addr()) == f })
-}
-
-func (d demand) fromPool(pool Pool, f family) (request, *finding) {
-	size := d.options.maskSize(pool, f)
+func (p plan) fromPool(pool Pool, f family) (request, *events.Condition) {
+	size := p.options.maskSize(pool, f)
 
 	if pool.BlockSizeAuto && f == ipv4 {
 		var known bool
-		if size, known = maskSizeFor(d.node); !known {
-			return request{}, &finding{reason: ReasonMaxPodsUnknown, message: fmt.Sprintf("Waiting for the kubelet to say how many pods it runs, up to %d", maxPods)}
+		if size, known = maskSizeFor(p.node); !known {
+			return request{}, newCondition(ReasonMaxPodsUnknown, "Waiting for the kubelet to report a pod capacity between 1 and %d", maxPods)
 		}
 	}
 
@@ -167,22 +171,20 @@ func (d demand) fromPool(pool Pool, f family) (request, *finding) {
 			continue
 		}
 
-		cut, err := cidrset.NewPool(cidr, size)
+		blocks, err := cidrset.NewPool(cidr, size)
 		if err != nil {
-			return request{}, &finding{reason: ReasonPrefixTooSmall, message: fmt.Sprintf("Pool %s: %v", pool.Name, err)}
+			return request{}, newCondition(ReasonPrefixTooSmall, "Pool %q: %v", pool.Name, err)
 		}
 
-		r.pools = append(r.pools, cut)
+		r.pools = append(r.pools, blocks)
 	}
 
 	return r, nil
 }
 
-// maxPods is more than any kubelet runs. What it says decides how much it gets, and it must not be all there is.
-const maxPods = 4096
-
-// maskSizeFor is that of the smallest IPv4 block with two addresses for each pod that the kubelet would run, so that the address of a pod that ended
-// is not at once another's (the rule that GKE has: 110 pods, a /24); not known if the kubelet has not said it, or what no kubelet runs.
+// maskSizeFor returns the prefix length of the smallest IPv4 block with two addresses per pod of the kubelet, so that
+// the address of a deleted pod is not reused at once (GKE has the same rule: a /24 for 110 pods). It is not known if
+// the kubelet reports no plausible pod capacity.
 func maskSizeFor(node *corev1.Node) (size int, known bool) {
 	pods := node.Status.Allocatable.Pods()
 	if pods.IsZero() {
@@ -195,4 +197,131 @@ func maskSizeFor(node *corev1.Node) (size int, known bool) {
 	}
 
 	return 32 - bits.Len64(uint64(2*count-1)), true //nolint:gosec // is positive
+}
+
+// fromMachine requests a block of the machine's own global IPv6 prefix.
+func (p plan) fromMachine(size int) (request, *events.Condition) {
+	if condition := p.machineUnavailable(); condition != nil {
+		return request{}, condition
+	}
+
+	prefix, condition := machinePrefix(p.entry.Machine)
+	if condition != nil {
+		return request{}, condition
+	}
+
+	pool, err := cidrset.NewPool(prefix, blockBits(prefix, size))
+	if err != nil {
+		return request{}, newCondition(ReasonPrefixTooSmall,
+			"The machine's IPv6 prefix %s is too small; it must hold at least two blocks of /%d, one of which contains the machine", prefix, minBlockBits)
+	}
+
+	return request{family: ipv6, pool: poolMachine, pools: []cidrset.Pool{pool}}, nil
+}
+
+// machinePrefix returns the global IPv6 prefix of the machine's subnet: that of its IPv6 node IP, or the lowest if that
+// is not global or missing.
+func machinePrefix(m machine.Machine) (netip.Prefix, *events.Condition) {
+	var subnets []netip.Prefix
+
+	single := false
+
+	for _, a := range m.Addresses {
+		addr := a.Prefix.Addr()
+
+		switch {
+		case !addr.Is6() || addr.Is4In6() || strings.HasPrefix(a.Link, "lo") || !m.IsStable(a):
+		case a.Prefix.IsSingleIP():
+			single = true
+		default:
+			subnets = append(subnets, a.Prefix)
+		}
+	}
+
+	switch {
+	case len(subnets) > 0:
+	case single:
+		return netip.Prefix{}, newCondition(ReasonPrefixMissing, "The machine's global IPv6 addresses are single addresses (/128), without a prefix")
+	default:
+		return netip.Prefix{}, newCondition(ReasonPrefixMissing, "The machine has no global IPv6 address of its own")
+	}
+
+	rank := func(subnet netip.Prefix) int {
+		if slices.ContainsFunc(m.NodeIPs, subnet.Masked().Contains) {
+			return 0
+		}
+
+		return 1
+	}
+
+	best := slices.MinFunc(subnets, func(a, b netip.Prefix) int {
+		return cmp.Or(rank(a)-rank(b), a.Addr().Compare(b.Addr()))
+	})
+
+	return netip.PrefixFrom(best.Addr(), max(best.Bits(), subnetBits)).Masked(), nil
+}
+
+// blockBits returns the prefix length of the blocks of a machine's prefix: size for a whole subnet, and for a longer
+// prefix that of the upstream Talos CCM, which leaves room for at least one Node and makes no block smaller than a
+// /120. It returns -1 if the prefix is too small.
+func blockBits(prefix netip.Prefix, size int) int {
+	own := prefix.Bits()
+
+	switch {
+	case own == subnetBits && size > own:
+		return size
+	case own >= minBlockBits:
+		return -1
+	case own == minBlockBits-1:
+		return own + 1
+	case own > 111:
+		return own + 2
+	case own > 105:
+		return own + 4
+	case own > 99:
+		return own + 8
+	default:
+		return own + 16
+	}
+}
+
+// reservedPrefixes returns what no Node can be assigned because of a machine: the machine's addresses, and those of the
+// routers of its prefix. Addresses on CNI links are left out: they are in the block of the machine's Node, which must
+// be able to get the same block again.
+func reservedPrefixes(m machine.Machine) []netip.Prefix {
+	var addrs []netip.Addr
+
+	for _, a := range m.Addresses {
+		if !a.OnCNILink() {
+			addrs = append(addrs, a.Prefix.Addr())
+		}
+	}
+
+	prefixes := hostPrefixes(addrs)
+	prefixes = prefixes[:min(len(prefixes), maxReserved)]
+
+	if prefix, condition := machinePrefix(m); condition == nil {
+		// The first address is the subnet-router anycast address (RFC 4291, section 2.6.1), the second is commonly the
+		// gateway.
+		prefixes = append(prefixes, netip.PrefixFrom(prefix.Addr(), 127))
+	}
+
+	return prefixes
+}
+
+// hostPrefixes returns the sorted single-address prefixes of the addresses that are valid outside of their machine and
+// link.
+func hostPrefixes(addrs []netip.Addr) []netip.Prefix {
+	var prefixes []netip.Prefix
+
+	for _, addr := range addrs {
+		addr = addr.Unmap().WithZone("")
+		if !addr.IsLoopback() && !addr.IsLinkLocalUnicast() {
+			prefixes = append(prefixes, netip.PrefixFrom(addr, addr.BitLen()))
+		}
+	}
+
+	slices.SortFunc(prefixes, netip.Prefix.Compare)
+
+	return slices.Compact(prefixes)
 }

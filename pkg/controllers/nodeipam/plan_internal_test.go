@@ -12,6 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 	cloudproviderapi "k8s.io/cloud-provider/api"
 
+	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
@@ -29,7 +30,7 @@ func prefixes(texts ...string) []netip.Prefix {
 // region selects machines by the platform's region.
 func region(name string) *rules.Selector { return where("region", name) }
 
-// where selects machines of which key has a value.
+// where selects machines by the value of a key.
 func where(key, value string) *rules.Selector {
 	selector, mistakes := rules.CompileNodeSelector([]rules.SelectorTerm{{
 		MatchExpressions: []rules.Expression{{Key: key, Operator: rules.In, Values: []string{value}}},
@@ -70,7 +71,7 @@ func tainted(node *corev1.Node) *corev1.Node {
 	return node
 }
 
-// summary is what requests come to, such as "cluster 10.0.0.0/16→24, machine 2001:db8::/64→80".
+// summary formats requests, such as "cluster 10.0.0.0/16→24, machine 2001:db8::/64→80".
 func summary(requests []request) string {
 	var parts []string
 
@@ -94,60 +95,61 @@ func TestRequests(t *testing.T) {
 	cloud := Options{Allocator: CloudAllocator}
 
 	for _, test := range []struct {
-		name string
-		demand
+		name         string
+		clusterCIDRs []netip.Prefix
+		plan
 		want   string
 		reason string
 	}{
 		{
-			name:   "cluster CIDRs give a block of each family, in their order",
-			demand: demand{clusterCIDRs: prefixes("fd00::/48", "10.0.0.0/16")},
-			want:   "cluster fd00::/48→80, cluster 10.0.0.0/16→24",
+			name:         "each family of the cluster CIDRs, in their order",
+			clusterCIDRs: prefixes("fd00::/48", "10.0.0.0/16"),
+			want:         "cluster fd00::/48→80, cluster 10.0.0.0/16→24",
 		},
 		{
-			name:   "a second CIDR of a family continues the first",
-			demand: demand{clusterCIDRs: prefixes("10.0.0.0/16", "10.9.0.0/16")},
-			want:   "cluster 10.0.0.0/16→24 10.9.0.0/16→24",
+			name:         "a second CIDR of a family continues the first",
+			clusterCIDRs: prefixes("10.0.0.0/16", "10.9.0.0/16"),
+			want:         "cluster 10.0.0.0/16→24 10.9.0.0/16→24",
 		},
 		{
-			name:   "the mask sizes of the options count",
-			demand: demand{clusterCIDRs: dual, options: Options{MaskSizeIPv4: 25, MaskSizeIPv6: 64}},
-			want:   "cluster 10.0.0.0/16→25, cluster fd00::/48→64",
+			name:         "the mask sizes of the options apply",
+			clusterCIDRs: dual, plan: plan{options: Options{MaskSizeIPv4: 25, MaskSizeIPv6: 64}},
+			want: "cluster 10.0.0.0/16→25, cluster fd00::/48→64",
 		},
-		{name: "without cluster CIDRs the Node waits", reason: ReasonClusterCIDRMissing},
+		{name: "a Node without cluster CIDRs is pending", reason: ReasonClusterCIDRMissing},
 		{
-			name:   "a mask larger than the cluster CIDR is said, not guessed",
-			demand: demand{clusterCIDRs: prefixes("10.0.0.0/26")},
-			reason: ReasonPrefixTooSmall,
-		},
-		{
-			name:   "the range allocator needs no machine",
-			demand: demand{clusterCIDRs: dual, entry: inventory.Entry{Condition: inventory.Unreachable}},
-			want:   "cluster 10.0.0.0/16→24, cluster fd00::/48→80",
+			name:         "a mask size larger than the cluster CIDR is reported",
+			clusterCIDRs: prefixes("10.0.0.0/26"),
+			reason:       ReasonPrefixTooSmall,
 		},
 		{
-			name:   "the cloud allocator takes IPv6 from the machine",
-			demand: demand{clusterCIDRs: dual, options: cloud, entry: current(site)},
-			want:   "cluster 10.0.0.0/16→24, machine 2001:db8:1:2::/64→80",
+			name:         "the range allocator needs no machine",
+			clusterCIDRs: dual, plan: plan{entry: inventory.Entry{Condition: inventory.Unreachable}},
+			want: "cluster 10.0.0.0/16→24, cluster fd00::/48→80",
 		},
 		{
-			name:   "the cloud allocator takes no IPv6 where the cluster has none",
-			demand: demand{clusterCIDRs: prefixes("10.0.0.0/16"), options: cloud, entry: inventory.Entry{}},
-			want:   "cluster 10.0.0.0/16→24",
+			name:         "the cloud allocator uses the IPv6 prefix of the machine",
+			clusterCIDRs: dual, plan: plan{options: cloud, entry: current(site)},
+			want: "cluster 10.0.0.0/16→24, machine 2001:db8:1:2::/64→80",
 		},
 		{
-			name:   "the cloud allocator waits for a machine that does not answer",
-			demand: demand{clusterCIDRs: dual, options: cloud, entry: inventory.Entry{Machine: current(site).Machine, Condition: inventory.Unreachable}},
+			name:         "the cloud allocator assigns no IPv6 in an IPv4 cluster",
+			clusterCIDRs: prefixes("10.0.0.0/16"), plan: plan{options: cloud, entry: inventory.Entry{}},
+			want: "cluster 10.0.0.0/16→24",
+		},
+		{
+			name:         "the cloud allocator waits for a machine that does not respond",
+			clusterCIDRs: dual, plan: plan{options: cloud, entry: inventory.Entry{Machine: current(site).Machine, Condition: inventory.Unreachable}},
 			reason: ReasonMachineUnknown,
 		},
 		{
-			name:   "the cloud allocator waits for a machine without a prefix, and does not fall back to the cluster's",
-			demand: demand{clusterCIDRs: dual, options: cloud, entry: current(on("eth0", "10.1.1.1/24"))},
+			name:         "the cloud allocator waits for a machine without a prefix, and does not fall back to the cluster's",
+			clusterCIDRs: dual, plan: plan{options: cloud, entry: current(on("eth0", "10.1.1.1/24"))},
 			reason: ReasonPrefixMissing,
 		},
 		{
-			name: "the first pool that selects the machine counts",
-			demand: demand{clusterCIDRs: dual, entry: current(), pools: []Pool{
+			name:         "the first pool that selects the machine counts",
+			clusterCIDRs: dual, plan: plan{entry: current(), pools: []Pool{
 				{Name: "elsewhere", Selector: region("elsewhere"), CIDRs: prefixes("10.1.0.0/16")},
 				{Name: "here", Selector: region("here"), CIDRs: prefixes("10.2.0.0/16")},
 				{Name: "late", Selector: region("here"), CIDRs: prefixes("10.3.0.0/16")},
@@ -155,62 +157,62 @@ func TestRequests(t *testing.T) {
 			want: "here 10.2.0.0/16→24, cluster fd00::/48→80",
 		},
 		{
-			name: "a pool's IPv6 comes before the machine's, and its sizes before the options'",
-			demand: demand{clusterCIDRs: dual, options: cloud, entry: inventory.Entry{}, pools: []Pool{
+			name:         "a pool's IPv6 comes before the machine's, and its sizes before the options'",
+			clusterCIDRs: dual, plan: plan{options: cloud, entry: inventory.Entry{}, pools: []Pool{
 				{Name: "all", CIDRs: prefixes("2001:db8:f::/48"), MaskSizeIPv6: 64, MaskSizeIPv4: 26},
 			}},
 			want: "cluster 10.0.0.0/16→26, all 2001:db8:f::/48→64",
 		},
 		{
-			name: "a pool can add a family",
-			demand: demand{clusterCIDRs: prefixes("10.0.0.0/16"), pools: []Pool{
+			name:         "a pool can add a family",
+			clusterCIDRs: prefixes("10.0.0.0/16"), plan: plan{pools: []Pool{
 				{Name: "all", CIDRs: prefixes("2001:db8:f::/48")},
 			}},
 			want: "cluster 10.0.0.0/16→24, all 2001:db8:f::/48→80",
 		},
 		{
-			name: "no pool is selected for a machine that is not known",
-			demand: demand{clusterCIDRs: dual, entry: inventory.Entry{Condition: inventory.Unknown}, pools: []Pool{
+			name:         "selectors need the machine",
+			clusterCIDRs: dual, plan: plan{entry: inventory.Entry{Condition: inventory.Unknown}, pools: []Pool{
 				{Name: "here", Selector: region("here"), CIDRs: prefixes("10.2.0.0/16")},
 			}},
 			reason: ReasonMachineUnknown,
 		},
 		{
-			name: "no pool is selected by labels before the Node is initialized",
-			demand: demand{clusterCIDRs: dual, node: tainted(running("")), entry: current(), pools: []Pool{
+			name:         "selectors of labels need an initialized Node",
+			clusterCIDRs: dual, plan: plan{node: tainted(running("")), entry: current(), pools: []Pool{
 				{Name: "here", Selector: where("labels.site", "here"), CIDRs: prefixes("10.2.0.0/16")},
 			}},
 			reason: ReasonNotInitialized,
 		},
 		{
-			name: "what a machine says of itself needs no initialization",
-			demand: demand{clusterCIDRs: dual, node: tainted(running("")), entry: current(), pools: []Pool{
+			name:         "selectors of other facts need no initialized Node",
+			clusterCIDRs: dual, plan: plan{node: tainted(running("")), entry: current(), pools: []Pool{
 				{Name: "here", Selector: region("here"), CIDRs: prefixes("10.2.0.0/16")},
 			}},
 			want: "here 10.2.0.0/16→24, cluster fd00::/48→80",
 		},
 		{
-			name: "a pool for all needs neither machine nor initialization",
-			demand: demand{clusterCIDRs: dual, node: tainted(running("")), pools: []Pool{
+			name:         "a pool without selector needs neither machine nor initialized Node",
+			clusterCIDRs: dual, plan: plan{node: tainted(running("")), pools: []Pool{
 				{Name: "all", CIDRs: prefixes("10.2.0.0/16")},
 			}},
 			want: "all 10.2.0.0/16→24, cluster fd00::/48→80",
 		},
 		{
-			name: "the size of an IPv4 block follows max-pods, that of IPv6 does not",
-			demand: demand{clusterCIDRs: dual, node: running("250"), pools: []Pool{
+			name:         "an automatic block size applies to IPv4 only",
+			clusterCIDRs: dual, plan: plan{node: running("250"), pools: []Pool{
 				{Name: "all", CIDRs: prefixes("10.2.0.0/16"), BlockSizeAuto: true},
 			}},
 			want: "all 10.2.0.0/16→23, cluster fd00::/48→80",
 		},
 		{
-			name:   "a pool can say no more than that the size follows max-pods",
-			demand: demand{clusterCIDRs: dual, node: running("30"), pools: []Pool{{Name: "all", BlockSizeAuto: true}}},
-			want:   "cluster 10.0.0.0/16→26, cluster fd00::/48→80",
+			name:         "an automatic block size applies to cluster CIDRs",
+			clusterCIDRs: dual, plan: plan{node: running("30"), pools: []Pool{{Name: "all", BlockSizeAuto: true}}},
+			want: "cluster 10.0.0.0/16→26, cluster fd00::/48→80",
 		},
 		{
-			name:   "a Node without max-pods waits where the size follows them",
-			demand: demand{clusterCIDRs: dual, pools: []Pool{{Name: "all", BlockSizeAuto: true}}},
+			name:         "an automatic block size needs the pod capacity",
+			clusterCIDRs: dual, plan: plan{pools: []Pool{{Name: "all", BlockSizeAuto: true}}},
 			reason: ReasonMaxPodsUnknown,
 		},
 	} {
@@ -222,31 +224,34 @@ func TestRequests(t *testing.T) {
 			}
 
 			test.options = test.options.withDefaults()
+			test.options.ClusterCIDRs = test.clusterCIDRs
 
-			requests, problem := test.requests()
+			requests, condition := test.requests()
 			if got := summary(requests); got != test.want {
 				t.Errorf("requests %q, want %q", got, test.want)
 			}
 
-			if reason := reasonOf(problem); reason != test.reason {
+			if reason := reasonOf(condition); reason != test.reason {
 				t.Errorf("reason %q, want %q", reason, test.reason)
 			}
 		})
 	}
 }
 
-func reasonOf(f *finding) string {
-	if f == nil {
+func reasonOf(c *events.Condition) string {
+	if c == nil {
 		return ""
 	}
 
-	return f.reason
+	return c.Reason
 }
 
 func TestMaskSizeFor(t *testing.T) {
 	t.Parallel()
 
-	for pods, want := range map[string]int{"1": 31, "8": 28, "9": 27, "16": 27, "17": 26, "32": 26, "64": 25, "110": 24, "128": 24, "129": 23, "250": 23, "512": 22} {
+	for pods, want := range map[string]int{
+		"1": 31, "8": 28, "9": 27, "16": 27, "17": 26, "32": 26, "64": 25, "110": 24, "128": 24, "129": 23, "250": 23, "512": 22,
+	} {
 		size, known := maskSizeFor(running(pods))
 		if !known || size != want {
 			t.Errorf("%s pods: /%d, %t; want /%d", pods, size, known, want)
@@ -255,12 +260,12 @@ func TestMaskSizeFor(t *testing.T) {
 
 	for _, pods := range []string{"", "0", "-1", "4097", "9e18"} {
 		if size, known := maskSizeFor(running(pods)); known {
-			t.Errorf("%q pods: /%d, want that it is not known", pods, size)
+			t.Errorf("%q pods: /%d, want none", pods, size)
 		}
 	}
 }
 
-func TestOwnPrefix(t *testing.T) {
+func TestMachinePrefix(t *testing.T) {
 	t.Parallel()
 
 	flagged := func(a machine.Address, flag nethelpers.AddressFlag) machine.Address {
@@ -281,16 +286,16 @@ func TestOwnPrefix(t *testing.T) {
 		excluded  []netip.Prefix
 		want      string
 	}{
-		{name: "the prefix of the machine's address", addresses: []machine.Address{on("eth0", "2001:db8:1:2::5/64")}, want: "2001:db8:1:2::/64"},
-		{name: "of a larger prefix the subnet that the machine is in", addresses: []machine.Address{on("eth0", "2001:db8:1:2::5/48")}, want: "2001:db8:1:2::/64"},
-		{name: "a smaller prefix as it is", addresses: []machine.Address{on("eth0", "2001:db8::1:a005/112")}, want: "2001:db8::1:0/112"},
+		{name: "prefix of the machine's address", addresses: []machine.Address{on("eth0", "2001:db8:1:2::5/64")}, want: "2001:db8:1:2::/64"},
+		{name: "machine's subnet of a larger prefix", addresses: []machine.Address{on("eth0", "2001:db8:1:2::5/48")}, want: "2001:db8:1:2::/64"},
+		{name: "smaller prefix unchanged", addresses: []machine.Address{on("eth0", "2001:db8::1:a005/112")}, want: "2001:db8::1:0/112"},
 		{
-			name:      "that of the node IP before a lower one",
+			name:      "prefix of the node IP before a lower one",
 			addresses: []machine.Address{on("eth0", "2001:db8:1::5/64"), on("eth1", "2001:db8:2::5/64")},
 			nodeIPs:   []string{"10.0.0.1", "2001:db8:2::5"}, want: "2001:db8:2::/64",
 		},
 		{
-			name:      "that of the node IP on another address of the subnet",
+			name:      "prefix of another address in the subnet of the node IP",
 			addresses: []machine.Address{on("eth0", "2001:db8:1::5/64"), on("eth1", "2001:db8:2::5/64"), on("eth1", "2001:db8:2::6/128")},
 			nodeIPs:   []string{"2001:db8:2::6"}, want: "2001:db8:2::/64",
 		},
@@ -303,7 +308,7 @@ func TestOwnPrefix(t *testing.T) {
 		{name: "none of a temporary address", addresses: []machine.Address{flagged(on("eth0", "2001:db8:1:2::5/64"), nethelpers.AddressTemporary)}},
 		{name: "none of a deprecated address", addresses: []machine.Address{flagged(on("eth0", "2001:db8:1:2::5/64"), nethelpers.AddressDeprecated)}},
 		{name: "none of a tentative address", addresses: []machine.Address{flagged(on("eth0", "2001:db8:1:2::5/64"), nethelpers.AddressTentative)}},
-		{name: "none of a CNI's bridge, which is in a block that we gave", addresses: []machine.Address{on("cni0", "2001:db8:1:2:3::1/80")}},
+		{name: "none of a CNI bridge, which is in the block of the Node", addresses: []machine.Address{on("cni0", "2001:db8:1:2:3::1/80")}},
 		{name: "none of an overlay", addresses: []machine.Address{on("kubespan", "2001:db8:1:2::5/64"), on("wg0", "2001:db8:1:2::5/64")}},
 		{name: "none of the pods' and services' CIDRs", addresses: []machine.Address{on("eth0", "2001:db8:1:2::5/64")}, excluded: prefixes("2001:db8:1::/48")},
 	} {
@@ -315,45 +320,46 @@ func TestOwnPrefix(t *testing.T) {
 				m.NodeIPs = append(m.NodeIPs, netip.MustParseAddr(ip))
 			}
 
-			prefix, problem := ownPrefix(m)
+			prefix, condition := machinePrefix(m)
 
 			if test.want == "" {
-				if reasonOf(problem) != ReasonPrefixMissing {
-					t.Errorf("prefix %s, reason %q; want %s", prefix, reasonOf(problem), ReasonPrefixMissing)
+				if reasonOf(condition) != ReasonPrefixMissing {
+					t.Errorf("prefix %s, reason %q; want %s", prefix, reasonOf(condition), ReasonPrefixMissing)
 				}
 
 				return
 			}
 
-			if problem != nil || prefix.String() != test.want {
-				t.Errorf("prefix %s, %v; want %s", prefix, problem, test.want)
+			if condition != nil || prefix.String() != test.want {
+				t.Errorf("prefix %s, %v; want %s", prefix, condition, test.want)
 			}
 
 			slices.Reverse(m.Addresses)
 
-			if again, _ := ownPrefix(m); again != prefix {
+			if again, _ := machinePrefix(m); again != prefix {
 				t.Errorf("prefix %s in another order, want %s", again, prefix)
 			}
 		})
 	}
 }
 
-// TestBlocksOfSmallPrefixes: these are the upstream Talos CCM's sizes, except that it gives a Node the whole of a /120 to a /123, its own address included.
-func TestBlocksOfSmallPrefixes(t *testing.T) {
+// TestFromMachine_SmallPrefixes: the sizes are those of the upstream Talos CCM, except that it assigns the whole of a
+// /120 to /123, which contains the machine's own address.
+func TestFromMachine_SmallPrefixes(t *testing.T) {
 	t.Parallel()
 
 	for own, want := range map[int]int{
 		64: 80, 65: 81, 72: 88, 99: 115, 100: 108, 105: 113, 106: 110, 111: 115, 112: 114, 116: 118, 118: 120, 119: 120, 120: 0, 123: 0, 127: 0,
 	} {
-		d := demand{entry: current(on("eth0", fmt.Sprintf("2001:db8:1:2::5/%d", own))), options: Options{}.withDefaults()}
+		p := plan{entry: current(on("eth0", fmt.Sprintf("2001:db8:1:2::5/%d", own))), options: Options{}.withDefaults()}
 
-		r, problem := d.fromMachine(DefaultMaskSizeIPv6)
+		r, condition := p.fromMachine(DefaultMaskSizeIPv6)
 
 		switch {
-		case want == 0 && reasonOf(problem) != ReasonPrefixTooSmall:
-			t.Errorf("/%d: %s, %v; want %s", own, summary([]request{r}), problem, ReasonPrefixTooSmall)
-		case want != 0 && (problem != nil || r.pools[0].Bits() != want):
-			t.Errorf("/%d: %s, %v; want blocks of /%d", own, summary([]request{r}), problem, want)
+		case want == 0 && reasonOf(condition) != ReasonPrefixTooSmall:
+			t.Errorf("/%d: %s, %v; want %s", own, summary([]request{r}), condition, ReasonPrefixTooSmall)
+		case want != 0 && (condition != nil || r.pools[0].Bits() != want):
+			t.Errorf("/%d: %s, %v; want blocks of /%d", own, summary([]request{r}), condition, want)
 		}
 	}
 }

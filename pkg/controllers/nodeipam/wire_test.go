@@ -11,23 +11,23 @@ import (
 	"time"
 )
 
-// fault is what becomes of a write.
+// fault is how a write fails.
 type fault int
 
 const (
-	// none: it is done and answered.
+	// none: the write succeeds.
 	none fault = iota
-	// refused: it is not done, and the controller learns that something went wrong.
+	// refused: the write is not sent, and the controller gets an error.
 	refused
-	// unanswered: it is done, and the controller learns only that something went wrong.
+	// unanswered: the write succeeds, and the controller gets an error.
 	unanswered
-	// slow: it is done some time after it was sent, unless it is canceled before that.
+	// slow: the write succeeds after a delay, unless it is canceled before.
 	slow
-	// late: the controller learns that something went wrong, and some time after that it is done.
+	// late: the controller gets an error, and the write arrives some time later.
 	late
-	// killBefore: the process is killed before it writes.
+	// killBefore: the process is killed before the write is sent.
 	killBefore
-	// killAfter: the process is killed when it has written, before it knows.
+	// killAfter: the process is killed after the write succeeded, before the response.
 	killAfter
 )
 
@@ -36,7 +36,7 @@ var (
 	errKilled = errors.New("the process was killed")
 )
 
-// wire is one process's connection to the API server, which can break in many ways.
+// wire is the connection of one process to the API server, with faults.
 type wire struct {
 	base     http.RoundTripper
 	selector string
@@ -48,7 +48,7 @@ type wire struct {
 	paused  chan struct{} // closed unless the watches are held up
 	tide    chan struct{} // closed when what is slow is done
 	waiting int           // for the tide
-	// postponed are the writes that are late.
+	// postponed are the late writes.
 	postponed []*http.Request
 }
 
@@ -59,10 +59,10 @@ func newWire() *wire {
 	return &wire{next: calm, deaths: make(chan struct{}), paused: flowing, tide: make(chan struct{})}
 }
 
-// calm is a life without faults.
+// calm plans no faults.
 func calm(string) fault { return none }
 
-// plan says what becomes of writes from now on.
+// plan sets the faults of later writes.
 func (w *wire) plan(next func(path string) fault) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -83,7 +83,7 @@ func (w *wire) wrap(base http.RoundTripper) http.RoundTripper {
 	return roundTripper(w.roundTrip)
 }
 
-// roundTrip shows the process its own world's Nodes alone, and does to its writes what is to be done to them.
+// roundTrip restricts lists and watches to the Nodes of the process's world, and applies the faults to writes.
 func (w *wire) roundTrip(r *http.Request) (*http.Response, error) {
 	if w.killed() {
 		return nil, errKilled
@@ -108,9 +108,9 @@ func (w *wire) roundTrip(r *http.Request) (*http.Response, error) {
 	return response, err
 }
 
-// pass has the API server answer a request, for which it has all the time it needs: the bounds that the request has here and there are taken away. A process that has
-// given up a write leads no more until nobody can do that write any longer, for which a real one has the rest of its lease; here another takes over at once.
-// So what becomes of a write is for the faults to say, and not for how busy the machine is. It can be canceled as ever.
+// pass sends a request without its timeouts, so that only the faults decide the result of a write, not the load of the test
+// machine: in these tests another process takes over at once, whereas a real leader that gives up a write first waits for
+// the rest of its lease. Cancellation still works.
 func (w *wire) pass(r *http.Request) (*http.Response, error) {
 	bounded := r.Context()
 	ctx, cancel := context.WithCancel(context.WithoutCancel(bounded))
@@ -129,7 +129,8 @@ func (w *wire) pass(r *http.Request) (*http.Response, error) {
 	return w.base.RoundTrip(r)
 }
 
-// requireBounds fails unless a write is bounded here and at the API server: that none is done late is what the next leader's list rests on.
+// requireBounds returns an error unless a write has timeouts at client and API server: the next leader's list relies
+// on them.
 func requireBounds(r *http.Request) error {
 	const longest = 3 * time.Second
 
@@ -182,7 +183,7 @@ func (w *wire) write(r *http.Request) (*http.Response, error) {
 	}
 }
 
-// deliver has a write done, and keeps the answer for itself.
+// deliver sends a write and replaces the response by an error.
 func (w *wire) deliver(r *http.Request, answer error) error {
 	response, err := w.pass(r)
 	if err != nil {
@@ -196,7 +197,7 @@ func (w *wire) deliver(r *http.Request, answer error) error {
 	return errors.Join(answer, response.Body.Close())
 }
 
-// postpone has a write done when the tide comes.
+// postpone delays a write until land.
 func (w *wire) postpone(r *http.Request) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -213,7 +214,7 @@ func (w *wire) coming() <-chan struct{} {
 	return w.tide
 }
 
-// slowed is how many writes wait or have waited for the tide.
+// slowed returns the number of slow writes so far.
 func (w *wire) slowed() int {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -221,7 +222,7 @@ func (w *wire) slowed() int {
 	return w.waiting
 }
 
-// land has done what is slow or late.
+// land completes the slow and the late writes.
 func (w *wire) land() {
 	w.mu.Lock()
 	close(w.tide)
@@ -242,7 +243,7 @@ func (w *wire) killed() bool {
 	return w.dead
 }
 
-// kill ends the process as far as the API server can see.
+// kill ends the process as far as the API server can observe.
 func (w *wire) kill() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -253,7 +254,7 @@ func (w *wire) kill() {
 	}
 }
 
-// pause holds up what the watches bring, until resume.
+// pause delays watch events until resume.
 func (w *wire) pause() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -291,7 +292,7 @@ type stream struct {
 	ctx  context.Context //nolint:containedctx // the request's
 }
 
-// Read implements io.Reader. What came while the wire was paused is read when it is not.
+// Read implements io.Reader. Data that arrives while the wire is paused is delivered on resume.
 func (s *stream) Read(p []byte) (int, error) {
 	n, err := s.ReadCloser.Read(p)
 

@@ -1,0 +1,310 @@
+// Package controlplane reads the facts about the control plane that controllers depend on: the names and addresses of
+// the cluster itself, for which no kubelet may get a certificate, and how kube-controller-manager assigns pod CIDRs.
+//
+// The facts come from the API server's serving certificate, from Kubernetes objects and from the control-plane
+// machines. Which machines belong to the control plane is decided by a label of their Nodes that no kubelet can set,
+// never by what a machine reports about itself. The package writes nothing.
+package controlplane
+
+import (
+	"cmp"
+	"context"
+	"maps"
+	"net/netip"
+	"reflect"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/cosi-project/runtime/pkg/state"
+	utilerrors "k8s.io/apimachinery/pkg/util/errors"
+	coreinformers "k8s.io/client-go/informers/core/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/cache"
+	"k8s.io/klog/v2"
+	"k8s.io/utils/clock"
+
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
+	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
+)
+
+const (
+	// refreshInterval bounds the age of the facts, and conflictInterval while kube-controller-manager keeps another
+	// controller from assigning pod CIDRs.
+	refreshInterval  = 30 * time.Second
+	conflictInterval = 10 * time.Second
+
+	// retryFirst and retryMax pace refreshes while a fact that a controller needs is unknown.
+	retryFirst = 500 * time.Millisecond
+	retryMax   = 5 * time.Second
+
+	// timeout bounds each source.
+	timeout = 10 * time.Second
+)
+
+// Config configures a Reader. All fields are required unless noted.
+type Config struct {
+	// Kubernetes is the connection to the API server, and Client a client for it.
+	Kubernetes *rest.Config
+	Client     kubernetes.Interface
+	// Nodes must not have been started before New.
+	Nodes coreinformers.NodeInformer
+	Dial  talosapi.DialFunc
+	// LocalState is the state of this machine. Its kube-controller-manager configuration is read while no Node has the
+	// label of the control plane. Nil outside Talos.
+	LocalState state.CoreState
+	Clock      clock.Clock
+}
+
+// Network is how the control plane is configured to assign addresses.
+type Network struct {
+	// Problem explains to operators why too little is known to assign addresses: the last refresh failed to read the
+	// ServiceCIDRs, or the configuration of kube-controller-manager has not been read on any machine. It is empty if
+	// there is no problem.
+	Problem string
+	// KCMConfigs are sorted by nodename. A machine that does not respond is listed with its last known configuration,
+	// or not at all.
+	KCMConfigs []KCMConfig
+	// ServiceCIDRs are the CIDRs of the ServiceCIDR API; none in clusters without it. They are kept when they cannot be
+	// read again.
+	ServiceCIDRs []netip.Prefix
+}
+
+// Allocators returns the names of the machines whose kube-controller-manager assigns pod CIDRs.
+func (n *Network) Allocators() []string {
+	var names []string
+
+	for _, config := range n.KCMConfigs {
+		if config.AllocatesNodeCIDRs {
+			names = append(names, config.Nodename)
+		}
+	}
+
+	return names
+}
+
+// Value is a fact that changes over time. Its methods are safe for concurrent use.
+type Value[T any] struct {
+	mu       sync.Mutex
+	current  T
+	handlers []func()
+}
+
+// Current returns the fact as of the last refresh. The caller must not change it.
+func (v *Value[T]) Current() T {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+
+	return v.current
+}
+
+// Subscribe calls handler after every change. A subscriber that calls Current afterwards misses none. The handler must
+// not block.
+func (v *Value[T]) Subscribe(handler func()) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+
+	v.handlers = append(v.handlers, handler)
+}
+
+func (v *Value[T]) subscribed() bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+
+	return len(v.handlers) > 0
+}
+
+// set replaces the fact, calls the handlers if it has changed, and reports whether it has.
+func (v *Value[T]) set(value T) bool {
+	v.mu.Lock()
+	changed := !reflect.DeepEqual(v.current, value)
+	v.current = value
+	handlers := v.handlers
+	v.mu.Unlock()
+
+	if changed {
+		for _, handler := range handlers {
+			handler()
+		}
+	}
+
+	return changed
+}
+
+// Reader keeps the facts up to date. Use New and Run.
+type Reader struct {
+	cfg      Config
+	identity Value[csrpolicy.ClusterIdentity]
+	network  Value[*Network]
+
+	// The last answer of each source; nil or absent if it has never answered. Only Run uses them.
+	certificate, service, serviceCIDRs *csrpolicy.ClusterIdentity
+	machines                           map[string]machineFacts // by nodename
+}
+
+// New returns a Reader that has read nothing yet.
+func New(cfg Config) *Reader {
+	cfg.Nodes.Informer() // has the factory start it
+
+	return &Reader{cfg: cfg}
+}
+
+// Identity is what no kubelet may get a certificate for. Its Known becomes true once every source has answered, and
+// stays true: a source that stops responding is represented by its last answer.
+func (r *Reader) Identity() *Value[csrpolicy.ClusterIdentity] { return &r.identity }
+
+// Network is how the control plane is configured to assign addresses; nil before the first refresh.
+func (r *Reader) Network() *Value[*Network] { return &r.network }
+
+// Run refreshes the facts until ctx ends. It returns at once if nothing has subscribed to them.
+func (r *Reader) Run(ctx context.Context) {
+	if !r.identity.subscribed() && !r.network.subscribed() {
+		return
+	}
+
+	// Without the Nodes, control-plane machines would be missed.
+	if !cache.WaitForNamedCacheSyncWithContext(ctx, r.cfg.Nodes.Informer().HasSynced) {
+		return
+	}
+
+	delays := backoff.New(retryFirst, retryMax)
+
+	for {
+		r.refresh(ctx)
+
+		if ctx.Err() != nil {
+			return
+		}
+
+		pause, complete := r.nextRefresh()
+		if complete {
+			delays = backoff.New(retryFirst, retryMax)
+		} else {
+			pause = delays.Step()
+		}
+
+		if !backoff.Sleep(ctx, r.cfg.Clock, pause) {
+			return
+		}
+	}
+}
+
+// nextRefresh returns the time until the next refresh. It is not complete, and has to be retried, if facts that a
+// controller needs are unknown.
+func (r *Reader) nextRefresh() (pause time.Duration, complete bool) {
+	network := r.network.Current()
+
+	switch {
+	case r.identity.subscribed() && !r.identity.Current().Known:
+		return 0, false
+	case !r.network.subscribed():
+		return refreshInterval, true
+	case network.Problem != "":
+		return 0, false
+	case len(network.Allocators()) > 0:
+		return conflictInterval, true
+	default:
+		return refreshInterval, true
+	}
+}
+
+// refresh reads every source once and publishes the facts.
+func (r *Reader) refresh(ctx context.Context) {
+	certificate, certificateErr := readCertificate(ctx, r.cfg.Kubernetes)
+	service, serviceErr := readService(ctx, r.cfg.Client)
+	serviceCIDRs, serviceCIDRsErr := readServiceCIDRs(ctx, r.cfg.Client)
+	machineErrs := r.readMachines(ctx)
+
+	if ctx.Err() != nil {
+		return // the errors say nothing about the sources
+	}
+
+	r.certificate = cmp.Or(certificate, r.certificate)
+	r.service = cmp.Or(service, r.service)
+	r.serviceCIDRs = cmp.Or(serviceCIDRs, r.serviceCIDRs)
+
+	identity, logger := r.mergeIdentity(), klog.FromContext(ctx)
+	if r.identity.set(identity) {
+		logger.V(2).Info("Cluster identity changed", "identity", identity)
+	}
+
+	r.network.set(r.mergeNetwork(serviceCIDRsErr, machineErrs))
+
+	err := utilerrors.NewAggregate(append(machineErrs, certificateErr, serviceErr, serviceCIDRsErr))
+
+	switch {
+	case !identity.Known && r.identity.subscribed():
+		logger.Info("Cluster identity incomplete; CSR approval paused, retrying", "err", err)
+	case err != nil:
+		logger.V(2).Info("Failed to read some facts about the control plane; using their last known values", "err", err)
+	}
+}
+
+// mergeIdentity returns everything that any source has answered, sorted and without duplicates so that equal identities
+// compare as equal.
+func (r *Reader) mergeIdentity() csrpolicy.ClusterIdentity {
+	parts := []*csrpolicy.ClusterIdentity{r.certificate, r.service, r.serviceCIDRs}
+	known, machineKnown := !slices.Contains(parts, nil), false
+
+	for _, facts := range r.machines {
+		machineKnown = machineKnown || facts.identity != nil
+		parts = append(parts, facts.identity)
+	}
+
+	// The default domain is reserved whether or not the cluster uses it.
+	parts = append(parts, &csrpolicy.ClusterIdentity{Domains: []string{"cluster.local"}})
+	parts = slices.DeleteFunc(parts, func(part *csrpolicy.ClusterIdentity) bool { return part == nil })
+
+	type identity = csrpolicy.ClusterIdentity
+
+	return identity{
+		Known:          known && machineKnown,
+		Domains:        union(parts, cmp.Compare, func(id *identity) []string { return id.Domains }),
+		APIServerNames: union(parts, cmp.Compare, func(id *identity) []string { return id.APIServerNames }),
+		APIServerIPs:   union(parts, netip.Addr.Compare, func(id *identity) []netip.Addr { return id.APIServerIPs }),
+		ServiceIPs:     union(parts, netip.Addr.Compare, func(id *identity) []netip.Addr { return id.ServiceIPs }),
+		ServiceCIDRs:   union(parts, netip.Prefix.Compare, func(id *identity) []netip.Prefix { return id.ServiceCIDRs }),
+		PodCIDRs:       union(parts, netip.Prefix.Compare, func(id *identity) []netip.Prefix { return id.PodCIDRs }),
+		VIPs:           union(parts, netip.Addr.Compare, func(id *identity) []netip.Addr { return id.VIPs }),
+	}
+}
+
+func union[T comparable](parts []*csrpolicy.ClusterIdentity, compare func(a, b T) int, field func(*csrpolicy.ClusterIdentity) []T) []T {
+	var all []T
+	for _, part := range parts {
+		all = append(all, field(part)...)
+	}
+
+	slices.SortFunc(all, compare)
+
+	return slices.Compact(all)
+}
+
+func (r *Reader) mergeNetwork(serviceCIDRsErr error, machineErrs []error) *Network {
+	network := &Network{}
+
+	for _, nodename := range slices.Sorted(maps.Keys(r.machines)) {
+		if config := r.machines[nodename].kcm; config != nil {
+			network.KCMConfigs = append(network.KCMConfigs, *config)
+		}
+	}
+
+	if r.serviceCIDRs != nil {
+		network.ServiceCIDRs = r.serviceCIDRs.ServiceCIDRs
+	}
+
+	switch {
+	case serviceCIDRsErr != nil:
+		network.Problem = "Failed to " + serviceCIDRsErr.Error()
+	case len(network.KCMConfigs) == 0:
+		network.Problem = "The configuration of kube-controller-manager is not known for any control-plane machine"
+
+		for _, err := range machineErrs {
+			network.Problem += "; " + err.Error()
+		}
+	}
+
+	return network
+}
