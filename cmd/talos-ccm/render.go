@@ -25,6 +25,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
+	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
 
 const (
@@ -262,7 +263,7 @@ func (o renderOptions) readNode(ctx context.Context) (machine.Machine, error) {
 	return view.Machine(), nil
 }
 
-// readTalosconfig reads the file that talosctl would use. Unlike clientconfig.Open it does not create a missing file.
+// readTalosconfig reads the file that talosctl would use.
 func (o renderOptions) readTalosconfig() (*clientconfig.Config, error) {
 	paths := []clientconfig.Path{{Path: o.talosconfig}}
 
@@ -276,26 +277,15 @@ func (o renderOptions) readTalosconfig() (*clientconfig.Config, error) {
 	var errs []error
 
 	for _, path := range paths {
-		content, err := os.ReadFile(path.Path)
-		if errors.Is(err, fs.ErrNotExist) {
-			errs = append(errs, err)
-
-			continue
+		talosconfig, err := talosapi.ReadTalosconfig(path.Path)
+		if !errors.Is(err, fs.ErrNotExist) {
+			return talosconfig, err
 		}
 
-		if err != nil {
-			return nil, fmt.Errorf("read talosconfig: %w", err)
-		}
-
-		talosconfig, err := clientconfig.FromBytes(content)
-		if err != nil {
-			return nil, fmt.Errorf("read talosconfig %s: %w", path.Path, err)
-		}
-
-		return talosconfig, nil
+		errs = append(errs, err)
 	}
 
-	return nil, fmt.Errorf("read talosconfig: %w", errors.Join(errs...))
+	return nil, errors.Join(errs...)
 }
 
 // memberAddress returns the address of the cluster member with the given name. It returns other nodes unchanged; apid resolves their names.

@@ -181,15 +181,9 @@ type Talosconfig struct {
 
 // TLSConfig implements Credentials.
 func (t Talosconfig) TLSConfig() (*tls.Config, error) {
-	// clientconfig.Open would create a missing file.
-	content, err := os.ReadFile(t.Path)
+	config, err := ReadTalosconfig(t.Path)
 	if err != nil {
-		return nil, fmt.Errorf("read talosconfig: %w", err)
-	}
-
-	config, err := clientconfig.FromBytes(content)
-	if err != nil {
-		return nil, fmt.Errorf("read talosconfig %s: %w", t.Path, err)
+		return nil, err
 	}
 
 	current, ok := config.Contexts[config.Context]
@@ -216,4 +210,25 @@ func (t Talosconfig) TLSConfig() (*tls.Config, error) {
 	}
 
 	return &tls.Config{MinVersion: tls.VersionTLS13, RootCAs: pool, Certificates: []tls.Certificate{cert}}, nil
+}
+
+// ReadTalosconfig reads a talosconfig file. Unlike clientconfig.Open it does not create a missing file.
+func ReadTalosconfig(path string) (config *clientconfig.Config, err error) {
+	content, err := os.ReadFile(path)
+	if err != nil {
+		return nil, fmt.Errorf("read talosconfig: %w", err)
+	}
+
+	// FromBytes panics if a context has no fields (machinery v1.13.5).
+	defer func() {
+		if cause := recover(); cause != nil {
+			config, err = nil, fmt.Errorf("read talosconfig %s: malformed context: %v", path, cause)
+		}
+	}()
+
+	if config, err = clientconfig.FromBytes(content); err != nil {
+		return nil, fmt.Errorf("read talosconfig %s: %w", path, err)
+	}
+
+	return config, nil
 }

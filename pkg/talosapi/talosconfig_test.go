@@ -109,11 +109,18 @@ func TestTalosconfig_DoesNotCreateMissingFile(t *testing.T) {
 	}
 }
 
-func TestTalosconfig_RejectsInvalidYAML(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "talosconfig")
-	must(t, os.WriteFile(path, []byte("\t"), 0o600))
+func TestTalosconfig_RejectsMalformedFile(t *testing.T) {
+	for name, content := range map[string]string{
+		"not YAML":                  "\t",
+		"context without any field": "context: a\ncontexts:\n  a:\n",
+	} {
+		t.Run(name, func(t *testing.T) {
+			path := filepath.Join(t.TempDir(), "talosconfig")
+			must(t, os.WriteFile(path, []byte(content), 0o600))
 
-	if _, err := (talosapi.Talosconfig{Path: path}).TLSConfig(); err == nil || !strings.Contains(err.Error(), path) {
-		t.Errorf("got %v", err)
+			if _, err := (talosapi.Talosconfig{Path: path}).TLSConfig(); err == nil || !strings.Contains(err.Error(), path) {
+				t.Errorf("got %v", err)
+			}
+		})
 	}
 }

@@ -323,6 +323,14 @@ func TestAPID_RoutesByNodeMetadata(t *testing.T) {
 		})
 	}
 
+	t.Run("a control plane does not forward to a stopped machine", func(t *testing.T) {
+		if err := worker.Stop(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+
+		requireCode(t, getPlatform(node("worker-1")(withDeadline(t)), dialAs(t, cluster, cp, "os:reader")), codes.Unavailable)
+	})
+
 	t.Run("machine.sock has no router", func(t *testing.T) {
 		ctx := node("203.0.113.1")(withRoles(withDeadline(t), "os:reader"))
 		requireCode(t, getPlatform(ctx, dialSocket(t, cp)), codes.OK)
