@@ -222,7 +222,7 @@ func (o renderOptions) readFile(stdin io.Reader) ([]byte, error) {
 	return text, err
 }
 
-// readNode reads a machine over the Talos API, through the endpoints of the talosconfig.
+// readNode reads a machine over the Talos API, through the endpoints of the talosconfig or, without endpoints, from the machine itself.
 func (o renderOptions) readNode(ctx context.Context) (machine.Machine, error) {
 	ctx, cancel := context.WithTimeout(ctx, renderTimeout)
 	defer cancel()
@@ -232,9 +232,14 @@ func (o renderOptions) readNode(ctx context.Context) (machine.Machine, error) {
 		return machine.Machine{}, err
 	}
 
+	current, ok := talosconfig.Contexts[talosconfig.Context]
+	if !ok {
+		return machine.Machine{}, fmt.Errorf("read talosconfig: context %q not found", talosconfig.Context)
+	}
+
 	options := []client.OptionFunc{client.WithConfig(talosconfig), client.WithDefaultGRPCDialOptions()}
 
-	if current := talosconfig.Contexts[talosconfig.Context]; current != nil && len(current.Endpoints) == 0 {
+	if len(current.Endpoints) == 0 {
 		options = append(options, client.WithEndpoints(o.node))
 	}
 

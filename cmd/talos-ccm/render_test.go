@@ -172,6 +172,7 @@ func TestRender_Fails(t *testing.T) {
 		{"with an invalid node IP", "--node-ip", []string{"--machine", printed, "--node-ip", "localhost"}},
 		{"with an unknown output format", `unknown output format "wide"`, []string{"--machine", printed, "-o", "wide"}},
 		{"with an unknown fallback", "--provider-id-fallback", []string{"--machine", printed, "--provider-id-fallback", "mac"}},
+		{"with an unknown talosconfig context", `context "nowhere" not found`, []string{"--node", "127.0.0.1", "--talosconfig", file(t, "context: nowhere\n")}},
 		{"with a missing talosconfig", "talosconfig", []string{"--node", "127.0.0.1", "--talosconfig", "/nowhere"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {

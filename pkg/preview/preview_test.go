@@ -70,7 +70,7 @@ func flat(r preview.Report) nodespec.Spec {
 	return spec
 }
 
-// The test compares reports made from talosctl's output with the input of the node controller.
+// TestRender_EqualsDesiredSpec compares reports of talosctl's output with the Spec that the node controller uses.
 func TestRender_EqualsDesiredSpec(t *testing.T) {
 	for name, options := range map[string]nodespec.Options{
 		"without rules": {},
