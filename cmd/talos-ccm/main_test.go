@@ -179,7 +179,7 @@ func TestSetFromEnvironment(t *testing.T) {
 		{name: "empty value", environ: []string{"TALOS_CCM_CLUSTER_NAME="}, want: defaults(func(s *settings) { s.name = "" })},
 		{name: "command line takes precedence", args: []string{"--cluster-name=shop"}, environ: []string{"TALOS_CCM_CLUSTER_NAME=prod"}, want: defaults(func(s *settings) { s.name = "shop" })},
 		{name: "command line with the default value", args: []string{"--leader-elect=true"}, environ: []string{"TALOS_CCM_LEADER_ELECT=false"}, want: unchanged},
-		{name: "command line overrides invalid value", args: []string{"--concurrent-node-syncs=2"}, environ: []string{"TALOS_CCM_CONCURRENT_NODE_SYNCS=many"}, want: defaults(func(s *settings) { s.workers = 2 })},
+		{name: "invalid value, overridden", args: []string{"--concurrent-node-syncs=2"}, environ: []string{"TALOS_CCM_CONCURRENT_NODE_SYNCS=many"}, want: defaults(func(s *settings) { s.workers = 2 })},
 		{name: "other variables are ignored", environ: []string{"PATH=/bin", "TALOS_VERSION=1.13", "CLUSTER_NAME=x", "XTALOS_CCM_CLUSTER_NAME=x", "odd", ""}, want: unchanged},
 
 		{
