@@ -35,14 +35,29 @@ func goodFiles() []good {
 		{name: "string that looks like a boolean", file: "global: {clusterName: yes}", want: func(c *config.Compiled) { c.ClusterName = "yes" }},
 		{name: "string that looks like a date", file: "global: {clusterName: 2026-11-21}", want: func(c *config.Compiled) { c.ClusterName = "2026-11-21" }},
 		{name: "string that looks like a decimal fraction", file: "global: {clusterName: 1.10}", want: func(c *config.Compiled) { c.ClusterName = "1.10" }},
-		{name: "preferIPv6 as in the code of the upstream Talos CCM", file: "global: {preferIPv6: true}", want: func(c *config.Compiled) { c.PreferIPv6 = true }},
-		{name: "PreferIPv6 as in the docs of the upstream Talos CCM", file: "global: {PreferIPv6: true}", want: func(c *config.Compiled) { c.PreferIPv6 = true }},
+		{
+			name: "preferIPv6 as in the code of the upstream Talos CCM", file: "global: {preferIPv6: true}",
+			want: func(c *config.Compiled) { c.PreferIPv6 = true },
+		},
+		{
+			name: "PreferIPv6 as in the docs of the upstream Talos CCM", file: "global: {PreferIPv6: true}",
+			want: func(c *config.Compiled) { c.PreferIPv6 = true },
+		},
 		{name: "JSON", file: "{\n\t\"global\": {\"preferIPv6\": true}\n}", want: func(c *config.Compiled) { c.PreferIPv6 = true }},
-		{name: "providerID fallback node-ip", file: "global: {providerIDFallback: node-ip}", want: func(c *config.Compiled) { c.ProviderIDFallback = config.FallbackNodeIP }},
-		{name: "providerID fallback uuid", file: "global: {providerIDFallback: uuid}", want: func(c *config.Compiled) { c.ProviderIDFallback = config.FallbackUUID }},
+		{
+			name: "providerID fallback node-ip", file: "global: {providerIDFallback: node-ip}",
+			want: func(c *config.Compiled) { c.ProviderIDFallback = config.FallbackNodeIP },
+		},
+		{
+			name: "providerID fallback uuid", file: "global: {providerIDFallback: uuid}",
+			want: func(c *config.Compiled) { c.ProviderIDFallback = config.FallbackUUID },
+		},
 
 		{name: "maximum expiration", file: "csrApproval: {maxExpiration: 720h}", want: func(c *config.Compiled) { c.MaxExpiration = 720 * time.Hour }},
-		{name: "minimum of the maximum expiration", file: "csrApproval: {maxExpiration: 10m}", want: func(c *config.Compiled) { c.MaxExpiration = 10 * time.Minute }},
+		{
+			name: "minimum of the maximum expiration", file: "csrApproval: {maxExpiration: 10m}",
+			want: func(c *config.Compiled) { c.MaxExpiration = 10 * time.Minute },
+		},
 		{
 			name: "allowed SANs are canonicalized",
 			file: "csrApproval: {allowedSANs: [{name: edge, dnsNames: [Web.Example.ORG, db.example.org.], ipAddresses: [192.0.2.7, '::ffff:192.0.2.8', '2001:DB8::1']}]}",
@@ -160,17 +175,35 @@ type bad struct {
 func badFiles() []bad {
 	return []bad{
 		// YAML.
-		{name: "YAML syntax error in the scanner", file: "global:\n  clusterName: a: b\n", want: []string{":2:17: invalid YAML: mapping values are not allowed in this context"}},
-		{name: "YAML syntax error in the parser", file: "# one\nnodes: {a\nglobal: b\n", want: []string{":3: invalid YAML: did not find expected ',' or '}' while parsing a flow mapping"}},
-		{name: "YAML syntax error at the end of the file", file: "# one\nnodes: {a\n", want: []string{":2: invalid YAML: did not find expected ',' or '}' while parsing a flow mapping"}},
-		{name: "YAML syntax error in the first line", file: "a: }", want: []string{":1:4: invalid YAML: did not find expected node content while parsing a block node"}},
+		{
+			name: "YAML syntax error in the scanner", file: "global:\n  clusterName: a: b\n",
+			want: []string{":2:17: invalid YAML: mapping values are not allowed in this context"},
+		},
+		{
+			name: "YAML syntax error in the parser", file: "# one\nnodes: {a\nglobal: b\n",
+			want: []string{":3: invalid YAML: did not find expected ',' or '}' while parsing a flow mapping"},
+		},
+		{
+			name: "YAML syntax error at the end of the file", file: "# one\nnodes: {a\n",
+			want: []string{":2: invalid YAML: did not find expected ',' or '}' while parsing a flow mapping"},
+		},
+		{
+			name: "YAML syntax error in the first line", file: "a: }",
+			want: []string{":1:4: invalid YAML: did not find expected node content while parsing a block node"},
+		},
 		{name: "control character", file: "# ä\n# \x01", want: []string{":2:3: invalid YAML: control characters are not allowed (value: 1)"}},
 		{name: "unknown anchor", file: "\nglobal: *nothing\n", want: []string{":2:9: invalid YAML: unknown anchor 'nothing' referenced"}},
 		{name: "two documents", file: "global: {}\n---\nglobal: {}\n", want: []string{":2:1: file contains more than one YAML document"}},
-		{name: "syntax error in a second document", file: "global: {}\n---\n}\n", want: []string{":3:1: invalid YAML: did not find expected node content while parsing a block node"}},
+		{
+			name: "syntax error in a second document", file: "global: {}\n---\n}\n",
+			want: []string{":3:1: invalid YAML: did not find expected node content while parsing a block node"},
+		},
 		{name: "scalar document", file: "hello\n", want: []string{`:1:1: must be a mapping, not the string "hello"`}, bySchema: true},
 		{name: "list document", file: "- a\n", want: []string{":1:1: must be a mapping, not a list"}, bySchema: true},
-		{name: "duplicate key", file: "global:\n  clusterName: a\n  clusterName: b\n", want: []string{":3:3: global.clusterName: duplicate key, first set in line 2"}},
+		{
+			name: "duplicate key", file: "global:\n  clusterName: a\n  clusterName: b\n",
+			want: []string{":3:3: global.clusterName: duplicate key, first set in line 2"},
+		},
 		{
 			name: "duplicate label", file: "transformations:\n- name: web\n  labels:\n    team: a\n    team: b\n",
 			want: []string{`:5:5: transformations[0].labels[team] (rule "web"): duplicate key, first set in line 4`},
@@ -180,13 +213,34 @@ func badFiles() []bad {
 			name: "unquoted template", file: "transformations:\n- name: web\n  labels:\n    zone: {{ .Zone }}\n",
 			want: []string{`:4:11: transformations[0].labels[zone] (rule "web"): a value that begins with "{{" must be quoted`},
 		},
-		{name: "custom tag", file: "global:\n  clusterName: !secret a\n", want: []string{`:2:16: global.clusterName: must be a string, not a value with the YAML tag "!secret"`}},
-		{name: "binary tag", file: "global:\n  clusterName: !!binary aGk=\n", want: []string{`:2:16: global.clusterName: must be a string, not a value with the YAML tag "!!binary"`}},
-		{name: "custom tag on a mapping", file: "global: !secret {}\n", want: []string{`:1:9: global: must be a mapping, not a value with the YAML tag "!secret"`}},
-		{name: "null tag on a mapping", file: "global: !!null {}\n", want: []string{`:1:9: global: must be a mapping, not a value with the YAML tag "!!null"`}},
-		{name: "string tag on a mapping", file: "global:\n  clusterName: !!str {a: b}\n", want: []string{`:2:16: global.clusterName: must be a string, not a value with the YAML tag "!!str"`}, bySchema: true},
-		{name: "alias that contains itself", file: "global: &a\n  clusterName: *a\n", want: []string{`:2:16: global.clusterName: alias "a" refers to a value that contains it`}},
-		{name: "merge key that contains itself", file: "global: &a\n  <<: *a\n", want: []string{`:2:7: global.<<: alias "a" refers to a value that contains it`}},
+		{
+			name: "custom tag", file: "global:\n  clusterName: !secret a\n",
+			want: []string{`:2:16: global.clusterName: must be a string, not a value with the YAML tag "!secret"`},
+		},
+		{
+			name: "binary tag", file: "global:\n  clusterName: !!binary aGk=\n",
+			want: []string{`:2:16: global.clusterName: must be a string, not a value with the YAML tag "!!binary"`},
+		},
+		{
+			name: "custom tag on a mapping", file: "global: !secret {}\n",
+			want: []string{`:1:9: global: must be a mapping, not a value with the YAML tag "!secret"`},
+		},
+		{
+			name: "null tag on a mapping", file: "global: !!null {}\n",
+			want: []string{`:1:9: global: must be a mapping, not a value with the YAML tag "!!null"`},
+		},
+		{
+			name: "string tag on a mapping", file: "global:\n  clusterName: !!str {a: b}\n",
+			want: []string{`:2:16: global.clusterName: must be a string, not a value with the YAML tag "!!str"`}, bySchema: true,
+		},
+		{
+			name: "alias that contains itself", file: "global: &a\n  clusterName: *a\n",
+			want: []string{`:2:16: global.clusterName: alias "a" refers to a value that contains it`},
+		},
+		{
+			name: "merge key that contains itself", file: "global: &a\n  <<: *a\n",
+			want: []string{`:2:7: global.<<: alias "a" refers to a value that contains it`},
+		},
 		{name: "merge key that is not a mapping", file: "global:\n  <<: [a]\n", want: []string{":2:7: global.<<: must be a mapping or a list of mappings"}},
 
 		// Unknown, misplaced and missing keys.
@@ -194,18 +248,27 @@ func badFiles() []bad {
 			name: "unknown key", file: "global: {}\nwhatever: 1\n",
 			want: []string{":2:1: whatever: unknown key; expected global, transformations, nodes, csrApproval, ipam"}, bySchema: true,
 		},
-		{name: "similar key at the top level", file: "transformation: []\n", want: []string{":1:1: transformation: unknown key; did you mean transformations?"}, bySchema: true},
+		{
+			name: "similar key at the top level", file: "transformation: []\n",
+			want: []string{":1:1: transformation: unknown key; did you mean transformations?"}, bySchema: true,
+		},
 		{
 			name: "similar key in a rule", file: "transformations:\n- {name: web}\n- name: db\n  lables: {a: b}\n",
 			want: []string{`:4:3: transformations[1].lables (rule "db"): unknown key; did you mean labels?`}, bySchema: true,
 		},
-		{name: "key in another case", file: "global: {ClusterName: a}\n", want: []string{":1:10: global.ClusterName: unknown key; did you mean clusterName?"}, bySchema: true},
+		{
+			name: "key in another case", file: "global: {ClusterName: a}\n",
+			want: []string{":1:10: global.ClusterName: unknown key; did you mean clusterName?"}, bySchema: true,
+		},
 		{
 			name: "key at the wrong indentation",
 			file: "transformations:\n- name: web\n  nodeSelector:\n  - matchExpressions: []\n    labels: {a: b}\n",
 			want: []string{`:5:5: transformations[0].nodeSelector[0].labels (rule "web"): unknown key; it belongs to transformations[0]: check the indentation`}, bySchema: true,
 		},
-		{name: "key that belongs to the top level", file: "global:\n  nodes: {}\n", want: []string{":2:3: global.nodes: unknown key; it belongs to the top level: check the indentation"}, bySchema: true},
+		{
+			name: "key that belongs to the top level", file: "global:\n  nodes: {}\n",
+			want: []string{":2:3: global.nodes: unknown key; it belongs to the top level: check the indentation"}, bySchema: true,
+		},
 		{
 			name: "feature of drafts of the upstream Talos CCM", file: "transformations:\n- features:\n    publicIPPredict: true\n",
 			want: []string{":3:5: transformations[0].features.publicIPPredict: unknown key; expected publicIPDiscovery"}, bySchema: true,
@@ -225,12 +288,18 @@ func badFiles() []bad {
 
 		// Types.
 		{name: "list instead of mapping", file: "global: []\n", want: []string{":1:9: global: must be a mapping, not a list"}, bySchema: true},
-		{name: "mapping instead of list", file: "transformations: {name: web}\n", want: []string{":1:18: transformations: must be a list, not a mapping"}, bySchema: true},
+		{
+			name: "mapping instead of list", file: "transformations: {name: web}\n",
+			want: []string{":1:18: transformations: must be a list, not a mapping"}, bySchema: true,
+		},
 		{
 			name: "string instead of list of strings", file: "ipam:\n  pools:\n  - name: a\n    cidrs: 10.0.0.0/16\n",
 			want: []string{`:4:12: ipam.pools[0].cidrs (pool "a"): must be a list, not the string "10.0.0.0/16"`}, bySchema: true,
 		},
-		{name: "list instead of string", file: "global: {clusterName: [a]}\n", want: []string{":1:23: global.clusterName: must be a string, not a list"}, bySchema: true},
+		{
+			name: "list instead of string", file: "global: {clusterName: [a]}\n",
+			want: []string{":1:23: global.clusterName: must be a string, not a list"}, bySchema: true,
+		},
 		{
 			name: "list of labels", file: "transformations:\n- name: web\n  labels: [a]\n",
 			want: []string{`:3:11: transformations[0].labels (rule "web"): must be a mapping, not a list`}, bySchema: true,
@@ -239,9 +308,18 @@ func badFiles() []bad {
 			name: "list as a label value", file: "transformations:\n- name: web\n  labels:\n    team: [a]\n",
 			want: []string{`:4:11: transformations[0].labels[team] (rule "web"): must be a string, not a list`}, bySchema: true,
 		},
-		{name: "empty list item", file: "transformations:\n-\n- name: a\n", want: []string{":2:2: transformations[0]: Required value: list item is empty"}, bySchema: true},
-		{name: "quoted boolean", file: "global: {preferIPv6: 'true'}\n", want: []string{`:1:22: global.preferIPv6: must be true or false, not the string "true"`}, bySchema: true},
-		{name: "YAML 1.1 boolean", file: "global: {preferIPv6: yes}\n", want: []string{`:1:22: global.preferIPv6: must be true or false, not the string "yes"`}, bySchema: true},
+		{
+			name: "empty list item", file: "transformations:\n-\n- name: a\n",
+			want: []string{":2:2: transformations[0]: Required value: list item is empty"}, bySchema: true,
+		},
+		{
+			name: "quoted boolean", file: "global: {preferIPv6: 'true'}\n",
+			want: []string{`:1:22: global.preferIPv6: must be true or false, not the string "true"`}, bySchema: true,
+		},
+		{
+			name: "YAML 1.1 boolean", file: "global: {preferIPv6: yes}\n",
+			want: []string{`:1:22: global.preferIPv6: must be true or false, not the string "yes"`}, bySchema: true,
+		},
 		{
 			name: "quoted number", file: "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16], maskSize: '24'}]}",
 			want: []string{`:1:58: ipam.pools[0].maskSize (pool "a"): must be a decimal integer, not the string "24"`}, bySchema: true,
@@ -260,13 +338,34 @@ func badFiles() []bad {
 		},
 
 		// Values.
-		{name: "cluster name that is not a label value", file: "global: {clusterName: my shop}\n", want: []string{`:1:10: global.clusterName: Invalid value: "my shop": must be a valid label value: `}},
-		{name: "unknown providerID fallback", file: "global: {providerIDFallback: hostname}\n", want: []string{`:1:10: global.providerIDFallback: Unsupported value: "hostname": supported values: "uuid", "node-ip"`}, bySchema: true},
-		{name: "unknown block size", file: "ipam: {blockSize: large}\n", want: []string{`:1:8: ipam.blockSize: Unsupported value: "large": supported values: "auto"`}, bySchema: true},
-		{name: "maximum expiration that is not a duration", file: "csrApproval: {maxExpiration: a year}\n", want: []string{`:1:15: csrApproval.maxExpiration: Invalid value: "a year": must be a duration such as 720h or 90m`}},
-		{name: "maximum expiration without unit", file: "csrApproval: {maxExpiration: 3600}\n", want: []string{`:1:15: csrApproval.maxExpiration: Invalid value: "3600": must be a duration such as 720h or 90m`}},
-		{name: "maximum expiration below the minimum", file: "csrApproval: {maxExpiration: 9m}\n", want: []string{`:1:15: csrApproval.maxExpiration: Invalid value: "9m": must be at least 10m0s, the minimum of Kubernetes`}},
-		{name: "negative maximum expiration", file: "csrApproval: {maxExpiration: -24h}\n", want: []string{`:1:15: csrApproval.maxExpiration: Invalid value: "-24h": must be at least 10m0s, the minimum of Kubernetes`}},
+		{
+			name: "cluster name that is not a label value", file: "global: {clusterName: my shop}\n",
+			want: []string{`:1:10: global.clusterName: Invalid value: "my shop": must be a valid label value: `},
+		},
+		{
+			name: "unknown providerID fallback", file: "global: {providerIDFallback: hostname}\n",
+			want: []string{`:1:10: global.providerIDFallback: Unsupported value: "hostname": supported values: "uuid", "node-ip"`}, bySchema: true,
+		},
+		{
+			name: "unknown block size", file: "ipam: {blockSize: large}\n",
+			want: []string{`:1:8: ipam.blockSize: Unsupported value: "large": supported values: "auto"`}, bySchema: true,
+		},
+		{
+			name: "maximum expiration that is not a duration", file: "csrApproval: {maxExpiration: a year}\n",
+			want: []string{`:1:15: csrApproval.maxExpiration: Invalid value: "a year": must be a duration such as 720h or 90m`},
+		},
+		{
+			name: "maximum expiration without unit", file: "csrApproval: {maxExpiration: 3600}\n",
+			want: []string{`:1:15: csrApproval.maxExpiration: Invalid value: "3600": must be a duration such as 720h or 90m`},
+		},
+		{
+			name: "maximum expiration below the minimum", file: "csrApproval: {maxExpiration: 9m}\n",
+			want: []string{`:1:15: csrApproval.maxExpiration: Invalid value: "9m": must be at least 10m0s, the minimum of Kubernetes`},
+		},
+		{
+			name: "negative maximum expiration", file: "csrApproval: {maxExpiration: -24h}\n",
+			want: []string{`:1:15: csrApproval.maxExpiration: Invalid value: "-24h": must be at least 10m0s, the minimum of Kubernetes`},
+		},
 		{
 			name: "DNS names that no certificate may contain",
 			file: "csrApproval:\n  allowedSANs:\n  - name: edge\n    dnsNames:\n    - '*.example.org'\n    - Kubernetes.default.SVC\n    - kubernetes\n    - a.b.svc.cluster.local\n    - localhost\n    - cluster.local\n    - web.Cluster.Local.\n",
@@ -297,7 +396,10 @@ func badFiles() []bad {
 				`:4:93: csrApproval.allowedSANs[0].ipAddresses[6]: Invalid value: "::": is a loopback, link-local, multicast, unspecified or broadcast address`,
 			},
 		},
-		{name: "allowed SANs without names and addresses", file: "csrApproval:\n  allowedSANs:\n  - name: edge\n", want: []string{`:3:5: csrApproval.allowedSANs[0] (entry "edge"): Required value: must have dnsNames or ipAddresses`}},
+		{
+			name: "allowed SANs without names and addresses", file: "csrApproval:\n  allowedSANs:\n  - name: edge\n",
+			want: []string{`:3:5: csrApproval.allowedSANs[0] (entry "edge"): Required value: must have dnsNames or ipAddresses`},
+		},
 		{
 			name: "allowed SANs with the same name", file: "csrApproval:\n  allowedSANs:\n  - {name: a, dnsNames: [a.example.org]}\n  - {name: a, dnsNames: [b.example.org]}\n",
 			want: []string{`:4:6: csrApproval.allowedSANs[1].name (entry "a"): Invalid value: "a": is also the name of the entry in line 3`},

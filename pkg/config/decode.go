@@ -27,10 +27,12 @@ const (
 	tagMerge = "!!merge"
 )
 
-// maxExpanded bounds the size of the document with aliases and merge keys expanded. A node counts one more than its text.
+// maxExpanded bounds the size of the document with aliases and merge keys expanded. A node counts one more than its
+// text.
 const maxExpanded = 4 * MaxSize
 
-// decoder fills a Config from YAML nodes and collects mistakes. The YAML library finds only some of them, and without paths.
+// decoder fills a Config from YAML nodes and collects mistakes. The YAML library finds only some of them, and without
+// paths.
 type decoder struct {
 	problems []Problem
 	// stopped is true after a problem that leaves the rest of the document unread.
@@ -118,13 +120,14 @@ func (d *decoder) stopAtSyntaxError(data []byte, err error) {
 	}
 
 	if at.Line > 0 && bytes.Contains(lines[at.Line-1], []byte("{{")) {
-		msg += `; a value that begins with "{{" must be quoted`
+		msg += "; " + unquotedTemplate
 	}
 
 	d.stop(at, "invalid YAML: %s", msg)
 }
 
-// visit calls f with the node, or with the node that it is an alias of, unless the document becomes too large or the node contains itself.
+// visit calls f with the node, or with the node that it is an alias of, unless the document becomes too large or the
+// node contains itself.
 func (d *decoder) visit(n *yaml.Node, path *field.Path, f func(n *yaml.Node)) {
 	at, n := n, resolve(n)
 	d.expanded += 1 + len(n.Value)
@@ -160,8 +163,6 @@ func (d *decoder) decode(n *yaml.Node, into reflect.Value, path *field.Path) {
 		isMapping := n.Kind == yaml.MappingNode && n.ShortTag() == tagMap
 
 		switch kind := into.Kind(); {
-		case isUnquotedTemplate(n):
-			d.report(n, path, `a value that begins with "{{" must be quoted`)
 		case kind == reflect.Struct && isMapping:
 			d.setStruct(n, into, path)
 		case kind == reflect.Map && isMapping:
@@ -174,7 +175,11 @@ func (d *decoder) decode(n *yaml.Node, into reflect.Value, path *field.Path) {
 	})
 }
 
-// isUnquotedTemplate reports whether the node is what YAML reads for {{ .Region }}: a mapping with a mapping as its key.
+// unquotedTemplate explains what isUnquotedTemplate finds.
+const unquotedTemplate = `a value that begins with "{{" must be quoted`
+
+// isUnquotedTemplate reports whether the node is what YAML reads for {{ .Region }}: a mapping with a mapping as its
+// key.
 func isUnquotedTemplate(n *yaml.Node) bool {
 	return n.Kind == yaml.MappingNode && n.Style&yaml.FlowStyle != 0 && len(n.Content) > 0 && n.Content[0].Kind == yaml.MappingNode
 }
@@ -184,6 +189,8 @@ func (d *decoder) setScalar(n *yaml.Node, into reflect.Value, path *field.Path) 
 	isDecimal := err == nil && strconv.Itoa(number) == n.Value
 
 	switch kind, tag := into.Kind(), n.ShortTag(); {
+	case isUnquotedTemplate(n):
+		d.report(n, path, "%s", unquotedTemplate)
 	case kind == reflect.String && isString(n):
 		into.SetString(n.Value)
 	case kind == reflect.Bool && tag == tagBool:
@@ -195,7 +202,8 @@ func (d *decoder) setScalar(n *yaml.Node, into reflect.Value, path *field.Path) 
 	}
 }
 
-// isString reports whether the node can be read as a string: plain numbers, booleans and dates can, as they are written.
+// isString reports whether the node can be read as a string: plain numbers, booleans and dates can, as they are
+// written.
 func isString(n *yaml.Node) bool {
 	return n.Kind == yaml.ScalarNode && slices.Contains([]string{tagStr, tagInt, "!!float", tagBool, "!!timestamp", tagMerge}, n.ShortTag())
 }
@@ -306,7 +314,8 @@ func (d *decoder) reportUnknown(key *yaml.Node, path *field.Path, t reflect.Type
 	d.report(key, path, "unknown key%s", hint)
 }
 
-// setMap reads a mapping whose keys users choose. A key without a value is an empty string, as in the upstream Talos CCM.
+// setMap reads a mapping whose keys users choose. A key without a value is an empty string, as in the upstream Talos
+// CCM.
 func (d *decoder) setMap(n *yaml.Node, into reflect.Value, path *field.Path) {
 	into.Set(reflect.MakeMap(into.Type()))
 
@@ -348,7 +357,12 @@ func (d *decoder) entries(n *yaml.Node, path *field.Path, child func(key string)
 			case key.ShortTag() == tagMerge:
 				merged = append(merged, d.merge(value, path.Child(key.Value), child)...)
 			case !isString(key):
-				d.report(key, path, "a key must be a string")
+				msg := "a key must be a string"
+				if isUnquotedTemplate(n) {
+					msg = unquotedTemplate
+				}
+
+				d.report(key, path, "%s", msg)
 			case lines[key.Value] > 0:
 				d.report(n.Content[i], child(key.Value), "duplicate key, first set in line %d", lines[key.Value])
 			default:

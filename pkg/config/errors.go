@@ -37,12 +37,12 @@ func (e *Error) Error() string {
 	for _, p := range e.Problems {
 		place := e.Name
 
-		for _, number := range []int{p.Line, p.Column} {
-			if number == 0 {
-				break
-			}
+		if p.Line > 0 {
+			place = fmt.Sprintf("%s:%d", place, p.Line)
+		}
 
-			place += fmt.Sprintf(":%d", number)
+		if p.Column > 0 {
+			place = fmt.Sprintf("%s:%d", place, p.Column)
 		}
 
 		lines = append(lines, place+": "+p.String())

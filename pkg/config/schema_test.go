@@ -78,7 +78,8 @@ func TestSchema_AcceptsValidFiles(t *testing.T) {
 	}
 }
 
-// TestSchema_RefusesInvalidFiles also asserts which files the schema does not refuse, so that improvements are noticed.
+// TestSchema_RefusesInvalidFiles also asserts which files the schema does not refuse, so that improvements are
+// noticed.
 func TestSchema_RefusesInvalidFiles(t *testing.T) {
 	schema := compiledSchema(t)
 

@@ -31,7 +31,8 @@ type Compiled struct {
 	MaxExpiration time.Duration
 	// AllowedSANs are in the order of the file.
 	AllowedSANs []CompiledSANs
-	// Pools are in the order of the file. With `blockSize: auto`, a last one without CIDRs matches all Nodes that no other pool selects.
+	// Pools are in the order of the file. With `blockSize: auto`, a last one without CIDRs matches all Nodes that no
+	// other pool selects.
 	Pools []CompiledPool
 
 	ruleCount int
@@ -73,8 +74,8 @@ type CompiledPool struct {
 	Selector *rules.Selector
 	// CIDRs are masked and in the order of the file. No two CIDRs of any pools overlap.
 	CIDRs []netip.Prefix
-	// MaskSizeIPv4 and MaskSizeIPv6 are 0 if the file does not set them. They are valid for all CIDRs of the pool. For an IP family without CIDRs, they apply
-	// to CIDRs from elsewhere.
+	// MaskSizeIPv4 and MaskSizeIPv6 are 0 if the file does not set them. They are valid for all CIDRs of the pool.
+	// For an IP family without CIDRs, they apply to CIDRs from elsewhere.
 	MaskSizeIPv4, MaskSizeIPv6 int
 	// BlockSizeAuto derives the size of IPv4 pod CIDRs from the maximum number of pods. MaskSizeIPv4 is 0 then.
 	BlockSizeAuto bool
@@ -86,7 +87,8 @@ type validator struct {
 	errs field.ErrorList
 }
 
-// validate compiles the file and reports semantic mistakes. It does not report values again that could not be decoded.
+// validate compiles the file and reports semantic mistakes. It does not report values again that could not be
+// decoded.
 func (d *decoder) validate(file *Config) *Compiled {
 	v := &validator{file: d}
 	compiled := v.compile(file)
@@ -330,7 +332,7 @@ func (v *validator) maskSizes(path *field.Path, e Pool, pool *CompiledPool, size
 
 	switch at := path.Child("maskSize"); {
 	case e.MaskSize == 0:
-	case e.MaskSizeIPv4 != 0 || e.MaskSizeIPv6 != 0:
+	case max(e.MaskSizeIPv4, e.MaskSizeIPv6) > 0:
 		v.errs = append(v.errs, field.Forbidden(at, "cannot be combined with maskSizeIPv4 or maskSizeIPv6"))
 	case hasIPv4 && hasIPv6:
 		v.errs = append(v.errs, field.Forbidden(at, "the pool has IPv4 and IPv6 CIDRs; use maskSizeIPv4 and maskSizeIPv6"))

@@ -1,5 +1,5 @@
-// Package settings keeps the configuration in force: it follows a source, validates what the source delivers, and falls back to the last known good
-// configuration.
+// Package settings keeps the configuration in force: it follows a source, validates what the source delivers, and
+// falls back to the last known good configuration.
 package settings
 
 import (
@@ -81,7 +81,8 @@ func (s *Store) Subscribe(handler func()) (unsubscribe func()) {
 	}
 }
 
-// Current returns the configuration in force. It is nil until there is a valid one; nothing must be written until then.
+// Current returns the configuration in force. It is nil until there is a valid one; nothing must be written until
+// then.
 func (s *Store) Current() *config.Compiled {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -105,7 +106,8 @@ func (s *Store) Problem() error {
 	return s.problem
 }
 
-// Await blocks until a configuration is in force and the source sees changes. It returns false if ctx ends before that.
+// Await blocks until a configuration is in force and the source sees changes. It returns false if ctx ends before
+// that.
 func (s *Store) Await(ctx context.Context) bool {
 	delivered := make(chan struct{}, 1)
 
@@ -180,8 +182,9 @@ func (s *Store) update(ctx context.Context, doc Document, err error) {
 	}
 }
 
-// LastKnownGood persists the last known good configuration across restarts: Talos restarts an extension service when its document changes, even if the new
-// document is invalid (ExtensionServiceController). The zero value persists nothing.
+// LastKnownGood persists the last known good configuration across restarts: Talos restarts an extension service when
+// its document changes, even if the new document is invalid (ExtensionServiceController). The zero value persists
+// nothing.
 type LastKnownGood struct {
 	// Dir is a directory that outlives the process.
 	Dir string

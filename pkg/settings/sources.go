@@ -19,8 +19,9 @@ import (
 
 // Source delivers configurations.
 type Source interface {
-	// Follow calls deliver with the current document and again after every change, or with an error if the document cannot be read. It calls lost when it no
-	// longer sees changes, until the next delivery. It returns when ctx ends.
+	// Follow calls deliver with the current document and again after every change, or with an error if the document
+	// cannot be read. It calls lost when it no longer sees changes, until the next delivery. It returns when ctx
+	// ends.
 	Follow(ctx context.Context, deliver func(Document, error), lost func())
 }
 
@@ -33,11 +34,13 @@ func (Defaults) Follow(ctx context.Context, deliver func(Document, error), _ fun
 	<-ctx.Done()
 }
 
-// MountPath is the mountPath of the configuration file in an ExtensionServiceConfig. The content is read from the resource and not from the mounted file:
-// Talos mounts what exists when it starts the service, and at boot that is before the machine configuration is loaded (ExtensionServiceController).
+// MountPath is the mountPath of the configuration file in an ExtensionServiceConfig. The content is read from the
+// resource and not from the mounted file: Talos mounts what exists when it starts the service, and at boot that is
+// before the machine configuration is loaded (ExtensionServiceController).
 const MountPath = "/usr/local/etc/talos-ccm/config.yaml"
 
-// Extension follows the ExtensionServiceConfig of an extension service. Without one, it delivers the default configuration.
+// Extension follows the ExtensionServiceConfig of an extension service. Without one, it delivers the default
+// configuration.
 type Extension struct {
 	// Admin is talosapi.Admin.
 	Admin interface {
@@ -50,7 +53,7 @@ type Extension struct {
 
 // Follow implements Source.
 func (e Extension) Follow(ctx context.Context, deliver func(Document, error), lost func()) {
-	//nolint:errcheck // it fails only when ctx ends
+	// Retry fails only when ctx ends.
 	_ = backoff.Retry(ctx, e.Clock, 200*time.Millisecond, 10*time.Second, func(ctx context.Context) error {
 		err := e.watch(ctx, deliver)
 
@@ -117,7 +120,8 @@ type File struct {
 	Clock clock.Clock
 }
 
-// Follow implements Source. It polls, which works on every file system, and delivers content that it has read twice, because a file may be half written.
+// Follow implements Source. It polls, which works on every file system, and delivers content that it has read twice,
+// because a file may be half written.
 func (f File) Follow(ctx context.Context, deliver func(Document, error), _ func()) {
 	const period = 250 * time.Millisecond
 

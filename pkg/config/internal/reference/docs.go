@@ -31,7 +31,8 @@ type reference struct {
 	first map[reflect.Type]string
 }
 
-// describe writes a section for each key of a struct and for the keys below it, in depth-first order. Structs that occur again are linked.
+// describe writes a section for each key of a struct and for the keys below it, in depth-first order. Structs that
+// occur again are linked.
 func (r *reference) describe(t reflect.Type, prefix string) {
 	for f := range t.Fields() {
 		path := prefix + keyOf(f)

@@ -1,5 +1,5 @@
-// Command reference generates the JSON schema and the reference docs of the configuration file from the types of package config and their comments. It runs
-// in the directory of package config (go generate).
+// Command reference generates the JSON schema and the reference docs of the configuration file from the types of
+// package config and their comments. It runs in the directory of package config (go generate).
 package main
 
 import (
@@ -85,7 +85,8 @@ func generate() (map[string][]byte, error) {
 	return files, nil
 }
 
-// comments are the comments of types ("import path.Type", first sentence only) and of their fields ("import path.Type.Field").
+// comments are the comments of types ("import path.Type", first sentence only) and of their fields ("import
+// path.Type.Field").
 type comments map[string]string
 
 // of returns the comment of a type, or of one of its fields under the key that the file has for it.

@@ -39,7 +39,8 @@ func generateSchema(r *jsonschema.Reflector) ([]byte, error) {
 	return out.Bytes(), err
 }
 
-// mapScalar returns the schema of a string or an enumerated type; nil for other types. Numbers and booleans are read as strings.
+// mapScalar returns the schema of a string or an enumerated type; nil for other types. Numbers and booleans are read
+// as strings.
 func mapScalar(t reflect.Type) *jsonschema.Schema {
 	if values, found := enums[t]; found {
 		return &jsonschema.Schema{Enum: values}
