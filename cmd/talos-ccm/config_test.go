@@ -54,7 +54,10 @@ func TestConfigValidate(t *testing.T) {
 			name: "invalid file", content: bad, args: []string{"rules.yaml"},
 			lines: []string{"rules.yaml:1:1: lables: unknown key", "rules.yaml:2:34: ipam.pools[0].cidrs[0]"}, mention: "rules.yaml is invalid",
 		},
-		{name: "invalid standard input", content: bad, args: []string{"-"}, lines: []string{"stdin:1:1: lables: unknown key", "stdin:2:34: ipam.pools[0].cidrs[0]"}, mention: "stdin is invalid"},
+		{
+			name: "invalid standard input", content: bad, args: []string{"-"},
+			lines: []string{"stdin:1:1: lables: unknown key", "stdin:2:34: ipam.pools[0].cidrs[0]"}, mention: "stdin is invalid",
+		},
 		{
 			name: "file that is too large", content: strings.Repeat("#\n", 1<<20), args: []string{"-"},
 			lines: []string{"stdin: file has 1048577 bytes; the maximum is 1048576"}, mention: "stdin is invalid",

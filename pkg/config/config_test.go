@@ -60,9 +60,12 @@ func goodFiles() []good {
 		},
 		{
 			name: "allowed SANs are canonicalized",
-			file: "csrApproval: {allowedSANs: [{name: edge, dnsNames: [Web.Example.ORG, db.example.org.], ipAddresses: [192.0.2.7, '::ffff:192.0.2.8', '2001:DB8::1']}]}",
+			file: "csrApproval: {allowedSANs: [{name: edge, dnsNames: [Web.Example.ORG, db.example.org.], " +
+				"ipAddresses: [192.0.2.7, '::ffff:192.0.2.8', '2001:DB8::1']}]}",
 			want: func(c *config.Compiled) {
-				c.AllowedSANs = []config.CompiledSANs{{Name: "edge", DNSNames: []string{"web.example.org", "db.example.org"}, IPAddresses: addresses("192.0.2.7", "192.0.2.8", "2001:db8::1")}}
+				c.AllowedSANs = []config.CompiledSANs{{
+					Name: "edge", DNSNames: []string{"web.example.org", "db.example.org"}, IPAddresses: addresses("192.0.2.7", "192.0.2.8", "2001:db8::1"),
+				}}
 			},
 		},
 
@@ -75,7 +78,8 @@ func goodFiles() []good {
 		},
 		{
 			name: "block size auto applies where no IPv4 mask size is set",
-			file: "ipam: {blockSize: auto, pools: [{name: a, cidrs: [10.0.0.0/25]}, {name: b, cidrs: [10.1.0.0/16], maskSize: 26}, {name: c, cidrs: ['fd00::/48'], maskSize: 64}]}",
+			file: "ipam: {blockSize: auto, pools: [{name: a, cidrs: [10.0.0.0/25]}, {name: b, cidrs: [10.1.0.0/16], maskSize: 26}, " +
+				"{name: c, cidrs: ['fd00::/48'], maskSize: 64}]}",
 			want: func(c *config.Compiled) {
 				c.Pools = []config.CompiledPool{
 					{Name: "a", CIDRs: prefixes("10.0.0.0/25"), BlockSizeAuto: true},
@@ -92,7 +96,8 @@ func goodFiles() []good {
 			},
 		},
 		{
-			name: "maskSize applies to the IP family of the pool", file: "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16], maskSize: 26}, {name: b, cidrs: ['fd00::/56'], maskSize: 72}]}",
+			name: "maskSize applies to the IP family of the pool",
+			file: "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16], maskSize: 26}, {name: b, cidrs: ['fd00::/56'], maskSize: 72}]}",
 			want: func(c *config.Compiled) {
 				c.Pools = []config.CompiledPool{{Name: "a", CIDRs: prefixes("10.0.0.0/16"), MaskSizeIPv4: 26}, {Name: "b", CIDRs: prefixes("fd00::/56"), MaskSizeIPv6: 72}}
 			},
@@ -111,7 +116,8 @@ func goodFiles() []good {
 		},
 		{
 			name: "merge keys",
-			file: "ipam:\n  pools:\n  - &a {name: a, cidrs: [10.0.0.0/16], maskSize: 26}\n  - {<<: *a, name: b, cidrs: [10.1.0.0/16]}\n  - {name: c, <<: [{maskSize: 27}, *a], cidrs: [10.2.0.0/16]}\n",
+			file: "ipam:\n  pools:\n  - &a {name: a, cidrs: [10.0.0.0/16], maskSize: 26}\n  - {<<: *a, name: b, cidrs: [10.1.0.0/16]}\n" +
+				"  - {name: c, <<: [{maskSize: 27}, *a], cidrs: [10.2.0.0/16]}\n",
 			want: func(c *config.Compiled) {
 				c.Pools = []config.CompiledPool{
 					{Name: "a", CIDRs: prefixes("10.0.0.0/16"), MaskSizeIPv4: 26},
@@ -263,7 +269,9 @@ func badFiles() []bad {
 		{
 			name: "key at the wrong indentation",
 			file: "transformations:\n- name: web\n  nodeSelector:\n  - matchExpressions: []\n    labels: {a: b}\n",
-			want: []string{`:5:5: transformations[0].nodeSelector[0].labels (rule "web"): unknown key; it belongs to transformations[0]: check the indentation`}, bySchema: true,
+			want: []string{
+				`:5:5: transformations[0].nodeSelector[0].labels (rule "web"): unknown key; it belongs to transformations[0]: check the indentation`,
+			}, bySchema: true,
 		},
 		{
 			name: "key that belongs to the top level", file: "global:\n  nodes: {}\n",
@@ -368,7 +376,8 @@ func badFiles() []bad {
 		},
 		{
 			name: "DNS names that no certificate may contain",
-			file: "csrApproval:\n  allowedSANs:\n  - name: edge\n    dnsNames:\n    - '*.example.org'\n    - Kubernetes.default.SVC\n    - kubernetes\n    - a.b.svc.cluster.local\n    - localhost\n    - cluster.local\n    - web.Cluster.Local.\n",
+			file: "csrApproval:\n  allowedSANs:\n  - name: edge\n    dnsNames:\n    - '*.example.org'\n    - Kubernetes.default.SVC\n" +
+				"    - kubernetes\n    - a.b.svc.cluster.local\n    - localhost\n    - cluster.local\n    - web.Cluster.Local.\n",
 			want: []string{
 				`:5:7: csrApproval.allowedSANs[0].dnsNames[0] (entry "edge"): Invalid value: "*.example.org": is a wildcard`,
 				`:6:7: csrApproval.allowedSANs[0].dnsNames[1] (entry "edge"): Invalid value: "Kubernetes.default.SVC": is reserved for the cluster`,
@@ -381,7 +390,8 @@ func badFiles() []bad {
 		},
 		{
 			name: "invalid DNS names and addresses",
-			file: "csrApproval:\n  allowedSANs:\n  - dnsNames: [192.0.2.1, a_b, 'a..b', '']\n    ipAddresses: [example.org, 10.0.0.0/8, 127.0.0.1, 'fe80::1%eth0', 'fe80::1', 224.0.0.1, '::']\n",
+			file: "csrApproval:\n  allowedSANs:\n  - dnsNames: [192.0.2.1, a_b, 'a..b', '']\n" +
+				"    ipAddresses: [example.org, 10.0.0.0/8, 127.0.0.1, 'fe80::1%eth0', 'fe80::1', 224.0.0.1, '::']\n",
 			want: []string{
 				`:3:16: csrApproval.allowedSANs[0].dnsNames[0]: Invalid value: "192.0.2.1": is an IP address; list it in ipAddresses`,
 				`:3:27: csrApproval.allowedSANs[0].dnsNames[1]: Invalid value: "a_b": is not a valid DNS name`,
@@ -401,14 +411,16 @@ func badFiles() []bad {
 			want: []string{`:3:5: csrApproval.allowedSANs[0] (entry "edge"): Required value: must have dnsNames or ipAddresses`},
 		},
 		{
-			name: "allowed SANs with the same name", file: "csrApproval:\n  allowedSANs:\n  - {name: a, dnsNames: [a.example.org]}\n  - {name: a, dnsNames: [b.example.org]}\n",
+			name: "allowed SANs with the same name", file: "csrApproval:\n  allowedSANs:\n  - {name: a, dnsNames: [a.example.org]}\n" +
+				"  - {name: a, dnsNames: [b.example.org]}\n",
 			want: []string{`:4:6: csrApproval.allowedSANs[1].name (entry "a"): Invalid value: "a": is also the name of the entry in line 3`},
 		},
 
 		// Rules and selectors. Package rules validates them.
 		{
 			name: "invalid regular expression",
-			file: "transformations:\n- name: web\n  nodeSelector:\n  - matchExpressions:\n    - key: hostname\n      operator: Regexp\n      values:\n      - '^web-('\n",
+			file: "transformations:\n- name: web\n  nodeSelector:\n  - matchExpressions:\n    - key: hostname\n      operator: Regexp\n" +
+				"      values:\n      - '^web-('\n",
 			want: []string{`:7:7: transformations[0].nodeSelector[0].matchExpressions[0].values (rule "web"): `},
 		},
 		{
@@ -421,9 +433,12 @@ func badFiles() []bad {
 		},
 		{
 			name: "invalid label, annotation and taint",
-			file: "transformations:\n- name: web\n  labels:\n    foo bar: a\n    team: a b\n  annotations:\n    'a/b/c': x\n  taints:\n    a b: NoSchedule\n    a: Never\n",
+			file: "transformations:\n- name: web\n  labels:\n    foo bar: a\n    team: a b\n  annotations:\n    'a/b/c': x\n  taints:\n" +
+				"    a b: NoSchedule\n    a: Never\n",
 			want: []string{
-				`:4:5: transformations[0].labels[foo bar] (rule "web"): `, `:5:5: transformations[0].labels[team] (rule "web"): `, `:7:5: transformations[0].annotations[a/b/c] (rule "web"): `,
+				`:4:5: transformations[0].labels[foo bar] (rule "web"): `,
+				`:5:5: transformations[0].labels[team] (rule "web"): `,
+				`:7:5: transformations[0].annotations[a/b/c] (rule "web"): `,
 				`:9:5: transformations[0].taints[a b] (rule "web"): `, `:10:5: transformations[0].taints[a] (rule "web"): `,
 			},
 		},
@@ -441,12 +456,14 @@ func badFiles() []bad {
 		},
 		{
 			name: "selector keys that are unknown or for pools only",
-			file: "nodes: {nodeSelector: [{matchExpressions: [{key: color, operator: Exists}]}]}\ntransformations:\n- name: web\n  nodeSelector: [{matchExpressions: [{key: labels.a, operator: Exists}]}]\n" +
+			file: "nodes: {nodeSelector: [{matchExpressions: [{key: color, operator: Exists}]}]}\ntransformations:\n- name: web\n" +
+				"  nodeSelector: [{matchExpressions: [{key: labels.a, operator: Exists}]}]\n" +
 				"csrApproval: {allowedSANs: [{nodeSelector: [{matchExpressions: [{key: labels.a, operator: Exists}]}], dnsNames: [example.org]}]}\n" +
 				"ipam: {pools: [{name: a, nodeSelector: [{matchExpressions: [{key: labels.a, operator: In}]}], cidrs: [10.0.0.0/16]}]}\n",
 			want: []string{
 				":1:45: nodes.nodeSelector[0].matchExpressions[0].key: ", `:4:39: transformations[0].nodeSelector[0].matchExpressions[0].key (rule "web"): `,
-				":5:66: csrApproval.allowedSANs[0].nodeSelector[0].matchExpressions[0].key: ", `:6:61: ipam.pools[0].nodeSelector[0].matchExpressions[0].values (pool "a"): `,
+				":5:66: csrApproval.allowedSANs[0].nodeSelector[0].matchExpressions[0].key: ",
+				`:6:61: ipam.pools[0].nodeSelector[0].matchExpressions[0].values (pool "a"): `,
 			},
 		},
 		{
@@ -457,7 +474,12 @@ func badFiles() []bad {
 		// Pools.
 		{
 			name: "pool without name and CIDRs", file: "ipam:\n  pools:\n  - {}\n  - {name: '', cidrs: []}\n",
-			want: []string{":3:5: ipam.pools[0].name: Required value", ":3:5: ipam.pools[0].cidrs: Required value", ":4:6: ipam.pools[1].name: Required value", ":4:16: ipam.pools[1].cidrs: Required value"}, bySchema: true,
+			want: []string{
+				":3:5: ipam.pools[0].name: Required value",
+				":3:5: ipam.pools[0].cidrs: Required value",
+				":4:6: ipam.pools[1].name: Required value",
+				":4:16: ipam.pools[1].cidrs: Required value",
+			}, bySchema: true,
 		},
 		{
 			name: "pools with the same name", file: "ipam:\n  pools:\n  - {name: a, cidrs: [10.0.0.0/16]}\n  - {name: a, cidrs: [10.1.0.0/16]}\n",
@@ -485,7 +507,8 @@ func badFiles() []bad {
 		},
 		{
 			name: "mask size that does not fit the CIDR",
-			file: "ipam:\n  pools:\n  - {name: a, cidrs: [10.0.0.0/16], maskSize: 15}\n  - {name: b, cidrs: ['fd00::/48'], maskSizeIPv6: 40}\n  - {name: c, cidrs: ['fd01::/16'], maskSize: 96}\n",
+			file: "ipam:\n  pools:\n  - {name: a, cidrs: [10.0.0.0/16], maskSize: 15}\n" +
+				"  - {name: b, cidrs: ['fd00::/48'], maskSizeIPv6: 40}\n  - {name: c, cidrs: ['fd01::/16'], maskSize: 96}\n",
 			want: []string{
 				`:3:37: ipam.pools[0].maskSize (pool "a"): Invalid value: `,
 				`:4:37: ipam.pools[1].maskSizeIPv6 (pool "b"): Invalid value: `,
@@ -612,7 +635,8 @@ func TestParse_BoundsLengthOfProblems(t *testing.T) {
 func TestParse_BoundsAliases(t *testing.T) {
 	repeat := func(s string) string { return "[" + strings.Repeat(s+", ", 10_000) + "]" }
 
-	lists := "transformations:\n- nodeSelector: &terms\n  - matchExpressions: &expressions\n    - {key: zone, operator: In, values: &values " + repeat("a") + "}\n" +
+	lists := "transformations:\n- nodeSelector:\n  - matchExpressions: &expressions\n" +
+		"    - {key: zone, operator: In, values: " + repeat("a") + "}\n" +
 		"- nodeSelector: " + repeat("{matchExpressions: *expressions}") + "\n"
 	merges, keys := "transformations:\n- name: a\n  labels: &all\n", "- labels: {<<: "+repeat("*all")+"}\n"
 	long := "transformations:\n- labels:\n    a: &a " + strings.Repeat("x", 1<<18) + "\n" + strings.Repeat("- labels: {a: *a}\n", 100)

@@ -84,7 +84,8 @@ type described struct {
 
 func (d described) facts() rules.Facts {
 	return rules.Facts{Machine: machine.Machine{
-		Nodename: "node-1", Type: talosmachine.TypeWorker, Platform: d.PlatformMetadata, PlatformPublished: true, System: d.SystemInformation, Extensions: d.Extensions,
+		Nodename: "node-1", Type: talosmachine.TypeWorker, Platform: d.PlatformMetadata, PlatformPublished: true,
+		System: d.SystemInformation, Extensions: d.Extensions,
 	}}
 }
 
@@ -269,7 +270,8 @@ func TestDocs_SelectorKeys(t *testing.T) {
 			missing = slices.DeleteFunc(missing, func(known string) bool { return known == prefix })
 
 			t.Run(key[1], func(t *testing.T) {
-				terms := []rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: strings.NewReplacer("<name>", "a", "<key>", "a").Replace(key[1]), Operator: rules.Exists}}}}
+				name := strings.NewReplacer("<name>", "a", "<key>", "a").Replace(key[1])
+				terms := []rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: name, Operator: rules.Exists}}}}
 
 				if _, mistakes := rules.CompileNodeSelector(terms); len(mistakes) > 0 {
 					t.Error(mistakes)

@@ -181,7 +181,9 @@ func (v *validator) compileErrors(path *field.Path, errs []rules.CompileError) {
 }
 
 // selector returns nil, which selects all machines, if there are no terms.
-func (v *validator) selector(path *field.Path, terms []rules.SelectorTerm, compile func([]rules.SelectorTerm) (*rules.Selector, []rules.CompileError)) *rules.Selector {
+func (v *validator) selector(
+	path *field.Path, terms []rules.SelectorTerm, compile func([]rules.SelectorTerm) (*rules.Selector, []rules.CompileError),
+) *rules.Selector {
 	if len(terms) == 0 {
 		return nil
 	}

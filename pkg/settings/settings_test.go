@@ -140,7 +140,9 @@ func TestLastKnownGood_SurvivesRestart(t *testing.T) {
 func TestLastKnownGood_MissingOrInvalid(t *testing.T) {
 	dir := t.TempDir()
 
-	for name, lastKnownGood := range map[string]settings.LastKnownGood{"empty directory": {Dir: dir}, "no directory": {}, "missing directory": {Dir: filepath.Join(dir, "absent")}} {
+	for name, lastKnownGood := range map[string]settings.LastKnownGood{
+		"empty directory": {Dir: dir}, "no directory": {}, "missing directory": {Dir: filepath.Join(dir, "absent")},
+	} {
 		s, d := followWith(t, lastKnownGood, anyEnvironment)
 		d.deliver(document("nonsense: true"), nil)
 
