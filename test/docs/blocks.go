@@ -11,10 +11,10 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/config/configloader"
 )
 
-// fileName matches the comment in a block's first line that names the file which the reader is to make of it.
+// fileName matches the comment in the first line of a block that names its file.
 var fileName = regexp.MustCompile(`^# ([\w.-]+\.(?:ya?ml|json))\n`)
 
-// blocks checks the blocks in their order, and runs what can be run. The files that blocks show are there from the start.
+// blocks checks the blocks in order and runs commands that can be run. The files that blocks show exist from the start.
 func (r *reading) blocks(ctx context.Context) error {
 	for _, b := range r.page.blocks {
 		for name, content := range shown(b) {
@@ -37,7 +37,7 @@ func (r *reading) blocks(ctx context.Context) error {
 	return nil
 }
 
-// shown are the files in a block: itself, if its first line names it, and the configuration files within a document for our service.
+// shown returns the files in a block: the block itself, if its first line names a file, and the configuration files of an ExtensionServiceConfig.
 func shown(b block) map[string]string {
 	files := map[string]string{}
 
@@ -62,21 +62,21 @@ func shown(b block) map[string]string {
 func (r *reading) block(ctx context.Context, b block) {
 	switch b.language {
 	case "":
-		r.problem(b.line, "a block without a language: write one behind the fence, text or console for output")
+		r.problem(b.line, "a block without a language: write one after the fence, text or console for output")
 	case "yaml":
 		r.yaml(b)
 	case "json":
 		if !json.Valid([]byte(b.text)) {
-			r.problem(b.line, "no JSON")
+			r.problem(b.line, "invalid JSON")
 		}
 	case "sh", "shell":
 		r.commands(ctx, located{b.line, b.text})
 	case "console", "text":
-		// What somebody sees, and does not type.
+		// Program output.
 	case "promql":
-		// test/monitoring has these.
+		// test/monitoring checks these.
 	default:
-		r.problem(b.line, "nobody checks blocks of the language %s", b.language)
+		r.problem(b.line, "unknown language %s", b.language)
 	}
 
 	if strings.TrimSpace(b.text) == "" {

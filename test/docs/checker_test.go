@@ -9,7 +9,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/docs"
 )
 
-// repository makes one of a Makefile, a page and a document that it may lead to.
+// repository creates a repository with a Makefile, a page and another page for links.
 func repository(t *testing.T, page string) string {
 	t.Helper()
 
@@ -47,34 +47,34 @@ func check(t *testing.T, page string) docs.Report {
 	return report
 }
 
-// fenced is a page of one block.
+// fenced returns a page with one block.
 func fenced(info, content string) string { return "# Page\n\n```" + info + "\n" + content + "\n```\n" }
 
-// service is a document for talos-ccm with a file and a variable.
+// service returns an ExtensionServiceConfig with a file and a variable.
 func service(content, variable string) string {
 	return "apiVersion: v1alpha1\nkind: ExtensionServiceConfig\nname: talos-ccm\nconfigFiles:\n" +
 		"  - mountPath: /usr/local/etc/talos-ccm/config.yaml\n    content: |\n      " + content + "\nenvironment:\n  - " + variable
 }
 
-// pod is one of talos-ccm.
+// pod returns a pod of talos-ccm.
 func pod(arg string) string {
 	return "apiVersion: v1\nkind: Pod\nspec: {containers: [{name: a, image: example.org/talos-ccm-pod:v1, args: [" + arg + "]}]}"
 }
 
-func TestTheCheckerFinds(t *testing.T) {
+func TestChecker_ReportsProblems(t *testing.T) {
 	const rules = "global: {clusterName: a}"
 
 	for _, test := range []struct{ mistake, page, problem string }{
-		{"a link to no file", "[a](none.md)", "docs/page.md:1: link none.md: there is no docs/none.md"},
-		{"a picture that is not there", "\n![a](flow.svg)", "docs/page.md:2: link flow.svg: there is no docs/flow.svg"},
-		{"a picture in HTML", `<img src="flow.svg">`, "there is no docs/flow.svg"},
+		{"a link to no file", "[a](none.md)", "docs/page.md:1: link none.md: docs/none.md does not exist"},
+		{"a picture that is not there", "\n![a](flow.svg)", "docs/page.md:2: link flow.svg: docs/flow.svg does not exist"},
+		{"a picture in HTML", `<img src="flow.svg">`, "docs/flow.svg does not exist"},
 		{"a link within a table", "| a |\n|---|\n| [b](none.md) |", "docs/page.md:3: link none.md"},
 		{"a heading that the page does not have", "# Page\n[a](#pages)", "docs/page.md:2: link #pages: docs/page.md has no heading for #pages"},
 		{"a heading that another page does not have", "[a](other.md#thing)", "docs/other.md has no heading for #thing"},
-		{"an anchor of what is no page", "[a](../extension/rbac.yaml#a)", "only documents have anchors"},
-		{"a link out of the repository", "[a](../../x.md)", "leads out of the repository"},
-		{"a link that begins at the host", "[a](/docs/other.md)", "begins at the host"},
-		{"a path that there is not", "See `extension/role.yaml`.", "there is no extension/role.yaml"},
+		{"an anchor of what is no page", "[a](../extension/rbac.yaml#a)", "only pages have anchors"},
+		{"a link out of the repository", "[a](../../x.md)", "points outside of the repository"},
+		{"a link that begins at the host", "[a](/docs/other.md)", "is absolute"},
+		{"a path that there is not", "See `extension/role.yaml`.", "extension/role.yaml does not exist"},
 		{"a variable that is no flag", "Set `TALOS_CCM_VERBOSITY=4`.", "TALOS_CCM_VERBOSITY: talos-ccm has no such flag"},
 		{"a value that is none of its variable", "Set `TALOS_CCM_CONTROLLERS=*,-node-csr`.", `"node-csr" is not in the list`},
 		{"a value that is none of its flag, within text", "With `--secure-port=high`.", `invalid argument "high"`},
@@ -82,9 +82,9 @@ func TestTheCheckerFinds(t *testing.T) {
 
 		{"a block without a language", fenced("", "a"), "docs/page.md:4: a block without a language"},
 		{"an indented block", "a\n\n    b\n", "docs/page.md:3: a block without a language"},
-		{"a language that nobody checks", fenced("cobol", "a"), "language cobol"},
+		{"unknown language", fenced("cobol", "a"), "language cobol"},
 		{"an empty block", fenced("text", ""), "an empty block"},
-		{"no JSON", fenced("json", "{a: 1}"), "no JSON"},
+		{"invalid JSON", fenced("json", "{a: 1}"), "invalid JSON"},
 
 		{"a typo in machine configuration", fenced("yaml", "machine:\n  kubelet:\n    extraArg: {}"), "unknown keys found during decoding"},
 		{"a typo in a document of machine configuration", fenced("yaml", service(rules, "TALOS_CCM_V=4\nconfigFile: []")), "unknown keys found during decoding"},
@@ -97,36 +97,36 @@ func TestTheCheckerFinds(t *testing.T) {
 		{"a flag that a pod's talos-ccm does not have", fenced("yaml", pod("--cloud-conf=a")), "unknown flag: --cloud-conf"},
 		{"a typo in a manifest", fenced("yaml", "cluster:\n  inlineManifests:\n    - {name: a, contents: '{apiVersion: v1, kind: Secret, daat: {}}'}"), `unknown field "daat"`},
 		{"a typo in an object", fenced("yaml", "apiVersion: v1\nkind: Service\nspec: {clusterIp: None}"), `unknown field "spec.clusterIp"`},
-		{"an object that nobody knows", fenced("yaml", "apiVersion: example.com/v1\nkind: Thing"), "example.com/v1 Thing"},
+		{"unknown object", fenced("yaml", "apiVersion: example.com/v1\nkind: Thing"), "example.com/v1 Thing"},
 		{"a typo in an operator's object", fenced("yaml", "apiVersion: monitoring.coreos.com/v1\nkind: ServiceMonitor\nspec: {endpoint: []}"), "endpoint"},
 		{"the second of two documents", fenced("yaml", "apiVersion: v1\nkind: Service\n---\napiVersion: v1\nkind: Service\nspecs: {}"), `unknown field "specs"`},
 		{"a typo in a configuration", fenced("yaml", "transformations: [{lables: {}}]"), "lables"},
 		{"a typo in a configuration that says it is one", fenced("yaml config", "lables: {}"), "lables: unknown key"},
-		{"a mistake that is none", fenced("yaml wrong", rules), "said to be wrong is not"},
-		{"a document that nobody knows", fenced("yaml", "a: 1"), "the keys a is"},
-		{"a purpose that nobody checks", fenced("yaml poem", "a: 1"), `for "poem"`},
+		{"a mistake that is none", fenced("yaml wrong", rules), "marked as wrong is valid"},
+		{"unknown document", fenced("yaml", "a: 1"), "with the keys a"},
+		{"unknown purpose", fenced("yaml poem", "a: 1"), `purpose "poem"`},
 		{"no YAML", fenced("yaml", "a: [1"), "docs/page.md:4"},
 
 		{"no shell", fenced("sh", "echo 'a"), "without closing quote"},
 		{"a placeholder in angle brackets", fenced("sh", "kubectl describe csr <name>"), "docs/page.md:4"},
 		{"an unknown target", fenced("sh", "make image\nmake images"), "docs/page.md:5: the Makefile has no target images"},
 		{"an unknown variable of make", fenced("sh", "make image REV=1"), "the Makefile has no variable REV"},
-		{"an unknown flag of ours", fenced("sh", "talos-ccm --machine-sock=a"), "has no flag --machine-sock"},
-		{"a flag of ours at the wrong command", fenced("sh", "talos-ccm render --run-dir=/a --node a"), "command render has no flag --run-dir"},
-		{"an unknown command of ours", fenced("sh", "talos-ccm check"), `nobody checks the command "check"`},
+		{"an unknown flag of talos-ccm", fenced("sh", "talos-ccm --machine-sock=a"), "has no flag --machine-sock"},
+		{"a flag of talos-ccm at the wrong command", fenced("sh", "talos-ccm render --run-dir=/a --node a"), "command render has no flag --run-dir"},
+		{"an unknown command of talos-ccm", fenced("sh", "talos-ccm check"), `unknown command "check"`},
 		{"an unknown flag behind a pipe", fenced("sh", "echo a | talos-ccm config validate --all -"), "no flag --all"},
 		{"an unknown flag within a substitution", fenced("sh", "echo \"$(talos-ccm config schema --all)\""), "no flag --all"},
 		{"an unknown flag of another", fenced("sh", "talosctl -n 10.0.0.1 logs --since 1h ext-talos-ccm"), "command logs has no flag --since"},
 		{"a flag without its value", fenced("sh", "kubectl get csr -o"), "-o has no value"},
-		{"an unknown command of another", fenced("sh", "kubectl frobnicate"), `nobody checks the command "frobnicate"`},
-		{"an unknown program", fenced("sh", "frobnicate"), "nobody checks the command frobnicate"},
-		{"a file that is not there", fenced("sh", "kubectl apply -f role.yaml"), "there is no file role.yaml"},
-		{"a patch that is not there", fenced("sh", "talosctl patch machineconfig --patch @talos.yaml"), "there is no file talos.yaml"},
+		{"an unknown command of another", fenced("sh", "kubectl frobnicate"), `unknown command "frobnicate"`},
+		{"an unknown program", fenced("sh", "frobnicate"), "unknown command frobnicate"},
+		{"a file that is not there", fenced("sh", "kubectl apply -f role.yaml"), "file role.yaml exists neither"},
+		{"a patch that is not there", fenced("sh", "talosctl patch machineconfig --patch @talos.yaml"), "file talos.yaml exists neither"},
 		{"a typo in a patch within a command", fenced("sh", `talosctl patch mc --patch '{"machine": {"kubelets": {}}}'`), "unknown keys found during decoding"},
-		{"input that is not there", fenced("sh", "talos-ccm config validate - < none.yaml"), "there is no file none.yaml"},
+		{"input that is not there", fenced("sh", "talos-ccm config validate - < none.yaml"), "file none.yaml exists neither"},
 		{"a typo in input of a command", fenced("sh", "docker run imager - <<'END'\narchs: amd64\ninput: {}\nEND"), "archs"},
 		{"an unknown flag of what is in an image", fenced("sh", "docker run --rm imager iso --rm"), "imager: command has no flag --rm"},
-		{"a command of ours that fails", fenced("yaml", "# rules.yaml\n"+rules) + fenced("sh", "talos-ccm render --config rules.yaml --machine rules.yaml"), "exit status 1"},
+		{"a failing command of talos-ccm", fenced("yaml", "# rules.yaml\n"+rules) + fenced("sh", "talos-ccm render --config rules.yaml --machine rules.yaml"), "exit status 1"},
 	} {
 		t.Run(test.mistake, func(t *testing.T) {
 			report := check(t, test.page)
@@ -141,7 +141,7 @@ func TestTheCheckerFinds(t *testing.T) {
 	}
 }
 
-func TestTheCheckerAccepts(t *testing.T) {
+func TestChecker_Accepts(t *testing.T) {
 	const rules = "# rules.yaml\ntransformations: [{labels: {example.org/a: b}}]"
 
 	for _, test := range []struct {
@@ -156,7 +156,7 @@ func TestTheCheckerAccepts(t *testing.T) {
 		{what: "a command that shows a file of the page", page: fenced("yaml", rules) + fenced("sh", "talos-ccm config validate rules.yaml"), run: 1},
 		{what: "the file within a document", page: fenced("yaml", service("nodes: {}", "TALOS_CCM_V=4")) + fenced("sh", "talos-ccm config validate config.yaml"), run: 1},
 		{what: "what an earlier command has made", page: fenced("sh", "talos-ccm config schema > schema.json\njq . schema.json"), run: 1},
-		{what: "what nobody can make here", page: fenced("sh", "talosctl get nodename -o yaml > m.yaml\ntalos-ccm render --machine m.yaml"), parsed: 2},
+		{what: "a file that cannot be created here", page: fenced("sh", "talosctl get nodename -o yaml > m.yaml\ntalos-ccm render --machine m.yaml"), parsed: 2},
 		{what: "a command for a cluster", page: fenced("sh", "talos-ccm --kubeconfig=a --talosconfig=b"), parsed: 1},
 		{what: "the binary that make builds", page: fenced("sh", "_out/talos-ccm-linux-amd64 version"), run: 0, parsed: 1},
 		{what: "a patch within a command", page: fenced("sh", `talosctl -n 10.0.0.1 patch mc --patch '{"machine": {"kubelet": {}}}'`), parsed: 1},

@@ -10,9 +10,9 @@ import (
 
 var target = regexp.MustCompile(`(?m)^([a-z0-9-]+):.*## `)
 
-func TestTargetsAreThoseOfTheMakefile(t *testing.T) {
+func TestTargets_MatchMakefile(t *testing.T) {
 	var got, want []string
-	for _, cells := range rows(t, "docs/development.md", "What make does") {
+	for _, cells := range rows(t, "docs/development.md", "Make targets") {
 		got = append(got, codes(cells[0])...)
 	}
 
@@ -23,9 +23,9 @@ func TestTargetsAreThoseOfTheMakefile(t *testing.T) {
 	same(t, "targets", got, want)
 }
 
-func TestModulesAreThoseThatThereAre(t *testing.T) {
+func TestModules_MatchRepository(t *testing.T) {
 	var got, want []string
-	for _, cells := range rows(t, "docs/development.md", "Modules within the module") {
+	for _, cells := range rows(t, "docs/development.md", "Nested modules") {
 		got = append(got, codes(cells[0])...)
 	}
 
@@ -33,7 +33,7 @@ func TestModulesAreThoseThatThereAre(t *testing.T) {
 		switch {
 		case err != nil:
 			return err
-		case path == "_out" || path == ".git":
+		case entry.IsDir() && (path == "_out" || path == ".git"):
 			return fs.SkipDir
 		case entry.Name() == "go.mod" && path != "go.mod":
 			want = append(want, filepath.Dir(path))

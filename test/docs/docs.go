@@ -1,6 +1,6 @@
-// Package docs checks the project's documents: every link and anchor leads somewhere, every block says what it is made of, and is read as the program reads
-// it that it is for: machine configuration by Talos's loader, objects by Kubernetes' types, configuration files by ours, commands by a shell's parser and against
-// what their programs offer. Commands of talos-ccm that need no cluster are run. It asks no other machine for anything, and changes no file.
+// Package docs checks the project's documentation: links and anchors exist, and each block is valid for its language. Machine configuration is read by Talos's
+// loader, objects by Kubernetes' types, configuration files by package config, and commands by a shell parser and against the flags of their programs. Commands
+// of talos-ccm that need no cluster are run. It makes no network requests and changes no files.
 package docs
 
 import (
@@ -15,13 +15,13 @@ import (
 	"strings"
 )
 
-// Checker checks documents of one repository.
+// Checker checks the documentation of a repository.
 type Checker struct {
-	// Root is the repository's folder.
+	// Root is the directory of the repository.
 	Root string
-	// Binary is talos-ccm.
+	// Binary is the path of talos-ccm.
 	Binary string
-	// Given are files that a reader has without making them on the page, such as what talosctl has printed: name to path in the repository.
+	// Given maps names of files that a page may use without creating them, such as output of talosctl, to paths in the repository.
 	Given map[string]string
 
 	makefile makefile
@@ -29,34 +29,33 @@ type Checker struct {
 	pages    map[string]*page
 }
 
-// Problem is something that does not hold in a document.
+// Problem is an error in a page.
 type Problem struct {
 	Page string
 	Line int
 	Text string
 }
 
-// String is the problem with its place, as compilers write it.
+// String returns the problem with its position, as compilers print it.
 func (p Problem) String() string { return fmt.Sprintf("%s:%d: %s", p.Page, p.Line, p.Text) }
 
-// Report is what has been checked, and what does not hold.
+// Report is the result of a check.
 type Report struct {
 	Pages, Links int
-	// Snippets are the blocks that were read as what they are, and Output those that nobody reads: what somebody sees.
+	// Snippets counts the blocks that were checked, and Output the blocks of program output, which are not.
 	Snippets, Output int
-	// Run, Parsed and Named are commands: those of talos-ccm that were run, those whose arguments were held against what their program takes, and those of which
-	// no more than the name was.
+	// Run, Parsed and Named count commands: those of talos-ccm that were run, those whose arguments were checked, and those of which only the name was.
 	Run, Parsed, Named int
 	Problems           []Problem
 }
 
-// String is the report's one line.
+// String returns the report in one line.
 func (r Report) String() string {
-	return fmt.Sprintf("%d pages: %d links, %d snippets read and %d of output not; of the commands %d run, %d held against what their programs take, %d known by name; %d broken",
+	return fmt.Sprintf("%d pages: %d links, %d snippets, %d output blocks; commands: %d run, %d parsed, %d known by name; %d problems",
 		r.Pages, r.Links, r.Snippets, r.Output, r.Run, r.Parsed, r.Named, len(r.Problems))
 }
 
-// Pages are the documents of the repository in root: those at its top, and all below docs.
+// Pages returns the Markdown files of the repository in root: those in root itself, and all below docs.
 func Pages(root string) ([]string, error) {
 	var pages []string
 
@@ -74,14 +73,14 @@ func Pages(root string) ([]string, error) {
 			return nil
 		})
 		if err != nil {
-			return nil, fmt.Errorf("list the documents in %s: %w", folder, err)
+			return nil, fmt.Errorf("list pages in %s: %w", folder, err)
 		}
 	}
 
 	return pages, nil
 }
 
-// Check checks pages, whose paths are relative to the root.
+// Check checks pages. Their paths are relative to the root.
 func (c *Checker) Check(ctx context.Context, pages ...string) (Report, error) {
 	var err error
 	if c.makefile, err = readMakefile(filepath.Join(c.Root, "Makefile")); err != nil {
@@ -111,7 +110,7 @@ func (c *Checker) Check(ctx context.Context, pages ...string) (Report, error) {
 	return report, nil
 }
 
-// page reads a page, once.
+// page returns a page, from the cache if it was read before.
 func (c *Checker) page(name string) (*page, error) {
 	if p, known := c.pages[name]; known {
 		return p, nil
@@ -119,7 +118,7 @@ func (c *Checker) page(name string) (*page, error) {
 
 	text, err := os.ReadFile(filepath.Join(c.Root, name))
 	if err != nil {
-		return nil, fmt.Errorf("read a document: %w", err)
+		return nil, fmt.Errorf("read page: %w", err)
 	}
 
 	c.pages[name] = parse(name, text)
@@ -130,9 +129,9 @@ func (c *Checker) page(name string) (*page, error) {
 func (c *Checker) check(ctx context.Context, p *page, report *Report) error {
 	folder, err := os.MkdirTemp("", "docs-")
 	if err != nil {
-		return fmt.Errorf("make a folder for the files of %s: %w", p.name, err)
+		return fmt.Errorf("create directory for files of %s: %w", p.name, err)
 	}
-	defer os.RemoveAll(folder) //nolint:errcheck // it is temporary
+	defer os.RemoveAll(folder) //nolint:errcheck // temporary
 
 	r := &reading{Checker: c, page: p, report: report, folder: folder, made: map[string]bool{}}
 
@@ -148,30 +147,30 @@ func (c *Checker) check(ctx context.Context, p *page, report *Report) error {
 	return r.blocks(ctx)
 }
 
-// reading goes through one page.
+// reading is the check of one page.
 type reading struct {
 	*Checker
 
 	page   *page
 	report *Report
-	// folder has the files that the page shows, made those that its commands would make; true: in folder, false: nobody knows what is in them.
+	// folder contains the files that the page shows. made has those and the files that its commands would create; the value is true if the file is in folder.
 	folder string
 	made   map[string]bool
-	// mentions says that commands are mentioned within text, where their files need not be.
+	// mentions is true for commands within text, whose files need not exist.
 	mentions bool
 }
 
-// give puts a file of the repository before the reader.
+// give copies a file of the repository into folder.
 func (r *reading) give(name, given string) error {
 	content, err := os.ReadFile(filepath.Join(r.Root, given))
 	if err != nil {
-		return fmt.Errorf("read what %s holds: %w", name, err)
+		return fmt.Errorf("read content of %s: %w", name, err)
 	}
 
 	return r.make(name, string(content))
 }
 
-// make makes a file that the page shows.
+// make creates a file that the page shows.
 func (r *reading) make(name, content string) error {
 	r.made[name] = true
 

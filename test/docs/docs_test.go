@@ -6,7 +6,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/docs"
 )
 
-// root is the repository's.
+// root is the directory of the repository.
 const root = "../.."
 
 func TestDocuments(t *testing.T) {

@@ -9,8 +9,8 @@ import (
 	"testing"
 )
 
-// A picture that cannot be seen has to be read: by its title and description, and in the dark.
-func TestThePictureIsForEverybody(t *testing.T) {
+// TestFlow_IsAccessible checks that the picture has a title, a description and a dark mode.
+func TestFlow_IsAccessible(t *testing.T) {
 	const picture = "docs/flow.svg"
 
 	content := read(t, picture)
@@ -37,7 +37,7 @@ func TestThePictureIsForEverybody(t *testing.T) {
 
 		for _, attr := range start.Attr {
 			if attr.Name.Local == "href" || attr.Name.Local == "onload" {
-				t.Errorf("%s: %s has %s: it must stand by itself", picture, start.Name.Local, attr.Name.Local)
+				t.Errorf("%s: %s has %s: the picture must be self-contained", picture, start.Name.Local, attr.Name.Local)
 			}
 		}
 	}

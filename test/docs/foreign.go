@@ -1,8 +1,8 @@
 package docs
 
-// The types below are those parts of other programs' formats that the documents use. A key that is missing here is to be looked up and added.
+// The types below are the parts of other programs' formats that the documentation uses. Look up and add missing keys.
 
-// metadata is that of any object.
+// metadata is the metadata of an object.
 type metadata struct {
 	Name        string            `yaml:"name"`
 	Namespace   string            `yaml:"namespace"`
@@ -25,7 +25,7 @@ type matchLabels struct {
 	MatchLabels map[string]string `yaml:"matchLabels"`
 }
 
-// tlsConfig is Prometheus's own; the operator writes the same in other letters.
+// tlsConfig is Prometheus's; the operator uses the same fields in camel case.
 type tlsConfig struct {
 	CAFile             string `yaml:"ca_file"`
 	ServerName         string `yaml:"server_name"`
@@ -64,7 +64,7 @@ type scraping struct {
 	} `yaml:"scrape_configs"`
 }
 
-// serviceMonitor is that of monitoring.coreos.com/v1: prometheus-operator.dev, "API reference".
+// serviceMonitor is a ServiceMonitor of monitoring.coreos.com/v1: prometheus-operator.dev, "API reference".
 type serviceMonitor struct {
 	APIVersion string   `yaml:"apiVersion"`
 	Kind       string   `yaml:"kind"`
@@ -117,7 +117,7 @@ type schematic struct {
 	} `yaml:"customization"`
 }
 
-// asset is a file or an image that imager takes.
+// asset is a file or an image for imager.
 type asset struct {
 	Path        string `yaml:"path"`
 	ImageRef    string `yaml:"imageRef"`
@@ -143,7 +143,7 @@ type profile struct {
 	} `yaml:"output"`
 }
 
-// foreignObject is the type of an object that client-go does not have; nil: it is none of these.
+// foreignObject returns the type of an object that client-go does not have, or nil if the kind is unknown.
 func foreignObject(kind string) any {
 	switch kind {
 	case "talos.dev/v1alpha1 ServiceAccount":
@@ -160,7 +160,7 @@ type foreignDocument struct {
 	into any
 }
 
-// foreignDocuments are types of documents without apiVersion, and a key that tells each.
+// foreignDocuments returns the types of documents without apiVersion, each with a key that identifies it.
 func foreignDocuments() []foreignDocument {
 	return []foreignDocument{
 		{key: "input", into: new(profile)},

@@ -10,7 +10,7 @@ import (
 	"strings"
 )
 
-// links checks that each link leads to a file of the repository, and to an anchor that there is in it. Other hosts are not asked.
+// links checks that each link points to an existing file and anchor of the repository. Links to other hosts are not checked.
 func (r *reading) links() {
 	for _, link := range r.page.links {
 		r.report.Links++
@@ -22,7 +22,7 @@ func (r *reading) links() {
 			r.problem(link.line, "link %s: %v", link.text, err)
 		case target.IsAbs():
 		case strings.HasPrefix(target.Path, "/"):
-			r.problem(link.line, "link %s: it begins at the host and not at the page", link.text)
+			r.problem(link.line, "link %s: it is absolute, not relative to the page", link.text)
 		default:
 			r.link(link, target)
 		}
@@ -36,13 +36,13 @@ func (r *reading) link(link located, target *url.URL) {
 	}
 
 	if !filepath.IsLocal(name) {
-		r.problem(link.line, "link %s: it leads out of the repository", link.text)
+		r.problem(link.line, "link %s: it points outside of the repository", link.text)
 
 		return
 	}
 
 	if _, err := os.Stat(filepath.Join(r.Root, name)); err != nil {
-		r.problem(link.line, "link %s: there is no %s", link.text, name)
+		r.problem(link.line, "link %s: %s does not exist", link.text, name)
 
 		return
 	}
@@ -52,7 +52,7 @@ func (r *reading) link(link located, target *url.URL) {
 	}
 
 	if path.Ext(name) != ".md" {
-		r.problem(link.line, "link %s: only documents have anchors", link.text)
+		r.problem(link.line, "link %s: only pages have anchors", link.text)
 
 		return
 	}
@@ -76,10 +76,10 @@ var (
 	ourCommand = regexp.MustCompile(`^(?:kubectl|make|talos-ccm|talosctl) [a-z-]`)
 )
 
-// ours are variables with our prefix that are no flags: those of the Makefile and of tests.
+// ours has the variables with the prefix of talos-ccm that are not flags: variables of the Makefile and of tests.
 var ours = map[string]bool{"TALOS_CCM_CACHE": true, "TALOS_CCM_LOGS": true}
 
-// spans checks what is written as code within text and names something of ours: a path, a variable, a command.
+// spans checks code within text that names a path, variable or command of this project.
 func (r *reading) spans(ctx context.Context) {
 	r.mentions = true
 	defer func() { r.mentions = false }()
@@ -88,7 +88,7 @@ func (r *reading) spans(ctx context.Context) {
 		switch {
 		case sourcePath.MatchString(span.text):
 			if _, err := os.Stat(filepath.Join(r.Root, span.text)); err != nil {
-				r.problem(span.line, "there is no %s", span.text)
+				r.problem(span.line, "%s does not exist", span.text)
 			}
 		case variable.MatchString(span.text):
 			r.variable(span, variable.FindStringSubmatch(span.text)[1])
@@ -102,7 +102,7 @@ func (r *reading) spans(ctx context.Context) {
 	}
 }
 
-// variable checks one of ours, and its value if it has one.
+// variable checks a variable of talos-ccm, and its value if it has one.
 func (r *reading) variable(span located, name string) {
 	switch {
 	case ours[name]:

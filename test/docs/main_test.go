@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// built is the path of talos-ccm.
+// built is the path of the talos-ccm binary.
 var built string
 
 func TestMain(m *testing.M) {

@@ -7,7 +7,7 @@ import (
 	"strings"
 )
 
-// makefile is what can be asked of make.
+// makefile has the targets and variables of the Makefile.
 type makefile struct{ targets, variables map[string]bool }
 
 var (
@@ -18,7 +18,7 @@ var (
 func readMakefile(file string) (makefile, error) {
 	text, err := os.ReadFile(file)
 	if err != nil {
-		return makefile{}, fmt.Errorf("read what make can do: %w", err)
+		return makefile{}, fmt.Errorf("read Makefile: %w", err)
 	}
 
 	m := makefile{targets: map[string]bool{}, variables: map[string]bool{}}
@@ -34,7 +34,7 @@ func readMakefile(file string) (makefile, error) {
 	return m, nil
 }
 
-// check is an error if make would not know args.
+// check returns an error if the Makefile does not have a target or variable in args.
 func (m makefile) check(args []string) error {
 	for _, arg := range args {
 		name, _, assigns := strings.Cut(arg, "=")

@@ -20,7 +20,7 @@ func read(t *testing.T, name string) string {
 	return string(content)
 }
 
-// section is the part of a page below a heading of the second level.
+// section returns the part of a page below a second-level heading.
 func section(t *testing.T, page, heading string) string {
 	t.Helper()
 
@@ -36,7 +36,7 @@ func section(t *testing.T, page, heading string) string {
 
 var codeSpan = regexp.MustCompile("`([^`]+)`")
 
-// rows are the cells of a section's tables, without their heads.
+// rows returns the cells of a section's tables, without the header rows.
 func rows(t *testing.T, page, heading string) (list [][]string) {
 	t.Helper()
 
@@ -67,7 +67,7 @@ func rows(t *testing.T, page, heading string) (list [][]string) {
 	return list
 }
 
-// codes are what a cell has as code.
+// codes returns the code spans of a cell.
 func codes(cell string) (list []string) {
 	for _, match := range codeSpan.FindAllStringSubmatch(cell, -1) {
 		list = append(list, match[1])
@@ -76,24 +76,24 @@ func codes(cell string) (list []string) {
 	return list
 }
 
-// same tells what is in one list only.
+// same reports items that are in only one of the lists.
 func same(t *testing.T, what string, got, want []string) {
 	t.Helper()
 
 	for _, one := range got {
 		if !slices.Contains(want, one) {
-			t.Errorf("%s: %s is on the page and not in the code", what, one)
+			t.Errorf("%s: %s is on the page but not in the code", what, one)
 		}
 	}
 
 	for _, one := range want {
 		if !slices.Contains(got, one) {
-			t.Errorf("%s: %s is in the code and not on the page", what, one)
+			t.Errorf("%s: %s is in the code but not on the page", what, one)
 		}
 	}
 }
 
-// exported are the metrics of test/monitoring's list, which is held against a process: name, type and labels in a line.
+// exported returns the metrics in test/monitoring's list, which is compared with a process: all names, and those of talos-ccm with type and labels.
 func exported(t *testing.T) (ours, all []string) {
 	t.Helper()
 
@@ -114,12 +114,12 @@ func exported(t *testing.T) (ours, all []string) {
 	return ours, all
 }
 
-func TestMetricsAreThoseThatAreExported(t *testing.T) {
+func TestMetrics_AreExported(t *testing.T) {
 	want, all := exported(t)
 
 	var got []string
 
-	for _, cells := range rows(t, "docs/metrics.md", "Metrics of talos-ccm") {
+	for _, cells := range rows(t, "docs/reference/metrics.md", "talos-ccm metrics") {
 		labels := strings.FieldsFunc(cells[2], func(r rune) bool { return r == ',' || r == ' ' })
 		slices.Sort(labels)
 
@@ -128,7 +128,7 @@ func TestMetricsAreThoseThatAreExported(t *testing.T) {
 
 	same(t, "metrics", got, want)
 
-	for _, cells := range rows(t, "docs/metrics.md", "Metrics of the framework") {
+	for _, cells := range rows(t, "docs/reference/metrics.md", "Framework metrics") {
 		for _, name := range codes(cells[0]) {
 			if !slices.Contains(all, name) {
 				t.Errorf("%s is not exported", name)
@@ -139,14 +139,14 @@ func TestMetricsAreThoseThatAreExported(t *testing.T) {
 
 var metricDefinition = regexp.MustCompile(`Name: +"(talosccm_[a-z_]+)"`)
 
-// A metric that is defined and never exported would be missing from the list of those that are.
-func TestEveryMetricInTheSourceIsDocumented(t *testing.T) {
-	page := section(t, "docs/metrics.md", "Metrics of talos-ccm")
+// TestMetrics_AreDocumented also finds metrics that are defined but never exported.
+func TestMetrics_AreDocumented(t *testing.T) {
+	page := section(t, "docs/reference/metrics.md", "talos-ccm metrics")
 
 	for _, source := range sources(t) {
 		for _, match := range metricDefinition.FindAllStringSubmatch(source, -1) {
 			if !strings.Contains(page, "`"+match[1]+"`") {
-				t.Errorf("%s is not in docs/metrics.md", match[1])
+				t.Errorf("%s is not in docs/reference/metrics.md", match[1])
 			}
 		}
 	}
@@ -154,7 +154,7 @@ func TestEveryMetricInTheSourceIsDocumented(t *testing.T) {
 
 var eventReason = regexp.MustCompile(`(?m)^\s+Reason\w+ += "(\w+)"$`)
 
-// reasons are those of the Events that the code has.
+// reasons returns the reasons of Events in the source.
 func reasons(t *testing.T) (list []string) {
 	t.Helper()
 
@@ -167,16 +167,19 @@ func reasons(t *testing.T) (list []string) {
 	return list
 }
 
-func TestEventsAreThoseOfTheCode(t *testing.T) {
+func TestEvents_AreInSource(t *testing.T) {
 	var got []string
-	for _, cells := range rows(t, "docs/metrics.md", "Events") {
-		got = append(got, codes(cells[0])...)
+
+	for _, heading := range []string{"Node Events", "CSR Events", "Pod CIDR Events"} {
+		for _, cells := range rows(t, "docs/reference/events.md", heading) {
+			got = append(got, codes(cells[0])...)
+		}
 	}
 
 	same(t, "Events", got, reasons(t))
 }
 
-// sources are the product's own source files.
+// sources returns the content of the product's source files.
 func sources(t *testing.T) (list []string) {
 	t.Helper()
 

@@ -13,27 +13,27 @@ import (
 	"github.com/yuin/goldmark/text"
 )
 
-// page is what is checked of a document.
+// page is a parsed Markdown file.
 type page struct {
 	name    string
 	anchors map[string]bool
 	links   []located
-	// spans are the pieces of code within text.
+	// spans has the code spans.
 	spans  []located
 	blocks []block
 }
 
-// located is text and the line that it begins in.
+// located is text and the line where it starts.
 type located struct {
 	line int
 	text string
 }
 
-// block is a piece of code of its own.
+// block is a code block.
 type block struct {
-	// line is that of its first line of code.
+	// line is the number of the first line of code.
 	line int
-	// language and purpose are the first two words behind the fence; empty: there are none.
+	// language and purpose are the first two words after the fence, or empty.
 	language, purpose string
 	text              string
 }
@@ -100,7 +100,7 @@ func (p *page) addHTML(line int, html string) {
 	}
 }
 
-// addAnchor adds a heading's anchor; the second of a name gets a number, as code hosts have it.
+// addAnchor adds the anchor of a heading. Duplicates get a number, as on GitHub.
 func (p *page) addAnchor(name string) {
 	unique := name
 	for i := 1; p.anchors[unique]; i++ {
@@ -110,7 +110,7 @@ func (p *page) addAnchor(name string) {
 	p.anchors[unique] = true
 }
 
-// slug is the anchor that code hosts give a heading: lower case, spaces as hyphens, and neither punctuation nor symbols.
+// slug returns the anchor of a heading as on GitHub: lower case, hyphens for spaces, no punctuation or symbols.
 func slug(heading string) string {
 	return strings.Map(func(r rune) rune {
 		switch {
@@ -124,7 +124,7 @@ func slug(heading string) string {
 	}, strings.TrimSpace(heading))
 }
 
-// plain is the text of a node without its markup.
+// plain returns the text of a node without markup.
 func plain(node ast.Node, source []byte) string {
 	var b strings.Builder
 
@@ -146,7 +146,7 @@ func plain(node ast.Node, source []byte) string {
 	return b.String()
 }
 
-// lineOf is the line of the first text in node, or else of the block that it is in.
+// lineOf returns the line of the first text in node, or of the block that contains it.
 func lineOf(node ast.Node, source []byte) int {
 	for n := node; n != nil; n = n.Parent() {
 		if offset, found := offsetOf(n); found {

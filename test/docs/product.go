@@ -15,24 +15,24 @@ import (
 	"time"
 )
 
-// product is what talos-ccm offers.
+// product describes the commands, flags and variables of talos-ccm.
 type product struct {
 	binary string
-	// commands are the sub-commands with their flags; "" is talos-ccm itself.
+	// commands has the flags of each subcommand; "" is talos-ccm itself.
 	commands  map[string]flags
 	variables map[string]bool
 }
 
 var flagLine = regexp.MustCompile(`(?m)^\s+(?:-(\w), )?--([a-z][a-z0-9-]*)( [A-Za-z]\S*)?`)
 
-// askProduct reads the help texts of talos-ccm.
+// askProduct parses the help texts of talos-ccm.
 func askProduct(ctx context.Context, binary string) (product, error) {
 	p := product{binary: binary, commands: map[string]flags{}, variables: map[string]bool{}}
 
 	for _, command := range []string{"", "config", "config validate", "config schema", "render", "version"} {
 		help, err := exec.CommandContext(ctx, binary, append(strings.Fields(command), "--help")...).Output()
 		if err != nil {
-			return product{}, fmt.Errorf("ask for the help of talos-ccm %s: %w", command, err)
+			return product{}, fmt.Errorf("get help of talos-ccm %s: %w", command, err)
 		}
 
 		p.commands[command] = flags{"-h": "", "--help": ""}
@@ -62,16 +62,16 @@ func askProduct(ctx context.Context, binary string) (product, error) {
 	return p, nil
 }
 
-// files are those flags and arguments of talos-ccm that name files to read.
+// files has the flags and arguments of talos-ccm that name input files.
 var files = map[string]flags{
 	"config validate": flagList("<"),
 	"render":          flagList("--config< --machine< --talosconfig<"),
 }
 
-// tool is talos-ccm as one of the tools.
+// tool returns talos-ccm as a tool.
 func (p product) tool() tool { return tool{commands: p.commands} }
 
-// accepts is an error if talos-ccm would refuse to start with environ and args. Without a kubeconfig it ends when it has accepted all flags.
+// accepts returns an error if talos-ccm rejects environ or args. Without a kubeconfig it exits after it has validated its flags.
 func (p product) accepts(environ []string, args ...string) error {
 	const nowhere = "/nonexistent/kubeconfig"
 
@@ -86,10 +86,10 @@ func (p product) accepts(environ []string, args ...string) error {
 	return errors.New(strings.TrimSpace(string(out)))
 }
 
-// runTimeout is for commands that end by themselves.
+// runTimeout bounds a command.
 const runTimeout = time.Minute
 
-// run runs a line in folder, in which talos-ccm is a command.
+// run runs a shell command in folder, with talos-ccm in the PATH.
 func (p product) run(ctx context.Context, folder, line string) error {
 	ctx, cancel := context.WithTimeout(ctx, runTimeout)
 	defer cancel()

@@ -16,7 +16,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/extension"
 )
 
-// grants are what the manifest gives, in the form of the page: rights one a line, and roles of Kubernetes that are bound.
+// grants returns the permissions and bound Kubernetes roles of the manifest, in the format of the page.
 func grants(t *testing.T) (rights, roles []string) {
 	t.Helper()
 
@@ -32,7 +32,7 @@ func grants(t *testing.T) (rights, roles []string) {
 			t.Fatal(err)
 		}
 
-		// Roles and bindings have no field in common but the metadata.
+		// Roles and bindings share only the metadata.
 		var object struct {
 			rbacv1.ClusterRole `json:",inline"`
 
@@ -70,10 +70,10 @@ func lines(where string, rule rbacv1.PolicyRule) (list []string) {
 	return list
 }
 
-func TestRightsAreThoseOfTheManifest(t *testing.T) {
+func TestPermissions_MatchManifest(t *testing.T) {
 	var gotRights, gotRoles []string
 
-	for _, cells := range rows(t, "docs/security.md", "In Kubernetes") {
+	for _, cells := range rows(t, "docs/reference/rbac.md", "Permissions") {
 		for i := range cells {
 			cells[i] = strings.ReplaceAll(cells[i], "`", "")
 		}

@@ -9,19 +9,19 @@ import (
 	"github.com/talos-ccm/talos-ccm/extension"
 )
 
-func TestFlagsHaveTheDefaultsOfThePage(t *testing.T) {
+func TestFlags_MatchHelp(t *testing.T) {
 	help, err := exec.CommandContext(t.Context(), built, "--help").Output()
 	if err != nil {
 		t.Fatal(err)
 	}
 
-	for _, cells := range rows(t, "docs/service.md", "Flags") {
+	for _, cells := range rows(t, "docs/reference/flags.md", "Flags") {
 		flag := codes(cells[0])[0]
 
-		// A default can stand some lines below its flag.
+		// A default can be some lines below its flag.
 		text := regexp.MustCompile(`(?ms)^ +(?:-\w, )?` + flag + ` .*?(?:^ +(?:-\w, +)?--|^$)`).FindString(string(help))
 		if text == "" {
-			t.Errorf("there is no %s", flag)
+			t.Errorf("%s does not exist", flag)
 
 			continue
 		}

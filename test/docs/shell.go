@@ -13,7 +13,7 @@ import (
 	"mvdan.cc/sh/v3/syntax"
 )
 
-// commands checks each statement of a script, and runs those that are all ours and whose files are there.
+// commands checks each statement of a script, and runs those that only use talos-ccm and whose files exist.
 func (r *reading) commands(ctx context.Context, script located) {
 	file, err := syntax.NewParser(syntax.Variant(syntax.LangBash)).Parse(strings.NewReader(script.text), "")
 	if err != nil {
@@ -52,15 +52,15 @@ func (r *reading) run(ctx context.Context, line int, statement string) {
 	}
 }
 
-// statement is what there is to know of one.
+// statement describes a shell statement.
 type statement struct {
-	// ours says that talos-ccm is among its commands, foreign that some cannot be run here, understood that the arguments of one were read.
+	// ours is true if it runs talos-ccm, foreign if some of its commands cannot be run here, understood if the arguments of a command were checked.
 	ours, foreign, understood bool
-	// made are files that it makes.
+	// made has the files that it creates.
 	made map[string]bool
 }
 
-// statement checks a statement of a shell and all within it.
+// statement checks a shell statement and everything in it.
 func (r *reading) statement(line int, stmt *syntax.Stmt) statement {
 	found := statement{made: map[string]bool{}}
 
@@ -94,14 +94,14 @@ func (r *reading) redirect(line int, redirect *syntax.Redirect, found *statement
 	}
 }
 
-// call checks one command.
+// call checks a command.
 func (r *reading) call(line int, args []string, found *statement) {
 	args = unwrapped(args)
 	name := commandName(args[0])
 
 	if name == "talos-ccm" {
 		found.ours = true
-		// What make build writes may be another architecture's.
+		// Binaries of make build may be for another architecture.
 		found.foreign = found.foreign || args[0] != name
 
 		r.tool(line, name, r.product.tool(), args[1:], found)
@@ -126,16 +126,16 @@ func (r *reading) call(line int, args []string, found *statement) {
 	case tools[name].commands != nil:
 		r.tool(line, name, tools[name], args[1:], found)
 	default:
-		r.problem(line, "nobody checks the command %s", name)
+		r.problem(line, "unknown command %s", name)
 	}
 }
 
-// unwrapped is the command that another one runs.
+// unwrapped returns the command that sudo or go tool runs.
 func unwrapped(args []string) []string {
 	switch {
 	case len(args) > 1 && args[0] == "sudo":
 		return args[1:]
-	case len(args) > 2 && args[0] == "go" && args[1] == "tool" && args[2] == "crane": // a tool of our module
+	case len(args) > 2 && args[0] == "go" && args[1] == "tool" && args[2] == "crane": // a tool of this module
 		return args[2:]
 	default:
 		return args
@@ -144,7 +144,7 @@ func unwrapped(args []string) []string {
 
 var release = regexp.MustCompile(`^talos-ccm-linux-(amd64|arm64|\$.*)$`)
 
-// commandName is a command without its folder; what make build writes is talos-ccm.
+// commandName returns the base name of a command; binaries of make build are talos-ccm.
 func commandName(command string) string {
 	name := path.Base(command)
 	if release.MatchString(name) {
@@ -154,7 +154,7 @@ func commandName(command string) string {
 	return name
 }
 
-// tool checks flags and arguments of a program, and whether files are there.
+// tool checks flags and arguments of a program, and that its files exist.
 func (r *reading) tool(line int, name string, t tool, args []string, found *statement) {
 	found.understood = true
 
@@ -188,13 +188,13 @@ func (r *reading) tool(line int, name string, t tool, args []string, found *stat
 	found.foreign = found.foreign || !runsAlone(call, args)
 }
 
-// runsAlone says whether a command of talos-ccm ends without a cluster or a machine.
+// runsAlone reports whether a command of talos-ccm needs neither a cluster nor a machine.
 func runsAlone(c call, args []string) bool {
 	return c.command == "config validate" || c.command == "config schema" || c.command == "version" ||
 		c.command == "render" && !slices.Contains(args, "--node") || slices.Contains(args, "--help") || slices.Contains(args, "--version")
 }
 
-// file checks that a file which a command reads is there: in the repository, or made by the page.
+// file checks that an input file of a command exists in the repository or is created by the page.
 func (r *reading) file(line int, name string, found *statement) {
 	if known, made := r.made[name]; made || found.made[name] {
 		found.foreign = found.foreign || !known
@@ -209,11 +209,11 @@ func (r *reading) file(line int, name string, found *statement) {
 	found.foreign = true
 
 	if _, err := os.Stat(filepath.Join(r.Root, name)); err != nil && !r.makesFolderOf(name) {
-		r.problem(line, "there is no file %s: neither in the repository, nor made by the page (a block whose first line is # %s makes it)", name, name)
+		r.problem(line, "file %s exists neither in the repository nor on the page (a block whose first line is # %s creates it)", name, name)
 	}
 }
 
-// makesFolderOf says whether the page makes a folder that name is in; make makes _out.
+// makesFolderOf reports whether the page creates a parent directory of name; make creates _out.
 func (r *reading) makesFolderOf(name string) bool {
 	for folder := path.Dir(name); folder != "." && folder != "/"; folder = path.Dir(folder) {
 		if _, made := r.made[folder]; made || folder == "_out" {
@@ -224,7 +224,7 @@ func (r *reading) makesFolderOf(name string) bool {
 	return false
 }
 
-// words are the words of a command, without quotes; what a shell would put in stays as it is.
+// words returns the words of a command without quotes. Expansions become $.
 func words(args []*syntax.Word) []string {
 	var list []string
 	for _, arg := range args {
@@ -252,7 +252,7 @@ func writeParts(b *strings.Builder, parts []syntax.WordPart) {
 		case *syntax.DblQuoted:
 			writeParts(b, p.Parts)
 		default:
-			// An expansion: printing to memory does not fail.
+			// An expansion. Printing to memory does not fail.
 			fmt.Fprint(b, "$")
 		}
 	}

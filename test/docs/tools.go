@@ -5,7 +5,7 @@ import (
 	"strings"
 )
 
-// Kinds of flags beyond those that stand alone.
+// Kinds of flags that take a value.
 const (
 	takesValue = "="
 	readsFile  = "<"
@@ -13,10 +13,10 @@ const (
 	takesPatch = "@"
 )
 
-// flags are a command's, each with its kind.
+// flags maps the flags of a command to their kinds.
 type flags map[string]string
 
-// flagList is for tables: each word is a flag, and its last character its kind. Without a name it is the kind of the arguments.
+// flagList parses a list of flags. The last character of each word is the flag's kind; a kind without a name is that of arguments.
 func flagList(list string) flags {
 	f := flags{}
 
@@ -28,24 +28,24 @@ func flagList(list string) flags {
 	return f
 }
 
-// tool is a program: its sub-commands, and the flags of each; "" is the program itself.
+// tool is a program with its subcommands and their flags; "" is the program itself.
 type tool struct {
-	// global flags are those of all sub-commands.
+	// global has the flags that all subcommands accept.
 	global   flags
 	commands map[string]flags
-	// inner is the program in the image, for what runs images: the image's name ends its own flags.
+	// inner is the program in the image, for programs that run images.
 	inner string
 }
 
-// call is a command line that has been understood.
+// call is a parsed command line.
 type call struct {
 	command                  string
 	inputs, outputs, patches []string
-	// inner are the arguments of the program in the image.
+	// inner has the arguments of the program in the image.
 	inner []string
 }
 
-// parse is an error if the program would not know args.
+// parse parses args and returns an error for unknown flags and subcommands.
 func (t tool) parse(args []string) (call, error) {
 	var (
 		c           call
@@ -79,11 +79,11 @@ func (t tool) parse(args []string) (call, error) {
 	return c, err
 }
 
-// arguments reads what is left beside flags: a sub-command and what it is about.
+// arguments parses positional arguments: a subcommand and its arguments.
 func (t tool) arguments(c *call, words []string) error {
 	known := t.commands[c.command]
 	if known == nil || c.command == "" && len(words) > 0 && len(t.commands) > 1 {
-		return fmt.Errorf("nobody checks the command %q", strings.Join(words, " "))
+		return fmt.Errorf("unknown command %q", strings.Join(words, " "))
 	}
 
 	for _, argument := range words[len(strings.Fields(c.command)):] {
@@ -93,7 +93,7 @@ func (t tool) arguments(c *call, words []string) error {
 	return nil
 }
 
-// flag reads the flag that args begin with, and says how many more of them it takes.
+// flag parses the flag at the start of args and returns how many of the following args it consumes.
 func (t tool) flag(c *call, args []string) (int, error) {
 	name, value, assigned := strings.Cut(args[0], "=")
 
@@ -115,7 +115,7 @@ func (t tool) flag(c *call, args []string) (int, error) {
 	}
 }
 
-// command is the longest sub-command that words begin with.
+// command returns the longest subcommand that words start with.
 func (t tool) command(words []string) string {
 	for n := min(len(words), 3); n > 0; n-- {
 		if name := strings.Join(words[:n], " "); t.commands[name] != nil {
@@ -147,10 +147,10 @@ func (c *call) add(kind, value string) {
 	}
 }
 
-// filters are commands that may stand beside one of ours in a line that is run; what they are told is not checked.
+// filters are commands that may be combined with talos-ccm in a line that is run. Their arguments are not checked.
 var filters = set("cat echo grep head jq sort tail wc")
 
-// others are commands of which nothing but the name is checked.
+// others are commands of which only the name is checked.
 var others = set("awk base64 cd chmod column cp cpio diff export ip less ls mkdir mv openssl rm sed sha256sum sha512sum tar test unsquashfs zstd")
 
 func set(list string) map[string]bool {
@@ -162,7 +162,7 @@ func set(list string) map[string]bool {
 	return s
 }
 
-// tools are the programs that the documents use, with the flags that they use, looked up in the program's source or manual. What is missing here is to be looked up, and added.
+// tools are the programs and flags that the documentation uses, from the program's source or manual. Look up and add missing ones.
 var tools = map[string]tool{
 	"talosctl": { // siderolabs/talos, cmd/talosctl/cmd
 		global: flagList("-n= --nodes= -e= --endpoints= -c= --cluster= --context= --talosconfig="),

@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// elsewhere are messages that are not ours, and whose they are.
+// elsewhere maps messages of other programs to the program.
 var elsewhere = map[string]string{
 	"Unauthorized": "the API server's",
 	"Waiting":      "a state of Talos's services",
@@ -19,10 +19,9 @@ var elsewhere = map[string]string{
 	"i/o timeout":                                 "package net's",
 	"is forbidden":                                "the API server's",
 	"tls: internal error":                         "crypto/tls's",
-	"kubectl logs":                                "a command",
 }
 
-// headings are the sections of the page about troubleshooting that have a table.
+// headings returns the sections of the troubleshooting page.
 func headings(t *testing.T) (list []string) {
 	t.Helper()
 
@@ -35,28 +34,54 @@ func headings(t *testing.T) (list []string) {
 	return list
 }
 
+// symptoms returns the text of the items "Symptom" of a section of the troubleshooting page.
+func symptoms(t *testing.T, heading string) (list []string) {
+	t.Helper()
+
+	for entry := range strings.SplitSeq(section(t, "docs/troubleshooting.md", heading), "\n### ") {
+		_, text, found := strings.Cut(entry, "\n- **Symptom**: ")
+		if !found {
+			continue
+		}
+
+		text, rest, _ := strings.Cut(text, "\n- **Cause**: ")
+		if !strings.Contains(rest, "\n- **Fix**: ") {
+			t.Errorf("%s: symptom without a cause and a fix: %s", heading, text)
+		}
+
+		list = append(list, strings.Join(strings.Fields(text), " "))
+	}
+
+	if len(list) == 0 {
+		t.Errorf("section %q has no symptom", heading)
+	}
+
+	return list
+}
+
 var (
+	command = regexp.MustCompile(`^(?:kubectl|make|talosctl) `)
 	code    = regexp.MustCompile(`^[A-Z][A-Za-z]+$`)
 	message = regexp.MustCompile(`^[^-]+ `)
 )
 
-// What somebody sees must be what the program says, or they will not find it on the page.
-func TestMessagesOnThePageAreThoseOfTheProgram(t *testing.T) {
+// An operator searches the page for the message that the program prints.
+func TestTroubleshooting_QuotesMessagesOfProgram(t *testing.T) {
 	source := strings.ReplaceAll(strings.Join(sources(t), "\n"), `\"`, `"`)
 
 	for _, heading := range headings(t) {
-		for _, cells := range rows(t, "docs/troubleshooting.md", heading) {
-			for _, text := range codes(cells[0]) {
+		for _, symptom := range symptoms(t, heading) {
+			for _, text := range codes(symptom) {
 				switch {
-				case elsewhere[text] != "":
+				case elsewhere[text] != "", command.MatchString(text):
 				case code.MatchString(text):
 					if !strings.Contains(source, `"`+text+`"`) {
-						t.Errorf("%s: nothing says %q", heading, text)
+						t.Errorf("%s: %q is not in the source", heading, text)
 					}
 				case message.MatchString(text):
 					for part := range strings.SplitSeq(text, "…") {
 						if part = strings.Trim(part, " :"); !strings.Contains(source, part) {
-							t.Errorf("%s: nothing says %q", heading, part)
+							t.Errorf("%s: %q is not in the source", heading, part)
 						}
 					}
 				}
@@ -65,10 +90,10 @@ func TestMessagesOnThePageAreThoseOfTheProgram(t *testing.T) {
 	}
 }
 
-// logged matches what is logged for operators: errors, and news that come with an error. What is below V(0) is not for them.
+// logged matches messages for operators: errors, and information with an error, at verbosity 0.
 var logged = regexp.MustCompile(`(?:logger|klog\.FromContext\(ctx\)|klog\.Background\(\))\.(?:Error\(\w+, "([^"]+)"|Info\("([^"]+)", "err")|Failure: +"([^"]+)"`)
 
-func TestWhateverTheProgramComplainsOfIsOnThePage(t *testing.T) {
+func TestTroubleshooting_HasAllMessages(t *testing.T) {
 	page := read(t, "docs/troubleshooting.md")
 
 	complaints := reasons(t)
@@ -93,18 +118,18 @@ func TestWhateverTheProgramComplainsOfIsOnThePage(t *testing.T) {
 
 var runbook = regexp.MustCompile(`https://github\.com/talos-ccm/talos-ccm/blob/main/(docs/\S+\.md)#(\S+)`)
 
-// An alert's runbook is a link as any other.
-func TestRunbooksOfAlertsAreThere(t *testing.T) {
+// TestAlerts_LinkToRunbook checks that each runbook URL is a section of the troubleshooting page.
+func TestAlerts_LinkToRunbook(t *testing.T) {
 	links := runbook.FindAllStringSubmatch(read(t, "docs/monitoring/alerts.yaml"), -1)
 	if len(links) == 0 {
-		t.Error("no alert has one")
+		t.Error("no alert has a runbook")
 	}
 
 	for _, link := range links {
 		if link[1] != "docs/troubleshooting.md" || !slices.ContainsFunc(headings(t), func(heading string) bool {
 			return strings.ReplaceAll(strings.ToLower(heading), " ", "-") == link[2]
 		}) {
-			t.Errorf("%s leads nowhere", link[0])
+			t.Errorf("runbook %s does not exist", link[0])
 		}
 	}
 }

@@ -24,8 +24,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/settings"
 )
 
-// yaml checks a block of YAML documents, each as what it is. The purpose says so where a document cannot: config is a configuration file, wrong is one that is
-// to be refused, document is machine configuration, and machine and node are what the test of package config compares.
+// yaml checks a block of YAML documents by their types. The purpose gives the type where a document does not: config is a configuration file, wrong is an
+// invalid one, document is machine configuration, and the tests of package config compare machine and node.
 func (r *reading) yaml(b block) {
 	var err error
 
@@ -36,14 +36,14 @@ func (r *reading) yaml(b block) {
 		_, err = config.Parse("block", []byte(b.text))
 	case "wrong":
 		if _, parsed := config.Parse("block", []byte(b.text)); parsed == nil {
-			err = errors.New("a configuration that is said to be wrong is not")
+			err = errors.New("a configuration that is marked as wrong is valid")
 		}
 	case "document":
 		err = r.machineConfig([]byte(b.text))
 	case "machine", "node":
 		err = wellFormed([]byte(b.text))
 	default:
-		err = fmt.Errorf("nobody checks YAML that is for %q", b.purpose)
+		err = fmt.Errorf("unknown purpose %q of YAML", b.purpose)
 	}
 
 	if err != nil {
@@ -84,7 +84,7 @@ func (r *reading) documents(text []byte) error {
 	}
 }
 
-// document checks one document as what its keys say it is.
+// document checks a document by the type that its keys indicate.
 func (r *reading) document(node *yaml.Node, text []byte) error {
 	var head struct {
 		APIVersion string `yaml:"apiVersion"`
@@ -116,7 +116,7 @@ func (r *reading) document(node *yaml.Node, text []byte) error {
 	}
 }
 
-// keysOf are the keys of a document; nil if it is no mapping.
+// keysOf returns the keys of a document, or nil if it is not a mapping.
 func keysOf(node *yaml.Node) (keys []string) {
 	if node.Kind == yaml.DocumentNode {
 		node = node.Content[0]
@@ -133,7 +133,7 @@ func keysOf(node *yaml.Node) (keys []string) {
 	return keys
 }
 
-// machineConfig checks a machine configuration, or a patch of one, as talosctl would load it; and the documents for our service as talos-ccm would.
+// machineConfig checks a machine configuration or patch as talosctl loads it, and documents for the service as talos-ccm reads them.
 func (r *reading) machineConfig(text []byte) error {
 	loaded, err := configloader.NewFromBytes(text, configloader.WithAllowPatchDelete())
 	if err != nil {
@@ -148,7 +148,7 @@ func (r *reading) machineConfig(text []byte) error {
 		}
 
 		validator, validates := document.(talosconfig.Validator)
-		if !validates || document.Kind() == "v1alpha1" { // which is but a patch
+		if !validates || document.Kind() == "v1alpha1" { // a patch, not complete
 			continue
 		}
 
@@ -160,7 +160,7 @@ func (r *reading) machineConfig(text []byte) error {
 	return r.embedded(loaded.RawV1Alpha1())
 }
 
-// embedded checks what Kubernetes will be given: static pods and manifests.
+// embedded checks static pods and inline manifests.
 func (r *reading) embedded(patch *v1alpha1.Config) error {
 	if patch == nil {
 		return nil
@@ -190,7 +190,7 @@ func (r *reading) embedded(patch *v1alpha1.Config) error {
 	return nil
 }
 
-// mode is that of a machine of metal.
+// mode is the validation mode of a metal machine.
 type mode struct{}
 
 func (mode) String() string        { return "metal" }
@@ -215,7 +215,7 @@ func (r *reading) serviceConfig(service *extensions.ServiceConfigV1Alpha1) error
 	return r.product.accepts(service.ServiceEnvironment)
 }
 
-// object checks an object of Kubernetes, or of an operator that the documents speak of.
+// object checks an object of Kubernetes or of a known operator.
 func (r *reading) object(kind string, text []byte) error {
 	if known := foreignObject(kind); known != nil {
 		return strictly(text, known)
@@ -243,7 +243,7 @@ func (r *reading) object(kind string, text []byte) error {
 	}
 }
 
-// containers checks the arguments of those that run talos-ccm.
+// containers checks the arguments of containers that run talos-ccm.
 func (r *reading) containers(spec corev1.PodSpec) error {
 	for _, container := range spec.Containers {
 		if !strings.Contains(container.Image, "/talos-ccm-pod:") {
@@ -258,7 +258,7 @@ func (r *reading) containers(spec corev1.PodSpec) error {
 	return nil
 }
 
-// strictly decodes text into a type, with no key that the type does not have.
+// strictly decodes text into a type and rejects unknown keys.
 func strictly(text []byte, into any) error {
 	decoder := yaml.NewDecoder(bytes.NewReader(text))
 	decoder.KnownFields(true)
@@ -266,7 +266,7 @@ func strictly(text []byte, into any) error {
 	return decoder.Decode(into)
 }
 
-// foreign checks a document of a program that is none of Kubernetes' or Talos's own.
+// foreign checks a document of a program other than Kubernetes and Talos.
 func foreign(keys []string, text []byte) error {
 	for _, kind := range foreignDocuments() {
 		if slices.Contains(keys, kind.key) {
@@ -278,5 +278,5 @@ func foreign(keys []string, text []byte) error {
 		return strictly(text, &[]alert{})
 	}
 
-	return fmt.Errorf("nobody knows what a document with the keys %s is", strings.Join(keys, ", "))
+	return fmt.Errorf("unknown document with the keys %s", strings.Join(keys, ", "))
 }

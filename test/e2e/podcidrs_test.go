@@ -11,7 +11,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// noAllocatorPatch turns kube-controller-manager's allocator off, as docs/ipam.md has it.
+// noAllocatorPatch turns kube-controller-manager's allocator off, as docs/explanation/pod-cidrs.md has it.
 const noAllocatorPatch = `cluster: {controllerManager: {extraArgs: {controllers: "-node-ipam-controller"}}}`
 
 // podCIDRsEnvironment turns ours on. That there is to be IPv6 Talos does not know here: the bed's network has none.

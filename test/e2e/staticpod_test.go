@@ -34,7 +34,7 @@ import (
 )
 
 // podsPage has the manifests that are applied here, as they stand there.
-const podsPage = "../../docs/static-pod.md"
+const podsPage = "../../docs/guides/run-as-pod.md"
 
 var (
 	yamlBlock = regexp.MustCompile("(?s)\n```yaml\n(.*?\n)```\n")

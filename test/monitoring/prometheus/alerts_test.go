@@ -24,7 +24,7 @@ import (
 const (
 	alertsFile = "../../../docs/monitoring/alerts.yaml"
 	runbook    = "../../../docs/troubleshooting.md"
-	readme     = "../../../docs/monitoring/README.md"
+	guide      = "../../../docs/guides/monitoring.md"
 	runbookURL = "https://github.com/talos-ccm/talos-ccm/blob/main/docs/troubleshooting.md#"
 )
 
@@ -202,7 +202,7 @@ func checkTexts(rule rulefmt.Rule, anchors map[string]bool) (problems []string) 
 	return problems
 }
 
-// readAnchors returns what headings, and explicit anchors, of the page for trouble can be linked by.
+// readAnchors returns the anchors of the troubleshooting page.
 func readAnchors(t *testing.T) map[string]bool {
 	t.Helper()
 
@@ -226,7 +226,7 @@ func readAnchors(t *testing.T) map[string]bool {
 }
 
 func TestAlerts_AreDocumented(t *testing.T) {
-	content, err := os.ReadFile(readme)
+	content, err := os.ReadFile(guide)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -250,6 +250,6 @@ func TestAlerts_AreDocumented(t *testing.T) {
 	slices.Sort(wanted)
 
 	if !slices.Equal(documented, wanted) {
-		t.Errorf("README.md lists\n%s\nwant\n%s", strings.Join(documented, "\n"), strings.Join(wanted, "\n"))
+		t.Errorf("the guide lists\n%s\nwant\n%s", strings.Join(documented, "\n"), strings.Join(wanted, "\n"))
 	}
 }

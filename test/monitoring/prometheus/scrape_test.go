@@ -11,17 +11,17 @@ import (
 	"github.com/prometheus/prometheus/model/relabel"
 )
 
-// TestScrapeConfiguration_IsValid loads what README.md has for scraping, and gives it control-plane Nodes as Prometheus' discovery does. The discovery itself is left out: it
-// would have all of Kubernetes' client compiled, and its keys are checked with all other snippets.
+// TestScrapeConfiguration_IsValid loads the scrape configuration of the monitoring guide and gives it control-plane Nodes as Prometheus' discovery does. It omits the
+// discovery itself, which would compile all of Kubernetes' client; test/docs checks its keys.
 func TestScrapeConfiguration_IsValid(t *testing.T) {
-	content, err := os.ReadFile(readme)
+	content, err := os.ReadFile(guide)
 	if err != nil {
 		t.Fatal(err)
 	}
 
 	block := regexp.MustCompile("(?s)```yaml\n(scrape_configs:.*?)```").FindSubmatch(content)
 	if block == nil {
-		t.Fatal("README.md has no scrape_configs")
+		t.Fatal("the guide has no scrape_configs")
 	}
 
 	discovery := regexp.MustCompile(`(?m)^    kubernetes_sd_configs:\n(?:^      .*\n)+`)
