@@ -19,9 +19,9 @@ type family struct {
 }
 
 var (
-	// prefixes of the metrics that are listed. Other metrics of libraries are not listed.
+	// prefixes select the listed metrics; libraries export others that are not worth watching.
 	prefixes = []string{"talosccm_", "leader_election_", "workqueue_", "rest_client_", "process_", "go_goroutines", "go_gc_gomemlimit_bytes", "go_memstats_"}
-	// open are the labels whose values cannot be enumerated.
+	// open has the labels with unbounded values.
 	open = []string{"cidr", "code", "go_version", "method", "pool", "request", "version"}
 )
 

@@ -79,7 +79,7 @@ func readDashboard(t *testing.T) dashboard {
 	return d
 }
 
-func TestDashboard_HasRowPerTopic(t *testing.T) {
+func TestDashboard_HasAllRows(t *testing.T) {
 	var rows []string
 
 	for _, p := range readDashboard(t).Panels {
@@ -94,7 +94,7 @@ func TestDashboard_HasRowPerTopic(t *testing.T) {
 	}
 }
 
-func TestDashboard_HasValidLayout(t *testing.T) {
+func TestDashboard_Layout(t *testing.T) {
 	seen := map[int]string{}
 
 	var before []panel
@@ -194,7 +194,7 @@ func fill(expression string) string {
 	return strings.NewReplacer("$job", "talos-ccm", "$instance", ".*", "$__rate_interval", "5m").Replace(expression)
 }
 
-func TestDashboard_HasVariables(t *testing.T) {
+func TestDashboard_Variables(t *testing.T) {
 	metrics := readExported(t)
 	selector := regexp.MustCompile(`^label_values\((.+), (\w+)\)$`)
 

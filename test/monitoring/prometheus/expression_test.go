@@ -1,7 +1,7 @@
 // Package prometheus_test tests the alerts and the dashboard of docs/monitoring with Prometheus' own code: alerts fire when they should and only then, and
 // no expression asks for what talos-ccm does not export, which ../metrics.txt lists.
 //
-// It is a module of its own: nothing of Prometheus gets into the product's go.mod. It starts no process and opens no connection.
+// It is a module of its own: nothing of Prometheus gets into the product's go.mod. It starts no processes and makes no network requests.
 package prometheus_test
 
 import (
@@ -27,7 +27,7 @@ var target = []string{"job", "instance"}
 // exported are metrics by name.
 type exported map[string]metric
 
-// metric is a line of metrics.txt: a type, and the labels. The values of a label are nil if they cannot be enumerated.
+// metric is a line of metrics.txt: a type, and the labels with their values, or nil for labels with unbounded values.
 type metric struct {
 	kind   string
 	labels map[string][]string
@@ -198,8 +198,8 @@ func (m metric) match(matcher *labels.Matcher) string {
 	return ""
 }
 
-// TestExpressions_InDocsAreValid checks the blocks of PromQL on all pages: expressions, with empty lines between them.
-func TestExpressions_InDocsAreValid(t *testing.T) {
+// TestExpressions_InDocs checks the blocks of PromQL on all pages: expressions, with empty lines between them.
+func TestExpressions_InDocs(t *testing.T) {
 	const root = "../../.."
 
 	metrics := readExported(t)
@@ -234,7 +234,7 @@ func TestExpressions_InDocsAreValid(t *testing.T) {
 	}
 }
 
-func TestExpressions_InvalidOnesAreFound(t *testing.T) {
+func TestExpressions_ReportsErrors(t *testing.T) {
 	metrics := readExported(t)
 
 	for _, test := range []struct{ expression, want string }{
@@ -243,7 +243,7 @@ func TestExpressions_InvalidOnesAreFound(t *testing.T) {
 		{`talosccm_machines{job="talos-ccm", state="Unreachable"}`, "no label state"},
 		{`talosccm_machines{job="talos-ccm", condition="Unreachabel"}`, `no condition "Unreachabel"`},
 		{`talosccm_machines{job="talos-ccm", condition=~"Unreachable|Mismtach"}`, `no condition "Mismtach"`},
-		{`talosccm_api_requests_total{job="talos-ccm", code="Canceled"}`, `no code "Canceled"`},
+		{`talosccm_api_requests_total{job="talos-ccm", code="Unreachable"}`, `no code "Unreachable"`},
 		{`talosccm_machines`, "of any job"},
 		{`rate(talosccm_machines{job="talos-ccm"}[5m])`, "rate of a gauge"},
 		{`sum by (state) (talosccm_machines{job="talos-ccm"})`, "grouped by state"},

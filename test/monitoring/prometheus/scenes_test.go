@@ -99,11 +99,11 @@ up{job="talos-ccm", instance="c"} 0x540
 		series: `process_start_time_seconds{job="talos-ccm", instance="a"} 1x9 2x9 3x500`,
 	},
 	{
-		name: "no instance holds the lease", at: 6 * time.Minute, wanted: []string{"TalosCCMNoLeader"},
+		name: "the lease has no holder", at: 6 * time.Minute, wanted: []string{"TalosCCMNoLeader"},
 		series: `leader_election_master_status{job="talos-ccm", instance="a", name="cloud-controller-manager-talos"} 0x540`,
 	},
 	{
-		name: "no instance takes part in leader election", at: 6 * time.Minute, wanted: []string{"TalosCCMNoLeader"},
+		name: "no candidate for the lease", at: 6 * time.Minute, wanted: []string{"TalosCCMNoLeader"},
 		series: `
 leader_election_master_status{job="talos-ccm", instance="a", name="cloud-controller-manager-talos"} _x540
 leader_election_master_status{job="talos-ccm", instance="b", name="cloud-controller-manager-talos"} _x540
@@ -293,7 +293,7 @@ talosccm_ipam_pool_blocks_free{job="talos-ccm", instance="a", pool="machine", fa
 		series: `talosccm_ipam_affected_nodes{job="talos-ccm", instance="a", reason="PodCIDROverlap"} 2x540`,
 	},
 	{
-		name: "another controller allocates pod CIDRs", at: 11 * time.Minute, wanted: []string{"TalosCCMAllocatorConflict"},
+		name: "another allocator is active", at: 11 * time.Minute, wanted: []string{"TalosCCMAllocatorConflict"},
 		series: `talosccm_ipam_blocked{job="talos-ccm", instance="a"} 1x540`,
 	},
 	{
