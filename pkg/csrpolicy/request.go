@@ -103,8 +103,8 @@ type relativeDistinguishedNameSET []struct {
 }
 
 // parse reads a request strictly. crypto/x509 ignores what it does not know: attributes, SANs of other types, all but
-// the last of several common names, additional elements of a SEQUENCE. Therefore every part but the key must also
-// encode to the same bytes again.
+// the last of several common names, additional elements of a SEQUENCE. Therefore every part but the key and the
+// signature algorithm must also encode to the same bytes again.
 func parse(raw []byte) (r request) {
 	if len(raw) > maxRequest {
 		r.deny(CodeTooLarge, "Request has %d bytes; the limit is %d", len(raw), maxRequest)
@@ -148,7 +148,7 @@ func decode(raw []byte) (parsed *x509.CertificateRequest, attributes asn1.RawVal
 	}
 
 	if parsed, err = x509.ParseCertificateRequest(block.Bytes); err != nil {
-		return nil, attributes, fmt.Errorf("%.200q", err)
+		return nil, attributes, fmt.Errorf("%.200q", err.Error())
 	}
 
 	outer, ok := decodeDER[certificationRequest](block.Bytes)
@@ -237,18 +237,16 @@ func (r *request) parseSANs(attributes asn1.RawValue) {
 
 func (r *request) readSANs(sans []asn1.RawValue) {
 	for _, san := range sans {
-		if tag := san.FullBytes[0]; tag != tagDNSName && tag != tagIPAddress {
+		ip, isIP := netip.AddrFromSlice(san.Bytes)
+
+		switch tag := san.FullBytes[0]; {
+		case tag == tagDNSName:
+			r.names = append(r.names, machine.CanonicalName(string(san.Bytes)))
+		case tag == tagIPAddress && isIP:
+			r.ips = append(r.ips, ip.Unmap())
+		default:
 			r.deny(CodeForbiddenSAN, "Request contains a subject alternative name that is neither a DNS name nor an IP address (GeneralName tag %d)", san.Tag)
 		}
-	}
-
-	for _, name := range r.x509.DNSNames {
-		r.names = append(r.names, machine.CanonicalName(name))
-	}
-
-	for _, address := range r.x509.IPAddresses {
-		ip, _ := netip.AddrFromSlice(address) // crypto/x509 has checked the length
-		r.ips = append(r.ips, ip.Unmap())
 	}
 
 	slices.Sort(r.names)
