@@ -248,7 +248,7 @@ var changesByName = map[string]func(s *scene, v string){
 }
 
 var nodeStates = map[string]csrpolicy.NodeState{
-	"unknown": csrpolicy.NodeUnknown, "foreign": csrpolicy.NodeUnmanaged, "worker": csrpolicy.NodeWorker, "control-plane": csrpolicy.NodeControlPlane, "undefined": 99,
+	"unknown": csrpolicy.NodeUnknown, "unmanaged": csrpolicy.NodeUnmanaged, "worker": csrpolicy.NodeWorker, "control-plane": csrpolicy.NodeControlPlane, "undefined": 99,
 }
 
 var machineStates = map[string]csrpolicy.MachineState{
