@@ -19,6 +19,7 @@ var (
 	mismatch    = events.Condition{Reason: "IdentityMismatch", Message: "Another machine answers"}
 	labelA      = events.Condition{Reason: "OwnershipConflict", Subject: "a", Message: "Label a is owned by another field manager"}
 	labelB      = events.Condition{Reason: "OwnershipConflict", Subject: "b", Message: "Label b is owned by another field manager"}
+	invalidA    = events.Condition{Reason: "InvalidValue", Subject: "a", Message: "Label a is invalid"}
 	unreachable = events.Condition{Reason: "MachineUnreachable", Message: "The machine does not respond"}
 )
 
@@ -35,6 +36,9 @@ func TestReporter_ReportsEachConditionWhenItAppears(t *testing.T) {
 		{"unchanged", [][]events.Condition{{mismatch}, {mismatch}}, nil},
 		{"message changed", [][]events.Condition{{mismatch}, {reworded}}, nil},
 		{"same reason, another subject", [][]events.Condition{{labelA}, {labelA, labelB}}, []events.Condition{labelB}},
+		{"two subjects", [][]events.Condition{{labelA, labelB}}, []events.Condition{labelA, labelB}},
+		{"same subject, another reason", [][]events.Condition{{labelA}, {labelA, invalidA}}, []events.Condition{invalidA}},
+		{"kept while another went", [][]events.Condition{{mismatch, labelA}, {mismatch}, {mismatch}}, nil},
 		{"added to others", [][]events.Condition{{mismatch}, {unreachable, mismatch}}, []events.Condition{unreachable}},
 		{"gone", [][]events.Condition{{mismatch, labelA}, {labelA}}, nil},
 		{"back again", [][]events.Condition{{mismatch}, nil, {mismatch}}, []events.Condition{mismatch}},
@@ -96,9 +100,10 @@ func TestReporter_KeepsObjectsApart(t *testing.T) {
 	}
 
 	reporter.Update("a")
+	reporter.Forget("a")
 
 	if got := reporter.Update("b", mismatch); len(got) != 0 {
-		t.Errorf("a report on another object made %v new", got)
+		t.Errorf("changes of another object made %v new", got)
 	}
 }
 
@@ -134,28 +139,32 @@ func TestReporter_CountsObjectsByReason(t *testing.T) {
 }
 
 func TestReporter_ConcurrentUse(t *testing.T) {
+	const objects, times = 20, 10
+
 	var (
-		reporter = events.New(record.NewFakeRecorder(1000))
+		recorder = record.NewFakeRecorder(objects * times)
+		reporter = events.New(recorder)
 		group    sync.WaitGroup
 	)
 
-	for i := range 8 {
-		group.Go(func() {
-			name := fmt.Sprint("node-", i)
-
-			reporter.Report(name, &corev1.Node{}, mismatch, labelA)
-			reporter.CountByReason()
-
-			if i%2 == 0 {
-				reporter.Forget(name)
-			}
-		})
+	for i := range objects {
+		for range times {
+			group.Go(func() {
+				reporter.Report(fmt.Sprint("node-", i), &corev1.Node{}, mismatch)
+				reporter.CountByReason()
+				reporter.Forget("other")
+			})
+		}
 	}
 
 	group.Wait()
 
-	if got := reporter.CountByReason()["IdentityMismatch"]; got != 4 {
-		t.Errorf("got %d objects, want 4", got)
+	if got := drain(recorder); len(got) != objects {
+		t.Errorf("got %d Events, want %d", len(got), objects)
+	}
+
+	if got := reporter.CountByReason()["IdentityMismatch"]; got != objects {
+		t.Errorf("got %d objects, want %d", got, objects)
 	}
 }
 
