@@ -36,16 +36,16 @@ type Rule struct {
 	Name string `json:"name,omitempty"`
 	// NodeSelector terms are ORed. A rule without terms applies to every machine.
 	NodeSelector []SelectorTerm `json:"nodeSelector,omitempty"`
-	// Annotations of the Node: key to template.
+	// Annotations to set on the Node: each key maps to a template for its value.
 	Annotations map[string]string `json:"annotations,omitempty"`
-	// Labels of the Node: key to template.
+	// Labels to set on the Node: each key maps to a template for its value.
 	Labels map[string]string `json:"labels,omitempty"`
-	// Taints of the Node: key to a template of "value:Effect" or "Effect".
+	// Taints to set on the Node: each key maps to a template of "value:Effect" or "Effect".
 	Taints map[string]string `json:"taints,omitempty"`
 	// Enforce keeps the rule's taints on the Node after initialization, and removes them when the rule no longer sets them. By default taints are
 	// set once, at initialization.
 	Enforce bool `json:"enforce,omitempty"`
-	// PlatformMetadata replaces fields of the platform metadata: field to template. Hostname and Platform cannot be replaced.
+	// PlatformMetadata replaces fields of the platform metadata: each field maps to a template for its value. Hostname and Platform cannot be replaced.
 	PlatformMetadata map[string]string `json:"platformMetadata,omitempty"`
 	// Features enables or disables optional behavior.
 	Features Features `json:"features,omitzero"`
@@ -67,9 +67,9 @@ type SelectorTerm struct {
 
 // Expression compares a fact about the machine with values.
 type Expression struct {
-	// Key is the name of the fact. It is case-insensitive.
+	// Key is the name of the machine attribute to compare, such as `platform`. It is case-insensitive.
 	Key string `json:"key"`
-	// Operator is the relation between the fact and the values.
+	// Operator is the relation between the attribute and the values.
 	Operator Operator `json:"operator"`
 	// Values to compare with: at least one for In and NotIn, exactly one for Gt, Lt and Regexp, none for Exists and DoesNotExist.
 	Values []string `json:"values,omitempty"`

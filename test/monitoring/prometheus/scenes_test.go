@@ -137,15 +137,15 @@ var configuration = []scene{
 	{name: "a bad configuration", at: 6 * time.Minute, wanted: []string{"TalosCCMConfigInvalid"}, series: `talosccm_config_valid{job="talos-ccm", instance="b"} 0x540`},
 	{name: "a bad configuration that is soon mended", at: 10 * time.Minute, near: []string{"TalosCCMConfigInvalid"}, series: `talosccm_config_valid{job="talos-ccm", instance="b"} 1x5 0x3 1x500`},
 	{
-		name: "the first value that is left out", at: 2 * time.Hour, wanted: []string{"TalosCCMValuesLeftOut"},
+		name: "the first value that is left out", at: 2 * time.Hour, wanted: []string{"TalosCCMValuesSkipped"},
 		series: `talosccm_transformer_errors_total{job="talos-ccm", instance="a", type="labels"} _x100 1x400`,
 	},
 	{
-		name: "one more value that is left out", at: 2 * time.Hour, wanted: []string{"TalosCCMValuesLeftOut"},
+		name: "one more value that is left out", at: 2 * time.Hour, wanted: []string{"TalosCCMValuesSkipped"},
 		series: `talosccm_transformer_errors_total{job="talos-ccm", instance="a", type="taints"} 2x100 3x400`,
 	},
 	{
-		name: "a value that was left out hours ago", at: 4 * time.Hour, near: []string{"TalosCCMValuesLeftOut"},
+		name: "a value that was left out hours ago", at: 4 * time.Hour, near: []string{"TalosCCMValuesSkipped"},
 		series: `talosccm_transformer_errors_total{job="talos-ccm", instance="a", type="labels"} _x100 1x400`,
 	},
 }
