@@ -373,7 +373,7 @@ func (d *demo) await(ctx context.Context, condition func() bool) error {
 }
 
 // errMissing is what a demo ends with that did not show what it should.
-var errMissing = errors.New("some nodes do not match their machines")
+var errMissing = errors.New("some Nodes do not match their machines")
 
 // missing lists what is wrong with the Nodes, or was when they were released.
 func missing(records []record) error {
@@ -462,9 +462,9 @@ func (d *demo) printCosts(ctx context.Context) error {
 	const mebibyte = 1 << 20
 
 	d.screen.printf("\nResources used by talos-ccm:")
-	d.screen.printf("  time      %s from the first registration until all %.0f nodes were correct", inSeconds(d.duration), nodes)
+	d.screen.printf("  time      %s from the first registration until all %.0f Nodes were verified", inSeconds(d.duration), nodes)
 	d.screen.printf("  memory    %d MiB resident, peak %d MiB", occupied.resident/mebibyte, occupied.highest/mebibyte)
-	d.screen.printf("  requests  %.1f per node to the API server (%.2f Node writes, %.2f Events, %.2f approvals; %.0f others in total), %.1f per node to Talos",
+	d.screen.printf("  requests  %.1f per Node to the API server (%.2f Node writes, %.2f Events, %.2f approvals; %.0f others in total), %.1f per Node to Talos",
 		all/nodes, patches/nodes, posts/nodes, approvals/nodes, all-patches-posts-approvals, talos/nodes)
 
 	return nil

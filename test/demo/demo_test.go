@@ -59,14 +59,14 @@ func TestDemo_InitializesAndUpdatesAllNodes(t *testing.T) {
 
 	for _, line := range []string{
 		"example.org/spot: '{{ .InstanceType }}:PreferNoSchedule'",
-		"4 of 4 nodes initialized",
+		"4 of 4 Nodes are initialized",
 		"aws-2 (late): MetadataPending",
 		"zone      pve-1 → pve-9",
 		"external  203.0.113.4 → 203.0.113.4,203.0.113.250",
 		"new certificate with the added address: issued",
-		"the kubelet of nocloud-4 requests a certificate for the name and address of metal-1",
-		`CSRDenied: Outdated: "metal-1" is neither the machine's nor its Node's`,
-		"The request is denied; a later request of metal-1 for itself was issued",
+		"the kubelet of nocloud-4 requests a serving certificate for the name and address of metal-1",
+		`CSRDenied: Outdated: "metal-1" belongs neither to the machine nor to its Node`,
+		"The CSR was denied. A later CSR of metal-1 for its own name and address was issued",
 		"MiB resident",
 		" approvals; ", // the demo itself checks that exactly the legitimate requests were approved
 	} {

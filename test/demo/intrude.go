@@ -16,7 +16,7 @@ func (d *demo) intrude(ctx context.Context) error {
 		return nil
 	}
 
-	d.screen.printf("\nHostile request: the kubelet of %s requests a certificate for the name and address of %s", m.name, victim.name)
+	d.screen.printf("\nMalicious CSR: the kubelet of %s requests a serving certificate for the name and address of %s", m.name, victim.name)
 
 	if err := d.kubelets.ask(ctx, m.name, d.observer.noteHostile(m.name, []string{victim.private.String(), victim.name})); err != nil {
 		return err
@@ -40,7 +40,7 @@ func (d *demo) intrude(ctx context.Context) error {
 		return fmt.Errorf("%w: that of %s for %s is %s", errIntruded, m.name, victim.name, state)
 	}
 
-	d.screen.printf("  The request is %s; a later request of %s for itself was issued.", d.screen.in(green, state), victim.name)
+	d.screen.printf("  The CSR was %s. A later CSR of %s for its own name and address was issued.", d.screen.in(green, state), victim.name)
 
 	return nil
 }

@@ -41,7 +41,7 @@ func (d *demo) progress(s *screen) []string {
 		c     = d.counts()
 		total = len(d.fleet.members)
 		lines = []string{
-			s.label("nodes registered") + s.bar(c.registered, total),
+			s.label("Nodes registered") + s.bar(c.registered, total),
 			s.label("initialized") + s.bar(c.released, total),
 			s.label("pod CIDRs assigned") + s.bar(c.allocated, total),
 			s.label("CSRs approved") + s.bar(c.approved, total),

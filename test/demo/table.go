@@ -184,7 +184,7 @@ func (s *screen) printVerdict(records []record) {
 		color = red
 	}
 
-	s.printf("%s and matching their machines, with pod CIDRs and serving certificates.", s.in(color, fmt.Sprintf("%d of %d nodes initialized", done, len(records))))
+	s.printf("%s, match their machines, and have pod CIDRs and serving certificates.", s.in(color, fmt.Sprintf("%d of %d Nodes are initialized", done, len(records))))
 }
 
 func percentiles(times []time.Duration) string {
