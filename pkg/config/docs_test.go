@@ -273,7 +273,7 @@ func TestDocs_SelectorKeys(t *testing.T) {
 				name := strings.NewReplacer("<name>", "a", "<key>", "a").Replace(key[1])
 				terms := []rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: name, Operator: rules.Exists}}}}
 
-				if _, mistakes := rules.CompileNodeSelector(terms); len(mistakes) > 0 {
+				if _, mistakes := rules.CompileNodeSelector(terms, nil); len(mistakes) > 0 {
 					t.Error(mistakes)
 				}
 			})
@@ -315,7 +315,7 @@ func TestDocs_Variables(t *testing.T) {
 func apply(t *testing.T, template string) string {
 	t.Helper()
 
-	compiled, mistakes := rules.Compile([]rules.Rule{{Annotations: map[string]string{"example.org/value": template}}})
+	compiled, mistakes := rules.Compile([]rules.Rule{{Annotations: map[string]string{"example.org/value": template}}}, nil)
 	if len(mistakes) > 0 {
 		t.Fatal(mistakes)
 	}

@@ -136,9 +136,9 @@ func (v *validator) compile(file *Config) *Compiled {
 		ruleCount:          len(file.Transformations),
 	}
 
-	set, errs := rules.Compile(file.Transformations)
+	set, errs := rules.Compile(file.Transformations, field.NewPath("transformations"))
 	compiled.Rules = set
-	v.compileErrors(field.NewPath("transformations"), errs)
+	v.errs = append(v.errs, errs...)
 
 	if reasons := validation.IsValidLabelValue(compiled.ClusterName); len(reasons) > 0 {
 		v.invalid(global.Child("clusterName"), compiled.ClusterName, "must be a valid label value: %s", strings.Join(reasons, "; "))
@@ -156,40 +156,11 @@ func oneOf[T ~string](v *validator, path *field.Path, value T, supported ...T) {
 	}
 }
 
-// compileErrors reports the errors of package rules, whose paths start at the given one.
-func (v *validator) compileErrors(path *field.Path, errs []rules.CompileError) {
-	for _, err := range errs {
-		at, parent := path, ""
-
-		for _, step := range err.Path {
-			switch step := step.(type) {
-			case int:
-				at, parent = at.Index(step), ""
-			case string:
-				if slices.Contains([]string{"annotations", "labels", "platformMetadata", "taints"}, parent) {
-					at = at.Key(step)
-				} else {
-					at = at.Child(step)
-				}
-
-				parent = step
-			}
-		}
-
-		v.refuse(at, err.Err)
-	}
-}
-
-// selector returns nil, which selects all machines, if there are no terms.
 func (v *validator) selector(
-	path *field.Path, terms []rules.SelectorTerm, compile func([]rules.SelectorTerm) (*rules.Selector, []rules.CompileError),
+	path *field.Path, terms []rules.SelectorTerm, compile func([]rules.SelectorTerm, *field.Path) (*rules.Selector, field.ErrorList),
 ) *rules.Selector {
-	if len(terms) == 0 {
-		return nil
-	}
-
-	selector, errs := compile(terms)
-	v.compileErrors(path, errs)
+	selector, errs := compile(terms, path)
+	v.errs = append(v.errs, errs...)
 
 	return selector
 }

@@ -17,7 +17,7 @@ import (
 func withRules(t *testing.T, in nodespec.Input, list ...rules.Rule) nodespec.Input {
 	t.Helper()
 
-	compiled, errs := rules.Compile(list)
+	compiled, errs := rules.Compile(list, nil)
 	if len(errs) > 0 {
 		t.Fatalf("compile rules: %v", errs)
 	}
@@ -166,7 +166,7 @@ func TestDesired_ProblemsHaveKindAndRule(t *testing.T) {
 }
 
 func TestManaged_IgnoresRules(t *testing.T) {
-	selector, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "zone", Operator: rules.In, Values: []string{"eu-1a"}}}}})
+	selector, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "zone", Operator: rules.In, Values: []string{"eu-1a"}}}}}, nil)
 	if len(errs) > 0 {
 		t.Fatal(errs)
 	}

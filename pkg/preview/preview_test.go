@@ -22,7 +22,7 @@ import (
 func compile(t testing.TB, list ...rules.Rule) *rules.Set {
 	t.Helper()
 
-	compiled, errs := rules.Compile(list)
+	compiled, errs := rules.Compile(list, nil)
 	if len(errs) > 0 {
 		t.Fatal(errs)
 	}
@@ -233,7 +233,7 @@ func TestRender_PendingWithoutIdentity(t *testing.T) {
 }
 
 func TestRender_MarksUnmanagedMachine(t *testing.T) {
-	selector, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "platform", Operator: rules.In, Values: []string{"metal"}}}}})
+	selector, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "platform", Operator: rules.In, Values: []string{"metal"}}}}}, nil)
 	if len(errs) > 0 {
 		t.Fatal(errs)
 	}

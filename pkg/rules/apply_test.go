@@ -10,6 +10,7 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/validation/field"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
@@ -18,7 +19,7 @@ import (
 func compile(t testing.TB, list ...rules.Rule) *rules.Set {
 	t.Helper()
 
-	compiled, errs := rules.Compile(list)
+	compiled, errs := rules.Compile(list, nil)
 	if len(errs) > 0 {
 		t.Fatal(errs)
 	}
@@ -27,10 +28,10 @@ func compile(t testing.TB, list ...rules.Rule) *rules.Set {
 }
 
 // compileError returns the only mistake in the rules.
-func compileError(t *testing.T, list ...rules.Rule) rules.CompileError {
+func compileError(t *testing.T, list ...rules.Rule) *field.Error {
 	t.Helper()
 
-	compiled, errs := rules.Compile(list)
+	compiled, errs := rules.Compile(list, nil)
 	if len(errs) != 1 {
 		t.Fatalf("got %d errors, want 1: %v", len(errs), errs)
 	}
@@ -120,10 +121,8 @@ func TestCompile_RejectsInvalidRegularExpressions(t *testing.T) {
 		"in an argument of a function": annotate(`{{ upper (regexFindString "web-[" .Hostname 1) }}`),
 	} {
 		t.Run(name, func(t *testing.T) {
-			rule.Name = "bad"
-
-			if err := compileError(t, rule); err.Rule != "bad" || !strings.Contains(err.Error(), "missing closing ]") {
-				t.Errorf("rule %s: %v", err.Rule, err)
+			if err := compileError(t, rule); !strings.HasPrefix(err.Field, "[0].") || !strings.Contains(err.Error(), "missing closing ]") {
+				t.Error(err)
 			}
 		})
 	}

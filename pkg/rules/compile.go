@@ -1,15 +1,18 @@
 package rules
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"maps"
+	"reflect"
 	"slices"
 	"strings"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/validation"
+	"k8s.io/apimachinery/pkg/util/validation/field"
 	cloudproviderapi "k8s.io/cloud-provider/api"
 )
 
@@ -19,48 +22,73 @@ type Set struct {
 }
 
 type rule struct {
-	name        string
-	selector    *Selector
-	labels      []entry
-	annotations []entry
-	taints      []entry
-	metadata    []entry
-	enforce     bool
-	features    Features
+	name     string
+	selector *Selector
+	entries  []entry
+	enforce  bool
+	features Features
 }
 
-// entry is a key of a rule and its template.
+// entry is a key of one of the rule's maps and its template.
 type entry struct {
+	kind *kind
 	key  string
 	text text
 }
 
-// kind is a map of a rule, with the checks of its keys and values.
+// kind is a map of a rule.
 type kind struct {
-	name       string
-	checkKey   func(key string) error
-	checkValue func(key, value string) error
+	name     string
+	checkKey func(key string) error
+	// set adds a value to the result, or returns why it is invalid.
+	set func(result *Result, r *rule, key, value string) error
 }
 
 var (
-	labelKind      = kind{"labels", checkKey, checkLabel}
-	annotationKind = kind{"annotations", checkKey, func(string, string) error { return nil }}
-	taintKind      = kind{"taints", checkTaintKey, checkTaint}
-	metadataKind   = kind{"platformMetadata", checkField, checkMetadata}
+	labels = &kind{"labels", checkKey, func(result *Result, r *rule, key, value string) error {
+		if err := checkLabelValue(value); err != nil {
+			return err
+		}
+
+		result.Labels[key] = Value{Value: value, Rule: r.name}
+
+		return nil
+	}}
+	annotations = &kind{"annotations", checkKey, func(result *Result, r *rule, key, value string) error {
+		result.Annotations[key] = Value{Value: value, Rule: r.name}
+
+		return nil
+	}}
+	taints   = &kind{"taints", checkTaintKey, setTaint}
+	metadata = &kind{"platformMetadata", checkField, setField}
 )
 
-// Compile returns the compiled rules, or all mistakes in them.
-func Compile(rules []Rule) (*Set, []CompileError) {
+// Compile returns the compiled rules, or all mistakes in them. The path is that of the rules.
+func Compile(rules []Rule, path *field.Path) (*Set, field.ErrorList) {
 	var (
 		compiled Set
-		errs     = checkNames(rules)
+		errs     field.ErrorList
 	)
 
-	for i, source := range rules {
-		c := compiler{index: i, name: nameOf(rules, i)}
+	first := map[string]int{}
 
-		compiled.rules = append(compiled.rules, c.compile(source))
-		errs = append(errs, c.errs...)
+	for i, source := range rules {
+		r := rule{name: cmp.Or(source.Name, fmt.Sprintf("#%d", i+1)), enforce: source.Enforce, features: source.Features}
+
+		if other, duplicate := first[r.name]; !duplicate {
+			first[r.name] = i
+		} else {
+			// One of the two rules has the name in the configuration file: the error is reported there.
+			at := i
+			if source.Name == "" {
+				at, other = other, i
+			}
+
+			errs = append(errs, invalid(path.Index(at).Child("name"), fmt.Errorf("duplicate name %q: rule number %d has it too", r.name, other+1)))
+		}
+
+		errs = append(errs, r.compile(source, path.Index(i))...)
+		compiled.rules = append(compiled.rules, r)
 	}
 
 	if len(errs) > 0 {
@@ -70,168 +98,100 @@ func Compile(rules []Rule) (*Set, []CompileError) {
 	return &compiled, nil
 }
 
-// nameOf returns the name of a rule, or its position if it has none.
-func nameOf(rules []Rule, index int) string {
-	if name := rules[index].Name; name != "" {
-		return name
-	}
-
-	return fmt.Sprintf("#%d", index+1)
+// invalid returns an error whose message includes the value.
+func invalid(path *field.Path, err error) *field.Error {
+	return field.Invalid(path, field.OmitValueType{}, err.Error())
 }
 
-// checkNames reports names that identify more than one rule. One of two such rules has the name in the configuration file: the error is reported there.
-func checkNames(rules []Rule) []CompileError {
-	var errs []CompileError
+func (r *rule) compile(source Rule, path *field.Path) (errs field.ErrorList) {
+	r.selector, errs = CompileSelector(source.NodeSelector, path.Child("nodeSelector"))
+	errs = append(errs, r.add(labels, source.Labels, path)...)
+	errs = append(errs, r.add(annotations, source.Annotations, path)...)
+	errs = append(errs, r.add(taints, source.Taints, path)...)
+	errs = append(errs, r.add(metadata, source.PlatformMetadata, path)...)
 
-	first := map[string]int{}
+	seen := map[string]string{}
 
-	for i := range rules {
-		name := nameOf(rules, i)
-
-		other, duplicate := first[name]
-		if !duplicate {
-			first[name] = i
-
-			continue
+	for _, key := range slices.Sorted(maps.Keys(source.PlatformMetadata)) {
+		name := strings.ToLower(key)
+		if other, duplicate := seen[name]; duplicate {
+			errs = append(errs, invalid(path.Child(metadata.name).Key(key), fmt.Errorf("duplicate field: %s and %s", other, key)))
 		}
 
-		at := i
-		if rules[i].Name == "" {
-			at, other = other, i
-		}
-
-		errs = append(errs, CompileError{Path: []any{at, "name"}, Rule: name, Err: fmt.Errorf("duplicate name %q: rule number %d has it too", name, other+1)})
+		seen[name] = key
 	}
 
 	return errs
 }
 
-// compiler compiles one rule and collects the mistakes in it.
-type compiler struct {
-	index int
-	name  string
-	errs  []CompileError
-}
-
-func (c *compiler) fail(err error, path ...any) {
-	c.errs = append(c.errs, CompileError{Path: append([]any{c.index}, path...), Rule: c.name, Err: err})
-}
-
-func (c *compiler) compile(source Rule) rule {
-	selector, errs := CompileSelector(source.NodeSelector)
-	for _, err := range errs {
-		c.fail(err.Err, append([]any{"nodeSelector"}, err.Path...)...)
-	}
-
-	compiled := rule{
-		name:        c.name,
-		selector:    selector,
-		labels:      c.entries(labelKind, source.Labels),
-		annotations: c.entries(annotationKind, source.Annotations),
-		taints:      c.entries(taintKind, source.Taints),
-		metadata:    c.entries(metadataKind, source.PlatformMetadata),
-		enforce:     source.Enforce,
-		features:    source.Features,
-	}
-
-	seen := map[string]string{}
-
-	for _, e := range compiled.metadata {
-		name := strings.ToLower(e.key)
-		if other, duplicate := seen[name]; duplicate {
-			c.fail(fmt.Errorf("duplicate field: %s and %s", other, e.key), metadataKind.name, e.key)
-		}
-
-		seen[name] = e.key
-	}
-
-	return compiled
-}
-
-// entries compiles a map of the rule, in the order of its keys. The values of constant templates are checked here, all others when they are rendered.
-func (c *compiler) entries(k kind, source map[string]string) []entry {
-	var entries []entry
-
+// add compiles a map of the rule, in the order of its keys. The values of constant templates are checked here, all
+// others when they are rendered.
+func (r *rule) add(k *kind, source map[string]string, path *field.Path) (errs field.ErrorList) {
 	for _, key := range slices.Sorted(maps.Keys(source)) {
+		at := path.Child(k.name).Key(key)
+
 		if err := k.checkKey(key); err != nil {
-			c.fail(err, k.name, key)
+			errs = append(errs, invalid(at, err))
 		}
 
 		compiled, err := compileText(source[key])
 		if err == nil && compiled.template == nil {
-			err = k.checkValue(key, compiled.constant)
+			err = k.set(newResult(runtime.PlatformMetadataSpec{}), r, key, compiled.constant)
 		}
 
 		if err != nil {
-			c.fail(err, k.name, key)
+			errs = append(errs, invalid(at, err))
 		}
 
-		entries = append(entries, entry{key: key, text: compiled})
+		r.entries = append(r.entries, entry{k, key, compiled})
 	}
 
-	return entries
+	return errs
 }
 
-// field is a field of the platform metadata that rules can replace.
-type field struct {
-	name string
-	// of returns a pointer to the field: *string or *bool.
-	of func(*runtime.PlatformMetadataSpec) any
+// fields are the fields of the platform metadata that rules can replace.
+var fields = []string{"ExternalDNS", "InstanceID", "InstanceType", "InternalDNS", "ProviderID", "Region", "Spot", "Zone"}
+
+// fieldName returns the name of a field; empty if it is unknown. The names in Go and in YAML differ in case only.
+func fieldName(key string) string {
+	for _, name := range fields {
+		if strings.EqualFold(name, key) {
+			return name
+		}
+	}
+
+	return ""
 }
 
-// fields by their names in lower case: the names in Go and in YAML differ in case only.
-var fields = map[string]field{
-	"region":       {"Region", func(m *runtime.PlatformMetadataSpec) any { return &m.Region }},
-	"zone":         {"Zone", func(m *runtime.PlatformMetadataSpec) any { return &m.Zone }},
-	"instancetype": {"InstanceType", func(m *runtime.PlatformMetadataSpec) any { return &m.InstanceType }},
-	"instanceid":   {"InstanceID", func(m *runtime.PlatformMetadataSpec) any { return &m.InstanceID }},
-	"providerid":   {"ProviderID", func(m *runtime.PlatformMetadataSpec) any { return &m.ProviderID }},
-	"internaldns":  {"InternalDNS", func(m *runtime.PlatformMetadataSpec) any { return &m.InternalDNS }},
-	"externaldns":  {"ExternalDNS", func(m *runtime.PlatformMetadataSpec) any { return &m.ExternalDNS }},
-	"spot":         {"Spot", func(m *runtime.PlatformMetadataSpec) any { return &m.Spot }},
+func checkField(key string) error {
+	switch {
+	case fieldName(key) != "":
+		return nil
+	case strings.EqualFold(key, "hostname"), strings.EqualFold(key, "platform"):
+		return fmt.Errorf("%s cannot be replaced", key)
+	default:
+		return fmt.Errorf("unknown field %q; supported fields: %s", key, strings.Join(fields, ", "))
+	}
 }
 
-// isIdentity reports whether the field identifies the machine.
-func (f field) isIdentity() bool { return f.name == "InstanceID" || f.name == "ProviderID" }
-
-// set sets the field to the value without leading and trailing white space.
-func (f field) set(metadata *runtime.PlatformMetadataSpec, value string) error {
+// setField replaces a field by the value without leading and trailing white space.
+func setField(result *Result, r *rule, key, value string) error {
+	name := fieldName(key)
 	value = strings.TrimSpace(value)
 
-	switch target := f.of(metadata).(type) {
-	case *string:
-		*target = value
-	case *bool:
-		if value != "true" && value != "false" {
-			return fmt.Errorf("%q is neither true nor false", value)
-		}
-
-		*target = value == "true"
+	switch f := reflect.ValueOf(&result.Platform).Elem().FieldByName(name); {
+	case !f.IsValid(): // checkField reports it
+	case f.Kind() == reflect.String:
+		f.SetString(value)
+	case value == "true" || value == "false":
+		f.SetBool(value == "true")
+	default:
+		return fmt.Errorf("%q is neither true nor false", value)
 	}
+
+	result.Replaced[name] = r.name
 
 	return nil
-}
-
-func checkField(name string) error {
-	lower := strings.ToLower(name)
-	if lower == "hostname" || lower == "platform" {
-		return fmt.Errorf("%s cannot be replaced", name)
-	}
-
-	if _, known := fields[lower]; !known {
-		return fmt.Errorf("unknown field %q; supported fields: ExternalDNS, InstanceID, InstanceType, InternalDNS, ProviderID, Region, Spot, Zone", name)
-	}
-
-	return nil
-}
-
-func checkMetadata(name, value string) error {
-	f, known := fields[strings.ToLower(name)]
-	if !known {
-		return nil
-	}
-
-	return f.set(&runtime.PlatformMetadataSpec{}, value)
 }
 
 // reservedKeys are labels and annotations that rules cannot set, and prefixes of such keys that end in "/" or "-", with the reason.
@@ -243,10 +203,6 @@ var reservedKeys = map[string]string{
 }
 
 func checkKey(key string) error {
-	if errs := validation.IsQualifiedName(key); len(errs) > 0 {
-		return fmt.Errorf("invalid key %q: %s", key, strings.Join(errs, "; "))
-	}
-
 	for reserved, reason := range reservedKeys {
 		isPrefix := strings.TrimRight(reserved, "-/") != reserved
 
@@ -255,10 +211,18 @@ func checkKey(key string) error {
 		}
 	}
 
+	return checkQualifiedName(key)
+}
+
+func checkQualifiedName(key string) error {
+	if errs := validation.IsQualifiedName(key); len(errs) > 0 {
+		return fmt.Errorf("invalid key %q: %s", key, strings.Join(errs, "; "))
+	}
+
 	return nil
 }
 
-func checkLabel(_, value string) error {
+func checkLabelValue(value string) error {
 	if errs := validation.IsValidLabelValue(value); len(errs) > 0 {
 		return errors.New(strings.Join(errs, "; "))
 	}
@@ -277,32 +241,29 @@ func checkTaintKey(key string) error {
 		return fmt.Errorf("taint %q cannot be set: Kubernetes controllers set and remove it", key)
 	}
 
-	if errs := validation.IsQualifiedName(key); len(errs) > 0 {
-		return fmt.Errorf("invalid key %q: %s", key, strings.Join(errs, "; "))
-	}
-
-	return nil
+	return checkQualifiedName(key)
 }
 
-func checkTaint(key, value string) error {
-	_, err := parseTaint(key, value)
-
-	return err
-}
-
-// parseTaint parses "value:Effect" or "Effect".
-func parseTaint(key, text string) (corev1.Taint, error) {
+// setTaint adds a taint from "value:Effect" or "Effect", or replaces the one with the same key and effect.
+func setTaint(result *Result, r *rule, key, text string) error {
 	value, effect, found := strings.Cut(text, ":")
 	if !found {
 		value, effect = "", text
 	}
 
-	taint := corev1.Taint{Key: key, Value: value, Effect: corev1.TaintEffect(effect)}
+	taint := Taint{Taint: corev1.Taint{Key: key, Value: value, Effect: corev1.TaintEffect(effect)}, Rule: r.name, Enforce: r.enforce}
 
 	switch taint.Effect {
 	case corev1.TaintEffectNoSchedule, corev1.TaintEffectPreferNoSchedule, corev1.TaintEffectNoExecute:
-		return taint, checkLabel(key, value)
 	default:
-		return taint, fmt.Errorf(`%q is not "value:Effect" or "Effect", where Effect is NoSchedule, PreferNoSchedule or NoExecute`, text)
+		return fmt.Errorf(`%q is not "value:Effect" or "Effect", where Effect is NoSchedule, PreferNoSchedule or NoExecute`, text)
 	}
+
+	if err := checkLabelValue(value); err != nil {
+		return err
+	}
+
+	result.Taints = append(slices.DeleteFunc(result.Taints, func(other Taint) bool { return other.MatchTaint(&taint.Taint) }), taint)
+
+	return nil
 }

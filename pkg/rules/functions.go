@@ -3,20 +3,19 @@ package rules
 import (
 	"crypto/sha256"
 	"encoding/base64"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"maps"
-	"reflect"
 	"regexp"
 	"slices"
 	"strings"
 	"text/template"
 )
 
-// functions are the functions of templates, besides those of patterns and of text/template. They have the names, the order of arguments and the results
-// of the upstream Talos CCM or, where it has no such function, of Masterminds/sprig. Lists are lists of strings. No function returns a number: what a
-// machine reports must not determine how often a loop runs.
+// functions are the functions of templates, besides those of patterns and of text/template. They have the names, the
+// order of arguments and the results of the upstream Talos CCM or, where it has no such function, of Masterminds/sprig.
+// Lists are lists of strings. No function returns a number: what a machine reports must not determine how often a loop
+// runs.
 var functions = template.FuncMap{
 	"upper":      strings.ToUpper,
 	"lower":      strings.ToLower,
@@ -24,31 +23,68 @@ var functions = template.FuncMap{
 	"trimAll":    func(cutset, s string) string { return strings.Trim(s, cutset) },
 	"trimPrefix": func(prefix, s string) string { return strings.TrimPrefix(s, prefix) },
 	"trimSuffix": func(suffix, s string) string { return strings.TrimSuffix(s, suffix) },
-	"trunc":      trunc,
-	"replace":    replace,
 	"contains":   func(substr, s string) bool { return strings.Contains(s, substr) },
 	"hasPrefix":  func(prefix, s string) bool { return strings.HasPrefix(s, prefix) },
 	"hasSuffix":  func(suffix, s string) bool { return strings.HasSuffix(s, suffix) },
+	"replace":    replace,
+	// trunc returns the first n bytes, or the last -n bytes if n is negative.
+	"trunc": func(n int, s string) string {
+		if n < 0 {
+			return s[max(0, len(s)+n):]
+		}
 
-	"default":  byDefault,
-	"coalesce": coalesce,
-	"empty":    empty,
-	"ternary":  ternary,
-	"fail":     func(message string) (string, error) { return "", errors.New(message) },
+		return s[:min(n, len(s))]
+	},
 
-	"b64enc":    func(s string) (string, error) { return limit(base64.StdEncoding.EncodeToString([]byte(s))) },
-	"b64dec":    b64dec,
-	"sha256sum": sha256sum,
+	"default": func(fallback any, given ...any) any {
+		if len(given) == 0 || empty(given[0]) {
+			return fallback
+		}
+
+		return given[0]
+	},
+	// coalesce returns the first value that is not empty, or "".
+	"coalesce": func(values ...any) any {
+		for _, v := range values {
+			if !empty(v) {
+				return v
+			}
+		}
+
+		return ""
+	},
+	"empty": empty,
+	"ternary": func(yes, no any, condition bool) any {
+		if condition {
+			return yes
+		}
+
+		return no
+	},
+	"fail": func(message string) (string, error) { return "", errors.New(message) },
+
+	"b64enc": func(s string) (string, error) { return limit(base64.StdEncoding.EncodeToString([]byte(s))) },
+	"b64dec": func(s string) (string, error) {
+		data, err := base64.StdEncoding.DecodeString(s)
+
+		return string(data), err
+	},
+	"sha256sum": func(s string) string { return fmt.Sprintf("%x", sha256.Sum256([]byte(s))) },
 
 	"getValue":  getValue,
 	"splitList": func(separator, s string) []string { return strings.Split(s, separator) },
 	"join":      join,
-	"first":     first,
-	"last":      last,
+	// first and last return "" for an empty list.
+	"first": func(list []string) string { return strings.Join(list[:min(1, len(list))], "") },
+	"last":  func(list []string) string { return strings.Join(list[max(0, len(list)-1):], "") },
 
-	"get":    func(entries map[string]string, key string) string { return entries[key] },
-	"hasKey": hasKey,
-	"keys":   func(entries map[string]string) []string { return slices.Sorted(maps.Keys(entries)) },
+	"get": func(entries map[string]string, key string) string { return entries[key] },
+	"hasKey": func(entries map[string]string, key string) bool {
+		_, found := entries[key]
+
+		return found
+	},
+	"keys": func(entries map[string]string) []string { return slices.Sorted(maps.Keys(entries)) },
 }
 
 // printers replace functions of text/template whose results can be longer than maxText.
@@ -61,48 +97,14 @@ var printers = template.FuncMap{
 	"printf":   func(format string, args ...any) (string, error) { return limit(fmt.Sprintf(format, args...)) },
 }
 
-// library has the functions and those of patterns, to look up their names and parameters.
-var library = func() template.FuncMap {
-	all := patterns{}.functions()
-	maps.Copy(all, functions)
-
-	return all
-}()
-
 // Functions returns the names of the functions that templates can call besides those of text/template, sorted.
-func Functions() []string { return slices.Sorted(maps.Keys(library)) }
-
-// checkArity checks the number of arguments of a function in library, with the error that text/template returns when it executes the call.
-func checkArity(name string, given int) error {
-	f, known := library[name]
-	if !known {
-		return nil
-	}
-
-	switch t := reflect.TypeOf(f); {
-	case t.IsVariadic() && given < t.NumIn()-1:
-		return fmt.Errorf("wrong number of args for %s: want at least %d got %d", name, t.NumIn()-1, given)
-	case !t.IsVariadic() && given != t.NumIn():
-		return fmt.Errorf("wrong number of args for %s: want %d got %d", name, t.NumIn(), given)
-	default:
-		return nil
-	}
-}
+func Functions() []string { return slices.Sorted(maps.Keys(patterns{}.functions())) }
 
 // limit fails if a function's result is longer than maxText.
 func limit(s string) (string, error) { return s, checkLength(len(s)) }
 
 func limited(f func(...any) string) func(...any) (string, error) {
 	return func(args ...any) (string, error) { return limit(f(args...)) }
-}
-
-// trunc returns the first n bytes, or the last -n bytes if n is negative.
-func trunc(n int, s string) string {
-	if n < 0 {
-		return s[max(0, len(s)+n):]
-	}
-
-	return s[:min(n, len(s))]
 }
 
 // replace checks the length of its result first: it can be the product of the lengths of its arguments.
@@ -114,25 +116,6 @@ func replace(old, replacement, s string) (string, error) {
 	return strings.ReplaceAll(s, old, replacement), nil
 }
 
-func byDefault(fallback any, given ...any) any {
-	if len(given) == 0 || empty(given[0]) {
-		return fallback
-	}
-
-	return given[0]
-}
-
-// coalesce returns the first value that is not empty, or "".
-func coalesce(values ...any) any {
-	for _, v := range values {
-		if !empty(v) {
-			return v
-		}
-	}
-
-	return ""
-}
-
 // empty reports whether the value is false, 0, nil, or an empty string, list or map.
 func empty(v any) bool {
 	truth, _ := template.IsTrue(v)
@@ -140,27 +123,8 @@ func empty(v any) bool {
 	return !truth
 }
 
-func ternary(yes, no any, condition bool) any { //nolint:revive // the condition is what the function is for
-	if condition {
-		return yes
-	}
-
-	return no
-}
-
-func b64dec(s string) (string, error) {
-	data, err := base64.StdEncoding.DecodeString(s)
-
-	return string(data), err
-}
-
-func sha256sum(s string) string {
-	sum := sha256.Sum256([]byte(s))
-
-	return hex.EncodeToString(sum[:])
-}
-
-// getValue returns the value of a key in a text such as "ds=nocloud;i=1234", or "" without such a key. A value ends at the next semicolon.
+// getValue returns the value of a key in a text such as "ds=nocloud;i=1234", or "" without such a key. A value ends at
+// the next semicolon.
 func getValue(text, key string) string {
 	for entry := range strings.SplitSeq(text, ";") {
 		if name, value, found := strings.Cut(entry, "="); found && name == key {
@@ -185,38 +149,22 @@ func join(separator string, list []string) (string, error) {
 	return strings.Join(list, separator), nil
 }
 
-func first(list []string) string {
-	if len(list) == 0 {
-		return ""
-	}
-
-	return list[0]
-}
-
-func last(list []string) string {
-	if len(list) == 0 {
-		return ""
-	}
-
-	return list[len(list)-1]
-}
-
-func hasKey(entries map[string]string, key string) bool {
-	_, found := entries[key]
-
-	return found
-}
-
 // patterns are the regular expressions that a template has as literals. Its functions compile others at each call.
 type patterns map[string]*regexp.Regexp
 
+// functions returns the functions of templates.
 func (p patterns) functions() template.FuncMap {
-	return template.FuncMap{
-		"regexMatch":      p.match,
-		"regexFind":       func(pattern, s string) (string, error) { return p.findString(pattern, s, 0) },
-		"regexFindString": p.findString,
-		"regexReplaceAll": p.replaceAll,
+	all := maps.Clone(functions)
+	all["regexFind"] = func(pattern, s string) (string, error) { return p.findString(pattern, s, 0) }
+	all["regexFindString"] = p.findString
+	all["regexReplaceAll"] = p.replaceAll
+	all["regexMatch"] = func(pattern, s string) (bool, error) {
+		compiled, err := p.compile(pattern)
+
+		return err == nil && compiled.MatchString(s), err
 	}
+
+	return all
 }
 
 func (p patterns) compile(source string) (*regexp.Regexp, error) {
@@ -227,20 +175,14 @@ func (p patterns) compile(source string) (*regexp.Regexp, error) {
 	return regexp.Compile(source)
 }
 
-func (p patterns) match(pattern, s string) (bool, error) {
-	compiled, err := p.compile(pattern)
-
-	return err == nil && compiled.MatchString(s), err
-}
-
 // findString returns a submatch of the first match; 0 is the match itself. It returns "" if there is none.
 func (p patterns) findString(pattern, s string, index int) (string, error) {
 	compiled, err := p.compile(pattern)
-	if err != nil {
-		return "", err
-	}
 
-	if index < 0 {
+	switch {
+	case err != nil:
+		return "", err
+	case index < 0:
 		return "", fmt.Errorf("no submatch %d", index)
 	}
 

@@ -39,7 +39,7 @@ func FuzzTemplate(f *testing.F) {
 		compiled, errs := rules.Compile([]rules.Rule{{
 			Labels: map[string]string{"l": template}, Annotations: map[string]string{"a": template}, Taints: map[string]string{"t": template},
 			PlatformMetadata: map[string]string{"ProviderID": template, "Spot": template},
-		}})
+		}}, nil)
 		if len(errs) > 0 {
 			return
 		}
@@ -114,7 +114,7 @@ func FuzzSelector(f *testing.F) {
 			NodeLabels: map[string]string{"a": value},
 		}
 
-		s, errs := rules.CompileNodeSelector(one(key, rules.Operator(operator), values...))
+		s, errs := rules.CompileNodeSelector(one(key, rules.Operator(operator), values...), nil)
 		if len(errs) > 0 {
 			if s != nil {
 				t.Error("CompileNodeSelector returned a Selector with errors")
@@ -126,7 +126,7 @@ func FuzzSelector(f *testing.F) {
 		matches := s.Matches(facts)
 
 		if opposite, has := opposites[operator]; has {
-			o, _ := rules.CompileNodeSelector(one(key, opposite, values...))
+			o, _ := rules.CompileNodeSelector(one(key, opposite, values...), nil)
 			if o == nil || o.Matches(facts) == matches {
 				t.Errorf("%s and %s agree", operator, opposite)
 			}

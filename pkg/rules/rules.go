@@ -21,8 +21,6 @@
 package rules
 
 import (
-	"fmt"
-
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	corev1 "k8s.io/api/core/v1"
 
@@ -89,22 +87,6 @@ const (
 	Lt           Operator = "Lt"
 	Regexp       Operator = "Regexp"
 )
-
-// CompileError is a mistake in a rule or a selector.
-type CompileError struct {
-	// Path leads to the mistake: the index of the rule, then keys and indices as in the configuration file, for example
-	// 2, "nodeSelector", 0, "matchExpressions", 1, "values". For a selector it starts with the index of the term.
-	Path []any
-	// Rule is the name of the rule; empty for a selector.
-	Rule string
-	Err  error
-}
-
-// Error implements error.
-func (e CompileError) Error() string { return fmt.Sprintf("rule %q: %v", e.Rule, e.Err) }
-
-// Unwrap returns Err.
-func (e CompileError) Unwrap() error { return e.Err }
 
 // Facts are the inputs of selectors and templates.
 type Facts struct {

@@ -1,7 +1,6 @@
 package rules
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -10,6 +9,8 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+
+	"k8s.io/apimachinery/pkg/util/validation/field"
 )
 
 // Selector is a compiled list of terms. The nil Selector selects every machine. A Selector is safe for concurrent use.
@@ -30,14 +31,25 @@ type fact func(*variables) (value string, present bool)
 // predicate reports whether a fact satisfies an expression.
 type predicate func(value string, present bool) bool
 
-// CompileSelector compiles terms over the facts that the machine reports. Without terms it returns the nil Selector.
-func CompileSelector(terms []SelectorTerm) (*Selector, []CompileError) {
-	return compileSelector(terms, findFact)
+// CompileSelector compiles terms over the facts that the machine reports, or returns all mistakes in them. The path is
+// that of the terms. Without terms it returns the nil Selector.
+func CompileSelector(terms []SelectorTerm, path *field.Path) (*Selector, field.ErrorList) {
+	return compileSelector(terms, path, findFact)
 }
 
 // CompileNodeSelector compiles terms that may also select the labels of the Node, as "labels.<key>".
-func CompileNodeSelector(terms []SelectorTerm) (*Selector, []CompileError) {
-	return compileSelector(terms, findNodeFact)
+func CompileNodeSelector(terms []SelectorTerm, path *field.Path) (*Selector, field.ErrorList) {
+	return compileSelector(terms, path, func(key string) (fact, error) {
+		if !isLabelKey(key) {
+			return findFact(key)
+		}
+
+		return func(v *variables) (value string, present bool) {
+			value, present = v.nodeLabels[key[len(labelKey):]]
+
+			return value, present
+		}, nil
+	})
 }
 
 // ReadsLabels reports whether the result of Matches depends on the labels of the Node.
@@ -45,49 +57,43 @@ func (s *Selector) ReadsLabels() bool { return s != nil && s.readsLabels }
 
 // Matches reports whether any of the terms matches.
 func (s *Selector) Matches(facts Facts) bool {
-	return s.matches(newVariables(&facts, &facts.Machine.Platform))
+	return s.matches(newVariables(&facts, facts.Machine.Platform))
 }
 
 func (s *Selector) matches(v *variables) bool {
-	if s == nil {
-		return true
-	}
-
-	return slices.ContainsFunc(s.terms, func(term []requirement) bool {
+	return s == nil || slices.ContainsFunc(s.terms, func(term []requirement) bool {
 		return len(term) > 0 && !slices.ContainsFunc(term, func(r requirement) bool {
 			return !r.matches(r.fact(v))
 		})
 	})
 }
 
-func compileSelector(terms []SelectorTerm, find func(key string) (fact, error)) (*Selector, []CompileError) {
+func compileSelector(terms []SelectorTerm, path *field.Path, find func(key string) (fact, error)) (*Selector, field.ErrorList) {
 	if len(terms) == 0 {
 		return nil, nil
 	}
 
 	var (
 		selector = &Selector{terms: make([][]requirement, len(terms))}
-		errs     []CompileError
+		errs     field.ErrorList
 	)
 
 	for i, term := range terms {
 		for j, e := range term.MatchExpressions {
-			fail := func(key string, err error) {
-				errs = append(errs, CompileError{Path: []any{i, "matchExpressions", j, key}, Err: err})
-			}
+			at := path.Index(i).Child("matchExpressions").Index(j)
 
 			read, err := find(e.Key)
 			if err != nil {
-				fail("key", err)
+				errs = append(errs, invalid(at.Child("key"), err))
 			}
 
 			matches, err := compilePredicate(e.Operator, e.Values)
 
 			switch {
 			case !slices.Contains(operators, e.Operator):
-				fail("operator", fmt.Errorf("unknown operator %q; supported operators: %v", e.Operator, operators))
+				errs = append(errs, invalid(at.Child("operator"), fmt.Errorf("unknown operator %q; supported operators: %v", e.Operator, operators)))
 			case err != nil:
-				fail("values", fmt.Errorf("operator %s: %w", e.Operator, err))
+				errs = append(errs, invalid(at.Child("values"), fmt.Errorf("operator %s: %w", e.Operator, err)))
 			}
 
 			selector.terms[i] = append(selector.terms[i], requirement{read, matches})
@@ -115,18 +121,14 @@ var facts = func() map[string]fact {
 	byName := map[string]fact{}
 
 	for name, f := range variableFields {
-		switch f.Type.Kind() {
-		case reflect.String:
-			byName[strings.ToLower(name)] = func(v *variables) (string, bool) {
-				value := reflect.ValueOf(v).Elem().FieldByIndex(f.Index).String()
+		if f.Type.Kind() == reflect.Map {
+			continue // selected by entry
+		}
 
-				return value, value != ""
-			}
-		case reflect.Bool:
-			byName[strings.ToLower(name)] = func(v *variables) (string, bool) {
-				return strconv.FormatBool(reflect.ValueOf(v).Elem().FieldByIndex(f.Index).Bool()), true
-			}
-		default: // maps are selected by entry
+		byName[strings.ToLower(name)] = func(v *variables) (string, bool) {
+			value := fmt.Sprint(reflect.ValueOf(v).Elem().FieldByIndex(f.Index))
+
+			return value, value != ""
 		}
 	}
 
@@ -142,29 +144,18 @@ func Keys() []string {
 
 func findFact(key string) (fact, error) {
 	lower := strings.ToLower(key)
+	_, name, _ := strings.Cut(key, ".")
 
 	switch {
 	case facts[lower] != nil:
 		return facts[lower], nil
-	case strings.HasPrefix(lower, tagKey) && len(key) > len(tagKey):
-		return func(v *variables) (string, bool) { return getFold(v.Tags, key[len(tagKey):]) }, nil
-	case strings.HasPrefix(lower, extensionKey) && len(key) > len(extensionKey):
-		return func(v *variables) (string, bool) { return getFold(v.Extensions, key[len(extensionKey):]) }, nil
+	case strings.HasPrefix(lower, tagKey) && name != "":
+		return func(v *variables) (string, bool) { return getFold(v.Tags, name) }, nil
+	case strings.HasPrefix(lower, extensionKey) && name != "":
+		return func(v *variables) (string, bool) { return getFold(v.Extensions, name) }, nil
 	default:
 		return nil, fmt.Errorf("unknown key %q; supported keys: %s (with a name after the dot)", key, strings.Join(Keys(), ", "))
 	}
-}
-
-func findNodeFact(key string) (fact, error) {
-	if !isLabelKey(key) {
-		return findFact(key)
-	}
-
-	return func(v *variables) (value string, present bool) {
-		value, present = v.nodeLabels[key[len(labelKey):]]
-
-		return value, present
-	}, nil
 }
 
 func isLabelKey(key string) bool {
@@ -221,19 +212,14 @@ func compilePredicate(operator Operator, values []string) (predicate, error) {
 		}, err
 	}
 
-	return compareIntegers(values[0], map[Operator]int{Gt: 1, Lt: -1}[operator])
-}
-
-// compareIntegers matches integers for which cmp.Compare with the limit returns the wanted result.
-func compareIntegers(limit string, wanted int) (predicate, error) {
-	parsed, err := strconv.ParseInt(limit, 10, 64)
+	limit, err := strconv.ParseInt(values[0], 10, 64)
 	if err != nil {
-		return nil, fmt.Errorf("%q is not an integer", limit)
+		return nil, fmt.Errorf("%q is not an integer", values[0])
 	}
 
 	return func(value string, _ bool) bool {
 		n, err := strconv.ParseInt(value, 10, 64)
 
-		return err == nil && cmp.Compare(n, parsed) == wanted
+		return err == nil && (operator == Gt && n > limit || operator == Lt && n < limit)
 	}, nil
 }

@@ -2,7 +2,6 @@ package rules_test
 
 import (
 	"reflect"
-	"slices"
 	"strings"
 	"testing"
 
@@ -46,7 +45,7 @@ func one(key string, operator rules.Operator, values ...string) []rules.Selector
 func selector(t *testing.T, terms []rules.SelectorTerm) *rules.Selector {
 	t.Helper()
 
-	s, errs := rules.CompileNodeSelector(terms)
+	s, errs := rules.CompileNodeSelector(terms, nil)
 	if len(errs) > 0 {
 		t.Fatal(errs)
 	}
@@ -223,7 +222,7 @@ func TestSelector_NodeLabels(t *testing.T) {
 		t.Error("a label matches in another case")
 	}
 
-	if _, errs := rules.CompileSelector(one("labels.example.org/Disk", rules.Exists)); len(errs) != 1 {
+	if _, errs := rules.CompileSelector(one("labels.example.org/Disk", rules.Exists), nil); len(errs) != 1 {
 		t.Errorf("got %d errors from CompileSelector, want 1: %v", len(errs), errs)
 	}
 
@@ -258,17 +257,17 @@ func TestCompileSelector_Errors(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			good := rules.Expression{Key: "zone", Operator: rules.Exists}
 
-			_, errs := rules.CompileSelector([]rules.SelectorTerm{{}, {MatchExpressions: []rules.Expression{good, test.expression}}})
+			_, errs := rules.CompileSelector([]rules.SelectorTerm{{}, {MatchExpressions: []rules.Expression{good, test.expression}}}, nil)
 			if len(errs) != 1 {
 				t.Fatalf("got %d errors, want 1: %v", len(errs), errs)
 			}
 
-			if want := []any{1, "matchExpressions", 1, test.path}; !slices.Equal(errs[0].Path, want) {
-				t.Errorf("got path %v, want %v", errs[0].Path, want)
+			if want := "[1].matchExpressions[1]." + test.path; errs[0].Field != want {
+				t.Errorf("got path %s, want %s", errs[0].Field, want)
 			}
 
-			if !strings.Contains(errs[0].Err.Error(), test.want) {
-				t.Errorf("error %q does not contain %q", errs[0].Err, test.want)
+			if !strings.Contains(errs[0].Detail, test.want) {
+				t.Errorf("error %q does not contain %q", errs[0].Detail, test.want)
 			}
 		})
 	}

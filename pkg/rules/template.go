@@ -1,16 +1,19 @@
 package rules
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"maps"
 	"reflect"
+	"regexp"
 	"slices"
 	"strings"
 	"text/template"
 	"text/template/parse"
 	"unicode/utf8"
 
+	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 )
 
@@ -23,15 +26,11 @@ const (
 
 var errNotUTF8 = errors.New("the text is not valid UTF-8")
 
-// variables are the data of templates and selectors. The fields of platform metadata and SMBIOS have the names of the Talos resources, as in the
-// upstream Talos CCM.
+// variables are the data of templates and selectors. The fields of platform metadata and SMBIOS have the names of the
+// Talos resources, as in the upstream Talos CCM.
 type variables struct {
-	Platform, Hostname, Region, Zone, InstanceType, InstanceID, ProviderID string
-	Spot                                                                   bool
-	InternalDNS, ExternalDNS                                               string
-	Tags                                                                   map[string]string
-
-	Manufacturer, ProductName, Version, SerialNumber, UUID, WakeUpType, SKUNumber string
+	runtime.PlatformMetadataSpec
+	hardware.SystemInformationSpec
 
 	Nodename, ClusterName, MachineType, TalosVersion, Schematic, Architecture string
 	Extensions                                                                map[string]string
@@ -40,23 +39,17 @@ type variables struct {
 	nodeLabels map[string]string
 }
 
-func newVariables(facts *Facts, platform *runtime.PlatformMetadataSpec) *variables {
+func newVariables(facts *Facts, platform runtime.PlatformMetadataSpec) *variables {
 	m := &facts.Machine
 	v := &variables{
-		Platform: platform.Platform, Hostname: platform.Hostname, Region: platform.Region, Zone: platform.Zone,
-		InstanceType: platform.InstanceType, InstanceID: platform.InstanceID, ProviderID: platform.ProviderID, Spot: platform.Spot,
-		InternalDNS: platform.InternalDNS, ExternalDNS: platform.ExternalDNS, Tags: platform.Tags,
-		Manufacturer: m.System.Manufacturer, ProductName: m.System.ProductName, Version: m.System.Version, SerialNumber: m.System.SerialNumber,
-		UUID: m.System.UUID, WakeUpType: m.System.WakeUpType, SKUNumber: m.System.SKUNumber,
+		PlatformMetadataSpec: platform, SystemInformationSpec: m.System,
 		Nodename: m.Nodename, ClusterName: m.ClusterName, TalosVersion: m.TalosVersion, Architecture: facts.Architecture,
 		// Image Factory adds an extension with this name to every image. Its version is the ID of the schematic.
 		Schematic: m.Extensions["schematic"], Extensions: m.Extensions,
 		nodeLabels: facts.NodeLabels,
 	}
 
-	if v.Hostname == "" {
-		v.Hostname = m.Hostname
-	}
+	v.Hostname = cmp.Or(v.Hostname, m.Hostname)
 
 	switch {
 	case m.Type.IsControlPlane(): // also the deprecated type init
@@ -68,12 +61,12 @@ func newVariables(facts *Facts, platform *runtime.PlatformMetadataSpec) *variabl
 	return v
 }
 
-// variableFields are the exported fields of variables, by name.
+// variableFields are the fields of variables that templates can read, by name.
 var variableFields = func() map[string]reflect.StructField {
 	fields := map[string]reflect.StructField{}
 
-	for f := range reflect.TypeFor[variables]().Fields() {
-		if f.IsExported() {
+	for _, f := range reflect.VisibleFields(reflect.TypeFor[variables]()) {
+		if f.IsExported() && !f.Anonymous {
 			fields[f.Name] = f
 		}
 	}
@@ -99,10 +92,11 @@ func compileText(source string) (text, error) {
 		return text{}, err
 	}
 
-	c := checker{patterns: patterns{}}
+	literals := patterns{}
+	c := checker{patterns: literals, functions: literals.functions()}
 
 	// With this name, a parse error starts with "template: line:3: ", which needs only the prefix cut.
-	t, err := template.New("line").Option("missingkey=zero").Funcs(functions).Funcs(printers).Funcs(c.patterns.functions()).Parse(source)
+	t, err := template.New("line").Option("missingkey=zero").Funcs(printers).Funcs(c.functions).Parse(source)
 	if err != nil {
 		return text{}, errors.New(strings.TrimPrefix(err.Error(), "template: "))
 	}
@@ -111,20 +105,29 @@ func compileText(source string) (text, error) {
 		return text{}, errors.New("a template cannot define other templates")
 	}
 
+	c.list(t.Root)
+
+	if c.loops && c.largest > maxRange {
+		c.fail("a template with range cannot contain numbers over %d", maxRange)
+	}
+
 	compiled := text{template: t}
 
 	if !slices.ContainsFunc(t.Root.Nodes, func(n parse.Node) bool { return n.Type() != parse.NodeText }) {
-		compiled.constant, err = compiled.render(&variables{})
-		compiled.template = nil
+		constant, err := compiled.render(nil)
 
-		return compiled, err
+		return text{constant: constant}, err
 	}
 
-	return compiled, c.check(t.Root)
+	return compiled, errors.Join(c.errs...)
 }
 
 // render executes the template. It returns no text with an error.
 func (t text) render(v *variables) (rendered string, err error) {
+	if t.template == nil {
+		return t.constant, nil
+	}
+
 	defer func() {
 		if r := recover(); r != nil {
 			rendered, err = "", fmt.Errorf("panic: %v", r)
@@ -142,26 +145,20 @@ func (t text) render(v *variables) (rendered string, err error) {
 		return "", err
 	}
 
-	if !utf8.Valid(out.text) {
+	if !utf8.Valid(out) {
 		return "", errNotUTF8
 	}
 
-	return string(out.text), nil
+	return string(out), nil
 }
 
 // limitedWriter fails, and thereby aborts the execution of a template, after maxText bytes.
-type limitedWriter struct {
-	text []byte
-}
+type limitedWriter []byte
 
 func (w *limitedWriter) Write(p []byte) (int, error) {
-	if err := checkLength(len(w.text) + len(p)); err != nil {
-		return 0, err
-	}
+	*w = append(*w, p...)
 
-	w.text = append(w.text, p...)
-
-	return len(p), nil
+	return len(p), checkLength(len(*w))
 }
 
 func checkLength(length int) error {
@@ -174,23 +171,14 @@ func checkLength(length int) error {
 
 // checker finds mistakes that text/template detects only while it executes a template, or not at all, and compiles the regular expressions.
 type checker struct {
-	patterns patterns
+	patterns  patterns
+	functions template.FuncMap
 	// rebound is true where "." is not the variables: inside with and range.
 	rebound bool
 	// loops is true if the template has a loop, largest is the largest number in it.
 	loops   bool
 	largest int64
 	errs    []error
-}
-
-func (c *checker) check(root *parse.ListNode) error {
-	c.list(root)
-
-	if c.loops && c.largest > maxRange {
-		c.fail("a template with range cannot contain numbers over %d", maxRange)
-	}
-
-	return errors.Join(c.errs...)
 }
 
 func (c *checker) fail(format string, args ...any) {
@@ -255,8 +243,16 @@ func (c *checker) pipe(pipe *parse.PipeNode) {
 
 // call checks the call of a function with arguments, and with piped more from the previous command.
 func (c *checker) call(name string, args []parse.Node, piped int) {
-	if err := checkArity(name, len(args)+piped); err != nil {
-		c.errs = append(c.errs, err)
+	given := len(args) + piped
+
+	// The errors are those that text/template returns when it executes the call.
+	if f, known := c.functions[name]; known {
+		switch t := reflect.TypeOf(f); {
+		case t.IsVariadic() && given < t.NumIn()-1:
+			c.fail("wrong number of args for %s: want at least %d got %d", name, t.NumIn()-1, given)
+		case !t.IsVariadic() && given != t.NumIn():
+			c.fail("wrong number of args for %s: want %d got %d", name, t.NumIn(), given)
+		}
 	}
 
 	var literal *parse.StringNode
@@ -266,7 +262,7 @@ func (c *checker) call(name string, args []parse.Node, piped int) {
 
 	switch {
 	case strings.HasPrefix(name, "regex") && literal != nil:
-		compiled, err := c.patterns.compile(literal.Text)
+		compiled, err := regexp.Compile(literal.Text)
 		if err != nil {
 			c.errs = append(c.errs, err)
 		}

@@ -29,7 +29,7 @@ func newGauge() metrics.GaugeMetric {
 func TestController_CountsPendingNodes(t *testing.T) {
 	selector, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{
 		{Key: "nodename", Operator: rules.NotIn, Values: []string{"unmanaged", "unmanaged-unknown"}},
-	}}})
+	}}}, nil)
 	if len(errs) > 0 {
 		t.Fatal(errs)
 	}

@@ -13,6 +13,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/validation/field"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 
@@ -36,7 +37,7 @@ func (o *atomicOptions) get() nodespec.Options {
 	return o.options
 }
 
-func (o *atomicOptions) set(test string, list []rules.Rule) []rules.CompileError {
+func (o *atomicOptions) set(test string, list []rules.Rule) field.ErrorList {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 
@@ -51,7 +52,7 @@ func (o *atomicOptions) set(test string, list []rules.Rule) []rules.CompileError
 		all = append(all, o.rules[name]...)
 	}
 
-	compiled, errs := rules.Compile(all)
+	compiled, errs := rules.Compile(all, nil)
 	if len(errs) == 0 {
 		o.options.Rules = compiled
 	}
@@ -64,7 +65,7 @@ func (o *atomicOptions) exclude(nodename string) error {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 
-	selector, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "nodename", Operator: rules.NotIn, Values: []string{nodename}}}}})
+	selector, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "nodename", Operator: rules.NotIn, Values: []string{nodename}}}}}, nil)
 	for _, err := range errs {
 		return err
 	}

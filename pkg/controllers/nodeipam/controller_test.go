@@ -284,7 +284,7 @@ func TestController_KeepsClearOfAllExistingBlocks(t *testing.T) {
 func zone(name string) *rules.Selector {
 	selector, mistakes := rules.CompileNodeSelector([]rules.SelectorTerm{{
 		MatchExpressions: []rules.Expression{{Key: "zone", Operator: rules.In, Values: []string{name}}},
-	}})
+	}}, nil)
 	if len(mistakes) > 0 {
 		panic(mistakes)
 	}

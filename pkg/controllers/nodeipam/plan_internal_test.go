@@ -34,7 +34,7 @@ func region(name string) *rules.Selector { return where("region", name) }
 func where(key, value string) *rules.Selector {
 	selector, mistakes := rules.CompileNodeSelector([]rules.SelectorTerm{{
 		MatchExpressions: []rules.Expression{{Key: key, Operator: rules.In, Values: []string{value}}},
-	}})
+	}}, nil)
 	if len(mistakes) > 0 {
 		panic(mistakes)
 	}
