@@ -12,6 +12,8 @@ import (
 	"fmt"
 	"time"
 
+	"go.yaml.in/yaml/v4"
+
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
@@ -28,7 +30,7 @@ var Schema []byte
 func Parse(name string, data []byte) (*Compiled, error) {
 	var file Config
 
-	d := newDecoder()
+	d := &decoder{root: &yaml.Node{}, active: map[*yaml.Node]bool{}, mappings: map[*yaml.Node][]entry{}}
 	d.load(data, &file)
 
 	var compiled *Compiled

@@ -5,7 +5,6 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"io"
 	"reflect"
 	"slices"
 	"strconv"
@@ -57,41 +56,26 @@ type parent struct {
 // entry is a key of a mapping with its value. The key of a list item is the item.
 type entry struct{ key, value *yaml.Node }
 
-func newDecoder() *decoder {
-	return &decoder{root: &yaml.Node{}, active: map[*yaml.Node]bool{}, mappings: map[*yaml.Node][]entry{}}
-}
-
 // load parses the document and decodes it.
 func (d *decoder) load(data []byte, into *Config) {
 	if len(data) > MaxSize {
-		d.stop(yaml.Mark{}, "file has %d bytes; the maximum is %d", len(data), MaxSize)
+		d.stop(d.root, nil, "file has %d bytes; the maximum is %d", len(data), MaxSize)
 
 		return
 	}
 
-	var document, next yaml.Node
+	var documents []yaml.Node
 
-	loader, err := yaml.NewLoader(bytes.NewReader(data))
-	if err == nil {
-		err = loader.Load(&document)
-	}
-
-	if errors.Is(err, io.EOF) {
-		return
-	}
-
-	if err == nil {
-		err = loader.Load(&next)
-	}
+	err := yaml.Load(data, &documents, yaml.WithAllDocuments())
 
 	switch {
-	case err == nil:
-		d.stop(yaml.Mark{Line: next.Line, Column: next.Column}, "file contains more than one YAML document")
-	case errors.Is(err, io.EOF):
-		d.root = document.Content[0]
-		d.decode(d.root, reflect.ValueOf(into).Elem(), nil)
-	default:
+	case err != nil:
 		d.stopAtSyntaxError(data, err)
+	case len(documents) > 1:
+		d.stop(&documents[1], nil, "file contains more than one YAML document")
+	case len(documents) == 1:
+		d.root = documents[0].Content[0]
+		d.decode(d.root, reflect.ValueOf(into).Elem(), nil)
 	}
 }
 
@@ -123,7 +107,7 @@ func (d *decoder) stopAtSyntaxError(data []byte, err error) {
 		msg += "; " + unquotedTemplate
 	}
 
-	d.stop(at, "invalid YAML: %s", msg)
+	d.stop(&yaml.Node{Line: at.Line, Column: at.Column}, nil, "invalid YAML: %s", msg)
 }
 
 // visit calls f with the node, or with the node that it is an alias of, unless the document becomes too large or the
@@ -135,8 +119,7 @@ func (d *decoder) visit(n *yaml.Node, path *field.Path, f func(n *yaml.Node)) {
 	switch {
 	case d.stopped:
 	case d.expanded > maxExpanded:
-		d.report(at, path, "document is too large with its aliases expanded")
-		d.stopped = true
+		d.stop(at, path, "document is too large with its aliases expanded")
 	case d.active[n]:
 		d.report(at, path, "alias %s refers to a value that contains it", quote(at.Value))
 	case n.Anchor == "":
@@ -165,10 +148,25 @@ func (d *decoder) decode(n *yaml.Node, into reflect.Value, path *field.Path) {
 		switch kind := into.Kind(); {
 		case kind == reflect.Struct && isMapping:
 			d.setStruct(n, into, path)
-		case kind == reflect.Map && isMapping:
-			d.setMap(n, into, path)
+		case kind == reflect.Map && isMapping: // from strings to strings
+			into.Set(reflect.MakeMap(into.Type()))
+
+			for _, e := range d.entries(n, path, path.Key) {
+				var value string // empty for a key without a value, as in the upstream Talos CCM
+
+				d.decode(e.value, reflect.ValueOf(&value).Elem(), path.Key(e.key.Value))
+				into.SetMapIndex(reflect.ValueOf(e.key.Value), reflect.ValueOf(value))
+			}
 		case kind == reflect.Slice && n.Kind == yaml.SequenceNode && n.ShortTag() == tagSeq:
-			d.setSlice(n, into, path)
+			into.Set(reflect.MakeSlice(into.Type(), len(n.Content), len(n.Content)))
+
+			for i, item := range n.Content {
+				if isNull(item) {
+					d.reportInvalid(field.Required(path.Index(i), "list item is empty"))
+				}
+
+				d.decode(item, into.Index(i), path.Index(i))
+			}
 		default:
 			d.setScalar(n, into, path)
 		}
@@ -314,31 +312,6 @@ func (d *decoder) reportUnknown(key *yaml.Node, path *field.Path, t reflect.Type
 	d.report(key, path, "unknown key%s", hint)
 }
 
-// setMap reads a mapping whose keys users choose. A key without a value is an empty string, as in the upstream Talos
-// CCM.
-func (d *decoder) setMap(n *yaml.Node, into reflect.Value, path *field.Path) {
-	into.Set(reflect.MakeMap(into.Type()))
-
-	for _, e := range d.entries(n, path, path.Key) {
-		value := reflect.New(into.Type().Elem()).Elem()
-		d.decode(e.value, value, path.Key(e.key.Value))
-		into.SetMapIndex(reflect.ValueOf(e.key.Value), value)
-	}
-}
-
-func (d *decoder) setSlice(n *yaml.Node, into reflect.Value, path *field.Path) {
-	into.Set(reflect.MakeSlice(into.Type(), len(n.Content), len(n.Content)))
-
-	for i, item := range n.Content {
-		at := path.Index(i)
-		if isNull(item) {
-			d.reportInvalid(field.Required(at, "list item is empty"))
-		}
-
-		d.decode(item, into.Index(i), at)
-	}
-}
-
 // entries returns the entries of a mapping, followed by those that merge keys (<<) add, and reports duplicate keys.
 func (d *decoder) entries(n *yaml.Node, path *field.Path, child func(key string) *field.Path) []entry {
 	if list, found := d.mappings[n]; found {
@@ -425,8 +398,8 @@ func (d *decoder) reportInvalid(err *field.Error) {
 }
 
 // stop reports a problem that leaves the rest of the document unread.
-func (d *decoder) stop(at yaml.Mark, format string, args ...any) {
-	d.add(Problem{Line: at.Line, Column: at.Column, Msg: fmt.Sprintf(format, args...)})
+func (d *decoder) stop(n *yaml.Node, path *field.Path, format string, args ...any) {
+	d.report(n, path, format, args...)
 	d.stopped = true
 }
 

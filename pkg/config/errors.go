@@ -32,17 +32,15 @@ type Error struct {
 //
 //	config.yaml:14:7: transformations[2].labels[foo bar] (rule "web"): ...
 func (e *Error) Error() string {
-	lines := make([]string, 0, len(e.Problems))
+	var lines []string
 
 	for _, p := range e.Problems {
 		place := e.Name
 
-		if p.Line > 0 {
-			place = fmt.Sprintf("%s:%d", place, p.Line)
-		}
-
-		if p.Column > 0 {
-			place = fmt.Sprintf("%s:%d", place, p.Column)
+		for _, n := range []int{p.Line, p.Column} {
+			if n > 0 {
+				place = fmt.Sprintf("%s:%d", place, n)
+			}
 		}
 
 		lines = append(lines, place+": "+p.String())
@@ -53,35 +51,26 @@ func (e *Error) Error() string {
 
 // String returns the path and the message.
 func (p Problem) String() string {
+	kind := "entry"
+	if strings.HasPrefix(p.Path, "transformations") {
+		kind = "rule"
+	} else if strings.HasPrefix(p.Path, "ipam.pools") {
+		kind = "pool"
+	}
+
 	switch {
 	case p.Path == "":
 		return p.Msg
 	case p.Rule == "":
 		return p.Path + ": " + p.Msg
 	default:
-		return fmt.Sprintf("%s (%s %q): %s", p.Path, kindOf(p.Path), p.Rule, p.Msg)
-	}
-}
-
-// kindOf returns what an entry of the list in the path is called.
-func kindOf(path string) string {
-	switch {
-	case strings.HasPrefix(path, "transformations"):
-		return "rule"
-	case strings.HasPrefix(path, "ipam.pools"):
-		return "pool"
-	default:
-		return "entry"
+		return fmt.Sprintf("%s (%s %q): %s", p.Path, kind, p.Rule, p.Msg)
 	}
 }
 
 // covers reports whether the problem is about the value at path, one of its parents or one of its children.
 func (p Problem) covers(path string) bool {
-	short, long := p.Path, path
-	if len(short) > len(long) {
-		short, long = long, short
-	}
-
+	short, long := min(p.Path, path), max(p.Path, path)
 	rest, found := strings.CutPrefix(long, short)
 
 	return found && (rest == "" || rest[0] == '.' || rest[0] == '[')
@@ -104,43 +93,30 @@ func shorten(s string, limit int) string {
 
 // closest returns the word that is most similar to the given one, ignoring case; empty if none is similar.
 func closest(word string, words []string) string {
-	const longest = 40
-	if len(word) > longest {
-		return ""
-	}
+	word = strings.ToLower(word)
 
-	best, distance := "", len(word)/3+1
-
-	for _, candidate := range words {
-		if d := editDistance(strings.ToLower(word), strings.ToLower(candidate)); d <= distance && (best == "" || d < distance) {
-			best, distance = candidate, d
+	// The cost grows exponentially with the number of edits.
+	for edits := range min(len(word)/3+2, 5) {
+		for _, candidate := range words {
+			if isSimilar(word, strings.ToLower(candidate), edits) {
+				return candidate
+			}
 		}
 	}
 
-	return best
+	return ""
 }
 
-// editDistance returns the Levenshtein distance in bytes.
-func editDistance(a, b string) int {
-	row := make([]int, len(b)+1)
-	for j := range row {
-		row[j] = j
+// isSimilar reports whether the Levenshtein distance in bytes is at most the given number of edits.
+func isSimilar(a, b string, edits int) bool {
+	switch {
+	case edits < 0:
+		return false
+	case a == "" || b == "":
+		return len(a)+len(b) <= edits
+	case a[0] == b[0]:
+		return isSimilar(a[1:], b[1:], edits)
+	default:
+		return isSimilar(a[1:], b[1:], edits-1) || isSimilar(a[1:], b, edits-1) || isSimilar(a, b[1:], edits-1)
 	}
-
-	for i := range len(a) {
-		diagonal := row[0]
-		row[0] = i + 1
-
-		for j := range len(b) {
-			replaced := diagonal
-			if a[i] != b[j] {
-				replaced++
-			}
-
-			diagonal = row[j+1]
-			row[j+1] = min(replaced, diagonal+1, row[j]+1)
-		}
-	}
-
-	return row[len(b)]
 }
