@@ -30,7 +30,7 @@ var Schema []byte
 func Parse(name string, data []byte) (*Compiled, error) {
 	var file Config
 
-	d := &decoder{root: &yaml.Node{}, active: map[*yaml.Node]bool{}, mappings: map[*yaml.Node][]entry{}}
+	d := &decoder{root: entry{&yaml.Node{}, &yaml.Node{}}, active: map[*yaml.Node]bool{}, mappings: map[*yaml.Node][]entry{}}
 	d.load(data, &file)
 
 	var compiled *Compiled

@@ -37,7 +37,7 @@ type decoder struct {
 	// stopped is true after a problem that leaves the rest of the document unread.
 	stopped bool
 	// root is the document; the zero Node if it is empty.
-	root *yaml.Node
+	root entry
 	// parents are the structs that contain the current value, outermost first.
 	parents []parent
 	// active are the nodes with an anchor that contain the current node, to detect aliases that contain themselves.
@@ -53,13 +53,13 @@ type parent struct {
 	path *field.Path
 }
 
-// entry is a key of a mapping with its value. The key of a list item is the item.
+// entry is a key of a mapping with its value. The key of a list item, and of the document, is its value.
 type entry struct{ key, value *yaml.Node }
 
 // load parses the document and decodes it.
 func (d *decoder) load(data []byte, into *Config) {
 	if len(data) > MaxSize {
-		d.stop(d.root, nil, "file has %d bytes; the maximum is %d", len(data), MaxSize)
+		d.stop(d.root.value, nil, "file has %d bytes; the maximum is %d", len(data), MaxSize)
 
 		return
 	}
@@ -74,8 +74,9 @@ func (d *decoder) load(data []byte, into *Config) {
 	case len(documents) > 1:
 		d.stop(&documents[1], nil, "file contains more than one YAML document")
 	case len(documents) == 1:
-		d.root = documents[0].Content[0]
-		d.decode(d.root, reflect.ValueOf(into).Elem(), nil)
+		root := documents[0].Content[0]
+		d.root = entry{root, root}
+		d.decode(root, reflect.ValueOf(into).Elem(), nil)
 	}
 }
 
@@ -393,7 +394,7 @@ func (d *decoder) report(n *yaml.Node, path *field.Path, format string, args ...
 
 // reportInvalid reports an invalid value at the position of the closest parent that is in the file.
 func (d *decoder) reportInvalid(err *field.Error) {
-	at, _ := d.find(err.Field)
+	at, _ := d.find(d.root, err.Field)
 	d.add(Problem{Line: at.key.Line, Column: at.key.Column, Path: err.Field, Msg: err.ErrorBody()})
 }
 
@@ -409,30 +410,20 @@ func (d *decoder) add(p Problem) {
 	}
 }
 
-// find returns the entry at path, and whether it is in the file; if not, its closest parent that is.
-func (d *decoder) find(path string) (at entry, exact bool) {
-	at = entry{d.root, d.root}
-
-	for path != "" {
-		next, rest := d.step(resolve(at.value), path)
-		if next.key == nil {
-			return at, false
-		}
-
-		at, path = next, rest
+// find returns the entry at the path below another one, and whether it is in the file; if not, its closest parent that
+// is.
+func (d *decoder) find(at entry, path string) (found entry, exact bool) {
+	if path == "" {
+		return at, true
 	}
 
-	return at, true
-}
-
-// step returns the entry of the node with which path begins, if there is one, and the rest of the path.
-func (d *decoder) step(n *yaml.Node, path string) (next entry, rest string) {
+	n := resolve(at.value)
 	inner, isBracketed := strings.CutPrefix(path, "[")
 	inner = strings.TrimPrefix(inner, ".")
 
 	if index, rest, _ := strings.Cut(inner, "]"); n.Kind == yaml.SequenceNode {
 		if i, err := strconv.Atoi(index); err == nil && i < len(n.Content) {
-			return entry{n.Content[i], n.Content[i]}, rest
+			return d.find(entry{n.Content[i], n.Content[i]}, rest)
 		}
 	}
 
@@ -443,11 +434,11 @@ func (d *decoder) step(n *yaml.Node, path string) (next entry, rest string) {
 		}
 
 		if found && (rest == "" || rest[0] == '.' || rest[0] == '[') {
-			return e, rest
+			return d.find(e, rest)
 		}
 	}
 
-	return entry{}, path
+	return at, false
 }
 
 // err returns the problems as an *Error.
@@ -456,7 +447,7 @@ func (d *decoder) err(name string) error {
 		p := &d.problems[i]
 
 		if list, _, found := strings.Cut(p.Path, "]"); found {
-			if name, exact := d.find(list + "].name"); exact {
+			if name, exact := d.find(d.root, list+"].name"); exact {
 				p.Rule = shorten(resolve(name.value).Value, 80)
 			}
 		}

@@ -91,8 +91,30 @@ type validator struct {
 // decoded.
 func (d *decoder) validate(file *Config) *Compiled {
 	v := &validator{file: d}
-	compiled := v.compile(file)
-	undecoded := slices.Clone(d.problems)
+	global, ipam := field.NewPath("global"), field.NewPath("ipam")
+	set, errs := rules.Compile(file.Transformations, field.NewPath("transformations"))
+	v.errs = errs
+
+	if reasons := validation.IsValidLabelValue(file.Global.ClusterName); len(reasons) > 0 {
+		v.invalid(global.Child("clusterName"), file.Global.ClusterName, "must be a valid label value: %s", strings.Join(reasons, "; "))
+	}
+
+	oneOf(v, global.Child("providerIDFallback"), file.Global.ProviderIDFallback, FallbackUUID, FallbackNodeIP)
+	oneOf(v, ipam.Child("blockSize"), file.IPAM.BlockSize, BlockSizeAuto)
+
+	compiled := &Compiled{
+		ClusterName:        file.Global.ClusterName,
+		PreferIPv6:         file.Global.PreferIPv6,
+		ProviderIDFallback: file.Global.ProviderIDFallback,
+		Rules:              set,
+		NodeSelector:       v.selector(field.NewPath("nodes", "nodeSelector"), file.Nodes.NodeSelector, rules.CompileSelector),
+		MaxExpiration:      v.maxExpiration(field.NewPath("csrApproval", "maxExpiration"), file.CSRApproval.MaxExpiration),
+		AllowedSANs:        v.allowedSANs(field.NewPath("csrApproval", "allowedSANs"), file.CSRApproval.AllowedSANs),
+		Pools:              v.pools(ipam.Child("pools"), file.IPAM),
+		ruleCount:          len(file.Transformations),
+	}
+
+	undecoded := d.problems
 
 	for _, err := range v.errs {
 		if !slices.ContainsFunc(undecoded, func(p Problem) bool { return p.covers(err.Field) }) {
@@ -117,37 +139,9 @@ func (v *validator) refuse(path *field.Path, err error) {
 }
 
 func (v *validator) line(path *field.Path) int {
-	at, _ := v.file.find(path.String())
+	at, _ := v.file.find(v.file.root, path.String())
 
 	return at.key.Line
-}
-
-func (v *validator) compile(file *Config) *Compiled {
-	global, ipam := field.NewPath("global"), field.NewPath("ipam")
-
-	compiled := &Compiled{
-		ClusterName:        file.Global.ClusterName,
-		PreferIPv6:         file.Global.PreferIPv6,
-		ProviderIDFallback: file.Global.ProviderIDFallback,
-		NodeSelector:       v.selector(field.NewPath("nodes", "nodeSelector"), file.Nodes.NodeSelector, rules.CompileSelector),
-		MaxExpiration:      v.maxExpiration(field.NewPath("csrApproval", "maxExpiration"), file.CSRApproval.MaxExpiration),
-		AllowedSANs:        v.allowedSANs(field.NewPath("csrApproval", "allowedSANs"), file.CSRApproval.AllowedSANs),
-		Pools:              v.pools(ipam.Child("pools"), file.IPAM),
-		ruleCount:          len(file.Transformations),
-	}
-
-	set, errs := rules.Compile(file.Transformations, field.NewPath("transformations"))
-	compiled.Rules = set
-	v.errs = append(v.errs, errs...)
-
-	if reasons := validation.IsValidLabelValue(compiled.ClusterName); len(reasons) > 0 {
-		v.invalid(global.Child("clusterName"), compiled.ClusterName, "must be a valid label value: %s", strings.Join(reasons, "; "))
-	}
-
-	oneOf(v, global.Child("providerIDFallback"), compiled.ProviderIDFallback, FallbackUUID, FallbackNodeIP)
-	oneOf(v, ipam.Child("blockSize"), file.IPAM.BlockSize, BlockSizeAuto)
-
-	return compiled
 }
 
 func oneOf[T ~string](v *validator, path *field.Path, value T, supported ...T) {
