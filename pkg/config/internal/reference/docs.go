@@ -1,30 +1,14 @@
 package main
 
 import (
-	"cmp"
 	"fmt"
 	"reflect"
 	"regexp"
 	"strings"
-
-	"github.com/talos-ccm/talos-ccm/pkg/config"
-	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-// functions returns a list of the functions that templates can call.
-func functions() string {
-	return wrap("All functions in addition to those of text/template: `"+strings.Join(rules.Functions(), "`, `")+"`.") + "\n"
-}
-
-// keys returns one section for each key of the file.
-func keys(c comments) string {
-	r := reference{comments: c, first: map[reflect.Type]string{}}
-	r.describe(reflect.TypeFor[config.Config](), "")
-
-	return r.text.String()
-}
-
-type reference struct {
+// docs are the sections of the keys of the file.
+type docs struct {
 	comments comments
 	text     strings.Builder
 	// first is the path where a type was described.
@@ -33,7 +17,7 @@ type reference struct {
 
 // describe writes a section for each key of a struct and for the keys below it, in depth-first order. Structs that
 // occur again are linked.
-func (r *reference) describe(t reflect.Type, prefix string) {
+func (d *docs) describe(t reflect.Type, prefix string) {
 	for f := range t.Fields() {
 		path := prefix + keyOf(f)
 		heading := "####"
@@ -42,34 +26,37 @@ func (r *reference) describe(t reflect.Type, prefix string) {
 			heading = "###"
 		}
 
-		fmt.Fprintf(&r.text, "%s `%s`\n\nType: %s.", heading, path, typeName(f.Type))
+		fmt.Fprintf(&d.text, "%s `%s`\n\nType: %s.", heading, path, typeName(f.Type))
 
-		if value := defaultOf(f); value != "" {
-			fmt.Fprintf(&r.text, " Default: %s.", value)
-		} else if isRequired(f) {
-			r.text.WriteString(" Required.")
+		switch value, described := f.Tag.Lookup("default"); {
+		case described:
+			fmt.Fprintf(&d.text, " Default: %s.", value)
+		case f.Type.Kind() == reflect.Bool:
+			d.text.WriteString(" Default: `false`.")
+		case isRequired(f):
+			d.text.WriteString(" Required.")
 		}
 
-		text := r.comments.of(t, f.Name)
+		text := d.comments.of(t, f.Name)
 		if alias := f.Tag.Get("alias"); alias != "" {
 			text += fmt.Sprintf(" `%s` is another spelling of this key.", alias)
 		}
 
-		elem := f.Type
+		elem, below := f.Type, path+"."
 		if elem.Kind() == reflect.Slice {
-			elem, path = elem.Elem(), path+"[]"
+			elem, below = elem.Elem(), path+"[]."
 		}
 
-		first, isKnown := r.first[elem]
+		first, isKnown := d.first[elem]
 		if isKnown {
 			text += fmt.Sprintf(" See [`%s`](#%s) for the keys.", first, notInAnchor.ReplaceAllString(strings.ToLower(first), ""))
 		}
 
-		fmt.Fprintf(&r.text, "\n\n%s\n", wrap(text))
+		d.text.WriteString("\n\n" + wrap(text) + "\n")
 
 		if elem.Kind() == reflect.Struct && !isKnown {
-			r.first[elem] = prefix + keyOf(f)
-			r.describe(elem, path+".")
+			d.first[elem] = path
+			d.describe(elem, below)
 		}
 	}
 }
@@ -77,36 +64,17 @@ func (r *reference) describe(t reflect.Type, prefix string) {
 // notInAnchor matches what GitHub omits in the anchors of headings.
 var notInAnchor = regexp.MustCompile(`[^a-z0-9_-]`)
 
-// wrap breaks text into lines of less than 120 characters.
-func wrap(text string) string {
-	var lines strings.Builder
+// line matches what fits into a line of less than 120 characters.
+var line = regexp.MustCompile(`(.{1,119})( |$)`)
 
-	width := 0
-
-	for word := range strings.FieldsSeq(text) {
-		separator := " "
-		if width == 0 {
-			separator = ""
-		} else if width+len(word) >= 119 {
-			separator, width = "\n", 0
-		}
-
-		lines.WriteString(separator + word)
-
-		width += len(separator + word)
-	}
-
-	return lines.String() + "\n"
-}
+// wrap breaks text, which has single spaces, into lines.
+func wrap(text string) string { return line.ReplaceAllString(text, "$1\n") }
 
 func typeName(t reflect.Type) string {
 	if values, found := enums[t]; found {
-		var names []string
-
-		for _, v := range values {
-			if name := fmt.Sprint(v); name != "" {
-				names = append(names, "`"+name+"`")
-			}
+		names := make([]string, len(values))
+		for i, value := range values {
+			names[i] = fmt.Sprintf("`%s`", value)
 		}
 
 		return strings.Join(names, ", ")
@@ -128,12 +96,4 @@ func typeName(t reflect.Type) string {
 	default:
 		return "string"
 	}
-}
-
-func defaultOf(f reflect.StructField) string {
-	if f.Type.Kind() == reflect.Bool {
-		return cmp.Or(f.Tag.Get("default"), "`false`")
-	}
-
-	return f.Tag.Get("default")
 }

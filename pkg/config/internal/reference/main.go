@@ -4,12 +4,16 @@ package main
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"os"
 	"reflect"
 	"strings"
 
 	"github.com/invopop/jsonschema"
+
+	"github.com/talos-ccm/talos-ccm/pkg/config"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // Generated files, relative to the directory of package config.
@@ -20,25 +24,16 @@ const (
 )
 
 func main() {
-	if err := run(); err != nil {
+	generated, err := generate()
+
+	for name, content := range generated {
+		err = errors.Join(err, os.WriteFile(name, content, 0o644))
+	}
+
+	if err != nil {
 		fmt.Fprintln(os.Stderr, "Error:", err)
 		os.Exit(1)
 	}
-}
-
-func run() error {
-	generated, err := generate()
-	if err != nil {
-		return err
-	}
-
-	for name, content := range generated {
-		if err := os.WriteFile(name, content, 0o644); err != nil {
-			return err
-		}
-	}
-
-	return nil
 }
 
 // generate returns the content of the generated files by name.
@@ -60,11 +55,15 @@ func generate() (map[string][]byte, error) {
 		return nil, err
 	}
 
+	keys := docs{comments: c, first: map[reflect.Type]string{}}
+	keys.describe(reflect.TypeFor[config.Config](), "")
+
+	functions := wrap("All functions in addition to those of text/template: `" + strings.Join(rules.Functions(), "`, `") + "`.")
 	files := map[string][]byte{schemaFile: schema}
 
 	for page, section := range map[string]struct{ name, text string }{
-		configPage: {"keys", keys(c)},
-		rulesPage:  {"functions", functions()},
+		configPage: {"keys", keys.text.String()},
+		rulesPage:  {"functions", functions + "\n"},
 	} {
 		text, err := os.ReadFile(page)
 		if err != nil {

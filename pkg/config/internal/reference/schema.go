@@ -12,13 +12,13 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-// enums are the values of enumerated types. The empty string is valid where it means the default.
+// enums are the values of enumerated types.
 var enums = map[reflect.Type][]any{
 	reflect.TypeFor[rules.Operator](): {
 		rules.In, rules.NotIn, rules.Exists, rules.DoesNotExist, rules.Gt, rules.Lt, rules.Regexp,
 	},
-	reflect.TypeFor[config.ProviderIDFallback](): {config.FallbackUUID, config.FallbackNodeIP, ""},
-	reflect.TypeFor[config.BlockSize]():          {config.BlockSizeAuto, ""},
+	reflect.TypeFor[config.ProviderIDFallback](): {config.FallbackUUID, config.FallbackNodeIP},
+	reflect.TypeFor[config.BlockSize]():          {config.BlockSizeAuto},
 }
 
 // generateSchema returns the JSON schema, which accepts every file that Parse accepts.
@@ -82,16 +82,12 @@ func amend(s *jsonschema.Schema, t reflect.Type) {
 	}
 }
 
-// allowNull accepts a key without a value, which is the same as no key.
+// allowNull accepts a key without a value, which is the same as no key. An empty enumerated value means the default.
 func allowNull(s *jsonschema.Schema) {
 	if len(s.Enum) > 0 {
-		s.Enum = append(slices.Clip(s.Enum), nil)
+		s.Enum = append(slices.Clip(s.Enum), "", nil)
 
 		return
-	}
-
-	if s.Extras == nil {
-		s.Extras = map[string]any{}
 	}
 
 	types, _ := s.Extras["type"].([]string)
@@ -99,5 +95,5 @@ func allowNull(s *jsonschema.Schema) {
 		types, s.Type = []string{s.Type}, ""
 	}
 
-	s.Extras["type"] = append(slices.Clip(types), "null")
+	s.Extras = map[string]any{"type": append(slices.Clip(types), "null")}
 }
