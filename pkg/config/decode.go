@@ -149,25 +149,10 @@ func (d *decoder) decode(n *yaml.Node, into reflect.Value, path *field.Path) {
 		switch kind := into.Kind(); {
 		case kind == reflect.Struct && isMapping:
 			d.setStruct(n, into, path)
-		case kind == reflect.Map && isMapping: // from strings to strings
-			into.Set(reflect.MakeMap(into.Type()))
-
-			for _, e := range d.entries(n, path, path.Key) {
-				var value string // empty for a key without a value, as in the upstream Talos CCM
-
-				d.decode(e.value, reflect.ValueOf(&value).Elem(), path.Key(e.key.Value))
-				into.SetMapIndex(reflect.ValueOf(e.key.Value), reflect.ValueOf(value))
-			}
+		case kind == reflect.Map && isMapping:
+			d.setMap(n, into, path)
 		case kind == reflect.Slice && n.Kind == yaml.SequenceNode && n.ShortTag() == tagSeq:
-			into.Set(reflect.MakeSlice(into.Type(), len(n.Content), len(n.Content)))
-
-			for i, item := range n.Content {
-				if isNull(item) {
-					d.reportInvalid(field.Required(path.Index(i), "list item is empty"))
-				}
-
-				d.decode(item, into.Index(i), path.Index(i))
-			}
+			d.setSlice(n, into, path)
 		default:
 			d.setScalar(n, into, path)
 		}
@@ -311,6 +296,30 @@ func (d *decoder) reportUnknown(key *yaml.Node, path *field.Path, t reflect.Type
 	}
 
 	d.report(key, path, "unknown key%s", hint)
+}
+
+// setMap reads a mapping of strings to strings. A key without a value is an empty string, as in the upstream Talos CCM.
+func (d *decoder) setMap(n *yaml.Node, into reflect.Value, path *field.Path) {
+	into.Set(reflect.MakeMap(into.Type()))
+
+	for _, e := range d.entries(n, path, path.Key) {
+		var value string
+
+		d.decode(e.value, reflect.ValueOf(&value).Elem(), path.Key(e.key.Value))
+		into.SetMapIndex(reflect.ValueOf(e.key.Value), reflect.ValueOf(value))
+	}
+}
+
+func (d *decoder) setSlice(n *yaml.Node, into reflect.Value, path *field.Path) {
+	into.Set(reflect.MakeSlice(into.Type(), len(n.Content), len(n.Content)))
+
+	for i, item := range n.Content {
+		if isNull(item) {
+			d.reportInvalid(field.Required(path.Index(i), "list item is empty"))
+		}
+
+		d.decode(item, into.Index(i), path.Index(i))
+	}
 }
 
 // entries returns the entries of a mapping, followed by those that merge keys (<<) add, and reports duplicate keys.

@@ -1,6 +1,7 @@
 package rules
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -212,14 +213,19 @@ func compilePredicate(operator Operator, values []string) (predicate, error) {
 		}, err
 	}
 
-	limit, err := strconv.ParseInt(values[0], 10, 64)
+	return compareIntegers(values[0], map[Operator]int{Gt: 1, Lt: -1}[operator])
+}
+
+// compareIntegers matches integers for which cmp.Compare with the limit returns the wanted result.
+func compareIntegers(limit string, wanted int) (predicate, error) {
+	parsed, err := strconv.ParseInt(limit, 10, 64)
 	if err != nil {
-		return nil, fmt.Errorf("%q is not an integer", values[0])
+		return nil, fmt.Errorf("%q is not an integer", limit)
 	}
 
 	return func(value string, _ bool) bool {
 		n, err := strconv.ParseInt(value, 10, 64)
 
-		return err == nil && (operator == Gt && n > limit || operator == Lt && n < limit)
+		return err == nil && cmp.Compare(n, parsed) == wanted
 	}, nil
 }

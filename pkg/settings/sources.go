@@ -123,8 +123,6 @@ type File struct {
 // Follow implements Source. It polls, which works on every file system, and delivers content that it has read twice,
 // because a file may be half written.
 func (f File) Follow(ctx context.Context, deliver func(Document, error), _ func()) {
-	const period = 250 * time.Millisecond
-
 	var last, delivered *reading
 
 	for ctx.Err() == nil {
@@ -138,7 +136,7 @@ func (f File) Follow(ctx context.Context, deliver func(Document, error), _ func(
 
 		last = current
 
-		backoff.Sleep(ctx, f.Clock, period)
+		backoff.Sleep(ctx, f.Clock, 250*time.Millisecond)
 	}
 }
 
@@ -154,13 +152,15 @@ func (r *reading) equal(other *reading) bool {
 
 // read reads at most one byte more than config.Parse accepts.
 func (f File) read() *reading {
-	file, err := os.Open(f.Path)
-	if err != nil {
-		return &reading{err: fmt.Errorf("read configuration: %w", err)}
-	}
-	defer file.Close() //nolint:errcheck // nothing was written
+	var data []byte
 
-	data, err := io.ReadAll(io.LimitReader(file, config.MaxSize+1))
+	file, err := os.Open(f.Path)
+	if err == nil {
+		defer file.Close() //nolint:errcheck // nothing was written
+
+		data, err = io.ReadAll(io.LimitReader(file, config.MaxSize+1))
+	}
+
 	if err != nil {
 		return &reading{err: fmt.Errorf("read configuration: %w", err)}
 	}
