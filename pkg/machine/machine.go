@@ -63,13 +63,7 @@ func (m Machine) Equal(other Machine) bool { return reflect.DeepEqual(m, other) 
 func (m Machine) HasAddress(ip netip.Addr) bool {
 	ip = ip.Unmap()
 
-	for _, a := range m.Addresses {
-		if a.Prefix.Addr().Unmap() == ip {
-			return true
-		}
-	}
-
-	return false
+	return slices.ContainsFunc(m.Addresses, func(a Address) bool { return a.Prefix.Addr().Unmap() == ip })
 }
 
 // Excludes reports whether ip is in one of ExcludedSubnets.

@@ -7,7 +7,6 @@ import (
 	"slices"
 
 	"github.com/cosi-project/runtime/pkg/resource"
-	"github.com/siderolabs/talos/pkg/machinery/extensions"
 	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/config"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
@@ -101,7 +100,9 @@ func (v *View) Machine() Machine {
 	}
 
 	m.PlatformPublished = v.platformPublished(m.Platform)
-	m.PlatformFromCache = v.platformFromCache()
+
+	configs := v.resources[network.PlatformConfigType]
+	m.PlatformFromCache = configs[network.PlatformConfigCachedID] != nil && configs[network.PlatformConfigActiveID] == nil
 
 	slices.SortFunc(m.Addresses, func(a, b Address) int {
 		return cmp.Or(cmp.Compare(a.Link, b.Link), a.Prefix.Compare(b.Prefix))
@@ -129,15 +130,6 @@ func (v *View) platformPublished(applied runtime.PlatformMetadataSpec) bool {
 	return false
 }
 
-// platformFromCache reports whether only the configuration of an earlier boot is known.
-func (v *View) platformFromCache() bool {
-	configs := v.resources[network.PlatformConfigType]
-	_, cached := configs[network.PlatformConfigCachedID]
-	_, active := configs[network.PlatformConfigActiveID]
-
-	return cached && !active
-}
-
 func (m *Machine) add(r resource.Resource) {
 	switch r := r.(type) {
 	case *runtime.PlatformMetadata:
@@ -147,7 +139,11 @@ func (m *Machine) add(r resource.Resource) {
 	case *runtime.Version:
 		m.TalosVersion = r.TypedSpec().Version
 	case *runtime.ExtensionStatus:
-		m.addExtension(r.TypedSpec().Metadata)
+		if m.Extensions == nil {
+			m.Extensions = map[string]string{}
+		}
+
+		m.Extensions[r.TypedSpec().Metadata.Name] = r.TypedSpec().Metadata.Version
 	case *network.AddressStatus:
 		spec := r.TypedSpec()
 		m.Addresses = append(m.Addresses, Address{Prefix: spec.Address, Link: spec.LinkName, Scope: spec.Scope, Flags: spec.Flags})
@@ -162,14 +158,6 @@ func (m *Machine) add(r resource.Resource) {
 	default:
 		m.addKubernetes(r)
 	}
-}
-
-func (m *Machine) addExtension(extension extensions.Metadata) {
-	if m.Extensions == nil {
-		m.Extensions = map[string]string{}
-	}
-
-	m.Extensions[extension.Name] = extension.Version
 }
 
 func (m *Machine) addKubernetes(r resource.Resource) {

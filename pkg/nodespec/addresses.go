@@ -107,7 +107,9 @@ func externalIPs(in Input, discovery *bool, nodeIPs []netip.Addr) []netip.Addr {
 			continue
 		}
 
-		if a.Link == machine.LinkExternal || (discover && isPublic(in.Machine, a)) {
+		isSpecial := slices.ContainsFunc(notPublic, func(p netip.Prefix) bool { return p.Contains(ip) })
+
+		if a.Link == machine.LinkExternal || (discover && in.Machine.IsStable(a) && !isSpecial) {
 			found = append(found, a)
 		}
 	}
@@ -135,13 +137,6 @@ func permanence(a machine.Address) int {
 	}
 
 	return 0
-}
-
-// isPublic reports whether an address on a link is globally reachable and permanently belongs to this machine.
-func isPublic(m machine.Machine, a machine.Address) bool {
-	ip := a.Prefix.Addr().Unmap()
-
-	return m.IsStable(a) && !slices.ContainsFunc(notPublic, func(p netip.Prefix) bool { return p.Contains(ip) })
 }
 
 // dnsNames returns the DNS names that the platform reports. A host name with a domain is the internal name if the

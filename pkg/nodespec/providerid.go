@@ -31,7 +31,7 @@ func providerID(in Input, transformed rules.Result, nodeIP netip.Addr) (id, pend
 		return "", pending
 	}
 
-	meta := transformed.Platform
+	meta, uuid := transformed.Platform, in.Machine.UUID()
 	_, instanceReplaced := transformed.Replaced[fieldInstanceID]
 
 	switch {
@@ -39,8 +39,10 @@ func providerID(in Input, transformed rules.Result, nodeIP netip.Addr) (id, pend
 		return meta.ProviderID, ""
 	case meta.InstanceID != "" && (instanceReplaced || !identifiedBySMBIOS(meta.Platform)):
 		return providerURI(meta.Platform, meta.InstanceID), ""
+	case uuid == "" || in.SharedUUID || in.Options.ProviderIDFromNodeIP:
+		return providerURI(meta.Platform, nodeIP.String()), ""
 	default:
-		return machineID(in, nodeIP), ""
+		return providerURI(meta.Platform, uuid), ""
 	}
 }
 
@@ -144,16 +146,6 @@ func invalidIdentity(identity string) string {
 // publishes an incomplete providerID, such as "openstack:///" without a data source, or "aws:///eu-1a/".
 func isProviderID(providerID string) bool {
 	return providerID != "" && !strings.HasSuffix(providerID, "/")
-}
-
-// machineID returns the providerID of a machine without an identity of its platform.
-func machineID(in Input, nodeIP netip.Addr) string {
-	uuid := in.Machine.UUID()
-	if uuid == "" || in.SharedUUID || in.Options.ProviderIDFromNodeIP {
-		return providerURI(in.Machine.Platform.Platform, nodeIP.String())
-	}
-
-	return providerURI(in.Machine.Platform.Platform, uuid)
 }
 
 func providerURI(platform, id string) string { return "talos://" + platform + "/" + id }
