@@ -30,7 +30,7 @@ const (
 	sessionLength = 30 * time.Minute
 	sessionJitter = 0.5
 
-	// Resources that are not watched are polled. They rarely change after boot, so the interval doubles up to pollMax.
+	// Resources that are not watched are polled. They rarely change after boot, so from then on the interval doubles up to pollMax.
 	pollFirst  = 10 * time.Second
 	pollMax    = 10 * time.Minute
 	pollJitter = 0.2
@@ -65,24 +65,20 @@ type session struct {
 	state     talosapi.State
 	connected func() // called when the session is established
 
-	events   chan state.Event
-	polls    chan []listing
-	failures chan error
+	events  chan state.Event
+	results chan func() error // of requests; run calls them
 
 	// The view is complete when every watch has bootstrapped and the other resources have been polled once.
 	view          machine.View
 	bootstrapping int // watches that have not bootstrapped
 	polled        bool
-	polling       bool // a poll is in progress
-	established   bool // the first view has been published
-	interval      time.Duration
+	polling       bool             // a poll is in progress
+	established   bool             // the first view has been published
 	debounced     <-chan time.Time // fires when pending changes are to be published; nil if there are none
-}
 
-// listing holds the resources of one polled kind.
-type listing struct {
-	kind  resource.Kind
-	items []resource.Resource
+	deadline clock.Timer // of the requests in progress
+	nextPoll clock.Timer
+	interval time.Duration // between polls
 }
 
 // run returns when the session fails or expires, always with an error. established reports whether a view was published.
@@ -90,40 +86,38 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 
-	s.open(ctx)
-
-	deadline := s.clock.NewTimer(answerTimeout)
-	defer deadline.Stop()
+	s.deadline = s.clock.NewTimer(answerTimeout)
+	defer s.deadline.Stop()
 
 	expiry := s.clock.NewTimer(wait.Jitter(sessionLength, sessionJitter))
 	defer expiry.Stop()
 
-	poll := s.clock.NewTimer(pollMax)
-	defer poll.Stop()
+	s.nextPoll = s.clock.NewTimer(pollMax)
+	defer s.nextPoll.Stop()
+
+	s.open(ctx)
 
 	for {
 		if s.answered() {
-			deadline.Stop()
+			s.deadline.Stop()
 		}
 
 		select {
 		case <-ctx.Done():
 			return s.established, ctx.Err()
-		case err = <-s.failures:
 		case event := <-s.events:
 			err = s.handle(ctx, event)
-		case listings := <-s.polls:
-			s.record(listings)
-			poll.Reset(s.nextPoll())
-
-			err = s.publish(ctx)
+		case result := <-s.results:
+			err = result()
 		case <-s.debounced:
 			s.debounced = nil
 			err = s.publish(ctx)
-		case <-poll.C():
-			s.startPoll(ctx, deadline)
-		case <-deadline.C():
-			err = s.timeout()
+		case <-s.nextPoll.C():
+			s.startPoll(ctx)
+		case <-s.deadline.C():
+			if !s.answered() { // else it answered at the same moment
+				err = fmt.Errorf("machine at %s did not answer within %s", s.addr, answerTimeout)
+			}
 		case <-expiry.C():
 			err = errSessionExpired
 		}
@@ -138,55 +132,47 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 func (s *session) answered() bool { return s.bootstrapping == 0 && !s.polling }
 
 // startPoll starts a poll and its deadline. While watches have not bootstrapped, their earlier deadline applies.
-func (s *session) startPoll(ctx context.Context, deadline clock.Timer) {
+func (s *session) startPoll(ctx context.Context) {
 	s.polling = true
 
 	if s.bootstrapping == 0 {
-		deadline.Reset(answerTimeout)
+		s.deadline.Reset(answerTimeout)
 	}
 
 	go s.poll(ctx)
-}
-
-// timeout returns the error for the expired deadline, or nil if the machine has answered at the same moment.
-func (s *session) timeout() error {
-	if s.answered() {
-		return nil
-	}
-
-	return fmt.Errorf("machine at %s did not answer within %s", s.addr, answerTimeout)
 }
 
 // open starts all watches and the first poll concurrently, so that the latencies of a slow machine do not add up.
 func (s *session) open(ctx context.Context) {
-	s.events, s.polls, s.failures = make(chan state.Event), make(chan []listing), make(chan error)
+	s.events, s.results = make(chan state.Event), make(chan func() error)
 
 	kinds := machine.WatchedKinds()
-	s.bootstrapping, s.polling = len(kinds), true
+	s.bootstrapping = len(kinds)
 
 	for _, kind := range kinds {
 		go func() {
 			if err := s.state.WatchKind(ctx, kind, s.events, state.WithBootstrapContents(true)); err != nil {
-				s.fail(ctx, fmt.Errorf("watch %s at %s: %w", kind.Type(), s.addr, err))
+				s.send(ctx, func() error { return fmt.Errorf("watch %s at %s: %w", kind.Type(), s.addr, err) })
 			}
 		}()
 	}
 
-	go s.poll(ctx)
+	s.startPoll(ctx)
 }
 
-func (s *session) fail(ctx context.Context, err error) {
+// send makes run call result.
+func (s *session) send(ctx context.Context, result func() error) {
 	select {
-	case s.failures <- err:
+	case s.results <- result:
 	case <-ctx.Done():
 	}
 }
 
-// poll lists all polled kinds concurrently and sends the result. Talos answers PermissionDenied for a kind that its version does not
-// have; the listing of that kind is empty.
+// poll lists all polled kinds concurrently and replaces them in the view. Talos answers PermissionDenied for a kind that its version does
+// not have; the listing of that kind is empty.
 func (s *session) poll(ctx context.Context) {
 	kinds := machine.PolledKinds()
-	listings := make([]listing, len(kinds))
+	listings := make([][]resource.Resource, len(kinds))
 	errs := make(chan error, len(kinds))
 
 	for i, kind := range kinds {
@@ -198,7 +184,7 @@ func (s *session) poll(ctx context.Context) {
 				err = nil
 			}
 
-			listings[i] = listing{kind: kind, items: list.Items}
+			listings[i] = list.Items
 			errs <- err
 		}()
 	}
@@ -208,27 +194,25 @@ func (s *session) poll(ctx context.Context) {
 		err = errors.Join(err, <-errs)
 	}
 
-	if err != nil {
-		s.fail(ctx, fmt.Errorf("list resources at %s: %w", s.addr, err))
+	s.send(ctx, func() error {
+		if err != nil {
+			return fmt.Errorf("list resources at %s: %w", s.addr, err)
+		}
 
-		return
-	}
+		s.polled, s.polling = true, false
 
-	select {
-	case s.polls <- listings:
-	case <-ctx.Done():
-	}
-}
+		for i, kind := range kinds {
+			s.view.ReplaceKind(kind, listings[i])
+		}
 
-// nextPoll returns the time until the next poll. The interval does not grow while the machine boots.
-func (s *session) nextPoll() time.Duration {
-	interval := s.interval
+		s.nextPoll.Reset(wait.Jitter(s.interval, pollJitter))
 
-	if s.view.Machine().Stage != runtime.MachineStageBooting {
-		s.interval = min(2*s.interval, pollMax)
-	}
+		if s.view.Machine().Stage != runtime.MachineStageBooting {
+			s.interval = min(2*s.interval, pollMax)
+		}
 
-	return wait.Jitter(interval, pollJitter)
+		return s.publish(ctx)
+	})
 }
 
 // handle applies one watch event. A machine is not trusted before its nodename is verified, and not fully afterwards: an event may lack its
@@ -266,15 +250,6 @@ func (s *session) handle(ctx context.Context, event state.Event) error {
 	}
 
 	return nil
-}
-
-// record applies the result of a poll.
-func (s *session) record(listings []listing) {
-	s.polled, s.polling = true, false
-
-	for _, l := range listings {
-		s.view.ReplaceKind(l.kind, l.items)
-	}
 }
 
 // publish writes a complete view to the inventory. It fails if the machine's nodename is not the Node's.
