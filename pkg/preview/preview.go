@@ -115,14 +115,19 @@ func newReport(node string, in nodespec.Input) Report {
 		return report
 	}
 
-	report.ProviderID = &Text{Value: spec.ProviderID, Rule: identifiedBy(spec)}
+	replaced := spec.Transformed.Replaced
+
+	report.ProviderID = &Text{Value: spec.ProviderID, Rule: replaced["InstanceID"]}
+	if spec.ProviderID == spec.Transformed.Platform.ProviderID {
+		report.ProviderID.Rule = replaced["ProviderID"]
+	}
 
 	for _, a := range spec.Addresses {
-		report.Addresses = append(report.Addresses, Address{Type: string(a.Type), Address: a.Address, Rule: spec.Transformed.Replaced[addressFields[a.Type]]})
+		report.Addresses = append(report.Addresses, Address{Type: string(a.Type), Address: a.Address, Rule: replaced[addressFields[a.Type]]})
 	}
 
 	report.Labels = entries(spec.Labels, func(key string) string {
-		return cmp.Or(spec.Transformed.Labels[key].Rule, spec.Transformed.Replaced[labelFields[key]])
+		return cmp.Or(spec.Transformed.Labels[key].Rule, replaced[labelFields[key]])
 	})
 	report.Annotations = entries(spec.Annotations, func(key string) string { return spec.Transformed.Annotations[key].Rule })
 
@@ -160,17 +165,6 @@ var (
 		corev1.NodeExternalDNS: "ExternalDNS",
 	}
 )
-
-// identifiedBy returns the rule that sets the providerID, or an empty string.
-func identifiedBy(spec nodespec.Spec) string {
-	replaced := spec.Transformed.Replaced
-
-	if spec.ProviderID == spec.Transformed.Platform.ProviderID {
-		return replaced["ProviderID"]
-	}
-
-	return replaced["InstanceID"]
-}
 
 // reportDuplicates adds a problem to each report whose providerID is already that of an earlier report.
 func reportDuplicates(reports []Report) {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"regexp"
 	"slices"
 	"strings"
 
@@ -99,6 +100,9 @@ type document struct {
 	line int
 }
 
+// content matches a line that is neither empty nor a comment.
+var content = regexp.MustCompile(`(?m)^[ \t\r]*[^# \t\r\n]`)
+
 // split separates the resources. The output of two talosctl commands has no separator in between, but each resource starts with "node:" in YAML
 // and with a brace in JSON, and neither occurs at the start of any other line.
 func split(output []byte) []document {
@@ -129,18 +133,7 @@ func split(output []byte) []document {
 		current.text = append(current.text, line...)
 	}
 
-	return slices.DeleteFunc(append(documents, current), document.blank)
-}
-
-// blank reports whether the document has no lines except comments.
-func (d document) blank() bool {
-	for line := range bytes.Lines(d.text) {
-		if content := bytes.TrimSpace(line); len(content) > 0 && content[0] != '#' {
-			return false
-		}
-	}
-
-	return true
+	return slices.DeleteFunc(append(documents, current), func(d document) bool { return !content.Match(d.text) })
 }
 
 // printed is a resource in talosctl's output (cmd/talosctl/cmd/talos/output/yaml.go).
