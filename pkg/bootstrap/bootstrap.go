@@ -34,6 +34,7 @@ import (
 	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
+	"k8s.io/utils/ptr"
 	"sigs.k8s.io/yaml"
 
 	"github.com/talos-ccm/talos-ccm/extension"
@@ -126,11 +127,8 @@ func (b *Bootstrap) Run(ctx context.Context, ready func()) {
 type renewal struct {
 	kubeconfig []byte // as written
 	lifetime   time.Duration
-	admin      fingerprint
+	admin      [sha256.Size]byte // fingerprint of the admin kubeconfig
 }
-
-// fingerprint identifies an admin kubeconfig that is no longer held.
-type fingerprint [sha256.Size]byte
 
 // renew renews the credentials, retrying until it succeeds or ctx ends.
 func (b *Bootstrap) renew(ctx context.Context) (current renewal) {
@@ -185,10 +183,8 @@ func (b *Bootstrap) renewOnce(ctx context.Context) (renewal, error) {
 		return renewal{}, err
 	}
 
-	seconds := int64(tokenLifetime.Seconds())
-
 	request, err := client.CoreV1().ServiceAccounts(extension.Namespace).CreateToken(ctx, extension.ServiceAccount, &authenticationv1.TokenRequest{
-		Spec: authenticationv1.TokenRequestSpec{ExpirationSeconds: &seconds},
+		Spec: authenticationv1.TokenRequestSpec{ExpirationSeconds: ptr.To(int64(tokenLifetime.Seconds()))},
 	}, metav1.CreateOptions{})
 	if err != nil {
 		return renewal{}, fmt.Errorf("request token for ServiceAccount %s/%s: %w", extension.Namespace, extension.ServiceAccount, err)
@@ -228,7 +224,7 @@ func (b *Bootstrap) wait(ctx context.Context, current renewal) {
 
 // watchAdmin returns nil when the admin kubeconfig is not the one with the given fingerprint, whether it changed
 // before or during the watch.
-func (b *Bootstrap) watchAdmin(ctx context.Context, used fingerprint) error {
+func (b *Bootstrap) watchAdmin(ctx context.Context, used [sha256.Size]byte) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 
@@ -281,11 +277,12 @@ func (b *Bootstrap) write(admin *rest.Config, token string) ([]byte, error) {
 func replaceFile(path string, data []byte) error {
 	next := path + ".next"
 
-	if err := os.WriteFile(next, data, 0o600); err != nil {
-		return fmt.Errorf("write %s: %w", path, err)
+	err := os.WriteFile(next, data, 0o600)
+	if err == nil {
+		err = os.Rename(next, path)
 	}
 
-	if err := os.Rename(next, path); err != nil {
+	if err != nil {
 		return fmt.Errorf("write %s: %w", path, err)
 	}
 
@@ -317,8 +314,7 @@ func apply(ctx context.Context, client kubernetes.Interface, document []byte) er
 		return fmt.Errorf("parse manifest: %w", err)
 	}
 
-	force := true
-	options := metav1.PatchOptions{FieldManager: fieldManager, Force: &force}
+	options := metav1.PatchOptions{FieldManager: fieldManager, Force: ptr.To(true)}
 
 	var err error
 

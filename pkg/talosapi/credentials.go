@@ -36,9 +36,6 @@ const (
 	issueCycle = 15 * time.Second
 )
 
-// errNotIssued is returned by IssuedCredentials.TLSConfig before the first certificate has been issued.
-var errNotIssued = errors.New("no os:reader certificate issued yet")
-
 // IssuedCredentials are Credentials with certificates that Talos issues over machine.sock. Create them with
 // NewIssuedCredentials; Run issues and renews the certificates.
 type IssuedCredentials struct {
@@ -163,7 +160,7 @@ func (c *IssuedCredentials) TLSConfig() (*tls.Config, error) {
 	defer c.mu.Unlock()
 
 	if c.cert == nil {
-		return nil, errNotIssued
+		return nil, errors.New("no os:reader certificate issued yet")
 	}
 
 	pool := x509.NewCertPool()
