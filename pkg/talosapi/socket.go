@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"time"
 
 	"github.com/cosi-project/runtime/pkg/safe"
@@ -56,7 +57,7 @@ func (s *Socket) Close() error {
 }
 
 func dialSocket(path string, as role.Role) (*grpc.ClientConn, error) {
-	conn, err := grpc.NewClient("unix://"+path, append(dialOptions(),
+	conn, err := grpc.NewClient("unix://"+path, append(dialOptions(math.MaxInt),
 		grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithPerRPCCredentials(roleCredentials(as)),
 	)...)

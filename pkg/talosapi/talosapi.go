@@ -13,6 +13,7 @@ import (
 	"io"
 	"net"
 	"net/netip"
+	"sync"
 	"time"
 
 	"github.com/cosi-project/runtime/api/v1alpha1"
@@ -80,10 +81,9 @@ func Dial(creds Credentials, addr netip.Addr) (State, error) {
 
 	target := "passthrough:///" + netip.AddrPortFrom(addr, constants.ApidPort).String()
 
-	conn, err := grpc.NewClient(target, append(dialOptions(),
+	conn, err := grpc.NewClient(target, append(dialOptions(maxStream),
 		grpc.WithTransportCredentials(transport),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: keepaliveTime, Timeout: keepaliveTimeout}),
-		grpc.WithChainStreamInterceptor(boundStream),
 	)...)
 	if err != nil {
 		return nil, fmt.Errorf("dial %s: %w", addr, err)
@@ -115,48 +115,64 @@ func (c reportingCredentials) Clone() credentials.TransportCredentials {
 	return reportingCredentials{TransportCredentials: c.TransportCredentials.Clone(), creds: c.creds}
 }
 
-func dialOptions() []grpc.DialOption {
+func dialOptions(streamLimit int) []grpc.DialOption {
 	return []grpc.DialOption{
 		grpc.WithNoProxy(), // the environment of the machine may set HTTPS_PROXY, which apid ignores as well
 		grpc.WithReadBufferSize(bufferSize),
 		grpc.WithWriteBufferSize(bufferSize),
 		grpc.WithSharedWriteBuffer(true),
 		grpc.WithChainUnaryInterceptor(measureUnary),
-		grpc.WithChainStreamInterceptor(measureStream),
+		grpc.WithChainStreamInterceptor(streamInterceptor(streamLimit)),
 	}
 }
 
-func boundStream(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, open grpc.Streamer, opts ...grpc.CallOption) (grpc.ClientStream, error) {
-	stream, err := open(ctx, desc, cc, method, opts...)
-	if err != nil {
-		return nil, err
-	}
+// streamInterceptor returns an interceptor for streams on which the server may send limit bytes.
+func streamInterceptor(limit int) grpc.StreamClientInterceptor {
+	return func(
+		ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, open grpc.Streamer, opts ...grpc.CallOption,
+	) (grpc.ClientStream, error) {
+		start := time.Now()
 
-	return &boundedStream{ClientStream: stream, remaining: maxStream}, nil
+		stream, err := open(ctx, desc, cc, method, opts...)
+		if err != nil {
+			observe(method, start, err)
+
+			return nil, err
+		}
+
+		return &clientStream{ClientStream: stream, answered: func(err error) { observe(method, start, err) }, remaining: limit}, nil
+	}
 }
 
-// boundedStream fails when more than maxStream bytes were received.
-type boundedStream struct {
+// clientStream is measured and bounded.
+type clientStream struct {
 	grpc.ClientStream
 
+	// answered is called with the result of the first RecvMsg, because gRPC opens a stream before the server has received it.
+	answered  func(error)
+	once      sync.Once
 	remaining int // bytes
 }
 
 // RecvMsg implements grpc.ClientStream.
-func (s *boundedStream) RecvMsg(message any) error {
-	if err := s.ClientStream.RecvMsg(message); err != nil {
-		return err
+func (s *clientStream) RecvMsg(message any) error {
+	err := s.ClientStream.RecvMsg(message)
+
+	s.once.Do(func() {
+		if errors.Is(err, io.EOF) { // an empty list
+			s.answered(nil)
+		} else {
+			s.answered(err)
+		}
+	})
+
+	if m, ok := message.(proto.Message); ok && err == nil {
+		if s.remaining -= proto.Size(m); s.remaining < 0 {
+			return status.Errorf(codes.ResourceExhausted, "machine sent more than %d bytes over one stream", maxStream)
+		}
 	}
 
-	if m, ok := message.(proto.Message); ok {
-		s.remaining -= proto.Size(m)
-	}
-
-	if s.remaining < 0 {
-		return status.Errorf(codes.ResourceExhausted, "machine sent more than %d bytes over one stream", maxStream)
-	}
-
-	return nil
+	return err
 }
 
 type cosiState struct {
