@@ -4,56 +4,44 @@ import (
 	"net/netip"
 	"slices"
 
+	"k8s.io/apimachinery/pkg/util/sets"
+
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
 // index maps keys, such as addresses, to the nodenames of the machines that have them. Most keys have one.
-type index[K comparable] struct {
-	compare   func(a, b K) int
-	nodenames map[K][]string
-}
-
-func newIndex[K comparable](compare func(a, b K) int) index[K] {
-	return index[K]{compare: compare, nodenames: map[K][]string{}}
-}
+type index[K comparable] map[K][]string
 
 // others returns the nodenames of the other machines that have the key.
 func (x index[K]) others(key K, nodename string) []string {
-	return slices.DeleteFunc(slices.Clone(x.nodenames[key]), func(n string) bool { return n == nodename })
+	return slices.DeleteFunc(slices.Clone(x[key]), func(n string) bool { return n == nodename })
 }
 
-// replace replaces the keys of nodename's machine. Both lists must be sorted and without duplicates. It returns each
-// other nodename that has become, or is no longer, one of several with a key.
+// replace replaces the keys of nodename's machine. It returns each other nodename that has become, or is no longer, one
+// of several with a key.
 func (x index[K]) replace(nodename string, before, after []K) (affected []string) {
-	for _, key := range x.missing(before, after) {
-		remaining := slices.DeleteFunc(x.nodenames[key], func(n string) bool { return n == nodename })
+	old, current := sets.New(before...), sets.New(after...)
 
-		switch x.nodenames[key] = remaining; len(remaining) {
+	for key := range old.Difference(current) {
+		remaining := x.others(key, nodename)
+
+		switch x[key] = remaining; len(remaining) {
 		case 0:
-			delete(x.nodenames, key)
+			delete(x, key)
 		case 1:
 			affected = append(affected, remaining[0])
 		}
 	}
 
-	for _, key := range x.missing(after, before) {
-		if len(x.nodenames[key]) == 1 {
-			affected = append(affected, x.nodenames[key][0])
+	for key := range current.Difference(old) {
+		if len(x[key]) == 1 {
+			affected = append(affected, x[key][0])
 		}
 
-		x.nodenames[key] = append(x.nodenames[key], nodename)
+		x[key] = append(x[key], nodename)
 	}
 
 	return affected
-}
-
-// missing returns the keys of list that the other list lacks.
-func (x index[K]) missing(list, other []K) []K {
-	return slices.DeleteFunc(slices.Clone(list), func(key K) bool {
-		_, found := slices.BinarySearchFunc(other, key, x.compare)
-
-		return found
-	})
 }
 
 func uuids(m machine.Machine) []string {
@@ -93,9 +81,7 @@ func owned(m machine.Machine) []string {
 		}
 	}
 
-	slices.Sort(list)
-
-	return slices.Compact(list)
+	return list
 }
 
 // platformAddresses returns the addresses that only the platform's metadata knows.
@@ -108,7 +94,5 @@ func platformAddresses(m machine.Machine) []netip.Addr {
 		}
 	}
 
-	slices.SortFunc(list, netip.Addr.Compare)
-
-	return slices.Compact(list)
+	return list
 }

@@ -6,7 +6,6 @@ package inventory
 import (
 	"net/netip"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -69,7 +68,7 @@ type Inventory struct {
 func New(now func() time.Time) *Inventory {
 	return &Inventory{
 		now: now, entries: map[string]Entry{},
-		uuids: newIndex(strings.Compare), owned: newIndex(strings.Compare), platforms: newIndex(netip.Addr.Compare),
+		uuids: index[string]{}, owned: index[string]{}, platforms: index[netip.Addr]{},
 	}
 }
 
