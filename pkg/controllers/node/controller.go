@@ -83,7 +83,6 @@ type Config struct {
 // Controller is the node controller. Use New and Run.
 type Controller struct {
 	config       Config
-	writer       writer
 	lister       corelisters.NodeLister
 	indexer      cache.Indexer
 	reporter     *events.Reporter
@@ -99,7 +98,6 @@ func New(cfg Config) (*Controller, error) {
 
 	c := &Controller{
 		config:       cfg,
-		writer:       writer{client: cfg.Client},
 		lister:       cfg.Nodes.Lister(),
 		indexer:      informer.GetIndexer(),
 		reporter:     events.New(cfg.Recorder),
@@ -109,11 +107,18 @@ func New(cfg Config) (*Controller, error) {
 		queue:        queue.New(queueName),
 	}
 
-	if err := informer.AddIndexers(cache.Indexers{indexProviderID: providerIDOf}); err != nil {
+	err := informer.AddIndexers(cache.Indexers{indexProviderID: func(obj any) ([]string, error) {
+		if node, ok := obj.(*corev1.Node); ok && node.Spec.ProviderID != "" {
+			return []string{node.Spec.ProviderID}, nil
+		}
+
+		return nil, nil
+	}})
+	if err != nil {
 		return nil, fmt.Errorf("index nodes by providerID: %w", err)
 	}
 
-	_, err := informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
+	_, err = informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
 		AddFunc:    c.enqueue,
 		UpdateFunc: func(_, node any) { c.enqueue(node) },
 		DeleteFunc: c.enqueue,
@@ -125,15 +130,6 @@ func New(cfg Config) (*Controller, error) {
 	cfg.Inventory.Subscribe(c.queue.Add)
 
 	return c, nil
-}
-
-func providerIDOf(obj any) ([]string, error) {
-	node, ok := obj.(*corev1.Node)
-	if !ok || node.Spec.ProviderID == "" {
-		return nil, nil
-	}
-
-	return []string{node.Spec.ProviderID}, nil
 }
 
 func (c *Controller) enqueue(obj any) {
@@ -329,7 +325,8 @@ func (c *Controller) report(node *corev1.Node, conditions []events.Condition) {
 	}
 }
 
-// update writes the differences between the Node and its desired state.
+// update writes the differences between the Node and its desired state, logs them and emits an Event for an
+// initialization.
 func (c *Controller) update(ctx context.Context, node *corev1.Node, spec nodespec.Spec, conditions []events.Condition) (result string, err error) {
 	p, err := makePlan(node, spec)
 	if err != nil {
@@ -342,33 +339,24 @@ func (c *Controller) update(ctx context.Context, node *corev1.Node, spec nodespe
 		return resultUnchanged, nil
 	}
 
-	written, err := c.writer.write(ctx, node, p)
+	written, err := c.write(ctx, node, p)
 	c.expectations.Expect(written)
 
 	switch {
-	case err == nil:
-		c.recordUpdate(ctx, node, p, spec)
-
-		return resultChanged, nil
 	case apierrors.IsNotFound(err): // deleted in the meantime
 		return resultUnchanged, nil
 	case apierrors.IsConflict(err):
-		result = resultConflict
-	default:
-		result = resultError
+		return resultConflict, fmt.Errorf("update node %s: %w", node.Name, err)
+	case err != nil:
+		return resultError, fmt.Errorf("update node %s: %w", node.Name, err)
 	}
 
-	return result, fmt.Errorf("update node %s: %w", node.Name, err)
-}
-
-// recordUpdate logs the update and, for an initialization, emits an Event and observes the duration.
-func (c *Controller) recordUpdate(ctx context.Context, node *corev1.Node, p plan, spec nodespec.Spec) {
 	logger := klog.FromContext(ctx)
 
 	if !p.initialize {
 		logger.Info("Updated node", "metadata", p.apply, "addresses", p.addresses != nil, "taints", p.updateTaints)
 
-		return
+		return resultChanged, nil
 	}
 
 	providerID := cmp.Or(node.Spec.ProviderID, spec.ProviderID)
@@ -376,4 +364,6 @@ func (c *Controller) recordUpdate(ctx context.Context, node *corev1.Node, p plan
 	initialization.Observe(duration.Seconds())
 	logger.Info("Initialized node", "providerID", providerID, "duration", duration)
 	c.config.Recorder.Eventf(node, corev1.EventTypeNormal, ReasonInitialized, "Initialized with providerID %s", providerID)
+
+	return resultChanged, nil
 }

@@ -9,28 +9,22 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
-	"k8s.io/client-go/kubernetes"
 )
-
-// writer writes plans. Every request contains the UID of the Node that the plan was made for, so that it can neither
-// change another Node of the same name nor create one.
-type writer struct {
-	client kubernetes.Interface
-}
 
 // write writes the plan in the order that makes initialization atomic for the scheduler: labels and annotations,
 // addresses and last, in one request, providerID and taints. It returns the Node after the last successful request, or
-// the given Node.
-func (w writer) write(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
+// the given Node. Every request contains the UID of the Node that the plan was made for, so that it can neither change
+// another Node of the same name nor create one.
+func (c *Controller) write(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
 	for _, step := range []struct {
 		action string
 		needed bool
 		write  func(context.Context, *corev1.Node, plan) (*corev1.Node, error)
 	}{
-		{"take over from the upstream Talos CCM", p.managedFields != nil, w.patchManagedFields},
-		{"apply labels and annotations", p.apply, w.apply},
-		{"patch addresses", p.addresses != nil, w.patchAddresses},
-		{"patch spec", p.patchesSpec(), w.patchSpec},
+		{"take over from the upstream Talos CCM", p.managedFields != nil, c.patchManagedFields},
+		{"apply labels and annotations", p.apply, c.apply},
+		{"patch addresses", p.addresses != nil, c.patchAddresses},
+		{"patch spec", p.patchesSpec(), c.patchSpec},
 	} {
 		if !step.needed {
 			continue
@@ -48,8 +42,8 @@ func (w writer) write(ctx context.Context, node *corev1.Node, p plan) (*corev1.N
 }
 
 // patchManagedFields contains the resourceVersion, because it replaces a list.
-func (w writer) patchManagedFields(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
-	return w.patch(ctx, node.Name, map[string]any{
+func (c *Controller) patchManagedFields(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
+	return c.patch(ctx, node.Name, map[string]any{
 		"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion, "managedFields": p.managedFields},
 	})
 }
@@ -58,19 +52,19 @@ func (w writer) patchManagedFields(ctx context.Context, node *corev1.Node, p pla
 // the next sync skips the key. It contains the resourceVersion if it records a taint as enforced: the plan is right
 // about the taint's owner in that version only, and the record hides it afterwards. (A taint that another client adds
 // between this request and patchSpec is mistaken for an enforced one.)
-func (w writer) apply(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
+func (c *Controller) apply(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
 	config := corev1ac.Node(node.Name).WithUID(node.UID).WithLabels(p.labels).WithAnnotations(p.annotations)
 	if p.recordsTaint {
 		config.WithResourceVersion(node.ResourceVersion)
 	}
 
-	return w.client.CoreV1().Nodes().Apply(ctx, config, metav1.ApplyOptions{FieldManager: FieldManager})
+	return c.config.Client.CoreV1().Nodes().Apply(ctx, config, metav1.ApplyOptions{FieldManager: FieldManager})
 }
 
 // patchAddresses uses a JSON merge patch, which replaces the list: the merge key for strategic merge patches is the
 // type, but a Node can have several addresses of one type (https://github.com/kubernetes/kubernetes/issues/79391).
-func (w writer) patchAddresses(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
-	return w.patch(ctx, node.Name, map[string]any{
+func (c *Controller) patchAddresses(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
+	return c.patch(ctx, node.Name, map[string]any{
 		"metadata": map[string]any{"uid": node.UID},
 		"status":   map[string]any{"addresses": p.addresses},
 	}, "status")
@@ -78,7 +72,7 @@ func (w writer) patchAddresses(ctx context.Context, node *corev1.Node, p plan) (
 
 // patchSpec contains the resourceVersion, because it replaces the list of taints, and a providerID cannot be changed
 // once it is set.
-func (w writer) patchSpec(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
+func (c *Controller) patchSpec(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
 	spec := map[string]any{}
 	if p.providerID != "" {
 		spec["providerID"] = p.providerID
@@ -88,17 +82,17 @@ func (w writer) patchSpec(ctx context.Context, node *corev1.Node, p plan) (*core
 		spec["taints"] = planTaints(node, p.taints).list
 	}
 
-	return w.patch(ctx, node.Name, map[string]any{
+	return c.patch(ctx, node.Name, map[string]any{
 		"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion},
 		"spec":     spec,
 	})
 }
 
-func (w writer) patch(ctx context.Context, nodename string, patch map[string]any, subresources ...string) (*corev1.Node, error) {
+func (c *Controller) patch(ctx context.Context, nodename string, patch map[string]any, subresources ...string) (*corev1.Node, error) {
 	data, err := json.Marshal(patch)
 	if err != nil {
 		return nil, err
 	}
 
-	return w.client.CoreV1().Nodes().Patch(ctx, nodename, types.MergePatchType, data, metav1.PatchOptions{FieldManager: FieldManager}, subresources...)
+	return c.config.Client.CoreV1().Nodes().Patch(ctx, nodename, types.MergePatchType, data, metav1.PatchOptions{FieldManager: FieldManager}, subresources...)
 }
