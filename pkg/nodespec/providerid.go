@@ -10,6 +10,7 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
@@ -110,7 +111,7 @@ func pendingMetadata(in Input) string {
 		if meta.InstanceID != "" && in.Machine.System == (hardware.SystemInformationSpec{}) {
 			return fmt.Sprintf("the SMBIOS UUID of platform %q has not been read yet", meta.Platform)
 		}
-	case pendingConfirmation(in):
+	case in.Machine.PlatformFromCache && !isFinal(in.Machine): // the disk may have belonged to another instance
 		return fmt.Sprintf("platform %q has not confirmed the metadata that Talos cached in an earlier boot", meta.Platform)
 	case identified:
 		if why := invalidIdentity(meta.InstanceID + meta.ProviderID); why != "" {
@@ -118,7 +119,7 @@ func pendingMetadata(in Input) string {
 		}
 	case meta.Platform != platformNoCloud && meta.Platform != platformVMware:
 		return fmt.Sprintf("platform %q has not published an instance ID yet", meta.Platform)
-	case pendingPublication(in):
+	case !in.Machine.PlatformPublished && !isFinal(in.Machine):
 		return fmt.Sprintf("platform %q has not published its metadata yet", meta.Platform)
 	}
 
@@ -150,36 +151,17 @@ func isProviderID(providerID string) bool {
 
 func providerURI(platform, id string) string { return "talos://" + platform + "/" + id }
 
-// pendingConfirmation reports whether the metadata is from an earlier boot, when the disk may have belonged to another
-// instance, and the platform will still publish the metadata of this boot. A running nocloud machine without a data
-// source on the network will not.
-func pendingConfirmation(in Input) bool {
-	if in.Machine.Platform.Platform == platformNoCloud && in.Machine.Stage == runtime.MachineStageRunning {
-		return in.Machine.PlatformFromCache && hasNetworkSeed(in.Machine.System.SerialNumber)
-	}
-
-	return in.Machine.PlatformFromCache
+// isFinal reports whether the platform will not publish other metadata in this boot. A nocloud machine without a data
+// source never publishes a configuration (NetworkConfiguration returns without one), and it will not once the machine
+// is running, unless SMBIOS names a data source on the network, which Talos queries until it responds.
+func isFinal(m machine.Machine) bool {
+	return m.Platform.Platform == platformNoCloud && m.Stage == runtime.MachineStageRunning && !hasNetworkSeed(m.System.SerialNumber)
 }
 
 // pendingSMBIOS reports whether the SMBIOS information may still be missing. Talos publishes it long before a machine
 // is running, and it is polled together with the stage.
 func pendingSMBIOS(in Input) bool {
 	return in.Machine.System == (hardware.SystemInformationSpec{}) && in.Machine.Stage != runtime.MachineStageRunning
-}
-
-// pendingPublication reports whether a platform with optional metadata may still publish it. A nocloud machine without
-// a data source never publishes a configuration (NetworkConfiguration returns without one). It will not once the
-// machine is running, unless SMBIOS names a data source on the network, which Talos queries until it responds.
-func pendingPublication(in Input) bool {
-	if in.Machine.PlatformPublished {
-		return false
-	}
-
-	if in.Machine.Platform.Platform != platformNoCloud {
-		return true
-	}
-
-	return in.Machine.Stage != runtime.MachineStageRunning || hasNetworkSeed(in.Machine.System.SerialNumber)
 }
 
 // hasNetworkSeed reports whether the SMBIOS serial number makes Talos read nocloud metadata from the network instead
