@@ -19,16 +19,9 @@ import (
 // Name is the name of the provider and the scheme of generated providerIDs.
 const Name = "talos"
 
-// Inventory is the part of the inventory that the provider reads.
-type Inventory interface {
-	nodespec.Peers
-
-	Get(nodename string) inventory.Entry
-}
-
 // Provider implements cloudprovider.Interface and cloudprovider.InstancesV2. Use New.
 type Provider struct {
-	inventory Inventory
+	inventory *inventory.Inventory
 	options   func() nodespec.Options
 }
 
@@ -38,7 +31,7 @@ var (
 )
 
 // New returns a Provider that reads inv. options returns the options in force.
-func New(inv Inventory, options func() nodespec.Options) *Provider {
+func New(inv *inventory.Inventory, options func() nodespec.Options) *Provider {
 	return &Provider{inventory: inv, options: options}
 }
 

@@ -61,19 +61,11 @@ const (
 	indexProviderID = "providerID"
 )
 
-// Inventory holds the machines; *inventory.Inventory implements it.
-type Inventory interface {
-	nodespec.Peers
-
-	Get(nodename string) inventory.Entry
-	Subscribe(handler func(nodename string))
-}
-
 // Config configures a Controller. Every field is required.
 type Config struct {
 	Client    kubernetes.Interface
 	Nodes     coreinformers.NodeInformer
-	Inventory Inventory
+	Inventory *inventory.Inventory
 	Recorder  record.EventRecorder
 	Clock     clock.Clock
 	// Options returns the cluster-wide settings in force. Call Resync after they have changed.
