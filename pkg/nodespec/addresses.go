@@ -62,15 +62,16 @@ func internalIPs(in Input) []netip.Addr {
 }
 
 func byFamily(options Options) func(a, b netip.Addr) int {
-	rank := func(a netip.Addr) int {
-		if a.Is6() == options.PreferIPv6 {
+	return func(a, b netip.Addr) int {
+		switch {
+		case a.Is6() == b.Is6():
 			return 0
+		case a.Is6() == options.PreferIPv6:
+			return -1
+		default:
+			return 1
 		}
-
-		return 1
 	}
-
-	return func(a, b netip.Addr) int { return cmp.Compare(rank(a), rank(b)) }
 }
 
 func addresses(in Input, transformed rules.Result, nodeIPs []netip.Addr) ([]corev1.NodeAddress, []Problem) {
@@ -117,7 +118,9 @@ func externalIPs(in Input, discovery *bool, nodeIPs []netip.Addr) []netip.Addr {
 	slices.SortStableFunc(found, func(a, b machine.Address) int {
 		x, y := a.Prefix.Addr().Unmap(), b.Prefix.Addr().Unmap()
 
-		return cmp.Or(byFamily(in.Options)(x, y), permanence(b)-permanence(a), x.Compare(y))
+		permanence := cmp.Compare(nethelpers.AddressFlag(b.Flags)&nethelpers.AddressPermanent, nethelpers.AddressFlag(a.Flags)&nethelpers.AddressPermanent)
+
+		return cmp.Or(byFamily(in.Options)(x, y), permanence, x.Compare(y))
 	})
 
 	var ips []netip.Addr
@@ -129,14 +132,6 @@ func externalIPs(in Input, discovery *bool, nodeIPs []netip.Addr) []netip.Addr {
 	}
 
 	return ips
-}
-
-func permanence(a machine.Address) int {
-	if nethelpers.AddressFlag(a.Flags)&nethelpers.AddressPermanent != 0 {
-		return 1
-	}
-
-	return 0
 }
 
 // dnsNames returns the DNS names that the platform reports. A host name with a domain is the internal name if the

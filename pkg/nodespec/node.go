@@ -62,12 +62,8 @@ func DialAddresses(node *corev1.Node) []netip.Addr {
 
 	var addrs []netip.Addr
 
-	seen := map[netip.Addr]bool{}
-
 	for _, addr := range append(ProvidedNodeIPs(node), parseAddrs(listed)...) {
-		if !seen[addr] && len(addrs) < maxDialAddresses {
-			seen[addr] = true
-
+		if !slices.Contains(addrs, addr) && len(addrs) < maxDialAddresses {
 			addrs = append(addrs, addr)
 		}
 	}
