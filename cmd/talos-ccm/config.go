@@ -76,21 +76,28 @@ Editors with a YAML language server validate and complete a file that starts wit
 
 // readConfig reads a file, or stdin for "-". It reads at most one byte more than config.Parse accepts.
 func readConfig(stdin io.Reader, file string) (name string, data []byte, err error) {
-	name, reader := "stdin", stdin
-
-	if file != "-" {
-		f, err := os.Open(file)
-		if err != nil {
-			return file, nil, err
-		}
-		defer f.Close() //nolint:errcheck // nothing was written
-
-		name, reader = file, f
+	if name = file; file == "-" {
+		name = "stdin"
 	}
 
-	if data, err = io.ReadAll(io.LimitReader(reader, config.MaxSize+1)); err != nil {
+	if data, err = readInput(stdin, file, config.MaxSize+1); err != nil {
 		return name, nil, err
 	}
 
 	return name, data, config.CheckNotEmpty(name, data)
+}
+
+// readInput reads at most limit bytes of a file, or of stdin for "-".
+func readInput(stdin io.Reader, file string, limit int64) ([]byte, error) {
+	if file != "-" {
+		f, err := os.Open(file)
+		if err != nil {
+			return nil, err
+		}
+		defer f.Close() //nolint:errcheck // nothing was written
+
+		stdin = f
+	}
+
+	return io.ReadAll(io.LimitReader(stdin, limit))
 }

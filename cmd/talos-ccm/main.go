@@ -61,15 +61,11 @@ func run(ctx context.Context) error {
 // replace replaces the process image, with another environment. Talos would not supervise a new process.
 func replace(environ []string) error {
 	path, err := os.Executable()
-	if err != nil {
-		return fmt.Errorf("restart with new environment: %w", err)
+	if err == nil {
+		err = syscall.Exec(path, os.Args, environ) // does not return if it succeeds
 	}
 
-	if err := syscall.Exec(path, os.Args, environ); err != nil {
-		return fmt.Errorf("restart with new environment: %w", err)
-	}
-
-	return nil
+	return fmt.Errorf("restart with new environment: %w", err)
 }
 
 // checkEnvironment returns the error with which the process would fail if it were started with args and environ.

@@ -7,7 +7,6 @@ import (
 	"io"
 	"io/fs"
 	"net/netip"
-	"os"
 	"slices"
 	"strings"
 	"time"
@@ -147,10 +146,10 @@ func (o renderOptions) nodeOptions(stdin io.Reader) (nodespec.Options, error) {
 	var (
 		name string
 		text []byte
+		err  error
 	)
 
 	if o.config != "" {
-		var err error
 		if name, text, err = readConfig(stdin, o.config); err != nil {
 			return nodespec.Options{}, fmt.Errorf("read configuration: %w", err)
 		}
@@ -174,7 +173,11 @@ func (o renderOptions) machines(cmd *cobra.Command) ([]preview.Machine, error) {
 		return []preview.Machine{{Node: o.node, Machine: m}}, nil
 	}
 
-	text, err := o.readFile(cmd.InOrStdin())
+	text, err := readInput(cmd.InOrStdin(), o.machine, maxMachineFile+1)
+	if err == nil && len(text) > maxMachineFile {
+		err = fmt.Errorf("file is larger than %d MiB", maxMachineFile>>20)
+	}
+
 	if err != nil {
 		return nil, fmt.Errorf("read machine: %w", err)
 	}
@@ -199,27 +202,6 @@ func (o renderOptions) machines(cmd *cobra.Command) ([]preview.Machine, error) {
 	}
 
 	return machines, nil
-}
-
-func (o renderOptions) readFile(stdin io.Reader) ([]byte, error) {
-	source := stdin
-
-	if o.machine != "-" {
-		file, err := os.Open(o.machine)
-		if err != nil {
-			return nil, err
-		}
-		defer file.Close() //nolint:errcheck // only read
-
-		source = file
-	}
-
-	text, err := io.ReadAll(io.LimitReader(source, maxMachineFile+1))
-	if err == nil && len(text) > maxMachineFile {
-		err = fmt.Errorf("file is larger than %d MiB", maxMachineFile>>20)
-	}
-
-	return text, err
 }
 
 // readNode reads a machine over the Talos API, through the endpoints of the talosconfig or, without endpoints, from the machine itself.
