@@ -14,9 +14,13 @@ import (
 	"sync"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/uuid"
+	"k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/leaderelection"
 	cloudconfig "k8s.io/cloud-provider/app/config"
+	controllerhealthz "k8s.io/controller-manager/pkg/healthz"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 
@@ -58,10 +62,6 @@ func New(options *Options) (*App, error) {
 	}
 
 	a := &App{options: options, clock: options.Clock, identity: hostname + "_" + string(uuid.NewUUID())}
-
-	if a.clock == nil {
-		a.clock = clock.RealClock{}
-	}
 
 	var source settings.Source = settings.Defaults{}
 
@@ -191,7 +191,16 @@ func (a *App) connect(ctx context.Context) error {
 		return err
 	}
 
-	return newControllerManager(a, creds, config).run(ctx)
+	m := controllerManager{
+		app:      a,
+		creds:    creds,
+		config:   config,
+		recorder: config.EventBroadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: component}),
+		checks:   controllerhealthz.NewMutableHealthzHandler(),
+		watchdog: leaderelection.NewLeaderHealthzAdaptor(electionHealthTimeout),
+	}
+
+	return m.run(ctx)
 }
 
 // credentials waits for credentials and returns the Talos credentials and the path of the kubeconfig, empty for the

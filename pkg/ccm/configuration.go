@@ -25,8 +25,6 @@ const (
 	ReasonConfigValid   = "ConfigValid"
 )
 
-var errNodenameUnknown = errors.New("nodename of the local machine is not known")
-
 // NodeOptions returns a configuration's options for Nodes. fallback applies if the configuration does not set
 // providerIDFallback.
 func NodeOptions(c *config.Compiled, fallback config.ProviderIDFallback) nodespec.Options {
@@ -55,7 +53,7 @@ func (m *controllerManager) reportConfiguration(ctx context.Context) {
 
 	err := backoff.Retry(ctx, m.app.clock, retryFirst, retryMax, func(ctx context.Context) error {
 		if node.Name = m.app.localNodename(ctx); node.Name == "" {
-			return errNodenameUnknown
+			return errors.New("nodename of the local machine is not known") // which localNodename has logged
 		}
 
 		node.UID = types.UID(node.Name)
@@ -119,26 +117,21 @@ func (a *App) checkEnvironment(variables []string) error {
 		}
 	}
 
-	if a.options.CheckEnvironment == nil {
-		return nil
-	}
-
 	return a.options.CheckEnvironment(overlay(baseOf(a.options.Environment), variables))
 }
 
 // restart returns the RestartError that the document in force requires, or nil.
 func (a *App) restart() *RestartError {
 	base := baseOf(a.options.Environment)
-	wanted := overlay(base, a.settings.Environment())
+	data, _ := json.Marshal(base) //nolint:errchkjson // strings cannot fail
+	record := []string{baseVariable + "=" + string(data)}
 
-	isBase := func(entry string) bool { return strings.HasPrefix(entry, baseVariable+"=") }
-	if slices.Equal(wanted, slices.DeleteFunc(slices.Clone(a.options.Environment), isBase)) {
+	wanted := overlay(overlay(base, a.settings.Environment()), record)
+	if slices.Equal(wanted, overlay(a.options.Environment, record)) {
 		return nil
 	}
 
-	data, _ := json.Marshal(base) //nolint:errchkjson // strings cannot fail
-
-	return &RestartError{Environment: append(wanted, baseVariable+"="+string(data))}
+	return &RestartError{Environment: wanted}
 }
 
 // baseVariable holds the environment that the process had before it was first replaced, as JSON. A variable that is

@@ -3,6 +3,7 @@ package ccm
 import (
 	"context"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/cosi-project/runtime/pkg/safe"
@@ -28,15 +29,10 @@ type localState struct {
 // serves reports whether talos-ccm should run: on a control-plane machine that is not going down. A machine in
 // maintenance mode has no type.
 func (s localState) serves() bool {
-	switch s.stage {
-	case runtime.MachineStageUnknown:
-		return false
-	case runtime.MachineStageRebooting, runtime.MachineStageShuttingDown, runtime.MachineStageResetting, runtime.MachineStageUpgrading:
-		return false
-	case runtime.MachineStageBooting, runtime.MachineStageInstalling, runtime.MachineStageMaintenance, runtime.MachineStageRunning:
-	}
-
-	return s.controlPlane
+	return s.controlPlane && !slices.Contains([]runtime.MachineStage{
+		runtime.MachineStageUnknown, runtime.MachineStageRebooting, runtime.MachineStageShuttingDown, runtime.MachineStageResetting,
+		runtime.MachineStageUpgrading,
+	}, s.stage)
 }
 
 // watchLocalState sends the state of the local machine on every change until ctx ends. While machined cannot be

@@ -6,9 +6,7 @@ import (
 	"sync"
 	"time"
 
-	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/kubernetes/scheme"
 	v1core "k8s.io/client-go/kubernetes/typed/core/v1"
 	"k8s.io/client-go/tools/leaderelection"
 	"k8s.io/client-go/tools/leaderelection/resourcelock"
@@ -44,23 +42,6 @@ type controllerManager struct {
 	watchdog *leaderelection.HealthzAdaptor
 }
 
-func newControllerManager(a *App, creds talosapi.Credentials, config *cloudconfig.CompletedConfig) *controllerManager {
-	m := &controllerManager{
-		app:      a,
-		creds:    creds,
-		config:   config,
-		recorder: config.EventBroadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: component}),
-		checks:   controllerhealthz.NewMutableHealthzHandler(),
-		watchdog: leaderelection.NewLeaderHealthzAdaptor(electionHealthTimeout),
-	}
-
-	if config.ComponentConfig.Generic.LeaderElection.LeaderElect {
-		m.checks.AddHealthChecker(m.watchdog)
-	}
-
-	return m
-}
-
 // run serves until ctx ends. Once a configuration is in force it runs the controllers, with leader election if enabled.
 func (m *controllerManager) run(ctx context.Context) error {
 	// Events have a client of their own, so that they do not compete with the controllers for the rate limit.
@@ -74,9 +55,19 @@ func (m *controllerManager) run(ctx context.Context) error {
 
 	defer m.config.EventBroadcaster.Shutdown()
 
-	stopped, err := m.serve(ctx)
-	if err != nil {
-		return err
+	if m.config.ComponentConfig.Generic.LeaderElection.LeaderElect {
+		m.checks.AddHealthChecker(m.watchdog)
+	}
+
+	var stopped <-chan struct{} // closed when the server has stopped after ctx ended
+
+	if m.config.SecureServing != nil {
+		mux := genericcontrollermanager.NewBaseHandler(&m.config.ComponentConfig.Generic.Debugging, m.checks)
+		handler := genericcontrollermanager.BuildHandlerChain(mux, &m.config.Authorization, &m.config.Authentication)
+
+		if stopped, _, err = m.config.SecureServing.Serve(handler, 0, ctx.Done()); err != nil {
+			return fmt.Errorf("serve health and metrics: %w", err)
+		}
 	}
 
 	var group sync.WaitGroup
@@ -102,24 +93,6 @@ func (m *controllerManager) run(ctx context.Context) error {
 	return err
 }
 
-// serve starts the secure port, if it is enabled. The returned channel is closed when the server has stopped after
-// ctx ends.
-func (m *controllerManager) serve(ctx context.Context) (<-chan struct{}, error) {
-	if m.config.SecureServing == nil {
-		return nil, nil
-	}
-
-	mux := genericcontrollermanager.NewBaseHandler(&m.config.ComponentConfig.Generic.Debugging, m.checks)
-	handler := genericcontrollermanager.BuildHandlerChain(mux, &m.config.Authorization, &m.config.Authentication)
-
-	stopped, _, err := m.config.SecureServing.Serve(handler, 0, ctx.Done())
-	if err != nil {
-		return nil, fmt.Errorf("serve health and metrics: %w", err)
-	}
-
-	return stopped, nil
-}
-
 // elect runs the controllers while it holds the lease. When ctx ends it stops the controllers first and then releases
 // the lease, so that two instances never act at the same time.
 func (m *controllerManager) elect(ctx context.Context) error {
@@ -130,9 +103,10 @@ func (m *controllerManager) elect(ctx context.Context) error {
 	defer stop()
 
 	var (
-		controllers sync.WaitGroup
-		started     = make(chan struct{})
-		failed      = make(chan error, 1)
+		started            = make(chan struct{})
+		controllersStopped = make(chan struct{})
+		electorStopped     = make(chan struct{})
+		failed             = make(chan error, 3) // one per goroutine below
 	)
 
 	elector, err := m.newElector(ctx, leaderelection.LeaderCallbacks{
@@ -145,39 +119,36 @@ func (m *controllerManager) elect(ctx context.Context) error {
 
 	// The elector calls OnStartedLeading in a goroutine of its own, possibly after leadingCtx has ended and the wait
 	// for the controllers is over. Therefore the controllers do not run in the callback.
-	controllers.Go(func() {
+	go func() {
+		defer close(controllersStopped)
+
 		select {
 		case <-started:
-			if leadingCtx.Err() != nil {
-				return
-			}
+		case <-leadingCtx.Done():
+		}
 
+		if leadingCtx.Err() == nil {
 			if err := m.control(leadingCtx); err != nil {
 				failed <- err
 			}
-		case <-leadingCtx.Done():
 		}
-	})
-
-	electorStopped, controllersStopped := make(chan struct{}), make(chan struct{})
+	}()
 
 	go func() {
 		defer close(electorStopped)
 
 		elector.Run(electionCtx)
+
+		failed <- errLeaseLost
 	}()
 
 	go func() {
-		defer close(controllersStopped)
-
-		controllers.Wait()
+		if m.leaseExpires(leadingCtx, elector) {
+			failed <- errLeaseLost
+		}
 	}()
 
 	select {
-	case <-electorStopped:
-		err = errLeaseLost
-	case <-m.leaseExpires(leadingCtx, elector):
-		err = errLeaseLost
 	case err = <-failed:
 	case <-ctx.Done():
 	}
@@ -190,27 +161,21 @@ func (m *controllerManager) elect(ctx context.Context) error {
 	return err
 }
 
-// leaseExpires returns a channel that is closed shortly before the held lease expires, unless ctx ends first. The
-// elector gives up earlier, but returns only after it has tried to release the lease. If the API server does not
-// respond, that takes longer than the lease lasts.
-func (m *controllerManager) leaseExpires(ctx context.Context, elector *leaderelection.LeaderElector) <-chan struct{} {
+// leaseExpires returns true shortly before the held lease expires, or false when ctx ends. The elector gives up
+// earlier, but returns only after it has tried to release the lease. If the API server does not respond, that takes
+// longer than the lease lasts.
+func (m *controllerManager) leaseExpires(ctx context.Context, elector *leaderelection.LeaderElector) bool {
 	election := m.config.ComponentConfig.Generic.LeaderElection
 	// Half of the time between the renew deadline and the expiry of the lease is for the controllers to stop.
 	margin := (election.LeaseDuration.Duration - election.RenewDeadline.Duration) / 2
 
-	expires := make(chan struct{})
-
-	go func() {
-		for elector.Check(-margin) == nil {
-			if !backoff.Sleep(ctx, clock.RealClock{}, margin/4) {
-				return
-			}
+	for elector.Check(-margin) == nil {
+		if !backoff.Sleep(ctx, clock.RealClock{}, margin/4) {
+			return false
 		}
+	}
 
-		close(expires)
-	}()
-
-	return expires
+	return true
 }
 
 func (m *controllerManager) newElector(ctx context.Context, callbacks leaderelection.LeaderCallbacks) (*leaderelection.LeaderElector, error) {

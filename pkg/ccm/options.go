@@ -63,11 +63,9 @@ type Options struct {
 	// Environment is the environment of the process, as NAME=value. Run returns a RestartError if a document sets
 	// other variables.
 	Environment []string
-	// CheckEnvironment reports why the process could not be started with another environment. If nil, every
-	// environment is accepted.
+	// CheckEnvironment reports why the process could not be started with another environment.
 	CheckEnvironment func(environ []string) error
-	// Clock is used for everything except leader election and the delays of work queues. If nil, the system clock is
-	// used.
+	// Clock is used for everything except leader election and the delays of work queues.
 	Clock clock.Clock
 }
 
@@ -90,7 +88,12 @@ func NewOptions() (*Options, error) {
 	// talos-ccm has no webhooks.
 	framework.Webhook, framework.WebhookServing = nil, nil
 
-	return &Options{Framework: framework, ProviderIDFallback: config.FallbackUUID}, nil
+	return &Options{
+		Framework:          framework,
+		ProviderIDFallback: config.FallbackUUID,
+		CheckEnvironment:   func([]string) error { return nil },
+		Clock:              clock.RealClock{},
+	}, nil
 }
 
 // Flags returns all flags by section.
