@@ -293,6 +293,7 @@ func replaceFile(path string, data []byte) error {
 // owns objects of these names.
 func applyManifests(ctx context.Context, client kubernetes.Interface, stream []byte) error {
 	documents := utilyaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(stream)))
+	options := metav1.PatchOptions{FieldManager: fieldManager, Force: ptr.To(true)}
 
 	for {
 		document, err := documents.Read()
@@ -302,40 +303,28 @@ func applyManifests(ctx context.Context, client kubernetes.Interface, stream []b
 			return fmt.Errorf("read manifests: %w", err)
 		}
 
-		if err := apply(ctx, client, document); err != nil {
-			return err
+		var object metav1.PartialObjectMetadata
+		if err := yaml.Unmarshal(document, &object); err != nil {
+			return fmt.Errorf("parse manifest: %w", err)
+		}
+
+		switch object.Kind {
+		case "ServiceAccount":
+			_, err = client.CoreV1().ServiceAccounts(object.Namespace).Patch(ctx, object.Name, types.ApplyPatchType, document, options)
+		case "ClusterRole":
+			_, err = client.RbacV1().ClusterRoles().Patch(ctx, object.Name, types.ApplyPatchType, document, options)
+		case "ClusterRoleBinding":
+			_, err = client.RbacV1().ClusterRoleBindings().Patch(ctx, object.Name, types.ApplyPatchType, document, options)
+		case "Role":
+			_, err = client.RbacV1().Roles(object.Namespace).Patch(ctx, object.Name, types.ApplyPatchType, document, options)
+		case "RoleBinding":
+			_, err = client.RbacV1().RoleBindings(object.Namespace).Patch(ctx, object.Name, types.ApplyPatchType, document, options)
+		default:
+			err = errors.New("unsupported kind")
+		}
+
+		if err != nil {
+			return fmt.Errorf("apply %s %s: %w", object.Kind, object.Name, err)
 		}
 	}
-}
-
-func apply(ctx context.Context, client kubernetes.Interface, document []byte) error {
-	var object metav1.PartialObjectMetadata
-	if err := yaml.Unmarshal(document, &object); err != nil {
-		return fmt.Errorf("parse manifest: %w", err)
-	}
-
-	options := metav1.PatchOptions{FieldManager: fieldManager, Force: ptr.To(true)}
-
-	var err error
-
-	switch object.Kind {
-	case "ServiceAccount":
-		_, err = client.CoreV1().ServiceAccounts(object.Namespace).Patch(ctx, object.Name, types.ApplyPatchType, document, options)
-	case "ClusterRole":
-		_, err = client.RbacV1().ClusterRoles().Patch(ctx, object.Name, types.ApplyPatchType, document, options)
-	case "ClusterRoleBinding":
-		_, err = client.RbacV1().ClusterRoleBindings().Patch(ctx, object.Name, types.ApplyPatchType, document, options)
-	case "Role":
-		_, err = client.RbacV1().Roles(object.Namespace).Patch(ctx, object.Name, types.ApplyPatchType, document, options)
-	case "RoleBinding":
-		_, err = client.RbacV1().RoleBindings(object.Namespace).Patch(ctx, object.Name, types.ApplyPatchType, document, options)
-	default:
-		err = errors.New("unsupported kind")
-	}
-
-	if err != nil {
-		return fmt.Errorf("apply %s %s: %w", object.Kind, object.Name, err)
-	}
-
-	return nil
 }
