@@ -111,7 +111,7 @@ func pendingMetadata(in Input) string {
 		if meta.InstanceID != "" && in.Machine.System == (hardware.SystemInformationSpec{}) {
 			return fmt.Sprintf("the SMBIOS UUID of platform %q has not been read yet", meta.Platform)
 		}
-	case in.Machine.PlatformFromCache && !isFinal(in.Machine): // the disk may have belonged to another instance
+	case !isFinal(in.Machine, !in.Machine.PlatformFromCache): // the disk may have belonged to another instance
 		return fmt.Sprintf("platform %q has not confirmed the metadata that Talos cached in an earlier boot", meta.Platform)
 	case identified:
 		if why := invalidIdentity(meta.InstanceID + meta.ProviderID); why != "" {
@@ -119,7 +119,7 @@ func pendingMetadata(in Input) string {
 		}
 	case meta.Platform != platformNoCloud && meta.Platform != platformVMware:
 		return fmt.Sprintf("platform %q has not published an instance ID yet", meta.Platform)
-	case !in.Machine.PlatformPublished && !isFinal(in.Machine):
+	case !isFinal(in.Machine, in.Machine.PlatformPublished):
 		return fmt.Sprintf("platform %q has not published its metadata yet", meta.Platform)
 	}
 
@@ -151,11 +151,13 @@ func isProviderID(providerID string) bool {
 
 func providerURI(platform, id string) string { return "talos://" + platform + "/" + id }
 
-// isFinal reports whether the platform will not publish other metadata in this boot. A nocloud machine without a data
-// source never publishes a configuration (NetworkConfiguration returns without one), and it will not once the machine
-// is running, unless SMBIOS names a data source on the network, which Talos queries until it responds.
-func isFinal(m machine.Machine) bool {
-	return m.Platform.Platform == platformNoCloud && m.Stage == runtime.MachineStageRunning && !hasNetworkSeed(m.System.SerialNumber)
+// isFinal reports whether the platform has published its metadata, or will not do so in this boot. A nocloud machine
+// without a data source never publishes a configuration (NetworkConfiguration returns without one), and it will not
+// once the machine is running, unless SMBIOS names a data source on the network, which Talos queries until it responds.
+func isFinal(m machine.Machine, published bool) bool {
+	isRunningNoCloud := m.Platform.Platform == platformNoCloud && m.Stage == runtime.MachineStageRunning
+
+	return published || (isRunningNoCloud && !hasNetworkSeed(m.System.SerialNumber))
 }
 
 // pendingSMBIOS reports whether the SMBIOS information may still be missing. Talos publishes it long before a machine
