@@ -34,7 +34,6 @@ import (
 	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
-	"k8s.io/utils/ptr"
 	"sigs.k8s.io/yaml"
 
 	"github.com/talos-ccm/talos-ccm/extension"
@@ -184,7 +183,7 @@ func (b *Bootstrap) renewOnce(ctx context.Context) (renewal, error) {
 	}
 
 	request, err := client.CoreV1().ServiceAccounts(extension.Namespace).CreateToken(ctx, extension.ServiceAccount, &authenticationv1.TokenRequest{
-		Spec: authenticationv1.TokenRequestSpec{ExpirationSeconds: ptr.To(int64(tokenLifetime.Seconds()))},
+		Spec: authenticationv1.TokenRequestSpec{ExpirationSeconds: new(int64(tokenLifetime.Seconds()))},
 	}, metav1.CreateOptions{})
 	if err != nil {
 		return renewal{}, fmt.Errorf("request token for ServiceAccount %s/%s: %w", extension.Namespace, extension.ServiceAccount, err)
@@ -293,7 +292,7 @@ func replaceFile(path string, data []byte) error {
 // owns objects of these names.
 func applyManifests(ctx context.Context, client kubernetes.Interface, stream []byte) error {
 	documents := utilyaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(stream)))
-	options := metav1.PatchOptions{FieldManager: fieldManager, Force: ptr.To(true)}
+	options := metav1.PatchOptions{FieldManager: fieldManager, Force: new(true)}
 
 	for {
 		document, err := documents.Read()
