@@ -178,35 +178,22 @@ func (r *Reader) Run(ctx context.Context) {
 			return
 		}
 
-		pause, complete := r.nextRefresh()
-		if complete {
-			delays = backoff.New(retryFirst, retryMax)
-		} else {
+		network, pause := r.network.Current(), refreshInterval
+
+		switch needsNetwork := r.network.subscribed(); {
+		case r.identity.subscribed() && !r.identity.Current().Known, needsNetwork && network.Problem != "":
 			pause = delays.Step()
+		case needsNetwork && len(network.Allocators()) > 0:
+			pause = conflictInterval
+
+			fallthrough
+		default:
+			delays = backoff.New(retryFirst, retryMax)
 		}
 
 		if !backoff.Sleep(ctx, r.cfg.Clock, pause) {
 			return
 		}
-	}
-}
-
-// nextRefresh returns the time until the next refresh. It is not complete, and has to be retried, if facts that a
-// controller needs are unknown.
-func (r *Reader) nextRefresh() (pause time.Duration, complete bool) {
-	network := r.network.Current()
-
-	switch {
-	case r.identity.subscribed() && !r.identity.Current().Known:
-		return 0, false
-	case !r.network.subscribed():
-		return refreshInterval, true
-	case network.Problem != "":
-		return 0, false
-	case len(network.Allocators()) > 0:
-		return conflictInterval, true
-	default:
-		return refreshInterval, true
 	}
 }
 
@@ -245,7 +232,9 @@ func (r *Reader) refresh(ctx context.Context) {
 // mergeIdentity returns everything that any source has answered, sorted and without duplicates so that equal identities
 // compare as equal.
 func (r *Reader) mergeIdentity() csrpolicy.ClusterIdentity {
-	parts := []*csrpolicy.ClusterIdentity{r.certificate, r.service, r.serviceCIDRs}
+	type identity = csrpolicy.ClusterIdentity
+
+	parts := []*identity{r.certificate, r.service, r.serviceCIDRs}
 	known, machineKnown := !slices.Contains(parts, nil), false
 
 	for _, facts := range r.machines {
@@ -254,10 +243,7 @@ func (r *Reader) mergeIdentity() csrpolicy.ClusterIdentity {
 	}
 
 	// The default domain is reserved whether or not the cluster uses it.
-	parts = append(parts, &csrpolicy.ClusterIdentity{Domains: []string{"cluster.local"}})
-	parts = slices.DeleteFunc(parts, func(part *csrpolicy.ClusterIdentity) bool { return part == nil })
-
-	type identity = csrpolicy.ClusterIdentity
+	parts = append(parts, &identity{Domains: []string{"cluster.local"}})
 
 	return identity{
 		Known:          known && machineKnown,
@@ -273,8 +259,11 @@ func (r *Reader) mergeIdentity() csrpolicy.ClusterIdentity {
 
 func union[T comparable](parts []*csrpolicy.ClusterIdentity, compare func(a, b T) int, field func(*csrpolicy.ClusterIdentity) []T) []T {
 	var all []T
+
 	for _, part := range parts {
-		all = append(all, field(part)...)
+		if part != nil {
+			all = append(all, field(part)...)
+		}
 	}
 
 	slices.SortFunc(all, compare)

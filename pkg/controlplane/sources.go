@@ -4,21 +4,31 @@ import (
 	"cmp"
 	"context"
 	"crypto/tls"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
+	"strconv"
 	"strings"
+	"sync"
 
+	"github.com/cosi-project/runtime/pkg/safe"
+	"github.com/cosi-project/runtime/pkg/state"
+	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
+	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
+	genericcontrollermanager "k8s.io/controller-manager/app"
 
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
 const (
@@ -27,6 +37,16 @@ const (
 
 	// domainPrefix begins the name of the API server within the cluster; the cluster domain follows.
 	domainPrefix = "kubernetes.default.svc."
+
+	kubeControllerManager = "kube-controller-manager"
+
+	// nodeIPAM is the name of kube-controller-manager's controller that assigns pod CIDRs, and nodeIPAMAlias its former
+	// name.
+	nodeIPAM      = "node-ipam-controller"
+	nodeIPAMAlias = "nodeipam"
+
+	// localMachine takes the place of a nodename in errors and messages. It cannot be the name of a Node.
+	localMachine = "this machine"
 )
 
 // readCertificate returns the subjects of the API server's serving certificate. It opens a new connection each time,
@@ -62,9 +82,8 @@ func readCertificate(ctx context.Context, config *rest.Config) (*csrpolicy.Clust
 	id := &csrpolicy.ClusterIdentity{APIServerNames: certificate.DNSNames}
 
 	for _, ip := range certificate.IPAddresses {
-		if addr, ok := netip.AddrFromSlice(ip); ok {
-			id.APIServerIPs = append(id.APIServerIPs, addr)
-		}
+		addr, _ := netip.AddrFromSlice(ip) // 4 or 16 bytes
+		id.APIServerIPs = append(id.APIServerIPs, addr)
 	}
 
 	for _, name := range certificate.DNSNames {
@@ -146,4 +165,229 @@ func addresses(list []string) []netip.Addr {
 	}
 
 	return found
+}
+
+// KCMConfig is how kube-controller-manager assigns addresses on one control-plane machine.
+type KCMConfig struct {
+	// Nodename of the machine, or "this machine" while no Node has the label of the control plane.
+	Nodename string
+	// AllocatesNodeCIDRs is true if kube-controller-manager assigns pod CIDRs to Nodes.
+	AllocatesNodeCIDRs bool
+	// ClusterCIDRs and ServiceCIDRs are masked.
+	ClusterCIDRs, ServiceCIDRs []netip.Prefix
+}
+
+// machineFacts are the facts read from one machine; each is nil if it has not been read.
+type machineFacts struct {
+	identity *csrpolicy.ClusterIdentity
+	kcm      *KCMConfig
+}
+
+// or returns the facts, and those of other for what has not been read.
+func (f machineFacts) or(other machineFacts) machineFacts {
+	return machineFacts{identity: cmp.Or(f.identity, other.identity), kcm: cmp.Or(f.kcm, other.kcm)}
+}
+
+// readMachines reads all control-plane machines concurrently. The facts of a machine that does not respond remain;
+// those of a machine that is no longer of the control plane go. It returns the errors in the order of the nodenames.
+func (r *Reader) readMachines(ctx context.Context) []error {
+	nodes, _ := r.cfg.Nodes.Lister().List(labels.Everything()) // a list from the cache cannot fail
+	nodes = slices.DeleteFunc(nodes, func(node *corev1.Node) bool { return !nodespec.IsControlPlane(node) || !nodespec.IsTalos(node) })
+	slices.SortFunc(nodes, func(a, b *corev1.Node) int { return strings.Compare(a.Name, b.Name) })
+
+	machines := map[string]machineFacts{}
+
+	if len(nodes) == 0 {
+		err := errors.New("no Talos Node has the label node-role.kubernetes.io/control-plane")
+
+		if r.cfg.LocalState != nil {
+			// The identity is left out: it is complete only with a Node of the control plane.
+			facts, readErr := readMachine(ctx, localMachine, r.cfg.LocalState)
+			machines[localMachine] = machineFacts{kcm: facts.or(r.machines[localMachine]).kcm}
+			err = cmp.Or(readErr, err)
+		}
+
+		r.machines = machines
+
+		return []error{err}
+	}
+
+	var group sync.WaitGroup
+
+	answers, errs := make([]machineFacts, len(nodes)), make([]error, len(nodes))
+
+	for i, node := range nodes {
+		group.Go(func() { answers[i], errs[i] = r.readNode(ctx, node) })
+	}
+
+	group.Wait()
+
+	for i, node := range nodes {
+		machines[node.Name] = answers[i]
+	}
+
+	r.machines = machines
+
+	return slices.DeleteFunc(errs, func(err error) bool { return err == nil })
+}
+
+// readNode reads the machine of a Node at the first of the Node's addresses where that machine responds. What cannot be
+// read keeps its last value.
+func (r *Reader) readNode(ctx context.Context, node *corev1.Node) (machineFacts, error) {
+	facts, err := r.machines[node.Name], errors.New("no address known")
+
+	for _, addr := range nodespec.DialAddresses(node) {
+		var found machineFacts
+
+		found, err = r.readAddress(ctx, node.Name, addr)
+		facts = found.or(facts)
+
+		if err == nil {
+			return facts, nil
+		}
+	}
+
+	return facts, fmt.Errorf("read control-plane machine %s: %w", node.Name, err)
+}
+
+func (r *Reader) readAddress(ctx context.Context, nodename string, addr netip.Addr) (machineFacts, error) {
+	st, err := r.cfg.Dial(nodename, addr)
+	if err != nil {
+		return machineFacts{}, err
+	}
+	defer st.Close() //nolint:errcheck // only read
+
+	ctx, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
+
+	actual, err := safe.StateGetByID[*k8s.Nodename](ctx, st, k8s.NodenameID)
+
+	switch {
+	case err != nil:
+		return machineFacts{}, fmt.Errorf("read nodename at %s: %w", addr, err)
+	case actual.TypedSpec().Nodename != nodename:
+		return machineFacts{}, fmt.Errorf("machine at %s reports nodename %q", addr, actual.TypedSpec().Nodename)
+	}
+
+	return readMachine(ctx, nodename, st)
+}
+
+// readMachine reads what it can. The error is of the first fact that could not be read.
+func readMachine(ctx context.Context, nodename string, st state.CoreState) (facts machineFacts, err error) {
+	ctx, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
+
+	// The CIDRs have the same field numbers in all versions of Talos. The arguments have not: they are read from the
+	// static pod.
+	config, err := safe.StateGetByID[*k8s.ControllerManagerConfig](ctx, st, k8s.ControllerManagerConfigID)
+	if err != nil {
+		return machineFacts{}, fmt.Errorf("read configuration of %s: %w", kubeControllerManager, err)
+	}
+
+	kcm := KCMConfig{Nodename: nodename}
+
+	if kcm.ClusterCIDRs, err = cidrset.ParsePrefixes(config.TypedSpec().PodCIDRs); err != nil {
+		return machineFacts{}, fmt.Errorf("parse cluster CIDRs of %s: %w", kubeControllerManager, err)
+	}
+
+	if kcm.ServiceCIDRs, err = cidrset.ParsePrefixes(config.TypedSpec().ServiceCIDRs); err != nil {
+		return machineFacts{}, fmt.Errorf("parse service CIDRs of %s: %w", kubeControllerManager, err)
+	}
+
+	identity, identityErr := readIdentity(ctx, st)
+	if identityErr == nil {
+		identity.PodCIDRs, identity.ServiceCIDRs = kcm.ClusterCIDRs, kcm.ServiceCIDRs
+		facts.identity = identity
+	}
+
+	if config.TypedSpec().Enabled {
+		pod, err := safe.StateGetByID[*k8s.StaticPod](ctx, st, k8s.ControllerManagerID)
+		if err != nil {
+			return facts, fmt.Errorf("read static pod of %s: %w", kubeControllerManager, err)
+		}
+
+		args, err := arguments(pod.TypedSpec().Pod)
+		if err != nil {
+			return facts, fmt.Errorf("parse static pod of %s: %w", kubeControllerManager, err)
+		}
+
+		kcm.AllocatesNodeCIDRs = allocatesNodeCIDRs(args)
+	}
+
+	facts.kcm = &kcm
+
+	return facts, identityErr
+}
+
+// readIdentity returns the endpoint of the cluster as the machine resolves it, and the virtual IPs that the machine can
+// hold.
+func readIdentity(ctx context.Context, st state.CoreState) (*csrpolicy.ClusterIdentity, error) {
+	id := &csrpolicy.ClusterIdentity{}
+
+	endpoint, err := safe.StateGet[*k8s.Endpoint](ctx, st,
+		k8s.NewEndpoint(k8s.ControlPlaneNamespaceName, k8s.ControlPlaneKubernetesEndpointsID).Metadata())
+	if err != nil && !state.IsNotFoundError(err) {
+		return nil, fmt.Errorf("read cluster endpoint: %w", err)
+	}
+
+	if err == nil {
+		id.APIServerIPs, id.APIServerNames = endpoint.TypedSpec().Addresses, endpoint.TypedSpec().Hosts
+	}
+
+	excluded, err := safe.StateGetByID[*k8s.NodeIPConfig](ctx, st, k8s.KubeletID)
+	if err != nil {
+		return nil, fmt.Errorf("read subnets excluded from node IPs: %w", err)
+	}
+
+	// Virtual IPs are listed as single addresses, next to pod and service CIDRs (k8s.NodeIPConfigController).
+	id.VIPs = addresses(excluded.TypedSpec().ExcludeSubnets)
+
+	return id, nil
+}
+
+// arguments returns the command line of the container named kube-controller-manager.
+func arguments(object map[string]any) ([]string, error) {
+	data, err := json.Marshal(object)
+	if err != nil {
+		return nil, err
+	}
+
+	var pod corev1.Pod
+	if err := json.Unmarshal(data, &pod); err != nil {
+		return nil, err
+	}
+
+	i := slices.IndexFunc(pod.Spec.Containers, func(c corev1.Container) bool { return c.Name == kubeControllerManager })
+	if i < 0 {
+		return nil, fmt.Errorf("no container named %s", kubeControllerManager)
+	}
+
+	return slices.Concat(pod.Spec.Containers[i].Command, pod.Spec.Containers[i].Args), nil
+}
+
+// allocatesNodeCIDRs reports whether kube-controller-manager with these arguments assigns pod CIDRs: with
+// --allocate-node-cidrs, which is off by default, and the controller, which is on by default.
+func allocatesNodeCIDRs(args []string) bool {
+	var (
+		allocate    bool
+		controllers []string
+	)
+
+	for _, arg := range args {
+		name, value, hasValue := strings.Cut(strings.TrimLeft(arg, "-"), "=")
+
+		switch name {
+		case "allocate-node-cidrs":
+			on, err := strconv.ParseBool(value)
+			allocate = !hasValue || err != nil || on
+		case "controllers":
+			controllers = append(controllers, strings.Split(strings.ReplaceAll(value, nodeIPAMAlias, nodeIPAM), ",")...)
+		}
+	}
+
+	if controllers == nil {
+		controllers = []string{"*"}
+	}
+
+	return allocate && genericcontrollermanager.IsControllerEnabled(nodeIPAM, nil, controllers)
 }
