@@ -242,38 +242,29 @@ func (a *allocations) review(node *corev1.Node) *events.Condition {
 		return newCondition(ReasonInvalid, "podCIDRs %q are not CIDRs; delete the Node and let it register again to have others assigned", invalid)
 	}
 
-	if other, found := a.overlapping(node.Name); found {
-		return newCondition(ReasonOverlap, "podCIDRs %v overlap those of Node %s; delete one of the Nodes and let it register again to have others assigned",
-			node.Spec.PodCIDRs, other)
-	}
-
-	return nil
-}
-
-// overlapping returns the name of another Node with a block that overlaps one of nodename's.
-func (a *allocations) overlapping(nodename string) (other string, found bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 
-	own, known := a.entries[nodename]
+	own, known := a.entries[node.Name]
 	if !known {
-		return "", false
+		return nil
 	}
 
-	a.remove(nodename)
-	defer a.insert(nodename, own)
+	a.remove(node.Name)
+	defer a.insert(node.Name, own)
 
 	if !slices.ContainsFunc(own.blocks, a.blocks.Overlaps) {
-		return "", false
+		return nil // the usual case, without looking at every other Node
 	}
 
-	for name, e := range a.entries {
-		if slices.ContainsFunc(e.blocks, func(p netip.Prefix) bool { return slices.ContainsFunc(own.blocks, p.Overlaps) }) {
-			return name, true
+	for name, other := range a.entries {
+		if slices.ContainsFunc(other.blocks, func(p netip.Prefix) bool { return slices.ContainsFunc(own.blocks, p.Overlaps) }) {
+			return newCondition(ReasonOverlap, "podCIDRs %v overlap those of Node %s; delete one of the Nodes and let it register again to have others assigned",
+				node.Spec.PodCIDRs, name)
 		}
 	}
 
-	return "", false
+	return nil
 }
 
 // stats counts the blocks of a pool.

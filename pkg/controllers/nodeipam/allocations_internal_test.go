@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
@@ -140,10 +141,12 @@ func TestAllocations_Observe(t *testing.T) {
 		}},
 		{"two Nodes can hold the same block", func(s *suite) {
 			s.observe(version("a", "1", 10, "10.0.1.0/24"))
-			s.observe(version("b", "2", 11, "10.0.0.0/23"))
 
-			if other, found := s.overlapping("b"); !found || other != "a" {
-				s.Errorf("b overlaps %q, %t; want a", other, found)
+			b := version("b", "2", 11, "10.0.0.0/23")
+			s.observe(b)
+
+			if condition := s.review(b); reasonOf(condition) != ReasonOverlap || !strings.Contains(condition.Message, "those of Node a;") {
+				s.Errorf("review of b returned %v, want an overlap with Node a", condition)
 			}
 
 			s.release("b", "2")

@@ -32,6 +32,8 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/netip"
+	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -85,24 +87,22 @@ const (
 	refreshKey = "/refresh"
 )
 
-// Inventory is what the controller reads of the machines.
-type Inventory interface {
-	Get(nodename string) inventory.Entry
-	Subscribe(handler func(nodename string))
-}
+// disableKCMAllocator is the machine configuration that disables kube-controller-manager's allocator. Talos adds
+// `controllers` to its own, `*,tokencleaner` or `*` (k8s.ControlPlaneStaticPodController: MergeAdditive; since Talos
+// 1.14 ControlPlaneFinalController). A cluster created with Talos 1.14 has a document instead of the field, and Talos
+// rejects a configuration with both.
+const disableKCMAllocator = `cluster: {controllerManager: {extraArgs: {controllers: "-` + Name + `"}}}; ` +
+	`or the same extraArgs in the document KubeControllerManagerConfig if there is one (Talos 1.14)`
 
-// ControlPlane is what the controller reads of the control plane.
-type ControlPlane interface {
-	Current() *controlplane.Network
-	Subscribe(handler func())
-}
+// conflictPeriod is how long allocation is blocked after another controller has assigned podCIDRs.
+const conflictPeriod = 10 * time.Minute
 
 // Config configures a Controller. All fields but Options are required.
 type Config struct {
 	Client       kubernetes.Interface
 	Nodes        coreinformers.NodeInformer
-	Inventory    Inventory
-	ControlPlane ControlPlane
+	Inventory    *inventory.Inventory
+	ControlPlane *controlplane.Value[*controlplane.Network]
 	Recorder     record.EventRecorder
 	Clock        clock.Clock
 	// Selector returns the current selector of managed Nodes; nil: all.
@@ -122,12 +122,18 @@ type Controller struct {
 	reporter    *events.Reporter
 	queue       queue.Queue
 	// conflict is the last write of podCIDRs by another controller.
-	conflict atomic.Pointer[conflictingAllocator]
+	conflict atomic.Pointer[conflict]
 	// machineMu is held while an inventory entry is read and its addresses are reserved, so that no older entry
 	// replaces a newer one.
 	machineMu sync.Mutex
 	// loggedState is the state that was logged last. Only the worker uses it.
 	loggedState string
+}
+
+// conflict is a write of podCIDRs by another controller.
+type conflict struct {
+	at        time.Time
+	condition *events.Condition
 }
 
 // New returns a Controller that has subscribed to its inputs. The informer must not have been started yet. The error
@@ -211,32 +217,24 @@ func (c *Controller) listAllocations(ctx context.Context) error {
 	return nil
 }
 
+// sync assigns podCIDRs to the Node with the name key. If something is missing, it reports that and returns nil: the
+// change that provides it requeues the Node.
 func (c *Controller) sync(ctx context.Context, key string) error {
 	switch key {
 	case pendingKey:
-		return c.enqueuePending()
+		c.enqueuePending()
+
+		return nil
 	case refreshKey:
 		return c.refresh(ctx)
-	default:
-		return c.syncNode(ctx, key)
-	}
-}
-
-// syncNode assigns podCIDRs to one Node. If something is missing, it reports that and returns nil: the change that
-// provides it requeues the Node.
-func (c *Controller) syncNode(ctx context.Context, nodename string) error {
-	node, err := c.lister.Get(nodename)
-	if apierrors.IsNotFound(err) {
-		node = nil
-	} else if err != nil {
-		return fmt.Errorf("get node %q: %w", nodename, err)
 	}
 
-	blocks, pending := c.allocations.resolve(nodename, node)
+	node, _ := c.lister.Get(key) // fails only if there is none
+	blocks, pending := c.allocations.resolve(key, node)
 
 	switch {
 	case node == nil:
-		c.reporter.Forget(nodename)
+		c.reporter.Forget(key)
 	case !pending:
 		c.report(node, c.allocations.review(node))
 	case nodespec.IsTalos(node) && node.DeletionTimestamp == nil:
@@ -257,14 +255,12 @@ func (c *Controller) assign(ctx context.Context, node *corev1.Node, blocks []net
 	options, blockedReason := c.effectiveOptions(network)
 	p := plan{node: node, entry: c.cfg.Inventory.Get(node.Name), selector: c.cfg.Selector(), pools: c.cfg.Pools(), options: options}
 
-	managed, condition := p.managed()
-	if condition != nil || !managed {
+	switch managed, condition := p.managed(); {
+	case condition != nil || !managed:
 		c.report(node, condition)
 
 		return nil
-	}
-
-	if blockedReason != nil {
+	case blockedReason != nil:
 		c.report(node, blockedReason)
 
 		return nil
@@ -285,6 +281,47 @@ func (c *Controller) assign(ctx context.Context, node *corev1.Node, blocks []net
 	}
 
 	return c.write(ctx, node, blocks, requests)
+}
+
+// effectiveOptions returns the options with the CIDRs of the control plane filled in, and why nothing can be allocated
+// now; nil if something can.
+func (c *Controller) effectiveOptions(network *controlplane.Network) (Options, *events.Condition) {
+	options := c.cfg.Options
+	options.ServiceCIDRs = slices.Clone(options.ServiceCIDRs)
+	differ := false
+
+	for _, kcmConfig := range network.KCMConfigs {
+		if len(c.cfg.Options.ClusterCIDRs) == 0 {
+			options.ClusterCIDRs = network.KCMConfigs[0].ClusterCIDRs
+			differ = differ || !slices.Equal(kcmConfig.ClusterCIDRs, options.ClusterCIDRs)
+		}
+
+		if len(c.cfg.Options.ServiceCIDRs) == 0 {
+			options.ServiceCIDRs = append(options.ServiceCIDRs, kcmConfig.ServiceCIDRs...)
+		}
+	}
+
+	options.ServiceCIDRs = append(options.ServiceCIDRs, network.ServiceCIDRs...)
+	slices.SortFunc(options.ServiceCIDRs, netip.Prefix.Compare)
+	options.ServiceCIDRs = slices.Compact(options.ServiceCIDRs)
+
+	if last := c.conflict.Load(); last != nil && c.cfg.Clock.Since(last.at) < conflictPeriod {
+		return options, last.condition
+	}
+
+	switch allocators := network.Allocators(); {
+	case len(allocators) > 0:
+		return options, newCondition(ReasonAllocatorConflict,
+			"kube-controller-manager allocates pod CIDRs on %s; disable its allocator in the configuration of every control-plane machine: %s",
+			strings.Join(allocators, ", "), disableKCMAllocator)
+	case network.Problem != "":
+		return options, newCondition(ReasonAllocatorUnknown, "%s", network.Problem)
+	case differ:
+		return options, newCondition(ReasonAllocatorUnknown,
+			"The control-plane machines have different pod subnets (cluster.network.podSubnets); configure the same ones, or set --cluster-cidr")
+	}
+
+	return options, nil
 }
 
 // write sets podCIDR and podCIDRs in one patch. The patch carries UID and resourceVersion of the Node that the blocks
@@ -383,23 +420,23 @@ func (c *Controller) refresh(ctx context.Context) error {
 	}
 
 	c.loggedState = state
+	c.enqueuePending()
 
-	return c.enqueuePending()
+	return nil
 }
 
-func (c *Controller) enqueuePending() error {
-	nodes, err := c.lister.List(labels.Everything())
-	if err != nil {
-		return fmt.Errorf("list nodes: %w", err)
-	}
-
-	for _, node := range nodes {
+func (c *Controller) enqueuePending() {
+	for _, node := range c.cachedNodes() {
 		if len(node.Spec.PodCIDRs) == 0 {
 			c.queue.Add(node.Name)
 		}
 	}
+}
 
-	return nil
+func (c *Controller) cachedNodes() []*corev1.Node {
+	nodes, _ := c.lister.List(labels.Everything()) // a list from the cache cannot fail
+
+	return nodes
 }
 
 func (c *Controller) nodeAdded(obj any) {
@@ -414,11 +451,31 @@ func (c *Controller) nodeUpdated(old, obj any) {
 	before, wasNode := old.(*corev1.Node)
 	node, isNode := obj.(*corev1.Node)
 
-	if wasNode && isNode {
-		c.detectConflict(before, node)
+	if wasNode && isNode && before.UID == node.UID && len(before.Spec.PodCIDRs) == 0 && len(node.Spec.PodCIDRs) > 0 {
+		c.detectConflict(node)
 	}
 
 	c.nodeAdded(obj)
+}
+
+// detectConflict records if another controller has just assigned podCIDRs to the Node.
+func (c *Controller) detectConflict(node *corev1.Node) {
+	manager := "unknown"
+
+	for _, m := range node.ManagedFields {
+		if m.FieldsV1 != nil && strings.Contains(m.FieldsV1.GetRawString(), `"f:podCIDRs"`) {
+			manager = m.Manager
+
+			break
+		}
+	}
+
+	if manager != FieldManager {
+		condition := newCondition(ReasonAllocatorConflict,
+			"Field manager %q assigned podCIDRs to Node %s; allocation is blocked until no other controller has done so for %s", manager, node.Name, conflictPeriod)
+		c.conflict.Store(&conflict{at: c.cfg.Clock.Now(), condition: condition})
+		c.report(node, condition)
+	}
 }
 
 func (c *Controller) nodeDeleted(obj any) {
@@ -440,4 +497,8 @@ func (c *Controller) machineChanged(nodename string) {
 
 	c.allocations.reserve("machine "+nodename, reservedPrefixes(c.cfg.Inventory.Get(nodename).Machine))
 	c.queue.Add(nodename)
+}
+
+func newCondition(reason, format string, args ...any) *events.Condition {
+	return &events.Condition{Reason: reason, Message: fmt.Sprintf(format, args...)}
 }

@@ -4,7 +4,6 @@ import (
 	"net/netip"
 	"slices"
 
-	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/component-base/metrics"
 	"k8s.io/component-base/metrics/legacyregistry"
 
@@ -54,11 +53,7 @@ var (
 		StabilityLevel: metrics.ALPHA,
 	}, []string{"reason"})
 
-	affectedNodes = metrics.NewGaugeVec(&metrics.GaugeOpts{
-		Name:           "talosccm_ipam_affected_nodes",
-		Help:           "Nodes whose podCIDRs are pending or invalid, by reason.",
-		StabilityLevel: metrics.ALPHA,
-	}, []string{"reason"})
+	affectedNodes = newGauge("talosccm_ipam_affected_nodes", "Nodes whose podCIDRs are pending or invalid, by reason.", "reason")
 
 	blocked = metrics.NewGauge(&metrics.GaugeOpts{
 		Name:           "talosccm_ipam_blocked",
@@ -66,24 +61,15 @@ var (
 		StabilityLevel: metrics.ALPHA,
 	})
 
-	poolBlocks = metrics.NewGaugeVec(&metrics.GaugeOpts{
-		Name:           "talosccm_ipam_pool_blocks",
-		Help:           "Blocks in a CIDR of a pool.",
-		StabilityLevel: metrics.ALPHA,
-	}, []string{"pool", "family", "cidr"})
-
-	poolBlocksUsed = metrics.NewGaugeVec(&metrics.GaugeOpts{
-		Name:           "talosccm_ipam_pool_blocks_used",
-		Help:           "Blocks in a CIDR of a pool that are allocated or reserved, in whole or in part.",
-		StabilityLevel: metrics.ALPHA,
-	}, []string{"pool", "family", "cidr"})
-
-	poolBlocksFree = metrics.NewGaugeVec(&metrics.GaugeOpts{
-		Name:           "talosccm_ipam_pool_blocks_free",
-		Help:           "Blocks in a CIDR of a pool that are free.",
-		StabilityLevel: metrics.ALPHA,
-	}, []string{"pool", "family", "cidr"})
+	poolBlocks     = newGauge("talosccm_ipam_pool_blocks", "Blocks in a CIDR of a pool.", "pool", "family", "cidr")
+	poolBlocksUsed = newGauge("talosccm_ipam_pool_blocks_used",
+		"Blocks in a CIDR of a pool that are allocated or reserved, in whole or in part.", "pool", "family", "cidr")
+	poolBlocksFree = newGauge("talosccm_ipam_pool_blocks_free", "Blocks in a CIDR of a pool that are free.", "pool", "family", "cidr")
 )
+
+func newGauge(name, help string, labels ...string) *metrics.GaugeVec {
+	return metrics.NewGaugeVec(&metrics.GaugeOpts{Name: name, Help: help, StabilityLevel: metrics.ALPHA}, labels)
+}
 
 func init() {
 	legacyregistry.MustRegister(allocationsTotal, failuresTotal, affectedNodes, blocked, poolBlocks, poolBlocksUsed, poolBlocksFree)
@@ -116,14 +102,13 @@ func (c *Controller) updateGauges(options Options, blockedReason *events.Conditi
 		}
 	}
 
-	nodes, err := c.lister.List(labels.Everything())
-	if err != nil || options.Allocator != CloudAllocator {
+	if options.Allocator != CloudAllocator {
 		return
 	}
 
 	prefixes := map[netip.Prefix]bool{}
 
-	for _, node := range nodes {
+	for _, node := range c.cachedNodes() {
 		prefix, condition := machinePrefix(c.cfg.Inventory.Get(node.Name).Machine)
 		if condition == nil && !prefixes[prefix] {
 			prefixes[prefix] = true

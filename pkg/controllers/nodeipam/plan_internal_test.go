@@ -78,7 +78,7 @@ func summary(requests []request) string {
 	for _, r := range requests {
 		text := r.pool
 		for _, pool := range r.pools {
-			text += fmt.Sprintf(" %s→%d", pool.CIDR(), pool.Bits())
+			text += " " + strings.NewReplacer(" (/", "→", " blocks)", "").Replace(pool.String())
 		}
 
 		parts = append(parts, text)
@@ -358,7 +358,7 @@ func TestFromMachine_SmallPrefixes(t *testing.T) {
 		switch {
 		case want == 0 && reasonOf(condition) != ReasonPrefixTooSmall:
 			t.Errorf("/%d: %s, %v; want %s", own, summary([]request{r}), condition, ReasonPrefixTooSmall)
-		case want != 0 && (condition != nil || r.pools[0].Bits() != want):
+		case want != 0 && (condition != nil || !strings.HasSuffix(summary([]request{r}), fmt.Sprintf("→%d", want))):
 			t.Errorf("/%d: %s, %v; want blocks of /%d", own, summary([]request{r}), condition, want)
 		}
 	}
