@@ -260,13 +260,16 @@ func (r *review) checkOwnName(name string) {
 
 // checkOwnAddress checks an address that the machine must report.
 func (r *review) checkOwnAddress(ip netip.Addr) {
+	own := slices.DeleteFunc(slices.Clone(r.Machine.Addresses), func(a machine.Address) bool { return a.Prefix.Addr().Unmap() != ip })
+
 	switch {
 	case !r.machineKnown():
 	case r.Machine.Excludes(ip):
 		r.unproven(CodeExcludedAddress, ip.String(), "IP address %s is in a subnet that the machine excludes from node IPs", ip)
-	case !hasAddress(r.Machine, ip):
+	case !slices.ContainsFunc(own, isUncontested):
 		r.unproven(CodeUnknownAddress, ip.String(), "IP address %s is not reported by the machine", ip)
-	case !onNetwork(r.Machine, ip):
+	case !slices.ContainsFunc(own, isOnNetwork) && !slices.ContainsFunc(r.Machine.NodeIPs, equals(ip)):
+		// A node IP may be on any link: machines that announce it by BGP have it on the loopback or a dummy link.
 		r.unproven(CodeVirtualAddress, ip.String(), "IP address %s is on a link for addresses that several machines share", ip)
 	}
 
@@ -402,25 +405,16 @@ func equals(ip netip.Addr) func(netip.Addr) bool {
 	return func(other netip.Addr) bool { return other.Unmap() == ip }
 }
 
-// hasAddress reports whether the machine has ip and the kernel knows of no other machine with ip on the same network.
-func hasAddress(m machine.Machine, ip netip.Addr) bool {
-	const contested = nethelpers.AddressDADFailed | nethelpers.AddressTentative
-
-	return slices.ContainsFunc(m.Addresses, func(a machine.Address) bool {
-		return a.Prefix.Addr().Unmap() == ip && nethelpers.AddressFlag(a.Flags)&contested == 0
-	})
+// isUncontested reports whether the kernel knows of no other machine with the address on the same network.
+func isUncontested(a machine.Address) bool {
+	return nethelpers.AddressFlag(a.Flags)&(nethelpers.AddressDADFailed|nethelpers.AddressTentative) == 0
 }
 
-// virtualLinks are prefixes of links whose addresses several machines share: kube-proxy in IPVS mode, kube-router and
-// node-local DNS assign service addresses on every machine, and anycast addresses are assigned to dummy links.
-var virtualLinks = []string{"dummy", "kube-", "nodelocaldns"}
+// isOnNetwork reports whether an address is on a link to a network. On other links several machines have the same
+// address: kube-proxy in IPVS mode, kube-router and node-local DNS assign service addresses on every machine, and
+// anycast addresses are assigned to dummy links.
+func isOnNetwork(a machine.Address) bool {
+	isPrefix := func(prefix string) bool { return strings.HasPrefix(a.Link, prefix) }
 
-// onNetwork reports whether an address of the machine is on a link to a network, or is a node IP, which may be on any
-// link: machines that announce their address by BGP have it on the loopback or a dummy link.
-func onNetwork(m machine.Machine, ip netip.Addr) bool {
-	return slices.ContainsFunc(m.NodeIPs, equals(ip)) || slices.ContainsFunc(m.Addresses, func(a machine.Address) bool {
-		isVirtual := a.Link == "lo" || slices.ContainsFunc(virtualLinks, func(prefix string) bool { return strings.HasPrefix(a.Link, prefix) })
-
-		return a.Prefix.Addr().Unmap() == ip && !isVirtual
-	})
+	return a.Link != "lo" && !slices.ContainsFunc([]string{"dummy", "kube-", "nodelocaldns"}, isPrefix)
 }
