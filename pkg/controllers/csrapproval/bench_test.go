@@ -221,6 +221,8 @@ func (f *fleet) controller(b *testing.B) (stop func()) {
 	c, err := csrapproval.New(csrapproval.Config{
 		Client: f.client, Nodes: factory.Core().V1().Nodes(), Inventory: f.inventory, Identity: fixedIdentity{}, Clock: clock.RealClock{},
 		Recorder: broadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "bench"}),
+		Managed:  func(*corev1.Node, machine.Machine) bool { return true },
+		Policy:   func(*corev1.Node, machine.Machine) csrpolicy.Policy { return csrpolicy.Policy{} },
 	})
 	if err != nil {
 		b.Fatal(err)

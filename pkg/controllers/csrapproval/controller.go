@@ -61,31 +61,24 @@ const (
 // indexPending is the index of pending requests by the name of the Node whose kubelet made them.
 const indexPending = "csrapproval/pending"
 
-// Inventory is the part of inventory.Inventory that the controller uses.
-type Inventory interface {
-	Get(nodename string) inventory.Entry
-	Owners(subject, nodename string) []string
-	Subscribe(handler func(nodename string))
-}
-
 // Identity provides the cluster identity.
 type Identity interface {
 	Current() csrpolicy.ClusterIdentity
 	Subscribe(handler func())
 }
 
-// Config configures a Controller. All fields but Managed and Policy are required.
+// Config configures a Controller. All fields are required.
 type Config struct {
 	Client    kubernetes.Interface
 	Nodes     coreinformers.NodeInformer
-	Inventory Inventory
+	Inventory *inventory.Inventory
 	Identity  Identity
 	Recorder  record.EventRecorder
 	Clock     clock.Clock
-	// Managed reports whether a Node that runs Talos is managed; nil means that all are. Call Requeue if its result
-	// changes for other reasons than its arguments.
+	// Managed reports whether a Node that runs Talos is managed. Call Requeue if its result changes for other
+	// reasons than its arguments.
 	Managed func(node *corev1.Node, m machine.Machine) bool
-	// Policy returns what the operator allows a machine; nil means the default policy. Call Requeue as for Managed.
+	// Policy returns what the operator allows a machine. Call Requeue as for Managed.
 	Policy func(node *corev1.Node, m machine.Machine) csrpolicy.Policy
 }
 
@@ -103,20 +96,12 @@ type Controller struct {
 // New returns a Controller that is subscribed to its inputs. The Node informer must not have been started yet; the
 // informer of requests is the controller's own.
 func New(cfg Config) (*Controller, error) {
-	if cfg.Managed == nil {
-		cfg.Managed = func(*corev1.Node, machine.Machine) bool { return true }
-	}
-
-	if cfg.Policy == nil {
-		cfg.Policy = func(*corev1.Node, machine.Machine) csrpolicy.Policy { return csrpolicy.Policy{} }
-	}
-
-	byNode := func(obj any) ([]string, error) {
+	byNode := func(obj any) (nodenames []string, _ error) {
 		if nodename, pending := pendingFor(obj); pending {
-			return []string{nodename}, nil
+			nodenames = []string{nodename}
 		}
 
-		return nil, nil
+		return nodenames, nil
 	}
 	servingOnly := func(options *metav1.ListOptions) {
 		options.FieldSelector = fields.OneTermEqualSelector("spec.signerName", certificatesv1.KubeletServingSignerName).String()
@@ -136,32 +121,13 @@ func New(cfg Config) (*Controller, error) {
 		return nil, fmt.Errorf("index nodes by name and address: %w", err)
 	}
 
-	if err := c.subscribe(); err != nil {
-		return nil, err
-	}
-
-	return c, nil
-}
-
-// pendingFor returns the name of the Node whose kubelet waits for the request; false if the request is decided or its
-// requester is not a kubelet.
-func pendingFor(obj any) (nodename string, pending bool) {
-	csr, ok := obj.(*certificatesv1.CertificateSigningRequest)
-	if !ok || len(csr.Status.Conditions) > 0 || len(csr.Status.Certificate) > 0 {
-		return "", false
-	}
-
-	return csrpolicy.Nodename(csr)
-}
-
-// subscribe enqueues requests when they appear and when something that their verdict depends on changes.
-func (c *Controller) subscribe() error {
+	// Requests are enqueued when they appear and when something that their verdict depends on changes.
 	if _, err := c.requests.AddEventHandler(forEach(c.queue.Add)); err != nil {
-		return fmt.Errorf("watch certificate signing requests: %w", err)
+		return nil, fmt.Errorf("watch certificate signing requests: %w", err)
 	}
 
 	if _, err := c.nodes.AddEventHandler(forEach(c.requeueFor)); err != nil {
-		return fmt.Errorf("watch nodes: %w", err)
+		return nil, fmt.Errorf("watch nodes: %w", err)
 	}
 
 	_, err := c.nodes.AddEventHandler(cache.ResourceEventHandlerFuncs{
@@ -176,7 +142,7 @@ func (c *Controller) subscribe() error {
 		DeleteFunc: func(any) { c.requeueConflicting() },
 	})
 	if err != nil {
-		return fmt.Errorf("watch addresses of nodes: %w", err)
+		return nil, fmt.Errorf("watch addresses of nodes: %w", err)
 	}
 
 	c.cfg.Inventory.Subscribe(func(nodename string) {
@@ -185,7 +151,18 @@ func (c *Controller) subscribe() error {
 	})
 	c.cfg.Identity.Subscribe(c.Requeue)
 
-	return nil
+	return c, nil
+}
+
+// pendingFor returns the name of the Node whose kubelet waits for the request; false if the request is decided or its
+// requester is not a kubelet.
+func pendingFor(obj any) (nodename string, pending bool) {
+	csr, ok := obj.(*certificatesv1.CertificateSigningRequest)
+	if !ok || len(csr.Status.Conditions) > 0 || len(csr.Status.Certificate) > 0 {
+		return "", false
+	}
+
+	return csrpolicy.Nodename(csr)
 }
 
 // forEach calls handle with the name of each object that is added, updated or deleted.
@@ -271,10 +248,7 @@ func (c *Controller) sync(ctx context.Context, name string) error {
 	ctx, cancel := context.WithTimeout(ctx, syncTimeout)
 	defer cancel()
 
-	obj, _, err := c.requests.GetIndexer().GetByKey(name)
-	if err != nil {
-		return err
-	}
+	obj, _, _ := c.requests.GetIndexer().GetByKey(name) // fails only without a key
 
 	nodename, pending := pendingFor(obj)
 	if !pending {
@@ -323,7 +297,8 @@ type review struct {
 // Nodes are watched separately, and the kubelet may have seen a newer version of its Node. A request is denied only if
 // it is certain that its Node is managed, which can depend on the machine: another approver may be responsible for it.
 func (c *Controller) review(ctx context.Context, csr *certificatesv1.CertificateSigningRequest, nodename string) (review, error) {
-	r := c.reviewFor(csr, nodename, c.cachedNode(nodename))
+	cached, _ := c.cfg.Nodes.Lister().Get(nodename) // fails only if there is none
+	r := c.reviewFor(csr, nodename, cached)
 
 	if r.verdict.Decision == csrpolicy.Deny && r.certainlyManaged() {
 		selector := fields.OneTermEqualSelector(metav1.ObjectNameField, nodename).String()
@@ -348,22 +323,16 @@ func (c *Controller) review(ctx context.Context, csr *certificatesv1.Certificate
 	return r, nil
 }
 
-func (c *Controller) reviewFor(csr *certificatesv1.CertificateSigningRequest, nodename string, node *corev1.Node) review {
-	evidence := c.evidence(csr, nodename, node)
-
-	return review{node, evidence, csrpolicy.Review(csr, evidence)}
-}
-
 func (r review) certainlyManaged() bool {
 	state := r.evidence.MachineState
 
 	return r.evidence.Node != csrpolicy.NodeUnknown && (state == csrpolicy.MachineCurrent || state == csrpolicy.MachineUnreachable)
 }
 
-// decide writes the verdict. It fails with a conflict if the request has changed, such as by the decision of another
+// decide writes the verdict and reports it. It fails with a conflict if the request has changed, such as by the decision of another
 // approver.
 func (c *Controller) decide(ctx context.Context, csr *certificatesv1.CertificateSigningRequest, r review) error {
-	condition := conditionFor(r.verdict)
+	condition, logger := conditionFor(r.verdict), klog.FromContext(ctx)
 	decided := csr.DeepCopy()
 	decided.Status.Conditions = append(decided.Status.Conditions, condition)
 
@@ -374,7 +343,30 @@ func (c *Controller) decide(ctx context.Context, csr *certificatesv1.Certificate
 		return fmt.Errorf("update approval of %q from %q: %w", csr.Name, csr.Spec.Username, err)
 	}
 
-	c.reportDecision(ctx, csr, r, condition)
+	counted := map[string]bool{}
+
+	for _, reason := range r.verdict.Reasons {
+		if !counted[reason.Code] {
+			verdicts.WithLabelValues(reason.Decision.String(), reason.Code).Inc()
+		}
+
+		counted[reason.Code] = true
+	}
+
+	if r.verdict.Decision == csrpolicy.Approve {
+		age := c.cfg.Clock.Since(csr.CreationTimestamp.Time)
+
+		decisions.WithLabelValues("approve").Inc()
+		ageAtApproval.Observe(age.Seconds())
+		logger.Info("Approved CSR", "requester", csr.Spec.Username, "age", age)
+		c.cfg.Recorder.Event(csr, corev1.EventTypeNormal, ReasonApproved, condition.Message)
+
+		return nil
+	}
+
+	decisions.WithLabelValues("deny").Inc()
+	logger.Info("Denied CSR", "requester", csr.Spec.Username, "reasons", condition.Message)
+	c.warn(csr, r.node, ReasonDenied, condition.Message)
 
 	return nil
 }

@@ -6,6 +6,7 @@ import (
 
 	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/client-go/tools/cache"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
@@ -46,8 +47,8 @@ func PolicyFor(current *config.Compiled, node *corev1.Node, m machine.Machine) c
 	return policy
 }
 
-// evidence returns the evidence for a request of the kubelet on a Node, which is nil if it does not exist.
-func (c *Controller) evidence(csr *certificatesv1.CertificateSigningRequest, nodename string, node *corev1.Node) csrpolicy.Evidence {
+// reviewFor reviews a request of the kubelet on a Node, which is nil if it does not exist.
+func (c *Controller) reviewFor(csr *certificatesv1.CertificateSigningRequest, nodename string, node *corev1.Node) review {
 	entry := c.cfg.Inventory.Get(nodename)
 	evidence := csrpolicy.Evidence{
 		Cluster:      c.cfg.Identity.Current(),
@@ -74,24 +75,16 @@ func (c *Controller) evidence(csr *certificatesv1.CertificateSigningRequest, nod
 		}
 	}
 
-	return evidence
-}
-
-// cachedNode returns a Node from the cache; nil if it does not exist.
-func (c *Controller) cachedNode(nodename string) *corev1.Node {
-	obj, _, _ := c.nodes.GetIndexer().GetByKey(nodename)
-	node, _ := obj.(*corev1.Node)
-
-	return node
+	return review{node, evidence, csrpolicy.Review(csr, evidence)}
 }
 
 // notSynced returns the names of the Talos Nodes whose machines have neither responded nor failed to respond.
 func (c *Controller) notSynced() []string {
 	var names []string
 
-	for _, obj := range c.nodes.GetIndexer().List() {
-		node, ok := obj.(*corev1.Node)
-		if ok && nodespec.IsTalos(node) && c.cfg.Inventory.Get(node.Name).Condition == inventory.Unknown {
+	nodes, _ := c.cfg.Nodes.Lister().List(labels.Everything()) // a list from the cache cannot fail
+	for _, node := range nodes {
+		if nodespec.IsTalos(node) && c.cfg.Inventory.Get(node.Name).Condition == inventory.Unknown {
 			names = append(names, node.Name)
 		}
 	}
@@ -160,7 +153,7 @@ func subjectsOf(obj any) ([]string, error) {
 // otherOwners returns the names of the other Nodes that own a name or an address, sorted: by what their machines
 // report, and by the Node objects whatever the machines report. While a machine is down, the requesting machine may
 // respond at its address and deny that it owns it.
-func otherOwners(nodes cache.Indexer, machines Inventory, subject, nodename string) []string {
+func otherOwners(nodes cache.Indexer, machines *inventory.Inventory, subject, nodename string) []string {
 	owners := machines.Owners(subject, nodename)
 	objs, _ := nodes.ByIndex(indexSubjects, subject) // fails only without the index
 

@@ -6,6 +6,8 @@ import (
 
 	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/component-base/metrics"
+	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/klog/v2"
 
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
@@ -19,11 +21,35 @@ const (
 	ReasonDeferred = "CSRDeferred"
 )
 
-// Values of the label status, the same as the upstream Talos CCM's.
-const (
-	statusApprove = "approve"
-	statusDeny    = "deny"
+var (
+	// The upstream Talos CCM has a metric of the same name, with the same values of the label.
+	decisions = metrics.NewCounterVec(&metrics.CounterOpts{
+		Name:           "talosccm_csr_approval_count",
+		Help:           "Kubelet-serving CSRs decided, by status (approve or deny).",
+		StabilityLevel: metrics.ALPHA,
+	}, []string{"status"})
+
+	verdicts = metrics.NewCounterVec(&metrics.CounterOpts{
+		Name:           "talosccm_csr_verdicts_total",
+		Help:           "Reasons of verdicts on kubelet-serving CSRs, by decision (Approve, Defer or Deny) and reason. A pending CSR counts when a reason appears, a decided one once for each reason.",
+		StabilityLevel: metrics.ALPHA,
+	}, []string{"decision", "reason"})
+
+	ageAtApproval = metrics.NewHistogram(&metrics.HistogramOpts{
+		Name:           "talosccm_csr_approval_age_seconds",
+		Help:           "Age of kubelet-serving CSRs at approval.",
+		Buckets:        []float64{.5, 1, 2, 5, 10, 30, 60, 300, 900, 3600},
+		StabilityLevel: metrics.ALPHA,
+	})
+
+	pendingGauge = metrics.NewGauge(&metrics.GaugeOpts{
+		Name:           "talosccm_csr_pending",
+		Help:           "Kubelet-serving CSRs waiting for a decision.",
+		StabilityLevel: metrics.ALPHA,
+	})
 )
+
+func init() { legacyregistry.MustRegister(decisions, verdicts, ageAtApproval, pendingGauge) }
 
 // conditionFor returns the condition to write for a verdict.
 func conditionFor(verdict csrpolicy.Verdict) certificatesv1.CertificateSigningRequestCondition {
@@ -49,37 +75,6 @@ func messageFor(verdict csrpolicy.Verdict) string {
 	}
 
 	return events.Truncate(strings.Join(sentences, "; "))
-}
-
-// reportDecision reports a verdict that has been written.
-func (c *Controller) reportDecision(
-	ctx context.Context, csr *certificatesv1.CertificateSigningRequest, r review, condition certificatesv1.CertificateSigningRequestCondition,
-) {
-	logger := klog.FromContext(ctx)
-	counted := map[string]bool{}
-
-	for _, reason := range r.verdict.Reasons {
-		if !counted[reason.Code] {
-			verdicts.WithLabelValues(reason.Decision.String(), reason.Code).Inc()
-		}
-
-		counted[reason.Code] = true
-	}
-
-	if r.verdict.Decision == csrpolicy.Approve {
-		age := c.cfg.Clock.Since(csr.CreationTimestamp.Time)
-
-		decisions.WithLabelValues(statusApprove).Inc()
-		ageAtApproval.Observe(age.Seconds())
-		logger.Info("Approved CSR", "requester", csr.Spec.Username, "age", age)
-		c.cfg.Recorder.Event(csr, corev1.EventTypeNormal, ReasonApproved, condition.Message)
-
-		return
-	}
-
-	decisions.WithLabelValues(statusDeny).Inc()
-	logger.Info("Denied CSR", "requester", csr.Spec.Username, "reasons", condition.Message)
-	c.warn(csr, r.node, ReasonDenied, condition.Message)
 }
 
 // reportDeferral reports why a request stays pending, when there is a new reason.
