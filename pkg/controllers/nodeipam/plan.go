@@ -248,20 +248,16 @@ func (p plan) pool() (Pool, *events.Condition) {
 }
 
 func (p plan) request(pool Pool, f corev1.IPFamily) (request, *events.Condition) {
+	isOther := func(cidr netip.Prefix) bool { return familyOf(cidr.Addr()) != f }
+	name, cidrs, size := pool.Name, slices.DeleteFunc(slices.Clone(pool.CIDRs), isOther), p.options.maskSize(pool, f)
+
 	switch {
-	case slices.ContainsFunc(pool.CIDRs, func(cidr netip.Prefix) bool { return familyOf(cidr.Addr()) == f }):
-		return p.fromPool(pool, f)
+	case len(cidrs) > 0:
 	case f == ipv6 && p.options.Allocator == CloudAllocator:
-		return p.fromMachine(p.options.maskSize(pool, ipv6))
+		return p.fromMachine(size)
 	default:
-		pool.Name, pool.CIDRs = poolCluster, p.options.ClusterCIDRs
-
-		return p.fromPool(pool, f)
+		name, cidrs = poolCluster, slices.DeleteFunc(slices.Clone(p.options.ClusterCIDRs), isOther)
 	}
-}
-
-func (p plan) fromPool(pool Pool, f corev1.IPFamily) (request, *events.Condition) {
-	size := p.options.maskSize(pool, f)
 
 	if pool.BlockSizeAuto && f == ipv4 {
 		var known bool
@@ -270,16 +266,12 @@ func (p plan) fromPool(pool Pool, f corev1.IPFamily) (request, *events.Condition
 		}
 	}
 
-	r := request{family: f, pool: pool.Name}
+	r := request{family: f, pool: name}
 
-	for _, cidr := range pool.CIDRs {
-		if familyOf(cidr.Addr()) != f {
-			continue
-		}
-
+	for _, cidr := range cidrs {
 		blocks, err := cidrset.NewPool(cidr, size)
 		if err != nil {
-			return request{}, newCondition(ReasonPrefixTooSmall, "Pool %q: %v", pool.Name, err)
+			return request{}, newCondition(ReasonPrefixTooSmall, "Pool %q: %v", name, err)
 		}
 
 		r.pools = append(r.pools, blocks)
