@@ -329,8 +329,8 @@ func (r review) certainlyManaged() bool {
 	return r.evidence.Node != csrpolicy.NodeUnknown && (state == csrpolicy.MachineCurrent || state == csrpolicy.MachineUnreachable)
 }
 
-// decide writes the verdict and reports it. It fails with a conflict if the request has changed, such as by the decision of another
-// approver.
+// decide writes the verdict and reports it. It fails with a conflict if the request has changed, such as by the decision
+// of another approver.
 func (c *Controller) decide(ctx context.Context, csr *certificatesv1.CertificateSigningRequest, r review) error {
 	condition, logger := conditionFor(r.verdict), klog.FromContext(ctx)
 	decided := csr.DeepCopy()
