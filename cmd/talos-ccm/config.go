@@ -29,7 +29,7 @@ func newConfigValidateCommand() *cobra.Command {
 		Long: `Validate a configuration file, or standard input, as talos-ccm does when it loads it.
 
 If the file is valid, print a summary and exit with 0. Otherwise print every
-mistake to standard error, one per line with its position, and exit with 1.`,
+error to standard error, one per line with its position, and exit with 1.`,
 		Example: `  talos-ccm config validate rules.yaml
   talos-ccm config validate - < rules.yaml`,
 		Args:          cobra.ExactArgs(1),

@@ -93,8 +93,8 @@ func newCommand(options *ccm.Options, logOptions *logs.Options) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "talos-ccm",
 		Short: "Cloud controller manager for Talos Linux",
-		Long: `talos-ccm is a cloud controller manager for Talos Linux. It initializes Nodes from the metadata of their Talos machines, approves the serving
-certificates of their kubelets and allocates their pod CIDRs.
+		Long: `talos-ccm is a cloud controller manager for Talos Linux. It initializes Nodes from the metadata of their Talos machines, approves the CSRs
+for kubelet serving certificates and optionally allocates pod CIDRs.
 
 Without a command, talos-ccm runs the controllers until it receives SIGTERM or SIGINT. The following commands are read-only:
 

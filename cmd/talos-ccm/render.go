@@ -60,7 +60,7 @@ It reads the machine over the Talos API, as talosctl does:
 
   talos-ccm render --node 10.0.0.2 --config config.yaml
 
-or from the output of talosctl, as YAML or JSON, which may contain several machines:
+or from a file with the output of talosctl in YAML or JSON. The file may contain several machines:
 
   ` + preview.Command() + ` > machine.yaml
   talos-ccm render --machine machine.yaml --config config.yaml
@@ -78,7 +78,7 @@ omitted are printed as problems and do not change the exit code.`,
 	flags.StringVar(&o.talosconfig, "talosconfig", "", "Path of the talosconfig for --node. (default $TALOSCONFIG or ~/.talos/config)")
 	flags.StringVar(&o.arch, "arch", "", "Architecture of the Node as reported by its kubelet, such as amd64.")
 	flags.StringSliceVar(&o.nodeIPs, "node-ip", nil, "Node IPs of the kubelet. (default: the node IPs that Talos configures)")
-	flags.StringVar(&o.fallback, "provider-id-fallback", string(config.FallbackUUID), "Fallback for the providerID, uuid or node-ip. The configuration takes precedence.")
+	flags.StringVar(&o.fallback, "provider-id-fallback", string(config.FallbackUUID), "Fallback of the providerID on platforms without an instance ID: uuid or node-ip. The configuration takes precedence.")
 	flags.StringVarP(&o.output, "output", "o", preview.Formats()[0], "Output format: "+strings.Join(preview.Formats(), ", ")+".")
 
 	cmd.MarkFlagsOneRequired("machine", "node")

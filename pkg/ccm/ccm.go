@@ -149,7 +149,7 @@ func (a *App) runOnControlPlane(ctx context.Context, changes <-chan localState) 
 		select {
 		case state = <-changes:
 			if !state.serves() {
-				logger.Info("Local machine is not a running control-plane machine; idling", "controlPlane", state.controlPlane, "stage", state.stage)
+				logger.Info("Local machine is not an active control-plane machine; idling", "controlPlane", state.controlPlane, "stage", state.stage)
 				stop()
 			}
 		case err := <-done:

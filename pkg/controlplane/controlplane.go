@@ -214,7 +214,7 @@ func (r *Reader) refresh(ctx context.Context) {
 
 	identity, logger := r.mergeIdentity(), klog.FromContext(ctx)
 	if r.identity.set(identity) {
-		logger.V(2).Info("Cluster identity changed", "identity", identity)
+		logger.V(2).Info("Updated names and addresses of the cluster", "identity", identity)
 	}
 
 	r.network.set(r.mergeNetwork(serviceCIDRsErr, machineErrs))

@@ -292,7 +292,7 @@ func (r *review) checkOwners(subject string) {
 	others := slices.DeleteFunc(slices.Clone(r.Owners[subject]), func(owner string) bool { return owner == r.nodename })
 
 	if len(others) > 0 && r.nodename != "" {
-		r.postpone(CodeOwnedByOthers, "%.80q also belongs to %d other Nodes, such as %.80q", subject, len(others), slices.Min(others))
+		r.postpone(CodeOwnedByOthers, "%.80q is owned by another Node, %.80q (%d in total)", subject, slices.Min(others), len(others))
 	}
 }
 
