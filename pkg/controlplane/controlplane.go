@@ -171,13 +171,7 @@ func (r *Reader) Run(ctx context.Context) {
 
 	delays := backoff.New(retryFirst, retryMax)
 
-	for {
-		r.refresh(ctx)
-
-		if ctx.Err() != nil {
-			return
-		}
-
+	for r.refresh(ctx) {
 		network, pause := r.network.Current(), refreshInterval
 
 		switch needsNetwork := r.network.subscribed(); {
@@ -197,15 +191,15 @@ func (r *Reader) Run(ctx context.Context) {
 	}
 }
 
-// refresh reads every source once and publishes the facts.
-func (r *Reader) refresh(ctx context.Context) {
+// refresh reads every source once and publishes the facts. It returns false if ctx has ended.
+func (r *Reader) refresh(ctx context.Context) bool {
 	certificate, certificateErr := readCertificate(ctx, r.cfg.Kubernetes)
 	service, serviceErr := readService(ctx, r.cfg.Client)
 	serviceCIDRs, serviceCIDRsErr := readServiceCIDRs(ctx, r.cfg.Client)
 	machineErrs := r.readMachines(ctx)
 
 	if ctx.Err() != nil {
-		return // the errors say nothing about the sources
+		return false // the errors say nothing about the sources
 	}
 
 	r.certificate = cmp.Or(certificate, r.certificate)
@@ -227,6 +221,8 @@ func (r *Reader) refresh(ctx context.Context) {
 	case err != nil:
 		logger.V(2).Info("Failed to read some facts about the control plane; using their last known values", "err", err)
 	}
+
+	return true
 }
 
 // mergeIdentity returns everything that any source has answered, sorted and without duplicates so that equal identities
