@@ -78,7 +78,7 @@ omitted are printed as problems and do not change the exit code.`,
 	flags.StringVar(&o.talosconfig, "talosconfig", "", "Path of the talosconfig for --node. (default $TALOSCONFIG or ~/.talos/config)")
 	flags.StringVar(&o.arch, "arch", "", "Architecture of the Node as reported by its kubelet, such as amd64.")
 	flags.StringSliceVar(&o.nodeIPs, "node-ip", nil, "Node IPs of the kubelet. (default: the node IPs that Talos configures)")
-	flags.StringVar(&o.fallback, "provider-id-fallback", string(config.FallbackUUID), "Fallback of the providerID on platforms without an instance ID: uuid or node-ip. The configuration takes precedence.")
+	flags.StringVar(&o.fallback, "provider-id-fallback", string(config.FallbackUUID), "Fallback of the providerID on platforms without an instance ID: uuid or node-ip. The configuration wins.")
 	flags.StringVarP(&o.output, "output", "o", preview.Formats()[0], "Output format: "+strings.Join(preview.Formats(), ", ")+".")
 
 	cmd.MarkFlagsOneRequired("machine", "node")
