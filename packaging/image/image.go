@@ -23,8 +23,8 @@ import (
 
 const website = "https://github.com/talos-ccm/talos-ccm"
 
-// nobody is the default user of the image for pods.
-const nobody = "65532:65532"
+// nonRoot is the default user of the image for pods.
+const nonRoot = "65532:65532"
 
 // ExtensionIndex returns the extension image for the architectures of binaries, which are keyed by GOARCH.
 func ExtensionIndex(r Release, binaries map[string][]byte) (v1.ImageIndex, error) {
@@ -35,7 +35,7 @@ func ExtensionIndex(r Release, binaries map[string][]byte) (v1.ImageIndex, error
 
 // PodIndex returns the image for pods for the architectures of binaries, which are keyed by GOARCH.
 func PodIndex(r Release, binaries map[string][]byte) (v1.ImageIndex, error) {
-	config := v1.Config{Entrypoint: []string{"/" + extension.Name}, User: nobody, WorkingDir: "/"}
+	config := v1.Config{Entrypoint: []string{"/" + extension.Name}, User: nonRoot, WorkingDir: "/"}
 
 	return index(r, "A cloud controller manager for Talos Linux", binaries, config, func(binary []byte) ([]File, error) {
 		return Pod(binary), nil

@@ -105,7 +105,7 @@ func decode(t *testing.T, content []byte, into any) {
 // platform returns the variables that bldr sets.
 func platform(architecture string) map[string]string { return map[string]string{"ARCH": architecture} }
 
-// withVariables merges the variables of a file into those of the parent directories.
+// withVariables adds the variables of a file to the variables of the parent directories.
 func withVariables(t *testing.T, path string, above map[string]string) map[string]string {
 	t.Helper()
 

@@ -106,7 +106,7 @@ type Evidence struct {
 	// Machine is the latest view of that Node's machine; the zero value if there is none.
 	Machine machine.Machine
 	// Owners maps names and addresses, in the form in which Subjects returns them (addresses as their String), to the
-	// names of the other Nodes that own them. Only those of the request matter. An unreachable machine still owns what
+	// names of the other Nodes that own them. Only entries in the request matter. An unreachable machine still owns what
 	// it last reported.
 	Owners map[string][]string
 	// Listed are the names and addresses of the Node's status, in the same form; empty if unknown. A kubelet requests

@@ -63,7 +63,7 @@ var (
 	metadata = &kind{"platformMetadata", checkField, setField}
 )
 
-// Compile returns the compiled rules, or all mistakes in them. The path is that of the rules.
+// Compile returns the compiled rules, or all mistakes in them. The path is the field path of the rules.
 func Compile(rules []Rule, path *field.Path) (*Set, field.ErrorList) {
 	var (
 		compiled Set

@@ -33,7 +33,7 @@ type fact func(*variables) (value string, present bool)
 type predicate func(value string, present bool) bool
 
 // CompileSelector compiles terms over the facts that the machine reports, or returns all mistakes in them. The path is
-// that of the terms. Without terms it returns the nil Selector.
+// the field path of the terms. Without terms it returns the nil Selector.
 func CompileSelector(terms []SelectorTerm, path *field.Path) (*Selector, field.ErrorList) {
 	return compileSelector(terms, path, findFact)
 }

@@ -44,7 +44,7 @@ const (
 	interval = 20 * time.Millisecond
 )
 
-// conflictBackoff is for writes that may conflict with those of the controller.
+// conflictBackoff is for writes that may conflict with the writes of the controller.
 var conflictBackoff = wait.Backoff{Steps: 100, Duration: interval, Jitter: .5}
 
 // environment is shared by all tests of this package: an API server, Talos machines and a running controller.

@@ -27,8 +27,8 @@ const (
 
 // plan is the difference between a Node and its desired state. The zero value means that there is none.
 type plan struct {
-	// managedFields replace those of the Node unless nil. They are written first, and remove the upstream Talos CCM as
-	// owner of labels and annotations that are applied next.
+	// managedFields replace the managed fields of the Node unless nil. They are written first, and remove the upstream
+	// Talos CCM as owner of labels and annotations that are applied next.
 	managedFields []metav1.ManagedFieldsEntry
 	// apply is true if labels or annotations must be applied. They are complete, and may be empty.
 	apply               bool

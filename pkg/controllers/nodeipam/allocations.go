@@ -47,7 +47,7 @@ const (
 	cached state = iota
 	// listed: the API server listed the blocks.
 	listed
-	// allocated: the blocks may have been written or not; version is that of the Node without them.
+	// allocated: the blocks may have been written or not; version is the version of the Node without them.
 	allocated
 	// written: the API server confirmed the write.
 	written

@@ -152,7 +152,7 @@ func TestController_FinishesItsWriteBeforeItStops(t *testing.T) {
 	p.stop()
 
 	if got := w.get("a").Spec.PodCIDRs; !slices.Equal(got, []string{"10.1.0.0/24"}) {
-		t.Errorf("podCIDRs %v after the controller stopped, want those of the write in flight", got)
+		t.Errorf("podCIDRs %v after the controller stopped, want the podCIDRs of the write in flight", got)
 	}
 }
 

@@ -44,7 +44,7 @@ type Options struct {
 	// CIDRs of one family the first that is not exhausted is used. Empty: the CIDRs that Talos passes to
 	// kube-controller-manager.
 	ClusterCIDRs []netip.Prefix
-	// ServiceCIDRs are never allocated, in addition to those of the ServiceCIDR API. Empty: the CIDRs that Talos passes
+	// ServiceCIDRs are never allocated, in addition to the CIDRs of the ServiceCIDR API. Empty: the CIDRs that Talos passes
 	// to kube-controller-manager.
 	ServiceCIDRs []netip.Prefix
 	// MaskSizeIPv4 and MaskSizeIPv6 are the prefix lengths of blocks; zero: the defaults.
@@ -102,7 +102,7 @@ type Pool struct {
 	Selector *rules.Selector
 	// CIDRs may be of one IP family or both. Of several CIDRs of one family the first that is not exhausted is used.
 	CIDRs []netip.Prefix
-	// MaskSizeIPv4 and MaskSizeIPv6 are the prefix lengths of blocks; zero: those of the Options.
+	// MaskSizeIPv4 and MaskSizeIPv6 are the prefix lengths of blocks; zero: the lengths in the Options.
 	MaskSizeIPv4, MaskSizeIPv6 int
 	// BlockSizeAuto makes an IPv4 block the smallest with two addresses per pod of the kubelet. It does not apply to
 	// IPv6.
@@ -360,7 +360,7 @@ func machinePrefix(m machine.Machine) (netip.Prefix, *events.Condition) {
 }
 
 // blockBits returns the prefix length of the blocks of a machine's prefix: size for a whole subnet, and for a longer
-// prefix that of the upstream Talos CCM, which leaves room for at least one Node and makes no block smaller than a
+// prefix the length of the upstream Talos CCM, which leaves room for at least one Node and makes no block smaller than a
 // /120. It returns -1 if the prefix is too small.
 func blockBits(prefix netip.Prefix, size int) int {
 	own := prefix.Bits()
@@ -383,9 +383,9 @@ func blockBits(prefix netip.Prefix, size int) int {
 	}
 }
 
-// reservedPrefixes returns what no Node can be assigned because of a machine: the machine's addresses, and those of the
-// routers of its prefix. Addresses on CNI links are left out: they are in the block of the machine's Node, which must
-// be able to get the same block again.
+// reservedPrefixes returns the prefixes that cannot be assigned because of a machine: the machine's addresses, and the
+// addresses of the routers of its prefix. Addresses on CNI links are excluded: they are in the block of the machine's
+// Node, which must be able to get the same block again.
 func reservedPrefixes(m machine.Machine) []netip.Prefix {
 	var addrs []netip.Addr
 

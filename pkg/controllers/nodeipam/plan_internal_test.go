@@ -343,7 +343,7 @@ func TestMachinePrefix(t *testing.T) {
 	}
 }
 
-// TestFromMachine_SmallPrefixes: the sizes are those of the upstream Talos CCM, except that it assigns the whole of a
+// TestFromMachine_SmallPrefixes: the sizes match the upstream Talos CCM, except that it assigns the whole of a
 // /120 to /123, which contains the machine's own address.
 func TestFromMachine_SmallPrefixes(t *testing.T) {
 	t.Parallel()
