@@ -183,13 +183,14 @@ type machineFacts struct {
 	kcm      *KCMConfig
 }
 
-// or returns the facts, and those of other for what has not been read.
+// or returns the facts, with the facts of other in place of those that have not been read.
 func (f machineFacts) or(other machineFacts) machineFacts {
 	return machineFacts{identity: cmp.Or(f.identity, other.identity), kcm: cmp.Or(f.kcm, other.kcm)}
 }
 
-// readMachines reads all control-plane machines concurrently. The facts of a machine that does not respond remain;
-// those of a machine that is no longer of the control plane go. It returns the errors in the order of the nodenames.
+// readMachines reads all control-plane machines concurrently. It keeps the facts of a machine that does not respond, and
+// drops the facts of a machine that no longer belongs to the control plane. It returns the errors in the order of the
+// nodenames.
 func (r *Reader) readMachines(ctx context.Context) []error {
 	nodes, _ := r.cfg.Nodes.Lister().List(labels.Everything()) // a list from the cache cannot fail
 	nodes = slices.DeleteFunc(nodes, func(node *corev1.Node) bool { return !nodespec.IsControlPlane(node) || !nodespec.IsTalos(node) })

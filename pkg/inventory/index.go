@@ -17,8 +17,8 @@ func (x index[K]) others(key K, nodename string) []string {
 	return slices.DeleteFunc(slices.Clone(x[key]), func(n string) bool { return n == nodename })
 }
 
-// replace replaces the keys of nodename's machine. It returns each other nodename that has become, or is no longer, one
-// of several with a key.
+// replace replaces the keys of nodename's machine. It returns the other nodenames with a key that has become shared, or
+// is no longer shared.
 func (x index[K]) replace(nodename string, before, after []K) (affected []string) {
 	old, current := sets.New(before...), sets.New(after...)
 

@@ -8,6 +8,7 @@ import (
 	"maps"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"text/template"
 )
@@ -94,7 +95,7 @@ var printers = template.FuncMap{
 	"html":     limited(template.HTMLEscaper),
 	"js":       limited(template.JSEscaper),
 	"urlquery": limited(template.URLQueryEscaper),
-	"printf":   func(format string, args ...any) (string, error) { return limit(fmt.Sprintf(format, args...)) },
+	"printf":   printf,
 }
 
 // Functions returns the names of the functions that templates can call besides those of text/template, sorted.
@@ -105,6 +106,44 @@ func limit(s string) (string, error) { return s, checkLength(len(s)) }
 
 func limited(f func(...any) string) func(...any) (string, error) {
 	return func(args ...any) (string, error) { return limit(f(args...)) }
+}
+
+var (
+	directives = regexp.MustCompile(`%[^a-zA-Z%]*`)
+	numbers    = regexp.MustCompile(`[0-9]+`)
+)
+
+// printf checks the length that its result could have first: every directive of the format can insert the longest
+// argument, or as many characters as a width or precision demands, which package fmt limits to maxWidth.
+func printf(format string, args ...any) (string, error) {
+	const maxWidth = 1_000_000
+
+	longest := 0
+
+	for _, arg := range args {
+		longest = max(longest, len(fmt.Sprint(arg)))
+
+		if width, ok := arg.(int); ok { // of a directive such as %*d
+			longest = max(longest, min(width, maxWidth))
+		}
+	}
+
+	found := directives.FindAllString(format, -1)
+
+	for _, number := range numbers.FindAllString(strings.Join(found, ""), -1) {
+		width, err := strconv.Atoi(number)
+		if err != nil {
+			width = maxWidth
+		}
+
+		longest = max(longest, min(width, maxWidth))
+	}
+
+	if err := checkExpansion(len(found) * longest); err != nil {
+		return "", err
+	}
+
+	return limit(fmt.Sprintf(format, args...))
 }
 
 // replace checks the length of its result first: it can be the product of the lengths of its arguments.
@@ -206,6 +245,10 @@ func (p patterns) replaceAll(pattern, s, replacement string) (string, error) {
 	)
 
 	for _, match := range compiled.FindAllStringSubmatchIndex(s, -1) {
+		if err := checkExpansion(strings.Count(replacement, "$") * (match[1] - match[0])); err != nil {
+			return "", err
+		}
+
 		result = compiled.ExpandString(append(result, s[end:match[0]]...), replacement, s, match)
 		end = match[1]
 

@@ -169,6 +169,15 @@ func checkLength(length int) error {
 	return nil
 }
 
+// checkExpansion limits the memory that a call can take before the exact length of its result is known.
+func checkExpansion(length int) error {
+	if length > 16*maxText {
+		return checkLength(length)
+	}
+
+	return nil
+}
+
 // checker finds mistakes that text/template detects only while it executes a template, or not at all, and compiles the regular expressions.
 type checker struct {
 	patterns  patterns

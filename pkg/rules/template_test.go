@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"reflect"
 	"regexp"
+	goruntime "runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -268,9 +269,44 @@ func TestTemplates_LimitLengthOfText(t *testing.T) {
 	}
 }
 
+// The length of a result can be the product of what a template and a machine contain, so it must be checked before the
+// result is built.
+func TestTemplates_LimitMemory(t *testing.T) {
+	facts := rules.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Zone: strings.Repeat("a", 60<<10)}}}
+
+	for name, template := range map[string]string{
+		"widths":                  `{{ printf "` + strings.Repeat("%999999[1]d", 300) + `" 1 | len }}`,
+		"widths in an argument":   `{{ printf "` + strings.Repeat("%[1]*[1]d", 300) + `" 999999 | len }}`,
+		"precisions":              `{{ printf "` + strings.Repeat("%.999999[1]f", 300) + `" 1.0 | len }}`,
+		"repeated arguments":      `{{ printf "` + strings.Repeat("%[1]s", 9000) + `" .Zone | len }}`,
+		"references to the match": `{{ regexReplaceAll "a+" .Zone "` + strings.Repeat("$0", 9000) + `" | len }}`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			var before, after goruntime.MemStats
+
+			compiled := compile(t, annotate(template))
+
+			goruntime.ReadMemStats(&before)
+
+			result := compiled.Apply(facts)
+
+			goruntime.ReadMemStats(&after)
+
+			if len(result.Problems) != 1 {
+				t.Errorf("got %v, want one problem", result.Problems)
+			}
+
+			// Without the checks it is more than 1.5 GiB. With the race detector, package regexp reuses less memory.
+			if allocated := after.TotalAlloc - before.TotalAlloc; allocated > 512<<20 {
+				t.Errorf("allocated %d MiB", allocated>>20)
+			}
+		})
+	}
+}
+
 func TestPrintf_WidthAndPrecision(t *testing.T) {
 	for format, want := range map[string]string{
-		"%5s|%-5s|": "   ab|cd   |", "%.1s%s": "acd", "100%%5000 %s%s": "100%5000 abcd", "%99s%s": strings.Repeat(" ", 97) + "abcd", "%s[1]%s": "ab[1]cd", "%s*%s": "ab*cd",
+		"%5s|%-5s|": "   ab|cd   |", "%.1s%s": "acd", "100%%5000 %s%s": "100%5000 abcd", "%99s%s": strings.Repeat(" ", 97) + "abcd", "%s[1]%s": "ab[1]cd", "id-123456789-%s-%s": "id-123456789-ab-cd", "%s*%s": "ab*cd",
 	} {
 		if got := render(t, fmt.Sprintf(`{{ printf %q "ab" "cd" }}`, format), rules.Facts{}); got != want {
 			t.Errorf("%s: got %q, want %q", format, got, want)

@@ -85,7 +85,7 @@ func (c *Controller) reportDeferral(ctx context.Context, csr *certificatesv1.Cer
 		conditions = append(conditions, events.Condition{Reason: ReasonDeferred, Subject: reason.Code})
 	}
 
-	added := c.reporter.Update(csr.Name, conditions...)
+	added := c.reporter.Add(csr.Name, conditions...)
 	if len(added) == 0 {
 		return
 	}

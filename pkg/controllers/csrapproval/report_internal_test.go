@@ -61,6 +61,8 @@ func TestReportDeferral_EmitsEventsForNewReasons(t *testing.T) {
 		{[]string{"One", "Two"}, 0},
 		{[]string{"Two"}, 0},
 		{[]string{"Two", "Two"}, 0},
+		{nil, 0},
+		{[]string{"One"}, 0},
 	} {
 		var reasons []csrpolicy.Reason
 		for _, code := range step.codes {

@@ -2,6 +2,7 @@
 package events
 
 import (
+	"maps"
 	"strings"
 	"sync"
 
@@ -55,7 +56,25 @@ func (r *Reporter) Update(name string, conditions ...Condition) (added []Conditi
 	r.mu.Lock()
 	defer r.mu.Unlock()
 
-	before, now := r.known[name], map[id]bool{}
+	return r.update(name, map[id]bool{}, conditions)
+}
+
+// Add is Update, but keeps the earlier conditions: a condition that returns is not new.
+func (r *Reporter) Add(name string, conditions ...Condition) (added []Condition) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+
+	now := maps.Clone(r.known[name])
+	if now == nil {
+		now = map[id]bool{}
+	}
+
+	return r.update(name, now, conditions)
+}
+
+// update replaces the conditions of the object with now and the given ones. r.mu must be held.
+func (r *Reporter) update(name string, now map[id]bool, conditions []Condition) (added []Condition) {
+	before := r.known[name]
 
 	for _, c := range conditions {
 		key := id{c.Reason, c.Subject}

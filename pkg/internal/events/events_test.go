@@ -122,6 +122,21 @@ func TestReporter_ForgetMakesConditionsNew(t *testing.T) {
 	}
 }
 
+func TestReporter_AddKeepsConditions(t *testing.T) {
+	reporter := events.New(nil)
+
+	for _, step := range []struct{ conditions, want []events.Condition }{
+		{[]events.Condition{mismatch}, []events.Condition{mismatch}},
+		{nil, nil},
+		{[]events.Condition{labelA, mismatch}, []events.Condition{labelA}},
+		{[]events.Condition{mismatch}, nil},
+	} {
+		if got := reporter.Add("node", step.conditions...); !slices.Equal(got, step.want) {
+			t.Errorf("%v: got %v, want %v", step.conditions, got, step.want)
+		}
+	}
+}
+
 func TestReporter_CountsObjectsByReason(t *testing.T) {
 	reporter := events.New(record.NewFakeRecorder(10))
 	if counts := reporter.CountByReason(); counts == nil || len(counts) != 0 {
