@@ -306,7 +306,8 @@ func TestTemplates_LimitMemory(t *testing.T) {
 
 func TestPrintf_WidthAndPrecision(t *testing.T) {
 	for format, want := range map[string]string{
-		"%5s|%-5s|": "   ab|cd   |", "%.1s%s": "acd", "100%%5000 %s%s": "100%5000 abcd", "%99s%s": strings.Repeat(" ", 97) + "abcd", "%s[1]%s": "ab[1]cd", "id-123456789-%s-%s": "id-123456789-ab-cd", "%s*%s": "ab*cd",
+		"%5s|%-5s|": "   ab|cd   |", "%.1s%s": "acd", "100%%5000 %s%s": "100%5000 abcd", "%99s%s": strings.Repeat(" ", 97) + "abcd", "%s[1]%s": "ab[1]cd",
+		"id-123456789-%s-%s": "id-123456789-ab-cd", "%s*%s": "ab*cd",
 	} {
 		if got := render(t, fmt.Sprintf(`{{ printf %q "ab" "cd" }}`, format), rules.Facts{}); got != want {
 			t.Errorf("%s: got %q, want %q", format, got, want)
