@@ -114,3 +114,34 @@ func TestCanonicalAddress(t *testing.T) {
 		}
 	}
 }
+
+func TestMachine_IsStable(t *testing.T) {
+	m := machine.Machine{ExcludedSubnets: []netip.Prefix{netip.MustParsePrefix("203.0.113.128/25")}}
+
+	for _, test := range []struct {
+		name, prefix, link string
+		scope              nethelpers.Scope
+		flags              nethelpers.AddressFlag
+		want               bool
+	}{
+		{"public address", "203.0.113.5/24", "eth0", nethelpers.ScopeGlobal, 0, true},
+		{"public IPv6 address", "2001:db8::5/64", "eth0", nethelpers.ScopeGlobal, nethelpers.AddressPermanent, true},
+		{"IPv4-mapped private address", "::ffff:10.0.0.5/120", "eth0", nethelpers.ScopeGlobal, 0, false},
+		{"private address", "10.0.0.5/24", "eth0", nethelpers.ScopeGlobal, 0, false},
+		{"link-local address", "fe80::5/64", "eth0", nethelpers.ScopeLink, 0, false},
+		{"temporary address", "2001:db8::6/64", "eth0", nethelpers.ScopeGlobal, nethelpers.AddressTemporary, false},
+		{"duplicate address", "2001:db8::7/64", "eth0", nethelpers.ScopeGlobal, nethelpers.AddressDADFailed, false},
+		{"excluded address", "203.0.113.200/24", "eth0", nethelpers.ScopeGlobal, 0, false},
+		{"loopback link", "203.0.113.5/32", "lo", nethelpers.ScopeGlobal, 0, false},
+		{"address of the platform's metadata", "203.0.113.5/32", machine.LinkExternal, nethelpers.ScopeGlobal, 0, false},
+		{"overlay link", "203.0.113.5/32", "wireguard.mine", nethelpers.ScopeGlobal, 0, false},
+		{"CNI link", "203.0.113.5/32", "cilium_host", nethelpers.ScopeGlobal, 0, false},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			a := machine.Address{Prefix: netip.MustParsePrefix(test.prefix), Link: test.link, Scope: test.scope, Flags: nethelpers.AddressFlags(test.flags)}
+			if got := m.IsStable(a); got != test.want {
+				t.Errorf("got %t", got)
+			}
+		})
+	}
+}
