@@ -15,8 +15,8 @@ import (
 
 // functions are the functions of templates, besides those of patterns and of text/template. They have the names, the
 // order of arguments and the results of the upstream Talos CCM or, where it has no such function, of Masterminds/sprig.
-// Lists are lists of strings. No function returns a number: what a machine reports must not determine how often a loop
-// runs.
+// Lists are lists of strings. None returns a number: apart from its length, a text that a machine reports must not
+// determine how often a loop runs.
 var functions = template.FuncMap{
 	"upper":      strings.ToUpper,
 	"lower":      strings.ToLower,

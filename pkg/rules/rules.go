@@ -12,8 +12,8 @@
 //   - The result of a template and of each function in it has at most 64 KiB; a larger one is an error.
 //   - Regular expressions run in linear time (package regexp).
 //   - Templates cannot define or execute other templates, so that they cannot recurse.
-//   - A loop runs over what the machine reports or up to a number in the template, at most 1000. No function converts text
-//     to a number.
+//   - A loop runs over what the machine reports, up to a number in the template, at most 1000, or up to a length, at most
+//     that of a text. No function converts text to a number.
 //   - The format of printf is a string literal.
 //   - A panic becomes a Problem of the value whose template caused it.
 //
