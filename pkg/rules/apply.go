@@ -6,8 +6,6 @@ import (
 	"maps"
 	"slices"
 	"strings"
-
-	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 )
 
 // maxAnnotations limits the annotations of all rules together, in bytes of keys and values. Kubernetes rejects a Node
@@ -17,45 +15,52 @@ const maxAnnotations = 192 << 10
 // Apply evaluates the rules in order. The selector and the templates of a rule read the platform metadata as earlier
 // rules left it; what the rule itself replaces takes effect with the next rule.
 func (s *Set) Apply(facts Facts) Result {
-	result := newResult(facts.Machine.Platform)
+	platform := facts.Machine.Platform
+	result := Result{Platform: platform, Labels: map[string]Value{}, Annotations: map[string]Value{}, Replaced: map[string]string{}}
+
 	if s == nil {
-		return *result
+		return result
 	}
 
-	v := newVariables(&facts, result.Platform)
+	v := newVariables(&facts, platform)
 
-	for i := range s.rules {
-		r := &s.rules[i]
+	for _, r := range s.rules {
 		if !r.selector.matches(v) {
 			continue
 		}
 
 		for _, e := range r.entries {
-			value, err := e.text.render(v)
-			if err == nil {
-				err = e.kind.set(result, r, e.key, value)
+			set := e.constant
+
+			if set == nil {
+				value, err := render(e.template, v.values)
+				if err == nil {
+					set, err = e.kind.parse(r, e.key, value)
+				}
+
+				if err != nil {
+					result.addProblem(r.name, e, value, err)
+
+					continue
+				}
 			}
 
-			if err != nil {
-				result.addProblem(r.name, e, value, err)
-			}
+			set(&result)
 		}
 
 		if r.features.PublicIPDiscovery != nil {
 			result.PublicIPDiscovery = r.features.PublicIPDiscovery
 		}
 
-		v = newVariables(&facts, result.Platform)
+		if slices.ContainsFunc(r.entries, func(e entry) bool { return e.kind == metadata }) {
+			v = newVariables(&facts, result.Platform)
+		}
 	}
 
 	result.limitAnnotations()
 	slices.SortFunc(result.Taints, func(x, y Taint) int { return cmp.Or(cmp.Compare(x.Key, y.Key), cmp.Compare(x.Effect, y.Effect)) })
 
-	return *result
-}
-
-func newResult(platform runtime.PlatformMetadataSpec) *Result {
-	return &Result{Platform: platform, Labels: map[string]Value{}, Annotations: map[string]Value{}, Replaced: map[string]string{}}
+	return result
 }
 
 func (r *Result) addProblem(rule string, e entry, value string, err error) {

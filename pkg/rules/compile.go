@@ -8,8 +8,9 @@ import (
 	"reflect"
 	"slices"
 	"strings"
+	"text/template"
+	"text/template/parse"
 
-	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/apimachinery/pkg/util/validation/field"
@@ -18,7 +19,7 @@ import (
 
 // Set is a compiled list of rules. The nil Set changes nothing. A Set is safe for concurrent use.
 type Set struct {
-	rules []rule
+	rules []*rule
 }
 
 type rule struct {
@@ -29,38 +30,35 @@ type rule struct {
 	features Features
 }
 
-// entry is a key of one of the rule's maps and its template.
+// entry is a key of one of the rule's maps and the template of its value.
 type entry struct {
-	kind *kind
-	key  string
-	text text
+	kind     *kind
+	key      string
+	template *template.Template
+	// constant adds the value of a template without actions; nil for others.
+	constant setter
 }
 
 // kind is a map of a rule.
 type kind struct {
 	name     string
 	checkKey func(key string) error
-	// set adds a value to the result, or returns why it is invalid.
-	set func(result *Result, r *rule, key, value string) error
+	// parse returns why a value is invalid, or else what adds it to a result.
+	parse func(r *rule, key, value string) (setter, error)
 }
 
+// setter adds a value to a result.
+type setter func(*Result)
+
 var (
-	labels = &kind{"labels", checkKey, func(result *Result, r *rule, key, value string) error {
-		if err := checkLabelValue(value); err != nil {
-			return err
-		}
-
-		result.Labels[key] = Value{Value: value, Rule: r.name}
-
-		return nil
+	labels = &kind{"labels", checkKey, func(r *rule, key, value string) (setter, error) {
+		return func(result *Result) { result.Labels[key] = Value{Value: value, Rule: r.name} }, checkLabelValue(value)
 	}}
-	annotations = &kind{"annotations", checkKey, func(result *Result, r *rule, key, value string) error {
-		result.Annotations[key] = Value{Value: value, Rule: r.name}
-
-		return nil
+	annotations = &kind{"annotations", checkKey, func(r *rule, key, value string) (setter, error) {
+		return func(result *Result) { result.Annotations[key] = Value{Value: value, Rule: r.name} }, nil
 	}}
-	taints   = &kind{"taints", checkTaintKey, setTaint}
-	metadata = &kind{"platformMetadata", checkField, setField}
+	taints   = &kind{"taints", checkTaintKey, parseTaint}
+	metadata = &kind{"platformMetadata", checkField, parseField}
 )
 
 // Compile returns the compiled rules, or all mistakes in them. The path is the field path of the rules.
@@ -73,7 +71,7 @@ func Compile(rules []Rule, path *field.Path) (*Set, field.ErrorList) {
 	first := map[string]int{}
 
 	for i, source := range rules {
-		r := rule{name: cmp.Or(source.Name, fmt.Sprintf("#%d", i+1)), enforce: source.Enforce, features: source.Features}
+		r := &rule{name: cmp.Or(source.Name, fmt.Sprintf("#%d", i+1)), enforce: source.Enforce, features: source.Features}
 
 		if other, duplicate := first[r.name]; !duplicate {
 			first[r.name] = i
@@ -124,9 +122,11 @@ func (r *rule) compile(source Rule, path *field.Path) (errs field.ErrorList) {
 	return errs
 }
 
-// add compiles a map of the rule, in the order of its keys. The values of constant templates are checked here, all
-// others when they are rendered.
+// add compiles a map of the rule, in the order of its keys. The values of constants are checked here, all others when
+// they are rendered.
 func (r *rule) add(k *kind, source map[string]string, path *field.Path) (errs field.ErrorList) {
+	isAction := func(n parse.Node) bool { return n.Type() != parse.NodeText }
+
 	for _, key := range slices.Sorted(maps.Keys(source)) {
 		at := path.Child(k.name).Key(key)
 
@@ -134,16 +134,18 @@ func (r *rule) add(k *kind, source map[string]string, path *field.Path) (errs fi
 			errs = append(errs, invalid(at, err))
 		}
 
-		compiled, err := compileText(source[key])
-		if err == nil && compiled.template == nil {
-			err = k.set(newResult(runtime.PlatformMetadataSpec{}), r, key, compiled.constant)
+		compiled, err := compileTemplate(source[key])
+		e := entry{kind: k, key: key, template: compiled}
+
+		if err == nil && !slices.ContainsFunc(compiled.Root.Nodes, isAction) {
+			e.constant, err = k.parse(r, key, compiled.Root.String())
 		}
 
 		if err != nil {
 			errs = append(errs, invalid(at, err))
 		}
 
-		r.entries = append(r.entries, entry{k, key, compiled})
+		r.entries = append(r.entries, e)
 	}
 
 	return errs
@@ -174,24 +176,24 @@ func checkField(key string) error {
 	}
 }
 
-// setField replaces a field by the value without leading and trailing white space.
-func setField(result *Result, r *rule, key, value string) error {
-	name := fieldName(key)
-	value = strings.TrimSpace(value)
+// parseField parses the new value of a field; leading and trailing white space does not count.
+func parseField(r *rule, key, value string) (setter, error) {
+	name, value := fieldName(key), strings.TrimSpace(value)
 
-	switch f := reflect.ValueOf(&result.Platform).Elem().FieldByName(name); {
-	case !f.IsValid(): // checkField reports it
-	case f.Kind() == reflect.String:
-		f.SetString(value)
-	case value == "true" || value == "false":
-		f.SetBool(value == "true")
-	default:
-		return fmt.Errorf("%q is neither true nor false", value)
+	if name == "Spot" && value != "true" && value != "false" {
+		return nil, fmt.Errorf("%q is neither true nor false", value)
 	}
 
-	result.Replaced[name] = r.name
+	return func(result *Result) {
+		switch f := reflect.ValueOf(&result.Platform).Elem().FieldByName(name); f.Kind() {
+		case reflect.Bool:
+			f.SetBool(value == "true")
+		default:
+			f.SetString(value)
+		}
 
-	return nil
+		result.Replaced[name] = r.name
+	}, nil
 }
 
 // reservedKeys are labels and annotations that rules cannot set, and prefixes of such keys that end in "/" or "-", with the reason.
@@ -244,8 +246,8 @@ func checkTaintKey(key string) error {
 	return checkQualifiedName(key)
 }
 
-// setTaint adds a taint from "value:Effect" or "Effect", or replaces the one with the same key and effect.
-func setTaint(result *Result, r *rule, key, text string) error {
+// parseTaint parses "value:Effect" or "Effect". The taint replaces the one with the same key and effect.
+func parseTaint(r *rule, key, text string) (setter, error) {
 	value, effect, found := strings.Cut(text, ":")
 	if !found {
 		value, effect = "", text
@@ -256,14 +258,11 @@ func setTaint(result *Result, r *rule, key, text string) error {
 	switch taint.Effect {
 	case corev1.TaintEffectNoSchedule, corev1.TaintEffectPreferNoSchedule, corev1.TaintEffectNoExecute:
 	default:
-		return fmt.Errorf(`%q is not "value:Effect" or "Effect", where Effect is NoSchedule, PreferNoSchedule or NoExecute`, text)
+		return nil, fmt.Errorf(`%q is not "value:Effect" or "Effect", where Effect is NoSchedule, PreferNoSchedule or NoExecute`, text)
 	}
 
-	if err := checkLabelValue(value); err != nil {
-		return err
-	}
-
-	result.Taints = append(slices.DeleteFunc(result.Taints, func(other Taint) bool { return other.MatchTaint(&taint.Taint) }), taint)
-
-	return nil
+	return func(result *Result) {
+		isReplaced := func(other Taint) bool { return other.MatchTaint(&taint.Taint) }
+		result.Taints = append(slices.DeleteFunc(result.Taints, isReplaced), taint)
+	}, checkLabelValue(value)
 }

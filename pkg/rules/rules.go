@@ -68,7 +68,7 @@ type Expression struct {
 	// Key is the name of the machine attribute to compare, such as `platform`. It is case-insensitive.
 	Key string `json:"key"`
 	// Operator is the relation between the attribute and the values.
-	Operator Operator `json:"operator"`
+	Operator Operator `json:"operator" jsonschema:"enum=In,enum=NotIn,enum=Exists,enum=DoesNotExist,enum=Gt,enum=Lt,enum=Regexp"`
 	// Values to compare with: at least one for In and NotIn, exactly one for Gt, Lt and Regexp, none for Exists and DoesNotExist.
 	Values []string `json:"values,omitempty"`
 }

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"reflect"
 	"regexp"
 	"slices"
 	"strconv"
@@ -46,7 +45,7 @@ func CompileNodeSelector(terms []SelectorTerm, path *field.Path) (*Selector, fie
 		}
 
 		return func(v *variables) (value string, present bool) {
-			value, present = v.nodeLabels[key[len(labelKey):]]
+			value, present = v.facts.NodeLabels[key[len(labelKey):]]
 
 			return value, present
 		}, nil
@@ -121,13 +120,13 @@ const (
 var facts = func() map[string]fact {
 	byName := map[string]fact{}
 
-	for name, f := range variableFields {
-		if f.Type.Kind() == reflect.Map {
+	for name, zero := range zeroVariables {
+		if _, isMap := zero.(map[string]string); isMap {
 			continue // selected by entry
 		}
 
 		byName[strings.ToLower(name)] = func(v *variables) (string, bool) {
-			value := fmt.Sprint(reflect.ValueOf(v).Elem().FieldByIndex(f.Index))
+			value := fmt.Sprint(v.values[name])
 
 			return value, value != ""
 		}
@@ -151,9 +150,9 @@ func findFact(key string) (fact, error) {
 	case facts[lower] != nil:
 		return facts[lower], nil
 	case strings.HasPrefix(lower, tagKey) && name != "":
-		return func(v *variables) (string, bool) { return getFold(v.Tags, name) }, nil
+		return func(v *variables) (string, bool) { return getFold(v.facts.Machine.Platform.Tags, name) }, nil
 	case strings.HasPrefix(lower, extensionKey) && name != "":
-		return func(v *variables) (string, bool) { return getFold(v.Extensions, name) }, nil
+		return func(v *variables) (string, bool) { return getFold(v.facts.Machine.Extensions, name) }, nil
 	default:
 		return nil, fmt.Errorf("unknown key %q; supported keys: %s (with a name after the dot)", key, strings.Join(Keys(), ", "))
 	}

@@ -13,7 +13,6 @@ import (
 	"text/template/parse"
 	"unicode/utf8"
 
-	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 )
 
@@ -26,70 +25,72 @@ const (
 
 var errNotUTF8 = errors.New("the text is not valid UTF-8")
 
-// variables are the data of templates and selectors. The fields of platform metadata and SMBIOS have the names of the
-// Talos resources, as in the upstream Talos CCM.
+// variables are the data of templates and selectors.
 type variables struct {
-	runtime.PlatformMetadataSpec
-	hardware.SystemInformationSpec
-
-	Nodename, ClusterName, MachineType, TalosVersion, Schematic, Architecture string
-	Extensions                                                                map[string]string
-
-	// nodeLabels are for selectors only.
-	nodeLabels map[string]string
+	// values are the variables that templates can read, by name: strings, booleans and maps of strings. The fields of
+	// platform metadata and SMBIOS have the names of the Talos resources, as in the upstream Talos CCM.
+	values map[string]any
+	// facts are for selectors of map entries.
+	facts *Facts
 }
 
+// newVariables returns the variables of a machine whose rules have changed its platform metadata to platform.
 func newVariables(facts *Facts, platform runtime.PlatformMetadataSpec) *variables {
 	m := &facts.Machine
-	v := &variables{
-		PlatformMetadataSpec: platform, SystemInformationSpec: m.System,
-		Nodename: m.Nodename, ClusterName: m.ClusterName, TalosVersion: m.TalosVersion, Architecture: facts.Architecture,
-		// Image Factory adds an extension with this name to every image. Its version is the ID of the schematic.
-		Schematic: m.Extensions["schematic"], Extensions: m.Extensions,
-		nodeLabels: facts.NodeLabels,
-	}
-
-	v.Hostname = cmp.Or(v.Hostname, m.Hostname)
+	machineType := ""
 
 	switch {
 	case m.Type.IsControlPlane(): // also the deprecated type init
-		v.MachineType = "controlplane"
+		machineType = "controlplane"
 	case m.Type != 0:
-		v.MachineType = m.Type.String()
+		machineType = m.Type.String()
 	}
 
-	return v
+	return &variables{facts: facts, values: map[string]any{
+		"Platform":     platform.Platform,
+		"Hostname":     cmp.Or(platform.Hostname, m.Hostname),
+		"Region":       platform.Region,
+		"Zone":         platform.Zone,
+		"InstanceType": platform.InstanceType,
+		"InstanceID":   platform.InstanceID,
+		"ProviderID":   platform.ProviderID,
+		"Spot":         platform.Spot,
+		"InternalDNS":  platform.InternalDNS,
+		"ExternalDNS":  platform.ExternalDNS,
+		"Tags":         platform.Tags,
+
+		"Manufacturer": m.System.Manufacturer,
+		"ProductName":  m.System.ProductName,
+		"Version":      m.System.Version,
+		"SerialNumber": m.System.SerialNumber,
+		"UUID":         m.System.UUID,
+		"WakeUpType":   m.System.WakeUpType,
+		"SKUNumber":    m.System.SKUNumber,
+
+		"Nodename":     m.Nodename,
+		"ClusterName":  m.ClusterName,
+		"MachineType":  machineType,
+		"TalosVersion": m.TalosVersion,
+		"Architecture": facts.Architecture,
+		"Extensions":   m.Extensions,
+		// Image Factory adds an extension with this name to every image. Its version is the ID of the schematic.
+		"Schematic": m.Extensions["schematic"],
+	}}
 }
 
-// variableFields are the fields of variables that templates can read, by name.
-var variableFields = func() map[string]reflect.StructField {
-	fields := map[string]reflect.StructField{}
-
-	for _, f := range reflect.VisibleFields(reflect.TypeFor[variables]()) {
-		if f.IsExported() && !f.Anonymous {
-			fields[f.Name] = f
-		}
-	}
-
-	return fields
-}()
+// zeroVariables has the names and the types of all variables.
+var zeroVariables = newVariables(&Facts{}, runtime.PlatformMetadataSpec{}).values
 
 // Variables returns the names of the variables that templates can read, sorted.
-func Variables() []string { return slices.Sorted(maps.Keys(variableFields)) }
+func Variables() []string { return slices.Sorted(maps.Keys(zeroVariables)) }
 
-// text is a compiled template, or a constant if template is nil.
-type text struct {
-	constant string
-	template *template.Template
-}
-
-func compileText(source string) (text, error) {
+func compileTemplate(source string) (*template.Template, error) {
 	if !utf8.ValidString(source) {
-		return text{}, errNotUTF8
+		return nil, errNotUTF8
 	}
 
 	if err := checkLength(len(source)); err != nil {
-		return text{}, err
+		return nil, err
 	}
 
 	literals := patterns{}
@@ -98,11 +99,11 @@ func compileText(source string) (text, error) {
 	// With this name, a parse error starts with "template: line:3: ", which needs only the prefix cut.
 	t, err := template.New("line").Option("missingkey=zero").Funcs(printers).Funcs(c.functions).Parse(source)
 	if err != nil {
-		return text{}, errors.New(strings.TrimPrefix(err.Error(), "template: "))
+		return nil, errors.New(strings.TrimPrefix(err.Error(), "template: "))
 	}
 
 	if len(t.Templates()) > 1 {
-		return text{}, errors.New("a template cannot define other templates")
+		return nil, errors.New("a template cannot define other templates")
 	}
 
 	c.list(t.Root)
@@ -111,23 +112,11 @@ func compileText(source string) (text, error) {
 		c.fail("a template with range cannot contain numbers over %d", maxRange)
 	}
 
-	compiled := text{template: t}
-
-	if !slices.ContainsFunc(t.Root.Nodes, func(n parse.Node) bool { return n.Type() != parse.NodeText }) {
-		constant, err := compiled.render(nil)
-
-		return text{constant: constant}, err
-	}
-
-	return compiled, errors.Join(c.errs...)
+	return t, errors.Join(c.errs...)
 }
 
 // render executes the template. It returns no text with an error.
-func (t text) render(v *variables) (rendered string, err error) {
-	if t.template == nil {
-		return t.constant, nil
-	}
-
+func render(t *template.Template, variables map[string]any) (rendered string, err error) {
 	defer func() {
 		if r := recover(); r != nil {
 			rendered, err = "", fmt.Errorf("panic: %v", r)
@@ -136,7 +125,7 @@ func (t text) render(v *variables) (rendered string, err error) {
 
 	var out limitedWriter
 
-	if err := t.template.Execute(&out, v); err != nil {
+	if err := t.Execute(&out, variables); err != nil {
 		// Cut where in the template the error occurred: the Problem has the rule and the key.
 		if _, message, found := strings.Cut(err.Error(), ">: "); found {
 			err = errors.New(message)
@@ -313,12 +302,13 @@ func (c *checker) variable(path []string) {
 		return
 	}
 
-	f, known := variableFields[path[0]]
+	zero, known := zeroVariables[path[0]]
+	_, isMap := zero.(map[string]string)
 
 	switch {
 	case !known:
 		c.fail("unknown variable .%s; supported variables: .%s", path[0], strings.Join(Variables(), ", ."))
-	case len(path) > 2 || len(path) == 2 && f.Type.Kind() != reflect.Map:
+	case len(path) > 2 || len(path) == 2 && !isMap:
 		c.fail("variable .%s has no field .%s", path[0], strings.Join(path[1:], "."))
 	}
 }
