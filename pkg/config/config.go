@@ -10,9 +10,8 @@ import (
 	"bytes"
 	_ "embed" // the schema
 	"fmt"
+	"reflect"
 	"time"
-
-	"go.yaml.in/yaml/v4"
 
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
@@ -28,13 +27,14 @@ var Schema []byte
 // Parse reads a YAML or JSON document; an empty one gives the defaults (see CheckNotEmpty). The error is an *Error
 // that holds every mistake. The name is used in errors only.
 func Parse(name string, data []byte) (*Compiled, error) {
-	var file Config
+	var (
+		file     Config
+		compiled *Compiled
+	)
 
-	d := &decoder{root: entry{&yaml.Node{}, &yaml.Node{}}, active: map[*yaml.Node]bool{}, mappings: map[*yaml.Node][]entry{}}
-	d.load(data, &file)
-
-	var compiled *Compiled
-	if !d.stopped {
+	d := &decoder{values: map[string]entry{}}
+	if root := d.load(data); root != nil {
+		d.decode(entry{key: root, value: root}, reflect.ValueOf(&file).Elem())
 		compiled = d.validate(&file)
 	}
 
@@ -58,8 +58,8 @@ func CheckNotEmpty(name string, data []byte) error {
 // Config is the configuration file. All keys are optional unless marked as required.
 //
 // The JSON schema and docs/reference/configuration.md are generated from these types and their comments. A field
-// whose JSON tag has neither omitempty nor omitzero is required. The tag `alias` is another spelling of a key, and
-// `default` describes the default.
+// whose JSON tag has neither omitempty nor omitzero is required. The tag `alias` is another spelling of a key,
+// `default` describes the default, and `jsonschema` has the bounds and the enumerated values for the schema.
 type Config struct {
 	// Global holds settings that apply to all Nodes.
 	Global Global `json:"global,omitzero"`
@@ -67,12 +67,16 @@ type Config struct {
 	// machine apply, in order: selectors and templates see the metadata that earlier rules have replaced, and the
 	// last rule that sets a key wins.
 	Transformations []rules.Rule `json:"transformations,omitempty"`
-	// Nodes selects the Nodes that talos-ccm manages.
+	// Nodes selects the Nodes that talos-ccm initializes and updates.
 	Nodes Nodes `json:"nodes,omitzero"`
 	// CSRApproval configures the approval of kubelet serving certificates.
 	CSRApproval CSRApproval `json:"csrApproval,omitzero"`
 	// IPAM configures the allocation of pod CIDRs.
 	IPAM IPAM `json:"ipam,omitzero"`
+	// Service configures load balancers by node IP.
+	Service Service `json:"service,omitzero"`
+	// Lifecycle configures the taints and the deletion of Nodes whose machines are shut down or gone.
+	Lifecycle Lifecycle `json:"lifecycle,omitzero"`
 }
 
 // Global holds settings that apply to all Nodes.
@@ -85,7 +89,7 @@ type Global struct {
 	// ProviderIDFallback is the identifier used in the providerID of a machine whose platform provides none. `uuid`
 	// is the SMBIOS UUID, or the node IP if the UUID is invalid or not unique. `node-ip` is always the node IP, as in
 	// the upstream Talos CCM. A providerID cannot be changed once set, so this affects new Nodes only.
-	ProviderIDFallback ProviderIDFallback `default:"the value of --provider-id-fallback, which defaults to uuid" json:"providerIDFallback,omitempty"`
+	ProviderIDFallback ProviderIDFallback `default:"the value of --provider-id-fallback, which defaults to uuid" json:"providerIDFallback,omitempty" jsonschema:"enum=uuid,enum=node-ip"`
 }
 
 // ProviderIDFallback is the identifier of a machine whose platform provides none. Empty means the value of the flag.
@@ -97,15 +101,38 @@ const (
 	FallbackNodeIP ProviderIDFallback = "node-ip"
 )
 
-// Nodes selects the Nodes that talos-ccm manages.
+// Nodes selects the Nodes that talos-ccm initializes and updates.
 type Nodes struct {
-	// NodeSelector is a list of terms that are ORed. Nodes whose machine matches no term are not managed, and neither
-	// are their certificate signing requests. Terms see the machine as it is, before any rule.
-	NodeSelector []rules.SelectorTerm `default:"all Talos machines" json:"nodeSelector,omitempty"`
+	// Selector is a list of terms that are ORed. Nodes whose machine matches no term are not managed: talos-ccm neither
+	// initializes nor updates them. It still approves their certificates and allocates their pod CIDRs, which have
+	// selectors of their own. Terms see the machine as it is, before any rule.
+	Selector []rules.SelectorTerm `default:"all Talos machines" json:"selector,omitempty"`
+	// Topology is what happens to the region and zone labels of an initialized Node if its machine or a rule sets other
+	// values. `keep` leaves them and reports the Event TopologyChanged, because volumes are bound to these labels.
+	// `follow` changes them.
+	Topology Topology `default:"keep" json:"topology,omitempty" jsonschema:"enum=keep,enum=follow"`
+}
+
+// Topology is what happens to changed region and zone labels. Empty means TopologyKeep.
+type Topology string
+
+// Values of Topology.
+const (
+	TopologyKeep   Topology = "keep"
+	TopologyFollow Topology = "follow"
+)
+
+// moved are the keys of earlier versions of the file, with what to use instead.
+var moved = map[string]string{
+	"nodes.nodeSelector": "it is now nodes.selector, which no longer limits certificate approval and pod CIDRs: " +
+		"see csrApproval.selector and ipam.selector",
 }
 
 // CSRApproval configures the approval of kubelet serving certificates.
 type CSRApproval struct {
+	// Selector is a list of terms that are ORed. The certificate signing requests of Nodes whose machine matches no
+	// term are left to other approvers. Terms see the machine as it is, before any rule.
+	Selector []rules.SelectorTerm `default:"all Talos machines, whether nodes.selector selects them or not" json:"selector,omitempty"`
 	// MaxExpiration is the maximum validity that a kubelet may request, such as `720h`. The minimum is `10m`.
 	MaxExpiration string `default:"8784h" json:"maxExpiration,omitempty"`
 	// AllowedSANs lists DNS names and IP addresses that certificates may contain in addition to the machine's own,
@@ -123,18 +150,22 @@ type AllowedSANs struct {
 	// DNSNames are fully qualified names without wildcards. Names that are reserved for the cluster, such as
 	// kubernetes.default.svc and cluster.local, are invalid.
 	DNSNames []string `json:"dnsNames,omitempty"`
-	// IPAddresses are IPv4 or IPv6 addresses without a prefix length.
+	// IPAddresses are IPv4 or IPv6 addresses without a prefix length. Loopback, link-local and multicast addresses are
+	// invalid.
 	IPAddresses []string `json:"ipAddresses,omitempty"`
 }
 
 // IPAM configures the allocation of pod CIDRs.
 type IPAM struct {
+	// Selector is a list of terms that are ORed. Nodes whose machine matches no term get no pod CIDRs from talos-ccm.
+	// Terms see the machine as it is, before any rule.
+	Selector []rules.SelectorTerm `default:"all Talos machines, whether nodes.selector selects them or not" json:"selector,omitempty"`
 	// Pools are address pools for pod CIDRs. A Node uses the first pool that selects it. A Node that already has pod
 	// CIDRs keeps them.
-	Pools []Pool `default:"one pool for all Nodes: the pod CIDRs of the cluster" json:"pools,omitempty"`
+	Pools []Pool `default:"none: Nodes use the cluster CIDRs" json:"pools,omitempty"`
 	// BlockSize `auto` derives the size of a Node's IPv4 pod CIDR from the maximum number of pods of its kubelet: the
 	// smallest CIDR with two addresses per pod. The IPv4 mask size of a pool takes precedence.
-	BlockSize BlockSize `default:"the mask size" json:"blockSize,omitempty"`
+	BlockSize BlockSize `default:"the mask size" json:"blockSize,omitempty" jsonschema:"enum=auto"`
 }
 
 // BlockSize is how the size of a Node's pod CIDR is chosen. Empty means by mask size.
@@ -161,9 +192,57 @@ type Pool struct {
 	MaskSizeIPv6 int `default:"the value of --node-cidr-mask-size-ipv6" json:"maskSizeIPv6,omitempty" jsonschema:"minimum=0,maximum=128"`
 }
 
-// MinExpiration is the minimum validity of a certificate that Kubernetes allows in a request (certificates.k8s.io/v1,
-// expirationSeconds).
-const MinExpiration = 10 * time.Minute
+// Service configures load balancers by node IP.
+type Service struct {
+	// Default also gives addresses to Services of type LoadBalancer without a `loadBalancerClass`. Do not set it if
+	// another controller does that.
+	Default bool `json:"default,omitempty"`
+	// Addresses is the type of the Node addresses that Services get, unless their annotation `talos-ccm.dev/addresses`
+	// overrides it.
+	Addresses ServiceAddresses `default:"external, or internal for a Node without external ones" json:"addresses,omitempty" jsonschema:"enum=external,enum=internal"`
+	// ReservedPorts are ports that Services cannot have, whatever the protocol, because processes on the machines use
+	// them. Ports of Talos and Kubernetes are always reserved.
+	ReservedPorts []int `json:"reservedPorts,omitempty"`
+}
 
-// DefaultMaxExpiration is the default maximum validity of a certificate: one leap year.
-const DefaultMaxExpiration = 366 * 24 * time.Hour
+// ServiceAddresses is the type of the Node addresses that Services get. Empty means the external ones of a Node, or
+// the internal ones of a Node that has no external ones of the IP family.
+type ServiceAddresses string
+
+// Values of ServiceAddresses.
+const (
+	AddressesExternal ServiceAddresses = "external"
+	AddressesInternal ServiceAddresses = "internal"
+)
+
+// Lifecycle configures the taints and the deletion of Nodes whose machines are shut down or gone.
+type Lifecycle struct {
+	// Selector is a list of terms that are ORed. talos-ccm neither taints nor deletes the Nodes of machines that match
+	// no term.
+	Selector []rules.SelectorTerm `default:"the machines of managed Nodes" json:"selector,omitempty"`
+	// GracePeriod is how long a Node must be not ready, while there is proof that its machine is gone, before it is
+	// deleted. The minimum is `1m`.
+	GracePeriod string `default:"5m" json:"gracePeriod,omitempty"`
+	// DryRun reports verdicts as Events and metrics, but neither taints nor deletes Nodes.
+	DryRun bool `json:"dryRun,omitempty"`
+	// OutOfServiceTaint sets the taint `node.kubernetes.io/out-of-service` on Nodes whose machines announced a shutdown
+	// and have been silent for the grace period. Kubernetes then deletes their pods and detaches their volumes.
+	OutOfServiceTaint bool `json:"outOfServiceTaint,omitempty"`
+	// Replaced deletes a Node, too, if another machine has its address and its own machine responds nowhere.
+	Replaced bool `json:"replaced,omitempty"`
+	// Discovery deletes a Node, too, if its machine is unreachable, and no member of the cluster as all control-plane
+	// machines see it that respond. It needs Talos's discovery service.
+	Discovery bool `json:"discovery,omitempty"`
+	// AbsentPeriod is the grace period for `discovery`. The minimum is `30m`, the time after which the discovery
+	// service forgets a machine.
+	AbsentPeriod string `default:"1h" json:"absentPeriod,omitempty"`
+}
+
+// Defaults and minimums of the periods of Lifecycle. Kubernetes notices a silent kubelet after 50 s, and the discovery
+// service forgets a machine after 30 minutes (Talos cluster/DiscoveryServiceController).
+const (
+	DefaultGracePeriod  = 5 * time.Minute
+	MinGracePeriod      = time.Minute
+	DefaultAbsentPeriod = time.Hour
+	MinAbsentPeriod     = 30 * time.Minute
+)

@@ -1,7 +1,6 @@
 package config
 
 import (
-	"bytes"
 	"cmp"
 	"errors"
 	"fmt"
@@ -12,56 +11,38 @@ import (
 	"unicode/utf8"
 
 	"go.yaml.in/yaml/v4"
-	"k8s.io/apimachinery/pkg/util/validation/field"
 )
 
-// Tags of the YAML core schema.
-const (
-	tagNull  = "!!null"
-	tagBool  = "!!bool"
-	tagInt   = "!!int"
-	tagStr   = "!!str"
-	tagMap   = "!!map"
-	tagSeq   = "!!seq"
-	tagMerge = "!!merge"
-)
-
-// maxExpanded bounds the size of the document with aliases and merge keys expanded. A node counts one more than its
-// text.
+// maxExpanded bounds the size of the document with its aliases expanded. A node counts one more than its text.
 const maxExpanded = 4 * MaxSize
 
-// decoder fills a Config from YAML nodes and collects mistakes. The YAML library finds only some of them, and without
-// paths.
+// decoder fills a Config from YAML nodes and collects mistakes. The YAML library cannot: it names Go types instead of
+// paths, reads 030 as 24 and yes as true, and skips list items and mappings with mistakes.
 type decoder struct {
 	problems []Problem
-	// stopped is true after a problem that leaves the rest of the document unread.
-	stopped bool
-	// root is the document; the zero Node if it is empty.
-	root entry
+	// values are what has been read, by path. The path of the document is empty.
+	values map[string]entry
 	// parents are the structs that contain the current value, outermost first.
 	parents []parent
-	// active are the nodes with an anchor that contain the current node, to detect aliases that contain themselves.
-	active map[*yaml.Node]bool
-	// mappings are the entries of the mappings that have been read.
-	mappings map[*yaml.Node][]entry
-	// expanded is the size of what has been decoded.
-	expanded int
+}
+
+// entry is a key of a mapping with its value. The key of a list item, and of the document, is its value.
+type entry struct {
+	key, value *yaml.Node
+	path       string
 }
 
 type parent struct {
 	typ  reflect.Type
-	path *field.Path
+	path string
 }
 
-// entry is a key of a mapping with its value. The key of a list item, and of the document, is its value.
-type entry struct{ key, value *yaml.Node }
-
-// load parses the document and decodes it.
-func (d *decoder) load(data []byte, into *Config) {
+// load returns the root of the document, or nil if it cannot be decoded.
+func (d *decoder) load(data []byte) *yaml.Node {
 	if len(data) > MaxSize {
-		d.stop(d.root.value, nil, "file has %d bytes; the maximum is %d", len(data), MaxSize)
+		d.add(Problem{Msg: fmt.Sprintf("file has %d bytes; the maximum is %d", len(data), MaxSize)})
 
-		return
+		return nil
 	}
 
 	var documents []yaml.Node
@@ -70,93 +51,131 @@ func (d *decoder) load(data []byte, into *Config) {
 
 	switch {
 	case err != nil:
-		d.stopAtSyntaxError(data, err)
+		d.add(syntaxProblem(string(data), err))
 	case len(documents) > 1:
-		d.stop(&documents[1], nil, "file contains more than one YAML document")
-	case len(documents) == 1:
-		root := documents[0].Content[0]
-		d.root = entry{root, root}
-		d.decode(root, reflect.ValueOf(into).Elem(), nil)
+		d.report(&documents[1], "", "file contains more than one YAML document")
+	case len(documents) == 0:
+		return &yaml.Node{Kind: yaml.ScalarNode, Tag: "!!null"}
+	case d.checkAliases(&documents[0], map[*yaml.Node]int{}):
+		return documents[0].Content[0]
 	}
+
+	return nil
 }
 
-// stopAtSyntaxError reports an error of the YAML library.
-func (d *decoder) stopAtSyntaxError(data []byte, err error) {
-	at, msg := yaml.Mark{}, err.Error()
+// syntaxProblem returns an error of the YAML library with its position.
+func syntaxProblem(data string, err error) Problem {
+	e := &yaml.LoadError{Message: err.Error()}
+	errors.As(err, &e)
 
-	if e, found := errors.AsType[*yaml.LoadError](err); found {
-		at, msg = e.Mark, e.Message
+	p := Problem{Line: e.Mark.Line, Column: e.Mark.Column, Msg: strings.TrimSpace("invalid YAML: " + e.Message + " " + e.ContextMsg)}
 
-		// Invalid characters have an offset only.
-		if at.Line == 0 {
-			before := data[:min(at.Index, len(data))]
-			at.Line = bytes.Count(before, []byte("\n")) + 1
-			at.Column = utf8.RuneCount(before[bytes.LastIndexByte(before, '\n')+1:]) + 1
-		}
-
-		if e.ContextMsg != "" {
-			msg += " " + e.ContextMsg
-		}
+	if p.Line == 0 { // An invalid character has an offset only.
+		before := data[:min(e.Mark.Index, len(data))]
+		p.Line = strings.Count(before, "\n") + 1
+		p.Column = utf8.RuneCountInString(before[strings.LastIndexByte(before, '\n')+1:]) + 1
 	}
 
-	lines := bytes.Split(bytes.TrimRight(data, "\n"), []byte("\n"))
-	if at.Line > len(lines) {
-		at = yaml.Mark{Line: len(lines)}
+	lines := strings.Split(strings.TrimRight(data, "\n"), "\n")
+	if p.Line > len(lines) {
+		p.Line, p.Column = len(lines), 0
 	}
 
-	if at.Line > 0 && bytes.Contains(lines[at.Line-1], []byte("{{")) {
-		msg += "; " + unquotedTemplate
+	if strings.Contains(lines[p.Line-1], "{{") {
+		p.Msg += "; " + unquotedTemplate
 	}
 
-	d.stop(&yaml.Node{Line: at.Line, Column: at.Column}, nil, "invalid YAML: %s", msg)
+	return p
 }
 
-// visit calls f with the node, or with the node that it is an alias of, unless the document becomes too large or the
-// node contains itself.
-func (d *decoder) visit(n *yaml.Node, path *field.Path, f func(n *yaml.Node)) {
-	at, n := n, resolve(n)
-	d.expanded += 1 + len(n.Value)
+// checkAliases adds a problem and returns false if the node is too large with its aliases expanded. An alias of a value
+// that contains it becomes a scalar. The sizes belong to the nodes before this one.
+func (d *decoder) checkAliases(n *yaml.Node, sizes map[*yaml.Node]int) bool {
+	size := 1 + len(n.Value)
+
+	if n.Kind == yaml.AliasNode {
+		target, isComplete := sizes[n.Alias]
+		size += target
+
+		if !isComplete {
+			n.Kind, n.Tag = yaml.ScalarNode, "!alias"
+		}
+	}
+
+	for _, child := range n.Content {
+		if !d.checkAliases(child, sizes) {
+			return false
+		}
+
+		size += sizes[child]
+	}
+
+	if size > maxExpanded {
+		d.report(n, "", "document is too large with its aliases expanded")
+
+		return false
+	}
+
+	sizes[n] = size
+
+	return true
+}
+
+// kinds are the kinds of Go values that a Config is made of, and the nodes that can be read into them. Plain numbers,
+// booleans and dates can be read as strings.
+var kinds = map[reflect.Kind]struct {
+	name string
+	node yaml.Kind
+	tags []string
+}{
+	reflect.Struct: {"a mapping", yaml.MappingNode, []string{"!!map"}},
+	reflect.Map:    {"a mapping", yaml.MappingNode, []string{"!!map"}},
+	reflect.Slice:  {"a list", yaml.SequenceNode, []string{"!!seq"}},
+	reflect.String: {"a string", yaml.ScalarNode, []string{"!!str", "!!int", "!!float", "!!bool", "!!timestamp", "!!merge"}},
+	reflect.Bool:   {"true or false", yaml.ScalarNode, []string{"!!bool"}},
+	reflect.Int:    {"a decimal integer", yaml.ScalarNode, []string{"!!int"}},
+}
+
+// canBe reports whether the node can be read into a kind of Go value.
+func canBe(kind reflect.Kind, n *yaml.Node) bool {
+	return n.Kind == kinds[kind].node && slices.Contains(kinds[kind].tags, n.ShortTag())
+}
+
+// decode stores the value of an entry, except null: a key without a value is the same as no key.
+func (d *decoder) decode(e entry, into reflect.Value) {
+	d.values[e.path] = e
+
+	n, path := resolve(e.value), e.path
+	if isNull(n) {
+		return
+	}
+
+	if into.Kind() == reflect.Pointer {
+		into.Set(reflect.New(into.Type().Elem()))
+		into = into.Elem()
+	}
+
+	kind := into.Kind()
+	number, _ := strconv.Atoi(n.Value)
 
 	switch {
-	case d.stopped:
-	case d.expanded > maxExpanded:
-		d.stop(at, path, "document is too large with its aliases expanded")
-	case d.active[n]:
-		d.report(at, path, "alias %s refers to a value that contains it", quote(at.Value))
-	case n.Anchor == "":
-		f(n)
+	case isUnquotedTemplate(n):
+		d.report(n, path, unquotedTemplate)
+	case !canBe(kind, n), kind == reflect.Int && strconv.Itoa(number) != n.Value:
+		d.report(n, path, "must be %s, not %s", kinds[kind].name, describe(n))
+	case kind == reflect.Struct:
+		d.setStruct(n, into, path)
+	case kind == reflect.Map:
+		d.setMap(n, into, path)
+	case kind == reflect.Slice:
+		d.setSlice(n, into, path)
+	case kind == reflect.String:
+		into.SetString(n.Value)
+	case kind == reflect.Bool:
+		into.SetBool(strings.EqualFold(n.Value, "true"))
 	default:
-		d.active[n] = true
-		f(n)
-		delete(d.active, n)
+		into.SetInt(int64(number))
 	}
-}
-
-// decode stores the value of a node, except null: a key without a value is the same as no key.
-func (d *decoder) decode(n *yaml.Node, into reflect.Value, path *field.Path) {
-	d.visit(n, path, func(n *yaml.Node) {
-		if isNull(n) {
-			return
-		}
-
-		if into.Kind() == reflect.Pointer {
-			into.Set(reflect.New(into.Type().Elem()))
-			into = into.Elem()
-		}
-
-		isMapping := n.Kind == yaml.MappingNode && n.ShortTag() == tagMap
-
-		switch kind := into.Kind(); {
-		case kind == reflect.Struct && isMapping:
-			d.setStruct(n, into, path)
-		case kind == reflect.Map && isMapping:
-			d.setMap(n, into, path)
-		case kind == reflect.Slice && n.Kind == yaml.SequenceNode && n.ShortTag() == tagSeq:
-			d.setSlice(n, into, path)
-		default:
-			d.setScalar(n, into, path)
-		}
-	})
 }
 
 // unquotedTemplate explains what isUnquotedTemplate finds.
@@ -168,84 +187,52 @@ func isUnquotedTemplate(n *yaml.Node) bool {
 	return n.Kind == yaml.MappingNode && n.Style&yaml.FlowStyle != 0 && len(n.Content) > 0 && n.Content[0].Kind == yaml.MappingNode
 }
 
-func (d *decoder) setScalar(n *yaml.Node, into reflect.Value, path *field.Path) {
-	number, err := strconv.Atoi(n.Value)
-	isDecimal := err == nil && strconv.Itoa(number) == n.Value
-
-	switch kind, tag := into.Kind(), n.ShortTag(); {
-	case isUnquotedTemplate(n):
-		d.report(n, path, "%s", unquotedTemplate)
-	case kind == reflect.String && isString(n):
-		into.SetString(n.Value)
-	case kind == reflect.Bool && tag == tagBool:
-		into.SetBool(strings.EqualFold(n.Value, "true"))
-	case kind == reflect.Int && tag == tagInt && isDecimal:
-		into.SetInt(int64(number))
-	default:
-		d.report(n, path, "must be %s, not %s", expected[kind], describe(n))
-	}
-}
-
-// isString reports whether the node can be read as a string: plain numbers, booleans and dates can, as they are
-// written.
-func isString(n *yaml.Node) bool {
-	return n.Kind == yaml.ScalarNode && slices.Contains([]string{tagStr, tagInt, "!!float", tagBool, "!!timestamp", tagMerge}, n.ShortTag())
-}
-
-// expected are the descriptions of the kinds that a Config is made of.
-var expected = map[reflect.Kind]string{
-	reflect.Struct: "a mapping",
-	reflect.Map:    "a mapping",
-	reflect.Slice:  "a list",
-	reflect.String: "a string",
-	reflect.Bool:   "true or false",
-	reflect.Int:    "a decimal integer",
-}
-
 func describe(n *yaml.Node) string {
-	switch tag := n.ShortTag(); {
-	case tag == tagMap:
-		return "a mapping"
-	case tag == tagSeq:
-		return "a list"
-	case !isString(n):
-		return "a value with the YAML tag " + quote(tag)
-	case tag == tagStr:
+	switch {
+	case canBe(reflect.Map, n):
+		return kinds[reflect.Map].name
+	case canBe(reflect.Slice, n):
+		return kinds[reflect.Slice].name
+	case n.Alias != nil:
+		return "an alias of a value that contains it"
+	case !canBe(reflect.String, n):
+		return "a value with the YAML tag " + quote(n.ShortTag())
+	case n.ShortTag() == "!!str":
 		return "the string " + quote(n.Value)
 	default:
 		return quote(n.Value)
 	}
 }
 
-func (d *decoder) setStruct(n *yaml.Node, into reflect.Value, path *field.Path) {
+func (d *decoder) setStruct(n *yaml.Node, into reflect.Value, path string) {
 	t := into.Type()
 	present := map[string]string{}
 
 	d.parents = append(d.parents, parent{t, path})
 	defer func() { d.parents = d.parents[:len(d.parents)-1] }()
 
-	child := func(key string) *field.Path { return path.Child(key) }
-	for _, e := range d.entries(n, path, child) {
-		at := child(e.key.Value)
-		f, known := fieldOf(t, e.key.Value)
+	for _, e := range d.entries(n, t, path) {
+		key := e.key.Value
+		f, known := fieldOf(t, key)
 
 		switch {
 		case !known:
-			d.reportUnknown(e.key, at, t)
+			d.report(e.key, e.path, "unknown key; %s", cmp.Or(moved[e.path], d.hint(key, t)))
 		case present[f.Name] != "":
-			d.report(e.key, at, "cannot be combined with %s, which is another spelling of this key", present[f.Name])
+			d.report(e.key, e.path, "cannot be combined with %s, which is another spelling of this key", present[f.Name])
 		default:
-			d.decode(e.value, into.FieldByIndex(f.Index), at)
+			d.decode(e, into.FieldByIndex(f.Index))
 
 			if !isNull(e.value) {
-				present[f.Name] = e.key.Value
+				present[f.Name] = key
 			}
 		}
 	}
 
 	for f := range t.Fields() {
 		if name, isRequired := keyOf(f); isRequired && present[f.Name] == "" {
-			d.reportInvalid(field.Required(path.Child(name), ""))
+			at := childPath(t, path, name)
+			d.report(d.find(at), at, "Required value")
 		}
 	}
 }
@@ -267,14 +254,32 @@ func fieldOf(t reflect.Type, key string) (reflect.StructField, bool) {
 	return reflect.StructField{}, false
 }
 
+// childPath returns the path of a key in a struct or map.
+func childPath(t reflect.Type, path, key string) string {
+	switch {
+	case t.Kind() == reflect.Map, key == "":
+		return path + "[" + key + "]"
+	case path == "":
+		return key
+	default:
+		return path + "." + key
+	}
+}
+
 func isNull(n *yaml.Node) bool {
 	n = resolve(n)
 
-	return n.Kind == yaml.ScalarNode && n.ShortTag() == tagNull
+	return n.Kind == yaml.ScalarNode && n.ShortTag() == "!!null"
 }
 
-// reportUnknown reports a key that the struct does not have, and what may have been meant.
-func (d *decoder) reportUnknown(key *yaml.Node, path *field.Path, t reflect.Type) {
+// hint returns what may have been meant by a key that the struct does not have.
+func (d *decoder) hint(key string, t reflect.Type) string {
+	for _, p := range slices.Backward(d.parents) {
+		if _, found := fieldOf(p.typ, key); found {
+			return "it belongs to " + cmp.Or(p.path, "the top level") + ": check the indentation"
+		}
+	}
+
 	var names []string
 
 	for f := range t.Fields() {
@@ -282,77 +287,59 @@ func (d *decoder) reportUnknown(key *yaml.Node, path *field.Path, t reflect.Type
 		names = append(names, name)
 	}
 
-	hint := "; expected " + strings.Join(names, ", ")
-	if near := closest(key.Value, names); near != "" {
-		hint = "; did you mean " + near + "?"
+	if near := closest(key, names); near != "" {
+		return "did you mean " + near + "?"
 	}
 
-	for _, p := range slices.Backward(d.parents) {
-		if _, found := fieldOf(p.typ, key.Value); found {
-			hint = "; it belongs to " + cmp.Or(pathString(p.path), "the top level") + ": check the indentation"
-
-			break
-		}
-	}
-
-	d.report(key, path, "unknown key%s", hint)
+	return "expected " + strings.Join(names, ", ")
 }
 
 // setMap reads a mapping of strings to strings. A key without a value is an empty string, as in the upstream Talos CCM.
-func (d *decoder) setMap(n *yaml.Node, into reflect.Value, path *field.Path) {
+func (d *decoder) setMap(n *yaml.Node, into reflect.Value, path string) {
 	into.Set(reflect.MakeMap(into.Type()))
 
-	for _, e := range d.entries(n, path, path.Key) {
-		var value string
-
-		d.decode(e.value, reflect.ValueOf(&value).Elem(), path.Key(e.key.Value))
-		into.SetMapIndex(reflect.ValueOf(e.key.Value), reflect.ValueOf(value))
+	for _, e := range d.entries(n, into.Type(), path) {
+		value := reflect.New(into.Type().Elem()).Elem()
+		d.decode(e, value)
+		into.SetMapIndex(reflect.ValueOf(e.key.Value), value)
 	}
 }
 
-func (d *decoder) setSlice(n *yaml.Node, into reflect.Value, path *field.Path) {
+func (d *decoder) setSlice(n *yaml.Node, into reflect.Value, path string) {
 	into.Set(reflect.MakeSlice(into.Type(), len(n.Content), len(n.Content)))
 
 	for i, item := range n.Content {
+		e := entry{item, item, fmt.Sprintf("%s[%d]", path, i)}
 		if isNull(item) {
-			d.reportInvalid(field.Required(path.Index(i), "list item is empty"))
+			d.report(item, e.path, "Required value: list item is empty")
 		}
 
-		d.decode(item, into.Index(i), path.Index(i))
+		d.decode(e, into.Index(i))
 	}
 }
 
 // entries returns the entries of a mapping, followed by those that merge keys (<<) add, and reports duplicate keys.
-func (d *decoder) entries(n *yaml.Node, path *field.Path, child func(key string) *field.Path) []entry {
-	if list, found := d.mappings[n]; found {
-		return list
-	}
+// The type describes the struct or map to fill.
+func (d *decoder) entries(n *yaml.Node, t reflect.Type, path string) []entry {
+	var list, merged []entry
 
 	lines := map[string]int{}
 
-	var list, merged []entry
+	for pair := range slices.Chunk(n.Content, 2) {
+		key, value := resolve(pair[0]), pair[1]
+		at := childPath(t, path, key.Value)
 
-	for i := 0; i+1 < len(n.Content); i += 2 {
-		value := n.Content[i+1]
-
-		d.visit(n.Content[i], path, func(key *yaml.Node) {
-			switch {
-			case key.ShortTag() == tagMerge:
-				merged = append(merged, d.merge(value, path.Child(key.Value), child)...)
-			case !isString(key):
-				msg := "a key must be a string"
-				if isUnquotedTemplate(n) {
-					msg = unquotedTemplate
-				}
-
-				d.report(key, path, "%s", msg)
-			case lines[key.Value] > 0:
-				d.report(n.Content[i], child(key.Value), "duplicate key, first set in line %d", lines[key.Value])
-			default:
-				lines[key.Value] = n.Content[i].Line
-				list = append(list, entry{key, value})
-			}
-		})
+		switch {
+		case key.ShortTag() == "!!merge":
+			merged = append(merged, d.merge(value, t, path)...)
+		case !canBe(reflect.String, key):
+			d.report(key, path, "a key must be a string")
+		case lines[key.Value] > 0:
+			d.report(pair[0], at, "duplicate key, first set in line %d", lines[key.Value])
+		default:
+			lines[key.Value] = pair[0].Line
+			list = append(list, entry{key, value, at})
+		}
 	}
 
 	for _, e := range merged {
@@ -362,27 +349,22 @@ func (d *decoder) entries(n *yaml.Node, path *field.Path, child func(key string)
 		}
 	}
 
-	d.mappings[n] = list
-
 	return list
 }
 
 // merge returns the entries of the mapping, or of the list of mappings, that is the value of a merge key.
-func (d *decoder) merge(n *yaml.Node, path *field.Path, child func(key string) *field.Path) (list []entry) {
+func (d *decoder) merge(n *yaml.Node, t reflect.Type, path string) (list []entry) {
 	sources := []*yaml.Node{n}
 	if resolved := resolve(n); resolved.Kind == yaml.SequenceNode {
 		sources = resolved.Content
 	}
 
 	for _, source := range sources {
-		d.visit(source, path, func(mapping *yaml.Node) {
-			if mapping.Kind == yaml.MappingNode {
-				list = append(list, d.entries(mapping, path, child)...)
-				d.expanded += len(list)
-			} else {
-				d.report(n, path, "must be a mapping or a list of mappings")
-			}
-		})
+		if mapping := resolve(source); mapping.Kind == yaml.MappingNode {
+			list = append(list, d.entries(mapping, t, path)...)
+		} else {
+			d.report(n, childPath(t, path, "<<"), "must be a mapping or a list of mappings, not %s", describe(mapping))
+		}
 	}
 
 	return list
@@ -397,57 +379,25 @@ func resolve(n *yaml.Node) *yaml.Node {
 	return n
 }
 
-func (d *decoder) report(n *yaml.Node, path *field.Path, format string, args ...any) {
-	d.add(Problem{Line: n.Line, Column: n.Column, Path: pathString(path), Msg: fmt.Sprintf(format, args...)})
-}
-
-// reportInvalid reports an invalid value at the position of the closest parent that is in the file.
-func (d *decoder) reportInvalid(err *field.Error) {
-	at, _ := d.find(d.root, err.Field)
-	d.add(Problem{Line: at.key.Line, Column: at.key.Column, Path: err.Field, Msg: err.ErrorBody()})
-}
-
-// stop reports a problem that leaves the rest of the document unread.
-func (d *decoder) stop(n *yaml.Node, path *field.Path, format string, args ...any) {
-	d.report(n, path, format, args...)
-	d.stopped = true
+func (d *decoder) report(n *yaml.Node, path, format string, args ...any) {
+	d.add(Problem{Line: n.Line, Column: n.Column, Path: path, Msg: fmt.Sprintf(format, args...)})
 }
 
 func (d *decoder) add(p Problem) {
-	if !d.stopped && len(d.problems) < maxProblems {
+	if len(d.problems) < maxProblems {
 		d.problems = append(d.problems, p)
 	}
 }
 
-// find returns the entry at the path below another one, and whether it is in the file; if not, its closest parent that
-// is.
-func (d *decoder) find(at entry, path string) (found entry, exact bool) {
-	if path == "" {
-		return at, true
-	}
-
-	n := resolve(at.value)
-	inner, isBracketed := strings.CutPrefix(path, "[")
-	inner = strings.TrimPrefix(inner, ".")
-
-	if index, rest, _ := strings.Cut(inner, "]"); n.Kind == yaml.SequenceNode {
-		if i, err := strconv.Atoi(index); err == nil && i < len(n.Content) {
-			return d.find(entry{n.Content[i], n.Content[i]}, rest)
-		}
-	}
-
-	for _, e := range d.mappings[n] {
-		rest, found := strings.CutPrefix(inner, e.key.Value)
-		if isBracketed {
-			rest, found = strings.CutPrefix(rest, "]")
+// find returns the key at the path, or its closest parent that is in the file.
+func (d *decoder) find(path string) *yaml.Node {
+	for {
+		if e, found := d.values[path]; found {
+			return e.key
 		}
 
-		if found && (rest == "" || rest[0] == '.' || rest[0] == '[') {
-			return d.find(e, rest)
-		}
+		path = path[:max(0, strings.LastIndexAny(path, ".["))]
 	}
-
-	return at, false
 }
 
 // err returns the problems as an *Error.
@@ -456,8 +406,8 @@ func (d *decoder) err(name string) error {
 		p := &d.problems[i]
 
 		if list, _, found := strings.Cut(p.Path, "]"); found {
-			if name, exact := d.find(d.root, list+"].name"); exact {
-				p.Rule = shorten(resolve(name.value).Value, 80)
+			if e, found := d.values[list+"].name"]; found {
+				p.Rule = shorten(resolve(e.value).Value, 80)
 			}
 		}
 
@@ -473,14 +423,6 @@ func (d *decoder) err(name string) error {
 	}
 
 	return &Error{Name: name, Problems: d.problems}
-}
-
-func pathString(path *field.Path) string {
-	if path == nil {
-		return ""
-	}
-
-	return path.String()
 }
 
 // quote quotes a value of the file for a message.

@@ -25,8 +25,14 @@ type Compiled struct {
 	ProviderIDFallback ProviderIDFallback
 	// Rules is never nil.
 	Rules *rules.Set
+	// FollowTopology changes the region and zone labels of initialized Nodes.
+	FollowTopology bool
 	// NodeSelector selects the machines of managed Nodes; nil selects all.
 	NodeSelector *rules.Selector
+	// CSRSelector selects the machines whose certificate signing requests are decided; nil selects all.
+	CSRSelector *rules.Selector
+	// IPAMSelector selects the machines whose Nodes get pod CIDRs; nil selects all.
+	IPAMSelector *rules.Selector
 	// MaxExpiration is the maximum validity of a kubelet serving certificate.
 	MaxExpiration time.Duration
 	// AllowedSANs are in the order of the file.
@@ -34,6 +40,9 @@ type Compiled struct {
 	// Pools are in the order of the file. With `blockSize: auto`, a last one without CIDRs matches all Nodes that no
 	// other pool selects.
 	Pools []CompiledPool
+	// Service is as in the file.
+	Service   Service
+	Lifecycle CompiledLifecycle
 
 	ruleCount int
 }
@@ -54,6 +63,14 @@ func count(n int, noun string) string {
 	}
 
 	return fmt.Sprintf("%d %s", n, noun)
+}
+
+// CompiledLifecycle are the settings of the lifecycle of Nodes.
+type CompiledLifecycle struct {
+	// Selector is nil if the machines of managed Nodes are selected.
+	Selector                                       *rules.Selector
+	GracePeriod, AbsentPeriod                      time.Duration
+	DryRun, OutOfServiceTaint, Replaced, Discovery bool
 }
 
 // CompiledSANs are additional names and addresses in the certificates of the selected machines.
@@ -100,25 +117,33 @@ func (d *decoder) validate(file *Config) *Compiled {
 	}
 
 	oneOf(v, global.Child("providerIDFallback"), file.Global.ProviderIDFallback, FallbackUUID, FallbackNodeIP)
+	oneOf(v, field.NewPath("nodes", "topology"), file.Nodes.Topology, TopologyKeep, TopologyFollow)
 	oneOf(v, ipam.Child("blockSize"), file.IPAM.BlockSize, BlockSizeAuto)
+	v.service(field.NewPath("service"), file.Service)
 
 	compiled := &Compiled{
 		ClusterName:        file.Global.ClusterName,
 		PreferIPv6:         file.Global.PreferIPv6,
 		ProviderIDFallback: file.Global.ProviderIDFallback,
 		Rules:              set,
-		NodeSelector:       v.selector(field.NewPath("nodes", "nodeSelector"), file.Nodes.NodeSelector, rules.CompileSelector),
-		MaxExpiration:      v.maxExpiration(field.NewPath("csrApproval", "maxExpiration"), file.CSRApproval.MaxExpiration),
-		AllowedSANs:        v.allowedSANs(field.NewPath("csrApproval", "allowedSANs"), file.CSRApproval.AllowedSANs),
-		Pools:              v.pools(ipam.Child("pools"), file.IPAM),
-		ruleCount:          len(file.Transformations),
+		FollowTopology:     file.Nodes.Topology == TopologyFollow,
+		NodeSelector:       v.selector(field.NewPath("nodes", "selector"), file.Nodes.Selector, rules.CompileSelector),
+		CSRSelector:        v.selector(field.NewPath("csrApproval", "selector"), file.CSRApproval.Selector, rules.CompileSelector),
+		IPAMSelector:       v.selector(ipam.Child("selector"), file.IPAM.Selector, rules.CompileSelector),
+		MaxExpiration: v.duration(field.NewPath("csrApproval", "maxExpiration"), file.CSRApproval.MaxExpiration,
+			csrpolicy.DefaultMaxExpiration, csrpolicy.MinExpiration, "the minimum of Kubernetes"),
+		AllowedSANs: v.allowedSANs(field.NewPath("csrApproval", "allowedSANs"), file.CSRApproval.AllowedSANs),
+		Pools:       v.pools(ipam.Child("pools"), file.IPAM),
+		Service:     file.Service,
+		Lifecycle:   v.lifecycle(field.NewPath("lifecycle"), file.Lifecycle),
+		ruleCount:   len(file.Transformations),
 	}
 
 	undecoded := d.problems
 
 	for _, err := range v.errs {
 		if !slices.ContainsFunc(undecoded, func(p Problem) bool { return p.covers(err.Field) }) {
-			d.reportInvalid(err)
+			d.report(d.find(err.Field), err.Field, "%s", err.ErrorBody())
 		}
 
 		if len(d.problems) == maxProblems {
@@ -138,11 +163,7 @@ func (v *validator) refuse(path *field.Path, err error) {
 	v.errs = append(v.errs, field.Invalid(path, field.OmitValueType{}, err.Error()))
 }
 
-func (v *validator) line(path *field.Path) int {
-	at, _ := v.file.find(v.file.root, path.String())
-
-	return at.key.Line
-}
+func (v *validator) line(path *field.Path) int { return v.file.find(path.String()).Line }
 
 func oneOf[T ~string](v *validator, path *field.Path, value T, supported ...T) {
 	if value != "" && !slices.Contains(supported, value) {
@@ -159,9 +180,10 @@ func (v *validator) selector(
 	return selector
 }
 
-func (v *validator) maxExpiration(path *field.Path, s string) time.Duration {
+// duration parses a duration. why explains the minimum.
+func (v *validator) duration(path *field.Path, s string, unset, minimum time.Duration, why string) time.Duration {
 	if s == "" {
-		return DefaultMaxExpiration
+		return unset
 	}
 
 	d, err := time.ParseDuration(s)
@@ -169,11 +191,25 @@ func (v *validator) maxExpiration(path *field.Path, s string) time.Duration {
 	switch {
 	case err != nil:
 		v.invalid(path, s, "must be a duration such as 720h or 90m")
-	case d < MinExpiration:
-		v.invalid(path, s, "must be at least %s, the minimum of Kubernetes", MinExpiration)
+	case d < minimum:
+		v.invalid(path, s, "must be at least %s, %s", minimum, why)
 	}
 
 	return d
+}
+
+func (v *validator) lifecycle(path *field.Path, file Lifecycle) CompiledLifecycle {
+	return CompiledLifecycle{
+		Selector: v.selector(path.Child("selector"), file.Selector, rules.CompileSelector),
+		GracePeriod: v.duration(path.Child("gracePeriod"), file.GracePeriod, DefaultGracePeriod, MinGracePeriod,
+			"since Kubernetes takes most of a minute to notice that a kubelet is silent"),
+		AbsentPeriod: v.duration(path.Child("absentPeriod"), file.AbsentPeriod, DefaultAbsentPeriod, MinAbsentPeriod,
+			"since the discovery service remembers a machine for that time"),
+		DryRun:            file.DryRun,
+		OutOfServiceTaint: file.OutOfServiceTaint,
+		Replaced:          file.Replaced,
+		Discovery:         file.Discovery,
+	}
 }
 
 func (v *validator) allowedSANs(path *field.Path, entries []AllowedSANs) []CompiledSANs {
@@ -228,13 +264,21 @@ func (v *validator) uniqueName(names map[string]int, list *field.Path, i int, na
 	names[name] = i
 }
 
+func (v *validator) service(path *field.Path, service Service) {
+	oneOf(v, path.Child("addresses"), service.Addresses, AddressesExternal, AddressesInternal)
+
+	for i, port := range service.ReservedPorts {
+		for _, reason := range validation.IsValidPortNum(port) {
+			v.errs = append(v.errs, field.Invalid(path.Child("reservedPorts").Index(i), port, reason))
+		}
+	}
+}
+
 // pooled is a CIDR of a pool.
 type pooled struct {
 	prefix netip.Prefix
 	pool   string
 	path   *field.Path
-	// order is the position among all CIDRs of the file.
-	order int
 }
 
 func (v *validator) pools(path *field.Path, ipam IPAM) []CompiledPool {
@@ -268,16 +312,18 @@ func (v *validator) pools(path *field.Path, ipam IPAM) []CompiledPool {
 			case prefix.Bits() == 0:
 				v.invalid(at, s, "must not contain all addresses")
 			default:
+				if k := slices.IndexFunc(all, func(other pooled) bool { return other.prefix.Overlaps(prefix) }); k >= 0 {
+					v.invalid(at, s, "overlaps %s of pool %s in line %d", all[k].prefix, quote(all[k].pool), v.line(all[k].path))
+				}
+
 				pool.CIDRs = append(pool.CIDRs, prefix)
-				all = append(all, pooled{prefix: prefix, pool: e.Name, path: at, order: len(all)})
+				all = append(all, pooled{prefix, e.Name, at})
 			}
 		}
 
 		v.maskSizes(p, e, &pool, ipam.BlockSize)
 		list = append(list, pool)
 	}
-
-	v.noOverlaps(all)
 
 	if ipam.BlockSize == BlockSizeAuto {
 		list = append(list, CompiledPool{BlockSizeAuto: true})
@@ -338,25 +384,5 @@ func (v *validator) maskSize(path *field.Path, prefix netip.Prefix, size, usual 
 		}
 	} else if _, err := cidrset.NewPool(prefix, size); err != nil {
 		v.refuse(path, err)
-	}
-}
-
-// noOverlaps refuses each CIDR that overlaps an earlier one. Sorted by address, a CIDR follows those that contain it.
-func (v *validator) noOverlaps(all []pooled) {
-	slices.SortStableFunc(all, func(a, b pooled) int { return a.prefix.Compare(b.prefix) })
-
-	for i, last := 1, 0; i < len(all); i++ {
-		if !all[last].prefix.Overlaps(all[i].prefix) {
-			last = i
-
-			continue
-		}
-
-		first, second := all[last], all[i]
-		if second.order < first.order {
-			first, second = second, first
-		}
-
-		v.invalid(second.path, second.prefix.String(), "overlaps %s of pool %s in line %d", first.prefix, quote(first.pool), v.line(first.path))
 	}
 }

@@ -1,5 +1,5 @@
 // Package settings keeps the configuration in force: it follows a source, validates what the source delivers, and
-// falls back to the last known good configuration.
+// falls back to the last-known-good configuration.
 package settings
 
 import (
@@ -20,7 +20,7 @@ import (
 
 var valid = metrics.NewGauge(&metrics.GaugeOpts{
 	Name:           "talosccm_config_valid",
-	Help:           "1 if the latest configuration is valid and in force, 0 if it is invalid and the last known good one, if any, is in force.",
+	Help:           "1 if the latest configuration is valid and in force, 0 if it is invalid and the last-known-good one, if any, is in force.",
 	StabilityLevel: metrics.ALPHA,
 })
 
@@ -135,7 +135,7 @@ func (s *Store) Await(ctx context.Context) bool {
 	}
 }
 
-// update puts a document in force, or the last known good configuration if the document is invalid.
+// update puts a document in force, or the last-known-good configuration if the document is invalid.
 func (s *Store) update(ctx context.Context, doc Document, err error) {
 	logger := klog.FromContext(ctx)
 
@@ -151,7 +151,7 @@ func (s *Store) update(ctx context.Context, doc Document, err error) {
 
 	if err != nil {
 		valid.Set(0)
-		logger.Error(err, "Invalid configuration; keeping the last known good one", "source", doc.Name)
+		logger.Error(err, "Invalid configuration; keeping the last-known-good one", "source", doc.Name)
 
 		if compiled = s.Current(); compiled == nil {
 			compiled = s.lastKnownGood.load(logger)
@@ -161,7 +161,7 @@ func (s *Store) update(ctx context.Context, doc Document, err error) {
 		logger.Info("Applied configuration", "source", doc.Name)
 
 		if err := s.lastKnownGood.save(doc.Config); err != nil {
-			logger.Error(err, "Failed to persist last known good configuration")
+			logger.Error(err, "Failed to persist last-known-good configuration")
 		}
 	}
 
@@ -182,7 +182,7 @@ func (s *Store) update(ctx context.Context, doc Document, err error) {
 	}
 }
 
-// LastKnownGood persists the last known good configuration across restarts: Talos restarts an extension service when
+// LastKnownGood persists the last-known-good configuration across restarts: Talos restarts an extension service when
 // its document changes, even if the new document is invalid (ExtensionServiceController). The zero value persists
 // nothing.
 type LastKnownGood struct {
@@ -216,14 +216,14 @@ func (l LastKnownGood) load(logger klog.Logger) *config.Compiled {
 	}
 
 	if err != nil {
-		logger.Info("No last known good configuration", "err", err)
+		logger.Info("No last-known-good configuration", "err", err)
 
 		return nil
 	}
 
 	compiled, err := config.Parse(l.path(), data)
 	if err != nil {
-		logger.Info("Last known good configuration is no longer valid", "err", err)
+		logger.Info("Last-known-good configuration is no longer valid", "err", err)
 	}
 
 	return compiled

@@ -120,7 +120,7 @@ func TestLastKnownGood_SurvivesRestart(t *testing.T) {
 	after.deliver(bad, nil)
 
 	if s.Current() == nil || s.Current().ClusterName != "good" {
-		t.Errorf("the last known good document is not in force: %v", s.Current())
+		t.Errorf("the last-known-good document is not in force: %v", s.Current())
 	}
 
 	if s.Problem() == nil || !s.Await(t.Context()) {

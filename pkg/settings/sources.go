@@ -30,7 +30,7 @@ type Defaults struct{}
 
 // Follow implements Source.
 func (Defaults) Follow(ctx context.Context, deliver func(Document, error), _ func()) {
-	deliver(Document{}, nil)
+	deliver(Document{Name: "defaults"}, nil)
 	<-ctx.Done()
 }
 

@@ -35,6 +35,18 @@ func poll(t *testing.T, clk *testingclock.FakeClock) {
 	}
 }
 
+func TestDefaults_DeliversNamedDocument(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+
+	settings.Defaults{}.Follow(ctx, func(doc settings.Document, err error) {
+		if doc.Name != "defaults" || doc.Config != nil || err != nil {
+			t.Errorf("got %+v and error %v", doc, err)
+		}
+
+		cancel()
+	}, nil)
+}
+
 func TestFile_DeliversContentThatWasReadTwice(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "config.yaml")
 	clk := testingclock.NewFakeClock(time.Now())

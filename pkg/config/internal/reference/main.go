@@ -4,6 +4,7 @@ package main
 
 import (
 	"bytes"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -38,31 +39,38 @@ func main() {
 
 // generate returns the content of the generated files by name.
 func generate() (map[string][]byte, error) {
-	// AddGoComments resolves the import path of each directory from that of package config.
-	r := jsonschema.Reflector{DoNotReference: true, Anonymous: true, Mapper: mapScalar}
+	r := jsonschema.Reflector{ExpandedStruct: true, Anonymous: true, Mapper: mapStrings}
 
+	// AddGoComments resolves the import path of each directory from that of package config.
 	for _, dir := range []string{".", "../rules"} {
 		if err := r.AddGoComments("github.com/talos-ccm/talos-ccm/pkg/config", dir); err != nil {
 			return nil, err
 		}
 	}
 
-	c := comments(r.CommentMap)
-	r.LookupComment = c.of
+	r.LookupComment = comments(r.CommentMap).of
+	root := r.Reflect(config.Config{})
+	root.Title = "talos-ccm configuration"
 
-	schema, err := generateSchema(&r)
-	if err != nil {
+	k := keys{types: root.Definitions, first: map[reflect.Type]string{}}
+	k.describe(reflect.TypeFor[config.Config](), root, "")
+	root.Type, root.Extras = "", map[string]any{"type": []string{"object", "null"}}
+
+	var schema bytes.Buffer
+
+	encoder := json.NewEncoder(&schema)
+	encoder.SetEscapeHTML(false)
+	encoder.SetIndent("", "  ")
+
+	if err := encoder.Encode(root); err != nil {
 		return nil, err
 	}
 
-	keys := docs{comments: c, first: map[reflect.Type]string{}}
-	keys.describe(reflect.TypeFor[config.Config](), "")
-
 	functions := wrap("All functions in addition to those of text/template: `" + strings.Join(rules.Functions(), "`, `") + "`.")
-	files := map[string][]byte{schemaFile: schema}
+	files := map[string][]byte{schemaFile: schema.Bytes()}
 
 	for page, section := range map[string]struct{ name, text string }{
-		configPage: {"keys", keys.text.String()},
+		configPage: {"keys", k.docs.String()},
 		rulesPage:  {"functions", functions + "\n"},
 	} {
 		text, err := os.ReadFile(page)
@@ -104,12 +112,3 @@ func (c comments) of(t reflect.Type, field string) string {
 
 	return text
 }
-
-// keyOf returns the field's key in the file.
-func keyOf(f reflect.StructField) string {
-	name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
-
-	return name
-}
-
-func isRequired(f reflect.StructField) bool { return !strings.Contains(f.Tag.Get("json"), ",") }

@@ -1,0 +1,140 @@
+package main
+
+import (
+	"fmt"
+	"reflect"
+	"regexp"
+	"strings"
+
+	"github.com/invopop/jsonschema"
+)
+
+// keys documents the keys of the file and completes their schema.
+type keys struct {
+	docs strings.Builder
+	// types are the schemas of structs by name.
+	types jsonschema.Definitions
+	// first is the path where a struct was described.
+	first map[reflect.Type]string
+}
+
+// describe writes a section for each key of a struct and for the keys below it, in depth-first order. Structs that
+// occur again are linked. It completes the schema of the struct.
+func (k *keys) describe(t reflect.Type, s *jsonschema.Schema, prefix string) {
+	for f := range t.Fields() {
+		path, property := prefix+keyOf(f), s.Properties.Value(keyOf(f))
+		heading, text := "####", property.Description
+
+		if prefix == "" {
+			heading = "###"
+		}
+
+		if alias, found := f.Tag.Lookup("alias"); found {
+			text += fmt.Sprintf(" `%s` is another spelling of this key.", alias)
+			s.Properties.Set(alias, property)
+			s.Not = &jsonschema.Schema{Type: "object", Required: []string{keyOf(f), alias}}
+		}
+
+		elem, below := f.Type, path+"."
+		if elem.Kind() == reflect.Slice {
+			elem, below = elem.Elem(), path+"[]."
+		}
+
+		first, isKnown := k.first[elem]
+		if isKnown {
+			text += fmt.Sprintf(" See [`%s`](#%s) for the keys.", first, notInAnchor.ReplaceAllString(strings.ToLower(first), ""))
+		}
+
+		fmt.Fprintf(&k.docs, "%s `%s`\n\nType: %s.%s\n\n%s\n", heading, path, typeName(property), presence(f), wrap(text))
+		acceptNull(f, property)
+
+		if elem.Kind() == reflect.Struct && !isKnown {
+			k.first[elem] = path
+			k.describe(elem, k.types[elem.Name()], below)
+		}
+	}
+}
+
+// acceptNull accepts an optional key without a value, which is the same as no key. An empty enumerated value means the
+// default.
+func acceptNull(f reflect.StructField, property *jsonschema.Schema) {
+	if isRequired(f) {
+		return
+	}
+
+	value := *property
+	value.Description = ""
+
+	if len(value.Enum) > 0 {
+		value.Enum = append(value.Enum, "")
+	}
+
+	*property = jsonschema.Schema{Description: property.Description, AnyOf: []*jsonschema.Schema{&value, {Type: "null"}}}
+}
+
+// presence returns the default of a key, or that it is required.
+func presence(f reflect.StructField) string {
+	switch value, found := f.Tag.Lookup("default"); {
+	case found:
+		return " Default: " + value + "."
+	case f.Type.Kind() == reflect.Bool:
+		return " Default: `false`."
+	case isRequired(f):
+		return " Required."
+	default:
+		return ""
+	}
+}
+
+// keyOf returns the field's key in the file.
+func keyOf(f reflect.StructField) string {
+	name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
+
+	return name
+}
+
+func isRequired(f reflect.StructField) bool { return !strings.Contains(f.Tag.Get("json"), ",") }
+
+// mapStrings returns the schemas of strings and of maps of them; nil for other types. Numbers and booleans are read as
+// strings, and a missing value in a map is an empty string.
+func mapStrings(t reflect.Type) *jsonschema.Schema {
+	types := []string{"string", "number", "boolean"}
+
+	switch t {
+	case reflect.TypeFor[string]():
+		return &jsonschema.Schema{Extras: map[string]any{"type": types}}
+	case reflect.TypeFor[map[string]string]():
+		values := &jsonschema.Schema{Extras: map[string]any{"type": append(types, "null")}}
+
+		return &jsonschema.Schema{Type: "object", AdditionalProperties: values}
+	default:
+		return nil
+	}
+}
+
+// typeName describes the type that a schema has before acceptNull.
+func typeName(s *jsonschema.Schema) string {
+	switch {
+	case len(s.Enum) > 0:
+		return strings.Trim(strings.ReplaceAll(fmt.Sprintf("%#q", s.Enum), " ", ", "), "[]")
+	case s.Ref != "":
+		return "object"
+	case s.Items != nil:
+		return "list of " + typeName(s.Items) + "s"
+	case s.AdditionalProperties != nil:
+		return "map of strings to strings"
+	case s.Type != "":
+		return s.Type
+	default:
+		return "string"
+	}
+}
+
+// notInAnchor matches what GitHub omits in the anchors of headings.
+var notInAnchor = regexp.MustCompile(`[^a-z0-9_-]`)
+
+// line matches what fits into a line of less than 120 characters.
+var line = regexp.MustCompile(`(.{1,119})( |$)`)
+
+// wrap breaks text, which has single spaces, into lines.
+func wrap(text string) string { return line.ReplaceAllString(text, "$1\n") }
