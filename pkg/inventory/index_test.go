@@ -72,7 +72,7 @@ func TestInventory_OwnersOfAddress(t *testing.T) {
 		}, []string{"b"}},
 		{"mismatched machine", "10.0.0.1", func(f *fixture) {
 			f.Replace("b", at("10.0.0.1/24"))
-			f.MarkMismatch("b", "no")
+			f.MarkMismatch("b", "other", "no")
 		}, nil},
 		{"forgotten machine", "10.0.0.1", func(f *fixture) {
 			f.Replace("b", at("10.0.0.1/24"))

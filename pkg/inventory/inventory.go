@@ -9,6 +9,8 @@ import (
 	"sync"
 	"time"
 
+	"k8s.io/apimachinery/pkg/util/sets"
+
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
@@ -49,6 +51,11 @@ type Entry struct {
 	Reason string
 	// ObservedAt is when Machine was last confirmed; zero means never.
 	ObservedAt time.Time
+	// Last is the last view of the machine that proved to be the Node's. It is kept when another machine responds at
+	// the Node's address.
+	Last machine.Machine
+	// Responding is the nodename of the machine that responds at the Node's address, if the condition is Mismatch.
+	Responding string
 }
 
 // Inventory is safe for concurrent use. Use New.
@@ -62,6 +69,10 @@ type Inventory struct {
 	uuids     index[string]     // SMBIOS UUIDs
 	owned     index[string]     // names and addresses in canonical form
 	platforms index[netip.Addr] // addresses that only the platform's metadata knows
+
+	identities index[identifier]    // of Entry.Last
+	ambiguous  sets.Set[identifier] // of several current machines at the same time
+	displaced  sets.Set[string]     // nodenames that have responded at the address of another Node since their last view
 }
 
 // New returns an empty Inventory that reads the time from now.
@@ -69,12 +80,13 @@ func New(now func() time.Time) *Inventory {
 	return &Inventory{
 		now: now, entries: map[string]Entry{},
 		uuids: index[string]{}, owned: index[string]{}, platforms: index[netip.Addr]{},
+		identities: index[identifier]{}, ambiguous: sets.New[identifier](), displaced: sets.New[string](),
 	}
 }
 
-// Subscribe registers a handler that is called with the nodename after each change of its entry or of its
-// SharedAddresses. The handler runs on the writer's goroutine without locks held, and must not block. Subscribe before
-// the first write.
+// Subscribe registers a handler that is called with the nodename after each change of its entry, of its
+// SharedAddresses or of RenamedTo. The handler runs on the writer's goroutine without locks held, and must not block.
+// Subscribe before the first write.
 func (i *Inventory) Subscribe(handler func(nodename string)) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -104,12 +116,13 @@ func (i *Inventory) Count(c Condition) (n int) {
 	return n
 }
 
-// SharedUUID reports whether a machine other than nodename's has the SMBIOS UUID.
+// SharedUUID reports whether a machine other than nodename's has the SMBIOS UUID. The former name of the same machine
+// does not count.
 func (i *Inventory) SharedUUID(uuid, nodename string) bool {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
 
-	return len(i.uuids.others(uuid, nodename)) > 0
+	return slices.ContainsFunc(i.uuids.others(uuid, nodename), func(other string) bool { return i.renamedTo(other) != nodename })
 }
 
 // SharedAddresses returns the addresses that the platform's metadata lists for nodename's machine and for others, too:
@@ -136,18 +149,21 @@ func (i *Inventory) Owners(nameOrAddress, nodename string) []string {
 // Replace sets the current view of nodename's machine. Subscribers are called only if something changed.
 func (i *Inventory) Replace(nodename string, m machine.Machine) {
 	i.update(nodename, func(e *Entry) {
-		*e = Entry{Machine: m, Condition: Current, ObservedAt: i.now()}
+		*e = Entry{Machine: m, Condition: Current, ObservedAt: i.now(), Last: m}
 	})
 }
 
 // MarkUnreachable keeps the last view of nodename's machine and records why it cannot be refreshed.
 func (i *Inventory) MarkUnreachable(nodename, reason string) {
-	i.update(nodename, func(e *Entry) { e.Condition, e.Reason = Unreachable, reason })
+	i.update(nodename, func(e *Entry) { e.Condition, e.Reason, e.Responding = Unreachable, reason, "" })
 }
 
-// MarkMismatch drops the view of nodename's machine, because another machine responds at the Node's address.
-func (i *Inventory) MarkMismatch(nodename, reason string) {
-	i.update(nodename, func(e *Entry) { *e = Entry{Condition: Mismatch, Reason: reason} })
+// MarkMismatch drops the view of nodename's machine, because the machine of another nodename responds at the Node's
+// address.
+func (i *Inventory) MarkMismatch(nodename, responding, reason string) {
+	i.update(nodename, func(e *Entry) {
+		*e = Entry{Condition: Mismatch, Reason: reason, Last: e.Last, Responding: responding}
+	})
 }
 
 // Forget removes the entry of nodename.
@@ -155,7 +171,8 @@ func (i *Inventory) Forget(nodename string) {
 	i.mu.Lock()
 	old, known := i.entries[nodename]
 	delete(i.entries, nodename)
-	affected := i.reindex(nodename, old.Machine, machine.Machine{})
+	i.displaced.Delete(nodename)
+	affected := append(i.reindex(nodename, old.Machine, machine.Machine{}), i.reidentify(nodename, old, Entry{})...)
 	i.mu.Unlock()
 
 	if known {
@@ -172,6 +189,7 @@ func (i *Inventory) update(nodename string, change func(*Entry)) {
 	entry := old
 	change(&entry)
 	i.entries[nodename] = entry
+	i.displace(nodename, entry)
 
 	var affected []string
 
@@ -182,6 +200,7 @@ func (i *Inventory) update(nodename string, change func(*Entry)) {
 
 	if !sameMachine || old.Condition != entry.Condition || old.Reason != entry.Reason {
 		affected = append(affected, nodename)
+		affected = append(affected, i.reidentify(nodename, old, entry)...)
 	}
 
 	i.mu.Unlock()

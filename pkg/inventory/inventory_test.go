@@ -108,7 +108,7 @@ func TestInventory_Get(t *testing.T) {
 			"mismatch drops the view",
 			func(f *fixture) {
 				f.Replace("worker-1", inZone("a"))
-				f.MarkMismatch("worker-1", "it is worker-2")
+				f.MarkMismatch("worker-1", "other", "it is worker-2")
 			},
 			inventory.Entry{Condition: inventory.Mismatch, Reason: "it is worker-2"},
 		},
@@ -116,7 +116,7 @@ func TestInventory_Get(t *testing.T) {
 			"unreachable after mismatch has no view",
 			func(f *fixture) {
 				f.Replace("worker-1", inZone("a"))
-				f.MarkMismatch("worker-1", "it is worker-2")
+				f.MarkMismatch("worker-1", "other", "it is worker-2")
 				f.MarkUnreachable("worker-1", "connection refused")
 			},
 			inventory.Entry{Condition: inventory.Unreachable, Reason: "connection refused"},
@@ -133,7 +133,7 @@ func TestInventory_Get(t *testing.T) {
 			"other nodenames changed",
 			func(f *fixture) {
 				f.Replace("worker-2", inZone("a"))
-				f.MarkMismatch("worker-3", "it is worker-4")
+				f.MarkMismatch("worker-3", "other", "it is worker-4")
 			},
 			inventory.Entry{},
 		},
@@ -174,8 +174,8 @@ func TestInventory_NotifiesOnChangeOnly(t *testing.T) {
 			f.Replace("worker-1", inZone("a"))
 			f.MarkUnreachable("worker-1", "gone")
 		}, func(f *fixture) { f.Replace("worker-1", inZone("a")) }, true},
-		{"mismatch", func(f *fixture) { f.Replace("worker-1", inZone("a")) }, func(f *fixture) { f.MarkMismatch("worker-1", "no") }, true},
-		{"still a mismatch", func(f *fixture) { f.MarkMismatch("worker-1", "no") }, func(f *fixture) { f.MarkMismatch("worker-1", "no") }, false},
+		{"mismatch", func(f *fixture) { f.Replace("worker-1", inZone("a")) }, func(f *fixture) { f.MarkMismatch("worker-1", "other", "no") }, true},
+		{"still a mismatch", func(f *fixture) { f.MarkMismatch("worker-1", "other", "no") }, func(f *fixture) { f.MarkMismatch("worker-1", "other", "no") }, false},
 		{"forgotten", func(f *fixture) { f.Replace("worker-1", inZone("a")) }, func(f *fixture) { f.Forget("worker-1") }, true},
 		{"forgotten but never known", nil, func(f *fixture) { f.Forget("worker-1") }, false},
 		{"forgotten twice", func(f *fixture) { f.Replace("worker-1", inZone("a")); f.Forget("worker-1") }, func(f *fixture) { f.Forget("worker-1") }, false},
@@ -208,7 +208,7 @@ func TestInventory_NotifiesEverySubscriberWithoutLock(t *testing.T) {
 
 	f.Subscribe(func(nodename string) { second = append(second, f.Get(nodename).Condition) })
 	f.Replace("worker-1", inZone("a"))
-	f.MarkMismatch("worker-1", "no")
+	f.MarkMismatch("worker-1", "other", "no")
 
 	if len(f.notified) != 2 || !slices.Equal(second, []inventory.Condition{inventory.Current, inventory.Mismatch}) {
 		t.Errorf("notified %v and %v", f.notified, second)
@@ -229,7 +229,7 @@ func TestInventory_Count(t *testing.T) {
 		{"one changes", func() { f.Replace("a", inZone("b")) }, [4]int{0, 2, 0, 0}},
 		{"one unreachable", func() { f.MarkUnreachable("a", "gone") }, [4]int{0, 1, 1, 0}},
 		{"still unreachable", func() { f.MarkUnreachable("a", "gone for good") }, [4]int{0, 1, 1, 0}},
-		{"third mismatches", func() { f.MarkMismatch("c", "no") }, [4]int{0, 1, 1, 1}},
+		{"third mismatches", func() { f.MarkMismatch("c", "other", "no") }, [4]int{0, 1, 1, 1}},
 		{"fourth unreachable", func() { f.MarkUnreachable("d", "gone") }, [4]int{0, 1, 2, 1}},
 		{"first reachable again", func() { f.Replace("a", inZone("b")) }, [4]int{0, 2, 1, 1}},
 		{"all forgotten", func() { f.Forget("a"); f.Forget("b"); f.Forget("c"); f.Forget("d") }, [4]int{}},
@@ -277,7 +277,7 @@ func TestInventory_SharedUUID(t *testing.T) {
 		{"other machine replaced twice, then forgotten", func(f *fixture) { f.Replace("b", withUUID(uuid)); f.Replace("b", withUUID(uuid)); f.Forget("b") }, false},
 		{"other machine unreachable", func(f *fixture) { f.Replace("b", withUUID(uuid)); f.MarkUnreachable("b", "gone") }, true},
 		{"other machine never reached", func(f *fixture) { f.MarkUnreachable("b", "gone") }, false},
-		{"other machine mismatched", func(f *fixture) { f.Replace("b", withUUID(uuid)); f.MarkMismatch("b", "no") }, false},
+		{"other machine mismatched", func(f *fixture) { f.Replace("b", withUUID(uuid)); f.MarkMismatch("b", "other", "no") }, false},
 		{"other machine unreachable, then forgotten", func(f *fixture) { f.Replace("b", withUUID(uuid)); f.MarkUnreachable("b", "gone"); f.Forget("b") }, false},
 		{"one of two others forgotten", func(f *fixture) { f.Replace("b", withUUID(uuid)); f.Replace("c", withUUID(uuid)); f.Forget("b") }, true},
 		{"both others forgotten", func(f *fixture) {
@@ -355,7 +355,7 @@ func churn(inv *inventory.Inventory, first, machines int) {
 		case 1:
 			inv.MarkUnreachable(name, "gone")
 		case 2:
-			inv.MarkMismatch(name, "no")
+			inv.MarkMismatch(name, "other", "no")
 		case 3:
 			inv.Forget(name)
 		}

@@ -20,6 +20,9 @@ type Machine struct {
 	// Nodename is the name under which the machine's kubelet registers (k8s/Nodename). It is the machine's identity:
 	// a Machine belongs to a Node only if the two names are equal.
 	Nodename string
+	// NodeID is random and kept in the STATE partition (cluster/Identity): it survives reboots and upgrades, but not a
+	// reset or a reinstallation that wipes STATE. A clone of the disk has the same one.
+	NodeID string
 	// Hostname and Domainname are in use on the machine (network/HostnameStatus); Domainname may be empty.
 	Hostname   string
 	Domainname string
@@ -27,7 +30,7 @@ type Machine struct {
 	ClusterName string
 	// Type is control plane or worker.
 	Type talosmachine.Type
-	// Stage is the last polled stage of the machine (runtime/MachineStatus).
+	// Stage is what the machine is doing, such as running or resetting (runtime/MachineStatus).
 	Stage runtime.MachineStage
 	// Platform is the platform's metadata. Until the metadata service responds, Talos publishes it with only the
 	// platform name set (network/PlatformConfigApplyController).

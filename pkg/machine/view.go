@@ -20,20 +20,22 @@ func WatchedKinds() []resource.Kind {
 	return []resource.Kind{
 		kind(runtime.NamespaceName, runtime.PlatformMetadataType),
 		kind(network.NamespaceName, network.AddressStatusType),
-		kind(network.NamespaceName, network.HostnameStatusType),
+		kind(runtime.NamespaceName, runtime.MachineStatusType),
 		kind(k8s.NamespaceName, k8s.NodenameType),
 	}
 }
 
 // PolledKinds returns the resource kinds that rarely change after boot. They are listed periodically instead of
-// watched, since each watch costs about 25 KB per machine on either side.
+// watched, since each watch costs about 25 KB per machine on either side. A change of the hostname changes the watched
+// Nodename, too (k8s/NodenameController).
 func PolledKinds() []resource.Kind {
 	return []resource.Kind{
 		kind(hardware.NamespaceName, hardware.SystemInformationType),
 		kind(network.NamespaceName, network.PlatformConfigType),
+		kind(network.NamespaceName, network.HostnameStatusType),
+		kind(cluster.NamespaceName, cluster.IdentityType),
 		kind(cluster.NamespaceName, cluster.InfoType),
 		kind(config.NamespaceName, config.MachineTypeType),
-		kind(runtime.NamespaceName, runtime.MachineStatusType),
 		kind(runtime.NamespaceName, runtime.VersionType),
 		kind(runtime.NamespaceName, runtime.ExtensionStatusType),
 		kind(k8s.NamespaceName, k8s.NodeIPType),
@@ -151,17 +153,20 @@ func (m *Machine) add(r resource.Resource) {
 		m.Hostname, m.Domainname = r.TypedSpec().Hostname, r.TypedSpec().Domainname
 	case *hardware.SystemInformation:
 		m.System = *r.TypedSpec()
-	case *cluster.Info:
-		m.ClusterName = r.TypedSpec().ClusterName
 	case *config.MachineType:
 		m.Type = r.MachineType()
 	default:
-		m.addKubernetes(r)
+		m.addCluster(r)
 	}
 }
 
-func (m *Machine) addKubernetes(r resource.Resource) {
+// addCluster adds what the machine has as a member of the Talos and the Kubernetes cluster.
+func (m *Machine) addCluster(r resource.Resource) {
 	switch r := r.(type) {
+	case *cluster.Identity:
+		m.NodeID = r.TypedSpec().NodeID
+	case *cluster.Info:
+		m.ClusterName = r.TypedSpec().ClusterName
 	case *k8s.Nodename:
 		m.Nodename = r.TypedSpec().Nodename
 	case *k8s.NodeIP:

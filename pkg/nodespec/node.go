@@ -43,6 +43,24 @@ func IsUninitializedTaint(taint corev1.Taint) bool {
 	return taint.Key == cloudproviderapi.TaintExternalCloudProvider
 }
 
+// ReadyCondition returns the Ready condition of the Node, or nil if it has none.
+func ReadyCondition(node *corev1.Node) *corev1.NodeCondition {
+	for i := range node.Status.Conditions {
+		if node.Status.Conditions[i].Type == corev1.NodeReady {
+			return &node.Status.Conditions[i]
+		}
+	}
+
+	return nil
+}
+
+// IsReady reports whether the Ready condition is true. A Node without one is not ready.
+func IsReady(node *corev1.Node) bool {
+	ready := ReadyCondition(node)
+
+	return ready != nil && ready.Status == corev1.ConditionTrue
+}
+
 // ProvidedNodeIPs returns the addresses of the kubelet's --node-ip, as the kubelet reports them, in its order. It
 // omits invalid values.
 func ProvidedNodeIPs(node *corev1.Node) []netip.Addr {

@@ -37,6 +37,8 @@ type Options struct {
 	// ProviderIDFromNodeIP makes `talos://<platform>/<node IP>` the fallback providerID, as in the upstream Talos CCM,
 	// instead of one with the SMBIOS UUID.
 	ProviderIDFromNodeIP bool
+	// FollowTopology changes the region and zone labels of initialized Nodes.
+	FollowTopology bool
 	// Rules are the configured rules; nil means none.
 	Rules *rules.Set
 	// Selector selects the machines whose Nodes are managed; nil selects all.
@@ -79,6 +81,11 @@ func (in Input) WithPeers(peers Peers, nodename string) Input {
 	return in
 }
 
+// FactsOf returns the input of selectors for a Node and its machine.
+func FactsOf(node *corev1.Node, m machine.Machine) rules.Facts {
+	return NewInput(node, m, Options{}).Facts()
+}
+
 // Facts returns the input of rules and selectors.
 func (in Input) Facts() rules.Facts {
 	return rules.Facts{Machine: in.Machine, Architecture: in.Architecture}
@@ -93,6 +100,8 @@ type Spec struct {
 	ProviderID  string
 	Labels      map[string]string
 	Annotations map[string]string
+	// FollowTopology means that the region and zone labels also apply to a Node that has others.
+	FollowTopology bool
 	// Taints are set at initialization, and enforced taints at any time.
 	Taints []rules.Taint
 	// Transformed is the result of the rules. It names the rule behind each value.
@@ -159,12 +168,13 @@ func Desired(in Input) (spec Spec, problems []Problem, pending string) {
 	addresses, addressProblems := addresses(in, transformed, nodeIPs)
 
 	spec = Spec{
-		ProviderID:  providerID,
-		Labels:      labels,
-		Annotations: values(transformed.Annotations),
-		Taints:      transformed.Taints,
-		Transformed: transformed,
-		Addresses:   addresses,
+		ProviderID:     providerID,
+		Labels:         labels,
+		Annotations:    values(transformed.Annotations),
+		FollowTopology: in.Options.FollowTopology,
+		Taints:         transformed.Taints,
+		Transformed:    transformed,
+		Addresses:      addresses,
 	}
 
 	return spec, slices.Concat(problems, labelProblems, addressProblems), ""

@@ -77,11 +77,22 @@ func polledChanges() map[resource.Type]change {
 			},
 			seen: func(m machine.Machine) bool { return m.Type == talosmachine.TypeControlPlane },
 		},
-		runtime.MachineStatusType: {
+		// Without a new version of the nodename, which would cause a poll at once.
+		network.HostnameStatusType: {
 			make: func(ctx context.Context, m *talostest.Machine) error {
-				return m.SetStage(ctx, runtime.MachineStageUpgrading)
+				status := network.NewHostnameStatus(network.NamespaceName, network.HostnameID)
+
+				return modify(ctx, m, status, func(r *network.HostnameStatus) { r.TypedSpec().Domainname = "example.org" })
 			},
-			seen: func(m machine.Machine) bool { return m.Stage == runtime.MachineStageUpgrading },
+			seen: func(m machine.Machine) bool { return m.Domainname == "example.org" },
+		},
+		cluster.IdentityType: {
+			make: func(ctx context.Context, m *talostest.Machine) error {
+				identity := cluster.NewIdentity(cluster.NamespaceName, cluster.LocalIdentity)
+
+				return modify(ctx, m, identity, func(r *cluster.Identity) { r.TypedSpec().NodeID = "reinstalled" })
+			},
+			seen: func(m machine.Machine) bool { return m.NodeID == "reinstalled" },
 		},
 		runtime.VersionType: {
 			make: func(ctx context.Context, m *talostest.Machine) error {
@@ -189,7 +200,7 @@ func TestSession_PollIntervalStaysShortDuringBoot(t *testing.T) {
 	}
 
 	must(t, worker.SetStage(t.Context(), runtime.MachineStageRunning))
-	clk.Step(13 * time.Second)
+	awaitChange(t, clk)
 	s.awaitView(t, worker.Nodename(), func(m machine.Machine) bool { return m.Stage == runtime.MachineStageRunning })
 }
 

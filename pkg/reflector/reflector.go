@@ -53,7 +53,7 @@ func init() { legacyregistry.MustRegister(restarts) }
 type Inventory interface {
 	Replace(nodename string, m machine.Machine)
 	MarkUnreachable(nodename, reason string)
-	MarkMismatch(nodename, reason string)
+	MarkMismatch(nodename, responding, reason string)
 	Forget(nodename string)
 }
 
@@ -296,7 +296,7 @@ func (r *Reflector) report(ctx context.Context, nodename string, err error) {
 
 	if mismatch := (*mismatchError)(nil); errors.As(err, &mismatch) {
 		logger.V(2).Info("Machine at the Node's address reports another nodename", "address", mismatch.addr, "nodename", mismatch.nodename)
-		r.inventory.MarkMismatch(nodename, mismatch.Error())
+		r.inventory.MarkMismatch(nodename, mismatch.nodename, mismatch.Error())
 
 		return
 	}

@@ -3,6 +3,7 @@ package reflector_test
 import (
 	"context"
 	"net/netip"
+	"strings"
 	"testing"
 	"time"
 
@@ -41,11 +42,11 @@ func watchedChanges() map[resource.Type][]change {
 			},
 			seen: func(m machine.Machine) bool { return !m.HasAddress(publicPrefix.Addr()) },
 		}},
-		network.HostnameStatusType: {{
+		runtime.MachineStatusType: {{
 			make: func(ctx context.Context, m *talostest.Machine) error {
-				return m.SetHostname(ctx, "renamed", "example.org")
+				return m.SetStage(ctx, runtime.MachineStageUpgrading)
 			},
-			seen: func(m machine.Machine) bool { return m.FQDN() == "renamed.example.org" },
+			seen: func(m machine.Machine) bool { return m.Stage == runtime.MachineStageUpgrading },
 		}},
 		k8s.NodenameType: {}, // see TestSession_MarksRenamedMachineAsMismatch
 	}
@@ -98,7 +99,6 @@ func TestSession_MarksRenamedMachineAsMismatch(t *testing.T) {
 	s.settle(t, clk, worker.Nodename())
 
 	must(t, worker.SetNodename(t.Context(), "renamed"))
-	awaitChange(t, clk)
 
 	eventually(t, "the view is removed", func() bool {
 		entry := s.inventory.Get(worker.Nodename())
@@ -108,6 +108,56 @@ func TestSession_MarksRenamedMachineAsMismatch(t *testing.T) {
 
 	must(t, worker.SetNodename(t.Context(), worker.Nodename()))
 	stepUntil(t, clk, "the machine is watched", func() bool { return s.inventory.Get(worker.Nodename()).Condition == inventory.Current })
+}
+
+func TestSession_RejectsNodenameThatIsTooLong(t *testing.T) {
+	s, clk := newTimedSuite(t)
+	worker := s.addWorker(t)
+	s.track(worker)
+	s.settle(t, clk, worker.Nodename())
+
+	must(t, worker.SetNodename(t.Context(), strings.Repeat("x", 254)))
+
+	stepUntil(t, clk, "the machine is unreachable", func() bool {
+		entry := s.inventory.Get(worker.Nodename())
+
+		return entry.Condition == inventory.Unreachable && strings.Contains(entry.Reason, "nodename of 254 bytes")
+	})
+}
+
+func TestSession_PollsHostnameWhenItChanges(t *testing.T) {
+	// The clock stands still: there is no other poll.
+	s, clk := newTimedSuite(t)
+	worker := s.addWorker(t)
+	s.track(worker)
+	s.settle(t, clk, worker.Nodename())
+
+	for _, domain := range []string{"example.org", "example.net"} {
+		must(t, worker.SetHostname(t.Context(), "renamed", domain))
+		s.awaitView(t, worker.Nodename(), func(m machine.Machine) bool { return m.FQDN() == "renamed."+domain })
+	}
+}
+
+func TestSession_PublishesAnnouncementOfMachineThatEndsWithinDebounce(t *testing.T) {
+	// The clock stands still: the debounce never ends.
+	s, clk := newTimedSuite(t)
+	worker := s.addWorker(t)
+	s.track(worker)
+	s.settle(t, clk, worker.Nodename())
+
+	must(t, worker.SetStage(t.Context(), runtime.MachineStageResetting))
+	eventually(t, "the change is pending", func() bool { return clk.Waiters() == watchingTimers+1 })
+	must(t, worker.Stop(t.Context()))
+
+	eventually(t, "the machine is unreachable, and its announcement known", func() bool {
+		if clk.Waiters() <= watchingTimers { // the debounce and the next attempt
+			clk.Step(time.Second)
+		}
+
+		entry := s.inventory.Get(worker.Nodename())
+
+		return entry.Condition == inventory.Unreachable && entry.Machine.Stage == runtime.MachineStageResetting
+	})
 }
 
 func TestReflector_TriesNextAddressIfFirstIsDown(t *testing.T) {
@@ -161,9 +211,9 @@ func TestTrack_IgnoresUnchangedAddresses(t *testing.T) {
 	s.track(worker)
 
 	// A change that arrives shows that the session is still the first.
-	must(t, worker.SetHostname(t.Context(), "renamed", ""))
+	setZone(t, worker, "zone-2")
 	awaitChange(t, clk)
-	s.awaitView(t, worker.Nodename(), func(m machine.Machine) bool { return m.Hostname == "renamed" })
+	s.awaitView(t, worker.Nodename(), inZone("zone-2"))
 
 	if got := len(worker.Calls()); got != calls {
 		t.Errorf("got %d additional calls", got-calls)

@@ -1,6 +1,7 @@
 package reflector
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -9,9 +10,11 @@ import (
 
 	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/cosi-project/runtime/pkg/state"
+	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
@@ -38,6 +41,9 @@ const (
 	// debounce batches changes that Talos makes together. Metadata and addresses arrive over different watches, and a Node must not be
 	// initialized with only one of them.
 	debounce = 50 * time.Millisecond
+
+	// maxFlushed limits the events that are received after a session has failed. Few are pending then.
+	maxFlushed = 64
 
 	// maxResources is far above the number of resources of a real machine; addresses are the only kind with more than a few.
 	maxResources = 10_000
@@ -73,6 +79,7 @@ type session struct {
 	bootstrapping int // watches that have not bootstrapped
 	polled        bool
 	polling       bool             // a poll is in progress
+	pollAgain     bool             // when the poll has ended
 	established   bool             // the first view has been published
 	debounced     <-chan time.Time // fires when pending changes are to be published; nil if there are none
 
@@ -113,7 +120,7 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 			s.debounced = nil
 			err = s.publish(ctx)
 		case <-s.nextPoll.C():
-			s.startPoll(ctx)
+			s.requestPoll(ctx)
 		case <-s.deadline.C():
 			if !s.answered() { // else it answered at the same moment
 				err = fmt.Errorf("machine at %s did not answer within %s", s.addr, answerTimeout)
@@ -123,9 +130,31 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 		}
 
 		if err != nil {
-			return s.established, err
+			return s.established, cmp.Or(s.flush(ctx), err)
 		}
 	}
+}
+
+// flush publishes the changes that were received before the session failed: a machine may announce that it is being
+// reset and end within the debounce. flush returns an error only if the machine no longer belongs to the Node.
+func (s *session) flush(ctx context.Context) error {
+	for range maxFlushed {
+		select {
+		case event := <-s.events:
+			_ = s.handle(ctx, event) // the session has failed already
+
+			continue
+		default:
+		}
+
+		break
+	}
+
+	if mismatch := (*mismatchError)(nil); s.debounced != nil && errors.As(s.publish(ctx), &mismatch) {
+		return mismatch
+	}
+
+	return nil
 }
 
 // answered reports whether the machine has answered every request.
@@ -139,7 +168,20 @@ func (s *session) startPoll(ctx context.Context) {
 		s.deadline.Reset(answerTimeout)
 	}
 
+	if s.polled && s.view.Machine().Stage != runtime.MachineStageBooting {
+		s.interval = min(2*s.interval, pollMax)
+	}
+
 	go s.poll(ctx)
+}
+
+// requestPoll starts a poll, after the present one if there is one.
+func (s *session) requestPoll(ctx context.Context) {
+	if s.polling {
+		s.pollAgain = true
+	} else {
+		s.startPoll(ctx)
+	}
 }
 
 // open starts all watches and the first poll concurrently, so that the latencies of a slow machine do not add up.
@@ -207,8 +249,9 @@ func (s *session) poll(ctx context.Context) {
 
 		s.nextPoll.Reset(wait.Jitter(s.interval, pollJitter))
 
-		if s.view.Machine().Stage != runtime.MachineStageBooting {
-			s.interval = min(2*s.interval, pollMax)
+		if s.pollAgain {
+			s.pollAgain = false
+			s.startPoll(ctx)
 		}
 
 		return s.publish(ctx)
@@ -245,6 +288,14 @@ func (s *session) handle(ctx context.Context, event state.Event) error {
 		return s.publish(ctx)
 	}
 
+	// The nodename is published again whenever the hostname changes, which is polled (k8s/NodenameController). A rename
+	// ends the session.
+	if _, isNodename := event.Resource.(*k8s.Nodename); isNodename && event.Type != state.Destroyed {
+		s.requestPoll(ctx)
+
+		return s.publish(ctx)
+	}
+
 	if s.debounced == nil {
 		s.debounced = s.clock.After(debounce)
 	}
@@ -259,6 +310,11 @@ func (s *session) publish(ctx context.Context) error {
 	}
 
 	m := s.view.Machine()
+
+	// The nodename is kept if it is not the Node's.
+	if len(m.Nodename) > validation.DNS1123SubdomainMaxLength {
+		return fmt.Errorf("machine at %s reports a nodename of %d bytes", s.addr, len(m.Nodename))
+	}
 
 	switch m.Nodename {
 	case s.nodename:

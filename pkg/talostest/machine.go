@@ -15,6 +15,7 @@ import (
 	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/cosi-project/runtime/pkg/state"
 	"github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
@@ -163,11 +164,25 @@ func (m *Machine) SetNodename(ctx context.Context, nodename string) error {
 	return modify(ctx, m, k8s.NewNodename(k8s.NamespaceName, k8s.NodenameID), func(spec *k8s.NodenameSpec) { spec.Nodename = nodename })
 }
 
-// SetHostname changes the hostname and the domain name. The nodename stays.
+// SetHostname changes the hostname and the domain name. The nodename stays, but records the version of the hostname.
 func (m *Machine) SetHostname(ctx context.Context, hostname, domainname string) error {
-	return modify(ctx, m, network.NewHostnameStatus(network.NamespaceName, network.HostnameID), func(spec *network.HostnameStatusSpec) {
+	status := network.NewHostnameStatus(network.NamespaceName, network.HostnameID)
+
+	err := modify(ctx, m, status, func(spec *network.HostnameStatusSpec) {
 		spec.Hostname = hostname
 		spec.Domainname = domainname
+	})
+	if err != nil {
+		return err
+	}
+
+	current, err := m.State().Get(ctx, status.Metadata())
+	if err != nil {
+		return fmt.Errorf("get hostname of machine %s: %w", m.nodename, err)
+	}
+
+	return modify(ctx, m, k8s.NewNodename(k8s.NamespaceName, k8s.NodenameID), func(spec *k8s.NodenameSpec) {
+		spec.HostnameVersion = current.Metadata().Version().String()
 	})
 }
 
@@ -177,6 +192,19 @@ func (m *Machine) SetStage(ctx context.Context, stage runtime.MachineStage) erro
 		spec.Stage = stage
 		spec.Status.Ready = stage == runtime.MachineStageRunning
 	})
+}
+
+// SetIdentity changes the Talos node ID and the SMBIOS UUID, as if another machine had taken the address.
+func (m *Machine) SetIdentity(ctx context.Context, nodeID, uuid string) error {
+	identity := cluster.NewIdentity(cluster.NamespaceName, cluster.LocalIdentity)
+
+	if err := modify(ctx, m, identity, func(spec *cluster.IdentitySpec) { spec.NodeID = nodeID }); err != nil {
+		return err
+	}
+
+	information := hardware.NewSystemInformation(hardware.SystemInformationID)
+
+	return modify(ctx, m, information, func(spec *hardware.SystemInformationSpec) { spec.UUID = uuid })
 }
 
 // SetNodeIPs changes the node IPs of the kubelet.

@@ -1,0 +1,153 @@
+package inventory
+
+import (
+	"slices"
+
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+)
+
+// identifier is a Talos node ID or an SMBIOS UUID.
+type identifier struct{ kind, value string }
+
+const (
+	kindNodeID = "node ID"
+	kindUUID   = "UUID"
+)
+
+func identifiers(identity machine.Identity) []identifier {
+	var list []identifier
+
+	if identity.NodeID != "" {
+		list = append(list, identifier{kindNodeID, identity.NodeID})
+	}
+
+	if identity.UUID != "" {
+		list = append(list, identifier{kindUUID, identity.UUID})
+	}
+
+	return list
+}
+
+// RenamedTo returns the nodename under which the machine of a Node responds now, or an empty string. It returns a name
+// only if the machine has proven to be the Node's before, does not respond under the Node's name, and responds under
+// exactly one other. A node ID or UUID that two machines had at the same time proves nothing. If only the UUID is equal,
+// as after a reinstallation, the machine must have kept its address, too: some vendors use a UUID several times.
+func (i *Inventory) RenamedTo(nodename string) string {
+	i.mu.RLock()
+	defer i.mu.RUnlock()
+
+	return i.renamedTo(nodename)
+}
+
+func (i *Inventory) renamedTo(nodename string) string {
+	entry := i.entries[nodename]
+	if entry.Condition == Current {
+		return ""
+	}
+
+	var found []string
+
+	for _, other := range i.namesakes(nodename, entry.Last.Identity()) {
+		e := i.entries[other]
+		isReinstalled := entry.Last.NodeID == "" || entry.Last.NodeID != e.Last.NodeID
+
+		if e.Condition == Current && i.compare(entry.Last, e.Last) == machine.Same && (!isReinstalled || entry.Responding == other) {
+			found = append(found, other)
+		}
+	}
+
+	if len(found) != 1 {
+		return ""
+	}
+
+	return found[0]
+}
+
+// ReplacedBy returns the nodename of another machine that has taken the address of a Node, or an empty string. It
+// returns a name only if that machine responds under its own Node's name as well and is known to be different from the
+// machine that has proven to be the Node's before, and if the latter has responded nowhere since.
+func (i *Inventory) ReplacedBy(nodename string) string {
+	i.mu.RLock()
+	defer i.mu.RUnlock()
+
+	entry := i.entries[nodename]
+	other := i.entries[entry.Responding]
+
+	if entry.Condition != Mismatch || i.displaced.Has(nodename) || other.Condition != Current || i.compare(entry.Last, other.Last) != machine.Different {
+		return ""
+	}
+
+	// A single equal identifier is enough to be careful.
+	for _, name := range i.namesakes(nodename, entry.Last.Identity()) {
+		if i.entries[name].Condition == Current {
+			return ""
+		}
+	}
+
+	return entry.Responding
+}
+
+// namesakes returns the other nodenames whose last views have an identifier of the identity. The caller holds i.mu.
+func (i *Inventory) namesakes(nodename string, identity machine.Identity) []string {
+	var names []string
+
+	for _, id := range identifiers(identity) {
+		names = append(names, i.identities.others(id, nodename)...)
+	}
+
+	slices.Sort(names)
+
+	return slices.Compact(names)
+}
+
+// compare compares two machines. Equal identifiers that are ambiguous do not count. The caller holds i.mu.
+func (i *Inventory) compare(a, b machine.Machine) machine.Match {
+	if a.Identity().Compare(b.Identity()) == machine.Different {
+		return machine.Different
+	}
+
+	return i.unambiguous(a.Identity()).Compare(i.unambiguous(b.Identity()))
+}
+
+func (i *Inventory) unambiguous(identity machine.Identity) machine.Identity {
+	if i.ambiguous.Has(identifier{kindNodeID, identity.NodeID}) {
+		identity.NodeID = ""
+	}
+
+	if i.ambiguous.Has(identifier{kindUUID, identity.UUID}) {
+		identity.UUID = ""
+	}
+
+	return identity
+}
+
+// displace remembers the nodenames that have responded at the address of another Node: their machines exist. The caller
+// holds i.mu.
+func (i *Inventory) displace(nodename string, entry Entry) {
+	switch entry.Condition {
+	case Mismatch:
+		// A machine can report any nodename.
+		if _, known := i.entries[entry.Responding]; known {
+			i.displaced.Insert(entry.Responding)
+		}
+	case Current:
+		i.displaced.Delete(nodename)
+	case Unreachable, Unknown:
+	}
+}
+
+// reidentify updates the identifiers of nodename's machine, and returns the other nodenames that have one of them. The
+// caller holds i.mu.
+func (i *Inventory) reidentify(nodename string, before, after Entry) []string {
+	i.identities.replace(nodename, identifiers(before.Last.Identity()), identifiers(after.Last.Identity()))
+
+	if after.Condition == Current {
+		for _, id := range identifiers(after.Last.Identity()) {
+			if slices.ContainsFunc(i.identities.others(id, nodename), func(n string) bool { return i.entries[n].Condition == Current }) {
+				i.ambiguous.Insert(id)
+			}
+		}
+	}
+
+	return append(i.namesakes(nodename, before.Last.Identity()), i.namesakes(nodename, after.Last.Identity())...)
+}
