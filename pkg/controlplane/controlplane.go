@@ -55,7 +55,9 @@ type Config struct {
 	// LocalState is the state of this machine. Its kube-controller-manager configuration is read while no Node has the
 	// label of the control plane. Nil outside Talos.
 	LocalState state.CoreState
-	Clock      clock.Clock
+	// ReadMembers reports whether Members is needed now. Nil means never.
+	ReadMembers func() bool
+	Clock       clock.Clock
 }
 
 // Network is how the control plane is configured to assign addresses.
@@ -138,6 +140,7 @@ type Reader struct {
 	cfg      Config
 	identity Value[csrpolicy.ClusterIdentity]
 	network  Value[*Network]
+	members  Value[*Members]
 
 	// The last answer of each source; nil or absent if it has never answered. Only Run uses them.
 	certificate, service, serviceCIDRs *csrpolicy.ClusterIdentity
@@ -158,9 +161,12 @@ func (r *Reader) Identity() *Value[csrpolicy.ClusterIdentity] { return &r.identi
 // Network is how the control plane is configured to assign addresses; nil before the first refresh.
 func (r *Reader) Network() *Value[*Network] { return &r.network }
 
+// Members are the members of the cluster as of the last refresh. They are empty while Config.ReadMembers returns false.
+func (r *Reader) Members() *Value[*Members] { return &r.members }
+
 // Run refreshes the facts until ctx ends. It returns at once if nothing has subscribed to them.
 func (r *Reader) Run(ctx context.Context) {
-	if !r.identity.subscribed() && !r.network.subscribed() {
+	if !r.isNeeded() {
 		return
 	}
 
@@ -191,6 +197,11 @@ func (r *Reader) Run(ctx context.Context) {
 	}
 }
 
+// isNeeded reports whether anything has subscribed.
+func (r *Reader) isNeeded() bool {
+	return r.identity.subscribed() || r.network.subscribed() || r.members.subscribed()
+}
+
 // refresh reads every source once and publishes the facts. It returns false if ctx has ended.
 func (r *Reader) refresh(ctx context.Context) bool {
 	certificate, certificateErr := readCertificate(ctx, r.cfg.Kubernetes)
@@ -212,6 +223,7 @@ func (r *Reader) refresh(ctx context.Context) bool {
 	}
 
 	r.network.set(r.mergeNetwork(serviceCIDRsErr, machineErrs))
+	r.members.set(r.mergeMembers())
 
 	err := utilerrors.NewAggregate(append(machineErrs, certificateErr, serviceErr, serviceCIDRsErr))
 

@@ -4,24 +4,24 @@ import (
 	"cmp"
 	"context"
 	"crypto/tls"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"net"
 	"net/netip"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 
 	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/cosi-project/runtime/pkg/state"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
+	"github.com/spf13/pflag"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	genericcontrollermanager "k8s.io/controller-manager/app"
@@ -181,11 +181,8 @@ type KCMConfig struct {
 type machineFacts struct {
 	identity *csrpolicy.ClusterIdentity
 	kcm      *KCMConfig
-}
-
-// or returns the facts, with the facts of other in place of those that have not been read.
-func (f machineFacts) or(other machineFacts) machineFacts {
-	return machineFacts{identity: cmp.Or(f.identity, other.identity), kcm: cmp.Or(f.kcm, other.kcm)}
+	// members is nil unless they were read in the last refresh.
+	members MemberList
 }
 
 // readMachines reads all control-plane machines concurrently. It keeps the facts of a machine that does not respond, and
@@ -203,8 +200,9 @@ func (r *Reader) readMachines(ctx context.Context) []error {
 
 		if r.cfg.LocalState != nil {
 			// The identity is left out: it is complete only with a Node of the control plane.
-			facts, readErr := readMachine(ctx, localMachine, r.cfg.LocalState)
-			machines[localMachine] = machineFacts{kcm: facts.or(r.machines[localMachine]).kcm}
+			facts := r.machines[localMachine]
+			readErr := facts.read(ctx, localMachine, r.cfg.LocalState)
+			machines[localMachine] = machineFacts{kcm: facts.kcm}
 			err = cmp.Or(readErr, err)
 		}
 
@@ -236,14 +234,10 @@ func (r *Reader) readMachines(ctx context.Context) []error {
 // read keeps its last value.
 func (r *Reader) readNode(ctx context.Context, node *corev1.Node) (machineFacts, error) {
 	facts, err := r.machines[node.Name], errors.New("no address known")
+	facts.members = nil // only what the machine sees now counts
 
 	for _, addr := range nodespec.DialAddresses(node) {
-		var found machineFacts
-
-		found, err = r.readAddress(ctx, node.Name, addr)
-		facts = found.or(facts)
-
-		if err == nil {
+		if err = r.readAddress(ctx, node.Name, addr, &facts); err == nil {
 			return facts, nil
 		}
 	}
@@ -251,10 +245,11 @@ func (r *Reader) readNode(ctx context.Context, node *corev1.Node) (machineFacts,
 	return facts, fmt.Errorf("read control-plane machine %s: %w", node.Name, err)
 }
 
-func (r *Reader) readAddress(ctx context.Context, nodename string, addr netip.Addr) (machineFacts, error) {
+// readAddress updates the facts from the machine at an address.
+func (r *Reader) readAddress(ctx context.Context, nodename string, addr netip.Addr, facts *machineFacts) error {
 	st, err := r.cfg.Dial(nodename, addr)
 	if err != nil {
-		return machineFacts{}, err
+		return err
 	}
 	defer st.Close() //nolint:errcheck // only read
 
@@ -265,16 +260,22 @@ func (r *Reader) readAddress(ctx context.Context, nodename string, addr netip.Ad
 
 	switch {
 	case err != nil:
-		return machineFacts{}, fmt.Errorf("read nodename at %s: %w", addr, err)
+		return fmt.Errorf("read nodename at %s: %w", addr, err)
 	case actual.TypedSpec().Nodename != nodename:
-		return machineFacts{}, fmt.Errorf("machine at %s reports nodename %q", addr, actual.TypedSpec().Nodename)
+		return fmt.Errorf("machine at %s reports nodename %q", addr, actual.TypedSpec().Nodename)
 	}
 
-	return readMachine(ctx, nodename, st)
+	if r.cfg.ReadMembers != nil && r.cfg.ReadMembers() {
+		if facts.members, err = readMembers(ctx, st); err != nil {
+			return err
+		}
+	}
+
+	return facts.read(ctx, nodename, st)
 }
 
-// readMachine reads what it can. The error is of the first fact that could not be read.
-func readMachine(ctx context.Context, nodename string, st state.CoreState) (facts machineFacts, err error) {
+// read updates the facts that it can read. The error is of the first fact that could not be read.
+func (f *machineFacts) read(ctx context.Context, nodename string, st state.CoreState) error {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 
@@ -282,42 +283,42 @@ func readMachine(ctx context.Context, nodename string, st state.CoreState) (fact
 	// static pod.
 	config, err := safe.StateGetByID[*k8s.ControllerManagerConfig](ctx, st, k8s.ControllerManagerConfigID)
 	if err != nil {
-		return machineFacts{}, fmt.Errorf("read configuration of %s: %w", kubeControllerManager, err)
+		return fmt.Errorf("read configuration of %s: %w", kubeControllerManager, err)
 	}
 
 	kcm := KCMConfig{Nodename: nodename}
 
 	if kcm.ClusterCIDRs, err = cidrset.ParsePrefixes(config.TypedSpec().PodCIDRs); err != nil {
-		return machineFacts{}, fmt.Errorf("parse cluster CIDRs of %s: %w", kubeControllerManager, err)
+		return fmt.Errorf("parse cluster CIDRs of %s: %w", kubeControllerManager, err)
 	}
 
 	if kcm.ServiceCIDRs, err = cidrset.ParsePrefixes(config.TypedSpec().ServiceCIDRs); err != nil {
-		return machineFacts{}, fmt.Errorf("parse service CIDRs of %s: %w", kubeControllerManager, err)
+		return fmt.Errorf("parse service CIDRs of %s: %w", kubeControllerManager, err)
 	}
 
 	identity, identityErr := readIdentity(ctx, st)
 	if identityErr == nil {
 		identity.PodCIDRs, identity.ServiceCIDRs = kcm.ClusterCIDRs, kcm.ServiceCIDRs
-		facts.identity = identity
+		f.identity = identity
 	}
 
 	if config.TypedSpec().Enabled {
 		pod, err := safe.StateGetByID[*k8s.StaticPod](ctx, st, k8s.ControllerManagerID)
 		if err != nil {
-			return facts, fmt.Errorf("read static pod of %s: %w", kubeControllerManager, err)
+			return fmt.Errorf("read static pod of %s: %w", kubeControllerManager, err)
 		}
 
 		args, err := arguments(pod.TypedSpec().Pod)
 		if err != nil {
-			return facts, fmt.Errorf("parse static pod of %s: %w", kubeControllerManager, err)
+			return fmt.Errorf("parse static pod of %s: %w", kubeControllerManager, err)
 		}
 
 		kcm.AllocatesNodeCIDRs = allocatesNodeCIDRs(args)
 	}
 
-	facts.kcm = &kcm
+	f.kcm = &kcm
 
-	return facts, identityErr
+	return identityErr
 }
 
 // readIdentity returns the endpoint of the cluster as the machine resolves it, and the virtual IPs that the machine can
@@ -348,13 +349,8 @@ func readIdentity(ctx context.Context, st state.CoreState) (*csrpolicy.ClusterId
 
 // arguments returns the command line of the container named kube-controller-manager.
 func arguments(object map[string]any) ([]string, error) {
-	data, err := json.Marshal(object)
-	if err != nil {
-		return nil, err
-	}
-
 	var pod corev1.Pod
-	if err := json.Unmarshal(data, &pod); err != nil {
+	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(object, &pod); err != nil {
 		return nil, err
 	}
 
@@ -369,26 +365,18 @@ func arguments(object map[string]any) ([]string, error) {
 // allocatesNodeCIDRs reports whether kube-controller-manager with these arguments assigns pod CIDRs: with
 // --allocate-node-cidrs, which is off by default, and the controller, which is on by default.
 func allocatesNodeCIDRs(args []string) bool {
-	var (
-		allocate    bool
-		controllers []string
-	)
+	flags := pflag.NewFlagSet(kubeControllerManager, pflag.ContinueOnError)
+	flags.ParseErrorsAllowlist.UnknownFlags = true
+	allocate := flags.Bool("allocate-node-cidrs", false, "")
+	controllers := flags.StringSlice("controllers", []string{"*"}, "")
 
-	for _, arg := range args {
-		name, value, hasValue := strings.Cut(strings.TrimLeft(arg, "-"), "=")
-
-		switch name {
-		case "allocate-node-cidrs":
-			on, err := strconv.ParseBool(value)
-			allocate = !hasValue || err != nil || on
-		case "controllers":
-			controllers = append(controllers, strings.Split(strings.ReplaceAll(value, nodeIPAMAlias, nodeIPAM), ",")...)
-		}
+	if err := flags.Parse(args); err != nil {
+		return true // unknown, so nothing else may allocate
 	}
 
-	if controllers == nil {
-		controllers = []string{"*"}
+	for i, name := range *controllers {
+		(*controllers)[i] = strings.ReplaceAll(name, nodeIPAMAlias, nodeIPAM)
 	}
 
-	return allocate && genericcontrollermanager.IsControllerEnabled(nodeIPAM, nil, controllers)
+	return *allocate && genericcontrollermanager.IsControllerEnabled(nodeIPAM, nil, *controllers)
 }

@@ -29,6 +29,7 @@ func TestAllocatesNodeCIDRs(t *testing.T) {
 		{name: "only other controllers", args: "--allocate-node-cidrs=true --controllers=tokencleaner"},
 		{name: "the controller enabled by name", args: "--allocate-node-cidrs --controllers=tokencleaner,node-ipam-controller", want: true},
 		{name: "the controller enabled by its former name", args: "--allocate-node-cidrs --controllers=nodeipam", want: true},
+		{name: "a value in an argument of its own", args: "--allocate-node-cidrs --controllers *", want: true},
 		{name: "all controllers by default", args: "--allocate-node-cidrs=true", want: true},
 		{name: "allocation disabled", args: "--allocate-node-cidrs=false --controllers=*"},
 		{name: "allocation is disabled by default", args: "--controllers=*"},

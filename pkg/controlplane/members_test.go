@@ -1,0 +1,87 @@
+package controlplane_test
+
+import (
+	"testing"
+
+	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
+	clusterres "github.com/siderolabs/talos/pkg/machinery/resources/cluster"
+
+	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+)
+
+func TestMembers_Absent(t *testing.T) {
+	type list = controlplane.MemberList
+
+	all := list{"cp-1": "1", "cp-2": "2", "cp-3": "3", "w-1": "4"}
+
+	for _, test := range []struct {
+		name     string
+		members  *controlplane.Members
+		nodename string
+		nodeID   string
+		want     bool
+	}{
+		{"not read", nil, "w-2", "5", false},
+		{"absent", &controlplane.Members{ControlPlane: 3, SeenBy: map[string]list{"cp-1": all, "cp-2": all, "cp-3": all}}, "w-2", "5", true},
+		{"absent, node ID unknown", &controlplane.Members{ControlPlane: 1, SeenBy: map[string]list{"cp-1": all}}, "w-2", "", true},
+		{"member", &controlplane.Members{ControlPlane: 3, SeenBy: map[string]list{"cp-1": all, "cp-2": all, "cp-3": all}}, "w-1", "4", false},
+		{"member under another name", &controlplane.Members{ControlPlane: 1, SeenBy: map[string]list{"cp-1": all}}, "w-2", "4", false},
+		{"majority", &controlplane.Members{ControlPlane: 3, SeenBy: map[string]list{"cp-1": all, "cp-2": all}}, "w-2", "5", true},
+		{"no majority", &controlplane.Members{ControlPlane: 4, SeenBy: map[string]list{"cp-1": all, "cp-2": all}}, "w-2", "5", false},
+		{"no machine", &controlplane.Members{}, "w-2", "5", false},
+		{"discovery is disabled", &controlplane.Members{ControlPlane: 1, SeenBy: map[string]list{"cp-1": {}}}, "w-2", "5", false},
+		{
+			"one machine sees only itself",
+			&controlplane.Members{ControlPlane: 2, SeenBy: map[string]list{"cp-1": all, "cp-2": {"cp-2": "2"}}}, "w-2", "5", false,
+		},
+		{
+			"seen by one",
+			&controlplane.Members{ControlPlane: 2, SeenBy: map[string]list{"cp-1": {"cp-1": "1", "cp-2": "2"}, "cp-2": all}}, "w-1", "4", false,
+		},
+	} {
+		if got := test.members.Absent(test.nodename, test.nodeID); (got != "") != test.want {
+			t.Errorf("%s: got %q, want absent: %v", test.name, got, test.want)
+		}
+	}
+}
+
+func TestReader_ReadsTheMembers(t *testing.T) {
+	s := newSuite(t, cluster.Config(), func(_ *suite, cfg *controlplane.Config) { cfg.ReadMembers = func() bool { return true } })
+	m := s.add("members-cp", talosmachine.TypeControlPlane)
+	s.label("members-cp")
+	s.discover(m, "members-cp", "1")
+	s.discover(m, "w-1", "2")
+
+	s.await("the members are read", func(csrpolicy.ClusterIdentity) bool { return len(s.members().SeenBy["members-cp"]) == 2 })
+
+	if s.members().Absent("w-1", "2") != "" || s.members().Absent("w-2", "3") == "" {
+		t.Errorf("got %+v", s.members())
+	}
+
+	// A machine that does not respond proves nothing.
+	s.require(m.Stop(t.Context()))
+	s.await("the machine does not respond", func(csrpolicy.ClusterIdentity) bool { return len(s.members().SeenBy) == 0 })
+
+	if got := s.members().Absent("w-2", "3"); got != "" {
+		t.Errorf("got %q", got)
+	}
+}
+
+// discover makes the machine see a member.
+func (s *suite) discover(m *talostest.Machine, nodename, nodeID string) {
+	s.Helper()
+
+	member := clusterres.NewMember(clusterres.NamespaceName, nodename)
+	member.TypedSpec().NodeID = nodeID
+	s.require(m.State().Create(s.Context(), member))
+}
+
+func (s *suite) members() *controlplane.Members {
+	if members := s.reader.Members().Current(); members != nil {
+		return members
+	}
+
+	return &controlplane.Members{}
+}
