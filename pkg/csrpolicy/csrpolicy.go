@@ -94,7 +94,7 @@ const (
 	CodeClusterName    = "ClusterDNSName"
 	CodeSpecialAddress = "SpecialIPAddress" // loopback, link-local, multicast, unspecified, broadcast
 	CodeClusterAddress = "ClusterIPAddress"
-	CodeOutdated       = "Outdated" // neither the machine nor its Node has it; the kubelet would request something else by now
+	CodeNotOwned       = "NotOwned" // neither the machine nor its Node has it; the kubelet would request something else by now
 )
 
 // Evidence is what is known about the requesting machine and the cluster. The zero value approves nothing.
@@ -105,12 +105,12 @@ type Evidence struct {
 	MachineState MachineState
 	// Machine is the latest view of that Node's machine; the zero value if there is none.
 	Machine machine.Machine
-	// Owners maps names and addresses, in the form in which Subjects returns them (addresses as their String), to the
-	// names of the other Nodes that own them. Only entries in the request matter. An unreachable machine still owns what
-	// it last reported.
+	// Owners maps names and addresses, in the form in which Request.Subjects returns them (addresses as their String),
+	// to the names of the other Nodes that own them. Only entries in the request matter. An unreachable machine still
+	// owns what it last reported.
 	Owners map[string][]string
 	// Listed are the names and addresses of the Node's status, in the same form; empty if unknown. A kubelet requests
-	// what its Node lists, so that a request for what neither the Node nor the machine has is outdated. It never counts
+	// what its Node lists, so that a request for what neither the Node nor the machine has is outdated or hostile. It never counts
 	// in favor of a request: kubelets write their Nodes.
 	Listed  []string
 	Cluster ClusterIdentity
@@ -178,10 +178,18 @@ func (c ClusterIdentity) complete() bool {
 	return c.Known && len(c.Domains) > 0 && len(c.ServiceCIDRs) > 0 && len(c.APIServerNames)+len(c.APIServerIPs) > 0
 }
 
+const (
+	// MinExpiration is the shortest lifetime that may be requested. The API server accepts no shorter one
+	// (certificates.k8s.io/v1, expirationSeconds).
+	MinExpiration = 10 * time.Minute
+	// DefaultMaxExpiration is a year, including leap years.
+	DefaultMaxExpiration = 366 * 24 * time.Hour
+)
+
 // Policy is what the operator allows. The zero value is the default.
 type Policy struct {
-	// MaxExpiration is the longest lifetime that may be requested; 0 means 366 days. A request without a lifetime gets
-	// the signer's default.
+	// MaxExpiration is the longest lifetime that may be requested; 0 means DefaultMaxExpiration. A request without a
+	// lifetime gets the signer's default.
 	MaxExpiration time.Duration
 	// ExtraNames and ExtraIPs are allowed for this machine in addition to its own. They never allow what belongs to the
 	// cluster or to another machine.

@@ -48,7 +48,7 @@ func requireApproved(t *testing.T, s *scene) {
 	t.Helper()
 	s.lookUp()
 
-	verdict := csrpolicy.Review(&s.csr, s.evidence)
+	verdict := csrpolicy.Review(csrpolicy.Parse(&s.csr), s.evidence)
 	checkVerdict(t, s.csr, s.evidence, verdict)
 
 	if verdict.Decision != csrpolicy.Approve || len(verdict.Reasons) != 1 {
@@ -66,12 +66,12 @@ func TestReview_DefersWithoutEvidence(t *testing.T) {
 		"node":    {Machine: machineOf("worker-1"), Node: csrpolicy.NodeWorker},
 		"cluster": {Machine: machineOf("worker-1"), Node: csrpolicy.NodeWorker, MachineState: csrpolicy.MachineCurrent},
 	} {
-		if v := csrpolicy.Review(&s.csr, e); v.Decision != csrpolicy.Defer {
+		if v := csrpolicy.Review(csrpolicy.Parse(&s.csr), e); v.Decision != csrpolicy.Defer {
 			t.Errorf("%s: got %s%s", name, v.Decision, messages(v))
 		}
 	}
 
-	if v := csrpolicy.Review(&certificatesv1.CertificateSigningRequest{}, s.evidence); v.Decision != csrpolicy.Ignore {
+	if v := csrpolicy.Review(csrpolicy.Parse(&certificatesv1.CertificateSigningRequest{}), s.evidence); v.Decision != csrpolicy.Ignore {
 		t.Errorf("empty request: got %s%s", v.Decision, messages(v))
 	}
 }
@@ -116,14 +116,16 @@ func TestSubjects_CanonicalAndSorted(t *testing.T) {
 	s := sceneOf(t, "no-sans dns=Worker-1. dns=a.B dns=worker-1 ip=2001:db8::11 ip=::ffff:10.0.0.11 ip=10.0.0.11")
 	s.review(t)
 
-	names, ips, err := csrpolicy.Subjects(&s.csr)
-	if err != nil || !slices.Equal(names, []string{"a.b", "worker-1"}) || !slices.Equal(ips, []netip.Addr{addr("10.0.0.11"), addr("2001:db8::11")}) {
-		t.Errorf("got %v, %v, %v", names, ips, err)
+	names, ips := csrpolicy.Parse(&s.csr).Subjects()
+	if !slices.Equal(names, []string{"a.b", "worker-1"}) || !slices.Equal(ips, []netip.Addr{addr("10.0.0.11"), addr("2001:db8::11")}) {
+		t.Errorf("got %v, %v", names, ips)
 	}
 
-	s.csr.Spec.Request = []byte("not PEM")
-	if names, ips, err = csrpolicy.Subjects(&s.csr); err == nil || names != nil || ips != nil {
-		t.Errorf("got %v, %v, %v", names, ips, err)
+	s = sceneOf(t, "key=rsa-1024") // with valid names and addresses
+	s.review(t)
+
+	if names, ips = csrpolicy.Parse(&s.csr).Subjects(); names != nil || ips != nil {
+		t.Errorf("got %v, %v for an invalid request", names, ips)
 	}
 }
 
@@ -213,6 +215,37 @@ func TestCheckAllowedAddress_AgreesWithReview(t *testing.T) {
 	for _, ip := range []netip.Addr{{}, addr("2001:db8::7%eth0")} {
 		if csrpolicy.CheckAllowedAddress(ip) == nil {
 			t.Errorf("%s: got no error", ip)
+		}
+	}
+}
+
+func TestReview_MessagesNameSubjectsAndOwners(t *testing.T) {
+	for changes, want := range map[string][]string{
+		"listed=worker-1,10.0.0.11 dns=cp-1": {
+			`DNS name "cp-1" belongs to the API server, and Node "worker-1" is a worker`,
+		},
+		"listed=worker-1,10.0.0.11 dns=worker-2": {
+			`DNS name "worker-2" is not reported by the machine, and its Node does not list it`,
+			`DNS name "worker-2" is owned by Node "worker-2"`,
+		},
+		"listed=worker-1,10.0.0.11 ip=10.0.0.12": {
+			"IP address 10.0.0.12 is not reported by the machine, and its Node does not list it",
+			`IP address 10.0.0.12 is owned by Node "worker-2"`,
+		},
+		"dns=worker-2 owner=worker-2": {
+			`DNS name "worker-2" is not reported by the machine`,
+			`DNS name "worker-2" is owned by Node "elsewhere" and 1 more`,
+		},
+	} {
+		v := sceneOf(t, changes).review(t)
+
+		var got []string
+		for _, r := range v.Reasons {
+			got = append(got, r.Message)
+		}
+
+		if !slices.Equal(got, want) {
+			t.Errorf("%s: got %q, want %q", changes, got, want)
 		}
 	}
 }

@@ -58,26 +58,25 @@ func Nodename(csr *certificatesv1.CertificateSigningRequest) (string, bool) {
 	return name, true
 }
 
-// Subjects returns the DNS names and IP addresses of the request, sorted and unique: names in lower case without a
-// trailing dot, IPv4-mapped IPv6 addresses as IPv4. It fails if the request is invalid in any way; Review returns all
-// reasons.
-func Subjects(csr *certificatesv1.CertificateSigningRequest) (dnsNames []string, ips []netip.Addr, err error) {
-	request := parse(csr.Spec.Request)
-	if len(request.reasons) > 0 {
-		return nil, nil, fmt.Errorf("parse request %s: %s", csr.Name, request.reasons[0].Message)
-	}
+// Request is a CertificateSigningRequest whose PKCS#10 request has been parsed. Use Parse.
+type Request struct {
+	reasons // to deny the request whatever the evidence is
 
-	return request.names, request.ips, nil
-}
-
-// request is the content of a PKCS#10 request, and the reasons to deny it.
-type request struct {
-	reasons
-
+	csr     *certificatesv1.CertificateSigningRequest
 	x509    *x509.CertificateRequest // nil if the request is malformed
 	subject *subject                 // nil if it is invalid
 	names   []string                 // canonical, sorted, unique
 	ips     []netip.Addr             // unmapped, sorted, unique
+}
+
+// Subjects returns the DNS names and IP addresses of the request, sorted and unique: names in lower case without a
+// trailing dot, IPv4-mapped IPv6 addresses as IPv4. It returns none if the request is invalid in any way.
+func (r *Request) Subjects() (dnsNames []string, ips []netip.Addr) {
+	if len(r.reasons) > 0 {
+		return nil, nil
+	}
+
+	return r.names, r.ips
 }
 
 type subject struct{ commonName, organization string }
@@ -102,10 +101,15 @@ type relativeDistinguishedNameSET []struct {
 	Value asn1.RawValue
 }
 
-// parse reads a request strictly. crypto/x509 ignores what it does not know: attributes, SANs of other types, all but
-// the last of several common names, additional elements of a SEQUENCE. Therefore every part but the key and the
-// signature algorithm must also encode to the same bytes again.
-func parse(raw []byte) (r request) {
+// Parse parses a request and verifies its signature; Review reports what is wrong. The caller must not modify csr while
+// it uses the result.
+//
+// crypto/x509 ignores what it does not know: attributes, SANs of other types, all but the last of several common names,
+// additional elements of a SEQUENCE. Therefore every part but the key and the signature algorithm must also encode to
+// the same bytes again.
+func Parse(csr *certificatesv1.CertificateSigningRequest) *Request {
+	r, raw := &Request{csr: csr}, csr.Spec.Request
+
 	if len(raw) > maxRequest {
 		r.deny(CodeTooLarge, "Request has %d bytes; the limit is %d", len(raw), maxRequest)
 
@@ -205,7 +209,7 @@ func parseSubject(der []byte) *subject {
 
 // parseSANs reads the names and addresses. The only attribute must be a request for the extension subjectAltName;
 // whether that is critical does not matter, because the signer writes its own.
-func (r *request) parseSANs(attributes asn1.RawValue) {
+func (r *Request) parseSANs(attributes asn1.RawValue) {
 	if len(attributes.Bytes) == 0 {
 		r.deny(CodeNoSANs, "Request contains neither a DNS name nor an IP address")
 
@@ -235,7 +239,7 @@ func (r *request) parseSANs(attributes asn1.RawValue) {
 	}
 }
 
-func (r *request) readSANs(sans []asn1.RawValue) {
+func (r *Request) readSANs(sans []asn1.RawValue) {
 	for _, san := range sans {
 		ip, isIP := netip.AddrFromSlice(san.Bytes)
 
@@ -256,7 +260,7 @@ func (r *request) readSANs(sans []asn1.RawValue) {
 }
 
 // checkKey verifies the signature only if the key is acceptable: verification with any other can take long.
-func (r *request) checkKey() {
+func (r *Request) checkKey() {
 	if problem := keyProblem(r.x509.PublicKey); problem != "" {
 		r.deny(CodeKey, "Key %s", problem)
 

@@ -22,10 +22,6 @@ const (
 	groupNodes         = "system:nodes"
 	groupAuthenticated = "system:authenticated"
 
-	// minExpiration is the minimum of the API server; maxExpiration is a year, including leap years.
-	minExpiration = 10 * time.Minute
-	maxExpiration = 366 * 24 * time.Hour
-
 	// abandonedAfter is four times as long as a kubelet waits before it discards the key and sends another request
 	// (certificateWaitTimeout in k8s.io/client-go/util/certificate). Approving a backlog of such requests is of no use.
 	abandonedAfter = time.Hour
@@ -57,23 +53,21 @@ type review struct {
 
 	Evidence
 
-	csr *certificatesv1.CertificateSigningRequest
+	request *Request
 	// nodename is empty if the requester is not a kubelet.
 	nodename string
 }
 
 // Review returns the decision on a request with all reasons. It is deterministic and does not modify its arguments.
-func Review(csr *certificatesv1.CertificateSigningRequest, e Evidence) Verdict {
-	if code, message := ignored(csr, e); code != "" {
+func Review(request *Request, e Evidence) Verdict {
+	if code, message := ignored(request.csr, e); code != "" {
 		return Verdict{Decision: Ignore, Reasons: []Reason{{Code: code, Decision: Ignore, Message: message}}}
 	}
 
-	r := review{csr: csr, Evidence: e}
+	r := review{request: request, Evidence: e}
 	r.checkRequester()
-
-	request := parse(csr.Spec.Request)
 	r.reasons = append(r.reasons, request.reasons...)
-	r.checkTerms(request)
+	r.checkTerms()
 
 	for _, name := range request.names {
 		r.checkName(name)
@@ -127,14 +121,16 @@ func (r *review) verdict() Verdict {
 // checkRequester checks the user and the groups that the API server recorded, and that the user's Node, its machine and
 // the cluster are known.
 func (r *review) checkRequester() {
+	spec := r.request.csr.Spec
+
 	var ok bool
-	if r.nodename, ok = Nodename(r.csr); !ok {
-		r.deny(CodeNoNode, "User %.80q is not a kubelet", r.csr.Spec.Username)
+	if r.nodename, ok = Nodename(r.request.csr); !ok {
+		r.deny(CodeNoNode, "User %.80q is not a kubelet", spec.Username)
 	}
 
 	for _, group := range []string{groupNodes, groupAuthenticated} {
-		if !slices.Contains(r.csr.Spec.Groups, group) {
-			r.deny(CodeGroups, "User %.80q is not in group %s", r.csr.Spec.Username, group)
+		if !slices.Contains(spec.Groups, group) {
+			r.deny(CodeGroups, "User %.80q is not in group %s", spec.Username, group)
 		}
 	}
 
@@ -166,8 +162,8 @@ func (r *review) machineKnown() bool {
 }
 
 // checkTerms checks the usages, the lifetime and the subject.
-func (r *review) checkTerms(request request) {
-	spec := r.csr.Spec
+func (r *review) checkTerms() {
+	request, spec := r.request, r.request.csr.Spec
 	usages := slices.Sorted(slices.Values(spec.Usages))
 	mayBeRSA := request.x509 == nil // one reason is enough for a malformed request
 
@@ -180,9 +176,9 @@ func (r *review) checkTerms(request request) {
 	}
 
 	if spec.ExpirationSeconds != nil {
-		lifetime, longest := time.Duration(*spec.ExpirationSeconds)*time.Second, cmp.Or(r.Policy.MaxExpiration, maxExpiration)
-		if lifetime < minExpiration || lifetime > longest {
-			r.deny(CodeExpiration, "Lifetime %s is not between %s and %s", lifetime, minExpiration, longest)
+		lifetime, longest := time.Duration(*spec.ExpirationSeconds)*time.Second, cmp.Or(r.Policy.MaxExpiration, DefaultMaxExpiration)
+		if lifetime < MinExpiration || lifetime > longest {
+			r.deny(CodeExpiration, "Lifetime %s is not between %s and %s", lifetime, MinExpiration, longest)
 		}
 	}
 
@@ -240,9 +236,10 @@ func (r *review) mayBeAPIServer(code, subject string) bool {
 	case r.Node == NodeControlPlane && r.machineKnown() && r.Machine.Type.IsControlPlane():
 		return true
 	case r.Node == NodeWorker && r.machineKnown() && r.Machine.Type == talosmachine.TypeWorker:
-		r.deny(code, "%.80q belongs to the API server, and Node %.80q is a worker", subject, r.nodename)
+		r.deny(code, "%s belongs to the API server, and Node %.80q is a worker", describe(subject), r.nodename)
 	default:
-		r.postpone(CodeControlPlaneUnclear, "%.80q belongs to the API server; Node %.80q and its machine do not both have the control-plane role", subject, r.nodename)
+		r.postpone(CodeControlPlaneUnclear, "%s belongs to the API server; Node %.80q and its machine do not both have the control-plane role",
+			describe(subject), r.nodename)
 	}
 
 	return false
@@ -277,11 +274,12 @@ func (r *review) checkOwnAddress(ip netip.Addr) {
 }
 
 // unproven adds the reason for a name or an address that is not the machine's. If its Node does not list it either, the
-// request is outdated: pending, it would keep the kubelet from sending the right one for a quarter of an hour
-// (certificateWaitTimeout and rotateCerts in k8s.io/client-go/util/certificate); denied, it is replaced soon.
+// request is outdated or hostile. Pending, an outdated one would keep the kubelet from sending the right one for a
+// quarter of an hour (certificateWaitTimeout and rotateCerts in k8s.io/client-go/util/certificate); denied, it is
+// replaced soon.
 func (r *review) unproven(code, subject, format string, args ...any) {
 	if len(r.Listed) > 0 && !slices.Contains(r.Listed, subject) {
-		r.deny(CodeOutdated, "%.80q belongs neither to the machine nor to its Node (%s)", subject, code)
+		r.deny(CodeNotOwned, format+", and its Node does not list it", args...)
 	} else {
 		r.postpone(code, format, args...)
 	}
@@ -291,9 +289,25 @@ func (r *review) unproven(code, subject, format string, args ...any) {
 func (r *review) checkOwners(subject string) {
 	others := slices.DeleteFunc(slices.Clone(r.Owners[subject]), func(owner string) bool { return owner == r.nodename })
 
-	if len(others) > 0 && r.nodename != "" {
-		r.postpone(CodeOwnedByOthers, "%.80q is owned by another Node, %.80q (%d in total)", subject, slices.Min(others), len(others))
+	if len(others) == 0 || r.nodename == "" {
+		return
 	}
+
+	more := ""
+	if len(others) > 1 {
+		more = fmt.Sprintf(" and %d more", len(others)-1)
+	}
+
+	r.postpone(CodeOwnedByOthers, "%s is owned by Node %.80q%s", describe(subject), slices.Min(others), more)
+}
+
+// describe returns a DNS name or an IP address with its kind, for messages.
+func describe(subject string) string {
+	if _, err := netip.ParseAddr(subject); err == nil {
+		return "IP address " + subject
+	}
+
+	return fmt.Sprintf("DNS name %.80q", subject)
 }
 
 // specialAddress is the predicate of addresses for which IsGlobalUnicast is false.

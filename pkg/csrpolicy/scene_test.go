@@ -137,7 +137,7 @@ func (s *scene) review(t testing.TB) csrpolicy.Verdict {
 	s.csr.Spec.Request = s.pkcs10.encode(t)
 	s.lookUp()
 
-	return csrpolicy.Review(&s.csr, s.evidence)
+	return csrpolicy.Review(csrpolicy.Parse(&s.csr), s.evidence)
 }
 
 var others = sync.OnceValue(func() *inventory.Inventory {
@@ -153,7 +153,7 @@ func (s *scene) lookUp() {
 	s.evidence.Owners = maps.Clone(s.owners)
 
 	self, _ := csrpolicy.Nodename(&s.csr)
-	names, ips, _ := csrpolicy.Subjects(&s.csr)
+	names, ips := csrpolicy.Parse(&s.csr).Subjects()
 
 	for _, ip := range ips {
 		names = append(names, ip.String())

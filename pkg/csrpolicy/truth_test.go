@@ -44,18 +44,20 @@ func checkListed(t *testing.T, csr certificatesv1.CertificateSigningRequest, e c
 	unlisted := e
 	unlisted.Listed = nil
 
-	without := csrpolicy.Review(&csr, unlisted)
+	request := csrpolicy.Parse(&csr)
+
+	without := csrpolicy.Review(request, unlisted)
 	if without.Decision != v.Decision && (without.Decision != csrpolicy.Defer || v.Decision != csrpolicy.Deny) {
 		t.Errorf("%s, but %s for a Node that lists %q", without.Decision, v.Decision, e.Listed)
 	}
 
-	names, ips, _ := csrpolicy.Subjects(&csr)
+	names, ips := request.Subjects()
 	for _, ip := range ips {
 		names = append(names, ip.String())
 	}
 
 	e.Listed = slices.Concat(names, []string{e.Machine.Nodename})
-	if all := csrpolicy.Review(&csr, e); all.Decision != without.Decision || len(all.Reasons) != len(without.Reasons) {
+	if all := csrpolicy.Review(request, e); all.Decision != without.Decision || len(all.Reasons) != len(without.Reasons) {
 		t.Errorf("%s, but %s for a Node that lists all requested names and addresses", without.Decision, all.Decision)
 	}
 }

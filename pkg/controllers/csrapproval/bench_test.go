@@ -223,6 +223,7 @@ func (f *fleet) controller(b *testing.B) (stop func()) {
 		Recorder: broadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "bench"}),
 		Managed:  func(*corev1.Node, machine.Machine) bool { return true },
 		Policy:   func(*corev1.Node, machine.Machine) csrpolicy.Policy { return csrpolicy.Policy{} },
+		Workers:  benchWorkers,
 	})
 	if err != nil {
 		b.Fatal(err)
@@ -230,7 +231,7 @@ func (f *fleet) controller(b *testing.B) (stop func()) {
 
 	var group sync.WaitGroup
 
-	group.Go(func() { c.Run(ctx, benchWorkers) })
+	group.Go(func() { c.Run(ctx) })
 	factory.Start(ctx.Done())
 
 	return func() {

@@ -42,10 +42,13 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
+// Names of the controller, as in the upstream Talos CCM.
 const (
-	// queueName is the controller's alias.
-	queueName = "node-csr-approval"
+	Name  = "certificatesigningrequest-approving-controller"
+	Alias = "node-csr-approval"
+)
 
+const (
 	// syncTimeout bounds all API calls of one sync.
 	syncTimeout = 30 * time.Second
 
@@ -75,11 +78,13 @@ type Config struct {
 	Identity  Identity
 	Recorder  record.EventRecorder
 	Clock     clock.Clock
-	// Managed reports whether a Node that runs Talos is managed. Call Requeue if its result changes for other
+	// Managed reports whether a Node that runs Talos is managed. Call Resync if its result changes for other
 	// reasons than its arguments.
 	Managed func(node *corev1.Node, m machine.Machine) bool
-	// Policy returns what the operator allows a machine. Call Requeue as for Managed.
+	// Policy returns what the operator allows a machine. Call Resync as for Managed.
 	Policy func(node *corev1.Node, m machine.Machine) csrpolicy.Policy
+	// Workers is the number of requests that are reviewed concurrently.
+	Workers int
 }
 
 // Controller approves and denies requests. Use New.
@@ -113,7 +118,7 @@ func New(cfg Config) (*Controller, error) {
 		nodes:    cfg.Nodes.Informer(),
 		pending:  &pendingRequests{conflicting: map[string]bool{}},
 		reporter: events.New(cfg.Recorder),
-		queue:    queue.New(queueName),
+		queue:    queue.New(Alias),
 		backoff:  workqueue.NewTypedItemExponentialFailureRateLimiter[string](deferFirst, deferMax),
 	}
 
@@ -149,7 +154,7 @@ func New(cfg Config) (*Controller, error) {
 		c.requeueFor(nodename)
 		c.requeueConflicting()
 	})
-	c.cfg.Identity.Subscribe(c.Requeue)
+	c.cfg.Identity.Subscribe(c.Resync)
 
 	return c, nil
 }
@@ -176,8 +181,8 @@ func forEach(handle func(name string)) cache.ResourceEventHandler {
 	return cache.ResourceEventHandlerFuncs{AddFunc: named, UpdateFunc: func(_, obj any) { named(obj) }, DeleteFunc: named}
 }
 
-// Requeue enqueues all pending requests.
-func (c *Controller) Requeue() {
+// Resync enqueues all pending requests.
+func (c *Controller) Resync() {
 	for _, nodename := range c.requests.GetIndexer().ListIndexFuncValues(indexPending) {
 		c.requeueFor(nodename)
 	}
@@ -199,8 +204,8 @@ func (c *Controller) requeueConflicting() {
 	}
 }
 
-// Run reviews requests with the given number of workers until ctx ends and all workers have returned.
-func (c *Controller) Run(ctx context.Context, workers int) {
+// Run reviews requests until ctx ends and all workers have returned.
+func (c *Controller) Run(ctx context.Context) {
 	defer c.queue.ShutDown()
 	defer pendingGauge.Set(0)
 
@@ -217,7 +222,7 @@ func (c *Controller) Run(ctx context.Context, workers int) {
 
 	worker := queue.Worker{Queue: c.queue, Subject: "csr", Failure: "Failed to review CSR; retrying", Sync: c.sync}
 
-	for range workers {
+	for range c.cfg.Workers {
 		group.StartWithContext(ctx, worker.Run)
 	}
 
@@ -298,7 +303,8 @@ type review struct {
 // it is certain that its Node is managed, which can depend on the machine: another approver may be responsible for it.
 func (c *Controller) review(ctx context.Context, csr *certificatesv1.CertificateSigningRequest, nodename string) (review, error) {
 	cached, _ := c.cfg.Nodes.Lister().Get(nodename) // fails only if there is none
-	r := c.reviewFor(csr, nodename, cached)
+	request := csrpolicy.Parse(csr)
+	r := c.reviewFor(request, nodename, cached)
 
 	if r.verdict.Decision == csrpolicy.Deny && r.certainlyManaged() {
 		selector := fields.OneTermEqualSelector(metav1.ObjectNameField, nodename).String()
@@ -313,7 +319,7 @@ func (c *Controller) review(ctx context.Context, csr *certificatesv1.Certificate
 			node = &list.Items[0]
 		}
 
-		r = c.reviewFor(csr, nodename, node)
+		r = c.reviewFor(request, nodename, node)
 	}
 
 	if r.verdict.Decision == csrpolicy.Deny && !r.certainlyManaged() {

@@ -255,7 +255,7 @@ func TestController_DefersAddressOfTwoMachines(t *testing.T) {
 	s.require(other.machine.RemoveAddress(s.Context(), "eth1", both))
 	s.awaitIssued(names[one.name])
 
-	if csr := s.await(names[other.name], "denied", denied); csr.Status.Conditions[0].Reason != csrpolicy.CodeOutdated {
+	if csr := s.await(names[other.name], "denied", denied); csr.Status.Conditions[0].Reason != csrpolicy.CodeNotOwned {
 		t.Errorf("other request: conditions %v", csr.Status.Conditions)
 	}
 }
@@ -344,18 +344,18 @@ func attacks(w, victim worker) map[string]struct {
 	at := func(ips ...netip.Addr) request { return request{names: []string{w.name}, ips: append(ips, w.addr)} }
 
 	return map[string]row{
-		"another's address and no name":         {request{ips: []netip.Addr{victim.addr}}, csrpolicy.CodeOutdated},
-		"an unknown address and no name":        {request{ips: []netip.Addr{netip.MustParseAddr("198.51.100.1")}}, csrpolicy.CodeOutdated},
-		"the control plane's name":              {own(controlPlane), csrpolicy.CodeOutdated},
-		"another worker's name":                 {own(victim.name), csrpolicy.CodeOutdated},
+		"another's address and no name":         {request{ips: []netip.Addr{victim.addr}}, csrpolicy.CodeNotOwned},
+		"an unknown address and no name":        {request{ips: []netip.Addr{netip.MustParseAddr("198.51.100.1")}}, csrpolicy.CodeNotOwned},
+		"the control plane's name":              {own(controlPlane), csrpolicy.CodeNotOwned},
+		"another worker's name":                 {own(victim.name), csrpolicy.CodeNotOwned},
 		"the API server's name":                 {own("kubernetes.default.svc"), csrpolicy.CodeClusterName},
 		"the API server's name in capitals":     {own("KUBERNETES.default.svc"), csrpolicy.CodeClusterName},
 		"its name with the cluster's domain":    {own("kubernetes.default.svc.cluster.local"), csrpolicy.CodeClusterName},
 		"a wildcard":                            {own("*.default.svc"), csrpolicy.CodeWildcard},
 		"a service":                             {own("vault.secrets.svc"), csrpolicy.CodeClusterName},
-		"any name":                              {own("example.org"), csrpolicy.CodeOutdated},
+		"any name":                              {own("example.org"), csrpolicy.CodeNotOwned},
 		"the API server's address":              {at(netip.MustParseAddr("127.0.0.1")), csrpolicy.CodeSpecialAddress},
-		"the control plane's address":           {at(cp), csrpolicy.CodeOutdated},
+		"the control plane's address":           {at(cp), csrpolicy.CodeNotOwned},
 		"the service address of the API server": {at(netip.MustParseAddr("10.0.0.1")), csrpolicy.CodeClusterAddress},
 		"a service address":                     {at(netip.MustParseAddr("10.0.7.7")), csrpolicy.CodeClusterAddress},
 		"a service address that Talos knows":    {at(netip.MustParseAddr("10.96.0.10")), csrpolicy.CodeClusterAddress},
@@ -456,7 +456,7 @@ func TestController_DenialNamesOwner(t *testing.T) {
 	w, victim := s.join(), s.known()
 
 	csr := s.await(s.post(w, request{ips: []netip.Addr{victim.addr}}), "denied", denied)
-	if condition := csr.Status.Conditions[0]; condition.Reason != csrpolicy.CodeOutdated || !strings.Contains(condition.Message, victim.name) {
+	if condition := csr.Status.Conditions[0]; condition.Reason != csrpolicy.CodeNotOwned || !strings.Contains(condition.Message, victim.name) {
 		t.Errorf("condition %+v does not name %s", condition, victim.name)
 	}
 }
@@ -489,7 +489,7 @@ func TestController_EmitsDeferralEventOnce(t *testing.T) {
 	s.awaitDeferred(name, csrpolicy.CodeUnknownAddress)
 
 	for range 5 {
-		s.main.controller.Requeue()
+		s.main.controller.Resync()
 	}
 
 	s.awaitIssued(s.post(w, request{}))

@@ -4,7 +4,6 @@ import (
 	"net/netip"
 	"slices"
 
-	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/client-go/tools/cache"
@@ -28,7 +27,7 @@ func PolicyFor(current *config.Compiled, node *corev1.Node, m machine.Machine) c
 		return policy // a machine can report any role, and selectors may match it
 	}
 
-	facts := nodespec.NewInput(node, m, nodespec.Options{}).Facts()
+	facts := nodespec.FactsOf(node, m)
 
 	transformed := current.Rules.Apply(facts)
 	for field, name := range map[string]string{"InternalDNS": transformed.Platform.InternalDNS, "ExternalDNS": transformed.Platform.ExternalDNS} {
@@ -48,7 +47,7 @@ func PolicyFor(current *config.Compiled, node *corev1.Node, m machine.Machine) c
 }
 
 // reviewFor reviews a request of the kubelet on a Node, which is nil if it does not exist.
-func (c *Controller) reviewFor(csr *certificatesv1.CertificateSigningRequest, nodename string, node *corev1.Node) review {
+func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node *corev1.Node) review {
 	entry := c.cfg.Inventory.Get(nodename)
 	evidence := csrpolicy.Evidence{
 		Cluster:      c.cfg.Identity.Current(),
@@ -64,7 +63,7 @@ func (c *Controller) reviewFor(csr *certificatesv1.CertificateSigningRequest, no
 		evidence.Policy = c.cfg.Policy(node, entry.Machine)
 	}
 
-	subjects, ips, _ := csrpolicy.Subjects(csr) // the policy reports the error
+	subjects, ips := request.Subjects()
 	for _, ip := range ips {
 		subjects = append(subjects, machine.CanonicalAddress(ip))
 	}
@@ -75,7 +74,7 @@ func (c *Controller) reviewFor(csr *certificatesv1.CertificateSigningRequest, no
 		}
 	}
 
-	return review{node, evidence, csrpolicy.Review(csr, evidence)}
+	return review{node, evidence, csrpolicy.Review(request, evidence)}
 }
 
 // notSynced returns the names of the Talos Nodes whose machines have neither responded nor failed to respond.

@@ -72,7 +72,7 @@ func TestOtherOwners_IncludesNodesWhateverTheirMachinesReport(t *testing.T) {
 		{"machine unknown", addr, node("other", addr), func(*inventory.Inventory) {}, []string{"other"}},
 		{"machine never responded", addr, node("other", addr), func(i *inventory.Inventory) { i.MarkUnreachable("other", "gone") }, []string{"other"}},
 		{"machine does not report the address", addr, node("other", addr), func(i *inventory.Inventory) { i.Replace("other", reported) }, []string{"other"}},
-		{"another machine responds", addr, node("other", addr), func(i *inventory.Inventory) { i.MarkMismatch("other", "no") }, []string{"other"}},
+		{"another machine responds", addr, node("other", addr), func(i *inventory.Inventory) { i.MarkMismatch("other", "other", "no") }, []string{"other"}},
 		{"Node does not list the address", "10.0.0.9", node("other", addr), func(i *inventory.Inventory) { i.Replace("other", reported) }, []string{"other"}},
 		{"name of a Node", "other", node("other"), func(*inventory.Inventory) {}, []string{"other"}},
 		{"requesting Node", addr, node("requesting", addr), func(*inventory.Inventory) {}, nil},

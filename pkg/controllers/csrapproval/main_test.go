@@ -201,7 +201,7 @@ func (b *bed) bootstrap(ctx context.Context, group *sync.WaitGroup) error {
 		return err
 	}
 
-	booted := bootstrap.New(socket.Admin, dir, clock.RealClock{})
+	booted := bootstrap.New(socket.Admin, dir, func(string) bool { return false }, clock.RealClock{})
 	ready := make(chan struct{})
 
 	group.Go(func() {
@@ -261,7 +261,7 @@ func (i *instance) allow(nodename string, policy csrpolicy.Policy) {
 	i.extra[nodename] = policy
 	i.mu.Unlock()
 
-	i.controller.Requeue()
+	i.controller.Resync()
 }
 
 func (i *instance) unmanage(nodename string) {
@@ -319,7 +319,7 @@ func (b *bed) start(ctx context.Context) (*instance, error) {
 
 	i.controller, err = csrapproval.New(csrapproval.Config{
 		Client: client, Nodes: nodes, Inventory: i.inventory, Identity: i.controlPlane.Identity(), Recorder: recorder, Clock: clock.RealClock{},
-		Managed: i.managed, Policy: i.policy,
+		Managed: i.managed, Policy: i.policy, Workers: 10,
 	})
 	if err != nil {
 		return nil, err
@@ -327,7 +327,7 @@ func (b *bed) start(ctx context.Context) (*instance, error) {
 
 	initializer, err := nodecontroller.New(nodecontroller.Config{
 		Client: client, Nodes: nodes, Inventory: i.inventory, Recorder: recorder, Clock: clock.RealClock{},
-		Options: func() nodespec.Options { return nodespec.Options{} },
+		Options: func() nodespec.Options { return nodespec.Options{} }, Workers: 10,
 	})
 	if err != nil {
 		return nil, err
@@ -339,8 +339,8 @@ func (b *bed) start(ctx context.Context) (*instance, error) {
 
 	group.Go(func() { i.controlPlane.Run(ctx) })
 	group.Go(func() { machines.Run(ctx) })
-	group.Go(func() { i.controller.Run(ctx, 10) })
-	group.Go(func() { initializer.Run(ctx, 10) })
+	group.Go(func() { i.controller.Run(ctx) })
+	group.Go(func() { initializer.Run(ctx) })
 	factory.Start(watching.Done())
 
 	return i, nil

@@ -62,7 +62,7 @@ func TestMetrics_CountVerdicts(t *testing.T) {
 		"talosccm_csr_verdicts_total Approve " + csrpolicy.CodeVerified:     1,
 		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeClusterName:     1,
 		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeWildcard:        1,
-		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeOutdated:        1,
+		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeNotOwned:        1,
 		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeOwnedByOthers:   0, // other owners are no reason for denial
 		"talosccm_csr_verdicts_total Defer " + csrpolicy.CodeOwnedByOthers:  1,
 		"talosccm_csr_verdicts_total Defer " + csrpolicy.CodeUnknownAddress: 1,
