@@ -105,11 +105,11 @@ type Config struct {
 	ControlPlane *controlplane.Value[*controlplane.Network]
 	Recorder     record.EventRecorder
 	Clock        clock.Clock
-	// Selector returns the current selector of managed Nodes; nil: all.
+	// Selector returns the current selector of the Nodes to allocate for; nil: all.
 	Selector func() *rules.Selector
 	// Pools returns the current pools; the first that selects a Node applies.
 	Pools func() []Pool
-	// Options are the cluster-wide settings; the zero value is the default.
+	// Options are the cluster-wide settings; the zero value is the default. They must be valid.
 	Options Options
 }
 
@@ -136,13 +136,8 @@ type conflict struct {
 	condition *events.Condition
 }
 
-// New returns a Controller that has subscribed to its inputs. The informer must not have been started yet. The error
-// describes invalid Options.
+// New returns a Controller that has subscribed to its inputs. The informer must not have been started yet.
 func New(cfg Config) (*Controller, error) {
-	if err := cfg.Options.Validate(); err != nil {
-		return nil, err
-	}
-
 	cfg.Options = cfg.Options.withDefaults()
 	c := &Controller{cfg: cfg, lister: cfg.Nodes.Lister(), reporter: events.New(cfg.Recorder), queue: queue.New(Alias)}
 	c.allocations = newAllocations(c.Resync)

@@ -794,7 +794,7 @@ func TestController_BlockedWhileTheControlPlaneIsUnreachable(t *testing.T) {
 	w.wantCIDRs("a", "10.1.0.0/24")
 }
 
-func TestNew_RefusesInvalidOptions(t *testing.T) {
+func TestOptions_RefusesInvalidSettings(t *testing.T) {
 	t.Parallel()
 
 	for name, options := range map[string]nodeipam.Options{
@@ -802,7 +802,7 @@ func TestNew_RefusesInvalidOptions(t *testing.T) {
 		"a block larger than the cluster CIDR": {ClusterCIDRs: prefixes("10.0.0.0/26")},
 		"an impossible mask size":              {ClusterCIDRs: prefixes("fd00::/64"), MaskSizeIPv6: 129},
 	} {
-		if _, err := nodeipam.New(nodeipam.Config{Options: options}); err == nil {
+		if err := options.Validate(); err == nil {
 			t.Errorf("%s: no error", name)
 		}
 	}

@@ -11,6 +11,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
+	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -93,21 +94,9 @@ func (o Options) maskSize(pool Pool, f corev1.IPFamily) int {
 	return cmp.Or(pool.MaskSizeIPv6, o.MaskSizeIPv6)
 }
 
-// Pool assigns the Nodes that it selects blocks of its own CIDRs. For IP families without a CIDR in the pool, the
-// Allocator applies.
-type Pool struct {
-	// Name identifies the pool in metrics and Events.
-	Name string
-	// Selector selects machines; nil: all.
-	Selector *rules.Selector
-	// CIDRs may be of one IP family or both. Of several CIDRs of one family the first that is not exhausted is used.
-	CIDRs []netip.Prefix
-	// MaskSizeIPv4 and MaskSizeIPv6 are the prefix lengths of blocks; zero: the lengths in the Options.
-	MaskSizeIPv4, MaskSizeIPv6 int
-	// BlockSizeAuto makes an IPv4 block the smallest with two addresses per pod of the kubelet. It does not apply to
-	// IPv6.
-	BlockSizeAuto bool
-}
+// Pool assigns the Nodes that it selects blocks of its own CIDRs; of several of one family, from the first that is not
+// exhausted. For IP families without a CIDR in the pool, the Allocator applies.
+type Pool = config.CompiledPool
 
 // IP families, as in metrics and Events.
 const (
@@ -161,7 +150,7 @@ type plan struct {
 }
 
 func (p plan) facts() rules.Facts {
-	return nodespec.NewInput(p.node, p.entry.Machine, nodespec.Options{}).Facts()
+	return nodespec.FactsOf(p.node, p.entry.Machine)
 }
 
 // managed reports whether the Node is managed, or why that is not known.
