@@ -1,6 +1,6 @@
 // Package node initializes the Nodes of Talos machines and keeps them up to date.
 //
-// Name: cloud-node-controller (alias cloud-node), in place of the controller of k8s.io/cloud-provider.
+// Name: cloud-node-controller (alias cloud-node), as the controller of k8s.io/cloud-provider.
 //
 // Inputs: Nodes, from the informer; machines, from the inventory; the rules and settings in force.
 //
@@ -43,18 +43,25 @@ import (
 
 // Reasons of the Events on Nodes.
 const (
-	ReasonInitialized       = "Initialized"
-	ReasonMetadataPending   = "MetadataPending"
-	ReasonUnreachable       = "MachineUnreachable"
-	ReasonIdentityMismatch  = "IdentityMismatch"
-	ReasonOwnershipConflict = "OwnershipConflict"
-	ReasonInvalidValue      = "InvalidValue"
-	ReasonProviderIDInUse   = "ProviderIDInUse"
+	ReasonInitialized        = "Initialized"
+	ReasonMetadataPending    = "MetadataPending"
+	ReasonUnreachable        = "MachineUnreachable"
+	ReasonIdentityMismatch   = "IdentityMismatch"
+	ReasonOwnershipConflict  = "OwnershipConflict"
+	ReasonInvalidValue       = "InvalidValue"
+	ReasonProviderIDInUse    = "ProviderIDInUse"
+	ReasonProviderIDMismatch = "ProviderIDMismatch"
+	ReasonRenamed            = "NodeRenamed"
+	ReasonTopologyChanged    = "TopologyChanged"
+)
+
+// Names of the controller, as in k8s.io/cloud-provider.
+const (
+	Name  = "cloud-node-controller"
+	Alias = "cloud-node"
 )
 
 const (
-	queueName = "cloud-node"
-
 	// syncTimeout bounds all API requests of one sync.
 	syncTimeout = 30 * time.Second
 
@@ -70,6 +77,8 @@ type Config struct {
 	Clock     clock.Clock
 	// Options returns the cluster-wide settings in force. Call Resync after they have changed.
 	Options func() nodespec.Options
+	// Workers is the number of Nodes that are updated concurrently.
+	Workers int
 }
 
 // Controller is the node controller. Use New and Run.
@@ -96,7 +105,7 @@ func New(cfg Config) (*Controller, error) {
 		reservations: newReservations(),
 		expectations: expectations.New(),
 		pending:      newPendingNodes(uninitialized),
-		queue:        queue.New(queueName),
+		queue:        queue.New(Alias),
 	}
 
 	err := informer.AddIndexers(cache.Indexers{indexProviderID: func(obj any) ([]string, error) {
@@ -137,9 +146,8 @@ func (c *Controller) Resync() {
 	}
 }
 
-// Run processes the queue with the given number of workers. It returns after ctx has ended and all workers have
-// finished.
-func (c *Controller) Run(ctx context.Context, workers int) {
+// Run processes the queue. It returns after ctx has ended and all workers have finished.
+func (c *Controller) Run(ctx context.Context) {
 	defer c.queue.ShutDown()
 	defer c.pending.clear()
 
@@ -151,7 +159,7 @@ func (c *Controller) Run(ctx context.Context, workers int) {
 
 	var group wait.Group
 
-	for range workers {
+	for range c.config.Workers {
 		group.StartWithContext(ctx, worker.Run)
 	}
 
@@ -228,10 +236,11 @@ func (c *Controller) sync(ctx context.Context, nodename string) (result string, 
 
 	spec, conditions, ok := c.desired(node, entry, in)
 
-	if ok && node.Spec.ProviderID == "" {
-		if owner := c.reserve(spec.ProviderID, nodename); owner != "" {
-			message := fmt.Sprintf("ProviderID %s is already used by node %s; delete that node if its machine no longer exists", spec.ProviderID, owner)
-			conditions, ok = append(conditions, events.Condition{Reason: ReasonProviderIDInUse, Message: message}), false
+	if ok {
+		var condition *events.Condition
+
+		if spec.ProviderID, condition, ok = c.providerID(node, entry, spec.ProviderID); condition != nil {
+			conditions = append(conditions, *condition)
 		}
 	}
 
@@ -254,7 +263,7 @@ func (c *Controller) desired(node *corev1.Node, entry inventory.Entry, in nodesp
 	case inventory.Unreachable:
 		conditions = append(conditions, events.Condition{Reason: ReasonUnreachable, Message: "Talos API is unreachable: " + entry.Reason})
 	case inventory.Mismatch:
-		conditions = append(conditions, events.Condition{Reason: ReasonIdentityMismatch, Message: "Machine does not belong to this node: " + entry.Reason})
+		conditions = append(conditions, c.identityMismatch(entry))
 	case inventory.Unknown, inventory.Current:
 	}
 
@@ -281,6 +290,46 @@ func (c *Controller) desired(node *corev1.Node, entry inventory.Entry, in nodesp
 	return spec, conditions, pending == ""
 }
 
+// identityMismatch describes that the machine at the Node's address reports another nodename. If there is no Node with
+// that name, the machine is probably the Node's own, and its kubelet has registered it under another name.
+func (c *Controller) identityMismatch(entry inventory.Entry) events.Condition {
+	message := "Machine does not belong to this node: " + entry.Reason
+	if _, err := c.lister.Get(entry.Responding); apierrors.IsNotFound(err) {
+		message += ", and no node has that name. If its kubelet has another name by hostname-override in machine.kubelet.extraArgs, " +
+			"set the hostname of the machine or machine.kubelet.registerWithFQDN instead. If it was renamed, its new node appears when its kubelet starts"
+	}
+
+	return events.Condition{Reason: ReasonIdentityMismatch, Message: message}
+}
+
+// providerID returns the providerID to set if the Node has none, what to report about it, and whether the Node can be
+// written. A machine that was renamed leaves behind a Node with its providerID. The new Node is written without one, and
+// gets it when the former Node is deleted.
+func (c *Controller) providerID(node *corev1.Node, entry inventory.Entry, desired string) (id string, condition *events.Condition, ok bool) {
+	if actual := node.Spec.ProviderID; actual != "" {
+		if entry.Condition == inventory.Current && differentInstances(actual, desired) {
+			condition = &events.Condition{Reason: ReasonProviderIDMismatch, Message: fmt.Sprintf("Node has providerID %s, but its machine is %s now; "+
+				"drain and delete the node, and then reboot the machine, so that it registers again", actual, desired)}
+		}
+
+		return actual, condition, true
+	}
+
+	owner := c.reserve(desired, node.Name)
+
+	switch {
+	case owner == "":
+		return desired, nil, true
+	case c.config.Inventory.RenamedTo(owner) == node.Name, c.config.Inventory.Get(owner).Condition == inventory.Mismatch:
+		return "", &events.Condition{Reason: ReasonRenamed, Message: fmt.Sprintf("ProviderID %s is not set yet: it is used by node %s, "+
+			"probably the former name of this machine; the lifecycle controller deletes that node after its grace period if it has seen the "+
+			"renaming, or delete it yourself", desired, owner)}, true
+	default:
+		return "", &events.Condition{Reason: ReasonProviderIDInUse, Message: fmt.Sprintf(
+			"ProviderID %s is already used by node %s; delete that node if its machine no longer exists", desired, owner)}, false
+	}
+}
+
 // reserve reserves the providerID for the Node. If another Node has it or has reserved it, reserve returns the name of
 // that Node, and queues this Node when a reservation is released.
 func (c *Controller) reserve(providerID, nodename string) (owner string) {
@@ -290,9 +339,7 @@ func (c *Controller) reserve(providerID, nodename string) (owner string) {
 	objs, _ := c.indexer.ByIndex(indexProviderID, providerID) // fails for an unknown index only
 
 	for _, obj := range objs {
-		// A mismatched Node does not count: renaming a machine leaves it behind.
-		other, isNode := obj.(*corev1.Node)
-		if isNode && other.Name != nodename && c.config.Inventory.Get(other.Name).Condition != inventory.Mismatch {
+		if other, isNode := obj.(*corev1.Node); isNode && other.Name != nodename {
 			return other.Name
 		}
 	}
@@ -307,12 +354,15 @@ func (c *Controller) release(nodename string) {
 	}
 }
 
-// report emits Events for new conditions, and counts the invalid values among them.
+// report emits Events for new conditions, and counts the invalid values and topology changes among them.
 func (c *Controller) report(node *corev1.Node, conditions []events.Condition) {
 	for _, added := range c.reporter.Report(node.Name, node, conditions...) {
-		if added.Reason == ReasonInvalidValue {
+		switch added.Reason {
+		case ReasonInvalidValue:
 			kind, _, _ := strings.Cut(added.Subject, "/")
 			transformationErrors.WithLabelValues(kind).Inc()
+		case ReasonTopologyChanged:
+			topologyChanges.WithLabelValues(added.Subject).Inc()
 		}
 	}
 }
@@ -355,7 +405,12 @@ func (c *Controller) update(ctx context.Context, node *corev1.Node, spec nodespe
 	duration := c.config.Clock.Since(node.CreationTimestamp.Time)
 	initialization.Observe(duration.Seconds())
 	logger.Info("Initialized node", "providerID", providerID, "duration", duration)
-	c.config.Recorder.Eventf(node, corev1.EventTypeNormal, ReasonInitialized, "Initialized with providerID %s", providerID)
+
+	if providerID == "" {
+		c.config.Recorder.Event(node, corev1.EventTypeNormal, ReasonInitialized, "Initialized without providerID")
+	} else {
+		c.config.Recorder.Eventf(node, corev1.EventTypeNormal, ReasonInitialized, "Initialized with providerID %s", providerID)
+	}
 
 	return resultChanged, nil
 }

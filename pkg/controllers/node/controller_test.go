@@ -18,12 +18,10 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
 	"k8s.io/client-go/util/retry"
-	cloudprovider "k8s.io/cloud-provider"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
-	"github.com/talos-ccm/talos-ccm/pkg/provider"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
@@ -191,7 +189,6 @@ func TestController_InitializesNodesOfEveryPlatform(t *testing.T) {
 			s.requireState(n, want)
 			s.requireAtomicInitialization(until(n.ResourceVersion), want)
 			s.awaitEvent(m.Nodename(), node.ReasonInitialized)
-			s.requireInstanceMetadata(n)
 		})
 	}
 }
@@ -206,26 +203,6 @@ func addressList(m *talostest.Machine, external []string, names []corev1.NodeAdd
 	list = append(list, corev1.NodeAddress{Type: corev1.NodeHostName, Address: m.Nodename()})
 
 	return append(list, names...)
-}
-
-// requireInstanceMetadata fails unless the cloud provider returns the state of the Node.
-func (s suite) requireInstanceMetadata(n *corev1.Node) {
-	s.Helper()
-
-	metadata, err := provider.New(s.inventory, s.options.get).InstanceMetadata(s.Context(), n)
-	s.require(err)
-
-	want := cloudprovider.InstanceMetadata{
-		ProviderID:    n.Spec.ProviderID,
-		InstanceType:  n.Labels[corev1.LabelInstanceTypeStable],
-		Zone:          n.Labels[corev1.LabelTopologyZone],
-		Region:        n.Labels[corev1.LabelTopologyRegion],
-		NodeAddresses: n.Status.Addresses,
-	}
-
-	if got, expected := fmt.Sprintf("%+v", *metadata), fmt.Sprintf("%+v", want); got != expected {
-		s.Errorf("node %s: provider returns %s, want %s", n.Name, got, expected)
-	}
 }
 
 func TestController_DualStackNodeIPs(t *testing.T) {
@@ -287,6 +264,28 @@ func TestController_KeepsNodeWhileMetadataIsMissing(t *testing.T) {
 
 	if found := s.events("moment", node.ReasonMetadataPending); len(found) > 0 {
 		t.Errorf("Events on an initialized Node: %s", messages(found))
+	}
+}
+
+// A kubelet with hostname-override registers a Node whose name is not the machine's nodename.
+func TestController_ExplainsIdentityMismatch(t *testing.T) {
+	for name, hasNode := range map[string]bool{"override": false, "moved-address": true} {
+		t.Run(name, func(t *testing.T) {
+			s := parallel(t)
+			m := s.machine(talostest.MachineSpec{Nodename: name + "-machine", Platform: platform("aws", name)})
+
+			if hasNode {
+				s.register(nodeOf(m))
+				s.awaitInitialized(m.Nodename())
+			}
+
+			s.register(kube.NodeSpec{Name: name + "-kubelet", NodeIPs: []netip.Addr{m.Address()}})
+
+			message := s.awaitEvent(name+"-kubelet", node.ReasonIdentityMismatch).Message
+			if !strings.Contains(message, m.Nodename()) || strings.Contains(message, "hostname-override") == hasNode {
+				t.Errorf("got %q", message)
+			}
+		})
 	}
 }
 
@@ -365,20 +364,21 @@ func TestController_MachineUnreachableAndReachableAgain(t *testing.T) {
 		t.Errorf("Node of an unreachable machine changed: %s", describe(n))
 	}
 
-	exists, err := provider.New(s.inventory, s.options.get).InstanceExists(s.Context(), n)
-	if err != nil || !exists {
-		t.Errorf("InstanceExists of an unreachable machine: %t, %v", exists, err)
-	}
-
-	s.require(m.UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "moved" }))
+	s.require(m.UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType = "resized" }))
 	m.Start()
-	s.await("unreachable", "in its new zone", inZone("moved"))
+	s.await("unreachable", "of its new type", ofType("resized"))
 	s.waitForIdle()
 	s.requireOneEvent("unreachable", node.ReasonUnreachable)
 }
 
-func inZone(zone string) func(*corev1.Node) bool {
-	return func(n *corev1.Node) bool { return n.Labels[corev1.LabelTopologyZone] == zone }
+func inZone(zone string) func(*corev1.Node) bool { return labeled(corev1.LabelTopologyZone, zone) }
+
+func ofType(instanceType string) func(*corev1.Node) bool {
+	return labeled(corev1.LabelInstanceTypeStable, instanceType)
+}
+
+func labeled(key, value string) func(*corev1.Node) bool {
+	return func(n *corev1.Node) bool { return n.Labels[key] == value }
 }
 
 func TestController_DoesNotInitializeFromStaleView(t *testing.T) {
@@ -486,7 +486,7 @@ func TestController_LabelOwnedByAnotherManagerBeforeInitialization(t *testing.T)
 
 	n := s.awaitInitialized("owned-before")
 	want := topology("aws-region", "aws-zone", "aws-type")
-	want[corev1.LabelTopologyZone] = "theirs"
+	want[corev1.LabelTopologyZone], want[corev1.LabelFailureDomainBetaZone] = "theirs", "theirs"
 	want[nodespec.LabelPlatform], want[nodespec.LabelClusterName] = "aws", s.talos.Name()
 	s.requireState(n, nodeState{"talos://aws/owned-before", want, addressList(m, nil, nil)})
 
@@ -504,22 +504,22 @@ func TestController_LabelTakenOverByAnotherManager(t *testing.T) {
 	m := s.join(talostest.MachineSpec{Nodename: "owned-after", Platform: platform("aws", "owned-after")})
 	s.awaitInitialized("owned-after")
 
-	s.patch("owned-after", "kubectl-label", fmt.Sprintf(`{"metadata":{"labels":{%q:"theirs"}}}`, corev1.LabelTopologyZone))
+	s.patch("owned-after", "kubectl-label", fmt.Sprintf(`{"metadata":{"labels":{%q:"theirs"}}}`, corev1.LabelInstanceTypeStable))
 	s.awaitEvent("owned-after", node.ReasonOwnershipConflict)
 
 	// Other labels are still updated.
-	s.require(m.UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone, spec.Region = "next-zone", "next-region" }))
+	s.require(m.UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType, spec.Spot = "next-type", true }))
 
-	n := s.await("owned-after", "in the next region", func(n *corev1.Node) bool { return n.Labels[corev1.LabelTopologyRegion] == "next-region" })
-	if n.Labels[corev1.LabelTopologyZone] != "theirs" || n.Labels[corev1.LabelFailureDomainBetaZone] != "next-zone" {
+	n := s.await("owned-after", "a spot instance", labeled(nodespec.LabelLifecycle, "spot"))
+	if n.Labels[corev1.LabelInstanceTypeStable] != "theirs" || n.Labels[corev1.LabelInstanceType] != "next-type" {
 		t.Errorf("labels %v", ourLabels(n))
 	}
 
 	s.waitForIdle()
 	s.requireOneEvent("owned-after", node.ReasonOwnershipConflict)
 
-	s.patch("owned-after", "kubectl-label", fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, corev1.LabelTopologyZone))
-	s.await("owned-after", "labeled with our zone again", inZone("next-zone"))
+	s.patch("owned-after", "kubectl-label", fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, corev1.LabelInstanceTypeStable))
+	s.await("owned-after", "labeled with our type again", ofType("next-type"))
 }
 
 // Talos reverts changes by other clients to labels in machine.nodeLabels.
@@ -568,9 +568,6 @@ func TestController_FollowsChangesImmediately(t *testing.T) {
 	metadata := func(change func(*runtime.PlatformMetadataSpec)) func(context.Context) error {
 		return func(ctx context.Context) error { return m.UpdatePlatform(ctx, change) }
 	}
-	labeled := func(key, value string) func(*corev1.Node) bool {
-		return func(n *corev1.Node) bool { return n.Labels[key] == value }
-	}
 	has := func(kind corev1.NodeAddressType, list ...string) func(*corev1.Node) bool {
 		return func(n *corev1.Node) bool { return slices.Equal(addressesOf(n, kind), list) }
 	}
@@ -594,14 +591,13 @@ func TestController_FollowsChangesImmediately(t *testing.T) {
 		do     func(context.Context) error
 		follow func(*corev1.Node) bool
 	}{
-		{"zone", metadata(func(p *runtime.PlatformMetadataSpec) { p.Zone = "z2" }), inZone("z2")},
-		{"instance type", metadata(func(p *runtime.PlatformMetadataSpec) { p.InstanceType = "t2" }), labeled(corev1.LabelInstanceTypeStable, "t2")},
+		{"instance type", metadata(func(p *runtime.PlatformMetadataSpec) { p.InstanceType = "t2" }), ofType("t2")},
 		{"host name", metadata(func(p *runtime.PlatformMetadataSpec) { p.Hostname = "changing.example.com" }), has(corev1.NodeInternalDNS, "changing.example.com")},
 		{"spot", metadata(func(p *runtime.PlatformMetadataSpec) { p.Spot = true }), labeled(nodespec.LabelLifecycle, "spot")},
 		{"no longer spot", metadata(func(p *runtime.PlatformMetadataSpec) { p.Spot = false }), absent(nodespec.LabelLifecycle)},
 		{
-			"no longer in a zone", metadata(func(p *runtime.PlatformMetadataSpec) { p.Zone = "" }),
-			absent(corev1.LabelTopologyZone, corev1.LabelFailureDomainBetaZone),
+			"no longer of a type", metadata(func(p *runtime.PlatformMetadataSpec) { p.InstanceType = "" }),
+			absent(corev1.LabelInstanceTypeStable, corev1.LabelInstanceType),
 		},
 		{
 			"public address added", func(ctx context.Context) error { return m.AddAddress(ctx, "eth1", public) },
@@ -732,11 +728,11 @@ func TestController_RecoversFromBrokenWatches(t *testing.T) {
 			for round := range 3 {
 				s.require(test.do(t.Context(), m))
 
-				zone := fmt.Sprintf("zone-%d", round)
-				s.require(m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = zone }))
+				instanceType := fmt.Sprintf("type-%d", round)
+				s.require(m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType = instanceType }))
 
-				for _, n := range until(s.await(name, "in "+zone, inZone(zone)).ResourceVersion) {
-					if n.Labels[corev1.LabelTopologyZone] == "" || !slices.Equal(n.Status.Addresses, before.Status.Addresses) {
+				for _, n := range until(s.await(name, "of "+instanceType, ofType(instanceType)).ResourceVersion) {
+					if n.Labels[corev1.LabelInstanceTypeStable] == "" || !slices.Equal(n.Status.Addresses, before.Status.Addresses) {
 						t.Errorf("Node was wrong during recovery: %s", describe(n))
 					}
 				}
@@ -754,15 +750,15 @@ func TestController_RejectsExpiredMachineCertificate(t *testing.T) {
 	m.BreakConnections()
 	s.awaitEvent("expired", node.ReasonUnreachable)
 
-	s.require(m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "unseen" }))
+	s.require(m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType = "unseen" }))
 	s.waitForIdle()
 
-	if n := s.get("expired"); n.Labels[corev1.LabelTopologyZone] != "aws-zone" {
+	if n := s.get("expired"); n.Labels[corev1.LabelInstanceTypeStable] != "aws-type" {
 		t.Errorf("Node updated from a machine with an expired certificate: %s", describe(n))
 	}
 
 	m.RenewCertificate()
-	s.await("expired", "updated", inZone("unseen"))
+	s.await("expired", "updated", ofType("unseen"))
 }
 
 func TestController_ReportsProviderIDInUse(t *testing.T) {
@@ -820,7 +816,6 @@ func TestController_AssignsUniqueProviderIDsConcurrently(t *testing.T) {
 		}
 
 		ids[n.Spec.ProviderID] = n.Name
-		s.requireInstanceMetadata(s.get(m.Nodename()))
 	}
 
 	assigned := 0
@@ -891,7 +886,7 @@ func TestController_NodeDeletedDuringInitialization(t *testing.T) {
 }
 
 // Renaming a machine leaves a Node behind that has the providerID of the new one.
-func TestController_RenamedMachine(t *testing.T) {
+func TestController_InitializesRenamedMachineWithoutProviderID(t *testing.T) {
 	s := parallel(t)
 	m := s.join(talostest.MachineSpec{Nodename: "old-name", Platform: identified("hcloud", "hcloud://renamed")})
 	s.awaitInitialized("old-name")
@@ -900,7 +895,70 @@ func TestController_RenamedMachine(t *testing.T) {
 	s.awaitEvent("old-name", node.ReasonIdentityMismatch)
 	s.register(kube.NodeSpec{Name: "new-name", NodeIPs: []netip.Addr{m.Address()}})
 
+	n := s.await("new-name", "schedulable", func(n *corev1.Node) bool { return !tainted(n) })
+	if n.Spec.ProviderID != "" || n.Labels[nodespec.LabelPlatform] != "hcloud" {
+		t.Errorf("got %s", describe(n))
+	}
+
+	if event := s.awaitEvent("new-name", node.ReasonRenamed); !strings.Contains(event.Message, "old-name") {
+		t.Errorf("got %q", event.Message)
+	}
+
+	s.remove("old-name")
+
 	if n := s.awaitInitialized("new-name"); n.Spec.ProviderID != "hcloud://renamed" {
 		t.Errorf("providerID %q", n.Spec.ProviderID)
+	}
+}
+
+// The machine responds under its new name before it is known that it does not respond under its former one.
+func TestController_InitializesRenamedMachineAtAnotherAddress(t *testing.T) {
+	s := parallel(t)
+	spec := talostest.MachineSpec{Nodename: "moved-old", Platform: identified("hcloud", "hcloud://moved")}
+	m := s.join(spec)
+	s.awaitInitialized("moved-old")
+	s.require(m.SetIdentity(t.Context(), "moved", ""))
+	s.require(m.SetHostname(t.Context(), "moved", "")) // causes a poll
+	s.eventually("the node ID is known", func() bool { return s.inventory.Get("moved-old").Last.NodeID == "moved" })
+	s.require(m.Stop(t.Context()))
+
+	spec.Nodename = "moved-new"
+	other := s.machine(spec)
+	s.require(other.SetIdentity(t.Context(), "moved", ""))
+	s.eventually("the former name does not respond", func() bool { return s.inventory.Get("moved-old").Condition == inventory.Unreachable })
+	s.register(nodeOf(other))
+	s.await("moved-new", "schedulable", func(n *corev1.Node) bool { return !tainted(n) })
+	s.awaitEvent("moved-new", node.ReasonRenamed)
+}
+
+func TestController_ReportsProviderIDOfAnotherInstance(t *testing.T) {
+	s := parallel(t)
+	m := s.join(talostest.MachineSpec{Nodename: "re-created", Platform: identified("hcloud", "hcloud://before")})
+	s.awaitInitialized("re-created")
+
+	s.require(m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { *spec = identified("hcloud", "hcloud://after") }))
+
+	if event := s.awaitEvent("re-created", node.ReasonProviderIDMismatch); !strings.Contains(event.Message, "hcloud://before") {
+		t.Errorf("got %q", event.Message)
+	}
+
+	if n := s.get("re-created"); n.Spec.ProviderID != "hcloud://before" {
+		t.Errorf("got %s", describe(n))
+	}
+}
+
+// The upstream Talos CCM and the other fallback name the same machine in another way.
+func TestController_AcceptsOtherFormOfProviderID(t *testing.T) {
+	s := parallel(t)
+	m := s.machine(talostest.MachineSpec{
+		Nodename: "by-address", SystemInformation: &hardware.SystemInformationSpec{UUID: "0c34ad2d-f29e-136f-e25b-fdc0ce3b6b3c"},
+	})
+	s.register(nodeOf(m))
+	s.patch("by-address", "upstream", fmt.Sprintf(`{"spec":{"providerID":"talos://metal/%s"}}`, m.Address()))
+	s.awaitInitialized("by-address")
+	s.waitForIdle()
+
+	if got := s.events("by-address", node.ReasonProviderIDMismatch); len(got) > 0 {
+		t.Errorf("got %s", messages(got))
 	}
 }

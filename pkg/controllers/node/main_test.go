@@ -138,6 +138,7 @@ func (e *environment) startController(ctx context.Context, group *sync.WaitGroup
 		Recorder:  broadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "talos-ccm"}),
 		Clock:     clock.RealClock{},
 		Options:   e.options.get,
+		Workers:   10,
 	})
 	if err != nil {
 		return err
@@ -150,7 +151,7 @@ func (e *environment) startController(ctx context.Context, group *sync.WaitGroup
 	}
 
 	group.Go(func() { machines.Run(ctx) })
-	group.Go(func() { controller.Run(ctx, 10) })
+	group.Go(func() { controller.Run(ctx) })
 	factory.Start(ctx.Done())
 
 	return nil

@@ -28,6 +28,13 @@ var (
 		StabilityLevel: metrics.ALPHA,
 	})
 
+	topologyChanges = metrics.NewCounterVec(&metrics.CounterOpts{
+		Name: "talosccm_topology_changes_total",
+		Help: "Number of region and zone labels that were kept although the machine or a rule now sets another value, by label. " +
+			"A difference that lasts is counted once.",
+		StabilityLevel: metrics.ALPHA,
+	}, []string{"label"})
+
 	// The upstream Talos CCM uses these two names.
 	transformation = metrics.NewHistogram(&metrics.HistogramOpts{
 		Name:           "talosccm_transformer_duration_seconds",
@@ -45,7 +52,7 @@ var (
 )
 
 func init() {
-	legacyregistry.MustRegister(syncs, initialization, uninitialized, transformation, transformationErrors)
+	legacyregistry.MustRegister(syncs, initialization, uninitialized, topologyChanges, transformation, transformationErrors)
 }
 
 // pendingNodes counts the Nodes that are not initialized in a gauge.

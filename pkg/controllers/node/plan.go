@@ -23,6 +23,9 @@ const (
 
 	// upstreamManager is the field manager of the upstream Talos CCM: the name of its binary.
 	upstreamManager = "talos-cloud-controller-manager"
+
+	// ownerTalos is the owner of keys that Talos lists in an annotation of the Node.
+	ownerTalos = "Talos"
 )
 
 // plan is the difference between a Node and its desired state. The zero value means that there is none.
@@ -46,7 +49,7 @@ type plan struct {
 	// written.
 	updateTaints bool
 	taints       []rules.Taint
-	// conflicts are values that were skipped, because another client has set a different one.
+	// conflicts are values that were skipped: another client has set a different one, or the topology is kept.
 	conflicts []events.Condition
 }
 
@@ -67,6 +70,11 @@ func makePlan(node *corev1.Node, spec nodespec.Spec) (plan, error) {
 	desiredLabels := maps.Clone(taints.record)
 	maps.Copy(desiredLabels, spec.Labels)
 
+	var topologyChanges []events.Condition
+	if !spec.FollowTopology {
+		topologyChanges = keepTopology(node, managers, spec, desiredLabels)
+	}
+
 	labels := labelsField.compare(node, managers, desiredLabels)
 	annotations := annotationsField.compare(node, managers, spec.Annotations)
 
@@ -78,7 +86,7 @@ func makePlan(node *corev1.Node, spec nodespec.Spec) (plan, error) {
 		initialize:   nodespec.IsUninitialized(node),
 		updateTaints: !slices.Equal(taints.list, node.Spec.Taints),
 		taints:       spec.Taints,
-		conflicts:    slices.Concat(taints.conflicts, labels.conflicts, annotations.conflicts),
+		conflicts:    slices.Concat(topologyChanges, taints.conflicts, labels.conflicts, annotations.conflicts),
 	}
 
 	if p.managedFields, err = takeOver(managers, p.labels, p.annotations); err != nil {
@@ -134,10 +142,10 @@ type comparison struct {
 // owns, since Talos would revert them. Keys that were applied before Talos took them over stay applied as long as the
 // values are equal: otherwise they would be removed.
 func (f metadataField) compare(node *corev1.Node, managers []fieldManager, desired map[string]string) comparison {
-	present, applied, talosKeys := f.of(node), map[string]string{}, ownedByTalos(node, f.talosKeys)
+	present, applied := f.of(node), map[string]string{}
 
 	for key, value := range present {
-		if slices.ContainsFunc(managers, func(m fieldManager) bool { return m.isOurs() && m.fields.Has(f.path(key)) }) {
+		if f.isApplied(managers, key) {
 			applied[key] = value
 		}
 	}
@@ -147,13 +155,7 @@ func (f metadataField) compare(node *corev1.Node, managers []fieldManager, desir
 	for _, key := range slices.Sorted(maps.Keys(desired)) {
 		current, exists := present[key]
 		_, isApplied := applied[key]
-
-		isTalos := slices.Contains(talosKeys, key)
-		owner := "Talos"
-
-		if !isTalos {
-			owner = otherOwner(managers, f.path(key))
-		}
+		owner := f.otherOwner(node, managers, key)
 
 		switch {
 		case exists && current != desired[key] && owner != "":
@@ -162,7 +164,7 @@ func (f metadataField) compare(node *corev1.Node, managers []fieldManager, desir
 				Subject: f.name + "/" + key,
 				Message: fmt.Sprintf("%s %s=%.80q is owned by %s; skipped", f.noun, key, current, owner),
 			})
-		case isTalos && !isApplied: // Talos sets it
+		case owner == ownerTalos && !isApplied: // Talos sets it
 		default:
 			result.apply[key] = desired[key]
 		}
@@ -208,11 +210,20 @@ func (m fieldManager) isUpstream() bool {
 	return m.entry.Manager == upstreamManager && m.entry.Operation == metav1.ManagedFieldsOperationUpdate && m.entry.Subresource == ""
 }
 
-// otherOwner names a field manager, other than this controller and the upstream Talos CCM, that owns the field; empty
-// if there is none.
-func otherOwner(managers []fieldManager, path fieldpath.Path) string {
+// isApplied reports whether this controller owns the key.
+func (f metadataField) isApplied(managers []fieldManager, key string) bool {
+	return slices.ContainsFunc(managers, func(m fieldManager) bool { return m.isOurs() && m.fields.Has(f.path(key)) })
+}
+
+// otherOwner names Talos or a field manager, other than this controller and the upstream Talos CCM, that owns the key;
+// empty if there is none.
+func (f metadataField) otherOwner(node *corev1.Node, managers []fieldManager, key string) string {
+	if slices.Contains(ownedByTalos(node, f.talosKeys), key) {
+		return ownerTalos
+	}
+
 	for _, m := range managers {
-		if m.fields.Has(path) && !m.isOurs() && !m.isUpstream() {
+		if m.fields.Has(f.path(key)) && !m.isOurs() && !m.isUpstream() {
 			return fmt.Sprintf("field manager %q", m.entry.Manager)
 		}
 	}

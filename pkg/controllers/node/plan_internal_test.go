@@ -19,8 +19,8 @@ import (
 
 const (
 	nodename  = "worker-1"
-	keyZone   = "topology.kubernetes.io/zone"
-	keyRegion = "topology.kubernetes.io/region"
+	keyZone   = "example.org/zone"
+	keyRegion = "example.org/region"
 	kubectl   = "kubectl-label"
 	talos     = "talos"
 )
@@ -306,10 +306,10 @@ func TestMakePlan_ConflictNamesTheOwner(t *testing.T) {
 		node func(*history)
 		want string
 	}{
-		{"field manager", func(h *history) { h.label(kubectl, keyZone, "z") }, `Label topology.kubernetes.io/zone="z" is owned by field manager "kubectl-label"; skipped`},
+		{"field manager", func(h *history) { h.label(kubectl, keyZone, "z") }, `Label example.org/zone="z" is owned by field manager "kubectl-label"; skipped`},
 		{
 			"Talos", func(h *history) { h.label("machined", keyZone, "z").ownedByTalos(`["` + keyZone + `"]`) },
-			`Label topology.kubernetes.io/zone="z" is owned by Talos; skipped`,
+			`Label example.org/zone="z" is owned by Talos; skipped`,
 		},
 	} {
 		t.Run(test.name, func(t *testing.T) {

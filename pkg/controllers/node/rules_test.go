@@ -60,6 +60,13 @@ func (o *atomicOptions) set(test string, list []rules.Rule) field.ErrorList {
 	return errs
 }
 
+func (o *atomicOptions) follow(topology bool) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+
+	o.options.FollowTopology = topology
+}
+
 // exclude makes a Node unmanaged.
 func (o *atomicOptions) exclude(nodename string) error {
 	o.mu.Lock()
@@ -348,4 +355,84 @@ func TestController_NeverWritesUnmanagedNode(t *testing.T) {
 	s.join(aws("unmanaged"))
 	s.waitForIdle()
 	s.requireUntouched("unmanaged")
+}
+
+func TestController_KeepsTopologyUntilLabelIsRemoved(t *testing.T) {
+	s := parallel(t)
+	m := s.join(aws("topology"))
+	s.awaitInitialized("topology")
+
+	s.require(m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone, spec.InstanceType = "eu-1b", "larger" }))
+
+	message := s.awaitEvent("topology", node.ReasonTopologyChanged).Message
+	for _, part := range []string{corev1.LabelTopologyZone + `="eu-1a"`, `its machine now sets "eu-1b"`, "nodes.topology: follow"} {
+		if !strings.Contains(message, part) {
+			t.Errorf("Event does not contain %s: %s", part, message)
+		}
+	}
+
+	s.rules("topology", rules.Rule{Name: "move", PlatformMetadata: map[string]string{"Region": "us"}, Labels: map[string]string{"example.com/seen": "true"}})
+	s.await("topology", "labeled", labeled("example.com/seen", "true"))
+	s.touch("topology", 20)
+	s.waitForIdle()
+
+	n := s.get("topology")
+	if want := topology("eu", "eu-1a", "larger"); !maps.Equal(want, without(ourLabels(n), nodespec.LabelPlatform, nodespec.LabelClusterName)) {
+		t.Errorf("labels %v, want %v", ourLabels(n), want)
+	}
+
+	if found := s.events("topology", node.ReasonTopologyChanged); len(found) != 2 || found[0].Count != 1 || found[1].Count != 1 {
+		t.Errorf("want one Event for the zone and one for the region: %s", messages(found))
+	}
+
+	s.patch("topology", "kubectl-label", fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, corev1.LabelTopologyZone))
+	s.await("topology", "in the new zone", func(n *corev1.Node) bool {
+		return inZone("eu-1b")(n) && n.Labels[corev1.LabelFailureDomainBetaZone] == "eu-1b" && n.Labels[corev1.LabelTopologyRegion] == "eu"
+	})
+
+	// The API server would remove labels that are no longer applied.
+	s.require(m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone, spec.InstanceType = "", "" }))
+
+	n = s.await("topology", "without an instance type", ofType(""))
+	if n.Labels[corev1.LabelTopologyZone] != "eu-1b" {
+		t.Errorf("zone that the machine no longer reports was removed: %v", n.Labels)
+	}
+}
+
+func without(labels map[string]string, keys ...string) map[string]string {
+	maps.DeleteFunc(labels, func(key, _ string) bool { return slices.Contains(keys, key) })
+
+	return labels
+}
+
+func TestController_UpdatesTopologyOfNodeThatRegistersAgain(t *testing.T) {
+	s := parallel(t)
+	m := s.join(aws("registers-again"))
+	s.awaitInitialized("registers-again")
+
+	s.require(m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "eu-1b" }))
+	s.awaitEvent("registers-again", node.ReasonTopologyChanged)
+	s.remove("registers-again")
+	s.register(nodeOf(m))
+
+	if n := s.awaitInitialized("registers-again"); !inZone("eu-1b")(n) {
+		t.Errorf("labels %v", ourLabels(n))
+	}
+}
+
+func TestController_FollowsTopologyIfConfigured(t *testing.T) {
+	// Not parallel, because the option applies to all Nodes.
+	s := suite{t, &shared}
+	m := s.join(aws("topology-follow"))
+	s.awaitInitialized("topology-follow")
+	s.require(m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "eu-1b" }))
+	s.awaitEvent("topology-follow", node.ReasonTopologyChanged)
+
+	s.options.follow(true)
+	defer s.options.follow(false)
+
+	s.resync()
+	s.await("topology-follow", "in the new zone", inZone("eu-1b"))
+	s.require(m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "" }))
+	s.await("topology-follow", "without a zone", inZone(""))
 }
