@@ -1,0 +1,358 @@
+// Package lifecycle taints the Nodes of Talos machines that have been shut down, and deletes the Nodes of machines that
+// are gone.
+//
+// Name: cloud-node-lifecycle-controller (alias cloud-node-lifecycle), in place of the controller of
+// k8s.io/cloud-provider.
+//
+// Inputs: Nodes, from the informer; machines, from the inventory; the settings in force; at the start, the Events of
+// recent deletions.
+//
+// Outputs, for selected Nodes of Talos machines only:
+//   - the taint node.cloudprovider.kubernetes.io/shutdown, and if enabled node.kubernetes.io/out-of-service;
+//   - the deletion of Nodes, each recorded as an Event before;
+//   - Events for every verdict.
+//
+// It never deletes a Node whose kubelet reports or whose machine responds under the Node's name, and none without proof
+// that the machine is gone: silence alone proves nothing.
+package lifecycle
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/labels"
+	coreinformers "k8s.io/client-go/informers/core/v1"
+	"k8s.io/client-go/kubernetes"
+	corelisters "k8s.io/client-go/listers/core/v1"
+	"k8s.io/client-go/tools/cache"
+	"k8s.io/client-go/tools/record"
+	"k8s.io/klog/v2"
+	"k8s.io/utils/clock"
+
+	"github.com/talos-ccm/talos-ccm/pkg/config"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
+)
+
+// Reasons of the Events on Nodes. The two about a deletion are those of k8s.io/cloud-provider.
+const (
+	ReasonShutdown         = "NodeShutdown"
+	ReasonGone             = "NodeGone"
+	ReasonDeleting         = "DeletingNode"
+	ReasonDeletingFailed   = "DeletingNodeFailed"
+	ReasonDeletionLimited  = "DeletionLimited"
+	ReasonDeletionPaused   = "DeletionPaused"
+	ReasonDeletionDisabled = "DeletionDryRun"
+)
+
+// Names of the controller, as in k8s.io/cloud-provider.
+const (
+	Name  = "cloud-node-lifecycle-controller"
+	Alias = "cloud-node-lifecycle"
+)
+
+const (
+	// component is the source of the Events of deletions.
+	component = "talos-ccm"
+
+	// checkInterval is how often Nodes that are not ready are checked, in addition to changes.
+	checkInterval = 10 * time.Second
+
+	// syncTimeout bounds all API requests of one sync.
+	syncTimeout = 30 * time.Second
+
+	retryFirst = time.Second
+	retryMax   = 30 * time.Second
+)
+
+// Config configures a Controller. Every field is required unless noted.
+type Config struct {
+	Client    kubernetes.Interface
+	Nodes     coreinformers.NodeInformer
+	Inventory *inventory.Inventory
+	Recorder  record.EventRecorder
+	Clock     clock.Clock
+	// Settings returns the settings in force. Call Resync after they have changed.
+	Settings func() config.CompiledLifecycle
+	// Selected reports whether the Node is selected. The machine is its last proven one.
+	Selected func(node *corev1.Node, talos machine.Machine) bool
+	// Absent explains which control-plane machines do not see the machine with the nodename and node ID as a member of
+	// the cluster. It returns an empty string if the machine may be a member. It is used with Discovery only.
+	Absent func(nodename, nodeID string) string
+}
+
+// Controller is the node lifecycle controller. Use New and Run.
+type Controller struct {
+	config   Config
+	lister   corelisters.NodeLister
+	reporter *events.Reporter
+	observed *stopwatch
+	queue    queue.Queue
+
+	// Only the worker uses these.
+	histories map[string]history // by nodename
+	deletions deletions
+}
+
+// New returns a Controller that is subscribed to Nodes and machines. Call it before the informer is started.
+func New(cfg Config) (*Controller, error) {
+	c := &Controller{
+		config:    cfg,
+		lister:    cfg.Nodes.Lister(),
+		reporter:  events.New(cfg.Recorder),
+		observed:  &stopwatch{clock: cfg.Clock},
+		queue:     queue.New(Alias),
+		histories: map[string]history{},
+		deletions: deletions{},
+	}
+
+	enqueue := func(obj any) {
+		if key, err := cache.DeletionHandlingMetaNamespaceKeyFunc(obj); err == nil {
+			c.queue.Add(key)
+		}
+	}
+
+	_, err := cfg.Nodes.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc:    enqueue,
+		UpdateFunc: func(_, node any) { enqueue(node) },
+		DeleteFunc: enqueue,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("watch nodes: %w", err)
+	}
+
+	cfg.Inventory.Subscribe(c.queue.Add)
+
+	return c, nil
+}
+
+// Resync queues every Node.
+func (c *Controller) Resync() { c.enqueueIf(func(*corev1.Node) bool { return true }) }
+
+func (c *Controller) enqueueIf(condition func(*corev1.Node) bool) {
+	for _, node := range c.nodes() {
+		if condition(node) {
+			c.queue.Add(node.Name)
+		}
+	}
+}
+
+func (c *Controller) nodes() []*corev1.Node {
+	nodes, _ := c.lister.List(labels.Everything()) // a list from the cache cannot fail
+
+	return nodes
+}
+
+// Run processes the queue with one worker: the limit of deletions applies to all Nodes together. It returns after ctx
+// has ended and the worker has finished.
+func (c *Controller) Run(ctx context.Context) {
+	defer c.queue.ShutDown()
+	defer affectedNodes.Reset()
+
+	if !cache.WaitForNamedCacheSyncWithContext(ctx, c.config.Nodes.Informer().HasSynced) {
+		return
+	}
+
+	c.observed.read()
+
+	err := backoff.Retry(ctx, c.config.Clock, retryFirst, retryMax, func(ctx context.Context) error {
+		err := c.loadDeletions(ctx)
+		if err != nil && ctx.Err() == nil {
+			klog.FromContext(ctx).Error(err, "Failed to count recent deletions; retrying")
+		}
+
+		return err
+	})
+	if err != nil {
+		return
+	}
+
+	done := make(chan struct{})
+
+	go func() {
+		defer close(done)
+
+		queue.Worker{Queue: c.queue, Subject: "node", Failure: "Failed to manage lifecycle of node; retrying", Sync: c.sync}.Run(ctx)
+	}()
+
+	for backoff.Sleep(ctx, c.config.Clock, checkInterval) {
+		c.observed.read()
+		c.updateGauges()
+		c.enqueueIf(func(node *corev1.Node) bool { return !nodespec.IsReady(node) })
+	}
+
+	c.queue.ShutDown()
+	<-done
+}
+
+// sync judges one Node.
+func (c *Controller) sync(ctx context.Context, nodename string) error {
+	ctx, cancel := context.WithTimeout(ctx, syncTimeout)
+	defer cancel()
+
+	node, err := c.lister.Get(nodename)
+	if err != nil && !apierrors.IsNotFound(err) {
+		return err
+	}
+
+	if err != nil || !c.isManaged(node) {
+		c.reporter.Forget(nodename)
+		delete(c.histories, nodename)
+
+		return nil
+	}
+
+	settings, now := c.config.Settings(), c.observed.read()
+	entry := c.config.Inventory.Get(nodename) // once, since the history and the evidence must agree
+	h := c.histories[nodename].after(node, entry.Condition, now)
+	v := judge(c.evidence(node, entry, h), settings)
+	h = h.judged(v, now)
+	c.histories[nodename] = h
+
+	blocked := c.blocked(v, h, settings, now)
+	c.reporter.Report(nodename, node, v.conditions(blocked)...)
+
+	if taints := v.taints(node.Spec.Taints, settings, now-h.shutdownSince); !settings.DryRun && !slices.Equal(taints, node.Spec.Taints) {
+		return c.setTaints(ctx, node, taints)
+	}
+
+	if v.proof != "" && now-h.goneSince >= v.period && blocked == nil {
+		return c.delete(ctx, node, v, settings)
+	}
+
+	return nil
+}
+
+// isManaged reports whether the controller may write the Node.
+func (c *Controller) isManaged(node *corev1.Node) bool {
+	return nodespec.IsTalos(node) && node.DeletionTimestamp == nil && c.config.Selected(node, c.config.Inventory.Get(node.Name).Last)
+}
+
+// Selects reports whether the selector selects the Node of a machine. A machine that was never seen, such as one that was
+// off when this leader started, is selected only if selector is nil: NotIn and DoesNotExist would match it.
+func Selects(selector *rules.Selector, node *corev1.Node, talos machine.Machine) bool {
+	return selector == nil || (talos.Nodename != "" && selector.Matches(nodespec.FactsOf(node, talos)))
+}
+
+func (c *Controller) evidence(node *corev1.Node, entry inventory.Entry, h history) evidence {
+	e := evidence{
+		ready:    nodespec.IsReady(node),
+		reports:  reports(node),
+		outdated: h.outdated,
+		entry:    entry,
+	}
+
+	if other := e.entry.Responding; c.maySucceed(node, other) {
+		if c.config.Inventory.RenamedTo(node.Name) == other {
+			e.renamedTo = other
+		}
+
+		e.replacedBy = c.config.Inventory.ReplacedBy(node.Name)
+	}
+
+	if c.config.Settings().Discovery {
+		e.absent = c.config.Absent(node.Name, e.entry.Last.NodeID)
+	}
+
+	return e
+}
+
+// maySucceed reports whether the named Node can be the successor of node. A machine reports its identity itself, so a
+// compromised worker can claim the identity of another machine. It cannot get the label of the control plane, and in
+// most networks not that machine's address.
+func (c *Controller) maySucceed(node *corev1.Node, name string) bool {
+	successor, err := c.lister.Get(name)
+
+	return err == nil && (nodespec.IsControlPlane(successor) || !nodespec.IsControlPlane(node))
+}
+
+// reports reports whether the kubelet reports its state. If it does not, Kubernetes sets the Ready condition to Unknown.
+func reports(node *corev1.Node) bool {
+	ready := nodespec.ReadyCondition(node)
+
+	return ready != nil && ready.Status != corev1.ConditionUnknown
+}
+
+// conditions returns what to report of the verdict. blocked may be nil.
+func (v verdict) conditions(blocked *events.Condition) []events.Condition {
+	var list []events.Condition
+
+	if v.shutdown {
+		list = append(list, events.Condition{Reason: ReasonShutdown, Message: "Machine announced that it is shutting down and no longer responds"})
+	}
+
+	if v.proof != "" {
+		list = append(list, events.Condition{
+			Reason: ReasonGone, Subject: string(v.proof),
+			Message: fmt.Sprintf("Machine is gone: %s; the node is deleted if this is still so and the node is not ready for %s", v.message, v.period),
+		})
+	}
+
+	if blocked != nil {
+		list = append(list, *blocked)
+	}
+
+	return list
+}
+
+// blocked returns why a Node whose deletion is due is not deleted now; nil if it is not due or nothing prevents it.
+func (c *Controller) blocked(v verdict, h history, s config.CompiledLifecycle, now time.Duration) *events.Condition {
+	if v.proof == "" || now-h.goneSince < v.period {
+		return nil
+	}
+
+	managed, responding, unknown := c.count()
+
+	if total := managed + unknown; 2*responding < total {
+		return &events.Condition{
+			Reason:  ReasonDeletionPaused,
+			Message: fmt.Sprintf("Node is not deleted: only %d of %d machines respond; %s", responding, total, v.message),
+		}
+	}
+
+	recent := c.deletions.recent(now)
+
+	if _, counted := c.deletions[h.uid]; !counted && recent >= maxDeletions(managed) {
+		return &events.Condition{
+			Reason:  ReasonDeletionLimited,
+			Message: fmt.Sprintf("Node is not deleted yet: at most %d nodes are deleted in %s; %s", maxDeletions(managed), deletionWindow, v.message),
+		}
+	}
+
+	if s.DryRun {
+		return &events.Condition{Reason: ReasonDeletionDisabled, Message: "Node would be deleted without lifecycle.dryRun: " + v.message}
+	}
+
+	return nil
+}
+
+// count returns the number of managed Nodes, of those whose machine responds, and of Nodes that are not known to be
+// managed because their machine has never responded.
+func (c *Controller) count() (managed, responding, unknown int) {
+	for _, node := range c.nodes() {
+		entry := c.config.Inventory.Get(node.Name)
+
+		switch {
+		case !nodespec.IsTalos(node) || node.DeletionTimestamp != nil:
+		case c.isManaged(node):
+			managed++
+
+			if entry.Condition == inventory.Current {
+				responding++
+			}
+		case entry.Last.Nodename == "":
+			unknown++
+		}
+	}
+
+	return managed, responding, unknown
+}

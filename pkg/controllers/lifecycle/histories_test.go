@@ -1,0 +1,402 @@
+package lifecycle_test
+
+import (
+	"crypto/rand"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/talos-ccm/talos-ccm/pkg/config"
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/lifecycle"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+)
+
+const (
+	grace  = 5 * time.Minute
+	absent = time.Hour
+)
+
+// Settings of the histories.
+var (
+	byDefault = config.CompiledLifecycle{GracePeriod: grace, AbsentPeriod: absent}
+	optIn     = config.CompiledLifecycle{GracePeriod: grace, AbsentPeriod: absent, OutOfServiceTaint: true, Replaced: true, Discovery: true}
+	dryRun    = config.CompiledLifecycle{GracePeriod: grace, AbsentPeriod: absent, OutOfServiceTaint: true, Replaced: true, Discovery: true, DryRun: true}
+)
+
+// checkFunc fails unless the outcome is the wanted one, by default and with all opt-ins. A dry run must change nothing.
+type checkFunc func(when string, byDefault, optIn outcome)
+
+// history is what happens to the machines.
+type history struct {
+	run func(w *world, check checkFunc)
+	// changes is false if nothing may change with any setting.
+	changes bool
+}
+
+func changing(run func(w *world, check checkFunc)) history { return history{run: run, changes: true} }
+
+func never(run func(w *world)) history {
+	return history{run: func(w *world, check checkFunc) {
+		run(w)
+		check("at the end", outcome{}, outcome{})
+	}}
+}
+
+func deleted(names ...string) outcome { return outcome{deleted: names} }
+
+func histories() map[string]history {
+	return map[string]history{
+		"reboot": never(func(w *world) {
+			w.announce("w-1", runtime.MachineStageRebooting)
+			w.silence("w-1")
+			w.advance(time.Hour)
+			w.boot("w-1", "w-1", runtime.MachineStageRunning)
+			w.ready("w-1")
+			w.advance(grace)
+		}),
+		"upgrade": never(func(w *world) {
+			w.announce("w-1", runtime.MachineStageUpgrading)
+			w.silence("w-1")
+			w.advance(2 * grace)
+			w.boot("w-1", "w-1", runtime.MachineStageBooting)
+			w.advance(2 * grace)
+		}),
+		"silence": never(func(w *world) {
+			w.silence("w-1")
+			w.advance(2 * time.Hour)
+		}),
+		"not ready": never(func(w *world) {
+			w.notReady("w-1")
+			w.advance(2 * time.Hour)
+		}),
+		"reset": changing(func(w *world, check checkFunc) {
+			w.announce("w-1", runtime.MachineStageResetting)
+			w.silence("w-1")
+			w.advance(grace - tick)
+			check("before the grace period has passed", outcome{}, outcome{})
+			w.advance(2 * tick)
+			check("after the grace period", deleted("w-1"), deleted("w-1"))
+		}),
+		"reset while the node is ready": never(func(w *world) {
+			w.announce("w-1", runtime.MachineStageResetting)
+			w.silence("w-1")
+			w.ready("w-1")
+			w.advance(2 * grace)
+		}),
+		"reset that takes long": never(func(w *world) {
+			w.announce("w-1", runtime.MachineStageResetting)
+			w.notReady("w-1")
+			w.advance(2 * grace)
+		}),
+		"reset of some partitions, then a crash": never(func(w *world) {
+			w.announce("w-1", runtime.MachineStageResetting)
+			w.silence("w-1")
+			w.advance(grace - tick)
+			w.boot("w-1", "w-1", runtime.MachineStageBooting)
+			w.silence("w-1")
+			w.advance(time.Hour)
+		}),
+		"node re-created": never(func(w *world) {
+			w.announce("w-1", runtime.MachineStageResetting)
+			w.silence("w-1")
+			w.advance(grace - tick)
+			w.require(w.client.CoreV1().Nodes().Delete(w.Context(), "w-1", metav1.DeleteOptions{}))
+			w.register("w-1", w.machines["w-1"].Address())
+			w.await("w-1", inventory.Unreachable)
+			w.advance(time.Hour)
+		}),
+		"power off for an hour": changing(func(w *world, check checkFunc) {
+			w.announce("w-1", runtime.MachineStageShuttingDown)
+			w.silence("w-1")
+			w.settle()
+			check("at once", outcome{shutdown: []string{"w-1"}}, outcome{shutdown: []string{"w-1"}})
+			w.advance(time.Hour)
+			check("after an hour", outcome{shutdown: []string{"w-1"}}, outcome{shutdown: []string{"w-1"}, outOfService: []string{"w-1"}})
+			w.boot("w-1", "w-1", runtime.MachineStageBooting)
+			w.settle()
+			check("after the start", outcome{}, outcome{})
+		}),
+		"power off, leader change, and on": changing(func(w *world, check checkFunc) {
+			w.announce("w-1", runtime.MachineStageShuttingDown)
+			w.silence("w-1")
+			w.advance(2 * grace)
+			w.lead()
+			w.await("w-1", inventory.Unreachable)
+			w.advance(grace)
+			check("with the new leader", outcome{shutdown: []string{"w-1"}}, outcome{shutdown: []string{"w-1"}, outOfService: []string{"w-1"}})
+			w.ready("w-1")
+			w.settle()
+			check("when the node is ready", outcome{}, outcome{})
+		}),
+		"reset, and back while the controller cannot see it": never(func(w *world) {
+			w.announce("w-1", runtime.MachineStageResetting)
+			w.silence("w-1")
+			w.advance(grace - tick)
+			w.ready("w-1")
+			w.settle()
+			w.notReady("w-1")
+			w.advance(time.Hour)
+		}),
+		"reset in less time than Kubernetes notices, and back while the controller cannot see it": never(func(w *world) {
+			w.announce("w-1", runtime.MachineStageResetting)
+			w.silence("w-1")
+			w.ready("w-1")
+			w.advance(grace)
+			w.notReady("w-1")
+			w.advance(time.Hour)
+		}),
+		"leader change in the middle": never(func(w *world) {
+			w.announce("w-1", runtime.MachineStageResetting)
+			w.silence("w-1")
+			w.advance(grace - tick)
+			w.lead()
+			w.await("w-1", inventory.Unreachable)
+			w.advance(time.Hour)
+		}),
+		"instance re-created under its name": never(func(w *world) {
+			w.silence("w-1")
+			w.advance(grace)
+			w.require(w.machines["w-1"].SetIdentity(w.Context(), rand.Text(), newUUID()))
+			w.boot("w-1", "w-1", runtime.MachineStageRunning)
+			w.advance(2 * grace)
+			w.ready("w-1")
+			w.advance(grace)
+		}),
+		"address taken by another machine": changing(func(w *world, check checkFunc) {
+			w.silence("w-1")
+			w.advance(grace)
+			w.require(w.machines["w-1"].SetIdentity(w.Context(), rand.Text(), newUUID()))
+			w.require(w.machines["w-1"].SetNodename(w.Context(), "w-9"))
+			w.register("w-9", w.machines["w-1"].Address())
+			w.boot("w-1", "w-9", runtime.MachineStageRunning)
+			w.ready("w-9")
+			w.await("w-1", inventory.Mismatch)
+			w.advance(grace - tick)
+			check("before the grace period has passed", outcome{}, outcome{})
+			w.advance(2 * tick)
+			check("after the grace period", outcome{}, deleted("w-1"))
+		}),
+		"rename": changing(func(w *world, check checkFunc) {
+			w.require(w.machines["w-1"].SetNodename(w.Context(), "new"))
+			w.await("w-1", inventory.Mismatch)
+			w.register("new", w.machines["w-1"].Address())
+			w.await("new", inventory.Current)
+			w.ready("new")
+			w.advance(grace)
+			check("while the old node is ready", outcome{}, outcome{})
+			w.notReady("w-1")
+			w.advance(grace - tick)
+			check("before the grace period has passed", outcome{}, outcome{})
+			w.advance(2 * tick)
+			check("after the grace period", deleted("w-1"), deleted("w-1"))
+		}),
+		"rename and back": never(func(w *world) {
+			w.require(w.machines["w-1"].SetNodename(w.Context(), "new"))
+			w.await("w-1", inventory.Mismatch)
+			w.notReady("w-1")
+			w.register("new", w.machines["w-1"].Address())
+			w.await("new", inventory.Current)
+			w.advance(grace - tick)
+			w.require(w.machines["w-1"].SetNodename(w.Context(), "w-1"))
+			w.await("w-1", inventory.Current)
+			w.ready("w-1")
+			w.require(w.client.CoreV1().Nodes().Delete(w.Context(), "new", metav1.DeleteOptions{}))
+			w.registered.Delete("new")
+			w.advance(2 * grace)
+		}),
+		"clone of the disk": never(func(w *world) {
+			w.silence("w-1")
+			node := w.inventory.Get("w-1").Last
+			w.addMachine("clone")
+			w.require(w.machines["clone"].SetIdentity(w.Context(), node.NodeID, newUUID()))
+			w.register("clone", w.machines["clone"].Address())
+			w.await("clone", inventory.Current)
+			w.ready("clone")
+			w.advance(time.Hour)
+		}),
+		"swap of two addresses": never(func(w *world) {
+			one, two := w.inventory.Get("w-1").Last, w.inventory.Get("w-2").Last
+			w.silence("w-1")
+			w.silence("w-2")
+			w.require(w.machines["w-1"].SetIdentity(w.Context(), two.NodeID, two.UUID()))
+			w.require(w.machines["w-2"].SetIdentity(w.Context(), one.NodeID, one.UUID()))
+			w.require(w.machines["w-1"].SetNodename(w.Context(), "w-2"))
+			w.require(w.machines["w-2"].SetNodename(w.Context(), "w-1"))
+			w.machines["w-1"].Start()
+			w.machines["w-2"].Start()
+			w.await("w-1", inventory.Mismatch)
+			w.await("w-2", inventory.Mismatch)
+			w.advance(time.Hour)
+			w.address("w-1", w.machines["w-2"].Address().String())
+			w.await("w-1", inventory.Current)
+			w.advance(time.Hour)
+			w.address("w-2", w.machines["w-1"].Address().String())
+			w.await("w-2", inventory.Current)
+			w.advance(time.Hour)
+		}),
+		"network split of half of the machines": changing(func(w *world, check checkFunc) {
+			w.announce("w-1", runtime.MachineStageResetting)
+
+			for _, name := range []string{"w-1", "w-2", "w-3"} {
+				w.silence(name)
+			}
+
+			w.advance(time.Hour)
+			w.awaitEvent(lifecycle.ReasonDeletionPaused)
+			check("during the split", outcome{}, outcome{})
+			w.boot("w-2", "w-2", runtime.MachineStageRunning)
+			w.advance(tick)
+			check("after the split", deleted("w-1"), deleted("w-1"))
+		}),
+		"clock jump": changing(func(w *world, check checkFunc) {
+			w.announce("w-1", runtime.MachineStageResetting)
+			w.silence("w-1")
+			w.settle()
+			w.clock.Step(24 * time.Hour)
+			w.settle()
+			w.advance(grace - 4*tick)
+			check("after the jump", outcome{}, outcome{})
+			w.advance(4 * tick)
+			check("after the grace period", deleted("w-1"), deleted("w-1"))
+		}),
+		"absent from discovery": changing(func(w *world, check checkFunc) {
+			w.silence("w-1")
+			w.leave("w-1")
+			w.advance(absent - tick)
+			check("before the period has passed", outcome{}, outcome{})
+			w.advance(2 * tick)
+			check("after the period", outcome{}, deleted("w-1"))
+		}),
+		"absent from discovery, but the node is ready or the machine responds": never(func(w *world) {
+			w.leave("w-1")
+			w.leave("w-2")
+			w.silence("w-1")
+			w.ready("w-1")
+			w.notReady("w-2")
+			w.advance(absent + grace)
+		}),
+		"node that is not selected": never(func(w *world) {
+			w.patch("w-1", map[string]any{"metadata": map[string]any{"labels": map[string]string{"unmanaged": "true"}}})
+			w.announce("w-1", runtime.MachineStageResetting)
+			w.silence("w-1")
+			w.announce("w-2", runtime.MachineStageShuttingDown)
+			w.patch("w-2", map[string]any{"metadata": map[string]any{"labels": map[string]string{"unmanaged": "true"}}})
+			w.silence("w-2")
+			w.advance(2 * grace)
+		}),
+	}
+}
+
+// address changes the address of a Node, as its kubelet does.
+func (w *world) address(name, ip string) {
+	w.Helper()
+	w.patch(name, map[string]any{"status": map[string]any{
+		"addresses": []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: ip}},
+	}}, "status")
+}
+
+func TestController_Histories(t *testing.T) {
+	for name, history := range histories() {
+		for _, variant := range []struct {
+			name     string
+			settings config.CompiledLifecycle
+		}{{"default", byDefault}, {"opt-in", optIn}, {"dry run", dryRun}} {
+			if variant.settings.DryRun && !history.changes {
+				continue
+			}
+
+			t.Run(name+"/"+variant.name, func(t *testing.T) {
+				w := newWorld(t, variant.settings, workers(4)...)
+
+				for _, name := range workers(4) {
+					w.await(name, inventory.Current)
+				}
+
+				history.run(w, func(when string, byDefault, optIn outcome) {
+					t.Helper()
+
+					switch variant.name {
+					case "default":
+						w.expect(when, byDefault)
+					case "opt-in":
+						w.expect(when, optIn)
+					default:
+						if len(optIn.deleted) > 0 {
+							w.awaitEvent(lifecycle.ReasonDeletionDisabled)
+						}
+
+						w.expect(when, outcome{})
+					}
+				})
+			})
+		}
+	}
+}
+
+func TestController_LimitsDeletionsAcrossLeaders(t *testing.T) {
+	settings := config.CompiledLifecycle{GracePeriod: time.Minute, AbsentPeriod: absent}
+	w := newWorld(t, settings, workers(6)...)
+
+	for _, name := range []string{"w-1", "w-2"} {
+		w.await(name, inventory.Current)
+		w.announce(name, runtime.MachineStageResetting)
+		w.silence(name)
+	}
+
+	w.advance(3 * time.Minute)
+	w.awaitEvent(lifecycle.ReasonDeletionLimited)
+
+	first := w.outcome().deleted
+	if len(first) != 1 {
+		t.Fatalf("deleted %v, want one node of seven", first)
+	}
+
+	// The next leader knows the first deletion, but not that the second machine was reset.
+	w.lead()
+	w.await("w-3", inventory.Current)
+	w.announce("w-3", runtime.MachineStageResetting)
+	w.silence("w-3")
+	w.advance(3 * time.Minute)
+	w.expect("within ten minutes", deleted(first...))
+	w.advance(8 * time.Minute)
+	w.expect("after ten minutes", deleted(append(first, "w-3")...))
+
+	if got := w.events(lifecycle.ReasonDeleting); len(got) != 2 || !strings.Contains(got[0], "being reset") {
+		t.Errorf("got Events %v", got)
+	}
+}
+
+func TestController_KeepsOutOfServiceTaintOfOthers(t *testing.T) {
+	w := newWorld(t, optIn, workers(4)...)
+	other := corev1.Taint{Key: corev1.TaintNodeOutOfService, Value: "nodeshutdown", Effect: corev1.TaintEffectNoExecute}
+	w.patch("w-1", map[string]any{"spec": map[string]any{"taints": []corev1.Taint{other}}})
+	w.await("w-1", inventory.Current)
+	w.announce("w-1", runtime.MachineStageShuttingDown)
+	w.silence("w-1")
+	w.advance(2 * grace)
+	w.boot("w-1", "w-1", runtime.MachineStageRunning)
+	w.ready("w-1")
+	w.settle()
+	w.expect("after the start", outcome{outOfService: []string{"w-1"}})
+}
+
+// A machine is reset without its STATE partition and boots in time. Its kubelet reports that it is not ready, because it
+// pulls images again. The reflector, which waits for up to 78 s between attempts, has not noticed yet. If the Node were
+// deleted now, the kubelet would not register again before it restarts.
+func TestController_KeepsNodeWhoseKubeletReportsNotReady(t *testing.T) {
+	w := newWorld(t, byDefault, workers(4)...)
+	for _, name := range workers(4) {
+		w.await(name, inventory.Current)
+	}
+
+	w.announce("w-1", runtime.MachineStageResetting)
+	w.silence("w-1")
+	w.advance(grace - tick)
+	w.setReady("w-1", corev1.ConditionFalse)
+	w.advance(3 * tick)
+	w.expect("with a kubelet that reports", outcome{})
+}

@@ -1,0 +1,42 @@
+package lifecycle_test
+
+import (
+	"testing"
+
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/validation/field"
+
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/lifecycle"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
+)
+
+// After a leader change, nothing is known of a stopped instance of another provider.
+func TestSelects_UnknownMachineOnlyWithoutSelector(t *testing.T) {
+	notAWS, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{
+		{Key: "platform", Operator: rules.NotIn, Values: []string{"aws"}},
+	}}}, field.NewPath("lifecycle", "selector"))
+	if len(errs) > 0 {
+		t.Fatal(errs)
+	}
+
+	metal := machine.Machine{Nodename: "w-1", Platform: runtime.PlatformMetadataSpec{Platform: "metal"}}
+
+	for _, test := range []struct {
+		name     string
+		selector *rules.Selector
+		machine  machine.Machine
+		want     bool
+	}{
+		{"unknown machine, selector", notAWS, machine.Machine{}, false},
+		{"unknown machine, no selector", nil, machine.Machine{}, true},
+		{"known machine, selector", notAWS, metal, true},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			if got := lifecycle.Selects(test.selector, &corev1.Node{}, test.machine); got != test.want {
+				t.Errorf("got %v, want %v", got, test.want)
+			}
+		})
+	}
+}

@@ -1,0 +1,137 @@
+package lifecycle
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/pager"
+	"k8s.io/klog/v2"
+
+	"github.com/talos-ccm/talos-ccm/pkg/config"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
+)
+
+// setTaints contains UID and resourceVersion, because it replaces the list.
+func (c *Controller) setTaints(ctx context.Context, node *corev1.Node, taints []corev1.Taint) error {
+	patch, err := json.Marshal(map[string]any{
+		"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion},
+		"spec":     map[string]any{"taints": taints},
+	})
+	if err != nil {
+		return err
+	}
+
+	_, err = c.config.Client.CoreV1().Nodes().Patch(ctx, node.Name, types.MergePatchType, patch, metav1.PatchOptions{FieldManager: component})
+	if apierrors.IsNotFound(err) {
+		return nil
+	} else if err != nil {
+		return fmt.Errorf("patch taints of node %s: %w", node.Name, err)
+	}
+
+	klog.FromContext(ctx).Info("Updated lifecycle taints", "taints", taints)
+
+	return nil
+}
+
+// delete deletes the Node if what the API server and the inventory know now agrees with the verdict. The deletion is
+// recorded as an Event first: without it, the next leader would not count the deletion.
+func (c *Controller) delete(ctx context.Context, node *corev1.Node, v verdict, s config.CompiledLifecycle) error {
+	live, err := c.config.Client.CoreV1().Nodes().Get(ctx, node.Name, metav1.GetOptions{})
+	if apierrors.IsNotFound(err) {
+		return nil
+	} else if err != nil {
+		return fmt.Errorf("get node %s: %w", node.Name, err)
+	}
+
+	if live.UID != node.UID || !c.isManaged(live) {
+		return nil // the informer will deliver it
+	}
+
+	if err := c.record(ctx, live, v); err != nil {
+		return fmt.Errorf("record deletion of node %s: %w", node.Name, err)
+	}
+
+	if judge(c.evidence(live, c.config.Inventory.Get(node.Name), c.histories[node.Name]), s).proof != v.proof {
+		return nil
+	}
+
+	preconditions := metav1.Preconditions{UID: &live.UID, ResourceVersion: &live.ResourceVersion}
+
+	err = c.config.Client.CoreV1().Nodes().Delete(ctx, node.Name, metav1.DeleteOptions{Preconditions: &preconditions})
+
+	switch {
+	case apierrors.IsNotFound(err):
+		return nil
+	case apierrors.IsConflict(err):
+		return fmt.Errorf("delete node %s: %w", node.Name, err)
+	case err != nil:
+		c.config.Recorder.Eventf(live, corev1.EventTypeWarning, ReasonDeletingFailed, "Failed to delete node: %v", err)
+
+		return fmt.Errorf("delete node %s: %w", node.Name, err)
+	}
+
+	deletionsTotal.WithLabelValues(string(v.proof)).Inc()
+	klog.FromContext(ctx).Info("Deleted node", "proof", v.proof, "reason", v.message)
+
+	return nil
+}
+
+// record stores the Event of a deletion and counts it from then on. It does nothing if the deletion is on record, because
+// an earlier attempt failed.
+func (c *Controller) record(ctx context.Context, node *corev1.Node, v verdict) error {
+	if c.deletions[node.UID].proof == v.proof {
+		return nil
+	}
+
+	now := metav1.NewTime(c.config.Clock.Now())
+
+	_, err := c.config.Client.CoreV1().Events(metav1.NamespaceDefault).Create(ctx, &corev1.Event{
+		ObjectMeta:     metav1.ObjectMeta{GenerateName: node.Name + ".", Namespace: metav1.NamespaceDefault},
+		InvolvedObject: corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: node.Name, UID: node.UID},
+		Reason:         ReasonDeleting,
+		Message:        events.Truncate(fmt.Sprintf("Deleting node, which is not ready: %s", v.message)),
+		Type:           corev1.EventTypeNormal,
+		Source:         corev1.EventSource{Component: component},
+		FirstTimestamp: now, LastTimestamp: now, Count: 1,
+	}, metav1.CreateOptions{})
+	if err != nil {
+		return err
+	}
+
+	c.deletions[node.UID] = deletion{proof: v.proof, at: c.observed.read()}
+
+	return nil
+}
+
+// loadDeletions counts the deletions that earlier leaders have recorded, as if they were recorded now: the clocks of
+// several machines are not compared. So a new leader may have to wait for ten minutes before it deletes a Node.
+func (c *Controller) loadDeletions(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, syncTimeout)
+	defer cancel()
+
+	selector := fields.Set{"involvedObject.kind": "Node", "reason": ReasonDeleting, "source": component}.AsSelector().String()
+
+	list := pager.New(pager.SimplePageFunc(func(opts metav1.ListOptions) (runtime.Object, error) {
+		return c.config.Client.CoreV1().Events(metav1.NamespaceDefault).List(ctx, opts)
+	}))
+
+	err := list.EachListItem(ctx, metav1.ListOptions{FieldSelector: selector}, func(obj runtime.Object) error {
+		if event, ok := obj.(*corev1.Event); ok {
+			c.deletions[event.InvolvedObject.UID] = deletion{at: c.observed.read()}
+		}
+
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("list Events of deletions: %w", err)
+	}
+
+	return nil
+}
