@@ -1,0 +1,363 @@
+// Package service gives Services of type LoadBalancer the addresses of Nodes. kube-proxy, or what replaces it, then
+// accepts the traffic to these addresses on every Node; there is no load balancer in front.
+//
+// Name: service-lb-controller (alias service), as in k8s.io/cloud-provider. The framework's controller of that name
+// ignores Services with a loadBalancerClass and does not know endpoints.
+//
+// Inputs: Services, EndpointSlices, Nodes, the inventory and the configuration.
+//
+// Outputs: status.loadBalancer of the Services with the class talos-ccm.dev/node-ip, and if so configured, of those
+// without a class. It is applied with a field manager of its own. When a Service is no longer managed, exactly what the
+// controller has written is removed. The API server itself clears the status when the type of a Service changes, so no
+// finalizer is needed.
+//
+// It never writes the status of another Service, and publishes an address only if the machine of a managed Node has it.
+//
+// Services compete for the ports of the Nodes. Therefore one worker decides about all of them in each pass.
+package service
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	apiequality "k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/util/sets"
+	"k8s.io/apimachinery/pkg/util/wait"
+	applycorev1 "k8s.io/client-go/applyconfigurations/core/v1"
+	"k8s.io/client-go/informers"
+	coreinformers "k8s.io/client-go/informers/core/v1"
+	"k8s.io/client-go/kubernetes"
+	corelisters "k8s.io/client-go/listers/core/v1"
+	discoverylisters "k8s.io/client-go/listers/discovery/v1"
+	"k8s.io/client-go/tools/cache"
+	"k8s.io/client-go/tools/record"
+	"k8s.io/client-go/util/workqueue"
+	"k8s.io/cloud-provider/names"
+	"k8s.io/klog/v2"
+
+	"github.com/talos-ccm/talos-ccm/pkg/config"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+)
+
+// FieldManager owns the load balancer status that this controller has written.
+const FieldManager = "talos-ccm-service"
+
+// Names of the controller, as in k8s.io/cloud-provider/names.
+const (
+	Name  = names.ServiceLBController
+	Alias = "service"
+)
+
+const (
+	// passKey is the only key of the queue: a pass over all Services.
+	passKey = "services"
+
+	// writeTimeout bounds a write of one Service, and writers is the number of concurrent writes.
+	writeTimeout = 10 * time.Second
+	writers      = 10
+)
+
+// Config configures a Controller. Every field is required.
+type Config struct {
+	Client    kubernetes.Interface
+	Nodes     coreinformers.NodeInformer
+	Inventory *inventory.Inventory
+	Recorder  record.EventRecorder
+	// Managed reports whether talos-ccm manages the Node of the machine. Call Resync after the result may have changed.
+	Managed func(*corev1.Node, machine.Machine) bool
+	// Options returns the settings in force. Call Resync after they have changed.
+	Options func() config.Service
+}
+
+// Controller is the service controller. Use New and Run.
+type Controller struct {
+	cfg       Config
+	informers []informers.SharedInformerFactory
+	services  corelisters.ServiceLister
+	slices    discoverylisters.EndpointSliceLister
+	synced    []cache.InformerSynced
+	reporter  *events.Reporter
+	queue     queue.Queue
+	// decided are the Services of the last pass. Only the worker uses it.
+	decided sets.Set[string]
+}
+
+// New returns a Controller that is subscribed to Nodes and machines. Call it before the informer of Nodes is started.
+// The informers of Services and EndpointSlices are its own, start with Run, and keep only the fields that it reads.
+func New(cfg Config) (*Controller, error) {
+	serviceFactory := informers.NewSharedInformerFactoryWithOptions(cfg.Client, 0, informers.WithTransform(trimService))
+	sliceFactory := informers.NewSharedInformerFactoryWithOptions(cfg.Client, 0, informers.WithTransform(trimSlice),
+		informers.WithTweakListOptions(func(options *metav1.ListOptions) {
+			options.LabelSelector = discoveryv1.LabelServiceName + ",!" + corev1.IsHeadlessService
+		}))
+	serviceInformer, sliceInformer := serviceFactory.Core().V1().Services(), sliceFactory.Discovery().V1().EndpointSlices()
+
+	c := &Controller{
+		cfg:       cfg,
+		informers: []informers.SharedInformerFactory{serviceFactory, sliceFactory},
+		services:  serviceInformer.Lister(),
+		slices:    sliceInformer.Lister(),
+		synced:    []cache.InformerSynced{cfg.Nodes.Informer().HasSynced, serviceInformer.Informer().HasSynced, sliceInformer.Informer().HasSynced},
+		reporter:  events.New(cfg.Recorder),
+		queue:     queue.New(Alias),
+	}
+
+	for _, watch := range []struct {
+		informer cache.SharedIndexInformer
+		relevant func(before, after any) bool
+	}{
+		{serviceInformer.Informer(), func(_, _ any) bool { return true }},
+		{sliceInformer.Informer(), c.sliceMatters},
+		{cfg.Nodes.Informer(), nodeChanged},
+	} {
+		changed := func(before, after any) {
+			if watch.relevant(before, after) {
+				c.Resync()
+			}
+		}
+
+		_, err := watch.informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
+			AddFunc:    func(obj any) { changed(nil, obj) },
+			UpdateFunc: changed,
+			DeleteFunc: func(obj any) { changed(obj, nil) },
+		})
+		if err != nil {
+			return nil, fmt.Errorf("watch services, endpoint slices and nodes: %w", err)
+		}
+	}
+
+	cfg.Inventory.Subscribe(func(string) { c.Resync() })
+
+	return c, nil
+}
+
+// Resync queues a pass over all Services.
+func (c *Controller) Resync() { c.queue.Add(passKey) }
+
+// Run works until ctx ends and the current pass has finished.
+func (c *Controller) Run(ctx context.Context) {
+	defer c.queue.ShutDown()
+
+	for _, factory := range c.informers {
+		factory.Start(ctx.Done())
+		defer factory.Shutdown()
+	}
+
+	if !cache.WaitForNamedCacheSyncWithContext(ctx, c.synced...) {
+		return
+	}
+
+	var group wait.Group
+
+	worker := queue.Worker{Queue: c.queue, Subject: "key", Failure: "Failed to update load balancers; retrying", Sync: c.sync}
+	group.StartWithContext(ctx, worker.Run)
+	c.Resync() // removes what is left if there are neither Nodes nor Services to manage
+
+	<-ctx.Done()
+	c.queue.ShutDown()
+	group.Wait()
+}
+
+// sync brings all Services up to date. A Service whose write fails does not hold up the others.
+func (c *Controller) sync(ctx context.Context, _ string) error {
+	s, err := c.snapshot()
+	if err != nil {
+		return err
+	}
+
+	decisions := s.plan()
+	errs := make([]error, len(decisions))
+
+	workqueue.ParallelizeUntil(ctx, writers, len(decisions), func(i int) { errs[i] = c.write(ctx, decisions[i]) })
+
+	decided := sets.Set[string]{}
+
+	for _, d := range decisions {
+		name := cache.MetaObjectToName(d.service).String()
+		c.reporter.Report(name, d.service, d.conditions...)
+		decided.Insert(name)
+	}
+
+	for name := range c.decided.Difference(decided) {
+		c.reporter.Forget(name)
+	}
+
+	c.decided = decided
+
+	return errors.Join(errs...)
+}
+
+func (c *Controller) snapshot() (snapshot, error) {
+	nodes, err := c.cfg.Nodes.Lister().List(labels.Everything())
+	if err != nil {
+		return snapshot{}, fmt.Errorf("list nodes: %w", err)
+	}
+
+	services, err := c.services.List(labels.Everything())
+	if err != nil {
+		return snapshot{}, fmt.Errorf("list services: %w", err)
+	}
+
+	s := snapshot{services: services, options: c.cfg.Options(), endpoints: c.endpoints}
+
+	for _, node := range nodes {
+		entry := c.cfg.Inventory.Get(node.Name)
+		s.nodes = append(s.nodes, candidate{node, entry, !entry.ObservedAt.IsZero() && c.cfg.Managed(node, entry.Machine)})
+	}
+
+	return s, nil
+}
+
+func (c *Controller) endpoints(service *corev1.Service) []*discoveryv1.EndpointSlice {
+	// A list from the cache cannot fail.
+	endpointSlices, _ := c.slices.EndpointSlices(service.Namespace).List(labels.SelectorFromSet(labels.Set{discoveryv1.LabelServiceName: service.Name}))
+
+	return endpointSlices
+}
+
+// write applies the addresses of a Service if they differ. The request carries the version of the Service that was
+// decided about, so that it cannot reach a Service that has changed since.
+func (c *Controller) write(ctx context.Context, d decision) error {
+	present := d.service.Status.LoadBalancer.Ingress
+	if apiequality.Semantic.DeepEqual(present, d.ingress) || (len(d.ingress) == 0 && !isOwned(d.service)) {
+		return nil
+	}
+
+	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
+	defer cancel()
+
+	status := applycorev1.ServiceStatus()
+	if len(d.ingress) > 0 {
+		status.WithLoadBalancer(applycorev1.LoadBalancerStatus())
+	}
+
+	for _, ingress := range d.ingress {
+		status.LoadBalancer.WithIngress(applycorev1.LoadBalancerIngress().WithIP(ingress.IP).WithIPMode(*ingress.IPMode))
+	}
+
+	apply := applycorev1.Service(d.service.Name, d.service.Namespace).WithResourceVersion(d.service.ResourceVersion).WithStatus(status)
+	_, err := c.cfg.Client.CoreV1().Services(d.service.Namespace).ApplyStatus(ctx, apply, metav1.ApplyOptions{FieldManager: FieldManager, Force: true})
+
+	switch {
+	case err == nil:
+		klog.FromContext(ctx).Info("Updated load balancer", "service", klog.KObj(d.service), "addresses", addresses(d.ingress), "before", addresses(present))
+	case apierrors.IsConflict(err), apierrors.IsNotFound(err):
+		// The Service has changed, and the change will queue the next pass.
+	default:
+		return fmt.Errorf("apply load balancer status of service %s: %w", klog.KObj(d.service), err)
+	}
+
+	return nil
+}
+
+func addresses(ingress []corev1.LoadBalancerIngress) []string {
+	list := make([]string, len(ingress))
+	for i := range ingress {
+		list[i] = ingress[i].IP
+	}
+
+	return list
+}
+
+// sliceMatters reports whether the EndpointSlice belongs to a Service whose addresses depend on it. If the Service is
+// not in the cache yet, its arrival will queue a pass.
+func (c *Controller) sliceMatters(before, after any) bool {
+	if after == nil {
+		after = before
+	}
+
+	slice, isSlice := after.(*discoveryv1.EndpointSlice)
+	if !isSlice {
+		return true // a deletion that the watch has missed
+	}
+
+	service, err := c.services.Services(slice.Namespace).Get(slice.Labels[discoveryv1.LabelServiceName])
+
+	return err == nil && service.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal && manages(c.cfg.Options(), service)
+}
+
+// nodeChanged reports whether more has changed than heartbeats.
+func nodeChanged(before, after any) bool {
+	old, wasNode := before.(*corev1.Node)
+	node, isNode := after.(*corev1.Node)
+
+	if !wasNode || !isNode {
+		return true
+	}
+
+	relevant := func(node *corev1.Node) []any {
+		return []any{node.UID, node.Labels, node.DeletionTimestamp, node.Spec.Taints, node.Status.Addresses, node.Status.NodeInfo.OSImage, nodespec.IsReady(node)}
+	}
+
+	return !apiequality.Semantic.DeepEqual(relevant(old), relevant(node))
+}
+
+// trimService keeps the fields of a Service that this package reads.
+func trimService(obj any) (any, error) {
+	full, isService := obj.(*corev1.Service)
+	if !isService {
+		return obj, nil
+	}
+
+	service := &corev1.Service{
+		ObjectMeta: metav1.ObjectMeta{
+			Name: full.Name, Namespace: full.Namespace, UID: full.UID, ResourceVersion: full.ResourceVersion, CreationTimestamp: full.CreationTimestamp,
+		},
+		Spec: corev1.ServiceSpec{
+			Type: full.Spec.Type, LoadBalancerClass: full.Spec.LoadBalancerClass, IPFamilies: full.Spec.IPFamilies, ClusterIPs: full.Spec.ClusterIPs,
+			ExternalTrafficPolicy: full.Spec.ExternalTrafficPolicy, HealthCheckNodePort: full.Spec.HealthCheckNodePort,
+		},
+		Status: corev1.ServiceStatus{LoadBalancer: full.Status.LoadBalancer},
+	}
+
+	for _, key := range []string{AnnotationNodeSelector, AnnotationAddresses} {
+		if value, found := full.Annotations[key]; found {
+			metav1.SetMetaDataAnnotation(&service.ObjectMeta, key, value)
+		}
+	}
+
+	for _, p := range full.Spec.Ports {
+		service.Spec.Ports = append(service.Spec.Ports, corev1.ServicePort{Protocol: p.Protocol, Port: p.Port, NodePort: p.NodePort})
+	}
+
+	for _, entry := range full.ManagedFields {
+		if entry.Subresource == "status" {
+			service.ManagedFields = append(service.ManagedFields, metav1.ManagedFieldsEntry{Manager: entry.Manager})
+		}
+	}
+
+	return service, nil
+}
+
+// trimSlice keeps one ready endpoint per Node.
+func trimSlice(obj any) (any, error) {
+	full, isSlice := obj.(*discoveryv1.EndpointSlice)
+	if !isSlice {
+		return obj, nil
+	}
+
+	slice := &discoveryv1.EndpointSlice{
+		ObjectMeta: metav1.ObjectMeta{
+			Name: full.Name, Namespace: full.Namespace, UID: full.UID, ResourceVersion: full.ResourceVersion,
+			Labels: map[string]string{discoveryv1.LabelServiceName: full.Labels[discoveryv1.LabelServiceName]},
+		},
+		AddressType: full.AddressType,
+	}
+
+	for _, nodename := range sets.List(readyNodes(full)) {
+		slice.Endpoints = append(slice.Endpoints, discoveryv1.Endpoint{NodeName: &nodename})
+	}
+
+	return slice, nil
+}

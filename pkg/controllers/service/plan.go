@@ -1,0 +1,536 @@
+package service
+
+import (
+	"cmp"
+	"crypto/sha256"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/util/sets"
+	"k8s.io/utils/ptr"
+
+	"github.com/talos-ccm/talos-ccm/pkg/config"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+)
+
+// Class is the loadBalancerClass of the Services that this controller manages.
+const Class = "talos-ccm.dev/node-ip"
+
+// Annotations of Services.
+const (
+	// AnnotationNodeSelector is a label selector in Kubernetes' syntax. Only Nodes that match it receive traffic.
+	AnnotationNodeSelector = "talos-ccm.dev/node-selector"
+	// AnnotationAddresses is `external` or `internal`, and overrides config.Service.Addresses.
+	AnnotationAddresses = "talos-ccm.dev/addresses"
+)
+
+// Reasons of the Events on Services.
+const (
+	// ReasonNoEligibleNodes: no Node can receive the traffic of the Service.
+	ReasonNoEligibleNodes = "NoEligibleNodes"
+	// ReasonPortConflict: another Service has a port of the Service on an address.
+	ReasonPortConflict = "PortConflict"
+	// ReasonPortReserved: a port of the Service is used by Talos, Kubernetes or, by configuration, by the machines.
+	ReasonPortReserved = "PortReserved"
+	// ReasonInvalidAnnotation: an annotation of the Service is invalid, and its addresses remain as they are.
+	ReasonInvalidAnnotation = "InvalidAnnotation"
+	// ReasonUnsupportedProxyMode: kube-proxy uses IPVS on a Node, and the addresses of all Services remain as they are.
+	ReasonUnsupportedProxyMode = "UnsupportedProxyMode"
+	// ReasonOwnershipConflict: another field manager has set the addresses of the Service.
+	ReasonOwnershipConflict = "OwnershipConflict"
+)
+
+// linkIPVS is the link to which kube-proxy in mode IPVS assigns the addresses of all Services. With the addresses of
+// other Nodes on it, a Node could not reach them (k8s.io/kubernetes/pkg/proxy/ipvs, defaultDummyDevice).
+const linkIPVS = "kube-ipvs0"
+
+// maxAddresses limits the addresses of a Service, of all its IP families together. DNS answers and clients can handle
+// as many.
+const maxAddresses = 16
+
+// toBeDeletedTaint is set by cluster-autoscaler before it deletes a Node. k8s.io/cloud-provider/controllers/service
+// excludes such Nodes, too.
+const toBeDeletedTaint = "ToBeDeletedByClusterAutoscaler"
+
+// manages reports whether the controller is responsible for the Service.
+func manages(options config.Service, service *corev1.Service) bool {
+	if service.Spec.Type != corev1.ServiceTypeLoadBalancer {
+		return false
+	}
+
+	if class := service.Spec.LoadBalancerClass; class != nil {
+		return *class == Class
+	}
+
+	return options.Default
+}
+
+// port is a port of a Service. All Nodes have the same ports.
+type port struct {
+	protocol corev1.Protocol
+	number   int32
+}
+
+func (p port) String() string { return fmt.Sprintf("%s/%d", p.protocol, p.number) }
+
+// machinePorts are the ports on which Talos and Kubernetes listen on a machine's addresses
+// (https://docs.siderolabs.com/talos/v1.13/learn-more/talos-network-connectivity and
+// https://kubernetes.io/docs/reference/networking/ports-and-protocols/). kube-proxy redirects the traffic to a load
+// balancer's port before a process on the machine receives it, so a Service with one of these ports would cut off the
+// machine.
+var machinePorts = map[port]string{
+	{corev1.ProtocolTCP, 2379}:  "etcd",
+	{corev1.ProtocolTCP, 2380}:  "etcd",
+	{corev1.ProtocolTCP, 6443}:  "kube-apiserver",
+	{corev1.ProtocolTCP, 10250}: "kubelet",
+	{corev1.ProtocolTCP, 10256}: "kube-proxy",
+	{corev1.ProtocolTCP, 10257}: "kube-controller-manager",
+	{corev1.ProtocolTCP, 10259}: "kube-scheduler",
+	{corev1.ProtocolTCP, 50000}: "apid",
+	{corev1.ProtocolTCP, 50001}: "trustd",
+	{corev1.ProtocolUDP, 4789}:  "VXLAN of Flannel",
+	{corev1.ProtocolUDP, 8472}:  "VXLAN of Cilium",
+	{corev1.ProtocolUDP, 51820}: "KubeSpan",
+}
+
+// snapshot is everything that the addresses of Services depend on.
+type snapshot struct {
+	// services are all Services of the cluster, because all node ports count.
+	services []*corev1.Service
+	nodes    []candidate
+	// endpoints returns the EndpointSlices of a Service.
+	endpoints func(*corev1.Service) []*discoveryv1.EndpointSlice
+	options   config.Service
+
+	// plan sets the following. A machine reports its addresses itself, so a compromised worker can claim any.
+	clusterIPs   sets.Set[string]
+	controlPlane sets.Set[netip.Addr] // addresses of control-plane machines
+}
+
+// candidate is a Node with what is known of its machine.
+type candidate struct {
+	node  *corev1.Node
+	entry inventory.Entry
+	// managed reports whether the configuration selects the machine; meaningless until the machine was observed.
+	managed bool
+}
+
+// statusManagers returns the field managers of the Service's status.
+func statusManagers(service *corev1.Service) string {
+	managers := sets.Set[string]{}
+	for _, entry := range service.ManagedFields {
+		managers.Insert(entry.Manager)
+	}
+
+	return strings.Join(sets.List(managers), ", ")
+}
+
+// isOwned reports whether the controller has written the addresses of the Service. The API server drops a field manager
+// that owns nothing.
+func isOwned(service *corev1.Service) bool {
+	return slices.ContainsFunc(service.ManagedFields, func(entry metav1.ManagedFieldsEntry) bool { return entry.Manager == FieldManager })
+}
+
+// decision is what a Service should have.
+type decision struct {
+	service    *corev1.Service
+	ingress    []corev1.LoadBalancerIngress
+	conditions []events.Condition
+}
+
+// socket is what only one Service can have.
+type socket struct {
+	address netip.Addr
+	port
+}
+
+// plan decides about all managed Services, and about those that are no longer managed. Older ones come first: of two
+// Services with the same port, the older one has the address.
+func (s snapshot) plan() []decision {
+	ipvs := s.findIPVS() // on any Node, eligible or not
+	s.clusterIPs, s.controlPlane = s.reservedAddresses()
+	s.nodes = slices.DeleteFunc(slices.Clone(s.nodes), func(c candidate) bool { return !c.eligible() })
+
+	var (
+		decisions []decision
+		managed   []*corev1.Service
+		nodePorts = map[port]*corev1.Service{}
+		taken     = map[socket]*corev1.Service{}
+	)
+
+	for _, service := range s.services {
+		switch {
+		case manages(s.options, service):
+			managed = append(managed, service)
+		case isOwned(service) && len(service.Status.LoadBalancer.Ingress) > 0:
+			decisions = append(decisions, decision{service: service})
+		}
+
+		for _, p := range service.Spec.Ports {
+			nodePorts[port{p.Protocol, p.NodePort}] = service
+		}
+
+		nodePorts[port{corev1.ProtocolTCP, service.Spec.HealthCheckNodePort}] = service
+	}
+
+	slices.SortFunc(managed, func(a, b *corev1.Service) int {
+		return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
+	})
+
+	for _, service := range managed {
+		d := decision{service, service.Status.LoadBalancer.Ingress, ipvs}
+		if ipvs == nil {
+			d = s.decide(service, nodePorts, taken)
+		}
+
+		decisions = append(decisions, d)
+
+		for _, ingress := range d.ingress {
+			address, _ := netip.ParseAddr(ingress.IP) // the zero Addr is an address like any other here
+
+			for _, p := range service.Spec.Ports {
+				taken[socket{address, port{p.Protocol, p.Port}}] = service
+			}
+		}
+	}
+
+	return decisions
+}
+
+// findIPVS returns a condition if kube-proxy uses IPVS.
+func (s snapshot) findIPVS() []events.Condition {
+	for _, c := range s.nodes {
+		if slices.ContainsFunc(c.entry.Machine.Addresses, func(a machine.Address) bool { return a.Link == linkIPVS }) {
+			return []events.Condition{{Reason: ReasonUnsupportedProxyMode, Message: fmt.Sprintf(
+				"kube-proxy on Node %s uses IPVS, which is not supported (link %s); use nftables, and restart the machine", c.node.Name, linkIPVS)}}
+		}
+	}
+
+	return nil
+}
+
+func (s snapshot) decide(service *corev1.Service, nodePorts map[port]*corev1.Service, taken map[socket]*corev1.Service) decision {
+	present := service.Status.LoadBalancer.Ingress
+
+	if service.Spec.LoadBalancerClass == nil && len(present) > 0 && !isOwned(service) {
+		return decision{service, present, []events.Condition{{Reason: ReasonOwnershipConflict, Message: fmt.Sprintf(
+			"The addresses were set by another controller (%s); set spec.loadBalancerClass, so that only one of them manages the Service", statusManagers(service))}}}
+	}
+
+	request, problem := parseRequest(service, s.options.Addresses)
+	if problem != "" {
+		return decision{service, present, []events.Condition{{Reason: ReasonInvalidAnnotation, Message: problem}}}
+	}
+
+	if condition := s.unusablePort(service, nodePorts); condition != nil {
+		return decision{service, nil, []events.Condition{*condition}}
+	}
+
+	var (
+		d         = decision{service: service}
+		conflicts []string
+	)
+
+	for _, family := range service.Spec.IPFamilies {
+		limit := maxAddresses / len(service.Spec.IPFamilies)
+		free, refused := s.available(service, request, family, taken)
+
+		for _, address := range choose(free, limit) {
+			mode := corev1.LoadBalancerIPModeVIP
+			d.ingress = append(d.ingress, corev1.LoadBalancerIngress{IP: address.String(), IPMode: &mode})
+		}
+
+		if len(free) < limit {
+			conflicts = append(conflicts, refused...)
+		}
+	}
+
+	switch {
+	case len(conflicts) > 0:
+		d.conditions = []events.Condition{{
+			Reason: ReasonPortConflict, Message: "Addresses omitted because of a port that an older Service has: " + strings.Join(conflicts, "; "),
+		}}
+	case len(d.ingress) == 0 && !slices.ContainsFunc(s.nodes, candidate.pending):
+		d.conditions = []events.Condition{{Reason: ReasonNoEligibleNodes, Message: s.explain(service, request)}}
+	}
+
+	return d
+}
+
+// unusablePort returns a condition if the Service has a port that no address can have.
+func (s snapshot) unusablePort(service *corev1.Service, nodePorts map[port]*corev1.Service) *events.Condition {
+	for _, p := range service.Spec.Ports {
+		key := port{p.Protocol, p.Port}
+
+		user := machinePorts[key]
+		if user == "" && slices.Contains(s.options.ReservedPorts, int(p.Port)) {
+			user = "the configuration (service.reservedPorts)"
+		}
+
+		if user != "" {
+			return &events.Condition{Reason: ReasonPortReserved, Message: fmt.Sprintf("Port %s is reserved for %s; use another port", key, user)}
+		}
+
+		if other := nodePorts[key]; other != nil && other.UID != service.UID {
+			return &events.Condition{
+				Reason: ReasonPortConflict, Message: fmt.Sprintf("Port %s is a node port of Service %s/%s; use another port", key, other.Namespace, other.Name),
+			}
+		}
+	}
+
+	return nil
+}
+
+// request is what the annotations of a Service ask for.
+type request struct {
+	selector labels.Selector
+	types    []corev1.NodeAddressType
+}
+
+// parseRequest also returns what is invalid; empty if nothing is.
+func parseRequest(service *corev1.Service, addresses config.ServiceAddresses) (r request, problem string) {
+	selector, err := labels.Parse(service.Annotations[AnnotationNodeSelector])
+	if err != nil {
+		return request{}, fmt.Sprintf("Annotation %s is not a label selector: %v", AnnotationNodeSelector, err)
+	}
+
+	if value, found := service.Annotations[AnnotationAddresses]; found {
+		addresses = config.ServiceAddresses(value)
+	}
+
+	switch addresses {
+	case "":
+		return request{selector, []corev1.NodeAddressType{corev1.NodeExternalIP, corev1.NodeInternalIP}}, ""
+	case config.AddressesExternal:
+		return request{selector, []corev1.NodeAddressType{corev1.NodeExternalIP}}, ""
+	case config.AddressesInternal:
+		return request{selector, []corev1.NodeAddressType{corev1.NodeInternalIP}}, ""
+	default:
+		return request{}, fmt.Sprintf("Annotation %s is %.80q; use %q or %q", AnnotationAddresses, addresses, config.AddressesExternal, config.AddressesInternal)
+	}
+}
+
+// offer is an address that a Service can have.
+type offer struct {
+	address netip.Addr
+	// rank orders the offers of a Service, the best first: those that it has, then the others in an order that differs
+	// between Services, so that they spread over the Nodes.
+	rank string
+}
+
+// available returns the addresses of one IP family that the Service can have, and a description of each address that
+// it would have without an older Service.
+func (s snapshot) available(service *corev1.Service, r request, family corev1.IPFamily, taken map[socket]*corev1.Service) (free []offer, refused []string) {
+	serving := s.servingNodes(service, family)
+	present, seen := sets.Set[string]{}, sets.Set[netip.Addr]{}
+
+	for _, ingress := range service.Status.LoadBalancer.Ingress {
+		present.Insert(ingress.IP)
+	}
+
+	for _, c := range s.nodes {
+		if !r.selector.Matches(labels.Set(c.node.Labels)) || (serving != nil && !serving.Has(c.node.Name)) {
+			continue
+		}
+
+		address, found := addressOf(c.node, family, r.types)
+		isPresent := present.Has(address.String())
+
+		if !found || seen.Has(address) || !c.holds(address, isPresent) || s.reserved(c, address) {
+			continue
+		}
+
+		seen.Insert(address)
+
+		if owner, key := conflicting(service, address, taken); owner != nil {
+			refused = append(refused, fmt.Sprintf("%s on %s (Service %s/%s)", key, address, owner.Namespace, owner.Name))
+
+			continue
+		}
+
+		rank := ""
+
+		if !isPresent {
+			sum := sha256.Sum256([]byte(string(service.UID) + "/" + c.node.Name))
+			rank = string(sum[:])
+		}
+
+		free = append(free, offer{address, rank})
+	}
+
+	return free, refused
+}
+
+func (s snapshot) reservedAddresses() (clusterIPs sets.Set[string], controlPlane sets.Set[netip.Addr]) {
+	clusterIPs, controlPlane = sets.Set[string]{}, sets.Set[netip.Addr]{}
+
+	for _, service := range s.services {
+		clusterIPs.Insert(service.Spec.ClusterIPs...)
+	}
+
+	for _, c := range s.nodes {
+		if nodespec.IsControlPlane(c.node) {
+			for _, a := range c.entry.Last.Addresses {
+				controlPlane.Insert(a.Prefix.Addr().Unmap())
+			}
+		}
+	}
+
+	return clusterIPs, controlPlane
+}
+
+// reserved reports whether the candidate may not have the address, whatever its machine reports.
+func (s snapshot) reserved(c candidate, address netip.Addr) bool {
+	return s.clusterIPs.Has(address.String()) || (s.controlPlane.Has(address) && !nodespec.IsControlPlane(c.node))
+}
+
+func conflicting(service *corev1.Service, address netip.Addr, taken map[socket]*corev1.Service) (*corev1.Service, port) {
+	for _, p := range service.Spec.Ports {
+		key := port{p.Protocol, p.Port}
+		if owner := taken[socket{address, key}]; owner != nil {
+			return owner, key
+		}
+	}
+
+	return nil, port{}
+}
+
+// servingNodes returns the names of the Nodes with ready endpoints of the IP family, or nil if the Service does not
+// care where its endpoints are.
+func (s snapshot) servingNodes(service *corev1.Service, family corev1.IPFamily) sets.Set[string] {
+	if service.Spec.ExternalTrafficPolicy != corev1.ServiceExternalTrafficPolicyLocal {
+		return nil
+	}
+
+	nodes := sets.Set[string]{}
+
+	for _, slice := range s.endpoints(service) {
+		if string(slice.AddressType) != string(family) {
+			continue
+		}
+
+		nodes = nodes.Union(readyNodes(slice))
+	}
+
+	return nodes
+}
+
+// readyNodes returns the names of the Nodes with endpoints that are ready: serving and not terminating. An absent
+// condition means ready (discovery.k8s.io/v1, EndpointConditions).
+func readyNodes(slice *discoveryv1.EndpointSlice) sets.Set[string] {
+	nodes := sets.Set[string]{}
+
+	for _, endpoint := range slice.Endpoints {
+		if endpoint.NodeName != nil && ptr.Deref(endpoint.Conditions.Ready, true) {
+			nodes.Insert(*endpoint.NodeName)
+		}
+	}
+
+	return nodes
+}
+
+// choose returns at most limit addresses in ascending order. Once the limit is reached, a new Node changes nothing.
+func choose(free []offer, limit int) []netip.Addr {
+	slices.SortFunc(free, func(a, b offer) int { return cmp.Or(cmp.Compare(a.rank, b.rank), a.address.Compare(b.address)) })
+
+	addresses := make([]netip.Addr, min(limit, len(free)))
+	for i := range addresses {
+		addresses[i] = free[i].address
+	}
+
+	slices.SortFunc(addresses, netip.Addr.Compare)
+
+	return addresses
+}
+
+// addressOf returns the first address of the IP family that the Node has, of the first type of which it has any. A
+// Node's further addresses lead to the same machine.
+func addressOf(node *corev1.Node, family corev1.IPFamily, types []corev1.NodeAddressType) (address netip.Addr, found bool) {
+	for _, t := range types {
+		for _, a := range node.Status.Addresses {
+			ip, err := netip.ParseAddr(a.Address)
+			if a.Type == t && err == nil && ip.IsGlobalUnicast() && ip.Unmap().Is4() == (family == corev1.IPv4Protocol) {
+				return ip.Unmap(), true
+			}
+		}
+	}
+
+	return netip.Addr{}, false
+}
+
+// eligible reports whether the Node can receive traffic: as in k8s.io/cloud-provider/controllers/service, and
+// initialized, because before that its addresses are not final.
+func (c candidate) eligible() bool {
+	isLeaving := slices.ContainsFunc(c.node.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == toBeDeletedTaint })
+
+	isExcluded := false
+
+	if value, found := c.node.Labels[corev1.LabelNodeExcludeBalancers]; found {
+		excluded, err := strconv.ParseBool(value)
+		isExcluded = excluded || err != nil
+	}
+
+	return nodespec.IsReady(c.node) && !isLeaving && !isExcluded && c.node.DeletionTimestamp == nil &&
+		nodespec.IsTalos(c.node) && !nodespec.IsUninitialized(c.node) && c.entry.Condition != inventory.Mismatch
+}
+
+// pending reports whether the Node may get addresses once its machine responds.
+func (c candidate) pending() bool { return c.entry.Condition == inventory.Unknown }
+
+// holds reports whether the machine has the address. The addresses of the Node are no proof, because its kubelet can
+// write them. Until the machine responds, which takes a moment after a leader change, a Service keeps what it has.
+func (c candidate) holds(address netip.Addr, present bool) bool {
+	if c.entry.ObservedAt.IsZero() {
+		return present
+	}
+
+	return c.managed && c.entry.Machine.HasAddress(address)
+}
+
+// explain returns how many Nodes meet each requirement.
+func (s snapshot) explain(service *corev1.Service, r request) string {
+	var managed, selected, serving int
+
+	for _, c := range s.nodes {
+		if !c.managed {
+			continue
+		}
+
+		managed++
+
+		if !r.selector.Matches(labels.Set(c.node.Labels)) {
+			continue
+		}
+
+		selected++
+
+		if slices.ContainsFunc(service.Spec.IPFamilies, func(family corev1.IPFamily) bool {
+			nodes := s.servingNodes(service, family)
+
+			return nodes == nil || nodes.Has(c.node.Name)
+		}) {
+			serving++
+		}
+	}
+
+	message := fmt.Sprintf("No Node can receive traffic: %d Nodes are managed, ready and not excluded, and %d of these match the node selector", managed, selected)
+	if service.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal {
+		message += fmt.Sprintf("; %d of these have a ready endpoint (externalTrafficPolicy: Local)", serving)
+	}
+
+	if serving > 0 {
+		message += fmt.Sprintf("; none of these has an address of type %v and family %v", r.types, service.Spec.IPFamilies)
+	}
+
+	return message
+}

@@ -1,0 +1,478 @@
+package service
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	cloudproviderapi "k8s.io/cloud-provider/api"
+
+	"github.com/talos-ccm/talos-ccm/pkg/config"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+)
+
+var began = time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
+
+// newService returns a managed IPv4 Service for TCP port 80. Services are older in the order of their names.
+func newService(name string, changes ...func(*corev1.Service)) *corev1.Service {
+	service := &corev1.Service{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: "default", Name: name, UID: types.UID("uid-" + name),
+			CreationTimestamp: metav1.NewTime(began.Add(time.Duration(name[0]) * time.Second)),
+		},
+		Spec: corev1.ServiceSpec{
+			Type: corev1.ServiceTypeLoadBalancer, LoadBalancerClass: new(Class), IPFamilies: []corev1.IPFamily{corev1.IPv4Protocol},
+			Ports: []corev1.ServicePort{{Protocol: corev1.ProtocolTCP, Port: 80}},
+		},
+	}
+
+	for _, change := range changes {
+		change(service)
+	}
+
+	return service
+}
+
+func families(list ...corev1.IPFamily) func(*corev1.Service) {
+	return func(service *corev1.Service) { service.Spec.IPFamilies = list }
+}
+
+func annotation(key, value string) func(*corev1.Service) {
+	return func(service *corev1.Service) { metav1.SetMetaDataAnnotation(&service.ObjectMeta, key, value) }
+}
+
+func published(addresses ...string) func(*corev1.Service) {
+	return func(service *corev1.Service) {
+		for _, address := range addresses {
+			service.Status.LoadBalancer.Ingress = append(service.Status.LoadBalancer.Ingress, corev1.LoadBalancerIngress{IP: address})
+		}
+	}
+}
+
+func onPort(number int32) func(*corev1.Service) {
+	return func(service *corev1.Service) { service.Spec.Ports[0].Port = number }
+}
+
+func withoutClass(service *corev1.Service) { service.Spec.LoadBalancerClass = nil }
+
+func local(service *corev1.Service) {
+	service.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyLocal
+}
+
+func owned(service *corev1.Service) {
+	service.ManagedFields = []metav1.ManagedFieldsEntry{{Manager: FieldManager}}
+}
+
+// newCandidate returns a ready, managed Node whose machine has the addresses. Those with the prefix "ext:" are external.
+func newCandidate(name string, addresses ...string) candidate {
+	c := candidate{managed: true, node: &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: map[string]string{"name": name}}}}
+	c.node.Status.NodeInfo.OSImage = "Talos (v1.13.5)"
+	c.node.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}
+	c.entry = inventory.Entry{Condition: inventory.Current, ObservedAt: began}
+
+	for _, text := range addresses {
+		address, isExternal := strings.CutPrefix(text, "ext:")
+
+		kind := corev1.NodeInternalIP
+		if isExternal {
+			kind = corev1.NodeExternalIP
+		}
+
+		c.node.Status.Addresses = append(c.node.Status.Addresses, corev1.NodeAddress{Type: kind, Address: address})
+
+		ip := netip.MustParseAddr(address)
+		c.entry.Machine.Addresses = append(c.entry.Machine.Addresses, machine.Address{Prefix: netip.PrefixFrom(ip, ip.BitLen())})
+	}
+
+	c.entry.Last = c.entry.Machine
+
+	return c
+}
+
+// candidates returns n Nodes with the addresses 192.0.2.1 and so on.
+func candidates(n int) (list []candidate) {
+	for i := range n {
+		list = append(list, newCandidate(fmt.Sprint("node-", i), fmt.Sprint("192.0.2.", i+1)))
+	}
+
+	return list
+}
+
+// addressesOf returns the planned addresses of a Service, and its reasons.
+func (s snapshot) addressesOf(name string) (list, reasons []string) {
+	for _, d := range s.plan() {
+		if d.service.Name != name {
+			continue
+		}
+
+		for _, condition := range d.conditions {
+			reasons = append(reasons, condition.Reason)
+		}
+
+		return addresses(d.ingress), reasons
+	}
+
+	return nil, []string{"no decision"}
+}
+
+func TestPlan_Addresses(t *testing.T) {
+	const v4, v6 = corev1.IPv4Protocol, corev1.IPv6Protocol
+
+	dual := []candidate{newCandidate("a", "10.0.0.1", "fd00::1", "ext:198.51.100.1"), newCandidate("b", "10.0.0.2", "fd00::2")}
+
+	var (
+		none      config.Service
+		byDefault = config.Service{Default: true}
+		external  = config.Service{Addresses: config.AddressesExternal}
+		elsewhere = []string{"203.0.113.9"}
+		foreign   = published(elsewhere...)
+	)
+
+	for name, test := range map[string]struct {
+		service *corev1.Service
+		nodes   []candidate
+		options config.Service
+		want    []string
+		reasons []string
+	}{
+		"external addresses, else internal ones":    {newService("s"), dual, none, []string{"10.0.0.2", "198.51.100.1"}, nil},
+		"of the Service's family":                   {newService("s", families(v6)), dual, none, []string{"fd00::1", "fd00::2"}, nil},
+		"in the order of the Service's families":    {newService("s", families(v6, v4)), dual, none, []string{"fd00::1", "fd00::2", "10.0.0.2", "198.51.100.1"}, nil},
+		"internal by configuration":                 {newService("s"), dual, config.Service{Addresses: config.AddressesInternal}, []string{"10.0.0.1", "10.0.0.2"}, nil},
+		"the annotation overrides":                  {newService("s", annotation(AnnotationAddresses, "external")), dual, config.Service{Addresses: config.AddressesInternal}, []string{"198.51.100.1"}, nil},
+		"an empty annotation is the default":        {newService("s", annotation(AnnotationAddresses, "")), dual, external, []string{"10.0.0.2", "198.51.100.1"}, nil},
+		"no address of the type":                    {newService("s", families(v6), annotation(AnnotationAddresses, "external")), dual, none, nil, []string{ReasonNoEligibleNodes}},
+		"selected Nodes":                            {newService("s", annotation(AnnotationNodeSelector, "name in (b, c)")), dual, none, []string{"10.0.0.2"}, nil},
+		"no selected Node":                          {newService("s", annotation(AnnotationNodeSelector, "name=c")), dual, none, nil, []string{ReasonNoEligibleNodes}},
+		"an invalid selector changes nothing":       {newService("s", annotation(AnnotationNodeSelector, "="), foreign), dual, none, elsewhere, []string{ReasonInvalidAnnotation}},
+		"an invalid type changes nothing":           {newService("s", annotation(AnnotationAddresses, "x"), foreign), dual, none, elsewhere, []string{ReasonInvalidAnnotation}},
+		"no Node":                                   {newService("s"), nil, none, nil, []string{ReasonNoEligibleNodes}},
+		"one address per Node and family":           {newService("s"), []candidate{newCandidate("a", "ext:198.51.100.2", "ext:198.51.100.1")}, none, []string{"198.51.100.2"}, nil},
+		"an address of two Nodes once":              {newService("s"), []candidate{newCandidate("a", "10.0.0.1"), newCandidate("b", "10.0.0.1")}, none, []string{"10.0.0.1"}, nil},
+		"no special address":                        {newService("s"), []candidate{newCandidate("a", "127.0.0.1", "169.254.1.1", "10.0.0.1")}, none, []string{"10.0.0.1"}, nil},
+		"a port of Talos":                           {newService("s", onPort(50000), published("10.0.0.1")), dual, none, nil, []string{ReasonPortReserved}},
+		"a reserved port":                           {newService("s", onPort(443)), dual, config.Service{ReservedPorts: []int{22, 443}}, nil, []string{ReasonPortReserved}},
+		"without a class":                           {newService("s", withoutClass), dual, none, nil, []string{"no decision"}},
+		"without a class by default":                {newService("s", withoutClass), dual, byDefault, []string{"10.0.0.2", "198.51.100.1"}, nil},
+		"another class":                             {newService("s", func(s *corev1.Service) { s.Spec.LoadBalancerClass = new("x/y") }), dual, byDefault, nil, []string{"no decision"}},
+		"another type":                              {newService("s", withoutClass, func(s *corev1.Service) { s.Spec.Type = corev1.ServiceTypeNodePort }), dual, byDefault, nil, []string{"no decision"}},
+		"no longer managed":                         {newService("s", withoutClass, owned, published("10.0.0.1")), dual, none, nil, nil},
+		"no longer managed, and removed":            {newService("s", withoutClass, owned), dual, none, nil, []string{"no decision"}},
+		"not managed, of another controller":        {newService("s", withoutClass, published("10.0.0.1")), dual, none, nil, []string{"no decision"}},
+		"managed, of another controller":            {newService("s", withoutClass, foreign), dual, byDefault, elsewhere, []string{ReasonOwnershipConflict}},
+		"managed by class, of another controller":   {newService("s", foreign), dual, none, []string{"10.0.0.2", "198.51.100.1"}, nil},
+		"local without endpoints":                   {newService("s", local), dual, none, nil, []string{ReasonNoEligibleNodes}},
+		"a machine of which nothing is known":       {newService("s"), []candidate{unknown(dual[0])}, none, nil, nil},
+		"an unknown machine keeps what it has":      {newService("s", published("198.51.100.1")), []candidate{unknown(dual[0])}, none, []string{"198.51.100.1"}, nil},
+		"an address that the machine does not have": {newService("s"), []candidate{{node: dual[0].node, entry: dual[1].entry, managed: true}}, none, nil, []string{ReasonNoEligibleNodes}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := snapshot{services: []*corev1.Service{test.service}, nodes: test.nodes, options: test.options, endpoints: noEndpoints}
+
+			got, reasons := s.addressesOf("s")
+			if !slices.Equal(got, test.want) || !slices.Equal(reasons, test.reasons) {
+				t.Errorf("got %v %v, want %v %v", got, reasons, test.want, test.reasons)
+			}
+		})
+	}
+}
+
+func noEndpoints(*corev1.Service) []*discoveryv1.EndpointSlice { return nil }
+
+func unknown(c candidate) candidate { return candidate{node: c.node} }
+
+func TestPlan_EligibleNodes(t *testing.T) {
+	for name, test := range map[string]struct {
+		change func(*candidate)
+		want   bool
+	}{
+		"ready":               {func(*candidate) {}, true},
+		"not ready":           {func(c *candidate) { c.node.Status.Conditions[0].Status = corev1.ConditionFalse }, false},
+		"unknown":             {func(c *candidate) { c.node.Status.Conditions[0].Status = corev1.ConditionUnknown }, false},
+		"without conditions":  {func(c *candidate) { c.node.Status.Conditions = nil }, false},
+		"deleted":             {func(c *candidate) { c.node.DeletionTimestamp = &metav1.Time{Time: began} }, false},
+		"excluded":            {func(c *candidate) { c.node.Labels[corev1.LabelNodeExcludeBalancers] = "" }, false},
+		"excluded: true":      {func(c *candidate) { c.node.Labels[corev1.LabelNodeExcludeBalancers] = "true" }, false},
+		"excluded: false":     {func(c *candidate) { c.node.Labels[corev1.LabelNodeExcludeBalancers] = "false" }, true},
+		"about to be deleted": {func(c *candidate) { c.node.Spec.Taints = []corev1.Taint{{Key: toBeDeletedTaint}} }, false},
+		"uninitialized": {func(c *candidate) {
+			c.node.Spec.Taints = []corev1.Taint{{Key: cloudproviderapi.TaintExternalCloudProvider}}
+		}, false},
+		"cordoned": {func(c *candidate) { c.node.Spec.Unschedulable = true }, true},
+		"control plane": {func(c *candidate) {
+			c.node.Spec.Taints = []corev1.Taint{{Key: "node-role.kubernetes.io/control-plane"}}
+		}, true},
+		"not Talos":             {func(c *candidate) { c.node.Status.NodeInfo.OSImage = "Debian" }, false},
+		"not managed":           {func(c *candidate) { c.managed = false }, false},
+		"machine unreachable":   {func(c *candidate) { c.entry.Condition = inventory.Unreachable }, true},
+		"another machine there": {func(c *candidate) { c.entry = inventory.Entry{Condition: inventory.Mismatch} }, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := newCandidate("a", "10.0.0.1")
+			test.change(&c)
+
+			// The Service has the address already, so only the requirement under test can remove it.
+			s := snapshot{services: []*corev1.Service{newService("s", published("10.0.0.1"))}, nodes: []candidate{c}}
+			if got, _ := s.addressesOf("s"); (len(got) == 1) != test.want {
+				t.Errorf("got %v", got)
+			}
+		})
+	}
+}
+
+func TestPlan_LocalEndpoints(t *testing.T) {
+	endpoint := func(node string, conditions discoveryv1.EndpointConditions) discoveryv1.Endpoint {
+		return discoveryv1.Endpoint{NodeName: &node, Conditions: conditions}
+	}
+	s := snapshot{
+		services: []*corev1.Service{newService("s", local, families(corev1.IPv4Protocol, corev1.IPv6Protocol))},
+		endpoints: func(*corev1.Service) []*discoveryv1.EndpointSlice {
+			return []*discoveryv1.EndpointSlice{
+				{AddressType: discoveryv1.AddressTypeIPv4, Endpoints: []discoveryv1.Endpoint{
+					endpoint("a", discoveryv1.EndpointConditions{}),
+					endpoint("b", discoveryv1.EndpointConditions{Ready: new(false), Serving: new(true), Terminating: new(true)}),
+					{Addresses: []string{"203.0.113.1"}}, // outside the cluster
+				}},
+				{AddressType: discoveryv1.AddressTypeIPv4, Endpoints: []discoveryv1.Endpoint{endpoint("c", discoveryv1.EndpointConditions{Ready: new(true)})}},
+				{AddressType: discoveryv1.AddressTypeIPv6, Endpoints: []discoveryv1.Endpoint{endpoint("b", discoveryv1.EndpointConditions{})}},
+				{AddressType: discoveryv1.AddressTypeFQDN, Endpoints: []discoveryv1.Endpoint{endpoint("d", discoveryv1.EndpointConditions{})}},
+			}
+		},
+	}
+
+	for i, name := range []string{"a", "b", "c", "d"} {
+		s.nodes = append(s.nodes, newCandidate(name, fmt.Sprint("10.0.0.", i), fmt.Sprint("fd00::", i)))
+	}
+
+	if got, _ := s.addressesOf("s"); !slices.Equal(got, []string{"10.0.0.0", "10.0.0.2", "fd00::1"}) {
+		t.Errorf("got %v", got)
+	}
+}
+
+func TestPlan_PortConflicts(t *testing.T) {
+	nodes := candidates(2)
+	both := []string{"192.0.2.1", "192.0.2.2"}
+	onFirst := annotation(AnnotationNodeSelector, "name=node-0")
+	nodePort := func(number int32) func(*corev1.Service) {
+		return func(service *corev1.Service) { service.Spec.Ports[0].NodePort = number }
+	}
+
+	for name, test := range map[string]struct {
+		other   *corev1.Service
+		service *corev1.Service
+		want    []string
+		reasons []string
+	}{
+		"an older Service on all":    {newService("a"), newService("b"), nil, []string{ReasonPortConflict}},
+		"an older Service on one":    {newService("a", onFirst), newService("b"), both[1:], []string{ReasonPortConflict}},
+		"older by time, not by name": {newService("z", func(s *corev1.Service) { s.CreationTimestamp = metav1.NewTime(began) }), newService("b"), nil, []string{ReasonPortConflict}},
+		"a younger Service":          {newService("c", published(both...)), newService("b"), both, nil},
+		"the same age, by namespace": {newService("b", func(s *corev1.Service) { s.Namespace = "a"; s.UID = "other" }), newService("b"), nil, []string{ReasonPortConflict}},
+		"another port":               {newService("a", onPort(81)), newService("b"), both, nil},
+		"another protocol":           {newService("a", func(s *corev1.Service) { s.Spec.Ports[0].Protocol = corev1.ProtocolUDP }), newService("b"), both, nil},
+		"one of several ports": {newService("a", onPort(443)), newService("b", func(s *corev1.Service) {
+			s.Spec.Ports = append(s.Spec.Ports, newService("x", onPort(443)).Spec.Ports...)
+		}), nil, []string{ReasonPortConflict}},
+		"a Service of another class": {newService("a", withoutClass, published(both...)), newService("b"), both, nil},
+		"a node port":                {newService("c", withoutClass, nodePort(80)), newService("b"), nil, []string{ReasonPortConflict}},
+		"a health check port":        {newService("c", withoutClass, func(s *corev1.Service) { s.Spec.HealthCheckNodePort = 80 }), newService("b"), nil, []string{ReasonPortConflict}},
+		"its own node port":          {newService("c", withoutClass), newService("b", nodePort(80)), both, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := snapshot{services: []*corev1.Service{test.service, test.other}, nodes: nodes}
+
+			for _, d := range s.plan() {
+				if d.service == test.service {
+					s.services = []*corev1.Service{test.service} // found
+					reasons := []string(nil)
+
+					for _, condition := range d.conditions {
+						reasons = append(reasons, condition.Reason)
+					}
+
+					if got := addresses(d.ingress); !slices.Equal(got, test.want) || !slices.Equal(reasons, test.reasons) {
+						t.Errorf("got %v %v, want %v %v", got, d.conditions, test.want, test.reasons)
+					}
+				}
+			}
+
+			if len(s.services) > 1 {
+				t.Error("no decision")
+			}
+		})
+	}
+}
+
+func TestPlan_ConflictsCountOnlyBelowTheLimit(t *testing.T) {
+	s := snapshot{services: []*corev1.Service{newService("a", annotation(AnnotationNodeSelector, "name in (node-0, node-1)")), newService("b")}, nodes: candidates(18)}
+	if got, reasons := s.addressesOf("b"); len(got) != maxAddresses || reasons != nil {
+		t.Errorf("with 16 other addresses: got %d %v", len(got), reasons)
+	}
+
+	s.nodes = candidates(17)
+	if got, reasons := s.addressesOf("b"); len(got) != 15 || !slices.Equal(reasons, []string{ReasonPortConflict}) {
+		t.Errorf("with 15 other addresses: got %d %v", len(got), reasons)
+	}
+}
+
+func TestPlan_LimitIsSharedByFamilies(t *testing.T) {
+	var nodes []candidate
+	for i := range 10 {
+		nodes = append(nodes, newCandidate(fmt.Sprint("node-", i), fmt.Sprint("192.0.2.", i+1), fmt.Sprintf("fd00::%x", i+1)))
+	}
+
+	s := snapshot{services: []*corev1.Service{newService("s", families(corev1.IPv4Protocol, corev1.IPv6Protocol))}, nodes: nodes}
+
+	got, _ := s.addressesOf("s")
+	if n := len(slices.DeleteFunc(slices.Clone(got), func(a string) bool { return strings.Contains(a, ":") })); len(got) != maxAddresses || n != 8 {
+		t.Errorf("got %d addresses, %d of IPv4", len(got), n)
+	}
+}
+
+// With IPVS, each Node would consider the addresses of the other Nodes as its own.
+func TestPlan_ChangesNothingWithIPVS(t *testing.T) {
+	nodes := candidates(2)
+	nodes[1].entry.Machine.Addresses = append(nodes[1].entry.Machine.Addresses, machine.Address{Link: "kube-ipvs0", Prefix: netip.MustParsePrefix("10.96.0.1/32")})
+	nodes[1].node.Status.Conditions = nil // not eligible, but its kube-proxy counts
+
+	for name, want := range map[string][]string{"new": nil, "published": {"192.0.2.2"}} {
+		s := snapshot{services: []*corev1.Service{newService(name, published(want...))}, nodes: nodes}
+
+		got, reasons := s.addressesOf(name)
+		if !slices.Equal(got, want) || !slices.Equal(reasons, []string{ReasonUnsupportedProxyMode}) {
+			t.Errorf("%s: got %v %v, want %v", name, got, reasons, want)
+		}
+	}
+}
+
+func TestPlan_SpreadsServices(t *testing.T) {
+	used := map[string]bool{}
+
+	for i := range 20 {
+		s := snapshot{services: []*corev1.Service{newService(fmt.Sprint("s", i))}, nodes: candidates(100)}
+
+		got, _ := s.addressesOf(s.services[0].Name)
+		for _, address := range got {
+			used[address] = true
+		}
+	}
+
+	// Each of 100 Nodes is missed by 20 random choices of 16 with a probability of 0.03.
+	if len(used) < 85 {
+		t.Errorf("20 Services use %d of 100 Nodes", len(used))
+	}
+}
+
+// TestPlan_Stability applies random changes and checks that addresses change only if they must, that no port is
+// assigned twice, and that the order of the inputs does not matter.
+func TestPlan_Stability(t *testing.T) {
+	random := rand.New(rand.NewPCG(1, 2))
+	all := candidates(40)
+
+	for range 200 {
+		var services []*corev1.Service
+		for i := range 1 + random.IntN(4) {
+			services = append(services, newService(string(rune('a'+i)), onPort(int32(80+random.IntN(2)))))
+		}
+
+		nodes := slices.Clone(all[:10+random.IntN(20)])
+		before := publish(services, nodes)
+
+		// Another Node and another order change nothing for the oldest Service, and a lost Node only its own address.
+		lost := random.IntN(len(nodes))
+		gone := nodes[lost].node.Status.Addresses[0].Address
+		nodes = append(slices.Delete(nodes, lost, lost+1), all[30+random.IntN(10)])
+
+		random.Shuffle(len(nodes), func(i, j int) { nodes[i], nodes[j] = nodes[j], nodes[i] })
+		random.Shuffle(len(services), func(i, j int) { services[i], services[j] = services[j], services[i] })
+
+		after := publish(services, nodes)
+
+		for _, address := range before["a"] {
+			if address != gone && !slices.Contains(after["a"], address) {
+				t.Fatalf("%s was dropped: before %v, after %v, lost %s", address, before["a"], after["a"], gone)
+			}
+		}
+
+		taken := map[string]bool{}
+
+		for _, service := range services {
+			for _, address := range after[service.Name] {
+				key := fmt.Sprint(address, service.Spec.Ports[0].Port)
+				if taken[key] {
+					t.Fatalf("%s was assigned twice", key)
+				}
+
+				taken[key] = true
+			}
+		}
+	}
+}
+
+// A compromised worker reports addresses that it does not have.
+func TestPlan_OmitsAddressesThatAWorkerCannotHave(t *testing.T) {
+	controlPlane := newCandidate("cp", "10.0.0.11")
+	controlPlane.node.Labels["node-role.kubernetes.io/control-plane"] = ""
+	controlPlane.node.Labels[corev1.LabelNodeExcludeBalancers] = "true"
+
+	kubernetes := newService("kubernetes")
+	kubernetes.Spec.Type, kubernetes.Spec.ClusterIPs = corev1.ServiceTypeClusterIP, []string{"10.96.0.1"}
+
+	for name, address := range map[string]string{"control-plane machine": "10.0.0.11", "ClusterIP": "10.96.0.1"} {
+		t.Run(name, func(t *testing.T) {
+			s := snapshot{
+				services:  []*corev1.Service{kubernetes, newService("s", onPort(8443))},
+				nodes:     []candidate{controlPlane, newCandidate("worker", address)},
+				endpoints: noEndpoints,
+			}
+
+			if got, _ := s.addressesOf("s"); len(got) > 0 {
+				t.Errorf("published %v", got)
+			}
+		})
+	}
+}
+
+func TestPlan_RefusesPortsOfPodNetworks(t *testing.T) {
+	for _, number := range []int32{4789, 8472} {
+		service := newService("s", onPort(number))
+		service.Spec.Ports[0].Protocol = corev1.ProtocolUDP
+
+		s := snapshot{services: []*corev1.Service{service}, nodes: candidates(2), endpoints: noEndpoints}
+		if got, reasons := s.addressesOf("s"); len(got) > 0 || !slices.Contains(reasons, ReasonPortReserved) {
+			t.Errorf("port %d: published %v, reasons %v", number, got, reasons)
+		}
+	}
+}
+
+// publish plans, and gives the Services what was planned.
+func publish(services []*corev1.Service, nodes []candidate) map[string][]string {
+	result := map[string][]string{}
+
+	for _, d := range (snapshot{services: services, nodes: nodes}).plan() {
+		d.service.Status.LoadBalancer.Ingress = d.ingress
+		result[d.service.Name] = addresses(d.ingress)
+	}
+
+	return result
+}
+
+func BenchmarkPlan(b *testing.B) {
+	s := snapshot{nodes: candidates(250)}
+	for i := range 100 {
+		s.services = append(s.services, newService(fmt.Sprint("s", i), onPort(int32(1000+i))))
+	}
+
+	for b.Loop() {
+		s.plan()
+	}
+}

@@ -1,0 +1,417 @@
+//go:build e2e
+
+package loadbalancer_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/intstr"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/record"
+
+	"github.com/talos-ccm/talos-ccm/pkg/config"
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/service"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/test/kube"
+	"github.com/talos-ccm/talos-ccm/test/netns"
+)
+
+const (
+	// timeout of every wait. It is generous for slow machines.
+	timeout  = 2 * time.Minute
+	interval = 100 * time.Millisecond
+
+	clientAddress = "192.0.2.100"
+	targetPort    = 8080
+)
+
+// bed is a control plane, Nodes and a client on one network.
+type bed struct {
+	*testing.T
+
+	kube   *kube.Cluster
+	client kubernetes.Interface
+	lan    *netns.Namespace
+	// outside is the namespace of the client.
+	outside   *netns.Namespace
+	inventory *inventory.Inventory
+}
+
+// node is a Node with one pod, which serves HTTP and responds with the name of its Node and the client's address.
+type node struct {
+	name, address, podAddress string
+
+	namespace, pod *netns.Namespace
+}
+
+func (b *bed) require(err error) {
+	b.Helper()
+
+	if err != nil {
+		b.Fatal(err)
+	}
+}
+
+func (b *bed) namespace() *netns.Namespace {
+	b.Helper()
+
+	ns, err := netns.New()
+	b.require(err)
+	b.Cleanup(func() { _ = ns.Close() })
+	b.require(ns.IP(b.Context(), []string{"link", "set", "lo", "up"}))
+
+	return ns
+}
+
+// plug connects a new namespace to the network.
+func (b *bed) plug(name, address string) *netns.Namespace {
+	b.Helper()
+
+	ns := b.namespace()
+	b.require(b.lan.IP(b.Context(),
+		[]string{"link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", ns.Path()},
+		[]string{"link", "set", name, "master", "br0", "up"},
+	))
+	b.require(ns.IP(b.Context(), []string{"link", "set", "eth0", "up"}, []string{"address", "add", address + "/24", "dev", "eth0"}))
+
+	return ns
+}
+
+func newBed(t *testing.T) *bed {
+	t.Helper()
+
+	b := &bed{T: t, inventory: inventory.New(time.Now)}
+
+	var err error
+
+	b.kube, err = kube.Start(t.Context(), kube.Options{Progress: os.Stderr, ControllerManager: kube.ControllerManager{Absent: true}})
+	b.require(err)
+	t.Cleanup(func() { _ = b.kube.Stop() })
+
+	b.client, err = kubernetes.NewForConfig(b.kube.Config())
+	b.require(err)
+
+	b.lan = b.namespace()
+	b.require(b.lan.IP(t.Context(), []string{"link", "add", "br0", "type", "bridge"}, []string{"link", "set", "br0", "up"}))
+	b.outside = b.plug("client", clientAddress)
+
+	return b
+}
+
+// join adds a Node with a pod and kube-proxy. Its number is unique.
+func (b *bed) join(name string, number int, proxyMode string) node {
+	b.Helper()
+
+	n := node{name: name, address: fmt.Sprintf("192.0.2.%d", number), podAddress: fmt.Sprintf("10.244.%d.2", number)}
+	n.namespace, n.pod = b.plug(name, n.address), b.namespace()
+	gateway := fmt.Sprintf("10.244.%d.1", number)
+
+	b.require(n.namespace.IP(b.Context(),
+		[]string{"link", "add", "pod", "type", "veth", "peer", "name", "eth0", "netns", n.pod.Path()},
+		[]string{"link", "set", "pod", "up"},
+		[]string{"address", "add", gateway + "/24", "dev", "pod"},
+	))
+	b.require(n.pod.IP(b.Context(),
+		[]string{"link", "set", "eth0", "up"},
+		[]string{"address", "add", n.podAddress + "/24", "dev", "eth0"},
+		[]string{"route", "add", "default", "via", gateway},
+	))
+	b.require(n.namespace.Inside(func() error { return os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1"), 0o644) }))
+
+	listener, err := n.pod.Listen(b.Context(), fmt.Sprintf(":%d", targetPort))
+	b.require(err)
+
+	server := &http.Server{ReadHeaderTimeout: timeout, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		host, _, _ := net.SplitHostPort(r.RemoteAddr)
+		fmt.Fprint(w, name, " ", host)
+	})}
+
+	go func() { _ = server.Serve(listener) }()
+
+	b.Cleanup(func() { _ = server.Close() })
+	b.register(n)
+	b.startKubeProxy(n, proxyMode)
+
+	return n
+}
+
+// register registers the Node, ready and with a machine that has its address.
+func (b *bed) register(n node) {
+	b.Helper()
+
+	address := netip.MustParseAddr(n.address)
+	_, err := b.kube.RegisterNode(b.Context(), kube.NodeSpec{Name: n.name, NodeIPs: []netip.Addr{address}, WithoutCloudProvider: true})
+	b.require(err)
+
+	ready := []byte(`{"status":{"conditions":[{"type":"Ready","status":"True"}]}}`)
+	_, err = b.client.CoreV1().Nodes().Patch(b.Context(), n.name, types.StrategicMergePatchType, ready, metav1.PatchOptions{}, "status")
+	b.require(err)
+	b.inventory.Replace(n.name, machine.Machine{Nodename: n.name, Addresses: []machine.Address{{Link: "eth0", Prefix: netip.PrefixFrom(address, 24)}}})
+}
+
+// startKubeProxy runs kube-proxy in the Node's namespace until the test ends.
+func (b *bed) startKubeProxy(n node, mode string) {
+	b.Helper()
+
+	endpoint := strings.TrimPrefix(b.kube.Endpoint(), "https://")
+	listener, err := n.namespace.Listen(b.Context(), endpoint)
+	b.require(err)
+	b.Cleanup(func() { _ = listener.Close() })
+
+	go forward(listener, endpoint)
+
+	assets, err := kube.Assets(b.Context(), os.Stderr)
+	b.require(err)
+
+	kubeconfig := filepath.Join(b.TempDir(), "kubeconfig")
+	b.require(os.WriteFile(kubeconfig, b.kube.Kubeconfig(), 0o600))
+
+	log, err := os.Create(filepath.Join(b.TempDir(), "kube-proxy.log"))
+	b.require(err)
+
+	cmd := exec.CommandContext(b.Context(), filepath.Join(assets, "kube-proxy"), "--kubeconfig="+kubeconfig, "--hostname-override="+n.name,
+		"--proxy-mode="+mode, "--cluster-cidr=10.244.0.0/16", "--conntrack-max-per-core=0", "--v=2")
+	cmd.Stdout, cmd.Stderr = log, log
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+
+	started := make(chan error)
+
+	var group sync.WaitGroup
+
+	group.Go(func() {
+		// The thread ends with the goroutine, and Pdeathsig is sent when it ends.
+		runtime.LockOSThread()
+
+		err := errors.Join(n.namespace.Enter(), cmd.Start())
+		started <- err
+
+		if err == nil {
+			_ = cmd.Wait()
+		}
+	})
+
+	b.require(<-started)
+	b.Cleanup(func() {
+		group.Wait() // the context of the test has ended
+
+		if content, err := os.ReadFile(log.Name()); err == nil && b.Failed() {
+			b.Logf("kube-proxy of %s:\n%s", n.name, content)
+		}
+	})
+}
+
+// forward connects everything that the listener accepts to an address outside the namespaces.
+func forward(listener net.Listener, address string) {
+	for {
+		near, err := listener.Accept()
+		if err != nil {
+			return
+		}
+
+		go func() {
+			defer near.Close() //nolint:errcheck // both sides end
+
+			far, err := net.Dial("tcp", address)
+			if err != nil {
+				return
+			}
+			defer far.Close() //nolint:errcheck // both sides end
+
+			go func() { _, _ = io.Copy(far, near) }()
+
+			_, _ = io.Copy(near, far)
+		}()
+	}
+}
+
+// startController starts the controller until the test ends.
+func (b *bed) startController() {
+	b.Helper()
+
+	factory := informers.NewSharedInformerFactory(b.client, 0)
+	controller, err := service.New(service.Config{
+		Client: b.client, Nodes: factory.Core().V1().Nodes(), Inventory: b.inventory, Recorder: &record.FakeRecorder{},
+		Managed: func(*corev1.Node, machine.Machine) bool { return true },
+		Options: func() config.Service { return config.Service{} },
+	})
+	b.require(err)
+	factory.Start(b.Context().Done())
+
+	var group sync.WaitGroup
+
+	group.Go(func() { controller.Run(b.Context()) })
+	b.Cleanup(group.Wait)
+}
+
+// setEndpoint replaces the endpoints of the Service by one: the pod of the Node.
+func (b *bed) setEndpoint(n node) {
+	b.Helper()
+
+	slice := &discoveryv1.EndpointSlice{
+		ObjectMeta:  metav1.ObjectMeta{Name: "web", Labels: map[string]string{discoveryv1.LabelServiceName: "web"}},
+		AddressType: discoveryv1.AddressTypeIPv4,
+		Endpoints:   []discoveryv1.Endpoint{{Addresses: []string{n.podAddress}, NodeName: &n.name}},
+		Ports:       []discoveryv1.EndpointPort{{Name: new(""), Port: new(int32(targetPort))}},
+	}
+
+	slices := b.client.DiscoveryV1().EndpointSlices("default")
+	if _, err := slices.Update(b.Context(), slice, metav1.UpdateOptions{}); err != nil {
+		_, err = slices.Create(b.Context(), slice, metav1.CreateOptions{})
+		b.require(err)
+	}
+}
+
+func (b *bed) patch(patch string) {
+	b.Helper()
+
+	_, err := b.client.CoreV1().Services("default").Patch(b.Context(), "web", types.MergePatchType, []byte(patch), metav1.PatchOptions{})
+	b.require(err)
+}
+
+func (b *bed) eventually(what string, ok func() (last string, done bool)) {
+	b.Helper()
+
+	var last string
+
+	err := wait.PollUntilContextTimeout(b.Context(), interval, timeout, true, func(context.Context) (done bool, err error) {
+		last, done = ok()
+
+		return done, nil
+	})
+	if err != nil {
+		b.Fatalf("not true after %s: %s; last: %s", timeout, what, last)
+	}
+}
+
+// awaitAddresses waits until the Service has exactly the addresses of these Nodes.
+func (b *bed) awaitAddresses(nodes ...node) {
+	b.Helper()
+
+	var want []string
+	for _, n := range nodes {
+		want = append(want, n.address)
+	}
+
+	b.eventually(fmt.Sprintf("addresses are %v", want), func() (string, bool) {
+		svc, err := b.client.CoreV1().Services("default").Get(b.Context(), "web", metav1.GetOptions{})
+		b.require(err)
+
+		var got []string
+		for _, ingress := range svc.Status.LoadBalancer.Ingress {
+			got = append(got, ingress.IP)
+		}
+
+		return fmt.Sprint(got), slices.Equal(got, want)
+	})
+}
+
+// get sends a request to port 80 of the Node from a namespace.
+func (b *bed) get(from *netns.Namespace, to node) (string, error) {
+	client := &http.Client{Timeout: time.Second, Transport: &http.Transport{DialContext: from.Dial, DisableKeepAlives: true}}
+
+	request, err := http.NewRequestWithContext(b.Context(), http.MethodGet, "http://"+to.address, http.NoBody)
+	if err != nil {
+		return "", err
+	}
+
+	response, err := client.Do(request)
+	if err != nil {
+		return "", err
+	}
+	defer response.Body.Close() //nolint:errcheck // only read
+
+	body, err := io.ReadAll(response.Body)
+
+	return string(body), err
+}
+
+// awaitResponse waits until a request gets this response.
+func (b *bed) awaitResponse(from *netns.Namespace, to node, want string) {
+	b.Helper()
+	b.eventually(fmt.Sprintf("%s responds %q", to.name, want), func() (string, bool) {
+		got, err := b.get(from, to)
+
+		return fmt.Sprint(got, err), got == want
+	})
+}
+
+// awaitFailure waits until a request fails with an error that contains the text.
+func (b *bed) awaitFailure(from *netns.Namespace, to node, text string) {
+	b.Helper()
+	b.eventually(to.name+": "+text, func() (string, bool) {
+		got, err := b.get(from, to)
+
+		return fmt.Sprint(got, err), err != nil && strings.Contains(err.Error(), text)
+	})
+}
+
+func TestKubeProxy_ServesNodeAddresses(t *testing.T) {
+	for _, mode := range []string{"nftables", "iptables"} {
+		t.Run(mode, func(t *testing.T) { testKubeProxy(t, mode) })
+	}
+}
+
+func testKubeProxy(t *testing.T, mode string) {
+	b := newBed(t)
+	x, y := b.join("x", 1, mode), b.join("y", 2, mode)
+	b.require(x.namespace.IP(t.Context(), []string{"route", "add", "10.244.2.0/24", "via", y.address}))
+	b.require(y.namespace.IP(t.Context(), []string{"route", "add", "10.244.1.0/24", "via", x.address}))
+	b.startController()
+
+	_, err := b.client.CoreV1().Services("default").Create(t.Context(), &corev1.Service{
+		ObjectMeta: metav1.ObjectMeta{Name: "web"},
+		Spec: corev1.ServiceSpec{
+			Type: corev1.ServiceTypeLoadBalancer, LoadBalancerClass: new(service.Class), AllocateLoadBalancerNodePorts: new(false),
+			Ports: []corev1.ServicePort{{Port: 80, TargetPort: intstr.FromInt32(targetPort)}},
+		},
+	}, metav1.CreateOptions{})
+	b.require(err)
+
+	// Cluster: every Node leads to the pod on x. Nodes change the source address: y must, because x would respond to the
+	// client directly, and x does, too.
+	b.setEndpoint(x)
+	b.awaitAddresses(x, y)
+	b.awaitResponse(b.outside, x, "x 10.244.1.1")
+	b.awaitResponse(b.outside, y, "x "+y.address)
+	b.awaitResponse(y.namespace, x, "x "+y.address)
+
+	// Local: only x has an endpoint, and the pod sees the client's address.
+	b.patch(`{"spec":{"externalTrafficPolicy":"Local"}}`)
+	b.awaitAddresses(x)
+	b.awaitResponse(b.outside, x, "x "+clientAddress)
+	b.awaitFailure(b.outside, y, "connection refused")
+
+	b.setEndpoint(y)
+	b.awaitAddresses(y)
+	b.awaitResponse(b.outside, y, "y "+clientAddress)
+	b.awaitFailure(b.outside, x, "connection refused")
+
+	// kube-proxy filters by source.
+	b.patch(`{"spec":{"loadBalancerSourceRanges":["203.0.113.0/24"]}}`)
+	b.awaitFailure(b.outside, y, "deadline exceeded")
+	b.patch(`{"spec":{"loadBalancerSourceRanges":["192.0.2.0/24"]}}`)
+	b.awaitResponse(b.outside, y, "y "+clientAddress)
+}
