@@ -11,6 +11,9 @@ const Name = "talos-ccm"
 //go:embed rbac.yaml
 var RBAC []byte
 
+// ControllerLabel marks the objects of RBAC that only one controller needs. Its value is the name of the controller.
+const ControllerLabel = "talos-ccm.dev/controller"
+
 // ServiceAccount and Namespace identify the ServiceAccount in RBAC.
 const (
 	ServiceAccount = "talos-ccm"

@@ -17,12 +17,15 @@ import (
 	"go.yaml.in/yaml/v4"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/serializer"
 	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 	"k8s.io/client-go/kubernetes/scheme"
 
 	"github.com/talos-ccm/talos-ccm/extension"
+	"github.com/talos-ccm/talos-ccm/pkg/ccm"
 )
 
 // spec returns the service spec. packaging/image checks that Talos accepts it.
@@ -120,6 +123,42 @@ func permissions(rules []rbacv1.PolicyRule) []string {
 	return lines
 }
 
+// suffix returns which controller the object belongs to; empty if it is always applied.
+func suffix(object metav1.Object) string {
+	if controller, optional := object.GetLabels()[extension.ControllerLabel]; optional {
+		return " of " + controller
+	}
+
+	return ""
+}
+
+// An object with an unknown controller would never be applied.
+func TestRBAC_LabelsNameControllers(t *testing.T) {
+	for _, object := range objects(t) {
+		accessor, err := meta.Accessor(object)
+		if err != nil {
+			t.Fatal(err)
+		}
+
+		controller, optional := accessor.GetLabels()[extension.ControllerLabel]
+		if !optional {
+			continue
+		}
+
+		options, err := ccm.NewOptions()
+		if err != nil {
+			t.Fatal(err)
+		}
+
+		options.MachineSocket, options.RunDir = "/machine.sock", "/run"
+		options.Framework.Generic.Controllers = []string{"-" + controller}
+
+		if err := options.Validate(); err != nil {
+			t.Errorf("%s: %v", accessor.GetName(), err)
+		}
+	}
+}
+
 // Every permission added here is available to an attacker with a stolen token.
 func TestRBAC_GrantsExactlyTheExpectedRules(t *testing.T) {
 	want := map[string][]string{
@@ -131,13 +170,25 @@ func TestRBAC_GrantsExactlyTheExpectedRules(t *testing.T) {
 			"nodes/status: patch",
 			"nodes: list watch patch",
 		},
+		"ClusterRole /system:talos-ccm:lifecycle of cloud-node-lifecycle-controller": {
+			"nodes: get delete",
+		},
+		"Role default/system:talos-ccm:lifecycle of cloud-node-lifecycle-controller": {
+			"events: list",
+		},
+		"ClusterRole /system:talos-ccm:service of service-lb-controller": {
+			"discovery.k8s.io/endpointslices: list watch",
+			"events: create patch",
+			"services/status: patch",
+			"services: list watch",
+		},
 		"Role default/system:talos-ccm": {
 			"discovery.k8s.io/endpointslices: list",
 			"events: create patch",
 			"services kubernetes: get",
 		},
 		"Role kube-system/system:talos-ccm": {
-			"coordination.k8s.io/leases cloud-controller-manager-talos: get update",
+			"coordination.k8s.io/leases cloud-controller-manager-talos: get list watch update",
 			"coordination.k8s.io/leases: create",
 			"events: create patch",
 		},
@@ -151,9 +202,9 @@ func TestRBAC_GrantsExactlyTheExpectedRules(t *testing.T) {
 
 		switch o := object.(type) {
 		case *rbacv1.ClusterRole:
-			id, rules = "ClusterRole /"+o.Name, o.Rules
+			id, rules = "ClusterRole /"+o.Name+suffix(o), o.Rules
 		case *rbacv1.Role:
-			id, rules = "Role "+o.Namespace+"/"+o.Name, o.Rules
+			id, rules = "Role "+o.Namespace+"/"+o.Name+suffix(o), o.Rules
 		default:
 			continue
 		}
@@ -174,7 +225,10 @@ func TestRBAC_BindsOnlyTheServiceAccount(t *testing.T) {
 	want := []string{
 		"/system:talos-ccm → ClusterRole system:talos-ccm",
 		"/system:talos-ccm:auth-delegator → ClusterRole system:auth-delegator",
+		"/system:talos-ccm:lifecycle of cloud-node-lifecycle-controller → ClusterRole system:talos-ccm:lifecycle",
+		"/system:talos-ccm:service of service-lb-controller → ClusterRole system:talos-ccm:service",
 		"default/system:talos-ccm → Role system:talos-ccm",
+		"default/system:talos-ccm:lifecycle of cloud-node-lifecycle-controller → Role system:talos-ccm:lifecycle",
 		"kube-system/system:talos-ccm → Role system:talos-ccm",
 		"kube-system/system:talos-ccm:authentication-reader → Role extension-apiserver-authentication-reader",
 	}
@@ -194,9 +248,9 @@ func TestRBAC_BindsOnlyTheServiceAccount(t *testing.T) {
 	for _, object := range objects(t) {
 		switch o := object.(type) {
 		case *rbacv1.ClusterRoleBinding:
-			bound("/"+o.Name, o.Subjects, o.RoleRef)
+			bound("/"+o.Name+suffix(o), o.Subjects, o.RoleRef)
 		case *rbacv1.RoleBinding:
-			bound(o.Namespace+"/"+o.Name, o.Subjects, o.RoleRef)
+			bound(o.Namespace+"/"+o.Name+suffix(o), o.Subjects, o.RoleRef)
 		}
 	}
 

@@ -1,9 +1,9 @@
 // Package bootstrap obtains short-lived, least-privilege Kubernetes credentials with the admin kubeconfig of the
 // local machine.
 //
-// With the admin kubeconfig it applies the ServiceAccount and its RBAC, and requests a token that is valid for at
-// most one hour. The admin kubeconfig is held in memory only while it is in use and is never written to disk. Only
-// the token and a kubeconfig that refers to it are.
+// With the admin kubeconfig it applies the ServiceAccount and its RBAC, deletes the RBAC of disabled controllers, and
+// requests a token that is valid for at most one hour. The admin kubeconfig is held in memory only while it is in use
+// and is never written to disk. Only the token and a kubeconfig that refers to it are.
 package bootstrap
 
 import (
@@ -22,11 +22,14 @@ import (
 	"github.com/siderolabs/go-retry/retry"
 	"github.com/siderolabs/talos/pkg/machinery/resources/secrets"
 	authenticationv1 "k8s.io/api/authentication/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	utilnet "k8s.io/apimachinery/pkg/util/net"
 	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/metadata"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
@@ -79,14 +82,16 @@ type Admin interface {
 
 // Bootstrap keeps the credentials in a directory fresh. Use New and Run.
 type Bootstrap struct {
-	admin Admin
-	dir   string
-	clock clock.Clock
+	admin   Admin
+	dir     string
+	enabled func(controller string) bool
+	clock   clock.Clock
 }
 
-// New returns a Bootstrap that writes to dir, which must exist and should be on a tmpfs.
-func New(admin Admin, dir string, clk clock.Clock) *Bootstrap {
-	return &Bootstrap{admin: admin, dir: dir, clock: clk}
+// New returns a Bootstrap that writes to dir, which must exist and should be on a tmpfs. enabled reports whether the
+// controller with the given name is enabled, and so needs its RBAC.
+func New(admin Admin, dir string, enabled func(controller string) bool, clk clock.Clock) *Bootstrap {
+	return &Bootstrap{admin: admin, dir: dir, enabled: enabled, clock: clk}
 }
 
 // Kubeconfig returns the path of the kubeconfig that Run writes. The kubeconfig refers to a token file, which
@@ -178,7 +183,12 @@ func (b *Bootstrap) renewOnce(ctx context.Context) (renewal, error) {
 		return renewal{}, fmt.Errorf("connect to %s: %w", config.Host, err)
 	}
 
-	if err := applyManifests(ctx, client, extension.RBAC); err != nil {
+	objects, err := metadata.NewForConfigAndClient(config, transport)
+	if err != nil {
+		return renewal{}, fmt.Errorf("connect to %s: %w", config.Host, err)
+	}
+
+	if err := b.applyRBAC(ctx, objects); err != nil {
 		return renewal{}, err
 	}
 
@@ -288,41 +298,37 @@ func replaceFile(path string, data []byte) error {
 	return nil
 }
 
-// applyManifests applies every document of the stream by server-side apply. It overrides conflicts, since talos-ccm
-// owns objects of these names.
-func applyManifests(ctx context.Context, client kubernetes.Interface, stream []byte) error {
-	documents := utilyaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(stream)))
-	options := metav1.PatchOptions{FieldManager: fieldManager, Force: new(true)}
+// applyRBAC applies the documents of extension.RBAC by server-side apply. It overrides conflicts, since talos-ccm owns
+// objects of these names. It deletes the objects of controllers that are not enabled.
+func (b *Bootstrap) applyRBAC(ctx context.Context, client metadata.Interface) error {
+	documents := utilyaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(extension.RBAC)))
 
 	for {
 		document, err := documents.Read()
 		if errors.Is(err, io.EOF) {
 			return nil
 		} else if err != nil {
-			return fmt.Errorf("read manifests: %w", err)
+			return fmt.Errorf("read RBAC: %w", err)
 		}
 
 		var object metav1.PartialObjectMetadata
 		if err := yaml.Unmarshal(document, &object); err != nil {
-			return fmt.Errorf("parse manifest: %w", err)
+			return fmt.Errorf("parse RBAC: %w", err)
 		}
 
-		switch object.Kind {
-		case "ServiceAccount":
-			_, err = client.CoreV1().ServiceAccounts(object.Namespace).Patch(ctx, object.Name, types.ApplyPatchType, document, options)
-		case "ClusterRole":
-			_, err = client.RbacV1().ClusterRoles().Patch(ctx, object.Name, types.ApplyPatchType, document, options)
-		case "ClusterRoleBinding":
-			_, err = client.RbacV1().ClusterRoleBindings().Patch(ctx, object.Name, types.ApplyPatchType, document, options)
-		case "Role":
-			_, err = client.RbacV1().Roles(object.Namespace).Patch(ctx, object.Name, types.ApplyPatchType, document, options)
-		case "RoleBinding":
-			_, err = client.RbacV1().RoleBindings(object.Namespace).Patch(ctx, object.Name, types.ApplyPatchType, document, options)
-		default:
-			err = errors.New("unsupported kind")
+		resource, _ := meta.UnsafeGuessKindToResource(object.GroupVersionKind())
+		target := client.Resource(resource).Namespace(object.Namespace)
+
+		if controller, optional := object.Labels[extension.ControllerLabel]; optional && !b.enabled(controller) {
+			if err := target.Delete(ctx, object.Name, metav1.DeleteOptions{}); err != nil && !apierrors.IsNotFound(err) {
+				return fmt.Errorf("delete %s %s: %w", object.Kind, object.Name, err)
+			}
+
+			continue
 		}
 
-		if err != nil {
+		options := metav1.PatchOptions{FieldManager: fieldManager, Force: new(true)}
+		if _, err := target.Patch(ctx, object.Name, types.ApplyPatchType, document, options); err != nil {
 			return fmt.Errorf("apply %s %s: %w", object.Kind, object.Name, err)
 		}
 	}

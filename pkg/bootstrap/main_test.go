@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -57,6 +58,7 @@ type suite struct {
 	machine *talostest.Machine
 	admin   *countingAdmin
 	dir     string
+	enabled []string // controllers
 	sut     *bootstrap.Bootstrap
 	ready   chan struct{} // closed after the first success
 	ended   chan struct{} // closed when Run has returned
@@ -121,7 +123,7 @@ func newSuite(t *testing.T, kubeconfig []byte) *suite {
 func (s *suite) start(t *testing.T, clk clock.Clock) {
 	t.Helper()
 
-	s.sut = bootstrap.New(s.admin, s.dir, clk)
+	s.sut = bootstrap.New(s.admin, s.dir, func(controller string) bool { return slices.Contains(s.enabled, controller) }, clk)
 	s.ready, s.ended = make(chan struct{}), make(chan struct{})
 
 	go func() {
@@ -133,11 +135,12 @@ func (s *suite) start(t *testing.T, clk clock.Clock) {
 	t.Cleanup(func() { await(t, s.ended, "Run returns when its context ends") })
 }
 
-// bootstrapped returns a suite with credentials.
-func bootstrapped(t *testing.T, clk clock.Clock) *suite {
+// bootstrapped returns a suite with credentials, in which the given controllers are enabled.
+func bootstrapped(t *testing.T, clk clock.Clock, enabled ...string) *suite {
 	t.Helper()
 
 	s := newSuite(t, controlPlane.Kubeconfig())
+	s.enabled = enabled
 	s.start(t, clk)
 	await(t, s.ready, "credentials are written")
 

@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	authorizationv1 "k8s.io/api/authorization/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -23,7 +24,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/extension"
 )
 
-// manifests returns the objects of rbac.yaml from the API server.
+// manifests returns the objects of rbac.yaml from the API server; nil for an object that does not exist.
 func manifests(t *testing.T) map[string]*unstructured.Unstructured {
 	t.Helper()
 
@@ -50,12 +51,22 @@ func manifests(t *testing.T) map[string]*unstructured.Unstructured {
 		name := fmt.Sprintf("%s %s/%s", kind.Kind, want.GetNamespace(), want.GetName())
 
 		objects[name], err = client.Resource(resource).Namespace(want.GetNamespace()).Get(t.Context(), want.GetName(), metav1.GetOptions{})
+		if apierrors.IsNotFound(err) {
+			objects[name], err = nil, nil
+		}
+
 		must(t, err)
 	}
 }
 
+// Names of controllers with RBAC of their own.
+const (
+	lifecycle = "cloud-node-lifecycle-controller"
+	service   = "service-lb-controller"
+)
+
 func TestRBAC_IsAppliedAndOwned(t *testing.T) {
-	bootstrapped(t, clock.RealClock{})
+	bootstrapped(t, clock.RealClock{}, lifecycle, service)
 
 	objects := manifests(t)
 	if len(objects) < 2 {
@@ -63,7 +74,7 @@ func TestRBAC_IsAppliedAndOwned(t *testing.T) {
 	}
 
 	for name, object := range objects {
-		owned := slices.ContainsFunc(object.GetManagedFields(), func(entry metav1.ManagedFieldsEntry) bool {
+		owned := object != nil && slices.ContainsFunc(object.GetManagedFields(), func(entry metav1.ManagedFieldsEntry) bool {
 			return entry.Manager == "talos-ccm" && entry.Operation == metav1.ManagedFieldsOperationApply
 		})
 		if !owned {
@@ -73,11 +84,11 @@ func TestRBAC_IsAppliedAndOwned(t *testing.T) {
 }
 
 func TestRBAC_SecondApplyChangesNothing(t *testing.T) {
-	bootstrapped(t, clock.RealClock{})
+	bootstrapped(t, clock.RealClock{}, lifecycle, service)
 
 	before := manifests(t)
 
-	bootstrapped(t, clock.RealClock{})
+	bootstrapped(t, clock.RealClock{}, lifecycle, service)
 
 	for name, after := range manifests(t) {
 		if after.GetResourceVersion() != before[name].GetResourceVersion() {
@@ -124,8 +135,8 @@ const everywhere = ""
 // allowed returns everything that the token may do without naming an object, as verb and resource by namespace. In
 // everywhere, the first three rows are granted to every authenticated user, and the next two by
 // system:auth-delegator.
-func allowed() map[string][]string {
-	return map[string][]string{
+func allowed(controllers ...string) map[string][]string {
+	all := map[string][]string{
 		everywhere: {
 			"create selfsubjectaccessreviews.authorization.k8s.io",
 			"create selfsubjectrulesreviews.authorization.k8s.io",
@@ -148,23 +159,62 @@ func allowed() map[string][]string {
 		},
 		"kube-public": {},
 	}
+
+	if slices.Contains(controllers, lifecycle) {
+		all[everywhere] = append(all[everywhere], "get nodes", "delete nodes")
+		all["default"] = append(all["default"], "list events")
+	}
+
+	if slices.Contains(controllers, service) {
+		all[everywhere] = append(all[everywhere], "list services", "watch services", "patch services/status",
+			"list endpointslices.discovery.k8s.io", "watch endpointslices.discovery.k8s.io", "create events", "patch events")
+	}
+
+	return all
 }
 
-// The test reviews every verb on every resource of the API server.
+// The test reviews every verb on every resource of the API server. The permissions of a controller that is disabled
+// must not remain.
 func TestRBAC_GrantsExactlyTheExpectedPermissions(t *testing.T) {
-	s := bootstrapped(t, clock.RealClock{})
-	s.awaitRights(t)
-
-	client := s.client(t)
 	resources := allResources(t)
 
-	// Permissions in all namespaces are also granted in each one.
-	general := permissions(t, client, everywhere, resources)
-	requireSame(t, "everywhere", general, allowed()[everywhere])
+	for _, enabled := range [][]string{nil, {lifecycle}, {service}, {lifecycle, service}, nil} {
+		s := bootstrapped(t, clock.RealClock{}, enabled...)
+		s.awaitRights(t)
 
-	for namespace, want := range allowed() {
-		if namespace != everywhere {
-			requireSame(t, "in "+namespace, permissions(t, client, namespace, resources), append(want, allowed()[everywhere]...))
+		client, want := s.client(t), allowed(enabled...)
+
+		// The authorizer observes changes with a delay.
+		for verb, attributes := range map[string]authorizationv1.ResourceAttributes{
+			"delete nodes":          {Verb: "delete", Resource: "nodes"},
+			"patch services/status": {Verb: "patch", Resource: "services", Subresource: "status"},
+			"list services":         {Verb: "list", Resource: "services"},
+			"list events":           {Verb: "list", Resource: "events", Namespace: "default"},
+		} {
+			granted := slices.Contains(slices.Concat(want[everywhere], want["default"]), verb)
+			eventually(t, fmt.Sprintf("token may %s: %t", verb, granted), func() bool { return may(t, client, attributes) == granted })
+		}
+
+		// Permissions in all namespaces are also granted in each one.
+		general := permissions(t, client, everywhere, resources)
+		requireSame(t, fmt.Sprintf("everywhere with %v", enabled), general, want[everywhere])
+
+		for namespace, additional := range want {
+			if namespace != everywhere {
+				where := fmt.Sprintf("in %s with %v", namespace, enabled)
+				requireSame(t, where, permissions(t, client, namespace, resources), append(additional, want[everywhere]...))
+			}
+		}
+	}
+}
+
+func TestRBAC_DeletesObjectsOfDisabledControllers(t *testing.T) {
+	bootstrapped(t, clock.RealClock{}, lifecycle, service)
+	bootstrapped(t, clock.RealClock{}, service)
+
+	for name, object := range manifests(t) {
+		if gone, want := object == nil, strings.HasSuffix(name, ":lifecycle"); gone != want {
+			t.Errorf("%s is deleted: %t, want %t", name, gone, want)
 		}
 	}
 }
@@ -181,6 +231,8 @@ func TestRBAC_RestrictsNamedObjects(t *testing.T) {
 	}{
 		{"get", "coordination.k8s.io", "leases", "", "kube-system", "cloud-controller-manager-talos", true},
 		{"update", "coordination.k8s.io", "leases", "", "kube-system", "cloud-controller-manager-talos", true},
+		{"watch", "coordination.k8s.io", "leases", "", "kube-system", "cloud-controller-manager-talos", true},
+		{"watch", "coordination.k8s.io", "leases", "", "kube-system", "kube-controller-manager", false},
 		{"delete", "coordination.k8s.io", "leases", "", "kube-system", "cloud-controller-manager-talos", false},
 		{"update", "coordination.k8s.io", "leases", "", "kube-system", "kube-controller-manager", false},
 		{"update", "coordination.k8s.io", "leases", "", "kube-node-lease", "cloud-controller-manager-talos", false},

@@ -1,7 +1,7 @@
 // Package ccm runs talos-ccm: it obtains credentials, runs for leader election and runs the reflector and the
 // controllers while it leads.
 //
-// It uses the flags, the secure port and the controllers of k8s.io/cloud-provider/app, but not app.Run: that cannot
+// It uses the flags and the secure port of k8s.io/cloud-provider, but neither its controllers nor app.Run: that cannot
 // release the lease, exits if the API server is not available yet, and keeps the list of disabled controllers in a
 // package variable.
 package ccm
@@ -18,7 +18,6 @@ import (
 	"k8s.io/apimachinery/pkg/util/uuid"
 	"k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/leaderelection"
 	cloudconfig "k8s.io/cloud-provider/app/config"
 	controllerhealthz "k8s.io/controller-manager/pkg/healthz"
 	"k8s.io/klog/v2"
@@ -197,7 +196,6 @@ func (a *App) connect(ctx context.Context) error {
 		config:   config,
 		recorder: config.EventBroadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: component}),
 		checks:   controllerhealthz.NewMutableHealthzHandler(),
-		watchdog: leaderelection.NewLeaderHealthzAdaptor(electionHealthTimeout),
 	}
 
 	return m.run(ctx)
@@ -225,7 +223,7 @@ func (a *App) credentials(ctx context.Context, group *sync.WaitGroup, replaced f
 	await(creds.Run)
 
 	if kubeconfig == "" {
-		b := bootstrap.New(a.socket.Admin, a.options.RunDir, a.clock)
+		b := bootstrap.New(a.socket.Admin, a.options.RunDir, a.options.enabled, a.clock)
 		kubeconfig = b.Kubeconfig()
 
 		await(func(ctx context.Context, ready func()) {
@@ -252,7 +250,7 @@ func (a *App) frameworkConfig(ctx context.Context, kubeconfig string) (config *c
 		// A failed attempt changes the options, for example it sets the secure port to 0 if the port is in use.
 		framework := a.options.frameworkFor(kubeconfig)
 
-		c, err := framework.Config(controllerNames(), disabledByDefault().List(), controllerAliases(), nil, nil)
+		c, err := framework.Config(a.options.knownControllers(), nil, controllerAliases(), nil, nil)
 		if err == nil {
 			c.Kubeconfig.UserAgent = version.UserAgent()
 			config = c.Complete()

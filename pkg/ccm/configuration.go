@@ -32,6 +32,7 @@ func NodeOptions(c *config.Compiled, fallback config.ProviderIDFallback) nodespe
 		ClusterName:          c.ClusterName,
 		PreferIPv6:           c.PreferIPv6,
 		ProviderIDFromNodeIP: cmp.Or(c.ProviderIDFallback, fallback) == config.FallbackNodeIP,
+		FollowTopology:       c.FollowTopology,
 		Rules:                c.Rules,
 		Selector:             c.NodeSelector,
 	}

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/cosi-project/runtime/pkg/controller/generic"
 	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/cosi-project/runtime/pkg/state"
 	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
@@ -110,42 +111,40 @@ func (s localState) after(event state.Event) (localState, error) {
 	return s, nil
 }
 
-// localNodename returns the nodename of the local machine; it is empty outside Talos and if it is not known.
-func (a *App) localNodename(ctx context.Context) string {
+// localResource reads a resource of the local machine. It returns nil outside Talos and if the resource is not
+// available.
+func localResource[T generic.ResourceWithRD](ctx context.Context, a *App, id string) (r T) {
 	if a.socket == nil {
-		return ""
+		return r
 	}
 
 	ctx, cancel := context.WithTimeout(ctx, localTimeout)
 	defer cancel()
 
-	nodename, err := safe.StateGetByID[*k8s.Nodename](ctx, a.socket.Reader, k8s.NodenameID)
+	r, err := safe.StateGetByID[T](ctx, a.socket.Reader, id)
 	if err != nil {
-		klog.FromContext(ctx).V(2).Info("Nodename of the local machine is not available", "err", err)
-
-		return ""
+		klog.FromContext(ctx).V(2).Info("Resource of the local machine is not available", "id", id, "err", err)
 	}
 
-	return nodename.TypedSpec().Nodename
+	return r
+}
+
+// localNodename returns the nodename of the local machine; it is empty outside Talos and if it is not known.
+func (a *App) localNodename(ctx context.Context) string {
+	if nodename := localResource[*k8s.Nodename](ctx, a, k8s.NodenameID); nodename != nil {
+		return nodename.TypedSpec().Nodename
+	}
+
+	return ""
 }
 
 // leaseIdentity returns the holder identity for the lease. On Talos it is derived from the machine: Talos runs one
 // instance per machine and restarts it, so the holder of a lease that names this machine was an earlier process, and
 // the lease can be renewed without waiting for it to expire.
 func (a *App) leaseIdentity(ctx context.Context) string {
-	if a.socket == nil {
-		return a.identity
+	if node := localResource[*cluster.Identity](ctx, a, cluster.LocalIdentity); node != nil && node.TypedSpec().NodeID != "" {
+		return component + "_" + node.TypedSpec().NodeID
 	}
 
-	ctx, cancel := context.WithTimeout(ctx, localTimeout)
-	defer cancel()
-
-	node, err := safe.StateGetByID[*cluster.Identity](ctx, a.socket.Reader, cluster.LocalIdentity)
-	if err != nil || node.TypedSpec().NodeID == "" {
-		klog.FromContext(ctx).V(2).Info("Node ID of the local machine is not available; using a random lease identity", "err", err)
-
-		return a.identity
-	}
-
-	return component + "_" + node.TypedSpec().NodeID
+	return a.identity
 }

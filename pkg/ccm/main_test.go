@@ -367,12 +367,12 @@ func tainted(n *corev1.Node) bool {
 	return slices.ContainsFunc(n.Spec.Taints, func(t corev1.Taint) bool { return t.Key == cloudproviderapi.TaintExternalCloudProvider })
 }
 
-// move changes the machine's zone and waits for its Node to follow.
-func (s *suite) move(m *talostest.Machine, zone string) {
+// move moves the machine to another instance type and waits for its Node to follow.
+func (s *suite) move(m *talostest.Machine, instanceType string) {
 	s.Helper()
 
-	s.require(m.UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = zone }))
-	s.await(m.Nodename(), "in "+zone, func(n *corev1.Node) bool { return n.Labels[corev1.LabelTopologyZone] == zone })
+	s.require(m.UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType = instanceType }))
+	s.await(m.Nodename(), "of type "+instanceType, func(n *corev1.Node) bool { return n.Labels[corev1.LabelInstanceTypeStable] == instanceType })
 }
 
 func (s *suite) get(m *talostest.Machine) *corev1.Node {
@@ -441,5 +441,25 @@ func (s *suite) leaseTo(holder string, duration time.Duration) {
 
 	ask(s, func(ctx context.Context) (*coordinationv1.Lease, error) {
 		return s.client.CoordinationV1().Leases(leaseNamespace).Create(ctx, lease, metav1.CreateOptions{})
+	})
+}
+
+// renewLease renews the lease for its holder.
+func (s *suite) renewLease(holder string) {
+	s.Helper()
+
+	ask(s, func(ctx context.Context) (*coordinationv1.Lease, error) {
+		lease, err := s.client.CoordinationV1().Leases(leaseNamespace).Get(ctx, leaseName, metav1.GetOptions{})
+		if err != nil {
+			return nil, err
+		}
+
+		if *lease.Spec.HolderIdentity != holder {
+			s.Fatalf("lease is held by %s, want %s", *lease.Spec.HolderIdentity, holder)
+		}
+
+		lease.Spec.RenewTime = new(metav1.NowMicro())
+
+		return s.client.CoordinationV1().Leases(leaseNamespace).Update(ctx, lease, metav1.UpdateOptions{})
 	})
 }

@@ -4,14 +4,11 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"maps"
 	"net"
 	"net/netip"
 	"slices"
 	"strings"
 
-	"k8s.io/apimachinery/pkg/util/sets"
-	"k8s.io/cloud-provider/app"
 	"k8s.io/cloud-provider/names"
 	"k8s.io/cloud-provider/options"
 	cliflag "k8s.io/component-base/cli/flag"
@@ -20,7 +17,6 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
-	"github.com/talos-ccm/talos-ccm/pkg/provider"
 )
 
 const (
@@ -76,7 +72,7 @@ func NewOptions() (*Options, error) {
 		return nil, fmt.Errorf("create default options: %w", err)
 	}
 
-	framework.KubeCloudShared.CloudProvider.Name = provider.Name
+	framework.KubeCloudShared.CloudProvider.Name = "talos"
 	framework.Generic.LeaderElection.ResourceName = leaseName
 	framework.Generic.ClientConnection.QPS = clientQPS
 	framework.Generic.ClientConnection.Burst = clientBurst
@@ -85,6 +81,7 @@ func NewOptions() (*Options, error) {
 	// An extension service shares the host's network.
 	framework.SecureServing.BindAddress = net.IPv4(127, 0, 0, 1)
 	framework.Authentication.TolerateInClusterLookupFailure = true
+	framework.Authorization.AlwaysAllowPaths = []string{"/healthz"} // there is no /livez or /readyz
 	// talos-ccm has no webhooks.
 	framework.Webhook, framework.WebhookServing = nil, nil
 
@@ -96,9 +93,42 @@ func NewOptions() (*Options, error) {
 	}, nil
 }
 
-// Flags returns all flags by section.
+// withoutEffect are flags of the framework that are accepted because users set them for every cloud controller manager.
+// The help omits them.
+var withoutEffect = []string{
+	"cloud-provider",                                                 // there is only one
+	"cluster-name",                                                   // is part of the names of load balancers and routes in a cloud
+	"concurrent-node-status-updates", "node-status-update-frequency", // --concurrent-node-syncs is used, and Nodes follow their machines
+	"concurrent-service-syncs",                              // of the framework's service controller
+	"configure-cloud-routes", "route-reconciliation-period", // of its route controller
+	"controller-start-interval",                          // all controllers start together
+	"enable-leader-migration", "leader-migration-config", // no controller comes from kube-controller-manager
+	"external-cloud-volume-plugin",    // for in-tree cloud providers
+	"node-monitor-period",             // of its lifecycle controller
+	"use-service-account-credentials", // there is one ServiceAccount
+}
+
+// Flags returns all flags by section. The help omits those without effect, and sections that have no other flags.
 func (o *Options) Flags() cliflag.NamedFlagSets {
-	sections := o.Framework.Flags(controllerNames(), disabledByDefault().List(), controllerAliases(), nil, nil)
+	all, disabledByDefault := controllerNames()
+	sections := o.Framework.Flags(all, disabledByDefault, controllerAliases(), nil, nil)
+
+	for name, fs := range sections.FlagSets {
+		for _, flag := range withoutEffect {
+			if f := fs.Lookup(flag); f != nil {
+				f.Hidden = true
+			}
+		}
+
+		if !fs.HasAvailableFlags() {
+			sections.Order = slices.DeleteFunc(sections.Order, func(section string) bool { return section == name })
+		}
+	}
+
+	shared := sections.FlagSet("generic")
+	shared.Lookup("allocate-node-cidrs").Usage = "Allocate pod CIDRs. Requires node-ipam-controller in --controllers."
+	shared.Lookup("cluster-cidr").Usage = "Comma-separated list of pod CIDRs. If empty, the pod subnets of the Talos configuration are used."
+	shared.Lookup("cidr-allocator-type").Usage = "Source of pod CIDRs: 'RangeAllocator' (cluster CIDRs and pools) or 'CloudAllocator' (each machine's own IPv6 prefix)."
 
 	fs := sections.FlagSet("talos")
 	fs.StringVar(&o.MachineSocket, "machine-socket", o.MachineSocket,
@@ -110,9 +140,10 @@ func (o *Options) Flags() cliflag.NamedFlagSets {
 	fs.StringVar(&o.StateDir, "state-dir", o.StateDir,
 		"Directory for the last-known-good configuration. If empty, the last-known-good configuration does not survive a restart.")
 	fs.BoolVar(&o.DropPrivileges, "drop-privileges", o.DropPrivileges,
-		"Raise the limit of open files, then switch to UID 50 and drop all capabilities at startup. Requires root and --run-dir.")
+		"Raise the open file limit, then switch to UID 50 and drop all capabilities at startup. Requires root and --run-dir.")
 	fs.StringVar((*string)(&o.ProviderIDFallback), "provider-id-fallback", string(o.ProviderIDFallback),
-		"Source of the providerID on platforms that do not provide an instance ID: 'uuid' (SMBIOS UUID if it is unique) or 'node-ip' (as in the upstream Talos CCM).")
+		"Source of the providerID on platforms that do not provide an instance ID: 'uuid' (SMBIOS UUID if it is unique) or 'node-ip' (as in the upstream Talos CCM). "+
+			"global.providerIDFallback in the configuration takes precedence.")
 
 	ipam := sections.FlagSet("node IPAM")
 	ipam.StringVar(&o.ServiceCIDRs, "service-cluster-ip-range", o.ServiceCIDRs,
@@ -162,7 +193,7 @@ func (o *Options) Validate() error {
 	}
 
 	_, err := o.ipam()
-	errs = append(errs, err, o.Framework.Validate(controllerNames(), disabledByDefault().List(), controllerAliases(), nil, nil))
+	errs = append(errs, err, o.Framework.Validate(o.knownControllers(), nil, controllerAliases(), nil, nil))
 
 	return errors.Join(errs...)
 }
@@ -254,25 +285,57 @@ func (o *Options) frameworkFor(kubeconfig string) *options.CloudControllerManage
 	return &framework
 }
 
-// controllerNames returns the names of all controllers. The node controller replaces the framework's one of the same
-// name.
-func controllerNames() []string {
-	all := append(slices.Collect(maps.Keys(app.DefaultInitFuncConstructors)), csrApproval, nodeipam.Name)
-	slices.Sort(all)
+// enabled reports whether --controllers enables the controller with the given name. The first entry for it decides.
+func (o *Options) enabled(name string) bool {
+	i := slices.IndexFunc(controllers, func(c controllerType) bool { return c.name == name })
+	if i < 0 {
+		return false
+	}
 
-	return all
+	c, entries := controllers[i], o.Framework.Generic.Controllers
+
+	for _, entry := range entries {
+		if entryName := strings.TrimPrefix(entry, "-"); entryName == c.name || entryName == c.alias {
+			return entryName == entry
+		}
+	}
+
+	return c.enabledByDefault && slices.Contains(entries, "*")
 }
 
-// controllerAliases returns the short names that users know from the framework and from the upstream Talos CCM.
+// controllerNames returns the names of all controllers, and of those that '*' does not enable.
+func controllerNames() (all, disabledByDefault []string) {
+	for _, c := range controllers {
+		all = append(all, c.name)
+
+		if !c.enabledByDefault {
+			disabledByDefault = append(disabledByDefault, c.name)
+		}
+	}
+
+	return all, disabledByDefault
+}
+
+// controllerAliases returns the short names that users know from other cloud controller managers.
 func controllerAliases() map[string]string {
-	aliases := maps.Clone(names.CCMControllerAliases())
-	aliases[csrApprovalAlias] = csrApproval
-	aliases[nodeipam.Alias] = nodeipam.Name
+	aliases := names.CCMControllerAliases()
+	for _, c := range controllers {
+		aliases[c.alias] = c.name
+	}
 
 	return aliases
 }
 
-// disabledByDefault returns the controllers that run only if --controllers names them.
-func disabledByDefault() sets.String { //nolint:staticcheck // required by the framework
-	return sets.NewString(names.CloudNodeLifecycleController, names.ServiceLBController, names.NodeRouteController, nodeipam.Name)
+// knownControllers returns the names that --controllers may contain: all controllers, and those of
+// k8s.io/cloud-provider that no entry enables, because users disable them in every cloud controller manager.
+func (o *Options) knownControllers() []string {
+	known, _ := controllerNames()
+
+	for alias, name := range names.CCMControllerAliases() {
+		if entries := o.Framework.Generic.Controllers; !slices.Contains(entries, alias) && !slices.Contains(entries, name) {
+			known = append(known, name)
+		}
+	}
+
+	return known
 }

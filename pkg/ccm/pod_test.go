@@ -85,7 +85,7 @@ func (s *suite) serviceAccount(controlPlane *talostest.Machine) string {
 	folder := s.TempDir()
 	ctx, made := context.WithTimeout(s.Context(), waitTimeout)
 
-	bootstrap.New(socket.Admin, folder, clock.RealClock{}).Run(ctx, made)
+	bootstrap.New(socket.Admin, folder, func(string) bool { return true }, clock.RealClock{}).Run(ctx, made)
 	s.require(os.WriteFile(filepath.Join(folder, "ca.crt"), s.kube.Config().CAData, 0o600))
 
 	if _, err := os.Stat(filepath.Join(folder, "token")); err != nil {
@@ -108,6 +108,7 @@ func (s *suite) awaitRights() {
 		{Verb: "list", Resource: "nodes"},
 		{Verb: "create", Group: "authentication.k8s.io", Resource: "tokenreviews"},
 		{Verb: "create", Resource: "events", Namespace: "default"},
+		{Verb: "list", Resource: "events", Namespace: "default"},
 		{Verb: "create", Group: "coordination.k8s.io", Resource: "leases", Namespace: leaseNamespace},
 		{Verb: "get", Resource: "configmaps", Namespace: "kube-system", Name: "extension-apiserver-authentication"},
 	} {

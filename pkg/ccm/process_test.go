@@ -566,21 +566,24 @@ func (p *process) controllers() []string {
 }
 
 func TestControllers_EnabledByFlags(t *testing.T) {
-	const node, csr, ipam, lifecycle = "cloud-node-controller", "certificatesigningrequest-approving-controller", "node-ipam-controller", "cloud-node-lifecycle-controller"
+	const (
+		node, lifecycle    = "cloud-node-controller", "cloud-node-lifecycle-controller"
+		csr, ipam, service = "certificatesigningrequest-approving-controller", "node-ipam-controller", "service-lb-controller"
+	)
 
 	for _, test := range []struct {
 		name  string
 		flags []string
 		want  []string
 	}{
-		{"by default", nil, []string{csr, node}},
-		{"by alias", []string{"--controllers=cloud-node-lifecycle"}, []string{lifecycle}},
-		{"in addition to the defaults", []string{"--controllers=*,cloud-node-lifecycle-controller"}, []string{csr, node, lifecycle}},
-		// The provider supports neither of them.
-		{"service and route", []string{"--controllers=*,service,route"}, []string{csr, node}},
-		{"without CSR approval", []string{"--controllers=*,-node-csr-approval"}, []string{node}},
-		{"with node IPAM", []string{"--controllers=*,nodeipam", "--allocate-node-cidrs"}, []string{csr, node, ipam}},
-		{"node IPAM without --allocate-node-cidrs", []string{"--controllers=*,nodeipam"}, []string{csr, node}},
+		{"by default", nil, []string{csr, node, lifecycle}},
+		{"by alias", []string{"--controllers=node-csr-approval"}, []string{csr}},
+		{"the first entry decides", []string{"--controllers=-cloud-node,*,cloud-node-controller"}, []string{csr, lifecycle}},
+		{"without controllers of other managers", []string{"--controllers=*,-cloud-node-lifecycle,-service,-node-route-controller"}, []string{csr, node}},
+		{"without CSR approval", []string{"--controllers=*,-node-csr-approval"}, []string{node, lifecycle}},
+		{"with node IPAM", []string{"--controllers=*,nodeipam", "--allocate-node-cidrs"}, []string{csr, node, lifecycle, ipam}},
+		{"with load balancers", []string{"--controllers=*,service"}, []string{csr, node, lifecycle, service}},
+		{"node IPAM without --allocate-node-cidrs", []string{"--controllers=*,nodeipam"}, []string{csr, node, lifecycle}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			s := newSuite(t, "controllers-", talostest.Options{})
@@ -636,7 +639,7 @@ func TestHelp_ListsControllers(t *testing.T) {
 		}
 	}
 
-	want := []string{"cloud-node-lifecycle-controller", "node-ipam-controller", "node-route-controller", "service-lb-controller"}
+	want := []string{"node-ipam-controller", "service-lb-controller"}
 	if off := listed("Disabled-by-default controllers"); !slices.Equal(off, want) {
 		t.Errorf("help lists %v as disabled by default, want %v", off, want)
 	}

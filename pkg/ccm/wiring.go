@@ -1,47 +1,95 @@
 package ccm
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"net/netip"
 	"sync"
 
 	corev1 "k8s.io/api/core/v1"
+	coreinformers "k8s.io/client-go/informers/core/v1"
 	"k8s.io/client-go/kubernetes"
-	"k8s.io/cloud-provider/app"
-	"k8s.io/cloud-provider/names"
-	genericcontrollermanager "k8s.io/controller-manager/app"
-	"k8s.io/controller-manager/pkg/clientbuilder"
 	controllerhealthz "k8s.io/controller-manager/pkg/healthz"
 	"k8s.io/klog/v2"
 
+	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/lifecycle"
 	nodecontroller "github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/service"
 	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
-	"github.com/talos-ccm/talos-ccm/pkg/provider"
 	"github.com/talos-ccm/talos-ccm/pkg/reflector"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
 
-// csrApproval is the name of the upstream Talos CCM for the controller.
-const (
-	csrApproval      = "certificatesigningrequest-approving-controller"
-	csrApprovalAlias = "node-csr-approval"
-)
-
 // csrWorkers is the number of requests that are reviewed concurrently. A review mostly waits for the API server.
 const csrWorkers = 10
+
+// controller is what all controllers have in common.
+type controller interface {
+	// Run runs the controller until ctx ends and its work has finished.
+	Run(ctx context.Context)
+	// Resync makes the controller re-evaluate its objects after the settings have changed.
+	Resync()
+}
+
+// controllerType is a controller that --controllers can enable.
+type controllerType struct {
+	name, alias      string
+	enabledByDefault bool
+	// construct returns nil if the controller has nothing to do.
+	construct func(m *controllerManager, in inputs) (controller, error)
+}
+
+// controllers are all controllers.
+var controllers = []controllerType{
+	{csrapproval.Name, csrapproval.Alias, true, (*controllerManager).newCSRApproval},
+	{nodecontroller.Name, nodecontroller.Alias, true, (*controllerManager).newNodeController},
+	{lifecycle.Name, lifecycle.Alias, true, (*controllerManager).newLifecycle},
+	{nodeipam.Name, nodeipam.Alias, false, (*controllerManager).newNodeIPAM},
+	{service.Name, service.Alias, false, (*controllerManager).newService},
+}
+
+// inputs are the inputs of a controller.
+type inputs struct {
+	client       kubernetes.Interface // the controller's own, so that controllers do not share a rate limit
+	nodes        coreinformers.NodeInformer
+	inventory    *inventory.Inventory
+	controlPlane *controlplane.Reader
+}
 
 // control runs the reflector and the controllers until ctx ends and they have stopped.
 func (m *controllerManager) control(ctx context.Context) error {
 	inv := inventory.New(m.app.clock.Now)
 	defer countMachines(inv)()
+
+	dial := m.dialer(ctx)
+	refl := reflector.New(inv, dial, m.app.clock)
+	nodes := m.config.SharedInformers.Core().V1().Nodes()
+
+	if err := refl.FollowNodes(nodes); err != nil {
+		return err
+	}
+
+	client, err := m.newClient()
+	if err != nil {
+		return err
+	}
+
+	readerConfig := controlplane.Config{Kubernetes: m.config.Kubeconfig, Client: client, Nodes: nodes, Dial: dial, Clock: m.app.clock}
+	if m.app.socket != nil {
+		readerConfig.LocalState = m.app.socket.Reader
+	}
+
+	readerConfig.ReadMembers = func() bool { return m.app.settings.Current().Lifecycle.Discovery }
+	controlPlane := controlplane.New(readerConfig)
 
 	var group sync.WaitGroup
 	defer group.Wait()
@@ -49,94 +97,61 @@ func (m *controllerManager) control(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 
-	dial := m.dialer(ctx)
-	refl := reflector.New(inv, dial, m.app.clock)
+	for _, c := range controllers {
+		if !m.app.options.enabled(c.name) {
+			continue
+		}
 
-	if err := refl.FollowNodes(m.config.SharedInformers.Core().V1().Nodes()); err != nil {
-		return err
-	}
-
-	controllerContext, err := app.CreateControllerContext(m.config, clientbuilder.SimpleControllerClientBuilder{ClientConfig: m.config.Kubeconfig}, ctx.Done())
-	if err != nil {
-		return fmt.Errorf("create controller context: %w", err)
-	}
-
-	controlPlane, err := m.newControlPlane(dial)
-	if err != nil {
-		return err
-	}
-
-	framework := app.ConstructControllerInitializers(app.DefaultInitFuncConstructors, m.config, provider.New(inv, m.nodeOptions))
-
-	start := func(ctx context.Context, name string) (bool, error) {
-		// Each controller has a client of its own, so that controllers do not share a rate limit.
-		client, err := kubernetes.NewForConfig(m.config.Kubeconfig)
+		client, err := m.newClient()
 		if err != nil {
-			return false, fmt.Errorf("create Kubernetes client: %w", err)
+			return err
 		}
 
-		var run func(ctx context.Context)
-
-		switch name {
-		case names.CloudNodeController:
-			run, err = m.newNodeController(client, inv)
-		case csrApproval:
-			run, err = m.newCSRApproval(client, inv, controlPlane)
-		case nodeipam.Name:
-			run, err = m.newNodeIPAM(client, inv, controlPlane)
-		default:
-			_, started, err := framework[name](ctx, controllerContext)
-
-			return started, err
+		ctrl, err := c.construct(m, inputs{client, nodes, inv, controlPlane})
+		if err != nil {
+			return fmt.Errorf("create %s: %w", c.name, err)
 		}
 
-		if run != nil {
-			group.Go(func() { run(ctx) })
-		}
-
-		return run != nil, err
-	}
-
-	if err := m.startControllers(ctx, start); err != nil {
-		return err
+		m.start(ctx, &group, c.name, ctrl)
 	}
 
 	group.Go(func() { refl.Run(ctx) })
 	group.Go(func() { controlPlane.Run(ctx) })
 	m.config.SharedInformers.Start(ctx.Done())
-	controllerContext.InformerFactory.Start(ctx.Done())
-	close(controllerContext.InformersStarted)
 
 	<-ctx.Done()
 
 	return nil
 }
 
-// startControllers starts the enabled controllers. start returns false for a controller that has nothing to do.
-func (m *controllerManager) startControllers(ctx context.Context, start func(ctx context.Context, name string) (bool, error)) error {
+// start runs a controller in group. ctrl is nil if it has nothing to do.
+func (m *controllerManager) start(ctx context.Context, group *sync.WaitGroup, name string, ctrl controller) {
 	logger := klog.FromContext(ctx)
 
-	for _, name := range controllerNames() {
-		if !genericcontrollermanager.IsControllerEnabled(name, disabledByDefault(), m.config.ComponentConfig.Generic.Controllers) {
-			continue
-		}
+	if ctrl == nil {
+		logger.Info("Controller has nothing to do; not started", "controller", name)
 
-		started, err := start(klog.NewContext(ctx, klog.LoggerWithName(logger, name)), name)
-		if err != nil {
-			return fmt.Errorf("start %s: %w", name, err)
-		}
-
-		if !started {
-			logger.Info("Controller has nothing to do; not started", "controller", name)
-
-			continue
-		}
-
-		logger.Info("Started controller", "controller", name)
-		m.checks.AddHealthChecker(controllerhealthz.NamedPingChecker(name))
+		return
 	}
 
-	return nil
+	group.Go(func() {
+		defer m.app.settings.Subscribe(ctrl.Resync)()
+
+		ctrl.Run(klog.NewContext(ctx, klog.LoggerWithName(logger, name)))
+	})
+
+	logger.Info("Started controller", "controller", name)
+	m.checks.AddHealthChecker(controllerhealthz.NamedPingChecker(name))
+}
+
+// newClient returns a client with a rate limit of its own.
+func (m *controllerManager) newClient() (kubernetes.Interface, error) {
+	client, err := kubernetes.NewForConfig(m.config.Kubeconfig)
+	if err != nil {
+		return nil, fmt.Errorf("create Kubernetes client: %w", err)
+	}
+
+	return client, nil
 }
 
 // dialer dials the local machine over machine.sock, and all others over the network.
@@ -157,79 +172,70 @@ func (m *controllerManager) nodeOptions() nodespec.Options {
 	return NodeOptions(m.app.settings.Current(), m.app.options.ProviderIDFallback)
 }
 
-// newControlPlane returns the reader of the control plane, which the controllers share.
-func (m *controllerManager) newControlPlane(dial talosapi.DialFunc) (*controlplane.Reader, error) {
-	client, err := kubernetes.NewForConfig(m.config.Kubeconfig)
-	if err != nil {
-		return nil, fmt.Errorf("create Kubernetes client: %w", err)
-	}
-
-	cfg := controlplane.Config{
-		Kubernetes: m.config.Kubeconfig,
-		Client:     client,
-		Nodes:      m.config.SharedInformers.Core().V1().Nodes(),
-		Dial:       dial,
-		Clock:      m.app.clock,
-	}
-	if m.app.socket != nil {
-		cfg.LocalState = m.app.socket.Reader
-	}
-
-	return controlplane.New(cfg), nil
+// managed reports whether the configuration selects the Node of a machine.
+func (m *controllerManager) managed(node *corev1.Node, talos machine.Machine) bool {
+	return nodespec.Managed(nodespec.NewInput(node, talos, m.nodeOptions()))
 }
 
-func (m *controllerManager) newNodeController(client kubernetes.Interface, inv *inventory.Inventory) (func(context.Context), error) {
-	ctrl, err := nodecontroller.New(nodecontroller.Config{
-		Client:    client,
-		Nodes:     m.config.SharedInformers.Core().V1().Nodes(),
-		Inventory: inv,
+func (m *controllerManager) newNodeController(in inputs) (controller, error) {
+	return nodecontroller.New(nodecontroller.Config{
+		Client:    in.client,
+		Nodes:     in.nodes,
+		Inventory: in.inventory,
 		Recorder:  m.recorder,
 		Clock:     m.app.clock,
 		Options:   m.nodeOptions,
+		Workers:   int(m.config.ComponentConfig.NodeController.ConcurrentNodeSyncs),
+	})
+}
+
+func (m *controllerManager) newLifecycle(in inputs) (controller, error) {
+	members := in.controlPlane.Members()
+
+	ctrl, err := lifecycle.New(lifecycle.Config{
+		Client:    in.client,
+		Nodes:     in.nodes,
+		Inventory: in.inventory,
+		Recorder:  m.recorder,
+		Clock:     m.app.clock,
+		Settings:  func() config.CompiledLifecycle { return m.app.settings.Current().Lifecycle },
+		Selected: func(node *corev1.Node, talos machine.Machine) bool {
+			settings := m.app.settings.Current()
+			selector := cmp.Or(settings.Lifecycle.Selector, settings.NodeSelector)
+
+			return lifecycle.Selects(selector, node, talos)
+		},
+		Absent: func(nodename, nodeID string) string { return members.Current().Absent(nodename, nodeID) },
 	})
 	if err != nil {
 		return nil, err
 	}
 
-	return func(ctx context.Context) {
-		defer m.app.settings.Subscribe(ctrl.Resync)()
+	members.Subscribe(ctrl.Resync)
 
-		ctrl.Run(ctx, int(m.config.ComponentConfig.NodeController.ConcurrentNodeSyncs))
-	}, nil
+	return ctrl, nil
 }
 
-func (m *controllerManager) newCSRApproval(
-	client kubernetes.Interface, inv *inventory.Inventory, controlPlane *controlplane.Reader,
-) (func(context.Context), error) {
-	ctrl, err := csrapproval.New(csrapproval.Config{
-		Client:    client,
-		Nodes:     m.config.SharedInformers.Core().V1().Nodes(),
-		Inventory: inv,
-		Identity:  controlPlane.Identity(),
+func (m *controllerManager) newCSRApproval(in inputs) (controller, error) {
+	return csrapproval.New(csrapproval.Config{
+		Client:    in.client,
+		Nodes:     in.nodes,
+		Inventory: in.inventory,
+		Identity:  in.controlPlane.Identity(),
 		Recorder:  m.recorder,
 		Clock:     m.app.clock,
 		Managed: func(node *corev1.Node, talos machine.Machine) bool {
-			return nodespec.Managed(nodespec.NewInput(node, talos, m.nodeOptions()))
+			return m.app.settings.Current().CSRSelector.Matches(nodespec.FactsOf(node, talos))
 		},
 		Policy: func(node *corev1.Node, talos machine.Machine) csrpolicy.Policy {
 			return csrapproval.PolicyFor(m.app.settings.Current(), node, talos)
 		},
+		Workers: csrWorkers,
 	})
-	if err != nil {
-		return nil, err
-	}
-
-	return func(ctx context.Context) {
-		defer m.app.settings.Subscribe(ctrl.Requeue)()
-
-		ctrl.Run(ctx, csrWorkers)
-	}, nil
 }
 
 // newNodeIPAM returns nil if the allocation of pod CIDRs is disabled.
-func (m *controllerManager) newNodeIPAM(
-	client kubernetes.Interface, inv *inventory.Inventory, controlPlane *controlplane.Reader,
-) (func(context.Context), error) {
+func (m *controllerManager) newNodeIPAM(in inputs) (controller, error) {
 	if !m.app.options.Framework.KubeCloudShared.AllocateNodeCIDRs {
 		return nil, nil
 	}
@@ -239,30 +245,26 @@ func (m *controllerManager) newNodeIPAM(
 		return nil, err
 	}
 
-	ctrl, err := nodeipam.New(nodeipam.Config{
-		Client:       client,
-		Nodes:        m.config.SharedInformers.Core().V1().Nodes(),
-		Inventory:    inv,
-		ControlPlane: controlPlane.Network(),
+	return nodeipam.New(nodeipam.Config{
+		Client:       in.client,
+		Nodes:        in.nodes,
+		Inventory:    in.inventory,
+		ControlPlane: in.controlPlane.Network(),
 		Recorder:     m.recorder,
 		Clock:        m.app.clock,
-		Selector:     func() *rules.Selector { return m.app.settings.Current().NodeSelector },
-		Pools: func() (pools []nodeipam.Pool) {
-			for _, pool := range m.app.settings.Current().Pools {
-				pools = append(pools, nodeipam.Pool(pool))
-			}
-
-			return pools
-		},
-		Options: options,
+		Selector:     func() *rules.Selector { return m.app.settings.Current().IPAMSelector },
+		Pools:        func() []nodeipam.Pool { return m.app.settings.Current().Pools },
+		Options:      options,
 	})
-	if err != nil {
-		return nil, err
-	}
+}
 
-	return func(ctx context.Context) {
-		defer m.app.settings.Subscribe(ctrl.Resync)()
-
-		ctrl.Run(ctx)
-	}, nil
+func (m *controllerManager) newService(in inputs) (controller, error) {
+	return service.New(service.Config{
+		Client:    in.client,
+		Nodes:     in.nodes,
+		Inventory: in.inventory,
+		Recorder:  m.recorder,
+		Managed:   m.managed,
+		Options:   func() config.Service { return m.app.settings.Current().Service },
+	})
 }

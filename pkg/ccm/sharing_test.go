@@ -1,0 +1,341 @@
+package ccm_test
+
+import (
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509/pkix"
+	"flag"
+	"fmt"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/kubernetes"
+	certutil "k8s.io/client-go/util/cert"
+
+	nodecontroller "github.com/talos-ccm/talos-ccm/pkg/controllers/node"
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/kube"
+)
+
+// churn is how long TestSharing_LeavesNodesOfAnotherCloudControllerManager changes Nodes at least.
+var churn = flag.Duration("churn", 0, "minimum duration of changes in a shared cluster")
+
+// minChanges is how many changes it makes at least.
+const minChanges = 300
+
+// theirPlatform is the platform whose Nodes talos-ccm does not initialize in a shared cluster.
+const theirPlatform = "openstack"
+
+// theirs adds a worker of the platform that another cloud controller manager is responsible for.
+func (s *suite) theirs(name string) *talostest.Machine {
+	s.Helper()
+
+	platform := identified(s.prefix + name)
+	platform.Platform = theirPlatform
+
+	return s.machine(talostest.MachineSpec{Nodename: name, Platform: platform})
+}
+
+// sharedCluster adds a control-plane machine that runs talos-ccm with node IPAM, for all platforms but one.
+func (s *suite) sharedCluster() {
+	s.Helper()
+
+	self := s.machine(talostest.MachineSpec{
+		Nodename: "cp", Type: talosmachine.TypeControlPlane, ServeSocket: true, LocalhostAdminKubeconfig: string(s.kube.Kubeconfig()),
+		Platform: identified(s.prefix + "cp"), Controllers: []string{"-" + nodeipam.Name},
+	})
+	s.configure(self, "nodes: {selector: [{matchExpressions: [{key: platform, operator: NotIn, values: ["+theirPlatform+"]}]}]}\n")
+	s.register(self)
+
+	_, err := s.client.CoreV1().Nodes().Patch(s.Context(), self.Nodename(), types.MergePatchType,
+		[]byte(`{"metadata":{"labels":{"node-role.kubernetes.io/control-plane":""}}}`), metav1.PatchOptions{})
+	s.require(err)
+
+	options := s.options(self)
+	options.Framework.Generic.Controllers = []string{"*", nodeipam.Name}
+	options.Framework.KubeCloudShared.AllocateNodeCIDRs = true
+	s.start(options)
+	s.awaitInitialized(self)
+}
+
+// requestCertificate makes the machine's kubelet request a serving certificate for its name. The addresses of simulated
+// machines are loopback addresses, which are never approved.
+func (s *suite) requestCertificate(m *talostest.Machine) (name string) {
+	s.Helper()
+
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	s.require(err)
+
+	subject := &pkix.Name{CommonName: "system:node:" + m.Nodename(), Organization: []string{"system:nodes"}}
+	request, err := certutil.MakeCSR(key, subject, []string{m.Nodename()}, nil)
+	s.require(err)
+
+	kubelet, err := kubernetes.NewForConfig(s.kube.KubeletConfig(m.Nodename()))
+	s.require(err)
+
+	csr, err := kubelet.CertificatesV1().CertificateSigningRequests().Create(s.Context(), &certificatesv1.CertificateSigningRequest{
+		ObjectMeta: metav1.ObjectMeta{GenerateName: "csr-"},
+		Spec: certificatesv1.CertificateSigningRequestSpec{
+			Request: request, SignerName: certificatesv1.KubeletServingSignerName,
+			Usages: []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageServerAuth},
+		},
+	}, metav1.CreateOptions{})
+	s.require(err)
+
+	return csr.Name
+}
+
+func (s *suite) awaitApproved(csr string) {
+	s.Helper()
+
+	s.eventually("request "+csr+" is approved", func() bool {
+		got := ask(s, func(ctx context.Context) (*certificatesv1.CertificateSigningRequest, error) {
+			return s.client.CertificatesV1().CertificateSigningRequests().Get(ctx, csr, metav1.GetOptions{})
+		})
+
+		return len(got.Status.Conditions) > 0 && got.Status.Conditions[0].Type == certificatesv1.CertificateApproved
+	})
+}
+
+func writtenByNodeController(n *corev1.Node) bool {
+	return slices.ContainsFunc(n.ManagedFields, func(m metav1.ManagedFieldsEntry) bool { return m.Manager == nodecontroller.FieldManager })
+}
+
+func TestSharing_ServesNodesThatAnotherProviderInitializes(t *testing.T) {
+	s := newSuite(t, "hybrid-", talostest.Options{})
+	s.sharedCluster()
+
+	theirs := s.theirs("theirs")
+	s.register(theirs)
+	s.awaitApproved(s.requestCertificate(theirs))
+
+	n := s.await(theirs.Nodename(), "assigned a pod CIDR", func(n *corev1.Node) bool { return n.Spec.PodCIDR != "" })
+	if !tainted(n) || n.Spec.ProviderID != "" || writtenByNodeController(n) {
+		t.Errorf("node of another provider was initialized: %s; managed fields: %v", describe(n), n.ManagedFields)
+	}
+}
+
+// cloud is the cloud controller manager of another provider.
+type cloud struct {
+	suite *suite
+	file  string // lists the nodenames of its instances
+}
+
+// startCloud starts test/cloud as a process of its own, with its node controller and its lifecycle controller.
+func (s *suite) startCloud() *cloud {
+	s.Helper()
+
+	p := s.newProcess()
+	c := &cloud{suite: s, file: filepath.Join(p.root, "instances")}
+	executable, kubeconfig := filepath.Join(p.root, "cloud"), filepath.Join(p.root, "kubeconfig")
+
+	if output, err := exec.Command("go", "build", "-o", executable, "github.com/talos-ccm/talos-ccm/test/cloud").CombinedOutput(); err != nil {
+		s.Fatalf("build test/cloud: %v\n%s", err, output)
+	}
+
+	c.set()
+	s.require(os.WriteFile(kubeconfig, s.kube.Kubeconfig(), 0o600))
+	p.start("another provider", exec.Command(executable,
+		"--kubeconfig="+kubeconfig, "--cloud-provider=fake", "--cloud-config="+c.file, "--allow-untagged-cloud", "--secure-port=0", "--leader-elect=false",
+		"--controllers=cloud-node-controller,cloud-node-lifecycle-controller", "--node-monitor-period=200ms", "--node-status-update-frequency=200ms"))
+
+	return c
+}
+
+// set replaces the instances of the provider.
+func (c *cloud) set(machines ...*talostest.Machine) {
+	c.suite.Helper()
+
+	var names []string
+	for _, m := range machines {
+		names = append(names, m.Nodename())
+	}
+
+	c.suite.require(os.WriteFile(c.file+".new", []byte(strings.Join(names, "\n")), 0o600))
+	c.suite.require(os.Rename(c.file+".new", c.file))
+}
+
+// awaitTheirs waits until the other provider has initialized the Nodes.
+func (s *suite) awaitTheirs(machines ...*talostest.Machine) {
+	s.Helper()
+
+	for _, m := range machines {
+		n := s.await(m.Nodename(), "initialized with a pod CIDR", func(n *corev1.Node) bool { return initialized(n) && n.Spec.PodCIDR != "" })
+		if n.Spec.ProviderID != "fake://"+m.Nodename() || n.Labels[corev1.LabelTopologyZone] != "fake-zone" {
+			s.Errorf("node %s: %s", m.Nodename(), describe(n))
+		}
+	}
+}
+
+// observe watches all Nodes until the test ends and reports what must not happen: a write of the node controller to one
+// of theirs, a change of a quiet Node, or the deletion of a Node that is not one of theirs.
+func (s *suite) observe(theirs, quiet []*talostest.Machine) (stop func()) {
+	s.Helper()
+
+	list := ask(s, func(ctx context.Context) (*corev1.NodeList, error) {
+		return s.client.CoreV1().Nodes().List(ctx, metav1.ListOptions{})
+	})
+
+	ctx, cancel := context.WithCancel(s.Context())
+	w, err := s.client.CoreV1().Nodes().Watch(ctx, metav1.ListOptions{ResourceVersion: list.ResourceVersion})
+	s.require(err)
+
+	var group sync.WaitGroup
+
+	isAny := func(machines []*talostest.Machine, n *corev1.Node) bool {
+		return slices.ContainsFunc(machines, func(m *talostest.Machine) bool { return m.Nodename() == n.Name })
+	}
+
+	group.Go(func() {
+		for event := range w.ResultChan() {
+			n, isNode := event.Object.(*corev1.Node)
+
+			switch {
+			case !isNode: // the error with which the watch ends
+			case isAny(theirs, n) && writtenByNodeController(n):
+				s.Errorf("node %s of the other provider was written: %v", n.Name, n.ManagedFields)
+			case isAny(quiet, n), event.Type == watch.Deleted && !isAny(theirs, n):
+				s.Errorf("node %s: %s: %s; managed fields: %v", n.Name, event.Type, describe(n), n.ManagedFields)
+			}
+		}
+
+		if ctx.Err() == nil {
+			s.Error("watch of nodes ended too early")
+		}
+	})
+
+	return func() {
+		cancel()
+		w.Stop()
+		group.Wait()
+	}
+}
+
+// nodeWrites returns the number of writes to Nodes that the API server has served.
+func (s *suite) nodeWrites() int {
+	s.Helper()
+
+	requests, err := s.kube.APIServerRequests(s.Context())
+	s.require(err)
+
+	return requests.Total(func(r kube.RequestKind) bool {
+		return strings.HasPrefix(r.Resource, "nodes") && slices.Contains([]string{"PUT", "PATCH", "APPLY"}, r.Verb)
+	})
+}
+
+// Both controller managers run as documented in docs/guides/coexistence.md.
+func TestSharing_LeavesNodesOfAnotherCloudControllerManager(t *testing.T) {
+	const each = 4
+
+	s := newSuite(t, "shared-", talostest.Options{})
+	s.sharedCluster()
+
+	other := s.startCloud()
+
+	var ours, theirs []*talostest.Machine
+
+	for i := range each {
+		ours = append(ours, s.worker(fmt.Sprintf("ours-%d", i)))
+		theirs = append(theirs, s.theirs(fmt.Sprintf("theirs-%d", i)))
+	}
+
+	other.set(theirs...)
+	s.register(slices.Concat(ours, theirs)...)
+	s.awaitInitialized(ours...)
+	s.awaitTheirs(theirs...)
+
+	for _, m := range ours {
+		s.await(m.Nodename(), "assigned a pod CIDR", func(n *corev1.Node) bool { return n.Spec.PodCIDR != "" })
+	}
+
+	stop := s.observe(theirs, []*talostest.Machine{ours[0], theirs[0]})
+	defer stop()
+
+	// All Nodes are NotReady, so only what the providers know keeps the other lifecycle controller from deleting them.
+	s.require(ours[each-1].Stop(t.Context()))
+
+	began, writes, changes := time.Now(), s.nodeWrites(), 0
+	for ; changes < minChanges || time.Since(began) < *churn; changes++ {
+		s.changeShared(changes, other, ours, theirs)
+	}
+
+	for _, m := range ours[1 : each-1] {
+		s.move(m, "final")
+	}
+
+	made := s.nodeWrites() - writes
+	t.Logf("%d changes in %s caused %d writes of Nodes", changes, time.Since(began), made)
+
+	// A change is one write by the test or at most two by a controller: labels and addresses.
+	if made > 2*changes+each {
+		t.Errorf("%d changes caused %d writes", changes, made)
+	}
+}
+
+// changeShared makes one change to a Node, a machine or an instance. The first Node of each provider stays unchanged.
+func (s *suite) changeShared(n int, other *cloud, ours, theirs []*talostest.Machine) {
+	s.Helper()
+
+	i := 1 + n/5%(len(ours)-1)
+	value := fmt.Sprint(n)
+	patch := fmt.Appendf(nil, `{"metadata":{"annotations":{"example.com/changed":%q}}}`, value)
+
+	switch n % 5 {
+	case 0:
+		s.require(ours[i].UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType = value }))
+	case 1:
+		s.require(theirs[i].UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType, spec.Zone = value, value }))
+	case 2, 3:
+		m := [][]*talostest.Machine{ours, theirs}[n%2][i]
+		_, err := s.client.CoreV1().Nodes().Patch(s.Context(), m.Nodename(), types.MergePatchType, patch, metav1.PatchOptions{})
+		s.require(err)
+	case 4:
+		prefix := netip.PrefixFrom(netip.AddrFrom4([4]byte{203, 0, 112, byte(i)}), 24)
+		if n/15%2 == 0 {
+			s.require(ours[i].AddAddress(s.Context(), "eth1", prefix))
+		} else {
+			s.require(ours[i].RemoveAddress(s.Context(), "eth1", prefix))
+		}
+	}
+
+	if n%50 == 49 {
+		s.replaceInstance(other, theirs)
+	}
+}
+
+// replaceInstance removes the last instance of the other provider, whose lifecycle controller then deletes the Node,
+// and adds it again.
+func (s *suite) replaceInstance(other *cloud, theirs []*talostest.Machine) {
+	s.Helper()
+
+	m := theirs[len(theirs)-1]
+	other.set(theirs[:len(theirs)-1]...)
+	s.eventually("node of a removed instance is deleted", func() bool {
+		_, err := s.client.CoreV1().Nodes().Get(s.Context(), m.Nodename(), metav1.GetOptions{})
+
+		return apierrors.IsNotFound(err)
+	})
+	other.set(theirs...)
+
+	_, err := s.kube.RegisterNode(s.Context(), kube.NodeSpec{Name: m.Nodename(), NodeIPs: []netip.Addr{m.Address()}})
+	s.require(err)
+	s.awaitTheirs(m)
+}

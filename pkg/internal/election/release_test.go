@@ -1,0 +1,108 @@
+package election_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"sync"
+	"testing"
+	"time"
+
+	"k8s.io/client-go/tools/leaderelection"
+	"k8s.io/client-go/tools/leaderelection/resourcelock"
+
+	"github.com/talos-ccm/talos-ccm/pkg/internal/election"
+)
+
+// partitionedLock loses its connection: requests hang until the client's timeout or until the connection is back.
+type partitionedLock struct {
+	mu     sync.Mutex
+	record resourcelock.LeaderElectionRecord
+	up     chan struct{} // closed while connected
+}
+
+func (l *partitionedLock) wait() error {
+	l.mu.Lock()
+	up := l.up
+	l.mu.Unlock()
+
+	select {
+	case <-up:
+		return nil
+	case <-time.After(time.Second): // client timeout
+		return errors.New("timeout")
+	}
+}
+
+func (l *partitionedLock) Get(context.Context) (*resourcelock.LeaderElectionRecord, []byte, error) {
+	if err := l.wait(); err != nil {
+		return nil, nil, err
+	}
+
+	l.mu.Lock()
+	defer l.mu.Unlock()
+
+	record := l.record
+	raw, err := json.Marshal(record)
+
+	return &record, raw, err
+}
+
+func (l *partitionedLock) Create(ctx context.Context, r resourcelock.LeaderElectionRecord) error {
+	return l.Update(ctx, r)
+}
+
+// Update has the resourceVersion of the last Get, so it succeeds.
+func (l *partitionedLock) Update(_ context.Context, r resourcelock.LeaderElectionRecord) error {
+	if err := l.wait(); err != nil {
+		return err
+	}
+
+	l.mu.Lock()
+	defer l.mu.Unlock()
+
+	l.record = r
+
+	return nil
+}
+
+func (*partitionedLock) RecordEvent(string) {}
+func (*partitionedLock) Identity() string   { return "a" }
+func (*partitionedLock) Describe() string   { return "memory" }
+
+func TestCandidate_DoesNotReleaseTheLeaseOfAnother(t *testing.T) {
+	up := make(chan struct{})
+	close(up)
+	lock := &partitionedLock{up: up}
+
+	c, err := election.New(leaderelection.LeaderElectionConfig{
+		Lock: lock, LeaseDuration: 3 * time.Second, RenewDeadline: 2 * time.Second, RetryPeriod: 400 * time.Millisecond, ReleaseOnCancel: true, Name: "test",
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+
+		c.Run(t.Context())
+	}()
+
+	<-c.Leading()
+
+	back := make(chan struct{})
+	lock.mu.Lock()
+	lock.up = back
+	lock.mu.Unlock()
+	time.Sleep(3100 * time.Millisecond) // the lease has expired, and b takes it
+	lock.mu.Lock()
+	lock.record = resourcelock.LeaderElectionRecord{HolderIdentity: "b"}
+	lock.mu.Unlock()
+	close(back)
+	<-done
+
+	if lock.record.HolderIdentity != "b" {
+		t.Errorf("holder %q: the former leader has released the lease of b", lock.record.HolderIdentity)
+	}
+}
