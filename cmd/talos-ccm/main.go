@@ -15,6 +15,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	"google.golang.org/grpc/grpclog"
+	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
 	cliflag "k8s.io/component-base/cli/flag"
 	"k8s.io/component-base/cli/globalflag"
@@ -28,6 +29,10 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/privilege"
 	"github.com/talos-ccm/talos-ccm/pkg/version"
 )
+
+func init() {
+	utilruntime.Must(logsapi.AddFeatureGates(utilfeature.DefaultMutableFeatureGate))
+}
 
 func main() {
 	// gRPC logs every connection attempt; talos-ccm reports unreachable machines itself, once.
@@ -47,6 +52,9 @@ func main() {
 }
 
 func run(ctx context.Context) error {
+	// A package of k8s.io/component-base registers a --version flag there, which cobra would add to all commands.
+	pflag.CommandLine = pflag.NewFlagSet("", pflag.ContinueOnError)
+
 	options, err := ccm.NewOptions()
 	if err != nil {
 		return err
@@ -94,7 +102,7 @@ func newCommand(options *ccm.Options, logOptions *logs.Options) *cobra.Command {
 		Use:   "talos-ccm",
 		Short: "Cloud controller manager for Talos Linux",
 		Long: `talos-ccm is a cloud controller manager for Talos Linux. It initializes Nodes from the metadata of their Talos machines, approves the CSRs
-for kubelet serving certificates and optionally allocates pod CIDRs.
+for kubelet serving certificates, deletes Nodes of machines that are gone, and optionally allocates pod CIDRs and load balancer addresses.
 
 Without a command, talos-ccm runs the controllers until it receives SIGTERM or SIGINT. The following commands are read-only:
 

@@ -263,6 +263,49 @@ func TestHelp_ListsFlags(t *testing.T) {
 	}
 }
 
+func TestHelp_OmitsFlagsWithoutEffect(t *testing.T) {
+	got := command(t, nil, "--help")
+
+	for _, flag := range []string{
+		"--cloud-provider", "--cluster-name", "--concurrent-service-syncs", "--configure-cloud-routes", "--enable-leader-migration",
+		"--node-status-update-frequency", "Leader-migration flags", "Service-lb-controller flags",
+	} {
+		if strings.Contains(got.stdout, flag) {
+			t.Errorf("help contains %q", flag)
+		}
+	}
+
+	accepted := []string{"--cloud-provider=external", "--cluster-name=prod", "--configure-cloud-routes=false", "--enable-leader-migration=false", "--node-status-update-frequency=1m"}
+	if err := checkEnvironment(append(accepted, "--machine-socket=/absent", "--run-dir=/absent"), nil); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestHelp_DescribesFlags(t *testing.T) {
+	got := command(t, nil, "--help")
+
+	for _, part := range []string{
+		"If empty, the pod subnets of the Talos configuration are used.", "Requires node-ipam-controller in --controllers.", "'RangeAllocator' (", "'CloudAllocator' (",
+		"global.providerIDFallback in the configuration takes precedence.", "open file limit", "(default [/healthz])",
+	} {
+		if !strings.Contains(got.stdout, part) {
+			t.Errorf("help does not contain %q", part)
+		}
+	}
+}
+
+func TestHelp_OfCommandOmitsVersionFlag(t *testing.T) {
+	for _, name := range []string{"render", "config", "version"} {
+		if got := command(t, nil, name, "--help"); got.code != 0 || strings.Contains(got.stdout, "--version") {
+			t.Errorf("%s: got %+v", name, got)
+		}
+
+		if got := command(t, nil, name, "--version"); got.code != 1 || !strings.Contains(got.stderr, "unknown flag: --version") {
+			t.Errorf("%s --version: got %+v", name, got)
+		}
+	}
+}
+
 func TestVersion_IsPrinted(t *testing.T) {
 	for _, test := range []struct {
 		name, want string // regular expression for stdout

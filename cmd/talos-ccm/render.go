@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -50,7 +51,7 @@ func newRenderCommand() *cobra.Command {
 	var o renderOptions
 
 	cmd := &cobra.Command{
-		Use:                   "render (--machine FILE|- | --node NAME|ADDRESS) [--config FILE]",
+		Use:                   "render (--machine FILE|- | --node NAME|ADDRESS) [--config FILE] [flags]",
 		Short:                 "Preview the Node of a machine",
 		DisableFlagsInUseLine: true,
 		Long: `Print the labels, annotations, taints, addresses and providerID that talos-ccm would write to the Node of a machine, and the rule that sets each of
@@ -65,8 +66,8 @@ or from a file with the output of talosctl in YAML or JSON. The file may contain
   ` + preview.Command() + ` > machine.yaml
   talos-ccm render --machine machine.yaml --config config.yaml
 
-The exit code is 1 if the configuration is invalid, if the machine cannot be read, or if the Node would stay uninitialized. Values that would be
-omitted are printed as problems and do not change the exit code.`,
+The exit code is 1 if the configuration is invalid, if the machine cannot be read, or if the Node would stay uninitialized. Invalid values, which
+talos-ccm omits, are printed as problems and do not affect the exit code.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return o.run(cmd) },
 	}
@@ -78,7 +79,8 @@ omitted are printed as problems and do not change the exit code.`,
 	flags.StringVar(&o.talosconfig, "talosconfig", "", "Path of the talosconfig for --node. (default $TALOSCONFIG or ~/.talos/config)")
 	flags.StringVar(&o.arch, "arch", "", "Architecture of the Node as reported by its kubelet, such as amd64.")
 	flags.StringSliceVar(&o.nodeIPs, "node-ip", nil, "Node IPs of the kubelet. (default: the node IPs that Talos configures)")
-	flags.StringVar(&o.fallback, "provider-id-fallback", string(config.FallbackUUID), "Fallback of the providerID on platforms without an instance ID: uuid or node-ip. The configuration wins.")
+	flags.StringVar(&o.fallback, "provider-id-fallback", string(config.FallbackUUID),
+		"providerID source for platforms without an instance ID: uuid or node-ip. global.providerIDFallback in the configuration takes precedence.")
 	flags.StringVarP(&o.output, "output", "o", preview.Formats()[0], "Output format: "+strings.Join(preview.Formats(), ", ")+".")
 
 	cmd.MarkFlagsOneRequired("machine", "node")
@@ -164,15 +166,24 @@ func (o renderOptions) nodeOptions(stdin io.Reader) (nodespec.Options, error) {
 }
 
 func (o renderOptions) machines(cmd *cobra.Command) ([]preview.Machine, error) {
-	if o.node != "" {
-		m, err := o.readNode(cmd.Context())
-		if err != nil {
-			return nil, fmt.Errorf("read machine %s: %w", o.node, err)
-		}
-
-		return []preview.Machine{{Node: o.node, Machine: m}}, nil
+	if o.node == "" {
+		return o.readFile(cmd)
 	}
 
+	m, err := o.readNode(cmd.Context())
+	if err == nil && m.Nodename == "" {
+		err = errors.New("it has not published its nodename yet")
+	}
+
+	if err != nil {
+		return nil, fmt.Errorf("read machine %s: %w", o.node, err)
+	}
+
+	return []preview.Machine{{Node: o.node, Machine: m}}, nil
+}
+
+// readFile reads machines from the output of talosctl. It prints a warning if resources may be missing.
+func (o renderOptions) readFile(cmd *cobra.Command) ([]preview.Machine, error) {
 	text, err := readInput(cmd.InOrStdin(), o.machine, maxMachineFile+1)
 	if err == nil && len(text) > maxMachineFile {
 		err = fmt.Errorf("file is larger than %d MiB", maxMachineFile>>20)
@@ -182,16 +193,25 @@ func (o renderOptions) machines(cmd *cobra.Command) ([]preview.Machine, error) {
 		return nil, fmt.Errorf("read machine: %w", err)
 	}
 
+	source := o.machine
+	if source == "-" {
+		source = "stdin"
+	}
+
 	machines, err := preview.Parse(text)
 	if err != nil {
-		return nil, fmt.Errorf("read machine from %s: %w", o.machine, err)
+		return nil, fmt.Errorf("read machine from %s: %w", source, err)
 	}
 
 	incomplete := false
 
 	for _, m := range machines {
+		if required := m.MissingRequired(); len(required) > 0 {
+			return nil, fmt.Errorf("read machine from %s: %s; save all resources:\n  %s", source, lack(m, required), preview.Command())
+		}
+
 		if len(m.Missing) > 0 {
-			fmt.Fprintf(cmd.ErrOrStderr(), "Warning: no resources of machine %s for %s\n", m.Node, strings.Join(m.Missing, ", "))
+			fmt.Fprintf(cmd.ErrOrStderr(), "Warning: %s: %s\n", source, lack(m, m.Missing))
 
 			incomplete = true
 		}
@@ -202,6 +222,16 @@ func (o renderOptions) machines(cmd *cobra.Command) ([]preview.Machine, error) {
 	}
 
 	return machines, nil
+}
+
+// lack says that resources of the kinds are missing. The output of talosctl without --nodes does not name the machine.
+func lack(m preview.Machine, kinds []string) string {
+	text := "no " + strings.Join(kinds, ", ")
+	if name := cmp.Or(m.Node, m.Machine.Nodename); name != "" {
+		text += " of machine " + name
+	}
+
+	return text
 }
 
 // readNode reads a machine over the Talos API, through the endpoints of the talosconfig or, without endpoints, from the machine itself.

@@ -39,6 +39,21 @@ transformations:
       Zone: rack-1
 `
 
+// pendingMachine is a machine that has not published its platform.
+const pendingMachine = `
+node: n
+metadata: {type: Nodenames.kubernetes.talos.dev, id: nodename}
+spec: {nodename: worker-1}
+---
+node: n
+metadata: {type: AddressStatuses.net.talos.dev, id: eth0/10.0.0.1/24}
+spec: {address: 10.0.0.1/24, linkName: eth0, scope: global}
+---
+node: n
+metadata: {type: NodeIPs.kubernetes.talos.dev, id: kubelet}
+spec: {addresses: [10.0.0.1]}
+`
+
 // file writes content to a temporary file and returns its path.
 func file(t *testing.T, content string) string {
 	t.Helper()
@@ -86,6 +101,23 @@ func reportsOf(t *testing.T, args ...string) []preview.Report {
 	return reports
 }
 
+func TestRender_HelpShowsUsage(t *testing.T) {
+	stdout, _, err := rendered(t, "", "--help")
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	for _, want := range []string{
+		"render (--machine FILE|- | --node NAME|ADDRESS) [--config FILE] [flags]\n",
+		"are printed as problems and do not affect the exit code.",
+		"providerID source for platforms without an instance ID: uuid or node-ip. global.providerIDFallback in the configuration takes precedence.",
+	} {
+		if !strings.Contains(stdout, want) {
+			t.Errorf("%q is not in %s", want, stdout)
+		}
+	}
+}
+
 func TestRender_PrintsNodesAndRules(t *testing.T) {
 	stdout, stderr, err := rendered(t, "", "--machine", printed, "--config", file(t, someRules))
 	if err != nil {
@@ -106,7 +138,7 @@ func TestRender_PrintsNodesAndRules(t *testing.T) {
 		}
 	}
 
-	if !strings.Contains(stderr, "no resources of machine 10.77.0.3 for systeminformations, extensionstatuses") || !strings.Contains(stderr, preview.Command()) {
+	if !strings.Contains(stderr, "no systeminformations, extensionstatuses of machine 10.77.0.3") || !strings.Contains(stderr, preview.Command()) {
 		t.Errorf("missing kinds are not in the warning: %s", stderr)
 	}
 }
@@ -156,7 +188,10 @@ func TestRender_UsesKubeletFlags(t *testing.T) {
 }
 
 func TestRender_Fails(t *testing.T) {
-	pending := "node: n\nmetadata: {type: Nodenames.kubernetes.talos.dev, id: nodename}\nspec: {nodename: worker-1}\n"
+	pending := file(t, pendingMachine)
+	metadataOnly := file(t, "node: 10.0.0.2\nmetadata: {type: PlatformMetadatas.talos.dev, id: platformmetadata}\nspec: {platform: metal}\n")
+	anonymous := file(t, "node:\nmetadata: {type: Nodenames.kubernetes.talos.dev, id: nodename}\nspec: {nodename: worker-1}\n")
+	unnamed := file(t, pendingMachine+"---\nnode: m\nmetadata: {type: Nodenames.kubernetes.talos.dev, id: nodename}\nspec: {nodename: \"\"}\n")
 
 	for _, test := range []struct {
 		name, want string
@@ -168,7 +203,13 @@ func TestRender_Fails(t *testing.T) {
 		{"with an invalid configuration", "file.yaml:3:", []string{"--machine", printed, "--config", file(t, "global: {}\n\nmistake: 1\n")}},
 		{"with a missing machine file", "read machine: open /nowhere", []string{"--machine", "/nowhere"}},
 		{"with another kind of document", "document 1, from line 1", []string{"--machine", file(t, "kind: Node\n")}},
-		{"with a pending Node", "nodes not ready to initialize: worker-1", []string{"--machine", file(t, pending)}},
+		{"with a pending Node", "nodes not ready to initialize: worker-1", []string{"--machine", pending}},
+		{
+			"with no nodename and addresses", metadataOnly + ": no addressstatuses, nodenames of machine 10.0.0.2; save all resources:\n  for kind in",
+			[]string{"--machine", metadataOnly},
+		},
+		{"with no addresses of a machine without --nodes", "read machine from " + anonymous + ": no addressstatuses of machine worker-1;", []string{"--machine", anonymous}},
+		{"with an empty nodename", "read machine from " + unnamed + ": no addressstatuses, nodenames of machine m;", []string{"--machine", unnamed}},
 		{"with an invalid node IP", "--node-ip", []string{"--machine", printed, "--node-ip", "localhost"}},
 		{"with an unknown output format", `unknown output format "wide"`, []string{"--machine", printed, "-o", "wide"}},
 		{"with an unknown fallback", "--provider-id-fallback", []string{"--machine", printed, "--provider-id-fallback", "mac"}},
@@ -184,9 +225,13 @@ func TestRender_Fails(t *testing.T) {
 }
 
 func TestRender_PrintsWhyNodeIsPending(t *testing.T) {
-	stdout, _, err := rendered(t, "node: n\nmetadata: {type: Nodenames.kubernetes.talos.dev, id: nodename}\nspec: {nodename: worker-1}\n", "--machine", "-")
-	if err == nil || !strings.Contains(stdout, "pending") {
+	stdout, stderr, err := rendered(t, pendingMachine, "--machine", "-")
+	if err == nil || !strings.Contains(stdout, "pending  the machine has not published its platform yet") {
 		t.Errorf("got %v: %s", err, stdout)
+	}
+
+	if !strings.Contains(stderr, "Warning: stdin: no platformmetadatas, machinestatuses, ") || !strings.Contains(stderr, " of machine n\n") {
+		t.Errorf("warning does not list the missing kinds: %s", stderr)
 	}
 }
 
@@ -322,6 +367,20 @@ func TestRender_ReadsLiveMachine(t *testing.T) {
 			t.Errorf("got %v", err)
 		}
 	})
+}
+
+func TestRender_RejectsLiveMachineWithoutNodename(t *testing.T) {
+	site, talosconfig := liveSite(t)
+	cp := site.Machine("cp-1")
+
+	if err := cp.SetNodename(t.Context(), ""); err != nil {
+		t.Fatal(err)
+	}
+
+	stdout, _, err := rendered(t, "", "--node", cp.Address().String(), "--talosconfig", talosconfig)
+	if err == nil || !strings.Contains(err.Error(), "read machine "+cp.Address().String()+": it has not published its nodename yet") || stdout != "" {
+		t.Errorf("got %v: %s", err, stdout)
+	}
 }
 
 // addMember adds worker-1 to the members known to the control plane, under a name that no name server knows.

@@ -2,7 +2,6 @@ package preview
 
 import (
 	"bytes"
-	"cmp"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -56,10 +55,10 @@ func Write(out io.Writer, format string, reports []Report) error {
 
 // table writes a row per value with its kind, key, value and origin.
 func (r Report) table(out io.Writer) {
-	fmt.Fprintf(out, "Node %s\n", printable(cmp.Or(r.Name, "(unknown nodename)")))
+	fmt.Fprintf(out, "Node %s\n", printable(r.Name))
 
 	if r.Unmanaged {
-		fmt.Fprintln(out, "  not managed: nodes.nodeSelector does not select the machine, so talos-ccm would write none of the values below")
+		fmt.Fprintln(out, "  not managed: nodes.selector does not select the machine, so talos-ccm would write none of the values below")
 	}
 
 	columns := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)

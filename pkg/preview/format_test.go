@@ -53,7 +53,7 @@ Node worker-1
   problem     labels[bad]                  not a label                             rule web                     it has spaces
 
 Node worker-2
-  not managed: nodes.nodeSelector does not select the machine, so talos-ccm would write none of the values below
+  not managed: nodes.selector does not select the machine, so talos-ccm would write none of the values below
   pending  the machine has not published its platform yet
 `
 	if diff := cmp.Diff(squeeze(want), squeeze("\n"+format(t, "table", reports()))); diff != "" {

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/netip"
+	"slices"
 	"testing"
 
 	"github.com/cosi-project/runtime/pkg/resource"
@@ -13,6 +14,7 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/client"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
+	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
@@ -100,7 +102,11 @@ func truth(t testing.TB, m *talostest.Machine) machine.Machine {
 	return view.Machine()
 }
 
-func kinds() []resource.Kind { return append(machine.WatchedKinds(), machine.PolledKinds()...) }
+func kinds() []resource.Kind {
+	all := append(machine.WatchedKinds(), machine.PolledKinds()...)
+
+	return slices.DeleteFunc(all, func(kind resource.Kind) bool { return kind.Type() == cluster.IdentityType })
+}
 
 func (s site) client(t testing.TB, m *talostest.Machine) *client.Client {
 	t.Helper()

@@ -28,7 +28,7 @@ type Report struct {
 	Node string `json:"node,omitempty"`
 	// Name is the name of the Node object.
 	Name string `json:"name"`
-	// Unmanaged is true if nodes.nodeSelector of the configuration does not select the machine. Nothing is written to its Node.
+	// Unmanaged is true if nodes.selector of the configuration does not select the machine. Nothing is written to its Node.
 	Unmanaged bool `json:"unmanaged,omitempty"`
 	// Pending is the reason why the Node would stay uninitialized, or empty. If it is set, only Problems is set beside it.
 	Pending     string    `json:"pending,omitempty"`

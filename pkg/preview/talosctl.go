@@ -11,6 +11,7 @@ import (
 	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/cosi-project/runtime/pkg/resource/protobuf"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/config"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
@@ -24,8 +25,16 @@ type Machine struct {
 	// Node is the name or address by which the machine was read, as in talosctl --nodes. It may be empty.
 	Node    string
 	Machine machine.Machine
-	// Missing names the resource kinds without any resource, in talosctl's spelling. A machine may have no resource of a kind.
+	// Missing names the resource kinds without any resource, in talosctl's spelling. A machine may have no resource of a kind; see
+	// MissingRequired. An empty nodename is a missing one.
 	Missing []string
+}
+
+// MissingRequired returns those of Missing that every running machine has.
+func (m Machine) MissingRequired() []string {
+	required := []string{kindName(network.AddressStatusType), kindName(k8s.NodenameType)}
+
+	return slices.DeleteFunc(slices.Clone(m.Missing), func(kind string) bool { return !slices.Contains(required, kind) })
 }
 
 // Command returns the shell command that prints all resources of a machine that Parse needs.
@@ -39,7 +48,12 @@ func Command() string {
 	return "for kind in " + strings.Join(names, " ") + "; do talosctl -n NODE get $kind -o yaml; done"
 }
 
-func kinds() []resource.Kind { return append(machine.WatchedKinds(), machine.PolledKinds()...) }
+func kinds() []resource.Kind {
+	all := append(machine.WatchedKinds(), machine.PolledKinds()...)
+
+	// The node ID changes nothing on the Node.
+	return slices.DeleteFunc(all, func(kind resource.Kind) bool { return kind.Type() == cluster.IdentityType })
+}
 
 // kindName returns talosctl's plural for a resource type, such as "nodenames" for "Nodenames.kubernetes.talos.dev".
 func kindName(typ resource.Type) string {
@@ -265,6 +279,7 @@ func (m *parsed) add(p printed) error {
 	}
 
 	m.nodename = name
+	m.seen[md.Type()] = name != ""
 
 	return nil
 }
