@@ -22,6 +22,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/tools/cache"
+	cloudproviderapi "k8s.io/cloud-provider/api"
 )
 
 // leaseName is the name of talos-ccm's leader election lease.
@@ -37,10 +38,10 @@ type observer struct {
 	group sync.WaitGroup
 
 	// What was seen.
-	mu               sync.Mutex
-	versions         int
-	changes, holders []string
-	renewed          time.Time
+	mu                          sync.Mutex
+	versions                    int
+	changes, holders, handovers []string
+	renewed, released           time.Time
 }
 
 // observe begins to compare Nodes to what they are now, while the extension holds the lease.
@@ -144,8 +145,17 @@ func (o *observer) seeLease(object runtime.Object) {
 		o.renewed = lease.Spec.RenewTime.Time
 	}
 
-	if len(o.holders) == 0 || o.holders[len(o.holders)-1] != name {
-		o.holders = append(o.holders, name)
+	if len(o.holders) > 0 && o.holders[len(o.holders)-1] == name {
+		return
+	}
+
+	o.holders = append(o.holders, name)
+
+	if name == "no instance" {
+		o.released = time.Now()
+	} else if !o.released.IsZero() {
+		o.handovers = append(o.handovers, fmt.Sprintf("%s held it %s after its release", name, time.Since(o.released).Round(time.Millisecond)))
+		o.released = time.Time{}
 	}
 }
 
@@ -172,6 +182,10 @@ func (o *observer) judge(t *testing.T, sequences ...string) {
 	holders := strings.Join(o.holders, ", ")
 	t.Logf("the Nodes were seen in %d versions; the lease was held by: %s", o.versions, holders)
 
+	for _, handover := range o.handovers {
+		t.Logf("lease handover: the %s", handover)
+	}
+
 	for _, change := range o.changes {
 		t.Errorf("a Node was not what it was before: %s", change)
 	}
@@ -192,7 +206,10 @@ func lasting(node *corev1.Node) *corev1.Node {
 	}
 
 	kept.Spec.Unschedulable = false // Talos drains its Node
-	kept.Spec.Taints = slices.DeleteFunc(kept.Spec.Taints, func(taint corev1.Taint) bool { return strings.HasPrefix(taint.Key, "node.kubernetes.io/") })
+	// The bed's reboot is a shutdown. One that takes long enough for Kubernetes to notice it taints the Node.
+	kept.Spec.Taints = slices.DeleteFunc(kept.Spec.Taints, func(taint corev1.Taint) bool {
+		return strings.HasPrefix(taint.Key, "node.kubernetes.io/") || taint.Key == cloudproviderapi.TaintNodeShutdown
+	})
 	slices.SortFunc(kept.Spec.Taints, func(a, b corev1.Taint) int { return strings.Compare(a.Key, b.Key) })
 
 	return kept

@@ -72,6 +72,7 @@ func upgrade(t *testing.T) {
 	// The observation goes on later than the API server: it must see this before the lease goes on.
 	eventually(t, seen.otherInstanceWorks)
 	t.Logf("the other instance went on after %s", time.Since(start).Round(time.Second))
+	eventually(t, waitsForLease)
 	other.stop(t)
 	eventually(t, shows(bed.ControlPlane, nextVersion))
 	t.Logf("%s did its work after %s", nextVersion, time.Since(start).Round(time.Second))
@@ -83,6 +84,15 @@ func upgrade(t *testing.T) {
 	seen.judge(t, "extension, no instance, other instance, no instance, extension",
 		"extension, other instance, no instance, extension") // the API server stopped before it reported the first release
 	worksOn(t)
+}
+
+// waitsForLease says whether the extension on the control plane is not a candidate since the last boot.
+func waitsForLease(ctx context.Context) string {
+	if log, err := bed.ControlPlane.Logs(ctx, service); err != nil || !strings.Contains(log, "leader lease") {
+		return fmt.Sprintf("the extension does not wait for the lease (%v):\n%s", err, log)
+	}
+
+	return ""
 }
 
 // rollback goes back to the first version after a crash of the control plane: the lease is not released, and taken up again at once.

@@ -32,7 +32,7 @@ var (
 	// required are the components that a control plane needs; a folder named by KUBEBUILDER_ASSETS often has no more.
 	required = []string{"etcd", apiServer, controllerManager}
 	// built are the components of the multi-call binary.
-	built = []string{"etcd", apiServer, controllerManager, "kube-scheduler", kubelet}
+	built = []string{"etcd", apiServer, controllerManager, "kube-scheduler", kubelet, "kube-proxy"}
 )
 
 // Assets is the folder with the components' executables, by their names: the one that KUBEBUILDER_ASSETS names, or else a folder of the

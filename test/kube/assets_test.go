@@ -62,7 +62,7 @@ func TestComponents(t *testing.T) {
 
 	multiCall := filepath.Join(folder, "kube-components")
 
-	for _, component := range []string{"etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet"} {
+	for _, component := range []string{"etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy"} {
 		for how, cmd := range map[string]*exec.Cmd{
 			"by the name of a link":      exec.CommandContext(t.Context(), filepath.Join(folder, component), "--version"),
 			"by the first argument":      exec.CommandContext(t.Context(), multiCall, component, "--version"),

@@ -93,7 +93,7 @@ func (c *Cluster) start(ctx context.Context) error {
 		return err
 	}
 
-	report(c.options.Progress, "Kubernetes control plane ready at %s after %.1fs", c.Endpoint(), time.Since(began).Seconds())
+	report(c.options.Progress, "Kubernetes control plane ready at %s after %.1f s", c.Endpoint(), time.Since(began).Seconds())
 
 	return nil
 }

@@ -144,7 +144,7 @@ func (b *Bed) Kubeconfig() []byte { return b.kubeconfig }
 
 // DialContext connects from the bridge, which is where a neighbor of the machines would be. Addresses are literals.
 func (b *Bed) DialContext(ctx context.Context, network, address string) (net.Conn, error) {
-	return b.bridge.dial(ctx, network, address)
+	return b.bridge.Dial(ctx, network, address)
 }
 
 // RESTConfig is an admin's, and dials from the bridge: it works in this process.
@@ -236,7 +236,7 @@ func (b *Bed) assemble(ctx context.Context) error {
 		return err
 	}
 
-	listener, err := b.bridge.listen(ctx, registryAddress.String())
+	listener, err := b.bridge.Listen(ctx, registryAddress.String())
 	if err != nil {
 		return err
 	}
@@ -412,7 +412,7 @@ func (b *Bed) Down() error {
 	}
 
 	if b.bridge != nil {
-		errs = append(errs, b.bridge.close())
+		errs = append(errs, b.bridge.Close())
 		b.bridge = nil
 	}
 

@@ -17,6 +17,8 @@ import (
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/talos-ccm/talos-ccm/test/netns"
 )
 
 // chassisSpec is the input of tools/chassis; it reads the layers at every boot.
@@ -69,7 +71,7 @@ type chassis struct {
 }
 
 // startChassis runs a chassis in a network namespace. It dies with this process, whatever kills that.
-func startChassis(argv []string, spec chassisSpec, ns *namespace, console *Console) (*chassis, error) {
+func startChassis(argv []string, spec chassisSpec, ns *netns.Namespace, console *Console) (*chassis, error) {
 	if err := spec.write(); err != nil {
 		return nil, err
 	}
@@ -126,10 +128,10 @@ func newPipes(cmd *exec.Cmd) (p pipes, err error) {
 
 // hold starts the process, reads what it says, and waits for its end, all on one thread: the process is killed when the thread
 // that started it ends.
-func (c *chassis) hold(cmd *exec.Cmd, ns *namespace, started chan<- error, read func()) {
+func (c *chassis) hold(cmd *exec.Cmd, ns *netns.Namespace, started chan<- error, read func()) {
 	runtime.LockOSThread()
 
-	err := ns.enter()
+	err := ns.Enter()
 	if err == nil {
 		err = cmd.Start()
 	}

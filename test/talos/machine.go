@@ -13,6 +13,8 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/client"
 	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
 	"google.golang.org/grpc"
+
+	"github.com/talos-ccm/talos-ccm/test/netns"
 )
 
 const (
@@ -35,7 +37,7 @@ const (
 type Machine struct {
 	name        string
 	address     netip.Addr
-	network     *namespace
+	network     *netns.Namespace
 	bridge      *bridge
 	cgroup      cgroup
 	console     *Console
@@ -128,17 +130,17 @@ func (m *Machine) Install(extension string) error {
 
 // SetLink plugs the machine's cable in or out, on the bridge's side: the machine keeps its addresses but loses the carrier.
 func (m *Machine) SetLink(ctx context.Context, state LinkState) error {
-	return m.named("set link", m.bridge.ip(ctx, "link", "set", port(m.name), string(state)))
+	return m.named("set link", m.bridge.IP(ctx, []string{"link", "set", port(m.name), string(state)}))
 }
 
 // AddAddress gives one of the machine's links another address, as a platform would. The machine's own link is eth0.
 func (m *Machine) AddAddress(ctx context.Context, link string, prefix netip.Prefix) error {
-	return m.named("add address", m.network.ip(ctx, "address", "add", prefix.String(), "dev", link))
+	return m.named("add address", m.network.IP(ctx, []string{"address", "add", prefix.String(), "dev", link}))
 }
 
 // DelAddress takes an address away again.
 func (m *Machine) DelAddress(ctx context.Context, link string, prefix netip.Prefix) error {
-	return m.named("remove address", m.network.ip(ctx, "address", "del", prefix.String(), "dev", link))
+	return m.named("remove address", m.network.IP(ctx, []string{"address", "del", prefix.String(), "dev", link}))
 }
 
 // TalosClient connects to the machine's own apid, as admin. It works without the cable: the connection is made from within the
@@ -147,7 +149,9 @@ func (m *Machine) TalosClient(ctx context.Context) (*client.Client, error) {
 	c, err := client.New(ctx,
 		client.WithConfig(m.talosconfig),
 		client.WithEndpoints(m.address.String()),
-		client.WithGRPCDialOptions(grpc.WithNoProxy(), grpc.WithContextDialer(m.network.dialTCP)),
+		client.WithGRPCDialOptions(grpc.WithNoProxy(), grpc.WithContextDialer(func(ctx context.Context, address string) (net.Conn, error) {
+			return m.network.Dial(ctx, "tcp", address)
+		})),
 	)
 	if err != nil {
 		return nil, m.named("connect to apid", err)
@@ -158,7 +162,7 @@ func (m *Machine) TalosClient(ctx context.Context) (*client.Client, error) {
 
 // DialContext connects from within the machine's own network, whose loopback is the machine's. Addresses are literals.
 func (m *Machine) DialContext(ctx context.Context, network, address string) (net.Conn, error) {
-	return m.network.dial(ctx, network, address)
+	return m.network.Dial(ctx, network, address)
 }
 
 func (m *Machine) named(attempt string, err error) error {
@@ -185,7 +189,7 @@ func (m *Machine) close(ctx context.Context) error {
 	}
 
 	if m.network != nil {
-		errs = append(errs, m.network.close())
+		errs = append(errs, m.network.Close())
 	}
 
 	if m.log != nil {

@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+
+	"github.com/talos-ccm/talos-ccm/test/netns"
 )
 
 // The network of a bed. It is in namespaces of its own, so all beds use the same one.
@@ -24,45 +26,35 @@ const (
 
 // bridge is the network that the machines are plugged into.
 type bridge struct {
-	*namespace
+	*netns.Namespace
 }
 
 func newBridge(ctx context.Context) (*bridge, error) {
-	ns, err := newNamespace()
+	ns, err := netns.New()
 	if err != nil {
 		return nil, err
 	}
 
-	b := &bridge{namespace: ns}
+	b := &bridge{ns}
 
-	if err := b.steps(ctx, [][]string{
+	if err := b.IP(ctx, [][]string{
 		{"link", "set", "lo", "up"},
 		{"link", "add", bridgeLink, "type", "bridge"},
 		{"link", "set", bridgeLink, "up"},
 		{"address", "add", netip.PrefixFrom(bridgeAddress, subnet.Bits()).String(), "dev", bridgeLink},
-	}); err != nil {
-		return nil, errors.Join(fmt.Errorf("make bridge: %w", err), b.close())
+	}...); err != nil {
+		return nil, errors.Join(fmt.Errorf("make bridge: %w", err), b.Close())
 	}
 
 	return b, nil
-}
-
-func (n *namespace) steps(ctx context.Context, steps [][]string) error {
-	for _, step := range steps {
-		if err := n.ip(ctx, step...); err != nil {
-			return err
-		}
-	}
-
-	return nil
 }
 
 // port is the bridge's end of a machine's cable.
 func port(machine string) string { return "v-" + machine }
 
 // plug makes a machine's network namespace, with a cable to the bridge.
-func (b *bridge) plug(ctx context.Context, machine string, address netip.Addr) (*namespace, error) {
-	ns, err := newNamespace()
+func (b *bridge) plug(ctx context.Context, machine string, address netip.Addr) (*netns.Namespace, error) {
+	ns, err := netns.New()
 	if err != nil {
 		return nil, err
 	}
@@ -70,19 +62,19 @@ func (b *bridge) plug(ctx context.Context, machine string, address netip.Addr) (
 	name := port(machine)
 
 	err = errors.Join(
-		b.steps(ctx, [][]string{
-			{"link", "add", name, "type", "veth", "peer", "name", machineLink, "netns", ns.path()},
+		b.IP(ctx, [][]string{
+			{"link", "add", name, "type", "veth", "peer", "name", machineLink, "netns", ns.Path()},
 			{"link", "set", name, "master", bridgeLink, "up"},
-		}),
-		ns.steps(ctx, [][]string{
+		}...),
+		ns.IP(ctx, [][]string{
 			{"link", "set", "lo", "up"},
 			{"link", "set", machineLink, "up"},
 			{"address", "add", netip.PrefixFrom(address, subnet.Bits()).String(), "dev", machineLink},
 			{"route", "add", "default", "via", bridgeAddress.String()},
-		}),
+		}...),
 	)
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("plug in machine %s: %w", machine, err), ns.close())
+		return nil, errors.Join(fmt.Errorf("plug in machine %s: %w", machine, err), ns.Close())
 	}
 
 	return ns, nil

@@ -23,7 +23,7 @@ func (b *Bed) Shell(ctx context.Context, script string) ([]byte, error) {
 
 	var out []byte
 
-	err := b.bridge.inside(func() error {
+	err := b.bridge.Inside(func() error {
 		var err error
 
 		out, err = cmd.Output()

@@ -1,6 +1,6 @@
 // Command kube-components is every Kubernetes component that the test bed starts, in one binary: etcd, kube-apiserver,
-// kube-controller-manager, kube-scheduler and kubelet. They share almost all of their code, so that compiling and linking them once
-// saves most of the time, the disk and the cache that five binaries would cost.
+// kube-controller-manager, kube-scheduler, kubelet and kube-proxy. They share almost all of their code, so that compiling and linking them once
+// saves most of the time, the disk and the cache that six binaries would cost.
 //
 // The component is the base name the program was started by (a link named kube-apiserver is an API server), else its first argument.
 //
@@ -25,6 +25,7 @@ import (
 	"k8s.io/cri-client/pkg/fake"
 	apiserver "k8s.io/kubernetes/cmd/kube-apiserver/app"
 	controllermanager "k8s.io/kubernetes/cmd/kube-controller-manager/app"
+	proxy "k8s.io/kubernetes/cmd/kube-proxy/app"
 	scheduler "k8s.io/kubernetes/cmd/kube-scheduler/app"
 	kubelet "k8s.io/kubernetes/cmd/kubelet/app"
 )
@@ -38,6 +39,7 @@ var components = map[string]func() int{
 	"kube-apiserver":          func() int { return cli.Run(apiserver.NewAPIServerCommand()) },
 	"kube-controller-manager": func() int { return cli.Run(controllermanager.NewControllerManagerCommand()) },
 	"kube-scheduler":          func() int { return cli.Run(scheduler.NewSchedulerCommand()) },
+	"kube-proxy":              func() int { return cli.Run(proxy.NewProxyCommand()) },
 	"kubelet":                 runKubelet,
 }
 
