@@ -17,7 +17,7 @@ func (d *demo) change(ctx context.Context) error {
 
 	d.screen.printf("\nUpdates of machine %s and the time until its Node was updated:", m.name)
 
-	for _, change := range []func(context.Context, *member) error{d.move, d.addAddress} {
+	for _, change := range []func(context.Context, *member) error{d.changeCapacity, d.addAddress} {
 		if err := change(ctx, m); err != nil {
 			return fmt.Errorf("change machine %s: %w", m.name, err)
 		}
@@ -26,25 +26,20 @@ func (d *demo) change(ctx context.Context) error {
 	return nil
 }
 
-// move puts the machine into another zone.
-func (d *demo) move(ctx context.Context, m *member) error {
-	zone, next := m.origin.platform.Zone, "rack-9"
-	if zone != "" {
-		next = zone[:len(zone)-1] + "9"
-	}
+// changeCapacity makes the machine a spot instance, which a rule makes a label.
+func (d *demo) changeCapacity(ctx context.Context, m *member) error {
+	before := d.observer.get(m.name).node.Labels[labelCapacity]
 
 	took, err := d.follow(ctx,
-		func(e *expectation) {
-			e.labels[corev1.LabelTopologyZone], e.labels[corev1.LabelFailureDomainBetaZone] = next, next
-		},
+		func(e *expectation) { e.labels[labelLifecycle], e.labels[labelCapacity] = "spot", "spot" },
 		func() error {
-			return m.machine.UpdatePlatform(ctx, func(spec *runtime.PlatformMetadataSpec) { spec.Zone = next })
+			return m.machine.UpdatePlatform(ctx, func(spec *runtime.PlatformMetadataSpec) { spec.Spot = true })
 		})
 	if err != nil {
 		return err
 	}
 
-	d.screen.printFollowed("zone", orDash(zone), d.observer.get(m.name).node.Labels[corev1.LabelTopologyZone], took)
+	d.screen.printFollowed("capacity", before, d.observer.get(m.name).node.Labels[labelCapacity], took)
 
 	return nil
 }
@@ -74,8 +69,8 @@ func (d *demo) addAddress(ctx context.Context, m *member) error {
 
 // recertify waits until the machine's kubelet has a certificate for what its Node lists now.
 func (d *demo) recertify(ctx context.Context, m *member) error {
-	if err := d.await(ctx, func() bool { return d.observer.get(m.name).done() }); err != nil {
-		return fmt.Errorf("%w: %s", err, strings.Join(d.observer.get(m.name).problems(), "; "))
+	if err := d.awaitDone(ctx, m.name); err != nil {
+		return err
 	}
 
 	r := d.observer.get(m.name).certificate

@@ -27,7 +27,7 @@ const (
 	parallel = 16
 
 	// From the registration of the first Node all has to be done within baseLimit and limitPerNode for each.
-	baseLimit    = 4 * time.Minute
+	baseLimit    = 6 * time.Minute
 	limitPerNode = 100 * time.Millisecond
 
 	leadTimeout = 2 * time.Minute
@@ -55,6 +55,7 @@ type demo struct {
 	failures chan error // of what goes on beside run
 	unwatch  func()
 	duration time.Duration // from the first registration until all were right
+	leaving  []string      // Nodes that talos-ccm has to delete
 }
 
 func newDemo(nodes int, s *screen) *demo {
@@ -164,33 +165,14 @@ func (d *demo) startMachines(ctx context.Context) (err error) {
 	}
 
 	d.screen.printf("%d Talos machines up after %s", len(d.fleet.members), inSeconds(time.Since(began)))
+
+	if scenario := d.fleet.scenario(); scenario != "" {
+		d.screen.printf("Scenario: %s.", scenario)
+	}
+
 	d.screen.printf("Machine configuration document of %s:\n\n%s", d.fleet.controlPlane().name, indented(document))
 
 	return d.fleet.controlPlane().machine.SetExtensionServiceDocument(ctx, d.service.name, d.service.spec)
-}
-
-// forEach calls work with the index of every machine, a few at a time, until ctx ends. It returns the first errors.
-func (d *demo) forEach(ctx context.Context, work func(index int) error) error {
-	var (
-		mu   sync.Mutex
-		errs []error
-	)
-
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-
-	workqueue.ParallelizeUntil(ctx, parallel, len(d.fleet.members), func(index int) {
-		if err := work(index); err != nil {
-			cancel() // what fails for one is likely to fail for the others
-
-			mu.Lock()
-			defer mu.Unlock()
-
-			errs = append(errs, err)
-		}
-	})
-
-	return errors.Join(errs...)
 }
 
 func (d *demo) startProduct(ctx context.Context) (err error) {
@@ -207,6 +189,8 @@ func (d *demo) startProduct(ctx context.Context) (err error) {
 	if d.product, err = startProduct(ctx, b.executable(), d.fleet.controlPlane().machine.Socket(), d.service.spec.Environment, d.folder); err != nil {
 		return err
 	}
+
+	d.screen.printf("Log of talos-ccm, removed when the demo ends: %s", d.product.log)
 
 	leading, cancel := context.WithTimeout(ctx, leadTimeout)
 	defer cancel()
@@ -241,6 +225,13 @@ func (d *demo) show(ctx context.Context) error {
 	records := d.observer.list(d.fleet)
 
 	d.screen.printTimes(records)
+
+	if err == nil {
+		d.screen.printf("  %-42s  %s", "first Node registered → all Nodes verified", inSeconds(d.duration))
+	}
+
+	d.screen.printApprovalDelay(records)
+
 	d.screen.printVerdict(records)
 
 	if err = errors.Join(err, missing(records)); err != nil {
@@ -249,7 +240,7 @@ func (d *demo) show(ctx context.Context) error {
 		return err
 	}
 
-	for _, step := range []func(context.Context) error{d.change, d.intrude, d.printCosts} {
+	for _, step := range []func(context.Context) error{d.printCosts, d.retire, d.change, d.intrude, d.expose, d.awaitDeletions} {
 		if err := step(ctx); err != nil {
 			return err
 		}
@@ -257,7 +248,9 @@ func (d *demo) show(ctx context.Context) error {
 
 	d.screen.printTable(d.observer.list(d.fleet))
 
-	return nil
+	_, err = d.countedMetrics(ctx)
+
+	return err
 }
 
 // watch begins to observe the cluster, and has the kubelets look after their certificates.
@@ -294,24 +287,22 @@ func (d *demo) initialize(ctx context.Context) error {
 	defer func() { d.duration = time.Since(began) }()
 
 	return d.screen.during(d.progress, func() error {
-		ctx, cancel := context.WithCancel(ctx)
-		defer cancel()
+		ctx, cancel := context.WithCancelCause(ctx)
 
 		var late sync.WaitGroup
 		defer late.Wait()
-		defer cancel()
+		defer cancel(nil)
 
-		err := d.forEach(ctx, func(index int) error {
+		workqueue.ParallelizeUntil(ctx, parallel, len(d.fleet.members), func(index int) {
 			m := d.fleet.members[index]
 			if m.pending {
 				late.Go(func() { d.resolveLater(ctx, m) })
 			}
 
-			return d.register(ctx, m)
+			if err := d.register(ctx, m); err != nil {
+				cancel(err) // what fails for one is likely to fail for the others
+			}
 		})
-		if err != nil {
-			return err
-		}
 
 		return d.await(ctx, func() bool { return d.counts().done == len(d.fleet.members) })
 	})
@@ -372,6 +363,15 @@ func (d *demo) await(ctx context.Context, condition func() bool) error {
 	return nil
 }
 
+// awaitDone waits until a Node is right, with its certificate.
+func (d *demo) awaitDone(ctx context.Context, name string) error {
+	if err := d.await(ctx, func() bool { return d.observer.get(name).done() }); err != nil {
+		return fmt.Errorf("%w: %s", err, strings.Join(d.observer.get(name).problems(), "; "))
+	}
+
+	return nil
+}
+
 // errMissing is what a demo ends with that did not show what it should.
 var errMissing = errors.New("some Nodes do not match their machines")
 
@@ -383,7 +383,7 @@ func missing(records []record) error {
 
 	for _, r := range records {
 		if !r.done() {
-			lines = append(lines, "node "+reason(r)+": "+strings.Join(r.problems(), "; "))
+			lines = append(lines, "node "+described(r)+": "+strings.Join(r.problems(), "; "))
 
 			continue
 		}
@@ -412,8 +412,8 @@ func missing(records []record) error {
 // errApprovals is of a talos-ccm that has approved more or less than the kubelets have asked for what is theirs.
 var errApprovals = errors.New("the number of approvals differs from the number of legitimate requests")
 
-// finalMetrics are those that count all approvals: the API server, and so the observer, knows of an approval before talos-ccm counts it.
-func (d *demo) finalMetrics(ctx context.Context) (after samples, err error) {
+// countedMetrics are those that count all approvals: the API server, and so the observer, knows of an approval before talos-ccm counts it.
+func (d *demo) countedMetrics(ctx context.Context) (after samples, err error) {
 	requests := 0
 	for _, r := range d.observer.list(d.fleet) {
 		requests += r.requests
@@ -435,14 +435,9 @@ func (d *demo) finalMetrics(ctx context.Context) (after samples, err error) {
 	return after, nil
 }
 
-// printCosts shows what all this took talos-ccm: time, memory, requests.
+// printCosts shows what initialization took talos-ccm: memory and requests.
 func (d *demo) printCosts(ctx context.Context) error {
-	after, err := d.finalMetrics(ctx)
-	if err != nil {
-		return err
-	}
-
-	occupied, err := readMemory(d.product.process.pid())
+	after, err := d.countedMetrics(ctx)
 	if err != nil {
 		return err
 	}
@@ -462,10 +457,9 @@ func (d *demo) printCosts(ctx context.Context) error {
 	const mebibyte = 1 << 20
 
 	d.screen.printf("\nResources used by talos-ccm:")
-	d.screen.printf("  time      %s from the first registration until all %.0f Nodes were verified", inSeconds(d.duration), nodes)
-	d.screen.printf("  memory    %d MiB resident, peak %d MiB", occupied.resident/mebibyte, occupied.highest/mebibyte)
-	d.screen.printf("  requests  %.1f per Node to the API server (%.2f Node writes, %.2f Events, %.2f approvals; %.0f others in total), %.1f per Node to Talos",
-		all/nodes, patches/nodes, posts/nodes, approvals/nodes, all-patches-posts-approvals, talos/nodes)
+	d.screen.printf("  memory    %.0f MiB resident", after.sum("process_resident_memory_bytes")/mebibyte)
+	d.screen.printf("  requests  %.2f per Node to the API server (%.2f Node writes, %.2f Events, %.2f CSR approvals, %.2f other), %.2f per Node to Talos",
+		all/nodes, patches/nodes, posts/nodes, approvals/nodes, (all-patches-posts-approvals)/nodes, talos/nodes)
 
 	return nil
 }

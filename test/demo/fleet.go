@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
+	"strings"
 	"time"
 
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
@@ -20,8 +21,10 @@ const (
 	slowness = 2 * time.Second
 	lateness = 3 * time.Second
 
-	// reasonPending is the Event reason.
+	// Event reasons.
 	reasonPending = "MetadataPending"
+	reasonRenamed = "NodeRenamed"
+	reasonGone    = "NodeGone"
 
 	linkPhysical = "eth0"
 )
@@ -35,6 +38,16 @@ const (
 	lateIndex         = 1
 	slowIndex         = 2
 	changingIndex     = 3
+	resetIndex        = 4
+)
+
+var remarks = map[int]string{controlPlaneIndex: "control plane", lateIndex: "late", slowIndex: "slow"}
+
+// At most a tenth of all Nodes is deleted in ten minutes, but at least one: a smaller fleet has no machine that is reset. In one of two
+// machines, the one that could be renamed changes.
+const (
+	minReset  = 20
+	minRename = 3
 )
 
 // member is one machine of the fleet, and what its Node should look like.
@@ -67,15 +80,10 @@ func newFleet(n int) *fleet {
 
 	for i := range f.members {
 		o := origins[i%platforms](i)
-		f.members[i] = &member{name: fmt.Sprintf("%s-%0*d", o.platform.Platform, digits(n), i+1), private: privateAddress(i), origin: o}
-	}
-
-	f.remark(controlPlaneIndex, "control plane")
-	f.remark(lateIndex, "late")
-	f.remark(slowIndex, "slow")
-
-	if n > lateIndex {
-		f.members[lateIndex].pending = true
+		f.members[i] = &member{
+			name:    fmt.Sprintf("%s-%0*d", o.platform.Platform, len(fmt.Sprint(n)), i+1),
+			private: privateAddress(i), remark: remarks[i], origin: o, pending: i == lateIndex,
+		}
 	}
 
 	f.changing = f.members[min(changingIndex, n-1)]
@@ -87,12 +95,31 @@ func newFleet(n int) *fleet {
 	return f
 }
 
-func digits(n int) int { return len(fmt.Sprint(n)) }
-
-func (f *fleet) remark(index int, remark string) {
-	if index < len(f.members) {
-		f.members[index].remark = remark
+// title is the machine's name with the remark.
+func (m *member) title() string {
+	if m.remark == "" {
+		return m.name
 	}
+
+	return m.name + " (" + m.remark + ")"
+}
+
+func (f *fleet) has(index int) bool { return index < len(f.members) }
+
+// scenario says how the late and the slow machine behave; empty if the fleet has neither.
+func (f *fleet) scenario() string {
+	var parts []string
+
+	if f.has(slowIndex) {
+		parts = append(parts, fmt.Sprintf("%s (slow) responds to every call after %.0f s", f.members[slowIndex].name, slowness.Seconds()))
+	}
+
+	if f.has(lateIndex) {
+		parts = append(parts, fmt.Sprintf("%s (late) gets its platform metadata %.0f s after an Event says that its Node waits for it",
+			f.members[lateIndex].name, lateness.Seconds()))
+	}
+
+	return strings.Join(parts, "; ")
 }
 
 // controlPlane is the machine on which talos-ccm runs.

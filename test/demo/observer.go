@@ -48,6 +48,9 @@ type record struct {
 	said string
 	// waits is true once it has said that the Node waits for the machine's metadata.
 	waits bool
+	// verdict is the last NodeRenamed or NodeGone Event, judged when it was seen, and deleted when the Node was.
+	verdict         string
+	judged, deleted time.Time
 }
 
 func newObserver(f *fleet) *observer {
@@ -59,10 +62,18 @@ func newObserver(f *fleet) *observer {
 	}
 
 	for _, m := range f.members {
-		o.records[m.name] = &record{member: m, wrong: []string{"it is not registered"}}
+		o.add(m, 0)
 	}
 
 	return o
+}
+
+// add begins to observe the Node of a machine, which has made a number of requests already, under another name.
+func (o *observer) add(m *member, requests int) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+
+	o.records[m.name] = &record{member: m, requests: requests, wrong: []string{"it is not registered"}}
 }
 
 // start begins to watch. Stop it by ending ctx, and then calling the function that it returns.
@@ -80,6 +91,7 @@ func (o *observer) start(ctx context.Context, client kubernetes.Interface) (shut
 		_, err := watch.informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
 			AddFunc:    watch.see,
 			UpdateFunc: func(_, obj any) { watch.see(obj) },
+			DeleteFunc: o.seeDeletion,
 		})
 		if err != nil {
 			return nil, fmt.Errorf("watch %s: %w", what, err)
@@ -123,6 +135,13 @@ func (o *observer) seeNode(obj any) {
 	}
 }
 
+// seeDeletion notes the deletion of a Node; the keys of other objects are not names of Nodes.
+func (o *observer) seeDeletion(obj any) {
+	if key, err := cache.DeletionHandlingMetaNamespaceKeyFunc(obj); err == nil {
+		o.update(key, func(r *record) { r.deleted = time.Now() })
+	}
+}
+
 // wrongOnRelease is what is wrong with a Node that has just lost its taint.
 func (m *member) wrongOnRelease(node *corev1.Node) []string {
 	wrong := slices.Concat(m.expected.wrongIdentity(node), m.expected.wrongTaints(node))
@@ -156,6 +175,10 @@ func (o *observer) seeEvent(obj any) {
 	case "Node":
 		o.update(event.InvolvedObject.Name, func(r *record) {
 			r.waits = r.waits || event.Reason == reasonPending
+
+			if event.Reason == reasonRenamed || event.Reason == reasonGone {
+				r.verdict, r.judged = said, time.Now()
+			}
 
 			// While a Node waits for its machine's metadata, that Event takes precedence over others.
 			if event.Reason == reasonPending || !r.waits || !r.released.IsZero() {

@@ -2,9 +2,7 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"io"
 	"os"
 	"os/exec"
 	"runtime"
@@ -25,31 +23,15 @@ type process struct {
 type ending struct {
 	signal syscall.Signal
 	grace  time.Duration
-	// group says that the child's own children are asked, too, as by a Ctrl-C at the terminal: go waits for the compilers and linkers that it
-	// has started, and a process that is killed before that leaves them behind.
-	group bool
-}
-
-// ask asks the child.
-func (e ending) ask(child *os.Process) error {
-	if !e.group {
-		return child.Signal(e.signal)
-	}
-
-	// A child leads a group of its own.
-	err := syscall.Kill(-child.Pid, e.signal)
-	if errors.Is(err, syscall.ESRCH) {
-		return os.ErrProcessDone
-	}
-
-	return err
 }
 
 // startProcess starts a command in a process group of its own, so that a Ctrl-C at the terminal reaches only this process, which then stops
 // its children in order. When ctx ends the child gets a signal, and after grace it is killed. prepare completes the command.
 func startProcess(ctx context.Context, end ending, prepare func(*exec.Cmd), name string, args ...string) (*process, error) {
 	cmd := exec.CommandContext(ctx, name, args...)
-	cmd.Cancel = func() error { return end.ask(cmd.Process) }
+	// Its children are asked, too: go waits for the compilers and linkers that it has started, and a process that is killed before that leaves
+	// them behind.
+	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, end.signal) }
 	cmd.WaitDelay = end.grace
 	prepare(cmd)
 
@@ -96,22 +78,7 @@ func (p *process) killed() bool {
 
 // logTail is the end of a log file: its last lines.
 func logTail(path string, lines int) string {
-	const bytesPerLine = 400
-
-	file, err := os.Open(path)
-	if err != nil {
-		return fmt.Sprintf("(no log: %v)", err)
-	}
-	defer file.Close() //nolint:errcheck // only read
-
-	info, err := file.Stat()
-	if err != nil {
-		return fmt.Sprintf("(no log: %v)", err)
-	}
-
-	size := min(info.Size(), int64(lines*bytesPerLine))
-
-	content, err := io.ReadAll(io.NewSectionReader(file, info.Size()-size, size))
+	content, err := os.ReadFile(path)
 	if err != nil {
 		return fmt.Sprintf("(no log: %v)", err)
 	}

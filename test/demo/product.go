@@ -3,24 +3,20 @@ package main
 import (
 	"bytes"
 	"context"
-	"crypto/tls"
-	"crypto/x509"
 	"errors"
 	"fmt"
-	"io"
-	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"runtime"
-	"strings"
-	"sync/atomic"
 	"syscall"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/discovery"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
 	"k8s.io/utils/ptr"
 
 	"github.com/talos-ccm/talos-ccm/test/kube"
@@ -39,10 +35,9 @@ const (
 
 // build is one build of talos-ccm.
 type build struct {
-	folder   string
-	began    time.Time
-	packages atomic.Int64
-	errors   bytes.Buffer
+	folder string
+	began  time.Time
+	output bytes.Buffer
 }
 
 // executable is where the build goes.
@@ -52,14 +47,14 @@ func (b *build) executable() string { return filepath.Join(b.folder, "talos-ccm"
 func (b *build) run(ctx context.Context) error {
 	prepare := func(cmd *exec.Cmd) {
 		cmd.Dir = sourceFolder()
-		cmd.Stderr = b
+		cmd.Stdout, cmd.Stderr = &b.output, &b.output
 		// A go command that is interrupted early leaves its temporary files; here they go with all others.
 		cmd.Env = append(os.Environ(), "GOTMPDIR="+b.folder)
 	}
 
 	// Compiled as this command was, so that what both have in common is compiled once; linked without debug information, which takes time.
-	p, err := startProcess(ctx, ending{signal: syscall.SIGINT, grace: buildGrace, group: true}, prepare,
-		"go", "build", "-v", "-ldflags=-s -w", "-o", b.executable(), command)
+	p, err := startProcess(ctx, ending{signal: syscall.SIGINT, grace: buildGrace}, prepare,
+		"go", "build", "-ldflags=-s -w", "-o", b.executable(), command)
 	if err != nil {
 		return fmt.Errorf("build talos-ccm: %w", err)
 	}
@@ -67,7 +62,7 @@ func (b *build) run(ctx context.Context) error {
 	<-p.done
 
 	if p.err != nil {
-		return fmt.Errorf("build talos-ccm: %w\n%s", p.err, b.errors.String())
+		return fmt.Errorf("build talos-ccm: %w\n%s", p.err, b.output.String())
 	}
 
 	return nil
@@ -83,26 +78,12 @@ func sourceFolder() string {
 	return filepath.Dir(file)
 }
 
-// Write counts the packages that go build -v names, a line each, and keeps what else it says.
-func (b *build) Write(output []byte) (int, error) {
-	for line := range bytes.Lines(output) {
-		b.packages.Add(1)
-
-		if bytes.ContainsRune(line, ' ') {
-			b.errors.Write(line)
-		}
+func (b *build) progress(s *screen) []string {
+	if !s.terminal {
+		return []string{"Building talos-ccm"} // once: a log has no use for a line per second
 	}
 
-	return len(output), nil
-}
-
-func (b *build) progress(*screen) []string {
-	line := fmt.Sprintf("Building talos-ccm: %s", time.Since(b.began).Round(time.Second))
-	if packages := b.packages.Load(); packages > 0 {
-		line += fmt.Sprintf(", %d packages compiled", packages)
-	}
-
-	return []string{line}
+	return []string{fmt.Sprintf("Building talos-ccm: %.0f s", time.Since(b.began).Seconds())}
 }
 
 // product is the running talos-ccm.
@@ -200,48 +181,22 @@ func (p *product) ended() error {
 	}
 }
 
-// metrics asks talos-ccm for its metrics.
+// metrics asks talos-ccm for its metrics, and trusts the certificate that it has made for itself.
 func (p *product) metrics(ctx context.Context) (samples, error) {
-	client, err := p.httpClient()
-	if err != nil {
-		return "", fmt.Errorf("read talos-ccm's metrics: %w", err)
-	}
-	defer client.CloseIdleConnections()
-
-	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "https://"+p.port.Address()+"/metrics", nil)
-	if err != nil {
-		return "", fmt.Errorf("read talos-ccm's metrics: %w", err)
-	}
-
-	response, err := client.Do(request)
-	if err != nil {
-		return "", fmt.Errorf("read talos-ccm's metrics: %w", err)
-	}
-	defer response.Body.Close() //nolint:errcheck // only read
-
-	body, err := io.ReadAll(response.Body)
+	client, err := discovery.NewDiscoveryClientForConfig(&rest.Config{
+		Host:            "https://" + p.port.Address(),
+		TLSClientConfig: rest.TLSClientConfig{CAFile: filepath.Join(p.certs, "cloud-controller-manager.crt")},
+	})
 	if err != nil {
 		return "", fmt.Errorf("read talos-ccm's metrics: %w", err)
 	}
 
-	if response.StatusCode != http.StatusOK {
-		return "", fmt.Errorf("read talos-ccm's metrics: %s: %s", response.Status, strings.TrimSpace(string(body)))
+	body, err := client.RESTClient().Get().AbsPath("/metrics").DoRaw(ctx)
+	if err != nil {
+		return "", fmt.Errorf("read talos-ccm's metrics: %w", err)
 	}
 
 	return samples(body), nil
-}
-
-// httpClient trusts the certificate that talos-ccm has made for itself.
-func (p *product) httpClient() (*http.Client, error) {
-	certificate, err := os.ReadFile(filepath.Join(p.certs, "cloud-controller-manager.crt"))
-	if err != nil {
-		return nil, err
-	}
-
-	roots := x509.NewCertPool()
-	roots.AppendCertsFromPEM(certificate)
-
-	return &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: roots, MinVersion: tls.VersionTLS12}}}, nil
 }
 
 // errProductKilled is of a talos-ccm that did not end in time after SIGTERM.

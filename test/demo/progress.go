@@ -8,11 +8,11 @@ import (
 // counts are how many Nodes have come how far.
 type counts struct {
 	registered, released, allocated, approved, issued, done int
-	waiting                                                 []record // registered and not done
+	waiting                                                 map[string][]record // registered and not done, by what they wait for
 }
 
 func (d *demo) counts() counts {
-	var c counts
+	c := counts{waiting: map[string][]record{}}
 
 	for _, r := range d.observer.list(d.fleet) {
 		for count, reached := range map[*int]bool{
@@ -29,7 +29,8 @@ func (d *demo) counts() counts {
 		}
 
 		if !r.registered.IsZero() && !r.done() {
-			c.waiting = append(c.waiting, r)
+			step, _ := r.waitsFor()
+			c.waiting[step] = append(c.waiting[step], r)
 		}
 	}
 
@@ -49,49 +50,63 @@ func (d *demo) progress(s *screen) []string {
 		}
 	)
 
-	named := worthNaming(c.waiting)
-	for _, r := range named {
-		lines = append(lines, "pending: "+reason(r))
-	}
-
-	if more := len(c.waiting) - len(named); more > 0 {
-		lines = append(lines, fmt.Sprintf("pending: %d more", more))
+	for _, step := range steps {
+		if waiting := c.waiting[step]; len(waiting) > 0 {
+			lines = append(lines, "waiting for "+step+": "+summary(waiting))
+		}
 	}
 
 	return lines
 }
 
-// worthNaming returns the first pending Nodes that have a message or a remark; if only a few are pending, all of them.
-func worthNaming(waiting []record) []record {
-	const most = 4
+// steps are what a Node waits for, in order.
+var steps = []string{"initialization", "a pod CIDR", "CSR approval", "a certificate", "an update"}
 
-	if len(waiting) <= most {
-		return waiting
+// waitsFor returns the step that a Node that is not done waits for, and the reason according to Events, if there is one.
+func (r record) waitsFor() (step, reason string) {
+	switch {
+	case r.released.IsZero():
+		return steps[0], r.said
+	case r.allocated.IsZero():
+		return steps[1], r.said
+	case r.certificate.approved.IsZero():
+		return steps[2], r.certificate.said
+	case r.certificate.issued.IsZero():
+		return steps[3], r.certificate.said
+	default:
+		return steps[4], r.said
 	}
+}
 
-	var named []record
+// summary names the first Nodes that have a reason, or all if they are few, and counts the others.
+func summary(waiting []record) string {
+	const most = 3
+
+	var parts []string
 
 	for _, r := range waiting {
-		if len(named) < most && (r.said != "" || r.member.remark != "") {
-			named = append(named, r)
+		if _, reason := r.waitsFor(); len(parts) < most && (reason != "" || len(waiting) <= most) {
+			parts = append(parts, described(r))
 		}
 	}
 
-	return named
+	switch more := len(waiting) - len(parts); {
+	case len(parts) == 0:
+		parts = append(parts, fmt.Sprintf("%d Nodes", more))
+	case more > 0:
+		parts = append(parts, fmt.Sprintf("%d more", more))
+	}
+
+	return strings.Join(parts, ", ")
 }
 
-// reason returns why the Node is pending, according to its Events.
-func reason(r record) string {
-	name := r.member.name
-	if r.member.remark != "" {
-		name += " (" + r.member.remark + ")"
+// described returns the name of a Node with the reason why it waits.
+func described(r record) string {
+	if _, reason := r.waitsFor(); reason != "" {
+		return r.member.title() + ": " + reason
 	}
 
-	if r.said == "" {
-		return name
-	}
-
-	return name + ": " + r.said
+	return r.member.title()
 }
 
 // indented indents every line of text.

@@ -3,7 +3,6 @@ package main
 import (
 	"cmp"
 	"fmt"
-	"maps"
 	"slices"
 	"strings"
 	"text/tabwriter"
@@ -21,7 +20,7 @@ const (
 
 // printTable shows the Nodes as they are.
 func (s *screen) printTable(records []record) {
-	rows, left := choose(records)
+	rows := choose(records)
 
 	var text strings.Builder
 
@@ -37,8 +36,8 @@ func (s *screen) printTable(records []record) {
 	head, body, _ := strings.Cut(text.String(), "\n")
 	s.printf("\n%s\n%s", s.in(bold, strings.TrimRight(head, " ")), trimLines(body))
 
-	if len(left) > 0 {
-		s.printf("… and %d more: %s", len(left), byPlatform(left))
+	if left := len(records) - len(rows); left > 0 {
+		s.printf("… and %d more", left)
 	}
 }
 
@@ -52,35 +51,31 @@ func trimLines(text string) string {
 	return strings.Join(lines, "\n")
 }
 
-// choose divides the records into those that the table shows and those it leaves out.
-func choose(records []record) (rows, left []record) {
+// choose returns the records that the table shows.
+func choose(records []record) (rows []record) {
 	if len(records) <= wholeTable {
-		return records, nil
+		return records
 	}
 
 	for i, r := range records {
 		if i < tableRows || (!r.done() && len(rows) < maxRows) {
 			rows = append(rows, r)
-		} else {
-			left = append(left, r)
 		}
 	}
 
-	return rows, left
+	return rows
 }
 
 func cells(r record) []string {
-	name := r.member.name
-	if r.member.remark != "" {
-		name += " (" + r.member.remark + ")"
-	}
-
-	if r.node == nil {
-		return []string{name, "not registered"}
+	switch {
+	case r.node == nil:
+		return []string{r.member.title(), "not registered", "", "", "", "", "", ""}
+	case !r.deleted.IsZero():
+		return []string{r.member.title(), "deleted", "", "", "", "", "", ""}
 	}
 
 	return []string{
-		name,
+		r.member.title(),
 		orDash(r.node.Spec.ProviderID),
 		orDash(r.node.Labels[corev1.LabelTopologyZone]),
 		orDash(r.node.Labels[labelCapacity]),
@@ -92,27 +87,6 @@ func cells(r record) []string {
 }
 
 func orDash(text string) string { return cmp.Or(text, "-") }
-
-// byPlatform is how many machines there are of each platform, and how many of them are initialized.
-func byPlatform(records []record) string {
-	counts, done := map[string]int{}, 0
-
-	for _, r := range records {
-		counts[r.member.origin.platform.Platform]++
-
-		if r.done() {
-			done++
-		}
-	}
-
-	var parts []string
-
-	for _, platform := range slices.Sorted(maps.Keys(counts)) {
-		parts = append(parts, fmt.Sprintf("%d %s", counts[platform], platform))
-	}
-
-	return fmt.Sprintf("%s; %d of them initialized", strings.Join(parts, ", "), done)
-}
 
 // span is a time that every Node takes for something.
 type span struct {
@@ -129,7 +103,7 @@ func issued(r record) time.Time     { return r.certificate.issued }
 
 // printTimes prints the latency of each step.
 func (s *screen) printTimes(records []record) {
-	initialization := span{"Node created → taint removed", registered, released}
+	initialization := span{"Node registered → taint removed", registered, released}
 
 	s.printf("\nLatency per Node:")
 	s.printTime(initialization.what, initialization.times(records))
@@ -139,7 +113,7 @@ func (s *screen) printTimes(records []record) {
 	}
 
 	for _, span := range []span{
-		{"Node created → pod CIDR assigned", registered, allocated},
+		{"Node registered → pod CIDR assigned", registered, allocated},
 		{"CSR created → approved", asked, approved},
 		{"CSR created → certificate issued", asked, issued},
 	} {
@@ -149,7 +123,17 @@ func (s *screen) printTimes(records []record) {
 
 func (s *screen) printTime(what string, times []time.Duration) {
 	if len(times) > 0 {
-		s.printf("  %-40s  %s", what, percentiles(times))
+		s.printf("  %-42s  %s", what, percentiles(times))
+	}
+}
+
+// printApprovalDelay explains why approvals took long if they did: they do not if the slow machine registered last.
+func (s *screen) printApprovalDelay(records []record) {
+	times := span{from: asked, to: approved}.times(records)
+	slices.Sort(times)
+
+	if len(times) > 0 && percentile(times, 50) > slowness {
+		s.printf("CSR approval waited for the slow machine, because a new leader reads all machines before it approves a CSR.")
 	}
 }
 
