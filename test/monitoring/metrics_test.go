@@ -44,6 +44,8 @@ const rules = `transformations:
   - name: bad
     labels:
       example.com/bad: "{{ .Hostname }} is no label"
+lifecycle:
+  gracePeriod: 1m
 `
 
 func TestMetrics(t *testing.T) {
@@ -102,7 +104,10 @@ func (b *bed) happen() {
 	silent := b.machine(talostest.MachineSpec{Nodename: "silent"})
 	late := b.machine(talostest.MachineSpec{Nodename: "late", PlatformPending: true})
 
-	for _, m := range []*talostest.Machine{self, worker, silent, late} {
+	reset := b.machine(talostest.MachineSpec{Nodename: "reset"})
+	b.require(reset.SetStage(b.Context(), runtime.MachineStageResetting))
+
+	for _, m := range []*talostest.Machine{self, worker, silent, late, reset} {
 		b.register(m.Nodename(), m.Address())
 	}
 
@@ -126,14 +131,22 @@ func (b *bed) happen() {
 	b.see(parseFamilies(`
 talosccm_machines gauge condition=Current|Mismatch|Unreachable
 talosccm_node_syncs_total counter result=changed|pending
-talosccm_csr_verdicts_total counter decision=Approve|Defer|Deny reason=OwnedByOtherMachine|Outdated
+talosccm_csr_verdicts_total counter decision=Approve|Defer|Deny reason=NotOwned|OwnedByOtherMachine
 talosccm_ipam_affected_nodes gauge reason=PodCIDROverlap|PodCIDRPoolExhausted
+`))
+
+	// A machine is gone for longer than the grace period.
+	b.require(reset.Stop(b.Context()))
+	b.patchStatus(reset.Nodename(), `{"status":{"conditions":[{"type":"Ready","status":"Unknown"}]}}`)
+	b.see(parseFamilies(`
+talosccm_lifecycle_nodes gauge reason=NodeGone
+talosccm_lifecycle_deletions_total counter proof=reset
 `))
 
 	// The watches of a machine end, and the API server refuses us.
 	worker.BreakStreams()
 	b.forbid("system:talos-ccm")
-	b.require(worker.UpdatePlatform(b.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "other" }))
+	b.require(worker.UpdatePlatform(b.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone, spec.InstanceType = "other", "other" }))
 
 	b.see(parseFamilies(`
 talosccm_node_syncs_total counter result=error
@@ -145,7 +158,7 @@ talosccm_reconcile_errors_total counter controller=cloud-node
 func (b *bed) machine(spec talostest.MachineSpec) *talostest.Machine {
 	b.Helper()
 
-	spec.Platform = runtime.PlatformMetadataSpec{Platform: "hcloud", InstanceID: spec.Nodename, ProviderID: "hcloud://" + spec.Nodename}
+	spec.Platform = runtime.PlatformMetadataSpec{Platform: "hcloud", Zone: "zone", InstanceID: spec.Nodename, ProviderID: "hcloud://" + spec.Nodename}
 
 	m, err := b.talos.AddMachine(spec)
 	b.require(err)
@@ -165,6 +178,14 @@ func (b *bed) patch(nodename, change string) {
 	b.Helper()
 
 	_, err := b.client.CoreV1().Nodes().Patch(b.Context(), nodename, types.MergePatchType, []byte(change), metav1.PatchOptions{})
+	b.require(err)
+}
+
+// patchStatus changes the status of a Node as kube-controller-manager does.
+func (b *bed) patchStatus(nodename, change string) {
+	b.Helper()
+
+	_, err := b.client.CoreV1().Nodes().Patch(b.Context(), nodename, types.StrategicMergePatchType, []byte(change), metav1.PatchOptions{}, "status")
 	b.require(err)
 }
 

@@ -88,7 +88,10 @@ func TestDashboard_HasAllRows(t *testing.T) {
 		}
 	}
 
-	wanted := []string{"Overview", "Nodes", "Machines", "CSR", "IPAM", "Configuration", "Leadership", "Talos API", "Kubernetes API", "Process"}
+	wanted := []string{
+		"Overview", "Nodes", "Node lifecycle and topology", "Machines", "CSR", "IPAM", "Configuration", "Leadership", "Talos API",
+		"Kubernetes API", "Process",
+	}
 	if !slices.Equal(rows, wanted) {
 		t.Errorf("rows %v, want %v", rows, wanted)
 	}

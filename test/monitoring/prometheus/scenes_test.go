@@ -243,17 +243,17 @@ var certificates = []scene{
 		series: `
 talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Deny", reason="Wildcard"} _x100 2x400
 talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Defer", reason="OwnedByOtherMachine"} _x100 1x400
-talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Deny", reason="Outdated"} _x220 1x300
+talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Deny", reason="NotOwned"} _x220 1x300
 talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Defer", reason="MachineUnknown"} _x220 1x300
 `,
 	},
 	{
-		name: "a machine asks for what is outdated, and never for anything else", at: 90 * time.Minute, wanted: []string{"TalosCCMCertificateRequestsOutdated"},
-		series: `talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Deny", reason="Outdated"} 0+1x540`,
+		name: "a machine requests only what neither it nor its Node has", at: 90 * time.Minute, wanted: []string{"TalosCCMCertificateRequestsNotOwned"},
+		series: `talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Deny", reason="NotOwned"} 0+1x540`,
 	},
 	{
-		name: "a kubelet does so until it reports its status", at: 90 * time.Minute, near: []string{"TalosCCMCertificateRequestsOutdated"},
-		series: `talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Deny", reason="Outdated"} 0x60 1+1x15 16x400`,
+		name: "a kubelet does so until it reports its status", at: 90 * time.Minute, near: []string{"TalosCCMCertificateRequestsNotOwned"},
+		series: `talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Deny", reason="NotOwned"} 0x60 1+1x15 16x400`,
 	},
 	{
 		name: "a CSR contains a name of another machine", at: 2 * time.Hour, wanted: []string{"TalosCCMCertificateClaimedByOthers"},
