@@ -129,9 +129,14 @@ docs: ## Check all links, commands and YAML blocks in the documentation.
 .PHONY: test
 test: lint build race docs monitoring-test ## Run the linters and all tests except e2e, with the race detector.
 
+.PHONY: histories
+histories: ## Run a thousand random histories of Nodes against the lifecycle controller.
+	$(GO) test -count=1 -v -run '^TestController_RandomHistories$$' ./pkg/controllers/lifecycle -histories 1000
+
 .PHONY: e2e
-e2e: ## Run talos-ccm on two Talos machines with kubelets; requires root.
-	$(GO) test -tags e2e -v -count=1 -p 1 -timeout $(E2E_TIMEOUT) ./test/talos ./test/e2e
+e2e: ## Run talos-ccm on two Talos machines with kubelets, and its load balancers with kube-proxy; requires root.
+	@.ci/packages nft=nftables iptables=iptables
+	$(GO) test -tags e2e -v -count=1 -p 1 -timeout $(E2E_TIMEOUT) ./test/talos ./test/loadbalancer ./test/e2e
 
 .PHONY: imager-test
 imager-test: image $(IMAGER) ## Build an initramfs with the extension with the imager of Talos, and check it.

@@ -170,7 +170,7 @@ func reasons(t *testing.T) (list []string) {
 func TestEvents_AreInSource(t *testing.T) {
 	var got []string
 
-	for _, heading := range []string{"Node Events", "CSR Events", "Pod CIDR Events"} {
+	for _, heading := range []string{"Node Events", "CSR Events", "Service Events", "Pod CIDR Events"} {
 		for _, cells := range rows(t, "docs/reference/events.md", heading) {
 			got = append(got, codes(cells[0])...)
 		}

@@ -25,15 +25,18 @@ import (
 
 // theirs maps names of other programs to the program.
 var theirs = map[string]string{
-	"--arch":                     "imager's",
-	"--cluster-signing-duration": "kube-controller-manager's",
-	"--image-factory-address":    "Omni's",
-	"--kubelet-insecure-tls":     "metrics-server's",
-	"--primary-factory-url":      "Omni's",
-	"--privileged":               "docker's",
-	"--system-extension-image":   "imager's",
+	"--arch":                            "imager's",
+	"--cloud-provider":                  "the upstream Talos CCM's",
+	"--cluster-signing-duration":        "kube-controller-manager's",
+	"--image-factory-address":           "Omni's",
+	"--kubelet-insecure-tls":            "metrics-server's",
+	"--primary-factory-url":             "Omni's",
+	"--privileged":                      "docker's",
+	"--system-extension-image":          "imager's",
+	"--use-service-account-credentials": "the upstream Talos CCM's",
 
 	"ExtensionServiceConfig":      "Talos's",
+	"HostnameConfig":              "Talos's",
 	"KubeControllerManagerConfig": "Talos's, since 1.14",
 	"KubeNetworkConfig":           "Talos's, since 1.14",
 	"KubeNodeConfig":              "Talos's, since 1.14",
@@ -42,6 +45,7 @@ var theirs = map[string]string{
 	"LeaderElection":              "client-go's",
 	"LocalhostAdminKubeconfig":    "Talos's",
 	"NetworkDefaultActionConfig":  "Talos's",
+	"NetworkRuleConfig":           "Talos's",
 	"NodeRestriction":             "the API server's",
 	"UnattendedInstallConfig":     "Talos's, since 1.14",
 	"cluster.local":               "a DNS domain",
@@ -112,7 +116,7 @@ func TestResources_ExistInTalos(t *testing.T) {
 	var known []string
 
 	for _, provider := range []meta.ResourceDefinitionProvider{
-		&cluster.Identity{}, &config.MachineType{}, &hardware.SystemInformation{}, &k8s.NodeIP{}, &k8s.Nodename{}, &network.AddressStatus{},
+		&cluster.Identity{}, &cluster.Member{}, &config.MachineType{}, &hardware.SystemInformation{}, &k8s.NodeIP{}, &k8s.Nodename{}, &network.AddressStatus{},
 		&runtime.ExtensionServiceConfig{}, &runtime.ExtensionStatus{}, &runtime.MachineStatus{}, &runtime.PlatformMetadata{},
 	} {
 		definition, err := meta.NewResourceDefinition(provider.ResourceDefinition())

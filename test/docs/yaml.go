@@ -107,7 +107,7 @@ func (r *reading) document(node *yaml.Node, text []byte) error {
 		return r.machineConfig(text)
 	case head.APIVersion != "" && head.Kind != "":
 		return r.object(head.APIVersion+" "+head.Kind, text)
-	case has("global", "transformations", "nodes", "csrApproval", "ipam"):
+	case has("global", "transformations", "nodes", "csrApproval", "ipam", "lifecycle"):
 		_, err := config.Parse("block", text)
 
 		return err
