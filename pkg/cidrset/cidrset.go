@@ -137,6 +137,9 @@ func NewPool(cidr netip.Prefix, length int) (Pool, error) {
 	return pool, nil
 }
 
+// CIDR returns the masked CIDR of the pool.
+func (p Pool) CIDR() netip.Prefix { return p.cidr }
+
 // String returns the pool as text, such as "10.0.0.0/16 (/24 blocks)".
 func (p Pool) String() string { return fmt.Sprintf("%s (/%d blocks)", p.cidr, p.bits) }
 

@@ -1,10 +1,5 @@
 package cidrset
 
-import "net/netip"
-
-// CIDR returns the masked CIDR of the pool.
-func (p Pool) CIDR() netip.Prefix { return p.cidr }
-
 // Bits returns the prefix length of the blocks.
 func (p Pool) Bits() int { return p.bits }
 

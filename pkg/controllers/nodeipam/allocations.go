@@ -1,8 +1,10 @@
 package nodeipam
 
 import (
+	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 	"sync"
 
 	"go4.org/netipx"
@@ -176,13 +178,11 @@ func (a *allocations) allocate(node *corev1.Node, requests []request) ([]netip.P
 	var blocks []netip.Prefix
 
 	for _, r := range requests {
-		var block netip.Prefix
+		block, found := a.next(r)
+		if !found {
+			block, found = a.nextDespiteTooLarge(r)
+		}
 
-		found := slices.ContainsFunc(r.pools, func(pool cidrset.Pool) (ok bool) {
-			block, ok = a.used.Next(pool)
-
-			return ok
-		})
 		if !found {
 			return nil, newCondition(ReasonExhausted, "Pool %q is exhausted: no free %s block in %v", r.pool, r.family, r.pools)
 		}
@@ -193,6 +193,38 @@ func (a *allocations) allocate(node *corev1.Node, requests []request) ([]netip.P
 	a.insert(node.Name, entry{uid: node.UID, blocks: blocks, state: allocated, version: node.ResourceVersion})
 
 	return blocks, nil
+}
+
+// next returns the lowest free block of the first pool that has one.
+func (a *allocations) next(r request) (block netip.Prefix, found bool) {
+	for _, pool := range r.pools {
+		if block, found = a.used.Next(pool); found {
+			break
+		}
+	}
+
+	return block, found
+}
+
+// nextDespiteTooLarge is next if podCIDRs that are too large exclude no blocks. Otherwise a single kubelet could exhaust
+// a pool.
+func (a *allocations) nextDespiteTooLarge(r request) (block netip.Prefix, found bool) {
+	var ignored []netip.Prefix
+
+	for _, e := range a.entries {
+		for _, podCIDR := range e.blocks {
+			if slices.ContainsFunc(r.pools, func(pool cidrset.Pool) bool { return isTooLarge(podCIDR, pool.CIDR(), r.largest) }) {
+				ignored = append(ignored, podCIDR)
+			}
+		}
+	}
+
+	for _, podCIDR := range ignored {
+		a.used.Remove(podCIDR)
+		defer a.used.Insert(podCIDR)
+	}
+
+	return a.next(r)
 }
 
 // confirm records that the API server has confirmed the write of a Node's blocks.
@@ -237,9 +269,15 @@ func (a *allocations) reserve(owner string, prefixes []netip.Prefix) {
 }
 
 // review returns what is wrong with the podCIDRs that a Node has; nil if nothing is.
-func (a *allocations) review(node *corev1.Node) *events.Condition {
-	if _, invalid := podCIDRs(node); len(invalid) > 0 {
+func (a *allocations) review(node *corev1.Node, p plan) *events.Condition {
+	blocks, invalid := podCIDRs(node)
+	if len(invalid) > 0 {
 		return newCondition(ReasonInvalid, "podCIDRs %q are not CIDRs; delete the Node and let it register again to have others assigned", invalid)
+	}
+
+	if tooLarge := p.tooLarge(blocks); len(tooLarge) > 0 {
+		return newCondition(ReasonTooLarge, "podCIDRs %v are larger than all blocks of a pool and than a sixteenth of it, and are assigned to other Nodes "+
+			"when the pool has no other free block; delete the Node and let it register again without podCIDRs", tooLarge)
 	}
 
 	a.mu.Lock()
@@ -257,14 +295,23 @@ func (a *allocations) review(node *corev1.Node) *events.Condition {
 		return nil // the usual case, without looking at every other Node
 	}
 
+	var others []string
+
 	for name, other := range a.entries {
 		if slices.ContainsFunc(other.blocks, func(p netip.Prefix) bool { return slices.ContainsFunc(own.blocks, p.Overlaps) }) {
-			return newCondition(ReasonOverlap, "podCIDRs %v overlap those of Node %s; delete one of the Nodes and let it register again to have others assigned",
-				node.Spec.PodCIDRs, name)
+			others = append(others, fmt.Sprintf("%s %v", name, other.blocks))
 		}
 	}
 
-	return nil
+	slices.Sort(others)
+
+	if len(others) == 1 {
+		return newCondition(ReasonOverlap, "podCIDRs %v overlap those of Node %s; delete the Node whose podCIDRs are wrong, "+
+			"or one of them, and let it register again to have others assigned", node.Spec.PodCIDRs, others[0])
+	}
+
+	return newCondition(ReasonOverlap, "podCIDRs %v overlap those of %d Nodes; delete this Node and let it register again to have others assigned; the Nodes are %s",
+		node.Spec.PodCIDRs, len(others), strings.Join(others, ", "))
 }
 
 // stats counts the blocks of a pool.

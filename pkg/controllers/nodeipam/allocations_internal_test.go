@@ -145,7 +145,7 @@ func TestAllocations_Observe(t *testing.T) {
 			b := version("b", "2", 11, "10.0.0.0/23")
 			s.observe(b)
 
-			if condition := s.review(b); reasonOf(condition) != ReasonOverlap || !strings.Contains(condition.Message, "those of Node a;") {
+			if condition := s.review(b, plan{}); reasonOf(condition) != ReasonOverlap || !strings.Contains(condition.Message, "those of Node a [10.0.1.0/24];") {
 				s.Errorf("review of b returned %v, want an overlap with Node a", condition)
 			}
 
@@ -154,6 +154,18 @@ func TestAllocations_Observe(t *testing.T) {
 			s.observe(version("c", "3", 12, "10.0.1.0/24"))
 			s.release("a", "1")
 			s.want(1)
+		}},
+		{"podCIDRs that overlap those of several Nodes are reported with all of them", func(s *suite) {
+			s.observe(version("b", "2", 11, "10.0.1.0/24"))
+			s.observe(version("a", "1", 10, "10.0.0.0/24"))
+
+			wide := version("c", "3", 12, "10.0.0.0/23")
+			s.observe(wide)
+
+			if condition := s.review(wide, plan{}); reasonOf(condition) != ReasonOverlap ||
+				!strings.Contains(condition.Message, "of 2 Nodes; delete this Node") || !strings.HasSuffix(condition.Message, "a [10.0.0.0/24], b [10.0.1.0/24]") {
+				s.Errorf("review of c returned %v, want an overlap with a and b", condition)
+			}
 		}},
 	})
 }
@@ -251,6 +263,22 @@ func TestAllocations_AllocateAllOrNothing(t *testing.T) {
 			}
 
 			s.want(0)
+		}},
+		{"podCIDRs that are too large exclude blocks only as long as others are free", func(s *suite) {
+			s.observe(version("wide", "1", 10, "10.0.0.0/23"))
+
+			for i, want := range []string{"10.0.2.0/24", "10.0.3.0/24", "10.0.0.0/24", "10.0.1.0/24"} {
+				requests := []request{{family: ipv4, pools: []cidrset.Pool{s.pool}, largest: 24}}
+
+				blocks, condition := s.allocate(version(fmt.Sprint(i), "uid", 11+i), requests)
+				if condition != nil || blocks[0].String() != want {
+					s.Errorf("allocated %v, %v; want %s", blocks, condition, want)
+				}
+			}
+
+			if _, condition := s.allocate(version("last", "uid", 20), []request{{family: ipv4, pools: []cidrset.Pool{s.pool}, largest: 24}}); reasonOf(condition) != ReasonExhausted {
+				s.Errorf("got %v, want %s", condition, ReasonExhausted)
+			}
 		}},
 		{"reservations are replaced by owner", func(s *suite) {
 			s.reserve("a", prefixes("10.0.0.5/32", "10.0.1.5/32"))

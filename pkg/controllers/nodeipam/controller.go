@@ -94,7 +94,8 @@ const (
 const disableKCMAllocator = `cluster: {controllerManager: {extraArgs: {controllers: "-` + Name + `"}}}; ` +
 	`or the same extraArgs in the document KubeControllerManagerConfig if there is one (Talos 1.14)`
 
-// conflictPeriod is how long allocation is blocked after another controller has assigned podCIDRs.
+// conflictPeriod is how long allocation is blocked after another controller has assigned podCIDRs, and the time between
+// two writes that are evidence of one.
 const conflictPeriod = 10 * time.Minute
 
 // Config configures a Controller. All fields but Options are required.
@@ -121,7 +122,7 @@ type Controller struct {
 	allocations *allocations
 	reporter    *events.Reporter
 	queue       queue.Queue
-	// conflict is the last write of podCIDRs by another controller.
+	// conflict is the last write of podCIDRs by another client.
 	conflict atomic.Pointer[conflict]
 	// machineMu is held while an inventory entry is read and its addresses are reserved, so that no older entry
 	// replaces a newer one.
@@ -130,9 +131,11 @@ type Controller struct {
 	loggedState string
 }
 
-// conflict is a write of podCIDRs by another controller.
+// conflict is a write of podCIDRs by another client.
 type conflict struct {
-	at        time.Time
+	at       time.Time
+	nodename string
+	// condition blocks allocation; nil if the client can be the kubelet of the Node.
 	condition *events.Condition
 }
 
@@ -231,7 +234,12 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 	case node == nil:
 		c.reporter.Forget(key)
 	case !pending:
-		c.report(node, c.allocations.review(node))
+		options := c.cfg.Options
+		if network := c.cfg.ControlPlane.Current(); network != nil {
+			options, _ = c.effectiveOptions(network)
+		}
+
+		c.report(node, c.allocations.review(node, plan{pools: c.cfg.Pools(), options: options}))
 	case nodespec.IsTalos(node) && node.DeletionTimestamp == nil:
 		return c.assign(ctx, node, blocks)
 	}
@@ -300,7 +308,7 @@ func (c *Controller) effectiveOptions(network *controlplane.Network) (Options, *
 	slices.SortFunc(options.ServiceCIDRs, netip.Prefix.Compare)
 	options.ServiceCIDRs = slices.Compact(options.ServiceCIDRs)
 
-	if last := c.conflict.Load(); last != nil && c.cfg.Clock.Since(last.at) < conflictPeriod {
+	if last := c.conflict.Load(); last != nil && last.condition != nil && c.cfg.Clock.Since(last.at) < conflictPeriod {
 		return options, last.condition
 	}
 
@@ -453,7 +461,8 @@ func (c *Controller) nodeUpdated(old, obj any) {
 	c.nodeAdded(obj)
 }
 
-// detectConflict records if another controller has just assigned podCIDRs to the Node.
+// detectConflict records if another client has just assigned podCIDRs to the Node. Writes to two Nodes are evidence of
+// another allocator. One is not: a kubelet can write the podCIDRs of its own Node, as any field manager.
 func (c *Controller) detectConflict(node *corev1.Node) {
 	manager := "unknown"
 
@@ -465,12 +474,25 @@ func (c *Controller) detectConflict(node *corev1.Node) {
 		}
 	}
 
-	if manager != FieldManager {
-		condition := newCondition(ReasonAllocatorConflict,
-			"Field manager %q assigned podCIDRs to Node %s; allocation is blocked until no other controller has done so for %s", manager, node.Name, conflictPeriod)
-		c.conflict.Store(&conflict{at: c.cfg.Clock.Now(), condition: condition})
-		c.report(node, condition)
+	if manager == FieldManager {
+		return
 	}
+
+	klog.Background().Info("Another client assigned pod CIDRs", "node", node.Name, "fieldManager", manager, "podCIDRs", node.Spec.PodCIDRs)
+
+	next := &conflict{at: c.cfg.Clock.Now(), nodename: node.Name}
+	if last := c.conflict.Load(); last != nil && next.at.Sub(last.at) < conflictPeriod {
+		next.condition = last.condition
+
+		if last.nodename != node.Name {
+			next.condition = newCondition(ReasonAllocatorConflict,
+				"Field manager %q assigned podCIDRs to Node %s after Node %s; allocation is blocked until no other controller has done so for %s",
+				manager, node.Name, last.nodename, conflictPeriod)
+		}
+	}
+
+	c.conflict.Store(next)
+	c.report(node, next.condition)
 }
 
 func (c *Controller) nodeDeleted(obj any) {

@@ -20,6 +20,7 @@ import (
 	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
 	"k8s.io/utils/clock"
 	clocktesting "k8s.io/utils/clock/testing"
 
@@ -738,7 +739,8 @@ func TestController_WaitsUntilEveryControlPlaneMachineWasTried(t *testing.T) {
 	w.wantCIDRs("a", "10.1.0.0/24")
 }
 
-// TestController_BlockedAfterAnotherControllerAllocates: until it has not done so for a while.
+// TestController_BlockedAfterAnotherControllerAllocates: until it has not done so for a while. One controller assigns
+// podCIDRs of many Nodes, a kubelet only those of its own.
 func TestController_BlockedAfterAnotherControllerAllocates(t *testing.T) {
 	t.Parallel()
 
@@ -746,10 +748,13 @@ func TestController_BlockedAfterAnotherControllerAllocates(t *testing.T) {
 	clock := newManualClock()
 	w.run(setup{Options: cloud("10.1.0.0/16", "fd00:1::/48"), clock: clock})
 
-	w.register("theirs")
-	w.awaitPending("theirs", nodeipam.ReasonMachineUnknown)
-	w.patch("theirs", "cilium-operator", `{"spec":{"podCIDR":"10.1.0.0/24","podCIDRs":["10.1.0.0/24"]}}`)
-	w.awaitEvent("theirs", nodeipam.ReasonAllocatorConflict)
+	for i, name := range []string{"their-first", "their-second"} {
+		w.register(name)
+		w.awaitPending(name, nodeipam.ReasonMachineUnknown)
+		w.patch(name, "cilium-operator", fmt.Sprintf(`{"spec":{"podCIDR":"10.1.%[1]d.0/24","podCIDRs":["10.1.%[1]d.0/24"]}}`, i))
+	}
+
+	w.awaitEvent("their-second", nodeipam.ReasonAllocatorConflict)
 
 	blocked := func() bool {
 		_, found := w.events.find(w.node("a"), nodeipam.ReasonAllocatorConflict)
@@ -757,7 +762,7 @@ func TestController_BlockedAfterAnotherControllerAllocates(t *testing.T) {
 		return found
 	}
 
-	// The same watch delivers the write of the other controller before this Node.
+	// The same watch delivers the writes of the other controller before this Node.
 	w.join("a", "2001:db8:1:2::5/64")
 	w.eventually("allocation is blocked", blocked)
 
@@ -766,7 +771,79 @@ func TestController_BlockedAfterAnotherControllerAllocates(t *testing.T) {
 	}
 
 	w.step(clock, 11*time.Minute)
-	w.wantCIDRs("a", "10.1.1.0/24", "2001:db8:1:2:1::/80")
+	w.wantCIDRs("a", "10.1.2.0/24", "2001:db8:1:2:1::/80")
+}
+
+// kubelet returns a client with the credentials of a Node's kubelet.
+func (w *world) kubelet(name string) kubernetes.Interface {
+	w.Helper()
+
+	client, err := kubernetes.NewForConfig(w.kube.KubeletConfig(w.node(name)))
+	w.require(err)
+
+	return client
+}
+
+// TestController_AllocatesDespiteKubeletThatWritesPodCIDRs: a kubelet can write the podCIDRs of its own Node, under any
+// name and again after each registration, and does not block the allocation for others.
+func TestController_AllocatesDespiteKubeletThatWritesPodCIDRs(t *testing.T) {
+	t.Parallel()
+
+	w := newWorld(t)
+	w.run(setup{Options: cloud("10.1.0.0/16", "fd00:1::/48"), clock: newManualClock()})
+
+	for i, name := range []string{"a", "b"} {
+		w.register("self-made")
+		w.awaitPending("self-made", nodeipam.ReasonMachineUnknown)
+
+		patch := fmt.Appendf(nil, `{"spec":{"podCIDR":"10.1.%[1]d.0/24","podCIDRs":["10.1.%[1]d.0/24"]}}`, i)
+		_, err := w.kubelet("self-made").CoreV1().Nodes().Patch(t.Context(), w.node("self-made"), types.MergePatchType, patch,
+			metav1.PatchOptions{FieldManager: "cilium-operator"})
+		w.require(err)
+
+		// The same watch delivers the write of the kubelet before this Node.
+		w.join(name, fmt.Sprintf("2001:db8:1:%d::5/64", i))
+		w.wantCIDRs(name, fmt.Sprintf("10.1.%d.0/24", 1-i), fmt.Sprintf("2001:db8:1:%d:1::/80", i))
+		w.remove(name)
+		w.remove("self-made")
+	}
+}
+
+// TestController_AllocatesDespiteKubeletThatRegistersWithTheWholePool: its podCIDRs are reported, and are no
+// reservation. Those that leave enough to others are.
+func TestController_AllocatesDespiteKubeletThatRegistersWithTheWholePool(t *testing.T) {
+	t.Parallel()
+
+	w := newWorld(t)
+	register := func(name string, cidrs ...string) {
+		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: w.node(name), Labels: map[string]string{labelWorld: w.name}}}
+		having(cidrs...)(node)
+
+		_, err := w.kubelet(name).CoreV1().Nodes().Create(t.Context(), node, metav1.CreateOptions{})
+		w.require(err)
+	}
+
+	w.register("before", having("10.1.7.0/24", "fd00:1:0:0:7::/80"))
+	register("wide", "10.1.0.0/20", "fd00:1::/64")
+	register("all", "10.1.0.0/16", "fd00::/16")
+
+	for range 2 {
+		p := w.run(setup{Options: cidrs("10.1.0.0/16", "fd00:1::/48")})
+
+		message := w.awaitEvent("all", nodeipam.ReasonTooLarge)
+		if !strings.Contains(message, "10.1.0.0/16") || !strings.Contains(message, "fd00::/16") {
+			t.Errorf("Event %q does not name the podCIDRs", message)
+		}
+
+		w.register("a")
+		w.wantCIDRs("a", "10.1.16.0/24", "fd00:1:0:1::/80")
+		w.remove("a")
+		p.stop()
+	}
+
+	if reasons := w.events.of(w.node("wide")); slices.Contains(reasons, nodeipam.ReasonTooLarge) {
+		t.Errorf("Events %v on a Node whose podCIDRs leave enough to others", reasons)
+	}
 }
 
 // TestController_BlockedWhileTheControlPlaneIsUnreachable: and the Event contains the address.

@@ -36,6 +36,8 @@ const (
 	ReasonWriteFailed = "PodCIDRWriteFailed"
 	// ReasonOverlap: the Node's podCIDRs overlap those of another Node.
 	ReasonOverlap = "PodCIDROverlap"
+	// ReasonTooLarge: the Node's podCIDRs take too much of a pool, and are not reserved.
+	ReasonTooLarge = "PodCIDRTooLarge"
 	// ReasonInvalid: the Node's podCIDRs are not CIDRs.
 	ReasonInvalid = "PodCIDRInvalid"
 )

@@ -129,6 +129,10 @@ const (
 
 	// maxReserved bounds the number of addresses that one machine can reserve, because the machine reports them itself.
 	maxReserved = 64
+
+	// shareBits limits the podCIDRs that exclude blocks although the configuration assigns no block of that size. The
+	// limit is a sixteenth of a pool.
+	shareBits = 4
 )
 
 // request asks for a block of one IP family, from the first of the pools that has a free one.
@@ -137,6 +141,15 @@ type request struct {
 	// pool is the name of the pool in metrics and Events.
 	pool  string
 	pools []cidrset.Pool
+	// largest is the prefix length of the largest block that the configuration assigns of the pools, to any Node.
+	largest int
+}
+
+// isTooLarge reports whether a podCIDR overlaps a pool, and is larger than any block that is assigned of the pool and
+// than its share of the pool. Kubelets can set such podCIDRs on their own Nodes. Smaller ones can also be from another
+// allocator, or from before a change of the configuration.
+func isTooLarge(podCIDR, pool netip.Prefix, largest int) bool {
+	return podCIDR.Overlaps(pool) && podCIDR.Bits() < min(largest, pool.Bits()+shareBits)
 }
 
 // plan is everything that determines the pools of a Node.
@@ -255,7 +268,7 @@ func (p plan) request(pool Pool, f corev1.IPFamily) (request, *events.Condition)
 		}
 	}
 
-	r := request{family: f, pool: name}
+	r := request{family: f, pool: name, largest: p.largestBlock(pool, f)}
 
 	for _, cidr := range cidrs {
 		blocks, err := cidrset.NewPool(cidr, size)
@@ -267,6 +280,48 @@ func (p plan) request(pool Pool, f corev1.IPFamily) (request, *events.Condition)
 	}
 
 	return r, nil
+}
+
+// largestBlock returns the prefix length of the largest block that the configuration assigns of the pool's CIDRs of an IP
+// family, or of the cluster CIDRs if it has none.
+func (p plan) largestBlock(pool Pool, f corev1.IPFamily) int {
+	size := func(pool Pool) int {
+		if pool.BlockSizeAuto && f == ipv4 {
+			return maskSizeOf(maxPods)
+		}
+
+		return p.options.maskSize(pool, f)
+	}
+	ownsCIDR := func(pool Pool) bool {
+		return slices.ContainsFunc(pool.CIDRs, func(cidr netip.Prefix) bool { return familyOf(cidr.Addr()) == f })
+	}
+
+	if ownsCIDR(pool) {
+		return size(pool)
+	}
+
+	largest := size(Pool{})
+
+	for _, other := range p.pools {
+		if !ownsCIDR(other) {
+			largest = min(largest, size(other))
+		}
+	}
+
+	return largest
+}
+
+// tooLarge returns the podCIDRs that are too large for a pool or the cluster CIDRs.
+func (p plan) tooLarge(podCIDRs []netip.Prefix) []netip.Prefix {
+	return slices.DeleteFunc(slices.Clone(podCIDRs), func(podCIDR netip.Prefix) bool {
+		f := familyOf(podCIDR.Addr())
+		isFor := func(cidrs []netip.Prefix, pool Pool) bool {
+			return slices.ContainsFunc(cidrs, func(cidr netip.Prefix) bool { return isTooLarge(podCIDR, cidr, p.largestBlock(pool, f)) })
+		}
+
+		return !isFor(p.options.ClusterCIDRs, Pool{}) &&
+			!slices.ContainsFunc(p.pools, func(pool Pool) bool { return isFor(pool.CIDRs, pool) })
+	})
 }
 
 // maskSizeFor returns the prefix length of the smallest IPv4 block with two addresses per pod of the kubelet, so that
@@ -283,8 +338,10 @@ func maskSizeFor(node *corev1.Node) (size int, known bool) {
 		return 0, false
 	}
 
-	return 32 - bits.Len64(uint64(2*count-1)), true //nolint:gosec // is positive
+	return maskSizeOf(count), true
 }
+
+func maskSizeOf(pods int64) int { return 32 - bits.Len64(uint64(2*pods-1)) } //nolint:gosec // is positive
 
 // fromMachine requests a block of the machine's own global IPv6 prefix.
 func (p plan) fromMachine(size int) (request, *events.Condition) {
@@ -297,13 +354,15 @@ func (p plan) fromMachine(size int) (request, *events.Condition) {
 		return request{}, condition
 	}
 
-	pool, err := cidrset.NewPool(prefix, blockBits(prefix, size))
+	size = blockBits(prefix, size)
+
+	pool, err := cidrset.NewPool(prefix, size)
 	if err != nil {
 		return request{}, newCondition(ReasonPrefixTooSmall,
 			"The machine's IPv6 prefix %s is too small; it must hold at least two blocks of /%d, one of which contains the machine", prefix, minBlockBits)
 	}
 
-	return request{family: ipv6, pool: poolMachine, pools: []cidrset.Pool{pool}}, nil
+	return request{family: ipv6, pool: poolMachine, pools: []cidrset.Pool{pool}, largest: size}, nil
 }
 
 // machinePrefix returns the global IPv6 prefix of the machine's subnet: that of its IPv6 node IP, or the lowest if that

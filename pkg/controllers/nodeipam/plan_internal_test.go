@@ -238,6 +238,43 @@ func TestRequests(t *testing.T) {
 	}
 }
 
+// TestPlan_TooLarge: blocks of the configuration, of any Node, and small parts of a pool are not too large.
+func TestPlan_TooLarge(t *testing.T) {
+	t.Parallel()
+
+	cluster := prefixes("10.0.0.0/16", "fd00::/56")
+
+	for _, test := range []struct {
+		name    string
+		podCIDR string
+		pools   []Pool
+		want    bool
+	}{
+		{name: "block of the default size", podCIDR: "10.0.3.0/24"},
+		{name: "all of the cluster CIDR", podCIDR: "10.0.0.0/16", want: true},
+		{name: "more than the cluster CIDR", podCIDR: "10.0.0.0/8", want: true},
+		{name: "an eighth", podCIDR: "10.0.32.0/19", want: true},
+		{name: "a sixteenth", podCIDR: "10.0.32.0/20"},
+		{name: "outside of all pools", podCIDR: "192.168.0.0/16"},
+		{name: "IPv6 block of kube-controller-manager", podCIDR: "fd00:0:0:7::/64"},
+		{name: "half of the IPv6 cluster CIDR", podCIDR: "fd00::/57", want: true},
+		{name: "the only block of a pool", podCIDR: "10.1.0.0/24", pools: []Pool{{CIDRs: prefixes("10.1.0.0/24")}}},
+		{name: "all of a pool with small blocks", podCIDR: "10.1.0.0/24", pools: []Pool{{CIDRs: prefixes("10.1.0.0/24"), MaskSizeIPv4: 26}}, want: true},
+		{name: "block of another pool's size", podCIDR: "10.0.0.0/18", pools: []Pool{{MaskSizeIPv4: 18}}},
+		{name: "automatic size", podCIDR: "10.0.32.0/19", pools: []Pool{{BlockSizeAuto: true}}},
+		{name: "larger than any automatic size", podCIDR: "10.0.64.0/18", pools: []Pool{{BlockSizeAuto: true}}, want: true},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+
+			p := plan{pools: test.pools, options: Options{ClusterCIDRs: cluster}.withDefaults()}
+			if got := p.tooLarge(prefixes(test.podCIDR)); len(got) > 0 != test.want {
+				t.Errorf("too large: %v, want %t", got, test.want)
+			}
+		})
+	}
+}
+
 func reasonOf(c *events.Condition) string {
 	if c == nil {
 		return ""
