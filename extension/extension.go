@@ -14,6 +14,10 @@ var RBAC []byte
 // ControllerLabel marks the objects of RBAC that only one controller needs. Its value is the name of the controller.
 const ControllerLabel = "talos-ccm.dev/controller"
 
+// RBACVersionAnnotation is the version of an object of RBAC, a positive integer. An instance of talos-ccm neither changes
+// nor deletes objects of a higher version than its own.
+const RBACVersionAnnotation = "talos-ccm.dev/rbac-version"
+
 // ServiceAccount and Namespace identify the ServiceAccount in RBAC.
 const (
 	ServiceAccount = "talos-ccm"

@@ -3,11 +3,15 @@ package extension_test
 import (
 	"bufio"
 	"bytes"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -156,6 +160,48 @@ func TestRBAC_LabelsNameControllers(t *testing.T) {
 		if err := options.Validate(); err != nil {
 			t.Errorf("%s: %v", accessor.GetName(), err)
 		}
+	}
+}
+
+// rbacDigests are the digests of the manifest without comments, by version. Append a digest when the manifest changes;
+// never change the digest of a released version.
+var rbacDigests = []string{
+	"d52b7fe7206e681799cc668891e6141f2db048de50326e87311df8de6a7abe4a",
+}
+
+// A machine with an older version of the manifest leaves the objects alone only if their version was raised.
+func TestRBAC_ChangesRaiseTheVersion(t *testing.T) {
+	version := strconv.Itoa(len(rbacDigests))
+	digest := sha256.New()
+
+	for _, object := range objects(t) {
+		accessor, err := meta.Accessor(object)
+		if err != nil {
+			t.Fatal(err)
+		}
+
+		if got := accessor.GetAnnotations()[extension.RBACVersionAnnotation]; got != version {
+			t.Errorf("%s has %s %q, want %q", accessor.GetName(), extension.RBACVersionAnnotation, got, version)
+		}
+
+	}
+
+	for decoder := yaml.NewDecoder(bytes.NewReader(extension.RBAC)); ; {
+		var object map[string]any
+
+		err := decoder.Decode(&object)
+		if errors.Is(err, io.EOF) {
+			break
+		}
+
+		if err := errors.Join(err, json.NewEncoder(digest).Encode(object)); err != nil {
+			t.Fatal(err)
+		}
+	}
+
+	if got := hex.EncodeToString(digest.Sum(nil)); got != rbacDigests[len(rbacDigests)-1] {
+		t.Errorf("rbac.yaml differs from version %s: raise %s of all its objects by 1, and append the digest that this test then reports to rbacDigests; got %s",
+			version, extension.RBACVersionAnnotation, got)
 	}
 }
 

@@ -16,6 +16,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"strconv"
 	"time"
 
 	"github.com/cosi-project/runtime/pkg/state"
@@ -25,6 +26,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/types"
 	utilnet "k8s.io/apimachinery/pkg/util/net"
 	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
@@ -86,6 +88,8 @@ type Bootstrap struct {
 	dir     string
 	enabled func(controller string) bool
 	clock   clock.Clock
+	// foundNewer reports whether RBAC of a newer version was found and logged.
+	foundNewer bool
 }
 
 // New returns a Bootstrap that writes to dir, which must exist and should be on a tmpfs. enabled reports whether the
@@ -298,8 +302,7 @@ func replaceFile(path string, data []byte) error {
 	return nil
 }
 
-// applyRBAC applies the documents of extension.RBAC by server-side apply. It overrides conflicts, since talos-ccm owns
-// objects of these names. It deletes the objects of controllers that are not enabled.
+// applyRBAC applies the documents of extension.RBAC.
 func (b *Bootstrap) applyRBAC(ctx context.Context, client metadata.Interface) error {
 	documents := utilyaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(extension.RBAC)))
 
@@ -311,25 +314,66 @@ func (b *Bootstrap) applyRBAC(ctx context.Context, client metadata.Interface) er
 			return fmt.Errorf("read RBAC: %w", err)
 		}
 
-		var object metav1.PartialObjectMetadata
-		if err := yaml.Unmarshal(document, &object); err != nil {
+		var object unstructured.Unstructured
+		if err := yaml.Unmarshal(document, &object.Object); err != nil {
 			return fmt.Errorf("parse RBAC: %w", err)
 		}
 
 		resource, _ := meta.UnsafeGuessKindToResource(object.GroupVersionKind())
-		target := client.Resource(resource).Namespace(object.Namespace)
 
-		if controller, optional := object.Labels[extension.ControllerLabel]; optional && !b.enabled(controller) {
-			if err := target.Delete(ctx, object.Name, metav1.DeleteOptions{}); err != nil && !apierrors.IsNotFound(err) {
-				return fmt.Errorf("delete %s %s: %w", object.Kind, object.Name, err)
-			}
-
-			continue
-		}
-
-		options := metav1.PatchOptions{FieldManager: fieldManager, Force: new(true)}
-		if _, err := target.Patch(ctx, object.Name, types.ApplyPatchType, document, options); err != nil {
-			return fmt.Errorf("apply %s %s: %w", object.Kind, object.Name, err)
+		if err := b.applyObject(ctx, client.Resource(resource).Namespace(object.GetNamespace()), &object); err != nil {
+			return fmt.Errorf("apply %s %s: %w", object.GetKind(), object.GetName(), err)
 		}
 	}
+}
+
+// applyObject applies an object by server-side apply, or deletes it if its controller is not enabled. It overrides
+// conflicts, since talos-ccm owns objects of these names. During a rolling upgrade it leaves the objects of the newer
+// version alone; the resource version of each write ensures that none was applied since it was read.
+func (b *Bootstrap) applyObject(ctx context.Context, client metadata.ResourceInterface, object *unstructured.Unstructured) error {
+	controller, optional := object.GetLabels()[extension.ControllerLabel]
+	isDisabled := optional && !b.enabled(controller)
+
+	existing, err := client.Get(ctx, object.GetName(), metav1.GetOptions{})
+
+	switch {
+	case apierrors.IsNotFound(err) && isDisabled:
+		return nil
+	case apierrors.IsNotFound(err):
+	case err != nil:
+		return err
+	case rbacVersion(existing) > rbacVersion(object):
+		if !b.foundNewer {
+			klog.FromContext(ctx).Info("Left RBAC of a newer version unchanged", "version", rbacVersion(object), "newerVersion", rbacVersion(existing))
+		}
+
+		b.foundNewer = true
+
+		return nil
+	case isDisabled:
+		options := metav1.DeleteOptions{Preconditions: &metav1.Preconditions{ResourceVersion: &existing.ResourceVersion}}
+		if err := client.Delete(ctx, object.GetName(), options); err != nil && !apierrors.IsNotFound(err) {
+			return fmt.Errorf("delete: %w", err)
+		}
+
+		return nil
+	default:
+		object.SetResourceVersion(existing.ResourceVersion)
+	}
+
+	data, err := object.MarshalJSON()
+	if err != nil {
+		return err
+	}
+
+	_, err = client.Patch(ctx, object.GetName(), types.ApplyPatchType, data, metav1.PatchOptions{FieldManager: fieldManager, Force: new(true)})
+
+	return err
+}
+
+// rbacVersion returns the version of an object of extension.RBAC; 0 if it has none.
+func rbacVersion(object metav1.Object) int {
+	version, _ := strconv.Atoi(object.GetAnnotations()[extension.RBACVersionAnnotation])
+
+	return version
 }

@@ -3,10 +3,12 @@ package bootstrap_test
 import (
 	"bufio"
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"io"
 	"maps"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -24,39 +26,57 @@ import (
 	"github.com/talos-ccm/talos-ccm/extension"
 )
 
-// manifests returns the objects of rbac.yaml from the API server; nil for an object that does not exist.
-func manifests(t *testing.T) map[string]*unstructured.Unstructured {
+// document is an object of rbac.yaml.
+type document struct {
+	want   unstructured.Unstructured
+	client dynamic.ResourceInterface
+}
+
+// documents returns the objects of rbac.yaml with the admin's clients for them.
+func documents(t *testing.T) (list []document) {
 	t.Helper()
 
 	client, err := dynamic.NewForConfig(controlPlane.Config())
 	must(t, err)
 
-	objects := map[string]*unstructured.Unstructured{}
-	documents := utilyaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(extension.RBAC)))
+	reader := utilyaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(extension.RBAC)))
 
 	for {
-		document, err := documents.Read()
+		text, err := reader.Read()
 		if errors.Is(err, io.EOF) {
-			return objects
+			return list
 		}
 
 		must(t, err)
 
 		var want unstructured.Unstructured
 
-		must(t, utilyaml.Unmarshal(document, &want))
+		must(t, utilyaml.Unmarshal(text, &want))
 
 		kind := want.GroupVersionKind()
 		resource := schema.GroupVersionResource{Group: kind.Group, Version: kind.Version, Resource: strings.ToLower(kind.Kind) + "s"}
-		name := fmt.Sprintf("%s %s/%s", kind.Kind, want.GetNamespace(), want.GetName())
+		list = append(list, document{want: want, client: client.Resource(resource).Namespace(want.GetNamespace())})
+	}
+}
 
-		objects[name], err = client.Resource(resource).Namespace(want.GetNamespace()).Get(t.Context(), want.GetName(), metav1.GetOptions{})
+// manifests returns the objects of rbac.yaml from the API server; nil for an object that does not exist.
+func manifests(t *testing.T) map[string]*unstructured.Unstructured {
+	t.Helper()
+
+	objects := map[string]*unstructured.Unstructured{}
+
+	for _, d := range documents(t) {
+		object, err := d.client.Get(t.Context(), d.want.GetName(), metav1.GetOptions{})
 		if apierrors.IsNotFound(err) {
-			objects[name], err = nil, nil
+			object, err = nil, nil
 		}
 
 		must(t, err)
+
+		objects[fmt.Sprintf("%s %s/%s", d.want.GetKind(), d.want.GetNamespace(), d.want.GetName())] = object
 	}
+
+	return objects
 }
 
 // Names of controllers with RBAC of their own.
@@ -216,6 +236,60 @@ func TestRBAC_DeletesObjectsOfDisabledControllers(t *testing.T) {
 		if gone, want := object == nil, strings.HasSuffix(name, ":lifecycle"); gone != want {
 			t.Errorf("%s is deleted: %t, want %t", name, gone, want)
 		}
+	}
+}
+
+// During a rolling upgrade, machines with the old version must not take away what the new version needs: neither its
+// permissions nor the objects of its controllers.
+func TestRBAC_KeepsObjectsOfNewerVersion(t *testing.T) {
+	older := extension.RBAC
+	restore := func() { extension.RBAC = older }
+
+	t.Cleanup(func() {
+		restore()
+		applyAsOperator(t)
+	})
+
+	extension.RBAC = regexp.MustCompile(`talos-ccm.dev/rbac-version: "\d+"`).ReplaceAll(older, []byte(`talos-ccm.dev/rbac-version: "1000"`))
+	extension.RBAC = bytes.Replace(extension.RBAC, []byte("verbs: [list, watch, patch]"), []byte("verbs: [list, watch, patch, deletecollection]"), 1)
+	bootstrapped(t, clock.RealClock{}, lifecycle)
+
+	newer := manifests(t)
+
+	restore()
+	bootstrapped(t, clock.RealClock{}, service).requireWorks(t)
+
+	for name, object := range manifests(t) {
+		switch before := newer[name]; {
+		case before == nil:
+			if object == nil {
+				t.Errorf("%s, which the newer version does not have, was not applied", name)
+			}
+		case object == nil:
+			t.Errorf("%s of the newer version was deleted", name)
+		case object.GetResourceVersion() != before.GetResourceVersion():
+			t.Errorf("%s of the newer version was changed", name)
+		}
+	}
+
+	// The way back that the reference describes.
+	applyAsOperator(t)
+	bootstrapped(t, clock.RealClock{}).requireWorks(t)
+
+	for name, object := range manifests(t) {
+		if object != nil && object.GetAnnotations()[extension.RBACVersionAnnotation] == "1000" {
+			t.Errorf("%s is still of the newer version", name)
+		}
+	}
+}
+
+// applyAsOperator does the same as `kubectl apply --server-side --force-conflicts -f rbac.yaml`.
+func applyAsOperator(t *testing.T) {
+	t.Helper()
+
+	for _, m := range documents(t) {
+		_, err := m.client.Apply(context.WithoutCancel(t.Context()), m.want.GetName(), &m.want, metav1.ApplyOptions{FieldManager: "kubectl", Force: true})
+		must(t, err)
 	}
 }
 
