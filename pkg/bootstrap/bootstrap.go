@@ -86,15 +86,15 @@ type Admin interface {
 type Bootstrap struct {
 	admin   Admin
 	dir     string
-	enabled func(controller string) bool
+	enabled func(feature string) bool
 	clock   clock.Clock
 	// foundNewer reports whether RBAC of a newer version was found and logged.
 	foundNewer bool
 }
 
-// New returns a Bootstrap that writes to dir, which must exist and should be on a tmpfs. enabled reports whether the
-// controller with the given name is enabled, and so needs its RBAC.
-func New(admin Admin, dir string, enabled func(controller string) bool, clk clock.Clock) *Bootstrap {
+// New returns a Bootstrap that writes to dir, which must exist and should be on a tmpfs. enabled reports whether the RBAC
+// objects with the given value of extension.ControllerLabel are needed.
+func New(admin Admin, dir string, enabled func(feature string) bool, clk clock.Clock) *Bootstrap {
 	return &Bootstrap{admin: admin, dir: dir, enabled: enabled, clock: clk}
 }
 
@@ -327,12 +327,12 @@ func (b *Bootstrap) applyRBAC(ctx context.Context, client metadata.Interface) er
 	}
 }
 
-// applyObject applies an object by server-side apply, or deletes it if its controller is not enabled. It overrides
+// applyObject applies an object by server-side apply, or deletes it if what needs it is not enabled. It overrides
 // conflicts, since talos-ccm owns objects of these names. During a rolling upgrade it leaves the objects of the newer
 // version alone; the resource version of each write ensures that none was applied since it was read.
 func (b *Bootstrap) applyObject(ctx context.Context, client metadata.ResourceInterface, object *unstructured.Unstructured) error {
-	controller, optional := object.GetLabels()[extension.ControllerLabel]
-	isDisabled := optional && !b.enabled(controller)
+	feature, optional := object.GetLabels()[extension.ControllerLabel]
+	isDisabled := optional && !b.enabled(feature)
 
 	existing, err := client.Get(ctx, object.GetName(), metav1.GetOptions{})
 

@@ -18,6 +18,7 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/utils/clock"
 
+	"github.com/talos-ccm/talos-ccm/extension"
 	"github.com/talos-ccm/talos-ccm/pkg/bootstrap"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
@@ -58,7 +59,7 @@ type suite struct {
 	machine *talostest.Machine
 	admin   *countingAdmin
 	dir     string
-	enabled []string // controllers
+	enabled []string // controllers and extension.SecurePort
 	sut     *bootstrap.Bootstrap
 	ready   chan struct{} // closed after the first success
 	ended   chan struct{} // closed when Run has returned
@@ -135,7 +136,7 @@ func (s *suite) start(t *testing.T, clk clock.Clock) {
 	t.Cleanup(func() { await(t, s.ended, "Run returns when its context ends") })
 }
 
-// bootstrapped returns a suite with credentials, in which the given controllers are enabled.
+// bootstrapped returns a suite with credentials, in which the given controllers, and extension.SecurePort, are enabled.
 func bootstrapped(t *testing.T, clk clock.Clock, enabled ...string) *suite {
 	t.Helper()
 
@@ -191,12 +192,18 @@ func (s *suite) awaitRights(t *testing.T) {
 
 	for _, right := range []authorizationv1.ResourceAttributes{
 		{Verb: "list", Resource: "nodes"},
-		{Verb: "create", Group: "authentication.k8s.io", Resource: "tokenreviews"},
 		{Verb: "create", Resource: "events", Namespace: "default"},
 		{Verb: "create", Group: "coordination.k8s.io", Resource: "leases", Namespace: "kube-system"},
-		{Verb: "get", Resource: "configmaps", Namespace: "kube-system", Name: "extension-apiserver-authentication"},
 	} {
 		eventually(t, "token may "+right.Verb+" "+right.Resource, func() bool { return may(t, client, right) })
+	}
+
+	for _, right := range []authorizationv1.ResourceAttributes{
+		{Verb: "create", Group: "authentication.k8s.io", Resource: "tokenreviews"},
+		{Verb: "get", Resource: "configmaps", Namespace: "kube-system", Name: "extension-apiserver-authentication"},
+	} {
+		want := slices.Contains(s.enabled, extension.SecurePort)
+		eventually(t, fmt.Sprintf("token may %s %s: %t", right.Verb, right.Resource, want), func() bool { return may(t, client, right) == want })
 	}
 }
 

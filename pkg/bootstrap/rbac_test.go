@@ -86,7 +86,7 @@ const (
 )
 
 func TestRBAC_IsAppliedAndOwned(t *testing.T) {
-	bootstrapped(t, clock.RealClock{}, lifecycle, service)
+	bootstrapped(t, clock.RealClock{}, lifecycle, service, extension.SecurePort)
 
 	objects := manifests(t)
 	if len(objects) < 2 {
@@ -104,11 +104,11 @@ func TestRBAC_IsAppliedAndOwned(t *testing.T) {
 }
 
 func TestRBAC_SecondApplyChangesNothing(t *testing.T) {
-	bootstrapped(t, clock.RealClock{}, lifecycle, service)
+	bootstrapped(t, clock.RealClock{}, lifecycle, service, extension.SecurePort)
 
 	before := manifests(t)
 
-	bootstrapped(t, clock.RealClock{}, lifecycle, service)
+	bootstrapped(t, clock.RealClock{}, lifecycle, service, extension.SecurePort)
 
 	for name, after := range manifests(t) {
 		if after.GetResourceVersion() != before[name].GetResourceVersion() {
@@ -153,16 +153,13 @@ func TestRBAC_RevertsChangesByOthers(t *testing.T) {
 const everywhere = ""
 
 // allowed returns everything that the token may do without naming an object, as verb and resource by namespace. In
-// everywhere, the first three rows are granted to every authenticated user, and the next two by
-// system:auth-delegator.
-func allowed(controllers ...string) map[string][]string {
+// everywhere, the first three rows are granted to every authenticated user.
+func allowed(enabled ...string) map[string][]string {
 	all := map[string][]string{
 		everywhere: {
 			"create selfsubjectaccessreviews.authorization.k8s.io",
 			"create selfsubjectrulesreviews.authorization.k8s.io",
 			"create selfsubjectreviews.authentication.k8s.io",
-			"create subjectaccessreviews.authorization.k8s.io",
-			"create tokenreviews.authentication.k8s.io",
 			"list nodes", "watch nodes", "patch nodes",
 			"patch nodes/status",
 			"list certificatesigningrequests.certificates.k8s.io", "watch certificatesigningrequests.certificates.k8s.io",
@@ -180,12 +177,17 @@ func allowed(controllers ...string) map[string][]string {
 		"kube-public": {},
 	}
 
-	if slices.Contains(controllers, lifecycle) {
+	if slices.Contains(enabled, extension.SecurePort) { // system:auth-delegator
+		all[everywhere] = append(all[everywhere],
+			"create subjectaccessreviews.authorization.k8s.io", "create tokenreviews.authentication.k8s.io")
+	}
+
+	if slices.Contains(enabled, lifecycle) {
 		all[everywhere] = append(all[everywhere], "get nodes", "delete nodes")
 		all["default"] = append(all["default"], "list events")
 	}
 
-	if slices.Contains(controllers, service) {
+	if slices.Contains(enabled, service) {
 		all[everywhere] = append(all[everywhere], "list services", "watch services", "patch services/status",
 			"list endpointslices.discovery.k8s.io", "watch endpointslices.discovery.k8s.io", "create events", "patch events")
 	}
@@ -198,7 +200,7 @@ func allowed(controllers ...string) map[string][]string {
 func TestRBAC_GrantsExactlyTheExpectedPermissions(t *testing.T) {
 	resources := allResources(t)
 
-	for _, enabled := range [][]string{nil, {lifecycle}, {service}, {lifecycle, service}, nil} {
+	for _, enabled := range [][]string{nil, {lifecycle}, {service}, {lifecycle, service, extension.SecurePort}, nil} {
 		s := bootstrapped(t, clock.RealClock{}, enabled...)
 		s.awaitRights(t)
 
@@ -229,8 +231,8 @@ func TestRBAC_GrantsExactlyTheExpectedPermissions(t *testing.T) {
 }
 
 func TestRBAC_DeletesObjectsOfDisabledControllers(t *testing.T) {
-	bootstrapped(t, clock.RealClock{}, lifecycle, service)
-	bootstrapped(t, clock.RealClock{}, service)
+	bootstrapped(t, clock.RealClock{}, lifecycle, service, extension.SecurePort)
+	bootstrapped(t, clock.RealClock{}, service, extension.SecurePort)
 
 	for name, object := range manifests(t) {
 		if gone, want := object == nil, strings.HasSuffix(name, ":lifecycle"); gone != want {
@@ -252,12 +254,12 @@ func TestRBAC_KeepsObjectsOfNewerVersion(t *testing.T) {
 
 	extension.RBAC = regexp.MustCompile(`talos-ccm.dev/rbac-version: "\d+"`).ReplaceAll(older, []byte(`talos-ccm.dev/rbac-version: "1000"`))
 	extension.RBAC = bytes.Replace(extension.RBAC, []byte("verbs: [list, watch, patch]"), []byte("verbs: [list, watch, patch, deletecollection]"), 1)
-	bootstrapped(t, clock.RealClock{}, lifecycle)
+	bootstrapped(t, clock.RealClock{}, lifecycle, extension.SecurePort)
 
 	newer := manifests(t)
 
 	restore()
-	bootstrapped(t, clock.RealClock{}, service).requireWorks(t)
+	bootstrapped(t, clock.RealClock{}, service, extension.SecurePort).requireWorks(t)
 
 	for name, object := range manifests(t) {
 		switch before := newer[name]; {
@@ -294,7 +296,7 @@ func applyAsOperator(t *testing.T) {
 }
 
 func TestRBAC_RestrictsNamedObjects(t *testing.T) {
-	s := bootstrapped(t, clock.RealClock{})
+	s := bootstrapped(t, clock.RealClock{}, extension.SecurePort)
 	s.awaitRights(t)
 
 	client := s.client(t)

@@ -223,7 +223,7 @@ func (a *App) credentials(ctx context.Context, group *sync.WaitGroup, replaced f
 	await(creds.Run)
 
 	if kubeconfig == "" {
-		b := bootstrap.New(a.socket.Admin, a.options.RunDir, a.options.enabled, a.clock)
+		b := bootstrap.New(a.socket.Admin, a.options.RunDir, a.options.needsRBAC, a.clock)
 		kubeconfig = b.Kubeconfig()
 
 		await(func(ctx context.Context, ready func()) {

@@ -20,6 +20,7 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/siderolabs/talos/pkg/machinery/role"
+	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
@@ -767,6 +768,22 @@ func TestApp_InitializesOthersBeforeLocalNodenameIsKnown(t *testing.T) {
 	s.awaitInitialized(worker)
 	s.require(self.SetNodename(t.Context(), self.Nodename()))
 	s.awaitInitialized(self)
+}
+
+// Only clients of the secure port are authenticated.
+func TestApp_MayReviewTokensOnlyWithSecurePort(t *testing.T) {
+	s := newSuite(t, "reviews-", talostest.Options{})
+	self := s.controlPlane("cp")
+	review := authorizationv1.ResourceAttributes{Verb: "create", Group: "authentication.k8s.io", Resource: "tokenreviews"}
+
+	for _, port := range []int{reservedPort(t), 0} {
+		options := s.options(self)
+		options.Framework.SecureServing.BindPort, options.Framework.SecureServing.PermitPortSharing = port, true
+
+		r := s.start(options)
+		s.eventually(fmt.Sprintf("ServiceAccount may review tokens with port %d: %t", port, port > 0), func() bool { return s.isAllowed(review) == (port > 0) })
+		r.stop()
+	}
 }
 
 func TestApp_RetriesSecurePortInUse(t *testing.T) {

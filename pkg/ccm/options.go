@@ -14,6 +14,7 @@ import (
 	cliflag "k8s.io/component-base/cli/flag"
 	"k8s.io/utils/clock"
 
+	"github.com/talos-ccm/talos-ccm/extension"
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
@@ -301,6 +302,15 @@ func (o *Options) enabled(name string) bool {
 	}
 
 	return c.enabledByDefault && slices.Contains(entries, "*")
+}
+
+// needsRBAC reports whether the RBAC objects with the given value of extension.ControllerLabel are needed.
+func (o *Options) needsRBAC(value string) bool {
+	if value == extension.SecurePort {
+		return o.Framework.SecureServing.BindPort != 0
+	}
+
+	return o.enabled(value)
 }
 
 // controllerNames returns the names of all controllers, and of those that '*' does not enable.

@@ -102,8 +102,6 @@ func (s *suite) serviceAccount(controlPlane *talostest.Machine) string {
 func (s *suite) awaitRights() {
 	s.Helper()
 
-	user := "system:serviceaccount:" + extension.Namespace + ":" + extension.ServiceAccount
-
 	for _, right := range []authorizationv1.ResourceAttributes{
 		{Verb: "list", Resource: "nodes"},
 		{Verb: "create", Group: "authentication.k8s.io", Resource: "tokenreviews"},
@@ -112,14 +110,20 @@ func (s *suite) awaitRights() {
 		{Verb: "create", Group: "coordination.k8s.io", Resource: "leases", Namespace: leaseNamespace},
 		{Verb: "get", Resource: "configmaps", Namespace: "kube-system", Name: "extension-apiserver-authentication"},
 	} {
-		review := &authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{User: user, ResourceAttributes: &right}}
-
-		s.eventually(fmt.Sprintf("ServiceAccount may %s %s", right.Verb, right.Resource), func() bool {
-			return ask(s, func(ctx context.Context) (*authorizationv1.SubjectAccessReview, error) {
-				return s.client.AuthorizationV1().SubjectAccessReviews().Create(ctx, review, metav1.CreateOptions{})
-			}).Status.Allowed
-		})
+		s.eventually(fmt.Sprintf("ServiceAccount may %s %s", right.Verb, right.Resource), func() bool { return s.isAllowed(right) })
 	}
+}
+
+// isAllowed reports whether the ServiceAccount of the extension has a permission.
+func (s *suite) isAllowed(right authorizationv1.ResourceAttributes) bool {
+	s.Helper()
+
+	user := "system:serviceaccount:" + extension.Namespace + ":" + extension.ServiceAccount
+	review := &authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{User: user, ResourceAttributes: &right}}
+
+	return ask(s, func(ctx context.Context) (*authorizationv1.SubjectAccessReview, error) {
+		return s.client.AuthorizationV1().SubjectAccessReviews().Create(ctx, review, metav1.CreateOptions{})
+	}).Status.Allowed
 }
 
 // spawnPod starts the process as in a pod, with the ServiceAccount in folder.
