@@ -8,6 +8,7 @@ import (
 	"crypto/x509/pkix"
 	"flag"
 	"fmt"
+	"net"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -64,10 +65,7 @@ func (s *suite) sharedCluster() {
 	})
 	s.configure(self, "nodes: {selector: [{matchExpressions: [{key: platform, operator: NotIn, values: ["+theirPlatform+"]}]}]}\n")
 	s.register(self)
-
-	_, err := s.client.CoreV1().Nodes().Patch(s.Context(), self.Nodename(), types.MergePatchType,
-		[]byte(`{"metadata":{"labels":{"node-role.kubernetes.io/control-plane":""}}}`), metav1.PatchOptions{})
-	s.require(err)
+	s.labelControlPlane(self)
 
 	options := s.options(self)
 	options.Framework.Generic.Controllers = []string{"*", nodeipam.Name}
@@ -76,16 +74,25 @@ func (s *suite) sharedCluster() {
 	s.awaitInitialized(self)
 }
 
-// requestCertificate makes the machine's kubelet request a serving certificate for its name. The addresses of simulated
-// machines are loopback addresses, which are never approved.
-func (s *suite) requestCertificate(m *talostest.Machine) (name string) {
+// labelControlPlane labels the machine's Node like Talos does.
+func (s *suite) labelControlPlane(m *talostest.Machine) {
+	s.Helper()
+
+	_, err := s.client.CoreV1().Nodes().Patch(s.Context(), m.Nodename(), types.MergePatchType,
+		[]byte(`{"metadata":{"labels":{"node-role.kubernetes.io/control-plane":""}}}`), metav1.PatchOptions{})
+	s.require(err)
+}
+
+// requestCertificate makes the machine's kubelet request a serving certificate for its name and the given addresses. The
+// default addresses of simulated machines are loopback addresses, which are never approved.
+func (s *suite) requestCertificate(m *talostest.Machine, addresses ...net.IP) (name string) {
 	s.Helper()
 
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	s.require(err)
 
 	subject := &pkix.Name{CommonName: "system:node:" + m.Nodename(), Organization: []string{"system:nodes"}}
-	request, err := certutil.MakeCSR(key, subject, []string{m.Nodename()}, nil)
+	request, err := certutil.MakeCSR(key, subject, []string{m.Nodename()}, addresses)
 	s.require(err)
 
 	kubelet, err := kubernetes.NewForConfig(s.kube.KubeletConfig(m.Nodename()))
@@ -103,16 +110,48 @@ func (s *suite) requestCertificate(m *talostest.Machine) (name string) {
 	return csr.Name
 }
 
-func (s *suite) awaitApproved(csr string) {
+func (s *suite) awaitApproved(csr string) { s.awaitDecision(csr, certificatesv1.CertificateApproved) }
+
+func (s *suite) awaitDecision(csr string, want certificatesv1.RequestConditionType) {
 	s.Helper()
 
-	s.eventually("request "+csr+" is approved", func() bool {
+	s.eventually(fmt.Sprintf("request %s is %s", csr, want), func() bool {
 		got := ask(s, func(ctx context.Context) (*certificatesv1.CertificateSigningRequest, error) {
 			return s.client.CertificatesV1().CertificateSigningRequests().Get(ctx, csr, metav1.GetOptions{})
 		})
 
-		return len(got.Status.Conditions) > 0 && got.Status.Conditions[0].Type == certificatesv1.CertificateApproved
+		return len(got.Status.Conditions) > 0 && got.Status.Conditions[0].Type == want
 	})
+}
+
+// TestPools_BelongToNoKubelet: addresses of the pools and of --cluster-cidr are the pods', whatever a machine reports.
+func TestPools_BelongToNoKubelet(t *testing.T) {
+	s := newSuite(t, "pools-", talostest.Options{})
+	self := s.controlPlane("cp")
+
+	var addresses []talostest.Address
+	for _, address := range []string{"10.250.0.7/24", "10.251.0.7/24", "10.252.0.7/24"} {
+		addresses = append(addresses, talostest.Address{Link: "eth1", Prefix: netip.MustParsePrefix(address)})
+	}
+
+	worker := s.machine(talostest.MachineSpec{Nodename: "worker", Platform: identified(s.prefix + "worker"), Addresses: addresses})
+	s.register(self, worker)
+	s.labelControlPlane(self)
+	s.configure(self, `{ipam: {pools: [{name: own, cidrs: [10.250.0.0/16]}, {name: shared, cidrs: [10.252.0.0/16], containsMachines: true}]}}`)
+
+	options := s.options(self)
+	options.Framework.Generic.Controllers = []string{"*", nodeipam.Name}
+	options.Framework.KubeCloudShared.AllocateNodeCIDRs = true
+	options.Framework.KubeCloudShared.ClusterCIDR = "10.251.0.0/16"
+	s.start(options)
+
+	for address, want := range map[string]certificatesv1.RequestConditionType{
+		"10.250.0.7": certificatesv1.CertificateDenied,
+		"10.251.0.7": certificatesv1.CertificateDenied,
+		"10.252.0.7": certificatesv1.CertificateApproved,
+	} {
+		s.awaitDecision(s.requestCertificate(worker, net.ParseIP(address)), want)
+	}
 }
 
 func writtenByNodeController(n *corev1.Node) bool {

@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
+	"slices"
 	"sync"
 
 	corev1 "k8s.io/api/core/v1"
@@ -63,6 +64,7 @@ type inputs struct {
 	nodes        coreinformers.NodeInformer
 	inventory    *inventory.Inventory
 	controlPlane *controlplane.Reader
+	podCIDRs     func() []netip.Prefix // which talos-ccm allocates from
 }
 
 // control runs the reflector and the controllers until ctx ends and they have stopped.
@@ -107,7 +109,7 @@ func (m *controllerManager) control(ctx context.Context) error {
 			return err
 		}
 
-		ctrl, err := c.construct(m, inputs{client, nodes, inv, controlPlane})
+		ctrl, err := c.construct(m, inputs{client, nodes, inv, controlPlane, m.podCIDRs})
 		if err != nil {
 			return fmt.Errorf("create %s: %w", c.name, err)
 		}
@@ -216,12 +218,46 @@ func (m *controllerManager) newLifecycle(in inputs) (controller, error) {
 	return ctrl, nil
 }
 
+// identity adds the CIDRs that talos-ccm allocates pod CIDRs from to the cluster's.
+type identity struct {
+	*controlplane.Value[csrpolicy.ClusterIdentity]
+
+	podCIDRs func() []netip.Prefix
+}
+
+// Current implements csrapproval.Identity.
+func (i identity) Current() csrpolicy.ClusterIdentity {
+	current := i.Value.Current()
+	current.PodCIDRs = slices.Concat(current.PodCIDRs, i.podCIDRs())
+
+	return current
+}
+
+// podCIDRs returns the CIDRs that pod CIDRs are allocated from, without those of Talos, and without those that contain
+// machines.
+func (m *controllerManager) podCIDRs() []netip.Prefix {
+	if !m.app.options.enabled(nodeipam.Name) || !m.app.options.Framework.KubeCloudShared.AllocateNodeCIDRs {
+		return nil
+	}
+
+	options, _ := m.app.options.ipam() // was validated
+	cidrs := slices.Clone(options.ClusterCIDRs)
+
+	for _, pool := range m.app.settings.Current().Pools {
+		if !pool.ContainsMachines {
+			cidrs = append(cidrs, pool.CIDRs...)
+		}
+	}
+
+	return cidrs
+}
+
 func (m *controllerManager) newCSRApproval(in inputs) (controller, error) {
 	return csrapproval.New(csrapproval.Config{
 		Client:    in.client,
 		Nodes:     in.nodes,
 		Inventory: in.inventory,
-		Identity:  in.controlPlane.Identity(),
+		Identity:  identity{in.controlPlane.Identity(), in.podCIDRs},
 		Recorder:  m.recorder,
 		Clock:     m.app.clock,
 		Managed: func(node *corev1.Node, talos machine.Machine) bool {

@@ -184,6 +184,9 @@ type Pool struct {
 	// CIDRs are IPv4 or IPv6 CIDRs that must not overlap those of any pool. Within an IP family, the first CIDR that
 	// is not exhausted is used. An IP family without CIDRs is allocated as if there were no pools.
 	CIDRs []string `json:"cidrs"`
+	// ContainsMachines must be set if machines have addresses in the CIDRs, such as in a part of their own subnet.
+	// Otherwise no machine gets a serving certificate for an address in the CIDRs, because it can be a pod's.
+	ContainsMachines bool `json:"containsMachines,omitempty"`
 	// MaskSize is the prefix length of a Node's pod CIDR, such as 24, in a pool with a single IP family.
 	MaskSize int `json:"maskSize,omitempty" jsonschema:"minimum=0,maximum=128"`
 	// MaskSizeIPv4 is the prefix length of a Node's IPv4 pod CIDR.

@@ -91,6 +91,8 @@ type CompiledPool struct {
 	Selector *rules.Selector
 	// CIDRs are masked and in the order of the file. No two CIDRs of any pools overlap.
 	CIDRs []netip.Prefix
+	// ContainsMachines is true if machines have addresses in the CIDRs.
+	ContainsMachines bool
 	// MaskSizeIPv4 and MaskSizeIPv6 are 0 if the file does not set them. They are valid for all CIDRs of the pool.
 	// For an IP family without CIDRs, they apply to CIDRs from elsewhere.
 	MaskSizeIPv4, MaskSizeIPv6 int
@@ -301,7 +303,9 @@ func (v *validator) pools(path *field.Path, ipam IPAM) []CompiledPool {
 			v.errs = append(v.errs, field.Required(p.Child("cidrs"), ""))
 		}
 
-		pool := CompiledPool{Name: e.Name, Selector: v.selector(p.Child("nodeSelector"), e.NodeSelector, rules.CompileNodeSelector)}
+		pool := CompiledPool{
+			Name: e.Name, ContainsMachines: e.ContainsMachines, Selector: v.selector(p.Child("nodeSelector"), e.NodeSelector, rules.CompileNodeSelector),
+		}
 
 		for j, s := range e.CIDRs {
 			at := p.Child("cidrs").Index(j)

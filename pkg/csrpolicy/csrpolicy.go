@@ -167,7 +167,7 @@ type ClusterIdentity struct {
 	// ServiceIPs are the addresses of the service default/kubernetes.
 	ServiceIPs   []netip.Addr
 	ServiceCIDRs []netip.Prefix
-	// PodCIDRs are the cluster's, without pod CIDRs allocated from a machine's own subnet.
+	// PodCIDRs are the cluster's, without pod CIDRs allocated from machines' own subnets.
 	PodCIDRs []netip.Prefix
 	// VIPs are virtual addresses that move between machines.
 	VIPs []netip.Addr
