@@ -27,6 +27,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
 
@@ -251,7 +252,7 @@ func (r *Reader) mergeIdentity() csrpolicy.ClusterIdentity {
 	}
 
 	// The default domain is reserved whether or not the cluster uses it.
-	parts = append(parts, &identity{Domains: []string{"cluster.local"}})
+	parts = append(parts, &identity{Domains: []string{machine.DefaultDomain}})
 
 	return identity{
 		Known:          known && machineKnown,

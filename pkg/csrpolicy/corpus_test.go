@@ -14,6 +14,7 @@ import (
 
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
+	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	cryptobyteasn1 "golang.org/x/crypto/cryptobyte/asn1"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -245,6 +246,19 @@ var changesByName = map[string]func(s *scene, v string){
 	"excludes": func(s *scene, v string) {
 		s.evidence.Machine.ExcludedSubnets = append(s.evidence.Machine.ExcludedSubnets, netip.MustParsePrefix(v))
 	},
+	"valid-subnets": func(s *scene, v string) { s.evidence.Machine.ValidSubnets = validSubnets(list(v)) },
+}
+
+// validSubnets parses subnets as Talos publishes them.
+func validSubnets(list []string) []machine.ValidSubnet {
+	r := k8s.NewNodeIPConfig(k8s.NamespaceName, k8s.KubeletID)
+	r.TypedSpec().ValidSubnets = list
+
+	var view machine.View
+
+	view.Put(r)
+
+	return view.Machine().ValidSubnets
 }
 
 var nodeStates = map[string]csrpolicy.NodeState{

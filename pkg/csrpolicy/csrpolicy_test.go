@@ -21,7 +21,7 @@ import (
 func TestReview_ApprovesRequestsEncodedByKubeletCode(t *testing.T) {
 	template := &x509.CertificateRequest{
 		Subject:     pkix.Name{CommonName: "system:node:worker-1", Organization: []string{"system:nodes"}},
-		DNSNames:    []string{"ec2-203-0-113-11.example.net", "ip-10-0-0-11.internal", "worker-1"},
+		DNSNames:    []string{"ec2-203-0-113-11.example.net", "ip-10-0-0-11.ec2.internal", "worker-1"},
 		IPAddresses: []net.IP{net.ParseIP("10.0.0.11"), net.ParseIP("2001:db8::11"), net.ParseIP("203.0.113.11")},
 	}
 

@@ -51,7 +51,7 @@ func TestReview_ApprovesModifiedSignedRequestOnlyIfTrue(t *testing.T) {
 
 	// The letters of the three names, and the string types of the subject.
 	letters := 0
-	for _, name := range []string{"ec2-203-0-113-11.example.net", "ip-10-0-0-11.internal", "worker-1"} {
+	for _, name := range []string{"ec2-203-0-113-11.example.net", "ip-10-0-0-11.ec2.internal", "worker-1"} {
 		letters += len(strings.Trim(strings.Map(letter, name), " "))
 	}
 

@@ -51,7 +51,7 @@ var (
 // is not a kubelet.
 func Nodename(csr *certificatesv1.CertificateSigningRequest) (string, bool) {
 	name, ok := strings.CutPrefix(csr.Spec.Username, "system:node:")
-	if !ok || name != machine.CanonicalName(name) || !validName(name) {
+	if !ok || name != machine.CanonicalName(name) || !machine.ValidName(name) {
 		return "", false
 	}
 

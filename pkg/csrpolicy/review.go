@@ -13,7 +13,6 @@ import (
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	certificatesv1 "k8s.io/api/certificates/v1"
-	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
@@ -193,14 +192,14 @@ func (r *review) checkTerms() {
 
 // checkName checks a DNS name. Names of the cluster take precedence over what the machine reports.
 func (r *review) checkName(name string) {
-	switch code, problem := nameProblem(name, r.Cluster.Domains); {
+	switch problem := machine.CheckName(name, r.nodename, r.Cluster.Domains); {
 	case problem != "":
-		r.deny(code, "DNS name %.80q %s", name, problem)
-	case slices.Contains(canonicalNames(r.Cluster.APIServerNames), name):
+		r.deny(codesByProblem[problem], "DNS name %.80q %s", name, problem)
+	case slices.Contains(machine.CanonicalNames(r.Cluster.APIServerNames), name):
 		if r.mayBeAPIServer(CodeClusterName, name) {
 			r.checkOwnName(name)
 		}
-	case slices.Contains(canonicalNames(r.Policy.ExtraNames), name):
+	case slices.Contains(machine.CanonicalNames(r.Policy.ExtraNames), name):
 		r.checkOwners(name)
 	default:
 		r.checkOwnName(name)
@@ -217,6 +216,9 @@ func (r *review) checkAddress(ip netip.Addr) {
 	case slices.ContainsFunc(slices.Concat(r.Cluster.ServiceIPs, r.Cluster.VIPs), equals(ip)),
 		slices.ContainsFunc(slices.Concat(r.Cluster.ServiceCIDRs, r.Cluster.PodCIDRs), contains):
 		r.deny(CodeClusterAddress, "IP address %s belongs to a service or a pod, or is virtual", ip)
+	case slices.ContainsFunc(r.Cluster.APIServerIPs, equals(ip)) && r.hasFormerAPIServerAddress(ip):
+		r.postpone(CodeClusterAddress, "IP address %s is in the API server's certificate, which keeps former addresses of a control-plane machine until it reboots", ip)
+		r.checkOwners(ip.String())
 	case slices.ContainsFunc(r.Cluster.APIServerIPs, equals(ip)):
 		if r.mayBeAPIServer(CodeClusterAddress, ip.String()) {
 			r.checkOwnAddress(ip)
@@ -245,10 +247,17 @@ func (r *review) mayBeAPIServer(code, subject string) bool {
 	return false
 }
 
+// hasFormerAPIServerAddress reports whether an address in the API server's certificate may be the worker's by now: Talos
+// accumulates a control-plane machine's addresses until it reboots (network.NodeAddressAccumulativeID in
+// secrets/KubernetesCertSANsController). The request stays pending until the address is no longer in the certificate.
+func (r *review) hasFormerAPIServerAddress(ip netip.Addr) bool {
+	return r.Node == NodeWorker && r.machineKnown() && r.Machine.Type == talosmachine.TypeWorker && slices.ContainsFunc(r.ownAddresses(ip), isUncontested)
+}
+
 // checkOwnName checks a name that the machine must report. If the machine is not known, checkRequester has added
 // the reason.
 func (r *review) checkOwnName(name string) {
-	if r.machineKnown() && !slices.Contains(ownNames(r.Machine), name) {
+	if r.machineKnown() && !slices.Contains(r.Machine.OwnNames(), name) {
 		r.unproven(CodeUnknownName, name, "DNS name %.80q is not reported by the machine", name)
 	}
 
@@ -257,7 +266,7 @@ func (r *review) checkOwnName(name string) {
 
 // checkOwnAddress checks an address that the machine must report.
 func (r *review) checkOwnAddress(ip netip.Addr) {
-	own := slices.DeleteFunc(slices.Clone(r.Machine.Addresses), func(a machine.Address) bool { return a.Prefix.Addr().Unmap() != ip })
+	own := r.ownAddresses(ip)
 
 	switch {
 	case !r.machineKnown():
@@ -271,6 +280,11 @@ func (r *review) checkOwnAddress(ip netip.Addr) {
 	}
 
 	r.checkOwners(ip.String())
+}
+
+// ownAddresses returns the entries of the machine's addresses for ip, one for each link.
+func (r *review) ownAddresses(ip netip.Addr) []machine.Address {
+	return slices.DeleteFunc(slices.Clone(r.Machine.Addresses), func(a machine.Address) bool { return a.Prefix.Addr().Unmap() != ip })
 }
 
 // unproven adds the reason for a name or an address that is not the machine's. If its Node does not list it either, the
@@ -317,8 +331,8 @@ const specialAddress = "is a loopback, link-local, multicast, unspecified or bro
 // with the default domain, so that Policy.ExtraNames cannot allow it. Case and a trailing dot do not matter. The error
 // is a predicate such as "is a wildcard" that omits the name.
 func CheckAllowedName(name string) error {
-	if _, problem := nameProblem(machine.CanonicalName(name), []string{"cluster.local"}); problem != "" {
-		return errors.New(problem)
+	if problem := machine.CheckName(machine.CanonicalName(name), "", []string{machine.DefaultDomain}); problem != "" {
+		return errors.New(string(problem))
 	}
 
 	return nil
@@ -339,79 +353,12 @@ func CheckAllowedAddress(addr netip.Addr) error {
 	return nil
 }
 
-// nameProblem returns why no machine of a cluster with these DNS domains may have a canonical name: a code and a
-// predicate, both empty if one may.
-func nameProblem(name string, domains []string) (code, problem string) {
-	switch {
-	case strings.Contains(name, "*"):
-		return CodeWildcard, "is a wildcard"
-	case !validName(name):
-		return CodeInvalidName, "is not a valid DNS name"
-	case endsInNumber(name):
-		return CodeAddressAsName, "can be parsed as an IP address"
-	case isClusterName(name, domains):
-		return CodeClusterName, "is reserved for the cluster"
-	}
-
-	return "", ""
-}
-
-// validName reports whether a canonical name is a host name (RFC 1123).
-func validName(name string) bool {
-	valid := len(name) <= validation.DNS1123SubdomainMaxLength
-
-	for label := range strings.SplitSeq(name, ".") {
-		valid = valid && len(validation.IsDNS1123Label(label)) == 0
-	}
-
-	return valid
-}
-
-// endsInNumber reports whether a resolver may parse name as an IPv4 address: inet_aton accepts 127.1, 0x7f000001 and
-// 2130706433, all of them loopback, and so do browsers (WHATWG URL, "ends in a number").
-func endsInNumber(name string) bool {
-	last := name[strings.LastIndexByte(name, '.')+1:]
-	digits := "0123456789"
-
-	if hex, ok := strings.CutPrefix(last, "0x"); ok {
-		last, digits = hex, "0123456789abcdef"
-	}
-
-	return strings.Trim(last, digits) == ""
-}
-
-// isClusterName reports whether name belongs to the API server, a service or the local host in a cluster with these DNS
-// domains.
-func isClusterName(name string, domains []string) bool {
-	isUnder := func(domain string) bool { return strings.HasSuffix("."+name, "."+machine.CanonicalName(domain)) }
-
-	return name == "kubernetes" || name == "kubernetes.default" || strings.HasPrefix(name, "kubernetes.default.") || strings.HasPrefix(name, "localhost.") ||
-		isUnder("localhost") || isUnder("svc") || slices.ContainsFunc(domains, isUnder)
-}
-
-// ownNames returns the names that the machine or its platform reports, in canonical form.
-func ownNames(m machine.Machine) []string {
-	names := []string{m.Nodename, m.Hostname, m.FQDN(), m.Platform.InternalDNS, m.Platform.ExternalDNS}
-
-	// The node controller lists the platform's host name only with a domain.
-	if strings.Contains(strings.TrimSuffix(m.Platform.Hostname, "."), ".") {
-		names = append(names, m.Platform.Hostname)
-	}
-
-	return canonicalNames(names)
-}
-
-// canonicalNames omits empty names.
-func canonicalNames(list []string) []string {
-	var names []string
-
-	for _, name := range list {
-		if name = machine.CanonicalName(name); name != "" {
-			names = append(names, name)
-		}
-	}
-
-	return names
+// codesByProblem are the codes of what machine.CheckName refuses.
+var codesByProblem = map[machine.NameProblem]string{
+	machine.NameWildcard: CodeWildcard,
+	machine.NameInvalid:  CodeInvalidName,
+	machine.NameNumeric:  CodeAddressAsName,
+	machine.NameReserved: CodeClusterName,
 }
 
 // equals returns a predicate for addresses equal to ip, which is unmapped.

@@ -43,7 +43,7 @@ func machineOf(name string) machine.Machine {
 	return machine.Machine{
 		Nodename: name, Hostname: name, Domainname: "example.org", ClusterName: "prod", Type: typ,
 		Platform: runtime.PlatformMetadataSpec{
-			Platform: "aws", Hostname: "ip-10-0-0-" + number + ".internal", InternalDNS: "ip-10-0-0-" + number + ".internal", ExternalDNS: "ec2-203-0-113-" + number + ".example.net",
+			Platform: "aws", Hostname: "ip-10-0-0-" + number + ".ec2.internal", InternalDNS: "ip-10-0-0-" + number + ".ec2.internal", ExternalDNS: "ec2-203-0-113-" + number + ".example.net",
 		},
 		Addresses: []machine.Address{
 			onLink("cni0", "10.244."+number+".1/24"),

@@ -13,6 +13,7 @@ import (
 	certificatesv1 "k8s.io/api/certificates/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
 // checkVerdict fails if a verdict is inconsistent or approves a request that is not true.
@@ -115,7 +116,19 @@ func checkNames(t *testing.T, e csrpolicy.Evidence, names []string) {
 	t.Helper()
 
 	m := e.Machine
-	own := append([]string{m.Nodename, m.Hostname, m.Hostname + "." + m.Domainname, m.Platform.InternalDNS, m.Platform.ExternalDNS, m.Platform.Hostname}, e.Policy.ExtraNames...)
+	own := append([]string{m.Nodename}, e.Policy.ExtraNames...)
+
+	// The names of the corpus that Talos changes are no DNS names, except for their case and a trailing dot.
+	hostname, fqdn := strings.TrimSuffix(m.Hostname, "."), m.Hostname+"."+m.Domainname
+	if strings.EqualFold(hostname, m.Nodename) || strings.EqualFold(fqdn, m.Nodename) {
+		own = append(own, hostname, hostname+"."+m.Domainname)
+	}
+
+	for _, name := range []string{m.Platform.InternalDNS, m.Platform.ExternalDNS, m.Platform.Hostname} {
+		if strings.Count(strings.TrimSuffix(name, "."), ".") > 1 {
+			own = append(own, name)
+		}
+	}
 
 	for _, name := range names {
 		name = strings.ToLower(strings.TrimSuffix(name, "."))
@@ -157,7 +170,7 @@ func checkAddresses(t *testing.T, e csrpolicy.Evidence, ips []net.IP) {
 			t.Errorf("approved %s, which is not the machine's or also belongs to %v", ip, e.Owners[ip.String()])
 		}
 
-		if slices.ContainsFunc(slices.Concat(special, e.Cluster.ServiceCIDRs, e.Cluster.PodCIDRs, e.Machine.ExcludedSubnets), contains) {
+		if slices.ContainsFunc(slices.Concat(special, e.Cluster.ServiceCIDRs, e.Cluster.PodCIDRs, e.Machine.ExcludedSubnets), contains) || excludedByUser(e.Machine, ip) {
 			t.Errorf("approved %s, which is in a network without addresses of a machine", ip)
 		}
 
@@ -169,4 +182,15 @@ func checkAddresses(t *testing.T, e csrpolicy.Evidence, ips []net.IP) {
 			t.Errorf("approved %s, which belongs to the API server", ip)
 		}
 	}
+}
+
+// excludedByUser reports whether the last of the valid subnets that contains the address is an inverted match.
+func excludedByUser(m machine.Machine, ip netip.Addr) bool {
+	for _, s := range slices.Backward(m.ValidSubnets) {
+		if s.Prefix.Contains(ip) {
+			return s.Inverted
+		}
+	}
+
+	return false
 }

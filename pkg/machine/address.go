@@ -57,20 +57,6 @@ func hasPrefix(link string, prefixes []string) bool {
 	return slices.ContainsFunc(prefixes, func(prefix string) bool { return strings.HasPrefix(link, prefix) })
 }
 
-// CanonicalName returns name in lower case without one trailing dot, the form in which names are compared. It folds
-// ASCII letters only: no other letter may become an ASCII letter.
-func CanonicalName(name string) string {
-	lower := []byte(strings.TrimSuffix(name, "."))
-
-	for i, c := range lower {
-		if 'A' <= c && c <= 'Z' {
-			lower[i] = c + 'a' - 'A'
-		}
-	}
-
-	return string(lower)
-}
-
 // CanonicalAddress returns the form in which addresses are compared: without zone, and an IPv4-mapped IPv6 address as
 // IPv4.
 func CanonicalAddress(addr netip.Addr) string { return addr.Unmap().WithZone("").String() }

@@ -57,6 +57,14 @@ type Machine struct {
 	// ExcludedSubnets never contain a node IP of this machine: pod and service CIDRs and virtual IPs
 	// (k8s/NodeIPConfigs).
 	ExcludedSubnets []netip.Prefix
+	// ValidSubnets are the subnets of machine.kubelet.nodeIP, in the operator's order (k8s/NodeIPConfigs).
+	ValidSubnets []ValidSubnet
+}
+
+// ValidSubnet is a subnet that has node IPs or, if inverted, that has none.
+type ValidSubnet struct {
+	Prefix   netip.Prefix
+	Inverted bool
 }
 
 // Equal reports whether two views are the same.
@@ -69,9 +77,26 @@ func (m Machine) HasAddress(ip netip.Addr) bool {
 	return slices.ContainsFunc(m.Addresses, func(a Address) bool { return a.Prefix.Addr().Unmap() == ip })
 }
 
-// Excludes reports whether ip is in one of ExcludedSubnets.
+// Excludes reports whether ip is in one of ExcludedSubnets, or the operator excludes it: the last of ValidSubnets that
+// contains it is inverted. Talos evaluates them in order, and each adds or removes addresses (k8s/NodeIPController and
+// FilterIPs of github.com/siderolabs/net). An address that none of ValidSubnets contains is no node IP, but not
+// excluded.
 func (m Machine) Excludes(ip netip.Addr) bool {
-	return slices.ContainsFunc(m.ExcludedSubnets, func(p netip.Prefix) bool { return p.Contains(ip) })
+	ip = ip.Unmap()
+
+	if slices.ContainsFunc(m.ExcludedSubnets, func(p netip.Prefix) bool { return p.Contains(ip) }) {
+		return true
+	}
+
+	excluded := false
+
+	for _, s := range m.ValidSubnets {
+		if s.Prefix.Contains(ip) {
+			excluded = s.Inverted
+		}
+	}
+
+	return excluded
 }
 
 // FQDN returns the host name with the domain name, if both are set; else the host name.

@@ -2,10 +2,13 @@ package machine_test
 
 import (
 	"net/netip"
+	"slices"
 	"testing"
 
+	talosnet "github.com/siderolabs/net"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
+	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -44,6 +47,50 @@ func TestMachine_HasAddress(t *testing.T) {
 	if m.HasAddress(netip.Addr{}) {
 		t.Error("HasAddress(zero address): got true, want false")
 	}
+}
+
+// Talos chooses node IPs with FilterIPs: it must choose each address that the subnets contain and that is not excluded.
+func TestMachine_ExcludesLikeTalos(t *testing.T) {
+	addresses := []netip.Addr{
+		netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("10.1.0.1"), netip.MustParseAddr("10.1.1.1"), netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1"),
+	}
+
+	for _, subnets := range [][]string{
+		{"0.0.0.0/0", "::/0"},
+		{"0.0.0.0/0", "!10.0.0.0/8"},
+		{"0.0.0.0/0", "::/0", "!10.1.0.1", "!2001:db8::/32"},
+		{"0.0.0.0/0", "!10.0.0.0/8", "10.1.0.0/16"},
+		{"0.0.0.0/0", "!10.0.0.0/8", "10.1.0.0/16", "!10.1.1.0/24", "10.1.1.1/32"},
+		{"!0.0.0.0/0", "10.0.0.0/8"},
+		{"10.0.0.0/8", "!10.1.7.7/16"},
+	} {
+		m := viewOf(nodeIPConfigOf(subnets)).Machine()
+
+		chosen, err := talosnet.FilterIPs(addresses, subnets)
+		if err != nil {
+			t.Fatal(err)
+		}
+
+		for _, addr := range addresses {
+			contains := func(s machine.ValidSubnet) bool { return s.Prefix.Contains(addr) }
+
+			if want := slices.ContainsFunc(m.ValidSubnets, contains) && !slices.Contains(chosen, addr); m.Excludes(addr) != want {
+				t.Errorf("%v: excludes %s: got %v, want %v", subnets, addr, !want, want)
+			}
+		}
+	}
+
+	m := viewOf(nodeIPConfigOf([]string{"0.0.0.0/0", "!10.0.0.0/8"})).Machine()
+	if mapped := netip.MustParseAddr("::ffff:10.0.0.1"); !m.Excludes(mapped) {
+		t.Errorf("%s is not excluded", mapped)
+	}
+}
+
+func nodeIPConfigOf(validSubnets []string) *k8s.NodeIPConfig {
+	r := nodeIPConfig()
+	r.TypedSpec().ValidSubnets = validSubnets
+
+	return r
 }
 
 func TestMachine_FQDN(t *testing.T) {
@@ -87,6 +134,7 @@ func TestMachine_EqualComparesEveryField(t *testing.T) {
 		"Address.Flags":     func(m *machine.Machine) { m.Addresses[0].Flags = 0 },
 		"NodeIPs":           func(m *machine.Machine) { m.NodeIPs = nil },
 		"ExcludedSubnets":   func(m *machine.Machine) { m.ExcludedSubnets = m.ExcludedSubnets[:1] },
+		"ValidSubnets":      func(m *machine.Machine) { m.ValidSubnets = m.ValidSubnets[1:] },
 	} {
 		t.Run(field, func(t *testing.T) {
 			changed := base()

@@ -5,6 +5,7 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"strings"
 
 	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
@@ -173,22 +174,44 @@ func (m *Machine) addCluster(r resource.Resource) {
 		m.NodeIPs = slices.Clone(r.TypedSpec().Addresses)
 	case *k8s.NodeIPConfig:
 		m.ExcludedSubnets = parsePrefixes(r.TypedSpec().ExcludeSubnets)
+		m.ValidSubnets = parseValidSubnets(r.TypedSpec().ValidSubnets)
 	}
 }
 
 // parsePrefixes parses prefixes and single addresses: Talos lists virtual IPs without a prefix length
-// (k8s/NodeIPConfigController). It ignores other values, since Talos validates the list (and has resolved a leading
-// "!", the inverted match of user input).
+// (k8s/NodeIPConfigController). It ignores other values, since Talos validates the list.
 func parsePrefixes(list []string) []netip.Prefix {
 	var prefixes []netip.Prefix
 
 	for _, s := range list {
-		if p, err := netip.ParsePrefix(s); err == nil {
-			prefixes = append(prefixes, p.Masked())
-		} else if addr, err := netip.ParseAddr(s); err == nil && addr.Zone() == "" {
-			prefixes = append(prefixes, netip.PrefixFrom(addr, addr.BitLen()))
+		if p, ok := parsePrefix(s); ok {
+			prefixes = append(prefixes, p)
 		}
 	}
 
 	return prefixes
+}
+
+// parseValidSubnets parses subnets as parsePrefixes does, with the prefix "!" for an inverted match.
+func parseValidSubnets(list []string) []ValidSubnet {
+	var subnets []ValidSubnet
+
+	for _, s := range list {
+		s, inverted := strings.CutPrefix(s, "!")
+		if p, ok := parsePrefix(s); ok {
+			subnets = append(subnets, ValidSubnet{p, inverted})
+		}
+	}
+
+	return subnets
+}
+
+func parsePrefix(s string) (netip.Prefix, bool) {
+	if p, err := netip.ParsePrefix(s); err == nil {
+		return p.Masked(), true
+	}
+
+	addr, err := netip.ParseAddr(s)
+
+	return netip.PrefixFrom(addr, addr.BitLen()), err == nil && addr.Zone() == ""
 }

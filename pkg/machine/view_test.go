@@ -67,6 +67,7 @@ func machineStatus(stage runtime.MachineStage) *runtime.MachineStatus {
 func nodeIPConfig(excluded ...string) *k8s.NodeIPConfig {
 	r := k8s.NewNodeIPConfig(k8s.NamespaceName, k8s.KubeletID)
 	r.TypedSpec().ExcludeSubnets = excluded
+	r.TypedSpec().ValidSubnets = []string{"0.0.0.0/0", "!10.9.0.0/16"}
 
 	return r
 }
@@ -142,6 +143,7 @@ func TestView_BuildsMachineFromResources(t *testing.T) {
 		},
 		NodeIPs:         []netip.Addr{netip.MustParseAddr("10.0.0.1")},
 		ExcludedSubnets: []netip.Prefix{netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("10.0.0.100/32")},
+		ValidSubnets:    []machine.ValidSubnet{{Prefix: netip.MustParsePrefix("0.0.0.0/0")}, {Prefix: netip.MustParsePrefix("10.9.0.0/16"), Inverted: true}},
 	}
 
 	if got := viewOf(everything()...).Machine(); !got.Equal(want) {
@@ -275,6 +277,13 @@ func TestView_Changes(t *testing.T) {
 			"excluded subnets: virtual IPs without prefix length, invalid values",
 			func(v *machine.View) { v.Put(nodeIPConfig("", "!10.0.0.0/8", "10.1.2.3", "10.96.0.1/12", "fd00::/64")) },
 			func(m machine.Machine) any { return fmt.Sprint(m.ExcludedSubnets) }, "[10.1.2.3/32 10.96.0.0/12 fd00::/64]",
+		},
+		{
+			"valid subnets: inverted matches, single addresses, invalid values",
+			func(v *machine.View) {
+				v.Put(nodeIPConfigOf([]string{"", "!", "10.1.2.3/8", "!10.0.0.3", "!!10.0.0.0/8", "fd00::/64"}))
+			},
+			func(m machine.Machine) any { return fmt.Sprint(m.ValidSubnets) }, "[{10.0.0.0/8 false} {10.0.0.3/32 true} {fd00::/64 false}]",
 		},
 	} {
 		t.Run(test.name, func(t *testing.T) {
