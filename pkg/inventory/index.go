@@ -55,18 +55,11 @@ func uuids(m machine.Machine) []string {
 // linkServices is the link on which kube-proxy in IPVS mode keeps the addresses of Services.
 const linkServices = "kube-ipvs0"
 
-// owned returns the names and addresses that m reports as its own, in canonical form. It omits the addresses of
-// Services, of which kube-proxy puts thousands on every machine. It includes addresses that the machine must not use
-// as node IP.
-func owned(m machine.Machine) []string {
-	names := []string{m.Nodename, m.Hostname, m.FQDN(), m.Platform.Hostname, m.Platform.InternalDNS, m.Platform.ExternalDNS}
-	list := make([]string, 0, len(names)+len(m.Addresses)+len(m.NodeIPs))
-
-	for _, name := range names {
-		if name = machine.CanonicalName(name); name != "" {
-			list = append(list, name)
-		}
-	}
+// ownedAddresses returns the addresses that m reports as its own, in canonical form. It omits the addresses of
+// Services, of which kube-proxy puts thousands on every machine. It includes addresses that the machine must not use as
+// node IP.
+func ownedAddresses(m machine.Machine) []string {
+	list := make([]string, 0, len(m.Addresses)+len(m.NodeIPs))
 
 	for _, addr := range m.NodeIPs {
 		list = append(list, machine.CanonicalAddress(addr))

@@ -192,6 +192,46 @@ func TestInventory_SharedAddresses(t *testing.T) {
 	}
 }
 
+func TestInventory_NotifiesOfSharedNames(t *testing.T) {
+	inv := inventory.New(time.Now)
+
+	var notified []string
+
+	inv.Subscribe(func(nodename string) { notified = append(notified, nodename) })
+
+	named := func(hostname, internal string) machine.Machine {
+		return machine.Machine{Platform: runtime.PlatformMetadataSpec{Hostname: hostname, InternalDNS: internal}}
+	}
+
+	for _, step := range []struct {
+		name     string
+		change   func()
+		notified []string
+		owners   string // other owners of worker.example.org, for a and b
+	}{
+		{"one machine", func() { inv.Replace("a", named("worker.example.org", "Worker.example.org.")) }, []string{"a"}, "[] [a]"},
+		{"second machine", func() { inv.Replace("b", named("", "WORKER.example.org")) }, []string{"a", "b"}, "[b] [a]"},
+		{"third machine does not affect the others", func() { inv.Replace("c", named("worker.example.org", "")) }, []string{"c"}, "[b c] [a c]"},
+		{"third machine loses it", func() { inv.Replace("c", named("c.example.org", "")) }, []string{"c"}, "[b] [a]"},
+		{"another name", func() { inv.Replace("b", named("b.example.org", "worker.example.org")) }, []string{"b"}, "[b] [a]"},
+		{"unreachable machine keeps it", func() { inv.MarkUnreachable("b", "gone") }, []string{"b"}, "[b] [a]"},
+		{"one machine left", func() { inv.MarkMismatch("b", "other", "no") }, []string{"a", "b"}, "[] [a]"},
+	} {
+		notified = nil
+
+		step.change()
+		slices.Sort(notified)
+
+		if !slices.Equal(notified, step.notified) {
+			t.Errorf("%s: notified of %v, want %v", step.name, notified, step.notified)
+		}
+
+		if got := fmt.Sprint(inv.Owners("worker.example.org", "a"), inv.Owners("worker.example.org", "b")); got != step.owners {
+			t.Errorf("%s: owners %s, want %s", step.name, got, step.owners)
+		}
+	}
+}
+
 // A large cluster in which every machine changes its addresses.
 func BenchmarkInventory_Replace(b *testing.B) {
 	const machines = 5000

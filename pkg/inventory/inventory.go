@@ -67,7 +67,8 @@ type Inventory struct {
 	handlers []func(nodename string)
 
 	uuids     index[string]     // SMBIOS UUIDs
-	owned     index[string]     // names and addresses in canonical form
+	names     index[string]     // in canonical form
+	addresses index[string]     // in canonical form
 	platforms index[netip.Addr] // addresses that only the platform's metadata knows
 
 	identities index[identifier]    // of Entry.Last
@@ -79,14 +80,14 @@ type Inventory struct {
 func New(now func() time.Time) *Inventory {
 	return &Inventory{
 		now: now, entries: map[string]Entry{},
-		uuids: index[string]{}, owned: index[string]{}, platforms: index[netip.Addr]{},
+		uuids: index[string]{}, names: index[string]{}, addresses: index[string]{}, platforms: index[netip.Addr]{},
 		identities: index[identifier]{}, ambiguous: sets.New[identifier](), displaced: sets.New[string](),
 	}
 }
 
 // Subscribe registers a handler that is called with the nodename after each change of its entry, of its
-// SharedAddresses or of RenamedTo. The handler runs on the writer's goroutine without locks held, and must not block.
-// Subscribe before the first write.
+// SharedAddresses or of RenamedTo, and when one of its names gets its first other owner or loses the last. The handler
+// runs on the writer's goroutine without locks held, and must not block. Subscribe before the first write.
 func (i *Inventory) Subscribe(handler func(nodename string)) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -143,7 +144,7 @@ func (i *Inventory) Owners(nameOrAddress, nodename string) []string {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
 
-	return i.owned.others(nameOrAddress, nodename)
+	return append(i.names.others(nameOrAddress, nodename), i.addresses.others(nameOrAddress, nodename)...)
 }
 
 // Replace sets the current view of nodename's machine. Subscribers are called only if something changed.
@@ -208,12 +209,17 @@ func (i *Inventory) update(nodename string, change func(*Entry)) {
 	i.notify(affected)
 }
 
-// reindex returns the other nodenames whose SharedAddresses have changed. It requires i.mu.
+// reindex returns the other nodenames whose SharedAddresses have changed, or whether they share a name. It requires
+// i.mu.
 func (i *Inventory) reindex(nodename string, before, after machine.Machine) (affected []string) {
 	i.uuids.replace(nodename, uuids(before), uuids(after))
-	i.owned.replace(nodename, owned(before), owned(after))
+	i.addresses.replace(nodename, ownedAddresses(before), ownedAddresses(after))
 
-	return i.platforms.replace(nodename, platformAddresses(before), platformAddresses(after))
+	affected = i.names.replace(nodename, before.ReportedNames(), after.ReportedNames())
+	affected = append(affected, i.platforms.replace(nodename, platformAddresses(before), platformAddresses(after))...)
+	slices.Sort(affected)
+
+	return slices.Compact(affected)
 }
 
 func (i *Inventory) notify(nodenames []string) {

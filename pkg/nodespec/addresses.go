@@ -2,13 +2,13 @@ package nodespec
 
 import (
 	"cmp"
+	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
 
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
@@ -87,7 +87,7 @@ func addresses(in Input, transformed rules.Result, nodeIPs []netip.Addr) ([]core
 
 	list = append(list, corev1.NodeAddress{Type: corev1.NodeHostName, Address: in.Machine.Nodename})
 
-	names, problems := dnsNames(in.Machine)
+	names, problems := dnsNames(in, transformed)
 
 	return append(list, names...), problems
 }
@@ -104,7 +104,7 @@ func externalIPs(in Input, discovery *bool, nodeIPs []netip.Addr) []netip.Addr {
 
 	for _, a := range in.Machine.Addresses {
 		ip := a.Prefix.Addr().Unmap()
-		if slices.Contains(nodeIPs, ip) || slices.Contains(in.SharedAddresses, ip) {
+		if slices.Contains(nodeIPs, ip) || slices.Contains(in.SharedAddresses, ip) || in.Machine.Excludes(ip) {
 			continue
 		}
 
@@ -134,12 +134,21 @@ func externalIPs(in Input, discovery *bool, nodeIPs []netip.Addr) []netip.Addr {
 	return ips
 }
 
-// dnsNames returns the DNS names that the platform reports. A host name with a domain is the internal name if the
-// platform reports no other.
-func dnsNames(m machine.Machine) ([]corev1.NodeAddress, []Problem) {
-	internal := m.Platform.InternalDNS
-	if internal == "" && strings.Contains(strings.TrimSuffix(m.Platform.Hostname, "."), ".") {
-		internal = m.Platform.Hostname
+// dnsNames returns the DNS names that the platform reports or rules set. A host name with a domain is the internal name
+// if there is no other. The kubelet requests a certificate for all names of its Node, so dnsNames omits those for which
+// it could not get one.
+func dnsNames(in Input, transformed rules.Result) ([]corev1.NodeAddress, []Problem) {
+	platform, own := transformed.Platform, in.Machine.OwnNames()
+
+	for field, name := range map[string]string{"InternalDNS": platform.InternalDNS, "ExternalDNS": platform.ExternalDNS} {
+		if _, replaced := transformed.Replaced[field]; replaced {
+			own = append(own, machine.CanonicalName(name)) // the operator's choice
+		}
+	}
+
+	internal := platform.InternalDNS
+	if internal == "" && strings.Contains(strings.TrimSuffix(platform.Hostname, "."), ".") {
+		internal = platform.Hostname
 	}
 
 	var (
@@ -149,26 +158,40 @@ func dnsNames(m machine.Machine) ([]corev1.NodeAddress, []Problem) {
 
 	for _, a := range []corev1.NodeAddress{
 		{Type: corev1.NodeInternalDNS, Address: internal},
-		{Type: corev1.NodeExternalDNS, Address: m.Platform.ExternalDNS},
+		{Type: corev1.NodeExternalDNS, Address: platform.ExternalDNS},
 	} {
-		name := strings.ToLower(strings.TrimSuffix(a.Address, "."))
-		if name == "" {
-			continue
+		name := machine.CanonicalName(a.Address)
+
+		switch why := whyNotListed(in, name, own); {
+		case name == "":
+		case why != "":
+			problems = append(problems, Problem{Key: string(a.Type), Value: a.Address, Why: why})
+		default:
+			list = append(list, corev1.NodeAddress{Type: a.Type, Address: name})
 		}
-
-		why := validation.IsDNS1123Subdomain(name)
-		if _, err := netip.ParseAddr(name); err == nil {
-			why = append(why, "is an IP address")
-		}
-
-		if len(why) > 0 {
-			problems = append(problems, Problem{Key: string(a.Type), Value: a.Address, Why: strings.Join(why, "; ")})
-
-			continue
-		}
-
-		list = append(list, corev1.NodeAddress{Type: a.Type, Address: name})
 	}
 
 	return list, problems
+}
+
+// whyNotListed returns why the machine's kubelet could not get a certificate for a canonical name; empty if it could.
+// own are the names that the machine may have.
+func whyNotListed(in Input, name string, own []string) string {
+	domains := append([]string{machine.DefaultDomain}, in.Options.Domains...)
+
+	if problem := machine.CheckName(name, in.Machine.Nodename, domains); problem != "" {
+		return string(problem)
+	}
+
+	if !slices.Contains(own, name) {
+		return "has fewer than three labels and is not the machine's FQDN"
+	}
+
+	if in.OwnersOf != nil {
+		if owners := in.OwnersOf(name); len(owners) > 0 {
+			return fmt.Sprintf("the machine of node %q has the same name", slices.Min(owners))
+		}
+	}
+
+	return ""
 }

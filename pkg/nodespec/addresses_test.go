@@ -290,14 +290,14 @@ func TestDesired_DNSNames(t *testing.T) {
 		problems []string
 	}{
 		{name: "none"},
-		{name: "internal and external", internal: "ip-1.internal", external: "ec2-1.example.org", wantInternal: []string{"ip-1.internal"}, wantExternal: []string{"ec2-1.example.org"}},
+		{name: "internal and external", internal: "ip-1.ec2.internal", external: "ec2-1.example.org", wantInternal: []string{"ip-1.ec2.internal"}, wantExternal: []string{"ec2-1.example.org"}},
 		{name: "host name with domain", hostname: "worker-1.example.org", wantInternal: []string{"worker-1.example.org"}},
 		{name: "host name without domain", hostname: "worker-1"},
 		{name: "host name with trailing dot only", hostname: "worker-1."},
-		{name: "internal name and host name", hostname: "worker-1.example.org", internal: "worker-1.internal", wantInternal: []string{"worker-1.internal"}},
+		{name: "internal name and host name", hostname: "worker-1.example.org", internal: "worker-1.ec2.internal", wantInternal: []string{"worker-1.ec2.internal"}},
 		{name: "external only", external: "www.example.org", wantExternal: []string{"www.example.org"}},
-		{name: "upper case", internal: "IP-1.Internal", external: "EC2-1.Example.ORG", wantInternal: []string{"ip-1.internal"}, wantExternal: []string{"ec2-1.example.org"}},
-		{name: "trailing dot", internal: "ip-1.internal.", external: "ec2-1.example.org.", wantInternal: []string{"ip-1.internal"}, wantExternal: []string{"ec2-1.example.org"}},
+		{name: "upper case", internal: "IP-1.EC2.Internal", external: "EC2-1.Example.ORG", wantInternal: []string{"ip-1.ec2.internal"}, wantExternal: []string{"ec2-1.example.org"}},
+		{name: "trailing dot", internal: "ip-1.ec2.internal.", external: "ec2-1.example.org.", wantInternal: []string{"ip-1.ec2.internal"}, wantExternal: []string{"ec2-1.example.org"}},
 		{name: "single dot", internal: ".", external: "."},
 		{name: "two trailing dots", internal: "ip-1..", problems: []string{"InternalDNS"}},
 		{name: "underscore in one of two names", internal: "ip_1.internal", external: "www.example.org", wantExternal: []string{"www.example.org"}, problems: []string{"InternalDNS"}},
@@ -306,10 +306,24 @@ func TestDesired_DNSNames(t *testing.T) {
 		{name: "space", internal: "ip 1.internal", problems: []string{"InternalDNS"}},
 		{name: "letter outside ASCII", internal: "wörker.internal", problems: []string{"InternalDNS"}},
 		{name: "host name with underscore", hostname: "worker_1.example.org", problems: []string{"InternalDNS"}},
+		{name: "host name of two labels", hostname: "worker.novalocal", problems: []string{"InternalDNS"}},
+		{name: "host name of two labels that is the FQDN", hostname: "worker-1.novalocal", wantInternal: []string{"worker-1.novalocal"}},
+		{name: "default host name", hostname: "localhost.localdomain", problems: []string{"InternalDNS"}},
+		{name: "service", internal: "w1.default.svc", external: "w1.default.svc.cluster.local", problems: []string{"InternalDNS", "ExternalDNS"}},
+		{name: "domain of the cluster", external: "w1.a.k8s.example", problems: []string{"ExternalDNS"}},
+		{name: "ends in a number", internal: "vm.17", external: "vm.example.17", problems: []string{"InternalDNS", "ExternalDNS"}},
+		{name: "one label", internal: "vault", external: "vault", problems: []string{"InternalDNS", "ExternalDNS"}},
+		{name: "nodename", internal: "worker-1", wantInternal: []string{"worker-1"}},
+		{name: "name of another machine", internal: "shared.ec2.internal", external: "www.example.org", wantExternal: []string{"www.example.org"}, problems: []string{"InternalDNS"}},
 		{name: "too long", internal: strings.Repeat("a.", 127) + "aa", problems: []string{"InternalDNS"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			in := running()
+			in.Machine.Hostname, in.Machine.Domainname = "worker-1", "novalocal"
+			in.Options.Domains = []string{"k8s.example"}
+			in.OwnersOf = func(name string) []string {
+				return map[string][]string{"shared.ec2.internal": {"worker-3", "worker-2"}}[name]
+			}
 			in.Machine.Platform.Hostname, in.Machine.Platform.InternalDNS, in.Machine.Platform.ExternalDNS = test.hostname, test.internal, test.external
 
 			spec, problems := desired(t, in)
@@ -334,7 +348,7 @@ func keys(problems []nodespec.Problem) []string {
 
 func TestDesired_OrderOfAddresses(t *testing.T) {
 	in := running()
-	in.Machine.Platform.InternalDNS, in.Machine.Platform.ExternalDNS = "a.internal", "a.example.org"
+	in.Machine.Platform.InternalDNS, in.Machine.Platform.ExternalDNS = "a.ec2.internal", "a.example.org"
 	in.Machine.Addresses = append(in.Machine.Addresses, onLink("eth0", "2001:db8::1/64"), onLink("eth1", "203.0.113.5/24"), onLink("eth1", "2001:db8:1::5/64"))
 	in.ProvidedNodeIPs = append(in.ProvidedNodeIPs, addr("2001:db8::1"))
 
@@ -344,7 +358,7 @@ func TestDesired_OrderOfAddresses(t *testing.T) {
 		{Type: corev1.NodeExternalIP, Address: "203.0.113.5"},
 		{Type: corev1.NodeExternalIP, Address: "2001:db8:1::5"},
 		{Type: corev1.NodeHostName, Address: "worker-1"},
-		{Type: corev1.NodeInternalDNS, Address: "a.internal"},
+		{Type: corev1.NodeInternalDNS, Address: "a.ec2.internal"},
 		{Type: corev1.NodeExternalDNS, Address: "a.example.org"},
 	}
 
@@ -362,4 +376,50 @@ func TestDesired_OmitsSharedAddresses(t *testing.T) {
 
 	spec, _ := desired(t, in)
 	requireAddresses(t, corev1.NodeExternalIP, spec, "203.0.113.2")
+}
+
+func TestDesired_ExplainsOmittedNames(t *testing.T) {
+	in := running()
+	in.Machine.Platform.InternalDNS, in.Machine.Platform.ExternalDNS = "worker.novalocal", "shared.example.org"
+	in.OwnersOf = func(string) []string { return []string{"worker-3", "worker-2"} }
+
+	_, problems := desired(t, in)
+
+	want := []string{
+		`InternalDNS="worker.novalocal" omitted: has fewer than three labels and is not the machine's FQDN`,
+		`ExternalDNS="shared.example.org" omitted: the machine of node "worker-2" has the same name`,
+	}
+	for i, p := range problems {
+		if p.String() != want[i] {
+			t.Errorf("got %s, want %s", p, want[i])
+		}
+	}
+}
+
+// Numbers are valid nodenames, and the kubelet requests a certificate for its nodename.
+func TestDesired_ListsNumericNodename(t *testing.T) {
+	in := running()
+	in.Machine.Nodename = "10023"
+
+	spec, problems := desired(t, in)
+	requireAddresses(t, corev1.NodeHostName, spec, "10023")
+
+	if len(problems) > 0 {
+		t.Error(problems)
+	}
+}
+
+func TestDesired_OmitsAddressesThatOperatorExcludes(t *testing.T) {
+	in := running()
+	in.Machine.Addresses = append(in.Machine.Addresses, onLink("eth0", "10.0.0.10/32"), onLink("eth1", "203.0.113.10/24"), onLink("eth1", "203.0.113.11/24"), external("203.0.113.10"))
+	in.Machine.ValidSubnets = []machine.ValidSubnet{
+		{Prefix: netip.MustParsePrefix("10.0.0.0/24")},
+		{Prefix: netip.MustParsePrefix("10.0.0.10/32"), Inverted: true},
+		{Prefix: netip.MustParsePrefix("203.0.113.10/32"), Inverted: true},
+	}
+	in.ProvidedNodeIPs = addrs([]string{"10.0.0.10", nodeIP})
+
+	spec, _ := desired(t, in)
+	requireAddresses(t, corev1.NodeInternalIP, spec, nodeIP)
+	requireAddresses(t, corev1.NodeExternalIP, spec, "203.0.113.11")
 }

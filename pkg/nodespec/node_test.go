@@ -139,6 +139,7 @@ func FuzzProvidedNodeIPs(f *testing.F) {
 func TestNewInput_WithPeers(t *testing.T) {
 	m := running().Machine
 	m.Addresses = append(m.Addresses, external("203.0.113.1"), external("203.0.113.2"))
+	m.Platform.Hostname = "w.example.org"
 
 	peer := m
 	peer.Nodename, peer.Addresses = "worker-2", []machine.Address{external("203.0.113.1")}
@@ -156,13 +157,13 @@ func TestNewInput_WithPeers(t *testing.T) {
 		t.Errorf("got %+v, want %+v", in, want)
 	}
 
-	if in := in.WithPeers(machines, "worker-1"); in.SharedUUID || len(in.SharedAddresses) > 0 {
+	if in := in.WithPeers(machines, "worker-1"); in.SharedUUID || len(in.SharedAddresses) > 0 || len(in.OwnersOf("w.example.org")) > 0 {
 		t.Errorf("without peers: shared UUID %t, addresses %v", in.SharedUUID, in.SharedAddresses)
 	}
 
 	machines.Replace("worker-2", peer)
 
-	if in := in.WithPeers(machines, "worker-1"); !in.SharedUUID || !slices.Equal(in.SharedAddresses, addrs([]string{"203.0.113.1"})) {
+	if in := in.WithPeers(machines, "worker-1"); !slices.Equal(in.OwnersOf("w.example.org"), []string{"worker-2"}) || !in.SharedUUID || !slices.Equal(in.SharedAddresses, addrs([]string{"203.0.113.1"})) {
 		t.Errorf("with a peer: shared UUID %t, addresses %v", in.SharedUUID, in.SharedAddresses)
 	}
 }

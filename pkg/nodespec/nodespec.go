@@ -43,6 +43,8 @@ type Options struct {
 	Rules *rules.Set
 	// Selector selects the machines whose Nodes are managed; nil selects all.
 	Selector *rules.Selector
+	// Domains are the domains of cluster DNS besides the default, as far as they are known.
+	Domains []string
 }
 
 // Input is the complete input of Desired.
@@ -58,7 +60,10 @@ type Input struct {
 	// SharedAddresses are addresses that the platform's metadata lists for several machines: those of a load balancer.
 	// They do not lead to one machine, so no kubelet may get a certificate for them.
 	SharedAddresses []netip.Addr
-	Options         Options
+	// OwnersOf returns the other Nodes whose machines report a canonical name; nil means that there are none. No
+	// kubelet gets a certificate for such a name.
+	OwnersOf func(name string) []string
+	Options  Options
 }
 
 // NewInput returns an Input from a machine and from what its Node's kubelet reports. It suffices for Facts and
@@ -71,12 +76,14 @@ func NewInput(node *corev1.Node, m machine.Machine, options Options) Input {
 type Peers interface {
 	SharedUUID(uuid, nodename string) bool
 	SharedAddresses(nodename string) []netip.Addr
+	Owners(nameOrAddress, nodename string) []string
 }
 
 // WithPeers returns the Input with what nodename's machine shares with other machines.
 func (in Input) WithPeers(peers Peers, nodename string) Input {
 	in.SharedUUID = peers.SharedUUID(in.Machine.UUID(), nodename)
 	in.SharedAddresses = peers.SharedAddresses(nodename)
+	in.OwnersOf = func(name string) []string { return peers.Owners(name, nodename) }
 
 	return in
 }
@@ -163,9 +170,9 @@ func Desired(in Input) (spec Spec, problems []Problem, pending string) {
 		return Spec{}, problems, pending
 	}
 
+	addresses, addressProblems := addresses(in, transformed, nodeIPs)
 	in.Machine.Platform = transformed.Platform
 	labels, labelProblems := labels(in, transformed)
-	addresses, addressProblems := addresses(in, transformed, nodeIPs)
 
 	spec = Spec{
 		ProviderID:     providerID,

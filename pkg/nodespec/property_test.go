@@ -59,7 +59,7 @@ func chance(r *rand.Rand) bool { return r.IntN(2) == 0 }
 func oneOf(r *rand.Rand, list ...string) string { return list[r.IntN(len(list))] }
 
 func randomText(r *rand.Rand) string {
-	return oneOf(r, "", "", "a", "eu-1a", "i-1", "aws:///eu-1a/i-1", "openstack:///", "Worker_1.Example.Org.", "a.b.", ".", "...", "10.0.0.1", "*.x",
+	return oneOf(r, "", "", "a", "eu-1a", "i-1", "aws:///eu-1a/i-1", "openstack:///", "Worker_1.Example.Org.", "a.b.", "A.b.c.", "a.b.svc", "a.b.1", ".", "...", "10.0.0.1", "*.x",
 		"with blank", "ünïcode", "\xff\x00", strings.Repeat("x", 64), strings.Repeat("y.", 200), fmt.Sprint(r.Uint64()))
 }
 
@@ -179,7 +179,7 @@ func checkAddresses(t *testing.T, in nodespec.Input, spec nodespec.Spec) {
 
 	for _, typ := range order[2:] {
 		for _, name := range of(typ, spec) {
-			if why := validation.IsDNS1123Subdomain(name); len(why) > 0 {
+			if why := validation.IsDNS1123Subdomain(name); len(why) > 0 || (name != in.Machine.Nodename && strings.Count(name, ".") < 2) {
 				t.Errorf("%s %q: %v", typ, name, why)
 			}
 		}

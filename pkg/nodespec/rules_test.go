@@ -1,6 +1,7 @@
 package nodespec_test
 
 import (
+	"slices"
 	"strings"
 	"testing"
 
@@ -61,6 +62,24 @@ func TestDesired_UsesReplacedMetadata(t *testing.T) {
 	}
 
 	requireAddresses(t, corev1.NodeExternalDNS, spec, "vm.example.com")
+}
+
+func TestDesired_NamesOfRulesNeedNoThreeLabels(t *testing.T) {
+	in := withRules(t, cloud(), replacing(map[string]string{"InternalDNS": "vm.example", "ExternalDNS": "vm.default.svc"}))
+
+	spec, problems := desired(t, in)
+	requireAddresses(t, corev1.NodeInternalDNS, spec, "vm.example")
+	requireAddresses(t, corev1.NodeExternalDNS, spec)
+
+	if got := keys(problems); !slices.Equal(got, []string{"ExternalDNS"}) {
+		t.Errorf("problems: %v", problems)
+	}
+
+	in = withRules(t, cloud(), replacing(map[string]string{"InternalDNS": ""}))
+	in.Machine.Platform.Hostname = "worker.novalocal"
+
+	spec, _ = desired(t, in)
+	requireAddresses(t, corev1.NodeInternalDNS, spec)
 }
 
 func TestDesired_ProviderIDOfRules(t *testing.T) {

@@ -79,11 +79,16 @@ type Problem struct {
 	Why   string `json:"why"`
 }
 
-// Render returns a report per machine. Duplicate SMBIOS UUIDs and providerIDs are detected among the given machines only.
+// Render returns a report per machine. Duplicate SMBIOS UUIDs, names and providerIDs are detected among the given machines only.
 func Render(machines []Machine, kubelet Kubelet, options nodespec.Options) []Report {
-	uuids := map[string]int{}
+	uuids, owners := map[string]int{}, map[string][]string{}
+
 	for _, m := range machines {
 		uuids[m.Machine.UUID()]++
+
+		for _, name := range m.Machine.ReportedNames() {
+			owners[name] = append(owners[name], m.Machine.Nodename)
+		}
 	}
 
 	reports := make([]Report, 0, len(machines))
@@ -94,7 +99,10 @@ func Render(machines []Machine, kubelet Kubelet, options nodespec.Options) []Rep
 			ProvidedNodeIPs: kubelet.NodeIPs,
 			Architecture:    kubelet.Architecture,
 			SharedUUID:      uuids[m.Machine.UUID()] > 1,
-			Options:         options,
+			OwnersOf: func(name string) []string {
+				return slices.DeleteFunc(slices.Clone(owners[name]), func(owner string) bool { return owner == m.Machine.Nodename })
+			},
+			Options: options,
 		}))
 	}
 

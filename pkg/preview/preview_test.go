@@ -109,7 +109,7 @@ func running(name, ip string) preview.Machine {
 		Nodename: name,
 		Stage:    runtime.MachineStageRunning,
 		Platform: runtime.PlatformMetadataSpec{
-			Platform: "aws", Region: "eu", Zone: "eu-1", InstanceType: "large", ProviderID: "aws:///eu-1/" + name, InstanceID: name, InternalDNS: name + ".local",
+			Platform: "aws", Region: "eu", Zone: "eu-1", InstanceType: "large", ProviderID: "aws:///eu-1/" + name, InstanceID: name, InternalDNS: name + ".ec2.internal",
 		},
 		PlatformPublished: true,
 		System:            hardware.SystemInformationSpec{SerialNumber: "0123"},
@@ -268,6 +268,17 @@ func TestRender_DetectsDuplicateIdentities(t *testing.T) {
 			t.Errorf("got %+v and %+v", reports[0].Problems, reports[1].Problems)
 		}
 	})
+}
+
+func TestRender_OmitsSharedNames(t *testing.T) {
+	one, other := running("worker-1", "10.0.0.1"), running("worker-2", "10.0.0.2")
+	other.Machine.Platform.InternalDNS = one.Machine.Platform.InternalDNS
+
+	for i, report := range preview.Render([]preview.Machine{one, other}, preview.Kubelet{}, nodespec.Options{}) {
+		if len(report.Problems) != 1 || report.Problems[0].Key != "InternalDNS" {
+			t.Errorf("machine %d: got %+v", i, report.Problems)
+		}
+	}
 }
 
 func TestRender_UsesKubeletNodeIPsAndArchitecture(t *testing.T) {

@@ -123,6 +123,7 @@ func inTestdata(ip, name string, typ talosmachine.Type, linkLocal string, missin
 		},
 		NodeIPs:         []netip.Addr{netip.MustParseAddr(ip)},
 		ExcludedSubnets: []netip.Prefix{netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("10.96.0.0/12")},
+		ValidSubnets:    []machine.ValidSubnet{{Prefix: netip.MustParsePrefix("0.0.0.0/0")}},
 	}}
 }
 

@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -20,6 +21,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
@@ -436,7 +438,6 @@ func TestController_DefersWhatLyingMachineReports(t *testing.T) {
 	for _, r := range []request{
 		{ips: []netip.Addr{victim.addr}},
 		{ips: []netip.Addr{netip.MustParseAddr(controlPlaneIP)}},
-		{names: []string{victim.name}},
 	} {
 		pending = append(pending, s.post(liar, r))
 	}
@@ -447,6 +448,96 @@ func TestController_DefersWhatLyingMachineReports(t *testing.T) {
 	}
 
 	s.await(s.post(liar, request{ips: []netip.Addr{netip.MustParseAddr(virtualIP)}}), "denied", denied)
+	s.await(s.post(liar, request{names: []string{victim.name}}), "denied", denied)
+}
+
+// A worker that lies about its host name does not get the names of Services.
+func TestController_DeniesNamesOfServices(t *testing.T) {
+	s := parallel(t)
+
+	liar := s.known()
+	s.require(liar.machine.SetHostname(s.Context(), "vault", "vault"))
+	s.require(liar.machine.UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.InternalDNS = "metrics-server.kube-system" }))
+	s.eventually("the inventory has its names", func() bool {
+		m := s.main.inventory.Get(liar.name).Machine
+
+		return m.FQDN() == "vault.vault" && m.Platform.InternalDNS != ""
+	})
+
+	for _, name := range []string{"vault", "vault.vault", "metrics-server.kube-system"} {
+		csr := s.await(s.post(liar, request{names: []string{name}}), "decided", func(csr *certificatesv1.CertificateSigningRequest) bool {
+			return approved(csr) || denied(csr)
+		})
+		if approved(csr) {
+			s.Errorf("%s was approved", name)
+		}
+	}
+}
+
+func platform(instanceID, hostname string) runtime.PlatformMetadataSpec {
+	return runtime.PlatformMetadataSpec{Platform: "nocloud", InstanceID: instanceID, Hostname: hostname}
+}
+
+// A kubelet requests the names and addresses of its Node. The Node must list none that cannot be approved.
+func TestController_ApprovesAllThatNodeLists(t *testing.T) {
+	t.Parallel()
+
+	const shared = "shared.eu.compute.internal"
+
+	for hostname, listed := range map[string]bool{
+		"w1.eu.compute.internal": true,
+		"worker.novalocal":       false,
+		"localhost.localdomain":  false,
+		"w1.default.svc":         false,
+		"vm.17":                  false,
+		shared:                   false,
+	} {
+		t.Run(hostname, func(t *testing.T) {
+			s := parallel(t)
+
+			var w worker
+
+			for range 2 {
+				w = s.plan()
+
+				m, err := s.addMachine(talostest.MachineSpec{Nodename: w.name, Platform: platform(w.name, hostname)}, w.addr)
+				s.require(err)
+				s.Cleanup(func() { _ = m.Stop(context.Background()) })
+
+				s.register(w)
+				s.eventually(w.name+" is known", func() bool { return s.main.inventory.Get(w.name).Condition == inventory.Current })
+
+				if hostname != shared {
+					break
+				}
+			}
+
+			var requested request
+
+			s.eventually("the Node lists its names", func() bool {
+				node, err := s.client.CoreV1().Nodes().Get(s.Context(), w.name, metav1.GetOptions{})
+				s.require(err)
+
+				requested = requestOf(node)
+
+				return !nodespec.IsUninitialized(node) && slices.Contains(requested.names, hostname) == listed
+			})
+			s.awaitIssued(s.post(w, requested))
+		})
+	}
+}
+
+// requestOf returns what the kubelet of a Node requests.
+func requestOf(node *corev1.Node) (r request) {
+	for _, a := range node.Status.Addresses {
+		if ip, err := netip.ParseAddr(a.Address); err == nil {
+			r.ips = append(r.ips, ip)
+		} else if !slices.Contains(r.names, a.Address) {
+			r.names = append(r.names, a.Address)
+		}
+	}
+
+	return r
 }
 
 // The operator must see the owner of the address, although it is not the reason for the denial.

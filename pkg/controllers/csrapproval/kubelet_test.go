@@ -48,6 +48,20 @@ func TestKubelet_ObtainsCertificateForAllAddresses(t *testing.T) {
 	}
 }
 
+// A kubelet requests its nodename, which may look like a number, and no name of the platform that cannot be approved.
+func TestKubelet_ObtainsCertificateForNumericNodename(t *testing.T) {
+	s := alone(t)
+	w := worker{name: "10023", addr: hostAddress(t)}
+
+	m, err := s.addMachine(talostest.MachineSpec{Nodename: w.name, Platform: platform(w.name, "localhost.localdomain")}, w.addr)
+	s.require(err)
+	s.Cleanup(func() { _ = m.Stop(context.Background()) })
+
+	s.startKubelet(w)
+	s.reportTalos(w.name)
+	s.wantListed(s.awaitIssuedFor(w), w)
+}
+
 // A kubelet whose Node lists an address that its machine no longer has requests it, and ignores changes of the Node
 // until that request is decided (client-go's certificate manager; the timeout is a quarter of an hour).
 func TestKubelet_ReplacesOutdatedRequest(t *testing.T) {

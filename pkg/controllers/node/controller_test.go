@@ -11,11 +11,14 @@ import (
 	"testing"
 	"time"
 
+	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
+	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
 	"k8s.io/client-go/util/retry"
 
@@ -960,5 +963,84 @@ func TestController_AcceptsOtherFormOfProviderID(t *testing.T) {
 
 	if got := s.events("by-address", node.ReasonProviderIDMismatch); len(got) > 0 {
 		t.Errorf("got %s", messages(got))
+	}
+}
+
+// No kubelet gets a certificate for a name that two machines report.
+func TestController_OmitsNamesWhileShared(t *testing.T) {
+	s := parallel(t)
+
+	const name = "shared.example.org"
+
+	named := func(nodename string) talostest.MachineSpec {
+		metadata := platform("nocloud", nodename)
+		metadata.Hostname = name
+
+		return talostest.MachineSpec{Nodename: nodename, Platform: metadata}
+	}
+	lists := func(list ...string) func(*corev1.Node) bool {
+		return func(n *corev1.Node) bool { return slices.Equal(addressesOf(n, corev1.NodeInternalDNS), list) }
+	}
+
+	s.join(named("names-1"))
+	s.awaitInitialized("names-1")
+	s.await("names-1", "lists its name", lists(name))
+
+	second := s.join(named("names-2"))
+	s.awaitInitialized("names-2")
+
+	for nodename, other := range map[string]string{"names-1": "names-2", "names-2": "names-1"} {
+		s.await(nodename, "without the shared name", lists())
+
+		if message := s.awaitEvent(nodename, node.ReasonInvalidValue).Message; !strings.Contains(message, name) || !strings.Contains(message, other) {
+			t.Errorf("Event on %s does not name %s and %s: %s", nodename, name, other, message)
+		}
+	}
+
+	s.require(second.UpdatePlatform(t.Context(), func(p *runtime.PlatformMetadataSpec) { p.Hostname = "own.example.org" }))
+	s.await("names-1", "lists its name again", lists(name))
+	s.await("names-2", "lists its new name", lists("own.example.org"))
+}
+
+// A version that listed the name wrote the Node before.
+func TestController_RemovesNamesThatCannotBeApproved(t *testing.T) {
+	s := parallel(t)
+
+	metadata := platform("nocloud", "names-3")
+	metadata.Hostname = "localhost.localdomain"
+
+	m := s.machine(talostest.MachineSpec{Nodename: "names-3", Platform: metadata})
+	s.register(nodeOf(m))
+	s.awaitInitialized("names-3")
+
+	addresses, err := json.Marshal(append(s.get("names-3").Status.Addresses, corev1.NodeAddress{Type: corev1.NodeInternalDNS, Address: metadata.Hostname}))
+	s.require(err)
+
+	patch := fmt.Appendf(nil, `{"status":{"addresses":%s}}`, addresses)
+	written, err := s.client.CoreV1().Nodes().Patch(t.Context(), "names-3", types.MergePatchType, patch, metav1.PatchOptions{}, "status")
+	s.require(err)
+
+	s.awaitSince(written, "without the name", func(n *corev1.Node) bool { return len(addressesOf(n, corev1.NodeInternalDNS)) == 0 })
+}
+
+// The operator excludes an address with an inverted match in machine.kubelet.nodeIP.validSubnets.
+func TestController_OmitsExcludedAddress(t *testing.T) {
+	s := parallel(t)
+	m := s.machine(talostest.MachineSpec{
+		Nodename: "excluding", Platform: platform("nocloud", "excluding"),
+		Addresses: []talostest.Address{
+			{Link: "eth1", Prefix: netip.MustParsePrefix("203.0.112.30/24")}, {Link: "eth1", Prefix: netip.MustParsePrefix("203.0.112.31/24")},
+		},
+	})
+
+	s.require(safe.StateModify(t.Context(), m.State(), k8s.NewNodeIPConfig(k8s.NamespaceName, k8s.KubeletID), func(config *k8s.NodeIPConfig) error {
+		config.TypedSpec().ValidSubnets = []string{"0.0.0.0/0", "!203.0.112.31/32"}
+
+		return nil
+	}))
+	s.register(nodeOf(m))
+
+	if got := addressesOf(s.awaitInitialized("excluding"), corev1.NodeExternalIP); !slices.Equal(got, []string{"203.0.112.30"}) {
+		t.Errorf("external addresses: %v", got)
 	}
 }
