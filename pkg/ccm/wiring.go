@@ -65,6 +65,7 @@ type inputs struct {
 	inventory    *inventory.Inventory
 	controlPlane *controlplane.Reader
 	podCIDRs     func() []netip.Prefix // which talos-ccm allocates from
+	dial         talosapi.DialFunc
 }
 
 // control runs the reflector and the controllers until ctx ends and they have stopped.
@@ -109,7 +110,7 @@ func (m *controllerManager) control(ctx context.Context) error {
 			return err
 		}
 
-		ctrl, err := c.construct(m, inputs{client, nodes, inv, controlPlane, m.podCIDRs})
+		ctrl, err := c.construct(m, inputs{client, nodes, inv, controlPlane, m.podCIDRs, dial})
 		if err != nil {
 			return fmt.Errorf("create %s: %w", c.name, err)
 		}
@@ -260,6 +261,7 @@ func (m *controllerManager) newCSRApproval(in inputs) (controller, error) {
 		Identity:  identity{in.controlPlane.Identity(), in.podCIDRs},
 		Recorder:  m.recorder,
 		Clock:     m.app.clock,
+		Dial:      in.dial,
 		Managed: func(node *corev1.Node, talos machine.Machine) bool {
 			return m.app.settings.Current().CSRSelector.Matches(nodespec.FactsOf(node, talos))
 		},

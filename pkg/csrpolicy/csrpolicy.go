@@ -109,6 +109,8 @@ type Evidence struct {
 	// to the names of the other Nodes that own them. Only entries in the request matter. An unreachable machine still
 	// owns what it last reported.
 	Owners map[string][]string
+	// Reserved says of owners that were deleted until when they own it at least. It is for messages.
+	Reserved map[string]time.Time
 	// Listed are the names and addresses of the Node's status, in the same form; empty if unknown. A kubelet requests
 	// what its Node lists, so that a request for what neither the Node nor the machine has is outdated or hostile. It never counts
 	// in favor of a request: kubelets write their Nodes.

@@ -307,12 +307,16 @@ func (r *review) checkOwners(subject string) {
 		return
 	}
 
-	more := ""
-	if len(others) > 1 {
-		more = fmt.Sprintf(" and %d more", len(others)-1)
+	owner, more := slices.Min(others), ""
+	if until, deleted := r.Reserved[owner]; deleted {
+		more = fmt.Sprintf(", which was deleted, at least until %s", until.UTC().Format(time.RFC3339))
 	}
 
-	r.postpone(CodeOwnedByOthers, "%s is owned by Node %.80q%s", describe(subject), slices.Min(others), more)
+	if len(others) > 1 {
+		more += fmt.Sprintf(" and %d more", len(others)-1)
+	}
+
+	r.postpone(CodeOwnedByOthers, "%s is owned by Node %.80q%s", describe(subject), owner, more)
 }
 
 // describe returns a DNS name or an IP address with its kind, for messages.

@@ -55,11 +55,15 @@ func uuids(m machine.Machine) []string {
 // linkServices is the link on which kube-proxy in IPVS mode keeps the addresses of Services.
 const linkServices = "kube-ipvs0"
 
-// ownedAddresses returns the addresses that m reports as its own, in canonical form. It omits the addresses of
-// Services, of which kube-proxy puts thousands on every machine. It includes addresses that the machine must not use as
-// node IP.
+// ownedAddresses returns the addresses that m reports as its own, and the address at which it responds, in canonical
+// form. It omits the addresses of Services, of which kube-proxy puts thousands on every machine. It includes addresses
+// that the machine must not use as node IP.
 func ownedAddresses(m machine.Machine) []string {
-	list := make([]string, 0, len(m.Addresses)+len(m.NodeIPs))
+	list := make([]string, 0, len(m.Addresses)+len(m.NodeIPs)+1)
+
+	if m.Endpoint.IsValid() {
+		list = append(list, machine.CanonicalAddress(m.Endpoint))
+	}
 
 	for _, addr := range m.NodeIPs {
 		list = append(list, machine.CanonicalAddress(addr))

@@ -73,7 +73,15 @@ func TestInventory_OwnersOfAddress(t *testing.T) {
 		{"mismatched machine", "10.0.0.1", func(f *fixture) {
 			f.Replace("b", at("10.0.0.1/24"))
 			f.MarkMismatch("b", "other", "no")
+		}, []string{"b"}},
+		{"changed address after a mismatch", "10.0.0.1", func(f *fixture) {
+			f.Replace("b", at("10.0.0.1/24"))
+			f.MarkMismatch("b", "other", "no")
+			f.Replace("b", at("10.0.0.2/24"))
 		}, nil},
+		{"address at which the machine responds", "10.0.0.1", func(f *fixture) {
+			f.Replace("b", machine.Machine{Endpoint: netip.MustParseAddr("::ffff:10.0.0.1")})
+		}, []string{"b"}},
 		{"forgotten machine", "10.0.0.1", func(f *fixture) {
 			f.Replace("b", at("10.0.0.1/24"))
 			f.Forget("b")
@@ -90,6 +98,91 @@ func TestInventory_OwnersOfAddress(t *testing.T) {
 
 			if got := f.Owners(test.address, "a"); !slices.Equal(got, test.want) {
 				t.Errorf("got %v, want %v", got, test.want)
+			}
+		})
+	}
+}
+
+func TestInventory_Contradicts(t *testing.T) {
+	named := at("10.0.0.1/24")
+	named.Nodename = "a"
+
+	for _, test := range []struct {
+		name   string
+		change func(*fixture)
+		want   bool
+	}{
+		{"unknown machine", func(*fixture) {}, false},
+		{"never responded", func(f *fixture) { f.MarkUnreachable("a", "no route") }, false},
+		{"another machine responds", func(f *fixture) { f.MarkMismatch("a", "b", "other") }, false},
+		{"reports it", func(f *fixture) { f.Replace("a", named) }, false},
+		{"does not report it", func(f *fixture) { f.Replace("a", machine.Machine{Nodename: "a"}) }, true},
+		{"did not report it before it went silent", func(f *fixture) {
+			f.Replace("a", machine.Machine{Nodename: "a"})
+			f.MarkUnreachable("a", "gone")
+		}, true},
+		{"did not report it before another machine responded", func(f *fixture) {
+			f.Replace("a", machine.Machine{Nodename: "a"})
+			f.MarkMismatch("a", "b", "other")
+		}, true},
+		{"reported it before it went silent", func(f *fixture) {
+			f.Replace("a", named)
+			f.MarkUnreachable("a", "gone")
+		}, false},
+		{"forgotten", func(f *fixture) {
+			f.Replace("a", machine.Machine{Nodename: "a"})
+			f.Forget("a")
+		}, false},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			f := newFixture()
+			f.Replace("b", named)
+			test.change(f)
+
+			if got := f.Contradicts("a", "10.0.0.1"); got != test.want {
+				t.Errorf("got %v, want %v", got, test.want)
+			}
+		})
+	}
+}
+
+func TestInventory_HandOver(t *testing.T) {
+	view := at("10.0.0.1/24")
+	view.Nodename, view.NodeID = "b", "node-b"
+	other := at("10.0.0.2/24")
+	other.Nodename = "b"
+
+	for _, test := range []struct {
+		name          string
+		before, after func(f, former *fixture)
+		want          machine.Machine
+	}{
+		{"current", func(f, _ *fixture) { f.Replace("b", view) }, func(_, _ *fixture) {}, view},
+		{"another machine responded", func(f, _ *fixture) { f.Replace("b", view); f.MarkMismatch("b", "c", "no") }, func(_, _ *fixture) {}, view},
+		{"never responded", func(f, _ *fixture) { f.MarkUnreachable("b", "gone") }, func(_, _ *fixture) {}, machine.Machine{}},
+		{"watched before", func(f, former *fixture) { f.Replace("b", view); former.Replace("b", other) }, func(_, _ *fixture) {}, other},
+		{"unreachable before", func(f, former *fixture) { f.Replace("b", view); former.MarkUnreachable("b", "gone") }, func(_, _ *fixture) {}, view},
+		{"mismatch after", func(f, _ *fixture) { f.Replace("b", view) }, func(_, former *fixture) { former.MarkMismatch("b", "c", "no") }, view},
+		{"forgotten", func(f, _ *fixture) { f.Replace("b", view) }, func(_, former *fixture) { former.Forget("b") }, machine.Machine{}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			f, former := newFixture(), newFixture()
+			f.HandOver(former.Inventory)
+			test.before(f, former)
+			f.Forget("b")
+			test.after(f, former)
+
+			if got := former.Get("b").Last; !got.Equal(test.want) {
+				t.Errorf("got %+v, want %+v", got, test.want)
+			}
+
+			owns := func(addr string) bool { return len(former.Owners(addr, "a")) > 0 }
+			if owns("10.0.0.1") != test.want.HasAddress(netip.MustParseAddr("10.0.0.1")) || owns("10.0.0.2") != test.want.HasAddress(netip.MustParseAddr("10.0.0.2")) {
+				t.Error("ownership does not agree with the view")
+			}
+
+			if got := f.Owners("10.0.0.1", "a"); len(got) > 0 {
+				t.Errorf("the former owner is still %v", got)
 			}
 		})
 	}

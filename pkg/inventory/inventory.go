@@ -65,10 +65,11 @@ type Inventory struct {
 	mu       sync.RWMutex
 	entries  map[string]Entry
 	handlers []func(nodename string)
+	former   *Inventory // gets what Forget removes; may be nil
 
 	uuids     index[string]     // SMBIOS UUIDs
-	names     index[string]     // in canonical form
-	addresses index[string]     // in canonical form
+	names     index[string]     // of Entry.Last, in canonical form
+	addresses index[string]     // of Entry.Last, in canonical form
 	platforms index[netip.Addr] // addresses that only the platform's metadata knows
 
 	identities index[identifier]    // of Entry.Last
@@ -93,6 +94,15 @@ func (i *Inventory) Subscribe(handler func(nodename string)) {
 	defer i.mu.Unlock()
 
 	i.handlers = append(i.handlers, handler)
+}
+
+// HandOver makes Forget keep the last view of a machine that has proven to be a Node's in another inventory, until that
+// one forgets it. There is no moment at which neither knows what the machine owns. Call HandOver before the first write.
+func (i *Inventory) HandOver(former *Inventory) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+
+	i.former = former
 }
 
 // Get returns the entry of nodename; the zero Entry if there is none.
@@ -137,14 +147,24 @@ func (i *Inventory) SharedAddresses(nodename string) []netip.Addr {
 	})
 }
 
-// Owners returns the other Nodes whose machines report a name or an address, given in canonical form, as their own. An
-// unreachable machine owns what it reported last. The reports are not verified: use them to refuse a name or address,
+// Owners returns the other Nodes whose machines report a name or an address, given in canonical form, as their own. A
+// machine that does not respond owns what it reported last, even if another one responds at its address. The reports are not verified: use them to refuse a name or address,
 // never to grant one.
 func (i *Inventory) Owners(nameOrAddress, nodename string) []string {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
 
 	return append(i.names.others(nameOrAddress, nodename), i.addresses.others(nameOrAddress, nodename)...)
+}
+
+// Contradicts reports whether the machine of a Node has proven to be the Node's and did not report the name or address,
+// given in canonical form, as its own in its last view.
+func (i *Inventory) Contradicts(nodename, nameOrAddress string) bool {
+	i.mu.RLock()
+	defer i.mu.RUnlock()
+
+	return i.entries[nodename].Last.Nodename != "" &&
+		!slices.Contains(i.names[nameOrAddress], nodename) && !slices.Contains(i.addresses[nameOrAddress], nodename)
 }
 
 // Replace sets the current view of nodename's machine. Subscribers are called only if something changed.
@@ -169,11 +189,19 @@ func (i *Inventory) MarkMismatch(nodename, responding, reason string) {
 
 // Forget removes the entry of nodename.
 func (i *Inventory) Forget(nodename string) {
+	i.mu.RLock()
+	last, former := i.entries[nodename].Last, i.former
+	i.mu.RUnlock()
+
+	if former != nil && last.Nodename != "" {
+		former.adopt(nodename, last)
+	}
+
 	i.mu.Lock()
 	old, known := i.entries[nodename]
 	delete(i.entries, nodename)
 	i.displaced.Delete(nodename)
-	affected := append(i.reindex(nodename, old.Machine, machine.Machine{}), i.reidentify(nodename, old, Entry{})...)
+	affected := append(i.reindex(nodename, old, Entry{}), i.reidentify(nodename, old, Entry{})...)
 	i.mu.Unlock()
 
 	if known {
@@ -181,6 +209,26 @@ func (i *Inventory) Forget(nodename string) {
 	}
 
 	i.notify(affected)
+}
+
+// adopt sets the last view of a machine that is not Current.
+func (i *Inventory) adopt(nodename string, last machine.Machine) {
+	i.mu.Lock()
+
+	old := i.entries[nodename]
+	if old.Condition == Current {
+		i.mu.Unlock()
+
+		return
+	}
+
+	entry := old
+	entry.Last = last
+	i.entries[nodename] = entry
+	affected := append(i.reindex(nodename, old, entry), i.reidentify(nodename, old, entry)...)
+	i.mu.Unlock()
+
+	i.notify(append(affected, nodename))
 }
 
 func (i *Inventory) update(nodename string, change func(*Entry)) {
@@ -196,7 +244,7 @@ func (i *Inventory) update(nodename string, change func(*Entry)) {
 
 	sameMachine := old.Machine.Equal(entry.Machine)
 	if !sameMachine {
-		affected = i.reindex(nodename, old.Machine, entry.Machine)
+		affected = i.reindex(nodename, old, entry)
 	}
 
 	if !sameMachine || old.Condition != entry.Condition || old.Reason != entry.Reason {
@@ -211,12 +259,12 @@ func (i *Inventory) update(nodename string, change func(*Entry)) {
 
 // reindex returns the other nodenames whose SharedAddresses have changed, or whether they share a name. It requires
 // i.mu.
-func (i *Inventory) reindex(nodename string, before, after machine.Machine) (affected []string) {
-	i.uuids.replace(nodename, uuids(before), uuids(after))
-	i.addresses.replace(nodename, ownedAddresses(before), ownedAddresses(after))
+func (i *Inventory) reindex(nodename string, before, after Entry) (affected []string) {
+	i.uuids.replace(nodename, uuids(before.Machine), uuids(after.Machine))
+	i.addresses.replace(nodename, ownedAddresses(before.Last), ownedAddresses(after.Last))
 
-	affected = i.names.replace(nodename, before.ReportedNames(), after.ReportedNames())
-	affected = append(affected, i.platforms.replace(nodename, platformAddresses(before), platformAddresses(after))...)
+	affected = i.names.replace(nodename, before.Last.ReportedNames(), after.Last.ReportedNames())
+	affected = append(affected, i.platforms.replace(nodename, platformAddresses(before.Machine), platformAddresses(after.Machine))...)
 	slices.Sort(affected)
 
 	return slices.Compact(affected)

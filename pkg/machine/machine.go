@@ -23,6 +23,9 @@ type Machine struct {
 	// NodeID is random and kept in the STATE partition (cluster/Identity): it survives reboots and upgrades, but not a
 	// reset or a reinstallation that wipes STATE. A clone of the disk has the same one.
 	NodeID string
+	// Endpoint is the address at which the machine responds, whatever it reports. On the local machine, whose API is a
+	// socket, it is an address of the Node. The zero value is unknown.
+	Endpoint netip.Addr
 	// Hostname and Domainname are in use on the machine (network/HostnameStatus); Domainname may be empty.
 	Hostname   string
 	Domainname string

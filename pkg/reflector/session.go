@@ -333,6 +333,7 @@ func (s *session) publish(ctx context.Context) error {
 		klog.FromContext(ctx).V(2).Info("Watching machine", "address", s.addr)
 	}
 
+	m.Endpoint = s.addr
 	s.inventory.Replace(s.nodename, m)
 
 	return nil

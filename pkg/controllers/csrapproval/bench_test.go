@@ -5,6 +5,7 @@ import (
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
+	"errors"
 	"fmt"
 	"net/netip"
 	"sync"
@@ -27,6 +28,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
@@ -221,6 +223,7 @@ func (f *fleet) controller(b *testing.B) (stop func()) {
 	c, err := csrapproval.New(csrapproval.Config{
 		Client: f.client, Nodes: factory.Core().V1().Nodes(), Inventory: f.inventory, Identity: fixedIdentity{}, Clock: clock.RealClock{},
 		Recorder: broadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "bench"}),
+		Dial:     func(string, netip.Addr) (talosapi.State, error) { return nil, errors.New("no machine") },
 		Managed:  func(*corev1.Node, machine.Machine) bool { return true },
 		Policy:   func(*corev1.Node, machine.Machine) csrpolicy.Policy { return csrpolicy.Policy{} },
 		Workers:  benchWorkers,

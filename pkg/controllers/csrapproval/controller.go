@@ -3,7 +3,7 @@
 // Name: certificatesigningrequest-approving-controller (alias node-csr-approval).
 //
 // Inputs: an informer of the requests for kubernetes.io/kubelet-serving, the Node informer, the inventory, the cluster
-// identity; before a denial, the Node as stored by the API server.
+// identity; the machines of deleted Nodes; before a denial, the Node as stored by the API server.
 //
 // Outputs: the condition Approved or Denied, by UpdateApproval only; Events on requests and Nodes.
 //
@@ -40,6 +40,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
 
 // Names of the controller, as in the upstream Talos CCM.
@@ -78,6 +79,8 @@ type Config struct {
 	Identity  Identity
 	Recorder  record.EventRecorder
 	Clock     clock.Clock
+	// Dial connects to the machines of deleted Nodes, which no inventory has.
+	Dial talosapi.DialFunc
 	// Managed reports whether a Node that runs Talos is managed. Call Resync if its result changes for other
 	// reasons than its arguments.
 	Managed func(node *corev1.Node, m machine.Machine) bool
@@ -92,6 +95,7 @@ type Controller struct {
 	cfg      Config
 	requests cache.SharedIndexInformer
 	nodes    cache.SharedIndexInformer
+	owners   *owners
 	pending  *pendingRequests
 	reporter *events.Reporter
 	queue    queue.Queue
@@ -135,21 +139,13 @@ func New(cfg Config) (*Controller, error) {
 		return nil, fmt.Errorf("watch nodes: %w", err)
 	}
 
-	_, err := c.nodes.AddEventHandler(cache.ResourceEventHandlerFuncs{
-		UpdateFunc: func(before, after any) {
-			old, _ := subjectsOf(before)
-			current, _ := subjectsOf(after)
+	c.owners = newOwners(cfg, c.nodes.GetIndexer())
 
-			if !slices.Equal(old, current) { // not for each heartbeat
-				c.requeueConflicting()
-			}
-		},
-		DeleteFunc: func(any) { c.requeueConflicting() },
-	})
-	if err != nil {
+	if _, err := c.nodes.AddEventHandler(c.ownership()); err != nil {
 		return nil, fmt.Errorf("watch addresses of nodes: %w", err)
 	}
 
+	c.owners.former.Subscribe(func(string) { c.requeueConflicting() })
 	c.cfg.Inventory.Subscribe(func(nodename string) {
 		c.requeueFor(nodename)
 		c.requeueConflicting()
@@ -157,6 +153,49 @@ func New(cfg Config) (*Controller, error) {
 	c.cfg.Identity.Subscribe(c.Resync)
 
 	return c, nil
+}
+
+// ownership records Nodes and their deletion, and enqueues the requests for what another Node owns if that may have
+// changed.
+func (c *Controller) ownership() cache.ResourceEventHandler {
+	reserve := func(obj any) {
+		if deleted, ok := obj.(cache.DeletedFinalStateUnknown); ok {
+			obj = deleted.Obj
+		}
+
+		if node, ok := obj.(*corev1.Node); ok {
+			c.owners.reserve(node)
+		}
+
+		c.requeueConflicting()
+	}
+
+	observe := func(obj any) {
+		if node, ok := obj.(*corev1.Node); ok {
+			c.owners.observe(node)
+		}
+	}
+
+	return cache.ResourceEventHandlerFuncs{
+		AddFunc: observe,
+		UpdateFunc: func(before, after any) {
+			observe(after)
+
+			// An informer reports a Node that was deleted and recreated between two lists as an update.
+			old, _ := incarnation(before)
+			if current, _ := incarnation(after); old != current {
+				reserve(before)
+			}
+
+			listed, _ := subjectsOf(before)
+			lists, _ := subjectsOf(after)
+
+			if !slices.Equal(listed, lists) { // not for each heartbeat
+				c.requeueConflicting()
+			}
+		},
+		DeleteFunc: reserve,
+	}
 }
 
 // pendingFor returns the name of the Node whose kubelet waits for the request; false if the request is decided or its
@@ -213,6 +252,7 @@ func (c *Controller) Run(ctx context.Context) {
 	defer group.Wait()
 
 	group.StartWithContext(ctx, c.requests.RunWithContext)
+	group.StartWithContext(ctx, func(ctx context.Context) { c.owners.run(ctx, c.requeueConflicting) })
 
 	if !cache.WaitForNamedCacheSyncWithContext(ctx, c.requests.HasSynced, c.nodes.HasSynced) {
 		return

@@ -6,6 +6,7 @@ import (
 	"crypto/rsa"
 	"crypto/x509"
 	"encoding/pem"
+	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
@@ -276,7 +277,9 @@ func TestController_DefersAddressListedByAnotherNode(t *testing.T) {
 	name := s.post(w, request{ips: []netip.Addr{addr}})
 	s.awaitDeferred(name, csrpolicy.CodeOwnedByOthers)
 
-	s.require(s.client.CoreV1().Nodes().Delete(s.Context(), foreign.Name, metav1.DeleteOptions{}))
+	moved := s.plan().addr
+	s.list(worker{name: foreign.Name, addr: moved}, moved)
+	s.patchStatus(foreign.Name, fmt.Sprintf(`{"status":{"addresses":[{"$patch":"replace"},{"type":"InternalIP","address":%q}]}}`, moved))
 	s.awaitIssued(name)
 }
 

@@ -3,10 +3,10 @@ package csrapproval
 import (
 	"net/netip"
 	"slices"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/labels"
-	"k8s.io/client-go/tools/cache"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
@@ -55,7 +55,8 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 		Machine:      entry.Machine,
 		MachineState: machineState(entry),
 		Owners:       map[string][]string{},
-		Node:         nodeState(node, func() bool { return c.cfg.Managed(node, entry.Machine) }),
+		Reserved:     map[string]time.Time{},
+		Node:         nodeState(node, entry, func() bool { return c.cfg.Managed(node, entry.Machine) }),
 	}
 
 	if node != nil {
@@ -69,8 +70,15 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 	}
 
 	for _, subject := range subjects {
-		if owners := otherOwners(c.nodes.GetIndexer(), c.cfg.Inventory, subject, nodename); len(owners) > 0 {
-			evidence.Owners[subject] = owners
+		others := c.owners.others(subject, nodename, node)
+		if len(others) > 0 {
+			evidence.Owners[subject] = others
+		}
+
+		for _, owner := range others {
+			if until, deleted := c.owners.reservedUntil(owner); deleted {
+				evidence.Reserved[owner] = until
+			}
 		}
 	}
 
@@ -91,12 +99,12 @@ func (c *Controller) notSynced() []string {
 	return names
 }
 
-// nodeState calls managed only for Nodes that run Talos.
-func nodeState(node *corev1.Node, managed func() bool) csrpolicy.NodeState {
+// nodeState calls managed only for Nodes that run Talos. A Node does if its machine responds, whatever its kubelet says.
+func nodeState(node *corev1.Node, entry inventory.Entry, managed func() bool) csrpolicy.NodeState {
 	switch {
 	case node == nil || node.DeletionTimestamp != nil:
 		return csrpolicy.NodeUnknown
-	case !nodespec.IsTalos(node) || !managed():
+	case !nodespec.IsTalos(node) && entry.Condition != inventory.Current, !managed():
 		return csrpolicy.NodeUnmanaged
 	case nodespec.IsControlPlane(node):
 		return csrpolicy.NodeControlPlane
@@ -147,22 +155,4 @@ func subjectsOf(obj any) ([]string, error) {
 	slices.Sort(list)
 
 	return slices.Compact(list), nil
-}
-
-// otherOwners returns the names of the other Nodes that own a name or an address, sorted: by what their machines
-// report, and by the Node objects whatever the machines report. While a machine is down, the requesting machine may
-// respond at its address and deny that it owns it.
-func otherOwners(nodes cache.Indexer, machines *inventory.Inventory, subject, nodename string) []string {
-	owners := machines.Owners(subject, nodename)
-	objs, _ := nodes.ByIndex(indexSubjects, subject) // fails only without the index
-
-	for _, obj := range objs {
-		if node, ok := obj.(*corev1.Node); ok && node.Name != nodename {
-			owners = append(owners, node.Name)
-		}
-	}
-
-	slices.Sort(owners)
-
-	return slices.Compact(owners)
 }

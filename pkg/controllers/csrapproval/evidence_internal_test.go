@@ -1,7 +1,6 @@
 package csrapproval
 
 import (
-	"net/netip"
 	"slices"
 	"testing"
 	"time"
@@ -13,7 +12,6 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
-	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
 const (
@@ -57,42 +55,6 @@ func TestSubjectsOf_ReturnsCanonicalNameAndAddresses(t *testing.T) {
 	}
 }
 
-func TestOtherOwners_IncludesNodesWhateverTheirMachinesReport(t *testing.T) {
-	const addr = "10.0.0.1"
-
-	reported := machine.Machine{Nodename: "other", Addresses: []machine.Address{{Link: "eth0", Prefix: netip.MustParsePrefix("10.0.0.9/24")}}}
-
-	for _, test := range []struct {
-		name    string
-		subject string
-		node    *corev1.Node
-		update  func(*inventory.Inventory)
-		want    []string
-	}{
-		{"machine unknown", addr, node("other", addr), func(*inventory.Inventory) {}, []string{"other"}},
-		{"machine never responded", addr, node("other", addr), func(i *inventory.Inventory) { i.MarkUnreachable("other", "gone") }, []string{"other"}},
-		{"machine does not report the address", addr, node("other", addr), func(i *inventory.Inventory) { i.Replace("other", reported) }, []string{"other"}},
-		{"another machine responds", addr, node("other", addr), func(i *inventory.Inventory) { i.MarkMismatch("other", "other", "no") }, []string{"other"}},
-		{"Node does not list the address", "10.0.0.9", node("other", addr), func(i *inventory.Inventory) { i.Replace("other", reported) }, []string{"other"}},
-		{"name of a Node", "other", node("other"), func(*inventory.Inventory) {}, []string{"other"}},
-		{"requesting Node", addr, node("requesting", addr), func(*inventory.Inventory) {}, nil},
-	} {
-		t.Run(test.name, func(t *testing.T) {
-			indexer := cache.NewIndexer(cache.MetaNamespaceKeyFunc, cache.Indexers{indexSubjects: subjectsOf})
-			if err := indexer.Add(test.node); err != nil {
-				t.Fatal(err)
-			}
-
-			machines := inventory.New(time.Now)
-			test.update(machines)
-
-			if got := otherOwners(indexer, machines, test.subject, "requesting"); !slices.Equal(got, test.want) {
-				t.Errorf("got %v, want %v", got, test.want)
-			}
-		})
-	}
-}
-
 func TestNodeState(t *testing.T) {
 	debian, deleted := node("a"), node("a")
 	debian.Status.NodeInfo.OSImage = "Debian GNU/Linux"
@@ -101,17 +63,22 @@ func TestNodeState(t *testing.T) {
 	for _, test := range []struct {
 		name    string
 		node    *corev1.Node
+		state   inventory.Condition
 		managed bool
 		want    csrpolicy.NodeState
 	}{
-		{"no Node", nil, true, csrpolicy.NodeUnknown},
-		{"being deleted", deleted, true, csrpolicy.NodeUnknown},
-		{"another operating system", debian, true, csrpolicy.NodeUnmanaged},
-		{"worker", node("a"), true, csrpolicy.NodeWorker},
-		{"control plane", labeled(node("a")), true, csrpolicy.NodeControlPlane},
-		{"not managed", labeled(node("a")), false, csrpolicy.NodeUnmanaged},
+		{"no Node", nil, inventory.Unknown, true, csrpolicy.NodeUnknown},
+		{"being deleted", deleted, inventory.Current, true, csrpolicy.NodeUnknown},
+		{"another operating system", debian, inventory.Unknown, true, csrpolicy.NodeUnmanaged},
+		{"another operating system, by the kubelet only", debian, inventory.Current, true, csrpolicy.NodeWorker},
+		{"another operating system, since the machine went silent", debian, inventory.Unreachable, true, csrpolicy.NodeUnmanaged},
+		{"another operating system, not managed", debian, inventory.Current, false, csrpolicy.NodeUnmanaged},
+		{"worker", node("a"), inventory.Unknown, true, csrpolicy.NodeWorker},
+		{"control plane", labeled(node("a")), inventory.Current, true, csrpolicy.NodeControlPlane},
+		{"not managed", labeled(node("a")), inventory.Current, false, csrpolicy.NodeUnmanaged},
 	} {
-		if got := nodeState(test.node, func() bool { return test.managed }); got != test.want {
+		entry := inventory.Entry{Condition: test.state}
+		if got := nodeState(test.node, entry, func() bool { return test.managed }); got != test.want {
 			t.Errorf("%s: got %v, want %v", test.name, got, test.want)
 		}
 	}

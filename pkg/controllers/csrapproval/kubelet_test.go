@@ -71,10 +71,17 @@ func TestKubelet_ReplacesOutdatedRequest(t *testing.T) {
 	w.addr = hostAddress(t)
 	gone := netip.MustParseAddr("8.8.8.8")
 
+	// The deleted Node of an earlier test had the same address.
+	s.main.stop()
+
+	next, err := s.start(context.WithoutCancel(t.Context()))
+	s.require(err)
+
+	s.main = next
 	s.register(w)
 
 	listed := fmt.Appendf(nil, `{"status":{"addresses":[{"type":"InternalIP","address":%q},{"type":"ExternalIP","address":%q},{"type":"Hostname","address":%q}]}}`, w.addr, gone, w.name)
-	_, err := s.client.CoreV1().Nodes().Patch(s.Context(), w.name, types.MergePatchType, listed, metav1.PatchOptions{}, "status")
+	_, err = s.client.CoreV1().Nodes().Patch(s.Context(), w.name, types.MergePatchType, listed, metav1.PatchOptions{}, "status")
 	s.require(err)
 
 	s.startKubelet(w)

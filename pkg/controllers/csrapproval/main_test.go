@@ -272,7 +272,10 @@ func (i *instance) unmanage(nodename string) {
 }
 
 // start starts the controllers wired as in the product, with its service account but without leader election.
-func (b *bed) start(ctx context.Context) (*instance, error) {
+func (b *bed) start(ctx context.Context) (*instance, error) { return b.startAt(ctx, clock.RealClock{}) }
+
+// startAt starts an instance with a clock.
+func (b *bed) startAt(ctx context.Context, clk clock.WithTicker) (*instance, error) {
 	client, err := kubernetes.NewForConfig(b.product)
 	if err != nil {
 		return nil, err
@@ -305,7 +308,7 @@ func (b *bed) start(ctx context.Context) (*instance, error) {
 		i                = &instance{
 			nodes:     nodes.Lister(),
 			freeze:    func() { freeze(); factory.Shutdown() },
-			inventory: inventory.New(time.Now),
+			inventory: inventory.New(clk.Now),
 			unmanaged: map[string]bool{},
 			extra:     map[string]csrpolicy.Policy{},
 			stop:      func() { cancel(); group.Wait(); broadcaster.Shutdown() },
@@ -318,7 +321,7 @@ func (b *bed) start(ctx context.Context) (*instance, error) {
 	})
 
 	i.controller, err = csrapproval.New(csrapproval.Config{
-		Client: client, Nodes: nodes, Inventory: i.inventory, Identity: i.controlPlane.Identity(), Recorder: recorder, Clock: clock.RealClock{},
+		Client: client, Nodes: nodes, Inventory: i.inventory, Identity: i.controlPlane.Identity(), Recorder: recorder, Clock: clk, Dial: dial,
 		Managed: i.managed, Policy: i.policy, Workers: 10,
 	})
 	if err != nil {
