@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	certificatesv1 "k8s.io/api/certificates/v1"
 	certutil "k8s.io/client-go/util/cert"
@@ -247,5 +248,17 @@ func TestReview_MessagesNameSubjectsAndOwners(t *testing.T) {
 		if !slices.Equal(got, want) {
 			t.Errorf("%s: got %q, want %q", changes, got, want)
 		}
+	}
+}
+
+func TestReview_MessageSaysUntilWhenDeletedNodeOwns(t *testing.T) {
+	until := time.Date(2026, 1, 2, 3, 4, 5, 0, time.FixedZone("", 3600))
+
+	s := sceneOf(t, "dns=worker-2 owner=worker-2")
+	s.evidence.Reserved = map[string]time.Time{"elsewhere": until, "worker-2": until.Add(time.Hour)}
+
+	want := `DNS name "worker-2" is owned by Node "elsewhere", which was deleted, at least until 2026-01-02T02:04:05Z, and 1 more`
+	if v := s.review(t); !strings.Contains(messages(v), want) {
+		t.Errorf("got %s, want %s", messages(v), want)
 	}
 }

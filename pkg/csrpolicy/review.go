@@ -309,14 +309,14 @@ func (r *review) checkOwners(subject string) {
 
 	owner, more := slices.Min(others), ""
 	if until, deleted := r.Reserved[owner]; deleted {
-		more = fmt.Sprintf(", which was deleted, at least until %s", until.UTC().Format(time.RFC3339))
+		more = fmt.Sprintf(", which was deleted, at least until %s,", until.UTC().Format(time.RFC3339))
 	}
 
 	if len(others) > 1 {
 		more += fmt.Sprintf(" and %d more", len(others)-1)
 	}
 
-	r.postpone(CodeOwnedByOthers, "%s is owned by Node %.80q%s", describe(subject), owner, more)
+	r.postpone(CodeOwnedByOthers, "%s is owned by Node %.80q%s", describe(subject), owner, strings.TrimSuffix(more, ","))
 }
 
 // describe returns a DNS name or an IP address with its kind, for messages.

@@ -236,19 +236,23 @@ func (o *owners) holds(r reservation, subject, nodename string, requester *corev
 
 	former, current := o.former.Get(node.Name), o.machines.Get(nodename)
 
-	return !belongs(subject, nodename, current, former.Last) && !isReset(node, former) && !isRenamed(node, former, requester, current)
+	return !belongs(subject, node, former.Last, requester, current) && !isReset(node, former) && !isRenamed(node, former, requester, current)
 }
 
-// belongs reports whether the subject is the requesting Node's name, or the address at which its machine responds while
-// the machine of the deleted Node responded at another one. Else a machine that reports names and addresses of others
-// could still do so after its Node was deleted.
-func belongs(subject, nodename string, current inventory.Entry, former machine.Machine) bool {
-	responds := func(m machine.Machine) bool {
-		return m.Endpoint.IsValid() && machine.CanonicalAddress(m.Endpoint) == subject
+// belongs reports whether the subject is known to be the requester's, so that a machine that reported names and addresses
+// of others does not keep them after its Node was deleted: the name of a Node that is older than the deleted one, or the
+// address at which the requester's machine responds while the machine of the deleted Node responded at another one.
+func belongs(subject string, deleted *corev1.Node, former machine.Machine, requester *corev1.Node, current inventory.Entry) bool {
+	if requester == nil || current.Condition != inventory.Current {
+		return false
 	}
 
-	return subject == machine.CanonicalName(nodename) ||
-		(current.Condition == inventory.Current && responds(current.Machine) && former.Endpoint.IsValid() && !responds(former))
+	addr, err := netip.ParseAddr(subject)
+	if err != nil {
+		return subject == machine.CanonicalName(requester.Name) && requester.CreationTimestamp.Before(&deleted.CreationTimestamp)
+	}
+
+	return current.Machine.Endpoint.Unmap() == addr && former.Endpoint.IsValid() && former.Endpoint.Unmap() != addr
 }
 
 // isReset reports whether the machine of a deleted Node announced a reset before it went silent.

@@ -9,6 +9,7 @@ import (
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/cache"
 	cloudproviderapi "k8s.io/cloud-provider/api"
@@ -274,20 +275,46 @@ func TestOwners_OfDeletedNodes(t *testing.T) {
 }
 
 func TestOwners_OfRequestersOwnName(t *testing.T) {
-	f := newOwnersFixture(t)
-	liar := view("other", "10.0.0.9")
-	liar.Hostname = "requesting"
-	n := f.add(t, node("other"))
-	f.machines.Replace("other", liar)
+	now := time.Now()
+	at := func(n *corev1.Node, created time.Time) *corev1.Node {
+		n.CreationTimestamp = metav1.NewTime(created)
 
-	if got := f.others("requesting", "requesting", node("requesting")); !slices.Equal(got, []string{"other"}) {
-		t.Errorf("before the deletion: %v", got)
+		return n
 	}
 
-	f.remove(t, n)
+	for _, test := range []struct {
+		name      string
+		requester *corev1.Node
+		want      bool
+	}{
+		{"older Node", at(node("n"), now.Add(-time.Minute)), false},
+		{"newer Node", at(node("n"), now.Add(time.Minute)), true},
+		{"older Node with an address as name", at(node(address), now.Add(-time.Minute)), true},
+		{"no Node", nil, true},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			nodename := "n"
+			if test.requester != nil {
+				nodename = test.requester.Name
+			}
 
-	if got := f.others("requesting", "requesting", node("requesting")); len(got) > 0 {
-		t.Errorf("after the deletion: %v", got)
+			f := newOwnersFixture(t)
+			deleted := f.add(t, at(node("other"), now))
+			former := view("other", address)
+			former.Hostname = "n"
+			f.machines.Replace("other", former)
+			f.machines.Replace(nodename, view(nodename, "10.0.0.9"))
+
+			if got := f.others(nodename, nodename, test.requester); !slices.Equal(got, []string{"other"}) {
+				t.Errorf("before the deletion: %v", got)
+			}
+
+			f.remove(t, deleted)
+
+			if got := f.others(nodename, nodename, test.requester); slices.Contains(got, "other") != test.want {
+				t.Errorf("after the deletion: %v", got)
+			}
+		})
 	}
 }
 
