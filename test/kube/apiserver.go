@@ -129,6 +129,7 @@ func (c *Cluster) apiServerFlags() []string {
 		// As Talos has it: a kubelet may change its own Node and nothing else.
 		"--authorization-mode=Node,RBAC",
 		"--enable-admission-plugins=NodeRestriction",
+		"--enable-bootstrap-token-auth",
 		"--service-account-issuer=https://kubernetes.default.svc",
 		"--service-account-key-file=" + file(verifyingKeyFile),
 		"--service-account-signing-key-file=" + file(signingKeyFile),

@@ -72,9 +72,14 @@ func (c *Cluster) ClientCA() []byte {
 }
 
 // Kubeconfig is the content of a kubeconfig file that says the same as a config of this package. Other configs lose what is not a server,
-// a CA and a client certificate, all as data.
+// a CA, and a client certificate or a token, all as data.
 func Kubeconfig(config *rest.Config) []byte {
 	encode := base64.StdEncoding.EncodeToString
+
+	user := fmt.Sprintf("client-certificate-data: %s, client-key-data: %s", encode(config.CertData), encode(config.KeyData))
+	if config.BearerToken != "" {
+		user = fmt.Sprintf("token: %q", config.BearerToken)
+	}
 
 	return fmt.Appendf(nil, `apiVersion: v1
 kind: Config
@@ -83,12 +88,12 @@ clusters:
     cluster: {server: %q, certificate-authority-data: %s}
 users:
   - name: user
-    user: {client-certificate-data: %s, client-key-data: %s}
+    user: {%s}
 contexts:
   - name: context
     context: {cluster: cluster, user: user}
 current-context: context
-`, config.Host, encode(config.CAData), encode(config.CertData), encode(config.KeyData))
+`, config.Host, encode(config.CAData), user)
 }
 
 // adminClient is for callers that hold the cluster's mutex.

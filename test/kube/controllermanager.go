@@ -16,7 +16,7 @@ const controllerManager = "kube-controller-manager"
 // ControllerManager says what kube-controller-manager does.
 //
 // By default it runs only the controllers that a cloud controller manager depends on: those that sign and clean up
-// CertificateSigningRequests, make service accounts and their tokens, publish the root CA, aggregate cluster roles, and delete what was in
+// CertificateSigningRequests and approve those of client certificates, make service accounts and their tokens, publish the root CA, aggregate cluster roles, and delete what was in
 // a deleted namespace. Left out, on purpose, are node-lifecycle-controller and taint-eviction-controller, which would taint as unreachable
 // every Node without a living kubelet 50 seconds after its registration; node-ipam-controller, unless PodCIDRs asks for it;
 // garbage-collector-controller, which watches every resource there is; and all that runs workloads.
@@ -33,6 +33,7 @@ type ControllerManager struct {
 
 func (m ControllerManager) controllers() []string {
 	all := slices.Concat([]string{
+		"certificatesigningrequest-approving-controller", // which approves nothing before [Cluster.BootstrapToken]
 		"certificatesigningrequest-signing-controller",
 		"certificatesigningrequest-cleaner-controller",
 		"serviceaccount-controller",

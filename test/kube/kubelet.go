@@ -24,6 +24,10 @@ const (
 type KubeletSpec struct {
 	// NodeName is the name of the Node it registers.
 	NodeName string
+	// BootstrapToken, if set, is what the kubelet obtains its client certificate with. Otherwise it has one from the start.
+	BootstrapToken string
+	// RotateCertificates makes the kubelet replace its client certificate: one that it has not obtained itself right after its start.
+	RotateCertificates bool
 	// Flags are appended to the flags, where a later flag overrides an earlier one. --node-ip must not be a loopback address; without it
 	// the kubelet knows no address, and asks for a serving certificate only once a cloud controller manager has set some.
 	Flags []string
@@ -99,7 +103,7 @@ func (k *Kubelet) end() error {
 }
 
 func (k *Kubelet) startOnce(ctx context.Context, spec KubeletSpec) error {
-	if err := k.prepare(spec.NodeName); err != nil {
+	if err := k.prepare(spec); err != nil {
 		return err
 	}
 
@@ -107,6 +111,7 @@ func (k *Kubelet) startOnce(ctx context.Context, spec KubeletSpec) error {
 	flags := append([]string{
 		"--config=" + enclosed + "/config.json",
 		"--kubeconfig=" + enclosed + "/kubeconfig",
+		"--bootstrap-kubeconfig=" + enclosed + "/bootstrap-kubeconfig",
 		"--root-dir=" + enclosed,
 		"--cert-dir=" + enclosed + "/pki",
 		"--hostname-override=" + spec.NodeName,
@@ -155,7 +160,7 @@ const (
 )
 
 // prepare makes the kubelet's folder, its credentials and its configuration.
-func (k *Kubelet) prepare(nodeName string) error {
+func (k *Kubelet) prepare(spec KubeletSpec) error {
 	// The parent is missing once the cluster was stopped.
 	err := os.Mkdir(k.folder, 0o700)
 	if err != nil {
@@ -170,16 +175,11 @@ func (k *Kubelet) prepare(nodeName string) error {
 	k.port = reserved.Number()
 	reserved.Release()
 
-	user, err := k.cluster.UserConfig("system:node:"+nodeName, groupNodes)
-	if err != nil {
+	if err := k.writeKubeconfig(spec); err != nil {
 		return err
 	}
 
-	if err := writeFile(k.path("kubeconfig"), Kubeconfig(user)); err != nil {
-		return err
-	}
-
-	config, err := json.MarshalIndent(k.configuration(), "", "  ")
+	config, err := json.MarshalIndent(k.configuration(spec), "", "  ")
 	if err != nil {
 		return err
 	}
@@ -187,8 +187,22 @@ func (k *Kubelet) prepare(nodeName string) error {
 	return writeFile(k.path("config.json"), config)
 }
 
+// writeKubeconfig writes the bootstrap kubeconfig if there is a token, and otherwise the kubeconfig, with which the kubelet ignores the other.
+func (k *Kubelet) writeKubeconfig(spec KubeletSpec) error {
+	if spec.BootstrapToken != "" {
+		return writeFile(k.path("bootstrap-kubeconfig"), Kubeconfig(k.cluster.TokenConfig(spec.BootstrapToken)))
+	}
+
+	user, err := k.cluster.UserConfig("system:node:"+spec.NodeName, groupNodes)
+	if err != nil {
+		return err
+	}
+
+	return writeFile(k.path("kubeconfig"), Kubeconfig(user))
+}
+
 // configuration is a KubeletConfiguration. Its type is not imported, as no product code needs that module.
-func (k *Kubelet) configuration() map[string]any {
+func (k *Kubelet) configuration(spec KubeletSpec) map[string]any {
 	return map[string]any{
 		"apiVersion": "kubelet.config.k8s.io/v1beta1",
 		"kind":       "KubeletConfiguration",
@@ -204,6 +218,7 @@ func (k *Kubelet) configuration() map[string]any {
 		},
 		"authorization":      map[string]any{"mode": "Webhook"},
 		"serverTLSBootstrap": true,
+		"rotateCertificates": spec.RotateCertificates,
 
 		"containerRuntimeEndpoint": runtimeEndpoint,
 		"podLogsDir":               enclosed + "/pod-logs",
