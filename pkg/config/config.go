@@ -138,7 +138,20 @@ type CSRApproval struct {
 	// AllowedSANs lists DNS names and IP addresses that certificates may contain in addition to the machine's own,
 	// such as a DNS name that resolves to the machine.
 	AllowedSANs []AllowedSANs `json:"allowedSANs,omitempty"`
+	// CredentialPinning is what happens to a request that was made with another client certificate than the one that
+	// the Node's kubelet is known to have, such as one that was obtained with a bootstrap token. `warn` reports the
+	// Event UnexpectedCredential. `enforce` also leaves the request pending.
+	CredentialPinning CredentialPinning `default:"warn" json:"credentialPinning,omitempty" jsonschema:"enum=warn,enum=enforce"`
 }
+
+// CredentialPinning is what happens to requests with unexpected client certificates. Empty means PinningWarn.
+type CredentialPinning string
+
+// Values of CredentialPinning.
+const (
+	PinningWarn    CredentialPinning = "warn"
+	PinningEnforce CredentialPinning = "enforce"
+)
 
 // AllowedSANs lists DNS names and IP addresses that selected machines may have in their certificates.
 type AllowedSANs struct {

@@ -67,6 +67,8 @@ func goodFiles() []good {
 		},
 
 		{name: "maximum expiration", file: "csrApproval: {maxExpiration: 720h}", want: func(c *config.Compiled) { c.MaxExpiration = 720 * time.Hour }},
+		{name: "credential pinning enforced", file: "csrApproval: {credentialPinning: enforce}", want: func(c *config.Compiled) { c.EnforceCredential = true }},
+		{name: "credential pinning with warnings", file: "csrApproval: {credentialPinning: warn}"},
 		{
 			name: "minimum of the maximum expiration", file: "csrApproval: {maxExpiration: 10m}",
 			want: func(c *config.Compiled) { c.MaxExpiration = 10 * time.Minute },

@@ -35,6 +35,8 @@ type Compiled struct {
 	IPAMSelector *rules.Selector
 	// MaxExpiration is the maximum validity of a kubelet serving certificate.
 	MaxExpiration time.Duration
+	// EnforceCredential leaves requests with unexpected client certificates pending.
+	EnforceCredential bool
 	// AllowedSANs are in the order of the file.
 	AllowedSANs []CompiledSANs
 	// Pools are in the order of the file. With `blockSize: auto`, a last one without CIDRs matches all Nodes that no
@@ -120,6 +122,7 @@ func (d *decoder) validate(file *Config) *Compiled {
 
 	oneOf(v, global.Child("providerIDFallback"), file.Global.ProviderIDFallback, FallbackUUID, FallbackNodeIP)
 	oneOf(v, field.NewPath("nodes", "topology"), file.Nodes.Topology, TopologyKeep, TopologyFollow)
+	oneOf(v, field.NewPath("csrApproval", "credentialPinning"), file.CSRApproval.CredentialPinning, PinningWarn, PinningEnforce)
 	oneOf(v, ipam.Child("blockSize"), file.IPAM.BlockSize, BlockSizeAuto)
 	v.service(field.NewPath("service"), file.Service)
 
@@ -134,6 +137,8 @@ func (d *decoder) validate(file *Config) *Compiled {
 		IPAMSelector:       v.selector(ipam.Child("selector"), file.IPAM.Selector, rules.CompileSelector),
 		MaxExpiration: v.duration(field.NewPath("csrApproval", "maxExpiration"), file.CSRApproval.MaxExpiration,
 			csrpolicy.DefaultMaxExpiration, csrpolicy.MinExpiration, "the minimum of Kubernetes"),
+		EnforceCredential: file.CSRApproval.CredentialPinning == PinningEnforce,
+
 		AllowedSANs: v.allowedSANs(field.NewPath("csrApproval", "allowedSANs"), file.CSRApproval.AllowedSANs),
 		Pools:       v.pools(ipam.Child("pools"), file.IPAM),
 		Service:     file.Service,

@@ -35,6 +35,11 @@ type Verdict struct {
 	Decision Decision
 	// Reasons are all reasons in descending order of weight, at least one. Ignore and Approve have exactly one.
 	Reasons []Reason
+	// Unexpected is a sentence about the requester's credential if it is not the pinned one; empty if it is expected.
+	// With Policy.EnforceCredential it is also a reason.
+	Unexpected string
+	// Pin is to be recorded before the request is approved. The zero value means that there is none.
+	Pin Pin
 }
 
 // Reason is one reason for a verdict.
@@ -71,6 +76,8 @@ const (
 	CodeExcludedAddress     = "ExcludedIPAddress"       // reported by the machine, and excluded from its node IPs
 	CodeVirtualAddress      = "VirtualIPAddress"        // on a link for addresses that several machines share, and not the node IP
 	CodeOwnedByOthers       = "OwnedByOtherMachine"
+
+	CodeUnexpectedCredential = "UnexpectedCredential" // the requester's client certificate is not the pinned one
 )
 
 // Codes of reasons to deny a request.
@@ -116,6 +123,7 @@ type Evidence struct {
 	// in favor of a request: kubelets write their Nodes.
 	Listed  []string
 	Cluster ClusterIdentity
+	Custody Custody
 	Policy  Policy
 	// Now is the current time. At the zero value no request is abandoned.
 	Now time.Time
@@ -197,4 +205,6 @@ type Policy struct {
 	// cluster or to another machine.
 	ExtraNames []string
 	ExtraIPs   []netip.Addr
+	// EnforceCredential defers requests that were made with an unexpected client certificate.
+	EnforceCredential bool
 }

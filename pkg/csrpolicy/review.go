@@ -55,6 +55,10 @@ type review struct {
 	request *Request
 	// nodename is empty if the requester is not a kubelet.
 	nodename string
+
+	// The results of checkCredential.
+	unexpected string
+	pin        Pin
 }
 
 // Review returns the decision on a request with all reasons. It is deterministic and does not modify its arguments.
@@ -75,6 +79,8 @@ func Review(request *Request, e Evidence) Verdict {
 	for _, ip := range request.ips {
 		r.checkAddress(ip)
 	}
+
+	r.checkCredential()
 
 	return r.verdict()
 }
@@ -103,7 +109,10 @@ func (r *review) verdict() Verdict {
 	if len(r.reasons) == 0 {
 		message := fmt.Sprintf("All requested names and addresses belong to the machine of Node %q", r.nodename)
 
-		return Verdict{Decision: Approve, Reasons: []Reason{{Code: CodeVerified, Decision: Approve, Message: message}}}
+		return Verdict{
+			Decision: Approve, Reasons: []Reason{{Code: CodeVerified, Decision: Approve, Message: message}},
+			Unexpected: r.unexpected, Pin: r.pin,
+		}
 	}
 
 	if !r.Node.managed() && r.nodename != "" {
@@ -114,7 +123,7 @@ func (r *review) verdict() Verdict {
 
 	slices.SortStableFunc(r.reasons, func(a, b Reason) int { return cmp.Compare(b.Decision, a.Decision) })
 
-	return Verdict{Decision: r.reasons[0].Decision, Reasons: r.reasons}
+	return Verdict{Decision: r.reasons[0].Decision, Reasons: r.reasons, Unexpected: r.unexpected}
 }
 
 // checkRequester checks the user and the groups that the API server recorded, and that the user's Node, its machine and

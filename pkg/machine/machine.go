@@ -26,6 +26,10 @@ type Machine struct {
 	// Endpoint is the address at which the machine responds, whatever it reports. On the local machine, whose API is a
 	// socket, it is an address of the Node. The zero value is unknown.
 	Endpoint netip.Addr
+	// EphemeralID is the UUID of the file system or the encrypted volume on the partition EPHEMERAL, on which the
+	// kubelet keeps its certificates. Talos chooses another one whenever it formats the partition. It is empty if there
+	// is no such partition, as in a container, or more than one (block/DiscoveredVolumes).
+	EphemeralID string
 	// Hostname and Domainname are in use on the machine (network/HostnameStatus); Domainname may be empty.
 	Hostname   string
 	Domainname string

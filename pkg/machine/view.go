@@ -8,6 +8,8 @@ import (
 	"strings"
 
 	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/siderolabs/talos/pkg/machinery/constants"
+	"github.com/siderolabs/talos/pkg/machinery/resources/block"
 	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/config"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
@@ -41,6 +43,7 @@ func PolledKinds() []resource.Kind {
 		kind(runtime.NamespaceName, runtime.ExtensionStatusType),
 		kind(k8s.NamespaceName, k8s.NodeIPType),
 		kind(k8s.NamespaceName, k8s.NodeIPConfigType),
+		kind(block.NamespaceName, block.DiscoveredVolumeType),
 	}
 }
 
@@ -73,11 +76,16 @@ func (v *View) Drop(ptr resource.Pointer) {
 	delete(v.resources[ptr.Type()], ptr.ID())
 }
 
-// ReplaceKind replaces all resources of one kind with items.
+// ReplaceKind replaces all resources of one kind with items. Of volumes, it keeps EPHEMERAL only.
 func (v *View) ReplaceKind(k resource.Kind, items []resource.Resource) {
 	delete(v.resources, k.Type())
 
 	for _, item := range items {
+		// A machine can have hundreds of other volumes.
+		if volume, ok := item.(*block.DiscoveredVolume); ok && volume.TypedSpec().PartitionLabel != constants.EphemeralPartitionLabel {
+			continue
+		}
+
 		v.Put(item)
 	}
 }
@@ -99,6 +107,12 @@ func (v *View) Machine() Machine {
 	for _, byID := range v.resources {
 		for _, id := range slices.Sorted(maps.Keys(byID)) {
 			m.add(byID[id])
+		}
+	}
+
+	if volumes := slices.Collect(maps.Values(v.resources[block.DiscoveredVolumeType])); len(volumes) == 1 {
+		if volume, ok := volumes[0].(*block.DiscoveredVolume); ok {
+			m.EphemeralID = volume.TypedSpec().UUID
 		}
 	}
 

@@ -11,6 +11,7 @@ import (
 	"github.com/cosi-project/runtime/pkg/resource"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
+	"github.com/siderolabs/talos/pkg/machinery/resources/block"
 	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/config"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
@@ -117,7 +118,15 @@ func everything() []resource.Resource {
 		machineType(talosmachine.TypeWorker),
 		nodeIPs(netip.MustParseAddr("10.0.0.1")),
 		nodeIPConfig("10.244.0.0/16", "10.0.0.100/32"),
+		volume("vda6", "EPHEMERAL", "f-1"),
 	}
+}
+
+func volume(id, label, uuid string) *block.DiscoveredVolume {
+	r := block.NewDiscoveredVolume(block.NamespaceName, id)
+	r.TypedSpec().PartitionLabel, r.TypedSpec().UUID = label, uuid
+
+	return r
 }
 
 func viewOf(resources ...resource.Resource) *machine.View {
@@ -132,7 +141,7 @@ func viewOf(resources ...resource.Resource) *machine.View {
 func TestView_BuildsMachineFromResources(t *testing.T) {
 	permanent := nethelpers.AddressFlags(nethelpers.AddressPermanent)
 	want := machine.Machine{
-		Nodename: "worker-1", Hostname: "worker-1", Domainname: "example.org", ClusterName: "prod",
+		Nodename: "worker-1", EphemeralID: "f-1", Hostname: "worker-1", Domainname: "example.org", ClusterName: "prod",
 		Type: talosmachine.TypeWorker, Stage: runtime.MachineStageRunning,
 		Platform:          runtime.PlatformMetadataSpec{Platform: "aws", InstanceID: "i-1", Tags: map[string]string{"team": "blue"}},
 		PlatformPublished: true,
@@ -233,6 +242,18 @@ func TestView_Changes(t *testing.T) {
 			func(v *machine.View) { v.Drop(addressStatus("eth1", "192.0.2.1/24").Metadata()) },
 			func(m machine.Machine) any { return addresses(m) },
 			[]string{"10.0.0.1/24"},
+		},
+		{
+			"two partitions named EPHEMERAL",
+			func(v *machine.View) { v.Put(volume("vdb1", "EPHEMERAL", "f-2")) },
+			func(m machine.Machine) any { return m.EphemeralID }, "",
+		},
+		{
+			"other volumes are not kept",
+			func(v *machine.View) {
+				v.ReplaceKind(kindOf(block.DiscoveredVolumeType), []resource.Resource{volume("vdb1", "data", "f-2"), volume("vda6", "EPHEMERAL", "f-3")})
+			},
+			func(m machine.Machine) any { return m.EphemeralID }, "f-3",
 		},
 		{
 			"dropped singleton leaves the zero value",

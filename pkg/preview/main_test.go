@@ -14,6 +14,7 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/client"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
+	"github.com/siderolabs/talos/pkg/machinery/resources/block"
 	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
@@ -105,7 +106,9 @@ func truth(t testing.TB, m *talostest.Machine) machine.Machine {
 func kinds() []resource.Kind {
 	all := append(machine.WatchedKinds(), machine.PolledKinds()...)
 
-	return slices.DeleteFunc(all, func(kind resource.Kind) bool { return kind.Type() == cluster.IdentityType })
+	return slices.DeleteFunc(all, func(kind resource.Kind) bool {
+		return kind.Type() == cluster.IdentityType || kind.Type() == block.DiscoveredVolumeType
+	})
 }
 
 func (s site) client(t testing.TB, m *talostest.Machine) *client.Client {

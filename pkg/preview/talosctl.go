@@ -11,6 +11,7 @@ import (
 	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/cosi-project/runtime/pkg/resource/protobuf"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/resources/block"
 	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/config"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
@@ -51,8 +52,10 @@ func Command() string {
 func kinds() []resource.Kind {
 	all := append(machine.WatchedKinds(), machine.PolledKinds()...)
 
-	// The node ID changes nothing on the Node.
-	return slices.DeleteFunc(all, func(kind resource.Kind) bool { return kind.Type() == cluster.IdentityType })
+	// The node ID and the volumes change nothing on the Node.
+	return slices.DeleteFunc(all, func(kind resource.Kind) bool {
+		return kind.Type() == cluster.IdentityType || kind.Type() == block.DiscoveredVolumeType
+	})
 }
 
 // kindName returns talosctl's plural for a resource type, such as "nodenames" for "Nodenames.kubernetes.talos.dev".

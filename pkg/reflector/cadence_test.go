@@ -9,6 +9,8 @@ import (
 	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/cosi-project/runtime/pkg/safe"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/constants"
+	"github.com/siderolabs/talos/pkg/machinery/resources/block"
 	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/config"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
@@ -121,6 +123,12 @@ func polledChanges() map[resource.Type]change {
 			seen: func(m machine.Machine) bool {
 				return len(m.ExcludedSubnets) == 1 && m.ExcludedSubnets[0] == publicPrefix.Masked()
 			},
+		},
+		block.DiscoveredVolumeType: {
+			make: func(ctx context.Context, m *talostest.Machine) error {
+				return m.FormatVolume(ctx, constants.EphemeralPartitionLabel, "f-1")
+			},
+			seen: func(m machine.Machine) bool { return m.EphemeralID == "f-1" },
 		},
 	}
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/cosi-project/runtime/pkg/state"
 	"github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/resources/block"
 	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
@@ -205,6 +206,13 @@ func (m *Machine) SetIdentity(ctx context.Context, nodeID, uuid string) error {
 	information := hardware.NewSystemInformation(hardware.SystemInformationID)
 
 	return modify(ctx, m, information, func(spec *hardware.SystemInformationSpec) { spec.UUID = uuid })
+}
+
+// FormatVolume replaces the file system on the partition with the given label, as Talos does after it was wiped.
+func (m *Machine) FormatVolume(ctx context.Context, label, uuid string) error {
+	volume := block.NewDiscoveredVolume(block.NamespaceName, "vda-"+label)
+
+	return modify(ctx, m, volume, func(spec *block.DiscoveredVolumeSpec) { spec.PartitionLabel, spec.UUID = label, uuid })
 }
 
 // SetNodeIPs changes the node IPs of the kubelet.

@@ -2,10 +2,12 @@
 //
 // Name: certificatesigningrequest-approving-controller (alias node-csr-approval).
 //
-// Inputs: an informer of the requests for kubernetes.io/kubelet-serving, the Node informer, the inventory, the cluster
-// identity; the machines of deleted Nodes; before a denial, the Node as stored by the API server.
+// Inputs: an informer of the requests for kubernetes.io/kubelet-serving and of issued client certificates of kubelets,
+// the Node informer, the inventory, the cluster identity; the machines of deleted Nodes; before a denial, the Node as
+// stored by the API server.
 //
-// Outputs: the condition Approved or Denied, by UpdateApproval only; Events on requests and Nodes.
+// Outputs: the condition Approved or Denied, by UpdateApproval only; labels that record the client certificate of a
+// Node's kubelet; Events on requests and Nodes.
 //
 // Package csrpolicy makes the decisions. A request that cannot be decided yet stays pending and is reviewed again when
 // something that it depends on changes. The controller never touches a request that is decided, that was not made by a
@@ -112,18 +114,19 @@ func New(cfg Config) (*Controller, error) {
 
 		return nodenames, nil
 	}
-	servingOnly := func(options *metav1.ListOptions) {
-		options.FieldSelector = fields.OneTermEqualSelector("spec.signerName", certificatesv1.KubeletServingSignerName).String()
-	}
-
 	c := &Controller{
 		cfg:      cfg,
-		requests: certificatesinformers.NewFilteredCertificateSigningRequestInformer(cfg.Client, 0, cache.Indexers{indexPending: byNode}, servingOnly),
+		requests: certificatesinformers.NewCertificateSigningRequestInformer(cfg.Client, 0, cache.Indexers{indexPending: byNode, indexIssued: issuedFor}),
 		nodes:    cfg.Nodes.Informer(),
 		pending:  &pendingRequests{conflicting: map[string]bool{}},
 		reporter: events.New(cfg.Recorder),
 		queue:    queue.New(Alias),
 		backoff:  workqueue.NewTypedItemExponentialFailureRateLimiter[string](deferFirst, deferMax),
+	}
+
+	// One watch for both signers shows a client certificate before the requests that are made with it.
+	if err := c.requests.SetTransform(compact); err != nil {
+		return nil, fmt.Errorf("watch certificate signing requests: %w", err)
 	}
 
 	if err := c.nodes.AddIndexers(cache.Indexers{indexSubjects: subjectsOf}); err != nil {
@@ -295,6 +298,10 @@ func (c *Controller) sync(ctx context.Context, name string) error {
 
 	obj, _, _ := c.requests.GetIndexer().GetByKey(name) // fails only without a key
 
+	if request, ok := obj.(*clientRequest); ok {
+		return c.syncIssued(ctx, request.nodename)
+	}
+
 	nodename, pending := pendingFor(obj)
 	if !pending {
 		c.forget(name)
@@ -322,6 +329,7 @@ func (c *Controller) sync(ctx context.Context, name string) error {
 	case csrpolicy.Defer:
 		c.pending.set(name, len(r.evidence.Owners) > 0)
 		c.reportDeferral(ctx, csr, r)
+		c.reportCredential(csr, r)
 		c.queue.AddAfter(name, c.backoff.When(name))
 	case csrpolicy.Ignore:
 		klog.FromContext(ctx).V(4).Info("Ignored CSR", "reasons", r.verdict.Reasons)
@@ -378,6 +386,10 @@ func (r review) certainlyManaged() bool {
 // decide writes the verdict and reports it. It fails with a conflict if the request has changed, such as by the decision
 // of another approver.
 func (c *Controller) decide(ctx context.Context, csr *certificatesv1.CertificateSigningRequest, r review) error {
+	if err := c.writePin(ctx, r.node, r.verdict.Pin); err != nil {
+		return err
+	}
+
 	condition, logger := conditionFor(r.verdict), klog.FromContext(ctx)
 	decided := csr.DeepCopy()
 	decided.Status.Conditions = append(decided.Status.Conditions, condition)
@@ -406,6 +418,7 @@ func (c *Controller) decide(ctx context.Context, csr *certificatesv1.Certificate
 		ageAtApproval.Observe(age.Seconds())
 		logger.Info("Approved CSR", "requester", csr.Spec.Username, "age", age)
 		c.cfg.Recorder.Event(csr, corev1.EventTypeNormal, ReasonApproved, condition.Message)
+		c.reportCredential(csr, r)
 
 		return nil
 	}

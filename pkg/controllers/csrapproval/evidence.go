@@ -21,7 +21,7 @@ const indexSubjects = "csrapproval/subjects"
 // PolicyFor returns what the configuration allows a machine: the names that rules assign to it, which its kubelet
 // requests because the Node lists them, and the names and addresses of csrApproval.allowedSANs.
 func PolicyFor(current *config.Compiled, node *corev1.Node, m machine.Machine) csrpolicy.Policy {
-	policy := csrpolicy.Policy{MaxExpiration: current.MaxExpiration}
+	policy := csrpolicy.Policy{MaxExpiration: current.MaxExpiration, EnforceCredential: current.EnforceCredential}
 
 	if m.Type.IsControlPlane() && !nodespec.IsControlPlane(node) {
 		return policy // a machine can report any role, and selectors may match it
@@ -62,6 +62,7 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 	if node != nil {
 		evidence.Listed, _ = subjectsOf(node)
 		evidence.Policy = c.cfg.Policy(node, entry.Machine)
+		evidence.Custody = c.custody(node)
 	}
 
 	subjects, ips := request.Subjects()

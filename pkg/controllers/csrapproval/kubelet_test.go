@@ -151,7 +151,15 @@ func (s suite) reportTalos(nodename string) {
 func (s suite) startKubelet(w worker) {
 	s.Helper()
 
-	kubelet, err := s.kube.StartKubelet(s.Context(), kube.KubeletSpec{NodeName: w.name, Flags: []string{"--node-ip=" + w.addr.String()}})
+	s.startKubeletAs(w, kube.KubeletSpec{})
+}
+
+func (s suite) startKubeletAs(w worker, spec kube.KubeletSpec) {
+	s.Helper()
+
+	spec.NodeName, spec.Flags = w.name, []string{"--node-ip=" + w.addr.String()}
+
+	kubelet, err := s.kube.StartKubelet(s.Context(), spec)
 	s.require(err)
 	s.Cleanup(func() {
 		if err := kubelet.Stop(); err != nil {

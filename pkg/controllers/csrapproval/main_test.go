@@ -73,6 +73,7 @@ type bed struct {
 	// product is the service account's configuration, created by the product's bootstrap.
 	product *rest.Config
 	machine *talostest.Machine // cp-1's
+	token   string             // the bootstrap token
 
 	// routes maps the machines' addresses to loopback addresses, where apid listens and which no certificate can
 	// contain.
@@ -103,34 +104,61 @@ func runTests(m *testing.M) (code int, err error) {
 	defer group.Wait()
 	defer cancel()
 
-	if shared.kube, err = kube.Start(ctx, kube.Options{Progress: os.Stderr, LogDir: os.Getenv("KUBE_LOGS")}); err != nil {
-		return 1, err
-	}
-	defer shared.kube.Stop()
+	defer shared.close()
 
-	if shared.talos, err = talostest.New(talostest.Options{}); err != nil {
+	if err := shared.open(ctx, &group, kube.Options{Progress: os.Stderr, LogDir: os.Getenv("KUBE_LOGS")}); err != nil {
 		return 1, err
 	}
-	defer shared.talos.Close()
-
-	if shared.client, err = kubernetes.NewForConfig(shared.kube.Config()); err != nil {
-		return 1, err
-	}
-
-	if err := shared.addControlPlane(ctx); err != nil {
-		return 1, err
-	}
-
-	if err := shared.bootstrap(ctx, &group); err != nil {
-		return 1, err
-	}
-
-	if shared.main, err = shared.start(ctx); err != nil {
-		return 1, err
-	}
-	defer func() { shared.main.stop() }()
 
 	return m.Run(), nil
+}
+
+// open starts everything. The background tasks of group end with ctx.
+func (b *bed) open(ctx context.Context, group *sync.WaitGroup, options kube.Options) (err error) {
+	if b.kube, err = kube.Start(ctx, options); err != nil {
+		return err
+	}
+
+	if b.token, err = b.kube.BootstrapToken(ctx); err != nil {
+		return err
+	}
+
+	if b.talos, err = talostest.New(talostest.Options{}); err != nil {
+		return err
+	}
+
+	if b.client, err = kubernetes.NewForConfig(b.kube.Config()); err != nil {
+		return err
+	}
+
+	if err := b.addControlPlane(ctx); err != nil {
+		return err
+	}
+
+	if err := b.bootstrap(ctx, group); err != nil {
+		return err
+	}
+
+	b.main, err = b.start(ctx)
+
+	return err
+}
+
+// close stops what open has started.
+func (b *bed) close() {
+	if b.main != nil {
+		b.main.stop()
+	}
+
+	if b.talos != nil {
+		b.talos.Close()
+	}
+
+	if b.kube != nil {
+		if err := b.kube.Stop(); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+		}
+	}
 }
 
 // addControlPlane adds a control-plane machine and its Node, labeled as by Talos.

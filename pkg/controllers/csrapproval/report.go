@@ -19,6 +19,8 @@ const (
 	ReasonApproved = "CSRApproved"
 	ReasonDenied   = "CSRDenied"
 	ReasonDeferred = "CSRDeferred"
+
+	ReasonUnexpectedCredential = csrpolicy.CodeUnexpectedCredential
 )
 
 var (
@@ -47,9 +49,17 @@ var (
 		Help:           "Kubelet-serving CSRs waiting for a decision.",
 		StabilityLevel: metrics.ALPHA,
 	})
+
+	unexpectedCredentials = metrics.NewCounter(&metrics.CounterOpts{
+		Name:           "talosccm_csr_unexpected_credentials_total",
+		Help:           "Kubelet-serving CSRs requested with another client certificate than the one that the kubelet is known to have.",
+		StabilityLevel: metrics.ALPHA,
+	})
 )
 
-func init() { legacyregistry.MustRegister(decisions, verdicts, ageAtApproval, pendingGauge) }
+func init() {
+	legacyregistry.MustRegister(decisions, verdicts, ageAtApproval, pendingGauge, unexpectedCredentials)
+}
 
 // conditionFor returns the condition to write for a verdict.
 func conditionFor(verdict csrpolicy.Verdict) certificatesv1.CertificateSigningRequestCondition {

@@ -30,6 +30,9 @@ type request struct {
 	user   string
 	groups []string
 	key    crypto.Signer
+	// config is the requester's; without one, an administrator impersonates the user, of which the API server knows no
+	// credential.
+	config *rest.Config
 }
 
 // of sets zero fields to the values of the worker's kubelet.
@@ -121,10 +124,12 @@ func (b *bed) create(ctx context.Context, w worker, r request) (*certificatesv1.
 		return nil, err
 	}
 
-	config := b.kube.Config()
-	config.Impersonate = rest.ImpersonationConfig{UserName: r.user, Groups: append(r.groups, "system:authenticated")}
+	if r.config == nil {
+		r.config = b.kube.Config()
+		r.config.Impersonate = rest.ImpersonationConfig{UserName: r.user, Groups: append(r.groups, "system:authenticated")}
+	}
 
-	client, err := kubernetes.NewForConfig(config)
+	client, err := kubernetes.NewForConfig(r.config)
 	if err != nil {
 		return nil, err
 	}

@@ -1,0 +1,186 @@
+package csrpolicy
+
+import (
+	"cmp"
+	"crypto/sha256"
+	"encoding/hex"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	certificatesv1 "k8s.io/api/certificates/v1"
+
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+)
+
+const (
+	// extraCredentialID is the key under which the API server records the credential of a requester, and
+	// certificatePrefix the prefix of client certificates (k8s.io/apiserver/pkg/authentication, Kubernetes 1.32 and
+	// later).
+	extraCredentialID = "authentication.kubernetes.io/credential-id"
+	certificatePrefix = "X509SHA256="
+
+	// credentialBytes is the length of a certificate's ID: 128 bits of its SHA-256 hash, so that it fits into a label.
+	credentialBytes = 16
+	// fingerprintBytes is the length of what is only compared with its earlier value.
+	fingerprintBytes = 6
+
+	// registrationSlack is how much later than its Node a kubelet's first client certificate may have been requested: a
+	// kubelet requests it first, but the clocks of several API servers differ.
+	registrationSlack = 10 * time.Second
+)
+
+// CertificateID returns the ID of a client certificate in DER encoding.
+func CertificateID(der []byte) string {
+	sum := sha256.Sum256(der)
+
+	return hex.EncodeToString(sum[:credentialBytes])
+}
+
+// CredentialID returns the ID of the client certificate with which a request was made; empty if the API server does not
+// report it.
+func CredentialID(csr *certificatesv1.CertificateSigningRequest) string {
+	values := csr.Spec.Extra[extraCredentialID]
+	if len(values) != 1 {
+		return ""
+	}
+
+	hash, isCertificate := strings.CutPrefix(values[0], certificatePrefix)
+	if sum, err := hex.DecodeString(hash); !isCertificate || err != nil || len(sum) != sha256.Size {
+		return ""
+	}
+
+	return strings.ToLower(hash[:2*credentialBytes])
+}
+
+// Fingerprint returns a short hash of a value that is only compared with earlier ones; empty for an empty value.
+func Fingerprint(value string) string {
+	if value == "" {
+		return ""
+	}
+
+	sum := sha256.Sum256([]byte(value))
+
+	return hex.EncodeToString(sum[:fingerprintBytes])
+}
+
+// ClientCertificate is a client certificate that was issued for a Node.
+type ClientCertificate struct {
+	ID string
+	// RequestedWith is the ID of the client certificate with which it was requested; empty if there was none.
+	RequestedWith string
+	// Bootstrapped is true if it was requested with a bootstrap token, which works for any Node.
+	Bootstrapped bool
+	RequestedAt  time.Time
+	// Issuer is the fingerprint of the CA's key ID; empty if unknown.
+	Issuer  string
+	Expires time.Time
+}
+
+// Pin records which client certificate a Node's kubelet has. The zero value means that none is known.
+type Pin struct {
+	// Credential is the certificate's ID. Previous is the ID of the certificate with which the kubelet requested it: a
+	// request that it made before the rotation can be reviewed after it, and a kubelet that fails to store a
+	// certificate continues with the previous one.
+	Credential, Previous string
+	// NodeID and Volume are fingerprints of the machine's Talos node ID and of the file system on which the kubelet
+	// stores the certificate. Issuer is ClientCertificate's. Each may be empty if unknown.
+	NodeID, Volume, Issuer string
+	// Expires is when the certificate expires; zero if unknown.
+	Expires time.Time
+}
+
+// Custody is what is known of the client certificates of a Node. The zero value means nothing.
+type Custody struct {
+	Pin Pin
+	// Issued are the certificates that were issued for the Node within the last hour or so. The API server forgets older
+	// requests.
+	Issued []ClientCertificate
+	// NodeCreated is when the Node was created.
+	NodeCreated time.Time
+}
+
+// Has reports whether the credential is pinned.
+func (p Pin) Has(credential string) bool {
+	return credential != "" && (credential == p.Credential || credential == p.Previous)
+}
+
+// Follow returns the pin after all rotations of the pinned certificate. Its result does not change if it is called with
+// the same certificates again.
+func (p Pin) Follow(issued []ClientCertificate) Pin {
+	issued = slices.SortedFunc(slices.Values(issued), func(a, b ClientCertificate) int {
+		return cmp.Or(a.RequestedAt.Compare(b.RequestedAt), cmp.Compare(a.ID, b.ID))
+	})
+
+	for _, certificate := range issued {
+		if p.Has(certificate.RequestedWith) && !p.Has(certificate.ID) {
+			p.Credential, p.Previous = certificate.ID, certificate.RequestedWith
+			p.Issuer, p.Expires = certificate.Issuer, certificate.Expires
+		}
+	}
+
+	return p
+}
+
+// outdated returns why the kubelet can no longer have the pinned certificate; empty if it can. The new certificate is
+// the zero value if nothing is known of it.
+func (p Pin) outdated(m machine.Machine, renewed ClientCertificate, now time.Time) string {
+	changed := func(before, after string) bool { return before != "" && after != "" && before != after }
+	volume := Fingerprint(m.EphemeralID)
+
+	switch {
+	case changed(p.Volume, volume):
+		return "the machine's EPHEMERAL volume was wiped"
+	case (p.Volume == "" || volume == "") && changed(p.NodeID, Fingerprint(m.NodeID)):
+		return "the machine was reinstalled"
+	case changed(p.Issuer, renewed.Issuer):
+		return "the cluster's CA was replaced"
+	case !p.Expires.IsZero() && p.Expires.Before(now):
+		return "the certificate expired"
+	}
+
+	return ""
+}
+
+// checkCredential compares the credential with which the request was made with the pinned one. The kubelet's names are
+// not enough: a bootstrap token obtains a client certificate for any Node.
+func (r *review) checkCredential() {
+	id := CredentialID(r.request.csr)
+	if id == "" || !r.machineKnown() || !r.Node.managed() {
+		return
+	}
+
+	var certificate ClientCertificate
+	if i := slices.IndexFunc(r.Custody.Issued, func(c ClientCertificate) bool { return c.ID == id }); i >= 0 {
+		certificate = r.Custody.Issued[i]
+	}
+
+	pin := r.Custody.Pin.Follow(r.Custody.Issued)
+	isLate := certificate.Bootstrapped && certificate.RequestedAt.After(r.Custody.NodeCreated.Add(registrationSlack))
+
+	switch {
+	case pin.Has(id):
+	case pin.Credential != "" && pin.outdated(r.Machine, certificate, r.Now) != "", pin.Credential == "" && !isLate:
+		pin = Pin{Credential: id}
+	default:
+		origin := "of unknown origin"
+		if certificate.Bootstrapped {
+			origin = "issued to a bootstrap token after the Node was created"
+		}
+
+		r.unexpected = fmt.Sprintf("Client certificate %s, %s, is not the one that the kubelet of Node %.80q is known to have", id, origin, r.nodename)
+		if r.Policy.EnforceCredential {
+			r.postpone(CodeUnexpectedCredential, "%s", r.unexpected)
+		}
+
+		return
+	}
+
+	pin.NodeID, pin.Volume = cmp.Or(Fingerprint(r.Machine.NodeID), pin.NodeID), cmp.Or(Fingerprint(r.Machine.EphemeralID), pin.Volume)
+	if pin.Credential == certificate.ID {
+		pin.Issuer, pin.Expires = certificate.Issuer, certificate.Expires
+	}
+
+	r.pin = pin
+}
