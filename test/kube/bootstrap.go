@@ -12,27 +12,14 @@ import (
 )
 
 const (
-	bootstrapTokenID     = "talosb"
 	bootstrapTokenSecret = "0123456789abcdef"
 	groupBootstrappers   = "system:bootstrappers:nodes"
 )
 
-// BootstrapToken creates the cluster's bootstrap token, with what it may do on Talos (k8s/ManifestController): it obtains a client certificate
-// for any Node, which kube-controller-manager approves. Kubelets may then rotate their client certificates.
+// BootstrapToken creates a bootstrap token, and allows what Talos allows (k8s/ManifestController): a token obtains a client certificate for any
+// Node, which kube-controller-manager approves, and kubelets rotate their client certificates.
 func (c *Cluster) BootstrapToken(ctx context.Context) (string, error) {
 	client, err := kubernetes.NewForConfig(c.Config())
-	if err != nil {
-		return "", fmt.Errorf("create bootstrap token: %w", err)
-	}
-
-	_, err = client.CoreV1().Secrets(metav1.NamespaceSystem).Create(ctx, &corev1.Secret{
-		ObjectMeta: metav1.ObjectMeta{Name: "bootstrap-token-" + bootstrapTokenID},
-		Type:       corev1.SecretTypeBootstrapToken,
-		StringData: map[string]string{
-			"token-id": bootstrapTokenID, "token-secret": bootstrapTokenSecret,
-			"usage-bootstrap-authentication": "true", "auth-extra-groups": groupBootstrappers,
-		},
-	}, metav1.CreateOptions{})
 	if err != nil {
 		return "", fmt.Errorf("create bootstrap token: %w", err)
 	}
@@ -61,7 +48,29 @@ func (c *Cluster) BootstrapToken(ctx context.Context) (string, error) {
 		}
 	}
 
-	return bootstrapTokenID + "." + bootstrapTokenSecret, nil
+	return c.CreateBootstrapToken(ctx, "talosb")
+}
+
+// CreateBootstrapToken creates another bootstrap token with an ID of six characters.
+func (c *Cluster) CreateBootstrapToken(ctx context.Context, id string) (string, error) {
+	client, err := kubernetes.NewForConfig(c.Config())
+	if err != nil {
+		return "", fmt.Errorf("create bootstrap token: %w", err)
+	}
+
+	_, err = client.CoreV1().Secrets(metav1.NamespaceSystem).Create(ctx, &corev1.Secret{
+		ObjectMeta: metav1.ObjectMeta{Name: "bootstrap-token-" + id},
+		Type:       corev1.SecretTypeBootstrapToken,
+		StringData: map[string]string{
+			"token-id": id, "token-secret": bootstrapTokenSecret,
+			"usage-bootstrap-authentication": "true", "auth-extra-groups": groupBootstrappers,
+		},
+	}, metav1.CreateOptions{})
+	if err != nil {
+		return "", fmt.Errorf("create bootstrap token: %w", err)
+	}
+
+	return id + "." + bootstrapTokenSecret, nil
 }
 
 // TokenConfig is that of a bearer token.

@@ -198,6 +198,40 @@ func TestPinning_FollowsRotation(t *testing.T) {
 	s.wantUnexpected(s.post(w, request{config: first}))
 }
 
+// The recommendation to limit the bootstrap token: kubelets that have joined do not need it.
+func TestPinning_DeletedBootstrapTokenIsOfNoUse(t *testing.T) {
+	s := parallel(t)
+	w, kubelet := s.pinned()
+
+	token, err := s.kube.CreateBootstrapToken(t.Context(), "a1b2c3")
+	s.require(err)
+
+	requester := s.kube.TokenConfig(token)
+	s.obtain(requester, w)
+
+	secrets := s.client.CoreV1().Secrets(metav1.NamespaceSystem)
+
+	list, err := secrets.List(t.Context(), metav1.ListOptions{FieldSelector: "type=bootstrap.kubernetes.io/token,metadata.name=bootstrap-token-a1b2c3"})
+	s.require(err)
+
+	if len(list.Items) != 1 {
+		t.Fatalf("got %d Secrets", len(list.Items))
+	}
+
+	s.require(secrets.Delete(t.Context(), list.Items[0].Name, metav1.DeleteOptions{}))
+
+	client, err := kubernetes.NewForConfig(requester)
+	s.require(err)
+	s.eventually("the token is rejected", func() bool {
+		_, err := client.CertificatesV1().CertificateSigningRequests().List(t.Context(), metav1.ListOptions{})
+
+		return apierrors.IsUnauthorized(err)
+	})
+
+	renewed, _ := s.obtain(kubelet, w)
+	s.awaitIssued(s.post(w, request{config: renewed}))
+}
+
 // The API server forgets the request for a client certificate within about an hour.
 func TestPinning_UnseenRotationNeedsOperator(t *testing.T) {
 	s := alone(t)

@@ -20,7 +20,7 @@ const (
 	ReasonDenied   = "CSRDenied"
 	ReasonDeferred = "CSRDeferred"
 
-	ReasonUnexpectedCredential = csrpolicy.CodeUnexpectedCredential
+	ReasonUnexpectedCredential = "UnexpectedCredential"
 )
 
 var (
