@@ -187,8 +187,13 @@ func (m *controllerManager) newNodeController(in inputs) (controller, error) {
 		Inventory: in.inventory,
 		Recorder:  m.recorder,
 		Clock:     m.app.clock,
-		Options:   m.nodeOptions,
-		Workers:   int(m.config.ComponentConfig.NodeController.ConcurrentNodeSyncs),
+		Options: func() nodespec.Options {
+			options := m.nodeOptions()
+			options.Domains = in.controlPlane.Identity().Current().Domains // known only with CSR approval, which needs them
+
+			return options
+		},
+		Workers: int(m.config.ComponentConfig.NodeController.ConcurrentNodeSyncs),
 	})
 }
 

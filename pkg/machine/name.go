@@ -26,10 +26,11 @@ const DefaultDomain = "cluster.local"
 // with these DNS domains. Names that pass may still belong to another machine.
 //
 // A nodename may look like a number: Kubernetes and Talos allow 10023 and node.42, and kubelets request their nodename.
-// That is safe as far as any nodename is. Clients that take such a name for an IPv4 address compare it with the IP
-// addresses of a certificate, never with its DNS names; and no other Node, and no machine of it, has the name. A
-// complete IPv4 address, even with leading zeros, is refused: kubelets request it as IP address, which the machine must
-// have (addressesToHostnamesAndIPs in k8s.io/kubernetes/pkg/kubelet/certificate).
+// No other Node has the name. Browsers and curl, which take it for an IPv4 address, compare that with the IP addresses of
+// a certificate and not with its DNS names; a client that compares it as a name reaches the address of another machine
+// only if it is configured with that address in such a form. A complete IPv4 address, even with leading zeros, is
+// refused: kubelets request it as IP address, which the machine must have (addressesToHostnamesAndIPs in
+// k8s.io/kubernetes/pkg/kubelet/certificate).
 func CheckName(name, nodename string, domains []string) NameProblem {
 	switch {
 	case strings.Contains(name, "*"):
