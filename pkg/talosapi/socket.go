@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"net/netip"
+	"net/url"
 	"time"
 
 	"github.com/cosi-project/runtime/pkg/safe"
@@ -24,11 +26,13 @@ import (
 type Socket struct {
 	Reader State
 	Admin  *Admin
+
+	reader *grpc.ClientConn
 }
 
 // OpenSocket returns a Socket for the given path. The first calls connect.
 func OpenSocket(path string) (*Socket, error) {
-	reader, err := DialSocket(path)
+	reader, err := dialSocket(path, role.Reader)
 	if err != nil {
 		return nil, err
 	}
@@ -38,7 +42,44 @@ func OpenSocket(path string) (*Socket, error) {
 		return nil, err
 	}
 
-	return &Socket{Reader: reader, Admin: &Admin{conn: admin, state: newState(admin)}}, nil
+	return &Socket{Reader: newState(reader), Admin: &Admin{conn: admin, state: newState(admin)}, reader: reader}, nil
+}
+
+// EtcdMembers returns the addresses at which the members of etcd reach each other, as the machine's own member knows
+// them. It fails on workers and while that member has no leader.
+func (s *Socket) EtcdMembers(ctx context.Context) ([]netip.Addr, error) {
+	reply, err := machine.NewMachineServiceClient(s.reader).EtcdMemberList(ctx, &machine.EtcdMemberListRequest{QueryLocal: true})
+	if err != nil {
+		return nil, fmt.Errorf("list etcd members: %w", err)
+	}
+
+	var addrs []netip.Addr
+
+	for _, message := range reply.GetMessages() {
+		for _, member := range message.GetMembers() {
+			addrs = append(addrs, peerAddresses(member.GetPeerUrls())...)
+		}
+	}
+
+	return addrs, nil
+}
+
+// peerAddresses omits URLs without an IP address.
+func peerAddresses(peers []string) []netip.Addr {
+	var addrs []netip.Addr
+
+	for _, peer := range peers {
+		parsed, err := url.Parse(peer)
+		if err != nil {
+			continue
+		}
+
+		if addr, err := netip.ParseAddr(parsed.Hostname()); err == nil {
+			addrs = append(addrs, addr.Unmap())
+		}
+	}
+
+	return addrs
 }
 
 // DialSocket returns the local machine's state for os:reader over a new connection.

@@ -77,6 +77,25 @@ func TestAdmin_FailsOnWorker(t *testing.T) {
 	}
 }
 
+func TestSocket_ListsEtcdMembers(t *testing.T) {
+	s := newSite(t, clock.RealClock{})
+
+	if _, err := s.socket.EtcdMembers(t.Context()); status.Code(err) != codes.Unavailable {
+		t.Errorf("without a leader: got %v", err)
+	}
+
+	want := []netip.Addr{netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::2")}
+	s.cluster.SetEtcdMembers(want...)
+
+	if got, err := s.socket.EtcdMembers(t.Context()); err != nil || !slices.Equal(got, want) {
+		t.Errorf("got %v, %v, want %v", got, err, want)
+	}
+
+	if _, err := openSocket(t, s.worker).EtcdMembers(t.Context()); status.Code(err) != codes.Unimplemented {
+		t.Errorf("on a worker: got %v", err)
+	}
+}
+
 // TestSocket_UsesAdminRoleOnlyInNamedCalls checks the roles of all calls of a process that issues certificates, follows both machines
 // and reads the admin kubeconfig.
 func TestSocket_UsesAdminRoleOnlyInNamedCalls(t *testing.T) {

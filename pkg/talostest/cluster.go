@@ -18,6 +18,7 @@ import (
 	"sync"
 	"time"
 
+	machineapi "github.com/siderolabs/talos/pkg/machinery/api/machine"
 	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
 	coreconfig "github.com/siderolabs/talos/pkg/machinery/config"
 	"github.com/siderolabs/talos/pkg/machinery/constants"
@@ -78,10 +79,11 @@ type Cluster struct {
 	configMu sync.Mutex
 	configs  map[configKey]coreconfig.Provider
 
-	mu       sync.Mutex
-	block    *addressBlock
-	machines map[string]*Machine
-	closed   bool
+	mu          sync.Mutex
+	block       *addressBlock
+	machines    map[string]*Machine
+	etcdMembers []*machineapi.EtcdMember
+	closed      bool
 }
 
 // errClosed is returned by methods of a closed cluster.
@@ -188,6 +190,27 @@ func (c *Cluster) Close() {
 	c.served.Wait()
 	c.block.release()
 	c.removeDir()
+}
+
+// SetEtcdMembers sets the addresses of the members of etcd, which all control-plane machines report. Without members, as
+// initially, etcd has no leader.
+func (c *Cluster) SetEtcdMembers(addresses ...netip.Addr) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+
+	c.etcdMembers = nil
+
+	for _, addr := range addresses {
+		peer := "https://" + netip.AddrPortFrom(addr, constants.EtcdPeerPort).String()
+		c.etcdMembers = append(c.etcdMembers, &machineapi.EtcdMember{PeerUrls: []string{peer}})
+	}
+}
+
+func (c *Cluster) listEtcdMembers() []*machineapi.EtcdMember {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+
+	return c.etcdMembers
 }
 
 // AddMachine adds a machine that has booted and serves its API.

@@ -168,6 +168,22 @@ func (machineService) GenerateClientConfiguration(
 	}}}, nil
 }
 
+// EtcdMemberList implements the machine API: see [Cluster.SetEtcdMembers].
+func (machineService) EtcdMemberList(ctx context.Context, _ *machineapi.EtcdMemberListRequest) (*machineapi.EtcdMemberListResponse, error) {
+	call := callFrom(ctx)
+
+	if call.isWorker() {
+		return nil, status.Error(codes.Unimplemented, "member list is only available on control plane nodes")
+	}
+
+	members := call.machine.cluster.listEtcdMembers()
+	if len(members) == 0 {
+		return nil, status.Error(codes.Unavailable, "etcdserver: no leader")
+	}
+
+	return &machineapi.EtcdMemberListResponse{Messages: []*machineapi.EtcdMembers{{Members: members}}}, nil
+}
+
 // contextName returns Talos's name of a context, such as reader@cluster.
 func contextName(clusterName string, roles role.Set) string {
 	if names := roles.Strings(); len(names) == 1 {
