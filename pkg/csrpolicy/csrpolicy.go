@@ -7,6 +7,7 @@ package csrpolicy
 
 import (
 	"net/netip"
+	"slices"
 	"time"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -70,11 +71,12 @@ const (
 	CodeMachineUnreachable  = "MachineUnreachable"
 	CodeMachineMismatch     = "IdentityMismatch"
 	CodeClusterUnknown      = "ClusterIdentityIncomplete"
-	CodeControlPlaneUnclear = "ControlPlaneUnconfirmed" // the API server's, and Node and machine do not both have the control-plane role
-	CodeUnknownName         = "UnknownDNSName"          // not reported by the machine
-	CodeUnknownAddress      = "UnknownIPAddress"        // not reported by the machine
-	CodeExcludedAddress     = "ExcludedIPAddress"       // reported by the machine, and excluded from its node IPs
-	CodeVirtualAddress      = "VirtualIPAddress"        // on a link for addresses that several machines share, and not the node IP
+	CodeClusterUnconfirmed  = "ClusterIdentityUnconfirmed" // too few control-plane machines report that it is the cluster's
+	CodeControlPlaneUnclear = "ControlPlaneUnconfirmed"    // the API server's, and Node and machine do not both have the control-plane role
+	CodeUnknownName         = "UnknownDNSName"             // not reported by the machine
+	CodeUnknownAddress      = "UnknownIPAddress"           // not reported by the machine
+	CodeExcludedAddress     = "ExcludedIPAddress"          // reported by the machine, and excluded from its node IPs
+	CodeVirtualAddress      = "VirtualIPAddress"           // on a link for addresses that several machines share, and not the node IP
 	CodeOwnedByOthers       = "OwnedByOtherMachine"
 
 	CodeUnexpectedCredential = "UnexpectedCredential" // the requester's client certificate is not the pinned one
@@ -181,6 +183,47 @@ type ClusterIdentity struct {
 	PodCIDRs []netip.Prefix
 	// VIPs are virtual addresses that move between machines.
 	VIPs []netip.Addr
+	// Unconfirmed is what must not be approved for a kubelet either, but is no reason to deny a request.
+	Unconfirmed Unconfirmed
+}
+
+// Unconfirmed are the values of ClusterIdentity that too few machines report, and CIDRs that no cluster has.
+type Unconfirmed struct {
+	Names []string
+	IPs   []netip.Addr
+	CIDRs []netip.Prefix
+}
+
+// confirmed returns the identity without what is unconfirmed.
+func (c ClusterIdentity) confirmed() ClusterIdentity {
+	c.APIServerNames = without(c.APIServerNames, c.Unconfirmed.Names)
+	c.APIServerIPs = without(c.APIServerIPs, c.Unconfirmed.IPs)
+	c.VIPs = without(c.VIPs, c.Unconfirmed.IPs)
+	c.ServiceCIDRs = without(c.ServiceCIDRs, c.Unconfirmed.CIDRs)
+	c.PodCIDRs = without(c.PodCIDRs, c.Unconfirmed.CIDRs)
+
+	return c
+}
+
+func without[T comparable](list, removed []T) []T {
+	return slices.DeleteFunc(slices.Clone(list), func(value T) bool { return slices.Contains(removed, value) })
+}
+
+// hasAPIServerName reports whether a canonical name is the API server's.
+func (c ClusterIdentity) hasAPIServerName(name string) bool {
+	return slices.Contains(machine.CanonicalNames(c.APIServerNames), name)
+}
+
+// hasAPIServerIP reports whether ip, which is unmapped, is the API server's.
+func (c ClusterIdentity) hasAPIServerIP(ip netip.Addr) bool {
+	return slices.ContainsFunc(c.APIServerIPs, equals(ip))
+}
+
+// reserves reports whether ip, which is unmapped, belongs to a service or a pod, or is virtual.
+func (c ClusterIdentity) reserves(ip netip.Addr) bool {
+	contains := func(cidr netip.Prefix) bool { return cidr.Contains(ip) }
+
+	return slices.ContainsFunc(slices.Concat(c.ServiceIPs, c.VIPs), equals(ip)) || slices.ContainsFunc(slices.Concat(c.ServiceCIDRs, c.PodCIDRs), contains)
 }
 
 // complete reports whether everything is known that each cluster has.

@@ -262,3 +262,49 @@ func TestReview_MessageSaysUntilWhenDeletedNodeOwns(t *testing.T) {
 		t.Errorf("got %s, want %s", messages(v), want)
 	}
 }
+
+// What too few control-plane machines report must not have requests denied, and must not be approved either.
+func TestReview_DefersForUnconfirmedClusterIdentity(t *testing.T) {
+	type list = csrpolicy.Unconfirmed
+
+	for _, test := range []struct {
+		name, requester string
+		unconfirmed     list
+		want            string
+	}{
+		{"pod CIDR of all addresses", "worker-1", list{CIDRs: []netip.Prefix{netip.MustParsePrefix("0.0.0.0/1")}}, csrpolicy.CodeClusterUnconfirmed},
+		{"virtual IP", "worker-1", list{IPs: []netip.Addr{addr("10.0.0.11")}}, csrpolicy.CodeClusterUnconfirmed},
+		{"virtual IP of a control-plane machine", "cp-1", list{IPs: []netip.Addr{addr("10.0.0.1")}}, csrpolicy.CodeClusterUnconfirmed},
+		{"name of the API server", "worker-1", list{Names: []string{"Worker-1."}}, csrpolicy.CodeClusterUnconfirmed},
+		{"name of the API server on a control-plane machine", "cp-1", list{Names: []string{"cp-1"}}, csrpolicy.CodeVerified},
+		{"another CIDR", "worker-1", list{CIDRs: []netip.Prefix{netip.MustParsePrefix("172.16.0.0/12")}}, csrpolicy.CodeVerified},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			s := asks(test.requester)
+			cluster := &s.evidence.Cluster
+			cluster.Unconfirmed = test.unconfirmed
+			cluster.PodCIDRs = append(cluster.PodCIDRs, test.unconfirmed.CIDRs...)
+			cluster.VIPs = append(cluster.VIPs, test.unconfirmed.IPs...)
+			cluster.APIServerNames = append(cluster.APIServerNames, test.unconfirmed.Names...)
+
+			verdict := s.review(t)
+			checkVerdict(t, s.csr, s.evidence, verdict)
+
+			if verdict.Decision == csrpolicy.Deny || verdict.Reasons[0].Code != test.want {
+				t.Errorf("got %s%s, want %s", verdict.Decision, messages(verdict), test.want)
+			}
+		})
+	}
+}
+
+// A confirmed CIDR has a request denied, whatever else is reported.
+func TestReview_DeniesForConfirmedClusterIdentity(t *testing.T) {
+	s := asks("worker-1")
+	s.evidence.Cluster.Unconfirmed.CIDRs = []netip.Prefix{netip.MustParsePrefix("0.0.0.0/1")}
+	s.evidence.Cluster.PodCIDRs = append(s.evidence.Cluster.PodCIDRs, s.evidence.Cluster.Unconfirmed.CIDRs...)
+	s.pkcs10.addIP(addr("10.244.3.3"))
+
+	if verdict := s.review(t); verdict.Decision != csrpolicy.Deny || verdict.Reasons[0].Code != csrpolicy.CodeClusterAddress {
+		t.Errorf("got %s%s", verdict.Decision, messages(verdict))
+	}
+}

@@ -204,8 +204,13 @@ func (r *review) checkName(name string) {
 	switch problem := machine.CheckName(name, r.nodename, r.Cluster.Domains); {
 	case problem != "":
 		r.deny(codesByProblem[problem], "DNS name %.80q %s", name, problem)
-	case slices.Contains(machine.CanonicalNames(r.Cluster.APIServerNames), name):
-		if r.mayBeAPIServer(CodeClusterName, name) {
+	case r.Cluster.hasAPIServerName(name):
+		code := CodeClusterUnconfirmed
+		if r.Cluster.confirmed().hasAPIServerName(name) {
+			code = CodeClusterName
+		}
+
+		if r.mayBeAPIServer(code, name) {
 			r.checkOwnName(name)
 		}
 	case slices.Contains(machine.CanonicalNames(r.Policy.ExtraNames), name):
@@ -217,19 +222,23 @@ func (r *review) checkName(name string) {
 
 // checkAddress checks an IP address. Addresses of the cluster take precedence over what the machine reports.
 func (r *review) checkAddress(ip netip.Addr) {
-	contains := func(cidr netip.Prefix) bool { return cidr.Contains(ip) }
-
 	switch {
 	case !ip.IsGlobalUnicast():
 		r.deny(CodeSpecialAddress, "IP address %s %s", ip, specialAddress)
-	case slices.ContainsFunc(slices.Concat(r.Cluster.ServiceIPs, r.Cluster.VIPs), equals(ip)),
-		slices.ContainsFunc(slices.Concat(r.Cluster.ServiceCIDRs, r.Cluster.PodCIDRs), contains):
+	case r.Cluster.confirmed().reserves(ip):
 		r.deny(CodeClusterAddress, "IP address %s belongs to a service or a pod, or is virtual", ip)
-	case slices.ContainsFunc(r.Cluster.APIServerIPs, equals(ip)) && r.hasFormerAPIServerAddress(ip):
+	case r.Cluster.reserves(ip):
+		r.postpone(CodeClusterUnconfirmed, "IP address %s belongs to a service or a pod, or is virtual"+unconfirmed, ip)
+	case r.Cluster.confirmed().hasAPIServerIP(ip) && r.hasFormerAPIServerAddress(ip):
 		r.postpone(CodeClusterAddress, "IP address %s is in the API server's certificate, which keeps former addresses of a control-plane machine until it reboots", ip)
 		r.checkOwners(ip.String())
-	case slices.ContainsFunc(r.Cluster.APIServerIPs, equals(ip)):
-		if r.mayBeAPIServer(CodeClusterAddress, ip.String()) {
+	case r.Cluster.hasAPIServerIP(ip):
+		code := CodeClusterUnconfirmed
+		if r.Cluster.confirmed().hasAPIServerIP(ip) {
+			code = CodeClusterAddress
+		}
+
+		if r.mayBeAPIServer(code, ip.String()) {
 			r.checkOwnAddress(ip)
 		}
 	case slices.ContainsFunc(r.Policy.ExtraIPs, equals(ip)) && !r.Machine.Excludes(ip):
@@ -239,6 +248,9 @@ func (r *review) checkAddress(ip netip.Addr) {
 	}
 }
 
+// unconfirmed ends the messages of CodeClusterUnconfirmed.
+const unconfirmed = ", as reported by too few control-plane machines or with an implausible CIDR"
+
 // mayBeAPIServer reports whether the machine may have a name or an address of the API server if that is its own: only a
 // control-plane machine may. Both the Node and the machine must have that role: a worker can report any role, and an
 // operator can label a worker.
@@ -246,6 +258,8 @@ func (r *review) mayBeAPIServer(code, subject string) bool {
 	switch {
 	case r.Node == NodeControlPlane && r.machineKnown() && r.Machine.Type.IsControlPlane():
 		return true
+	case code == CodeClusterUnconfirmed:
+		r.postpone(code, "%s belongs to the API server"+unconfirmed, describe(subject))
 	case r.Node == NodeWorker && r.machineKnown() && r.Machine.Type == talosmachine.TypeWorker:
 		r.deny(code, "%s belongs to the API server, and Node %.80q is a worker", describe(subject), r.nodename)
 	default:

@@ -308,7 +308,8 @@ func TestInventory_NotifiesOfSharedNames(t *testing.T) {
 		{"third machine loses it", func() { inv.Replace("c", named("c.example.org", "")) }, []string{"c"}, "[b] [a]"},
 		{"another name", func() { inv.Replace("b", named("b.example.org", "worker.example.org")) }, []string{"b"}, "[b] [a]"},
 		{"unreachable machine keeps it", func() { inv.MarkUnreachable("b", "gone") }, []string{"b"}, "[b] [a]"},
-		{"one machine left", func() { inv.MarkMismatch("b", "other", "no") }, []string{"a", "b"}, "[] [a]"},
+		{"displaced machine keeps it", func() { inv.MarkMismatch("b", "other", "no") }, []string{"b"}, "[b] [a]"},
+		{"one machine left", func() { inv.Forget("b") }, []string{"a", "b"}, "[] [a]"},
 	} {
 		notified = nil
 
