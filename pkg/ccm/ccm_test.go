@@ -255,6 +255,30 @@ func TestApp_InitializesLocalNodeWithoutNetwork(t *testing.T) {
 	s.awaitInitialized(worker)
 }
 
+// A kubelet writes the addresses of its Node, and what control-plane machines report counts for the whole cluster.
+func TestApp_DialsControlPlaneAtKnownAddresses(t *testing.T) {
+	s := newSuite(t, "guarded-", talostest.Options{})
+	self, other := s.controlPlane("cp-1"), s.controlPlane("cp-2")
+	s.register(self, other)
+
+	for _, m := range []*talostest.Machine{self, other} {
+		s.labelControlPlane(m)
+	}
+
+	s.start(s.options(self))
+	s.awaitInitialized(self) // over its socket
+	s.eventually("cp-2 has an Event MachineUnreachable", func() bool {
+		return len(s.events(other, nodecontroller.ReasonUnreachable)) > 0
+	})
+
+	if calls := other.Calls(); len(calls) > 0 {
+		t.Errorf("cp-2 was dialed at an address that only its Node lists: %v", calls)
+	}
+
+	s.talos.SetEtcdMembers(self.Address(), other.Address())
+	s.awaitInitialized(other)
+}
+
 // The API server derives the field manager from the user agent. The default of client-go is the name of the binary,
 // here that of this test.
 func TestApp_SetsFieldManager(t *testing.T) {

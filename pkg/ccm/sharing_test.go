@@ -74,7 +74,7 @@ func (s *suite) sharedCluster() {
 	s.awaitInitialized(self)
 }
 
-// labelControlPlane labels the machine's Node like Talos does.
+// labelControlPlane labels the machine's Node as Talos does.
 func (s *suite) labelControlPlane(m *talostest.Machine) {
 	s.Helper()
 

@@ -73,20 +73,21 @@ func (m *controllerManager) control(ctx context.Context) error {
 	inv := inventory.New(m.app.clock.Now)
 	defer countMachines(inv)()
 
-	dial := m.dialer(ctx)
-	refl := reflector.New(inv, dial, m.app.clock)
 	nodes := m.config.SharedInformers.Core().V1().Nodes()
-
-	if err := refl.FollowNodes(nodes); err != nil {
-		return err
-	}
 
 	client, err := m.newClient()
 	if err != nil {
 		return err
 	}
 
-	readerConfig := controlplane.Config{Kubernetes: m.config.Kubeconfig, Client: client, Nodes: nodes, Dial: dial, Clock: m.app.clock}
+	dial := m.dialer(ctx, client, nodes)
+	refl := reflector.New(inv, dial, m.app.clock)
+
+	if err := refl.FollowNodes(nodes); err != nil {
+		return err
+	}
+
+	readerConfig := controlplane.Config{Kubernetes: m.config.Kubeconfig, Client: client, Nodes: nodes, Dial: dial, Recorder: m.recorder, Clock: m.app.clock}
 	if m.app.socket != nil {
 		readerConfig.LocalState = m.app.socket.Reader
 	}
@@ -157,16 +158,25 @@ func (m *controllerManager) newClient() (kubernetes.Interface, error) {
 	return client, nil
 }
 
-// dialer dials the local machine over machine.sock, and all others over the network.
-func (m *controllerManager) dialer(ctx context.Context) talosapi.DialFunc {
+// dialer dials the local machine over machine.sock, and all others over the network: those of the control plane only at
+// addresses that no kubelet can write.
+func (m *controllerManager) dialer(ctx context.Context, client kubernetes.Interface, nodes coreinformers.NodeInformer) talosapi.DialFunc {
 	local := m.app.localNodename(ctx)
+
+	var etcdMembers controlplane.EtcdMembers
+	if m.app.socket != nil {
+		etcdMembers = m.app.socket.EtcdMembers
+	}
+
+	addresses := controlplane.NewAddresses(client, nodes.Lister(), etcdMembers, m.app.clock)
+	guarded := addresses.Guard(ctx, func(_ string, addr netip.Addr) (talosapi.State, error) { return talosapi.Dial(m.creds, addr) })
 
 	return func(nodename string, addr netip.Addr) (talosapi.State, error) {
 		if local != "" && nodename == local {
 			return talosapi.DialSocket(m.app.options.MachineSocket)
 		}
 
-		return talosapi.Dial(m.creds, addr)
+		return guarded(nodename, addr)
 	}
 }
 

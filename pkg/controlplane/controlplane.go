@@ -3,7 +3,8 @@
 //
 // The facts come from the API server's serving certificate, from Kubernetes objects and from the control-plane
 // machines. Which machines belong to the control plane is decided by a label of their Nodes that no kubelet can set,
-// never by what a machine reports about itself. The package writes nothing.
+// never by what a machine reports about itself; where they are dialed, by what no kubelet can write. The package writes
+// only Events.
 package controlplane
 
 import (
@@ -18,15 +19,18 @@ import (
 
 	"github.com/cosi-project/runtime/pkg/state"
 	utilerrors "k8s.io/apimachinery/pkg/util/errors"
+	"k8s.io/apimachinery/pkg/util/sets"
 	coreinformers "k8s.io/client-go/informers/core/v1"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
+	"k8s.io/client-go/tools/record"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
@@ -53,12 +57,14 @@ type Config struct {
 	// Nodes must not have been started before New.
 	Nodes coreinformers.NodeInformer
 	Dial  talosapi.DialFunc
-	// LocalState is the state of this machine. Its kube-controller-manager configuration is read while no Node has the
-	// label of the control plane. Nil outside Talos.
+	// LocalState is the state of this machine, which is certain. Its kube-controller-manager configuration is read even
+	// while no Node has the label of the control plane. Nil outside Talos.
 	LocalState state.CoreState
 	// ReadMembers reports whether Members is needed now. Nil means never.
 	ReadMembers func() bool
-	Clock       clock.Clock
+	// Recorder receives Events about Nodes whose machines report implausible CIDRs.
+	Recorder record.EventRecorder
+	Clock    clock.Clock
 }
 
 // Network is how the control plane is configured to assign addresses.
@@ -146,17 +152,22 @@ type Reader struct {
 	// The last answer of each source; nil or absent if it has never answered. Only Run uses them.
 	certificate, service, serviceCIDRs *csrpolicy.ClusterIdentity
 	machines                           map[string]machineFacts // by nodename
+	local                              string                  // nodename of the local machine; empty if unknown
+
+	reporter *events.Reporter
 }
+
+type identity = csrpolicy.ClusterIdentity
 
 // New returns a Reader that has read nothing yet.
 func New(cfg Config) *Reader {
 	cfg.Nodes.Informer() // has the factory start it
 
-	return &Reader{cfg: cfg}
+	return &Reader{cfg: cfg, reporter: events.New(cfg.Recorder)}
 }
 
-// Identity is what no kubelet may get a certificate for. Its Known becomes true once every source has answered, and
-// stays true: a source that stops responding is represented by its last answer.
+// Identity is what no kubelet may get a certificate for. Its Known becomes true once the API server and the local machine
+// or most of the control-plane machines have answered. A source that stops responding is represented by its last answer.
 func (r *Reader) Identity() *Value[csrpolicy.ClusterIdentity] { return &r.identity }
 
 // Network is how the control plane is configured to assign addresses; nil before the first refresh.
@@ -218,6 +229,8 @@ func (r *Reader) refresh(ctx context.Context) bool {
 	r.service = cmp.Or(service, r.service)
 	r.serviceCIDRs = cmp.Or(serviceCIDRs, r.serviceCIDRs)
 
+	r.reportImplausible(ctx)
+
 	identity, logger := r.mergeIdentity(), klog.FromContext(ctx)
 	if r.identity.set(identity) {
 		logger.V(2).Info("Updated names and addresses of the cluster", "identity", identity)
@@ -239,34 +252,47 @@ func (r *Reader) refresh(ctx context.Context) bool {
 }
 
 // mergeIdentity returns everything that any source has answered, sorted and without duplicates so that equal identities
-// compare as equal.
-func (r *Reader) mergeIdentity() csrpolicy.ClusterIdentity {
-	type identity = csrpolicy.ClusterIdentity
+// compare as equal. The API server and the local machine are certain; other machines must agree.
+func (r *Reader) mergeIdentity() identity {
+	// The default domain is reserved whether or not the cluster uses it.
+	certain := []*identity{r.certificate, r.service, r.serviceCIDRs, {Domains: []string{machine.DefaultDomain}}}
+	answered := !slices.Contains(certain, nil)
+	local := r.machines[r.local].identity
 
-	parts := []*identity{r.certificate, r.service, r.serviceCIDRs}
-	known, machineKnown := !slices.Contains(parts, nil), false
+	var reported []*identity
 
 	for _, facts := range r.machines {
-		machineKnown = machineKnown || facts.identity != nil
-		parts = append(parts, facts.identity)
+		if facts.identity != nil {
+			reported = append(reported, facts.identity)
+		}
 	}
 
-	// The default domain is reserved whether or not the cluster uses it.
-	parts = append(parts, &identity{Domains: []string{machine.DefaultDomain}})
+	all := slices.Concat(certain, reported)
+	d := dispute{certain: append(certain, local), reported: reported, machines: len(r.machines)}
+	names := func(id *identity) []string { return id.APIServerNames }
+	ips := func(id *identity) []netip.Addr { return id.APIServerIPs }
+	vips := func(id *identity) []netip.Addr { return id.VIPs }
 
 	return identity{
-		Known:          known && machineKnown,
-		Domains:        union(parts, cmp.Compare, func(id *identity) []string { return id.Domains }),
-		APIServerNames: union(parts, cmp.Compare, func(id *identity) []string { return id.APIServerNames }),
-		APIServerIPs:   union(parts, netip.Addr.Compare, func(id *identity) []netip.Addr { return id.APIServerIPs }),
-		ServiceIPs:     union(parts, netip.Addr.Compare, func(id *identity) []netip.Addr { return id.ServiceIPs }),
-		ServiceCIDRs:   union(parts, netip.Prefix.Compare, func(id *identity) []netip.Prefix { return id.ServiceCIDRs }),
-		PodCIDRs:       union(parts, netip.Prefix.Compare, func(id *identity) []netip.Prefix { return id.PodCIDRs }),
-		VIPs:           union(parts, netip.Addr.Compare, func(id *identity) []netip.Addr { return id.VIPs }),
+		Known:          answered && (local != nil || 2*len(reported) > len(r.machines)),
+		Domains:        union(all, cmp.Compare, func(id *identity) []string { return id.Domains }),
+		APIServerNames: union(all, cmp.Compare, names),
+		APIServerIPs:   union(all, netip.Addr.Compare, ips),
+		ServiceIPs:     union(all, netip.Addr.Compare, func(id *identity) []netip.Addr { return id.ServiceIPs }),
+		ServiceCIDRs:   union(all, netip.Prefix.Compare, func(id *identity) []netip.Prefix { return id.ServiceCIDRs }),
+		PodCIDRs:       union(all, netip.Prefix.Compare, func(id *identity) []netip.Prefix { return id.PodCIDRs }),
+		VIPs:           union(all, netip.Addr.Compare, vips),
+		Unconfirmed: csrpolicy.Unconfirmed{
+			Names: disputed(d, cmp.Compare, names),
+			IPs:   slices.Concat(disputed(d, netip.Addr.Compare, ips), disputed(d, netip.Addr.Compare, vips)),
+			CIDRs: slices.Concat(disputed(d, netip.Prefix.Compare, cidrsOf), r.findImplausible(all)),
+		},
 	}
 }
 
-func union[T comparable](parts []*csrpolicy.ClusterIdentity, compare func(a, b T) int, field func(*csrpolicy.ClusterIdentity) []T) []T {
+func cidrsOf(id *identity) []netip.Prefix { return slices.Concat(id.ServiceCIDRs, id.PodCIDRs) }
+
+func union[T comparable](parts []*identity, compare func(a, b T) int, field func(*identity) []T) []T {
 	var all []T
 
 	for _, part := range parts {
@@ -278,6 +304,26 @@ func union[T comparable](parts []*csrpolicy.ClusterIdentity, compare func(a, b T
 	slices.SortFunc(all, compare)
 
 	return slices.Compact(all)
+}
+
+// dispute is what several control-plane machines report.
+type dispute struct {
+	certain, reported []*identity
+	// machines is the number of control-plane machines, whether or not they have answered.
+	machines int
+}
+
+// disputed returns what at most half of the machines report, unless it is certain.
+func disputed[T comparable](d dispute, compare func(a, b T) int, field func(*identity) []T) []T {
+	certain, count := sets.New(union(d.certain, compare, field)...), map[T]int{}
+
+	for _, id := range d.reported {
+		for value := range sets.New(field(id)...) {
+			count[value]++
+		}
+	}
+
+	return slices.DeleteFunc(union(d.reported, compare, field), func(value T) bool { return certain.Has(value) || 2*count[value] > d.machines })
 }
 
 func (r *Reader) mergeNetwork(serviceCIDRsErr error, machineErrs []error) *Network {

@@ -25,6 +25,7 @@ import (
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/record"
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
@@ -70,18 +71,19 @@ func runTests(m *testing.M) (code int, err error) {
 type suite struct {
 	*testing.T
 
-	talos   *talostest.Cluster
-	client  kubernetes.Interface
-	clock   *clocktesting.FakeClock
-	reader  *controlplane.Reader
-	changes atomic.Int64 // of the identity
+	talos    *talostest.Cluster
+	client   kubernetes.Interface
+	clock    *clocktesting.FakeClock
+	recorder *record.FakeRecorder
+	reader   *controlplane.Reader
+	changes  atomic.Int64 // of the identity
 }
 
 // newSuite starts a Reader that connects to the API server with config. The options, if any, change its configuration.
 func newSuite(t *testing.T, config *rest.Config, options ...func(*suite, *controlplane.Config)) *suite {
 	t.Helper()
 
-	s := &suite{T: t, clock: clocktesting.NewFakeClock(time.Now())}
+	s := &suite{T: t, clock: clocktesting.NewFakeClock(time.Now()), recorder: record.NewFakeRecorder(10)}
 
 	var err error
 
@@ -100,6 +102,7 @@ func newSuite(t *testing.T, config *rest.Config, options ...func(*suite, *contro
 		Kubernetes: config,
 		Client:     s.client,
 		Nodes:      factory.Core().V1().Nodes(),
+		Recorder:   s.recorder,
 		Clock:      s.clock,
 		Dial: func(_ string, addr netip.Addr) (talosapi.State, error) {
 			return talosapi.Dial(staticCredentials{credentials}, addr)

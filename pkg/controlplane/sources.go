@@ -109,21 +109,32 @@ func readService(ctx context.Context, client kubernetes.Interface) (*csrpolicy.C
 		return nil, fmt.Errorf("get Service of the API server: %w", err)
 	}
 
-	id := &csrpolicy.ClusterIdentity{ServiceIPs: addresses(service.Spec.ClusterIPs)}
-	ofService := metav1.ListOptions{LabelSelector: labels.Set{discoveryv1.LabelServiceName: serviceKubernetes}.String()}
+	ofService := labels.Set{discoveryv1.LabelServiceName: serviceKubernetes}.String()
 
-	endpointSlices, err := client.DiscoveryV1().EndpointSlices(metav1.NamespaceDefault).List(ctx, ofService)
+	endpoints, err := readEndpoints(ctx, client, metav1.ListOptions{LabelSelector: ofService})
+	if err != nil {
+		return nil, err
+	}
+
+	return &csrpolicy.ClusterIdentity{ServiceIPs: addresses(service.Spec.ClusterIPs), APIServerIPs: endpoints}, nil
+}
+
+// readEndpoints returns the addresses in the selected EndpointSlices of namespace default.
+func readEndpoints(ctx context.Context, client kubernetes.Interface, selected metav1.ListOptions) ([]netip.Addr, error) {
+	endpointSlices, err := client.DiscoveryV1().EndpointSlices(metav1.NamespaceDefault).List(ctx, selected)
 	if err != nil {
 		return nil, fmt.Errorf("list EndpointSlices of the API server: %w", err)
 	}
 
+	var endpoints []netip.Addr
+
 	for i := range endpointSlices.Items {
 		for _, endpoint := range endpointSlices.Items[i].Endpoints {
-			id.APIServerIPs = append(id.APIServerIPs, addresses(endpoint.Addresses)...)
+			endpoints = append(endpoints, addresses(endpoint.Addresses)...)
 		}
 	}
 
-	return id, nil
+	return endpoints, nil
 }
 
 // readServiceCIDRs returns the CIDRs of the ServiceCIDR API; none in a cluster without it (before Kubernetes 1.33).
@@ -211,6 +222,8 @@ func (r *Reader) readMachines(ctx context.Context) []error {
 		return []error{err}
 	}
 
+	r.findLocal(ctx)
+
 	var group sync.WaitGroup
 
 	answers, errs := make([]machineFacts, len(nodes)), make([]error, len(nodes))
@@ -230,19 +243,41 @@ func (r *Reader) readMachines(ctx context.Context) []error {
 	return slices.DeleteFunc(errs, func(err error) bool { return err == nil })
 }
 
-// readNode reads the machine of a Node at the first of the Node's addresses where that machine responds. What cannot be
-// read keeps its last value.
+// findLocal reads the nodename of the local machine. It keeps the last one if it cannot be read.
+func (r *Reader) findLocal(ctx context.Context) {
+	if r.cfg.LocalState == nil {
+		return
+	}
+
+	ctx, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
+
+	if nodename, err := safe.StateGetByID[*k8s.Nodename](ctx, r.cfg.LocalState, k8s.NodenameID); err == nil {
+		r.local = nodename.TypedSpec().Nodename
+	}
+}
+
+// readNode reads the machine of a Node at the first of the Node's addresses where that machine responds, or the local
+// machine without its address. What cannot be read keeps its last value.
 func (r *Reader) readNode(ctx context.Context, node *corev1.Node) (machineFacts, error) {
 	facts, err := r.machines[node.Name], errors.New("no address known")
 	facts.members = nil // only what the machine sees now counts
 
-	for _, addr := range nodespec.DialAddresses(node) {
-		if err = r.readAddress(ctx, node.Name, addr, &facts); err == nil {
-			return facts, nil
+	if node.Name == r.local {
+		err = r.readState(ctx, node.Name, r.cfg.LocalState, &facts)
+	} else {
+		for _, addr := range nodespec.DialAddresses(node) {
+			if err = r.readAddress(ctx, node.Name, addr, &facts); err == nil {
+				break
+			}
 		}
 	}
 
-	return facts, fmt.Errorf("read control-plane machine %s: %w", node.Name, err)
+	if err != nil {
+		err = fmt.Errorf("read control-plane machine %s: %w", node.Name, err)
+	}
+
+	return facts, err
 }
 
 // readAddress updates the facts from the machine at an address.
@@ -253,6 +288,15 @@ func (r *Reader) readAddress(ctx context.Context, nodename string, addr netip.Ad
 	}
 	defer st.Close() //nolint:errcheck // only read
 
+	if err := r.readState(ctx, nodename, st, facts); err != nil {
+		return fmt.Errorf("address %s: %w", addr, err)
+	}
+
+	return nil
+}
+
+// readState updates the facts from the state of a machine.
+func (r *Reader) readState(ctx context.Context, nodename string, st state.CoreState, facts *machineFacts) error {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 
@@ -260,9 +304,9 @@ func (r *Reader) readAddress(ctx context.Context, nodename string, addr netip.Ad
 
 	switch {
 	case err != nil:
-		return fmt.Errorf("read nodename at %s: %w", addr, err)
+		return fmt.Errorf("read nodename: %w", err)
 	case actual.TypedSpec().Nodename != nodename:
-		return fmt.Errorf("machine at %s reports nodename %q", addr, actual.TypedSpec().Nodename)
+		return fmt.Errorf("machine reports nodename %q", actual.TypedSpec().Nodename)
 	}
 
 	if r.cfg.ReadMembers != nil && r.cfg.ReadMembers() {

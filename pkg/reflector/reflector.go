@@ -122,8 +122,9 @@ func (r *Reflector) FollowNodes(nodes coreinformers.NodeInformer) error {
 			before, ok := old.(*corev1.Node)
 			after, isNode := obj.(*corev1.Node)
 
-			// An informer reports a Node that was deleted and recreated between two lists as an update.
-			if ok && isNode && before.UID != after.UID {
+			// An informer reports a Node that was deleted and recreated between two lists as an update. A control-plane
+			// Node is dialed only at known addresses, so a view that was read before it became one does not count.
+			if ok && isNode && (before.UID != after.UID || nodespec.IsControlPlane(before) != nodespec.IsControlPlane(after)) {
 				r.Untrack(before.Name)
 			}
 

@@ -60,11 +60,7 @@ func TestController_NewLeaderDecidesPendingRequests(t *testing.T) {
 	s.main.stop()
 	s.register(s.boot(w))
 	unseen := s.post(w, request{})
-
-	next, err := s.start(context.WithoutCancel(t.Context()))
-	s.require(err)
-
-	s.main = next
+	s.restart()
 
 	s.awaitIssued(deferred)
 	s.awaitIssued(unseen)
@@ -85,13 +81,8 @@ func TestController_NewLeaderWaitsForMachines(t *testing.T) {
 	name := s.post(liar, request{ips: []netip.Addr{both.Addr()}})
 	s.awaitDeferred(name, csrpolicy.CodeOwnedByOthers)
 
-	s.main.stop()
 	victim.machine.SlowDown(500 * time.Millisecond)
-
-	next, err := s.start(context.WithoutCancel(t.Context()))
-	s.require(err)
-
-	s.main = next
+	s.restart()
 
 	s.awaitIssued(s.post(victim, request{}))
 	s.wantPending(name)

@@ -63,6 +63,8 @@ const (
 	controlPlane   = "cp-1"
 	controlPlaneIP = "172.31.0.1"
 	virtualIP      = "172.31.255.1"
+	// endpointIP is the address of the cluster endpoint.
+	endpointIP = "172.31.254.1"
 )
 
 // bed is shared by all tests: a real API server and signer, Talos machines, and the credentials of the product.
@@ -74,6 +76,7 @@ type bed struct {
 	product *rest.Config
 	machine *talostest.Machine // cp-1's
 	token   string             // the bootstrap token
+	socket  *talosapi.Socket   // cp-1's
 
 	// routes maps the machines' addresses to loopback addresses, where apid listens and which no certificate can
 	// contain.
@@ -181,6 +184,15 @@ func (b *bed) addControlPlane(ctx context.Context) error {
 		return err
 	}
 
+	b.talos.SetEtcdMembers(netip.MustParseAddr(controlPlaneIP))
+
+	endpoint := k8s.NewEndpoint(k8s.ControlPlaneNamespaceName, k8s.ControlPlaneKubernetesEndpointsID)
+	endpoint.TypedSpec().Addresses = []netip.Addr{netip.MustParseAddr(endpointIP)}
+
+	if err := b.machine.State().Create(ctx, endpoint); err != nil {
+		return err
+	}
+
 	return b.label(ctx, controlPlane)
 }
 
@@ -197,6 +209,14 @@ func excludeVirtual(ctx context.Context, m *talostest.Machine) error {
 // label adds the control-plane label to a Node.
 func (b *bed) label(ctx context.Context, nodename string) error {
 	patch := fmt.Sprintf(`{"metadata":{"labels":{%q:""}}}`, controlPlaneLabel)
+	_, err := b.client.CoreV1().Nodes().Patch(ctx, nodename, types.MergePatchType, []byte(patch), metav1.PatchOptions{})
+
+	return err
+}
+
+// unlabel removes the control-plane label from a Node.
+func (b *bed) unlabel(ctx context.Context, nodename string) error {
+	patch := fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, controlPlaneLabel)
 	_, err := b.client.CoreV1().Nodes().Patch(ctx, nodename, types.MergePatchType, []byte(patch), metav1.PatchOptions{})
 
 	return err
@@ -219,8 +239,8 @@ func (b *bed) addMachine(spec talostest.MachineSpec, addr netip.Addr) (*talostes
 
 // bootstrap runs the product's bootstrap, which applies the RBAC objects and writes the kubeconfig.
 func (b *bed) bootstrap(ctx context.Context, group *sync.WaitGroup) error {
-	socket, err := talosapi.OpenSocket(b.machine.Socket())
-	if err != nil {
+	var err error
+	if b.socket, err = talosapi.OpenSocket(b.machine.Socket()); err != nil {
 		return err
 	}
 
@@ -229,12 +249,12 @@ func (b *bed) bootstrap(ctx context.Context, group *sync.WaitGroup) error {
 		return err
 	}
 
-	booted := bootstrap.New(socket.Admin, dir, func(string) bool { return false }, clock.RealClock{})
+	booted := bootstrap.New(b.socket.Admin, dir, func(string) bool { return false }, clock.RealClock{})
 	ready := make(chan struct{})
 
 	group.Go(func() {
 		booted.Run(ctx, sync.OnceFunc(func() { close(ready) }))
-		socket.Close()
+		b.socket.Close()
 		os.RemoveAll(dir)
 	})
 
@@ -314,7 +334,7 @@ func (b *bed) startAt(ctx context.Context, clk clock.WithTicker) (*instance, err
 		return nil, err
 	}
 
-	dial := func(_ string, addr netip.Addr) (talosapi.State, error) {
+	direct := func(_ string, addr netip.Addr) (talosapi.State, error) {
 		if m, routed := b.routes.Load(addr); routed {
 			addr, _ = m.(netip.Addr)
 		}
@@ -331,6 +351,7 @@ func (b *bed) startAt(ctx context.Context, clk clock.WithTicker) (*instance, err
 		recorder = broadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "talos-ccm"})
 		factory  = informers.NewSharedInformerFactory(client, 0)
 		nodes    = factory.Core().V1().Nodes()
+		dial     = controlplane.NewAddresses(client, nodes.Lister(), b.socket.EtcdMembers, clock.RealClock{}).Guard(ctx, direct)
 		// The factory's only informer is the Node informer.
 		watching, freeze = context.WithCancel(ctx)
 		i                = &instance{
@@ -345,7 +366,7 @@ func (b *bed) startAt(ctx context.Context, clk clock.WithTicker) (*instance, err
 	)
 
 	i.controlPlane = controlplane.New(controlplane.Config{
-		Kubernetes: b.product, Client: client, Nodes: nodes, Dial: dial, Clock: clock.RealClock{},
+		Kubernetes: b.product, Client: client, Nodes: nodes, Dial: dial, LocalState: b.socket.Reader, Recorder: recorder, Clock: clock.RealClock{},
 	})
 
 	i.controller, err = csrapproval.New(csrapproval.Config{
@@ -486,6 +507,17 @@ func (s suite) list(w worker, addr netip.Addr) {
 	patch := fmt.Appendf(nil, `{"metadata":{"annotations":{%q:"%s,%s"}}}`, cloudproviderapi.AnnotationAlphaProvidedIPAddr, w.addr, addr)
 	_, err := s.client.CoreV1().Nodes().Patch(s.Context(), w.name, types.MergePatchType, patch, metav1.PatchOptions{})
 	s.require(err)
+}
+
+// restart replaces the leader.
+func (s suite) restart() {
+	s.Helper()
+	s.main.stop()
+
+	next, err := s.start(context.WithoutCancel(s.Context()))
+	s.require(err)
+
+	s.main = next
 }
 
 func (s suite) require(err error) {

@@ -1,0 +1,115 @@
+package controlplane
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	utilerrors "k8s.io/apimachinery/pkg/util/errors"
+	"k8s.io/client-go/kubernetes"
+	corelisters "k8s.io/client-go/listers/core/v1"
+	"k8s.io/utils/clock"
+
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
+)
+
+// addressesMaxAge limits how often the addresses are read. A control-plane machine that has just joined is dialed again
+// after a backoff.
+const addressesMaxAge = 5 * time.Second
+
+// EtcdMembers returns the addresses of the members of etcd.
+type EtcdMembers func(ctx context.Context) ([]netip.Addr, error)
+
+// Addresses are the addresses of the control-plane machines by sources that no kubelet can write: the endpoints of the
+// API server and the members of etcd. Use NewAddresses. They are safe for concurrent use.
+type Addresses struct {
+	client      kubernetes.Interface
+	nodes       corelisters.NodeLister
+	etcdMembers EtcdMembers
+	clock       clock.PassiveClock
+
+	mu     sync.Mutex
+	readAt time.Time
+	// The last answer of each source.
+	endpoints, members []netip.Addr
+	// err is why a source could not be read the last time.
+	err error
+}
+
+// NewAddresses returns Addresses that have read nothing yet. etcdMembers is nil outside Talos.
+func NewAddresses(client kubernetes.Interface, nodes corelisters.NodeLister, etcdMembers EtcdMembers, clk clock.PassiveClock) *Addresses {
+	return &Addresses{client: client, nodes: nodes, etcdMembers: etcdMembers, clock: clk}
+}
+
+// Guard returns a DialFunc that dials the machine of a control-plane Node only at one of these addresses: a kubelet
+// writes the addresses of its Node, and what a machine of the control plane reports counts for the whole cluster. The
+// DialFunc blocks while it reads the addresses, until ctx ends at the latest.
+func (a *Addresses) Guard(ctx context.Context, dial talosapi.DialFunc) talosapi.DialFunc {
+	return func(nodename string, addr netip.Addr) (talosapi.State, error) {
+		node, err := a.nodes.Get(nodename)
+		if err != nil {
+			return nil, fmt.Errorf("get node %q: %w", nodename, err)
+		}
+
+		if nodespec.IsControlPlane(node) {
+			if err := a.confirm(ctx, nodename, addr); err != nil {
+				return nil, err
+			}
+		}
+
+		return dial(nodename, addr)
+	}
+}
+
+// confirm returns an error if addr is not known to be the address of a control-plane machine.
+func (a *Addresses) confirm(ctx context.Context, nodename string, addr netip.Addr) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+
+	if a.readAt.IsZero() || a.clock.Since(a.readAt) > addressesMaxAge {
+		a.read(ctx)
+		a.readAt = a.clock.Now()
+	}
+
+	if slices.Contains(a.endpoints, addr) || slices.Contains(a.members, addr) {
+		return nil
+	}
+
+	err := fmt.Errorf("address %s of control-plane node %q is neither an endpoint of default/kubernetes nor an etcd member's", addr, nodename)
+	if a.err != nil {
+		err = fmt.Errorf("%w; %w", err, a.err)
+	}
+
+	return err
+}
+
+// read reads both sources. The caller holds a.mu.
+func (a *Addresses) read(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
+
+	// The API servers write only this EndpointSlice.
+	byName := fields.OneTermEqualSelector(metav1.ObjectNameField, serviceKubernetes).String()
+
+	endpoints, endpointsErr := readEndpoints(ctx, a.client, metav1.ListOptions{FieldSelector: byName})
+	if endpointsErr == nil {
+		a.endpoints = endpoints
+	}
+
+	var membersErr error
+
+	if a.etcdMembers != nil {
+		var members []netip.Addr
+		if members, membersErr = a.etcdMembers(ctx); membersErr == nil {
+			a.members = members
+		}
+	}
+
+	a.err = utilerrors.NewAggregate([]error{endpointsErr, membersErr})
+}

@@ -1,0 +1,140 @@
+package controlplane_test
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+	"strings"
+	"testing"
+	"time"
+
+	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	applydiscoveryv1 "k8s.io/client-go/applyconfigurations/discovery/v1"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/cache"
+	clocktesting "k8s.io/utils/clock/testing"
+
+	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
+	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
+)
+
+var errDialed = errors.New("dialed")
+
+// guarded is a DialFunc that returns errDialed if the address may be dialed.
+type guarded struct {
+	*testing.T
+
+	client  kubernetes.Interface
+	clock   *clocktesting.FakeClock
+	dial    talosapi.DialFunc
+	members []netip.Addr
+	failure error // of the list of etcd members
+}
+
+// newGuarded registers the Nodes guard-cp, which is labeled, and guard-w.
+func newGuarded(t *testing.T) *guarded {
+	t.Helper()
+
+	client, err := kubernetes.NewForConfig(cluster.Config())
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	g := &guarded{T: t, client: client, clock: clocktesting.NewFakeClock(time.Now())}
+	s := &suite{T: t, client: client}
+	s.register("guard-cp", netip.MustParseAddr("192.0.2.1"))
+	s.register("guard-w", netip.MustParseAddr("192.0.2.9"))
+	s.label("guard-cp")
+
+	factory := informers.NewSharedInformerFactory(client, 0)
+	nodes := factory.Core().V1().Nodes()
+	synced := nodes.Informer().HasSynced
+
+	factory.Start(t.Context().Done())
+
+	if !cache.WaitForCacheSync(t.Context().Done(), synced) {
+		t.Fatal("Nodes were not read")
+	}
+
+	members := func(context.Context) ([]netip.Addr, error) { return g.members, g.failure }
+	g.dial = controlplane.NewAddresses(client, nodes.Lister(), members, g.clock).
+		Guard(t.Context(), func(string, netip.Addr) (talosapi.State, error) { return nil, errDialed })
+
+	return g
+}
+
+// want dials after the last answers have expired, and checks whether the error contains text.
+func (g *guarded) want(nodename, addr, text string) {
+	g.Helper()
+	g.clock.Step(time.Minute)
+
+	if _, err := g.dial(nodename, netip.MustParseAddr(addr)); err == nil || !strings.Contains(err.Error(), text) {
+		g.Errorf("%s at %s: got %v, want %s", nodename, addr, err, text)
+	}
+}
+
+// publish applies an EndpointSlice of default/kubernetes.
+func (g *guarded) publish(name string, addresses ...string) {
+	g.Helper()
+
+	endpointSlices := g.client.DiscoveryV1().EndpointSlices(metav1.NamespaceDefault)
+	slice := applydiscoveryv1.EndpointSlice(name, metav1.NamespaceDefault).
+		WithLabels(map[string]string{discoveryv1.LabelServiceName: "kubernetes"}).
+		WithAddressType(discoveryv1.AddressTypeIPv4).WithEndpoints(applydiscoveryv1.Endpoint().WithAddresses(addresses...))
+
+	if _, err := endpointSlices.Apply(g.Context(), slice, metav1.ApplyOptions{FieldManager: "test"}); err != nil {
+		g.Fatal(err)
+	}
+
+	g.Cleanup(func() {
+		if err := endpointSlices.Delete(context.Background(), name, metav1.DeleteOptions{}); err != nil {
+			g.Error(err)
+		}
+	})
+}
+
+func TestAddresses_GuardControlPlaneNodes(t *testing.T) {
+	const refused = `address 192.0.2.1 of control-plane node "guard-cp" is neither an endpoint of default/kubernetes nor an etcd member's`
+
+	g := newGuarded(t)
+	dialed := errDialed.Error()
+
+	g.want("guard-w", "192.0.2.9", dialed)
+	g.want("unknown", "192.0.2.9", `get node "unknown"`)
+	g.want("guard-cp", "192.0.2.1", refused)
+
+	g.publish("other", "192.0.2.1") // which no API server writes
+	g.want("guard-cp", "192.0.2.1", refused)
+
+	g.members = []netip.Addr{netip.MustParseAddr("192.0.2.1")}
+	g.want("guard-cp", "192.0.2.1", dialed)
+	g.want("guard-cp", "192.0.2.2", "192.0.2.2")
+
+	// The last answer counts while a source does not respond.
+	g.failure = errors.New("etcdserver: no leader")
+	g.want("guard-cp", "192.0.2.1", dialed)
+	g.want("guard-cp", "192.0.2.2", "etcdserver: no leader")
+
+	g.members, g.failure = nil, nil
+	g.want("guard-cp", "192.0.2.1", refused)
+
+	g.publish("kubernetes", "192.0.2.1", "192.0.2.3")
+	g.want("guard-cp", "192.0.2.1", dialed)
+	g.want("guard-cp", "192.0.2.3", dialed)
+}
+
+// Other Nodes must not make talos-ccm read the addresses all the time.
+func TestAddresses_ReadAgainAfterAWhile(t *testing.T) {
+	g := newGuarded(t)
+	g.want("guard-cp", "192.0.2.1", "neither")
+
+	g.members = []netip.Addr{netip.MustParseAddr("192.0.2.1")}
+
+	if _, err := g.dial("guard-cp", netip.MustParseAddr("192.0.2.1")); errors.Is(err, errDialed) {
+		t.Error("the addresses were read again at once")
+	}
+
+	g.want("guard-cp", "192.0.2.1", errDialed.Error())
+}
