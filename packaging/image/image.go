@@ -21,8 +21,6 @@ import (
 	"github.com/talos-ccm/talos-ccm/packaging/sbom"
 )
 
-const website = "https://github.com/talos-ccm/talos-ccm"
-
 // nonRoot is the default user of the image for pods.
 const nonRoot = "65532:65532"
 
@@ -76,8 +74,8 @@ func (r Release) labels(description string) map[string]string {
 		"org.opencontainers.image.version":     r.version(),
 		"org.opencontainers.image.created":     r.Created.UTC().Format(time.RFC3339),
 		"org.opencontainers.image.licenses":    sbom.License,
-		"org.opencontainers.image.source":      website,
-		"org.opencontainers.image.url":         website,
+		"org.opencontainers.image.source":      sbom.Website,
+		"org.opencontainers.image.url":         sbom.Website,
 		"org.opencontainers.image.vendor":      "The talos-ccm authors",
 	}
 

@@ -18,8 +18,9 @@ import (
 )
 
 const (
-	module  = "github.com/talos-ccm/talos-ccm"
-	website = "https://" + module
+	module = "github.com/talos-ccm/talos-ccm"
+	// Website is the home of talos-ccm, also in the labels of its images.
+	Website = "https://" + module
 
 	// License is the license of talos-ccm as an SPDX expression.
 	License = "Apache-2.0"
@@ -45,8 +46,8 @@ func product(version string) *v2_3.Package {
 		PackageSPDXIdentifier:     "Package-" + extension.Name,
 		PackageVersion:            version,
 		PackageSupplier:           &common.Supplier{Supplier: noAssertion},
-		PackageDownloadLocation:   "git+" + website,
-		PackageHomePage:           website,
+		PackageDownloadLocation:   "git+" + Website,
+		PackageHomePage:           Website,
 		PackageLicenseConcluded:   License,
 		PackageLicenseDeclared:    License,
 		PackageCopyrightText:      noAssertion,
@@ -103,7 +104,7 @@ func encode(doc *v2_3.Document) ([]byte, error) {
 	}
 
 	sum := sha256.Sum256(unnamed)
-	doc.DocumentNamespace = website + "/spdx/" + doc.DocumentName + "-" + hex.EncodeToString(sum[:])
+	doc.DocumentNamespace = Website + "/spdx/" + doc.DocumentName + "-" + hex.EncodeToString(sum[:])
 
 	return write(doc)
 }
