@@ -42,7 +42,7 @@ func (s suite) controlPlanePair() (victim, impostor worker) {
 	s.talos.SetEtcdMembers(netip.MustParseAddr(controlPlaneIP), victim.addr)
 	s.Cleanup(func() { s.talos.SetEtcdMembers(netip.MustParseAddr(controlPlaneIP)) })
 	s.register(victim)
-	s.require(s.label(s.Context(), victim.name))
+	s.require(s.labelControlPlane(s.Context(), victim.name))
 
 	return victim, impostor
 }
@@ -91,13 +91,13 @@ func TestController_DropsImpostorOnceNodeIsLabeled(t *testing.T) {
 	s := alone(t)
 
 	victim, impostor := s.controlPlanePair()
-	s.require(s.unlabel(s.Context(), victim.name))
+	s.require(s.unlabelControlPlane(s.Context(), victim.name))
 	s.move(victim, impostor.addr)
 	s.eventually("the impostor is taken for a worker", func() bool {
 		return s.main.inventory.Get(victim.name).Machine.HasAddress(impostor.addr)
 	})
 
-	s.require(s.label(s.Context(), victim.name))
+	s.require(s.labelControlPlane(s.Context(), victim.name))
 
 	name := s.post(victim, request{names: []string{victim.name}, ips: []netip.Addr{impostor.addr, netip.MustParseAddr(endpointIP)}})
 	s.awaitDeferred(name, csrpolicy.CodeMachineUnknown)

@@ -193,7 +193,7 @@ func (b *bed) addControlPlane(ctx context.Context) error {
 		return err
 	}
 
-	return b.label(ctx, controlPlane)
+	return b.labelControlPlane(ctx, controlPlane)
 }
 
 // excludeVirtual publishes the virtual address as Talos does: without a prefix length, in the subnets excluded from
@@ -206,16 +206,16 @@ func excludeVirtual(ctx context.Context, m *talostest.Machine) error {
 	})
 }
 
-// label adds the control-plane label to a Node.
-func (b *bed) label(ctx context.Context, nodename string) error {
+// labelControlPlane adds the control-plane label to a Node.
+func (b *bed) labelControlPlane(ctx context.Context, nodename string) error {
 	patch := fmt.Sprintf(`{"metadata":{"labels":{%q:""}}}`, controlPlaneLabel)
 	_, err := b.client.CoreV1().Nodes().Patch(ctx, nodename, types.MergePatchType, []byte(patch), metav1.PatchOptions{})
 
 	return err
 }
 
-// unlabel removes the control-plane label from a Node.
-func (b *bed) unlabel(ctx context.Context, nodename string) error {
+// unlabelControlPlane removes the control-plane label from a Node.
+func (b *bed) unlabelControlPlane(ctx context.Context, nodename string) error {
 	patch := fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, controlPlaneLabel)
 	_, err := b.client.CoreV1().Nodes().Patch(ctx, nodename, types.MergePatchType, []byte(patch), metav1.PatchOptions{})
 
