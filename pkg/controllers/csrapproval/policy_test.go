@@ -19,6 +19,7 @@ func TestPolicyFor_AllowsSelectedMachinesOnly(t *testing.T) {
 	compiled, err := config.Parse("test", []byte(`
 csrApproval:
   maxExpiration: 48h
+  credentialPinning: enforce
   allowedSANs:
     - nodeSelector: [{matchExpressions: [{key: machineType, operator: In, values: [controlplane]}]}]
       dnsNames: [api.example.org]
@@ -48,7 +49,7 @@ csrApproval:
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			policy := csrapproval.PolicyFor(compiled, test.node, machine.Machine{Nodename: test.node.Name, Type: test.kind})
-			if !slices.Equal(policy.ExtraNames, test.names) || !slices.Equal(policy.ExtraIPs, test.addresses) || policy.MaxExpiration != 48*time.Hour {
+			if !slices.Equal(policy.ExtraNames, test.names) || !slices.Equal(policy.ExtraIPs, test.addresses) || policy.MaxExpiration != 48*time.Hour || !policy.EnforceCredential {
 				t.Errorf("got %+v, want %v, %v", policy, test.names, test.addresses)
 			}
 		})
