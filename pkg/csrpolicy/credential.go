@@ -123,24 +123,33 @@ func (p Pin) Follow(issued []ClientCertificate) Pin {
 	return p
 }
 
-// outdated returns why the kubelet can no longer have the pinned certificate; empty if it can. The new certificate is
-// the zero value if nothing is known of it.
-func (p Pin) outdated(m machine.Machine, renewed ClientCertificate, now time.Time) string {
+// outdated reports whether the kubelet can no longer have the pinned certificate. The new certificate is the zero value
+// if nothing is known of it.
+func (p Pin) outdated(m machine.Machine, renewed ClientCertificate, now time.Time) bool {
 	changed := func(before, after string) bool { return before != "" && after != "" && before != after }
 	volume := Fingerprint(m.EphemeralID)
 
 	switch {
-	case changed(p.Volume, volume):
-		return "the machine's EPHEMERAL volume was wiped"
-	case (p.Volume == "" || volume == "") && changed(p.NodeID, Fingerprint(m.NodeID)):
-		return "the machine was reinstalled"
-	case changed(p.Issuer, renewed.Issuer):
-		return "the cluster's CA was replaced"
-	case !p.Expires.IsZero() && p.Expires.Before(now):
-		return "the certificate expired"
+	case changed(p.Volume, volume), changed(p.Issuer, renewed.Issuer):
+		return true
+	case p.Volume == "", volume == "":
+		return changed(p.NodeID, Fingerprint(m.NodeID)) || p.expired(now)
+	default:
+		return p.expired(now)
+	}
+}
+
+func (p Pin) expired(now time.Time) bool { return !p.Expires.IsZero() && p.Expires.Before(now) }
+
+// issuedAs returns the certificate with an ID; the zero value if nothing is known of it.
+func (c Custody) issuedAs(id string) ClientCertificate {
+	for _, certificate := range c.Issued {
+		if certificate.ID == id {
+			return certificate
+		}
 	}
 
-	return ""
+	return ClientCertificate{}
 }
 
 // checkCredential compares the credential with which the request was made with the pinned one. The kubelet's names are
@@ -151,17 +160,13 @@ func (r *review) checkCredential() {
 		return
 	}
 
-	var certificate ClientCertificate
-	if i := slices.IndexFunc(r.Custody.Issued, func(c ClientCertificate) bool { return c.ID == id }); i >= 0 {
-		certificate = r.Custody.Issued[i]
-	}
-
+	certificate := r.Custody.issuedAs(id)
 	pin := r.Custody.Pin.Follow(r.Custody.Issued)
 	isLate := certificate.Bootstrapped && certificate.RequestedAt.After(r.Custody.NodeCreated.Add(registrationSlack))
 
 	switch {
 	case pin.Has(id):
-	case pin.Credential != "" && pin.outdated(r.Machine, certificate, r.Now) != "", pin.Credential == "" && !isLate:
+	case pin.outdated(r.Machine, certificate, r.Now), pin.Credential == "" && !isLate:
 		pin = Pin{Credential: id}
 	default:
 		origin := "of unknown origin"
