@@ -61,6 +61,7 @@ type power struct {
 // chassis is the process that holds a machine (tools/chassis).
 type chassis struct {
 	spec     chassisSpec
+	process  *exec.Cmd
 	commands io.WriteCloser
 
 	mu      sync.Mutex
@@ -89,10 +90,10 @@ func startChassis(argv []string, spec chassisSpec, ns *netns.Namespace, console 
 		return nil, fmt.Errorf("start chassis of %s: %w", spec.Name, err)
 	}
 
-	c := &chassis{spec: spec, commands: pipes.in, changed: make(chan struct{})}
+	c := &chassis{spec: spec, process: cmd, commands: pipes.in, changed: make(chan struct{})}
 	started := make(chan error)
 
-	go c.hold(cmd, ns, started, func() {
+	go c.hold(ns, started, func() {
 		var readers sync.WaitGroup
 
 		readers.Go(func() { console.read(pipes.err) })
@@ -128,12 +129,12 @@ func newPipes(cmd *exec.Cmd) (p pipes, err error) {
 
 // hold starts the process, reads what it says, and waits for its end, all on one thread: the process is killed when the thread
 // that started it ends.
-func (c *chassis) hold(cmd *exec.Cmd, ns *netns.Namespace, started chan<- error, read func()) {
+func (c *chassis) hold(ns *netns.Namespace, started chan<- error, read func()) {
 	runtime.LockOSThread()
 
 	err := ns.Enter()
 	if err == nil {
-		err = cmd.Start()
+		err = c.process.Start()
 	}
 
 	started <- err
@@ -144,7 +145,7 @@ func (c *chassis) hold(cmd *exec.Cmd, ns *netns.Namespace, started chan<- error,
 
 	read()
 
-	err = cmd.Wait()
+	err = c.process.Wait()
 
 	c.update(func(p *power) {
 		*p = power{boots: p.boots, gone: true}
@@ -220,6 +221,11 @@ func (c *chassis) layer(layers []string) error {
 	c.spec.Layers = layers
 
 	return c.spec.write()
+}
+
+// disk is a path to what the machine has stored, in the mount namespace of the chassis.
+func (c *chassis) disk() string {
+	return filepath.Join(fmt.Sprintf("/proc/%d/root", c.process.Process.Pid), c.spec.Dir, "disk")
 }
 
 // close switches the machine off and ends the chassis.

@@ -106,15 +106,45 @@ func (m *Machine) PowerCycle(ctx context.Context) error {
 	return m.PowerOn(ctx)
 }
 
-// Reboot ends Talos in order (services are stopped and get their SIGTERM) and switches the machine on again as soon as it is
-// down. Addresses that were added to the machine's links stay. Talos in a container refuses the reboot call of its API, so this
-// is a shutdown by the power button, and the machine's stage says so.
+// Shutdown ends Talos in order (services are stopped and get their SIGTERM) and returns when the machine is off. Talos in
+// a container refuses the shutdown call of its API, so this is the power button.
+func (m *Machine) Shutdown(ctx context.Context) error {
+	return m.named("shut down", m.chassis.command(ctx, "shutdown", func(p power) bool { return p.pid == 0 }))
+}
+
+// Reboot shuts the machine down and switches it on again as soon as it is off. Addresses that were added to the machine's
+// links stay. Talos in a container refuses the reboot call of its API, so the machine's stage is that of a shutdown.
 func (m *Machine) Reboot(ctx context.Context) error {
-	if err := m.chassis.command(ctx, "shutdown", func(p power) bool { return p.pid == 0 }); err != nil {
-		return m.named("shut down", err)
+	if err := m.Shutdown(ctx); err != nil {
+		return err
 	}
 
 	return m.PowerOn(ctx)
+}
+
+// Reset calls the reset of the machine's API and returns when the machine is off. Talos in a container wipes nothing: see
+// Wipe.
+func (m *Machine) Reset(ctx context.Context) error {
+	c, err := m.TalosClient(ctx)
+	if err != nil {
+		return err
+	}
+	defer c.Close() //nolint:errcheck // nothing is lost
+
+	if err := c.Reset(ctx, false, false); err != nil {
+		return m.named("reset", err)
+	}
+
+	return m.named("reset", m.chassis.wait(ctx, func(p power) bool { return p.pid == 0 }))
+}
+
+// Wipe switches the machine off and empties its disk: the next boot is a first one, with a new identity.
+func (m *Machine) Wipe(ctx context.Context) error {
+	if err := m.PowerOff(ctx); err != nil {
+		return err
+	}
+
+	return m.named("wipe", os.RemoveAll(m.chassis.disk()))
 }
 
 // Install puts an extension, as Options.Extension describes it, in the place of the machine's, from its next boot on. That is what an upgrade does
