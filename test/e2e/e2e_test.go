@@ -96,7 +96,14 @@ func nodeOf(t *testing.T, m *talos.Machine) (node *corev1.Node) {
 
 // initialized says what is missing for the machine's Node to be right, or returns empty.
 func initialized(ctx context.Context, m *talos.Machine) string {
-	node, err := client.CoreV1().Nodes().Get(ctx, m.Name(), metav1.GetOptions{})
+	return initializedAs(ctx, m, m.Name(), providerID(m))
+}
+
+func providerID(m *talos.Machine) string { return "talos://container/" + m.Address().String() }
+
+// initializedAs says what is missing for the Node to be right for the machine, or returns empty.
+func initializedAs(ctx context.Context, m *talos.Machine, name, providerID string) string {
+	node, err := client.CoreV1().Nodes().Get(ctx, name, metav1.GetOptions{})
 	if err != nil {
 		return err.Error()
 	}
@@ -106,13 +113,13 @@ func initialized(ctx context.Context, m *talos.Machine) string {
 	switch {
 	case slices.ContainsFunc(node.Spec.Taints, func(t corev1.Taint) bool { return t.Key == cloudproviderapi.TaintExternalCloudProvider }):
 		return node.Name + " has the uninitialized taint"
-	case node.Spec.ProviderID != "talos://container/"+ip:
+	case node.Spec.ProviderID != providerID:
 		return fmt.Sprintf("%s has providerID %q", node.Name, node.Spec.ProviderID)
 	case node.Labels[nodespec.LabelPlatform] != "container":
 		return fmt.Sprintf("%s has labels %v", node.Name, node.Labels)
 	case !slices.Contains(node.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeInternalIP, Address: ip}):
 		return fmt.Sprintf("%s has addresses %v", node.Name, node.Status.Addresses)
-	case !slices.Contains(node.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeHostName, Address: m.Name()}):
+	case !slices.Contains(node.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeHostName, Address: name}):
 		return fmt.Sprintf("%s has addresses %v", node.Name, node.Status.Addresses)
 	}
 

@@ -25,17 +25,18 @@ import (
 // kubeletPort is where a kubelet serves.
 const kubeletPort = "10250"
 
-// issued says whether no serving certificate of m's kubelet that is valid for all of ips has been approved and issued, and returns the request.
-func issued(ctx context.Context, m *talos.Machine, ips ...netip.Addr) (certificatesv1.CertificateSigningRequest, string) {
+// issued says whether no serving certificate of a Node's kubelet that is valid for all of ips has been approved and
+// issued, and returns the request.
+func issued(ctx context.Context, name string, ips ...netip.Addr) (certificatesv1.CertificateSigningRequest, string) {
 	requests, err := client.CertificatesV1().CertificateSigningRequests().List(ctx, metav1.ListOptions{FieldSelector: "spec.signerName=" + certificatesv1.KubeletServingSignerName})
 	if err != nil {
 		return certificatesv1.CertificateSigningRequest{}, err.Error()
 	}
 
-	missing := fmt.Sprintf("the kubelet of %s has not asked for a serving certificate", m.Name())
+	missing := fmt.Sprintf("the kubelet of %s has not asked for a serving certificate", name)
 
 	for _, request := range requests.Items {
-		if request.Spec.Username != "system:node:"+m.Name() {
+		if request.Spec.Username != "system:node:"+name {
 			continue
 		}
 
@@ -75,7 +76,7 @@ func TestServingCertificates_AreIssued(t *testing.T) {
 		var request certificatesv1.CertificateSigningRequest
 
 		eventually(t, func(ctx context.Context) (missing string) {
-			request, missing = issued(ctx, m, m.Address())
+			request, missing = issued(ctx, m.Name(), m.Address())
 
 			return missing
 		})
@@ -125,7 +126,7 @@ func kubeletOf(m *talos.Machine) kubernetes.Interface {
 func TestServingCertificates_AreRenewedForAddedAddress(t *testing.T) {
 	eventually(t, bothInitialized)
 	eventually(t, func(ctx context.Context) string {
-		_, missing := issued(ctx, bed.Worker, bed.Worker.Address())
+		_, missing := issued(ctx, bed.Worker.Name(), bed.Worker.Address())
 
 		return missing
 	})
@@ -137,7 +138,7 @@ func TestServingCertificates_AreRenewedForAddedAddress(t *testing.T) {
 
 	// A kubelet that was denied an address which its machine has no longer asks again with growing intervals, of up to half a minute.
 	eventually(t, func(ctx context.Context) string {
-		_, missing := issued(ctx, bed.Worker, bed.Worker.Address(), prefix.Addr())
+		_, missing := issued(ctx, bed.Worker.Name(), bed.Worker.Address(), prefix.Addr())
 
 		return missing
 	})

@@ -31,6 +31,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/extension"
 	"github.com/talos-ccm/talos-ccm/packaging/image"
+	"github.com/talos-ccm/talos-ccm/test/talos"
 )
 
 // podsPage has the manifests that are applied here, as they stand there.
@@ -129,8 +130,8 @@ func control(t *testing.T, action string) {
 	shell(t, fmt.Sprintf("talosctl -n %s service %s %s", bed.ControlPlane.Address(), service, action))
 }
 
-// patchMachine has the control plane's configuration patched.
-func patchMachine(t *testing.T, mode, patch string) {
+// patchMachine has m's configuration patched.
+func patchMachine(t *testing.T, m *talos.Machine, mode, patch string) {
 	t.Helper()
 
 	path := filepath.Join(t.TempDir(), "patch.yaml")
@@ -138,7 +139,7 @@ func patchMachine(t *testing.T, mode, patch string) {
 		t.Fatal(err)
 	}
 
-	shell(t, fmt.Sprintf("talosctl -n %s patch machineconfig --mode %s --patch @%s", bed.ControlPlane.Address(), mode, path))
+	shell(t, fmt.Sprintf("talosctl -n %s patch machineconfig --mode %s --patch @%s", m.Address(), mode, path))
 }
 
 // editMachine changes the control plane's configuration in a way that takes no reboot.
@@ -278,7 +279,7 @@ func TestDocs_StaticPodWorks(t *testing.T) {
 	pushImage(t, manifest)
 
 	// Talos in a container cannot reboot by itself.
-	patchMachine(t, "staged", filled(t, manifest))
+	patchMachine(t, bed.ControlPlane, "staged", filled(t, manifest))
 	t.Cleanup(func() { editMachine(t, func(m *v1alpha1.MachineConfig) { m.MachinePods = nil }) })
 
 	if err := bed.ControlPlane.Reboot(t.Context()); err != nil {
@@ -340,7 +341,7 @@ func TestDocs_DeploymentWorks(t *testing.T) {
 	access, deployment := manifests[0], manifests[1]
 	pushImage(t, deployment)
 
-	patchMachine(t, "no-reboot", access)
+	patchMachine(t, bed.ControlPlane, "no-reboot", access)
 	t.Cleanup(func() {
 		editMachine(t, func(m *v1alpha1.MachineConfig) { m.MachineFeatures.KubernetesTalosAPIAccessConfig = nil })
 	})
