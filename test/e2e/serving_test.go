@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/cosi-project/runtime/pkg/safe"
+	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
@@ -148,6 +150,50 @@ func TestServingCertificates_AreRenewedForAddedAddress(t *testing.T) {
 	t.Logf("the kubelet served it after %s", time.Since(start).Round(time.Millisecond))
 
 	removeAddress(t, bed.Worker, prefix)
+}
+
+// A worker that is installed again has the same Node, another identity, and no certificates.
+func TestServingCertificates_AreIssuedAfterReinstallation(t *testing.T) {
+	eventually(t, bothInitialized)
+
+	node, identity := nodeOf(t, bed.Worker).UID, identityOf(t, bed.Worker)
+	start := time.Now()
+
+	install(t)
+	eventually(t, func(ctx context.Context) string { return serves(ctx, bed.Worker, bed.Worker.Address()) })
+	t.Logf("the kubelet served a certificate %s after the installation", time.Since(start).Round(time.Millisecond))
+
+	if after := identityOf(t, bed.Worker); after == identity {
+		t.Errorf("the machine still has the node ID %s", after)
+	}
+
+	if after := nodeOf(t, bed.Worker).UID; after != node {
+		t.Errorf("the Node is another: its UID is %s, not %s", after, node)
+	}
+}
+
+// identityOf is m's Talos node ID.
+func identityOf(t *testing.T, m *talos.Machine) (id string) {
+	t.Helper()
+
+	eventually(t, func(ctx context.Context) string {
+		api, err := m.TalosClient(ctx)
+		if err != nil {
+			return err.Error()
+		}
+		defer api.Close()
+
+		identity, err := safe.StateGetByID[*cluster.Identity](ctx, api.COSI, cluster.LocalIdentity)
+		if err != nil {
+			return err.Error()
+		}
+
+		id = identity.TypedSpec().NodeID
+
+		return ""
+	})
+
+	return id
 }
 
 // serves says whether m's kubelet does not show a certificate of the cluster's CA for ip.
