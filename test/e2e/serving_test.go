@@ -155,6 +155,7 @@ func TestServingCertificates_AreRenewedForAddedAddress(t *testing.T) {
 // A worker that is installed again has the same Node, another identity, and no certificates.
 func TestServingCertificates_AreIssuedAfterReinstallation(t *testing.T) {
 	eventually(t, bothInitialized)
+	enforcePinning(t)
 
 	node, identity := nodeOf(t, bed.Worker).UID, identityOf(t, bed.Worker)
 	start := time.Now()
