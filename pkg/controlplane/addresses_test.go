@@ -102,7 +102,7 @@ func TestAddresses_GuardControlPlaneNodes(t *testing.T) {
 	dialed := errDialed.Error()
 
 	g.want("guard-w", "192.0.2.9", dialed)
-	g.want("unknown", "192.0.2.9", `get node "unknown"`)
+	g.want("deleted", "192.0.2.9", dialed)
 	g.want("guard-cp", "192.0.2.1", refused)
 
 	g.publish("other", "192.0.2.1") // which no API server writes

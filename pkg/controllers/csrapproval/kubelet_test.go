@@ -53,6 +53,8 @@ func TestKubelet_ObtainsCertificateForNumericNodename(t *testing.T) {
 	s := alone(t)
 	w := worker{name: "10023", addr: hostAddress(t)}
 
+	s.restart() // the deleted Node of an earlier test had the same address
+
 	m, err := s.addMachine(talostest.MachineSpec{Nodename: w.name, Platform: platform(w.name, "localhost.localdomain")}, w.addr)
 	s.require(err)
 	s.Cleanup(func() { _ = m.Stop(context.Background()) })
@@ -71,17 +73,11 @@ func TestKubelet_ReplacesOutdatedRequest(t *testing.T) {
 	w.addr = hostAddress(t)
 	gone := netip.MustParseAddr("8.8.8.8")
 
-	// The deleted Node of an earlier test had the same address.
-	s.main.stop()
-
-	next, err := s.start(context.WithoutCancel(t.Context()))
-	s.require(err)
-
-	s.main = next
+	s.restart() // the deleted Node of an earlier test had the same address
 	s.register(w)
 
 	listed := fmt.Appendf(nil, `{"status":{"addresses":[{"type":"InternalIP","address":%q},{"type":"ExternalIP","address":%q},{"type":"Hostname","address":%q}]}}`, w.addr, gone, w.name)
-	_, err = s.client.CoreV1().Nodes().Patch(s.Context(), w.name, types.MergePatchType, listed, metav1.PatchOptions{}, "status")
+	_, err := s.client.CoreV1().Nodes().Patch(s.Context(), w.name, types.MergePatchType, listed, metav1.PatchOptions{}, "status")
 	s.require(err)
 
 	s.startKubelet(w)

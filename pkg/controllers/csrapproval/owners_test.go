@@ -116,7 +116,7 @@ func TestController_ReleasesAddressOfSilentDeletedNode(t *testing.T) {
 	s.awaitDeferred(name, csrpolicy.CodeOwnedByOthers)
 	s.deleteNode(former.name)
 	s.eventually("its machine is watched by the name of the deleted Node", func() bool {
-		return leader.inventory.Get(former.name).Condition == inventory.Unknown && former.machine.Connections() > 0
+		return csrapproval.FormerCondition(leader.controller, former.name) == inventory.Current
 	})
 
 	// It still responds.
