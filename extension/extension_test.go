@@ -183,7 +183,6 @@ func TestRBAC_ChangesRaiseTheVersion(t *testing.T) {
 		if got := accessor.GetAnnotations()[extension.RBACVersionAnnotation]; got != version {
 			t.Errorf("%s has %s %q, want %q", accessor.GetName(), extension.RBACVersionAnnotation, got, version)
 		}
-
 	}
 
 	for decoder := yaml.NewDecoder(bytes.NewReader(extension.RBAC)); ; {

@@ -351,12 +351,7 @@ func (b *Bootstrap) applyObject(ctx context.Context, client metadata.ResourceInt
 
 		return nil
 	case isDisabled:
-		options := metav1.DeleteOptions{Preconditions: &metav1.Preconditions{ResourceVersion: &existing.ResourceVersion}}
-		if err := client.Delete(ctx, object.GetName(), options); err != nil && !apierrors.IsNotFound(err) {
-			return fmt.Errorf("delete: %w", err)
-		}
-
-		return nil
+		return deleteObject(ctx, client, existing)
 	default:
 		object.SetResourceVersion(existing.ResourceVersion)
 	}
@@ -369,6 +364,17 @@ func (b *Bootstrap) applyObject(ctx context.Context, client metadata.ResourceInt
 	_, err = client.Patch(ctx, object.GetName(), types.ApplyPatchType, data, metav1.PatchOptions{FieldManager: fieldManager, Force: new(true)})
 
 	return err
+}
+
+func deleteObject(ctx context.Context, client metadata.ResourceInterface, existing metav1.Object) error {
+	version := existing.GetResourceVersion()
+
+	err := client.Delete(ctx, existing.GetName(), metav1.DeleteOptions{Preconditions: &metav1.Preconditions{ResourceVersion: &version}})
+	if err != nil && !apierrors.IsNotFound(err) {
+		return fmt.Errorf("delete: %w", err)
+	}
+
+	return nil
 }
 
 // rbacVersion returns the version of an object of extension.RBAC; 0 if it has none.

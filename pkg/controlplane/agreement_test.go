@@ -30,6 +30,7 @@ func TestReader_NeedsMostMachines(t *testing.T) {
 	s := newSuite(t, cluster.Config())
 
 	var machines []*talostest.Machine
+
 	for _, nodename := range []string{"cp-1", "cp-2", "cp-3"} {
 		m := s.add(nodename, talosmachine.TypeControlPlane)
 		m.CutOff()

@@ -112,9 +112,8 @@ func checkTerms(t *testing.T, csr certificatesv1.CertificateSigningRequest, e cs
 	}
 }
 
-func checkNames(t *testing.T, e csrpolicy.Evidence, names []string) {
-	t.Helper()
-
+// grantableNames returns the names that may be granted to the machine.
+func grantableNames(e csrpolicy.Evidence) []string {
 	m := e.Machine
 	own := append([]string{m.Nodename}, e.Policy.ExtraNames...)
 
@@ -129,6 +128,14 @@ func checkNames(t *testing.T, e csrpolicy.Evidence, names []string) {
 			own = append(own, name)
 		}
 	}
+
+	return own
+}
+
+func checkNames(t *testing.T, e csrpolicy.Evidence, names []string) {
+	t.Helper()
+
+	own := grantableNames(e)
 
 	for _, name := range names {
 		name = strings.ToLower(strings.TrimSuffix(name, "."))

@@ -496,7 +496,7 @@ func TestController_ApprovesAllThatNodeLists(t *testing.T) {
 
 				m, err := s.addMachine(talostest.MachineSpec{Nodename: w.name, Platform: platform(w.name, hostname)}, w.addr)
 				s.require(err)
-				s.Cleanup(func() { _ = m.Stop(context.Background()) })
+				s.Cleanup(func() { _ = m.Stop(context.WithoutCancel(s.Context())) })
 
 				s.register(w)
 				s.eventually(w.name+" is known", func() bool { return s.main.inventory.Get(w.name).Condition == inventory.Current })

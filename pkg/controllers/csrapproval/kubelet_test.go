@@ -57,7 +57,7 @@ func TestKubelet_ObtainsCertificateForNumericNodename(t *testing.T) {
 
 	m, err := s.addMachine(talostest.MachineSpec{Nodename: w.name, Platform: platform(w.name, "localhost.localdomain")}, w.addr)
 	s.require(err)
-	s.Cleanup(func() { _ = m.Stop(context.Background()) })
+	s.Cleanup(func() { _ = m.Stop(context.WithoutCancel(s.Context())) })
 
 	s.startKubelet(w)
 	s.reportTalos(w.name)

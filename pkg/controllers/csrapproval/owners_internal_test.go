@@ -175,14 +175,22 @@ func TestOwners_OfDeletedNodes(t *testing.T) {
 		}(), want: true},
 		{name: "reported only by the machine", node: node("other"), view: view("other", "10.0.0.9", address), want: true},
 		{name: "contradicted by the machine", node: node("other", address), view: view("other", "10.0.0.9")},
-		{name: "reported before another machine responds", node: unreported(node("other")), view: view("other", "10.0.0.9", address),
-			after: func(f *ownersFixture) { f.former.MarkMismatch("other", "requesting", "no") }, want: true},
-		{name: "shortly before the end", node: node("other", address), view: view("other", address, address),
-			after: func(f *ownersFixture) { f.clock.Step(retention - time.Second) }, want: true},
-		{name: "after the end, before the sweep", node: node("other", address), view: view("other", address, address),
-			after: func(f *ownersFixture) { f.clock.Step(retention) }},
-		{name: "after the sweep", node: node("other", address), view: view("other", address, address),
-			after: func(f *ownersFixture) { f.clock.Step(retention); f.sweep() }},
+		{
+			name: "reported before another machine responds", node: unreported(node("other")), view: view("other", "10.0.0.9", address),
+			after: func(f *ownersFixture) { f.former.MarkMismatch("other", "requesting", "no") }, want: true,
+		},
+		{
+			name: "shortly before the end", node: node("other", address), view: view("other", address, address),
+			after: func(f *ownersFixture) { f.clock.Step(retention - time.Second) }, want: true,
+		},
+		{
+			name: "after the end, before the sweep", node: node("other", address), view: view("other", address, address),
+			after: func(f *ownersFixture) { f.clock.Step(retention) },
+		},
+		{
+			name: "after the sweep", node: node("other", address), view: view("other", address, address),
+			after: func(f *ownersFixture) { f.clock.Step(retention); f.sweep() },
+		},
 		{name: "still responds", node: node("other", address), view: view("other", address, address), after: func(f *ownersFixture) {
 			f.former.Replace("other", view("other", address, address))
 			f.clock.Step(retention)
@@ -204,13 +212,19 @@ func TestOwners_OfDeletedNodes(t *testing.T) {
 			f.clock.Step(retention)
 			f.sweep()
 		}},
-		{name: "reset", node: unreported(node("other", address)), view: reset,
-			after: func(f *ownersFixture) { f.former.MarkUnreachable("other", "gone") }},
+		{
+			name: "reset", node: unreported(node("other", address)), view: reset,
+			after: func(f *ownersFixture) { f.former.MarkUnreachable("other", "gone") },
+		},
 		{name: "reset, not known to be silent", node: unreported(node("other", address)), view: reset, want: true},
-		{name: "reset, still responds", node: unreported(node("other", address)), view: reset,
-			after: func(f *ownersFixture) { f.former.Replace("other", reset) }, want: true},
-		{name: "reset, kubelet reports", node: reporting(node("other", address)), view: reset,
-			after: func(f *ownersFixture) { f.former.MarkUnreachable("other", "gone") }, want: true},
+		{
+			name: "reset, still responds", node: unreported(node("other", address)), view: reset,
+			after: func(f *ownersFixture) { f.former.Replace("other", reset) }, want: true,
+		},
+		{
+			name: "reset, kubelet reports", node: reporting(node("other", address)), view: reset,
+			after: func(f *ownersFixture) { f.former.MarkUnreachable("other", "gone") }, want: true,
+		},
 		{name: "renamed", node: unreported(node("other", address)), view: view("other", address, address), after: renamed},
 		{name: "renamed, kubelet reports", node: reporting(node("other", address)), view: view("other", address, address), after: renamed, want: true},
 		{name: "renamed to another Node", node: unreported(node("other", address)), view: view("other", address, address), after: func(f *ownersFixture) {
@@ -225,12 +239,18 @@ func TestOwners_OfDeletedNodes(t *testing.T) {
 			renamed(f)
 			f.machines.Replace("requesting", view("requesting", address, address))
 		}, want: true},
-		{name: "requester responds at the address, which the former machine only reported", node: node("other", address), view: view("other", "10.0.0.9", address),
-			after: func(f *ownersFixture) { f.machines.Replace("requesting", view("requesting", address, address)) }},
-		{name: "requester responds at the address, where the former machine responded", node: node("other", address), view: view("other", address, address),
-			after: func(f *ownersFixture) { f.machines.Replace("requesting", view("requesting", address, address)) }, want: true},
-		{name: "requester responds at the address, and the former machine never responded", node: node("other", address),
-			after: func(f *ownersFixture) { f.machines.Replace("requesting", view("requesting", address, address)) }, want: true},
+		{
+			name: "requester responds at the address, which the former machine only reported", node: node("other", address), view: view("other", "10.0.0.9", address),
+			after: func(f *ownersFixture) { f.machines.Replace("requesting", view("requesting", address, address)) },
+		},
+		{
+			name: "requester responds at the address, where the former machine responded", node: node("other", address), view: view("other", address, address),
+			after: func(f *ownersFixture) { f.machines.Replace("requesting", view("requesting", address, address)) }, want: true,
+		},
+		{
+			name: "requester responds at the address, and the former machine never responded", node: node("other", address),
+			after: func(f *ownersFixture) { f.machines.Replace("requesting", view("requesting", address, address)) }, want: true,
+		},
 		{name: "requester no longer responds at the address", node: node("other", address), view: view("other", "10.0.0.9", address), after: func(f *ownersFixture) {
 			f.machines.Replace("requesting", view("requesting", address, address))
 			f.machines.MarkUnreachable("requesting", "gone")
@@ -240,8 +260,10 @@ func TestOwners_OfDeletedNodes(t *testing.T) {
 			f.clock.Step(retention)
 		}, want: true},
 		{name: "same address, identity unknown", node: unreported(node("other", address)), after: renamed, want: true},
-		{name: "control plane, renamed", node: labeled(unreported(node("other", address))), view: view("other", address, address),
-			requester: labeled(node("requesting")), after: renamed},
+		{
+			name: "control plane, renamed", node: labeled(unreported(node("other", address))), view: view("other", address, address),
+			requester: labeled(node("requesting")), after: renamed,
+		},
 		{name: "control plane, claimed by a worker", node: labeled(unreported(node("other", address))), view: view("other", address, address), after: renamed, want: true},
 	} {
 		t.Run(test.name, func(t *testing.T) {

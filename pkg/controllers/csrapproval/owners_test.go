@@ -155,11 +155,11 @@ func TestController_ApprovesRenamedMachineOnceOldNodeIsDeleted(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			s := parallel(t)
 
-			old := s.plan()
 			const uuid = "4c4c4544-0036-5410-8051-b8c04f573300"
+
+			old := s.boot(s.plan())
 			nodeID := "node-id-of-" + old.name
 
-			old = s.boot(old)
 			s.require(old.machine.SetIdentity(s.Context(), nodeID, uuid))
 			s.register(old)
 			s.eventually("the machine is known", func() bool { return s.main.inventory.Get(old.name).Machine.NodeID == nodeID })
