@@ -180,12 +180,27 @@ func TestEvents_AreInSource(t *testing.T) {
 }
 
 // sources returns the content of the product's source files.
-func sources(t *testing.T) (list []string) {
+func sources(t *testing.T) []string {
 	t.Helper()
 
-	for _, folder := range []string{"cmd", "extension", "pkg"} {
+	return files(t, []string{"cmd", "extension", "pkg"}, func(path string) bool {
+		return strings.HasSuffix(path, ".go") && !strings.HasSuffix(path, "_test.go") && !strings.Contains(path, "/talostest/")
+	})
+}
+
+// tests returns the content of all test files.
+func tests(t *testing.T) []string {
+	t.Helper()
+
+	return files(t, []string{"cmd", "extension", "pkg", "test"}, func(path string) bool { return strings.HasSuffix(path, "_test.go") })
+}
+
+func files(t *testing.T, folders []string, match func(path string) bool) (list []string) {
+	t.Helper()
+
+	for _, folder := range folders {
 		err := filepath.WalkDir(filepath.Join(root, folder), func(path string, entry os.DirEntry, err error) error {
-			if err != nil || entry.IsDir() || !strings.HasSuffix(path, ".go") || strings.HasSuffix(path, "_test.go") || strings.Contains(path, "/talostest/") {
+			if err != nil || entry.IsDir() || !match(path) {
 				return err
 			}
 

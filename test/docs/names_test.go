@@ -90,6 +90,7 @@ func TestNames_Exist(t *testing.T) {
 		{"flag", "`(--[a-z][a-z0-9-]+)", string(help), " ", ""},
 		{"service", `\b(ext-[a-z-]+)`, "ext-" + extension.Name, "", ""},
 		{"lease", `\b(cloud-controller-manager-[a-z]+)`, source, `"`, `"`},
+		{"test", "`(Test\\w+)`", strings.Join(tests(t), "\n"), "func ", "("},
 		{"role", `\b(system:talos-ccm[a-z:-]*[a-z])`, string(extension.RBAC), "name: ", "\n"},
 	} {
 		pattern := regexp.MustCompile(names.pattern)
