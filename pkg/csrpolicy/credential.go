@@ -152,6 +152,19 @@ func (c Custody) issuedAs(id string) ClientCertificate {
 	return ClientCertificate{}
 }
 
+// isLate reports whether a certificate goes back to a bootstrap token that was used after the Node had registered.
+func (c Custody) isLate(certificate ClientCertificate) bool {
+	for range c.Issued {
+		if certificate.Bootstrapped {
+			return certificate.RequestedAt.After(c.NodeCreated.Add(registrationSlack))
+		}
+
+		certificate = c.issuedAs(certificate.RequestedWith)
+	}
+
+	return false
+}
+
 // checkCredential compares the credential with which the request was made with the pinned one. The kubelet's names are
 // not enough: a bootstrap token obtains a client certificate for any Node.
 func (r *review) checkCredential() {
@@ -162,7 +175,7 @@ func (r *review) checkCredential() {
 
 	certificate := r.Custody.issuedAs(id)
 	pin := r.Custody.Pin.Follow(r.Custody.Issued)
-	isLate := certificate.Bootstrapped && certificate.RequestedAt.After(r.Custody.NodeCreated.Add(registrationSlack))
+	isLate := r.Custody.isLate(certificate)
 
 	switch {
 	case pin.Has(id):
@@ -170,8 +183,8 @@ func (r *review) checkCredential() {
 		pin = Pin{Credential: id}
 	default:
 		origin := "of unknown origin"
-		if certificate.Bootstrapped {
-			origin = "issued to a bootstrap token after the Node was created"
+		if isLate {
+			origin = "obtained with a bootstrap token after the Node was created"
 		}
 
 		r.unexpected = fmt.Sprintf("Client certificate %s, %s, is not the one that the kubelet of Node %.80q is known to have", id, origin, r.nodename)

@@ -56,6 +56,15 @@ func TestReview_Credential(t *testing.T) {
 		{name: "first registration", issued: []csrpolicy.ClientCertificate{issued("a", "", -time.Second)}, want: pin},
 		{name: "first registration with another clock", issued: []csrpolicy.ClientCertificate{issued("a", "", 9*time.Second)}, want: pin},
 		{name: "bootstrap token for existing Node", issued: []csrpolicy.ClientCertificate{issued("a", "", time.Minute)}},
+		{
+			name:   "bootstrap token for existing Node, two rotations later",
+			issued: []csrpolicy.ClientCertificate{issued("a", "b", 3*time.Minute), issued("b", "c", 2*time.Minute), issued("c", "", time.Minute)},
+		},
+		{
+			name:   "first registration, a rotation later",
+			issued: []csrpolicy.ClientCertificate{issued("a", "b", time.Minute), issued("b", "", -time.Second)},
+			want:   edited(func(p *csrpolicy.Pin) { p.Credential = id("a") }),
+		},
 
 		{name: "pinned", pin: pin, want: pin},
 		{name: "previous", pin: edited(func(p *csrpolicy.Pin) { p.Credential, p.Previous = id("b"), id("a") }), want: edited(func(p *csrpolicy.Pin) { p.Credential, p.Previous = id("b"), id("a") })},

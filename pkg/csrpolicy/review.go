@@ -249,7 +249,7 @@ func (r *review) checkAddress(ip netip.Addr) {
 }
 
 // unconfirmed ends the messages of CodeClusterUnconfirmed.
-const unconfirmed = ", as reported by too few control-plane machines or with an implausible CIDR"
+const unconfirmed = " according to a minority of the control-plane machines or an implausible CIDR"
 
 // mayBeAPIServer reports whether the machine may have a name or an address of the API server if that is its own: only a
 // control-plane machine may. Both the Node and the machine must have that role: a worker can report any role, and an

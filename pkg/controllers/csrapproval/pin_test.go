@@ -164,6 +164,9 @@ func TestPinning_DefersBootstrapTokenWithoutPin(t *testing.T) {
 	stolen, _ := s.obtain(s.bootstrapToken(), w)
 	s.wantUnexpected(s.post(w, request{config: stolen}))
 
+	renewed, _ := s.obtain(stolen, w)
+	s.wantUnexpected(s.post(w, request{config: renewed}))
+
 	kubelet := s.credential(w)
 	s.awaitIssued(s.post(w, request{config: kubelet}))
 	s.awaitPinned(w, kubelet)
