@@ -280,6 +280,8 @@ type instance struct {
 	controlPlane *controlplane.Reader
 	controller   *csrapproval.Controller
 	stop         func()
+	// kubelets maps the machines' addresses to the kubelets that respond there.
+	kubelets sync.Map // netip.Addr → *endpoint
 	// freeze stops the watch of Nodes.
 	freeze func()
 
@@ -371,7 +373,7 @@ func (b *bed) startAt(ctx context.Context, clk clock.WithTicker) (*instance, err
 
 	i.controller, err = csrapproval.New(csrapproval.Config{
 		Client: client, Nodes: nodes, Inventory: i.inventory, Identity: i.controlPlane.Identity(), Recorder: recorder, Clock: clk, Dial: dial,
-		Managed: i.managed, Policy: i.policy, Workers: 10,
+		DialKubelet: i.dialKubelet, Managed: i.managed, Policy: i.policy, Workers: 10,
 	})
 	if err != nil {
 		return nil, err
