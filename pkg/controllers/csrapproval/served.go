@@ -178,7 +178,7 @@ func (c *Controller) servedBy(ctx context.Context, nodename string) (addr netip.
 	if err != nil {
 		return addr, nil, fmt.Errorf("dial kubelet %s: %w", addr, err)
 	}
-	defer conn.Close()
+	defer conn.Close() //nolint:errcheck // nothing was sent
 
 	client := tls.Client(conn, &tls.Config{MinVersion: tls.VersionTLS12, InsecureSkipVerify: true}) //nolint:gosec // compared, not trusted
 
