@@ -235,7 +235,7 @@ func TestReview_MessagesNameSubjectsAndOwners(t *testing.T) {
 		},
 		"dns=worker-2 owner=worker-2": {
 			`DNS name "worker-2" is not reported by the machine`,
-			`DNS name "worker-2" is owned by Node "elsewhere" and 1 more`,
+			`DNS name "worker-2" is owned by Node "elsewhere" and 1 other Node`,
 		},
 	} {
 		v := sceneOf(t, changes).review(t)
@@ -251,13 +251,24 @@ func TestReview_MessagesNameSubjectsAndOwners(t *testing.T) {
 	}
 }
 
+func TestReview_DefersWhatDeletedNodeOfSameNameOwns(t *testing.T) {
+	s := sceneOf(t, "")
+	s.owners["10.0.0.11"] = []string{"worker-1", "worker-2", "worker-3"}
+	s.evidence.Reserved = map[string]time.Time{"worker-1": time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)}
+
+	want := `IP address 10.0.0.11 is owned by Node "worker-1", which was deleted, at least until 2026-01-02T03:04:05Z, and 2 other Nodes`
+	if v := s.review(t); v.Decision != csrpolicy.Defer || len(v.Reasons) != 1 || v.Reasons[0].Message != want {
+		t.Errorf("got %v", v)
+	}
+}
+
 func TestReview_MessageSaysUntilWhenDeletedNodeOwns(t *testing.T) {
 	until := time.Date(2026, 1, 2, 3, 4, 5, 0, time.FixedZone("", 3600))
 
 	s := sceneOf(t, "dns=worker-2 owner=worker-2")
 	s.evidence.Reserved = map[string]time.Time{"elsewhere": until, "worker-2": until.Add(time.Hour)}
 
-	want := `DNS name "worker-2" is owned by Node "elsewhere", which was deleted, at least until 2026-01-02T02:04:05Z, and 1 more`
+	want := `DNS name "worker-2" is owned by Node "elsewhere", which was deleted, at least until 2026-01-02T02:04:05Z, and 1 other Node`
 	if v := s.review(t); !strings.Contains(messages(v), want) {
 		t.Errorf("got %s, want %s", messages(v), want)
 	}

@@ -324,7 +324,7 @@ func (r *review) unproven(code, subject, format string, args ...any) {
 
 // checkOwners checks that no other Node has the name or address. If two have it, the rightful owner is not known.
 func (r *review) checkOwners(subject string) {
-	others := slices.DeleteFunc(slices.Clone(r.Owners[subject]), func(owner string) bool { return owner == r.nodename })
+	others := r.Owners[subject]
 
 	if len(others) == 0 || r.nodename == "" {
 		return
@@ -335,8 +335,12 @@ func (r *review) checkOwners(subject string) {
 		more = fmt.Sprintf(", which was deleted, at least until %s,", until.UTC().Format(time.RFC3339))
 	}
 
-	if len(others) > 1 {
-		more += fmt.Sprintf(" and %d more", len(others)-1)
+	switch count := len(others) - 1; count {
+	case 0:
+	case 1:
+		more += " and 1 other Node"
+	default:
+		more += fmt.Sprintf(" and %d other Nodes", count)
 	}
 
 	r.postpone(CodeOwnedByOthers, "%s is owned by Node %.80q%s", describe(subject), owner, strings.TrimSuffix(more, ","))

@@ -162,6 +162,7 @@ func TestInventory_HandOver(t *testing.T) {
 		{"never responded", func(f, _ *fixture) { f.MarkUnreachable("b", "gone") }, func(_, _ *fixture) {}, machine.Machine{}},
 		{"watched before", func(f, former *fixture) { f.Replace("b", view); former.Replace("b", other) }, func(_, _ *fixture) {}, other},
 		{"unreachable before", func(f, former *fixture) { f.Replace("b", view); former.MarkUnreachable("b", "gone") }, func(_, _ *fixture) {}, view},
+		{"known before", func(f, former *fixture) { f.Replace("b", view); former.Replace("b", other); former.MarkUnreachable("b", "gone") }, func(_, _ *fixture) {}, other},
 		{"mismatch after", func(f, _ *fixture) { f.Replace("b", view) }, func(_, former *fixture) { former.MarkMismatch("b", "c", "no") }, view},
 		{"forgotten", func(f, _ *fixture) { f.Replace("b", view) }, func(_, former *fixture) { former.Forget("b") }, machine.Machine{}},
 	} {

@@ -96,8 +96,9 @@ func (i *Inventory) Subscribe(handler func(nodename string)) {
 	i.handlers = append(i.handlers, handler)
 }
 
-// HandOver makes Forget keep the last view of a machine that has proven to be a Node's in another inventory, until that
-// one forgets it. There is no moment at which neither knows what the machine owns. Call HandOver before the first write.
+// HandOver makes Forget keep the last view of a machine that has proven to be a Node's in another inventory that has no
+// view for the nodename, until that one forgets it. There is no moment at which neither knows what the machine owns. Call
+// HandOver before the first write.
 func (i *Inventory) HandOver(former *Inventory) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -211,12 +212,12 @@ func (i *Inventory) Forget(nodename string) {
 	i.notify(affected)
 }
 
-// adopt sets the last view of a machine that is not Current.
+// adopt sets the last view of a machine that has none.
 func (i *Inventory) adopt(nodename string, last machine.Machine) {
 	i.mu.Lock()
 
 	old := i.entries[nodename]
-	if old.Condition == Current {
+	if old.Last.Nodename != "" {
 		i.mu.Unlock()
 
 		return

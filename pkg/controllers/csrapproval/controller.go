@@ -186,13 +186,13 @@ func (c *Controller) ownership() cache.ResourceEventHandler {
 	return cache.ResourceEventHandlerFuncs{
 		AddFunc: observe,
 		UpdateFunc: func(before, after any) {
-			observe(after)
-
 			// An informer reports a Node that was deleted and recreated between two lists as an update.
 			old, _ := incarnation(before)
 			if current, _ := incarnation(after); old != current {
 				reserve(before)
 			}
+
+			observe(after)
 
 			listed, _ := subjectsOf(before)
 			lists, _ := subjectsOf(after)

@@ -77,7 +77,7 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 		}
 
 		for _, owner := range others {
-			if until, deleted := c.owners.reservedUntil(owner); deleted {
+			if until, deleted := c.owners.reservedUntil(owner, nodename); deleted {
 				evidence.Reserved[owner] = until
 			}
 		}

@@ -37,20 +37,22 @@ type owners struct {
 	policy   func(node *corev1.Node, m machine.Machine) csrpolicy.Policy
 	clock    clock.Clock
 
-	// observed holds the Nodes that the event handlers have received, by name and UID, with indexSubjects: the informer
-	// removes a Node from its own indexer before it calls handlers. Deleted Nodes stay until their reservation ends.
+	// observed holds the Nodes that the event handlers have received, by name and UID, with indexSubjects: the
+	// informer removes a Node from its own indexer before it calls handlers. Deleted Nodes stay until their
+	// reservation ends.
 	observed cache.Indexer
-	// The machines of deleted Nodes, which the reflector watches while they respond.
+	// The machines of deleted Nodes, which the reflector watches while they respond. If several Nodes of one name were
+	// deleted, it is the machine of the first, so that another one with its name cannot take its place.
 	former    *inventory.Inventory
 	reflector *reflector.Reflector
 
 	mu       sync.Mutex
-	reserved map[string]reservation // by nodename
+	reserved map[string][]reservation // by nodename, in the order of deletion; the lists are never changed
 }
 
-// reservation is for the deleted Nodes of one name.
+// reservation is for a deleted Node.
 type reservation struct {
-	nodes []*corev1.Node
+	node  *corev1.Node
 	until time.Time
 }
 
@@ -63,7 +65,7 @@ func newOwners(cfg Config, nodes cache.Indexer) *owners {
 		observed:  cache.NewIndexer(incarnation, cache.Indexers{indexSubjects: subjectsOf}),
 		former:    former,
 		reflector: reflector.New(former, cfg.Dial, cfg.Clock),
-		reserved:  map[string]reservation{},
+		reserved:  map[string][]reservation{},
 	}
 }
 
@@ -88,12 +90,14 @@ func (o *owners) reserve(node *corev1.Node) {
 	defer o.mu.Unlock()
 
 	o.observe(node)
+	o.reserved[node.Name] = append(slices.Clone(o.reserved[node.Name]), reservation{node, o.clock.Now().Add(retention)})
+	o.watch(node.Name)
+}
 
-	r := o.reserved[node.Name]
-	o.reserved[node.Name] = reservation{append(slices.Clone(r.nodes), node), o.clock.Now().Add(retention)}
-
-	if nodespec.IsTalos(node) {
-		o.reflector.Track(node.Name, nodespec.DialAddresses(node))
+// watch watches the machine of the first deleted Node of a name. The caller holds o.mu.
+func (o *owners) watch(nodename string) {
+	if list := o.reserved[nodename]; len(list) > 0 && nodespec.IsTalos(list[0].node) {
+		o.reflector.Track(nodename, nodespec.DialAddresses(list[0].node))
 	}
 }
 
@@ -111,67 +115,121 @@ func (o *owners) run(ctx context.Context, released func()) {
 	}
 }
 
-// extends reports whether a reservation is extended: the machine responds, and no new Node has the name.
-func (o *owners) extends(nodename string) bool {
-	_, registered, _ := o.nodes.GetByKey(nodename) // fails only without a key
-
-	return !registered && o.former.Get(nodename).Condition == inventory.Current
+// extends reports whether the first reservation of a name is extended: the machine responds, and is not known to be the
+// machine of the Node that has the name now.
+func (o *owners) extends(node *corev1.Node, former inventory.Entry) bool {
+	return former.Condition == inventory.Current && !o.hasReturned(node, former, o.machines.Get(node.Name))
 }
 
 // sweep extends reservations and removes those that have ended. It reports whether it has removed any.
 func (o *owners) sweep() (removed bool) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
+	removed, gone := o.end()
 
-	now := o.clock.Now()
+	// Without o.mu: Untrack waits until the connection is closed.
+	for _, name := range gone {
+		o.reflector.Untrack(name)
+		o.former.Forget(name) // the reflector tracks Talos Nodes only
 
-	for name, r := range o.reserved {
-		switch {
-		case o.extends(name):
-			o.reserved[name] = reservation{r.nodes, now.Add(retention)}
-		case !now.Before(r.until):
-			delete(o.reserved, name)
-
-			for _, node := range r.nodes {
-				_ = o.observed.Delete(node) // fails only without a key
-			}
-
-			o.reflector.Untrack(name)
-			o.former.Forget(name) // the reflector tracks Talos Nodes only
-
-			removed = true
-		}
+		o.mu.Lock()
+		o.watch(name)
+		o.mu.Unlock()
 	}
 
 	return removed
 }
 
-// reservationOf returns the reservation of a nodename, or the zero value.
-func (o *owners) reservationOf(nodename string) reservation {
+// end extends reservations and removes those that have ended. It returns the nodenames whose former machines do not count
+// any more.
+func (o *owners) end() (removed bool, gone []string) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+
+	now := o.clock.Now()
+
+	for name, list := range o.reserved {
+		list = slices.Clone(list)
+		first := list[0].node
+
+		if o.extends(first, o.former.Get(name)) {
+			list[0].until = now.Add(retention)
+		}
+
+		o.reserved[name] = slices.DeleteFunc(slices.Clone(list), func(r reservation) bool { return !now.Before(r.until) })
+
+		for _, r := range list {
+			if !now.Before(r.until) {
+				_ = o.observed.Delete(r.node) // fails only without a key
+				removed = true
+			}
+		}
+
+		if !now.Before(list[0].until) {
+			gone = append(gone, name)
+		}
+
+		if len(o.reserved[name]) == 0 {
+			delete(o.reserved, name)
+		}
+	}
+
+	for _, name := range o.nodes.ListKeys() {
+		if len(o.reserved[name]) == 0 && o.isLive(name) && o.former.Get(name).Last.Nodename != "" {
+			gone = append(gone, name)
+		}
+	}
+
+	return removed, gone
+}
+
+// isLive reports whether a Node exists and the event handlers have received it, so that former Nodes of its name are
+// reserved.
+func (o *owners) isLive(nodename string) bool {
+	obj, registered, _ := o.nodes.GetByKey(nodename) // fails only without a key
+	if !registered {
+		return false
+	}
+
+	key, _ := incarnation(obj)
+	_, observed, _ := o.observed.GetByKey(key)
+
+	return observed
+}
+
+// reservationsOf returns the reservations for a nodename.
+func (o *owners) reservationsOf(nodename string) []reservation {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 
 	return o.reserved[nodename]
 }
 
-// reservedUntil returns until when a Node that does not exist any more keeps what it owns; false if it exists.
-func (o *owners) reservedUntil(nodename string) (until time.Time, deleted bool) {
-	if _, registered, _ := o.nodes.GetByKey(nodename); registered {
+// reservedUntil returns until when deleted Nodes of an owner's name keep what they own from the Node nodename; false if
+// the owner is a Node that exists.
+func (o *owners) reservedUntil(owner, nodename string) (until time.Time, deleted bool) {
+	if _, registered, _ := o.nodes.GetByKey(owner); registered && owner != nodename {
 		return time.Time{}, false
 	}
 
-	until = o.reservationOf(nodename).until
+	for _, r := range o.reservationsOf(owner) {
+		if r.until.After(until) {
+			until = r.until
+		}
+	}
 
 	return until, !until.IsZero()
 }
 
-// others returns the names of the other Nodes that own a name or an address, sorted. requester is nil if the Node does
-// not exist.
+// others returns the names of the other Nodes that own a name or an address, sorted: nodename itself if a deleted Node
+// of that name does. requester is nil if the Node does not exist.
 func (o *owners) others(subject, nodename string, requester *corev1.Node) []string {
 	names := o.machines.Owners(subject, nodename)
 
-	for _, name := range o.former.Owners(subject, nodename) {
-		if r := o.reservationOf(name); len(r.nodes) == 0 || o.holds(r, subject, nodename, requester) {
+	for _, name := range o.former.Owners(subject, "") {
+		list := o.reservationsOf(name)
+
+		// A view without a reservation was handed over just before the reservation is made, unless the Node exists.
+		if (len(list) == 0 && name != nodename && !o.isLive(name)) ||
+			(len(list) > 0 && o.holds(list[0], o.former.Get(name), subject, nodename, requester)) {
 			names = append(names, name)
 		}
 	}
@@ -180,7 +238,7 @@ func (o *owners) others(subject, nodename string, requester *corev1.Node) []stri
 	observed, _ := o.observed.ByIndex(indexSubjects, subject)
 
 	for _, obj := range append(listed, observed...) {
-		if node, ok := obj.(*corev1.Node); ok && node.Name != nodename && o.owns(node, subject, nodename, requester) {
+		if node, ok := obj.(*corev1.Node); ok && o.owns(node, subject, nodename, requester) {
 			names = append(names, node.Name)
 		}
 	}
@@ -190,16 +248,18 @@ func (o *owners) others(subject, nodename string, requester *corev1.Node) []stri
 	return slices.Compact(names)
 }
 
-// owns reports whether a Node that lists a name or an address owns it as well.
+// owns reports whether a Node that lists a name or an address owns it as well, and is not the requester.
 func (o *owners) owns(node *corev1.Node, subject, nodename string, requester *corev1.Node) bool {
-	r := o.reservationOf(node.Name)
-	isDeleted := slices.ContainsFunc(r.nodes, func(n *corev1.Node) bool { return n.UID == node.UID })
+	list := o.reservationsOf(node.Name)
 
-	if isDeleted {
-		return o.holds(r, subject, nodename, requester) && o.mayClaim(node, o.former, subject)
+	switch i := slices.IndexFunc(list, func(r reservation) bool { return r.node.UID == node.UID }); i {
+	case -1:
+		return node.Name != nodename && o.mayClaim(node, o.machines, subject)
+	case 0:
+		return o.holds(list[i], o.former.Get(node.Name), subject, nodename, requester) && o.mayClaim(node, o.former, subject)
+	default:
+		return o.holds(list[i], inventory.Entry{}, subject, nodename, requester)
 	}
-
-	return o.mayClaim(node, o.machines, subject)
 }
 
 // mayClaim reports whether a Node's list counts for a name or an address. Kubelets write their Nodes, so it does not if
@@ -227,16 +287,43 @@ func (o *owners) mayClaim(node *corev1.Node, machines *inventory.Inventory, subj
 
 // holds reports whether a reservation of a name or an address holds against a requester: until it ends, unless the
 // machine of the deleted Node is known to be gone, or the subject is known to be the requester's.
-func (o *owners) holds(r reservation, subject, nodename string, requester *corev1.Node) bool {
-	node := r.nodes[len(r.nodes)-1]
+func (o *owners) holds(r reservation, former inventory.Entry, subject, nodename string, requester *corev1.Node) bool {
+	node, current := r.node, o.machines.Get(nodename)
 
-	if !o.clock.Now().Before(r.until) {
-		return o.extends(node.Name) // the next sweep does
+	switch {
+	case !o.clock.Now().Before(r.until) && !o.extends(node, former), isReset(node, former): // the next sweep extends
+		return false
+	case node.Name == nodename:
+		_, err := netip.ParseAddr(subject)
+		isName := err != nil
+
+		return !o.hasReturned(node, former, current) && !(isName && isUnresponsive(former))
+	default:
+		return !belongs(subject, node, former.Last, requester, current) && !isRenamed(node, former, requester, current)
+	}
+}
+
+// hasReturned reports whether the machine of a deleted Node is the one that responds under its name now: at one of its
+// former addresses, or with its node ID while no machine responds under that name at the former addresses. A machine
+// reports its node ID itself.
+func (o *owners) hasReturned(node *corev1.Node, former, current inventory.Entry) bool {
+	if current.Condition != inventory.Current {
+		return false
 	}
 
-	former, current := o.former.Get(node.Name), o.machines.Get(nodename)
+	if isUnresponsive(former) && former.Last.NodeID != "" && former.Last.NodeID == current.Machine.NodeID {
+		return true
+	}
 
-	return !belongs(subject, node, former.Last, requester, current) && !isReset(node, former) && !isRenamed(node, former, requester, current)
+	endpoint := machine.CanonicalAddress(current.Machine.Endpoint)
+
+	if former.Last.Nodename != "" {
+		return slices.Contains(o.former.Owners(endpoint, ""), node.Name)
+	}
+
+	listed, _ := subjectsOf(node)
+
+	return slices.Contains(listed, endpoint)
 }
 
 // belongs reports whether the subject is known to be the requester's, so that a machine that reported names and addresses
@@ -273,6 +360,10 @@ func isRenamed(node *corev1.Node, former inventory.Entry, requester *corev1.Node
 func isSilent(node *corev1.Node, former inventory.Entry) bool {
 	ready := nodespec.ReadyCondition(node)
 
-	return (ready == nil || ready.Status == corev1.ConditionUnknown) &&
-		(former.Condition == inventory.Unreachable || former.Condition == inventory.Mismatch)
+	return (ready == nil || ready.Status == corev1.ConditionUnknown) && isUnresponsive(former)
+}
+
+// isUnresponsive reports whether the machine of a deleted Node is known not to respond.
+func isUnresponsive(former inventory.Entry) bool {
+	return former.Condition == inventory.Unreachable || former.Condition == inventory.Mismatch
 }

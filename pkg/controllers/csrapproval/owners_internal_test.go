@@ -289,9 +289,6 @@ func TestOwners_OfDeletedNodes(t *testing.T) {
 				t.Errorf("got %v, want %v", got, test.want)
 			}
 
-			if got := f.others(address, "other", nil); slices.Contains(got, "other") {
-				t.Error("a Node of the same name must wait")
-			}
 		})
 	}
 }
@@ -372,6 +369,114 @@ func TestOwners_HaveNoGapDuringDeletion(t *testing.T) {
 	}
 }
 
+// A bootstrap token can register a Node under the name of a deleted one, whose machine still runs.
+func TestOwners_ReregisteredNode(t *testing.T) {
+	const elsewhere = "10.0.0.9"
+
+	silent := func(f *ownersFixture) { f.former.MarkUnreachable("other", "gone") }
+	responds := func(f *ownersFixture) { f.former.Replace("other", view("other", address, address, "10.0.0.2")) }
+	replacement := view("other", elsewhere, elsewhere, address)
+	replacement.NodeID = "id of replacement"
+
+	for _, test := range []struct {
+		name    string
+		subject string
+		machine machine.Machine // of the new Node
+		after   func(*ownersFixture)
+		want    bool
+	}{
+		{"returns at its address", address, view("other", address, address), responds, false},
+		{"returns at another of its addresses", address, view("other", "10.0.0.2", address), responds, false},
+		{"returns at a new address", address, view("other", elsewhere, address), silent, false},
+		{"returns at a new address, former not known to be silent", address, view("other", elsewhere, address), func(*ownersFixture) {}, true},
+		{"identity of the former machine, which responds", address, view("other", elsewhere, address), responds, true},
+		{"another machine, former responds", address, replacement, responds, true},
+		{"another machine, former silent", address, replacement, silent, true},
+		{"another machine, what the former only reported", "10.0.0.2", replacement, silent, true},
+		{"another machine, its own address", elsewhere, replacement, responds, false},
+		{"another machine, the name, former responds", "other", replacement, responds, true},
+		{"another machine, the name, former silent", "other", replacement, silent, false},
+		{"another machine, the name, former unknown", "other", replacement, func(*ownersFixture) {}, true},
+		{"another machine, former silent, after the end", address, replacement, func(f *ownersFixture) { silent(f); f.clock.Step(retention); f.sweep() }, false},
+		{"another machine, former responds, after the end", address, replacement, func(f *ownersFixture) { responds(f); f.clock.Step(retention); f.sweep() }, true},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			f := newOwnersFixture(t)
+			old, recreated := node("other", address), node("other", elsewhere)
+			old.UID, recreated.UID = "old", "new"
+
+			f.machines.Replace("other", view("other", address, address, "10.0.0.2"))
+			f.remove(t, f.add(t, old))
+			f.add(t, recreated)
+			f.machines.Replace("other", test.machine)
+			test.after(f)
+
+			if got := slices.Contains(f.others(test.subject, "other", recreated), "other"); got != test.want {
+				t.Errorf("got %v, want %v", got, test.want)
+			}
+		})
+	}
+}
+
+// What another machine does under the name of a deleted Node must not shorten its reservation.
+func TestOwners_JudgesEachDeletedNode(t *testing.T) {
+	f := newOwnersFixture(t)
+	old, attacker := node("other", address), node("other", "10.0.0.9")
+	old.UID, attacker.UID = "old", "new"
+
+	f.machines.Replace("other", view("other", address, address, "10.0.0.2"))
+	f.remove(t, f.add(t, old))
+	f.former.MarkUnreachable("other", "gone")
+	f.clock.Step(retention / 2)
+
+	reset := view("other", "10.0.0.9")
+	reset.Stage = runtime.MachineStageResetting
+	f.machines.Replace("other", reset)
+	f.remove(t, f.add(t, attacker))
+
+	owned := func(subject string) bool {
+		return slices.Contains(f.others(subject, "requesting", node("requesting")), "other")
+	}
+
+	for _, subject := range []string{address, "10.0.0.2", "10.0.0.9"} {
+		if !owned(subject) {
+			t.Errorf("%s is not owned", subject)
+		}
+	}
+
+	f.clock.Step(retention / 2)
+
+	if !f.sweep() {
+		t.Error("no reservation has ended")
+	}
+
+	for subject, want := range map[string]bool{address: false, "10.0.0.2": false, "10.0.0.9": true} {
+		if got := owned(subject); got != want {
+			t.Errorf("after the first has ended, %s is owned: %v, want %v", subject, got, want)
+		}
+	}
+}
+
+// The reflector also forgets the machine of a Node that exists.
+func TestOwners_OfHandedOverView(t *testing.T) {
+	f := newOwnersFixture(t)
+	f.add(t, node("other", address))
+	f.machines.Replace("other", view("other", address, address, "10.0.0.2"))
+	f.machines.Forget("other")
+
+	for range 2 {
+		if got := f.others("10.0.0.2", "requesting", node("requesting")); len(got) > 0 {
+			t.Errorf("owned by %v", got)
+		}
+
+		f.sweep()
+	}
+
+	if entry := f.former.Get("other"); entry.Last.Nodename != "" {
+		t.Errorf("left: %v", entry)
+	}
+}
+
 func TestOwners_RecreatedNode(t *testing.T) {
 	f := newOwnersFixture(t)
 	old, recreated := node("other", address), node("other", "10.0.0.2")
@@ -387,12 +492,17 @@ func TestOwners_RecreatedNode(t *testing.T) {
 		}
 	}
 
-	if _, deleted := f.reservedUntil("other"); deleted {
+	if _, deleted := f.reservedUntil("other", "requesting"); deleted {
 		t.Error("the Node exists")
+	}
+
+	if _, deleted := f.reservedUntil("other", "other"); !deleted {
+		t.Error("a Node of the name was deleted")
 	}
 
 	// The machine responds, which is now the new Node's.
 	f.former.Replace("other", view("other", "10.0.0.2"))
+	f.machines.Replace("other", view("other", "10.0.0.2"))
 	f.clock.Step(retention)
 
 	if !f.sweep() {
@@ -418,7 +528,7 @@ func TestOwners_ForgetsEverything(t *testing.T) {
 		f.remove(t, f.add(t, n))
 	}
 
-	if until, deleted := f.reservedUntil("other"); !deleted || !until.Equal(f.clock.Now().Add(retention)) {
+	if until, deleted := f.reservedUntil("other", "requesting"); !deleted || !until.Equal(f.clock.Now().Add(retention)) {
 		t.Errorf("reserved until %v, %v", until, deleted)
 	}
 

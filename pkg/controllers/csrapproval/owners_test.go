@@ -97,6 +97,29 @@ func TestController_ApprovesReregisteredNode(t *testing.T) {
 	s.awaitIssued(s.post(w, request{}))
 }
 
+// A bootstrap token registers a Node under the name of a deleted one, whose machine still runs.
+func TestController_KeepsAddressesOfReregisteredNode(t *testing.T) {
+	s := parallel(t)
+
+	victim, attacker := s.known(), s.boot(s.plan())
+	s.require(attacker.machine.SetNodename(s.Context(), victim.name))
+	s.require(attacker.machine.AddAddress(s.Context(), "eth1", netip.PrefixFrom(victim.addr, 24)))
+
+	s.deleteNode(victim.name)
+	s.eventually("the Node is forgotten", func() bool { return s.main.inventory.Get(victim.name).Condition == inventory.Unknown })
+
+	attacker.name = victim.name
+	s.register(attacker)
+	s.list(attacker, victim.addr)
+	s.eventually("the attacker's machine responds", func() bool {
+		return s.main.inventory.Get(victim.name).Machine.HasAddress(attacker.addr)
+	})
+
+	name := s.post(attacker, request{ips: []netip.Addr{victim.addr}})
+	s.awaitDeferred(name, csrpolicy.CodeOwnedByOthers)
+	s.wantPending(name)
+}
+
 // An autoscaler gives the address of a deleted instance to another one.
 func TestController_ReleasesAddressOfSilentDeletedNode(t *testing.T) {
 	s := alone(t)
