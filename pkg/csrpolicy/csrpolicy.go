@@ -115,14 +115,14 @@ type Evidence struct {
 	// Machine is the latest view of that Node's machine; the zero value if there is none.
 	Machine machine.Machine
 	// Owners maps names and addresses, in the form in which Request.Subjects returns them (addresses as their String),
-	// to the names of the other Nodes that own them, which includes a deleted Node of the same name. Only entries in the
-	// request matter. An unreachable machine still owns what it last reported.
+	// to the names of the other Nodes that own them, which includes a deleted Node of the same name. Only entries in
+	// the request matter. An unreachable machine still owns what it last reported.
 	Owners map[string][]string
 	// Reserved says of owners that were deleted until when they own it at least. It is for messages.
 	Reserved map[string]time.Time
 	// Listed are the names and addresses of the Node's status, in the same form; empty if unknown. A kubelet requests
-	// what its Node lists, so that a request for what neither the Node nor the machine has is outdated or hostile. It never counts
-	// in favor of a request: kubelets write their Nodes.
+	// what its Node lists, so that a request for what neither the Node nor the machine has is outdated or hostile. It
+	// never counts in favor of a request: kubelets write their Nodes.
 	Listed  []string
 	Cluster ClusterIdentity
 	Custody Custody

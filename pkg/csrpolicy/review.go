@@ -270,8 +270,8 @@ func (r *review) mayBeAPIServer(code, subject string) bool {
 	return false
 }
 
-// hasFormerAPIServerAddress reports whether an address in the API server's certificate may be the worker's by now: Talos
-// accumulates a control-plane machine's addresses until it reboots (network.NodeAddressAccumulativeID in
+// hasFormerAPIServerAddress reports whether an address in the API server's certificate may be the worker's by now:
+// Talos accumulates a control-plane machine's addresses until it reboots (network.NodeAddressAccumulativeID in
 // secrets/KubernetesCertSANsController). The request stays pending until the address is no longer in the certificate.
 func (r *review) hasFormerAPIServerAddress(ip netip.Addr) bool {
 	return r.Node == NodeWorker && r.machineKnown() && r.Machine.Type == talosmachine.TypeWorker && slices.ContainsFunc(r.ownAddresses(ip), isUncontested)

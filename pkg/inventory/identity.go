@@ -30,8 +30,8 @@ func identifiers(identity machine.Identity) []identifier {
 
 // RenamedTo returns the nodename under which the machine of a Node responds now, or an empty string. It returns a name
 // only if the machine has proven to be the Node's before, does not respond under the Node's name, and responds under
-// exactly one other. A node ID or UUID that two machines had at the same time proves nothing. If only the UUID is equal,
-// as after a reinstallation, the machine must have kept its address, too: some vendors use a UUID several times.
+// exactly one other. A node ID or UUID that two machines had at the same time proves nothing. If only the UUID is
+// equal, as after a reinstallation, the machine must have kept its address, too: some vendors use a UUID several times.
 func (i *Inventory) RenamedTo(nodename string) string {
 	i.mu.RLock()
 	defer i.mu.RUnlock()

@@ -162,7 +162,11 @@ func TestInventory_HandOver(t *testing.T) {
 		{"never responded", func(f, _ *fixture) { f.MarkUnreachable("b", "gone") }, func(_, _ *fixture) {}, machine.Machine{}},
 		{"watched before", func(f, former *fixture) { f.Replace("b", view); former.Replace("b", other) }, func(_, _ *fixture) {}, other},
 		{"unreachable before", func(f, former *fixture) { f.Replace("b", view); former.MarkUnreachable("b", "gone") }, func(_, _ *fixture) {}, view},
-		{"known before", func(f, former *fixture) { f.Replace("b", view); former.Replace("b", other); former.MarkUnreachable("b", "gone") }, func(_, _ *fixture) {}, other},
+		{"known before", func(f, former *fixture) {
+			f.Replace("b", view)
+			former.Replace("b", other)
+			former.MarkUnreachable("b", "gone")
+		}, func(_, _ *fixture) {}, other},
 		{"mismatch after", func(f, _ *fixture) { f.Replace("b", view) }, func(_, former *fixture) { former.MarkMismatch("b", "c", "no") }, view},
 		{"forgotten", func(f, _ *fixture) { f.Replace("b", view) }, func(_, former *fixture) { former.Forget("b") }, machine.Machine{}},
 	} {
@@ -184,6 +188,68 @@ func TestInventory_HandOver(t *testing.T) {
 
 			if got := f.Owners("10.0.0.1", "a"); len(got) > 0 {
 				t.Errorf("the former owner is still %v", got)
+			}
+		})
+	}
+}
+
+func TestInventory_DroppedBy(t *testing.T) {
+	const unchanged, lost = "10.0.0.1", "10.0.0.2"
+
+	larger := at(unchanged + "/24")
+	larger.Addresses = append(larger.Addresses, at(lost+"/24").Addresses...)
+	larger.Nodename, larger.Hostname = "b", "host-b"
+
+	smaller := at(unchanged + "/24")
+	smaller.Nodename = "b"
+
+	for _, test := range []struct {
+		name    string
+		change  func(*fixture)
+		subject string
+		want    []string
+	}{
+		{"address", func(f *fixture) { f.Replace("b", smaller) }, lost, []string{"b"}},
+		{"name", func(f *fixture) { f.Replace("b", smaller) }, "host-b", []string{"b"}},
+		{"still reported", func(f *fixture) { f.Replace("b", smaller) }, unchanged, nil},
+		{"after another machine responded", func(f *fixture) { f.MarkMismatch("b", "c", "no"); f.Replace("b", smaller) }, lost, []string{"b"}},
+		{"machine does not respond", func(f *fixture) { f.MarkUnreachable("b", "gone") }, lost, nil},
+		{"shortly before the end", func(f *fixture) { f.Replace("b", smaller); f.now = f.now.Add(15*time.Minute - time.Second) }, lost, []string{"b"}},
+		{"at the end", func(f *fixture) { f.Replace("b", smaller); f.now = f.now.Add(15 * time.Minute) }, lost, nil},
+		{"other change before the end", func(f *fixture) {
+			f.Replace("b", smaller)
+			f.now = f.now.Add(time.Minute)
+			f.Replace("b", at("10.0.0.3/24"))
+		}, lost, []string{"b"}},
+		{"forgotten", func(f *fixture) { f.Replace("b", smaller); f.Forget("b") }, lost, []string{"b"}},
+		{"many addresses come and go", func(f *fixture) {
+			f.Replace("b", smaller)
+
+			for i := range 2000 {
+				m := smaller
+				m.Hostname = fmt.Sprintf("host-%d", i)
+				f.Replace("b", m)
+			}
+		}, lost, []string{"b"}},
+		{"too many names", func(f *fixture) {
+			for i := range 2000 {
+				m := smaller
+				m.Hostname = fmt.Sprintf("host-%d", i)
+				f.Replace("b", m)
+			}
+		}, "host-1998", nil},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			f := newFixture()
+			f.Replace("b", larger)
+			test.change(f)
+
+			if got := f.DroppedBy(test.subject, "a"); !slices.Equal(got, test.want) {
+				t.Errorf("got %v, want %v", got, test.want)
+			}
+
+			if got := f.DroppedBy(test.subject, "b"); len(got) > 0 {
+				t.Errorf("its own subject is dropped by %v", got)
 			}
 		})
 	}

@@ -4,6 +4,7 @@
 package inventory
 
 import (
+	"maps"
 	"net/netip"
 	"slices"
 	"sync"
@@ -74,8 +75,18 @@ type Inventory struct {
 
 	identities index[identifier]    // of Entry.Last
 	ambiguous  sets.Set[identifier] // of several current machines at the same time
-	displaced  sets.Set[string]     // nodenames that have responded at the address of another Node since their last view
+	displaced  sets.Set[string]     // nodenames that have responded at another Node's address since their last view
+
+	dropped map[string]map[string]time.Time // by nodename: the names and addresses that its machine stopped to report
 }
+
+const (
+	// Retention is how long a machine counts as the owner of a name or an address that it does not report any more.
+	Retention = 15 * time.Minute
+
+	// maxDropped limits what one machine can make the Inventory remember.
+	maxDropped = 1000
+)
 
 // New returns an empty Inventory that reads the time from now.
 func New(now func() time.Time) *Inventory {
@@ -83,6 +94,7 @@ func New(now func() time.Time) *Inventory {
 		now: now, entries: map[string]Entry{},
 		uuids: index[string]{}, names: index[string]{}, addresses: index[string]{}, platforms: index[netip.Addr]{},
 		identities: index[identifier]{}, ambiguous: sets.New[identifier](), displaced: sets.New[string](),
+		dropped: map[string]map[string]time.Time{},
 	}
 }
 
@@ -97,8 +109,8 @@ func (i *Inventory) Subscribe(handler func(nodename string)) {
 }
 
 // HandOver makes Forget keep the last view of a machine that has proven to be a Node's in another inventory that has no
-// view for the nodename, until that one forgets it. There is no moment at which neither knows what the machine owns. Call
-// HandOver before the first write.
+// view for the nodename, until that one forgets it. There is no moment at which neither knows what the machine owns.
+// Call HandOver before the first write.
 func (i *Inventory) HandOver(former *Inventory) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -149,13 +161,29 @@ func (i *Inventory) SharedAddresses(nodename string) []netip.Addr {
 }
 
 // Owners returns the other Nodes whose machines report a name or an address, given in canonical form, as their own. A
-// machine that does not respond owns what it reported last, even if another one responds at its address. The reports are not verified: use them to refuse a name or address,
-// never to grant one.
+// machine that does not respond owns what it reported last, even if another one responds at its address. The reports
+// are not verified: use them to refuse a name or address, never to grant one.
 func (i *Inventory) Owners(nameOrAddress, nodename string) []string {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
 
 	return append(i.names.others(nameOrAddress, nodename), i.addresses.others(nameOrAddress, nodename)...)
+}
+
+// DroppedBy returns the other Nodes whose machines have stopped to report a name or an address, given in canonical
+// form, within the retention: another machine may respond at the address of a Node and under its name.
+func (i *Inventory) DroppedBy(nameOrAddress, nodename string) (owners []string) {
+	i.mu.RLock()
+	defer i.mu.RUnlock()
+
+	for owner, subjects := range i.dropped {
+		at, dropped := subjects[nameOrAddress]
+		if dropped && owner != nodename && i.now().Sub(at) < Retention {
+			owners = append(owners, owner)
+		}
+	}
+
+	return owners
 }
 
 // Contradicts reports whether the machine of a Node has proven to be the Node's and did not report the name or address,
@@ -240,6 +268,7 @@ func (i *Inventory) update(nodename string, change func(*Entry)) {
 	change(&entry)
 	i.entries[nodename] = entry
 	i.displace(nodename, entry)
+	i.drop(nodename, old.Last, entry.Last)
 
 	var affected []string
 
@@ -256,6 +285,38 @@ func (i *Inventory) update(nodename string, change func(*Entry)) {
 	i.mu.Unlock()
 
 	i.notify(affected)
+}
+
+// drop records what nodename's machine has stopped to report. It requires i.mu.
+func (i *Inventory) drop(nodename string, before, after machine.Machine) {
+	if before.Equal(after) {
+		return
+	}
+
+	now := i.now()
+
+	for owner, subjects := range i.dropped {
+		maps.DeleteFunc(subjects, func(_ string, at time.Time) bool { return now.Sub(at) >= Retention })
+
+		if len(subjects) == 0 {
+			delete(i.dropped, owner)
+		}
+	}
+
+	reported := func(m machine.Machine) sets.Set[string] {
+		return sets.New(m.ReportedNames()...).Insert(ownedAddresses(m)...)
+	}
+	for subject := range reported(before).Difference(reported(after)) {
+		if len(i.dropped[nodename]) >= maxDropped {
+			return // what it reported first may be another machine's
+		}
+
+		if i.dropped[nodename] == nil {
+			i.dropped[nodename] = map[string]time.Time{}
+		}
+
+		i.dropped[nodename][subject] = now
+	}
 }
 
 // reindex returns the other nodenames whose SharedAddresses have changed, or whether they share a name. It requires

@@ -10,11 +10,13 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/extensions"
 )
 
-// extensionImage is what Talos's imager calls the file system of the first extension. The name is that of its ExtensionStatus, too.
+// extensionImage is what Talos's imager calls the file system of the first extension. The name is that of its
+// ExtensionStatus, too.
 const extensionImage = "0.sqsh"
 
-// extensionLayers lays out what an extension adds to a root file system, as Talos's imager and init do: the extension's own files, and the list of
-// what is installed. That list becomes a folder in dir. The layers are returned topmost first.
+// extensionLayers lays out what an extension adds to a root file system, as Talos's imager and init do: the extension's
+// own files, and the list of what is installed. That list becomes a folder in dir. The layers are returned topmost
+// first.
 func extensionLayers(extension, dir string) ([]string, error) {
 	extension, err := checkLayer(extension)
 	if err != nil {

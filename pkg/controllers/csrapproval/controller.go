@@ -388,8 +388,8 @@ func (r review) certainlyManaged() bool {
 	return r.evidence.Node != csrpolicy.NodeUnknown && (state == csrpolicy.MachineCurrent || state == csrpolicy.MachineUnreachable)
 }
 
-// decide writes the verdict and reports it. It fails with a conflict if the request has changed, such as by the decision
-// of another approver.
+// decide writes the verdict and reports it. It fails with a conflict if the request has changed, such as by the
+// decision of another approver.
 func (c *Controller) decide(ctx context.Context, csr *certificatesv1.CertificateSigningRequest, r review) error {
 	if err := c.writePin(ctx, r.node, r.verdict.Pin); err != nil {
 		return err

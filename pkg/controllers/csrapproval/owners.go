@@ -22,7 +22,7 @@ import (
 
 const (
 	// retention is how long a Node owns its names and addresses after it was deleted and its machine has gone silent.
-	retention = 15 * time.Minute
+	retention = inventory.Retention
 
 	// sweepInterval is how often reservations are extended or removed.
 	sweepInterval = 10 * time.Second
@@ -138,8 +138,8 @@ func (o *owners) sweep() (removed bool) {
 	return removed
 }
 
-// end extends reservations and removes those that have ended. It returns the nodenames whose former machines do not count
-// any more.
+// end extends reservations and removes those that have ended. It returns the nodenames whose former machines do not
+// count any more.
 func (o *owners) end() (removed bool, gone []string) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -222,7 +222,9 @@ func (o *owners) reservedUntil(owner, nodename string) (until time.Time, deleted
 // others returns the names of the other Nodes that own a name or an address, sorted: nodename itself if a deleted Node
 // of that name does. requester is nil if the Node does not exist.
 func (o *owners) others(subject, nodename string, requester *corev1.Node) []string {
-	names := o.machines.Owners(subject, nodename)
+	names := slices.Concat(
+		o.machines.Owners(subject, nodename), o.machines.DroppedBy(subject, nodename), o.former.DroppedBy(subject, nodename),
+	)
 
 	for _, name := range o.former.Owners(subject, "") {
 		list := o.reservationsOf(name)
@@ -264,8 +266,8 @@ func (o *owners) owns(node *corev1.Node, subject, nodename string, requester *co
 
 // mayClaim reports whether a Node's list counts for a name or an address. Kubelets write their Nodes, so it does not if
 // the machine has proven to be the Node's and did not report the subject last. What the machine reports is no proof
-// either: another machine may respond at its address. So it cannot disown the address at which it responds, the kubelet's
-// node IP of the other IP family, and the names and addresses that the operator assigns.
+// either: another machine may respond at its address. So it cannot disown the address at which it responds, the
+// kubelet's node IP of the other IP family, and the names and addresses that the operator assigns.
 func (o *owners) mayClaim(node *corev1.Node, machines *inventory.Inventory, subject string) bool {
 	if !machines.Contradicts(node.Name, subject) {
 		return true
@@ -326,17 +328,24 @@ func (o *owners) hasReturned(node *corev1.Node, former, current inventory.Entry)
 	return slices.Contains(listed, endpoint)
 }
 
-// belongs reports whether the subject is known to be the requester's, so that a machine that reported names and addresses
-// of others does not keep them after its Node was deleted: the name of a Node that is older than the deleted one, or the
-// address at which the requester's machine responds while the machine of the deleted Node responded at another one.
+// belongs reports whether the subject is known to be the requester's, so that a machine that reported names and
+// addresses of others does not keep them after its Node was deleted: the name of a Node that is older than the deleted
+// one, or the address at which the requester's machine responds, while the machine of the deleted Node responded at
+// another one, or never and the requester's Node is older.
 func belongs(subject string, deleted *corev1.Node, former machine.Machine, requester *corev1.Node, current inventory.Entry) bool {
 	if requester == nil || current.Condition != inventory.Current {
 		return false
 	}
 
+	isOlder := requester.CreationTimestamp.Before(&deleted.CreationTimestamp)
+
 	addr, err := netip.ParseAddr(subject)
 	if err != nil {
-		return subject == machine.CanonicalName(requester.Name) && requester.CreationTimestamp.Before(&deleted.CreationTimestamp)
+		return subject == machine.CanonicalName(requester.Name) && isOlder
+	}
+
+	if former.Nodename == "" {
+		return current.Machine.Endpoint.Unmap() == addr && isOlder
 	}
 
 	return current.Machine.Endpoint.Unmap() == addr && former.Endpoint.IsValid() && former.Endpoint.Unmap() != addr
@@ -347,16 +356,17 @@ func isReset(node *corev1.Node, former inventory.Entry) bool {
 	return isSilent(node, former) && former.Last.Stage == runtime.MachineStageResetting
 }
 
-// isRenamed reports whether the machine of a deleted Node is the requester's now: it responds at its former address, with
-// its identity. A machine reports its identity itself. So the successor of a control-plane Node must have the label,
-// which a worker cannot get, and the identity never suffices while the Node exists.
+// isRenamed reports whether the machine of a deleted Node is the requester's now: it responds at its former address,
+// with its identity. A machine reports its identity itself. So the successor of a control-plane Node must have the
+// label, which a worker cannot get, and the identity never suffices while the Node exists.
 func isRenamed(node *corev1.Node, former inventory.Entry, requester *corev1.Node, current inventory.Entry) bool {
 	return requester != nil && isSilent(node, former) && former.Responding == requester.Name && current.Condition == inventory.Current &&
 		former.Last.NodeID != "" && former.Last.Identity() == current.Machine.Identity() &&
 		(nodespec.IsControlPlane(requester) || !nodespec.IsControlPlane(node))
 }
 
-// isSilent reports whether the kubelet of a deleted Node had stopped to report, and its machine does not respond either.
+// isSilent reports whether the kubelet of a deleted Node had stopped to report, and its machine does not respond
+// either.
 func isSilent(node *corev1.Node, former inventory.Entry) bool {
 	ready := nodespec.ReadyCondition(node)
 

@@ -84,6 +84,13 @@ func view(nodename, endpoint string, addresses ...string) machine.Machine {
 	return m
 }
 
+// created sets the time at which a Node was created.
+func created(n *corev1.Node, unix int64) *corev1.Node {
+	n.CreationTimestamp = metav1.Unix(unix, 0)
+
+	return n
+}
+
 func TestOwners_OfLiveNodes(t *testing.T) {
 	provided := node("other", address)
 	provided.Annotations = map[string]string{cloudproviderapi.AnnotationAlphaProvidedIPAddr: "10.0.0.9," + address + "," + second}
@@ -251,6 +258,21 @@ func TestOwners_OfDeletedNodes(t *testing.T) {
 			name: "requester responds at the address, and the former machine never responded", node: node("other", address),
 			after: func(f *ownersFixture) { f.machines.Replace("requesting", view("requesting", address, address)) }, want: true,
 		},
+		{
+			name: "older requester responds at the address, and the former machine never responded", node: created(node("other", address), 1),
+			requester: created(node("requesting"), 0),
+			after:     func(f *ownersFixture) { f.machines.Replace("requesting", view("requesting", address, address)) },
+		},
+		{
+			name: "older requester responds at the address, where the former machine responded", node: created(node("other", address), 1),
+			view: view("other", address, address), requester: created(node("requesting"), 0),
+			after: func(f *ownersFixture) { f.machines.Replace("requesting", view("requesting", address, address)) }, want: true,
+		},
+		{
+			name: "newer requester responds at the address, and the former machine never responded", node: created(node("other", address), 0),
+			requester: created(node("requesting"), 1),
+			after:     func(f *ownersFixture) { f.machines.Replace("requesting", view("requesting", address, address)) }, want: true,
+		},
 		{name: "requester no longer responds at the address", node: node("other", address), view: view("other", "10.0.0.9", address), after: func(f *ownersFixture) {
 			f.machines.Replace("requesting", view("requesting", address, address))
 			f.machines.MarkUnreachable("requesting", "gone")
@@ -288,7 +310,6 @@ func TestOwners_OfDeletedNodes(t *testing.T) {
 			if got := slices.Contains(f.others(address, "requesting", requester), "other"); got != test.want {
 				t.Errorf("got %v, want %v", got, test.want)
 			}
-
 		})
 	}
 }
@@ -415,6 +436,35 @@ func TestOwners_ReregisteredNode(t *testing.T) {
 				t.Errorf("got %v, want %v", got, test.want)
 			}
 		})
+	}
+}
+
+// Another machine responds at the address of a Node and under its name, and reports less.
+func TestOwners_OfWhatMachineStoppedToReport(t *testing.T) {
+	for _, deleted := range []bool{false, true} {
+		f := newOwnersFixture(t)
+		n := f.add(t, node("other", address, second))
+		machines := f.machines
+
+		f.machines.Replace("other", view("other", address, address, "10.0.0.2"))
+
+		if deleted {
+			f.remove(t, n)
+
+			machines = f.former
+		}
+
+		machines.Replace("other", view("other", address, address))
+
+		if got := f.others("10.0.0.2", "requesting", node("requesting")); !slices.Equal(got, []string{"other"}) {
+			t.Errorf("deleted: %v: owned by %v", deleted, got)
+		}
+
+		f.clock.Step(retention)
+
+		if got := f.others("10.0.0.2", "requesting", node("requesting")); len(got) > 0 {
+			t.Errorf("deleted: %v: after the retention, owned by %v", deleted, got)
+		}
 	}
 }
 

@@ -22,8 +22,8 @@ import (
 
 // Labels that record the pinned client certificate of a Node. No kubelet can write them (NodeRestriction).
 const (
-	// LabelCredential is the ID of the certificate: the first 32 hexadecimal digits of its SHA-256 hash. An operator may
-	// set it.
+	// LabelCredential is the ID of the certificate: the first 32 hexadecimal digits of its SHA-256 hash. An operator
+	// may set it.
 	LabelCredential = "talos-ccm.node-restriction.kubernetes.io/credential"
 	// LabelPrevious is the ID of the certificate with which the kubelet requested it.
 	LabelPrevious = LabelCredential + "-previous"
@@ -115,8 +115,8 @@ func (c *Controller) custody(node *corev1.Node) csrpolicy.Custody {
 	return custody
 }
 
-// syncIssued moves the pin of a Node after a rotation: the API server forgets the request within about an hour. Requests
-// of the Node may depend on it.
+// syncIssued moves the pin of a Node after a rotation: the API server forgets the request within about an hour.
+// Requests of the Node may depend on it.
 func (c *Controller) syncIssued(ctx context.Context, nodename string) error {
 	c.requeueFor(nodename)
 
