@@ -1,9 +1,11 @@
 package csrapproval
 
 import (
+	"context"
 	"errors"
 	"net/netip"
 	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -18,6 +20,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/reflector"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
 
@@ -566,6 +569,49 @@ func TestOwners_RecreatedNode(t *testing.T) {
 	if got := f.others("10.0.0.2", "requesting", nil); !slices.Equal(got, []string{"other"}) {
 		t.Errorf("the new Node's address is owned by %v", got)
 	}
+}
+
+// Connecting to a machine takes seconds. Reviews and event handlers must not wait for that.
+func TestOwners_SweepBlocksNoOthers(t *testing.T) {
+	dialed, release := make(chan struct{}), make(chan struct{})
+	f := newOwnersFixture(t)
+	f.reflector = reflector.New(f.former, func(string, netip.Addr) (talosapi.State, error) {
+		close(dialed)
+		<-release
+
+		return nil, errors.New("no machine")
+	}, f.clock)
+
+	var group sync.WaitGroup
+	defer group.Wait()
+
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+
+	group.Go(func() { f.reflector.Run(ctx) })
+	f.remove(t, f.add(t, node("other", address)))
+	<-dialed
+
+	f.clock.Step(retention)
+	group.Go(func() { f.sweep() })
+
+	ended := make(chan struct{})
+
+	group.Go(func() {
+		defer close(ended)
+
+		for len(f.reservationsOf("other")) > 0 {
+			time.Sleep(time.Millisecond)
+		}
+	})
+
+	select {
+	case <-ended:
+	case <-time.After(time.Minute):
+		t.Error("the sweep blocks others")
+	}
+
+	close(release)
 }
 
 func TestOwners_ForgetsEverything(t *testing.T) {
