@@ -175,7 +175,12 @@ func (m *controllerManager) dialer(ctx context.Context, client kubernetes.Interf
 
 	return func(nodename string, addr netip.Addr) (talosapi.State, error) {
 		if local != "" && nodename == local {
-			return talosapi.DialSocket(m.app.options.MachineSocket)
+			st, err := talosapi.DialSocket(m.app.options.MachineSocket)
+			if err != nil {
+				return nil, err
+			}
+
+			return talosapi.ControlPlane{State: st}, nil
 		}
 
 		return guarded(nodename, addr)

@@ -47,20 +47,27 @@ func NewAddresses(client kubernetes.Interface, nodes corelisters.NodeLister, etc
 	return &Addresses{client: client, nodes: nodes, etcdMembers: etcdMembers, clock: clk}
 }
 
-// Guard returns a DialFunc that dials the machine of a control-plane Node only at one of these addresses: a kubelet
-// writes the addresses of its Node, and what a machine of the control plane reports counts for the whole cluster. What the
-// machine of a deleted Node reports does not, so it is dialed at any address. The DialFunc blocks while it reads the
-// addresses, until ctx ends at the latest.
+// Guard returns a DialFunc that dials the machine of a control-plane Node only at one of these addresses, as a
+// talosapi.ControlPlane: a kubelet writes the addresses of its Node, and what a machine of the control plane reports
+// counts for the whole cluster. What the machine of a deleted Node reports does not, so it is dialed at any address. The
+// DialFunc blocks while it reads the addresses, until ctx ends at the latest.
 func (a *Addresses) Guard(ctx context.Context, dial talosapi.DialFunc) talosapi.DialFunc {
 	return func(nodename string, addr netip.Addr) (talosapi.State, error) {
 		node, err := a.nodes.Get(nodename) // fails only if there is none
-		if err == nil && nodespec.IsControlPlane(node) {
-			if err := a.confirm(ctx, nodename, addr); err != nil {
-				return nil, err
-			}
+		if err != nil || !nodespec.IsControlPlane(node) {
+			return dial(nodename, addr)
 		}
 
-		return dial(nodename, addr)
+		if err := a.confirm(ctx, nodename, addr); err != nil {
+			return nil, err
+		}
+
+		st, err := dial(nodename, addr)
+		if err != nil {
+			return nil, err
+		}
+
+		return talosapi.ControlPlane{State: st}, nil
 	}
 }
 

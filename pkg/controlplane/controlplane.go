@@ -56,7 +56,8 @@ type Config struct {
 	Client     kubernetes.Interface
 	// Nodes must not have been started before New.
 	Nodes coreinformers.NodeInformer
-	Dial  talosapi.DialFunc
+	// Dial returns a talosapi.ControlPlane for the machine of each control-plane Node.
+	Dial talosapi.DialFunc
 	// LocalState is the state of this machine, which is certain. Its kube-controller-manager configuration is read even
 	// while no Node has the label of the control plane. Nil outside Talos.
 	LocalState state.CoreState

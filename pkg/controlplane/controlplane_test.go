@@ -105,7 +105,9 @@ func newSuite(t *testing.T, config *rest.Config, options ...func(*suite, *contro
 		Recorder:   s.recorder,
 		Clock:      s.clock,
 		Dial: func(_ string, addr netip.Addr) (talosapi.State, error) {
-			return talosapi.Dial(staticCredentials{credentials}, addr)
+			st, err := talosapi.Dial(staticCredentials{credentials}, addr)
+
+			return talosapi.ControlPlane{State: st}, err
 		},
 	}
 

@@ -29,6 +29,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
 
 const (
@@ -287,6 +288,10 @@ func (r *Reader) readAddress(ctx context.Context, nodename string, addr netip.Ad
 		return err
 	}
 	defer st.Close() //nolint:errcheck // only read
+
+	if _, ok := st.(talosapi.ControlPlane); !ok {
+		return fmt.Errorf("address %s: node has lost the label of the control plane", addr)
+	}
 
 	if err := r.readState(ctx, nodename, st, facts); err != nil {
 		return fmt.Errorf("address %s: %w", addr, err)

@@ -122,10 +122,11 @@ func (r *Reflector) FollowNodes(nodes coreinformers.NodeInformer) error {
 			before, ok := old.(*corev1.Node)
 			after, isNode := obj.(*corev1.Node)
 
-			// An informer reports a Node that was deleted and recreated between two lists as an update. A control-plane
-			// Node is dialed only at known addresses, so a view that was read before it became one does not count.
-			if ok && isNode && (before.UID != after.UID || nodespec.IsControlPlane(before) != nodespec.IsControlPlane(after)) {
+			// An informer reports a Node that was deleted and recreated between two lists as an update.
+			if ok && isNode && before.UID != after.UID {
 				r.Untrack(before.Name)
+			} else if ok && isNode && nodespec.IsControlPlane(before) != nodespec.IsControlPlane(after) {
+				r.renew(before.Name) // only a control-plane Node is dialed as one
 			}
 
 			track(obj)
@@ -155,6 +156,16 @@ func (r *Reflector) Track(nodename string, addresses []netip.Addr) {
 	}
 
 	r.tasks[nodename] = r.start(nodename, slices.Clone(addresses), old)
+}
+
+// renew dials the machine of a tracked Node again. Its entry in the inventory stays until then.
+func (r *Reflector) renew(nodename string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+
+	if old := r.tasks[nodename]; old != nil {
+		r.tasks[nodename] = r.start(nodename, old.addresses, old)
+	}
 }
 
 // Untrack stops following the machine of the Node nodename and removes it from the inventory.

@@ -334,6 +334,7 @@ func (s *session) publish(ctx context.Context) error {
 	}
 
 	m.Endpoint = s.addr
+	_, m.ControlPlane = s.state.(talosapi.ControlPlane)
 	s.inventory.Replace(s.nodename, m)
 
 	return nil

@@ -49,6 +49,10 @@ type State interface {
 	io.Closer
 }
 
+// ControlPlane is the State of a machine that certainly belongs to the control plane: the local machine, or the machine at
+// an address that no kubelet can write.
+type ControlPlane struct{ State }
+
 // Credentials provide the TLS configuration for each Dial. They may change at any time.
 type Credentials interface {
 	// TLSConfig returns a new configuration with the client certificate and the trusted OS CAs of the cluster.

@@ -48,7 +48,7 @@ func PolicyFor(current *config.Compiled, node *corev1.Node, m machine.Machine) c
 
 // reviewFor reviews a request of the kubelet on a Node, which is nil if it does not exist.
 func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node *corev1.Node) review {
-	entry := c.cfg.Inventory.Get(nodename)
+	entry := c.entryFor(nodename, node)
 	evidence := csrpolicy.Evidence{
 		Cluster:      c.cfg.Identity.Current(),
 		Now:          c.cfg.Clock.Now(),
@@ -84,6 +84,17 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 	}
 
 	return review{node, evidence, csrpolicy.Review(request, evidence)}
+}
+
+// entryFor returns what is known about the machine of a Node, which is nil if it does not exist: nothing if the Node has
+// the label of the control plane and its machine was not dialed as one, such as before the Node got the label.
+func (c *Controller) entryFor(nodename string, node *corev1.Node) inventory.Entry {
+	entry := c.cfg.Inventory.Get(nodename)
+	if node != nil && nodespec.IsControlPlane(node) && !entry.ObservedAt.IsZero() && !entry.Machine.ControlPlane {
+		return inventory.Entry{}
+	}
+
+	return entry
 }
 
 // notSynced returns the names of the Talos Nodes whose machines have neither responded nor failed to respond.

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/cosi-project/runtime/pkg/safe"
@@ -14,6 +15,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 	cloudproviderapi "k8s.io/cloud-provider/api"
 
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
@@ -86,22 +88,40 @@ func TestController_DeniesRequestOfControlPlaneImpostor(t *testing.T) {
 	s.awaitIssued(s.post(victim, request{}))
 }
 
-// A Node may be registered with a bootstrap token before its control-plane machine joins and Talos labels the Node.
+// A Node may be registered with a bootstrap token before its control-plane machine joins and Talos labels the Node. A
+// request that was posted before is reviewed when the Node gets the label, maybe before its machine is dialed again.
 func TestController_DropsImpostorOnceNodeIsLabeled(t *testing.T) {
-	s := alone(t)
+	for order, followFirst := range map[string]bool{"reflector before controller": true, "controller before reflector": false} {
+		t.Run(order, func(t *testing.T) {
+			s := alone(t)
+			s.followFirst = followFirst
+			s.restart()
 
-	victim, impostor := s.controlPlanePair()
-	s.require(s.unlabelControlPlane(s.Context(), victim.name))
-	s.move(victim, impostor.addr)
-	s.eventually("the impostor is taken for a worker", func() bool {
-		return s.main.inventory.Get(victim.name).Machine.HasAddress(impostor.addr)
-	})
+			victim, impostor := s.controlPlanePair()
+			s.require(s.unlabelControlPlane(s.Context(), victim.name))
+			s.move(victim, impostor.addr)
+			s.eventually("the impostor is taken for a worker", func() bool {
+				return s.main.inventory.Get(victim.name).Machine.HasAddress(impostor.addr)
+			})
 
-	s.require(s.labelControlPlane(s.Context(), victim.name))
+			wanted := request{names: []string{victim.name}, ips: []netip.Addr{impostor.addr, netip.MustParseAddr(endpointIP)}}
+			before := s.post(victim, wanted)
+			s.awaitDeferred(before, csrpolicy.CodeControlPlaneUnclear)
+			s.require(s.labelControlPlane(s.Context(), victim.name))
 
-	name := s.post(victim, request{names: []string{victim.name}, ips: []netip.Addr{impostor.addr, netip.MustParseAddr(endpointIP)}})
-	s.awaitDeferred(name, csrpolicy.CodeMachineUnknown)
-	s.wantPending(name)
+			for _, name := range []string{before, s.post(victim, wanted)} {
+				s.eventually("request "+name+" is deferred because the machine is unknown", func() bool {
+					if approved(s.get(name)) {
+						s.Fatalf("request %s was approved", name)
+					}
+
+					return slices.ContainsFunc(s.messages(name, csrapproval.ReasonDeferred), func(message string) bool {
+						return strings.Contains(message, csrpolicy.CodeMachineUnknown)
+					})
+				})
+			}
+		})
+	}
 }
 
 // An impostor must not be able to have the requests of all kubelets denied.

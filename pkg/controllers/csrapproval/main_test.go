@@ -83,6 +83,9 @@ type bed struct {
 	routes sync.Map // netip.Addr → netip.Addr
 	last   atomic.Int32
 
+	// followFirst has the reflector receive changes of Nodes before the controller.
+	followFirst bool
+
 	main *instance
 }
 
@@ -371,6 +374,12 @@ func (b *bed) startAt(ctx context.Context, clk clock.WithTicker) (*instance, err
 		Kubernetes: b.product, Client: client, Nodes: nodes, Dial: dial, LocalState: b.socket.Reader, Recorder: recorder, Clock: clock.RealClock{},
 	})
 
+	if b.followFirst {
+		if err := machines.FollowNodes(nodes); err != nil {
+			return nil, err
+		}
+	}
+
 	i.controller, err = csrapproval.New(csrapproval.Config{
 		Client: client, Nodes: nodes, Inventory: i.inventory, Identity: i.controlPlane.Identity(), Recorder: recorder, Clock: clk, Dial: dial,
 		DialKubelet: i.dialKubelet, Managed: i.managed, Policy: i.policy, Workers: 10,
@@ -387,8 +396,10 @@ func (b *bed) startAt(ctx context.Context, clk clock.WithTicker) (*instance, err
 		return nil, err
 	}
 
-	if err := machines.FollowNodes(nodes); err != nil {
-		return nil, err
+	if !b.followFirst {
+		if err := machines.FollowNodes(nodes); err != nil {
+			return nil, err
+		}
 	}
 
 	group.Go(func() { i.controlPlane.Run(ctx) })

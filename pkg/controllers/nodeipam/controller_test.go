@@ -565,7 +565,7 @@ func (w *world) controlPlanes(names ...string) []*talostest.Machine {
 	return machines
 }
 
-// dial connects to a machine like the product.
+// dial connects to a control-plane machine like the product.
 func (w *world) dial(_ string, addr netip.Addr) (talosapi.State, error) {
 	config, err := w.talos.ClientTLS(string(role.Reader))
 	if err != nil {
@@ -577,7 +577,7 @@ func (w *world) dial(_ string, addr netip.Addr) (talosapi.State, error) {
 		return nil, err
 	}
 
-	return unhurried{machine}, nil
+	return talosapi.ControlPlane{State: unhurried{machine}}, nil
 }
 
 // unhurried ignores the deadlines of the product, which are too short for a busy test machine.
