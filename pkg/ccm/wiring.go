@@ -180,7 +180,7 @@ func (m *controllerManager) dialer(ctx context.Context, client kubernetes.Interf
 				return nil, err
 			}
 
-			return talosapi.ControlPlane{State: st}, nil
+			return talosapi.ControlPlane{State: st, Local: true}, nil
 		}
 
 		return guarded(nodename, addr)

@@ -24,7 +24,7 @@ type Machine struct {
 	// reset or a reinstallation that wipes STATE. A clone of the disk has the same one.
 	NodeID string
 	// Endpoint is the address at which the machine responds, whatever it reports. On the local machine, whose API is a
-	// socket, it is an address of the Node. The zero value is unknown.
+	// socket, it is an address of the Node that the machine has. The zero value is unknown.
 	Endpoint netip.Addr
 	// ControlPlane is true if the machine certainly belongs to the control plane, whatever it reports: it is the local
 	// machine, or responds at an address that no kubelet can write.

@@ -11,9 +11,11 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
 
@@ -281,4 +283,27 @@ func TestReflector_AcceptsOlderTalosWithoutPolledKinds(t *testing.T) {
 func requireNoConnections(t *testing.T, m *talostest.Machine) {
 	t.Helper()
 	eventually(t, "no connection to "+m.Nodename()+" is open", func() bool { return m.Connections() == 0 && m.OpenStreams() == 0 })
+}
+
+// A kubelet writes the addresses of its Node, and the local machine is not dialed at any.
+func TestReflector_LocalMachineRespondsAtItsOwnAddressesOnly(t *testing.T) {
+	s := newRealSuite(t)
+	local, other := s.add(t, talostest.MachineSpec{Nodename: "local", ServeSocket: true}), s.addWorker(t)
+
+	s.run(t, func(string, netip.Addr) (talosapi.State, error) {
+		st, err := talosapi.DialSocket(local.Socket())
+
+		return talosapi.ControlPlane{State: st, Local: true}, err
+	}, clock.RealClock{})
+
+	for _, listed := range []*talostest.Machine{other, local} {
+		s.reflector.Track(local.Nodename(), []netip.Addr{listed.Address()})
+
+		want := netip.Addr{}
+		if listed == local {
+			want = local.Address()
+		}
+
+		s.awaitView(t, local.Nodename(), func(m machine.Machine) bool { return m.ControlPlane && m.Endpoint == want })
+	}
 }

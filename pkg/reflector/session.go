@@ -333,8 +333,13 @@ func (s *session) publish(ctx context.Context) error {
 		klog.FromContext(ctx).V(2).Info("Watching machine", "address", s.addr)
 	}
 
-	m.Endpoint = s.addr
-	_, m.ControlPlane = s.state.(talosapi.ControlPlane)
+	dialed, isControlPlane := s.state.(talosapi.ControlPlane)
+	m.ControlPlane = isControlPlane
+
+	if !dialed.Local || m.HasAddress(s.addr) {
+		m.Endpoint = s.addr
+	}
+
 	s.inventory.Replace(s.nodename, m)
 
 	return nil

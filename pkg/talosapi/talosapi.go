@@ -51,7 +51,12 @@ type State interface {
 
 // ControlPlane is the State of a machine that certainly belongs to the control plane: the local machine, or the machine at
 // an address that no kubelet can write.
-type ControlPlane struct{ State }
+type ControlPlane struct {
+	State
+
+	// Local is true for the local machine, which is not dialed at an address.
+	Local bool
+}
 
 // Credentials provide the TLS configuration for each Dial. They may change at any time.
 type Credentials interface {
