@@ -34,9 +34,13 @@ type Addresses struct {
 	etcdMembers EtcdMembers
 	clock       clock.PassiveClock
 
-	mu     sync.Mutex
-	readAt time.Time
-	// The last answer of each source.
+	mu   sync.Mutex
+	last answers
+}
+
+// answers are the last answer of each source.
+type answers struct {
+	readAt             time.Time
 	endpoints, members []netip.Addr
 	// err is why a source could not be read the last time.
 	err error
@@ -71,39 +75,51 @@ func (a *Addresses) Guard(ctx context.Context, dial talosapi.DialFunc) talosapi.
 	}
 }
 
-// confirm returns an error if addr is not known to be the address of a control-plane machine.
+// confirm returns an error if addr is not known to be the address of a control-plane machine. It reads the addresses
+// without a lock: a source that does not respond must not delay callers for which the last answer is recent enough.
 func (a *Addresses) confirm(ctx context.Context, nodename string, addr netip.Addr) error {
 	a.mu.Lock()
-	defer a.mu.Unlock()
+	known := a.last
+	a.mu.Unlock()
 
-	if a.readAt.IsZero() || a.clock.Since(a.readAt) > addressesMaxAge {
-		a.read(ctx)
-		a.readAt = a.clock.Now()
+	if known.readAt.IsZero() || a.clock.Since(known.readAt) > addressesMaxAge {
+		known = a.read(ctx, known)
+
+		a.mu.Lock()
+
+		if known.readAt.After(a.last.readAt) {
+			a.last = known
+		}
+
+		a.mu.Unlock()
 	}
 
-	if slices.Contains(a.endpoints, addr) || slices.Contains(a.members, addr) {
+	if slices.Contains(known.endpoints, addr) || slices.Contains(known.members, addr) {
 		return nil
 	}
 
 	err := fmt.Errorf("address %s of control-plane node %q is neither an endpoint of default/kubernetes nor an etcd member's", addr, nodename)
-	if a.err != nil {
-		err = fmt.Errorf("%w; %w", err, a.err)
+	if known.err != nil {
+		err = fmt.Errorf("%w; %w", err, known.err)
 	}
 
 	return err
 }
 
-// read reads both sources. The caller holds a.mu.
-func (a *Addresses) read(ctx context.Context) {
+// read reads both sources. It keeps the last answer of a source that cannot be read.
+func (a *Addresses) read(ctx context.Context, last answers) answers {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
+
+	// Before reading, so that the answer is not taken for younger than it is.
+	last.readAt = a.clock.Now()
 
 	// The API servers write only this EndpointSlice.
 	byName := fields.OneTermEqualSelector(metav1.ObjectNameField, serviceKubernetes).String()
 
 	endpoints, endpointsErr := readEndpoints(ctx, a.client, metav1.ListOptions{FieldSelector: byName})
 	if endpointsErr == nil {
-		a.endpoints = endpoints
+		last.endpoints = endpoints
 	}
 
 	var membersErr error
@@ -111,9 +127,11 @@ func (a *Addresses) read(ctx context.Context) {
 	if a.etcdMembers != nil {
 		var members []netip.Addr
 		if members, membersErr = a.etcdMembers(ctx); membersErr == nil {
-			a.members = members
+			last.members = members
 		}
 	}
 
-	a.err = utilerrors.NewAggregate([]error{endpointsErr, membersErr})
+	last.err = utilerrors.NewAggregate([]error{endpointsErr, membersErr})
+
+	return last
 }

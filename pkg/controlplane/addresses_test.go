@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net/netip"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -30,7 +31,8 @@ type guarded struct {
 	clock   *clocktesting.FakeClock
 	dial    talosapi.DialFunc
 	members []netip.Addr
-	failure error // of the list of etcd members
+	failure error  // of the list of etcd members
+	reading func() // called for each list of etcd members
 }
 
 // newGuarded registers the Nodes guard-cp, which is labeled, and guard-w.
@@ -42,7 +44,7 @@ func newGuarded(t *testing.T) *guarded {
 		t.Fatal(err)
 	}
 
-	g := &guarded{T: t, client: client, clock: clocktesting.NewFakeClock(time.Now())}
+	g := &guarded{T: t, reading: func() {}, client: client, clock: clocktesting.NewFakeClock(time.Now())}
 	s := &suite{T: t, client: client}
 	s.register("guard-cp", netip.MustParseAddr("192.0.2.1"))
 	s.register("guard-w", netip.MustParseAddr("192.0.2.9"))
@@ -58,7 +60,11 @@ func newGuarded(t *testing.T) *guarded {
 		t.Fatal("Nodes were not read")
 	}
 
-	members := func(context.Context) ([]netip.Addr, error) { return g.members, g.failure }
+	members := func(context.Context) ([]netip.Addr, error) {
+		g.reading()
+
+		return g.members, g.failure
+	}
 	g.dial = controlplane.NewAddresses(client, nodes.Lister(), members, g.clock).
 		Guard(t.Context(), func(string, netip.Addr) (talosapi.State, error) { return nil, errDialed })
 
@@ -137,4 +143,30 @@ func TestAddresses_ReadAgainAfterAWhile(t *testing.T) {
 	}
 
 	g.want("guard-cp", "192.0.2.1", errDialed.Error())
+}
+
+func TestAddresses_SlowReadBlocksNoOther(t *testing.T) {
+	g := newGuarded(t)
+	g.members = []netip.Addr{netip.MustParseAddr("192.0.2.1")}
+
+	var reads atomic.Int32
+
+	entered, release, done := make(chan struct{}), make(chan struct{}), make(chan struct{})
+	g.reading = func() {
+		if reads.Add(1) == 1 {
+			close(entered)
+			<-release
+		}
+	}
+
+	go func() {
+		defer close(done)
+
+		_, _ = g.dial("guard-cp", g.members[0])
+	}()
+
+	<-entered
+	g.want("guard-cp", "192.0.2.1", errDialed.Error())
+	close(release)
+	<-done
 }
