@@ -89,7 +89,9 @@ func (m *controllerManager) control(ctx context.Context) error {
 		return err
 	}
 
-	readerConfig := controlplane.Config{Kubernetes: m.config.Kubeconfig, Client: client, Nodes: nodes, Dial: dial, Recorder: m.recorder, Clock: m.app.clock}
+	readerConfig := controlplane.Config{
+		Kubernetes: m.config.Kubeconfig, Client: client, Nodes: nodes, Dial: dial, PodCIDRs: m.podCIDRs, Recorder: m.recorder, Clock: m.app.clock,
+	}
 	if m.app.socket != nil {
 		readerConfig.LocalState = m.app.socket.Reader
 	}
@@ -241,7 +243,7 @@ func (m *controllerManager) newLifecycle(in inputs) (controller, error) {
 	return ctrl, nil
 }
 
-// identity adds the CIDRs that talos-ccm allocates pod CIDRs from to the cluster's.
+// identity adds the CIDRs that talos-ccm allocates pod CIDRs from since the last refresh, which has not checked them.
 type identity struct {
 	*controlplane.Value[csrpolicy.ClusterIdentity]
 
@@ -251,7 +253,9 @@ type identity struct {
 // Current implements csrapproval.Identity.
 func (i identity) Current() csrpolicy.ClusterIdentity {
 	current := i.Value.Current()
-	current.PodCIDRs = slices.Concat(current.PodCIDRs, i.podCIDRs())
+	added := slices.DeleteFunc(i.podCIDRs(), func(cidr netip.Prefix) bool { return slices.Contains(current.PodCIDRs, cidr) })
+	current.PodCIDRs = slices.Concat(current.PodCIDRs, added)
+	current.Unconfirmed.CIDRs = slices.Concat(current.Unconfirmed.CIDRs, added)
 
 	return current
 }

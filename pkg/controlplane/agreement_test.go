@@ -132,3 +132,26 @@ func TestReader_ReportsImplausibleCIDRs(t *testing.T) {
 		t.Errorf("reported again: %q", <-s.recorder.Events)
 	}
 }
+
+// An upgrade must not deny the requests of machines in a CIDR that pod CIDRs have always been allocated from.
+func TestReader_ChecksCIDRsOfPodCIDRs(t *testing.T) {
+	plausible, containing := netip.MustParsePrefix("10.250.0.0/16"), netip.MustParsePrefix("172.30.0.0/16")
+	s := newSuite(t, cluster.Config(), func(_ *suite, cfg *controlplane.Config) {
+		cfg.PodCIDRs = func() []netip.Prefix { return []netip.Prefix{plausible, containing} }
+	})
+	s.add("cp-1", talosmachine.TypeControlPlane)
+	s.register("worker", netip.MustParseAddr("172.30.7.7"))
+	s.label("cp-1")
+
+	id := s.await("the identity is known", known)
+	wantAll(t, "pod CIDRs", id.PodCIDRs, plausible, containing)
+	wantAll(t, "unconfirmed CIDRs", id.Unconfirmed.CIDRs, containing)
+
+	if slices.Contains(id.Unconfirmed.CIDRs, plausible) {
+		t.Errorf("unconfirmed CIDRs are %v", id.Unconfirmed.CIDRs)
+	}
+
+	if event := <-s.recorder.Events; !strings.Contains(event, "172.30.0.0/16, from which pod CIDRs are allocated, contains the address 172.30.7.7 of Node worker") {
+		t.Errorf("got Event %q", event)
+	}
+}

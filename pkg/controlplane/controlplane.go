@@ -61,9 +61,12 @@ type Config struct {
 	// LocalState is the state of this machine, which is certain. Its kube-controller-manager configuration is read even
 	// while no Node has the label of the control plane. Nil outside Talos.
 	LocalState state.CoreState
+	// PodCIDRs returns the CIDRs that this program allocates pod CIDRs from. Nil means none.
+	PodCIDRs func() []netip.Prefix
 	// ReadMembers reports whether Members is needed now. Nil means never.
 	ReadMembers func() bool
-	// Recorder receives Events about Nodes whose machines report implausible CIDRs.
+	// Recorder receives Events about Nodes whose machines report implausible CIDRs, or about one control-plane Node if
+	// PodCIDRs returns them.
 	Recorder record.EventRecorder
 	Clock    clock.Clock
 }
@@ -268,6 +271,7 @@ func (r *Reader) mergeIdentity() identity {
 		}
 	}
 
+	certain = append(certain, r.allocating())
 	all := slices.Concat(certain, reported)
 	d := dispute{certain: append(certain, local), reported: reported, machines: len(r.machines)}
 	names := func(id *identity) []string { return id.APIServerNames }
@@ -289,6 +293,15 @@ func (r *Reader) mergeIdentity() identity {
 			CIDRs: slices.Concat(disputed(d, netip.Prefix.Compare, cidrsOf), r.findImplausible(all)),
 		},
 	}
+}
+
+// allocating returns what this program allocates from.
+func (r *Reader) allocating() *identity {
+	if r.cfg.PodCIDRs == nil {
+		return &identity{}
+	}
+
+	return &identity{PodCIDRs: r.cfg.PodCIDRs()}
 }
 
 func cidrsOf(id *identity) []netip.Prefix { return slices.Concat(id.ServiceCIDRs, id.PodCIDRs) }

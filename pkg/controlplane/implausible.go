@@ -3,6 +3,7 @@ package controlplane
 import (
 	"context"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 
@@ -16,8 +17,8 @@ import (
 
 // Reasons of Events.
 const (
-	// ReasonImplausibleCIDR is on control-plane Nodes whose machines report a pod or service CIDR that no cluster has. Such
-	// a CIDR must not have requests denied.
+	// ReasonImplausibleCIDR is on control-plane Nodes whose machines report a pod or service CIDR that no cluster has, and on
+	// one control-plane Node if talos-ccm allocates from one. Such a CIDR must not have requests denied.
 	ReasonImplausibleCIDR = "ClusterCIDRImplausible"
 )
 
@@ -56,25 +57,41 @@ func (r *Reader) findImplausible(parts []*identity) []netip.Prefix {
 	return slices.DeleteFunc(union(parts, netip.Prefix.Compare, cidrsOf), func(cidr netip.Prefix) bool { return implausible(cidr, nodes) == "" })
 }
 
-// reportImplausible reports the implausible CIDRs of each machine.
+// reportImplausible reports the implausible CIDRs of each machine, and those of PodCIDRs on one control-plane Node.
 func (r *Reader) reportImplausible(ctx context.Context) {
 	nodes, _ := r.cfg.Nodes.Lister().List(labels.Everything()) // a list from the cache cannot fail
+
+	own := r.local
+	if own == "" && len(r.machines) > 0 {
+		own = slices.Min(slices.Collect(maps.Keys(r.machines)))
+	}
 
 	for _, node := range nodes {
 		var conditions []events.Condition
 
 		if reported := r.machines[node.Name].identity; reported != nil {
-			for _, cidr := range cidrsOf(reported) {
-				if why := implausible(cidr, nodes); why != "" {
-					conditions = append(conditions, events.Condition{Reason: ReasonImplausibleCIDR, Subject: cidr.String(), Message: fmt.Sprintf(
-						"The machine's pod or service CIDR %s %s; CSRs for addresses in it stay pending. Correct podSubnets and serviceSubnets of cluster.network", cidr, why)})
-				}
-			}
+			conditions = conditionsFor(cidrsOf(reported), nodes,
+				"The machine's pod or service CIDR %s %s; CSRs for addresses in it stay pending. Correct podSubnets and serviceSubnets of cluster.network")
+		}
+
+		if node.Name == own {
+			conditions = append(conditions, conditionsFor(r.allocating().PodCIDRs, nodes,
+				"The CIDR %s, from which pod CIDRs are allocated, %s; CSRs for addresses in it stay pending. Correct --cluster-cidr, or set containsMachines of the pool")...)
 		}
 
 		for _, added := range r.reporter.Report(node.Name, node, conditions...) {
-			klog.FromContext(ctx).Info("Control-plane machine reports an implausible CIDR; CSRs for its addresses stay pending",
-				"node", node.Name, "message", added.Message)
+			klog.FromContext(ctx).Info("Implausible pod or service CIDR; CSRs for its addresses stay pending", "node", node.Name, "message", added.Message)
 		}
 	}
+}
+
+// conditionsFor returns a condition for each implausible CIDR. The format is for the CIDR and the problem.
+func conditionsFor(cidrs []netip.Prefix, nodes []*corev1.Node, format string) (conditions []events.Condition) {
+	for _, cidr := range cidrs {
+		if why := implausible(cidr, nodes); why != "" {
+			conditions = append(conditions, events.Condition{Reason: ReasonImplausibleCIDR, Subject: cidr.String(), Message: fmt.Sprintf(format, cidr, why)})
+		}
+	}
+
+	return conditions
 }
