@@ -56,6 +56,9 @@ type review struct {
 	// nodename is empty if the requester is not a kubelet.
 	nodename string
 
+	// confirmed is the identity without what is unconfirmed.
+	confirmed ClusterIdentity
+
 	// The results of checkCredential.
 	unexpected string
 	pin        Pin
@@ -67,7 +70,7 @@ func Review(request *Request, e Evidence) Verdict {
 		return Verdict{Decision: Ignore, Reasons: []Reason{{Code: code, Decision: Ignore, Message: message}}}
 	}
 
-	r := review{request: request, Evidence: e}
+	r := review{request: request, Evidence: e, confirmed: e.Cluster.confirmed()}
 	r.checkRequester()
 	r.reasons = append(r.reasons, request.reasons...)
 	r.checkTerms()
@@ -206,7 +209,7 @@ func (r *review) checkName(name string) {
 		r.deny(codesByProblem[problem], "DNS name %.80q %s", name, problem)
 	case r.Cluster.hasAPIServerName(name):
 		code := CodeClusterUnconfirmed
-		if r.Cluster.confirmed().hasAPIServerName(name) {
+		if r.confirmed.hasAPIServerName(name) {
 			code = CodeClusterName
 		}
 
@@ -225,16 +228,16 @@ func (r *review) checkAddress(ip netip.Addr) {
 	switch {
 	case !ip.IsGlobalUnicast():
 		r.deny(CodeSpecialAddress, "IP address %s %s", ip, specialAddress)
-	case r.Cluster.confirmed().reserves(ip):
+	case r.confirmed.reserves(ip):
 		r.deny(CodeClusterAddress, "IP address %s belongs to a service or a pod, or is virtual", ip)
 	case r.Cluster.reserves(ip):
 		r.postpone(CodeClusterUnconfirmed, "IP address %s belongs to a service or a pod, or is virtual"+unconfirmed, ip)
-	case r.Cluster.confirmed().hasAPIServerIP(ip) && r.hasFormerAPIServerAddress(ip):
+	case r.confirmed.hasAPIServerIP(ip) && r.hasFormerAPIServerAddress(ip):
 		r.postpone(CodeClusterAddress, "IP address %s is in the API server's certificate, which keeps former addresses of a control-plane machine until it reboots", ip)
 		r.checkOwners(ip.String())
 	case r.Cluster.hasAPIServerIP(ip):
 		code := CodeClusterUnconfirmed
-		if r.Cluster.confirmed().hasAPIServerIP(ip) {
+		if r.confirmed.hasAPIServerIP(ip) {
 			code = CodeClusterAddress
 		}
 
