@@ -162,7 +162,7 @@ func (m *controllerManager) newClient() (kubernetes.Interface, error) {
 	return client, nil
 }
 
-// dialer dials the local machine over machine.sock, and all others over the network: those of the control plane only at
+// dialer dials the local machine over machine.sock, and all others over the network; control-plane machines only at
 // addresses that no kubelet can write.
 func (m *controllerManager) dialer(ctx context.Context, client kubernetes.Interface, nodes coreinformers.NodeInformer) talosapi.DialFunc {
 	local := m.app.localNodename(ctx)

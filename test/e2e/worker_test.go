@@ -204,8 +204,7 @@ func forgetDeletion(t *testing.T) {
 	eventually(t, bothCurrent)
 }
 
-// reinstall is what follows a reset: the disk is empty, and the configuration is that of the first boot, with the first
-// name.
+// reinstall installs the worker after a reset: the disk is empty, and its configuration has the first hostname again.
 func reinstall(t *testing.T) {
 	start := time.Now()
 
