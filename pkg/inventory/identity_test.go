@@ -15,6 +15,32 @@ func identified(nodeID, uuid string) machine.Machine {
 	return machine.Machine{NodeID: nodeID, System: hardware.SystemInformationSpec{UUID: uuid}}
 }
 
+func TestInventory_SharedName(t *testing.T) {
+	const name = "worker.example.org"
+
+	named := func(nodeID string) machine.Machine {
+		m := identified(nodeID, "")
+		m.Platform.InternalDNS = name
+
+		return m
+	}
+
+	f := newFixture()
+	f.Replace("old", named("n1"))
+	f.MarkMismatch("old", "new", "renamed")
+	f.Replace("new", named("n1"))
+
+	if got := f.SharedName(name, "new"); len(got) > 0 {
+		t.Errorf("name of a renamed machine is shared with %v", got)
+	}
+
+	f.Replace("other", named("n2"))
+
+	if got := f.SharedName(name, "new"); !slices.Equal(got, []string{"other"}) {
+		t.Errorf("name is shared with %v, want other", got)
+	}
+}
+
 func TestInventory_RenamedTo(t *testing.T) {
 	for _, test := range []struct {
 		name   string

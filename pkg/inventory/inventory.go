@@ -170,6 +170,15 @@ func (i *Inventory) Owners(nameOrAddress, nodename string) []string {
 	return append(i.names.others(nameOrAddress, nodename), i.addresses.others(nameOrAddress, nodename)...)
 }
 
+// SharedName returns the other Nodes whose machines report the name, given in canonical form. The former name of the
+// same machine does not count.
+func (i *Inventory) SharedName(name, nodename string) []string {
+	i.mu.RLock()
+	defer i.mu.RUnlock()
+
+	return slices.DeleteFunc(i.names.others(name, nodename), func(other string) bool { return i.renamedTo(other) == nodename })
+}
+
 // DroppedBy returns the other Nodes whose machines have stopped to report a name or an address, given in canonical
 // form, within the retention: another machine may respond at the address of a Node and under its name.
 func (i *Inventory) DroppedBy(nameOrAddress, nodename string) (owners []string) {

@@ -76,14 +76,14 @@ func NewInput(node *corev1.Node, m machine.Machine, options Options) Input {
 type Peers interface {
 	SharedUUID(uuid, nodename string) bool
 	SharedAddresses(nodename string) []netip.Addr
-	Owners(nameOrAddress, nodename string) []string
+	SharedName(name, nodename string) []string
 }
 
 // WithPeers returns the Input with what nodename's machine shares with other machines.
 func (in Input) WithPeers(peers Peers, nodename string) Input {
 	in.SharedUUID = peers.SharedUUID(in.Machine.UUID(), nodename)
 	in.SharedAddresses = peers.SharedAddresses(nodename)
-	in.OwnersOf = func(name string) []string { return peers.Owners(name, nodename) }
+	in.OwnersOf = func(name string) []string { return peers.SharedName(name, nodename) }
 
 	return in
 }

@@ -891,8 +891,15 @@ func TestController_NodeDeletedDuringInitialization(t *testing.T) {
 // Renaming a machine leaves a Node behind that has the providerID of the new one.
 func TestController_InitializesRenamedMachineWithoutProviderID(t *testing.T) {
 	s := parallel(t)
-	m := s.join(talostest.MachineSpec{Nodename: "old-name", Platform: identified("hcloud", "hcloud://renamed")})
+
+	spec := talostest.MachineSpec{Nodename: "old-name", Platform: identified("hcloud", "hcloud://renamed")}
+	spec.Platform.InternalDNS = "renamed.example.org"
+
+	m := s.join(spec)
 	s.awaitInitialized("old-name")
+	s.require(m.SetIdentity(t.Context(), "renamed", ""))
+	s.require(m.SetHostname(t.Context(), "new-name", "")) // causes a poll
+	s.eventually("the node ID is known", func() bool { return s.inventory.Get("old-name").Last.NodeID == "renamed" })
 
 	s.require(m.SetNodename(t.Context(), "new-name"))
 	s.awaitEvent("old-name", node.ReasonIdentityMismatch)
@@ -902,6 +909,10 @@ func TestController_InitializesRenamedMachineWithoutProviderID(t *testing.T) {
 	if n.Spec.ProviderID != "" || n.Labels[nodespec.LabelPlatform] != "hcloud" {
 		t.Errorf("got %s", describe(n))
 	}
+
+	s.await("new-name", "listed with the name that its former Node lists", func(n *corev1.Node) bool {
+		return slices.Contains(n.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeInternalDNS, Address: "renamed.example.org"})
+	})
 
 	if event := s.awaitEvent("new-name", node.ReasonRenamed); !strings.Contains(event.Message, "old-name") {
 		t.Errorf("got %q", event.Message)
