@@ -173,9 +173,9 @@ func (m *controllerManager) dialer(ctx context.Context, client kubernetes.Interf
 	}
 
 	addresses := controlplane.NewAddresses(client, nodes.Lister(), etcdMembers, m.app.clock)
-	guarded := addresses.Guard(ctx, func(_ string, addr netip.Addr) (talosapi.State, error) { return talosapi.Dial(m.creds, addr) })
+	guarded := addresses.Guard(func(_ context.Context, _ string, addr netip.Addr) (talosapi.State, error) { return talosapi.Dial(m.creds, addr) })
 
-	return func(nodename string, addr netip.Addr) (talosapi.State, error) {
+	return func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
 		if local != "" && nodename == local {
 			st, err := talosapi.DialSocket(m.app.options.MachineSocket)
 			if err != nil {
@@ -185,7 +185,7 @@ func (m *controllerManager) dialer(ctx context.Context, client kubernetes.Interf
 			return talosapi.ControlPlane{State: st, Local: true}, nil
 		}
 
-		return guarded(nodename, addr)
+		return guarded(ctx, nodename, addr)
 	}
 }
 

@@ -31,8 +31,8 @@ type guarded struct {
 	clock   *clocktesting.FakeClock
 	dial    talosapi.DialFunc
 	members []netip.Addr
-	failure error  // of the list of etcd members
-	reading func() // called for each list of etcd members
+	failure error                 // of the list of etcd members
+	reading func(context.Context) // called for each list of etcd members
 }
 
 // newGuarded registers the Nodes guard-cp, which is labeled, and guard-w.
@@ -44,7 +44,7 @@ func newGuarded(t *testing.T) *guarded {
 		t.Fatal(err)
 	}
 
-	g := &guarded{T: t, reading: func() {}, client: client, clock: clocktesting.NewFakeClock(time.Now())}
+	g := &guarded{T: t, reading: func(context.Context) {}, client: client, clock: clocktesting.NewFakeClock(time.Now())}
 	s := &suite{T: t, client: client}
 	s.register("guard-cp", netip.MustParseAddr("192.0.2.1"))
 	s.register("guard-w", netip.MustParseAddr("192.0.2.9"))
@@ -60,13 +60,13 @@ func newGuarded(t *testing.T) *guarded {
 		t.Fatal("Nodes were not read")
 	}
 
-	members := func(context.Context) ([]netip.Addr, error) {
-		g.reading()
+	members := func(ctx context.Context) ([]netip.Addr, error) {
+		g.reading(ctx)
 
 		return g.members, g.failure
 	}
 	g.dial = controlplane.NewAddresses(client, nodes.Lister(), members, g.clock).
-		Guard(t.Context(), func(string, netip.Addr) (talosapi.State, error) { return nil, errDialed })
+		Guard(func(context.Context, string, netip.Addr) (talosapi.State, error) { return nil, errDialed })
 
 	return g
 }
@@ -76,7 +76,7 @@ func (g *guarded) want(nodename, addr, text string) {
 	g.Helper()
 	g.clock.Step(time.Minute)
 
-	if _, err := g.dial(nodename, netip.MustParseAddr(addr)); err == nil || !strings.Contains(err.Error(), text) {
+	if _, err := g.dial(g.Context(), nodename, netip.MustParseAddr(addr)); err == nil || !strings.Contains(err.Error(), text) {
 		g.Errorf("%s at %s: got %v, want %s", nodename, addr, err, text)
 	}
 }
@@ -138,7 +138,7 @@ func TestAddresses_ReadAgainAfterAWhile(t *testing.T) {
 
 	g.members = []netip.Addr{netip.MustParseAddr("192.0.2.1")}
 
-	if _, err := g.dial("guard-cp", netip.MustParseAddr("192.0.2.1")); errors.Is(err, errDialed) {
+	if _, err := g.dial(t.Context(), "guard-cp", netip.MustParseAddr("192.0.2.1")); errors.Is(err, errDialed) {
 		t.Error("the addresses were read again at once")
 	}
 
@@ -152,7 +152,7 @@ func TestAddresses_SlowReadBlocksNoOther(t *testing.T) {
 	var reads atomic.Int32
 
 	entered, release, done := make(chan struct{}), make(chan struct{}), make(chan struct{})
-	g.reading = func() {
+	g.reading = func(context.Context) {
 		if reads.Add(1) == 1 {
 			close(entered)
 			<-release
@@ -162,11 +162,27 @@ func TestAddresses_SlowReadBlocksNoOther(t *testing.T) {
 	go func() {
 		defer close(done)
 
-		_, _ = g.dial("guard-cp", g.members[0])
+		_, _ = g.dial(t.Context(), "guard-cp", g.members[0])
 	}()
 
 	<-entered
 	g.want("guard-cp", "192.0.2.1", errDialed.Error())
 	close(release)
 	<-done
+}
+
+// A caller that gives up must not wait for a source that does not respond.
+func TestAddresses_ReadEndsWithContext(t *testing.T) {
+	g := newGuarded(t)
+
+	ctx, cancel := context.WithCancel(t.Context())
+	g.reading = func(read context.Context) {
+		cancel()
+		<-read.Done()
+		g.failure = read.Err()
+	}
+
+	if _, err := g.dial(ctx, "guard-cp", netip.MustParseAddr("192.0.2.1")); !errors.Is(err, context.Canceled) {
+		t.Errorf("got %v, want %v", err, context.Canceled)
+	}
 }

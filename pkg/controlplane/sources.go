@@ -283,7 +283,7 @@ func (r *Reader) readNode(ctx context.Context, node *corev1.Node) (machineFacts,
 
 // readAddress updates the facts from the machine at an address.
 func (r *Reader) readAddress(ctx context.Context, nodename string, addr netip.Addr, facts *machineFacts) error {
-	st, err := r.cfg.Dial(nodename, addr)
+	st, err := r.cfg.Dial(ctx, nodename, addr)
 	if err != nil {
 		return err
 	}

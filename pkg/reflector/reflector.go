@@ -282,7 +282,7 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr)
 	release := sync.OnceFunc(func() { <-r.connecting })
 	defer release()
 
-	st, err := r.dial(nodename, addr)
+	st, err := r.dial(ctx, nodename, addr)
 	if err != nil {
 		return false, err
 	}

@@ -290,7 +290,7 @@ func TestReflector_LocalMachineRespondsAtItsOwnAddressesOnly(t *testing.T) {
 	s := newRealSuite(t)
 	local, other := s.add(t, talostest.MachineSpec{Nodename: "local", ServeSocket: true}), s.addWorker(t)
 
-	s.run(t, func(string, netip.Addr) (talosapi.State, error) {
+	s.run(t, func(context.Context, string, netip.Addr) (talosapi.State, error) {
 		st, err := talosapi.DialSocket(local.Socket())
 
 		return talosapi.ControlPlane{State: st, Local: true}, err

@@ -1,6 +1,7 @@
 package reflector_test
 
 import (
+	"context"
 	"crypto/tls"
 	"net/netip"
 	"slices"
@@ -105,7 +106,7 @@ func newTimedSuite(t *testing.T) (*suite, *clocktesting.FakeClock) {
 	return newSuite(t, clk), clk
 }
 
-func (s *suite) dial(_ string, addr netip.Addr) (talosapi.State, error) {
+func (s *suite) dial(_ context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
 	s.mu.Lock()
 	s.dialed = append(s.dialed, addr)
 	s.mu.Unlock()

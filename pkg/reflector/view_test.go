@@ -64,8 +64,8 @@ func TestSession_PublishesNoViewBeforeAllWatchesBootstrapped(t *testing.T) {
 			worker := s.add(t, talostest.MachineSpec{Nodename: "worker-1", Platform: runtime.PlatformMetadataSpec{Platform: "aws", InstanceID: "i-1"}})
 
 			release := make(chan struct{})
-			s.run(t, func(nodename string, addr netip.Addr) (talosapi.State, error) {
-				st, err := s.dial(nodename, addr)
+			s.run(t, func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
+				st, err := s.dial(ctx, nodename, addr)
 
 				return laggingState{State: st, kind: kind.Type(), release: release}, err
 			}, clk)
@@ -123,8 +123,8 @@ func (s oddState) WatchKind(ctx context.Context, kind resource.Kind, ch chan<- s
 // runOdd starts a reflector that receives the given events from every machine's watch of addresses.
 func (s *suite) runOdd(t *testing.T, clk clock.Clock, events ...state.Event) {
 	t.Helper()
-	s.run(t, func(nodename string, addr netip.Addr) (talosapi.State, error) {
-		st, err := s.dial(nodename, addr)
+	s.run(t, func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
+		st, err := s.dial(ctx, nodename, addr)
 
 		return oddState{State: st, kind: network.AddressStatusType, events: events}, err
 	}, clk)

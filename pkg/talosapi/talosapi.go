@@ -71,7 +71,8 @@ type refreshable interface {
 }
 
 // DialFunc connects to the machine at addr, which is expected to have the given nodename. Callers must verify the nodename.
-type DialFunc func(nodename string, addr netip.Addr) (State, error)
+// The State outlives ctx.
+type DialFunc func(ctx context.Context, nodename string, addr netip.Addr) (State, error)
 
 // Dial returns the state of the machine at addr, served by apid on port 50000. Dial does not block: the first call
 // connects, and verifies that the machine's certificate is valid for addr.

@@ -339,7 +339,7 @@ func (b *bed) startAt(ctx context.Context, clk clock.WithTicker) (*instance, err
 		return nil, err
 	}
 
-	direct := func(_ string, addr netip.Addr) (talosapi.State, error) {
+	direct := func(_ context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
 		if m, routed := b.routes.Load(addr); routed {
 			addr, _ = m.(netip.Addr)
 		}
@@ -356,7 +356,7 @@ func (b *bed) startAt(ctx context.Context, clk clock.WithTicker) (*instance, err
 		recorder = broadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "talos-ccm"})
 		factory  = informers.NewSharedInformerFactory(client, 0)
 		nodes    = factory.Core().V1().Nodes()
-		dial     = controlplane.NewAddresses(client, nodes.Lister(), b.socket.EtcdMembers, clock.RealClock{}).Guard(ctx, direct)
+		dial     = controlplane.NewAddresses(client, nodes.Lister(), b.socket.EtcdMembers, clock.RealClock{}).Guard(direct)
 		// The factory's only informer is the Node informer.
 		watching, freeze = context.WithCancel(ctx)
 		i                = &instance{

@@ -44,7 +44,7 @@ func newOwnersFixture(t *testing.T) *ownersFixture {
 	f.owners = newOwners(Config{
 		Inventory: inventory.New(f.clock.Now),
 		Clock:     f.clock,
-		Dial:      func(string, netip.Addr) (talosapi.State, error) { return nil, errors.New("no machine") },
+		Dial:      func(context.Context, string, netip.Addr) (talosapi.State, error) { return nil, errors.New("no machine") },
 		Policy:    func(*corev1.Node, machine.Machine) csrpolicy.Policy { return f.policy },
 	}, cache.NewIndexer(cache.MetaNamespaceKeyFunc, cache.Indexers{indexSubjects: subjectsOf}))
 
@@ -575,7 +575,7 @@ func TestOwners_RecreatedNode(t *testing.T) {
 func TestOwners_SweepBlocksNoOthers(t *testing.T) {
 	dialed, release := make(chan struct{}), make(chan struct{})
 	f := newOwnersFixture(t)
-	f.reflector = reflector.New(f.former, func(string, netip.Addr) (talosapi.State, error) {
+	f.reflector = reflector.New(f.former, func(context.Context, string, netip.Addr) (talosapi.State, error) {
 		close(dialed)
 		<-release
 

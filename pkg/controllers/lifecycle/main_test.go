@@ -183,7 +183,7 @@ func (w *world) lead() {
 	broadcaster.StartRecordingToSink(&typedcorev1.EventSinkImpl{Interface: w.client.CoreV1().Events("")})
 
 	w.inventory = inventory.New(time.Now)
-	machines := reflector.New(w.inventory, func(_ string, addr netip.Addr) (talosapi.State, error) {
+	machines := reflector.New(w.inventory, func(_ context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
 		return talosapi.Dial(staticCredentials{credentials}, addr)
 	}, clock.RealClock{})
 	w.require(machines.FollowNodes(factory.Core().V1().Nodes()))

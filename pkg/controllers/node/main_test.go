@@ -126,7 +126,7 @@ func (e *environment) startController(ctx context.Context, group *sync.WaitGroup
 	broadcaster.StartRecordingToSink(&typedcorev1.EventSinkImpl{Interface: client.CoreV1().Events("")})
 
 	e.inventory = inventory.New(time.Now)
-	machines := reflector.New(e.inventory, func(_ string, addr netip.Addr) (talosapi.State, error) {
+	machines := reflector.New(e.inventory, func(_ context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
 		return talosapi.Dial(staticCredentials{credentials}, addr)
 	}, clock.RealClock{})
 	factory := informers.NewSharedInformerFactory(client, 0)

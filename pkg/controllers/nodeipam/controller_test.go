@@ -566,7 +566,7 @@ func (w *world) controlPlanes(names ...string) []*talostest.Machine {
 }
 
 // dial connects to a control-plane machine like the product.
-func (w *world) dial(_ string, addr netip.Addr) (talosapi.State, error) {
+func (w *world) dial(_ context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
 	config, err := w.talos.ClientTLS(string(role.Reader))
 	if err != nil {
 		return nil, err
@@ -607,12 +607,12 @@ func TestController_BlockedWhileKubeControllerManagerAllocates(t *testing.T) {
 
 	var unreachable atomic.Bool // cp-2
 
-	dial := func(nodename string, addr netip.Addr) (talosapi.State, error) {
+	dial := func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
 		if unreachable.Load() && nodename == w.node("cp-2") {
 			return nil, errors.New("no route to host")
 		}
 
-		return w.dial(nodename, addr)
+		return w.dial(ctx, nodename, addr)
 	}
 
 	for _, m := range machines { // the default of Talos
@@ -718,7 +718,7 @@ func TestController_WaitsUntilEveryControlPlaneMachineWasTried(t *testing.T) {
 
 	dialing, dialed := make(chan struct{}), make(chan struct{})
 
-	w.run(setup{Options: cidrs("10.1.0.0/16"), readerClock: newManualClock(), dial: func(nodename string, addr netip.Addr) (talosapi.State, error) {
+	w.run(setup{Options: cidrs("10.1.0.0/16"), readerClock: newManualClock(), dial: func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
 		if nodename == w.node("cp-2") {
 			close(dialing)
 			<-dialed
@@ -726,7 +726,7 @@ func TestController_WaitsUntilEveryControlPlaneMachineWasTried(t *testing.T) {
 			return nil, errors.New("no route to host")
 		}
 
-		return w.dial(nodename, addr)
+		return w.dial(ctx, nodename, addr)
 	}})
 	w.register("a")
 	<-dialing
@@ -854,12 +854,12 @@ func TestController_BlockedWhileTheControlPlaneIsUnreachable(t *testing.T) {
 	machines := w.controlPlanes("cp-1")
 	reachable := atomic.Bool{}
 
-	w.run(setup{Options: cidrs("10.1.0.0/16"), dial: func(nodename string, addr netip.Addr) (talosapi.State, error) {
+	w.run(setup{Options: cidrs("10.1.0.0/16"), dial: func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
 		if !reachable.Load() {
 			return nil, fmt.Errorf("dial %s: no route to host", addr)
 		}
 
-		return w.dial(nodename, addr)
+		return w.dial(ctx, nodename, addr)
 	}})
 	w.register("a")
 
