@@ -5,13 +5,17 @@ package e2e_test
 import (
 	"context"
 	"crypto/x509/pkix"
+	"fmt"
 	"net"
 	"path/filepath"
 	"testing"
 	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/constants"
+	authenticationv1 "k8s.io/api/authentication/v1"
 	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
@@ -20,6 +24,13 @@ import (
 	"k8s.io/client-go/util/keyutil"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
+)
+
+const (
+	servingPage = "../../docs/guides/serving-certificates.md"
+
+	// tokenSecret and a token's ID are the name of the token's Secret.
+	tokenSecret = "bootstrap-token-"
 )
 
 // enforcePinning has requests with unexpected client certificates left pending, until the test ends.
@@ -82,6 +93,90 @@ func TestServingCertificates_AreNotIssuedToBootstrapToken(t *testing.T) {
 	if len(request.Status.Conditions) > 0 {
 		t.Errorf("%s is not pending: %v", name, request.Status.Conditions)
 	}
+}
+
+// The guide makes the token on the workers invalid. It is of no use then, and a worker that has joined does not need it.
+func TestDocs_LimitsBootstrapToken(t *testing.T) {
+	eventually(t, bothInitialized)
+
+	before := activeConfig(t).Config().Cluster().Token()
+	stolen := anonymous(t)
+	stolen.BearerToken = bootstrapToken(t)
+
+	t.Cleanup(func() {
+		patchMachine(t, bed.ControlPlane, "no-reboot", fmt.Sprintf("cluster: {token: %s.%s}", before.ID(), before.Secret()))
+		eventually(t, hasToken(before.ID()))
+	})
+	patchMachine(t, bed.ControlPlane, "no-reboot", yamlBlocks(t, servingPage, "Limit the bootstrap token")[0])
+
+	after := activeConfig(t).Config().Cluster().Token()
+	if after.ID() == before.ID() {
+		t.Fatalf("the token is still %s", after.ID())
+	}
+
+	t.Logf("the new token was valid after %s", eventually(t, hasToken(after.ID())).Round(time.Millisecond))
+	t.Cleanup(func() { deleteToken(t, after.ID()) })
+	deleteToken(t, before.ID())
+
+	took := eventually(t, func(ctx context.Context) string {
+		if err := selfReview(ctx, stolen); !apierrors.IsUnauthorized(err) {
+			return fmt.Sprintf("the old token is accepted: %v", err)
+		}
+
+		return ""
+	})
+	t.Logf("the old token was invalid after %s", took.Round(time.Millisecond))
+
+	if err := bed.Worker.Reboot(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+
+	start := time.Now()
+	took = eventually(t, func(ctx context.Context) string {
+		lease, err := client.CoordinationV1().Leases(corev1.NamespaceNodeLease).Get(ctx, bed.Worker.Name(), metav1.GetOptions{})
+
+		switch {
+		case err != nil:
+			return err.Error()
+		case lease.Spec.RenewTime == nil || lease.Spec.RenewTime.Before(&metav1.MicroTime{Time: start}):
+			return fmt.Sprintf("the lease of %s was last renewed at %v", lease.Name, lease.Spec.RenewTime)
+		}
+
+		return ""
+	})
+	t.Logf("the kubelet of the worker worked %s after a reboot", took.Round(time.Millisecond))
+}
+
+// hasToken says whether the cluster has no bootstrap token with the ID.
+func hasToken(id string) func(context.Context) string {
+	return func(ctx context.Context) string {
+		if _, err := client.CoreV1().Secrets(metav1.NamespaceSystem).Get(ctx, tokenSecret+id, metav1.GetOptions{}); err != nil {
+			return err.Error()
+		}
+
+		return ""
+	}
+}
+
+func deleteToken(t *testing.T, id string) {
+	t.Helper()
+
+	ctx := context.WithoutCancel(t.Context())
+	if err := client.CoreV1().Secrets(metav1.NamespaceSystem).Delete(ctx, tokenSecret+id, metav1.DeleteOptions{}); err != nil {
+		t.Error(err)
+	}
+}
+
+// selfReview asks the API server who the credential belongs to.
+func selfReview(ctx context.Context, credential *rest.Config) error {
+	as, err := kubernetes.NewForConfig(credential)
+	if err != nil {
+		return err
+	}
+
+	_, err = as.AuthenticationV1().SelfSubjectReviews().Create(ctx, &authenticationv1.SelfSubjectReview{}, metav1.CreateOptions{})
+
+	return err
 }
 
 // anonymous is a configuration for the API server without credentials.

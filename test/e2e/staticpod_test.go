@@ -38,22 +38,22 @@ import (
 const podsPage = "../../docs/guides/run-as-pod.md"
 
 var (
-	yamlBlock = regexp.MustCompile("(?s)\n```yaml\n(.*?\n)```\n")
+	yamlBlock = regexp.MustCompile("(?s)\n *```yaml\n(.*?\n) *```\n")
 	imageLine = regexp.MustCompile(`(?m)^ *image: (\S+)$`)
 )
 
-// yamlBlocks are those of one section of podsPage.
-func yamlBlocks(t *testing.T, section string) []string {
+// yamlBlocks are those of one section of a page, which may be indented as parts of a list.
+func yamlBlocks(t *testing.T, path, section string) []string {
 	t.Helper()
 
-	page, err := os.ReadFile(podsPage)
+	page, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
 	}
 
 	_, text, found := strings.Cut(string(page), "\n## "+section+"\n")
 	if !found {
-		t.Fatalf("%s has no section %q", podsPage, section)
+		t.Fatalf("%s has no section %q", path, section)
 	}
 
 	text, _, _ = strings.Cut(text, "\n## ")
@@ -275,7 +275,7 @@ func TestDocs_StaticPodWorks(t *testing.T) {
 	eventually(t, bothInitialized)
 	eventually(t, heldBy(theExtension))
 
-	manifest := yamlBlocks(t, "Static pod")[0]
+	manifest := yamlBlocks(t, podsPage, "Static pod")[0]
 	pushImage(t, manifest)
 
 	// Talos in a container cannot reboot by itself.
@@ -337,7 +337,7 @@ func TestDocs_DeploymentWorks(t *testing.T) {
 	eventually(t, bothInitialized)
 	eventually(t, heldBy(theExtension))
 
-	manifests := yamlBlocks(t, "Deployment")
+	manifests := yamlBlocks(t, podsPage, "Deployment")
 	access, deployment := manifests[0], manifests[1]
 	pushImage(t, deployment)
 
