@@ -63,6 +63,11 @@ func (i *Inventory) renamedTo(nodename string) string {
 	return found[0]
 }
 
+// withoutFormer removes the former names of nodename's machine. The caller holds i.mu.
+func (i *Inventory) withoutFormer(nodenames []string, nodename string) []string {
+	return slices.DeleteFunc(nodenames, func(other string) bool { return i.renamedTo(other) == nodename })
+}
+
 // ReplacedBy returns the nodename of another machine that has taken the address of a Node, or an empty string. It
 // returns a name only if that machine responds under its own Node's name as well and is known to be different from the
 // machine that has proven to be the Node's before, and if the latter has responded nowhere since.

@@ -146,7 +146,7 @@ func (i *Inventory) SharedUUID(uuid, nodename string) bool {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
 
-	return slices.ContainsFunc(i.uuids.others(uuid, nodename), func(other string) bool { return i.renamedTo(other) != nodename })
+	return len(i.withoutFormer(i.uuids.others(uuid, nodename), nodename)) > 0
 }
 
 // SharedAddresses returns the addresses that the platform's metadata lists for nodename's machine and for others, too:
@@ -176,7 +176,7 @@ func (i *Inventory) SharedName(name, nodename string) []string {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
 
-	return slices.DeleteFunc(i.names.others(name, nodename), func(other string) bool { return i.renamedTo(other) == nodename })
+	return i.withoutFormer(i.names.others(name, nodename), nodename)
 }
 
 // DroppedBy returns the other Nodes whose machines have stopped to report a name or an address, given in canonical
