@@ -223,8 +223,10 @@ func (f *fleet) controller(b *testing.B) (stop func()) {
 
 	c, err := csrapproval.New(csrapproval.Config{
 		Client: f.client, Nodes: factory.Core().V1().Nodes(), Inventory: f.inventory, Identity: fixedIdentity{}, Clock: clock.RealClock{},
-		Recorder:    broadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "bench"}),
-		Dial:        func(context.Context, string, netip.Addr) (talosapi.State, error) { return nil, errors.New("no machine") },
+		Recorder: broadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "bench"}),
+		Dial: func(context.Context, string, netip.Addr) (talosapi.State, error) {
+			return nil, errors.New("no machine")
+		},
 		DialKubelet: func(context.Context, netip.Addr) (net.Conn, error) { return nil, errors.New("no kubelet") },
 		Managed:     func(*corev1.Node, machine.Machine) bool { return true },
 		Policy:      func(*corev1.Node, machine.Machine) csrpolicy.Policy { return csrpolicy.Policy{} },

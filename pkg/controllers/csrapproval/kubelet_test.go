@@ -150,7 +150,7 @@ func (s suite) startKubelet(w worker) {
 	s.startKubeletAs(w, kube.KubeletSpec{})
 }
 
-func (s suite) startKubeletAs(w worker, spec kube.KubeletSpec) {
+func (s suite) startKubeletAs(w worker, spec kube.KubeletSpec) *kube.Kubelet {
 	s.Helper()
 
 	spec.NodeName, spec.Flags = w.name, []string{"--node-ip=" + w.addr.String()}
@@ -168,6 +168,8 @@ func (s suite) startKubeletAs(w worker, spec kube.KubeletSpec) {
 
 		s.removeAllOf(w)
 	})
+
+	return kubelet
 }
 
 func (s suite) removeAllOf(w worker) {

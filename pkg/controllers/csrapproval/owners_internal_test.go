@@ -44,8 +44,10 @@ func newOwnersFixture(t *testing.T) *ownersFixture {
 	f.owners = newOwners(Config{
 		Inventory: inventory.New(f.clock.Now),
 		Clock:     f.clock,
-		Dial:      func(context.Context, string, netip.Addr) (talosapi.State, error) { return nil, errors.New("no machine") },
-		Policy:    func(*corev1.Node, machine.Machine) csrpolicy.Policy { return f.policy },
+		Dial: func(context.Context, string, netip.Addr) (talosapi.State, error) {
+			return nil, errors.New("no machine")
+		},
+		Policy: func(*corev1.Node, machine.Machine) csrpolicy.Policy { return f.policy },
 	}, cache.NewIndexer(cache.MetaNamespaceKeyFunc, cache.Indexers{indexSubjects: subjectsOf}))
 
 	return f

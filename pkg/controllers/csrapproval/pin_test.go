@@ -364,8 +364,11 @@ func TestPinning_KubeletCannotWriteLabels(t *testing.T) {
 }
 
 // A real kubelet obtains its client certificate with the bootstrap token and rotates it: kube-controller-manager backdates
-// certificates by five minutes, so that 70 to 90 % of this lifetime are over after up to one and a half minutes.
+// certificates by five minutes, so that 70 to 90 % of this lifetime are over after up to one and a half minutes. Then
+// no instance sees a rotation, and last, EPHEMERAL is wiped.
 func TestPinning_KubeletKeepsItsCertificates(t *testing.T) {
+	t.Parallel()
+
 	var (
 		own   bed
 		group sync.WaitGroup
@@ -388,7 +391,10 @@ func TestPinning_KubeletKeepsItsCertificates(t *testing.T) {
 		w = s.boot(w)
 		s.main.allow(w.name, csrpolicy.Policy{EnforceCredential: true})
 
-		s.startKubeletAs(w, kube.KubeletSpec{BootstrapToken: s.token, RotateCertificates: true})
+		s.require(w.machine.FormatVolume(s.Context(), constants.EphemeralPartitionLabel, "85b1a5d4-94ab-4b6c-9e69-6d2f5ac6ee3b"))
+
+		spec := kube.KubeletSpec{BootstrapToken: s.token, RotateCertificates: true}
+		kubelet := s.startKubeletAs(w, spec)
 		s.reportTalos(w.name)
 		first := s.awaitIssuedFor(w)
 
@@ -407,5 +413,60 @@ func TestPinning_KubeletKeepsItsCertificates(t *testing.T) {
 		if found := s.messages(w.name, csrapproval.ReasonUnexpectedCredential); len(found) > 0 {
 			t.Errorf("got Events %q", found)
 		}
+
+		s.missRotation(w)
+
+		next := netip.MustParseAddr("8.8.5.1")
+		added = append(added, next)
+		s.require(w.machine.AddAddress(s.Context(), talostest.LinkExternal, netip.PrefixFrom(next, 32)))
+
+		pending := s.awaitRequestFor(w, next)
+		s.wantUnexpected(pending.Name)
+		s.require(s.label(w, csrpolicy.CredentialID(pending)))
+		s.awaitIssuedFor(w, added...)
+
+		// EPHEMERAL is wiped: the kubelet has to obtain a certificate with the token again.
+		s.require(kubelet.Stop())
+		s.removeAllOf(w)
+		s.require(w.machine.FormatVolume(s.Context(), constants.EphemeralPartitionLabel, "0e5e1a3c-5a80-4b0e-8d0f-6f2f0b1f3f6e"))
+		w.machine.BreakConnections()
+		s.startKubeletAs(w, spec)
+		s.awaitIssuedFor(w, added...)
 	})
+}
+
+// missRotation returns when the kubelet has rotated its client certificate and the requests are gone. In between, no
+// instance ran.
+func (s suite) missRotation(w worker) {
+	s.Helper()
+	s.main.stop()
+	s.removeAllOf(w)
+
+	s.eventually("the kubelet has rotated its certificate", func() bool {
+		return s.findRequest(w, func(csr *certificatesv1.CertificateSigningRequest, _ []netip.Addr) bool {
+			// The kubelet watches the request, and has read the certificate by then.
+			return len(csr.Status.Certificate) > 0 && time.Since(csr.CreationTimestamp.Time) > 10*time.Second
+		}) != nil
+	})
+	s.removeAllOf(w)
+
+	next, err := s.start(context.WithoutCancel(s.Context()))
+	s.require(err)
+
+	s.main = next
+	s.main.allow(w.name, csrpolicy.Policy{EnforceCredential: true})
+}
+
+// awaitRequestFor waits for a request of the worker's kubelet that contains the address.
+func (s suite) awaitRequestFor(w worker, addr netip.Addr) (found *certificatesv1.CertificateSigningRequest) {
+	s.Helper()
+	s.eventually("the kubelet requests a certificate for "+addr.String(), func() bool {
+		found = s.findRequest(w, func(_ *certificatesv1.CertificateSigningRequest, ips []netip.Addr) bool {
+			return slices.Contains(ips, addr)
+		})
+
+		return found != nil
+	})
+
+	return found
 }
