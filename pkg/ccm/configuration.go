@@ -47,7 +47,7 @@ func (m *controllerManager) reportConfiguration(ctx context.Context) {
 
 	var (
 		// With the name as UID, as in the Events of the kubelet.
-		node     = &corev1.ObjectReference{Kind: "Node"}
+		node     = &corev1.ObjectReference{APIVersion: "v1", Kind: "Node"}
 		mu       sync.Mutex
 		reported string
 	)

@@ -56,14 +56,17 @@ func (s *suite) awaitSite(m *talostest.Machine, value string) {
 	s.Logf("node %s: site %q after %s", m.Nodename(), value, time.Since(began))
 }
 
-// awaitEvent waits for an Event on the machine's Node and returns its message.
+// awaitEvent waits for an Event on the machine's Node that "kubectl events --for node/NAME" lists, and returns its
+// message.
 func (s *suite) awaitEvent(m *talostest.Machine, reason string) (message string) {
 	s.Helper()
 
-	selector := fields.Set{"involvedObject.kind": "Node", "involvedObject.name": m.Nodename(), "reason": reason}.String()
+	selector := fields.Set{
+		"involvedObject.apiVersion": "v1", "involvedObject.kind": "Node", "involvedObject.name": m.Nodename(), "reason": reason,
+	}.String()
 
 	s.eventually(fmt.Sprintf("node %s has an Event %s", m.Nodename(), reason), func() bool {
-		list, err := s.client.CoreV1().Events(metav1.NamespaceAll).List(s.Context(), metav1.ListOptions{FieldSelector: selector})
+		list, err := s.client.CoreV1().Events(metav1.NamespaceDefault).List(s.Context(), metav1.ListOptions{FieldSelector: selector})
 		if err != nil || len(list.Items) == 0 {
 			return false
 		}
