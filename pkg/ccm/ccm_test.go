@@ -25,6 +25,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/component-base/metrics/legacyregistry"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/talos-ccm/talos-ccm/pkg/ccm"
@@ -435,6 +437,44 @@ func TestApp_RewatchesLocalMachine(t *testing.T) {
 
 	s.require(self.SetStage(t.Context(), runtime.MachineStageRebooting))
 	s.eventually("lease is released", func() bool { return s.holder() == "" })
+}
+
+func TestApp_LogsThatSocketDoesNotRespond(t *testing.T) {
+	s := newSuite(t, "silent-", talostest.Options{})
+	self := s.controlPlane("cp")
+	self.Freeze()
+
+	options := s.options(self)
+	clk := clocktesting.NewFakeClock(time.Now())
+	options.Clock = clk
+
+	logger := ktesting.NewLogger(ktesting.NopTL{}, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))
+	sink, _ := logger.GetSink().(ktesting.Underlier)
+	logged := func(message string) int { return strings.Count(sink.GetBuffer().String(), message) }
+
+	s.launchWith(klog.NewContext(t.Context(), logger), options)
+
+	const failed, recovered = "Failed to watch local machine; retrying", "Watching local machine"
+
+	stepUntil := func(what string, done func() bool) {
+		s.eventually(what, func() bool {
+			clk.Step(time.Second)
+
+			return done()
+		})
+	}
+
+	stepUntil("the outage is logged", func() bool { return logged(failed) > 0 })
+
+	calls := len(self.Calls())
+	stepUntil("the watches are tried again", func() bool { return len(self.Calls()) > calls+4 })
+	self.Thaw()
+	stepUntil("the recovery is logged", func() bool { return logged(recovered) > 1 })
+
+	// The machine type and the document.
+	if got := logged(failed); got != 2 {
+		t.Errorf("logged %d failures, want 2:\n%s", got, sink.GetBuffer().String())
+	}
 }
 
 // passing advances a clock in real time until the test ends.

@@ -41,18 +41,14 @@ func (s localState) serves() bool {
 func (a *App) watchLocalState(ctx context.Context, changes chan<- localState) {
 	var last localState
 
-	_ = backoff.Retry(ctx, a.clock, retryFirst, retryMax, func(ctx context.Context) error {
-		err := followLocalState(ctx, a.socket.Reader, &last, changes)
-		if ctx.Err() == nil {
-			klog.FromContext(ctx).V(2).Info("Failed to watch local machine; retrying", "err", err)
-		}
-
-		return err
+	backoff.WatchLocal(ctx, a.clock, retryFirst, retryMax, "machine state", func(ctx context.Context, established func()) error {
+		return followLocalState(ctx, a.socket.Reader, &last, changes, established)
 	})
 }
 
-// followLocalState is watchLocalState up to the first failure. It always returns an error.
-func followLocalState(ctx context.Context, st state.CoreState, last *localState, changes chan<- localState) error {
+// followLocalState is watchLocalState up to the first failure. It calls established when the machine has responded, and
+// always returns an error.
+func followLocalState(ctx context.Context, st state.CoreState, last *localState, changes chan<- localState, established func()) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 
@@ -65,6 +61,8 @@ func followLocalState(ctx context.Context, st state.CoreState, last *localState,
 	if err := st.Watch(ctx, runtime.NewMachineStatus().Metadata(), events); err != nil {
 		return fmt.Errorf("watch machine status: %w", err)
 	}
+
+	established()
 
 	for {
 		select {

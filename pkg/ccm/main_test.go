@@ -240,12 +240,19 @@ func (s *suite) start(options *ccm.Options) *run {
 // launch runs talos-ccm. The caller checks how it ends.
 func (s *suite) launch(options *ccm.Options) *run {
 	s.Helper()
+
+	return s.launchWith(s.Context(), options)
+}
+
+// launchWith is launch with the values of ctx, such as a logger.
+func (s *suite) launchWith(ctx context.Context, options *ccm.Options) *run {
+	s.Helper()
 	s.require(options.Validate())
 
 	app, err := ccm.New(options)
 	s.require(err)
 
-	ctx, cancel := context.WithCancel(context.WithoutCancel(s.Context()))
+	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	r := &run{suite: s, cancel: cancel, ended: make(chan struct{})}
 
 	go func() {

@@ -1,6 +1,8 @@
 package reflector_test
 
 import (
+	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -53,6 +55,42 @@ func TestReflector_MarksStoppedMachineUnreachableAndRecovers(t *testing.T) {
 	setZone(t, worker, "zone-b")
 	worker.Start()
 	s.awaitView(t, worker.Nodename(), inZone("zone-b"))
+}
+
+func TestReflector_LogsLastingOutageOnce(t *testing.T) {
+	s, clk := newTimedSuite(t)
+	worker := s.addWorker(t)
+	s.track(worker)
+	s.settle(t, clk, worker.Nodename())
+
+	awaitFailures := func(count int) {
+		eventually(t, fmt.Sprintf("%d attempts have failed", count), func() bool {
+			if len(s.inventory.unreachableMarks()) >= count {
+				return true
+			}
+
+			if clk.Waiters() == 1 { // the next attempt
+				clk.Step(time.Second)
+			}
+
+			return false
+		})
+	}
+
+	must(t, worker.Stop(t.Context()))
+	awaitFailures(2) // within a few seconds
+
+	if got := s.visible(); len(got) != 0 {
+		t.Errorf("logged %q at the default level after two attempts", got)
+	}
+
+	awaitFailures(10)
+	worker.Start()
+	stepUntil(t, clk, "the machine is watched", func() bool { return s.inventory.Get(worker.Nodename()).Condition == inventory.Current })
+
+	if got, want := s.visible(), []string{"Machine is unreachable", "Watching machine"}; !slices.Equal(got, want) {
+		t.Errorf("logged %q at the default level, want %q", got, want)
+	}
 }
 
 func TestReflector_DeliversChangesMadeWhileDisconnected(t *testing.T) {

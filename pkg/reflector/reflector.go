@@ -75,6 +75,7 @@ type task struct {
 	addresses []netip.Addr
 	cancel    context.CancelFunc // nil if the task was not started
 	done      chan struct{}
+	outage    backoff.Outage // only the goroutine uses it
 }
 
 // New returns a Reflector that tracks no Node yet.
@@ -199,7 +200,12 @@ func (r *Reflector) start(nodename string, addresses []netip.Addr, old *task) *t
 		defer cancel()
 
 		old.stop()
-		r.follow(klog.NewContext(ctx, klog.LoggerWithValues(klog.FromContext(ctx), "node", nodename)), nodename, slices.Clone(addresses))
+
+		if old != nil {
+			t.outage = old.outage
+		}
+
+		r.follow(klog.NewContext(ctx, klog.LoggerWithValues(klog.FromContext(ctx), "node", nodename)), nodename, slices.Clone(addresses), &t.outage)
 	})
 
 	return t
@@ -214,11 +220,13 @@ func (t *task) stop() {
 }
 
 // follow connects to the machine at one of addresses, and reconnects until ctx is done. It reorders addresses.
-func (r *Reflector) follow(ctx context.Context, nodename string, addresses []netip.Addr) {
+func (r *Reflector) follow(ctx context.Context, nodename string, addresses []netip.Addr, outage *backoff.Outage) {
 	delays := backoff.New(backoffFirst, backoffMax)
 
 	for ctx.Err() == nil {
-		established, err := r.watchAny(ctx, nodename, addresses)
+		outage.Try(r.clock.Now())
+
+		established, err := r.watchAny(ctx, nodename, addresses, outage)
 		if ctx.Err() != nil {
 			return
 		}
@@ -236,7 +244,7 @@ func (r *Reflector) follow(ctx context.Context, nodename string, addresses []net
 			delays = backoff.New(backoffFirst, backoffMax)
 			delay = wait.Jitter(reconnectDelay, reconnectJitter)
 		} else {
-			r.report(ctx, nodename, err)
+			r.report(klog.FromContext(ctx).V(outage.Failed(r.clock.Now())), nodename, err)
 
 			delay = delays.Step()
 		}
@@ -247,7 +255,7 @@ func (r *Reflector) follow(ctx context.Context, nodename string, addresses []net
 
 // watchAny tries addresses in order until a session was established at one of them. It returns when that session ends, and moves its address
 // to the front: an unresponsive address before it takes long to fail.
-func (r *Reflector) watchAny(ctx context.Context, nodename string, addresses []netip.Addr) (established bool, err error) {
+func (r *Reflector) watchAny(ctx context.Context, nodename string, addresses []netip.Addr, outage *backoff.Outage) (established bool, err error) {
 	if len(addresses) == 0 {
 		return false, errors.New("node has no address to connect to")
 	}
@@ -255,7 +263,7 @@ func (r *Reflector) watchAny(ctx context.Context, nodename string, addresses []n
 	var errs []error
 
 	for i, addr := range addresses {
-		established, err := r.watch(ctx, nodename, addr)
+		established, err := r.watch(ctx, nodename, addr, outage)
 		if established {
 			copy(addresses[1:], addresses[:i])
 			addresses[0] = addr
@@ -272,7 +280,7 @@ func (r *Reflector) watchAny(ctx context.Context, nodename string, addresses []n
 }
 
 // watch runs one session with the machine at addr.
-func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr) (established bool, err error) {
+func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr, outage *backoff.Outage) (established bool, err error) {
 	select {
 	case r.connecting <- struct{}{}:
 	case <-ctx.Done():
@@ -295,24 +303,25 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr)
 		nodename:  nodename,
 		addr:      addr,
 		state:     st,
-		connected: release,
-		interval:  pollFirst,
+		connected: func() {
+			release()
+			klog.FromContext(ctx).V(outage.Succeeded()).Info("Watching machine", "address", addr)
+		},
+		interval: pollFirst,
 	}
 
 	return s.run(ctx)
 }
 
 // report records in the inventory why the machine could not be followed.
-func (r *Reflector) report(ctx context.Context, nodename string, err error) {
-	logger := klog.FromContext(ctx)
-
+func (r *Reflector) report(logger klog.Logger, nodename string, err error) {
 	if mismatch := (*mismatchError)(nil); errors.As(err, &mismatch) {
-		logger.V(2).Info("Machine at the Node's address reports another nodename", "address", mismatch.addr, "nodename", mismatch.nodename)
+		logger.Info("Machine at the Node's address reports another nodename", "address", mismatch.addr, "nodename", mismatch.nodename)
 		r.inventory.MarkMismatch(nodename, mismatch.nodename, mismatch.Error())
 
 		return
 	}
 
-	logger.V(2).Info("Machine is unreachable", "err", err)
+	logger.Info("Machine is unreachable", "err", err)
 	r.inventory.MarkUnreachable(nodename, strings.ReplaceAll(err.Error(), "\n", "; "))
 }

@@ -118,7 +118,7 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 			err = result()
 		case <-s.debounced:
 			s.debounced = nil
-			err = s.publish(ctx)
+			err = s.publish()
 		case <-s.nextPoll.C():
 			s.requestPoll(ctx)
 		case <-s.deadline.C():
@@ -150,7 +150,7 @@ func (s *session) flush(ctx context.Context) error {
 		break
 	}
 
-	if mismatch := (*mismatchError)(nil); s.debounced != nil && errors.As(s.publish(ctx), &mismatch) {
+	if mismatch := (*mismatchError)(nil); s.debounced != nil && errors.As(s.publish(), &mismatch) {
 		return mismatch
 	}
 
@@ -254,7 +254,7 @@ func (s *session) poll(ctx context.Context) {
 			s.startPoll(ctx)
 		}
 
-		return s.publish(ctx)
+		return s.publish()
 	})
 }
 
@@ -285,7 +285,7 @@ func (s *session) handle(ctx context.Context, event state.Event) error {
 	}
 
 	if !s.established {
-		return s.publish(ctx)
+		return s.publish()
 	}
 
 	// The nodename is published again whenever the hostname changes, which is polled (k8s/NodenameController). A rename
@@ -293,7 +293,7 @@ func (s *session) handle(ctx context.Context, event state.Event) error {
 	if _, isNodename := event.Resource.(*k8s.Nodename); isNodename && event.Type != state.Destroyed {
 		s.requestPoll(ctx)
 
-		return s.publish(ctx)
+		return s.publish()
 	}
 
 	if s.debounced == nil {
@@ -304,7 +304,7 @@ func (s *session) handle(ctx context.Context, event state.Event) error {
 }
 
 // publish writes a complete view to the inventory. It fails if the machine's nodename is not the Node's.
-func (s *session) publish(ctx context.Context) error {
+func (s *session) publish() error {
 	if s.bootstrapping > 0 || !s.polled {
 		return nil
 	}
@@ -330,7 +330,6 @@ func (s *session) publish(ctx context.Context) error {
 	if !s.established {
 		s.established = true
 		s.connected()
-		klog.FromContext(ctx).V(2).Info("Watching machine", "address", s.addr)
 	}
 
 	dialed, isControlPlane := s.state.(talosapi.ControlPlane)

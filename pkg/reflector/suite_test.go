@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/role"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
 	"k8s.io/utils/clock"
 	clocktesting "k8s.io/utils/clock/testing"
 
@@ -35,6 +37,7 @@ type suite struct {
 	reader    reader
 	inventory *recorder
 	reflector *reflector.Reflector
+	log       klog.Logger // buffered
 
 	mu     sync.Mutex
 	dialed []netip.Addr
@@ -60,6 +63,7 @@ func newSuite(t *testing.T, clk clock.Clock) *suite {
 		cluster:   cluster,
 		reader:    reader{config},
 		inventory: &recorder{Inventory: inventory.New(clk.Now), views: map[string][]machine.Machine{}},
+		log:       ktesting.NewLogger(ktesting.NopTL{}, ktesting.NewConfig(ktesting.BufferLogs(true))),
 	}
 	s.run(t, s.dial, clk)
 
@@ -78,7 +82,7 @@ func (s *suite) run(t *testing.T, dial talosapi.DialFunc, clk clock.Clock) {
 	go func() {
 		defer close(done)
 
-		refl.Run(t.Context())
+		refl.Run(klog.NewContext(t.Context(), s.log))
 	}()
 
 	t.Cleanup(func() {
@@ -120,6 +124,19 @@ func (s *suite) dials() []netip.Addr {
 	defer s.mu.Unlock()
 
 	return slices.Clone(s.dialed)
+}
+
+// visible returns the messages that the reflector has logged at the default level.
+func (s *suite) visible() (messages []string) {
+	sink, _ := s.log.GetSink().(ktesting.Underlier)
+
+	for _, entry := range sink.GetBuffer().Data() {
+		if entry.Verbosity == 0 {
+			messages = append(messages, entry.Message)
+		}
+	}
+
+	return messages
 }
 
 // countingClock counts timer resets.

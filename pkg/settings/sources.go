@@ -10,7 +10,6 @@ import (
 
 	"github.com/cosi-project/runtime/pkg/state"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
-	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
@@ -53,21 +52,14 @@ type Extension struct {
 
 // Follow implements Source.
 func (e Extension) Follow(ctx context.Context, deliver func(Document, error), lost func()) {
-	// Retry fails only when ctx ends.
-	_ = backoff.Retry(ctx, e.Clock, 200*time.Millisecond, 10*time.Second, func(ctx context.Context) error {
-		err := e.watch(ctx, deliver)
+	backoff.WatchLocal(ctx, e.Clock, 200*time.Millisecond, 10*time.Second, "ExtensionServiceConfig", func(ctx context.Context, established func()) error {
+		defer lost()
 
-		lost()
-
-		if ctx.Err() == nil {
-			klog.FromContext(ctx).V(2).Info("Failed to watch ExtensionServiceConfig; retrying", "err", err)
-		}
-
-		return err
+		return e.watch(ctx, deliver, established)
 	})
 }
 
-func (e Extension) watch(ctx context.Context, deliver func(Document, error)) error {
+func (e Extension) watch(ctx context.Context, deliver func(Document, error), established func()) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 
@@ -76,6 +68,8 @@ func (e Extension) watch(ctx context.Context, deliver func(Document, error)) err
 	if err := e.Admin.WatchServiceConfig(ctx, e.Name, events); err != nil {
 		return err
 	}
+
+	established()
 
 	for {
 		select {
