@@ -89,10 +89,10 @@ kube-assets: ## Build the Kubernetes components for tests, unless cached or set 
 	$(GO) run ./test/kube/cmd/kube-assets
 
 .PHONY: demo
-demo: ## Run talos-ccm on simulated machines: make demo [NODES=20].
+demo: ## Run talos-ccm on simulated machines: make demo [NODES=20] [KEEP=1].
 	@mkdir -p $(ARTIFACTS)
 	@$(GO) build -o $(ARTIFACTS)/demo ./test/demo
-	@$(ARTIFACTS)/demo $(if $(NODES),-nodes $(NODES))
+	@$(ARTIFACTS)/demo $(if $(NODES),-nodes $(NODES)) $(if $(KEEP),-keep)
 
 .PHONY: lint
 lint: $(GOLANGCI_LINT) $(GOFUMPT) $(ACTIONLINT) ## Run the linters and check the formatting.

@@ -39,6 +39,7 @@ const (
 
 // demo is one run from nothing to nothing.
 type demo struct {
+	keep     bool // until interrupted
 	screen   *screen
 	fleet    *fleet
 	observer *observer
@@ -71,7 +72,7 @@ func (d *demo) run(ctx context.Context) (err error) {
 	d.screen.printf("%s: %d simulated Talos machines, a real Kubernetes control plane and a real talos-ccm\n",
 		d.screen.in(bold, "talos-ccm demo"), len(d.fleet.members))
 
-	for _, step := range []func(context.Context) error{d.startKubernetes, d.startMachines, d.startProduct, d.show} {
+	for _, step := range []func(context.Context) error{d.startKubernetes, d.startMachines, d.startProduct, d.show, d.hold} {
 		if err := step(ctx); err != nil {
 			return d.explain(ctx, err)
 		}
@@ -251,6 +252,26 @@ func (d *demo) show(ctx context.Context) error {
 	_, err = d.countedMetrics(ctx)
 
 	return err
+}
+
+// hold prints how to use the cluster and keeps it until an interruption, which is then no error.
+func (d *demo) hold(ctx context.Context) error {
+	if !d.keep {
+		return nil
+	}
+
+	path := filepath.Join(d.folder, "kubeconfig")
+	if err := os.WriteFile(path, d.cluster.Kubeconfig(), 0o600); err != nil {
+		return fmt.Errorf("write kubeconfig: %w", err)
+	}
+
+	d.screen.printf("\nThe cluster runs until you press Ctrl-C:\n\n  export KUBECONFIG=%s\n  kubectl get nodes", path)
+
+	if err := d.await(ctx, func() bool { return false }); ctx.Err() == nil {
+		return err
+	}
+
+	return nil
 }
 
 // watch begins to observe the cluster, and has the kubelets look after their certificates.

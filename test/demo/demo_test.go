@@ -15,7 +15,10 @@ import (
 	"testing"
 	"time"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/clientcmd"
 )
 
 // patience is for a loaded computer, on which the Kubernetes components may have to be built first.
@@ -98,12 +101,26 @@ func TestDemo_InitializesAndUpdatesAllNodes(t *testing.T) {
 	d.expectNoFiles()
 }
 
-func TestDemo_WorksWithOneMachine(t *testing.T) {
+func TestDemo_KeepsClusterUntilInterrupted(t *testing.T) {
 	t.Parallel()
 
-	d := start(t, "-nodes", "1")
+	d := start(t, "-nodes", "1", "-keep")
+	kubeconfig := strings.TrimPrefix(d.awaitLine("export KUBECONFIG="), "  export KUBECONFIG=")
+
+	config, err := clientcmd.BuildConfigFromFlags("", kubeconfig)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	if _, err := kubernetes.NewForConfigOrDie(config).CoreV1().Nodes().Get(t.Context(), "metal-1", metav1.GetOptions{}); err != nil {
+		t.Error(err)
+	}
+
+	d.signal(syscall.SIGINT)
 	d.expectExit(0)
 	d.expectRow("metal-1 (control plane)", "  issued")
+	d.expectNoProcesses()
+	d.expectNoFiles()
 }
 
 func TestDemo_CleansUpWhenInterrupted(t *testing.T) {
@@ -210,20 +227,22 @@ func start(t *testing.T, args ...string) *demo {
 	return d
 }
 
-// awaitLine reads the output until a line contains text.
-func (d *demo) awaitLine(text string) {
+// awaitLine reads the output until a line contains text, and returns that line.
+func (d *demo) awaitLine(text string) string {
 	d.t.Helper()
 
 	for d.lines.Scan() {
 		d.output.WriteString(d.lines.Text() + "\n")
 
 		if strings.Contains(d.lines.Text(), text) {
-			return
+			return d.lines.Text()
 		}
 	}
 
 	_ = d.cmd.Wait() //nolint:errcheck // whatever it ended with, it was too early
 	d.t.Fatalf("exited without printing %q", text)
+
+	return ""
 }
 
 // expectRow looks for a line that begins with the first of the parts, ends with the last, and has the others.

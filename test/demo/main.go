@@ -28,10 +28,11 @@ const (
 
 func main() {
 	nodes := flag.Int("nodes", defaultNodes, fmt.Sprintf("number of simulated Talos machines, 1 to %d", maxNodes))
+	keep := flag.Bool("keep", false, "keep the cluster until Ctrl-C, and print a kubeconfig")
 	flag.Parse()
 
 	if flag.NArg() > 0 || *nodes < 1 || *nodes > maxNodes {
-		fmt.Fprintf(flag.CommandLine.Output(), "the only flag is -nodes, from 1 to %d\n", maxNodes)
+		fmt.Fprintf(flag.CommandLine.Output(), "-nodes must be from 1 to %d, and there are no arguments\n", maxNodes)
 		flag.Usage()
 		os.Exit(exitUsage)
 	}
@@ -40,7 +41,10 @@ func main() {
 	// While everything is being stopped, a second signal ends the process, and the kernel its children.
 	context.AfterFunc(ctx, stop)
 
-	os.Exit(exitCode(ctx, newDemo(*nodes, newScreen(os.Stdout)).run(ctx)))
+	d := newDemo(*nodes, newScreen(os.Stdout))
+	d.keep = *keep
+
+	os.Exit(exitCode(ctx, d.run(ctx)))
 }
 
 // exitCode tells a human what err was, if anything.
