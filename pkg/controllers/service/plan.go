@@ -161,6 +161,12 @@ func (s snapshot) plan() []decision {
 	s.clusterIPs, s.controlPlane = s.reservedAddresses()
 	s.nodes = slices.DeleteFunc(slices.Clone(s.nodes), func(c candidate) bool { return !c.eligible() })
 
+	// If no Node is ready, the likely cause is between the kubelets and the API server, and kube-proxy still forwards
+	// traffic. kube-controller-manager does not evict pods then, either.
+	if slices.ContainsFunc(s.nodes, candidate.ready) {
+		s.nodes = slices.DeleteFunc(s.nodes, func(c candidate) bool { return !c.ready() })
+	}
+
 	var (
 		decisions []decision
 		managed   []*corev1.Service
@@ -468,8 +474,11 @@ func addressOf(node *corev1.Node, family corev1.IPFamily, types []corev1.NodeAdd
 	return netip.Addr{}, false
 }
 
-// eligible reports whether the Node can receive traffic: as in k8s.io/cloud-provider/controllers/service, and
-// initialized, because before that its addresses are not final.
+// ready reports whether the Node is ready.
+func (c candidate) ready() bool { return nodespec.IsReady(c.node) }
+
+// eligible reports whether the Node can receive traffic if it is ready: as in k8s.io/cloud-provider/controllers/service,
+// and initialized, because before that its addresses are not final.
 func (c candidate) eligible() bool {
 	isLeaving := slices.ContainsFunc(c.node.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == toBeDeletedTaint })
 
@@ -480,7 +489,7 @@ func (c candidate) eligible() bool {
 		isExcluded = excluded || err != nil
 	}
 
-	return nodespec.IsReady(c.node) && !isLeaving && !isExcluded && c.node.DeletionTimestamp == nil &&
+	return !isLeaving && !isExcluded && c.node.DeletionTimestamp == nil &&
 		nodespec.IsTalos(c.node) && !nodespec.IsUninitialized(c.node) && c.entry.Condition != inventory.Mismatch
 }
 
@@ -523,7 +532,7 @@ func (s snapshot) explain(service *corev1.Service, r request) string {
 		}
 	}
 
-	message := fmt.Sprintf("No Node can receive traffic: %d Nodes are managed, ready and not excluded, and %d of these match the node selector", managed, selected)
+	message := fmt.Sprintf("No Node can receive traffic: %d Nodes are managed and eligible, and %d of these match the node selector", managed, selected)
 	if service.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal {
 		message += fmt.Sprintf("; %d of these have a ready endpoint (externalTrafficPolicy: Local)", serving)
 	}

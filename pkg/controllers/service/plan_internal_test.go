@@ -221,11 +221,32 @@ func TestPlan_EligibleNodes(t *testing.T) {
 			test.change(&c)
 
 			// The Service has the address already, so only the requirement under test can remove it.
-			s := snapshot{services: []*corev1.Service{newService("s", published("10.0.0.1"))}, nodes: []candidate{c}}
-			if got, _ := s.addressesOf("s"); (len(got) == 1) != test.want {
+			s := snapshot{services: []*corev1.Service{newService("s", published("10.0.0.1"))}, nodes: []candidate{c, newCandidate("b", "10.0.0.2")}}
+			if got, _ := s.addressesOf("s"); slices.Contains(got, "10.0.0.1") != test.want {
 				t.Errorf("got %v", got)
 			}
 		})
+	}
+}
+
+func TestPlan_IgnoresReadinessIfNoNodeIsReady(t *testing.T) {
+	nodes := candidates(3)
+	nodes[0].node.Labels[corev1.LabelNodeExcludeBalancers] = "" // does not count, although it is ready
+	nodes[1].node.Status.Conditions[0].Status = corev1.ConditionUnknown
+	s := snapshot{services: []*corev1.Service{newService("s")}, nodes: nodes}
+
+	for _, test := range []struct {
+		last corev1.ConditionStatus
+		want []string
+	}{
+		{corev1.ConditionTrue, []string{"192.0.2.3"}},
+		{corev1.ConditionFalse, []string{"192.0.2.2", "192.0.2.3"}},
+	} {
+		nodes[2].node.Status.Conditions[0].Status = test.last
+
+		if got, reasons := s.addressesOf("s"); !slices.Equal(got, test.want) || reasons != nil {
+			t.Errorf("last Node is ready %q: got %v %v, want %v", test.last, got, reasons, test.want)
+		}
 	}
 }
 
