@@ -47,6 +47,8 @@ var theirs = map[string]string{
 	"NetworkDefaultActionConfig":  "Talos's",
 	"NetworkRuleConfig":           "Talos's",
 	"NodeRestriction":             "the API server's",
+	"PrometheusRule":              "the Prometheus operator's",
+	"ScrapeConfig":                "the Prometheus operator's",
 	"UnattendedInstallConfig":     "Talos's, since 1.14",
 	"cluster.local":               "a DNS domain",
 }

@@ -22,7 +22,7 @@ var (
 	// prefixes select the listed metrics; libraries export others that are not worth watching.
 	prefixes = []string{"talosccm_", "leader_election_", "workqueue_", "rest_client_", "process_", "go_goroutines", "go_gc_gomemlimit_bytes", "go_memstats_"}
 	// open has the labels with unbounded values.
-	open = []string{"cidr", "code", "go_version", "method", "pool", "request", "version"}
+	open = []string{"cidr", "code", "go_version", "method", "node", "pool", "request", "version"}
 )
 
 func listed(name string) bool {

@@ -194,7 +194,7 @@ func (d *datasource) isVariable() bool { return d != nil && d.UID == "${datasour
 
 // fill puts in the variables as Grafana does.
 func fill(expression string) string {
-	return strings.NewReplacer("$job", "talos-ccm", "$instance", ".*", "$__rate_interval", "5m").Replace(expression)
+	return strings.NewReplacer("$cluster", ".*", "$job", "talos-ccm", "$instance", ".*", "$__rate_interval", "5m").Replace(expression)
 }
 
 func TestDashboard_Variables(t *testing.T) {
@@ -218,7 +218,7 @@ func TestDashboard_Variables(t *testing.T) {
 		}
 
 		problems, known := metrics.check(fill(match[1]))
-		if v.Name == "job" { // it is the one that says which
+		if v.Name == "cluster" || v.Name == "job" { // before the job is known
 			problems = nil
 		}
 
@@ -227,7 +227,7 @@ func TestDashboard_Variables(t *testing.T) {
 		}
 	}
 
-	if wanted := []string{"datasource", "job", "instance"}; !slices.Equal(names, wanted) {
+	if wanted := []string{"datasource", "cluster", "job", "instance"}; !slices.Equal(names, wanted) {
 		t.Errorf("variables %v, want %v", names, wanted)
 	}
 }

@@ -21,8 +21,8 @@ import (
 	"google.golang.org/grpc/codes"
 )
 
-// target are the labels that Prometheus itself gives to what it scrapes.
-var target = []string{"job", "instance"}
+// target are the labels that Prometheus gives to what it scrapes: cluster only if it is configured.
+var target = []string{"cluster", "job", "instance"}
 
 // exported are metrics by name.
 type exported map[string]metric
