@@ -61,23 +61,29 @@ func TestApp_InitializesNodesOverMachineSocket(t *testing.T) {
 	}
 }
 
-func TestApp_RunsOutsideTalosWithReaderRole(t *testing.T) {
-	s := newSuite(t, "outside-", talostest.Options{})
-	self, worker := s.controlPlane("cp"), s.worker("worker")
-	s.register(self, worker)
+// outside returns options for an instance outside Talos.
+func (s *suite) outside(on *talostest.Machine) *ccm.Options {
+	s.Helper()
 
 	talosconfig, err := s.talos.Talosconfig(string(role.Reader))
 	s.require(err)
 
 	options := s.options(self)
 	options.MachineSocket, options.RunDir = "", ""
-	options.Talosconfig = filepath.Join(t.TempDir(), "talosconfig")
-	options.Framework.Generic.ClientConnection.Kubeconfig = filepath.Join(t.TempDir(), "kubeconfig")
+	options.Talosconfig = filepath.Join(s.TempDir(), "talosconfig")
+	options.Framework.Generic.ClientConnection.Kubeconfig = filepath.Join(s.TempDir(), "kubeconfig")
 
 	s.require(talosconfig.Save(options.Talosconfig))
 	s.require(os.WriteFile(options.Framework.Generic.ClientConnection.Kubeconfig, s.kube.Kubeconfig(), 0o600))
 
-	s.start(options)
+	return options
+}
+
+func TestApp_RunsOutsideTalosWithReaderRole(t *testing.T) {
+	s := newSuite(t, "outside-", talostest.Options{})
+	self, worker := s.controlPlane("cp"), s.worker("worker")
+	s.register(self, worker)
+	s.start(s.outside(self))
 	s.awaitInitialized(self, worker)
 	s.move(worker, "moved")
 
@@ -632,6 +638,35 @@ func TestOptions_ControllerNames(t *testing.T) {
 }
 
 // Invalid values are refused at startup, and therefore also in the environment of a document.
+func TestOptions_HostedControlPlane(t *testing.T) {
+	for _, test := range []struct {
+		hosted, cluster, service, socket string
+		refused                          string // part of the error; empty if valid
+	}{
+		{hosted: "api.example.org, 203.0.113.1,2001:db8::1,kubernetes.default.svc", cluster: "10.244.0.0/16", service: "10.96.0.0/12"},
+		{hosted: "api.example.org", cluster: "10.244.0.0/16", refused: "requires --cluster-cidr and --service-cluster-ip-range"},
+		{hosted: "api.example.org", service: "10.96.0.0/12", refused: "requires --cluster-cidr and --service-cluster-ip-range"},
+		{hosted: "api.example.org", cluster: "10.244.0.0/16", service: "10.96.0.0/12", socket: "/run/machine.sock", refused: "cannot be combined with --machine-socket"},
+		{hosted: "https://api.example.org", cluster: "10.244.0.0/16", service: "10.96.0.0/12", refused: `"https://api.example.org" is not a valid DNS name`},
+		{hosted: "203.0.113.300", cluster: "10.244.0.0/16", service: "10.96.0.0/12", refused: `"203.0.113.300" can be parsed as an IP address`},
+		{hosted: "api.example.org,", cluster: "10.244.0.0/16", service: "10.96.0.0/12", refused: `"" is not a valid DNS name`},
+		{hosted: "*.example.org", cluster: "10.244.0.0/16", service: "10.96.0.0/12", refused: "is a wildcard"},
+	} {
+		options := withControllers(t, "*")
+		options.HostedControlPlane = test.hosted
+		options.Framework.KubeCloudShared.ClusterCIDR, options.ServiceCIDRs = test.cluster, test.service
+
+		if options.MachineSocket, options.Talosconfig = "", "/talosconfig"; test.socket != "" {
+			options.MachineSocket, options.Talosconfig = test.socket, ""
+		}
+
+		err := options.Validate()
+		if (err == nil) != (test.refused == "") || (err != nil && !strings.Contains(err.Error(), test.refused)) {
+			t.Errorf("%+v: got error %v", test, err)
+		}
+	}
+}
+
 func TestOptions_PodCIDRs(t *testing.T) {
 	for _, test := range []struct {
 		cluster, service, allocator string

@@ -18,6 +18,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
 const (
@@ -54,6 +56,9 @@ type Options struct {
 	// ServiceCIDRs is a comma-separated list of prefixes that no pod CIDR may overlap. If empty, the Service CIDRs of
 	// the Talos configuration are used.
 	ServiceCIDRs string
+	// HostedControlPlane is a comma-separated list of the DNS names and IP addresses of the API servers of a control
+	// plane that has no machines in the cluster.
+	HostedControlPlane string
 	// NodeCIDRMaskSize, NodeCIDRMaskSizeIPv4 and NodeCIDRMaskSizeIPv6 are the prefix lengths of pod CIDRs; 0 is the
 	// default. The first is for single-stack clusters.
 	NodeCIDRMaskSize, NodeCIDRMaskSizeIPv4, NodeCIDRMaskSizeIPv6 int
@@ -146,6 +151,10 @@ func (o *Options) Flags() cliflag.NamedFlagSets {
 		"Source of the providerID on platforms that do not provide an instance ID: 'uuid' (SMBIOS UUID if it is unique) or 'node-ip' (as in the upstream Talos CCM). "+
 			"global.providerIDFallback in the configuration takes precedence.")
 
+	fs.StringVar(&o.HostedControlPlane, "hosted-control-plane", o.HostedControlPlane,
+		"Comma-separated list of all DNS names and IP addresses of the API servers, if none of the Nodes is a control-plane machine. "+
+			"No kubelet gets a certificate for them. Requires --talosconfig, --cluster-cidr and --service-cluster-ip-range.")
+
 	ipam := sections.FlagSet("node IPAM")
 	ipam.StringVar(&o.ServiceCIDRs, "service-cluster-ip-range", o.ServiceCIDRs,
 		"Comma-separated list of Service CIDRs. Pod CIDRs never overlap them. If empty, the Service CIDRs of the Talos configuration are used.")
@@ -194,7 +203,8 @@ func (o *Options) Validate() error {
 	}
 
 	_, err := o.ipam()
-	errs = append(errs, err, o.Framework.Validate(o.knownControllers(), nil, controllerAliases(), nil, nil))
+	_, hostedErr := o.hosted()
+	errs = append(errs, err, hostedErr, o.Framework.Validate(o.knownControllers(), nil, controllerAliases(), nil, nil))
 
 	return errors.Join(errs...)
 }
@@ -236,6 +246,47 @@ func parseCIDRs(flag, list string) ([]netip.Prefix, error) {
 	}
 
 	return prefixes, nil
+}
+
+// hosted returns what the flags state about a hosted control plane; nil if it is not hosted.
+func (o *Options) hosted() (*csrpolicy.ClusterIdentity, error) {
+	const flag = "--hosted-control-plane"
+
+	if o.HostedControlPlane == "" {
+		return nil, nil
+	}
+
+	pods, podsErr := parseCIDRs("--cluster-cidr", o.Framework.KubeCloudShared.ClusterCIDR)
+	services, servicesErr := parseCIDRs("--service-cluster-ip-range", o.ServiceCIDRs)
+
+	switch {
+	case podsErr != nil || servicesErr != nil:
+		return nil, nil // reported with the other flags
+	case o.MachineSocket != "":
+		return nil, errors.New(flag + " cannot be combined with --machine-socket, which belongs to a control-plane machine")
+	case len(pods) == 0 || len(services) == 0:
+		return nil, errors.New(flag + " requires --cluster-cidr and --service-cluster-ip-range")
+	}
+
+	identity := &csrpolicy.ClusterIdentity{PodCIDRs: pods, ServiceCIDRs: services}
+
+	for entry := range strings.SplitSeq(o.HostedControlPlane, ",") {
+		entry = strings.TrimSpace(entry)
+
+		if addr, err := netip.ParseAddr(entry); err == nil {
+			identity.APIServerIPs = append(identity.APIServerIPs, addr.Unmap())
+
+			continue
+		}
+
+		if problem := machine.CheckName(machine.CanonicalName(entry), "", nil); problem != "" && problem != machine.NameReserved {
+			return nil, fmt.Errorf("%s: %q %s", flag, entry, problem)
+		}
+
+		identity.APIServerNames = append(identity.APIServerNames, entry)
+	}
+
+	return identity, nil
 }
 
 // setSingleStackMaskSize applies --node-cidr-mask-size to the family of --cluster-cidr. Without --cluster-cidr the

@@ -158,6 +158,42 @@ func writtenByNodeController(n *corev1.Node) bool {
 	return slices.ContainsFunc(n.ManagedFields, func(m metav1.ManagedFieldsEntry) bool { return m.Manager == nodecontroller.FieldManager })
 }
 
+// TestHosted_ReservesStatedFacts: no control-plane machine is a Node, so only the flags say what belongs to the cluster.
+func TestHosted_ReservesStatedFacts(t *testing.T) {
+	s := newSuite(t, "hosted-", talostest.Options{})
+
+	var addresses []talostest.Address
+	for _, address := range []string{"10.250.0.7/24", "10.251.0.7/24", "10.252.0.7/24", "10.253.0.7/24"} {
+		addresses = append(addresses, talostest.Address{Link: "eth1", Prefix: netip.MustParsePrefix(address)})
+	}
+
+	worker := s.machine(talostest.MachineSpec{Nodename: "worker", Platform: identified(s.prefix + "worker"), Addresses: addresses})
+	s.register(worker)
+
+	options := s.outside(worker)
+	options.Framework.KubeCloudShared.ClusterCIDR, options.ServiceCIDRs = "10.251.0.0/16", "10.252.0.0/16"
+	options.HostedControlPlane = "api.example.org,10.253.0.7,10.253.0.9"
+	s.start(options)
+
+	// The machine has this address, as one that announces a virtual IP: the request stays pending.
+	virtual := s.requestCertificate(worker, net.ParseIP("10.253.0.7"))
+
+	for address, want := range map[string]certificatesv1.RequestConditionType{
+		"10.250.0.7": certificatesv1.CertificateApproved,
+		"10.251.0.7": certificatesv1.CertificateDenied,
+		"10.252.0.7": certificatesv1.CertificateDenied,
+		"10.253.0.9": certificatesv1.CertificateDenied,
+	} {
+		s.awaitDecision(s.requestCertificate(worker, net.ParseIP(address)), want)
+	}
+
+	s.eventually("the request for the virtual IP is deferred", func() bool {
+		return len(ask(s, func(ctx context.Context) (*corev1.EventList, error) {
+			return s.client.CoreV1().Events(metav1.NamespaceAll).List(ctx, metav1.ListOptions{FieldSelector: "reason=CSRDeferred,involvedObject.name=" + virtual})
+		}).Items) > 0
+	})
+}
+
 func TestSharing_ServesNodesThatAnotherProviderInitializes(t *testing.T) {
 	s := newSuite(t, "hybrid-", talostest.Options{})
 	s.sharedCluster()

@@ -96,6 +96,7 @@ func (m *controllerManager) control(ctx context.Context) error {
 		readerConfig.LocalState = m.app.socket.Reader
 	}
 
+	readerConfig.Hosted, _ = m.app.options.hosted() // was validated
 	readerConfig.ReadMembers = func() bool { return m.app.settings.Current().Lifecycle.Discovery }
 	controlPlane := controlplane.New(readerConfig)
 

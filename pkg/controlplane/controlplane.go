@@ -61,6 +61,9 @@ type Config struct {
 	// LocalState is the state of this machine, which is certain. Its kube-controller-manager configuration is read even
 	// while no Node has the label of the control plane. Nil outside Talos.
 	LocalState state.CoreState
+	// Hosted is what the operator states about a control plane that has no machines in the cluster. It takes the place
+	// of the machines' answers while no Talos Node has the label of the control plane. Nil: there are machines.
+	Hosted *csrpolicy.ClusterIdentity
 	// PodCIDRs returns the CIDRs that this program allocates pod CIDRs from. Nil means none.
 	PodCIDRs func() []netip.Prefix
 	// ReadMembers reports whether Members is needed now. Nil means never.
@@ -171,7 +174,7 @@ func New(cfg Config) *Reader {
 }
 
 // Identity is what no kubelet may get a certificate for. Its Known becomes true once the API server and the local machine
-// or most of the control-plane machines have answered. A source that stops responding is represented by its last answer.
+// or most of the control-plane machines have answered, or the API server of a hosted control plane. A source that stops responding is represented by its last answer.
 func (r *Reader) Identity() *Value[csrpolicy.ClusterIdentity] { return &r.identity }
 
 // Network is how the control plane is configured to assign addresses; nil before the first refresh.
@@ -271,7 +274,7 @@ func (r *Reader) mergeIdentity() identity {
 		}
 	}
 
-	certain = append(certain, r.allocating())
+	certain = append(certain, r.allocating(), r.cfg.Hosted)
 	all := slices.Concat(certain, reported)
 	d := dispute{certain: append(certain, local), reported: reported, machines: len(r.machines)}
 	names := func(id *identity) []string { return id.APIServerNames }
@@ -279,7 +282,7 @@ func (r *Reader) mergeIdentity() identity {
 	vips := func(id *identity) []netip.Addr { return id.VIPs }
 
 	return identity{
-		Known:          answered && (local != nil || 2*len(reported) > len(r.machines)),
+		Known:          answered && (local != nil || 2*len(reported) > len(r.machines) || r.isHosted()),
 		Domains:        union(all, cmp.Compare, func(id *identity) []string { return id.Domains }),
 		APIServerNames: union(all, cmp.Compare, names),
 		APIServerIPs:   union(all, netip.Addr.Compare, ips),
@@ -294,6 +297,9 @@ func (r *Reader) mergeIdentity() identity {
 		},
 	}
 }
+
+// isHosted reports whether Config.Hosted takes the place of the machines' answers.
+func (r *Reader) isHosted() bool { return r.cfg.Hosted != nil && len(r.machines) == 0 }
 
 // allocating returns what this program allocates from.
 func (r *Reader) allocating() *identity {
@@ -356,7 +362,7 @@ func (r *Reader) mergeNetwork(serviceCIDRsErr error, machineErrs []error) *Netwo
 	switch {
 	case serviceCIDRsErr != nil:
 		network.Problem = "Failed to " + serviceCIDRsErr.Error()
-	case len(network.KCMConfigs) == 0:
+	case len(network.KCMConfigs) == 0 && !r.isHosted():
 		network.Problem = "The configuration of kube-controller-manager is not known for any control-plane machine"
 
 		for _, err := range machineErrs {

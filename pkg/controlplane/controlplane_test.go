@@ -451,6 +451,41 @@ func TestReader_ReadsTheLocalMachineWithoutLabeledNodes(t *testing.T) {
 	}
 }
 
+// TestReader_HostedControlPlane: what the operator states replaces the answers of machines only where there are none.
+func TestReader_HostedControlPlane(t *testing.T) {
+	s := newSuite(t, cluster.Config(), func(_ *suite, cfg *controlplane.Config) {
+		cfg.Hosted = &csrpolicy.ClusterIdentity{
+			APIServerNames: []string{"api.example.org"}, APIServerIPs: []netip.Addr{netip.MustParseAddr("203.0.113.1")},
+			PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.64.0.0/16")}, ServiceCIDRs: []netip.Prefix{netip.MustParsePrefix("10.65.0.0/16")},
+		}
+	})
+	s.add("worker", talosmachine.TypeWorker)
+
+	id := s.await("the identity is known", known)
+
+	wantAll(t, "names", id.APIServerNames, "kubernetes", "kubernetes.default.svc.cluster.local", "api.example.org")
+	wantAll(t, "addresses", id.APIServerIPs, netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("203.0.113.1"))
+	wantAll(t, "service CIDRs", id.ServiceCIDRs, netip.MustParsePrefix("10.0.0.0/16"), netip.MustParsePrefix("10.65.0.0/16"))
+	wantAll(t, "pod CIDRs", id.PodCIDRs, netip.MustParsePrefix("10.64.0.0/16"))
+
+	if len(id.Unconfirmed.Names)+len(id.Unconfirmed.IPs)+len(id.Unconfirmed.CIDRs) > 0 {
+		t.Errorf("unconfirmed are %+v, want nothing", id.Unconfirmed)
+	}
+
+	if network := s.awaitNetwork("the network is read", func(*controlplane.Network) bool { return true }); network.Problem != "" {
+		t.Errorf("network is %+v, want no problem", network)
+	}
+
+	m := s.add("cp-1", talosmachine.TypeControlPlane)
+	m.CutOff()
+	s.label("cp-1")
+	s.await("the machine counts", func(id csrpolicy.ClusterIdentity) bool { return !id.Known })
+
+	if network := s.reader.Network().Current(); !strings.Contains(network.Problem, "cp-1") {
+		t.Errorf("network is %+v, want a problem with the machine", network)
+	}
+}
+
 func TestReader_ExplainsAnUnknownNetwork(t *testing.T) {
 	s := newSuite(t, cluster.Config())
 	m := s.add("cp-1", talosmachine.TypeControlPlane)

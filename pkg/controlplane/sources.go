@@ -208,7 +208,13 @@ func (r *Reader) readMachines(ctx context.Context) []error {
 	machines := map[string]machineFacts{}
 
 	if len(nodes) == 0 {
-		err := errors.New("no Talos Node has the label node-role.kubernetes.io/control-plane")
+		err := errors.New("no Talos Node has the label node-role.kubernetes.io/control-plane; a hosted control plane needs --hosted-control-plane")
+
+	if len(nodes) == 0 && r.cfg.Hosted != nil {
+		r.machines = machines
+
+		return nil
+	}
 
 		if r.cfg.LocalState != nil {
 			// The identity is left out: it is complete only with a Node of the control plane.
