@@ -143,6 +143,30 @@ func (p Pool) CIDR() netip.Prefix { return p.cidr }
 // String returns the pool as text, such as "10.0.0.0/16 (/24 blocks)".
 func (p Pool) String() string { return fmt.Sprintf("%s (/%d blocks)", p.cidr, p.bits) }
 
+// special are the addresses that no pod can have.
+var special = []struct {
+	kind string
+	cidr netip.Prefix
+}{
+	{"multicast", netip.MustParsePrefix("224.0.0.0/4")},
+	{"multicast", netip.MustParsePrefix("ff00::/8")},
+	{"loopback", netip.MustParsePrefix("127.0.0.0/8")},
+	{"loopback", netip.MustParsePrefix("::1/128")},
+	{"link-local", netip.MustParsePrefix("169.254.0.0/16")},
+	{"link-local", netip.MustParsePrefix("fe80::/10")},
+}
+
+// CheckPods returns an error if a prefix contains addresses that no pod can have.
+func CheckPods(prefix netip.Prefix) error {
+	for _, s := range special {
+		if prefix.Overlaps(s.cidr) {
+			return fmt.Errorf("%s contains %s addresses", prefix, s.kind)
+		}
+	}
+
+	return nil
+}
+
 // ParsePrefix parses a CIDR such as "10.244.0.0/16", ignoring surrounding space. It refuses host bits and IPv4-mapped
 // IPv6 addresses. The error quotes s.
 func ParsePrefix(s string) (netip.Prefix, error) {

@@ -179,6 +179,10 @@ type IPAM struct {
 	// BlockSize `auto` derives the size of a Node's IPv4 pod CIDR from the maximum number of pods of its kubelet: the
 	// smallest CIDR with two addresses per pod. The IPv4 mask size of a pool takes precedence.
 	BlockSize BlockSize `default:"the mask size" json:"blockSize,omitempty" jsonschema:"enum=auto"`
+	// FallbackToClusterCIDRs applies to --cidr-allocator-type=CloudAllocator. It allocates a Node's IPv6 pod CIDR from
+	// the cluster CIDRs, as the upstream Talos CCM does, if the machine has no global IPv6 prefix a minute after the
+	// Node has registered. By default the Node waits for a prefix, because its pod CIDRs cannot be changed once set.
+	FallbackToClusterCIDRs bool `json:"fallbackToClusterCIDRs,omitempty"`
 }
 
 // BlockSize is how the size of a Node's pod CIDR is chosen. Empty means by mask size.
@@ -194,8 +198,9 @@ type Pool struct {
 	// NodeSelector is a list of terms that are ORed. In addition to other keys, `labels.<key>` selects by a label of
 	// the Node.
 	NodeSelector []rules.SelectorTerm `default:"all machines" json:"nodeSelector,omitempty"`
-	// CIDRs are IPv4 or IPv6 CIDRs that must not overlap those of any pool. Within an IP family, the first CIDR that
-	// is not exhausted is used. An IP family without CIDRs is allocated as if there were no pools.
+	// CIDRs are IPv4 or IPv6 CIDRs. Pools may have the same CIDR, with different mask sizes, but must not overlap
+	// otherwise. Within an IP family, the first CIDR that is not exhausted is used. An IP family without CIDRs is
+	// allocated as if there were no pools.
 	CIDRs []string `json:"cidrs"`
 	// ContainsMachines must be set if machines have addresses in the CIDRs, such as in a part of their own subnet.
 	// Otherwise no machine gets a serving certificate for an address in the CIDRs, because it can be a pod's.

@@ -118,6 +118,15 @@ func goodFiles() []good {
 			},
 		},
 		{
+			name: "pools of one CIDR with blocks of different sizes",
+			file: "ipam: {pools: [{name: a, cidrs: [10.0.0.0/16], maskSize: 25}, {name: b, cidrs: [10.0.0.0/16], maskSize: 22}]}",
+			want: func(c *config.Compiled) {
+				c.Pools = []config.CompiledPool{
+					{Name: "a", CIDRs: prefixes("10.0.0.0/16"), MaskSizeIPv4: 25}, {Name: "b", CIDRs: prefixes("10.0.0.0/16"), MaskSizeIPv4: 22},
+				}
+			},
+		},
+		{
 			name: "adjacent CIDRs", file: "ipam: {pools: [{name: a, cidrs: [10.0.0.0/24, 10.0.2.0/24]}, {name: b, cidrs: [10.0.1.0/24]}]}",
 			want: func(c *config.Compiled) {
 				c.Pools = []config.CompiledPool{{Name: "a", CIDRs: prefixes("10.0.0.0/24", "10.0.2.0/24")}, {Name: "b", CIDRs: prefixes("10.0.1.0/24")}}
@@ -549,6 +558,25 @@ func badFiles() []bad {
 				`:4:36: ipam.pools[0].cidrs[2] (pool "a"): Invalid value: "10.1.2.3/16" has host bits set; did you mean 10.1.0.0/16?`,
 				`:4:49: ipam.pools[0].cidrs[3] (pool "a"): Invalid value: "::ffff:10.0.0.0/112" is an IPv4-mapped IPv6 CIDR; write it as IPv4`,
 				`:4:72: ipam.pools[0].cidrs[4] (pool "a"): Invalid value: "0.0.0.0/0": must not contain all addresses`,
+			},
+		},
+		{
+			name: "CIDRs that pods cannot have addresses of",
+			file: "ipam:\n  pools:\n  - name: a\n    cidrs: [224.0.0.0/8, 127.0.0.0/16, '::/64', 169.254.0.0/16, 'fe80::/64', 'ff05::/16']\n",
+			want: []string{
+				`:4:13: ipam.pools[0].cidrs[0] (pool "a"): Invalid value: 224.0.0.0/8 contains multicast addresses`,
+				`:4:26: ipam.pools[0].cidrs[1] (pool "a"): Invalid value: 127.0.0.0/16 contains loopback addresses`,
+				`:4:40: ipam.pools[0].cidrs[2] (pool "a"): Invalid value: ::/64 contains loopback addresses`,
+				`:4:49: ipam.pools[0].cidrs[3] (pool "a"): Invalid value: 169.254.0.0/16 contains link-local addresses`,
+				`:4:65: ipam.pools[0].cidrs[4] (pool "a"): Invalid value: fe80::/64 contains link-local addresses`,
+				`:4:78: ipam.pools[0].cidrs[5] (pool "a"): Invalid value: ff05::/16 contains multicast addresses`,
+			},
+		},
+		{
+			name: "pools of one CIDR that disagree about machines",
+			file: "ipam:\n  pools:\n  - {name: a, cidrs: [10.0.0.0/16]}\n  - {name: b, cidrs: [10.0.0.0/16], containsMachines: true}\n",
+			want: []string{
+				`:4:37: ipam.pools[1].containsMachines (pool "b"): Invalid value: true: pool "a" in line 3 has the CIDR 10.0.0.0/16, too; set the same value for both`,
 			},
 		},
 		{

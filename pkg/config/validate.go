@@ -39,6 +39,8 @@ type Compiled struct {
 	EnforceCredential bool
 	// AllowedSANs are in the order of the file.
 	AllowedSANs []CompiledSANs
+	// IPAMFallback allows IPv6 blocks of the cluster CIDRs for machines without a prefix.
+	IPAMFallback bool
 	// Pools are in the order of the file. With `blockSize: auto`, a last one without CIDRs matches all Nodes that no
 	// other pool selects.
 	Pools []CompiledPool
@@ -91,7 +93,7 @@ type CompiledPool struct {
 	Name string
 	// Selector is nil if all machines are selected.
 	Selector *rules.Selector
-	// CIDRs are masked and in the order of the file. No two CIDRs of any pools overlap.
+	// CIDRs are masked and in the order of the file. Those of two pools are equal or do not overlap.
 	CIDRs []netip.Prefix
 	// ContainsMachines is true if machines have addresses in the CIDRs.
 	ContainsMachines bool
@@ -144,6 +146,8 @@ func (d *decoder) validate(file *Config) *Compiled {
 		Service:     file.Service,
 		Lifecycle:   v.lifecycle(field.NewPath("lifecycle"), file.Lifecycle),
 		ruleCount:   len(file.Transformations),
+
+		IPAMFallback: file.IPAM.FallbackToClusterCIDRs,
 	}
 
 	undecoded := d.problems
@@ -281,10 +285,10 @@ func (v *validator) service(path *field.Path, service Service) {
 	}
 }
 
-// pooled is a CIDR of a pool.
+// pooled is a CIDR of the pool with the given index.
 type pooled struct {
 	prefix netip.Prefix
-	pool   string
+	pool   int
 	path   *field.Path
 }
 
@@ -321,12 +325,15 @@ func (v *validator) pools(path *field.Path, ipam IPAM) []CompiledPool {
 			case prefix.Bits() == 0:
 				v.invalid(at, s, "must not contain all addresses")
 			default:
-				if k := slices.IndexFunc(all, func(other pooled) bool { return other.prefix.Overlaps(prefix) }); k >= 0 {
-					v.invalid(at, s, "overlaps %s of pool %s in line %d", all[k].prefix, quote(all[k].pool), v.line(all[k].path))
+				if err := cidrset.CheckPods(prefix); err != nil {
+					v.refuse(at, err)
 				}
 
+				added := pooled{prefix, i, at}
+				v.overlaps(p, ipam.Pools, all, added)
+
 				pool.CIDRs = append(pool.CIDRs, prefix)
-				all = append(all, pooled{prefix, e.Name, at})
+				all = append(all, added)
 			}
 		}
 
@@ -339,6 +346,26 @@ func (v *validator) pools(path *field.Path, ipam IPAM) []CompiledPool {
 	}
 
 	return list
+}
+
+// overlaps refuses a CIDR that overlaps an earlier one, unless another pool divides the same CIDR into other blocks.
+func (v *validator) overlaps(path *field.Path, pools []Pool, all []pooled, added pooled) {
+	for _, other := range all {
+		name, contains := quote(pools[other.pool].Name), pools[added.pool].ContainsMachines
+
+		switch {
+		case !other.prefix.Overlaps(added.prefix):
+		case other.prefix != added.prefix || other.pool == added.pool:
+			v.invalid(added.path, added.prefix.String(), "overlaps %s of pool %s in line %d", other.prefix, name, v.line(other.path))
+
+			return
+		case pools[other.pool].ContainsMachines != contains:
+			v.errs = append(v.errs, field.Invalid(path.Child("containsMachines"), contains,
+				fmt.Sprintf("pool %s in line %d has the CIDR %s, too; set the same value for both", name, v.line(other.path), other.prefix)))
+
+			return
+		}
+	}
 }
 
 // maskSizes sets the mask sizes of the pool, and refuses those that do not fit its CIDRs.
