@@ -68,7 +68,7 @@ func (s *suite) outside(on *talostest.Machine) *ccm.Options {
 	talosconfig, err := s.talos.Talosconfig(string(role.Reader))
 	s.require(err)
 
-	options := s.options(self)
+	options := s.options(on)
 	options.MachineSocket, options.RunDir = "", ""
 	options.Talosconfig = filepath.Join(s.TempDir(), "talosconfig")
 	options.Framework.Generic.ClientConnection.Kubeconfig = filepath.Join(s.TempDir(), "kubeconfig")
@@ -681,6 +681,7 @@ func TestOptions_PodCIDRs(t *testing.T) {
 		{allocator: "cloudallocator", refused: `unknown CIDR allocator type "cloudallocator"`},
 		{cluster: "10.244.0.0/25", refused: "10.244.0.0/25"},
 		{cluster: "10.244.0.0", refused: "--cluster-cidr"},
+		{cluster: "10.244.0.0/16,ff05::/16", refused: "--cluster-cidr: ff05::/16 contains multicast addresses"},
 		{service: "10.96.0.0/33", refused: "--service-cluster-ip-range"},
 		{ipv4: 99, refused: "99"},
 		{ipv4: -1, refused: "-1"},

@@ -161,9 +161,9 @@ func (o *Options) Flags() cliflag.NamedFlagSets {
 	ipam.IntVar(&o.NodeCIDRMaskSize, "node-cidr-mask-size", o.NodeCIDRMaskSize,
 		"Mask size for node CIDRs in a single-stack cluster. Cannot be combined with --node-cidr-mask-size-ipv4 or --node-cidr-mask-size-ipv6.")
 	ipam.IntVar(&o.NodeCIDRMaskSizeIPv4, "node-cidr-mask-size-ipv4", o.NodeCIDRMaskSizeIPv4,
-		fmt.Sprintf("Mask size for IPv4 node CIDRs. If 0, %d is used.", nodeipam.DefaultMaskSizeIPv4))
+		fmt.Sprintf("Mask size for IPv4 node CIDRs. If 0, kube-controller-manager's is used for the cluster CIDRs if it is set, else %d.", nodeipam.DefaultMaskSizeIPv4))
 	ipam.IntVar(&o.NodeCIDRMaskSizeIPv6, "node-cidr-mask-size-ipv6", o.NodeCIDRMaskSizeIPv6,
-		fmt.Sprintf("Mask size for IPv6 node CIDRs. If 0, %d is used.", nodeipam.DefaultMaskSizeIPv6))
+		fmt.Sprintf("Mask size for IPv6 node CIDRs. If 0, kube-controller-manager's is used for the cluster CIDRs if it is set, else %d.", nodeipam.DefaultMaskSizeIPv6))
 
 	return sections
 }

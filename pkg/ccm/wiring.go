@@ -324,6 +324,7 @@ func (m *controllerManager) newNodeIPAM(in inputs) (controller, error) {
 		Clock:        m.app.clock,
 		Selector:     func() *rules.Selector { return m.app.settings.Current().IPAMSelector },
 		Pools:        func() []nodeipam.Pool { return m.app.settings.Current().Pools },
+		Fallback:     func() bool { return m.app.settings.Current().IPAMFallback },
 		Options:      options,
 	})
 }

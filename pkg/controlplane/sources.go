@@ -6,6 +6,7 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"net/netip"
 	"slices"
@@ -187,6 +188,8 @@ type KCMConfig struct {
 	AllocatesNodeCIDRs bool
 	// ClusterCIDRs and ServiceCIDRs are masked.
 	ClusterCIDRs, ServiceCIDRs []netip.Prefix
+	// MaskSizes are the prefix lengths of pod CIDRs, without those that are not configured.
+	MaskSizes map[corev1.IPFamily]int
 }
 
 // machineFacts are the facts read from one machine; each is nil if it has not been read.
@@ -207,14 +210,14 @@ func (r *Reader) readMachines(ctx context.Context) []error {
 
 	machines := map[string]machineFacts{}
 
-	if len(nodes) == 0 {
-		err := errors.New("no Talos Node has the label node-role.kubernetes.io/control-plane; a hosted control plane needs --hosted-control-plane")
-
 	if len(nodes) == 0 && r.cfg.Hosted != nil {
 		r.machines = machines
 
 		return nil
 	}
+
+	if len(nodes) == 0 {
+		err := errors.New("no Talos Node has the label node-role.kubernetes.io/control-plane; a hosted control plane needs --hosted-control-plane")
 
 		if r.cfg.LocalState != nil {
 			// The identity is left out: it is complete only with a Node of the control plane.
@@ -368,7 +371,7 @@ func (f *machineFacts) read(ctx context.Context, nodename string, st state.CoreS
 			return fmt.Errorf("parse static pod of %s: %w", kubeControllerManager, err)
 		}
 
-		kcm.AllocatesNodeCIDRs = allocatesNodeCIDRs(args)
+		kcm.setArguments(args)
 	}
 
 	f.kcm = &kcm
@@ -417,21 +420,36 @@ func arguments(object map[string]any) ([]string, error) {
 	return slices.Concat(pod.Spec.Containers[i].Command, pod.Spec.Containers[i].Args), nil
 }
 
-// allocatesNodeCIDRs reports whether kube-controller-manager with these arguments assigns pod CIDRs: with
-// --allocate-node-cidrs, which is off by default, and the controller, which is on by default.
-func allocatesNodeCIDRs(args []string) bool {
+// setArguments sets what the command line of kube-controller-manager configures. It assigns pod CIDRs with
+// --allocate-node-cidrs, which is off by default, and the controller, which is on by default. --node-cidr-mask-size is
+// only for single-stack clusters.
+func (c *KCMConfig) setArguments(args []string) {
 	flags := pflag.NewFlagSet(kubeControllerManager, pflag.ContinueOnError)
 	flags.ParseErrorsAllowlist.UnknownFlags = true
 	allocate := flags.Bool("allocate-node-cidrs", false, "")
 	controllers := flags.StringSlice("controllers", []string{"*"}, "")
+	size := flags.Int("node-cidr-mask-size", 0, "")
+	sizeIPv4 := flags.Int("node-cidr-mask-size-ipv4", 0, "")
+	sizeIPv6 := flags.Int("node-cidr-mask-size-ipv6", 0, "")
 
 	if err := flags.Parse(args); err != nil {
-		return true // unknown, so nothing else may allocate
+		c.AllocatesNodeCIDRs = true // unknown, so nothing else may allocate
+
+		return
 	}
 
 	for i, name := range *controllers {
 		(*controllers)[i] = strings.ReplaceAll(name, nodeIPAMAlias, nodeIPAM)
 	}
 
-	return *allocate && genericcontrollermanager.IsControllerEnabled(nodeIPAM, nil, *controllers)
+	c.AllocatesNodeCIDRs = *allocate && genericcontrollermanager.IsControllerEnabled(nodeIPAM, nil, *controllers)
+
+	if len(c.ClusterCIDRs) == 1 && c.ClusterCIDRs[0].Addr().Is4() {
+		*sizeIPv4 = cmp.Or(*sizeIPv4, *size)
+	} else if len(c.ClusterCIDRs) == 1 {
+		*sizeIPv6 = cmp.Or(*sizeIPv6, *size)
+	}
+
+	c.MaskSizes = map[corev1.IPFamily]int{corev1.IPv4Protocol: *sizeIPv4, corev1.IPv6Protocol: *sizeIPv6}
+	maps.DeleteFunc(c.MaskSizes, func(_ corev1.IPFamily, size int) bool { return size == 0 })
 }

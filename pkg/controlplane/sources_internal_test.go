@@ -40,8 +40,9 @@ func TestAllocatesNodeCIDRs(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
 
-			if got := allocatesNodeCIDRs(strings.Fields(test.args)); got != test.want {
-				t.Errorf("got %t, want %t", got, test.want)
+			var config KCMConfig
+			if config.setArguments(strings.Fields(test.args)); config.AllocatesNodeCIDRs != test.want {
+				t.Errorf("got %t, want %t", config.AllocatesNodeCIDRs, test.want)
 			}
 		})
 	}

@@ -110,6 +110,8 @@ type Config struct {
 	Selector func() *rules.Selector
 	// Pools returns the current pools; the first that selects a Node applies.
 	Pools func() []Pool
+	// Fallback returns whether machines without an IPv6 prefix get blocks of the cluster CIDRs with CloudAllocator.
+	Fallback func() bool
 	// Options are the cluster-wide settings; the zero value is the default. They must be valid.
 	Options Options
 }
@@ -141,7 +143,6 @@ type conflict struct {
 
 // New returns a Controller that has subscribed to its inputs. The informer must not have been started yet.
 func New(cfg Config) (*Controller, error) {
-	cfg.Options = cfg.Options.withDefaults()
 	c := &Controller{cfg: cfg, lister: cfg.Nodes.Lister(), reporter: events.New(cfg.Recorder), queue: queue.New(Alias)}
 	c.allocations = newAllocations(c.Resync)
 
@@ -156,7 +157,13 @@ func New(cfg Config) (*Controller, error) {
 	c.synced = registration.HasSynced
 
 	cfg.Inventory.Subscribe(c.machineChanged)
-	cfg.ControlPlane.Subscribe(func() { c.queue.Add(refreshKey) })
+	cfg.ControlPlane.Subscribe(func() {
+		c.queue.Add(refreshKey)
+
+		for _, node := range c.cachedNodes() {
+			c.queue.Add(node.Name) // podCIDRs may be outdated
+		}
+	})
 
 	return c, nil
 }
@@ -234,17 +241,30 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 	case node == nil:
 		c.reporter.Forget(key)
 	case !pending:
-		options := c.cfg.Options
-		if network := c.cfg.ControlPlane.Current(); network != nil {
-			options, _ = c.effectiveOptions(network)
-		}
-
-		c.report(node, c.allocations.review(node, plan{pools: c.cfg.Pools(), options: options}))
+		c.review(node)
 	case nodespec.IsTalos(node) && node.DeletionTimestamp == nil:
 		return c.assign(ctx, node, blocks)
 	}
 
 	return nil
+}
+
+// review reports what is wrong with the podCIDRs that a Node has.
+func (c *Controller) review(node *corev1.Node) {
+	options := c.cfg.Options
+	if network := c.cfg.ControlPlane.Current(); network != nil {
+		options, _ = c.effectiveOptions(network)
+	}
+
+	p := c.plan(node, options)
+	c.report(node, append(p.outdated(), c.allocations.review(node, p))...)
+}
+
+func (c *Controller) plan(node *corev1.Node, options Options) plan {
+	return plan{
+		node: node, entry: c.cfg.Inventory.Get(node.Name), selector: c.cfg.Selector(), pools: c.cfg.Pools(), options: options,
+		fallback: c.cfg.Fallback(), now: c.cfg.Clock.Now(),
+	}
 }
 
 // assign allocates blocks for a Node and writes them. Blocks that were allocated before, in a write whose result is
@@ -256,7 +276,7 @@ func (c *Controller) assign(ctx context.Context, node *corev1.Node, blocks []net
 	}
 
 	options, blockedReason := c.effectiveOptions(network)
-	p := plan{node: node, entry: c.cfg.Inventory.Get(node.Name), selector: c.cfg.Selector(), pools: c.cfg.Pools(), options: options}
+	p := c.plan(node, options)
 
 	switch managed, condition := p.managed(); {
 	case condition != nil || !managed:
@@ -307,6 +327,7 @@ func (c *Controller) effectiveOptions(network *controlplane.Network) (Options, *
 	options.ServiceCIDRs = append(options.ServiceCIDRs, network.ServiceCIDRs...)
 	slices.SortFunc(options.ServiceCIDRs, netip.Prefix.Compare)
 	options.ServiceCIDRs = slices.Compact(options.ServiceCIDRs)
+	sizesDiffer := options.setKCMMaskSizes(network.KCMConfigs)
 
 	if last := c.conflict.Load(); last != nil && last.condition != nil && c.cfg.Clock.Since(last.at) < conflictPeriod {
 		return options, last.condition
@@ -322,6 +343,9 @@ func (c *Controller) effectiveOptions(network *controlplane.Network) (Options, *
 	case differ:
 		return options, newCondition(ReasonAllocatorUnknown,
 			"The control-plane machines have different pod subnets (cluster.network.podSubnets); configure the same ones, or set --cluster-cidr")
+	case sizesDiffer:
+		return options, newCondition(ReasonAllocatorUnknown, "The control-plane machines have different mask sizes (node-cidr-mask-size of "+
+			"kube-controller-manager); configure the same ones, or set --node-cidr-mask-size-ipv4 and --node-cidr-mask-size-ipv6")
 	}
 
 	return options, nil
@@ -379,14 +403,17 @@ func (c *Controller) write(ctx context.Context, node *corev1.Node, blocks []neti
 	return nil
 }
 
-// report replaces the condition of a Node; nil: it has none.
-func (c *Controller) report(node *corev1.Node, condition *events.Condition) {
-	var conditions []events.Condition
-	if condition != nil {
-		conditions = append(conditions, *condition)
+// report replaces the conditions of a Node. Nil is none.
+func (c *Controller) report(node *corev1.Node, conditions ...*events.Condition) {
+	var found []events.Condition
+
+	for _, condition := range conditions {
+		if condition != nil {
+			found = append(found, *condition)
+		}
 	}
 
-	for _, added := range c.reporter.Report(node.Name, node, conditions...) {
+	for _, added := range c.reporter.Report(node.Name, node, found...) {
 		failuresTotal.WithLabelValues(added.Reason).Inc()
 	}
 }
@@ -420,6 +447,12 @@ func (c *Controller) refresh(ctx context.Context) error {
 		logger.Info("Pod CIDR allocation blocked; retrying", "reason", state, "message", blockedReason.Message)
 	default:
 		logger.Info("Allocating pod CIDRs", "clusterCIDRs", options.ClusterCIDRs, "serviceCIDRs", options.ServiceCIDRs)
+
+		for f, size := range options.kcmMaskSizes {
+			if flag := options.configuredMaskSize(f); flag != 0 && flag != size {
+				logger.Info("Mask size differs from kube-controller-manager's; using the flag", "family", f, "flag", flag, "kubeControllerManager", size)
+			}
+		}
 	}
 
 	c.loggedState = state

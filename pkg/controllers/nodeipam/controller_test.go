@@ -15,6 +15,7 @@ import (
 
 	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/cosi-project/runtime/pkg/state"
+	talosruntime "github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/siderolabs/talos/pkg/machinery/role"
 	corev1 "k8s.io/api/core/v1"
 	networkingv1 "k8s.io/api/networking/v1"
@@ -205,6 +206,49 @@ func TestController_DefaultsToTheCIDRsOfTalos(t *testing.T) {
 	w.wantCIDRs("a", "10.2.2.0/24", "fd00:2:0:0:1::/80")
 }
 
+func TestController_DefaultsToTheMaskSizesOfKubeControllerManager(t *testing.T) {
+	t.Parallel()
+
+	for name, test := range map[string]struct {
+		nodeipam.Options
+		pods, arguments, want []string
+	}{
+		"dual-stack": {
+			pods: []string{"10.2.0.0/16", "fd00:2::/48"}, arguments: []string{"--node-cidr-mask-size-ipv4=26", "--node-cidr-mask-size-ipv6=64"},
+			want: []string{"10.2.0.0/26", "fd00:2::/64"},
+		},
+		"single-stack": {pods: []string{"fd00:2::/48"}, arguments: []string{"--node-cidr-mask-size=72"}, want: []string{"fd00:2::/72"}},
+		"flags win": {
+			Options: nodeipam.Options{MaskSizeIPv4: 25},
+			pods:    []string{"10.2.0.0/16", "fd00:2::/48"}, arguments: []string{"--node-cidr-mask-size-ipv4=26", "--node-cidr-mask-size-ipv6=72"},
+			want: []string{"10.2.0.0/25", "fd00:2::/72"},
+		},
+		"size that does not fit": {pods: []string{"fd00:2::/72"}, arguments: []string{"--node-cidr-mask-size-ipv6=64"}, want: []string{"fd00:2::/80"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+
+			w := newWorld(t)
+			w.setCIDRs(w.controlPlane, test.pods, nil)
+			w.setArguments(w.controlPlane, append(test.arguments, "--allocate-node-cidrs=false")...)
+			w.run(setup{Options: test.Options})
+			w.register("a")
+			w.wantCIDRs("a", test.want...)
+		})
+	}
+}
+
+// TestController_NeverUsesMaskSizesOfKubeControllerManagerForPools: it knows nothing of pools.
+func TestController_NeverUsesMaskSizesOfKubeControllerManagerForPools(t *testing.T) {
+	t.Parallel()
+
+	w := newWorld(t)
+	w.setArguments(w.controlPlane, "--allocate-node-cidrs=false", "--node-cidr-mask-size-ipv4=26")
+	w.run(setup{pools: func() []nodeipam.Pool { return []nodeipam.Pool{{Name: "all", CIDRs: prefixes("10.5.0.0/16")}} }})
+	w.register("a")
+	w.wantCIDRs("a", "10.5.0.0/24")
+}
+
 func TestController_ReservesServiceCIDRs(t *testing.T) {
 	t.Parallel()
 
@@ -368,6 +412,167 @@ func TestController_WaitsForAnIPv6Prefix(t *testing.T) {
 
 // TestController_KeepsClearOfMachinesAndGateway: no block contains the address of a machine of the site, or of the
 // gateway.
+// TestController_FallsBackToClusterCIDRs: only if the configuration allows it, and not before the machine has had time
+// to get an address.
+func TestController_FallsBackToClusterCIDRs(t *testing.T) {
+	t.Parallel()
+
+	var allowed atomic.Bool
+
+	w := newWorld(t)
+	clock := newManualClock()
+	p := w.run(setup{Options: cloud("10.1.0.0/16", "fd00:1::/48"), clock: clock, fallback: allowed.Load})
+
+	for _, name := range []string{"single", "none", "late", "booting"} {
+		w.register(name)
+	}
+
+	show := func(name string, stage talosruntime.MachineStage, addresses ...string) {
+		m := w.view(name, addresses...)
+		m.Stage = stage
+		w.inventory.Replace(w.node(name), m)
+	}
+
+	show("none", talosruntime.MachineStageRunning, "10.0.0.1/24")
+	w.awaitPending("none", nodeipam.ReasonPrefixMissing)
+	w.step(clock, 5*time.Minute)
+	allowed.Store(true)
+	p.resync()
+	w.wantCIDRs("none", "10.1.0.0/24", "fd00:1::/80")
+
+	// A booting machine may get an address yet. A machine that does not respond may have one.
+	show("booting", talosruntime.MachineStageBooting, "10.0.0.2/24")
+	w.awaitPending("booting", nodeipam.ReasonPrefixMissing)
+	w.awaitPending("late", nodeipam.ReasonMachineUnknown)
+	show("late", talosruntime.MachineStageRunning, "10.0.0.3/24", "2001:db8:1:3::5/64")
+	w.wantCIDRs("late", "10.1.1.0/24", "2001:db8:1:3:1::/80")
+	show("single", talosruntime.MachineStageRunning, "2001:db8:1:2::5/128")
+	w.wantCIDRs("single", "10.1.2.0/24", "fd00:1:0:0:1::/80")
+
+	if got := w.get("booting").Spec.PodCIDRs; len(got) > 0 {
+		t.Errorf("podCIDRs %v were assigned while the machine boots", got)
+	}
+}
+
+// TestController_FallbackWaitsForAddresses: a machine gets its IPv6 address after the Node has registered.
+func TestController_FallbackWaitsForAddresses(t *testing.T) {
+	t.Parallel()
+
+	w := newWorld(t)
+	w.run(setup{Options: cloud("10.1.0.0/16", "fd00:1::/48"), clock: newManualClock(), fallback: func() bool { return true }})
+
+	m := w.view("a", "10.0.0.1/24")
+	m.Stage = talosruntime.MachineStageRunning
+	w.inventory.Replace(w.node("a"), m)
+	w.register("a")
+	w.awaitPending("a", nodeipam.ReasonPrefixMissing)
+
+	w.inventory.Replace(w.node("a"), w.view("a", "10.0.0.1/24", "2001:db8:1:2::5/64"))
+	w.wantCIDRs("a", "10.1.0.0/24", "2001:db8:1:2:1::/80")
+}
+
+// TestController_ReportsBlocksOfFormerPrefix: the router of the new prefix does not deliver to them.
+func TestController_ReportsBlocksOfFormerPrefix(t *testing.T) {
+	t.Parallel()
+
+	w := newWorld(t)
+	w.run(setup{Options: cloud("10.1.0.0/16", "fd00:1::/48")})
+	w.join("a", "10.0.0.1/24", "2001:db8:1:2::5/64")
+	w.wantCIDRs("a", "10.1.0.0/24", "2001:db8:1:2:1::/80")
+
+	// Without an address, the prefix is not known to have changed.
+	w.inventory.Replace(w.node("a"), w.view("a", "10.0.0.1/24"))
+	w.inventory.Replace(w.node("a"), w.view("a", "10.0.0.1/24", "2001:db8:9:2::5/64"))
+
+	message := w.awaitEvent("a", "PodCIDRPrefixChanged")
+	if !strings.Contains(message, "2001:db8:1:2:1::/80") || !strings.Contains(message, "2001:db8:9:2::/64") {
+		t.Errorf("Event %q does not name block and prefix", message)
+	}
+
+	w.inventory.Replace(w.node("a"), w.view("a", "10.0.0.2/24", "2001:db8:9:2::5/64"))
+	w.join("b", "10.0.0.3/24", "2001:db8:9:2::6/64") // is handled later
+	w.wantCIDRs("b", "10.1.1.0/24", "2001:db8:9:2:1::/80")
+
+	if reasons := w.events.of(w.node("a")); len(reasons) != 1 {
+		t.Errorf("Events %v, want one", reasons)
+	}
+}
+
+func TestController_ReportsSingleStackNodesOfDualStackClusters(t *testing.T) {
+	t.Parallel()
+
+	w := newWorld(t)
+	w.setCIDRs(w.controlPlane, []string{"10.1.0.0/16"}, nil)
+
+	clock := newManualClock()
+
+	w.register("old", having("10.1.0.0/24"))
+	w.register("other", having("10.1.1.0/24"), func(n *corev1.Node) { n.Status.NodeInfo.OSImage = "Fedora CoreOS" })
+	w.run(setup{readerClock: clock})
+	w.register("a")
+	w.wantCIDRs("a", "10.1.2.0/24")
+
+	if reasons := w.events.of(w.node("old")); len(reasons) > 0 {
+		t.Errorf("Events %v in a single-stack cluster, want none", reasons)
+	}
+
+	w.setCIDRs(w.controlPlane, []string{"10.1.0.0/16", "fd00:1::/48"}, nil)
+	w.step(clock, time.Minute)
+
+	if message := w.awaitEvent("old", "PodCIDRFamilyMissing"); !strings.Contains(message, "IPv6") {
+		t.Errorf("Event %q does not name the IP family", message)
+	}
+
+	w.awaitEvent("a", "PodCIDRFamilyMissing")
+	w.setOSImage("old", kube.DefaultOSImage+" again")
+	w.register("b")
+	w.wantCIDRs("b", "10.1.3.0/24", "fd00:1::/80")
+
+	for _, name := range []string{"old", "a"} {
+		if reasons := w.events.of(w.node(name)); len(reasons) != 1 {
+			t.Errorf("node %s: Events %v, want one", name, reasons)
+		}
+	}
+
+	if reasons := w.events.of(w.node("other")); len(reasons) > 0 {
+		t.Errorf("Events %v on a Node of another system", reasons)
+	}
+}
+
+// TestController_PoolsOfOneCIDR: two pools divide one CIDR into blocks of different sizes.
+func TestController_PoolsOfOneCIDR(t *testing.T) {
+	t.Parallel()
+
+	small := nodeipam.Pool{Name: "small", CIDRs: prefixes("10.5.0.0/22"), MaskSizeIPv4: 25}
+	large := nodeipam.Pool{Name: "large", CIDRs: prefixes("10.5.0.0/22"), MaskSizeIPv4: 23}
+
+	var pools poolsNow
+
+	w := newWorld(t)
+
+	pools.set(small, large)
+	w.run(setup{pools: pools.get})
+	w.register("a")
+	w.wantCIDRs("a", "10.5.0.0/25")
+	pools.set(large, small)
+	w.register("b")
+	w.wantCIDRs("b", "10.5.2.0/23")
+	pools.set(small, large)
+
+	for i, want := range []string{"10.5.0.128/25", "10.5.1.0/25", "10.5.1.128/25"} {
+		name := fmt.Sprintf("c-%d", i)
+		w.register(name)
+		w.wantCIDRs(name, want)
+	}
+
+	w.register("f")
+	w.awaitPending("f", nodeipam.ReasonExhausted)
+
+	if reasons := w.events.of(w.node("b")); len(reasons) > 0 {
+		t.Errorf("Events %v on the Node with the large block, want none", reasons)
+	}
+}
+
 func TestController_KeepsClearOfMachinesAndGateway(t *testing.T) {
 	t.Parallel()
 
@@ -710,6 +915,30 @@ func TestController_BlockedWhilePodSubnetsDiffer(t *testing.T) {
 
 // TestController_WaitsUntilEveryControlPlaneMachineWasTried: the one that has not been read yet may be the one that
 // allocates.
+func TestController_BlockedWhileMaskSizesDiffer(t *testing.T) {
+	t.Parallel()
+
+	w := newWorld(t)
+	machines := w.controlPlanes("cp-1", "cp-2")
+
+	for i, size := range []string{"25", "26"} {
+		w.setCIDRs(machines[i], []string{"10.1.0.0/16"}, nil)
+		w.setArguments(machines[i], "--allocate-node-cidrs=false", "--node-cidr-mask-size-ipv4="+size)
+	}
+
+	clock := newManualClock()
+	w.run(setup{readerClock: clock, dial: w.dial})
+	w.register("a")
+
+	if message := w.awaitPending("a", nodeipam.ReasonAllocatorUnknown); !strings.Contains(message, "mask size") {
+		t.Errorf("Event %q does not name the mask sizes", message)
+	}
+
+	w.setArguments(machines[1], "--allocate-node-cidrs=false", "--node-cidr-mask-size-ipv4=25")
+	w.step(clock, time.Minute)
+	w.wantCIDRs("a", "10.1.0.0/25")
+}
+
 func TestController_WaitsUntilEveryControlPlaneMachineWasTried(t *testing.T) {
 	t.Parallel()
 

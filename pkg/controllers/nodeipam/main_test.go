@@ -177,6 +177,7 @@ type setup struct {
 
 	selector func() *rules.Selector
 	pools    func() []nodeipam.Pool
+	fallback func() bool
 	// clock is used by the controller, readerClock by the control-plane reader.
 	clock, readerClock clock.Clock
 	// dial connects to the machines of control-plane Nodes.
@@ -224,6 +225,10 @@ func (w *world) prepare(s setup) *process {
 		s.selector = func() *rules.Selector { return nil }
 	}
 
+	if s.fallback == nil {
+		s.fallback = func() bool { return false }
+	}
+
 	if s.pools == nil {
 		s.pools = func() []nodeipam.Pool { return nil }
 	}
@@ -243,7 +248,7 @@ func (w *world) prepare(s setup) *process {
 
 	controller, err := nodeipam.New(nodeipam.Config{
 		Client: client, Nodes: factory.Core().V1().Nodes(), Inventory: w.inventory, ControlPlane: reader.Network(), Recorder: w.events, Clock: s.clock,
-		Selector: s.selector, Pools: s.pools, Options: s.Options,
+		Selector: s.selector, Pools: s.pools, Fallback: s.fallback, Options: s.Options,
 	})
 	w.require(err)
 

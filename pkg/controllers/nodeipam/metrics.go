@@ -1,8 +1,8 @@
 package nodeipam
 
 import (
+	"cmp"
 	"net/netip"
-	"slices"
 
 	"k8s.io/component-base/metrics"
 	"k8s.io/component-base/metrics/legacyregistry"
@@ -40,6 +40,10 @@ const (
 	ReasonTooLarge = "PodCIDRTooLarge"
 	// ReasonInvalid: the Node's podCIDRs are not CIDRs.
 	ReasonInvalid = "PodCIDRInvalid"
+	// ReasonFamilyMissing: the Node has no podCIDR of an IP family that new Nodes get.
+	ReasonFamilyMissing = "PodCIDRFamilyMissing"
+	// ReasonPrefixChanged: the Node's IPv6 podCIDR is not in the machine's prefix.
+	ReasonPrefixChanged = "PodCIDRPrefixChanged"
 )
 
 var (
@@ -98,10 +102,14 @@ func (c *Controller) updateGauges(options Options, blockedReason *events.Conditi
 		affectedNodes.WithLabelValues(reason).Set(float64(count))
 	}
 
-	for _, pool := range slices.Concat(c.cfg.Pools(), []Pool{{Name: poolCluster, CIDRs: options.ClusterCIDRs}}) {
+	for _, pool := range c.cfg.Pools() {
 		for _, cidr := range pool.CIDRs {
 			c.updatePoolGauges(pool.Name, cidr, options.maskSize(pool, familyOf(cidr.Addr())))
 		}
+	}
+
+	for _, cidr := range options.ClusterCIDRs {
+		c.updatePoolGauges(poolCluster, cidr, options.maskSize(Pool{}, familyOf(cidr.Addr())))
 	}
 
 	if options.Allocator != CloudAllocator {
@@ -115,7 +123,7 @@ func (c *Controller) updateGauges(options Options, blockedReason *events.Conditi
 		if condition == nil && !prefixes[prefix] {
 			prefixes[prefix] = true
 
-			c.updatePoolGauges(poolMachine, prefix, blockBits(prefix, options.MaskSizeIPv6))
+			c.updatePoolGauges(poolMachine, prefix, blockBits(prefix, cmp.Or(options.MaskSizeIPv6, DefaultMaskSizeIPv6)))
 		}
 	}
 }

@@ -7,11 +7,14 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"time"
 
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
 	"github.com/talos-ccm/talos-ccm/pkg/config"
+	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -48,50 +51,89 @@ type Options struct {
 	// ServiceCIDRs are never allocated, in addition to the CIDRs of the ServiceCIDR API. Empty: the CIDRs that Talos passes
 	// to kube-controller-manager.
 	ServiceCIDRs []netip.Prefix
-	// MaskSizeIPv4 and MaskSizeIPv6 are the prefix lengths of blocks; zero: the defaults.
+	// MaskSizeIPv4 and MaskSizeIPv6 are the prefix lengths of blocks; zero: for the cluster CIDRs those of
+	// kube-controller-manager, else the defaults.
 	MaskSizeIPv4, MaskSizeIPv6 int
-}
 
-func (o Options) withDefaults() Options {
-	o.Allocator = cmp.Or(o.Allocator, RangeAllocator)
-	o.MaskSizeIPv4 = cmp.Or(o.MaskSizeIPv4, DefaultMaskSizeIPv4)
-	o.MaskSizeIPv6 = cmp.Or(o.MaskSizeIPv6, DefaultMaskSizeIPv6)
-
-	return o
+	// kcmMaskSizes are the prefix lengths that kube-controller-manager is configured with.
+	kcmMaskSizes map[corev1.IPFamily]int
 }
 
 // Validate returns the first invalid setting, with defaults applied.
 func (o Options) Validate() error {
-	o = o.withDefaults()
-
-	if !slices.Contains([]Allocator{RangeAllocator, CloudAllocator}, o.Allocator) {
+	if !slices.Contains([]Allocator{"", RangeAllocator, CloudAllocator}, o.Allocator) {
 		return fmt.Errorf("unknown CIDR allocator type %q: must be %s or %s", o.Allocator, RangeAllocator, CloudAllocator)
 	}
 
-	if o.MaskSizeIPv4 < 1 || o.MaskSizeIPv4 > 32 {
+	if o.MaskSizeIPv4 < 0 || o.MaskSizeIPv4 > 32 {
 		return fmt.Errorf("invalid IPv4 mask size %d: must be 1 to 32", o.MaskSizeIPv4)
 	}
 
-	if o.MaskSizeIPv6 < 1 || o.MaskSizeIPv6 > 128 {
+	if o.MaskSizeIPv6 < 0 || o.MaskSizeIPv6 > 128 {
 		return fmt.Errorf("invalid IPv6 mask size %d: must be 1 to 128", o.MaskSizeIPv6)
 	}
 
 	for _, cidr := range o.ClusterCIDRs {
-		if _, err := cidrset.NewPool(cidr, o.maskSize(Pool{}, familyOf(cidr.Addr()))); err != nil {
-			return fmt.Errorf("cluster CIDRs: %w", err)
+		err := cidrset.CheckPods(cidr)
+		if err == nil {
+			_, err = cidrset.NewPool(cidr, o.maskSize(Pool{}, familyOf(cidr.Addr())))
+		}
+
+		if err != nil {
+			return fmt.Errorf("--cluster-cidr: %w", err)
 		}
 	}
 
 	return nil
 }
 
-// maskSize returns the prefix length of a pool's blocks. It does not apply to IPv4 if BlockSizeAuto is set.
+// maskSize returns the prefix length of the blocks for a pool's Nodes. It does not apply to IPv4 if BlockSizeAuto is
+// set.
 func (o Options) maskSize(pool Pool, f corev1.IPFamily) int {
-	if f == ipv4 {
-		return cmp.Or(pool.MaskSizeIPv4, o.MaskSizeIPv4)
+	own, kcm, usual := pool.MaskSizeIPv4, o.kcmMaskSizes[f], DefaultMaskSizeIPv4
+	if f == ipv6 {
+		own, usual = pool.MaskSizeIPv6, DefaultMaskSizeIPv6
 	}
 
-	return cmp.Or(pool.MaskSizeIPv6, o.MaskSizeIPv6)
+	if len(ofFamily(pool.CIDRs, f)) > 0 {
+		kcm = 0 // it knows nothing of pools
+	}
+
+	return cmp.Or(own, o.configuredMaskSize(f), kcm, usual)
+}
+
+func (o Options) configuredMaskSize(f corev1.IPFamily) int {
+	if f == ipv4 {
+		return o.MaskSizeIPv4
+	}
+
+	return o.MaskSizeIPv6
+}
+
+// setKCMMaskSizes fills in the mask sizes of kube-controller-manager, and reports whether the machines' sizes differ for
+// an IP family whose size is not configured. It ignores a size that the cluster CIDRs cannot be divided into: nothing
+// checks the arguments while kube-controller-manager's allocator is disabled.
+func (o *Options) setKCMMaskSizes(configs []controlplane.KCMConfig) (differ bool) {
+	o.kcmMaskSizes = map[corev1.IPFamily]int{}
+
+	for _, config := range configs {
+		for f, size := range config.MaskSizes {
+			doesNotFit := func(cidr netip.Prefix) bool {
+				_, err := cidrset.NewPool(cidr, size)
+
+				return err != nil
+			}
+			if slices.ContainsFunc(ofFamily(o.ClusterCIDRs, f), doesNotFit) {
+				continue
+			}
+
+			known, isKnown := o.kcmMaskSizes[f]
+			differ = differ || isKnown && known != size && o.configuredMaskSize(f) == 0
+			o.kcmMaskSizes[f] = size
+		}
+	}
+
+	return differ
 }
 
 // Pool assigns the Nodes that it selects blocks of its own CIDRs; of several of one family, from the first that is not
@@ -112,6 +154,11 @@ func familyOf(addr netip.Addr) corev1.IPFamily {
 	return ipv6
 }
 
+// ofFamily returns the CIDRs of an IP family.
+func ofFamily(cidrs []netip.Prefix, f corev1.IPFamily) []netip.Prefix {
+	return slices.DeleteFunc(slices.Clone(cidrs), func(cidr netip.Prefix) bool { return familyOf(cidr.Addr()) != f })
+}
+
 const (
 	// poolCluster and poolMachine name, in metrics and Events, the cluster CIDRs and the prefixes of machines.
 	poolCluster = "cluster"
@@ -129,6 +176,10 @@ const (
 
 	// maxReserved bounds the number of addresses that one machine can reserve, because the machine reports them itself.
 	maxReserved = 64
+
+	// addressGracePeriod is how long after the registration of its Node a machine may get its first global IPv6 address.
+	// The kernel solicits routers for 12 seconds after a link comes up (RFC 4861, section 10).
+	addressGracePeriod = time.Minute
 
 	// shareBits limits the podCIDRs that exclude blocks although the configuration assigns no block of that size. The
 	// limit is a sixteenth of a pool.
@@ -160,6 +211,9 @@ type plan struct {
 	pools    []Pool
 	// options contain the cluster CIDRs.
 	options Options
+	// fallback allows IPv6 blocks of the cluster CIDRs for machines without a prefix.
+	fallback bool
+	now      time.Time
 }
 
 func (p plan) facts() rules.Facts {
@@ -203,13 +257,7 @@ func (p plan) requests() ([]request, *events.Condition) {
 
 	var requests []request
 
-	for _, cidr := range slices.Concat(p.options.ClusterCIDRs, pool.CIDRs) {
-		f := familyOf(cidr.Addr())
-
-		if slices.ContainsFunc(requests, func(r request) bool { return r.family == f }) {
-			continue
-		}
-
+	for _, f := range p.families(pool) {
 		r, condition := p.request(pool, f)
 		if condition != nil {
 			return nil, condition
@@ -223,6 +271,17 @@ func (p plan) requests() ([]request, *events.Condition) {
 	}
 
 	return requests, nil
+}
+
+// families returns the IP families of the podCIDRs of a pool's Nodes, in order.
+func (p plan) families(pool Pool) (families []corev1.IPFamily) {
+	for _, cidr := range slices.Concat(p.options.ClusterCIDRs, pool.CIDRs) {
+		if f := familyOf(cidr.Addr()); !slices.Contains(families, f) {
+			families = append(families, f)
+		}
+	}
+
+	return families
 }
 
 // pool returns the first pool that selects the Node; the zero Pool if there is none. Only the labels of a Node require
@@ -250,15 +309,17 @@ func (p plan) pool() (Pool, *events.Condition) {
 }
 
 func (p plan) request(pool Pool, f corev1.IPFamily) (request, *events.Condition) {
-	isOther := func(cidr netip.Prefix) bool { return familyOf(cidr.Addr()) != f }
-	name, cidrs, size := pool.Name, slices.DeleteFunc(slices.Clone(pool.CIDRs), isOther), p.options.maskSize(pool, f)
+	name, cidrs, size := pool.Name, ofFamily(pool.CIDRs, f), p.options.maskSize(pool, f)
 
-	switch {
-	case len(cidrs) > 0:
-	case f == ipv6 && p.options.Allocator == CloudAllocator:
-		return p.fromMachine(size)
-	default:
-		name, cidrs = poolCluster, slices.DeleteFunc(slices.Clone(p.options.ClusterCIDRs), isOther)
+	if len(cidrs) == 0 {
+		if f == ipv6 && p.options.Allocator == CloudAllocator {
+			r, condition := p.fromMachine(cmp.Or(pool.MaskSizeIPv6, p.options.MaskSizeIPv6, DefaultMaskSizeIPv6))
+			if condition == nil || condition.Reason != ReasonPrefixMissing || !p.fallsBack() {
+				return r, condition
+			}
+		}
+
+		name, cidrs = poolCluster, ofFamily(p.options.ClusterCIDRs, f)
 	}
 
 	if pool.BlockSizeAuto && f == ipv4 {
@@ -268,7 +329,7 @@ func (p plan) request(pool Pool, f corev1.IPFamily) (request, *events.Condition)
 		}
 	}
 
-	r := request{family: f, pool: name, largest: p.largestBlock(pool, f)}
+	r := request{family: f, pool: name, largest: size}
 
 	for _, cidr := range cidrs {
 		blocks, err := cidrset.NewPool(cidr, size)
@@ -277,34 +338,44 @@ func (p plan) request(pool Pool, f corev1.IPFamily) (request, *events.Condition)
 		}
 
 		r.pools = append(r.pools, blocks)
+		r.largest = min(r.largest, p.largestBlock(cidr))
 	}
 
 	return r, nil
 }
 
-// largestBlock returns the prefix length of the largest block that the configuration assigns of the pool's CIDRs of an IP
-// family, or of the cluster CIDRs if it has none.
-func (p plan) largestBlock(pool Pool, f corev1.IPFamily) int {
-	size := func(pool Pool) int {
-		if pool.BlockSizeAuto && f == ipv4 {
-			return maskSizeOf(maxPods)
+// fallsBack reports whether a Node whose machine has no prefix gets a block of the cluster CIDRs. While the machine is
+// booting, and for some time afterwards, its addresses may not be complete.
+func (p plan) fallsBack() bool {
+	return p.fallback && p.entry.Machine.Stage == runtime.MachineStageRunning && p.now.Sub(p.node.CreationTimestamp.Time) >= addressGracePeriod
+}
+
+// cidrs returns the cluster CIDRs and those of all pools.
+func (p plan) cidrs() []netip.Prefix {
+	cidrs := slices.Clone(p.options.ClusterCIDRs)
+	for _, pool := range p.pools {
+		cidrs = append(cidrs, pool.CIDRs...)
+	}
+
+	return cidrs
+}
+
+// largestBlock returns the prefix length of the largest block that the configuration assigns of a CIDR, to any Node.
+func (p plan) largestBlock(cidr netip.Prefix) int {
+	f, largest := familyOf(cidr.Addr()), cidr.Addr().BitLen()
+
+	for _, pool := range slices.Concat(p.pools, []Pool{{}}) {
+		cidrs := ofFamily(pool.CIDRs, f)
+		if len(cidrs) == 0 {
+			cidrs = ofFamily(p.options.ClusterCIDRs, f)
 		}
 
-		return p.options.maskSize(pool, f)
-	}
-	ownsCIDR := func(pool Pool) bool {
-		return slices.ContainsFunc(pool.CIDRs, func(cidr netip.Prefix) bool { return familyOf(cidr.Addr()) == f })
-	}
-
-	if ownsCIDR(pool) {
-		return size(pool)
-	}
-
-	largest := size(Pool{})
-
-	for _, other := range p.pools {
-		if !ownsCIDR(other) {
-			largest = min(largest, size(other))
+		switch {
+		case !slices.ContainsFunc(cidrs, cidr.Overlaps):
+		case pool.BlockSizeAuto && f == ipv4:
+			largest = min(largest, maskSizeOf(maxPods))
+		default:
+			largest = min(largest, p.options.maskSize(pool, f))
 		}
 	}
 
@@ -313,15 +384,59 @@ func (p plan) largestBlock(pool Pool, f corev1.IPFamily) int {
 
 // tooLarge returns the podCIDRs that are too large for a pool or the cluster CIDRs.
 func (p plan) tooLarge(podCIDRs []netip.Prefix) []netip.Prefix {
-	return slices.DeleteFunc(slices.Clone(podCIDRs), func(podCIDR netip.Prefix) bool {
-		f := familyOf(podCIDR.Addr())
-		isFor := func(cidrs []netip.Prefix, pool Pool) bool {
-			return slices.ContainsFunc(cidrs, func(cidr netip.Prefix) bool { return isTooLarge(podCIDR, cidr, p.largestBlock(pool, f)) })
-		}
+	cidrs := p.cidrs()
 
-		return !isFor(p.options.ClusterCIDRs, Pool{}) &&
-			!slices.ContainsFunc(p.pools, func(pool Pool) bool { return isFor(pool.CIDRs, pool) })
+	return slices.DeleteFunc(slices.Clone(podCIDRs), func(podCIDR netip.Prefix) bool {
+		return !slices.ContainsFunc(cidrs, func(cidr netip.Prefix) bool { return isTooLarge(podCIDR, cidr, p.largestBlock(cidr)) })
 	})
+}
+
+// outdated returns why a Node that registered now would get podCIDRs of another IP family or prefix than the Node has.
+func (p plan) outdated() (conditions []*events.Condition) {
+	podCIDRs, _ := podCIDRs(p.node)
+
+	managed, condition := p.managed()
+	if condition != nil || !managed || !nodespec.IsTalos(p.node) || len(podCIDRs) == 0 {
+		return nil
+	}
+
+	pool, condition := p.pool()
+	if condition != nil {
+		return nil
+	}
+
+	for _, f := range p.families(pool) {
+		if len(ofFamily(podCIDRs, f)) == 0 {
+			conditions = append(conditions, newCondition(ReasonFamilyMissing,
+				"The Node has podCIDRs %v, but the cluster assigns %s, too; delete the Node and let it register again to have both assigned", podCIDRs, f))
+		}
+	}
+
+	if p.options.Allocator == CloudAllocator && len(ofFamily(pool.CIDRs, ipv6)) == 0 {
+		conditions = append(conditions, p.formerPrefix(podCIDRs))
+	}
+
+	return conditions
+}
+
+// formerPrefix returns a condition if an IPv6 podCIDR is from a prefix that the machine does not have, according to its
+// last view; nil if none is.
+func (p plan) formerPrefix(podCIDRs []netip.Prefix) *events.Condition {
+	prefix, condition := machinePrefix(p.entry.Machine)
+	if condition != nil {
+		return nil
+	}
+
+	subnets, _ := machineSubnets(p.entry.Machine)
+
+	for _, podCIDR := range ofFamily(podCIDRs, ipv6) {
+		if !slices.ContainsFunc(slices.Concat(subnets, p.cidrs()), podCIDR.Overlaps) {
+			return newCondition(ReasonPrefixChanged,
+				"The podCIDR %s is not in the machine's prefix, which is %s; delete the Node and let it register again to have another one assigned", podCIDR, prefix)
+		}
+	}
+
+	return nil
 }
 
 // maskSizeFor returns the prefix length of the smallest IPv4 block with two addresses per pod of the kubelet, so that
@@ -368,10 +483,36 @@ func (p plan) fromMachine(size int) (request, *events.Condition) {
 // machinePrefix returns the global IPv6 prefix of the machine's subnet: that of its IPv6 node IP, or the lowest if that
 // is not global or missing.
 func machinePrefix(m machine.Machine) (netip.Prefix, *events.Condition) {
-	var subnets []netip.Prefix
+	subnets, single := machineSubnets(m)
 
-	single := false
+	const wait = "; the Node waits for a prefix, with ipam.fallbackToClusterCIDRs for a minute"
 
+	switch {
+	case len(subnets) > 0:
+	case single:
+		return netip.Prefix{}, newCondition(ReasonPrefixMissing, "The machine's global IPv6 addresses are single addresses (/128), without a prefix"+wait)
+	default:
+		return netip.Prefix{}, newCondition(ReasonPrefixMissing, "The machine has no global IPv6 address of its own"+wait)
+	}
+
+	rank := func(subnet netip.Prefix) int {
+		if slices.ContainsFunc(m.NodeIPs, subnet.Contains) {
+			return 0
+		}
+
+		return 1
+	}
+
+	best := slices.MinFunc(subnets, func(a, b netip.Prefix) int {
+		return cmp.Or(rank(a)-rank(b), a.Addr().Compare(b.Addr()))
+	})
+
+	return netip.PrefixFrom(best.Addr(), max(best.Bits(), subnetBits)).Masked(), nil
+}
+
+// machineSubnets returns the machine's global IPv6 addresses with their prefix lengths, and reports whether it has
+// single addresses, too.
+func machineSubnets(m machine.Machine) (subnets []netip.Prefix, single bool) {
 	for _, a := range m.Addresses {
 		addr := a.Prefix.Addr()
 
@@ -384,27 +525,7 @@ func machinePrefix(m machine.Machine) (netip.Prefix, *events.Condition) {
 		}
 	}
 
-	switch {
-	case len(subnets) > 0:
-	case single:
-		return netip.Prefix{}, newCondition(ReasonPrefixMissing, "The machine's global IPv6 addresses are single addresses (/128), without a prefix")
-	default:
-		return netip.Prefix{}, newCondition(ReasonPrefixMissing, "The machine has no global IPv6 address of its own")
-	}
-
-	rank := func(subnet netip.Prefix) int {
-		if slices.ContainsFunc(m.NodeIPs, subnet.Masked().Contains) {
-			return 0
-		}
-
-		return 1
-	}
-
-	best := slices.MinFunc(subnets, func(a, b netip.Prefix) int {
-		return cmp.Or(rank(a)-rank(b), a.Addr().Compare(b.Addr()))
-	})
-
-	return netip.PrefixFrom(best.Addr(), max(best.Bits(), subnetBits)).Masked(), nil
+	return subnets, single
 }
 
 // blockBits returns the prefix length of the blocks of a machine's prefix: size for a whole subnet, and for a longer

@@ -223,7 +223,6 @@ func TestRequests(t *testing.T) {
 				test.node = running("")
 			}
 
-			test.options = test.options.withDefaults()
 			test.options.ClusterCIDRs = test.clusterCIDRs
 
 			requests, condition := test.requests()
@@ -261,13 +260,21 @@ func TestPlan_TooLarge(t *testing.T) {
 		{name: "the only block of a pool", podCIDR: "10.1.0.0/24", pools: []Pool{{CIDRs: prefixes("10.1.0.0/24")}}},
 		{name: "all of a pool with small blocks", podCIDR: "10.1.0.0/24", pools: []Pool{{CIDRs: prefixes("10.1.0.0/24"), MaskSizeIPv4: 26}}, want: true},
 		{name: "block of another pool's size", podCIDR: "10.0.0.0/18", pools: []Pool{{MaskSizeIPv4: 18}}},
+		{
+			name: "block of the larger of two sizes in one CIDR", podCIDR: "10.1.4.0/22",
+			pools: []Pool{{CIDRs: prefixes("10.1.0.0/20"), MaskSizeIPv4: 25}, {CIDRs: prefixes("10.1.0.0/20"), MaskSizeIPv4: 22}},
+		},
+		{
+			name: "block of a pool within the cluster CIDR", podCIDR: "10.0.64.0/18",
+			pools: []Pool{{CIDRs: prefixes("10.0.0.0/16"), MaskSizeIPv4: 18}},
+		},
 		{name: "automatic size", podCIDR: "10.0.32.0/19", pools: []Pool{{BlockSizeAuto: true}}},
 		{name: "larger than any automatic size", podCIDR: "10.0.64.0/18", pools: []Pool{{BlockSizeAuto: true}}, want: true},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
 
-			p := plan{pools: test.pools, options: Options{ClusterCIDRs: cluster}.withDefaults()}
+			p := plan{pools: test.pools, options: Options{ClusterCIDRs: cluster}}
 			if got := p.tooLarge(prefixes(test.podCIDR)); len(got) > 0 != test.want {
 				t.Errorf("too large: %v, want %t", got, test.want)
 			}
@@ -388,7 +395,7 @@ func TestFromMachine_SmallPrefixes(t *testing.T) {
 	for own, want := range map[int]int{
 		64: 80, 65: 81, 72: 88, 99: 115, 100: 108, 105: 113, 106: 110, 111: 115, 112: 114, 116: 118, 118: 120, 119: 120, 120: 0, 123: 0, 127: 0,
 	} {
-		p := plan{entry: current(on("eth0", fmt.Sprintf("2001:db8:1:2::5/%d", own))), options: Options{}.withDefaults()}
+		p := plan{entry: current(on("eth0", fmt.Sprintf("2001:db8:1:2::5/%d", own))), options: Options{}}
 
 		r, condition := p.fromMachine(DefaultMaskSizeIPv6)
 
