@@ -103,7 +103,7 @@ func (a *App) Run(ctx context.Context) error {
 
 	group.Go(func() { a.settings.Run(ctx) })
 
-	run := a.connect
+	run := a.reconnect
 
 	if a.socket != nil {
 		changes := make(chan localState)
@@ -171,6 +171,17 @@ func (a *App) runOnControlPlane(ctx context.Context, changes <-chan localState) 
 	}
 }
 
+// reconnect connects until ctx ends.
+func (a *App) reconnect(ctx context.Context) error {
+	for ctx.Err() == nil {
+		if err := a.connect(ctx); err != nil {
+			return err
+		}
+	}
+
+	return nil
+}
+
 // connect obtains credentials and runs the controller manager until ctx ends or its clients must be recreated.
 func (a *App) connect(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
@@ -196,6 +207,10 @@ func (a *App) connect(ctx context.Context) error {
 		config:   config,
 		recorder: config.EventBroadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: component}),
 		checks:   controllerhealthz.NewMutableHealthzHandler(),
+		reconnect: sync.OnceFunc(func() {
+			klog.FromContext(ctx).Info("Configuration uses facts that were not read from machines; reconnecting")
+			cancel()
+		}),
 	}
 
 	return m.run(ctx)

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
@@ -96,6 +97,39 @@ func TestConfiguration_DocumentIsReloaded(t *testing.T) {
 	document := runtime.NewExtensionServiceConfigSpec(runtime.NamespaceName, "talos-ccm")
 	s.require(self.State().Destroy(t.Context(), document.Metadata()))
 	s.awaitSite(worker, "")
+	r.alive()
+}
+
+func TestConfiguration_NewFactsAreRead(t *testing.T) {
+	const bySecureBoot = `transformations:
+  - name: secure
+    nodeSelector: [{matchExpressions: [{key: secureBoot, operator: In, values: ["true"]}]}]
+    labels: {example.com/site: secure}
+  - name: insecure
+    nodeSelector: [{matchExpressions: [{key: secureBoot, operator: NotIn, values: ["true"]}]}]
+    labels: {example.com/site: insecure}
+`
+
+	s := newSuite(t, "new-facts-", talostest.Options{})
+	state := runtime.NewSecurityStateSpec(runtime.NamespaceName)
+	state.TypedSpec().SecureBoot = true
+
+	self := s.controlPlane("cp")
+	worker := s.machine(talostest.MachineSpec{Nodename: "worker", Platform: identified("new-facts-worker"), Resources: []resource.Resource{state}})
+	s.register(self, worker)
+
+	file := filepath.Join(t.TempDir(), "config.yaml")
+	s.require(os.WriteFile(file, []byte(site("paris")), 0o600))
+
+	options := s.outside(self)
+	options.Framework.KubeCloudShared.CloudProvider.CloudConfigFile = file
+
+	r := s.start(options)
+	s.awaitSite(worker, "paris")
+
+	s.require(os.WriteFile(file, []byte(bySecureBoot), 0o600))
+	s.awaitSite(worker, "secure")
+	s.awaitSite(self, "insecure")
 	r.alive()
 }
 

@@ -3,7 +3,9 @@ package ccm
 import (
 	"context"
 	"fmt"
+	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	v1core "k8s.io/client-go/kubernetes/typed/core/v1"
@@ -13,6 +15,7 @@ import (
 	controllerhealthz "k8s.io/controller-manager/pkg/healthz"
 	"k8s.io/utils/clock"
 
+	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
 
@@ -32,6 +35,12 @@ type controllerManager struct {
 	config   *cloudconfig.CompletedConfig
 	recorder record.EventRecorder
 	checks   *controllerhealthz.MutableHealthzHandler
+	// reconnect ends the connection, so that another one begins.
+	reconnect func()
+	// facts are the names of the optional facts that the reflector reads, and served is the last configuration that
+	// needs no others.
+	facts  []string
+	served atomic.Pointer[config.Compiled]
 }
 
 // run serves until ctx ends. Once a configuration is in force it runs the controllers, with leader election if enabled.
@@ -79,6 +88,24 @@ func (m *controllerManager) run(ctx context.Context) error {
 	}
 
 	return err
+}
+
+// settings returns the configuration in force. If it needs facts of machines that the reflector does not read, settings
+// reconnects, which reads all machines again, and returns the configuration before: a fact that was not read must not be
+// taken for one that the machine does not have.
+func (m *controllerManager) settings() *config.Compiled {
+	current := m.app.settings.Current()
+	isMissing := func(fact string) bool { return !slices.Contains(m.facts, fact) }
+
+	if slices.ContainsFunc(current.Facts, isMissing) {
+		m.reconnect()
+
+		return m.served.Load()
+	}
+
+	m.served.Store(current)
+
+	return current
 }
 
 // within waits for done to be closed, at most for d.

@@ -72,6 +72,10 @@ type inputs struct {
 
 // control runs the reflector and the controllers until ctx ends and they have stopped.
 func (m *controllerManager) control(ctx context.Context) error {
+	current := m.app.settings.Current()
+	m.facts = current.Facts
+	m.served.Store(current)
+
 	inv := inventory.New(m.app.clock.Now)
 	defer countMachines(inv)()
 
@@ -83,7 +87,7 @@ func (m *controllerManager) control(ctx context.Context) error {
 	}
 
 	dial := m.dialer(ctx, client, nodes)
-	refl := reflector.New(inv, dial, m.app.clock)
+	refl := reflector.New(inv, dial, m.app.clock, m.facts...)
 
 	if err := refl.FollowNodes(nodes); err != nil {
 		return err
@@ -97,7 +101,7 @@ func (m *controllerManager) control(ctx context.Context) error {
 	}
 
 	readerConfig.Hosted, _ = m.app.options.hosted() // was validated
-	readerConfig.ReadMembers = func() bool { return m.app.settings.Current().Lifecycle.Discovery }
+	readerConfig.ReadMembers = func() bool { return m.settings().Lifecycle.Discovery }
 	controlPlane := controlplane.New(readerConfig)
 
 	var group sync.WaitGroup
@@ -194,7 +198,7 @@ func (m *controllerManager) dialer(ctx context.Context, client kubernetes.Interf
 
 // nodeOptions returns the options for Nodes that are in force.
 func (m *controllerManager) nodeOptions() nodespec.Options {
-	return NodeOptions(m.app.settings.Current(), m.app.options.ProviderIDFallback)
+	return NodeOptions(m.settings(), m.app.options.ProviderIDFallback)
 }
 
 // managed reports whether the configuration selects the Node of a machine.
@@ -228,9 +232,9 @@ func (m *controllerManager) newLifecycle(in inputs) (controller, error) {
 		Inventory: in.inventory,
 		Recorder:  m.recorder,
 		Clock:     m.app.clock,
-		Settings:  func() config.CompiledLifecycle { return m.app.settings.Current().Lifecycle },
+		Settings:  func() config.CompiledLifecycle { return m.settings().Lifecycle },
 		Selected: func(node *corev1.Node, talos machine.Machine) bool {
-			settings := m.app.settings.Current()
+			settings := m.settings()
 			selector := cmp.Or(settings.Lifecycle.Selector, settings.NodeSelector)
 
 			return lifecycle.Selects(selector, node, talos)
@@ -273,7 +277,7 @@ func (m *controllerManager) podCIDRs() []netip.Prefix {
 	options, _ := m.app.options.ipam() // was validated
 	cidrs := slices.Clone(options.ClusterCIDRs)
 
-	for _, pool := range m.app.settings.Current().Pools {
+	for _, pool := range m.settings().Pools {
 		if !pool.ContainsMachines {
 			cidrs = append(cidrs, pool.CIDRs...)
 		}
@@ -295,10 +299,10 @@ func (m *controllerManager) newCSRApproval(in inputs) (controller, error) {
 			return (&net.Dialer{}).DialContext(ctx, "tcp", netip.AddrPortFrom(addr, constants.KubeletPort).String())
 		},
 		Managed: func(node *corev1.Node, talos machine.Machine) bool {
-			return m.app.settings.Current().CSRSelector.Matches(nodespec.FactsOf(node, talos))
+			return m.settings().CSRSelector.Matches(nodespec.FactsOf(node, talos))
 		},
 		Policy: func(node *corev1.Node, talos machine.Machine) csrpolicy.Policy {
-			return csrapproval.PolicyFor(m.app.settings.Current(), node, talos)
+			return csrapproval.PolicyFor(m.settings(), node, talos)
 		},
 		Workers: csrWorkers,
 	})
@@ -322,9 +326,9 @@ func (m *controllerManager) newNodeIPAM(in inputs) (controller, error) {
 		ControlPlane: in.controlPlane.Network(),
 		Recorder:     m.recorder,
 		Clock:        m.app.clock,
-		Selector:     func() *rules.Selector { return m.app.settings.Current().IPAMSelector },
-		Pools:        func() []nodeipam.Pool { return m.app.settings.Current().Pools },
-		Fallback:     func() bool { return m.app.settings.Current().IPAMFallback },
+		Selector:     func() *rules.Selector { return m.settings().IPAMSelector },
+		Pools:        func() []nodeipam.Pool { return m.settings().Pools },
+		Fallback:     func() bool { return m.settings().IPAMFallback },
 		Options:      options,
 	})
 }
@@ -336,6 +340,6 @@ func (m *controllerManager) newService(in inputs) (controller, error) {
 		Inventory: in.inventory,
 		Recorder:  m.recorder,
 		Managed:   m.managed,
-		Options:   func() config.Service { return m.app.settings.Current().Service },
+		Options:   func() config.Service { return m.settings().Service },
 	})
 }

@@ -47,6 +47,8 @@ type Compiled struct {
 	// Service is as in the file.
 	Service   Service
 	Lifecycle CompiledLifecycle
+	// Facts are the names of the optional facts of machines that rules and selectors read, sorted.
+	Facts []string
 
 	ruleCount int
 }
@@ -106,8 +108,9 @@ type CompiledPool struct {
 
 // validator collects semantic mistakes.
 type validator struct {
-	file *decoder
-	errs field.ErrorList
+	file  *decoder
+	errs  field.ErrorList
+	facts []string // optional, of selectors
 }
 
 // validate compiles the file and reports semantic mistakes. It does not report values again that could not be
@@ -150,6 +153,8 @@ func (d *decoder) validate(file *Config) *Compiled {
 		IPAMFallback: file.IPAM.FallbackToClusterCIDRs,
 	}
 
+	compiled.Facts = slices.Compact(slices.Sorted(slices.Values(append(v.facts, set.Facts()...))))
+
 	undecoded := d.problems
 
 	for _, err := range v.errs {
@@ -187,6 +192,7 @@ func (v *validator) selector(
 ) *rules.Selector {
 	selector, errs := compile(terms, path)
 	v.errs = append(v.errs, errs...)
+	v.facts = append(v.facts, selector.Facts()...)
 
 	return selector
 }

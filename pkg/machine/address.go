@@ -32,6 +32,9 @@ type Address struct {
 	Flags nethelpers.AddressFlags
 }
 
+// unstable are the flags of addresses that a machine does not keep or cannot use yet.
+const unstable = nethelpers.AddressTemporary | nethelpers.AddressDeprecated | nethelpers.AddressDADFailed | nethelpers.AddressTentative
+
 // OnCNILink reports whether the address is on a link of a CNI or of kube-proxy.
 func (a Address) OnCNILink() bool { return hasPrefix(a.Link, cniLinks) }
 
@@ -39,8 +42,6 @@ func (a Address) OnCNILink() bool { return hasPrefix(a.Link, cniLinks) }
 // permanently: on a network the machine is attached to, not temporary, not a pod's or a Service's, and not shared with
 // other machines.
 func (m Machine) IsStable(a Address) bool {
-	const unstable = nethelpers.AddressTemporary | nethelpers.AddressDeprecated | nethelpers.AddressDADFailed | nethelpers.AddressTentative
-
 	ip := a.Prefix.Addr().Unmap()
 
 	switch {

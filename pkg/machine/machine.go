@@ -69,6 +69,8 @@ type Machine struct {
 	ExcludedSubnets []netip.Prefix
 	// ValidSubnets are the subnets of machine.kubelet.nodeIP, in the operator's order (k8s/NodeIPConfigs).
 	ValidSubnets []ValidSubnet
+	// Facts are the optional facts that View.Facts names; the others are not known.
+	Facts map[string]any
 }
 
 // ValidSubnet is a subnet that has node IPs or, if inverted, that has none.

@@ -9,6 +9,7 @@ import (
 
 	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/siderolabs/talos/pkg/machinery/constants"
+	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	"github.com/siderolabs/talos/pkg/machinery/resources/block"
 	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/config"
@@ -54,11 +55,18 @@ func kind(namespace resource.Namespace, typ resource.Type) resource.Kind {
 // View collects the resources of one machine. The zero value is empty and ready to use. It is not safe for concurrent
 // use.
 type View struct {
+	// Facts are the names of the optional facts that a Machine gets. Their resources are those of FactKinds.
+	Facts []string
+
 	resources map[resource.Type]map[resource.ID]resource.Resource
 }
 
-// Put adds or replaces a resource.
+// Put adds or replaces a resource. It ignores resources that no Machine depends on.
 func (v *View) Put(r resource.Resource) {
+	if !isNeeded(r) {
+		return
+	}
+
 	if v.resources == nil {
 		v.resources = map[resource.Type]map[resource.ID]resource.Resource{}
 	}
@@ -76,16 +84,28 @@ func (v *View) Drop(ptr resource.Pointer) {
 	delete(v.resources[ptr.Type()], ptr.ID())
 }
 
-// ReplaceKind replaces all resources of one kind with items. Of volumes, it keeps EPHEMERAL only.
+// isNeeded reports whether a Machine depends on the resource. A machine can have hundreds of other volumes, and links
+// and routes of pods.
+func isNeeded(r resource.Resource) bool {
+	switch r := r.(type) {
+	case *block.DiscoveredVolume:
+		return r.TypedSpec().PartitionLabel == constants.EphemeralPartitionLabel
+	case *network.LinkStatus:
+		return !hasPrefix(r.Metadata().ID(), cniLinks)
+	case *network.RouteStatus:
+		spec := r.TypedSpec()
+
+		return spec.Table == nethelpers.TableMain && spec.Destination.Bits() <= 0 && spec.Gateway.IsValid()
+	default:
+		return true
+	}
+}
+
+// ReplaceKind replaces all resources of one kind with items.
 func (v *View) ReplaceKind(k resource.Kind, items []resource.Resource) {
 	delete(v.resources, k.Type())
 
 	for _, item := range items {
-		// A machine can have hundreds of other volumes.
-		if volume, ok := item.(*block.DiscoveredVolume); ok && volume.TypedSpec().PartitionLabel != constants.EphemeralPartitionLabel {
-			continue
-		}
-
 		v.Put(item)
 	}
 }
@@ -104,9 +124,9 @@ func (v *View) Len() int {
 func (v *View) Machine() Machine {
 	var m Machine
 
-	for _, byID := range v.resources {
-		for _, id := range slices.Sorted(maps.Keys(byID)) {
-			m.add(byID[id])
+	for typ := range v.resources {
+		for _, r := range v.sorted(typ) {
+			m.add(r)
 		}
 	}
 
@@ -125,7 +145,28 @@ func (v *View) Machine() Machine {
 		return cmp.Or(cmp.Compare(a.Link, b.Link), a.Prefix.Compare(b.Prefix))
 	})
 
+	for _, name := range v.Facts {
+		if m.Facts == nil {
+			m.Facts = map[string]any{}
+		}
+
+		f := optionalFacts[name]
+		m.Facts[name] = f.read(&m, v.sorted(f.kind.Type()))
+	}
+
 	return m
+}
+
+// sorted returns the resources of a type in the order of their IDs.
+func (v *View) sorted(typ resource.Type) []resource.Resource {
+	byID := v.resources[typ]
+	list := make([]resource.Resource, 0, len(byID))
+
+	for _, id := range slices.Sorted(maps.Keys(byID)) {
+		list = append(list, byID[id])
+	}
+
+	return list
 }
 
 // platformPublished reports whether the applied metadata is what the platform driver has delivered. If they name
@@ -198,7 +239,7 @@ func parsePrefixes(list []string) []netip.Prefix {
 	var prefixes []netip.Prefix
 
 	for _, s := range list {
-		if p, ok := parsePrefix(s); ok {
+		if p, ok := ParsePrefix(s); ok {
 			prefixes = append(prefixes, p)
 		}
 	}
@@ -212,7 +253,7 @@ func parseValidSubnets(list []string) []ValidSubnet {
 
 	for _, s := range list {
 		s, inverted := strings.CutPrefix(s, "!")
-		if p, ok := parsePrefix(s); ok {
+		if p, ok := ParsePrefix(s); ok {
 			subnets = append(subnets, ValidSubnet{p, inverted})
 		}
 	}
@@ -220,7 +261,8 @@ func parseValidSubnets(list []string) []ValidSubnet {
 	return subnets
 }
 
-func parsePrefix(s string) (netip.Prefix, bool) {
+// ParsePrefix parses a prefix or a single address, without host bits.
+func ParsePrefix(s string) (netip.Prefix, bool) {
 	if p, err := netip.ParsePrefix(s); err == nil {
 		return p.Masked(), true
 	}

@@ -148,10 +148,12 @@ func TestNewInput_WithPeers(t *testing.T) {
 	machines.Replace("worker-1", m)
 
 	node := nodeWith("10.0.0.1")
-	node.Status.NodeInfo.Architecture = "arm64"
+	node.Status.NodeInfo.Architecture, node.Status.NodeInfo.KubeletVersion = "arm64", "v1.36.2"
 
 	in := nodespec.NewInput(node, m, nodespec.Options{PreferIPv6: true})
-	want := nodespec.Input{Machine: m, ProvidedNodeIPs: addrs([]string{"10.0.0.1"}), Architecture: "arm64", Options: nodespec.Options{PreferIPv6: true}}
+	want := nodespec.Input{
+		Machine: m, ProvidedNodeIPs: addrs([]string{"10.0.0.1"}), Architecture: "arm64", KubernetesVersion: "v1.36.2", Options: nodespec.Options{PreferIPv6: true},
+	}
 
 	if !reflect.DeepEqual(in, want) {
 		t.Errorf("got %+v, want %+v", in, want)

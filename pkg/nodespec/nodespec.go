@@ -55,6 +55,8 @@ type Input struct {
 	ProvidedNodeIPs []netip.Addr
 	// Architecture of the Node, for rules; empty if the kubelet has not reported it.
 	Architecture string
+	// KubernetesVersion of the kubelet, for rules; empty if it has not reported it.
+	KubernetesVersion string
 	// SharedUUID is true if another machine has the same SMBIOS UUID.
 	SharedUUID bool
 	// SharedAddresses are addresses that the platform's metadata lists for several machines: those of a load balancer.
@@ -69,7 +71,10 @@ type Input struct {
 // NewInput returns an Input from a machine and from what its Node's kubelet reports. It suffices for Facts and
 // Managed; Desired also needs WithPeers.
 func NewInput(node *corev1.Node, m machine.Machine, options Options) Input {
-	return Input{Machine: m, ProvidedNodeIPs: ProvidedNodeIPs(node), Architecture: node.Status.NodeInfo.Architecture, Options: options}
+	return Input{
+		Machine: m, ProvidedNodeIPs: ProvidedNodeIPs(node), Options: options,
+		Architecture: node.Status.NodeInfo.Architecture, KubernetesVersion: node.Status.NodeInfo.KubeletVersion,
+	}
 }
 
 // Peers knows all machines of the cluster. *inventory.Inventory implements it.
@@ -95,7 +100,7 @@ func FactsOf(node *corev1.Node, m machine.Machine) rules.Facts {
 
 // Facts returns the input of rules and selectors.
 func (in Input) Facts() rules.Facts {
-	return rules.Facts{Machine: in.Machine, Architecture: in.Architecture}
+	return rules.Facts{Machine: in.Machine, Architecture: in.Architecture, KubernetesVersion: in.KubernetesVersion}
 }
 
 // Managed reports whether talos-ccm manages the machine's Node. Rules do not change the result.

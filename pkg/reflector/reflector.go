@@ -62,6 +62,7 @@ type Reflector struct {
 	inventory  Inventory
 	dial       talosapi.DialFunc
 	clock      clock.Clock
+	facts      []string
 	connecting chan struct{} // semaphore
 
 	mu    sync.Mutex
@@ -78,12 +79,13 @@ type task struct {
 	outage    backoff.Outage // only the goroutine uses it
 }
 
-// New returns a Reflector that tracks no Node yet.
-func New(inventory Inventory, dial talosapi.DialFunc, clk clock.Clock) *Reflector {
+// New returns a Reflector that tracks no Node yet. Machines get the optional facts with the given names.
+func New(inventory Inventory, dial talosapi.DialFunc, clk clock.Clock, facts ...string) *Reflector {
 	return &Reflector{
 		inventory:  inventory,
 		dial:       dial,
 		clock:      clk,
+		facts:      facts,
 		connecting: make(chan struct{}, maxConnecting),
 		tasks:      map[string]*task{},
 	}
@@ -303,6 +305,7 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 		nodename:  nodename,
 		addr:      addr,
 		state:     st,
+		view:      machine.View{Facts: r.facts},
 		connected: func() {
 			release()
 			klog.FromContext(ctx).V(outage.Succeeded()).Info("Watching machine", "address", addr)

@@ -78,6 +78,7 @@ type session struct {
 	view          machine.View
 	bootstrapping int // watches that have not bootstrapped
 	polled        bool
+	constant      bool             // the constant facts are known
 	polling       bool             // a poll is in progress
 	pollAgain     bool             // when the poll has ended
 	established   bool             // the first view has been published
@@ -172,7 +173,12 @@ func (s *session) startPoll(ctx context.Context) {
 		s.interval = min(2*s.interval, pollMax)
 	}
 
-	go s.poll(ctx)
+	kinds, constant := machine.FactKinds(s.view.Facts)
+	if !s.constant {
+		kinds = append(kinds, constant...)
+	}
+
+	go s.poll(ctx, append(kinds, machine.PolledKinds()...))
 }
 
 // requestPoll starts a poll, after the present one if there is one.
@@ -210,10 +216,9 @@ func (s *session) send(ctx context.Context, result func() error) {
 	}
 }
 
-// poll lists all polled kinds concurrently and replaces them in the view. Talos answers PermissionDenied for a kind that its version does
-// not have; the listing of that kind is empty.
-func (s *session) poll(ctx context.Context) {
-	kinds := machine.PolledKinds()
+// poll lists all kinds concurrently and replaces them in the view. Talos answers PermissionDenied for a kind that its version does not have;
+// the listing of that kind is empty.
+func (s *session) poll(ctx context.Context, kinds []resource.Kind) {
 	listings := make([][]resource.Resource, len(kinds))
 	errs := make(chan error, len(kinds))
 
@@ -246,6 +251,8 @@ func (s *session) poll(ctx context.Context) {
 		for i, kind := range kinds {
 			s.view.ReplaceKind(kind, listings[i])
 		}
+
+		s.constant = s.view.Machine().Stage == runtime.MachineStageRunning // else it may be booting
 
 		s.nextPoll.Reset(wait.Jitter(s.interval, pollJitter))
 

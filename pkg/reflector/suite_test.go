@@ -71,10 +71,10 @@ func newSuite(t *testing.T, clk clock.Clock) *suite {
 }
 
 // run starts a reflector that replaces the suite's.
-func (s *suite) run(t *testing.T, dial talosapi.DialFunc, clk clock.Clock) {
+func (s *suite) run(t *testing.T, dial talosapi.DialFunc, clk clock.Clock, facts ...string) {
 	t.Helper()
 
-	refl := reflector.New(s.inventory, dial, clk)
+	refl := reflector.New(s.inventory, dial, clk, facts...)
 	s.reflector = refl
 
 	done := make(chan struct{})

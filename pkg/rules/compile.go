@@ -20,6 +20,16 @@ import (
 // Set is a compiled list of rules. The nil Set changes nothing. A Set is safe for concurrent use.
 type Set struct {
 	rules []*rule
+	facts []string // optional
+}
+
+// Facts returns the names of the optional facts of machines that the rules read, sorted.
+func (s *Set) Facts() []string {
+	if s == nil {
+		return nil
+	}
+
+	return s.facts
 }
 
 type rule struct {
@@ -28,6 +38,8 @@ type rule struct {
 	entries  []entry
 	enforce  bool
 	features Features
+	// variables are the names of those that the selector and the templates read.
+	variables []string
 }
 
 // entry is a key of one of the rule's maps and the template of its value.
@@ -87,11 +99,14 @@ func Compile(rules []Rule, path *field.Path) (*Set, field.ErrorList) {
 
 		errs = append(errs, r.compile(source, path.Index(i))...)
 		compiled.rules = append(compiled.rules, r)
+		compiled.facts = append(compiled.facts, r.variables...)
 	}
 
 	if len(errs) > 0 {
 		return nil, errs
 	}
+
+	compiled.facts = optionalFacts(compiled.facts)
 
 	return &compiled, nil
 }
@@ -103,6 +118,7 @@ func invalid(path *field.Path, err error) *field.Error {
 
 func (r *rule) compile(source Rule, path *field.Path) (errs field.ErrorList) {
 	r.selector, errs = CompileSelector(source.NodeSelector, path.Child("nodeSelector"))
+	r.variables = r.selector.Facts()
 	errs = append(errs, r.add(labels, source.Labels, path)...)
 	errs = append(errs, r.add(annotations, source.Annotations, path)...)
 	errs = append(errs, r.add(taints, source.Taints, path)...)
@@ -134,7 +150,8 @@ func (r *rule) add(k *kind, source map[string]string, path *field.Path) (errs fi
 			errs = append(errs, invalid(at, err))
 		}
 
-		compiled, err := compileTemplate(source[key])
+		compiled, variables, err := compileTemplate(source[key])
+		r.variables = append(r.variables, variables...)
 		e := entry{kind: k, key: key, template: compiled}
 
 		if err == nil && !slices.ContainsFunc(compiled.Root.Nodes, isAction) {

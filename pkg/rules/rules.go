@@ -68,16 +68,17 @@ type Expression struct {
 	// Key is the name of the machine attribute to compare, such as `platform`. It is case-insensitive.
 	Key string `json:"key"`
 	// Operator is the relation between the attribute and the values.
-	Operator Operator `json:"operator" jsonschema:"enum=In,enum=NotIn,enum=Exists,enum=DoesNotExist,enum=Gt,enum=Lt,enum=Regexp"`
-	// Values to compare with: at least one for In and NotIn, exactly one for Gt, Lt and Regexp, none for Exists and DoesNotExist.
+	Operator Operator `json:"operator" jsonschema:"enum=In,enum=NotIn,enum=Exists,enum=DoesNotExist,enum=Gt,enum=Lt,enum=Regexp,enum=InCIDR"`
+	// Values to compare with: at least one for In, NotIn and InCIDR, exactly one for Gt, Lt and Regexp, none for Exists and DoesNotExist.
 	Values []string `json:"values,omitempty"`
 }
 
 // Operator is the relation between a fact and the values of an Expression.
 type Operator string
 
-// The operators of Kubernetes node selectors, and Regexp. NotIn and DoesNotExist match an absent fact, the others do not.
-// Gt and Lt compare integers and match nothing else.
+// The operators of Kubernetes node selectors, Regexp, and InCIDR. NotIn and DoesNotExist match an absent fact, the others
+// do not. Gt and Lt compare integers, InCIDR compares addresses and subnets; they match nothing else. An operator matches
+// a list if it matches one of the elements; NotIn and DoesNotExist match if In and Exists do not.
 const (
 	In           Operator = "In"
 	NotIn        Operator = "NotIn"
@@ -86,6 +87,7 @@ const (
 	Gt           Operator = "Gt"
 	Lt           Operator = "Lt"
 	Regexp       Operator = "Regexp"
+	InCIDR       Operator = "InCIDR"
 )
 
 // Facts are the inputs of selectors and templates.
@@ -93,6 +95,8 @@ type Facts struct {
 	Machine machine.Machine
 	// Architecture of the Node, such as "amd64"; empty if unknown. The kubelet reports it, not the machine.
 	Architecture string
+	// KubernetesVersion of the kubelet, such as "v1.36.2"; empty if unknown.
+	KubernetesVersion string
 	// NodeLabels are selected as "labels.<key>". Apply ignores them: rules must not depend on the labels that they set.
 	NodeLabels map[string]string
 }

@@ -4,19 +4,23 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"maps"
+	"net/netip"
 	"regexp"
 	"slices"
 	"strconv"
 	"strings"
 
 	"k8s.io/apimachinery/pkg/util/validation/field"
+
+	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
 // Selector is a compiled list of terms. The nil Selector selects every machine. A Selector is safe for concurrent use.
 type Selector struct {
 	terms       [][]requirement
 	readsLabels bool
+	facts       []string // optional
 }
 
 // requirement is a compiled expression.
@@ -25,11 +29,11 @@ type requirement struct {
 	matches predicate
 }
 
-// fact reads a fact and reports whether it is present.
-type fact func(*variables) (value string, present bool)
+// fact reads the values of a fact: none if it is absent, any number of a list.
+type fact func(*variables) []string
 
-// predicate reports whether a fact satisfies an expression.
-type predicate func(value string, present bool) bool
+// predicate reports whether the values of a fact satisfy an expression.
+type predicate func(values []string) bool
 
 // CompileSelector compiles terms over the facts that the machine reports, or returns all mistakes in them. The path is
 // the field path of the terms. Without terms it returns the nil Selector.
@@ -44,10 +48,10 @@ func CompileNodeSelector(terms []SelectorTerm, path *field.Path) (*Selector, fie
 			return findFact(key)
 		}
 
-		return func(v *variables) (value string, present bool) {
-			value, present = v.facts.NodeLabels[key[len(labelKey):]]
+		return func(v *variables) []string {
+			value, present := v.facts.NodeLabels[key[len(labelKey):]]
 
-			return value, present
+			return optional(value, present)
 		}, nil
 	})
 }
@@ -55,9 +59,18 @@ func CompileNodeSelector(terms []SelectorTerm, path *field.Path) (*Selector, fie
 // ReadsLabels reports whether the result of Matches depends on the labels of the Node.
 func (s *Selector) ReadsLabels() bool { return s != nil && s.readsLabels }
 
+// Facts returns the names of the optional facts of machines that the selector reads, sorted.
+func (s *Selector) Facts() []string {
+	if s == nil {
+		return nil
+	}
+
+	return s.facts
+}
+
 // Matches reports whether any of the terms matches.
 func (s *Selector) Matches(facts Facts) bool {
-	return s.matches(newVariables(&facts, facts.Machine.Platform))
+	return s.matches(newVariables(&facts, facts.Machine.Platform, s.Facts()))
 }
 
 func (s *Selector) matches(v *variables) bool {
@@ -98,6 +111,7 @@ func compileSelector(terms []SelectorTerm, path *field.Path, find func(key strin
 
 			selector.terms[i] = append(selector.terms[i], requirement{read, matches})
 			selector.readsLabels = selector.readsLabels || isLabelKey(e.Key)
+			selector.facts = append(selector.facts, variableOf(e.Key))
 		}
 	}
 
@@ -105,57 +119,78 @@ func compileSelector(terms []SelectorTerm, path *field.Path, find func(key strin
 		return nil, errs
 	}
 
+	selector.facts = optionalFacts(selector.facts)
+
 	return selector, nil
 }
 
-// Prefixes of keys that select an entry of a map.
-const (
-	tagKey       = "tags."
-	extensionKey = "extensions."
-	labelKey     = "labels."
-)
+// labelKey is the prefix of keys that select a label of the Node.
+const labelKey = "labels."
 
-// facts are the variables of type string and bool by their names in lower case: the names of Talos resources in Go and in YAML differ in case only.
-// As in the upstream Talos CCM, an empty string is an absent fact.
-var facts = func() map[string]fact {
-	byName := map[string]fact{}
-
-	for name, zero := range zeroVariables {
-		if _, isMap := zero.(map[string]string); isMap {
-			continue // selected by entry
-		}
-
-		byName[strings.ToLower(name)] = func(v *variables) (string, bool) {
-			value := fmt.Sprint(v.values[name])
-
-			return value, value != ""
-		}
+// variableNames maps names of variables in lower case to the names: those of Talos resources in Go and in YAML differ in
+// case only.
+var variableNames = func() map[string]string {
+	byName := map[string]string{"arch": "Architecture"}
+	for name := range zeroVariables {
+		byName[strings.ToLower(name)] = name
 	}
-
-	byName["arch"] = byName["architecture"]
 
 	return byName
 }()
 
+// variableOf returns the name of the variable that a key reads, or "".
+func variableOf(key string) string {
+	prefix, _, _ := strings.Cut(key, ".")
+
+	return variableNames[strings.ToLower(prefix)]
+}
+
 // Keys returns the keys that CompileSelector accepts, in lower case. A key that ends in a dot is followed by the name of a map entry.
 func Keys() []string {
-	return append(slices.Sorted(maps.Keys(facts)), extensionKey, tagKey)
+	var keys []string
+
+	for lower, name := range variableNames {
+		if _, isMap := zeroVariables[name].(map[string]string); isMap {
+			lower += "."
+		}
+
+		keys = append(keys, lower)
+	}
+
+	slices.Sort(keys)
+
+	return keys
 }
 
 func findFact(key string) (fact, error) {
-	lower := strings.ToLower(key)
-	_, name, _ := strings.Cut(key, ".")
+	name := variableOf(key)
+	_, isMap := zeroVariables[name].(map[string]string)
+	_, entry, isEntry := strings.Cut(key, ".")
 
-	switch {
-	case facts[lower] != nil:
-		return facts[lower], nil
-	case strings.HasPrefix(lower, tagKey) && name != "":
-		return func(v *variables) (string, bool) { return getFold(v.facts.Machine.Platform.Tags, name) }, nil
-	case strings.HasPrefix(lower, extensionKey) && name != "":
-		return func(v *variables) (string, bool) { return getFold(v.facts.Machine.Extensions, name) }, nil
-	default:
+	if name == "" || isEntry != isMap || isMap && entry == "" {
 		return nil, fmt.Errorf("unknown key %q; supported keys: %s (with a name after the dot)", key, strings.Join(Keys(), ", "))
 	}
+
+	return func(v *variables) []string {
+		switch value := v.values[name].(type) {
+		case map[string]string:
+			return optional(getFold(value, entry))
+		case []string:
+			return value
+		case string:
+			return optional(value, value != "") // as in the upstream Talos CCM, an empty string is an absent fact
+		default:
+			return []string{fmt.Sprint(value)}
+		}
+	}, nil
+}
+
+func optional(value string, present bool) []string {
+	if !present {
+		return nil
+	}
+
+	return []string{value}
 }
 
 func isLabelKey(key string) bool {
@@ -179,40 +214,66 @@ func getFold(entries map[string]string, name string) (value string, present bool
 	return entries[found], present
 }
 
-var operators = []Operator{In, NotIn, Exists, DoesNotExist, Gt, Lt, Regexp}
+var operators = []Operator{In, NotIn, Exists, DoesNotExist, Gt, Lt, Regexp, InCIDR}
 
 // compilePredicate compiles an expression with one of the operators.
 func compilePredicate(operator Operator, values []string) (predicate, error) {
 	switch operator {
-	case In, NotIn:
+	case In, NotIn, InCIDR:
 		if len(values) == 0 {
 			return nil, errors.New("requires at least one value")
 		}
-
-		return func(value string, present bool) bool {
-			return (present && slices.Contains(values, value)) == (operator == In)
-		}, nil
 	case Exists, DoesNotExist:
 		if len(values) > 0 {
 			return nil, errors.New("takes no values")
 		}
-
-		return func(_ string, present bool) bool { return present == (operator == Exists) }, nil
 	default:
 		if len(values) != 1 {
 			return nil, fmt.Errorf("requires exactly one value, not %d", len(values))
 		}
 	}
 
-	if operator == Regexp {
+	switch operator {
+	case In, NotIn:
+		isListed := func(value string) bool { return slices.Contains(values, value) }
+
+		return func(facts []string) bool { return slices.ContainsFunc(facts, isListed) == (operator == In) }, nil
+	case Exists, DoesNotExist:
+		return func(facts []string) bool { return (len(facts) > 0) == (operator == Exists) }, nil
+	case InCIDR:
+		return compileCIDRs(values)
+	case Regexp:
 		expression, err := regexp.Compile(values[0])
 
-		return func(value string, present bool) bool {
-			return present && len(value) <= maxText && expression.MatchString(value)
-		}, err
+		return anyOf(func(value string) bool { return len(value) <= maxText && expression.MatchString(value) }), err
+	default:
+		return compareIntegers(values[0], map[Operator]int{Gt: 1, Lt: -1}[operator])
+	}
+}
+
+// anyOf matches if one of the values matches.
+func anyOf(matches func(value string) bool) predicate {
+	return func(values []string) bool { return slices.ContainsFunc(values, matches) }
+}
+
+// compileCIDRs matches addresses and subnets that one of the CIDRs contains.
+func compileCIDRs(values []string) (predicate, error) {
+	prefixes := make([]netip.Prefix, len(values))
+
+	for i, value := range values {
+		var err error
+		if prefixes[i], err = cidrset.ParsePrefix(value); err != nil {
+			return nil, err
+		}
 	}
 
-	return compareIntegers(values[0], map[Operator]int{Gt: 1, Lt: -1}[operator])
+	return anyOf(func(value string) bool {
+		subnet, valid := machine.ParsePrefix(value)
+
+		return valid && slices.ContainsFunc(prefixes, func(p netip.Prefix) bool {
+			return p.Bits() <= subnet.Bits() && p.Contains(subnet.Addr())
+		})
+	}), nil
 }
 
 // compareIntegers matches integers for which cmp.Compare with the limit returns the wanted result.
@@ -222,9 +283,9 @@ func compareIntegers(limit string, wanted int) (predicate, error) {
 		return nil, fmt.Errorf("%q is not an integer", limit)
 	}
 
-	return func(value string, _ bool) bool {
+	return anyOf(func(value string) bool {
 		n, err := strconv.ParseInt(value, 10, 64)
 
 		return err == nil && cmp.Compare(n, parsed) == wanted
-	}, nil
+	}), nil
 }

@@ -2,6 +2,7 @@ package rules_test
 
 import (
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 
@@ -96,6 +97,89 @@ func TestSelector_Operators(t *testing.T) {
 				t.Errorf("got %t, want %t", got, test.want)
 			}
 		})
+	}
+}
+
+func TestSelector_Lists(t *testing.T) {
+	for _, test := range []struct {
+		name      string
+		addresses []string
+		operator  rules.Operator
+		values    []string
+		want      bool
+	}{
+		{"In matches one of the elements", []string{"10.0.0.1", "fd00::1"}, rules.In, []string{"fd00::1"}, true},
+		{"NotIn does not match if In does", []string{"10.0.0.1", "fd00::1"}, rules.NotIn, []string{"fd00::1"}, false},
+		{"NotIn matches other elements", []string{"10.0.0.1"}, rules.NotIn, []string{"fd00::1"}, true},
+		{"NotIn matches an empty list", nil, rules.NotIn, []string{"fd00::1"}, true},
+		{"Exists matches a list", []string{"10.0.0.1"}, rules.Exists, nil, true},
+		{"Exists does not match an empty list", nil, rules.Exists, nil, false},
+		{"DoesNotExist matches an empty list", nil, rules.DoesNotExist, nil, true},
+		{"Regexp matches one of the elements", []string{"10.0.0.1", "fd00::1"}, rules.Regexp, []string{"^fd"}, true},
+		{"Gt matches one of the elements", []string{"x", "7"}, rules.Gt, []string{"6"}, true},
+		{"InCIDR matches one of the elements", []string{"10.0.0.1", "192.0.2.7"}, rules.InCIDR, []string{"172.16.0.0/12", "192.0.2.0/24"}, true},
+		{"InCIDR does not match another address", []string{"10.0.1.1"}, rules.InCIDR, []string{"10.0.0.0/24"}, false},
+		{"InCIDR does not match the other IP family", []string{"10.0.0.1"}, rules.InCIDR, []string{"::/0"}, false},
+		{"InCIDR matches an IPv6 address", []string{"fd00::1"}, rules.InCIDR, []string{"fd00::/8"}, true},
+		{"InCIDR matches a subnet of the CIDR", []string{"10.0.1.0/24"}, rules.InCIDR, []string{"10.0.0.0/16"}, true},
+		{"InCIDR does not match a subnet that contains the CIDR", []string{"10.0.0.0/8"}, rules.InCIDR, []string{"10.0.0.0/16"}, false},
+		{"InCIDR does not match text", []string{"eth0"}, rules.InCIDR, []string{"0.0.0.0/0"}, false},
+		{"InCIDR does not match an empty list", nil, rules.InCIDR, []string{"0.0.0.0/0"}, false},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			facts := rules.Facts{Machine: machine.Machine{Facts: map[string]any{"Addresses": test.addresses}}}
+
+			if got := selector(t, one("addresses", test.operator, test.values...)).Matches(facts); got != test.want {
+				t.Errorf("got %t, want %t", got, test.want)
+			}
+		})
+	}
+}
+
+func TestFacts_OfSelectorsAndTemplates(t *testing.T) {
+	selects := one("CPUs", rules.Gt, "8")
+	selects = append(selects, one("meta.0x0C", rules.Exists)...)
+	selects = append(selects, one("zone", rules.Exists)...)
+
+	if got, want := selector(t, selects).Facts(), []string{"CPUs", "Meta"}; !slices.Equal(got, want) {
+		t.Errorf("selector: got %v, want %v", got, want)
+	}
+
+	set := compile(t, rules.Rule{NodeSelector: selects}, rules.Rule{
+		Labels:           map[string]string{"a": "{{ .Zone }}", "b": "{{ with .Region }}{{ first $.Gateways }}{{ end }}"},
+		PlatformMetadata: map[string]string{"Zone": `{{ if eq .KernelArgs.rack "7" }}{{ .CPUs }}{{ end }}`},
+	})
+	if got, want := set.Facts(), []string{"CPUs", "Gateways", "KernelArgs", "Meta"}; !slices.Equal(got, want) {
+		t.Errorf("rules: got %v, want %v", got, want)
+	}
+
+	if got := compile(t, rules.Rule{Labels: map[string]string{"a": "{{ .Zone }}"}}).Facts(); len(got) > 0 {
+		t.Errorf("rules without optional facts: got %v", got)
+	}
+}
+
+// Selector keys and template variables have the same names.
+func TestSelector_OptionalFacts(t *testing.T) {
+	facts := rules.Facts{KubernetesVersion: "v1.36.2", Machine: machine.Machine{Facts: map[string]any{
+		"Addresses": []string{"10.0.0.1"}, "Subnets": []string{"10.0.0.0/24"}, "Links": []string{"bond0"}, "Gateways": []string{"10.0.0.254"},
+		"CPUModel": "EPYC", "CPUs": "64", "MemoryMiB": "1024", "PCIDevices": []string{"0302:10de:2236"}, "SecureBoot": true,
+		"KernelArgs": map[string]string{"console": "tty0"}, "Meta": map[string]string{"0x0c": "rack=7"},
+	}}}
+
+	for key, template := range map[string]string{
+		"addresses": "{{ first .Addresses }}", "subnets": "{{ first .Subnets }}", "links": "{{ first .Links }}", "gateways": "{{ first .Gateways }}",
+		"cpuModel": "{{ .CPUModel }}", "cpus": "{{ .CPUs }}", "memoryMiB": "{{ .MemoryMiB }}", "pciDevices": "{{ first .PCIDevices }}",
+		"secureBoot": "{{ .SecureBoot }}", "kernelArgs.console": "{{ .KernelArgs.console }}", "meta.0x0C": `{{ get .Meta "0x0c" }}`,
+		"kubernetesVersion": "{{ .KubernetesVersion }}",
+	} {
+		value := render(t, template, facts)
+		if value == "" || !selector(t, one(key, rules.In, value)).Matches(facts) {
+			t.Errorf("%s In [%s] does not match", key, value)
+		}
+
+		if got := render(t, template, rules.Facts{}); got != "" && got != "false" {
+			t.Errorf("%s of a machine without facts: got %q", template, got)
+		}
 	}
 }
 
@@ -250,6 +334,11 @@ func TestCompileSelector_Errors(t *testing.T) {
 		{"DoesNotExist with values", rules.Expression{Key: "zone", Operator: rules.DoesNotExist, Values: []string{"a"}}, "values", "takes no values"},
 		{"Gt with two values", rules.Expression{Key: "zone", Operator: rules.Gt, Values: []string{"1", "2"}}, "values", "exactly one"},
 		{"Lt with a fraction", rules.Expression{Key: "zone", Operator: rules.Lt, Values: []string{"1.5"}}, "values", "1.5"},
+		{"InCIDR without values", rules.Expression{Key: "addresses", Operator: rules.InCIDR}, "values", "at least one"},
+		{"InCIDR with an address", rules.Expression{Key: "addresses", Operator: rules.InCIDR, Values: []string{"10.0.0.0/8", "10.1.2.3"}}, "values", "10.1.2.3"},
+		{"InCIDR with host bits", rules.Expression{Key: "addresses", Operator: rules.InCIDR, Values: []string{"10.1.2.3/8"}}, "values", "10.0.0.0/8"},
+		{"entry of a list", rules.Expression{Key: "addresses.eth0", Operator: rules.Exists}, "key", "unknown key"},
+		{"map without the name of an entry", rules.Expression{Key: "meta", Operator: rules.Exists}, "key", "unknown key"},
 		{"Regexp without values", rules.Expression{Key: "zone", Operator: rules.Regexp}, "values", "exactly one"},
 		{"invalid Regexp", rules.Expression{Key: "zone", Operator: rules.Regexp, Values: []string{"("}}, "values", "missing closing"},
 		{"Regexp over the limit of package regexp", rules.Expression{Key: "zone", Operator: rules.Regexp, Values: []string{"(a{1000}){1000}"}}, "values", "invalid repeat count"},

@@ -14,6 +14,8 @@ import (
 	"unicode/utf8"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
 const (
@@ -27,15 +29,16 @@ var errNotUTF8 = errors.New("the text is not valid UTF-8")
 
 // variables are the data of templates and selectors.
 type variables struct {
-	// values are the variables that templates can read, by name: strings, booleans and maps of strings. The fields of
-	// platform metadata and SMBIOS have the names of the Talos resources, as in the upstream Talos CCM.
+	// values are the variables that templates can read, by name: strings, booleans, and lists and maps of strings. The
+	// fields of platform metadata and SMBIOS have the names of the Talos resources, as in the upstream Talos CCM.
 	values map[string]any
-	// facts are for selectors of map entries.
+	// facts are for selectors of labels.
 	facts *Facts
 }
 
-// newVariables returns the variables of a machine whose rules have changed its platform metadata to platform.
-func newVariables(facts *Facts, platform runtime.PlatformMetadataSpec) *variables {
+// newVariables returns the variables of a machine whose rules have changed its platform metadata to platform, with the
+// given optional facts.
+func newVariables(facts *Facts, platform runtime.PlatformMetadataSpec, optional []string) *variables {
 	m := &facts.Machine
 	machineType := ""
 
@@ -46,7 +49,7 @@ func newVariables(facts *Facts, platform runtime.PlatformMetadataSpec) *variable
 		machineType = m.Type.String()
 	}
 
-	return &variables{facts: facts, values: map[string]any{
+	v := &variables{facts: facts, values: map[string]any{
 		"Platform":     platform.Platform,
 		"Hostname":     cmp.Or(platform.Hostname, m.Hostname),
 		"Region":       platform.Region,
@@ -74,23 +77,38 @@ func newVariables(facts *Facts, platform runtime.PlatformMetadataSpec) *variable
 		"Architecture": facts.Architecture,
 		"Extensions":   m.Extensions,
 		// Image Factory adds an extension with this name to every image. Its version is the ID of the schematic.
-		"Schematic": m.Extensions["schematic"],
+		"Schematic":         m.Extensions["schematic"],
+		"KubernetesVersion": facts.KubernetesVersion,
 	}}
+
+	for _, name := range optional {
+		v.values[name] = m.Fact(name)
+	}
+
+	return v
 }
 
 // zeroVariables has the names and the types of all variables.
-var zeroVariables = newVariables(&Facts{}, runtime.PlatformMetadataSpec{}).values
+var zeroVariables = newVariables(&Facts{}, runtime.PlatformMetadataSpec{}, machine.OptionalFacts()).values
+
+// optionalFacts returns those of the variables that are optional facts of machines, sorted.
+func optionalFacts(variables []string) []string {
+	known := machine.OptionalFacts()
+
+	return slices.DeleteFunc(slices.Compact(slices.Sorted(slices.Values(variables))), func(name string) bool { return !slices.Contains(known, name) })
+}
 
 // Variables returns the names of the variables that templates can read, sorted.
 func Variables() []string { return slices.Sorted(maps.Keys(zeroVariables)) }
 
-func compileTemplate(source string) (*template.Template, error) {
+// compileTemplate returns the template and the names of the variables that it reads.
+func compileTemplate(source string) (*template.Template, []string, error) {
 	if !utf8.ValidString(source) {
-		return nil, errNotUTF8
+		return nil, nil, errNotUTF8
 	}
 
 	if err := checkLength(len(source)); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 
 	literals := patterns{}
@@ -99,11 +117,11 @@ func compileTemplate(source string) (*template.Template, error) {
 	// With this name, a parse error starts with "template: line:3: ", which needs only the prefix cut.
 	t, err := template.New("line").Option("missingkey=zero").Funcs(printers).Funcs(c.functions).Parse(source)
 	if err != nil {
-		return nil, errors.New(strings.TrimPrefix(err.Error(), "template: "))
+		return nil, nil, errors.New(strings.TrimPrefix(err.Error(), "template: "))
 	}
 
 	if len(t.Templates()) > 1 {
-		return nil, errors.New("a template cannot define other templates")
+		return nil, nil, errors.New("a template cannot define other templates")
 	}
 
 	c.list(t.Root)
@@ -112,7 +130,7 @@ func compileTemplate(source string) (*template.Template, error) {
 		c.fail("a template with range cannot contain numbers over %d", maxRange)
 	}
 
-	return t, errors.Join(c.errs...)
+	return t, c.variables, errors.Join(c.errs...)
 }
 
 // render executes the template. It returns no text with an error.
@@ -176,7 +194,9 @@ type checker struct {
 	// loops is true if the template has a loop, largest is the largest number in it.
 	loops   bool
 	largest int64
-	errs    []error
+	// variables are the names of those that the template reads.
+	variables []string
+	errs      []error
 }
 
 func (c *checker) fail(format string, args ...any) {
@@ -302,6 +322,7 @@ func (c *checker) variable(path []string) {
 		return
 	}
 
+	c.variables = append(c.variables, path[0])
 	zero, known := zeroVariables[path[0]]
 	_, isMap := zero.(map[string]string)
 

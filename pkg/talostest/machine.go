@@ -54,6 +54,8 @@ type MachineSpec struct {
 	ServeSocket bool
 	// TalosVersion is v1.13.5 by default.
 	TalosVersion string
+	// Resources are published in addition, such as the machine's PCI devices.
+	Resources []resource.Resource
 	// UnsupportedTypes are resource types that the machine's Talos version lacks. Requests for them fail with PermissionDenied.
 	UnsupportedTypes []resource.Type
 }

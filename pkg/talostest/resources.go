@@ -77,6 +77,7 @@ func (c *Cluster) seed(spec MachineSpec) ([]resource.Resource, error) {
 		asResources(config),
 		asResources(c.osRoot(spec.Type)),
 		c.controlPlaneResources(spec),
+		spec.Resources,
 	), nil
 }
 

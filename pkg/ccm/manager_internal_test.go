@@ -1,0 +1,56 @@
+package ccm
+
+import (
+	"context"
+	"testing"
+
+	"github.com/talos-ccm/talos-ccm/pkg/settings"
+)
+
+// source delivers the documents that a test writes.
+type source struct {
+	deliver func(settings.Document, error)
+}
+
+func (s *source) Follow(_ context.Context, deliver func(settings.Document, error), _ func()) {
+	s.deliver = deliver
+}
+
+// A fact that was not read must not be taken for one that the machine does not have.
+func TestSettings_WaitForFacts(t *testing.T) {
+	var documents source
+
+	store := settings.New(&documents, settings.LastKnownGood{}, func([]string) error { return nil })
+	store.Run(t.Context())
+
+	reconnects := 0
+	m := controllerManager{app: &App{settings: store}, facts: []string{"CPUs"}, reconnect: func() { reconnects++ }}
+
+	for i, step := range []struct {
+		selector   string
+		inForce    bool
+		reconnects int
+	}{
+		{"{key: cpus, operator: Gt, values: ['8']}", true, 0},
+		{"{key: pciDevices, operator: DoesNotExist}", false, 1},
+		{"{key: zone, operator: Exists}", true, 1},
+		{"{key: links, operator: DoesNotExist}", false, 2},
+	} {
+		served := m.served.Load()
+
+		documents.deliver(settings.Document{Config: []byte("csrApproval:\n  selector: [{matchExpressions: [" + step.selector + "]}]\n")}, nil)
+
+		if err := store.Problem(); err != nil {
+			t.Fatal(err)
+		}
+
+		got, want := m.settings(), store.Current()
+		if !step.inForce {
+			want = served
+		}
+
+		if got != want || reconnects != step.reconnects {
+			t.Errorf("step %d: got %p and %d reconnects, want %p and %d", i, got, reconnects, want, step.reconnects)
+		}
+	}
+}
