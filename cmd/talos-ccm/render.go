@@ -43,8 +43,10 @@ type renderOptions struct {
 	node        string
 	talosconfig string
 	arch        string
+	version     string
 	nodeIPs     []string
 	output      string
+	facts       []string // optional facts that the configuration uses
 }
 
 func newRenderCommand() *cobra.Command {
@@ -66,6 +68,8 @@ or from a file with the output of talosctl in YAML or JSON. The file may contain
   ` + preview.Command() + ` > machine.yaml
   talos-ccm render --machine machine.yaml --config config.yaml
 
+If the configuration uses facts from other resources, a warning names these.
+
 The exit code is 1 if the configuration is invalid, if the machine cannot be read, or if the Node would stay uninitialized. Invalid values, which
 talos-ccm omits, are printed as problems and do not affect the exit code.`,
 		Args: cobra.NoArgs,
@@ -78,6 +82,7 @@ talos-ccm omits, are printed as problems and do not affect the exit code.`,
 	flags.StringVar(&o.node, "node", "", "Name or address of a machine to read over the Talos API.")
 	flags.StringVar(&o.talosconfig, "talosconfig", "", "Path of the talosconfig for --node. (default $TALOSCONFIG or ~/.talos/config)")
 	flags.StringVar(&o.arch, "arch", "", "Architecture of the Node as reported by its kubelet, such as amd64.")
+	flags.StringVar(&o.version, "kubernetes-version", "", "Kubernetes version of the Node as reported by its kubelet, such as v1.36.2.")
 	flags.StringSliceVar(&o.nodeIPs, "node-ip", nil, "Node IPs of the kubelet. (default: the node IPs that Talos configures)")
 	flags.StringVar(&o.fallback, "provider-id-fallback", string(config.FallbackUUID),
 		"providerID source for platforms without an instance ID: uuid or node-ip. global.providerIDFallback in the configuration takes precedence.")
@@ -95,7 +100,8 @@ func (o renderOptions) run(cmd *cobra.Command) error {
 		return err
 	}
 
-	kubelet := preview.Kubelet{Architecture: o.arch}
+	o.facts = slices.Concat(options.Rules.Facts(), options.Selector.Facts())
+	kubelet := preview.Kubelet{Architecture: o.arch, KubernetesVersion: o.version}
 
 	for _, text := range o.nodeIPs {
 		ip, err := netip.ParseAddr(text)
@@ -198,7 +204,7 @@ func (o renderOptions) readFile(cmd *cobra.Command) ([]preview.Machine, error) {
 		source = "stdin"
 	}
 
-	machines, err := preview.Parse(text)
+	machines, err := preview.Parse(text, o.facts...)
 	if err != nil {
 		return nil, fmt.Errorf("read machine from %s: %w", source, err)
 	}
@@ -207,7 +213,7 @@ func (o renderOptions) readFile(cmd *cobra.Command) ([]preview.Machine, error) {
 
 	for _, m := range machines {
 		if required := m.MissingRequired(); len(required) > 0 {
-			return nil, fmt.Errorf("read machine from %s: %s; save all resources:\n  %s", source, lack(m, required), preview.Command())
+			return nil, fmt.Errorf("read machine from %s: %s; save all resources:\n  %s", source, lack(m, required), preview.Command(o.facts...))
 		}
 
 		if len(m.Missing) > 0 {
@@ -218,7 +224,7 @@ func (o renderOptions) readFile(cmd *cobra.Command) ([]preview.Machine, error) {
 	}
 
 	if incomplete {
-		fmt.Fprintf(cmd.ErrOrStderr(), "If the machine has such resources, the result may be wrong. To print all of them:\n  %s\n", preview.Command())
+		fmt.Fprintf(cmd.ErrOrStderr(), "If the machine has such resources, the result may be wrong. To print all of them:\n  %s\n", preview.Command(o.facts...))
 	}
 
 	return machines, nil
@@ -263,11 +269,11 @@ func (o renderOptions) readNode(ctx context.Context) (machine.Machine, error) {
 
 	ctx = client.WithNode(ctx, memberAddress(ctx, c, o.node))
 
-	var view machine.View
-
+	view := machine.View{Facts: o.facts}
 	watched := machine.WatchedKinds()
+	polled, constant := machine.FactKinds(o.facts)
 
-	for i, kind := range append(watched, machine.PolledKinds()...) {
+	for i, kind := range slices.Concat(watched, machine.PolledKinds(), polled, constant) {
 		// Talos answers PermissionDenied for a kind that its version does not have. Every version has the watched kinds.
 		list, err := c.COSI.List(ctx, kind)
 		if err != nil && (i < len(watched) || status.Code(err) != codes.PermissionDenied) {

@@ -57,6 +57,7 @@ func worker(name string) talostest.MachineSpec {
 			Platform: "aws", Hostname: name + ".internal", Region: "eu-central-1", Zone: "eu-central-1a", InstanceType: "m7i.large",
 			InstanceID: "i-" + name, ProviderID: "aws:///eu-central-1a/i-" + name, Spot: true, Tags: map[string]string{"team": "red: & <blue>", "yes": "no"},
 		},
+		Resources:         hardwareOf(),
 		SystemInformation: &hardware.SystemInformationSpec{UUID: "30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee", SerialNumber: "0123"},
 		Addresses: []talostest.Address{
 			{Link: "eth0", Prefix: netip.MustParsePrefix("10.0.0.1/24")},
@@ -64,6 +65,35 @@ func worker(name string) talostest.MachineSpec {
 			{Link: talostest.LinkExternal, Prefix: netip.MustParsePrefix("203.0.113.1/32")},
 		},
 	}
+}
+
+// hardwareOf returns resources of all kinds of optional facts.
+func hardwareOf() []resource.Resource {
+	link := network.NewLinkStatus(network.NamespaceName, "eth0")
+	link.TypedSpec().HardwareAddr = nethelpers.HardwareAddr{2, 0, 0, 0, 0, 1}
+
+	route := network.NewRouteStatus(network.NamespaceName, "inet4/10.0.0.254//1024")
+	*route.TypedSpec() = network.RouteStatusSpec{Family: nethelpers.FamilyInet4, Table: nethelpers.TableMain, Gateway: netip.MustParseAddr("10.0.0.254"), OutLinkName: "eth0"}
+
+	cpu := hardware.NewProcessorInfo("CPU-0")
+	*cpu.TypedSpec() = hardware.ProcessorSpec{ProductName: "EPYC", ThreadCount: 8}
+
+	memory := hardware.NewMemoryModuleInfo("DIMM-0")
+	memory.TypedSpec().Size = 1024
+
+	gpu := hardware.NewPCIDeviceInfo("0000:01:00.0")
+	*gpu.TypedSpec() = hardware.PCIDeviceSpec{ClassID: "0x03", SubclassID: "0x02", VendorID: "0x10de", ProductID: "0x2236"}
+
+	security := runtime.NewSecurityStateSpec(runtime.NamespaceName)
+	security.TypedSpec().SecureBoot = true
+
+	cmdline := runtime.NewKernelCmdline()
+	cmdline.TypedSpec().Cmdline = "console=tty0 quiet"
+
+	meta := runtime.NewMetaKey(runtime.NamespaceName, "0x0c")
+	meta.TypedSpec().Value = "rack: 7"
+
+	return []resource.Resource{link, route, cpu, memory, gpu, security, cmdline, meta}
 }
 
 // publishPlatformConfig publishes the PlatformConfig of a machine.
@@ -89,7 +119,7 @@ func publishPlatformConfig(t testing.TB, m *talostest.Machine) {
 func truth(t testing.TB, m *talostest.Machine) machine.Machine {
 	t.Helper()
 
-	var view machine.View
+	view := machine.View{Facts: machine.OptionalFacts()}
 
 	for _, kind := range kinds() {
 		list, err := m.State().List(t.Context(), kind)
@@ -104,7 +134,8 @@ func truth(t testing.TB, m *talostest.Machine) machine.Machine {
 }
 
 func kinds() []resource.Kind {
-	all := append(machine.WatchedKinds(), machine.PolledKinds()...)
+	polled, constant := machine.FactKinds(machine.OptionalFacts())
+	all := slices.Concat(machine.WatchedKinds(), machine.PolledKinds(), polled, constant)
 
 	return slices.DeleteFunc(all, func(kind resource.Kind) bool {
 		return kind.Type() == cluster.IdentityType || kind.Type() == block.DiscoveredVolumeType

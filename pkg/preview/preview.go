@@ -20,6 +20,8 @@ type Kubelet struct {
 	NodeIPs []netip.Addr
 	// Architecture is the Node's architecture, such as "amd64".
 	Architecture string
+	// KubernetesVersion is the version of the kubelet, such as "v1.36.2".
+	KubernetesVersion string
 }
 
 // Report describes what talos-ccm would write to the Node of one machine. Programs read it as JSON or YAML; keep the format stable.
@@ -95,10 +97,11 @@ func Render(machines []Machine, kubelet Kubelet, options nodespec.Options) []Rep
 
 	for _, m := range machines {
 		reports = append(reports, newReport(m.Node, nodespec.Input{
-			Machine:         m.Machine,
-			ProvidedNodeIPs: kubelet.NodeIPs,
-			Architecture:    kubelet.Architecture,
-			SharedUUID:      uuids[m.Machine.UUID()] > 1,
+			Machine:           m.Machine,
+			ProvidedNodeIPs:   kubelet.NodeIPs,
+			Architecture:      kubelet.Architecture,
+			KubernetesVersion: kubelet.KubernetesVersion,
+			SharedUUID:        uuids[m.Machine.UUID()] > 1,
 			OwnersOf: func(name string) []string {
 				return slices.DeleteFunc(slices.Clone(owners[name]), func(owner string) bool { return owner == m.Machine.Nodename })
 			},

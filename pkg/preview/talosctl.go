@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/cosi-project/runtime/pkg/resource"
@@ -16,6 +17,7 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/config"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"go.yaml.in/yaml/v4"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -38,19 +40,20 @@ func (m Machine) MissingRequired() []string {
 	return slices.DeleteFunc(slices.Clone(m.Missing), func(kind string) bool { return !slices.Contains(required, kind) })
 }
 
-// Command returns the shell command that prints all resources of a machine that Parse needs.
-func Command() string {
+// Command returns the shell command that prints all resources of a machine that Parse needs for the given optional facts.
+func Command(facts ...string) string {
 	var names []string
 
-	for _, kind := range kinds() {
+	for _, kind := range kinds(facts) {
 		names = append(names, kindName(kind.Type()))
 	}
 
 	return "for kind in " + strings.Join(names, " ") + "; do talosctl -n NODE get $kind -o yaml; done"
 }
 
-func kinds() []resource.Kind {
-	all := append(machine.WatchedKinds(), machine.PolledKinds()...)
+func kinds(facts []string) []resource.Kind {
+	polled, constant := machine.FactKinds(facts)
+	all := slices.Concat(machine.WatchedKinds(), machine.PolledKinds(), polled, constant)
 
 	// The node ID and the volumes change nothing on the Node.
 	return slices.DeleteFunc(all, func(kind resource.Kind) bool {
@@ -66,18 +69,21 @@ func kindName(typ resource.Type) string {
 }
 
 // Parse reads the concatenated output of any number of `talosctl get KIND -o yaml` or `-o json` commands for any number of machines. It returns
-// the machines in the order of their first resource, and ignores resources of other kinds. Errors name the document and the line.
-func Parse(output []byte) ([]Machine, error) {
+// the machines in the order of their first resource, with the given optional facts, and ignores resources of other kinds. Errors name the
+// document and the line.
+func Parse(output []byte, facts ...string) ([]Machine, error) {
 	var order []string
+
+	needed := kinds(facts)
 
 	byNode := map[string]*parsed{}
 
 	for i, d := range split(output) {
-		r, err := d.decode()
+		r, err := d.decode(needed)
 		if err == nil && r.resource != nil {
 			m, known := byNode[r.Node]
 			if !known {
-				m = &parsed{seen: map[resource.Type]bool{}}
+				m = &parsed{view: machine.View{Facts: facts}, seen: map[resource.Type]bool{}}
 				byNode[r.Node] = m
 				order = append(order, r.Node)
 			}
@@ -99,7 +105,7 @@ func Parse(output []byte) ([]Machine, error) {
 	for _, node := range order {
 		m := Machine{Node: node, Machine: byNode[node].view.Machine()}
 
-		for _, kind := range kinds() {
+		for _, kind := range needed {
 			if !byNode[node].seen[kind.Type()] {
 				m.Missing = append(m.Missing, kindName(kind.Type()))
 			}
@@ -167,17 +173,17 @@ type printed struct {
 	resource resource.Resource // nil for a kind that is not needed
 }
 
-func (d document) decode() (printed, error) {
-	p, err := decode(d.text)
+func (d document) decode(needed []resource.Kind) (printed, error) {
+	p, err := decode(d.text, needed)
 	if err != nil {
 		// Decode again behind empty lines, so that the error has the line numbers of the input.
-		p, err = decode(append(bytes.Repeat([]byte("\n"), d.line-1), d.text...))
+		p, err = decode(append(bytes.Repeat([]byte("\n"), d.line-1), d.text...), needed)
 	}
 
 	return p, err
 }
 
-func decode(text []byte) (p printed, err error) {
+func decode(text []byte, needed []resource.Kind) (p printed, err error) {
 	if err := yaml.Unmarshal(text, &p); err != nil {
 		return p, err
 	}
@@ -186,12 +192,17 @@ func decode(text []byte) (p printed, err error) {
 		return p, errors.New("not a resource in talosctl's format: metadata.type is missing")
 	}
 
-	if !slices.ContainsFunc(kinds(), func(kind resource.Kind) bool { return kind.Type() == p.Metadata.Type }) {
+	if !slices.ContainsFunc(needed, func(kind resource.Kind) bool { return kind.Type() == p.Metadata.Type }) {
 		return p, nil
 	}
 
 	if p.Spec.IsZero() {
 		return p, errors.New("not a resource in talosctl's format: spec is missing")
+	}
+
+	// talosctl prints the ID 0x0c of a META key as the number 12 in JSON.
+	if tag, err := strconv.ParseUint(p.Metadata.ID, 0, 8); err == nil && p.Metadata.Type == runtime.MetaKeyType {
+		p.Metadata.ID = runtime.MetaKeyTagToID(uint8(tag))
 	}
 
 	// COSI's registry creates a resource of the type from an empty protobuf message.
@@ -229,6 +240,8 @@ func decodeSpec(r resource.Resource, spec *yaml.Node) error {
 		})
 	case *network.PlatformConfig: // only the metadata is used; its addresses may lack flags, too
 		dropFields(spec, func(key string, _ *yaml.Node) bool { return key != "metadata" })
+	case *network.LinkStatus: // only the name is used; flags may be missing
+		return nil
 	}
 
 	return spec.Decode(r.Spec())
