@@ -2,6 +2,7 @@ package config_test
 
 import (
 	"fmt"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -12,7 +13,9 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/siderolabs/talos/pkg/machinery/config/configloader"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/platforms"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
+	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"go.yaml.in/yaml/v4"
 
@@ -80,13 +83,73 @@ type described struct {
 	PlatformMetadata  runtime.PlatformMetadataSpec
 	SystemInformation hardware.SystemInformationSpec
 	Extensions        map[string]string
+	Addresses         []string
+	PCIDevices        []hardware.PCIDeviceSpec
+	Meta              map[string]string
 }
 
 func (d described) facts() rules.Facts {
-	return rules.Facts{Machine: machine.Machine{
-		Nodename: "node-1", Type: talosmachine.TypeWorker, Platform: d.PlatformMetadata, PlatformPublished: true,
-		System: d.SystemInformation, Extensions: d.Extensions,
-	}}
+	view := machine.View{Facts: machine.OptionalFacts()}
+
+	for _, address := range d.Addresses {
+		status := network.NewAddressStatus(network.NamespaceName, address)
+		status.TypedSpec().Address = netip.MustParsePrefix(address)
+		view.Put(status)
+	}
+
+	for i, spec := range d.PCIDevices {
+		device := hardware.NewPCIDeviceInfo(fmt.Sprint(i))
+		*device.TypedSpec() = spec
+		view.Put(device)
+	}
+
+	for id, value := range d.Meta {
+		key := runtime.NewMetaKey(runtime.NamespaceName, id)
+		key.TypedSpec().Value = value
+		view.Put(key)
+	}
+
+	m := view.Machine()
+	m.Nodename, m.Type, m.Platform, m.PlatformPublished = "node-1", talosmachine.TypeWorker, d.PlatformMetadata, true
+	m.System, m.Extensions = d.SystemInformation, d.Extensions
+
+	return rules.Facts{Machine: m}
+}
+
+// requirePublished fails the test if Talos does not publish such metadata on the platform.
+func requirePublished(t *testing.T, metadata runtime.PlatformMetadataSpec) {
+	t.Helper()
+
+	for _, row := range table(t, platformTable) {
+		if row[0] == "`"+metadata.Platform+"`" {
+			for field, used := range map[string]bool{"spot": metadata.Spot, "tags": len(metadata.Tags) > 0, "DNS": metadata.InternalDNS+metadata.ExternalDNS != ""} {
+				if used && !strings.Contains(strings.Join(row, " "), field) {
+					t.Errorf("%s does not publish %s", metadata.Platform, field)
+				}
+			}
+
+			return
+		}
+	}
+
+	t.Errorf("unknown platform %q", metadata.Platform)
+}
+
+const platformTable = "| platform | topology | instance type | other fields |"
+
+func TestDocs_Platforms(t *testing.T) {
+	missing := []string{"container", platforms.MetalPlatform().Name}
+	for _, platform := range platforms.CloudPlatforms() {
+		missing = append(missing, platform.Name)
+	}
+
+	for _, row := range table(t, platformTable) {
+		missing = slices.DeleteFunc(missing, func(name string) bool { return row[0] == "`"+name+"`" })
+	}
+
+	if len(missing) > 0 {
+		t.Errorf("the docs do not list %v", missing)
+	}
 }
 
 // rendered is the result of rules as the docs write it. The default of PlatformMetadata is the machine's.
@@ -145,6 +208,7 @@ func (r *reader) read(t *testing.T, b block) {
 	case "machine":
 		r.machine = described{}
 		load(t, b.content, &r.machine)
+		requirePublished(t, r.machine.PlatformMetadata)
 	case "node":
 		r.compare(t, b.content)
 	case "wrong":
@@ -264,7 +328,7 @@ func table(t *testing.T, head string) (rows [][]string) {
 func TestDocs_SelectorKeys(t *testing.T) {
 	missing := rules.Keys()
 
-	for _, row := range table(t, "| key | what it is |") {
+	for _, row := range slices.Concat(table(t, "| key | what it is |"), table(t, "| fact | `talosctl get` | value |")) {
 		for _, key := range code.FindAllStringSubmatch(row[0], -1) {
 			prefix, _, _ := strings.Cut(strings.ToLower(key[1]), "<")
 			missing = slices.DeleteFunc(missing, func(known string) bool { return known == prefix })

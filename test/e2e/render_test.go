@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -30,6 +31,7 @@ transformations:
       example.org/type: '{{ .MachineType }}'
     annotations:
       example.org/talos: '{{ .TalosVersion }} on {{ .Platform }}'
+      example.org/network: '{{ join "," .Links }} in {{ join "," .Subnets }}'
     taints:
       example.org/kept: yes:PreferNoSchedule
     enforce: true
@@ -40,6 +42,9 @@ transformations:
     platformMetadata:
       Zone: rack-1
 `
+
+// networkAnnotation matches the annotation with links and subnets.
+var networkAnnotation = regexp.MustCompile(`example\.org/network \S*\blo\b\S* in \S+/`)
 
 func TestRender_MatchesNodes(t *testing.T) {
 	eventually(t, bothInitialized)
@@ -53,7 +58,7 @@ func TestRender_MatchesNodes(t *testing.T) {
 
 	for _, m := range bed.Machines() {
 		printed := filepath.Join(t.TempDir(), "machine.yaml")
-		shell(t, strings.ReplaceAll(preview.Command(), "NODE", m.Address().String())+" > "+printed)
+		shell(t, strings.ReplaceAll(preview.Command("Links", "Subnets"), "NODE", m.Address().String())+" > "+printed)
 
 		for way, flags := range map[string]string{
 			"what talosctl prints": "--machine " + printed,
@@ -63,6 +68,10 @@ func TestRender_MatchesNodes(t *testing.T) {
 				var reports []preview.Report
 				if err := json.Unmarshal(shell(t, binary()+" render --config "+rules+" --arch amd64 -o json "+flags), &reports); err != nil {
 					t.Fatal(err)
+				}
+
+				if text := fmt.Sprint(reports[0].Annotations); !networkAnnotation.MatchString(text) {
+					t.Errorf("links or subnets are missing: %s", text)
 				}
 
 				took := eventually(t, func(ctx context.Context) string { return differs(ctx, m, reports[0]) })
