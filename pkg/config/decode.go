@@ -11,6 +11,8 @@ import (
 	"unicode/utf8"
 
 	"go.yaml.in/yaml/v4"
+
+	"github.com/talos-ccm/talos-ccm/pkg/internal/similar"
 )
 
 // maxExpanded bounds the size of the document with its aliases expanded. A node counts one more than its text.
@@ -287,11 +289,7 @@ func (d *decoder) hint(key string, t reflect.Type) string {
 		names = append(names, name)
 	}
 
-	if near := closest(key, names); near != "" {
-		return "did you mean " + near + "?"
-	}
-
-	return "expected " + strings.Join(names, ", ")
+	return cmp.Or(similar.Hint(key, names), "expected "+strings.Join(names, ", "))
 }
 
 // setMap reads a mapping of strings to strings. A key without a value is an empty string, as in the upstream Talos CCM.

@@ -90,33 +90,3 @@ func shorten(s string, limit int) string {
 		return r
 	}, strings.ToValidUTF8(s, ""))
 }
-
-// closest returns the word that is most similar to the given one, ignoring case; empty if none is similar.
-func closest(word string, words []string) string {
-	word = strings.ToLower(word)
-
-	// The cost grows exponentially with the number of edits.
-	for edits := range min(len(word)/3+2, 5) {
-		for _, candidate := range words {
-			if isSimilar(word, strings.ToLower(candidate), edits) {
-				return candidate
-			}
-		}
-	}
-
-	return ""
-}
-
-// isSimilar reports whether the Levenshtein distance in bytes is at most the given number of edits.
-func isSimilar(a, b string, edits int) bool {
-	switch {
-	case edits < 0:
-		return false
-	case a == "" || b == "":
-		return len(a)+len(b) <= edits
-	case a[0] == b[0]:
-		return isSimilar(a[1:], b[1:], edits)
-	default:
-		return isSimilar(a[1:], b[1:], edits-1) || isSimilar(a[1:], b, edits-1) || isSimilar(a, b[1:], edits-1)
-	}
-}

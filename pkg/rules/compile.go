@@ -7,6 +7,7 @@ import (
 	"maps"
 	"reflect"
 	"slices"
+	"strconv"
 	"strings"
 	"text/template"
 	"text/template/parse"
@@ -15,6 +16,8 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/apimachinery/pkg/util/validation/field"
 	cloudproviderapi "k8s.io/cloud-provider/api"
+
+	"github.com/talos-ccm/talos-ccm/pkg/internal/similar"
 )
 
 // Set is a compiled list of rules. The nil Set changes nothing. A Set is safe for concurrent use.
@@ -155,7 +158,10 @@ func (r *rule) add(k *kind, source map[string]string, path *field.Path) (errs fi
 		e := entry{kind: k, key: key, template: compiled}
 
 		if err == nil && !slices.ContainsFunc(compiled.Root.Nodes, isAction) {
-			e.constant, err = k.parse(r, key, compiled.Root.String())
+			value := compiled.Root.String()
+			if e.constant, err = k.parse(r, key, value); err != nil && !strings.Contains(err.Error(), strconv.Quote(value)) {
+				err = fmt.Errorf("%q: %w", value, err)
+			}
 		}
 
 		if err != nil {
@@ -189,7 +195,7 @@ func checkField(key string) error {
 	case strings.EqualFold(key, "hostname"), strings.EqualFold(key, "platform"):
 		return fmt.Errorf("%s cannot be replaced", key)
 	default:
-		return fmt.Errorf("unknown field %q; supported fields: %s", key, strings.Join(fields, ", "))
+		return fmt.Errorf("unknown field %q; %s", key, cmp.Or(similar.Hint(key, fields), "supported fields: "+strings.Join(fields, ", ")))
 	}
 }
 

@@ -71,7 +71,7 @@ func TestCompile_Errors(t *testing.T) {
 		want string
 	}{
 		{"invalid label key", label("a/b/c", ""), "a/b/c"},
-		{"invalid label value", label("a", "b c"), "alphanumeric"},
+		{"invalid label value", label("a", "b c"), `"b c": a valid label`},
 		{"invalid label value with a comment", label("a", "b{{/**/}} c"), "alphanumeric"},
 		{"label value too long", label("a", strings.Repeat("a", 64)), "63"},
 		{"empty annotation key", rules.Rule{Annotations: map[string]string{"": ""}}, "name part must be non-empty"},
@@ -87,7 +87,8 @@ func TestCompile_Errors(t *testing.T) {
 		{"invalid taint value", taint("a", "b c:NoSchedule"), "alphanumeric"},
 		{"taint without effect", taint("a", ""), "NoExecute"},
 		{"taint of a Kubernetes controller", taint("node.kubernetes.io/not-ready", "NoSchedule"), "cannot be set"},
-		{"unknown field", replace("Sone", "a"), "Zone"},
+		{"unknown field", replace("Color", "a"), "supported fields: ExternalDNS"},
+		{"similar field", replace("Sone", "a"), "did you mean Zone?"},
 		{"hostname", replace("hostName", "a"), "hostName cannot be replaced"},
 		{"platform", replace("Platform", "a"), "Platform cannot be replaced"},
 		{"tags", replace("tags", "a"), "tags"},

@@ -13,6 +13,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation/field"
 
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/similar"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
@@ -104,7 +105,7 @@ func compileSelector(terms []SelectorTerm, path *field.Path, find func(key strin
 
 			switch {
 			case !slices.Contains(operators, e.Operator):
-				errs = append(errs, invalid(at.Child("operator"), fmt.Errorf("unknown operator %q; supported operators: %v", e.Operator, operators)))
+				errs = append(errs, invalid(at.Child("operator"), unknownOperator(e.Operator)))
 			case err != nil:
 				errs = append(errs, invalid(at.Child("values"), fmt.Errorf("operator %s: %w", e.Operator, err)))
 			}
@@ -167,8 +168,12 @@ func findFact(key string) (fact, error) {
 	_, isMap := zeroVariables[name].(map[string]string)
 	_, entry, isEntry := strings.Cut(key, ".")
 
+	if isLabelKey(key) {
+		return nil, fmt.Errorf("key %q: labels can be selected in ipam.pools only, because a kubelet may set its own labels", key)
+	}
+
 	if name == "" || isEntry != isMap || isMap && entry == "" {
-		return nil, fmt.Errorf("unknown key %q; supported keys: %s (with a name after the dot)", key, strings.Join(Keys(), ", "))
+		return nil, unknownKey(key, entry)
 	}
 
 	return func(v *variables) []string {
@@ -183,6 +188,21 @@ func findFact(key string) (fact, error) {
 			return []string{fmt.Sprint(value)}
 		}
 	}, nil
+}
+
+// unknownKey returns an error that suggests a key. The entry is the part of the key after its dot.
+func unknownKey(key, entry string) error {
+	words := Keys()
+
+	if entry != "" {
+		words = slices.DeleteFunc(words, func(word string) bool { return !strings.HasSuffix(word, ".") })
+		for i := range words {
+			words[i] += entry
+		}
+	}
+
+	return fmt.Errorf("unknown key %q; %s", key, cmp.Or(similar.Hint(key, words),
+		"supported keys: "+strings.Join(Keys(), ", ")+" (with a name after the dot)"))
 }
 
 func optional(value string, present bool) []string {
@@ -215,6 +235,27 @@ func getFold(entries map[string]string, name string) (value string, present bool
 }
 
 var operators = []Operator{In, NotIn, Exists, DoesNotExist, Gt, Lt, Regexp, InCIDR}
+
+// otherOperators are usual names of operators that are not spelled like them.
+var otherOperators = map[string]Operator{
+	"=": In, "==": In, "equal": In, "equals": In, "!=": NotIn, "notequal": NotIn, "notequals": NotIn, "notexist": DoesNotExist, "notexists": DoesNotExist,
+	">": Gt, "greaterthan": Gt, "<": Lt, "lessthan": Lt, "=~": Regexp, "match": Regexp, "matches": Regexp,
+}
+
+func unknownOperator(operator Operator) error {
+	var names []string
+
+	for _, o := range operators {
+		names = append(names, string(o))
+	}
+
+	hint := similar.Hint(string(operator), names)
+	if other := otherOperators[strings.ToLower(string(operator))]; other != "" {
+		hint = similar.Hint(string(other), names)
+	}
+
+	return fmt.Errorf("unknown operator %q; %s", operator, cmp.Or(hint, "supported operators: "+strings.Join(names, ", ")))
+}
 
 // compilePredicate compiles an expression with one of the operators.
 func compilePredicate(operator Operator, values []string) (predicate, error) {

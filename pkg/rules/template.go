@@ -15,6 +15,7 @@ import (
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 
+	"github.com/talos-ccm/talos-ccm/pkg/internal/similar"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
@@ -117,7 +118,12 @@ func compileTemplate(source string) (*template.Template, []string, error) {
 	// With this name, a parse error starts with "template: line:3: ", which needs only the prefix cut.
 	t, err := template.New("line").Option("missingkey=zero").Funcs(printers).Funcs(c.functions).Parse(source)
 	if err != nil {
-		return nil, nil, errors.New(strings.TrimPrefix(err.Error(), "template: "))
+		message := strings.TrimPrefix(err.Error(), "template: ")
+		if !strings.Contains(source, "\n") {
+			message = strings.TrimPrefix(message, "line:1: ")
+		}
+
+		return nil, nil, errors.New(explain(message))
 	}
 
 	if len(t.Templates()) > 1 {
@@ -131,6 +137,34 @@ func compileTemplate(source string) (*template.Template, []string, error) {
 	}
 
 	return t, c.variables, errors.Join(c.errs...)
+}
+
+const quotes = "write text in double quotes or backquotes"
+
+var undefined = regexp.MustCompile(`function "(.+)" not defined$`)
+
+// explain completes the message of a parse error if its cause is a usual one.
+func explain(message string) string {
+	if strings.Contains(message, "'") {
+		return message + "; " + quotes
+	}
+
+	match := undefined.FindStringSubmatch(message)
+	if match == nil {
+		return message
+	}
+
+	name := match[1]
+	isVariable := func(variable string) bool { return strings.EqualFold(variable, name) }
+
+	if i := slices.IndexFunc(Variables(), isVariable); i >= 0 {
+		return message + "; did you mean ." + Variables()[i] + "?"
+	}
+
+	standard := []string{"and", "or", "not", "eq", "ne", "lt", "le", "gt", "ge", "len", "index", "slice"}
+
+	return message + "; " + cmp.Or(similar.Hint(name, slices.Concat(Functions(), slices.Collect(maps.Keys(printers)), standard)),
+		"supported functions: "+strings.Join(Functions(), ", "))
 }
 
 // render executes the template. It returns no text with an error.
@@ -298,6 +332,10 @@ func (c *checker) operand(node parse.Node) {
 	case *parse.ChainNode:
 		c.operand(n.Node)
 	case *parse.NumberNode:
+		if strings.HasPrefix(n.Text, "'") {
+			c.fail("%s is a character; %s", n.Text, quotes)
+		}
+
 		c.largest = max(c.largest, n.Int64)
 	case *parse.DotNode:
 		if !c.rebound {
@@ -328,8 +366,17 @@ func (c *checker) variable(path []string) {
 
 	switch {
 	case !known:
-		c.fail("unknown variable .%s; supported variables: .%s", path[0], strings.Join(Variables(), ", ."))
+		c.fail("unknown variable .%s; %s", path[0],
+			cmp.Or(similar.Hint("."+path[0], dotted(Variables())), "supported variables: "+strings.Join(dotted(Variables()), ", ")))
 	case len(path) > 2 || len(path) == 2 && !isMap:
 		c.fail("variable .%s has no field .%s", path[0], strings.Join(path[1:], "."))
 	}
+}
+
+func dotted(names []string) []string {
+	for i := range names {
+		names[i] = "." + names[i]
+	}
+
+	return names
 }
