@@ -76,7 +76,7 @@ func New(options *Options) (*App, error) {
 		source = settings.Extension{Admin: a.socket.Admin, Name: extension.Name, Clock: a.clock}
 	}
 
-	a.settings = settings.New(source, settings.LastKnownGood{Dir: options.StateDir}, a.checkEnvironment)
+	a.settings = settings.New(source, settings.LastKnownGood{Dir: options.StateDir}, options.CheckDocument)
 
 	return a, nil
 }

@@ -107,18 +107,26 @@ func (*RestartError) Error() string {
 	return "environment of the ExtensionServiceConfig document changed"
 }
 
-// checkEnvironment validates the environment variables of a document. Talos accepts any text.
-func (a *App) checkEnvironment(variables []string) error {
+// CheckDocument returns why the process cannot be started with the environment variables of a document, one line per
+// mistake. Talos accepts any text.
+func (o *Options) CheckDocument(variables []string) error {
+	var (
+		valid []string
+		errs  []error
+	)
+
 	for _, variable := range variables {
 		switch name, _, found := strings.Cut(variable, "="); {
 		case !found, name == "", strings.ContainsRune(variable, 0):
-			return fmt.Errorf("environment: %q is not of the form NAME=value", events.Truncate(variable))
+			errs = append(errs, fmt.Errorf("environment: %q is not of the form NAME=value", events.Truncate(variable)))
 		case name == baseVariable:
-			return fmt.Errorf("environment: %s is reserved for talos-ccm", name)
+			errs = append(errs, fmt.Errorf("environment: %s is reserved for talos-ccm", name))
+		default:
+			valid = append(valid, variable)
 		}
 	}
 
-	return a.options.CheckEnvironment(overlay(baseOf(a.options.Environment), variables))
+	return errors.Join(append(errs, o.CheckEnvironment(overlay(baseOf(o.Environment), valid)))...)
 }
 
 // restart returns the RestartError that the document in force requires, or nil.

@@ -20,6 +20,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/similar"
 )
 
 const (
@@ -202,9 +203,10 @@ func (o *Options) Validate() error {
 			o.ProviderIDFallback, config.FallbackUUID, config.FallbackNodeIP))
 	}
 
+	unknown, unknownErr := o.unknownControllers()
 	_, err := o.ipam()
 	_, hostedErr := o.hosted()
-	errs = append(errs, err, hostedErr, o.Framework.Validate(o.knownControllers(), nil, controllerAliases(), nil, nil))
+	errs = append(errs, err, unknownErr, hostedErr, o.Framework.Validate(append(o.knownControllers(), unknown...), nil, controllerAliases(), nil, nil))
 
 	return errors.Join(errs...)
 }
@@ -399,4 +401,30 @@ func (o *Options) knownControllers() []string {
 	}
 
 	return known
+}
+
+// unknownControllers returns the names in --controllers that do not exist, and an error that suggests others.
+func (o *Options) unknownControllers() ([]string, error) {
+	var (
+		unknown []string
+		errs    []error
+	)
+
+	offered, _ := controllerNames()
+	for _, c := range controllers {
+		offered = append(offered, c.alias)
+	}
+
+	for _, entry := range o.Framework.Generic.Controllers {
+		name := strings.TrimPrefix(entry, "-")
+		if name == "*" || slices.Contains(o.knownControllers(), cmp.Or(controllerAliases()[name], name)) {
+			continue
+		}
+
+		unknown = append(unknown, name)
+		errs = append(errs, fmt.Errorf("--controllers: unknown controller %q; %s", name,
+			cmp.Or(similar.Hint(name, offered), "supported controllers: "+strings.Join(offered, ", "))))
+	}
+
+	return unknown, errors.Join(errs...)
 }

@@ -10,7 +10,6 @@ import (
 	"bytes"
 	_ "embed" // the schema
 	"fmt"
-	"reflect"
 	"time"
 
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
@@ -27,22 +26,10 @@ var Schema []byte
 // Parse reads a YAML or JSON document; an empty one gives the defaults (see CheckNotEmpty). The error is an *Error
 // that holds every mistake. The name is used in errors only.
 func Parse(name string, data []byte) (*Compiled, error) {
-	var (
-		file     Config
-		compiled *Compiled
-	)
+	d := newDecoder()
+	compiled := d.parse(d.load(data))
 
-	d := &decoder{values: map[string]entry{}}
-	if root := d.load(data); root != nil {
-		d.decode(entry{key: root, value: root}, reflect.ValueOf(&file).Elem())
-		compiled = d.validate(&file)
-	}
-
-	if len(d.problems) > 0 {
-		return nil, d.err(name)
-	}
-
-	return compiled, nil
+	return compiled, d.err(name)
 }
 
 // CheckNotEmpty returns an error if data is blank. A blank file is a mistake rather than the defaults: it may be half

@@ -232,7 +232,7 @@ func badFiles() []bad {
 		},
 		{name: "control character", file: "# ä\n# \x01", want: []string{":2:3: invalid YAML: control characters are not allowed (value: 1)"}},
 		{name: "unknown anchor", file: "\nglobal: *nothing\n", want: []string{":2:9: invalid YAML: unknown anchor 'nothing' referenced"}},
-		{name: "two documents", file: "global: {}\n---\nglobal: {}\n", want: []string{":2:1: file contains more than one YAML document"}},
+		{name: "two documents", file: "global: {}\n---\nglobal: {}\n", want: []string{":3:1: file contains more than one YAML document"}},
 		{
 			name: "syntax error in a second document", file: "global: {}\n---\n}\n",
 			want: []string{":3:1: invalid YAML: did not find expected node content while parsing a block node"},
@@ -251,6 +251,52 @@ func badFiles() []bad {
 		{
 			name: "unquoted template", file: "transformations:\n- name: web\n  labels:\n    zone: {{ .Zone }}\n",
 			want: []string{`:4:11: transformations[0].labels[zone] (rule "web"): a value that begins with "{{" must be quoted`},
+		},
+		{
+			name: "double quotes in double quotes", file: "transformations:\n- labels:\n    zone: \"{{ default \"none\" .Zone }}\"\n",
+			want: []string{`:3:24: invalid YAML: did not find expected key while parsing a block mapping; the value ends at the second ", which is inside {{ }}: ` +
+				`enclose the value in ' and text in the template in ", as in '{{ default "none" .Zone }}'`},
+		},
+		{
+			name: "single quotes in single quotes", file: "transformations:\n- labels: {zone: '{{ regexFind '^a' .Hostname }}'}\n",
+			want: []string{":2:33: invalid YAML: did not find expected ',' or '}' while parsing a flow mapping; the value ends at the second ', which is inside {{ }}: "},
+		},
+		{
+			name: "text after an unquoted template", file: "transformations:\n- labels:\n    zone: {{ .Zone }}-a\n",
+			want: []string{`:3:22: invalid YAML: did not find expected key while parsing a block mapping; a value that begins with "{{" must be quoted`},
+		},
+		{
+			name: "tab", file: "transformations:\n- name: web\n\tlabels: {}\n",
+			want: []string{`:3:1: invalid YAML: found a tab character that violates indentation while scanning a plain scalar; indent with spaces instead of tabs`},
+		},
+		{
+			name: "tab at the start", file: "transformations:\n\t- name: web\n",
+			want: []string{`:2:1: invalid YAML: found character that cannot start any token while scanning for the next token; indent with spaces instead of tabs`},
+		},
+		{
+			name: "character that must be quoted", file: "transformations:\n- labels:\n    team: @web\n",
+			want: []string{`:3:11: invalid YAML: found character that cannot start any token while scanning for the next token; a value that begins with "@" must be quoted`},
+		},
+		{
+			name: "regular expression in double quotes", file: "nodes: {selector: [{matchExpressions: [{key: zone, operator: Regexp, values: [\"\\d\"]}]}]}\n",
+			want: []string{`:1:80: invalid YAML: found unknown escape character while scanning a quoted scalar; write \ as \\, or enclose the value in '`},
+		},
+		{
+			name: "regular expression without quotes", file: "nodes: {selector: [{matchExpressions: [{key: zone, operator: Regexp, values: [^[0-9]+$]}]}]}\n",
+			want: []string{`:1:80: invalid YAML: did not find expected ',' or ']' while parsing a flow sequence; quote a value that contains brackets, braces or commas`},
+		},
+		{
+			name: "quote that is not closed", file: "transformations:\n- labels:\n    team: 'web\n    tier: front\n",
+			want: []string{`:3:11: invalid YAML: found unexpected end of stream while scanning a quoted scalar; the quote is not closed`},
+		},
+		{
+			name: "keys that are not aligned", file: "transformations:\n- name: web\n   labels: {}\n",
+			want: []string{`:3:10: invalid YAML: mapping values are not allowed in this context; check the indentation, quote a value that contains ": ", ` +
+				`and put a space after the colon of a key`},
+		},
+		{
+			name: "list that is not aligned", file: "transformations:\n  - name: web\n  labels: {}\n",
+			want: []string{`:3:3: invalid YAML: did not find expected '-' indicator while parsing a block collection; check the indentation`},
 		},
 		{
 			name: "custom tag", file: "global:\n  clusterName: !secret a\n",

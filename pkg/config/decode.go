@@ -2,17 +2,15 @@ package config
 
 import (
 	"cmp"
-	"errors"
 	"fmt"
 	"reflect"
 	"slices"
 	"strconv"
 	"strings"
-	"unicode/utf8"
 
 	"go.yaml.in/yaml/v4"
 
-	"github.com/talos-ccm/talos-ccm/pkg/internal/similar"
+	"github.com/talos-ccm/talos-ccm/pkg/similar"
 )
 
 // maxExpanded bounds the size of the document with its aliases expanded. A node counts one more than its text.
@@ -22,6 +20,8 @@ const maxExpanded = 4 * MaxSize
 // paths, reads 030 as 24 and yes as true, and skips list items and mappings with mistakes.
 type decoder struct {
 	problems []Problem
+	// origin is where the text begins in its file.
+	origin origin
 	// values are what has been read, by path. The path of the document is empty.
 	values map[string]entry
 	// parents are the structs that contain the current value, outermost first.
@@ -39,55 +39,79 @@ type parent struct {
 	path string
 }
 
-// load returns the root of the document, or nil if it cannot be decoded.
-func (d *decoder) load(data []byte) *yaml.Node {
+func newDecoder() *decoder { return &decoder{values: map[string]entry{}} }
+
+// parse reads the only document of the roots, and returns nil if it has mistakes.
+func (d *decoder) parse(roots []*yaml.Node) *Compiled {
+	if len(roots) > 1 {
+		d.report(roots[1], "", "file contains more than one YAML document")
+	}
+
+	if len(d.problems) > 0 || !d.checkAliases(roots[0], map[*yaml.Node]int{}) {
+		return nil
+	}
+
+	var file Config
+
+	d.decode(entry{key: roots[0], value: roots[0]}, reflect.ValueOf(&file).Elem())
+
+	if compiled := d.validate(&file); len(d.problems) == 0 {
+		return compiled
+	}
+
+	return nil
+}
+
+// load returns the roots of the documents, at least one, or nil if they cannot be read.
+func (d *decoder) load(data []byte) []*yaml.Node {
 	if len(data) > MaxSize {
 		d.add(Problem{Msg: fmt.Sprintf("file has %d bytes; the maximum is %d", len(data), MaxSize)})
 
 		return nil
 	}
 
-	var documents []yaml.Node
+	var (
+		documents []yaml.Node
+		roots     []*yaml.Node
+	)
 
-	err := yaml.Load(data, &documents, yaml.WithAllDocuments())
+	if err := yaml.Load(data, &documents, yaml.WithAllDocuments()); err != nil {
+		d.add(d.origin.of(syntaxProblem(string(data), err)))
 
-	switch {
-	case err != nil:
-		d.add(syntaxProblem(string(data), err))
-	case len(documents) > 1:
-		d.report(&documents[1], "", "file contains more than one YAML document")
-	case len(documents) == 0:
-		return &yaml.Node{Kind: yaml.ScalarNode, Tag: "!!null"}
-	case d.checkAliases(&documents[0], map[*yaml.Node]int{}):
-		return documents[0].Content[0]
+		return nil
 	}
 
-	return nil
+	for _, document := range documents {
+		d.origin.shift(document.Content[0])
+		roots = append(roots, document.Content[0])
+	}
+
+	if len(roots) == 0 {
+		roots = append(roots, &yaml.Node{Kind: yaml.ScalarNode, Tag: "!!null"})
+	}
+
+	return roots
 }
 
-// syntaxProblem returns an error of the YAML library with its position.
-func syntaxProblem(data string, err error) Problem {
-	e := &yaml.LoadError{Message: err.Error()}
-	errors.As(err, &e)
+// origin is the position of a text in the file that contains it, as the number of lines and columns before it.
+type origin struct{ lines, columns int }
 
-	p := Problem{Line: e.Mark.Line, Column: e.Mark.Column, Msg: strings.TrimSpace("invalid YAML: " + e.Message + " " + e.ContextMsg)}
+func (o origin) of(p Problem) Problem {
+	p.Line += o.lines
 
-	if p.Line == 0 { // An invalid character has an offset only.
-		before := data[:min(e.Mark.Index, len(data))]
-		p.Line = strings.Count(before, "\n") + 1
-		p.Column = utf8.RuneCountInString(before[strings.LastIndexByte(before, '\n')+1:]) + 1
-	}
-
-	lines := strings.Split(strings.TrimRight(data, "\n"), "\n")
-	if p.Line > len(lines) {
-		p.Line, p.Column = len(lines), 0
-	}
-
-	if strings.Contains(lines[p.Line-1], "{{") {
-		p.Msg += "; " + unquotedTemplate
+	if p.Column > 0 {
+		p.Column += o.columns
 	}
 
 	return p
+}
+
+func (o origin) shift(n *yaml.Node) {
+	n.Line, n.Column = n.Line+o.lines, n.Column+o.columns
+
+	for _, child := range n.Content {
+		o.shift(child)
+	}
 }
 
 // checkAliases adds a problem and returns false if the node is too large with its aliases expanded. An alias of a value
@@ -179,9 +203,6 @@ func (d *decoder) decode(e entry, into reflect.Value) {
 		into.SetInt(int64(number))
 	}
 }
-
-// unquotedTemplate explains what isUnquotedTemplate finds.
-const unquotedTemplate = `a value that begins with "{{" must be quoted`
 
 // isUnquotedTemplate reports whether the node is what YAML reads for {{ .Region }}: a mapping with a mapping as its
 // key.
@@ -398,12 +419,12 @@ func (d *decoder) find(path string) *yaml.Node {
 	}
 }
 
-// err returns the problems as an *Error.
-func (d *decoder) err(name string) error {
+// finish returns the problems in the order of their positions.
+func (d *decoder) finish() []Problem {
 	for i := range d.problems {
 		p := &d.problems[i]
 
-		if list, _, found := strings.Cut(p.Path, "]"); found {
+		if list, _, found := strings.Cut(p.Path, "]"); found && p.Rule == "" {
 			if e, found := d.values[list+"].name"]; found {
 				p.Rule = shorten(resolve(e.value).Value, 80)
 			}
@@ -416,11 +437,21 @@ func (d *decoder) err(name string) error {
 		return cmp.Or(cmp.Compare(a.Line, b.Line), cmp.Compare(a.Column, b.Column))
 	})
 
-	if len(d.problems) == maxProblems {
-		d.problems = append(d.problems, Problem{Msg: "too many problems; there may be more"})
+	return d.problems
+}
+
+// err returns the problems as an *Error, or nil if there are none.
+func (d *decoder) err(name string) error {
+	problems := d.finish()
+
+	switch {
+	case len(problems) == 0:
+		return nil
+	case len(problems) == maxProblems:
+		problems = append(problems, Problem{Msg: "too many problems; there may be more"})
 	}
 
-	return &Error{Name: name, Problems: d.problems}
+	return &Error{Name: name, Problems: problems}
 }
 
 // quote quotes a value of the file for a message.

@@ -12,12 +12,13 @@ const maxProblems = 1000
 // Problem is one mistake in a file.
 type Problem struct {
 	// Line and Column count from 1; 0 means unknown.
-	Line, Column int
+	Line   int `json:"line,omitempty"`
+	Column int `json:"column,omitempty"`
 	// Path of the key, such as `transformations[2].labels[team]`; empty for the document as a whole.
-	Path string
+	Path string `json:"path,omitempty"`
 	// Rule is the name of the rule, pool or entry that contains the key; empty if there is none.
-	Rule string
-	Msg  string
+	Rule string `json:"rule,omitempty"`
+	Msg  string `json:"message"`
 }
 
 // Error holds every mistake in a file, ordered by position.

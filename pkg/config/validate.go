@@ -55,12 +55,19 @@ type Compiled struct {
 
 // String returns a one-line summary.
 func (c *Compiled) String() string {
-	sans := 0
+	pools, sans := 0, 0
+
+	for _, pool := range c.Pools {
+		if pool.Name != "" { // blockSize adds one
+			pools++
+		}
+	}
+
 	for _, entry := range c.AllowedSANs {
 		sans += len(entry.DNSNames) + len(entry.IPAddresses)
 	}
 
-	return fmt.Sprintf("valid: %s, %s, %s", count(c.ruleCount, "rule"), count(len(c.Pools), "pool"), count(sans, "allowed SAN"))
+	return fmt.Sprintf("valid: %s, %s, %s", count(c.ruleCount, "rule"), count(pools, "pool"), count(sans, "allowed SAN"))
 }
 
 func count(n int, noun string) string {

@@ -17,7 +17,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation/field"
 	cloudproviderapi "k8s.io/cloud-provider/api"
 
-	"github.com/talos-ccm/talos-ccm/pkg/internal/similar"
+	"github.com/talos-ccm/talos-ccm/pkg/similar"
 )
 
 // Set is a compiled list of rules. The nil Set changes nothing. A Set is safe for concurrent use.

@@ -13,8 +13,8 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation/field"
 
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
-	"github.com/talos-ccm/talos-ccm/pkg/internal/similar"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/similar"
 )
 
 // Selector is a compiled list of terms. The nil Selector selects every machine. A Selector is safe for concurrent use.

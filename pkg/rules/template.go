@@ -15,8 +15,8 @@ import (
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 
-	"github.com/talos-ccm/talos-ccm/pkg/internal/similar"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/similar"
 )
 
 const (
@@ -147,6 +147,10 @@ var undefined = regexp.MustCompile(`function "(.+)" not defined$`)
 func explain(message string) string {
 	if strings.Contains(message, "'") {
 		return message + "; " + quotes
+	}
+
+	if strings.Contains(message, `unexpected "}"`) {
+		return message + "; end the action with }}"
 	}
 
 	match := undefined.FindStringSubmatch(message)

@@ -167,6 +167,7 @@ func TestVariables_CoverResources(t *testing.T) {
 func TestTemplates_CompileErrors(t *testing.T) {
 	for _, test := range []struct{ name, template, want string }{
 		{"unclosed action", "{{ .Zone", `unclosed action`},
+		{"action that ends with a single brace", "{{ .Zone }", "end the action with }}"},
 		{"line of a parse error", "\n\n{{ end }}", `line:3: unexpected {{end}}`},
 		{"unknown function", "{{ env \"HOME\" }}", `function "env" not defined; supported functions: b64dec, b64enc`},
 		{"similar function", "{{ uper .Zone }}", `function "uper" not defined; did you mean upper?`},
