@@ -1,20 +1,31 @@
 package main
 
 import (
+	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
+	"slices"
+	"strings"
 
 	"github.com/spf13/cobra"
+	"go.yaml.in/yaml/v4"
+	"k8s.io/component-base/logs"
 
+	"github.com/talos-ccm/talos-ccm/extension"
+	"github.com/talos-ccm/talos-ccm/pkg/ccm"
 	"github.com/talos-ccm/talos-ccm/pkg/config"
+	"github.com/talos-ccm/talos-ccm/pkg/settings"
+	"github.com/talos-ccm/talos-ccm/pkg/similar"
 )
 
 func newConfigCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "config",
 		Short: "Validate configuration files and print their schema",
-		Args:  cobra.NoArgs,
+		Args:  noArguments,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	cmd.AddCommand(newConfigValidateCommand(), newConfigSchemaCommand())
@@ -23,36 +34,119 @@ func newConfigCommand() *cobra.Command {
 }
 
 func newConfigValidateCommand() *cobra.Command {
-	return &cobra.Command{
+	output := "text"
+
+	cmd := &cobra.Command{
 		Use:   "validate FILE|-",
 		Short: "Validate a configuration file",
-		Long: `Validate a configuration file, or standard input, as talos-ccm does when it loads it.
+		Long: `Validate a file, or standard input, as talos-ccm does when it loads it. The file may be
+
+- a configuration file of talos-ccm or of the upstream Talos CCM,
+- an ExtensionServiceConfig document, whose environment is validated, too,
+- a machine configuration with such a document,
+- Kubernetes objects with a ConfigMap that has such a file, or
+- Helm values of the upstream Talos CCM, which are converted to an ExtensionServiceConfig document.
 
 If the file is valid, print a summary and exit with 0. Otherwise print every
 error to standard error, one per line with its position, and exit with 1.`,
 		Example: `  talos-ccm config validate rules.yaml
-  talos-ccm config validate - < rules.yaml`,
+  talos-ccm config validate - < rules.yaml
+  talos-ccm config validate controlplane.yaml
+  talos-ccm config validate values.yaml > talos-ccm.yaml`,
 		Args:          cobra.ExactArgs(1),
 		SilenceUsage:  true,
 		SilenceErrors: true,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			name, data, err := readConfig(cmd.InOrStdin(), args[0])
-			if err != nil {
-				return err
-			}
-
-			compiled, err := config.Parse(name, data)
-			if err != nil {
-				fmt.Fprintln(cmd.ErrOrStderr(), err)
-
-				return fmt.Errorf("%s is invalid", name)
-			}
-
-			fmt.Fprintf(cmd.OutOrStdout(), "%s: %s\n", name, compiled)
-
-			return nil
-		},
+		RunE:          func(cmd *cobra.Command, args []string) error { return validate(cmd, args[0], output) },
 	}
+
+	cmd.Flags().StringVarP(&output, "output", "o", output, "Output format: text or json.")
+
+	return cmd
+}
+
+// validation is the result of `config validate` for programs; keep the format stable.
+type validation struct {
+	File     string           `json:"file"`
+	Valid    bool             `json:"valid"`
+	Problems []config.Problem `json:"problems"`
+	// Document is the ExtensionServiceConfig document that Helm values were converted to.
+	Document string `json:"document,omitempty"`
+}
+
+func validate(cmd *cobra.Command, path, output string) error {
+	if !slices.Contains([]string{"text", "json"}, output) {
+		return fmt.Errorf("unknown output format %q, want text or json", output)
+	}
+
+	name, data, err := readConfig(cmd.InOrStdin(), path)
+	if err != nil {
+		return err
+	}
+
+	result := validation{File: name, Problems: []config.Problem{}}
+	file, err := parseFile(name, data)
+
+	if mistakes, ok := errors.AsType[*config.Error](err); ok {
+		result.Problems = mistakes.Problems
+		err = fmt.Errorf("%s is invalid", name)
+	} else if err == nil {
+		result.Valid, result.Document = true, file.Document
+	}
+
+	switch {
+	case output == "json":
+		encoder := json.NewEncoder(cmd.OutOrStdout())
+		encoder.SetEscapeHTML(false)
+		encoder.SetIndent("", "  ")
+
+		return errors.Join(encoder.Encode(result), err)
+	case !result.Valid:
+		fmt.Fprintln(cmd.ErrOrStderr(), &config.Error{Name: name, Problems: result.Problems})
+	case result.Document != "":
+		fmt.Fprint(cmd.OutOrStdout(), result.Document)
+	default:
+		fmt.Fprintf(cmd.OutOrStdout(), "%s: %s\n", name, file)
+	}
+
+	return err
+}
+
+// parseFile reads a configuration file, or a file that contains one.
+func parseFile(name string, data []byte) (*config.File, error) {
+	return config.ParseFile(name, data, config.Extension{Name: extension.Name, MountPath: settings.MountPath, CheckEnvironment: checkVariables})
+}
+
+// checkVariables returns why the extension service could not be started with the variables of a document. A variable
+// without effect is an error if its name is similar to that of a variable that sets a flag.
+func checkVariables(variables []string) error {
+	var service struct {
+		Container struct {
+			Args []string `yaml:"args"`
+		} `yaml:"container"`
+	}
+
+	if err := yaml.Unmarshal(extension.Spec, &service); err != nil {
+		return err
+	}
+
+	options := ccm.Options{CheckEnvironment: func(environ []string) error { return checkEnvironment(service.Container.Args, environ) }}
+	errs := []error{options.CheckDocument(variables)}
+
+	defaults, err := ccm.NewOptions()
+	if err != nil {
+		return err
+	}
+
+	known := slices.Collect(maps.Keys(flagsByVariable(newCommand(defaults, logs.NewOptions()).Flags())))
+
+	for _, variable := range variables {
+		name, _, _ := strings.Cut(variable, "=")
+		if hint := similar.Hint(name, known); hint != "" && !strings.HasPrefix(name, config.EnvironmentPrefix) {
+			errs = append(errs, fmt.Errorf("environment variable %s sets no flag; %s", name, hint))
+		}
+	}
+
+	return errors.Join(errs...)
 }
 
 func newConfigSchemaCommand() *cobra.Command {

@@ -3,10 +3,14 @@ package main
 import (
 	"bytes"
 	"encoding/json"
+	"fmt"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/google/go-cmp/cmp"
 )
 
 // configCommand runs `config` with args. The content is in rules.yaml and on standard input.
@@ -92,5 +96,79 @@ func TestConfigSchema(t *testing.T) {
 	stdout, _, err := configCommand(t, "", "schema")
 	if err != nil || !json.Valid([]byte(stdout)) {
 		t.Errorf("got %.200q and %v", stdout, err)
+	}
+}
+
+// TestConfigValidate_Files validates files of the kinds that users have. messages.txt has what the command prints for each.
+func TestConfigValidate_Files(t *testing.T) {
+	want, err := os.ReadFile("testdata/config/messages.txt")
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	t.Chdir("testdata/config")
+
+	files, err := filepath.Glob("*.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	var all strings.Builder
+
+	for _, name := range files {
+		var out, errOut bytes.Buffer
+
+		cmd := newConfigCommand()
+		cmd.SetArgs([]string{"validate", name})
+		cmd.SetOut(&out)
+		cmd.SetErr(&errOut)
+
+		err := cmd.ExecuteContext(t.Context())
+		if isGood := strings.HasPrefix(name, "good"); isGood != (err == nil) || isGood == (errOut.Len() > 0) || isGood != (out.Len() > 0) {
+			t.Errorf("%s: got %v", name, err)
+		}
+
+		fmt.Fprintf(&all, "%s%s\n", out.String(), errOut.String())
+	}
+
+	if diff := cmp.Diff(string(want), all.String()); diff != "" {
+		t.Errorf("unexpected messages (-want +got):\n%s", diff)
+	}
+}
+
+// The document that Helm values are converted to is valid, and has the same rules.
+func TestConfigValidate_ConvertsHelmValues(t *testing.T) {
+	values, err := os.ReadFile("testdata/config/good-chart.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	document, _, err := configCommand(t, string(values), "validate", "-")
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	stdout, stderr, err := configCommand(t, document, "validate", "-")
+	if err != nil || stdout != "stdin: valid: 1 rule, 0 pools, 0 allowed SANs\n" {
+		t.Errorf("got %v: %s%s", err, stdout, stderr)
+	}
+}
+
+func TestConfigValidate_PrintsJSON(t *testing.T) {
+	for content, want := range map[string]string{
+		"{}": `{"file":"stdin","valid":true,"problems":[]}`,
+		"transformations: [{name: web, lables: {}}]\n": `{"file":"stdin","valid":false,"problems":[{"line":1,"column":31,"path":"transformations[0].lables",` +
+			`"rule":"web","message":"unknown key; did you mean labels?"}]}`,
+	} {
+		var got bytes.Buffer
+
+		stdout, stderr, err := configCommand(t, content, "validate", "-", "-o", "json")
+		if jsonErr := json.Compact(&got, []byte(stdout)); jsonErr != nil || got.String() != want || stderr != "" || (err == nil) != (content == "{}") {
+			t.Errorf("%s: got %v, %v: %s", content, err, jsonErr, stdout+stderr)
+		}
+	}
+
+	if _, _, err := configCommand(t, "{}", "validate", "-", "-o", "xml"); err == nil || !strings.Contains(err.Error(), `unknown output format "xml"`) {
+		t.Errorf("got %v", err)
 	}
 }

@@ -2,13 +2,16 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"os/signal"
 	"regexp"
+	"slices"
 	"strings"
 	"syscall"
 
@@ -26,7 +29,9 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/talos-ccm/talos-ccm/pkg/ccm"
+	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/privilege"
+	"github.com/talos-ccm/talos-ccm/pkg/similar"
 	"github.com/talos-ccm/talos-ccm/pkg/version"
 )
 
@@ -90,14 +95,15 @@ func checkEnvironment(args, environ []string) error {
 		return err
 	}
 
-	if err := setFromEnvironment(cmd.Flags(), environ); err != nil {
-		return err
-	}
-
-	return errors.Join(logsapi.Validate(logOptions, utilfeature.DefaultFeatureGate, nil).ToAggregate(), options.Validate())
+	return errors.Join(setFromEnvironment(cmd.Flags(), environ), logsapi.Validate(logOptions, utilfeature.DefaultFeatureGate, nil).ToAggregate(), options.Validate())
 }
 
 func newCommand(options *ccm.Options, logOptions *logs.Options) *cobra.Command {
+	all := false
+	sections := options.Flags()
+	global := sections.FlagSet("global")
+	columns, _, _ := term.TerminalSize(os.Stdout)
+
 	cmd := &cobra.Command{
 		Use:   "talos-ccm",
 		Short: "Cloud controller manager for Talos Linux",
@@ -110,13 +116,20 @@ Without a command, talos-ccm runs the controllers until it receives SIGTERM or S
   talos-ccm config schema     Print the JSON schema of the configuration file
   talos-ccm render            Show what talos-ccm would write to a Node, and which rule sets each value
   talos-ccm version           Print the version
+  talos-ccm completion        Print a completion script for a shell
 
-Every flag can also be set by an environment variable: TALOS_CCM_LEADER_ELECT sets --leader-elect. Flags on the command line take precedence.`,
+--help-all lists all flags. Every flag can also be set by an environment variable: TALOS_CCM_LEADER_ELECT sets --leader-elect. Flags on the command line take precedence.`,
 		Version:       version.Version(),
-		Args:          cobra.NoArgs,
+		Args:          noArguments,
 		SilenceUsage:  true,
 		SilenceErrors: true,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if all {
+				cliflag.PrintSections(cmd.OutOrStdout(), sections, columns)
+
+				return nil
+			}
+
 			if err := setFromEnvironment(cmd.Flags(), os.Environ()); err != nil {
 				return err
 			}
@@ -129,48 +142,109 @@ Every flag can also be set by an environment variable: TALOS_CCM_LEADER_ELECT se
 		},
 	}
 
-	sections := options.Flags()
-	global := sections.FlagSet("global")
 	logsapi.AddFlags(logOptions, global)
 	globalflag.AddGlobalFlags(global, cmd.Name(), logs.SkipLoggingConfigurationFlags())
-
 	global.Bool("version", false, "Print the version and exit")
+	global.BoolVar(&all, "help-all", false, "List all flags and exit")
 
 	for _, fs := range sections.FlagSets {
 		cmd.Flags().AddFlagSet(fs)
 	}
 
 	cmd.SetVersionTemplate("talos-ccm {{.Version}}\n")
-	columns, _, _ := term.TerminalSize(cmd.OutOrStdout())
-	cliflag.SetUsageAndHelpFunc(cmd, sections, columns)
+	cliflag.SetUsageAndHelpFunc(cmd, usual(sections), columns)
+	cmd.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
+		if unknown, ok := errors.AsType[*pflag.NotExistError](err); ok {
+			return fmt.Errorf("%w; %s", err, cmp.Or(similar.Hint("--"+unknown.GetSpecifiedName(), flagNames(cmd.Flags())), "see "+cmd.CommandPath()+" --help"))
+		}
+
+		return err
+	})
+
 	addCommands(cmd, newConfigCommand(), newRenderCommand(), newVersionCommand())
 
 	return cmd
+}
+
+// usualFlags are the flags that --help lists, in addition to those of their own sections.
+var usualFlags = []string{
+	"allocate-node-cidrs", "cidr-allocator-type", "cloud-config", "cluster-cidr", "controllers", "kube-api-qps", "leader-elect", "leader-elect-resource-name",
+	"concurrent-node-syncs", "bind-address", "secure-port", "kubeconfig", "help", "help-all", "v", "version",
+}
+
+// usual returns the sections with only the flags that users are likely to need.
+func usual(sections cliflag.NamedFlagSets) (result cliflag.NamedFlagSets) {
+	for _, name := range sections.Order {
+		sections.FlagSets[name].VisitAll(func(f *pflag.Flag) {
+			if !f.Hidden && (slices.Contains([]string{"talos", "node IPAM"}, name) || slices.Contains(usualFlags, f.Name)) {
+				result.FlagSet(name).AddFlag(f)
+			}
+		})
+	}
+
+	return result
+}
+
+func flagNames(flags *pflag.FlagSet) (names []string) {
+	flags.VisitAll(func(f *pflag.Flag) {
+		if !f.Hidden {
+			names = append(names, "--"+f.Name)
+		}
+	})
+
+	return names
+}
+
+// noArguments refuses arguments and suggests a command.
+func noArguments(cmd *cobra.Command, args []string) error {
+	if len(args) == 0 {
+		return nil
+	}
+
+	var names []string
+
+	for _, sub := range cmd.Commands() {
+		names = append(names, sub.Name())
+	}
+
+	return fmt.Errorf("unknown command %q for %q; %s", args[0], cmd.CommandPath(), cmp.Or(similar.Hint(args[0], names), "see "+cmd.CommandPath()+" --help"))
 }
 
 func newVersionCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "version",
 		Short: "Print the version",
+		Long:  "Print the version of talos-ccm, the commit (unless it is a release) and the Go version that it was built from, and its platform.",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			_, err := fmt.Fprintln(cmd.OutOrStdout(), "talos-ccm", version.Version())
+			_, err := fmt.Fprintln(cmd.OutOrStdout(), "talos-ccm", version.Details())
 
 			return err
 		},
 	}
 }
 
-// addCommands adds subcommands whose help does not list the flags of the root command.
+// addCommands adds subcommands, whose help does not list the flags of the root command, and that of cobra for completion.
 func addCommands(cmd *cobra.Command, commands ...*cobra.Command) {
 	plain := new(cobra.Command)
 
-	for _, sub := range commands {
+	cmd.AddCommand(commands...)
+	cmd.InitDefaultCompletionCmd()
+
+	for _, sub := range cmd.Commands() {
 		sub.SetUsageFunc(plain.UsageFunc())
 		sub.SetHelpFunc(plain.HelpFunc())
-		cmd.AddCommand(sub)
 	}
 }
+
+// nothingToRead explains what to do if the command is started by hand.
+const nothingToRead = `exactly one of --machine-socket and --talosconfig is required
+
+talos-ccm runs as a Talos system extension, which sets --machine-socket, or as a pod with --talosconfig.
+To try it without a cluster:
+
+  talos-ccm config validate FILE                 validate a configuration
+  talos-ccm render --node ADDRESS --config FILE  show what talos-ccm would write to the Node of a machine`
 
 // start runs the service until the first signal. A second signal ends the process immediately. The other commands
 // install no signal handler.
@@ -178,6 +252,10 @@ func start(ctx context.Context, options *ccm.Options) error {
 	ctx, stop := signal.NotifyContext(ctx, syscall.SIGTERM, syscall.SIGINT)
 	defer stop()
 	defer context.AfterFunc(ctx, stop)()
+
+	if options.MachineSocket == "" && options.Talosconfig == "" {
+		return errors.New(nothingToRead)
+	}
 
 	if err := options.Validate(); err != nil {
 		return err
@@ -209,29 +287,20 @@ func start(ctx context.Context, options *ccm.Options) error {
 	return err
 }
 
-const environmentPrefix = "TALOS_CCM_"
-
 // serviceVariable matches the variables that a kubelet sets in containers for a Service named talos-ccm.
-var serviceVariable = regexp.MustCompile("^" + environmentPrefix + "(SERVICE_(HOST|PORT)|PORT)(_|$)")
+var serviceVariable = regexp.MustCompile("^" + config.EnvironmentPrefix + "(SERVICE_(HOST|PORT)|PORT)(_|$)")
 
 // setFromEnvironment sets the flags that are not set on the command line from the variables in environ. A variable
 // with the prefix and without a flag is an error, so that no setting is silently ignored.
 func setFromEnvironment(flags *pflag.FlagSet, environ []string) error {
-	byVariable := map[string]*pflag.Flag{}
-
-	flags.VisitAll(func(f *pflag.Flag) {
-		if f.Name == "help" || f.Name == "version" {
-			return // not settings: they print something and exit
-		}
-
-		byVariable[environmentPrefix+strings.ToUpper(strings.ReplaceAll(f.Name, "-", "_"))] = f
-	})
+	byVariable := flagsByVariable(flags)
+	names := slices.Sorted(maps.Keys(byVariable))
 
 	var errs []error
 
 	for _, entry := range environ {
 		variable, value, _ := strings.Cut(entry, "=")
-		if !strings.HasPrefix(variable, environmentPrefix) {
+		if !strings.HasPrefix(variable, config.EnvironmentPrefix) {
 			continue
 		}
 
@@ -240,7 +309,8 @@ func setFromEnvironment(flags *pflag.FlagSet, environ []string) error {
 		switch {
 		case !known && serviceVariable.MatchString(variable):
 		case !known:
-			errs = append(errs, fmt.Errorf("environment variable %s: no such flag", variable))
+			errs = append(errs, fmt.Errorf("environment variable %s: no such flag; %s", variable,
+				cmp.Or(similar.Hint(variable, names), "see talos-ccm --help-all")))
 		case f.Changed:
 		default:
 			if err := flags.Set(f.Name, value); err != nil {
@@ -250,4 +320,17 @@ func setFromEnvironment(flags *pflag.FlagSet, environ []string) error {
 	}
 
 	return errors.Join(errs...)
+}
+
+// flagsByVariable returns the flags that environment variables set, except those that print something and exit.
+func flagsByVariable(flags *pflag.FlagSet) map[string]*pflag.Flag {
+	byVariable := map[string]*pflag.Flag{}
+
+	flags.VisitAll(func(f *pflag.Flag) {
+		if !slices.Contains([]string{"help", "help-all", "version"}, f.Name) {
+			byVariable[config.EnvironmentPrefix+strings.ToUpper(strings.ReplaceAll(f.Name, "-", "_"))] = f
+		}
+	})
+
+	return byVariable
 }

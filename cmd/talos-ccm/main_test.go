@@ -133,7 +133,7 @@ func TestLog_OmitsGRPCMessages(t *testing.T) {
 	}
 }
 
-type settings struct {
+type flagValues struct {
 	name    string
 	elect   bool
 	workers int
@@ -141,7 +141,7 @@ type settings struct {
 	list    []string
 }
 
-func settingsFlags(s *settings) *pflag.FlagSet {
+func settingsFlags(s *flagValues) *pflag.FlagSet {
 	flags := pflag.NewFlagSet("test", pflag.ContinueOnError)
 	flags.StringVar(&s.name, "cluster-name", "default", "")
 	flags.BoolVar(&s.elect, "leader-elect", true, "")
@@ -153,33 +153,33 @@ func settingsFlags(s *settings) *pflag.FlagSet {
 }
 
 func TestSetFromEnvironment(t *testing.T) {
-	defaults := func(change func(*settings)) settings {
-		s := settings{name: "default", elect: true, workers: 1, timeout: time.Second, list: []string{"*"}}
+	defaults := func(change func(*flagValues)) flagValues {
+		s := flagValues{name: "default", elect: true, workers: 1, timeout: time.Second, list: []string{"*"}}
 		change(&s)
 
 		return s
 	}
-	unchanged := defaults(func(*settings) {})
+	unchanged := defaults(func(*flagValues) {})
 
 	for _, test := range []struct {
 		name    string
 		args    []string
 		environ []string
-		want    settings
+		want    flagValues
 		// mentions are parts of the error; empty if there is none.
 		mentions []string
 	}{
 		{name: "empty environment", want: unchanged},
-		{name: "variable sets flag", environ: []string{"TALOS_CCM_CLUSTER_NAME=prod"}, want: defaults(func(s *settings) { s.name = "prod" })},
-		{name: "bool, int and duration", environ: []string{"TALOS_CCM_LEADER_ELECT=false", "TALOS_CCM_CONCURRENT_NODE_SYNCS=7", "TALOS_CCM_TIMEOUT=2m"}, want: defaults(func(s *settings) {
+		{name: "variable sets flag", environ: []string{"TALOS_CCM_CLUSTER_NAME=prod"}, want: defaults(func(s *flagValues) { s.name = "prod" })},
+		{name: "bool, int and duration", environ: []string{"TALOS_CCM_LEADER_ELECT=false", "TALOS_CCM_CONCURRENT_NODE_SYNCS=7", "TALOS_CCM_TIMEOUT=2m"}, want: defaults(func(s *flagValues) {
 			s.elect, s.workers, s.timeout = false, 7, 2*time.Minute
 		})},
-		{name: "list", environ: []string{"TALOS_CCM_CONTROLLERS=cloud-node,service"}, want: defaults(func(s *settings) { s.list = []string{"cloud-node", "service"} })},
-		{name: "value with equals sign", environ: []string{"TALOS_CCM_CLUSTER_NAME=a=b=c"}, want: defaults(func(s *settings) { s.name = "a=b=c" })},
-		{name: "empty value", environ: []string{"TALOS_CCM_CLUSTER_NAME="}, want: defaults(func(s *settings) { s.name = "" })},
-		{name: "command line takes precedence", args: []string{"--cluster-name=shop"}, environ: []string{"TALOS_CCM_CLUSTER_NAME=prod"}, want: defaults(func(s *settings) { s.name = "shop" })},
+		{name: "list", environ: []string{"TALOS_CCM_CONTROLLERS=cloud-node,service"}, want: defaults(func(s *flagValues) { s.list = []string{"cloud-node", "service"} })},
+		{name: "value with equals sign", environ: []string{"TALOS_CCM_CLUSTER_NAME=a=b=c"}, want: defaults(func(s *flagValues) { s.name = "a=b=c" })},
+		{name: "empty value", environ: []string{"TALOS_CCM_CLUSTER_NAME="}, want: defaults(func(s *flagValues) { s.name = "" })},
+		{name: "command line takes precedence", args: []string{"--cluster-name=shop"}, environ: []string{"TALOS_CCM_CLUSTER_NAME=prod"}, want: defaults(func(s *flagValues) { s.name = "shop" })},
 		{name: "command line with the default value", args: []string{"--leader-elect=true"}, environ: []string{"TALOS_CCM_LEADER_ELECT=false"}, want: unchanged},
-		{name: "invalid value, overridden", args: []string{"--concurrent-node-syncs=2"}, environ: []string{"TALOS_CCM_CONCURRENT_NODE_SYNCS=many"}, want: defaults(func(s *settings) { s.workers = 2 })},
+		{name: "invalid value, overridden", args: []string{"--concurrent-node-syncs=2"}, environ: []string{"TALOS_CCM_CONCURRENT_NODE_SYNCS=many"}, want: defaults(func(s *flagValues) { s.workers = 2 })},
 		{name: "other variables are ignored", environ: []string{"PATH=/bin", "TALOS_VERSION=1.13", "CLUSTER_NAME=x", "XTALOS_CCM_CLUSTER_NAME=x", "odd", ""}, want: unchanged},
 
 		{
@@ -198,7 +198,7 @@ func TestSetFromEnvironment(t *testing.T) {
 		},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			var got settings
+			var got flagValues
 
 			flags := settingsFlags(&got)
 			if err := flags.Parse(test.args); err != nil {
@@ -224,7 +224,7 @@ func TestSetFromEnvironment(t *testing.T) {
 	}
 }
 
-func equal(a, b settings) bool {
+func equal(a, b flagValues) bool {
 	return a.name == b.name && a.elect == b.elect && a.workers == b.workers && a.timeout == b.timeout && slices.Equal(a.list, b.list)
 }
 
@@ -235,7 +235,7 @@ func FuzzSetFromEnvironment(f *testing.F) {
 	f.Add("TALOS_CCM_\x00=\xff")
 
 	f.Fuzz(func(t *testing.T, entry string) {
-		var s settings
+		var s flagValues
 
 		err := setFromEnvironment(settingsFlags(&s), []string{entry})
 
@@ -255,7 +255,7 @@ func TestHelp_ListsFlags(t *testing.T) {
 	for _, part := range []string{
 		"--machine-socket", "--talosconfig", "--run-dir", "--drop-privileges", "--provider-id-fallback",
 		"--kubeconfig", "--leader-elect", "--controllers", "--secure-port", "--concurrent-node-syncs", "--version", "--v ",
-		"cloud-node-controller", "TALOS_CCM_",
+		"cloud-node-controller", "TALOS_CCM_", "--help-all",
 	} {
 		if !strings.Contains(got.stdout, part) {
 			t.Errorf("help does not contain %q", part)
@@ -264,7 +264,7 @@ func TestHelp_ListsFlags(t *testing.T) {
 }
 
 func TestHelp_OmitsFlagsWithoutEffect(t *testing.T) {
-	got := command(t, nil, "--help")
+	got := command(t, nil, "--help-all")
 
 	for _, flag := range []string{
 		"--cloud-provider", "--cluster-name", "--concurrent-service-syncs", "--configure-cloud-routes", "--enable-leader-migration",
@@ -281,8 +281,36 @@ func TestHelp_OmitsFlagsWithoutEffect(t *testing.T) {
 	}
 }
 
+// The reference describes the flags that the help lists, and few of the others.
+func TestHelp_ListsFlagsOfReference(t *testing.T) {
+	page, err := os.ReadFile("../../docs/reference/flags.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	flags := func(text, pattern string) (names []string) {
+		for _, match := range regexp.MustCompile(pattern).FindAllStringSubmatch(text, -1) {
+			names = append(names, match[1])
+		}
+
+		slices.Sort(names)
+
+		return names
+	}
+
+	listed := flags(command(t, nil, "--help").stdout, `(?m)^ +(?:-\w, )?--([a-z0-9-]+)`)
+	if described := flags(string(page), "(?m)^\\| `--([a-z0-9-]+)` "); !slices.Equal(listed, described) {
+		t.Errorf("the help lists %v, the reference describes %v", listed, described)
+	}
+
+	all := flags(command(t, nil, "--help-all").stdout, `(?m)^ +(?:-\w, )?--([a-z0-9-]+)`)
+	if len(listed) > 30 || len(all) < 60 || slices.ContainsFunc(listed, func(name string) bool { return !slices.Contains(all, name) }) {
+		t.Errorf("--help lists %d flags, --help-all %v", len(listed), all)
+	}
+}
+
 func TestHelp_DescribesFlags(t *testing.T) {
-	got := command(t, nil, "--help")
+	got := command(t, nil, "--help-all")
 
 	for _, part := range []string{
 		"If empty, the pod subnets of the Talos configuration are used.", "Requires node-ipam-controller in --controllers.", "'RangeAllocator' (", "'CloudAllocator' (",
@@ -295,7 +323,7 @@ func TestHelp_DescribesFlags(t *testing.T) {
 }
 
 func TestHelp_OfCommandOmitsVersionFlag(t *testing.T) {
-	for _, name := range []string{"render", "config", "version"} {
+	for _, name := range []string{"render", "config", "version", "completion"} {
 		if got := command(t, nil, name, "--help"); got.code != 0 || strings.Contains(got.stdout, "--version") {
 			t.Errorf("%s: got %+v", name, got)
 		}
@@ -307,14 +335,16 @@ func TestHelp_OfCommandOmitsVersionFlag(t *testing.T) {
 }
 
 func TestVersion_IsPrinted(t *testing.T) {
+	const detailed = `^talos-ccm v\d+\.\d+\.\d+\S* \((commit \w+, )?go\d\S+, linux/\w+\)\n$`
+
 	for _, test := range []struct {
 		name, want string // regular expression for stdout
 		environ    []string
 		args       []string
 	}{
 		{name: "flag", args: []string{"--version"}, want: `^talos-ccm v\d+\.\d+\.\d+\S*\n$`},
-		{name: "command", args: []string{"version"}, want: `^talos-ccm v\d+\.\d+\.\d+\S*\n$`},
-		{name: "command with invalid environment", environ: []string{"TALOS_CCM_BIND_ADDRESS=none"}, args: []string{"version"}, want: `^talos-ccm v\d+\.\d+\.\d+\S*\n$`},
+		{name: "command", args: []string{"version"}, want: detailed},
+		{name: "command with invalid environment", environ: []string{"TALOS_CCM_BIND_ADDRESS=none"}, args: []string{"version"}, want: detailed},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			if got := command(t, test.environ, test.args...); got.code != 0 || got.stderr != "" || !regexp.MustCompile(test.want).MatchString(got.stdout) {
@@ -335,14 +365,19 @@ func TestCommand_RefusesInvalidFlags(t *testing.T) {
 		environ, args []string
 		mentions      []string
 	}{
-		{"no flags", nil, nil, []string{"--machine-socket", "--talosconfig"}},
+		{"no flags", nil, nil, []string{"--machine-socket", "--talosconfig", "runs as a Talos system extension", "talos-ccm render --node"}},
 		{"socket and talosconfig", nil, outside("--machine-socket=" + absent), []string{"exactly one of --machine-socket and --talosconfig"}},
 		{"outside Talos without kubeconfig", nil, []string{"--talosconfig=" + absent, "--run-dir=" + absent}, []string{"--kubeconfig", "KUBERNETES_SERVICE_HOST"}},
 		{"socket without run directory", nil, []string{"--machine-socket=" + absent}, []string{"requires --run-dir"}},
 		{"unknown fallback", nil, outside("--provider-id-fallback=hostname"), []string{"--provider-id-fallback", `"hostname"`, `"uuid"`, `"node-ip"`}},
 		{"unknown controller", nil, outside("--controllers=cloud-nodes"), []string{"cloud-nodes"}},
-		{"unknown flag", nil, []string{"--machinesocket=" + absent}, []string{"--machinesocket"}},
-		{"argument", nil, []string{"start"}, []string{"start"}},
+		{"similar controller", nil, outside("--controllers=*,node-ipam"), []string{`unknown controller "node-ipam"; did you mean nodeipam?`}},
+		{"similar flag", nil, []string{"--machinesocket=" + absent}, []string{"unknown flag: --machinesocket; did you mean --machine-socket?"}},
+		{"unknown flag", nil, []string{"--colors"}, []string{"unknown flag: --colors; see talos-ccm --help"}},
+		{"similar flag of a command", nil, []string{"render", "--confg=x"}, []string{"unknown flag: --confg; did you mean --config?"}},
+		{"argument", nil, []string{"start"}, []string{`unknown command "start" for "talos-ccm"; see talos-ccm --help`}},
+		{"similar command", nil, []string{"rendr"}, []string{`unknown command "rendr" for "talos-ccm"; did you mean render?`}},
+		{"similar subcommand", nil, []string{"config", "validte"}, []string{`unknown command "validte" for "talos-ccm config"; did you mean validate?`}},
 		{"unknown variable", []string{"TALOS_CCM_MACHINESOCKET=x"}, nil, []string{"TALOS_CCM_MACHINESOCKET"}},
 		{"invalid environment", []string{"TALOS_CCM_MACHINE_SOCKET=" + absent}, nil, []string{"requires --run-dir"}},
 		{"unknown log format", nil, outside("--logging-format=xml"), []string{"xml"}},
@@ -377,6 +412,8 @@ func TestCheckEnvironment_RefusesInvalidVariables(t *testing.T) {
 		"TALOS_CCM_CONTROLLERS=cloud":    "cloud",
 		"TALOS_CCM_LOGGING_FORMAT=xml":   "xml",
 		"TALOS_CCM_VERSION=true":         "TALOS_CCM_VERSION",
+		"TALOS_CCM_HELP_ALL=true":        "TALOS_CCM_HELP_ALL",
+		"TALOS_CCM_CONTROLERS=*":         "did you mean TALOS_CCM_CONTROLLERS?",
 		"TALOS_CCM_TALOSCONFIG=/absent":  "--talosconfig",
 		"TALOS_CCM_CLUSTER_CIDR=nowhere": "nowhere",
 	} {
@@ -394,4 +431,17 @@ func lastLines(stderr string) string {
 	}
 
 	return stderr
+}
+
+func TestCompletion_OffersCommandsAndFlagsWithEffect(t *testing.T) {
+	for _, shell := range []string{"bash", "fish", "zsh", "powershell"} {
+		if got := command(t, nil, "completion", shell); got.code != 0 || !strings.Contains(got.stdout, "talos-ccm") {
+			t.Errorf("%s: got %+v", shell, got)
+		}
+	}
+
+	got := command(t, nil, "__complete", "--cl")
+	if !strings.Contains(got.stdout, "--cluster-cidr") || strings.Contains(got.stdout, "--cluster-name") {
+		t.Errorf("got %+v", got)
+	}
 }

@@ -76,7 +76,7 @@ func TestChecker_ReportsProblems(t *testing.T) {
 		{"a link that begins at the host", "[a](/docs/other.md)", "is absolute"},
 		{"a path that there is not", "See `extension/role.yaml`.", "extension/role.yaml does not exist"},
 		{"a variable that is no flag", "Set `TALOS_CCM_VERBOSITY=4`.", "TALOS_CCM_VERBOSITY: talos-ccm has no such flag"},
-		{"a value that is none of its variable", "Set `TALOS_CCM_CONTROLLERS=*,-node-csr`.", `"node-csr" is not in the list`},
+		{"a value that is none of its variable", "Set `TALOS_CCM_CONTROLLERS=*,-node-csr`.", `unknown controller "node-csr"`},
 		{"a value that is none of its flag, within text", "With `--secure-port=high`.", `invalid argument "high"`},
 		{"a target within text", "Call `make images`.", "has no target images"},
 

@@ -72,7 +72,7 @@ func pages(t *testing.T) map[string]string {
 
 // TestNames_Exist checks names in the pages against the source, the help text and the manifests.
 func TestNames_Exist(t *testing.T) {
-	help, err := exec.CommandContext(t.Context(), built, "--help").Output()
+	help, err := exec.CommandContext(t.Context(), built, "--help-all").Output()
 	if err != nil {
 		t.Fatal(err)
 	}

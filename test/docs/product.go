@@ -2,6 +2,7 @@ package docs
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -29,8 +30,8 @@ var flagLine = regexp.MustCompile(`(?m)^\s+(?:-(\w), )?--([a-z][a-z0-9-]*)( [A-Z
 func askProduct(ctx context.Context, binary string) (product, error) {
 	p := product{binary: binary, commands: map[string]flags{}, variables: map[string]bool{}}
 
-	for _, command := range []string{"", "config", "config validate", "config schema", "render", "version"} {
-		help, err := exec.CommandContext(ctx, binary, append(strings.Fields(command), "--help")...).Output()
+	for _, command := range []string{"", "config", "config validate", "config schema", "render", "version", "completion bash"} {
+		help, err := exec.CommandContext(ctx, binary, append(strings.Fields(command), cmp.Or(helpFlags[command], "--help"))...).Output()
 		if err != nil {
 			return product{}, fmt.Errorf("get help of talos-ccm %s: %w", command, err)
 		}
@@ -61,6 +62,9 @@ func askProduct(ctx context.Context, binary string) (product, error) {
 
 	return p, nil
 }
+
+// helpFlags has the flags that list all flags of a command, other than --help.
+var helpFlags = map[string]string{"": "--help-all"}
 
 // files has the flags and arguments of talos-ccm that name input files.
 var files = map[string]flags{

@@ -10,7 +10,7 @@ import (
 )
 
 func TestFlags_MatchHelp(t *testing.T) {
-	help, err := exec.CommandContext(t.Context(), built, "--help").Output()
+	help, err := exec.CommandContext(t.Context(), built, "--help-all").Output()
 	if err != nil {
 		t.Fatal(err)
 	}

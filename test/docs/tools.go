@@ -277,8 +277,9 @@ var tools = map[string]tool{
 		"version":      flagList("-m"),
 	}},
 	"helm": {commands: map[string]flags{ // helm.sh/docs/helm
-		"list":      flagList("-n= --namespace= -A"),
-		"uninstall": flagList("-n= --namespace= --wait"),
+		"get values": flagList("-n= --namespace= -o="),
+		"list":       flagList("-n= --namespace= -A"),
+		"uninstall":  flagList("-n= --namespace= --wait"),
 	}},
 	"imager": { // siderolabs/talos, cmd/installer/cmd/imager
 		commands: map[string]flags{"": flagList("--platform= --arch= --base-installer-image= --image-cache= --insecure --extra-kernel-arg= --meta= --system-extension-image= " +
