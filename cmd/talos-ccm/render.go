@@ -163,12 +163,12 @@ func (o renderOptions) nodeOptions(stdin io.Reader) (nodespec.Options, error) {
 		}
 	}
 
-	c, err := config.Parse(name, text)
+	c, err := parseFile(name, text)
 	if err != nil {
 		return nodespec.Options{}, err
 	}
 
-	return ccm.NodeOptions(c, config.ProviderIDFallback(o.fallback)), nil
+	return ccm.NodeOptions(c.Compiled, config.ProviderIDFallback(o.fallback)), nil
 }
 
 func (o renderOptions) machines(cmd *cobra.Command) ([]preview.Machine, error) {
@@ -212,8 +212,8 @@ func (o renderOptions) readFile(cmd *cobra.Command) ([]preview.Machine, error) {
 	incomplete := false
 
 	for _, m := range machines {
-		if required := m.MissingRequired(); len(required) > 0 {
-			return nil, fmt.Errorf("read machine from %s: %s; save all resources:\n  %s", source, lack(m, required), preview.Command(o.facts...))
+		if m.IsEmpty() {
+			return nil, fmt.Errorf("read machine from %s: %s; save all resources:\n  %s", source, lack(m, m.Missing), preview.Command(o.facts...))
 		}
 
 		if len(m.Missing) > 0 {

@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -189,7 +190,7 @@ func TestRender_UsesKubeletFlags(t *testing.T) {
 
 func TestRender_Fails(t *testing.T) {
 	pending := file(t, pendingMachine)
-	metadataOnly := file(t, "node: 10.0.0.2\nmetadata: {type: PlatformMetadatas.talos.dev, id: platformmetadata}\nspec: {platform: metal}\n")
+	table := file(t, "NODE       NAMESPACE   TYPE               ID                 VERSION\n10.0.0.2   runtime     PlatformMetadata   platformmetadata   1\n")
 	anonymous := file(t, "node:\nmetadata: {type: Nodenames.kubernetes.talos.dev, id: nodename}\nspec: {nodename: worker-1}\n")
 	unnamed := file(t, pendingMachine+"---\nnode: m\nmetadata: {type: Nodenames.kubernetes.talos.dev, id: nodename}\nspec: {nodename: \"\"}\n")
 
@@ -204,12 +205,9 @@ func TestRender_Fails(t *testing.T) {
 		{"with a missing machine file", "read machine: open /nowhere", []string{"--machine", "/nowhere"}},
 		{"with another kind of document", "document 1, from line 1", []string{"--machine", file(t, "kind: Node\n")}},
 		{"with a pending Node", "nodes not ready to initialize: worker-1", []string{"--machine", pending}},
-		{
-			"with no nodename and addresses", metadataOnly + ": no addressstatuses, nodenames of machine 10.0.0.2; save all resources:\n  for kind in",
-			[]string{"--machine", metadataOnly},
-		},
-		{"with no addresses of a machine without --nodes", "read machine from " + anonymous + ": no addressstatuses of machine worker-1;", []string{"--machine", anonymous}},
-		{"with an empty nodename", "read machine from " + unnamed + ": no addressstatuses, nodenames of machine m;", []string{"--machine", unnamed}},
+		{"with no addresses of a machine without --nodes", "read machine from " + anonymous + ": no platformmetadatas, addressstatuses, machinestatuses, ", []string{"--machine", anonymous}},
+		{"with a table", "read machine from " + table + ": the input is a table, which omits most values: add -o yaml", []string{"--machine", table}},
+		{"with an empty nodename", "read machine from " + unnamed + ": no platformmetadatas, addressstatuses, machinestatuses, nodenames, ", []string{"--machine", unnamed}},
 		{"with an invalid node IP", "--node-ip", []string{"--machine", printed, "--node-ip", "localhost"}},
 		{"with an unknown output format", `unknown output format "wide"`, []string{"--machine", printed, "-o", "wide"}},
 		{"with an unknown fallback", "--provider-id-fallback", []string{"--machine", printed, "--provider-id-fallback", "mac"}},
@@ -221,6 +219,42 @@ func TestRender_Fails(t *testing.T) {
 				t.Errorf("got %v, want %q", err, test.want)
 			}
 		})
+	}
+}
+
+func TestRender_ShowsRulesForMetadataOnly(t *testing.T) {
+	const spec = "{platform: openstack, hostname: talos-wk, instanceType: large}\n"
+
+	for name, machine := range map[string]string{
+		"output of talosctl": "node: 10.0.0.2\nmetadata: {type: PlatformMetadatas.talos.dev, id: platformmetadata}\nspec: " + spec,
+		"short form":         "platformmetadata: " + spec,
+	} {
+		t.Run(name, func(t *testing.T) {
+			stdout, stderr, err := rendered(t, machine, "--machine", "-", "--config", file(t, someRules))
+			if err != nil {
+				t.Fatal(err)
+			}
+
+			for _, want := range []string{
+				`Node talos-wk\n`, `unknown +addresses +missing resources of the machine\n`, `unknown +name `, `unknown +providerID `,
+				`label +example.org/size +large +rule zones\n`, `label +topology.kubernetes.io/zone +rack-1 +rule zones\n`,
+			} {
+				if !regexp.MustCompile(want).MatchString(stdout) {
+					t.Errorf("%q does not match %s", want, stdout)
+				}
+			}
+
+			if !strings.Contains(stderr, "Warning: stdin: no addressstatuses, machinestatuses, nodenames, ") {
+				t.Errorf("warning does not list the missing kinds: %s", stderr)
+			}
+		})
+	}
+}
+
+func TestRender_AcceptsExtensionServiceConfig(t *testing.T) {
+	reports := reportsOf(t, "--machine", printed, "--config", "testdata/config/good-document.yaml")
+	if !slices.Contains(reports[0].Labels, preview.Entry{Key: "team", Value: "web", Rule: "web"}) {
+		t.Errorf("got %v", reports[0].Labels)
 	}
 }
 

@@ -164,32 +164,47 @@ func Desired(in Input) (spec Spec, problems []Problem, pending string) {
 		return Spec{}, nil, pending
 	}
 
-	transformed := in.Options.Rules.Apply(in.Facts())
+	spec, problems, labelProblems := fromMetadata(in)
 
-	for _, p := range transformed.Problems {
-		problems = append(problems, Problem{Rule: p.Rule, Key: p.Key, Value: p.Value, Why: p.Why})
-	}
-
-	providerID, pending := providerID(in, transformed, nodeIPs[0])
-	if pending != "" {
+	if spec.ProviderID, pending = providerID(in, spec.Transformed, nodeIPs[0]); pending != "" {
 		return Spec{}, problems, pending
 	}
 
-	addresses, addressProblems := addresses(in, transformed, nodeIPs)
+	var addressProblems []Problem
+
+	spec.Addresses, addressProblems = addresses(in, spec.Transformed, nodeIPs)
+
+	return spec, slices.Concat(problems, labelProblems, addressProblems), ""
+}
+
+// FromMetadata returns the part of the Spec that does not depend on the machine's addresses and on its name: labels,
+// annotations and taints, and the providerID if the platform or a rule identifies the instance.
+func FromMetadata(in Input) (Spec, []Problem) {
+	spec, problems, labelProblems := fromMetadata(in)
+	if pendingRules(in, spec.Transformed) == "" {
+		spec.ProviderID = platformID(spec.Transformed)
+	}
+
+	return spec, slices.Concat(problems, labelProblems)
+}
+
+func fromMetadata(in Input) (spec Spec, ruleProblems, labelProblems []Problem) {
+	transformed := in.Options.Rules.Apply(in.Facts())
+
+	for _, p := range transformed.Problems {
+		ruleProblems = append(ruleProblems, Problem{Rule: p.Rule, Key: p.Key, Value: p.Value, Why: p.Why})
+	}
+
 	in.Machine.Platform = transformed.Platform
 	labels, labelProblems := labels(in, transformed)
 
-	spec = Spec{
-		ProviderID:     providerID,
+	return Spec{
 		Labels:         labels,
 		Annotations:    values(transformed.Annotations),
 		FollowTopology: in.Options.FollowTopology,
 		Taints:         transformed.Taints,
 		Transformed:    transformed,
-		Addresses:      addresses,
-	}
-
-	return spec, slices.Concat(problems, labelProblems, addressProblems), ""
+	}, ruleProblems, labelProblems
 }
 
 func values(rendered map[string]rules.Value) map[string]string {

@@ -32,18 +32,31 @@ func providerID(in Input, transformed rules.Result, nodeIP netip.Addr) (id, pend
 		return "", pending
 	}
 
-	meta, uuid := transformed.Platform, in.Machine.UUID()
+	platform, uuid := transformed.Platform.Platform, in.Machine.UUID()
+
+	switch id := platformID(transformed); {
+	case id != "":
+		return id, ""
+	case uuid == "" || in.SharedUUID || in.Options.ProviderIDFromNodeIP:
+		return providerURI(platform, nodeIP.String()), ""
+	default:
+		return providerURI(platform, uuid), ""
+	}
+}
+
+// platformID returns the providerID of rules or the platform, or the one made from their instance ID; empty if there is
+// none.
+func platformID(transformed rules.Result) string {
+	meta := transformed.Platform
 	_, instanceReplaced := transformed.Replaced[fieldInstanceID]
 
 	switch {
 	case isProviderID(meta.ProviderID):
-		return meta.ProviderID, ""
+		return meta.ProviderID
 	case meta.InstanceID != "" && (instanceReplaced || !identifiedBySMBIOS(meta.Platform)):
-		return providerURI(meta.Platform, meta.InstanceID), ""
-	case uuid == "" || in.SharedUUID || in.Options.ProviderIDFromNodeIP:
-		return providerURI(meta.Platform, nodeIP.String()), ""
+		return providerURI(meta.Platform, meta.InstanceID)
 	default:
-		return providerURI(meta.Platform, uuid), ""
+		return ""
 	}
 }
 

@@ -70,9 +70,14 @@ func (r Report) table(out io.Writer) {
 		fmt.Fprintln(columns, "  "+strings.Join(cells, "\t"))
 	}
 
-	if r.Pending != "" {
+	for _, part := range r.Unknown {
+		row("unknown", part, "", "missing resources of the machine")
+	}
+
+	switch {
+	case r.Pending != "":
 		row("pending", r.Pending)
-	} else {
+	case r.ProviderID != nil:
 		row("providerID", "", r.ProviderID.Value, from(r.ProviderID.Rule))
 	}
 

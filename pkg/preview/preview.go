@@ -33,7 +33,10 @@ type Report struct {
 	// Unmanaged is true if nodes.selector of the configuration does not select the machine. Nothing is written to its Node.
 	Unmanaged bool `json:"unmanaged,omitempty"`
 	// Pending is the reason why the Node would stay uninitialized, or empty. If it is set, only Problems is set beside it.
-	Pending     string    `json:"pending,omitempty"`
+	Pending string `json:"pending,omitempty"`
+	// Unknown are those of addresses, name and providerID that do not follow from the resources that were read. If the name is unknown, Name is the
+	// host name.
+	Unknown     []string  `json:"unknown,omitempty"`
 	ProviderID  *Text     `json:"providerID,omitempty"`
 	Addresses   []Address `json:"addresses,omitempty"`
 	Labels      []Entry   `json:"labels,omitempty"`
@@ -96,7 +99,7 @@ func Render(machines []Machine, kubelet Kubelet, options nodespec.Options) []Rep
 	reports := make([]Report, 0, len(machines))
 
 	for _, m := range machines {
-		reports = append(reports, newReport(m.Node, nodespec.Input{
+		reports = append(reports, newReport(m, nodespec.Input{
 			Machine:           m.Machine,
 			ProvidedNodeIPs:   kubelet.NodeIPs,
 			Architecture:      kubelet.Architecture,
@@ -114,22 +117,44 @@ func Render(machines []Machine, kubelet Kubelet, options nodespec.Options) []Rep
 	return reports
 }
 
-func newReport(node string, in nodespec.Input) Report {
-	spec, problems, pending := nodespec.Desired(in)
+func newReport(m Machine, in nodespec.Input) Report {
+	report := Report{Node: m.Node, Name: in.Machine.Nodename, Unmanaged: !nodespec.Managed(in)}
 
-	report := Report{Node: node, Name: in.Machine.Nodename, Unmanaged: !nodespec.Managed(in), Pending: pending}
+	var (
+		spec     nodespec.Spec
+		problems []nodespec.Problem
+	)
+
+	if m.isPartial(len(in.ProvidedNodeIPs) > 0) {
+		spec, problems = nodespec.FromMetadata(in)
+		report.Unknown = []string{"addresses"}
+
+		if report.Name == "" {
+			report.Name, report.Unknown = cmp.Or(in.Machine.Platform.Hostname, m.Node), append(report.Unknown, "name")
+		}
+
+		if spec.ProviderID == "" {
+			report.Unknown = append(report.Unknown, "providerID")
+		}
+	} else {
+		spec, problems, report.Pending = nodespec.Desired(in)
+	}
+
 	for _, p := range problems {
 		report.Problems = append(report.Problems, Problem{Rule: p.Rule, Key: p.Key, Value: p.Value, Why: p.Why})
 	}
 
-	if pending != "" {
+	if report.Pending != "" {
 		return report
 	}
 
 	replaced := spec.Transformed.Replaced
 
-	report.ProviderID = &Text{Value: spec.ProviderID, Rule: replaced["InstanceID"]}
-	if spec.ProviderID == spec.Transformed.Platform.ProviderID {
+	if spec.ProviderID != "" {
+		report.ProviderID = &Text{Value: spec.ProviderID, Rule: replaced["InstanceID"]}
+	}
+
+	if spec.ProviderID == spec.Transformed.Platform.ProviderID && spec.ProviderID != "" {
 		report.ProviderID.Rule = replaced["ProviderID"]
 	}
 

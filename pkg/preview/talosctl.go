@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"maps"
 	"regexp"
 	"slices"
 	"strconv"
@@ -29,15 +30,24 @@ type Machine struct {
 	Node    string
 	Machine machine.Machine
 	// Missing names the resource kinds without any resource, in talosctl's spelling. A machine may have no resource of a kind; see
-	// MissingRequired. An empty nodename is a missing one.
+	// IsEmpty. An empty nodename is a missing one.
 	Missing []string
 }
 
-// MissingRequired returns those of Missing that every running machine has.
-func (m Machine) MissingRequired() []string {
-	required := []string{kindName(network.AddressStatusType), kindName(k8s.NodenameType)}
+// IsEmpty reports whether the resources do not suffice for any part of a report.
+func (m Machine) IsEmpty() bool {
+	return slices.Contains(m.Missing, kindName(runtime.PlatformMetadataType)) && m.isPartial(true)
+}
 
-	return slices.DeleteFunc(slices.Clone(m.Missing), func(kind string) bool { return !slices.Contains(required, kind) })
+// isPartial reports whether a resource is missing on which the addresses and the name of the Node depend. Talos's node
+// IPs are not needed if those of the kubelet are given.
+func (m Machine) isPartial(hasNodeIPs bool) bool {
+	needed := []string{kindName(network.AddressStatusType), kindName(k8s.NodenameType)}
+	if !hasNodeIPs {
+		needed = append(needed, kindName(k8s.NodeIPType))
+	}
+
+	return slices.ContainsFunc(needed, func(kind string) bool { return slices.Contains(m.Missing, kind) })
 }
 
 // Command returns the shell command that prints all resources of a machine that Parse needs for the given optional facts.
@@ -68,10 +78,17 @@ func kindName(typ resource.Type) string {
 	return strings.ToLower(name)
 }
 
-// Parse reads the concatenated output of any number of `talosctl get KIND -o yaml` or `-o json` commands for any number of machines. It returns
-// the machines in the order of their first resource, with the given optional facts, and ignores resources of other kinds. Errors name the
-// document and the line.
+// table matches the head of a table, which talosctl prints by default.
+var table = regexp.MustCompile(`(?m)^(\S+ +)?NODE +NAMESPACE +TYPE +ID `)
+
+// Parse reads the concatenated output of any number of `talosctl get KIND -o yaml` or `-o json` commands for any number of machines, or the short
+// form of the documentation, which maps a kind to its spec. It returns the machines in the order of their first resource, with the given optional
+// facts, and ignores resources of other kinds. Errors name the document and the line.
 func Parse(output []byte, facts ...string) ([]Machine, error) {
+	if table.Match(output) {
+		return nil, errors.New("the input is a table, which omits most values: add -o yaml to the talosctl command")
+	}
+
 	var order []string
 
 	needed := kinds(facts)
@@ -79,8 +96,9 @@ func Parse(output []byte, facts ...string) ([]Machine, error) {
 	byNode := map[string]*parsed{}
 
 	for i, d := range split(output) {
-		r, err := d.decode(needed)
-		if err == nil && r.resource != nil {
+		list, err := d.decode(needed)
+
+		for _, r := range list {
 			m, known := byNode[r.Node]
 			if !known {
 				m = &parsed{view: machine.View{Facts: facts}, seen: map[resource.Type]bool{}}
@@ -88,7 +106,7 @@ func Parse(output []byte, facts ...string) ([]Machine, error) {
 				order = append(order, r.Node)
 			}
 
-			err = m.add(r)
+			err = errors.Join(err, m.add(r))
 		}
 
 		if err != nil {
@@ -170,36 +188,88 @@ type printed struct {
 	} `yaml:"metadata"`
 	Spec yaml.Node `yaml:"spec"`
 
-	resource resource.Resource // nil for a kind that is not needed
+	resource resource.Resource
 }
 
-func (d document) decode(needed []resource.Kind) (printed, error) {
-	p, err := decode(d.text, needed)
+func (d document) decode(needed []resource.Kind) ([]printed, error) {
+	list, err := decode(d.text, needed)
 	if err != nil {
 		// Decode again behind empty lines, so that the error has the line numbers of the input.
-		p, err = decode(append(bytes.Repeat([]byte("\n"), d.line-1), d.text...), needed)
+		list, err = decode(append(bytes.Repeat([]byte("\n"), d.line-1), d.text...), needed)
 	}
 
-	return p, err
+	return list, err
 }
 
-func decode(text []byte, needed []resource.Kind) (p printed, err error) {
+// decode returns the resources of a document that are needed.
+func decode(text []byte, needed []resource.Kind) ([]printed, error) {
+	var p printed
 	if err := yaml.Unmarshal(text, &p); err != nil {
-		return p, err
+		return nil, err
 	}
 
-	if p.Metadata.Type == "" {
-		return p, errors.New("not a resource in talosctl's format: metadata.type is missing")
+	switch {
+	case p.Metadata.Type == "":
+		return decodeShort(text, needed)
+	case !slices.ContainsFunc(needed, func(kind resource.Kind) bool { return kind.Type() == p.Metadata.Type }):
+		return nil, nil
+	case p.Spec.IsZero():
+		return nil, errors.New("not a resource in talosctl's format: spec is missing")
 	}
 
-	if !slices.ContainsFunc(needed, func(kind resource.Kind) bool { return kind.Type() == p.Metadata.Type }) {
-		return p, nil
+	return p.read(nil)
+}
+
+// decodeShort decodes specs by kind, such as `platformmetadata: {platform: aws}`, and versions by extension.
+func decodeShort(text []byte, needed []resource.Kind) (list []printed, err error) {
+	var specs map[string]yaml.Node
+	if err := yaml.Unmarshal(text, &specs); err != nil {
+		return nil, err
 	}
 
-	if p.Spec.IsZero() {
-		return p, errors.New("not a resource in talosctl's format: spec is missing")
+	for _, key := range slices.Sorted(maps.Keys(specs)) {
+		spec := specs[key]
+
+		if key == "extensions" {
+			for pair := range slices.Chunk(spec.Content, 2) {
+				p := printed{Spec: yaml.Node{Kind: yaml.MappingNode}}
+				p.Metadata.Type, p.Metadata.ID = runtime.ExtensionStatusType, pair[0].Value
+				metadata := map[string]string{"name": pair[0].Value, "version": pair[1].Value}
+
+				if err := p.Spec.Encode(map[string]any{"metadata": metadata}); err != nil {
+					return nil, err
+				}
+
+				if list, err = p.read(list); err != nil {
+					return nil, err
+				}
+			}
+
+			continue
+		}
+
+		isKind := func(kind resource.Kind) bool {
+			return strings.TrimSuffix(kindName(kind.Type()), "s") == strings.TrimSuffix(key, "s")
+		}
+
+		i := slices.IndexFunc(needed, isKind)
+		if i < 0 {
+			return nil, fmt.Errorf("not a resource in talosctl's format: metadata.type is missing, and %q is not a kind such as platformmetadata", key)
+		}
+
+		p := printed{Spec: spec}
+		p.Metadata.Type, p.Metadata.ID = needed[i].Type(), key
+
+		if list, err = p.read(list); err != nil {
+			return nil, err
+		}
 	}
 
+	return list, nil
+}
+
+// read appends p with its resource.
+func (p printed) read(list []printed) ([]printed, error) {
 	// talosctl prints the ID 0x0c of a META key as the number 12 in JSON.
 	if tag, err := strconv.ParseUint(p.Metadata.ID, 0, 8); err == nil && p.Metadata.Type == runtime.MetaKeyType {
 		p.Metadata.ID = runtime.MetaKeyTagToID(uint8(tag))
@@ -212,16 +282,16 @@ func decode(text []byte, needed []resource.Kind) (p printed, err error) {
 
 	r, err := protobuf.UnmarshalResource(&empty)
 	if err != nil {
-		return p, err
+		return nil, err
 	}
 
 	if err := decodeSpec(r, &p.Spec); err != nil {
-		return p, fmt.Errorf("spec of %s: %w", r.Metadata(), err)
+		return nil, fmt.Errorf("spec of %s: %w", r.Metadata(), err)
 	}
 
 	p.resource = r
 
-	return p, nil
+	return append(list, p), nil
 }
 
 // decodeSpec decodes a spec with machinery's own decoder, except where it cannot read what talosctl prints.

@@ -10,9 +10,11 @@ import (
 	"github.com/google/go-cmp/cmp"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
+	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
 )
 
@@ -162,7 +164,8 @@ func TestParse_RejectsInvalidInput(t *testing.T) {
 	for _, test := range []struct{ name, input, want string }{
 		{"empty input", "", "no resource of a machine"},
 		{"only kinds that are not needed", strings.ReplaceAll(nodename, "Nodenames.kubernetes", "LinkStatuses.net"), "no resource of a machine"},
-		{"table output", "NODE       NAMESPACE   TYPE       ID\n10.0.0.1   k8s         Nodename   nodename\n", "document 1, from line 1"},
+		{"table output", "NODE       NAMESPACE   TYPE       ID         VERSION\n10.0.0.1   k8s         Nodename   nodename   1\n", "the input is a table, which omits most values: add -o yaml"},
+		{"table output of a watch", "*   NODE       NAMESPACE   TYPE       ID         VERSION\n+   10.0.0.1   k8s         Nodename   nodename   1\n", "is a table"},
 		{"another kind of document", nodename + "---\napiVersion: v1\nkind: Node\n", "document 2, from line 8: not a resource"},
 		{"broken YAML", nodename + "---\nnode: n\nmetadata: [\n", "document 2, from line 8: yaml: "},
 		{"wrong type of a value", nodename + "---\n" + strings.Replace(nodename, "worker-1", "[a]", 1), "line 13"},
@@ -177,6 +180,50 @@ func TestParse_RejectsInvalidInput(t *testing.T) {
 				t.Errorf("got %+v and error %v, want %q", machines, err, test.want)
 			}
 		})
+	}
+}
+
+func TestParse_ReadsShortForm(t *testing.T) {
+	machines, err := preview.Parse([]byte("platformmetadata: {platform: aws, hostname: web-7, tags: {rack: R12}}\n" +
+		"systeminformation:\n  skuNumber: X10\nnodename: {nodename: worker-1}\nextensions: {nvidia: 570.1}\n"))
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	want := machine.Machine{
+		Nodename: "worker-1", Platform: runtime.PlatformMetadataSpec{Platform: "aws", Hostname: "web-7", Tags: map[string]string{"rack": "R12"}},
+		System: hardware.SystemInformationSpec{SKUNumber: "X10"}, Extensions: map[string]string{"nvidia": "570.1"},
+	}
+	if len(machines) != 1 || !machines[0].Machine.Equal(want) {
+		t.Errorf("got %+v", machines)
+	}
+}
+
+func TestRender_ShowsWhatFollowsFromMetadata(t *testing.T) {
+	machines, err := preview.Parse([]byte("node: 10.0.0.2\nmetadata: {type: PlatformMetadatas.talos.dev, id: platformmetadata}\n" +
+		"spec: {platform: openstack, hostname: web-7, region: eu, instanceId: 9a1fd9ee}\n"))
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	report := preview.Render(machines, preview.Kubelet{}, nodespec.Options{Rules: compile(t, everyKind())})[0]
+
+	want := preview.Report{
+		Node: "10.0.0.2", Name: "web-7",
+		Unknown:    []string{"addresses", "name"},
+		ProviderID: &preview.Text{Value: "talos://openstack/9a1fd9ee"},
+		Taints:     []preview.Taint{{Key: "dedicated", Value: "web", Effect: "NoSchedule", Rule: "web"}},
+	}
+	got := report
+	got.Labels, got.Annotations, got.Problems = nil, nil, nil
+
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Error(diff)
+	}
+
+	labels := flat(report).Labels
+	if labels["example.org/role"] != "web" || labels["topology.kubernetes.io/region"] != "eu" || labels["topology.kubernetes.io/zone"] != "a" {
+		t.Errorf("got %v", labels)
 	}
 }
 
