@@ -3,6 +3,7 @@ package config_test
 import (
 	"errors"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
@@ -49,3 +50,39 @@ func assertReadable(t *testing.T, problems []config.Problem, file string) {
 }
 
 var lineBreak = regexp.MustCompile("[\n\r\u0085\u2028\u2029]")
+
+// FuzzParseFile asserts that a valid file has a configuration, and that what it is converted to is valid.
+func FuzzParseFile(f *testing.F) {
+	for _, file := range goodFiles() {
+		f.Add([]byte(file.file))
+	}
+
+	f.Add([]byte("apiVersion: v1alpha1\nkind: ExtensionServiceConfig\nname: a\nenvironment: [A=b, c]\nconfigFiles: [{mountPath: /b, content: \"global: {}\"}]\n"))
+	f.Add([]byte("kind: ExtensionServiceConfig\nname: a\nconfigFiles:\n- mountPath: /b\n  content: |\n\n    global: {a: b}\n---\nkind: ConfigMap\ndata:\n  a.yaml: >\n    b: c\n"))
+	f.Add([]byte("image: a\nenabledControllers: [route, a]\nextraArgs: [--b=c, -d]\ntransformations:\n# e\n- labels: &f {g: h}\n- labels: *f\n"))
+
+	f.Fuzz(func(t *testing.T, data []byte) {
+		extension := config.Extension{Name: "a", MountPath: "/b", CheckEnvironment: func(variables []string) error {
+			if slices.Contains(variables, "c") {
+				return errors.New("no c")
+			}
+
+			return nil
+		}}
+
+		file, err := config.ParseFile("config.yaml", data, extension)
+		if err != nil {
+			return
+		}
+
+		if file.Compiled == nil {
+			t.Fatal("valid file without a configuration")
+		}
+
+		if file.Document != "" {
+			if _, err := config.ParseFile("converted.yaml", []byte(file.Document), extension); err != nil {
+				t.Errorf("converted to %s: %v", file.Document, err)
+			}
+		}
+	})
+}

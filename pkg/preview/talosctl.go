@@ -229,43 +229,52 @@ func decodeShort(text []byte, needed []resource.Kind) (list []printed, err error
 
 	for _, key := range slices.Sorted(maps.Keys(specs)) {
 		spec := specs[key]
-
-		if key == "extensions" {
-			for pair := range slices.Chunk(spec.Content, 2) {
-				p := printed{Spec: yaml.Node{Kind: yaml.MappingNode}}
-				p.Metadata.Type, p.Metadata.ID = runtime.ExtensionStatusType, pair[0].Value
-				metadata := map[string]string{"name": pair[0].Value, "version": pair[1].Value}
-
-				if err := p.Spec.Encode(map[string]any{"metadata": metadata}); err != nil {
-					return nil, err
-				}
-
-				if list, err = p.read(list); err != nil {
-					return nil, err
-				}
-			}
-
-			continue
-		}
-
 		isKind := func(kind resource.Kind) bool {
 			return strings.TrimSuffix(kindName(kind.Type()), "s") == strings.TrimSuffix(key, "s")
 		}
 
-		i := slices.IndexFunc(needed, isKind)
-		if i < 0 {
-			return nil, fmt.Errorf("not a resource in talosctl's format: metadata.type is missing, and %q is not a kind such as platformmetadata", key)
+		switch i := slices.IndexFunc(needed, isKind); {
+		case i >= 0:
+			list, err = short(needed[i].Type(), key, spec).read(list)
+		case key == "extensions":
+			list, err = readExtensions(list, &spec)
+		default:
+			err = fmt.Errorf("not a resource in talosctl's format: metadata.type is missing, and %q is not a kind such as platformmetadata", key)
 		}
 
-		p := printed{Spec: spec}
-		p.Metadata.Type, p.Metadata.ID = needed[i].Type(), key
-
-		if list, err = p.read(list); err != nil {
+		if err != nil {
 			return nil, err
 		}
 	}
 
 	return list, nil
+}
+
+func short(typ resource.Type, id string, spec yaml.Node) printed {
+	p := printed{Spec: spec}
+	p.Metadata.Type, p.Metadata.ID = typ, id
+
+	return p
+}
+
+// readExtensions appends the extensions of a mapping of names to versions.
+func readExtensions(list []printed, spec *yaml.Node) ([]printed, error) {
+	var versions map[string]string
+
+	err := spec.Decode(&versions)
+
+	for _, name := range slices.Sorted(maps.Keys(versions)) {
+		var status yaml.Node
+
+		err = errors.Join(err, status.Encode(map[string]any{"metadata": map[string]string{"name": name, "version": versions[name]}}))
+		if err != nil {
+			break
+		}
+
+		list, err = short(runtime.ExtensionStatusType, name, status).read(list)
+	}
+
+	return list, err
 }
 
 // read appends p with its resource.

@@ -167,6 +167,7 @@ func TestParse_RejectsInvalidInput(t *testing.T) {
 		{"table output", "NODE       NAMESPACE   TYPE       ID         VERSION\n10.0.0.1   k8s         Nodename   nodename   1\n", "the input is a table, which omits most values: add -o yaml"},
 		{"table output of a watch", "*   NODE       NAMESPACE   TYPE       ID         VERSION\n+   10.0.0.1   k8s         Nodename   nodename   1\n", "is a table"},
 		{"another kind of document", nodename + "---\napiVersion: v1\nkind: Node\n", "document 2, from line 8: not a resource"},
+		{"short form with a list of extensions", "platformmetadata: {platform: metal}\nextensions: [a]\n", "document 1, from line 1: "},
 		{"broken YAML", nodename + "---\nnode: n\nmetadata: [\n", "document 2, from line 8: yaml: "},
 		{"wrong type of a value", nodename + "---\n" + strings.Replace(nodename, "worker-1", "[a]", 1), "line 13"},
 		{"scalar spec", strings.Replace(nodename, "\n    nodename: worker-1", " 1", 1), "document 1, from line 1: spec of Nodenames"},
