@@ -152,15 +152,7 @@ func (f *file) extension(root *yaml.Node) {
 
 	d.decode(entry{key: root, value: root}, reflect.ValueOf(&document).Elem())
 
-	for i := range d.problems {
-		switch p := &d.problems[i]; {
-		case !strings.Contains(p.Msg, "must be "):
-		case strings.HasPrefix(p.Path, "environment"):
-			p.Msg += "; write a list such as [TALOS_CCM_V=4]"
-		case strings.HasSuffix(p.Path, ".content"):
-			p.Msg += `; write "content: |" and indent the file below it`
-		}
-	}
+	d.explainTypes()
 
 	if document.APIVersion != "" && document.APIVersion != "v1alpha1" {
 		d.report(d.find("apiVersion"), "apiVersion", "must be v1alpha1, not %s", quote(document.APIVersion))
@@ -170,16 +162,7 @@ func (f *file) extension(root *yaml.Node) {
 		d.report(root, "", "document needs configFiles or environment")
 	}
 
-	for i, file := range document.ConfigFiles {
-		at := fmt.Sprintf("configFiles[%d]", i)
-		if file.MountPath != "" && file.MountPath != f.service.MountPath {
-			d.report(d.find(at+".mountPath"), at+".mountPath", "must be %s, not %s", f.service.MountPath, quote(file.MountPath))
-		}
-
-		if e, found := d.values[at+".content"]; found && resolve(e.value).Kind == yaml.ScalarNode {
-			f.embedded(resolve(e.value))
-		}
-	}
+	f.files(d, document.ConfigFiles)
 
 	var at []string
 	for i := range document.Environment {
@@ -191,6 +174,33 @@ func (f *file) extension(root *yaml.Node) {
 
 	if f.result.Compiled == nil {
 		f.result.Compiled, _ = Parse("", nil) // the defaults are valid
+	}
+}
+
+// explainTypes completes the messages about values of other types in the document.
+func (d *decoder) explainTypes() {
+	for i := range d.problems {
+		switch p := &d.problems[i]; {
+		case !strings.Contains(p.Msg, "must be "):
+		case strings.HasPrefix(p.Path, "environment"):
+			p.Msg += "; write a list such as [TALOS_CCM_V=4]"
+		case strings.HasSuffix(p.Path, ".content"):
+			p.Msg += `; write "content: |" and indent the file below it`
+		}
+	}
+}
+
+// files reads the files of the document that d decodes.
+func (f *file) files(d *decoder, files []extensionFile) {
+	for i, file := range files {
+		at := fmt.Sprintf("configFiles[%d]", i)
+		if file.MountPath != "" && file.MountPath != f.service.MountPath {
+			d.report(d.find(at+".mountPath"), at+".mountPath", "must be %s, not %s", f.service.MountPath, quote(file.MountPath))
+		}
+
+		if e, found := d.values[at+".content"]; found && resolve(e.value).Kind == yaml.ScalarNode {
+			f.embedded(resolve(e.value))
+		}
 	}
 }
 

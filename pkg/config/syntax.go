@@ -67,15 +67,15 @@ func syntaxHint(message, line string, column int) string {
 			`enclose the value in ' and text in the template in ", as in '{{ default "none" .Zone }}'`, nested[0])
 	case bareTemplate.MatchString(line):
 		return unquotedTemplate
-	case strings.HasPrefix(message, "found character that cannot start any token") && column > 0 && column <= len(line):
-		return fmt.Sprintf("a value that begins with %q must be quoted", line[column-1:column])
+	case strings.HasPrefix(message, "found character that cannot start") && column <= len(line):
+		return fmt.Sprintf("a value that begins with %q must be quoted", line[max(column, 1)-1:column])
 	case strings.HasPrefix(message, "did not find expected ','"):
 		return "quote a value that contains brackets, braces or commas"
 	case strings.HasPrefix(message, "mapping values are not allowed"):
 		return `check the indentation, quote a value that contains ": ", and put a space after the colon of a key`
 	case strings.HasPrefix(message, "did not find expected"):
 		return "check the indentation"
-	default:
-		return ""
 	}
+
+	return ""
 }

@@ -125,7 +125,7 @@ func newReport(m Machine, in nodespec.Input) Report {
 		problems []nodespec.Problem
 	)
 
-	if m.isPartial(len(in.ProvidedNodeIPs) > 0) {
+	if m.isPartial(in.ProvidedNodeIPs) {
 		spec, problems = nodespec.FromMetadata(in)
 		report.Unknown = []string{"addresses"}
 

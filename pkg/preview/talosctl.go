@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net/netip"
 	"regexp"
 	"slices"
 	"strconv"
@@ -36,14 +37,14 @@ type Machine struct {
 
 // IsEmpty reports whether the resources do not suffice for any part of a report.
 func (m Machine) IsEmpty() bool {
-	return slices.Contains(m.Missing, kindName(runtime.PlatformMetadataType)) && m.isPartial(true)
+	return slices.Contains(m.Missing, kindName(runtime.PlatformMetadataType)) && m.isPartial([]netip.Addr{{}})
 }
 
 // isPartial reports whether a resource is missing on which the addresses and the name of the Node depend. Talos's node
 // IPs are not needed if those of the kubelet are given.
-func (m Machine) isPartial(hasNodeIPs bool) bool {
+func (m Machine) isPartial(nodeIPs []netip.Addr) bool {
 	needed := []string{kindName(network.AddressStatusType), kindName(k8s.NodenameType)}
-	if !hasNodeIPs {
+	if len(nodeIPs) == 0 {
 		needed = append(needed, kindName(k8s.NodeIPType))
 	}
 
