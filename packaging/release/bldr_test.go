@@ -41,6 +41,7 @@ type step struct {
 	SBOM       struct {
 		OutputPath    string `yaml:"outputPath"`
 		Version, PURL string
+		CPEs          []string
 		Licenses      []string
 	}
 }

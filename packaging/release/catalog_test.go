@@ -4,6 +4,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
@@ -49,6 +50,41 @@ func TestCatalog_SourceHasChecksums(t *testing.T) {
 				t.Errorf("got checksums %q and %q of %s", source.SHA256, source.SHA512, source.URL)
 			}
 		}
+	}
+}
+
+// Builds in the catalog are reproducible only without network access.
+func TestCatalog_BuildsOffline(t *testing.T) {
+	downloads := false
+
+	for _, s := range proposed(t).Steps {
+		if len(s.Build) == 0 {
+			downloads = downloads || s.Network == "default" && strings.Contains(strings.Join(s.Prepare, ""), "go mod download")
+
+			continue
+		}
+
+		if s.Network != "none" || !downloads {
+			t.Errorf("got network %q, modules downloaded before: %t", s.Network, downloads)
+		}
+
+		// The modules are in the image of the previous step, not in a cache that may be deleted before this step.
+		if slices.Contains(s.CachePaths, "/tmp/go/pkg") {
+			t.Error("modules are read from a cache")
+		}
+	}
+}
+
+func TestCatalog_ChecksVersionAndListsCPE(t *testing.T) {
+	last := proposed(t).Steps[len(proposed(t).Steps)-1]
+	version := proposedVariables(t)["VERSION"]
+
+	if want := `talos-ccm version) == "talos-ccm v` + version + `" ]]`; !strings.Contains(strings.Join(last.Test, ""), want) {
+		t.Errorf("tests do not contain %s:\n%s", want, last.Test)
+	}
+
+	if diff := cmp.Diff([]string{"cpe:2.3:a:talos-ccm:talos-ccm:" + version + ":*:*:*:*:*:*:*"}, last.SBOM.CPEs); diff != "" {
+		t.Errorf("(-want +got)\n%s", diff)
 	}
 }
 
