@@ -3,13 +3,22 @@ CACHE ?= $(or $(TALOS_CCM_CACHE),$(HOME)/.cache/talos-ccm)
 override CACHE := $(abspath $(CACHE))
 export TALOS_CCM_CACHE := $(CACHE)
 
+# renovate: datasource=go depName=github.com/golangci/golangci-lint/v2
 GOLANGCI_LINT_VERSION ?= v2.15.0
+# renovate: datasource=go depName=mvdan.cc/gofumpt
 GOFUMPT_VERSION ?= v0.12.0
+# renovate: datasource=go depName=github.com/rhysd/actionlint
 ACTIONLINT_VERSION ?= v1.7.12
+# renovate: datasource=go depName=golang.org/x/vuln
 GOVULNCHECK_VERSION ?= v1.8.0
+# renovate: datasource=go depName=helm.sh/helm/v4
+HELM_VERSION ?= v4.3.1
 
 ARTIFACTS ?= _out
 ARCHES ?= amd64 arm64
+# Source of Talos's images, and platform of the machines, for installer images.
+TALOS_REGISTRY ?= ghcr.io/siderolabs
+PLATFORM ?= metal
 describe := git describe --dirty --abbrev=12 2>/dev/null
 TAG ?= $(shell $(describe) --tags --match 'v[0-9]*' || echo v0.0.0-g$$($(describe) --always --exclude '*' || echo unknown))
 # Expand once, so that all targets of one run use the same value.
@@ -44,6 +53,7 @@ TOOLS := $(CACHE)/tools/$(firstword $(shell $(GO) env GOVERSION))
 GOLANGCI_LINT := $(TOOLS)/golangci-lint-$(GOLANGCI_LINT_VERSION)/golangci-lint
 GOFUMPT := $(TOOLS)/gofumpt-$(GOFUMPT_VERSION)/gofumpt
 ACTIONLINT := $(TOOLS)/actionlint-$(ACTIONLINT_VERSION)/actionlint
+HELM := $(TOOLS)/helm-$(HELM_VERSION)/helm
 
 # The imager of Talos, built from the same module as the Talos machines of the tests.
 TALOS_MODULE := test/talos/machined
@@ -74,11 +84,33 @@ image: build sbom ## Build the images of the extension and for pods as OCI layou
 		$(foreach arch,$(ARCHES),$(arch)=$(ARTIFACTS)/talos-ccm-linux-$(arch))
 	@echo "$$(CGO_ENABLED=0 GOOS=linux $(GO) list -deps ./cmd/talos-ccm | wc -l) Go packages in the binary"
 
+.PHONY: installer
+installer: image ## Build installer images, and push them: make installer TALOS=v1.13.5 [EXTENSIONS='image …'] [INSTALLER=host/repository:tag].
+	@ARTIFACTS='$(abspath $(ARTIFACTS))' ARCHES='$(ARCHES)' TALOS='$(TALOS)' TALOS_REGISTRY='$(TALOS_REGISTRY)' PLATFORM='$(PLATFORM)' \
+		EXTENSIONS='$(EXTENSIONS)' INSTALLER='$(INSTALLER)' GO='$(GO)' packaging/installer
+
+# Prints the path of Helm for tests.
+.PHONY: helm
+helm: $(HELM)
+	@echo $(HELM)
+
+# The chart is copied because its RBAC is a symbolic link, and to set its image.
+.PHONY: chart
+chart: $(HELM) ## Package the Helm chart, and render it as manifests, in _out: make chart [POD_REF=host/repository:tag].
+	rm -rf $(ARTIFACTS)/chart
+	mkdir -p $(ARTIFACTS)/chart
+	cp -RL packaging/chart $(ARTIFACTS)/chart/talos-ccm
+	$(if $(POD_REF),sed -i 's|^image: .*|image: $(POD_REF)|' $(ARTIFACTS)/chart/talos-ccm/values.yaml)
+	$(HELM) lint --strict $(ARTIFACTS)/chart/talos-ccm
+	$(HELM) package --destination $(ARTIFACTS)/chart $(ARTIFACTS)/chart/talos-ccm
+	$(HELM) template talos-ccm $(ARTIFACTS)/chart/talos-ccm --namespace kube-system >$(ARTIFACTS)/chart/talos-ccm.yaml
+
 .PHONY: push
-push: ## Push the images: make push REF=host/repository:tag [POD_REF=host/repository:tag].
-	@[ -n '$(REF)$(POD_REF)' ] || { echo 'REF or POD_REF is required: make push REF=host/repository:tag'; exit 1; }
+push: $(if $(CHART_REF),$(HELM)) ## Push images, or the chart: make push [REF=host/repository:tag] [POD_REF=host/repository:tag] [CHART_REF=host/folder].
+	@[ -n '$(REF)$(POD_REF)$(CHART_REF)' ] || { echo 'REF, POD_REF or CHART_REF is required: make push REF=host/repository:tag'; exit 1; }
 	@[ -z '$(REF)' ] || $(GO) run ./packaging/cmd/image push $(ARTIFACTS)/oci '$(REF)'
 	@[ -z '$(POD_REF)' ] || $(GO) run ./packaging/cmd/image push $(ARTIFACTS)/oci-pod '$(POD_REF)'
+	@[ -z '$(CHART_REF)' ] || $(HELM) push $(HELM_FLAGS) $(ARTIFACTS)/chart/talos-ccm-*.tgz 'oci://$(CHART_REF)' | sed -n 's|^Digest: |$(CHART_REF)/talos-ccm@|p'
 
 .PHONY: sbom
 sbom: build ## Write the SBOM of all Go modules to _out.
@@ -110,15 +142,15 @@ fmt: $(GOLANGCI_LINT) $(GOFUMPT) ## Format all Go code.
 	$(GOFUMPT) -w $(SOURCES)
 
 .PHONY: unit
-unit: ## Run the tests that do not need an API server.
+unit: $(HELM) ## Run the tests that do not need an API server.
 	$(GO) test -timeout $(TEST_TIMEOUT) $$($(call on_api_server,-v))
 
 .PHONY: integration
-integration: kube-assets ## Run the tests that need an API server.
+integration: kube-assets $(HELM) ## Run the tests that need an API server.
 	$(GO) test -timeout $(TEST_TIMEOUT) $$($(call on_api_server,))
 
 .PHONY: race
-race: kube-assets compiler ## Run unit and integration tests with the race detector.
+race: kube-assets compiler $(HELM) ## Run unit and integration tests with the race detector.
 	CGO_ENABLED=1 $(GO) test -race -count=1 -timeout $(TEST_TIMEOUT) -exec '$(CURDIR)/.ci/quiet' ./...
 
 .PHONY: docs
@@ -167,10 +199,10 @@ release-tree:
 	@[ -z "$$(git status --porcelain)" ] || { echo "Uncommitted changes:"; git status --short; exit 1; }
 
 .PHONY: release-artifacts
-release-artifacts: release-tag release-tree image sbom ## Build the release artifacts with checksums in _out/release. TAG must match vars.yaml.
+release-artifacts: release-tag release-tree image sbom chart ## Build the release artifacts with checksums in _out/release. TAG must match vars.yaml.
 	rm -rf $(ARTIFACTS)/release
 	mkdir -p $(ARTIFACTS)/release
-	cp $(ARCHES:%=$(ARTIFACTS)/talos-ccm-linux-%) $(ARTIFACTS)/talos-ccm.spdx.json $(ARTIFACTS)/release
+	cp $(ARCHES:%=$(ARTIFACTS)/talos-ccm-linux-%) $(ARTIFACTS)/talos-ccm.spdx.json $(ARTIFACTS)/chart/talos-ccm*.* $(ARTIFACTS)/release
 	cd $(ARTIFACTS)/release && sums=$$(sha256sum *) && sha512sum * >sha512sum.txt && echo "$$sums" >sha256sum.txt
 
 .PHONY: vulncheck
@@ -202,6 +234,10 @@ $(IMAGER):
 	@echo "Building the Talos imager"
 	@CGO_ENABLED=0 GOFLAGS=-mod=readonly $(GO) build -C $(TALOS_MODULE) -trimpath -buildvcs=false -tags tcell_minimal,grpcnotrace -ldflags '-s -w' \
 		-o $@ github.com/siderolabs/talos/cmd/installer
+
+$(HELM):
+	@echo "Building Helm $(HELM_VERSION)"
+	@cd / && CGO_ENABLED=0 GOFLAGS= GOBIN=$(@D) $(GO) install -trimpath helm.sh/helm/v4/cmd/helm@$(HELM_VERSION)
 
 $(ACTIONLINT):
 	@echo "Building actionlint $(ACTIONLINT_VERSION)"

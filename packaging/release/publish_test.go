@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-containerregistry/pkg/crane"
 	"github.com/google/go-containerregistry/pkg/registry"
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 
@@ -22,7 +23,8 @@ import (
 func runStep(t *testing.T, name string, environment ...string) string {
 	t.Helper()
 
-	steps := workflows(t)["release.yaml"].Jobs["release"].Steps
+	jobs := workflows(t)["release.yaml"].Jobs
+	steps := slices.Concat(jobs["release"].Steps, jobs["installers"].Steps)
 
 	i := slices.IndexFunc(steps, func(s workflowStep) bool { return s.Name == name })
 	if i < 0 {
@@ -74,12 +76,28 @@ func TestRelease_PushesBuiltImages(t *testing.T) {
 
 	want := "extension=" + writeLayout(t, artifacts+"/oci", image.ExtensionIndex) + "\npod=" + writeLayout(t, artifacts+"/oci-pod", image.PodIndex) + "\n"
 
-	runStep(t, "Push", "TAG=v1.2.3", "EXTENSION="+repository, "POD="+repository+"-pod", "ARTIFACTS="+artifacts, "GITHUB_OUTPUT="+outputs)
+	if output, err := exec.CommandContext(t.Context(), "make", "--directory="+root, "chart", "ARTIFACTS="+artifacts).CombinedOutput(); err != nil {
+		t.Fatalf("make chart: %v\n%s", err, output)
+	}
+
+	charts := strings.TrimPrefix(server.URL, "http://") + "/talos-ccm/charts"
+
+	runStep(t, "Push", "TAG=v1.2.3", "EXTENSION="+repository, "POD="+repository+"-pod", "CHARTS="+charts, "HELM_FLAGS=--plain-http",
+		"ARTIFACTS="+artifacts, "GITHUB_OUTPUT="+outputs)
 
 	got, err := os.ReadFile(outputs)
 	if err != nil {
 		t.Fatal(err)
 	}
+
+	version := withVariables(t, "vars.yaml", platform("x86_64"))["VERSION"]
+
+	digest, err := crane.Digest(charts + "/talos-ccm:" + version)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	want += "chart=" + digest + "\n"
 
 	if diff := cmp.Diff(want, string(got)); diff != "" {
 		t.Errorf("(-want +pushed)\n%s", diff)
@@ -96,7 +114,8 @@ func asked(t *testing.T, tag string) []string {
 	}
 
 	return strings.Split(runStep(t, "Draft the release", "PATH="+programs+":"+os.Getenv("PATH"), "TAG="+tag,
-		"EXTENSION=registry.example.com/a", "EXTENSION_DIGEST=sha256:1", "POD=registry.example.com/b", "POD_DIGEST=sha256:2"), "\x00")
+		"EXTENSION=registry.example.com/a", "EXTENSION_DIGEST=sha256:1", "POD=registry.example.com/b", "POD_DIGEST=sha256:2",
+		"CHARTS=registry.example.com/c", "CHART_DIGEST=sha256:3", "INSTALLER=registry.example.com/d"), "\x00")
 }
 
 func TestRelease_DraftListsImages(t *testing.T) {
@@ -109,7 +128,10 @@ func TestRelease_DraftListsImages(t *testing.T) {
 	}
 
 	notes := args[slices.Index(args, "--notes")+1]
-	for _, want := range []string{"registry.example.com/a:v1.2.3@sha256:1", "registry.example.com/b:v1.2.3@sha256:2"} {
+	for _, want := range []string{
+		"registry.example.com/a:v1.2.3@sha256:1", "registry.example.com/b:v1.2.3@sha256:2",
+		"oci://registry.example.com/c/talos-ccm:1.2.3@sha256:3", "registry.example.com/d:TALOS-VERSION-v1.2.3",
+	} {
 		if !strings.Contains(notes, want) {
 			t.Errorf("release notes do not contain %s:\n%s", want, notes)
 		}

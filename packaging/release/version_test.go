@@ -1,12 +1,16 @@
 package release_test
 
 import (
+	"encoding/json"
 	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"strings"
 	"testing"
+
+	"go.yaml.in/yaml/v4"
 )
 
 func TestRelease_RequiresMatchingTag(t *testing.T) {
@@ -19,6 +23,49 @@ func TestRelease_RequiresMatchingTag(t *testing.T) {
 		if (err == nil) != released {
 			t.Errorf("tag %q: got error %v, want success %t\n%s", tag, err, released, output)
 		}
+	}
+}
+
+// Renovate updates the versions that the regular expression matches.
+func TestVersion_RenovateFindsAllTools(t *testing.T) {
+	var renovate struct {
+		CustomManagers []struct{ MatchStrings []string }
+	}
+
+	if err := json.Unmarshal(read(t, ".github/renovate.json"), &renovate); err != nil {
+		t.Fatal(err)
+	}
+
+	makefile := read(t, "Makefile")
+	pattern := regexp.MustCompile(renovate.CustomManagers[0].MatchStrings[0])
+	versions := regexp.MustCompile(`(?m)^\w+_VERSION \?= v`)
+
+	if got, want := len(pattern.FindAll(makefile, -1)), len(versions.FindAll(makefile, -1)); got != want || want == 0 {
+		t.Errorf("found %d versions of %d", got, want)
+	}
+}
+
+// The chart is released with talos-ccm, and its default image is that of the release.
+func TestVersion_ChartHasManifestVersion(t *testing.T) {
+	version := withVariables(t, "vars.yaml", platform("x86_64"))["VERSION"]
+
+	var (
+		chart struct {
+			Version    string
+			AppVersion string `yaml:"appVersion"`
+		}
+		values struct{ Image string }
+	)
+
+	// Both have more keys.
+	for path, into := range map[string]any{"packaging/chart/Chart.yaml": &chart, "packaging/chart/values.yaml": &values} {
+		if err := yaml.Unmarshal(read(t, path), into); err != nil {
+			t.Fatal(err)
+		}
+	}
+
+	if chart.Version != version || chart.AppVersion != version || !strings.HasSuffix(values.Image, ":v"+version) {
+		t.Errorf("got chart version %s, app version %s and image %s, want version %s", chart.Version, chart.AppVersion, values.Image, version)
 	}
 }
 

@@ -143,6 +143,13 @@ type profile struct {
 	} `yaml:"output"`
 }
 
+// chartValues has the values of the Helm chart in packaging/chart that the documentation sets.
+type chartValues struct {
+	Image    string         `yaml:"image"`
+	Replicas int            `yaml:"replicas"`
+	Config   map[string]any `yaml:"config"`
+}
+
 // foreignObject returns the type of an object that client-go does not have, or nil if the kind is unknown.
 func foreignObject(kind string) any {
 	switch kind {
@@ -163,6 +170,7 @@ type foreignDocument struct {
 // foreignDocuments returns the types of documents without apiVersion, each with a key that identifies it.
 func foreignDocuments() []foreignDocument {
 	return []foreignDocument{
+		{key: "image", into: new(chartValues)},
 		{key: "input", into: new(profile)},
 		{key: "customization", into: new(schematic)},
 		{key: "scrape_configs", into: new(scraping)},

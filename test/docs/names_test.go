@@ -33,6 +33,7 @@ var theirs = map[string]string{
 	"--primary-factory-url":             "Omni's",
 	"--privileged":                      "docker's",
 	"--system-extension-image":          "imager's",
+	"--take-ownership":                  "Helm's",
 	"--use-service-account-credentials": "the upstream Talos CCM's",
 
 	"ExtensionServiceConfig":      "Talos's",

@@ -279,6 +279,7 @@ var tools = map[string]tool{
 	"helm": {commands: map[string]flags{ // helm.sh/docs/helm
 		"get values": flagList("-n= --namespace= -o="),
 		"list":       flagList("-n= --namespace= -A"),
+		"upgrade":    flagList("-i --install -n= --namespace= -f< --values< --set= --version= --take-ownership"),
 		"uninstall":  flagList("-n= --namespace= --wait"),
 	}},
 	"imager": { // siderolabs/talos, cmd/installer/cmd/imager

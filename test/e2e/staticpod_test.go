@@ -11,6 +11,7 @@ import (
 	"io"
 	"net/netip"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -34,12 +35,12 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
 
-// podsPage has the manifests that are applied here, as they stand there.
+// podsPage has the manifest of the static pod and the patch that are applied here, as they stand there.
 const podsPage = "../../docs/guides/run-as-pod.md"
 
 var (
 	yamlBlock = regexp.MustCompile("(?s)\n *```yaml\n(.*?\n) *```\n")
-	imageLine = regexp.MustCompile(`(?m)^ *image: (\S+)$`)
+	imageLine = regexp.MustCompile(`(?m)^ *image: "?([^\s"]+)"?$`)
 )
 
 // yamlBlocks are those of one section of a page, which may be indented as parts of a list.
@@ -65,6 +66,27 @@ func yamlBlocks(t *testing.T, path, section string) []string {
 	}
 
 	return contents
+}
+
+// renderedChart is what the Helm chart renders with its default values.
+func renderedChart(t *testing.T) string {
+	t.Helper()
+
+	artifacts := t.TempDir()
+	cmd := exec.CommandContext(t.Context(), "make", "--directory=../..", "chart", "ARTIFACTS="+artifacts)
+	// Drop the flags of the make that runs this test.
+	cmd.Env = append(os.Environ(), "MAKEFLAGS=")
+
+	if output, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("make chart: %v\n%s", err, output)
+	}
+
+	manifests, err := os.ReadFile(filepath.Join(artifacts, "chart/talos-ccm.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	return string(manifests)
 }
 
 // pushImage has the machines find our image under the name that a manifest gives it.
@@ -320,6 +342,11 @@ func eachObject(t *testing.T, manifest string, do func(context.Context, dynamic.
 			t.Fatal(err)
 		}
 
+		// Helm's manifests begin with a separator, and the extension of the machine has applied the RBAC.
+		if object.Object == nil || object.GetAnnotations()[extension.RBACVersionAnnotation] != "" {
+			continue
+		}
+
 		kind := object.GroupVersionKind()
 		resource := schema.GroupVersionResource{Group: kind.Group, Version: kind.Version, Resource: strings.ToLower(kind.Kind) + "s"}
 
@@ -337,8 +364,7 @@ func TestDocs_DeploymentWorks(t *testing.T) {
 	eventually(t, bothInitialized)
 	eventually(t, heldBy(theExtension))
 
-	manifests := yamlBlocks(t, podsPage, "Deployment")
-	access, deployment := manifests[0], manifests[1]
+	access, deployment := yamlBlocks(t, podsPage, "Deployment")[0], renderedChart(t)
 	pushImage(t, deployment)
 
 	patchMachine(t, bed.ControlPlane, "no-reboot", access)

@@ -223,3 +223,33 @@ metadata:
 		})
 	}
 }
+
+// runImager is a docker that runs the imager of the tests, for an initramfs instead of an installer, which needs Talos's images.
+const runImager = `#!/bin/sh
+sed -e "s|ociPath: /out/oci|ociPath: $LAYOUT|" -e 's|kind: installer|kind: initramfs|' -e "s|^input:|input:\n  initramfs:\n    path: $BASE|" |
+  "$IMAGER" - --output "$ARTIFACTS"
+`
+
+func TestImager_AcceptsProfileOfMakeInstaller(t *testing.T) {
+	layout, base, folder, docker := setting(t, "TALOS_CCM_LAYOUT"), baseInitramfs(t), t.TempDir(), t.TempDir()
+
+	if err := os.WriteFile(filepath.Join(docker, "docker"), []byte(runImager), 0o755); err != nil {
+		t.Fatal(err)
+	}
+
+	cmd := exec.CommandContext(t.Context(), "../../packaging/installer")
+	cmd.Env = []string{
+		"PATH=" + docker + string(os.PathListSeparator) + programs(t), "HOME=" + folder, "TMPDIR=" + t.TempDir(),
+		"ARTIFACTS=" + folder, "ARCHES=amd64 arm64", "TALOS=v1.13.5", "TALOS_REGISTRY=ghcr.io/siderolabs", "PLATFORM=metal", "EXTENSIONS=", "INSTALLER=",
+		"IMAGER=" + setting(t, "TALOS_CCM_IMAGER"), "LAYOUT=" + layout, "BASE=" + base,
+	}
+
+	if said, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, said)
+	}
+
+	for _, arch := range []string{"amd64", "arm64"} {
+		initramfs := filepath.Join(folder, fmt.Sprintf(output, arch))
+		compare(t, unpackImage(t, open(t, layout), arch), unpack(t, initramfs, base), arch)
+	}
+}

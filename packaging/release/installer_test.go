@@ -1,0 +1,170 @@
+package release_test
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/blang/semver/v4"
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-containerregistry/pkg/crane"
+	"github.com/google/go-containerregistry/pkg/name"
+	"github.com/google/go-containerregistry/pkg/registry"
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/empty"
+	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"github.com/google/go-containerregistry/pkg/v1/tarball"
+
+	"github.com/talos-ccm/talos-ccm/packaging/image"
+)
+
+// listedTalos returns the Talos versions that the release workflow builds installer images for.
+func listedTalos(t *testing.T) (versions []string) {
+	t.Helper()
+
+	outputs := filepath.Join(t.TempDir(), "outputs")
+	runStep(t, "List Talos versions", "GITHUB_OUTPUT="+outputs)
+
+	content, err := os.ReadFile(outputs)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	if err := json.Unmarshal(bytes.TrimPrefix(content, []byte("versions=")), &versions); err != nil {
+		t.Fatalf("%v in %s", err, content)
+	}
+
+	return versions
+}
+
+func TestInstallers_ListSupportedTalosVersions(t *testing.T) {
+	var minors []string
+
+	versions := listedTalos(t)
+
+	for i, version := range versions {
+		parsed, err := semver.Parse(strings.TrimPrefix(version, "v"))
+		if err != nil || !strings.HasPrefix(version, "v") || len(parsed.Pre) > 0 {
+			t.Fatalf("%s is no release: %v", version, err)
+		}
+
+		if i > 0 && semver.MustParse(versions[i-1][1:]).GTE(parsed) {
+			t.Errorf("%s follows %s", version, versions[i-1])
+		}
+
+		minors = append(minors, fmt.Sprintf("%d.%d.0", parsed.Major, parsed.Minor))
+	}
+
+	if diff := cmp.Diff(image.SupportedTalos, slices.Compact(minors)); diff != "" {
+		t.Errorf("(-supported +listed)\n%s", diff)
+	}
+}
+
+// fakeDocker records the arguments and the input of docker, and copies the files of the directory $MADE to the volume.
+const fakeDocker = `#!/bin/sh
+{ printf '%s ' "$@"; echo; cat; } >>"$RECORD"
+for last; do case $last in *:/out) out=${last%:/out} ;; esac; done
+cp "$MADE"/* "$out"
+echo progress
+`
+
+// imagerOutput writes installer images as imager does, and returns their directory.
+func imagerOutput(t *testing.T) string {
+	t.Helper()
+
+	folder := t.TempDir()
+
+	for _, arch := range []string{"amd64", "arm64"} {
+		img, err := mutate.ConfigFile(empty.Image, &v1.ConfigFile{Architecture: arch, OS: "linux"})
+		if err != nil {
+			t.Fatal(err)
+		}
+
+		if err := tarball.WriteToFile(filepath.Join(folder, "installer-"+arch+".tar"), name.MustParseReference("installer"), img); err != nil {
+			t.Fatal(err)
+		}
+	}
+
+	return folder
+}
+
+func TestInstallers_AreBuiltAndPushed(t *testing.T) {
+	server := httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0))))
+	t.Cleanup(server.Close)
+
+	var (
+		repository = strings.TrimPrefix(server.URL, "http://") + "/talos-ccm/talos-ccm-installer"
+		folder     = t.TempDir()
+		record     = filepath.Join(folder, "record")
+		outputs    = filepath.Join(folder, "outputs")
+		artifacts  = filepath.Join(folder, "artifacts")
+		programs   = filepath.Join(folder, "bin")
+	)
+
+	for _, path := range []string{artifacts, programs} {
+		if err := os.Mkdir(path, 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+
+	if err := os.WriteFile(filepath.Join(programs, "docker"), []byte(fakeDocker), 0o755); err != nil {
+		t.Fatal(err)
+	}
+
+	runStep(t, "Build and push the installer", "PATH="+programs+":"+os.Getenv("PATH"), "RECORD="+record, "MADE="+imagerOutput(t), "ARTIFACTS="+artifacts,
+		"TALOS=v1.13.5", "TAG=v1.2.3", "EXTENSIONS=example.com/a:v1 example.com/b:v1", "REPOSITORY="+repository, "GITHUB_OUTPUT="+outputs)
+
+	var want strings.Builder
+
+	for _, arch := range []string{"amd64", "arm64"} {
+		fmt.Fprintf(&want, `run --rm --interactive --volume %s:/out ghcr.io/siderolabs/imager:v1.13.5 - 
+arch: %s
+platform: metal
+secureboot: false
+version: v1.13.5
+input:
+  baseInstaller:
+    imageRef: ghcr.io/siderolabs/installer-base:v1.13.5
+  systemExtensions:
+    - ociPath: /out/oci
+    - imageRef: example.com/a:v1
+    - imageRef: example.com/b:v1
+output:
+  kind: installer
+  outFormat: raw
+`, artifacts, arch)
+	}
+
+	recorded, err := os.ReadFile(record)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	if diff := cmp.Diff(want.String(), string(recorded)); diff != "" {
+		t.Errorf("(-want +docker)\n%s", diff)
+	}
+
+	for _, arch := range []string{"amd64", "arm64"} {
+		pushed, err := crane.Config(repository+":v1.13.5-v1.2.3", crane.WithPlatform(&v1.Platform{OS: "linux", Architecture: arch}))
+		if err != nil || !bytes.Contains(pushed, []byte(arch)) {
+			t.Errorf("%s: got configuration %s, %v", arch, pushed, err)
+		}
+	}
+
+	digest, err := crane.Digest(repository + ":v1.13.5-v1.2.3")
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	if got, err := os.ReadFile(outputs); err != nil || string(got) != "digest="+digest+"\n" {
+		t.Errorf("got output %q, %v, want digest %s", got, err, digest)
+	}
+}
