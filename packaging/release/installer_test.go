@@ -105,15 +105,9 @@ func TestInstallers_AreBuiltAndPushed(t *testing.T) {
 		folder     = t.TempDir()
 		record     = filepath.Join(folder, "record")
 		outputs    = filepath.Join(folder, "outputs")
-		artifacts  = filepath.Join(folder, "artifacts")
-		programs   = filepath.Join(folder, "bin")
+		artifacts  = t.TempDir()
+		programs   = t.TempDir()
 	)
-
-	for _, path := range []string{artifacts, programs} {
-		if err := os.Mkdir(path, 0o755); err != nil {
-			t.Fatal(err)
-		}
-	}
 
 	if err := os.WriteFile(filepath.Join(programs, "docker"), []byte(fakeDocker), 0o755); err != nil {
 		t.Fatal(err)
