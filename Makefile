@@ -61,6 +61,9 @@ IMAGER := $(TOOLS)/imager-$(shell cat $(TALOS_MODULE)/go.{mod,sum} | sha256sum |
 
 LDFLAGS := -s -w -buildid= -X github.com/talos-ccm/talos-ccm/pkg/version.version=$(TAG)
 
+CLIS := $(ARCHES:%=$(ARTIFACTS)/talos-ccm-darwin-%) $(ARCHES:%=$(ARTIFACTS)/talos-ccm-windows-%.exe)
+go_build = CGO_ENABLED=0 GOFLAGS=-mod=readonly GOOS=$(1) GOARCH=$* $(GO) build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o $@ ./cmd/talos-ccm
+
 # Directories with Go code, including nested modules.
 SOURCES := cmd extension packaging pkg test
 # Packages whose tests start an API server, or with the argument -v all other packages.
@@ -73,10 +76,19 @@ help: ## Show this help.
 .PHONY: build
 build: $(ARCHES:%=$(ARTIFACTS)/talos-ccm-linux-%) ## Build static binaries in _out.
 
+.PHONY: cli
+cli: $(CLIS) ## Build the commands for macOS and Windows in _out.
+
 # Phony, because Go detects changes itself.
-.PHONY: $(ARCHES:%=$(ARTIFACTS)/talos-ccm-linux-%)
+.PHONY: $(ARCHES:%=$(ARTIFACTS)/talos-ccm-linux-%) $(CLIS)
 $(ARCHES:%=$(ARTIFACTS)/talos-ccm-linux-%): $(ARTIFACTS)/talos-ccm-linux-%:
-	CGO_ENABLED=0 GOFLAGS=-mod=readonly GOOS=linux GOARCH=$* $(GO) build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o $@ ./cmd/talos-ccm
+	$(call go_build,linux)
+
+$(ARCHES:%=$(ARTIFACTS)/talos-ccm-darwin-%): $(ARTIFACTS)/talos-ccm-darwin-%:
+	$(call go_build,darwin)
+
+$(ARCHES:%=$(ARTIFACTS)/talos-ccm-windows-%.exe): $(ARTIFACTS)/talos-ccm-windows-%.exe:
+	$(call go_build,windows)
 
 .PHONY: image
 image: build sbom ## Build the images of the extension and for pods as OCI layouts in _out.
@@ -159,7 +171,7 @@ docs: ## Check all links, commands and YAML blocks in the documentation.
 
 # Build first: without a build cache the build exceeds the timeout of packaging/image, whose tests need the binaries.
 .PHONY: test
-test: lint build race docs monitoring-test ## Run the linters and all tests except e2e, with the race detector.
+test: lint build cli race docs monitoring-test ## Run the linters and all tests except e2e, with the race detector.
 
 .PHONY: histories
 histories: ## Run a thousand random histories of Nodes against the lifecycle controller.
@@ -199,10 +211,10 @@ release-tree:
 	@[ -z "$$(git status --porcelain)" ] || { echo "Uncommitted changes:"; git status --short; exit 1; }
 
 .PHONY: release-artifacts
-release-artifacts: release-tag release-tree image sbom chart ## Build the release artifacts with checksums in _out/release. TAG must match vars.yaml.
+release-artifacts: release-tag release-tree image cli sbom chart ## Build the release artifacts with checksums in _out/release. TAG must match vars.yaml.
 	rm -rf $(ARTIFACTS)/release
 	mkdir -p $(ARTIFACTS)/release
-	cp $(ARCHES:%=$(ARTIFACTS)/talos-ccm-linux-%) $(ARTIFACTS)/talos-ccm.spdx.json $(ARTIFACTS)/chart/talos-ccm*.* $(ARTIFACTS)/release
+	cp $(ARCHES:%=$(ARTIFACTS)/talos-ccm-linux-%) $(CLIS) $(ARTIFACTS)/talos-ccm.spdx.json $(ARTIFACTS)/chart/talos-ccm*.* $(ARTIFACTS)/release
 	cd $(ARTIFACTS)/release && sums=$$(sha256sum *) && sha512sum * >sha512sum.txt && echo "$$sums" >sha256sum.txt
 
 .PHONY: vulncheck

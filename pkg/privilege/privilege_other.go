@@ -1,0 +1,15 @@
+//go:build !linux
+
+// Package privilege drops the privileges with which Talos starts an extension service. Only Talos starts one, so on other
+// operating systems, which run the other commands, its functions fail.
+package privilege
+
+import "errors"
+
+var errNotLinux = errors.New("requires Linux")
+
+// RaiseOpenFiles fails.
+func RaiseOpenFiles() error { return errNotLinux }
+
+// Drop fails.
+func Drop(...string) error { return errNotLinux }
