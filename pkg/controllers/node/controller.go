@@ -227,30 +227,56 @@ func (c *Controller) sync(ctx context.Context, nodename string) (result string, 
 		return resultUnchanged, nil
 	}
 
-	entry := c.config.Inventory.Get(nodename)
-	in := nodespec.NewInput(node, entry.Machine, c.config.Options()).WithPeers(c.config.Inventory, nodename)
+	p, conditions, err := c.plan(node)
 
-	if entry.Condition == inventory.Mismatch || !mayManage(entry, in) {
-		c.release(nodename)
-	}
-
-	spec, conditions, ok := c.desired(node, entry, in)
-
-	if ok {
-		var condition *events.Condition
-
-		if spec.ProviderID, condition, ok = c.providerID(node, entry, spec.ProviderID); condition != nil {
-			conditions = append(conditions, *condition)
-		}
-	}
-
-	if !ok {
+	switch {
+	case err != nil:
+		return resultError, fmt.Errorf("compare node %s: %w", nodename, err)
+	case p == nil:
 		c.report(node, conditions)
 
 		return resultPending, nil
 	}
 
-	return c.update(ctx, node, spec, conditions)
+	return c.update(ctx, node, *p, conditions)
+}
+
+// plan returns what to write to the Node of a Talos machine, and what to report. The plan is nil if the desired state is
+// not known yet or the Node is not managed.
+func (c *Controller) plan(node *corev1.Node) (p *plan, conditions []events.Condition, err error) {
+	entry := c.config.Inventory.Get(node.Name)
+	in := nodespec.NewInput(node, entry.Machine, c.config.Options()).WithPeers(c.config.Inventory, node.Name)
+
+	if entry.Condition == inventory.Mismatch || !mayManage(entry, in) {
+		c.release(node.Name)
+	}
+
+	spec, conditions, ok := c.desired(node, entry, in)
+	if !ok {
+		return nil, conditions, nil
+	}
+
+	wanted := spec.ProviderID
+
+	id, condition, ok := c.providerID(node, entry, wanted)
+	if condition != nil {
+		conditions = append(conditions, *condition)
+	}
+
+	if !ok {
+		return nil, conditions, nil
+	}
+
+	spec.ProviderID = id
+
+	made, err := makePlan(node, spec)
+	if err != nil {
+		return nil, conditions, err
+	}
+
+	made.wantedID = wanted
+
+	return &made, append(conditions, made.conflicts...), nil
 }
 
 // desired returns the desired state of the Node, whether it is known and can be written, and what to report.
@@ -367,15 +393,9 @@ func (c *Controller) report(node *corev1.Node, conditions []events.Condition) {
 	}
 }
 
-// update writes the differences between the Node and its desired state, logs them and emits an Event for an
-// initialization.
-func (c *Controller) update(ctx context.Context, node *corev1.Node, spec nodespec.Spec, conditions []events.Condition) (result string, err error) {
-	p, err := makePlan(node, spec)
-	if err != nil {
-		return resultError, fmt.Errorf("compare node %s: %w", node.Name, err)
-	}
-
-	c.report(node, append(conditions, p.conflicts...))
+// update writes the plan, logs it and emits an Event for an initialization.
+func (c *Controller) update(ctx context.Context, node *corev1.Node, p plan, conditions []events.Condition) (result string, err error) {
+	c.report(node, conditions)
 
 	if p.empty() {
 		return resultUnchanged, nil
@@ -401,7 +421,7 @@ func (c *Controller) update(ctx context.Context, node *corev1.Node, spec nodespe
 		return resultChanged, nil
 	}
 
-	providerID := cmp.Or(node.Spec.ProviderID, spec.ProviderID)
+	providerID := cmp.Or(node.Spec.ProviderID, p.providerID)
 	duration := c.config.Clock.Since(node.CreationTimestamp.Time)
 	initialization.Observe(duration.Seconds())
 	logger.Info("Initialized node", "providerID", providerID, "duration", duration)

@@ -2,6 +2,7 @@ package node
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -43,6 +44,8 @@ type plan struct {
 	addresses []corev1.NodeAddress
 	// providerID is set unless empty, which means that the Node has one.
 	providerID string
+	// wantedID is the providerID of a new Node of the machine.
+	wantedID string
 	// initialize is true if the uninitialized taint must be removed, in the same write that sets providerID.
 	initialize bool
 	// updateTaints is true if spec.taints must change. The new list is computed from the version of the Node that is
@@ -102,6 +105,32 @@ func makePlan(node *corev1.Node, spec nodespec.Spec) (plan, error) {
 	}
 
 	return p, nil
+}
+
+// applyTo returns the Node after the plan is written. It does not change the given one.
+func (p plan) applyTo(node *corev1.Node) (*corev1.Node, error) {
+	managers, err := fieldManagers(node)
+	if err != nil {
+		return nil, err
+	}
+
+	after := node.DeepCopy()
+	after.Spec.ProviderID = cmp.Or(p.providerID, node.Spec.ProviderID)
+
+	if p.apply {
+		after.Labels = labelsField.applied(node, managers, p.labels)
+		after.Annotations = annotationsField.applied(node, managers, p.annotations)
+	}
+
+	if p.addresses != nil {
+		after.Status.Addresses = p.addresses
+	}
+
+	if p.updateTaints {
+		after.Spec.Taints = planTaints(node, p.taints).list
+	}
+
+	return after, nil
 }
 
 // metadataField is one of the two maps that the controller applies.
@@ -173,6 +202,24 @@ func (f metadataField) compare(node *corev1.Node, managers []fieldManager, desir
 	result.changed = !maps.Equal(result.apply, applied)
 
 	return result
+}
+
+// applied returns the keys of the Node after apply is applied: server-side apply removes what the controller no longer
+// applies and no other manager owns.
+func (f metadataField) applied(node *corev1.Node, managers []fieldManager, apply map[string]string) map[string]string {
+	after := maps.Clone(f.of(node))
+
+	maps.DeleteFunc(after, func(key, _ string) bool {
+		return f.isApplied(managers, key) && !slices.ContainsFunc(managers, func(m fieldManager) bool { return !m.isOurs() && m.fields.Has(f.path(key)) })
+	})
+
+	if after == nil {
+		return apply
+	}
+
+	maps.Copy(after, apply)
+
+	return after
 }
 
 // fieldManager is an entry of managedFields. The generated ExtractNode cannot be used: it fails for Nodes with two

@@ -1,0 +1,196 @@
+package node_test
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/kube"
+)
+
+const upstream = "talos-cloud-controller-manager"
+
+// view returns the machine as the reflector would read it.
+func (s suite) view(m *talostest.Machine) machine.Machine {
+	s.Helper()
+
+	var view machine.View
+
+	for _, kind := range append(machine.WatchedKinds(), machine.PolledKinds()...) {
+		list, err := m.State().List(s.Context(), kind)
+		s.require(err)
+		view.ReplaceKind(kind, list.Items)
+	}
+
+	return view.Machine()
+}
+
+// preview returns the preview of a Node whose kubelet will report Talos, and of its machine.
+func (s suite) preview(n *corev1.Node, m *talostest.Machine) node.Preview {
+	s.Helper()
+
+	machines := inventory.New(time.Now)
+	machines.Replace(n.Name, s.view(m))
+
+	talos := n.DeepCopy()
+	talos.Status.NodeInfo.OSImage = kube.DefaultOSImage
+
+	previews, err := node.NewPreviews([]*corev1.Node{talos}, machines, s.options.get())
+	s.require(err)
+
+	return previews[0]
+}
+
+// release makes the controller write a Node that it has ignored because its kubelet has not reported Talos.
+func (s suite) release(nodename string) {
+	s.Helper()
+
+	_, err := s.client.CoreV1().Nodes().Patch(s.Context(), nodename, types.MergePatchType,
+		[]byte(fmt.Sprintf(`{"status":{"nodeInfo":{"osImage":%q}}}`, kube.DefaultOSImage)), metav1.PatchOptions{FieldManager: "kubelet"}, "status")
+	s.require(err)
+}
+
+// sameContent compares what the controller writes, without what kube-controller-manager may write at the same time.
+func sameContent(a, b *corev1.Node) bool {
+	content := func(n *corev1.Node) (map[string]string, []corev1.Taint) {
+		annotations := maps.Clone(n.Annotations)
+		maps.DeleteFunc(annotations, func(key, _ string) bool { return strings.HasPrefix(key, "node.alpha.kubernetes.io/") })
+
+		return annotations, slices.DeleteFunc(slices.Clone(n.Spec.Taints), func(t corev1.Taint) bool { return strings.HasPrefix(t.Key, "node.kubernetes.io/") })
+	}
+
+	annotationsA, taintsA := content(a)
+	annotationsB, taintsB := content(b)
+
+	return maps.Equal(annotationsA, annotationsB) && slices.Equal(taintsA, taintsB) && maps.Equal(a.Labels, b.Labels) &&
+		a.Spec.ProviderID == b.Spec.ProviderID && slices.Equal(a.Status.Addresses, b.Status.Addresses)
+}
+
+func TestNewPreviews_AgreeWithWrites(t *testing.T) {
+	const site, gone, common = "example.com/site", "example.com/gone", "example.com/common"
+
+	labels := func(value string) map[string]string { return map[string]string{site: value} }
+
+	for _, test := range []struct {
+		nodename string
+		before   func(s suite, nodename string)
+		rule     rules.Rule
+	}{
+		{
+			"preview-new",
+			func(suite, string) {},
+			rules.Rule{Labels: labels("new"), Annotations: labels("new"), Taints: map[string]string{storageTaint: "ceph:NoSchedule"}},
+		},
+		{"preview-migrated", initializeAsUpstream, rules.Rule{Labels: labels("new"), Enforce: true, Taints: map[string]string{storageTaint: "ceph:NoSchedule"}}},
+		{
+			"preview-applied",
+			func(s suite, nodename string) {
+				s.applyAs(node.FieldManager, nodename, map[string]string{site: "old", gone: "true", common: "true"})
+				s.applyAs("kubectl", nodename, map[string]string{common: "true"})
+			},
+			rules.Rule{Labels: labels("new")},
+		},
+		{
+			"preview-conflict",
+			func(s suite, nodename string) {
+				s.patch(nodename, "kubectl", `{"metadata":{"labels":{"example.com/site":"old"}}}`)
+			},
+			rules.Rule{Labels: labels("new"), Annotations: labels("new")},
+		},
+	} {
+		t.Run(test.nodename, func(t *testing.T) {
+			s := parallel(t)
+			m := s.machine(aws(test.nodename))
+
+			registered := nodeOf(m)
+			registered.OSImage = "Another OS"
+			s.register(registered)
+			test.before(s, test.nodename)
+			s.rules(test.nodename, test.rule)
+
+			p := s.preview(s.get(test.nodename), m)
+			if p.After == nil || sameContent(p.Before, p.After) {
+				t.Fatalf("no change: %+v", p)
+			}
+
+			s.release(test.nodename)
+			n := s.await(test.nodename, "as previewed", func(n *corev1.Node) bool { return sameContent(n, p.After) })
+
+			// Nothing more is written.
+			s.waitForIdle()
+
+			if now := s.get(test.nodename); !sameContent(now, n) {
+				t.Errorf("got %+v, want %+v", now, n)
+			}
+
+			if after := s.preview(n, m); !sameContent(after.Before, after.After) {
+				t.Errorf("change of a written Node: %+v", after)
+			}
+		})
+	}
+}
+
+// initializeAsUpstream writes what the upstream Talos CCM writes, and what it keeps by mistake.
+func initializeAsUpstream(s suite, nodename string) {
+	s.patch(nodename, upstream, `{
+		"metadata":{"labels":{"example.com/site":"old","example.com/stray":"left","topology.kubernetes.io/zone":"eu-1a"}},
+		"spec":{"providerID":"talos://metal/10.0.0.9","taints":null}}`)
+
+	_, err := s.client.CoreV1().Nodes().Patch(s.Context(), nodename, types.MergePatchType,
+		[]byte(`{"status":{"addresses":[{"type":"InternalIP","address":"10.0.0.9"},{"type":"ExternalIP","address":"10.96.0.1"}]}}`),
+		metav1.PatchOptions{FieldManager: upstream}, "status")
+	s.require(err)
+}
+
+func TestNewPreviews_ListFieldsOfUpstreamCCM(t *testing.T) {
+	s := parallel(t)
+	m := s.machine(aws("preview-upstream"))
+
+	registered := nodeOf(m)
+	registered.OSImage = "Another OS"
+	s.register(registered)
+	initializeAsUpstream(s, "preview-upstream")
+	s.rules("preview-upstream", rules.Rule{Labels: map[string]string{"example.com/site": "new"}})
+
+	p := s.preview(s.get("preview-upstream"), m)
+	want := []node.UpstreamField{
+		{Name: "metadata.labels", Key: "example.com/site", TakenOver: true},
+		{Name: "metadata.labels", Key: "example.com/stray"},
+		{Name: "metadata.labels", Key: "topology.kubernetes.io/zone", TakenOver: true},
+		{Name: "spec.providerID"},
+		{Name: "status.addresses"},
+	}
+
+	if !slices.Equal(p.Upstream, want) {
+		t.Errorf("got %+v, want %+v", p.Upstream, want)
+	}
+
+	if p.Before.Spec.ProviderID != "talos://metal/10.0.0.9" || p.After.Spec.ProviderID != p.Before.Spec.ProviderID || !strings.Contains(p.ProviderID, "i-preview-upstream") {
+		t.Errorf("providerID %s, then %s, of a new Node %s", p.Before.Spec.ProviderID, p.After.Spec.ProviderID, p.ProviderID)
+	}
+}
+
+func TestNewPreviews_DoNotChangeUnmanagedNodes(t *testing.T) {
+	nodes := []*corev1.Node{
+		{ObjectMeta: metav1.ObjectMeta{Name: "other-os"}},
+		{ObjectMeta: metav1.ObjectMeta{Name: "unread"}, Status: corev1.NodeStatus{NodeInfo: corev1.NodeSystemInfo{OSImage: kube.DefaultOSImage}}},
+	}
+
+	previews, err := node.NewPreviews(nodes, inventory.New(time.Now), nodespec.Options{})
+	if err != nil || !previews[0].Unmanaged || previews[0].After != nil || previews[1].Unmanaged || previews[1].After != nil {
+		t.Errorf("got %+v, %v", previews, err)
+	}
+}
