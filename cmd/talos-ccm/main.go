@@ -43,8 +43,12 @@ func main() {
 	// gRPC logs every connection attempt; talos-ccm reports unreachable machines itself, once.
 	grpclog.SetLoggerV2(grpclog.NewLoggerV2(io.Discard, io.Discard, os.Stderr))
 
-	err := run(context.Background())
+	executed, err := run(context.Background())
 	klog.Flush()
+
+	if errors.Is(err, errDifferent) {
+		os.Exit(exitDifferent)
+	}
 
 	if restart := (*ccm.RestartError)(nil); errors.As(err, &restart) {
 		err = replace(restart.Environment)
@@ -52,23 +56,31 @@ func main() {
 
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "Error:", err)
+
+		if executed == diffName {
+			os.Exit(exitTrouble)
+		}
+
 		os.Exit(1)
 	}
 }
 
-func run(ctx context.Context) error {
+// run returns the name of the executed command.
+func run(ctx context.Context) (executed string, err error) {
 	// A package of k8s.io/component-base registers a --version flag there, which cobra would add to all commands.
 	pflag.CommandLine = pflag.NewFlagSet("", pflag.ContinueOnError)
 
 	options, err := ccm.NewOptions()
 	if err != nil {
-		return err
+		return "", err
 	}
 
 	options.Environment = os.Environ()
 	options.CheckEnvironment = func(environ []string) error { return checkEnvironment(os.Args[1:], environ) }
 
-	return newCommand(options, logs.NewOptions()).ExecuteContext(ctx)
+	cmd, err := newCommand(options, logs.NewOptions()).ExecuteContextC(ctx)
+
+	return cmd.Name(), err
 }
 
 // replace replaces the process image, with another environment. Talos would not supervise a new process.
@@ -115,6 +127,7 @@ Without a command, talos-ccm runs the controllers until it receives SIGTERM or S
   talos-ccm config validate   Validate a configuration file
   talos-ccm config schema     Print the JSON schema of the configuration file
   talos-ccm render            Show what talos-ccm would write to a Node, and which rule sets each value
+  talos-ccm diff              Compare all Nodes of a cluster with what talos-ccm would write to them
   talos-ccm version           Print the version
   talos-ccm completion        Print a completion script for a shell
 
@@ -161,7 +174,7 @@ Without a command, talos-ccm runs the controllers until it receives SIGTERM or S
 		return err
 	})
 
-	addCommands(cmd, newConfigCommand(), newRenderCommand(), newVersionCommand())
+	addCommands(cmd, newConfigCommand(), newRenderCommand(), newDiffCommand(), newVersionCommand())
 
 	return cmd
 }

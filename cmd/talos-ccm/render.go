@@ -6,47 +6,34 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"net/netip"
 	"slices"
 	"strings"
-	"time"
 
-	"github.com/cosi-project/runtime/pkg/safe"
-	"github.com/siderolabs/talos/pkg/machinery/client"
-	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
-	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/spf13/cobra"
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
+	"github.com/spf13/pflag"
 
 	"github.com/talos-ccm/talos-ccm/pkg/ccm"
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
-	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
 
-const (
-	// renderTimeout limits the time to read a machine over the Talos API.
-	renderTimeout = 30 * time.Second
-	// maxMachineFile limits the size of talosctl's output, which is about 10 MB for a thousand machines.
-	maxMachineFile = 256 << 20
-)
+// maxMachineFile limits the size of talosctl's output, which is about 10 MB for a thousand machines.
+const maxMachineFile = 256 << 20
 
 // renderOptions are the flags of `talos-ccm render`.
 type renderOptions struct {
-	config      string
-	fallback    string
-	machine     string
-	node        string
-	talosconfig string
-	arch        string
-	version     string
-	nodeIPs     []string
-	output      string
-	facts       []string // optional facts that the configuration uses
+	spec    nodeFlags
+	talos   talosFlags
+	machine string
+	node    string
+	arch    string
+	version string
+	nodeIPs []string
+	output  string
+	facts   []string // optional facts that the configuration uses
 }
 
 func newRenderCommand() *cobra.Command {
@@ -68,7 +55,8 @@ or from a file with the output of talosctl in YAML or JSON. The file may contain
   ` + preview.Command() + ` > machine.yaml
   talos-ccm render --machine machine.yaml --config config.yaml
 
-If the configuration uses facts from other resources, a warning names these.
+If the configuration uses facts from other resources, a warning names these. With -o node, the output contains what talos-ccm sets, as Nodes for
+kubectl diff -f -.
 
 The exit code is 1 if the configuration is invalid, if the machine cannot be read, or if the Node would stay uninitialized. Invalid values, which
 talos-ccm omits, are printed as problems and do not affect the exit code.`,
@@ -77,16 +65,14 @@ talos-ccm omits, are printed as problems and do not affect the exit code.`,
 	}
 
 	flags := cmd.Flags()
-	flags.StringVar(&o.config, "config", "", "Configuration file, or - for standard input. (default: no rules)")
 	flags.StringVar(&o.machine, "machine", "", "File with the output of talosctl, or - for standard input.")
 	flags.StringVar(&o.node, "node", "", "Name or address of a machine to read over the Talos API.")
-	flags.StringVar(&o.talosconfig, "talosconfig", "", "Path of the talosconfig for --node. (default $TALOSCONFIG or ~/.talos/config)")
 	flags.StringVar(&o.arch, "arch", "", "Architecture of the Node as reported by its kubelet, such as amd64.")
 	flags.StringVar(&o.version, "kubernetes-version", "", "Kubernetes version of the Node as reported by its kubelet, such as v1.36.2.")
 	flags.StringSliceVar(&o.nodeIPs, "node-ip", nil, "Node IPs of the kubelet. (default: the node IPs that Talos configures)")
-	flags.StringVar(&o.fallback, "provider-id-fallback", string(config.FallbackUUID),
-		"providerID source for platforms without an instance ID: uuid or node-ip. global.providerIDFallback in the configuration takes precedence.")
 	flags.StringVarP(&o.output, "output", "o", preview.Formats()[0], "Output format: "+strings.Join(preview.Formats(), ", ")+".")
+	o.spec.add(flags)
+	o.talos.add(flags)
 
 	cmd.MarkFlagsOneRequired("machine", "node")
 	cmd.MarkFlagsMutuallyExclusive("machine", "node")
@@ -95,21 +81,20 @@ talos-ccm omits, are printed as problems and do not affect the exit code.`,
 }
 
 func (o renderOptions) run(cmd *cobra.Command) error {
-	options, err := o.nodeOptions(cmd.InOrStdin())
+	if o.spec.config == "-" && o.machine == "-" {
+		return errors.New("--config and --machine cannot both be standard input")
+	}
+
+	options, err := o.spec.options(cmd.InOrStdin())
 	if err != nil {
 		return err
 	}
 
-	o.facts = slices.Concat(options.Rules.Facts(), options.Selector.Facts())
-	kubelet := preview.Kubelet{Architecture: o.arch, KubernetesVersion: o.version}
+	o.facts = factsOf(options)
 
-	for _, text := range o.nodeIPs {
-		ip, err := netip.ParseAddr(text)
-		if err != nil {
-			return fmt.Errorf("--node-ip: %w", err)
-		}
-
-		kubelet.NodeIPs = append(kubelet.NodeIPs, ip)
+	kubelet, err := o.kubelet()
+	if err != nil {
+		return err
 	}
 
 	machines, err := o.machines(cmd)
@@ -126,6 +111,11 @@ func (o renderOptions) run(cmd *cobra.Command) error {
 		return err
 	}
 
+	return pendingError(reports)
+}
+
+// pendingError returns an error if a Node would stay uninitialized.
+func pendingError(reports []preview.Report) error {
 	var pending []string
 
 	for _, report := range reports {
@@ -141,14 +131,42 @@ func (o renderOptions) run(cmd *cobra.Command) error {
 	return nil
 }
 
-// nodeOptions returns the options that talos-ccm would use with the given flags and configuration file.
-func (o renderOptions) nodeOptions(stdin io.Reader) (nodespec.Options, error) {
-	if !slices.Contains([]string{string(config.FallbackUUID), string(config.FallbackNodeIP)}, o.fallback) {
-		return nodespec.Options{}, fmt.Errorf("--provider-id-fallback: invalid value %q, want %q or %q", o.fallback, config.FallbackUUID, config.FallbackNodeIP)
+func (o renderOptions) kubelet() (preview.Kubelet, error) {
+	kubelet := preview.Kubelet{Architecture: o.arch, KubernetesVersion: o.version}
+
+	for _, text := range o.nodeIPs {
+		ip, err := netip.ParseAddr(text)
+		if err != nil {
+			return kubelet, fmt.Errorf("--node-ip: %w", err)
+		}
+
+		kubelet.NodeIPs = append(kubelet.NodeIPs, ip)
 	}
 
-	if o.config == "-" && o.machine == "-" {
-		return nodespec.Options{}, errors.New("--config and --machine cannot both be standard input")
+	return kubelet, nil
+}
+
+// factsOf returns the names of the optional facts that the configuration uses.
+func factsOf(options nodespec.Options) []string {
+	return slices.Concat(options.Rules.Facts(), options.Selector.Facts())
+}
+
+// nodeFlags choose what Nodes get, as the service's configuration does.
+type nodeFlags struct {
+	config   string
+	fallback string
+}
+
+func (f *nodeFlags) add(flags *pflag.FlagSet) {
+	flags.StringVar(&f.config, "config", "", "Configuration file, or - for standard input. (default: no rules)")
+	flags.StringVar(&f.fallback, "provider-id-fallback", string(config.FallbackUUID),
+		"providerID source for platforms without an instance ID: uuid or node-ip. global.providerIDFallback in the configuration takes precedence.")
+}
+
+// options returns the options that talos-ccm would use with the given flags and configuration file.
+func (f *nodeFlags) options(stdin io.Reader) (nodespec.Options, error) {
+	if !slices.Contains([]string{string(config.FallbackUUID), string(config.FallbackNodeIP)}, f.fallback) {
+		return nodespec.Options{}, fmt.Errorf("--provider-id-fallback: invalid value %q, want %q or %q", f.fallback, config.FallbackUUID, config.FallbackNodeIP)
 	}
 
 	var (
@@ -157,8 +175,8 @@ func (o renderOptions) nodeOptions(stdin io.Reader) (nodespec.Options, error) {
 		err  error
 	)
 
-	if o.config != "" {
-		if name, text, err = readConfig(stdin, o.config); err != nil {
+	if f.config != "" {
+		if name, text, err = readConfig(stdin, f.config); err != nil {
 			return nodespec.Options{}, fmt.Errorf("read configuration: %w", err)
 		}
 	}
@@ -168,7 +186,7 @@ func (o renderOptions) nodeOptions(stdin io.Reader) (nodespec.Options, error) {
 		return nodespec.Options{}, err
 	}
 
-	return ccm.NodeOptions(c.Compiled, config.ProviderIDFallback(o.fallback)), nil
+	return ccm.NodeOptions(c.Compiled, config.ProviderIDFallback(f.fallback)), nil
 }
 
 func (o renderOptions) machines(cmd *cobra.Command) ([]preview.Machine, error) {
@@ -177,10 +195,6 @@ func (o renderOptions) machines(cmd *cobra.Command) ([]preview.Machine, error) {
 	}
 
 	m, err := o.readNode(cmd.Context())
-	if err == nil && m.Nodename == "" {
-		err = errors.New("it has not published its nodename yet")
-	}
-
 	if err != nil {
 		return nil, fmt.Errorf("read machine %s: %w", o.node, err)
 	}
@@ -240,94 +254,12 @@ func lack(m preview.Machine, kinds []string) string {
 	return text
 }
 
-// readNode reads a machine over the Talos API, through the endpoints of the talosconfig or, without endpoints, from the machine itself.
 func (o renderOptions) readNode(ctx context.Context) (machine.Machine, error) {
-	ctx, cancel := context.WithTimeout(ctx, renderTimeout)
-	defer cancel()
-
-	talosconfig, err := o.readTalosconfig()
+	reader, err := o.talos.open(ctx, o.facts)
 	if err != nil {
 		return machine.Machine{}, err
 	}
+	defer reader.close()
 
-	current, ok := talosconfig.Contexts[talosconfig.Context]
-	if !ok {
-		return machine.Machine{}, fmt.Errorf("read talosconfig: context %q not found", talosconfig.Context)
-	}
-
-	options := []client.OptionFunc{client.WithConfig(talosconfig), client.WithDefaultGRPCDialOptions()}
-
-	if len(current.Endpoints) == 0 {
-		options = append(options, client.WithEndpoints(o.node))
-	}
-
-	c, err := client.New(ctx, options...)
-	if err != nil {
-		return machine.Machine{}, err
-	}
-	defer c.Close() //nolint:errcheck // no call is in flight
-
-	ctx = client.WithNode(ctx, memberAddress(ctx, c, o.node))
-
-	view := machine.View{Facts: o.facts}
-	watched := machine.WatchedKinds()
-	polled, constant := machine.FactKinds(o.facts)
-
-	for i, kind := range slices.Concat(watched, machine.PolledKinds(), polled, constant) {
-		// Talos answers PermissionDenied for a kind that its version does not have. Every version has the watched kinds.
-		list, err := c.COSI.List(ctx, kind)
-		if err != nil && (i < len(watched) || status.Code(err) != codes.PermissionDenied) {
-			return machine.Machine{}, fmt.Errorf("list %s: %w", kind.Type(), err)
-		}
-
-		view.ReplaceKind(kind, list.Items)
-	}
-
-	return view.Machine(), nil
-}
-
-// readTalosconfig reads the file that talosctl would use.
-func (o renderOptions) readTalosconfig() (*clientconfig.Config, error) {
-	paths := []clientconfig.Path{{Path: o.talosconfig}}
-
-	if o.talosconfig == "" {
-		var err error
-		if paths, err = clientconfig.GetDefaultPaths(); err != nil {
-			return nil, fmt.Errorf("find talosconfig: %w", err)
-		}
-	}
-
-	var errs []error
-
-	for _, path := range paths {
-		talosconfig, err := talosapi.ReadTalosconfig(path.Path)
-		if !errors.Is(err, fs.ErrNotExist) {
-			return talosconfig, err
-		}
-
-		errs = append(errs, err)
-	}
-
-	return nil, errors.Join(errs...)
-}
-
-// memberAddress returns the address of the cluster member with the given name. It returns other nodes unchanged; apid resolves their names.
-func memberAddress(ctx context.Context, c *client.Client, node string) string {
-	if _, err := netip.ParseAddr(node); err == nil {
-		return node
-	}
-
-	members, err := safe.StateListAll[*cluster.Member](ctx, c.COSI)
-	if err != nil {
-		return node // if the endpoints cannot be reached, the calls to the node report it
-	}
-
-	for member := range members.All() {
-		spec := member.TypedSpec()
-		if (member.Metadata().ID() == node || spec.Hostname == node) && len(spec.Addresses) > 0 {
-			return spec.Addresses[0].String()
-		}
-	}
-
-	return node
+	return reader.read(ctx, o.node)
 }

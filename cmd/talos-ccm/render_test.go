@@ -403,6 +403,25 @@ func TestRender_ReadsLiveMachine(t *testing.T) {
 	})
 }
 
+func TestRender_UsesContextAndEndpoints(t *testing.T) {
+	site, _ := liveSite(t)
+
+	config, err := site.Talosconfig(string(role.Reader))
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	name := config.Context
+	config.Context, config.Contexts[name].Endpoints = "nowhere", []string{"192.0.2.1"}
+
+	path := filepath.Join(t.TempDir(), "talosconfig")
+	if err := config.Save(path); err != nil {
+		t.Fatal(err)
+	}
+
+	reportsOf(t, "--node", site.Machine("worker-1").Address().String(), "--talosconfig", path, "--context", name, "-e", site.Machine("cp-1").Address().String())
+}
+
 func TestRender_RejectsLiveMachineWithoutNodename(t *testing.T) {
 	site, talosconfig := liveSite(t)
 	cp := site.Machine("cp-1")

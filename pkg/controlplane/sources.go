@@ -51,6 +51,16 @@ const (
 	localMachine = "this machine"
 )
 
+// Domains returns the domains of cluster DNS in the API server's serving certificate. It returns none if that certificate
+// cannot be read or belongs to a proxy in front of the API server.
+func Domains(ctx context.Context, config *rest.Config) []string {
+	if id, err := readCertificate(ctx, config); err == nil {
+		return id.Domains
+	}
+
+	return nil
+}
+
 // readCertificate returns the subjects of the API server's serving certificate. It opens a new connection each time,
 // because the certificate may have been replaced since other connections were opened.
 func readCertificate(ctx context.Context, config *rest.Config) (*csrpolicy.ClusterIdentity, error) {

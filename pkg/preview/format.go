@@ -5,47 +5,79 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"slices"
 	"strconv"
 	"strings"
 	"text/tabwriter"
 	"unicode"
 
+	corev1 "k8s.io/api/core/v1"
+	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
 	"sigs.k8s.io/yaml"
 )
 
-// Formats returns the output formats of Write, the default first.
-func Formats() []string { return []string{"table", "yaml", "json"} }
+// formatNode is the format of Nodes that `kubectl diff -f -` reads.
+const formatNode = "node"
 
-// Write writes the reports in one of Formats: a table per machine, or a YAML or JSON list.
+// Formats returns the output formats of Write, the default first.
+func Formats() []string { return append(ComparisonFormats(), formatNode) }
+
+// ComparisonFormats returns the output formats of WriteComparison, the default first.
+func ComparisonFormats() []string { return []string{"table", "yaml", "json"} }
+
+// Write writes the reports in one of Formats: a table per machine, a YAML or JSON list, or Nodes as YAML documents.
 func Write(out io.Writer, format string, reports []Report) error {
+	if format == formatNode {
+		return writeNodes(out, reports)
+	}
+
+	if !slices.Contains(Formats(), format) {
+		return unknownFormat(format, Formats())
+	}
+
+	return write(out, format, reports, func(text io.Writer) {
+		for i, r := range reports {
+			if i > 0 {
+				fmt.Fprintln(text)
+			}
+
+			r.table(text)
+		}
+	})
+}
+
+// WriteComparison writes the comparison in one of ComparisonFormats.
+func WriteComparison(out io.Writer, format string, c Comparison) error {
+	return write(out, format, c, c.table)
+}
+
+func unknownFormat(format string, formats []string) error {
+	return fmt.Errorf("unknown output format %q, want one of %s", format, strings.Join(formats, ", "))
+}
+
+func write(out io.Writer, format string, value any, table func(io.Writer)) error {
 	var text bytes.Buffer
 
 	switch format {
 	case "table":
-		for i, r := range reports {
-			if i > 0 {
-				fmt.Fprintln(&text)
-			}
-
-			r.table(&text)
-		}
+		table(&text)
 	case "yaml":
-		list, err := yaml.Marshal(reports)
+		document, err := yaml.Marshal(value)
 		if err != nil {
 			return err
 		}
 
-		text.Write(list)
+		text.Write(document)
 	case "json":
 		encoder := json.NewEncoder(&text)
 		encoder.SetEscapeHTML(false)
 		encoder.SetIndent("", "  ")
 
-		if err := encoder.Encode(reports); err != nil {
+		if err := encoder.Encode(value); err != nil {
 			return err
 		}
 	default:
-		return fmt.Errorf("unknown output format %q, want one of %s", format, strings.Join(Formats(), ", "))
+		return unknownFormat(format, ComparisonFormats())
 	}
 
 	_, err := out.Write(text.Bytes())
@@ -62,13 +94,7 @@ func (r Report) table(out io.Writer) {
 	}
 
 	columns := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
-	row := func(cells ...string) {
-		for i := range cells {
-			cells[i] = printable(cells[i])
-		}
-
-		fmt.Fprintln(columns, "  "+strings.Join(cells, "\t"))
-	}
+	row := func(cells ...string) { writeRow(columns, cells...) }
 
 	for _, part := range r.Unknown {
 		row("unknown", part, "", "missing resources of the machine")
@@ -102,6 +128,62 @@ func (r Report) table(out io.Writer) {
 	}
 
 	columns.Flush() //nolint:errcheck // writes to memory
+}
+
+func writeRow(columns io.Writer, cells ...string) {
+	for i := range cells {
+		cells[i] = printable(cells[i])
+	}
+
+	fmt.Fprintln(columns, "  "+strings.Join(cells, "\t"))
+}
+
+// writeNodes writes the Nodes as YAML documents that contain only what talos-ccm sets. It omits Nodes that would not be
+// written.
+func writeNodes(out io.Writer, reports []Report) error {
+	for _, r := range reports {
+		if r.Pending != "" || r.Unmanaged {
+			continue
+		}
+
+		document, err := yaml.Marshal(r.node())
+		if err != nil {
+			return err
+		}
+
+		if _, err := fmt.Fprintf(out, "---\n%s", document); err != nil {
+			return err
+		}
+	}
+
+	return nil
+}
+
+func (r Report) node() *corev1ac.NodeApplyConfiguration {
+	node := corev1ac.Node(r.Name).WithSpec(corev1ac.NodeSpec().WithProviderID(r.ProviderID.Value)).WithStatus(corev1ac.NodeStatus())
+
+	for _, l := range r.Labels {
+		node.WithLabels(map[string]string{l.Key: l.Value})
+	}
+
+	for _, a := range r.Annotations {
+		node.WithAnnotations(map[string]string{a.Key: a.Value})
+	}
+
+	for _, t := range r.Taints {
+		taint := corev1ac.Taint().WithKey(t.Key).WithEffect(corev1.TaintEffect(t.Effect))
+		if t.Value != "" {
+			taint.WithValue(t.Value)
+		}
+
+		node.Spec.WithTaints(taint)
+	}
+
+	for _, a := range r.Addresses {
+		node.Status.WithAddresses(corev1ac.NodeAddress().WithType(corev1.NodeAddressType(a.Type)).WithAddress(a.Address))
+	}
+
+	return node
 }
 
 func from(rule string) string {

@@ -30,7 +30,7 @@ var flagLine = regexp.MustCompile(`(?m)^\s+(?:-(\w), )?--([a-z][a-z0-9-]*)( [A-Z
 func askProduct(ctx context.Context, binary string) (product, error) {
 	p := product{binary: binary, commands: map[string]flags{}, variables: map[string]bool{}}
 
-	for _, command := range []string{"", "config", "config validate", "config schema", "render", "version", "completion bash"} {
+	for _, command := range []string{"", "config", "config validate", "config schema", "render", "diff", "version", "completion bash"} {
 		help, err := exec.CommandContext(ctx, binary, append(strings.Fields(command), cmp.Or(helpFlags[command], "--help"))...).Output()
 		if err != nil {
 			return product{}, fmt.Errorf("get help of talos-ccm %s: %w", command, err)
@@ -70,6 +70,7 @@ var helpFlags = map[string]string{"": "--help-all"}
 var files = map[string]flags{
 	"config validate": flagList("<"),
 	"render":          flagList("--config< --machine< --talosconfig<"),
+	"diff":            flagList("--config< --talosconfig<"),
 }
 
 // tool returns talos-ccm as a tool.

@@ -212,6 +212,7 @@ var tools = map[string]tool{
 			"create configmap":    flagList("--from-file< --from-literal= --dry-run= -o= --output="),
 			"create token":        flagList("--duration= --audience="),
 			"delete":              flagList("-f< --filename< -l= --selector= --ignore-not-found"),
+			"diff":                flagList("-f< --filename<"),
 			"drain":               flagList("--ignore-daemonsets --delete-emptydir-data"),
 			"describe":            flagList("-l= --selector="),
 			"events":              flagList("--for= -A --all-namespaces -w --watch --types="),

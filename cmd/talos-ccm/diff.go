@@ -1,0 +1,236 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/spf13/cobra"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/utils/ptr"
+
+	"github.com/talos-ccm/talos-ccm/pkg/ccm"
+	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/preview"
+)
+
+// maxReads limits the machines that are read at the same time, since an endpoint has little memory to forward requests.
+const maxReads = 16
+
+const diffName = "diff"
+
+// Exit codes of the diff command, as of diff and kubectl diff.
+const (
+	exitDifferent = 1
+	exitTrouble   = 2
+)
+
+// errDifferent is the result of the diff command if talos-ccm would change a Node. It has no message.
+var errDifferent = errors.New("talos-ccm would change Nodes")
+
+// diffOptions are the flags of `talos-ccm diff`.
+type diffOptions struct {
+	spec        nodeFlags
+	talos       talosFlags
+	kubeconfig  string
+	kubeContext string
+	output      string
+}
+
+func newDiffCommand() *cobra.Command {
+	var o diffOptions
+
+	cmd := &cobra.Command{
+		Use:                   diffName + " [--config FILE] [flags]",
+		Short:                 "Compare all Nodes of a cluster with what talos-ccm would write to them",
+		DisableFlagsInUseLine: true,
+		Long: `Compare all Nodes of a cluster with what talos-ccm would write to them: the providerID, addresses, labels, annotations and taints. The command
+writes nothing.
+
+It reads the Nodes with a kubeconfig and their machines over the Talos API, as talosctl does: through the endpoints of the talosconfig or, without
+endpoints, from each machine itself.
+
+  talos-ccm diff --config config.yaml
+
+The output also lists what the upstream Talos CCM has set according to the Nodes' managed fields, and the holder of the lease.
+
+The exit code is 0 if talos-ccm would change no Node, 1 if it would, and 2 if the comparison failed or is incomplete: a machine cannot be read, or
+its metadata is missing.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error { return o.run(cmd) },
+	}
+
+	flags := cmd.Flags()
+	flags.StringVar(&o.kubeconfig, "kubeconfig", "", "Path of the kubeconfig. (default $KUBECONFIG or ~/.kube/config)")
+	flags.StringVar(&o.kubeContext, "kube-context", "", "Context of the kubeconfig. (default: its current context)")
+	flags.StringVarP(&o.output, "output", "o", preview.ComparisonFormats()[0], "Output format: "+strings.Join(preview.ComparisonFormats(), ", ")+".")
+	o.spec.add(flags)
+	o.talos.add(flags)
+
+	return cmd
+}
+
+func (o diffOptions) run(cmd *cobra.Command) error {
+	ctx := cmd.Context()
+
+	options, err := o.spec.options(cmd.InOrStdin())
+	if err != nil {
+		return err
+	}
+
+	config, err := o.restConfig()
+	if err != nil {
+		return fmt.Errorf("read kubeconfig: %w", err)
+	}
+
+	client, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		return fmt.Errorf("create Kubernetes client: %w", err)
+	}
+
+	options.Domains = controlplane.Domains(ctx, config)
+
+	lease, err := readLease(ctx, client)
+	if err != nil {
+		return err
+	}
+
+	list, err := client.CoreV1().Nodes().List(ctx, metav1.ListOptions{})
+	if err != nil {
+		return fmt.Errorf("list nodes: %w", err)
+	}
+
+	var nodes []*corev1.Node
+	for i := range list.Items {
+		nodes = append(nodes, &list.Items[i])
+	}
+
+	machines, err := o.readMachines(ctx, nodes, factsOf(options))
+	if err != nil {
+		return err
+	}
+
+	diffs, err := preview.Compare(nodes, machines, options)
+	if err != nil {
+		return err
+	}
+
+	comparison := preview.Comparison{Lease: lease, Nodes: diffs}
+
+	if err := preview.WriteComparison(cmd.OutOrStdout(), o.output, comparison); err != nil {
+		return err
+	}
+
+	if unknown := comparison.Unknown(); len(unknown) > 0 {
+		return fmt.Errorf("nodes cannot be compared: %s", strings.Join(unknown, ", "))
+	}
+
+	if len(comparison.Changed()) > 0 {
+		return errDifferent
+	}
+
+	return nil
+}
+
+// restConfig returns the configuration that kubectl would use.
+func (o diffOptions) restConfig() (*rest.Config, error) {
+	rules := clientcmd.NewDefaultClientConfigLoadingRules()
+	rules.ExplicitPath = o.kubeconfig
+
+	return clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, &clientcmd.ConfigOverrides{CurrentContext: o.kubeContext}).ClientConfig()
+}
+
+func readLease(ctx context.Context, client kubernetes.Interface) (preview.Lease, error) {
+	options, err := ccm.NewOptions()
+	if err != nil {
+		return preview.Lease{}, err
+	}
+
+	election := options.Framework.Generic.LeaderElection
+	result := preview.Lease{Name: election.ResourceNamespace + "/" + election.ResourceName}
+
+	lease, err := client.CoordinationV1().Leases(election.ResourceNamespace).Get(ctx, election.ResourceName, metav1.GetOptions{})
+	if apierrors.IsNotFound(err) {
+		return result, nil
+	} else if err != nil {
+		return result, fmt.Errorf("get lease %s: %w", result.Name, err)
+	}
+
+	result.Holder = ptr.Deref(lease.Spec.HolderIdentity, "")
+
+	return result, nil
+}
+
+// readMachines returns the machines of the Nodes that run Talos, with the given optional facts.
+func (o diffOptions) readMachines(ctx context.Context, nodes []*corev1.Node, facts []string) (*inventory.Inventory, error) {
+	reader, err := o.talos.open(ctx, facts)
+	if err != nil {
+		return nil, err
+	}
+	defer reader.close()
+
+	var group sync.WaitGroup
+
+	machines, free := inventory.New(time.Now), make(chan struct{}, maxReads)
+
+	for _, node := range nodes {
+		if !nodespec.IsTalos(node) {
+			continue
+		}
+
+		group.Go(func() {
+			free <- struct{}{}
+
+			readMachine(ctx, reader, node, machines)
+
+			<-free
+		})
+	}
+
+	group.Wait()
+
+	return machines, nil
+}
+
+// readMachine reads the machine of a Node at its addresses, as the reflector does.
+func readMachine(ctx context.Context, reader *machineReader, node *corev1.Node, machines *inventory.Inventory) {
+	var (
+		reasons    []string
+		responding string
+	)
+
+	for _, addr := range nodespec.DialAddresses(node) {
+		m, err := reader.read(ctx, addr.String())
+
+		switch {
+		case err != nil:
+			reasons = append(reasons, fmt.Sprintf("read machine %s: %v", addr, err))
+		case m.Nodename != node.Name:
+			responding = m.Nodename
+			reasons = append(reasons, fmt.Sprintf("machine at %s reports nodename %q", addr, m.Nodename))
+		default:
+			machines.Replace(node.Name, m)
+
+			return
+		}
+	}
+
+	switch reason := strings.Join(reasons, "; "); {
+	case responding != "":
+		machines.MarkMismatch(node.Name, responding, reason)
+	case reason == "":
+		machines.MarkUnreachable(node.Name, "node has no address to connect to")
+	default:
+		machines.MarkUnreachable(node.Name, reason)
+	}
+}

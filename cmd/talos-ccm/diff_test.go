@@ -1,0 +1,341 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/record"
+	cloudprovider "k8s.io/cloud-provider"
+	upstreamnode "k8s.io/cloud-provider/controllers/node"
+	"k8s.io/cloud-provider/fake"
+	cloudnodeutil "k8s.io/cloud-provider/node/helpers"
+	controllersmetrics "k8s.io/component-base/metrics/prometheus/controllers"
+	"k8s.io/utils/clock"
+
+	nodecontroller "github.com/talos-ccm/talos-ccm/pkg/controllers/node"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/preview"
+	"github.com/talos-ccm/talos-ccm/pkg/reflector"
+	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/kube"
+)
+
+const (
+	holder = "talos-cloud-controller-manager-6c8b7f9d5-x2x7k_8ab5f9f2-6b1c-4a0e-9f86-2a3d64a3c5ee"
+	stray  = "example.org/stray"
+
+	siteRule = `
+transformations:
+  - name: site
+    labels:
+      example.org/site: new
+`
+)
+
+// migration is a real API server with the Nodes of simulated machines that the controller of the upstream Talos CCM has
+// initialized.
+type migration struct {
+	*testing.T
+
+	kube        *kube.Cluster
+	site        *talostest.Cluster
+	client      kubernetes.Interface
+	kubeconfig  string
+	talosconfig string
+}
+
+func newMigration(t *testing.T) *migration {
+	t.Helper()
+
+	cluster, err := kube.Start(t.Context(), kube.Options{Progress: os.Stderr})
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	t.Cleanup(func() { _ = cluster.Stop() })
+
+	site, err := talostest.New(talostest.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	t.Cleanup(site.Close)
+
+	client, err := kubernetes.NewForConfig(cluster.Config())
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	m := &migration{T: t, kube: cluster, site: site, client: client, kubeconfig: file(t, string(cluster.Kubeconfig()))}
+	m.add(talostest.MachineSpec{Nodename: "cp-1", Type: talosmachine.TypeControlPlane})
+	m.add(talostest.MachineSpec{Nodename: "web-1", SystemInformation: &hardware.SystemInformationSpec{UUID: "30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee"}})
+	m.talosconfig = writeTalosconfig(t, site, "https://"+site.Machine("cp-1").Address().String()+":50000")
+
+	return m
+}
+
+func (m *migration) require(err error) {
+	m.Helper()
+
+	if err != nil {
+		m.Fatal(err)
+	}
+}
+
+func (m *migration) add(spec talostest.MachineSpec) {
+	m.Helper()
+
+	spec.Platform = runtime.PlatformMetadataSpec{Platform: "metal"}
+	added, err := m.site.AddMachine(spec)
+	m.require(err)
+
+	_, err = m.kube.RegisterNode(m.Context(), kube.NodeSpec{Name: spec.Nodename, NodeIPs: []netip.Addr{added.Address()}})
+	m.require(err)
+}
+
+func (m *migration) node(name string) *corev1.Node {
+	m.Helper()
+
+	node, err := m.client.CoreV1().Nodes().Get(m.Context(), name, metav1.GetOptions{})
+	m.require(err)
+
+	return node
+}
+
+// initialize runs the controller of k8s.io/cloud-provider that the upstream Talos CCM consists of, under the upstream's
+// name, until all Nodes are initialized.
+func (m *migration) initialize() {
+	m.Helper()
+
+	ctx, cancel := context.WithCancel(m.Context())
+	defer cancel()
+
+	config := m.kube.Config()
+	config.UserAgent = "talos-cloud-controller-manager/v1.12.0 (linux/amd64) kubernetes/$Format/cloud-node-controller"
+
+	client, err := kubernetes.NewForConfig(config)
+	m.require(err)
+
+	cloud := &fake.Cloud{EnableInstancesV2: true, OverrideInstanceMetadata: func(_ context.Context, node *corev1.Node) (*cloudprovider.InstanceMetadata, error) {
+		ip := m.site.Machine(node.Name).Address().String()
+
+		if !cloudnodeutil.AddOrUpdateLabelsOnNode(client, map[string]string{nodespec.LabelPlatform: "metal"}, node) {
+			return nil, errors.New("set labels")
+		}
+
+		return &cloudprovider.InstanceMetadata{
+			ProviderID: "talos://metal/" + ip,
+			NodeAddresses: []corev1.NodeAddress{
+				{Type: corev1.NodeInternalIP, Address: ip}, {Type: corev1.NodeExternalIP, Address: "10.0.0.1"}, {Type: corev1.NodeHostName, Address: node.Name},
+			},
+			AdditionalLabels: map[string]string{"example.org/site": "old", stray: "1"},
+		}, nil
+	}}
+
+	factory := informers.NewSharedInformerFactory(client, 0)
+	controller, err := upstreamnode.NewCloudNodeController(factory.Core().V1().Nodes(), client, cloud, time.Hour, 1, 1)
+	m.require(err)
+
+	var group sync.WaitGroup
+	defer group.Wait()
+	defer cancel()
+
+	factory.Start(ctx.Done())
+	group.Go(func() { controller.RunWithContext(ctx, controllersmetrics.NewControllerManagerMetrics("test")) })
+
+	m.eventually(func() bool {
+		return !slices.ContainsFunc([]string{"cp-1", "web-1"}, func(name string) bool {
+			node := m.node(name)
+
+			return node.Spec.ProviderID == "" || !slices.ContainsFunc(node.Status.Addresses, func(a corev1.NodeAddress) bool { return a.Type == corev1.NodeExternalIP })
+		})
+	})
+
+	name := holder
+	_, err = client.CoordinationV1().Leases(metav1.NamespaceSystem).Create(ctx, &coordinationv1.Lease{
+		ObjectMeta: metav1.ObjectMeta{Name: "cloud-controller-manager-talos"}, Spec: coordinationv1.LeaseSpec{HolderIdentity: &name},
+	}, metav1.CreateOptions{})
+	m.require(err)
+}
+
+func (m *migration) eventually(ok func() bool) {
+	m.Helper()
+
+	const timeout, interval = 2 * time.Minute, 100 * time.Millisecond
+
+	m.require(wait.PollUntilContextTimeout(m.Context(), interval, timeout, true, func(context.Context) (bool, error) { return ok(), nil }))
+}
+
+// diff runs the command.
+func (m *migration) diff(args ...string) (stdout string, err error) {
+	m.Helper()
+
+	var out, errOut bytes.Buffer
+
+	cmd := newDiffCommand()
+	cmd.SilenceErrors, cmd.SilenceUsage = true, true // as the root command does
+	cmd.SetArgs(append(args, "--kubeconfig", m.kubeconfig, "--talosconfig", m.talosconfig))
+	cmd.SetOut(&out)
+	cmd.SetErr(&errOut)
+
+	err = cmd.ExecuteContext(m.Context())
+
+	return out.String(), err
+}
+
+// takeOver runs the node controller of talos-ccm until the function returns true.
+func (m *migration) takeOver(config string, ok func() bool) {
+	m.Helper()
+
+	options, err := (&nodeFlags{config: config, fallback: "uuid"}).options(nil)
+	m.require(err)
+
+	ctx, cancel := context.WithCancel(m.Context())
+
+	var group sync.WaitGroup
+	defer group.Wait()
+	defer cancel()
+
+	factory := informers.NewSharedInformerFactory(m.client, 0)
+	machines := inventory.New(time.Now)
+	controller, err := nodecontroller.New(nodecontroller.Config{
+		Client: m.client, Nodes: factory.Core().V1().Nodes(), Inventory: machines, Recorder: &record.FakeRecorder{}, Clock: clock.RealClock{},
+		Options: func() nodespec.Options { return options }, Workers: 1,
+	})
+	m.require(err)
+
+	refl := reflector.New(machines, func(_ context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
+		return talosapi.Dial(talosapi.Talosconfig{Path: m.talosconfig}, addr)
+	}, clock.RealClock{})
+	m.require(refl.FollowNodes(factory.Core().V1().Nodes()))
+
+	group.Go(func() { refl.Run(ctx) })
+	group.Go(func() { controller.Run(ctx) })
+	factory.Start(ctx.Done())
+
+	m.eventually(ok)
+}
+
+func TestDiff_OfMigratedCluster(t *testing.T) {
+	m := newMigration(t)
+	m.initialize()
+
+	config := file(t, siteRule)
+	before := m.node("web-1")
+	ip := m.site.Machine("web-1").Address().String()
+
+	// The endpoint forwards requests to the worker, which this host cannot reach.
+	m.site.Machine("web-1").CutOff()
+
+	stdout, err := m.diff("--config", config)
+	if !errors.Is(err, errDifferent) {
+		t.Fatalf("got %v: %s", err, stdout)
+	}
+
+	_, web, _ := strings.Cut(squeezed(stdout), "Node web-1\n")
+
+	for _, want := range []string{
+		"providerID talos://metal/" + ip + " kept; a new Node would get talos://metal/30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee\n",
+		"- address ExternalIP 10.0.0.1\n",
+		"- label example.org/site old\n",
+		"+ label example.org/site new\n",
+		"+ label node.cloudprovider.kubernetes.io/clustername talostest\n",
+		"upstream metadata.labels " + stray + " stays, talos-ccm does not set it\n",
+		"upstream metadata.labels " + nodespec.LabelPlatform + " taken over\n",
+		"upstream spec.providerID\n",
+		"upstream status.addresses\n",
+		"Lease kube-system/cloud-controller-manager-talos: held by " + holder + "\n",
+		"2 Nodes: 2 would change, 0 would not, 0 cannot be compared, 0 not managed\n",
+	} {
+		if !strings.Contains(web, want) {
+			t.Errorf("%q is not in %s", want, stdout)
+		}
+	}
+
+	if now := m.node("web-1"); now.ResourceVersion != before.ResourceVersion && now.Labels["example.org/site"] != before.Labels["example.org/site"] {
+		t.Errorf("the command has changed the Node: %v", now)
+	}
+
+	m.site.Machine("web-1").Reconnect()
+	m.takeOver(config, func() bool {
+		_, err := m.diff("--config", config)
+
+		return err == nil
+	})
+
+	stdout, err = m.diff("--config", config, "-o", "json")
+	m.require(err)
+
+	var after preview.Comparison
+
+	m.require(json.Unmarshal([]byte(stdout), &after))
+
+	if len(after.Nodes) != 2 || after.Lease.Holder != holder || after.Nodes[1].ProviderID.Current != "talos://metal/"+ip {
+		t.Errorf("got %+v", after)
+	}
+
+	// The upstream Talos CCM no longer owns what talos-ccm sets.
+	if fields := after.Nodes[1].Upstream; !slices.Contains(fields, preview.UpstreamField{Field: "metadata.labels", Key: stray}) ||
+		slices.ContainsFunc(fields, func(f preview.UpstreamField) bool { return f.Key == nodespec.LabelPlatform }) {
+		t.Errorf("got %+v", fields)
+	}
+
+	m.testIncomplete(config)
+}
+
+// testIncomplete compares a cluster with a machine that does not respond, and with one that has taken the address of another.
+func (m *migration) testIncomplete(config string) {
+	m.Helper()
+
+	m.require(m.site.Machine("web-1").Stop(m.Context()))
+
+	stdout, err := m.diff("--config", config)
+	if err == nil || errors.Is(err, errDifferent) || !strings.Contains(err.Error(), "nodes cannot be compared: web-1") || !strings.Contains(stdout, "MachineUnreachable") {
+		m.Errorf("got %v: %s", err, stdout)
+	}
+
+	m.require(m.site.Machine("cp-1").SetNodename(m.Context(), "cp-2"))
+
+	if stdout, _ := m.diff("--config", config); !strings.Contains(stdout, `reports nodename "cp-2"`) || !strings.Contains(stdout, "2 cannot be compared") {
+		m.Errorf("got %s", stdout)
+	}
+}
+
+// squeezed replaces the spaces between columns by one.
+func squeezed(table string) string {
+	var lines []string
+	for line := range strings.Lines(table) {
+		lines = append(lines, strings.Join(strings.Fields(line), " "))
+	}
+
+	return strings.Join(lines, "\n") + "\n"
+}
+
+// The exit codes are those of diff and kubectl diff.
+func TestDiff_ExitsWithTwoOnErrors(t *testing.T) {
+	for _, args := range [][]string{{"diff", "--kubeconfig=/nowhere"}, {"diff", "--nonsense"}, {"diff", "extra"}} {
+		if got := command(t, nil, args...); got.code != exitTrouble || !strings.HasPrefix(got.stderr, "Error: ") {
+			t.Errorf("%v: %+v", args, got)
+		}
+	}
+}

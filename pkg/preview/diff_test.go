@@ -1,0 +1,186 @@
+package preview_test
+
+import (
+	"bytes"
+	"encoding/json"
+	"os"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/yaml"
+
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/preview"
+)
+
+func comparison() preview.Comparison {
+	return preview.Comparison{
+		Lease: preview.Lease{Name: "kube-system/lease", Holder: "talos-cloud-controller-manager-1"},
+		Nodes: []preview.Diff{
+			{
+				Name:       "web-1",
+				ProviderID: preview.ProviderIDs{Current: "talos://metal/10.0.0.21", New: "talos://metal/30a0bdf7"},
+				Changes: []preview.Change{
+					{Field: "address", Key: "ExternalIP", Before: new("10.96.0.1")},
+					{Field: "label", Key: "example.org/site", Before: new("old"), After: new("new\n")},
+					{Field: "taint", Key: "dedicated:NoSchedule", After: new("")},
+				},
+				Upstream: []preview.UpstreamField{
+					{Field: "metadata.labels", Key: "example.org/site", TakenOver: true}, {Field: "metadata.labels", Key: "example.org/stray"}, {Field: "spec.providerID"},
+				},
+				Problems: []preview.Condition{{Reason: "OwnershipConflict", Message: "skipped"}},
+			},
+			{Name: "equal", ProviderID: preview.ProviderIDs{Current: "a", New: "a"}},
+			{Name: "gone", Unknown: true, Upstream: []preview.UpstreamField{{Field: "metadata.labels", Key: "example.org/stray"}}},
+			{Name: "other-os", Unmanaged: true},
+		},
+	}
+}
+
+func TestWriteComparison_Table(t *testing.T) {
+	const want = `
+Node web-1
+providerID talos://metal/10.0.0.21 kept; a new Node would get talos://metal/30a0bdf7
+- address ExternalIP 10.96.0.1
+- label example.org/site old
++ label example.org/site "new\n"
++ taint dedicated:NoSchedule
+upstream metadata.labels example.org/site taken over
+upstream metadata.labels example.org/stray stays, talos-ccm does not set it
+upstream spec.providerID
+problem OwnershipConflict skipped
+
+Node gone
+upstream metadata.labels example.org/stray
+
+Lease kube-system/lease: held by talos-cloud-controller-manager-1
+4 Nodes: 1 would change, 1 would not, 1 cannot be compared, 1 not managed
+`
+
+	var out bytes.Buffer
+	if err := preview.WriteComparison(&out, "table", comparison()); err != nil {
+		t.Fatal(err)
+	}
+
+	if diff := cmp.Diff(squeeze(want), squeeze("\n"+out.String())); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func TestWriteComparison_YAMLAndJSON(t *testing.T) {
+	for name, unmarshal := range map[string]func([]byte, any) error{
+		"json": json.Unmarshal,
+		"yaml": func(text []byte, value any) error { return yaml.UnmarshalStrict(text, value) },
+	} {
+		var (
+			out bytes.Buffer
+			got preview.Comparison
+		)
+
+		if err := preview.WriteComparison(&out, name, comparison()); err != nil {
+			t.Fatal(err)
+		}
+
+		if err := unmarshal(out.Bytes(), &got); err != nil {
+			t.Fatal(err)
+		}
+
+		if diff := cmp.Diff(comparison(), got); diff != "" {
+			t.Error(diff)
+		}
+	}
+
+	if err := preview.WriteComparison(&bytes.Buffer{}, "node", comparison()); err == nil {
+		t.Error("format node: no error")
+	}
+}
+
+func TestWrite_Nodes(t *testing.T) {
+	const want = `---
+apiVersion: v1
+kind: Node
+metadata:
+  annotations:
+    note: "two\nlines & a \e[31mcolor"
+  labels:
+    example.org/role: web
+    topology.kubernetes.io/zone: eu-1
+  name: worker-1
+spec:
+  providerID: aws:///eu-1/i-1
+  taints:
+  - effect: NoSchedule
+    key: dedicated
+    value: web
+  - effect: NoExecute
+    key: slow
+status:
+  addresses:
+  - address: 10.0.0.1
+    type: InternalIP
+  - address: a.b
+    type: InternalDNS
+`
+	if diff := cmp.Diff(want, format(t, "node", reports())); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func TestCompare_Addresses(t *testing.T) {
+	output, err := os.ReadFile("testdata/talos-v1.13.5.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	machines, err := preview.Parse(output)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	internal := corev1.NodeAddress{Type: corev1.NodeInternalIP, Address: "10.77.0.3"}
+	name := corev1.NodeAddress{Type: corev1.NodeHostName, Address: "talos-wk"}
+	other := corev1.NodeAddress{Type: corev1.NodeExternalIP, Address: "10.96.0.1"}
+
+	for _, test := range []struct {
+		name    string
+		present []corev1.NodeAddress
+		want    []preview.Change
+	}{
+		{"equal", []corev1.NodeAddress{internal, name}, nil},
+		{"added", []corev1.NodeAddress{internal}, []preview.Change{{Field: "address", Key: "Hostname", After: new("talos-wk")}}},
+		{"removed", []corev1.NodeAddress{internal, name, other}, []preview.Change{{Field: "address", Key: "ExternalIP", Before: new("10.96.0.1")}}},
+		{"reordered", []corev1.NodeAddress{name, internal}, []preview.Change{{Field: "address order", Before: new("talos-wk, 10.77.0.3"), After: new("10.77.0.3, talos-wk")}}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			found := inventory.New(time.Now)
+			found.Replace("talos-wk", machines[1].Machine)
+
+			node := &corev1.Node{
+				ObjectMeta: metav1.ObjectMeta{Name: "talos-wk"},
+				Spec:       corev1.NodeSpec{ProviderID: "talos://container/10.77.0.3"},
+				Status:     corev1.NodeStatus{Addresses: test.present, NodeInfo: corev1.NodeSystemInfo{OSImage: "Talos (v1.13.5)"}},
+			}
+
+			diffs, err := preview.Compare([]*corev1.Node{node}, found, nodespec.Options{})
+			if err != nil {
+				t.Fatal(err)
+			}
+
+			var got []preview.Change
+
+			for _, c := range diffs[0].Changes {
+				if c.Field != "label" {
+					got = append(got, c)
+				}
+			}
+
+			if diff := cmp.Diff(test.want, got); diff != "" {
+				t.Error(diff)
+			}
+		})
+	}
+}
