@@ -34,8 +34,8 @@ type Options struct {
 	ClusterName string
 	// PreferIPv6 lists IPv6 addresses before IPv4 addresses.
 	PreferIPv6 bool
-	// ProviderIDFromNodeIP makes `talos://<platform>/<node IP>` the fallback providerID, as in the upstream Talos CCM,
-	// instead of one with the SMBIOS UUID.
+	// ProviderIDFromNodeIP makes `talos://<platform>/<node IP>` the providerID wherever the platform publishes none, as
+	// in the upstream Talos CCM, instead of one with the instance ID or the SMBIOS UUID.
 	ProviderIDFromNodeIP bool
 	// FollowTopology changes the region and zone labels of initialized Nodes.
 	FollowTopology bool
@@ -50,6 +50,8 @@ type Options struct {
 // Input is the complete input of Desired.
 type Input struct {
 	Machine machine.Machine
+	// ProviderID is that of the Node; empty if the Node has none yet.
+	ProviderID string
 	// ProvidedNodeIPs are the node IPs of the kubelet's command line, as the kubelet reports them. Desired uses those
 	// that the machine has.
 	ProvidedNodeIPs []netip.Addr
@@ -72,8 +74,12 @@ type Input struct {
 // Managed; Desired also needs WithPeers.
 func NewInput(node *corev1.Node, m machine.Machine, options Options) Input {
 	return Input{
-		Machine: m, ProvidedNodeIPs: ProvidedNodeIPs(node), Options: options,
-		Architecture: node.Status.NodeInfo.Architecture, KubernetesVersion: node.Status.NodeInfo.KubeletVersion,
+		Machine:           m,
+		ProviderID:        node.Spec.ProviderID,
+		ProvidedNodeIPs:   ProvidedNodeIPs(node),
+		Architecture:      node.Status.NodeInfo.Architecture,
+		KubernetesVersion: node.Status.NodeInfo.KubeletVersion,
+		Options:           options,
 	}
 }
 
@@ -164,10 +170,16 @@ func Desired(in Input) (spec Spec, problems []Problem, pending string) {
 		return Spec{}, nil, pending
 	}
 
-	spec, problems, labelProblems := fromMetadata(in)
+	spec, problems, labelProblems := fromMetadata(in, providerID(in, nodeIPs[0]))
 
-	if spec.ProviderID, pending = providerID(in, spec.Transformed, nodeIPs[0]); pending != "" {
-		return Spec{}, problems, pending
+	if invalid := identityProblem(in, spec.Transformed); invalid != nil {
+		if in.ProviderID == "" || pendingSMBIOS(in) {
+			return Spec{}, problems, fmt.Sprintf("rule %q cannot set %s: %s", invalid.Rule, invalid.Key, invalid.Why)
+		}
+
+		if spec.ProviderID = in.ProviderID; !slices.Contains(problems, *invalid) {
+			problems = append(problems, *invalid)
+		}
 	}
 
 	var addressProblems []Problem
@@ -180,16 +192,21 @@ func Desired(in Input) (spec Spec, problems []Problem, pending string) {
 // FromMetadata returns the part of the Spec that does not depend on the machine's addresses and on its name: labels,
 // annotations and taints, and the providerID if the platform or a rule identifies the instance.
 func FromMetadata(in Input) (Spec, []Problem) {
-	spec, problems, labelProblems := fromMetadata(in)
-	if pendingRules(in, spec.Transformed) == "" {
-		spec.ProviderID = platformID(spec.Transformed)
+	spec, problems, labelProblems := fromMetadata(in, providerID(in, netip.Addr{}))
+	if identityProblem(in, spec.Transformed) != nil {
+		spec.ProviderID = ""
 	}
 
 	return spec, slices.Concat(problems, labelProblems)
 }
 
-func fromMetadata(in Input) (spec Spec, ruleProblems, labelProblems []Problem) {
-	transformed := in.Options.Rules.Apply(in.Facts())
+// fromMetadata returns the Spec without addresses. As in the upstream Talos CCM, rules read the providerID that the Node
+// has without them.
+func fromMetadata(in Input, untransformed string) (spec Spec, ruleProblems, labelProblems []Problem) {
+	facts := in.Facts()
+	facts.Machine.Platform.ProviderID = untransformed
+	transformed := in.Options.Rules.Apply(facts)
+	providerID := providerIDOfRules(in, transformed, untransformed)
 
 	for _, p := range transformed.Problems {
 		ruleProblems = append(ruleProblems, Problem{Rule: p.Rule, Key: p.Key, Value: p.Value, Why: p.Why})
@@ -199,6 +216,7 @@ func fromMetadata(in Input) (spec Spec, ruleProblems, labelProblems []Problem) {
 	labels, labelProblems := labels(in, transformed)
 
 	return Spec{
+		ProviderID:     providerID,
 		Labels:         labels,
 		Annotations:    values(transformed.Annotations),
 		FollowTopology: in.Options.FollowTopology,

@@ -23,40 +23,22 @@ const (
 	platformVMware    = "vmware"    // guestinfo is optional; a configuration is always published (vmware_supported.go)
 )
 
-// providerID returns the first of: the providerID of rules or the platform; one made from the instance ID of rules or
-// the platform; one made from the SMBIOS UUID; one made from the node IP. If a rule fails to set an identity, it
-// returns in pending why, and does not continue with the next in this order: a providerID cannot be changed once it is
-// written.
-func providerID(in Input, transformed rules.Result, nodeIP netip.Addr) (id, pending string) {
-	if pending := pendingRules(in, transformed); pending != "" {
-		return "", pending
-	}
-
-	platform, uuid := transformed.Platform.Platform, in.Machine.UUID()
-
-	switch id := platformID(transformed); {
-	case id != "":
-		return id, ""
-	case uuid == "" || in.SharedUUID || in.Options.ProviderIDFromNodeIP:
-		return providerURI(platform, nodeIP.String()), ""
-	default:
-		return providerURI(platform, uuid), ""
-	}
-}
-
-// platformID returns the providerID of rules or the platform, or the one made from their instance ID; empty if there is
-// none.
-func platformID(transformed rules.Result) string {
-	meta := transformed.Platform
-	_, instanceReplaced := transformed.Replaced[fieldInstanceID]
+// providerID returns the first of: the providerID of the platform; one made from its instance ID; one made from the SMBIOS
+// UUID; one made from the node IP, which is empty if the node IP is the zero value.
+func providerID(in Input, nodeIP netip.Addr) string {
+	meta, uuid := in.Machine.Platform, in.Machine.UUID()
 
 	switch {
 	case isProviderID(meta.ProviderID):
 		return meta.ProviderID
-	case meta.InstanceID != "" && (instanceReplaced || !identifiedBySMBIOS(meta.Platform)):
+	case !in.Options.ProviderIDFromNodeIP && meta.InstanceID != "" && !identifiedBySMBIOS(meta.Platform):
 		return providerURI(meta.Platform, meta.InstanceID)
-	default:
+	case !in.Options.ProviderIDFromNodeIP && uuid != "" && !in.SharedUUID:
+		return providerURI(meta.Platform, uuid)
+	case !nodeIP.IsValid():
 		return ""
+	default:
+		return providerURI(meta.Platform, nodeIP.String())
 	}
 }
 
@@ -66,15 +48,32 @@ const (
 	fieldInstanceID = "InstanceID"
 )
 
-// pendingRules returns why the identity that rules have set cannot be used, or an empty string.
-func pendingRules(in Input, transformed rules.Result) string {
+// providerIDOfRules returns the providerID that rules set or, where the platform publishes none, the one made from the
+// instance ID that rules set; otherwise the untransformed one.
+func providerIDOfRules(in Input, transformed rules.Result, untransformed string) string {
+	_, providerID := transformed.Replaced[fieldProviderID]
+	_, instanceID := transformed.Replaced[fieldInstanceID]
+
+	switch {
+	case providerID:
+		return transformed.Platform.ProviderID
+	case instanceID && !isProviderID(in.Machine.Platform.ProviderID) && !in.Options.ProviderIDFromNodeIP:
+		return providerURI(transformed.Platform.Platform, transformed.Platform.InstanceID)
+	default:
+		return untransformed
+	}
+}
+
+// identityProblem returns why the identity that rules have set cannot be used, or nil. There is no fallback to another
+// identity: a providerID cannot be changed once it is written.
+func identityProblem(in Input, transformed rules.Result) *Problem {
 	_, providerID := transformed.Replaced[fieldProviderID]
 	_, instanceID := transformed.Replaced[fieldInstanceID]
 
 	for _, p := range transformed.Problems {
 		// Rules may compute an identity from metadata that an earlier rule failed to replace.
 		if p.Identity || ((providerID || instanceID) && strings.HasPrefix(p.Key, "platformMetadata[")) {
-			return fmt.Sprintf("rule %q cannot set %s: %s", p.Rule, p.Key, p.Why)
+			return &Problem{Rule: p.Rule, Key: p.Key, Value: p.Value, Why: p.Why}
 		}
 	}
 
@@ -90,20 +89,21 @@ func pendingRules(in Input, transformed rules.Result) string {
 			continue
 		}
 
-		if pendingSMBIOS(in) {
-			return fmt.Sprintf("rule %q sets %s, which may depend on SMBIOS information that has not been read yet", rule, field.name)
+		why := invalidIdentity(field.value)
+
+		switch {
+		case pendingSMBIOS(in):
+			why = "may depend on SMBIOS information that has not been read yet"
+		case !field.identifies:
+			why = "does not identify an instance"
+		case why == "":
+			continue
 		}
 
-		if !field.identifies {
-			return fmt.Sprintf("rule %q sets %s to %.80q, which does not identify an instance", rule, field.name, field.value)
-		}
-
-		if why := invalidIdentity(field.value); why != "" {
-			return fmt.Sprintf("rule %q sets an invalid %s: it %s", rule, field.name, why)
-		}
+		return &Problem{Rule: rule, Key: "platformMetadata[" + field.name + "]", Value: field.value, Why: "it " + why}
 	}
 
-	return ""
+	return nil
 }
 
 // identifiedBySMBIOS reports whether the platform's instance ID, if any, is the SMBIOS UUID.

@@ -1,6 +1,7 @@
 package nodespec_test
 
 import (
+	"cmp"
 	"maps"
 	"slices"
 	"strings"
@@ -61,6 +62,14 @@ func TestDesired_ProviderIDOfEveryPlatform(t *testing.T) {
 
 			if spec, _ := desired(t, in); spec.ProviderID != row.want {
 				t.Errorf("got %q, want %q", spec.ProviderID, row.want)
+			}
+
+			// The upstream Talos CCM ignores the instance ID.
+			in.Options.ProviderIDFromNodeIP = true
+			want := cmp.Or(row.metadata.ProviderID, "talos://"+platform+"/"+nodeIP)
+
+			if spec, _ := desired(t, in); spec.ProviderID != want {
+				t.Errorf("fallback node-ip: got %q, want %q", spec.ProviderID, want)
 			}
 		})
 	}
@@ -211,21 +220,22 @@ func TestDesired_ProviderIDOfPlatformTakesPrecedence(t *testing.T) {
 		name     string
 		metadata runtime.PlatformMetadataSpec
 		want     string
+		fromIP   string
 	}{
-		{"provider ID and instance ID", runtime.PlatformMetadataSpec{Platform: "nocloud", ProviderID: "proxmox://dc/100", InstanceID: "vm-100"}, "proxmox://dc/100"},
-		{"instance ID and UUID", runtime.PlatformMetadataSpec{Platform: "vmware", InstanceID: "vm-200"}, "talos://vmware/vm-200"},
-		{"instance ID and incomplete provider ID", runtime.PlatformMetadataSpec{Platform: "nocloud", ProviderID: "proxmox://", InstanceID: "vm-100"}, "talos://nocloud/vm-100"},
-		{"instance ID on a platform of a later Talos version", runtime.PlatformMetadataSpec{Platform: "nimbus", InstanceID: "n-1"}, "talos://nimbus/n-1"},
+		{"provider ID and instance ID", runtime.PlatformMetadataSpec{Platform: "nocloud", ProviderID: "proxmox://dc/100", InstanceID: "vm-100"}, "proxmox://dc/100", "proxmox://dc/100"},
+		{"instance ID and UUID", runtime.PlatformMetadataSpec{Platform: "vmware", InstanceID: "vm-200"}, "talos://vmware/vm-200", "talos://vmware/" + nodeIP},
+		{"instance ID and incomplete provider ID", runtime.PlatformMetadataSpec{Platform: "nocloud", ProviderID: "proxmox://", InstanceID: "vm-100"}, "talos://nocloud/vm-100", "talos://nocloud/" + nodeIP},
+		{"instance ID on a platform of a later Talos version", runtime.PlatformMetadataSpec{Platform: "nimbus", InstanceID: "n-1"}, "talos://nimbus/n-1", "talos://nimbus/" + nodeIP},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			for _, options := range []nodespec.Options{{}, {ProviderIDFromNodeIP: true}} {
+			for fromIP, want := range map[bool]string{false: test.want, true: test.fromIP} {
 				in := running()
-				in.Machine.Platform, in.SharedUUID, in.Options = test.metadata, true, options
+				in.Machine.Platform, in.SharedUUID, in.Options = test.metadata, true, nodespec.Options{ProviderIDFromNodeIP: fromIP}
 				// A published identity does not depend on the rest.
 				in.Machine.PlatformPublished, in.Machine.Stage = false, runtime.MachineStageBooting
 
-				if spec, _ := desired(t, in); spec.ProviderID != test.want {
-					t.Errorf("with %+v: got %q, want %q", options, spec.ProviderID, test.want)
+				if spec, _ := desired(t, in); spec.ProviderID != want {
+					t.Errorf("fallback node-ip %v: got %q, want %q", fromIP, spec.ProviderID, want)
 				}
 			}
 		})

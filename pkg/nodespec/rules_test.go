@@ -117,7 +117,7 @@ func TestDesired_ProviderIDOfRules(t *testing.T) {
 			"", `rule "r" cannot set platformMetadata[ProviderID]`,
 		},
 		{"incomplete providerID", cloud(), []rules.Rule{replacing(map[string]string{"ProviderID": "x:///{{ .Tags.serial }}"})}, "", "does not identify an instance"},
-		{"providerID with spaces", cloud(), []rules.Rule{replacing(map[string]string{"ProviderID": "x:///a b"})}, "", "invalid ProviderID"},
+		{"providerID with spaces", cloud(), []rules.Rule{replacing(map[string]string{"ProviderID": "x:///a b"})}, "", "contains spaces"},
 		{
 			"depends on a field that an earlier rule failed to set",
 			cloud(),
@@ -140,6 +140,97 @@ func TestDesired_ProviderIDOfRules(t *testing.T) {
 				t.Errorf("got %q, pending %q; want %q, pending %q", spec.ProviderID, pending, test.want, test.pending)
 			}
 		})
+	}
+}
+
+// Without a providerID to compute, a rule that fails to do so stops nothing.
+func TestDesired_ReportsFailedIdentityOfIdentifiedNode(t *testing.T) {
+	const key = "platformMetadata[ProviderID]"
+
+	for name, test := range map[string]struct{ field, template, why string }{
+		"template fails":         {"ProviderID", `{{ fail "no" }}`, "no"},
+		"empty":                  {"ProviderID", "{{ .Tags.serial }}", "does not identify an instance"},
+		"incomplete":             {"ProviderID", "x:///{{ .Tags.serial }}", "does not identify an instance"},
+		"invalid":                {"ProviderID", "x:///a b", "contains spaces"},
+		"empty instance ID":      {"InstanceID", "{{ .Tags.serial }}", "does not identify an instance"},
+		"instance ID with space": {"InstanceID", "a b", "contains spaces"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			in := withRules(t, cloud(), rules.Rule{Labels: map[string]string{"site": "lyon"}}, replacing(map[string]string{test.field: test.template}))
+			in.ProviderID = "aws:///eu-1a/i-1"
+
+			spec, problems := desired(t, in)
+			if spec.ProviderID != in.ProviderID || spec.Labels["site"] != "lyon" {
+				t.Errorf("got providerID %q and labels %v", spec.ProviderID, spec.Labels)
+			}
+
+			if len(problems) != 1 || problems[0].Key != strings.ReplaceAll(key, "ProviderID", test.field) || !strings.Contains(problems[0].Why, test.why) {
+				t.Errorf("got problems %v", problems)
+			}
+
+			in.Machine.System, in.Machine.Stage = hardware.SystemInformationSpec{}, runtime.MachineStageBooting
+			if _, _, pending := nodespec.Desired(in); !strings.Contains(pending, test.field) {
+				t.Errorf("SMBIOS information not read: pending is %q", pending)
+			}
+		})
+	}
+}
+
+// Rules read the providerID that the Node would have without them.
+func TestDesired_RulesReadTheProviderIDBeforeTheyReplaceIt(t *testing.T) {
+	nocloud := running()
+	nocloud.Machine.Platform = runtime.PlatformMetadataSpec{Platform: "nocloud", InstanceID: "vm-100"}
+
+	fromIP := nocloud
+	fromIP.Options.ProviderIDFromNodeIP = true
+
+	incomplete := nocloud
+	incomplete.Machine.Platform.ProviderID = "proxmox://"
+
+	for _, test := range []struct {
+		name string
+		in   nodespec.Input
+		want string
+	}{
+		{"platform's", cloud(), "aws:///eu-1a/i-1"},
+		{"UUID", running(), "talos://metal/" + uuid},
+		{"instance ID", nocloud, "talos://nocloud/vm-100"},
+		{"incomplete", incomplete, "talos://nocloud/vm-100"},
+		{"node IP", fromIP, "talos://nocloud/" + nodeIP},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			exists := rules.Rule{Labels: map[string]string{"exists": "true"}}
+			exists.NodeSelector = []rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "providerID", Operator: rules.Exists}}}}
+			in := withRules(t, test.in, exists, replacing(map[string]string{"ProviderID": "{{ .ProviderID }}", "InstanceType": "t"}))
+
+			spec, _ := desired(t, in)
+			if spec.ProviderID != test.want || spec.Labels["exists"] != "true" {
+				t.Errorf("got %q with labels %v, want %q", spec.ProviderID, spec.Labels, test.want)
+			}
+		})
+	}
+
+	in := withRules(t, fromIP, replacing(map[string]string{"InstanceID": "rack-7"}))
+	if spec, _ := desired(t, in); spec.ProviderID != "talos://nocloud/"+nodeIP {
+		t.Errorf("fallback node-ip with the instance ID of a rule: got %q", spec.ProviderID)
+	}
+}
+
+// The file is an example of the upstream Talos CCM, hack/ccm-config.yaml.
+func TestDesired_RuleKeepsTheProviderIDWithoutSerialNumber(t *testing.T) {
+	rule := replacing(map[string]string{
+		"InstanceType": "{{ coalesce .InstanceType .SKUNumber }}",
+		"ProviderID":   `{{ if .SerialNumber }}proxmox://region-1/{{ getValue .SerialNumber "i" }}{{ else }}{{ .ProviderID }}{{ end }}`,
+	})
+
+	for serial, want := range map[string]string{"i=100": "proxmox://region-1/100", "": "talos://nocloud/" + uuid} {
+		in := withRules(t, running(), rule)
+		in.Machine.Platform = runtime.PlatformMetadataSpec{Platform: "nocloud"}
+		in.Machine.System.SerialNumber = serial
+
+		if spec, _ := desired(t, in); spec.ProviderID != want {
+			t.Errorf("serial number %q: got %q, want %q", serial, spec.ProviderID, want)
+		}
 	}
 }
 

@@ -152,6 +152,30 @@ func TestController_UpdatesAndRemovesLabelsAndAnnotationsOfRules(t *testing.T) {
 	}
 }
 
+// A providerID cannot be changed once it is set, so a rule that fails to compute it must not stop other updates.
+func TestController_UpdatesIdentifiedNodesWhoseIdentityRuleFails(t *testing.T) {
+	s := parallel(t)
+	label := func(value string) rules.Rule { return rules.Rule{Labels: map[string]string{"example.com/site": value}} }
+	broken := rules.Rule{Name: "broken", PlatformMetadata: map[string]string{"ProviderID": "{{ .Tags.missing }}"}}
+
+	s.join(aws("identity-broken"))
+	before := s.awaitInitialized("identity-broken")
+
+	s.rules("identity-broken", label("lyon"), broken, rules.Rule{Enforce: true, Taints: map[string]string{storageTaint: "ceph:NoSchedule"}})
+
+	n := s.await("identity-broken", "labeled and tainted", func(n *corev1.Node) bool {
+		return n.Labels["example.com/site"] == "lyon" && hasTaint(n, storage(corev1.TaintEffectNoSchedule, "ceph"))
+	})
+	if n.Spec.ProviderID != before.Spec.ProviderID {
+		t.Errorf("providerID changed from %s to %s", before.Spec.ProviderID, n.Spec.ProviderID)
+	}
+
+	const want = `rule "broken": platformMetadata[ProviderID]="" omitted: it does not identify an instance`
+	if event := s.awaitEvent("identity-broken", node.ReasonInvalidValue); event.Message != want {
+		t.Errorf("got Event %q, want %q", event.Message, want)
+	}
+}
+
 func TestController_SetsTaintsOfRulesAtInitialization(t *testing.T) {
 	s := parallel(t)
 	s.rules("taint-first", rules.Rule{Taints: map[string]string{storageTaint: "{{ .Zone }}:NoSchedule"}})
