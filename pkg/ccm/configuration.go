@@ -29,12 +29,13 @@ const (
 // providerIDFallback.
 func NodeOptions(c *config.Compiled, fallback config.ProviderIDFallback) nodespec.Options {
 	return nodespec.Options{
-		ClusterName:          c.ClusterName,
-		PreferIPv6:           c.PreferIPv6,
-		ProviderIDFromNodeIP: cmp.Or(c.ProviderIDFallback, fallback) == config.FallbackNodeIP,
-		FollowTopology:       c.FollowTopology,
-		Rules:                c.Rules,
-		Selector:             c.NodeSelector,
+		ClusterName:            c.ClusterName,
+		PreferIPv6:             c.PreferIPv6,
+		ProviderIDFromNodeIP:   cmp.Or(c.ProviderIDFallback, fallback) == config.FallbackNodeIP,
+		FollowTopology:         c.FollowTopology,
+		OneExternalIPPerFamily: c.OneExternalIPPerFamily,
+		Rules:                  c.Rules,
+		Selector:               c.NodeSelector,
 	}
 }
 

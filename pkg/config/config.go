@@ -56,6 +56,8 @@ type Config struct {
 	Transformations []rules.Rule `json:"transformations,omitempty"`
 	// Nodes selects the Nodes that talos-ccm initializes and updates.
 	Nodes Nodes `json:"nodes,omitzero"`
+	// Addresses configures the addresses of Nodes.
+	Addresses Addresses `json:"addresses,omitzero"`
 	// CSRApproval configures the approval of kubelet serving certificates.
 	CSRApproval CSRApproval `json:"csrApproval,omitzero"`
 	// IPAM configures the allocation of pod CIDRs.
@@ -73,13 +75,14 @@ type Global struct {
 	ClusterName string `default:"the cluster name in the machine configuration" json:"clusterName,omitempty"`
 	// PreferIPv6 lists the IPv6 addresses of a Node before its IPv4 addresses.
 	PreferIPv6 bool `alias:"PreferIPv6" json:"preferIPv6,omitempty"`
-	// ProviderIDFallback is the identifier used in the providerID of a machine whose platform provides none. `uuid`
-	// is the SMBIOS UUID, or the node IP if the UUID is invalid or not unique. `node-ip` is always the node IP, as in
-	// the upstream Talos CCM. A providerID cannot be changed once set, so this affects new Nodes only.
+	// ProviderIDFallback is the identifier used in the providerID of a machine whose platform publishes no providerID.
+	// `uuid` is the platform's instance ID, or else the SMBIOS UUID, or else, if the UUID is invalid or not unique, the
+	// node IP. `node-ip` is always the node IP, as in the upstream Talos CCM. A providerID cannot be changed once set,
+	// so this affects new Nodes only.
 	ProviderIDFallback ProviderIDFallback `default:"the value of --provider-id-fallback, which defaults to uuid" json:"providerIDFallback,omitempty" jsonschema:"enum=uuid,enum=node-ip"`
 }
 
-// ProviderIDFallback is the identifier of a machine whose platform provides none. Empty means the value of the flag.
+// ProviderIDFallback is the identifier of a machine whose platform publishes no providerID. Empty means the value of the flag.
 type ProviderIDFallback string
 
 // Values of ProviderIDFallback.
@@ -107,6 +110,23 @@ type Topology string
 const (
 	TopologyKeep   Topology = "keep"
 	TopologyFollow Topology = "follow"
+)
+
+// Addresses configures the addresses of Nodes.
+type Addresses struct {
+	// ExternalIPs selects which of a machine's public addresses its Node lists. `all` lists every one, because the
+	// kubelet's certificate, load balancers and DNS controllers get only the addresses that the Node lists.
+	// `first-per-family` lists the first IPv4 and the first IPv6 address, as the upstream Talos CCM does.
+	ExternalIPs ExternalIPs `default:"all" json:"externalIPs,omitempty" jsonschema:"enum=all,enum=first-per-family"`
+}
+
+// ExternalIPs is which public addresses a Node lists. Empty means ExternalIPsAll.
+type ExternalIPs string
+
+// Values of ExternalIPs.
+const (
+	ExternalIPsAll            ExternalIPs = "all"
+	ExternalIPsFirstPerFamily ExternalIPs = "first-per-family"
 )
 
 // moved are the keys of earlier versions of the file, with what to use instead.

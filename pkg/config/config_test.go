@@ -55,6 +55,8 @@ func goodFiles() []good {
 		},
 
 		{name: "topology to follow", file: "nodes: {topology: follow}", want: func(c *config.Compiled) { c.FollowTopology = true }},
+		{name: "first external IP per family", file: "addresses: {externalIPs: first-per-family}", want: func(c *config.Compiled) { c.OneExternalIPPerFamily = true }},
+		{name: "all external IPs", file: "addresses: {externalIPs: all}"},
 		{name: "topology to keep", file: "nodes: {topology: keep}"},
 		{
 			name: "lifecycle", file: "lifecycle: {gracePeriod: 1m, absentPeriod: 30m, dryRun: true, outOfServiceTaint: true, replaced: true, discovery: true}",
@@ -335,7 +337,7 @@ func badFiles() []bad {
 		// Unknown, misplaced and missing keys.
 		{
 			name: "unknown key", file: "global: {}\nwhatever: 1\n",
-			want: []string{":2:1: whatever: unknown key; expected global, transformations, nodes, csrApproval, ipam"}, bySchema: true,
+			want: []string{":2:1: whatever: unknown key; expected global, transformations, nodes, addresses, csrApproval, ipam"}, bySchema: true,
 		},
 		{
 			name: "similar key at the top level", file: "transformation: []\n",

@@ -27,6 +27,8 @@ type Compiled struct {
 	Rules *rules.Set
 	// FollowTopology changes the region and zone labels of initialized Nodes.
 	FollowTopology bool
+	// OneExternalIPPerFamily lists only the first ExternalIP of each IP family.
+	OneExternalIPPerFamily bool
 	// NodeSelector selects the machines of managed Nodes; nil selects all.
 	NodeSelector *rules.Selector
 	// CSRSelector selects the machines whose certificate signing requests are decided; nil selects all.
@@ -134,19 +136,21 @@ func (d *decoder) validate(file *Config) *Compiled {
 
 	oneOf(v, global.Child("providerIDFallback"), file.Global.ProviderIDFallback, FallbackUUID, FallbackNodeIP)
 	oneOf(v, field.NewPath("nodes", "topology"), file.Nodes.Topology, TopologyKeep, TopologyFollow)
+	oneOf(v, field.NewPath("addresses", "externalIPs"), file.Addresses.ExternalIPs, ExternalIPsAll, ExternalIPsFirstPerFamily)
 	oneOf(v, field.NewPath("csrApproval", "credentialPinning"), file.CSRApproval.CredentialPinning, PinningWarn, PinningEnforce)
 	oneOf(v, ipam.Child("blockSize"), file.IPAM.BlockSize, BlockSizeAuto)
 	v.service(field.NewPath("service"), file.Service)
 
 	compiled := &Compiled{
-		ClusterName:        file.Global.ClusterName,
-		PreferIPv6:         file.Global.PreferIPv6,
-		ProviderIDFallback: file.Global.ProviderIDFallback,
-		Rules:              set,
-		FollowTopology:     file.Nodes.Topology == TopologyFollow,
-		NodeSelector:       v.selector(field.NewPath("nodes", "selector"), file.Nodes.Selector, rules.CompileSelector),
-		CSRSelector:        v.selector(field.NewPath("csrApproval", "selector"), file.CSRApproval.Selector, rules.CompileSelector),
-		IPAMSelector:       v.selector(ipam.Child("selector"), file.IPAM.Selector, rules.CompileSelector),
+		ClusterName:            file.Global.ClusterName,
+		PreferIPv6:             file.Global.PreferIPv6,
+		ProviderIDFallback:     file.Global.ProviderIDFallback,
+		Rules:                  set,
+		FollowTopology:         file.Nodes.Topology == TopologyFollow,
+		OneExternalIPPerFamily: file.Addresses.ExternalIPs == ExternalIPsFirstPerFamily,
+		NodeSelector:           v.selector(field.NewPath("nodes", "selector"), file.Nodes.Selector, rules.CompileSelector),
+		CSRSelector:            v.selector(field.NewPath("csrApproval", "selector"), file.CSRApproval.Selector, rules.CompileSelector),
+		IPAMSelector:           v.selector(ipam.Child("selector"), file.IPAM.Selector, rules.CompileSelector),
 		MaxExpiration: v.duration(field.NewPath("csrApproval", "maxExpiration"), file.CSRApproval.MaxExpiration,
 			csrpolicy.DefaultMaxExpiration, csrpolicy.MinExpiration, "the minimum of Kubernetes"),
 		EnforceCredential: file.CSRApproval.CredentialPinning == PinningEnforce,

@@ -1,7 +1,6 @@
 package machine
 
 import (
-	"cmp"
 	"maps"
 	"net/netip"
 	"slices"
@@ -140,10 +139,6 @@ func (v *View) Machine() Machine {
 
 	configs := v.resources[network.PlatformConfigType]
 	m.PlatformFromCache = configs[network.PlatformConfigCachedID] != nil && configs[network.PlatformConfigActiveID] == nil
-
-	slices.SortFunc(m.Addresses, func(a, b Address) int {
-		return cmp.Or(cmp.Compare(a.Link, b.Link), a.Prefix.Compare(b.Prefix))
-	})
 
 	for _, name := range v.Facts {
 		if m.Facts == nil {

@@ -180,15 +180,18 @@ func TestView_IgnoresOrderOfArrival(t *testing.T) {
 	}
 }
 
-func TestView_SortsAddressesByLinkAndPrefix(t *testing.T) {
-	m := viewOf(addressStatus("eth1", "10.0.0.1/24"), addressStatus("eth0", "2001:db8::1/64"), addressStatus("eth0", "10.0.0.9/24"), addressStatus("bond0", "10.0.0.3/24")).Machine()
+// Clients that list the addresses get them in this order, too.
+func TestView_SortsAddressesAsTheirIDs(t *testing.T) {
+	m := viewOf(addressStatus("eth1", "10.0.0.1/24"), addressStatus("eth0", "2001:db8::1/64"), addressStatus("eth0", "10.0.0.9/24"), addressStatus("eth0", "10.0.0.10/24"),
+		addressStatus("eth0.7", "10.0.0.2/24"), addressStatus("bond0", "10.0.0.3/24")).Machine()
 
 	var got []string
 	for _, a := range m.Addresses {
 		got = append(got, a.Link+" "+a.Prefix.String())
 	}
 
-	if want := []string{"bond0 10.0.0.3/24", "eth0 10.0.0.9/24", "eth0 2001:db8::1/64", "eth1 10.0.0.1/24"}; !slices.Equal(got, want) {
+	want := []string{"bond0 10.0.0.3/24", "eth0.7 10.0.0.2/24", "eth0 10.0.0.10/24", "eth0 10.0.0.9/24", "eth0 2001:db8::1/64", "eth1 10.0.0.1/24"}
+	if !slices.Equal(got, want) {
 		t.Errorf("got %v, want %v", got, want)
 	}
 }

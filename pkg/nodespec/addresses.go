@@ -94,48 +94,66 @@ func addresses(in Input, transformed rules.Result, nodeIPs []netip.Addr) ([]core
 
 // externalIPs returns the addresses that the platform reports and, if discovery is enabled, the public addresses on the
 // links. The default is to discover addresses if the platform does not report any.
+//
+// They are in the order of the upstream Talos CCM, which lists the first of each family: reported ones first, then those
+// on links in the order of their IDs, of which each permanent IPv6 address comes before all others.
 func externalIPs(in Input, discovery *bool, nodeIPs []netip.Addr) []netip.Addr {
-	discover := !reportsExternalIPs[in.Machine.Platform.Platform]
+	reports := reportsExternalIPs[in.Machine.Platform.Platform]
+	discover := !reports
+
 	if discovery != nil {
 		discover = *discovery
 	}
 
-	var found []machine.Address
+	var reported, found []netip.Addr
 
 	for _, a := range in.Machine.Addresses {
 		ip := a.Prefix.Addr().Unmap()
-		if slices.Contains(nodeIPs, ip) || slices.Contains(in.SharedAddresses, ip) || in.Machine.Excludes(ip) {
-			continue
-		}
+		isExternal := a.Link == machine.LinkExternal
 
-		isSpecial := slices.ContainsFunc(notPublic, func(p netip.Prefix) bool { return p.Contains(ip) })
-
-		if a.Link == machine.LinkExternal || (discover && in.Machine.IsStable(a) && !isSpecial) {
-			found = append(found, a)
+		switch {
+		case slices.Contains(nodeIPs, ip), slices.Contains(in.SharedAddresses, ip), in.Machine.Excludes(ip):
+		case isExternal && reports:
+			reported = append(reported, ip)
+		case !isExternal && !(discover && isPublic(in.Machine, a)):
+		case ip.Is6() && nethelpers.AddressFlag(a.Flags)&nethelpers.AddressPermanent != 0:
+			found = slices.Insert(found, 0, ip)
+		default:
+			found = append(found, ip)
 		}
 	}
 
-	slices.SortStableFunc(found, func(a, b machine.Address) int {
-		x, y := a.Prefix.Addr().Unmap(), b.Prefix.Addr().Unmap()
+	return arrange(in.Options, append(reported, found...))
+}
 
-		permanence := cmp.Compare(nethelpers.AddressFlag(b.Flags)&nethelpers.AddressPermanent, nethelpers.AddressFlag(a.Flags)&nethelpers.AddressPermanent)
+// isPublic reports whether the address on a link belongs to this machine permanently and is globally reachable.
+func isPublic(m machine.Machine, a machine.Address) bool {
+	isSpecial := func(p netip.Prefix) bool { return p.Contains(a.Prefix.Addr().Unmap()) }
 
-		return cmp.Or(byFamily(in.Options)(x, y), permanence, x.Compare(y))
-	})
+	return m.IsStable(a) && !slices.ContainsFunc(notPublic, isSpecial)
+}
 
+// arrange returns the ExternalIPs without duplicates, by family.
+func arrange(options Options, all []netip.Addr) []netip.Addr {
 	var ips []netip.Addr
 
-	for _, a := range found {
-		if ip := a.Prefix.Addr().Unmap(); !slices.Contains(ips, ip) {
+	for _, ip := range all {
+		isListed := func(other netip.Addr) bool {
+			return other == ip || (options.OneExternalIPPerFamily && other.Is4() == ip.Is4())
+		}
+
+		if !slices.ContainsFunc(ips, isListed) {
 			ips = append(ips, ip)
 		}
 	}
 
+	slices.SortStableFunc(ips, byFamily(options))
+
 	return ips
 }
 
-// dnsNames returns the DNS names that the platform reports or rules set. A host name with a domain is the internal name
-// if there is no other. The kubelet requests a certificate for all names of its Node, so dnsNames omits those for which
+// dnsNames returns the DNS names that the platform reports or rules set. A host name with a domain, or such a nodename
+// if the platform reports no host name, is the internal name if there is no other. The kubelet requests a certificate for all names of its Node, so dnsNames omits those for which
 // it could not get one.
 func dnsNames(in Input, transformed rules.Result) ([]corev1.NodeAddress, []Problem) {
 	platform, own := transformed.Platform, in.Machine.OwnNames()
@@ -146,9 +164,9 @@ func dnsNames(in Input, transformed rules.Result) ([]corev1.NodeAddress, []Probl
 		}
 	}
 
-	internal := platform.InternalDNS
-	if internal == "" && strings.Contains(strings.TrimSuffix(platform.Hostname, "."), ".") {
-		internal = platform.Hostname
+	internal, hostname := platform.InternalDNS, cmp.Or(platform.Hostname, in.Machine.Nodename)
+	if internal == "" && strings.Contains(strings.TrimSuffix(hostname, "."), ".") {
+		internal = hostname
 	}
 
 	var (

@@ -12,6 +12,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 func TestDesired_InternalIPs(t *testing.T) {
@@ -224,8 +225,7 @@ func TestDesired_SourceOfExternalIPs(t *testing.T) {
 			case fromMetadata:
 				requireAddresses(t, corev1.NodeExternalIP, spec, "203.0.113.9")
 			case fromBoth:
-				// Talos does not mark external addresses as permanent, so addresses on links come first.
-				requireAddresses(t, corev1.NodeExternalIP, spec, "203.0.113.5", "203.0.113.9")
+				requireAddresses(t, corev1.NodeExternalIP, spec, "203.0.113.9", "203.0.113.5") // in the order of the machine's addresses
 			default:
 				t.Errorf("no row for %s", platform)
 			}
@@ -255,8 +255,13 @@ func TestDesired_ExternalIPs(t *testing.T) {
 		{"same address on several links", []machine.Address{onLink("eth0", "203.0.113.5/24"), onLink("eth1", "203.0.113.5/32"), external("203.0.113.5")}, nil, false, []string{"203.0.113.5"}},
 		{"IPv4 first", []machine.Address{onLink("eth0", "2001:db8:1::5/64"), onLink("eth0", "203.0.113.5/24")}, nil, false, []string{"203.0.113.5", "2001:db8:1::5"}},
 		{"IPv6 preferred", []machine.Address{onLink("eth0", "203.0.113.5/24"), onLink("eth0", "2001:db8:1::5/64")}, nil, true, []string{"2001:db8:1::5", "203.0.113.5"}},
-		{"permanent first", []machine.Address{temporary("eth0", "203.0.113.5/24"), onLink("eth0", "203.0.113.6/24")}, nil, false, []string{"203.0.113.6", "203.0.113.5"}},
-		{"lower first", []machine.Address{onLink("eth1", "203.0.113.10/24"), onLink("eth2", "203.0.113.9/24")}, nil, false, []string{"203.0.113.9", "203.0.113.10"}},
+		{"IPv4 in the order of the links", []machine.Address{temporary("eth1", "203.0.113.10/24"), onLink("eth2", "203.0.113.9/24")}, nil, false, []string{"203.0.113.10", "203.0.113.9"}},
+		{
+			"permanent IPv6 first, last one first",
+			[]machine.Address{temporary("eth0", "2001:db8:1::5/64"), onLink("eth0", "2001:db8:1::6/64"), onLink("eth1", "2001:db8:1::7/64")},
+			nil, false,
+			[]string{"2001:db8:1::7", "2001:db8:1::6", "2001:db8:1::5"},
+		},
 		{"private address in metadata", []machine.Address{external("10.9.9.9")}, nil, false, []string{"10.9.9.9"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -271,6 +276,39 @@ func TestDesired_ExternalIPs(t *testing.T) {
 			spec, _ := desired(t, in)
 			requireAddresses(t, corev1.NodeExternalIP, spec, test.want...)
 		})
+	}
+}
+
+// The upstream Talos CCM lists one of each family.
+func TestDesired_FirstExternalIPPerFamily(t *testing.T) {
+	in := running()
+	in.Options.OneExternalIPPerFamily = true
+	in.Machine.Addresses = append(in.Machine.Addresses,
+		onLink("eth1", "203.0.113.10/24"), onLink("eth2", "203.0.113.9/24"), onLink("eth1", "2001:db8:1::5/64"), onLink("eth2", "2001:db8:1::4/64"))
+
+	spec, _ := desired(t, in)
+	requireAddresses(t, corev1.NodeExternalIP, spec, "203.0.113.10", "2001:db8:1::4")
+}
+
+// With machine.kubelet.registerWithFQDN, the nodename has a domain.
+func TestDesired_NodenameIsTheHostNameWithoutAPlatformHostName(t *testing.T) {
+	for nodename, want := range map[string][]string{
+		"worker-1.example.org": {"worker-1.example.org"}, "worker-1.example": {"worker-1.example"}, "worker-1": nil, "w1.default.svc": nil,
+	} {
+		in := withRules(t, running(), rules.Rule{Labels: map[string]string{"host": "{{ .Hostname }}"}})
+		in.Machine.Nodename, in.Machine.Hostname = nodename, "worker-1"
+
+		spec, _ := desired(t, in)
+		requireAddresses(t, corev1.NodeInternalDNS, spec, want...)
+
+		if spec.Labels["host"] != nodename {
+			t.Errorf("got .Hostname %q, want %q", spec.Labels["host"], nodename)
+		}
+
+		in.Machine.Platform.Hostname = "vm-7"
+
+		spec, _ = desired(t, in)
+		requireAddresses(t, corev1.NodeInternalDNS, spec)
 	}
 }
 

@@ -39,6 +39,8 @@ type Options struct {
 	ProviderIDFromNodeIP bool
 	// FollowTopology changes the region and zone labels of initialized Nodes.
 	FollowTopology bool
+	// OneExternalIPPerFamily lists only the first ExternalIP of each IP family, as the upstream Talos CCM does.
+	OneExternalIPPerFamily bool
 	// Rules are the configured rules; nil means none.
 	Rules *rules.Set
 	// Selector selects the machines whose Nodes are managed; nil selects all.

@@ -246,8 +246,8 @@ func TestDesired_PublicIPDiscovery(t *testing.T) {
 		want      []string
 	}{
 		{"default on a platform that reports addresses", "aws", nil, []string{"203.0.113.1"}},
-		{"enabled on a platform that reports addresses", "aws", &on, []string{"203.0.113.2", "203.0.113.1"}},
-		{"default on another platform", "metal", nil, []string{"203.0.113.2", "203.0.113.1"}},
+		{"enabled on a platform that reports addresses", "aws", &on, []string{"203.0.113.1", "203.0.113.2"}},
+		{"default on another platform", "metal", nil, []string{"203.0.113.1", "203.0.113.2"}},
 		{"disabled on another platform", "metal", &off, []string{"203.0.113.1"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {

@@ -243,15 +243,15 @@ func TestSelector_EveryFieldInAnyCase(t *testing.T) {
 	}
 }
 
-func TestHostname_FallsBackToMachine(t *testing.T) {
+func TestHostname_FallsBackToNodename(t *testing.T) {
 	facts := everything()
 	facts.Machine.Platform.Hostname = ""
 
-	if !selector(t, one("hostname", rules.In, "OwnHostname")).Matches(facts) {
-		t.Error("hostname In [OwnHostname] does not match")
+	if !selector(t, one("hostname", rules.In, "Nodename")).Matches(facts) {
+		t.Error("hostname In [Nodename] does not match")
 	}
 
-	if got, want := render(t, "{{ .Hostname }}", facts), "OwnHostname"; got != want {
+	if got, want := render(t, "{{ .Hostname }}", facts), "Nodename"; got != want {
 		t.Errorf("got .Hostname %q, want %q", got, want)
 	}
 }

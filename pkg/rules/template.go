@@ -52,7 +52,7 @@ func newVariables(facts *Facts, platform runtime.PlatformMetadataSpec, optional 
 
 	v := &variables{facts: facts, values: map[string]any{
 		"Platform":     platform.Platform,
-		"Hostname":     cmp.Or(platform.Hostname, m.Hostname),
+		"Hostname":     cmp.Or(platform.Hostname, m.Nodename),
 		"Region":       platform.Region,
 		"Zone":         platform.Zone,
 		"InstanceType": platform.InstanceType,
