@@ -58,7 +58,7 @@ func TestDesired_Labels(t *testing.T) {
 			want: map[string]string{
 				platform: "aws", "topology.kubernetes.io/zone": "eu-1a", "failure-domain.beta.kubernetes.io/zone": "eu-1a",
 			},
-			problems: []string{"topology.kubernetes.io/region", "failure-domain.beta.kubernetes.io/region"},
+			problems: []string{"topology.kubernetes.io/region"},
 		},
 		{
 			name:     "zone too long",
@@ -66,13 +66,13 @@ func TestDesired_Labels(t *testing.T) {
 			want: map[string]string{
 				platform: "aws", "node.kubernetes.io/instance-type": tooLong[1:], "beta.kubernetes.io/instance-type": tooLong[1:],
 			},
-			problems: []string{"topology.kubernetes.io/zone", "failure-domain.beta.kubernetes.io/zone"},
+			problems: []string{"topology.kubernetes.io/zone"},
 		},
 		{
 			name:     "invalid instance type",
 			metadata: runtime.PlatformMetadataSpec{InstanceType: "Small Instance"},
 			want:     map[string]string{platform: "aws"},
-			problems: []string{"node.kubernetes.io/instance-type", "beta.kubernetes.io/instance-type"},
+			problems: []string{"node.kubernetes.io/instance-type"},
 		},
 		{
 			name:        "invalid cluster name",

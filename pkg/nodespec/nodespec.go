@@ -241,6 +241,7 @@ func values(rendered map[string]rules.Value) map[string]string {
 func labels(in Input, transformed rules.Result) (map[string]string, []Problem) {
 	meta := in.Machine.Platform
 	result := values(transformed.Labels)
+	problems := matchDeprecated(result, transformed)
 
 	lifecycle := ""
 	if meta.Spot {
@@ -249,17 +250,12 @@ func labels(in Input, transformed rules.Result) (map[string]string, []Problem) {
 
 	platformLabels := []struct{ key, value string }{
 		{corev1.LabelTopologyRegion, meta.Region},
-		{corev1.LabelFailureDomainBetaRegion, meta.Region},
 		{corev1.LabelTopologyZone, meta.Zone},
-		{corev1.LabelFailureDomainBetaZone, meta.Zone},
 		{corev1.LabelInstanceTypeStable, meta.InstanceType},
-		{corev1.LabelInstanceType, meta.InstanceType},
 		{LabelPlatform, meta.Platform},
 		{LabelClusterName, cmp.Or(in.Options.ClusterName, in.Machine.ClusterName)},
 		{LabelLifecycle, lifecycle},
 	}
-
-	var problems []Problem
 
 	for _, l := range platformLabels {
 		if _, ruled := result[l.key]; ruled || l.value == "" {
@@ -275,5 +271,39 @@ func labels(in Input, transformed rules.Result) (map[string]string, []Problem) {
 		result[l.key] = l.value
 	}
 
+	for _, pair := range deprecatedLabels {
+		if value, isSet := result[pair[0]]; isSet {
+			result[pair[1]] = value
+		}
+	}
+
 	return result, problems
+}
+
+// deprecatedLabels are pairs of a stable label and the deprecated one that has the same value. The node controller of
+// k8s.io/cloud-provider keeps them equal, too.
+var deprecatedLabels = [][2]string{
+	{corev1.LabelTopologyRegion, corev1.LabelFailureDomainBetaRegion},
+	{corev1.LabelTopologyZone, corev1.LabelFailureDomainBetaZone},
+	{corev1.LabelInstanceTypeStable, corev1.LabelInstanceType},
+}
+
+// matchDeprecated gives a stable label the value of the deprecated one if rules set only that. It reports deprecated
+// labels to which rules give another value than to the stable one: they get that of the stable one.
+func matchDeprecated(labels map[string]string, transformed rules.Result) (problems []Problem) {
+	for _, pair := range deprecatedLabels {
+		stable, isSet := labels[pair[0]]
+		deprecated, isDeprecatedSet := labels[pair[1]]
+
+		switch {
+		case isDeprecatedSet && !isSet:
+			labels[pair[0]] = deprecated
+		case isDeprecatedSet && deprecated != stable:
+			problems = append(problems, Problem{
+				Rule: transformed.Labels[pair[1]].Rule, Key: "labels[" + pair[1] + "]", Value: deprecated, Why: fmt.Sprintf("the label must equal %s=%s", pair[0], stable),
+			})
+		}
+	}
+
+	return problems
 }

@@ -45,7 +45,7 @@ func TestDesired_LabelsOfRulesTakePrecedence(t *testing.T) {
 
 	spec, _ := desired(t, in)
 	for key, want := range map[string]string{
-		corev1.LabelTopologyZone: "mine", corev1.LabelFailureDomainBetaZone: "eu-1a", corev1.LabelTopologyRegion: "eu", "team": "eu",
+		corev1.LabelTopologyZone: "mine", corev1.LabelFailureDomainBetaZone: "mine", corev1.LabelTopologyRegion: "eu", "team": "eu",
 	} {
 		if got := spec.Labels[key]; got != want {
 			t.Errorf("label %s: got %q, want %q", key, got, want)
@@ -234,6 +234,35 @@ func TestDesired_RuleKeepsTheProviderIDWithoutSerialNumber(t *testing.T) {
 	}
 }
 
+func TestDesired_DeprecatedLabelsEqualTheStableOnes(t *testing.T) {
+	for _, pair := range [][2]string{
+		{corev1.LabelTopologyRegion, corev1.LabelFailureDomainBetaRegion},
+		{corev1.LabelTopologyZone, corev1.LabelFailureDomainBetaZone},
+		{corev1.LabelInstanceTypeStable, corev1.LabelInstanceType},
+	} {
+		stable, beta := pair[0], pair[1]
+
+		for _, test := range []struct {
+			labels   map[string]string
+			want     string
+			problems []string
+		}{
+			{map[string]string{stable: "a"}, "a", nil},
+			{map[string]string{stable: "a", beta: "a"}, "a", nil},
+			{map[string]string{stable: "a", beta: "b"}, "a", []string{"labels[" + beta + "]"}},
+			{map[string]string{beta: "b"}, "b", nil},
+		} {
+			in := cloud()
+			in.Machine.Platform.InstanceType = "m5"
+			spec, problems := desired(t, withRules(t, in, rules.Rule{Name: "r", Labels: test.labels}))
+
+			if got := keys(problems); spec.Labels[stable] != test.want || spec.Labels[beta] != test.want || !slices.Equal(got, test.problems) {
+				t.Errorf("%v: got %v and problems %v", test.labels, spec.Labels, problems)
+			}
+		}
+	}
+}
+
 func TestDesired_PublicIPDiscovery(t *testing.T) {
 	on, off := true, false
 	in := cloud()
@@ -270,7 +299,7 @@ func TestDesired_ProblemsHaveKindAndRule(t *testing.T) {
 		kinds, rules = append(kinds, p.Kind()), append(rules, p.Rule)
 	}
 
-	if got := strings.Join(kinds, " ") + "/" + strings.Join(rules, " "); got != "labels machine machine/site  " {
+	if got := strings.Join(kinds, " ") + "/" + strings.Join(rules, " "); got != "labels machine/site " {
 		t.Errorf("got %q: %v", got, problems)
 	}
 }

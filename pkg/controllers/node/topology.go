@@ -24,7 +24,7 @@ var topologies = []topology{
 // labels of the Node are the only state, so a restart changes nothing.
 //
 // Missing labels are not kept but set: no volume can be bound to them, and an operator accepts a new value by deleting
-// the label. The beta label follows the stable one, unless the rules set different values.
+// the label. The beta label follows the stable one.
 func keepTopology(node *corev1.Node, managers []fieldManager, spec nodespec.Spec, desired map[string]string) (changed []events.Condition) {
 	keep := func(t topology, key string) (value string) {
 		current, exists := node.Labels[key]
@@ -50,10 +50,7 @@ func keepTopology(node *corev1.Node, managers []fieldManager, spec nodespec.Spec
 	for _, t := range topologies {
 		value := keep(t, t.stable)
 
-		switch wanted := spec.Labels[t.beta]; {
-		case wanted != spec.Labels[t.stable]:
-			keep(t, t.beta)
-		case value != "" && (wanted != "" || labelsField.isApplied(managers, t.beta)):
+		if value != "" && (spec.Labels[t.beta] != "" || labelsField.isApplied(managers, t.beta)) {
 			desired[t.beta] = value
 		}
 	}

@@ -84,10 +84,6 @@ func TestMakePlan_KeepsTopology(t *testing.T) {
 			desired: inZone("b"), want: map[string]string{beta: "a"},
 		},
 		{
-			name: "rules set different values", past: func(h *history) { h.apply(FieldManager, inZones("a", "x")) },
-			desired: inZones("b", "y"), want: inZones("a", "x"), changed: []string{beta, stable},
-		},
-		{
 			name: "a rule changes only the stable label", past: ours, desired: inZones("b", "a"), want: inZone("a"), changed: []string{stable},
 		},
 	} {
