@@ -160,7 +160,7 @@ type nodeFlags struct {
 func (f *nodeFlags) add(flags *pflag.FlagSet) {
 	flags.StringVar(&f.config, "config", "", "Configuration file, or - for standard input. (default: no rules)")
 	flags.StringVar(&f.fallback, "provider-id-fallback", string(config.FallbackUUID),
-		"providerID source for platforms without an instance ID: uuid or node-ip. global.providerIDFallback in the configuration takes precedence.")
+		"providerID source for platforms that publish no providerID: uuid or node-ip. global.providerIDFallback in the configuration takes precedence.")
 }
 
 // options returns the options that talos-ccm would use with the given flags and configuration file.

@@ -111,7 +111,7 @@ func TestRender_HelpShowsUsage(t *testing.T) {
 	for _, want := range []string{
 		"render (--machine FILE|- | --node NAME|ADDRESS) [--config FILE] [flags]\n",
 		"are printed as problems and do not affect the exit code.",
-		"providerID source for platforms without an instance ID: uuid or node-ip. global.providerIDFallback in the configuration takes precedence.",
+		"providerID source for platforms that publish no providerID: uuid or node-ip. global.providerIDFallback in the configuration takes precedence.",
 	} {
 		if !strings.Contains(stdout, want) {
 			t.Errorf("%q is not in %s", want, stdout)

@@ -52,7 +52,7 @@ type Options struct {
 	StateDir string
 	// DropPrivileges makes main switch to an unprivileged user at startup.
 	DropPrivileges bool
-	// ProviderIDFallback applies to platforms that do not provide an instance ID.
+	// ProviderIDFallback applies to platforms that publish no providerID.
 	ProviderIDFallback config.ProviderIDFallback
 	// ServiceCIDRs is a comma-separated list of prefixes that no pod CIDR may overlap. If empty, the Service CIDRs of
 	// the Talos configuration are used.
@@ -149,7 +149,7 @@ func (o *Options) Flags() cliflag.NamedFlagSets {
 	fs.BoolVar(&o.DropPrivileges, "drop-privileges", o.DropPrivileges,
 		"Raise the open file limit, then switch to UID 50 and drop all capabilities at startup. Requires root and --run-dir.")
 	fs.StringVar((*string)(&o.ProviderIDFallback), "provider-id-fallback", string(o.ProviderIDFallback),
-		"Source of the providerID on platforms that do not provide an instance ID: 'uuid' (SMBIOS UUID if it is unique) or 'node-ip' (as in the upstream Talos CCM). "+
+		"Source of the providerID on platforms that publish no providerID: 'uuid' (instance ID, or SMBIOS UUID if it is unique) or 'node-ip' (as in the upstream Talos CCM). "+
 			"global.providerIDFallback in the configuration takes precedence.")
 
 	fs.StringVar(&o.HostedControlPlane, "hosted-control-plane", o.HostedControlPlane,
