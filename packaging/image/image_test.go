@@ -110,7 +110,7 @@ func TestImage_PodImageRunsAsNobody(t *testing.T) {
 func checkVersion(t *testing.T, binary string) {
 	t.Helper()
 
-	output, err := exec.CommandContext(t.Context(), binary, "version").CombinedOutput()
+	output, err := exec.CommandContext(t.Context(), binary, "--version").CombinedOutput()
 	if err != nil || string(output) != "talos-ccm v"+version+"\n" {
 		t.Errorf("got output %q, error %v", output, err)
 	}

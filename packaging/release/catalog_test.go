@@ -79,7 +79,7 @@ func TestCatalog_ChecksVersionAndListsCPE(t *testing.T) {
 	last := proposed(t).Steps[len(proposed(t).Steps)-1]
 	version := proposedVariables(t)["VERSION"]
 
-	if want := `talos-ccm version) == "talos-ccm v` + version + `" ]]`; !strings.Contains(strings.Join(last.Test, ""), want) {
+	if want := `talos-ccm --version) == "talos-ccm v` + version + `" ]]`; !strings.Contains(strings.Join(last.Test, ""), want) {
 		t.Errorf("tests do not contain %s:\n%s", want, last.Test)
 	}
 

@@ -229,14 +229,14 @@ func versions(ctx context.Context, m *talos.Machine) map[string]func() (string, 
 
 			return "v" + node.Labels[versionLabel], nil
 		},
-		"talos-ccm version": func() (string, error) {
+		"talos-ccm --version": func() (string, error) {
 			pids, err := m.ServiceTask(service)
 			if err != nil || len(pids) == 0 {
 				return "", fmt.Errorf("no process of %s: %w", service, err)
 			}
 
 			// What runs, whatever is installed.
-			out, err := bed.Shell(ctx, fmt.Sprintf("/proc/%d/exe version", pids[0]))
+			out, err := bed.Shell(ctx, fmt.Sprintf("/proc/%d/exe --version", pids[0]))
 
 			return strings.TrimPrefix(strings.TrimSpace(string(out)), extension.Name+" "), err
 		},

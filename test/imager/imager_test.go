@@ -167,7 +167,7 @@ func compare(t *testing.T, packed, added, arch string) {
 
 	if arch == runtime.GOARCH {
 		binary := filepath.Join(rootfs, "usr/local/lib/containers/talos-ccm/talos-ccm")
-		if says := string(run(t, nil, binary, "version")); says != "talos-ccm v"+manifest.Metadata.Version+"\n" {
+		if says := string(run(t, nil, binary, "--version")); says != "talos-ccm v"+manifest.Metadata.Version+"\n" {
 			t.Errorf("it says that it is %q, and its manifest says %s", says, manifest.Metadata.Version)
 		}
 	}
