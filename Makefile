@@ -171,7 +171,7 @@ docs: ## Check all links, commands and YAML blocks in the documentation.
 
 # Build first: without a build cache the build exceeds the timeout of packaging/image, whose tests need the binaries.
 .PHONY: test
-test: lint build cli race docs monitoring-test ## Run the linters and all tests except e2e, with the race detector.
+test: lint build $(ARTIFACTS)/talos-ccm-darwin-arm64 $(ARTIFACTS)/talos-ccm-windows-amd64.exe race docs monitoring-test ## Run the linters and all tests except e2e, with the race detector.
 
 .PHONY: histories
 histories: ## Run a thousand random histories of Nodes against the lifecycle controller.
