@@ -184,7 +184,7 @@ func kernelArgs(_ *Machine, resources []resource.Resource) any {
 			continue
 		}
 
-		for _, arg := range strings.Fields(cmdline.TypedSpec().Cmdline) {
+		for arg := range strings.FieldsSeq(cmdline.TypedSpec().Cmdline) {
 			name, value, _ := strings.Cut(arg, "=")
 			if other, repeated := args[name]; repeated {
 				value = other + "," + value

@@ -39,7 +39,7 @@ func TestParse_RoundTripsTalosctlOutput(t *testing.T) {
 				}
 
 				want := truth(t, m)
-				if len(machines[i].Machine.Fact("Gateways").([]string)) != 1 || !machines[i].Machine.Equal(want) {
+				if gateways, _ := machines[i].Machine.Fact("Gateways").([]string); len(gateways) != 1 || !machines[i].Machine.Equal(want) {
 					t.Errorf("%s: got %+v, want %+v", m.Nodename(), machines[i].Machine, want)
 				}
 			}

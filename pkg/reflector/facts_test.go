@@ -76,7 +76,7 @@ func TestSession_ListsConstantFactsUntilMachineRuns(t *testing.T) {
 		}
 	}
 
-	if got := s.inventory.Get(worker.Nodename()).Machine.Fact("PCIDevices").([]string); len(got) != 1 {
+	if got, _ := s.inventory.Get(worker.Nodename()).Machine.Fact("PCIDevices").([]string); len(got) != 1 {
 		t.Errorf("got devices %v", got)
 	}
 }

@@ -50,9 +50,11 @@ func CompileNodeSelector(terms []SelectorTerm, path *field.Path) (*Selector, fie
 		}
 
 		return func(v *variables) []string {
-			value, present := v.facts.NodeLabels[key[len(labelKey):]]
+			if value, present := v.facts.NodeLabels[key[len(labelKey):]]; present {
+				return []string{value}
+			}
 
-			return optional(value, present)
+			return nil
 		}, nil
 	})
 }
@@ -179,14 +181,20 @@ func findFact(key string) (fact, error) {
 	return func(v *variables) []string {
 		switch value := v.values[name].(type) {
 		case map[string]string:
-			return optional(getFold(value, entry))
+			if text, present := getFold(value, entry); present {
+				return []string{text}
+			}
 		case []string:
 			return value
 		case string:
-			return optional(value, value != "") // as in the upstream Talos CCM, an empty string is an absent fact
+			if value != "" { // as in the upstream Talos CCM, an empty string is an absent fact
+				return []string{value}
+			}
 		default:
 			return []string{fmt.Sprint(value)}
 		}
+
+		return nil
 	}, nil
 }
 
@@ -203,14 +211,6 @@ func unknownKey(key, entry string) error {
 
 	return fmt.Errorf("unknown key %q; %s", key, cmp.Or(similar.Hint(key, words),
 		"supported keys: "+strings.Join(Keys(), ", ")+" (with a name after the dot)"))
-}
-
-func optional(value string, present bool) []string {
-	if !present {
-		return nil
-	}
-
-	return []string{value}
 }
 
 func isLabelKey(key string) bool {
@@ -259,19 +259,8 @@ func unknownOperator(operator Operator) error {
 
 // compilePredicate compiles an expression with one of the operators.
 func compilePredicate(operator Operator, values []string) (predicate, error) {
-	switch operator {
-	case In, NotIn, InCIDR:
-		if len(values) == 0 {
-			return nil, errors.New("requires at least one value")
-		}
-	case Exists, DoesNotExist:
-		if len(values) > 0 {
-			return nil, errors.New("takes no values")
-		}
-	default:
-		if len(values) != 1 {
-			return nil, fmt.Errorf("requires exactly one value, not %d", len(values))
-		}
+	if err := checkCount(operator, len(values)); err != nil {
+		return nil, err
 	}
 
 	switch operator {
@@ -290,6 +279,26 @@ func compilePredicate(operator Operator, values []string) (predicate, error) {
 	default:
 		return compareIntegers(values[0], map[Operator]int{Gt: 1, Lt: -1}[operator])
 	}
+}
+
+// checkCount returns an error if the operator does not take the number of values.
+func checkCount(operator Operator, count int) error {
+	switch operator {
+	case In, NotIn, InCIDR:
+		if count == 0 {
+			return errors.New("requires at least one value")
+		}
+	case Exists, DoesNotExist:
+		if count > 0 {
+			return errors.New("takes no values")
+		}
+	default:
+		if count != 1 {
+			return fmt.Errorf("requires exactly one value, not %d", count)
+		}
+	}
+
+	return nil
 }
 
 // anyOf matches if one of the values matches.

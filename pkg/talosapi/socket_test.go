@@ -134,7 +134,7 @@ func (s *site) followAll(t *testing.T, issued *talosapi.IssuedCredentials) {
 	t.Helper()
 
 	inv := inventory.New(time.Now)
-	refl := reflector.New(inv, func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
+	refl := reflector.New(inv, func(_ context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
 		if nodename == s.controlPlane.Nodename() {
 			return talosapi.DialSocket(s.controlPlane.Socket())
 		}
