@@ -223,6 +223,7 @@ func TestController_DefaultsToTheMaskSizesOfKubeControllerManager(t *testing.T) 
 			pods:    []string{"10.2.0.0/16", "fd00:2::/48"}, arguments: []string{"--node-cidr-mask-size-ipv4=26", "--node-cidr-mask-size-ipv6=72"},
 			want: []string{"10.2.0.0/25", "fd00:2::/72"},
 		},
+		"size of the CIDR":       {pods: []string{"fd00:2::/64"}, arguments: []string{"--node-cidr-mask-size-ipv6=64"}, want: []string{"fd00:2::/80"}},
 		"size that does not fit": {pods: []string{"fd00:2::/72"}, arguments: []string{"--node-cidr-mask-size-ipv6=64"}, want: []string{"fd00:2::/80"}},
 	} {
 		t.Run(name, func(t *testing.T) {

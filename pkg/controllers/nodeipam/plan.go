@@ -112,7 +112,7 @@ func (o Options) configuredMaskSize(f corev1.IPFamily) int {
 
 // setKCMMaskSizes fills in the mask sizes of kube-controller-manager, and reports whether the machines' sizes differ for
 // an IP family whose size is not configured. It ignores a size that the cluster CIDRs cannot be divided into: nothing
-// checks the arguments while kube-controller-manager's allocator is disabled.
+// checks the arguments while kube-controller-manager's allocator is disabled, and Talos 1.14 sets 64 for any podSubnet.
 func (o *Options) setKCMMaskSizes(configs []controlplane.KCMConfig) (differ bool) {
 	o.kcmMaskSizes = map[corev1.IPFamily]int{}
 
@@ -121,7 +121,7 @@ func (o *Options) setKCMMaskSizes(configs []controlplane.KCMConfig) (differ bool
 			doesNotFit := func(cidr netip.Prefix) bool {
 				_, err := cidrset.NewPool(cidr, size)
 
-				return err != nil
+				return err != nil || size == cidr.Bits()
 			}
 			if slices.ContainsFunc(ofFamily(o.ClusterCIDRs, f), doesNotFit) {
 				continue
