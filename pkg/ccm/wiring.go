@@ -304,6 +304,7 @@ func (m *controllerManager) newCSRApproval(in inputs) (controller, error) {
 		Policy: func(node *corev1.Node, talos machine.Machine) csrpolicy.Policy {
 			return csrapproval.PolicyFor(m.settings(), node, talos)
 		},
+		Facts:   m.facts,
 		Workers: csrWorkers,
 	})
 }

@@ -90,6 +90,8 @@ type Config struct {
 	Managed func(node *corev1.Node, m machine.Machine) bool
 	// Policy returns what the operator allows a machine. Call Resync as for Managed.
 	Policy func(node *corev1.Node, m machine.Machine) csrpolicy.Policy
+	// Facts are the names of the optional facts of machines that Policy uses.
+	Facts []string
 	// Workers is the number of requests that are reviewed concurrently.
 	Workers int
 }

@@ -64,7 +64,7 @@ func newOwners(cfg Config, nodes cache.Indexer) *owners {
 		nodes: nodes, machines: cfg.Inventory, policy: cfg.Policy, clock: cfg.Clock,
 		observed:  cache.NewIndexer(incarnation, cache.Indexers{indexSubjects: subjectsOf}),
 		former:    former,
-		reflector: reflector.New(former, cfg.Dial, cfg.Clock),
+		reflector: reflector.New(former, cfg.Dial, cfg.Clock, cfg.Facts...),
 		reserved:  map[string][]reservation{},
 	}
 }
