@@ -302,7 +302,10 @@ func (m *controllerManager) newCSRApproval(in inputs) (controller, error) {
 			return m.settings().CSRSelector.Matches(nodespec.FactsOf(node, talos))
 		},
 		Policy: func(node *corev1.Node, talos machine.Machine) csrpolicy.Policy {
-			return csrapproval.PolicyFor(m.settings(), node, talos)
+			settings := m.settings()
+			input := nodespec.NewInput(node, talos, NodeOptions(settings, m.app.options.ProviderIDFallback)).WithPeers(in.inventory, node.Name)
+
+			return csrapproval.PolicyFor(settings, node, input)
 		},
 		Facts:   m.facts,
 		Workers: csrWorkers,

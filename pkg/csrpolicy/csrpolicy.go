@@ -248,6 +248,8 @@ type Policy struct {
 	// cluster or to another machine.
 	ExtraNames []string
 	ExtraIPs   []netip.Addr
+	// PendingNames are assigned to the machine by what it reports so far. Review does not allow them.
+	PendingNames []string
 	// EnforceCredential defers requests that were made with an unexpected client certificate.
 	EnforceCredential bool
 }

@@ -19,22 +19,31 @@ import (
 const indexSubjects = "csrapproval/subjects"
 
 // PolicyFor returns what the configuration allows a machine: the names that rules assign to it, which its kubelet
-// requests because the Node lists them, and the names and addresses of csrApproval.allowedSANs.
-func PolicyFor(current *config.Compiled, node *corev1.Node, m machine.Machine) csrpolicy.Policy {
+// requests because the Node lists them, and the names and addresses of csrApproval.allowedSANs. The input is that of
+// the Node controller.
+func PolicyFor(current *config.Compiled, node *corev1.Node, in nodespec.Input) csrpolicy.Policy {
 	policy := csrpolicy.Policy{MaxExpiration: current.MaxExpiration, EnforceCredential: current.EnforceCredential}
 
-	if m.Type.IsControlPlane() && !nodespec.IsControlPlane(node) {
+	if in.Machine.Type.IsControlPlane() && !nodespec.IsControlPlane(node) {
 		return policy // a machine can report any role, and selectors may match it
 	}
 
-	facts := nodespec.FactsOf(node, m)
+	names := &policy.ExtraNames
 
-	transformed := current.Rules.Apply(facts)
-	for field, name := range map[string]string{"InternalDNS": transformed.Platform.InternalDNS, "ExternalDNS": transformed.Platform.ExternalDNS} {
-		if _, replaced := transformed.Replaced[field]; replaced && name != "" {
-			policy.ExtraNames = append(policy.ExtraNames, name)
+	spec, _, pending := nodespec.Desired(in)
+	if pending != "" {
+		names = &policy.PendingNames
+		spec, _ = nodespec.FromMetadata(in)
+	}
+
+	platform := spec.Transformed.Platform
+	for field, name := range map[string]string{"InternalDNS": platform.InternalDNS, "ExternalDNS": platform.ExternalDNS} {
+		if _, replaced := spec.Transformed.Replaced[field]; replaced && name != "" {
+			*names = append(*names, name)
 		}
 	}
+
+	facts := in.Facts()
 
 	for _, allowed := range current.AllowedSANs {
 		if allowed.Selector.Matches(facts) {

@@ -283,7 +283,7 @@ func (o *owners) mayClaim(node *corev1.Node, machines *inventory.Inventory, subj
 
 	policy := o.policy(node, last)
 
-	return slices.ContainsFunc(policy.ExtraNames, func(name string) bool { return machine.CanonicalName(name) == subject }) ||
+	return slices.ContainsFunc(slices.Concat(policy.ExtraNames, policy.PendingNames), func(name string) bool { return machine.CanonicalName(name) == subject }) ||
 		slices.ContainsFunc(policy.ExtraIPs, func(addr netip.Addr) bool { return machine.CanonicalAddress(addr) == subject })
 }
 

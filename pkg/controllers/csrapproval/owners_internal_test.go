@@ -121,6 +121,10 @@ func TestOwners_OfLiveNodes(t *testing.T) {
 			f.policy.ExtraNames = []string{"Name.example.org"}
 			f.machines.Replace("other", view("other", "10.0.0.9"))
 		}, []string{"other"}},
+		{"machine does not report a name that a rule assigns until its identity is known", "name.example.org", node("other", "name.example.org"), func(f *ownersFixture) {
+			f.policy.PendingNames = []string{"name.example.org"}
+			f.machines.Replace("other", view("other", "10.0.0.9"))
+		}, []string{"other"}},
 		{"machine reported the address and is down", address, node("other", address), func(f *ownersFixture) {
 			f.machines.Replace("other", view("other", address, address))
 			f.machines.MarkUnreachable("other", "gone")
