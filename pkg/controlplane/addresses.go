@@ -85,6 +85,10 @@ func (a *Addresses) confirm(ctx context.Context, nodename string, addr netip.Add
 	if known.readAt.IsZero() || a.clock.Since(known.readAt) > addressesMaxAge {
 		known = a.read(ctx, known)
 
+		if err := ctx.Err(); err != nil {
+			return fmt.Errorf("read the addresses of control-plane machines: %w", err)
+		}
+
 		a.mu.Lock()
 
 		if known.readAt.After(a.last.readAt) {

@@ -171,7 +171,7 @@ func TestAddresses_SlowReadBlocksNoOther(t *testing.T) {
 	<-done
 }
 
-// A caller that gives up must not wait for a source that does not respond.
+// A caller that gives up must not wait for a source that does not respond, and others must read it.
 func TestAddresses_ReadEndsWithContext(t *testing.T) {
 	g := newGuarded(t)
 
@@ -184,5 +184,11 @@ func TestAddresses_ReadEndsWithContext(t *testing.T) {
 
 	if _, err := g.dial(ctx, "guard-cp", netip.MustParseAddr("192.0.2.1")); !errors.Is(err, context.Canceled) {
 		t.Errorf("got %v, want %v", err, context.Canceled)
+	}
+
+	g.members, g.failure, g.reading = []netip.Addr{netip.MustParseAddr("192.0.2.1")}, nil, func(context.Context) {}
+
+	if _, err := g.dial(t.Context(), "guard-cp", g.members[0]); !errors.Is(err, errDialed) {
+		t.Errorf("after the canceled read: got %v", err)
 	}
 }
