@@ -37,9 +37,9 @@ var notPublic = []netip.Prefix{
 	netip.MustParsePrefix("fec0::/10"),
 }
 
-// internalIPs returns the kubelet's node IPs that the machine has, one of each family; if the kubelet reports none,
-// the node IPs of Talos. It omits virtual IPs: a machine may have one, but it can move to another machine.
-func internalIPs(in Input) []netip.Addr {
+// providedIPs returns the kubelet's node IPs, by family; if the kubelet reports none, the node IPs of Talos. It omits
+// virtual IPs: a machine may have one, but it can move to another machine.
+func providedIPs(in Input) []netip.Addr {
 	provided := in.ProvidedNodeIPs
 	if len(provided) == 0 {
 		provided = in.Machine.NodeIPs
@@ -48,15 +48,27 @@ func internalIPs(in Input) []netip.Addr {
 	var ips []netip.Addr
 
 	for _, ip := range provided {
-		ip = ip.Unmap()
-		sameFamily := func(other netip.Addr) bool { return other.Is4() == ip.Is4() }
-
-		if in.Machine.HasAddress(ip) && !in.Machine.Excludes(ip) && !slices.ContainsFunc(ips, sameFamily) {
-			ips = append(ips, ip)
+		if !in.Machine.Excludes(ip) {
+			ips = append(ips, ip.Unmap())
 		}
 	}
 
 	slices.SortStableFunc(ips, byFamily(in.Options))
+
+	return ips
+}
+
+// internalIPs returns the provided IPs that the machine has, one of each family.
+func internalIPs(in Input, provided []netip.Addr) []netip.Addr {
+	var ips []netip.Addr
+
+	for _, ip := range provided {
+		sameFamily := func(other netip.Addr) bool { return other.Is4() == ip.Is4() }
+
+		if in.Machine.HasAddress(ip) && !slices.ContainsFunc(ips, sameFamily) {
+			ips = append(ips, ip)
+		}
+	}
 
 	return ips
 }

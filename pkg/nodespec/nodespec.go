@@ -162,7 +162,9 @@ func (p Problem) String() string {
 // Desired returns the desired state of the Node, with the values that it omits as problems. If the state is not known
 // yet, pending explains why, and the Spec is empty.
 func Desired(in Input) (spec Spec, problems []Problem, pending string) {
-	nodeIPs := internalIPs(in)
+	provided := providedIPs(in)
+
+	nodeIPs := internalIPs(in, provided)
 	if len(nodeIPs) == 0 {
 		return Spec{}, nil, "the machine has none of the kubelet's node IPs"
 	}
@@ -170,6 +172,11 @@ func Desired(in Input) (spec Spec, problems []Problem, pending string) {
 	// Check before applying rules: an identity must not be computed from metadata that is still missing.
 	if pending := pendingMetadata(in); pending != "" {
 		return Spec{}, nil, pending
+	}
+
+	// While the machine boots, it may have the addresses of one IP family only.
+	if isFromNodeIP := providerID(in, netip.Addr{}) == ""; isFromNodeIP && in.ProviderID == "" && nodeIPs[0] != provided[0] {
+		return Spec{}, nil, fmt.Sprintf("the machine does not have the kubelet's node IP %s yet, which is needed for the providerID", provided[0])
 	}
 
 	spec, problems, labelProblems := fromMetadata(in, providerID(in, nodeIPs[0]))

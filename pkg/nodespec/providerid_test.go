@@ -9,7 +9,9 @@ import (
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	corev1 "k8s.io/api/core/v1"
 
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
@@ -253,6 +255,29 @@ func TestDesired_FallbackProviderIDHasFirstNodeIP(t *testing.T) {
 			t.Errorf("preferIPv6 %v: got %q, want %q", preferIPv6, spec.ProviderID, want)
 		}
 	}
+}
+
+// A machine may get its IPv6 address before its IPv4 address.
+func TestDesired_PendingUntilMachineHasNodeIPOfProviderID(t *testing.T) {
+	in := running()
+	in.ProvidedNodeIPs = addrs([]string{"fd00::1", nodeIP})
+	in.Machine.Addresses = []machine.Address{onLink("eth0", "fd00::1/64")}
+
+	if spec, _ := desired(t, in); spec.ProviderID != "talos://metal/"+uuid {
+		t.Errorf("from the UUID: got %q", spec.ProviderID)
+	}
+
+	in.Options.ProviderIDFromNodeIP = true
+	requirePending(t, in, nodeIP)
+
+	in.Options.PreferIPv6 = true
+	if spec, _ := desired(t, in); spec.ProviderID != "talos://metal/fd00::1" {
+		t.Errorf("IPv6 preferred: got %q", spec.ProviderID)
+	}
+
+	in.Options.PreferIPv6, in.ProviderID = false, "talos://metal/"+nodeIP
+	spec, _ := desired(t, in)
+	requireAddresses(t, corev1.NodeInternalIP, spec, "fd00::1")
 }
 
 // Talos 1.12 and later use metadata cached in an earlier boot until the metadata service responds; the disk may have
