@@ -560,6 +560,10 @@ func badFiles() []bad {
 			want: []string{":3:5: transformations[0].platformMetadata[Hostname]: ", ":4:5: transformations[0].platformMetadata[Color]: "},
 		},
 		{
+			name: "providerID that identifies no instance", file: "transformations:\n- platformMetadata:\n    ProviderID: web-1\n",
+			want: []string{`:3:5: transformations[0].platformMetadata[ProviderID]: Invalid value: "web-1" does not identify an instance`},
+		},
+		{
 			name: "rules with the same name", file: "transformations:\n- name: web\n- name: db\n- name: web\n",
 			want: []string{`:4:3: transformations[2].name (rule "web"): `},
 		},

@@ -81,7 +81,7 @@ func identityProblem(in Input, transformed rules.Result) *Problem {
 		name, value string
 		identifies  bool
 	}{
-		{fieldProviderID, transformed.Platform.ProviderID, isProviderID(transformed.Platform.ProviderID)},
+		{fieldProviderID, transformed.Platform.ProviderID, rules.IsProviderID(transformed.Platform.ProviderID)},
 		{fieldInstanceID, transformed.Platform.InstanceID, transformed.Platform.InstanceID != ""},
 	} {
 		rule, replaced := transformed.Replaced[field.name]

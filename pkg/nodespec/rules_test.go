@@ -117,6 +117,8 @@ func TestDesired_ProviderIDOfRules(t *testing.T) {
 			"", `rule "r" cannot set platformMetadata[ProviderID]`,
 		},
 		{"incomplete providerID", cloud(), []rules.Rule{replacing(map[string]string{"ProviderID": "x:///{{ .Tags.serial }}"})}, "", "does not identify an instance"},
+		{"providerID without a scheme", cloud(), []rules.Rule{replacing(map[string]string{"ProviderID": "{{ .InstanceID }}"})}, "", "does not identify an instance"},
+		{"providerID without a provider", cloud(), []rules.Rule{replacing(map[string]string{"ProviderID": "{{ .Tags.none }}://1"})}, "", "does not identify an instance"},
 		{"providerID with spaces", cloud(), []rules.Rule{replacing(map[string]string{"ProviderID": "x:///a b"})}, "", "contains spaces"},
 		{
 			"depends on a field that an earlier rule failed to set",
@@ -151,6 +153,7 @@ func TestDesired_ReportsFailedIdentityOfIdentifiedNode(t *testing.T) {
 		"template fails":         {"ProviderID", `{{ fail "no" }}`, "no"},
 		"empty":                  {"ProviderID", "{{ .Tags.serial }}", "does not identify an instance"},
 		"incomplete":             {"ProviderID", "x:///{{ .Tags.serial }}", "does not identify an instance"},
+		"without a scheme":       {"ProviderID", "{{ .InstanceID }}", "does not identify an instance"},
 		"invalid":                {"ProviderID", "x:///a b", "contains spaces"},
 		"empty instance ID":      {"InstanceID", "{{ .Tags.serial }}", "does not identify an instance"},
 		"instance ID with space": {"InstanceID", "a b", "contains spaces"},

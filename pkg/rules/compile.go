@@ -158,10 +158,7 @@ func (r *rule) add(k *kind, source map[string]string, path *field.Path) (errs fi
 		e := entry{kind: k, key: key, template: compiled}
 
 		if err == nil && !slices.ContainsFunc(compiled.Root.Nodes, isAction) {
-			value := compiled.Root.String()
-			if e.constant, err = k.parse(r, key, value); err != nil && !strings.Contains(err.Error(), strconv.Quote(value)) {
-				err = fmt.Errorf("%q: %w", value, err)
-			}
+			e.constant, err = k.parseConstant(r, key, compiled.Root.String())
 		}
 
 		if err != nil {
@@ -172,6 +169,20 @@ func (r *rule) add(k *kind, source map[string]string, path *field.Path) (errs fi
 	}
 
 	return errs
+}
+
+// parseConstant parses the value of a template without actions. Its errors contain the value.
+func (k *kind) parseConstant(r *rule, key, value string) (setter, error) {
+	set, err := k.parse(r, key, value)
+
+	switch {
+	case err != nil && !strings.Contains(err.Error(), strconv.Quote(value)):
+		err = fmt.Errorf("%q: %w", value, err)
+	case err == nil && k == metadata && fieldName(key) == "ProviderID" && !IsProviderID(strings.TrimSpace(value)):
+		err = fmt.Errorf("%q does not identify an instance; the form is <provider>://<ID>", value)
+	}
+
+	return set, err
 }
 
 // fields are the fields of the platform metadata that rules can replace.
@@ -197,6 +208,13 @@ func checkField(key string) error {
 	default:
 		return fmt.Errorf("unknown field %q; %s", key, cmp.Or(similar.Hint(key, fields), "supported fields: "+strings.Join(fields, ", ")))
 	}
+}
+
+// IsProviderID reports whether providerID has the form <provider>://<ID> (k8s.io/cloud-provider, GetInstanceProviderID).
+func IsProviderID(providerID string) bool {
+	provider, id, _ := strings.Cut(providerID, "://")
+
+	return provider != "" && id != "" && !strings.HasSuffix(id, "/")
 }
 
 // parseField parses the new value of a field; leading and trailing white space does not count.

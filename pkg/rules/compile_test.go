@@ -93,6 +93,10 @@ func TestCompile_Errors(t *testing.T) {
 		{"platform", replace("Platform", "a"), "Platform cannot be replaced"},
 		{"tags", replace("tags", "a"), "tags"},
 		{"spot", replace("spot", "yes"), "neither true nor false"},
+		{"providerID without a provider's name", replace("providerId", "://a"), `"://a" does not identify an instance`},
+		{"providerID without a scheme", replace("ProviderID", "a"), "<provider>://<ID>"},
+		{"providerID without an instance", replace("ProviderID", "a:///"), "<provider>://<ID>"},
+		{"empty providerID", replace("ProviderID", ""), "<provider>://<ID>"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			if err := compileError(t, test.rule); !strings.Contains(err.Error(), test.want) {
@@ -128,12 +132,12 @@ func TestCompile_RejectsDuplicateFields(t *testing.T) {
 
 func TestCompile_AcceptsYAMLFieldNames(t *testing.T) {
 	result := compile(t, rules.Rule{PlatformMetadata: map[string]string{
-		"providerId": "p", "instanceId": "i", "instanceType": "t", "internalDNS": "in", "externalDNS": "ex", "region": "r", "zone": "z", "spot": " true ",
+		"providerId": "p://p", "instanceId": "i", "instanceType": "t", "internalDNS": "in", "externalDNS": "ex", "region": "r", "zone": "z", "spot": " true ",
 	}}).Apply(rules.Facts{})
 
 	want := everything().Machine.Platform
 	want.Platform, want.Hostname, want.Tags = "", "", nil
-	want.ProviderID, want.InstanceID, want.InstanceType, want.InternalDNS, want.ExternalDNS, want.Region, want.Zone = "p", "i", "t", "in", "ex", "r", "z"
+	want.ProviderID, want.InstanceID, want.InstanceType, want.InternalDNS, want.ExternalDNS, want.Region, want.Zone = "p://p", "i", "t", "in", "ex", "r", "z"
 
 	if diff := cmp.Diff(want, result.Platform); diff != "" {
 		t.Error(diff)
