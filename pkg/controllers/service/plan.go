@@ -161,12 +161,6 @@ func (s snapshot) plan() []decision {
 	s.clusterIPs, s.controlPlane = s.reservedAddresses()
 	s.nodes = slices.DeleteFunc(slices.Clone(s.nodes), func(c candidate) bool { return !c.eligible() })
 
-	// If no Node is ready, the likely cause is between the kubelets and the API server, and kube-proxy still forwards
-	// traffic. kube-controller-manager does not evict pods then, either.
-	if slices.ContainsFunc(s.nodes, candidate.ready) {
-		s.nodes = slices.DeleteFunc(s.nodes, func(c candidate) bool { return !c.ready() })
-	}
-
 	var (
 		decisions []decision
 		managed   []*corev1.Service
@@ -344,8 +338,8 @@ func (s snapshot) available(service *corev1.Service, r request, family corev1.IP
 		present.Insert(ingress.IP)
 	}
 
-	for _, c := range s.nodes {
-		if !r.selector.Matches(labels.Set(c.node.Labels)) || (serving != nil && !serving.Has(c.node.Name)) {
+	for _, c := range s.selected(r) {
+		if serving != nil && !serving.Has(c.node.Name) {
 			continue
 		}
 
@@ -375,6 +369,19 @@ func (s snapshot) available(service *corev1.Service, r request, family corev1.IP
 	}
 
 	return free, refused
+}
+
+// selected returns the Nodes that match the node selector: those that are ready or, if no managed one is, all. Then the
+// likely cause is between the kubelets and the API server, and kube-proxy still forwards traffic to the addresses that
+// are published. kube-controller-manager does not evict pods then, either.
+func (s snapshot) selected(r request) []candidate {
+	nodes := slices.DeleteFunc(slices.Clone(s.nodes), func(c candidate) bool { return !r.selector.Matches(labels.Set(c.node.Labels)) })
+
+	if slices.ContainsFunc(nodes, func(c candidate) bool { return c.managed && c.ready() }) {
+		nodes = slices.DeleteFunc(nodes, func(c candidate) bool { return !c.ready() })
+	}
+
+	return nodes
 }
 
 func (s snapshot) reservedAddresses() (clusterIPs sets.Set[string], controlPlane sets.Set[netip.Addr]) {
@@ -494,11 +501,16 @@ func (c candidate) eligible() bool {
 }
 
 // pending reports whether the Node may get addresses once its machine responds.
-func (c candidate) pending() bool { return c.entry.Condition == inventory.Unknown }
+func (c candidate) pending() bool { return c.ready() && c.entry.Condition == inventory.Unknown }
 
 // holds reports whether the machine has the address. The addresses of the Node are no proof, because its kubelet can
-// write them. Until the machine responds, which takes a moment after a leader change, a Service keeps what it has.
+// write them. Until the machine responds, which takes a moment after a leader change, a Service keeps what it has. While
+// the Node is not ready, a Service gets no address of it that it does not have: the machine may be shut down.
 func (c candidate) holds(address netip.Addr, present bool) bool {
+	if !present && !c.ready() {
+		return false
+	}
+
 	if c.entry.ObservedAt.IsZero() {
 		return present
 	}
@@ -511,7 +523,7 @@ func (s snapshot) explain(service *corev1.Service, r request) string {
 	var managed, selected, serving int
 
 	for _, c := range s.nodes {
-		if !c.managed {
+		if !c.managed || !c.ready() {
 			continue
 		}
 
@@ -532,7 +544,7 @@ func (s snapshot) explain(service *corev1.Service, r request) string {
 		}
 	}
 
-	message := fmt.Sprintf("No Node can receive traffic: %d Nodes are managed and eligible, and %d of these match the node selector", managed, selected)
+	message := fmt.Sprintf("No Node can receive traffic: %d Nodes are managed, eligible and ready, and %d of these match the node selector", managed, selected)
 	if service.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal {
 		message += fmt.Sprintf("; %d of these have a ready endpoint (externalTrafficPolicy: Local)", serving)
 	}

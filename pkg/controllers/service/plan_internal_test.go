@@ -233,7 +233,7 @@ func TestPlan_IgnoresReadinessIfNoNodeIsReady(t *testing.T) {
 	nodes := candidates(3)
 	nodes[0].node.Labels[corev1.LabelNodeExcludeBalancers] = "" // does not count, although it is ready
 	nodes[1].node.Status.Conditions[0].Status = corev1.ConditionUnknown
-	s := snapshot{services: []*corev1.Service{newService("s")}, nodes: nodes}
+	s := snapshot{services: []*corev1.Service{newService("s", published("192.0.2.2", "192.0.2.3"))}, nodes: nodes}
 
 	for _, test := range []struct {
 		last corev1.ConditionStatus
@@ -247,6 +247,38 @@ func TestPlan_IgnoresReadinessIfNoNodeIsReady(t *testing.T) {
 		if got, reasons := s.addressesOf("s"); !slices.Equal(got, test.want) || reasons != nil {
 			t.Errorf("last Node is ready %q: got %v %v, want %v", test.last, got, reasons, test.want)
 		}
+	}
+}
+
+func TestPlan_KeepsPublishedAddressesOnlyIfNoNodeIsReady(t *testing.T) {
+	down, unready, other := newCandidate("down", "192.0.2.1"), newCandidate("unready", "192.0.2.2"), newCandidate("other", "192.0.2.3")
+	down.node.Spec.Taints = []corev1.Taint{{Key: cloudproviderapi.TaintNodeShutdown}}
+	down.node.Status.Conditions, unready.node.Status.Conditions = nil, nil
+
+	unmanaged := other
+	unmanaged.managed = false
+
+	selecting := annotation(AnnotationNodeSelector, "name!=other")
+	present := []string{"192.0.2.2"}
+
+	for name, test := range map[string]struct {
+		service *corev1.Service
+		nodes   []candidate
+		want    []string
+		reasons []string
+	}{
+		"no ready Node":                 {newService("s", published(present...)), []candidate{down, unready}, present, nil},
+		"the ready Node is not managed": {newService("s", published(present...)), []candidate{down, unready, unmanaged}, present, nil},
+		"the ready Node does not match": {newService("s", published(present...), selecting), []candidate{down, unready, other}, present, nil},
+		"a ready Node":                  {newService("s", published(present...)), []candidate{down, unready, other}, []string{"192.0.2.3"}, nil},
+		"a new Service":                 {newService("s"), []candidate{down, unready}, nil, []string{ReasonNoEligibleNodes}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := snapshot{services: []*corev1.Service{test.service}, nodes: test.nodes}
+			if got, reasons := s.addressesOf("s"); !slices.Equal(got, test.want) || !slices.Equal(reasons, test.reasons) {
+				t.Errorf("got %v %v, want %v %v", got, reasons, test.want, test.reasons)
+			}
+		})
 	}
 }
 
