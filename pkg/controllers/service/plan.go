@@ -507,15 +507,11 @@ func (c candidate) pending() bool { return c.ready() && c.entry.Condition == inv
 // write them. Until the machine responds, which takes a moment after a leader change, a Service keeps what it has. While
 // the Node is not ready, a Service gets no address of it that it does not have: the machine may be shut down.
 func (c candidate) holds(address netip.Addr, present bool) bool {
-	if !present && !c.ready() {
-		return false
-	}
-
 	if c.entry.ObservedAt.IsZero() {
 		return present
 	}
 
-	return c.managed && c.entry.Machine.HasAddress(address)
+	return c.managed && c.entry.Machine.HasAddress(address) && (present || c.ready())
 }
 
 // explain returns how many Nodes meet each requirement.
