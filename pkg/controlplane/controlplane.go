@@ -62,7 +62,7 @@ type Config struct {
 	// while no Node has the label of the control plane. Nil outside Talos.
 	LocalState state.CoreState
 	// Hosted is what the operator states about a control plane that has no machines in the cluster. It takes the place
-	// of the machines' answers while no Talos Node has the label of the control plane. Nil: there are machines.
+	// of the machines' answers while no Node has the label of the control plane. Nil: there are machines.
 	Hosted *csrpolicy.ClusterIdentity
 	// PodCIDRs returns the CIDRs that this program allocates pod CIDRs from. Nil means none.
 	PodCIDRs func() []netip.Prefix
@@ -80,6 +80,8 @@ type Network struct {
 	// ServiceCIDRs, or the configuration of kube-controller-manager has not been read on any machine. It is empty if
 	// there is no problem.
 	Problem string
+	// Machines is the number of control-plane machines, whether or not they have been read.
+	Machines int
 	// KCMConfigs are sorted by nodename. A machine that does not respond is listed with its last known configuration,
 	// or not at all.
 	KCMConfigs []KCMConfig
@@ -159,6 +161,7 @@ type Reader struct {
 	// The last answer of each source; nil or absent if it has never answered. Only Run uses them.
 	certificate, service, serviceCIDRs *csrpolicy.ClusterIdentity
 	machines                           map[string]machineFacts // by nodename
+	labeled                            bool                    // a Node has the label of the control plane
 	local                              string                  // nodename of the local machine; empty if unknown
 
 	reporter *events.Reporter
@@ -299,7 +302,7 @@ func (r *Reader) mergeIdentity() identity {
 }
 
 // isHosted reports whether Config.Hosted takes the place of the machines' answers.
-func (r *Reader) isHosted() bool { return r.cfg.Hosted != nil && len(r.machines) == 0 }
+func (r *Reader) isHosted() bool { return r.cfg.Hosted != nil && !r.labeled }
 
 // allocating returns what this program allocates from.
 func (r *Reader) allocating() *identity {
@@ -347,7 +350,7 @@ func disputed[T comparable](d dispute, compare func(a, b T) int, field func(*ide
 }
 
 func (r *Reader) mergeNetwork(serviceCIDRsErr error, machineErrs []error) *Network {
-	network := &Network{}
+	network := &Network{Machines: len(r.machines)}
 
 	for _, nodename := range slices.Sorted(maps.Keys(r.machines)) {
 		if config := r.machines[nodename].kcm; config != nil {

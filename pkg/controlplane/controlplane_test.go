@@ -486,6 +486,69 @@ func TestReader_HostedControlPlane(t *testing.T) {
 	}
 }
 
+// TestReader_IgnoresChangedOSImage: a kubelet, which writes the osImage of its Node, cannot have stated facts replace its
+// machine, or drop what the machine has reported.
+func TestReader_IgnoresChangedOSImage(t *testing.T) {
+	s := newSuite(t, cluster.Config(), func(_ *suite, cfg *controlplane.Config) {
+		cfg.Hosted = &csrpolicy.ClusterIdentity{PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.64.0.0/16")}}
+	})
+
+	setOSImage := func(nodename string) {
+		_, err := s.client.CoreV1().Nodes().Patch(s.Context(), nodename, types.MergePatchType,
+			[]byte(`{"status":{"nodeInfo":{"osImage":"Debian"}}}`), metav1.PatchOptions{}, "status")
+		s.require(err)
+	}
+
+	m := s.add("cp-1", talosmachine.TypeControlPlane)
+	s.exclude(m, "203.0.113.2")
+	s.label("cp-1")
+	s.await("the virtual IP is known", func(id csrpolicy.ClusterIdentity) bool { return len(id.VIPs) == 1 })
+
+	m.CutOff()
+	setOSImage("cp-1")
+
+	for _, nodename := range []string{"cp-2", "cp-3"} {
+		s.add(nodename, talosmachine.TypeControlPlane).CutOff()
+		s.label(nodename)
+	}
+
+	s.await("most of the machines have not been read", func(id csrpolicy.ClusterIdentity) bool { return !id.Known })
+
+	for range 4 {
+		s.refresh() // the cache may be late
+	}
+
+	if id := s.identity(); id.Known || len(id.VIPs) != 1 {
+		t.Errorf("the identity is %+v, want an unknown one with the virtual IP", id)
+	}
+
+	for _, nodename := range []string{"cp-2", "cp-3"} {
+		setOSImage(nodename)
+	}
+
+	for range 4 {
+		s.refresh()
+	}
+
+	if id := s.identity(); id.Known || len(id.VIPs) != 1 {
+		t.Errorf("the identity is %+v, want an unknown one with the virtual IP", id)
+	}
+}
+
+// TestReader_NeedsMachinesOfOtherSystems: stated facts do not replace a control-plane Node that never reported Talos.
+func TestReader_NeedsMachinesOfOtherSystems(t *testing.T) {
+	s := newSuite(t, cluster.Config(), func(_ *suite, cfg *controlplane.Config) {
+		cfg.Hosted = &csrpolicy.ClusterIdentity{PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.64.0.0/16")}}
+	})
+	s.await("the identity is known", known)
+
+	_, err := cluster.RegisterNode(s.Context(), kube.NodeSpec{Name: "cp-1", OSImage: "Debian"})
+	s.require(err)
+	s.Cleanup(func() { s.require(s.client.CoreV1().Nodes().Delete(context.Background(), "cp-1", metav1.DeleteOptions{})) })
+	s.label("cp-1")
+	s.await("the Node counts", func(id csrpolicy.ClusterIdentity) bool { return !id.Known })
+}
+
 func TestReader_ExplainsAnUnknownNetwork(t *testing.T) {
 	s := newSuite(t, cluster.Config())
 	m := s.add("cp-1", talosmachine.TypeControlPlane)

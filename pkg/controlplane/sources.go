@@ -211,23 +211,30 @@ type machineFacts struct {
 }
 
 // readMachines reads all control-plane machines concurrently. It keeps the facts of a machine that does not respond, and
-// drops the facts of a machine that no longer belongs to the control plane. It returns the errors in the order of the
-// nodenames.
+// drops the facts of a machine whose Node no longer has the label of the control plane. The operating system, which the
+// kubelet reports, only counts until the machine is known. It returns the errors in the order of the nodenames.
 func (r *Reader) readMachines(ctx context.Context) []error {
 	nodes, _ := r.cfg.Nodes.Lister().List(labels.Everything()) // a list from the cache cannot fail
-	nodes = slices.DeleteFunc(nodes, func(node *corev1.Node) bool { return !nodespec.IsControlPlane(node) || !nodespec.IsTalos(node) })
+	nodes = slices.DeleteFunc(nodes, func(node *corev1.Node) bool { return !nodespec.IsControlPlane(node) })
+	r.labeled = len(nodes) > 0
+
+	nodes = slices.DeleteFunc(nodes, func(node *corev1.Node) bool {
+		_, isKnown := r.machines[node.Name]
+
+		return !isKnown && !nodespec.IsTalos(node)
+	})
 	slices.SortFunc(nodes, func(a, b *corev1.Node) int { return strings.Compare(a.Name, b.Name) })
 
 	machines := map[string]machineFacts{}
 
-	if len(nodes) == 0 && r.cfg.Hosted != nil {
+	if r.isHosted() {
 		r.machines = machines
 
 		return nil
 	}
 
 	if len(nodes) == 0 {
-		err := errors.New("no Talos Node has the label node-role.kubernetes.io/control-plane; a hosted control plane needs --hosted-control-plane")
+		err := errors.New("no Talos Node has the label node-role.kubernetes.io/control-plane; a hosted control plane needs --hosted-control-plane, and no Node with the label")
 
 		if r.cfg.LocalState != nil {
 			// The identity is left out: it is complete only with a Node of the control plane.
