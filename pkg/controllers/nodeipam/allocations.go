@@ -213,7 +213,7 @@ func (a *allocations) nextDespiteTooLarge(r request) (block netip.Prefix, found 
 
 	for _, e := range a.entries {
 		for _, podCIDR := range e.blocks {
-			if slices.ContainsFunc(r.pools, func(pool cidrset.Pool) bool { return isTooLarge(podCIDR, pool.CIDR(), r.largest) }) {
+			if slices.ContainsFunc(r.pools, func(pool cidrset.Pool) bool { return a.isTooLarge(podCIDR, pool.CIDR(), r.largest) }) {
 				ignored = append(ignored, podCIDR)
 			}
 		}
@@ -225,6 +225,31 @@ func (a *allocations) nextDespiteTooLarge(r request) (block netip.Prefix, found 
 	}
 
 	return a.next(r)
+}
+
+// isTooLarge reports whether a podCIDR overlaps a pool, and is larger than any block that is assigned of the pool, than its
+// share of the pool, and than the podCIDRs of most Nodes there. Kubelets can set such podCIDRs on their own Nodes. Others
+// can be from another allocator, or from before a change of the configuration. The caller must hold mu.
+func (a *allocations) isTooLarge(podCIDR, pool netip.Prefix, largest int) bool {
+	if !podCIDR.Overlaps(pool) || podCIDR.Bits() >= min(largest, pool.Bits()+shareBits) {
+		return false
+	}
+
+	all, asLarge := 0, 0
+
+	for _, e := range a.entries {
+		for _, other := range e.blocks {
+			if other.Overlaps(pool) {
+				all++
+
+				if other.Bits() <= podCIDR.Bits() {
+					asLarge++
+				}
+			}
+		}
+	}
+
+	return asLarge <= 1 || 2*asLarge <= all // one Node alone proves nothing
 }
 
 // confirm records that the API server has confirmed the write of a Node's blocks.
@@ -275,13 +300,13 @@ func (a *allocations) review(node *corev1.Node, p plan) *events.Condition {
 		return newCondition(ReasonInvalid, "podCIDRs %q are not CIDRs; delete the Node and let it register again to have others assigned", invalid)
 	}
 
-	if tooLarge := p.tooLarge(blocks); len(tooLarge) > 0 {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+
+	if tooLarge := p.tooLarge(blocks, a); len(tooLarge) > 0 {
 		return newCondition(ReasonTooLarge, "podCIDRs %v are larger than all blocks of a pool and than a sixteenth of it, and are assigned to other Nodes "+
 			"when the pool has no other free block; delete the Node and let it register again without podCIDRs", tooLarge)
 	}
-
-	a.mu.Lock()
-	defer a.mu.Unlock()
 
 	own, known := a.entries[node.Name]
 	if !known {

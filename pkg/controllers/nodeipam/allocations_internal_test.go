@@ -280,6 +280,33 @@ func TestAllocations_AllocateAllOrNothing(t *testing.T) {
 				s.Errorf("got %v, want %s", condition, ReasonExhausted)
 			}
 		}},
+		{"podCIDRs of the size that most Nodes have exclude blocks, whatever the configured size", func(s *suite) {
+			s.observe(version("a", "1", 10, "10.0.0.0/23"))
+			s.observe(version("b", "2", 11, "10.0.2.0/23"))
+
+			requests := []request{{family: ipv4, pools: []cidrset.Pool{s.pool}, largest: 24}}
+			if blocks, condition := s.allocate(version("c", "3", 12), requests); reasonOf(condition) != ReasonExhausted {
+				s.Errorf("allocated %v, %v; want %s", blocks, condition, ReasonExhausted)
+			}
+
+			p := plan{options: Options{ClusterCIDRs: []netip.Prefix{s.pool.CIDR()}}}
+			if condition := s.review(version("a", "1", 10, "10.0.0.0/23"), p); condition != nil {
+				s.Errorf("review returned %v, want nothing", condition)
+			}
+
+			// A kubelet that registers with all of the pool excludes nothing.
+			wide := version("wide", "4", 13, "10.0.0.0/22")
+			s.observe(wide)
+			s.release("b", "2")
+
+			if blocks, condition := s.allocate(version("c", "3", 12), requests); condition != nil || blocks[0].String() != "10.0.2.0/24" {
+				s.Errorf("allocated %v, %v; want 10.0.2.0/24", blocks, condition)
+			}
+
+			if condition := s.review(wide, p); reasonOf(condition) != ReasonTooLarge {
+				s.Errorf("review returned %v, want %s", condition, ReasonTooLarge)
+			}
+		}},
 		{"reservations are replaced by owner", func(s *suite) {
 			s.reserve("a", prefixes("10.0.0.5/32", "10.0.1.5/32"))
 			s.reserve("b", prefixes("10.0.0.5/32"))

@@ -327,7 +327,7 @@ func (c *Controller) effectiveOptions(network *controlplane.Network) (Options, *
 	options.ServiceCIDRs = append(options.ServiceCIDRs, network.ServiceCIDRs...)
 	slices.SortFunc(options.ServiceCIDRs, netip.Prefix.Compare)
 	options.ServiceCIDRs = slices.Compact(options.ServiceCIDRs)
-	sizesDiffer := options.setKCMMaskSizes(network.KCMConfigs)
+	uncertainSizes := options.setKCMMaskSizes(network)
 
 	if last := c.conflict.Load(); last != nil && last.condition != nil && c.cfg.Clock.Since(last.at) < conflictPeriod {
 		return options, last.condition
@@ -343,12 +343,9 @@ func (c *Controller) effectiveOptions(network *controlplane.Network) (Options, *
 	case differ:
 		return options, newCondition(ReasonAllocatorUnknown,
 			"The control-plane machines have different pod subnets (cluster.network.podSubnets); configure the same ones, or set --cluster-cidr")
-	case sizesDiffer:
-		return options, newCondition(ReasonAllocatorUnknown, "The control-plane machines have different mask sizes (node-cidr-mask-size of "+
-			"kube-controller-manager); configure the same ones, or set --node-cidr-mask-size-ipv4 and --node-cidr-mask-size-ipv6")
 	}
 
-	return options, nil
+	return options, uncertainSizes
 }
 
 // write sets podCIDR and podCIDRs in one patch. The patch carries UID and resourceVersion of the Node that the blocks
@@ -449,7 +446,7 @@ func (c *Controller) refresh(ctx context.Context) error {
 		logger.Info("Allocating pod CIDRs", "clusterCIDRs", options.ClusterCIDRs, "serviceCIDRs", options.ServiceCIDRs)
 
 		for f, size := range options.kcmMaskSizes {
-			if flag := options.configuredMaskSize(f); flag != 0 && flag != size {
+			if flag := options.configuredMaskSize(f); flag != 0 && size != 0 && flag != size {
 				logger.Info("Mask size differs from kube-controller-manager's; using the flag", "family", f, "flag", flag, "kubeControllerManager", size)
 			}
 		}

@@ -110,30 +110,44 @@ func (o Options) configuredMaskSize(f corev1.IPFamily) int {
 	return o.MaskSizeIPv6
 }
 
-// setKCMMaskSizes fills in the mask sizes of kube-controller-manager, and reports whether the machines' sizes differ for
-// an IP family whose size is not configured. It ignores a size that the cluster CIDRs cannot be divided into: nothing
-// checks the arguments while kube-controller-manager's allocator is disabled, and Talos 1.14 sets 64 for any podSubnet.
-func (o *Options) setKCMMaskSizes(configs []controlplane.KCMConfig) (differ bool) {
+// setKCMMaskSizes fills in the mask sizes of kube-controller-manager, and returns why the sizes of blocks of the cluster
+// CIDRs are not certain; nil if they are. It ignores a size that divides a cluster CIDR into fewer than 16 blocks, or that it cannot be
+// divided into: nothing checks the arguments while kube-controller-manager's allocator is disabled, and Talos 1.14 sets 64
+// for any podSubnet. A machine without a size has the default.
+func (o *Options) setKCMMaskSizes(network *controlplane.Network) (uncertain *events.Condition) {
 	o.kcmMaskSizes = map[corev1.IPFamily]int{}
 
-	for _, config := range configs {
-		for f, size := range config.MaskSizes {
+	for _, f := range []corev1.IPFamily{ipv4, ipv6} {
+		cidrs := ofFamily(o.ClusterCIDRs, f)
+		if len(cidrs) == 0 {
+			continue
+		}
+
+		if network.Machines > 0 && 2*len(network.KCMConfigs) <= network.Machines && o.configuredMaskSize(f) == 0 {
+			uncertain = newCondition(ReasonAllocatorUnknown, "The mask sizes of kube-controller-manager are known for %d of %d control-plane machines, "+
+				"which are too few; check the others, or set --node-cidr-mask-size-ipv4 and --node-cidr-mask-size-ipv6", len(network.KCMConfigs), network.Machines)
+		}
+
+		for i, config := range network.KCMConfigs {
+			before, size := o.maskSize(Pool{}, f), config.MaskSizes[f]
+
 			doesNotFit := func(cidr netip.Prefix) bool {
 				_, err := cidrset.NewPool(cidr, size)
 
-				return err != nil || size == cidr.Bits()
+				return err != nil || size < cidr.Bits()+shareBits
 			}
-			if slices.ContainsFunc(ofFamily(o.ClusterCIDRs, f), doesNotFit) {
-				continue
+			if slices.ContainsFunc(cidrs, doesNotFit) {
+				size = 0
 			}
 
-			known, isKnown := o.kcmMaskSizes[f]
-			differ = differ || isKnown && known != size && o.configuredMaskSize(f) == 0
-			o.kcmMaskSizes[f] = size
+			if o.kcmMaskSizes[f] = size; i > 0 && o.maskSize(Pool{}, f) != before {
+				uncertain = newCondition(ReasonAllocatorUnknown, "The control-plane machines have different mask sizes (node-cidr-mask-size of "+
+					"kube-controller-manager); configure the same ones, or set --node-cidr-mask-size-ipv4 and --node-cidr-mask-size-ipv6")
+			}
 		}
 	}
 
-	return differ
+	return uncertain
 }
 
 // Pool assigns the Nodes that it selects blocks of its own CIDRs; of several of one family, from the first that is not
@@ -194,13 +208,6 @@ type request struct {
 	pools []cidrset.Pool
 	// largest is the prefix length of the largest block that the configuration assigns of the pools, to any Node.
 	largest int
-}
-
-// isTooLarge reports whether a podCIDR overlaps a pool, and is larger than any block that is assigned of the pool and
-// than its share of the pool. Kubelets can set such podCIDRs on their own Nodes. Smaller ones can also be from another
-// allocator, or from before a change of the configuration.
-func isTooLarge(podCIDR, pool netip.Prefix, largest int) bool {
-	return podCIDR.Overlaps(pool) && podCIDR.Bits() < min(largest, pool.Bits()+shareBits)
 }
 
 // plan is everything that determines the pools of a Node.
@@ -383,11 +390,11 @@ func (p plan) largestBlock(cidr netip.Prefix) int {
 }
 
 // tooLarge returns the podCIDRs that are too large for a pool or the cluster CIDRs.
-func (p plan) tooLarge(podCIDRs []netip.Prefix) []netip.Prefix {
+func (p plan) tooLarge(podCIDRs []netip.Prefix, a *allocations) []netip.Prefix {
 	cidrs := p.cidrs()
 
 	return slices.DeleteFunc(slices.Clone(podCIDRs), func(podCIDR netip.Prefix) bool {
-		return !slices.ContainsFunc(cidrs, func(cidr netip.Prefix) bool { return isTooLarge(podCIDR, cidr, p.largestBlock(cidr)) })
+		return !slices.ContainsFunc(cidrs, func(cidr netip.Prefix) bool { return a.isTooLarge(podCIDR, cidr, p.largestBlock(cidr)) })
 	})
 }
 

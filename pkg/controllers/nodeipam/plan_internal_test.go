@@ -12,6 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 	cloudproviderapi "k8s.io/cloud-provider/api"
 
+	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -275,8 +276,60 @@ func TestPlan_TooLarge(t *testing.T) {
 			t.Parallel()
 
 			p := plan{pools: test.pools, options: Options{ClusterCIDRs: cluster}}
-			if got := p.tooLarge(prefixes(test.podCIDR)); len(got) > 0 != test.want {
+			if got := p.tooLarge(prefixes(test.podCIDR), newAllocations(nil)); len(got) > 0 != test.want {
 				t.Errorf("too large: %v, want %t", got, test.want)
+			}
+		})
+	}
+}
+
+// TestOptions_SetKCMMaskSizes: what one of the machines reports must not determine the size of blocks.
+func TestOptions_SetKCMMaskSizes(t *testing.T) {
+	t.Parallel()
+
+	sized := func(ipv4Size, ipv6Size int) controlplane.KCMConfig {
+		return controlplane.KCMConfig{MaskSizes: map[corev1.IPFamily]int{ipv4: ipv4Size, ipv6: ipv6Size}}
+	}
+
+	for _, test := range []struct {
+		name      string
+		options   Options
+		machines  int
+		configs   []controlplane.KCMConfig
+		wantIPv4  int
+		wantIPv6  int
+		uncertain string // part of the message; empty if certain
+	}{
+		{name: "sizes of all machines", machines: 1, configs: []controlplane.KCMConfig{sized(20, 64)}, wantIPv4: 20, wantIPv6: 64},
+		{name: "fewer than 16 blocks", machines: 1, configs: []controlplane.KCMConfig{sized(19, 59)}, wantIPv4: 24, wantIPv6: 80},
+		{name: "16 blocks", machines: 1, configs: []controlplane.KCMConfig{sized(20, 60)}, wantIPv4: 20, wantIPv6: 60},
+		{name: "a machine without a size", machines: 2, configs: []controlplane.KCMConfig{sized(20, 64), {}}, wantIPv4: 24, wantIPv6: 80, uncertain: "different"},
+		{name: "a machine with the default size", machines: 2, configs: []controlplane.KCMConfig{{}, sized(24, 80)}, wantIPv4: 24, wantIPv6: 80},
+		{name: "half of the machines", machines: 2, configs: []controlplane.KCMConfig{sized(20, 64)}, wantIPv4: 20, wantIPv6: 64, uncertain: "1 of 2"},
+		{
+			name: "half of the machines, with flags", machines: 2, configs: []controlplane.KCMConfig{sized(20, 64)},
+			options: Options{MaskSizeIPv4: 25, MaskSizeIPv6: 96}, wantIPv4: 25, wantIPv6: 96,
+		},
+		{
+			name: "half of the machines, with a flag for one family", machines: 2, configs: []controlplane.KCMConfig{sized(20, 64)},
+			options: Options{MaskSizeIPv4: 25}, wantIPv4: 25, wantIPv6: 64, uncertain: "1 of 2",
+		},
+		{name: "most of the machines", machines: 3, configs: []controlplane.KCMConfig{sized(20, 64), sized(20, 64)}, wantIPv4: 20, wantIPv6: 64},
+		{name: "hosted control plane", wantIPv4: 24, wantIPv6: 80},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+
+			o := test.options
+			o.ClusterCIDRs = prefixes("10.244.0.0/16", "fd00::/56")
+
+			uncertain := o.setKCMMaskSizes(&controlplane.Network{Machines: test.machines, KCMConfigs: test.configs})
+			if (uncertain == nil) != (test.uncertain == "") || uncertain != nil && !strings.Contains(uncertain.Message, test.uncertain) {
+				t.Errorf("got %v, want %q", uncertain, test.uncertain)
+			}
+
+			if gotIPv4, gotIPv6 := o.maskSize(Pool{}, ipv4), o.maskSize(Pool{}, ipv6); gotIPv4 != test.wantIPv4 || gotIPv6 != test.wantIPv6 {
+				t.Errorf("got /%d and /%d, want /%d and /%d", gotIPv4, gotIPv6, test.wantIPv4, test.wantIPv6)
 			}
 		})
 	}
