@@ -544,7 +544,9 @@ func TestReader_NeedsMachinesOfOtherSystems(t *testing.T) {
 
 	_, err := cluster.RegisterNode(s.Context(), kube.NodeSpec{Name: "cp-1", OSImage: "Debian"})
 	s.require(err)
-	s.Cleanup(func() { s.require(s.client.CoreV1().Nodes().Delete(context.Background(), "cp-1", metav1.DeleteOptions{})) })
+	s.Cleanup(func() {
+		s.require(s.client.CoreV1().Nodes().Delete(context.Background(), "cp-1", metav1.DeleteOptions{}))
+	})
 	s.label("cp-1")
 	s.await("the Node counts", func(id csrpolicy.ClusterIdentity) bool { return !id.Known })
 }
