@@ -19,7 +19,6 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
-	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/similar"
 )
 
@@ -275,17 +274,21 @@ func (o *Options) hosted() (*csrpolicy.ClusterIdentity, error) {
 	for entry := range strings.SplitSeq(o.HostedControlPlane, ",") {
 		entry = strings.TrimSpace(entry)
 
-		if addr, err := netip.ParseAddr(entry); err == nil {
+		addr, err := netip.ParseAddr(entry)
+		if err == nil {
 			identity.APIServerIPs = append(identity.APIServerIPs, addr.Unmap())
-
-			continue
+			err = csrpolicy.CheckAllowedAddress(addr)
+		} else {
+			identity.APIServerNames = append(identity.APIServerNames, entry)
+			err = csrpolicy.CheckAllowedName(entry)
 		}
 
-		if problem := machine.CheckName(machine.CanonicalName(entry), "", nil); problem != "" && problem != machine.NameReserved {
-			return nil, fmt.Errorf("%s: %q %s", flag, entry, problem)
+		switch {
+		case err != nil && !addr.IsValid() && strings.Contains(entry, ":"):
+			return nil, fmt.Errorf("%s: %q %w; write host names and addresses without scheme and port", flag, entry, err)
+		case err != nil:
+			return nil, fmt.Errorf("%s: %q %w", flag, entry, err)
 		}
-
-		identity.APIServerNames = append(identity.APIServerNames, entry)
 	}
 
 	return identity, nil

@@ -73,7 +73,14 @@ func (o Options) Validate() error {
 		return fmt.Errorf("invalid IPv6 mask size %d: must be 1 to 128", o.MaskSizeIPv6)
 	}
 
-	for _, cidr := range o.ClusterCIDRs {
+	for i, cidr := range o.ClusterCIDRs {
+		contains := func(other netip.Prefix) bool { return other.Bits() <= cidr.Bits() && other.Overlaps(cidr) }
+		if j := slices.IndexFunc(o.ClusterCIDRs[:i], cidr.Overlaps); j >= 0 {
+			return fmt.Errorf("--cluster-cidr: %s overlaps %s", cidr, o.ClusterCIDRs[j])
+		} else if j := slices.IndexFunc(o.ServiceCIDRs, contains); j >= 0 {
+			return fmt.Errorf("--cluster-cidr: %s is within the service CIDR %s", cidr, o.ServiceCIDRs[j])
+		}
+
 		err := cidrset.CheckPods(cidr)
 		if err == nil {
 			_, err = cidrset.NewPool(cidr, o.maskSize(Pool{}, familyOf(cidr.Addr())))
