@@ -160,7 +160,11 @@ func writeNodes(out io.Writer, reports []Report) error {
 }
 
 func (r Report) node() *corev1ac.NodeApplyConfiguration {
-	node := corev1ac.Node(r.Name).WithSpec(corev1ac.NodeSpec().WithProviderID(r.ProviderID.Value)).WithStatus(corev1ac.NodeStatus())
+	node := corev1ac.Node(r.Name).WithSpec(corev1ac.NodeSpec()).WithStatus(corev1ac.NodeStatus())
+
+	if r.ProviderID != nil {
+		node.Spec.WithProviderID(r.ProviderID.Value)
+	}
 
 	for _, l := range r.Labels {
 		node.WithLabels(map[string]string{l.Key: l.Value})

@@ -104,3 +104,11 @@ func TestWrite_RejectsUnknownFormat(t *testing.T) {
 		t.Errorf("got %v", err)
 	}
 }
+
+func TestWrite_OmitsUnknownProviderIDOfNode(t *testing.T) {
+	want := "---\napiVersion: v1\nkind: Node\nmetadata:\n  name: web-7\nspec: {}\nstatus: {}\n"
+
+	if diff := cmp.Diff(want, format(t, "node", []preview.Report{{Name: "web-7", Unknown: []string{"addresses", "name", "providerID"}}})); diff != "" {
+		t.Error(diff)
+	}
+}
