@@ -2,7 +2,6 @@ package config_test
 
 import (
 	"fmt"
-	"net/netip"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -12,15 +11,13 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/siderolabs/talos/pkg/machinery/config/configloader"
-	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/platforms"
-	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
-	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"go.yaml.in/yaml/v4"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/preview"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
@@ -78,42 +75,16 @@ func blocks(text string) (list []block) {
 	return list
 }
 
-// described is a machine as the docs write it.
-type described struct {
-	PlatformMetadata  runtime.PlatformMetadataSpec
-	SystemInformation hardware.SystemInformationSpec
-	Extensions        map[string]string
-	Addresses         []string
-	PCIDevices        []hardware.PCIDeviceSpec
-	Meta              map[string]string
-}
+// described returns a machine as the docs write it, read as by `render --machine`.
+func described(t *testing.T, text string) machine.Machine {
+	t.Helper()
 
-func (d described) facts() rules.Facts {
-	view := machine.View{Facts: machine.OptionalFacts()}
-
-	for _, address := range d.Addresses {
-		status := network.NewAddressStatus(network.NamespaceName, address)
-		status.TypedSpec().Address = netip.MustParsePrefix(address)
-		view.Put(status)
+	machines, err := preview.Parse([]byte(text), machine.OptionalFacts()...)
+	if err != nil {
+		t.Fatal(err)
 	}
 
-	for i, spec := range d.PCIDevices {
-		device := hardware.NewPCIDeviceInfo(fmt.Sprint(i))
-		*device.TypedSpec() = spec
-		view.Put(device)
-	}
-
-	for id, value := range d.Meta {
-		key := runtime.NewMetaKey(runtime.NamespaceName, id)
-		key.TypedSpec().Value = value
-		view.Put(key)
-	}
-
-	m := view.Machine()
-	m.Nodename, m.Type, m.Platform, m.PlatformPublished = "node-1", talosmachine.TypeWorker, d.PlatformMetadata, true
-	m.System, m.Extensions = d.SystemInformation, d.Extensions
-
-	return rules.Facts{Machine: m}
+	return machines[0].Machine
 }
 
 // requirePublished fails the test if Talos does not publish such metadata on the platform.
@@ -192,7 +163,7 @@ func render(t *testing.T, result rules.Result) rendered {
 // reader reads the examples of a page in order. A machine or a result refers to the configuration before it.
 type reader struct {
 	compiled *config.Compiled
-	machine  described
+	machine  machine.Machine
 	wrong    string
 }
 
@@ -206,9 +177,8 @@ func (r *reader) read(t *testing.T, b block) {
 	case "document":
 		parsed(t, mounted(t, b.content))
 	case "machine":
-		r.machine = described{}
-		load(t, b.content, &r.machine)
-		requirePublished(t, r.machine.PlatformMetadata)
+		r.machine = described(t, b.content)
+		requirePublished(t, r.machine.Platform)
 	case "node":
 		r.compare(t, b.content)
 	case "wrong":
@@ -229,10 +199,10 @@ func (r *reader) compare(t *testing.T, node string) {
 	load(t, node, &want)
 
 	if want.PlatformMetadata == nil {
-		want.PlatformMetadata = &r.machine.PlatformMetadata
+		want.PlatformMetadata = &r.machine.Platform
 	}
 
-	equal(t, render(t, r.compiled.Rules.Apply(r.machine.facts())), want)
+	equal(t, render(t, r.compiled.Rules.Apply(rules.Facts{Machine: r.machine})), want)
 }
 
 func equal(t *testing.T, got, want rendered) {

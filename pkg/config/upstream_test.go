@@ -7,6 +7,8 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // upstream is a file with every key of the upstream Talos CCM, as spelled in its docs and in its code.
@@ -62,11 +64,10 @@ func TestParse_AcceptsUpstreamFile(t *testing.T) {
 		t.Errorf("got %+v", compiled)
 	}
 
-	on := described{
-		PlatformMetadata:  runtime.PlatformMetadataSpec{Platform: "nocloud", Hostname: "db-blue7", Region: "eu"},
-		SystemInformation: hardware.SystemInformationSpec{SKUNumber: "X10", SerialNumber: "ds=nocloud;i=107"},
-	}
-	result := compiled.Rules.Apply(on.facts())
+	result := compiled.Rules.Apply(rules.Facts{Machine: machine.Machine{
+		Platform: runtime.PlatformMetadataSpec{Platform: "nocloud", Hostname: "db-blue7", Region: "eu"},
+		System:   hardware.SystemInformationSpec{SKUNumber: "X10", SerialNumber: "ds=nocloud;i=107"},
+	}})
 
 	if result.PublicIPDiscovery == nil || !*result.PublicIPDiscovery {
 		t.Error("public IP discovery is disabled")

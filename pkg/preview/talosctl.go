@@ -83,8 +83,9 @@ func kindName(typ resource.Type) string {
 var table = regexp.MustCompile(`(?m)^(\S+ +)?NODE +NAMESPACE +TYPE +ID `)
 
 // Parse reads the concatenated output of any number of `talosctl get KIND -o yaml` or `-o json` commands for any number of machines, or the short
-// form of the documentation, which maps a kind to its spec. It returns the machines in the order of their first resource, with the given optional
-// facts, and ignores resources of other kinds. Errors name the document and the line.
+// form of the documentation, which maps a kind to its spec or a list of specs, `addresses` to a list, `extensions` to versions, and `meta` to values.
+// It returns the machines in the order of their first resource, with the given optional facts, and ignores resources of other kinds. Errors name
+// the document and the line.
 func Parse(output []byte, facts ...string) ([]Machine, error) {
 	if table.Match(output) {
 		return nil, errors.New("the input is a table, which omits most values: add -o yaml to the talosctl command")
@@ -190,6 +191,7 @@ type printed struct {
 	Spec yaml.Node `yaml:"spec"`
 
 	resource resource.Resource
+	strict   bool // unknown fields of the spec are errors
 }
 
 func (d document) decode(needed []resource.Kind) ([]printed, error) {
@@ -212,7 +214,7 @@ func decode(text []byte, needed []resource.Kind) ([]printed, error) {
 	switch {
 	case p.Metadata.Type == "":
 		return decodeShort(text, needed)
-	case !slices.ContainsFunc(needed, func(kind resource.Kind) bool { return kind.Type() == p.Metadata.Type }):
+	case !contains(needed, p.Metadata.Type):
 		return nil, nil
 	case p.Spec.IsZero():
 		return nil, errors.New("not a resource in talosctl's format: spec is missing")
@@ -221,7 +223,7 @@ func decode(text []byte, needed []resource.Kind) ([]printed, error) {
 	return p.read(nil)
 }
 
-// decodeShort decodes specs by kind, such as `platformmetadata: {platform: aws}`, and versions by extension.
+// decodeShort decodes the short form, such as `platformmetadata: {platform: aws}`. It ignores kinds that are not needed.
 func decodeShort(text []byte, needed []resource.Kind) (list []printed, err error) {
 	var specs map[string]yaml.Node
 	if err := yaml.Unmarshal(text, &specs); err != nil {
@@ -230,17 +232,14 @@ func decodeShort(text []byte, needed []resource.Kind) (list []printed, err error
 
 	for _, key := range slices.Sorted(maps.Keys(specs)) {
 		spec := specs[key]
-		isKind := func(kind resource.Kind) bool {
-			return strings.TrimSuffix(kindName(kind.Type()), "s") == strings.TrimSuffix(key, "s")
-		}
 
-		switch i := slices.IndexFunc(needed, isKind); {
-		case i >= 0:
-			list, err = short(needed[i].Type(), key, spec).read(list)
-		case key == "extensions":
-			list, err = readExtensions(list, &spec)
+		switch key {
+		case "addresses":
+			list, err = readAddresses(list, &spec)
+		case "extensions", "meta":
+			list, err = readTexts(list, key, &spec)
 		default:
-			err = fmt.Errorf("not a resource in talosctl's format: metadata.type is missing, and %q is not a kind such as platformmetadata", key)
+			list, err = readSpecs(list, key, spec)
 		}
 
 		if err != nil {
@@ -248,34 +247,76 @@ func decodeShort(text []byte, needed []resource.Kind) (list []printed, err error
 		}
 	}
 
-	return list, nil
+	return slices.DeleteFunc(list, func(p printed) bool { return !contains(needed, p.resource.Metadata().Type()) }), nil
 }
 
-func short(typ resource.Type, id string, spec yaml.Node) printed {
-	p := printed{Spec: spec}
-	p.Metadata.Type, p.Metadata.ID = typ, id
-
-	return p
+func contains(kinds []resource.Kind, typ resource.Type) bool {
+	return slices.ContainsFunc(kinds, func(kind resource.Kind) bool { return kind.Type() == typ })
 }
 
-// readExtensions appends the extensions of a mapping of names to versions.
-func readExtensions(list []printed, spec *yaml.Node) ([]printed, error) {
-	var versions map[string]string
+// readAddresses appends the addresses of a list such as [10.0.0.1/24].
+func readAddresses(list []printed, spec *yaml.Node) ([]printed, error) {
+	var addresses []netip.Prefix
 
-	err := spec.Decode(&versions)
+	err := spec.Decode(&addresses)
 
-	for _, name := range slices.Sorted(maps.Keys(versions)) {
-		var status yaml.Node
-
-		err = errors.Join(err, status.Encode(map[string]any{"metadata": map[string]string{"name": name, "version": versions[name]}}))
-		if err != nil {
-			break
-		}
-
-		list, err = short(runtime.ExtensionStatusType, name, status).read(list)
+	for _, address := range addresses {
+		r := network.NewAddressStatus(network.NamespaceName, address.String())
+		r.TypedSpec().Address = address
+		list = append(list, printed{resource: r})
 	}
 
 	return list, err
+}
+
+// readTexts appends the versions of extensions by name, or the values of META keys.
+func readTexts(list []printed, key string, spec *yaml.Node) ([]printed, error) {
+	var texts map[string]string
+
+	err := spec.Decode(&texts)
+
+	for name, text := range texts {
+		if key == "meta" {
+			r := runtime.NewMetaKey(runtime.NamespaceName, name)
+			r.TypedSpec().Value = text
+			list = append(list, printed{resource: r})
+		} else {
+			r := runtime.NewExtensionStatus(runtime.NamespaceName, name)
+			r.TypedSpec().Metadata.Name, r.TypedSpec().Metadata.Version = name, text
+			list = append(list, printed{resource: r})
+		}
+	}
+
+	return list, err
+}
+
+// readSpecs appends a resource with the spec, or a resource per element of a list of specs.
+func readSpecs(list []printed, key string, spec yaml.Node) ([]printed, error) {
+	known := kinds(machine.OptionalFacts())
+
+	i := slices.IndexFunc(known, func(kind resource.Kind) bool {
+		return strings.TrimSuffix(kindName(kind.Type()), "s") == strings.TrimSuffix(key, "s")
+	})
+	if i < 0 {
+		return nil, fmt.Errorf("not a resource in talosctl's format: metadata.type is missing, and %q is not a kind such as platformmetadata", key)
+	}
+
+	elements := []*yaml.Node{&spec}
+	if spec.Kind == yaml.SequenceNode {
+		elements = spec.Content
+	}
+
+	for n, element := range elements {
+		p := printed{Spec: *element, strict: true}
+		p.Metadata.Type, p.Metadata.ID = known[i].Type(), strconv.Itoa(n)
+
+		var err error
+		if list, err = p.read(list); err != nil {
+			return nil, err
+		}
+	}
+
+	return list, nil
 }
 
 // read appends p with its resource.
@@ -295,7 +336,7 @@ func (p printed) read(list []printed) ([]printed, error) {
 		return nil, err
 	}
 
-	if err := decodeSpec(r, &p.Spec); err != nil {
+	if err := decodeSpec(r, &p.Spec, p.strict); err != nil {
 		return nil, fmt.Errorf("spec of %s: %w", r.Metadata(), err)
 	}
 
@@ -305,7 +346,7 @@ func (p printed) read(list []printed) ([]printed, error) {
 }
 
 // decodeSpec decodes a spec with machinery's own decoder, except where it cannot read what talosctl prints.
-func decodeSpec(r resource.Resource, spec *yaml.Node) error {
+func decodeSpec(r resource.Resource, spec *yaml.Node, strict bool) error {
 	switch r := r.(type) {
 	case *config.MachineType: // Spec returns a copy
 		var typ talosmachine.Type
@@ -324,7 +365,7 @@ func decodeSpec(r resource.Resource, spec *yaml.Node) error {
 		return nil
 	}
 
-	return spec.Decode(r.Spec())
+	return spec.Load(r.Spec(), yaml.WithKnownFields(strict))
 }
 
 // dropFields removes the fields of a mapping for which drop returns true.

@@ -168,6 +168,10 @@ func TestParse_RejectsInvalidInput(t *testing.T) {
 		{"table output of a watch", "*   NODE       NAMESPACE   TYPE       ID         VERSION\n+   10.0.0.1   k8s         Nodename   nodename   1\n", "is a table"},
 		{"another kind of document", nodename + "---\napiVersion: v1\nkind: Node\n", "document 2, from line 8: not a resource"},
 		{"short form with a list of extensions", "platformmetadata: {platform: metal}\nextensions: [a]\n", "document 1, from line 1: "},
+		{"short form with an unknown field", "platformmetadata: {platform: metal, zon: x}\n", "zon"},
+		{"short form with the name of a selector key", "systeminformation: {serialNumber: X}\n", "serialNumber"},
+		{"short form with an unknown kind", "platformmetadata: {platform: metal}\npcidevice: {}\npcidevicez: []\n", `"pcidevicez"`},
+		{"short form with an invalid address", "addresses: [10.0.0.1]\n", "10.0.0.1"},
 		{"broken YAML", nodename + "---\nnode: n\nmetadata: [\n", "document 2, from line 8: yaml: "},
 		{"wrong type of a value", nodename + "---\n" + strings.Replace(nodename, "worker-1", "[a]", 1), "line 13"},
 		{"scalar spec", strings.Replace(nodename, "\n    nodename: worker-1", " 1", 1), "document 1, from line 1: spec of Nodenames"},
@@ -197,6 +201,36 @@ func TestParse_ReadsShortForm(t *testing.T) {
 	}
 	if len(machines) != 1 || !machines[0].Machine.Equal(want) {
 		t.Errorf("got %+v", machines)
+	}
+}
+
+func TestParse_ReadsOptionalFactsOfShortForm(t *testing.T) {
+	const text = "platformmetadata: {platform: metal}\naddresses: [10.2.7.21/24]\nmeta: {\"0x0c\": rack=7}\n" +
+		"pcidevices: [{class_id: \"0x03\", subclass_id: \"0x02\", vendor_id: \"0x10de\", product_id: \"0x2236\"}, {class_id: \"0x02\"}]\n"
+
+	for name, test := range map[string]struct {
+		facts []string
+		want  map[string]any
+	}{
+		"used": {[]string{"Meta", "PCIDevices", "Subnets"}, map[string]any{
+			"Meta": map[string]string{"0x0c": "rack=7"}, "PCIDevices": []string{"02::", "0302:10de:2236"}, "Subnets": []string{"10.2.7.0/24"},
+		}},
+		"not used": {},
+	} {
+		t.Run(name, func(t *testing.T) {
+			machines, err := preview.Parse([]byte(text), test.facts...)
+			if err != nil {
+				t.Fatal(err)
+			}
+
+			if diff := cmp.Diff(test.want, machines[0].Machine.Facts); diff != "" {
+				t.Error(diff)
+			}
+
+			if got := machines[0].Machine.Addresses; len(got) != 1 || got[0].Prefix != netip.MustParsePrefix("10.2.7.21/24") {
+				t.Errorf("got addresses %v", got)
+			}
+		})
 	}
 }
 
