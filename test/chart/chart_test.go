@@ -214,6 +214,12 @@ resources: {limits: {memory: 256Mi}}
 nodeSelector: {example.com/infra: ""}
 tolerations: [{operator: Exists}]
 `,
+	"hosted control plane": `
+talosconfigSecret: talos-ccm-talosconfig
+nodeSelector: {node-role.kubernetes.io/control-plane: null}
+apiServer: {host: 192.0.2.10, port: 6443}
+args: ["--hosted-control-plane=api.example.com,192.0.2.10", --cluster-cidr=10.244.0.0/16, --service-cluster-ip-range=10.96.0.0/12]
+`,
 	"pod network":  "hostNetwork: false",
 	"no selectors": "{nodeSelector: null, tolerations: [], resources: null}",
 }
@@ -350,6 +356,9 @@ func TestChart_RejectsInvalidValues(t *testing.T) {
 		"args: ['--controllers=*']":      "/args/0",
 		"args: ['--secure-port', '0']":   "/args/0",
 		"args: ['--talosconfig=/tmp/a']": "/args/0",
+		"args: ['--secure-port 1']":      "/args/0",
+		"args: ['--secure_port=1']":      "/args/0",
+		"args: ['--machine-socket=/a']":  "/args/0",
 		"config: '{}'":                   "/config",
 		"apiServer: {address: a}":        "/apiServer",
 		"apiServer: {port: 65536}":       "/apiServer/port",
