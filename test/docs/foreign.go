@@ -145,9 +145,16 @@ type profile struct {
 
 // chartValues has the values of the Helm chart in packaging/chart that the documentation sets.
 type chartValues struct {
-	Image    string         `yaml:"image"`
-	Replicas int            `yaml:"replicas"`
-	Config   map[string]any `yaml:"config"`
+	Image             string             `yaml:"image"`
+	Replicas          int                `yaml:"replicas"`
+	Args              []string           `yaml:"args"`
+	Config            map[string]any     `yaml:"config"`
+	TalosconfigSecret string             `yaml:"talosconfigSecret"`
+	NodeSelector      map[string]*string `yaml:"nodeSelector"`
+	APIServer         struct {
+		Host string `yaml:"host"`
+		Port int    `yaml:"port"`
+	} `yaml:"apiServer"`
 }
 
 // foreignObject returns the type of an object that client-go does not have, or nil if the kind is unknown.
