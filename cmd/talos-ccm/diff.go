@@ -202,15 +202,21 @@ func (o diffOptions) readMachines(ctx context.Context, nodes []*corev1.Node, fac
 	return machines, nil
 }
 
-// readMachine reads the machine of a Node at its addresses, as the reflector does.
+// readMachine reads the machine of a Node at the first of its addresses at which the machine responds under the Node's name. The addresses share
+// machineTimeout.
 func readMachine(ctx context.Context, reader *machineReader, node *corev1.Node, machines *inventory.Inventory) {
 	var (
 		reasons    []string
 		responding string
 	)
 
-	for _, addr := range nodespec.DialAddresses(node) {
-		m, err := reader.read(ctx, addr.String())
+	addresses := nodespec.DialAddresses(node)
+
+	for _, addr := range addresses {
+		readCtx, cancel := context.WithTimeout(ctx, machineTimeout/time.Duration(len(addresses)))
+		m, err := reader.read(readCtx, addr.String())
+
+		cancel()
 
 		switch {
 		case err != nil:
