@@ -431,7 +431,7 @@ func TestRender_RejectsLiveMachineWithoutNodename(t *testing.T) {
 	}
 
 	stdout, _, err := rendered(t, "", "--node", cp.Address().String(), "--talosconfig", talosconfig)
-	if err == nil || !strings.Contains(err.Error(), "read machine "+cp.Address().String()+": it has not published its nodename yet") || stdout != "" {
+	if err == nil || !strings.Contains(err.Error(), "read machine "+cp.Address().String()+": machine has not published its nodename") || stdout != "" {
 		t.Errorf("got %v: %s", err, stdout)
 	}
 }

@@ -141,7 +141,7 @@ func (r *machineReader) read(ctx context.Context, node string) (machine.Machine,
 
 	m := view.Machine()
 	if m.Nodename == "" {
-		return machine.Machine{}, errors.New("it has not published its nodename yet")
+		return machine.Machine{}, errors.New("machine has not published its nodename")
 	}
 
 	return m, nil

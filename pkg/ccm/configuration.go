@@ -109,7 +109,7 @@ func (*RestartError) Error() string {
 }
 
 // CheckDocument returns why the process cannot be started with the environment variables of a document, one line per
-// mistake. Talos accepts any text.
+// error. Talos does not validate the environment.
 func (o *Options) CheckDocument(variables []string) error {
 	var (
 		valid []string

@@ -35,7 +35,7 @@ type controllerManager struct {
 	config   *cloudconfig.CompletedConfig
 	recorder record.EventRecorder
 	checks   *controllerhealthz.MutableHealthzHandler
-	// reconnect ends the connection, so that another one begins.
+	// reconnect closes the connection and opens a new one.
 	reconnect func()
 	// facts are the names of the optional facts that the reflector reads, and served is the last configuration that
 	// needs no others.

@@ -55,7 +55,7 @@ func countMachines(inv *inventory.Inventory) (stop func()) {
 		}
 
 		switch inv.Get(nodename).Condition {
-		case inventory.Unknown: // forgotten
+		case inventory.Unknown: // not in the inventory
 			machineUp.Delete(map[string]string{"node": nodename})
 		case inventory.Current:
 			machineUp.WithLabelValues(nodename).Set(1)

@@ -31,7 +31,7 @@ var (
 		"podAnnotations", "podSecurityContext", "priorityClassName", "replicaCount", "resources", "securityContext", "serviceAccount", "tolerations",
 		"updateStrategy", "useDaemonSet",
 	}
-	// withoutCounterpart are controllers and flags that talos-ccm does not have, has with another meaning, or has set for an extension.
+	// withoutCounterpart are controllers and flags that are not converted: unsupported, different, or set by the extension.
 	withoutCounterpart = []string{
 		"route", "cloud-node-route", "service", "service-lb-controller", "cloud-provider", "cloud-config", "leader-elect-resource-name", "secure-port",
 		"authorization-always-allow-paths", "use-service-account-credentials",

@@ -1,6 +1,6 @@
 // Package config defines and reads the configuration file.
 //
-// Parse turns a YAML or JSON document into a Compiled configuration or returns every mistake in it, each with line,
+// Parse turns a YAML or JSON document into a Compiled configuration or returns every error in it, each with line,
 // column and path. The package does no I/O.
 package config
 
@@ -24,7 +24,7 @@ const MaxSize = 1 << 20
 var Schema []byte
 
 // Parse reads a YAML or JSON document; an empty one gives the defaults (see CheckNotEmpty). The error is an *Error
-// that holds every mistake. The name is used in errors only.
+// that holds every error. The name is used in errors only.
 func Parse(name string, data []byte) (*Compiled, error) {
 	d := newDecoder()
 	compiled := d.parse(d.load(data))
@@ -32,7 +32,7 @@ func Parse(name string, data []byte) (*Compiled, error) {
 	return compiled, d.err(name)
 }
 
-// CheckNotEmpty returns an error if data is blank. A blank file is a mistake rather than the defaults: it may be half
+// CheckNotEmpty returns an error if data is blank. A blank file is an error rather than the defaults: it may be half
 // written, or lost on a full disk, and the defaults manage every Node.
 func CheckNotEmpty(name string, data []byte) error {
 	if len(bytes.TrimSpace(data)) == 0 {

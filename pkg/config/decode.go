@@ -16,8 +16,8 @@ import (
 // maxExpanded bounds the size of the document with its aliases expanded. A node counts one more than its text.
 const maxExpanded = 4 * MaxSize
 
-// decoder fills a Config from YAML nodes and collects mistakes. The YAML library cannot: it names Go types instead of
-// paths, reads 030 as 24 and yes as true, and skips list items and mappings with mistakes.
+// decoder fills a Config from YAML nodes and collects errors. The YAML library cannot: it names Go types instead of
+// paths, reads 030 as 24 and yes as true, and skips list items and mappings with errors.
 type decoder struct {
 	problems []Problem
 	// origin is where the text begins in its file.
@@ -41,7 +41,7 @@ type parent struct {
 
 func newDecoder() *decoder { return &decoder{values: map[string]entry{}} }
 
-// parse reads the only document of the roots, and returns nil if it has mistakes.
+// parse reads the only document of the roots, and returns nil if it has errors.
 func (d *decoder) parse(roots []*yaml.Node) *Compiled {
 	if len(roots) > 1 {
 		d.report(roots[1], "", "file contains more than one YAML document")

@@ -9,7 +9,7 @@ import (
 // maxProblems bounds the number of problems that are reported for one file.
 const maxProblems = 1000
 
-// Problem is one mistake in a file.
+// Problem is one error in a file.
 type Problem struct {
 	// Line and Column count from 1; 0 means unknown.
 	Line   int `json:"line,omitempty"`
@@ -21,7 +21,7 @@ type Problem struct {
 	Msg  string `json:"message"`
 }
 
-// Error holds every mistake in a file, ordered by position.
+// Error holds every error in a file, ordered by position.
 type Error struct {
 	// Name of the file.
 	Name string

@@ -19,7 +19,7 @@ type Extension struct {
 	Name string
 	// MountPath is the mountPath of its only file.
 	MountPath string
-	// CheckEnvironment returns why the service cannot be started with the variables, one line per mistake.
+	// CheckEnvironment returns why the service cannot be started with the variables, one line per error.
 	CheckEnvironment func(variables []string) error
 }
 
@@ -33,7 +33,7 @@ type File struct {
 
 // ParseFile reads a configuration file, or a file that contains one: an ExtensionServiceConfig document, a machine
 // configuration with such a document, or a ConfigMap. It converts the Helm values of the upstream Talos CCM. The error
-// is an *Error that holds every mistake, with its position in this file.
+// is an *Error that holds every error, with its position in this file.
 func ParseFile(name string, data []byte, service Extension) (*File, error) {
 	f := &file{decoder: newDecoder(), service: service, lines: strings.Split(string(data), "\n")}
 	roots := f.load(data)
@@ -210,8 +210,8 @@ func (f *file) include(d *decoder) {
 	}
 }
 
-// checkEnvironment reports why the service cannot be started with variables, which are at the given paths. A mistake
-// that a variable also causes alone is reported there, any other at the first variable.
+// checkEnvironment reports why the service cannot be started with variables, which are at the given paths. An error
+// caused by a single variable is reported at that variable, any other at the first variable.
 func (d *decoder) checkEnvironment(variables, at []string, check func([]string) error) {
 	mistakes := func(variables ...string) []string {
 		if err := check(variables); err != nil {

@@ -115,14 +115,14 @@ type CompiledPool struct {
 	BlockSizeAuto bool
 }
 
-// validator collects semantic mistakes.
+// validator collects semantic errors.
 type validator struct {
 	file  *decoder
 	errs  field.ErrorList
 	facts []string // optional, of selectors
 }
 
-// validate compiles the file and reports semantic mistakes. It does not report values again that could not be
+// validate compiles the file and reports semantic errors. It does not report values again that could not be
 // decoded.
 func (d *decoder) validate(file *Config) *Compiled {
 	v := &validator{file: d}

@@ -301,7 +301,7 @@ func (r *Reader) mergeIdentity() identity {
 	}
 }
 
-// isHosted reports whether Config.Hosted takes the place of the machines' answers.
+// isHosted reports whether Config.Hosted replaces the data of control-plane machines.
 func (r *Reader) isHosted() bool { return r.cfg.Hosted != nil && !r.labeled }
 
 // allocating returns what this program allocates from.

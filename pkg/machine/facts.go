@@ -121,7 +121,7 @@ func sumOf[R resource.Resource](number func(R) uint32) func(*Machine, []resource
 	}
 }
 
-// address returns an address on a network that the machine is attached to; empty for those that come and go: of pods,
+// address returns an address on a network that the machine is attached to; empty for transient addresses: of pods,
 // Services and virtual IPs, and temporary ones.
 func (m *Machine) address(status *network.AddressStatus) string {
 	if prefix := m.attached(status.TypedSpec()); prefix.IsValid() {

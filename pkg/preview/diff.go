@@ -225,7 +225,7 @@ func (c Comparison) names(matches func(Diff) bool) (names []string) {
 	return names
 }
 
-// table writes the Nodes about which there is something to say, and a summary.
+// table writes the Nodes that differ or have problems, and a summary.
 func (c Comparison) table(out io.Writer) {
 	for _, d := range c.Nodes {
 		if len(d.Changes)+len(d.Upstream)+len(d.Problems) > 0 || d.Unknown || d.keepsProviderID() {
@@ -242,7 +242,7 @@ func (c Comparison) table(out io.Writer) {
 		len(c.Nodes), changed, len(c.Nodes)-changed-unknown-unmanaged, unknown, unmanaged)
 }
 
-// keepsProviderID reports whether a new Node of the machine would get another providerID.
+// keepsProviderID reports whether the Node's providerID differs from the one that a new Node of the machine would get.
 func (d Diff) keepsProviderID() bool {
 	return d.ProviderID.Current != "" && d.ProviderID.New != "" && d.ProviderID.Current != d.ProviderID.New
 }

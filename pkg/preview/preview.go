@@ -34,8 +34,8 @@ type Report struct {
 	Unmanaged bool `json:"unmanaged,omitempty"`
 	// Pending is the reason why the Node would stay uninitialized, or empty. If it is set, only Problems is set beside it.
 	Pending string `json:"pending,omitempty"`
-	// Unknown are those of addresses, name and providerID that do not follow from the resources that were read. If the name is unknown, Name is the
-	// host name.
+	// Unknown lists the fields of addresses, name and providerID that cannot be determined from the resources that were read. If the name is unknown,
+	// Name is the host name.
 	Unknown     []string  `json:"unknown,omitempty"`
 	ProviderID  *Text     `json:"providerID,omitempty"`
 	Addresses   []Address `json:"addresses,omitempty"`

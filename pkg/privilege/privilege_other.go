@@ -8,8 +8,8 @@ import "errors"
 
 var errNotLinux = errors.New("requires Linux")
 
-// RaiseOpenFiles fails.
+// RaiseOpenFiles returns an error: it is not supported on this platform.
 func RaiseOpenFiles() error { return errNotLinux }
 
-// Drop fails.
+// Drop returns an error: it is not supported on this platform.
 func Drop(...string) error { return errNotLinux }

@@ -76,7 +76,7 @@ var (
 	metadata = &kind{"platformMetadata", checkField, parseField}
 )
 
-// Compile returns the compiled rules, or all mistakes in them. The path is the field path of the rules.
+// Compile returns the compiled rules, or all errors in them. The path is the field path of the rules.
 func Compile(rules []Rule, path *field.Path) (*Set, field.ErrorList) {
 	var (
 		compiled Set

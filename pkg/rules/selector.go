@@ -36,7 +36,7 @@ type fact func(*variables) []string
 // predicate reports whether the values of a fact satisfy an expression.
 type predicate func(values []string) bool
 
-// CompileSelector compiles terms over the facts that the machine reports, or returns all mistakes in them. The path is
+// CompileSelector compiles terms over the facts that the machine reports, or returns all errors in them. The path is
 // the field path of the terms. Without terms it returns the nil Selector.
 func CompileSelector(terms []SelectorTerm, path *field.Path) (*Selector, field.ErrorList) {
 	return compileSelector(terms, path, findFact)

@@ -223,7 +223,7 @@ func checkExpansion(length int) error {
 	return nil
 }
 
-// checker finds mistakes that text/template detects only while it executes a template, or not at all, and compiles the regular expressions.
+// checker finds errors that text/template detects only while it executes a template, or not at all, and compiles the regular expressions.
 type checker struct {
 	patterns  patterns
 	functions template.FuncMap

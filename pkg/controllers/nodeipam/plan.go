@@ -103,7 +103,7 @@ func (o Options) maskSize(pool Pool, f corev1.IPFamily) int {
 	}
 
 	if len(ofFamily(pool.CIDRs, f)) > 0 {
-		kcm = 0 // it knows nothing of pools
+		kcm = 0 // kube-controller-manager has no pools
 	}
 
 	return cmp.Or(own, o.configuredMaskSize(f), kcm, usual)
@@ -405,7 +405,7 @@ func (p plan) tooLarge(podCIDRs []netip.Prefix, a *allocations) []netip.Prefix {
 	})
 }
 
-// outdated returns why a Node that registered now would get podCIDRs of another IP family or prefix than the Node has.
+// outdated returns conditions if the podCIDRs do not match the current configuration.
 func (p plan) outdated() (conditions []*events.Condition) {
 	podCIDRs, _ := podCIDRs(p.node)
 

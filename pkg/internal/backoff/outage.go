@@ -11,8 +11,8 @@ import (
 )
 
 const (
-	// patience is how long a problem lasts before it is logged at the default level.
-	patience = 30 * time.Second
+	// logDelay is how long a problem lasts before it is logged at the default level.
+	logDelay = 30 * time.Second
 
 	levelProblem = 0
 	levelRetry   = 2
@@ -36,7 +36,7 @@ func (o *Outage) Try(now time.Time) {
 func (o *Outage) Failed(now time.Time) (level int) {
 	o.Try(now)
 
-	if o.logged || now.Sub(o.since) < patience {
+	if o.logged || now.Sub(o.since) < logDelay {
 		return levelRetry
 	}
 
@@ -57,7 +57,7 @@ func (o *Outage) Succeeded() (level int) {
 	return level
 }
 
-var errNoResponse = errors.New("no response within " + patience.String())
+var errNoResponse = errors.New("no response within " + logDelay.String())
 
 // WatchLocal is Retry for watches of a resource of the local machine, and logs their failures. f calls established when
 // the machine has responded. If it does not respond for 30 seconds, f is canceled and called again.
@@ -79,7 +79,7 @@ func WatchLocal(
 		outage.Try(clk.Now())
 
 		go func() {
-			if Sleep(waitCtx, clk, patience) {
+			if Sleep(waitCtx, clk, logDelay) {
 				cancel(errNoResponse)
 			}
 		}()
