@@ -58,6 +58,8 @@ type file struct {
 	service Extension
 	lines   []string
 	result  File
+	// extensionDocument is the document of the extension service, text that of the configuration file; nil until read.
+	extensionDocument, text *yaml.Node
 }
 
 // child returns the value of a key of a mapping; the zero node if there is none.
@@ -89,22 +91,28 @@ func (f *file) stream(roots []*yaml.Node) {
 		switch {
 		case kind == extensionKind && name == f.service.Name:
 			f.extension(root)
-		case kind == "ConfigMap" && child(root, "data").Kind == yaml.MappingNode:
-			for pair := range slices.Chunk(child(root, "data").Content, 2) {
-				if text := resolve(pair[1]); strings.HasPrefix(path.Ext(pair[0].Value), ".y") && text.Kind == yaml.ScalarNode {
-					f.embedded(text)
-				}
-			}
-		default:
-			continue
+			found = true
+		case kind == "ConfigMap" && f.configMap(child(root, "data")):
+			found = true
 		}
-
-		found = true
 	}
 
 	if !found {
 		f.missing(roots)
 	}
+}
+
+// configMap reads the files in the data of a ConfigMap, and reports whether there are any.
+func (f *file) configMap(data *yaml.Node) (found bool) {
+	for pair := range slices.Chunk(data.Content, 2) {
+		if key := pair[0].Value; data.Kind == yaml.MappingNode && strings.HasPrefix(strings.ToLower(path.Ext(key)), ".y") {
+			f.embedded(resolve(pair[1]))
+
+			found = true
+		}
+	}
+
+	return found
 }
 
 // missing reports that there is no document of the extension service, at a document that was probably meant to be it.
@@ -117,6 +125,8 @@ func (f *file) missing(roots []*yaml.Node) {
 			f.report(cmp.Or(name, root), "name", "must be %s, the name of the extension service, not %s", f.service.Name, quote(name.Value))
 		case similar.Hint(kind.Value, []string{extensionKind}) != "":
 			f.report(kind, "kind", "must be %s, not %s", extensionKind, quote(kind.Value))
+		case kind.Value == "ConfigMap":
+			f.report(root, "data", "has no key that ends in .yaml or .yml")
 		}
 	}
 
@@ -141,6 +151,12 @@ type extensionFile struct {
 
 // extension reads the document of the extension service.
 func (f *file) extension(root *yaml.Node) {
+	if f.extensionDocument != nil {
+		f.report(root, "", "another %s document with the name %s is in line %d", extensionKind, f.service.Name, f.extensionDocument.Line)
+	}
+
+	f.extensionDocument = root
+
 	d := newDecoder()
 	if !d.checkAliases(root, map[*yaml.Node]int{}) {
 		f.include(d)
@@ -198,7 +214,7 @@ func (f *file) files(d *decoder, files []extensionFile) {
 			d.report(d.find(at+".mountPath"), at+".mountPath", "must be %s, not %s", f.service.MountPath, quote(file.MountPath))
 		}
 
-		if e, found := d.values[at+".content"]; found && resolve(e.value).Kind == yaml.ScalarNode {
+		if e, found := d.values[at+".content"]; found && resolve(e.value).Kind == yaml.ScalarNode && !isNull(e.value) {
 			f.embedded(resolve(e.value))
 		}
 	}
@@ -234,6 +250,17 @@ func (d *decoder) checkEnvironment(variables, at []string, check func([]string) 
 
 // embedded reads the configuration file that is the text of a node.
 func (f *file) embedded(n *yaml.Node) {
+	switch {
+	case n.Kind != yaml.ScalarNode:
+		f.report(n, "", `must be a string, not %s; write "|" after the key`, describe(n))
+	case strings.TrimSpace(n.Value) == "":
+		f.report(n, "", "configuration file is empty; use {} for the defaults")
+	case f.text != nil:
+		f.report(n, "", "another configuration file begins in line %d", f.text.Line)
+	}
+
+	f.text = n
+
 	d := newDecoder()
 
 	if n.Style&yaml.LiteralStyle != 0 {
