@@ -673,6 +673,28 @@ func TestOptions_HostedControlPlane(t *testing.T) {
 	}
 }
 
+// The RBAC objects of the extension allow one lease. A pod may have others.
+func TestOptions_Lease(t *testing.T) {
+	for _, socket := range []string{"", "/run/machine.sock"} {
+		options := withControllers(t, "*")
+		options.MachineSocket, options.RunDir, options.Talosconfig = socket, "/run/talos-ccm", ""
+
+		if socket == "" {
+			options.Talosconfig = "/talosconfig"
+		}
+
+		if err := options.Validate(); err != nil {
+			t.Errorf("socket %q: got %v for the default lease", socket, err)
+		}
+
+		options.Framework.Generic.LeaderElection.ResourceName = "other"
+
+		if err := options.Validate(); (err == nil) != (socket == "") {
+			t.Errorf("socket %q: got %v for another lease", socket, err)
+		}
+	}
+}
+
 func TestOptions_PodCIDRs(t *testing.T) {
 	for _, test := range []struct {
 		cluster, service, allocator string

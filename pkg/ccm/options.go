@@ -8,7 +8,10 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"time"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/tools/leaderelection"
 	"k8s.io/cloud-provider/names"
 	"k8s.io/cloud-provider/options"
 	cliflag "k8s.io/component-base/cli/flag"
@@ -205,9 +208,62 @@ func (o *Options) Validate() error {
 	unknown, unknownErr := o.unknownControllers()
 	_, err := o.ipam()
 	_, hostedErr := o.hosted()
-	errs = append(errs, err, unknownErr, hostedErr, o.Framework.Validate(append(o.knownControllers(), unknown...), nil, controllerAliases(), nil, nil))
+	errs = append(errs, err, unknownErr, hostedErr, o.checkElection(), o.checkTLS(), o.Framework.Validate(append(o.knownControllers(), unknown...), nil, controllerAliases(), nil, nil))
 
 	return errors.Join(errs...)
+}
+
+// checkElection returns the errors with which the leader election would fail.
+func (o *Options) checkElection() error {
+	var errs []error
+
+	const prefix = "--leader-elect-"
+
+	election := o.Framework.Generic.LeaderElection
+	minRenewDeadline := time.Duration(leaderelection.JitterFactor * float64(election.RetryPeriod.Duration))
+
+	switch {
+	case !election.LeaderElect:
+		return nil
+	case election.RetryPeriod.Duration <= 0:
+		errs = append(errs, fmt.Errorf("%sretry-period: must be positive, not %s", prefix, election.RetryPeriod.Duration))
+	case election.RenewDeadline.Duration <= minRenewDeadline:
+		errs = append(errs, fmt.Errorf("%srenew-deadline: must be longer than %s, %g times the retry period, not %s",
+			prefix, minRenewDeadline, leaderelection.JitterFactor, election.RenewDeadline.Duration))
+	case election.LeaseDuration.Duration <= election.RenewDeadline.Duration:
+		errs = append(errs, fmt.Errorf("%slease-duration: must be longer than the renew deadline, %s, not %s",
+			prefix, election.RenewDeadline.Duration, election.LeaseDuration.Duration))
+	}
+
+	if o.MachineSocket == "" || o.Framework.Generic.ClientConnection.Kubeconfig != "" {
+		return errors.Join(errs...)
+	}
+
+	// The Role in extension.RBAC allows no other lease.
+	if election.ResourceName != leaseName {
+		errs = append(errs, fmt.Errorf("%sresource-name: must be %s for the extension, not %q", prefix, leaseName, election.ResourceName))
+	}
+
+	if election.ResourceNamespace != metav1.NamespaceSystem {
+		errs = append(errs, fmt.Errorf("%sresource-namespace: must be %s for the extension, not %q", prefix, metav1.NamespaceSystem, election.ResourceNamespace))
+	}
+
+	return errors.Join(errs...)
+}
+
+// checkTLS returns the errors with which the secure port would fail.
+func (o *Options) checkTLS() error {
+	_, err := cliflag.TLSVersion(o.Framework.SecureServing.MinTLSVersion)
+	if err != nil {
+		err = fmt.Errorf("--tls-min-version: %w; supported versions: %s", err, strings.Join(cliflag.TLSPossibleVersions(), ", "))
+	}
+
+	_, suitesErr := cliflag.TLSCipherSuites(o.Framework.SecureServing.CipherSuites)
+	if suitesErr != nil {
+		suitesErr = fmt.Errorf("--tls-cipher-suites: %w", suitesErr)
+	}
+
+	return errors.Join(err, suitesErr)
 }
 
 // ipam returns the options for pod CIDRs.
@@ -424,7 +480,7 @@ func (o *Options) unknownControllers() ([]string, error) {
 			continue
 		}
 
-		unknown = append(unknown, name)
+		unknown = append(unknown, cmp.Or(controllerAliases()[name], name))
 		errs = append(errs, fmt.Errorf("--controllers: unknown controller %q; %s", name,
 			cmp.Or(similar.Hint(name, offered), "supported controllers: "+strings.Join(offered, ", "))))
 	}
