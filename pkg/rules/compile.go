@@ -240,9 +240,16 @@ func parseField(r *rule, key, value string) (setter, error) {
 // reservedKeys are labels and annotations that rules cannot set, and prefixes of such keys that end in "/" or "-", with the reason.
 var reservedKeys = map[string]string{
 	"talos.dev/owned-": "Talos stores its own records under it",
-	cloudproviderapi.AnnotationAlphaProvidedIPAddr: "the kubelet sets it to its node IPs",
-	"node-role.kubernetes.io/control-plane":        "Talos sets it, and CSR approval relies on it",
-	"talos-ccm.node-restriction.kubernetes.io/":    "talos-ccm stores its own records under it",
+	cloudproviderapi.AnnotationAlphaProvidedIPAddr:           "the kubelet sets it to its node IPs",
+	"node-role.kubernetes.io/control-plane":                  "Talos sets it, and CSR approval relies on it",
+	"talos-ccm.node-restriction.kubernetes.io/":              "talos-ccm stores its own records under it",
+	corev1.LabelHostname:                                     "the kubelet sets it",
+	corev1.LabelOSStable:                                     "the kubelet sets it",
+	corev1.LabelArchStable:                                   "the kubelet sets it",
+	"beta.kubernetes.io/os":                                  "Kubernetes copies it from kubernetes.io/os",
+	"beta.kubernetes.io/arch":                                "Kubernetes copies it from kubernetes.io/arch",
+	"csi.volume.kubernetes.io/nodeid":                        "the kubelet sets it",
+	"volumes.kubernetes.io/controller-managed-attach-detach": "the kubelet sets it",
 }
 
 func checkKey(key string) error {

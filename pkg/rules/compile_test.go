@@ -118,7 +118,7 @@ func TestCompile_RejectsTaintsOfControllers(t *testing.T) {
 func TestCompile_AcceptsKubernetesKeys(t *testing.T) {
 	compile(t, rules.Rule{
 		Labels: map[string]string{
-			"node-role.kubernetes.io/web": "", "kubernetes.io/os": "linux", "karpenter.sh/capacity-type": "spot",
+			"node-role.kubernetes.io/web": "", "node.kubernetes.io/exclude-from-external-load-balancers": "true", "karpenter.sh/capacity-type": "spot",
 			"talos.dev/zone": "a", "node-role.kubernetes.io/control-plane-test": "",
 		},
 		Annotations: map[string]string{"node.alpha.kubernetes.io/ttl": "0"},
