@@ -55,9 +55,13 @@ func (f *file) convert(name string, root *yaml.Node) {
 	// Other values are for objects that an extension does not need.
 	relevant := &yaml.Node{Kind: yaml.MappingNode, Tag: "!!map", Line: root.Line, Column: root.Column}
 
+	var others []string
+
 	for pair := range slices.Chunk(root.Content, 2) {
 		if similar.Closest(pair[0].Value, converted) != "" {
 			relevant.Content = append(relevant.Content, pair...)
+		} else {
+			others = append(others, pair[0].Value)
 		}
 	}
 
@@ -94,17 +98,21 @@ func (f *file) convert(name string, root *yaml.Node) {
 		return
 	}
 
-	f.result.Document = f.document(name, text, environment, omitted)
+	f.result.Document = f.document(name, text, environment, append(omitted, others...), values.EnabledControllers)
 }
 
 // document returns the document of the extension service with a configuration file and an environment.
-func (f *file) document(name string, text []byte, environment, omitted []string) string {
+func (f *file) document(name string, text []byte, environment, omitted, enabled []string) string {
 	var out strings.Builder
 
 	fmt.Fprintf(&out, "# %s: %s\n", name, f.result.Compiled)
 
 	if len(omitted) > 0 {
-		fmt.Fprintf(&out, "# omitted: %s\n", strings.Join(omitted, ", "))
+		fmt.Fprintf(&out, "# omitted: %s\n", shorten(strings.Join(omitted, ", "), 1000))
+	}
+
+	if !slices.Contains(enabled, lifecycle) {
+		fmt.Fprintf(&out, "# added: the controller %s, as by default; the upstream CCM ran without it\n", lifecycle)
 	}
 
 	fmt.Fprintf(&out, "apiVersion: v1alpha1\nkind: %s\nname: %s\n", extensionKind, f.service.Name)
@@ -138,8 +146,8 @@ func (v chartValues) variables() (list []variable, omitted []string) {
 		}
 	}
 
-	if len(enabled) > 0 {
-		add("controllers", strings.Join(enabled, ","), "enabledControllers")
+	if entries := entriesFor(enabled); len(entries) > 1 {
+		add("controllers", strings.Join(entries, ","), "enabledControllers")
 	}
 
 	if v.LogVerbosityLevel != "" {
@@ -160,6 +168,27 @@ func (v chartValues) variables() (list []variable, omitted []string) {
 	}
 
 	return list, omitted
+}
+
+const lifecycle = "cloud-node-lifecycle"
+
+// entriesFor returns entries for --controllers that keep the default, which includes the lifecycle controller.
+func entriesFor(enabled []string) []string {
+	entries, defaults := []string{"*"}, []string{"cloud-node", "node-csr-approval"}
+
+	for _, name := range enabled {
+		if !slices.Contains(append(defaults, lifecycle, "*"), name) {
+			entries = append(entries, name)
+		}
+	}
+
+	for _, name := range defaults {
+		if len(enabled) > 0 && !slices.Contains(enabled, name) && !slices.Contains(enabled, "*") {
+			entries = append(entries, "-"+name)
+		}
+	}
+
+	return entries
 }
 
 func dump(value any) ([]byte, error) {

@@ -1,6 +1,7 @@
 package config
 
 import (
+	"bytes"
 	"cmp"
 	"fmt"
 	"path"
@@ -31,11 +32,21 @@ type File struct {
 	Document string
 }
 
+// helmHeading is the first line of Helm values in the default output format.
+const helmHeading = "USER-SUPPLIED VALUES:"
+
 // ParseFile reads a configuration file, or a file that contains one: an ExtensionServiceConfig document, a machine
 // configuration with such a document, or a ConfigMap. It converts the Helm values of the upstream Talos CCM. The error
 // is an *Error that holds every error, with its position in this file.
 func ParseFile(name string, data []byte, service Extension) (*File, error) {
 	f := &file{decoder: newDecoder(), service: service, lines: strings.Split(string(data), "\n")}
+
+	if bytes.HasPrefix(data, []byte(helmHeading)) {
+		f.add(Problem{Line: 1, Column: 1, Msg: helmHeading + ` is no YAML key; write the values with "helm get values -o yaml"`})
+
+		return &f.result, f.err(name)
+	}
+
 	roots := f.load(data)
 
 	switch isStream := slices.ContainsFunc(roots, isDocument); {
