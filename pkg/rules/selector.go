@@ -104,6 +104,7 @@ func compileSelector(terms []SelectorTerm, path *field.Path, find func(key strin
 			}
 
 			matches, err := compilePredicate(e.Operator, e.Values)
+			err = cmp.Or(err, checkValues(variableOf(e.Key), e))
 
 			switch {
 			case !slices.Contains(operators, e.Operator):
@@ -279,6 +280,23 @@ func compilePredicate(operator Operator, values []string) (predicate, error) {
 	default:
 		return compareIntegers(values[0], map[Operator]int{Gt: 1, Lt: -1}[operator])
 	}
+}
+
+// checkValues returns an error if one of the values to compare with cannot be one of the variable.
+func checkValues(variable string, e Expression) error {
+	types := []string{"controlplane", "worker"}
+
+	for _, value := range e.Values {
+		switch _, err := netip.ParsePrefix(value); {
+		case e.Operator != In && e.Operator != NotIn:
+		case variable == "MachineType" && !slices.Contains(types, value):
+			return fmt.Errorf("unknown machine type %q; %s", value, cmp.Or(similar.Hint(value, types), "supported types: "+strings.Join(types, ", ")))
+		case variable == "Addresses" && err == nil:
+			return fmt.Errorf("%q is a CIDR; use %s", value, InCIDR)
+		}
+	}
+
+	return nil
 }
 
 // checkCount returns an error if the operator does not take the number of values.
