@@ -79,12 +79,19 @@ func validate(cmd *cobra.Command, path, output string) error {
 	}
 
 	name, data, err := readConfig(cmd.InOrStdin(), path)
-	if err != nil {
+	if err != nil && output != "json" {
 		return err
 	}
 
+	var file *config.File
+
 	result := validation{File: name, Problems: []config.Problem{}}
-	file, err := parseFile(name, data)
+
+	if err != nil {
+		result.Problems = []config.Problem{{Msg: err.Error()}}
+	} else {
+		file, err = parseFile(name, data)
+	}
 
 	if mistakes, ok := errors.AsType[*config.Error](err); ok {
 		result.Problems = mistakes.Problems

@@ -157,6 +157,7 @@ func TestConfigValidate_ConvertsHelmValues(t *testing.T) {
 func TestConfigValidate_PrintsJSON(t *testing.T) {
 	for content, want := range map[string]string{
 		"{}": `{"file":"stdin","valid":true,"problems":[]}`,
+		"":   `{"file":"stdin","valid":false,"problems":[{"message":"stdin is empty; use {} for the defaults"}]}`,
 		"transformations: [{name: web, lables: {}}]\n": `{"file":"stdin","valid":false,"problems":[{"line":1,"column":31,"path":"transformations[0].lables",` +
 			`"rule":"web","message":"unknown key; did you mean labels?"}]}`,
 	} {
