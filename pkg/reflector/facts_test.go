@@ -65,10 +65,12 @@ func TestSession_ListsConstantFactsUntilMachineRuns(t *testing.T) {
 	must(t, worker.State().Create(t.Context(), device))
 	must(t, worker.SetStage(t.Context(), runtime.MachineStageRunning))
 	awaitChange(t, clk)
+	s.awaitView(t, worker.Nodename(), func(m machine.Machine) bool { return m.Stage == runtime.MachineStageRunning })
 
 	for polls := 2; polls <= 4; polls++ {
 		clk.Step(time.Minute)
 		eventually(t, "the machine is polled", func() bool { return lists(worker)[k8s.NodeIPType] == polls })
+		eventually(t, "the poll has ended", func() bool { return s.inventory.Get(worker.Nodename()).ObservedAt.Equal(clk.Now()) })
 		s.settle(t, clk, worker.Nodename())
 
 		if got := lists(worker); got[hardware.PCIDeviceType] != 2 || got[network.RouteStatusType] != polls {
