@@ -68,7 +68,7 @@ func TestDemo_InitializesAndUpdatesAllNodes(t *testing.T) {
 		"waiting for initialization: aws-2 (late): MetadataPending",
 		"first Node registered → all Nodes verified",
 		"capacity  on-demand → spot",
-		"external  203.0.113.4 → 203.0.113.4,203.0.113.250",
+		"external  203.0.113.4 → 203.0.113.250,203.0.113.4",
 		"new certificate with the added address: issued",
 		"machine aws-2 is renamed to worker-2, whose Node was initialized without providerID after",
 		"worker-2  NodeRenamed: ProviderID aws:///eu-central-1a/i-00005e1f0c0000001 is not set yet: it is used by node aws-2",
@@ -92,7 +92,7 @@ func TestDemo_InitializesAndUpdatesAllNodes(t *testing.T) {
 		{"metal-1 (control plane)", " talos://metal/4c4c4544-", " on-demand ", " 198.18.0.1,fd00:7a10:5::1 ", " 10.192."},
 		{"worker-2 (was aws-2)", " aws:///eu-central-1a/i-", " eu-central-1a ", " spot ", " 198.18.0.2 ", " 203.0.113.2 ", " 10.192."},
 		{"hcloud-3 (slow)", " hcloud://48150002 ", " fsn1-dc14 ", " on-demand ", " 198.18.0.3 ", " 203.0.113.3 ", " 10.192."},
-		{"nocloud-4 ", " talos://nocloud/103 ", " pve-1 ", " spot ", " 198.18.0.4 ", " 203.0.113.4,203.0.113.250 ", " 10.192."},
+		{"nocloud-4 ", " talos://nocloud/103 ", " pve-1 ", " spot ", " 198.18.0.4 ", " 203.0.113.250,203.0.113.4 ", " 10.192."},
 	} {
 		d.expectRow(append(row, "  issued")...)
 	}

@@ -26,7 +26,8 @@ func (d *demo) expose(ctx context.Context) error {
 			return err
 		}
 
-		names, wants = append(names, m.name), append(wants, m.origin.external[0].String())
+		external := addressesOf(d.observer.get(m.name).node, corev1.NodeExternalIP)
+		names, wants = append(names, m.name), append(wants, external[0])
 	}
 
 	began := time.Now()
