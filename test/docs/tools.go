@@ -204,7 +204,7 @@ var tools = map[string]tool{
 		global: flagList("-n= --namespace= --context= --kubeconfig="),
 		commands: map[string]flags{
 			"annotate":            flagList("--overwrite"),
-			"apply":               flagList("-f< --filename< -l= --selector= --server-side --force-conflicts --dry-run="),
+			"apply":               flagList("-f< -k= --filename< -l= --selector= --server-side --force-conflicts --dry-run="),
 			"auth can-i":          flagList("--as= --list"),
 			"certificate approve": {},
 			"certificate deny":    {},
