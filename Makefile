@@ -28,7 +28,7 @@ REVISION ?= $(shell git rev-parse HEAD 2>/dev/null)
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null)
 SOURCE_DATE_EPOCH := $(SOURCE_DATE_EPOCH)
 
-# Timeouts per package of `make test` and `make e2e`; duration and selection for `make fuzz` and `make bench`.
+# Timeouts per package of `make test` and `make e2e`; duration and selection for `make fuzz` and `make microbench`.
 TEST_TIMEOUT ?= 15m
 E2E_TIMEOUT ?= 30m
 FUZZTIME ?= 50000x
@@ -198,7 +198,12 @@ fuzz: ## Run the fuzz tests: make fuzz [FUZZTIME=10s] [FUZZ=regexp of directory 
 	done
 
 .PHONY: bench
-bench: ## Run the benchmarks: make bench [BENCH=regexp].
+bench: kube-assets ## Measure talos-ccm beside other controllers: make bench [MACHINES=100,1000] [AGAINST=command].
+	$(GO) build -o $(ARTIFACTS)/bench ./test/bench
+	$(ARTIFACTS)/bench $(if $(MACHINES),-machines $(MACHINES)) $(if $(AGAINST),-against '$(AGAINST)')
+
+.PHONY: microbench
+microbench: ## Run the benchmarks of packages: make microbench [BENCH=regexp].
 	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem ./...
 
 # A test compares the version in vars.yaml with all other places.

@@ -1,0 +1,285 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"net/rpc"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/siderolabs/talos/pkg/machinery/constants"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/cache"
+
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/test/kube"
+)
+
+// grace is how long a process has to exit after SIGTERM.
+const grace = 20 * time.Second
+
+// bed is a control plane and a fleet for one subject.
+type bed struct {
+	folder   string
+	cluster  *kube.Cluster
+	client   kubernetes.Interface
+	machines []Machine
+
+	fleet      *rpc.Client
+	fleetChild *exec.Cmd
+	watching   context.CancelFunc
+	factory    informers.SharedInformerFactory
+	observer   *observer
+}
+
+// newBed starts everything but the subject.
+func newBed(ctx context.Context, machines int, options kube.Options) (b *bed, err error) {
+	b = &bed{observer: &observer{changed: make(chan struct{}, 1), nodes: map[string]observed{}}}
+
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, b.close())
+		}
+	}()
+
+	if b.folder, err = os.MkdirTemp("", "talos-ccm-bench-"); err != nil {
+		return b, err
+	}
+
+	if b.cluster, err = kube.Start(ctx, options); err != nil {
+		return b, err
+	}
+
+	if err := os.WriteFile(b.kubeconfig(), b.cluster.Kubeconfig(), 0o600); err != nil {
+		return b, err
+	}
+
+	if b.client, err = kubernetes.NewForConfig(b.cluster.Config()); err != nil {
+		return b, err
+	}
+
+	if err := b.startFleet(machines); err != nil {
+		return b, err
+	}
+
+	ctx, b.watching = context.WithCancel(ctx)
+	b.factory = informers.NewSharedInformerFactory(b.client, 0)
+	informer := b.factory.Core().V1().Nodes().Informer()
+
+	if _, err := informer.AddEventHandler(b.observer.handler()); err != nil {
+		return b, err
+	}
+
+	b.factory.Start(ctx.Done())
+
+	if !cache.WaitForCacheSync(ctx.Done(), informer.HasSynced) {
+		return b, ctx.Err()
+	}
+
+	return b, nil
+}
+
+func (b *bed) kubeconfig() string  { return filepath.Join(b.folder, "kubeconfig") }
+func (b *bed) talosconfig() string { return filepath.Join(b.folder, "talosconfig") }
+
+func (b *bed) startFleet(machines int) error {
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+
+	b.fleetChild = exec.Command(self, "fleet")
+	b.fleetChild.Stderr = os.Stderr
+	b.fleetChild.SysProcAttr = childAttributes()
+
+	in, err := b.fleetChild.StdinPipe()
+	if err != nil {
+		return err
+	}
+
+	out, err := b.fleetChild.StdoutPipe()
+	if err != nil {
+		return err
+	}
+
+	if err := b.fleetChild.Start(); err != nil {
+		return err
+	}
+
+	b.fleet = rpc.NewClient(stdio{out, in})
+
+	var started Started
+	if err := b.fleet.Call("Fleet.Start", Plan{machines, b.cluster.Kubeconfig()}, &started); err != nil {
+		return fmt.Errorf("start %d simulated machines: %w", machines, err)
+	}
+
+	b.machines = started.Machines
+
+	return os.WriteFile(b.talosconfig(), started.Talosconfig, 0o600)
+}
+
+// childAttributes have the kernel kill a child whose parent dies. The parent's main thread must have started the child.
+func childAttributes() *syscall.SysProcAttr {
+	return &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+}
+
+// close ends everything in order.
+func (b *bed) close() error {
+	var errs []error
+
+	if b.watching != nil {
+		b.watching()
+		b.factory.Shutdown()
+	}
+
+	if b.fleet != nil {
+		_ = b.fleet.Close()
+		errs = append(errs, b.fleetChild.Wait())
+	}
+
+	if b.cluster != nil {
+		errs = append(errs, b.cluster.Stop())
+	}
+
+	return errors.Join(append(errs, os.RemoveAll(b.folder))...)
+}
+
+// register registers the Nodes of all machines at once, as their kubelets do, and labels the control plane as Talos does.
+func (b *bed) register(ctx context.Context) error {
+	err := inParallel(b.machines, func(m Machine) error {
+		_, err := b.cluster.RegisterNode(ctx, kube.NodeSpec{Name: m.Nodename, NodeIPs: []netip.Addr{m.Address, m.Private}})
+
+		return err
+	})
+	if err != nil {
+		return err
+	}
+
+	return inParallel(b.machines[:controlPlanes], func(m Machine) error {
+		label := []byte(`{"metadata":{"labels":{"` + constants.LabelNodeRoleControlPlane + `":""}}}`)
+		_, err := b.client.CoreV1().Nodes().Patch(ctx, m.Nodename, types.MergePatchType, label, metav1.PatchOptions{})
+
+		return err
+	})
+}
+
+// inParallel calls do for each item, for up to 64 at a time, and returns the first error.
+func inParallel[T any](items []T, do func(T) error) error {
+	var (
+		group sync.WaitGroup
+		once  sync.Once
+		first error
+		slots = make(chan struct{}, 64)
+	)
+
+	for _, item := range items {
+		slots <- struct{}{}
+
+		group.Go(func() {
+			defer func() { <-slots }()
+
+			if err := do(item); err != nil {
+				once.Do(func() { first = err })
+			}
+		})
+	}
+
+	group.Wait()
+
+	return first
+}
+
+// calls returns how many requests the machines have received.
+func (b *bed) calls() (n uint64, err error) {
+	err = b.fleet.Call("Fleet.Calls", struct{}{}, &n)
+
+	return n, err
+}
+
+// observed is what the Node informer has seen of a Node.
+type observed struct {
+	initialized, hasPodCIDRs bool
+	addresses                map[netip.Addr]time.Time // when the informer saw them first
+}
+
+// observer follows all Nodes.
+type observer struct {
+	changed chan struct{}
+
+	mu                     sync.Mutex
+	nodes                  map[string]observed
+	initialized, podCIDRed int
+}
+
+func (o *observer) handler() cache.ResourceEventHandler {
+	return cache.ResourceEventHandlerFuncs{
+		AddFunc:    o.observe,
+		UpdateFunc: func(_, obj any) { o.observe(obj) },
+	}
+}
+
+func (o *observer) observe(obj any) {
+	node, _ := obj.(*corev1.Node)
+
+	o.mu.Lock()
+	defer o.mu.Unlock()
+
+	seen := o.nodes[node.Name]
+
+	if !seen.initialized && !nodespec.IsUninitialized(node) {
+		seen.initialized = true
+		o.initialized++
+	}
+
+	if !seen.hasPodCIDRs && len(node.Spec.PodCIDRs) > 0 {
+		seen.hasPodCIDRs = true
+		o.podCIDRed++
+	}
+
+	if seen.addresses == nil {
+		seen.addresses = map[netip.Addr]time.Time{}
+	}
+
+	for _, address := range node.Status.Addresses {
+		addr, err := netip.ParseAddr(address.Address)
+		if _, known := seen.addresses[addr]; err == nil && !known {
+			seen.addresses[addr] = time.Now()
+		}
+	}
+
+	o.nodes[node.Name] = seen
+
+	select {
+	case o.changed <- struct{}{}:
+	default:
+	}
+}
+
+// await waits until the condition holds. It must be called by one goroutine only.
+func (o *observer) await(ctx context.Context, what string, condition func() bool) error {
+	for {
+		o.mu.Lock()
+		met := condition()
+		o.mu.Unlock()
+
+		if met {
+			return nil
+		}
+
+		select {
+		case <-o.changed:
+		case <-ctx.Done():
+			return fmt.Errorf("wait until %s: %w (%d Nodes initialized, %d with pod CIDRs)", what, ctx.Err(), o.initialized, o.podCIDRed)
+		}
+	}
+}

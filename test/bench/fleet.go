@@ -1,0 +1,183 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net/netip"
+	"net/rpc"
+	"os"
+	"sync"
+	"time"
+
+	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/siderolabs/talos/pkg/machinery/role"
+
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+)
+
+// controlPlanes is how many machines of a fleet belong to the control plane. They come first.
+const controlPlanes = 2
+
+// Machine is a simulated machine, as the process of the benchmark sees it.
+type Machine struct {
+	Nodename string
+	// Address is where apid listens; Private is the node IP.
+	Address, Private netip.Addr
+	Socket           string // machine.sock of a control-plane machine
+}
+
+// Plan describes a fleet.
+type Plan struct {
+	Machines   int
+	Kubeconfig []byte // on control-plane machines
+}
+
+// Started is the reply to a Plan.
+type Started struct {
+	Machines    []Machine
+	Talosconfig []byte // with the role os:reader
+}
+
+// Change adds a public address to each of some machines at the same time.
+type Change struct {
+	Addresses map[string]netip.Addr // by nodename
+}
+
+// Fleet is the RPC server of the process that simulates the machines.
+type Fleet struct {
+	cluster *talostest.Cluster
+}
+
+// Start boots the machines.
+func (f *Fleet) Start(plan Plan, reply *Started) error {
+	for i := range plan.Machines {
+		m, err := f.boot(i, plan.Kubeconfig)
+		if err != nil {
+			return err
+		}
+
+		reply.Machines = append(reply.Machines, m)
+	}
+
+	var members []netip.Addr
+	for _, m := range reply.Machines[:controlPlanes] {
+		members = append(members, m.Address)
+	}
+
+	f.cluster.SetEtcdMembers(members...)
+
+	config, err := f.cluster.Talosconfig(string(role.Reader))
+	if err != nil {
+		return err
+	}
+
+	reply.Talosconfig, err = config.Bytes()
+
+	return err
+}
+
+func (f *Fleet) boot(i int, kubeconfig []byte) (Machine, error) {
+	m := Machine{Nodename: fmt.Sprintf("m-%05d", i), Private: netip.AddrFrom4([4]byte{10, 32, byte(i / 250), byte(i%250 + 1)})}
+	spec := talostest.MachineSpec{
+		Nodename: m.Nodename,
+		NodeIPs:  []netip.Addr{m.Private},
+		Addresses: []talostest.Address{
+			{Link: "eth0", Prefix: netip.PrefixFrom(m.Private, m.Private.BitLen())},
+		},
+		ExcludedSubnets: []netip.Prefix{netip.MustParsePrefix("127.0.0.0/8")},
+		Platform: runtime.PlatformMetadataSpec{
+			Platform: "aws", Hostname: m.Nodename, Region: "region-1", Zone: "zone-1", InstanceType: "large",
+			InstanceID: m.Nodename, ProviderID: "aws:///zone-1/" + m.Nodename,
+		},
+	}
+
+	if i < controlPlanes {
+		spec.Type = talosmachine.TypeControlPlane
+		spec.ServeSocket = true
+		spec.LocalhostAdminKubeconfig = string(kubeconfig)
+		spec.Controllers = []string{"-node-ipam-controller"}
+	}
+
+	simulated, err := f.cluster.AddMachine(spec)
+	if err != nil {
+		return m, err
+	}
+
+	m.Address = simulated.Address()
+	m.Socket = simulated.Socket()
+
+	return m, nil
+}
+
+// Change returns when each machine has changed, by nodename.
+func (f *Fleet) Change(change Change, reply *map[string]time.Time) error {
+	var (
+		group sync.WaitGroup
+		mu    sync.Mutex
+		err   error
+	)
+
+	*reply = make(map[string]time.Time)
+
+	for nodename, addr := range change.Addresses {
+		group.Go(func() {
+			at := time.Now()
+			prefix := netip.PrefixFrom(addr, addr.BitLen())
+			addErr := f.cluster.Machine(nodename).AddAddress(context.Background(), "external", prefix)
+
+			mu.Lock()
+			defer mu.Unlock()
+
+			(*reply)[nodename] = at
+
+			if addErr != nil {
+				err = addErr
+			}
+		})
+	}
+
+	group.Wait()
+
+	return err
+}
+
+// Calls returns how many requests the machines have received.
+func (f *Fleet) Calls(_ struct{}, reply *uint64) error { //nolint:unparam // net/rpc requires the error
+	for _, n := range f.cluster.CallCounts() {
+		*reply += n
+	}
+
+	return nil
+}
+
+// serveFleet serves a Fleet to the parent process until that closes the standard input.
+func serveFleet() error {
+	cluster, err := talostest.New(talostest.Options{})
+	if err != nil {
+		return err
+	}
+	defer cluster.Close()
+
+	if err := rpc.Register(&Fleet{cluster}); err != nil {
+		return err
+	}
+
+	rpc.ServeConn(stdio{os.Stdin, os.Stdout})
+
+	return nil
+}
+
+// stdio is the connection between the processes.
+type stdio struct {
+	io.ReadCloser
+	io.WriteCloser
+}
+
+// Close implements io.Closer.
+func (s stdio) Close() error {
+	_ = s.ReadCloser.Close()
+
+	return s.WriteCloser.Close()
+}

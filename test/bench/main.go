@@ -1,0 +1,162 @@
+// Command bench measures talos-ccm against simulated Talos machines and a real API server, beside the least that a
+// controller can do. The machines, the API server, and what is measured are processes of their own.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"runtime"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// main keeps its thread: the kernel kills the children when the thread that started them ends.
+func main() {
+	runtime.LockOSThread()
+
+	if err := run(os.Args[1:]); err != nil {
+		fmt.Fprintln(os.Stderr, "bench:", err)
+		os.Exit(1)
+	}
+}
+
+func run(args []string) error {
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+	defer stop()
+
+	switch {
+	case len(args) == 1 && args[0] == "fleet":
+		return serveFleet()
+	case len(args) == 1 && args[0] == "barest":
+		return runBarest(ctx)
+	}
+
+	flags := flag.NewFlagSet("bench", flag.ContinueOnError)
+	machines := flags.String("machines", "100,1000", "numbers of machines, separated by commas")
+	against := flags.String("against", "", "shell command of another controller to measure; it gets KUBECONFIG and TALOSCONFIG")
+	approves := flags.Bool("against-approves", false, "whether the other controller approves CSRs")
+	timeout := flags.Duration("timeout", 20*time.Minute, "limit for each part")
+
+	if err := flags.Parse(args); err != nil {
+		return err
+	}
+
+	sizes, err := parseSizes(*machines)
+	if err != nil {
+		return err
+	}
+
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+
+	folder, err := os.MkdirTemp("", "talos-ccm-bench-")
+	if err != nil {
+		return err
+	}
+
+	executable := filepath.Join(folder, "talos-ccm")
+
+	build := exec.CommandContext(ctx, "go", "build", "-o", executable, "github.com/talos-ccm/talos-ccm/cmd/talos-ccm")
+	build.Stderr = os.Stderr
+
+	if err := build.Run(); err != nil {
+		return errors.Join(fmt.Errorf("build talos-ccm: %w", err), os.RemoveAll(folder))
+	}
+
+	b := benchmark{ctx: ctx, timeout: *timeout, executable: executable}
+	b.others = []subject{command("barest controller", self, "barest")}
+	b.others[0].approves = true
+
+	if *against != "" {
+		other := command("other controller", "sh", "-c", "exec "+*against)
+		other.approves = *approves
+		b.others = append(b.others, other)
+	}
+
+	return errors.Join(b.run(sizes), os.RemoveAll(folder))
+}
+
+func parseSizes(text string) (sizes []int, err error) {
+	for part := range strings.SplitSeq(text, ",") {
+		size, err := strconv.Atoi(part)
+		if err != nil || size < controlPlanes {
+			return nil, fmt.Errorf("-machines: %q is not a number of at least %d", part, controlPlanes)
+		}
+
+		sizes = append(sizes, size)
+	}
+
+	return sizes, nil
+}
+
+type benchmark struct {
+	ctx        context.Context //nolint:containedctx // of the program
+	timeout    time.Duration
+	executable string
+	others     []subject
+}
+
+// run measures everything for each number of machines, and prints a table for each.
+func (b *benchmark) run(sizes []int) error {
+	election, err := b.part(func(ctx context.Context) (result, error) { return measureElection(ctx, b.executable) })
+	if err != nil {
+		return err
+	}
+
+	ipam := product(b.executable, "TALOS_CCM_CONTROLLERS=node-ipam-controller", "TALOS_CCM_ALLOCATE_NODE_CIDRS=true",
+		fmt.Sprintf("TALOS_CCM_CLUSTER_CIDR=%s,%s", podCIDRs[0], podCIDRs[1]), "TALOS_CCM_NODE_CIDR_MASK_SIZE_IPV6=64")
+
+	for _, size := range sizes {
+		var parts []func(context.Context) (result, error)
+
+		for _, s := range append([]subject{product(b.executable)}, b.others...) {
+			parts = append(parts, func(ctx context.Context) (result, error) { return measureNodes(ctx, s, size) })
+		}
+
+		for _, s := range []*subject{&ipam, nil} {
+			parts = append(parts, func(ctx context.Context) (result, error) { return measurePodCIDRs(ctx, s, size) })
+		}
+
+		results := []result{election}
+
+		for _, do := range parts {
+			r, err := b.part(do)
+			if err != nil {
+				return err
+			}
+
+			results = append(results, r)
+		}
+
+		printTable(os.Stdout, size, results)
+	}
+
+	return nil
+}
+
+// part runs one measurement with the time limit.
+func (b *benchmark) part(do func(context.Context) (result, error)) (result, error) {
+	ctx, cancel := context.WithTimeout(b.ctx, b.timeout)
+	defer cancel()
+
+	start := time.Now()
+
+	r, err := do(ctx)
+	if err != nil {
+		return r, fmt.Errorf("%s, %d machines: %w", r.Subject, r.Machines, err)
+	}
+
+	fmt.Fprintf(os.Stderr, "measured %s with %d machines in %s\n", r.Subject, r.Machines, time.Since(start).Round(time.Second))
+
+	return r, nil
+}

@@ -1,0 +1,351 @@
+package main
+
+import (
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509/pkix"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"syscall"
+	"time"
+
+	certificatesv1 "k8s.io/api/certificates/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/cache"
+	certutil "k8s.io/client-go/util/cert"
+
+	"github.com/talos-ccm/talos-ccm/test/kube"
+)
+
+const (
+	// settle is how long a subject has to become idle before its memory is measured and before changes.
+	settle = 15 * time.Second
+
+	// burst is how many machines change at once; rounds is how often one does, and how often a burst happens.
+	burst  = 50
+	rounds = 10
+)
+
+// result is what was measured of a subject. Zero values were not measured.
+type result struct {
+	Subject            string
+	Machines           int
+	Initialize         time.Duration // all Nodes, which were registered at once
+	Calls              float64       // requests to Talos per Node until then, and while it settled
+	Resident           int64         // bytes
+	Goroutines         int64
+	Alone, AloneP99    time.Duration // from a change of one machine to its Node
+	Burst, BurstP99    time.Duration // from a change of several machines to their Nodes
+	Approve            time.Duration // one CSR of each machine
+	PodCIDRs           time.Duration // of all Nodes, which were registered at once
+	HandOver, TakeOver time.Duration // from SIGTERM, and from SIGKILL, to the next leader
+}
+
+// measureNodes measures everything that one instance does, except for pod CIDRs.
+func measureNodes(ctx context.Context, s subject, machines int) (r result, err error) {
+	r = result{Subject: s.name, Machines: machines}
+
+	b, err := newBed(ctx, machines, kube.Options{})
+	if err != nil {
+		return r, err
+	}
+	defer func() { err = errors.Join(err, b.close()) }()
+
+	run, err := s.start(ctx, b)
+	if err != nil {
+		return r, err
+	}
+	defer func() { err = errors.Join(err, run.stop(syscall.SIGTERM)) }()
+
+	if r.Initialize, err = b.timeInitialization(ctx); err != nil {
+		return r, err
+	}
+
+	time.Sleep(settle)
+
+	calls, err := b.calls()
+	if err != nil {
+		return r, err
+	}
+
+	r.Calls = float64(calls) / float64(machines)
+
+	if r.Resident, err = run.resident(); err != nil {
+		return r, err
+	}
+
+	if r.Goroutines, err = run.goroutines(ctx); err != nil {
+		return r, err
+	}
+
+	if r.Alone, r.AloneP99, err = b.timeChanges(ctx, netip.MustParseAddr("203.0.113.1"), 1); err != nil {
+		return r, err
+	}
+
+	if r.Burst, r.BurstP99, err = b.timeChanges(ctx, netip.MustParseAddr("198.18.0.1"), min(burst, machines)); err != nil {
+		return r, err
+	}
+
+	if s.approves {
+		r.Approve, err = b.timeApproval(ctx)
+	}
+
+	return r, err
+}
+
+// timeInitialization registers all Nodes and waits until they are initialized.
+func (b *bed) timeInitialization(ctx context.Context) (time.Duration, error) {
+	start := time.Now()
+
+	if err := b.register(ctx); err != nil {
+		return 0, err
+	}
+
+	err := b.observer.await(ctx, "all Nodes are initialized", func() bool { return b.observer.initialized == len(b.machines) })
+
+	return time.Since(start), err
+}
+
+// timeChanges adds public addresses, from addr on, to some machines at once, several times. It returns the median and the 99th percentile of
+// the time until the Node informer sees a change.
+func (b *bed) timeChanges(ctx context.Context, addr netip.Addr, machines int) (median, p99 time.Duration, err error) {
+	var latencies []time.Duration
+
+	for round := range rounds {
+		change := Change{Addresses: map[string]netip.Addr{}}
+
+		for i := range machines {
+			nodename := b.machines[(round*machines+i)%len(b.machines)].Nodename
+			change.Addresses[nodename] = addr
+			addr = addr.Next()
+		}
+
+		var changed map[string]time.Time
+		if err := b.fleet.Call("Fleet.Change", change, &changed); err != nil {
+			return 0, 0, err
+		}
+
+		err := b.observer.await(ctx, "all changes are on their Nodes", func() bool {
+			for nodename, addr := range change.Addresses {
+				if _, seen := b.observer.nodes[nodename].addresses[addr]; !seen {
+					return false
+				}
+			}
+
+			return true
+		})
+		if err != nil {
+			return 0, 0, err
+		}
+
+		b.observer.mu.Lock()
+		for nodename, at := range changed {
+			latencies = append(latencies, b.observer.nodes[nodename].addresses[change.Addresses[nodename]].Sub(at))
+		}
+		b.observer.mu.Unlock()
+
+		time.Sleep(time.Second) // rounds must not influence each other
+	}
+
+	slices.Sort(latencies)
+
+	return latencies[len(latencies)/2], latencies[len(latencies)*99/100], nil
+}
+
+// timeApproval creates a serving CSR for each machine and waits until all are approved.
+func (b *bed) timeApproval(ctx context.Context) (time.Duration, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+
+	factory := informers.NewSharedInformerFactory(b.client, 0)
+	informer := factory.Certificates().V1().CertificateSigningRequests().Informer()
+	approved := make(chan string, len(b.machines))
+
+	_, err := informer.AddEventHandler(cache.ResourceEventHandlerFuncs{UpdateFunc: func(before, after any) {
+		isApproved := func(obj any) bool {
+			csr, _ := obj.(*certificatesv1.CertificateSigningRequest)
+
+			return slices.ContainsFunc(csr.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool {
+				return c.Type == certificatesv1.CertificateApproved
+			})
+		}
+
+		if !isApproved(before) && isApproved(after) {
+			approved <- ""
+		}
+	}})
+	if err != nil {
+		return 0, err
+	}
+
+	factory.Start(ctx.Done())
+	cache.WaitForCacheSync(ctx.Done(), informer.HasSynced)
+
+	requests, err := requestsFor(b.machines)
+	if err != nil {
+		return 0, err
+	}
+
+	start := time.Now()
+
+	err = inParallel(requests, func(r request) error {
+		client, err := kubernetes.NewForConfig(b.cluster.KubeletConfig(r.nodename))
+		if err != nil {
+			return err
+		}
+
+		_, err = client.CertificatesV1().CertificateSigningRequests().Create(ctx, r.csr, metav1.CreateOptions{})
+
+		return err
+	})
+	if err != nil {
+		return 0, err
+	}
+
+	for range b.machines {
+		select {
+		case <-approved:
+		case <-ctx.Done():
+			return 0, fmt.Errorf("wait until all CSRs are approved: %w", ctx.Err())
+		}
+	}
+
+	return time.Since(start), nil
+}
+
+type request struct {
+	nodename string
+	csr      *certificatesv1.CertificateSigningRequest
+}
+
+func requestsFor(machines []Machine) ([]request, error) {
+	var requests []request
+
+	for _, m := range machines {
+		key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+		if err != nil {
+			return nil, err
+		}
+
+		subject := pkix.Name{CommonName: "system:node:" + m.Nodename, Organization: []string{"system:nodes"}}
+
+		text, err := certutil.MakeCSR(key, &subject, []string{m.Nodename}, []net.IP{m.Private.AsSlice()})
+		if err != nil {
+			return nil, err
+		}
+
+		requests = append(requests, request{m.Nodename, &certificatesv1.CertificateSigningRequest{
+			ObjectMeta: metav1.ObjectMeta{GenerateName: "csr-"},
+			Spec: certificatesv1.CertificateSigningRequestSpec{
+				Request: text, SignerName: certificatesv1.KubeletServingSignerName,
+				Usages: []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageServerAuth},
+			},
+		}})
+	}
+
+	return requests, nil
+}
+
+// The CIDRs have room for more Nodes than any benchmark has, and contain no machine.
+var podCIDRs = []netip.Prefix{netip.MustParsePrefix("10.64.0.0/11"), netip.MustParsePrefix("fd00:10::/48")}
+
+// measurePodCIDRs measures how long s takes to assign dual-stack pod CIDRs; nil means kube-controller-manager.
+func measurePodCIDRs(ctx context.Context, s *subject, machines int) (r result, err error) {
+	r.Machines = machines
+	options := kube.Options{}
+
+	if s == nil {
+		r.Subject = "kube-controller-manager"
+		options.ControllerManager.PodCIDRs = podCIDRs
+		options.ControllerManager.Flags = []string{"--kube-api-qps=10000", "--kube-api-burst=10000"}
+	} else {
+		r.Subject = s.name
+	}
+
+	b, err := newBed(ctx, machines, options)
+	if err != nil {
+		return r, err
+	}
+	defer func() { err = errors.Join(err, b.close()) }()
+
+	if s != nil {
+		run, err := s.start(ctx, b)
+		if err != nil {
+			return r, err
+		}
+		defer func() { _ = run.stop(syscall.SIGTERM) }()
+	}
+
+	start := time.Now()
+
+	if err := b.register(ctx); err != nil {
+		return r, err
+	}
+
+	err = b.observer.await(ctx, "all Nodes have pod CIDRs", func() bool { return b.observer.podCIDRed == machines })
+	r.PodCIDRs = time.Since(start)
+
+	return r, err
+}
+
+// measureElection measures how long the next of two instances of talos-ccm takes to lead.
+func measureElection(ctx context.Context, executable string) (r result, err error) {
+	r = result{Subject: "talos-ccm", Machines: controlPlanes}
+
+	b, err := newBed(ctx, controlPlanes, kube.Options{})
+	if err != nil {
+		return r, err
+	}
+	defer func() { err = errors.Join(err, b.close()) }()
+
+	leader, err := product(executable).start(ctx, b)
+	if err != nil {
+		return r, err
+	}
+
+	first, err := awaitLeader(ctx, b.client, "")
+	if err != nil {
+		return r, err
+	}
+
+	next, err := startProduct(b, executable, 1)
+	if err != nil {
+		return r, errors.Join(err, leader.stop(syscall.SIGTERM))
+	}
+
+	time.Sleep(settle)
+
+	start := time.Now()
+
+	go func() { _ = leader.stop(syscall.SIGTERM) }()
+
+	second, err := awaitLeader(ctx, b.client, first)
+	if err != nil {
+		return r, err
+	}
+
+	r.HandOver = time.Since(start)
+
+	again, err := startProduct(b, executable, 0)
+	if err != nil {
+		return r, err
+	}
+	defer func() { err = errors.Join(err, again.stop(syscall.SIGTERM)) }()
+
+	time.Sleep(settle)
+
+	start = time.Now()
+	_ = next.stop(syscall.SIGKILL)
+
+	_, err = awaitLeader(ctx, b.client, second)
+	r.TakeOver = time.Since(start)
+
+	return r, err
+}

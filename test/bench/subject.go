@@ -1,0 +1,197 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/discovery"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/utils/ptr"
+
+	"github.com/talos-ccm/talos-ccm/test/kube"
+)
+
+// leaseName is the name of the lease of talos-ccm, in kube-system.
+const leaseName = "cloud-controller-manager-talos"
+
+// subject is a controller that is measured.
+type subject struct {
+	name string
+	// approves is true if the controller approves CSRs.
+	approves bool
+	start    func(ctx context.Context, b *bed) (*running, error)
+}
+
+// running is a process of a subject.
+type running struct {
+	cmd   *exec.Cmd
+	done  chan error
+	port  *kube.Port // for metrics; nil if unknown
+	certs string
+	log   string
+}
+
+// startProcess starts a command whose output goes to a file.
+func startProcess(b *bed, name string, cmd *exec.Cmd) (*running, error) {
+	r := &running{cmd: cmd, done: make(chan error, 1), log: filepath.Join(b.folder, name+".log")}
+
+	log, err := os.Create(r.log)
+	if err != nil {
+		return nil, err
+	}
+
+	cmd.Stdout, cmd.Stderr = log, log
+	cmd.SysProcAttr = childAttributes()
+	err = errors.Join(cmd.Start(), log.Close()) // the child has its own descriptor
+
+	go func() { r.done <- cmd.Wait() }()
+
+	return r, err
+}
+
+// stop ends the process, and returns an error with the end of its log if it had ended before.
+func (r *running) stop(signal syscall.Signal) error {
+	select {
+	case err := <-r.done:
+		log, readErr := os.ReadFile(r.log)
+
+		return errors.Join(fmt.Errorf("exited: %w\n%s", err, log[max(0, len(log)-4000):]), readErr)
+	default:
+	}
+
+	if err := r.cmd.Process.Signal(signal); err != nil {
+		return err
+	}
+
+	select {
+	case <-r.done:
+		return nil
+	case <-time.After(grace):
+		err := r.cmd.Process.Kill()
+
+		return errors.Join(fmt.Errorf("process %d did not exit within %s", r.cmd.Process.Pid, grace), err, <-r.done)
+	}
+}
+
+// resident returns the resident memory in bytes.
+func (r *running) resident() (int64, error) {
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", r.cmd.Process.Pid))
+	if err != nil {
+		return 0, err
+	}
+
+	_, rest, _ := strings.Cut(string(status), "VmRSS:")
+	line, _, _ := strings.Cut(rest, "kB")
+	kib, err := strconv.ParseInt(strings.TrimSpace(line), 10, 64)
+
+	return kib << 10, err
+}
+
+// goroutines returns the number of goroutines; zero if the subject's metrics are unknown.
+func (r *running) goroutines(ctx context.Context) (int64, error) {
+	if r.port == nil {
+		return 0, nil
+	}
+
+	client, err := discovery.NewDiscoveryClientForConfig(&rest.Config{
+		Host:            "https://" + r.port.Address(),
+		TLSClientConfig: rest.TLSClientConfig{CAFile: filepath.Join(r.certs, "cloud-controller-manager.crt")},
+	})
+	if err != nil {
+		return 0, err
+	}
+
+	metrics, err := client.RESTClient().Get().AbsPath("/metrics").DoRaw(ctx)
+	if err != nil {
+		return 0, err
+	}
+
+	_, rest, _ := strings.Cut(string(metrics), "\ngo_goroutines ")
+	line, _, _ := strings.Cut(rest, "\n")
+
+	return strconv.ParseInt(line, 10, 64)
+}
+
+// product returns talos-ccm with its default flags, and with some controllers if any are named.
+func product(executable string, environment ...string) subject {
+	return subject{"talos-ccm", true, func(ctx context.Context, b *bed) (*running, error) {
+		r, err := startProduct(b, executable, 0, environment...)
+		if err != nil {
+			return nil, err
+		}
+
+		if _, err := awaitLeader(ctx, b.client, ""); err != nil {
+			return nil, errors.Join(err, r.stop(syscall.SIGTERM))
+		}
+
+		return r, nil
+	}}
+}
+
+// startProduct starts talos-ccm as the extension service of a control-plane machine.
+func startProduct(b *bed, executable string, machine int, environment ...string) (*running, error) {
+	name := "talos-ccm-" + strconv.Itoa(machine)
+	certs, run := filepath.Join(b.folder, name, "certs"), filepath.Join(b.folder, name, "run")
+
+	if err := errors.Join(os.MkdirAll(certs, 0o700), os.MkdirAll(run, 0o700)); err != nil {
+		return nil, err
+	}
+
+	port, err := kube.ReservePort()
+	if err != nil {
+		return nil, err
+	}
+
+	cmd := exec.Command(executable,
+		"--machine-socket="+b.machines[machine].Socket, "--run-dir="+run, "--cert-dir="+certs,
+		"--bind-address=127.0.0.1", fmt.Sprintf("--secure-port=%d", port.Number()), "--permit-port-sharing",
+		"--authorization-always-allow-paths=/healthz,/livez,/readyz,/metrics",
+	)
+	cmd.Env = append([]string{"PATH=" + os.Getenv("PATH"), "TMPDIR=" + b.folder}, environment...)
+
+	r, err := startProcess(b, name, cmd)
+	if err != nil {
+		return nil, err
+	}
+
+	r.port, r.certs = port, certs
+
+	return r, nil
+}
+
+// awaitLeader waits until the lease has a holder other than a former one, and returns the holder.
+func awaitLeader(ctx context.Context, client kubernetes.Interface, former string) (holder string, err error) {
+	err = wait.PollUntilContextCancel(ctx, 10*time.Millisecond, true, func(ctx context.Context) (bool, error) {
+		lease, err := client.CoordinationV1().Leases(metav1.NamespaceSystem).Get(ctx, leaseName, metav1.GetOptions{})
+		if err != nil {
+			return false, nil //nolint:nilerr // until it exists
+		}
+
+		holder = ptr.Deref(lease.Spec.HolderIdentity, "")
+
+		return holder != "" && holder != former, nil
+	})
+
+	return holder, err
+}
+
+// command returns a subject that runs a command with the environment variables KUBECONFIG and TALOSCONFIG.
+func command(name string, args ...string) subject {
+	return subject{name, false, func(_ context.Context, b *bed) (*running, error) {
+		cmd := exec.Command(args[0], args[1:]...)
+		cmd.Env = append(os.Environ(), "KUBECONFIG="+b.kubeconfig(), "TALOSCONFIG="+b.talosconfig())
+
+		return startProcess(b, "subject", cmd)
+	}}
+}
