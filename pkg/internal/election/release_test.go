@@ -52,7 +52,8 @@ func (l *partitionedLock) Create(ctx context.Context, r resourcelock.LeaderElect
 	return l.Update(ctx, r)
 }
 
-// Update has the resourceVersion of the last Get, so it succeeds.
+// Update has the resourceVersion of the last Get, so a release succeeds. A renewal that was on its way when b took the
+// lease does not.
 func (l *partitionedLock) Update(_ context.Context, r resourcelock.LeaderElectionRecord) error {
 	if err := l.wait(); err != nil {
 		return err
@@ -60,6 +61,10 @@ func (l *partitionedLock) Update(_ context.Context, r resourcelock.LeaderElectio
 
 	l.mu.Lock()
 	defer l.mu.Unlock()
+
+	if l.record.HolderIdentity == "b" && r.HolderIdentity == l.Identity() {
+		return errors.New("conflict")
+	}
 
 	l.record = r
 
