@@ -328,26 +328,36 @@ func (o *Options) hosted() (*csrpolicy.ClusterIdentity, error) {
 	identity := &csrpolicy.ClusterIdentity{PodCIDRs: pods, ServiceCIDRs: services}
 
 	for entry := range strings.SplitSeq(o.HostedControlPlane, ",") {
-		entry = strings.TrimSpace(entry)
-
-		addr, err := netip.ParseAddr(entry)
-		if err == nil {
-			identity.APIServerIPs = append(identity.APIServerIPs, addr.Unmap())
-			err = csrpolicy.CheckAllowedAddress(addr)
-		} else {
-			identity.APIServerNames = append(identity.APIServerNames, entry)
-			err = csrpolicy.CheckAllowedName(entry)
-		}
-
-		switch {
-		case err != nil && !addr.IsValid() && strings.Contains(entry, ":"):
-			return nil, fmt.Errorf("%s: %q %w; write host names and addresses without scheme and port", flag, entry, err)
-		case err != nil:
-			return nil, fmt.Errorf("%s: %q %w", flag, entry, err)
+		if err := addAPIServer(identity, strings.TrimSpace(entry)); err != nil {
+			return nil, fmt.Errorf("%s: %w", flag, err)
 		}
 	}
 
 	return identity, nil
+}
+
+// addAPIServer adds a name or an address of the API server to identity.
+func addAPIServer(identity *csrpolicy.ClusterIdentity, entry string) error {
+	if addr, err := netip.ParseAddr(entry); err == nil {
+		identity.APIServerIPs = append(identity.APIServerIPs, addr.Unmap())
+
+		if err := csrpolicy.CheckAllowedAddress(addr); err != nil {
+			return fmt.Errorf("%q %w", entry, err)
+		}
+
+		return nil
+	}
+
+	identity.APIServerNames = append(identity.APIServerNames, entry)
+
+	switch err := csrpolicy.CheckAllowedName(entry); {
+	case err != nil && strings.Contains(entry, ":"):
+		return fmt.Errorf("%q %w; write host names and addresses without scheme and port", entry, err)
+	case err != nil:
+		return fmt.Errorf("%q %w", entry, err)
+	}
+
+	return nil
 }
 
 // setSingleStackMaskSize applies --node-cidr-mask-size to the family of --cluster-cidr. Without --cluster-cidr the

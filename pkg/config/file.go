@@ -102,6 +102,7 @@ func (f *file) stream(roots []*yaml.Node) {
 		switch {
 		case kind == extensionKind && name == f.service.Name:
 			f.extension(root)
+
 			found = true
 		case kind == "ConfigMap" && f.configMap(child(root, "data")):
 			found = true

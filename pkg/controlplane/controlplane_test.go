@@ -545,7 +545,7 @@ func TestReader_NeedsMachinesOfOtherSystems(t *testing.T) {
 	_, err := cluster.RegisterNode(s.Context(), kube.NodeSpec{Name: "cp-1", OSImage: "Debian"})
 	s.require(err)
 	s.Cleanup(func() {
-		s.require(s.client.CoreV1().Nodes().Delete(context.Background(), "cp-1", metav1.DeleteOptions{}))
+		s.require(s.client.CoreV1().Nodes().Delete(context.WithoutCancel(s.Context()), "cp-1", metav1.DeleteOptions{}))
 	})
 	s.label("cp-1")
 	s.await("the Node counts", func(id csrpolicy.ClusterIdentity) bool { return !id.Known })

@@ -36,7 +36,8 @@ type subject struct {
 // running is a process of a subject.
 type running struct {
 	cmd   *exec.Cmd
-	done  chan error
+	done  chan struct{} // closed after the process has ended and err is set
+	err   error
 	port  *kube.Port // for metrics; nil if unknown
 	certs string
 	log   string
@@ -44,7 +45,7 @@ type running struct {
 
 // startProcess starts a command whose output goes to a file.
 func startProcess(b *bed, name string, cmd *exec.Cmd) (*running, error) {
-	r := &running{cmd: cmd, done: make(chan error, 1), log: filepath.Join(b.folder, name+".log")}
+	r := &running{cmd: cmd, done: make(chan struct{}), log: filepath.Join(b.folder, name+".log")}
 
 	log, err := os.Create(r.log)
 	if err != nil {
@@ -55,7 +56,10 @@ func startProcess(b *bed, name string, cmd *exec.Cmd) (*running, error) {
 	cmd.SysProcAttr = childAttributes()
 	err = errors.Join(cmd.Start(), log.Close()) // the child has its own descriptor
 
-	go func() { r.done <- cmd.Wait() }()
+	go func() {
+		r.err = cmd.Wait()
+		close(r.done)
+	}()
 
 	return r, err
 }
@@ -63,10 +67,10 @@ func startProcess(b *bed, name string, cmd *exec.Cmd) (*running, error) {
 // stop ends the process, and returns an error with the end of its log if it had ended before.
 func (r *running) stop(signal syscall.Signal) error {
 	select {
-	case err := <-r.done:
+	case <-r.done:
 		log, readErr := os.ReadFile(r.log)
 
-		return errors.Join(fmt.Errorf("exited: %w\n%s", err, log[max(0, len(log)-4000):]), readErr)
+		return errors.Join(fmt.Errorf("exited: %w\n%s", r.err, log[max(0, len(log)-4000):]), readErr)
 	default:
 	}
 
@@ -79,8 +83,9 @@ func (r *running) stop(signal syscall.Signal) error {
 		return nil
 	case <-time.After(grace):
 		err := r.cmd.Process.Kill()
+		<-r.done
 
-		return errors.Join(fmt.Errorf("process %d did not exit within %s", r.cmd.Process.Pid, grace), err, <-r.done)
+		return errors.Join(fmt.Errorf("process %d did not exit within %s", r.cmd.Process.Pid, grace), err)
 	}
 }
 

@@ -264,6 +264,24 @@ func TestAllocations_AllocateAllOrNothing(t *testing.T) {
 
 			s.want(0)
 		}},
+		{"reservations are replaced by owner", func(s *suite) {
+			s.reserve("a", prefixes("10.0.0.5/32", "10.0.1.5/32"))
+			s.reserve("b", prefixes("10.0.0.5/32"))
+			s.want(2)
+			s.reserve("a", prefixes("10.0.2.5/32"))
+			s.want(2)
+			s.reserve("a", nil)
+			s.want(1)
+
+			if s.released != 2 {
+				s.Errorf("released %d times, want twice", s.released)
+			}
+		}},
+	})
+}
+
+func TestAllocations_LargePodCIDRs(t *testing.T) {
+	runAll(t, []testCase{
 		{"podCIDRs that are too large exclude blocks only as long as others are free", func(s *suite) {
 			s.observe(version("wide", "1", 10, "10.0.0.0/23"))
 
@@ -305,19 +323,6 @@ func TestAllocations_AllocateAllOrNothing(t *testing.T) {
 
 			if condition := s.review(wide, p); reasonOf(condition) != ReasonTooLarge {
 				s.Errorf("review returned %v, want %s", condition, ReasonTooLarge)
-			}
-		}},
-		{"reservations are replaced by owner", func(s *suite) {
-			s.reserve("a", prefixes("10.0.0.5/32", "10.0.1.5/32"))
-			s.reserve("b", prefixes("10.0.0.5/32"))
-			s.want(2)
-			s.reserve("a", prefixes("10.0.2.5/32"))
-			s.want(2)
-			s.reserve("a", nil)
-			s.want(1)
-
-			if s.released != 2 {
-				s.Errorf("released %d times, want twice", s.released)
 			}
 		}},
 	})
