@@ -45,7 +45,7 @@ func TestVersion_RenovateFindsAllTools(t *testing.T) {
 	}
 }
 
-// The chart is released with talos-ccm, and its default image is that of the release.
+// The chart is released with talos-ccm, and its default image is the image of the release.
 func TestVersion_ChartHasManifestVersion(t *testing.T) {
 	version := withVariables(t, "vars.yaml", platform("x86_64"))["VERSION"]
 

@@ -52,7 +52,7 @@ type Options struct {
 // Input is the complete input of Desired.
 type Input struct {
 	Machine machine.Machine
-	// ProviderID is that of the Node; empty if the Node has none yet.
+	// ProviderID is the Node's spec.providerID; empty if it is not set.
 	ProviderID string
 	// ProvidedNodeIPs are the node IPs of the kubelet's command line, as the kubelet reports them. Desired uses those
 	// that the machine has.
@@ -296,7 +296,7 @@ var deprecatedLabels = [][2]string{
 }
 
 // matchDeprecated gives a stable label the value of the deprecated one if rules set only that. It reports deprecated
-// labels to which rules give another value than to the stable one: they get that of the stable one.
+// labels to which rules give another value than to the stable one: they get the stable one's.
 func matchDeprecated(labels map[string]string, transformed rules.Result) (problems []Problem) {
 	for _, pair := range deprecatedLabels {
 		stable, isSet := labels[pair[0]]

@@ -41,7 +41,7 @@ func (m Machine) IsEmpty() bool {
 }
 
 // isPartial reports whether a resource is missing on which the addresses and the name of the Node depend. Talos's node
-// IPs are not needed if those of the kubelet are given.
+// IPs are not needed if the kubelet's are given.
 func (m Machine) isPartial(nodeIPs []netip.Addr) bool {
 	needed := []string{kindName(network.AddressStatusType), kindName(k8s.NodenameType)}
 	if len(nodeIPs) == 0 {

@@ -92,7 +92,7 @@ func newVariables(facts *Facts, platform runtime.PlatformMetadataSpec, optional 
 // zeroVariables has the names and the types of all variables.
 var zeroVariables = newVariables(&Facts{}, runtime.PlatformMetadataSpec{}, machine.OptionalFacts()).values
 
-// optionalFacts returns those of the variables that are optional facts of machines, sorted.
+// optionalFacts returns the variables that are optional facts of machines, sorted.
 func optionalFacts(variables []string) []string {
 	known := machine.OptionalFacts()
 
