@@ -12,6 +12,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -43,6 +44,8 @@ func run(args []string) error {
 	machines := flags.String("machines", "100,1000", "numbers of machines, separated by commas")
 	against := flags.String("against", "", "shell command of another controller to measure; it gets KUBECONFIG and TALOSCONFIG")
 	approves := flags.Bool("against-approves", false, "whether the other controller approves CSRs")
+	profiles := flags.String("profiles", "", "folder for profiles of talos-ccm with the largest number of machines")
+	parts := flags.String("parts", "election,nodes,pod-cidrs", "what to measure, separated by commas")
 	timeout := flags.Duration("timeout", 20*time.Minute, "limit for each part")
 
 	if err := flags.Parse(args); err != nil {
@@ -73,7 +76,7 @@ func run(args []string) error {
 		return errors.Join(fmt.Errorf("build talos-ccm: %w", err), os.RemoveAll(folder))
 	}
 
-	b := benchmark{ctx: ctx, timeout: *timeout, executable: executable}
+	b := benchmark{ctx: ctx, timeout: *timeout, executable: executable, profiles: *profiles, parts: strings.Split(*parts, ",")}
 	b.others = []subject{command("barest controller", self, "barest")}
 	b.others[0].approves = true
 
@@ -103,33 +106,28 @@ type benchmark struct {
 	ctx        context.Context //nolint:containedctx // of the program
 	timeout    time.Duration
 	executable string
+	profiles   string
+	parts      []string
 	others     []subject
 }
 
-// run measures everything for each number of machines, and prints a table for each.
+// run measures the parts for each number of machines, and prints a table for each.
 func (b *benchmark) run(sizes []int) error {
-	election, err := b.part(func(ctx context.Context) (result, error) { return measureElection(ctx, b.executable) })
-	if err != nil {
-		return err
+	var election []result
+
+	if slices.Contains(b.parts, "election") {
+		r, err := b.part(func(ctx context.Context) (result, error) { return measureElection(ctx, b.executable) })
+		if err != nil {
+			return err
+		}
+
+		election = append(election, r)
 	}
 
-	ipam := product(b.executable, "TALOS_CCM_CONTROLLERS=node-ipam-controller", "TALOS_CCM_ALLOCATE_NODE_CIDRS=true",
-		fmt.Sprintf("TALOS_CCM_CLUSTER_CIDR=%s,%s", podCIDRs[0], podCIDRs[1]), "TALOS_CCM_NODE_CIDR_MASK_SIZE_IPV6=64")
-
 	for _, size := range sizes {
-		var parts []func(context.Context) (result, error)
+		results := election
 
-		for _, s := range append([]subject{product(b.executable)}, b.others...) {
-			parts = append(parts, func(ctx context.Context) (result, error) { return measureNodes(ctx, s, size) })
-		}
-
-		for _, s := range []*subject{&ipam, nil} {
-			parts = append(parts, func(ctx context.Context) (result, error) { return measurePodCIDRs(ctx, s, size) })
-		}
-
-		results := []result{election}
-
-		for _, do := range parts {
+		for _, do := range b.measurements(size, size == slices.Max(sizes)) {
 			r, err := b.part(do)
 			if err != nil {
 				return err
@@ -142,6 +140,31 @@ func (b *benchmark) run(sizes []int) error {
 	}
 
 	return nil
+}
+
+// measurements returns the measurements with a number of machines.
+func (b *benchmark) measurements(machines int, profiled bool) (list []func(context.Context) (result, error)) {
+	if slices.Contains(b.parts, "nodes") {
+		for _, s := range append([]subject{product(b.executable)}, b.others...) {
+			profiles := ""
+			if profiled && s.name == talosCCM {
+				profiles = b.profiles
+			}
+
+			list = append(list, func(ctx context.Context) (result, error) { return measureNodes(ctx, s, machines, profiles) })
+		}
+	}
+
+	if slices.Contains(b.parts, "pod-cidrs") {
+		ipam := product(b.executable, "TALOS_CCM_CONTROLLERS=node-ipam-controller", "TALOS_CCM_ALLOCATE_NODE_CIDRS=true",
+			fmt.Sprintf("TALOS_CCM_CLUSTER_CIDR=%s,%s", podCIDRs[0], podCIDRs[1]), "TALOS_CCM_NODE_CIDR_MASK_SIZE_IPV6=64")
+
+		for _, s := range []*subject{&ipam, nil} {
+			list = append(list, func(ctx context.Context) (result, error) { return measurePodCIDRs(ctx, s, machines) })
+		}
+	}
+
+	return list
 }
 
 // part runs one measurement with the time limit.

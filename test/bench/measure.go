@@ -10,6 +10,8 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"slices"
 	"syscall"
 	"time"
@@ -39,8 +41,10 @@ type result struct {
 	Machines           int
 	Initialize         time.Duration // all Nodes, which were registered at once
 	Calls              float64       // requests to Talos per Node until then, and while it settled
+	CPU                time.Duration // of the subject until all Nodes were initialized, and while it settled
 	Resident           int64         // bytes
-	Goroutines         int64
+	Heap               float64       // bytes, in use after a garbage collection
+	Goroutines         float64
 	Alone, AloneP99    time.Duration // from a change of one machine to its Node
 	Burst, BurstP99    time.Duration // from a change of several machines to their Nodes
 	Approve            time.Duration // one CSR of each machine
@@ -48,8 +52,12 @@ type result struct {
 	HandOver, TakeOver time.Duration // from SIGTERM, and from SIGKILL, to the next leader
 }
 
-// measureNodes measures everything that one instance does, except for pod CIDRs.
-func measureNodes(ctx context.Context, s subject, machines int) (r result, err error) {
+// cpuProfile is how many seconds of an initialization a profile shows.
+const cpuProfile = "8"
+
+// measureNodes measures everything that one instance does, except for pod CIDRs. It writes profiles to a folder unless
+// its name is empty.
+func measureNodes(ctx context.Context, s subject, machines int, profiles string) (r result, err error) {
 	r = result{Subject: s.name, Machines: machines}
 
 	b, err := newBed(ctx, machines, kube.Options{})
@@ -64,11 +72,24 @@ func measureNodes(ctx context.Context, s subject, machines int) (r result, err e
 	}
 	defer func() { err = errors.Join(err, run.stop(syscall.SIGTERM)) }()
 
+	if profiles != "" {
+		profiled := make(chan error, 1)
+
+		go func() {
+			profiled <- run.profile(ctx, filepath.Join(profiles, "cpu.pprof"), "profile", "seconds", cpuProfile)
+		}()
+		defer func() { err = errors.Join(err, <-profiled) }()
+	}
+
 	if r.Initialize, err = b.timeInitialization(ctx); err != nil {
 		return r, err
 	}
 
 	time.Sleep(settle)
+
+	if r.CPU, err = run.cpu(); err != nil {
+		return r, err
+	}
 
 	calls, err := b.calls()
 	if err != nil {
@@ -81,7 +102,27 @@ func measureNodes(ctx context.Context, s subject, machines int) (r result, err e
 		return r, err
 	}
 
-	if r.Goroutines, err = run.goroutines(ctx); err != nil {
+	if profiles != "" {
+		if err := run.profile(ctx, filepath.Join(profiles, "goroutine.pprof"), "goroutine"); err != nil {
+			return r, err
+		}
+	}
+
+	heapProfile := os.DevNull
+	if profiles != "" {
+		heapProfile = filepath.Join(profiles, "heap.pprof")
+	}
+
+	// The profile makes the subject collect garbage.
+	if err := run.profile(ctx, heapProfile, "heap", "gc", "1"); err != nil {
+		return r, err
+	}
+
+	if r.Heap, err = run.metric(ctx, "go_memstats_heap_alloc_bytes"); err != nil {
+		return r, err
+	}
+
+	if r.Goroutines, err = run.metric(ctx, "go_goroutines"); err != nil {
 		return r, err
 	}
 
@@ -166,21 +207,25 @@ func (b *bed) timeApproval(ctx context.Context) (time.Duration, error) {
 
 	factory := informers.NewSharedInformerFactory(b.client, 0)
 	informer := factory.Certificates().V1().CertificateSigningRequests().Informer()
-	approved := make(chan string, len(b.machines))
+	approved := make(chan struct{}, len(b.machines))
 
-	_, err := informer.AddEventHandler(cache.ResourceEventHandlerFuncs{UpdateFunc: func(before, after any) {
-		isApproved := func(obj any) bool {
-			csr, _ := obj.(*certificatesv1.CertificateSigningRequest)
+	isApproved := func(obj any) bool {
+		csr, _ := obj.(*certificatesv1.CertificateSigningRequest)
 
-			return slices.ContainsFunc(csr.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool {
-				return c.Type == certificatesv1.CertificateApproved
-			})
+		return slices.ContainsFunc(csr.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool {
+			return c.Type == certificatesv1.CertificateApproved
+		})
+	}
+	observe := func(before bool, after any) {
+		if !before && isApproved(after) {
+			approved <- struct{}{}
 		}
+	}
 
-		if !isApproved(before) && isApproved(after) {
-			approved <- ""
-		}
-	}})
+	_, err := informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc:    func(obj any) { observe(false, obj) },
+		UpdateFunc: func(before, after any) { observe(isApproved(before), after) },
+	})
 	if err != nil {
 		return 0, err
 	}
@@ -297,7 +342,7 @@ func measurePodCIDRs(ctx context.Context, s *subject, machines int) (r result, e
 
 // measureElection measures how long the next of two instances of talos-ccm takes to lead.
 func measureElection(ctx context.Context, executable string) (r result, err error) {
-	r = result{Subject: "talos-ccm", Machines: controlPlanes}
+	r = result{Subject: talosCCM, Machines: controlPlanes}
 
 	b, err := newBed(ctx, controlPlanes, kube.Options{})
 	if err != nil {

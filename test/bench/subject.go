@@ -25,6 +25,9 @@ import (
 // leaseName is the name of the lease of talos-ccm, in kube-system.
 const leaseName = "cloud-controller-manager-talos"
 
+// talosCCM is the name of the subject that the others are compared with.
+const talosCCM = "talos-ccm"
+
 // subject is a controller that is measured.
 type subject struct {
 	name string
@@ -103,10 +106,34 @@ func (r *running) resident() (int64, error) {
 	return kib << 10, err
 }
 
-// goroutines returns the number of goroutines; zero if the subject's metrics are unknown.
-func (r *running) goroutines(ctx context.Context) (int64, error) {
+// cpu returns the CPU time that the process has used.
+func (r *running) cpu() (time.Duration, error) {
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", r.cmd.Process.Pid))
+	if err != nil {
+		return 0, err
+	}
+
+	_, rest, _ := strings.Cut(string(text), ") ") // the name of the command
+	fields := strings.Fields(rest)
+
+	var ticks int64
+
+	for _, field := range fields[11:13] { // utime and stime
+		n, err := strconv.ParseInt(field, 10, 64)
+		if err != nil {
+			return 0, fmt.Errorf("CPU time of process %d: %w", r.cmd.Process.Pid, err)
+		}
+
+		ticks += n
+	}
+
+	return time.Duration(ticks) * time.Second / 100, nil // USER_HZ
+}
+
+// get reads a path of the secure port; nil if the subject has none.
+func (r *running) get(ctx context.Context, path string, parameters ...string) ([]byte, error) {
 	if r.port == nil {
-		return 0, nil
+		return nil, nil
 	}
 
 	client, err := discovery.NewDiscoveryClientForConfig(&rest.Config{
@@ -114,23 +141,47 @@ func (r *running) goroutines(ctx context.Context) (int64, error) {
 		TLSClientConfig: rest.TLSClientConfig{CAFile: filepath.Join(r.certs, "cloud-controller-manager.crt")},
 	})
 	if err != nil {
+		return nil, err
+	}
+
+	request := client.RESTClient().Get().AbsPath(path)
+	for i := 0; i < len(parameters); i += 2 {
+		request = request.Param(parameters[i], parameters[i+1])
+	}
+
+	return request.DoRaw(ctx)
+}
+
+// metric returns a metric without labels; zero if the subject's metrics are unknown.
+func (r *running) metric(ctx context.Context, name string) (float64, error) {
+	metrics, err := r.get(ctx, "/metrics")
+	if err != nil || metrics == nil {
 		return 0, err
 	}
 
-	metrics, err := client.RESTClient().Get().AbsPath("/metrics").DoRaw(ctx)
-	if err != nil {
-		return 0, err
-	}
-
-	_, rest, _ := strings.Cut(string(metrics), "\ngo_goroutines ")
+	_, rest, _ := strings.Cut(string(metrics), "\n"+name+" ")
 	line, _, _ := strings.Cut(rest, "\n")
 
-	return strconv.ParseInt(line, 10, 64)
+	return strconv.ParseFloat(line, 64)
+}
+
+// profile writes a profile to a file unless the subject has none.
+func (r *running) profile(ctx context.Context, file, name string, parameters ...string) error {
+	if r.port == nil {
+		return nil
+	}
+
+	data, err := r.get(ctx, "/debug/pprof/"+name, parameters...)
+	if err != nil {
+		return fmt.Errorf("profile %s: %w", name, err)
+	}
+
+	return os.WriteFile(file, data, 0o600)
 }
 
 // product returns talos-ccm with its default flags, and with some controllers if any are named.
 func product(executable string, environment ...string) subject {
-	return subject{"talos-ccm", true, func(ctx context.Context, b *bed) (*running, error) {
+	return subject{talosCCM, true, func(ctx context.Context, b *bed) (*running, error) {
 		r, err := startProduct(b, executable, 0, environment...)
 		if err != nil {
 			return nil, err
@@ -161,7 +212,7 @@ func startProduct(b *bed, executable string, machine int, environment ...string)
 	cmd := exec.Command(executable,
 		"--machine-socket="+b.machines[machine].Socket, "--run-dir="+run, "--cert-dir="+certs,
 		"--bind-address=127.0.0.1", fmt.Sprintf("--secure-port=%d", port.Number()), "--permit-port-sharing",
-		"--authorization-always-allow-paths=/healthz,/livez,/readyz,/metrics",
+		"--authorization-always-allow-paths=/healthz,/livez,/readyz,/metrics,/debug/*",
 	)
 	cmd.Env = append([]string{"PATH=" + os.Getenv("PATH"), "TMPDIR=" + b.folder}, environment...)
 

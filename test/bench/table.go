@@ -19,8 +19,10 @@ func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Mi
 var rows = []row{
 	{"initialize all Nodes", func(r result) float64 { return seconds(r.Initialize) }, "s"},
 	{"requests to Talos per Node", func(r result) float64 { return r.Calls }, ""},
+	{"CPU time", func(r result) float64 { return seconds(r.CPU) }, "s"},
 	{"resident memory", func(r result) float64 { return float64(r.Resident) / (1 << 20) }, "MiB"},
-	{"goroutines per machine", func(r result) float64 { return float64(r.Goroutines) / float64(r.Machines) }, ""},
+	{"heap per machine after a collection", func(r result) float64 { return r.Heap / (1 << 10) / float64(r.Machines) }, "KiB"},
+	{"goroutines per machine", func(r result) float64 { return r.Goroutines / float64(r.Machines) }, ""},
 	{"change to Node, alone, median", func(r result) float64 { return milliseconds(r.Alone) }, "ms"},
 	{"change to Node, alone, p99", func(r result) float64 { return milliseconds(r.AloneP99) }, "ms"},
 	{"change to Node, 50 at once, median", func(r result) float64 { return milliseconds(r.Burst) }, "ms"},
@@ -39,7 +41,7 @@ func printTable(w io.Writer, machines int, results []result) {
 		var own float64
 
 		for _, r := range results {
-			if r.Subject == "talos-ccm" && own == 0 {
+			if r.Subject == talosCCM && own == 0 {
 				own = row.value(r)
 			}
 		}
@@ -47,7 +49,7 @@ func printTable(w io.Writer, machines int, results []result) {
 		compared := false
 
 		for _, r := range results {
-			if value := row.value(r); r.Subject != "talos-ccm" && value > 0 {
+			if value := row.value(r); r.Subject != talosCCM && value > 0 {
 				compared = true
 
 				fmt.Fprintf(w, "| %s | %s | %.1f %s | %.1f %s | %.2f |\n", row.name, r.Subject, own, row.unit, value, row.unit, own/value)
