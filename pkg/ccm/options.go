@@ -33,9 +33,8 @@ const (
 	// may share a host.
 	securePort = 10459
 
-	// Initializing a thousand Nodes takes three writes each.
-	clientQPS       = 100
-	clientBurst     = 200
+	// clientQPS disables client-side rate limiting: workers are few, and the API server has priority and fairness.
+	clientQPS       = -1
 	concurrentSyncs = 10
 )
 
@@ -84,7 +83,6 @@ func NewOptions() (*Options, error) {
 	framework.KubeCloudShared.CloudProvider.Name = "talos"
 	framework.Generic.LeaderElection.ResourceName = leaseName
 	framework.Generic.ClientConnection.QPS = clientQPS
-	framework.Generic.ClientConnection.Burst = clientBurst
 	framework.NodeController.ConcurrentNodeSyncs = concurrentSyncs
 	framework.SecureServing.BindPort = securePort
 	// An extension service shares the host's network.
