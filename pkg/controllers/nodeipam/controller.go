@@ -82,6 +82,9 @@ const (
 	// stops still holds the lease: then the next leader's list contains every write.
 	writeTimeout = 3 * time.Second
 
+	// workers is the number of Nodes that are assigned pod CIDRs concurrently.
+	workers = 8
+
 	// Queue keys that cannot be the name of a Node: enqueue all Nodes without podCIDRs, and do the periodic work.
 	pendingKey = "/pending"
 	refreshKey = "/refresh"
@@ -129,7 +132,7 @@ type Controller struct {
 	// machineMu is held while an inventory entry is read and its addresses are reserved, so that no older entry
 	// replaces a newer one.
 	machineMu sync.Mutex
-	// loggedState is the state that was logged last. Only the worker uses it.
+	// loggedState is the state that was logged last. Only the worker that has refreshKey uses it.
 	loggedState string
 }
 
@@ -196,7 +199,10 @@ func (c *Controller) Run(ctx context.Context) {
 	var group wait.Group
 
 	worker := queue.Worker{Queue: c.queue, Subject: "node", Failure: "Failed to assign pod CIDRs; retrying", Sync: c.sync}
-	group.StartWithContext(ctx, worker.Run)
+
+	for range workers {
+		group.StartWithContext(ctx, worker.Run)
+	}
 
 	for c.queue.Add(refreshKey); backoff.Sleep(ctx, c.cfg.Clock, refreshInterval); {
 		c.queue.Add(refreshKey)
