@@ -65,6 +65,7 @@ type Inventory struct {
 
 	mu       sync.RWMutex
 	entries  map[string]Entry
+	counts   map[Condition]int // of entries
 	handlers []func(nodename string)
 	former   *Inventory // gets what Forget removes; may be nil
 
@@ -91,7 +92,7 @@ const (
 // New returns an empty Inventory that reads the time from now.
 func New(now func() time.Time) *Inventory {
 	return &Inventory{
-		now: now, entries: map[string]Entry{},
+		now: now, entries: map[string]Entry{}, counts: map[Condition]int{},
 		uuids: index[string]{}, names: index[string]{}, addresses: index[string]{}, platforms: index[netip.Addr]{},
 		identities: index[identifier]{}, ambiguous: sets.New[identifier](), displaced: sets.New[string](),
 		dropped: map[string]map[string]time.Time{},
@@ -127,17 +128,11 @@ func (i *Inventory) Get(nodename string) Entry {
 }
 
 // Count returns the number of machines in the given condition.
-func (i *Inventory) Count(c Condition) (n int) {
+func (i *Inventory) Count(c Condition) int {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
 
-	for nodename := range i.entries {
-		if i.entries[nodename].Condition == c {
-			n++
-		}
-	}
-
-	return n
+	return i.counts[c]
 }
 
 // SharedUUID reports whether a machine other than nodename's has the SMBIOS UUID. The former name of the same machine
@@ -237,6 +232,10 @@ func (i *Inventory) Forget(nodename string) {
 
 	i.mu.Lock()
 	old, known := i.entries[nodename]
+	if known {
+		i.counts[old.Condition]--
+	}
+
 	delete(i.entries, nodename)
 	i.displaced.Delete(nodename)
 	affected := append(i.reindex(nodename, old, Entry{}), i.reidentify(nodename, old, Entry{})...)
@@ -262,7 +261,7 @@ func (i *Inventory) adopt(nodename string, last machine.Machine) {
 
 	entry := old
 	entry.Last = last
-	i.entries[nodename] = entry
+	i.set(nodename, entry)
 	affected := append(i.reindex(nodename, old, entry), i.reidentify(nodename, old, entry)...)
 	i.mu.Unlock()
 
@@ -275,7 +274,7 @@ func (i *Inventory) update(nodename string, change func(*Entry)) {
 	old := i.entries[nodename]
 	entry := old
 	change(&entry)
-	i.entries[nodename] = entry
+	i.set(nodename, entry)
 	i.displace(nodename, entry)
 	i.drop(nodename, old.Last, entry.Last)
 
@@ -294,6 +293,16 @@ func (i *Inventory) update(nodename string, change func(*Entry)) {
 	i.mu.Unlock()
 
 	i.notify(affected)
+}
+
+// set requires i.mu.
+func (i *Inventory) set(nodename string, entry Entry) {
+	if old, known := i.entries[nodename]; known {
+		i.counts[old.Condition]--
+	}
+
+	i.counts[entry.Condition]++
+	i.entries[nodename] = entry
 }
 
 // drop records what nodename's machine has stopped to report. It requires i.mu.
