@@ -46,6 +46,7 @@ type IssuedCredentials struct {
 	mu    sync.Mutex
 	cert  *tls.Certificate
 	roots []trustedCA
+	pool  *x509.CertPool // of roots; never changed, because connections share it
 }
 
 type trustedCA struct {
@@ -150,6 +151,11 @@ func (c *IssuedCredentials) renew(ctx context.Context) (rotated bool, err error)
 	// The current CA comes first. A previous CA is removed when all server certificates that it issued have expired.
 	c.roots = slices.DeleteFunc(c.roots, func(root trustedCA) bool { return root.pem == ca || now.Sub(root.lastSeen) >= caGrace })
 	c.roots = slices.Insert(c.roots, 0, trustedCA{pem: ca, lastSeen: now})
+	c.pool = x509.NewCertPool()
+
+	for _, root := range c.roots {
+		c.pool.AppendCertsFromPEM([]byte(root.pem))
+	}
 
 	return rotated, nil
 }
@@ -163,12 +169,7 @@ func (c *IssuedCredentials) TLSConfig() (*tls.Config, error) {
 		return nil, errors.New("no os:reader certificate issued yet")
 	}
 
-	pool := x509.NewCertPool()
-	for _, root := range c.roots {
-		pool.AppendCertsFromPEM([]byte(root.pem))
-	}
-
-	return &tls.Config{MinVersion: tls.VersionTLS13, RootCAs: pool, Certificates: []tls.Certificate{*c.cert}}, nil
+	return &tls.Config{MinVersion: tls.VersionTLS13, RootCAs: c.pool, Certificates: []tls.Certificate{*c.cert}}, nil
 }
 
 // Talosconfig are Credentials from the current context of the talosconfig file at Path, which is read for each Dial.
