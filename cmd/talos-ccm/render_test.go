@@ -139,7 +139,7 @@ func TestRender_PrintsNodesAndRules(t *testing.T) {
 		}
 	}
 
-	if !strings.Contains(stderr, "no systeminformations, extensionstatuses of machine 10.77.0.3") || !strings.Contains(stderr, preview.Command()) {
+	if !strings.Contains(stderr, "no systeminformations of machine 10.77.0.3") || !strings.Contains(stderr, preview.Command()) {
 		t.Errorf("missing kinds are not in the warning: %s", stderr)
 	}
 }

@@ -126,13 +126,12 @@ func (r *machineReader) read(ctx context.Context, node string) (machine.Machine,
 	ctx = client.WithNode(ctx, memberAddress(ctx, c, node)) // the API of resources does not support WithNodes
 
 	view := machine.View{Facts: r.facts}
-	watched := machine.WatchedKinds()
-	polled, constant := machine.FactKinds(r.facts)
+	kinds := machine.KindsOf(r.facts)
 
-	for i, kind := range slices.Concat(watched, machine.PolledKinds(), polled, constant) {
+	for i, kind := range kinds.All() {
 		// Talos answers PermissionDenied for a kind that its version does not have. Every version has the watched kinds.
 		list, err := c.COSI.List(ctx, kind)
-		if err != nil && (i < len(watched) || status.Code(err) != codes.PermissionDenied) {
+		if err != nil && (i < len(kinds.Watched) || status.Code(err) != codes.PermissionDenied) {
 			return machine.Machine{}, fmt.Errorf("list %s: %w", kind.Type(), err)
 		}
 

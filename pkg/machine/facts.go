@@ -42,9 +42,17 @@ var optionalFacts = map[string]optionalFact{
 
 		return hex(spec.ClassID) + hex(spec.SubclassID) + ":" + hex(spec.VendorID) + ":" + hex(spec.ProductID)
 	})},
-	"SecureBoot": {kind(runtime.NamespaceName, runtime.SecurityStateType), true, secureBoot},
-	"KernelArgs": {kind(runtime.NamespaceName, runtime.KernelCmdlineType), true, kernelArgs},
-	"Meta":       {kind(runtime.NamespaceName, runtime.MetaKeyType), false, metaKeys},
+	"SecureBoot":   {kind(runtime.NamespaceName, runtime.SecurityStateType), true, secureBoot},
+	"KernelArgs":   {kind(runtime.NamespaceName, runtime.KernelCmdlineType), true, kernelArgs},
+	"Meta":         {kind(runtime.NamespaceName, runtime.MetaKeyType), false, metaKeys},
+	"TalosVersion": {kind(runtime.NamespaceName, runtime.VersionType), true, talosVersion},
+	"Extensions": {kind(runtime.NamespaceName, runtime.ExtensionStatusType), true, func(_ *Machine, resources []resource.Resource) any {
+		return extensions(resources)
+	}},
+	// Image Factory adds an extension with this name to every image. Its version is the ID of the schematic.
+	"Schematic": {kind(runtime.NamespaceName, runtime.ExtensionStatusType), true, func(_ *Machine, resources []resource.Resource) any {
+		return extensions(resources)["schematic"]
+	}},
 }
 
 // OptionalFacts returns the names of the facts that a View reads only if View.Facts names them, sorted.
@@ -57,32 +65,6 @@ func (m Machine) Fact(name string) any {
 	}
 
 	return optionalFacts[name].read(&Machine{}, nil)
-}
-
-// FactKinds returns the resource kinds that are listed for the optional facts with the given names. Those in constant
-// do not change before the machine reboots. It omits watched kinds.
-func FactKinds(names []string) (polled, constant []resource.Kind) {
-	var seen []resource.Type
-	for _, watched := range WatchedKinds() {
-		seen = append(seen, watched.Type())
-	}
-
-	for _, name := range names {
-		f := optionalFacts[name]
-
-		switch {
-		case slices.Contains(seen, f.kind.Type()):
-			continue
-		case f.constant:
-			constant = append(constant, f.kind)
-		default:
-			polled = append(polled, f.kind)
-		}
-
-		seen = append(seen, f.kind.Type())
-	}
-
-	return polled, constant
 }
 
 // listOf returns a function that reads a list of different texts, none of them empty.
@@ -207,4 +189,27 @@ func metaKeys(_ *Machine, resources []resource.Resource) any {
 	}
 
 	return values
+}
+
+func talosVersion(_ *Machine, resources []resource.Resource) any {
+	for _, r := range resources {
+		if v, ok := r.(*runtime.Version); ok {
+			return v.TypedSpec().Version
+		}
+	}
+
+	return ""
+}
+
+// extensions returns the versions of the machine's system extensions by name.
+func extensions(resources []resource.Resource) map[string]string {
+	versions := map[string]string{}
+
+	for _, r := range resources {
+		if status, ok := r.(*runtime.ExtensionStatus); ok {
+			versions[status.TypedSpec().Metadata.Name] = status.TypedSpec().Metadata.Version
+		}
+	}
+
+	return versions
 }

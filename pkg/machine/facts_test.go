@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/siderolabs/talos/pkg/machinery/extensions"
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
@@ -56,6 +57,10 @@ func key(id, value string) *runtime.MetaKey {
 	return withSpec(runtime.NewMetaKey(runtime.NamespaceName, id), runtime.MetaKeySpec{Value: value})
 }
 
+func extension(id, name, version string) *runtime.ExtensionStatus {
+	return withSpec(runtime.NewExtensionStatus(runtime.NamespaceName, id), extensions.Layer{Metadata: extensions.Metadata{Name: name, Version: version}})
+}
+
 func TestView_OptionalFacts(t *testing.T) {
 	local := addressStatus("eth0", "fe80::1/64")
 	local.TypedSpec().Scope = nethelpers.ScopeLink
@@ -100,6 +105,9 @@ func TestView_OptionalFacts(t *testing.T) {
 			[]resource.Resource{withSpec(runtime.NewKernelCmdline(), runtime.KernelCmdlineSpec{Cmdline: "talos.platform=metal console=tty0 quiet a=b=c console=ttyS0"})},
 			map[string]string{"talos.platform": "metal", "console": "tty0,ttyS0", "quiet": "", "a": "b=c"},
 		},
+		{"TalosVersion", []resource.Resource{withSpec(runtime.NewVersion(), runtime.VersionSpec{Version: "v1.13.5"})}, "v1.13.5"},
+		{"Extensions", []resource.Resource{extension("000", "schematic", "37656"), extension("001", "nvidia", "570.1")}, map[string]string{"schematic": "37656", "nvidia": "570.1"}},
+		{"Schematic", []resource.Resource{extension("000", "schematic", "37656"), extension("001", "nvidia", "570.1")}, "37656"},
 		{"Meta", []resource.Resource{key("0x0c", "rack=7"), key("0x0d", "")}, map[string]string{"0x0c": "rack=7", "0x0d": ""}},
 	} {
 		untested = slices.DeleteFunc(untested, func(name string) bool { return name == test.fact })
@@ -135,34 +143,39 @@ func isEmpty(value any) bool {
 	return v.IsZero() || v.Kind() == reflect.Map && v.Len() == 0
 }
 
-func TestFactKinds(t *testing.T) {
+func TestKindsOf(t *testing.T) {
+	always := machine.KindsOf(nil)
+
 	for _, test := range []struct {
-		names            []string
+		facts            []string
 		polled, constant []resource.Type
 	}{
 		{nil, nil, nil},
 		{[]string{"Addresses", "Subnets"}, nil, nil}, // of watched kinds
 		{[]string{"CPUModel", "CPUs", "Links"}, []resource.Type{network.LinkStatusType}, []resource.Type{hardware.ProcessorType}},
+		{[]string{"Extensions", "Schematic"}, nil, []resource.Type{runtime.ExtensionStatusType}},
 	} {
-		polled, constant := machine.FactKinds(test.names)
+		kinds := machine.KindsOf(test.facts)
 
-		for i, got := range [][]resource.Kind{polled, constant} {
+		for i, got := range [][]resource.Kind{kinds.Polled[len(always.Polled):], kinds.Constant[len(always.Constant):]} {
 			var types []resource.Type
 			for _, kind := range got {
 				types = append(types, kind.Type())
 			}
 
 			if want := [][]resource.Type{test.polled, test.constant}[i]; !slices.Equal(types, want) {
-				t.Errorf("%v: got %v, want %v", test.names, types, want)
+				t.Errorf("%v: got %v, want %v", test.facts, types, want)
 			}
 		}
 	}
 
-	polled, constant := machine.FactKinds(machine.OptionalFacts())
-	for _, kind := range slices.Concat(polled, constant) {
-		if slices.ContainsFunc(machine.PolledKinds(), func(k resource.Kind) bool { return k.Type() == kind.Type() }) {
-			t.Errorf("%s is polled anyway", kind.Type())
-		}
+	var types []resource.Type
+	for _, kind := range machine.KindsOf(machine.OptionalFacts()).All() {
+		types = append(types, kind.Type())
+	}
+
+	if slices.Sort(types); len(slices.Compact(types)) != len(types) {
+		t.Errorf("a kind is listed twice: %v", types)
 	}
 }
 

@@ -55,11 +55,6 @@ type Machine struct {
 	PlatformFromCache bool
 	// System is the SMBIOS system information; the zero value if there is none.
 	System hardware.SystemInformationSpec
-	// TalosVersion is the running version, such as "v1.13.5" (runtime/Versions).
-	TalosVersion string
-	// Extensions are the versions of the machine's system extensions by name (runtime/ExtensionStatuses). An image
-	// built by Image Factory has an extension named "schematic", whose version is the schematic ID.
-	Extensions map[string]string
 	// Addresses are all addresses on the machine's links, sorted by resource ID, such as "eth0/10.0.0.1/24".
 	Addresses []Address
 	// NodeIPs are the addresses that Talos passes to the kubelet (k8s/NodeIPs), at most one of each IP family.

@@ -18,34 +18,57 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 )
 
-// WatchedKinds returns the resource kinds whose changes must reach the Node immediately.
-func WatchedKinds() []resource.Kind {
-	return []resource.Kind{
-		kind(runtime.NamespaceName, runtime.PlatformMetadataType),
-		kind(network.NamespaceName, network.AddressStatusType),
-		kind(runtime.NamespaceName, runtime.MachineStatusType),
-		kind(k8s.NamespaceName, k8s.NodenameType),
-	}
+// Kinds are the resource kinds that a View needs.
+type Kinds struct {
+	// Watched are those whose changes must reach the Node immediately. Each watch costs about 10 KB of memory per
+	// machine on either side.
+	Watched []resource.Kind
+	// Polled are those that rarely change after boot. A change of the hostname changes the watched Nodename, too
+	// (k8s/NodenameController).
+	Polled []resource.Kind
+	// Constant are those that do not change before the machine reboots.
+	Constant []resource.Kind
 }
 
-// PolledKinds returns the resource kinds that rarely change after boot. They are listed periodically instead of
-// watched, since each watch costs about 25 KB per machine on either side. A change of the hostname changes the watched
-// Nodename, too (k8s/NodenameController).
-func PolledKinds() []resource.Kind {
-	return []resource.Kind{
-		kind(hardware.NamespaceName, hardware.SystemInformationType),
-		kind(network.NamespaceName, network.PlatformConfigType),
-		kind(network.NamespaceName, network.HostnameStatusType),
-		kind(cluster.NamespaceName, cluster.IdentityType),
-		kind(cluster.NamespaceName, cluster.InfoType),
-		kind(config.NamespaceName, config.MachineTypeType),
-		kind(runtime.NamespaceName, runtime.VersionType),
-		kind(runtime.NamespaceName, runtime.ExtensionStatusType),
-		kind(k8s.NamespaceName, k8s.NodeIPType),
-		kind(k8s.NamespaceName, k8s.NodeIPConfigType),
-		kind(block.NamespaceName, block.DiscoveredVolumeType),
+// KindsOf returns the kinds of a View with the given optional facts.
+func KindsOf(facts []string) Kinds {
+	kinds := Kinds{
+		Watched: []resource.Kind{
+			kind(runtime.NamespaceName, runtime.PlatformMetadataType),
+			kind(network.NamespaceName, network.AddressStatusType),
+			kind(runtime.NamespaceName, runtime.MachineStatusType),
+			kind(k8s.NamespaceName, k8s.NodenameType),
+		},
+		Polled: []resource.Kind{
+			kind(network.NamespaceName, network.PlatformConfigType),
+			kind(network.NamespaceName, network.HostnameStatusType),
+			kind(cluster.NamespaceName, cluster.InfoType),
+			kind(config.NamespaceName, config.MachineTypeType),
+			kind(k8s.NamespaceName, k8s.NodeIPType),
+			kind(k8s.NamespaceName, k8s.NodeIPConfigType),
+		},
+		Constant: []resource.Kind{
+			kind(hardware.NamespaceName, hardware.SystemInformationType),
+			kind(cluster.NamespaceName, cluster.IdentityType),
+			kind(block.NamespaceName, block.DiscoveredVolumeType),
+		},
 	}
+
+	for _, name := range facts {
+		switch f := optionalFacts[name]; {
+		case slices.ContainsFunc(kinds.All(), func(k resource.Kind) bool { return k.Type() == f.kind.Type() }):
+		case f.constant:
+			kinds.Constant = append(kinds.Constant, f.kind)
+		default:
+			kinds.Polled = append(kinds.Polled, f.kind)
+		}
+	}
+
+	return kinds
 }
+
+// All returns all kinds, first those that are watched.
+func (k Kinds) All() []resource.Kind { return slices.Concat(k.Watched, k.Polled, k.Constant) }
 
 func kind(namespace resource.Namespace, typ resource.Type) resource.Kind {
 	return resource.NewMetadata(namespace, typ, "", resource.VersionUndefined)
@@ -54,7 +77,7 @@ func kind(namespace resource.Namespace, typ resource.Type) resource.Kind {
 // View collects the resources of one machine. The zero value is empty and ready to use. It is not safe for concurrent
 // use.
 type View struct {
-	// Facts are the names of the optional facts that a Machine gets. Their resources are those of FactKinds.
+	// Facts are the names of the optional facts that a Machine gets. Their resources are those of KindsOf.
 	Facts []string
 
 	resources map[resource.Type]map[resource.ID]resource.Resource
@@ -189,14 +212,6 @@ func (m *Machine) add(r resource.Resource) {
 		m.Platform = r.TypedSpec().DeepCopy()
 	case *runtime.MachineStatus:
 		m.Stage = r.TypedSpec().Stage
-	case *runtime.Version:
-		m.TalosVersion = r.TypedSpec().Version
-	case *runtime.ExtensionStatus:
-		if m.Extensions == nil {
-			m.Extensions = map[string]string{}
-		}
-
-		m.Extensions[r.TypedSpec().Metadata.Name] = r.TypedSpec().Metadata.Version
 	case *network.AddressStatus:
 		spec := r.TypedSpec()
 		m.Addresses = append(m.Addresses, Address{Prefix: spec.Address, Link: spec.LinkName, Scope: spec.Scope, Flags: spec.Flags})

@@ -207,7 +207,7 @@ func TestView_Changes(t *testing.T) {
 	}
 
 	kindOf := func(typ resource.Type) resource.Kind {
-		for _, kind := range append(machine.WatchedKinds(), machine.PolledKinds()...) {
+		for _, kind := range machine.KindsOf(nil).All() {
 			if kind.Type() == typ {
 				return kind
 			}
@@ -367,7 +367,7 @@ func TestView_MachineIsIndependentOfResources(t *testing.T) {
 }
 
 func TestKinds_EachIsEitherWatchedOrPolled(t *testing.T) {
-	kinds := append(machine.WatchedKinds(), machine.PolledKinds()...)
+	kinds := machine.KindsOf(nil).All()
 
 	for _, r := range everything() {
 		matches := 0

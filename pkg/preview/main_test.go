@@ -134,8 +134,7 @@ func truth(t testing.TB, m *talostest.Machine) machine.Machine {
 }
 
 func kinds() []resource.Kind {
-	polled, constant := machine.FactKinds(machine.OptionalFacts())
-	all := slices.Concat(machine.WatchedKinds(), machine.PolledKinds(), polled, constant)
+	all := machine.KindsOf(machine.OptionalFacts()).All()
 
 	return slices.DeleteFunc(all, func(kind resource.Kind) bool {
 		return kind.Type() == cluster.IdentityType || kind.Type() == block.DiscoveredVolumeType

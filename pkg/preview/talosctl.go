@@ -63,11 +63,8 @@ func Command(facts ...string) string {
 }
 
 func kinds(facts []string) []resource.Kind {
-	polled, constant := machine.FactKinds(facts)
-	all := slices.Concat(machine.WatchedKinds(), machine.PolledKinds(), polled, constant)
-
 	// The node ID and the volumes change nothing on the Node.
-	return slices.DeleteFunc(all, func(kind resource.Kind) bool {
+	return slices.DeleteFunc(machine.KindsOf(facts).All(), func(kind resource.Kind) bool {
 		return kind.Type() == cluster.IdentityType || kind.Type() == block.DiscoveredVolumeType
 	})
 }

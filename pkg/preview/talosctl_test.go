@@ -96,8 +96,8 @@ func TestParse_ReadsRecordedTalosctlOutput(t *testing.T) {
 			}
 
 			want := []preview.Machine{
-				inTestdata("10.77.0.2", "talos-cp", talosmachine.TypeControlPlane, "fe80::f055:7bff:fe47:cc23/64", "systeminformations", "extensionstatuses"),
-				inTestdata("10.77.0.3", "talos-wk", talosmachine.TypeWorker, "fe80::383e:d9ff:fe9b:60ad/64", "systeminformations", "extensionstatuses"),
+				inTestdata("10.77.0.2", "talos-cp", talosmachine.TypeControlPlane, "fe80::f055:7bff:fe47:cc23/64", "systeminformations"),
+				inTestdata("10.77.0.3", "talos-wk", talosmachine.TypeWorker, "fe80::383e:d9ff:fe9b:60ad/64", "systeminformations"),
 			}
 
 			if diff := cmp.Diff(want, machines, cmp.Comparer(machine.Machine.Equal)); diff != "" {
@@ -121,7 +121,6 @@ func inTestdata(ip, name string, typ talosmachine.Type, linkLocal string, missin
 		Stage:             runtime.MachineStageRunning,
 		Platform:          runtime.PlatformMetadataSpec{Platform: "container", Hostname: name, InstanceType: "2CPU-2048RAM"},
 		PlatformPublished: true,
-		TalosVersion:      "v1.13.5",
 		Addresses: []machine.Address{
 			address("eth0", ip+"/24", nethelpers.ScopeGlobal), address("eth0", linkLocal, nethelpers.ScopeLink),
 			address("lo", "127.0.0.1/8", nethelpers.ScopeHost), address("lo", "169.254.116.108/32", nethelpers.ScopeHost), address("lo", "::1/128", nethelpers.ScopeHost),
@@ -190,14 +189,14 @@ func TestParse_RejectsInvalidInput(t *testing.T) {
 
 func TestParse_ReadsShortForm(t *testing.T) {
 	machines, err := preview.Parse([]byte("platformmetadata: {platform: aws, hostname: web-7, tags: {rack: R12}}\n" +
-		"systeminformation:\n  skuNumber: X10\nnodename: {nodename: worker-1}\nextensions: {nvidia: 570.1}\n"))
+		"systeminformation:\n  skuNumber: X10\nnodename: {nodename: worker-1}\n"))
 	if err != nil {
 		t.Fatal(err)
 	}
 
 	want := machine.Machine{
 		Nodename: "worker-1", Platform: runtime.PlatformMetadataSpec{Platform: "aws", Hostname: "web-7", Tags: map[string]string{"rack": "R12"}},
-		System: hardware.SystemInformationSpec{SKUNumber: "X10"}, Extensions: map[string]string{"nvidia": "570.1"},
+		System: hardware.SystemInformationSpec{SKUNumber: "X10"},
 	}
 	if len(machines) != 1 || !machines[0].Machine.Equal(want) {
 		t.Errorf("got %+v", machines)
@@ -205,15 +204,16 @@ func TestParse_ReadsShortForm(t *testing.T) {
 }
 
 func TestParse_ReadsOptionalFactsOfShortForm(t *testing.T) {
-	const text = "platformmetadata: {platform: metal}\naddresses: [10.2.7.21/24]\nmeta: {\"0x0c\": rack=7}\n" +
+	const text = "platformmetadata: {platform: metal}\naddresses: [10.2.7.21/24]\nmeta: {\"0x0c\": rack=7}\nextensions: {nvidia: 570.1}\n" +
 		"pcidevices: [{class_id: \"0x03\", subclass_id: \"0x02\", vendor_id: \"0x10de\", product_id: \"0x2236\"}, {class_id: \"0x02\"}]\n"
 
 	for name, test := range map[string]struct {
 		facts []string
 		want  map[string]any
 	}{
-		"used": {[]string{"Meta", "PCIDevices", "Subnets"}, map[string]any{
-			"Meta": map[string]string{"0x0c": "rack=7"}, "PCIDevices": []string{"02::", "0302:10de:2236"}, "Subnets": []string{"10.2.7.0/24"},
+		"used": {[]string{"Extensions", "Meta", "PCIDevices", "Subnets"}, map[string]any{
+			"Extensions": map[string]string{"nvidia": "570.1"},
+			"Meta":       map[string]string{"0x0c": "rack=7"}, "PCIDevices": []string{"02::", "0302:10de:2236"}, "Subnets": []string{"10.2.7.0/24"},
 		}},
 		"not used": {},
 	} {

@@ -3,6 +3,7 @@ package reflector_test
 import (
 	"context"
 	"net/netip"
+	"slices"
 	"testing"
 	"time"
 
@@ -17,6 +18,9 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/informers"
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
@@ -28,8 +32,9 @@ const (
 	// answerTimeout is slightly longer than the product's.
 	answerTimeout = 31 * time.Second
 
-	// firstPoll and longestSession are upper bounds that include jitter.
+	// firstPoll, nextPoll and longestSession are upper bounds that include jitter. The first is for a machine that is booting.
 	firstPoll      = 12 * time.Second
+	nextPoll       = 12 * time.Minute
 	longestSession = 46 * time.Minute
 
 	// watchingTimers is the number of timers of an idle session: next poll and expiry.
@@ -96,20 +101,6 @@ func polledChanges() map[resource.Type]change {
 			},
 			seen: func(m machine.Machine) bool { return m.NodeID == "reinstalled" },
 		},
-		runtime.VersionType: {
-			make: func(ctx context.Context, m *talostest.Machine) error {
-				return modify(ctx, m, runtime.NewVersion(), func(r *runtime.Version) { r.TypedSpec().Version = "v9.9.9" })
-			},
-			seen: func(m machine.Machine) bool { return m.TalosVersion == "v9.9.9" },
-		},
-		runtime.ExtensionStatusType: {
-			make: func(ctx context.Context, m *talostest.Machine) error {
-				return modify(ctx, m, runtime.NewExtensionStatus(runtime.NamespaceName, "001.schematic"), func(r *runtime.ExtensionStatus) {
-					r.TypedSpec().Metadata.Name, r.TypedSpec().Metadata.Version = "schematic", "376567988ad3"
-				})
-			},
-			seen: func(m machine.Machine) bool { return m.Extensions["schematic"] == "376567988ad3" },
-		},
 		k8s.NodeIPType: {
 			make: func(ctx context.Context, m *talostest.Machine) error { return m.SetNodeIPs(ctx, publicPrefix.Addr()) },
 			seen: func(m machine.Machine) bool { return len(m.NodeIPs) == 1 && m.NodeIPs[0] == publicPrefix.Addr() },
@@ -134,30 +125,76 @@ func polledChanges() map[resource.Type]change {
 }
 
 func TestSession_PublishesPolledChangeAtNextPoll(t *testing.T) {
-	t.Parallel()
+	kinds := machine.KindsOf(nil)
 
-	s, clk := newTimedSuite(t)
-	worker := s.addWorker(t)
-	s.track(worker)
-	s.settle(t, clk, worker.Nodename())
+	for _, test := range []struct {
+		stage runtime.MachineStage
+		kinds []resource.Kind
+		poll  time.Duration
+	}{
+		{runtime.MachineStageBooting, slices.Concat(kinds.Polled, kinds.Constant), firstPoll},
+		{runtime.MachineStageRunning, kinds.Polled, nextPoll},
+	} {
+		t.Run(test.stage.String(), func(t *testing.T) {
+			t.Parallel()
 
-	changes := polledChanges()
+			s, clk := newTimedSuite(t)
+			worker := s.addWorker(t)
+			must(t, worker.SetStage(t.Context(), test.stage))
+			s.track(worker)
+			s.settle(t, clk, worker.Nodename())
 
-	for _, kind := range machine.PolledKinds() {
-		c, known := changes[kind.Type()]
-		if !known {
-			t.Errorf("%s is polled, but no test changes it", kind.Type())
+			changes := polledChanges()
 
-			continue
-		}
+			for _, kind := range test.kinds {
+				c, known := changes[kind.Type()]
+				if !known {
+					t.Fatalf("%s is polled, but no test changes it", kind.Type())
+				}
 
-		must(t, c.make(t.Context(), worker))
+				must(t, c.make(t.Context(), worker))
+			}
+
+			clk.Step(test.poll)
+
+			for _, kind := range test.kinds {
+				s.awaitView(t, worker.Nodename(), changes[kind.Type()].seen)
+			}
+		})
 	}
+}
 
-	clk.Step(firstPoll)
+// The polled resources change with them, and the next poll would be late.
+func TestSession_PollsAfterWatchedChange(t *testing.T) {
+	for name, test := range map[string]struct {
+		change func(ctx context.Context, m *talostest.Machine) error
+		seen   func(machine.Machine) bool
+		within time.Duration
+	}{
+		"platform metadata": {func(ctx context.Context, m *talostest.Machine) error {
+			return m.UpdatePlatform(ctx, func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "zone-2" })
+		}, inZone("zone-2"), 0},
+		"address": {func(ctx context.Context, m *talostest.Machine) error {
+			return m.AddAddress(ctx, "eth0", publicPrefix)
+		}, func(m machine.Machine) bool { return m.HasAddress(publicPrefix.Addr()) }, firstPoll},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 
-	for _, c := range changes {
-		s.awaitView(t, worker.Nodename(), c.seen)
+			s, clk := newTimedSuite(t)
+			worker := s.addWorker(t)
+			s.track(worker)
+			s.settle(t, clk, worker.Nodename())
+
+			must(t, worker.SetNodeIPs(t.Context(), publicPrefix.Addr()))
+			must(t, test.change(t.Context(), worker))
+			s.awaitChange(t, clk, worker.Nodename(), test.seen)
+			clk.Step(test.within)
+
+			s.awaitView(t, worker.Nodename(), func(m machine.Machine) bool {
+				return len(m.NodeIPs) == 1 && m.NodeIPs[0] == publicPrefix.Addr()
+			})
+		})
 	}
 }
 
@@ -166,6 +203,8 @@ func TestSession_PollIntervalGrows(t *testing.T) {
 
 	s, clk := newTimedSuite(t)
 	worker := s.addWorker(t)
+	cached := network.NewPlatformConfig(network.NamespaceName, network.PlatformConfigCachedID)
+	must(t, worker.State().Create(t.Context(), cached)) // the metadata service does not respond
 	s.track(worker)
 	s.settle(t, clk, worker.Nodename())
 
@@ -207,9 +246,12 @@ func TestSession_PollIntervalStaysShortDuringBoot(t *testing.T) {
 		s.settle(t, clk, worker.Nodename())
 	}
 
+	// Then constant resources are read once more, since some may have been published late.
+	must(t, worker.FormatVolume(t.Context(), constants.EphemeralPartitionLabel, "f-1"))
 	must(t, worker.SetStage(t.Context(), runtime.MachineStageRunning))
-	awaitChange(t, clk)
-	s.awaitView(t, worker.Nodename(), func(m machine.Machine) bool { return m.Stage == runtime.MachineStageRunning })
+	s.awaitChange(t, clk, worker.Nodename(), func(m machine.Machine) bool {
+		return m.Stage == runtime.MachineStageRunning && m.EphemeralID == "f-1"
+	})
 }
 
 func TestSession_ExpiresAndReadsEverythingOverNewConnection(t *testing.T) {
@@ -289,7 +331,7 @@ func TestSession_MarksFrozenMachineUnreachable(t *testing.T) {
 
 	calls := len(worker.Calls())
 
-	clk.Step(firstPoll)
+	clk.Step(nextPoll)
 	eventually(t, "the machine is polled", func() bool { return len(worker.Calls()) > calls })
 	clk.Step(answerTimeout)
 	awaitSession(t, clk)
@@ -343,4 +385,34 @@ func TestSession_DebouncesChanges(t *testing.T) {
 
 	clk.Step(100 * time.Millisecond)
 	s.awaitView(t, worker.Nodename(), func(m machine.Machine) bool { return m.Platform.Zone == "zone-2" })
+}
+
+// Only the initialization needs everything at once.
+func TestSession_PublishesFirstChangeOfInitializedNodeAtOnce(t *testing.T) {
+	t.Parallel()
+
+	s, clk := newTimedSuite(t)
+	worker := s.addWorker(t)
+
+	nodes := informers.NewSharedInformerFactory(nil, 0).Core().V1().Nodes()
+	must(t, nodes.Informer().GetIndexer().Add(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: worker.Nodename()}}))
+	must(t, s.reflector.FollowNodes(nodes))
+
+	s.track(worker)
+	s.settle(t, clk, worker.Nodename())
+
+	for range 2 {
+		zone := func(m machine.Machine) string { return m.Platform.Zone }
+		before := zone(s.inventory.Get(worker.Nodename()).Machine)
+
+		setZone(t, worker, before+"-a")
+		s.awaitView(t, worker.Nodename(), func(m machine.Machine) bool { return zone(m) == before+"-a" })
+
+		setZone(t, worker, before+"-b")
+		clk.Step(100 * time.Millisecond)
+		s.awaitView(t, worker.Nodename(), func(m machine.Machine) bool { return zone(m) == before+"-b" })
+
+		clk.Step(100 * time.Millisecond)
+		s.settle(t, clk, worker.Nodename())
+	}
 }

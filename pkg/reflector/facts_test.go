@@ -2,7 +2,6 @@ package reflector_test
 
 import (
 	"testing"
-	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
@@ -21,7 +20,8 @@ func TestSession_ListsNoKindThatNothingUses(t *testing.T) {
 	s.track(worker)
 	s.settle(t, clk, worker.Nodename())
 
-	if got, want := len(lists(worker)), len(machine.PolledKinds()); got != want {
+	kinds := machine.KindsOf(nil)
+	if got, want := len(lists(worker)), len(kinds.Polled)+len(kinds.Constant); got != want {
 		t.Errorf("%d kinds were listed, want %d: %v", got, want, lists(worker))
 	}
 }
@@ -64,11 +64,15 @@ func TestSession_ListsConstantFactsUntilMachineRuns(t *testing.T) {
 
 	must(t, worker.State().Create(t.Context(), device))
 	must(t, worker.SetStage(t.Context(), runtime.MachineStageRunning))
-	awaitChange(t, clk)
-	s.awaitView(t, worker.Nodename(), func(m machine.Machine) bool { return m.Stage == runtime.MachineStageRunning })
+	s.awaitChange(t, clk, worker.Nodename(), func(m machine.Machine) bool {
+		devices, _ := m.Fact("PCIDevices").([]string)
 
-	for polls := 2; polls <= 4; polls++ {
-		clk.Step(time.Minute)
+		return m.Stage == runtime.MachineStageRunning && len(devices) == 1
+	})
+	s.settle(t, clk, worker.Nodename())
+
+	for polls := 3; polls <= 4; polls++ {
+		clk.Step(nextPoll)
 		eventually(t, "the machine is polled", func() bool { return lists(worker)[k8s.NodeIPType] == polls })
 		eventually(t, "the poll has ended", func() bool { return s.inventory.Get(worker.Nodename()).ObservedAt.Equal(clk.Now()) })
 		s.settle(t, clk, worker.Nodename())
@@ -76,9 +80,5 @@ func TestSession_ListsConstantFactsUntilMachineRuns(t *testing.T) {
 		if got := lists(worker); got[hardware.PCIDeviceType] != 2 || got[network.RouteStatusType] != polls {
 			t.Errorf("after %d polls: %v", polls, got)
 		}
-	}
-
-	if got, _ := s.inventory.Get(worker.Nodename()).Machine.Fact("PCIDevices").([]string); len(got) != 1 {
-		t.Errorf("got devices %v", got)
 	}
 }

@@ -184,7 +184,7 @@ func TestSession_SendsAllRequestsConcurrently(t *testing.T) {
 	s.track(worker)
 
 	// All requests are sent before the first answer; otherwise the delays would add up.
-	all := len(machine.WatchedKinds()) + len(machine.PolledKinds())
+	all := len(machine.KindsOf(nil).All())
 	eventually(t, "all requests are sent", func() bool { return len(worker.Calls()) == all })
 
 	worker.Thaw()

@@ -17,6 +17,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/wait"
 	coreinformers "k8s.io/client-go/informers/core/v1"
+	corelisters "k8s.io/client-go/listers/core/v1"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/component-base/metrics"
 	"k8s.io/component-base/metrics/legacyregistry"
@@ -63,7 +64,10 @@ type Reflector struct {
 	dial       talosapi.DialFunc
 	clock      clock.Clock
 	facts      []string
+	kinds      machine.Kinds
 	connecting chan struct{} // semaphore
+	// nodes is nil before FollowNodes.
+	nodes corelisters.NodeLister
 
 	mu    sync.Mutex
 	ctx   context.Context //nolint:containedctx // set while Run runs: Track starts tasks, and its callers have no context
@@ -86,6 +90,7 @@ func New(inventory Inventory, dial talosapi.DialFunc, clk clock.Clock, facts ...
 		dial:       dial,
 		clock:      clk,
 		facts:      facts,
+		kinds:      machine.KindsOf(facts),
 		connecting: make(chan struct{}, maxConnecting),
 		tasks:      map[string]*task{},
 	}
@@ -113,6 +118,8 @@ func (r *Reflector) Run(ctx context.Context) {
 
 // FollowNodes tracks every Node that reports Talos as its operating system until the Node is deleted.
 func (r *Reflector) FollowNodes(nodes coreinformers.NodeInformer) error {
+	r.nodes = nodes.Lister()
+
 	track := func(obj any) {
 		if node, ok := obj.(*corev1.Node); ok && nodespec.IsTalos(node) {
 			r.Track(node.Name, nodespec.DialAddresses(node))
@@ -305,15 +312,28 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 		nodename:  nodename,
 		addr:      addr,
 		state:     st,
+		kinds:     r.kinds,
 		view:      machine.View{Facts: r.facts},
 		connected: func() {
 			release()
 			klog.FromContext(ctx).V(outage.Succeeded()).Info("Watching machine", "address", addr)
 		},
-		interval: pollFirst,
+		initialized: func() bool { return r.isInitialized(nodename) },
+		interval:    pollFirst,
 	}
 
 	return s.run(ctx)
+}
+
+// isInitialized reports whether the Node is known to be initialized.
+func (r *Reflector) isInitialized(nodename string) bool {
+	if r.nodes == nil {
+		return false
+	}
+
+	node, err := r.nodes.Get(nodename)
+
+	return err == nil && !nodespec.IsUninitialized(node)
 }
 
 // report records in the inventory why the machine could not be followed.

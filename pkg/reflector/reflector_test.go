@@ -3,6 +3,7 @@ package reflector_test
 import (
 	"context"
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -63,7 +64,7 @@ func TestSession_PublishesWatchedChangeImmediately(t *testing.T) {
 
 	changes := watchedChanges()
 
-	for _, kind := range machine.WatchedKinds() {
+	for _, kind := range machine.KindsOf(nil).Watched {
 		cases, known := changes[kind.Type()]
 		if !known {
 			t.Errorf("%s is watched, but no test changes it", kind.Type())
@@ -71,8 +72,7 @@ func TestSession_PublishesWatchedChangeImmediately(t *testing.T) {
 
 		for _, c := range cases {
 			must(t, c.make(t.Context(), worker))
-			awaitChange(t, clk)
-			s.awaitView(t, worker.Nodename(), c.seen)
+			s.awaitChange(t, clk, worker.Nodename(), c.seen)
 		}
 	}
 }
@@ -213,9 +213,8 @@ func TestTrack_IgnoresUnchangedAddresses(t *testing.T) {
 	s.track(worker)
 
 	// A change that arrives shows that the session is still the first.
-	setZone(t, worker, "zone-2")
-	awaitChange(t, clk)
-	s.awaitView(t, worker.Nodename(), inZone("zone-2"))
+	must(t, worker.AddAddress(t.Context(), "eth0", publicPrefix))
+	s.awaitChange(t, clk, worker.Nodename(), func(m machine.Machine) bool { return m.HasAddress(publicPrefix.Addr()) })
 
 	if got := len(worker.Calls()); got != calls {
 		t.Errorf("got %d additional calls", got-calls)
@@ -266,9 +265,10 @@ func TestUntrack_ReturnsWhileMachineIsUnresponsive(t *testing.T) {
 
 func TestReflector_AcceptsOlderTalosWithoutPolledKinds(t *testing.T) {
 	s := newRealSuite(t)
+	kinds := machine.KindsOf(nil)
 
 	var unsupported []resource.Type
-	for _, kind := range machine.PolledKinds() {
+	for _, kind := range slices.Concat(kinds.Polled, kinds.Constant) {
 		unsupported = append(unsupported, kind.Type())
 	}
 

@@ -6,11 +6,14 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"time"
 
 	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/cosi-project/runtime/pkg/state"
+	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
+	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -33,13 +36,14 @@ const (
 	sessionLength = 30 * time.Minute
 	sessionJitter = 0.5
 
-	// Resources that are not watched are polled. They rarely change after boot, so from then on the interval doubles up to pollMax.
+	// Resources that are not watched are polled. They rarely change after boot, so the interval is pollMax once the machine is running. It doubles
+	// up to pollMax while the machine is in another stage or has the metadata of an earlier boot.
 	pollFirst  = 10 * time.Second
 	pollMax    = 10 * time.Minute
 	pollJitter = 0.2
 
 	// debounce batches changes that Talos makes together. Metadata and addresses arrive over different watches, and a Node must not be
-	// initialized with only one of them.
+	// initialized with only one of them. The first change of an initialized Node's machine is not delayed.
 	debounce = 50 * time.Millisecond
 
 	// maxFlushed limits the events that are received after a session has failed. Few are pending then.
@@ -69,7 +73,10 @@ type session struct {
 	nodename  string
 	addr      netip.Addr
 	state     talosapi.State
+	kinds     machine.Kinds
 	connected func() // called when the session is established
+	// initialized reports whether the Node is initialized.
+	initialized func() bool
 
 	events  chan state.Event
 	results chan func() error // of requests; run calls them
@@ -81,8 +88,10 @@ type session struct {
 	constant      bool             // the constant facts are known
 	polling       bool             // a poll is in progress
 	pollAgain     bool             // when the poll has ended
+	pollSoon      bool             // the next poll is not later than pollFirst
 	established   bool             // the first view has been published
-	debounced     <-chan time.Time // fires when pending changes are to be published; nil if there are none
+	changed       bool             // there are changes to be published when debounced fires
+	debounced     <-chan time.Time // nil if the last change is older than debounce
 
 	deadline clock.Timer // of the requests in progress
 	nextPoll clock.Timer
@@ -119,8 +128,12 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 			err = result()
 		case <-s.debounced:
 			s.debounced = nil
-			err = s.publish()
+
+			if s.changed {
+				err = s.publishChange()
+			}
 		case <-s.nextPoll.C():
+			s.pollSoon = false
 			s.requestPoll(ctx)
 		case <-s.deadline.C():
 			if !s.answered() { // else it answered at the same moment
@@ -151,7 +164,7 @@ func (s *session) flush(ctx context.Context) error {
 		break
 	}
 
-	if mismatch := (*mismatchError)(nil); s.debounced != nil && errors.As(s.publish(), &mismatch) {
+	if mismatch := (*mismatchError)(nil); s.changed && errors.As(s.publish(), &mismatch) {
 		return mismatch
 	}
 
@@ -169,16 +182,12 @@ func (s *session) startPoll(ctx context.Context) {
 		s.deadline.Reset(answerTimeout)
 	}
 
-	if s.polled && s.view.Machine().Stage != runtime.MachineStageBooting {
-		s.interval = min(2*s.interval, pollMax)
-	}
-
-	kinds, constant := machine.FactKinds(s.view.Facts)
+	kinds := s.kinds.Polled
 	if !s.constant {
-		kinds = append(kinds, constant...)
+		kinds = slices.Concat(kinds, s.kinds.Constant)
 	}
 
-	go s.poll(ctx, append(kinds, machine.PolledKinds()...))
+	go s.poll(ctx, kinds)
 }
 
 // requestPoll starts a poll, after the present one if there is one.
@@ -194,10 +203,9 @@ func (s *session) requestPoll(ctx context.Context) {
 func (s *session) open(ctx context.Context) {
 	s.events, s.results = make(chan state.Event), make(chan func() error)
 
-	kinds := machine.WatchedKinds()
-	s.bootstrapping = len(kinds)
+	s.bootstrapping = len(s.kinds.Watched)
 
-	for _, kind := range kinds {
+	for _, kind := range s.kinds.Watched {
 		go func() {
 			if err := s.state.WatchKind(ctx, kind, s.events, state.WithBootstrapContents(true)); err != nil {
 				s.send(ctx, func() error { return fmt.Errorf("watch %s at %s: %w", kind.Type(), s.addr, err) })
@@ -252,17 +260,61 @@ func (s *session) poll(ctx context.Context, kinds []resource.Kind) {
 			s.view.ReplaceKind(kind, listings[i])
 		}
 
-		s.constant = s.view.Machine().Stage == runtime.MachineStageRunning // else it may be booting
-
-		s.nextPoll.Reset(wait.Jitter(s.interval, pollJitter))
+		if s.established {
+			s.scheduleNextPoll(s.view.Machine())
+		} else {
+			s.nextPoll.Reset(wait.Jitter(pollFirst, pollJitter))
+		}
 
 		if s.pollAgain {
 			s.pollAgain = false
 			s.startPoll(ctx)
 		}
 
+		if s.changed { // debounced
+			return nil
+		}
+
 		return s.publish()
 	})
+}
+
+// scheduleNextPoll is called after a poll, and for the first view.
+func (s *session) scheduleNextPoll(m machine.Machine) {
+	s.constant = m.Stage == runtime.MachineStageRunning // else it may be booting
+
+	if s.constant && !m.PlatformFromCache {
+		s.interval = pollMax
+	}
+
+	delay := s.interval
+	if s.pollSoon {
+		delay = pollFirst
+	}
+
+	s.nextPoll.Reset(wait.Jitter(delay, pollJitter))
+
+	if m.Stage != runtime.MachineStageBooting {
+		s.interval = min(2*s.interval, pollMax)
+	}
+}
+
+// pollAfter polls if polled resources probably change with the one of the event.
+func (s *session) pollAfter(ctx context.Context, event state.Event) {
+	switch r := event.Resource.(type) {
+	case *k8s.Nodename, *runtime.PlatformMetadata: // with the hostname (k8s/NodenameController), and the platform's configuration
+		s.requestPoll(ctx)
+	case *runtime.MachineStatus:
+		if r.TypedSpec().Stage == runtime.MachineStageRunning && !s.constant {
+			s.requestPoll(ctx)
+		}
+	case *network.AddressStatus:
+		// Node IPs follow a little later (k8s/NodeIPController). Pods add link-local addresses only.
+		if r.TypedSpec().Scope == nethelpers.ScopeGlobal && !s.pollSoon {
+			s.pollSoon = true
+			s.nextPoll.Reset(wait.Jitter(pollFirst, pollJitter))
+		}
+	}
 }
 
 // handle applies one watch event. A machine is not trusted before its nodename is verified, and not fully afterwards: an event may lack its
@@ -295,19 +347,36 @@ func (s *session) handle(ctx context.Context, event state.Event) error {
 		return s.publish()
 	}
 
-	// The nodename is published again whenever the hostname changes, which is polled (k8s/NodenameController). A rename
-	// ends the session.
-	if _, isNodename := event.Resource.(*k8s.Nodename); isNodename && event.Type != state.Destroyed {
-		s.requestPoll(ctx)
+	s.pollAfter(ctx, event)
 
+	// A rename ends the session.
+	if _, isNodename := event.Resource.(*k8s.Nodename); isNodename && event.Type != state.Destroyed {
 		return s.publish()
 	}
 
-	if s.debounced == nil {
+	s.changed = true
+
+	switch {
+	case s.debounced != nil:
+		return nil
+	case s.initialized():
+		return s.publishChange()
+	default:
+		s.debounced = s.clock.After(debounce)
+
+		return nil
+	}
+}
+
+// publishChange publishes now. If the Node is initialized, what changes until the end of the debounce is published then.
+func (s *session) publishChange() error {
+	s.changed = false
+
+	if s.initialized() {
 		s.debounced = s.clock.After(debounce)
 	}
 
-	return nil
+	return s.publish()
 }
 
 // publish writes a complete view to the inventory. It fails if the machine's nodename is not the Node's.
@@ -337,6 +406,7 @@ func (s *session) publish() error {
 	if !s.established {
 		s.established = true
 		s.connected()
+		s.scheduleNextPoll(m)
 	}
 
 	dialed, isControlPlane := s.state.(talosapi.ControlPlane)

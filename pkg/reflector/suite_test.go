@@ -223,11 +223,15 @@ func (s *suite) awaitView(t *testing.T, nodename string, want func(machine.Machi
 	})
 }
 
-// awaitChange waits until the session has received a change, then steps the clock by the time in which it must be published.
-func awaitChange(t *testing.T, clk *clocktesting.FakeClock) {
+// awaitChange is awaitView for a change that is published soon. It steps the clock too little for the next poll.
+func (s *suite) awaitChange(t *testing.T, clk *clocktesting.FakeClock, nodename string, want func(machine.Machine) bool) {
 	t.Helper()
-	eventually(t, "the change is pending", func() bool { return clk.Waiters() == watchingTimers+1 })
-	clk.Step(immediately)
+
+	s.awaitView(t, nodename, func(m machine.Machine) bool {
+		clk.Step(time.Millisecond)
+
+		return want(m)
+	})
 }
 
 // eventually polls until condition holds.

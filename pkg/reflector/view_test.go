@@ -55,13 +55,14 @@ func (s laggingState) WatchKind(ctx context.Context, kind resource.Kind, ch chan
 }
 
 func TestSession_PublishesNoViewBeforeAllWatchesBootstrapped(t *testing.T) {
-	for _, kind := range machine.WatchedKinds() {
+	for _, kind := range machine.KindsOf(nil).Watched {
 		t.Run(kind.Type(), func(t *testing.T) {
 			t.Parallel()
 
 			clk := &countingClock{FakeClock: clocktesting.NewFakeClock(time.Now())}
 			s := newSuite(t, clk)
 			worker := s.add(t, talostest.MachineSpec{Nodename: "worker-1", Platform: runtime.PlatformMetadataSpec{Platform: "aws", InstanceID: "i-1"}})
+			must(t, worker.SetStage(t.Context(), runtime.MachineStageBooting)) // is polled often
 
 			release := make(chan struct{})
 			s.run(t, func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
@@ -71,7 +72,7 @@ func TestSession_PublishesNoViewBeforeAllWatchesBootstrapped(t *testing.T) {
 			}, clk)
 			s.track(worker)
 
-			others := len(machine.WatchedKinds()) - 1
+			others := len(machine.KindsOf(nil).Watched) - 1
 			eventually(t, "the other watches are open", func() bool { return worker.OpenStreams() == others })
 
 			// This step reaches the second poll but not the deadline of the watches. Each poll resets the poll timer.

@@ -107,9 +107,9 @@ func FuzzSelector(f *testing.F) {
 
 		facts := rules.Facts{
 			Machine: machine.Machine{
-				Platform:   runtime.PlatformMetadataSpec{Zone: value, Tags: map[string]string{"a": value, value: "b"}},
-				System:     hardware.SystemInformationSpec{UUID: value},
-				Extensions: map[string]string{"a": value},
+				Platform: runtime.PlatformMetadataSpec{Zone: value, Tags: map[string]string{"a": value, value: "b"}},
+				System:   hardware.SystemInformationSpec{UUID: value},
+				Facts:    map[string]any{"Extensions": map[string]string{"a": value}},
 			},
 			NodeLabels: map[string]string{"a": value},
 		}

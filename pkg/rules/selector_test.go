@@ -31,8 +31,10 @@ func everything() rules.Facts {
 				Manufacturer: "Manufacturer", ProductName: "ProductName", Version: "Version", SerialNumber: "SerialNumber", UUID: "UUID",
 				WakeUpType: "WakeUpType", SKUNumber: "SKUNumber",
 			},
-			TalosVersion: "TalosVersion",
-			Extensions:   map[string]string{"schematic": "Schematic", "qemu-guest-agent": "9.0"},
+			Facts: map[string]any{
+				"TalosVersion": "TalosVersion", "Schematic": "Schematic",
+				"Extensions": map[string]string{"schematic": "Schematic", "qemu-guest-agent": "9.0"},
+			},
 		},
 		Architecture: "Architecture",
 		NodeLabels:   map[string]string{"example.org/Disk": "ssd", "node-role.kubernetes.io/control-plane": ""},
@@ -280,7 +282,7 @@ func TestSelector_SpotIsAlwaysPresent(t *testing.T) {
 // As in Kubernetes node selectors: labels such as node roles have an empty value.
 func TestSelector_EmptyMapEntriesExist(t *testing.T) {
 	facts := everything()
-	facts.Machine.Extensions["bare"] = ""
+	facts.Machine.Facts["Extensions"] = map[string]string{"bare": ""}
 
 	for _, key := range []string{"labels.node-role.kubernetes.io/control-plane", "tags.empty", "tags.EMPTY", "extensions.bare"} {
 		for _, terms := range [][]rules.SelectorTerm{one(key, rules.Exists), one(key, rules.In, "", "x")} {

@@ -74,11 +74,8 @@ func newVariables(facts *Facts, platform runtime.PlatformMetadataSpec, optional 
 		"Nodename":     m.Nodename,
 		"ClusterName":  m.ClusterName,
 		"MachineType":  machineType,
-		"TalosVersion": m.TalosVersion,
 		"Architecture": facts.Architecture,
-		"Extensions":   m.Extensions,
-		// Image Factory adds an extension with this name to every image. Its version is the ID of the schematic.
-		"Schematic":         m.Extensions["schematic"],
+
 		"KubernetesVersion": facts.KubernetesVersion,
 	}}
 

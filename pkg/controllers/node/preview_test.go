@@ -29,7 +29,7 @@ func (s suite) view(m *talostest.Machine) machine.Machine {
 
 	var view machine.View
 
-	for _, kind := range append(machine.WatchedKinds(), machine.PolledKinds()...) {
+	for _, kind := range machine.KindsOf(nil).All() {
 		list, err := m.State().List(s.Context(), kind)
 		s.require(err)
 		view.ReplaceKind(kind, list.Items)
