@@ -11,6 +11,7 @@ import (
 
 	"github.com/siderolabs/talos/pkg/machinery/constants"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/client-go/informers"
 	coreinformers "k8s.io/client-go/informers/core/v1"
 	"k8s.io/client-go/kubernetes"
 	controllerhealthz "k8s.io/controller-manager/pkg/healthz"
@@ -79,12 +80,14 @@ func (m *controllerManager) control(ctx context.Context) error {
 	inv := inventory.New(m.app.clock.Now)
 	defer countMachines(inv)()
 
-	nodes := m.config.SharedInformers.Core().V1().Nodes()
-
 	client, err := m.newClient()
 	if err != nil {
 		return err
 	}
+
+	resync := m.config.ComponentConfig.Generic.MinResyncPeriod.Duration
+	factory := informers.NewSharedInformerFactoryWithOptions(client, resync, informers.WithTransform(trim))
+	nodes := factory.Core().V1().Nodes()
 
 	dial := m.dialer(ctx, client, nodes)
 	refl := reflector.New(inv, dial, m.app.clock, m.facts...)
@@ -130,11 +133,20 @@ func (m *controllerManager) control(ctx context.Context) error {
 
 	group.Go(func() { refl.Run(ctx) })
 	group.Go(func() { controlPlane.Run(ctx) })
-	m.config.SharedInformers.Start(ctx.Done())
+	factory.Start(ctx.Done())
 
 	<-ctx.Done()
 
 	return nil
+}
+
+// trim removes what no controller reads from a Node.
+func trim(obj any) (any, error) {
+	if node, ok := obj.(*corev1.Node); ok {
+		node.Status.Images, node.Status.VolumesInUse, node.Status.VolumesAttached = nil, nil, nil
+	}
+
+	return obj, nil
 }
 
 // start runs a controller in group. ctrl is nil if it has nothing to do.
