@@ -10,6 +10,7 @@ import (
 	"maps"
 	"os"
 	"os/signal"
+	"runtime/debug"
 	"regexp"
 	"slices"
 	"strings"
@@ -64,6 +65,10 @@ func main() {
 		os.Exit(1)
 	}
 }
+
+// gcPercent makes the heap smaller than Go's default of 100. It costs little CPU time, because most of the heap lives as
+// long as the machines are watched.
+const gcPercent = 50
 
 // run returns the name of the executed command.
 func run(ctx context.Context) (executed string, err error) {
@@ -149,6 +154,10 @@ Without a command, talos-ccm runs the controllers until it receives SIGTERM or S
 
 			if err := logsapi.ValidateAndApply(logOptions, utilfeature.DefaultFeatureGate); err != nil {
 				return err
+			}
+
+			if os.Getenv("GOGC") == "" {
+				debug.SetGCPercent(gcPercent)
 			}
 
 			return start(cmd.Context(), options)
