@@ -224,8 +224,8 @@ func (m *migration) takeOver(config string, ok func() bool) {
 	})
 	m.require(err)
 
-	refl := reflector.New(machines, func(_ context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
-		return talosapi.Dial(talosapi.Talosconfig{Path: m.talosconfig}, addr)
+	refl := reflector.New(machines, func(ctx context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
+		return talosapi.Dial(ctx, talosapi.Talosconfig{Path: m.talosconfig}, addr)
 	}, clock.RealClock{})
 	m.require(refl.FollowNodes(factory.Core().V1().Nodes()))
 

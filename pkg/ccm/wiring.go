@@ -190,8 +190,8 @@ func (m *controllerManager) dialer(ctx context.Context, client kubernetes.Interf
 	}
 
 	addresses := controlplane.NewAddresses(client, nodes.Lister(), etcdMembers, m.app.clock)
-	guarded := addresses.Guard(func(_ context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
-		return talosapi.Dial(m.creds, addr)
+	guarded := addresses.Guard(func(ctx context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
+		return talosapi.Dial(ctx, m.creds, addr)
 	})
 
 	return func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {

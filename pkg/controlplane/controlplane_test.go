@@ -104,8 +104,8 @@ func newSuite(t *testing.T, config *rest.Config, options ...func(*suite, *contro
 		Nodes:      factory.Core().V1().Nodes(),
 		Recorder:   s.recorder,
 		Clock:      s.clock,
-		Dial: func(_ context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
-			st, err := talosapi.Dial(staticCredentials{credentials}, addr)
+		Dial: func(ctx context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
+			st, err := talosapi.Dial(ctx, staticCredentials{credentials}, addr)
 
 			return talosapi.ControlPlane{State: st}, err
 		},

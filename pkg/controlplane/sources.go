@@ -309,6 +309,9 @@ func (r *Reader) readNode(ctx context.Context, node *corev1.Node) (machineFacts,
 
 // readAddress updates the facts from the machine at an address.
 func (r *Reader) readAddress(ctx context.Context, nodename string, addr netip.Addr, facts *machineFacts) error {
+	ctx, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
+
 	st, err := r.cfg.Dial(ctx, nodename, addr)
 	if err != nil {
 		return err

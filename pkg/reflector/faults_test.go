@@ -2,6 +2,7 @@ package reflector_test
 
 import (
 	"fmt"
+	"net/netip"
 	"slices"
 	"strings"
 	"testing"
@@ -172,6 +173,27 @@ func restarts(t *testing.T) float64 {
 	t.Fatal("metric talosccm_watch_restarts_total not found")
 
 	return 0
+}
+
+func TestReflector_ConnectsWhileManyMachinesDropPackets(t *testing.T) {
+	t.Parallel()
+
+	s, _ := newTimedSuite(t)
+	worker, gone := s.addWorker(t), s.add(t, talostest.MachineSpec{Nodename: "gone"})
+	must(t, gone.BlackHole())
+
+	const places = 128 // for machines that connect at the same time
+
+	for i := range 2 * places {
+		s.reflector.Track(fmt.Sprintf("gone-%d", i), []netip.Addr{gone.Address()})
+	}
+
+	eventually(t, "machines that drop packets are dialed", func() bool { return len(s.dials()) >= places })
+	s.follow(t, worker)
+
+	if got := s.inventory.unreachableMarks(); len(got) != 0 {
+		t.Errorf("the machine was watched after %d attempts with others had timed out", len(got))
+	}
 }
 
 func TestSession_SendsAllRequestsConcurrently(t *testing.T) {

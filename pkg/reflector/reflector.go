@@ -31,7 +31,8 @@ import (
 )
 
 const (
-	// maxConnecting limits concurrent connection attempts, because a TLS handshake is expensive for both sides.
+	// maxConnecting limits concurrent TLS handshakes and first reads, because they are expensive for both sides. It
+	// does not limit TCP connection attempts: machines that drop packets must not delay others.
 	maxConnecting = 128
 
 	backoffFirst = time.Second
@@ -290,6 +291,13 @@ func (r *Reflector) watchAny(ctx context.Context, nodename string, addresses []n
 
 // watch runs one session with the machine at addr.
 func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr, outage *backoff.Outage) (established bool, err error) {
+	st, err := r.dial(ctx, nodename, addr)
+	if err != nil {
+		return false, err
+	}
+
+	defer st.Close() //nolint:errcheck // no call is in flight
+
 	select {
 	case r.connecting <- struct{}{}:
 	case <-ctx.Done():
@@ -298,13 +306,6 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 
 	release := sync.OnceFunc(func() { <-r.connecting })
 	defer release()
-
-	st, err := r.dial(ctx, nodename, addr)
-	if err != nil {
-		return false, err
-	}
-
-	defer st.Close() //nolint:errcheck // no call is in flight
 
 	s := session{
 		inventory: r.inventory,

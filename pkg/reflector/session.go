@@ -27,8 +27,9 @@ import (
 )
 
 const (
-	// answerTimeout limits the time from dialing to a complete view, and from the start of a poll to its end. Without the latter, a machine
-	// that hangs while its kernel keeps the connection open would count as current until the session expires.
+	// answerTimeout limits the time from the first request to a complete view, and from the start of a poll to its
+	// end. Without the latter, a machine that hangs while its kernel keeps the connection open would count as current
+	// until the session expires.
 	answerTimeout = 30 * time.Second
 
 	// A session expires after sessionLength plus up to sessionJitter of it. The next session reads all resources over a new connection,

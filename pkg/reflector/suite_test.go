@@ -110,12 +110,12 @@ func newTimedSuite(t *testing.T) (*suite, *clocktesting.FakeClock) {
 	return newSuite(t, clk), clk
 }
 
-func (s *suite) dial(_ context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
+func (s *suite) dial(ctx context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
 	s.mu.Lock()
 	s.dialed = append(s.dialed, addr)
 	s.mu.Unlock()
 
-	return talosapi.Dial(s.reader, addr)
+	return talosapi.Dial(ctx, s.reader, addr)
 }
 
 // dials returns the dialed addresses in order.

@@ -47,7 +47,7 @@ func (s *site) reader(t *testing.T) fixed {
 func TestDial_RejectsCertificateOfAnotherAddress(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 
-	st, err := talosapi.Dial(s.reader(t), forward(t, s.worker))
+	st, err := talosapi.Dial(t.Context(), s.reader(t), forward(t, s.worker))
 	must(t, err)
 	t.Cleanup(func() { _ = st.Close() })
 
@@ -70,7 +70,7 @@ func TestDial_LimitsBytesPerStream(t *testing.T) {
 		must(t, s.worker.State().Create(t.Context(), extension))
 	}
 
-	st, err := talosapi.Dial(s.reader(t), s.worker.Address())
+	st, err := talosapi.Dial(t.Context(), s.reader(t), s.worker.Address())
 	must(t, err)
 	t.Cleanup(func() { _ = st.Close() })
 
@@ -152,15 +152,11 @@ func TestDial_IgnoresProxyEnvironment(t *testing.T) {
 	// Go never uses a proxy for loopback addresses, so these are documentation addresses.
 	direct, control := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2")
 
-	st, err := talosapi.Dial(reader, direct)
-	must(t, err)
-	t.Cleanup(func() { _ = st.Close() })
-
 	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 	defer cancel()
 
-	if _, err := st.Get(ctx, nodenamePointer()); err == nil {
-		t.Fatal("call succeeded")
+	if _, err := talosapi.Dial(ctx, reader, direct); err == nil {
+		t.Fatal("connected to a documentation address")
 	}
 
 	target := netip.AddrPortFrom(control, constants.ApidPort).String()
@@ -188,7 +184,7 @@ func TestState_FailsAfterClose(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 
 	for name, open := range map[string]func() (talosapi.State, error){
-		"apid":   func() (talosapi.State, error) { return talosapi.Dial(s.reader(t), s.worker.Address()) },
+		"apid":   func() (talosapi.State, error) { return talosapi.Dial(t.Context(), s.reader(t), s.worker.Address()) },
 		"socket": func() (talosapi.State, error) { return talosapi.DialSocket(s.worker.Socket()) },
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -209,7 +205,7 @@ func TestState_FailsAfterClose(t *testing.T) {
 func TestDial_FailsBeforeCertificateIsIssued(t *testing.T) {
 	creds := talosapi.NewIssuedCredentials(&talosapi.Admin{}, clock.RealClock{})
 
-	_, err := talosapi.Dial(creds, netip.MustParseAddr("192.0.2.1"))
+	_, err := talosapi.Dial(t.Context(), creds, netip.MustParseAddr("192.0.2.1"))
 	if want := "dial 192.0.2.1: no os:reader certificate issued yet"; err == nil || err.Error() != want {
 		t.Errorf("got %v, want %s", err, want)
 	}

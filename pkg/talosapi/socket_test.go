@@ -134,12 +134,12 @@ func (s *site) followAll(t *testing.T, issued *talosapi.IssuedCredentials) {
 	t.Helper()
 
 	inv := inventory.New(time.Now)
-	refl := reflector.New(inv, func(_ context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
+	refl := reflector.New(inv, func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
 		if nodename == s.controlPlane.Nodename() {
 			return talosapi.DialSocket(s.controlPlane.Socket())
 		}
 
-		return talosapi.Dial(issued, addr)
+		return talosapi.Dial(ctx, issued, addr)
 	}, clock.RealClock{})
 
 	ctx, cancel := context.WithCancel(t.Context())

@@ -119,7 +119,7 @@ func (s *site) issue(t *testing.T, clk clock.Clock) *talosapi.IssuedCredentials 
 func dial(t *testing.T, creds talosapi.Credentials, to *talostest.Machine) talosapi.State {
 	t.Helper()
 
-	st, err := talosapi.Dial(creds, to.Address())
+	st, err := talosapi.Dial(t.Context(), creds, to.Address())
 	must(t, err)
 	t.Cleanup(func() { _ = st.Close() })
 

@@ -28,6 +28,9 @@ import (
 )
 
 const (
+	// connectTimeout limits the time to open a connection. It is gRPC's default.
+	connectTimeout = 20 * time.Second
+
 	// bufferSize replaces gRPC's shared write buffers of 32 KiB.
 	bufferSize = 4 << 10
 
@@ -38,7 +41,10 @@ const (
 
 // dialer detects a machine that lost power. With Talos's kernel parameters that takes about 19 minutes. The kernel sends
 // the probes; gRPC's pings would cost a goroutine per machine, and apid allows one in five minutes only.
-var dialer = net.Dialer{KeepAliveConfig: net.KeepAliveConfig{Enable: true, Idle: time.Minute, Interval: 20 * time.Second, Count: 3}}
+var dialer = net.Dialer{
+	Timeout:         connectTimeout,
+	KeepAliveConfig: net.KeepAliveConfig{Enable: true, Idle: time.Minute, Interval: 20 * time.Second, Count: 3},
+}
 
 // State is the read-only COSI state of a machine. Close closes its connection.
 type State interface {
@@ -71,9 +77,10 @@ type refreshable interface {
 // The State outlives ctx.
 type DialFunc func(ctx context.Context, nodename string, addr netip.Addr) (State, error)
 
-// Dial returns the state of the machine at addr, served by apid on port 50000. Dial does not block: the first call
-// connects, and verifies that the machine's certificate is valid for addr.
-func Dial(creds Credentials, addr netip.Addr) (State, error) {
+// Dial connects to apid on port 50000 of the machine at addr, and returns the machine's state. It blocks until the TCP
+// connection is open. The first call does the TLS handshake, and verifies that the machine's certificate is valid for
+// addr.
+func Dial(ctx context.Context, creds Credentials, addr netip.Addr) (State, error) {
 	config, err := creds.TLSConfig()
 	if err != nil {
 		return nil, fmt.Errorf("dial %s: %w", addr, err)
@@ -86,17 +93,46 @@ func Dial(creds Credentials, addr netip.Addr) (State, error) {
 		transport = reportingCredentials{TransportCredentials: transport, creds: r}
 	}
 
-	target := "passthrough:///" + netip.AddrPortFrom(addr, constants.ApidPort).String()
+	target := netip.AddrPortFrom(addr, constants.ApidPort).String()
 
-	conn, err := grpc.NewClient(target, append(dialOptions(maxStream),
-		grpc.WithTransportCredentials(transport),
-		grpc.WithContextDialer(func(ctx context.Context, addr string) (net.Conn, error) { return dialer.DialContext(ctx, "tcp", addr) }),
-	)...)
+	first, err := dialer.DialContext(ctx, "tcp", target)
 	if err != nil {
-		return nil, fmt.Errorf("dial %s: %w", addr, err)
+		return nil, fmt.Errorf("connect to machine: %w", err)
 	}
 
-	return newState(conn), nil
+	unused := make(chan net.Conn, 1)
+	unused <- first
+
+	conn, err := grpc.NewClient("passthrough:///"+target, append(dialOptions(maxStream),
+		grpc.WithTransportCredentials(transport),
+		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) {
+			select {
+			case first := <-unused:
+				return first, nil
+			default:
+				return dialer.DialContext(ctx, "tcp", target)
+			}
+		}),
+	)...)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("dial %s: %w", addr, err), first.Close())
+	}
+
+	return cosiState{CoreState: newState(conn), Closer: connection{conn, first}}, nil
+}
+
+// connection closes its first TCP connection even if no call has used it.
+type connection struct {
+	*grpc.ClientConn
+
+	first net.Conn
+}
+
+// Close implements io.Closer.
+func (c connection) Close() error {
+	defer c.first.Close() //nolint:errcheck // usually closed already
+
+	return c.ClientConn.Close()
 }
 
 // reportingCredentials call UnknownCA when a handshake fails because of an unknown CA.

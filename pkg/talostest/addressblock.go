@@ -1,6 +1,7 @@
 package talostest
 
 import (
+	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -90,7 +91,10 @@ func isHost(addr netip.Addr) bool {
 func (b *addressBlock) release() { _ = b.anchor.Close() }
 
 func listenAPI(addr netip.Addr) (net.Listener, error) {
-	listener, err := net.Listen("tcp", net.JoinHostPort(addr.String(), strconv.Itoa(constants.ApidPort)))
+	var config net.ListenConfig
+	config.SetMultipathTCP(false) // its sockets have no filters
+
+	listener, err := config.Listen(context.Background(), "tcp", net.JoinHostPort(addr.String(), strconv.Itoa(constants.ApidPort)))
 	if err != nil {
 		return nil, fmt.Errorf("listen for the Talos API on %s: %w", addr, err)
 	}

@@ -7,6 +7,7 @@ import (
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
+	"golang.org/x/sys/unix"
 )
 
 // Stop powers the machine off: all connections break and new ones are reset. The resources are kept, but their versions and watch history
@@ -83,8 +84,21 @@ func (m *Machine) Reboot(ctx context.Context) error {
 // machine.sock is not affected. Clients do not notice when a machine is stopped while it is cut off, as after a power loss.
 func (m *Machine) CutOff() { m.api.cut() }
 
-// Reconnect ends [Machine.CutOff]. Data that was sent in between arrives; connections that the machine has closed are reset.
-func (m *Machine) Reconnect() { m.api.restore() }
+// BlackHole cuts the machine off like [Machine.CutOff], and drops the packets of connection attempts too: they get no
+// answer.
+func (m *Machine) BlackHole() error {
+	m.CutOff()
+
+	return m.api.filter(unix.SO_ATTACH_FILTER)
+}
+
+// Reconnect ends [Machine.CutOff] and [Machine.BlackHole]. Data that was sent in between arrives; connections that the
+// machine has closed are reset.
+func (m *Machine) Reconnect() {
+	_ = m.api.filter(unix.SO_DETACH_FILTER) // fails if there is none
+
+	m.api.restore()
+}
 
 // BreakStreams ends every open stream of both transports with Unavailable. Connections and watch history are kept.
 func (m *Machine) BreakStreams() {

@@ -2,6 +2,9 @@ package talostest_test
 
 import (
 	"context"
+	"errors"
+	"net"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -10,6 +13,7 @@ import (
 	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/cosi-project/runtime/pkg/state"
 	"github.com/siderolabs/talos/pkg/machinery/client"
+	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"google.golang.org/grpc/codes"
 
@@ -285,6 +289,30 @@ func TestCutOff_HidesStop(t *testing.T) {
 	worker.Reconnect()
 
 	requireCode(t, failure(t, stream), codes.Unavailable)
+	requireCode(t, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")), codes.OK)
+}
+
+func TestBlackHole_DropsConnectionAttempts(t *testing.T) {
+	cluster, worker := newWorker(t)
+	events := watchPlatform(t, dialAs(t, cluster, worker, "os:reader"))
+
+	if err := worker.BlackHole(); err != nil {
+		t.Fatal(err)
+	}
+
+	setZone(t, worker, "zone-1")
+
+	dialer := net.Dialer{Timeout: shortTimeout}
+	target := net.JoinHostPort(worker.Address().String(), strconv.Itoa(constants.ApidPort))
+
+	_, err := dialer.DialContext(t.Context(), "tcp", target)
+	if timeout := net.Error(nil); !errors.As(err, &timeout) || !timeout.Timeout() {
+		t.Errorf("got %v, want a timeout", err)
+	}
+
+	worker.Reconnect()
+
+	requireZone(t, next(t, events), "zone-1")
 	requireCode(t, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")), codes.OK)
 }
 

@@ -1,9 +1,14 @@
 package talostest
 
 import (
+	"errors"
+	"fmt"
 	"net"
 	"sync"
+	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // link simulates the network between a machine's listener and its clients. It passes accepted connections to the cluster's server, resets
@@ -93,6 +98,27 @@ func (l *link) restore() {
 	}
 
 	l.withheld = nil
+}
+
+// filter attaches or detaches a socket filter that accepts no byte of a packet, and so drops connection attempts.
+func (l *link) filter(option int) error {
+	socket, ok := l.listener.(syscall.Conn)
+	if !ok {
+		return fmt.Errorf("listener of machine %s is no socket", l.machine.nodename)
+	}
+
+	raw, err := socket.SyscallConn()
+	if err != nil {
+		return fmt.Errorf("listener of machine %s: %w", l.machine.nodename, err)
+	}
+
+	dropAll := unix.SockFprog{Len: 1, Filter: &unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K}}
+
+	var filterErr error
+
+	err = raw.Control(func(fd uintptr) { filterErr = unix.SetsockoptSockFprog(int(fd), unix.SOL_SOCKET, option, &dropAll) })
+
+	return errors.Join(err, filterErr)
 }
 
 // takeDown resets all connections, and new ones until bringUp.

@@ -134,7 +134,7 @@ func (b *barest) follow(ctx context.Context, node *corev1.Node) error {
 		return err
 	}
 
-	st, err := talosapi.Dial(b, address)
+	st, err := talosapi.Dial(ctx, b, address)
 	if err != nil {
 		return err
 	}

@@ -339,12 +339,12 @@ func (b *bed) startAt(ctx context.Context, clk clock.WithTicker) (*instance, err
 		return nil, err
 	}
 
-	direct := func(_ context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
+	direct := func(ctx context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
 		if m, routed := b.routes.Load(addr); routed {
 			addr, _ = m.(netip.Addr)
 		}
 
-		return talosapi.Dial(staticCredentials{credentials}, addr)
+		return talosapi.Dial(ctx, staticCredentials{credentials}, addr)
 	}
 
 	ctx, cancel := context.WithCancel(ctx)

@@ -183,8 +183,8 @@ func (w *world) lead() {
 	broadcaster.StartRecordingToSink(&typedcorev1.EventSinkImpl{Interface: w.client.CoreV1().Events("")})
 
 	w.inventory = inventory.New(time.Now)
-	machines := reflector.New(w.inventory, func(_ context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
-		return talosapi.Dial(staticCredentials{credentials}, addr)
+	machines := reflector.New(w.inventory, func(ctx context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
+		return talosapi.Dial(ctx, staticCredentials{credentials}, addr)
 	}, clock.RealClock{})
 	w.require(machines.FollowNodes(factory.Core().V1().Nodes()))
 

@@ -126,8 +126,8 @@ func (e *environment) startController(ctx context.Context, group *sync.WaitGroup
 	broadcaster.StartRecordingToSink(&typedcorev1.EventSinkImpl{Interface: client.CoreV1().Events("")})
 
 	e.inventory = inventory.New(time.Now)
-	machines := reflector.New(e.inventory, func(_ context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
-		return talosapi.Dial(staticCredentials{credentials}, addr)
+	machines := reflector.New(e.inventory, func(ctx context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
+		return talosapi.Dial(ctx, staticCredentials{credentials}, addr)
 	}, clock.RealClock{})
 	factory := informers.NewSharedInformerFactory(client, 0)
 

@@ -772,13 +772,13 @@ func (w *world) controlPlanes(names ...string) []*talostest.Machine {
 }
 
 // dial connects to a control-plane machine like the product.
-func (w *world) dial(_ context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
+func (w *world) dial(ctx context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
 	config, err := w.talos.ClientTLS(string(role.Reader))
 	if err != nil {
 		return nil, err
 	}
 
-	machine, err := talosapi.Dial(staticCredentials{config}, addr)
+	machine, err := talosapi.Dial(ctx, staticCredentials{config}, addr)
 	if err != nil {
 		return nil, err
 	}
