@@ -198,9 +198,13 @@ fuzz: ## Run the fuzz tests: make fuzz [FUZZTIME=10s] [FUZZ=regexp of directory 
 	done
 
 .PHONY: bench
-bench: kube-assets ## Measure talos-ccm beside other controllers: make bench [MACHINES=100,1000] [AGAINST=command].
+bench: kube-assets ## Measure talos-ccm beside other controllers: make bench [MACHINES=100,1000] [AGAINST=command] [BENCHFLAGS=-help].
 	$(GO) build -o $(ARTIFACTS)/bench ./test/bench
-	$(ARTIFACTS)/bench $(if $(MACHINES),-machines $(MACHINES)) $(if $(AGAINST),-against '$(AGAINST)')
+	$(ARTIFACTS)/bench $(if $(MACHINES),-machines $(MACHINES)) $(if $(AGAINST),-against '$(AGAINST)') $(BENCHFLAGS)
+
+.PHONY: bench-smoke
+bench-smoke: ## Run the benchmark with a few machines, to test it.
+	$(MAKE) bench MACHINES=10 BENCHFLAGS='-parts nodes,pod-cidrs -settle 1s -rounds 1 -chart $(ARTIFACTS)/chart.svg'
 
 .PHONY: microbench
 microbench: ## Run the benchmarks of packages: make microbench [BENCH=regexp].

@@ -143,10 +143,14 @@ func (f *Fleet) Change(change Change, reply *map[string]time.Time) error {
 	return err
 }
 
-// Calls returns how many requests the machines have received.
+// Calls returns how many requests the machines have received, open watches included.
 func (f *Fleet) Calls(_ struct{}, reply *uint64) error { //nolint:unparam // net/rpc requires the error
 	for _, n := range f.cluster.CallCounts() {
 		*reply += n
+	}
+
+	for _, m := range f.cluster.Machines() {
+		*reply += uint64(m.OpenStreams()) //nolint:gosec // not negative
 	}
 
 	return nil

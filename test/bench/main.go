@@ -46,6 +46,9 @@ func run(args []string) error {
 	approves := flags.Bool("against-approves", false, "whether the other controller approves CSRs")
 	profiles := flags.String("profiles", "", "folder for profiles of talos-ccm with the largest number of machines")
 	parts := flags.String("parts", "election,nodes,pod-cidrs", "what to measure, separated by commas")
+	chart := flags.String("chart", "", "file for a chart (SVG) of the largest number of machines")
+	settle := flags.Duration("settle", 15*time.Second, "how long a controller has to become idle before its memory is measured and before changes")
+	rounds := flags.Int("rounds", 10, "how often one machine changes, and how often 50 do")
 	timeout := flags.Duration("timeout", 20*time.Minute, "limit for each part")
 
 	if err := flags.Parse(args); err != nil {
@@ -76,7 +79,10 @@ func run(args []string) error {
 		return errors.Join(fmt.Errorf("build talos-ccm: %w", err), os.RemoveAll(folder))
 	}
 
-	b := benchmark{ctx: ctx, timeout: *timeout, executable: executable, profiles: *profiles, parts: strings.Split(*parts, ",")}
+	b := benchmark{
+		ctx: ctx, timeout: *timeout, executable: executable, profiles: *profiles, chart: *chart, parts: strings.Split(*parts, ","),
+		pace: pace{*settle, *rounds},
+	}
 	b.others = []subject{command("barest controller", self, "barest")}
 	b.others[0].approves = true
 
@@ -107,7 +113,9 @@ type benchmark struct {
 	timeout    time.Duration
 	executable string
 	profiles   string
+	chart      string
 	parts      []string
+	pace       pace
 	others     []subject
 }
 
@@ -116,7 +124,7 @@ func (b *benchmark) run(sizes []int) error {
 	var election []result
 
 	if slices.Contains(b.parts, "election") {
-		r, err := b.part(func(ctx context.Context) (result, error) { return measureElection(ctx, b.executable) })
+		r, err := b.part(func(ctx context.Context) (result, error) { return b.measureElection(ctx) })
 		if err != nil {
 			return err
 		}
@@ -137,9 +145,24 @@ func (b *benchmark) run(sizes []int) error {
 		}
 
 		printTable(os.Stdout, size, results)
+
+		if size == slices.Max(sizes) && b.chart != "" {
+			if err := writeChart(b.chart, size, results); err != nil {
+				return err
+			}
+		}
 	}
 
 	return nil
+}
+
+func writeChart(file string, machines int, results []result) error {
+	f, err := os.Create(file)
+	if err != nil {
+		return err
+	}
+
+	return errors.Join(drawChart(f, machines, results), f.Close())
 }
 
 // measurements returns the measurements with a number of machines.
@@ -151,7 +174,7 @@ func (b *benchmark) measurements(machines int, profiled bool) (list []func(conte
 				profiles = b.profiles
 			}
 
-			list = append(list, func(ctx context.Context) (result, error) { return measureNodes(ctx, s, machines, profiles) })
+			list = append(list, func(ctx context.Context) (result, error) { return b.measureNodes(ctx, s, machines, profiles) })
 		}
 	}
 

@@ -26,14 +26,14 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-const (
-	// settle is how long a subject has to become idle before its memory is measured and before changes.
-	settle = 15 * time.Second
+// burst is how many machines change at once.
+const burst = 50
 
-	// burst is how many machines change at once; rounds is how often one does, and how often a burst happens.
-	burst  = 50
-	rounds = 10
-)
+// pace is how long the measurements take.
+type pace struct {
+	settle time.Duration // how long a subject has to become idle before its memory is measured and before changes
+	rounds int           // how often one machine changes, and how often a burst happens
+}
 
 // result is what was measured of a subject. Zero values were not measured.
 type result struct {
@@ -57,16 +57,16 @@ const cpuProfile = "8"
 
 // measureNodes measures everything that one instance does, except for pod CIDRs. It writes profiles to a folder unless
 // its name is empty.
-func measureNodes(ctx context.Context, s subject, machines int, profiles string) (r result, err error) {
+func (b *benchmark) measureNodes(ctx context.Context, s subject, machines int, profiles string) (r result, err error) {
 	r = result{Subject: s.name, Machines: machines}
 
-	b, err := newBed(ctx, machines, kube.Options{})
+	bed, err := newBed(ctx, machines, kube.Options{})
 	if err != nil {
 		return r, err
 	}
-	defer func() { err = errors.Join(err, b.close()) }()
+	defer func() { err = errors.Join(err, bed.close()) }()
 
-	run, err := s.start(ctx, b)
+	run, err := s.start(ctx, bed)
 	if err != nil {
 		return r, err
 	}
@@ -81,64 +81,65 @@ func measureNodes(ctx context.Context, s subject, machines int, profiles string)
 		defer func() { err = errors.Join(err, <-profiled) }()
 	}
 
-	if r.Initialize, err = b.timeInitialization(ctx); err != nil {
+	if r.Initialize, err = bed.timeInitialization(ctx); err != nil {
 		return r, err
 	}
 
-	time.Sleep(settle)
+	time.Sleep(b.pace.settle)
 
 	if r.CPU, err = run.cpu(); err != nil {
 		return r, err
 	}
 
-	calls, err := b.calls()
+	calls, err := bed.calls()
 	if err != nil {
 		return r, err
 	}
 
 	r.Calls = float64(calls) / float64(machines)
 
-	if r.Resident, err = run.resident(); err != nil {
+	if err := r.measureFootprint(ctx, run, profiles); err != nil {
 		return r, err
 	}
 
-	if profiles != "" {
-		if err := run.profile(ctx, filepath.Join(profiles, "goroutine.pprof"), "goroutine"); err != nil {
-			return r, err
-		}
-	}
-
-	heapProfile := os.DevNull
-	if profiles != "" {
-		heapProfile = filepath.Join(profiles, "heap.pprof")
-	}
-
-	// The profile makes the subject collect garbage.
-	if err := run.profile(ctx, heapProfile, "heap", "gc", "1"); err != nil {
+	if r.Alone, r.AloneP99, err = bed.timeChanges(ctx, netip.MustParseAddr("203.0.113.1"), 1, b.pace.rounds); err != nil {
 		return r, err
 	}
 
-	if r.Heap, err = run.metric(ctx, "go_memstats_heap_alloc_bytes"); err != nil {
-		return r, err
-	}
-
-	if r.Goroutines, err = run.metric(ctx, "go_goroutines"); err != nil {
-		return r, err
-	}
-
-	if r.Alone, r.AloneP99, err = b.timeChanges(ctx, netip.MustParseAddr("203.0.113.1"), 1); err != nil {
-		return r, err
-	}
-
-	if r.Burst, r.BurstP99, err = b.timeChanges(ctx, netip.MustParseAddr("198.18.0.1"), min(burst, machines)); err != nil {
+	if r.Burst, r.BurstP99, err = bed.timeChanges(ctx, netip.MustParseAddr("198.18.0.1"), min(burst, machines), b.pace.rounds); err != nil {
 		return r, err
 	}
 
 	if s.approves {
-		r.Approve, err = b.timeApproval(ctx)
+		r.Approve, err = bed.timeApproval(ctx)
 	}
 
 	return r, err
+}
+
+// measureFootprint measures what the subject needs while it is idle.
+func (r *result) measureFootprint(ctx context.Context, run *running, profiles string) (err error) {
+	if r.Resident, err = run.resident(); err != nil {
+		return err
+	}
+
+	heap, goroutines := os.DevNull, os.DevNull
+	if profiles != "" {
+		heap, goroutines = filepath.Join(profiles, "heap.pprof"), filepath.Join(profiles, "goroutine.pprof")
+	}
+
+	// With gc, the subject collects garbage first.
+	if err := errors.Join(run.profile(ctx, goroutines, "goroutine"), run.profile(ctx, heap, "heap", "gc", "1")); err != nil {
+		return err
+	}
+
+	if r.Heap, err = run.metric(ctx, "go_memstats_heap_alloc_bytes"); err != nil {
+		return err
+	}
+
+	r.Goroutines, err = run.metric(ctx, "go_goroutines")
+
+	return err
 }
 
 // timeInitialization registers all Nodes and waits until they are initialized.
@@ -156,7 +157,7 @@ func (b *bed) timeInitialization(ctx context.Context) (time.Duration, error) {
 
 // timeChanges adds public addresses, from addr on, to some machines at once, several times. It returns the median and the 99th percentile of
 // the time until the Node informer sees a change.
-func (b *bed) timeChanges(ctx context.Context, addr netip.Addr, machines int) (median, p99 time.Duration, err error) {
+func (b *bed) timeChanges(ctx context.Context, addr netip.Addr, machines, rounds int) (median, p99 time.Duration, err error) {
 	var latencies []time.Duration
 
 	for round := range rounds {
@@ -341,55 +342,55 @@ func measurePodCIDRs(ctx context.Context, s *subject, machines int) (r result, e
 }
 
 // measureElection measures how long the next of two instances of talos-ccm takes to lead.
-func measureElection(ctx context.Context, executable string) (r result, err error) {
+func (b *benchmark) measureElection(ctx context.Context) (r result, err error) {
 	r = result{Subject: talosCCM, Machines: controlPlanes}
 
-	b, err := newBed(ctx, controlPlanes, kube.Options{})
+	bed, err := newBed(ctx, controlPlanes, kube.Options{})
 	if err != nil {
 		return r, err
 	}
-	defer func() { err = errors.Join(err, b.close()) }()
+	defer func() { err = errors.Join(err, bed.close()) }()
 
-	leader, err := product(executable).start(ctx, b)
-	if err != nil {
-		return r, err
-	}
-
-	first, err := awaitLeader(ctx, b.client, "")
+	leader, err := product(b.executable).start(ctx, bed)
 	if err != nil {
 		return r, err
 	}
 
-	next, err := startProduct(b, executable, 1)
+	first, err := awaitLeader(ctx, bed.client, "")
+	if err != nil {
+		return r, err
+	}
+
+	next, err := startProduct(bed, b.executable, 1)
 	if err != nil {
 		return r, errors.Join(err, leader.stop(syscall.SIGTERM))
 	}
 
-	time.Sleep(settle)
+	time.Sleep(b.pace.settle)
 
 	start := time.Now()
 
 	go func() { _ = leader.stop(syscall.SIGTERM) }()
 
-	second, err := awaitLeader(ctx, b.client, first)
+	second, err := awaitLeader(ctx, bed.client, first)
 	if err != nil {
 		return r, err
 	}
 
 	r.HandOver = time.Since(start)
 
-	again, err := startProduct(b, executable, 0)
+	again, err := startProduct(bed, b.executable, 0)
 	if err != nil {
 		return r, err
 	}
 	defer func() { err = errors.Join(err, again.stop(syscall.SIGTERM)) }()
 
-	time.Sleep(settle)
+	time.Sleep(b.pace.settle)
 
 	start = time.Now()
 	_ = next.stop(syscall.SIGKILL)
 
-	_, err = awaitLeader(ctx, b.client, second)
+	_, err = awaitLeader(ctx, bed.client, second)
 	r.TakeOver = time.Since(start)
 
 	return r, err
