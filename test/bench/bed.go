@@ -154,17 +154,17 @@ func (b *bed) close() error {
 	return errors.Join(append(errs, os.RemoveAll(b.folder))...)
 }
 
-// register registers the Nodes of all machines at once, as their kubelets do, and labels the control plane as Talos does.
-func (b *bed) register(ctx context.Context) error {
-	err := inParallel(b.machines, func(m Machine) error {
+// register registers the Nodes of machines at once, as their kubelets do.
+func (b *bed) register(ctx context.Context, machines []Machine) error {
+	return inParallel(machines, func(m Machine) error {
 		_, err := b.cluster.RegisterNode(ctx, kube.NodeSpec{Name: m.Nodename, NodeIPs: []netip.Addr{m.Address, m.Private}})
 
 		return err
 	})
-	if err != nil {
-		return err
-	}
+}
 
+// labelControlPlane labels Nodes as Talos does.
+func (b *bed) labelControlPlane(ctx context.Context) error {
 	return inParallel(b.machines[:controlPlanes], func(m Machine) error {
 		label := []byte(`{"metadata":{"labels":{"` + constants.LabelNodeRoleControlPlane + `":""}}}`)
 		_, err := b.client.CoreV1().Nodes().Patch(ctx, m.Nodename, types.MergePatchType, label, metav1.PatchOptions{})
@@ -199,6 +199,9 @@ func inParallel[T any](items []T, do func(T) error) error {
 	return first
 }
 
+// configure replaces the configuration of the instance of talos-ccm on the first machine.
+func (b *bed) configure(content string) error { return b.fleet.Call("Fleet.Configure", content, nil) }
+
 // calls returns how many requests the machines have received.
 func (b *bed) calls() (n uint64, err error) {
 	err = b.fleet.Call("Fleet.Calls", struct{}{}, &n)
@@ -219,6 +222,7 @@ type observer struct {
 	mu                     sync.Mutex
 	nodes                  map[string]observed
 	initialized, podCIDRed int
+	firstPodCIDR           time.Time
 }
 
 func (o *observer) handler() cache.ResourceEventHandler {
@@ -243,7 +247,10 @@ func (o *observer) observe(obj any) {
 
 	if !seen.hasPodCIDRs && len(node.Spec.PodCIDRs) > 0 {
 		seen.hasPodCIDRs = true
-		o.podCIDRed++
+
+		if o.podCIDRed++; o.podCIDRed == 1 {
+			o.firstPodCIDR = time.Now()
+		}
 	}
 
 	if seen.addresses == nil {

@@ -14,6 +14,8 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/siderolabs/talos/pkg/machinery/role"
 
+	"github.com/talos-ccm/talos-ccm/extension"
+	"github.com/talos-ccm/talos-ccm/pkg/settings"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
 
@@ -141,6 +143,13 @@ func (f *Fleet) Change(change Change, reply *map[string]time.Time) error {
 	group.Wait()
 
 	return err
+}
+
+// Configure replaces the configuration of talos-ccm on the first machine.
+func (f *Fleet) Configure(content string, _ *struct{}) error {
+	file := runtime.ExtensionServiceConfigFile{Content: content, MountPath: settings.MountPath}
+
+	return f.cluster.Machines()[0].SetExtensionServiceConfig(context.Background(), extension.Name, file)
 }
 
 // Calls returns how many requests the machines have received, open watches included.

@@ -146,7 +146,7 @@ func (r *result) measureFootprint(ctx context.Context, run *running, profiles st
 func (b *bed) timeInitialization(ctx context.Context) (time.Duration, error) {
 	start := time.Now()
 
-	if err := b.register(ctx); err != nil {
+	if err := errors.Join(b.register(ctx, b.machines), b.labelControlPlane(ctx)); err != nil {
 		return 0, err
 	}
 
@@ -302,41 +302,47 @@ func requestsFor(machines []Machine) ([]request, error) {
 // The CIDRs have room for more Nodes than any benchmark has, and contain no machine.
 var podCIDRs = []netip.Prefix{netip.MustParsePrefix("10.64.0.0/11"), netip.MustParsePrefix("fd00:10::/48")}
 
-// measurePodCIDRs measures how long s takes to assign dual-stack pod CIDRs; nil means kube-controller-manager.
-func measurePodCIDRs(ctx context.Context, s *subject, machines int) (r result, err error) {
-	r.Machines = machines
-	options := kube.Options{}
+// selectsNothing is a configuration of talos-ccm.
+const selectsNothing = "ipam: {selector: [{matchExpressions: [{key: nodename, operator: In, values: [none]}]}]}"
 
-	if s == nil {
-		r.Subject = "kube-controller-manager"
-		options.ControllerManager.PodCIDRs = podCIDRs
-		options.ControllerManager.Flags = []string{"--kube-api-qps=10000", "--kube-api-burst=10000"}
-	} else {
+// measurePodCIDRs measures how long s takes to assign dual-stack pod CIDRs, from the first to the last; nil means
+// kube-controller-manager. All Nodes are registered before. talos-ccm selects none of them until it watches all machines.
+func measurePodCIDRs(ctx context.Context, s *subject, machines int) (r result, err error) {
+	r.Machines, r.Subject = machines, "kube-controller-manager"
+	if s != nil {
 		r.Subject = s.name
 	}
 
-	b, err := newBed(ctx, machines, options)
+	b, err := newBed(ctx, machines, kube.Options{ControllerManager: kube.ControllerManager{Absent: true}})
 	if err != nil {
 		return r, err
 	}
 	defer func() { err = errors.Join(err, b.close()) }()
 
-	if s != nil {
-		run, err := s.start(ctx, b)
-		if err != nil {
+	if err := errors.Join(b.register(ctx, b.machines), b.labelControlPlane(ctx), b.configure(selectsNothing)); err != nil {
+		return r, err
+	}
+
+	if s == nil {
+		err = b.cluster.StartControllerManager(ctx, kube.ControllerManager{
+			PodCIDRs: podCIDRs, Flags: []string{"--kube-api-qps=10000", "--kube-api-burst=10000"},
+		})
+	} else {
+		var run *running
+		if run, err = s.start(ctx, b); err != nil {
 			return r, err
 		}
 		defer func() { _ = run.stop(syscall.SIGTERM) }()
+
+		err = errors.Join(run.awaitMachines(ctx, machines), b.configure("{}"))
 	}
 
-	start := time.Now()
-
-	if err := b.register(ctx); err != nil {
+	if err != nil {
 		return r, err
 	}
 
 	err = b.observer.await(ctx, "all Nodes have pod CIDRs", func() bool { return b.observer.podCIDRed == machines })
-	r.PodCIDRs = time.Since(start)
+	r.PodCIDRs = time.Since(b.observer.firstPodCIDR)
 
 	return r, err
 }

@@ -152,17 +152,30 @@ func (r *running) get(ctx context.Context, path string, parameters ...string) ([
 	return request.DoRaw(ctx)
 }
 
-// metric returns a metric without labels; zero if the subject's metrics are unknown.
+// metric returns a metric; zero if it is unknown.
 func (r *running) metric(ctx context.Context, name string) (float64, error) {
 	metrics, err := r.get(ctx, "/metrics")
 	if err != nil || metrics == nil {
 		return 0, err
 	}
 
-	_, rest, _ := strings.Cut(string(metrics), "\n"+name+" ")
+	_, rest, found := strings.Cut(string(metrics), "\n"+name+" ")
+	if !found {
+		return 0, nil
+	}
+
 	line, _, _ := strings.Cut(rest, "\n")
 
 	return strconv.ParseFloat(line, 64)
+}
+
+// awaitMachines waits until talos-ccm watches the machines.
+func (r *running) awaitMachines(ctx context.Context, machines int) error {
+	return wait.PollUntilContextCancel(ctx, 100*time.Millisecond, true, func(ctx context.Context) (bool, error) {
+		current, err := r.metric(ctx, `talosccm_machines{condition="Current"}`)
+
+		return int(current) == machines, err
+	})
 }
 
 // profile writes a profile to a file unless the subject has none.

@@ -50,6 +50,16 @@ func (m ControllerManager) controllers() []string {
 	return all
 }
 
+// StartControllerManager starts kube-controller-manager in a cluster from which it is [ControllerManager.Absent].
+func (c *Cluster) StartControllerManager(ctx context.Context, options ControllerManager) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+
+	c.options.ControllerManager = options
+
+	return c.startControllerManager(ctx)
+}
+
 func (c *Cluster) startControllerManager(ctx context.Context) error {
 	if c.options.ControllerManager.Absent {
 		return nil

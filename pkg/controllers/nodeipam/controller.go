@@ -83,7 +83,7 @@ const (
 	writeTimeout = 3 * time.Second
 
 	// workers is the number of Nodes that are assigned pod CIDRs concurrently.
-	workers = 8
+	workers = 16
 
 	// Queue keys that cannot be the name of a Node: enqueue all Nodes without podCIDRs, and do the periodic work.
 	pendingKey = "/pending"
