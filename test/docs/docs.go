@@ -1,182 +1,217 @@
-// Package docs checks the project's documentation: links and anchors exist, and each block is valid for its language. Machine configuration is read by Talos's
-// loader, objects by Kubernetes' types, configuration files by package config, and commands by a shell parser and against the flags of their programs. Commands
-// of talos-ccm that need no cluster are run. It makes no network requests and changes no files.
+// Package docs checks the project's documentation: links and anchors exist, and blocks are valid for their language.
+// Talos's loader reads machine configuration, Kubernetes' types objects, package config configuration files, and a
+// shell parser commands. talos-ccm checks its own flags, variables and subcommands. The arguments of other programs are
+// not checked, except for names of files. It makes no network requests and changes no files.
 package docs
 
 import (
-	"cmp"
-	"context"
+	"errors"
 	"fmt"
 	"io/fs"
+	"net/url"
 	"os"
+	"os/exec"
 	"path"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 )
 
 // Checker checks the documentation of a repository.
 type Checker struct {
-	// Root is the directory of the repository.
-	Root string
-	// Binary is the path of talos-ccm.
-	Binary string
-	// Given maps names of files that a page may use without creating them, such as output of talosctl, to paths in the repository.
-	Given map[string]string
+	// Root is the directory of the repository, and Binary the path of talos-ccm.
+	Root, Binary string
+	// Problems have their positions, as compilers print them.
+	Problems []string
+	// Links, Blocks and Commands count what was checked.
+	Links, Blocks, Commands int
 
-	makefile makefile
-	product  product
+	makefile string
 	pages    map[string]*page
-}
-
-// Problem is an error in a page.
-type Problem struct {
-	Page string
-	Line int
-	Text string
-}
-
-// String returns the problem with its position, as compilers print it.
-func (p Problem) String() string { return fmt.Sprintf("%s:%d: %s", p.Page, p.Line, p.Text) }
-
-// Report is the result of a check.
-type Report struct {
-	Pages, Links int
-	// Snippets counts the blocks that were checked, and Output the blocks of program output, which are not.
-	Snippets, Output int
-	// Run, Parsed and Named count commands: those of talos-ccm that were run, those whose arguments were checked, and those of which only the name was.
-	Run, Parsed, Named int
-	Problems           []Problem
-}
-
-// String returns the report in one line.
-func (r Report) String() string {
-	return fmt.Sprintf("%d pages: %d links, %d snippets, %d output blocks; commands: %d run, %d parsed, %d known by name; %d problems",
-		r.Pages, r.Links, r.Snippets, r.Output, r.Run, r.Parsed, r.Named, len(r.Problems))
 }
 
 // Pages returns the Markdown files of the repository in root: those in root itself, and all below docs.
 func Pages(root string) ([]string, error) {
-	var pages []string
+	pages, err := fs.Glob(os.DirFS(root), "*.md")
+	if err != nil {
+		return nil, fmt.Errorf("list pages: %w", err)
+	}
 
-	for _, folder := range []string{".", "docs"} {
-		err := fs.WalkDir(os.DirFS(root), folder, func(name string, entry fs.DirEntry, err error) error {
-			switch {
-			case err != nil:
-				return err
-			case entry.IsDir() && folder == "." && name != ".":
-				return fs.SkipDir
-			case path.Ext(name) == ".md":
-				pages = append(pages, name)
-			}
-
-			return nil
-		})
-		if err != nil {
-			return nil, fmt.Errorf("list pages in %s: %w", folder, err)
+	err = fs.WalkDir(os.DirFS(root), "docs", func(name string, _ fs.DirEntry, err error) error {
+		if path.Ext(name) == ".md" {
+			pages = append(pages, name)
 		}
+
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("list pages: %w", err)
 	}
 
 	return pages, nil
 }
 
-// Check checks pages. Their paths are relative to the root.
-func (c *Checker) Check(ctx context.Context, pages ...string) (Report, error) {
-	var err error
-	if c.makefile, err = readMakefile(filepath.Join(c.Root, "Makefile")); err != nil {
-		return Report{}, err
+// Check checks all pages.
+func (c *Checker) Check() error {
+	names, err := Pages(c.Root)
+	if err != nil {
+		return err
 	}
 
-	if c.product, err = askProduct(ctx, c.Binary); err != nil {
-		return Report{}, err
+	makefile, err := os.ReadFile(filepath.Join(c.Root, "Makefile"))
+	if err != nil {
+		return fmt.Errorf("read Makefile: %w", err)
 	}
 
-	c.pages = map[string]*page{}
-	report := Report{Pages: len(pages)}
+	c.makefile, c.pages = "\n"+string(makefile), map[string]*page{}
 
-	for _, name := range pages {
-		p, err := c.page(name)
+	for _, name := range names {
+		text, err := os.ReadFile(filepath.Join(c.Root, name))
 		if err != nil {
-			return Report{}, err
+			return fmt.Errorf("read page: %w", err)
 		}
 
-		if err := c.check(ctx, p, &report); err != nil {
-			return Report{}, err
+		c.pages[name] = parse(name, text)
+	}
+
+	for _, name := range names {
+		c.check(c.pages[name])
+	}
+
+	return nil
+}
+
+func (c *Checker) check(p *page) {
+	for _, link := range p.links {
+		c.Links++
+
+		if err := c.link(p, link.text); err != nil {
+			c.report(p, link.line, fmt.Errorf("link %s: %w", link.text, err))
 		}
 	}
 
-	slices.SortStableFunc(report.Problems, func(a, b Problem) int { return cmp.Or(strings.Compare(a.Page, b.Page), cmp.Compare(a.Line, b.Line)) })
+	for _, span := range p.spans {
+		if ourCommand.MatchString(span.text) {
+			c.script(p, block{located: span})
+		} else if err := c.span(span.text); err != nil {
+			c.report(p, span.line, err)
+		}
+	}
 
-	return report, nil
+	for _, b := range p.blocks {
+		c.Blocks++
+
+		if b.language == "sh" {
+			c.script(p, b)
+		} else if err := c.block(b); err != nil {
+			c.report(p, b.line, err)
+		}
+	}
 }
 
-// page returns a page, from the cache if it was read before.
-func (c *Checker) page(name string) (*page, error) {
-	if p, known := c.pages[name]; known {
-		return p, nil
-	}
-
-	text, err := os.ReadFile(filepath.Join(c.Root, name))
-	if err != nil {
-		return nil, fmt.Errorf("read page: %w", err)
-	}
-
-	c.pages[name] = parse(name, text)
-
-	return c.pages[name], nil
+func (c *Checker) report(p *page, line int, err error) {
+	c.Problems = append(c.Problems, fmt.Sprintf("%s:%d: %v", p.name, line, err))
 }
 
-func (c *Checker) check(ctx context.Context, p *page, report *Report) error {
-	folder, err := os.MkdirTemp("", "docs-")
-	if err != nil {
-		return fmt.Errorf("create directory for files of %s: %w", p.name, err)
+// exists returns an error if the repository does not have a file or directory.
+func (c *Checker) exists(name string) error {
+	if _, err := os.Stat(filepath.Join(c.Root, name)); err != nil {
+		return fmt.Errorf("%s does not exist", name)
 	}
-	defer os.RemoveAll(folder) //nolint:errcheck // temporary
 
-	r := &reading{Checker: c, page: p, report: report, folder: folder, made: map[string]bool{}}
+	return nil
+}
 
-	for name, given := range c.Given {
-		if err := r.give(name, given); err != nil {
+// link checks that a link points to an existing file and anchor of the repository. Links to other hosts are not checked.
+func (c *Checker) link(from *page, link string) error {
+	target, err := url.Parse(link)
+	if err != nil || target.IsAbs() {
+		return err
+	}
+
+	name := from.name
+	if target.Path != "" {
+		name = path.Join(path.Dir(name), target.Path)
+	}
+
+	switch {
+	case path.IsAbs(target.Path):
+		return errors.New("it is absolute, not relative to the page")
+	case !filepath.IsLocal(name):
+		return errors.New("it points outside of the repository")
+	case c.exists(name) != nil, target.Fragment == "":
+		return c.exists(name)
+	case c.pages[name] == nil:
+		return errors.New("only pages have anchors")
+	case !c.pages[name].anchors[target.Fragment]:
+		return fmt.Errorf("%s has no heading for #%s", name, target.Fragment)
+	default:
+		return nil
+	}
+}
+
+var (
+	sourcePath = regexp.MustCompile(`^(?:\.ci|cmd|docs|extension|packaging|pkg|test)/[\w./-]+$`)
+	variable   = regexp.MustCompile(`^TALOS_CCM_[A-Z0-9_]+(=|$)`)
+	assignment = regexp.MustCompile(`^--[a-z0-9-]+=\S+$`)
+	ourCommand = regexp.MustCompile(`^(?:kubectl|make|talos-ccm|talosctl) [a-z-]`)
+	// others are variables of the Makefile and of tests.
+	others = []string{"TALOS_CCM_CACHE", "TALOS_CCM_LOGS"}
+)
+
+// span checks code within text that names a path, variable or flag of this project.
+func (c *Checker) span(text string) (err error) {
+	has := func(message string) bool { return err != nil && strings.Contains(err.Error(), message) }
+
+	switch {
+	case sourcePath.MatchString(text):
+		return c.exists(text)
+	case slices.Contains(others, text):
+		return nil
+	case variable.MatchString(text):
+		// Without a value, only the name is checked.
+		if err = c.accepts([]string{text}); strings.Contains(text, "=") || has("no such flag") {
+			return err
+		}
+	case assignment.MatchString(text):
+		// TestNames_Exist knows the flags of other programs.
+		if err = c.accepts(nil, text); !has("unknown flag") {
 			return err
 		}
 	}
 
-	r.links()
-	r.spans(ctx)
-
-	return r.blocks(ctx)
+	return nil
 }
 
-// reading is the check of one page.
-type reading struct {
-	*Checker
+// accepts returns an error if talos-ccm rejects environ or args. Without a kubeconfig it exits after it has validated
+// its flags.
+func (c *Checker) accepts(environ []string, args ...string) error {
+	const nowhere = "/nonexistent/kubeconfig"
 
-	page   *page
-	report *Report
-	// folder contains the files that the page shows. made has those and the files that its commands would create; the value is true if the file is in folder.
-	folder string
-	made   map[string]bool
-	// mentions is true for commands within text, whose files need not exist.
-	mentions bool
-}
+	cmd := exec.Command(c.Binary, append(slices.Clone(args), "--talosconfig="+nowhere, "--kubeconfig="+nowhere)...)
+	cmd.Env = append(slices.Clone(environ), "PATH=")
 
-// give copies a file of the repository into folder.
-func (r *reading) give(name, given string) error {
-	content, err := os.ReadFile(filepath.Join(r.Root, given))
-	if err != nil {
-		return fmt.Errorf("read content of %s: %w", name, err)
+	out, err := cmd.CombinedOutput()
+	if err == nil || strings.Contains(string(out), "read kubeconfig: stat "+nowhere) {
+		return nil
 	}
 
-	return r.make(name, string(content))
+	return errors.New(strings.TrimSpace(string(out)))
 }
 
-// make creates a file that the page shows.
-func (r *reading) make(name, content string) error {
-	r.made[name] = true
-
-	return os.WriteFile(filepath.Join(r.folder, name), []byte(content), 0o600)
-}
-
-func (r *reading) problem(line int, format string, args ...any) {
-	r.report.Problems = append(r.report.Problems, Problem{Page: r.page.name, Line: line, Text: fmt.Sprintf(format, args...)})
+// block checks a block other than commands.
+func (c *Checker) block(b block) error {
+	switch {
+	case strings.TrimSpace(b.text) == "":
+		return errors.New("an empty block")
+	case b.language == "":
+		return errors.New("a block without a language: write one after the fence, text or console for output")
+	case b.language == "yaml":
+		return c.yaml(b)
+	case b.language != "console" && b.language != "text":
+		return fmt.Errorf("unknown language %s", b.language)
+	default:
+		return nil
+	}
 }
