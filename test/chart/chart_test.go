@@ -1,13 +1,17 @@
+// Package chart_test tests the Helm chart: its RBAC equals the extension's, an API server accepts the rendered objects,
+// and talos-ccm accepts its arguments.
 package chart_test
 
 import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -194,8 +198,24 @@ spec:
             spec: {type: object, properties: {roles: {type: array, items: {type: string}}}}
 `
 
+// withGuide adds the values of the guide.
+func withGuide(values map[string]string) map[string]string {
+	page, err := os.ReadFile(root + "/docs/guides/run-as-pod.md")
+	blocks := regexp.MustCompile("(?s)```yaml\n(# values.yaml\n.*?)```").FindAllStringSubmatch(string(page), -1)
+
+	if err != nil || len(blocks) == 0 {
+		panic(fmt.Sprint("no values in the guide: ", err))
+	}
+
+	for i, block := range blocks {
+		values[fmt.Sprintf("values %d of the guide", i)] = block[1]
+	}
+
+	return values
+}
+
 // inputs are values for the tests of the rendered objects.
-var inputs = map[string]string{
+var inputs = withGuide(map[string]string{
 	"default": "",
 	"all": `
 image: registry.example.com/a:v1@sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
@@ -214,15 +234,9 @@ resources: {limits: {memory: 256Mi}}
 nodeSelector: {example.com/infra: ""}
 tolerations: [{operator: Exists}]
 `,
-	"hosted control plane": `
-talosconfigSecret: talos-ccm-talosconfig
-nodeSelector: {node-role.kubernetes.io/control-plane: null}
-apiServer: {host: 192.0.2.10, port: 6443}
-args: ["--hosted-control-plane=api.example.com,192.0.2.10", --cluster-cidr=10.244.0.0/16, --service-cluster-ip-range=10.96.0.0/12]
-`,
 	"pod network":  "hostNetwork: false",
 	"no selectors": "{nodeSelector: null, tolerations: [], resources: null}",
-}
+})
 
 func TestChart_APIServerAccepts(t *testing.T) {
 	cluster, err := kube.Start(t.Context(), kube.Options{Progress: os.Stderr, ControllerManager: kube.ControllerManager{Absent: true}})
