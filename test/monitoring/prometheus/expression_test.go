@@ -6,11 +6,8 @@ package prometheus_test
 
 import (
 	"fmt"
-	"io/fs"
 	"maps"
 	"os"
-	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -196,42 +193,6 @@ func (m metric) match(matcher *labels.Matcher) string {
 	}
 
 	return ""
-}
-
-// TestExpressions_InDocs checks the blocks of PromQL on all pages: expressions, with empty lines between them.
-func TestExpressions_InDocs(t *testing.T) {
-	const root = "../../.."
-
-	metrics := readExported(t)
-	fence := regexp.MustCompile("(?ms)^```promql\\n(.*?)^```")
-
-	err := fs.WalkDir(os.DirFS(root), ".", func(name string, entry fs.DirEntry, err error) error {
-		if entry.IsDir() && name != "." && strings.ContainsAny(name[:1], "._") {
-			return fs.SkipDir // not the project's: .git, _out
-		}
-
-		if err != nil || !strings.HasSuffix(name, ".md") {
-			return err
-		}
-
-		content, err := os.ReadFile(filepath.Join(root, name))
-		if err != nil {
-			return err
-		}
-
-		for _, block := range fence.FindAllStringSubmatch(string(content), -1) {
-			for expression := range strings.SplitSeq(block[1], "\n\n") {
-				if problems, _ := metrics.check(expression); len(problems) > 0 {
-					t.Errorf("%s: %s: %q", name, expression, problems)
-				}
-			}
-		}
-
-		return nil
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
 }
 
 func TestExpressions_ReportsErrors(t *testing.T) {

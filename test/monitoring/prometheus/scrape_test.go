@@ -11,8 +11,9 @@ import (
 	"github.com/prometheus/prometheus/model/relabel"
 )
 
-// TestScrapeConfiguration_IsValid loads the scrape configuration of the monitoring guide and gives it control-plane Nodes as Prometheus' discovery does. It omits the
-// discovery itself, which would compile all of Kubernetes' client; test/docs checks its keys.
+// TestScrapeConfiguration_IsValid loads the scrape configuration of the monitoring guide and gives it control-plane
+// Nodes as Prometheus' discovery does. It omits the discovery itself, which would compile all of Kubernetes' client;
+// package monitoring compares it with the ScrapeConfig.
 func TestScrapeConfiguration_IsValid(t *testing.T) {
 	content, err := os.ReadFile(guide)
 	if err != nil {
