@@ -1,22 +1,16 @@
 package monitoring_test
 
 import (
-	"fmt"
-	"maps"
 	"slices"
 	"strings"
 
 	dto "github.com/prometheus/client_model/go"
+	"k8s.io/apimachinery/pkg/util/sets"
 )
 
-// families are metrics by name.
-type families map[string]family
-
-// family is what is known of a metric: its type, and its labels with the values that they have been seen with.
-type family struct {
-	kind   string
-	labels map[string]map[string]struct{}
-}
+// families are metrics: for each one "name (type)", "name label" for each label, and "name label=value" for each value
+// that is listed.
+type families struct{ sets.Set[string] }
 
 var (
 	// prefixes select the listed metrics; libraries export others that are not worth watching.
@@ -25,44 +19,33 @@ var (
 	open = []string{"cidr", "code", "go_version", "method", "node", "pool", "request", "version"}
 )
 
-func listed(name string) bool {
+func hasPrefix(name string, prefixes ...string) bool {
 	return slices.ContainsFunc(prefixes, func(prefix string) bool { return strings.HasPrefix(name, prefix) })
 }
 
 // enumerated tells whether the values of a metric's label are listed: of our own metrics, of queues and of elections, which have names that alerts know.
 func enumerated(name, label string) bool {
-	own := strings.HasPrefix(name, "talosccm_") || strings.HasPrefix(name, "workqueue_") || strings.HasPrefix(name, "leader_election_")
-
-	return own && !slices.Contains(open, label)
+	return hasPrefix(name, "talosccm_", "workqueue_", "leader_election_") && !slices.Contains(open, label)
 }
 
 // add notes what a scrape shows.
 func (f families) add(scraped map[string]*dto.MetricFamily) {
 	for name, metrics := range scraped {
-		if !listed(name) {
+		if !hasPrefix(name, prefixes...) {
 			continue
 		}
 
-		if _, known := f[name]; !known {
-			f[name] = family{kind: strings.ToLower(metrics.GetType().String()), labels: map[string]map[string]struct{}{}}
-		}
+		f.Insert(name + " (" + strings.ToLower(metrics.GetType().String()) + ")")
 
 		for _, metric := range metrics.GetMetric() {
-			f[name].add(name, metric)
-		}
-	}
-}
+			for _, pair := range metric.GetLabel() {
+				label := pair.GetName()
+				f.Insert(name + " " + label)
 
-func (f family) add(name string, metric *dto.Metric) {
-	for _, pair := range metric.GetLabel() {
-		label := pair.GetName()
-
-		if f.labels[label] == nil {
-			f.labels[label] = map[string]struct{}{}
-		}
-
-		if enumerated(name, label) && (label == "name" || happened(metric)) {
-			f.labels[label][pair.GetValue()] = struct{}{}
+				if enumerated(name, label) && (label == "name" || happened(metric)) {
+					f.Insert(name + " " + label + "=" + pair.GetValue())
+				}
+			}
 		}
 	}
 }
@@ -76,26 +59,32 @@ func happened(metric *dto.Metric) bool {
 func (f families) String() string {
 	var text strings.Builder
 
-	for _, name := range slices.Sorted(maps.Keys(f)) {
-		fmt.Fprintf(&text, "%s %s", name, f[name].kind)
+	separator := ""
 
-		for _, label := range slices.Sorted(maps.Keys(f[name].labels)) {
-			fmt.Fprintf(&text, " %s", label)
+	for _, entry := range sets.List(f.Set) {
+		name, label, _ := strings.Cut(entry, " ")
+		_, value, isValue := strings.Cut(label, "=")
 
-			if values := slices.Sorted(maps.Keys(f[name].labels[label])); len(values) > 0 {
-				fmt.Fprintf(&text, "=%s", strings.Join(values, "|"))
-			}
+		switch {
+		case strings.HasPrefix(label, "("):
+			text.WriteString("\n" + name + " " + strings.Trim(label, "()"))
+		case isValue:
+			text.WriteString(separator + value)
+
+			separator = "|"
+		default:
+			text.WriteString(" " + label)
+
+			separator = "="
 		}
-
-		text.WriteByte('\n')
 	}
 
-	return text.String()
+	return strings.TrimPrefix(text.String()+"\n", "\n")
 }
 
 // parseFamilies reads what String writes.
 func parseFamilies(text string) families {
-	f := families{}
+	f := families{sets.New[string]()}
 
 	for line := range strings.Lines(text) {
 		fields := strings.Fields(line)
@@ -103,56 +92,20 @@ func parseFamilies(text string) families {
 			continue
 		}
 
-		labels := map[string]map[string]struct{}{}
+		f.Insert(fields[0] + " (" + fields[1] + ")")
 
 		for _, field := range fields[2:] {
 			label, values, _ := strings.Cut(field, "=")
-			labels[label] = map[string]struct{}{}
+			f.Insert(fields[0] + " " + label)
 
-			for value := range strings.SplitSeq(values, "|") {
-				if value != "" {
-					labels[label][value] = struct{}{}
-				}
+			for _, value := range strings.FieldsFunc(values, func(r rune) bool { return r == '|' }) {
+				f.Insert(fields[0] + " " + label + "=" + value)
 			}
 		}
-
-		f[fields[0]] = family{kind: fields[1], labels: labels}
 	}
 
 	return f
 }
 
-// lacks returns what other has, of metrics, labels and values, that f lacks; empty: nothing.
-func (f families) lacks(other families) []string {
-	var missing []string
-
-	for name, wanted := range other {
-		if have, known := f[name]; !known || have.kind != wanted.kind {
-			missing = append(missing, name+" "+wanted.kind)
-		} else {
-			missing = append(missing, have.lacks(name, wanted)...)
-		}
-	}
-
-	slices.Sort(missing)
-
-	return missing
-}
-
-func (f family) lacks(name string, other family) []string {
-	var missing []string
-
-	for label, values := range other.labels {
-		if _, known := f.labels[label]; !known {
-			missing = append(missing, name+" "+label)
-		}
-
-		for value := range values {
-			if _, known := f.labels[label][value]; !known {
-				missing = append(missing, fmt.Sprintf("%s %s=%s", name, label, value))
-			}
-		}
-	}
-
-	return missing
-}
+// lacks returns what other has, of metrics, labels and values, that f lacks.
+func (f families) lacks(other families) []string { return sets.List(other.Difference(f.Set)) }

@@ -21,6 +21,7 @@ import (
 	dto "github.com/prometheus/client_model/go"
 	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
+	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
@@ -43,7 +44,7 @@ type bed struct {
 func newBed(t *testing.T) *bed {
 	t.Helper()
 
-	b := &bed{T: t, seen: families{}}
+	b := &bed{T: t, seen: families{sets.New[string]()}}
 
 	var err error
 
