@@ -3,16 +3,21 @@
 package image
 
 import (
+	"archive/tar"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"time"
 
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/mutate"
 	"github.com/siderolabs/talos/pkg/machinery/extensions"
 	"go.yaml.in/yaml/v4"
 
@@ -31,6 +36,12 @@ const (
 	executable = 0o755
 	readable   = 0o644
 )
+
+// versionForm matches versions that are valid label values, which Talos makes of them: no leading v, no build metadata,
+// a letter or digit at the end, and at most 63 bytes.
+var versionForm = regexp.MustCompile(`^\d+\.\d+\.\d+(-[0-9A-Za-z.-]*[0-9A-Za-z])?$`)
+
+const longestVersion = 63
 
 // Release describes the release to pack.
 type Release struct {
@@ -66,15 +77,12 @@ func Extension(r Release, binary []byte) ([]File, error) {
 		return nil, err
 	}
 
-	files := []File{
+	return []File{
 		{manifestPath, readable, manifest},
-		{binaryPath, executable, binary},
 		{specPath, readable, extension.Spec},
+		{binaryPath, executable, binary},
 		{sbomPath, readable, bill},
-	}
-	slices.SortFunc(files, func(a, b File) int { return strings.Compare(a.Path, b.Path) })
-
-	return files, nil
+	}, nil
 }
 
 // Pod returns the files of the image for pods. It contains no CA bundle; the credentials contain the CAs.
@@ -82,6 +90,10 @@ func Pod(binary []byte) []File { return []File{{extension.Name, executable, bina
 
 // manifest returns the manifest of the extension with the version of the release.
 func (r Release) manifest() ([]byte, error) {
+	if !versionForm.MatchString(r.version()) || len(r.version()) > longestVersion {
+		return nil, fmt.Errorf("version %q is not of the form x.y.z or x.y.z-pre with at most %d characters", r.Version, longestVersion)
+	}
+
 	var manifest extensions.Manifest
 
 	if err := yaml.Load(r.Manifest, &manifest, yaml.WithKnownFields()); err != nil {
@@ -98,20 +110,40 @@ func (r Release) manifest() ([]byte, error) {
 	return encoded, nil
 }
 
-// Write writes files to an existing directory, with the same modes as in the image. It keeps other files.
-func Write(dir string, files []File) error {
-	for _, folder := range folders(files) {
-		name := filepath.Join(dir, filepath.FromSlash(folder))
+// withFolders returns the directories of files, then files. Parents precede their children, because Talos does not
+// create parents when it unpacks.
+func withFolders(files []File) []File {
+	var folders []string
 
-		if err := errors.Join(os.MkdirAll(name, executable), os.Chmod(name, executable)); err != nil {
-			return fmt.Errorf("write image files: %w", err)
+	for _, f := range files {
+		for dir := path.Dir(f.Path); dir != "."; dir = path.Dir(dir) {
+			folders = append(folders, dir)
 		}
 	}
 
-	for _, f := range files {
+	slices.Sort(folders)
+
+	var all []File
+	for _, dir := range slices.Compact(folders) {
+		all = append(all, File{dir, fs.ModeDir | executable, nil})
+	}
+
+	return append(all, files...)
+}
+
+// Write writes files to an existing directory, with the same modes as in the image. It keeps other files.
+func Write(dir string, files []File) error {
+	for _, f := range withFolders(files) {
 		name := filepath.Join(dir, filepath.FromSlash(f.Path))
 
-		if err := errors.Join(os.WriteFile(name, f.Content, f.Mode), os.Chmod(name, f.Mode)); err != nil {
+		var err error
+		if f.Mode.IsDir() {
+			err = os.MkdirAll(name, f.Mode)
+		} else {
+			err = os.WriteFile(name, f.Content, f.Mode)
+		}
+
+		if err := errors.Join(err, os.Chmod(name, f.Mode)); err != nil {
 			return fmt.Errorf("write image files: %w", err)
 		}
 	}
@@ -119,17 +151,30 @@ func Write(dir string, files []File) error {
 	return nil
 }
 
-// folders returns the directories of files. Parents precede their children.
-func folders(files []File) []string {
-	var list []string
+// Unpack returns the files of an image without its directories.
+func Unpack(img v1.Image) (files []File, err error) {
+	content := mutate.Extract(img)
+	defer content.Close() //nolint:errcheck // read-only
 
-	for _, f := range files {
-		for dir := path.Dir(f.Path); dir != "."; dir = path.Dir(dir) {
-			list = append(list, dir)
+	for r := tar.NewReader(content); ; {
+		header, err := r.Next()
+		if errors.Is(err, io.EOF) {
+			return files, nil
 		}
+
+		if err != nil {
+			return nil, fmt.Errorf("unpack image: %w", err)
+		}
+
+		if header.Typeflag == tar.TypeDir {
+			continue
+		}
+
+		content, err := io.ReadAll(r)
+		if err != nil {
+			return nil, fmt.Errorf("unpack %s: %w", header.Name, err)
+		}
+
+		files = append(files, File{header.Name, header.FileInfo().Mode(), content})
 	}
-
-	slices.Sort(list)
-
-	return slices.Compact(list)
 }

@@ -4,7 +4,6 @@ import (
 	"archive/tar"
 	"bytes"
 	"compress/gzip"
-	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -86,78 +85,56 @@ func (r Release) labels(description string) map[string]string {
 	return labels
 }
 
-// pack returns an image with one layer.
+// pack returns an image with one layer. Reproducing it requires the same version of Go, whose gzip implementation it
+// uses.
 func pack(files []File, platform v1.Platform, config v1.Config, created time.Time) (v1.Image, error) {
-	compressed, err := compress(files, created)
+	content, err := archive(files, created)
 	if err != nil {
 		return nil, err
 	}
 
-	layer, err := tarball.LayerFromOpener(func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(compressed)), nil }, tarball.WithMediaType(types.OCILayer))
+	layer, err := tarball.LayerFromOpener(func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(content)), nil },
+		tarball.WithMediaType(types.OCILayer), tarball.WithCompressionLevel(gzip.DefaultCompression), tarball.WithCompressedCaching)
 	if err != nil {
 		return nil, err
 	}
 
-	img := mutate.ConfigMediaType(mutate.MediaType(empty.Image, types.OCIManifestSchema1), types.OCIConfigJSON)
+	at := v1.Time{Time: created.UTC()}
 
-	img, err = mutate.Append(img, mutate.Addendum{Layer: layer, History: v1.History{Created: v1.Time{Time: created.UTC()}, CreatedBy: "make image"}})
+	img, err := mutate.ConfigFile(mutate.ConfigMediaType(mutate.MediaType(empty.Image, types.OCIManifestSchema1), types.OCIConfigJSON), &v1.ConfigFile{
+		OS: platform.OS, Architecture: platform.Architecture, Created: at, Config: config, RootFS: v1.RootFS{Type: "layers"},
+	})
 	if err != nil {
 		return nil, err
 	}
 
-	described, err := img.ConfigFile()
-	if err != nil {
-		return nil, err
-	}
-
-	described = described.DeepCopy()
-	described.OS, described.Architecture = platform.OS, platform.Architecture
-	described.Created = v1.Time{Time: created.UTC()}
-	described.Config = config
-
-	return mutate.ConfigFile(img, described)
+	return mutate.Append(img, mutate.Addendum{Layer: layer, History: v1.History{Created: at, CreatedBy: "make image"}})
 }
 
-// compress returns the layer. Reproducing an image requires the same version of Go, whose gzip implementation it uses.
-func compress(files []File, created time.Time) ([]byte, error) {
+// archive returns a tar archive. All files belong to root.
+func archive(files []File, created time.Time) ([]byte, error) {
 	var buffer bytes.Buffer
 
-	w, err := gzip.NewWriterLevel(&buffer, gzip.DefaultCompression)
-	if err != nil {
-		return nil, err
-	}
+	w := tar.NewWriter(&buffer)
 
-	if err := errors.Join(archive(w, files, created), w.Close()); err != nil {
-		return nil, err
-	}
-
-	return buffer.Bytes(), nil
-}
-
-// archive writes each directory before its files, because Talos does not create parents when it unpacks. All files
-// belong to root.
-func archive(out io.Writer, files []File, created time.Time) error {
-	w := tar.NewWriter(out)
-
-	for _, dir := range folders(files) {
-		header := tar.Header{Typeflag: tar.TypeDir, Name: dir + "/", Mode: executable, ModTime: created.UTC(), Format: tar.FormatUSTAR}
-		if err := w.WriteHeader(&header); err != nil {
-			return fmt.Errorf("archive %s: %w", dir, err)
-		}
-	}
-
-	for _, f := range files {
+	for _, f := range withFolders(files) {
 		header := tar.Header{
 			Typeflag: tar.TypeReg, Name: f.Path, Mode: int64(f.Mode.Perm()), Size: int64(len(f.Content)), ModTime: created.UTC(), Format: tar.FormatUSTAR,
 		}
+		if f.Mode.IsDir() {
+			header.Typeflag, header.Name = tar.TypeDir, f.Path+"/"
+		}
+
 		if err := w.WriteHeader(&header); err != nil {
-			return fmt.Errorf("archive %s: %w", f.Path, err)
+			return nil, fmt.Errorf("archive %s: %w", f.Path, err)
 		}
 
 		if _, err := w.Write(f.Content); err != nil {
-			return fmt.Errorf("archive %s: %w", f.Path, err)
+			return nil, fmt.Errorf("archive %s: %w", f.Path, err)
 		}
 	}
 
-	return w.Close()
+	err := w.Close() // writes the end of the archive
+
+	return buffer.Bytes(), err
 }

@@ -21,52 +21,22 @@ const marker = "oci-layout"
 // WriteLayout writes an index to dir as an OCI layout. index.json lists the images directly, since the imager of
 // Talos does not read nested indexes. An existing layout is replaced. It is an error if dir contains anything else.
 func WriteLayout(dir string, index v1.ImageIndex) error {
-	if err := checkReplaceable(dir); err != nil {
-		return err
-	}
-
-	parent := filepath.Dir(dir)
-	if err := os.MkdirAll(parent, executable); err != nil {
-		return fmt.Errorf("write OCI layout %s: %w", dir, err)
-	}
-
-	next, err := os.MkdirTemp(parent, filepath.Base(dir)+"-")
-	if err != nil {
-		return fmt.Errorf("write OCI layout %s: %w", dir, err)
-	}
-	defer os.RemoveAll(next) //nolint:errcheck // renamed on success
-
-	if err := os.Chmod(next, executable); err != nil {
-		return fmt.Errorf("write OCI layout %s: %w", dir, err)
-	}
-
-	if _, err := layout.Write(next, index); err != nil {
-		return fmt.Errorf("write OCI layout %s: %w", dir, err)
-	}
-
-	if err := os.RemoveAll(dir); err != nil {
-		return fmt.Errorf("replace OCI layout %s: %w", dir, err)
-	}
-
-	if err := os.Rename(next, dir); err != nil {
-		return fmt.Errorf("replace OCI layout %s: %w", dir, err)
-	}
-
-	return nil
-}
-
-func checkReplaceable(dir string) error {
 	entries, err := os.ReadDir(dir)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-
-	if err != nil {
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("write OCI layout: %w", err)
 	}
 
 	if _, err := os.Stat(filepath.Join(dir, marker)); err != nil && len(entries) > 0 {
 		return fmt.Errorf("write OCI layout %s: directory is not empty and not an OCI layout", dir)
+	}
+
+	if err := os.RemoveAll(dir); err != nil {
+		return fmt.Errorf("replace OCI layout: %w", err)
+	}
+
+	// It writes the marker first, so an incomplete layout can be replaced, too.
+	if _, err := layout.Write(dir, index); err != nil {
+		return fmt.Errorf("write OCI layout %s: %w", dir, err)
 	}
 
 	return nil

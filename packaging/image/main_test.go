@@ -9,6 +9,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 
@@ -44,7 +45,7 @@ func run(m *testing.M) int {
 }
 
 // layouts has the directories that make image writes.
-type layouts struct{ extension, pod string }
+type layouts = map[string]string
 
 // made is what users make, once for all tests.
 var made = sync.OnceValues(func() (layouts, error) { return makeImage(root, filepath.Join(workDir, "out"), "022") })
@@ -57,10 +58,10 @@ func makeImage(checkout, out, umask string, environ ...string) (layouts, error) 
 	cmd.Env = append(append(os.Environ(), "MAKEFLAGS="), environ...)
 
 	if output, err := cmd.CombinedOutput(); err != nil {
-		return layouts{}, fmt.Errorf("make image in %s: %w\n%s", checkout, err, output)
+		return nil, fmt.Errorf("make image in %s: %w\n%s", checkout, err, output)
 	}
 
-	return layouts{filepath.Join(out, "oci"), filepath.Join(out, "oci-pod")}, nil
+	return layouts{"extension": filepath.Join(out, "oci"), "pod": filepath.Join(out, "oci-pod")}, nil
 }
 
 func makeOnce(t *testing.T) layouts {
@@ -94,6 +95,30 @@ func digest(t *testing.T, dir string) string {
 	}
 
 	return hash.String()
+}
+
+// release returns a release with the manifest of the sources and another version.
+func release(t *testing.T) image.Release {
+	t.Helper()
+
+	content, err := os.ReadFile(filepath.Join(root, "manifest.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	return image.Release{Version: "v" + version, Created: time.Unix(created, 0), Manifest: content}
+}
+
+// layOut writes files as Talos unpacks them.
+func layOut(t *testing.T, files []image.File) string {
+	t.Helper()
+
+	folder := t.TempDir()
+	if err := image.Write(folder, files); err != nil {
+		t.Fatal(err)
+	}
+
+	return folder
 }
 
 // eachImage calls check with every image of an index.

@@ -26,8 +26,8 @@ func git(t *testing.T, folder string, args ...string) string {
 	return strings.TrimSpace(string(output))
 }
 
-// check returns the output of the commit check for a commit with the given message; empty if it passes.
-func check(t *testing.T, message string) string {
+// check returns the output and the error of the commit check in a directory.
+func check(t *testing.T, folder, base string) (string, error) {
 	t.Helper()
 
 	script, err := filepath.Abs(root + "/.ci/commits")
@@ -35,21 +35,25 @@ func check(t *testing.T, message string) string {
 		t.Fatal(err)
 	}
 
-	folder := t.TempDir()
-	git(t, folder, "init", "--quiet")
-	git(t, folder, "commit", "--quiet", "--allow-empty", "--message", "Earlier commits are not checked")
-	base := git(t, folder, "rev-parse", "HEAD")
-	git(t, folder, "commit", "--quiet", "--allow-empty", "--message", message)
-
 	cmd := exec.CommandContext(t.Context(), script, base)
 	cmd.Dir = folder
-
 	output, err := cmd.CombinedOutput()
-	if (err == nil) != (len(output) == 0) {
-		t.Fatalf("got error %v, output %q", err, output)
+
+	return string(output), err
+}
+
+// commit makes a repository with a commit of each message.
+func commit(t *testing.T, messages ...string) (folder string) {
+	t.Helper()
+
+	folder = t.TempDir()
+	git(t, folder, "init", "--quiet")
+
+	for _, message := range messages {
+		git(t, folder, "commit", "--quiet", "--allow-empty", "--message", message)
 	}
 
-	return string(output)
+	return folder
 }
 
 const signed = "\n\nSigned-off-by: Ada <ada@example.org>"
@@ -71,30 +75,20 @@ func TestCommits_AreChecked(t *testing.T) {
 		"sign-off in the body":         {"fix: wait for the socket\n\nSigned-off-by: Ada <ada@example.org> said so.\n\nBut did not.", "is not signed off"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			got := check(t, test.message)
-			if (test.want == "") != (got == "") || !strings.Contains(got, test.want) {
-				t.Errorf("got %q, want %q", got, test.want)
+			got, err := check(t, commit(t, "Earlier commits are not checked", test.message), "HEAD~1")
+			if (test.want == "") != (got == "") || (err == nil) != (got == "") || !strings.Contains(got, test.want) {
+				t.Errorf("got %q, error %v, want %q", got, err, test.want)
 			}
 		})
 	}
 }
 
 func TestCommits_RequireKnownBase(t *testing.T) {
-	script, err := filepath.Abs(root + "/.ci/commits")
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	folder := t.TempDir()
-	git(t, folder, "init", "--quiet")
-	git(t, folder, "commit", "--quiet", "--allow-empty", "--message", "fix: this"+signed)
+	folder := commit(t, "fix: this"+signed)
 
 	for base, want := range map[string]bool{"HEAD": true, "0123456789012345678901234567890123456789": false, "": false} {
-		cmd := exec.CommandContext(t.Context(), script, base)
-		cmd.Dir = folder
-
-		if err := cmd.Run(); (err == nil) != want {
-			t.Errorf("base %q: got error %v, want success %t", base, err, want)
+		if output, err := check(t, folder, base); (err == nil) != want {
+			t.Errorf("base %q: got error %v, output %q, want success %t", base, err, output, want)
 		}
 	}
 }

@@ -1,7 +1,6 @@
 package release_test
 
 import (
-	"fmt"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -89,11 +88,7 @@ func TestWorkflows_PermissionsAreMinimal(t *testing.T) {
 		if len(j.Permissions) == 0 {
 			t.Errorf("%s has no permissions and cannot check out the code", name)
 		}
-	})
-}
 
-func TestWorkflows_JobsHaveTimeouts(t *testing.T) {
-	jobs(t, func(name string, j job) {
 		if j.Timeout == 0 && j.Uses == "" {
 			t.Errorf("%s has no timeout", name)
 		}
@@ -127,55 +122,35 @@ func TestWorkflows_ActionsArePinned(t *testing.T) {
 	}
 }
 
-// An expression in a script allows code injection.
-func TestWorkflows_ScriptsContainNoExpressions(t *testing.T) {
+func TestWorkflows_StepsAreSafe(t *testing.T) {
+	makefile := string(read(t, "Makefile"))
+	versions := map[string]string{} // of Go, with the last job that has it
+
 	jobs(t, func(name string, j job) {
 		for _, s := range j.Steps {
 			if strings.Contains(s.Run, "${{") {
-				t.Errorf("%s contains an expression in\n%s", name, s.Run)
+				t.Errorf("%s allows code injection by an expression in\n%s", name, s.Run)
 			}
-		}
-	})
-}
 
-func TestWorkflows_UseExistingMakeTargets(t *testing.T) {
-	makefile := string(read(t, "Makefile"))
-
-	jobs(t, func(name string, j job) {
-		for _, s := range j.Steps {
 			for _, match := range regexp.MustCompile(`\bmake (?:--\S+ )*([a-z-]+)`).FindAllStringSubmatch(s.Run, -1) {
 				if !strings.Contains(makefile, "\n"+match[1]+":") {
 					t.Errorf("%s uses missing make target %s", name, match[1])
 				}
 			}
-		}
-	})
-}
 
-// Images are reproducible only with the same version of Go, which includes gzip.
-func TestWorkflows_UseOneGoVersion(t *testing.T) {
-	versions := map[string][]string{}
-
-	jobs(t, func(name string, j job) {
-		for _, s := range j.Steps {
-			if version, found := s.With["go-version"]; found {
-				versions[version] = append(versions[version], name)
-			}
-		}
-	})
-
-	if len(versions) != 1 {
-		t.Error(fmt.Sprint(versions))
-	}
-}
-
-// Signed artifacts must not depend on a cache that other jobs can write.
-func TestWorkflows_ReleaseUsesNoCache(t *testing.T) {
-	jobs(t, func(name string, j job) {
-		for _, s := range j.Steps {
+			// Signed artifacts must not depend on a cache that other jobs can write.
 			if strings.HasPrefix(s.Uses, "actions/cache@") || strings.HasPrefix(s.Uses, "actions/setup-go@") && s.With["cache"] != "false" {
 				t.Errorf("%s uses a cache", name)
 			}
+
+			if version, found := s.With["go-version"]; found {
+				versions[version] = name
+			}
 		}
 	})
+
+	// Images are reproducible only with the same version of Go, which includes gzip.
+	if len(versions) != 1 {
+		t.Errorf("jobs use several versions of Go: %v", versions)
+	}
 }

@@ -10,7 +10,6 @@ import (
 	"io"
 	"os"
 	"os/signal"
-	"path/filepath"
 	"strings"
 	"syscall"
 
@@ -19,6 +18,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/packaging/image"
 	"github.com/talos-ccm/talos-ccm/packaging/sourcedate"
 )
+
+const megabyte = 1e6
 
 const usage = `usage:
   image pack -version V [-revision R] [-output DIR] [-pod-output DIR] ARCH=BINARY…
@@ -70,10 +71,6 @@ func pack(args []string, out io.Writer) error {
 		return errors.New(usage)
 	}
 
-	if filepath.Clean(*output) == filepath.Clean(*podOutput) {
-		return fmt.Errorf("-output and -pod-output are the same directory: %s", *output)
-	}
-
 	binaries, err := read(flags.Args())
 	if err != nil {
 		return err
@@ -87,7 +84,7 @@ func pack(args []string, out io.Writer) error {
 		return err
 	}
 
-	packed, err := extensionIndex(release, binaries)
+	packed, err := image.ExtensionIndex(release, binaries)
 	if err != nil {
 		return err
 	}
@@ -98,20 +95,6 @@ func pack(args []string, out io.Writer) error {
 	}
 
 	return errors.Join(write(out, *output, packed), write(out, *podOutput, pod))
-}
-
-// extensionIndex packs the extension and validates it like Talos does.
-func extensionIndex(release image.Release, binaries map[string][]byte) (v1.ImageIndex, error) {
-	index, err := image.ExtensionIndex(release, binaries)
-	if err != nil {
-		return nil, err
-	}
-
-	if err := image.Validate(index); err != nil {
-		return nil, fmt.Errorf("validate extension: %w", err)
-	}
-
-	return index, nil
 }
 
 // read reads the binaries given as ARCH=BINARY, by architecture.
@@ -139,7 +122,7 @@ func read(args []string) (map[string][]byte, error) {
 	return binaries, nil
 }
 
-// write writes an index to dir and prints its digests and sizes.
+// write writes an index to dir and prints its digests and compressed sizes.
 func write(out io.Writer, dir string, index v1.ImageIndex) error {
 	if err := image.WriteLayout(dir, index); err != nil {
 		return err
@@ -158,50 +141,23 @@ func write(out io.Writer, dir string, index v1.ImageIndex) error {
 	fmt.Fprintf(out, "%-14s %s\n", dir, digest)
 
 	for _, descriptor := range manifest.Manifests {
-		compressed, plain, err := sizes(index, descriptor.Digest)
+		img, err := index.Image(descriptor.Digest)
 		if err != nil {
 			return err
 		}
 
-		fmt.Fprintf(out, "  %-12s %s  %.1f MB, unpacked %.1f MB\n", descriptor.Platform, descriptor.Digest, compressed, plain)
+		layers, err := img.Layers()
+		if err != nil {
+			return err
+		}
+
+		size, err := layers[0].Size()
+		if err != nil {
+			return err
+		}
+
+		fmt.Fprintf(out, "  %-12s %s  %.1f MB\n", descriptor.Platform, descriptor.Digest, float64(size)/megabyte)
 	}
 
 	return nil
-}
-
-// sizes returns the total size of the layers of an image in megabytes, compressed and unpacked.
-func sizes(index v1.ImageIndex, digest v1.Hash) (compressed, plain float64, err error) {
-	const megabyte = 1e6
-
-	img, err := index.Image(digest)
-	if err != nil {
-		return 0, 0, err
-	}
-
-	layers, err := img.Layers()
-	if err != nil {
-		return 0, 0, err
-	}
-
-	for _, layer := range layers {
-		size, err := layer.Size()
-		if err != nil {
-			return 0, 0, err
-		}
-
-		content, err := layer.Uncompressed()
-		if err != nil {
-			return 0, 0, err
-		}
-
-		unpacked, err := io.Copy(io.Discard, content)
-		if err := errors.Join(err, content.Close()); err != nil {
-			return 0, 0, err
-		}
-
-		compressed += float64(size) / megabyte
-		plain += float64(unpacked) / megabyte
-	}
-
-	return compressed, plain, nil
 }
