@@ -30,7 +30,7 @@ func (c *Cluster) StopAPIServer(ctx context.Context) {
 }
 
 func (c *Cluster) stopAPIServer(ctx context.Context) {
-	c.apiserver.stop(ctx)
+	c.apiserver.Stop(ctx)
 	c.apiserver = nil
 }
 
@@ -65,7 +65,7 @@ func (c *Cluster) RotateServingCA(ctx context.Context) error {
 		return fmt.Errorf("rotate the serving authority of %s: %w", apiServer, errStopped)
 	}
 
-	c.controllerManager.stop(ctx)
+	c.controllerManager.Stop(ctx)
 	c.controllerManager = nil
 	c.stopAPIServer(ctx)
 
@@ -88,13 +88,13 @@ func (c *Cluster) startAPIServer(ctx context.Context) error {
 
 	client, err := c.adminClient()
 	if err != nil {
-		process.stop(ctx)
+		process.Stop(ctx)
 
 		return err
 	}
 
-	if err := process.waitReady(ctx, func(ctx context.Context) error { return serving(ctx, client) }); err != nil {
-		process.stop(ctx)
+	if err := process.WaitReady(ctx, func(ctx context.Context) error { return serving(ctx, client) }); err != nil {
+		process.Stop(ctx)
 
 		return c.explain(err)
 	}
@@ -106,8 +106,8 @@ func (c *Cluster) startAPIServer(ctx context.Context) error {
 
 // explain adds etcd's log to the error of an API server that did not become ready, if etcd is why.
 func (c *Cluster) explain(err error) error {
-	if ended := c.etcd.ended(); ended != nil {
-		return fmt.Errorf("%w\n%w\n%s", err, ended, logTail(c.etcd.log))
+	if ended := c.etcd.Ended(); ended != nil {
+		return fmt.Errorf("%w\n%w\n%s", err, ended, c.etcd.LogTail())
 	}
 
 	return err

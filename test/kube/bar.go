@@ -3,29 +3,22 @@ package kube
 import (
 	"fmt"
 	"io"
-	"os"
-	"strings"
 	"sync"
 	"time"
 
-	"golang.org/x/sys/unix"
+	"github.com/talos-ccm/talos-ccm/test/screen"
 )
 
-const (
-	barWidth = 30
-	// redraw is how often a bar on a terminal is drawn, plainLine how often a line is written elsewhere.
-	redraw    = 200 * time.Millisecond
-	plainLine = 10 * time.Second
-)
+// plainLine is how often progress is written where there is no terminal.
+const plainLine = 10 * time.Second
 
-// bar shows how far something long is: a line that is drawn again and again on a terminal, now and then a new line elsewhere.
+// bar shows the progress of a build.
 type bar struct {
-	w        io.Writer
-	title    string
-	terminal bool
-	began    time.Time
-	done     chan struct{}
-	drawn    sync.WaitGroup
+	w     io.Writer
+	title string
+	began time.Time
+	done  chan struct{}
+	drawn sync.WaitGroup
 
 	mu    sync.Mutex
 	steps int
@@ -33,10 +26,11 @@ type bar struct {
 	what  string
 }
 
+// newBar starts to show the progress. A nil writer is silence.
 func newBar(w io.Writer, title string) *bar {
-	b := &bar{w: w, title: title, terminal: isTerminal(w), began: time.Now(), done: make(chan struct{}), what: "looking"}
+	b := &bar{w: w, title: title, began: time.Now(), done: make(chan struct{}), what: "looking"}
 	if w != nil {
-		b.drawn.Go(b.draw)
+		b.drawn.Go(func() { screen.Show(b.done, w, plainLine, b.lines) })
 	}
 
 	return b
@@ -64,66 +58,20 @@ func (b *bar) step() {
 	b.steps++
 }
 
-// finish draws the last state and ends the line.
+// finish draws the last state.
 func (b *bar) finish() {
 	close(b.done)
 	b.drawn.Wait()
 }
 
-func (b *bar) draw() {
-	every, before, after := plainLine, "", "\n"
-	if b.terminal {
-		every, before, after = redraw, "\r\x1b[K", ""
-	}
-
-	ticker := time.NewTicker(every)
-	defer ticker.Stop()
-
-	for {
-		fmt.Fprint(b.w, before+b.line()+after)
-
-		select {
-		case <-ticker.C:
-		case <-b.done:
-			fmt.Fprint(b.w, before+b.line()+"\n")
-
-			return
-		}
-	}
-}
-
-func (b *bar) line() string {
+func (b *bar) lines() []string {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 
-	elapsed := time.Since(b.began).Round(time.Second)
-	if b.total == 0 {
-		return fmt.Sprintf("%s: %s, %s", b.title, b.what, elapsed)
+	state := b.title + ": " + b.what
+	if b.total > 0 {
+		state = screen.Bar(b.w, b.title, b.steps, b.total) + " packages"
 	}
 
-	steps := min(b.steps, b.total)
-	line := fmt.Sprintf("%s: %d/%d packages, %s", b.title, steps, b.total, elapsed)
-
-	// The last package is the program, and the steps are of packages begun.
-	if steps >= b.total-1 {
-		line += ", linking"
-	}
-
-	if b.terminal {
-		full := barWidth * steps / b.total
-		line = fmt.Sprintf("%s [%s%s]", line, strings.Repeat("#", full), strings.Repeat(".", barWidth-full))
-	}
-
-	return line
-}
-
-func isTerminal(w io.Writer) bool {
-	file, ok := w.(*os.File)
-	if !ok {
-		return false
-	}
-
-	_, err := unix.IoctlGetTermios(int(file.Fd()), unix.TCGETS)
-
-	return err == nil
+	return []string{fmt.Sprintf("%s, %s", state, time.Since(b.began).Round(time.Second))}
 }

@@ -18,7 +18,12 @@ import (
 	"path/filepath"
 	"sync"
 	"time"
+
+	"github.com/talos-ccm/talos-ccm/test/process"
 )
+
+// stopGrace is the time that interrupted commands have to exit.
+const stopGrace = process.Grace
 
 // Options choose what [Start] starts. The zero value is a control plane with nothing unusual.
 type Options struct {
@@ -43,9 +48,9 @@ type Cluster struct {
 
 	// mu is held while processes or the serving authority change.
 	mu                sync.Mutex
-	etcd              *process
-	apiserver         *process
-	controllerManager *process
+	etcd              *process.Process
+	apiserver         *process.Process
+	controllerManager *process.Process
 	kubelets          []*Kubelet
 }
 
@@ -134,14 +139,14 @@ func (c *Cluster) PIDs() map[string]int {
 
 	pids := make(map[string]int)
 
-	for _, p := range []*process{c.etcd, c.apiserver, c.controllerManager} {
+	for _, p := range []*process.Process{c.etcd, c.apiserver, c.controllerManager} {
 		if p != nil {
-			pids[p.name] = p.pid()
+			pids[p.Name] = p.PID()
 		}
 	}
 
 	for _, k := range c.kubelets {
-		pids[k.process.name] = k.process.pid()
+		pids[k.process.Name] = k.process.PID()
 	}
 
 	return pids
@@ -154,10 +159,10 @@ func (c *Cluster) Stop() error {
 	defer c.mu.Unlock()
 
 	// Clients end before their servers, or they spend their grace retrying.
-	c.controllerManager.terminate()
+	c.controllerManager.Terminate()
 
 	for _, k := range c.kubelets {
-		k.process.terminate()
+		k.process.Terminate()
 	}
 
 	var errs []error
@@ -166,8 +171,8 @@ func (c *Cluster) Stop() error {
 		errs = append(errs, k.end())
 	}
 
-	for _, p := range []*process{c.controllerManager, c.apiserver, c.etcd} {
-		p.stop(context.Background())
+	for _, p := range []*process.Process{c.controllerManager, c.apiserver, c.etcd} {
+		p.Stop(context.Background())
 	}
 
 	c.kubelets, c.controllerManager, c.apiserver, c.etcd = nil, nil, nil, nil
@@ -180,12 +185,12 @@ func (c *Cluster) Stop() error {
 }
 
 // startProcess starts a component of the assets with its log in the log folder.
-func (c *Cluster) startProcess(component string, args []string) (*process, error) {
-	return startProcess(command{
-		name: component,
-		path: filepath.Join(c.assets, component),
-		args: args,
-		log:  filepath.Join(c.folder.logs, component+".log"),
+func (c *Cluster) startProcess(component string, args []string) (*process.Process, error) {
+	return process.Start(process.Command{
+		Name: component,
+		Path: filepath.Join(c.assets, component),
+		Args: args,
+		Log:  filepath.Join(c.folder.logs, component+".log"),
 	})
 }
 

@@ -74,8 +74,8 @@ func (c *Cluster) startControllerManager(ctx context.Context) error {
 		return err
 	}
 
-	if err := process.waitReady(ctx, c.controllersRun); err != nil {
-		process.stop(ctx)
+	if err := process.WaitReady(ctx, c.controllersRun); err != nil {
+		process.Stop(ctx)
 
 		return err
 	}
@@ -87,7 +87,7 @@ func (c *Cluster) startControllerManager(ctx context.Context) error {
 
 // reviveControllerManager starts it again if it has ended by itself.
 func (c *Cluster) reviveControllerManager(ctx context.Context) error {
-	if c.controllerManager == nil || c.controllerManager.ended() == nil {
+	if c.controllerManager == nil || c.controllerManager.Ended() == nil {
 		return nil
 	}
 

@@ -12,6 +12,8 @@ import (
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/talos-ccm/talos-ccm/test/process"
 )
 
 const (
@@ -36,7 +38,7 @@ type KubeletSpec struct {
 // Kubelet is a running kubelet.
 type Kubelet struct {
 	cluster *Cluster
-	process *process
+	process *process.Process
 	folder  string
 	port    int
 }
@@ -79,7 +81,7 @@ func (k *Kubelet) start(ctx context.Context, spec KubeletSpec) error {
 
 // PID is the process id of the kubelet.
 func (k *Kubelet) PID() int {
-	return k.process.pid()
+	return k.process.PID()
 }
 
 // Stop ends the kubelet and removes its files. Its Node stays, as that of a machine that was switched off. Stopping a stopped one is fine.
@@ -93,7 +95,7 @@ func (k *Kubelet) Stop() error {
 
 // end is Stop for callers that keep the cluster's list of kubelets themselves.
 func (k *Kubelet) end() error {
-	k.process.stop(context.Background())
+	k.process.Stop(context.Background())
 
 	if err := os.RemoveAll(k.folder); err != nil {
 		return fmt.Errorf("remove the kubelet's folder: %w", err)
@@ -121,13 +123,13 @@ func (k *Kubelet) startOnce(ctx context.Context, spec KubeletSpec) error {
 
 	var err error
 
-	k.process, err = startProcess(command{
-		name:       name,
-		path:       "/bin/sh",
-		args:       append([]string{"-c", enclosure, "sh", k.folder, filepath.Join(k.cluster.assets, kubelet)}, flags...),
-		env:        []string{"FAKE_CRI=" + runtimeEndpoint},
-		log:        filepath.Join(k.cluster.folder.logs, name+".log"),
-		namespaces: &namespaces{},
+	k.process, err = process.Start(process.Command{
+		Name:       name,
+		Path:       "/bin/sh",
+		Args:       append([]string{"-c", enclosure, "sh", k.folder, filepath.Join(k.cluster.assets, kubelet)}, flags...),
+		Env:        []string{"FAKE_CRI=" + runtimeEndpoint},
+		Log:        filepath.Join(k.cluster.folder.logs, name+".log"),
+		Namespaces: true,
 	})
 	if err != nil {
 		return err
@@ -252,7 +254,7 @@ func (k *Kubelet) waitRegistered(ctx context.Context, nodeName string) error {
 		return err
 	}
 
-	return k.process.waitReady(ctx, func(ctx context.Context) error {
+	return k.process.WaitReady(ctx, func(ctx context.Context) error {
 		_, err := client.CoreV1().Nodes().Get(ctx, nodeName, metav1.GetOptions{})
 		if apierrors.IsNotFound(err) {
 			return errors.New("it has not registered its node yet")

@@ -5,20 +5,16 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"os"
 	"sync/atomic"
 	"time"
 
-	"golang.org/x/sys/unix"
+	"github.com/talos-ccm/talos-ccm/test/screen"
 )
 
-const (
-	terminalRefresh = 200 * time.Millisecond
-	plainRefresh    = 10 * time.Second
-)
+// plainRefresh is how often progress is written where there is no terminal.
+const plainRefresh = 10 * time.Second
 
-// progress tells a human how far a long piece of work is: one line that is redrawn on a terminal, a plain line every ten
-// seconds elsewhere.
+// progress shows the progress of a build.
 type progress struct {
 	out     io.Writer
 	title   string
@@ -31,41 +27,13 @@ func newProgress(out io.Writer, title string, total int) *progress {
 	return &progress{out: out, title: title, total: total, started: time.Now()}
 }
 
-func isTerminal(out io.Writer) bool {
-	file, ok := out.(*os.File)
-	if !ok {
-		return false
-	}
-
-	_, err := unix.IoctlGetTermios(int(file.Fd()), unix.TCGETS)
-
-	return err == nil
-}
-
-func (p *progress) line() string {
-	return fmt.Sprintf("%s: %d of at most %d packages, %s", p.title, p.done.Load(), p.total, time.Since(p.started).Round(time.Second))
-}
-
-// show redraws the line until ctx is done, and then says that the work has ended.
+// show draws a line until ctx is done, and then once more.
 func (p *progress) show(ctx context.Context) {
-	refresh, prefix, suffix := plainRefresh, "", "\n"
-	if isTerminal(p.out) {
-		refresh, prefix, suffix = terminalRefresh, "\r\x1b[K", ""
-	}
+	screen.Show(ctx.Done(), p.out, plainRefresh, func() []string {
+		bar := screen.Bar(p.out, p.title, int(p.done.Load()), p.total)
 
-	ticker := time.NewTicker(refresh)
-	defer ticker.Stop()
-
-	for {
-		select {
-		case <-ticker.C:
-			fmt.Fprint(p.out, prefix+p.line()+suffix)
-		case <-ctx.Done():
-			fmt.Fprint(p.out, prefix+p.line()+"\n")
-
-			return
-		}
-	}
+		return []string{fmt.Sprintf("%s packages at most, %s", bar, time.Since(p.started).Round(time.Second))}
+	})
 }
 
 // count reads what `go build -v` prints, one package per line, and keeps what is not a package name for an error message.

@@ -1,0 +1,104 @@
+// Package screen shows the progress of work that takes long: in place on a terminal, and as lines elsewhere.
+package screen
+
+import (
+	"fmt"
+	"io"
+	"os"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	barWidth = 30
+	redraw   = 100 * time.Millisecond
+)
+
+// Show writes the lines that state returns until done is closed, and then once more. On a terminal they replace each
+// other; elsewhere they are one line, written at most every interval if it has changed.
+func Show(done <-chan struct{}, out io.Writer, interval time.Duration, state func() []string) {
+	width := Width(out)
+	if width > 0 {
+		interval = redraw
+	}
+
+	ticker := time.NewTicker(interval)
+	defer ticker.Stop()
+
+	var (
+		drawn int
+		last  string
+	)
+
+	for ended := false; !ended; {
+		select {
+		case <-ticker.C:
+		case <-done:
+			ended = true
+		}
+
+		lines := state()
+
+		if width > 0 {
+			fmt.Fprint(out, draw(lines, drawn, width))
+			drawn = len(lines)
+		} else if line := strings.Join(lines, "; "); line != last {
+			fmt.Fprintln(out, line)
+			last = line
+		}
+	}
+}
+
+// draw returns the lines, after control characters that erase the lines drawn before.
+func draw(lines []string, drawn, width int) string {
+	var text strings.Builder
+
+	if drawn > 0 {
+		fmt.Fprintf(&text, "\x1b[%dA\r\x1b[J", drawn)
+	}
+
+	for _, line := range lines {
+		// A longer line would wrap, and take more lines than are erased.
+		if runes := []rune(line); len(runes) >= width {
+			line = string(runes[:width-2]) + "…"
+		}
+
+		text.WriteString(line + "\n")
+	}
+
+	return text.String()
+}
+
+// Bar returns a title and a count of a total, with a bar on a terminal.
+func Bar(out io.Writer, title string, count, total int) string {
+	if Width(out) == 0 {
+		return fmt.Sprintf("%s %d/%d", title, count, total)
+	}
+
+	full := barWidth * min(count, total) / max(1, total)
+
+	return fmt.Sprintf("%-20s [%s%s] %d/%d", title, strings.Repeat("#", full), strings.Repeat(".", barWidth-full), count, total)
+}
+
+// Width returns the width of the terminal, or zero if out is no terminal.
+func Width(out io.Writer) int {
+	const fallback = 80
+
+	file, ok := out.(*os.File)
+	if !ok || os.Getenv("TERM") == "dumb" {
+		return 0
+	}
+
+	size, err := unix.IoctlGetWinsize(int(file.Fd()), unix.TIOCGWINSZ)
+	if err != nil {
+		return 0
+	}
+
+	if size.Col == 0 {
+		return fallback
+	}
+
+	return int(size.Col)
+}
