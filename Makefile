@@ -135,7 +135,8 @@ kube-assets: ## Build the Kubernetes components for tests, unless cached or set 
 .PHONY: demo
 demo: ## Run talos-ccm on simulated machines: make demo [NODES=20] [KEEP=1].
 	@mkdir -p $(ARTIFACTS)
-	@$(GO) build -o $(ARTIFACTS)/demo ./test/demo
+	@echo "Building talos-ccm"
+	@$(GO) build -o $(ARTIFACTS)/ ./test/demo ./cmd/talos-ccm
 	@$(ARTIFACTS)/demo $(if $(NODES),-nodes $(NODES)) $(if $(KEEP),-keep)
 
 .PHONY: lint

@@ -9,42 +9,33 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 )
 
-// document is what the operator adds to the machine configuration of the control plane. The expectations know what its rules do.
+// document is what the operator adds to the machine configuration of the control plane.
 //
 //go:embed document.yaml
 var document []byte
 
-// What the rules of the document set.
-const (
-	labelCapacity = "example.org/capacity"
-	taintSpot     = "example.org/spot"
-)
+// labelCapacity is set by a rule of the document.
+const labelCapacity = "example.org/capacity"
 
-var errNoDocument = errors.New("not an ExtensionServiceConfig document")
+// readDocument reads the document as Talos does, and returns the name of the extension service and its configuration.
+func readDocument() (string, runtime.ExtensionServiceConfigSpec, error) {
+	var spec runtime.ExtensionServiceConfigSpec
 
-// service is an extension service's part of the machine configuration.
-type service struct {
-	name string
-	spec runtime.ExtensionServiceConfigSpec
-}
-
-// readDocument reads the document as Talos does.
-func readDocument() (service, error) {
 	loaded, err := configloader.NewFromBytes(document)
 	if err != nil {
-		return service{}, fmt.Errorf("read the demo's document: %w", err)
+		return "", spec, fmt.Errorf("read document: %w", err)
 	}
 
-	documents := loaded.ExtensionServiceConfigs()
-	if len(documents) != 1 {
-		return service{}, fmt.Errorf("read the demo's document: %w", errNoDocument)
+	if len(loaded.ExtensionServiceConfigs()) != 1 {
+		return "", spec, errors.New("read document: not an ExtensionServiceConfig")
 	}
 
-	s := service{name: documents[0].Name(), spec: runtime.ExtensionServiceConfigSpec{Environment: documents[0].Environment()}}
+	service := loaded.ExtensionServiceConfigs()[0]
+	spec.Environment = service.Environment()
 
-	for _, file := range documents[0].ConfigFiles() {
-		s.spec.Files = append(s.spec.Files, runtime.ExtensionServiceConfigFile{Content: file.Content(), MountPath: file.MountPath()})
+	for _, file := range service.ConfigFiles() {
+		spec.Files = append(spec.Files, runtime.ExtensionServiceConfigFile{Content: file.Content(), MountPath: file.MountPath()})
 	}
 
-	return s, nil
+	return service.Name(), spec, nil
 }

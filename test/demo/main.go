@@ -1,10 +1,10 @@
-// Command demo shows talos-ccm at work on one computer: a real Kubernetes control plane, simulated Talos machines of several platforms,
-// and the real talos-ccm in a process of its own, which initializes the machines' Nodes from what the machines say, gives them pod CIDRs, and
-// approves the certificates that their kubelets ask for, but not those that are another's. It gives a Service the addresses of Nodes, and
-// deletes the Nodes of machines that were reset or renamed.
+// Command demo shows talos-ccm on one computer: a real Kubernetes control plane, simulated Talos machines of several
+// platforms, and the real talos-ccm in its own process. It initializes Nodes, allocates pod CIDRs, approves the CSRs of
+// kubelets and denies one for the name of another Node, follows changes of a machine, gives a Service the addresses of
+// Nodes, and deletes the Node of a machine that was reset.
 //
-// It checks every Node and every certificate against the machine and ends with status 0 only if all of them are right. It never touches a cluster that it did
-// not start, listens on nothing but loopback, and leaves neither processes nor files.
+// It exits with status 0 only if all of this happens. It listens only on loopback addresses and leaves neither processes
+// nor files.
 package main
 
 import (
@@ -14,6 +14,7 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"syscall"
 )
 
@@ -29,6 +30,7 @@ const (
 func main() {
 	nodes := flag.Int("nodes", defaultNodes, fmt.Sprintf("number of simulated Talos machines, 1 to %d", maxNodes))
 	keep := flag.Bool("keep", false, "keep the cluster until Ctrl-C, and print a kubeconfig")
+	executable := flag.String("talos-ccm", filepath.Join(filepath.Dir(os.Args[0]), "talos-ccm"), "executable of talos-ccm")
 	flag.Parse()
 
 	if flag.NArg() > 0 || *nodes < 1 || *nodes > maxNodes {
@@ -38,27 +40,18 @@ func main() {
 	}
 
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
-	// While everything is being stopped, a second signal ends the process, and the kernel its children.
+	// During the cleanup, a second signal ends the process, and the kernel its children.
 	context.AfterFunc(ctx, stop)
 
-	d := newDemo(*nodes, newScreen(os.Stdout))
-	d.keep = *keep
+	d := &demo{members: newFleet(*nodes), executable: *executable, keep: *keep}
 
-	os.Exit(exitCode(ctx, d.run(ctx)))
-}
-
-// exitCode tells a human what err was, if anything.
-func exitCode(ctx context.Context, err error) int {
-	switch {
+	switch err := d.run(ctx); {
 	case err == nil:
-		return 0
 	case ctx.Err() != nil && errors.Is(err, context.Canceled):
 		fmt.Fprintln(os.Stderr, "Interrupted; all processes stopped and files removed.")
-
-		return exitInterrupted
+		os.Exit(exitInterrupted)
 	default:
 		fmt.Fprintln(os.Stderr, "demo:", err)
-
-		return exitFailed
+		os.Exit(exitFailed)
 	}
 }

@@ -1,0 +1,311 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/util/workqueue"
+
+	"github.com/talos-ccm/talos-ccm/test/screen"
+)
+
+// poll is the interval for objects that the watcher does not watch.
+const poll = 50 * time.Millisecond
+
+// initialize registers all Nodes and waits until they are done.
+func (d *demo) initialize(ctx context.Context, fail context.CancelCauseFunc) error {
+	began := time.Now()
+
+	err := during(d.progress, func() error {
+		if len(d.members) > lateIndex {
+			go func() {
+				if err := d.resolveLater(ctx, d.members[lateIndex]); err != nil {
+					fail(err)
+				}
+			}()
+		}
+
+		workqueue.ParallelizeUntil(ctx, parallel, len(d.members), func(i int) {
+			if err := d.register(ctx, d.members[i]); err != nil {
+				fail(err)
+			}
+		})
+
+		return d.await(ctx, "all Nodes", func() bool {
+			return !slices.ContainsFunc(d.watcher.list(d.members), func(r record) bool { return !r.done() })
+		})
+	})
+	if err != nil {
+		return err
+	}
+
+	records := d.watcher.list(d.members)
+	printTimes(records)
+	printf("%d of %d Nodes are initialized and have pod CIDRs and serving certificates, %s after the first registration.",
+		len(records), len(records), inSeconds(time.Since(began)))
+
+	return nil
+}
+
+// register registers a Node. Talos labels Nodes of the control plane, because kubelets may not do it.
+func (d *demo) register(ctx context.Context, m *member) error {
+	if err := m.register(ctx, d.cluster); err != nil || m != d.members[controlPlaneIndex] {
+		return err
+	}
+
+	label := []byte(`{"metadata":{"labels":{"node-role.kubernetes.io/control-plane":""}}}`)
+	_, err := d.client.CoreV1().Nodes().Patch(ctx, m.name, types.MergePatchType, label, metav1.PatchOptions{})
+
+	return err
+}
+
+// resolveLater publishes the metadata of the late machine after an Event has said that its Node waits for it.
+func (d *demo) resolveLater(ctx context.Context, m *member) error {
+	err := wait.PollUntilContextCancel(ctx, poll, true, func(context.Context) (bool, error) { return d.watcher.get(m.name).pending, nil })
+	if err != nil {
+		return err
+	}
+
+	select {
+	case <-time.After(lateness):
+		return m.resolve(ctx)
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// progress returns the number of Nodes that have reached each stage, and which are not initialized.
+func (d *demo) progress() []string {
+	const named = 3
+
+	var (
+		records = d.watcher.list(d.members)
+		lines   []string
+		waiting []string
+	)
+
+	for _, step := range []struct {
+		title string
+		stage stage
+	}{
+		{"Nodes registered", registered},
+		{"Nodes initialized", initialized},
+		{"pod CIDRs assigned", allocated},
+		{"CSRs approved", approved},
+		{"certificates issued", issued},
+	} {
+		count := 0
+
+		for _, r := range records {
+			if r.reached(step.stage) {
+				count++
+			}
+		}
+
+		lines = append(lines, screen.Bar(os.Stdout, step.title, count, len(records)))
+	}
+
+	for _, r := range records {
+		switch {
+		case r.reached(initialized) || !r.reached(registered):
+		case r.warning == "":
+			waiting = append(waiting, r.title)
+		default:
+			waiting = slices.Insert(waiting, 0, r.title+": "+r.warning)
+		}
+	}
+
+	if len(waiting) > named {
+		waiting = append(waiting[:named], fmt.Sprintf("%d more", len(waiting)-named))
+	}
+
+	if len(waiting) > 0 {
+		lines = append(lines, "waiting for initialization: "+strings.Join(waiting, ", "))
+	}
+
+	return lines
+}
+
+// change changes a machine, and prints how long it takes until its Node is updated.
+func (d *demo) change(ctx context.Context) error {
+	m := d.members[min(changingIndex, len(d.members)-1)]
+	get := func() record { return d.watcher.get(m.name) }
+
+	printf("\nUpdates of machine %s and the time until its Node was updated:", m.name)
+
+	// The machine becomes a spot instance, for which a rule sets a label.
+	began, before := time.Now(), get().node.Labels[labelCapacity]
+
+	if err := m.machine.UpdatePlatform(ctx, func(spec *runtime.PlatformMetadataSpec) { spec.Spot = true }); err != nil {
+		return err
+	}
+
+	if err := d.await(ctx, "capacity label", func() bool { return get().node.Labels[labelCapacity] == "spot" }); err != nil {
+		return err
+	}
+
+	printf("  capacity     %s → spot after %s", before, inSeconds(time.Since(began)))
+
+	added := netip.MustParseAddr("203.0.113.250")
+	began = time.Now()
+
+	if err := m.machine.AddAddress(ctx, m.public[0].Link, netip.PrefixFrom(added, added.BitLen())); err != nil {
+		return err
+	}
+
+	has := func() bool { return slices.Contains(addressesOf(get().node, corev1.NodeExternalIP), added.String()) }
+	if err := d.await(ctx, "added address", has); err != nil {
+		return err
+	}
+
+	printf("  address      %s added after %s", added, inSeconds(time.Since(began)))
+
+	renewed := func() bool { return slices.Contains(get().subjects, added.String()) && get().reached(issued) }
+	if err := d.await(ctx, "certificate", renewed); err != nil {
+		return err
+	}
+
+	r := get()
+	printf("  certificate  with the added address, issued %s after the CSR", inSeconds(r.times[issued].Sub(r.times[requested])))
+
+	return nil
+}
+
+// intrude requests a certificate for the control plane with the credentials of another machine's kubelet.
+func (d *demo) intrude(ctx context.Context) error {
+	m, victim := d.members[min(changingIndex, len(d.members)-1)], d.members[controlPlaneIndex]
+	if m == victim {
+		return nil
+	}
+
+	printf("\nMalicious CSR: the kubelet of %s requests a serving certificate for the name and address of %s", m.name, victim.name)
+
+	if err := d.requestCertificate(ctx, m.name, "malicious", []string{victim.nodeIPs[0].String(), victim.name}); err != nil {
+		return err
+	}
+
+	return wait.PollUntilContextCancel(ctx, poll, true, func(ctx context.Context) (bool, error) {
+		csr, err := d.client.CertificatesV1().CertificateSigningRequests().Get(ctx, "malicious", metav1.GetOptions{})
+		if err != nil {
+			return false, err
+		}
+
+		if _, ok := condition(csr, certificatesv1.CertificateApproved); ok {
+			return false, errors.New("malicious CSR was approved")
+		}
+
+		denial, denied := condition(csr, certificatesv1.CertificateDenied)
+		if denied {
+			printf("  denied: %s", denial.Message)
+		}
+
+		return denied, nil
+	})
+}
+
+// expose makes some Nodes ready, and creates a Service, which gets their public addresses.
+func (d *demo) expose(ctx context.Context) error {
+	const most = 3
+
+	var names []string
+
+	for _, m := range d.members[min(1, len(d.members)-1):min(1+most, len(d.members))] {
+		if err := d.setReady(ctx, m.name, corev1.ConditionTrue); err != nil {
+			return err
+		}
+
+		names = append(names, m.name)
+	}
+
+	began, class := time.Now(), "talos-ccm.dev/node-ip"
+
+	_, err := d.client.CoreV1().Services(metav1.NamespaceDefault).Create(ctx, &corev1.Service{
+		ObjectMeta: metav1.ObjectMeta{Name: "web"},
+		Spec:       corev1.ServiceSpec{Type: corev1.ServiceTypeLoadBalancer, LoadBalancerClass: &class, Ports: []corev1.ServicePort{{Port: 80}}},
+	}, metav1.CreateOptions{})
+	if err != nil {
+		return fmt.Errorf("create service: %w", err)
+	}
+
+	return wait.PollUntilContextCancel(ctx, poll, true, func(ctx context.Context) (bool, error) {
+		service, err := d.client.CoreV1().Services(metav1.NamespaceDefault).Get(ctx, "web", metav1.GetOptions{})
+		if err != nil || len(service.Status.LoadBalancer.Ingress) < len(names) {
+			return false, err
+		}
+
+		var addresses []string
+		for _, ingress := range service.Status.LoadBalancer.Ingress {
+			addresses = append(addresses, ingress.IP)
+		}
+
+		printf("\nService web of class %s got the addresses of the ready Nodes %s after %s: %s",
+			class, strings.Join(names, ", "), inSeconds(time.Since(began)), strings.Join(addresses, ", "))
+
+		return true, nil
+	})
+}
+
+// announceReset begins to reset a machine. It is switched off after talos-ccm has reacted to later changes.
+func (d *demo) announceReset(ctx context.Context) error {
+	if len(d.members) <= resetIndex {
+		return nil
+	}
+
+	return d.members[resetIndex].machine.SetStage(ctx, runtime.MachineStageResetting)
+}
+
+// reset switches the machine off, and waits until talos-ccm has deleted its Node after the grace period.
+func (d *demo) reset(ctx context.Context) error {
+	if len(d.members) <= resetIndex {
+		return nil
+	}
+
+	m := d.members[resetIndex]
+
+	// As Kubernetes does when the kubelet no longer responds.
+	if err := errors.Join(m.machine.Stop(ctx), d.setReady(ctx, m.name, corev1.ConditionUnknown)); err != nil {
+		return err
+	}
+
+	printf("\nMachine %s was reset", m.name)
+
+	if err := d.await(ctx, "Event "+reasonGone, func() bool { return d.watcher.get(m.name).gone != "" }); err != nil {
+		return err
+	}
+
+	printf("  %s", d.watcher.get(m.name).gone)
+
+	began := time.Now()
+	state := func() []string { return []string{"  waiting for the deletion of Node " + m.name} }
+
+	err := during(state, func() error {
+		return d.await(ctx, "deletion of Node "+m.name, func() bool { return d.watcher.get(m.name).reached(deleted) })
+	})
+	if err == nil {
+		printf("  Node %s was deleted after %s", m.name, inSeconds(time.Since(began)))
+	}
+
+	return err
+}
+
+func (d *demo) setReady(ctx context.Context, name string, status corev1.ConditionStatus) error {
+	patch := fmt.Sprintf(`{"status":{"conditions":[{"type":"Ready","status":%q}]}}`, status)
+
+	if _, err := d.client.CoreV1().Nodes().PatchStatus(ctx, name, []byte(patch)); err != nil {
+		return fmt.Errorf("set readiness of node %s: %w", name, err)
+	}
+
+	return nil
+}
