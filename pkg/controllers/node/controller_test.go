@@ -855,6 +855,59 @@ func TestController_InitializesRecreatedNode(t *testing.T) {
 	}
 }
 
+// What another client changes during an initialization is corrected before the uninitialized taint is removed.
+func TestController_InitializesCompleteNodesOnly(t *testing.T) {
+	const otherAddresses = `{"status":{"addresses":[{"type":"Hostname","address":"other"}]}}`
+
+	patch := func(s suite, name, patch string, subresources ...string) func(context.Context) error {
+		return func(ctx context.Context) error {
+			_, err := s.client.CoreV1().Nodes().Patch(ctx, name, types.MergePatchType, []byte(patch), metav1.PatchOptions{FieldManager: "kubectl"}, subresources...)
+
+			return err
+		}
+	}
+
+	for _, test := range []struct {
+		name     string
+		overtake func(s suite, name string) (wait func())
+	}{
+		// The kubelet has registered the Node with the desired addresses.
+		{"addresses", func(s suite, name string) func() {
+			return s.overtake(name, patch(s, name, otherAddresses, "status"))
+		}},
+		// The label is removed between the first two writes.
+		{"label", func(s suite, name string) func() {
+			s.require(patch(s, name, otherAddresses, "status")(s.Context()))
+
+			second := make(chan func(), 1)
+			first := s.overtake(name, func(context.Context) error {
+				second <- s.overtake(name, patch(s, name, fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, corev1.LabelTopologyZone)))
+
+				return nil
+			})
+
+			return func() { first(); (<-second)() }
+		}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			s := parallel(t)
+			name := "overtaken-" + test.name
+			m := s.join(talostest.MachineSpec{Nodename: name, Platform: platform("aws", name), PlatformPending: true})
+			s.awaitEvent(name, node.ReasonMetadataPending)
+
+			wait := test.overtake(s, name)
+			seen := s.get(name)
+			s.require(m.ResolvePlatform(t.Context()))
+			wait()
+
+			n := s.awaitSince(seen, "without uninitialized taint", func(n *corev1.Node) bool { return !tainted(n) })
+			if !slices.Equal(n.Status.Addresses, addressList(m, nil, nil)) || n.Labels[corev1.LabelTopologyZone] != "aws-zone" {
+				t.Errorf("initialized incompletely: %s", describe(n))
+			}
+		})
+	}
+}
+
 func TestController_NodeDeletedDuringInitialization(t *testing.T) {
 	s := parallel(t)
 

@@ -15,7 +15,6 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
-	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 const (
@@ -31,6 +30,8 @@ const (
 
 // plan is the difference between a Node and its desired state. The zero value means that there is none.
 type plan struct {
+	// spec is the desired state.
+	spec nodespec.Spec
 	// managedFields replace the managed fields of the Node unless nil. They are written first, and remove the upstream
 	// Talos CCM as owner of labels and annotations that are applied next.
 	managedFields []metav1.ManagedFieldsEntry
@@ -51,7 +52,6 @@ type plan struct {
 	// updateTaints is true if spec.taints must change. The new list is computed from the version of the Node that is
 	// written.
 	updateTaints bool
-	taints       []rules.Taint
 	// conflicts are values that were skipped: another client has set a different one, or the topology is kept.
 	conflicts []events.Condition
 }
@@ -82,13 +82,13 @@ func makePlan(node *corev1.Node, spec nodespec.Spec) (plan, error) {
 	annotations := annotationsField.compare(node, managers, spec.Annotations)
 
 	p := plan{
+		spec:         spec,
 		apply:        labels.changed || annotations.changed,
 		labels:       labels.apply,
 		annotations:  annotations.apply,
 		recordsTaint: slices.ContainsFunc(slices.Collect(maps.Keys(taints.record)), func(key string) bool { return !hasLabel(node, key) }),
 		initialize:   nodespec.IsUninitialized(node),
 		updateTaints: !slices.Equal(taints.list, node.Spec.Taints),
-		taints:       spec.Taints,
 		conflicts:    slices.Concat(topologyChanges, taints.conflicts, labels.conflicts, annotations.conflicts),
 	}
 
@@ -127,7 +127,7 @@ func (p plan) applyTo(node *corev1.Node) (*corev1.Node, error) {
 	}
 
 	if p.updateTaints {
-		after.Spec.Taints = planTaints(node, p.taints).list
+		after.Spec.Taints = planTaints(node, p.spec.Taints).list
 	}
 
 	return after, nil

@@ -3,13 +3,17 @@ package node
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
 )
+
+var errChanged = errors.New("another client changed it after the plan was made")
 
 // write writes the plan in the order that makes initialization atomic for the scheduler: labels and annotations,
 // addresses and last, in one request, providerID and taints. It returns the Node after the last successful request, or
@@ -71,15 +75,22 @@ func (c *Controller) patchAddresses(ctx context.Context, node *corev1.Node, p pl
 }
 
 // patchSpec contains the resourceVersion, because it replaces the list of taints, and a providerID cannot be changed
-// once it is set.
+// once it is set. The other requests do not contain it: what else the plan is about must be in place now.
 func (c *Controller) patchSpec(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
+	left, err := makePlan(node, p.spec)
+	if err != nil {
+		return nil, err
+	} else if left.apply || left.addresses != nil || left.providerID != p.providerID {
+		return nil, apierrors.NewConflict(corev1.Resource("nodes"), node.Name, errChanged)
+	}
+
 	spec := map[string]any{}
 	if p.providerID != "" {
 		spec["providerID"] = p.providerID
 	}
 
 	if p.updateTaints {
-		spec["taints"] = planTaints(node, p.taints).list
+		spec["taints"] = planTaints(node, p.spec.Taints).list
 	}
 
 	return c.patch(ctx, node.Name, map[string]any{
