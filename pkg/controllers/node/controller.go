@@ -140,11 +140,7 @@ func (c *Controller) enqueue(obj any) {
 }
 
 // Resync queues every Node.
-func (c *Controller) Resync() {
-	for _, nodename := range c.indexer.ListKeys() {
-		c.queue.Add(nodename)
-	}
-}
+func (c *Controller) Resync() { c.enqueueAll(c.indexer.ListKeys()) }
 
 // Run processes the queue. It returns after ctx has ended and all workers have finished.
 func (c *Controller) Run(ctx context.Context) {
@@ -370,13 +366,18 @@ func (c *Controller) reserve(providerID, nodename string) (owner string) {
 		}
 	}
 
-	return c.reservations.reserve(providerID, nodename)
+	owner, waiting := c.reservations.reserve(providerID, nodename)
+	c.enqueueAll(waiting)
+
+	return owner
 }
 
 // release releases the Node's reservation and queues the Nodes that may have waited for it.
-func (c *Controller) release(nodename string) {
-	for _, waiting := range c.reservations.release(nodename) {
-		c.queue.Add(waiting)
+func (c *Controller) release(nodename string) { c.enqueueAll(c.reservations.release(nodename)) }
+
+func (c *Controller) enqueueAll(nodenames []string) {
+	for _, nodename := range nodenames {
+		c.queue.Add(nodename)
 	}
 }
 

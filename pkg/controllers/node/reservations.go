@@ -29,21 +29,27 @@ func (r *reservations) request(nodename string) {
 	r.waiting[nodename] = struct{}{}
 }
 
-// reserve reserves a providerID for the Node in place of its present reservation, or returns the other Node that has
-// reserved it.
-func (r *reservations) reserve(providerID, nodename string) (owner string) {
+// reserve reserves a providerID for the Node in place of its present reservation, and returns the Nodes that may be
+// waiting for that one. If another Node has reserved the providerID, it changes nothing and returns that Node.
+func (r *reservations) reserve(providerID, nodename string) (owner string, waiting []string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 
 	if owner, reserved := r.byID[providerID]; reserved && owner != nodename {
-		return owner
+		return owner, nil
 	}
 
-	delete(r.byID, r.byNode[nodename])
 	delete(r.waiting, nodename)
+
+	if former, reserved := r.byNode[nodename]; reserved && former != providerID {
+		delete(r.byID, former)
+
+		waiting = slices.Sorted(maps.Keys(r.waiting))
+	}
+
 	r.byID[providerID], r.byNode[nodename] = nodename, providerID
 
-	return ""
+	return "", waiting
 }
 
 // release removes the Node's reservation and request. It returns the Nodes that are waiting for a reservation.
@@ -55,5 +61,5 @@ func (r *reservations) release(nodename string) (waiting []string) {
 	delete(r.byNode, nodename)
 	delete(r.waiting, nodename)
 
-	return slices.Collect(maps.Keys(r.waiting))
+	return slices.Sorted(maps.Keys(r.waiting))
 }

@@ -30,7 +30,7 @@ func TestReservations_Reserve(t *testing.T) {
 			c := newReservations()
 			test.before(c)
 
-			if got := c.reserve(id, "a"); got != test.want {
+			if got, _ := c.reserve(id, "a"); got != test.want {
 				t.Errorf("got %q, want %q", got, test.want)
 			}
 		})
@@ -48,7 +48,8 @@ func TestReservations_OneOfManyConcurrentRequestsSucceeds(t *testing.T) {
 
 	for i := range 50 {
 		group.Go(func() {
-			if name := fmt.Sprintf("worker-%d", i); c.reserve("talos://metal/u-1", name) == "" {
+			name := fmt.Sprintf("worker-%d", i)
+			if owner, _ := c.reserve("talos://metal/u-1", name); owner == "" {
 				mu.Lock()
 				defer mu.Unlock()
 
@@ -75,7 +76,25 @@ func TestReservations_ReleaseReturnsWaitingNodes(t *testing.T) {
 	r.reserve("talos://metal/u-1", "b")
 	r.release("d")
 
-	if got := slices.Sorted(slices.Values(r.release("a"))); !slices.Equal(got, []string{"b", "c"}) {
+	if got := r.release("a"); !slices.Equal(got, []string{"b", "c"}) {
 		t.Errorf("got %v, want b and c", got)
+	}
+}
+
+func TestReservations_ReserveReturnsNodesThatWaitForFormerReservation(t *testing.T) {
+	r := newReservations()
+
+	for _, name := range []string{"a", "b"} {
+		r.request(name)
+		r.reserve("talos://metal/u-1", name)
+	}
+
+	for _, test := range []struct {
+		providerID string
+		want       []string
+	}{{"talos://metal/u-1", nil}, {"talos://metal/u-2", []string{"b"}}} {
+		if owner, got := r.reserve(test.providerID, "a"); owner != "" || !slices.Equal(got, test.want) {
+			t.Errorf("%s: got %q and %v, want %v", test.providerID, owner, got, test.want)
+		}
 	}
 }
