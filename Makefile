@@ -175,8 +175,8 @@ docs: ## Check all links, commands and YAML blocks in the documentation.
 test: lint build $(ARTIFACTS)/talos-ccm-darwin-arm64 $(ARTIFACTS)/talos-ccm-windows-amd64.exe race docs monitoring-test ## Run the linters and all tests except e2e, with the race detector.
 
 .PHONY: histories
-histories: ## Run a thousand random histories of Nodes against the lifecycle controller.
-	$(GO) test -count=1 -v -run '^TestController_RandomHistories$$' ./pkg/controllers/lifecycle -histories 1000
+histories: ## Run a thousand random histories against the lifecycle controller, and against the node and IPAM controllers.
+	$(GO) test -count=1 -v -timeout $(TEST_TIMEOUT) -run 'RandomHistories$$' ./pkg/controllers/lifecycle ./test/simulation -histories 1000
 
 .PHONY: e2e
 e2e: ## Run talos-ccm on two Talos machines with kubelets, and its load balancers with kube-proxy; requires root.

@@ -1,0 +1,260 @@
+package simulation_test
+
+import (
+	"encoding/json"
+	"maps"
+	"net/http"
+	"path"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/managedfields"
+	"k8s.io/apimachinery/pkg/util/validation/field"
+	"k8s.io/client-go/applyconfigurations"
+	"k8s.io/client-go/kubernetes/scheme"
+	"sigs.k8s.io/structured-merge-diff/v6/fieldpath"
+)
+
+// apiServer is the part of an API server that the controllers use: Nodes, with the field managers of Kubernetes. A real
+// one cannot run in a bubble of testing/synctest, and client-go's fake clientset has neither resourceVersions, nor
+// preconditions, nor the REST client that the IPAM controller uses.
+type apiServer struct {
+	nodes map[string]*corev1.Node
+	// history are all versions of all Nodes. The resourceVersion is the position, from 1. Watches read it.
+	history []event
+}
+
+type event struct {
+	node    *corev1.Node
+	deleted bool
+}
+
+var nodeKind = corev1.SchemeGroupVersion.WithKind("Node")
+
+// fieldManagers are those of Nodes and of their subresource status.
+var fieldManagers = sync.OnceValues(func() (map[string]*managedfields.FieldManager, error) {
+	managers := map[string]*managedfields.FieldManager{}
+	converter := applyconfigurations.NewTypeConverter(scheme.Scheme)
+
+	// What each of the two endpoints ignores, as in the strategies of Node.
+	for subresource, ignored := range map[string]string{"": "status", "status": "spec"} {
+		reset := map[fieldpath.APIVersion]fieldpath.Filter{"v1": fieldpath.NewExcludeSetFilter(fieldpath.NewSet(fieldpath.MakePathOrDie(ignored)))}
+
+		manager, err := managedfields.NewDefaultFieldManager(
+			converter, scheme.Scheme, scheme.Scheme, scheme.Scheme, nodeKind, nodeKind.GroupVersion(), subresource, reset)
+		if err != nil {
+			return nil, err
+		}
+
+		managers[subresource] = manager
+	}
+
+	return managers, nil
+})
+
+// create registers a Node.
+func (a *apiServer) create(manager string, node *corev1.Node) error {
+	managers, err := fieldManagers()
+	if err != nil {
+		return err
+	}
+
+	managed, err := managers[""].Update(&corev1.Node{TypeMeta: node.TypeMeta}, node, manager)
+	if created, isNode := managed.(*corev1.Node); isNode {
+		a.put(created)
+	}
+
+	return err
+}
+
+// put stores a Node as the next version, and returns that.
+func (a *apiServer) put(node *corev1.Node) *corev1.Node {
+	node = node.DeepCopy()
+	node.ResourceVersion = strconv.Itoa(len(a.history) + 1)
+	a.history = append(a.history, event{node: node})
+	a.nodes[node.Name] = node
+
+	return node
+}
+
+func (a *apiServer) delete(name string) {
+	if a.nodes[name] != nil {
+		a.put(a.nodes[name])
+		a.history[len(a.history)-1].deleted = true
+		delete(a.nodes, name)
+	}
+}
+
+// at returns the Nodes at a resourceVersion, by name.
+func (a *apiServer) at(version int) map[string]*corev1.Node {
+	nodes := map[string]*corev1.Node{}
+
+	for _, e := range a.history[:version] {
+		if nodes[e.node.Name] = e.node; e.deleted {
+			delete(nodes, e.node.Name)
+		}
+	}
+
+	return nodes
+}
+
+// update updates a Node or its status. The change gets a copy.
+func (a *apiServer) update(manager, subresource, name string, change func(node *corev1.Node) error) (*corev1.Node, error) {
+	return a.write(subresource, name, func(m *managedfields.FieldManager, live *corev1.Node) (runtime.Object, error) {
+		next := live.DeepCopy()
+		if err := change(next); err != nil {
+			return nil, err
+		}
+
+		return m.Update(live, next, manager)
+	})
+}
+
+// write stores what change makes of a Node, after the checks of the API server. A change without effect makes no version.
+func (a *apiServer) write(
+	subresource, name string, change func(*managedfields.FieldManager, *corev1.Node) (runtime.Object, error),
+) (*corev1.Node, error) {
+	live := a.nodes[name]
+	if live == nil {
+		return nil, apierrors.NewNotFound(corev1.Resource("nodes"), name)
+	}
+
+	managers, err := fieldManagers()
+	if err != nil {
+		return nil, err
+	}
+
+	changed, err := change(managers[subresource], live)
+	if err != nil {
+		return nil, err
+	}
+
+	next, _ := changed.(*corev1.Node)
+	if subresource == "" {
+		next.Status = live.Status
+	} else {
+		next.Spec = live.Spec
+	}
+
+	var invalid field.ErrorList
+
+	switch {
+	case next.UID != live.UID:
+		invalid = append(invalid, field.Invalid(field.NewPath("metadata", "uid"), next.UID, "field is immutable"))
+	case live.Spec.ProviderID != "" && next.Spec.ProviderID != live.Spec.ProviderID:
+		invalid = append(invalid, field.Forbidden(providerIDPath, "may not be changed"))
+	case len(live.Spec.PodCIDRs) > 0 && !slices.Equal(next.Spec.PodCIDRs, live.Spec.PodCIDRs):
+		invalid = append(invalid, field.Forbidden(podCIDRsPath, "may not be changed"))
+	}
+
+	if len(invalid) > 0 {
+		return nil, apierrors.NewInvalid(nodeKind.GroupKind(), name, invalid)
+	}
+
+	if equality.Semantic.DeepEqual(withoutTimes(next), withoutTimes(live)) {
+		return live, nil
+	}
+
+	return a.put(next), nil
+}
+
+var (
+	providerIDPath = field.NewPath("spec", "providerID")
+	podCIDRsPath   = field.NewPath("spec", "podCIDRs")
+)
+
+func withoutTimes(node *corev1.Node) *corev1.Node {
+	node = node.DeepCopy()
+	for i := range node.ManagedFields {
+		node.ManagedFields[i].Time = nil
+	}
+
+	return node
+}
+
+// serve answers a request of a controller: a list of Nodes, a merge patch or an apply patch.
+func (a *apiServer) serve(r *http.Request, body []byte) (runtime.Object, error) {
+	if r.Method == http.MethodGet && strings.HasSuffix(r.URL.Path, "/nodes") {
+		list := &corev1.NodeList{ListMeta: metav1.ListMeta{ResourceVersion: strconv.Itoa(len(a.history))}}
+		for _, name := range slices.Sorted(maps.Keys(a.nodes)) {
+			list.Items = append(list.Items, *a.nodes[name])
+		}
+
+		return list, nil
+	}
+
+	if r.Method != http.MethodPatch {
+		return nil, apierrors.NewNotFound(corev1.Resource(path.Base(r.URL.Path)), "")
+	}
+
+	var patch map[string]any
+	if err := json.Unmarshal(body, &patch); err != nil {
+		return nil, err
+	}
+
+	name, subresource := nodeOf(r)
+	manager := r.URL.Query().Get("fieldManager")
+
+	version, isVersioned, _ := unstructured.NestedString(patch, "metadata", "resourceVersion")
+	if live := a.nodes[name]; isVersioned && live != nil && live.ResourceVersion != version {
+		return nil, apierrors.NewConflict(corev1.Resource("nodes"), name, errConflict)
+	}
+
+	if types.PatchType(r.Header.Get("Content-Type")) == types.ApplyYAMLPatchType {
+		return a.write(subresource, name, func(m *managedfields.FieldManager, live *corev1.Node) (runtime.Object, error) {
+			return m.Apply(live, &unstructured.Unstructured{Object: patch}, manager, r.URL.Query().Get("force") == "true")
+		})
+	}
+
+	return a.update(manager, subresource, name, func(node *corev1.Node) error {
+		content, err := runtime.DefaultUnstructuredConverter.ToUnstructured(node)
+		if err != nil {
+			return err
+		}
+
+		mergePatch(content, patch)
+
+		*node = corev1.Node{}
+
+		return runtime.DefaultUnstructuredConverter.FromUnstructured(content, node)
+	})
+}
+
+// nodeOf returns the name of a Node and its subresource in the path of a request.
+func nodeOf(r *http.Request) (name, subresource string) {
+	_, rest, _ := strings.Cut(r.URL.Path, "/nodes/")
+	name, subresource, _ = strings.Cut(rest, "/")
+
+	return name, subresource
+}
+
+// mergePatch applies a JSON merge patch (RFC 7396).
+func mergePatch(target, patch map[string]any) {
+	for key, value := range patch {
+		fields, isObject := value.(map[string]any)
+
+		switch {
+		case value == nil:
+			delete(target, key)
+		case isObject:
+			inner, ok := target[key].(map[string]any)
+			if !ok {
+				inner = map[string]any{}
+			}
+
+			mergePatch(inner, fields)
+			target[key] = inner
+		default:
+			target[key] = value
+		}
+	}
+}

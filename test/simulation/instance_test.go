@@ -1,0 +1,264 @@
+package simulation_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/netip"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/cache"
+	"k8s.io/client-go/tools/record"
+	"k8s.io/klog/v2"
+	"k8s.io/utils/clock"
+
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
+)
+
+var (
+	errConflict = errors.New("the object has been modified")
+	errCrashed  = errors.New("the process has crashed")
+	errLost     = errors.New("the reply was lost")
+)
+
+// instance is one process that leads: its cache, its inventory and the two controllers.
+type instance struct {
+	sim       *simulation
+	number    int
+	informer  *informer
+	inventory *inventory.Inventory
+	cancel    context.CancelFunc
+	crashed   chan struct{}
+	stopped   chan struct{} // after both controllers
+	stopping  bool
+}
+
+// lead starts an instance. Its initial list of Nodes may be stale, as the list of a watch cache.
+func (s *simulation) lead() {
+	ctx, cancel := context.WithCancel(klog.NewContext(s.t.Context(), klog.Logger{})) // which discards
+	i := &instance{
+		sim: s, number: s.count("instances"), inventory: inventory.New(time.Now), cancel: cancel, crashed: make(chan struct{}), stopped: make(chan struct{}),
+		informer: newInformer(s.server, max(0, len(s.server.history)-s.IntN(4))),
+	}
+
+	ofNode, ofIPAM := newClient(i, node.Alias), newClient(i, nodeipam.Alias)
+
+	nodeController, err := node.New(node.Config{
+		Client: ofNode.kubernetes, Nodes: i.informer.nodes(ofNode), Inventory: i.inventory, Recorder: &record.FakeRecorder{}, Clock: clock.RealClock{},
+		Options: s.options, Workers: s.workers,
+	})
+	s.require(err)
+
+	ipamController, err := nodeipam.New(nodeipam.Config{
+		Client: ofIPAM.kubernetes, Nodes: i.informer.nodes(ofIPAM), Inventory: i.inventory, ControlPlane: s.network, Recorder: &record.FakeRecorder{},
+		Clock: clock.RealClock{}, Selector: func() *rules.Selector { return s.options().Selector }, Pools: func() []nodeipam.Pool { return nil },
+		Fallback: func() bool { return false }, Options: nodeipam.Options{ClusterCIDRs: clusterCIDRs},
+	})
+	s.require(err)
+
+	// The reflector forgets the machines of deleted Nodes.
+	_, err = i.informer.AddEventHandler(cache.ResourceEventHandlerFuncs{DeleteFunc: func(obj any) {
+		name, _ := cache.DeletionHandlingMetaNamespaceKeyFunc(obj)
+		i.inventory.Forget(name)
+	}})
+	s.require(err)
+
+	for _, h := range i.informer.handlers {
+		for !h.idle() {
+			h.handle()
+		}
+	}
+
+	s.leader = i
+
+	var group sync.WaitGroup
+
+	group.Go(func() { nodeController.Run(ctx) })
+	group.Go(func() { ipamController.Run(ctx) })
+
+	go func() {
+		group.Wait()
+		close(i.stopped)
+	}()
+
+	s.note("instance %d leads, cache at %d of %d", i.number, i.informer.version, len(s.server.history))
+	s.pass(0)
+}
+
+// clusterCIDRs contain one block of each family for each Node.
+var clusterCIDRs = []netip.Prefix{netip.MustParsePrefix("10.244.0.0/21"), netip.MustParsePrefix("fd00:10:244::/77")}
+
+// client is the connection of one controller of an instance to the API server and to its cache.
+type client struct {
+	instance   *instance
+	controller string
+	kubernetes kubernetes.Interface
+}
+
+func newClient(i *instance, controller string) *client {
+	var err error
+
+	c := &client{instance: i, controller: controller}
+	c.kubernetes, err = kubernetes.NewForConfig(&rest.Config{Host: "http://api-server", Transport: c, QPS: -1})
+	i.sim.require(err)
+
+	return c
+}
+
+// call is a read of the cache or a request of a controller, which the simulation lets continue when it likes to. So it
+// decides the order of everything, and a seed always produces the same one.
+type call struct {
+	*client
+
+	what, name string
+	arrived    int // the move
+	deadline   time.Time
+	request    *http.Request
+	body       []byte
+	// planned is what the controller knew when it decided on the request.
+	planned view
+	// answered is true when a request has a response, which the controller has yet to receive.
+	answered  bool
+	response  *http.Response
+	err       error
+	abandoned bool // the controller no longer waits
+	done      chan struct{}
+}
+
+func (c *call) String() string {
+	return fmt.Sprintf("%d/%s %s %s", c.instance.number, c.controller, c.what, c.name)
+}
+
+// view is what an instance knew about a Node and its machine.
+type view struct {
+	node    *corev1.Node
+	entry   inventory.Entry
+	managed bool
+	spec    nodespec.Spec
+	pending string
+	renamed bool // another Node may have the machine's providerID
+}
+
+func (i *instance) view(name string) (v view) {
+	if v.node = i.informer.get(name); v.node == nil {
+		return v
+	}
+
+	v.entry = i.inventory.Get(name)
+	in := nodespec.NewInput(v.node, v.entry.Machine, i.sim.options()).WithPeers(i.inventory, name)
+	v.managed = nodespec.Managed(in)
+	v.spec, _, v.pending = nodespec.Desired(in)
+
+	for _, other := range names {
+		v.renamed = v.renamed || i.inventory.RenamedTo(other) == name || i.inventory.Get(other).Condition == inventory.Mismatch
+	}
+
+	return v
+}
+
+// await blocks until the simulation lets the call continue, its context ends or the process crashes.
+func (c *client) await(ctx context.Context, waiting *call) error {
+	if !c.arrive(waiting) {
+		return errCrashed
+	}
+
+	err := errCrashed
+
+	select {
+	case <-waiting.done:
+		return waiting.err
+	case <-ctx.Done():
+		err = ctx.Err()
+	case <-c.instance.crashed:
+	}
+
+	c.instance.sim.mu.Lock()
+	defer c.instance.sim.mu.Unlock()
+
+	waiting.abandoned = true
+
+	return err
+}
+
+// arrive adds a call, unless the process has crashed.
+func (c *client) arrive(waiting *call) bool {
+	s := c.instance.sim
+
+	s.mu.Lock()
+	defer s.mu.Unlock()
+
+	if s.leader != c.instance {
+		return false
+	}
+
+	waiting.client, waiting.arrived, waiting.done = c, s.moves, make(chan struct{})
+
+	// A plan takes several requests, one after the reply to the other.
+	if previous := s.released; previous != nil && previous.request != nil && previous.client == c && previous.name == waiting.name {
+		waiting.planned = previous.planned
+	} else if waiting.request != nil {
+		waiting.planned = c.instance.view(waiting.name)
+	}
+
+	s.calls = append(s.calls, waiting)
+
+	return true
+}
+
+// RoundTrip implements http.RoundTripper.
+func (c *client) RoundTrip(r *http.Request) (*http.Response, error) {
+	if err := r.Context().Err(); err != nil {
+		return nil, err
+	}
+
+	name, _ := nodeOf(r)
+	waiting := &call{what: r.Method + " " + r.URL.Path, name: name, request: r, deadline: time.Now().Add(time.Minute)}
+
+	if r.Body != nil {
+		waiting.body, _ = io.ReadAll(r.Body)
+	}
+
+	if timeout, err := time.ParseDuration(r.URL.Query().Get("timeout")); err == nil {
+		waiting.deadline = time.Now().Add(timeout)
+	}
+
+	if err := c.await(r.Context(), waiting); err != nil {
+		return nil, err
+	}
+
+	return waiting.response, nil
+}
+
+// fail sets the response of the API server to an error.
+func (c *call) fail(err error) {
+	status := metav1.Status{Status: metav1.StatusFailure, Message: err.Error(), Code: http.StatusInternalServerError}
+	if reported := apierrors.APIStatus(nil); errors.As(err, &reported) {
+		status = reported.Status()
+	}
+
+	status.TypeMeta = metav1.TypeMeta{APIVersion: "v1", Kind: "Status"}
+	c.respond(int(status.Code), &status)
+}
+
+// respond sets the response of the API server.
+func (c *call) respond(code int, obj runtime.Object) {
+	body, _ := json.Marshal(obj)
+	c.response = &http.Response{
+		StatusCode: code, Header: http.Header{"Content-Type": {"application/json"}}, Body: io.NopCloser(bytes.NewReader(body)), Request: c.request,
+	}
+}

@@ -1,0 +1,186 @@
+package simulation_test
+
+import (
+	"bytes"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"sigs.k8s.io/structured-merge-diff/v6/fieldpath"
+
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+)
+
+// checkAttempt checks a request that the API server has refused: only its validation may have prevented a change of
+// what cannot be changed.
+func (s *simulation) checkAttempt(c *call, before *corev1.Node, err error) {
+	if before == nil || c.planned.node == nil || before.UID != c.planned.node.UID || !apierrors.IsInvalid(err) {
+		return
+	}
+
+	for _, path := range []string{providerIDPath.String(), podCIDRsPath.String()} {
+		if strings.Contains(err.Error(), path) {
+			s.violate("%v: attempt to change %s of node %s", c, path, c.name)
+		}
+	}
+}
+
+// check checks a write that the API server has accepted.
+func (s *simulation) check(c *call, before, after *corev1.Node) {
+	s.checkOurs(c, before)
+
+	if nodespec.IsUninitialized(before) && !nodespec.IsUninitialized(after) {
+		s.count("initialized")
+		s.checkInitialized(c, after)
+	}
+
+	if len(before.Spec.PodCIDRs) == 0 && len(after.Spec.PodCIDRs) > 0 {
+		s.count("podCIDRs")
+	}
+
+	for _, name := range slices.Sorted(maps.Keys(s.server.nodes)) {
+		if other := s.server.nodes[name]; name != after.Name {
+			s.checkUnique(c, after, other)
+		}
+	}
+}
+
+// checkOurs checks that a write was planned for this Node, and that the Node is managed.
+func (s *simulation) checkOurs(c *call, before *corev1.Node) {
+	planned := c.planned
+
+	switch {
+	case planned.node == nil:
+		s.violate("%v: the cache has no Node of that name", c)
+	case before.UID != planned.node.UID:
+		s.violate("%v: wrote Node %s, planned for %s", c, before.UID, planned.node.UID)
+	case !nodespec.IsTalos(before):
+		s.violate("%v: the Node does not run Talos", c)
+	case planned.entry.ObservedAt.IsZero(), planned.entry.Condition == inventory.Mismatch:
+		s.violate("%v: no view of the Node's machine: %v", c, planned.entry.Condition)
+	case !planned.managed:
+		s.violate("%v: the Node is not selected", c)
+	case c.controller == nodeipam.Alias && planned.entry.Condition != inventory.Current:
+		s.violate("%v: the machine is %v", c, planned.entry.Condition)
+	}
+}
+
+// checkInitialized checks that a Node without uninitialized taint has everything else of the plan.
+func (s *simulation) checkInitialized(c *call, after *corev1.Node) {
+	planned := c.planned
+
+	switch {
+	case planned.entry.Condition != inventory.Current || planned.pending != "":
+		s.violate("%v: initialized while the machine is %v: %s", c, planned.entry.Condition, planned.pending)
+	case after.Spec.ProviderID == "" && !planned.renamed:
+		s.violate("%v: initialized without providerID", c)
+	case after.Spec.ProviderID != "" && after.Spec.ProviderID != planned.spec.ProviderID && planned.node.Spec.ProviderID == "":
+		s.violate("%v: initialized with providerID %s, want %s", c, after.Spec.ProviderID, planned.spec.ProviderID)
+	}
+
+	s.checkState(c, after, planned.spec, func(n *corev1.Node, label string) bool {
+		return !planned.spec.FollowTopology && followsStable(n, label)
+	})
+}
+
+// checkState checks the addresses, labels and taints of a Node.
+func (s *simulation) checkState(what any, n *corev1.Node, spec nodespec.Spec, isKept func(n *corev1.Node, label string) bool) {
+	if !slices.Equal(n.Status.Addresses, spec.Addresses) {
+		s.violate("%v: node %s has addresses %v, want %v", what, n.Name, n.Status.Addresses, spec.Addresses)
+	}
+
+	owners := owners(n)
+
+	for key, want := range spec.Labels {
+		got := n.Labels[key]
+		isForeign := slices.ContainsFunc(owners[key], func(owner string) bool { return owner != node.FieldManager })
+
+		if got != want && !isForeign && !isKept(n, key) {
+			s.violate("%v: node %s has label %s=%q, want %q", what, n.Name, key, got, want)
+		}
+	}
+
+	for _, taint := range spec.Taints {
+		if !slices.ContainsFunc(n.Spec.Taints, func(t corev1.Taint) bool { return t.MatchTaint(&taint.Taint) }) {
+			s.violate("%v: node %s does not have taint %s", what, n.Name, taint.Key)
+		}
+	}
+}
+
+func isTopology(label string) bool {
+	return label == corev1.LabelTopologyRegion || label == corev1.LabelTopologyZone
+}
+
+// followsStable reports whether a deprecated topology label has the value of the stable one.
+func followsStable(n *corev1.Node, label string) bool {
+	stable := map[string]string{
+		corev1.LabelFailureDomainBetaRegion: corev1.LabelTopologyRegion, corev1.LabelFailureDomainBetaZone: corev1.LabelTopologyZone,
+	}[label]
+
+	return stable != "" && n.Labels[label] == n.Labels[stable]
+}
+
+// checkUnique checks that two Nodes have neither blocks nor a providerID in common.
+func (s *simulation) checkUnique(what any, a, b *corev1.Node) {
+	if a.Spec.ProviderID != "" && a.Spec.ProviderID == b.Spec.ProviderID {
+		s.violate("%v: nodes %s and %s have providerID %s", what, a.Name, b.Name, a.Spec.ProviderID)
+	}
+
+	for _, block := range a.Spec.PodCIDRs {
+		if slices.ContainsFunc(b.Spec.PodCIDRs, func(other string) bool { return netip.MustParsePrefix(block).Overlaps(netip.MustParsePrefix(other)) }) {
+			s.violate("%v: podCIDRs %v of node %s overlap %v of node %s", what, a.Spec.PodCIDRs, a.Name, b.Spec.PodCIDRs, b.Name)
+		}
+	}
+}
+
+// checkConverged checks that every Node has its desired state.
+func (s *simulation) checkConverged() {
+	const what = "converged"
+
+	for _, name := range names {
+		n, planned := s.server.nodes[name], s.leader.view(name)
+
+		switch {
+		case planned.pending != "" || planned.entry.Condition != inventory.Current:
+			s.violate("%s: machine of node %s is %v: %s", what, name, planned.entry.Condition, planned.pending)
+		case nodespec.IsUninitialized(n) || n.Spec.ProviderID == "":
+			s.violate("%s: node %s is not initialized, providerID %q", what, name, n.Spec.ProviderID)
+		case len(n.Spec.PodCIDRs) != len(clusterCIDRs):
+			s.violate("%s: node %s has podCIDRs %v", what, name, n.Spec.PodCIDRs)
+		}
+
+		s.checkState(what, n, planned.spec, func(n *corev1.Node, label string) bool {
+			return !planned.spec.FollowTopology && (followsStable(n, label) || isTopology(label) && n.Labels[label] != "")
+		})
+
+		if isGPU := s.machines[name].Platform.InstanceType == typeGPU; !isGPU && slices.ContainsFunc(n.Spec.Taints, func(t corev1.Taint) bool { return t.Key == taintGPU }) {
+			s.violate("%s: node %s still has taint %s", what, name, taintGPU)
+		}
+	}
+}
+
+// owners returns the field managers of the labels of a Node.
+func owners(n *corev1.Node) map[string][]string {
+	owners := map[string][]string{}
+
+	for _, entry := range n.ManagedFields {
+		set := fieldpath.NewSet()
+		if err := set.FromJSON(bytes.NewReader(entry.FieldsV1.GetRawBytes())); err != nil {
+			panic(err)
+		}
+
+		set.Iterate(func(path fieldpath.Path) {
+			if len(path) == 3 && path[1].FieldName != nil && *path[1].FieldName == "labels" {
+				owners[*path[2].FieldName] = append(owners[*path[2].FieldName], entry.Manager)
+			}
+		})
+	}
+
+	return owners
+}

@@ -1,0 +1,258 @@
+package simulation_test
+
+import (
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+
+	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
+	talosruntime "github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	cloudproviderapi "k8s.io/cloud-provider/api"
+
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
+)
+
+// names of the Nodes. There are as many blocks, so that none may leak.
+var names = []string{"a", "b", "c", "d", "e", "f", "g", "h"}
+
+const (
+	// Instance types: the selector excludes the first, and a rule has a taint for the second.
+	typeUnmanaged = "unmanaged"
+	typeGPU       = "gpu"
+
+	labelZone  = "example.com/zone"  // of a rule
+	taintGPU   = "example.com/gpu"   // enforced by a rule
+	taintOther = "example.com/other" // of users
+)
+
+// configure sets the options of the node controller and of the IPAM controller.
+func (s *simulation) configure() {
+	isGPU := []rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "instanceType", Operator: rules.In, Values: []string{typeGPU}}}}}
+	isManaged := []rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "instanceType", Operator: rules.NotIn, Values: []string{typeUnmanaged}}}}}
+
+	set, errs := rules.Compile([]rules.Rule{
+		{Name: "zone", Labels: map[string]string{labelZone: "{{ .Zone }}"}},
+		{Name: "gpu", NodeSelector: isGPU, Taints: map[string]string{taintGPU: "NoSchedule"}, Enforce: true},
+	}, nil)
+	s.require(errs.ToAggregate())
+
+	selector, errs := rules.CompileSelector(isManaged, nil)
+	s.require(errs.ToAggregate())
+
+	options := nodespec.Options{Rules: set, Selector: selector, FollowTopology: s.IntN(2) == 0}
+	s.options = func() nodespec.Options { return options }
+}
+
+// machineState is what really responds at the address of a Node.
+type machineState struct {
+	machine.Machine
+
+	off bool
+}
+
+func (s *simulation) newMachine(name string) *machineState {
+	id := s.count("machines")
+	address := netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(1 + slices.Index(names, name))}), 24)
+
+	return &machineState{Machine: machine.Machine{
+		Nodename: name, NodeID: fmt.Sprintf("id-%d", id), Stage: talosruntime.MachineStageRunning, PlatformPublished: true,
+		Platform: talosruntime.PlatformMetadataSpec{
+			Platform: "example", InstanceID: fmt.Sprint(id), ProviderID: fmt.Sprintf("example://%d", id), Region: s.some("r"), Zone: s.some("z"),
+			InstanceType: []string{"small", "large", typeGPU, typeUnmanaged}[s.IntN(4)],
+		},
+		Addresses: []machine.Address{{Prefix: address, Link: "eth0", Scope: nethelpers.ScopeGlobal}}, NodeIPs: []netip.Addr{address.Addr()},
+	}}
+}
+
+func (s *simulation) some(prefix string) string { return fmt.Sprint(prefix, s.IntN(3)) }
+
+// observe lets the leader see the machine of a Node as it is now, as the reflector does, and reports whether it has changed.
+func (s *simulation) observe(name string) (changed bool) {
+	if s.leader == nil || s.leader.informer.get(name) == nil {
+		return false
+	}
+
+	inv, m := s.leader.inventory, s.machines[name]
+	before := inv.Get(name)
+
+	switch {
+	case m.off:
+		inv.MarkUnreachable(name, "off")
+	case m.Nodename != name:
+		inv.MarkMismatch(name, m.Nodename, "another machine")
+	default:
+		inv.Replace(name, m.Machine)
+	}
+
+	after := inv.Get(name)
+	if changed = after.Condition != before.Condition || !after.Machine.Equal(before.Machine); changed {
+		s.note("observe %s %v", name, after.Condition)
+	}
+
+	return changed
+}
+
+// changeMachine changes the machine at the address of a Node.
+func (s *simulation) changeMachine(name string) {
+	m := *s.machines[name]
+	s.machines[name] = &m
+	other := names[s.IntN(len(names))]
+
+	kind := s.IntN(12)
+	s.note("machine %s: %d, other %s", name, kind, other)
+
+	switch kind {
+	case 0, 1:
+		m.off = !m.off
+	case 2:
+		m.Platform.Region, m.Platform.Zone = s.some("r"), s.some("z")
+	case 3:
+		m.Platform.Zone = s.some("z")
+	case 4, 5:
+		m.Platform.InstanceType = []string{"small", typeGPU, typeUnmanaged}[s.IntN(3)]
+	case 6: // another address, of the platform
+		m.Addresses = append(m.Addresses[:1:1], machine.Address{Prefix: netip.MustParsePrefix(fmt.Sprintf("192.0.2.%d/32", s.IntN(4))), Link: machine.LinkExternal})
+	case 7: // booting
+		m.Platform = talosruntime.PlatformMetadataSpec{Platform: m.Platform.Platform}
+	case 8: // after a reboot; a clone if the metadata service identifies another machine
+		if m.Platform = s.newMachine(name).Platform; s.IntN(2) == 0 {
+			m.Platform.ProviderID, m.Platform.InstanceID = s.machines[other].Platform.ProviderID, s.machines[other].Platform.InstanceID
+		}
+	case 9: // renamed; the kubelet registers the other Node, if there is none
+		m.Nodename = other
+		s.machines[other] = &m
+	default:
+		*s.machines[name] = *s.newMachine(name)
+	}
+}
+
+// register has a kubelet register a Node.
+func (s *simulation) register(name string) {
+	if s.server.nodes[name] != nil {
+		return
+	}
+
+	osImage := "Talos (v1.13.5)"
+	if s.IntN(8) == 0 {
+		osImage = "Ubuntu 26.04"
+	}
+
+	s.create(name, osImage)
+}
+
+func (s *simulation) create(name, osImage string) {
+	s.note("create %s, %s", name, osImage)
+	s.require(s.server.create("kubelet", &corev1.Node{
+		TypeMeta:   metav1.TypeMeta{APIVersion: "v1", Kind: "Node"},
+		ObjectMeta: metav1.ObjectMeta{Name: name, UID: types.UID(fmt.Sprint("uid-", s.count("Nodes"))), CreationTimestamp: metav1.Now()},
+		Spec:       corev1.NodeSpec{Taints: []corev1.Taint{{Key: cloudproviderapi.TaintExternalCloudProvider, Effect: corev1.TaintEffectNoSchedule}}},
+		Status:     corev1.NodeStatus{NodeInfo: corev1.NodeSystemInfo{OSImage: osImage}},
+	}))
+}
+
+func (s *simulation) delete(name string) {
+	s.note("delete %s", name)
+	s.server.delete(name)
+}
+
+// changeNode lets a kubelet or a user change a Node.
+func (s *simulation) changeNode(name string) {
+	kind := s.IntN(10)
+
+	switch {
+	case kind == 0:
+		s.delete(name)
+
+		return
+	case kind == 1:
+		s.delete(name)
+		s.count("re-created")
+
+		fallthrough
+	case s.server.nodes[name] == nil:
+		s.register(name)
+
+		return
+	}
+
+	manager, subresource := "kubectl", ""
+	if kind < 5 {
+		manager, subresource = "kubelet", "status"
+	}
+
+	s.note("%s changes %s: %d", manager, name, kind)
+	_, err := s.server.update(manager, subresource, name, func(node *corev1.Node) error {
+		s.edit(node, kind)
+
+		return nil
+	})
+	s.require(err)
+}
+
+func (s *simulation) edit(node *corev1.Node, kind int) {
+	labels := maps.Clone(node.Labels)
+	if labels == nil {
+		labels = map[string]string{}
+	}
+
+	isOther := func(taint corev1.Taint) bool { return taint.Key == taintOther }
+
+	switch kind {
+	case 2, 3:
+		node.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, LastHeartbeatTime: metav1.Now()}}
+	case 4:
+		node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeHostName, Address: node.Name}}
+	case 5:
+		labels[corev1.LabelTopologyZone] = s.some("z")
+	case 6:
+		labels[labelZone] = s.some("z")
+	case 7:
+		if !nodespec.IsUninitialized(node) {
+			delete(labels, []string{labelZone, corev1.LabelTopologyRegion, corev1.LabelTopologyZone}[s.IntN(3)])
+		}
+	case 8:
+		node.Spec.Taints = slices.DeleteFunc(node.Spec.Taints, isOther)
+	default:
+		if !slices.ContainsFunc(node.Spec.Taints, isOther) {
+			node.Spec.Taints = append(node.Spec.Taints, corev1.Taint{Key: taintOther, Effect: corev1.TaintEffectNoSchedule})
+		}
+	}
+
+	node.Labels = labels
+}
+
+// heal ends all faults: every Node is a Talos Node, whose machine responds, is managed and has an identity of its own.
+func (s *simulation) heal() {
+	s.note("heal")
+
+	used := map[string]string{}
+	for _, node := range s.server.nodes {
+		used[node.Spec.ProviderID] = node.Name
+	}
+
+	for _, n := range s.Perm(len(names)) {
+		name := names[n]
+		if node := s.server.nodes[name]; node == nil || !nodespec.IsTalos(node) {
+			s.delete(name)
+			s.create(name, "Talos (v1.13.5)")
+		}
+
+		m := *s.machines[name]
+		if owner, isUsed := used[m.Platform.ProviderID]; m.Nodename != name || m.Platform.InstanceID == "" || isUsed && owner != name {
+			m = *s.newMachine(name)
+		}
+
+		if m.off = false; m.Platform.InstanceType == typeUnmanaged {
+			m.Platform.InstanceType = "small"
+		}
+
+		used[m.Platform.ProviderID] = name
+		s.machines[name] = &m
+	}
+}
