@@ -20,7 +20,7 @@ import (
 // allocations records which blocks are in use. It is derived from the Nodes and never saved: a block belongs to a Node
 // from its allocation until the Node is deleted. Nothing else releases a block.
 //
-// It is safe for concurrent use: the informer observes Nodes while the worker allocates.
+// It is safe for concurrent use: the informer observes Nodes while the workers allocate.
 type allocations struct {
 	mu      sync.Mutex
 	entries map[string]entry // by nodename

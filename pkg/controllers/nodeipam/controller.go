@@ -15,7 +15,7 @@
 // The Nodes are the only record of allocations. A leader lists them after it has acquired the lease; then it follows
 // the cache and remembers its own writes until the cache shows them. A block becomes free only when its Node is
 // deleted. A process that crashes therefore leaks nothing: what it has written is in the next list, and what it has not
-// written is free. A single worker decides and writes, one Node at a time.
+// written is free. Several workers write, and share one record of the blocks in use.
 //
 // # Leader changes
 //
