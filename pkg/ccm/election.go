@@ -3,6 +3,8 @@ package ccm
 import (
 	"context"
 	"fmt"
+	"net/http"
+	"time"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -38,6 +40,9 @@ func (m *controllerManager) elect(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+
+	validity := m.config.ComponentConfig.Generic.LeaderElection.LeaseDuration.Duration - m.leaseMargin()
+	m.guard = func(next http.RoundTripper) http.RoundTripper { return c.Guard(validity, next) }
 
 	go func() {
 		defer close(controllersStopped)
@@ -88,9 +93,7 @@ func (m *controllerManager) elect(ctx context.Context) error {
 // earlier, but returns only after it has tried to release the lease. If the API server does not respond, that takes
 // longer than the lease lasts.
 func (m *controllerManager) leaseExpires(ctx context.Context, c *election.Candidate) bool {
-	options := m.config.ComponentConfig.Generic.LeaderElection
-	// Half of the time between the renew deadline and the expiry of the lease is for the controllers to stop.
-	margin := (options.LeaseDuration.Duration - options.RenewDeadline.Duration) / 2
+	margin := m.leaseMargin()
 
 	for c.Check(-margin) == nil {
 		if !backoff.Sleep(ctx, clock.RealClock{}, margin/4) {
@@ -99,6 +102,14 @@ func (m *controllerManager) leaseExpires(ctx context.Context, c *election.Candid
 	}
 
 	return true
+}
+
+// leaseMargin returns half of the time between the renew deadline and the expiry of the lease. It is for the controllers
+// to stop.
+func (m *controllerManager) leaseMargin() time.Duration {
+	options := m.config.ComponentConfig.Generic.LeaderElection
+
+	return (options.LeaseDuration.Duration - options.RenewDeadline.Duration) / 2
 }
 
 // newCandidate returns a candidate that watches the lease until ctx ends.
@@ -112,7 +123,7 @@ func (m *controllerManager) newCandidate(ctx context.Context) (*election.Candida
 		return nil, fmt.Errorf("create lock on lease %s/%s: %w", options.ResourceNamespace, options.ResourceName, err)
 	}
 
-	client, err := m.newClient()
+	client, err := m.newClient(nil)
 	if err != nil {
 		return nil, err
 	}

@@ -10,6 +10,7 @@ import (
 
 	v1core "k8s.io/client-go/kubernetes/typed/core/v1"
 	"k8s.io/client-go/tools/record"
+	"k8s.io/client-go/transport"
 	cloudconfig "k8s.io/cloud-provider/app/config"
 	genericcontrollermanager "k8s.io/controller-manager/app"
 	controllerhealthz "k8s.io/controller-manager/pkg/healthz"
@@ -35,6 +36,8 @@ type controllerManager struct {
 	config   *cloudconfig.CompletedConfig
 	recorder record.EventRecorder
 	checks   *controllerhealthz.MutableHealthzHandler
+	// guard stops the requests of the controllers when the lease may have expired; nil without leader election.
+	guard transport.WrapperFunc
 	// reconnect closes the connection and opens a new one.
 	reconnect func()
 	// facts are the names of the optional facts that the reflector reads, and served is the last configuration that
@@ -46,7 +49,7 @@ type controllerManager struct {
 // run serves until ctx ends. Once a configuration is in force it runs the controllers, with leader election if enabled.
 func (m *controllerManager) run(ctx context.Context) error {
 	// Events have a client of their own, so that they do not compete with the controllers for the rate limit.
-	client, err := m.newClient()
+	client, err := m.newClient(nil)
 	if err != nil {
 		return err
 	}

@@ -14,6 +14,8 @@ import (
 	"k8s.io/client-go/informers"
 	coreinformers "k8s.io/client-go/informers/core/v1"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/transport"
 	controllerhealthz "k8s.io/controller-manager/pkg/healthz"
 	"k8s.io/klog/v2"
 
@@ -80,7 +82,7 @@ func (m *controllerManager) control(ctx context.Context) error {
 	inv := inventory.New(m.app.clock.Now)
 	defer countMachines(inv)()
 
-	client, err := m.newClient()
+	client, err := m.newClient(m.guard)
 	if err != nil {
 		return err
 	}
@@ -118,7 +120,7 @@ func (m *controllerManager) control(ctx context.Context) error {
 			continue
 		}
 
-		client, err := m.newClient()
+		client, err := m.newClient(m.guard)
 		if err != nil {
 			return err
 		}
@@ -169,9 +171,12 @@ func (m *controllerManager) start(ctx context.Context, group *sync.WaitGroup, na
 	m.checks.AddHealthChecker(controllerhealthz.NamedPingChecker(name))
 }
 
-// newClient returns a client with a rate limit of its own.
-func (m *controllerManager) newClient() (kubernetes.Interface, error) {
-	client, err := kubernetes.NewForConfig(m.config.Kubeconfig)
+// newClient returns a client with a rate limit of its own, whose requests pass guard unless that is nil.
+func (m *controllerManager) newClient(guard transport.WrapperFunc) (kubernetes.Interface, error) {
+	config := rest.CopyConfig(m.config.Kubeconfig)
+	config.Wrap(guard)
+
+	client, err := kubernetes.NewForConfig(config)
 	if err != nil {
 		return nil, fmt.Errorf("create Kubernetes client: %w", err)
 	}

@@ -3,8 +3,11 @@ package election
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"net/http"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"k8s.io/client-go/tools/leaderelection"
@@ -22,6 +25,8 @@ type Candidate struct {
 	changed chan struct{}
 	// holder is who held the lease when the elector last read it.
 	holder string
+	// renewed is when the last successful write of the lease began; nil if the candidate does not hold it.
+	renewed atomic.Pointer[time.Time]
 
 	// mu is held during a write of the lease, so that no attempt is interrupted in the moment of its success.
 	mu      sync.Mutex
@@ -62,6 +67,38 @@ func (c *Candidate) Leading() <-chan struct{} { return c.leading }
 // Check returns an error if the candidate leads and has not renewed the lease for longer than the lease duration and
 // excess, which may be negative.
 func (c *Candidate) Check(excess time.Duration) error { return c.elector.Check(excess) }
+
+// errLeaseExpired is returned by clients of a candidate that may not hold the lease any more.
+var errLeaseExpired = errors.New("lease was not renewed in time")
+
+// Guard returns a RoundTripper that fails unless the candidate has renewed the lease within validity, which must be
+// shorter than the lease duration. A process that was stopped continues in the middle of a write, before it notices that
+// another instance leads.
+func (c *Candidate) Guard(validity time.Duration, next http.RoundTripper) http.RoundTripper {
+	return guard{next, func() bool {
+		renewed := c.renewed.Load()
+
+		return renewed != nil && time.Since(*renewed) < validity
+	}}
+}
+
+type guard struct {
+	next  http.RoundTripper
+	valid func() bool
+}
+
+// RoundTrip implements http.RoundTripper.
+func (g guard) RoundTrip(request *http.Request) (*http.Response, error) {
+	if g.valid() {
+		return g.next.RoundTrip(request)
+	}
+
+	if request.Body != nil {
+		_ = request.Body.Close()
+	}
+
+	return nil, errLeaseExpired
+}
 
 // Run returns when the candidate has lost the lease, or when ctx has ended and the lease is released. Call it once.
 func (c *Candidate) Run(ctx context.Context) {
@@ -151,8 +188,16 @@ func (l lock) write(
 	l.candidate.mu.Lock()
 	defer l.candidate.mu.Unlock()
 
+	began := time.Now()
+
 	err := write(ctx, record)
-	if err == nil {
+
+	switch {
+	case err != nil:
+	case record.HolderIdentity == "":
+		l.candidate.renewed.Store(nil)
+	default:
+		l.candidate.renewed.Store(&began)
 		l.candidate.lead()
 	}
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"net/http"
 	"sync"
 	"testing"
 	"time"
@@ -75,7 +76,11 @@ func (*partitionedLock) RecordEvent(string) {}
 func (*partitionedLock) Identity() string   { return "a" }
 func (*partitionedLock) Describe() string   { return "memory" }
 
-func TestCandidate_DoesNotReleaseTheLeaseOfAnother(t *testing.T) {
+type roundTripper func(*http.Request) (*http.Response, error)
+
+func (f roundTripper) RoundTrip(request *http.Request) (*http.Response, error) { return f(request) }
+
+func TestCandidate_LeavesTheLeaseToAnother(t *testing.T) {
 	up := make(chan struct{})
 	close(up)
 	lock := &partitionedLock{up: up}
@@ -87,6 +92,23 @@ func TestCandidate_DoesNotReleaseTheLeaseOfAnother(t *testing.T) {
 		t.Fatal(err)
 	}
 
+	sent := 0
+	guarded := c.Guard(2500*time.Millisecond, roundTripper(func(*http.Request) (*http.Response, error) {
+		sent++
+
+		return &http.Response{}, nil
+	}))
+
+	send := func() error {
+		_, err := guarded.RoundTrip(&http.Request{Body: http.NoBody}) //nolint:bodyclose // has none
+
+		return err
+	}
+
+	if send() == nil {
+		t.Error("a request was sent before the candidate ran")
+	}
+
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
@@ -96,11 +118,20 @@ func TestCandidate_DoesNotReleaseTheLeaseOfAnother(t *testing.T) {
 
 	<-c.Leading()
 
+	if err := send(); err != nil {
+		t.Errorf("while leading: %v", err)
+	}
+
 	back := make(chan struct{})
 	lock.mu.Lock()
 	lock.up = back
 	lock.mu.Unlock()
 	time.Sleep(3100 * time.Millisecond) // the lease has expired, and b takes it
+
+	if err := send(); err == nil || sent != 1 {
+		t.Errorf("%d requests were sent, the last with error %v; want 1 from before the lease expired", sent, err)
+	}
+
 	lock.mu.Lock()
 	lock.record = resourcelock.LeaderElectionRecord{HolderIdentity: "b"}
 	lock.mu.Unlock()
