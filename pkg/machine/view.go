@@ -1,7 +1,7 @@
 package machine
 
 import (
-	"maps"
+	"cmp"
 	"net/netip"
 	"slices"
 	"strings"
@@ -80,7 +80,7 @@ type View struct {
 	// Facts are the names of the optional facts that a Machine gets. Their resources are those of KindsOf.
 	Facts []string
 
-	resources map[resource.Type]map[resource.ID]resource.Resource
+	resources []resource.Resource // sorted by type and ID
 }
 
 // Put adds or replaces a resource. It ignores resources that no Machine depends on.
@@ -89,21 +89,42 @@ func (v *View) Put(r resource.Resource) {
 		return
 	}
 
-	if v.resources == nil {
-		v.resources = map[resource.Type]map[resource.ID]resource.Resource{}
+	if i, found := v.find(r.Metadata()); found {
+		v.resources[i] = r
+	} else {
+		v.resources = slices.Insert(v.resources, i, r)
 	}
-
-	md := r.Metadata()
-	if v.resources[md.Type()] == nil {
-		v.resources[md.Type()] = map[resource.ID]resource.Resource{}
-	}
-
-	v.resources[md.Type()][md.ID()] = r
 }
 
 // Drop removes a resource, if it is there.
 func (v *View) Drop(ptr resource.Pointer) {
-	delete(v.resources[ptr.Type()], ptr.ID())
+	if i, found := v.find(ptr); found {
+		v.resources = slices.Delete(v.resources, i, i+1)
+	}
+}
+
+// find returns the index of a resource, or where to insert it.
+func (v *View) find(ptr resource.Pointer) (i int, found bool) {
+	return slices.BinarySearchFunc(v.resources, ptr, func(r resource.Resource, ptr resource.Pointer) int {
+		return cmp.Or(cmp.Compare(r.Metadata().Type(), ptr.Type()), cmp.Compare(r.Metadata().ID(), ptr.ID()))
+	})
+}
+
+// pointer returns a pointer for find, which ignores namespaces.
+func pointer(typ resource.Type, id resource.ID) resource.Pointer {
+	return resource.NewMetadata("", typ, id, resource.VersionUndefined)
+}
+
+// ofType returns the resources of a type in the order of their IDs.
+func (v *View) ofType(typ resource.Type) []resource.Resource {
+	i, _ := v.find(pointer(typ, ""))
+	list := v.resources[i:]
+
+	if end := slices.IndexFunc(list, func(r resource.Resource) bool { return r.Metadata().Type() != typ }); end >= 0 {
+		return list[:end]
+	}
+
+	return list
 }
 
 // isNeeded reports whether a Machine depends on the resource. A machine can have hundreds of other volumes, and links
@@ -125,7 +146,7 @@ func isNeeded(r resource.Resource) bool {
 
 // ReplaceKind replaces all resources of one kind with items.
 func (v *View) ReplaceKind(k resource.Kind, items []resource.Resource) {
-	delete(v.resources, k.Type())
+	v.resources = slices.DeleteFunc(v.resources, func(r resource.Resource) bool { return r.Metadata().Type() == k.Type() })
 
 	for _, item := range items {
 		v.Put(item)
@@ -133,26 +154,17 @@ func (v *View) ReplaceKind(k resource.Kind, items []resource.Resource) {
 }
 
 // Len returns the number of resources.
-func (v *View) Len() int {
-	n := 0
-	for _, byID := range v.resources {
-		n += len(byID)
-	}
-
-	return n
-}
+func (v *View) Len() int { return len(v.resources) }
 
 // Machine builds a Machine from the collected resources.
 func (v *View) Machine() Machine {
 	var m Machine
 
-	for typ := range v.resources {
-		for _, r := range v.sorted(typ) {
-			m.add(r)
-		}
+	for _, r := range v.resources {
+		m.add(r)
 	}
 
-	if volumes := slices.Collect(maps.Values(v.resources[block.DiscoveredVolumeType])); len(volumes) == 1 {
+	if volumes := v.ofType(block.DiscoveredVolumeType); len(volumes) == 1 {
 		if volume, ok := volumes[0].(*block.DiscoveredVolume); ok {
 			m.EphemeralID = volume.TypedSpec().UUID
 		}
@@ -160,8 +172,9 @@ func (v *View) Machine() Machine {
 
 	m.PlatformPublished = v.platformPublished(m.Platform)
 
-	configs := v.resources[network.PlatformConfigType]
-	m.PlatformFromCache = configs[network.PlatformConfigCachedID] != nil && configs[network.PlatformConfigActiveID] == nil
+	_, cached := v.find(pointer(network.PlatformConfigType, network.PlatformConfigCachedID))
+	_, active := v.find(pointer(network.PlatformConfigType, network.PlatformConfigActiveID))
+	m.PlatformFromCache = cached && !active
 
 	for _, name := range v.Facts {
 		if m.Facts == nil {
@@ -169,29 +182,17 @@ func (v *View) Machine() Machine {
 		}
 
 		f := optionalFacts[name]
-		m.Facts[name] = f.read(&m, v.sorted(f.kind.Type()))
+		m.Facts[name] = f.read(&m, v.ofType(f.kind.Type()))
 	}
 
 	return m
-}
-
-// sorted returns the resources of a type in the order of their IDs.
-func (v *View) sorted(typ resource.Type) []resource.Resource {
-	byID := v.resources[typ]
-	list := make([]resource.Resource, 0, len(byID))
-
-	for _, id := range slices.Sorted(maps.Keys(byID)) {
-		list = append(list, byID[id])
-	}
-
-	return list
 }
 
 // platformPublished reports whether the applied metadata is what the platform driver has delivered. If they name
 // different instances, either the configuration has not been applied yet or the applied metadata has not been received
 // yet: the two resources arrive on separate streams.
 func (v *View) platformPublished(applied runtime.PlatformMetadataSpec) bool {
-	for _, r := range v.resources[network.PlatformConfigType] {
+	for _, r := range v.ofType(network.PlatformConfigType) {
 		platformConfig, ok := r.(*network.PlatformConfig)
 		if !ok {
 			continue
