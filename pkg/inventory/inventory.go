@@ -231,6 +231,7 @@ func (i *Inventory) Forget(nodename string) {
 	}
 
 	i.mu.Lock()
+
 	old, known := i.entries[nodename]
 	if known {
 		i.counts[old.Condition]--

@@ -129,10 +129,7 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 			err = result()
 		case <-s.debounced:
 			s.debounced = nil
-
-			if s.changed {
-				err = s.publishChange()
-			}
+			err = s.publishChange()
 		case <-s.nextPoll.C():
 			s.pollSoon = false
 			s.requestPoll(ctx)
@@ -350,6 +347,11 @@ func (s *session) handle(ctx context.Context, event state.Event) error {
 
 	s.pollAfter(ctx, event)
 
+	return s.publishSoon(event)
+}
+
+// publishSoon publishes the change of an event now or later.
+func (s *session) publishSoon(event state.Event) error {
 	// A rename ends the session.
 	if _, isNodename := event.Resource.(*k8s.Nodename); isNodename && event.Type != state.Destroyed {
 		return s.publish()
@@ -369,8 +371,13 @@ func (s *session) handle(ctx context.Context, event state.Event) error {
 	}
 }
 
-// publishChange publishes now. If the Node is initialized, what changes until the end of the debounce is published then.
+// publishChange publishes what has changed. If the Node is initialized, what changes until the end of the debounce is
+// published then.
 func (s *session) publishChange() error {
+	if !s.changed {
+		return nil
+	}
+
 	s.changed = false
 
 	if s.initialized() {

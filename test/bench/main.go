@@ -135,7 +135,12 @@ func (b *benchmark) run(sizes []int) error {
 	for _, size := range sizes {
 		results := election
 
-		for _, do := range b.measurements(size, size == slices.Max(sizes)) {
+		profiles := ""
+		if size == slices.Max(sizes) {
+			profiles = b.profiles
+		}
+
+		for _, do := range b.measurements(size, profiles) {
 			r, err := b.part(do)
 			if err != nil {
 				return err
@@ -165,16 +170,17 @@ func writeChart(file string, machines int, results []result) error {
 	return errors.Join(drawChart(f, machines, results), f.Close())
 }
 
-// measurements returns the measurements with a number of machines.
-func (b *benchmark) measurements(machines int, profiled bool) (list []func(context.Context) (result, error)) {
+// measurements returns the measurements with a number of machines. Profiles of talos-ccm are written to a folder unless
+// its name is empty.
+func (b *benchmark) measurements(machines int, profiles string) (list []func(context.Context) (result, error)) {
 	if slices.Contains(b.parts, "nodes") {
 		for _, s := range append([]subject{product(b.executable)}, b.others...) {
-			profiles := ""
-			if profiled && s.name == talosCCM {
-				profiles = b.profiles
+			folder := ""
+			if s.name == talosCCM {
+				folder = profiles
 			}
 
-			list = append(list, func(ctx context.Context) (result, error) { return b.measureNodes(ctx, s, machines, profiles) })
+			list = append(list, func(ctx context.Context) (result, error) { return b.measureNodes(ctx, s, machines, folder) })
 		}
 	}
 
