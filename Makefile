@@ -207,6 +207,16 @@ bench: kube-assets ## Measure talos-ccm beside other controllers: make bench [MA
 bench-smoke: ## Run the benchmark with a few machines, to test it.
 	$(MAKE) bench MACHINES=10 BENCHFLAGS='-parts nodes,pod-cidrs -settle 1s -rounds 1 -chart $(ARTIFACTS)/chart.svg'
 
+.PHONY: faults
+faults: kube-assets ## Run talos-ccm through faults and audit every write: make faults [MACHINES=300] [FAULT=text].
+	$(GO) build -o $(ARTIFACTS)/bench ./test/bench
+	$(ARTIFACTS)/bench -machines $(or $(MACHINES),1000) -faults $(or $(FAULT),all)
+
+.PHONY: soak
+soak: kube-assets ## Change machines and watch memory and connections: make soak [MACHINES=300] [DURATION=10m].
+	$(GO) build -o $(ARTIFACTS)/bench ./test/bench
+	$(ARTIFACTS)/bench -machines $(or $(MACHINES),1000) -soak $(or $(DURATION),30m)
+
 .PHONY: microbench
 microbench: ## Run the benchmarks of packages: make microbench [BENCH=regexp].
 	$(GO) test -run '^$$' -bench '$(BENCH)' -benchmem ./...

@@ -64,7 +64,10 @@ func newBed(ctx context.Context, machines int, options kube.Options) (b *bed, er
 		return b, err
 	}
 
-	if b.client, err = kubernetes.NewForConfig(b.cluster.Config()); err != nil {
+	config := b.cluster.Config()
+	config.Insecure, config.CAData = true, nil // faults replace the CA
+
+	if b.client, err = kubernetes.NewForConfig(config); err != nil {
 		return b, err
 	}
 
@@ -154,20 +157,16 @@ func (b *bed) close() error {
 	return errors.Join(append(errs, os.RemoveAll(b.folder))...)
 }
 
-// register registers the Nodes of machines at once, as their kubelets do.
+// register registers the Nodes of machines at once, as their kubelets do, and labels the control plane as Talos does.
 func (b *bed) register(ctx context.Context, machines []Machine) error {
 	return inParallel(machines, func(m Machine) error {
 		_, err := b.cluster.RegisterNode(ctx, kube.NodeSpec{Name: m.Nodename, NodeIPs: []netip.Addr{m.Address, m.Private}})
+		if err != nil || m.Socket == "" {
+			return err
+		}
 
-		return err
-	})
-}
-
-// labelControlPlane labels Nodes as Talos does.
-func (b *bed) labelControlPlane(ctx context.Context) error {
-	return inParallel(b.machines[:controlPlanes], func(m Machine) error {
 		label := []byte(`{"metadata":{"labels":{"` + constants.LabelNodeRoleControlPlane + `":""}}}`)
-		_, err := b.client.CoreV1().Nodes().Patch(ctx, m.Nodename, types.MergePatchType, label, metav1.PatchOptions{})
+		_, err = b.client.CoreV1().Nodes().Patch(ctx, m.Nodename, types.MergePatchType, label, metav1.PatchOptions{})
 
 		return err
 	})

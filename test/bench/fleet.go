@@ -7,10 +7,14 @@ import (
 	"net/netip"
 	"net/rpc"
 	"os"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
+	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/siderolabs/talos/pkg/machinery/role"
 
@@ -29,6 +33,11 @@ type Machine struct {
 	Address, Private netip.Addr
 	Socket           string // machine.sock of a control-plane machine
 }
+
+// The platform of all machines.
+const region, zone, instanceType = "region-1", "zone-1", "large"
+
+func (m Machine) providerID() string { return "aws:///" + zone + "/" + m.Nodename }
 
 // Plan describes a fleet.
 type Plan struct {
@@ -50,7 +59,113 @@ type Change struct {
 // Fleet is the RPC server of the process that simulates the machines.
 type Fleet struct {
 	cluster *talostest.Cluster
+	clock   *shiftedClock
+	public  sync.Map // address of a machine that an order has set, by nodename
 }
+
+// Order changes machines.
+type Order struct {
+	Action    string // a key of actions
+	Nodenames []string
+
+	Public     map[string]netip.Addr // by nodename
+	Kubeconfig []byte
+}
+
+// absurd is how many addresses and how many bytes of a tag an absurd machine has.
+const absurdAddresses, absurdTag = 10_000, 1 << 20
+
+var actions = map[string]func(context.Context, *Fleet, *talostest.Machine, Order) error{
+	"stop":   func(ctx context.Context, _ *Fleet, m *talostest.Machine, _ Order) error { return m.Stop(ctx) },
+	"reboot": func(ctx context.Context, _ *Fleet, m *talostest.Machine, _ Order) error { return m.Reboot(ctx) },
+	"start": func(_ context.Context, _ *Fleet, m *talostest.Machine, _ Order) error {
+		m.Start()
+
+		return nil
+	},
+	"black-hole": func(_ context.Context, _ *Fleet, m *talostest.Machine, _ Order) error { return m.BlackHole() },
+	"reconnect": func(_ context.Context, _ *Fleet, m *talostest.Machine, _ Order) error {
+		m.Reconnect()
+
+		return nil
+	},
+	"break connections": func(_ context.Context, _ *Fleet, m *talostest.Machine, _ Order) error {
+		m.BreakConnections()
+
+		return nil
+	},
+	"set kubeconfig": func(ctx context.Context, _ *Fleet, m *talostest.Machine, order Order) error {
+		return m.SetLocalhostAdminKubeconfig(ctx, order.Kubeconfig)
+	},
+	"set public address": func(ctx context.Context, f *Fleet, m *talostest.Machine, order Order) error {
+		addr := order.Public[m.Nodename()]
+
+		if old, known := f.public.Swap(m.Nodename(), addr); known {
+			former, _ := old.(netip.Addr)
+			if err := m.RemoveAddress(ctx, talostest.LinkExternal, netip.PrefixFrom(former, former.BitLen())); err != nil {
+				return err
+			}
+		}
+
+		return m.AddAddress(ctx, talostest.LinkExternal, netip.PrefixFrom(addr, addr.BitLen()))
+	},
+	"become absurd": func(ctx context.Context, _ *Fleet, m *talostest.Machine, _ Order) error {
+		for i := range absurdAddresses {
+			if err := m.State().Create(ctx, absurdAddress(i)); err != nil {
+				return err
+			}
+		}
+
+		return m.UpdatePlatform(ctx, func(spec *runtime.PlatformMetadataSpec) {
+			spec.Tags = map[string]string{"absurd": strings.Repeat("x", absurdTag)}
+		})
+	},
+	"become sane": func(ctx context.Context, _ *Fleet, m *talostest.Machine, _ Order) error {
+		for i := range absurdAddresses {
+			if err := m.State().Destroy(ctx, absurdAddress(i).Metadata()); err != nil {
+				return err
+			}
+		}
+
+		return m.UpdatePlatform(ctx, func(spec *runtime.PlatformMetadataSpec) { spec.Tags = nil })
+	},
+}
+
+func absurdAddress(i int) *network.AddressStatus {
+	prefix := netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 48, byte(i / 250), byte(i%250 + 1)}), 32)
+	status := network.NewAddressStatus(network.NamespaceName, network.AddressID("eth1", prefix))
+	status.TypedSpec().Address, status.TypedSpec().LinkName, status.TypedSpec().Family = prefix, "eth1", nethelpers.FamilyInet4
+
+	return status
+}
+
+// Do executes an order on all of its machines at once.
+func (f *Fleet) Do(order Order, _ *struct{}) error {
+	return inParallel(order.Nodenames, func(nodename string) error {
+		return actions[order.Action](context.Background(), f, f.cluster.Machine(nodename), order)
+	})
+}
+
+// RotateCA replaces the Talos CA.
+func (f *Fleet) RotateCA(old talostest.OldCA, _ *struct{}) error {
+	return f.cluster.RotateCA(context.Background(), old)
+}
+
+// ShiftClock sets the difference between the clock of all machines and the real time.
+func (f *Fleet) ShiftClock(shift time.Duration, _ *struct{}) error { //nolint:unparam // net/rpc requires the error
+	f.clock.shift.Store(int64(shift))
+
+	return nil
+}
+
+// shiftedClock is wrong by a duration.
+type shiftedClock struct{ shift atomic.Int64 }
+
+// Now implements clock.PassiveClock.
+func (c *shiftedClock) Now() time.Time { return time.Now().Add(time.Duration(c.shift.Load())) }
+
+// Since implements clock.PassiveClock.
+func (c *shiftedClock) Since(t time.Time) time.Duration { return c.Now().Sub(t) }
 
 // Start boots the machines.
 func (f *Fleet) Start(plan Plan, reply *Started) error {
@@ -90,8 +205,8 @@ func (f *Fleet) boot(i int, kubeconfig []byte) (Machine, error) {
 		},
 		ExcludedSubnets: []netip.Prefix{netip.MustParsePrefix("127.0.0.0/8")},
 		Platform: runtime.PlatformMetadataSpec{
-			Platform: "aws", Hostname: m.Nodename, Region: "region-1", Zone: "zone-1", InstanceType: "large",
-			InstanceID: m.Nodename, ProviderID: "aws:///zone-1/" + m.Nodename,
+			Platform: "aws", Hostname: m.Nodename, Region: region, Zone: zone, InstanceType: instanceType,
+			InstanceID: m.Nodename, ProviderID: m.providerID(),
 		},
 	}
 
@@ -167,13 +282,15 @@ func (f *Fleet) Calls(_ struct{}, reply *uint64) error { //nolint:unparam // net
 
 // serveFleet serves a Fleet to the parent process until that closes the standard input.
 func serveFleet() error {
-	cluster, err := talostest.New(talostest.Options{})
+	shifted := &shiftedClock{}
+
+	cluster, err := talostest.New(talostest.Options{Clock: shifted})
 	if err != nil {
 		return err
 	}
 	defer cluster.Close()
 
-	if err := rpc.Register(&Fleet{cluster}); err != nil {
+	if err := rpc.Register(&Fleet{cluster: cluster, clock: shifted}); err != nil {
 		return err
 	}
 

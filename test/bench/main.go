@@ -7,6 +7,7 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"os/signal"
@@ -49,6 +50,8 @@ func run(args []string) error {
 	chart := flags.String("chart", "", "file for a chart (SVG) of the largest number of machines")
 	settle := flags.Duration("settle", 15*time.Second, "how long a controller has to become idle before its memory is measured and before changes")
 	rounds := flags.Int("rounds", 10, "how often one machine changes, and how often 50 do")
+	withFaults := flags.String("faults", "", "run the faults whose names contain this, or all, and print a table, in place of a benchmark")
+	duration := flags.Duration("soak", 0, "change machines for this long and print how memory and connections developed, in place of a benchmark")
 	timeout := flags.Duration("timeout", 20*time.Minute, "limit for each part")
 
 	if err := flags.Parse(args); err != nil {
@@ -72,11 +75,12 @@ func run(args []string) error {
 
 	executable := filepath.Join(folder, "talos-ccm")
 
-	build := exec.CommandContext(ctx, "go", "build", "-o", executable, "github.com/talos-ccm/talos-ccm/cmd/talos-ccm")
-	build.Stderr = os.Stderr
+	if err := buildProduct(ctx, executable); err != nil {
+		return errors.Join(err, os.RemoveAll(folder))
+	}
 
-	if err := build.Run(); err != nil {
-		return errors.Join(fmt.Errorf("build talos-ccm: %w", err), os.RemoveAll(folder))
+	if runTrial := trialFor(*withFaults, *duration); runTrial != nil {
+		return errors.Join(runTrial(ctx, os.Stdout, executable, sizes[0]), os.RemoveAll(folder))
 	}
 
 	b := benchmark{
@@ -93,6 +97,33 @@ func run(args []string) error {
 	}
 
 	return errors.Join(b.run(sizes), os.RemoveAll(folder))
+}
+
+// trialFor returns what to run in place of a benchmark; nil for a benchmark.
+func trialFor(faults string, soak time.Duration) func(ctx context.Context, w io.Writer, executable string, machines int) error {
+	switch {
+	case faults != "":
+		return func(ctx context.Context, w io.Writer, executable string, machines int) error {
+			return runFaults(ctx, w, executable, machines, strings.TrimPrefix(faults, "all"))
+		}
+	case soak > 0:
+		return func(ctx context.Context, w io.Writer, executable string, machines int) error {
+			return runSoak(ctx, w, executable, machines, soak)
+		}
+	default:
+		return nil
+	}
+}
+
+func buildProduct(ctx context.Context, executable string) error {
+	build := exec.CommandContext(ctx, "go", "build", "-o", executable, "github.com/talos-ccm/talos-ccm/cmd/talos-ccm")
+	build.Stderr = os.Stderr
+
+	if err := build.Run(); err != nil {
+		return fmt.Errorf("build talos-ccm: %w", err)
+	}
+
+	return nil
 }
 
 func parseSizes(text string) (sizes []int, err error) {

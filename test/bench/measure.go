@@ -146,7 +146,7 @@ func (r *result) measureFootprint(ctx context.Context, run *running, profiles st
 func (b *bed) timeInitialization(ctx context.Context) (time.Duration, error) {
 	start := time.Now()
 
-	if err := errors.Join(b.register(ctx, b.machines), b.labelControlPlane(ctx)); err != nil {
+	if err := b.register(ctx, b.machines); err != nil {
 		return 0, err
 	}
 
@@ -319,7 +319,7 @@ func measurePodCIDRs(ctx context.Context, s *subject, machines int) (r result, e
 	}
 	defer func() { err = errors.Join(err, b.close()) }()
 
-	if err := errors.Join(b.register(ctx, b.machines), b.labelControlPlane(ctx), b.configure(selectsNothing)); err != nil {
+	if err := errors.Join(b.register(ctx, b.machines), b.configure(selectsNothing)); err != nil {
 		return r, err
 	}
 
