@@ -84,8 +84,8 @@ func (m *Machine) Reboot(ctx context.Context) error {
 // machine.sock is not affected. Clients do not notice when a machine is stopped while it is cut off, as after a power loss.
 func (m *Machine) CutOff() { m.api.cut() }
 
-// BlackHole cuts the machine off like [Machine.CutOff], and drops the packets of connection attempts too: they get no
-// answer.
+// BlackHole cuts the machine off like [Machine.CutOff], and drops the packets of connection attempts and keepalive probes
+// too: they get no answer, and clients can notice it.
 func (m *Machine) BlackHole() error {
 	m.CutOff()
 

@@ -6,6 +6,7 @@ import (
 	"net"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -292,9 +293,23 @@ func TestCutOff_HidesStop(t *testing.T) {
 	requireCode(t, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")), codes.OK)
 }
 
-func TestBlackHole_DropsConnectionAttempts(t *testing.T) {
+func TestBlackHole_DropsPackets(t *testing.T) {
 	cluster, worker := newWorker(t)
 	events := watchPlatform(t, dialAs(t, cluster, worker, "os:reader"))
+
+	dialer := net.Dialer{
+		Timeout:         shortTimeout,
+		KeepAliveConfig: net.KeepAliveConfig{Enable: true, Idle: time.Second, Interval: time.Second, Count: 1},
+	}
+	target := net.JoinHostPort(worker.Address().String(), strconv.Itoa(constants.ApidPort))
+
+	open, err := dialer.DialContext(t.Context(), "tcp", target)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer open.Close() //nolint:errcheck // only read
+
+	eventually(t, "both connections are accepted", func() bool { return worker.Connections() == 2 })
 
 	if err := worker.BlackHole(); err != nil {
 		t.Fatal(err)
@@ -302,10 +317,11 @@ func TestBlackHole_DropsConnectionAttempts(t *testing.T) {
 
 	setZone(t, worker, "zone-1")
 
-	dialer := net.Dialer{Timeout: shortTimeout}
-	target := net.JoinHostPort(worker.Address().String(), strconv.Itoa(constants.ApidPort))
+	if _, err := open.Read(make([]byte, 1)); !errors.Is(err, syscall.ETIMEDOUT) {
+		t.Errorf("open connection: got %v, want %v", err, syscall.ETIMEDOUT)
+	}
 
-	_, err := dialer.DialContext(t.Context(), "tcp", target)
+	_, err = dialer.DialContext(t.Context(), "tcp", target)
 	if timeout := net.Error(nil); !errors.As(err, &timeout) || !timeout.Timeout() {
 		t.Errorf("got %v, want a timeout", err)
 	}

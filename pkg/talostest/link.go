@@ -100,16 +100,30 @@ func (l *link) restore() {
 	l.withheld = nil
 }
 
-// filter attaches or detaches a socket filter that accepts no byte of a packet, and so drops connection attempts.
+// filter attaches or detaches a filter of the listener and all open connections that accepts no byte of a packet. The
+// kernel then drops packets, those of connection attempts and keepalive probes included.
 func (l *link) filter(option int) error {
-	socket, ok := l.listener.(syscall.Conn)
+	err := setFilter(l.listener, option)
+
+	for _, open := range l.open() {
+		if connErr := setFilter(open.Conn, option); !errors.Is(connErr, net.ErrClosed) {
+			err = errors.Join(err, connErr)
+		}
+	}
+
+	return err
+}
+
+// setFilter sets the option of a listener or a connection.
+func setFilter(of any, option int) error {
+	socket, ok := of.(syscall.Conn)
 	if !ok {
-		return fmt.Errorf("listener of machine %s is no socket", l.machine.nodename)
+		return fmt.Errorf("set filter: %T is no socket", of)
 	}
 
 	raw, err := socket.SyscallConn()
 	if err != nil {
-		return fmt.Errorf("listener of machine %s: %w", l.machine.nodename, err)
+		return fmt.Errorf("set filter: %w", err)
 	}
 
 	dropAll := unix.SockFprog{Len: 1, Filter: &unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K}}
