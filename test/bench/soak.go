@@ -25,6 +25,10 @@ const (
 	// samples is how often resources are measured.
 	samples = 75
 
+	// recreated is how many machines have Nodes that are deleted again and again. After a deletion, a machine has a second
+	// connection for the retention. With all machines, their number would grow for longer than a soak.
+	recreated = 20
+
 	// requestLifetime is how long a CSR exists. It must be approved by then.
 	requestLifetime = time.Minute
 
@@ -145,6 +149,8 @@ func (s *soak) disturb(ctx context.Context, turn int, m Machine) error {
 	case 0, 1:
 		return s.order("reboot", []Machine{m})
 	case 2:
+		m = s.managed[controlPlanes+turn/10%min(recreated, len(s.managed)-controlPlanes)]
+
 		if err := s.client.CoreV1().Nodes().Delete(ctx, m.Nodename, metav1.DeleteOptions{}); err != nil {
 			return err
 		}
