@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -227,7 +228,8 @@ func startProduct(b *bed, executable string, machine int, environment ...string)
 		"--bind-address=127.0.0.1", fmt.Sprintf("--secure-port=%d", port.Number()), "--permit-port-sharing",
 		"--authorization-always-allow-paths=/healthz,/livez,/readyz,/metrics,/debug/*",
 	)
-	cmd.Env = append([]string{"PATH=" + os.Getenv("PATH"), "TMPDIR=" + b.folder}, environment...)
+	// The memory limit is that of the service.
+	cmd.Env = append([]string{"PATH=" + os.Getenv("PATH"), "TMPDIR=" + b.folder, "GOMEMLIMIT=" + cmp.Or(os.Getenv("GOMEMLIMIT"), "512MiB")}, environment...)
 
 	r, err := startProcess(b, name, cmd)
 	if err != nil {
