@@ -37,11 +37,12 @@ const (
 	sessionLength = 30 * time.Minute
 	sessionJitter = 0.5
 
-	// Resources that are not watched are polled. They rarely change after boot, so the interval is pollMax once the machine is running. It doubles
-	// up to pollMax while the machine is in another stage or has the metadata of an earlier boot.
-	pollFirst  = 10 * time.Second
-	pollMax    = 10 * time.Minute
-	pollJitter = 0.2
+	// Resources that are not watched are polled. They rarely change after boot, so the interval doubles up to pollMax, and begins with
+	// pollRunning if the machine runs and does not have the metadata of an earlier boot.
+	pollFirst   = 10 * time.Second
+	pollRunning = time.Minute
+	pollMax     = 10 * time.Minute
+	pollJitter  = 0.2
 
 	// debounce batches changes that Talos makes together. Metadata and addresses arrive over different watches, and a Node must not be
 	// initialized with only one of them. The first change of an initialized Node's machine is not delayed.
@@ -282,7 +283,7 @@ func (s *session) scheduleNextPoll(m machine.Machine) {
 	s.constant = m.Stage == runtime.MachineStageRunning // else it may be booting
 
 	if s.constant && !m.PlatformFromCache {
-		s.interval = pollMax
+		s.interval = max(s.interval, pollRunning)
 	}
 
 	delay := s.interval
