@@ -19,10 +19,13 @@ const (
 	assetsEnv = "KUBEBUILDER_ASSETS"
 	cacheEnv  = "TALOS_CCM_CACHE"
 
-	// KubernetesVersion is the version of the components that this package builds.
+	// KubernetesVersion is the version of the components in their go.mod.
 	KubernetesVersion = "v1.36.3"
 
 	multiCall = "kube-components"
+	// modfile is the go.mod that the components were built with, and sumfile its go.sum.
+	modfile = "components.mod"
+	sumfile = "components.sum"
 	// keptAssets is how many builds the cache keeps besides those used within assetsTTL.
 	keptAssets = 2
 	assetsTTL  = 24 * time.Hour
@@ -35,17 +38,22 @@ var (
 	built = []string{"etcd", apiServer, controllerManager, "kube-scheduler", kubelet, "kube-proxy"}
 )
 
-// Assets is the folder with the components' executables, by their names: the one that KUBEBUILDER_ASSETS names, or else a folder of the
+// Assets is AssetsOf with KubernetesVersion.
+func Assets(ctx context.Context, progress io.Writer) (string, error) {
+	return AssetsOf(ctx, KubernetesVersion, progress)
+}
+
+// AssetsOf is the folder with the executables of the components of a version, by their names: the one that KUBEBUILDER_ASSETS names, or else a folder of the
 // cache, which is filled first if need be. Such a build takes minutes, tells its progress (nil: silence), and happens once, however many
 // processes ask for it at the same time.
 //
 // The cache is TALOS_CCM_CACHE, or talos-ccm in the user's cache folder.
-func Assets(ctx context.Context, progress io.Writer) (string, error) {
+func AssetsOf(ctx context.Context, version string, progress io.Writer) (string, error) {
 	if folder := os.Getenv(assetsEnv); folder != "" {
 		return folder, checkAssets(folder)
 	}
 
-	source, err := findSource(ctx)
+	source, err := findSource(ctx, version)
 	if err != nil {
 		return "", fmt.Errorf("find the source of the Kubernetes components: %w", err)
 	}
@@ -98,13 +106,15 @@ func cacheFolder() (string, error) {
 // source is the nested module of the components.
 type source struct {
 	folder string
+	// version of Kubernetes.
+	version string
 	// key changes with everything that the executable is made of.
 	key string
 }
 
 // findSource finds the module in the checkout that this package was compiled from. If that is unknown, as after a build with -trimpath,
 // or gone, the working directory must be in a checkout.
-func findSource(ctx context.Context) (source, error) {
+func findSource(ctx context.Context, version string) (source, error) {
 	_, file, _, _ := runtime.Caller(0)
 	folder := filepath.Dir(file)
 
@@ -117,7 +127,7 @@ func findSource(ctx context.Context) (source, error) {
 		folder = strings.TrimSpace(string(output))
 	}
 
-	s := source{folder: filepath.Join(folder, "components")}
+	s := source{folder: filepath.Join(folder, "components"), version: version}
 
 	var err error
 
@@ -127,9 +137,15 @@ func findSource(ctx context.Context) (source, error) {
 }
 
 func (s source) hash(ctx context.Context) (string, error) {
-	sum := sha256.New()
+	module, err := s.module()
+	if err != nil {
+		return "", err
+	}
 
-	for _, name := range []string{"go.mod", "go.sum", "main.go"} {
+	sum := sha256.New()
+	io.WriteString(sum, module) //nolint:errcheck // never fails
+
+	for _, name := range []string{"go.sum", "main.go"} {
 		content, err := os.ReadFile(filepath.Join(s.folder, name))
 		if err != nil {
 			return "", err
@@ -138,12 +154,12 @@ func (s source) hash(ctx context.Context) (string, error) {
 		fmt.Fprintf(sum, "%s %d\n%s", name, len(content), content)
 	}
 
-	version, err := goCommand(ctx, s.folder, "version").Output()
+	goVersion, err := goCommand(ctx, s.folder, "version").Output()
 	if err != nil {
 		return "", fmt.Errorf("go version: %w", withStderr(err))
 	}
 
-	fmt.Fprintf(sum, "%s%q%q", version, buildFlags(), buildEnv())
+	fmt.Fprintf(sum, "%s%q%q", goVersion, buildFlags(s.version), buildEnv())
 
 	return hex.EncodeToString(sum.Sum(nil))[:16], nil
 }
@@ -186,7 +202,11 @@ func (s source) buildAs(ctx context.Context, folder string, progress io.Writer) 
 	}
 	defer os.RemoveAll(unfinished) //nolint:errcheck // after success it is gone, after an error that one counts
 
-	if err := s.compile(ctx, filepath.Join(unfinished, multiCall), progress); err != nil {
+	if err := s.writeModfile(unfinished); err != nil {
+		return err
+	}
+
+	if err := s.compile(ctx, unfinished, progress); err != nil {
 		return err
 	}
 

@@ -8,6 +8,8 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"path/filepath"
+	"regexp"
 	"runtime"
 	"strings"
 	"syscall"
@@ -28,19 +30,19 @@ func buildEnv() []string {
 }
 
 // buildFlags give the components the version that a release has: a kubelet or an API server of version v0.0.0-master is treated as ancient.
-func buildFlags() []string {
+func buildFlags(version string) []string {
 	const versionPackage = "k8s.io/component-base/version"
 
-	parts := strings.Split(strings.TrimPrefix(KubernetesVersion, "v"), ".")
+	parts := strings.Split(strings.TrimPrefix(version, "v"), ".")
 	ldflags := []string{"-s", "-w"}
 
 	for _, variable := range []string{
-		versionPackage + ".gitVersion=" + KubernetesVersion,
+		versionPackage + ".gitVersion=" + version,
 		versionPackage + ".gitMajor=" + parts[0],
 		versionPackage + ".gitMinor=" + parts[1],
 		versionPackage + ".gitTreeState=clean",
 		versionPackage + ".buildDate=1970-01-01T00:00:00Z",
-		"k8s.io/client-go/pkg/version.gitVersion=" + KubernetesVersion,
+		"k8s.io/client-go/pkg/version.gitVersion=" + version,
 	} {
 		ldflags = append(ldflags, "-X", variable)
 	}
@@ -48,19 +50,69 @@ func buildFlags() []string {
 	return []string{"-trimpath", "-ldflags=" + strings.Join(ldflags, " ")}
 }
 
-// compile builds the multi-call binary.
-func (s source) compile(ctx context.Context, output string, progress io.Writer) error {
-	bar := newBar(progress, "Building the Kubernetes "+KubernetesVersion+" components (once)")
+// follows matches modules whose API changes with the versions of Kubernetes.
+var follows = regexp.MustCompile(`k8s\.io/|github\.com/google/cadvisor|github\.com/opencontainers/cgroups`)
+
+// module returns the components' go.mod with the version of s. Modules that follow the version of Kubernetes and are only
+// required indirectly are left to go: it adds what that version requires.
+func (s source) module() (string, error) {
+	content, err := os.ReadFile(filepath.Join(s.folder, "go.mod"))
+	if err != nil {
+		return "", err
+	}
+
+	var lines strings.Builder
+
+	for line := range strings.Lines(string(content)) {
+		if follows.MatchString(line) {
+			if strings.Contains(line, "// indirect") {
+				continue
+			}
+
+			// The staging modules of v1.36.3 are v0.36.3.
+			line = strings.ReplaceAll(line, strings.TrimPrefix(KubernetesVersion, "v1"), strings.TrimPrefix(s.version, "v1"))
+		}
+
+		lines.WriteString(line)
+	}
+
+	return lines.String(), nil
+}
+
+// writeModfile writes module and the components' go.sum to the folder.
+func (s source) writeModfile(folder string) error {
+	content, err := s.module()
+	if err != nil {
+		return err
+	}
+
+	sums, err := os.ReadFile(filepath.Join(s.folder, "go.sum"))
+	if err != nil {
+		return err
+	}
+
+	if err := os.WriteFile(filepath.Join(folder, modfile), []byte(content), 0o644); err != nil {
+		return err
+	}
+
+	return os.WriteFile(filepath.Join(folder, sumfile), sums, 0o644)
+}
+
+// compile builds the multi-call binary in the folder, with the modfile there.
+func (s source) compile(ctx context.Context, folder string, progress io.Writer) error {
+	bar := newBar(progress, "Building the Kubernetes "+s.version+" components (once)")
 	defer bar.finish()
 
-	total, err := s.stalePackages(ctx, bar)
+	flags := append(buildFlags(s.version), "-modfile="+filepath.Join(folder, modfile))
+
+	total, err := s.stalePackages(ctx, flags, bar)
 	if err != nil {
 		return err
 	}
 
 	bar.setTotal(total)
 
-	args := append([]string{"build", "-v", "-o", output}, buildFlags()...)
+	args := append([]string{"build", "-v", "-o", filepath.Join(folder, multiCall)}, flags...)
 
 	return run(goCommand(ctx, s.folder, append(args, ".")...), io.Discard, func(line string) {
 		if isPackage(line) {
@@ -75,8 +127,8 @@ func isPackage(line string) bool {
 }
 
 // stalePackages is the number of packages that a build has to compile; go downloads the modules for it.
-func (s source) stalePackages(ctx context.Context, bar *bar) (int, error) {
-	args := append([]string{"list", "-deps", "-f", "{{if .Stale}}{{.ImportPath}}{{end}}"}, buildFlags()...)
+func (s source) stalePackages(ctx context.Context, flags []string, bar *bar) (int, error) {
+	args := append([]string{"list", "-deps", "-f", "{{if .Stale}}{{.ImportPath}}{{end}}"}, flags...)
 
 	var names strings.Builder
 
