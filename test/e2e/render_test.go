@@ -23,8 +23,7 @@ import (
 )
 
 // renderedRules set something of each kind that stays on a Node.
-const renderedRules = `
-transformations:
+const renderedRules = `transformations:
   - name: size
     labels:
       example.org/size: '{{ .InstanceType | lower }}'
