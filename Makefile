@@ -19,6 +19,10 @@ ARCHES ?= amd64 arm64
 # Source of Talos's images, and platform of the machines, for installer images.
 TALOS_REGISTRY ?= ghcr.io/siderolabs
 PLATFORM ?= metal
+# Checkout of Talos for e2e and imager-test, absolute because Go runs tests in their own directories.
+TALOS_SOURCE ?=
+override TALOS_SOURCE := $(abspath $(TALOS_SOURCE))
+export TALOS_SOURCE
 describe := git describe --dirty --abbrev=12 2>/dev/null
 TAG ?= $(shell $(describe) --tags --match 'v[0-9]*' || echo v0.0.0-g$$($(describe) --always --exclude '*' || echo unknown))
 # Expand once, so that all targets of one run use the same value.
@@ -54,10 +58,6 @@ GOLANGCI_LINT := $(TOOLS)/golangci-lint-$(GOLANGCI_LINT_VERSION)/golangci-lint
 GOFUMPT := $(TOOLS)/gofumpt-$(GOFUMPT_VERSION)/gofumpt
 ACTIONLINT := $(TOOLS)/actionlint-$(ACTIONLINT_VERSION)/actionlint
 HELM := $(TOOLS)/helm-$(HELM_VERSION)/helm
-
-# The imager of Talos, built from the same module as the Talos machines of the tests.
-TALOS_MODULE := test/talos/machined
-IMAGER := $(TOOLS)/imager-$(shell cat $(TALOS_MODULE)/go.{mod,sum} | sha256sum | cut -c1-16)/imager
 
 LDFLAGS := -s -w -buildid= -X github.com/talos-ccm/talos-ccm/pkg/version.version=$(TAG)
 
@@ -179,14 +179,16 @@ histories: ## Run a thousand random histories against the lifecycle controller, 
 	$(GO) test -count=1 -v -timeout $(TEST_TIMEOUT) -run 'RandomHistories$$' ./pkg/controllers/lifecycle ./test/simulation -histories 1000
 
 .PHONY: e2e
-e2e: ## Run talos-ccm on two Talos machines with kubelets, and its load balancers with kube-proxy; requires root.
+e2e: ## Run talos-ccm on two Talos machines with kubelets, and its load balancers with kube-proxy: make e2e [TALOS=1.13] [TALOS_SOURCE=checkout]; requires root.
 	@.ci/packages nft=nftables iptables=iptables
+	$(GO) run ./test/talos/cmd/talos-assets
 	$(GO) test -tags e2e -v -count=1 -p 1 -timeout $(E2E_TIMEOUT) ./test/talos ./test/loadbalancer ./test/e2e
 
 .PHONY: imager-test
-imager-test: image $(IMAGER) ## Build an initramfs with the extension with the imager of Talos, and check it.
+imager-test: image ## Build an initramfs with the extension with the imager of Talos, and check it: make imager-test [TALOS=1.13] [TALOS_SOURCE=checkout].
 	@.ci/packages mksquashfs=squashfs-tools cpio=cpio zstd=zstd
-	TALOS_CCM_IMAGER=$(IMAGER) TALOS_CCM_LAYOUT=$(abspath $(ARTIFACTS))/oci $(GO) test -tags e2e -v -count=1 -timeout $(TEST_TIMEOUT) ./test/imager
+	$(GO) run ./test/talos/cmd/talos-assets -imager $(ARTIFACTS)/imager
+	TALOS_CCM_IMAGER=$(abspath $(ARTIFACTS))/imager/installer TALOS_CCM_LAYOUT=$(abspath $(ARTIFACTS))/oci $(GO) test -tags e2e -v -count=1 -timeout $(TEST_TIMEOUT) ./test/imager
 
 .PHONY: monitoring-test
 monitoring-test: ## Check the alerts and the dashboard against the exported metrics, with Prometheus code.
@@ -261,11 +263,6 @@ $(GOLANGCI_LINT):
 $(GOFUMPT):
 	@echo "Building gofumpt $(GOFUMPT_VERSION)"
 	@cd / && CGO_ENABLED=0 GOFLAGS= GOBIN=$(@D) $(GO) install -trimpath mvdan.cc/gofumpt@$(GOFUMPT_VERSION)
-
-$(IMAGER):
-	@echo "Building the Talos imager"
-	@CGO_ENABLED=0 GOFLAGS=-mod=readonly $(GO) build -C $(TALOS_MODULE) -trimpath -buildvcs=false -tags tcell_minimal,grpcnotrace -ldflags '-s -w' \
-		-o $@ github.com/siderolabs/talos/cmd/installer
 
 $(HELM):
 	@echo "Building Helm $(HELM_VERSION)"

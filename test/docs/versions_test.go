@@ -1,26 +1,31 @@
 package docs_test
 
 import (
-	"regexp"
+	"fmt"
 	"strings"
 	"testing"
+
+	"github.com/talos-ccm/talos-ccm/test/talos"
 )
 
 // TestVersions_AreThoseOfE2E checks that the pages call exactly the versions supported that `make e2e` boots.
 func TestVersions_AreThoseOfE2E(t *testing.T) {
-	for _, c := range []struct{ component, module, file string }{
-		{"Talos", "github.com/siderolabs/talos", "test/talos/machined/go.mod"},
-		{"Kubernetes", "k8s.io/kubernetes", "test/kube/components/go.mod"},
-	} {
-		match := regexp.MustCompile(`(?m)^\s+` + regexp.QuoteMeta(c.module) + ` (v\S+)$`).FindStringSubmatch(read(t, c.file))
-		if match == nil {
-			t.Fatalf("%s does not require %s", c.file, c.module)
-		}
+	const matrix = "docs/reference/talos-versions.md"
 
-		for _, page := range []string{"README.md", "docs/reference/talos-versions.md"} {
-			if row := "| " + c.component + " | " + match[1] + " |"; !strings.Contains(read(t, page), row) {
-				t.Errorf("%s: no row %q, the version in %s", page, row, c.file)
-			}
+	var talosVersions, kubernetesVersions []string
+
+	for _, release := range talos.Releases() {
+		talosVersions = append(talosVersions, release.Talos)
+		kubernetesVersions = append(kubernetesVersions, release.Kubernetes)
+
+		if row := fmt.Sprintf("\n| %s | %s |", release.Talos, release.Kubernetes); !strings.Contains(read(t, matrix), row) {
+			t.Errorf("%s: no row %q of a release in test/talos", matrix, row)
+		}
+	}
+
+	for component, versions := range map[string][]string{"Talos": talosVersions, "Kubernetes": kubernetesVersions} {
+		if row := "| " + component + " | " + strings.Join(versions, ", ") + " |"; !strings.Contains(read(t, "README.md"), row) {
+			t.Errorf("README.md: no row %q of the releases in test/talos", row)
 		}
 	}
 }

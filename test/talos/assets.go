@@ -17,6 +17,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
 const (
@@ -26,6 +28,8 @@ const (
 	keepBuilds = 2
 	// unfinished begins the names of builds under construction.
 	unfinished = ".building-"
+	// modfileName is the go.mod that Talos was built with.
+	modfileName = "talos.mod"
 	// selfImport is where go list finds this folder when the binary does not know.
 	selfImport = "github.com/talos-ccm/talos-ccm/test/talos"
 )
@@ -45,11 +49,21 @@ func (a *assets) limited() string { return filepath.Join(a.dir, "limited") }
 
 func (a *assets) release() error { return a.use.Close() }
 
-// Assets builds Talos, its container runtime and the tools of this bed, unless that has been done before, and returns the folder
-// with the result: a root file system in rootfs and commands in bin. The cache is $TALOS_CCM_CACHE, or talos-ccm in the user's
-// cache folder. Progress is written to out, which may be nil.
+// Assets builds the selected release of Talos, its Kubernetes, its container runtime and the tools of this bed,
+// unless that has been done before, and returns the folder with Talos: a root file system in rootfs and commands in
+// bin. The cache is $TALOS_CCM_CACHE, or talos-ccm in the user's cache folder. Progress is written to out, which may
+// be nil.
 func Assets(ctx context.Context, out io.Writer) (string, error) {
-	a, err := prepare(ctx, out)
+	src, err := selectSource()
+	if err != nil {
+		return "", err
+	}
+
+	if _, err := kube.AssetsOf(ctx, src.Kubernetes, out); err != nil {
+		return "", fmt.Errorf("build Kubernetes: %w", err)
+	}
+
+	a, err := prepare(ctx, src, out)
 	if err != nil {
 		return "", err
 	}
@@ -57,17 +71,49 @@ func Assets(ctx context.Context, out io.Writer) (string, error) {
 	return a.dir, a.release()
 }
 
-func prepare(ctx context.Context, out io.Writer) (*assets, error) {
+// Imager builds the imager of the selected release of Talos into the folder dir, and returns its path.
+func Imager(ctx context.Context, dir string, out io.Writer) (string, error) {
+	src, err := selectSource()
+	if err != nil {
+		return "", err
+	}
+
+	// go runs in another folder.
+	if dir, err = filepath.Abs(dir); err != nil {
+		return "", fmt.Errorf("find folder for the imager: %w", err)
+	}
+
+	temporary, err := os.MkdirTemp("", "talos-ccm-imager-")
+	if err != nil {
+		return "", fmt.Errorf("make folder for build: %w", err)
+	}
+	defer os.RemoveAll(temporary) //nolint:errcheck // a temporary folder
+
+	modfile := filepath.Join(temporary, modfileName)
+
+	talos, err := src.open(ctx, modfile)
+	if err != nil {
+		return "", err
+	}
+
+	if err := talosBuild(talos, modfile, "cmd/installer").run(ctx, dir, out); err != nil {
+		return "", err
+	}
+
+	return filepath.Join(dir, "installer"), nil
+}
+
+func prepare(ctx context.Context, src source, out io.Writer) (*assets, error) {
 	if out == nil {
 		out = io.Discard
 	}
 
-	source, err := sourceDir(ctx)
+	bed, err := bedSource(ctx)
 	if err != nil {
 		return nil, err
 	}
 
-	key, err := fingerprint(ctx, source)
+	key, err := fingerprint(ctx, bed, src)
 	if err != nil {
 		return nil, err
 	}
@@ -85,7 +131,7 @@ func prepare(ctx context.Context, out io.Writer) (*assets, error) {
 
 	dir := filepath.Join(cache, key)
 	if _, err := os.Stat(dir); errors.Is(err, fs.ErrNotExist) {
-		err = construct(ctx, source, dir, out)
+		err = construct(ctx, bed, src, dir, out)
 		if err != nil {
 			return nil, err
 		}
@@ -103,8 +149,8 @@ func prepare(ctx context.Context, out io.Writer) (*assets, error) {
 	return &assets{dir: dir, use: use}, nil
 }
 
-// sourceDir is the folder of this package, which holds the nested modules.
-func sourceDir(ctx context.Context) (string, error) {
+// bedSource is the folder of this package, which holds the nested modules.
+func bedSource(ctx context.Context) (string, error) {
 	if _, file, _, ok := runtime.Caller(0); ok && filepath.IsAbs(file) {
 		if _, err := os.Stat(file); err == nil {
 			return filepath.Dir(file), nil
@@ -145,38 +191,48 @@ func cacheDir() (string, error) {
 }
 
 // fingerprint covers everything that decides what a build yields.
-func fingerprint(ctx context.Context, source string) (string, error) {
+func fingerprint(ctx context.Context, bed string, src source) (string, error) {
 	version, err := exec.CommandContext(ctx, "go", "version").Output()
 	if err != nil {
 		return "", fmt.Errorf("ask for version of go: %w", explain(err))
 	}
 
 	sum := sha256.New()
-	fmt.Fprintf(sum, "%s\n%s%+v\n", layout, version, builds())
+	fmt.Fprintf(sum, "%s\n%s%+v\n%+v\n", layout, version, builds("", "", ""), src)
 
-	for _, module := range []string{"machined", "runtime", "tools"} {
-		if err := hashModule(sum, source, module); err != nil {
+	for _, module := range []string{"runtime", "tools"} {
+		if err := hashFiles(sum, bed, module); err != nil {
 			return "", err
+		}
+	}
+
+	// A checkout may be changed; the module proxy never changes a version.
+	if src.checkout != "" {
+		for _, path := range []string{"go.mod", "go.sum", "cmd", "hack", "internal", "pkg"} {
+			if err := hashFiles(sum, src.checkout, path); err != nil {
+				return "", err
+			}
 		}
 	}
 
 	return hex.EncodeToString(sum.Sum(nil))[:16], nil
 }
 
-func hashModule(sum io.Writer, source, module string) error {
-	return filepath.WalkDir(filepath.Join(source, module), func(path string, entry fs.DirEntry, err error) error {
-		if err != nil || entry.IsDir() {
+// hashFiles covers a file, or all files of a folder, by its name in the folder dir.
+func hashFiles(sum io.Writer, dir, name string) error {
+	return filepath.WalkDir(filepath.Join(dir, name), func(path string, entry fs.DirEntry, err error) error {
+		if err != nil || !entry.Type().IsRegular() {
 			return err
 		}
 
 		content, err := os.ReadFile(path)
 		if err != nil {
-			return fmt.Errorf("read source of %s: %w", module, err)
+			return fmt.Errorf("read source: %w", err)
 		}
 
-		name, err := filepath.Rel(source, path)
+		name, err := filepath.Rel(dir, path)
 		if err != nil {
-			return fmt.Errorf("name source of %s: %w", module, err)
+			return fmt.Errorf("name source: %w", err)
 		}
 
 		fmt.Fprintf(sum, "%s %d\n%s", name, len(content), content)
@@ -215,7 +271,7 @@ func lockFolder(dir string, how int) (*os.File, error) {
 }
 
 // construct makes dir in one step: it exists only when it is complete.
-func construct(ctx context.Context, source, dir string, out io.Writer) error {
+func construct(ctx context.Context, bed string, src source, dir string, out io.Writer) error {
 	if err := requirePackages(ctx, out); err != nil {
 		return err
 	}
@@ -231,13 +287,20 @@ func construct(ctx context.Context, source, dir string, out io.Writer) error {
 		return fmt.Errorf("make folder for build: %w", err)
 	}
 
-	for _, b := range builds() {
-		if err := b.run(ctx, source, bin, out); err != nil {
+	modfile := filepath.Join(temporary, modfileName)
+
+	talos, err := src.open(ctx, modfile)
+	if err != nil {
+		return err
+	}
+
+	for _, b := range builds(bed, talos, modfile) {
+		if err := b.run(ctx, bin, out); err != nil {
 			return err
 		}
 	}
 
-	if err := assembleRootfs(ctx, source, temporary); err != nil {
+	if err := assembleRootfs(talos, src.Talos, temporary); err != nil {
 		return err
 	}
 

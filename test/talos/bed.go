@@ -65,6 +65,7 @@ type Bed struct {
 	ControlPlane, Worker *Machine
 
 	options    Options
+	source     source
 	id         string
 	dir        string
 	owner      *os.File
@@ -133,6 +134,9 @@ func (b *Bed) Dir() string { return b.dir }
 // Phases tells how long each part of Up took.
 func (b *Bed) Phases() []Phase { return b.phases }
 
+// Release is the Talos and the Kubernetes of the machines.
+func (b *Bed) Release() Release { return b.source.Release }
+
 // Machines are all machines of the bed.
 func (b *Bed) Machines() []*Machine { return b.machines }
 
@@ -171,6 +175,11 @@ func (b *Bed) Kubernetes() (kubernetes.Interface, error) {
 }
 
 func (b *Bed) prepare(ctx context.Context) error {
+	var err error
+	if b.source, err = selectSource(); err != nil {
+		return err
+	}
+
 	if err := requireRoot(); err != nil {
 		return err
 	}
@@ -200,16 +209,16 @@ func (b *Bed) prepare(ctx context.Context) error {
 
 func (b *Bed) build(ctx context.Context) error {
 	var err error
-	if b.assets, err = prepare(ctx, b.options.Progress); err != nil {
+	if b.assets, err = prepare(ctx, b.source, b.options.Progress); err != nil {
 		return err
 	}
 
-	components, err := kube.Assets(ctx, b.options.Progress)
+	components, err := kube.AssetsOf(ctx, b.source.Kubernetes, b.options.Progress)
 	if err != nil {
 		return fmt.Errorf("build Kubernetes: %w", err)
 	}
 
-	if b.configs, err = generateConfigs(b.options); err != nil {
+	if b.configs, err = generateConfigs(b.source.Release, b.options); err != nil {
 		return err
 	}
 

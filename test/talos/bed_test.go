@@ -32,8 +32,6 @@ const (
 	uninitialized    = "node.cloudprovider.kubernetes.io/uninitialized"
 	patience         = 4 * time.Minute
 	attempt          = 30 * time.Second
-	talosVersion     = "v1.13.5"
-	kubeletVersion   = "v1.36.3"
 	firmStart        = 5 * time.Second
 	boots            = 3
 	environmentValue = "from the machine configuration"
@@ -106,7 +104,7 @@ func TestBed_NodesWaitForCloudProvider(t *testing.T) {
 			t.Errorf("Node %s has taints %v, none of them %s", node.Name, node.Spec.Taints, uninitialized)
 		}
 
-		if info := node.Status.NodeInfo; info.KubeletVersion != kubeletVersion || info.OSImage != "Talos ("+talosVersion+")" {
+		if info := node.Status.NodeInfo; info.KubeletVersion != bed.Release().Kubernetes || info.OSImage != "Talos ("+bed.Release().Talos+")" {
 			t.Errorf("Node %s has kubelet %s on %s", node.Name, info.KubeletVersion, info.OSImage)
 		}
 	}
@@ -231,7 +229,7 @@ func TestBed_ExtensionReachesMachineSocket(t *testing.T) {
 		})
 
 		// What only the configuration tells, Talos may know later than the probe asks.
-		if got.Version != talosVersion || got.Platform != "container" {
+		if got.Version != bed.Release().Talos || got.Platform != "container" {
 			t.Errorf("%s: the probe reported %+v", m.Name(), got)
 		}
 	}
@@ -241,7 +239,7 @@ func TestBed_RestartedExtensionSeesConfiguration(t *testing.T) {
 	for m, machineType := range map[*talos.Machine]string{bed.ControlPlane: "controlplane", bed.Worker: "worker"} {
 		check(t, m.RestartService(t.Context(), service))
 
-		want := report{Version: talosVersion, MachineType: machineType, Platform: "container", Environment: environmentValue}
+		want := report{Version: bed.Release().Talos, MachineType: machineType, Platform: "container", Environment: environmentValue}
 
 		eventually(t, func(ctx context.Context) error {
 			got, err := reported(ctx, m)

@@ -20,12 +20,12 @@ const (
 	runcTags       = "seccomp,netgo,osusergo"
 )
 
-// build is one call of the Go compiler in one of the nested modules.
+// build is one call of the Go compiler.
 type build struct {
 	// title is what a human reads.
 	title string
-	// module is the folder of the nested module, relative to this package.
-	module string
+	// module is the folder of the module, and modfile its go.mod if that is another file.
+	module, modfile string
 	// packages are built into the folder output.
 	packages []string
 	tags     string
@@ -34,34 +34,40 @@ type build struct {
 	cgo string
 }
 
-func builds() []build {
-	const (
-		static     = "0"
-		containerd = "github.com/containerd/containerd/v2"
-		strip      = "-s -w"
-	)
+const (
+	static = "0"
+	strip  = "-s -w"
+)
+
+// talosBuild is the build of a command of Talos from the folder talos with its source. Commands with the same tags share
+// most of the work.
+func talosBuild(talos, modfile, command string) build {
+	return build{
+		title: "Talos's " + filepath.Base(command), module: talos, modfile: modfile, tags: machinedTags, cgo: static, ldflags: strip,
+		packages: []string{"./" + command},
+	}
+}
+
+// builds returns everything that a bed needs, from the folder bed with the nested modules and the folder talos.
+func builds(bed, talos, modfile string) []build {
+	const containerd = "github.com/containerd/containerd/v2"
+
+	runtime := filepath.Join(bed, "runtime")
 
 	return []build{
+		talosBuild(talos, modfile, "internal/app/machined"),
+		talosBuild(talos, modfile, "cmd/talosctl"),
 		{
-			title: "Talos", module: "machined", tags: machinedTags, cgo: static, ldflags: strip,
-			packages: []string{"github.com/siderolabs/talos/internal/app/machined"},
-		},
-		{
-			// With the tags of machined, so that the two share most of the work.
-			title: "talosctl", module: "machined", tags: machinedTags, cgo: static, ldflags: strip,
-			packages: []string{"github.com/siderolabs/talos/cmd/talosctl"},
-		},
-		{
-			title: "containerd", module: "runtime", tags: containerdTags, cgo: static, ldflags: strip,
+			title: "containerd", module: runtime, tags: containerdTags, cgo: static, ldflags: strip,
 			packages: []string{containerd + "/cmd/containerd", containerd + "/cmd/containerd-shim-runc-v2"},
 		},
 		{
 			// runc has C of its own, which enters the container before Go starts.
-			title: "runc", module: "runtime", tags: runcTags, cgo: "1", ldflags: strip + " -linkmode=external -extldflags -static",
+			title: "runc", module: runtime, tags: runcTags, cgo: "1", ldflags: strip + " -linkmode=external -extldflags -static",
 			packages: []string{"github.com/opencontainers/runc"},
 		},
 		{
-			title: "tools", module: "tools", cgo: static, ldflags: strip,
+			title: "tools", module: filepath.Join(bed, "tools"), cgo: static, ldflags: strip,
 			packages: []string{"./chassis", "./oomshim", "./runcwrap", "./kubewrap", "./kubemount", "./pause", "./probe"},
 		},
 	}
@@ -73,18 +79,24 @@ func (b build) arguments(verb string, extra ...string) []string {
 	return append(args, b.packages...)
 }
 
-func (b build) command(ctx context.Context, source string, args []string) *exec.Cmd {
+func (b build) command(ctx context.Context, args []string) *exec.Cmd {
+	// The nested modules are complete: nothing may change them. A modfile lacks what its replacements require.
+	flags := "-buildvcs=false -mod=readonly"
+	if b.modfile != "" {
+		flags = "-buildvcs=false -mod=mod -modfile=" + b.modfile
+	}
+
 	cmd := exec.CommandContext(ctx, "go", args...)
-	cmd.Dir = filepath.Join(source, b.module)
-	// The modules are complete: nothing may change them, and no other toolchain is fetched.
-	cmd.Env = append(os.Environ(), "CGO_ENABLED="+b.cgo, "GOFLAGS=-mod=readonly -buildvcs=false", "GOTOOLCHAIN=local", "GOWORK=off")
+	cmd.Dir = b.module
+	// No other toolchain is fetched.
+	cmd.Env = append(os.Environ(), "CGO_ENABLED="+b.cgo, "GOFLAGS="+flags, "GOTOOLCHAIN=local", "GOWORK=off")
 
 	return cmd
 }
 
 // run builds into the folder output and shows how far it is.
-func (b build) run(ctx context.Context, source, output string, out io.Writer) error {
-	list, err := b.command(ctx, source, b.arguments("list", "-deps")).Output()
+func (b build) run(ctx context.Context, output string, out io.Writer) error {
+	list, err := b.command(ctx, b.arguments("list", "-deps")).Output()
 	if err != nil {
 		return fmt.Errorf("list packages of %s: %w", b.title, explain(err))
 	}
@@ -97,7 +109,7 @@ func (b build) run(ctx context.Context, source, output string, out io.Writer) er
 	p := newProgress(out, "building "+b.title, bytes.Count(list, []byte{'\n'}))
 	read, write := io.Pipe()
 
-	cmd := b.command(ctx, source, b.arguments("build", "-v", "-ldflags", b.ldflags, "-o", output+string(os.PathSeparator)))
+	cmd := b.command(ctx, b.arguments("build", "-v", "-ldflags", b.ldflags, "-o", output+string(os.PathSeparator)))
 	cmd.Stderr = write
 
 	ctx, cancel := context.WithCancel(ctx)

@@ -16,11 +16,9 @@ import (
 )
 
 const (
-	clusterName       = "talos-ccm-bed"
-	talosContract     = "v1.13"
-	kubernetesVersion = "1.36.3"
+	clusterName = "talos-ccm-bed"
 	// pauseImage is a constant inside Talos (pkg/images), and not part of its machinery. It comes from where Kubernetes comes from.
-	pauseImage = "/pause:3.10.1"
+	pauseImage = "/pause"
 )
 
 // basePatch is what every machine of a bed has in its configuration: a cloud provider that is not there yet, serving
@@ -80,8 +78,8 @@ type configs struct {
 	talosconfig          *clientconfig.Config
 }
 
-func generateConfigs(options Options) (configs, error) {
-	contract, err := config.ParseContractFromVersion(talosContract)
+func generateConfigs(release Release, options Options) (configs, error) {
+	contract, err := config.ParseContractFromVersion(release.Talos)
 	if err != nil {
 		return configs{}, fmt.Errorf("parse version contract: %w", err)
 	}
@@ -91,7 +89,7 @@ func generateConfigs(options Options) (configs, error) {
 		return configs{}, fmt.Errorf("generate secrets: %w", err)
 	}
 
-	input, err := generate.NewInput(clusterName, "https://"+apiServerAddress, kubernetesVersion,
+	input, err := generate.NewInput(clusterName, "https://"+apiServerAddress, strings.TrimPrefix(release.Kubernetes, "v"),
 		generate.WithVersionContract(contract),
 		generate.WithSecretsBundle(bundle),
 		generate.WithEndpointList([]string{controlAddress.String()}),

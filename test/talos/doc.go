@@ -1,4 +1,4 @@
-// Package talos is the test bed with real Talos: it builds Talos, containerd and runc from their Go modules, boots a control
+// Package talos is the test bed with real Talos: it builds the release of Talos that TALOS selects, containerd and runc, boots a control
 // plane machine and a worker as Talos containers in network namespaces, with an extension laid over their root file systems,
 // lets them render a real Kubernetes, and hands out what a test needs to watch and disturb them.
 //

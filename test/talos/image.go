@@ -151,7 +151,7 @@ func packContent(archive *tar.Writer, name string, mode, size int64, content io.
 
 // image is what a registry serves under a name and tag.
 type image struct {
-	// reference is the full name with host and tag, as it stands in a machine configuration.
+	// reference is the full name with host, as it stands in a machine configuration. Its tag is of no consequence.
 	reference string
 	manifest  blob
 	blobs     []blob
@@ -193,8 +193,6 @@ func (i image) name() string {
 
 	return name
 }
-
-func (i image) tag() string { return i.reference[strings.LastIndexByte(i.reference, ':')+1:] }
 
 // references names the images that a cluster's machines pull.
 type references struct {

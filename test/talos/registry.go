@@ -30,10 +30,8 @@ func serveRegistry(listener net.Listener, images []image) *registry {
 	for _, img := range images {
 		base := "GET /v2/" + img.name()
 
-		// Clients ask by tag first and by digest then.
-		for _, name := range []string{img.tag(), img.manifest.digest} {
-			mux.Handle(base+"/manifests/"+name, img.manifest.handler(mediaManifest))
-		}
+		// Whatever the tag: Talos has its own of some images. Clients ask by tag first and by digest then.
+		mux.Handle(base+"/manifests/{reference}", img.manifest.handler(mediaManifest))
 
 		for _, b := range img.blobs {
 			mux.Handle(base+"/blobs/"+b.digest, b.handler("application/octet-stream"))

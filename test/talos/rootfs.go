@@ -1,16 +1,11 @@
 package talos
 
 import (
-	"context"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 )
-
-// talosModule holds, besides the code, the configuration files that go into Talos's root file system.
-const talosModule = "github.com/siderolabs/talos"
 
 var (
 	// folders of Talos's root file system that are not made for a file.
@@ -30,7 +25,7 @@ var (
 		"etc/selinux/targeted/contexts/files/file_contexts", "etc/ssl/certs/ca-certificates.crt",
 	}
 
-	// settings come from the Talos module.
+	// settings come from the source of Talos.
 	settings = map[string]string{
 		"etc/containerd/config.toml":  "hack/containerd.toml",
 		"etc/cri/containerd.toml":     "hack/cri-containerd.toml",
@@ -65,13 +60,8 @@ var (
 	}
 )
 
-// assembleRootfs lays out rootfs and limited beside the folder bin.
-func assembleRootfs(ctx context.Context, source, dir string) error {
-	module, version, err := locate(ctx, filepath.Join(source, "machined"))
-	if err != nil {
-		return err
-	}
-
+// assembleRootfs lays out rootfs and limited beside the folder bin, with files from the folder talos with its source.
+func assembleRootfs(talos, version, dir string) error {
 	root := filepath.Join(dir, "rootfs")
 
 	for _, folder := range folders {
@@ -80,7 +70,7 @@ func assembleRootfs(ctx context.Context, source, dir string) error {
 		}
 	}
 
-	if err := writeFiles(root, module, version); err != nil {
+	if err := writeFiles(root, talos, version); err != nil {
 		return err
 	}
 
@@ -97,23 +87,7 @@ func assembleRootfs(ctx context.Context, source, dir string) error {
 	return linkPrograms(dir, filepath.Join(dir, "limited"), replacements)
 }
 
-// locate asks where the Talos module lies, and its version.
-func locate(ctx context.Context, module string) (dir, version string, err error) {
-	cmd := exec.CommandContext(ctx, "go", "list", "-m", "-f", "{{.Dir}}\n{{.Version}}", talosModule)
-	cmd.Dir = module
-	cmd.Env = append(os.Environ(), "GOFLAGS=-mod=readonly", "GOTOOLCHAIN=local", "GOWORK=off")
-
-	out, err := cmd.Output()
-	if err != nil {
-		return "", "", fmt.Errorf("locate module %s: %w", talosModule, explain(err))
-	}
-
-	dir, version, _ = strings.Cut(strings.TrimSpace(string(out)), "\n")
-
-	return dir, version, nil
-}
-
-func writeFiles(root, module, version string) error {
+func writeFiles(root, talos, version string) error {
 	for _, name := range blanks {
 		if err := writeFile(filepath.Join(root, name), nil); err != nil {
 			return err
@@ -121,7 +95,7 @@ func writeFiles(root, module, version string) error {
 	}
 
 	for name, from := range settings {
-		content, err := os.ReadFile(filepath.Join(module, from))
+		content, err := os.ReadFile(filepath.Join(talos, from))
 		if err != nil {
 			return fmt.Errorf("read file of Talos: %w", err)
 		}

@@ -1,10 +1,12 @@
-// Command talos-assets builds what the Talos test bed needs, unless the cache has it, and prints the folder on its last line. It
-// never starts a machine.
+// Command talos-assets builds what the Talos test bed needs, unless the cache has it, and prints the folder on its last line. With
+// -imager, it builds only Talos's imager, and prints its path. It never starts a machine.
 package main
 
 import (
 	"context"
+	"flag"
 	"fmt"
+	"io"
 	"os"
 	"os/signal"
 	"syscall"
@@ -16,11 +18,19 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
 
-	dir, err := talos.Assets(ctx, os.Stdout)
+	imager := flag.String("imager", "", "Folder to build Talos's imager into, instead of the test bed.")
+	flag.Parse()
+
+	build := talos.Assets
+	if *imager != "" {
+		build = func(ctx context.Context, out io.Writer) (string, error) { return talos.Imager(ctx, *imager, out) }
+	}
+
+	path, err := build(ctx, os.Stdout)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "talos-assets:", err)
 		os.Exit(1) //nolint:gocritic // what stop would restore ends with the process
 	}
 
-	fmt.Println(dir)
+	fmt.Println(path)
 }

@@ -53,12 +53,12 @@ func boot(spec Spec) error {
 
 	steps := []func() error{
 		func() error { return settle(spec) },
+		func() error { return writeEtc(spec) },
 		func() error { return mountRoot(spec, root) },
 		func() error { return mountDisk(spec, root) },
 		func() error { return mountProc(spec, root) },
 		func() error { return mountSys(root) },
 		func() error { return mountDev(root) },
-		func() error { return mountEtc(spec, root) },
 		func() error { return enter(root) },
 	}
 	for _, step := range steps {
@@ -98,8 +98,8 @@ func mountRoot(spec Spec, root string) error {
 		return fmt.Errorf("make root folder: %w", err)
 	}
 
-	layers := mount{"overlay", root, "overlay", unix.MS_RDONLY, "lowerdir=" + strings.Join(spec.Layers, ":")}
-	if err := layers.do(); err != nil {
+	layers := append([]string{engineLayer(spec)}, spec.Layers...)
+	if err := do(mount{"overlay", root, "overlay", unix.MS_RDONLY, "lowerdir=" + strings.Join(layers, ":")}); err != nil {
 		return err
 	}
 
@@ -262,10 +262,11 @@ func makeNodes(dev string) error {
 	return nil
 }
 
-// mountEtc provides the files that a container engine would.
-func mountEtc(spec Spec, root string) error {
-	private := filepath.Join(spec.Dir, "etc")
-	if err := os.MkdirAll(private, 0o755); err != nil {
+// writeEtc writes the files that a container engine would provide, into a layer of the root: Talos 1.14 puts an overlay over
+// /etc, which hides mounts there.
+func writeEtc(spec Spec) error {
+	etc := filepath.Join(engineLayer(spec), "etc")
+	if err := os.MkdirAll(etc, 0o755); err != nil {
 		return fmt.Errorf("make folder for /etc: %w", err)
 	}
 
@@ -274,18 +275,15 @@ func mountEtc(spec Spec, root string) error {
 		"hosts":       "127.0.0.1 localhost\n",
 		"resolv.conf": "nameserver " + spec.Nameserver + "\n",
 	} {
-		file := filepath.Join(private, name)
-		if err := os.WriteFile(file, []byte(content), 0o644); err != nil {
+		if err := os.WriteFile(filepath.Join(etc, name), []byte(content), 0o644); err != nil {
 			return fmt.Errorf("write /etc/%s: %w", name, err)
-		}
-
-		if err := do(mount{file, filepath.Join(root, "etc", name), "", unix.MS_BIND, ""}); err != nil {
-			return err
 		}
 	}
 
 	return nil
 }
+
+func engineLayer(spec Spec) string { return filepath.Join(spec.Dir, "engine") }
 
 // enter makes root the root, and lets go of the old one.
 func enter(root string) error {

@@ -1,0 +1,199 @@
+package talos
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+
+	"github.com/talos-ccm/talos-ccm/test/kube"
+)
+
+const (
+	// releaseEnv selects a release by its minor version, and sourceEnv names the folder of a checkout of it.
+	releaseEnv = "TALOS"
+	sourceEnv  = "TALOS_SOURCE"
+
+	defaultMinor = "1.13"
+
+	talosModule     = "github.com/siderolabs/talos"
+	machineryModule = talosModule + "/pkg/machinery"
+	// tagFile has the version of a checkout.
+	tagFile = "pkg/machinery/gendata/data/tag"
+)
+
+// Release is a release of Talos that the bed can boot.
+type Release struct {
+	// Minor selects the release: make e2e TALOS=1.13.
+	Minor string
+	// Talos is built from the Go module proxy, or from the checkout in TALOS_SOURCE.
+	Talos string
+	// Kubernetes is what the machines run.
+	Kubernetes string
+	// Replace has the modules of Talos's go.mod that the proxy lacks, most of them forks, and what is built instead: a
+	// neighboring version or upstream. The form is that of go mod edit -replace.
+	Replace []string
+	// Missing has the modules that the proxy lacks and that nothing else can replace. The checkout is required for them:
+	// the go.mod of the checkout replaces them by folders. Empty: no checkout is required.
+	Missing string
+}
+
+// Releases returns the releases that the bed can boot: the only list of them.
+func Releases() []Release {
+	const containerd = "github.com/containerd/containerd/v2=github.com/containerd/containerd/v2@v2.2.5"
+
+	return []Release{
+		{
+			Minor: "1.12", Talos: "v1.12.11", Kubernetes: "v1.35.4",
+			Replace: []string{containerd, "github.com/neticdk/go-stdlib=github.com/neticdk/go-stdlib@v1.0.1"},
+			Missing: talosModule + " v1.12.11, " + machineryModule + " v1.12.11",
+		},
+		{
+			Minor: defaultMinor, Talos: "v1.13.5", Kubernetes: kube.KubernetesVersion,
+			Replace: []string{
+				containerd,
+				"github.com/siderolabs/go-kubernetes=github.com/siderolabs/go-kubernetes@v0.2.39",
+				"go.etcd.io/etcd/etcdutl/v3=go.etcd.io/etcd/etcdutl/v3@v3.6.10",
+			},
+		},
+		{
+			Minor: "1.14", Talos: "v1.14.1", Kubernetes: "v1.37.0",
+			Replace: []string{
+				"github.com/cosi-project/runtime=github.com/cosi-project/runtime@v1.16.2",
+				"github.com/mdlayher/ethtool=github.com/siderolabs/ethtool@v0.4.0-sidero",
+				"github.com/secure-io/siv-go=github.com/secure-io/siv-go@v0.0.0-20180922214919-5ff40651e2c4",
+			},
+			Missing: "github.com/jsimonetti/rtnetlink/v2 v2.2.1-0.20260802200809-43bafec815b3",
+		},
+	}
+}
+
+// DefaultRelease is the release that is booted unless TALOS selects another one.
+func DefaultRelease() Release {
+	release, err := findRelease(defaultMinor)
+	if err != nil {
+		panic(err)
+	}
+
+	return release
+}
+
+func findRelease(minor string) (Release, error) {
+	var minors []string
+
+	for _, r := range Releases() {
+		if r.Minor == minor {
+			return r, nil
+		}
+
+		minors = append(minors, r.Minor)
+	}
+
+	return Release{}, fmt.Errorf("%s=%s is not supported; supported: %s", releaseEnv, minor, strings.Join(minors, ", "))
+}
+
+// source is the source of a release.
+type source struct {
+	Release
+	// checkout is the folder of a checkout. Empty: the source is in the module proxy.
+	checkout string
+}
+
+// selectSource returns the release that the environment selects, and checks that there is a checkout of it if it needs
+// one.
+func selectSource() (source, error) {
+	minor, checkout := os.Getenv(releaseEnv), os.Getenv(sourceEnv)
+	if minor == "" {
+		minor = defaultMinor
+	}
+
+	release, err := findRelease(minor)
+	if err != nil {
+		return source{}, err
+	}
+
+	if checkout == "" {
+		if release.Missing != "" {
+			return source{}, fmt.Errorf("%s=%s needs %s, the folder of a checkout of Talos %s, because the module proxy lacks %s (docs/development.md)",
+				releaseEnv, minor, sourceEnv, release.Talos, release.Missing)
+		}
+
+		return source{Release: release}, nil
+	}
+
+	if checkout, err = filepath.Abs(checkout); err != nil {
+		return source{}, fmt.Errorf("find %s: %w", sourceEnv, err)
+	}
+
+	tag, err := os.ReadFile(filepath.Join(checkout, tagFile))
+
+	switch got := strings.TrimSpace(string(tag)); {
+	case errors.Is(err, fs.ErrNotExist):
+		return source{}, fmt.Errorf("%s=%s is no checkout of Talos: it has no %s", sourceEnv, checkout, tagFile)
+	case err != nil:
+		return source{}, fmt.Errorf("read tag of %s: %w", sourceEnv, err)
+	case got != release.Talos:
+		return source{}, fmt.Errorf("%s=%s is a checkout of Talos %s; %s=%s needs %s", sourceEnv, checkout, got, releaseEnv, minor, release.Talos)
+	}
+
+	return source{Release: release, checkout: checkout}, nil
+}
+
+// open returns the folder with the source, and writes Talos's own go.mod with the replacements to the file module, and
+// its go.sum beside it.
+func (s source) open(ctx context.Context, module string) (dir string, err error) {
+	dir, replacements := s.checkout, s.Replace
+
+	if s.checkout == "" {
+		if dir, err = download(ctx, talosModule+"@"+s.Talos); err != nil {
+			return "", err
+		}
+
+		// Talos's go.mod replaces it by a folder that only a checkout has.
+		replacements = append(replacements, machineryModule+"="+machineryModule+"@"+s.Talos)
+	}
+
+	for from, to := range map[string]string{"go.mod": module, "go.sum": strings.TrimSuffix(module, ".mod") + ".sum"} {
+		content, err := os.ReadFile(filepath.Join(dir, from))
+		if err != nil {
+			return "", fmt.Errorf("read %s of Talos: %w", from, err)
+		}
+
+		if err := writeFile(to, content); err != nil {
+			return "", err
+		}
+	}
+
+	args := []string{"mod", "edit"}
+	for _, replacement := range replacements {
+		args = append(args, "-replace="+replacement)
+	}
+
+	if _, err := exec.CommandContext(ctx, "go", append(args, module)...).Output(); err != nil {
+		return "", fmt.Errorf("replace modules of Talos: %w", explain(err))
+	}
+
+	return dir, nil
+}
+
+// download returns the folder of a module in the module cache.
+func download(ctx context.Context, module string) (string, error) {
+	cmd := exec.CommandContext(ctx, "go", "mod", "download", "-json", module)
+	cmd.Dir = os.TempDir()
+	cmd.Env = append(os.Environ(), "GOFLAGS=", "GOTOOLCHAIN=local", "GOWORK=off")
+
+	out, err := cmd.Output()
+
+	var downloaded struct{ Dir, Error string }
+	if decodeErr := json.NewDecoder(bytes.NewReader(out)).Decode(&downloaded); decodeErr != nil || err != nil {
+		return "", fmt.Errorf("download %s: %w: %s", module, errors.Join(explain(err), decodeErr), downloaded.Error)
+	}
+
+	return downloaded.Dir, nil
+}

@@ -1,0 +1,55 @@
+package talos_test
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/talos-ccm/talos-ccm/test/talos"
+)
+
+func TestAssets_RejectUnusableRelease(t *testing.T) {
+	other := checkout(t, "v1.11.6\n")
+
+	for _, test := range []struct {
+		name, release, source, want string
+	}{
+		{"unknown release", "1.11", "", "TALOS=1.11 is not supported; supported: 1.12, 1.13, 1.14"},
+		{"full version", "v1.13.5", "", "TALOS=v1.13.5 is not supported; supported: 1.12, 1.13, 1.14"},
+		{
+			"checkout required", "1.12", "",
+			"TALOS=1.12 needs TALOS_SOURCE, the folder of a checkout of Talos v1.12.11, because the module proxy lacks github.com/siderolabs/talos v1.12.11",
+		},
+		{"no checkout", "1.12", "/nowhere", "TALOS_SOURCE=/nowhere is no checkout of Talos: it has no pkg/machinery/gendata/data/tag"},
+		{"checkout of another release", "1.12", other, "TALOS_SOURCE=" + other + " is a checkout of Talos v1.11.6; TALOS=1.12 needs v1.12.11"},
+		{"checkout of another release than the default", "", other, "TALOS_SOURCE=" + other + " is a checkout of Talos v1.11.6; TALOS=1.13 needs v1.13.5"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Setenv("TALOS", test.release)
+			t.Setenv("TALOS_SOURCE", test.source)
+
+			if _, err := talos.Assets(t.Context(), nil); err == nil || !strings.HasPrefix(err.Error(), test.want) {
+				t.Errorf("got %v, want an error that begins with %q", err, test.want)
+			}
+		})
+	}
+}
+
+// checkout returns a folder with as much of a checkout of Talos as says its version.
+func checkout(t *testing.T, version string) string {
+	t.Helper()
+
+	folder := t.TempDir()
+	file := filepath.Join(folder, "pkg/machinery/gendata/data/tag")
+
+	if err := os.MkdirAll(filepath.Dir(file), 0o755); err != nil {
+		t.Fatal(err)
+	}
+
+	if err := os.WriteFile(file, []byte(version), 0o644); err != nil {
+		t.Fatal(err)
+	}
+
+	return folder
+}
