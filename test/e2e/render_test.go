@@ -57,7 +57,7 @@ func TestRender_MatchesNodes(t *testing.T) {
 
 	for _, m := range bed.Machines() {
 		printed := filepath.Join(t.TempDir(), "machine.yaml")
-		shell(t, strings.ReplaceAll(preview.Command("Links", "Subnets"), "NODE", m.Address().String())+" > "+printed)
+		shell(t, strings.ReplaceAll(preview.Command("Links", "Subnets", "TalosVersion"), "NODE", m.Address().String())+" > "+printed)
 
 		for way, flags := range map[string]string{
 			"what talosctl prints": "--machine " + printed,
