@@ -229,7 +229,7 @@ func startProduct(b *bed, executable string, machine int, environment ...string)
 		"--authorization-always-allow-paths=/healthz,/livez,/readyz,/metrics,/debug/*",
 	)
 	// The memory limit is that of the service.
-	cmd.Env = append([]string{"PATH=" + os.Getenv("PATH"), "TMPDIR=" + b.folder, "GOMEMLIMIT=" + cmp.Or(os.Getenv("GOMEMLIMIT"), "512MiB")}, environment...)
+	cmd.Env = append([]string{"PATH=" + os.Getenv("PATH"), "TMPDIR=" + b.folder, "GOMEMLIMIT=" + cmp.Or(os.Getenv("GOMEMLIMIT"), "1GiB")}, environment...)
 
 	r, err := startProcess(b, name, cmd)
 	if err != nil {
