@@ -188,7 +188,7 @@ e2e: ## Run talos-ccm on two Talos machines with kubelets, and its load balancer
 imager-test: image ## Build an initramfs with the extension with the imager of Talos, and check it: make imager-test [TALOS=1.13] [TALOS_SOURCE=checkout].
 	@.ci/packages mksquashfs=squashfs-tools cpio=cpio zstd=zstd
 	$(GO) run ./test/talos/cmd/talos-assets -imager $(ARTIFACTS)/imager
-	TALOS_CCM_IMAGER=$(abspath $(ARTIFACTS))/imager/installer TALOS_CCM_LAYOUT=$(abspath $(ARTIFACTS))/oci $(GO) test -tags e2e -v -count=1 -timeout $(TEST_TIMEOUT) ./test/imager
+	TALOS_CCM_IMAGER=$(abspath $(ARTIFACTS))/imager/imager TALOS_CCM_LAYOUT=$(abspath $(ARTIFACTS))/oci $(GO) test -tags e2e -v -count=1 -timeout $(TEST_TIMEOUT) ./test/imager
 
 .PHONY: monitoring-test
 monitoring-test: ## Check the alerts and the dashboard against the exported metrics, with Prometheus code.

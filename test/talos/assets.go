@@ -100,7 +100,10 @@ func Imager(ctx context.Context, dir string, out io.Writer) (string, error) {
 		return "", err
 	}
 
-	return filepath.Join(dir, "installer"), nil
+	// The program is the imager or the installer, by its name.
+	imager := filepath.Join(dir, "imager")
+
+	return imager, os.Rename(filepath.Join(dir, "installer"), imager)
 }
 
 func prepare(ctx context.Context, src source, out io.Writer) (*assets, error) {
