@@ -103,7 +103,8 @@ func (b *bed) startFleet(machines int) error {
 
 	b.fleetChild = exec.Command(self, "fleet")
 	b.fleetChild.Stderr = os.Stderr
-	b.fleetChild.SysProcAttr = childAttributes()
+	// Main's thread started it, and never ends before the program does.
+	b.fleetChild.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 
 	in, err := b.fleetChild.StdinPipe()
 	if err != nil {
@@ -129,11 +130,6 @@ func (b *bed) startFleet(machines int) error {
 	b.machines = started.Machines
 
 	return os.WriteFile(b.talosconfig(), started.Talosconfig, 0o600)
-}
-
-// childAttributes have the kernel kill a child whose parent dies. The parent's main thread must have started the child.
-func childAttributes() *syscall.SysProcAttr {
-	return &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 }
 
 // close ends everything in order.

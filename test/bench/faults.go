@@ -336,7 +336,7 @@ func pauseLeader(ctx context.Context, t *trial) (recovery time.Duration, note st
 	first, _ := t.leader.running()
 
 	// The leader is stopped while it writes.
-	if err := errors.Join(t.change(t.managed), first.cmd.Process.Signal(syscall.SIGSTOP)); err != nil {
+	if err := errors.Join(t.change(t.managed), first.signal(syscall.SIGSTOP)); err != nil {
 		return 0, "", err
 	}
 
@@ -353,7 +353,7 @@ func pauseLeader(ctx context.Context, t *trial) (recovery time.Duration, note st
 	}
 
 	// It finds changes to write when it continues.
-	err = errors.Join(pause(ctx, leaderStop-time.Since(stopped)), t.change(t.managed), first.cmd.Process.Signal(syscall.SIGCONT), pause(ctx, calm))
+	err = errors.Join(pause(ctx, leaderStop-time.Since(stopped)), t.change(t.managed), first.signal(syscall.SIGCONT), pause(ctx, calm))
 	if err != nil {
 		return 0, "", err
 	}

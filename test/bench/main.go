@@ -20,7 +20,7 @@ import (
 	"time"
 )
 
-// main keeps its thread: the kernel kills the children when the thread that started them ends.
+// main keeps its thread: the kernel kills the simulated machines when the thread that started them ends.
 func main() {
 	runtime.LockOSThread()
 

@@ -242,7 +242,7 @@ func (s *soak) sample(ctx context.Context, elapsed time.Duration) error {
 
 // descriptors returns how many sockets and how many other files are open.
 func (r *running) descriptors() (sockets, files int, err error) {
-	folder := filepath.Join("/proc", strconv.Itoa(r.cmd.Process.Pid), "fd")
+	folder := filepath.Join("/proc", strconv.Itoa(r.PID()), "fd")
 
 	entries, err := os.ReadDir(folder)
 	if err != nil {

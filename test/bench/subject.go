@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -21,6 +20,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/talos-ccm/talos-ccm/test/kube"
+	"github.com/talos-ccm/talos-ccm/test/process"
 )
 
 // leaseName is the name of the lease of talos-ccm, in kube-system.
@@ -39,63 +39,46 @@ type subject struct {
 
 // running is a process of a subject.
 type running struct {
-	cmd   *exec.Cmd
-	done  chan struct{} // closed after the process has ended and err is set
-	err   error
+	*process.Process
+
 	port  *kube.Port // for metrics; nil if unknown
 	certs string
-	log   string
 }
 
-// startProcess starts a command whose output goes to a file.
-func startProcess(b *bed, name string, cmd *exec.Cmd) (*running, error) {
-	r := &running{cmd: cmd, done: make(chan struct{}), log: filepath.Join(b.folder, name+".log")}
+// start starts a command whose output goes to a file.
+func (b *bed) start(name, path string, args, environment []string) (*running, error) {
+	child, err := process.Start(process.Command{Name: name, Path: path, Args: args, Env: environment, Log: filepath.Join(b.folder, name+".log"), Grace: grace})
 
-	log, err := os.Create(r.log)
-	if err != nil {
-		return nil, err
-	}
-
-	cmd.Stdout, cmd.Stderr = log, log
-	cmd.SysProcAttr = childAttributes()
-	err = errors.Join(cmd.Start(), log.Close()) // the child has its own descriptor
-
-	go func() {
-		r.err = cmd.Wait()
-		close(r.done)
-	}()
-
-	return r, err
+	return &running{Process: child}, err
 }
+
+// signal sends a signal.
+func (r *running) signal(signal syscall.Signal) error { return syscall.Kill(r.PID(), signal) }
 
 // stop ends the process, and returns an error with the end of its log if it had ended before.
 func (r *running) stop(signal syscall.Signal) error {
-	select {
-	case <-r.done:
-		log, readErr := os.ReadFile(r.log)
-
-		return errors.Join(fmt.Errorf("exited: %w\n%s", r.err, log[max(0, len(log)-4000):]), readErr)
-	default:
+	if err := r.Ended(); err != nil {
+		return fmt.Errorf("%w\n%s", err, r.LogTail())
 	}
 
-	if err := r.cmd.Process.Signal(signal); err != nil {
+	if err := r.signal(signal); err != nil {
 		return err
 	}
 
 	select {
-	case <-r.done:
+	case <-r.Done():
 		return nil
 	case <-time.After(grace):
-		err := r.cmd.Process.Kill()
-		<-r.done
+		err := r.signal(syscall.SIGKILL)
+		<-r.Done()
 
-		return errors.Join(fmt.Errorf("process %d did not exit within %s", r.cmd.Process.Pid, grace), err)
+		return errors.Join(fmt.Errorf("process %d did not exit within %s", r.PID(), grace), err)
 	}
 }
 
 // resident returns the resident memory in bytes.
 func (r *running) resident() (int64, error) {
-	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", r.cmd.Process.Pid))
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", r.PID()))
 	if err != nil {
 		return 0, err
 	}
@@ -109,7 +92,7 @@ func (r *running) resident() (int64, error) {
 
 // cpu returns the CPU time that the process has used.
 func (r *running) cpu() (time.Duration, error) {
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", r.cmd.Process.Pid))
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", r.PID()))
 	if err != nil {
 		return 0, err
 	}
@@ -122,7 +105,7 @@ func (r *running) cpu() (time.Duration, error) {
 	for _, field := range fields[11:13] { // utime and stime
 		n, err := strconv.ParseInt(field, 10, 64)
 		if err != nil {
-			return 0, fmt.Errorf("CPU time of process %d: %w", r.cmd.Process.Pid, err)
+			return 0, fmt.Errorf("CPU time of process %d: %w", r.PID(), err)
 		}
 
 		ticks += n
@@ -223,15 +206,15 @@ func startProduct(b *bed, executable string, machine int, environment ...string)
 		return nil, err
 	}
 
-	cmd := exec.Command(executable,
-		"--machine-socket="+b.machines[machine].Socket, "--run-dir="+run, "--cert-dir="+certs,
+	args := []string{
+		"--machine-socket=" + b.machines[machine].Socket, "--run-dir=" + run, "--cert-dir=" + certs,
 		"--bind-address=127.0.0.1", fmt.Sprintf("--secure-port=%d", port.Number()), "--permit-port-sharing",
 		"--authorization-always-allow-paths=/healthz,/livez,/readyz,/metrics,/debug/*",
-	)
-	// The memory limit is that of the service.
-	cmd.Env = append([]string{"PATH=" + os.Getenv("PATH"), "TMPDIR=" + b.folder, "GOMEMLIMIT=" + cmp.Or(os.Getenv("GOMEMLIMIT"), "1GiB")}, environment...)
+	}
+	// The service sets the same memory limit.
+	environment = append([]string{"TMPDIR=" + b.folder, "GOMEMLIMIT=" + cmp.Or(os.Getenv("GOMEMLIMIT"), "1GiB")}, environment...)
 
-	r, err := startProcess(b, name, cmd)
+	r, err := b.start(name, executable, args, environment)
 	if err != nil {
 		return nil, err
 	}
@@ -260,9 +243,6 @@ func awaitLeader(ctx context.Context, client kubernetes.Interface, former string
 // command returns a subject that runs a command with the environment variables KUBECONFIG and TALOSCONFIG.
 func command(name string, args ...string) subject {
 	return subject{name, false, func(_ context.Context, b *bed) (*running, error) {
-		cmd := exec.Command(args[0], args[1:]...)
-		cmd.Env = append(os.Environ(), "KUBECONFIG="+b.kubeconfig(), "TALOSCONFIG="+b.talosconfig())
-
-		return startProcess(b, "subject", cmd)
+		return b.start("subject", args[0], args[1:], append(os.Environ(), "KUBECONFIG="+b.kubeconfig(), "TALOSCONFIG="+b.talosconfig()))
 	}}
 }

@@ -7,7 +7,6 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
-	"runtime"
 	"sync"
 	"syscall"
 	"time"
@@ -204,8 +203,6 @@ func (t *trial) startService(machine int) (*service, error) {
 	started := make(chan error)
 
 	go func() {
-		runtime.LockOSThread() // see childAttributes
-
 		var once sync.Once
 
 		for {
@@ -233,7 +230,7 @@ func (t *trial) startService(machine int) (*service, error) {
 				return
 			}
 
-			<-process.done
+			<-process.Done()
 			time.Sleep(restartDelay)
 		}
 	}()
