@@ -233,11 +233,7 @@ func (i *Inventory) Forget(nodename string) {
 	i.mu.Lock()
 
 	old, known := i.entries[nodename]
-	if known {
-		i.counts[old.Condition]--
-	}
-
-	delete(i.entries, nodename)
+	i.unset(nodename)
 	i.displaced.Delete(nodename)
 	affected := append(i.reindex(nodename, old, Entry{}), i.reidentify(nodename, old, Entry{})...)
 	i.mu.Unlock()
@@ -298,12 +294,17 @@ func (i *Inventory) update(nodename string, change func(*Entry)) {
 
 // set requires i.mu.
 func (i *Inventory) set(nodename string, entry Entry) {
-	if old, known := i.entries[nodename]; known {
-		i.counts[old.Condition]--
-	}
-
+	i.unset(nodename)
 	i.counts[entry.Condition]++
 	i.entries[nodename] = entry
+}
+
+// unset requires i.mu.
+func (i *Inventory) unset(nodename string) {
+	if old, known := i.entries[nodename]; known {
+		i.counts[old.Condition]--
+		delete(i.entries, nodename)
+	}
 }
 
 // drop records what nodename's machine has stopped to report. It requires i.mu.
