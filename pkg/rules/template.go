@@ -71,11 +71,10 @@ func newVariables(facts *Facts, platform runtime.PlatformMetadataSpec, optional 
 		"WakeUpType":   m.System.WakeUpType,
 		"SKUNumber":    m.System.SKUNumber,
 
-		"Nodename":     m.Nodename,
-		"ClusterName":  m.ClusterName,
-		"MachineType":  machineType,
-		"Architecture": facts.Architecture,
-
+		"Nodename":          m.Nodename,
+		"ClusterName":       m.ClusterName,
+		"MachineType":       machineType,
+		"Architecture":      facts.Architecture,
 		"KubernetesVersion": facts.KubernetesVersion,
 	}}
 

@@ -160,8 +160,8 @@ func (d *demo) startProduct(ctx context.Context) error {
 			// The process exits when it loses its lease. A computer under load must not cause that.
 			"--leader-elect-lease-duration=600s", "--leader-elect-renew-deadline=500s",
 		},
-		// With another environment than that of the document, the process would replace itself, and the kernel would no longer
-		// kill it when this process ends.
+		// In another environment, talos-ccm would replace its process, and the kernel would no longer kill it when this
+		// process ends.
 		Env: spec.Environment,
 	})
 	if err != nil {

@@ -78,7 +78,7 @@ func newFleet(n int) []*member {
 	return fleet
 }
 
-// metadata returns platform metadata like that of the platform's driver in Talos.
+// metadata returns platform metadata as Talos's driver of the platform publishes it.
 func metadata(platform string, index int) runtime.PlatformMetadataSpec {
 	const zones = 3
 

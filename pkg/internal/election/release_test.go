@@ -100,7 +100,7 @@ func TestCandidate_LeavesTheLeaseToAnother(t *testing.T) {
 	}))
 
 	send := func() error {
-		_, err := guarded.RoundTrip(&http.Request{Body: http.NoBody}) //nolint:bodyclose // has none
+		_, err := guarded.RoundTrip(&http.Request{Body: http.NoBody}) //nolint:bodyclose // responses have no body
 
 		return err
 	}
