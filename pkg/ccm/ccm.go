@@ -18,6 +18,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/uuid"
 	"k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/record"
 	cloudconfig "k8s.io/cloud-provider/app/config"
 	controllerhealthz "k8s.io/controller-manager/pkg/healthz"
 	"k8s.io/klog/v2"
@@ -200,6 +201,11 @@ func (a *App) connect(ctx context.Context) error {
 	if err != nil || config == nil {
 		return err
 	}
+
+	// With its default, the recorder would keep 4,096 Events in each of three caches: one for each CSR, and for each Node
+	// that was ever registered.
+	config.EventBroadcaster.Shutdown()
+	config.EventBroadcaster = record.NewBroadcaster(record.WithContext(ctx), record.WithCorrelatorOptions(record.CorrelatorOptions{LRUCacheSize: 1024}))
 
 	m := controllerManager{
 		app:      a,
