@@ -174,6 +174,9 @@ func (b *Bootstrap) renewOnce(ctx context.Context) (renewal, error) {
 		return renewal{}, fmt.Errorf("parse localhost admin kubeconfig: %w", err)
 	}
 
+	// A client without a rate limit, because it makes few requests, one after the other.
+	config.QPS = -1
+
 	transport, err := rest.HTTPClientFor(config)
 	if err != nil {
 		return renewal{}, fmt.Errorf("connect to %s: %w", config.Host, err)
