@@ -15,6 +15,7 @@ import (
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
 
 	"github.com/talos-ccm/talos-ccm/extension"
@@ -55,7 +56,7 @@ var faults = []fault{
 	{"clocks of all machines an hour behind for 1 min, all connections broken", clocks(-time.Hour)},
 	{"leader stopped by SIGSTOP for 1 min", pauseLeader},
 	{"no network to half of the machines for 1 min", halfCut},
-	{"API server restarted while machines change", restartAPIServer},
+	{"API server restarted, and all Nodes and machines changed, before talos-ccm continues", relist},
 	{"50 Nodes deleted and registered three times while their machines change", recreate},
 	{"600 Nodes whose machines drop packets, then a new Node", blackHoled},
 	{"the same, and talos-ccm restarts", blackHoledAtStart},
@@ -495,12 +496,31 @@ func halfCut(ctx context.Context, t *trial) (recovery time.Duration, note string
 	return recovery, fmt.Sprintf("changes of the other half took %.1f s", others.Seconds()), err
 }
 
-func restartAPIServer(ctx context.Context, t *trial) (recovery time.Duration, note string, err error) {
+// relist stops talos-ccm for less than its lease. The API server that it finds then does not know the version of Nodes
+// from which the informers want to continue.
+func relist(ctx context.Context, t *trial) (recovery time.Duration, note string, err error) {
 	start := time.Now()
+	leader, _ := t.leader.running()
+
+	if err := leader.signal(syscall.SIGSTOP); err != nil {
+		return 0, "", err
+	}
 
 	t.cluster.StopAPIServer(ctx)
 
-	if err := errors.Join(t.change(t.workers(some)), t.cluster.StartAPIServer(ctx)); err != nil {
+	touch := []byte(`{"metadata":{"annotations":{"bench/touched":"` + start.String() + `"}}}`)
+
+	err = errors.Join(
+		t.cluster.StartAPIServer(ctx),
+		inParallel(t.managed, func(m Machine) error {
+			_, err := t.client.CoreV1().Nodes().Patch(ctx, m.Nodename, types.MergePatchType, touch, metav1.PatchOptions{})
+
+			return err
+		}),
+		t.change(t.managed),
+		leader.signal(syscall.SIGCONT),
+	)
+	if err != nil {
 		return 0, "", err
 	}
 
@@ -508,17 +528,22 @@ func restartAPIServer(ctx context.Context, t *trial) (recovery time.Duration, no
 		return 0, "", err
 	}
 
-	events, err := t.requests(start)
-	lists := 0
+	// The informers wait for up to a minute before they connect again.
+	for deadline := time.Now().Add(2 * time.Minute); time.Now().Before(deadline); {
+		events, err := t.requests(start)
+		if err := errors.Join(err, pause(ctx, time.Second)); err != nil {
+			return 0, "", err
+		}
 
-	for _, event := range events {
 		// Informers list by a watch that begins with all objects.
-		if event.Verb == "list" || event.Stage == "ResponseStarted" && strings.Contains(event.RequestURI, "sendInitialEvents=true") {
-			lists++
+		if slices.ContainsFunc(events, func(event auditEvent) bool { return strings.Contains(event.RequestURI, "sendInitialEvents=true") }) {
+			_, starts := t.leader.running()
+
+			return recovery, fmt.Sprintf("Nodes listed again, talos-ccm started %d times", starts), nil
 		}
 	}
 
-	return recovery, fmt.Sprintf("watches resumed, Nodes listed %d times", lists), err
+	return 0, "", errors.New("talos-ccm did not list Nodes again")
 }
 
 func recreate(ctx context.Context, t *trial) (recovery time.Duration, note string, err error) {
