@@ -38,6 +38,8 @@ E2E_TIMEOUT ?= 30m
 FUZZTIME ?= 50000x
 FUZZ ?= .
 BENCH ?= .
+# Packages that `make race` tests at the same time. Most of the time they wait for an API server.
+TEST_PACKAGES ?= 4
 
 # Builds do not depend on the Go settings of the user. They can be overridden on the command line of make.
 export GOWORK := off
@@ -164,7 +166,7 @@ integration: kube-assets $(HELM) ## Run the tests that need an API server.
 
 .PHONY: race
 race: kube-assets compiler $(HELM) ## Run unit and integration tests with the race detector.
-	CGO_ENABLED=1 $(GO) test -race -count=1 -timeout $(TEST_TIMEOUT) -exec '$(CURDIR)/.ci/quiet' ./...
+	CGO_ENABLED=1 $(GO) test -race -count=1 -p $(TEST_PACKAGES) -timeout $(TEST_TIMEOUT) -exec '$(CURDIR)/.ci/quiet' ./...
 
 .PHONY: docs
 docs: ## Check all links, commands and YAML blocks in the documentation.
@@ -172,7 +174,7 @@ docs: ## Check all links, commands and YAML blocks in the documentation.
 
 # Build first: without a build cache the build exceeds the timeout of packaging/image, whose tests need the binaries.
 .PHONY: test
-test: lint build $(ARTIFACTS)/talos-ccm-darwin-arm64 $(ARTIFACTS)/talos-ccm-windows-amd64.exe race docs monitoring-test ## Run the linters and all tests except e2e, with the race detector.
+test: lint build $(ARTIFACTS)/talos-ccm-darwin-arm64 $(ARTIFACTS)/talos-ccm-windows-amd64.exe race monitoring-test ## Run the linters and all tests except e2e, with the race detector.
 
 .PHONY: histories
 histories: ## Run a thousand random histories against the lifecycle controller, and against the node and IPAM controllers.
