@@ -2,13 +2,14 @@ package lifecycle_test
 
 import (
 	"crypto/rand"
+	"fmt"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/lifecycle"
@@ -104,7 +105,7 @@ func histories() map[string]history {
 			w.announce("w-1", runtime.MachineStageResetting)
 			w.silence("w-1")
 			w.advance(grace - tick)
-			w.require(w.client.CoreV1().Nodes().Delete(w.Context(), "w-1", metav1.DeleteOptions{}))
+			w.Remove("w-1")
 			w.register("w-1", w.machines["w-1"].Address())
 			w.await("w-1", inventory.Unreachable)
 			w.advance(time.Hour)
@@ -160,7 +161,7 @@ func histories() map[string]history {
 		"instance re-created under its name": never(func(w *world) {
 			w.silence("w-1")
 			w.advance(grace)
-			w.require(w.machines["w-1"].SetIdentity(w.Context(), rand.Text(), newUUID()))
+			require.NoError(w, w.machines["w-1"].SetIdentity(w.Context(), rand.Text(), newUUID()))
 			w.boot("w-1", "w-1", runtime.MachineStageRunning)
 			w.advance(2 * grace)
 			w.ready("w-1")
@@ -169,8 +170,8 @@ func histories() map[string]history {
 		"address taken by another machine": changing(func(w *world, check checkFunc) {
 			w.silence("w-1")
 			w.advance(grace)
-			w.require(w.machines["w-1"].SetIdentity(w.Context(), rand.Text(), newUUID()))
-			w.require(w.machines["w-1"].SetNodename(w.Context(), "w-9"))
+			require.NoError(w, w.machines["w-1"].SetIdentity(w.Context(), rand.Text(), newUUID()))
+			require.NoError(w, w.machines["w-1"].SetNodename(w.Context(), "w-9"))
 			w.register("w-9", w.machines["w-1"].Address())
 			w.boot("w-1", "w-9", runtime.MachineStageRunning)
 			w.ready("w-9")
@@ -181,7 +182,7 @@ func histories() map[string]history {
 			check("after the grace period", outcome{}, deleted("w-1"))
 		}),
 		"rename": changing(func(w *world, check checkFunc) {
-			w.require(w.machines["w-1"].SetNodename(w.Context(), "new"))
+			require.NoError(w, w.machines["w-1"].SetNodename(w.Context(), "new"))
 			w.await("w-1", inventory.Mismatch)
 			w.register("new", w.machines["w-1"].Address())
 			w.await("new", inventory.Current)
@@ -195,16 +196,16 @@ func histories() map[string]history {
 			check("after the grace period", deleted("w-1"), deleted("w-1"))
 		}),
 		"rename and back": never(func(w *world) {
-			w.require(w.machines["w-1"].SetNodename(w.Context(), "new"))
+			require.NoError(w, w.machines["w-1"].SetNodename(w.Context(), "new"))
 			w.await("w-1", inventory.Mismatch)
 			w.notReady("w-1")
 			w.register("new", w.machines["w-1"].Address())
 			w.await("new", inventory.Current)
 			w.advance(grace - tick)
-			w.require(w.machines["w-1"].SetNodename(w.Context(), "w-1"))
+			require.NoError(w, w.machines["w-1"].SetNodename(w.Context(), "w-1"))
 			w.await("w-1", inventory.Current)
 			w.ready("w-1")
-			w.require(w.client.CoreV1().Nodes().Delete(w.Context(), "new", metav1.DeleteOptions{}))
+			w.Remove("new")
 			w.registered.Delete("new")
 			w.advance(2 * grace)
 		}),
@@ -212,7 +213,7 @@ func histories() map[string]history {
 			w.silence("w-1")
 			node := w.inventory.Get("w-1").Last
 			w.addMachine("clone")
-			w.require(w.machines["clone"].SetIdentity(w.Context(), node.NodeID, newUUID()))
+			require.NoError(w, w.machines["clone"].SetIdentity(w.Context(), node.NodeID, newUUID()))
 			w.register("clone", w.machines["clone"].Address())
 			w.await("clone", inventory.Current)
 			w.ready("clone")
@@ -222,10 +223,10 @@ func histories() map[string]history {
 			one, two := w.inventory.Get("w-1").Last, w.inventory.Get("w-2").Last
 			w.silence("w-1")
 			w.silence("w-2")
-			w.require(w.machines["w-1"].SetIdentity(w.Context(), two.NodeID, two.UUID()))
-			w.require(w.machines["w-2"].SetIdentity(w.Context(), one.NodeID, one.UUID()))
-			w.require(w.machines["w-1"].SetNodename(w.Context(), "w-2"))
-			w.require(w.machines["w-2"].SetNodename(w.Context(), "w-1"))
+			require.NoError(w, w.machines["w-1"].SetIdentity(w.Context(), two.NodeID, two.UUID()))
+			require.NoError(w, w.machines["w-2"].SetIdentity(w.Context(), one.NodeID, one.UUID()))
+			require.NoError(w, w.machines["w-1"].SetNodename(w.Context(), "w-2"))
+			require.NoError(w, w.machines["w-2"].SetNodename(w.Context(), "w-1"))
 			w.machines["w-1"].Start()
 			w.machines["w-2"].Start()
 			w.await("w-1", inventory.Mismatch)
@@ -280,11 +281,11 @@ func histories() map[string]history {
 			w.advance(absent + grace)
 		}),
 		"node that is not selected": never(func(w *world) {
-			w.patch("w-1", map[string]any{"metadata": map[string]any{"labels": map[string]string{"unmanaged": "true"}}})
+			w.PatchNode("w-1", "other", `{"metadata":{"labels":{"unmanaged":"true"}}}`)
 			w.announce("w-1", runtime.MachineStageResetting)
 			w.silence("w-1")
 			w.announce("w-2", runtime.MachineStageShuttingDown)
-			w.patch("w-2", map[string]any{"metadata": map[string]any{"labels": map[string]string{"unmanaged": "true"}}})
+			w.PatchNode("w-2", "other", `{"metadata":{"labels":{"unmanaged":"true"}}}`)
 			w.silence("w-2")
 			w.advance(2 * grace)
 		}),
@@ -294,9 +295,7 @@ func histories() map[string]history {
 // address changes the address of a Node, as its kubelet does.
 func (w *world) address(name, ip string) {
 	w.Helper()
-	w.patch(name, map[string]any{"status": map[string]any{
-		"addresses": []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: ip}},
-	}}, "status")
+	w.PatchNode(name, "kubelet", fmt.Sprintf(`{"status":{"addresses":[{"type":"InternalIP","address":%q}]}}`, ip), "status")
 }
 
 func TestController_Histories(t *testing.T) {
@@ -351,9 +350,7 @@ func TestController_LimitsDeletionsAcrossLeaders(t *testing.T) {
 	w.awaitEvent(lifecycle.ReasonDeletionLimited)
 
 	first := w.outcome().deleted
-	if len(first) != 1 {
-		t.Fatalf("deleted %v, want one node of seven", first)
-	}
+	require.Len(t, first, 1)
 
 	// The next leader knows the first deletion, but not that the second machine was reset.
 	w.lead()
@@ -372,8 +369,7 @@ func TestController_LimitsDeletionsAcrossLeaders(t *testing.T) {
 
 func TestController_KeepsOutOfServiceTaintOfOthers(t *testing.T) {
 	w := newWorld(t, optIn, workers(4)...)
-	other := corev1.Taint{Key: corev1.TaintNodeOutOfService, Value: "nodeshutdown", Effect: corev1.TaintEffectNoExecute}
-	w.patch("w-1", map[string]any{"spec": map[string]any{"taints": []corev1.Taint{other}}})
+	w.PatchNode("w-1", "other", fmt.Sprintf(`{"spec":{"taints":[{"key":%q,"value":"nodeshutdown","effect":"NoExecute"}]}}`, corev1.TaintNodeOutOfService))
 	w.await("w-1", inventory.Current)
 	w.announce("w-1", runtime.MachineStageShuttingDown)
 	w.silence("w-1")
@@ -396,7 +392,7 @@ func TestController_KeepsNodeWhoseKubeletReportsNotReady(t *testing.T) {
 	w.announce("w-1", runtime.MachineStageResetting)
 	w.silence("w-1")
 	w.advance(grace - tick)
-	w.setReady("w-1", corev1.ConditionFalse)
+	w.SetReady("w-1", corev1.ConditionFalse)
 	w.advance(3 * tick)
 	w.expect("with a kubelet that reports", outcome{})
 }

@@ -3,48 +3,34 @@ package lifecycle_test
 import (
 	"context"
 	"crypto/rand"
-	"crypto/tls"
-	"encoding/hex"
-	"encoding/json"
 	"fmt"
 	"net/netip"
-	"os"
+	"reflect"
 	"slices"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
-	"github.com/siderolabs/talos/pkg/machinery/role"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/sets"
-	"k8s.io/client-go/informers"
-	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/kubernetes/scheme"
-	typedcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
-	"k8s.io/client-go/tools/record"
+	"k8s.io/apimachinery/pkg/util/uuid"
 	cloudproviderapi "k8s.io/cloud-provider/api"
-	"k8s.io/utils/clock"
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/lifecycle"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
-	"github.com/talos-ccm/talos-ccm/pkg/reflector"
-	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
 const (
-	// timeout of every wait. It is generous for slow machines.
-	timeout  = 2 * time.Minute
-	interval = 2 * time.Millisecond
-
 	// tick is the controller's check interval.
 	tick = 10 * time.Second
 
@@ -52,35 +38,16 @@ const (
 	controlPlane = "cp-1"
 )
 
-// cluster is shared by all tests, which run one after the other: the limit of deletions applies to all Nodes.
-var cluster *kube.Cluster
+// bed is shared by all tests, which run one after the other: the limit of deletions applies to all Nodes.
+var bed ctest.Bed
 
-func TestMain(m *testing.M) {
-	code := 1
-
-	var err error
-
-	if cluster, err = kube.Start(context.Background(), kube.Options{Progress: os.Stderr}); err == nil {
-		code = m.Run()
-		err = cluster.Stop()
-	}
-
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-
-		code = 1
-	}
-
-	os.Exit(code)
-}
+func TestMain(m *testing.M) { bed.Main(m, kube.Options{}, nil) }
 
 // world is a cluster of a control-plane machine and four workers, and a leading controller. The reflector uses the
 // system clock, and the controller a fake one.
 type world struct {
-	*testing.T
+	ctest.Suite
 
-	client   kubernetes.Interface
-	talos    *talostest.Cluster
 	machines map[string]*talostest.Machine // by the first nodename
 	clock    *clocktesting.FakeClock
 	settings config.CompiledLifecycle
@@ -108,19 +75,13 @@ func newWorld(t *testing.T, settings config.CompiledLifecycle, names ...string) 
 	t.Helper()
 
 	w := &world{
-		T: t, machines: map[string]*talostest.Machine{}, clock: clocktesting.NewFakeClock(time.Now()), settings: settings,
+		Suite: bed.NewSuite(t), machines: map[string]*talostest.Machine{}, clock: clocktesting.NewFakeClock(time.Now()), settings: settings,
 		registered: sets.New[string](), absent: sets.New[string](),
 	}
-
-	var err error
-
-	w.client, err = kubernetes.NewForConfig(cluster.Config())
-	w.require(err)
-
-	w.talos, err = talostest.New(talostest.Options{})
-	w.require(err)
-	t.Cleanup(w.talos.Close)
-	t.Cleanup(w.clear)
+	w.Talos = ctest.NewTalos(t, talostest.Options{})
+	t.Cleanup(func() {
+		require.NoError(t, w.Client.CoreV1().Events(metav1.NamespaceDefault).DeleteCollection(context.WithoutCancel(t.Context()), metav1.DeleteOptions{}, metav1.ListOptions{}))
+	})
 
 	for _, name := range append([]string{controlPlane}, names...) {
 		w.addMachine(name)
@@ -133,38 +94,15 @@ func newWorld(t *testing.T, settings config.CompiledLifecycle, names ...string) 
 	return w
 }
 
-// clear removes all Nodes and Events.
-func (w *world) clear() {
-	ctx := context.Background()
-
-	w.require(w.client.CoreV1().Nodes().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{}))
-	w.require(w.client.CoreV1().Events(metav1.NamespaceDefault).DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{}))
-}
-
-func (w *world) require(err error) {
-	w.Helper()
-
-	if err != nil {
-		w.Fatal(err)
-	}
-}
-
 func (w *world) addMachine(name string) {
 	w.Helper()
 
-	m, err := w.talos.AddMachine(talostest.MachineSpec{Nodename: name})
-	w.require(err)
-	w.require(m.SetIdentity(w.Context(), rand.Text(), newUUID()))
+	m := w.Machine(talostest.MachineSpec{Nodename: name})
+	require.NoError(w, m.SetIdentity(w.Context(), rand.Text(), newUUID()))
 	w.machines[name] = m
 }
 
-func newUUID() string {
-	raw := make([]byte, 16)
-	_, _ = rand.Read(raw)
-	text := hex.EncodeToString(raw)
-
-	return fmt.Sprintf("%s-%s-%s-%s-%s", text[:8], text[8:12], text[12:16], text[16:20], text[20:])
-}
+func newUUID() string { return string(uuid.NewUUID()) }
 
 // lead starts a controller, in place of the present one, and waits until it watches all machines that respond.
 func (w *world) lead() {
@@ -174,53 +112,23 @@ func (w *world) lead() {
 		w.resign()
 	}
 
-	credentials, err := w.talos.ClientTLS(string(role.Reader))
-	w.require(err)
-
-	ctx, cancel := context.WithCancel(context.Background())
-	factory := informers.NewSharedInformerFactory(w.client, 0)
-	broadcaster := record.NewBroadcaster(record.WithContext(ctx))
-	broadcaster.StartRecordingToSink(&typedcorev1.EventSinkImpl{Interface: w.client.CoreV1().Events("")})
-
-	w.inventory = inventory.New(time.Now)
-	machines := reflector.New(w.inventory, func(ctx context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
-		return talosapi.Dial(ctx, staticCredentials{credentials}, addr)
-	}, clock.RealClock{})
-	w.require(machines.FollowNodes(factory.Core().V1().Nodes()))
+	i, err := ctest.NewInstance(context.Background(), w.Kube.Config(), ctest.Dial(w.Talos))
+	require.NoError(w, err)
+	require.NoError(w, i.Reflector.FollowNodes(i.Nodes))
 
 	controller, err := lifecycle.New(lifecycle.Config{
-		Client:    w.client,
-		Nodes:     factory.Core().V1().Nodes(),
-		Inventory: w.inventory,
-		Recorder:  broadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "talos-ccm"}),
-		Clock:     w.clock,
-		Settings:  func() config.CompiledLifecycle { return w.settings },
-		Selected:  func(node *corev1.Node, _ machine.Machine) bool { return node.Labels["unmanaged"] == "" },
-		Absent:    w.whyAbsent,
+		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder, Clock: w.clock,
+		Settings: func() config.CompiledLifecycle { return w.settings },
+		Selected: func(node *corev1.Node, _ machine.Machine) bool { return node.Labels["unmanaged"] == "" },
+		Absent:   w.whyAbsent,
 	})
-	w.require(err)
+	require.NoError(w, err)
 
-	var group sync.WaitGroup
-
-	group.Go(func() { machines.Run(ctx) })
-	group.Go(func() { controller.Run(ctx) })
-	factory.Start(ctx.Done())
-
-	w.resign = sync.OnceFunc(func() {
-		cancel()
-		group.Wait()
-		factory.Shutdown()
-		broadcaster.Shutdown()
-	})
-	w.Cleanup(w.resign)
+	i.Start(i.Reflector.Run, controller.Run)
+	w.inventory, w.resign = i.Inventory, i.Stop
+	w.Cleanup(i.Stop)
 	w.await(controlPlane, inventory.Current)
 }
-
-// staticCredentials are talosapi.Credentials that never change.
-type staticCredentials struct{ config *tls.Config }
-
-// TLSConfig implements talosapi.Credentials.
-func (c staticCredentials) TLSConfig() (*tls.Config, error) { return c.config.Clone(), nil }
 
 func (w *world) whyAbsent(nodename, _ string) string {
 	w.mu.Lock()
@@ -244,57 +152,30 @@ func (w *world) leave(nodename string) {
 func (w *world) register(name string, addr netip.Addr) {
 	w.Helper()
 
-	_, err := cluster.RegisterNode(w.Context(), kube.NodeSpec{Name: name, NodeIPs: []netip.Addr{addr}, WithoutCloudProvider: true})
-	w.require(err)
+	w.Register(kube.NodeSpec{Name: name, NodeIPs: []netip.Addr{addr}, WithoutCloudProvider: true})
 	w.registered.Insert(name)
 }
 
-func (w *world) ready(name string) { w.setReady(name, corev1.ConditionTrue) }
+func (w *world) ready(name string) { w.SetReady(name, corev1.ConditionTrue) }
 
-func (w *world) notReady(name string) { w.setReady(name, corev1.ConditionUnknown) }
-
-func (w *world) setReady(name string, status corev1.ConditionStatus) {
-	w.Helper()
-	w.patch(name, map[string]any{"status": map[string]any{"conditions": []corev1.NodeCondition{{Type: corev1.NodeReady, Status: status}}}}, "status")
-}
-
-func (w *world) patch(name string, patch map[string]any, subresources ...string) {
-	w.Helper()
-
-	data, err := json.Marshal(patch)
-	w.require(err)
-
-	_, err = w.client.CoreV1().Nodes().Patch(w.Context(), name, types.StrategicMergePatchType, data, metav1.PatchOptions{}, subresources...)
-	w.require(err)
-}
-
-// eventually polls until ok returns true.
-func (w *world) eventually(what string, ok func() bool) {
-	w.Helper()
-
-	for deadline := time.Now().Add(timeout); !ok(); time.Sleep(interval) {
-		if time.Now().After(deadline) {
-			w.Fatalf("not true after %s: %s", timeout, what)
-		}
-	}
-}
+func (w *world) notReady(name string) { w.SetReady(name, corev1.ConditionUnknown) }
 
 func (w *world) await(nodename string, condition inventory.Condition) {
 	w.Helper()
-	w.eventually(nodename+" is "+condition.String(), func() bool { return w.inventory.Get(nodename).Condition == condition })
+	ctest.Eventually(w, nodename+" is "+condition.String(), func() bool { return w.inventory.Get(nodename).Condition == condition })
 }
 
 // announce sets the stage of a machine, and waits until the controller knows it.
 func (w *world) announce(name string, stage runtime.MachineStage) {
 	w.Helper()
-	w.require(w.machines[name].SetStage(w.Context(), stage))
-	w.eventually(fmt.Sprintf("the stage of %s is known", name), func() bool { return w.inventory.Get(name).Last.Stage == stage })
+	require.NoError(w, w.machines[name].SetStage(w.Context(), stage))
+	ctest.Eventually(w, fmt.Sprintf("the stage of %s is known", name), func() bool { return w.inventory.Get(name).Last.Stage == stage })
 }
 
 // silence stops a machine and its kubelet.
 func (w *world) silence(name string) {
 	w.Helper()
-	w.require(w.machines[name].Stop(w.Context()))
+	require.NoError(w, w.machines[name].Stop(w.Context()))
 	w.await(name, inventory.Unreachable)
 	w.notReady(name)
 }
@@ -302,7 +183,7 @@ func (w *world) silence(name string) {
 // boot starts a machine, and waits until it responds under the nodename.
 func (w *world) boot(name, nodename string, stage runtime.MachineStage) {
 	w.Helper()
-	w.require(w.machines[name].SetStage(w.Context(), stage))
+	require.NoError(w, w.machines[name].SetStage(w.Context(), stage))
 	w.machines[name].Start()
 	w.await(nodename, inventory.Current)
 }
@@ -312,7 +193,7 @@ func (w *world) advance(d time.Duration) {
 	w.Helper()
 
 	for range d / tick {
-		w.eventually("the controller waits", w.clock.HasWaiters)
+		ctest.Eventually(w, "the controller waits", w.clock.HasWaiters)
 		w.clock.Step(tick)
 	}
 
@@ -323,21 +204,15 @@ func (w *world) advance(d time.Duration) {
 // removes a stray taint of a ready Node last.
 func (w *world) settle() {
 	w.Helper()
-	w.eventually("the controller waits", w.clock.HasWaiters)
+	ctest.Eventually(w, "the controller waits", w.clock.HasWaiters)
 
 	if w.settings.DryRun {
 		return
 	}
 
-	stray := corev1.Taint{Key: cloudproviderapi.TaintNodeShutdown, Effect: corev1.TaintEffectNoSchedule}
-	w.patch(controlPlane, map[string]any{"spec": map[string]any{"taints": []corev1.Taint{stray}}})
-
-	w.eventually("the controller has processed all changes", func() bool {
-		node, err := w.client.CoreV1().Nodes().Get(w.Context(), controlPlane, metav1.GetOptions{})
-		w.require(err)
-
-		return len(node.Spec.Taints) == 0
-	})
+	stray := fmt.Sprintf(`{"spec":{"taints":[{"key":%q,"effect":"NoSchedule"}]}}`, cloudproviderapi.TaintNodeShutdown)
+	patched := w.PatchNode(controlPlane, "other", stray)
+	w.AwaitNodeSince(patched, "processed", func(n *corev1.Node) bool { return len(n.Spec.Taints) == 0 })
 }
 
 // outcome is what the controller has done. The names are sorted.
@@ -348,8 +223,8 @@ type outcome struct {
 func (w *world) outcome() outcome {
 	w.Helper()
 
-	list, err := w.client.CoreV1().Nodes().List(w.Context(), metav1.ListOptions{})
-	w.require(err)
+	list, err := w.Client.CoreV1().Nodes().List(w.Context(), metav1.ListOptions{})
+	require.NoError(w, err)
 
 	var o outcome
 
@@ -368,7 +243,7 @@ func (w *world) outcome() outcome {
 		}
 	}
 
-	o.deleted = sets.List(deleted)
+	o.deleted = append(o.deleted, sets.List(deleted)...)
 
 	return o
 }
@@ -381,16 +256,13 @@ func hasTaint(node *corev1.Node, key string) bool {
 func (w *world) expect(when string, want outcome) {
 	w.Helper()
 
-	var got outcome
-
-	for deadline := time.Now().Add(timeout); time.Now().Before(deadline); time.Sleep(interval) {
-		got = w.outcome()
-		if slices.Equal(got.deleted, want.deleted) && slices.Equal(got.shutdown, want.shutdown) && slices.Equal(got.outOfService, want.outOfService) {
-			return
+	ctest.EventuallyNoError(w, func(context.Context) error {
+		if got := w.outcome(); !reflect.DeepEqual(got, want) {
+			return fmt.Errorf("%s: got %+v, want %+v; Events: %v", when, got, want, w.events(""))
 		}
-	}
 
-	w.Fatalf("%s: got %+v, want %+v; events: %v", when, got, want, w.events(""))
+		return nil
+	})
 }
 
 // events returns the messages of all Events with the reason, or of all reasons if it is empty.
@@ -402,18 +274,13 @@ func (w *world) events(reason string) []string {
 		options.FieldSelector = fields.OneTermEqualSelector("reason", reason).String()
 	}
 
-	list, err := w.client.CoreV1().Events(metav1.NamespaceDefault).List(w.Context(), options)
-	w.require(err)
+	list, err := w.Client.CoreV1().Events(metav1.NamespaceDefault).List(w.Context(), options)
+	require.NoError(w, err)
 
-	var messages []string
-	for i := range list.Items {
-		messages = append(messages, fmt.Sprintf("%s: %s: %s", list.Items[i].InvolvedObject.Name, list.Items[i].Reason, list.Items[i].Message))
-	}
-
-	return messages
+	return ctest.Messages(list.Items)
 }
 
 func (w *world) awaitEvent(reason string) {
 	w.Helper()
-	w.eventually("Event "+reason, func() bool { return len(w.events(reason)) > 0 })
+	ctest.Eventually(w, "Event "+reason, func() bool { return len(w.events(reason)) > 0 })
 }

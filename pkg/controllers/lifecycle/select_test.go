@@ -4,6 +4,8 @@ import (
 	"testing"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/validation/field"
 
@@ -17,9 +19,7 @@ func TestSelects_UnknownMachineOnlyWithoutSelector(t *testing.T) {
 	notAWS, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{
 		{Key: "platform", Operator: rules.NotIn, Values: []string{"aws"}},
 	}}}, field.NewPath("lifecycle", "selector"))
-	if len(errs) > 0 {
-		t.Fatal(errs)
-	}
+	require.Empty(t, errs)
 
 	metal := machine.Machine{Nodename: "w-1", Platform: runtime.PlatformMetadataSpec{Platform: "metal"}}
 
@@ -34,9 +34,7 @@ func TestSelects_UnknownMachineOnlyWithoutSelector(t *testing.T) {
 		{"known machine, selector", notAWS, metal, true},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			if got := lifecycle.Selects(test.selector, &corev1.Node{}, test.machine); got != test.want {
-				t.Errorf("got %v, want %v", got, test.want)
-			}
+			assert.Equal(t, test.want, lifecycle.Selects(test.selector, &corev1.Node{}, test.machine))
 		})
 	}
 }

@@ -15,6 +15,8 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -26,6 +28,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
@@ -80,17 +83,11 @@ type nodeState struct {
 func (s suite) requireState(n *corev1.Node, want nodeState) {
 	s.Helper()
 
-	if n.Spec.ProviderID != want.providerID {
-		s.Errorf("node %s: providerID %q, want %q", n.Name, n.Spec.ProviderID, want.providerID)
-	}
+	assert.Equal(s, want.providerID, n.Spec.ProviderID)
 
-	if labels := ourLabels(n); !maps.Equal(labels, want.labels) {
-		s.Errorf("node %s: labels %v, want %v", n.Name, labels, want.labels)
-	}
+	assert.Equal(s, want.labels, ourLabels(n))
 
-	if !slices.Equal(n.Status.Addresses, want.addresses) {
-		s.Errorf("node %s: addresses %v, want %v", n.Name, n.Status.Addresses, want.addresses)
-	}
+	assert.Equal(s, want.addresses, n.Status.Addresses)
 }
 
 // requireAtomicInitialization fails if a version of the Node lacks the uninitialized taint but does not have the
@@ -175,10 +172,10 @@ func TestController_InitializesNodesOfEveryPlatform(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			s := parallel(t)
 			test.spec.Nodename = "platform-" + test.name
-			m := s.machine(test.spec)
+			m := s.Machine(test.spec)
 
 			test.labels[nodespec.LabelPlatform] = test.name
-			test.labels[nodespec.LabelClusterName] = s.talos.Name()
+			test.labels[nodespec.LabelClusterName] = s.Talos.Name()
 
 			if test.spec.Platform.Spot {
 				test.labels[nodespec.LabelLifecycle] = "spot"
@@ -187,11 +184,11 @@ func TestController_InitializesNodesOfEveryPlatform(t *testing.T) {
 			want := nodeState{providerID: test.providerID, labels: test.labels, addresses: addressList(m, test.external, test.names)}
 			until := s.history(m.Nodename())
 
-			s.register(nodeOf(m))
+			s.Register(ctest.NodeOf(m))
 			n := s.awaitInitialized(m.Nodename())
 			s.requireState(n, want)
 			s.requireAtomicInitialization(until(n.ResourceVersion), want)
-			s.awaitEvent(m.Nodename(), node.ReasonInitialized)
+			s.AwaitEvent(m.Nodename(), node.ReasonInitialized)
 		})
 	}
 }
@@ -211,63 +208,51 @@ func addressList(m *talostest.Machine, external []string, names []corev1.NodeAdd
 func TestController_DualStackNodeIPs(t *testing.T) {
 	s := parallel(t)
 	second := netip.MustParseAddr("fd00::77")
-	m := s.machine(talostest.MachineSpec{
+	m := s.Machine(talostest.MachineSpec{
 		Nodename: "dual-stack", Platform: platform("aws", "dual-stack"),
 		Addresses: []talostest.Address{{Link: "eth1", Prefix: netip.PrefixFrom(second, 64)}},
 	})
-	s.register(kube.NodeSpec{Name: m.Nodename(), NodeIPs: []netip.Addr{m.Address(), second}})
+	s.Register(kube.NodeSpec{Name: m.Nodename(), NodeIPs: []netip.Addr{m.Address(), second}})
 
 	n := s.awaitInitialized(m.Nodename())
-	if got, want := addressesOf(n, corev1.NodeInternalIP), []string{m.Address().String(), second.String()}; !slices.Equal(got, want) {
-		t.Errorf("internal addresses %v, want %v", got, want)
-	}
+	assert.Equal(t, []string{m.Address().String(), second.String()}, addressesOf(n, corev1.NodeInternalIP))
 }
 
 func TestController_WaitsForMetadata(t *testing.T) {
 	s := parallel(t)
-	m := s.join(talostest.MachineSpec{Nodename: "late", Platform: platform("aws", "late"), PlatformPending: true})
+	m := s.Join(talostest.MachineSpec{Nodename: "late", Platform: platform("aws", "late"), PlatformPending: true})
 
-	s.awaitEvent("late", node.ReasonMetadataPending)
+	s.AwaitEvent("late", node.ReasonMetadataPending)
 	s.touch("late", 20)
-	s.require(m.SetHostname(s.Context(), "late", "example.com"))
+	require.NoError(s, m.SetHostname(s.Context(), "late", "example.com"))
 	s.waitForIdle()
-	s.requireUntouched("late")
+	s.assertUntouched("late")
 
-	if !tainted(s.get("late")) {
-		t.Error("Node initialized before its machine had metadata")
-	}
+	assert.True(t, tainted(s.Node("late")), "Node initialized before its machine had metadata")
 
-	s.require(m.ResolvePlatform(s.Context()))
+	require.NoError(s, m.ResolvePlatform(s.Context()))
 
-	if n := s.awaitInitialized("late"); n.Spec.ProviderID != "talos://aws/late" {
-		t.Errorf("providerID %q", n.Spec.ProviderID)
-	}
+	assert.Equal(t, "talos://aws/late", s.awaitInitialized("late").Spec.ProviderID)
 
-	s.awaitEvent("late", node.ReasonInitialized)
-	s.requireOneEvent("late", node.ReasonMetadataPending)
+	s.AwaitEvent("late", node.ReasonInitialized)
+	s.assertOneEvent("late", node.ReasonMetadataPending)
 }
 
 // A machine lacks metadata for a moment after a reboot.
 func TestController_KeepsNodeWhileMetadataIsMissing(t *testing.T) {
 	s := parallel(t)
-	m := s.join(talostest.MachineSpec{Nodename: "moment", Platform: platform("aws", "moment")})
+	m := s.Join(talostest.MachineSpec{Nodename: "moment", Platform: platform("aws", "moment")})
 	before := s.awaitInitialized("moment")
 
-	s.require(m.UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) {
-		*spec = runtime.PlatformMetadataSpec{Platform: "aws"}
-	}))
-	s.eventually("inventory lacks metadata", func() bool {
+	s.update(m, func(spec *runtime.PlatformMetadataSpec) { *spec = runtime.PlatformMetadataSpec{Platform: "aws"} })
+	ctest.Eventually(s, "inventory lacks metadata", func() bool {
 		return s.inventory.Get("moment").Machine.Platform.InstanceID == ""
 	})
 	s.waitForIdle()
 
-	if after := s.get("moment"); after.ResourceVersion != before.ResourceVersion {
-		t.Errorf("Node was written: %s", describe(after))
-	}
+	assert.Equal(t, before.ResourceVersion, s.Node("moment").ResourceVersion)
 
-	if found := s.events("moment", node.ReasonMetadataPending); len(found) > 0 {
-		t.Errorf("Events on an initialized Node: %s", messages(found))
-	}
+	assert.Empty(t, s.Events("moment", node.ReasonMetadataPending))
 }
 
 // A kubelet with hostname-override registers a Node whose name is not the machine's nodename.
@@ -275,103 +260,94 @@ func TestController_ExplainsIdentityMismatch(t *testing.T) {
 	for name, hasNode := range map[string]bool{"override": false, "moved-address": true} {
 		t.Run(name, func(t *testing.T) {
 			s := parallel(t)
-			m := s.machine(talostest.MachineSpec{Nodename: name + "-machine", Platform: platform("aws", name)})
+			m := s.Machine(talostest.MachineSpec{Nodename: name + "-machine", Platform: platform("aws", name)})
 
 			if hasNode {
-				s.register(nodeOf(m))
+				s.Register(ctest.NodeOf(m))
 				s.awaitInitialized(m.Nodename())
 			}
 
-			s.register(kube.NodeSpec{Name: name + "-kubelet", NodeIPs: []netip.Addr{m.Address()}})
+			s.Register(kube.NodeSpec{Name: name + "-kubelet", NodeIPs: []netip.Addr{m.Address()}})
 
-			message := s.awaitEvent(name+"-kubelet", node.ReasonIdentityMismatch).Message
-			if !strings.Contains(message, m.Nodename()) || strings.Contains(message, "hostname-override") == hasNode {
-				t.Errorf("got %q", message)
-			}
+			message := s.AwaitEvent(name+"-kubelet", node.ReasonIdentityMismatch).Message
+			assert.Contains(t, message, m.Nodename())
+			assert.NotEqual(t, hasNode, strings.Contains(message, "hostname-override"))
 		})
 	}
 }
 
 func TestController_RefusesIdentityOfAnotherMachine(t *testing.T) {
 	s := parallel(t)
-	victim := s.machine(talostest.MachineSpec{Nodename: "victim", Platform: platform("aws", "victim")})
+	victim := s.Machine(talostest.MachineSpec{Nodename: "victim", Platform: platform("aws", "victim")})
 
 	// The kubelet writes the annotation and the addresses that lead to the machine.
-	s.register(kube.NodeSpec{Name: "impostor", NodeIPs: []netip.Addr{victim.Address()}})
+	s.Register(kube.NodeSpec{Name: "impostor", NodeIPs: []netip.Addr{victim.Address()}})
 
-	s.awaitEvent("impostor", node.ReasonIdentityMismatch)
+	s.AwaitEvent("impostor", node.ReasonIdentityMismatch)
 	s.touch("impostor", 20)
 	s.waitForIdle()
 
-	s.requireUntouched("impostor")
-	s.requireOneEvent("impostor", node.ReasonIdentityMismatch)
+	s.assertUntouched("impostor")
+	s.assertOneEvent("impostor", node.ReasonIdentityMismatch)
 
-	if !tainted(s.get("impostor")) {
-		t.Error("Node initialized")
-	}
+	assert.True(t, tainted(s.Node("impostor")), "Node initialized")
 }
 
 // The kubelet reports the address of another machine after initialization.
 func TestController_KeepsNodeThatPointsToAnotherMachine(t *testing.T) {
 	s := parallel(t)
-	victim := s.machine(talostest.MachineSpec{Nodename: "turned-victim", Platform: identified("hcloud", "hcloud://turned-victim")})
-	s.join(talostest.MachineSpec{Nodename: "turned", Platform: identified("hcloud", "hcloud://turned")})
+	victim := s.Machine(talostest.MachineSpec{Nodename: "turned-victim", Platform: identified("hcloud", "hcloud://turned-victim")})
+	s.Join(talostest.MachineSpec{Nodename: "turned", Platform: identified("hcloud", "hcloud://turned")})
 	before := s.awaitInitialized("turned")
 
-	s.patch("turned", "kubelet", fmt.Sprintf(`{"metadata":{"annotations":{"alpha.kubernetes.io/provided-node-ip":%q}}}`, victim.Address()))
+	s.PatchNode("turned", "kubelet", fmt.Sprintf(`{"metadata":{"annotations":{"alpha.kubernetes.io/provided-node-ip":%q}}}`, victim.Address()))
 	s.waitForIdle()
 
 	// status.addresses still leads to the Node's machine, which does not have the reported node IP.
-	after := s.get("turned")
+	after := s.Node("turned")
 	s.requireState(after, nodeState{before.Spec.ProviderID, ourLabels(before), before.Status.Addresses})
 }
 
 func TestController_IgnoresNodesOfOtherOperatingSystems(t *testing.T) {
 	s := parallel(t)
-	m := s.machine(talostest.MachineSpec{Nodename: "foreign", Platform: platform("aws", "foreign")})
+	m := s.Machine(talostest.MachineSpec{Nodename: "foreign", Platform: platform("aws", "foreign")})
 
 	// Both have the address of a Talos machine, and one has its name.
-	s.register(kube.NodeSpec{Name: "foreign", NodeIPs: []netip.Addr{m.Address()}, OSImage: "Ubuntu 24.04.3 LTS"})
-	s.register(kube.NodeSpec{Name: "foreign-ready", NodeIPs: []netip.Addr{m.Address()}, OSImage: "Ubuntu 24.04.3 LTS", WithoutCloudProvider: true})
+	s.Register(kube.NodeSpec{Name: "foreign", NodeIPs: []netip.Addr{m.Address()}, OSImage: "Ubuntu 24.04.3 LTS"})
+	s.Register(kube.NodeSpec{Name: "foreign-ready", NodeIPs: []netip.Addr{m.Address()}, OSImage: "Ubuntu 24.04.3 LTS", WithoutCloudProvider: true})
 	s.waitForIdle()
 
 	for _, name := range []string{"foreign", "foreign-ready"} {
-		s.requireUntouched(name)
+		s.assertUntouched(name)
 
-		if found := s.events(name, ""); len(found) > 0 {
-			t.Errorf("Events for node %s: %s", name, messages(found))
-		}
+		assert.Empty(t, s.Events(name, ""))
 	}
 
-	if !tainted(s.get("foreign")) {
-		t.Error("Node of another operating system was initialized")
-	}
+	assert.True(t, tainted(s.Node("foreign")), "Node of another operating system was initialized")
 
-	if calls := m.Calls(); len(calls) > 0 {
-		t.Errorf("machine at the address of a Node of another operating system was called: %v", calls)
-	}
+	assert.Empty(t, m.Calls())
 }
 
 func TestController_MachineUnreachableAndReachableAgain(t *testing.T) {
 	s := parallel(t)
-	m := s.join(talostest.MachineSpec{Nodename: "unreachable", Platform: platform("aws", "unreachable")})
+	m := s.Join(talostest.MachineSpec{Nodename: "unreachable", Platform: platform("aws", "unreachable")})
 	s.awaitInitialized("unreachable")
 
-	s.require(m.Stop(s.Context()))
-	s.awaitEvent("unreachable", node.ReasonUnreachable)
+	require.NoError(s, m.Stop(s.Context()))
+	s.AwaitEvent("unreachable", node.ReasonUnreachable)
 	s.touch("unreachable", 20)
 	s.waitForIdle()
 
-	n := s.get("unreachable")
-	if n.Labels[corev1.LabelTopologyZone] != "aws-zone" || n.Spec.ProviderID != "talos://aws/unreachable" || len(n.Status.Addresses) != 2 {
-		t.Errorf("Node of an unreachable machine changed: %s", describe(n))
-	}
+	n := s.Node("unreachable")
+	assert.Equal(t, "aws-zone", n.Labels[corev1.LabelTopologyZone])
+	assert.Equal(t, "talos://aws/unreachable", n.Spec.ProviderID)
+	assert.Len(t, n.Status.Addresses, 2)
 
-	s.require(m.UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType = "resized" }))
+	s.update(m, func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType = "resized" })
 	m.Start()
-	s.await("unreachable", "of its new type", ofType("resized"))
+	s.AwaitNode("unreachable", "of its new type", ofType("resized"))
 	s.waitForIdle()
-	s.requireOneEvent("unreachable", node.ReasonUnreachable)
+	s.assertOneEvent("unreachable", node.ReasonUnreachable)
 }
 
 func inZone(zone string) func(*corev1.Node) bool { return labeled(corev1.LabelTopologyZone, zone) }
@@ -386,14 +362,14 @@ func labeled(key, value string) func(*corev1.Node) bool {
 
 func TestController_DoesNotInitializeFromStaleView(t *testing.T) {
 	s := parallel(t)
-	m := s.join(talostest.MachineSpec{Nodename: "stale-view", Platform: platform("aws", "stale-view"), PlatformPending: true})
+	m := s.Join(talostest.MachineSpec{Nodename: "stale-view", Platform: platform("aws", "stale-view"), PlatformPending: true})
 
-	s.awaitEvent("stale-view", node.ReasonMetadataPending)
-	s.require(m.Stop(s.Context()))
-	s.awaitEvent("stale-view", node.ReasonUnreachable)
-	s.require(m.ResolvePlatform(s.Context()))
+	s.AwaitEvent("stale-view", node.ReasonMetadataPending)
+	require.NoError(s, m.Stop(s.Context()))
+	s.AwaitEvent("stale-view", node.ReasonUnreachable)
+	require.NoError(s, m.ResolvePlatform(s.Context()))
 	s.waitForIdle()
-	s.requireUntouched("stale-view")
+	s.assertUntouched("stale-view")
 
 	m.Start()
 	s.awaitInitialized("stale-view")
@@ -407,7 +383,7 @@ func competingTaint(n int) corev1.Taint {
 // compete updates the Node as fast as it can, and adds a taint in every tenth update. It runs in a goroutine of its
 // own, so it returns errors.
 func (s suite) compete(ctx context.Context, nodename string, times int) error {
-	nodes := s.client.CoreV1().Nodes()
+	nodes := s.Client.CoreV1().Nodes()
 
 	for i := range times {
 		err := retry.RetryOnConflict(conflictBackoff, func() error {
@@ -437,8 +413,8 @@ func (s suite) compete(ctx context.Context, nodename string, times int) error {
 
 func TestController_CompetingWriter(t *testing.T) {
 	s := parallel(t)
-	m := s.join(talostest.MachineSpec{Nodename: "contested", Platform: platform("aws", "contested"), PlatformPending: true})
-	s.awaitEvent("contested", node.ReasonMetadataPending)
+	m := s.Join(talostest.MachineSpec{Nodename: "contested", Platform: platform("aws", "contested"), PlatformPending: true})
+	s.AwaitEvent("contested", node.ReasonMetadataPending)
 
 	const writes = 200
 
@@ -446,25 +422,21 @@ func TestController_CompetingWriter(t *testing.T) {
 
 	go func() { competitor <- s.compete(s.Context(), "contested", writes) }()
 
-	s.await("contested", "written by the competitor", func(n *corev1.Node) bool { return n.Labels["competing/label"] != "" })
-	s.require(m.ResolvePlatform(s.Context()))
-	s.require(<-competitor)
+	s.AwaitNode("contested", "written by the competitor", func(n *corev1.Node) bool { return n.Labels["competing/label"] != "" })
+	require.NoError(s, m.ResolvePlatform(s.Context()))
+	require.NoError(s, <-competitor)
 
 	s.awaitInitialized("contested")
-	n := s.get("contested")
+	n := s.Node("contested")
 	want := topology("aws-region", "aws-zone", "aws-type")
-	want[nodespec.LabelPlatform], want[nodespec.LabelClusterName] = "aws", s.talos.Name()
+	want[nodespec.LabelPlatform], want[nodespec.LabelClusterName] = "aws", s.Talos.Name()
 	s.requireState(n, nodeState{"talos://aws/contested", want, addressList(m, nil, nil)})
 
 	for i := 0; i < writes; i += 10 {
-		if !slices.Contains(n.Spec.Taints, competingTaint(i)) {
-			t.Errorf("taint %s of the competitor is missing", competingTaint(i).Key)
-		}
+		assert.True(t, slices.Contains(n.Spec.Taints, competingTaint(i)), "taint %s of the competitor is missing", competingTaint(i).Key)
 	}
 
-	if n.Labels["competing/label"] != fmt.Sprint(writes-1) {
-		t.Errorf("label of the competitor is %q", n.Labels["competing/label"])
-	}
+	assert.Equal(t, fmt.Sprint(writes-1), n.Labels["competing/label"])
 }
 
 // applyAs applies labels as `kubectl apply --server-side --force-conflicts` does.
@@ -473,8 +445,8 @@ func (s suite) applyAs(manager, nodename string, labels map[string]string) {
 
 	config := corev1ac.Node(nodename).WithLabels(labels)
 
-	s.require(retry.RetryOnConflict(conflictBackoff, func() error {
-		_, err := s.client.CoreV1().Nodes().Apply(s.Context(), config, metav1.ApplyOptions{FieldManager: manager, Force: true})
+	require.NoError(s, retry.RetryOnConflict(conflictBackoff, func() error {
+		_, err := s.Client.CoreV1().Nodes().Apply(s.Context(), config, metav1.ApplyOptions{FieldManager: manager, Force: true})
 
 		return err
 	}))
@@ -482,86 +454,79 @@ func (s suite) applyAs(manager, nodename string, labels map[string]string) {
 
 func TestController_LabelOwnedByAnotherManagerBeforeInitialization(t *testing.T) {
 	s := parallel(t)
-	m := s.join(talostest.MachineSpec{Nodename: "owned-before", Platform: platform("aws", "owned-before"), PlatformPending: true})
+	m := s.Join(talostest.MachineSpec{Nodename: "owned-before", Platform: platform("aws", "owned-before"), PlatformPending: true})
 	s.applyAs("kubectl", "owned-before", map[string]string{corev1.LabelTopologyZone: "theirs"})
 
-	s.require(m.ResolvePlatform(s.Context()))
+	require.NoError(s, m.ResolvePlatform(s.Context()))
 
 	n := s.awaitInitialized("owned-before")
 	want := topology("aws-region", "aws-zone", "aws-type")
 	want[corev1.LabelTopologyZone], want[corev1.LabelFailureDomainBetaZone] = "theirs", "theirs"
-	want[nodespec.LabelPlatform], want[nodespec.LabelClusterName] = "aws", s.talos.Name()
+	want[nodespec.LabelPlatform], want[nodespec.LabelClusterName] = "aws", s.Talos.Name()
 	s.requireState(n, nodeState{"talos://aws/owned-before", want, addressList(m, nil, nil)})
 
-	s.awaitEvent("owned-before", node.ReasonOwnershipConflict)
+	s.AwaitEvent("owned-before", node.ReasonOwnershipConflict)
 	s.touch("owned-before", 20)
 	s.waitForIdle()
-	s.requireOneEvent("owned-before", node.ReasonOwnershipConflict)
+	s.assertOneEvent("owned-before", node.ReasonOwnershipConflict)
 
 	s.applyAs("kubectl", "owned-before", nil)
-	s.await("owned-before", "labeled with our zone", inZone("aws-zone"))
+	s.AwaitNode("owned-before", "labeled with our zone", inZone("aws-zone"))
 }
 
 func TestController_LabelTakenOverByAnotherManager(t *testing.T) {
 	s := parallel(t)
-	m := s.join(talostest.MachineSpec{Nodename: "owned-after", Platform: platform("aws", "owned-after")})
+	m := s.Join(talostest.MachineSpec{Nodename: "owned-after", Platform: platform("aws", "owned-after")})
 	s.awaitInitialized("owned-after")
 
-	s.patch("owned-after", "kubectl-label", fmt.Sprintf(`{"metadata":{"labels":{%q:"theirs"}}}`, corev1.LabelInstanceTypeStable))
-	s.awaitEvent("owned-after", node.ReasonOwnershipConflict)
+	s.PatchNode("owned-after", "kubectl-label", fmt.Sprintf(`{"metadata":{"labels":{%q:"theirs"}}}`, corev1.LabelInstanceTypeStable))
+	s.AwaitEvent("owned-after", node.ReasonOwnershipConflict)
 
 	// Other labels are still updated.
-	s.require(m.UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType, spec.Spot = "next-type", true }))
+	s.update(m, func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType, spec.Spot = "next-type", true })
 
-	n := s.await("owned-after", "a spot instance", labeled(nodespec.LabelLifecycle, "spot"))
-	if n.Labels[corev1.LabelInstanceTypeStable] != "theirs" || n.Labels[corev1.LabelInstanceType] != "next-type" {
-		t.Errorf("labels %v", ourLabels(n))
-	}
+	n := s.AwaitNode("owned-after", "a spot instance", labeled(nodespec.LabelLifecycle, "spot"))
+	assert.Equal(t, "theirs", n.Labels[corev1.LabelInstanceTypeStable])
+	assert.Equal(t, "next-type", n.Labels[corev1.LabelInstanceType])
 
 	s.waitForIdle()
-	s.requireOneEvent("owned-after", node.ReasonOwnershipConflict)
+	s.assertOneEvent("owned-after", node.ReasonOwnershipConflict)
 
-	s.patch("owned-after", "kubectl-label", fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, corev1.LabelInstanceTypeStable))
-	s.await("owned-after", "labeled with our type again", ofType("next-type"))
+	s.PatchNode("owned-after", "kubectl-label", fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, corev1.LabelInstanceTypeStable))
+	s.AwaitNode("owned-after", "labeled with our type again", ofType("next-type"))
 }
 
 // Talos reverts changes by other clients to labels in machine.nodeLabels.
 func TestController_DoesNotWriteLabelsOwnedByTalos(t *testing.T) {
 	s := parallel(t)
-	m := s.join(talostest.MachineSpec{Nodename: "talos-owned", Platform: platform("aws", "talos-owned"), PlatformPending: true})
+	m := s.Join(talostest.MachineSpec{Nodename: "talos-owned", Platform: platform("aws", "talos-owned"), PlatformPending: true})
 
 	owned := []string{corev1.LabelInstanceTypeStable, corev1.LabelTopologyRegion, corev1.LabelTopologyZone}
 	annotation, err := json.Marshal(owned)
-	s.require(err)
+	require.NoError(s, err)
 
 	// A different value, the same value and no value.
-	s.patch("talos-owned", "machined", fmt.Sprintf(`{"metadata":{"annotations":{"talos.dev/owned-labels":%q},"labels":{%q:"talos-zone",%q:"aws-region"}}}`,
+	s.PatchNode("talos-owned", "machined", fmt.Sprintf(`{"metadata":{"annotations":{"talos.dev/owned-labels":%q},"labels":{%q:"talos-zone",%q:"aws-region"}}}`,
 		annotation, corev1.LabelTopologyZone, corev1.LabelTopologyRegion))
-	s.require(m.ResolvePlatform(s.Context()))
+	require.NoError(s, m.ResolvePlatform(s.Context()))
 
 	n := s.awaitInitialized("talos-owned")
-	if n.Labels[corev1.LabelTopologyZone] != "talos-zone" {
-		t.Errorf("the zone is %q", n.Labels[corev1.LabelTopologyZone])
-	}
+	assert.Equal(t, "talos-zone", n.Labels[corev1.LabelTopologyZone])
 
-	if value, ok := n.Labels[corev1.LabelInstanceTypeStable]; ok {
-		t.Errorf("the instance type is %q", value)
-	}
+	assert.NotContains(t, n.Labels, corev1.LabelInstanceTypeStable)
 
 	applied, err := corev1ac.ExtractNode(n, node.FieldManager)
-	s.require(err)
+	require.NoError(s, err)
 
 	for _, key := range owned {
-		if _, ours := applied.Labels[key]; ours {
-			t.Errorf("label %s was applied", key)
-		}
+		assert.NotContains(t, applied.Labels, key)
 	}
 }
 
 func TestController_FollowsChangesImmediately(t *testing.T) {
 	// Not parallel, because it measures latency.
-	s := suite{t, &shared}
-	m := s.join(talostest.MachineSpec{
+	s := alone(t)
+	m := s.Join(talostest.MachineSpec{
 		Nodename: "changing", Platform: platform("nocloud", "changing"),
 		Addresses: []talostest.Address{{Link: "eth1", Prefix: netip.MustParsePrefix("203.0.112.1/24")}},
 	})
@@ -610,17 +575,15 @@ func TestController_FollowsChangesImmediately(t *testing.T) {
 	} {
 		started := time.Now()
 
-		s.require(change.do(t.Context()))
-		s.await("changing", "updated after change: "+change.name, change.follow)
+		require.NoError(s, change.do(t.Context()))
+		s.AwaitNode("changing", "updated after change: "+change.name, change.follow)
 
 		took = append(took, time.Since(started))
 		t.Logf("%s: %s", change.name, time.Since(started))
 	}
 
 	// Some changes may be slow on a busy machine, but not all.
-	if quickest := slices.Min(took); quickest > time.Second {
-		t.Errorf("every change took longer than a second: %v", took)
-	}
+	assert.LessOrEqual(t, slices.Min(took), time.Second)
 }
 
 func TestController_DoesNotWriteUnchangedNodes(t *testing.T) {
@@ -631,7 +594,7 @@ func TestController_DoesNotWriteUnchangedNodes(t *testing.T) {
 	var machines []*talostest.Machine
 
 	for i := range count {
-		machines = append(machines, s.join(talostest.MachineSpec{
+		machines = append(machines, s.Join(talostest.MachineSpec{
 			Nodename: fmt.Sprintf("idle-%d", i), Platform: identified("hcloud", fmt.Sprintf("hcloud://idle-%d", i)),
 		}))
 	}
@@ -651,12 +614,12 @@ func TestController_DoesNotWriteUnchangedNodes(t *testing.T) {
 
 	for round := range 3 {
 		for _, m := range machines {
-			s.require(m.AddAddress(t.Context(), fmt.Sprintf("lxc%d", round), pod))
+			require.NoError(s, m.AddAddress(t.Context(), fmt.Sprintf("lxc%d", round), pod))
 		}
 	}
 
 	for _, m := range machines {
-		s.eventually("inventory has the links of pods", func() bool {
+		ctest.Eventually(s, "inventory has the links of pods", func() bool {
 			links := 0
 
 			for _, a := range s.inventory.Get(m.Nodename()).Machine.Addresses {
@@ -672,9 +635,8 @@ func TestController_DoesNotWriteUnchangedNodes(t *testing.T) {
 	s.waitForIdle()
 
 	for nodename, n := range before {
-		if after := s.transport.writesTo(nodename); after != n || n == 0 {
-			t.Errorf("node %s was written %d times at first, and %d times after irrelevant changes", nodename, n, after)
-		}
+		assert.Equal(t, n, s.transport.writesTo(nodename))
+		assert.NotEqual(t, 0, n)
 	}
 }
 
@@ -698,20 +660,19 @@ func TestController_RecoversFromBrokenWatches(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			s := parallel(t)
 			name := "breaking-" + test.name
-			m := s.join(talostest.MachineSpec{Nodename: name, Platform: platform("aws", name)})
+			m := s.Join(talostest.MachineSpec{Nodename: name, Platform: platform("aws", name)})
 			before := s.awaitInitialized(name)
 			until := s.history(name)
 
 			for round := range 3 {
-				s.require(test.do(t.Context(), m))
+				require.NoError(s, test.do(t.Context(), m))
 
 				instanceType := fmt.Sprintf("type-%d", round)
-				s.require(m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType = instanceType }))
+				s.update(m, func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType = instanceType })
 
-				for _, n := range until(s.await(name, "of "+instanceType, ofType(instanceType)).ResourceVersion) {
-					if n.Labels[corev1.LabelInstanceTypeStable] == "" || !slices.Equal(n.Status.Addresses, before.Status.Addresses) {
-						t.Errorf("Node was wrong during recovery: %s", describe(n))
-					}
+				for _, n := range until(s.AwaitNode(name, "of "+instanceType, ofType(instanceType)).ResourceVersion) {
+					assert.NotEmpty(t, n.Labels[corev1.LabelInstanceTypeStable])
+					assert.Equal(t, before.Status.Addresses, n.Status.Addresses)
 				}
 			}
 		})
@@ -720,44 +681,40 @@ func TestController_RecoversFromBrokenWatches(t *testing.T) {
 
 func TestController_RejectsExpiredMachineCertificate(t *testing.T) {
 	s := parallel(t)
-	m := s.join(talostest.MachineSpec{Nodename: "expired", Platform: platform("aws", "expired")})
+	m := s.Join(talostest.MachineSpec{Nodename: "expired", Platform: platform("aws", "expired")})
 	s.awaitInitialized("expired")
 
 	m.ExpireCertificate()
 	m.BreakConnections()
-	s.awaitEvent("expired", node.ReasonUnreachable)
+	s.AwaitEvent("expired", node.ReasonUnreachable)
 
-	s.require(m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType = "unseen" }))
+	s.update(m, func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType = "unseen" })
 	s.waitForIdle()
 
-	if n := s.get("expired"); n.Labels[corev1.LabelInstanceTypeStable] != "aws-type" {
-		t.Errorf("Node updated from a machine with an expired certificate: %s", describe(n))
-	}
+	assert.Equal(t, "aws-type", s.Node("expired").Labels[corev1.LabelInstanceTypeStable])
 
 	m.RenewCertificate()
-	s.await("expired", "updated", ofType("unseen"))
+	s.AwaitNode("expired", "updated", ofType("unseen"))
 }
 
 func TestController_ReportsProviderIDInUse(t *testing.T) {
 	s := parallel(t)
 	spec := talostest.MachineSpec{Nodename: "twin-a", Platform: identified("hcloud", "hcloud://twins")}
-	s.join(spec)
+	s.Join(spec)
 	s.awaitInitialized("twin-a")
 
 	spec.Nodename = "twin-b"
-	s.join(spec)
-	s.awaitEvent("twin-b", node.ReasonProviderIDInUse)
+	s.Join(spec)
+	s.AwaitEvent("twin-b", node.ReasonProviderIDInUse)
 	s.touch("twin-b", 20)
 	s.waitForIdle()
-	s.requireUntouched("twin-b")
-	s.requireOneEvent("twin-b", node.ReasonProviderIDInUse)
+	s.assertUntouched("twin-b")
+	s.assertOneEvent("twin-b", node.ReasonProviderIDInUse)
 
-	if !tainted(s.get("twin-b")) {
-		t.Error("second Node initialized")
-	}
+	assert.True(t, tainted(s.Node("twin-b")), "second Node initialized")
 
 	// Deleting the first Node releases the providerID.
-	s.remove("twin-a")
+	s.Remove("twin-a")
 	s.awaitInitialized("twin-b")
 }
 
@@ -773,8 +730,8 @@ func TestController_AssignsUniqueProviderIDsConcurrently(t *testing.T) {
 	var uuids []*talostest.Machine
 
 	for i := range count {
-		s.join(talostest.MachineSpec{Nodename: fmt.Sprintf("clone-%d", i), Platform: identified("hcloud", "hcloud://clones")})
-		uuids = append(uuids, s.join(talostest.MachineSpec{
+		s.Join(talostest.MachineSpec{Nodename: fmt.Sprintf("clone-%d", i), Platform: identified("hcloud", "hcloud://clones")})
+		uuids = append(uuids, s.Join(talostest.MachineSpec{
 			Nodename: fmt.Sprintf("board-%d", i), SystemInformation: &hardware.SystemInformationSpec{UUID: uuid},
 		}))
 	}
@@ -784,13 +741,8 @@ func TestController_AssignsUniqueProviderIDsConcurrently(t *testing.T) {
 	for _, m := range uuids {
 		n := s.awaitInitialized(m.Nodename())
 
-		if other, taken := ids[n.Spec.ProviderID]; taken {
-			t.Errorf("nodes %s and %s both have providerID %s", other, n.Name, n.Spec.ProviderID)
-		}
-
-		if id := n.Spec.ProviderID; id != "talos://metal/"+uuid && id != "talos://metal/"+m.Address().String() {
-			t.Errorf("node %s has providerID %s", n.Name, id)
-		}
+		assert.NotContains(t, ids, n.Spec.ProviderID)
+		assert.Contains(t, []string{"talos://metal/" + uuid, "talos://metal/" + m.Address().String()}, n.Spec.ProviderID)
 
 		ids[n.Spec.ProviderID] = n.Name
 	}
@@ -800,30 +752,28 @@ func TestController_AssignsUniqueProviderIDsConcurrently(t *testing.T) {
 	for i := range count {
 		name := fmt.Sprintf("clone-%d", i)
 
-		s.eventually("node "+name+" is initialized or reported", func() bool {
-			return initialized(s.get(name)) || len(s.events(name, node.ReasonProviderIDInUse)) > 0
+		ctest.Eventually(s, "node "+name+" is initialized or reported", func() bool {
+			return initialized(s.Node(name)) || len(s.Events(name, node.ReasonProviderIDInUse)) > 0
 		})
 
-		if s.get(name).Spec.ProviderID != "" {
+		if s.Node(name).Spec.ProviderID != "" {
 			assigned++
 		}
 	}
 
-	if assigned != 1 {
-		t.Errorf("%d Nodes of one instance have a providerID, want one", assigned)
-	}
+	assert.Equal(t, 1, assigned)
 }
 
 func TestController_InitializesRecreatedNode(t *testing.T) {
 	s := parallel(t)
-	m := s.join(talostest.MachineSpec{Nodename: "again", Platform: platform("aws", "again")})
+	m := s.Join(talostest.MachineSpec{Nodename: "again", Platform: platform("aws", "again")})
 	first := s.awaitInitialized("again")
 
 	for range 3 {
-		s.remove("again")
-		s.register(nodeOf(m))
+		s.Remove("again")
+		s.Register(ctest.NodeOf(m))
 
-		n := s.await("again", "initialized after recreation", func(n *corev1.Node) bool { return initialized(n) && n.UID != first.UID })
+		n := s.AwaitNode("again", "initialized after recreation", func(n *corev1.Node) bool { return initialized(n) && n.UID != first.UID })
 		s.requireState(n, nodeState{first.Spec.ProviderID, ourLabels(first), first.Status.Addresses})
 		first = n
 	}
@@ -835,7 +785,7 @@ func TestController_InitializesCompleteNodesOnly(t *testing.T) {
 
 	patch := func(s suite, name, patch string, subresources ...string) func(context.Context) error {
 		return func(ctx context.Context) error {
-			_, err := s.client.CoreV1().Nodes().Patch(ctx, name, types.MergePatchType, []byte(patch), metav1.PatchOptions{FieldManager: "kubectl"}, subresources...)
+			_, err := s.Client.CoreV1().Nodes().Patch(ctx, name, types.MergePatchType, []byte(patch), metav1.PatchOptions{FieldManager: "kubectl"}, subresources...)
 
 			return err
 		}
@@ -851,7 +801,7 @@ func TestController_InitializesCompleteNodesOnly(t *testing.T) {
 		}},
 		// The label is removed between the first two writes.
 		{"label", func(s suite, name string) func() {
-			s.require(patch(s, name, otherAddresses, "status")(s.Context()))
+			require.NoError(s, patch(s, name, otherAddresses, "status")(s.Context()))
 
 			second := make(chan func(), 1)
 			first := s.overtake(name, func(context.Context) error {
@@ -866,18 +816,17 @@ func TestController_InitializesCompleteNodesOnly(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			s := parallel(t)
 			name := "overtaken-" + test.name
-			m := s.join(talostest.MachineSpec{Nodename: name, Platform: platform("aws", name), PlatformPending: true})
-			s.awaitEvent(name, node.ReasonMetadataPending)
+			m := s.Join(talostest.MachineSpec{Nodename: name, Platform: platform("aws", name), PlatformPending: true})
+			s.AwaitEvent(name, node.ReasonMetadataPending)
 
 			wait := test.overtake(s, name)
-			seen := s.get(name)
-			s.require(m.ResolvePlatform(t.Context()))
+			seen := s.Node(name)
+			require.NoError(s, m.ResolvePlatform(t.Context()))
 			wait()
 
-			n := s.awaitSince(seen, "without uninitialized taint", func(n *corev1.Node) bool { return !tainted(n) })
-			if !slices.Equal(n.Status.Addresses, addressList(m, nil, nil)) || n.Labels[corev1.LabelTopologyZone] != "aws-zone" {
-				t.Errorf("initialized incompletely: %s", describe(n))
-			}
+			n := s.AwaitNodeSince(seen, "without uninitialized taint", func(n *corev1.Node) bool { return !tainted(n) })
+			assert.Equal(t, addressList(m, nil, nil), n.Status.Addresses)
+			assert.Equal(t, "aws-zone", n.Labels[corev1.LabelTopologyZone])
 		})
 	}
 }
@@ -893,25 +842,23 @@ func TestController_NodeDeletedDuringInitialization(t *testing.T) {
 		name := fmt.Sprintf("deleted-%d", i)
 		names = append(names, name)
 
-		m := s.machine(talostest.MachineSpec{Nodename: name, Platform: identified("hcloud", "hcloud://"+name)})
-		s.register(nodeOf(m))
+		m := s.Machine(talostest.MachineSpec{Nodename: name, Platform: identified("hcloud", "hcloud://"+name)})
+		s.Register(ctest.NodeOf(m))
 
 		// Delete at different times: some Nodes before the first write, others after.
 		if i%2 == 0 {
-			s.await(name, "written", isWritten)
+			s.AwaitNode(name, "written", isWritten)
 		}
 
-		s.remove(name)
+		s.Remove(name)
 	}
 
 	s.waitForIdle()
 
 	for _, name := range names {
-		if n, err := s.client.CoreV1().Nodes().Get(t.Context(), name, metav1.GetOptions{}); !apierrors.IsNotFound(err) {
-			t.Errorf("node %s exists again: %v, %s", name, err, describe(n))
-		}
-
-		s.eventually("inventory has no machine for "+name, func() bool { return s.inventory.Get(name).Condition == inventory.Unknown })
+		_, err := s.Client.CoreV1().Nodes().Get(t.Context(), name, metav1.GetOptions{})
+		assert.True(t, apierrors.IsNotFound(err), "node %s: %v", name, err)
+		ctest.Eventually(s, "inventory has no machine for "+name, func() bool { return s.inventory.Get(name).Condition == inventory.Unknown })
 	}
 }
 
@@ -922,84 +869,73 @@ func TestController_InitializesRenamedMachineWithoutProviderID(t *testing.T) {
 	spec := talostest.MachineSpec{Nodename: "old-name", Platform: identified("hcloud", "hcloud://renamed")}
 	spec.Platform.InternalDNS = "renamed.example.org"
 
-	m := s.machine(spec)
-	s.require(m.SetIdentity(t.Context(), "renamed", ""))
-	s.register(nodeOf(m))
+	m := s.Machine(spec)
+	require.NoError(s, m.SetIdentity(t.Context(), "renamed", ""))
+	s.Register(ctest.NodeOf(m))
 	s.awaitInitialized("old-name")
-	s.require(m.SetHostname(t.Context(), "new-name", ""))
-	s.require(m.SetNodename(t.Context(), "new-name"))
-	s.awaitEvent("old-name", node.ReasonIdentityMismatch)
-	s.register(kube.NodeSpec{Name: "new-name", NodeIPs: []netip.Addr{m.Address()}})
+	require.NoError(s, m.SetHostname(t.Context(), "new-name", ""))
+	require.NoError(s, m.SetNodename(t.Context(), "new-name"))
+	s.AwaitEvent("old-name", node.ReasonIdentityMismatch)
+	s.Register(kube.NodeSpec{Name: "new-name", NodeIPs: []netip.Addr{m.Address()}})
 
-	n := s.await("new-name", "schedulable", func(n *corev1.Node) bool { return !tainted(n) })
-	if n.Spec.ProviderID != "" || n.Labels[nodespec.LabelPlatform] != "hcloud" {
-		t.Errorf("got %s", describe(n))
-	}
+	n := s.AwaitNode("new-name", "schedulable", func(n *corev1.Node) bool { return !tainted(n) })
+	assert.Empty(t, n.Spec.ProviderID)
+	assert.Equal(t, "hcloud", n.Labels[nodespec.LabelPlatform])
 
-	s.await("new-name", "listed with the name that its former Node lists", func(n *corev1.Node) bool {
+	s.AwaitNode("new-name", "listed with the name that its former Node lists", func(n *corev1.Node) bool {
 		return slices.Contains(n.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeInternalDNS, Address: "renamed.example.org"})
 	})
 
-	if event := s.awaitEvent("new-name", node.ReasonRenamed); !strings.Contains(event.Message, "old-name") {
-		t.Errorf("got %q", event.Message)
-	}
+	assert.Contains(t, s.AwaitEvent("new-name", node.ReasonRenamed).Message, "old-name")
 
-	s.remove("old-name")
+	s.Remove("old-name")
 
-	if n := s.awaitInitialized("new-name"); n.Spec.ProviderID != "hcloud://renamed" {
-		t.Errorf("providerID %q", n.Spec.ProviderID)
-	}
+	assert.Equal(t, "hcloud://renamed", s.awaitInitialized("new-name").Spec.ProviderID)
 }
 
 // The machine responds under its new name before it is known that it does not respond under its former one.
 func TestController_InitializesRenamedMachineAtAnotherAddress(t *testing.T) {
 	s := parallel(t)
 	spec := talostest.MachineSpec{Nodename: "moved-old", Platform: identified("hcloud", "hcloud://moved")}
-	m := s.machine(spec)
-	s.require(m.SetIdentity(t.Context(), "moved", ""))
-	s.register(nodeOf(m))
+	m := s.Machine(spec)
+	require.NoError(s, m.SetIdentity(t.Context(), "moved", ""))
+	s.Register(ctest.NodeOf(m))
 	s.awaitInitialized("moved-old")
-	s.require(m.Stop(t.Context()))
+	require.NoError(s, m.Stop(t.Context()))
 
 	spec.Nodename = "moved-new"
-	other := s.machine(spec)
-	s.require(other.SetIdentity(t.Context(), "moved", ""))
-	s.eventually("the former name does not respond", func() bool { return s.inventory.Get("moved-old").Condition == inventory.Unreachable })
-	s.register(nodeOf(other))
-	s.await("moved-new", "schedulable", func(n *corev1.Node) bool { return !tainted(n) })
-	s.awaitEvent("moved-new", node.ReasonRenamed)
+	other := s.Machine(spec)
+	require.NoError(s, other.SetIdentity(t.Context(), "moved", ""))
+	ctest.Eventually(s, "the former name does not respond", func() bool { return s.inventory.Get("moved-old").Condition == inventory.Unreachable })
+	s.Register(ctest.NodeOf(other))
+	s.AwaitNode("moved-new", "schedulable", func(n *corev1.Node) bool { return !tainted(n) })
+	s.AwaitEvent("moved-new", node.ReasonRenamed)
 }
 
 func TestController_ReportsProviderIDOfAnotherInstance(t *testing.T) {
 	s := parallel(t)
-	m := s.join(talostest.MachineSpec{Nodename: "re-created", Platform: identified("hcloud", "hcloud://before")})
+	m := s.Join(talostest.MachineSpec{Nodename: "re-created", Platform: identified("hcloud", "hcloud://before")})
 	s.awaitInitialized("re-created")
 
-	s.require(m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { *spec = identified("hcloud", "hcloud://after") }))
+	s.update(m, func(spec *runtime.PlatformMetadataSpec) { *spec = identified("hcloud", "hcloud://after") })
 
-	if event := s.awaitEvent("re-created", node.ReasonProviderIDMismatch); !strings.Contains(event.Message, "hcloud://before") {
-		t.Errorf("got %q", event.Message)
-	}
+	assert.Contains(t, s.AwaitEvent("re-created", node.ReasonProviderIDMismatch).Message, "hcloud://before")
 
-	if n := s.get("re-created"); n.Spec.ProviderID != "hcloud://before" {
-		t.Errorf("got %s", describe(n))
-	}
+	assert.Equal(t, "hcloud://before", s.Node("re-created").Spec.ProviderID)
 }
 
 // The upstream Talos CCM and the other fallback name the same machine in another way.
 func TestController_AcceptsOtherFormOfProviderID(t *testing.T) {
 	s := parallel(t)
-	m := s.machine(talostest.MachineSpec{
+	m := s.Machine(talostest.MachineSpec{
 		Nodename: "by-address", SystemInformation: &hardware.SystemInformationSpec{UUID: "0c34ad2d-f29e-136f-e25b-fdc0ce3b6b3c"},
 	})
-	s.register(nodeOf(m))
-	s.patch("by-address", "upstream", fmt.Sprintf(`{"spec":{"providerID":"talos://metal/%s"}}`, m.Address()))
+	s.Register(ctest.NodeOf(m))
+	s.PatchNode("by-address", "upstream", fmt.Sprintf(`{"spec":{"providerID":"talos://metal/%s"}}`, m.Address()))
 	s.awaitInitialized("by-address")
 	s.waitForIdle()
 
-	if got := s.events("by-address", node.ReasonProviderIDMismatch); len(got) > 0 {
-		t.Errorf("got %s", messages(got))
-	}
+	assert.Empty(t, s.Events("by-address", node.ReasonProviderIDMismatch))
 }
 
 // No kubelet gets a certificate for a name that two machines report.
@@ -1018,24 +954,21 @@ func TestController_OmitsNamesWhileShared(t *testing.T) {
 		return func(n *corev1.Node) bool { return slices.Equal(addressesOf(n, corev1.NodeInternalDNS), list) }
 	}
 
-	s.join(named("names-1"))
+	s.Join(named("names-1"))
 	s.awaitInitialized("names-1")
-	s.await("names-1", "lists its name", lists(name))
+	s.AwaitNode("names-1", "lists its name", lists(name))
 
-	second := s.join(named("names-2"))
+	second := s.Join(named("names-2"))
 	s.awaitInitialized("names-2")
 
 	for nodename, other := range map[string]string{"names-1": "names-2", "names-2": "names-1"} {
-		s.await(nodename, "without the shared name", lists())
-
-		if message := s.awaitEvent(nodename, node.ReasonInvalidValue).Message; !strings.Contains(message, name) || !strings.Contains(message, other) {
-			t.Errorf("Event on %s does not name %s and %s: %s", nodename, name, other, message)
-		}
+		s.AwaitNode(nodename, "without the shared name", lists())
+		s.AwaitEvent(nodename, node.ReasonInvalidValue, name, other)
 	}
 
-	s.require(second.UpdatePlatform(t.Context(), func(p *runtime.PlatformMetadataSpec) { p.Hostname = "own.example.org" }))
-	s.await("names-1", "lists its name again", lists(name))
-	s.await("names-2", "lists its new name", lists("own.example.org"))
+	s.update(second, func(p *runtime.PlatformMetadataSpec) { p.Hostname = "own.example.org" })
+	s.AwaitNode("names-1", "lists its name again", lists(name))
+	s.AwaitNode("names-2", "lists its new name", lists("own.example.org"))
 }
 
 // A version that listed the name wrote the Node before.
@@ -1045,38 +978,36 @@ func TestController_RemovesNamesThatCannotBeApproved(t *testing.T) {
 	metadata := platform("nocloud", "names-3")
 	metadata.Hostname = "localhost.localdomain"
 
-	m := s.machine(talostest.MachineSpec{Nodename: "names-3", Platform: metadata})
-	s.register(nodeOf(m))
+	m := s.Machine(talostest.MachineSpec{Nodename: "names-3", Platform: metadata})
+	s.Register(ctest.NodeOf(m))
 	s.awaitInitialized("names-3")
 
-	addresses, err := json.Marshal(append(s.get("names-3").Status.Addresses, corev1.NodeAddress{Type: corev1.NodeInternalDNS, Address: metadata.Hostname}))
-	s.require(err)
+	addresses, err := json.Marshal(append(s.Node("names-3").Status.Addresses, corev1.NodeAddress{Type: corev1.NodeInternalDNS, Address: metadata.Hostname}))
+	require.NoError(s, err)
 
 	patch := fmt.Appendf(nil, `{"status":{"addresses":%s}}`, addresses)
-	written, err := s.client.CoreV1().Nodes().Patch(t.Context(), "names-3", types.MergePatchType, patch, metav1.PatchOptions{}, "status")
-	s.require(err)
+	written, err := s.Client.CoreV1().Nodes().Patch(t.Context(), "names-3", types.MergePatchType, patch, metav1.PatchOptions{}, "status")
+	require.NoError(s, err)
 
-	s.awaitSince(written, "without the name", func(n *corev1.Node) bool { return len(addressesOf(n, corev1.NodeInternalDNS)) == 0 })
+	s.AwaitNodeSince(written, "without the name", func(n *corev1.Node) bool { return len(addressesOf(n, corev1.NodeInternalDNS)) == 0 })
 }
 
 // The operator excludes an address with an inverted match in machine.kubelet.nodeIP.validSubnets.
 func TestController_OmitsExcludedAddress(t *testing.T) {
 	s := parallel(t)
-	m := s.machine(talostest.MachineSpec{
+	m := s.Machine(talostest.MachineSpec{
 		Nodename: "excluding", Platform: platform("nocloud", "excluding"),
 		Addresses: []talostest.Address{
 			{Link: "eth1", Prefix: netip.MustParsePrefix("203.0.112.30/24")}, {Link: "eth1", Prefix: netip.MustParsePrefix("203.0.112.31/24")},
 		},
 	})
 
-	s.require(safe.StateModify(t.Context(), m.State(), k8s.NewNodeIPConfig(k8s.NamespaceName, k8s.KubeletID), func(config *k8s.NodeIPConfig) error {
+	require.NoError(s, safe.StateModify(t.Context(), m.State(), k8s.NewNodeIPConfig(k8s.NamespaceName, k8s.KubeletID), func(config *k8s.NodeIPConfig) error {
 		config.TypedSpec().ValidSubnets = []string{"0.0.0.0/0", "!203.0.112.31/32"}
 
 		return nil
 	}))
-	s.register(nodeOf(m))
+	s.Register(ctest.NodeOf(m))
 
-	if got := addressesOf(s.awaitInitialized("excluding"), corev1.NodeExternalIP); !slices.Equal(got, []string{"203.0.112.30"}) {
-		t.Errorf("external addresses: %v", got)
-	}
+	assert.Equal(t, []string{"203.0.112.30"}, addressesOf(s.awaitInitialized("excluding"), corev1.NodeExternalIP))
 }

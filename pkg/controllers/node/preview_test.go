@@ -8,9 +8,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
@@ -18,6 +19,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
@@ -31,7 +33,7 @@ func (s suite) view(m *talostest.Machine) machine.Machine {
 
 	for _, kind := range machine.KindsOf(nil).All() {
 		list, err := m.State().List(s.Context(), kind)
-		s.require(err)
+		require.NoError(s, err)
 		view.ReplaceKind(kind, list.Items)
 	}
 
@@ -49,7 +51,7 @@ func (s suite) preview(n *corev1.Node, m *talostest.Machine) node.Preview {
 	talos.Status.NodeInfo.OSImage = kube.DefaultOSImage
 
 	previews, err := node.NewPreviews([]*corev1.Node{talos}, machines, s.options.get())
-	s.require(err)
+	require.NoError(s, err)
 
 	return previews[0]
 }
@@ -58,9 +60,7 @@ func (s suite) preview(n *corev1.Node, m *talostest.Machine) node.Preview {
 func (s suite) release(nodename string) {
 	s.Helper()
 
-	_, err := s.client.CoreV1().Nodes().Patch(s.Context(), nodename, types.MergePatchType,
-		[]byte(fmt.Sprintf(`{"status":{"nodeInfo":{"osImage":%q}}}`, kube.DefaultOSImage)), metav1.PatchOptions{FieldManager: "kubelet"}, "status")
-	s.require(err)
+	s.PatchNode(nodename, "kubelet", fmt.Sprintf(`{"status":{"nodeInfo":{"osImage":%q}}}`, kube.DefaultOSImage), "status")
 }
 
 // sameContent compares what the controller writes, without what kube-controller-manager may write at the same time.
@@ -106,66 +106,58 @@ func TestNewPreviews_AgreeWithWrites(t *testing.T) {
 		{
 			"preview-conflict",
 			func(s suite, nodename string) {
-				s.patch(nodename, "kubectl", `{"metadata":{"labels":{"example.com/site":"old"}}}`)
+				s.PatchNode(nodename, "kubectl", `{"metadata":{"labels":{"example.com/site":"old"}}}`)
 			},
 			rules.Rule{Labels: labels("new"), Annotations: labels("new")},
 		},
 	} {
 		t.Run(test.nodename, func(t *testing.T) {
 			s := parallel(t)
-			m := s.machine(aws(test.nodename))
+			m := s.Machine(aws(test.nodename))
 
-			registered := nodeOf(m)
+			registered := ctest.NodeOf(m)
 			registered.OSImage = "Another OS"
-			s.register(registered)
+			s.Register(registered)
 			test.before(s, test.nodename)
 			s.rules(test.nodename, test.rule)
 
-			p := s.preview(s.get(test.nodename), m)
-			if p.After == nil || sameContent(p.Before, p.After) {
-				t.Fatalf("no change: %+v", p)
-			}
+			p := s.preview(s.Node(test.nodename), m)
+			require.NotNil(t, p.After)
+			require.False(t, sameContent(p.Before, p.After), "no change: %+v", p)
 
 			s.release(test.nodename)
-			n := s.await(test.nodename, "as previewed", func(n *corev1.Node) bool { return sameContent(n, p.After) })
+			n := s.AwaitNode(test.nodename, "as previewed", func(n *corev1.Node) bool { return sameContent(n, p.After) })
 
 			// Nothing more is written.
 			s.waitForIdle()
 
-			if now := s.get(test.nodename); !sameContent(now, n) {
-				t.Errorf("got %+v, want %+v", now, n)
-			}
-
-			if after := s.preview(n, m); !sameContent(after.Before, after.After) {
-				t.Errorf("change of a written Node: %+v", after)
-			}
+			assert.True(t, sameContent(s.Node(test.nodename), n), "got %+v, want %+v", s.Node(test.nodename), n)
+			after := s.preview(n, m)
+			assert.True(t, sameContent(after.Before, after.After), "change of a written Node: %+v", after)
 		})
 	}
 }
 
 // initializeAsUpstream writes what the upstream Talos CCM writes, and what it keeps by mistake.
 func initializeAsUpstream(s suite, nodename string) {
-	s.patch(nodename, upstream, `{
+	s.PatchNode(nodename, upstream, `{
 		"metadata":{"labels":{"example.com/site":"old","example.com/stray":"left","topology.kubernetes.io/zone":"eu-1a"}},
 		"spec":{"providerID":"talos://metal/10.0.0.9","taints":null}}`)
-
-	_, err := s.client.CoreV1().Nodes().Patch(s.Context(), nodename, types.MergePatchType,
-		[]byte(`{"status":{"addresses":[{"type":"InternalIP","address":"10.0.0.9"},{"type":"ExternalIP","address":"10.96.0.1"}]}}`),
-		metav1.PatchOptions{FieldManager: upstream}, "status")
-	s.require(err)
+	s.PatchNode(nodename, upstream,
+		`{"status":{"addresses":[{"type":"InternalIP","address":"10.0.0.9"},{"type":"ExternalIP","address":"10.96.0.1"}]}}`, "status")
 }
 
 func TestNewPreviews_ListFieldsOfUpstreamCCM(t *testing.T) {
 	s := parallel(t)
-	m := s.machine(aws("preview-upstream"))
+	m := s.Machine(aws("preview-upstream"))
 
-	registered := nodeOf(m)
+	registered := ctest.NodeOf(m)
 	registered.OSImage = "Another OS"
-	s.register(registered)
+	s.Register(registered)
 	initializeAsUpstream(s, "preview-upstream")
 	s.rules("preview-upstream", rules.Rule{Labels: map[string]string{"example.com/site": "new"}})
 
-	p := s.preview(s.get("preview-upstream"), m)
+	p := s.preview(s.Node("preview-upstream"), m)
 	want := []node.UpstreamField{
 		{Name: "metadata.labels", Key: "example.com/site", TakenOver: true},
 		{Name: "metadata.labels", Key: "example.com/stray"},
@@ -174,13 +166,11 @@ func TestNewPreviews_ListFieldsOfUpstreamCCM(t *testing.T) {
 		{Name: "status.addresses"},
 	}
 
-	if !slices.Equal(p.Upstream, want) {
-		t.Errorf("got %+v, want %+v", p.Upstream, want)
-	}
+	assert.Equal(t, want, p.Upstream)
 
-	if p.Before.Spec.ProviderID != "talos://metal/10.0.0.9" || p.After.Spec.ProviderID != p.Before.Spec.ProviderID || !strings.Contains(p.ProviderID, "i-preview-upstream") {
-		t.Errorf("providerID %s, then %s, of a new Node %s", p.Before.Spec.ProviderID, p.After.Spec.ProviderID, p.ProviderID)
-	}
+	assert.Equal(t, "talos://metal/10.0.0.9", p.Before.Spec.ProviderID)
+	assert.Equal(t, p.Before.Spec.ProviderID, p.After.Spec.ProviderID)
+	assert.Contains(t, p.ProviderID, "i-preview-upstream")
 }
 
 func TestNewPreviews_DoNotChangeUnmanagedNodes(t *testing.T) {
@@ -190,7 +180,9 @@ func TestNewPreviews_DoNotChangeUnmanagedNodes(t *testing.T) {
 	}
 
 	previews, err := node.NewPreviews(nodes, inventory.New(time.Now), nodespec.Options{})
-	if err != nil || !previews[0].Unmanaged || previews[0].After != nil || previews[1].Unmanaged || previews[1].After != nil {
-		t.Errorf("got %+v, %v", previews, err)
-	}
+	require.NoError(t, err)
+	assert.True(t, previews[0].Unmanaged)
+	assert.Nil(t, previews[0].After)
+	assert.False(t, previews[1].Unmanaged)
+	assert.Nil(t, previews[1].After)
 }

@@ -10,6 +10,8 @@ import (
 	"testing"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -21,6 +23,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 // atomicOptions combine the rules of all running tests.
@@ -90,17 +93,15 @@ func (s suite) rules(nodename string, list ...rules.Rule) {
 		list[i].NodeSelector = []rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "nodename", Operator: rules.In, Values: []string{nodename}}}}}
 	}
 
-	if errs := s.options.set(s.Name(), list); len(errs) > 0 {
-		s.Fatalf("compile rules: %v", errs)
-	}
+	require.Empty(s, s.options.set(s.Name(), list))
 
 	s.resync()
 }
 
 const storageTaint = "example.com/storage"
 
-func storage(effect corev1.TaintEffect, value string) corev1.Taint {
-	return corev1.Taint{Key: storageTaint, Value: value, Effect: effect}
+func storage(value string) corev1.Taint {
+	return corev1.Taint{Key: storageTaint, Value: value, Effect: corev1.TaintEffectNoSchedule}
 }
 
 func taintsNamed(n *corev1.Node, key string) []corev1.Taint {
@@ -112,7 +113,9 @@ func hasRecord(n *corev1.Node) bool {
 	return slices.ContainsFunc(slices.Collect(maps.Keys(n.Labels)), func(key string) bool { return strings.Contains(key, "node-restriction") })
 }
 
-func hasTaint(n *corev1.Node, taint corev1.Taint) bool { return slices.Contains(n.Spec.Taints, taint) }
+func hasTaint(taint corev1.Taint) func(*corev1.Node) bool {
+	return func(n *corev1.Node) bool { return slices.Contains(n.Spec.Taints, taint) }
+}
 
 func aws(nodename string) talostest.MachineSpec {
 	meta := platform("aws", "i-"+nodename)
@@ -127,29 +130,28 @@ func TestController_UpdatesAndRemovesLabelsAndAnnotationsOfRules(t *testing.T) {
 		return rules.Rule{Labels: map[string]string{"example.com/site": value}, Annotations: map[string]string{"example.com/note": value + " of {{ .Region }}"}}
 	}
 
-	s.join(aws("rules-follow"))
+	s.Join(aws("rules-follow"))
 	s.awaitInitialized("rules-follow")
-	s.patch("rules-follow", "kubectl-label", `{"metadata":{"labels":{"team":"blue"}}}`)
+	s.PatchNode("rules-follow", "kubectl-label", `{"metadata":{"labels":{"team":"blue"}}}`)
 
 	for _, value := range []string{"paris", "lyon"} {
 		s.rules("rules-follow", rule(value))
-		s.await("rules-follow", "labeled "+value, func(n *corev1.Node) bool {
+		s.AwaitNode("rules-follow", "labeled "+value, func(n *corev1.Node) bool {
 			return n.Labels["example.com/site"] == value && n.Annotations["example.com/note"] == value+" of eu"
 		})
 	}
 
 	s.rules("rules-follow")
 
-	n := s.await("rules-follow", "without the label and the annotation", func(n *corev1.Node) bool {
+	n := s.AwaitNode("rules-follow", "without the label and the annotation", func(n *corev1.Node) bool {
 		_, label := n.Labels["example.com/site"]
 		_, annotation := n.Annotations["example.com/note"]
 
 		return !label && !annotation
 	})
 
-	if n.Labels["team"] != "blue" || n.Labels[corev1.LabelTopologyZone] != "eu-1a" {
-		t.Errorf("labels of other clients or of the platform were removed: %v", n.Labels)
-	}
+	assert.Equal(t, "blue", n.Labels["team"])
+	assert.Equal(t, "eu-1a", n.Labels[corev1.LabelTopologyZone])
 }
 
 // A providerID cannot be changed once it is set, so a rule that fails to compute it must not stop other updates.
@@ -158,22 +160,18 @@ func TestController_UpdatesIdentifiedNodesWhoseIdentityRuleFails(t *testing.T) {
 	label := func(value string) rules.Rule { return rules.Rule{Labels: map[string]string{"example.com/site": value}} }
 	broken := rules.Rule{Name: "broken", PlatformMetadata: map[string]string{"ProviderID": "{{ .Tags.missing }}"}}
 
-	s.join(aws("identity-broken"))
+	s.Join(aws("identity-broken"))
 	before := s.awaitInitialized("identity-broken")
 
 	s.rules("identity-broken", label("lyon"), broken, rules.Rule{Enforce: true, Taints: map[string]string{storageTaint: "ceph:NoSchedule"}})
 
-	n := s.await("identity-broken", "labeled and tainted", func(n *corev1.Node) bool {
-		return n.Labels["example.com/site"] == "lyon" && hasTaint(n, storage(corev1.TaintEffectNoSchedule, "ceph"))
+	n := s.AwaitNode("identity-broken", "labeled and tainted", func(n *corev1.Node) bool {
+		return n.Labels["example.com/site"] == "lyon" && hasTaint(storage("ceph"))(n)
 	})
-	if n.Spec.ProviderID != before.Spec.ProviderID {
-		t.Errorf("providerID changed from %s to %s", before.Spec.ProviderID, n.Spec.ProviderID)
-	}
+	assert.Equal(t, before.Spec.ProviderID, n.Spec.ProviderID)
 
 	const want = `rule "broken": platformMetadata[ProviderID]="" omitted: it does not identify an instance`
-	if event := s.awaitEvent("identity-broken", node.ReasonInvalidValue); event.Message != want {
-		t.Errorf("got Event %q, want %q", event.Message, want)
-	}
+	assert.Equal(t, want, s.AwaitEvent("identity-broken", node.ReasonInvalidValue).Message)
 }
 
 func TestController_SetsTaintsOfRulesAtInitialization(t *testing.T) {
@@ -181,11 +179,11 @@ func TestController_SetsTaintsOfRulesAtInitialization(t *testing.T) {
 	s.rules("taint-first", rules.Rule{Taints: map[string]string{storageTaint: "{{ .Zone }}:NoSchedule"}})
 
 	until := s.history("taint-first")
-	s.join(aws("taint-first"))
+	s.Join(aws("taint-first"))
 	n := s.awaitInitialized("taint-first")
 
 	for _, version := range until(n.ResourceVersion) {
-		if !tainted(version) && !hasTaint(version, storage(corev1.TaintEffectNoSchedule, "eu-1a")) {
+		if !tainted(version) && !hasTaint(storage("eu-1a"))(version) {
 			t.Errorf("initialized without the taint: %v", version.Spec.Taints)
 		}
 	}
@@ -194,16 +192,14 @@ func TestController_SetsTaintsOfRulesAtInitialization(t *testing.T) {
 func TestController_DoesNotRestoreTaintsThatAreNotEnforced(t *testing.T) {
 	s := parallel(t)
 	s.rules("taint-once", rules.Rule{Taints: map[string]string{storageTaint: "ceph:NoSchedule"}})
-	s.join(aws("taint-once"))
+	s.Join(aws("taint-once"))
 	s.awaitInitialized("taint-once")
 
-	s.patch("taint-once", "kubectl", `{"spec":{"taints":null}}`)
+	s.PatchNode("taint-once", "kubectl", `{"spec":{"taints":null}}`)
 	s.rules("taint-once", rules.Rule{Taints: map[string]string{storageTaint: "nfs:NoSchedule"}, Labels: map[string]string{"example.com/seen": "true"}})
 
-	n := s.await("taint-once", "labeled", func(n *corev1.Node) bool { return n.Labels["example.com/seen"] == "true" })
-	if len(taintsNamed(n, storageTaint)) > 0 {
-		t.Errorf("taints: %v", n.Spec.Taints)
-	}
+	n := s.AwaitNode("taint-once", "labeled", labeled("example.com/seen", "true"))
+	assert.Empty(t, taintsNamed(n, storageTaint))
 }
 
 func TestController_RestoresEnforcedTaintsUntilTheRuleIsRemoved(t *testing.T) {
@@ -212,44 +208,40 @@ func TestController_RestoresEnforcedTaintsUntilTheRuleIsRemoved(t *testing.T) {
 		return rules.Rule{Enforce: true, Taints: map[string]string{storageTaint: value + ":NoSchedule"}}
 	}
 
-	s.join(aws("taint-enforced"))
+	s.Join(aws("taint-enforced"))
 	s.awaitInitialized("taint-enforced")
-	s.patch("taint-enforced", "kubectl", `{"spec":{"taints":[{"key":"team","value":"blue","effect":"NoSchedule"}]}}`)
+	s.PatchNode("taint-enforced", "kubectl", `{"spec":{"taints":[{"key":"team","value":"blue","effect":"NoSchedule"}]}}`)
 
 	s.rules("taint-enforced", enforced("ceph"))
-	s.await("taint-enforced", "tainted", func(n *corev1.Node) bool { return hasTaint(n, storage(corev1.TaintEffectNoSchedule, "ceph")) })
+	s.AwaitNode("taint-enforced", "tainted", hasTaint(storage("ceph")))
 
-	removed := s.patch("taint-enforced", "kubectl", `{"spec":{"taints":[{"key":"team","value":"blue","effect":"NoSchedule"}]}}`)
-	s.awaitSince(removed, "tainted again", func(n *corev1.Node) bool { return hasTaint(n, storage(corev1.TaintEffectNoSchedule, "ceph")) })
+	removed := s.PatchNode("taint-enforced", "kubectl", `{"spec":{"taints":[{"key":"team","value":"blue","effect":"NoSchedule"}]}}`)
+	s.AwaitNodeSince(removed, "tainted again", hasTaint(storage("ceph")))
 
 	s.rules("taint-enforced", enforced("nfs"))
-	s.await("taint-enforced", "tainted with the new value", func(n *corev1.Node) bool { return hasTaint(n, storage(corev1.TaintEffectNoSchedule, "nfs")) })
+	s.AwaitNode("taint-enforced", "tainted with the new value", hasTaint(storage("nfs")))
 
 	s.rules("taint-enforced")
 
-	n := s.await("taint-enforced", "without the taint and its record", func(n *corev1.Node) bool {
+	n := s.AwaitNode("taint-enforced", "without the taint and its record", func(n *corev1.Node) bool {
 		return len(taintsNamed(n, storageTaint)) == 0 && !hasRecord(n)
 	})
-	if len(taintsNamed(n, "team")) != 1 {
-		t.Errorf("taint of another client was removed: %v", n.Spec.Taints)
-	}
+	assert.Len(t, taintsNamed(n, "team"), 1)
 }
 
 func TestController_ReportsConflictingTaint(t *testing.T) {
 	s := parallel(t)
-	s.join(aws("taint-foreign"))
+	s.Join(aws("taint-foreign"))
 	s.awaitInitialized("taint-foreign")
-	s.patch("taint-foreign", "kubectl", `{"spec":{"taints":[{"key":"`+storageTaint+`","value":"mine","effect":"NoSchedule"}]}}`)
+	s.PatchNode("taint-foreign", "kubectl", `{"spec":{"taints":[{"key":"`+storageTaint+`","value":"mine","effect":"NoSchedule"}]}}`)
 
 	s.rules("taint-foreign", rules.Rule{Enforce: true, Taints: map[string]string{storageTaint: "ceph:NoSchedule"}})
-	s.awaitEvent("taint-foreign", node.ReasonOwnershipConflict)
+	s.AwaitEvent("taint-foreign", node.ReasonOwnershipConflict)
 
 	s.rules("taint-foreign")
 	s.waitForIdle()
 
-	if n := s.get("taint-foreign"); !hasTaint(n, storage(corev1.TaintEffectNoSchedule, "mine")) {
-		t.Errorf("taints: %v", n.Spec.Taints)
-	}
+	assert.Contains(t, s.Node("taint-foreign").Spec.Taints, storage("mine"))
 }
 
 // The controller may receive a rule before the Node that already has its taint.
@@ -261,12 +253,12 @@ func TestController_DoesNotRecordTaintThatItHasNotReceived(t *testing.T) {
 			s := parallel(t)
 			name := "taint-unseen-" + theirs
 
-			s.join(aws(name))
+			s.Join(aws(name))
 			s.awaitInitialized(name)
 
 			wait := s.overtake(name, func(ctx context.Context) error {
 				patch := fmt.Appendf(nil, `{"spec":{"taints":[{"key":%q,"value":%q,"effect":"NoSchedule"}]}}`, storageTaint, theirs)
-				_, err := s.client.CoreV1().Nodes().Patch(ctx, name, types.MergePatchType, patch, metav1.PatchOptions{FieldManager: "kubectl"})
+				_, err := s.Client.CoreV1().Nodes().Patch(ctx, name, types.MergePatchType, patch, metav1.PatchOptions{FieldManager: "kubectl"})
 
 				return err
 			})
@@ -274,18 +266,14 @@ func TestController_DoesNotRecordTaintThatItHasNotReceived(t *testing.T) {
 			s.rules(name, rules.Rule{Enforce: true, Taints: map[string]string{storageTaint: ours + ":NoSchedule"}, Labels: map[string]string{"example.com/seen": "true"}})
 			wait()
 
-			n := s.await(name, "labeled", func(n *corev1.Node) bool { return n.Labels["example.com/seen"] == "true" })
-			if hasRecord(n) {
-				t.Errorf("taint of another client was recorded as enforced: %v", n.Labels)
-			}
+			n := s.AwaitNode(name, "labeled", labeled("example.com/seen", "true"))
+			assert.False(t, hasRecord(n), "taint of another client was recorded as enforced: %v", n.Labels)
 
 			s.rules(name)
-			s.await(name, "no longer labeled", func(n *corev1.Node) bool { return n.Labels["example.com/seen"] == "" })
+			s.AwaitNode(name, "no longer labeled", labeled("example.com/seen", ""))
 			s.waitForIdle()
 
-			if n := s.get(name); !hasTaint(n, storage(corev1.TaintEffectNoSchedule, theirs)) {
-				t.Errorf("taints: %v", n.Spec.Taints)
-			}
+			assert.Contains(t, s.Node(name).Spec.Taints, storage(theirs))
 		})
 	}
 }
@@ -293,19 +281,12 @@ func TestController_DoesNotRecordTaintThatItHasNotReceived(t *testing.T) {
 func TestController_OmitsAndReportsInvalidValue(t *testing.T) {
 	s := parallel(t)
 	s.rules("rules-invalid", rules.Rule{Name: "site", Labels: map[string]string{"example.com/bad": "{{ .Region }} !", "example.com/good": "{{ .Region }}"}})
-	s.join(aws("rules-invalid"))
+	s.Join(aws("rules-invalid"))
 
 	n := s.awaitInitialized("rules-invalid")
-	if _, bad := n.Labels["example.com/bad"]; bad || n.Labels["example.com/good"] != "eu" {
-		t.Errorf("labels: %v", n.Labels)
-	}
-
-	message := s.awaitEvent("rules-invalid", node.ReasonInvalidValue).Message
-	for _, part := range []string{`rule "site"`, "labels[example.com/bad]", `"eu !"`} {
-		if !strings.Contains(message, part) {
-			t.Errorf("Event does not contain %s: %s", part, message)
-		}
-	}
+	assert.NotContains(t, n.Labels, "example.com/bad")
+	assert.Equal(t, "eu", n.Labels["example.com/good"])
+	s.AwaitEvent("rules-invalid", node.ReasonInvalidValue, `rule "site"`, "labels[example.com/bad]", `"eu !"`)
 }
 
 func TestController_KeepsNodeTaintedWhileRuleCannotSetProviderID(t *testing.T) {
@@ -315,15 +296,13 @@ func TestController_KeepsNodeTaintedWhileRuleCannotSetProviderID(t *testing.T) {
 	spec := aws("rules-identity")
 	s.rules("rules-identity", rule)
 
-	m := s.join(spec)
-	s.awaitEvent("rules-identity", node.ReasonMetadataPending)
-	s.requireUntouched("rules-identity")
+	m := s.Join(spec)
+	s.AwaitEvent("rules-identity", node.ReasonMetadataPending)
+	s.assertUntouched("rules-identity")
 
-	s.require(m.UpdatePlatform(t.Context(), func(meta *runtime.PlatformMetadataSpec) { meta.Tags = map[string]string{"serial": "s-1"} }))
+	s.update(m, func(meta *runtime.PlatformMetadataSpec) { meta.Tags = map[string]string{"serial": "s-1"} })
 
-	if n := s.awaitInitialized("rules-identity"); n.Spec.ProviderID != "custom:///s-1" {
-		t.Errorf("providerID %q", n.Spec.ProviderID)
-	}
+	assert.Equal(t, "custom:///s-1", s.awaitInitialized("rules-identity").Spec.ProviderID)
 }
 
 // The upstream Talos CCM patches labels, so it owns them by Update.
@@ -331,96 +310,82 @@ func TestController_TakesOverLabelsOfUpstreamCCM(t *testing.T) {
 	s := parallel(t)
 	spec := aws("takeover")
 	spec.PlatformPending = true // keeps it uninitialized
-	m := s.join(spec)
-	s.awaitEvent("takeover", node.ReasonMetadataPending)
+	m := s.Join(spec)
+	s.AwaitEvent("takeover", node.ReasonMetadataPending)
 
-	config := rest.CopyConfig(s.kube.Config())
+	config := rest.CopyConfig(s.Kube.Config())
 	config.UserAgent = "talos-cloud-controller-manager/v1.12.0 (linux/amd64) kubernetes/$Format/cloud-node-controller"
 	upstream, err := kubernetes.NewForConfig(config)
-	s.require(err)
+	require.NoError(s, err)
 
 	// Like AddOrUpdateLabelsOnNode of k8s.io/cloud-provider, and the annotations of the upstream Talos CCM.
 	_, err = upstream.CoreV1().Nodes().Patch(t.Context(), "takeover", types.StrategicMergePatchType, []byte(`{"metadata":{
 		"labels":{"example.com/site":"old","example.com/same":"same","example.com/stray":"left","topology.kubernetes.io/zone":"eu-1a"},
 		"annotations":{"example.com/note":"old"}}}`), metav1.PatchOptions{})
-	s.require(err)
+	require.NoError(s, err)
 
 	s.rules("takeover", rules.Rule{
 		Labels:      map[string]string{"example.com/site": "new", "example.com/same": "same"},
 		Annotations: map[string]string{"example.com/note": "new"},
 	})
-	s.require(m.ResolvePlatform(t.Context()))
+	require.NoError(s, m.ResolvePlatform(t.Context()))
 
-	n := s.await("takeover", "relabeled", func(n *corev1.Node) bool {
+	n := s.AwaitNode("takeover", "relabeled", func(n *corev1.Node) bool {
 		return initialized(n) && n.Labels["example.com/site"] == "new" && n.Annotations["example.com/note"] == "new"
 	})
-	if n.Labels["example.com/stray"] != "left" {
-		t.Errorf("label that no rule sets was changed: %v", n.Labels)
-	}
+	assert.Equal(t, "left", n.Labels["example.com/stray"])
 
-	if found := s.events("takeover", node.ReasonOwnershipConflict); len(found) > 0 {
-		t.Errorf("conflicts reported: %s", messages(found))
-	}
+	assert.Empty(t, s.Events("takeover", node.ReasonOwnershipConflict))
 
 	s.rules("takeover")
-	n = s.await("takeover", "without the labels", func(n *corev1.Node) bool {
+	n = s.AwaitNode("takeover", "without the labels", func(n *corev1.Node) bool {
 		return n.Labels["example.com/site"] == "" && n.Labels["example.com/same"] == "" && n.Annotations["example.com/note"] == ""
 	})
 
-	if n.Labels[corev1.LabelTopologyZone] != "eu-1a" {
-		t.Errorf("labels: %v", n.Labels)
-	}
+	assert.Equal(t, "eu-1a", n.Labels[corev1.LabelTopologyZone])
 }
 
 func TestController_NeverWritesUnmanagedNode(t *testing.T) {
 	s := parallel(t)
 
-	s.require(s.options.exclude("unmanaged"))
-	s.join(aws("unmanaged"))
+	require.NoError(s, s.options.exclude("unmanaged"))
+	s.Join(aws("unmanaged"))
 	s.waitForIdle()
-	s.requireUntouched("unmanaged")
+	s.assertUntouched("unmanaged")
 }
 
 func TestController_KeepsTopologyUntilLabelIsRemoved(t *testing.T) {
 	s := parallel(t)
-	m := s.join(aws("topology"))
+	m := s.Join(aws("topology"))
 	s.awaitInitialized("topology")
 
-	s.require(m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone, spec.InstanceType = "eu-1b", "larger" }))
+	s.update(m, func(spec *runtime.PlatformMetadataSpec) { spec.Zone, spec.InstanceType = "eu-1b", "larger" })
 
-	message := s.awaitEvent("topology", node.ReasonTopologyChanged).Message
-	for _, part := range []string{corev1.LabelTopologyZone + `="eu-1a"`, `its machine now sets "eu-1b"`, "nodes.topology: follow"} {
-		if !strings.Contains(message, part) {
-			t.Errorf("Event does not contain %s: %s", part, message)
-		}
-	}
+	s.AwaitEvent("topology", node.ReasonTopologyChanged, corev1.LabelTopologyZone+`="eu-1a"`, `its machine now sets "eu-1b"`, "nodes.topology: follow")
 
 	s.rules("topology", rules.Rule{Name: "move", PlatformMetadata: map[string]string{"Region": "us"}, Labels: map[string]string{"example.com/seen": "true"}})
-	s.await("topology", "labeled", labeled("example.com/seen", "true"))
+	s.AwaitNode("topology", "labeled", labeled("example.com/seen", "true"))
 	s.touch("topology", 20)
 	s.waitForIdle()
 
-	n := s.get("topology")
-	if want := topology("eu", "eu-1a", "larger"); !maps.Equal(want, without(ourLabels(n), nodespec.LabelPlatform, nodespec.LabelClusterName)) {
-		t.Errorf("labels %v, want %v", ourLabels(n), want)
-	}
+	n := s.Node("topology")
+	assert.Equal(t, topology("eu", "eu-1a", "larger"), without(ourLabels(n), nodespec.LabelPlatform, nodespec.LabelClusterName))
 
-	if found := s.events("topology", node.ReasonTopologyChanged); len(found) != 2 || found[0].Count != 1 || found[1].Count != 1 {
-		t.Errorf("want one Event for the zone and one for the region: %s", messages(found))
-	}
+	// One for the zone and one for the region.
+	found := s.Events("topology", node.ReasonTopologyChanged)
+	assert.Len(t, found, 2)
+	assert.True(t, found[0].Count == 1 && found[1].Count == 1, ctest.Messages(found))
 
-	s.patch("topology", "kubectl-label", fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, corev1.LabelTopologyZone))
-	s.await("topology", "in the new zone", func(n *corev1.Node) bool {
+	s.PatchNode("topology", "kubectl-label", fmt.Sprintf(`{"metadata":{"labels":{%q:null}}}`, corev1.LabelTopologyZone))
+	s.AwaitNode("topology", "in the new zone", func(n *corev1.Node) bool {
 		return inZone("eu-1b")(n) && n.Labels[corev1.LabelFailureDomainBetaZone] == "eu-1b" && n.Labels[corev1.LabelTopologyRegion] == "eu"
 	})
 
 	// The API server would remove labels that are no longer applied.
-	s.require(m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone, spec.InstanceType = "", "" }))
+	s.update(m, func(spec *runtime.PlatformMetadataSpec) { spec.Zone, spec.InstanceType = "", "" })
 
-	n = s.await("topology", "without an instance type", ofType(""))
-	if n.Labels[corev1.LabelTopologyZone] != "eu-1b" {
-		t.Errorf("zone that the machine no longer reports was removed: %v", n.Labels)
-	}
+	n = s.AwaitNode("topology", "without an instance type", ofType(""))
+	assert.Equal(t, "eu-1b", n.Labels[corev1.LabelTopologyZone])
 }
 
 func without(labels map[string]string, keys ...string) map[string]string {
@@ -431,32 +396,30 @@ func without(labels map[string]string, keys ...string) map[string]string {
 
 func TestController_UpdatesTopologyOfNodeThatRegistersAgain(t *testing.T) {
 	s := parallel(t)
-	m := s.join(aws("registers-again"))
+	m := s.Join(aws("registers-again"))
 	s.awaitInitialized("registers-again")
 
-	s.require(m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "eu-1b" }))
-	s.awaitEvent("registers-again", node.ReasonTopologyChanged)
-	s.remove("registers-again")
-	s.register(nodeOf(m))
+	s.update(m, func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "eu-1b" })
+	s.AwaitEvent("registers-again", node.ReasonTopologyChanged)
+	s.Remove("registers-again")
+	s.Register(ctest.NodeOf(m))
 
-	if n := s.awaitInitialized("registers-again"); !inZone("eu-1b")(n) {
-		t.Errorf("labels %v", ourLabels(n))
-	}
+	assert.Equal(t, "eu-1b", s.awaitInitialized("registers-again").Labels[corev1.LabelTopologyZone])
 }
 
 func TestController_FollowsTopologyIfConfigured(t *testing.T) {
 	// Not parallel, because the option applies to all Nodes.
-	s := suite{t, &shared}
-	m := s.join(aws("topology-follow"))
+	s := alone(t)
+	m := s.Join(aws("topology-follow"))
 	s.awaitInitialized("topology-follow")
-	s.require(m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "eu-1b" }))
-	s.awaitEvent("topology-follow", node.ReasonTopologyChanged)
+	s.update(m, func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "eu-1b" })
+	s.AwaitEvent("topology-follow", node.ReasonTopologyChanged)
 
 	s.options.follow(true)
 	defer s.options.follow(false)
 
 	s.resync()
-	s.await("topology-follow", "in the new zone", inZone("eu-1b"))
-	s.require(m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "" }))
-	s.await("topology-follow", "without a zone", inZone(""))
+	s.AwaitNode("topology-follow", "in the new zone", inZone("eu-1b"))
+	s.update(m, func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "" })
+	s.AwaitNode("topology-follow", "without a zone", inZone(""))
 }

@@ -5,7 +5,10 @@ import (
 	"net/http"
 	"strings"
 	"sync"
-	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 // transport is the controller's connection to the API server. It counts write requests for Nodes, including those that
@@ -78,11 +81,6 @@ func (s suite) overtake(nodename string, change func(context.Context) error) (wa
 	return func() {
 		s.Helper()
 
-		select {
-		case err := <-done:
-			s.require(err)
-		case <-time.After(timeout):
-			s.Fatalf("node %s was not written within %s", nodename, timeout)
-		}
+		require.NoError(s, ctest.Receive(s, done, nodename+" is written"))
 	}
 }

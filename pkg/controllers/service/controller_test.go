@@ -5,6 +5,8 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -22,33 +24,31 @@ func TestController_FollowsNodes(t *testing.T) {
 	s.await("web", "192.0.2.1", "192.0.2.2")
 
 	for _, ingress := range s.get("web").Status.LoadBalancer.Ingress {
-		if *ingress.IPMode != corev1.LoadBalancerIPModeVIP {
-			t.Errorf("ipMode of %s: got %s, want VIP", ingress.IP, *ingress.IPMode)
-		}
+		assert.Equal(t, corev1.LoadBalancerIPModeVIP, *ingress.IPMode)
 	}
 
-	s.setReady("b", corev1.ConditionUnknown)
+	s.SetReady("b", corev1.ConditionUnknown)
 	s.await("web", "192.0.2.1")
-	s.setReady("b", corev1.ConditionTrue)
+	s.SetReady("b", corev1.ConditionTrue)
 	s.await("web", "192.0.2.1", "192.0.2.2")
 
-	s.patchNode("a", `{"metadata":{"labels":{"node.kubernetes.io/exclude-from-external-load-balancers":""}}}`)
+	s.PatchNode("a", "other", `{"metadata":{"labels":{"node.kubernetes.io/exclude-from-external-load-balancers":""}}}`)
 	s.await("web", "192.0.2.2")
 
-	s.patchNode("b", `{"metadata":{"labels":{"test/unmanaged":"true"}}}`)
+	s.PatchNode("b", "other", `{"metadata":{"labels":{"test/unmanaged":"true"}}}`)
 	s.await("web")
-	s.awaitEvent("web", service.ReasonNoEligibleNodes, "0 Nodes are managed")
+	s.AwaitEvent("web", service.ReasonNoEligibleNodes, "0 Nodes are managed")
 
-	s.patchNode("a", `{"metadata":{"labels":{"node.kubernetes.io/exclude-from-external-load-balancers":null}}}`)
-	s.patchNode("b", `{"metadata":{"labels":{"test/unmanaged":null}}}`)
+	s.PatchNode("a", "other", `{"metadata":{"labels":{"node.kubernetes.io/exclude-from-external-load-balancers":null}}}`)
+	s.PatchNode("b", "other", `{"metadata":{"labels":{"test/unmanaged":null}}}`)
 	s.await("web", "192.0.2.1", "192.0.2.2")
 
-	s.patchNode("b", `{"spec":{"taints":[{"key":"ToBeDeletedByClusterAutoscaler","effect":"NoSchedule"}]}}`)
+	s.PatchNode("b", "other", `{"spec":{"taints":[{"key":"ToBeDeletedByClusterAutoscaler","effect":"NoSchedule"}]}}`)
 	s.await("web", "192.0.2.1")
-	s.patchNode("b", `{"spec":{"taints":null}}`)
+	s.PatchNode("b", "other", `{"spec":{"taints":null}}`)
 	s.await("web", "192.0.2.1", "192.0.2.2")
 
-	s.require(client.CoreV1().Nodes().Delete(t.Context(), "a", metav1.DeleteOptions{}))
+	s.Remove("a")
 	s.await("web", "192.0.2.2")
 }
 
@@ -60,7 +60,7 @@ func TestController_PublishesOnlyAddressesOfTheMachine(t *testing.T) {
 	s.await("web", "192.0.2.1")
 
 	// A kubelet can write the addresses of its Node.
-	s.patchNode("a", `{"status":{"addresses":[{"type":"ExternalIP","address":"8.8.8.8"}]}}`, "status")
+	s.PatchNode("a", "other", `{"status":{"addresses":[{"type":"InternalIP","address":"192.0.2.1"},{"type":"ExternalIP","address":"8.8.8.8"}]}}`, "status")
 	s.await("web")
 
 	s.respond("a", "192.0.2.1", "8.8.8.8")
@@ -86,15 +86,14 @@ func TestController_KeepsAddressesUntilMachinesRespond(t *testing.T) {
 	// The older Service takes the third address as soon as it can, too.
 	s.await("web", "192.0.2.1", "192.0.2.2", "192.0.2.3")
 
-	history, err := client.CoreV1().Services(s.namespace).Watch(t.Context(), metav1.ListOptions{ResourceVersion: before, FieldSelector: "metadata.name=web"})
-	s.require(err)
+	history, err := s.services().Watch(t.Context(), metav1.ListOptions{ResourceVersion: before, FieldSelector: "metadata.name=web"})
+	require.NoError(s, err)
 
 	defer history.Stop()
 
 	first, isService := (<-history.ResultChan()).Object.(*corev1.Service)
-	if !isService || len(addresses(first)) != 3 {
-		t.Errorf("first change after the restart: got addresses %v, want three", addresses(first))
-	}
+	require.True(t, isService)
+	assert.Len(t, addresses(first), 3, "first change after the restart")
 }
 
 func TestController_RemovesItsAddressesWhenNotManaged(t *testing.T) {
@@ -119,9 +118,7 @@ func TestController_RemovesItsAddressesWhenNotManaged(t *testing.T) {
 	s.stop()
 	s.patch("class", `{"spec":{"type":"ClusterIP","loadBalancerClass":null}}`)
 
-	if got := addresses(s.get("class")); len(got) > 0 {
-		t.Errorf("addresses after the type has changed: %v", got)
-	}
+	assert.Empty(t, addresses(s.get("class")))
 
 	s.run()
 	s.respond("a", "192.0.2.1")
@@ -131,9 +128,7 @@ func TestController_RemovesItsAddressesWhenNotManaged(t *testing.T) {
 	s.await("next", "192.0.2.1")
 	s.stop()
 
-	if got := addresses(s.get("class")); !slices.Equal(got, []string{"198.51.100.1"}) {
-		t.Errorf("addresses of another class: got %v", got)
-	}
+	assert.Equal(t, []string{"198.51.100.1"}, addresses(s.get("class")))
 }
 
 func TestController_LeavesOtherServicesAlone(t *testing.T) {
@@ -168,16 +163,14 @@ func TestController_LeavesOtherServicesAlone(t *testing.T) {
 	// With default, another controller's addresses remain, and an Event says so.
 	s.options.Store(&config.Service{Default: true})
 	s.resync()
-	s.awaitEvent("no-class", service.ReasonOwnershipConflict, "(other)")
+	s.AwaitEvent("no-class", service.ReasonOwnershipConflict, "(other)")
 	s.await("web", "192.0.2.1", "192.0.2.2")
 	s.stop()
 
 	delete(versions, "pending")
 
 	for name, version := range versions {
-		if got := s.get(name).ResourceVersion; got != version {
-			t.Errorf("service %s was written: resourceVersion %s, want %s", name, got, version)
-		}
+		assert.Equal(t, version, s.get(name).ResourceVersion)
 	}
 }
 
@@ -191,10 +184,10 @@ func (s *suite) slice(name string, endpoints ...discoveryv1.Endpoint) {
 		Endpoints:   endpoints,
 	}
 
-	client := client.DiscoveryV1().EndpointSlices(s.namespace)
+	client := s.Client.DiscoveryV1().EndpointSlices(s.Namespace)
 	if _, err := client.Update(s.Context(), slice, metav1.UpdateOptions{}); err != nil {
 		_, err = client.Create(s.Context(), slice, metav1.CreateOptions{})
-		s.require(err)
+		require.NoError(s, err)
 	}
 }
 
@@ -211,7 +204,7 @@ func TestController_LocalFollowsEndpoints(t *testing.T) {
 	s.join("a", "192.0.2.1")
 	s.join("b", "192.0.2.2")
 	s.create("web", func(svc *corev1.Service) { svc.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyLocal })
-	s.awaitEvent("web", service.ReasonNoEligibleNodes, "0 of these have a ready endpoint")
+	s.AwaitEvent("web", service.ReasonNoEligibleNodes, "0 of these have a ready endpoint")
 
 	s.slice("web", endpoint("10.1.0.1", "a", true))
 	s.await("web", "192.0.2.1")
@@ -219,7 +212,7 @@ func TestController_LocalFollowsEndpoints(t *testing.T) {
 	s.await("web", "192.0.2.2")
 	s.slice("web", endpoint("10.1.0.3", "a", true), endpoint("10.1.0.2", "b", true))
 	s.await("web", "192.0.2.1", "192.0.2.2")
-	s.require(client.DiscoveryV1().EndpointSlices(s.namespace).Delete(t.Context(), "web", metav1.DeleteOptions{}))
+	require.NoError(s, s.Client.DiscoveryV1().EndpointSlices(s.Namespace).Delete(t.Context(), "web", metav1.DeleteOptions{}))
 	s.await("web")
 
 	s.patch("web", `{"spec":{"externalTrafficPolicy":"Cluster"}}`)
@@ -241,7 +234,7 @@ func TestController_OlderServiceKeepsThePort(t *testing.T) {
 		svc.Spec.Ports = append(svc.Spec.Ports, corev1.ServicePort{Name: "second", Port: 443})
 	})
 	s.await("younger", "192.0.2.2")
-	s.awaitEvent("younger", service.ReasonPortConflict, fmt.Sprintf("TCP/80 on 192.0.2.1 (Service %s/older)", s.namespace))
+	s.AwaitEvent("younger", service.ReasonPortConflict, fmt.Sprintf("TCP/80 on 192.0.2.1 (Service %s/older)", s.Namespace))
 
 	s.create("zz-other-protocol", func(svc *corev1.Service) { svc.Spec.Ports[0].Protocol = corev1.ProtocolUDP })
 	s.await("zz-other-protocol", "192.0.2.1", "192.0.2.2")
@@ -250,7 +243,7 @@ func TestController_OlderServiceKeepsThePort(t *testing.T) {
 	s.await("older", "192.0.2.1", "192.0.2.2")
 	s.await("younger")
 
-	s.require(client.CoreV1().Services(s.namespace).Delete(t.Context(), "older", metav1.DeleteOptions{}))
+	require.NoError(s, s.services().Delete(t.Context(), "older", metav1.DeleteOptions{}))
 	s.await("younger", "192.0.2.1", "192.0.2.2")
 }
 
@@ -262,7 +255,7 @@ func TestController_InvalidAnnotationChangesNothing(t *testing.T) {
 	s.await("web", "192.0.2.1")
 
 	s.patch("web", `{"metadata":{"annotations":{"talos-ccm.dev/node-selector":"a b"}}}`)
-	s.awaitEvent("web", service.ReasonInvalidAnnotation, service.AnnotationNodeSelector)
+	s.AwaitEvent("web", service.ReasonInvalidAnnotation, service.AnnotationNodeSelector)
 	s.await("web", "192.0.2.1")
 
 	s.patch("web", `{"metadata":{"annotations":{"talos-ccm.dev/node-selector":null,"talos-ccm.dev/addresses":"public"}}}`)
@@ -280,7 +273,7 @@ func TestController_LimitsAddressesWithoutReshuffling(t *testing.T) {
 	}
 
 	s.create("web", nil)
-	before := addresses(s.awaitThat("web", "16 addresses", func(svc *corev1.Service) bool { return len(addresses(svc)) == 16 }))
+	before := addresses(s.awaitThat("web", "has 16 addresses", func(svc *corev1.Service) bool { return len(addresses(svc)) == 16 }))
 
 	// Only the second pass over the new Node is certain to follow the first one.
 	s.join("new", "192.0.2.100")
@@ -291,9 +284,7 @@ func TestController_LimitsAddressesWithoutReshuffling(t *testing.T) {
 	s.await("probe", "192.0.2.100")
 	s.stop()
 
-	if got := addresses(s.get("web")); !slices.Equal(got, before) {
-		t.Errorf("a new Node changed the addresses: got %v, want %v", got, before)
-	}
+	assert.Equal(t, before, addresses(s.get("web")))
 
 	s.run()
 
@@ -302,16 +293,16 @@ func TestController_LimitsAddressesWithoutReshuffling(t *testing.T) {
 	}
 
 	lost := before[3]
-	nodes, err := client.CoreV1().Nodes().List(t.Context(), metav1.ListOptions{})
-	s.require(err)
+	nodes, err := s.Client.CoreV1().Nodes().List(t.Context(), metav1.ListOptions{})
+	require.NoError(s, err)
 
 	for i := range nodes.Items {
 		if nodes.Items[i].Status.Addresses[0].Address == lost {
-			s.setReady(nodes.Items[i].Name, corev1.ConditionFalse)
+			s.SetReady(nodes.Items[i].Name, corev1.ConditionFalse)
 		}
 	}
 
-	s.awaitThat("web", "15 of the addresses and another one", func(svc *corev1.Service) bool {
+	s.awaitThat("web", "has 15 of the addresses and another one", func(svc *corev1.Service) bool {
 		got := addresses(svc)
 		kept := slices.DeleteFunc(slices.Clone(before), func(a string) bool { return !slices.Contains(got, a) })
 

@@ -1,0 +1,302 @@
+package ctest
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/util/retry"
+
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/kube"
+)
+
+// Bed is what the tests of a package share.
+type Bed struct {
+	Kube *kube.Cluster
+	// Client is an administrator's.
+	Client kubernetes.Interface
+	Talos  *talostest.Cluster
+}
+
+// Main is for TestMain: it starts a control plane and a Talos cluster, calls setup, if any, runs the tests, calls what
+// setup has returned, stops both clusters, and exits.
+func (b *Bed) Main(m *testing.M, options kube.Options, setup func() (stop func(), err error)) {
+	code, err := b.run(m, options, setup)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+
+		code = 1
+	}
+
+	os.Exit(code)
+}
+
+func (b *Bed) run(m *testing.M, options kube.Options, setup func() (func(), error)) (code int, err error) {
+	options.Progress = os.Stderr
+
+	if b.Kube, err = kube.Start(context.Background(), options); err != nil {
+		return 1, err
+	}
+
+	defer func() { err = errors.Join(err, b.Kube.Stop()) }()
+
+	if b.Client, err = kubernetes.NewForConfig(b.Kube.Config()); err != nil {
+		return 1, err
+	}
+
+	if b.Talos, err = talostest.New(talostest.Options{}); err != nil {
+		return 1, err
+	}
+	defer b.Talos.Close()
+
+	if setup != nil {
+		stop, err := setup()
+		if err != nil {
+			return 1, err
+		}
+
+		defer stop()
+	}
+
+	return m.Run(), nil
+}
+
+// Suite is a test or benchmark and its bed, whose parts it can replace. Packages embed it in a type with methods of their own.
+type Suite struct {
+	testing.TB
+	Bed
+
+	// Namespace limits the Events that are returned; empty means all.
+	Namespace string
+}
+
+// NewSuite returns the suite of a test.
+func (b *Bed) NewSuite(t testing.TB) Suite {
+	t.Helper()
+
+	return Suite{TB: t, Bed: *b}
+}
+
+// Machine adds a machine, which stops when the test ends.
+func (s Suite) Machine(spec talostest.MachineSpec) *talostest.Machine {
+	s.Helper()
+
+	m, err := s.Talos.AddMachine(spec)
+	require.NoError(s, err)
+	s.Cleanup(func() { _ = m.Stop(context.Background()) })
+
+	return m
+}
+
+// Register registers a Node, as its kubelet does, until the test ends.
+func (s Suite) Register(spec kube.NodeSpec) *corev1.Node {
+	s.Helper()
+
+	node, err := s.Kube.RegisterNode(s.Context(), spec)
+	require.NoError(s, err)
+	s.Cleanup(func() { s.Remove(spec.Name) })
+
+	return node
+}
+
+// NodeOf describes the Node of a machine.
+func NodeOf(m *talostest.Machine) kube.NodeSpec {
+	return kube.NodeSpec{Name: m.Nodename(), NodeIPs: []netip.Addr{m.Address()}}
+}
+
+// Join adds a machine and registers its Node.
+func (s Suite) Join(spec talostest.MachineSpec) *talostest.Machine {
+	s.Helper()
+
+	m := s.Machine(spec)
+	s.Register(NodeOf(m))
+
+	return m
+}
+
+// Remove deletes a Node, if it exists. Cleanups may use it.
+func (s Suite) Remove(nodename string) {
+	s.Helper()
+
+	if err := s.Client.CoreV1().Nodes().Delete(context.WithoutCancel(s.Context()), nodename, metav1.DeleteOptions{}); !apierrors.IsNotFound(err) {
+		require.NoError(s, err)
+	}
+}
+
+// Node returns a Node.
+func (s Suite) Node(nodename string) *corev1.Node {
+	s.Helper()
+
+	node, err := s.Client.CoreV1().Nodes().Get(s.Context(), nodename, metav1.GetOptions{})
+	require.NoError(s, err)
+
+	return node
+}
+
+// PatchNode applies a merge patch with the given field manager, and returns the result. Even a patch without
+// resourceVersion can conflict: the API server gives up after a few attempts.
+func (s Suite) PatchNode(nodename, manager, patch string, subresources ...string) *corev1.Node {
+	s.Helper()
+
+	return s.patchNode(nodename, types.MergePatchType, manager, patch, subresources...)
+}
+
+// SetReady sets the condition Ready of a Node.
+func (s Suite) SetReady(nodename string, status corev1.ConditionStatus) {
+	s.Helper()
+
+	patch := fmt.Sprintf(`{"status":{"conditions":[{"type":"Ready","status":%q}]}}`, status)
+	s.patchNode(nodename, types.StrategicMergePatchType, "kubelet", patch, "status")
+}
+
+func (s Suite) patchNode(nodename string, kind types.PatchType, manager, patch string, subresources ...string) (node *corev1.Node) {
+	s.Helper()
+
+	backoff := retry.DefaultRetry
+	backoff.Steps = 1000
+
+	require.NoError(s, retry.RetryOnConflict(backoff, func() (err error) {
+		node, err = s.Client.CoreV1().Nodes().Patch(s.Context(), nodename, kind, []byte(patch), metav1.PatchOptions{FieldManager: manager}, subresources...)
+
+		return err
+	}))
+
+	return node
+}
+
+// AwaitNode watches a Node until ok returns true, and returns that version. The first version may be older than the
+// last write of the test: ok must return false for it. Use Node for other assertions.
+func (s Suite) AwaitNode(nodename, what string, ok func(*corev1.Node) bool) *corev1.Node {
+	s.Helper()
+
+	return s.AwaitNodeSince(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: nodename}}, what, ok)
+}
+
+// AwaitNodeSince is AwaitNode for versions after the given one.
+func (s Suite) AwaitNodeSince(seen *corev1.Node, what string, ok func(*corev1.Node) bool) *corev1.Node {
+	s.Helper()
+
+	options := Named(seen.Name)
+	options.ResourceVersion = seen.ResourceVersion
+
+	return Await(s, s.Client.CoreV1().Nodes(), options, "node "+seen.Name+" is "+what, ok)
+}
+
+// Named selects the object with the given name.
+func Named(name string) metav1.ListOptions {
+	return metav1.ListOptions{FieldSelector: fields.OneTermEqualSelector(metav1.ObjectNameField, name).String()}
+}
+
+// Watcher is a client of one type of objects.
+type Watcher interface {
+	Watch(ctx context.Context, options metav1.ListOptions) (watch.Interface, error)
+}
+
+// Await watches objects until ok returns true for a version of one, and returns it. It starts with the present
+// versions, or after that in options, and restarts a watch that ends, as the API server may end it at any time.
+func Await[T metav1.Object](t testing.TB, client Watcher, options metav1.ListOptions, what string, ok func(T) bool) T {
+	t.Helper()
+
+	ctx, cancel := context.WithTimeout(t.Context(), Timeout)
+	defer cancel()
+
+	var last T
+
+	for ; ctx.Err() == nil; time.Sleep(maxPause) {
+		if w, err := client.Watch(ctx, options); err != nil {
+			t.Logf("restarting watch: %v", err)
+		} else if receive(w, &last, ok) {
+			return last
+		}
+	}
+
+	text, err := json.MarshalIndent(last, "", "  ")
+	require.FailNow(t, "not true after "+Timeout.String()+": "+what, "last version, %v: %s", err, text)
+
+	return last
+}
+
+// receive sets the last version received, and reports whether ok has returned true for it.
+func receive[T metav1.Object](w watch.Interface, last *T, ok func(T) bool) bool {
+	defer w.Stop()
+
+	for event := range w.ResultChan() {
+		object, isObject := event.Object.(T)
+		if !isObject {
+			return false
+		}
+
+		if *last = object; event.Type != watch.Deleted && ok(object) {
+			return true
+		}
+	}
+
+	return false
+}
+
+// eventsOn selects the Events with the given reason, or all if it is empty.
+func eventsOn(name, reason string) metav1.ListOptions {
+	selector := fields.Set{"involvedObject.name": name}
+	if reason != "" {
+		selector["reason"] = reason
+	}
+
+	return metav1.ListOptions{FieldSelector: selector.String()}
+}
+
+// Events returns the Events on an object with the given reason, or all if it is empty.
+func (s Suite) Events(name, reason string) []corev1.Event {
+	s.Helper()
+
+	list, err := s.Client.CoreV1().Events(s.Namespace).List(s.Context(), eventsOn(name, reason))
+	require.NoError(s, err)
+
+	return list.Items
+}
+
+// AwaitEvent waits for an Event whose message contains the texts.
+func (s Suite) AwaitEvent(name, reason string, texts ...string) *corev1.Event {
+	s.Helper()
+
+	defer func() {
+		if s.Failed() {
+			s.Logf("all Events: %q", Messages(s.Events(name, "")))
+		}
+	}()
+
+	what := fmt.Sprintf("%s has an Event %s with %q", name, reason, texts)
+
+	return Await(s, s.Client.CoreV1().Events(s.Namespace), eventsOn(name, reason), what, func(event *corev1.Event) bool {
+		for _, text := range texts {
+			if !strings.Contains(event.Message, text) {
+				return false
+			}
+		}
+
+		return true
+	})
+}
+
+// Messages describes Events.
+func Messages(events []corev1.Event) (list []string) {
+	for i := range events {
+		list = append(list, fmt.Sprintf("%s: %d× %s: %s", events[i].InvolvedObject.Name, events[i].Count, events[i].Reason, events[i].Message))
+	}
+
+	return list
+}
