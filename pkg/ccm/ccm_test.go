@@ -20,9 +20,9 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/siderolabs/talos/pkg/machinery/role"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	authorizationv1 "k8s.io/api/authorization/v1"
-	corev1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/klog/v2"
@@ -32,11 +32,12 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/ccm"
 	nodecontroller "github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
 func TestApp_InitializesNodesOverMachineSocket(t *testing.T) {
-	s := newSuite(t, "chain-", talostest.Options{})
+	s := newSuite(t)
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
 
@@ -46,41 +47,35 @@ func TestApp_InitializesNodesOverMachineSocket(t *testing.T) {
 	s.move(worker, "worker-moved")
 
 	// The local machine is read only over machine.sock.
-	if n := self.Connections(); n != 0 {
-		t.Errorf("local machine's apid has %d connections, want 0", n)
-	}
+	assert.Equal(t, 0, self.Connections())
 
-	if s.holder() == "" {
-		t.Error("no instance holds the lease")
-	}
+	assert.NotEmpty(t, s.holder())
 
 	r.stop()
 
-	if holder := s.holder(); holder != "" {
-		t.Errorf("lease is still held by %s", holder)
-	}
+	assert.Empty(t, s.holder())
 }
 
 // outside returns options for an instance outside Talos.
 func (s *suite) outside(on *talostest.Machine) *ccm.Options {
 	s.Helper()
 
-	talosconfig, err := s.talos.Talosconfig(string(role.Reader))
-	s.require(err)
+	talosconfig, err := s.Talos.Talosconfig(string(role.Reader))
+	require.NoError(s, err)
 
 	options := s.options(on)
 	options.MachineSocket, options.RunDir = "", ""
 	options.Talosconfig = filepath.Join(s.TempDir(), "talosconfig")
 	options.Framework.Generic.ClientConnection.Kubeconfig = filepath.Join(s.TempDir(), "kubeconfig")
 
-	s.require(talosconfig.Save(options.Talosconfig))
-	s.require(os.WriteFile(options.Framework.Generic.ClientConnection.Kubeconfig, s.kube.Kubeconfig(), 0o600))
+	require.NoError(s, talosconfig.Save(options.Talosconfig))
+	require.NoError(s, os.WriteFile(options.Framework.Generic.ClientConnection.Kubeconfig, s.Kube.Kubeconfig(), 0o600))
 
 	return options
 }
 
 func TestApp_RunsOutsideTalosWithReaderRole(t *testing.T) {
-	s := newSuite(t, "outside-", talostest.Options{})
+	s := newSuite(t)
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
 	s.start(s.outside(self))
@@ -88,9 +83,8 @@ func TestApp_RunsOutsideTalosWithReaderRole(t *testing.T) {
 	s.move(worker, "moved")
 
 	for _, call := range slices.Concat(self.Calls(), worker.Calls()) {
-		if !slices.Equal(call.Roles, []string{string(role.Reader)}) || call.Transport != talostest.TransportAPID {
-			t.Errorf("call %s with roles %v over %s, want role os:reader over apid", call.Method, call.Roles, call.Transport)
-		}
+		assert.Equal(t, []string{string(role.Reader)}, call.Roles)
+		assert.Equal(t, talostest.TransportAPID, call.Transport)
 	}
 }
 
@@ -104,8 +98,8 @@ func longLease(options *ccm.Options) {
 func (s *suite) stopAPIServer() {
 	s.Helper()
 
-	s.kube.StopAPIServer(s.Context())
-	s.Cleanup(func() { s.require(s.kube.StartAPIServer(context.Background())) })
+	s.Kube.StopAPIServer(s.Context())
+	s.Cleanup(func() { require.NoError(s, s.Kube.StartAPIServer(context.Background())) })
 }
 
 // initializing registers the Nodes of 30 machines, some of them slow, and returns when some but not all are
@@ -123,15 +117,13 @@ func (s *suite) initializing() (machines []*talostest.Machine, last *talostest.M
 	s.register(machines...)
 	s.awaitInitialized(machines[:5]...)
 
-	if !tainted(s.get(last)) {
-		s.Fatal("Node of a frozen machine is initialized")
-	}
+	s.assertUninitialized(last)
 
 	return machines, last
 }
 
 func TestApp_SurvivesAPIServerRestart(t *testing.T) {
-	s := newSuite(t, "restart-", talostest.Options{})
+	s := newSuite(t)
 	options := s.options(s.controlPlane("cp"))
 	longLease(options)
 
@@ -140,7 +132,7 @@ func TestApp_SurvivesAPIServerRestart(t *testing.T) {
 
 	s.stopAPIServer()
 	last.Thaw()
-	s.require(s.kube.StartAPIServer(t.Context()))
+	require.NoError(s, s.Kube.StartAPIServer(t.Context()))
 
 	s.awaitInitialized(machines...)
 	r.alive()
@@ -148,23 +140,19 @@ func TestApp_SurvivesAPIServerRestart(t *testing.T) {
 }
 
 func TestApp_ExitsWhenLeaseExpiresDuringAPIServerOutage(t *testing.T) {
-	s := newSuite(t, "outage-", talostest.Options{})
+	s := newSuite(t)
 	options := s.options(s.controlPlane("cp"))
+	election := &options.Framework.Generic.LeaderElection
+	election.LeaseDuration.Duration, election.RenewDeadline.Duration, election.RetryPeriod.Duration = 8*time.Second, 6*time.Second, time.Second
 
 	r := s.launch(options)
 	machines, last := s.initializing()
 
 	s.stopAPIServer()
 
-	select {
-	case <-r.ended:
-	case <-time.After(waitTimeout):
-		t.Fatal("talos-ccm still runs after losing the lease")
-	}
+	ctest.Receive(s, r.ended, "talos-ccm ends")
 
-	if r.err == nil {
-		t.Error("Run returned no error after losing the lease; no supervisor would restart it")
-	}
+	assert.NotNil(t, r.err)
 
 	// Talos restarts the service immediately, whether the API server is available or not.
 	longLease(options)
@@ -172,24 +160,24 @@ func TestApp_ExitsWhenLeaseExpiresDuringAPIServerOutage(t *testing.T) {
 	again := s.start(options)
 
 	last.Thaw()
-	s.require(s.kube.StartAPIServer(t.Context()))
+	require.NoError(s, s.Kube.StartAPIServer(t.Context()))
 	s.awaitInitialized(machines...)
 	again.alive()
 }
 
 func TestApp_WaitsForAPIServer(t *testing.T) {
-	s := newSuite(t, "early-", talostest.Options{})
+	s := newSuite(t)
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
 	s.stopAPIServer()
 
 	r := s.start(s.options(self))
-	s.eventually("admin kubeconfig is read again", func() bool {
+	ctest.Eventually(s, "admin kubeconfig is read again", func() bool {
 		return calls(self, "/cosi.resource.State/Get", "KubernetesSecrets.secrets.talos.dev") >= 2
 	})
 	r.alive()
 
-	s.require(s.kube.StartAPIServer(t.Context()))
+	require.NoError(s, s.Kube.StartAPIServer(t.Context()))
 	s.awaitInitialized(self, worker)
 }
 
@@ -207,57 +195,46 @@ func calls(m *talostest.Machine, method string, resourceType resource.Type) int 
 }
 
 func TestApp_WaitsForAdminKubeconfig(t *testing.T) {
-	s := newSuite(t, "secretless-", talostest.Options{})
-	self := s.machine(talostest.MachineSpec{
-		Nodename: "cp", Type: talosmachine.TypeControlPlane, ServeSocket: true, Platform: identified("secretless-cp"),
-	})
+	s := newSuite(t)
+	self := s.controlPlane("cp", func(spec *talostest.MachineSpec) { spec.LocalhostAdminKubeconfig = "" })
 	s.register(self)
 
 	r := s.start(s.options(self))
-	s.eventually("admin kubeconfig is read", func() bool {
+	ctest.Eventually(s, "admin kubeconfig is read", func() bool {
 		return calls(self, "/cosi.resource.State/Get", "KubernetesSecrets.secrets.talos.dev") >= 1
 	})
 	r.alive()
 
-	s.require(self.SetLocalhostAdminKubeconfig(t.Context(), s.kube.Kubeconfig()))
+	require.NoError(s, self.SetLocalhostAdminKubeconfig(t.Context(), s.Kube.Kubeconfig()))
 	s.awaitInitialized(self)
 }
 
 func TestApp_InitializesOthersWithoutLocalMetadata(t *testing.T) {
-	s := newSuite(t, "unaware-", talostest.Options{})
-	self := s.machine(talostest.MachineSpec{
-		Nodename: "cp", Type: talosmachine.TypeControlPlane, ServeSocket: true, LocalhostAdminKubeconfig: string(s.kube.Kubeconfig()),
-		Platform: identified("unaware-cp"), PlatformPending: true,
-	})
+	s := newSuite(t)
+	self := s.controlPlane("cp", func(spec *talostest.MachineSpec) { spec.PlatformPending = true })
 	worker := s.worker("worker")
 	s.register(self, worker)
 
 	s.start(s.options(self))
 	s.awaitInitialized(worker)
 
-	if n := s.get(self); !tainted(n) || n.Spec.ProviderID != "" {
-		t.Errorf("Node of a machine without metadata was written: %s", describe(n))
-	}
+	s.assertUninitialized(self)
 
-	s.require(self.ResolvePlatform(t.Context()))
+	require.NoError(s, self.ResolvePlatform(t.Context()))
 	s.awaitInitialized(self)
 }
 
 func TestApp_InitializesLocalNodeWithoutNetwork(t *testing.T) {
-	s := newSuite(t, "lonely-", talostest.Options{})
+	s := newSuite(t)
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
-	s.require(worker.Stop(t.Context()))
+	require.NoError(s, worker.Stop(t.Context()))
 
 	s.start(s.options(self))
 	s.awaitInitialized(self)
-	s.eventually("worker has an Event MachineUnreachable", func() bool {
-		return len(s.events(worker, nodecontroller.ReasonUnreachable)) > 0
-	})
+	s.AwaitEvent(worker.Nodename(), nodecontroller.ReasonUnreachable)
 
-	if n := s.get(worker); !tainted(n) || n.Spec.ProviderID != "" {
-		t.Errorf("Node of an unreachable machine was written: %s", describe(n))
-	}
+	s.assertUninitialized(worker)
 
 	worker.Start()
 	s.awaitInitialized(worker)
@@ -265,7 +242,7 @@ func TestApp_InitializesLocalNodeWithoutNetwork(t *testing.T) {
 
 // A kubelet writes the addresses of its Node, and what control-plane machines report counts for the whole cluster.
 func TestApp_DialsControlPlaneAtKnownAddresses(t *testing.T) {
-	s := newSuite(t, "guarded-", talostest.Options{})
+	s := newSuite(t)
 	self, other := s.controlPlane("cp-1"), s.controlPlane("cp-2")
 	s.register(self, other)
 
@@ -275,44 +252,27 @@ func TestApp_DialsControlPlaneAtKnownAddresses(t *testing.T) {
 
 	s.start(s.options(self))
 	s.awaitInitialized(self) // over its socket
-	s.eventually("cp-2 has an Event MachineUnreachable", func() bool {
-		return len(s.events(other, nodecontroller.ReasonUnreachable)) > 0
-	})
+	s.AwaitEvent(other.Nodename(), nodecontroller.ReasonUnreachable)
 
-	if calls := other.Calls(); len(calls) > 0 {
-		t.Errorf("cp-2 was dialed at an address that only its Node lists: %v", calls)
-	}
+	assert.Empty(t, other.Calls())
 
-	s.talos.SetEtcdMembers(self.Address(), other.Address())
+	s.Talos.SetEtcdMembers(self.Address(), other.Address())
 	s.awaitInitialized(other)
 }
 
 // The API server derives the field manager from the user agent. The default of client-go is the name of the binary,
 // here that of this test.
 func TestApp_SetsFieldManager(t *testing.T) {
-	s := newSuite(t, "named-", talostest.Options{})
+	s := newSuite(t)
 	self := s.controlPlane("cp")
 	s.register(self)
 	s.start(s.options(self))
 	s.awaitInitialized(self)
-	s.eventually("Node has an Event Initialized", func() bool { return len(s.events(self, nodecontroller.ReasonInitialized)) > 0 })
+	event := s.AwaitEvent(self.Nodename(), nodecontroller.ReasonInitialized)
 
-	written := slices.Concat(s.get(self).ManagedFields, s.events(self, nodecontroller.ReasonInitialized)[0].ManagedFields)
-	for _, entry := range written {
-		if entry.Manager == filepath.Base(os.Args[0]) {
-			t.Errorf("field manager is %s: %s %s", entry.Manager, entry.Operation, entry.FieldsV1)
-		}
+	for _, entry := range slices.Concat(s.Node(self.Nodename()).ManagedFields, event.ManagedFields) {
+		assert.NotEqual(t, filepath.Base(os.Args[0]), entry.Manager, entry.FieldsV1)
 	}
-}
-
-func (s *suite) events(m *talostest.Machine, reason string) []corev1.Event {
-	s.Helper()
-
-	selector := "involvedObject.kind=Node,involvedObject.name=" + m.Nodename() + ",reason=" + reason
-
-	return ask(s, func(ctx context.Context) (*corev1.EventList, error) {
-		return s.client.CoreV1().Events(metav1.NamespaceAll).List(ctx, metav1.ListOptions{FieldSelector: selector})
-	}).Items
 }
 
 // awaitIdle waits until the process logs that it idles at a new stage. It fails the test if the process has done more
@@ -320,8 +280,8 @@ func (s *suite) events(m *talostest.Machine, reason string) []corev1.Event {
 func (p *process) awaitIdle(m *talostest.Machine, stage runtime.MachineStage) {
 	p.suite.Helper()
 
-	p.suite.require(m.SetStage(p.suite.Context(), stage))
-	p.suite.eventually("talos-ccm logs that it idles", func() bool {
+	require.NoError(p.suite, m.SetStage(p.suite.Context(), stage))
+	ctest.Eventually(p.suite, "talos-ccm logs that it idles", func() bool {
 		return strings.Contains(p.output.String(), fmt.Sprintf(`; idling" controlPlane=false stage=%q`, stage))
 	})
 
@@ -330,7 +290,7 @@ func (p *process) awaitIdle(m *talostest.Machine, stage runtime.MachineStage) {
 	var made []talostest.Call
 
 	// The simulated machine records a stream before it has received the request.
-	p.suite.eventually("all calls have a resource type", func() bool {
+	ctest.Eventually(p.suite, "all calls have a resource type", func() bool {
 		made = m.Calls()
 
 		return !slices.ContainsFunc(made, func(call talostest.Call) bool {
@@ -339,19 +299,15 @@ func (p *process) awaitIdle(m *talostest.Machine, stage runtime.MachineStage) {
 	})
 
 	for _, call := range made {
-		if !slices.Contains(allowed, call.ResourceType) {
-			p.suite.Errorf("idle talos-ccm called %s %s with roles %v", call.Method, call.ResourceType, call.Roles)
-		}
+		assert.Contains(p.suite, allowed, call.ResourceType, "%s with roles %v", call.Method, call.Roles)
 	}
 
-	if holder := p.suite.holder(); holder != "" {
-		p.suite.Errorf("lease is held by %s", holder)
-	}
+	assert.Empty(p.suite, p.suite.holder())
 }
 
 func TestApp_IdlesOnWorker(t *testing.T) {
-	s := newSuite(t, "idle-", talostest.Options{})
-	self := s.machine(talostest.MachineSpec{Nodename: "worker", ServeSocket: true, Platform: identified("idle-worker")})
+	s := newSuite(t)
+	self := s.machine(talostest.MachineSpec{Nodename: "worker", ServeSocket: true})
 	s.register(self)
 
 	p := s.spawn(self)
@@ -359,18 +315,16 @@ func TestApp_IdlesOnWorker(t *testing.T) {
 		p.awaitIdle(self, stage)
 	}
 
-	if n := s.get(self); !tainted(n) {
-		t.Error("Node of the worker was initialized")
-	}
+	s.assertUninitialized(self)
 
 	p.terminate()
 }
 
 func TestApp_IdlesInMaintenanceMode(t *testing.T) {
-	s := newSuite(t, "maintenance-", talostest.Options{})
+	s := newSuite(t)
 	self := s.controlPlane("cp")
 	s.register(self)
-	s.require(self.State().Destroy(t.Context(), config.NewMachineType().Metadata()))
+	require.NoError(s, self.State().Destroy(t.Context(), config.NewMachineType().Metadata()))
 
 	p := s.spawn(self)
 	p.awaitIdle(self, runtime.MachineStageBooting)
@@ -378,7 +332,7 @@ func TestApp_IdlesInMaintenanceMode(t *testing.T) {
 
 	machineType := config.NewMachineType()
 	machineType.SetMachineType(talosmachine.TypeControlPlane)
-	s.require(self.State().Create(t.Context(), machineType))
+	require.NoError(s, self.State().Create(t.Context(), machineType))
 	s.awaitInitialized(self)
 	p.terminate()
 }
@@ -388,7 +342,7 @@ func TestApp_ReleasesLeaseBeforeMachineGoesDown(t *testing.T) {
 		runtime.MachineStageRebooting, runtime.MachineStageShuttingDown, runtime.MachineStageResetting, runtime.MachineStageUpgrading,
 	} {
 		t.Run(stage.String(), func(t *testing.T) {
-			s := newSuite(t, "leaving-", talostest.Options{})
+			s := newSuite(t)
 			self, worker := s.controlPlane("cp"), s.worker("worker")
 			s.register(self, worker)
 
@@ -400,27 +354,24 @@ func TestApp_ReleasesLeaseBeforeMachineGoesDown(t *testing.T) {
 
 			began := time.Now()
 
-			s.require(self.SetStage(t.Context(), stage))
-			s.eventually("lease is released", func() bool { return s.holder() == "" })
+			require.NoError(s, self.SetStage(t.Context(), stage))
+			ctest.Eventually(s, "lease is released", func() bool { return s.holder() == "" })
 			t.Logf("lease released after %s", time.Since(began))
-			s.eventually("worker is no longer watched", func() bool { return worker.Connections() == 0 })
+			ctest.Eventually(s, "worker is no longer watched", func() bool { return worker.Connections() == 0 })
 			r.alive()
 
-			s.require(self.SetStage(t.Context(), runtime.MachineStageRunning))
+			require.NoError(s, self.SetStage(t.Context(), runtime.MachineStageRunning))
 			s.move(worker, "moved")
 		})
 	}
 }
 
 // reservedPort returns a port that is reserved until the test ends. Listeners must permit port sharing.
-func reservedPort(t *testing.T) int {
+func reservedPort(t testing.TB) int {
 	t.Helper()
 
 	port, err := kube.ReservePort()
-	if err != nil {
-		t.Fatal(err)
-	}
-
+	require.NoError(t, err)
 	t.Cleanup(port.Release)
 
 	return port.Number()
@@ -428,25 +379,25 @@ func reservedPort(t *testing.T) int {
 
 // Only the state of the local machine determines whether talos-ccm runs, so a broken watch must be restarted.
 func TestApp_RewatchesLocalMachine(t *testing.T) {
-	s := newSuite(t, "broken-", talostest.Options{})
+	s := newSuite(t)
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
 
 	r := s.start(s.options(self))
 	s.awaitInitialized(self, worker)
 
-	s.require(self.Stop(t.Context()))
+	require.NoError(s, self.Stop(t.Context()))
 	self.Start()
 	s.move(self, "self-moved")
 	s.move(worker, "worker-moved")
 	r.alive()
 
-	s.require(self.SetStage(t.Context(), runtime.MachineStageRebooting))
-	s.eventually("lease is released", func() bool { return s.holder() == "" })
+	require.NoError(s, self.SetStage(t.Context(), runtime.MachineStageRebooting))
+	ctest.Eventually(s, "lease is released", func() bool { return s.holder() == "" })
 }
 
 func TestApp_LogsThatSocketDoesNotRespond(t *testing.T) {
-	s := newSuite(t, "silent-", talostest.Options{})
+	s := newSuite(t)
 	self := s.controlPlane("cp")
 	self.Freeze()
 
@@ -463,7 +414,7 @@ func TestApp_LogsThatSocketDoesNotRespond(t *testing.T) {
 	const failed, recovered = "Failed to watch local machine; retrying", "Watching local machine"
 
 	stepUntil := func(what string, done func() bool) {
-		s.eventually(what, func() bool {
+		ctest.Eventually(s, what, func() bool {
 			clk.Step(time.Second)
 
 			return done()
@@ -478,9 +429,7 @@ func TestApp_LogsThatSocketDoesNotRespond(t *testing.T) {
 	stepUntil("the recovery is logged", func() bool { return logged(recovered) > 1 })
 
 	// The machine type and the document.
-	if got := logged(failed); got != 2 {
-		t.Errorf("logged %d failures, want 2:\n%s", got, sink.GetBuffer().String())
-	}
+	assert.Equal(t, 2, logged(failed))
 }
 
 // passing advances a clock in real time until the test ends.
@@ -508,7 +457,8 @@ func TestApp_RenewsTalosCertificate(t *testing.T) {
 	clk := clocktesting.NewFakeClock(time.Now())
 	passing(t, clk)
 
-	s := newSuite(t, "expiry-", talostest.Options{Clock: clk})
+	// Not parallel, because it reads a metric of the process.
+	s := prepared(beds.NewSerialSuite(t), talostest.Options{Clock: clk})
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
 
@@ -516,7 +466,7 @@ func TestApp_RenewsTalosCertificate(t *testing.T) {
 	options.Clock = clk
 	// The API server uses the real clock, so its tokens would look expired.
 	options.Framework.Generic.ClientConnection.Kubeconfig = filepath.Join(t.TempDir(), "kubeconfig")
-	s.require(os.WriteFile(options.Framework.Generic.ClientConnection.Kubeconfig, s.kube.Kubeconfig(), 0o600))
+	require.NoError(s, os.WriteFile(options.Framework.Generic.ClientConnection.Kubeconfig, s.Kube.Kubeconfig(), 0o600))
 
 	s.start(options)
 	s.awaitInitialized(self, worker)
@@ -525,7 +475,7 @@ func TestApp_RenewsTalosCertificate(t *testing.T) {
 	first := gauge(t, "talosccm_reader_certificate_expiry_timestamp_seconds")
 
 	clk.Step(31 * time.Minute)
-	s.eventually("second certificate is in use", func() bool {
+	ctest.Eventually(s, "second certificate is in use", func() bool {
 		return gauge(t, "talosccm_reader_certificate_expiry_timestamp_seconds") >= first+30*60
 	})
 
@@ -536,12 +486,10 @@ func TestApp_RenewsTalosCertificate(t *testing.T) {
 	before := watches(worker)
 
 	clk.Step(46 * time.Minute)
-	s.eventually("worker is dialed again", func() bool { return watches(worker) > before })
+	ctest.Eventually(s, "worker is dialed again", func() bool { return watches(worker) > before })
 	s.move(worker, "moved-again")
 
-	if found := s.events(worker, nodecontroller.ReasonUnreachable); len(found) > 0 {
-		t.Errorf("worker was reported as unreachable: %s", found[0].Message)
-	}
+	assert.Empty(t, s.Events(worker.Nodename(), nodecontroller.ReasonUnreachable))
 }
 
 // watches returns the number of watches of the machine's metadata that were started over the network.
@@ -562,9 +510,7 @@ func gauge(t *testing.T, name string) float64 {
 	t.Helper()
 
 	families, err := legacyregistry.DefaultGatherer.Gather()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	for _, family := range families {
 		if family.GetName() == name {
@@ -578,7 +524,7 @@ func gauge(t *testing.T, name string) float64 {
 }
 
 func TestApp_FollowsAPIServerCARotation(t *testing.T) {
-	s := newSuite(t, "rotated-", talostest.Options{})
+	s := newSuite(t)
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
 
@@ -588,25 +534,19 @@ func TestApp_FollowsAPIServerCARotation(t *testing.T) {
 	r := s.start(options)
 	s.awaitInitialized(self, worker)
 
-	s.require(s.kube.RotateServingCA(t.Context()))
-	s.useNewConfig()
-	s.require(self.SetLocalhostAdminKubeconfig(t.Context(), s.kube.Kubeconfig()))
+	require.NoError(s, s.Kube.RotateServingCA(t.Context()))
+
+	var err error
+
+	s.Client, err = kubernetes.NewForConfig(s.Kube.Config())
+	require.NoError(s, err)
+	require.NoError(s, self.SetLocalhostAdminKubeconfig(t.Context(), s.Kube.Kubeconfig()))
 
 	began := time.Now()
 
 	s.move(worker, "moved")
 	t.Logf("reconnected %s after the CA was rotated", time.Since(began))
 	r.alive()
-}
-
-// useNewConfig recreates the client of the tests.
-func (s *suite) useNewConfig() {
-	s.Helper()
-
-	client, err := kubernetes.NewForConfig(s.kube.Config())
-	s.require(err)
-
-	s.client = client
 }
 
 func TestOptions_ControllerNames(t *testing.T) {
@@ -622,18 +562,25 @@ func TestOptions_ControllerNames(t *testing.T) {
 	for _, name := range slices.Concat(own, others, unknown) {
 		for _, entry := range []string{name, "-" + name} {
 			t.Run(entry, func(t *testing.T) {
-				valid := slices.Contains(own, name) || slices.Contains(others, name) && entry != name
-
-				err := withControllers(t, "*", entry).Validate()
-				if (err == nil) != valid {
-					t.Errorf("got error %v, want valid: %t", err, valid)
+				refused := strconv.Quote(name)
+				if slices.Contains(own, name) || slices.Contains(others, name) && entry != name {
+					refused = ""
 				}
 
-				if err != nil && !strings.Contains(err.Error(), strconv.Quote(name)) {
-					t.Errorf("error %q does not contain the name", err)
-				}
+				assertRefused(t, withControllers(t, "*", entry).Validate(), refused, entry)
 			})
 		}
+	}
+}
+
+// assertRefused fails unless the error of the input contains a text, or is nil if the text is empty.
+func assertRefused(t *testing.T, err error, text string, input any) {
+	t.Helper()
+
+	if text == "" {
+		assert.NoError(t, err, "%+v", input)
+	} else {
+		assert.ErrorContains(t, err, text, "%+v", input)
 	}
 }
 
@@ -666,10 +613,7 @@ func TestOptions_HostedControlPlane(t *testing.T) {
 			options.MachineSocket, options.Talosconfig = test.socket, ""
 		}
 
-		err := options.Validate()
-		if (err == nil) != (test.refused == "") || (err != nil && !strings.Contains(err.Error(), test.refused)) {
-			t.Errorf("%+v: got error %v", test, err)
-		}
+		assertRefused(t, options.Validate(), test.refused, test)
 	}
 }
 
@@ -683,15 +627,11 @@ func TestOptions_Lease(t *testing.T) {
 			options.Talosconfig = "/talosconfig"
 		}
 
-		if err := options.Validate(); err != nil {
-			t.Errorf("socket %q: got %v for the default lease", socket, err)
-		}
+		assert.NoError(t, options.Validate())
 
 		options.Framework.Generic.LeaderElection.ResourceName = "other"
 
-		if err := options.Validate(); (err == nil) != (socket == "") {
-			t.Errorf("socket %q: got %v for another lease", socket, err)
-		}
+		assert.Equal(t, socket == "", options.Validate() == nil)
 	}
 }
 
@@ -731,10 +671,7 @@ func TestOptions_PodCIDRs(t *testing.T) {
 			options.Framework.KubeCloudShared.CIDRAllocatorType = test.allocator
 		}
 
-		err := options.Validate()
-		if (err == nil) != (test.refused == "") || (err != nil && !strings.Contains(err.Error(), test.refused)) {
-			t.Errorf("%+v: got error %v", test, err)
-		}
+		assertRefused(t, options.Validate(), test.refused, test)
 	}
 }
 
@@ -742,9 +679,7 @@ func withControllers(t *testing.T, controllers ...string) *ccm.Options {
 	t.Helper()
 
 	options, err := ccm.NewOptions()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	options.MachineSocket, options.RunDir = "/machine.sock", "/run"
 	options.Framework.Generic.Controllers = controllers
@@ -765,9 +700,7 @@ func newHangingProxy(t *testing.T, target string) *hangingProxy {
 	t.Helper()
 
 	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	p := &hangingProxy{listener: listener, target: target, hung: make(chan struct{})}
 	t.Cleanup(func() { _ = listener.Close() })
@@ -829,63 +762,53 @@ func (p *hangingProxy) pass(to io.Writer, from io.Reader) {
 // If the API server does not respond, another instance may acquire the lease when it has expired. The controllers
 // must have stopped by then, without waiting for the release of the lease.
 func TestApp_StopsBeforeLeaseExpiresIfAPIServerHangs(t *testing.T) {
-	s := newSuite(t, "hung-", talostest.Options{})
+	s := newSuite(t)
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
 
-	config := s.kube.Config()
+	config := s.Kube.Config()
 	proxy := newHangingProxy(t, strings.TrimPrefix(config.Host, "https://"))
 	config.Host = "https://" + proxy.listener.Addr().String()
 
 	options := s.options(self)
 	options.Framework.Generic.ClientConnection.Kubeconfig = filepath.Join(t.TempDir(), "kubeconfig")
-	s.require(os.WriteFile(options.Framework.Generic.ClientConnection.Kubeconfig, kube.Kubeconfig(config), 0o600))
+	require.NoError(s, os.WriteFile(options.Framework.Generic.ClientConnection.Kubeconfig, kube.Kubeconfig(config), 0o600))
 
 	// The elector gives up at the renew deadline, and then waits too long for the release of the lease: half of the
 	// deadline.
 	election := &options.Framework.Generic.LeaderElection
-	election.LeaseDuration.Duration, election.RenewDeadline.Duration, election.RetryPeriod.Duration = 30*time.Second, 22*time.Second, time.Second
+	election.LeaseDuration.Duration, election.RenewDeadline.Duration, election.RetryPeriod.Duration = 16*time.Second, 12*time.Second, time.Second
 
 	r := s.launch(options)
 	s.awaitInitialized(self, worker)
 	close(proxy.hung)
 
 	lease := s.lease()
-	s.eventually("worker is no longer watched", func() bool { return worker.Connections() == 0 })
+	ctest.Eventually(s, "worker is no longer watched", func() bool { return worker.Connections() == 0 })
 
-	if took := time.Since(lease.Spec.RenewTime.Time); took > election.LeaseDuration.Duration {
-		t.Errorf("stopped %s after the last renewal of the lease, which lasts %s", took, election.LeaseDuration.Duration)
-	}
+	assert.LessOrEqual(t, time.Since(lease.Spec.RenewTime.Time), election.LeaseDuration.Duration, "after the last renewal of the lease")
 
-	select {
-	case <-r.ended:
-	case <-time.After(waitTimeout):
-		t.Fatal("talos-ccm still runs after losing the lease")
-	}
+	ctest.Receive(s, r.ended, "talos-ccm ends")
 
-	if r.err == nil {
-		t.Error("Run returned no error after losing the lease")
-	}
+	assert.NotNil(t, r.err)
 }
 
 // The other machines do not depend on responses of the local machine.
 func TestApp_InitializesOthersIfLocalMachineHangs(t *testing.T) {
-	s := newSuite(t, "frozen-", talostest.Options{})
+	s := newSuite(t)
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
 	// Only the leader dials machines.
 	s.leaseTo("other", time.Hour)
 
 	s.start(s.options(self))
-	s.eventually("talos-ccm runs for leader election", func() bool { return calls(self, "/cosi.resource.State/Get", cluster.IdentityType) > 0 })
+	ctest.Eventually(s, "talos-ccm runs for leader election", func() bool { return calls(self, "/cosi.resource.State/Get", cluster.IdentityType) > 0 })
 
 	self.Freeze()
 	s.freeLease()
 	s.awaitInitialized(worker)
 
-	if n := s.get(self); !tainted(n) {
-		t.Errorf("Node of a frozen machine was initialized: %s", describe(n))
-	}
+	s.assertUninitialized(self)
 
 	self.Thaw()
 	s.awaitInitialized(self)
@@ -893,20 +816,20 @@ func TestApp_InitializesOthersIfLocalMachineHangs(t *testing.T) {
 
 // Until its nodename is known, the local machine is dialed over the network like any other.
 func TestApp_InitializesOthersBeforeLocalNodenameIsKnown(t *testing.T) {
-	s := newSuite(t, "nameless-", talostest.Options{})
+	s := newSuite(t)
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
-	s.require(self.State().Destroy(t.Context(), k8s.NewNodename(k8s.NamespaceName, k8s.NodenameID).Metadata()))
+	require.NoError(s, self.State().Destroy(t.Context(), k8s.NewNodename(k8s.NamespaceName, k8s.NodenameID).Metadata()))
 
 	s.start(s.options(self))
 	s.awaitInitialized(worker)
-	s.require(self.SetNodename(t.Context(), self.Nodename()))
+	require.NoError(s, self.SetNodename(t.Context(), self.Nodename()))
 	s.awaitInitialized(self)
 }
 
 // Only clients of the secure port are authenticated.
 func TestApp_MayReviewTokensOnlyWithSecurePort(t *testing.T) {
-	s := newSuite(t, "reviews-", talostest.Options{})
+	s := newSuite(t)
 	self := s.controlPlane("cp")
 	review := authorizationv1.ResourceAttributes{Verb: "create", Group: "authentication.k8s.io", Resource: "tokenreviews"}
 
@@ -915,39 +838,37 @@ func TestApp_MayReviewTokensOnlyWithSecurePort(t *testing.T) {
 		options.Framework.SecureServing.BindPort, options.Framework.SecureServing.PermitPortSharing = port, true
 
 		r := s.start(options)
-		s.eventually(fmt.Sprintf("ServiceAccount may review tokens with port %d: %t", port, port > 0), func() bool { return s.isAllowed(review) == (port > 0) })
+		ctest.Eventually(s, fmt.Sprintf("ServiceAccount may review tokens with port %d: %t", port, port > 0), func() bool { return s.isAllowed(review) == (port > 0) })
 		r.stop()
 	}
 }
 
 func TestApp_RetriesSecurePortInUse(t *testing.T) {
-	s := newSuite(t, "port-", talostest.Options{})
+	s := newSuite(t)
 	self := s.controlPlane("cp")
 
 	var config net.ListenConfig
 
 	other, err := config.Listen(t.Context(), "tcp", "127.0.0.1:0")
-	s.require(err)
+	require.NoError(s, err)
 
 	options := s.options(self)
 	options.Framework.SecureServing.BindAddress = net.IPv4(127, 0, 0, 1)
 
 	addr, ok := other.Addr().(*net.TCPAddr)
-	if !ok {
-		t.Fatalf("listener address is %s, want TCP", other.Addr())
-	}
+	require.True(t, ok, "listener address is %s, want TCP", other.Addr())
 
 	options.Framework.SecureServing.BindPort = addr.Port
 
 	r := s.start(options)
-	s.eventually("credentials are written", func() bool {
+	ctest.Eventually(s, "credentials are written", func() bool {
 		_, err := os.Stat(filepath.Join(options.RunDir, "kubeconfig"))
 
 		return err == nil
 	})
-	s.require(other.Close())
+	require.NoError(s, other.Close())
 
-	s.eventually("port is served", func() bool {
+	ctest.Eventually(s, "port is served", func() bool {
 		conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", addr.String())
 		if err == nil {
 			_ = conn.Close()

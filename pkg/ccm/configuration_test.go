@@ -13,15 +13,16 @@ import (
 	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
-	"github.com/siderolabs/talos/pkg/machinery/role"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/fields"
 
 	"github.com/talos-ccm/talos-ccm/pkg/ccm"
 	"github.com/talos-ccm/talos-ccm/pkg/settings"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 const siteLabel = "example.com/site"
@@ -40,7 +41,7 @@ func (s *suite) configure(m *talostest.Machine, content string, environment ...s
 
 	document := runtime.NewExtensionServiceConfigSpec(runtime.NamespaceName, "talos-ccm")
 
-	s.require(safe.StateModify(s.Context(), m.State(), document, func(r *runtime.ExtensionServiceConfig) error {
+	require.NoError(s, safe.StateModify(s.Context(), m.State(), document, func(r *runtime.ExtensionServiceConfig) error {
 		r.TypedSpec().Files = []runtime.ExtensionServiceConfigFile{{Content: content, MountPath: settings.MountPath}}
 		r.TypedSpec().Environment = environment
 
@@ -53,35 +54,23 @@ func (s *suite) awaitSite(m *talostest.Machine, value string) {
 
 	began := time.Now()
 
-	s.await(m.Nodename(), "labeled with site "+value, func(n *corev1.Node) bool { return n.Labels[siteLabel] == value })
+	s.AwaitNode(m.Nodename(), "labeled with site "+value, func(n *corev1.Node) bool { return n.Labels[siteLabel] == value })
 	s.Logf("node %s: site %q after %s", m.Nodename(), value, time.Since(began))
 }
 
-// awaitEvent waits for an Event on the machine's Node that "kubectl events --for node/NAME" lists, and returns its
-// message.
-func (s *suite) awaitEvent(m *talostest.Machine, reason string) (message string) {
+// awaitEvent waits for an Event on the machine's Node whose message contains the texts, and that
+// "kubectl events --for node/NAME" lists.
+func (s *suite) awaitEvent(m *talostest.Machine, reason string, texts ...string) {
 	s.Helper()
 
-	selector := fields.Set{
-		"involvedObject.apiVersion": "v1", "involvedObject.kind": "Node", "involvedObject.name": m.Nodename(), "reason": reason,
-	}.String()
-
-	s.eventually(fmt.Sprintf("node %s has an Event %s", m.Nodename(), reason), func() bool {
-		list, err := s.client.CoreV1().Events(metav1.NamespaceDefault).List(s.Context(), metav1.ListOptions{FieldSelector: selector})
-		if err != nil || len(list.Items) == 0 {
-			return false
-		}
-
-		message = list.Items[0].Message
-
-		return true
-	})
-
-	return message
+	event := s.AwaitEvent(m.Nodename(), reason, texts...)
+	assert.Equal(s, "v1", event.InvolvedObject.APIVersion)
+	assert.Equal(s, "Node", event.InvolvedObject.Kind)
+	assert.Equal(s, metav1.NamespaceDefault, event.Namespace)
 }
 
 func TestConfiguration_DocumentIsReloaded(t *testing.T) {
-	s := newSuite(t, "document-", talostest.Options{})
+	s := newSuite(t)
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
 
@@ -95,7 +84,7 @@ func TestConfiguration_DocumentIsReloaded(t *testing.T) {
 	}
 
 	document := runtime.NewExtensionServiceConfigSpec(runtime.NamespaceName, "talos-ccm")
-	s.require(self.State().Destroy(t.Context(), document.Metadata()))
+	require.NoError(s, self.State().Destroy(t.Context(), document.Metadata()))
 	s.awaitSite(worker, "")
 	r.alive()
 }
@@ -110,7 +99,7 @@ func TestConfiguration_NewFactsAreRead(t *testing.T) {
     labels: {example.com/site: insecure}
 `
 
-	s := newSuite(t, "new-facts-", talostest.Options{})
+	s := newSuite(t)
 	state := runtime.NewSecurityStateSpec(runtime.NamespaceName)
 	state.TypedSpec().SecureBoot = true
 
@@ -119,7 +108,7 @@ func TestConfiguration_NewFactsAreRead(t *testing.T) {
 	s.register(self, worker)
 
 	file := filepath.Join(t.TempDir(), "config.yaml")
-	s.require(os.WriteFile(file, []byte(site("paris")), 0o600))
+	require.NoError(s, os.WriteFile(file, []byte(site("paris")), 0o600))
 
 	options := s.outside(self)
 	options.Framework.KubeCloudShared.CloudProvider.CloudConfigFile = file
@@ -127,14 +116,14 @@ func TestConfiguration_NewFactsAreRead(t *testing.T) {
 	r := s.start(options)
 	s.awaitSite(worker, "paris")
 
-	s.require(os.WriteFile(file, []byte(bySecureBoot), 0o600))
+	require.NoError(s, os.WriteFile(file, []byte(bySecureBoot), 0o600))
 	s.awaitSite(worker, "secure")
 	s.awaitSite(self, "insecure")
 	r.alive()
 }
 
 func TestConfiguration_InvalidKeepsLastKnownGood(t *testing.T) {
-	s := newSuite(t, "bad-config-", talostest.Options{})
+	s := newSuite(t)
 	self, worker, late := s.controlPlane("cp"), s.worker("worker"), s.worker("late")
 	s.configure(self, site("paris"))
 	s.register(self, worker)
@@ -144,13 +133,7 @@ func TestConfiguration_InvalidKeepsLastKnownGood(t *testing.T) {
 	s.awaitSite(worker, "paris")
 
 	s.configure(self, noSuchKey)
-
-	message := s.awaitEvent(self, ccm.ReasonConfigInvalid)
-	for _, part := range []string{settings.MountPath + ":2:", "preferIPv7"} {
-		if !strings.Contains(message, part) {
-			t.Errorf("Event message %q does not contain %q", message, part)
-		}
-	}
+	s.awaitEvent(self, ccm.ReasonConfigInvalid, settings.MountPath+":2:", "preferIPv7")
 
 	s.register(late)
 	s.awaitInitialized(late)
@@ -163,7 +146,7 @@ func TestConfiguration_InvalidKeepsLastKnownGood(t *testing.T) {
 
 // Talos restarts the service when its document changes, even if the document is invalid.
 func TestConfiguration_LastKnownGoodSurvivesRestart(t *testing.T) {
-	s := newSuite(t, "outlives-", talostest.Options{})
+	s := newSuite(t)
 	self, late := s.controlPlane("cp"), s.worker("late")
 	s.configure(self, site("paris"))
 	s.register(self)
@@ -188,24 +171,16 @@ func TestConfiguration_LastKnownGoodSurvivesRestart(t *testing.T) {
 }
 
 func TestConfiguration_InvalidAtFirstStartBlocksWrites(t *testing.T) {
-	s := newSuite(t, "bad-start-", talostest.Options{})
+	s := newSuite(t)
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.configure(self, noSuchKey)
 	s.register(self, worker)
 
 	s.start(s.options(self))
 
-	if message := s.awaitEvent(self, ccm.ReasonConfigInvalid); !strings.Contains(message, "no Node is updated") {
-		t.Errorf("Event message %q does not state the consequence", message)
-	}
-
-	if holder := s.holder(); holder != "" {
-		t.Errorf("lease is held by %s, want no leader election without a configuration", holder)
-	}
-
-	if n := s.get(worker); !tainted(n) || n.Spec.ProviderID != "" {
-		t.Errorf("Node was written without a configuration: %s", describe(n))
-	}
+	s.awaitEvent(self, ccm.ReasonConfigInvalid, "no Node is updated")
+	assert.Empty(t, s.holder())
+	s.assertUninitialized(worker)
 
 	s.configure(self, site("paris"))
 	s.awaitInitialized(self, worker)
@@ -214,107 +189,88 @@ func TestConfiguration_InvalidAtFirstStartBlocksWrites(t *testing.T) {
 
 // The nodename may not be available at startup.
 func TestConfiguration_InvalidIsReportedOnceNodenameIsKnown(t *testing.T) {
-	s := newSuite(t, "late-name-", talostest.Options{})
+	s := newSuite(t)
 	self := s.controlPlane("cp")
 	s.configure(self, noSuchKey)
 	s.register(self)
-	s.require(self.State().Destroy(t.Context(), k8s.NewNodename(k8s.NamespaceName, k8s.NodenameID).Metadata()))
+	require.NoError(s, self.State().Destroy(t.Context(), k8s.NewNodename(k8s.NamespaceName, k8s.NodenameID).Metadata()))
 
 	s.start(s.options(self))
-	s.eventually("a read of the nodename fails", func() bool {
+	ctest.Eventually(s, "a read of the nodename fails", func() bool {
 		return slices.ContainsFunc(self.Calls(), func(call talostest.Call) bool {
 			return call.ResourceType == k8s.NodenameType && call.Code == codes.NotFound
 		})
 	})
-	s.require(self.SetNodename(t.Context(), self.Nodename()))
+	require.NoError(s, self.SetNodename(t.Context(), self.Nodename()))
 	s.awaitEvent(self, ccm.ReasonConfigInvalid)
 }
 
 func TestConfiguration_WrongMountPathIsReported(t *testing.T) {
-	s := newSuite(t, "elsewhere-", talostest.Options{})
+	s := newSuite(t)
 	self := s.controlPlane("cp")
-	s.require(self.SetExtensionServiceConfig(t.Context(), "talos-ccm", runtime.ExtensionServiceConfigFile{Content: site("x"), MountPath: "/etc/other.yaml"}))
+	require.NoError(s, self.SetExtensionServiceConfig(t.Context(), "talos-ccm", runtime.ExtensionServiceConfigFile{Content: site("x"), MountPath: "/etc/other.yaml"}))
 	s.register(self)
 
 	s.start(s.options(self))
-
-	if message := s.awaitEvent(self, ccm.ReasonConfigInvalid); !strings.Contains(message, "/etc/other.yaml") || !strings.Contains(message, settings.MountPath) {
-		t.Errorf("Event message %q does not contain both paths", message)
-	}
+	s.awaitEvent(self, ccm.ReasonConfigInvalid, "/etc/other.yaml", settings.MountPath)
 }
 
 func TestConfiguration_CloudConfigFileIsReloaded(t *testing.T) {
-	s := newSuite(t, "config-file-", talostest.Options{})
+	s := newSuite(t)
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
 
-	talosconfig, err := s.talos.Talosconfig(string(role.Reader))
-	s.require(err)
-
-	folder := t.TempDir()
-	path := filepath.Join(folder, "config.yaml")
-	options := s.options(self)
-	options.MachineSocket, options.RunDir = "", ""
-	options.Talosconfig = filepath.Join(folder, "talosconfig")
-	options.Framework.Generic.ClientConnection.Kubeconfig = filepath.Join(folder, "kubeconfig")
+	path := filepath.Join(t.TempDir(), "config.yaml")
+	options := s.outside(self)
 	options.Framework.KubeCloudShared.CloudProvider.CloudConfigFile = path
 
-	s.require(talosconfig.Save(options.Talosconfig))
-	s.require(os.WriteFile(options.Framework.Generic.ClientConnection.Kubeconfig, s.kube.Kubeconfig(), 0o600))
-	s.require(os.WriteFile(path, []byte(site("paris")), 0o600))
+	require.NoError(s, os.WriteFile(path, []byte(site("paris")), 0o600))
 
 	r := s.start(options)
 	s.awaitInitialized(worker)
 	s.awaitSite(worker, "paris")
 
 	for _, content := range []string{noSuchKey, site("lyon")} {
-		s.require(os.WriteFile(path, []byte(content), 0o600))
+		require.NoError(s, os.WriteFile(path, []byte(content), 0o600))
 	}
 
 	s.awaitSite(worker, "lyon")
 
-	s.require(os.Remove(path))
-	s.require(os.WriteFile(path, []byte("{}"), 0o600))
+	require.NoError(s, os.Remove(path))
+	require.NoError(s, os.WriteFile(path, []byte("{}"), 0o600))
 	s.awaitSite(worker, "")
 	r.alive()
 }
 
 func TestConfiguration_EnvironmentReplacesProcess(t *testing.T) {
-	s := newSuite(t, "environment-", talostest.Options{})
+	s := newSuite(t)
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self)
 
 	p := s.spawn(self, openMetrics)
-	s.eventually("process leads", p.leads)
+	ctest.Eventually(s, "process leads", p.leads)
 	s.awaitInitialized(self)
 
 	// An invalid environment does not replace the process.
 	s.configure(self, "", "TALOS_CCM_NO_SUCH_FLAG=1")
-
-	if message := s.awaitEvent(self, ccm.ReasonConfigInvalid); !strings.Contains(message, "TALOS_CCM_NO_SUCH_FLAG") {
-		t.Errorf("Event message %q does not contain the variable", message)
-	}
+	s.awaitEvent(self, ccm.ReasonConfigInvalid, "TALOS_CCM_NO_SUCH_FLAG")
 
 	// Other invalid entries.
 	for variable, why := range map[string]string{"GOMEMLIMIT": `"GOMEMLIMIT" is not`, "TALOSCCM_BASE_ENVIRONMENT=[]": "TALOSCCM_BASE_ENVIRONMENT is"} {
 		s.configure(self, "", variable)
-		s.eventually("Event contains the problem", func() bool {
-			return slices.ContainsFunc(s.events(self, ccm.ReasonConfigInvalid), func(e corev1.Event) bool { return strings.Contains(e.Message, why) })
-		})
+		s.awaitEvent(self, ccm.ReasonConfigInvalid, why)
 	}
 
 	s.configure(self, "", "TALOS_CCM_CONTROLLERS=*,-cloud-node-controller", "GOMEMLIMIT=300MiB")
 
-	s.eventually("process has the environment of the document", func() bool {
+	ctest.Eventually(s, "process has the environment of the document", func() bool {
 		environ, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", p.pid))
 
 		return err == nil && strings.Contains(string(environ), "GOMEMLIMIT=300MiB\x00")
 	})
-	s.eventually("process leads again", p.leads)
+	ctest.Eventually(s, "process leads again", p.leads)
 
-	if strings.Count(p.output.String(), "Started controller\" controller=\"cloud-node-controller\"") != 1 {
-		t.Error("controller that the document disables was started")
-	}
+	assert.Equal(t, 1, strings.Count(p.output.String(), "Started controller\" controller=\"cloud-node-controller\""))
 
 	s.configure(self, "", "TALOS_CCM_CONTROLLERS=*", "GOMEMLIMIT=300MiB")
 	s.register(worker)
@@ -322,12 +278,12 @@ func TestConfiguration_EnvironmentReplacesProcess(t *testing.T) {
 
 	// A variable that is removed from the document gets its former value.
 	s.configure(self, "")
-	s.eventually("process has its former environment", func() bool {
+	ctest.Eventually(s, "process has its former environment", func() bool {
 		environ, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", p.pid))
 
 		return err == nil && len(environ) > 0 && !strings.Contains(string(environ), "GOMEMLIMIT=300MiB\x00")
 	})
-	s.eventually("process leads once more", p.leads)
+	ctest.Eventually(s, "process leads once more", p.leads)
 
 	select {
 	case <-p.ended:

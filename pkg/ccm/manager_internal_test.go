@@ -4,6 +4,9 @@ import (
 	"context"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"github.com/talos-ccm/talos-ccm/pkg/settings"
 )
 
@@ -39,18 +42,14 @@ func TestSettings_WaitForFacts(t *testing.T) {
 		served := m.served.Load()
 
 		documents.deliver(settings.Document{Config: []byte("csrApproval:\n  selector: [{matchExpressions: [" + step.selector + "]}]\n")}, nil)
-
-		if err := store.Problem(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, store.Problem())
 
 		got, want := m.settings(), store.Current()
 		if !step.inForce {
 			want = served
 		}
 
-		if got != want || reconnects != step.reconnects {
-			t.Errorf("step %d: got %p and %d reconnects, want %p and %d", i, got, reconnects, want, step.reconnects)
-		}
+		assert.Same(t, want, got, "step %d", i)
+		assert.Equal(t, step.reconnects, reconnects)
 	}
 }

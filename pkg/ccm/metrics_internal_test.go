@@ -1,10 +1,11 @@
 package ccm
 
 import (
-	"maps"
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"k8s.io/component-base/metrics/legacyregistry"
 
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
@@ -18,17 +19,13 @@ func TestCountMachines_IgnoresChangesAfterStop(t *testing.T) {
 
 	inv.MarkUnreachable("one", "timeout")
 
-	if n := len(gather(t, "talosccm_machines", "condition")); n == 0 {
-		t.Fatal("no series before stop")
-	}
+	require.NotEmpty(t, gather(t, "talosccm_machines", "condition"))
 
 	stop()
 	inv.MarkUnreachable("two", "timeout")
 
 	for name, label := range map[string]string{"talosccm_machines": "condition", "talosccm_machine_up": "node"} {
-		if series := gather(t, name, label); len(series) != 0 {
-			t.Errorf("%s has %v after stop", name, series)
-		}
+		assert.Empty(t, gather(t, name, label))
 	}
 }
 
@@ -44,9 +41,7 @@ func TestCountMachines_ExportsMachinesOfNodes(t *testing.T) {
 	inv.Forget("deleted")
 
 	got, want := gather(t, "talosccm_machine_up", "node"), map[string]float64{"current": 1, "stopped": 0, "moved": 0}
-	if !maps.Equal(got, want) {
-		t.Errorf("got %v, want %v", got, want)
-	}
+	assert.Equal(t, want, got)
 }
 
 // gather returns the values of a gauge by label.
@@ -54,9 +49,7 @@ func gather(t *testing.T, name, label string) map[string]float64 {
 	t.Helper()
 
 	families, err := legacyregistry.DefaultGatherer.Gather()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	values := map[string]float64{}
 

@@ -8,12 +8,12 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/role"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	authorizationv1 "k8s.io/api/authorization/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/utils/clock"
@@ -22,6 +22,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/bootstrap"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 // podEnclosure runs a command with the directory $1 mounted where a kubelet mounts the ServiceAccount volume.
@@ -44,18 +45,18 @@ func (v volume) write(s *suite, content map[string][]byte) {
 	s.Helper()
 
 	version, err := os.MkdirTemp(string(v), "..version-")
-	s.require(err)
+	require.NoError(s, err)
 
 	for name, data := range content {
-		s.require(os.WriteFile(filepath.Join(version, name), data, 0o600))
+		require.NoError(s, os.WriteFile(filepath.Join(version, name), data, 0o600))
 
 		if err := os.Symlink(filepath.Join("..data", name), v.path(name)); !os.IsExist(err) {
-			s.require(err)
+			require.NoError(s, err)
 		}
 	}
 
-	s.require(os.Symlink(filepath.Base(version), v.path("..data_new")))
-	s.require(os.Rename(v.path("..data_new"), v.path("..data")))
+	require.NoError(s, os.Symlink(filepath.Base(version), v.path("..data_new")))
+	require.NoError(s, os.Rename(v.path("..data_new"), v.path("..data")))
 }
 
 // readerTalosconfig returns the talosconfig that Talos writes to the Secret of a talos.dev ServiceAccount with the
@@ -63,11 +64,11 @@ func (v volume) write(s *suite, content map[string][]byte) {
 func (s *suite) readerTalosconfig() []byte {
 	s.Helper()
 
-	config, err := s.talos.Talosconfig(string(role.Reader))
-	s.require(err)
+	config, err := s.Talos.Talosconfig(string(role.Reader))
+	require.NoError(s, err)
 
 	data, err := config.Bytes()
-	s.require(err)
+	require.NoError(s, err)
 
 	return data
 }
@@ -78,20 +79,17 @@ func (s *suite) serviceAccount(controlPlane *talostest.Machine) string {
 	s.Helper()
 
 	socket, err := talosapi.OpenSocket(controlPlane.Socket())
-	s.require(err)
+	require.NoError(s, err)
 
 	defer socket.Close() //nolint:errcheck // no call is in flight
 
 	folder := s.TempDir()
-	ctx, made := context.WithTimeout(s.Context(), waitTimeout)
+	ctx, made := context.WithTimeout(s.Context(), ctest.Timeout)
 
 	bootstrap.New(socket.Admin, folder, func(string) bool { return true }, clock.RealClock{}).Run(ctx, made)
-	s.require(os.WriteFile(filepath.Join(folder, "ca.crt"), s.kube.Config().CAData, 0o600))
+	require.NoError(s, os.WriteFile(filepath.Join(folder, "ca.crt"), s.Kube.Config().CAData, 0o600))
 
-	if _, err := os.Stat(filepath.Join(folder, "token")); err != nil {
-		s.Fatal(err)
-	}
-
+	require.FileExists(s, filepath.Join(folder, "token"))
 	s.awaitRights()
 
 	return folder
@@ -110,7 +108,7 @@ func (s *suite) awaitRights() {
 		{Verb: "create", Group: "coordination.k8s.io", Resource: "leases", Namespace: leaseNamespace},
 		{Verb: "get", Resource: "configmaps", Namespace: "kube-system", Name: "extension-apiserver-authentication"},
 	} {
-		s.eventually(fmt.Sprintf("ServiceAccount may %s %s", right.Verb, right.Resource), func() bool { return s.isAllowed(right) })
+		ctest.Eventually(s, fmt.Sprintf("ServiceAccount may %s %s", right.Verb, right.Resource), func() bool { return s.isAllowed(right) })
 	}
 }
 
@@ -121,8 +119,8 @@ func (s *suite) isAllowed(right authorizationv1.ResourceAttributes) bool {
 	user := "system:serviceaccount:" + extension.Namespace + ":" + extension.ServiceAccount
 	review := &authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{User: user, ResourceAttributes: &right}}
 
-	return ask(s, func(ctx context.Context) (*authorizationv1.SubjectAccessReview, error) {
-		return s.client.AuthorizationV1().SubjectAccessReviews().Create(ctx, review, metav1.CreateOptions{})
+	return ctest.Ask(s, func(ctx context.Context) (*authorizationv1.SubjectAccessReview, error) {
+		return s.Client.AuthorizationV1().SubjectAccessReviews().Create(ctx, review, metav1.CreateOptions{})
 	}).Status.Allowed
 }
 
@@ -130,11 +128,11 @@ func (s *suite) isAllowed(right authorizationv1.ResourceAttributes) bool {
 func (s *suite) spawnPod(folder string, flags ...string) *process {
 	s.Helper()
 
-	server, err := url.Parse(s.kube.Config().Host)
-	s.require(err)
+	server, err := url.Parse(s.Kube.Config().Host)
+	require.NoError(s, err)
 
 	host, port, err := net.SplitHostPort(server.Host)
-	s.require(err)
+	require.NoError(s, err)
 
 	p := s.newProcess()
 	cmd := exec.Command("/bin/sh", append([]string{"-c", podEnclosure, "sh", folder}, p.argv(flags...)...)...)
@@ -150,7 +148,7 @@ func (s *suite) spawnPod(folder string, flags ...string) *process {
 }
 
 func TestPod_RunsWithServiceAccount(t *testing.T) {
-	s := newSuite(t, "pod-", talostest.Options{})
+	s := newSuite(t)
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
 
@@ -161,53 +159,42 @@ func TestPod_RunsWithServiceAccount(t *testing.T) {
 	p := s.spawnPod(s.serviceAccount(self), openMetrics, "--talosconfig="+secret.path("config"), "--cloud-config="+configMap.path("config.yaml"))
 	s.awaitInitialized(self, worker)
 	s.awaitSite(worker, "paris")
-	s.eventually("pod leads", p.leads)
+	ctest.Eventually(s, "pod leads", p.leads)
 
 	// The RBAC of the extension is sufficient.
-	if strings.Contains(p.output.String(), "forbidden") {
-		t.Error("log contains a forbidden request")
-	}
+	assert.NotContains(t, p.output.String(), "forbidden")
 
 	configMap.write(s, map[string][]byte{"config.yaml": []byte(site("lyon"))})
 	s.awaitSite(worker, "lyon")
 
 	// The former talosconfig is no longer valid for any machine.
-	s.require(s.talos.RotateCA(t.Context(), talostest.DropOldCA))
+	require.NoError(s, s.Talos.RotateCA(t.Context(), talostest.DropOldCA))
 	worker.BreakStreams()
-	s.eventually("worker is unreachable", func() bool { return p.metric("talosccm_machines", `condition="Unreachable"`) == 1 })
+	ctest.Eventually(s, "worker is unreachable", func() bool { return p.metric("talosccm_machines", `condition="Unreachable"`) == 1 })
 
 	secret.write(s, map[string][]byte{"config": s.readerTalosconfig()})
 	s.move(worker, "renewed")
 	p.terminate()
 
-	if holder := s.holder(); holder != "" {
-		t.Errorf("lease is still held by %s", holder)
-	}
+	assert.Empty(t, s.holder())
 }
 
 func TestApp_RequiresKubeconfigOutsideCluster(t *testing.T) {
-	s := newSuite(t, "nowhere-", talostest.Options{})
+	// Not parallel, because it changes the environment.
+	s := prepared(beds.NewSerialSuite(t), talostest.Options{})
 	options := s.options(s.controlPlane("cp"))
 	options.MachineSocket, options.RunDir = "", ""
 	options.Talosconfig = filepath.Join(t.TempDir(), "talosconfig")
-	s.require(os.WriteFile(options.Talosconfig, s.readerTalosconfig(), 0o600))
+	require.NoError(s, os.WriteFile(options.Talosconfig, s.readerTalosconfig(), 0o600))
 
 	t.Setenv("KUBERNETES_SERVICE_HOST", "")
 
 	r := s.launch(options)
 
-	select {
-	case <-r.ended:
-	case <-time.After(waitTimeout):
-		t.Fatal("talos-ccm still runs")
-	}
-
-	if r.err == nil || !strings.Contains(r.err.Error(), "--kubeconfig") || !strings.Contains(r.err.Error(), "KUBERNETES_SERVICE_HOST") {
-		t.Errorf("got error %v, want one about --kubeconfig and KUBERNETES_SERVICE_HOST", r.err)
-	}
+	ctest.Receive(s, r.ended, "talos-ccm ends")
+	assert.ErrorContains(t, r.err, "--kubeconfig")
+	assert.ErrorContains(t, r.err, "KUBERNETES_SERVICE_HOST")
 
 	options.Framework.Master = "https://127.0.0.1:6443"
-	if err := options.Validate(); err == nil || !strings.Contains(err.Error(), "--master") {
-		t.Errorf("--master without --kubeconfig: got error %v", err)
-	}
+	assert.ErrorContains(t, options.Validate(), "--master")
 }

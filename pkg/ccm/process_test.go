@@ -23,9 +23,12 @@ import (
 	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"k8s.io/apimachinery/pkg/util/wait"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 // binary builds the command on first use and returns its path.
@@ -101,10 +104,10 @@ func (s *suite) spawn(on *talostest.Machine, flags ...string) *process {
 func (s *suite) newProcess() *process {
 	s.Helper()
 
-	p := &process{suite: s, root: s.TempDir(), port: reservedPort(s.T), output: &lockedBuffer{}, ended: make(chan struct{})}
+	p := &process{suite: s, root: s.TempDir(), port: reservedPort(s), output: &lockedBuffer{}, ended: make(chan struct{})}
 
 	for _, name := range []string{"run", "tmp", "home", "work"} {
-		s.require(os.Mkdir(filepath.Join(p.root, name), 0o700))
+		require.NoError(s, os.Mkdir(filepath.Join(p.root, name), 0o700))
 	}
 
 	return p
@@ -115,7 +118,7 @@ func (p *process) argv(flags ...string) []string {
 	p.suite.Helper()
 
 	path, err := binary()
-	p.suite.require(err)
+	require.NoError(p.suite, err)
 
 	return append([]string{path, "--bind-address=127.0.0.1", "--secure-port=" + strconv.Itoa(p.port), "--permit-port-sharing", "-v=2"}, flags...)
 }
@@ -151,7 +154,7 @@ func (p *process) start(name string, cmd *exec.Cmd) {
 		}
 	}()
 
-	s.require(<-started)
+	require.NoError(s, <-started)
 
 	p.pid = cmd.Process.Pid
 
@@ -182,16 +185,9 @@ func (p *process) terminate() {
 
 	p.signal(syscall.SIGTERM)
 
-	select {
-	case <-p.ended:
-	case <-time.After(stopLimit):
-		p.suite.Fatalf("talos-ccm still runs %s after SIGTERM", stopLimit)
-	}
-
-	if p.err != nil {
-		p.suite.Errorf("talos-ccm exited after SIGTERM with: %v", p.err)
-	}
-
+	ctest.Receive(p.suite, p.ended, "talos-ccm exits after SIGTERM")
+	assert.NoError(p.suite, p.err)
+	assert.LessOrEqual(p.suite, time.Since(began), stopLimit)
 	p.suite.Logf("exited %s after SIGTERM", time.Since(began))
 }
 
@@ -202,7 +198,7 @@ func (p *process) get(path string) (code int, body string, err error) {
 			TLSClientConfig:   &tls.Config{InsecureSkipVerify: true}, //nolint:gosec // self-signed, on loopback
 			DisableKeepAlives: true,
 		},
-		Timeout: waitTimeout / 2,
+		Timeout: ctest.Timeout / 2,
 	}
 
 	response, err := client.Get(fmt.Sprintf("https://127.0.0.1:%d%s", p.port, path))
@@ -249,40 +245,39 @@ func (p *process) leads() bool { return p.metric("leader_election_master_status"
 const openMetrics = "--authorization-always-allow-paths=/healthz,/metrics"
 
 func TestLeaderElection_HandsOverBetweenInstances(t *testing.T) {
-	s := newSuite(t, "two-", talostest.Options{})
+	s := newSuite(t)
 	first, second, worker := s.controlPlane("cp-1"), s.controlPlane("cp-2"), s.worker("worker")
 	s.register(first, second, worker)
 
-	leader := s.spawn(first, openMetrics)
-	s.eventually("first instance leads", leader.leads)
+	// The third instance waits until the lease expires.
+	flags := []string{openMetrics, "--leader-elect-lease-duration=8s", "--leader-elect-renew-deadline=6s", "--leader-elect-retry-period=1s"}
+	leader := s.spawn(first, flags...)
+	ctest.Eventually(s, "first instance leads", leader.leads)
 	s.awaitInitialized(first, second, worker)
 
-	follower := s.spawn(second, openMetrics)
-	s.eventually("second instance runs for leader election", func() bool {
+	follower := s.spawn(second, flags...)
+	ctest.Eventually(s, "second instance runs for leader election", func() bool {
 		return strings.Contains(follower.output.String(), "Attempting to acquire leader lease")
 	})
 	s.move(worker, "by-the-first")
 
-	if follower.leads() || follower.metric("talosccm_node_syncs_total") > 0 || worker.Connections() != 1 {
-		t.Errorf("follower leads: %t, synced %v Nodes; worker has %d connections, want 1",
-			follower.leads(), follower.metric("talosccm_node_syncs_total"), worker.Connections())
-	}
+	assert.False(t, follower.leads())
+	assert.Zero(t, follower.metric("talosccm_node_syncs_total"))
+	assert.Equal(t, 1, worker.Connections())
 
 	before := s.holder()
 	leader.terminate()
 
-	if s.holder() == before {
-		t.Error("first instance has exited and still holds the lease")
-	}
+	assert.NotEqual(t, before, s.holder())
 
 	began := time.Now()
 
-	s.eventually("second instance leads", follower.leads)
+	ctest.Eventually(s, "second instance leads", follower.leads)
 	t.Logf("lease acquired %s after it was released", time.Since(began))
 	s.move(worker, "by-the-second")
 
-	third := s.spawn(first, openMetrics)
-	s.eventually("third instance runs for leader election", func() bool {
+	third := s.spawn(first, flags...)
+	ctest.Eventually(s, "third instance runs for leader election", func() bool {
 		return strings.Contains(third.output.String(), "Attempting to acquire leader lease")
 	})
 	follower.signal(syscall.SIGKILL)
@@ -290,7 +285,7 @@ func TestLeaderElection_HandsOverBetweenInstances(t *testing.T) {
 
 	began = time.Now()
 
-	s.eventually("third instance leads", third.leads)
+	ctest.Eventually(s, "third instance leads", third.leads)
 	t.Logf("lease acquired %s after its holder was killed", time.Since(began))
 	s.move(worker, "by-the-third")
 	third.terminate()
@@ -298,7 +293,7 @@ func TestLeaderElection_HandsOverBetweenInstances(t *testing.T) {
 
 // Talos runs one instance per machine and restarts it, so an instance can reacquire the lease of one that was killed.
 func TestLeaderElection_RestartedInstanceReacquiresLease(t *testing.T) {
-	s := newSuite(t, "killed-", talostest.Options{})
+	s := newSuite(t)
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
 
@@ -306,12 +301,12 @@ func TestLeaderElection_RestartedInstanceReacquiresLease(t *testing.T) {
 	flags := []string{openMetrics, "--leader-elect-lease-duration=600s", "--leader-elect-renew-deadline=500s"}
 
 	first := s.spawn(self, flags...)
-	s.eventually("first process leads", first.leads)
+	ctest.Eventually(s, "first process leads", first.leads)
 	first.signal(syscall.SIGKILL)
 	<-first.ended
 
 	second := s.spawn(self, flags...)
-	s.eventually("second process leads", second.leads)
+	ctest.Eventually(s, "second process leads", second.leads)
 	s.move(worker, "by-the-second")
 	second.terminate()
 }
@@ -387,23 +382,23 @@ func (p *process) search(ctx context.Context, traces map[string][]byte) (found [
 }
 
 func TestProcess_NeverWritesAdminKey(t *testing.T) {
-	s := newSuite(t, "secret-", talostest.Options{})
+	s := newSuite(t)
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
 
-	wanted := traces(t, s.kube.Config().KeyData)
+	wanted := traces(t, s.Kube.Config().KeyData)
 
 	p := s.spawn(self)
 
 	// Verify that the search works.
 	decoy := filepath.Join(p.root, "work", "decoy")
-	s.require(os.WriteFile(decoy, s.kube.Config().KeyData, 0o600))
+	require.NoError(s, os.WriteFile(decoy, s.Kube.Config().KeyData, 0o600))
 
 	if found, _ := p.search(t.Context(), wanted); len(found) == 0 {
 		t.Fatal("search does not find the key in a decoy file")
 	}
 
-	s.require(os.Remove(decoy))
+	require.NoError(s, os.Remove(decoy))
 
 	// Search continuously until the last Node is initialized.
 	var (
@@ -430,8 +425,8 @@ func TestProcess_NeverWritesAdminKey(t *testing.T) {
 	s.awaitInitialized(self, worker)
 	// A new admin kubeconfig is handled in the same way.
 	tokens := calls(self, "/cosi.resource.State/Get", "KubernetesSecrets.secrets.talos.dev")
-	s.require(self.SetLocalhostAdminKubeconfig(t.Context(), append(s.kube.Kubeconfig(), "\n# again\n"...)))
-	s.eventually("new admin kubeconfig is used", func() bool {
+	require.NoError(s, self.SetLocalhostAdminKubeconfig(t.Context(), append(s.Kube.Kubeconfig(), "\n# again\n"...)))
+	ctest.Eventually(s, "new admin kubeconfig is used", func() bool {
 		return calls(self, "/cosi.resource.State/Get", "KubernetesSecrets.secrets.talos.dev") > tokens
 	})
 	s.move(worker, "moved")
@@ -442,28 +437,22 @@ func TestProcess_NeverWritesAdminKey(t *testing.T) {
 	last, n := p.search(t.Context(), wanted)
 	found, files = append(found, last...), max(files, n)
 
-	if len(found) > 0 {
-		t.Errorf("found the admin key: %s", strings.Join(slices.Compact(found), "; "))
-	}
+	assert.Empty(t, slices.Compact(found), "places with the admin key")
 
-	if files < 3 {
-		t.Errorf("searched at most %d files, want at least the token, the kubeconfig and the output", files)
-	}
+	assert.GreaterOrEqual(t, files, 3, "token, kubeconfig, output")
 
 	for _, name := range []string{"kubeconfig", "token"} {
 		info, err := os.Stat(filepath.Join(p.root, "run", name))
-		s.require(err)
+		require.NoError(s, err)
 
-		if info.Mode().Perm() != 0o600 {
-			t.Errorf("%s has mode %s, want 0600", name, info.Mode())
-		}
+		assert.Equal(t, fs.FileMode(0o600), info.Mode().Perm(), name)
 	}
 
 	p.terminate()
 }
 
 func TestMetrics_AreExported(t *testing.T) {
-	s := newSuite(t, "metrics-", talostest.Options{})
+	s := newSuite(t)
 	self, worker := s.controlPlane("cp"), s.worker("worker")
 	s.register(self, worker)
 
@@ -474,23 +463,23 @@ func TestMetrics_AreExported(t *testing.T) {
 	for _, name := range []string{
 		"talosccm_machines", "talosccm_api_requests_total", "talosccm_api_request_duration_seconds_count", "talosccm_node_syncs_total",
 	} {
-		s.eventually("metric exists: "+name, func() bool { return p.metric(name) > 0 })
+		ctest.Eventually(s, "metric exists: "+name, func() bool { return p.metric(name) > 0 })
 	}
 
-	s.eventually("two machines are current", func() bool { return p.metric("talosccm_machines", `condition="Current"`) == 2 })
-	s.eventually("two Nodes were initialized", func() bool { return p.metric("talosccm_node_initialization_duration_seconds_count") == 2 })
+	ctest.Eventually(s, "two machines are current", func() bool { return p.metric("talosccm_machines", `condition="Current"`) == 2 })
+	ctest.Eventually(s, "two Nodes were initialized", func() bool { return p.metric("talosccm_node_initialization_duration_seconds_count") == 2 })
 
 	changed := p.metric("talosccm_node_syncs_total", `result="changed"`)
 	restarts := p.metric("talosccm_watch_restarts_total")
 
 	s.move(worker, "moved")
 	worker.BreakStreams()
-	s.eventually("metrics increase", func() bool {
+	ctest.Eventually(s, "metrics increase", func() bool {
 		return p.metric("talosccm_node_syncs_total", `result="changed"`) > changed && p.metric("talosccm_watch_restarts_total") > restarts
 	})
 
-	s.require(worker.Stop(t.Context()))
-	s.eventually("one machine is counted as unreachable", func() bool {
+	require.NoError(s, worker.Stop(t.Context()))
+	ctest.Eventually(s, "one machine is counted as unreachable", func() bool {
 		return p.metric("talosccm_machines", `condition="Unreachable"`) == 1 && p.metric("talosccm_machines", `condition="Current"`) == 1 &&
 			p.metric("talosccm_api_request_errors_total") > 0
 	})
@@ -499,7 +488,7 @@ func TestMetrics_AreExported(t *testing.T) {
 
 // Alerts add up the gauges of all instances, so a former leader must not export them.
 func TestMetrics_GaugesEndWithLeadership(t *testing.T) {
-	s := newSuite(t, "led-", talostest.Options{})
+	s := newSuite(t)
 	first, second := s.controlPlane("cp-1"), s.controlPlane("cp-2")
 	s.register(first, second)
 
@@ -507,21 +496,19 @@ func TestMetrics_GaugesEndWithLeadership(t *testing.T) {
 	flags := []string{openMetrics, "--controllers=*,nodeipam", "--allocate-node-cidrs", "--cluster-cidr=10.99.0.0/16"}
 
 	p := s.spawn(first, flags...)
-	s.eventually("first instance leads and exports the gauges", func() bool {
+	ctest.Eventually(s, "first instance leads and exports the gauges", func() bool {
 		return p.leads() && !slices.ContainsFunc(gauges, func(gauge string) bool { return p.metric(gauge) == 0 })
 	})
 
 	other := s.spawn(second, flags...)
-	s.require(first.SetStage(t.Context(), runtime.MachineStageRebooting))
-	s.eventually("second instance leads", other.leads)
+	require.NoError(s, first.SetStage(t.Context(), runtime.MachineStageRebooting))
+	ctest.Eventually(s, "second instance leads", other.leads)
 
-	s.require(first.SetStage(t.Context(), runtime.MachineStageRunning))
-	s.eventually("first instance serves metrics again", func() bool { return p.metric("talosccm_build_info") == 1 })
+	require.NoError(s, first.SetStage(t.Context(), runtime.MachineStageRunning))
+	ctest.Eventually(s, "first instance serves metrics again", func() bool { return p.metric("talosccm_build_info") == 1 })
 
 	for _, gauge := range gauges {
-		if n := p.metric(gauge); n != 0 {
-			t.Errorf("%s is %v, want no series", gauge, n)
-		}
+		assert.Zero(t, p.metric(gauge), gauge)
 	}
 
 	p.terminate()
@@ -529,21 +516,20 @@ func TestMetrics_GaugesEndWithLeadership(t *testing.T) {
 }
 
 func TestMetrics_RequireAuthorization(t *testing.T) {
-	s := newSuite(t, "closed-", talostest.Options{})
+	s := newSuite(t)
 	self := s.controlPlane("cp")
 	s.register(self)
 
 	p := s.spawn(self)
 	s.awaitInitialized(self)
 
-	if code, _, err := p.get("/metrics"); err != nil || (code != http.StatusForbidden && code != http.StatusUnauthorized) {
-		t.Errorf("/metrics without credentials: got status %d, error %v", code, err)
-	}
+	code, _, err := p.get("/metrics")
+	require.NoError(t, err)
+	assert.Contains(t, []int{http.StatusForbidden, http.StatusUnauthorized}, code)
 
-	if code, body, err := p.get("/healthz"); err != nil || code != http.StatusOK {
-		t.Errorf("/healthz: got status %d, body %s, error %v", code, body, err)
-	}
-
+	code, body, err := p.get("/healthz")
+	require.NoError(t, err)
+	assert.Equal(t, http.StatusOK, code, body)
 	p.terminate()
 }
 
@@ -586,21 +572,19 @@ func TestControllers_EnabledByFlags(t *testing.T) {
 		{"node IPAM without --allocate-node-cidrs", []string{"--controllers=*,nodeipam"}, []string{csr, node, lifecycle}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			s := newSuite(t, "controllers-", talostest.Options{})
+			s := newSuite(t)
 			p := s.spawn(s.controlPlane("cp"), append(test.flags, openMetrics)...)
 
 			var got []string
 
-			s.eventually(fmt.Sprintf("controllers %v run", test.want), func() bool {
+			ctest.Eventually(s, fmt.Sprintf("controllers %v run", test.want), func() bool {
 				got = p.controllers()
 				slices.Sort(got)
 
 				return len(got) >= len(test.want)
 			})
 
-			if !slices.Equal(got, test.want) {
-				t.Errorf("got controllers %v, want %v", got, test.want)
-			}
+			assert.Equal(t, test.want, got)
 
 			p.terminate()
 		})
@@ -610,22 +594,16 @@ func TestControllers_EnabledByFlags(t *testing.T) {
 // The help of --controllers lists the accepted and the disabled-by-default controllers.
 func TestHelp_ListsControllers(t *testing.T) {
 	path, err := binary()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	output, err := exec.CommandContext(t.Context(), path, "--help").CombinedOutput()
-	if err != nil {
-		t.Fatalf("%v\n%s", err, output)
-	}
+	require.NoError(t, err)
 
 	help := strings.Join(strings.Fields(string(output)), " ")
 
 	listed := func(title string) []string {
 		match := regexp.MustCompile(title + `: ([a-z, -]+?)(?: Disabled| \(default)`).FindStringSubmatch(help)
-		if match == nil {
-			t.Fatalf("help does not contain %q", title)
-		}
+		require.NotNil(t, match)
 
 		names := strings.Split(match[1], ", ")
 		slices.Sort(names)
@@ -634,13 +612,9 @@ func TestHelp_ListsControllers(t *testing.T) {
 	}
 
 	for _, name := range listed("All controllers") {
-		if err := withControllers(t, name).Validate(); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, withControllers(t, name).Validate())
 	}
 
 	want := []string{"node-ipam-controller", "service-lb-controller"}
-	if off := listed("Disabled-by-default controllers"); !slices.Equal(off, want) {
-		t.Errorf("help lists %v as disabled by default, want %v", off, want)
-	}
+	assert.Equal(t, want, listed("Disabled-by-default controllers"))
 }

@@ -19,13 +19,13 @@ import (
 	"testing"
 	"time"
 
-	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/kubernetes"
 	certutil "k8s.io/client-go/util/cert"
@@ -33,6 +33,7 @@ import (
 	nodecontroller "github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
@@ -59,10 +60,7 @@ func (s *suite) theirs(name string) *talostest.Machine {
 func (s *suite) sharedCluster() {
 	s.Helper()
 
-	self := s.machine(talostest.MachineSpec{
-		Nodename: "cp", Type: talosmachine.TypeControlPlane, ServeSocket: true, LocalhostAdminKubeconfig: string(s.kube.Kubeconfig()),
-		Platform: identified(s.prefix + "cp"), Controllers: []string{"-" + nodeipam.Name},
-	})
+	self := s.controlPlane("cp", func(spec *talostest.MachineSpec) { spec.Controllers = []string{"-" + nodeipam.Name} })
 	s.configure(self, "nodes: {selector: [{matchExpressions: [{key: platform, operator: NotIn, values: ["+theirPlatform+"]}]}]}\n")
 	s.register(self)
 	s.labelControlPlane(self)
@@ -78,9 +76,7 @@ func (s *suite) sharedCluster() {
 func (s *suite) labelControlPlane(m *talostest.Machine) {
 	s.Helper()
 
-	_, err := s.client.CoreV1().Nodes().Patch(s.Context(), m.Nodename(), types.MergePatchType,
-		[]byte(`{"metadata":{"labels":{"node-role.kubernetes.io/control-plane":""}}}`), metav1.PatchOptions{})
-	s.require(err)
+	s.PatchNode(m.Nodename(), "machined", `{"metadata":{"labels":{"node-role.kubernetes.io/control-plane":""}}}`)
 }
 
 // requestCertificate makes the machine's kubelet request a serving certificate for its name and the given addresses. The
@@ -89,14 +85,14 @@ func (s *suite) requestCertificate(m *talostest.Machine, addresses ...net.IP) (n
 	s.Helper()
 
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	s.require(err)
+	require.NoError(s, err)
 
 	subject := &pkix.Name{CommonName: "system:node:" + m.Nodename(), Organization: []string{"system:nodes"}}
 	request, err := certutil.MakeCSR(key, subject, []string{m.Nodename()}, addresses)
-	s.require(err)
+	require.NoError(s, err)
 
-	kubelet, err := kubernetes.NewForConfig(s.kube.KubeletConfig(m.Nodename()))
-	s.require(err)
+	kubelet, err := kubernetes.NewForConfig(s.Kube.KubeletConfig(m.Nodename()))
+	require.NoError(s, err)
 
 	csr, err := kubelet.CertificatesV1().CertificateSigningRequests().Create(s.Context(), &certificatesv1.CertificateSigningRequest{
 		ObjectMeta: metav1.ObjectMeta{GenerateName: "csr-"},
@@ -105,7 +101,7 @@ func (s *suite) requestCertificate(m *talostest.Machine, addresses ...net.IP) (n
 			Usages: []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageServerAuth},
 		},
 	}, metav1.CreateOptions{})
-	s.require(err)
+	require.NoError(s, err)
 
 	return csr.Name
 }
@@ -115,9 +111,9 @@ func (s *suite) awaitApproved(csr string) { s.awaitDecision(csr, certificatesv1.
 func (s *suite) awaitDecision(csr string, want certificatesv1.RequestConditionType) {
 	s.Helper()
 
-	s.eventually(fmt.Sprintf("request %s is %s", csr, want), func() bool {
-		got := ask(s, func(ctx context.Context) (*certificatesv1.CertificateSigningRequest, error) {
-			return s.client.CertificatesV1().CertificateSigningRequests().Get(ctx, csr, metav1.GetOptions{})
+	ctest.Eventually(s, fmt.Sprintf("request %s is %s", csr, want), func() bool {
+		got := ctest.Ask(s, func(ctx context.Context) (*certificatesv1.CertificateSigningRequest, error) {
+			return s.Client.CertificatesV1().CertificateSigningRequests().Get(ctx, csr, metav1.GetOptions{})
 		})
 
 		return len(got.Status.Conditions) > 0 && got.Status.Conditions[0].Type == want
@@ -126,7 +122,7 @@ func (s *suite) awaitDecision(csr string, want certificatesv1.RequestConditionTy
 
 // TestPools_BelongToNoKubelet: addresses of the pools and of --cluster-cidr are the pods', whatever a machine reports.
 func TestPools_BelongToNoKubelet(t *testing.T) {
-	s := newSuite(t, "pools-", talostest.Options{})
+	s := newSuite(t)
 	self := s.controlPlane("cp")
 
 	var addresses []talostest.Address
@@ -134,7 +130,7 @@ func TestPools_BelongToNoKubelet(t *testing.T) {
 		addresses = append(addresses, talostest.Address{Link: "eth1", Prefix: netip.MustParsePrefix(address)})
 	}
 
-	worker := s.machine(talostest.MachineSpec{Nodename: "worker", Platform: identified(s.prefix + "worker"), Addresses: addresses})
+	worker := s.machine(talostest.MachineSpec{Nodename: "worker", Addresses: addresses})
 	s.register(self, worker)
 	s.labelControlPlane(self)
 	s.configure(self, `{ipam: {pools: [{name: own, cidrs: [10.250.0.0/16]}, {name: shared, cidrs: [10.252.0.0/16], containsMachines: true}]}}`)
@@ -160,14 +156,14 @@ func writtenByNodeController(n *corev1.Node) bool {
 
 // TestHosted_ReservesStatedFacts: no control-plane machine is a Node, so only the flags say what belongs to the cluster.
 func TestHosted_ReservesStatedFacts(t *testing.T) {
-	s := newSuite(t, "hosted-", talostest.Options{})
+	s := newSuite(t)
 
 	var addresses []talostest.Address
 	for _, address := range []string{"10.250.0.7/24", "10.251.0.7/24", "10.252.0.7/24", "10.253.0.7/24"} {
 		addresses = append(addresses, talostest.Address{Link: "eth1", Prefix: netip.MustParsePrefix(address)})
 	}
 
-	worker := s.machine(talostest.MachineSpec{Nodename: "worker", Platform: identified(s.prefix + "worker"), Addresses: addresses})
+	worker := s.machine(talostest.MachineSpec{Nodename: "worker", Addresses: addresses})
 	s.register(worker)
 
 	options := s.outside(worker)
@@ -187,25 +183,20 @@ func TestHosted_ReservesStatedFacts(t *testing.T) {
 		s.awaitDecision(s.requestCertificate(worker, net.ParseIP(address)), want)
 	}
 
-	s.eventually("the request for the virtual IP is deferred", func() bool {
-		return len(ask(s, func(ctx context.Context) (*corev1.EventList, error) {
-			return s.client.CoreV1().Events(metav1.NamespaceAll).List(ctx, metav1.ListOptions{FieldSelector: "reason=CSRDeferred,involvedObject.name=" + virtual})
-		}).Items) > 0
-	})
+	s.AwaitEvent(virtual, "CSRDeferred")
 }
 
 func TestSharing_ServesNodesThatAnotherProviderInitializes(t *testing.T) {
-	s := newSuite(t, "hybrid-", talostest.Options{})
+	s := newSuite(t)
 	s.sharedCluster()
 
 	theirs := s.theirs("theirs")
 	s.register(theirs)
 	s.awaitApproved(s.requestCertificate(theirs))
 
-	n := s.await(theirs.Nodename(), "assigned a pod CIDR", func(n *corev1.Node) bool { return n.Spec.PodCIDR != "" })
-	if !tainted(n) || n.Spec.ProviderID != "" || writtenByNodeController(n) {
-		t.Errorf("node of another provider was initialized: %s; managed fields: %v", describe(n), n.ManagedFields)
-	}
+	n := s.AwaitNode(theirs.Nodename(), "assigned a pod CIDR", func(n *corev1.Node) bool { return n.Spec.PodCIDR != "" })
+	s.assertUninitialized(theirs)
+	assert.False(t, writtenByNodeController(n), n.ManagedFields)
 }
 
 // cloud is the cloud controller manager of another provider.
@@ -227,7 +218,7 @@ func (s *suite) startCloud() *cloud {
 	}
 
 	c.set()
-	s.require(os.WriteFile(kubeconfig, s.kube.Kubeconfig(), 0o600))
+	require.NoError(s, os.WriteFile(kubeconfig, s.Kube.Kubeconfig(), 0o600))
 	p.start("another provider", exec.Command(executable,
 		"--kubeconfig="+kubeconfig, "--cloud-provider=fake", "--cloud-config="+c.file, "--allow-untagged-cloud", "--secure-port=0", "--leader-elect=false",
 		"--controllers=cloud-node-controller,cloud-node-lifecycle-controller", "--node-monitor-period=200ms", "--node-status-update-frequency=200ms"))
@@ -244,8 +235,8 @@ func (c *cloud) set(machines ...*talostest.Machine) {
 		names = append(names, m.Nodename())
 	}
 
-	c.suite.require(os.WriteFile(c.file+".new", []byte(strings.Join(names, "\n")), 0o600))
-	c.suite.require(os.Rename(c.file+".new", c.file))
+	require.NoError(c.suite, os.WriteFile(c.file+".new", []byte(strings.Join(names, "\n")), 0o600))
+	require.NoError(c.suite, os.Rename(c.file+".new", c.file))
 }
 
 // awaitTheirs waits until the other provider has initialized the Nodes.
@@ -253,10 +244,9 @@ func (s *suite) awaitTheirs(machines ...*talostest.Machine) {
 	s.Helper()
 
 	for _, m := range machines {
-		n := s.await(m.Nodename(), "initialized with a pod CIDR", func(n *corev1.Node) bool { return initialized(n) && n.Spec.PodCIDR != "" })
-		if n.Spec.ProviderID != "fake://"+m.Nodename() || n.Labels[corev1.LabelTopologyZone] != "fake-zone" {
-			s.Errorf("node %s: %s", m.Nodename(), describe(n))
-		}
+		n := s.AwaitNode(m.Nodename(), "initialized with a pod CIDR", func(n *corev1.Node) bool { return initialized(n) && n.Spec.PodCIDR != "" })
+		assert.Equal(s, "fake://"+m.Nodename(), n.Spec.ProviderID)
+		assert.Equal(s, "fake-zone", n.Labels[corev1.LabelTopologyZone])
 	}
 }
 
@@ -265,13 +255,13 @@ func (s *suite) awaitTheirs(machines ...*talostest.Machine) {
 func (s *suite) observe(theirs, quiet []*talostest.Machine) (stop func()) {
 	s.Helper()
 
-	list := ask(s, func(ctx context.Context) (*corev1.NodeList, error) {
-		return s.client.CoreV1().Nodes().List(ctx, metav1.ListOptions{})
+	list := ctest.Ask(s, func(ctx context.Context) (*corev1.NodeList, error) {
+		return s.Client.CoreV1().Nodes().List(ctx, metav1.ListOptions{})
 	})
 
 	ctx, cancel := context.WithCancel(s.Context())
-	w, err := s.client.CoreV1().Nodes().Watch(ctx, metav1.ListOptions{ResourceVersion: list.ResourceVersion})
-	s.require(err)
+	w, err := s.Client.CoreV1().Nodes().Watch(ctx, metav1.ListOptions{ResourceVersion: list.ResourceVersion})
+	require.NoError(s, err)
 
 	var group sync.WaitGroup
 
@@ -288,13 +278,11 @@ func (s *suite) observe(theirs, quiet []*talostest.Machine) (stop func()) {
 			case isAny(theirs, n) && writtenByNodeController(n):
 				s.Errorf("node %s of the other provider was written: %v", n.Name, n.ManagedFields)
 			case isAny(quiet, n), event.Type == watch.Deleted && !isAny(theirs, n):
-				s.Errorf("node %s: %s: %s; managed fields: %v", n.Name, event.Type, describe(n), n.ManagedFields)
+				s.Errorf("node %s: %s: %+v", n.Name, event.Type, n)
 			}
 		}
 
-		if ctx.Err() == nil {
-			s.Error("watch of nodes ended too early")
-		}
+		assert.NotNil(s, ctx.Err())
 	})
 
 	return func() {
@@ -308,8 +296,8 @@ func (s *suite) observe(theirs, quiet []*talostest.Machine) (stop func()) {
 func (s *suite) nodeWrites() int {
 	s.Helper()
 
-	requests, err := s.kube.APIServerRequests(s.Context())
-	s.require(err)
+	requests, err := s.Kube.APIServerRequests(s.Context())
+	require.NoError(s, err)
 
 	return requests.Total(func(r kube.RequestKind) bool {
 		return strings.HasPrefix(r.Resource, "nodes") && slices.Contains([]string{"PUT", "PATCH", "APPLY"}, r.Verb)
@@ -320,7 +308,7 @@ func (s *suite) nodeWrites() int {
 func TestSharing_LeavesNodesOfAnotherCloudControllerManager(t *testing.T) {
 	const each = 4
 
-	s := newSuite(t, "shared-", talostest.Options{})
+	s := newSuite(t)
 	s.sharedCluster()
 
 	other := s.startCloud()
@@ -338,14 +326,14 @@ func TestSharing_LeavesNodesOfAnotherCloudControllerManager(t *testing.T) {
 	s.awaitTheirs(theirs...)
 
 	for _, m := range ours {
-		s.await(m.Nodename(), "assigned a pod CIDR", func(n *corev1.Node) bool { return n.Spec.PodCIDR != "" })
+		s.AwaitNode(m.Nodename(), "assigned a pod CIDR", func(n *corev1.Node) bool { return n.Spec.PodCIDR != "" })
 	}
 
 	stop := s.observe(theirs, []*talostest.Machine{ours[0], theirs[0]})
 	defer stop()
 
 	// All Nodes are NotReady, so only what the providers know keeps the other lifecycle controller from deleting them.
-	s.require(ours[each-1].Stop(t.Context()))
+	require.NoError(s, ours[each-1].Stop(t.Context()))
 
 	began, writes, changes := time.Now(), s.nodeWrites(), 0
 	for ; changes < minChanges || time.Since(began) < *churn; changes++ {
@@ -360,9 +348,7 @@ func TestSharing_LeavesNodesOfAnotherCloudControllerManager(t *testing.T) {
 	t.Logf("%d changes in %s caused %d writes of Nodes", changes, time.Since(began), made)
 
 	// A change is one write by the test or at most two by a controller: labels and addresses.
-	if made > 2*changes+each {
-		t.Errorf("%d changes caused %d writes", changes, made)
-	}
+	assert.LessOrEqual(t, made, 2*changes+each)
 }
 
 // changeShared makes one change to a Node, a machine or an instance. The first Node of each provider stays unchanged.
@@ -371,23 +357,22 @@ func (s *suite) changeShared(n int, other *cloud, ours, theirs []*talostest.Mach
 
 	i := 1 + n/5%(len(ours)-1)
 	value := fmt.Sprint(n)
-	patch := fmt.Appendf(nil, `{"metadata":{"annotations":{"example.com/changed":%q}}}`, value)
+	patch := fmt.Sprintf(`{"metadata":{"annotations":{"example.com/changed":%q}}}`, value)
 
 	switch n % 5 {
 	case 0:
-		s.require(ours[i].UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType = value }))
+		require.NoError(s, ours[i].UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType = value }))
 	case 1:
-		s.require(theirs[i].UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType, spec.Zone = value, value }))
+		require.NoError(s, theirs[i].UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType, spec.Zone = value, value }))
 	case 2, 3:
 		m := [][]*talostest.Machine{ours, theirs}[n%2][i]
-		_, err := s.client.CoreV1().Nodes().Patch(s.Context(), m.Nodename(), types.MergePatchType, patch, metav1.PatchOptions{})
-		s.require(err)
+		s.PatchNode(m.Nodename(), "other", patch)
 	case 4:
 		prefix := netip.PrefixFrom(netip.AddrFrom4([4]byte{203, 0, 112, byte(i)}), 24)
 		if n/15%2 == 0 {
-			s.require(ours[i].AddAddress(s.Context(), "eth1", prefix))
+			require.NoError(s, ours[i].AddAddress(s.Context(), "eth1", prefix))
 		} else {
-			s.require(ours[i].RemoveAddress(s.Context(), "eth1", prefix))
+			require.NoError(s, ours[i].RemoveAddress(s.Context(), "eth1", prefix))
 		}
 	}
 
@@ -403,14 +388,14 @@ func (s *suite) replaceInstance(other *cloud, theirs []*talostest.Machine) {
 
 	m := theirs[len(theirs)-1]
 	other.set(theirs[:len(theirs)-1]...)
-	s.eventually("node of a removed instance is deleted", func() bool {
-		_, err := s.client.CoreV1().Nodes().Get(s.Context(), m.Nodename(), metav1.GetOptions{})
+	ctest.Eventually(s, "node of a removed instance is deleted", func() bool {
+		_, err := s.Client.CoreV1().Nodes().Get(s.Context(), m.Nodename(), metav1.GetOptions{})
 
 		return apierrors.IsNotFound(err)
 	})
 	other.set(theirs...)
 
-	_, err := s.kube.RegisterNode(s.Context(), kube.NodeSpec{Name: m.Nodename(), NodeIPs: []netip.Addr{m.Address()}})
-	s.require(err)
+	_, err := s.Kube.RegisterNode(s.Context(), kube.NodeSpec{Name: m.Nodename(), NodeIPs: []netip.Addr{m.Address()}})
+	require.NoError(s, err)
 	s.awaitTheirs(m)
 }

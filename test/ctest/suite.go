@@ -4,9 +4,12 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"flag"
 	"fmt"
+	"net/http"
 	"net/netip"
 	"os"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -36,7 +39,23 @@ type Bed struct {
 // Main is for TestMain: it starts a control plane and a Talos cluster, calls setup, if any, runs the tests, calls what
 // setup has returned, stops both clusters, and exits.
 func (b *Bed) Main(m *testing.M, options kube.Options, setup func() (stop func(), err error)) {
-	code, err := b.run(m, options, setup)
+	exit(b.run(options, func() (int, error) { return runTests(m, setup) }))
+}
+
+func runTests(m *testing.M, setup func() (stop func(), err error)) (code int, err error) {
+	if setup != nil {
+		stop, err := setup()
+		if err != nil {
+			return 1, err
+		}
+
+		defer stop()
+	}
+
+	return m.Run(), nil
+}
+
+func exit(code int, err error) {
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
 
@@ -46,7 +65,8 @@ func (b *Bed) Main(m *testing.M, options kube.Options, setup func() (stop func()
 	os.Exit(code)
 }
 
-func (b *Bed) run(m *testing.M, options kube.Options, setup func() (func(), error)) (code int, err error) {
+// run calls f while the bed runs.
+func (b *Bed) run(options kube.Options, f func() (code int, err error)) (code int, err error) {
 	options.Progress = os.Stderr
 
 	if b.Kube, err = kube.Start(context.Background(), options); err != nil {
@@ -64,22 +84,71 @@ func (b *Bed) run(m *testing.M, options kube.Options, setup func() (func(), erro
 	}
 	defer b.Talos.Close()
 
-	if setup != nil {
-		stop, err := setup()
-		if err != nil {
-			return 1, err
-		}
+	return f()
+}
 
-		defer stop()
+// Pool has several beds, for tests that need a control plane for themselves: they stop its API server, or compete for a
+// lease.
+type Pool struct{ beds chan *Bed }
+
+// Main is [Bed.Main] with beds for size parallel tests.
+func (p *Pool) Main(m *testing.M, options kube.Options, size int, setup func() (stop func(), err error)) {
+	// The tests mostly wait. The flag -parallel still overrides this.
+	if err := flag.Set("test.parallel", strconv.Itoa(size)); err != nil {
+		panic(err)
 	}
 
-	return m.Run(), nil
+	p.beds = make(chan *Bed, size)
+
+	exit(p.run(options, size, func() (int, error) { return runTests(m, setup) }))
+}
+
+// run starts the beds one after the other: the first of a new version builds the components.
+func (p *Pool) run(options kube.Options, size int, f func() (int, error)) (code int, err error) {
+	if size == 0 {
+		return f()
+	}
+
+	b := &Bed{}
+
+	return b.run(options, func() (int, error) {
+		p.beds <- b
+
+		return p.run(options, size-1, f)
+	})
+}
+
+// NewSuite returns the suite of a parallel test, which has a bed for itself.
+func (p *Pool) NewSuite(t testing.TB) Suite {
+	t.Helper()
+
+	if parallel, ok := t.(interface{ Parallel() }); ok {
+		parallel.Parallel()
+	}
+
+	return p.NewSerialSuite(t)
+}
+
+// NewSerialSuite is NewSuite for a test that is not parallel, because it changes the environment or global metrics.
+func (p *Pool) NewSerialSuite(t testing.TB) Suite {
+	t.Helper()
+
+	b := <-p.beds
+	t.Cleanup(func() { p.beds <- b })
+
+	// The test before may have changed the certificates.
+	client, err := kubernetes.NewForConfig(b.Kube.Config())
+	require.NoError(t, err)
+
+	b.Client = client
+
+	return b.NewSuite(t)
 }
 
 // Suite is a test or benchmark and its bed, whose parts it can replace. Packages embed it in a type with methods of their own.
 type Suite struct {
 	testing.TB
-	Bed
+	*Bed
 
 	// Namespace limits the Events that are returned; empty means all.
 	Namespace string
@@ -89,7 +158,9 @@ type Suite struct {
 func (b *Bed) NewSuite(t testing.TB) Suite {
 	t.Helper()
 
-	return Suite{TB: t, Bed: *b}
+	own := *b
+
+	return Suite{TB: t, Bed: &own}
 }
 
 // Machine adds a machine, which stops when the test ends.
@@ -133,19 +204,45 @@ func (s Suite) Join(spec talostest.MachineSpec) *talostest.Machine {
 func (s Suite) Remove(nodename string) {
 	s.Helper()
 
-	if err := s.Client.CoreV1().Nodes().Delete(context.WithoutCancel(s.Context()), nodename, metav1.DeleteOptions{}); !apierrors.IsNotFound(err) {
-		require.NoError(s, err)
+	Ask(s, func(ctx context.Context) (any, error) {
+		return nil, IgnoreNotFound(s.Client.CoreV1().Nodes().Delete(ctx, nodename, metav1.DeleteOptions{}))
+	})
+}
+
+// IgnoreNotFound returns nil for errors that an object does not exist.
+func IgnoreNotFound(err error) error {
+	if apierrors.IsNotFound(err) {
+		return nil
 	}
+
+	return err
+}
+
+// Ask repeats a request while the API server is overloaded or restarts, and returns its answer. Cleanups may use it.
+func Ask[T any](t testing.TB, request func(context.Context) (T, error)) (answer T) {
+	t.Helper()
+
+	EventuallyNoError(t, func(ctx context.Context) (err error) {
+		answer, err = request(ctx)
+
+		var status apierrors.APIStatus
+		if errors.As(err, &status) && status.Status().Code < http.StatusInternalServerError && status.Status().Code != http.StatusTooManyRequests {
+			require.NoError(t, err)
+		}
+
+		return err
+	})
+
+	return answer
 }
 
 // Node returns a Node.
 func (s Suite) Node(nodename string) *corev1.Node {
 	s.Helper()
 
-	node, err := s.Client.CoreV1().Nodes().Get(s.Context(), nodename, metav1.GetOptions{})
-	require.NoError(s, err)
-
-	return node
+	return Ask(s, func(ctx context.Context) (*corev1.Node, error) {
+		return s.Client.CoreV1().Nodes().Get(ctx, nodename, metav1.GetOptions{})
+	})
 }
 
 // PatchNode applies a merge patch with the given field manager, and returns the result. Even a patch without
@@ -263,10 +360,9 @@ func eventsOn(name, reason string) metav1.ListOptions {
 func (s Suite) Events(name, reason string) []corev1.Event {
 	s.Helper()
 
-	list, err := s.Client.CoreV1().Events(s.Namespace).List(s.Context(), eventsOn(name, reason))
-	require.NoError(s, err)
-
-	return list.Items
+	return Ask(s, func(ctx context.Context) (*corev1.EventList, error) {
+		return s.Client.CoreV1().Events(s.Namespace).List(ctx, eventsOn(name, reason))
+	}).Items
 }
 
 // AwaitEvent waits for an Event whose message contains the texts.
