@@ -4,30 +4,30 @@ import (
 	"context"
 	"errors"
 	"net/netip"
-	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	applydiscoveryv1 "k8s.io/client-go/applyconfigurations/discovery/v1"
 	"k8s.io/client-go/informers"
-	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/cache"
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 var errDialed = errors.New("dialed")
 
 // guarded is a DialFunc that returns errDialed if the address may be dialed.
 type guarded struct {
-	*testing.T
+	ctest.Suite
 
-	client  kubernetes.Interface
 	clock   *clocktesting.FakeClock
 	dial    talosapi.DialFunc
 	members []netip.Addr
@@ -39,33 +39,25 @@ type guarded struct {
 func newGuarded(t *testing.T) *guarded {
 	t.Helper()
 
-	client, err := kubernetes.NewForConfig(cluster.Config())
-	if err != nil {
-		t.Fatal(err)
-	}
+	g := &guarded{Suite: bed.NewSuite(t), reading: func(context.Context) {}, clock: clocktesting.NewFakeClock(time.Now())}
+	register(g.Suite, "guard-cp", "192.0.2.1")
+	register(g.Suite, "guard-w", "192.0.2.9")
+	label(g.Suite, "guard-cp")
 
-	g := &guarded{T: t, reading: func(context.Context) {}, client: client, clock: clocktesting.NewFakeClock(time.Now())}
-	s := &suite{T: t, client: client}
-	s.register("guard-cp", netip.MustParseAddr("192.0.2.1"))
-	s.register("guard-w", netip.MustParseAddr("192.0.2.9"))
-	s.label("guard-cp")
-
-	factory := informers.NewSharedInformerFactory(client, 0)
+	factory := informers.NewSharedInformerFactory(g.Client, 0)
 	nodes := factory.Core().V1().Nodes()
 	synced := nodes.Informer().HasSynced
 
 	factory.Start(t.Context().Done())
 
-	if !cache.WaitForCacheSync(t.Context().Done(), synced) {
-		t.Fatal("Nodes were not read")
-	}
+	require.True(t, cache.WaitForCacheSync(t.Context().Done(), synced))
 
 	members := func(ctx context.Context) ([]netip.Addr, error) {
 		g.reading(ctx)
 
 		return g.members, g.failure
 	}
-	g.dial = controlplane.NewAddresses(client, nodes.Lister(), members, g.clock).
+	g.dial = controlplane.NewAddresses(g.Client, nodes.Lister(), members, g.clock).
 		Guard(func(context.Context, string, netip.Addr) (talosapi.State, error) { return nil, errDialed })
 
 	return g
@@ -76,28 +68,23 @@ func (g *guarded) want(nodename, addr, text string) {
 	g.Helper()
 	g.clock.Step(time.Minute)
 
-	if _, err := g.dial(g.Context(), nodename, netip.MustParseAddr(addr)); err == nil || !strings.Contains(err.Error(), text) {
-		g.Errorf("%s at %s: got %v, want %s", nodename, addr, err, text)
-	}
+	_, err := g.dial(g.Context(), nodename, netip.MustParseAddr(addr))
+	assert.ErrorContains(g, err, text, "%s at %s", nodename, addr)
 }
 
 // publish applies an EndpointSlice of default/kubernetes.
 func (g *guarded) publish(name string, addresses ...string) {
 	g.Helper()
 
-	endpointSlices := g.client.DiscoveryV1().EndpointSlices(metav1.NamespaceDefault)
+	endpointSlices := g.Client.DiscoveryV1().EndpointSlices(metav1.NamespaceDefault)
 	slice := applydiscoveryv1.EndpointSlice(name, metav1.NamespaceDefault).
 		WithLabels(map[string]string{discoveryv1.LabelServiceName: "kubernetes"}).
 		WithAddressType(discoveryv1.AddressTypeIPv4).WithEndpoints(applydiscoveryv1.Endpoint().WithAddresses(addresses...))
 
-	if _, err := endpointSlices.Apply(g.Context(), slice, metav1.ApplyOptions{FieldManager: "test"}); err != nil {
-		g.Fatal(err)
-	}
-
+	_, err := endpointSlices.Apply(g.Context(), slice, metav1.ApplyOptions{FieldManager: "test"})
+	require.NoError(g, err)
 	g.Cleanup(func() {
-		if err := endpointSlices.Delete(context.Background(), name, metav1.DeleteOptions{}); err != nil {
-			g.Error(err)
-		}
+		require.NoError(g, endpointSlices.Delete(context.WithoutCancel(g.Context()), name, metav1.DeleteOptions{}))
 	})
 }
 
@@ -138,9 +125,8 @@ func TestAddresses_ReadAgainAfterAWhile(t *testing.T) {
 
 	g.members = []netip.Addr{netip.MustParseAddr("192.0.2.1")}
 
-	if _, err := g.dial(t.Context(), "guard-cp", netip.MustParseAddr("192.0.2.1")); errors.Is(err, errDialed) {
-		t.Error("the addresses were read again at once")
-	}
+	_, err := g.dial(t.Context(), "guard-cp", netip.MustParseAddr("192.0.2.1"))
+	assert.NotErrorIs(t, err, errDialed, "the addresses were read again at once")
 
 	g.want("guard-cp", "192.0.2.1", errDialed.Error())
 }
@@ -182,13 +168,11 @@ func TestAddresses_ReadEndsWithContext(t *testing.T) {
 		g.failure = read.Err()
 	}
 
-	if _, err := g.dial(ctx, "guard-cp", netip.MustParseAddr("192.0.2.1")); !errors.Is(err, context.Canceled) {
-		t.Errorf("got %v, want %v", err, context.Canceled)
-	}
+	_, err := g.dial(ctx, "guard-cp", netip.MustParseAddr("192.0.2.1"))
+	require.ErrorIs(t, err, context.Canceled)
 
 	g.members, g.failure, g.reading = []netip.Addr{netip.MustParseAddr("192.0.2.1")}, nil, func(context.Context) {}
 
-	if _, err := g.dial(t.Context(), "guard-cp", g.members[0]); !errors.Is(err, errDialed) {
-		t.Errorf("after the canceled read: got %v", err)
-	}
+	_, err = g.dial(t.Context(), "guard-cp", g.members[0])
+	assert.ErrorIs(t, err, errDialed)
 }

@@ -2,13 +2,11 @@ package controlplane_test
 
 import (
 	"context"
-	"crypto/tls"
 	"encoding/pem"
 	"fmt"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
-	"os"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -18,12 +16,9 @@ import (
 	"github.com/cosi-project/runtime/pkg/safe"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
-	"github.com/siderolabs/talos/pkg/machinery/role"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/apimachinery/pkg/util/wait"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"k8s.io/client-go/informers"
-	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/record"
 	clocktesting "k8s.io/utils/clock/testing"
@@ -32,47 +27,23 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-const (
-	pollTimeout  = 2 * time.Minute
-	pollInterval = 20 * time.Millisecond
+// refresh is longer than any pause of the Reader.
+const refresh = time.Minute
 
-	// refresh is longer than any pause of the Reader.
-	refresh = time.Minute
-)
-
-var cluster *kube.Cluster
+var bed ctest.Bed
 
 func TestMain(m *testing.M) {
-	code, err := runTests(m)
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-
-		code = 1
-	}
-
-	os.Exit(code)
-}
-
-func runTests(m *testing.M) (code int, err error) {
-	cluster, err = kube.Start(context.Background(), kube.Options{Progress: os.Stderr, ControllerManager: kube.ControllerManager{Absent: true}})
-	if err != nil {
-		return 1, err
-	}
-
-	code = m.Run()
-
-	return code, cluster.Stop()
+	bed.Main(m, kube.Options{ControllerManager: kube.ControllerManager{Absent: true}}, nil)
 }
 
 // suite is a Talos cluster and a Reader of it.
 type suite struct {
-	*testing.T
+	ctest.Suite
 
-	talos    *talostest.Cluster
-	client   kubernetes.Interface
 	clock    *clocktesting.FakeClock
 	recorder *record.FakeRecorder
 	reader   *controlplane.Reader
@@ -83,29 +54,19 @@ type suite struct {
 func newSuite(t *testing.T, config *rest.Config, options ...func(*suite, *controlplane.Config)) *suite {
 	t.Helper()
 
-	s := &suite{T: t, clock: clocktesting.NewFakeClock(time.Now()), recorder: record.NewFakeRecorder(10)}
+	s := &suite{Suite: bed.NewSuite(t), clock: clocktesting.NewFakeClock(time.Now()), recorder: record.NewFakeRecorder(10)}
+	s.Talos = ctest.NewTalos(t, talostest.Options{})
 
-	var err error
-
-	s.talos, err = talostest.New(talostest.Options{})
-	s.require(err)
-	t.Cleanup(s.talos.Close)
-
-	s.client, err = kubernetes.NewForConfig(cluster.Config())
-	s.require(err)
-
-	credentials, err := s.talos.ClientTLS(string(role.Reader))
-	s.require(err)
-
-	factory := informers.NewSharedInformerFactory(s.client, 0)
+	factory := informers.NewSharedInformerFactory(s.Client, 0)
+	dial := ctest.Dial(s.Talos)
 	cfg := controlplane.Config{
 		Kubernetes: config,
-		Client:     s.client,
+		Client:     s.Client,
 		Nodes:      factory.Core().V1().Nodes(),
 		Recorder:   s.recorder,
 		Clock:      s.clock,
-		Dial: func(ctx context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
-			st, err := talosapi.Dial(ctx, staticCredentials{credentials}, addr)
+		Dial: func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
+			st, err := dial(ctx, nodename, addr)
 
 			return talosapi.ControlPlane{State: st}, err
 		},
@@ -133,60 +94,40 @@ func newSuite(t *testing.T, config *rest.Config, options ...func(*suite, *contro
 	return s
 }
 
-// staticCredentials implements talosapi.Credentials with a fixed configuration.
-type staticCredentials struct {
-	config *tls.Config
-}
-
-// TLSConfig implements talosapi.Credentials.
-func (c staticCredentials) TLSConfig() (*tls.Config, error) { return c.config.Clone(), nil }
-
 // add adds a machine and its Node, which has no labels.
 func (s *suite) add(nodename string, machineType talosmachine.Type) *talostest.Machine {
 	s.Helper()
 
-	m, err := s.talos.AddMachine(talostest.MachineSpec{Nodename: nodename, Type: machineType})
-	s.require(err)
+	return s.Join(talostest.MachineSpec{Nodename: nodename, Type: machineType})
+}
 
-	s.register(nodename, m.Address())
+// addControlPlane adds a control-plane machine and its Node, which is labeled.
+func (s *suite) addControlPlane(nodename string) *talostest.Machine {
+	s.Helper()
+
+	m := s.add(nodename, talosmachine.TypeControlPlane)
+	label(s.Suite, nodename)
 
 	return m
 }
 
-func (s *suite) register(nodename string, addr netip.Addr) {
+func register(s ctest.Suite, nodename, addr string) {
 	s.Helper()
-
-	_, err := cluster.RegisterNode(s.Context(), kube.NodeSpec{Name: nodename, NodeIPs: []netip.Addr{addr}})
-	s.require(err)
-	s.Cleanup(func() {
-		s.require(s.client.CoreV1().Nodes().Delete(context.Background(), nodename, metav1.DeleteOptions{}))
-	})
+	s.Register(kube.NodeSpec{Name: nodename, NodeIPs: []netip.Addr{netip.MustParseAddr(addr)}})
 }
 
 // label labels the Node as part of the control plane.
-func (s *suite) label(nodename string) {
+func label(s ctest.Suite, nodename string) {
 	s.Helper()
-
-	patch := []byte(`{"metadata":{"labels":{"node-role.kubernetes.io/control-plane":""}}}`)
-
-	_, err := s.client.CoreV1().Nodes().Patch(s.Context(), nodename, types.MergePatchType, patch, metav1.PatchOptions{})
-	s.require(err)
+	s.PatchNode(nodename, "machined", `{"metadata":{"labels":{"node-role.kubernetes.io/control-plane":""}}}`)
 }
 
 // stopAPIServer stops the API server until the test ends. Cleanup and other tests need it again.
 func (s *suite) stopAPIServer() {
 	s.Helper()
 
-	cluster.StopAPIServer(s.Context())
-	s.Cleanup(func() { s.require(cluster.StartAPIServer(context.Background())) })
-}
-
-func (s *suite) require(err error) {
-	s.Helper()
-
-	if err != nil {
-		s.Fatal(err)
-	}
+	s.Kube.StopAPIServer(s.Context())
+	s.Cleanup(func() { require.NoError(s, s.Kube.StartAPIServer(context.WithoutCancel(s.Context()))) })
 }
 
 // await refreshes until ok returns true for the identity, and returns it after the refresh has finished. Handlers are
@@ -194,19 +135,15 @@ func (s *suite) require(err error) {
 func (s *suite) await(what string, ok func(csrpolicy.ClusterIdentity) bool) csrpolicy.ClusterIdentity {
 	s.Helper()
 
-	err := wait.PollUntilContextTimeout(s.Context(), pollInterval, pollTimeout, true, func(context.Context) (bool, error) {
+	ctest.EventuallyNoError(s, func(context.Context) error {
 		if ok(s.identity()) {
-			return true, nil
+			return nil
 		}
 
 		s.clock.Step(refresh)
 
-		return false, nil
+		return fmt.Errorf("%s; identity is %+v", what, s.identity())
 	})
-	if err != nil {
-		s.Fatalf("timed out waiting until %s; identity is %+v", what, s.identity())
-	}
-
 	s.awaitIdle()
 
 	return s.identity()
@@ -226,24 +163,23 @@ func (s *suite) refresh() {
 func (s *suite) awaitIdle() {
 	s.Helper()
 
-	err := wait.PollUntilContextTimeout(s.Context(), pollInterval, pollTimeout, true, func(context.Context) (bool, error) { return s.clock.HasWaiters(), nil })
-	s.require(err)
+	ctest.Eventually(s, "the reader waits", s.clock.HasWaiters)
 }
 
 func known(id csrpolicy.ClusterIdentity) bool { return id.Known }
 
 func TestReader_ReadsTheClusterIdentity(t *testing.T) {
-	s := newSuite(t, cluster.Config())
+	s := newSuite(t, bed.Kube.Config())
 	m := s.add("cp-1", talosmachine.TypeControlPlane)
 
 	endpoint := k8s.NewEndpoint(k8s.ControlPlaneNamespaceName, k8s.ControlPlaneKubernetesEndpointsID)
 	endpoint.TypedSpec().Hosts = []string{"api.example.org"}
 	endpoint.TypedSpec().Addresses = []netip.Addr{netip.MustParseAddr("203.0.113.1")}
-	s.require(m.State().Create(t.Context(), endpoint))
+	require.NoError(s, m.State().Create(t.Context(), endpoint))
 	s.exclude(m, "203.0.113.2", "fd00::2/128", "192.168.0.0/16")
 
 	// The machine is read as soon as its Node has the label.
-	s.label("cp-1")
+	label(s.Suite, "cp-1")
 
 	id := s.await("the identity is known", known)
 
@@ -254,23 +190,15 @@ func TestReader_ReadsTheClusterIdentity(t *testing.T) {
 	wantAll(t, "service CIDRs", id.ServiceCIDRs, netip.MustParsePrefix("10.0.0.0/16"), netip.MustParsePrefix("10.96.0.0/12"))
 	wantAll(t, "pod CIDRs", id.PodCIDRs, netip.MustParsePrefix("10.244.0.0/16"))
 
-	if vips := []netip.Addr{netip.MustParseAddr("203.0.113.2"), netip.MustParseAddr("fd00::2")}; !slices.Equal(id.VIPs, vips) {
-		t.Errorf("virtual IPs are %v, want %v", id.VIPs, vips)
-	}
+	assert.Equal(t, []netip.Addr{netip.MustParseAddr("203.0.113.2"), netip.MustParseAddr("fd00::2")}, id.VIPs)
 
-	if s.changes.Load() == 0 {
-		t.Error("the subscriber was not called")
-	}
+	assert.NotZero(t, s.changes.Load())
 }
 
 func wantAll[T comparable](t *testing.T, what string, got []T, want ...T) {
 	t.Helper()
 
-	for _, w := range want {
-		if !slices.Contains(got, w) {
-			t.Errorf("%s are %v, want them to contain %v", what, got, w)
-		}
-	}
+	assert.Subset(t, got, want, what)
 }
 
 // exclude adds subnets to those that the kubelet excludes from node IPs.
@@ -282,11 +210,11 @@ func (s *suite) exclude(m *talostest.Machine, subnets ...string) {
 
 		return nil
 	})
-	s.require(err)
+	require.NoError(s, err)
 }
 
 func TestReader_NeedsALabeledNode(t *testing.T) {
-	s := newSuite(t, cluster.Config())
+	s := newSuite(t, bed.Kube.Config())
 
 	// Any machine can report that it is of the control plane.
 	liar := s.add("liar", talosmachine.TypeControlPlane)
@@ -294,26 +222,21 @@ func TestReader_NeedsALabeledNode(t *testing.T) {
 	s.await("the API server has answered", func(id csrpolicy.ClusterIdentity) bool { return len(id.ServiceIPs) > 0 })
 	s.refresh()
 
-	if s.identity().Known {
-		t.Fatalf("identity is known without a labeled Node: %+v", s.identity())
-	}
+	require.False(t, s.identity().Known, "identity is known without a labeled Node: %+v", s.identity())
 
-	s.label("cp-1")
+	label(s.Suite, "cp-1")
 	s.await("the identity is known", known)
 
-	if calls := liar.Calls(); len(calls) > 0 {
-		t.Errorf("a machine without the label was read: %v", calls)
-	}
+	assert.Empty(t, liar.Calls())
 }
 
 func TestReader_VerifiesTheNodename(t *testing.T) {
-	s := newSuite(t, cluster.Config())
+	s := newSuite(t, bed.Kube.Config())
 
-	other, err := s.talos.AddMachine(talostest.MachineSpec{Nodename: "other", Type: talosmachine.TypeControlPlane})
-	s.require(err)
+	other := s.Machine(talostest.MachineSpec{Nodename: "other", Type: talosmachine.TypeControlPlane})
 
-	s.register("cp-1", other.Address())
-	s.label("cp-1")
+	s.Register(kube.NodeSpec{Name: "cp-1", NodeIPs: []netip.Addr{other.Address()}})
+	label(s.Suite, "cp-1")
 	s.await("the machine was read", func(csrpolicy.ClusterIdentity) bool { return len(other.Calls()) > 0 })
 	s.refresh()
 
@@ -323,14 +246,13 @@ func TestReader_VerifiesTheNodename(t *testing.T) {
 }
 
 func TestReader_KeepsTheLastAnswers(t *testing.T) {
-	s := newSuite(t, cluster.Config())
-	m := s.add("cp-1", talosmachine.TypeControlPlane)
-	s.label("cp-1")
+	s := newSuite(t, bed.Kube.Config())
+	m := s.addControlPlane("cp-1")
 
 	before := s.await("the identity is known", known)
 	changes := s.changes.Load()
 
-	m.CutOff()
+	require.NoError(s, m.Stop(s.Context()))
 	s.refresh()
 
 	if network := s.reader.Network().Current(); network.Problem != "" || len(network.Allocators()) != 1 {
@@ -342,40 +264,32 @@ func TestReader_KeepsTheLastAnswers(t *testing.T) {
 	s.refresh()
 
 	network := s.reader.Network().Current()
-	if !strings.Contains(network.Problem, "list ServiceCIDRs") || len(network.ServiceCIDRs) == 0 {
-		t.Errorf("network is %+v, want a problem and the last ServiceCIDRs", network)
-	}
+	assert.Contains(t, network.Problem, "list ServiceCIDRs")
+	assert.NotEmpty(t, network.ServiceCIDRs)
 
 	after := s.identity()
-	if !after.Known || !slices.Equal(after.PodCIDRs, before.PodCIDRs) || !slices.Equal(after.APIServerNames, before.APIServerNames) {
-		t.Errorf("identity is %+v, before it was %+v", after, before)
-	}
+	assert.True(t, after.Known, "identity is %+v, before it was %+v", after, before)
+	assert.Equal(t, before.PodCIDRs, after.PodCIDRs)
+	assert.Equal(t, before.APIServerNames, after.APIServerNames)
 
-	if s.changes.Load() != changes {
-		t.Error("the subscriber was called without a change")
-	}
+	assert.Equal(t, changes, s.changes.Load())
 }
 
 func TestReader_CallsSubscribersAfterChanges(t *testing.T) {
-	s := newSuite(t, cluster.Config())
-	m := s.add("cp-1", talosmachine.TypeControlPlane)
-	s.label("cp-1")
+	s := newSuite(t, bed.Kube.Config())
+	m := s.addControlPlane("cp-1")
 	s.await("the identity is known", known)
 
 	changes := s.changes.Load()
 
 	s.refresh()
 
-	if s.changes.Load() != changes {
-		t.Error("the subscriber was called without a change")
-	}
+	assert.Equal(t, changes, s.changes.Load())
 
 	s.exclude(m, "203.0.113.3")
 	s.await("the virtual IP is known", func(id csrpolicy.ClusterIdentity) bool { return len(id.VIPs) == 1 })
 
-	if s.changes.Load() == changes {
-		t.Error("the subscriber was not called")
-	}
+	assert.NotEqual(t, changes, s.changes.Load())
 }
 
 func TestReader_NeedsAClusterDomain(t *testing.T) {
@@ -384,28 +298,24 @@ func TestReader_NeedsAClusterDomain(t *testing.T) {
 
 	ca := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: server.Certificate().Raw})
 	s := newSuite(t, &rest.Config{Host: server.URL, TLSClientConfig: rest.TLSClientConfig{CAData: ca}})
-	s.add("cp-1", talosmachine.TypeControlPlane)
-	s.label("cp-1")
+	s.addControlPlane("cp-1")
 	s.await("the machine has answered", func(id csrpolicy.ClusterIdentity) bool { return len(id.PodCIDRs) > 0 })
 
-	if s.identity().Known {
-		t.Error("the identity is known")
-	}
+	assert.False(t, s.identity().Known, "the identity is known")
 }
 
 func TestReader_ReadsTheNetwork(t *testing.T) {
-	s := newSuite(t, cluster.Config())
+	s := newSuite(t, bed.Kube.Config())
 	s.add("cp-2", talosmachine.TypeControlPlane)
 	s.add("cp-1", talosmachine.TypeControlPlane)
-	s.label("cp-2")
-	s.label("cp-1")
+	label(s.Suite, "cp-2")
+	label(s.Suite, "cp-1")
 
 	// Talos has kube-controller-manager allocate by default.
 	network := s.awaitNetwork("both machines are known", func(n *controlplane.Network) bool { return len(n.KCMConfigs) == 2 })
 
-	if network.Problem != "" || !slices.Equal(network.Allocators(), []string{"cp-1", "cp-2"}) {
-		t.Errorf("network is %+v, want two allocators", network)
-	}
+	assert.Empty(t, network.Problem)
+	assert.Equal(t, []string{"cp-1", "cp-2"}, network.Allocators())
 
 	config := network.KCMConfigs[0]
 	wantAll(t, "cluster CIDRs", config.ClusterCIDRs, netip.MustParsePrefix("10.244.0.0/16"))
@@ -426,34 +336,26 @@ func (s *suite) awaitNetwork(what string, ok func(*controlplane.Network) bool) *
 }
 
 func TestReader_ReadsTheLocalMachineWithoutLabeledNodes(t *testing.T) {
-	s := newSuite(t, cluster.Config(), func(s *suite, cfg *controlplane.Config) {
-		m, err := s.talos.AddMachine(talostest.MachineSpec{Nodename: "cp-1", Type: talosmachine.TypeControlPlane})
-		s.require(err)
+	s := newSuite(t, bed.Kube.Config(), func(s *suite, cfg *controlplane.Config) {
+		m := s.Machine(talostest.MachineSpec{Nodename: "cp-1", Type: talosmachine.TypeControlPlane})
 
 		cfg.LocalState = m.State()
 	})
 
 	network := s.awaitNetwork("the network is known", func(n *controlplane.Network) bool { return n.Problem == "" })
-	if got := network.Allocators(); !slices.Equal(got, []string{"this machine"}) {
-		t.Errorf("allocators are %v, want this machine", got)
-	}
+	assert.Equal(t, []string{"this machine"}, network.Allocators())
 
-	if s.identity().Known {
-		t.Error("the identity is known without a labeled Node")
-	}
+	assert.False(t, s.identity().Known, "the identity is known without a labeled Node")
 
-	s.add("cp-2", talosmachine.TypeControlPlane)
-	s.label("cp-2")
+	s.addControlPlane("cp-2")
 
 	network = s.awaitNetwork("the Node is read", func(n *controlplane.Network) bool { return slices.Contains(n.Allocators(), "cp-2") })
-	if len(network.KCMConfigs) != 1 {
-		t.Errorf("network is %+v, want only the labeled Node's machine", network)
-	}
+	assert.Len(t, network.KCMConfigs, 1)
 }
 
 // TestReader_HostedControlPlane: what the operator states replaces the answers of machines only where there are none.
 func TestReader_HostedControlPlane(t *testing.T) {
-	s := newSuite(t, cluster.Config(), func(_ *suite, cfg *controlplane.Config) {
+	s := newSuite(t, bed.Kube.Config(), func(_ *suite, cfg *controlplane.Config) {
 		cfg.Hosted = &csrpolicy.ClusterIdentity{
 			APIServerNames: []string{"api.example.org"}, APIServerIPs: []netip.Addr{netip.MustParseAddr("203.0.113.1")},
 			PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.64.0.0/16")}, ServiceCIDRs: []netip.Prefix{netip.MustParsePrefix("10.65.0.0/16")},
@@ -468,48 +370,41 @@ func TestReader_HostedControlPlane(t *testing.T) {
 	wantAll(t, "service CIDRs", id.ServiceCIDRs, netip.MustParsePrefix("10.0.0.0/16"), netip.MustParsePrefix("10.65.0.0/16"))
 	wantAll(t, "pod CIDRs", id.PodCIDRs, netip.MustParsePrefix("10.64.0.0/16"))
 
-	if len(id.Unconfirmed.Names)+len(id.Unconfirmed.IPs)+len(id.Unconfirmed.CIDRs) > 0 {
-		t.Errorf("unconfirmed are %+v, want nothing", id.Unconfirmed)
-	}
-
-	if network := s.awaitNetwork("the network is read", func(*controlplane.Network) bool { return true }); network.Problem != "" {
-		t.Errorf("network is %+v, want no problem", network)
-	}
+	assert.Empty(t, id.Unconfirmed.Names)
+	assert.Empty(t, id.Unconfirmed.IPs)
+	assert.Empty(t, id.Unconfirmed.CIDRs)
+	assert.Empty(t, s.awaitNetwork("the network is read", func(*controlplane.Network) bool { return true }).Problem)
 
 	m := s.add("cp-1", talosmachine.TypeControlPlane)
-	m.CutOff()
-	s.label("cp-1")
+	require.NoError(s, m.Stop(s.Context()))
+	label(s.Suite, "cp-1")
 	s.await("the machine counts", func(id csrpolicy.ClusterIdentity) bool { return !id.Known })
 
-	if network := s.reader.Network().Current(); !strings.Contains(network.Problem, "cp-1") {
-		t.Errorf("network is %+v, want a problem with the machine", network)
-	}
+	assert.Contains(t, s.reader.Network().Current().Problem, "cp-1")
 }
 
 // TestReader_IgnoresChangedOSImage: a kubelet, which writes the osImage of its Node, cannot have stated facts replace its
 // machine, or drop what the machine has reported.
 func TestReader_IgnoresChangedOSImage(t *testing.T) {
-	s := newSuite(t, cluster.Config(), func(_ *suite, cfg *controlplane.Config) {
+	s := newSuite(t, bed.Kube.Config(), func(_ *suite, cfg *controlplane.Config) {
 		cfg.Hosted = &csrpolicy.ClusterIdentity{PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.64.0.0/16")}}
 	})
 
 	setOSImage := func(nodename string) {
-		_, err := s.client.CoreV1().Nodes().Patch(s.Context(), nodename, types.MergePatchType,
-			[]byte(`{"status":{"nodeInfo":{"osImage":"Debian"}}}`), metav1.PatchOptions{}, "status")
-		s.require(err)
+		s.PatchNode(nodename, "kubelet", `{"status":{"nodeInfo":{"osImage":"Debian"}}}`, "status")
 	}
 
 	m := s.add("cp-1", talosmachine.TypeControlPlane)
 	s.exclude(m, "203.0.113.2")
-	s.label("cp-1")
+	label(s.Suite, "cp-1")
 	s.await("the virtual IP is known", func(id csrpolicy.ClusterIdentity) bool { return len(id.VIPs) == 1 })
 
-	m.CutOff()
+	require.NoError(s, m.Stop(s.Context()))
 	setOSImage("cp-1")
 
 	for _, nodename := range []string{"cp-2", "cp-3"} {
-		s.add(nodename, talosmachine.TypeControlPlane).CutOff()
-		s.label(nodename)
+		require.NoError(s, s.add(nodename, talosmachine.TypeControlPlane).Stop(s.Context()))
+		label(s.Suite, nodename)
 	}
 
 	s.await("most of the machines have not been read", func(id csrpolicy.ClusterIdentity) bool { return !id.Known })
@@ -537,25 +432,21 @@ func TestReader_IgnoresChangedOSImage(t *testing.T) {
 
 // TestReader_NeedsMachinesOfOtherSystems: stated facts do not replace a control-plane Node that never reported Talos.
 func TestReader_NeedsMachinesOfOtherSystems(t *testing.T) {
-	s := newSuite(t, cluster.Config(), func(_ *suite, cfg *controlplane.Config) {
+	s := newSuite(t, bed.Kube.Config(), func(_ *suite, cfg *controlplane.Config) {
 		cfg.Hosted = &csrpolicy.ClusterIdentity{PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.64.0.0/16")}}
 	})
 	s.await("the identity is known", known)
 
-	_, err := cluster.RegisterNode(s.Context(), kube.NodeSpec{Name: "cp-1", OSImage: "Debian"})
-	s.require(err)
-	s.Cleanup(func() {
-		s.require(s.client.CoreV1().Nodes().Delete(context.WithoutCancel(s.Context()), "cp-1", metav1.DeleteOptions{}))
-	})
-	s.label("cp-1")
+	s.Register(kube.NodeSpec{Name: "cp-1", OSImage: "Debian"})
+	label(s.Suite, "cp-1")
 	s.await("the Node counts", func(id csrpolicy.ClusterIdentity) bool { return !id.Known })
 }
 
 func TestReader_ExplainsAnUnknownNetwork(t *testing.T) {
-	s := newSuite(t, cluster.Config())
+	s := newSuite(t, bed.Kube.Config())
 	m := s.add("cp-1", talosmachine.TypeControlPlane)
 	m.CutOff()
-	s.label("cp-1")
+	label(s.Suite, "cp-1")
 
 	s.awaitNetwork("the problem names the machine", func(n *controlplane.Network) bool { return strings.Contains(n.Problem, "cp-1") })
 }

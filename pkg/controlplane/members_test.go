@@ -3,8 +3,9 @@ package controlplane_test
 import (
 	"testing"
 
-	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	clusterres "github.com/siderolabs/talos/pkg/machinery/resources/cluster"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
@@ -41,32 +42,26 @@ func TestMembers_Absent(t *testing.T) {
 			&controlplane.Members{ControlPlane: 2, SeenBy: map[string]list{"cp-1": {"cp-1": "1", "cp-2": "2"}, "cp-2": all}}, "w-1", "4", false,
 		},
 	} {
-		if got := test.members.Absent(test.nodename, test.nodeID); (got != "") != test.want {
-			t.Errorf("%s: got %q, want absent: %v", test.name, got, test.want)
-		}
+		assert.Equal(t, test.want, test.members.Absent(test.nodename, test.nodeID) != "", test.name)
 	}
 }
 
 func TestReader_ReadsTheMembers(t *testing.T) {
-	s := newSuite(t, cluster.Config(), func(_ *suite, cfg *controlplane.Config) { cfg.ReadMembers = func() bool { return true } })
-	m := s.add("members-cp", talosmachine.TypeControlPlane)
-	s.label("members-cp")
+	s := newSuite(t, bed.Kube.Config(), func(_ *suite, cfg *controlplane.Config) { cfg.ReadMembers = func() bool { return true } })
+	m := s.addControlPlane("members-cp")
 	s.discover(m, "members-cp", "1")
 	s.discover(m, "w-1", "2")
 
 	s.await("the members are read", func(csrpolicy.ClusterIdentity) bool { return len(s.members().SeenBy["members-cp"]) == 2 })
 
-	if s.members().Absent("w-1", "2") != "" || s.members().Absent("w-2", "3") == "" {
-		t.Errorf("got %+v", s.members())
-	}
+	assert.Empty(t, s.members().Absent("w-1", "2"))
+	assert.NotEmpty(t, s.members().Absent("w-2", "3"))
 
 	// A machine that does not respond proves nothing.
-	s.require(m.Stop(t.Context()))
+	require.NoError(s, m.Stop(t.Context()))
 	s.await("the machine does not respond", func(csrpolicy.ClusterIdentity) bool { return len(s.members().SeenBy) == 0 })
 
-	if got := s.members().Absent("w-2", "3"); got != "" {
-		t.Errorf("got %q", got)
-	}
+	assert.Empty(t, s.members().Absent("w-2", "3"))
 }
 
 // discover makes the machine see a member.
@@ -75,7 +70,7 @@ func (s *suite) discover(m *talostest.Machine, nodename, nodeID string) {
 
 	member := clusterres.NewMember(clusterres.NamespaceName, nodename)
 	member.TypedSpec().NodeID = nodeID
-	s.require(m.State().Create(s.Context(), member))
+	require.NoError(s, m.State().Create(s.Context(), member))
 }
 
 func (s *suite) members() *controlplane.Members {
