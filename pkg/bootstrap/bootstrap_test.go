@@ -20,61 +20,61 @@ import (
 	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/cosi-project/runtime/pkg/state"
 	"github.com/siderolabs/talos/pkg/machinery/resources/secrets"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/utils/clock"
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/talos-ccm/talos-ccm/pkg/bootstrap"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
 // anotherAdmin returns a new admin kubeconfig for the same API server. Talos issues one every six months.
-func anotherAdmin(t *testing.T) []byte {
-	t.Helper()
+func anotherAdmin(bed ctest.Suite) []byte {
+	bed.Helper()
 
-	config, err := controlPlane.UserConfig("talos:admin", "system:masters")
-	must(t, err)
+	config, err := bed.Kube.UserConfig("talos:admin", "system:masters")
+	require.NoError(bed, err)
 
 	return kube.Kubeconfig(config)
 }
 
 func TestBootstrap_WritesPrivateFiles(t *testing.T) {
-	s := bootstrapped(t, clock.RealClock{})
+	bed := beds.NewSuite(t)
+	s := bootstrapped(bed, clock.RealClock{})
 
-	if got := slices.Sorted(maps.Keys(s.files(t))); !slices.Equal(got, []string{"kubeconfig", "token"}) {
-		t.Errorf("got files %q, want kubeconfig and token", got)
-	}
+	assert.Equal(t, []string{"kubeconfig", "token"}, slices.Sorted(maps.Keys(s.files())))
 
-	for name := range s.files(t) {
+	for name := range s.files() {
 		info, err := os.Stat(filepath.Join(s.dir, name))
-		must(t, err)
+		require.NoError(t, err)
 
-		if info.Mode().Perm() != 0o600 {
-			t.Errorf("%s has mode %s, want 0600", name, info.Mode())
-		}
+		assert.Equal(t, os.FileMode(0o600), info.Mode().Perm(), name)
 	}
 
 	config, err := clientcmd.BuildConfigFromFlags("", s.sut.Kubeconfig())
-	must(t, err)
+	require.NoError(t, err)
 
-	if config.Host != controlPlane.Endpoint() || !bytes.Equal(config.CAData, controlPlane.CA()) || config.BearerTokenFile != filepath.Join(s.dir, "token") {
-		t.Errorf("unexpected kubeconfig %+v", config)
-	}
+	assert.Equal(t, bed.Kube.Endpoint(), config.Host)
+	assert.Equal(t, bed.Kube.CA(), config.CAData)
+	assert.Equal(t, filepath.Join(s.dir, "token"), config.BearerTokenFile)
 
-	s.requireWorks(t)
+	s.requireWorks()
 }
 
 func TestBootstrap_RequestsTokenForOneHour(t *testing.T) {
-	s := bootstrapped(t, clock.RealClock{})
+	// Not parallel, because it reads a metric of the process.
+	bed := beds.NewSerialSuite(t)
+	s := bootstrapped(bed, clock.RealClock{})
 
-	parts := strings.Split(s.token(t), ".")
-	if len(parts) != 3 {
-		t.Fatalf("token has %d parts, want 3", len(parts))
-	}
+	parts := strings.Split(s.token(), ".")
+	require.Len(t, parts, 3)
 
 	payload, err := base64.RawURLEncoding.DecodeString(parts[1])
-	must(t, err)
+	require.NoError(t, err)
 
 	var claims struct {
 		Subject string `json:"sub"`
@@ -82,15 +82,12 @@ func TestBootstrap_RequestsTokenForOneHour(t *testing.T) {
 		Expires int64  `json:"exp"`
 	}
 
-	must(t, json.Unmarshal(payload, &claims))
+	require.NoError(t, json.Unmarshal(payload, &claims))
 
-	if claims.Subject != "system:serviceaccount:kube-system:talos-ccm" || claims.Expires-claims.Issued > 3600 {
-		t.Errorf("unexpected claims %+v", claims)
-	}
+	assert.Equal(t, "system:serviceaccount:kube-system:talos-ccm", claims.Subject)
+	assert.LessOrEqual(t, claims.Expires-claims.Issued, int64(3600))
 
-	if got := gauge(t, "talosccm_token_expiry_timestamp_seconds"); got != float64(claims.Expires) {
-		t.Errorf("metric is %.0f, want %d", got, claims.Expires)
-	}
+	assert.Equal(t, float64(claims.Expires), gauge(t, "talosccm_token_expiry_timestamp_seconds"))
 }
 
 // gauge returns the value of a metric without labels.
@@ -98,7 +95,7 @@ func gauge(t *testing.T, name string) float64 {
 	t.Helper()
 
 	families, err := legacyregistry.DefaultGatherer.Gather()
-	must(t, err)
+	require.NoError(t, err)
 
 	for _, family := range families {
 		if family.GetName() == name {
@@ -112,21 +109,18 @@ func gauge(t *testing.T, name string) float64 {
 }
 
 func TestBootstrap_NeverWritesAdminCredentials(t *testing.T) {
-	s := bootstrapped(t, clock.RealClock{})
-	admin := controlPlane.Config()
+	bed := beds.NewSuite(t)
+	s := bootstrapped(bed, clock.RealClock{})
+	admin := bed.Kube.Config()
 
-	for name, content := range s.files(t) {
+	for name, content := range s.files() {
 		for what, secret := range map[string][]byte{"key": admin.KeyData, "certificate": admin.CertData} {
-			if found := formIn(t, content, secret); found != "" {
-				t.Errorf("%s contains the %s of the admin as %s", name, what, found)
-			}
+			assert.Empty(t, formIn(t, content, secret), "%s of the admin in %s", what, name)
 		}
 	}
 
 	// Verify that the search works.
-	if formIn(t, controlPlane.Kubeconfig(), admin.KeyData) == "" {
-		t.Error("search does not find the key in the admin kubeconfig")
-	}
+	assert.NotEmpty(t, formIn(t, bed.Kube.Kubeconfig(), admin.KeyData))
 }
 
 // formIn returns the form in which content contains a PEM document; empty if it does not.
@@ -134,9 +128,7 @@ func formIn(t *testing.T, content, document []byte) string {
 	t.Helper()
 
 	block, _ := pem.Decode(document)
-	if block == nil {
-		t.Fatal("not PEM")
-	}
+	require.NotNil(t, block)
 
 	// The second line: the first is the same in many documents.
 	line := bytes.Split(document, []byte("\n"))[2]
@@ -156,100 +148,101 @@ func formIn(t *testing.T, content, document []byte) string {
 }
 
 func TestBootstrap_WaitsForAdminKubeconfig(t *testing.T) {
-	s := newSuite(t, nil)
-	s.start(t, clock.RealClock{})
+	bed := beds.NewSuite(t)
+	s := newSuite(bed, nil)
+	s.start(clock.RealClock{})
 
-	eventually(t, "admin kubeconfig was read twice", func() bool { return s.admin.reads.Load() >= 2 })
+	ctest.Eventually(t, "admin kubeconfig was read twice", func() bool { return s.admin.reads.Load() >= 2 })
 
-	if got := s.files(t); len(got) != 0 {
-		t.Fatalf("got files %q, want none", slices.Collect(maps.Keys(got)))
-	}
+	require.Empty(t, s.files())
 
 	began := time.Now()
 
-	must(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), controlPlane.Kubeconfig()))
-	await(t, s.ready, "credentials are written")
+	require.NoError(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), bed.Kube.Kubeconfig()))
+	s.awaitReady()
 	t.Logf("credentials %s after the admin kubeconfig", time.Since(began).Round(10*time.Millisecond))
-	s.requireWorks(t)
+	s.requireWorks()
 }
 
 func TestBootstrap_RetriesInvalidAdminKubeconfig(t *testing.T) {
 	for name, content := range map[string]string{"not YAML": "\t", "not a kubeconfig": "a: b"} {
 		t.Run(name, func(t *testing.T) {
-			s := newSuite(t, []byte(content))
-			s.start(t, clock.RealClock{})
-			eventually(t, "admin kubeconfig was read twice", func() bool { return s.admin.reads.Load() >= 2 })
+			bed := beds.NewSuite(t)
+			s := newSuite(bed, []byte(content))
+			s.start(clock.RealClock{})
+			ctest.Eventually(t, "admin kubeconfig was read twice", func() bool { return s.admin.reads.Load() >= 2 })
 
-			must(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), controlPlane.Kubeconfig()))
-			await(t, s.ready, "credentials are written")
-			s.requireWorks(t)
+			require.NoError(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), bed.Kube.Kubeconfig()))
+			s.awaitReady()
+			s.requireWorks()
 		})
 	}
 }
 
 func TestBootstrap_WaitsForAPIServer(t *testing.T) {
-	controlPlane.StopAPIServer(t.Context())
-	t.Cleanup(func() { must(t, controlPlane.StartAPIServer(context.WithoutCancel(t.Context()))) })
+	bed := beds.NewSuite(t)
+	bed.Kube.StopAPIServer(t.Context())
+	t.Cleanup(func() { require.NoError(t, bed.Kube.StartAPIServer(context.WithoutCancel(t.Context()))) })
 
-	s := newSuite(t, controlPlane.Kubeconfig())
-	s.start(t, clock.RealClock{})
-	eventually(t, "two attempts were made", func() bool { return s.admin.reads.Load() >= 2 })
+	s := newSuite(bed, bed.Kube.Kubeconfig())
+	s.start(clock.RealClock{})
+	ctest.Eventually(t, "two attempts were made", func() bool { return s.admin.reads.Load() >= 2 })
 
-	must(t, controlPlane.StartAPIServer(t.Context()))
+	require.NoError(t, bed.Kube.StartAPIServer(t.Context()))
 
 	began := time.Now()
 
-	await(t, s.ready, "credentials are written")
+	s.awaitReady()
 	t.Logf("credentials %s after the API server", time.Since(began).Round(10*time.Millisecond))
-	s.requireWorks(t)
+	s.requireWorks()
 }
 
 func TestBootstrap_RenewsEveryTenMinutes(t *testing.T) {
+	bed := beds.NewSuite(t)
 	clk := clocktesting.NewFakeClock(time.Now())
-	s := bootstrapped(t, clk)
-	first := s.token(t)
+	s := bootstrapped(bed, clk)
+	first := s.token()
 
-	eventually(t, "renewal is scheduled", clk.HasWaiters)
+	ctest.Eventually(t, "renewal is scheduled", clk.HasWaiters)
 
 	reads := s.admin.reads.Load()
 
 	clk.Step(9 * time.Minute)
 
-	if !clk.HasWaiters() || s.admin.reads.Load() != reads {
-		t.Error("token was renewed before ten minutes")
-	}
+	assert.True(t, clk.HasWaiters(), "token was renewed before ten minutes")
+	assert.Equal(t, reads, s.admin.reads.Load())
 
 	clk.Step(time.Minute)
-	s.awaitOther(t, first)
-	s.requireWorks(t)
+	s.awaitOther(first)
+	s.requireWorks()
 }
 
 func TestBootstrap_LimitsRenewalsUnderClockSkew(t *testing.T) {
+	bed := beds.NewSuite(t)
 	clk := clocktesting.NewFakeClock(time.Now().Add(2 * time.Hour))
-	s := bootstrapped(t, clk)
-	first := s.token(t)
+	s := bootstrapped(bed, clk)
+	first := s.token()
 
-	eventually(t, "renewal is scheduled", clk.HasWaiters)
+	ctest.Eventually(t, "renewal is scheduled", clk.HasWaiters)
 	clk.Step(30 * time.Second)
 
-	if !clk.HasWaiters() {
-		t.Error("token was renewed within 30 s")
-	}
+	assert.True(t, clk.HasWaiters(), "token was renewed within 30 s")
 
 	clk.Step(30 * time.Second)
-	s.awaitOther(t, first)
+	s.awaitOther(first)
 }
 
 func TestBootstrap_RenewsOnNewAdminKubeconfig(t *testing.T) {
-	s := bootstrapped(t, clock.RealClock{})
+	bed := beds.NewSuite(t)
+	s := bootstrapped(bed, clock.RealClock{})
 
 	for range 3 {
-		s.awaitWatch(t)
+		s.awaitWatch()
 
-		before := s.token(t)
+		before := s.token()
 
-		must(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), anotherAdmin(t)))
-		s.awaitOther(t, before)
+		require.NoError(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), anotherAdmin(bed)))
+		s.awaitOther(before)
 	}
 
 	select {
@@ -260,26 +253,28 @@ func TestBootstrap_RenewsOnNewAdminKubeconfig(t *testing.T) {
 }
 
 func TestBootstrap_RenewsOnNewAdminKubeconfigAfterWatchBroke(t *testing.T) {
-	s := bootstrapped(t, clock.RealClock{})
-	s.awaitWatch(t)
+	bed := beds.NewSuite(t)
+	s := bootstrapped(bed, clock.RealClock{})
+	s.awaitWatch()
 
-	before := s.token(t)
+	before := s.token()
 
 	s.machine.BreakStreams()
-	must(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), anotherAdmin(t)))
-	s.awaitOther(t, before)
+	require.NoError(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), anotherAdmin(bed)))
+	s.awaitOther(before)
 }
 
 func TestBootstrap_RenewsOnNewAdminKubeconfigAfterTalosRestart(t *testing.T) {
-	s := bootstrapped(t, clock.RealClock{})
-	s.awaitWatch(t)
+	bed := beds.NewSuite(t)
+	s := bootstrapped(bed, clock.RealClock{})
+	s.awaitWatch()
 
-	before := s.token(t)
+	before := s.token()
 
-	must(t, s.machine.Stop(t.Context()))
-	must(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), anotherAdmin(t)))
+	require.NoError(t, s.machine.Stop(t.Context()))
+	require.NoError(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), anotherAdmin(bed)))
 	s.machine.Start()
-	s.awaitOther(t, before)
+	s.awaitOther(before)
 }
 
 // hastyTalos issues a new kubeconfig between the first read and the watch.
@@ -299,80 +294,78 @@ func (a *hastyTalos) WatchLocalhostAdminKubeconfig(ctx context.Context, ch chan<
 }
 
 func TestBootstrap_RenewsOnAdminKubeconfigIssuedBeforeWatch(t *testing.T) {
-	s := newSuite(t, controlPlane.Kubeconfig())
-	second := anotherAdmin(t)
+	bed := beds.NewSuite(t)
+	s := newSuite(bed, bed.Kube.Kubeconfig())
+	second := anotherAdmin(bed)
 
 	s.admin.Admin = &hastyTalos{Admin: s.admin.Admin, issue: func() {
-		if err := s.machine.SetLocalhostAdminKubeconfig(t.Context(), second); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), second))
 	}}
-	s.start(t, clock.RealClock{})
-	eventually(t, "second admin kubeconfig is used", func() bool { return s.admin.reads.Load() >= 2 })
+	s.start(clock.RealClock{})
+	ctest.Eventually(t, "second admin kubeconfig is used", func() bool { return s.admin.reads.Load() >= 2 })
 }
 
 func TestBootstrap_IgnoresOtherTalosSecrets(t *testing.T) {
-	s := bootstrapped(t, clock.RealClock{})
-	s.awaitWatch(t)
-	eventually(t, "watch has sent the initial state", func() bool { return s.admin.events.Load() > 0 })
+	bed := beds.NewSuite(t)
+	s := bootstrapped(bed, clock.RealClock{})
+	s.awaitWatch()
+	ctest.Eventually(t, "watch has sent the initial state", func() bool { return s.admin.events.Load() > 0 })
 
 	reads, events := s.admin.reads.Load(), s.admin.events.Load()
 
-	must(t, safe.StateModify(t.Context(), s.machine.State(), secrets.NewKubernetes(), func(r *secrets.Kubernetes) error {
+	require.NoError(t, safe.StateModify(t.Context(), s.machine.State(), secrets.NewKubernetes(), func(r *secrets.Kubernetes) error {
 		r.TypedSpec().SchedulerKubeconfig = "another"
 
 		return nil
 	}))
 
-	eventually(t, "change was observed", func() bool { return s.admin.events.Load() > events })
+	ctest.Eventually(t, "change was observed", func() bool { return s.admin.events.Load() > events })
 
 	for range 2 {
-		before := s.token(t)
+		before := s.token()
 
-		must(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), anotherAdmin(t)))
-		s.awaitOther(t, before)
-		s.awaitWatch(t)
+		require.NoError(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), anotherAdmin(bed)))
+		s.awaitOther(before)
+		s.awaitWatch()
 	}
 
-	if got := s.admin.reads.Load() - reads; got != 2 {
-		t.Errorf("admin kubeconfig was read %d more times, want 2", got)
-	}
+	assert.EqualValues(t, 2, s.admin.reads.Load()-reads)
 }
 
 func TestBootstrap_ReturnsOnNewAPIServerCA(t *testing.T) {
-	s := bootstrapped(t, clock.RealClock{})
-	s.awaitWatch(t)
+	bed := beds.NewSuite(t)
+	s := bootstrapped(bed, clock.RealClock{})
+	s.awaitWatch()
 
-	must(t, controlPlane.RotateServingCA(t.Context()))
+	require.NoError(t, bed.Kube.RotateServingCA(t.Context()))
 
 	began := time.Now()
 
-	must(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), controlPlane.Kubeconfig()))
-	await(t, s.ended, "Run returns")
+	require.NoError(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), bed.Kube.Kubeconfig()))
+	ctest.Receive(t, s.ended, "Run returns")
 	t.Logf("new kubeconfig written after %s", time.Since(began).Round(10*time.Millisecond))
-	s.requireWorks(t)
+	s.requireWorks()
 
 	// The next run uses the new CA.
-	s.start(t, clock.RealClock{})
-	await(t, s.ready, "credentials are written")
-	s.requireWorks(t)
+	s.start(clock.RealClock{})
+	s.awaitReady()
+	s.requireWorks()
 }
 
 func TestBootstrap_ClosesAdminConnections(t *testing.T) {
-	proxy := newProxy(t, strings.TrimPrefix(controlPlane.Endpoint(), "https://"))
+	bed := beds.NewSuite(t)
+	proxy := newProxy(t, strings.TrimPrefix(bed.Kube.Endpoint(), "https://"))
 
-	admin := controlPlane.Config()
+	admin := bed.Kube.Config()
 	admin.Host = "https://" + proxy.listener.Addr().String()
 
-	s := newSuite(t, kube.Kubeconfig(admin))
-	s.start(t, clock.RealClock{})
-	await(t, s.ready, "credentials are written")
+	s := newSuite(bed, kube.Kubeconfig(admin))
+	s.start(clock.RealClock{})
+	s.awaitReady()
 
-	if proxy.accepted.Load() == 0 {
-		t.Fatal("no connection through the proxy")
-	}
+	require.NotZero(t, proxy.accepted.Load())
 
-	eventually(t, "no connection is open", func() bool { return proxy.open.Load() == 0 })
+	ctest.Eventually(t, "no connection is open", func() bool { return proxy.open.Load() == 0 })
 }
 
 // proxy forwards and counts connections.
@@ -386,7 +379,7 @@ func newProxy(t *testing.T, target string) *proxy {
 	t.Helper()
 
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	must(t, err)
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = listener.Close() })
 
 	p := &proxy{listener: listener, target: target}

@@ -13,17 +13,21 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	authorizationv1 "k8s.io/api/authorization/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/util/sets"
 	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/extension"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 // document is an object of rbac.yaml.
@@ -33,11 +37,11 @@ type document struct {
 }
 
 // documents returns the objects of rbac.yaml with the admin's clients for them.
-func documents(t *testing.T) (list []document) {
-	t.Helper()
+func documents(bed ctest.Suite) (list []document) {
+	bed.Helper()
 
-	client, err := dynamic.NewForConfig(controlPlane.Config())
-	must(t, err)
+	client, err := dynamic.NewForConfig(bed.Kube.Config())
+	require.NoError(bed, err)
 
 	reader := utilyaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(extension.RBAC)))
 
@@ -47,11 +51,11 @@ func documents(t *testing.T) (list []document) {
 			return list
 		}
 
-		must(t, err)
+		require.NoError(bed, err)
 
 		var want unstructured.Unstructured
 
-		must(t, utilyaml.Unmarshal(text, &want))
+		require.NoError(bed, utilyaml.Unmarshal(text, &want))
 
 		kind := want.GroupVersionKind()
 		resource := schema.GroupVersionResource{Group: kind.Group, Version: kind.Version, Resource: strings.ToLower(kind.Kind) + "s"}
@@ -60,18 +64,18 @@ func documents(t *testing.T) (list []document) {
 }
 
 // manifests returns the objects of rbac.yaml from the API server; nil for an object that does not exist.
-func manifests(t *testing.T) map[string]*unstructured.Unstructured {
-	t.Helper()
+func manifests(bed ctest.Suite) map[string]*unstructured.Unstructured {
+	bed.Helper()
 
 	objects := map[string]*unstructured.Unstructured{}
 
-	for _, d := range documents(t) {
-		object, err := d.client.Get(t.Context(), d.want.GetName(), metav1.GetOptions{})
+	for _, d := range documents(bed) {
+		object, err := d.client.Get(bed.Context(), d.want.GetName(), metav1.GetOptions{})
 		if apierrors.IsNotFound(err) {
 			object, err = nil, nil
 		}
 
-		must(t, err)
+		require.NoError(bed, err)
 
 		objects[fmt.Sprintf("%s %s/%s", d.want.GetKind(), d.want.GetNamespace(), d.want.GetName())] = object
 	}
@@ -86,9 +90,10 @@ const (
 )
 
 func TestRBAC_IsAppliedAndOwned(t *testing.T) {
-	bootstrapped(t, clock.RealClock{}, lifecycle, service, extension.SecurePort)
+	bed := beds.NewSuite(t)
+	bootstrapped(bed, clock.RealClock{}, lifecycle, service, extension.SecurePort)
 
-	objects := manifests(t)
+	objects := manifests(bed)
 	if len(objects) < 2 {
 		t.Fatalf("got %d objects, want at least 2", len(objects))
 	}
@@ -97,56 +102,52 @@ func TestRBAC_IsAppliedAndOwned(t *testing.T) {
 		owned := object != nil && slices.ContainsFunc(object.GetManagedFields(), func(entry metav1.ManagedFieldsEntry) bool {
 			return entry.Manager == "talos-ccm" && entry.Operation == metav1.ManagedFieldsOperationApply
 		})
-		if !owned {
-			t.Errorf("%s is not owned by field manager talos-ccm", name)
-		}
+		assert.True(t, owned, "%s is not owned by field manager talos-ccm", name)
 	}
 }
 
 func TestRBAC_SecondApplyChangesNothing(t *testing.T) {
-	bootstrapped(t, clock.RealClock{}, lifecycle, service, extension.SecurePort)
+	bed := beds.NewSuite(t)
+	bootstrapped(bed, clock.RealClock{}, lifecycle, service, extension.SecurePort)
 
-	before := manifests(t)
+	before := manifests(bed)
 
-	bootstrapped(t, clock.RealClock{}, lifecycle, service, extension.SecurePort)
+	bootstrapped(bed, clock.RealClock{}, lifecycle, service, extension.SecurePort)
 
-	for name, after := range manifests(t) {
-		if after.GetResourceVersion() != before[name].GetResourceVersion() {
-			t.Errorf("%s was changed by the second apply", name)
-		}
+	for name, after := range manifests(bed) {
+		assert.Equal(t, before[name].GetResourceVersion(), after.GetResourceVersion())
 	}
 }
 
 func TestRBAC_RevertsChangesByOthers(t *testing.T) {
-	s := bootstrapped(t, clock.RealClock{})
-	s.awaitRights(t)
+	bed := beds.NewSuite(t)
+	s := bootstrapped(bed, clock.RealClock{})
+	s.awaitRights()
 
-	roles := adminClient(t).RbacV1().ClusterRoles()
+	roles := bed.Client.RbacV1().ClusterRoles()
 
 	role, err := roles.Get(t.Context(), "system:talos-ccm", metav1.GetOptions{})
-	must(t, err)
+	require.NoError(t, err)
 
 	want := role.DeepCopy().Rules
 	role.Rules = nil
 
 	_, err = roles.Update(t.Context(), role, metav1.UpdateOptions{})
-	must(t, err)
+	require.NoError(t, err)
 
 	// The authorizer observes the change with a delay. Wait for it, so that the old permissions are not mistaken for
 	// the restored ones.
-	client := s.client(t)
-	eventually(t, "token may no longer list nodes", func() bool {
+	client := s.client()
+	ctest.Eventually(t, "token may no longer list nodes", func() bool {
 		return !may(t, client, authorizationv1.ResourceAttributes{Verb: "list", Resource: "nodes"})
 	})
 
-	bootstrapped(t, clock.RealClock{}).awaitRights(t)
+	bootstrapped(bed, clock.RealClock{}).awaitRights()
 
 	role, err = roles.Get(t.Context(), "system:talos-ccm", metav1.GetOptions{})
-	must(t, err)
+	require.NoError(t, err)
 
-	if len(role.Rules) != len(want) {
-		t.Errorf("got rules %v, want %v", role.Rules, want)
-	}
+	assert.Len(t, role.Rules, len(want))
 }
 
 // everywhere is the empty namespace of reviews: a cluster-scoped resource, or all namespaces.
@@ -198,13 +199,14 @@ func allowed(enabled ...string) map[string][]string {
 // The test reviews every verb on every resource of the API server. The permissions of a controller that is disabled
 // must not remain.
 func TestRBAC_GrantsExactlyTheExpectedPermissions(t *testing.T) {
-	resources := allResources(t)
+	bed := beds.NewSuite(t)
+	resources := allResources(bed)
 
 	for _, enabled := range [][]string{nil, {lifecycle}, {service}, {lifecycle, service, extension.SecurePort}, nil} {
-		s := bootstrapped(t, clock.RealClock{}, enabled...)
-		s.awaitRights(t)
+		s := bootstrapped(bed, clock.RealClock{}, enabled...)
+		s.awaitRights()
 
-		client, want := s.client(t), allowed(enabled...)
+		client, want := s.client(), allowed(enabled...)
 
 		// The authorizer observes changes with a delay.
 		for verb, attributes := range map[string]authorizationv1.ResourceAttributes{
@@ -214,92 +216,87 @@ func TestRBAC_GrantsExactlyTheExpectedPermissions(t *testing.T) {
 			"list events":           {Verb: "list", Resource: "events", Namespace: "default"},
 		} {
 			granted := slices.Contains(slices.Concat(want[everywhere], want["default"]), verb)
-			eventually(t, fmt.Sprintf("token may %s: %t", verb, granted), func() bool { return may(t, client, attributes) == granted })
+			ctest.Eventually(t, fmt.Sprintf("token may %s: %t", verb, granted), func() bool { return may(t, client, attributes) == granted })
 		}
 
 		// Permissions in all namespaces are also granted in each one.
-		general := permissions(t, client, everywhere, resources)
-		requireSame(t, fmt.Sprintf("everywhere with %v", enabled), general, want[everywhere])
+		assert.Equal(t, sets.New(want[everywhere]...), permissions(t, client, everywhere, resources), "everywhere with %v", enabled)
 
 		for namespace, additional := range want {
 			if namespace != everywhere {
-				where := fmt.Sprintf("in %s with %v", namespace, enabled)
-				requireSame(t, where, permissions(t, client, namespace, resources), append(additional, want[everywhere]...))
+				assert.Equal(t, sets.New(append(additional, want[everywhere]...)...), permissions(t, client, namespace, resources), "in %s with %v", namespace, enabled)
 			}
 		}
 	}
 }
 
 func TestRBAC_DeletesObjectsOfDisabledControllers(t *testing.T) {
-	bootstrapped(t, clock.RealClock{}, lifecycle, service, extension.SecurePort)
-	bootstrapped(t, clock.RealClock{}, service, extension.SecurePort)
+	bed := beds.NewSuite(t)
+	bootstrapped(bed, clock.RealClock{}, lifecycle, service, extension.SecurePort)
+	bootstrapped(bed, clock.RealClock{}, service, extension.SecurePort)
 
-	for name, object := range manifests(t) {
-		if gone, want := object == nil, strings.HasSuffix(name, ":lifecycle"); gone != want {
-			t.Errorf("%s is deleted: %t, want %t", name, gone, want)
-		}
+	for name, object := range manifests(bed) {
+		assert.Equal(t, strings.HasSuffix(name, ":lifecycle"), object == nil, "%s is deleted", name)
 	}
 }
 
 // During a rolling upgrade, machines with the old version must not take away what the new version needs: neither its
 // permissions nor the objects of its controllers.
 func TestRBAC_KeepsObjectsOfNewerVersion(t *testing.T) {
+	// Not parallel, because it changes the RBAC objects of the process.
+	bed := beds.NewSerialSuite(t)
 	older := extension.RBAC
 	restore := func() { extension.RBAC = older }
 
 	t.Cleanup(func() {
 		restore()
-		applyAsOperator(t)
+		applyAsOperator(bed)
 	})
 
 	extension.RBAC = regexp.MustCompile(`talos-ccm.dev/rbac-version: "\d+"`).ReplaceAll(older, []byte(`talos-ccm.dev/rbac-version: "1000"`))
 	extension.RBAC = bytes.Replace(extension.RBAC, []byte("verbs: [list, watch, patch]"), []byte("verbs: [list, watch, patch, deletecollection]"), 1)
-	bootstrapped(t, clock.RealClock{}, lifecycle, extension.SecurePort)
+	bootstrapped(bed, clock.RealClock{}, lifecycle, extension.SecurePort)
 
-	newer := manifests(t)
+	newer := manifests(bed)
 
 	restore()
-	bootstrapped(t, clock.RealClock{}, service, extension.SecurePort).requireWorks(t)
+	bootstrapped(bed, clock.RealClock{}, service, extension.SecurePort).requireWorks()
 
-	for name, object := range manifests(t) {
-		switch before := newer[name]; {
-		case before == nil:
-			if object == nil {
-				t.Errorf("%s, which the newer version does not have, was not applied", name)
-			}
-		case object == nil:
-			t.Errorf("%s of the newer version was deleted", name)
-		case object.GetResourceVersion() != before.GetResourceVersion():
-			t.Errorf("%s of the newer version was changed", name)
+	for name, object := range manifests(bed) {
+		require.NotNil(t, object, name)
+
+		if before := newer[name]; before != nil {
+			assert.Equal(t, before.GetResourceVersion(), object.GetResourceVersion(), name)
 		}
 	}
 
 	// The way back that the reference describes.
-	applyAsOperator(t)
-	bootstrapped(t, clock.RealClock{}).requireWorks(t)
+	applyAsOperator(bed)
+	bootstrapped(bed, clock.RealClock{}).requireWorks()
 
-	for name, object := range manifests(t) {
-		if object != nil && object.GetAnnotations()[extension.RBACVersionAnnotation] == "1000" {
-			t.Errorf("%s is still of the newer version", name)
+	for name, object := range manifests(bed) {
+		if object != nil {
+			assert.NotEqual(t, "1000", object.GetAnnotations()[extension.RBACVersionAnnotation], name)
 		}
 	}
 }
 
 // applyAsOperator does the same as `kubectl apply --server-side --force-conflicts -f rbac.yaml`.
-func applyAsOperator(t *testing.T) {
-	t.Helper()
+func applyAsOperator(bed ctest.Suite) {
+	bed.Helper()
 
-	for _, m := range documents(t) {
-		_, err := m.client.Apply(context.WithoutCancel(t.Context()), m.want.GetName(), &m.want, metav1.ApplyOptions{FieldManager: "kubectl", Force: true})
-		must(t, err)
+	for _, m := range documents(bed) {
+		_, err := m.client.Apply(context.WithoutCancel(bed.Context()), m.want.GetName(), &m.want, metav1.ApplyOptions{FieldManager: "kubectl", Force: true})
+		require.NoError(bed, err)
 	}
 }
 
 func TestRBAC_RestrictsNamedObjects(t *testing.T) {
-	s := bootstrapped(t, clock.RealClock{}, extension.SecurePort)
-	s.awaitRights(t)
+	bed := beds.NewSuite(t)
+	s := bootstrapped(bed, clock.RealClock{}, extension.SecurePort)
+	s.awaitRights()
 
-	client := s.client(t)
+	client := s.client()
 
 	for _, c := range []struct {
 		verb, group, resource, subresource, namespace, name string
@@ -324,28 +321,25 @@ func TestRBAC_RestrictsNamedObjects(t *testing.T) {
 		{"bind", "rbac.authorization.k8s.io", "clusterroles", "", everywhere, "system:talos-ccm", false},
 		{"impersonate", "", "users", "", everywhere, "admin", false},
 	} {
-		got := may(t, client, authorizationv1.ResourceAttributes{
+		assert.Equal(t, c.want, may(t, client, authorizationv1.ResourceAttributes{
 			Verb: c.verb, Group: c.group, Resource: c.resource, Subresource: c.subresource, Namespace: c.namespace, Name: c.name,
-		})
-		if got != c.want {
-			t.Errorf("%s %s/%s %s/%s: allowed is %t, want %t", c.verb, c.resource, c.subresource, c.namespace, c.name, got, c.want)
-		}
+		}), "%+v", c)
 	}
 }
 
 // allResources returns the resources and subresources of the API server, such as nodes/status and
 // leases.coordination.k8s.io.
-func allResources(t *testing.T) []schema.GroupResource {
-	t.Helper()
+func allResources(bed ctest.Suite) []schema.GroupResource {
+	bed.Helper()
 
-	_, lists, err := adminClient(t).Discovery().ServerGroupsAndResources()
-	must(t, err)
+	_, lists, err := bed.Client.Discovery().ServerGroupsAndResources()
+	require.NoError(bed, err)
 
 	found := map[schema.GroupResource]struct{}{}
 
 	for _, list := range lists {
 		version, err := schema.ParseGroupVersion(list.GroupVersion)
-		must(t, err)
+		require.NoError(bed, err)
 
 		for _, resource := range list.APIResources {
 			found[schema.GroupResource{Group: version.Group, Resource: resource.Name}] = struct{}{}
@@ -354,7 +348,7 @@ func allResources(t *testing.T) []schema.GroupResource {
 
 	for _, needed := range []string{"nodes/status", "serviceaccounts/token", "secrets"} {
 		if _, known := found[schema.GroupResource{Resource: needed}]; !known {
-			t.Fatalf("discovery does not list %s", needed)
+			bed.Fatalf("discovery does not list %s", needed)
 		}
 	}
 
@@ -362,10 +356,10 @@ func allResources(t *testing.T) []schema.GroupResource {
 }
 
 // permissions returns what the client may do in a namespace.
-func permissions(t *testing.T, client kubernetes.Interface, namespace string, resources []schema.GroupResource) []string {
+func permissions(t *testing.T, client kubernetes.Interface, namespace string, resources []schema.GroupResource) sets.Set[string] {
 	t.Helper()
 
-	var granted []string
+	granted := sets.New[string]()
 
 	for _, resource := range resources {
 		name, subresource, _ := strings.Cut(resource.Resource, "/")
@@ -375,7 +369,7 @@ func permissions(t *testing.T, client kubernetes.Interface, namespace string, re
 				Namespace: namespace, Verb: verb, Group: resource.Group, Resource: name, Subresource: subresource,
 			}
 			if may(t, client, attributes) {
-				granted = append(granted, verb+" "+resource.String())
+				granted.Insert(verb + " " + resource.String())
 			}
 		}
 	}
@@ -383,29 +377,13 @@ func permissions(t *testing.T, client kubernetes.Interface, namespace string, re
 	return granted
 }
 
-func may(t *testing.T, client kubernetes.Interface, attributes authorizationv1.ResourceAttributes) bool {
+func may(t testing.TB, client kubernetes.Interface, attributes authorizationv1.ResourceAttributes) bool {
 	t.Helper()
 
 	review, err := client.AuthorizationV1().SelfSubjectAccessReviews().Create(t.Context(), &authorizationv1.SelfSubjectAccessReview{
 		Spec: authorizationv1.SelfSubjectAccessReviewSpec{ResourceAttributes: &attributes},
 	}, metav1.CreateOptions{})
-	must(t, err)
+	require.NoError(t, err)
 
 	return review.Status.Allowed
-}
-
-func requireSame(t *testing.T, where string, got, want []string) {
-	t.Helper()
-
-	for _, permission := range got {
-		if !slices.Contains(want, permission) {
-			t.Errorf("%s: unexpected permission %s", where, permission)
-		}
-	}
-
-	for _, permission := range want {
-		if !slices.Contains(got, permission) {
-			t.Errorf("%s: missing permission %s", where, permission)
-		}
-	}
 }
