@@ -4,6 +4,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	corelisters "k8s.io/client-go/listers/core/v1"
@@ -30,9 +31,7 @@ func TestController_CountsPendingNodes(t *testing.T) {
 	selector, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{
 		{Key: "nodename", Operator: rules.NotIn, Values: []string{"unmanaged", "unmanaged-unknown"}},
 	}}}, nil)
-	if len(errs) > 0 {
-		t.Fatal(errs)
-	}
+	require.Empty(t, errs)
 
 	gauge := newGauge()
 	nodes := cache.NewIndexer(cache.MetaNamespaceKeyFunc, cache.Indexers{})
@@ -75,9 +74,7 @@ func TestController_CountsPendingNodes(t *testing.T) {
 				do   func(obj any) error
 				want float64
 			}{{nodes.Add, test.want}, {nodes.Delete, 0}} {
-				if err := step.do(n); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, step.do(n))
 
 				c.countPending(test.name)
 

@@ -7,6 +7,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -41,9 +43,7 @@ func registered(t *testing.T, taints ...corev1.Taint) *history {
 		ObjectMeta: metav1.ObjectMeta{Name: nodename, UID: "u-1", Labels: map[string]string{"kubernetes.io/hostname": nodename}},
 		Spec:       corev1.NodeSpec{Taints: taints},
 	}, metav1.CreateOptions{FieldManager: "kubelet"})
-	if err != nil {
-		t.Fatalf("create node: %v", err)
-	}
+	require.NoError(t, err)
 
 	return h
 }
@@ -105,13 +105,9 @@ func mustPlan(t *testing.T, node *corev1.Node, spec nodespec.Spec) plan {
 	before := node.DeepCopy()
 
 	p, err := makePlan(node, spec)
-	if err != nil {
-		t.Fatalf("make plan: %v", err)
-	}
+	require.NoError(t, err)
 
-	if !sameNode(before, node) {
-		t.Error("makePlan changed the node")
-	}
+	assert.True(t, sameNode(before, node), "makePlan changed the node")
 
 	return p
 }
@@ -128,9 +124,9 @@ func TestMakePlan_CompletesInterruptedTakeover(t *testing.T) {
 	node.ManagedFields = slices.DeleteFunc(node.ManagedFields, func(e metav1.ManagedFieldsEntry) bool { return e.Manager == upstreamManager })
 
 	p := mustPlan(t, node, nodespec.Spec{Labels: map[string]string{keyZone: "new"}})
-	if !p.apply || p.labels[keyZone] != "new" || len(p.conflicts) > 0 {
-		t.Errorf("labels %v, apply %t, conflicts %v", p.labels, p.apply, p.conflicts)
-	}
+	assert.True(t, p.apply)
+	assert.Equal(t, "new", p.labels[keyZone])
+	assert.Empty(t, p.conflicts)
 }
 
 func TestMakePlan_Labels(t *testing.T) {
@@ -269,13 +265,9 @@ func TestMakePlan_Labels(t *testing.T) {
 			test.node(h)
 
 			p := mustPlan(t, h.node(), nodespec.Spec{Labels: test.desired})
-			if p.apply != test.apply {
-				t.Errorf("apply: got %v, want %v", p.apply, test.apply)
-			}
+			assert.Equal(t, test.apply, p.apply)
 
-			if !maps.Equal(p.labels, test.labels) {
-				t.Errorf("labels: got %v, want %v", p.labels, test.labels)
-			}
+			assert.Equal(t, test.labels, p.labels)
 
 			requireConflicts(t, p, test.conflicts)
 		})
@@ -295,9 +287,7 @@ func requireConflicts(t *testing.T, p plan, want map[string]string) {
 		wanted["labels/"+key] = fmt.Sprintf("Label %s=%q", key, value)
 	}
 
-	if !maps.Equal(got, wanted) {
-		t.Errorf("conflicts: got %v, want %v", got, wanted)
-	}
+	assert.Equal(t, wanted, got)
 }
 
 func TestMakePlan_ConflictNamesTheOwner(t *testing.T) {
@@ -317,9 +307,8 @@ func TestMakePlan_ConflictNamesTheOwner(t *testing.T) {
 			test.node(h)
 
 			p := mustPlan(t, h.node(), nodespec.Spec{Labels: map[string]string{keyZone: "a"}})
-			if len(p.conflicts) != 1 || p.conflicts[0].Message != test.want {
-				t.Errorf("got %v, want %s", p.conflicts, test.want)
-			}
+			require.Len(t, p.conflicts, 1)
+			assert.Equal(t, test.want, p.conflicts[0].Message)
 		})
 	}
 }
@@ -342,14 +331,11 @@ func TestMakePlan_IsEmptyAfterLabelsWereApplied(t *testing.T) {
 		if p.apply {
 			// Without force: there must be no conflict.
 			_, err := h.client.CoreV1().Nodes().Apply(t.Context(), corev1ac.Node(nodename).WithLabels(p.labels), metav1.ApplyOptions{FieldManager: FieldManager})
-			if err != nil {
-				t.Errorf("apply: %v", err)
-			}
+			assert.NoError(t, err)
 		}
 
-		if again := mustPlan(t, h.node(), nodespec.Spec{Labels: desired}); !again.empty() {
-			t.Errorf("plan is not empty: %+v", again)
-		}
+		again := mustPlan(t, h.node(), nodespec.Spec{Labels: desired})
+		assert.True(t, again.empty(), "plan is not empty: %+v", again)
 
 		if _, stale := h.node().Labels["old"]; stale {
 			t.Error("label that is no longer desired was not removed")
@@ -385,9 +371,8 @@ func TestMakePlan_Addresses(t *testing.T) {
 				want = test.desired
 			}
 
-			if !slices.Equal(p.addresses, want) || p.empty() == test.write {
-				t.Errorf("got %v (empty: %v), want %v", p.addresses, p.empty(), want)
-			}
+			assert.Equal(t, want, p.addresses)
+			assert.NotEqual(t, test.write, p.empty())
 		})
 	}
 }
@@ -414,13 +399,10 @@ func TestMakePlan_Identity(t *testing.T) {
 			node.Spec.ProviderID = test.present
 
 			p := mustPlan(t, node, nodespec.Spec{ProviderID: "talos://metal/u-1"})
-			if p.providerID != test.providerID || p.initialize != test.initialize {
-				t.Errorf("got %q and %v, want %q and %v", p.providerID, p.initialize, test.providerID, test.initialize)
-			}
+			assert.Equal(t, test.providerID, p.providerID)
+			assert.Equal(t, test.initialize, p.initialize)
 
-			if p.empty() != (test.providerID == "" && !test.initialize) {
-				t.Errorf("empty: %v", p.empty())
-			}
+			assert.Equal(t, test.providerID == "" && !test.initialize, p.empty())
 		})
 	}
 }
@@ -434,9 +416,8 @@ func TestMakePlan_IsEmptyForDesiredState(t *testing.T) {
 	node := registered(t).apply(FieldManager, spec.Labels).node()
 	node.Spec.ProviderID, node.Status.Addresses, node.UID = spec.ProviderID, spec.Addresses, types.UID("u-1")
 
-	if p := mustPlan(t, node, spec); !p.empty() {
-		t.Errorf("plan is not empty: %+v", p)
-	}
+	p := mustPlan(t, node, spec)
+	assert.True(t, p.empty(), "plan is not empty: %+v", p)
 }
 
 func TestMakePlan_FailsOnInvalidManagedFields(t *testing.T) {

@@ -1,6 +1,10 @@
 package node
 
-import "testing"
+import (
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+)
 
 func TestDifferentInstances(t *testing.T) {
 	const uuid, otherUUID = "30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee", "11111111-2222-3333-4444-555555555555"
@@ -25,8 +29,6 @@ func TestDifferentInstances(t *testing.T) {
 		{"instance ID in place of a UUID", "talos://nocloud/" + uuid, "talos://nocloud/vm-1", false},
 		{"not a URI", "a", "b", true},
 	} {
-		if got := differentInstances(test.a, test.b); got != test.want {
-			t.Errorf("%s: got %v, want %v", test.name, got, test.want)
-		}
+		assert.Equal(t, test.want, differentInstances(test.a, test.b), test.name)
 	}
 }

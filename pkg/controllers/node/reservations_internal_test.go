@@ -5,6 +5,8 @@ import (
 	"slices"
 	"sync"
 	"testing"
+
+	"github.com/stretchr/testify/assert"
 )
 
 func TestReservations_Reserve(t *testing.T) {
@@ -60,9 +62,7 @@ func TestReservations_OneOfManyConcurrentRequestsSucceeds(t *testing.T) {
 
 	group.Wait()
 
-	if len(owners) != 1 {
-		t.Errorf("reserved by %v", owners)
-	}
+	assert.Len(t, owners, 1)
 }
 
 func TestReservations_ReleaseReturnsWaitingNodes(t *testing.T) {
@@ -76,9 +76,7 @@ func TestReservations_ReleaseReturnsWaitingNodes(t *testing.T) {
 	r.reserve("talos://metal/u-1", "b")
 	r.release("d")
 
-	if got := r.release("a"); !slices.Equal(got, []string{"b", "c"}) {
-		t.Errorf("got %v, want b and c", got)
-	}
+	assert.Equal(t, []string{"b", "c"}, r.release("a"))
 }
 
 func TestReservations_ReserveReturnsNodesThatWaitForFormerReservation(t *testing.T) {

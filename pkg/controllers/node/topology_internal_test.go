@@ -1,11 +1,11 @@
 package node
 
 import (
-	"maps"
 	"slices"
-	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	cloudproviderapi "k8s.io/cloud-provider/api"
 
@@ -92,9 +92,7 @@ func TestMakePlan_KeepsTopology(t *testing.T) {
 			test.past(h)
 			p := mustPlan(t, h.node(), nodespec.Spec{Labels: test.desired, FollowTopology: test.follow})
 
-			if !maps.Equal(p.labels, test.want) {
-				t.Errorf("got labels %v, want %v", p.labels, test.want)
-			}
+			assert.Equal(t, test.want, p.labels)
 
 			var changed []string
 
@@ -106,9 +104,7 @@ func TestMakePlan_KeepsTopology(t *testing.T) {
 
 			slices.Sort(changed)
 
-			if !slices.Equal(changed, test.changed) {
-				t.Errorf("got changes %v, want %v", changed, test.changed)
-			}
+			assert.Equal(t, test.changed, changed)
 		})
 	}
 }
@@ -130,8 +126,7 @@ func TestMakePlan_NamesTheSourceOfChangedTopology(t *testing.T) {
 		h := registered(t).apply(FieldManager, inZone("a"))
 		p := mustPlan(t, h.node(), nodespec.Spec{Labels: test.labels, Transformed: test.transformed})
 
-		if len(p.conflicts) != 1 || !strings.Contains(p.conflicts[0].Message, `zone="a", `+test.want) {
-			t.Errorf("got %v, want a message with %q", p.conflicts, test.want)
-		}
+		require.Len(t, p.conflicts, 1)
+		assert.Contains(t, p.conflicts[0].Message, `zone="a", `+test.want)
 	}
 }

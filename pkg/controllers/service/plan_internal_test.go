@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -118,7 +120,7 @@ func (s snapshot) addressesOf(name string) (list, reasons []string) {
 			reasons = append(reasons, condition.Reason)
 		}
 
-		return addresses(d.ingress), reasons
+		return append(list, addresses(d.ingress)...), reasons // nil if there are none
 	}
 
 	return nil, []string{"no decision"}
@@ -179,9 +181,8 @@ func TestPlan_Addresses(t *testing.T) {
 			s := snapshot{services: []*corev1.Service{test.service}, nodes: test.nodes, options: test.options, endpoints: noEndpoints}
 
 			got, reasons := s.addressesOf("s")
-			if !slices.Equal(got, test.want) || !slices.Equal(reasons, test.reasons) {
-				t.Errorf("got %v %v, want %v %v", got, reasons, test.want, test.reasons)
-			}
+			assert.Equal(t, test.want, got)
+			assert.Equal(t, test.reasons, reasons)
 		})
 	}
 }
@@ -352,9 +353,8 @@ func TestPlan_PortConflicts(t *testing.T) {
 						reasons = append(reasons, condition.Reason)
 					}
 
-					if got := addresses(d.ingress); !slices.Equal(got, test.want) || !slices.Equal(reasons, test.reasons) {
-						t.Errorf("got %v %v, want %v %v", got, d.conditions, test.want, test.reasons)
-					}
+					assert.Equal(t, test.want, append([]string(nil), addresses(d.ingress)...))
+					assert.Equal(t, test.reasons, reasons)
 				}
 			}
 
@@ -386,9 +386,8 @@ func TestPlan_LimitIsSharedByFamilies(t *testing.T) {
 	s := snapshot{services: []*corev1.Service{newService("s", families(corev1.IPv4Protocol, corev1.IPv6Protocol))}, nodes: nodes}
 
 	got, _ := s.addressesOf("s")
-	if n := len(slices.DeleteFunc(slices.Clone(got), func(a string) bool { return strings.Contains(a, ":") })); len(got) != maxAddresses || n != 8 {
-		t.Errorf("got %d addresses, %d of IPv4", len(got), n)
-	}
+	assert.Len(t, got, maxAddresses)
+	assert.Len(t, slices.DeleteFunc(slices.Clone(got), func(a string) bool { return strings.Contains(a, ":") }), 8)
 }
 
 // With IPVS, each Node would consider the addresses of the other Nodes as its own.
@@ -401,9 +400,8 @@ func TestPlan_ChangesNothingWithIPVS(t *testing.T) {
 		s := snapshot{services: []*corev1.Service{newService(name, published(want...))}, nodes: nodes}
 
 		got, reasons := s.addressesOf(name)
-		if !slices.Equal(got, want) || !slices.Equal(reasons, []string{ReasonUnsupportedProxyMode}) {
-			t.Errorf("%s: got %v %v, want %v", name, got, reasons, want)
-		}
+		assert.Equal(t, want, got, name)
+		assert.Equal(t, []string{ReasonUnsupportedProxyMode}, reasons, name)
 	}
 }
 
@@ -461,9 +459,7 @@ func TestPlan_Stability(t *testing.T) {
 		for _, service := range services {
 			for _, address := range after[service.Name] {
 				key := fmt.Sprint(address, service.Spec.Ports[0].Port)
-				if taken[key] {
-					t.Fatalf("%s was assigned twice", key)
-				}
+				require.False(t, taken[key], "%s was assigned twice", key)
 
 				taken[key] = true
 			}

@@ -7,6 +7,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
@@ -33,9 +34,7 @@ func delays(t *testing.T, f func(call int) error) (list []time.Duration) {
 
 		return err
 	})
-	if err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, err)
 
 	return list
 }
@@ -52,9 +51,8 @@ func TestRetry_DoublesDelaysUpToLimit(t *testing.T) {
 
 		for i, seconds := range []int{1, 2, 4, 4, 4} {
 			least := time.Duration(seconds) * time.Second
-			if got[i] < least || got[i] > least*13/10 {
-				t.Errorf("delay %d: got %s, want %s plus up to 30 %%", i, got[i], least)
-			}
+			assert.GreaterOrEqual(t, got[i], least, "delay %d", i)
+			assert.LessOrEqual(t, got[i], least*13/10, "delay %d", i)
 		}
 	})
 }
@@ -72,9 +70,7 @@ func TestRetry_ResetsDelaysAfterLongCall(t *testing.T) {
 			return errFailed
 		})
 
-		if got[3] > 1300*time.Millisecond {
-			t.Errorf("delay after a long call: got %s, want 1s plus up to 30 %%", got[3])
-		}
+		assert.LessOrEqual(t, got[3], 1300*time.Millisecond)
 	})
 }
 
@@ -84,8 +80,6 @@ func TestRetry_ReturnsWhenContextEnds(t *testing.T) {
 		defer cancel()
 
 		err := backoff.Retry(ctx, clock.RealClock{}, time.Second, time.Hour, func(context.Context) error { return errFailed })
-		if !errors.Is(err, context.DeadlineExceeded) {
-			t.Errorf("got %v, want %v", err, context.DeadlineExceeded)
-		}
+		assert.ErrorIs(t, err, context.DeadlineExceeded)
 	})
 }

@@ -3,11 +3,11 @@ package backoff_test
 import (
 	"context"
 	"fmt"
-	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
 	"k8s.io/utils/clock"
@@ -104,9 +104,7 @@ func TestWatchLocal_LogsLastingOutageOnce(t *testing.T) {
 
 				return test.f(ctx, time.Since(began), established)
 			})
-			if !slices.Equal(got, test.want) {
-				t.Errorf("got %q, want %q", got, test.want)
-			}
+			assert.Equal(t, test.want, got)
 		})
 	}
 }

@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"k8s.io/client-go/tools/leaderelection"
 	"k8s.io/client-go/tools/leaderelection/resourcelock"
 
@@ -88,9 +90,7 @@ func TestCandidate_LeavesTheLeaseToAnother(t *testing.T) {
 	c, err := election.New(leaderelection.LeaderElectionConfig{
 		Lock: lock, LeaseDuration: 3 * time.Second, RenewDeadline: 2 * time.Second, RetryPeriod: 400 * time.Millisecond, ReleaseOnCancel: true, Name: "test",
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	sent := 0
 	guarded := c.Guard(2500*time.Millisecond, roundTripper(func(*http.Request) (*http.Response, error) {
@@ -105,9 +105,7 @@ func TestCandidate_LeavesTheLeaseToAnother(t *testing.T) {
 		return err
 	}
 
-	if send() == nil {
-		t.Error("a request was sent before the candidate ran")
-	}
+	assert.Error(t, send(), "the candidate does not run")
 
 	done := make(chan struct{})
 	go func() {
@@ -118,9 +116,7 @@ func TestCandidate_LeavesTheLeaseToAnother(t *testing.T) {
 
 	<-c.Leading()
 
-	if err := send(); err != nil {
-		t.Errorf("while leading: %v", err)
-	}
+	assert.NoError(t, send())
 
 	back := make(chan struct{})
 	lock.mu.Lock()
@@ -128,9 +124,8 @@ func TestCandidate_LeavesTheLeaseToAnother(t *testing.T) {
 	lock.mu.Unlock()
 	time.Sleep(3100 * time.Millisecond) // the lease has expired, and b takes it
 
-	if err := send(); err == nil || sent != 1 {
-		t.Errorf("%d requests were sent, the last with error %v; want 1 from before the lease expired", sent, err)
-	}
+	assert.Error(t, send(), "the lease has expired")
+	assert.Equal(t, 1, sent)
 
 	lock.mu.Lock()
 	lock.record = resourcelock.LeaderElectionRecord{HolderIdentity: "b"}
@@ -138,7 +133,5 @@ func TestCandidate_LeavesTheLeaseToAnother(t *testing.T) {
 	close(back)
 	<-done
 
-	if lock.record.HolderIdentity != "b" {
-		t.Errorf("holder %q: the former leader has released the lease of b", lock.record.HolderIdentity)
-	}
+	assert.Equal(t, "b", lock.record.HolderIdentity)
 }

@@ -2,13 +2,12 @@ package events_test
 
 import (
 	"fmt"
-	"maps"
-	"slices"
 	"strings"
 	"sync"
 	"testing"
 	"unicode/utf8"
 
+	"github.com/stretchr/testify/assert"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/tools/record"
 
@@ -59,22 +58,16 @@ func TestReporter_ReportsEachConditionWhenItAppears(t *testing.T) {
 
 			drain(recorder)
 
-			if got := reporter.Report("node", &corev1.Node{}, test.reports[last]...); !slices.Equal(got, test.want) {
-				t.Errorf("Report returned %v, want %v", got, test.want)
-			}
+			assert.Equal(t, test.want, reporter.Report("node", &corev1.Node{}, test.reports[last]...))
 
-			if got := silent.Update("node", test.reports[last]...); !slices.Equal(got, test.want) {
-				t.Errorf("Update returned %v, want %v", got, test.want)
-			}
+			assert.Equal(t, test.want, silent.Update("node", test.reports[last]...))
 
 			var want []string
 			for _, c := range test.want {
 				want = append(want, "Warning "+c.Reason+" "+c.Message)
 			}
 
-			if got := drain(recorder); !slices.Equal(got, want) {
-				t.Errorf("got Events %q, want %q", got, want)
-			}
+			assert.Equal(t, want, drain(recorder))
 		})
 	}
 }
@@ -94,17 +87,13 @@ func TestReporter_KeepsObjectsApart(t *testing.T) {
 	reporter := events.New(record.NewFakeRecorder(10))
 
 	for _, name := range []string{"a", "b"} {
-		if got := reporter.Update(name, mismatch); len(got) != 1 {
-			t.Errorf("object %s: got %v", name, got)
-		}
+		assert.Len(t, reporter.Update(name, mismatch), 1, name)
 	}
 
 	reporter.Update("a")
 	reporter.Forget("a")
 
-	if got := reporter.Update("b", mismatch); len(got) != 0 {
-		t.Errorf("changes of another object made %v new", got)
-	}
+	assert.Empty(t, reporter.Update("b", mismatch))
 }
 
 func TestReporter_ForgetMakesConditionsNew(t *testing.T) {
@@ -113,13 +102,9 @@ func TestReporter_ForgetMakesConditionsNew(t *testing.T) {
 	reporter.Forget("node")
 	reporter.Forget("unknown")
 
-	if counts := reporter.CountByReason(); len(counts) != 0 {
-		t.Errorf("after Forget: %v", counts)
-	}
+	assert.Empty(t, reporter.CountByReason())
 
-	if got := reporter.Update("node", mismatch); len(got) != 1 {
-		t.Errorf("after Forget: got %v", got)
-	}
+	assert.Len(t, reporter.Update("node", mismatch), 1)
 }
 
 func TestReporter_AddKeepsConditions(t *testing.T) {
@@ -131,9 +116,7 @@ func TestReporter_AddKeepsConditions(t *testing.T) {
 		{[]events.Condition{labelA, mismatch}, []events.Condition{labelA}},
 		{[]events.Condition{mismatch}, nil},
 	} {
-		if got := reporter.Add("node", step.conditions...); !slices.Equal(got, step.want) {
-			t.Errorf("%v: got %v, want %v", step.conditions, got, step.want)
-		}
+		assert.Equal(t, step.want, reporter.Add("node", step.conditions...), "%v", step.conditions)
 	}
 }
 
@@ -148,9 +131,7 @@ func TestReporter_CountsObjectsByReason(t *testing.T) {
 	reporter.Update("c", unreachable)
 	reporter.Update("c", mismatch)
 
-	if got, want := reporter.CountByReason(), map[string]int{"OwnershipConflict": 2, "IdentityMismatch": 2}; !maps.Equal(got, want) {
-		t.Errorf("got %v, want %v", got, want)
-	}
+	assert.Equal(t, map[string]int{"OwnershipConflict": 2, "IdentityMismatch": 2}, reporter.CountByReason())
 }
 
 func TestReporter_ConcurrentUse(t *testing.T) {
@@ -174,26 +155,18 @@ func TestReporter_ConcurrentUse(t *testing.T) {
 
 	group.Wait()
 
-	if got := drain(recorder); len(got) != objects {
-		t.Errorf("got %d Events, want %d", len(got), objects)
-	}
+	assert.Len(t, drain(recorder), objects)
 
-	if got := reporter.CountByReason()["IdentityMismatch"]; got != objects {
-		t.Errorf("got %d objects, want %d", got, objects)
-	}
+	assert.Equal(t, objects, reporter.CountByReason()["IdentityMismatch"])
 }
 
 func TestReporter_TruncatesMessages(t *testing.T) {
 	recorder := record.NewFakeRecorder(1)
 	long := events.Condition{Reason: "MetadataPending", Message: strings.Repeat("x", 2000)}
 
-	if added := events.New(recorder).Report("node", &corev1.Node{}, long); !slices.Equal(added, []events.Condition{long}) {
-		t.Error("Report changed the condition")
-	}
+	assert.Equal(t, []events.Condition{long}, events.New(recorder).Report("node", &corev1.Node{}, long))
 
-	if got, want := <-recorder.Events, "Warning MetadataPending "+events.Truncate(long.Message); got != want {
-		t.Errorf("got an Event of %d bytes, want %d", len(got), len(want))
-	}
+	assert.Equal(t, "Warning MetadataPending "+events.Truncate(long.Message), <-recorder.Events)
 }
 
 func TestTruncate(t *testing.T) {
