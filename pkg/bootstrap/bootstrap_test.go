@@ -6,14 +6,11 @@ import (
 	"encoding/base64"
 	"encoding/json"
 	"encoding/pem"
-	"io"
 	"maps"
-	"net"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -354,66 +351,13 @@ func TestBootstrap_ReturnsOnNewAPIServerCA(t *testing.T) {
 
 func TestBootstrap_ClosesAdminConnections(t *testing.T) {
 	bed := beds.NewSuite(t)
-	proxy := newProxy(t, strings.TrimPrefix(bed.Kube.Endpoint(), "https://"))
-
 	admin := bed.Kube.Config()
-	admin.Host = "https://" + proxy.listener.Addr().String()
-
+	proxy := ctest.NewProxy(t, admin)
 	s := newSuite(bed, kube.Kubeconfig(admin))
 	s.start(clock.RealClock{})
 	s.awaitReady()
 
-	require.NotZero(t, proxy.accepted.Load())
+	require.NotZero(t, proxy.Accepted.Load())
 
-	ctest.Eventually(t, "no connection is open", func() bool { return proxy.open.Load() == 0 })
-}
-
-// proxy forwards and counts connections.
-type proxy struct {
-	listener       net.Listener
-	target         string
-	accepted, open atomic.Int64
-}
-
-func newProxy(t *testing.T, target string) *proxy {
-	t.Helper()
-
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = listener.Close() })
-
-	p := &proxy{listener: listener, target: target}
-
-	go func() {
-		for {
-			client, err := listener.Accept()
-			if err != nil {
-				return
-			}
-
-			p.accepted.Add(1)
-			p.open.Add(1)
-
-			go p.pass(client)
-		}
-	}()
-
-	return p
-}
-
-// pass forwards a connection until the client closes it.
-func (p *proxy) pass(client net.Conn) {
-	defer p.open.Add(-1)
-	defer client.Close()
-
-	server, err := net.Dial("tcp", p.target)
-	if err != nil {
-		return
-	}
-
-	defer server.Close()
-
-	go func() { _, _ = io.Copy(client, server) }()
-
-	_, _ = io.Copy(server, client)
+	ctest.Eventually(t, "no connection is open", func() bool { return proxy.Open.Load() == 0 })
 }

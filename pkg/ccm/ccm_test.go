@@ -3,7 +3,6 @@ package ccm_test
 import (
 	"context"
 	"fmt"
-	"io"
 	"net"
 	"os"
 	"path/filepath"
@@ -37,9 +36,7 @@ import (
 )
 
 func TestApp_InitializesNodesOverMachineSocket(t *testing.T) {
-	s := newSuite(t)
-	self, worker := s.controlPlane("cp"), s.worker("worker")
-	s.register(self, worker)
+	s, self, worker := newCluster(t)
 
 	r := s.start(s.options(self))
 	s.awaitInitialized(self, worker)
@@ -75,9 +72,7 @@ func (s *suite) outside(on *talostest.Machine) *ccm.Options {
 }
 
 func TestApp_RunsOutsideTalosWithReaderRole(t *testing.T) {
-	s := newSuite(t)
-	self, worker := s.controlPlane("cp"), s.worker("worker")
-	s.register(self, worker)
+	s, self, worker := newCluster(t)
 	s.start(s.outside(self))
 	s.awaitInitialized(self, worker)
 	s.move(worker, "moved")
@@ -166,9 +161,7 @@ func TestApp_ExitsWhenLeaseExpiresDuringAPIServerOutage(t *testing.T) {
 }
 
 func TestApp_WaitsForAPIServer(t *testing.T) {
-	s := newSuite(t)
-	self, worker := s.controlPlane("cp"), s.worker("worker")
-	s.register(self, worker)
+	s, self, worker := newCluster(t)
 	s.stopAPIServer()
 
 	r := s.start(s.options(self))
@@ -225,9 +218,7 @@ func TestApp_InitializesOthersWithoutLocalMetadata(t *testing.T) {
 }
 
 func TestApp_InitializesLocalNodeWithoutNetwork(t *testing.T) {
-	s := newSuite(t)
-	self, worker := s.controlPlane("cp"), s.worker("worker")
-	s.register(self, worker)
+	s, self, worker := newCluster(t)
 	require.NoError(s, worker.Stop(t.Context()))
 
 	s.start(s.options(self))
@@ -342,9 +333,7 @@ func TestApp_ReleasesLeaseBeforeMachineGoesDown(t *testing.T) {
 		runtime.MachineStageRebooting, runtime.MachineStageShuttingDown, runtime.MachineStageResetting, runtime.MachineStageUpgrading,
 	} {
 		t.Run(stage.String(), func(t *testing.T) {
-			s := newSuite(t)
-			self, worker := s.controlPlane("cp"), s.worker("worker")
-			s.register(self, worker)
+			s, self, worker := newCluster(t)
 
 			options := s.options(self)
 			// It binds the port again after the stage is back to running.
@@ -379,9 +368,7 @@ func reservedPort(t testing.TB) int {
 
 // Only the state of the local machine determines whether talos-ccm runs, so a broken watch must be restarted.
 func TestApp_RewatchesLocalMachine(t *testing.T) {
-	s := newSuite(t)
-	self, worker := s.controlPlane("cp"), s.worker("worker")
-	s.register(self, worker)
+	s, self, worker := newCluster(t)
 
 	r := s.start(s.options(self))
 	s.awaitInitialized(self, worker)
@@ -524,9 +511,7 @@ func gauge(t *testing.T, name string) float64 {
 }
 
 func TestApp_FollowsAPIServerCARotation(t *testing.T) {
-	s := newSuite(t)
-	self, worker := s.controlPlane("cp"), s.worker("worker")
-	s.register(self, worker)
+	s, self, worker := newCluster(t)
 
 	options := s.options(self)
 	longLease(options)
@@ -687,88 +672,13 @@ func withControllers(t *testing.T, controllers ...string) *ccm.Options {
 	return options
 }
 
-// hangingProxy forwards connections to the API server until hung is closed. Then it forwards nothing and keeps
-// connections open.
-type hangingProxy struct {
-	listener net.Listener
-	target   string
-	hung     chan struct{}
-}
-
-// newHangingProxy listens on loopback until the test ends.
-func newHangingProxy(t *testing.T, target string) *hangingProxy {
-	t.Helper()
-
-	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-
-	p := &hangingProxy{listener: listener, target: target, hung: make(chan struct{})}
-	t.Cleanup(func() { _ = listener.Close() })
-
-	go func() {
-		for {
-			client, err := listener.Accept()
-			if err != nil {
-				return
-			}
-
-			go p.serve(t, client)
-		}
-	}()
-
-	return p
-}
-
-func (p *hangingProxy) serve(t *testing.T, client net.Conn) {
-	t.Cleanup(func() { _ = client.Close() })
-
-	server, err := net.Dial("tcp", p.target)
-	if err != nil {
-		_ = client.Close()
-
-		return
-	}
-
-	t.Cleanup(func() { _ = server.Close() })
-
-	go p.pass(server, client)
-	p.pass(client, server)
-}
-
-func (p *hangingProxy) pass(to io.Writer, from io.Reader) {
-	buffer := make([]byte, 32<<10)
-
-	for {
-		n, err := from.Read(buffer)
-
-		select {
-		case <-p.hung:
-			return
-		default:
-		}
-
-		if n > 0 {
-			if _, err := to.Write(buffer[:n]); err != nil {
-				return
-			}
-		}
-
-		if err != nil {
-			return
-		}
-	}
-}
-
 // If the API server does not respond, another instance may acquire the lease when it has expired. The controllers
 // must have stopped by then, without waiting for the release of the lease.
 func TestApp_StopsBeforeLeaseExpiresIfAPIServerHangs(t *testing.T) {
-	s := newSuite(t)
-	self, worker := s.controlPlane("cp"), s.worker("worker")
-	s.register(self, worker)
+	s, self, worker := newCluster(t)
 
 	config := s.Kube.Config()
-	proxy := newHangingProxy(t, strings.TrimPrefix(config.Host, "https://"))
-	config.Host = "https://" + proxy.listener.Addr().String()
+	proxy := ctest.NewProxy(t, config)
 
 	options := s.options(self)
 	options.Framework.Generic.ClientConnection.Kubeconfig = filepath.Join(t.TempDir(), "kubeconfig")
@@ -781,7 +691,7 @@ func TestApp_StopsBeforeLeaseExpiresIfAPIServerHangs(t *testing.T) {
 
 	r := s.launch(options)
 	s.awaitInitialized(self, worker)
-	close(proxy.hung)
+	proxy.Hangs.Store(true)
 
 	lease := s.lease()
 	ctest.Eventually(s, "worker is no longer watched", func() bool { return worker.Connections() == 0 })
@@ -795,9 +705,7 @@ func TestApp_StopsBeforeLeaseExpiresIfAPIServerHangs(t *testing.T) {
 
 // The other machines do not depend on responses of the local machine.
 func TestApp_InitializesOthersIfLocalMachineHangs(t *testing.T) {
-	s := newSuite(t)
-	self, worker := s.controlPlane("cp"), s.worker("worker")
-	s.register(self, worker)
+	s, self, worker := newCluster(t)
 	// Only the leader dials machines.
 	s.leaseTo("other", time.Hour)
 
@@ -816,9 +724,7 @@ func TestApp_InitializesOthersIfLocalMachineHangs(t *testing.T) {
 
 // Until its nodename is known, the local machine is dialed over the network like any other.
 func TestApp_InitializesOthersBeforeLocalNodenameIsKnown(t *testing.T) {
-	s := newSuite(t)
-	self, worker := s.controlPlane("cp"), s.worker("worker")
-	s.register(self, worker)
+	s, self, worker := newCluster(t)
 	require.NoError(s, self.State().Destroy(t.Context(), k8s.NewNodename(k8s.NamespaceName, k8s.NodenameID).Metadata()))
 
 	s.start(s.options(self))

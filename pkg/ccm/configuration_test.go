@@ -70,9 +70,7 @@ func (s *suite) awaitEvent(m *talostest.Machine, reason string, texts ...string)
 }
 
 func TestConfiguration_DocumentIsReloaded(t *testing.T) {
-	s := newSuite(t)
-	self, worker := s.controlPlane("cp"), s.worker("worker")
-	s.register(self, worker)
+	s, self, worker := newCluster(t)
 
 	r := s.start(s.options(self))
 	s.awaitInitialized(self, worker)
@@ -216,9 +214,7 @@ func TestConfiguration_WrongMountPathIsReported(t *testing.T) {
 }
 
 func TestConfiguration_CloudConfigFileIsReloaded(t *testing.T) {
-	s := newSuite(t)
-	self, worker := s.controlPlane("cp"), s.worker("worker")
-	s.register(self, worker)
+	s, self, worker := newCluster(t)
 
 	path := filepath.Join(t.TempDir(), "config.yaml")
 	options := s.outside(self)

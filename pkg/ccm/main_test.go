@@ -54,6 +54,17 @@ func newSuite(t *testing.T) *suite {
 	return prepared(beds.NewSuite(t), talostest.Options{})
 }
 
+// newCluster returns a suite with a control-plane machine and a worker, whose Nodes are registered.
+func newCluster(t *testing.T) (s *suite, self, worker *talostest.Machine) {
+	t.Helper()
+
+	s = newSuite(t)
+	self, worker = s.controlPlane("cp"), s.worker("worker")
+	s.register(self, worker)
+
+	return s, self, worker
+}
+
 func prepared(bed ctest.Suite, options talostest.Options) *suite {
 	bed.Helper()
 

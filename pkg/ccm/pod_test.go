@@ -148,9 +148,7 @@ func (s *suite) spawnPod(folder string, flags ...string) *process {
 }
 
 func TestPod_RunsWithServiceAccount(t *testing.T) {
-	s := newSuite(t)
-	self, worker := s.controlPlane("cp"), s.worker("worker")
-	s.register(self, worker)
+	s, self, worker := newCluster(t)
 
 	secret, configMap := volume(t.TempDir()), volume(t.TempDir())
 	secret.write(s, map[string][]byte{"config": s.readerTalosconfig()})

@@ -293,9 +293,7 @@ func TestLeaderElection_HandsOverBetweenInstances(t *testing.T) {
 
 // Talos runs one instance per machine and restarts it, so an instance can reacquire the lease of one that was killed.
 func TestLeaderElection_RestartedInstanceReacquiresLease(t *testing.T) {
-	s := newSuite(t)
-	self, worker := s.controlPlane("cp"), s.worker("worker")
-	s.register(self, worker)
+	s, self, worker := newCluster(t)
 
 	// The lease lasts longer than any wait of the test.
 	flags := []string{openMetrics, "--leader-elect-lease-duration=600s", "--leader-elect-renew-deadline=500s"}
@@ -382,9 +380,7 @@ func (p *process) search(ctx context.Context, traces map[string][]byte) (found [
 }
 
 func TestProcess_NeverWritesAdminKey(t *testing.T) {
-	s := newSuite(t)
-	self, worker := s.controlPlane("cp"), s.worker("worker")
-	s.register(self, worker)
+	s, self, worker := newCluster(t)
 
 	wanted := traces(t, s.Kube.Config().KeyData)
 
@@ -452,9 +448,7 @@ func TestProcess_NeverWritesAdminKey(t *testing.T) {
 }
 
 func TestMetrics_AreExported(t *testing.T) {
-	s := newSuite(t)
-	self, worker := s.controlPlane("cp"), s.worker("worker")
-	s.register(self, worker)
+	s, self, worker := newCluster(t)
 
 	p := s.spawn(self, openMetrics)
 	s.awaitInitialized(self, worker)

@@ -2,10 +2,6 @@ package ccm_test
 
 import (
 	"context"
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
-	"crypto/x509/pkix"
 	"flag"
 	"fmt"
 	"net"
@@ -27,8 +23,6 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/watch"
-	"k8s.io/client-go/kubernetes"
-	certutil "k8s.io/client-go/util/cert"
 
 	nodecontroller "github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
@@ -84,26 +78,7 @@ func (s *suite) labelControlPlane(m *talostest.Machine) {
 func (s *suite) requestCertificate(m *talostest.Machine, addresses ...net.IP) (name string) {
 	s.Helper()
 
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	require.NoError(s, err)
-
-	subject := &pkix.Name{CommonName: "system:node:" + m.Nodename(), Organization: []string{"system:nodes"}}
-	request, err := certutil.MakeCSR(key, subject, []string{m.Nodename()}, addresses)
-	require.NoError(s, err)
-
-	kubelet, err := kubernetes.NewForConfig(s.Kube.KubeletConfig(m.Nodename()))
-	require.NoError(s, err)
-
-	csr, err := kubelet.CertificatesV1().CertificateSigningRequests().Create(s.Context(), &certificatesv1.CertificateSigningRequest{
-		ObjectMeta: metav1.ObjectMeta{GenerateName: "csr-"},
-		Spec: certificatesv1.CertificateSigningRequestSpec{
-			Request: request, SignerName: certificatesv1.KubeletServingSignerName,
-			Usages: []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageServerAuth},
-		},
-	}, metav1.CreateOptions{})
-	require.NoError(s, err)
-
-	return csr.Name
+	return s.RequestCertificate(m.Nodename(), m.Nodename(), addresses...)
 }
 
 func (s *suite) awaitApproved(csr string) { s.awaitDecision(csr, certificatesv1.CertificateApproved) }

@@ -19,7 +19,10 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/spf13/pflag"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"go.yaml.in/yaml/v4"
 	appsv1 "k8s.io/api/apps/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -33,6 +36,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/extension"
 	"github.com/talos-ccm/talos-ccm/pkg/ccm"
 	"github.com/talos-ccm/talos-ccm/pkg/config"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
@@ -62,9 +66,7 @@ func tryRender(t *testing.T, values string) (rendered, output string) {
 	t.Helper()
 
 	program, err := helm()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	cmd := exec.CommandContext(t.Context(), program, "template", "talos-ccm", root+"/packaging/chart", "--namespace", "kube-system", "--values", "-")
 	cmd.Stdin = strings.NewReader(values)
@@ -84,9 +86,7 @@ func render(t *testing.T, values string) []unstructured.Unstructured {
 	t.Helper()
 
 	rendered, output := tryRender(t, values)
-	if output != "" {
-		t.Fatal(output)
-	}
+	require.Empty(t, output)
 
 	return decode(t, rendered)
 }
@@ -105,9 +105,7 @@ func decode(t *testing.T, stream string) []unstructured.Unstructured {
 			return objects
 		}
 
-		if err != nil {
-			t.Fatalf("%v in\n%s", err, stream)
-		}
+		require.NoError(t, err, stream)
 
 		objects = append(objects, unstructured.Unstructured{Object: object})
 	}
@@ -129,13 +127,9 @@ func find[T any](t *testing.T, objects []unstructured.Unstructured, apiVersion, 
 	var found T
 
 	i := slices.IndexFunc(objects, func(o unstructured.Unstructured) bool { return o.GetAPIVersion() == apiVersion && o.GetKind() == kind })
-	if i < 0 {
-		t.Fatalf("chart renders no %s %s", apiVersion, kind)
-	}
+	require.GreaterOrEqual(t, i, 0, "chart renders no %s %s", apiVersion, kind)
 
-	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(objects[i].Object, &found); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, runtime.DefaultUnstructuredConverter.FromUnstructured(objects[i].Object, &found))
 
 	return found
 }
@@ -172,9 +166,7 @@ func TestChart_RBACIsThatOfTheExtension(t *testing.T) {
 			}
 		}
 
-		if diff := cmp.Diff(want, got); diff != "" {
-			t.Errorf("controllers %s (-extension +chart)\n%s", controllers, diff)
-		}
+		assert.Empty(t, cmp.Diff(want, got), "controllers %s (-extension +chart)", controllers)
 	}
 }
 
@@ -239,17 +231,9 @@ tolerations: [{operator: Exists}]
 })
 
 func TestChart_APIServerAccepts(t *testing.T) {
-	cluster, err := kube.Start(t.Context(), kube.Options{Progress: os.Stderr, ControllerManager: kube.ControllerManager{Absent: true}})
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	t.Cleanup(func() { _ = cluster.Stop() })
-
-	client, err := dynamic.NewForConfig(cluster.Config())
-	if err != nil {
-		t.Fatal(err)
-	}
+	s := ctest.Start(t, kube.Options{ControllerManager: kube.ControllerManager{Absent: true}})
+	client, err := dynamic.NewForConfig(s.Kube.Config())
+	require.NoError(t, err)
 
 	create := func(object unstructured.Unstructured, dryRun ...string) error {
 		kind := object.GroupVersionKind()
@@ -260,9 +244,7 @@ func TestChart_APIServerAccepts(t *testing.T) {
 		return err
 	}
 
-	if err := create(decode(t, talosServiceAccount)[0]); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, create(decode(t, talosServiceAccount)[0]))
 
 	for title, values := range inputs {
 		for _, object := range render(t, values) {
@@ -275,9 +257,7 @@ func TestChart_APIServerAccepts(t *testing.T) {
 
 				return true, err
 			})
-			if err != nil {
-				t.Errorf("%s: create %s: %v", title, name(object), err)
-			}
+			assert.NoError(t, err, "%s: create %s", title, name(object))
 		}
 	}
 }
@@ -288,9 +268,7 @@ func TestChart_TalosCCMAcceptsArgumentsAndConfiguration(t *testing.T) {
 		deployment := find[appsv1.Deployment](t, objects, "apps/v1", "Deployment")
 
 		options, err := ccm.NewOptions()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 
 		flags := pflag.NewFlagSet("", pflag.ContinueOnError)
 
@@ -298,28 +276,21 @@ func TestChart_TalosCCMAcceptsArgumentsAndConfiguration(t *testing.T) {
 			flags.AddFlagSet(set)
 		}
 
-		if err := errors.Join(flags.Parse(deployment.Spec.Template.Spec.Containers[0].Args), options.Validate()); err != nil {
-			t.Errorf("%s: %v", title, err)
-		}
+		assert.NoError(t, errors.Join(flags.Parse(deployment.Spec.Template.Spec.Containers[0].Args), options.Validate()), title)
 
 		content := find[struct {
 			Data map[string]string `json:"data"`
 		}](t, objects, "v1", "ConfigMap").Data["config.yaml"]
-		if _, err := config.Parse("config.yaml", []byte(content)); err != nil {
-			t.Errorf("%s: %v", title, err)
-		}
+		_, err = config.Parse("config.yaml", []byte(content))
+		assert.NoError(t, err, title)
 
 		var given struct{ Config map[string]any }
 
 		var got map[string]any
 
-		if err := errors.Join(yaml.Unmarshal([]byte(values), &given), yaml.Unmarshal([]byte(content), &got)); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(yaml.Unmarshal([]byte(values), &given), yaml.Unmarshal([]byte(content), &got)))
 
-		if len(given.Config)+len(got) > 0 && !cmp.Equal(given.Config, got) {
-			t.Errorf("%s: got configuration\n%s", title, content)
-		}
+		assert.Empty(t, cmp.Diff(given.Config, got, cmpopts.EquateEmpty()), title)
 	}
 }
 
@@ -353,9 +324,7 @@ func TestChart_SetsValues(t *testing.T) {
 		"args":        []string{"--controllers=*,service,-node-csr-approval", "--kube-api-qps=50", "--cluster-cidr=10.244.0.0/16,fd00::/64", "--bind-address=::"},
 	}
 
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Errorf("(-want +got)\n%s", diff)
-	}
+	assert.Empty(t, cmp.Diff(want, got))
 }
 
 func TestChart_RejectsInvalidValues(t *testing.T) {
@@ -398,25 +367,18 @@ func TestChart_PackageIsCompleteAndReproducible(t *testing.T) {
 		}
 
 		packages, err := filepath.Glob(artifacts + "/chart/talos-ccm-*.tgz")
-		if err != nil || len(packages) != 1 {
-			t.Fatalf("got packages %v, %v", packages, err)
-		}
+		require.NoError(t, err)
+		require.Len(t, packages, 1)
 
 		manifests, err := os.ReadFile(artifacts + "/chart/talos-ccm.yaml")
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 
-		if diff := cmp.Diff(render(t, "image: "+image), decode(t, string(manifests))); diff != "" {
-			t.Errorf("(-want +manifests)\n%s", diff)
-		}
+		assert.Empty(t, cmp.Diff(render(t, "image: "+image), decode(t, string(manifests))))
 
 		if archives[i], err = os.ReadFile(packages[0]); err != nil {
 			t.Fatal(err)
 		}
 	}
 
-	if !bytes.Equal(archives[0], archives[1]) {
-		t.Error("packages of the same chart differ")
-	}
+	assert.True(t, bytes.Equal(archives[0], archives[1]), "packages of the same chart differ")
 }

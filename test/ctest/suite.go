@@ -2,19 +2,22 @@ package ctest
 
 import (
 	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509/pkix"
 	"encoding/json"
 	"errors"
-	"flag"
 	"fmt"
+	"net"
 	"net/http"
 	"net/netip"
-	"os"
-	"strconv"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -22,146 +25,12 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/kubernetes"
+	certutil "k8s.io/client-go/util/cert"
 	"k8s.io/client-go/util/retry"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
-
-// Bed is what the tests of a package share.
-type Bed struct {
-	Kube *kube.Cluster
-	// Client is an administrator's.
-	Client kubernetes.Interface
-	Talos  *talostest.Cluster
-}
-
-// Main is for TestMain: it starts a control plane and a Talos cluster, calls setup, if any, runs the tests, calls what
-// setup has returned, stops both clusters, and exits.
-func (b *Bed) Main(m *testing.M, options kube.Options, setup func() (stop func(), err error)) {
-	exit(b.run(options, func() (int, error) { return runTests(m, setup) }))
-}
-
-func runTests(m *testing.M, setup func() (stop func(), err error)) (code int, err error) {
-	if setup != nil {
-		stop, err := setup()
-		if err != nil {
-			return 1, err
-		}
-
-		defer stop()
-	}
-
-	return m.Run(), nil
-}
-
-func exit(code int, err error) {
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-
-		code = 1
-	}
-
-	os.Exit(code)
-}
-
-// run calls f while the bed runs.
-func (b *Bed) run(options kube.Options, f func() (code int, err error)) (code int, err error) {
-	options.Progress = os.Stderr
-
-	if b.Kube, err = kube.Start(context.Background(), options); err != nil {
-		return 1, err
-	}
-
-	defer func() { err = errors.Join(err, b.Kube.Stop()) }()
-
-	if b.Client, err = kubernetes.NewForConfig(b.Kube.Config()); err != nil {
-		return 1, err
-	}
-
-	if b.Talos, err = talostest.New(talostest.Options{}); err != nil {
-		return 1, err
-	}
-	defer b.Talos.Close()
-
-	return f()
-}
-
-// Pool has several beds, for tests that need a control plane for themselves: they stop its API server, or compete for a
-// lease.
-type Pool struct{ beds chan *Bed }
-
-// Main is [Bed.Main] with beds for size parallel tests.
-func (p *Pool) Main(m *testing.M, options kube.Options, size int, setup func() (stop func(), err error)) {
-	// The tests mostly wait. The flag -parallel still overrides this.
-	if err := flag.Set("test.parallel", strconv.Itoa(size)); err != nil {
-		panic(err)
-	}
-
-	p.beds = make(chan *Bed, size)
-
-	exit(p.run(options, size, func() (int, error) { return runTests(m, setup) }))
-}
-
-// run starts the beds one after the other: the first of a new version builds the components.
-func (p *Pool) run(options kube.Options, size int, f func() (int, error)) (code int, err error) {
-	if size == 0 {
-		return f()
-	}
-
-	b := &Bed{}
-
-	return b.run(options, func() (int, error) {
-		p.beds <- b
-
-		return p.run(options, size-1, f)
-	})
-}
-
-// NewSuite returns the suite of a parallel test, which has a bed for itself.
-func (p *Pool) NewSuite(t testing.TB) Suite {
-	t.Helper()
-
-	if parallel, ok := t.(interface{ Parallel() }); ok {
-		parallel.Parallel()
-	}
-
-	return p.NewSerialSuite(t)
-}
-
-// NewSerialSuite is NewSuite for a test that is not parallel, because it changes the environment or global metrics.
-func (p *Pool) NewSerialSuite(t testing.TB) Suite {
-	t.Helper()
-
-	b := <-p.beds
-	t.Cleanup(func() { p.beds <- b })
-
-	// The test before may have changed the certificates.
-	client, err := kubernetes.NewForConfig(b.Kube.Config())
-	require.NoError(t, err)
-
-	b.Client = client
-
-	return b.NewSuite(t)
-}
-
-// Suite is a test or benchmark and its bed, whose parts it can replace. Packages embed it in a type with methods of their own.
-type Suite struct {
-	testing.TB
-	*Bed
-
-	// Namespace limits the Events that are returned; empty means all.
-	Namespace string
-}
-
-// NewSuite returns the suite of a test.
-func (b *Bed) NewSuite(t testing.TB) Suite {
-	t.Helper()
-
-	own := *b
-
-	return Suite{TB: t, Bed: &own}
-}
 
 // Machine adds a machine, which stops when the test ends.
 func (s Suite) Machine(spec talostest.MachineSpec) *talostest.Machine {
@@ -274,6 +143,33 @@ func (s Suite) patchNode(nodename string, kind types.PatchType, manager, patch s
 	}))
 
 	return node
+}
+
+// RequestCertificate makes a kubelet request a serving certificate for a DNS name and addresses. It returns the name of
+// the request.
+func (s Suite) RequestCertificate(nodename, dnsName string, addresses ...net.IP) string {
+	s.Helper()
+
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	require.NoError(s, err)
+
+	subject := &pkix.Name{CommonName: "system:node:" + nodename, Organization: []string{"system:nodes"}}
+	request, err := certutil.MakeCSR(key, subject, []string{dnsName}, addresses)
+	require.NoError(s, err)
+
+	kubelet, err := kubernetes.NewForConfig(s.Kube.KubeletConfig(nodename))
+	require.NoError(s, err)
+
+	csr, err := kubelet.CertificatesV1().CertificateSigningRequests().Create(s.Context(), &certificatesv1.CertificateSigningRequest{
+		ObjectMeta: metav1.ObjectMeta{GenerateName: "csr-"},
+		Spec: certificatesv1.CertificateSigningRequestSpec{
+			Request: request, SignerName: certificatesv1.KubeletServingSignerName,
+			Usages: []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageServerAuth},
+		},
+	}, metav1.CreateOptions{})
+	require.NoError(s, err)
+
+	return csr.Name
 }
 
 // AwaitNode watches a Node until ok returns true, and returns that version. The first version may be older than the

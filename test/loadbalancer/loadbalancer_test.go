@@ -21,43 +21,34 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/intstr"
-	"k8s.io/apimachinery/pkg/util/wait"
-	"k8s.io/client-go/informers"
-	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/tools/record"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/service"
-	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 	"github.com/talos-ccm/talos-ccm/test/netns"
 )
 
 const (
-	// timeout of every wait. It is generous for slow machines.
-	timeout  = 2 * time.Minute
-	interval = 100 * time.Millisecond
-
 	clientAddress = "192.0.2.100"
 	targetPort    = 8080
 )
 
 // bed is a control plane, Nodes and a client on one network.
 type bed struct {
-	*testing.T
+	ctest.Suite
 
-	kube   *kube.Cluster
-	client kubernetes.Interface
-	lan    *netns.Namespace
+	instance *ctest.Instance
+	lan      *netns.Namespace
 	// outside is the namespace of the client.
-	outside   *netns.Namespace
-	inventory *inventory.Inventory
+	outside *netns.Namespace
 }
 
 // node is a Node with one pod, which serves HTTP and responds with the name of its Node and the client's address.
@@ -67,21 +58,13 @@ type node struct {
 	namespace, pod *netns.Namespace
 }
 
-func (b *bed) require(err error) {
-	b.Helper()
-
-	if err != nil {
-		b.Fatal(err)
-	}
-}
-
 func (b *bed) namespace() *netns.Namespace {
 	b.Helper()
 
 	ns, err := netns.New()
-	b.require(err)
+	require.NoError(b, err)
 	b.Cleanup(func() { _ = ns.Close() })
-	b.require(ns.IP(b.Context(), []string{"link", "set", "lo", "up"}))
+	require.NoError(b, ns.IP(b.Context(), []string{"link", "set", "lo", "up"}))
 
 	return ns
 }
@@ -91,11 +74,11 @@ func (b *bed) plug(name, address string) *netns.Namespace {
 	b.Helper()
 
 	ns := b.namespace()
-	b.require(b.lan.IP(b.Context(),
+	require.NoError(b, b.lan.IP(b.Context(),
 		[]string{"link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", ns.Path()},
 		[]string{"link", "set", name, "master", "br0", "up"},
 	))
-	b.require(ns.IP(b.Context(), []string{"link", "set", "eth0", "up"}, []string{"address", "add", address + "/24", "dev", "eth0"}))
+	require.NoError(b, ns.IP(b.Context(), []string{"link", "set", "eth0", "up"}, []string{"address", "add", address + "/24", "dev", "eth0"}))
 
 	return ns
 }
@@ -103,19 +86,16 @@ func (b *bed) plug(name, address string) *netns.Namespace {
 func newBed(t *testing.T) *bed {
 	t.Helper()
 
-	b := &bed{T: t, inventory: inventory.New(time.Now)}
+	b := &bed{Suite: ctest.Start(t, kube.Options{ControllerManager: kube.ControllerManager{Absent: true}})}
 
 	var err error
 
-	b.kube, err = kube.Start(t.Context(), kube.Options{Progress: os.Stderr, ControllerManager: kube.ControllerManager{Absent: true}})
-	b.require(err)
-	t.Cleanup(func() { _ = b.kube.Stop() })
-
-	b.client, err = kubernetes.NewForConfig(b.kube.Config())
-	b.require(err)
+	b.instance, err = ctest.NewInstance(t.Context(), b.Kube.Config(), nil)
+	require.NoError(t, err)
+	t.Cleanup(b.instance.Stop)
 
 	b.lan = b.namespace()
-	b.require(b.lan.IP(t.Context(), []string{"link", "add", "br0", "type", "bridge"}, []string{"link", "set", "br0", "up"}))
+	require.NoError(b, b.lan.IP(t.Context(), []string{"link", "add", "br0", "type", "bridge"}, []string{"link", "set", "br0", "up"}))
 	b.outside = b.plug("client", clientAddress)
 
 	return b
@@ -129,22 +109,22 @@ func (b *bed) join(name string, number int, proxyMode string) node {
 	n.namespace, n.pod = b.plug(name, n.address), b.namespace()
 	gateway := fmt.Sprintf("10.244.%d.1", number)
 
-	b.require(n.namespace.IP(b.Context(),
+	require.NoError(b, n.namespace.IP(b.Context(),
 		[]string{"link", "add", "pod", "type", "veth", "peer", "name", "eth0", "netns", n.pod.Path()},
 		[]string{"link", "set", "pod", "up"},
 		[]string{"address", "add", gateway + "/24", "dev", "pod"},
 	))
-	b.require(n.pod.IP(b.Context(),
+	require.NoError(b, n.pod.IP(b.Context(),
 		[]string{"link", "set", "eth0", "up"},
 		[]string{"address", "add", n.podAddress + "/24", "dev", "eth0"},
 		[]string{"route", "add", "default", "via", gateway},
 	))
-	b.require(n.namespace.Inside(func() error { return os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1"), 0o644) }))
+	require.NoError(b, n.namespace.Inside(func() error { return os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1"), 0o644) }))
 
 	listener, err := n.pod.Listen(b.Context(), fmt.Sprintf(":%d", targetPort))
-	b.require(err)
+	require.NoError(b, err)
 
-	server := &http.Server{ReadHeaderTimeout: timeout, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	server := &http.Server{ReadHeaderTimeout: ctest.Timeout, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		host, _, _ := net.SplitHostPort(r.RemoteAddr)
 		fmt.Fprint(w, name, " ", host)
 	})}
@@ -163,34 +143,32 @@ func (b *bed) register(n node) {
 	b.Helper()
 
 	address := netip.MustParseAddr(n.address)
-	_, err := b.kube.RegisterNode(b.Context(), kube.NodeSpec{Name: n.name, NodeIPs: []netip.Addr{address}, WithoutCloudProvider: true})
-	b.require(err)
-
-	ready := []byte(`{"status":{"conditions":[{"type":"Ready","status":"True"}]}}`)
-	_, err = b.client.CoreV1().Nodes().Patch(b.Context(), n.name, types.StrategicMergePatchType, ready, metav1.PatchOptions{}, "status")
-	b.require(err)
-	b.inventory.Replace(n.name, machine.Machine{Nodename: n.name, Addresses: []machine.Address{{Link: "eth0", Prefix: netip.PrefixFrom(address, 24)}}})
+	b.Register(kube.NodeSpec{Name: n.name, NodeIPs: []netip.Addr{address}, WithoutCloudProvider: true})
+	b.SetReady(n.name, corev1.ConditionTrue)
+	b.instance.Inventory.Replace(n.name, machine.Machine{
+		Nodename: n.name, Addresses: []machine.Address{{Link: "eth0", Prefix: netip.PrefixFrom(address, 24)}},
+	})
 }
 
 // startKubeProxy runs kube-proxy in the Node's namespace until the test ends.
 func (b *bed) startKubeProxy(n node, mode string) {
 	b.Helper()
 
-	endpoint := strings.TrimPrefix(b.kube.Endpoint(), "https://")
+	endpoint := strings.TrimPrefix(b.Kube.Endpoint(), "https://")
 	listener, err := n.namespace.Listen(b.Context(), endpoint)
-	b.require(err)
+	require.NoError(b, err)
 	b.Cleanup(func() { _ = listener.Close() })
 
 	go forward(listener, endpoint)
 
 	assets, err := kube.Assets(b.Context(), os.Stderr)
-	b.require(err)
+	require.NoError(b, err)
 
 	kubeconfig := filepath.Join(b.TempDir(), "kubeconfig")
-	b.require(os.WriteFile(kubeconfig, b.kube.Kubeconfig(), 0o600))
+	require.NoError(b, os.WriteFile(kubeconfig, b.Kube.Kubeconfig(), 0o600))
 
 	log, err := os.Create(filepath.Join(b.TempDir(), "kube-proxy.log"))
-	b.require(err)
+	require.NoError(b, err)
 
 	cmd := exec.CommandContext(b.Context(), filepath.Join(assets, "kube-proxy"), "--kubeconfig="+kubeconfig, "--hostname-override="+n.name,
 		"--proxy-mode="+mode, "--cluster-cidr=10.244.0.0/16", "--conntrack-max-per-core=0", "--v=2")
@@ -213,7 +191,7 @@ func (b *bed) startKubeProxy(n node, mode string) {
 		}
 	})
 
-	b.require(<-started)
+	require.NoError(b, <-started)
 	b.Cleanup(func() {
 		group.Wait() // the context of the test has ended
 
@@ -251,19 +229,14 @@ func forward(listener net.Listener, address string) {
 func (b *bed) startController() {
 	b.Helper()
 
-	factory := informers.NewSharedInformerFactory(b.client, 0)
+	i := b.instance
 	controller, err := service.New(service.Config{
-		Client: b.client, Nodes: factory.Core().V1().Nodes(), Inventory: b.inventory, Recorder: &record.FakeRecorder{},
+		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder,
 		Managed: func(*corev1.Node, machine.Machine) bool { return true },
 		Options: func() config.Service { return config.Service{} },
 	})
-	b.require(err)
-	factory.Start(b.Context().Done())
-
-	var group sync.WaitGroup
-
-	group.Go(func() { controller.Run(b.Context()) })
-	b.Cleanup(group.Wait)
+	require.NoError(b, err)
+	i.Start(controller.Run)
 }
 
 // setEndpoint replaces the endpoints of the Service by one: the pod of the Node.
@@ -277,33 +250,18 @@ func (b *bed) setEndpoint(n node) {
 		Ports:       []discoveryv1.EndpointPort{{Name: new(""), Port: new(int32(targetPort))}},
 	}
 
-	slices := b.client.DiscoveryV1().EndpointSlices("default")
+	slices := b.Client.DiscoveryV1().EndpointSlices("default")
 	if _, err := slices.Update(b.Context(), slice, metav1.UpdateOptions{}); err != nil {
 		_, err = slices.Create(b.Context(), slice, metav1.CreateOptions{})
-		b.require(err)
+		require.NoError(b, err)
 	}
 }
 
 func (b *bed) patch(patch string) {
 	b.Helper()
 
-	_, err := b.client.CoreV1().Services("default").Patch(b.Context(), "web", types.MergePatchType, []byte(patch), metav1.PatchOptions{})
-	b.require(err)
-}
-
-func (b *bed) eventually(what string, ok func() (last string, done bool)) {
-	b.Helper()
-
-	var last string
-
-	err := wait.PollUntilContextTimeout(b.Context(), interval, timeout, true, func(context.Context) (done bool, err error) {
-		last, done = ok()
-
-		return done, nil
-	})
-	if err != nil {
-		b.Fatalf("not true after %s: %s; last: %s", timeout, what, last)
-	}
+	_, err := b.Client.CoreV1().Services("default").Patch(b.Context(), "web", types.MergePatchType, []byte(patch), metav1.PatchOptions{})
+	require.NoError(b, err)
 }
 
 // awaitAddresses waits until the Service has exactly the addresses of these Nodes.
@@ -315,16 +273,13 @@ func (b *bed) awaitAddresses(nodes ...node) {
 		want = append(want, n.address)
 	}
 
-	b.eventually(fmt.Sprintf("addresses are %v", want), func() (string, bool) {
-		svc, err := b.client.CoreV1().Services("default").Get(b.Context(), "web", metav1.GetOptions{})
-		b.require(err)
-
+	ctest.Await(b, b.Client.CoreV1().Services("default"), ctest.Named("web"), fmt.Sprintf("addresses are %v", want), func(svc *corev1.Service) bool {
 		var got []string
 		for _, ingress := range svc.Status.LoadBalancer.Ingress {
 			got = append(got, ingress.IP)
 		}
 
-		return fmt.Sprint(got), slices.Equal(got, want)
+		return slices.Equal(got, want)
 	})
 }
 
@@ -351,20 +306,26 @@ func (b *bed) get(from *netns.Namespace, to node) (string, error) {
 // awaitResponse waits until a request gets this response.
 func (b *bed) awaitResponse(from *netns.Namespace, to node, want string) {
 	b.Helper()
-	b.eventually(fmt.Sprintf("%s responds %q", to.name, want), func() (string, bool) {
+	ctest.EventuallyNoError(b, func(context.Context) error {
 		got, err := b.get(from, to)
+		if got != want {
+			return fmt.Errorf("%s responds %q, %w, want %q", to.name, got, err, want)
+		}
 
-		return fmt.Sprint(got, err), got == want
+		return nil
 	})
 }
 
 // awaitFailure waits until a request fails with an error that contains the text.
 func (b *bed) awaitFailure(from *netns.Namespace, to node, text string) {
 	b.Helper()
-	b.eventually(to.name+": "+text, func() (string, bool) {
+	ctest.EventuallyNoError(b, func(context.Context) error {
 		got, err := b.get(from, to)
+		if err == nil || !strings.Contains(err.Error(), text) {
+			return fmt.Errorf("%s responds %q, %w, want %s", to.name, got, err, text)
+		}
 
-		return fmt.Sprint(got, err), err != nil && strings.Contains(err.Error(), text)
+		return nil
 	})
 }
 
@@ -377,18 +338,18 @@ func TestKubeProxy_ServesNodeAddresses(t *testing.T) {
 func testKubeProxy(t *testing.T, mode string) {
 	b := newBed(t)
 	x, y := b.join("x", 1, mode), b.join("y", 2, mode)
-	b.require(x.namespace.IP(t.Context(), []string{"route", "add", "10.244.2.0/24", "via", y.address}))
-	b.require(y.namespace.IP(t.Context(), []string{"route", "add", "10.244.1.0/24", "via", x.address}))
+	require.NoError(b, x.namespace.IP(t.Context(), []string{"route", "add", "10.244.2.0/24", "via", y.address}))
+	require.NoError(b, y.namespace.IP(t.Context(), []string{"route", "add", "10.244.1.0/24", "via", x.address}))
 	b.startController()
 
-	_, err := b.client.CoreV1().Services("default").Create(t.Context(), &corev1.Service{
+	_, err := b.Client.CoreV1().Services("default").Create(t.Context(), &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{Name: "web"},
 		Spec: corev1.ServiceSpec{
 			Type: corev1.ServiceTypeLoadBalancer, LoadBalancerClass: new(service.Class), AllocateLoadBalancerNodePorts: new(false),
 			Ports: []corev1.ServicePort{{Port: 80, TargetPort: intstr.FromInt32(targetPort)}},
 		},
 	}, metav1.CreateOptions{})
-	b.require(err)
+	require.NoError(b, err)
 
 	// Cluster: every Node leads to the pod on x. Nodes change the source address: y must, because x would respond to the
 	// client directly, and x does, too.

@@ -21,20 +21,18 @@ import (
 	dto "github.com/prometheus/client_model/go"
 	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"k8s.io/apimachinery/pkg/util/sets"
-	"k8s.io/client-go/kubernetes"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
 // bed is a Kubernetes control plane, without Nodes, and Talos machines.
 type bed struct {
-	*testing.T
-
-	kube   *kube.Cluster
-	client kubernetes.Interface
-	talos  *talostest.Cluster
+	ctest.Suite
 
 	// url is where the metrics of talos-ccm are, and seen is all that they have shown.
 	url  string
@@ -44,30 +42,7 @@ type bed struct {
 func newBed(t *testing.T) *bed {
 	t.Helper()
 
-	b := &bed{T: t, seen: families{sets.New[string]()}}
-
-	var err error
-
-	b.kube, err = kube.Start(t.Context(), kube.Options{Progress: os.Stderr})
-	b.require(err)
-	t.Cleanup(func() { b.require(b.kube.Stop()) })
-
-	b.client, err = kubernetes.NewForConfig(b.kube.Config())
-	b.require(err)
-
-	b.talos, err = talostest.New(talostest.Options{})
-	b.require(err)
-	t.Cleanup(b.talos.Close)
-
-	return b
-}
-
-func (b *bed) require(err error) {
-	b.Helper()
-
-	if err != nil {
-		b.Fatal(err)
-	}
+	return &bed{Suite: ctest.Start(t, kube.Options{}), seen: families{sets.New[string]()}}
 }
 
 // start runs talos-ccm as the extension of the machine, until the test ends.
@@ -78,16 +53,14 @@ func (b *bed) start(on *talostest.Machine, flags ...string) {
 	executable := filepath.Join(folder, "talos-ccm")
 
 	output, err := exec.CommandContext(b.Context(), "go", "build", "-o", executable, "github.com/talos-ccm/talos-ccm/cmd/talos-ccm").CombinedOutput()
-	if err != nil {
-		b.Fatalf("build talos-ccm: %v\n%s", err, output)
-	}
+	require.NoError(b, err, string(output))
 
 	log, err := os.Create(filepath.Join(folder, "log"))
-	b.require(err)
+	require.NoError(b, err)
 	b.Cleanup(func() { log.Close() })
 
 	port, err := kube.ReservePort()
-	b.require(err)
+	require.NoError(b, err)
 	b.Cleanup(port.Release)
 
 	cmd := exec.Command(executable, append([]string{
@@ -99,14 +72,12 @@ func (b *bed) start(on *talostest.Machine, flags ...string) {
 	// As on Talos, nothing from outside; but the variable that the extension's service has.
 	cmd.Env = []string{"GOMEMLIMIT=512MiB"}
 	cmd.Stdout, cmd.Stderr = log, log
-	b.require(cmd.Start())
+	require.NoError(b, cmd.Start())
 
 	b.Cleanup(func() {
 		_ = cmd.Process.Signal(syscall.SIGTERM)
 
-		if err := cmd.Wait(); err != nil {
-			b.Errorf("talos-ccm: %v", err)
-		}
+		assert.NoError(b, cmd.Wait())
 
 		if text, err := os.ReadFile(log.Name()); b.Failed() && err == nil {
 			b.Logf("the log of talos-ccm:\n%s", text)

@@ -3,11 +3,12 @@ package monitoring_test
 import (
 	"os"
 	"path/filepath"
-	"reflect"
 	"regexp"
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"sigs.k8s.io/yaml"
 )
 
@@ -37,26 +38,18 @@ func TestManifests_RuleContainsAlerts(t *testing.T) {
 	}
 
 	if *update {
-		if err := os.WriteFile(filepath.Join(folder, file), []byte(wanted.String()), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.WriteFile(filepath.Join(folder, file), []byte(wanted.String()), 0o600))
 	}
 
-	if read(t, file) != wanted.String() {
-		t.Errorf("%s differs from alerts.yaml (go test ./test/monitoring -run Manifests -update)", file)
-	}
+	assert.Equal(t, wanted.String(), read(t, file), "go test ./test/monitoring -run Manifests -update")
 
-	if spec := parse(t, wanted.String())["spec"]; !reflect.DeepEqual(spec, any(parse(t, read(t, "alerts.yaml")))) {
-		t.Error("the PrometheusRule does not contain the alerts")
-	}
+	assert.Equal(t, parse(t, read(t, "alerts.yaml")), parse(t, wanted.String())["spec"])
 }
 
 // TestManifests_ScrapeConfigEqualsGuide compares the ScrapeConfig with the scrape configuration of the monitoring guide.
 func TestManifests_ScrapeConfigEqualsGuide(t *testing.T) {
 	block := regexp.MustCompile("(?s)```yaml\n(scrape_configs:.*?)```").FindStringSubmatch(read(t, "../guides/monitoring.md"))
-	if block == nil {
-		t.Fatal("the guide has no scrape_configs")
-	}
+	require.NotNil(t, block)
 
 	// The operator writes keys in camel case, and has other names for some.
 	text := regexp.MustCompile(`(?m)^[ -]*[a-z_]+:`).ReplaceAllStringFunc(block[1], func(key string) string {
@@ -70,9 +63,7 @@ func TestManifests_ScrapeConfigEqualsGuide(t *testing.T) {
 	wanted, _ := parse(t, text)["scrapeConfigs"].([]any)
 
 	documents := strings.Split(read(t, "scrapeconfig.yaml"), "\n---\n")
-	if got := parse(t, documents[len(documents)-1])["spec"]; !reflect.DeepEqual(got, wanted[0]) {
-		t.Errorf("got  %v\nwant %v", got, wanted[0])
-	}
+	assert.Equal(t, wanted[0], parse(t, documents[len(documents)-1])["spec"])
 }
 
 func read(t *testing.T, file string) string {
@@ -89,9 +80,7 @@ func read(t *testing.T, file string) string {
 func parse(t *testing.T, text string) (object map[string]any) {
 	t.Helper()
 
-	if err := yaml.UnmarshalStrict([]byte(text), &object); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, yaml.UnmarshalStrict([]byte(text), &object))
 
 	return object
 }

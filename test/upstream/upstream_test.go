@@ -26,6 +26,8 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	cloudproviderapi "k8s.io/cloud-provider/api"
@@ -73,16 +75,12 @@ func records(t *testing.T) []record {
 	t.Helper()
 
 	file, err := os.Open("testdata/cases.json.gz")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	defer file.Close() //nolint:errcheck // only read
 
 	unzipped, err := gzip.NewReader(bufio.NewReader(file))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	var list []record
 
@@ -243,9 +241,7 @@ func documented(t *testing.T) []string {
 	t.Helper()
 
 	page, err := os.ReadFile("../../docs/guides/migrate.md")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	_, section, _ := strings.Cut(string(page), "\n### Differences\n")
 	_, table, _ := strings.Cut(section, "|---|---|---|\n")
@@ -315,9 +311,7 @@ func TestUpstream_DifferencesAreDocumented(t *testing.T) {
 	names := documented(t)
 
 	for _, name := range names {
-		if counts.seen[name] == 0 {
-			t.Errorf("no case has the documented difference %q", name)
-		}
+		assert.NotZero(t, counts.seen[name], "no case has the documented difference %q", name)
 	}
 
 	total := 0

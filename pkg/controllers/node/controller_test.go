@@ -330,8 +330,7 @@ func TestController_IgnoresNodesOfOtherOperatingSystems(t *testing.T) {
 
 func TestController_MachineUnreachableAndReachableAgain(t *testing.T) {
 	s := parallel(t)
-	m := s.Join(talostest.MachineSpec{Nodename: "unreachable", Platform: platform("aws", "unreachable")})
-	s.awaitInitialized("unreachable")
+	m := s.initialize(talostest.MachineSpec{Nodename: "unreachable", Platform: platform("aws", "unreachable")})
 
 	require.NoError(s, m.Stop(s.Context()))
 	s.AwaitEvent("unreachable", node.ReasonUnreachable)
@@ -476,8 +475,7 @@ func TestController_LabelOwnedByAnotherManagerBeforeInitialization(t *testing.T)
 
 func TestController_LabelTakenOverByAnotherManager(t *testing.T) {
 	s := parallel(t)
-	m := s.Join(talostest.MachineSpec{Nodename: "owned-after", Platform: platform("aws", "owned-after")})
-	s.awaitInitialized("owned-after")
+	m := s.initialize(talostest.MachineSpec{Nodename: "owned-after", Platform: platform("aws", "owned-after")})
 
 	s.PatchNode("owned-after", "kubectl-label", fmt.Sprintf(`{"metadata":{"labels":{%q:"theirs"}}}`, corev1.LabelInstanceTypeStable))
 	s.AwaitEvent("owned-after", node.ReasonOwnershipConflict)
@@ -681,8 +679,7 @@ func TestController_RecoversFromBrokenWatches(t *testing.T) {
 
 func TestController_RejectsExpiredMachineCertificate(t *testing.T) {
 	s := parallel(t)
-	m := s.Join(talostest.MachineSpec{Nodename: "expired", Platform: platform("aws", "expired")})
-	s.awaitInitialized("expired")
+	m := s.initialize(talostest.MachineSpec{Nodename: "expired", Platform: platform("aws", "expired")})
 
 	m.ExpireCertificate()
 	m.BreakConnections()
@@ -700,8 +697,7 @@ func TestController_RejectsExpiredMachineCertificate(t *testing.T) {
 func TestController_ReportsProviderIDInUse(t *testing.T) {
 	s := parallel(t)
 	spec := talostest.MachineSpec{Nodename: "twin-a", Platform: identified("hcloud", "hcloud://twins")}
-	s.Join(spec)
-	s.awaitInitialized("twin-a")
+	s.initialize(spec)
 
 	spec.Nodename = "twin-b"
 	s.Join(spec)
@@ -914,8 +910,7 @@ func TestController_InitializesRenamedMachineAtAnotherAddress(t *testing.T) {
 
 func TestController_ReportsProviderIDOfAnotherInstance(t *testing.T) {
 	s := parallel(t)
-	m := s.Join(talostest.MachineSpec{Nodename: "re-created", Platform: identified("hcloud", "hcloud://before")})
-	s.awaitInitialized("re-created")
+	m := s.initialize(talostest.MachineSpec{Nodename: "re-created", Platform: identified("hcloud", "hcloud://before")})
 
 	s.update(m, func(spec *runtime.PlatformMetadataSpec) { *spec = identified("hcloud", "hcloud://after") })
 
@@ -954,12 +949,10 @@ func TestController_OmitsNamesWhileShared(t *testing.T) {
 		return func(n *corev1.Node) bool { return slices.Equal(addressesOf(n, corev1.NodeInternalDNS), list) }
 	}
 
-	s.Join(named("names-1"))
-	s.awaitInitialized("names-1")
+	s.initialize(named("names-1"))
 	s.AwaitNode("names-1", "lists its name", lists(name))
 
-	second := s.Join(named("names-2"))
-	s.awaitInitialized("names-2")
+	second := s.initialize(named("names-2"))
 
 	for nodename, other := range map[string]string{"names-1": "names-2", "names-2": "names-1"} {
 		s.AwaitNode(nodename, "without the shared name", lists())

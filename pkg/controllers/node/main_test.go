@@ -92,6 +92,16 @@ func (s suite) update(m *talostest.Machine, change func(*runtime.PlatformMetadat
 	require.NoError(s, m.UpdatePlatform(s.Context(), change))
 }
 
+// initialize adds a machine, registers its Node, and waits until that is initialized.
+func (s suite) initialize(spec talostest.MachineSpec) *talostest.Machine {
+	s.Helper()
+
+	m := s.Join(spec)
+	s.awaitInitialized(m.Nodename())
+
+	return m
+}
+
 func (s suite) awaitInitialized(nodename string) *corev1.Node {
 	s.Helper()
 

@@ -130,8 +130,7 @@ func TestController_UpdatesAndRemovesLabelsAndAnnotationsOfRules(t *testing.T) {
 		return rules.Rule{Labels: map[string]string{"example.com/site": value}, Annotations: map[string]string{"example.com/note": value + " of {{ .Region }}"}}
 	}
 
-	s.Join(aws("rules-follow"))
-	s.awaitInitialized("rules-follow")
+	s.initialize(aws("rules-follow"))
 	s.PatchNode("rules-follow", "kubectl-label", `{"metadata":{"labels":{"team":"blue"}}}`)
 
 	for _, value := range []string{"paris", "lyon"} {
@@ -192,8 +191,7 @@ func TestController_SetsTaintsOfRulesAtInitialization(t *testing.T) {
 func TestController_DoesNotRestoreTaintsThatAreNotEnforced(t *testing.T) {
 	s := parallel(t)
 	s.rules("taint-once", rules.Rule{Taints: map[string]string{storageTaint: "ceph:NoSchedule"}})
-	s.Join(aws("taint-once"))
-	s.awaitInitialized("taint-once")
+	s.initialize(aws("taint-once"))
 
 	s.PatchNode("taint-once", "kubectl", `{"spec":{"taints":null}}`)
 	s.rules("taint-once", rules.Rule{Taints: map[string]string{storageTaint: "nfs:NoSchedule"}, Labels: map[string]string{"example.com/seen": "true"}})
@@ -208,8 +206,7 @@ func TestController_RestoresEnforcedTaintsUntilTheRuleIsRemoved(t *testing.T) {
 		return rules.Rule{Enforce: true, Taints: map[string]string{storageTaint: value + ":NoSchedule"}}
 	}
 
-	s.Join(aws("taint-enforced"))
-	s.awaitInitialized("taint-enforced")
+	s.initialize(aws("taint-enforced"))
 	s.PatchNode("taint-enforced", "kubectl", `{"spec":{"taints":[{"key":"team","value":"blue","effect":"NoSchedule"}]}}`)
 
 	s.rules("taint-enforced", enforced("ceph"))
@@ -231,8 +228,7 @@ func TestController_RestoresEnforcedTaintsUntilTheRuleIsRemoved(t *testing.T) {
 
 func TestController_ReportsConflictingTaint(t *testing.T) {
 	s := parallel(t)
-	s.Join(aws("taint-foreign"))
-	s.awaitInitialized("taint-foreign")
+	s.initialize(aws("taint-foreign"))
 	s.PatchNode("taint-foreign", "kubectl", `{"spec":{"taints":[{"key":"`+storageTaint+`","value":"mine","effect":"NoSchedule"}]}}`)
 
 	s.rules("taint-foreign", rules.Rule{Enforce: true, Taints: map[string]string{storageTaint: "ceph:NoSchedule"}})
@@ -253,8 +249,7 @@ func TestController_DoesNotRecordTaintThatItHasNotReceived(t *testing.T) {
 			s := parallel(t)
 			name := "taint-unseen-" + theirs
 
-			s.Join(aws(name))
-			s.awaitInitialized(name)
+			s.initialize(aws(name))
 
 			wait := s.overtake(name, func(ctx context.Context) error {
 				patch := fmt.Appendf(nil, `{"spec":{"taints":[{"key":%q,"value":%q,"effect":"NoSchedule"}]}}`, storageTaint, theirs)
@@ -356,8 +351,7 @@ func TestController_NeverWritesUnmanagedNode(t *testing.T) {
 
 func TestController_KeepsTopologyUntilLabelIsRemoved(t *testing.T) {
 	s := parallel(t)
-	m := s.Join(aws("topology"))
-	s.awaitInitialized("topology")
+	m := s.initialize(aws("topology"))
 
 	s.update(m, func(spec *runtime.PlatformMetadataSpec) { spec.Zone, spec.InstanceType = "eu-1b", "larger" })
 
@@ -396,8 +390,7 @@ func without(labels map[string]string, keys ...string) map[string]string {
 
 func TestController_UpdatesTopologyOfNodeThatRegistersAgain(t *testing.T) {
 	s := parallel(t)
-	m := s.Join(aws("registers-again"))
-	s.awaitInitialized("registers-again")
+	m := s.initialize(aws("registers-again"))
 
 	s.update(m, func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "eu-1b" })
 	s.AwaitEvent("registers-again", node.ReasonTopologyChanged)
@@ -410,8 +403,7 @@ func TestController_UpdatesTopologyOfNodeThatRegistersAgain(t *testing.T) {
 func TestController_FollowsTopologyIfConfigured(t *testing.T) {
 	// Not parallel, because the option applies to all Nodes.
 	s := alone(t)
-	m := s.Join(aws("topology-follow"))
-	s.awaitInitialized("topology-follow")
+	m := s.initialize(aws("topology-follow"))
 	s.update(m, func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "eu-1b" })
 	s.AwaitEvent("topology-follow", node.ReasonTopologyChanged)
 
