@@ -116,6 +116,11 @@ func (b *bed) happen() {
 	require.NoError(b, silent.Stop(b.Context()))
 	b.start(self, "--controllers=*,node-ipam-controller", "--allocate-node-cidrs", "--cluster-cidr=10.200.0.0/23")
 
+	// The grace period begins when the machine, which is known, does not respond.
+	b.AwaitNode(reset.Nodename(), "initialized", func(n *corev1.Node) bool { return n.Spec.ProviderID != "" })
+	require.NoError(b, reset.Stop(b.Context()))
+	b.SetReady(reset.Nodename(), corev1.ConditionUnknown)
+
 	for _, name := range []string{worker.Nodename(), "*.example.com", "gone.example.com"} {
 		b.RequestCertificate(worker.Nodename(), name)
 	}
@@ -129,9 +134,7 @@ talosccm_csr_verdicts_total counter decision=Approve|Defer|Deny reason=NotOwned|
 talosccm_ipam_affected_nodes gauge reason=PodCIDROverlap|PodCIDRPoolExhausted
 `))
 
-	// A machine is gone for longer than the grace period.
-	require.NoError(b, reset.Stop(b.Context()))
-	b.SetReady(reset.Nodename(), corev1.ConditionUnknown)
+	// The machine is gone for longer than the grace period.
 	b.see(parseFamilies(`
 talosccm_lifecycle_nodes gauge reason=NodeGone
 talosccm_lifecycle_deletions_total counter proof=reset

@@ -12,6 +12,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -62,21 +63,21 @@ func (s *simulation) lead() {
 		Client: ofNode.kubernetes, Nodes: i.informer.nodes(ofNode), Inventory: i.inventory, Recorder: &record.FakeRecorder{}, Clock: clock.RealClock{},
 		Options: s.options, Workers: s.workers,
 	})
-	s.require(err)
+	require.NoError(s.t, err)
 
 	ipamController, err := nodeipam.New(nodeipam.Config{
 		Client: ofIPAM.kubernetes, Nodes: i.informer.nodes(ofIPAM), Inventory: i.inventory, ControlPlane: s.network, Recorder: &record.FakeRecorder{},
 		Clock: clock.RealClock{}, Selector: func() *rules.Selector { return s.options().Selector }, Pools: func() []nodeipam.Pool { return nil },
 		Fallback: func() bool { return false }, Options: nodeipam.Options{ClusterCIDRs: clusterCIDRs},
 	})
-	s.require(err)
+	require.NoError(s.t, err)
 
 	// The reflector forgets the machines of deleted Nodes.
 	_, err = i.informer.AddEventHandler(cache.ResourceEventHandlerFuncs{DeleteFunc: func(obj any) {
 		name, _ := cache.DeletionHandlingMetaNamespaceKeyFunc(obj)
 		i.inventory.Forget(name)
 	}})
-	s.require(err)
+	require.NoError(s.t, err)
 
 	for _, h := range i.informer.handlers {
 		for !h.idle() {
@@ -115,7 +116,7 @@ func newClient(i *instance, controller string) *client {
 
 	c := &client{instance: i, controller: controller}
 	c.kubernetes, err = kubernetes.NewForConfig(&rest.Config{Host: "http://api-server", Transport: c, QPS: -1})
-	i.sim.require(err)
+	require.NoError(i.sim.t, err)
 
 	return c
 }

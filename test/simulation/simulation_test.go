@@ -17,6 +17,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -108,9 +109,8 @@ func TestControllers_SameSeedSameHistory(t *testing.T) {
 func run(t *testing.T, seed uint64) (s *simulation) {
 	t.Helper()
 
-	if _, err := fieldManagers(); err != nil {
-		t.Fatal(err)
-	}
+	_, err := fieldManagers()
+	require.NoError(t, err)
 
 	synctest.Test(t, func(t *testing.T) {
 		s = &simulation{
@@ -459,11 +459,5 @@ func (s *simulation) note(format string, args ...any) {
 func (s *simulation) violate(format string, args ...any) {
 	if s.violation == nil {
 		s.violation = fmt.Errorf(format, args...)
-	}
-}
-
-func (s *simulation) require(err error) {
-	if err != nil {
-		s.t.Fatal(err)
 	}
 }

@@ -8,6 +8,7 @@ import (
 
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	talosruntime "github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -40,10 +41,10 @@ func (s *simulation) configure() {
 		{Name: "zone", Labels: map[string]string{labelZone: "{{ .Zone }}"}},
 		{Name: "gpu", NodeSelector: isGPU, Taints: map[string]string{taintGPU: "NoSchedule"}, Enforce: true},
 	}, nil)
-	s.require(errs.ToAggregate())
+	require.NoError(s.t, errs.ToAggregate())
 
 	selector, errs := rules.CompileSelector(isManaged, nil)
-	s.require(errs.ToAggregate())
+	require.NoError(s.t, errs.ToAggregate())
 
 	options := nodespec.Options{Rules: set, Selector: selector, FollowTopology: s.IntN(2) == 0}
 	s.options = func() nodespec.Options { return options }
@@ -148,7 +149,7 @@ func (s *simulation) register(name string) {
 
 func (s *simulation) create(name, osImage string) {
 	s.note("create %s, %s", name, osImage)
-	s.require(s.server.create("kubelet", &corev1.Node{
+	require.NoError(s.t, s.server.create("kubelet", &corev1.Node{
 		TypeMeta:   metav1.TypeMeta{APIVersion: "v1", Kind: "Node"},
 		ObjectMeta: metav1.ObjectMeta{Name: name, UID: types.UID(fmt.Sprint("uid-", s.count("Nodes"))), CreationTimestamp: metav1.Now()},
 		Spec:       corev1.NodeSpec{Taints: []corev1.Taint{{Key: cloudproviderapi.TaintExternalCloudProvider, Effect: corev1.TaintEffectNoSchedule}}},
@@ -192,7 +193,7 @@ func (s *simulation) changeNode(name string) {
 
 		return nil
 	})
-	s.require(err)
+	require.NoError(s.t, err)
 }
 
 func (s *simulation) edit(node *corev1.Node, kind int) {
