@@ -38,10 +38,10 @@ const (
 	controlPlane = "cp-1"
 )
 
-// bed is shared by all tests, which run one after the other: the limit of deletions applies to all Nodes.
-var bed ctest.Bed
+// beds has a control plane for each test: the limit of deletions applies to all Nodes.
+var beds ctest.Pool
 
-func TestMain(m *testing.M) { bed.Main(m, kube.Options{}, nil) }
+func TestMain(m *testing.M) { beds.Main(m, kube.Options{}, 3, nil) }
 
 // world is a cluster of a control-plane machine and four workers, and a leading controller. The reflector uses the
 // system clock, and the controller a fake one.
@@ -75,7 +75,7 @@ func newWorld(t *testing.T, settings config.CompiledLifecycle, names ...string) 
 	t.Helper()
 
 	w := &world{
-		Suite: bed.NewSuite(t), machines: map[string]*talostest.Machine{}, clock: clocktesting.NewFakeClock(time.Now()), settings: settings,
+		Suite: beds.NewSuite(t), machines: map[string]*talostest.Machine{}, clock: clocktesting.NewFakeClock(time.Now()), settings: settings,
 		registered: sets.New[string](), absent: sets.New[string](),
 	}
 	w.Talos = ctest.NewTalos(t, talostest.Options{})
