@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	certificatesv1 "k8s.io/api/certificates/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
@@ -17,8 +18,14 @@ const credentialKey = "authentication.kubernetes.io/credential-id"
 // created is when the Node was created.
 var created = now.Add(-24 * time.Hour)
 
-// id returns the ID of a client certificate with a name.
-func id(name string) string { return csrpolicy.CertificateID([]byte(name)) }
+// id returns the ID of a client certificate with a name; empty for none.
+func id(name string) string {
+	if name == "" {
+		return ""
+	}
+
+	return csrpolicy.CertificateID([]byte(name))
+}
 
 // with makes the request with the client certificate of the given name.
 func (s *scene) with(name string) *scene {
@@ -30,86 +37,55 @@ func (s *scene) with(name string) *scene {
 
 // issued returns a client certificate that was requested some time after the Node was created.
 func issued(name, requestedWith string, after time.Duration) csrpolicy.ClientCertificate {
-	c := csrpolicy.ClientCertificate{ID: id(name), RequestedAt: created.Add(after), Issuer: "ca", Expires: now.Add(time.Hour)}
-	if requestedWith == "" {
-		c.Bootstrapped = true
-	} else {
-		c.RequestedWith = id(requestedWith)
+	return csrpolicy.ClientCertificate{
+		ID: id(name), RequestedWith: id(requestedWith), Bootstrapped: requestedWith == "", RequestedAt: created.Add(after), Issuer: "ca", Expires: now.Add(time.Hour),
 	}
-
-	return c
 }
 
-func TestReview_Credential(t *testing.T) {
-	machineID, volume := csrpolicy.Fingerprint("node-id"), csrpolicy.Fingerprint("volume")
-	pin := csrpolicy.Pin{Credential: id("a"), NodeID: machineID, Volume: volume, Issuer: "ca", Expires: now.Add(time.Hour)}
-	edited := func(edit func(*csrpolicy.Pin)) csrpolicy.Pin { p := pin; edit(&p); return p } //nolint:nlreturn // one line
+func TestReview_ComparesCredentialWithPin(t *testing.T) {
+	type certificates = []csrpolicy.ClientCertificate
 
-	for _, test := range []struct {
-		name   string
+	machineID, volume := csrpolicy.Fingerprint("node-id"), csrpolicy.Fingerprint("volume")
+	seen := csrpolicy.Pin{Credential: id("a"), NodeID: machineID, Volume: volume} // if nothing is known of the certificate
+	pin := csrpolicy.Pin{Credential: id("a"), NodeID: machineID, Volume: volume, Issuer: "ca", Expires: now.Add(time.Hour)}
+	with := func(edit func(*csrpolicy.Pin)) csrpolicy.Pin { p := pin; edit(&p); return p } //nolint:nlreturn // one line
+	other := with(func(p *csrpolicy.Pin) { p.Credential = id("b") })
+	rotated := with(func(p *csrpolicy.Pin) { p.Credential, p.Previous = id("b"), id("a") })
+	token := certificates{issued("a", "", time.Hour)} // long after the Node was created
+
+	for name, test := range map[string]struct {
 		pin    csrpolicy.Pin
-		issued []csrpolicy.ClientCertificate
-		edit   func(*scene)
+		issued certificates
+		edit   func(*csrpolicy.Evidence)
 		want   csrpolicy.Pin // none: unexpected
 	}{
-		{name: "first use", want: csrpolicy.Pin{Credential: id("a"), NodeID: machineID, Volume: volume}},
-		{name: "first registration", issued: []csrpolicy.ClientCertificate{issued("a", "", -time.Second)}, want: pin},
-		{name: "first registration with another clock", issued: []csrpolicy.ClientCertificate{issued("a", "", 9*time.Second)}, want: pin},
-		{name: "bootstrap token for existing Node", issued: []csrpolicy.ClientCertificate{issued("a", "", time.Minute)}},
-		{
-			name:   "bootstrap token for existing Node, two rotations later",
-			issued: []csrpolicy.ClientCertificate{issued("a", "b", 3*time.Minute), issued("b", "c", 2*time.Minute), issued("c", "", time.Minute)},
-		},
-		{
-			name:   "first registration, a rotation later",
-			issued: []csrpolicy.ClientCertificate{issued("a", "b", time.Minute), issued("b", "", -time.Second)},
-			want:   edited(func(p *csrpolicy.Pin) { p.Credential = id("a") }),
+		"first use":                             {want: seen},
+		"first registration":                    {issued: certificates{issued("a", "", -time.Second)}, want: pin},
+		"first registration with another clock": {issued: certificates{issued("a", "", 9*time.Second)}, want: pin},
+		"first registration, a rotation later":  {issued: certificates{issued("a", "b", time.Minute), issued("b", "", -time.Second)}, want: pin},
+		"bootstrap token for existing Node":     {issued: certificates{issued("a", "", time.Minute)}},
+		"bootstrap token for existing Node, two rotations later": {
+			issued: certificates{issued("a", "b", 3*time.Minute), issued("b", "c", 2*time.Minute), issued("c", "", time.Minute)},
 		},
 
-		{name: "pinned", pin: pin, want: pin},
-		{name: "previous", pin: edited(func(p *csrpolicy.Pin) { p.Credential, p.Previous = id("b"), id("a") }), want: edited(func(p *csrpolicy.Pin) { p.Credential, p.Previous = id("b"), id("a") })},
-		{name: "pinned by operator", pin: csrpolicy.Pin{Credential: id("a")}, want: csrpolicy.Pin{Credential: id("a"), NodeID: machineID, Volume: volume}},
-		{name: "unknown origin", pin: edited(func(p *csrpolicy.Pin) { p.Credential = id("b") })},
-		{
-			name: "rotation of the pinned one", pin: edited(func(p *csrpolicy.Pin) { p.Credential = id("b") }),
-			issued: []csrpolicy.ClientCertificate{issued("a", "b", time.Hour)},
-			want:   edited(func(p *csrpolicy.Pin) { p.Previous = id("b") }),
-		},
-		{
-			name: "rotation of another one", pin: edited(func(p *csrpolicy.Pin) { p.Credential = id("b") }),
-			issued: []csrpolicy.ClientCertificate{issued("a", "c", time.Hour)},
-		},
-		{
-			name: "bootstrap token", pin: edited(func(p *csrpolicy.Pin) { p.Credential = id("b") }),
-			issued: []csrpolicy.ClientCertificate{issued("a", "", time.Hour)},
-		},
+		"pinned":                     {pin: pin, want: pin},
+		"previous":                   {pin: rotated, want: rotated},
+		"pinned by operator":         {pin: csrpolicy.Pin{Credential: id("a")}, want: seen},
+		"unknown origin":             {pin: other},
+		"rotation of the pinned one": {pin: other, issued: certificates{issued("a", "b", time.Hour)}, want: with(func(p *csrpolicy.Pin) { p.Previous = id("b") })},
+		"rotation of another one":    {pin: other, issued: certificates{issued("a", "c", time.Hour)}},
+		"bootstrap token":            {pin: other, issued: token},
 
-		{
-			name: "wiped volume", pin: edited(func(p *csrpolicy.Pin) { p.Credential, p.Volume = id("b"), "other" }),
-			issued: []csrpolicy.ClientCertificate{issued("a", "", time.Hour)}, want: pin,
+		"wiped volume":                       {pin: with(func(p *csrpolicy.Pin) { p.Credential, p.Volume = id("b"), "other" }), issued: token, want: pin},
+		"other node ID on the same volume":   {pin: with(func(p *csrpolicy.Pin) { p.Credential, p.NodeID = id("b"), "other" })},
+		"other node ID without known volume": {pin: with(func(p *csrpolicy.Pin) { p.Credential, p.NodeID, p.Volume = id("b"), "other", "" }), want: seen},
+		"machine reports no volume":          {pin: other, edit: func(e *csrpolicy.Evidence) { e.Machine.EphemeralID = "" }},
+		"machine reports no node ID": {
+			pin: with(func(p *csrpolicy.Pin) { p.Credential, p.Volume = id("b"), "" }), edit: func(e *csrpolicy.Evidence) { e.Machine.NodeID = "" },
 		},
-		{name: "other node ID on the same volume", pin: edited(func(p *csrpolicy.Pin) { p.Credential, p.NodeID = id("b"), "other" })},
-		{
-			name: "other node ID without known volume", pin: edited(func(p *csrpolicy.Pin) { p.Credential, p.NodeID, p.Volume = id("b"), "other", "" }),
-			want: csrpolicy.Pin{Credential: id("a"), NodeID: machineID, Volume: volume},
-		},
-		{
-			name: "machine reports no volume", pin: edited(func(p *csrpolicy.Pin) { p.Credential = id("b") }),
-			edit: func(s *scene) { s.evidence.Machine.EphemeralID = "" },
-		},
-		{
-			name: "machine reports no node ID", pin: edited(func(p *csrpolicy.Pin) { p.Credential, p.Volume = id("b"), "" }),
-			edit: func(s *scene) { s.evidence.Machine.NodeID = "" },
-		},
-		{
-			name: "replaced CA", pin: edited(func(p *csrpolicy.Pin) { p.Credential, p.Issuer = id("b"), "old" }),
-			issued: []csrpolicy.ClientCertificate{issued("a", "", time.Hour)}, want: pin,
-		},
-		{name: "replaced CA, unknown origin", pin: edited(func(p *csrpolicy.Pin) { p.Credential, p.Issuer = id("b"), "old" })},
-		{
-			name: "expired", pin: edited(func(p *csrpolicy.Pin) { p.Credential, p.Expires = id("b"), now.Add(-time.Second) }),
-			want: csrpolicy.Pin{Credential: id("a"), NodeID: machineID, Volume: volume},
-		},
+		"replaced CA":                 {pin: with(func(p *csrpolicy.Pin) { p.Credential, p.Issuer = id("b"), "old" }), issued: token, want: pin},
+		"replaced CA, unknown origin": {pin: with(func(p *csrpolicy.Pin) { p.Credential, p.Issuer = id("b"), "old" })},
+		"expired":                     {pin: with(func(p *csrpolicy.Pin) { p.Credential, p.Expires = id("b"), now.Add(-time.Second) }), want: seen},
 	} {
 		for _, enforce := range []bool{false, true} {
 			s := asks("worker-1").with("a")
@@ -118,32 +94,24 @@ func TestReview_Credential(t *testing.T) {
 			s.evidence.Policy.EnforceCredential = enforce
 
 			if test.edit != nil {
-				test.edit(s)
+				test.edit(&s.evidence)
+			}
+
+			unexpected, want := test.want == csrpolicy.Pin{}, csrpolicy.CodeVerified
+			if unexpected && enforce {
+				want = csrpolicy.CodeUnexpectedCredential
 			}
 
 			verdict := s.review(t)
-			checkVerdict(t, s.csr, s.evidence, verdict)
-
-			unexpected := test.want == csrpolicy.Pin{}
-			want := csrpolicy.Approve
-
-			if unexpected && enforce {
-				want = csrpolicy.Defer
-			}
-
-			if verdict.Decision != want || verdict.Pin != test.want || (verdict.Unexpected != "") != unexpected {
-				t.Errorf("%s, enforce %t: got %s%s, unexpected %q,\npin  %+v\nwant %+v", test.name, enforce, verdict.Decision, messages(verdict), verdict.Unexpected, verdict.Pin, test.want)
-			}
-
-			if want == csrpolicy.Defer && codes(verdict) != csrpolicy.CodeUnexpectedCredential {
-				t.Errorf("%s: got %s", test.name, codes(verdict))
-			}
+			assert.Equal(t, want, codes(verdict), "%s, enforce %t", name, enforce)
+			assert.Equal(t, test.want, verdict.Pin, name)
+			assert.Equal(t, unexpected, verdict.Unexpected != "", name)
 		}
 	}
 }
 
 // What cannot be judged is neither pinned nor reported.
-func TestReview_CredentialWithoutEvidence(t *testing.T) {
+func TestReview_PinsNoCredentialWithoutEvidence(t *testing.T) {
 	for name, edit := range map[string]func(*scene){
 		"no machine":        func(s *scene) { s.evidence.MachineState = csrpolicy.MachineUnreachable },
 		"no Node":           func(s *scene) { s.evidence.Node = csrpolicy.NodeUnknown },
@@ -154,9 +122,10 @@ func TestReview_CredentialWithoutEvidence(t *testing.T) {
 		s.evidence.Policy.EnforceCredential = true
 		edit(s)
 
-		if v := s.review(t); v.Pin != (csrpolicy.Pin{}) || v.Unexpected != "" || strings.Contains(codes(v), csrpolicy.CodeUnexpectedCredential) {
-			t.Errorf("%s: got %+v", name, v)
-		}
+		verdict := s.review(t)
+		assert.Empty(t, verdict.Pin, name)
+		assert.Empty(t, verdict.Unexpected, name)
+		assert.NotContains(t, codes(verdict), csrpolicy.CodeUnexpectedCredential, name)
 	}
 }
 
@@ -169,46 +138,32 @@ func TestCredentialID_AcceptsOneCertificateHash(t *testing.T) {
 	} {
 		csr := &certificatesv1.CertificateSigningRequest{}
 		csr.Spec.Extra = map[string]certificatesv1.ExtraValue{credentialKey: {value}}
-
-		if got := csrpolicy.CredentialID(csr); got != want {
-			t.Errorf("%q: got %q, want %q", value, got, want)
-		}
+		assert.Equal(t, want, csrpolicy.CredentialID(csr), value)
 
 		csr.Spec.Extra[credentialKey] = append(csr.Spec.Extra[credentialKey], value)
-
-		if got := csrpolicy.CredentialID(csr); got != "" {
-			t.Errorf("%q twice: got %q", value, got)
-		}
+		assert.Empty(t, csrpolicy.CredentialID(csr), "%q twice", value)
 	}
 }
 
 func TestPin_FollowsRotations(t *testing.T) {
 	chain := []csrpolicy.ClientCertificate{issued("d", "c", 3), issued("c", "b", 2), issued("b", "a", 1), issued("x", "", 4), issued("y", "x", 5)}
+	unstored := []csrpolicy.ClientCertificate{issued("b", "a", 1), issued("c", "a", 2)}
 
-	for _, test := range []struct {
-		name, credential, previous string
-		issued                     []csrpolicy.ClientCertificate
-		want, wantPrevious         string
+	for name, test := range map[string]struct {
+		credential, previous string
+		issued               []csrpolicy.ClientCertificate
+		want, wantPrevious   string
 	}{
-		{name: "none", credential: "a", want: "a"},
-		{name: "chain", credential: "a", issued: chain, want: "d", wantPrevious: "c"},
-		{name: "chain again", credential: "d", previous: "c", issued: chain, want: "d", wantPrevious: "c"},
-		{name: "middle of the chain", credential: "c", previous: "b", issued: chain, want: "d", wantPrevious: "c"},
-		{name: "certificate that was not stored", credential: "a", issued: []csrpolicy.ClientCertificate{issued("b", "a", 1), issued("c", "a", 2)}, want: "c", wantPrevious: "a"},
-		{name: "another chain", credential: "e", issued: chain, want: "e"},
+		"none":                            {credential: "a", want: "a"},
+		"chain":                           {credential: "a", issued: chain, want: "d", wantPrevious: "c"},
+		"chain again":                     {credential: "d", previous: "c", issued: chain, want: "d", wantPrevious: "c"},
+		"middle of the chain":             {credential: "c", previous: "b", issued: chain, want: "d", wantPrevious: "c"},
+		"certificate that was not stored": {credential: "a", issued: unstored, want: "c", wantPrevious: "a"},
+		"another chain":                   {credential: "e", issued: chain, want: "e"},
 	} {
-		pin := csrpolicy.Pin{Credential: id(test.credential)}
-		if test.previous != "" {
-			pin.Previous = id(test.previous)
-		}
-
-		got := pin.Follow(test.issued)
-		if again := got.Follow(test.issued); again != got {
-			t.Errorf("%s: got %+v, then %+v", test.name, got, again)
-		}
-
-		if got.Credential != id(test.want) || (test.wantPrevious != "" && got.Previous != id(test.wantPrevious)) {
-			t.Errorf("%s: got %+v", test.name, got)
-		}
+		got := csrpolicy.Pin{Credential: id(test.credential), Previous: id(test.previous)}.Follow(test.issued)
+		assert.Equal(t, id(test.want), got.Credential, name)
+		assert.Equal(t, id(test.wantPrevious), got.Previous, name)
+		assert.Equal(t, got, got.Follow(test.issued), "%s, again", name)
 	}
 }

@@ -6,11 +6,11 @@ import (
 	"crypto/x509/pkix"
 	"net"
 	"net/netip"
-	"slices"
 	"strings"
 	"testing"
-	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	certutil "k8s.io/client-go/util/cert"
 	"k8s.io/client-go/util/certificate"
@@ -20,40 +20,28 @@ import (
 
 // The template of k8s.io/kubernetes/pkg/kubelet/certificate, encoded by the code that the kubelet uses.
 func TestReview_ApprovesRequestsEncodedByKubeletCode(t *testing.T) {
-	template := &x509.CertificateRequest{
+	template := x509.CertificateRequest{
 		Subject:     pkix.Name{CommonName: "system:node:worker-1", Organization: []string{"system:nodes"}},
 		DNSNames:    []string{"ec2-203-0-113-11.example.net", "ip-10-0-0-11.ec2.internal", "worker-1"},
 		IPAddresses: []net.IP{net.ParseIP("10.0.0.11"), net.ParseIP("2001:db8::11"), net.ParseIP("203.0.113.11")},
 	}
+	withPSS := template
+	withPSS.SignatureAlgorithm = x509.SHA256WithRSAPSS
 
+	requests := map[string][]byte{"rsa-2048 with PSS": inPEM(must(x509.CreateCertificateRequest(rand.Reader, &withPSS, key("rsa-2048"))))}
 	for _, kind := range []string{"p256", "p384", "p521", "ed25519", "rsa-2048", "rsa-3072", "rsa-4096"} {
-		t.Run(kind, func(t *testing.T) {
-			s := asks("worker-1")
-			s.csr.Spec.Request = must(certutil.MakeCSRFromTemplate(key(kind), template))
-			s.csr.Spec.Usages = certificate.DefaultKubeletServingGetUsages(key(kind))
-			requireApproved(t, s)
-		})
+		requests[kind] = must(certutil.MakeCSRFromTemplate(key(kind), &template))
 	}
 
-	t.Run("rsa-2048 with PSS", func(t *testing.T) {
-		withPSS := *template
-		withPSS.SignatureAlgorithm = x509.SHA256WithRSAPSS
-
+	for kind, request := range requests {
 		s := asks("worker-1")
-		s.csr.Spec.Request = inPEM(must(x509.CreateCertificateRequest(rand.Reader, &withPSS, key("rsa-2048"))))
-		requireApproved(t, s)
-	})
-}
+		s.csr.Spec.Request = request
 
-func requireApproved(t *testing.T, s *scene) {
-	t.Helper()
-	s.lookUp()
+		if !strings.HasSuffix(kind, "PSS") {
+			s.csr.Spec.Usages = certificate.DefaultKubeletServingGetUsages(key(kind))
+		}
 
-	verdict := csrpolicy.Review(csrpolicy.Parse(&s.csr), s.evidence)
-	checkVerdict(t, s.csr, s.evidence, verdict)
-
-	if verdict.Decision != csrpolicy.Approve || len(verdict.Reasons) != 1 {
-		t.Errorf("got %s%s", verdict.Decision, messages(verdict))
+		assert.Equal(t, csrpolicy.CodeVerified, codes(s.judge(t)), kind)
 	}
 }
 
@@ -67,22 +55,14 @@ func TestReview_DefersWithoutEvidence(t *testing.T) {
 		"node":    {Machine: machineOf("worker-1"), Node: csrpolicy.NodeWorker},
 		"cluster": {Machine: machineOf("worker-1"), Node: csrpolicy.NodeWorker, MachineState: csrpolicy.MachineCurrent},
 	} {
-		if v := csrpolicy.Review(csrpolicy.Parse(&s.csr), e); v.Decision != csrpolicy.Defer {
-			t.Errorf("%s: got %s%s", name, v.Decision, messages(v))
-		}
-	}
-
-	if v := csrpolicy.Review(csrpolicy.Parse(&certificatesv1.CertificateSigningRequest{}), s.evidence); v.Decision != csrpolicy.Ignore {
-		t.Errorf("empty request: got %s%s", v.Decision, messages(v))
+		assert.Equal(t, csrpolicy.Defer, csrpolicy.Review(csrpolicy.Parse(&s.csr), e).Decision, name)
 	}
 }
 
-func TestDecision_ZeroValueIsIgnore(t *testing.T) {
-	var v csrpolicy.Verdict
-
-	if v.Decision != csrpolicy.Ignore || v.Decision.String() != "Ignore" {
-		t.Errorf("got %s", v.Decision)
-	}
+func TestReview_IgnoresEmptyRequest(t *testing.T) {
+	verdict := csrpolicy.Review(csrpolicy.Parse(&certificatesv1.CertificateSigningRequest{}), asks("worker-1").evidence)
+	assert.Equal(t, csrpolicy.Ignore, verdict.Decision)
+	assert.Equal(t, csrpolicy.Verdict{}.Decision, verdict.Decision, "the zero value")
 }
 
 func TestNodename(t *testing.T) {
@@ -107,26 +87,20 @@ func TestNodename(t *testing.T) {
 	} {
 		csr := certificatesv1.CertificateSigningRequest{Spec: certificatesv1.CertificateSigningRequestSpec{Username: user}}
 
-		if got, ok := csrpolicy.Nodename(&csr); got != want || ok != (want != "") {
-			t.Errorf("%q: got %q, %t", user, got, ok)
-		}
+		got, ok := csrpolicy.Nodename(&csr)
+		assert.Equal(t, want, got, user)
+		assert.Equal(t, want != "", ok, user)
 	}
 }
 
 func TestSubjects_CanonicalAndSorted(t *testing.T) {
-	s := sceneOf(t, "no-sans dns=Worker-1. dns=a.B dns=worker-1 ip=2001:db8::11 ip=::ffff:10.0.0.11 ip=10.0.0.11")
-	s.review(t)
-
-	names, ips := csrpolicy.Parse(&s.csr).Subjects()
-	if !slices.Equal(names, []string{"a.b", "worker-1"}) || !slices.Equal(ips, []netip.Addr{addr("10.0.0.11"), addr("2001:db8::11")}) {
-		t.Errorf("got %v, %v", names, ips)
-	}
-
-	s = sceneOf(t, "key=rsa-1024") // with valid names and addresses
-	s.review(t)
-
-	if names, ips = csrpolicy.Parse(&s.csr).Subjects(); names != nil || ips != nil {
-		t.Errorf("got %v, %v for an invalid request", names, ips)
+	for changes, want := range map[string][]string{
+		"no-sans dns=Worker-1. dns=a.B dns=worker-1 ip=2001:db8::11 ip=::ffff:10.0.0.11 ip=10.0.0.11": {"a.b", "worker-1", "10.0.0.11", "2001:db8::11"},
+		"key=rsa-1024": nil, // invalid, with valid names and addresses
+	} {
+		s := sceneOf(t, changes)
+		s.review(t)
+		assert.Equal(t, want, subjects(csrpolicy.Parse(&s.csr)), changes)
 	}
 }
 
@@ -167,17 +141,10 @@ func TestCheckAllowedName_AgreesWithReview(t *testing.T) {
 		".":                             "is not a valid DNS name",
 		strings.Repeat("a.", 127) + "a": "is not a valid DNS name",
 	} {
-		if err := csrpolicy.CheckAllowedName(name); (err == nil) != (problem == "") || (err != nil && err.Error() != problem) {
-			t.Errorf("%q: got %v, want %q", name, err, problem)
-		}
-
 		s := asks("worker-1")
 		s.evidence.Policy.ExtraNames = []string{name}
 		s.pkcs10.addDNS(name)
-
-		if v := s.review(t); (v.Decision == csrpolicy.Deny) != (problem != "") || !strings.Contains(v.Reasons[0].Message, problem) {
-			t.Errorf("%q: got %s%s, want %q", name, v.Decision, messages(v), problem)
-		}
+		s.checkAllowed(t, csrpolicy.CheckAllowedName(name), problem)
 	}
 }
 
@@ -200,23 +167,28 @@ func TestCheckAllowedAddress_AgreesWithReview(t *testing.T) {
 		"::":                  special,
 		"255.255.255.255":     special,
 	} {
-		if err := csrpolicy.CheckAllowedAddress(addr(ip)); (err == nil) != (problem == "") || (err != nil && err.Error() != problem) {
-			t.Errorf("%s: got %v, want %q", ip, err, problem)
-		}
-
 		s := asks("worker-1")
 		s.evidence.Policy.ExtraIPs = []netip.Addr{addr(ip)}
 		s.pkcs10.addIP(addr(ip))
-
-		if v := s.review(t); (v.Decision == csrpolicy.Deny) != (problem != "") || !strings.Contains(v.Reasons[0].Message, problem) {
-			t.Errorf("%s: got %s%s, want %q", ip, v.Decision, messages(v), problem)
-		}
+		s.checkAllowed(t, csrpolicy.CheckAllowedAddress(addr(ip)), problem)
 	}
 
-	for _, ip := range []netip.Addr{{}, addr("2001:db8::7%eth0")} {
-		if csrpolicy.CheckAllowedAddress(ip) == nil {
-			t.Errorf("%s: got no error", ip)
-		}
+	require.Error(t, csrpolicy.CheckAllowedAddress(netip.Addr{}))
+	require.Error(t, csrpolicy.CheckAllowedAddress(addr("2001:db8::7%eth0")))
+}
+
+// checkAllowed fails unless both err and the review of what the operator allows have the problem; empty means none.
+func (s *scene) checkAllowed(t *testing.T, err error, problem string) {
+	t.Helper()
+
+	verdict := s.review(t)
+	assert.Equal(t, problem != "", verdict.Decision == csrpolicy.Deny, "%q: %+v", problem, verdict)
+	assert.Contains(t, verdict.Reasons[0].Message, problem)
+
+	if problem == "" {
+		require.NoError(t, err)
+	} else {
+		require.EqualError(t, err, problem)
 	}
 }
 
@@ -237,85 +209,20 @@ func TestReview_MessagesNameSubjectsAndOwners(t *testing.T) {
 			`DNS name "worker-2" is not reported by the machine`,
 			`DNS name "worker-2" is owned by Node "elsewhere" and 1 other Node`,
 		},
+		"dns=worker-2 owner=worker-2 reserved=elsewhere@2026-01-02T03:04:05+01:00 reserved=worker-2@2026-01-02T04:04:05+01:00": {
+			`DNS name "worker-2" is not reported by the machine`,
+			`DNS name "worker-2" is owned by Node "elsewhere", which was deleted, at least until 2026-01-02T02:04:05Z, and 1 other Node`,
+		},
+		// A deleted Node of the same name.
+		"owner=10.0.0.11@worker-1,worker-2,worker-3 reserved=worker-1@2026-01-02T03:04:05Z": {
+			`IP address 10.0.0.11 is owned by Node "worker-1", which was deleted, at least until 2026-01-02T03:04:05Z, and 2 other Nodes`,
+		},
 	} {
-		v := sceneOf(t, changes).review(t)
-
 		var got []string
-		for _, r := range v.Reasons {
+		for _, r := range sceneOf(t, changes).review(t).Reasons {
 			got = append(got, r.Message)
 		}
 
-		if !slices.Equal(got, want) {
-			t.Errorf("%s: got %q, want %q", changes, got, want)
-		}
-	}
-}
-
-func TestReview_DefersWhatDeletedNodeOfSameNameOwns(t *testing.T) {
-	s := sceneOf(t, "")
-	s.owners["10.0.0.11"] = []string{"worker-1", "worker-2", "worker-3"}
-	s.evidence.Reserved = map[string]time.Time{"worker-1": time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)}
-
-	want := `IP address 10.0.0.11 is owned by Node "worker-1", which was deleted, at least until 2026-01-02T03:04:05Z, and 2 other Nodes`
-	if v := s.review(t); v.Decision != csrpolicy.Defer || len(v.Reasons) != 1 || v.Reasons[0].Message != want {
-		t.Errorf("got %v", v)
-	}
-}
-
-func TestReview_MessageSaysUntilWhenDeletedNodeOwns(t *testing.T) {
-	until := time.Date(2026, 1, 2, 3, 4, 5, 0, time.FixedZone("", 3600))
-
-	s := sceneOf(t, "dns=worker-2 owner=worker-2")
-	s.evidence.Reserved = map[string]time.Time{"elsewhere": until, "worker-2": until.Add(time.Hour)}
-
-	want := `DNS name "worker-2" is owned by Node "elsewhere", which was deleted, at least until 2026-01-02T02:04:05Z, and 1 other Node`
-	if v := s.review(t); !strings.Contains(messages(v), want) {
-		t.Errorf("got %s, want %s", messages(v), want)
-	}
-}
-
-// What too few control-plane machines report must not have requests denied, and must not be approved either.
-func TestReview_DefersForUnconfirmedClusterIdentity(t *testing.T) {
-	type list = csrpolicy.Unconfirmed
-
-	for _, test := range []struct {
-		name, requester string
-		unconfirmed     list
-		want            string
-	}{
-		{"pod CIDR of all addresses", "worker-1", list{CIDRs: []netip.Prefix{netip.MustParsePrefix("0.0.0.0/1")}}, csrpolicy.CodeClusterUnconfirmed},
-		{"virtual IP", "worker-1", list{IPs: []netip.Addr{addr("10.0.0.11")}}, csrpolicy.CodeClusterUnconfirmed},
-		{"virtual IP of a control-plane machine", "cp-1", list{IPs: []netip.Addr{addr("10.0.0.1")}}, csrpolicy.CodeClusterUnconfirmed},
-		{"name of the API server", "worker-1", list{Names: []string{"Worker-1."}}, csrpolicy.CodeClusterUnconfirmed},
-		{"name of the API server on a control-plane machine", "cp-1", list{Names: []string{"cp-1"}}, csrpolicy.CodeVerified},
-		{"another CIDR", "worker-1", list{CIDRs: []netip.Prefix{netip.MustParsePrefix("172.16.0.0/12")}}, csrpolicy.CodeVerified},
-	} {
-		t.Run(test.name, func(t *testing.T) {
-			s := asks(test.requester)
-			cluster := &s.evidence.Cluster
-			cluster.Unconfirmed = test.unconfirmed
-			cluster.PodCIDRs = append(cluster.PodCIDRs, test.unconfirmed.CIDRs...)
-			cluster.VIPs = append(cluster.VIPs, test.unconfirmed.IPs...)
-			cluster.APIServerNames = append(cluster.APIServerNames, test.unconfirmed.Names...)
-
-			verdict := s.review(t)
-			checkVerdict(t, s.csr, s.evidence, verdict)
-
-			if verdict.Decision == csrpolicy.Deny || verdict.Reasons[0].Code != test.want {
-				t.Errorf("got %s%s, want %s", verdict.Decision, messages(verdict), test.want)
-			}
-		})
-	}
-}
-
-// A confirmed CIDR has a request denied, whatever else is reported.
-func TestReview_DeniesForConfirmedClusterIdentity(t *testing.T) {
-	s := asks("worker-1")
-	s.evidence.Cluster.Unconfirmed.CIDRs = []netip.Prefix{netip.MustParsePrefix("0.0.0.0/1")}
-	s.evidence.Cluster.PodCIDRs = append(s.evidence.Cluster.PodCIDRs, s.evidence.Cluster.Unconfirmed.CIDRs...)
-	s.pkcs10.addIP(addr("10.244.3.3"))
-
-	if verdict := s.review(t); verdict.Decision != csrpolicy.Deny || verdict.Reasons[0].Code != csrpolicy.CodeClusterAddress {
-		t.Errorf("got %s%s", verdict.Decision, messages(verdict))
+		assert.Equal(t, want, got, changes)
 	}
 }

@@ -17,21 +17,21 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
-	"sync"
-	"testing"
 
 	"golang.org/x/crypto/cryptobyte"
 	cryptobyteasn1 "golang.org/x/crypto/cryptobyte/asn1"
 )
 
 const (
-	tagPrintable = cryptobyteasn1.PrintableString
-	tagDNS       = cryptobyteasn1.Tag(0x82)
-	tagIP        = cryptobyteasn1.Tag(0x87)
+	tagPrintable  = cryptobyteasn1.PrintableString
+	tagDNS        = cryptobyteasn1.Tag(0x82)
+	tagIP         = cryptobyteasn1.Tag(0x87)
+	tagAttributes = cryptobyteasn1.Tag(0xa0)
 
-	sequence  = cryptobyteasn1.SEQUENCE
-	set       = cryptobyteasn1.SET
-	bitString = cryptobyteasn1.BIT_STRING
+	sequence    = cryptobyteasn1.SEQUENCE
+	set         = cryptobyteasn1.SET
+	bitString   = cryptobyteasn1.BIT_STRING
+	octetString = cryptobyteasn1.OCTET_STRING
 )
 
 var (
@@ -45,7 +45,7 @@ type pkcs10 struct {
 	sans       []general
 	extensions []asn1.ObjectIdentifier // in addition to subjectAltName
 	attributes []asn1.ObjectIdentifier // in addition to the request for extensions
-	key        string                  // one of keys
+	key        string                  // see key and publicKey
 	flaws      []string                // of DER, signature and PEM, by name
 }
 
@@ -62,10 +62,10 @@ type (
 	}
 )
 
-func (p *pkcs10) addDNS(name string) { p.sans = append(p.sans, general{tagDNS, []byte(name)}) }
+func (p *pkcs10) addDNS(name string) { add(&p.sans, general{tagDNS, []byte(name)}) }
 
 // addIP encodes an IPv4-mapped IPv6 address in 16 bytes.
-func (p *pkcs10) addIP(ip netip.Addr) { p.sans = append(p.sans, general{tagIP, ip.AsSlice()}) }
+func (p *pkcs10) addIP(ip netip.Addr) { add(&p.sans, general{tagIP, ip.AsSlice()}) }
 
 // eachOf changes all attributes of one type.
 func (p *pkcs10) eachOf(kind string, change func(*pair)) {
@@ -88,194 +88,152 @@ func (p *pkcs10) drop(kind string) {
 
 // join adds an attribute to the RDNs that contain one of the given type.
 func (p *pkcs10) join(kind string, attribute pair) {
-	for i, r := range p.subject {
-		if r.has(kind) {
-			p.subject[i] = append(r, attribute)
+	for i := range p.subject {
+		if p.subject[i].has(kind) {
+			add((*[]pair)(&p.subject[i]), attribute)
 		}
 	}
 }
 
 func (p *pkcs10) has(flaw string) bool { return slices.Contains(p.flaws, flaw) }
 
-func (p *pkcs10) encode(t testing.TB) []byte {
-	t.Helper()
+// tlv encodes an element; marshal encodes one of a Go type.
+func tlv(tag cryptobyteasn1.Tag, content ...[]byte) []byte {
+	var b cryptobyte.Builder
 
-	return p.wrap(p.spoil(p.sign(t, p.info(t))))
+	b.AddASN1(tag, func(b *cryptobyte.Builder) { b.AddBytes(slices.Concat(content...)) })
+
+	return b.BytesOrPanic()
+}
+
+func marshal(value any) []byte { return must(asn1.Marshal(value)) }
+
+// copies returns an element once, or as often as two flaws say.
+func (p *pkcs10) copies(element []byte, none, twice string) []byte {
+	switch {
+	case p.has(none):
+		return nil
+	case p.has(twice):
+		return slices.Concat(element, element)
+	default:
+		return element
+	}
+}
+
+// trailing returns an element that encoding/asn1 ignores.
+func (p *pkcs10) trailing(flaw string) []byte {
+	if !p.has(flaw) {
+		return nil
+	}
+
+	return tlv(octetString, []byte("system:masters"))
+}
+
+// encode returns the signed request in PEM, with its flaws.
+func (p *pkcs10) encode() []byte {
+	der, wrap := p.sign(p.info()), inPEM
+
+	for _, flaw := range p.flaws {
+		if spoil, ok := spoils[flaw]; ok && len(der) > 4 {
+			der = spoil(der)
+		}
+
+		if special, ok := wraps[flaw]; ok {
+			wrap = special
+		}
+	}
+
+	return wrap(der)
 }
 
 // info returns the CertificationRequestInfo, which is signed.
-func (p *pkcs10) info(t testing.TB) []byte {
-	t.Helper()
+func (p *pkcs10) info() []byte {
+	var version int
+	if p.has("version-2") {
+		version = 1
+	}
 
-	var b cryptobyte.Builder
+	return tlv(sequence, marshal(version), p.encodeSubject(), publicKey(p.key), p.encodeAttributes(), p.trailing("trailing-in-info"))
+}
 
-	b.AddASN1(sequence, func(b *cryptobyte.Builder) {
-		b.AddASN1Int64(int64(map[bool]int{true: 1}[p.has("version-2")]))
-		b.AddASN1(sequence, p.addSubject)
-		b.AddBytes(publicKey(t, p.key))
+func (p *pkcs10) encodeSubject() []byte {
+	var rdns []byte
 
-		if !p.has("no-attributes-field") {
-			b.AddASN1(cryptobyteasn1.Tag(0xa0), p.addAttributes)
+	for _, rdn := range p.subject {
+		var pairs []byte
+		for _, pair := range rdn {
+			pairs = append(pairs, tlv(sequence, marshal(pair.oid), tlv(pair.tag, []byte(pair.value)), p.trailing("trailing-in-subject"))...)
 		}
 
-		p.addTrailing(b, "trailing-in-info")
-	})
+		rdns = append(rdns, tlv(set, pairs)...)
+	}
 
-	return mustBytes(t, &b)
+	return tlv(sequence, rdns)
 }
 
-func mustBytes(t testing.TB, b *cryptobyte.Builder) []byte {
-	t.Helper()
-
-	der, err := b.Bytes()
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	return der
-}
-
-// addTrailing adds an element that encoding/asn1 ignores.
-func (p *pkcs10) addTrailing(b *cryptobyte.Builder, flaw string) {
-	if p.has(flaw) {
-		b.AddASN1OctetString([]byte("system:masters"))
-	}
-}
-
-func (p *pkcs10) addSubject(b *cryptobyte.Builder) {
-	for _, rdn := range p.subject {
-		b.AddASN1(set, func(b *cryptobyte.Builder) {
-			for _, pair := range rdn {
-				b.AddASN1(sequence, func(b *cryptobyte.Builder) {
-					b.AddASN1ObjectIdentifier(pair.oid)
-					b.AddASN1(pair.tag, func(b *cryptobyte.Builder) { b.AddBytes([]byte(pair.value)) })
-					p.addTrailing(b, "trailing-in-subject")
-				})
-			}
-		})
-	}
-}
-
-func (p *pkcs10) addAttributes(b *cryptobyte.Builder) {
-	times := 1
-
-	switch {
-	case p.has("no-attributes"):
-		times = 0
-	case p.has("two-extension-requests"):
-		times = 2
-	}
-
-	for range times {
-		b.AddASN1(sequence, func(b *cryptobyte.Builder) {
-			b.AddASN1ObjectIdentifier(oidExtensionRequest)
-			b.AddASN1(set, func(b *cryptobyte.Builder) {
-				b.AddASN1(sequence, p.addExtensions)
-
-				if p.has("two-values") {
-					b.AddASN1(sequence, p.addExtensions)
-				}
-			})
-			p.addTrailing(b, "trailing-in-attribute")
-		})
-	}
+func (p *pkcs10) encodeAttributes() []byte {
+	values := p.copies(p.encodeExtensions(), "", "two-values")
+	list := p.copies(tlv(sequence, marshal(oidExtensionRequest), tlv(set, values), p.trailing("trailing-in-attribute")), "no-attributes", "two-extension-requests")
 
 	for _, oid := range p.attributes {
-		b.AddASN1(sequence, func(b *cryptobyte.Builder) {
-			b.AddASN1ObjectIdentifier(oid)
-			b.AddASN1(set, func(b *cryptobyte.Builder) {
-				b.AddASN1(tagPrintable, func(b *cryptobyte.Builder) { b.AddBytes([]byte("secret")) })
-			})
-		})
+		list = append(list, tlv(sequence, marshal(oid), tlv(set, tlv(tagPrintable, []byte("secret"))))...)
 	}
+
+	return p.copies(tlv(tagAttributes, list), "no-attributes-field", "")
 }
 
-func (p *pkcs10) addExtensions(b *cryptobyte.Builder) {
-	times := 1
-
-	switch {
-	case p.has("no-san-extension"):
-		times = 0
-	case p.has("two-san-extensions"):
-		times = 2
+func (p *pkcs10) encodeExtensions() []byte {
+	var sans []byte
+	for _, san := range p.sans {
+		sans = append(sans, tlv(san.tag, san.value)...)
 	}
 
-	for range times {
-		p.addExtension(b, oidSubjectAltName, p.addSANs)
+	if p.has("unreadable-san") {
+		sans = append(sans, 0x82, 0x7f, 'x')
 	}
 
+	list := p.copies(p.extension(oidSubjectAltName, tlv(sequence, sans), p.trailing("trailing-in-san")), "no-san-extension", "two-san-extensions")
 	for _, oid := range p.extensions {
-		p.addExtension(b, oid, func(b *cryptobyte.Builder) { b.AddASN1(sequence, func(*cryptobyte.Builder) {}) })
+		list = append(list, p.extension(oid, tlv(sequence))...)
 	}
+
+	return tlv(sequence, list)
 }
 
-func (p *pkcs10) addExtension(b *cryptobyte.Builder, oid asn1.ObjectIdentifier, value cryptobyte.BuilderContinuation) {
-	b.AddASN1(sequence, func(b *cryptobyte.Builder) {
-		b.AddASN1ObjectIdentifier(oid)
+func (p *pkcs10) extension(oid asn1.ObjectIdentifier, value ...[]byte) []byte {
+	var critical []byte
+	if p.has("critical") || p.has("not-critical") {
+		critical = marshal(p.has("critical"))
+	}
 
-		if p.has("critical") || p.has("not-critical") {
-			b.AddASN1Boolean(p.has("critical"))
-		}
-
-		b.AddASN1(cryptobyteasn1.OCTET_STRING, value)
-		p.addTrailing(b, "trailing-in-extension")
-	})
-}
-
-func (p *pkcs10) addSANs(b *cryptobyte.Builder) {
-	b.AddASN1(sequence, func(b *cryptobyte.Builder) {
-		for _, san := range p.sans {
-			b.AddASN1(san.tag, func(b *cryptobyte.Builder) { b.AddBytes(san.value) })
-		}
-
-		if p.has("unreadable-san") {
-			b.AddBytes([]byte{0x82, 0x7f, 'x'})
-		}
-	})
-	p.addTrailing(b, "trailing-in-san")
+	return tlv(sequence, marshal(oid), critical, tlv(octetString, value...), p.trailing("trailing-in-extension"))
 }
 
 // sign returns the signed request. The signature is a dummy if the private key does not exist.
-func (p *pkcs10) sign(t testing.TB, info []byte) []byte {
-	t.Helper()
+func (p *pkcs10) sign(info []byte) []byte {
+	algorithm, signature := p.signature(info)
 
-	algorithm, signature := p.signature(t, info)
+	if p.has("changed-after-signing") {
+		info = bytes.Replace(info, []byte("system:nodes"), []byte("system:nodez"), 1)
+	}
 
-	var b cryptobyte.Builder
-
-	b.AddASN1(sequence, func(b *cryptobyte.Builder) {
-		if p.has("changed-after-signing") {
-			info = bytes.Replace(info, []byte("system:nodes"), []byte("system:nodez"), 1)
-		}
-
-		b.AddBytes(info)
-		b.AddBytes(algorithm)
-		b.AddASN1(bitString, func(b *cryptobyte.Builder) { b.AddBytes(append([]byte{0}, signature...)) })
-		p.addTrailing(b, "trailing-in-request")
-	})
-
-	return mustBytes(t, &b)
+	return tlv(sequence, info, algorithm, tlv(bitString, []byte{0}, signature), p.trailing("trailing-in-request"))
 }
 
-func (p *pkcs10) signature(t testing.TB, info []byte) (algorithm, signature []byte) {
-	t.Helper()
-
-	signer, ok := key(p.key).(crypto.Signer)
+func (p *pkcs10) signature(info []byte) (algorithm, signature []byte) {
+	name := p.key
 	if p.has("foreign-signature") {
-		signer, ok = key("p256-other").(crypto.Signer)
+		name = "p256-other"
 	}
 
+	signer, ok := key(name).(crypto.Signer)
 	if !ok || p.has("no-signature") {
-		return algorithmIdentifier(t, schemes["rsa"]), make([]byte, 256)
+		return schemes["rsa"].algorithm(), make([]byte, 256)
 	}
 
-	kind := "ecdsa"
-
-	switch signer.(type) {
-	case *rsa.PrivateKey:
-		kind = "rsa"
-	case ed25519.PrivateKey:
-		kind = "ed25519"
+	kind, _, _ := strings.Cut(name, "-")
+	if _, known := schemes[kind]; !known {
+		kind = "ecdsa"
 	}
 
 	for _, weak := range []string{"sha1", "md5"} {
@@ -292,12 +250,7 @@ func (p *pkcs10) signature(t testing.TB, info []byte) (algorithm, signature []by
 		digest = h.Sum(nil)
 	}
 
-	signature, err := signer.Sign(rand.Reader, digest, scheme.hash)
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	return algorithmIdentifier(t, scheme), signature
+	return scheme.algorithm(), must(signer.Sign(rand.Reader, digest, scheme.hash))
 }
 
 // scheme is a signature algorithm. Only RSA has parameters, which are NULL.
@@ -306,6 +259,8 @@ type scheme struct {
 	hash       crypto.Hash
 	parameters []byte
 }
+
+func (s scheme) algorithm() []byte { return tlv(sequence, marshal(s.oid), s.parameters) }
 
 var schemes = map[string]scheme{
 	"rsa":        {asn1.ObjectIdentifier{1, 2, 840, 113549, 1, 1, 11}, crypto.SHA256, asn1.NullBytes},
@@ -316,30 +271,7 @@ var schemes = map[string]scheme{
 	"ed25519":    {asn1.ObjectIdentifier{1, 3, 101, 112}, 0, nil},
 }
 
-func algorithmIdentifier(t testing.TB, s scheme) []byte {
-	t.Helper()
-
-	var b cryptobyte.Builder
-
-	b.AddASN1(sequence, func(b *cryptobyte.Builder) {
-		b.AddASN1ObjectIdentifier(s.oid)
-		b.AddBytes(s.parameters)
-	})
-
-	return mustBytes(t, &b)
-}
-
-// spoil applies the flaws of the signed DER.
-func (p *pkcs10) spoil(der []byte) []byte {
-	for _, flaw := range p.flaws {
-		if spoil, ok := spoils[flaw]; ok && len(der) > 4 {
-			der = spoil(der)
-		}
-	}
-
-	return der
-}
-
+// spoils are flaws of the signed DER.
 var spoils = map[string]func(der []byte) []byte{
 	"der-empty":             func([]byte) []byte { return nil },
 	"der-truncated":         func(der []byte) []byte { return der[:len(der)-1] },
@@ -353,21 +285,11 @@ var spoils = map[string]func(der []byte) []byte{
 	"der-nested":            func([]byte) []byte { return bytes.Repeat([]byte{0x30, 0x80}, 10000) },
 }
 
-// wrap encodes the DER as PEM.
-func (p *pkcs10) wrap(der []byte) []byte {
-	for _, flaw := range p.flaws {
-		if wrap, ok := wraps[flaw]; ok {
-			return wrap(der)
-		}
-	}
-
-	return inPEM(der)
-}
-
 func inPEM(der []byte) []byte { return pem.EncodeToMemory(&pem.Block{Type: pemType, Bytes: der}) }
 
 const pemType = "CERTIFICATE REQUEST"
 
+// wraps are flaws of the PEM.
 var wraps = map[string]func(der []byte) []byte{
 	"pem-none":        func([]byte) []byte { return nil },
 	"pem-der":         func(der []byte) []byte { return der },
@@ -393,16 +315,10 @@ var wraps = map[string]func(der []byte) []byte{
 	"pem-spaces":       func(der []byte) []byte { return slices.Concat([]byte("\n\n"), inPEM(der), []byte("\n \n")) },
 }
 
-var (
-	keysLock sync.Mutex
-	keys     = map[string]any{}
-)
+var keys = map[string]any{}
 
-// key generates each key once per process.
+// key returns a private key, or a public key that has none; it generates each once per process.
 func key(name string) any {
-	keysLock.Lock()
-	defer keysLock.Unlock()
-
 	if keys[name] == nil {
 		keys[name] = makeKey(name)
 	}
@@ -415,7 +331,7 @@ func makeKey(name string) any {
 	case "ed25519":
 		return ed25519.NewKeyFromSeed(make([]byte, ed25519.SeedSize)) // the same in all workers of the fuzzer
 	case "rsa":
-		return makeRSA(number(parameter))
+		return must(rsa.GenerateKey(rand.Reader, number(parameter)))
 	case "modulus":
 		return halfRSA(number(parameter), 65537)
 	case "exponent":
@@ -431,26 +347,15 @@ func makeKey(name string) any {
 	}
 }
 
-func makeRSA(bits int) *rsa.PrivateKey { return must(rsa.GenerateKey(rand.Reader, bits)) }
-
 // halfRSA returns a public key without a private key: only the length of the modulus matters.
 func halfRSA(bits, exponent int) *rsa.PublicKey {
 	return &rsa.PublicKey{N: new(big.Int).SetBit(big.NewInt(1), bits-1, 1), E: exponent}
 }
 
 // publicKey returns a SubjectPublicKeyInfo.
-func publicKey(t testing.TB, name string) []byte {
-	t.Helper()
-
-	switch name {
-	case "dsa":
-		return unusualKey(t, asn1.ObjectIdentifier{1, 2, 840, 10040, 4, 1})
-	case "x25519":
-		return unusualKey(t, asn1.ObjectIdentifier{1, 3, 101, 110})
-	case "ed448":
-		return unusualKey(t, asn1.ObjectIdentifier{1, 3, 101, 113})
-	case "unknown":
-		return unusualKey(t, asn1.ObjectIdentifier{1, 3, 6, 1, 4, 1, 99999})
+func publicKey(name string) []byte {
+	if info, ok := unusualKeys[name]; ok {
+		return info
 	}
 
 	k := key(name)
@@ -458,41 +363,17 @@ func publicKey(t testing.TB, name string) []byte {
 		k = signer.Public()
 	}
 
-	der, err := x509.MarshalPKIXPublicKey(k)
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	return der
+	return must(x509.MarshalPKIXPublicKey(k))
 }
 
-func unusualKey(t testing.TB, oid asn1.ObjectIdentifier) []byte {
-	t.Helper()
+// unusualKeys are keys that requests are signed without.
+var unusualKeys = map[string][]byte{
+	"dsa":     keyInfo(marshal(9), oid("1.2.840.10040.4.1"), tlv(sequence, marshal(23), marshal(11), marshal(4))),
+	"x25519":  keyInfo(make([]byte, 32), oid("1.3.101.110")),
+	"ed448":   keyInfo(make([]byte, 32), oid("1.3.101.113")),
+	"unknown": keyInfo(make([]byte, 32), oid("1.3.6.1.4.1.99999")),
+}
 
-	var b cryptobyte.Builder
-
-	b.AddASN1(sequence, func(b *cryptobyte.Builder) {
-		b.AddASN1(sequence, func(b *cryptobyte.Builder) {
-			b.AddASN1ObjectIdentifier(oid)
-
-			if oid.String() == "1.2.840.10040.4.1" {
-				b.AddASN1(sequence, func(b *cryptobyte.Builder) {
-					for _, n := range []int64{23, 11, 4} {
-						b.AddASN1Int64(n)
-					}
-				})
-			}
-		})
-		b.AddASN1(bitString, func(b *cryptobyte.Builder) {
-			b.AddUint8(0)
-
-			if oid.String() == "1.2.840.10040.4.1" {
-				b.AddASN1Int64(9)
-			} else {
-				b.AddBytes(make([]byte, 32))
-			}
-		})
-	})
-
-	return mustBytes(t, &b)
+func keyInfo(key []byte, oid asn1.ObjectIdentifier, parameters ...[]byte) []byte {
+	return tlv(sequence, tlv(sequence, marshal(oid), slices.Concat(parameters...)), tlv(bitString, []byte{0}, key))
 }

@@ -2,7 +2,6 @@ package csrpolicy_test
 
 import (
 	"encoding/asn1"
-	"fmt"
 	"maps"
 	"net/netip"
 	"slices"
@@ -115,8 +114,10 @@ func asks(name string) *scene {
 			subject: []rdn{{{asn1.ObjectIdentifier{2, 5, 4, 10}, tagPrintable, "system:nodes"}}, {{asn1.ObjectIdentifier{2, 5, 4, 3}, tagPrintable, "system:node:" + name}}},
 			key:     "p256",
 		},
-		evidence: csrpolicy.Evidence{Node: state, MachineState: csrpolicy.MachineCurrent, Machine: m, Cluster: clusterIdentity(), Now: now},
-		owners:   map[string][]string{},
+		evidence: csrpolicy.Evidence{
+			Node: state, MachineState: csrpolicy.MachineCurrent, Machine: m, Cluster: clusterIdentity(), Now: now, Reserved: map[string]time.Time{},
+		},
+		owners: map[string][]string{},
 	}
 
 	for _, dns := range []string{m.Platform.ExternalDNS, m.Platform.InternalDNS, name} {
@@ -130,14 +131,46 @@ func asks(name string) *scene {
 	return s
 }
 
-// review encodes the request, looks up the owners of its names and addresses as the controller does, and reviews it.
+// review encodes the request and judges it.
 func (s *scene) review(t testing.TB) csrpolicy.Verdict {
 	t.Helper()
 
-	s.csr.Spec.Request = s.pkcs10.encode(t)
-	s.lookUp()
+	s.csr.Spec.Request = s.pkcs10.encode()
 
-	return csrpolicy.Review(csrpolicy.Parse(&s.csr), s.evidence)
+	return s.judge(t)
+}
+
+// judge looks up the owners of the request's names and addresses as the controller does, and reviews it. It fails if
+// the verdict is inconsistent or approves what is not true.
+func (s *scene) judge(t testing.TB) csrpolicy.Verdict {
+	t.Helper()
+
+	s.evidence.Owners = maps.Clone(s.owners)
+	request := csrpolicy.Parse(&s.csr)
+	self, _ := csrpolicy.Nodename(&s.csr)
+
+	for _, subject := range subjects(request) {
+		if owners := others().Owners(subject, self); len(owners) > 0 {
+			s.evidence.Owners[subject] = append(s.evidence.Owners[subject], owners...)
+		}
+	}
+
+	verdict := csrpolicy.Review(request, s.evidence)
+	checkVerdict(t, s.csr, s.evidence, verdict)
+
+	return verdict
+}
+
+// subjects returns the names and addresses of a request.
+func subjects(request *csrpolicy.Request) []string {
+	names, ips := request.Subjects()
+	names = slices.Clone(names)
+
+	for _, ip := range ips {
+		names = append(names, ip.String())
+	}
+
+	return names
 }
 
 var others = sync.OnceValue(func() *inventory.Inventory {
@@ -149,23 +182,6 @@ var others = sync.OnceValue(func() *inventory.Inventory {
 	return i
 })
 
-func (s *scene) lookUp() {
-	s.evidence.Owners = maps.Clone(s.owners)
-
-	self, _ := csrpolicy.Nodename(&s.csr)
-	names, ips := csrpolicy.Parse(&s.csr).Subjects()
-
-	for _, ip := range ips {
-		names = append(names, ip.String())
-	}
-
-	for _, name := range names {
-		if owners := others().Owners(name, self); len(owners) > 0 {
-			s.evidence.Owners[name] = append(s.evidence.Owners[name], owners...)
-		}
-	}
-}
-
 // codes returns the codes of the reasons in order.
 func codes(v csrpolicy.Verdict) string {
 	var list []string
@@ -174,13 +190,4 @@ func codes(v csrpolicy.Verdict) string {
 	}
 
 	return strings.Join(list, ",")
-}
-
-func messages(v csrpolicy.Verdict) string {
-	var b strings.Builder
-	for _, r := range v.Reasons {
-		fmt.Fprintf(&b, "\n\t%s %s: %s", r.Decision, r.Code, r.Message)
-	}
-
-	return b.String()
 }

@@ -10,6 +10,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	certificatesv1 "k8s.io/api/certificates/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
@@ -17,17 +19,17 @@ import (
 )
 
 // checkVerdict fails if a verdict is inconsistent or approves a request that is not true.
-func checkVerdict(t *testing.T, csr certificatesv1.CertificateSigningRequest, e csrpolicy.Evidence, v csrpolicy.Verdict) {
+func checkVerdict(t testing.TB, csr certificatesv1.CertificateSigningRequest, e csrpolicy.Evidence, v csrpolicy.Verdict) {
 	t.Helper()
 
-	if len(v.Reasons) == 0 || v.Reasons[0].Decision != v.Decision {
-		t.Fatalf("%s for %+v", v.Decision, v.Reasons)
-	}
+	require.NotEmpty(t, v.Reasons)
+	assert.Equal(t, v.Decision, v.Reasons[0].Decision)
 
 	for i, r := range v.Reasons {
-		if r.Code == "" || r.Message == "" || len(r.Message) > 1000 || (i > 0 && r.Decision > v.Reasons[i-1].Decision) {
-			t.Errorf("reason %d of %d: %+v", i, len(v.Reasons), r)
-		}
+		assert.NotEmpty(t, r.Code)
+		assert.NotEmpty(t, r.Message)
+		assert.LessOrEqual(t, len(r.Message), 1000)
+		assert.True(t, i == 0 || r.Decision <= v.Reasons[i-1].Decision, "order of %+v", v.Reasons)
 	}
 
 	if v.Decision == csrpolicy.Approve {
@@ -39,77 +41,53 @@ func checkVerdict(t *testing.T, csr certificatesv1.CertificateSigningRequest, e 
 
 // checkListed fails if the names and addresses that the Node lists, which its kubelet writes, do more than turn Defer
 // into Deny.
-func checkListed(t *testing.T, csr certificatesv1.CertificateSigningRequest, e csrpolicy.Evidence, v csrpolicy.Verdict) {
+func checkListed(t testing.TB, csr certificatesv1.CertificateSigningRequest, e csrpolicy.Evidence, v csrpolicy.Verdict) {
 	t.Helper()
 
-	unlisted := e
-	unlisted.Listed = nil
+	request, listed := csrpolicy.Parse(&csr), e.Listed
 
-	request := csrpolicy.Parse(&csr)
+	e.Listed = nil
 
-	without := csrpolicy.Review(request, unlisted)
-	if without.Decision != v.Decision && (without.Decision != csrpolicy.Defer || v.Decision != csrpolicy.Deny) {
-		t.Errorf("%s, but %s for a Node that lists %q", without.Decision, v.Decision, e.Listed)
+	without := csrpolicy.Review(request, e)
+	if without.Decision != csrpolicy.Defer || v.Decision != csrpolicy.Deny {
+		assert.Equal(t, without.Decision, v.Decision, "the Node lists %q", listed)
 	}
 
-	names, ips := request.Subjects()
-	for _, ip := range ips {
-		names = append(names, ip.String())
-	}
-
-	e.Listed = slices.Concat(names, []string{e.Machine.Nodename})
-	if all := csrpolicy.Review(request, e); all.Decision != without.Decision || len(all.Reasons) != len(without.Reasons) {
-		t.Errorf("%s, but %s for a Node that lists all requested names and addresses", without.Decision, all.Decision)
-	}
+	e.Listed = append(subjects(request), e.Machine.Nodename)
+	all := csrpolicy.Review(request, e)
+	assert.Equal(t, without.Decision, all.Decision, "the Node lists all requested names and addresses")
+	assert.Len(t, all.Reasons, len(without.Reasons), "the Node lists all requested names and addresses")
 }
 
 // checkApproval parses the request as the signer does, with crypto/x509, and is independent of the policy.
-func checkApproval(t *testing.T, csr certificatesv1.CertificateSigningRequest, e csrpolicy.Evidence) {
+func checkApproval(t testing.TB, csr certificatesv1.CertificateSigningRequest, e csrpolicy.Evidence) {
 	t.Helper()
 
 	block, rest := pem.Decode(csr.Spec.Request)
-	if block == nil || len(bytes.TrimSpace(rest)) > 0 {
-		t.Fatalf("approved without a PEM block or with %d bytes after it", len(rest))
-	}
+	require.NotNil(t, block)
+	assert.Empty(t, bytes.TrimSpace(rest))
 
 	request, err := x509.ParseCertificateRequest(block.Bytes)
-	if err != nil {
-		t.Fatalf("approved what the signer cannot parse: %v", err)
-	}
+	require.NoError(t, err)
+	require.NoError(t, request.CheckSignature())
 
-	if err = request.CheckSignature(); err != nil {
-		t.Errorf("approved: %v", err)
-	}
+	user := "system:node:" + e.Machine.Nodename
+	assert.Equal(t, user, csr.Spec.Username)
+	assert.Equal(t, "CN="+user+",O=system:nodes", request.Subject.String())
+	assert.Len(t, request.Subject.Names, 2)
+	assert.Empty(t, request.EmailAddresses)
+	assert.Empty(t, request.URIs)
+	assert.Len(t, request.Extensions, 1)
 
-	if user := "system:node:" + e.Machine.Nodename; csr.Spec.Username != user || request.Subject.String() != "CN="+user+",O=system:nodes" || len(request.Subject.Names) != 2 {
-		t.Errorf("approved %q, %v for %q", csr.Spec.Username, request.Subject, user)
-	}
+	assert.Equal(t, certificatesv1.KubeletServingSignerName, csr.Spec.SignerName)
+	assert.Empty(t, csr.Status)
+	assert.Subset(t, []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageServerAuth, certificatesv1.UsageKeyEncipherment}, csr.Spec.Usages)
+	assert.Equal(t, csrpolicy.MachineCurrent, e.MachineState)
+	assert.True(t, e.Cluster.Known)
+	assert.Contains(t, []csrpolicy.NodeState{csrpolicy.NodeWorker, csrpolicy.NodeControlPlane}, e.Node)
 
-	if len(request.EmailAddresses)+len(request.URIs) > 0 || len(request.Extensions) != 1 {
-		t.Errorf("approved %v, %v, %v", request.EmailAddresses, request.URIs, request.Extensions)
-	}
-
-	checkTerms(t, csr, e)
 	checkNames(t, e, request.DNSNames)
 	checkAddresses(t, e, request.IPAddresses)
-}
-
-func checkTerms(t *testing.T, csr certificatesv1.CertificateSigningRequest, e csrpolicy.Evidence) {
-	t.Helper()
-
-	if csr.Spec.SignerName != certificatesv1.KubeletServingSignerName || len(csr.Status.Conditions) > 0 || len(csr.Status.Certificate) > 0 {
-		t.Errorf("approved for another signer or a decided request: %+v %+v", csr.Spec.SignerName, csr.Status)
-	}
-
-	for _, u := range csr.Spec.Usages {
-		if u != certificatesv1.UsageDigitalSignature && u != certificatesv1.UsageServerAuth && u != certificatesv1.UsageKeyEncipherment {
-			t.Errorf("approved for %q", u)
-		}
-	}
-
-	if e.MachineState != csrpolicy.MachineCurrent || !e.Cluster.Known || (e.Node != csrpolicy.NodeWorker && e.Node != csrpolicy.NodeControlPlane) {
-		t.Errorf("approved on evidence %+v", e)
-	}
 }
 
 // grantableNames returns the names that may be granted to the machine.
@@ -132,7 +110,7 @@ func grantableNames(e csrpolicy.Evidence) []string {
 	return own
 }
 
-func checkNames(t *testing.T, e csrpolicy.Evidence, names []string) {
+func checkNames(t testing.TB, e csrpolicy.Evidence, names []string) {
 	t.Helper()
 
 	own := grantableNames(e)
@@ -141,18 +119,13 @@ func checkNames(t *testing.T, e csrpolicy.Evidence, names []string) {
 		name = strings.ToLower(strings.TrimSuffix(name, "."))
 		same := func(other string) bool { return strings.EqualFold(name, strings.TrimSuffix(other, ".")) }
 
-		if !slices.ContainsFunc(own, same) || len(e.Owners[name]) > 0 {
-			t.Errorf("approved %q, which is not the machine's or also belongs to %v", name, e.Owners[name])
-		}
-
-		if slices.ContainsFunc(e.Cluster.APIServerNames, same) && e.Node != csrpolicy.NodeControlPlane {
-			t.Errorf("approved %q, which belongs to the API server", name)
-		}
+		assert.True(t, slices.ContainsFunc(own, same), "approved %q, which is not the machine's", name)
+		assert.Empty(t, e.Owners[name], "owners of %q, which was approved", name)
+		assert.False(t, slices.ContainsFunc(e.Cluster.APIServerNames, same) && e.Node != csrpolicy.NodeControlPlane, "approved %q of the API server", name)
+		assert.False(t, strings.HasPrefix(name, "kubernetes.default"), "approved %q", name)
 
 		for _, domain := range append([]string{"svc", "localhost", "kubernetes"}, e.Cluster.Domains...) {
-			if strings.HasSuffix("."+name, "."+strings.TrimSuffix(domain, ".")) || strings.HasPrefix(name, "kubernetes.default") {
-				t.Errorf("approved %q, which belongs to the cluster", name)
-			}
+			assert.False(t, strings.HasSuffix("."+name, "."+strings.TrimSuffix(domain, ".")), "approved %q, which belongs to the cluster", name)
 		}
 	}
 }
@@ -163,7 +136,7 @@ var special = []netip.Prefix{
 	netip.MustParsePrefix("::/127"), netip.MustParsePrefix("fe80::/10"), netip.MustParsePrefix("ff00::/8"),
 }
 
-func checkAddresses(t *testing.T, e csrpolicy.Evidence, ips []net.IP) {
+func checkAddresses(t testing.TB, e csrpolicy.Evidence, ips []net.IP) {
 	t.Helper()
 
 	for _, raw := range ips {
@@ -173,21 +146,14 @@ func checkAddresses(t *testing.T, e csrpolicy.Evidence, ips []net.IP) {
 		contains := func(p netip.Prefix) bool { return p.Contains(ip) }
 		has := e.Machine.HasAddress(ip)
 
-		if (!has && !slices.ContainsFunc(e.Policy.ExtraIPs, same)) || len(e.Owners[ip.String()]) > 0 {
-			t.Errorf("approved %s, which is not the machine's or also belongs to %v", ip, e.Owners[ip.String()])
-		}
+		assert.True(t, has || slices.ContainsFunc(e.Policy.ExtraIPs, same), "approved %s, which is not the machine's", ip)
+		assert.Empty(t, e.Owners[ip.String()], "owners of %s, which was approved", ip)
+		assert.False(t, slices.ContainsFunc(slices.Concat(special, e.Cluster.ServiceCIDRs, e.Cluster.PodCIDRs, e.Machine.ExcludedSubnets), contains), "approved %s", ip)
+		assert.False(t, excludedByUser(e.Machine, ip), "approved %s, which is excluded from node IPs", ip)
+		assert.False(t, slices.ContainsFunc(slices.Concat(e.Cluster.VIPs, e.Cluster.ServiceIPs), same), "approved %s, which is virtual or belongs to a service", ip)
 
-		if slices.ContainsFunc(slices.Concat(special, e.Cluster.ServiceCIDRs, e.Cluster.PodCIDRs, e.Machine.ExcludedSubnets), contains) || excludedByUser(e.Machine, ip) {
-			t.Errorf("approved %s, which is in a network without addresses of a machine", ip)
-		}
-
-		if slices.ContainsFunc(slices.Concat(e.Cluster.VIPs, e.Cluster.ServiceIPs), same) {
-			t.Errorf("approved %s, which is virtual or belongs to a service", ip)
-		}
-
-		if slices.ContainsFunc(e.Cluster.APIServerIPs, same) && (!has || e.Node != csrpolicy.NodeControlPlane) {
-			t.Errorf("approved %s, which belongs to the API server", ip)
-		}
+		ofAPIServer := slices.ContainsFunc(e.Cluster.APIServerIPs, same)
+		assert.False(t, ofAPIServer && (!has || e.Node != csrpolicy.NodeControlPlane), "approved %s, which belongs to the API server", ip)
 	}
 }
 
