@@ -2,27 +2,21 @@ package csrapproval_test
 
 import (
 	"context"
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
 	"errors"
 	"fmt"
 	"net"
 	"net/netip"
-	"sync"
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/client-go/informers"
-	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/kubernetes/scheme"
-	typedcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
 	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/record"
+	"k8s.io/client-go/util/workqueue"
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
@@ -30,6 +24,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
@@ -42,45 +37,9 @@ const (
 // controller, including its start and Events, and by a client that lists and approves them without a review. Neither
 // has a client-side rate limit.
 func BenchmarkController_ThousandRequests(b *testing.B) {
-	shared.main.stop()
-
-	fleet := newFleet(b)
-	defer fleet.remove(b)
-
-	b.Run("controller", func(b *testing.B) { fleet.measure(b, fleet.controller) })
-	b.Run("bare client", func(b *testing.B) { fleet.measure(b, fleet.bareClient) })
-
-	next, err := shared.start(context.WithoutCancel(b.Context()))
-	if err != nil {
-		b.Fatal(err)
-	}
-
-	shared.main = next
-}
-
-// fleet is a thousand machines and their Nodes.
-type fleet struct {
-	config    *rest.Config
-	client    kubernetes.Interface
-	inventory *inventory.Inventory
-	workers   []worker
-	key       *ecdsa.PrivateKey
-}
-
-func newFleet(b *testing.B) *fleet {
-	b.Helper()
-
-	f := &fleet{config: rest.CopyConfig(shared.product), inventory: inventory.New(time.Now)}
-	f.config.QPS = -1
-
-	var err error
-	if f.client, err = kubernetes.NewForConfig(f.config); err != nil {
-		b.Fatal(err)
-	}
-
-	if f.key, err = ecdsa.GenerateKey(elliptic.P256(), rand.Reader); err != nil {
-		b.Fatal(err)
-	}
+	f := &fleet{suite: alone(b), inventory: inventory.New(time.Now)}
+	f.main.Stop()
+	b.Cleanup(f.restart)
 
 	for n := range benchRequests {
 		f.workers = append(f.workers, worker{name: fmt.Sprintf("bench-%d", n), addr: netip.AddrFrom4([4]byte{172, 20, byte(n / 250), byte(1 + n%250)})})
@@ -88,61 +47,61 @@ func newFleet(b *testing.B) *fleet {
 
 	f.inventory.MarkUnreachable(controlPlane, "not in the fleet") // or the controller would wait for it
 
-	f.each(b, func(ctx context.Context, w worker) error {
+	each(benchRequests, func(n int) {
+		w := f.workers[n]
+		_, err := f.Kube.RegisterNode(b.Context(), kube.NodeSpec{Name: w.name, NodeIPs: []netip.Addr{w.addr}})
+		assert.NoError(b, err)
 		f.inventory.Replace(w.name, machine.Machine{
 			Nodename: w.name, Hostname: w.name, NodeIPs: []netip.Addr{w.addr},
 			Addresses: []machine.Address{{Link: "eth0", Prefix: netip.PrefixFrom(w.addr, 16)}},
 		})
-
-		_, err := shared.kube.RegisterNode(ctx, kube.NodeSpec{Name: w.name, NodeIPs: []netip.Addr{w.addr}})
-
-		return err
 	})
 
-	return f
-}
-
-func (f *fleet) remove(b *testing.B) {
-	b.Helper()
-	f.each(b, func(ctx context.Context, w worker) error {
-		return shared.client.CoreV1().Nodes().Delete(ctx, w.name, metav1.DeleteOptions{})
+	b.Cleanup(func() {
+		options := metav1.ListOptions{LabelSelector: "!node-role.kubernetes.io/control-plane"}
+		require.NoError(b, f.Client.CoreV1().Nodes().DeleteCollection(context.WithoutCancel(b.Context()), metav1.DeleteOptions{}, options))
 	})
+	b.Run("controller", func(b *testing.B) { f.measure(b, f.controller) })
+	b.Run("bare client", func(b *testing.B) { f.measure(b, f.bareClient) })
 }
 
-// each calls do for every worker, several at a time.
-func (f *fleet) each(b *testing.B, do func(context.Context, worker) error) {
+// fleet is a thousand machines and their Nodes.
+type fleet struct {
+	suite
+
+	inventory *inventory.Inventory
+	workers   []worker
+}
+
+func each(n int, do func(n int)) {
+	workqueue.ParallelizeUntil(context.Background(), benchWorkers, n, do)
+}
+
+// instance returns what the approver uses.
+func (f *fleet) instance(b *testing.B) *ctest.Instance {
 	b.Helper()
 
-	var group sync.WaitGroup
+	config := rest.CopyConfig(f.product)
+	config.QPS = -1
+	i, err := ctest.NewInstance(b.Context(), config, nil)
+	require.NoError(b, err)
 
-	for first := range benchWorkers {
-		group.Go(func() {
-			for n := first; n < len(f.workers); n += benchWorkers {
-				if err := do(b.Context(), f.workers[n]); err != nil {
-					b.Error(err)
-				}
-			}
-		})
-	}
-
-	group.Wait()
+	return i
 }
 
 // measure measures the time from the start of the approver to the approval of the last request.
 func (f *fleet) measure(b *testing.B, approve func(*testing.B) (stop func())) {
+	key := newKey()
+
 	for b.Loop() {
 		b.StopTimer()
-		f.each(b, func(ctx context.Context, w worker) error {
-			_, err := shared.create(ctx, w, request{key: f.key})
-
-			return err
+		each(benchRequests, func(n int) {
+			_, err := f.create(b.Context(), f.workers[n], request{key: key})
+			assert.NoError(b, err)
 		})
 
-		list, err := shared.client.CertificatesV1().CertificateSigningRequests().List(b.Context(), metav1.ListOptions{})
-		if err != nil {
-			b.Fatal(err)
-		}
-
+		list, err := f.requests().List(b.Context(), metav1.ListOptions{})
+		require.NoError(b, err)
 		b.StartTimer()
 
 		stop := approve(b)
@@ -150,12 +109,7 @@ func (f *fleet) measure(b *testing.B, approve func(*testing.B) (stop func())) {
 
 		b.StopTimer()
 		stop()
-
-		err = shared.client.CertificatesV1().CertificateSigningRequests().DeleteCollection(b.Context(), metav1.DeleteOptions{}, metav1.ListOptions{})
-		if err != nil {
-			b.Fatal(err)
-		}
-
+		require.NoError(b, f.requests().DeleteCollection(b.Context(), metav1.DeleteOptions{}, metav1.ListOptions{}))
 		b.StartTimer()
 	}
 
@@ -174,22 +128,14 @@ func (f *fleet) awaitApproved(b *testing.B, list *certificatesv1.CertificateSign
 		}
 	}
 
-	w, err := shared.client.CertificatesV1().CertificateSigningRequests().Watch(b.Context(), metav1.ListOptions{ResourceVersion: list.ResourceVersion})
-	if err != nil {
-		b.Fatal(err)
-	}
-	defer w.Stop()
-
-	for len(pending) > 0 {
-		event, open := <-w.ResultChan()
-		if !open {
-			b.Fatal("watch closed")
-		}
-
-		if csr, ok := event.Object.(*certificatesv1.CertificateSigningRequest); ok && approved(csr) {
+	options := metav1.ListOptions{ResourceVersion: list.ResourceVersion}
+	ctest.Await(b, f.requests(), options, "all requests are approved", func(csr *certificatesv1.CertificateSigningRequest) bool {
+		if approved(csr) {
 			delete(pending, csr.Name)
 		}
-	}
+
+		return len(pending) == 0
+	})
 }
 
 // fixedIdentity is the identity of the cluster under test.
@@ -209,21 +155,9 @@ func (fixedIdentity) Subscribe(func()) {}
 func (f *fleet) controller(b *testing.B) (stop func()) {
 	b.Helper()
 
-	ctx, cancel := context.WithCancel(b.Context())
-
-	events, err := kubernetes.NewForConfig(f.config)
-	if err != nil {
-		b.Fatal(err)
-	}
-
-	broadcaster := record.NewBroadcaster(record.WithContext(ctx))
-	broadcaster.StartRecordingToSink(&typedcorev1.EventSinkImpl{Interface: events.CoreV1().Events("")})
-
-	factory := informers.NewSharedInformerFactory(f.client, 0)
-
+	i := f.instance(b)
 	c, err := csrapproval.New(csrapproval.Config{
-		Client: f.client, Nodes: factory.Core().V1().Nodes(), Inventory: f.inventory, Identity: fixedIdentity{}, Clock: clock.RealClock{},
-		Recorder: broadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "bench"}),
+		Client: i.Client, Nodes: i.Nodes, Inventory: f.inventory, Identity: fixedIdentity{}, Recorder: i.Recorder, Clock: clock.RealClock{},
 		Dial: func(context.Context, string, netip.Addr) (talosapi.State, error) {
 			return nil, errors.New("no machine")
 		},
@@ -232,48 +166,29 @@ func (f *fleet) controller(b *testing.B) (stop func()) {
 		Policy:      func(*corev1.Node, machine.Machine) csrpolicy.Policy { return csrpolicy.Policy{} },
 		Workers:     benchWorkers,
 	})
-	if err != nil {
-		b.Fatal(err)
-	}
+	require.NoError(b, err)
+	i.Start(c.Run)
 
-	var group sync.WaitGroup
-
-	group.Go(func() { c.Run(ctx) })
-	factory.Start(ctx.Done())
-
-	return func() {
-		cancel()
-		group.Wait()
-		broadcaster.Shutdown()
-	}
+	return i.Stop
 }
 
 func (f *fleet) bareClient(b *testing.B) (stop func()) {
 	b.Helper()
 
-	requests := f.client.CertificatesV1().CertificateSigningRequests()
+	i := f.instance(b)
+	requests := i.Client.CertificatesV1().CertificateSigningRequests()
 
 	list, err := requests.List(b.Context(), metav1.ListOptions{})
-	if err != nil {
-		b.Fatal(err)
-	}
+	require.NoError(b, err)
 
-	var group sync.WaitGroup
+	each(len(list.Items), func(n int) {
+		csr := &list.Items[n]
+		csr.Status.Conditions = append(csr.Status.Conditions, decided(certificatesv1.CertificateApproved)...)
 
-	for first := range benchWorkers {
-		group.Go(func() {
-			for n := first; n < len(list.Items); n += benchWorkers {
-				csr := &list.Items[n]
-				csr.Status.Conditions = append(csr.Status.Conditions, certificatesv1.CertificateSigningRequestCondition{
-					Type: certificatesv1.CertificateApproved, Status: corev1.ConditionTrue, Reason: "Bench", Message: "without a review",
-				})
+		if _, err := requests.UpdateApproval(b.Context(), csr.Name, csr, metav1.UpdateOptions{}); !apierrors.IsConflict(err) {
+			assert.NoError(b, err)
+		}
+	})
 
-				if _, err := requests.UpdateApproval(b.Context(), csr.Name, csr, metav1.UpdateOptions{}); err != nil && !apierrors.IsConflict(err) {
-					b.Error(err)
-				}
-			}
-		})
-	}
-
-	return group.Wait
+	return i.Stop
 }

@@ -1,10 +1,11 @@
 package csrapproval
 
 import (
-	"slices"
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/tools/cache"
@@ -42,17 +43,12 @@ func TestSubjectsOf_ReturnsCanonicalNameAndAddresses(t *testing.T) {
 	listed.Annotations = map[string]string{cloudproviderapi.AnnotationAlphaProvidedIPAddr: "10.0.0.1,10.0.0.2"}
 
 	subjects, err := subjectsOf(listed)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
+	assert.Equal(t, []string{"10.0.0.1", "10.0.0.2", "fd00::1", "host.example.org", "node-a"}, subjects)
 
-	if want := []string{"10.0.0.1", "10.0.0.2", "fd00::1", "host.example.org", "node-a"}; !slices.Equal(subjects, want) {
-		t.Errorf("got %v, want %v", subjects, want)
-	}
-
-	if subjects, err := subjectsOf(cache.DeletedFinalStateUnknown{}); err != nil || len(subjects) > 0 {
-		t.Errorf("not a Node: got %v, %v", subjects, err)
-	}
+	subjects, err = subjectsOf(cache.DeletedFinalStateUnknown{}) // not a Node
+	require.NoError(t, err)
+	assert.Empty(t, subjects)
 }
 
 func TestNodeState(t *testing.T) {
@@ -78,28 +74,23 @@ func TestNodeState(t *testing.T) {
 		{"not managed", labeled(node("a")), inventory.Current, false, csrpolicy.NodeUnmanaged},
 	} {
 		entry := inventory.Entry{Condition: test.state}
-		if got := nodeState(test.node, entry, func() bool { return test.managed }); got != test.want {
-			t.Errorf("%s: got %v, want %v", test.name, got, test.want)
-		}
+		assert.Equal(t, test.want, nodeState(test.node, entry, func() bool { return test.managed }), test.name)
 	}
 }
 
 func TestMachineState(t *testing.T) {
 	now := time.Now()
 
-	for _, test := range []struct {
-		name  string
+	for name, test := range map[string]struct {
 		entry inventory.Entry
 		want  csrpolicy.MachineState
 	}{
-		{"unknown", inventory.Entry{}, csrpolicy.MachineUnknown},
-		{"never responded", inventory.Entry{Condition: inventory.Unreachable}, csrpolicy.MachineUnknown},
-		{"no longer responds", inventory.Entry{Condition: inventory.Unreachable, ObservedAt: now}, csrpolicy.MachineUnreachable},
-		{"another machine responds", inventory.Entry{Condition: inventory.Mismatch}, csrpolicy.MachineMismatch},
-		{"watched", inventory.Entry{Condition: inventory.Current, ObservedAt: now}, csrpolicy.MachineCurrent},
+		"unknown":                  {inventory.Entry{}, csrpolicy.MachineUnknown},
+		"never responded":          {inventory.Entry{Condition: inventory.Unreachable}, csrpolicy.MachineUnknown},
+		"no longer responds":       {inventory.Entry{Condition: inventory.Unreachable, ObservedAt: now}, csrpolicy.MachineUnreachable},
+		"another machine responds": {inventory.Entry{Condition: inventory.Mismatch}, csrpolicy.MachineMismatch},
+		"watched":                  {inventory.Entry{Condition: inventory.Current, ObservedAt: now}, csrpolicy.MachineCurrent},
 	} {
-		if got := machineState(test.entry); got != test.want {
-			t.Errorf("%s: got %v, want %v", test.name, got, test.want)
-		}
+		assert.Equal(t, test.want, machineState(test.entry), name)
 	}
 }

@@ -3,21 +3,21 @@ package csrapproval_test
 import (
 	"fmt"
 	"net/netip"
-	"slices"
-	"strings"
 	"testing"
 
 	"github.com/cosi-project/runtime/pkg/safe"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 	cloudproviderapi "k8s.io/cloud-provider/api"
 
-	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
 
@@ -26,25 +26,14 @@ import (
 func (s suite) controlPlanePair() (victim, impostor worker) {
 	s.Helper()
 
-	victim, impostor = s.plan(), s.plan()
+	victim = s.bootAs(s.plan(), talostest.MachineSpec{Type: talosmachine.TypeControlPlane})
+	impostor = s.bootAs(s.plan(), talostest.MachineSpec{Type: talosmachine.TypeControlPlane, Addresses: []talostest.Address{on("eth1", endpointIP, 32)}})
+	require.NoError(s, impostor.machine.SetNodename(s.Context(), victim.name))
 
-	for _, w := range []*worker{&victim, &impostor} {
-		var addresses []talostest.Address
-		if w == &impostor {
-			addresses = []talostest.Address{{Link: "eth1", Prefix: netip.MustParsePrefix(endpointIP + "/32")}}
-		}
-
-		m, err := s.addMachine(talostest.MachineSpec{Nodename: w.name, Type: talosmachine.TypeControlPlane, Addresses: addresses}, w.addr)
-		s.require(err)
-
-		w.machine = m
-	}
-
-	s.require(impostor.machine.SetNodename(s.Context(), victim.name))
-	s.talos.SetEtcdMembers(netip.MustParseAddr(controlPlaneIP), victim.addr)
-	s.Cleanup(func() { s.talos.SetEtcdMembers(netip.MustParseAddr(controlPlaneIP)) })
+	s.Talos.SetEtcdMembers(controlPlaneIP, victim.addr)
+	s.Cleanup(func() { s.Talos.SetEtcdMembers(controlPlaneIP) })
 	s.register(victim)
-	s.require(s.labelControlPlane(s.Context(), victim.name))
+	s.PatchNode(victim.name, "", labeledControlPlane)
 
 	return victim, impostor
 }
@@ -53,18 +42,12 @@ func (s suite) controlPlanePair() (victim, impostor worker) {
 func (s suite) move(w worker, addr netip.Addr) {
 	s.Helper()
 
-	kubelet, err := kubernetes.NewForConfig(s.kube.KubeletConfig(w.name))
-	s.require(err)
+	kubelet, err := kubernetes.NewForConfig(s.Kube.KubeletConfig(w.name))
+	require.NoError(s, err)
 
 	patch := fmt.Appendf(nil, `{"metadata":{"annotations":{%q:"%s"}}}`, cloudproviderapi.AnnotationAlphaProvidedIPAddr, addr)
 	_, err = kubelet.CoreV1().Nodes().Patch(s.Context(), w.name, types.MergePatchType, patch, metav1.PatchOptions{})
-	s.require(err)
-}
-
-// awaitCondition waits until the inventory has the machine of a Node in a condition.
-func (s suite) awaitCondition(nodename string, condition inventory.Condition) {
-	s.Helper()
-	s.eventually(nodename+" is "+condition.String(), func() bool { return s.main.inventory.Get(nodename).Condition == condition })
+	require.NoError(s, err)
 }
 
 // The kubelet's credentials of a control-plane Node must not suffice for a certificate of the cluster endpoint.
@@ -77,12 +60,8 @@ func TestController_DeniesRequestOfControlPlaneImpostor(t *testing.T) {
 	s.restart()
 
 	// The Node's status still lists the real machine, which does not have the address of the cluster endpoint.
-	name := s.post(victim, request{names: []string{victim.name}, ips: []netip.Addr{impostor.addr, netip.MustParseAddr(endpointIP)}})
-	s.await(name, "denied", denied)
-
-	if calls := impostor.machine.Calls(); len(calls) > 0 {
-		t.Errorf("the impostor was read: %v", calls)
-	}
+	s.awaitDenied(s.post(victim, request{names: []string{victim.name}, ips: []netip.Addr{impostor.addr, endpointIP}}))
+	assert.Empty(t, impostor.machine.Calls())
 
 	s.move(victim, victim.addr)
 	s.awaitIssued(s.post(victim, request{}))
@@ -98,27 +77,18 @@ func TestController_DropsImpostorOnceNodeIsLabeled(t *testing.T) {
 			s.restart()
 
 			victim, impostor := s.controlPlanePair()
-			s.require(s.unlabelControlPlane(s.Context(), victim.name))
+			s.PatchNode(victim.name, "", unlabeledControlPlane)
 			s.move(victim, impostor.addr)
-			s.eventually("the impostor is taken for a worker", func() bool {
-				return s.main.inventory.Get(victim.name).Machine.HasAddress(impostor.addr)
-			})
+			s.awaitMachine(victim.name, "as a worker", func(m machine.Machine) bool { return m.HasAddress(impostor.addr) })
 
-			wanted := request{names: []string{victim.name}, ips: []netip.Addr{impostor.addr, netip.MustParseAddr(endpointIP)}}
+			wanted := request{names: []string{victim.name}, ips: []netip.Addr{impostor.addr, endpointIP}}
 			before := s.post(victim, wanted)
 			s.awaitDeferred(before, csrpolicy.CodeControlPlaneUnclear)
-			s.require(s.labelControlPlane(s.Context(), victim.name))
+			s.PatchNode(victim.name, "", labeledControlPlane)
 
 			for _, name := range []string{before, s.post(victim, wanted)} {
-				s.eventually("request "+name+" is deferred because the machine is unknown", func() bool {
-					if approved(s.get(name)) {
-						s.Fatalf("request %s was approved", name)
-					}
-
-					return slices.ContainsFunc(s.messages(name, csrapproval.ReasonDeferred), func(message string) bool {
-						return strings.Contains(message, csrpolicy.CodeMachineUnknown)
-					})
-				})
+				s.awaitDeferred(name, csrpolicy.CodeMachineUnknown)
+				s.assertUndecided(name)
 			}
 		})
 	}
@@ -131,7 +101,7 @@ func TestController_IgnoresPodCIDRsOfControlPlaneImpostor(t *testing.T) {
 	victim, impostor := s.controlPlanePair()
 
 	config := k8s.NewControllerManagerConfig()
-	s.require(safe.StateModify(s.Context(), impostor.machine.State(), config, func(config *k8s.ControllerManagerConfig) error {
+	require.NoError(t, safe.StateModify(s.Context(), impostor.machine.State(), config, func(config *k8s.ControllerManagerConfig) error {
 		config.TypedSpec().PodCIDRs = []string{"0.0.0.0/1", "128.0.0.0/1"}
 
 		return nil
@@ -144,7 +114,5 @@ func TestController_IgnoresPodCIDRsOfControlPlaneImpostor(t *testing.T) {
 		s.awaitIssued(s.post(s.join(), request{}))
 	}
 
-	if id := s.main.controlPlane.Identity().Current(); slices.Contains(id.PodCIDRs, netip.MustParsePrefix("0.0.0.0/1")) {
-		t.Errorf("the identity has the pod CIDRs of the impostor: %+v", id)
-	}
+	assert.NotContains(t, s.main.controlPlane.Identity().Current().PodCIDRs, netip.MustParsePrefix("0.0.0.0/1"))
 }

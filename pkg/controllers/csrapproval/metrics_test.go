@@ -1,11 +1,11 @@
 package csrapproval_test
 
 import (
-	"fmt"
 	"maps"
 	"net/netip"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"k8s.io/component-base/metrics/legacyregistry"
 
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
@@ -16,7 +16,7 @@ func (s suite) metrics() map[string]float64 {
 	s.Helper()
 
 	families, err := legacyregistry.DefaultGatherer.Gather()
-	s.require(err)
+	require.NoError(s, err)
 
 	values := map[string]float64{}
 
@@ -38,7 +38,6 @@ func TestMetrics_CountVerdicts(t *testing.T) {
 	const pending = "talosccm_csr_pending"
 
 	s := alone(t)
-
 	w, victim := s.known(), s.known()
 
 	// Requests of other tests are decided or deleted.
@@ -46,12 +45,11 @@ func TestMetrics_CountVerdicts(t *testing.T) {
 
 	before := s.metrics()
 	s.awaitIssued(s.post(w, request{}))
-	s.await(s.post(w, request{names: []string{"kubernetes", "*.example.org"}}), "denied", denied)
-	s.await(s.post(w, request{ips: []netip.Addr{victim.addr}}), "denied", denied)
+	s.awaitDenied(s.post(w, request{names: []string{"kubernetes", "*.example.org"}}))
+	s.awaitDenied(s.post(w, request{ips: []netip.Addr{victim.addr}}))
 
-	other := netip.MustParseAddr("172.31.134.1")
+	other := s.plan().addr
 	s.list(w, other)
-
 	deferred := s.post(w, request{ips: []netip.Addr{other}})
 	s.awaitDeferred(deferred, csrpolicy.CodeUnknownAddress)
 
@@ -70,6 +68,7 @@ func TestMetrics_CountVerdicts(t *testing.T) {
 	}
 
 	counted := map[string]float64{}
+	defer func() { t.Logf("counted %v", counted) }()
 
 	s.eventually("all verdicts are counted", func() bool {
 		after := s.metrics()
@@ -78,7 +77,7 @@ func TestMetrics_CountVerdicts(t *testing.T) {
 		}
 
 		return maps.Equal(counted, wanted)
-	}, func() string { return fmt.Sprint("counted ", counted) })
+	})
 
 	s.remove(deferred)
 	s.eventually("the deleted request is not pending", func() bool { return s.metrics()[pending] == 0 })

@@ -1,6 +1,7 @@
 package csrapproval
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"net/netip"
@@ -10,6 +11,8 @@ import (
 	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -29,18 +32,19 @@ const (
 	second  = "fd00::1"
 )
 
-// ownersFixture has the Nodes "other" and "requesting", whose machine reports address.
+// ownersFixture has no Nodes at first.
 type ownersFixture struct {
 	*owners
 
+	t      testing.TB
 	clock  *clocktesting.FakeClock
 	policy csrpolicy.Policy
 }
 
-func newOwnersFixture(t *testing.T) *ownersFixture {
+func newOwnersFixture(t testing.TB) *ownersFixture {
 	t.Helper()
 
-	f := &ownersFixture{clock: clocktesting.NewFakeClock(time.Now())}
+	f := &ownersFixture{t: t, clock: clocktesting.NewFakeClock(time.Now())}
 	f.owners = newOwners(Config{
 		Inventory: inventory.New(f.clock.Now),
 		Clock:     f.clock,
@@ -54,29 +58,68 @@ func newOwnersFixture(t *testing.T) *ownersFixture {
 }
 
 // add adds a Node as the informer does.
-func (f *ownersFixture) add(t *testing.T, n *corev1.Node) *corev1.Node {
-	t.Helper()
-
-	if err := f.nodes.Add(n); err != nil {
-		t.Fatal(err)
-	}
-
+func (f *ownersFixture) add(n *corev1.Node) *corev1.Node {
+	f.t.Helper()
+	require.NoError(f.t, f.nodes.Add(n))
 	f.observe(n)
 
 	return n
 }
 
 // remove deletes a Node as the informer and the reflector do.
-func (f *ownersFixture) remove(t *testing.T, n *corev1.Node) {
-	t.Helper()
-
-	if err := f.nodes.Delete(n); err != nil {
-		t.Fatal(err)
-	}
-
+func (f *ownersFixture) remove(n *corev1.Node) {
+	f.t.Helper()
+	require.NoError(f.t, f.nodes.Delete(n))
 	f.reserve(n)
 	f.machines.Forget(n.Name)
 }
+
+// assertOwned fails unless Node "other" owns the subject, or unless no Node does, according to a request of the Node
+// named requester.
+func (f *ownersFixture) assertOwned(want bool, subject, requester string, n *corev1.Node) {
+	f.t.Helper()
+
+	owners := map[bool][]string{true: {"other"}}
+	assert.ElementsMatch(f.t, owners[want], f.others(subject, requester, n), subject)
+}
+
+// assertOwnedByOther is assertOwned for a request of Node "requesting".
+func (f *ownersFixture) assertOwnedByOther(want bool, subject string) {
+	f.t.Helper()
+	f.assertOwned(want, subject, "requesting", node("requesting"))
+}
+
+// steps are what happens to a fixture.
+type steps []func(*ownersFixture)
+
+func (f *ownersFixture) do(steps steps) {
+	for _, step := range steps {
+		step(f)
+	}
+}
+
+// reports is the step in which the machine of a Node responds, and reportsFormer that of a deleted Node.
+func reports(m machine.Machine) func(*ownersFixture) {
+	return func(f *ownersFixture) { f.machines.Replace(m.Nodename, m) }
+}
+
+func reportsFormer(m machine.Machine) func(*ownersFixture) {
+	return func(f *ownersFixture) { f.former.Replace(m.Nodename, m) }
+}
+
+func passes(d time.Duration) func(*ownersFixture) {
+	return func(f *ownersFixture) { f.clock.Step(d) }
+}
+
+func sweeps(f *ownersFixture) { f.sweep() }
+
+// down, replaced and formerDown are the steps in which the machine of Node "other" goes silent, another one responds at
+// its address, and the machine of a deleted Node of this name goes silent.
+func down(f *ownersFixture) { f.machines.MarkUnreachable("other", "gone") }
+
+func replaced(f *ownersFixture) { f.machines.MarkMismatch("other", "x", "no") }
+
+func formerDown(f *ownersFixture) { f.former.MarkUnreachable("other", "gone") }
 
 // view is a machine that responds at endpoint and has addresses.
 func view(nodename, endpoint string, addresses ...string) machine.Machine {
@@ -96,273 +139,177 @@ func created(n *corev1.Node, unix int64) *corev1.Node {
 	return n
 }
 
-func TestOwners_OfLiveNodes(t *testing.T) {
-	provided := node("other", address)
-	provided.Annotations = map[string]string{cloudproviderapi.AnnotationAlphaProvidedIPAddr: "10.0.0.9," + address + "," + second}
+// ready sets whether the kubelet of a Node reports.
+func ready(n *corev1.Node, status corev1.ConditionStatus) *corev1.Node {
+	n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: status}}
 
-	for _, test := range []struct {
-		name    string
+	return n
+}
+
+func withUID(n *corev1.Node, uid types.UID) *corev1.Node {
+	n.UID = uid
+
+	return n
+}
+
+func TestOwners_OfLiveNodes(t *testing.T) {
+	const name = "name.example.org"
+
+	listed, assigned, provided := node("other", address), node("other", name), node("other", address)
+	provided.Annotations = map[string]string{cloudproviderapi.AnnotationAlphaProvidedIPAddr: "10.0.0.9," + address + "," + second}
+	without, other := reports(view("other", "10.0.0.9")), reports(view("other", address, address))
+	allows := func(policy csrpolicy.Policy) func(*ownersFixture) {
+		return func(f *ownersFixture) { f.policy = policy }
+	}
+
+	for what, test := range map[string]struct {
 		subject string
 		node    *corev1.Node
-		update  func(*ownersFixture)
-		want    []string
+		steps   steps
+		want    bool
 	}{
-		{"machine unknown", address, node("other", address), func(*ownersFixture) {}, []string{"other"}},
-		{"machine never responded", address, node("other", address), func(f *ownersFixture) { f.machines.MarkUnreachable("other", "gone") }, []string{"other"}},
-		{"another machine responds from the start", address, node("other", address), func(f *ownersFixture) { f.machines.MarkMismatch("other", "x", "no") }, []string{"other"}},
-		{"machine does not report the address", address, provided, func(f *ownersFixture) { f.machines.Replace("other", view("other", "10.0.0.9", "10.0.0.9")) }, nil},
-		{"machine responds at the address that it does not report", address, provided, func(f *ownersFixture) { f.machines.Replace("other", view("other", address)) }, []string{"other"}},
-		{"machine does not report the other node IP of the kubelet", second, provided, func(f *ownersFixture) { f.machines.Replace("other", view("other", "10.0.0.9")) }, []string{"other"}},
-		{"machine does not report an address that the operator allows", address, provided, func(f *ownersFixture) {
-			f.policy.ExtraIPs = []netip.Addr{netip.MustParseAddr("::ffff:10.0.0.1")}
-			f.machines.Replace("other", view("other", "10.0.0.9"))
-		}, []string{"other"}},
-		{"machine does not report a name that a rule assigns", "name.example.org", node("other", "name.example.org"), func(f *ownersFixture) {
-			f.policy.ExtraNames = []string{"Name.example.org"}
-			f.machines.Replace("other", view("other", "10.0.0.9"))
-		}, []string{"other"}},
-		{"machine does not report a name that a rule assigns until its identity is known", "name.example.org", node("other", "name.example.org"), func(f *ownersFixture) {
-			f.policy.PendingNames = []string{"name.example.org"}
-			f.machines.Replace("other", view("other", "10.0.0.9"))
-		}, []string{"other"}},
-		{"machine reported the address and is down", address, node("other", address), func(f *ownersFixture) {
-			f.machines.Replace("other", view("other", address, address))
-			f.machines.MarkUnreachable("other", "gone")
-		}, []string{"other"}},
-		{"machine reported the address, and another one responds", address, node("other", address), func(f *ownersFixture) {
-			f.machines.Replace("other", view("other", address, address))
-			f.machines.MarkMismatch("other", "x", "no")
-		}, []string{"other"}},
-		{"machine did not report the address, and now the Node leads to another machine", address, provided, func(f *ownersFixture) {
-			f.machines.Replace("other", view("other", "10.0.0.9", "10.0.0.9"))
-			f.machines.MarkMismatch("other", "x", "no")
-		}, nil},
-		{"Node does not list the address", "10.0.0.9", node("other", address), func(f *ownersFixture) { f.machines.Replace("other", view("other", "10.0.0.9")) }, []string{"other"}},
-		{"name of a Node", "other", node("other"), func(*ownersFixture) {}, []string{"other"}},
-		{"name of a Node whose machine responds", "other", node("other"), func(f *ownersFixture) { f.machines.Replace("other", view("other", "10.0.0.9")) }, []string{"other"}},
-		{"requesting Node", address, node("requesting", address), func(*ownersFixture) {}, nil},
+		"machine unknown":                                          {address, listed, nil, true},
+		"machine never responded":                                  {address, listed, steps{down}, true},
+		"another machine responds from the start":                  {address, listed, steps{replaced}, true},
+		"machine does not report the address":                      {address, provided, steps{reports(view("other", "10.0.0.9", "10.0.0.9"))}, false},
+		"machine responds at the address that it does not report":  {address, provided, steps{reports(view("other", address))}, true},
+		"machine does not report the other node IP of the kubelet": {second, provided, steps{without}, true},
+		"machine does not report an address that the operator allows": {
+			address, provided, steps{allows(csrpolicy.Policy{ExtraIPs: []netip.Addr{netip.MustParseAddr("::ffff:10.0.0.1")}}), without}, true,
+		},
+		"machine does not report a name that a rule assigns": {name, assigned, steps{allows(csrpolicy.Policy{ExtraNames: []string{"Name.example.org"}}), without}, true},
+		"machine does not report a name that a rule assigns until its identity is known": {
+			name, assigned, steps{allows(csrpolicy.Policy{PendingNames: []string{name}}), without}, true,
+		},
+		"machine reported the address and is down":               {address, listed, steps{other, down}, true},
+		"machine reported the address, and another one responds": {address, listed, steps{other, replaced}, true},
+		"machine did not report the address, and now the Node leads to another machine": {
+			address, provided, steps{reports(view("other", "10.0.0.9", "10.0.0.9")), replaced}, false,
+		},
+		"Node does not list the address":        {"10.0.0.9", listed, steps{without}, true},
+		"name of a Node":                        {"other", node("other"), nil, true},
+		"name of a Node whose machine responds": {"other", node("other"), steps{without}, true},
+		"requesting Node":                       {address, node("requesting", address), nil, false},
 	} {
-		t.Run(test.name, func(t *testing.T) {
+		t.Run(what, func(t *testing.T) {
 			f := newOwnersFixture(t)
-			f.add(t, test.node)
-			test.update(f)
-
-			if got := f.others(test.subject, "requesting", node("requesting")); !slices.Equal(got, test.want) {
-				t.Errorf("got %v, want %v", got, test.want)
-			}
+			f.add(test.node)
+			f.do(test.steps)
+			f.assertOwnedByOther(test.want, test.subject)
 		})
 	}
 }
 
 func TestOwners_OfDeletedNodes(t *testing.T) {
-	unreported := func(n *corev1.Node) *corev1.Node {
-		n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionUnknown}}
-
-		return n
+	listed := node("other", address)
+	silent := func(nodename string, addresses ...string) *corev1.Node {
+		return ready(node(nodename, addresses...), corev1.ConditionUnknown)
 	}
-	reporting := func(n *corev1.Node) *corev1.Node {
-		n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionFalse}}
+	reporting := ready(node("other", address), corev1.ConditionFalse)
 
-		return n
-	}
-	renamed := func(f *ownersFixture) {
-		m := view("requesting", address, address)
-		m.NodeID = "id of other"
-		f.machines.Replace("requesting", m)
-		f.former.MarkMismatch("other", "requesting", "renamed")
-	}
-	reset := view("other", address, address)
-	reset.Stage = runtime.MachineStageResetting
+	debian := node("other", address)
+	debian.Status.NodeInfo.OSImage = "Debian GNU/Linux"
 
-	for _, test := range []struct {
-		name      string
+	self, elsewhere, requesting := view("other", address, address), view("other", "10.0.0.9", address), view("requesting", address, address)
+	reset, same := self, requesting
+	reset.Stage, same.NodeID = runtime.MachineStageResetting, self.NodeID
+
+	responds := steps{reports(requesting)} // the requester, at the address
+	renamed := steps{reports(same), func(f *ownersFixture) { f.former.MarkMismatch("other", "requesting", "renamed") }}
+	extended := steps{reportsFormer(self), passes(retention), sweeps}
+	after := func(first steps, more ...func(*ownersFixture)) steps { return slices.Concat(first, more) }
+
+	for what, test := range map[string]struct {
 		node      *corev1.Node
-		view      machine.Machine // zero if the machine has never responded
+		view      machine.Machine // none if the machine has never responded
 		requester *corev1.Node
-		after     func(*ownersFixture)
+		steps     steps
 		want      bool
 	}{
-		{name: "never responded", node: node("other", address), want: true},
-		{name: "other operating system", node: func() *corev1.Node {
-			n := node("other", address)
-			n.Status.NodeInfo.OSImage = "Debian GNU/Linux"
+		"never responded":              {node: listed, want: true},
+		"other operating system":       {node: debian, want: true},
+		"reported only by the machine": {node: node("other"), view: elsewhere, want: true},
+		"contradicted by the machine":  {node: listed, view: view("other", "10.0.0.9")},
+		"reported before another machine responds": {
+			node: silent("other"), view: elsewhere, steps: steps{func(f *ownersFixture) { f.former.MarkMismatch("other", "requesting", "no") }}, want: true,
+		},
+		"shortly before the end":                          {node: listed, view: self, steps: steps{passes(retention - time.Second)}, want: true},
+		"after the end, before the sweep":                 {node: listed, view: self, steps: steps{passes(retention)}},
+		"after the sweep":                                 {node: listed, view: self, steps: steps{passes(retention), sweeps}},
+		"after the end, still responds, before the sweep": {node: listed, view: self, steps: steps{reportsFormer(self), passes(retention)}, want: true},
+		"still responds":                                  {node: listed, view: self, steps: extended, want: true},
+		"shortly after its last response":                 {node: listed, view: self, steps: after(extended, formerDown, passes(retention-time.Second), sweeps), want: true},
+		"long after its last response":                    {node: listed, view: self, steps: after(extended, formerDown, passes(retention), sweeps)},
 
-			return n
-		}(), want: true},
-		{name: "reported only by the machine", node: node("other"), view: view("other", "10.0.0.9", address), want: true},
-		{name: "contradicted by the machine", node: node("other", address), view: view("other", "10.0.0.9")},
-		{
-			name: "reported before another machine responds", node: unreported(node("other")), view: view("other", "10.0.0.9", address),
-			after: func(f *ownersFixture) { f.former.MarkMismatch("other", "requesting", "no") }, want: true,
+		"reset":                         {node: silent("other", address), view: reset, steps: steps{formerDown}},
+		"reset, not known to be silent": {node: silent("other", address), view: reset, want: true},
+		"reset, still responds":         {node: silent("other", address), view: reset, steps: steps{reportsFormer(reset)}, want: true},
+		"reset, kubelet reports":        {node: reporting, view: reset, steps: steps{formerDown}, want: true},
+
+		"renamed":                  {node: silent("other", address), view: self, steps: renamed},
+		"renamed, kubelet reports": {node: reporting, view: self, steps: renamed, want: true},
+		"renamed to another Node": {
+			node: silent("other", address), view: self, steps: after(renamed, func(f *ownersFixture) { f.former.MarkMismatch("other", "x", "renamed") }), want: true,
 		},
-		{
-			name: "shortly before the end", node: node("other", address), view: view("other", address, address),
-			after: func(f *ownersFixture) { f.clock.Step(retention - time.Second) }, want: true,
+		"renamed, does not respond": {
+			node: silent("other", address), view: self, steps: after(renamed, func(f *ownersFixture) { f.machines.MarkUnreachable("requesting", "gone") }), want: true,
 		},
-		{
-			name: "after the end, before the sweep", node: node("other", address), view: view("other", address, address),
-			after: func(f *ownersFixture) { f.clock.Step(retention) },
+		"replaced":                           {node: silent("other", address), view: self, steps: after(renamed, responds...), want: true},
+		"same address, identity unknown":     {node: silent("other", address), steps: renamed, want: true},
+		"control plane, renamed":             {node: labeled(silent("other", address)), view: self, requester: labeled(node("requesting")), steps: renamed},
+		"control plane, claimed by a worker": {node: labeled(silent("other", address)), view: self, steps: renamed, want: true},
+
+		"requester responds at the address, which the former machine only reported": {node: listed, view: elsewhere, steps: responds},
+		"requester responds at the address, where the former machine responded":     {node: listed, view: self, steps: responds, want: true},
+		"requester responds at the address, and the former machine never responded": {node: listed, steps: responds, want: true},
+		"requester no longer responds at the address": {
+			node: listed, view: elsewhere, steps: after(responds, func(f *ownersFixture) { f.machines.MarkUnreachable("requesting", "gone") }), want: true,
 		},
-		{
-			name: "after the sweep", node: node("other", address), view: view("other", address, address),
-			after: func(f *ownersFixture) { f.clock.Step(retention); f.sweep() },
+		"older requester responds at the address, and the former machine never responded": {
+			node: created(node("other", address), 1), requester: created(node("requesting"), 0), steps: responds,
 		},
-		{name: "still responds", node: node("other", address), view: view("other", address, address), after: func(f *ownersFixture) {
-			f.former.Replace("other", view("other", address, address))
-			f.clock.Step(retention)
-			f.sweep()
-		}, want: true},
-		{name: "shortly after its last response", node: node("other", address), view: view("other", address, address), after: func(f *ownersFixture) {
-			f.former.Replace("other", view("other", address, address))
-			f.clock.Step(retention)
-			f.sweep()
-			f.former.MarkUnreachable("other", "gone")
-			f.clock.Step(retention - time.Second)
-			f.sweep()
-		}, want: true},
-		{name: "long after its last response", node: node("other", address), view: view("other", address, address), after: func(f *ownersFixture) {
-			f.former.Replace("other", view("other", address, address))
-			f.clock.Step(retention)
-			f.sweep()
-			f.former.MarkUnreachable("other", "gone")
-			f.clock.Step(retention)
-			f.sweep()
-		}},
-		{
-			name: "reset", node: unreported(node("other", address)), view: reset,
-			after: func(f *ownersFixture) { f.former.MarkUnreachable("other", "gone") },
+		"older requester responds at the address, where the former machine responded": {
+			node: created(node("other", address), 1), view: self, requester: created(node("requesting"), 0), steps: responds, want: true,
 		},
-		{name: "reset, not known to be silent", node: unreported(node("other", address)), view: reset, want: true},
-		{
-			name: "reset, still responds", node: unreported(node("other", address)), view: reset,
-			after: func(f *ownersFixture) { f.former.Replace("other", reset) }, want: true,
+		"newer requester responds at the address, and the former machine never responded": {
+			node: created(node("other", address), 0), requester: created(node("requesting"), 1), steps: responds, want: true,
 		},
-		{
-			name: "reset, kubelet reports", node: reporting(node("other", address)), view: reset,
-			after: func(f *ownersFixture) { f.former.MarkUnreachable("other", "gone") }, want: true,
-		},
-		{name: "renamed", node: unreported(node("other", address)), view: view("other", address, address), after: renamed},
-		{name: "renamed, kubelet reports", node: reporting(node("other", address)), view: view("other", address, address), after: renamed, want: true},
-		{name: "renamed to another Node", node: unreported(node("other", address)), view: view("other", address, address), after: func(f *ownersFixture) {
-			renamed(f)
-			f.former.MarkMismatch("other", "x", "renamed")
-		}, want: true},
-		{name: "renamed, does not respond", node: unreported(node("other", address)), view: view("other", address, address), after: func(f *ownersFixture) {
-			renamed(f)
-			f.machines.MarkUnreachable("requesting", "gone")
-		}, want: true},
-		{name: "replaced", node: unreported(node("other", address)), view: view("other", address, address), after: func(f *ownersFixture) {
-			renamed(f)
-			f.machines.Replace("requesting", view("requesting", address, address))
-		}, want: true},
-		{
-			name: "requester responds at the address, which the former machine only reported", node: node("other", address), view: view("other", "10.0.0.9", address),
-			after: func(f *ownersFixture) { f.machines.Replace("requesting", view("requesting", address, address)) },
-		},
-		{
-			name: "requester responds at the address, where the former machine responded", node: node("other", address), view: view("other", address, address),
-			after: func(f *ownersFixture) { f.machines.Replace("requesting", view("requesting", address, address)) }, want: true,
-		},
-		{
-			name: "requester responds at the address, and the former machine never responded", node: node("other", address),
-			after: func(f *ownersFixture) { f.machines.Replace("requesting", view("requesting", address, address)) }, want: true,
-		},
-		{
-			name: "older requester responds at the address, and the former machine never responded", node: created(node("other", address), 1),
-			requester: created(node("requesting"), 0),
-			after:     func(f *ownersFixture) { f.machines.Replace("requesting", view("requesting", address, address)) },
-		},
-		{
-			name: "older requester responds at the address, where the former machine responded", node: created(node("other", address), 1),
-			view: view("other", address, address), requester: created(node("requesting"), 0),
-			after: func(f *ownersFixture) { f.machines.Replace("requesting", view("requesting", address, address)) }, want: true,
-		},
-		{
-			name: "newer requester responds at the address, and the former machine never responded", node: created(node("other", address), 0),
-			requester: created(node("requesting"), 1),
-			after:     func(f *ownersFixture) { f.machines.Replace("requesting", view("requesting", address, address)) }, want: true,
-		},
-		{name: "requester no longer responds at the address", node: node("other", address), view: view("other", "10.0.0.9", address), after: func(f *ownersFixture) {
-			f.machines.Replace("requesting", view("requesting", address, address))
-			f.machines.MarkUnreachable("requesting", "gone")
-		}, want: true},
-		{name: "after the end, still responds, before the sweep", node: node("other", address), view: view("other", address, address), after: func(f *ownersFixture) {
-			f.former.Replace("other", view("other", address, address))
-			f.clock.Step(retention)
-		}, want: true},
-		{name: "same address, identity unknown", node: unreported(node("other", address)), after: renamed, want: true},
-		{
-			name: "control plane, renamed", node: labeled(unreported(node("other", address))), view: view("other", address, address),
-			requester: labeled(node("requesting")), after: renamed,
-		},
-		{name: "control plane, claimed by a worker", node: labeled(unreported(node("other", address))), view: view("other", address, address), after: renamed, want: true},
 	} {
-		t.Run(test.name, func(t *testing.T) {
+		t.Run(what, func(t *testing.T) {
 			f := newOwnersFixture(t)
-			n := f.add(t, test.node)
+			f.add(test.node)
 
 			if test.view.Nodename != "" {
-				f.machines.Replace("other", test.view)
+				f.do(steps{reports(test.view)})
 			}
 
-			f.remove(t, n)
-
-			if test.after != nil {
-				test.after(f)
-			}
-
-			requester := test.requester
-			if requester == nil {
-				requester = node("requesting")
-			}
-
-			if got := slices.Contains(f.others(address, "requesting", requester), "other"); got != test.want {
-				t.Errorf("got %v, want %v", got, test.want)
-			}
+			f.remove(test.node)
+			f.do(test.steps)
+			f.assertOwned(test.want, address, "requesting", cmp.Or(test.requester, node("requesting")))
 		})
 	}
 }
 
 func TestOwners_OfRequestersOwnName(t *testing.T) {
-	now := time.Now()
-	at := func(n *corev1.Node, created time.Time) *corev1.Node {
-		n.CreationTimestamp = metav1.NewTime(created)
-
-		return n
-	}
-
-	for _, test := range []struct {
-		name      string
+	for what, test := range map[string]struct {
+		nodename  string
 		requester *corev1.Node
 		want      bool
 	}{
-		{"older Node", at(node("n"), now.Add(-time.Minute)), false},
-		{"newer Node", at(node("n"), now.Add(time.Minute)), true},
-		{"older Node with an address as name", at(node(address), now.Add(-time.Minute)), true},
-		{"no Node", nil, true},
+		"older Node":                         {"n", created(node("n"), 1), false},
+		"newer Node":                         {"n", created(node("n"), 3), true},
+		"older Node with an address as name": {address, created(node(address), 1), true},
+		"no Node":                            {"n", nil, true},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			nodename := "n"
-			if test.requester != nil {
-				nodename = test.requester.Name
-			}
-
+		t.Run(what, func(t *testing.T) {
 			f := newOwnersFixture(t)
-			deleted := f.add(t, at(node("other"), now))
+			deleted := f.add(created(node("other"), 2))
 			former := view("other", address)
 			former.Hostname = "n"
-			f.machines.Replace("other", former)
-			f.machines.Replace(nodename, view(nodename, "10.0.0.9"))
-
-			if got := f.others(nodename, nodename, test.requester); !slices.Equal(got, []string{"other"}) {
-				t.Errorf("before the deletion: %v", got)
-			}
-
-			f.remove(t, deleted)
-
-			if got := f.others(nodename, nodename, test.requester); slices.Contains(got, "other") != test.want {
-				t.Errorf("after the deletion: %v", got)
-			}
+			f.do(steps{reports(former), reports(view(test.nodename, "10.0.0.9"))})
+			f.assertOwned(true, test.nodename, test.nodename, test.requester)
+			f.remove(deleted)
+			f.assertOwned(test.want, test.nodename, test.nodename, test.requester)
 		})
 	}
 }
@@ -371,29 +318,21 @@ func TestOwners_OfRequestersOwnName(t *testing.T) {
 func TestOwners_HaveNoGapDuringDeletion(t *testing.T) {
 	const unlisted = "10.0.0.2"
 
-	steps := map[string]func(*ownersFixture, *corev1.Node){
-		"reserve": func(f *ownersFixture, n *corev1.Node) { f.reserve(n) },
-		"forget":  func(f *ownersFixture, n *corev1.Node) { f.machines.Forget(n.Name) },
-	}
+	n := node("other", address)
+	reserves := func(f *ownersFixture) { f.reserve(n) }
+	forgets := func(f *ownersFixture) { f.machines.Forget(n.Name) }
 
-	for _, order := range [][]string{{"reserve", "forget"}, {"forget", "reserve"}} {
+	for _, order := range []steps{{reserves, forgets}, {forgets, reserves}} {
 		f := newOwnersFixture(t)
-		n := f.add(t, node("other", address))
-		f.machines.Replace("other", view("other", address, address, unlisted))
+		f.add(n)
+		f.do(steps{reports(view("other", address, address, unlisted))})
+		require.NoError(t, f.nodes.Delete(n))
 
-		if err := f.nodes.Delete(n); err != nil {
-			t.Fatal(err)
-		}
-
-		for _, step := range append([]string{""}, order...) {
-			if step != "" {
-				steps[step](f, n)
-			}
+		for i := range len(order) + 1 {
+			f.do(order[max(i-1, 0):i])
 
 			for _, subject := range []string{"other", address, unlisted} {
-				if got := f.others(subject, "requesting", node("requesting")); !slices.Equal(got, []string{"other"}) {
-					t.Errorf("%v, after %q: %s is owned by %v", order, step, subject, got)
-				}
+				f.assertOwnedByOther(true, subject)
 			}
 		}
 	}
@@ -403,47 +342,41 @@ func TestOwners_HaveNoGapDuringDeletion(t *testing.T) {
 func TestOwners_ReregisteredNode(t *testing.T) {
 	const elsewhere = "10.0.0.9"
 
-	silent := func(f *ownersFixture) { f.former.MarkUnreachable("other", "gone") }
-	responds := func(f *ownersFixture) { f.former.Replace("other", view("other", address, address, "10.0.0.2")) }
-	replacement := view("other", elsewhere, elsewhere, address)
+	responds := reportsFormer(view("other", address, address, "10.0.0.2"))
+	replacement, returned := view("other", elsewhere, elsewhere, address), view("other", elsewhere, address)
 	replacement.NodeID = "id of replacement"
 
-	for _, test := range []struct {
-		name    string
+	for what, test := range map[string]struct {
 		subject string
 		machine machine.Machine // of the new Node
-		after   func(*ownersFixture)
+		steps   steps
 		want    bool
 	}{
-		{"returns at its address", address, view("other", address, address), responds, false},
-		{"returns at another of its addresses", address, view("other", "10.0.0.2", address), responds, false},
-		{"returns at a new address", address, view("other", elsewhere, address), silent, false},
-		{"returns at a new address, former not known to be silent", address, view("other", elsewhere, address), func(*ownersFixture) {}, true},
-		{"identity of the former machine, which responds", address, view("other", elsewhere, address), responds, true},
-		{"another machine, former responds", address, replacement, responds, true},
-		{"another machine, former silent", address, replacement, silent, true},
-		{"another machine, what the former only reported", "10.0.0.2", replacement, silent, true},
-		{"another machine, its own address", elsewhere, replacement, responds, false},
-		{"another machine, the name, former responds", "other", replacement, responds, true},
-		{"another machine, the name, former silent", "other", replacement, silent, false},
-		{"another machine, the name, former unknown", "other", replacement, func(*ownersFixture) {}, true},
-		{"another machine, former silent, after the end", address, replacement, func(f *ownersFixture) { silent(f); f.clock.Step(retention); f.sweep() }, false},
-		{"another machine, former responds, after the end", address, replacement, func(f *ownersFixture) { responds(f); f.clock.Step(retention); f.sweep() }, true},
+		"returns at its address":                                  {address, view("other", address, address), steps{responds}, false},
+		"returns at another of its addresses":                     {address, view("other", "10.0.0.2", address), steps{responds}, false},
+		"returns at a new address":                                {address, returned, steps{formerDown}, false},
+		"returns at a new address, former not known to be silent": {address, returned, nil, true},
+		"identity of the former machine, which responds":          {address, returned, steps{responds}, true},
+		"another machine, former responds":                        {address, replacement, steps{responds}, true},
+		"another machine, former silent":                          {address, replacement, steps{formerDown}, true},
+		"another machine, what the former only reported":          {"10.0.0.2", replacement, steps{formerDown}, true},
+		"another machine, its own address":                        {elsewhere, replacement, steps{responds}, false},
+		"another machine, the name, former responds":              {"other", replacement, steps{responds}, true},
+		"another machine, the name, former silent":                {"other", replacement, steps{formerDown}, false},
+		"another machine, the name, former unknown":               {"other", replacement, nil, true},
+		"another machine, former silent, after the end":           {address, replacement, steps{formerDown, passes(retention), sweeps}, false},
+		"another machine, former responds, after the end":         {address, replacement, steps{responds, passes(retention), sweeps}, true},
 	} {
-		t.Run(test.name, func(t *testing.T) {
+		t.Run(what, func(t *testing.T) {
 			f := newOwnersFixture(t)
-			old, recreated := node("other", address), node("other", elsewhere)
-			old.UID, recreated.UID = "old", "new"
+			recreated := withUID(node("other", elsewhere), "new")
 
-			f.machines.Replace("other", view("other", address, address, "10.0.0.2"))
-			f.remove(t, f.add(t, old))
-			f.add(t, recreated)
-			f.machines.Replace("other", test.machine)
-			test.after(f)
-
-			if got := slices.Contains(f.others(test.subject, "other", recreated), "other"); got != test.want {
-				t.Errorf("got %v, want %v", got, test.want)
-			}
+			f.do(steps{reports(view("other", address, address, "10.0.0.2"))})
+			f.remove(f.add(withUID(node("other", address), "old")))
+			f.add(recreated)
+			f.do(steps{reports(test.machine)})
+			f.do(test.steps)
+			f.assertOwned(test.want, test.subject, "other", recreated)
 		})
 	}
 }
@@ -452,129 +385,78 @@ func TestOwners_ReregisteredNode(t *testing.T) {
 func TestOwners_OfWhatMachineStoppedToReport(t *testing.T) {
 	for _, deleted := range []bool{false, true} {
 		f := newOwnersFixture(t)
-		n := f.add(t, node("other", address, second))
-		machines := f.machines
-
-		f.machines.Replace("other", view("other", address, address, "10.0.0.2"))
+		n, report := f.add(node("other", address, second)), reports
+		f.do(steps{reports(view("other", address, address, "10.0.0.2"))})
 
 		if deleted {
-			f.remove(t, n)
+			f.remove(n)
 
-			machines = f.former
+			report = reportsFormer
 		}
 
-		machines.Replace("other", view("other", address, address))
-
-		if got := f.others("10.0.0.2", "requesting", node("requesting")); !slices.Equal(got, []string{"other"}) {
-			t.Errorf("deleted: %v: owned by %v", deleted, got)
-		}
+		f.do(steps{report(view("other", address, address))})
+		f.assertOwnedByOther(true, "10.0.0.2")
 
 		f.clock.Step(retention)
-
-		if got := f.others("10.0.0.2", "requesting", node("requesting")); len(got) > 0 {
-			t.Errorf("deleted: %v: after the retention, owned by %v", deleted, got)
-		}
+		f.assertOwnedByOther(false, "10.0.0.2")
 	}
 }
 
 // What another machine does under the name of a deleted Node must not shorten its reservation.
 func TestOwners_JudgesEachDeletedNode(t *testing.T) {
 	f := newOwnersFixture(t)
-	old, attacker := node("other", address), node("other", "10.0.0.9")
-	old.UID, attacker.UID = "old", "new"
-
-	f.machines.Replace("other", view("other", address, address, "10.0.0.2"))
-	f.remove(t, f.add(t, old))
-	f.former.MarkUnreachable("other", "gone")
-	f.clock.Step(retention / 2)
-
 	reset := view("other", "10.0.0.9")
 	reset.Stage = runtime.MachineStageResetting
-	f.machines.Replace("other", reset)
-	f.remove(t, f.add(t, attacker))
 
-	owned := func(subject string) bool {
-		return slices.Contains(f.others(subject, "requesting", node("requesting")), "other")
-	}
+	f.do(steps{reports(view("other", address, address, "10.0.0.2"))})
+	f.remove(f.add(withUID(node("other", address), "old")))
+	f.do(steps{formerDown, passes(retention / 2), reports(reset)})
+	f.remove(f.add(withUID(node("other", "10.0.0.9"), "new"))) // the attacker's
 
 	for _, subject := range []string{address, "10.0.0.2", "10.0.0.9"} {
-		if !owned(subject) {
-			t.Errorf("%s is not owned", subject)
-		}
+		f.assertOwnedByOther(true, subject)
 	}
 
 	f.clock.Step(retention / 2)
-
-	if !f.sweep() {
-		t.Error("no reservation has ended")
-	}
-
-	for subject, want := range map[string]bool{address: false, "10.0.0.2": false, "10.0.0.9": true} {
-		if got := owned(subject); got != want {
-			t.Errorf("after the first has ended, %s is owned: %v, want %v", subject, got, want)
-		}
-	}
+	assert.True(t, f.sweep(), "the first reservation has ended")
+	f.assertOwnedByOther(false, address)
+	f.assertOwnedByOther(false, "10.0.0.2")
+	f.assertOwnedByOther(true, "10.0.0.9")
 }
 
 // The reflector also forgets the machine of a Node that exists.
 func TestOwners_OfHandedOverView(t *testing.T) {
 	f := newOwnersFixture(t)
-	f.add(t, node("other", address))
-	f.machines.Replace("other", view("other", address, address, "10.0.0.2"))
+	f.add(node("other", address))
+	f.do(steps{reports(view("other", address, address, "10.0.0.2"))})
 	f.machines.Forget("other")
 
 	for range 2 {
-		if got := f.others("10.0.0.2", "requesting", node("requesting")); len(got) > 0 {
-			t.Errorf("owned by %v", got)
-		}
-
+		f.assertOwnedByOther(false, "10.0.0.2")
 		f.sweep()
 	}
 
-	if entry := f.former.Get("other"); entry.Last.Nodename != "" {
-		t.Errorf("left: %v", entry)
-	}
+	assert.Empty(t, f.former.Get("other").Last.Nodename)
 }
 
 func TestOwners_RecreatedNode(t *testing.T) {
 	f := newOwnersFixture(t)
-	old, recreated := node("other", address), node("other", "10.0.0.2")
-	old.UID, recreated.UID = "old", "new"
+	f.remove(f.add(withUID(node("other", address), "old")))
+	f.add(withUID(node("other", "10.0.0.2"), "new"))
+	f.assertOwned(true, address, "requesting", nil)
+	f.assertOwned(true, "10.0.0.2", "requesting", nil)
 
-	f.add(t, old)
-	f.remove(t, old)
-	f.add(t, recreated)
+	_, deleted := f.reservedUntil("other", "requesting")
+	assert.False(t, deleted, "the Node exists")
 
-	for _, subject := range []string{address, "10.0.0.2"} {
-		if got := f.others(subject, "requesting", nil); !slices.Equal(got, []string{"other"}) {
-			t.Errorf("%s is owned by %v", subject, got)
-		}
-	}
-
-	if _, deleted := f.reservedUntil("other", "requesting"); deleted {
-		t.Error("the Node exists")
-	}
-
-	if _, deleted := f.reservedUntil("other", "other"); !deleted {
-		t.Error("a Node of the name was deleted")
-	}
+	_, deleted = f.reservedUntil("other", "other")
+	assert.True(t, deleted, "a Node of the name was deleted")
 
 	// The machine responds, which is now the new Node's.
-	f.former.Replace("other", view("other", "10.0.0.2"))
-	f.machines.Replace("other", view("other", "10.0.0.2"))
-	f.clock.Step(retention)
-
-	if !f.sweep() {
-		t.Error("no reservation has ended")
-	}
-
-	if got := f.others(address, "requesting", nil); len(got) > 0 {
-		t.Errorf("owned by %v", got)
-	}
-
-	if got := f.others("10.0.0.2", "requesting", nil); !slices.Equal(got, []string{"other"}) {
-		t.Errorf("the new Node's address is owned by %v", got)
-	}
+	f.do(steps{reportsFormer(view("other", "10.0.0.2")), reports(view("other", "10.0.0.2")), passes(retention)})
+	assert.True(t, f.sweep(), "a reservation has ended")
+	f.assertOwned(false, address, "requesting", nil)
+	f.assertOwned(true, "10.0.0.2", "requesting", nil)
 }
 
 // Connecting to a machine takes seconds. Reviews and event handlers must not wait for that.
@@ -595,28 +477,14 @@ func TestOwners_SweepBlocksNoOthers(t *testing.T) {
 	defer cancel()
 
 	group.Go(func() { f.reflector.Run(ctx) })
-	f.remove(t, f.add(t, node("other", address)))
+	f.remove(f.add(node("other", address)))
 	<-dialed
 
 	f.clock.Step(retention)
 	group.Go(func() { f.sweep() })
 
-	ended := make(chan struct{})
-
-	group.Go(func() {
-		defer close(ended)
-
-		for len(f.reservationsOf("other")) > 0 {
-			time.Sleep(time.Millisecond)
-		}
-	})
-
-	select {
-	case <-ended:
-	case <-time.After(time.Minute):
-		t.Error("the sweep blocks others")
-	}
-
+	ended := func() bool { return len(f.reservationsOf("other")) == 0 }
+	assert.Eventually(t, ended, time.Minute, time.Millisecond, "the sweep blocks others")
 	close(release)
 }
 
@@ -624,24 +492,18 @@ func TestOwners_ForgetsEverything(t *testing.T) {
 	f := newOwnersFixture(t)
 
 	for _, uid := range []types.UID{"1", "2"} {
-		n := node("other", address)
-		n.UID = uid
-		f.machines.Replace("other", view("other", address, address))
-		f.remove(t, f.add(t, n))
+		f.do(steps{reports(view("other", address, address))})
+		f.remove(f.add(withUID(node("other", address), uid)))
 	}
 
-	if until, deleted := f.reservedUntil("other", "requesting"); !deleted || !until.Equal(f.clock.Now().Add(retention)) {
-		t.Errorf("reserved until %v, %v", until, deleted)
-	}
-
-	if f.sweep() {
-		t.Error("a reservation has ended early")
-	}
+	until, deleted := f.reservedUntil("other", "requesting")
+	assert.True(t, deleted)
+	assert.Equal(t, f.clock.Now().Add(retention), until)
+	assert.False(t, f.sweep(), "no reservation has ended yet")
 
 	f.clock.Step(retention)
 	f.sweep()
-
-	if entry := f.former.Get("other"); len(f.reserved) > 0 || len(f.observed.List()) > 0 || entry.Last.Nodename != "" {
-		t.Errorf("left: %v, %v, %v", f.reserved, f.observed.List(), entry)
-	}
+	assert.Empty(t, f.reserved)
+	assert.Empty(t, f.observed.List())
+	assert.Empty(t, f.former.Get("other").Last.Nodename)
 }

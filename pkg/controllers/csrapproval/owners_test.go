@@ -9,15 +9,15 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
-	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
@@ -34,65 +34,53 @@ func (c *shiftedClock) Since(t time.Time) time.Duration { return c.Now().Sub(t) 
 
 func (c *shiftedClock) shift(d time.Duration) { c.offset.Add(int64(d)) }
 
-// deleteNode deletes a Node as an administrator.
-func (s suite) deleteNode(nodename string) {
-	s.Helper()
-
-	s.require(s.client.CoreV1().Nodes().Delete(s.Context(), nodename, metav1.DeleteOptions{}))
-}
-
 // takeAddress makes the attacker's machine report the address, and its Node list it.
 func (s suite) takeAddress(attacker worker, addr netip.Addr) {
 	s.Helper()
-
-	s.require(attacker.machine.AddAddress(s.Context(), "eth1", netip.PrefixFrom(addr, 24)))
+	s.report(attacker, "eth1", addr)
 	s.list(attacker, addr)
-	s.eventually("the attacker reports the address", func() bool { return s.main.inventory.Get(attacker.name).Machine.HasAddress(addr) })
+	s.awaitMachine(attacker.name, "to have the address", func(m machine.Machine) bool { return m.HasAddress(addr) })
 }
 
 // patchStatus patches the status of a Node as its kubelet can.
 func (s suite) patchStatus(nodename, patch string) {
 	s.Helper()
 
-	_, err := s.client.CoreV1().Nodes().Patch(s.Context(), nodename, types.StrategicMergePatchType, []byte(patch), metav1.PatchOptions{}, "status")
-	s.require(err)
+	_, err := s.Client.CoreV1().Nodes().Patch(s.Context(), nodename, types.StrategicMergePatchType, []byte(`{"status":`+patch+`}`), metav1.PatchOptions{}, "status")
+	require.NoError(s, err)
 }
 
 // The administrator deletes the Node of a machine that still runs, and whose kubelet registers only when it restarts.
 func TestController_KeepsAddressesOfDeletedNode(t *testing.T) {
 	s := parallel(t)
 
-	unlisted := netip.AddrFrom4([4]byte{172, 31, 140, byte(s.last.Add(1))})
-	victim := s.known(talostest.Address{Link: "eth1", Prefix: netip.PrefixFrom(unlisted, 32)})
-	attacker := s.known()
+	unlisted := s.plan().addr
+	victim, attacker := s.known(on("eth1", unlisted, 32)), s.known()
 
 	var names []string
 
 	for _, addr := range []netip.Addr{victim.addr, unlisted} {
 		s.takeAddress(attacker, addr)
-		name := s.post(attacker, request{ips: []netip.Addr{addr}})
-		s.awaitDeferred(name, csrpolicy.CodeOwnedByOthers)
-		names = append(names, name)
+		names = append(names, s.post(attacker, request{ips: []netip.Addr{addr}}))
+		s.awaitDeferred(names[len(names)-1], csrpolicy.CodeOwnedByOthers)
 	}
 
-	s.deleteNode(victim.name)
+	s.Remove(victim.name)
 
 	names = append(names, s.post(attacker, request{ips: []netip.Addr{victim.addr}}))
 	for _, name := range names {
-		s.wantPending(name)
+		s.assertPending(name)
 	}
 
-	s.eventually("the Event names the deleted Node", func() bool {
-		return strings.Contains(strings.Join(s.messages(names[2], csrapproval.ReasonDeferred), ";"), fmt.Sprintf("Node %q, which was deleted", victim.name))
-	})
+	s.AwaitEvent(names[2], csrapproval.ReasonDeferred, fmt.Sprintf("Node %q, which was deleted", victim.name))
 }
 
 func TestController_ApprovesReregisteredNode(t *testing.T) {
 	s := parallel(t)
 
 	w := s.known()
-	s.deleteNode(w.name)
-	s.eventually("the Node is forgotten", func() bool { return s.main.inventory.Get(w.name).Condition == inventory.Unknown })
+	s.Remove(w.name)
+	s.awaitCondition(w.name, inventory.Unknown)
 	s.register(w)
 	s.awaitIssued(s.post(w, request{}))
 }
@@ -102,22 +90,20 @@ func TestController_KeepsAddressesOfReregisteredNode(t *testing.T) {
 	s := parallel(t)
 
 	victim, attacker := s.known(), s.boot(s.plan())
-	s.require(attacker.machine.SetNodename(s.Context(), victim.name))
-	s.require(attacker.machine.AddAddress(s.Context(), "eth1", netip.PrefixFrom(victim.addr, 24)))
+	require.NoError(t, attacker.machine.SetNodename(s.Context(), victim.name))
+	s.report(attacker, "eth1", victim.addr)
 
-	s.deleteNode(victim.name)
-	s.eventually("the Node is forgotten", func() bool { return s.main.inventory.Get(victim.name).Condition == inventory.Unknown })
+	s.Remove(victim.name)
+	s.awaitCondition(victim.name, inventory.Unknown)
 
 	attacker.name = victim.name
 	s.register(attacker)
 	s.list(attacker, victim.addr)
-	s.eventually("the attacker's machine responds", func() bool {
-		return s.main.inventory.Get(victim.name).Machine.HasAddress(attacker.addr)
-	})
+	s.awaitMachine(victim.name, "as the attacker's", func(m machine.Machine) bool { return m.HasAddress(attacker.addr) })
 
 	name := s.post(attacker, request{ips: []netip.Addr{victim.addr}})
 	s.awaitDeferred(name, csrpolicy.CodeOwnedByOthers)
-	s.wantPending(name)
+	s.assertPending(name)
 }
 
 // An autoscaler gives the address of a deleted instance to another one.
@@ -125,19 +111,15 @@ func TestController_ReleasesAddressOfSilentDeletedNode(t *testing.T) {
 	s := alone(t)
 
 	clk := &shiftedClock{}
-	leader, err := s.startAt(s.Context(), clk)
-	s.require(err)
-	t.Cleanup(leader.stop)
-
-	former, next := s.known(), s.known()
+	leader, former, next := s.another(clk), s.known(), s.known()
 	s.takeAddress(next, former.addr)
 	s.eventually("the leader knows both machines", func() bool {
-		return leader.inventory.Get(former.name).Condition == inventory.Current && leader.inventory.Get(next.name).Machine.HasAddress(former.addr)
+		return leader.machineIs(former.name, inventory.Current) && leader.Inventory.Get(next.name).Machine.HasAddress(former.addr)
 	})
 
 	name := s.post(next, request{ips: []netip.Addr{former.addr}})
 	s.awaitDeferred(name, csrpolicy.CodeOwnedByOthers)
-	s.deleteNode(former.name)
+	s.Remove(former.name)
 	s.eventually("its machine is watched by the name of the deleted Node", func() bool {
 		return csrapproval.FormerCondition(leader.controller, former.name) == inventory.Current
 	})
@@ -145,25 +127,14 @@ func TestController_ReleasesAddressOfSilentDeletedNode(t *testing.T) {
 	// It still responds.
 	clk.shift(16 * time.Minute)
 	leader.controller.Resync()
-	s.wantPending(name)
+	s.assertPending(name)
 
-	s.require(former.machine.Stop(context.WithoutCancel(s.Context())))
-
-	// At most twice: the first time, the leader may not have noticed yet that the machine is silent.
-	err = wait.PollUntilContextTimeout(s.Context(), timeout/4, timeout, true, func(context.Context) (bool, error) {
-		clk.shift(16 * time.Minute)
-
-		return s.issuedWithin(name, timeout/4), nil
+	require.NoError(t, former.machine.Stop(context.WithoutCancel(s.Context())))
+	s.eventually("the leader has noticed that the machine is silent", func() bool {
+		return csrapproval.FormerCondition(leader.controller, former.name) == inventory.Unreachable
 	})
-	s.require(err)
-}
-
-func (s suite) issuedWithin(name string, limit time.Duration) bool {
-	s.Helper()
-
-	return wait.PollUntilContextTimeout(s.Context(), interval, limit, true, func(context.Context) (bool, error) {
-		return len(s.get(name).Status.Certificate) > 0, nil
-	}) == nil
+	clk.shift(16 * time.Minute)
+	s.awaitIssued(name)
 }
 
 // The machine of the deleted Node responds under its new name: the identity and the address are the same.
@@ -183,27 +154,27 @@ func TestController_ApprovesRenamedMachineOnceOldNodeIsDeleted(t *testing.T) {
 			old := s.boot(s.plan())
 			nodeID := "node-id-of-" + old.name
 
-			s.require(old.machine.SetIdentity(s.Context(), nodeID, uuid))
+			require.NoError(t, old.machine.SetIdentity(s.Context(), nodeID, uuid))
 			s.register(old)
-			s.eventually("the machine is known", func() bool { return s.main.inventory.Get(old.name).Machine.NodeID == nodeID })
-			s.patchStatus(old.name, `{"status":{"conditions":[{"type":"Ready","status":"Unknown"}]}}`)
-			s.require(old.machine.Stop(s.Context()))
+			s.awaitMachine(old.name, "by its ID", func(m machine.Machine) bool { return m.NodeID == nodeID })
+			s.patchStatus(old.name, `{"conditions":[{"type":"Ready","status":"Unknown"}]}`)
+			require.NoError(t, old.machine.Stop(s.Context()))
 
 			renamed := s.plan()
 			renamed.addr = old.addr
 			renamed = s.boot(renamed)
-			s.require(renamed.machine.SetIdentity(s.Context(), nodeID, test.uuid))
+			require.NoError(t, renamed.machine.SetIdentity(s.Context(), nodeID, test.uuid))
 			s.register(renamed)
-			s.eventually("the new name is known", func() bool {
-				return s.main.inventory.Get(renamed.name).Machine.UUID() == test.uuid && s.main.inventory.Get(old.name).Responding == renamed.name
+			s.awaitMachine(renamed.name, "by the new name", func(m machine.Machine) bool {
+				return m.UUID() == test.uuid && s.main.Inventory.Get(old.name).Responding == renamed.name
 			})
 
 			name := s.post(renamed, request{})
 			s.awaitDeferred(name, csrpolicy.CodeOwnedByOthers)
-			s.deleteNode(old.name)
+			s.Remove(old.name)
 
 			if test.pending {
-				s.wantPending(name)
+				s.assertPending(name)
 			} else {
 				s.awaitIssued(name)
 			}
@@ -226,12 +197,8 @@ func TestController_IgnoresClaimsThatMachineContradicts(t *testing.T) {
 			}
 
 			s.list(attacker, victims[0].addr)
-			s.patchStatus(attacker.name, fmt.Sprintf(`{"status":{"nodeInfo":{"osImage":%q},"addresses":[{"$patch":"replace"},%s]}}`, osImage, strings.Join(addresses, ",")))
-			s.eventually("the claims are in the cache", func() bool {
-				node, err := s.main.nodes.Get(attacker.name)
-
-				return err == nil && node.Status.NodeInfo.OSImage == osImage && strings.Contains(fmt.Sprint(node.Annotations), victims[0].addr.String())
-			})
+			s.patchStatus(attacker.name, fmt.Sprintf(`{"nodeInfo":{"osImage":%q},"addresses":[{"$patch":"replace"},%s]}`, osImage, strings.Join(addresses, ",")))
+			s.awaitCached(attacker.name, osImage, victims[0].addr.String(), victims[2].addr.String())
 
 			for _, victim := range victims {
 				s.awaitIssued(s.post(victim, request{}))
@@ -245,12 +212,7 @@ func TestController_ChecksNodeThatStopsReportingTalos(t *testing.T) {
 	s := parallel(t)
 
 	w := s.known()
-	s.patchStatus(w.name, `{"status":{"nodeInfo":{"osImage":"Ubuntu 24.04 LTS"}}}`)
-	s.eventually("the system is in the cache", func() bool {
-		node, err := s.main.nodes.Get(w.name)
-
-		return err == nil && node.Status.NodeInfo.OSImage == "Ubuntu 24.04 LTS"
-	})
-
-	s.await(s.post(w, request{names: []string{"kubernetes"}}), "denied", denied)
+	s.patchStatus(w.name, `{"nodeInfo":{"osImage":"Ubuntu 24.04 LTS"}}`)
+	s.awaitCached(w.name, "Ubuntu 24.04 LTS")
+	s.awaitDenied(s.post(w, request{names: []string{"kubernetes"}}))
 }

@@ -4,6 +4,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -21,30 +23,20 @@ func TestPinOf_ReadsWhatWasWritten(t *testing.T) {
 
 	for _, pin := range []csrpolicy.Pin{full, {Credential: full.Credential}, {Credential: full.Credential, Volume: full.Volume}} {
 		context := pinContext(pin)
-		if reasons := validation.IsValidLabelValue(context); len(reasons) > 0 {
-			t.Errorf("%q is not a label value: %v", context, reasons)
-		}
+		assert.Empty(t, validation.IsValidLabelValue(context))
 
 		n := node("a")
 		n.Labels = map[string]string{LabelCredential: pin.Credential, LabelPrevious: pin.Previous, LabelContext: context}
-
-		if got := pinOf(n); got != pin {
-			t.Errorf("got  %+v\nwant %+v", got, pin)
-		}
+		assert.Equal(t, pin, pinOf(n))
 
 		// An operator has accepted another certificate.
 		n.Labels[LabelCredential] = full.Previous
-
-		if got := pinOf(n); got != (csrpolicy.Pin{Credential: full.Previous}) {
-			t.Errorf("got %+v for another certificate", got)
-		}
+		assert.Equal(t, csrpolicy.Pin{Credential: full.Previous}, pinOf(n))
 	}
 
 	for _, context := range []string{"", "a", "a.b.c.d.e", pinContext(full) + ".f"} {
 		n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{LabelCredential: full.Credential, LabelContext: context}}}
-		if got := pinOf(n); got.NodeID+got.Volume+got.Issuer != "" || !got.Expires.IsZero() {
-			t.Errorf("%q: got %+v", context, got)
-		}
+		assert.Equal(t, csrpolicy.Pin{Credential: full.Credential}, pinOf(n), context)
 	}
 }
 
@@ -58,20 +50,15 @@ func TestCompact_KeepsServingRequestsOnly(t *testing.T) {
 		csr.Spec.SignerName, csr.Status.Certificate = signer, []byte("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
 
 		kept, err := compact(csr)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 
-		if _, kept := kept.(*certificatesv1.CertificateSigningRequest); kept != keeps {
-			t.Errorf("%s: kept %t", signer, kept)
-		}
+		_, isServing := kept.(*certificatesv1.CertificateSigningRequest)
+		assert.Equal(t, keeps, isServing, signer)
 
-		if names, _ := issuedFor(kept); len(names) > 0 {
-			t.Errorf("%s: issued for %v", signer, names)
-		}
+		names, _ := issuedFor(kept)
+		assert.Empty(t, names, signer)
 
-		if again, _ := compact(kept); again != kept {
-			t.Errorf("%s: compacted again", signer)
-		}
+		again, _ := compact(kept)
+		assert.Same(t, kept, again, signer)
 	}
 }

@@ -1,21 +1,18 @@
 package csrapproval_test
 
 import (
-	"context"
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
 	"crypto/x509"
 	"encoding/pem"
 	"net/netip"
 	"slices"
-	"strings"
-	"sync"
 	"testing"
 	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/constants"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -24,16 +21,20 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
-	"github.com/talos-ccm/talos-ccm/pkg/talostest"
-	"github.com/talos-ccm/talos-ccm/test/kube"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
+
+// enforce lets requests of the worker be approved only with the pinned credential.
+func (s suite) enforce(w worker) {
+	s.main.allow(w.name, csrpolicy.Policy{EnforceCredential: true})
+}
 
 // enforced returns a joined worker whose requests need the pinned credential.
 func (s suite) enforced() worker {
 	s.Helper()
 
 	w := s.known()
-	s.main.allow(w.name, csrpolicy.Policy{EnforceCredential: true})
+	s.enforce(w)
 
 	return w
 }
@@ -43,55 +44,49 @@ func (s suite) pinned() (worker, *rest.Config) {
 	s.Helper()
 
 	w := s.enforced()
+
+	return w, s.pin(w)
+}
+
+// pin returns the credential of the worker's kubelet, which is pinned after its first request.
+func (s suite) pin(w worker) *rest.Config {
+	s.Helper()
+
 	kubelet := s.credential(w)
 	s.awaitIssued(s.post(w, request{config: kubelet}))
 	s.awaitPinned(w, kubelet)
 
-	return w, kubelet
+	return kubelet
 }
 
 // credential returns a client certificate of the worker that no request obtained, such as one that was issued long ago.
 func (s suite) credential(w worker) *rest.Config {
 	s.Helper()
 
-	config, err := s.kube.UserConfig("system:node:"+w.name, "system:nodes")
-	s.require(err)
+	config, err := s.Kube.UserConfig("system:node:"+w.name, "system:nodes")
+	require.NoError(s, err)
 
 	return config
 }
 
-func (s suite) bootstrapToken() *rest.Config { return s.kube.TokenConfig(s.token) }
+func (s suite) bootstrapToken() *rest.Config { return s.Kube.TokenConfig(s.token) }
 
 // obtain requests a client certificate for the worker as its kubelet does. kube-controller-manager approves and issues it.
 func (s suite) obtain(requester *rest.Config, w worker) (credential *rest.Config, requestName string) {
 	s.Helper()
 
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	s.require(err)
-
-	encoded, err := request{key: key, names: []string{}}.of(w).pem()
-	s.require(err)
-
-	client, err := kubernetes.NewForConfig(requester)
-	s.require(err)
-
-	csr, err := client.CertificatesV1().CertificateSigningRequests().Create(s.Context(), &certificatesv1.CertificateSigningRequest{
-		ObjectMeta: metav1.ObjectMeta{GenerateName: "node-csr-"},
-		Spec: certificatesv1.CertificateSigningRequestSpec{
-			SignerName: certificatesv1.KubeAPIServerClientKubeletSignerName,
-			Usages:     []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageClientAuth},
-			Request:    encoded,
-		},
-	}, metav1.CreateOptions{})
-	s.require(err)
-	s.Cleanup(func() { s.remove(csr.Name) })
+	key := newKey()
+	requestName = s.post(w, request{
+		config: requester, key: key, names: []string{}, signer: certificatesv1.KubeAPIServerClientKubeletSignerName,
+		usages: usages{certificatesv1.UsageDigitalSignature, certificatesv1.UsageClientAuth},
+	})
 
 	der, err := x509.MarshalECPrivateKey(key)
-	s.require(err)
+	require.NoError(s, err)
 
-	certificate := s.awaitIssued(csr.Name).Status.Certificate
+	certificate := s.awaitIssued(requestName).Status.Certificate
 
-	return s.kube.CertificateConfig(certificate, pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der})), csr.Name
+	return s.Kube.CertificateConfig(certificate, pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der})), requestName
 }
 
 func idOf(credential *rest.Config) string {
@@ -100,42 +95,40 @@ func idOf(credential *rest.Config) string {
 	return csrpolicy.CertificateID(block.Bytes)
 }
 
-func (s suite) labels(w worker) map[string]string {
-	s.Helper()
-
-	node, err := s.client.CoreV1().Nodes().Get(s.Context(), w.name, metav1.GetOptions{})
-	s.require(err)
-
-	return node.Labels
-}
-
 func (s suite) awaitPinned(w worker, credential *rest.Config) {
 	s.Helper()
-	s.eventually(w.name+" is pinned to "+idOf(credential), func() bool { return s.labels(w)[csrapproval.LabelCredential] == idOf(credential) })
+	s.AwaitNode(w.name, "pinned to "+idOf(credential), func(n *corev1.Node) bool { return n.Labels[csrapproval.LabelCredential] == idOf(credential) })
 }
 
-// wantUnexpected fails unless the request stays pending because of its credential, with an Event that has the remedy.
-func (s suite) wantUnexpected(name string) {
+// awaitRemedy waits for the Event on an unexpected credential.
+func (s suite) awaitRemedy(name string) {
+	s.Helper()
+	s.AwaitEvent(name, csrapproval.ReasonUnexpectedCredential, "kubectl label node --overwrite")
+}
+
+// assertUnexpected fails unless the request stays pending because of its credential, with an Event that has the remedy.
+func (s suite) assertUnexpected(name string) {
 	s.Helper()
 	s.awaitDeferred(name, csrpolicy.CodeUnexpectedCredential)
 	s.awaitRemedy(name)
-	s.wantPending(name)
+	s.assertPending(name)
 }
 
-func (s suite) awaitRemedy(name string) {
+// assertStolenUseless fails unless neither a certificate that the bootstrap token obtains nor a rotation of it suffices
+// for a request.
+func (s suite) assertStolenUseless(w worker) {
 	s.Helper()
-	s.eventually("an Event has the remedy", func() bool {
-		return slices.ContainsFunc(s.messages(name, csrapproval.ReasonUnexpectedCredential), func(message string) bool {
-			return strings.Contains(message, "kubectl label node --overwrite")
-		})
-	})
+
+	stolen, _ := s.obtain(s.bootstrapToken(), w)
+	s.assertUnexpected(s.post(w, request{config: stolen}))
+
+	renewed, _ := s.obtain(stolen, w)
+	s.assertUnexpected(s.post(w, request{config: renewed}))
 }
 
-func (s suite) label(w worker, value string) error {
-	patch := []byte(`{"metadata":{"labels":{"` + csrapproval.LabelCredential + `":"` + value + `"}}}`)
-	_, err := s.client.CoreV1().Nodes().Patch(s.Context(), w.name, types.MergePatchType, patch, metav1.PatchOptions{})
-
-	return err
+func (s suite) label(w worker, credential string) {
+	s.Helper()
+	s.PatchNode(w.name, "", `{"metadata":{"labels":{"`+csrapproval.LabelCredential+`":"`+credential+`"}}}`)
 }
 
 // The bootstrap token is in the machine configuration of every worker, and obtains a client certificate for any Node.
@@ -143,33 +136,23 @@ func TestPinning_DefersBootstrapTokenForExistingNode(t *testing.T) {
 	s := parallel(t)
 	w, kubelet := s.pinned()
 
-	stolen, _ := s.obtain(s.bootstrapToken(), w)
-	s.wantUnexpected(s.post(w, request{config: stolen}))
-
-	renewed, _ := s.obtain(stolen, w)
-	s.wantUnexpected(s.post(w, request{config: renewed}))
-
+	s.assertStolenUseless(w)
 	s.awaitIssued(s.post(w, request{config: kubelet}))
 	s.awaitPinned(w, kubelet)
 }
 
 func TestPinning_DefersBootstrapTokenWithoutPin(t *testing.T) {
-	s := parallel(t)
+	s := alone(t)
 	w := s.enforced()
 
-	node, err := s.client.CoreV1().Nodes().Get(t.Context(), w.name, metav1.GetOptions{})
-	s.require(err)
-	s.eventually("the Node is older than clocks may differ", func() bool { return time.Since(node.CreationTimestamp.Time) > 15*time.Second })
+	t.Parallel() // the Node ages while the tests before run
+	s.eventually("the Node is older than clocks may differ", func() bool {
+		return time.Since(s.Node(w.name).CreationTimestamp.Time) > 15*time.Second
+	})
+	s.enforce(w) // there may be another leader
 
-	stolen, _ := s.obtain(s.bootstrapToken(), w)
-	s.wantUnexpected(s.post(w, request{config: stolen}))
-
-	renewed, _ := s.obtain(stolen, w)
-	s.wantUnexpected(s.post(w, request{config: renewed}))
-
-	kubelet := s.credential(w)
-	s.awaitIssued(s.post(w, request{config: kubelet}))
-	s.awaitPinned(w, kubelet)
+	s.assertStolenUseless(w)
+	s.pin(w)
 }
 
 func TestPinning_WarnsByDefault(t *testing.T) {
@@ -198,7 +181,7 @@ func TestPinning_FollowsRotation(t *testing.T) {
 	third, _ := s.obtain(second, w)
 	s.awaitPinned(w, third)
 	s.awaitIssued(s.post(w, request{config: third}))
-	s.wantUnexpected(s.post(w, request{config: first}))
+	s.assertUnexpected(s.post(w, request{config: first}))
 }
 
 // The recommendation to limit the bootstrap token: kubelets that have joined do not need it.
@@ -206,25 +189,15 @@ func TestPinning_DeletedBootstrapTokenIsOfNoUse(t *testing.T) {
 	s := parallel(t)
 	w, kubelet := s.pinned()
 
-	token, err := s.kube.CreateBootstrapToken(t.Context(), "a1b2c3")
-	s.require(err)
+	token, err := s.Kube.CreateBootstrapToken(t.Context(), "a1b2c3")
+	require.NoError(t, err)
 
-	requester := s.kube.TokenConfig(token)
+	requester := s.Kube.TokenConfig(token)
 	s.obtain(requester, w)
-
-	secrets := s.client.CoreV1().Secrets(metav1.NamespaceSystem)
-
-	list, err := secrets.List(t.Context(), metav1.ListOptions{FieldSelector: "type=bootstrap.kubernetes.io/token,metadata.name=bootstrap-token-a1b2c3"})
-	s.require(err)
-
-	if len(list.Items) != 1 {
-		t.Fatalf("got %d Secrets", len(list.Items))
-	}
-
-	s.require(secrets.Delete(t.Context(), list.Items[0].Name, metav1.DeleteOptions{}))
+	require.NoError(t, s.Client.CoreV1().Secrets(metav1.NamespaceSystem).Delete(t.Context(), "bootstrap-token-a1b2c3", metav1.DeleteOptions{}))
 
 	client, err := kubernetes.NewForConfig(requester)
-	s.require(err)
+	require.NoError(t, err)
 	s.eventually("the token is rejected", func() bool {
 		_, err := client.CertificatesV1().CertificateSigningRequests().List(t.Context(), metav1.ListOptions{})
 
@@ -240,20 +213,16 @@ func TestPinning_UnseenRotationNeedsOperator(t *testing.T) {
 	s := alone(t)
 	w, first := s.pinned()
 
-	s.main.stop()
+	s.main.Stop()
 
 	second, name := s.obtain(first, w)
 	s.remove(name)
-
-	next, err := s.start(context.WithoutCancel(t.Context()))
-	s.require(err)
-
-	s.main = next
-	s.main.allow(w.name, csrpolicy.Policy{EnforceCredential: true})
+	s.restart()
+	s.enforce(w)
 
 	pending := s.post(w, request{config: second})
-	s.wantUnexpected(pending)
-	s.require(s.label(w, idOf(second)))
+	s.assertUnexpected(pending)
+	s.label(w, idOf(second))
 	s.awaitIssued(pending)
 }
 
@@ -263,42 +232,42 @@ func TestPinning_AcceptsReinstalledMachine(t *testing.T) {
 
 	renewed, _ := s.obtain(s.bootstrapToken(), w)
 	name := s.post(w, request{config: renewed})
-	s.wantUnexpected(name)
+	s.assertUnexpected(name)
 
-	s.require(w.machine.SetIdentity(s.Context(), "reinstalled", ""))
+	require.NoError(t, w.machine.SetIdentity(s.Context(), "reinstalled", ""))
 	w.machine.BreakConnections()
 	s.awaitIssued(name)
 	s.awaitPinned(w, renewed)
 }
 
-// The kubelet keeps its certificates on EPHEMERAL. A new node ID alone, as after STATE was wiped, replaces none.
+// format formats the volume on which the kubelet keeps its certificates.
+func (s suite) format(w worker, uuid string) {
+	s.Helper()
+	require.NoError(s, w.machine.FormatVolume(s.Context(), constants.EphemeralPartitionLabel, uuid))
+	w.machine.BreakConnections()
+}
+
+// A new node ID alone, as after STATE was wiped, replaces no certificate.
 func TestPinning_AcceptsMachineWithWipedVolume(t *testing.T) {
 	s := parallel(t)
 
 	w := s.boot(s.plan())
-	format := func(uuid string) {
-		s.require(w.machine.FormatVolume(s.Context(), constants.EphemeralPartitionLabel, uuid))
-		w.machine.BreakConnections()
-	}
-	format("85b1a5d4-94ab-4b6c-9e69-6d2f5ac6ee3b")
+	s.format(w, "85b1a5d4-94ab-4b6c-9e69-6d2f5ac6ee3b")
 	s.register(w)
-	s.eventually("the volume is known", func() bool { return s.main.inventory.Get(w.name).Machine.EphemeralID != "" })
-	s.main.allow(w.name, csrpolicy.Policy{EnforceCredential: true})
-
-	kubelet := s.credential(w)
-	s.awaitIssued(s.post(w, request{config: kubelet}))
-	s.awaitPinned(w, kubelet)
+	s.awaitMachine(w.name, "by its volume", func(m machine.Machine) bool { return m.EphemeralID != "" })
+	s.enforce(w)
+	s.pin(w)
 
 	renewed, _ := s.obtain(s.bootstrapToken(), w)
 	name := s.post(w, request{config: renewed})
-	s.wantUnexpected(name)
+	s.assertUnexpected(name)
 
-	s.require(w.machine.SetIdentity(s.Context(), "new", ""))
+	require.NoError(t, w.machine.SetIdentity(s.Context(), "new", ""))
 	w.machine.BreakConnections()
-	s.eventually("the node ID is known", func() bool { return s.main.inventory.Get(w.name).Machine.NodeID == "new" })
-	s.wantPending(name)
+	s.awaitMachine(w.name, "by its ID", func(m machine.Machine) bool { return m.NodeID == "new" })
+	s.assertPending(name)
 
-	format("0d5e7f2e-2c39-4b52-a3a6-8c9c53a2a6a0")
+	s.format(w, "0d5e7f2e-2c39-4b52-a3a6-8c9c53a2a6a0")
 	s.awaitIssued(name)
 	s.awaitPinned(w, renewed)
 }
@@ -307,24 +276,15 @@ func TestPinning_AcceptsMachineWithWipedVolume(t *testing.T) {
 func TestPinning_PinsOneOfTwoConcurrentRequests(t *testing.T) {
 	s := parallel(t)
 	w := s.plan()
-	first, second := s.credential(w), s.credential(w)
-	names := []string{s.post(w, request{config: first}), s.post(w, request{config: second})}
+	names := []string{s.post(w, request{config: s.credential(w)}), s.post(w, request{config: s.credential(w)})}
 
 	s.boot(w)
-	s.main.allow(w.name, csrpolicy.Policy{EnforceCredential: true})
+	s.enforce(w)
 	s.register(w)
 
-	var pending string
-
-	s.eventually("one request is approved", func() bool {
-		i := slices.IndexFunc(names, func(name string) bool { return approved(s.get(name)) })
-		if i >= 0 {
-			pending = names[1-i]
-		}
-
-		return i >= 0
-	})
-	s.wantUnexpected(pending)
+	first := s.awaitRequest(w, "and it is approved", func(csr *certificatesv1.CertificateSigningRequest, _ []netip.Addr) bool { return approved(csr) })
+	pending := slices.DeleteFunc(names, func(name string) bool { return name == first.Name })
+	s.assertUnexpected(pending[0])
 }
 
 // API servers before 1.32 do not report the credential.
@@ -341,132 +301,22 @@ func TestPinning_KubeletCannotWriteLabels(t *testing.T) {
 	w, kubelet := s.pinned()
 
 	client, err := kubernetes.NewForConfig(kubelet)
-	s.require(err)
+	require.NoError(t, err)
+
+	labels := s.Node(w.name).Labels
 
 	for _, label := range []string{csrapproval.LabelCredential, csrapproval.LabelPrevious, csrapproval.LabelContext} {
 		for _, value := range []string{"null", `"0"`} {
-			patch := []byte(`{"metadata":{"labels":{"` + label + `":` + value + `}}}`)
-
-			_, present := s.labels(w)[label]
-			if !present && value == "null" {
+			if _, present := labels[label]; !present && value == "null" {
 				continue // changes nothing
 			}
 
-			if _, err := client.CoreV1().Nodes().Patch(t.Context(), w.name, types.MergePatchType, patch, metav1.PatchOptions{}); !apierrors.IsForbidden(err) {
-				t.Errorf("%s=%s: got %v", label, value, err)
-			}
+			patch := []byte(`{"metadata":{"labels":{"` + label + `":` + value + `}}}`)
+			_, err := client.CoreV1().Nodes().Patch(t.Context(), w.name, types.MergePatchType, patch, metav1.PatchOptions{})
+			assert.True(t, apierrors.IsForbidden(err), "%s=%s: %v", label, value, err)
 		}
 	}
 
-	if err := client.CoreV1().Nodes().Delete(t.Context(), w.name, metav1.DeleteOptions{}); !apierrors.IsForbidden(err) {
-		t.Errorf("delete node: got %v", err)
-	}
-}
-
-// A real kubelet obtains its client certificate with the bootstrap token and rotates it: kube-controller-manager backdates
-// certificates by five minutes, so that 70 to 90 % of this lifetime are over after up to one and a half minutes. Then
-// no instance sees a rotation, and last, EPHEMERAL is wiped.
-func TestPinning_KubeletKeepsItsCertificates(t *testing.T) {
-	t.Parallel()
-
-	var (
-		own   bed
-		group sync.WaitGroup
-	)
-
-	ctx, cancel := context.WithCancel(t.Context())
-
-	defer group.Wait()
-	defer cancel()
-	defer own.close()
-
-	if err := own.open(ctx, &group, kube.Options{ControllerManager: kube.ControllerManager{Flags: []string{"--cluster-signing-duration=132s"}}}); err != nil {
-		t.Fatal(err)
-	}
-
-	t.Run("kubelet", func(t *testing.T) {
-		s := suite{t, &own}
-		w := s.plan()
-		w.addr = hostAddress(t)
-		w = s.boot(w)
-		s.main.allow(w.name, csrpolicy.Policy{EnforceCredential: true})
-
-		s.require(w.machine.FormatVolume(s.Context(), constants.EphemeralPartitionLabel, "85b1a5d4-94ab-4b6c-9e69-6d2f5ac6ee3b"))
-
-		spec := kube.KubeletSpec{BootstrapToken: s.token, RotateCertificates: true}
-		kubelet := s.startKubeletAs(w, spec)
-		s.reportTalos(w.name)
-		first := s.awaitIssuedFor(w)
-
-		s.eventually("the pin follows the rotation", func() bool { return s.labels(w)[csrapproval.LabelPrevious] == csrpolicy.CredentialID(first) })
-
-		// The kubelet closes its connections a few seconds after the rotation, and uses the previous certificate until then.
-		var added []netip.Addr
-
-		for id := csrpolicy.CredentialID(first); id == csrpolicy.CredentialID(first); {
-			added = append(added, netip.AddrFrom4([4]byte{8, 8, 4, byte(1 + len(added))}))
-			s.require(w.machine.AddAddress(s.Context(), talostest.LinkExternal, netip.PrefixFrom(added[len(added)-1], 32)))
-
-			id = csrpolicy.CredentialID(s.awaitIssuedFor(w, added...))
-		}
-
-		if found := s.messages(w.name, csrapproval.ReasonUnexpectedCredential); len(found) > 0 {
-			t.Errorf("got Events %q", found)
-		}
-
-		s.missRotation(w)
-
-		next := netip.MustParseAddr("8.8.5.1")
-		added = append(added, next)
-		s.require(w.machine.AddAddress(s.Context(), talostest.LinkExternal, netip.PrefixFrom(next, 32)))
-
-		pending := s.awaitRequestFor(w, next)
-		s.wantUnexpected(pending.Name)
-		s.require(s.label(w, csrpolicy.CredentialID(pending)))
-		s.awaitIssuedFor(w, added...)
-
-		// EPHEMERAL is wiped: the kubelet has to obtain a certificate with the token again.
-		s.require(kubelet.Stop())
-		s.removeAllOf(w)
-		s.require(w.machine.FormatVolume(s.Context(), constants.EphemeralPartitionLabel, "0e5e1a3c-5a80-4b0e-8d0f-6f2f0b1f3f6e"))
-		w.machine.BreakConnections()
-		s.startKubeletAs(w, spec)
-		s.awaitIssuedFor(w, added...)
-	})
-}
-
-// missRotation returns when the kubelet has rotated its client certificate and the requests are gone. In between, no
-// instance ran.
-func (s suite) missRotation(w worker) {
-	s.Helper()
-	s.main.stop()
-	s.removeAllOf(w)
-
-	s.eventually("the kubelet has rotated its certificate", func() bool {
-		return s.findRequest(w, func(csr *certificatesv1.CertificateSigningRequest, _ []netip.Addr) bool {
-			// The kubelet watches the request, and has read the certificate by then.
-			return len(csr.Status.Certificate) > 0 && time.Since(csr.CreationTimestamp.Time) > 10*time.Second
-		}) != nil
-	})
-	s.removeAllOf(w)
-
-	next, err := s.start(context.WithoutCancel(s.Context()))
-	s.require(err)
-
-	s.main = next
-	s.main.allow(w.name, csrpolicy.Policy{EnforceCredential: true})
-}
-
-// awaitRequestFor waits for a request of the worker's kubelet that contains the address.
-func (s suite) awaitRequestFor(w worker, addr netip.Addr) (found *certificatesv1.CertificateSigningRequest) {
-	s.Helper()
-	s.eventually("the kubelet requests a certificate for "+addr.String(), func() bool {
-		found = s.findRequest(w, func(_ *certificatesv1.CertificateSigningRequest, ips []netip.Addr) bool {
-			return slices.Contains(ips, addr)
-		})
-
-		return found != nil
-	})
-
-	return found
+	err = client.CoreV1().Nodes().Delete(t.Context(), w.name, metav1.DeleteOptions{})
+	assert.True(t, apierrors.IsForbidden(err), "delete node: %v", err)
 }

@@ -1,11 +1,11 @@
 package csrapproval
 
 import (
-	"slices"
 	"strings"
 	"testing"
 	"unicode/utf8"
 
+	"github.com/stretchr/testify/assert"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/tools/record"
@@ -24,25 +24,21 @@ func TestConditionFor_ContainsAllReasons(t *testing.T) {
 		csrpolicy.Reason{Code: "WeakKey", Decision: csrpolicy.Deny, Message: "two"},
 		csrpolicy.Reason{Code: "UnknownDNSName", Decision: csrpolicy.Defer, Message: "three"},
 	))
-
-	if condition.Type != certificatesv1.CertificateDenied || condition.Reason != "Wildcard" || condition.Message != "Wildcard: one; WeakKey: two; UnknownDNSName: three" {
-		t.Errorf("got %+v", condition)
-	}
+	assert.Equal(t, certificatesv1.CertificateDenied, condition.Type)
+	assert.Equal(t, "Wildcard", condition.Reason)
+	assert.Equal(t, "Wildcard: one; WeakKey: two; UnknownDNSName: three", condition.Message)
 
 	condition = conditionFor(verdict(csrpolicy.Approve, csrpolicy.Reason{Code: "Proven", Decision: csrpolicy.Approve, Message: "all"}))
-	if condition.Type != certificatesv1.CertificateApproved || condition.Reason != "Proven" {
-		t.Errorf("got %+v", condition)
-	}
+	assert.Equal(t, certificatesv1.CertificateApproved, condition.Type)
+	assert.Equal(t, "Proven", condition.Reason)
 }
 
 func TestMessageFor_FitsIntoEvent(t *testing.T) {
 	for length := events.MaxMessage - 20; length < events.MaxMessage+20; length++ {
 		reason := csrpolicy.Reason{Code: "C", Decision: csrpolicy.Deny, Message: strings.Repeat("ä", length/2) + strings.Repeat("x", length%2)}
-
 		message := messageFor(verdict(csrpolicy.Deny, reason))
-		if len(message) > events.MaxMessage || !utf8.ValidString(message) {
-			t.Errorf("from %d bytes: %d bytes, %q", length, len(message), message[len(message)-8:])
-		}
+		assert.LessOrEqual(t, len(message), events.MaxMessage)
+		assert.True(t, utf8.ValidString(message), message)
 	}
 }
 
@@ -70,23 +66,17 @@ func TestReportDeferral_EmitsEventsForNewReasons(t *testing.T) {
 		}
 
 		c.reportDeferral(t.Context(), csr, review{node: node("a"), verdict: verdict(csrpolicy.Defer, reasons...)})
-
-		if len(recorder.Events) != step.want {
-			t.Errorf("%v: got %d Events, want %d", step.codes, len(recorder.Events), step.want)
-		}
+		assert.Len(t, recorder.Events, step.want, "%v", step.codes)
 
 		for range len(recorder.Events) {
-			if event := <-recorder.Events; !strings.HasPrefix(event, "Warning CSRDeferred ") || len(event) > len("Warning CSRDeferred ")+events.MaxMessage {
-				t.Errorf("%v: got Event %q", step.codes, event)
-			}
+			message, isDeferral := strings.CutPrefix(<-recorder.Events, "Warning CSRDeferred ")
+			assert.True(t, isDeferral, message)
+			assert.LessOrEqual(t, len(message), events.MaxMessage)
 		}
 	}
 
 	c.reporter.Forget(csr.Name)
-
-	if added := c.reporter.Update(csr.Name, events.Condition{Reason: ReasonDeferred, Subject: "Two"}); len(added) != 1 {
-		t.Errorf("another request with the same name: got %v", added)
-	}
+	assert.Len(t, c.reporter.Update(csr.Name, events.Condition{Reason: ReasonDeferred, Subject: "Two"}), 1, "another request with the same name")
 }
 
 func TestPendingRequests_ListsConflicting(t *testing.T) {
@@ -107,12 +97,6 @@ func TestPendingRequests_ListsConflicting(t *testing.T) {
 		{"all removed", func() { p.remove("b") }, nil},
 	} {
 		step.do()
-
-		got := p.listConflicting()
-		slices.Sort(got)
-
-		if !slices.Equal(got, step.want) {
-			t.Errorf("%s: got %v, want %v", step.name, got, step.want)
-		}
+		assert.ElementsMatch(t, step.want, p.listConflicting(), step.name)
 	}
 }

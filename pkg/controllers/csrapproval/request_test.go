@@ -1,6 +1,7 @@
 package csrapproval_test
 
 import (
+	"cmp"
 	"context"
 	"crypto"
 	"crypto/ecdsa"
@@ -12,6 +13,7 @@ import (
 	"net"
 	"net/netip"
 
+	"github.com/stretchr/testify/require"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -19,13 +21,16 @@ import (
 	"k8s.io/client-go/rest"
 )
 
+type usages = []certificatesv1.KeyUsage
+
 // request describes a request. Zero fields have the values of the worker's kubelet.
 type request struct {
+	signer       string
 	commonName   string
 	organization string
 	names        []string
 	ips          []netip.Addr
-	usages       []certificatesv1.KeyUsage
+	usages       usages
 	// user and groups are the requester's, in addition to system:authenticated.
 	user   string
 	groups []string
@@ -35,63 +40,13 @@ type request struct {
 	config *rest.Config
 }
 
-// of sets zero fields to the values of the worker's kubelet.
-func (r request) of(w worker) request {
-	user := "system:node:" + w.name
-
-	if r.user == "" {
-		r.user = user
-	}
-
-	if r.commonName == "" {
-		r.commonName = user
-	}
-
-	if r.organization == "" {
-		r.organization = "system:nodes"
-	}
-
-	if r.names == nil && r.ips == nil {
-		r.names, r.ips = []string{w.name}, []netip.Addr{w.addr}
-	}
-
-	if r.usages == nil {
-		r.usages = []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageServerAuth}
-	}
-
-	if r.groups == nil {
-		r.groups = []string{"system:nodes"}
-	}
-
-	return r
-}
-
-// pem returns the encoded request.
-func (r request) pem() ([]byte, error) {
-	if r.key == nil {
-		key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-		if err != nil {
-			return nil, err
-		}
-
-		r.key = key
-	}
-
-	template := &x509.CertificateRequest{
-		Subject:  pkix.Name{CommonName: r.commonName, Organization: []string{r.organization}},
-		DNSNames: r.names,
-	}
-
-	for _, ip := range r.ips {
-		template.IPAddresses = append(template.IPAddresses, net.IP(ip.AsSlice()))
-	}
-
-	der, err := x509.CreateCertificateRequest(rand.Reader, template, r.key)
+func newKey() *ecdsa.PrivateKey {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
-		return nil, err
+		panic(err)
 	}
 
-	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: der}), nil
+	return key
 }
 
 // post creates a request of the worker's kubelet and returns its name. It is deleted when the test ends.
@@ -99,7 +54,7 @@ func (s suite) post(w worker, r request) string {
 	s.Helper()
 
 	csr, err := s.create(s.Context(), w, r)
-	s.require(err)
+	require.NoError(s, err)
 	s.Cleanup(func() { s.remove(csr.Name) })
 
 	return csr.Name
@@ -109,24 +64,47 @@ func (s suite) post(w worker, r request) string {
 func (s suite) remove(name string) {
 	s.Helper()
 
-	err := s.client.CertificatesV1().CertificateSigningRequests().Delete(context.Background(), name, metav1.DeleteOptions{})
-	if err != nil && !apierrors.IsNotFound(err) {
-		s.Error(err)
+	if err := s.requests().Delete(context.WithoutCancel(s.Context()), name, metav1.DeleteOptions{}); !apierrors.IsNotFound(err) {
+		require.NoError(s, err)
 	}
 }
 
 // create creates a request as the requesting user.
-func (b *bed) create(ctx context.Context, w worker, r request) (*certificatesv1.CertificateSigningRequest, error) {
-	r = r.of(w)
+func (e *environment) create(ctx context.Context, w worker, r request) (*certificatesv1.CertificateSigningRequest, error) {
+	user := "system:node:" + w.name
 
-	content, err := r.pem()
+	if r.key == nil {
+		r.key = newKey()
+	}
+
+	if r.names == nil && r.ips == nil {
+		r.names, r.ips = []string{w.name}, []netip.Addr{w.addr}
+	}
+
+	if r.usages == nil {
+		r.usages = usages{certificatesv1.UsageDigitalSignature, certificatesv1.UsageServerAuth}
+	}
+
+	if r.groups == nil {
+		r.groups = []string{"system:nodes"}
+	}
+
+	template := &x509.CertificateRequest{
+		Subject:  pkix.Name{CommonName: cmp.Or(r.commonName, user), Organization: []string{cmp.Or(r.organization, "system:nodes")}},
+		DNSNames: r.names,
+	}
+	for _, ip := range r.ips {
+		template.IPAddresses = append(template.IPAddresses, net.IP(ip.AsSlice()))
+	}
+
+	der, err := x509.CreateCertificateRequest(rand.Reader, template, r.key)
 	if err != nil {
 		return nil, err
 	}
 
 	if r.config == nil {
-		r.config = b.kube.Config()
-		r.config.Impersonate = rest.ImpersonationConfig{UserName: r.user, Groups: append(r.groups, "system:authenticated")}
+		r.config = e.bed.Kube.Config()
+		r.config.Impersonate = rest.ImpersonationConfig{UserName: cmp.Or(r.user, user), Groups: append(r.groups, "system:authenticated")}
 	}
 
 	client, err := kubernetes.NewForConfig(r.config)
@@ -137,9 +115,9 @@ func (b *bed) create(ctx context.Context, w worker, r request) (*certificatesv1.
 	return client.CertificatesV1().CertificateSigningRequests().Create(ctx, &certificatesv1.CertificateSigningRequest{
 		ObjectMeta: metav1.ObjectMeta{GenerateName: "csr-"},
 		Spec: certificatesv1.CertificateSigningRequestSpec{
-			SignerName: certificatesv1.KubeletServingSignerName,
+			SignerName: cmp.Or(r.signer, certificatesv1.KubeletServingSignerName),
 			Usages:     r.usages,
-			Request:    content,
+			Request:    pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: der}),
 		},
 	}, metav1.CreateOptions{})
 }

@@ -1,10 +1,10 @@
 package csrapproval
 
 import (
-	"slices"
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -48,10 +48,7 @@ func TestDueChecks(t *testing.T) {
 
 	want := func(what string, got []string, wanted ...string) {
 		t.Helper()
-
-		if !slices.Equal(got, wanted) {
-			t.Errorf("%s: checks %v, want %v", what, got, wanted)
-		}
+		assert.Equal(t, wanted, got, what)
 	}
 
 	old := approvedRequest("old", now.Add(-servedWithin-time.Second))
@@ -72,20 +69,15 @@ func TestDueChecks(t *testing.T) {
 
 	late.Status.Certificate = []byte("issued")
 	want("issued late", at(now.Add(time.Hour+time.Second), late), "late")
-
-	if until := checks["late"].until; !until.Equal(now.Add(time.Hour + servedWithin)) {
-		t.Errorf("checked until %s", until)
-	}
+	assert.Equal(t, now.Add(time.Hour+servedWithin), checks["late"].until)
 }
 
 func TestApprovedFor_IgnoresOtherApprovers(t *testing.T) {
 	request := approvedRequest("csr", time.Now())
-	if nodenames, _ := approvedFor(request); !slices.Equal(nodenames, []string{"worker-1"}) {
-		t.Errorf("approved for %v", nodenames)
-	}
+	nodenames, _ := approvedFor(request)
+	assert.Equal(t, []string{"worker-1"}, nodenames)
 
-	request.Status.Conditions[0].Reason = "KubectlApprove"
-	if nodenames, _ := approvedFor(request); len(nodenames) > 0 {
-		t.Errorf("approved by an administrator, checked for %v", nodenames)
-	}
+	request.Status.Conditions[0].Reason = "KubectlApprove" // by an administrator
+	nodenames, _ = approvedFor(request)
+	assert.Empty(t, nodenames)
 }

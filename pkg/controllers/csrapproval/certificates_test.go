@@ -1,0 +1,85 @@
+package csrapproval_test
+
+import (
+	"context"
+	"net/netip"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/client-go/kubernetes"
+
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
+	"github.com/talos-ccm/talos-ccm/test/kube"
+)
+
+// This file comes first, so that its kubelet waits for the rotation while other tests run.
+
+// A real kubelet obtains its client certificate with the bootstrap token and rotates it: kube-controller-manager
+// backdates certificates by five minutes, so that 70 to 90 % of this lifetime are over after up to one and a half
+// minutes. Then the instances forget the rotation, as if none had seen it, and last, EPHEMERAL is wiped.
+func TestPinning_KubeletKeepsItsCertificates(t *testing.T) {
+	cluster, err := kube.Start(context.WithoutCancel(t.Context()), kube.Options{ControllerManager: kube.ControllerManager{Flags: []string{"--cluster-signing-duration=132s"}}})
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, cluster.Stop()) })
+
+	client, err := kubernetes.NewForConfig(cluster.Config())
+	require.NoError(t, err)
+
+	own := &environment{bed: ctest.Bed{Kube: cluster, Client: client, Talos: ctest.NewTalos(t, talostest.Options{})}}
+	stop, err := own.open()
+	require.NoError(t, err)
+	t.Cleanup(stop)
+
+	s := suite{own.bed.NewSuite(t), own}
+	w := s.boot(s.planKubelet())
+	s.enforce(w)
+	s.format(w, "85b1a5d4-94ab-4b6c-9e69-6d2f5ac6ee3b")
+
+	spec := kube.KubeletSpec{BootstrapToken: s.token, RotateCertificates: true}
+	kubelet := s.startKubelet(w, spec)
+	first := csrpolicy.CredentialID(s.awaitIssuedFor(w))
+
+	t.Parallel()
+	s.AwaitNode(w.name, "pinned to a rotated certificate", func(n *corev1.Node) bool { return n.Labels[csrapproval.LabelPrevious] != "" })
+
+	var added []netip.Addr
+
+	request := func() netip.Addr {
+		added = append(added, netip.AddrFrom4([4]byte{8, 8, 4, byte(1 + len(added))}))
+		s.report(w, talostest.LinkExternal, added[len(added)-1])
+
+		return added[len(added)-1]
+	}
+
+	// The kubelet closes its connections a few seconds after the rotation, and uses the previous certificate until then.
+	for id := first; id == first; {
+		request()
+
+		id = csrpolicy.CredentialID(s.awaitIssuedFor(w, added...))
+	}
+
+	assert.Empty(t, s.Events(w.name, csrapproval.ReasonUnexpectedCredential))
+
+	s.main.Stop()
+	s.removeAllOf(w)
+	s.label(w, first)
+	s.restart()
+	s.enforce(w)
+
+	pending := s.awaitRequestFor(w, request())
+	s.assertUnexpected(pending.Name)
+	s.label(w, csrpolicy.CredentialID(pending))
+	s.awaitIssuedFor(w, added...)
+
+	// The kubelet has to obtain a certificate with the token again.
+	require.NoError(t, kubelet.Stop())
+	s.removeAllOf(w)
+	s.format(w, "0e5e1a3c-5a80-4b0e-8d0f-6f2f0b1f3f6e")
+	s.startKubelet(w, spec)
+	s.awaitIssuedFor(w, added...)
+}
