@@ -66,30 +66,26 @@ func TestReview_IgnoresEmptyRequest(t *testing.T) {
 }
 
 func TestNodename(t *testing.T) {
-	for user, want := range map[string]string{
-		"system:node:worker-1":         "worker-1",
-		"system:node:a.b.example.org":  "a.b.example.org",
-		"system:node:10.0.0.5":         "10.0.0.5",
-		"system:node:":                 "",
-		"system:node:Worker-1":         "",
-		"system:node:worker-1.":        "",
-		"system:node:worker_1":         "",
-		"system:node:a/b":              "",
-		"system:node:system:node:a":    "",
-		"system:nodes:a":               "",
-		"system:node":                  "",
-		"worker-1":                     "",
-		"":                             "",
-		"xsystem:node:worker-1":        "",
-		"system:node:w\u043erker-1":    "",
-		"system:node:worker-1\x00":     "",
-		"system:node:worker-1\nworker": "",
+	for isKubelet, users := range map[bool][]string{
+		true: {
+			"system:node:worker-1", "system:node:a.b.example.org", "system:node:10.0.0.5",
+		},
+		false: {
+			"system:node:", "system:node:Worker-1", "system:node:worker-1.", "system:node:worker_1", "system:node:a/b", "system:node:system:node:a",
+			"system:nodes:a", "system:node", "worker-1", "", "xsystem:node:worker-1", "system:node:w\u043erker-1", "system:node:worker-1\x00",
+			"system:node:worker-1\nworker",
+		},
 	} {
-		csr := certificatesv1.CertificateSigningRequest{Spec: certificatesv1.CertificateSigningRequestSpec{Username: user}}
+		for _, user := range users {
+			got, ok := csrpolicy.Nodename(&certificatesv1.CertificateSigningRequest{Spec: certificatesv1.CertificateSigningRequestSpec{Username: user}})
+			assert.Equal(t, isKubelet, ok, user)
 
-		got, ok := csrpolicy.Nodename(&csr)
-		assert.Equal(t, want, got, user)
-		assert.Equal(t, want != "", ok, user)
+			if isKubelet {
+				assert.Equal(t, user, "system:node:"+got)
+			} else {
+				assert.Empty(t, got, user)
+			}
+		}
 	}
 }
 
@@ -107,70 +103,46 @@ func TestSubjects_CanonicalAndSorted(t *testing.T) {
 // The operator allows each name and the kubelet requests it: Review must deny exactly the names that CheckAllowedName
 // refuses.
 func TestCheckAllowedName_AgreesWithReview(t *testing.T) {
-	for name, problem := range map[string]string{
-		"storage.example.org":           "",
-		"Storage.Example.ORG.":          "",
-		"storage":                       "",
-		"xn--bcher-kva.example":         "",
-		"kubernetes.example.org":        "",
-		"svc.example.org":               "",
-		"kubernetes":                    "is reserved for the cluster",
-		"Kubernetes.Default":            "is reserved for the cluster",
-		"kubernetes.default.svc":        "is reserved for the cluster",
-		"kubernetes.default.svc.":       "is reserved for the cluster",
-		"kubernetes.default.example":    "is reserved for the cluster",
-		"web.default.svc":               "is reserved for the cluster",
-		"cluster.local":                 "is reserved for the cluster",
-		"web.default.svc.cluster.local": "is reserved for the cluster",
-		"localhost":                     "is reserved for the cluster",
-		"localhost.localdomain":         "is reserved for the cluster",
-		"a.localhost":                   "is reserved for the cluster",
-		"*":                             "is a wildcard",
-		"*.example.org":                 "is a wildcard",
-		"st*.example.org":               "is a wildcard",
-		"192.0.2.1":                     "can be parsed as an IP address",
-		"example.1":                     "can be parsed as an IP address",
-		"0x7f000001":                    "can be parsed as an IP address",
-		"2130706433":                    "can be parsed as an IP address",
-		"2001:db8::1":                   "is not a valid DNS name",
-		"storage_1":                     "is not a valid DNS name",
-		"-storage":                      "is not a valid DNS name",
-		"storage..example.org":          "is not a valid DNS name",
-		"storage.example.org..":         "is not a valid DNS name",
-		"":                              "is not a valid DNS name",
-		".":                             "is not a valid DNS name",
-		strings.Repeat("a.", 127) + "a": "is not a valid DNS name",
+	for problem, names := range map[string][]string{
+		"": {
+			"storage.example.org", "Storage.Example.ORG.", "storage", "xn--bcher-kva.example", "kubernetes.example.org", "svc.example.org",
+		},
+		"is reserved for the cluster": {
+			"kubernetes", "Kubernetes.Default", "kubernetes.default.svc", "kubernetes.default.svc.", "kubernetes.default.example", "web.default.svc",
+			"cluster.local", "web.default.svc.cluster.local", "localhost", "localhost.localdomain", "a.localhost",
+		},
+		"is a wildcard": {
+			"*", "*.example.org", "st*.example.org",
+		},
+		"can be parsed as an IP address": {
+			"192.0.2.1", "example.1", "0x7f000001", "2130706433",
+		},
+		"is not a valid DNS name": {
+			"2001:db8::1", "storage_1", "-storage", "storage..example.org", "storage.example.org..", "", ".", strings.Repeat("a.", 127) + "a",
+		},
 	} {
-		s := asks("worker-1")
-		s.evidence.Policy.ExtraNames = []string{name}
-		s.pkcs10.addDNS(name)
-		s.checkAllowed(t, csrpolicy.CheckAllowedName(name), problem)
+		for _, name := range names {
+			s := asks("worker-1")
+			s.evidence.Policy.ExtraNames = []string{name}
+			s.pkcs10.addDNS(name)
+			s.checkAllowed(t, csrpolicy.CheckAllowedName(name), problem)
+		}
 	}
 }
 
 func TestCheckAllowedAddress_AgreesWithReview(t *testing.T) {
-	const special = "is a loopback, link-local, multicast, unspecified or broadcast address"
-
-	for ip, problem := range map[string]string{
-		"198.51.100.7":        "",
-		"::ffff:198.51.100.7": "",
-		"2001:db8::7":         "",
-		"fd00::7":             "",
-		"127.0.0.1":           special,
-		"::ffff:127.0.0.1":    special,
-		"::1":                 special,
-		"169.254.0.1":         special,
-		"fe80::1":             special,
-		"224.0.0.1":           special,
-		"ff02::1":             special,
-		"0.0.0.0":             special,
-		"::":                  special,
-		"255.255.255.255":     special,
+	for problem, addresses := range map[string][]string{
+		"": {"198.51.100.7", "::ffff:198.51.100.7", "2001:db8::7", "fd00::7"},
+		"is a loopback, link-local, multicast, unspecified or broadcast address": {
+			"127.0.0.1", "::ffff:127.0.0.1", "::1", "169.254.0.1", "fe80::1", "224.0.0.1", "ff02::1", "0.0.0.0", "::", "255.255.255.255",
+		},
 	} {
-		s := asks("worker-1")
-		s.evidence.Policy.ExtraIPs = []netip.Addr{addr(ip)}
-		s.pkcs10.addIP(addr(ip))
-		s.checkAllowed(t, csrpolicy.CheckAllowedAddress(addr(ip)), problem)
+		for _, ip := range addresses {
+			s := asks("worker-1")
+			s.evidence.Policy.ExtraIPs = []netip.Addr{addr(ip)}
+			s.pkcs10.addIP(addr(ip))
+			s.checkAllowed(t, csrpolicy.CheckAllowedAddress(addr(ip)), problem)
+		}
 	}
 
 	require.Error(t, csrpolicy.CheckAllowedAddress(netip.Addr{}))
@@ -188,7 +160,7 @@ func (s *scene) checkAllowed(t *testing.T, err error, problem string) {
 	if problem == "" {
 		require.NoError(t, err)
 	} else {
-		require.EqualError(t, err, problem)
+		require.EqualError(t, err, problem, "%+v", verdict)
 	}
 }
 

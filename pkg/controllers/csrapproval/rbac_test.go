@@ -15,43 +15,36 @@ import (
 func TestRBAC_AllowsApprovalForOneSignerOnly(t *testing.T) {
 	s := parallel(t)
 
-	for what, want := range map[string]bool{
-		"list certificatesigningrequests":                            true,
-		"watch certificatesigningrequests":                           true,
-		"update certificatesigningrequests/approval":                 true,
-		"approve signers " + certificatesv1.KubeletServingSignerName: true,
-
-		"approve signers":                 false,
-		"approve signers kubernetes.io/*": false,
-		"approve signers " + certificatesv1.KubeAPIServerClientSignerName:        false,
-		"approve signers " + certificatesv1.KubeAPIServerClientKubeletSignerName: false,
-		"approve signers kubernetes.io/legacy-unknown":                           false,
-		"approve signers example.org/any":                                        false,
-		"sign signers " + certificatesv1.KubeletServingSignerName:                false,
-		"attest signers " + certificatesv1.KubeletServingSignerName:              false,
-		"create certificatesigningrequests":                                      false,
-		"update certificatesigningrequests":                                      false,
-		"patch certificatesigningrequests":                                       false,
-		"delete certificatesigningrequests":                                      false,
-		"deletecollection certificatesigningrequests":                            false,
-		"patch certificatesigningrequests/approval":                              false,
-		"update certificatesigningrequests/status":                               false,
-		"create certificatesigningrequests/nodeclient":                           false,
-		"create clustertrustbundles":                                             false,
+	for want, list := range map[bool][]string{
+		true: {
+			"list certificatesigningrequests", "watch certificatesigningrequests", "update certificatesigningrequests/approval",
+			"approve signers " + certificatesv1.KubeletServingSignerName,
+		},
+		false: {
+			"approve signers", "approve signers kubernetes.io/*", "approve signers " + certificatesv1.KubeAPIServerClientSignerName,
+			"approve signers " + certificatesv1.KubeAPIServerClientKubeletSignerName, "approve signers kubernetes.io/legacy-unknown",
+			"approve signers example.org/any", "sign signers " + certificatesv1.KubeletServingSignerName,
+			"attest signers " + certificatesv1.KubeletServingSignerName, "create certificatesigningrequests", "update certificatesigningrequests",
+			"patch certificatesigningrequests", "delete certificatesigningrequests", "deletecollection certificatesigningrequests",
+			"patch certificatesigningrequests/approval", "update certificatesigningrequests/status", "create certificatesigningrequests/nodeclient",
+			"create clustertrustbundles",
+		},
 	} {
-		attributes := &authorizationv1.ResourceAttributes{Group: "certificates.k8s.io"}
-		attributes.Verb, attributes.Resource, _ = strings.Cut(what, " ")
-		attributes.Resource, attributes.Name, _ = strings.Cut(attributes.Resource, " ")
+		for _, what := range list {
+			attributes := &authorizationv1.ResourceAttributes{Group: "certificates.k8s.io"}
+			attributes.Verb, attributes.Resource, _ = strings.Cut(what, " ")
+			attributes.Resource, attributes.Name, _ = strings.Cut(attributes.Resource, " ")
 
-		if attributes.Name == "" {
-			attributes.Resource, attributes.Subresource, _ = strings.Cut(attributes.Resource, "/")
+			if attributes.Name == "" {
+				attributes.Resource, attributes.Subresource, _ = strings.Cut(attributes.Resource, "/")
+			}
+
+			review, err := s.main.Client.AuthorizationV1().SelfSubjectAccessReviews().Create(t.Context(), &authorizationv1.SelfSubjectAccessReview{
+				Spec: authorizationv1.SelfSubjectAccessReviewSpec{ResourceAttributes: attributes},
+			}, metav1.CreateOptions{})
+			require.NoError(t, err)
+			assert.Equal(t, want, review.Status.Allowed, what)
 		}
-
-		review, err := s.main.Client.AuthorizationV1().SelfSubjectAccessReviews().Create(t.Context(), &authorizationv1.SelfSubjectAccessReview{
-			Spec: authorizationv1.SelfSubjectAccessReviewSpec{ResourceAttributes: attributes},
-		}, metav1.CreateOptions{})
-		require.NoError(t, err)
-		assert.Equal(t, want, review.Status.Allowed, what)
 	}
 }
 
