@@ -193,16 +193,19 @@ func TestPinning_DeletedBootstrapTokenIsOfNoUse(t *testing.T) {
 	require.NoError(t, err)
 
 	requester := s.Kube.TokenConfig(token)
-	s.obtain(requester, w)
-	require.NoError(t, s.Client.CoreV1().Secrets(metav1.NamespaceSystem).Delete(t.Context(), "bootstrap-token-a1b2c3", metav1.DeleteOptions{}))
-
 	client, err := kubernetes.NewForConfig(requester)
 	require.NoError(t, err)
-	s.eventually("the token is rejected", func() bool {
+
+	accepted := func() bool {
 		_, err := client.CertificatesV1().CertificateSigningRequests().List(t.Context(), metav1.ListOptions{})
 
-		return apierrors.IsUnauthorized(err)
-	})
+		return !apierrors.IsUnauthorized(err)
+	}
+
+	s.eventually("the token is accepted", accepted)
+	s.obtain(requester, w)
+	require.NoError(t, s.Client.CoreV1().Secrets(metav1.NamespaceSystem).Delete(t.Context(), "bootstrap-token-a1b2c3", metav1.DeleteOptions{}))
+	s.eventually("the token is rejected", func() bool { return !accepted() })
 
 	renewed, _ := s.obtain(kubelet, w)
 	s.awaitIssued(s.post(w, request{config: renewed}))
