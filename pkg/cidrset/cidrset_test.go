@@ -1,9 +1,12 @@
 package cidrset_test
 
 import (
+	"fmt"
 	"net/netip"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"go4.org/netipx"
 
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
@@ -13,9 +16,7 @@ func pool(t testing.TB, cidr string, bits int) cidrset.Pool {
 	t.Helper()
 
 	p, err := cidrset.NewPool(netip.MustParsePrefix(cidr), bits)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	return p
 }
@@ -83,37 +84,23 @@ func TestSet_NextReturnsTheLowestFreeBlock(t *testing.T) {
 		{"prefixes that contain all IPv4-mapped addresses are IPv6", "0.0.0.0/0", 24, []string{"::/8", "::ffff:0.0.0.0/95"}, "0.0.0.0/24"},
 		{"all IPv4-mapped addresses are all of IPv4", "0.0.0.0/0", 24, []string{"::ffff:0.0.0.0/96"}, "exhausted"},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			if got := next(holding(test.used...), pool(t, test.cidr, test.bits)); got != test.want {
-				t.Errorf("got %s, want %s", got, test.want)
-			}
-		})
+		assert.Equal(t, test.want, next(holding(test.used...), pool(t, test.cidr, test.bits)), test.name)
 	}
 }
 
 func TestSet_ZeroPoolHasNoBlocks(t *testing.T) {
 	set := holding("10.0.0.0/8")
 
-	if got := next(set, cidrset.Pool{}); got != "exhausted" {
-		t.Errorf("next is %s", got)
-	}
-
-	if got := set.Stats(cidrset.Pool{}); got != (cidrset.Stats{}) {
-		t.Errorf("got %+v", got)
-	}
+	assert.Equal(t, "exhausted", next(set, cidrset.Pool{}))
+	assert.Zero(t, set.Stats(cidrset.Pool{}))
 }
 
 func TestSet_CountsInsertions(t *testing.T) {
 	set, prefix := holding("10.0.0.0/24", "10.0.0.9/24"), netip.MustParsePrefix("10.0.0.0/24")
 
 	for _, want := range []struct{ removed, left bool }{{true, true}, {true, false}, {false, false}} {
-		if got := set.Remove(prefix); got != want.removed {
-			t.Errorf("removed: %v, want %v", got, want.removed)
-		}
-
-		if got := set.Overlaps(prefix); got != want.left {
-			t.Errorf("still in use: %v, want %v", got, want.left)
-		}
+		assert.Equal(t, want.removed, set.Remove(prefix))
+		assert.Equal(t, want.left, set.Overlaps(prefix))
 	}
 }
 
@@ -124,14 +111,10 @@ func TestSet_RemoveNeedsTheExactPrefix(t *testing.T) {
 		"10.0.0.0/23" /* an inner node */, "10.0.0.0/22", "10.0.0.0/25", "10.0.3.0/24", "10.0.0.0/0", "10.9.0.0/24", "::/0", "::10.0.0.0/120",
 	} {
 		set := holding(used...)
-		if set.Remove(netip.MustParsePrefix(other)) {
-			t.Errorf("%s was removed", other)
-		}
+		assert.False(t, set.Remove(netip.MustParsePrefix(other)), other)
 
 		for _, prefix := range used {
-			if !set.Remove(netip.MustParsePrefix(prefix)) {
-				t.Errorf("%s was removed with %s", prefix, other)
-			}
+			assert.True(t, set.Remove(netip.MustParsePrefix(prefix)), "%s was removed with %s", prefix, other)
 		}
 	}
 }
@@ -141,9 +124,7 @@ func TestSet_NextReusesARemovedBlock(t *testing.T) {
 
 	set.Remove(netip.MustParsePrefix("10.0.1.0/24"))
 
-	if got := next(set, p); got != "10.0.1.0/24" {
-		t.Errorf("got %s", got)
-	}
+	assert.Equal(t, "10.0.1.0/24", next(set, p))
 }
 
 func TestSet_Overlaps(t *testing.T) {
@@ -154,9 +135,7 @@ func TestSet_Overlaps(t *testing.T) {
 		"10.1.0.0/16": false, "11.0.0.0/8": false,
 		"2001:db8::/64": true, "2001:db8::1/128": true, "::/0": true, "2001:db8::2/127": false, "2001:db8:1::/48": false, "a00::/8": false,
 	} {
-		if got := set.Overlaps(netip.MustParsePrefix(prefix)); got != want {
-			t.Errorf("%s: got %v, want %v", prefix, got, want)
-		}
+		assert.Equal(t, want, set.Overlaps(netip.MustParsePrefix(prefix)), prefix)
 	}
 }
 
@@ -166,9 +145,7 @@ func TestSet_IgnoresInvalidPrefixes(t *testing.T) {
 	for _, invalid := range []netip.Prefix{{}, netip.PrefixFrom(netip.IPv4Unspecified(), 33), netip.PrefixFrom(netip.IPv6Unspecified(), -1)} {
 		set.Insert(invalid)
 
-		if set.Remove(invalid) || set.Overlaps(invalid) || set.Overlaps(everything) {
-			t.Errorf("%v is in use", invalid)
-		}
+		assert.False(t, set.Remove(invalid) || set.Overlaps(invalid) || set.Overlaps(everything), invalid)
 	}
 }
 
@@ -191,45 +168,25 @@ func TestSet_StatsCountsPartlyUsedBlocks(t *testing.T) {
 		{"2^63 blocks", "8000::/1", 64, []string{"8000::/1"}, 1 << 63},
 		{"2^62+1 blocks", "8000::/1", 64, []string{"8000::/2", "c000::/128"}, 1<<62 + 1},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			p := pool(t, test.cidr, test.bits)
-			want := cidrset.Stats{Size: p.Size(), Used: test.want, Free: p.Size() - test.want}
-
-			if got := holding(test.used...).Stats(p); got != want {
-				t.Errorf("got %+v, want %+v", got, want)
-			}
-		})
+		p := pool(t, test.cidr, test.bits)
+		assert.Equal(t, cidrset.Stats{Size: p.Size(), Used: test.want, Free: p.Size() - test.want}, holding(test.used...).Stats(p), test.name)
 	}
 }
 
 func TestSet_NextAllocatesAPoolInOrder(t *testing.T) {
-	for _, test := range []struct {
-		cidr string
-		bits int
-	}{
-		{"10.16.0.0/12", 24},
-		{"2001:db8::/64", 80},
-		{"2001:db8::/48", 64},
-	} {
-		t.Run(test.cidr, func(t *testing.T) {
-			set, p := &cidrset.Set{}, pool(t, test.cidr, test.bits)
-			want := p.CIDR().Addr()
+	for _, p := range []cidrset.Pool{pool(t, "10.16.0.0/12", 24), pool(t, "2001:db8::/64", 80), pool(t, "2001:db8::/48", 64)} {
+		set, want := &cidrset.Set{}, p.CIDR().Addr()
 
-			for i := range p.Size() {
-				block, ok := set.Next(p)
-				if !ok || block != netip.PrefixFrom(want, test.bits) {
-					t.Fatalf("block %d: got %v, %v, want %v", i, block, ok, want)
-				}
+		for range p.Size() {
+			block, _ := set.Next(p)
+			require.Equal(t, netip.PrefixFrom(want, p.Bits()), block)
+			set.Insert(block)
 
-				set.Insert(block)
+			want = netipx.PrefixLastIP(block).Next()
+		}
 
-				want = netipx.PrefixLastIP(block).Next()
-			}
-
-			if block, ok := set.Next(p); ok || p.CIDR().Contains(want) {
-				t.Errorf("unexpected block %v after the last", block)
-			}
-		})
+		assert.Equal(t, "exhausted", next(set, p))
+		assert.False(t, p.CIDR().Contains(want), "%s follows the last block", want)
 	}
 }
 
@@ -246,31 +203,104 @@ func TestSet_NextFindsTheLastBlockOfALargePool(t *testing.T) {
 		rest = netip.PrefixFrom(netipx.PrefixLastIP(lower).Next(), lower.Bits())
 	}
 
-	if block, ok := set.Next(p); !ok || block != last {
-		t.Errorf("got %v, %v, want %v", block, ok, last)
-	}
-
-	if got, want := set.Stats(p), (cidrset.Stats{Size: 1 << 20, Used: 1<<20 - 1, Free: 1}); got != want {
-		t.Errorf("got %+v, want %+v", got, want)
-	}
+	assert.Equal(t, last.String(), next(set, p))
+	assert.Equal(t, cidrset.Stats{Size: 1 << 20, Used: 1<<20 - 1, Free: 1}, set.Stats(p))
 }
 
 func TestSet_NextServesPoolsOfDifferentBlockSizes(t *testing.T) {
 	set, large, small := &cidrset.Set{}, pool(t, "10.0.0.0/16", 23), pool(t, "10.0.0.0/16", 26)
 
-	for i, want := range []struct {
+	for _, want := range []struct {
 		pool  cidrset.Pool
 		block string
-	}{
-		{small, "10.0.0.0/26"},
-		{large, "10.0.2.0/23"},
-		{small, "10.0.0.64/26"},
-		{large, "10.0.4.0/23"},
-	} {
-		if got := next(set, want.pool); got != want.block {
-			t.Fatalf("block %d: got %s, want %s", i, got, want.block)
-		}
-
+	}{{small, "10.0.0.0/26"}, {large, "10.0.2.0/23"}, {small, "10.0.0.64/26"}, {large, "10.0.4.0/23"}} {
+		assert.Equal(t, want.block, next(set, want.pool))
 		set.Insert(netip.MustParsePrefix(want.block))
+	}
+}
+
+func TestNewPool_DividesCIDRs(t *testing.T) {
+	for _, test := range []struct {
+		name, cidr string
+		bits       int
+		want       string
+		size       uint64
+	}{
+		{"IPv4", "10.0.0.0/12", 24, "10.0.0.0/12", 1 << 12},
+		{"IPv6", "2001:db8::/44", 64, "2001:db8::/44", 1 << 20},
+		{"prefix of a machine", "2001:db8::/64", 80, "2001:db8::/64", 1 << 16},
+		{"a single block", "10.0.0.0/24", 24, "10.0.0.0/24", 1},
+		{"largest number of blocks", "8000::/1", 64, "8000::/1", 1 << 63},
+		{"host bits are masked", "10.1.2.3/8", 24, "10.0.0.0/8", 1 << 16},
+		{"IPv4-mapped becomes IPv4", "::ffff:10.0.0.0/104", 24, "10.0.0.0/8", 1 << 16},
+	} {
+		p := pool(t, test.cidr, test.bits)
+		assert.Equal(t, fmt.Sprintf("%s (/%d blocks)", test.want, test.bits), p.String(), test.name)
+		assert.Equal(t, test.want, p.CIDR().String(), test.name)
+		assert.Equal(t, test.bits, p.Bits(), test.name)
+		assert.Equal(t, test.size, p.Size(), test.name)
+		assert.Equal(t, netip.PrefixFrom(p.CIDR().Addr(), test.bits).String(), next(&cidrset.Set{}, p), test.name)
+	}
+}
+
+func TestNewPool_RefusesInvalidDivisions(t *testing.T) {
+	for _, test := range []struct {
+		name string
+		cidr netip.Prefix
+		bits int
+		want string
+	}{
+		{"zero CIDR", netip.Prefix{}, 24, "not a CIDR"},
+		{"invalid prefix length", netip.PrefixFrom(netip.MustParseAddr("10.0.0.0"), 33), 33, "not a CIDR"},
+		{"large block", netip.MustParsePrefix("10.0.0.0/25"), 24, "divide 10.0.0.0/25 into /24 blocks: a block would be larger than the CIDR"},
+		{"negative block length", netip.MustParsePrefix("0.0.0.0/0"), -1, "larger"},
+		{"block smaller than an IPv4 address", netip.MustParsePrefix("10.0.0.0/8"), 33, "at most 32 bits"},
+		{"IPv4-mapped with an IPv6 block length", netip.MustParsePrefix("::ffff:10.0.0.0/104"), 120, "at most 32 bits"},
+		{"block smaller than an IPv6 address", netip.MustParsePrefix("2001:db8::/64"), 129, "at most 128 bits"},
+		{"too many blocks", netip.MustParsePrefix("2001:db8::/32"), 96, "more than 2^63 blocks"},
+		{"IPv4-mapped addresses", netip.MustParsePrefix("::/64"), 96, "divide ::/64 into /96 blocks: overlaps the IPv4-mapped IPv6 addresses ::ffff:0.0.0.0/96"},
+	} {
+		p, err := cidrset.NewPool(test.cidr, test.bits)
+		assert.ErrorContains(t, err, test.want, test.name)
+		assert.Zero(t, p, test.name)
+	}
+}
+
+func TestParsePrefix_AcceptsCIDRsWithoutHostBits(t *testing.T) {
+	for s, want := range map[string]string{
+		"10.244.0.0/16":       "10.244.0.0/16",
+		" 2001:db8::/48\t":    "2001:db8::/48",
+		"0.0.0.0/0":           "0.0.0.0/0",
+		"10.0.0.1/32":         "10.0.0.1/32",
+		"2001:DB8:0::/48":     "2001:db8::/48",
+		"10.244.0.1/16":       `"10.244.0.1/16" has host bits set; did you mean 10.244.0.0/16?`,
+		"::ffff:10.0.0.0/104": `"::ffff:10.0.0.0/104" is an IPv4-mapped IPv6 CIDR; write it as IPv4`,
+		"10.244.0.0":          `"10.244.0.0" is not a CIDR such as 10.244.0.0/16`,
+		"10.244.0.0/33":       "is not a CIDR",
+		"010.244.0.0/16":      "is not a CIDR",
+		"fe80::%eth0/64":      "is not a CIDR",
+		"10.0.0.0/8, ::/0":    "is not a CIDR",
+		"":                    `"" is not a CIDR`,
+	} {
+		if got, err := cidrset.ParsePrefix(s); err != nil {
+			assert.ErrorContains(t, err, want)
+			assert.Zero(t, got)
+		} else {
+			assert.Equal(t, want, got.String())
+		}
+	}
+}
+
+func TestParsePrefixes_MasksHostBits(t *testing.T) {
+	got, err := cidrset.ParsePrefixes([]string{"10.244.0.1/16", " 2001:db8::1/48"})
+	assert.NoError(t, err)
+	assert.Equal(t, []netip.Prefix{netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("2001:db8::/48")}, got)
+}
+
+func TestParsePrefixes_RefusesAllIfOneIsInvalid(t *testing.T) {
+	for _, invalid := range []string{"", "10.0.0.0", "::ffff:10.0.0.1/104"} {
+		got, err := cidrset.ParsePrefixes([]string{"10.244.0.0/16", invalid})
+		assert.Error(t, err, invalid)
+		assert.Nil(t, got)
 	}
 }

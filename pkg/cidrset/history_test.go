@@ -3,10 +3,10 @@ package cidrset_test
 import (
 	"math/rand/v2"
 	"net/netip"
-	"reflect"
 	"slices"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"go4.org/netipx"
 
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
@@ -126,8 +126,8 @@ func (h *history) step(t *testing.T) {
 	}
 }
 
-// require compares the set with its model in one pool and with one prefix.
-func (h *history) require(t *testing.T) {
+// compare compares the set with its model in one pool and with one prefix.
+func (h *history) compare(t *testing.T) {
 	t.Helper()
 
 	pool, prefix := h.pools[h.draw(len(h.pools))], h.prefix()
@@ -147,9 +147,14 @@ func (h *history) require(t *testing.T) {
 	}
 }
 
-// requireNoHistory compares the set with one of the same content and another history, and then empties it.
-func (h *history) requireNoHistory(t *testing.T, r *rand.Rand) {
+// run applies the script, and then compares the set with one of the same content and another history, and empties it.
+func (h *history) run(t *testing.T, r *rand.Rand) {
 	t.Helper()
+
+	for len(h.script) > 0 {
+		h.step(t)
+		h.compare(t)
+	}
 
 	var other cidrset.Set
 
@@ -160,17 +165,13 @@ func (h *history) requireNoHistory(t *testing.T, r *rand.Rand) {
 		other.Insert(prefix)
 	}
 
-	if !reflect.DeepEqual(&h.set, &other) {
-		t.Fatalf("the set depends on its history; content %v", content)
-	}
+	require.Equal(t, &other, &h.set, "the set depends on its history; content %v", content)
 
 	for _, prefix := range content {
 		h.remove(t, prefix)
 	}
 
-	if !reflect.DeepEqual(&h.set, &cidrset.Set{}) {
-		t.Fatalf("the set is not empty after removal of %v", content)
-	}
+	require.Zero(t, h.set, "the set is not empty after removal of %v", content)
 }
 
 func TestSet_BehavesLikeAList(t *testing.T) {
@@ -184,12 +185,7 @@ func TestSet_BehavesLikeAList(t *testing.T) {
 			h.script[i] = byte(r.Uint32())
 		}
 
-		for len(h.script) > 0 {
-			h.step(t)
-			h.require(t)
-		}
-
-		h.requireNoHistory(t, r)
+		h.run(t, r)
 	}
 }
 
@@ -199,12 +195,6 @@ func FuzzHistory(f *testing.F) {
 
 	f.Fuzz(func(t *testing.T, script []byte) {
 		h := history{script: script[:min(len(script), 4096)], pools: pools(t)} // the model is slow
-
-		for len(h.script) > 0 {
-			h.step(t)
-			h.require(t)
-		}
-
-		h.requireNoHistory(t, rand.New(rand.NewPCG(uint64(len(script)), 0)))
+		h.run(t, rand.New(rand.NewPCG(uint64(len(script)), 0)))
 	})
 }
