@@ -127,7 +127,7 @@ func TestSet_NextReusesARemovedBlock(t *testing.T) {
 	assert.Equal(t, "10.0.1.0/24", next(set, p))
 }
 
-func TestSet_Overlaps(t *testing.T) {
+func TestSet_OverlapsInAndAroundPrefixes(t *testing.T) {
 	set := holding("10.0.0.0/16", "10.0.7.0/24", "2001:db8::1/128")
 
 	for prefix, want := range map[string]bool{

@@ -1,8 +1,6 @@
 package machine_test
 
 import (
-	"net/netip"
-	"reflect"
 	"slices"
 	"testing"
 
@@ -12,6 +10,7 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
@@ -21,6 +20,15 @@ func withSpec[R interface {
 	TypedSpec() *S
 }, S any](r R, spec S) R {
 	*r.TypedSpec() = spec
+
+	return r
+}
+
+func with[R interface {
+	resource.Resource
+	TypedSpec() *S
+}, S any](r R, change func(*S)) R {
+	change(r.TypedSpec())
 
 	return r
 }
@@ -35,10 +43,7 @@ func route(id, destination, gateway string) *network.RouteStatus {
 }
 
 func flagged(prefix string, flag nethelpers.AddressFlag) *network.AddressStatus {
-	r := addressStatus("eth0", prefix)
-	r.TypedSpec().Flags |= nethelpers.AddressFlags(flag)
-
-	return r
+	return with(addressStatus("eth0", prefix), func(s *network.AddressStatusSpec) { s.Flags |= nethelpers.AddressFlags(flag) })
 }
 
 func processor(id, model string, threads uint32) *hardware.Processor {
@@ -61,12 +66,9 @@ func extension(id, name, version string) *runtime.ExtensionStatus {
 	return withSpec(runtime.NewExtensionStatus(runtime.NamespaceName, id), extensions.Layer{Metadata: extensions.Metadata{Name: name, Version: version}})
 }
 
-func TestView_OptionalFacts(t *testing.T) {
-	local := addressStatus("eth0", "fe80::1/64")
-	local.TypedSpec().Scope = nethelpers.ScopeLink
-
-	policyRoute := route("180/10.9.0.1", "", "10.9.0.1")
-	policyRoute.TypedSpec().Table = 180
+func TestView_ReadsOptionalFactsOnDemand(t *testing.T) {
+	local := with(addressStatus("eth0", "fe80::1/64"), func(s *network.AddressStatusSpec) { s.Scope = nethelpers.ScopeLink })
+	policyRoute := with(route("180/10.9.0.1", "", "10.9.0.1"), func(s *network.RouteStatusSpec) { s.Table = 180 })
 
 	addresses := []resource.Resource{
 		addressStatus("eth0", "10.1.2.3/24"), addressStatus("eth1", "10.1.2.4/24"), addressStatus("bond0", "2001:db8::1/64"),
@@ -114,36 +116,33 @@ func TestView_OptionalFacts(t *testing.T) {
 
 		t.Run(test.fact, func(t *testing.T) {
 			view := viewOf(test.resources...)
-
-			if facts := view.Machine().Facts; facts != nil {
-				t.Errorf("got %v without a need", facts)
-			}
+			assert.Nil(t, view.Machine().Facts, "facts without a need")
 
 			view.Facts = []string{test.fact}
 
 			m := view.Machine()
-			if got := m.Fact(test.fact); len(m.Facts) != 1 || !reflect.DeepEqual(got, test.want) {
-				t.Errorf("got %v in %v, want %v", got, m.Facts, test.want)
-			}
+			assert.Equal(t, test.want, m.Fact(test.fact))
+			assert.Len(t, m.Facts, 1)
 
-			if got := (machine.Machine{}).Fact(test.fact); reflect.TypeOf(got) != reflect.TypeOf(test.want) || !isEmpty(got) {
-				t.Errorf("without resources: got %#v, want an empty %T", got, test.want)
-			}
+			without := machine.Machine{}.Fact(test.fact)
+			assert.IsType(t, test.want, without)
+			assert.Empty(t, without)
 		})
 	}
 
-	if len(untested) > 0 {
-		t.Errorf("no test reads %v", untested)
+	assert.Empty(t, untested, "no test reads them")
+}
+
+// types returns the types of kinds.
+func types(kinds []resource.Kind) (types []resource.Type) {
+	for _, kind := range kinds {
+		types = append(types, kind.Type())
 	}
+
+	return types
 }
 
-func isEmpty(value any) bool {
-	v := reflect.ValueOf(value)
-
-	return v.IsZero() || v.Kind() == reflect.Map && v.Len() == 0
-}
-
-func TestKindsOf(t *testing.T) {
+func TestKindsOf_ListsKindsOfFactsOnce(t *testing.T) {
 	always := machine.KindsOf(nil)
 
 	for _, test := range []struct {
@@ -156,36 +155,11 @@ func TestKindsOf(t *testing.T) {
 		{[]string{"Extensions", "Schematic"}, nil, []resource.Type{runtime.ExtensionStatusType}},
 	} {
 		kinds := machine.KindsOf(test.facts)
-
-		for i, got := range [][]resource.Kind{kinds.Polled[len(always.Polled):], kinds.Constant[len(always.Constant):]} {
-			var types []resource.Type
-			for _, kind := range got {
-				types = append(types, kind.Type())
-			}
-
-			if want := [][]resource.Type{test.polled, test.constant}[i]; !slices.Equal(types, want) {
-				t.Errorf("%v: got %v, want %v", test.facts, types, want)
-			}
-		}
+		assert.Equal(t, test.polled, types(kinds.Polled[len(always.Polled):]), test.facts)
+		assert.Equal(t, test.constant, types(kinds.Constant[len(always.Constant):]), test.facts)
 	}
 
-	var types []resource.Type
-	for _, kind := range machine.KindsOf(machine.OptionalFacts()).All() {
-		types = append(types, kind.Type())
-	}
-
-	if slices.Sort(types); len(slices.Compact(types)) != len(types) {
-		t.Errorf("a kind is listed twice: %v", types)
-	}
-}
-
-func TestParsePrefix(t *testing.T) {
-	for text, want := range map[string]netip.Prefix{
-		"10.1.2.3": netip.MustParsePrefix("10.1.2.3/32"), "10.1.2.3/8": netip.MustParsePrefix("10.0.0.0/8"), "fd00::1": netip.MustParsePrefix("fd00::1/128"),
-		"fe80::1%eth0": {}, "x": {},
-	} {
-		if got, valid := machine.ParsePrefix(text); valid != want.IsValid() || valid && got != want {
-			t.Errorf("%s: got %v, %t", text, got, valid)
-		}
-	}
+	all := types(machine.KindsOf(machine.OptionalFacts()).All())
+	slices.Sort(all)
+	assert.Equal(t, slices.Compact(slices.Clone(all)), all, "each is listed once")
 }

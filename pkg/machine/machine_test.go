@@ -10,11 +10,13 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
-func TestMachine_HasAddress(t *testing.T) {
+func TestMachine_HasAddressInAnySpelling(t *testing.T) {
 	m := machine.Machine{Addresses: []machine.Address{
 		{Prefix: netip.MustParsePrefix("192.0.2.1/24"), Link: "eth0"},
 		{Prefix: netip.MustParsePrefix("::ffff:192.0.2.7/120"), Link: "eth1"},
@@ -37,16 +39,10 @@ func TestMachine_HasAddress(t *testing.T) {
 		{"IPv4-compatible IPv6 differs from IPv4", "::192.0.2.1", false},
 		{"unspecified address", "0.0.0.0", false},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			if got := m.HasAddress(netip.MustParseAddr(test.ip)); got != test.want {
-				t.Errorf("HasAddress(%s): got %v, want %v", test.ip, got, test.want)
-			}
-		})
+		assert.Equal(t, test.want, m.HasAddress(netip.MustParseAddr(test.ip)), test.name)
 	}
 
-	if m.HasAddress(netip.Addr{}) {
-		t.Error("HasAddress(zero address): got true, want false")
-	}
+	assert.False(t, m.HasAddress(netip.Addr{}), "zero address")
 }
 
 // Talos chooses node IPs with FilterIPs: it must choose each address that the subnets contain and that is not excluded.
@@ -67,53 +63,37 @@ func TestMachine_ExcludesLikeTalos(t *testing.T) {
 		m := viewOf(nodeIPConfigOf(subnets)).Machine()
 
 		chosen, err := talosnet.FilterIPs(addresses, subnets)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 
 		for _, addr := range addresses {
 			contains := func(s machine.ValidSubnet) bool { return s.Prefix.Contains(addr) }
-
-			if want := slices.ContainsFunc(m.ValidSubnets, contains) && !slices.Contains(chosen, addr); m.Excludes(addr) != want {
-				t.Errorf("%v: excludes %s: got %v, want %v", subnets, addr, !want, want)
-			}
+			want := slices.ContainsFunc(m.ValidSubnets, contains) && !slices.Contains(chosen, addr)
+			assert.Equal(t, want, m.Excludes(addr), "%s of %v", addr, subnets)
 		}
 	}
 
 	m := viewOf(nodeIPConfigOf([]string{"0.0.0.0/0", "!10.0.0.0/8"})).Machine()
-	if mapped := netip.MustParseAddr("::ffff:10.0.0.1"); !m.Excludes(mapped) {
-		t.Errorf("%s is not excluded", mapped)
-	}
+	assert.True(t, m.Excludes(netip.MustParseAddr("::ffff:10.0.0.1")))
 }
 
 func nodeIPConfigOf(validSubnets []string) *k8s.NodeIPConfig {
-	r := nodeIPConfig()
-	r.TypedSpec().ValidSubnets = validSubnets
-
-	return r
+	return with(nodeIPConfig(), func(s *k8s.NodeIPConfigSpec) { s.ValidSubnets = validSubnets })
 }
 
-func TestMachine_FQDN(t *testing.T) {
+func TestMachine_FQDNNeedsHostname(t *testing.T) {
 	for _, test := range []struct{ name, host, domain, want string }{
 		{"host and domain", "worker-1", "example.org", "worker-1.example.org"},
 		{"host only", "worker-1", "", "worker-1"},
 		{"domain only", "", "example.org", ""},
 		{"neither", "", "", ""},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			if got := (machine.Machine{Hostname: test.host, Domainname: test.domain}).FQDN(); got != test.want {
-				t.Errorf("got %q, want %q", got, test.want)
-			}
-		})
+		assert.Equal(t, test.want, machine.Machine{Hostname: test.host, Domainname: test.domain}.FQDN(), test.name)
 	}
 }
 
 func TestMachine_EqualComparesEveryField(t *testing.T) {
 	base := func() machine.Machine { return viewOf(everything()...).Machine() }
-
-	if !base().Equal(base()) {
-		t.Fatal("two machines built from the same resources differ")
-	}
+	assert.True(t, base().Equal(base()), "two machines built from the same resources differ")
 
 	for field, change := range map[string]func(*machine.Machine){
 		"Nodename":          func(m *machine.Machine) { m.Nodename = "worker-2" },
@@ -136,34 +116,38 @@ func TestMachine_EqualComparesEveryField(t *testing.T) {
 		"ExcludedSubnets":   func(m *machine.Machine) { m.ExcludedSubnets = m.ExcludedSubnets[:1] },
 		"ValidSubnets":      func(m *machine.Machine) { m.ValidSubnets = m.ValidSubnets[1:] },
 	} {
-		t.Run(field, func(t *testing.T) {
-			changed := base()
-			change(&changed)
-
-			if base().Equal(changed) {
-				t.Error("changed machine is equal to the original")
-			}
-		})
+		changed := base()
+		change(&changed)
+		assert.False(t, base().Equal(changed), field)
 	}
 }
 
-func TestCanonicalName(t *testing.T) {
+func TestCanonicalName_IsLowerCaseWithoutFinalDot(t *testing.T) {
 	for name, want := range map[string]string{"": "", "A": "a", "Host.Example.": "host.example", "a..": "a.", ".": ""} {
-		if got := machine.CanonicalName(name); got != want {
-			t.Errorf("%q: got %q, want %q", name, got, want)
-		}
+		assert.Equal(t, want, machine.CanonicalName(name), name)
 	}
 }
 
-func TestCanonicalAddress(t *testing.T) {
+func TestCanonicalAddress_HasOneFormForEachAddress(t *testing.T) {
 	for addr, want := range map[string]string{"10.0.0.1": "10.0.0.1", "::ffff:10.0.0.1": "10.0.0.1", "FD00::1": "fd00::1", "fe80::1%eth0": "fe80::1"} {
-		if got := machine.CanonicalAddress(netip.MustParseAddr(addr)); got != want {
-			t.Errorf("%s: got %s, want %s", addr, got, want)
+		assert.Equal(t, want, machine.CanonicalAddress(netip.MustParseAddr(addr)), addr)
+	}
+}
+
+func TestParsePrefix_AcceptsAddressesAndPrefixes(t *testing.T) {
+	for text, want := range map[string]string{
+		"10.1.2.3": "10.1.2.3/32", "10.1.2.3/8": "10.0.0.0/8", "fd00::1": "fd00::1/128", "fe80::1%eth0": "", "x": "",
+	} {
+		got, valid := machine.ParsePrefix(text)
+		assert.Equal(t, want != "", valid, text)
+
+		if valid {
+			assert.Equal(t, want, got.String())
 		}
 	}
 }
 
-func TestMachine_IsStable(t *testing.T) {
+func TestMachine_IsStableForPublicAddressesOfLinks(t *testing.T) {
 	m := machine.Machine{ExcludedSubnets: []netip.Prefix{netip.MustParsePrefix("203.0.113.128/25")}}
 
 	for _, test := range []struct {
@@ -185,11 +169,7 @@ func TestMachine_IsStable(t *testing.T) {
 		{"overlay link", "203.0.113.5/32", "wireguard.mine", nethelpers.ScopeGlobal, 0, false},
 		{"CNI link", "203.0.113.5/32", "cilium_host", nethelpers.ScopeGlobal, 0, false},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			a := machine.Address{Prefix: netip.MustParsePrefix(test.prefix), Link: test.link, Scope: test.scope, Flags: nethelpers.AddressFlags(test.flags)}
-			if got := m.IsStable(a); got != test.want {
-				t.Errorf("got %t", got)
-			}
-		})
+		a := machine.Address{Prefix: netip.MustParsePrefix(test.prefix), Link: test.link, Scope: test.scope, Flags: nethelpers.AddressFlags(test.flags)}
+		assert.Equal(t, test.want, m.IsStable(a), test.name)
 	}
 }

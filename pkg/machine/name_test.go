@@ -1,16 +1,16 @@
 package machine_test
 
 import (
-	"slices"
 	"strings"
 	"testing"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
-func TestCheckName(t *testing.T) {
+func TestCheckName_FindsNamesThatAreNotOfNodes(t *testing.T) {
 	for _, test := range []struct {
 		name, nodename string
 		want           machine.NameProblem
@@ -37,21 +37,20 @@ func TestCheckName(t *testing.T) {
 		{"w1.cluster.example", "w1.cluster.example", machine.NameReserved},
 		{"w1.cluster.local", "worker-1", ""}, // not one of the domains
 	} {
-		if got := machine.CheckName(test.name, test.nodename, []string{"Cluster.Example."}); got != test.want {
-			t.Errorf("%s for node %s: got %q, want %q", test.name, test.nodename, got, test.want)
-		}
+		got := machine.CheckName(test.name, test.nodename, []string{"Cluster.Example."})
+		assert.Equal(t, test.want, got, "%s for node %s", test.name, test.nodename)
 	}
 }
 
-func TestMachine_OwnNames(t *testing.T) {
+func TestMachine_OwnNamesBelongToTheNodename(t *testing.T) {
 	for _, test := range []struct {
 		name                       string
 		nodename, hostname, domain string
 		platform                   runtime.PlatformMetadataSpec
 		want                       []string
 	}{
-		{name: "nothing"},
-		{name: "hostname without a nodename", hostname: "-", domain: "example.org"},
+		{name: "nothing", want: []string{}},
+		{name: "hostname without a nodename", hostname: "-", domain: "example.org", want: []string{}},
 		{name: "nodename only", nodename: "w1", want: []string{"w1"}},
 		{name: "nodename is the hostname", nodename: "w1", hostname: "w1", domain: "example.org", want: []string{"w1", "w1", "w1.example.org"}},
 		{name: "nodename is the FQDN", nodename: "w1.example.org", hostname: "w1", domain: "example.org", want: []string{"w1.example.org", "w1", "w1.example.org"}},
@@ -70,18 +69,8 @@ func TestMachine_OwnNames(t *testing.T) {
 			platform: runtime.PlatformMetadataSpec{Hostname: "w1.novalocal"}, want: []string{"w1", "w1", "w1.novalocal"},
 		},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			m := machine.Machine{Nodename: test.nodename, Hostname: test.hostname, Domainname: test.domain, Platform: test.platform}
-
-			if got := m.OwnNames(); !slices.Equal(got, test.want) {
-				t.Errorf("got %q, want %q", got, test.want)
-			}
-
-			for _, name := range m.OwnNames() {
-				if !slices.Contains(m.ReportedNames(), name) {
-					t.Errorf("%s is not reported", name)
-				}
-			}
-		})
+		m := machine.Machine{Nodename: test.nodename, Hostname: test.hostname, Domainname: test.domain, Platform: test.platform}
+		assert.Equal(t, test.want, m.OwnNames(), test.name)
+		assert.Subset(t, m.ReportedNames(), test.want, test.name)
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
+	"github.com/stretchr/testify/assert"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
@@ -14,7 +15,7 @@ func withUUID(uuid string) machine.Machine {
 	return machine.Machine{System: hardware.SystemInformationSpec{UUID: uuid}}
 }
 
-func TestMachine_UUID(t *testing.T) {
+func TestMachine_UUIDIsCanonicalOrEmpty(t *testing.T) {
 	for _, test := range []struct{ name, smbios, want string }{
 		{"valid", "30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee", "30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee"},
 		{"upper case", "30A0BDF7-4B1A-4F0E-9F86-2A3D64A3C5EE", "30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee"},
@@ -41,11 +42,7 @@ func TestMachine_UUID(t *testing.T) {
 		{"Dell without a service tag", "4c4c4544-0000-2010-8020-80c04f202020", ""},
 		{"Dell without a service tag in the other byte order", "44454C4C-0000-1020-8020-80C04F202020", ""},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			if got := withUUID(test.smbios).UUID(); got != test.want {
-				t.Errorf("UUID of %q: got %q, want %q", test.smbios, got, test.want)
-			}
-		})
+		assert.Equal(t, test.want, withUUID(test.smbios).UUID(), test.name)
 	}
 }
 
@@ -62,12 +59,7 @@ func FuzzMachine_UUID(f *testing.F) {
 			return
 		}
 
-		if !canonical.MatchString(uuid) {
-			t.Errorf("UUID of %q is %q", smbios, uuid)
-		}
-
-		if again := withUUID(strings.ToUpper(uuid)).UUID(); again != uuid {
-			t.Errorf("UUID of %q in upper case is %q", uuid, again)
-		}
+		assert.Regexp(t, canonical, uuid)
+		assert.Equal(t, uuid, withUUID(strings.ToUpper(uuid)).UUID(), "from upper case")
 	})
 }

@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
-	"reflect"
 	"slices"
 	"testing"
 
@@ -18,59 +17,39 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
 func platformMetadata(spec runtime.PlatformMetadataSpec) *runtime.PlatformMetadata {
-	r := runtime.NewPlatformMetadataSpec(runtime.NamespaceName, runtime.PlatformMetadataID)
-	*r.TypedSpec() = spec
-
-	return r
+	return withSpec(runtime.NewPlatformMetadataSpec(runtime.NamespaceName, runtime.PlatformMetadataID), spec)
 }
 
 func platformConfig(id resource.ID, metadata *runtime.PlatformMetadataSpec) *network.PlatformConfig {
-	r := network.NewPlatformConfig(network.NamespaceName, id)
-	r.TypedSpec().Metadata = metadata
-
-	return r
+	return withSpec(network.NewPlatformConfig(network.NamespaceName, id), network.PlatformConfigSpec{Metadata: metadata})
 }
 
 func addressStatus(link, prefix string) *network.AddressStatus {
-	p := netip.MustParsePrefix(prefix)
-	r := network.NewAddressStatus(network.NamespaceName, network.AddressID(link, p))
-	*r.TypedSpec() = network.AddressStatusSpec{Address: p, LinkName: link, Scope: nethelpers.ScopeGlobal, Flags: nethelpers.AddressFlags(nethelpers.AddressPermanent)}
+	spec := network.AddressStatusSpec{LinkName: link, Scope: nethelpers.ScopeGlobal, Flags: nethelpers.AddressFlags(nethelpers.AddressPermanent)}
+	spec.Address = netip.MustParsePrefix(prefix)
 
-	return r
+	return withSpec(network.NewAddressStatus(network.NamespaceName, network.AddressID(link, spec.Address)), spec)
 }
 
 func nodename(name string) *k8s.Nodename {
-	r := k8s.NewNodename(k8s.NamespaceName, k8s.NodenameID)
-	r.TypedSpec().Nodename = name
-
-	return r
+	return withSpec(k8s.NewNodename(k8s.NamespaceName, k8s.NodenameID), k8s.NodenameSpec{Nodename: name})
 }
 
 func hostname(host, domain string) *network.HostnameStatus {
-	r := network.NewHostnameStatus(network.NamespaceName, network.HostnameID)
-	r.TypedSpec().Hostname, r.TypedSpec().Domainname = host, domain
-
-	return r
-}
-
-func machineStatus(stage runtime.MachineStage) *runtime.MachineStatus {
-	r := runtime.NewMachineStatus()
-	r.TypedSpec().Stage = stage
-
-	return r
+	return withSpec(network.NewHostnameStatus(network.NamespaceName, network.HostnameID), network.HostnameStatusSpec{Hostname: host, Domainname: domain})
 }
 
 func nodeIPConfig(excluded ...string) *k8s.NodeIPConfig {
-	r := k8s.NewNodeIPConfig(k8s.NamespaceName, k8s.KubeletID)
-	r.TypedSpec().ExcludeSubnets = excluded
-	r.TypedSpec().ValidSubnets = []string{"0.0.0.0/0", "!10.9.0.0/16"}
+	spec := k8s.NodeIPConfigSpec{ExcludeSubnets: excluded, ValidSubnets: []string{"0.0.0.0/0", "!10.9.0.0/16"}}
 
-	return r
+	return withSpec(k8s.NewNodeIPConfig(k8s.NamespaceName, k8s.KubeletID), spec)
 }
 
 func machineType(typ talosmachine.Type) *config.MachineType {
@@ -80,25 +59,8 @@ func machineType(typ talosmachine.Type) *config.MachineType {
 	return r
 }
 
-func systemInformation(spec hardware.SystemInformationSpec) *hardware.SystemInformation {
-	r := hardware.NewSystemInformation(hardware.SystemInformationID)
-	*r.TypedSpec() = spec
-
-	return r
-}
-
-func clusterInfo(name string) *cluster.Info {
-	r := cluster.NewInfo()
-	r.TypedSpec().ClusterName = name
-
-	return r
-}
-
 func nodeIPs(ips ...netip.Addr) *k8s.NodeIP {
-	r := k8s.NewNodeIP(k8s.NamespaceName, k8s.KubeletID)
-	r.TypedSpec().Addresses = ips
-
-	return r
+	return withSpec(k8s.NewNodeIP(k8s.NamespaceName, k8s.KubeletID), k8s.NodeIPSpec{Addresses: ips})
 }
 
 // everything returns one resource of each relevant kind, and two addresses.
@@ -112,9 +74,9 @@ func everything() []resource.Resource {
 		addressStatus("eth1", "192.0.2.1/24"),
 		hostname("worker-1", "example.org"),
 		nodename("worker-1"),
-		machineStatus(runtime.MachineStageRunning),
-		systemInformation(hardware.SystemInformationSpec{UUID: "u-1", SerialNumber: "s-1"}),
-		clusterInfo("prod"),
+		withSpec(runtime.NewMachineStatus(), runtime.MachineStatusSpec{Stage: runtime.MachineStageRunning}),
+		withSpec(hardware.NewSystemInformation(hardware.SystemInformationID), hardware.SystemInformationSpec{UUID: "u-1", SerialNumber: "s-1"}),
+		withSpec(cluster.NewInfo(), cluster.InfoSpec{ClusterName: "prod"}),
 		machineType(talosmachine.TypeWorker),
 		nodeIPs(netip.MustParseAddr("10.0.0.1")),
 		nodeIPConfig("10.244.0.0/16", "10.0.0.100/32"),
@@ -123,10 +85,7 @@ func everything() []resource.Resource {
 }
 
 func volume(id, label, uuid string) *block.DiscoveredVolume {
-	r := block.NewDiscoveredVolume(block.NamespaceName, id)
-	r.TypedSpec().PartitionLabel, r.TypedSpec().UUID = label, uuid
-
-	return r
+	return withSpec(block.NewDiscoveredVolume(block.NamespaceName, id), block.DiscoveredVolumeSpec{PartitionLabel: label, UUID: uuid})
 }
 
 func viewOf(resources ...resource.Resource) *machine.View {
@@ -155,15 +114,11 @@ func TestView_BuildsMachineFromResources(t *testing.T) {
 		ValidSubnets:    []machine.ValidSubnet{{Prefix: netip.MustParsePrefix("0.0.0.0/0")}, {Prefix: netip.MustParsePrefix("10.9.0.0/16"), Inverted: true}},
 	}
 
-	if got := viewOf(everything()...).Machine(); !got.Equal(want) {
-		t.Errorf("got  %+v\nwant %+v", got, want)
-	}
+	assert.Equal(t, want, viewOf(everything()...).Machine())
 }
 
 func TestView_EmptyViewIsZeroMachine(t *testing.T) {
-	if got := (&machine.View{}).Machine(); !got.Equal(machine.Machine{}) {
-		t.Errorf("got %+v", got)
-	}
+	assert.Zero(t, (&machine.View{}).Machine())
 }
 
 func TestView_IgnoresOrderOfArrival(t *testing.T) {
@@ -173,10 +128,7 @@ func TestView_IgnoresOrderOfArrival(t *testing.T) {
 
 	for range 200 {
 		random.Shuffle(len(resources), func(i, j int) { resources[i], resources[j] = resources[j], resources[i] })
-
-		if got := viewOf(resources...).Machine(); !got.Equal(want) {
-			t.Fatalf("got  %+v\nwant %+v", got, want)
-		}
+		assert.Equal(t, want, viewOf(resources...).Machine())
 	}
 }
 
@@ -185,38 +137,41 @@ func TestView_SortsAddressesAsTheirIDs(t *testing.T) {
 	m := viewOf(addressStatus("eth1", "10.0.0.1/24"), addressStatus("eth0", "2001:db8::1/64"), addressStatus("eth0", "10.0.0.9/24"), addressStatus("eth0", "10.0.0.10/24"),
 		addressStatus("eth0.7", "10.0.0.2/24"), addressStatus("bond0", "10.0.0.3/24")).Machine()
 
-	var got []string
-	for _, a := range m.Addresses {
-		got = append(got, a.Link+" "+a.Prefix.String())
-	}
-
-	want := []string{"bond0 10.0.0.3/24", "eth0.7 10.0.0.2/24", "eth0 10.0.0.10/24", "eth0 10.0.0.9/24", "eth0 2001:db8::1/64", "eth1 10.0.0.1/24"}
-	if !slices.Equal(got, want) {
-		t.Errorf("got %v, want %v", got, want)
-	}
+	assert.Equal(t, []string{
+		"bond0 10.0.0.3/24", "eth0.7 10.0.0.2/24", "eth0 10.0.0.10/24", "eth0 10.0.0.9/24", "eth0 2001:db8::1/64", "eth1 10.0.0.1/24",
+	}, addresses(m))
 }
 
-func TestView_Changes(t *testing.T) {
-	addresses := func(m machine.Machine) []string {
-		var list []string
-		for _, a := range m.Addresses {
-			list = append(list, a.Prefix.String())
-		}
-
-		return list
+// addresses describes the addresses of a machine.
+func addresses(m machine.Machine) (list []string) {
+	for _, a := range m.Addresses {
+		list = append(list, a.Link+" "+a.Prefix.String())
 	}
 
-	kindOf := func(typ resource.Type) resource.Kind {
-		for _, kind := range machine.KindsOf(nil).All() {
-			if kind.Type() == typ {
-				return kind
-			}
-		}
+	return list
+}
 
-		t.Fatalf("%s is neither watched nor polled", typ)
+func TestView_FollowsChanges(t *testing.T) {
+	put := func(r resource.Resource) func(*machine.View) { return func(v *machine.View) { v.Put(r) } }
+	drop := func(r resource.Resource) func(*machine.View) { return func(v *machine.View) { v.Drop(r.Metadata()) } }
+	replace := func(typ resource.Type, resources ...resource.Resource) func(*machine.View) {
+		kinds := machine.KindsOf(nil).All()
+		i := slices.Index(types(kinds), typ)
+		require.GreaterOrEqual(t, i, 0, "%s is neither watched nor polled", typ)
 
-		return nil
+		return func(v *machine.View) { v.ReplaceKind(kinds[i], resources) }
 	}
+
+	unchanged := viewOf(everything()...).Machine()
+	name := func(m machine.Machine) any { return m.Nodename + " " + m.ClusterName }
+	domain := func(m machine.Machine) any { return m.Domainname }
+	ephemeral := func(m machine.Machine) any { return m.EphemeralID }
+	links := func(m machine.Machine) any { return addresses(m) }
+	system := func(m machine.Machine) any { return m.System }
+	whole := func(m machine.Machine) any { return m }
+	excluded := func(m machine.Machine) any { return fmt.Sprint(m.ExcludedSubnets) }
+	valid := func(m machine.Machine) any { return fmt.Sprint(m.ValidSubnets) }
+	invalid := []string{"", "!", "10.1.2.3/8", "!10.0.0.3", "!!10.0.0.0/8", "fd00::/64"}
 
 	for _, test := range []struct {
 		name   string
@@ -224,104 +179,38 @@ func TestView_Changes(t *testing.T) {
 		get    func(machine.Machine) any
 		want   any
 	}{
-		{
-			"update replaces the resource",
-			func(v *machine.View) { v.Put(nodename("worker-2")) },
-			func(m machine.Machine) any { return m.Nodename }, "worker-2",
-		},
-		{
-			"update clears a value",
-			func(v *machine.View) { v.Put(hostname("worker-1", "")) },
-			func(m machine.Machine) any { return m.Domainname }, "",
-		},
-		{
-			"another ID adds an address",
-			func(v *machine.View) { v.Put(addressStatus("eth0", "10.0.0.2/24")) },
-			func(m machine.Machine) any { return addresses(m) },
-			[]string{"10.0.0.1/24", "10.0.0.2/24", "192.0.2.1/24"},
-		},
-		{
-			"dropped address",
-			func(v *machine.View) { v.Drop(addressStatus("eth1", "192.0.2.1/24").Metadata()) },
-			func(m machine.Machine) any { return addresses(m) },
-			[]string{"10.0.0.1/24"},
-		},
-		{
-			"two partitions named EPHEMERAL",
-			func(v *machine.View) { v.Put(volume("vdb1", "EPHEMERAL", "f-2")) },
-			func(m machine.Machine) any { return m.EphemeralID }, "",
-		},
+		{"update replaces the resource", put(nodename("worker-2")), name, "worker-2 prod"},
+		{"update clears a value", put(hostname("worker-1", "")), domain, ""},
+		{"another ID adds an address", put(addressStatus("eth0", "10.0.0.2/24")), links, []string{"eth0 10.0.0.1/24", "eth0 10.0.0.2/24", "eth1 192.0.2.1/24"}},
+		{"dropped address", drop(addressStatus("eth1", "192.0.2.1/24")), links, []string{"eth0 10.0.0.1/24"}},
+		{"two partitions named EPHEMERAL", put(volume("vdb1", "EPHEMERAL", "f-2")), ephemeral, ""},
 		{
 			"other volumes are not kept",
-			func(v *machine.View) {
-				v.ReplaceKind(kindOf(block.DiscoveredVolumeType), []resource.Resource{volume("vdb1", "data", "f-2"), volume("vda6", "EPHEMERAL", "f-3")})
-			},
-			func(m machine.Machine) any { return m.EphemeralID }, "f-3",
+			replace(block.DiscoveredVolumeType, volume("vdb1", "data", "f-2"), volume("vda6", "EPHEMERAL", "f-3")), ephemeral, "f-3",
 		},
-		{
-			"dropped singleton leaves the zero value",
-			func(v *machine.View) { v.Drop(nodename("").Metadata()) },
-			func(m machine.Machine) any { return m.Nodename }, "",
-		},
-		{
-			"dropping an unknown resource",
-			func(v *machine.View) { v.Drop(addressStatus("eth9", "192.0.2.9/24").Metadata()) },
-			func(m machine.Machine) any { return len(m.Addresses) }, 2,
-		},
-		{
-			"dropping a resource of an unknown kind",
-			func(v *machine.View) { v.Drop(network.NewLinkStatus(network.NamespaceName, "eth0").Metadata()) },
-			func(m machine.Machine) any { return len(m.Addresses) }, 2,
-		},
-		{
-			"replacing a kind",
-			func(v *machine.View) {
-				v.ReplaceKind(kindOf(network.AddressStatusType), []resource.Resource{addressStatus("eth2", "198.51.100.1/24")})
-			},
-			func(m machine.Machine) any { return addresses(m) },
-			[]string{"198.51.100.1/24"},
-		},
-		{
-			"replacing a kind with nothing",
-			func(v *machine.View) { v.ReplaceKind(kindOf(hardware.SystemInformationType), nil) },
-			func(m machine.Machine) any { return m.System },
-			hardware.SystemInformationSpec{},
-		},
-		{
-			"replacing a kind keeps other kinds",
-			func(v *machine.View) { v.ReplaceKind(kindOf(hardware.SystemInformationType), nil) },
-			func(m machine.Machine) any { return m.Nodename + " " + m.ClusterName }, "worker-1 prod",
-		},
-		{
-			"irrelevant kind",
-			func(v *machine.View) { v.Put(network.NewLinkStatus(network.NamespaceName, "eth0")) },
-			func(m machine.Machine) any { return m.Equal(viewOf(everything()...).Machine()) }, true,
-		},
+		{"dropped singleton leaves the zero value", drop(nodename("")), name, " prod"},
+		{"dropping an unknown resource", drop(addressStatus("eth9", "192.0.2.9/24")), whole, unchanged},
+		{"dropping a resource of an unknown kind", drop(network.NewLinkStatus(network.NamespaceName, "eth0")), whole, unchanged},
+		{"replacing a kind", replace(network.AddressStatusType, addressStatus("eth2", "198.51.100.1/24")), links, []string{"eth2 198.51.100.1/24"}},
+		{"replacing a kind with nothing", replace(hardware.SystemInformationType), system, hardware.SystemInformationSpec{}},
+		{"replacing a kind keeps other kinds", replace(hardware.SystemInformationType), name, "worker-1 prod"},
+		{"irrelevant kind", put(network.NewLinkStatus(network.NamespaceName, "eth0")), whole, unchanged},
 		{
 			"excluded subnets: virtual IPs without prefix length, invalid values",
-			func(v *machine.View) { v.Put(nodeIPConfig("", "!10.0.0.0/8", "10.1.2.3", "10.96.0.1/12", "fd00::/64")) },
-			func(m machine.Machine) any { return fmt.Sprint(m.ExcludedSubnets) }, "[10.1.2.3/32 10.96.0.0/12 fd00::/64]",
+			put(nodeIPConfig("", "!10.0.0.0/8", "10.1.2.3", "10.96.0.1/12", "fd00::/64")), excluded, "[10.1.2.3/32 10.96.0.0/12 fd00::/64]",
 		},
 		{
 			"valid subnets: inverted matches, single addresses, invalid values",
-			func(v *machine.View) {
-				v.Put(nodeIPConfigOf([]string{"", "!", "10.1.2.3/8", "!10.0.0.3", "!!10.0.0.0/8", "fd00::/64"}))
-			},
-			func(m machine.Machine) any { return fmt.Sprint(m.ValidSubnets) }, "[{10.0.0.0/8 false} {10.0.0.3/32 true} {fd00::/64 false}]",
+			put(nodeIPConfigOf(invalid)), valid, "[{10.0.0.0/8 false} {10.0.0.3/32 true} {fd00::/64 false}]",
 		},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			view := viewOf(everything()...)
-			test.change(view)
-
-			if got := test.get(view.Machine()); !reflect.DeepEqual(got, test.want) {
-				t.Errorf("got %v, want %v", got, test.want)
-			}
-		})
+		view := viewOf(everything()...)
+		test.change(view)
+		assert.Equal(t, test.want, test.get(view.Machine()), test.name)
 	}
 }
 
-func TestView_PlatformPublished(t *testing.T) {
+func TestView_PlatformIsPublishedOnceApplied(t *testing.T) {
 	minimal := runtime.PlatformMetadataSpec{Platform: "nocloud"}
 	full := runtime.PlatformMetadataSpec{Platform: "nocloud", InstanceID: "i-1", ProviderID: "cloud://i-1"}
 
@@ -345,11 +234,7 @@ func TestView_PlatformPublished(t *testing.T) {
 			platformMetadata(full), platformConfig("cached", &full), platformConfig("active", &runtime.PlatformMetadataSpec{Platform: "nocloud", InstanceID: "i-2"}),
 		}, true},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			if got := viewOf(test.resources...).Machine().PlatformPublished; got != test.want {
-				t.Errorf("got %v, want %v", got, test.want)
-			}
-		})
+		assert.Equal(t, test.want, viewOf(test.resources...).Machine().PlatformPublished, test.name)
 	}
 }
 
@@ -361,9 +246,8 @@ func TestView_MachineIsIndependentOfResources(t *testing.T) {
 	metadata.TypedSpec().Tags["team"] = "red"
 	ips.TypedSpec().Addresses[0] = netip.MustParseAddr("10.0.0.2")
 
-	if m.Platform.Tags["team"] != "blue" || m.NodeIPs[0] != netip.MustParseAddr("10.0.0.1") {
-		t.Errorf("got %v and %v", m.Platform.Tags, m.NodeIPs)
-	}
+	assert.Equal(t, "blue", m.Platform.Tags["team"])
+	assert.Equal(t, netip.MustParseAddr("10.0.0.1"), m.NodeIPs[0])
 }
 
 func TestKinds_EachIsEitherWatchedOrPolled(t *testing.T) {
@@ -378,8 +262,6 @@ func TestKinds_EachIsEitherWatchedOrPolled(t *testing.T) {
 			}
 		}
 
-		if matches != 1 {
-			t.Errorf("%s/%s is listed %d times", r.Metadata().Namespace(), r.Metadata().Type(), matches)
-		}
+		assert.Equal(t, 1, matches, "%s/%s", r.Metadata().Namespace(), r.Metadata().Type())
 	}
 }
