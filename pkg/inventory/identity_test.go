@@ -1,10 +1,11 @@
 package inventory_test
 
 import (
-	"slices"
+	"fmt"
 	"testing"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
+	"github.com/stretchr/testify/assert"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
@@ -15,7 +16,15 @@ func identified(nodeID, uuid string) machine.Machine {
 	return machine.Machine{NodeID: nodeID, System: hardware.SystemInformationSpec{UUID: uuid}}
 }
 
-func TestInventory_SharedName(t *testing.T) {
+// The machines of these tests: one, the same after a reinstallation, a clone of its disk, and one that is different.
+var (
+	original    = identified("n1", uuid)
+	reinstalled = identified("n2", uuid)
+	clone       = identified("n1", otherUUID)
+	another     = identified("n2", otherUUID)
+)
+
+func TestInventory_SharedNameIgnoresFormerNames(t *testing.T) {
 	const name = "worker.example.org"
 
 	named := func(nodeID string) machine.Machine {
@@ -25,223 +34,98 @@ func TestInventory_SharedName(t *testing.T) {
 		return m
 	}
 
-	f := newFixture()
-	f.Replace("old", named("n1"))
-	f.MarkMismatch("old", "new", "renamed")
-	f.Replace("new", named("n1"))
+	f := newFixture(view("old", named("n1")), mismatch("old", "new"), view("new", named("n1")))
+	assert.Empty(t, f.SharedName(name, "new"))
+	f.do(view("other", named("n2")))
+	assert.Equal(t, []string{"other"}, f.SharedName(name, "new"))
+}
 
-	if got := f.SharedName(name, "new"); len(got) > 0 {
-		t.Errorf("name of a renamed machine is shared with %v", got)
-	}
+func TestInventory_RenamedToNeedsProof(t *testing.T) {
+	anonymous, onlyUUID := identified("n1", ""), identified("", uuid)
 
-	f.Replace("other", named("n2"))
-
-	if got := f.SharedName(name, "new"); !slices.Equal(got, []string{"other"}) {
-		t.Errorf("name is shared with %v, want other", got)
+	for _, test := range []struct {
+		name    string
+		changes steps
+		want    string
+	}{
+		{"never known", steps{view("new", original)}, ""},
+		{"still responds", steps{view("old", original)}, ""},
+		{"responds under another name", steps{view("old", original), mismatch("old", "new"), view("new", original)}, "new"},
+		{"responds under another name at another address", steps{view("old", original), unreachable("old"), view("new", original)}, "new"},
+		{"mismatch, then unreachable", steps{view("old", original), mismatch("old", "new"), unreachable("old"), view("new", original)}, "new"},
+		{"reinstalled under another name", steps{view("old", original), mismatch("old", "new"), view("new", reinstalled)}, "new"},
+		{"UUID that a vendor uses several times", steps{view("old", original), unreachable("old"), view("new", reinstalled)}, ""},
+		{"without UUID", steps{view("old", anonymous), unreachable("old"), view("new", anonymous)}, "new"},
+		// Without node IDs, the address must be the same, too.
+		{"without node ID, at another address", steps{view("old", onlyUUID), unreachable("old"), view("new", onlyUUID)}, ""},
+		// Every machine knows the node IDs of all others from Talos discovery, and can hide its own UUID.
+		{"node ID alone of a machine with UUID", steps{view("old", original), unreachable("old"), view("new", anonymous)}, ""},
+		{"clone of the disk", steps{view("old", original), unreachable("old"), view("new", clone)}, ""},
+		{"clone of the disk of a machine whose UUID is not unique", steps{
+			view("a", identified("n8", uuid)), view("old", original), unreachable("old"), view("new", clone),
+		}, ""},
+		{"another machine has taken the address", steps{view("old", original), mismatch("old", "new"), view("new", another)}, ""},
+		{"new name does not respond any more", steps{view("old", original), mismatch("old", "new"), view("new", original), unreachable("new")}, ""},
+		{"new name does not respond yet", steps{view("old", original), mismatch("old", "new")}, ""},
+		{"renamed back", steps{
+			view("old", original), mismatch("old", "new"), view("new", original), mismatch("new", "old"), view("old", original),
+		}, ""},
+		{"UUID of two machines", steps{view("old", original), view("new", reinstalled), unreachable("old")}, ""},
+		{"UUID of two machines, and the same node ID", steps{
+			view("a", identified("n8", uuid)), view("b", identified("n9", uuid)), unreachable("a"), unreachable("b"),
+			view("old", original), unreachable("old"), view("new", original),
+		}, "new"},
+		{"node ID of two machines", steps{view("old", anonymous), view("new", anonymous), unreachable("old")}, ""},
+		{"node re-created", steps{view("old", original), forgotten("old"), mismatch("old", "new"), view("new", original)}, ""},
+		{"responds under two other names", steps{view("old", original), unreachable("old"), view("new", original), view("newer", original)}, ""},
+	} {
+		assert.Equal(t, test.want, newFixture(test.changes...).RenamedTo("old"), test.name)
 	}
 }
 
-func TestInventory_RenamedTo(t *testing.T) {
+func TestInventory_ReplacedByNeedsProof(t *testing.T) {
 	for _, test := range []struct {
-		name   string
-		change func(*fixture)
-		want   string
+		name    string
+		changes steps
+		want    string
 	}{
-		{"never known", func(f *fixture) { f.Replace("new", identified("n1", uuid)) }, ""},
-		{"still responds", func(f *fixture) { f.Replace("old", identified("n1", uuid)) }, ""},
-		{"responds under another name", func(f *fixture) {
-			f.Replace("old", identified("n1", uuid))
-			f.MarkMismatch("old", "new", "renamed")
-			f.Replace("new", identified("n1", uuid))
+		{"another machine has taken the address", steps{view("old", original), mismatch("old", "new"), view("new", another)}, "new"},
+		{"unknown identity", steps{mismatch("old", "new"), view("new", another)}, ""},
+		{"unknown identity of the other", steps{view("old", original), mismatch("old", "new"), view("new", machine.Machine{})}, ""},
+		{"the other does not respond under its own name", steps{
+			view("old", original), view("new", another), mismatch("old", "new"), mismatch("new", "old"),
+		}, ""},
+		{"renamed", steps{view("old", original), mismatch("old", "new"), view("new", original)}, ""},
+		{"seen elsewhere", steps{view("old", original), mismatch("old", "new"), view("new", another), view("third", original)}, ""},
+		{"seen at the address of the other, which has moved", steps{
+			view("old", original), view("new", another), mismatch("old", "new"), mismatch("new", "old"), view("new", another),
+		}, ""},
+		{"seen at another address, and then at its own again", steps{
+			view("old", original), view("new", another), mismatch("new", "old"), view("new", another), view("old", original), mismatch("old", "new"),
 		}, "new"},
-		{"responds under another name at another address", func(f *fixture) {
-			f.Replace("old", identified("n1", uuid))
-			f.MarkUnreachable("old", "gone")
-			f.Replace("new", identified("n1", uuid))
-		}, "new"},
-		{"mismatch, then unreachable", func(f *fixture) {
-			f.Replace("old", identified("n1", uuid))
-			f.MarkMismatch("old", "new", "renamed")
-			f.MarkUnreachable("old", "gone")
-			f.Replace("new", identified("n1", uuid))
-		}, "new"},
-		{"reinstalled under another name", func(f *fixture) {
-			f.Replace("old", identified("n1", uuid))
-			f.MarkMismatch("old", "new", "reinstalled")
-			f.Replace("new", identified("n2", uuid))
-		}, "new"},
-		{"UUID that a vendor uses several times", func(f *fixture) {
-			f.Replace("old", identified("n1", uuid))
-			f.MarkUnreachable("old", "gone")
-			f.Replace("new", identified("n2", uuid))
-		}, ""},
-		{"without UUID", func(f *fixture) {
-			f.Replace("old", identified("n1", ""))
-			f.MarkUnreachable("old", "gone")
-			f.Replace("new", identified("n1", ""))
-		}, "new"},
-		{"clone of the disk", func(f *fixture) {
-			f.Replace("old", identified("n1", uuid))
-			f.MarkUnreachable("old", "gone")
-			f.Replace("new", identified("n1", otherUUID))
-		}, ""},
-		{"clone of the disk of a machine whose UUID is not unique", func(f *fixture) {
-			f.Replace("a", identified("n8", uuid))
-			f.Replace("old", identified("n1", uuid))
-			f.MarkUnreachable("old", "gone")
-			f.Replace("new", identified("n1", otherUUID))
-		}, ""},
-		{"another machine has taken the address", func(f *fixture) {
-			f.Replace("old", identified("n1", uuid))
-			f.MarkMismatch("old", "new", "replaced")
-			f.Replace("new", identified("n2", otherUUID))
-		}, ""},
-		{"new name does not respond any more", func(f *fixture) {
-			f.Replace("old", identified("n1", uuid))
-			f.MarkMismatch("old", "new", "renamed")
-			f.Replace("new", identified("n1", uuid))
-			f.MarkUnreachable("new", "gone")
-		}, ""},
-		{"new name does not respond yet", func(f *fixture) {
-			f.Replace("old", identified("n1", uuid))
-			f.MarkMismatch("old", "new", "renamed")
-		}, ""},
-		{"renamed back", func(f *fixture) {
-			f.Replace("old", identified("n1", uuid))
-			f.MarkMismatch("old", "new", "renamed")
-			f.Replace("new", identified("n1", uuid))
-			f.MarkMismatch("new", "old", "renamed")
-			f.Replace("old", identified("n1", uuid))
-		}, ""},
-		{"UUID of two machines", func(f *fixture) {
-			f.Replace("old", identified("n1", uuid))
-			f.Replace("new", identified("n2", uuid))
-			f.MarkUnreachable("old", "gone")
-		}, ""},
-		{"UUID of two machines, and the same node ID", func(f *fixture) {
-			f.Replace("a", identified("n8", uuid))
-			f.Replace("b", identified("n9", uuid))
-			f.MarkUnreachable("a", "gone")
-			f.MarkUnreachable("b", "gone")
-			f.Replace("old", identified("n1", uuid))
-			f.MarkUnreachable("old", "gone")
-			f.Replace("new", identified("n1", uuid))
-		}, "new"},
-		{"node ID of two machines", func(f *fixture) {
-			f.Replace("old", identified("n1", ""))
-			f.Replace("new", identified("n1", ""))
-			f.MarkUnreachable("old", "gone")
-		}, ""},
-		{"node re-created", func(f *fixture) {
-			f.Replace("old", identified("n1", uuid))
-			f.Forget("old")
-			f.MarkMismatch("old", "new", "renamed")
-			f.Replace("new", identified("n1", uuid))
-		}, ""},
-		{"responds under two other names", func(f *fixture) {
-			f.Replace("old", identified("n1", uuid))
-			f.MarkUnreachable("old", "gone")
-			f.Replace("new", identified("n1", uuid))
-			f.Replace("newer", identified("n1", uuid))
-		}, ""},
+		{"no longer responds at the address", steps{view("old", original), mismatch("old", "new"), view("new", another), unreachable("old")}, ""},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			f := newFixture()
-			test.change(f)
-
-			if got := f.RenamedTo("old"); got != test.want {
-				t.Errorf("got %q, want %q", got, test.want)
-			}
-		})
-	}
-}
-
-func TestInventory_ReplacedBy(t *testing.T) {
-	for _, test := range []struct {
-		name   string
-		change func(*fixture)
-		want   string
-	}{
-		{"another machine has taken the address", func(f *fixture) {
-			f.Replace("old", identified("n1", uuid))
-			f.MarkMismatch("old", "new", "replaced")
-			f.Replace("new", identified("n2", otherUUID))
-		}, "new"},
-		{"unknown identity", func(f *fixture) {
-			f.MarkMismatch("old", "new", "replaced")
-			f.Replace("new", identified("n2", otherUUID))
-		}, ""},
-		{"unknown identity of the other", func(f *fixture) {
-			f.Replace("old", identified("n1", uuid))
-			f.MarkMismatch("old", "new", "replaced")
-			f.Replace("new", identified("", ""))
-		}, ""},
-		{"the other does not respond under its own name", func(f *fixture) {
-			f.Replace("old", identified("n1", uuid))
-			f.Replace("new", identified("n2", otherUUID))
-			f.MarkMismatch("old", "new", "swapped")
-			f.MarkMismatch("new", "old", "swapped")
-		}, ""},
-		{"renamed", func(f *fixture) {
-			f.Replace("old", identified("n1", uuid))
-			f.MarkMismatch("old", "new", "renamed")
-			f.Replace("new", identified("n1", uuid))
-		}, ""},
-		{"seen elsewhere", func(f *fixture) {
-			f.Replace("old", identified("n1", uuid))
-			f.MarkMismatch("old", "new", "replaced")
-			f.Replace("new", identified("n2", otherUUID))
-			f.Replace("third", identified("n1", uuid))
-		}, ""},
-		{"seen at the address of the other, which has moved", func(f *fixture) {
-			f.Replace("old", identified("n1", uuid))
-			f.Replace("new", identified("n2", otherUUID))
-			f.MarkMismatch("old", "new", "swapped")
-			f.MarkMismatch("new", "old", "swapped")
-			f.Replace("new", identified("n2", otherUUID))
-		}, ""},
-		{"seen at another address, and then at its own again", func(f *fixture) {
-			f.Replace("old", identified("n1", uuid))
-			f.Replace("new", identified("n2", otherUUID))
-			f.MarkMismatch("new", "old", "swapped")
-			f.Replace("new", identified("n2", otherUUID))
-			f.Replace("old", identified("n1", uuid))
-			f.MarkMismatch("old", "new", "replaced")
-		}, "new"},
-		{"no longer responds at the address", func(f *fixture) {
-			f.Replace("old", identified("n1", uuid))
-			f.MarkMismatch("old", "new", "replaced")
-			f.Replace("new", identified("n2", otherUUID))
-			f.MarkUnreachable("old", "gone")
-		}, ""},
-	} {
-		t.Run(test.name, func(t *testing.T) {
-			f := newFixture()
-			test.change(f)
-
-			if got := f.ReplacedBy("old"); got != test.want {
-				t.Errorf("got %q, want %q", got, test.want)
-			}
-		})
+		assert.Equal(t, test.want, newFixture(test.changes...).ReplacedBy("old"), test.name)
 	}
 }
 
 func TestInventory_NotifiesFormerNameOfRenamedMachine(t *testing.T) {
-	f := newFixture()
-	f.Replace("old", identified("n1", uuid))
-	f.MarkUnreachable("old", "gone")
+	f := newFixture(view("old", original), unreachable("old"))
 
-	for _, change := range []func(){
-		func() { f.Replace("new", identified("n1", uuid)) },
-		func() { f.MarkUnreachable("new", "gone") },
-		func() { f.Replace("new", identified("n1", uuid)) },
-		func() { f.Forget("new") },
-	} {
+	for _, change := range (steps{view("new", original), unreachable("new"), view("new", original), forgotten("new")}) {
 		f.takeNotified()
-		change()
-
-		if got := f.takeNotified(); !slices.Contains(got, "old") {
-			t.Errorf("notified %v", got)
-		}
+		f.do(change)
+		assert.Contains(t, f.takeNotified(), "old")
 	}
+}
+
+// A machine may report another nodename at each connection.
+func TestInventory_ForgetsInventedNodenames(t *testing.T) {
+	f := newFixture()
+	for n := range 100_000 {
+		f.MarkMismatch("bad", fmt.Sprint("invented-", n), "")
+	}
+
+	f.Forget("bad")
+	assert.LessOrEqual(t, f.Displaced(), 1000)
 }

@@ -4,11 +4,11 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
-	"sync"
 	"testing"
 	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
 
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -21,179 +21,112 @@ func on(link, prefix string) machine.Machine {
 	return machine.Machine{Addresses: []machine.Address{{Link: link, Prefix: netip.MustParsePrefix(prefix)}}}
 }
 
-func TestInventory_OwnersOfAddress(t *testing.T) {
-	excluding := func(m machine.Machine, prefix string) machine.Machine {
-		m.ExcludedSubnets = []netip.Prefix{netip.MustParsePrefix(prefix)}
+func excluding(m machine.Machine, prefix string) machine.Machine {
+	m.ExcludedSubnets = []netip.Prefix{netip.MustParsePrefix(prefix)}
 
-		return m
-	}
+	return m
+}
+
+func TestInventory_OwnersOfAddress(t *testing.T) {
+	m, moved := at("10.0.0.1/24"), at("10.0.0.2/24")
+	twice := machine.Machine{Addresses: append(m.Addresses[:1:1], on("eth1", "10.0.0.1/32").Addresses...)}
+	nodeIP := machine.Machine{NodeIPs: []netip.Addr{netip.MustParseAddr("10.0.0.1")}}
+	endpoint := machine.Machine{Endpoint: netip.MustParseAddr("::ffff:10.0.0.1")}
 
 	for _, test := range []struct {
 		name    string
 		address string
-		change  func(*fixture)
+		changes steps
 		want    []string
 	}{
-		{"no machine", "10.0.0.1", func(*fixture) {}, nil},
-		{"this machine only", "10.0.0.1", func(f *fixture) { f.Replace("a", at("10.0.0.1/24")) }, nil},
-		{"another machine", "10.0.0.1", func(f *fixture) { f.Replace("b", at("10.0.0.1/24")) }, []string{"b"}},
-		{"several machines", "10.0.0.1", func(f *fixture) {
-			f.Replace("a", at("10.0.0.1/24"))
-			f.Replace("b", at("10.0.0.1/24"))
-			f.Replace("c", at("10.0.0.1/32"))
-		}, []string{"b", "c"}},
-		{"address on two links, then changed", "10.0.0.1", func(f *fixture) {
-			m := at("10.0.0.1/24")
-			m.Addresses = append(m.Addresses, on("eth1", "10.0.0.1/32").Addresses...)
-			f.Replace("b", m)
-			f.Replace("b", at("10.0.0.2/24"))
-		}, nil},
-		{"IPv4-mapped IPv6", "10.0.0.1", func(f *fixture) { f.Replace("b", at("::ffff:10.0.0.1/128")) }, []string{"b"}},
-		{"address known to the platform only", "203.0.113.7", func(f *fixture) { f.Replace("b", on("external", "203.0.113.7/32")) }, []string{"b"}},
-		{"node IP on no link", "10.0.0.1", func(f *fixture) {
-			f.Replace("b", machine.Machine{NodeIPs: []netip.Addr{netip.MustParseAddr("10.0.0.1")}})
+		{"no machine", "10.0.0.1", nil, nil},
+		{"this machine only", "10.0.0.1", steps{view("a", m)}, nil},
+		{"another machine", "10.0.0.1", steps{view("b", m)}, []string{"b"}},
+		{"several machines", "10.0.0.1", steps{view("a", m), view("b", m), view("c", at("10.0.0.1/32"))}, []string{"b", "c"}},
+		{"address on two links, then changed", "10.0.0.1", steps{view("b", twice), view("b", moved)}, nil},
+		{"IPv4-mapped IPv6", "10.0.0.1", steps{view("b", at("::ffff:10.0.0.1/128"))}, []string{"b"}},
+		{"address known to the platform only", "203.0.113.7", steps{view("b", on("external", "203.0.113.7/32"))}, []string{"b"}},
+		{"node IP on no link", "10.0.0.1", steps{view("b", nodeIP)}, []string{"b"}},
+		{"address in an excluded subnet", "10.9.0.1", steps{view("b", excluding(at("10.9.0.1/24"), "10.9.0.0/16"))}, []string{"b"}},
+		{"Service address of kube-proxy", "10.96.0.1", steps{view("b", excluding(on("kube-ipvs0", "10.96.0.1/32"), "10.96.0.0/12"))}, nil},
+		{"other address on the link of kube-proxy", "203.0.113.9", steps{
+			view("b", excluding(on("kube-ipvs0", "203.0.113.9/32"), "10.96.0.0/12")),
 		}, []string{"b"}},
-		{"address in an excluded subnet", "10.9.0.1", func(f *fixture) { f.Replace("b", excluding(at("10.9.0.1/24"), "10.9.0.0/16")) }, []string{"b"}},
-		{"Service address of kube-proxy", "10.96.0.1", func(f *fixture) {
-			f.Replace("b", excluding(on("kube-ipvs0", "10.96.0.1/32"), "10.96.0.0/12"))
-		}, nil},
-		{"other address on the link of kube-proxy", "203.0.113.9", func(f *fixture) {
-			f.Replace("b", excluding(on("kube-ipvs0", "203.0.113.9/32"), "10.96.0.0/12"))
-		}, []string{"b"}},
-		{"loopback", "127.0.0.1", func(f *fixture) { f.Replace("b", at("127.0.0.1/8")) }, nil},
-		{"link-local", "fe80::1", func(f *fixture) { f.Replace("b", at("fe80::1/64")) }, nil},
-		{"machine changed its address", "10.0.0.1", func(f *fixture) {
-			f.Replace("b", at("10.0.0.1/24"))
-			f.Replace("b", at("10.0.0.2/24"))
-		}, nil},
-		{"unreachable machine", "10.0.0.1", func(f *fixture) {
-			f.Replace("b", at("10.0.0.1/24"))
-			f.MarkUnreachable("b", "gone")
-		}, []string{"b"}},
-		{"mismatched machine", "10.0.0.1", func(f *fixture) {
-			f.Replace("b", at("10.0.0.1/24"))
-			f.MarkMismatch("b", "other", "no")
-		}, []string{"b"}},
-		{"changed address after a mismatch", "10.0.0.1", func(f *fixture) {
-			f.Replace("b", at("10.0.0.1/24"))
-			f.MarkMismatch("b", "other", "no")
-			f.Replace("b", at("10.0.0.2/24"))
-		}, nil},
-		{"address at which the machine responds", "10.0.0.1", func(f *fixture) {
-			f.Replace("b", machine.Machine{Endpoint: netip.MustParseAddr("::ffff:10.0.0.1")})
-		}, []string{"b"}},
-		{"forgotten machine", "10.0.0.1", func(f *fixture) {
-			f.Replace("b", at("10.0.0.1/24"))
-			f.Forget("b")
-		}, nil},
-		{"one of two forgotten", "10.0.0.1", func(f *fixture) {
-			f.Replace("b", at("10.0.0.1/24"))
-			f.Replace("c", at("10.0.0.1/24"))
-			f.Forget("b")
-		}, []string{"c"}},
+		{"loopback", "127.0.0.1", steps{view("b", at("127.0.0.1/8"))}, nil},
+		{"link-local", "fe80::1", steps{view("b", at("fe80::1/64"))}, nil},
+		{"machine changed its address", "10.0.0.1", steps{view("b", m), view("b", moved)}, nil},
+		{"unreachable machine", "10.0.0.1", steps{view("b", m), unreachable("b")}, []string{"b"}},
+		{"mismatched machine", "10.0.0.1", steps{view("b", m), mismatch("b", "other")}, []string{"b"}},
+		{"changed address after a mismatch", "10.0.0.1", steps{view("b", m), mismatch("b", "other"), view("b", moved)}, nil},
+		{"address at which the machine responds", "10.0.0.1", steps{view("b", endpoint)}, []string{"b"}},
+		{"forgotten machine", "10.0.0.1", steps{view("b", m), forgotten("b")}, nil},
+		{"one of two forgotten", "10.0.0.1", steps{view("b", m), view("c", m), forgotten("b")}, []string{"c"}},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			f := newFixture()
-			test.change(f)
-
-			if got := f.Owners(test.address, "a"); !slices.Equal(got, test.want) {
-				t.Errorf("got %v, want %v", got, test.want)
-			}
-		})
+		assert.Equal(t, test.want, newFixture(test.changes...).Owners(test.address, "a"), test.name)
 	}
 }
 
-func TestInventory_Contradicts(t *testing.T) {
-	named := at("10.0.0.1/24")
-	named.Nodename = "a"
+func TestInventory_ContradictsIfMachineDoesNotReportAddress(t *testing.T) {
+	with, without := at("10.0.0.1/24"), machine.Machine{Nodename: "a"}
+	with.Nodename = "a"
 
 	for _, test := range []struct {
-		name   string
-		change func(*fixture)
-		want   bool
+		name    string
+		changes steps
+		want    bool
 	}{
-		{"unknown machine", func(*fixture) {}, false},
-		{"never responded", func(f *fixture) { f.MarkUnreachable("a", "no route") }, false},
-		{"another machine responds", func(f *fixture) { f.MarkMismatch("a", "b", "other") }, false},
-		{"reports it", func(f *fixture) { f.Replace("a", named) }, false},
-		{"does not report it", func(f *fixture) { f.Replace("a", machine.Machine{Nodename: "a"}) }, true},
-		{"did not report it before it went silent", func(f *fixture) {
-			f.Replace("a", machine.Machine{Nodename: "a"})
-			f.MarkUnreachable("a", "gone")
-		}, true},
-		{"did not report it before another machine responded", func(f *fixture) {
-			f.Replace("a", machine.Machine{Nodename: "a"})
-			f.MarkMismatch("a", "b", "other")
-		}, true},
-		{"reported it before it went silent", func(f *fixture) {
-			f.Replace("a", named)
-			f.MarkUnreachable("a", "gone")
-		}, false},
-		{"forgotten", func(f *fixture) {
-			f.Replace("a", machine.Machine{Nodename: "a"})
-			f.Forget("a")
-		}, false},
+		{"unknown machine", nil, false},
+		{"never responded", steps{unreachable("a")}, false},
+		{"another machine responds", steps{mismatch("a", "b")}, false},
+		{"reports it", steps{view("a", with)}, false},
+		{"does not report it", steps{view("a", without)}, true},
+		{"did not report it before it went silent", steps{view("a", without), unreachable("a")}, true},
+		{"did not report it before another machine responded", steps{view("a", without), mismatch("a", "b")}, true},
+		{"reported it before it went silent", steps{view("a", with), unreachable("a")}, false},
+		{"forgotten", steps{view("a", without), forgotten("a")}, false},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			f := newFixture()
-			f.Replace("b", named)
-			test.change(f)
-
-			if got := f.Contradicts("a", "10.0.0.1"); got != test.want {
-				t.Errorf("got %v, want %v", got, test.want)
-			}
-		})
+		f := newFixture(view("b", with))
+		f.do(test.changes...)
+		assert.Equal(t, test.want, f.Contradicts("a", "10.0.0.1"), test.name)
 	}
 }
 
-func TestInventory_HandOver(t *testing.T) {
-	view := at("10.0.0.1/24")
-	view.Nodename, view.NodeID = "b", "node-b"
-	other := at("10.0.0.2/24")
-	other.Nodename = "b"
+func TestInventory_HandsOverLastView(t *testing.T) {
+	last, other := at("10.0.0.1/24"), at("10.0.0.2/24")
+	last.Nodename, last.NodeID, other.Nodename = "b", "node-b", "b"
 
 	for _, test := range []struct {
 		name          string
-		before, after func(f, former *fixture)
+		changes       steps
+		before, after steps
 		want          machine.Machine
 	}{
-		{"current", func(f, _ *fixture) { f.Replace("b", view) }, func(_, _ *fixture) {}, view},
-		{"another machine responded", func(f, _ *fixture) { f.Replace("b", view); f.MarkMismatch("b", "c", "no") }, func(_, _ *fixture) {}, view},
-		{"never responded", func(f, _ *fixture) { f.MarkUnreachable("b", "gone") }, func(_, _ *fixture) {}, machine.Machine{}},
-		{"watched before", func(f, former *fixture) { f.Replace("b", view); former.Replace("b", other) }, func(_, _ *fixture) {}, other},
-		{"unreachable before", func(f, former *fixture) { f.Replace("b", view); former.MarkUnreachable("b", "gone") }, func(_, _ *fixture) {}, view},
-		{"known before", func(f, former *fixture) {
-			f.Replace("b", view)
-			former.Replace("b", other)
-			former.MarkUnreachable("b", "gone")
-		}, func(_, _ *fixture) {}, other},
-		{"mismatch after", func(f, _ *fixture) { f.Replace("b", view) }, func(_, former *fixture) { former.MarkMismatch("b", "c", "no") }, view},
-		{"forgotten", func(f, _ *fixture) { f.Replace("b", view) }, func(_, former *fixture) { former.Forget("b") }, machine.Machine{}},
+		{"current", steps{view("b", last)}, nil, nil, last},
+		{"another machine responded", steps{view("b", last), mismatch("b", "c")}, nil, nil, last},
+		{"never responded", steps{unreachable("b")}, nil, nil, machine.Machine{}},
+		{"watched before", steps{view("b", last)}, steps{view("b", other)}, nil, other},
+		{"unreachable before", steps{view("b", last)}, steps{unreachable("b")}, nil, last},
+		{"known before", steps{view("b", last)}, steps{view("b", other), unreachable("b")}, nil, other},
+		{"mismatch after", steps{view("b", last)}, nil, steps{mismatch("b", "c")}, last},
+		{"forgotten", steps{view("b", last)}, nil, steps{forgotten("b")}, machine.Machine{}},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			f, former := newFixture(), newFixture()
-			f.HandOver(former.Inventory)
-			test.before(f, former)
-			f.Forget("b")
-			test.after(f, former)
+		f, former := newFixture(), newFixture()
+		f.HandOver(former.Inventory)
+		f.do(test.changes...)
+		former.do(test.before...)
+		f.Forget("b")
+		former.do(test.after...)
 
-			if got := former.Get("b").Last; !got.Equal(test.want) {
-				t.Errorf("got %+v, want %+v", got, test.want)
-			}
+		assert.Equal(t, test.want, former.Get("b").Last, test.name)
+		assert.Empty(t, f.Owners("10.0.0.1", "a"), test.name)
 
-			owns := func(addr string) bool { return len(former.Owners(addr, "a")) > 0 }
-			if owns("10.0.0.1") != test.want.HasAddress(netip.MustParseAddr("10.0.0.1")) || owns("10.0.0.2") != test.want.HasAddress(netip.MustParseAddr("10.0.0.2")) {
-				t.Error("ownership does not agree with the view")
-			}
-
-			if got := f.Owners("10.0.0.1", "a"); len(got) > 0 {
-				t.Errorf("the former owner is still %v", got)
-			}
-		})
+		for _, addr := range []string{"10.0.0.1", "10.0.0.2"} {
+			assert.Equal(t, test.want.HasAddress(netip.MustParseAddr(addr)), len(former.Owners(addr, "a")) > 0, "%s: %s", test.name, addr)
+		}
 	}
 }
 
-func TestInventory_DroppedBy(t *testing.T) {
+func TestInventory_DroppedByMachineForAWhile(t *testing.T) {
 	const unchanged, lost = "10.0.0.1", "10.0.0.2"
 
 	larger := at(unchanged + "/24")
@@ -203,194 +136,123 @@ func TestInventory_DroppedBy(t *testing.T) {
 	smaller := at(unchanged + "/24")
 	smaller.Nodename = "b"
 
+	drop := view("b", smaller)
+	rename := func(f *fixture) {
+		for i := range 2000 {
+			m := smaller
+			m.Hostname = fmt.Sprintf("host-%d", i)
+			f.Replace("b", m)
+		}
+	}
+
 	for _, test := range []struct {
 		name    string
-		change  func(*fixture)
+		changes steps
 		subject string
 		want    []string
 	}{
-		{"address", func(f *fixture) { f.Replace("b", smaller) }, lost, []string{"b"}},
-		{"name", func(f *fixture) { f.Replace("b", smaller) }, "host-b", []string{"b"}},
-		{"still reported", func(f *fixture) { f.Replace("b", smaller) }, unchanged, nil},
-		{"after another machine responded", func(f *fixture) { f.MarkMismatch("b", "c", "no"); f.Replace("b", smaller) }, lost, []string{"b"}},
-		{"machine does not respond", func(f *fixture) { f.MarkUnreachable("b", "gone") }, lost, nil},
-		{"shortly before the end", func(f *fixture) { f.Replace("b", smaller); f.now = f.now.Add(15*time.Minute - time.Second) }, lost, []string{"b"}},
-		{"at the end", func(f *fixture) { f.Replace("b", smaller); f.now = f.now.Add(15 * time.Minute) }, lost, nil},
-		{"other change before the end", func(f *fixture) {
-			f.Replace("b", smaller)
-			f.now = f.now.Add(time.Minute)
-			f.Replace("b", at("10.0.0.3/24"))
-		}, lost, []string{"b"}},
-		{"forgotten", func(f *fixture) { f.Replace("b", smaller); f.Forget("b") }, lost, []string{"b"}},
-		{"many addresses come and go", func(f *fixture) {
-			f.Replace("b", smaller)
-
-			for i := range 2000 {
-				m := smaller
-				m.Hostname = fmt.Sprintf("host-%d", i)
-				f.Replace("b", m)
-			}
-		}, lost, []string{"b"}},
-		{"too many names", func(f *fixture) {
-			for i := range 2000 {
-				m := smaller
-				m.Hostname = fmt.Sprintf("host-%d", i)
-				f.Replace("b", m)
-			}
-		}, "host-1998", nil},
+		{"address", steps{drop}, lost, []string{"b"}},
+		{"name", steps{drop}, "host-b", []string{"b"}},
+		{"still reported", steps{drop}, unchanged, nil},
+		{"after another machine responded", steps{mismatch("b", "c"), drop}, lost, []string{"b"}},
+		{"machine does not respond", steps{unreachable("b")}, lost, nil},
+		{"shortly before the end", steps{drop, after(15*time.Minute - time.Second)}, lost, []string{"b"}},
+		{"at the end", steps{drop, after(15 * time.Minute)}, lost, nil},
+		{"other change before the end", steps{drop, after(time.Minute), view("b", at("10.0.0.3/24"))}, lost, []string{"b"}},
+		{"forgotten", steps{drop, forgotten("b")}, lost, []string{"b"}},
+		{"many addresses come and go", steps{drop, rename}, lost, []string{"b"}},
+		{"too many names", steps{rename}, "host-1998", nil},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			f := newFixture()
-			f.Replace("b", larger)
-			test.change(f)
-
-			if got := f.DroppedBy(test.subject, "a"); !slices.Equal(got, test.want) {
-				t.Errorf("got %v, want %v", got, test.want)
-			}
-
-			if got := f.DroppedBy(test.subject, "b"); len(got) > 0 {
-				t.Errorf("its own subject is dropped by %v", got)
-			}
-		})
+		f := newFixture(view("b", larger))
+		f.do(test.changes...)
+		assert.Equal(t, test.want, f.DroppedBy(test.subject, "a"), test.name)
+		assert.Empty(t, f.DroppedBy(test.subject, "b"), "%s: its own subject", test.name)
 	}
 }
 
 func TestInventory_OwnersOfName(t *testing.T) {
-	f := newFixture()
-	f.Replace("b", machine.Machine{
+	f := newFixture(view("b", machine.Machine{
 		Nodename: "node-b", Hostname: "Host-B", Domainname: "Example.org",
 		Platform: runtime.PlatformMetadataSpec{Hostname: "meta-b.example.org", InternalDNS: "b.internal.", ExternalDNS: "B.example.com"},
-	})
+	}))
 
 	for _, name := range []string{"node-b", "host-b", "host-b.example.org", "meta-b.example.org", "b.internal", "b.example.com"} {
-		if got := f.Owners(name, "a"); !slices.Equal(got, []string{"b"}) {
-			t.Errorf("owners of %s: %v", name, got)
-		}
+		assert.Equal(t, []string{"b"}, f.Owners(name, "a"), name)
 	}
 
-	if got := f.Owners("", "a"); len(got) != 0 {
-		t.Errorf("owners of the empty name: %v", got)
-	}
+	assert.Empty(t, f.Owners("", "a"))
 }
 
-// Run with -race. Callers may change the returned list, and no owner remains once all machines are forgotten.
-func TestInventory_OwnersConcurrentUse(t *testing.T) {
-	inv := inventory.New(time.Now)
-
-	var group sync.WaitGroup
-
-	for worker := range 4 {
-		group.Go(func() {
-			name := fmt.Sprintf("worker-%d", worker)
-
-			for i := range 200 {
-				inv.Replace(name, at(fmt.Sprintf("10.0.0.%d/24", 1+i%3)))
-
-				owners := inv.Owners("10.0.0.1", name)
-				slices.Reverse(owners)
-			}
-
-			inv.Forget(name)
-		})
-	}
-
-	group.Wait()
-
-	for i := range 3 {
-		if got := inv.Owners(fmt.Sprintf("10.0.0.%d", 1+i), ""); len(got) != 0 {
-			t.Errorf("remaining owners: %v", got)
-		}
-	}
+// notification is a change, the nodenames it notifies of, and the state after it.
+type notification struct {
+	name     string
+	change   step
+	notified []string
+	want     string
 }
 
-// behind returns a machine with addresses that only its platform's metadata knows.
-func behind(addresses ...string) machine.Machine {
-	m := machine.Machine{Addresses: []machine.Address{{Link: "eth0", Prefix: netip.MustParsePrefix("10.0.0.1/24")}}}
+func checkNotifications(t *testing.T, f *fixture, state func() string, list []notification) {
+	t.Helper()
 
-	for _, a := range addresses {
-		addr := netip.MustParseAddr(a)
-		m.Addresses = append(m.Addresses, machine.Address{Link: machine.LinkExternal, Prefix: netip.PrefixFrom(addr, addr.BitLen())})
-	}
+	for _, test := range list {
+		f.takeNotified()
+		f.do(test.change)
 
-	return m
-}
-
-func TestInventory_SharedAddresses(t *testing.T) {
-	const balancer = "203.0.113.1"
-
-	inv := inventory.New(time.Now)
-
-	var notified []string
-
-	inv.Subscribe(func(nodename string) { notified = append(notified, nodename) })
-
-	for _, step := range []struct {
-		name     string
-		change   func()
-		notified []string
-		shared   string // by a, b and c
-	}{
-		{"one machine", func() { inv.Replace("a", behind(balancer, "203.0.113.10")) }, []string{"a"}, "[] [] []"},
-		{"second machine", func() { inv.Replace("b", behind(balancer)) }, []string{"a", "b"}, "[203.0.113.1] [203.0.113.1] []"},
-		{"third machine does not affect the others", func() { inv.Replace("c", behind(balancer)) }, []string{"c"}, "[203.0.113.1] [203.0.113.1] [203.0.113.1]"},
-		{"third machine loses it", func() { inv.Replace("c", behind()) }, []string{"c"}, "[203.0.113.1] [203.0.113.1] []"},
-		{"unreachable machine keeps it", func() { inv.MarkUnreachable("b", "gone") }, []string{"b"}, "[203.0.113.1] [203.0.113.1] []"},
-		{"one machine left", func() { inv.Forget("b") }, []string{"a", "b"}, "[] [] []"},
-	} {
-		notified = nil
-
-		step.change()
+		notified := f.takeNotified()
 		slices.Sort(notified)
-
-		if !slices.Equal(notified, step.notified) {
-			t.Errorf("%s: notified of %v, want %v", step.name, notified, step.notified)
-		}
-
-		if got := fmt.Sprint(inv.SharedAddresses("a"), inv.SharedAddresses("b"), inv.SharedAddresses("c")); got != step.shared {
-			t.Errorf("%s: shared addresses %s, want %s", step.name, got, step.shared)
-		}
+		assert.Equal(t, test.notified, notified, test.name)
+		assert.Equal(t, test.want, state(), test.name)
 	}
+}
+
+func TestInventory_NotifiesOfSharedAddresses(t *testing.T) {
+	// behind returns a machine with addresses that only its platform's metadata knows.
+	behind := func(prefixes ...string) machine.Machine {
+		m := at("10.0.0.1/24")
+		for _, p := range prefixes {
+			m.Addresses = append(m.Addresses, on(machine.LinkExternal, p).Addresses...)
+		}
+
+		return m
+	}
+
+	const balancer = "203.0.113.1/32"
+
+	f := newFixture()
+	shared := func() string {
+		return fmt.Sprint(f.SharedAddresses("a"), f.SharedAddresses("b"), f.SharedAddresses("c"))
+	}
+
+	checkNotifications(t, f, shared, []notification{
+		{"one machine", view("a", behind(balancer, "203.0.113.10/32")), []string{"a"}, "[] [] []"},
+		{"second machine", view("b", behind(balancer)), []string{"a", "b"}, "[203.0.113.1] [203.0.113.1] []"},
+		{"third machine does not affect the others", view("c", behind(balancer)), []string{"c"}, "[203.0.113.1] [203.0.113.1] [203.0.113.1]"},
+		{"third machine loses it", view("c", behind()), []string{"c"}, "[203.0.113.1] [203.0.113.1] []"},
+		{"unreachable machine keeps it", unreachable("b"), []string{"b"}, "[203.0.113.1] [203.0.113.1] []"},
+		{"one machine left", forgotten("b"), []string{"a", "b"}, "[] [] []"},
+	})
 }
 
 func TestInventory_NotifiesOfSharedNames(t *testing.T) {
-	inv := inventory.New(time.Now)
-
-	var notified []string
-
-	inv.Subscribe(func(nodename string) { notified = append(notified, nodename) })
-
 	named := func(hostname, internal string) machine.Machine {
 		return machine.Machine{Platform: runtime.PlatformMetadataSpec{Hostname: hostname, InternalDNS: internal}}
 	}
 
-	for _, step := range []struct {
-		name     string
-		change   func()
-		notified []string
-		owners   string // other owners of worker.example.org, for a and b
-	}{
-		{"one machine", func() { inv.Replace("a", named("worker.example.org", "Worker.example.org.")) }, []string{"a"}, "[] [a]"},
-		{"second machine", func() { inv.Replace("b", named("", "WORKER.example.org")) }, []string{"a", "b"}, "[b] [a]"},
-		{"third machine does not affect the others", func() { inv.Replace("c", named("worker.example.org", "")) }, []string{"c"}, "[b c] [a c]"},
-		{"third machine loses it", func() { inv.Replace("c", named("c.example.org", "")) }, []string{"c"}, "[b] [a]"},
-		{"another name", func() { inv.Replace("b", named("b.example.org", "worker.example.org")) }, []string{"b"}, "[b] [a]"},
-		{"unreachable machine keeps it", func() { inv.MarkUnreachable("b", "gone") }, []string{"b"}, "[b] [a]"},
-		{"displaced machine keeps it", func() { inv.MarkMismatch("b", "other", "no") }, []string{"b"}, "[b] [a]"},
-		{"one machine left", func() { inv.Forget("b") }, []string{"a", "b"}, "[] [a]"},
-	} {
-		notified = nil
-
-		step.change()
-		slices.Sort(notified)
-
-		if !slices.Equal(notified, step.notified) {
-			t.Errorf("%s: notified of %v, want %v", step.name, notified, step.notified)
-		}
-
-		if got := fmt.Sprint(inv.Owners("worker.example.org", "a"), inv.Owners("worker.example.org", "b")); got != step.owners {
-			t.Errorf("%s: owners %s, want %s", step.name, got, step.owners)
-		}
+	f := newFixture()
+	owners := func() string {
+		return fmt.Sprint(f.Owners("worker.example.org", "a"), f.Owners("worker.example.org", "b"))
 	}
+
+	checkNotifications(t, f, owners, []notification{
+		{"one machine", view("a", named("worker.example.org", "Worker.example.org.")), []string{"a"}, "[] [a]"},
+		{"second machine", view("b", named("", "WORKER.example.org")), []string{"a", "b"}, "[b] [a]"},
+		{"third machine does not affect the others", view("c", named("worker.example.org", "")), []string{"c"}, "[b c] [a c]"},
+		{"third machine loses it", view("c", named("c.example.org", "")), []string{"c"}, "[b] [a]"},
+		{"another name", view("b", named("b.example.org", "worker.example.org")), []string{"b"}, "[b] [a]"},
+		{"unreachable machine keeps it", unreachable("b"), []string{"b"}, "[b] [a]"},
+		{"displaced machine keeps it", mismatch("b", "other"), []string{"b"}, "[b] [a]"},
+		{"one machine left", forgotten("b"), []string{"a", "b"}, "[] [a]"},
+	})
 }
 
 // A large cluster in which every machine changes its addresses.

@@ -2,6 +2,7 @@ package inventory_test
 
 import (
 	"fmt"
+	"net/netip"
 	"slices"
 	"sync"
 	"testing"
@@ -9,6 +10,7 @@ import (
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
 
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -23,10 +25,14 @@ type fixture struct {
 	notified []string
 }
 
-func newFixture() *fixture {
-	f := &fixture{now: time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)}
+var start = time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
+
+// newFixture returns an inventory after the given changes.
+func newFixture(changes ...step) *fixture {
+	f := &fixture{now: start}
 	f.Inventory = inventory.New(func() time.Time { return f.now })
 	f.Subscribe(func(nodename string) { f.notified = append(f.notified, nodename) })
+	f.do(changes...)
 
 	return f
 }
@@ -39,6 +45,39 @@ func (f *fixture) takeNotified() []string {
 	return notified
 }
 
+// step is a change of an inventory, or of its time.
+type (
+	step  func(*fixture)
+	steps []step
+)
+
+func (f *fixture) do(changes ...step) {
+	for _, change := range changes {
+		change(f)
+	}
+}
+
+// view is a view of the machine that responds at the address of its Node.
+func view(nodename string, m machine.Machine) step {
+	return func(f *fixture) { f.Replace(nodename, m) }
+}
+
+func unreachable(nodename string) step {
+	return func(f *fixture) { f.MarkUnreachable(nodename, "gone") }
+}
+
+func mismatch(nodename, responding string) step {
+	return func(f *fixture) { f.MarkMismatch(nodename, responding, "no") }
+}
+
+func forgotten(nodename string) step {
+	return func(f *fixture) { f.Forget(nodename) }
+}
+
+func after(d time.Duration) step {
+	return func(f *fixture) { f.now = f.now.Add(d) }
+}
+
 func inZone(zone string) machine.Machine {
 	return machine.Machine{Nodename: "worker-1", Platform: runtime.PlatformMetadataSpec{Platform: "metal", Zone: zone}}
 }
@@ -47,157 +86,66 @@ func withUUID(uuid string) machine.Machine {
 	return machine.Machine{System: hardware.SystemInformationSpec{UUID: uuid}}
 }
 
-func TestInventory_Get(t *testing.T) {
-	start := newFixture().now
+func TestInventory_GetReturnsTheLastChange(t *testing.T) {
+	a, b := inZone("a"), inZone("b")
+	inA, inB := view("worker-1", a), view("worker-1", b)
+	gone, other := unreachable("worker-1"), mismatch("worker-1", "other")
 
 	for _, test := range []struct {
-		name   string
-		change func(*fixture)
-		want   inventory.Entry
+		name    string
+		changes steps
+		want    inventory.Entry // but its machines' last views
 	}{
-		{"unknown nodename", func(*fixture) {}, inventory.Entry{}},
-		{
-			"first view",
-			func(f *fixture) { f.Replace("worker-1", inZone("a")) },
-			inventory.Entry{Machine: inZone("a"), Condition: inventory.Current, ObservedAt: start},
-		},
-		{
-			"changed view",
-			func(f *fixture) {
-				f.Replace("worker-1", inZone("a"))
-
-				f.now = start.Add(time.Minute)
-				f.Replace("worker-1", inZone("b"))
-			},
-			inventory.Entry{Machine: inZone("b"), Condition: inventory.Current, ObservedAt: start.Add(time.Minute)},
-		},
-		{
-			"confirmed view",
-			func(f *fixture) {
-				f.Replace("worker-1", inZone("a"))
-
-				f.now = start.Add(time.Minute)
-				f.Replace("worker-1", inZone("a"))
-			},
-			inventory.Entry{Machine: inZone("a"), Condition: inventory.Current, ObservedAt: start.Add(time.Minute)},
-		},
-		{
-			"unreachable machine keeps view and time",
-			func(f *fixture) {
-				f.Replace("worker-1", inZone("a"))
-
-				f.now = start.Add(time.Minute)
-				f.MarkUnreachable("worker-1", "connection refused")
-			},
-			inventory.Entry{Machine: inZone("a"), Condition: inventory.Unreachable, Reason: "connection refused", ObservedAt: start},
-		},
-		{
-			"unreachable from the start",
-			func(f *fixture) { f.MarkUnreachable("worker-1", "connection refused") },
-			inventory.Entry{Condition: inventory.Unreachable, Reason: "connection refused"},
-		},
-		{
-			"reachable again",
-			func(f *fixture) {
-				f.MarkUnreachable("worker-1", "connection refused")
-				f.Replace("worker-1", inZone("a"))
-			},
-			inventory.Entry{Machine: inZone("a"), Condition: inventory.Current, ObservedAt: start},
-		},
-		{
-			"mismatch drops the view",
-			func(f *fixture) {
-				f.Replace("worker-1", inZone("a"))
-				f.MarkMismatch("worker-1", "other", "it is worker-2")
-			},
-			inventory.Entry{Condition: inventory.Mismatch, Reason: "it is worker-2"},
-		},
-		{
-			"unreachable after mismatch has no view",
-			func(f *fixture) {
-				f.Replace("worker-1", inZone("a"))
-				f.MarkMismatch("worker-1", "other", "it is worker-2")
-				f.MarkUnreachable("worker-1", "connection refused")
-			},
-			inventory.Entry{Condition: inventory.Unreachable, Reason: "connection refused"},
-		},
-		{
-			"forgotten",
-			func(f *fixture) {
-				f.Replace("worker-1", inZone("a"))
-				f.Forget("worker-1")
-			},
-			inventory.Entry{},
-		},
-		{
-			"other nodenames changed",
-			func(f *fixture) {
-				f.Replace("worker-2", inZone("a"))
-				f.MarkMismatch("worker-3", "other", "it is worker-4")
-			},
-			inventory.Entry{},
-		},
+		{"unknown nodename", nil, inventory.Entry{}},
+		{"first view", steps{inA}, inventory.Entry{Machine: a, Condition: inventory.Current, ObservedAt: start}},
+		{"changed view", steps{inA, after(1), inB}, inventory.Entry{Machine: b, Condition: inventory.Current, ObservedAt: start.Add(1)}},
+		{"confirmed view", steps{inA, after(1), inA}, inventory.Entry{Machine: a, Condition: inventory.Current, ObservedAt: start.Add(1)}},
+		{"unreachable machine keeps view and time", steps{inA, after(1), gone}, inventory.Entry{
+			Machine: a, Condition: inventory.Unreachable, Reason: "gone", ObservedAt: start,
+		}},
+		{"unreachable from the start", steps{gone}, inventory.Entry{Condition: inventory.Unreachable, Reason: "gone"}},
+		{"reachable again", steps{gone, inA}, inventory.Entry{Machine: a, Condition: inventory.Current, ObservedAt: start}},
+		{"mismatch drops the view", steps{inA, other}, inventory.Entry{Condition: inventory.Mismatch, Reason: "no"}},
+		{"unreachable after mismatch has no view", steps{inA, other, gone}, inventory.Entry{Condition: inventory.Unreachable, Reason: "gone"}},
+		{"forgotten", steps{inA, forgotten("worker-1")}, inventory.Entry{}},
+		{"other nodenames changed", steps{view("worker-2", a), mismatch("worker-3", "other")}, inventory.Entry{}},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			f := newFixture()
-			test.change(f)
-
-			got := f.Get("worker-1")
-			if !got.Machine.Equal(test.want.Machine) || got.Condition != test.want.Condition || got.Reason != test.want.Reason || !got.ObservedAt.Equal(test.want.ObservedAt) {
-				t.Errorf("got  %+v\nwant %+v", got, test.want)
-			}
-		})
+		got := newFixture(test.changes...).Get("worker-1")
+		got.Last, got.Responding = machine.Machine{}, ""
+		assert.Equal(t, test.want, got, test.name)
 	}
 }
 
 func TestInventory_NotifiesOnChangeOnly(t *testing.T) {
+	inA, inB := view("worker-1", inZone("a")), view("worker-1", inZone("b"))
+	gone, other, forget := unreachable("worker-1"), mismatch("worker-1", "other"), forgotten("worker-1")
+	expired := func(f *fixture) { f.MarkUnreachable("worker-1", "expired") }
+
 	for _, test := range []struct {
-		name           string
-		before, change func(*fixture)
-		notified       bool
+		name    string
+		changes steps // before the last one
+		last    step
+		want    []string
 	}{
-		{"first view", nil, func(f *fixture) { f.Replace("worker-1", inZone("a")) }, true},
-		{"first view is the zero value", nil, func(f *fixture) { f.Replace("worker-1", machine.Machine{}) }, true},
-		{"same view", func(f *fixture) { f.Replace("worker-1", inZone("a")) }, func(f *fixture) { f.Replace("worker-1", inZone("a")) }, false},
-		{
-			"same view at a later time", func(f *fixture) { f.Replace("worker-1", inZone("a")) },
-			func(f *fixture) {
-				f.now = f.now.Add(time.Hour)
-				f.Replace("worker-1", inZone("a"))
-			}, false,
-		},
-		{"changed view", func(f *fixture) { f.Replace("worker-1", inZone("a")) }, func(f *fixture) { f.Replace("worker-1", inZone("b")) }, true},
-		{"unreachable", func(f *fixture) { f.Replace("worker-1", inZone("a")) }, func(f *fixture) { f.MarkUnreachable("worker-1", "gone") }, true},
-		{"still unreachable", func(f *fixture) { f.MarkUnreachable("worker-1", "gone") }, func(f *fixture) { f.MarkUnreachable("worker-1", "gone") }, false},
-		{"unreachable for another reason", func(f *fixture) { f.MarkUnreachable("worker-1", "gone") }, func(f *fixture) { f.MarkUnreachable("worker-1", "expired") }, true},
-		{"reachable again with the same view", func(f *fixture) {
-			f.Replace("worker-1", inZone("a"))
-			f.MarkUnreachable("worker-1", "gone")
-		}, func(f *fixture) { f.Replace("worker-1", inZone("a")) }, true},
-		{"mismatch", func(f *fixture) { f.Replace("worker-1", inZone("a")) }, func(f *fixture) { f.MarkMismatch("worker-1", "other", "no") }, true},
-		{"still a mismatch", func(f *fixture) { f.MarkMismatch("worker-1", "other", "no") }, func(f *fixture) { f.MarkMismatch("worker-1", "other", "no") }, false},
-		{"forgotten", func(f *fixture) { f.Replace("worker-1", inZone("a")) }, func(f *fixture) { f.Forget("worker-1") }, true},
-		{"forgotten but never known", nil, func(f *fixture) { f.Forget("worker-1") }, false},
-		{"forgotten twice", func(f *fixture) { f.Replace("worker-1", inZone("a")); f.Forget("worker-1") }, func(f *fixture) { f.Forget("worker-1") }, false},
+		{"first view", nil, inA, []string{"worker-1"}},
+		{"first view is the zero value", nil, view("worker-1", machine.Machine{}), []string{"worker-1"}},
+		{"same view", steps{inA}, inA, nil},
+		{"same view at a later time", steps{inA, after(time.Hour)}, inA, nil},
+		{"changed view", steps{inA}, inB, []string{"worker-1"}},
+		{"unreachable", steps{inA}, gone, []string{"worker-1"}},
+		{"still unreachable", steps{gone}, gone, nil},
+		{"unreachable for another reason", steps{gone}, expired, []string{"worker-1"}},
+		{"reachable again with the same view", steps{inA, gone}, inA, []string{"worker-1"}},
+		{"mismatch", steps{inA}, other, []string{"worker-1"}},
+		{"still a mismatch", steps{other}, other, nil},
+		{"forgotten", steps{inA}, forget, []string{"worker-1"}},
+		{"forgotten but never known", nil, forget, nil},
+		{"forgotten twice", steps{inA, forget}, forget, nil},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			f := newFixture()
-			if test.before != nil {
-				test.before(f)
-			}
-
-			f.takeNotified()
-			test.change(f)
-
-			var want []string
-			if test.notified {
-				want = []string{"worker-1"}
-			}
-
-			if got := f.takeNotified(); !slices.Equal(got, want) {
-				t.Errorf("notified %v, want %v", got, want)
-			}
-		})
+		f := newFixture(test.changes...)
+		f.takeNotified()
+		f.do(test.last)
+		assert.Equal(t, test.want, f.takeNotified(), test.name)
 	}
 }
 
@@ -207,111 +155,82 @@ func TestInventory_NotifiesEverySubscriberWithoutLock(t *testing.T) {
 	var second []inventory.Condition
 
 	f.Subscribe(func(nodename string) { second = append(second, f.Get(nodename).Condition) })
-	f.Replace("worker-1", inZone("a"))
-	f.MarkMismatch("worker-1", "other", "no")
+	f.do(view("worker-1", inZone("a")), mismatch("worker-1", "other"))
 
-	if len(f.notified) != 2 || !slices.Equal(second, []inventory.Condition{inventory.Current, inventory.Mismatch}) {
-		t.Errorf("notified %v and %v", f.notified, second)
-	}
+	assert.Len(t, f.notified, 2)
+	assert.Equal(t, []inventory.Condition{inventory.Current, inventory.Mismatch}, second)
 }
 
-func TestInventory_Count(t *testing.T) {
-	conditions := []inventory.Condition{inventory.Unknown, inventory.Current, inventory.Unreachable, inventory.Mismatch}
+func TestInventory_CountsConditions(t *testing.T) {
 	f := newFixture()
 
-	for _, step := range []struct {
-		name   string
-		change func()
-		want   [4]int // in the order of conditions
+	for _, test := range []struct {
+		name    string
+		changes steps
+		want    [4]int // unknown, current, unreachable, mismatch
 	}{
-		{"none", func() {}, [4]int{}},
-		{"two current", func() { f.Replace("a", inZone("a")); f.Replace("b", inZone("a")) }, [4]int{0, 2, 0, 0}},
-		{"one changes", func() { f.Replace("a", inZone("b")) }, [4]int{0, 2, 0, 0}},
-		{"one unreachable", func() { f.MarkUnreachable("a", "gone") }, [4]int{0, 1, 1, 0}},
-		{"still unreachable", func() { f.MarkUnreachable("a", "gone for good") }, [4]int{0, 1, 1, 0}},
-		{"third mismatches", func() { f.MarkMismatch("c", "other", "no") }, [4]int{0, 1, 1, 1}},
-		{"fourth unreachable", func() { f.MarkUnreachable("d", "gone") }, [4]int{0, 1, 2, 1}},
-		{"first reachable again", func() { f.Replace("a", inZone("b")) }, [4]int{0, 2, 1, 1}},
-		{"all forgotten", func() { f.Forget("a"); f.Forget("b"); f.Forget("c"); f.Forget("d") }, [4]int{}},
-		{"forgotten twice", func() { f.Forget("a"); f.Forget("z") }, [4]int{}},
+		{"none", nil, [4]int{}},
+		{"two current", steps{view("a", inZone("a")), view("b", inZone("a"))}, [4]int{0, 2, 0, 0}},
+		{"one changes", steps{view("a", inZone("b"))}, [4]int{0, 2, 0, 0}},
+		{"one unreachable", steps{unreachable("a")}, [4]int{0, 1, 1, 0}},
+		{"still unreachable", steps{func(f *fixture) { f.MarkUnreachable("a", "gone for good") }}, [4]int{0, 1, 1, 0}},
+		{"third mismatches", steps{mismatch("c", "other")}, [4]int{0, 1, 1, 1}},
+		{"fourth unreachable", steps{unreachable("d")}, [4]int{0, 1, 2, 1}},
+		{"first reachable again", steps{view("a", inZone("b"))}, [4]int{0, 2, 1, 1}},
+		{"all forgotten", steps{forgotten("a"), forgotten("b"), forgotten("c"), forgotten("d")}, [4]int{}},
+		{"forgotten twice", steps{forgotten("a"), forgotten("z")}, [4]int{}},
 	} {
-		step.change()
+		f.do(test.changes...)
 
-		var got [4]int
-		for i, c := range conditions {
-			got[i] = f.Count(c)
-		}
-
-		if got != step.want {
-			t.Errorf("%s: got %v, want %v", step.name, got, step.want)
-		}
+		got := [4]int{f.Count(inventory.Unknown), f.Count(inventory.Current), f.Count(inventory.Unreachable), f.Count(inventory.Mismatch)}
+		assert.Equal(t, test.want, got, test.name)
 	}
 }
 
 func TestCondition_String(t *testing.T) {
-	for condition, want := range map[inventory.Condition]string{
-		inventory.Unknown: "Unknown", inventory.Current: "Current", inventory.Unreachable: "Unreachable", inventory.Mismatch: "Mismatch", inventory.Condition(99): "Unknown",
-	} {
-		if got := condition.String(); got != want {
-			t.Errorf("got %q, want %q", got, want)
-		}
-	}
+	conditions := []inventory.Condition{inventory.Unknown, inventory.Current, inventory.Unreachable, inventory.Mismatch, 99}
+	assert.Equal(t, "[Unknown Current Unreachable Mismatch Unknown]", fmt.Sprint(conditions))
 }
 
-func TestInventory_SharedUUID(t *testing.T) {
+func TestInventory_SharedUUIDOfSeveralMachines(t *testing.T) {
 	const other = "11111111-2222-3333-4444-555555555555"
 
-	for _, test := range []struct {
-		name   string
-		change func(*fixture)
-		want   bool
-	}{
-		{"no machine", func(*fixture) {}, false},
-		{"this machine only", func(f *fixture) { f.Replace("a", withUUID(uuid)) }, false},
-		{"another machine only", func(f *fixture) { f.Replace("b", withUUID(uuid)) }, true},
-		{"two machines", func(f *fixture) { f.Replace("a", withUUID(uuid)); f.Replace("b", withUUID(uuid)) }, true},
-		{"other machine reports upper case", func(f *fixture) { f.Replace("b", withUUID("30A0BDF7-4B1A-4F0E-9F86-2A3D64A3C5EE")) }, true},
-		{"other machine has another UUID", func(f *fixture) { f.Replace("a", withUUID(uuid)); f.Replace("b", withUUID(other)) }, false},
-		{"other machine changed its UUID", func(f *fixture) { f.Replace("b", withUUID(uuid)); f.Replace("b", withUUID(other)) }, false},
-		{"other machine lost its UUID", func(f *fixture) { f.Replace("b", withUUID(uuid)); f.Replace("b", withUUID("")) }, false},
-		{"other machine replaced twice, then forgotten", func(f *fixture) { f.Replace("b", withUUID(uuid)); f.Replace("b", withUUID(uuid)); f.Forget("b") }, false},
-		{"other machine unreachable", func(f *fixture) { f.Replace("b", withUUID(uuid)); f.MarkUnreachable("b", "gone") }, true},
-		{"other machine never reached", func(f *fixture) { f.MarkUnreachable("b", "gone") }, false},
-		{"other machine mismatched", func(f *fixture) { f.Replace("b", withUUID(uuid)); f.MarkMismatch("b", "other", "no") }, false},
-		{"other machine unreachable, then forgotten", func(f *fixture) { f.Replace("b", withUUID(uuid)); f.MarkUnreachable("b", "gone"); f.Forget("b") }, false},
-		{"one of two others forgotten", func(f *fixture) { f.Replace("b", withUUID(uuid)); f.Replace("c", withUUID(uuid)); f.Forget("b") }, true},
-		{"both others forgotten", func(f *fixture) {
-			f.Replace("b", withUUID(uuid))
-			f.Replace("c", withUUID(uuid))
-			f.Forget("b")
-			f.Forget("c")
-		}, false},
-		{"this machine forgotten", func(f *fixture) { f.Replace("a", withUUID(uuid)); f.Replace("b", withUUID(uuid)); f.Forget("a") }, true},
-	} {
-		t.Run(test.name, func(t *testing.T) {
-			f := newFixture()
-			test.change(f)
+	a, b, c := view("a", withUUID(uuid)), view("b", withUUID(uuid)), view("c", withUUID(uuid))
 
-			if got := f.SharedUUID(uuid, "a"); got != test.want {
-				t.Errorf("got %v, want %v", got, test.want)
-			}
-		})
+	for _, test := range []struct {
+		name    string
+		changes steps
+		want    bool
+	}{
+		{"no machine", nil, false},
+		{"this machine only", steps{a}, false},
+		{"this machine under its former name", steps{view("old", original), unreachable("old"), view("a", original)}, false},
+		{"another machine only", steps{b}, true},
+		{"two machines", steps{a, b}, true},
+		{"other machine reports upper case", steps{view("b", withUUID("30A0BDF7-4B1A-4F0E-9F86-2A3D64A3C5EE"))}, true},
+		{"other machine has another UUID", steps{a, view("b", withUUID(other))}, false},
+		{"other machine changed its UUID", steps{b, view("b", withUUID(other))}, false},
+		{"other machine lost its UUID", steps{b, view("b", withUUID(""))}, false},
+		{"other machine replaced twice, then forgotten", steps{b, b, forgotten("b")}, false},
+		{"other machine unreachable", steps{b, unreachable("b")}, true},
+		{"other machine never reached", steps{unreachable("b")}, false},
+		{"other machine mismatched", steps{b, mismatch("b", "other")}, false},
+		{"other machine unreachable, then forgotten", steps{b, unreachable("b"), forgotten("b")}, false},
+		{"one of two others forgotten", steps{b, c, forgotten("b")}, true},
+		{"both others forgotten", steps{b, c, forgotten("b"), forgotten("c")}, false},
+		{"this machine forgotten", steps{a, b, forgotten("a")}, true},
+	} {
+		assert.Equal(t, test.want, newFixture(test.changes...).SharedUUID(uuid, "a"), test.name)
 	}
 }
 
 func TestInventory_SharedUUIDIgnoresMissingUUIDs(t *testing.T) {
-	f := newFixture()
-	f.Replace("a", withUUID(""))
-	f.Replace("b", withUUID(""))
-	f.Replace("c", withUUID("00000000-0000-0000-0000-000000000000"))
-
-	if f.SharedUUID("", "a") {
-		t.Error("machines without a UUID share one")
-	}
+	f := newFixture(view("a", withUUID("")), view("b", withUUID("")), view("c", withUUID("00000000-0000-0000-0000-000000000000")))
+	assert.False(t, f.SharedUUID("", "a"))
 }
 
 // Run with -race. Counts and indexes agree with the entries in the end, whatever the order of changes.
-func TestInventory_ConcurrentUse(t *testing.T) {
+func TestInventory_IsConsistentAfterConcurrentUse(t *testing.T) {
 	const machines = 5
 
 	inv := inventory.New(time.Now)
@@ -337,21 +256,46 @@ func TestInventory_ConcurrentUse(t *testing.T) {
 
 	group.Wait()
 
-	if len(notified) != machines {
-		t.Errorf("notified of %v, want %d nodenames", notified, machines)
+	var owners []string
+
+	found, shared := map[inventory.Condition]int{}, false
+
+	for i := range machines {
+		name := fmt.Sprintf("worker-%d", i)
+		entry := inv.Get(name)
+		found[entry.Condition]++
+		shared = shared || entry.Machine.UUID() == uuid
+
+		if entry.Last.HasAddress(netip.MustParseAddr("10.0.0.1")) {
+			owners = append(owners, name)
+		}
 	}
 
-	checkConsistency(t, inv, machines)
+	for _, c := range []inventory.Condition{inventory.Current, inventory.Unreachable, inventory.Mismatch} {
+		assert.Equal(t, found[c], inv.Count(c), c)
+	}
+
+	assert.Len(t, notified, machines)
+	assert.Equal(t, shared, inv.SharedUUID(uuid, "unknown"))
+	assert.ElementsMatch(t, owners, inv.Owners("10.0.0.1", "unknown"))
+
+	for i := range machines {
+		inv.Forget(fmt.Sprintf("worker-%d", i))
+	}
+
+	assert.Empty(t, inv.Owners("10.0.0.1", "unknown"), "of forgotten machines")
 }
 
-// churn changes every machine in every way, many times.
+// churn changes every machine in every way, many times, and the lists that it gets.
 func churn(inv *inventory.Inventory, first, machines int) {
 	for i := range 200 {
 		name := fmt.Sprintf("worker-%d", (first+i)%machines)
 
 		switch i % 4 {
 		case 0:
-			inv.Replace(name, withUUID(uuid))
+			m := at(fmt.Sprintf("10.0.0.%d/24", 1+i%3))
+			m.System.UUID = uuid
+			inv.Replace(name, m)
 		case 1:
 			inv.MarkUnreachable(name, "gone")
 		case 2:
@@ -362,28 +306,6 @@ func churn(inv *inventory.Inventory, first, machines int) {
 
 		inv.SharedUUID(uuid, name)
 		inv.Count(inventory.Current)
-	}
-}
-
-func checkConsistency(t *testing.T, inv *inventory.Inventory, machines int) {
-	t.Helper()
-
-	found := map[inventory.Condition]int{}
-	shared := false
-
-	for i := range machines {
-		entry := inv.Get(fmt.Sprintf("worker-%d", i))
-		found[entry.Condition]++
-		shared = shared || entry.Machine.UUID() == uuid
-	}
-
-	for _, c := range []inventory.Condition{inventory.Current, inventory.Unreachable, inventory.Mismatch} {
-		if got := inv.Count(c); got != found[c] {
-			t.Errorf("%s: Count returns %d, want %d", c, got, found[c])
-		}
-	}
-
-	if got := inv.SharedUUID(uuid, "unknown"); got != shared {
-		t.Errorf("shared: got %v, want %v", got, shared)
+		slices.Reverse(inv.Owners("10.0.0.1", name))
 	}
 }
