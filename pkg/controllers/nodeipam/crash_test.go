@@ -12,17 +12,20 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/tools/cache"
+	watchtools "k8s.io/client-go/tools/watch"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
 )
 
 var (
-	schedules = flag.Int("schedules", 1000, "number of random schedules of the crash test")
+	schedules = flag.Int("schedules", 320, "number of random schedules of the crash test")
 	seed      = flag.Uint64("seed", 0, "seed of the crash test; 0: another each time")
 )
 
@@ -34,6 +37,9 @@ const (
 	crowd    = 10
 )
 
+// tally counts events of all histories.
+type tally struct{ processes, given, removed, faults atomic.Int64 }
+
 // TestController_NeitherAllocatesTwiceNorLeaks runs random schedules: Nodes are created and deleted while processes
 // crash between any two steps, lose responses, read a stale cache, and hand over leadership. No two Nodes may ever
 // share an address of their blocks, and at the end of a schedule every block can be allocated: none has leaked.
@@ -44,73 +50,48 @@ func TestController_NeitherAllocatesTwiceNorLeaks(t *testing.T) {
 		*seed = rand.Uint64()
 	}
 
-	t.Logf("%d schedules, seed %d", *schedules, *seed)
-
 	var total tally
 
-	t.Run("worlds", func(t *testing.T) {
-		for i := range worlds {
-			t.Run(fmt.Sprint(i), func(t *testing.T) {
-				t.Parallel()
-
-				h := newHistory(t, i)
-				for range (*schedules + worlds - 1) / worlds {
-					h.schedule()
-				}
-
-				total.add(h.finish())
-			})
-		}
+	t.Cleanup(func() {
+		t.Logf("%d schedules, seed %d: %d processes, %d Nodes given blocks, %d deleted, %d writes with a fault",
+			*schedules, *seed, total.processes.Load(), total.given.Load(), total.removed.Load(), total.faults.Load())
 	})
 
-	t.Logf("%s", total.String())
-}
-
-// tally counts events of a test run.
-type tally struct {
-	mu sync.Mutex
-
-	schedules, lives, given, removed, faults int
-}
-
-func (t *tally) add(other *tally) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-
-	t.schedules += other.schedules
-	t.lives += other.lives
-	t.given += other.given
-	t.removed += other.removed
-	t.faults += other.faults
-}
-
-// String implements fmt.Stringer.
-func (t *tally) String() string {
-	return fmt.Sprintf("%d schedules: %d processes, %d Nodes given blocks, %d deleted, %d writes with a fault", t.schedules, t.lives, t.given, t.removed, t.faults)
+	for i := range worlds {
+		t.Run(fmt.Sprint(i), func(t *testing.T) {
+			h := newHistory(t, i, &total)
+			for range (*schedules + worlds - 1) / worlds {
+				h.schedule()
+			}
+		})
+	}
 }
 
 // history is a sequence of schedules over the same Nodes.
 type history struct {
 	*world
+	*tally
 
 	rng     *rand.Rand
 	options nodeipam.Options
-	auditor *auditor
-	tally   tally
-	writes  atomic.Int64 // with a fault
+	process *process             // the current one
+	nodes   map[string]types.UID // the Nodes that exist, by name
 
-	// The current process.
-	process *process
-	wire    *wire
+	mu     sync.Mutex
+	blocks map[types.UID][]netip.Prefix // of the Nodes that the auditor has seen with podCIDRs
 }
 
-func newHistory(t *testing.T, number int) *history {
-	h := &history{world: newWorld(t), rng: rand.New(rand.NewPCG(*seed, uint64(number)))} //nolint:gosec // a seed can be given
+func newHistory(t *testing.T, number int, total *tally) *history {
+	t.Helper()
+
+	h := &history{world: newWorld(t), tally: total, nodes: map[string]types.UID{}, blocks: map[types.UID][]netip.Prefix{}}
+	h.rng = rand.New(rand.NewPCG(*seed, uint64(number))) //nolint:gosec // a seed can be given
 	h.options.ClusterCIDRs = []netip.Prefix{
 		netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 200, byte(number * capacity), 0}), 21),
 		netip.PrefixFrom(netip.AddrFrom16([16]byte{0xfd, 1: byte(number), 15: 0}), 77), // eight of /80
 	}
-	h.auditor = h.audit()
+	h.audit()
+	h.begin()
 
 	return h
 }
@@ -122,20 +103,19 @@ func (h *history) schedule() {
 
 	faults := h.rng.IntN(4) // calm to mad
 
-	h.wire.plan(h.faults(faults))
+	h.process.wire.plan(h.faultsOf(faults))
 	h.churn()
 
 	for range 3 + h.rng.IntN(6) {
 		h.step()
 
-		if h.wire.killed() {
+		if h.process.wire.killed() {
 			h.takeOver()
-			h.wire.plan(h.faults(faults))
+			h.process.wire.plan(h.faultsOf(faults))
 		}
 	}
 
 	h.rest()
-	h.tally.schedules++
 }
 
 // churn creates and deletes many Nodes.
@@ -153,58 +133,52 @@ func (h *history) churn() {
 	}
 }
 
+// begin starts a leader.
+func (h *history) begin() {
+	h.Helper()
+	h.process = h.run(h.options)
+	h.processes.Add(1)
+}
+
 // takeOver replaces the leading process, which is killed or hands over. The cache of the new leader may be stale: it may
 // have synced and then been paused while the previous leader continued.
 func (h *history) takeOver() {
 	h.Helper()
 
-	if h.process == nil {
-		h.begin()
-
-		return
-	}
-
-	before, heldUp := h.wire, h.rng.IntN(2) == 0
-
-	process, wire := h.process, newWire()
-	h.process, h.wire = h.prepare(setup{Options: h.options, wire: wire}), wire
+	before, heldUp := h.process, h.rng.IntN(2) == 0
+	h.process = h.prepare(h.options)
 
 	if heldUp {
-		wire.pause()
+		h.process.wire.pause()
 		h.churn()
-		h.linger()
+		h.linger(before)
 	}
 
 	if h.rng.IntN(2) == 0 {
-		before.kill()
+		before.wire.kill()
 	}
 
-	process.stop()
-	before.land() // a write that is on its way is done, or refused, within the time that the lease leaves
+	before.Stop()
+	before.wire.land() // a write that is on its way is done, or refused, within the time that the lease leaves
 	h.process.lead()
-
-	h.tally.lives++
+	h.processes.Add(1)
 }
 
-// begin starts the first leader.
-func (h *history) begin() {
-	h.Helper()
-
-	h.wire = newWire()
-	h.process = h.run(setup{Options: h.options, wire: h.wire})
-	h.tally.lives++
-}
-
-// faults plans the faults of one process; a higher degree has more of them.
-func (h *history) faults(degree int) func(string) fault {
+// faultsOf plans the faults of one process; a higher degree has more of them.
+func (h *history) faultsOf(degree int) func(string) fault {
 	rng := rand.New(rand.NewPCG(h.rng.Uint64(), 0)) //nolint:gosec // a seed can be given
 
+	var mu sync.Mutex
+
 	return func(string) fault {
+		mu.Lock()
+		defer mu.Unlock()
+
 		if rng.IntN(5) >= degree {
 			return none
 		}
 
-		h.writes.Add(1)
+		h.faults.Add(1)
 
 		return []fault{refused, unanswered, late, killBefore, killAfter}[rng.IntN(5)]
 	}
@@ -225,19 +199,21 @@ func (h *history) step() {
 		h.delete(name)
 		h.create(name)
 	case 6:
-		h.touch(name)
+		if h.nodes[name] != "" { // a new version of a Node, for which the process has not allocated
+			h.patch(name, "test", fmt.Sprintf(`{"metadata":{"annotations":{"test/touched":"%d"}}}`, h.rng.Uint32()))
+		}
 	case 7:
-		h.wire.pause()
+		h.process.wire.pause()
 	case 8:
-		h.wire.resume()
+		h.process.wire.resume()
 	case 9:
-		h.wire.kill()
+		h.process.wire.kill()
 	case 10:
 		h.takeOver()
 	case 11:
-		h.wire.land()
+		h.process.wire.land()
 	default:
-		h.linger()
+		h.linger(h.process)
 	}
 }
 
@@ -245,9 +221,9 @@ func (h *history) step() {
 // so that anything it has leaked is missing.
 func (h *history) rest() {
 	h.Helper()
-	h.wire.resume()
-	h.wire.plan(calm)
-	h.wire.land()
+	h.process.wire.resume()
+	h.process.wire.plan(calm)
+	h.process.wire.land()
 
 	for i := range crowd {
 		if name := fmt.Sprintf("n%d", i); i < capacity {
@@ -258,10 +234,12 @@ func (h *history) rest() {
 	}
 
 	h.eventually("every Node has blocks", func() bool {
-		if h.wire.killed() {
-			h.process.stop()
+		if h.process.wire.killed() {
+			h.process.Stop()
 			h.begin()
 		}
+
+		h.clock.Step(time.Second)
 
 		return h.served()
 	})
@@ -272,139 +250,105 @@ func (h *history) rest() {
 }
 
 // linger waits a moment, until the process is idle or dead. How much it achieves is random.
-func (h *history) linger() {
-	_ = wait.PollUntilContextTimeout(h.Context(), pollInterval, 250*time.Millisecond, true, func(context.Context) (bool, error) {
-		return h.wire.killed() || h.served(), nil
-	})
+func (h *history) linger(p *process) {
+	for end := time.Now().Add(100 * time.Millisecond); time.Now().Before(end) && !p.wire.killed() && !h.served(); {
+		time.Sleep(5 * time.Millisecond)
+	}
 }
 
-// served reports whether every Node has blocks.
+// served reports whether the auditor has seen blocks of every Node.
 func (h *history) served() bool {
-	list, err := h.client.CoreV1().Nodes().List(h.Context(), metav1.ListOptions{LabelSelector: h.selector()})
-	h.require(err)
+	h.mu.Lock()
+	defer h.mu.Unlock()
 
-	return !slices.ContainsFunc(list.Items, func(n corev1.Node) bool { return len(n.Spec.PodCIDRs) == 0 })
+	for _, uid := range h.nodes {
+		if h.blocks[uid] == nil {
+			return false
+		}
+	}
+
+	return true
 }
 
 func (h *history) create(name string) {
-	if _, err := h.tryRegister(h.Context(), name); err != nil && !apierrors.IsAlreadyExists(err) {
-		h.Fatal(err)
+	if h.nodes[name] == "" {
+		h.nodes[name] = h.register(name).UID
 	}
 }
 
-func (h *history) delete(name string) { h.remove(name) }
-
-// touch makes a new version of a Node, for which the process has not allocated.
-func (h *history) touch(name string) {
-	node, err := h.client.CoreV1().Nodes().Get(h.Context(), h.node(name), metav1.GetOptions{})
-	if err != nil {
-		return
-	}
-
-	node.Annotations = map[string]string{"test/touched": fmt.Sprint(h.rng.Uint32())}
-
-	_, err = h.client.CoreV1().Nodes().Update(h.Context(), node, metav1.UpdateOptions{})
-	if err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) {
-		h.Fatal(err)
+func (h *history) delete(name string) {
+	if h.nodes[name] != "" {
+		h.remove(name)
+		delete(h.nodes, name)
 	}
 }
 
-func (h *history) finish() *tally {
-	h.Helper()
-	h.process.stop()
-
-	h.tally.given, h.tally.removed = h.auditor.finish()
-	h.tally.faults = int(h.writes.Load())
-
-	return &h.tally
-}
-
-// auditor checks every version of every Node, in order.
-type auditor struct {
-	*history
-
-	done           chan struct{}
-	blocks         map[string][]netip.Prefix
-	given, removed int
-}
-
-func (h *history) audit() *auditor {
+// audit checks every version of every Node, in order, until the test ends.
+func (h *history) audit() {
 	h.Helper()
 
-	w := h.watch()
-	a := &auditor{history: h, done: make(chan struct{}), blocks: map[string][]netip.Prefix{}}
+	client := h.Client.CoreV1().Nodes()
+	list, err := client.List(h.Context(), metav1.ListOptions{LabelSelector: h.label()})
+	require.NoError(h, err)
+
+	w, err := watchtools.NewRetryWatcherWithContext(h.Context(), list.ResourceVersion, &cache.ListWatch{
+		WatchFuncWithContext: func(ctx context.Context, options metav1.ListOptions) (watch.Interface, error) {
+			options.LabelSelector = h.label()
+
+			return client.Watch(ctx, options)
+		},
+	})
+	require.NoError(h, err)
+
+	done := make(chan struct{})
 
 	go func() {
-		defer close(a.done)
+		defer close(done)
 
 		for event := range w.ResultChan() {
-			if !a.see(event) {
-				return
-			}
+			h.see(event)
 		}
 	}()
 
-	// The auditor must not fail after the test has ended.
 	h.Cleanup(func() {
 		w.Stop()
-		<-a.done
+		<-done
 	})
-
-	return a
 }
 
-// see checks one version of a Node, and returns false after the last one.
-func (a *auditor) see(event watch.Event) bool {
+// see checks one version of a Node.
+func (h *history) see(event watch.Event) {
 	node, ok := event.Object.(*corev1.Node)
 
+	h.mu.Lock()
+	defer h.mu.Unlock()
+
 	switch {
-	case a.Context().Err() != nil, ok && node.Name == a.node(lastNode):
-		return false
+	case h.Context().Err() != nil:
 	case !ok:
-		a.Errorf("the auditor's watch broke: %v", event.Object)
+		h.Errorf("the auditor's watch broke: %v", event.Object)
 	case event.Type == watch.Deleted:
-		delete(a.blocks, node.Name)
-
-		a.removed++
-	case len(node.Spec.PodCIDRs) > 0 && a.blocks[node.Name] == nil:
-		a.check(node)
+		delete(h.blocks, node.UID)
+		h.removed.Add(1)
+	case len(node.Spec.PodCIDRs) > 0 && h.blocks[node.UID] == nil:
+		h.check(node)
 	}
-
-	return ok
 }
 
-func (a *auditor) check(node *corev1.Node) {
-	var blocks []netip.Prefix
-	for _, text := range node.Spec.PodCIDRs {
-		blocks = append(blocks, netip.MustParsePrefix(text))
-	}
+// check checks the first version of a Node with podCIDRs. h.mu must be held.
+func (h *history) check(node *corev1.Node) {
+	blocks := prefixes(node.Spec.PodCIDRs...)
+	valid := node.Spec.PodCIDR == node.Spec.PodCIDRs[0] && slices.EqualFunc(h.options.ClusterCIDRs, blocks, func(cidr, block netip.Prefix) bool {
+		return cidr.Contains(block.Addr())
+	})
+	assert.True(h, valid, "node %s: podCIDR %s, podCIDRs %v, want one of each of %v", node.Name, node.Spec.PodCIDR, blocks, h.options.ClusterCIDRs)
 
-	for i, cidr := range a.options.ClusterCIDRs {
-		if len(blocks) != len(a.options.ClusterCIDRs) || !cidr.Contains(blocks[i].Addr()) || node.Spec.PodCIDR != node.Spec.PodCIDRs[0] {
-			a.Errorf("node %s: podCIDR %s, podCIDRs %v, want one of each of %v", node.Name, node.Spec.PodCIDR, blocks, a.options.ClusterCIDRs)
-
-			return
-		}
-	}
-
-	for other, theirs := range a.blocks {
+	for other, theirs := range h.blocks {
 		for _, block := range blocks {
-			if slices.ContainsFunc(theirs, block.Overlaps) {
-				a.Errorf("node %s: podCIDRs %v overlap those of node %s, %v", node.Name, blocks, other, theirs)
-			}
+			assert.False(h, slices.ContainsFunc(theirs, block.Overlaps), "node %s: podCIDRs %v overlap those of UID %s, %v", node.Name, blocks, other, theirs)
 		}
 	}
 
-	a.blocks[node.Name] = blocks
-	a.given++
-}
-
-// lastNode ends the audit.
-const lastNode = "last"
-
-func (a *auditor) finish() (given, removed int) {
-	a.register(lastNode)
-	<-a.done
-
-	return a.given, a.removed
+	h.blocks[node.UID] = blocks
+	h.given.Add(1)
 }

@@ -5,32 +5,29 @@ import (
 	"crypto/rand"
 	"flag"
 	"fmt"
-	"net/http"
 	"net/netip"
-	"os"
-	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/cosi-project/runtime/pkg/safe"
+	"github.com/cosi-project/runtime/pkg/state"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"k8s.io/apimachinery/pkg/api/resource"
+	kuberesource "k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/apimachinery/pkg/util/wait"
-	"k8s.io/apimachinery/pkg/watch"
-	"k8s.io/client-go/informers"
-	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/tools/cache"
-	watchtools "k8s.io/client-go/tools/watch"
+	"k8s.io/client-go/tools/record"
+	cloudproviderapi "k8s.io/cloud-provider/api"
 	"k8s.io/utils/clock"
+	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
 	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
@@ -39,27 +36,14 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-const (
-	// pollTimeout bounds every wait for something that takes a moment on an idle machine, or until the controller's
-	// periodic refresh.
-	pollTimeout  = 2 * time.Minute
-	pollInterval = 10 * time.Millisecond
+// labelWorld separates the Nodes of a test from those of other tests.
+const labelWorld = "test/world"
 
-	// labelWorld separates the Nodes of a test from those of other tests.
-	labelWorld = "test/world"
-)
-
-// bed is shared by the tests of this package: a real API server, and Talos machines.
-type bed struct {
-	kube   *kube.Cluster
-	talos  *talostest.Cluster
-	client kubernetes.Interface
-}
-
-var shared bed
+var bed ctest.Bed
 
 func TestMain(m *testing.M) {
 	// The tests mostly wait. The flag -parallel still overrides this.
@@ -67,94 +51,143 @@ func TestMain(m *testing.M) {
 		panic(err)
 	}
 
-	code, err := runTests(m)
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-
-		code = 1
-	}
-
-	os.Exit(code)
-}
-
-func runTests(m *testing.M) (code int, err error) {
-	shared.kube, err = kube.Start(context.Background(), kube.Options{Progress: os.Stderr, ControllerManager: kube.ControllerManager{Absent: true}})
-	if err != nil {
-		return 1, err
-	}
-	defer shared.kube.Stop()
-
-	if shared.talos, err = talostest.New(talostest.Options{}); err != nil {
-		return 1, err
-	}
-	defer shared.talos.Close()
-
-	if shared.client, err = kubernetes.NewForConfig(shared.kube.Config()); err != nil {
-		return 1, err
-	}
-
-	return m.Run(), nil
+	bed.Main(m, kube.Options{ControllerManager: kube.ControllerManager{Absent: true}}, nil)
 }
 
 // world is one test's part of the bed: its own Nodes, which are the only ones its controllers see, an inventory, and a
-// control-plane machine.
+// control-plane machine. The names of its Nodes and machines begin with its own, which the methods add.
 type world struct {
-	testing.TB
-	*bed
+	ctest.Suite
 
 	name         string
 	controlPlane *talostest.Machine
 	inventory    *inventory.Inventory
 	events       *events
+
+	// Settings of the controllers. The selector and dial cannot be changed once they run.
+	selector *rules.Selector
+	pools    atomic.Pointer[[]nodeipam.Pool]
+	fallback atomic.Bool
+	dial     talosapi.DialFunc // control-plane Nodes
+
+	// clock is used by the controllers, readerClock by the control-plane readers.
+	clock, readerClock manualClock
 }
 
-// newWorld returns a world for a test that can run in parallel. Its kube-controller-manager does not allocate.
-func newWorld(t testing.TB) *world {
+// newWorld returns the world of a test, which becomes parallel. Its kube-controller-manager does not allocate.
+func newWorld(t *testing.T) *world {
 	t.Helper()
+	t.Parallel()
 
-	w := &world{TB: t, bed: &shared, name: "w-" + strings.ToLower(rand.Text()), inventory: inventory.New(time.Now), events: &events{}}
+	w := &world{
+		Suite: bed.NewSuite(t), name: "w-" + strings.ToLower(rand.Text()), inventory: inventory.New(time.Now), events: &events{},
+		clock: newManualClock(), readerClock: newManualClock(),
+	}
+	w.setPools()
+
+	dial := ctest.Dial(w.Talos)
+	w.dial = func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
+		m, err := dial(ctx, nodename, addr)
+
+		return talosapi.ControlPlane{State: unhurried{m}}, err
+	}
+
 	w.controlPlane = w.machine("cp")
-	w.setArguments(w.controlPlane, "--allocate-node-cidrs=true", "--controllers=*,tokencleaner,-node-ipam-controller")
-
 	t.Cleanup(func() {
-		err := w.client.CoreV1().Nodes().DeleteCollection(context.WithoutCancel(t.Context()), metav1.DeleteOptions{}, metav1.ListOptions{LabelSelector: w.selector()})
-		if err != nil {
-			t.Error(err)
-		}
+		nodes := w.Client.CoreV1().Nodes()
+		assert.NoError(w, nodes.DeleteCollection(context.WithoutCancel(t.Context()), metav1.DeleteOptions{}, metav1.ListOptions{LabelSelector: w.label()}))
 	})
 
 	return w
 }
 
-func (w *world) selector() string { return labelWorld + "=" + w.name }
+// start returns a world in which a controller runs.
+func start(t *testing.T, options nodeipam.Options) *world {
+	t.Helper()
+
+	w := newWorld(t)
+	w.run(options)
+
+	return w
+}
+
+// label selects the Nodes of this world.
+func (w *world) label() string { return labelWorld + "=" + w.name }
 
 // node returns the full name of a Node of this world.
 func (w *world) node(name string) string { return w.name + "-" + name }
 
-// machine adds a Talos control-plane machine.
+// unhurried ignores the deadlines of the product, which are too short for a busy test machine.
+type unhurried struct{ talosapi.State }
+
+// Get implements talosapi.State.
+func (u unhurried) Get(ctx context.Context, pointer resource.Pointer, options ...state.GetOption) (resource.Resource, error) {
+	return u.State.Get(context.WithoutCancel(ctx), pointer, options...)
+}
+
+// manualClock advances only when the test steps it. Short timers, such as those of retries, run in real time.
+type manualClock struct{ *clocktesting.FakeClock }
+
+func newManualClock() manualClock { return manualClock{clocktesting.NewFakeClock(time.Now())} }
+
+// NewTimer implements clock.Clock.
+func (c manualClock) NewTimer(d time.Duration) clock.Timer {
+	if d < 10*time.Second {
+		return clock.RealClock{}.NewTimer(d)
+	}
+
+	return c.FakeClock.NewTimer(d)
+}
+
+// step advances a clock once something waits for it.
+func (w *world) step(clock manualClock, d time.Duration) {
+	w.Helper()
+	w.eventually("the clock has a waiter", clock.HasWaiters)
+	clock.Step(d)
+}
+
+func (w *world) setPools(pools ...nodeipam.Pool) { w.pools.Store(&pools) }
+
+// machine adds a Talos control-plane machine whose kube-controller-manager does not allocate.
 func (w *world) machine(name string) *talostest.Machine {
 	w.Helper()
 
-	m, err := w.talos.AddMachine(talostest.MachineSpec{Nodename: w.node(name), Type: talosmachine.TypeControlPlane})
-	w.require(err)
-	w.Cleanup(func() { _ = m.Stop(context.Background()) })
+	m := w.Machine(talostest.MachineSpec{Nodename: w.node(name), Type: talosmachine.TypeControlPlane})
+	w.setArguments(m, "--allocate-node-cidrs=true", "--controllers=*,tokencleaner,-node-ipam-controller")
 
 	return m
+}
+
+// controlPlanes adds control-plane machines and their Nodes.
+func (w *world) controlPlanes(names ...string) []*talostest.Machine {
+	w.Helper()
+
+	machines := make([]*talostest.Machine, len(names))
+
+	for i, name := range names {
+		machines[i] = w.machine(name)
+		w.register(name, having(fmt.Sprintf("192.168.%d.0/24", i)), func(node *corev1.Node) {
+			node.Labels["node-role.kubernetes.io/control-plane"] = ""
+			node.Annotations = map[string]string{cloudproviderapi.AnnotationAlphaProvidedIPAddr: machines[i].Address().String()}
+		})
+	}
+
+	return machines
 }
 
 // setArguments sets the arguments of kube-controller-manager in its static pod.
 func (w *world) setArguments(m *talostest.Machine, args ...string) {
 	w.Helper()
 
-	w.require(safe.StateModify(w.Context(), m.State(), k8s.NewStaticPod(k8s.NamespaceName, k8s.ControllerManagerID), func(pod *k8s.StaticPod) error {
-		command := []any{"/usr/local/bin/kube-controller-manager"}
-		for _, arg := range args {
-			command = append(command, arg)
-		}
+	command := []any{"/usr/local/bin/kube-controller-manager"}
+	for _, arg := range args {
+		command = append(command, arg)
+	}
 
-		pod.TypedSpec().Pod = map[string]any{"spec": map[string]any{"containers": []any{
-			map[string]any{"name": "kube-controller-manager", "command": command},
-		}}}
+	container := map[string]any{"name": "kube-controller-manager", "command": command}
+
+	require.NoError(w, safe.StateModify(w.Context(), m.State(), k8s.NewStaticPod(k8s.NamespaceName, k8s.ControllerManagerID), func(pod *k8s.StaticPod) error {
+		pod.TypedSpec().Pod = map[string]any{"spec": map[string]any{"containers": []any{container}}}
 
 		return nil
 	}))
@@ -164,115 +197,60 @@ func (w *world) setArguments(m *talostest.Machine, args ...string) {
 func (w *world) setCIDRs(m *talostest.Machine, pods, services []string) {
 	w.Helper()
 
-	w.require(safe.StateModify(w.Context(), m.State(), k8s.NewControllerManagerConfig(), func(config *k8s.ControllerManagerConfig) error {
+	require.NoError(w, safe.StateModify(w.Context(), m.State(), k8s.NewControllerManagerConfig(), func(config *k8s.ControllerManagerConfig) error {
 		config.TypedSpec().PodCIDRs, config.TypedSpec().ServiceCIDRs = pods, services
 
 		return nil
 	}))
 }
 
-// setup configures a process; the zero value is a RangeAllocator without cluster CIDRs.
-type setup struct {
-	nodeipam.Options
-
-	selector func() *rules.Selector
-	pools    func() []nodeipam.Pool
-	fallback func() bool
-	// clock is used by the controller, readerClock by the control-plane reader.
-	clock, readerClock clock.Clock
-	// dial connects to the machines of control-plane Nodes.
-	dial talosapi.DialFunc
-	// wire is the connection to the API server; nil: one without faults.
-	wire *wire
-}
-
 // process is one run of a controller.
 type process struct {
-	// lead starts the controller. Before, the process is a standby with a synced cache.
-	lead func()
-	// resync notifies the controller of a changed configuration.
-	resync func()
-	// cancel stops the controller without waiting, stop waits until it has stopped.
-	cancel, stop func()
+	*ctest.Instance
+	*nodeipam.Controller
+
+	reader *controlplane.Reader
+	wire   *wire
 }
 
-// run starts a controller that stops at the end of the test.
-func (w *world) run(s setup) *process {
+// prepare returns a standby with a synced cache, which stops at the end of the test.
+func (w *world) prepare(options nodeipam.Options) *process {
 	w.Helper()
 
-	p := w.prepare(s)
-	p.lead()
+	p := &process{wire: newWire(w.label())}
+	config := w.Kube.Config()
+	config.Wrap(p.wire.wrap)
+
+	var err error
+
+	p.Instance, err = ctest.NewInstance(w.Context(), config, nil)
+	require.NoError(w, err)
+
+	p.reader = controlplane.New(controlplane.Config{
+		Kubernetes: config, Client: p.Client, Nodes: p.Nodes, Dial: w.dial, LocalState: w.controlPlane.State(), Clock: w.readerClock,
+	})
+
+	p.Controller, err = nodeipam.New(nodeipam.Config{
+		Client: p.Client, Nodes: p.Nodes, Inventory: w.inventory, ControlPlane: p.reader.Network(), Recorder: w.events, Clock: w.clock, Options: options,
+		Selector: func() *rules.Selector { return w.selector }, Pools: func() []nodeipam.Pool { return *w.pools.Load() }, Fallback: w.fallback.Load,
+	})
+	require.NoError(w, err)
+
+	w.Cleanup(p.Stop)
+	p.Start()
+	p.Factory.WaitForCacheSync(w.Context().Done())
 
 	return p
 }
 
-func (w *world) prepare(s setup) *process {
+// lead starts the controller.
+func (p *process) lead() { p.Start(p.reader.Run, p.Run) }
+
+func (w *world) run(options nodeipam.Options) *process {
 	w.Helper()
 
-	if s.wire == nil {
-		s.wire = newWire()
-	}
-
-	if s.clock == nil {
-		s.clock = clock.RealClock{}
-	}
-
-	if s.readerClock == nil {
-		s.readerClock = clock.RealClock{}
-	}
-
-	if s.selector == nil {
-		s.selector = func() *rules.Selector { return nil }
-	}
-
-	if s.fallback == nil {
-		s.fallback = func() bool { return false }
-	}
-
-	if s.pools == nil {
-		s.pools = func() []nodeipam.Pool { return nil }
-	}
-
-	s.wire.selector = w.selector()
-	config := w.kube.Config()
-	config.Wrap(s.wire.wrap)
-
-	client, err := kubernetes.NewForConfig(config)
-	w.require(err)
-
-	factory := informers.NewSharedInformerFactory(client, 0)
-
-	reader := controlplane.New(controlplane.Config{
-		Kubernetes: config, Client: client, Nodes: factory.Core().V1().Nodes(), Dial: s.dial, LocalState: w.controlPlane.State(), Clock: s.readerClock,
-	})
-
-	controller, err := nodeipam.New(nodeipam.Config{
-		Client: client, Nodes: factory.Core().V1().Nodes(), Inventory: w.inventory, ControlPlane: reader.Network(), Recorder: w.events, Clock: s.clock,
-		Selector: s.selector, Pools: s.pools, Fallback: s.fallback, Options: s.Options,
-	})
-	w.require(err)
-
-	ctx, cancel := context.WithCancel(w.Context())
-
-	var group sync.WaitGroup
-
-	p := &process{
-		lead: func() {
-			group.Go(func() { reader.Run(ctx) })
-			group.Go(func() { controller.Run(ctx) })
-		},
-		resync: controller.Resync,
-		cancel: cancel,
-		stop: func() {
-			cancel()
-			group.Wait()
-			factory.Shutdown()
-		},
-	}
-
-	factory.Start(ctx.Done())
-	factory.WaitForCacheSync(ctx.Done())
-	w.Cleanup(p.stop)
+	p := w.prepare(options)
+	p.lead()
 
 	return p
 }
@@ -281,21 +259,12 @@ func (w *world) prepare(s setup) *process {
 func (w *world) register(name string, changes ...func(*corev1.Node)) *corev1.Node {
 	w.Helper()
 
-	node, err := w.tryRegister(w.Context(), name, changes...)
-	w.require(err)
-
-	return node
-}
-
-func (w *world) tryRegister(ctx context.Context, name string, changes ...func(*corev1.Node)) (*corev1.Node, error) {
 	node := &corev1.Node{
 		ObjectMeta: metav1.ObjectMeta{Name: w.node(name), Labels: map[string]string{labelWorld: w.name}},
-		Spec: corev1.NodeSpec{Taints: []corev1.Taint{{
-			Key: "node.cloudprovider.kubernetes.io/uninitialized", Value: "true", Effect: corev1.TaintEffectNoSchedule,
-		}}},
+		Spec:       corev1.NodeSpec{Taints: []corev1.Taint{{Key: cloudproviderapi.TaintExternalCloudProvider, Value: "true", Effect: corev1.TaintEffectNoSchedule}}},
 		Status: corev1.NodeStatus{
-			NodeInfo:    corev1.NodeSystemInfo{OSImage: kube.DefaultOSImage, Architecture: "amd64"},
-			Allocatable: corev1.ResourceList{corev1.ResourcePods: resource.MustParse("110")},
+			NodeInfo:    corev1.NodeSystemInfo{OSImage: kube.DefaultOSImage},
+			Allocatable: corev1.ResourceList{corev1.ResourcePods: kuberesource.MustParse("110")},
 		},
 	}
 
@@ -303,19 +272,15 @@ func (w *world) tryRegister(ctx context.Context, name string, changes ...func(*c
 		change(node)
 	}
 
-	return w.client.CoreV1().Nodes().Create(ctx, node, metav1.CreateOptions{FieldManager: "kubelet"})
+	node, err := w.Client.CoreV1().Nodes().Create(w.Context(), node, metav1.CreateOptions{FieldManager: "kubelet"})
+	assert.NoError(w, err) // tests register from several goroutines
+
+	return node
 }
 
 func initialized(node *corev1.Node) { node.Spec.Taints = nil }
 
-func controlPlane(node *corev1.Node) { node.Labels["node-role.kubernetes.io/control-plane"] = "" }
-
-// at sets the address at which the Node's machine is dialed.
-func at(addr netip.Addr) func(*corev1.Node) {
-	return func(node *corev1.Node) {
-		node.Annotations = map[string]string{"alpha.kubernetes.io/provided-node-ip": addr.String()}
-	}
-}
+func foreign(node *corev1.Node) { node.Status.NodeInfo.OSImage = "Fedora CoreOS" }
 
 func having(cidrs ...string) func(*corev1.Node) {
 	return func(node *corev1.Node) { node.Spec.PodCIDR, node.Spec.PodCIDRs = cidrs[0], cidrs }
@@ -324,45 +289,25 @@ func having(cidrs ...string) func(*corev1.Node) {
 // remove deletes a Node if it exists.
 func (w *world) remove(name string) {
 	w.Helper()
-
-	if err := w.client.CoreV1().Nodes().Delete(w.Context(), w.node(name), metav1.DeleteOptions{}); err != nil && !apierrors.IsNotFound(err) {
-		w.Fatal(err)
-	}
+	w.Remove(w.node(name))
 }
 
-func (w *world) get(name string) *corev1.Node {
+// cidrs returns the podCIDRs that a Node has now.
+func (w *world) cidrs(name string) []string {
 	w.Helper()
 
-	node, err := w.client.CoreV1().Nodes().Get(w.Context(), w.node(name), metav1.GetOptions{})
-	w.require(err)
-
-	return node
+	return w.Node(w.node(name)).Spec.PodCIDRs
 }
 
-// watch returns every later version of this world's Nodes. It resumes when the API server ends the watch.
-func (w *world) watch() watch.Interface {
+func (w *world) patch(name, manager, patch string, subresources ...string) {
 	w.Helper()
-
-	list, err := w.client.CoreV1().Nodes().List(w.Context(), metav1.ListOptions{LabelSelector: w.selector()})
-	w.require(err)
-
-	again := func(ctx context.Context, options metav1.ListOptions) (watch.Interface, error) {
-		options.LabelSelector = w.selector()
-
-		return w.client.CoreV1().Nodes().Watch(ctx, options)
-	}
-
-	watcher, err := watchtools.NewRetryWatcherWithContext(w.Context(), list.ResourceVersion, &cache.ListWatch{WatchFuncWithContext: again})
-	w.require(err)
-
-	return watcher
+	w.PatchNode(w.node(name), manager, patch, subresources...)
 }
 
-func (w *world) patch(name, manager, patch string) {
+// setOSImage makes a version of a Node on which another system runs.
+func (w *world) setOSImage(name, image string) {
 	w.Helper()
-
-	_, err := w.client.CoreV1().Nodes().Patch(w.Context(), w.node(name), types.MergePatchType, []byte(patch), metav1.PatchOptions{FieldManager: manager})
-	w.require(err)
+	w.patch(name, "kubelet", fmt.Sprintf(`{"status":{"nodeInfo":{"osImage":%q}}}`, image), "status")
 }
 
 // awaitCIDRs waits until a Node has podCIDRs.
@@ -372,95 +317,92 @@ func (w *world) awaitCIDRs(name string) []string {
 	var node *corev1.Node
 
 	w.eventually(name+" has podCIDRs", func() bool {
-		node = w.get(name)
+		node = w.Node(w.node(name))
 
 		return len(node.Spec.PodCIDRs) > 0
 	})
-
-	if node.Spec.PodCIDR != node.Spec.PodCIDRs[0] {
-		w.Errorf("node %s: podCIDR %s is not the first of %v", name, node.Spec.PodCIDR, node.Spec.PodCIDRs)
-	}
+	assert.Equal(w, node.Spec.PodCIDRs[0], node.Spec.PodCIDR, name)
 
 	return node.Spec.PodCIDRs
 }
 
 func (w *world) wantCIDRs(name string, want ...string) {
 	w.Helper()
+	assert.Equal(w, want, w.awaitCIDRs(name), name)
+}
 
-	if got := w.awaitCIDRs(name); !slices.Equal(got, want) {
-		w.Errorf("node %s: podCIDRs %v, want %v", name, got, want)
+// awaitPending waits for an Event with the given reason and texts, and fails if the Node has podCIDRs.
+func (w *world) awaitPending(name, reason string, texts ...string) {
+	w.Helper()
+	w.awaitEvent(name, reason, texts...)
+	assert.Empty(w, w.cidrs(name), "%s: %s", name, reason)
+}
+
+// awaitEvent waits for an Event with the given reason, whose message must contain the texts.
+func (w *world) awaitEvent(name, reason string, texts ...string) {
+	w.Helper()
+
+	w.eventually(fmt.Sprintf("%s has an Event %s", name, reason), func() bool { return len(w.events.of(w.node(name), reason)) > 0 })
+
+	for _, text := range texts {
+		assert.Contains(w, w.events.of(w.node(name), reason)[0].message, text)
 	}
 }
 
-// awaitPending waits for an Event with the given reason, and fails if the Node has podCIDRs. It returns the message of
-// the Event.
-func (w *world) awaitPending(name, reason string) string {
+// wantReasons compares the reasons of a Node's Events so far.
+func (w *world) wantReasons(name string, want ...string) {
 	w.Helper()
 
-	message := w.awaitEvent(name, reason)
-	if cidrs := w.get(name).Spec.PodCIDRs; len(cidrs) > 0 {
-		w.Errorf("node %s: podCIDRs %v, want none because of %s", name, cidrs, reason)
+	var reasons []string
+	for _, e := range w.events.of(w.node(name), "") {
+		reasons = append(reasons, e.reason)
 	}
 
-	return message
+	assert.Equal(w, want, reasons, name)
 }
 
-func (w *world) awaitEvent(name, reason string) (message string) {
-	w.Helper()
-
-	w.eventually(fmt.Sprintf("%s has an Event %s", name, reason), func() bool {
-		var found bool
-
-		message, found = w.events.find(w.node(name), reason)
-
-		return found
-	})
-
-	return message
-}
-
-// eventually polls until ok returns true.
 func (w *world) eventually(what string, ok func() bool) {
 	w.Helper()
 
-	err := wait.PollUntilContextTimeout(w.Context(), pollInterval, pollTimeout, true, func(context.Context) (bool, error) { return ok(), nil })
-	if err != nil {
-		w.Fatalf("timed out waiting until %s; Events: %s", what, w.events)
-	}
+	defer func() {
+		if w.Failed() {
+			w.Logf("Events: %+v", w.events.of("", ""))
+		}
+	}()
+
+	ctest.Eventually(w, what, ok)
 }
 
-func (w *world) require(err error) {
-	w.Helper()
-
-	if err != nil {
-		w.Fatal(err)
-	}
+// show replaces the inventory's view of a machine.
+func (w *world) show(name string, addresses ...string) {
+	w.showAs(name, func(*machine.Machine) {}, addresses...)
 }
 
-// view returns a machine of this world with the given addresses on eth0.
-func (w *world) view(name string, addresses ...string) machine.Machine {
+// showAs is show with a change of the machine.
+func (w *world) showAs(name string, change func(*machine.Machine), addresses ...string) {
 	m := machine.Machine{Nodename: w.node(name)}
 
 	for _, text := range addresses {
-		prefix := netip.MustParsePrefix(text)
 		m.Addresses = append(m.Addresses, machine.Address{
-			Prefix: prefix, Link: "eth0", Scope: nethelpers.ScopeGlobal, Flags: nethelpers.AddressFlags(nethelpers.AddressPermanent),
+			Prefix: netip.MustParsePrefix(text), Link: "eth0", Scope: nethelpers.ScopeGlobal, Flags: nethelpers.AddressFlags(nethelpers.AddressPermanent),
 		})
 	}
 
-	return m
+	change(&m)
+	w.inventory.Replace(m.Nodename, m)
 }
 
 // join adds a machine to the inventory and registers its Node.
 func (w *world) join(name string, addresses ...string) {
 	w.Helper()
-
-	w.inventory.Replace(w.node(name), w.view(name, addresses...))
+	w.show(name, addresses...)
 	w.register(name)
 }
 
-// events records Events.
+// events records Events in order.
 type events struct {
+	record.EventRecorder // only Event is used
+
 	mu   sync.Mutex
 	list []event
 }
@@ -473,59 +415,20 @@ func (e *events) Event(object runtime.Object, _, reason, message string) {
 	defer e.mu.Unlock()
 
 	if node, ok := object.(*corev1.Node); ok {
-		e.list = append(e.list, event{node: node.Name, reason: reason, message: message})
+		e.list = append(e.list, event{node.Name, reason, message})
 	}
 }
 
-// Eventf implements record.EventRecorder.
-func (e *events) Eventf(object runtime.Object, kind, reason, format string, args ...any) {
-	e.Event(object, kind, reason, fmt.Sprintf(format, args...))
-}
-
-// AnnotatedEventf implements record.EventRecorder.
-func (e *events) AnnotatedEventf(object runtime.Object, _ map[string]string, kind, reason, format string, args ...any) {
-	e.Eventf(object, kind, reason, format, args...)
-}
-
-func (e *events) find(node, reason string) (message string, found bool) {
+// of returns the Events on a Node with the given reason. Empty is any.
+func (e *events) of(node, reason string) (found []event) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 
 	for _, one := range e.list {
-		if one.node == node && one.reason == reason {
-			return one.message, true
+		if (node == "" || node == one.node) && (reason == "" || reason == one.reason) {
+			found = append(found, one)
 		}
 	}
 
-	return "", false
+	return found
 }
-
-// of returns the reasons of a Node's Events, in order.
-func (e *events) of(node string) []string {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-
-	var reasons []string
-
-	for _, one := range e.list {
-		if one.node == node {
-			reasons = append(reasons, one.reason)
-		}
-	}
-
-	return reasons
-}
-
-// String lists all Events.
-func (e *events) String() string {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-
-	return fmt.Sprint(e.list)
-}
-
-// roundTripper implements http.RoundTripper with a function.
-type roundTripper func(*http.Request) (*http.Response, error)
-
-// RoundTrip implements http.RoundTripper.
-func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }

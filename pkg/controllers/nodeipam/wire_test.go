@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -21,8 +22,6 @@ const (
 	refused
 	// unanswered: the write succeeds, and the controller gets an error.
 	unanswered
-	// slow: the write succeeds after a delay, unless it is canceled before.
-	slow
 	// late: the controller gets an error, and the write arrives some time later.
 	late
 	// killBefore: the process is killed before the write is sent.
@@ -41,41 +40,49 @@ type wire struct {
 	base     http.RoundTripper
 	selector string
 
-	mu      sync.Mutex
-	next    func(path string) fault // what becomes of the next write
-	dead    bool
-	deaths  chan struct{} // closed with the process
-	paused  chan struct{} // closed unless the watches are held up
-	tide    chan struct{} // closed when what is slow is done
-	waiting int           // for the tide
-	// postponed are the late writes.
-	postponed []*http.Request
+	// faults returns the fault of a write to a path. It may block.
+	faults atomic.Pointer[func(path string) fault]
+	// kill ends the process as far as the API server can observe, and closes dead.
+	kill func()
+	dead <-chan struct{}
+
+	mu     sync.Mutex
+	paused chan struct{}   // closed unless watch events are delayed
+	late   []*http.Request // until land
 }
 
-func newWire() *wire {
-	flowing := make(chan struct{})
+func newWire(selector string) *wire {
+	dead, flowing := make(chan struct{}), make(chan struct{})
 	close(flowing)
 
-	return &wire{next: calm, deaths: make(chan struct{}), paused: flowing, tide: make(chan struct{})}
+	w := &wire{selector: selector, kill: sync.OnceFunc(func() { close(dead) }), dead: dead, paused: flowing}
+	w.plan(calm)
+
+	return w
 }
 
 // calm plans no faults.
 func calm(string) fault { return none }
 
 // plan sets the faults of later writes.
-func (w *wire) plan(next func(path string) fault) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
+func (w *wire) plan(faults func(path string) fault) { w.faults.Store(&faults) }
 
-	w.next = next
+func (w *wire) killed() bool { return isClosed(w.dead) }
+
+func isClosed(ch <-chan struct{}) bool {
+	select {
+	case <-ch:
+		return true
+	default:
+		return false
+	}
 }
 
-func (w *wire) fault(path string) fault {
-	w.mu.Lock()
-	defer w.mu.Unlock()
+// roundTripper implements http.RoundTripper with a function.
+type roundTripper func(*http.Request) (*http.Response, error)
 
-	return w.next(path)
-}
+// RoundTrip implements http.RoundTripper.
+func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
 
 func (w *wire) wrap(base http.RoundTripper) http.RoundTripper {
 	w.base = base
@@ -102,15 +109,15 @@ func (w *wire) roundTrip(r *http.Request) (*http.Response, error) {
 
 	response, err := w.pass(r)
 	if err == nil && r.URL.Query().Get("watch") != "" {
-		response.Body = &stream{ReadCloser: response.Body, wire: w, ctx: r.Context()}
+		response.Body = &stream{ReadCloser: response.Body, wire: w, done: r.Context().Done()}
 	}
 
 	return response, err
 }
 
-// pass sends a request without its timeouts, so that only the faults decide the result of a write, not the load of the test
-// machine: in these tests another process takes over at once, whereas a real leader that gives up a write first waits for
-// the rest of its lease. Cancellation still works.
+// pass sends a request without its timeouts, so that only the faults decide the result of a write, not the load of the
+// test machine: in these tests another process takes over at once, whereas a real leader that gives up a write first
+// waits for the rest of its lease. Cancellation still works.
 func (w *wire) pass(r *http.Request) (*http.Response, error) {
 	bounded := r.Context()
 	ctx, cancel := context.WithCancel(context.WithoutCancel(bounded))
@@ -129,9 +136,9 @@ func (w *wire) pass(r *http.Request) (*http.Response, error) {
 	return w.base.RoundTrip(r)
 }
 
-// requireBounds returns an error unless a write has timeouts at client and API server: the next leader's list relies
-// on them.
-func requireBounds(r *http.Request) error {
+// checkBounds returns an error unless a write has timeouts at client and API server: the next leader's list relies on
+// them.
+func checkBounds(r *http.Request) error {
 	const longest = 3 * time.Second
 
 	if _, bounded := r.Context().Deadline(); !bounded {
@@ -147,111 +154,60 @@ func requireBounds(r *http.Request) error {
 
 func (w *wire) write(r *http.Request) (*http.Response, error) {
 	if strings.HasPrefix(r.URL.Path, "/api/v1/nodes/") {
-		if err := requireBounds(r); err != nil {
+		if err := checkBounds(r); err != nil {
 			return nil, err
 		}
 	}
 
-	switch w.fault(r.URL.Path) {
-	case refused:
+	switch planned := (*w.faults.Load())(r.URL.Path); {
+	case errors.Is(r.Context().Err(), context.Canceled):
+		return nil, r.Context().Err()
+	case planned == refused:
 		return nil, errBroken
-	case unanswered:
-		return nil, w.deliver(r, errBroken)
-	case slow:
-		<-w.coming()
+	case planned == unanswered:
+		return nil, errors.Join(errBroken, w.deliver(r))
+	case planned == late:
+		w.mu.Lock()
+		defer w.mu.Unlock()
 
-		if err := r.Context().Err(); errors.Is(err, context.Canceled) {
-			return nil, err
-		}
-
-		return w.pass(r)
-	case late:
-		w.postpone(r.Clone(context.WithoutCancel(r.Context())))
+		w.late = append(w.late, r.Clone(context.WithoutCancel(r.Context())))
 
 		return nil, errBroken
-	case killBefore:
+	case planned == killBefore:
 		w.kill()
 
 		return nil, errKilled
-	case killAfter:
-		err := w.deliver(r, errKilled)
-		w.kill()
+	case planned == killAfter:
+		defer w.kill()
 
-		return nil, err
-	default:
-		return w.pass(r)
+		return nil, errors.Join(errKilled, w.deliver(r))
 	}
+
+	return w.pass(r)
 }
 
-// deliver sends a write and replaces the response by an error.
-func (w *wire) deliver(r *http.Request, answer error) error {
+// deliver sends a write whose response does not arrive.
+func (w *wire) deliver(r *http.Request) error {
 	response, err := w.pass(r)
 	if err != nil {
 		return err
 	}
 
-	if _, err := io.Copy(io.Discard, response.Body); err != nil {
-		return err
-	}
+	_, err = io.Copy(io.Discard, response.Body)
 
-	return errors.Join(answer, response.Body.Close())
+	return errors.Join(err, response.Body.Close())
 }
 
-// postpone delays a write until land.
-func (w *wire) postpone(r *http.Request) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-
-	w.postponed = append(w.postponed, r)
-}
-
-func (w *wire) coming() <-chan struct{} {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-
-	w.waiting++
-
-	return w.tide
-}
-
-// slowed returns the number of slow writes so far.
-func (w *wire) slowed() int {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-
-	return w.waiting
-}
-
-// land completes the slow and the late writes.
+// land sends the late writes.
 func (w *wire) land() {
 	w.mu.Lock()
-	close(w.tide)
-	w.tide = make(chan struct{})
-	postponed := w.postponed
-	w.postponed = nil
-	w.mu.Unlock()
-
-	for _, r := range postponed {
-		_ = w.deliver(r, nil)
-	}
-}
-
-func (w *wire) killed() bool {
-	w.mu.Lock()
 	defer w.mu.Unlock()
 
-	return w.dead
-}
-
-// kill ends the process as far as the API server can observe.
-func (w *wire) kill() {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-
-	if !w.dead {
-		w.dead = true
-		close(w.deaths)
+	for _, r := range w.late {
+		_ = w.deliver(r)
 	}
+
+	w.late = nil
 }
 
 // pause delays watch events until resume.
@@ -259,10 +215,8 @@ func (w *wire) pause() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 
-	select {
-	case <-w.paused:
+	if isClosed(w.paused) {
 		w.paused = make(chan struct{})
-	default:
 	}
 }
 
@@ -270,18 +224,9 @@ func (w *wire) resume() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 
-	select {
-	case <-w.paused:
-	default:
+	if !isClosed(w.paused) {
 		close(w.paused)
 	}
-}
-
-func (w *wire) flowing() <-chan struct{} {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-
-	return w.paused
 }
 
 // stream is the body of a watch.
@@ -289,19 +234,23 @@ type stream struct {
 	io.ReadCloser
 
 	wire *wire
-	ctx  context.Context //nolint:containedctx // the request's
+	done <-chan struct{} // of the request
 }
 
 // Read implements io.Reader. Data that arrives while the wire is paused is delivered on resume.
 func (s *stream) Read(p []byte) (int, error) {
 	n, err := s.ReadCloser.Read(p)
 
+	s.wire.mu.Lock()
+	flowing := s.wire.paused
+	s.wire.mu.Unlock()
+
 	select {
-	case <-s.wire.flowing():
+	case <-flowing:
 		return n, err
-	case <-s.wire.deaths:
+	case <-s.wire.dead:
 		return 0, errKilled
-	case <-s.ctx.Done():
-		return 0, s.ctx.Err()
+	case <-s.done:
+		return 0, context.Canceled
 	}
 }
