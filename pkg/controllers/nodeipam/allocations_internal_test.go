@@ -3,10 +3,10 @@ package nodeipam
 import (
 	"fmt"
 	"net/netip"
-	"slices"
-	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -44,34 +44,55 @@ type suite struct {
 }
 
 func newSuite(t *testing.T) *suite {
-	pool, err := cidrset.NewPool(netip.MustParsePrefix("10.0.0.0/22"), 24)
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	s := &suite{T: t, pool: pool}
+	s := &suite{T: t, pool: newPool(t, "10.0.0.0/22", 24)}
 	s.allocations = newAllocations(func() { s.released++ })
 
 	return s
+}
+
+func newPool(t *testing.T, cidr string, bits int) cidrset.Pool {
+	t.Helper()
+
+	pool, err := cidrset.NewPool(netip.MustParsePrefix(cidr), bits)
+	require.NoError(t, err)
+
+	return pool
+}
+
+// wantAllocation allocates a block, and compares the result with a block or the reason why there is none.
+func (s *suite) wantAllocation(want string, node *corev1.Node, largest int) {
+	s.Helper()
+
+	blocks, condition := s.allocate(node, []request{{family: ipv4, pools: []cidrset.Pool{s.pool}, largest: largest}})
+	if condition != nil {
+		assert.Equal(s, want, condition.Reason)
+	} else {
+		assert.Equal(s, prefixes(want), blocks)
+	}
 }
 
 func (s *suite) mustAllocate(node *corev1.Node) string {
 	s.Helper()
 
 	blocks, condition := s.allocate(node, []request{{family: ipv4, pools: []cidrset.Pool{s.pool}}})
-	if condition != nil {
-		s.Fatal(condition.Message)
-	}
+	require.Nil(s, condition)
 
 	return blocks[0].String()
 }
 
-func (s *suite) want(used int) {
+// want compares the number of blocks in use.
+func (s *suite) want(used uint64) {
+	s.Helper()
+	assert.Equal(s, used, s.stats(s.pool).Used, s.entries)
+}
+
+// wantResolved compares the blocks of a Node, and whether it is pending.
+func (s *suite) wantResolved(node *corev1.Node, pending bool, blocks ...string) {
 	s.Helper()
 
-	if got := s.stats(s.pool).Used; int(got) != used { //nolint:gosec // four at most
-		s.Errorf("%d blocks in use, want %d: %v", got, used, s.entries)
-	}
+	gotBlocks, gotPending := s.resolve(node.Name, node)
+	assert.Equal(s, pending, gotPending)
+	assert.Equal(s, prefixes(blocks...), gotBlocks)
 }
 
 type testCase struct {
@@ -91,7 +112,7 @@ func runAll(t *testing.T, cases []testCase) {
 	}
 }
 
-func TestAllocations_Observe(t *testing.T) {
+func TestAllocations_FollowNodes(t *testing.T) {
 	runAll(t, []testCase{
 		{"a block belongs to its Node until the Node is deleted", func(s *suite) {
 			s.observe(version("a", "1", 10, "10.0.1.0/24"))
@@ -110,10 +131,7 @@ func TestAllocations_Observe(t *testing.T) {
 			s.observe(version("a", "1", 10, "10.0.1.0/24"))
 			s.observe(version("a", "2", 12))
 			s.want(0)
-
-			if s.released != 1 {
-				s.Errorf("released %d times, want once", s.released)
-			}
+			assert.Equal(s, 1, s.released)
 		}},
 		{"a stale cache does not override a list", func(s *suite) {
 			s.observeList(listAt(20, version("a", "2", 20, "10.0.2.0/24")))
@@ -122,10 +140,7 @@ func TestAllocations_Observe(t *testing.T) {
 			s.want(1)
 			s.observe(version("a", "2", 18))
 			s.want(1)
-
-			if _, pending := s.resolve("a", version("a", "2", 18)); pending {
-				s.Error("the Node is pending although it has blocks")
-			}
+			s.wantResolved(version("a", "2", 18), false, "10.0.2.0/24")
 		}},
 		{"a Node that is not in a list is deleted, cached or not", func(s *suite) {
 			s.observeList(listAt(22, version("a", "1", 20, "10.0.2.0/24"), version("b", "2", 21, "10.0.3.0/24")))
@@ -144,10 +159,9 @@ func TestAllocations_Observe(t *testing.T) {
 
 			b := version("b", "2", 11, "10.0.0.0/23")
 			s.observe(b)
-
-			if condition := s.review(b, plan{}); reasonOf(condition) != ReasonOverlap || !strings.Contains(condition.Message, "those of Node a [10.0.1.0/24];") {
-				s.Errorf("review of b returned %v, want an overlap with Node a", condition)
-			}
+			condition := s.review(b, plan{})
+			require.Equal(s, ReasonOverlap, reasonOf(condition))
+			assert.Contains(s, condition.Message, "those of Node a [10.0.1.0/24];")
 
 			s.release("b", "2")
 			s.want(1)
@@ -161,26 +175,19 @@ func TestAllocations_Observe(t *testing.T) {
 
 			wide := version("c", "3", 12, "10.0.0.0/23")
 			s.observe(wide)
-
-			if condition := s.review(wide, plan{}); reasonOf(condition) != ReasonOverlap ||
-				!strings.Contains(condition.Message, "of 2 Nodes; delete this Node") || !strings.HasSuffix(condition.Message, "a [10.0.0.0/24], b [10.0.1.0/24]") {
-				s.Errorf("review of c returned %v, want an overlap with a and b", condition)
-			}
+			condition := s.review(wide, plan{})
+			require.Equal(s, ReasonOverlap, reasonOf(condition))
+			assert.Regexp(s, `of 2 Nodes; delete this Node.* a \[10\.0\.0\.0/24\], b \[10\.0\.1\.0/24\]$`, condition.Message)
 		}},
 	})
 }
 
-func TestAllocations_Allocate(t *testing.T) {
+func TestAllocations_RememberOwnWrites(t *testing.T) {
 	runAll(t, []testCase{
 		{"a block stays allocated while the cache is stale", func(s *suite) {
 			node := version("a", "1", 10)
 			s.observe(node)
-
-			block := s.mustAllocate(node)
-			if blocks, pending := s.resolve("a", node); !pending || blocks[0].String() != block {
-				s.Errorf("pending blocks are %v, %t; want the same block %s", blocks, pending, block)
-			}
-
+			s.wantResolved(node, true, s.mustAllocate(node))
 			s.observe(node)
 			s.want(1)
 		}},
@@ -188,11 +195,7 @@ func TestAllocations_Allocate(t *testing.T) {
 			node := version("a", "1", 10)
 			block := s.mustAllocate(node)
 			s.confirm(version("a", "1", 11, block))
-
-			if blocks, pending := s.resolve("a", node); pending {
-				s.Errorf("blocks are pending again: %v", blocks)
-			}
-
+			s.wantResolved(node, false, block)
 			s.observe(version("a", "1", 11, block))
 			s.want(1)
 			s.release("a", "1")
@@ -200,11 +203,7 @@ func TestAllocations_Allocate(t *testing.T) {
 		}},
 		{"a later version without blocks proves that the write failed", func(s *suite) {
 			s.mustAllocate(version("a", "1", 10))
-
-			if blocks, pending := s.resolve("a", version("a", "1", 12)); !pending || blocks != nil {
-				s.Errorf("pending blocks are %v, %t; want none allocated", blocks, pending)
-			}
-
+			s.wantResolved(version("a", "1", 12), true)
 			s.want(0)
 		}},
 		{"the blocks of a deleted Node are released, written or not", func(s *suite) {
@@ -235,33 +234,23 @@ func TestAllocations_AllocateAllOrNothing(t *testing.T) {
 	runAll(t, []testCase{
 		{"nothing is allocated if the Node was observed since it was resolved", func(s *suite) {
 			node := version("a", "2", 12)
-			if _, pending := s.resolve("a", node); !pending {
-				s.Fatal("the Node is not pending")
-			}
-
+			s.wantResolved(node, true)
 			s.observe(version("a", "1", 10, "10.0.0.0/24")) // the handlers are behind the cache
 
-			if blocks, condition := s.allocate(node, []request{{family: ipv4, pools: []cidrset.Pool{s.pool}}}); len(blocks) > 0 || condition != nil {
-				s.Errorf("allocated %v, %v; want nothing for now", blocks, condition)
-			}
-
+			blocks, condition := s.allocate(node, []request{{family: ipv4, pools: []cidrset.Pool{s.pool}}})
+			assert.Empty(s, blocks)
+			assert.Nil(s, condition)
 			s.want(1)
 			s.release("a", "1")
 			s.want(0)
 		}},
 		{"nothing is allocated of one family if the other is exhausted", func(s *suite) {
-			none, err := cidrset.NewPool(netip.MustParsePrefix("fd00::/64"), 64)
-			if err != nil {
-				s.Fatal(err)
-			}
-
+			none := newPool(s.T, "fd00::/64", 64)
 			s.reserve("owner", prefixes("fd00::1/128"))
 
 			requests := []request{{family: ipv4, pool: "p", pools: []cidrset.Pool{s.pool}}, {family: ipv6, pool: "p", pools: []cidrset.Pool{none}}}
-			if blocks, condition := s.allocate(version("a", "1", 10), requests); reasonOf(condition) != ReasonExhausted {
-				s.Errorf("allocated %v, %v; want %s", blocks, condition, ReasonExhausted)
-			}
-
+			_, condition := s.allocate(version("a", "1", 10), requests)
+			assert.Equal(s, ReasonExhausted, reasonOf(condition))
 			s.want(0)
 		}},
 		{"reservations are replaced by owner", func(s *suite) {
@@ -272,58 +261,34 @@ func TestAllocations_AllocateAllOrNothing(t *testing.T) {
 			s.want(2)
 			s.reserve("a", nil)
 			s.want(1)
-
-			if s.released != 2 {
-				s.Errorf("released %d times, want twice", s.released)
-			}
+			assert.Equal(s, 2, s.released)
 		}},
 	})
 }
 
-func TestAllocations_LargePodCIDRs(t *testing.T) {
+func TestAllocations_LimitLargePodCIDRs(t *testing.T) {
 	runAll(t, []testCase{
 		{"podCIDRs that are too large exclude blocks only as long as others are free", func(s *suite) {
 			s.observe(version("wide", "1", 10, "10.0.0.0/23"))
 
-			for i, want := range []string{"10.0.2.0/24", "10.0.3.0/24", "10.0.0.0/24", "10.0.1.0/24"} {
-				requests := []request{{family: ipv4, pools: []cidrset.Pool{s.pool}, largest: 24}}
-
-				blocks, condition := s.allocate(version(fmt.Sprint(i), "uid", 11+i), requests)
-				if condition != nil || blocks[0].String() != want {
-					s.Errorf("allocated %v, %v; want %s", blocks, condition, want)
-				}
-			}
-
-			if _, condition := s.allocate(version("last", "uid", 20), []request{{family: ipv4, pools: []cidrset.Pool{s.pool}, largest: 24}}); reasonOf(condition) != ReasonExhausted {
-				s.Errorf("got %v, want %s", condition, ReasonExhausted)
+			for i, want := range []string{"10.0.2.0/24", "10.0.3.0/24", "10.0.0.0/24", "10.0.1.0/24", ReasonExhausted} {
+				s.wantAllocation(want, version(fmt.Sprint(i), "uid", 11+i), 24)
 			}
 		}},
 		{"podCIDRs of the size that most Nodes have exclude blocks, whatever the configured size", func(s *suite) {
 			s.observe(version("a", "1", 10, "10.0.0.0/23"))
 			s.observe(version("b", "2", 11, "10.0.2.0/23"))
-
-			requests := []request{{family: ipv4, pools: []cidrset.Pool{s.pool}, largest: 24}}
-			if blocks, condition := s.allocate(version("c", "3", 12), requests); reasonOf(condition) != ReasonExhausted {
-				s.Errorf("allocated %v, %v; want %s", blocks, condition, ReasonExhausted)
-			}
+			s.wantAllocation(ReasonExhausted, version("c", "3", 12), 24)
 
 			p := plan{options: Options{ClusterCIDRs: []netip.Prefix{s.pool.CIDR()}}}
-			if condition := s.review(version("a", "1", 10, "10.0.0.0/23"), p); condition != nil {
-				s.Errorf("review returned %v, want nothing", condition)
-			}
+			assert.Nil(s, s.review(version("a", "1", 10, "10.0.0.0/23"), p))
 
 			// A kubelet that registers with all of the pool excludes nothing.
 			wide := version("wide", "4", 13, "10.0.0.0/22")
 			s.observe(wide)
 			s.release("b", "2")
-
-			if blocks, condition := s.allocate(version("c", "3", 12), requests); condition != nil || blocks[0].String() != "10.0.2.0/24" {
-				s.Errorf("allocated %v, %v; want 10.0.2.0/24", blocks, condition)
-			}
-
-			if condition := s.review(wide, p); reasonOf(condition) != ReasonTooLarge {
-				s.Errorf("review returned %v, want %s", condition, ReasonTooLarge)
-			}
+			s.wantAllocation("10.0.2.0/24", version("c", "3", 12), 24)
+			assert.Equal(s, ReasonTooLarge, reasonOf(s.review(wide, p)))
 		}},
 	})
 }
@@ -332,20 +297,17 @@ func TestPodCIDRs_AcceptsSpellingsOfOldClusters(t *testing.T) {
 	t.Parallel()
 
 	blocks, invalid := podCIDRs(version("a", "1", 1, "010.0.1.0/24", "10.0.2.7/24", "<nil>", "fd00::/64"))
-	if want := prefixes("10.0.1.0/24", "10.0.2.0/24", "fd00::/64"); !slices.Equal(blocks, want) || !slices.Equal(invalid, []string{"<nil>"}) {
-		t.Errorf("blocks %v, invalid %v; want %v and <nil>", blocks, invalid, want)
-	}
+	assert.Equal(t, prefixes("10.0.1.0/24", "10.0.2.0/24", "fd00::/64"), blocks)
+	assert.Equal(t, []string{"<nil>"}, invalid)
 
 	node := version("a", "1", 1)
 	node.Spec.PodCIDR = "10.0.4.0/24"
-
-	if blocks, _ := podCIDRs(node); !slices.Equal(blocks, prefixes("10.0.4.0/24")) {
-		t.Errorf("blocks %v of a Node with podCIDR alone", blocks)
-	}
+	blocks, _ = podCIDRs(node)
+	assert.Equal(t, prefixes("10.0.4.0/24"), blocks, "podCIDR alone")
 }
 
-// TestNodeDeleted_DeletedFinalStateUnknown: a deletion that the watch missed counts.
-func TestNodeDeleted_DeletedFinalStateUnknown(t *testing.T) {
+// TestNodeDeleted_HandlesMissedDeletions: a deletion that the watch missed counts.
+func TestNodeDeleted_HandlesMissedDeletions(t *testing.T) {
 	t.Parallel()
 
 	s := newSuite(t)
@@ -360,8 +322,8 @@ func TestNodeDeleted_DeletedFinalStateUnknown(t *testing.T) {
 	}
 }
 
-// TestNodeDeleted_Repeatedly: a block is released once, however often its Node is reported as deleted.
-func TestNodeDeleted_Repeatedly(t *testing.T) {
+// TestNodeDeleted_ReleasesOnce: a block is released once, however often its Node is reported as deleted.
+func TestNodeDeleted_ReleasesOnce(t *testing.T) {
 	t.Parallel()
 
 	s := newSuite(t)
@@ -375,10 +337,6 @@ func TestNodeDeleted_Repeatedly(t *testing.T) {
 
 	c.nodeDeleted(a)
 	c.nodeDeleted(cache.DeletedFinalStateUnknown{Key: "a", Obj: a})
-
-	if second := s.mustAllocate(version("c", "3", 14)); second == first {
-		t.Errorf("b and c were both assigned %s", first)
-	}
-
+	assert.NotEqual(t, first, s.mustAllocate(version("c", "3", 14)))
 	s.want(2)
 }

@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
+	"github.com/stretchr/testify/assert"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	cloudproviderapi "k8s.io/cloud-provider/api"
@@ -88,250 +89,139 @@ func summary(requests []request) string {
 	return strings.Join(parts, ", ")
 }
 
-func TestRequests(t *testing.T) {
+func TestPlan_RequestsBlocksOfEachFamily(t *testing.T) {
 	t.Parallel()
 
-	dual := prefixes("10.0.0.0/16", "fd00::/48")
+	ipv4Only, dual := prefixes("10.0.0.0/16"), prefixes("10.0.0.0/16", "fd00::/48")
 	site := on("eth0", "2001:db8:1:2::5/64")
-	cloud := Options{Allocator: CloudAllocator}
+	unreachable := inventory.Entry{Machine: current(site).Machine, Condition: inventory.Unreachable}
+	sized, cloud := Options{MaskSizeIPv4: 25, MaskSizeIPv6: 64}, Options{Allocator: CloudAllocator}
+	uninitialized := tainted(running(""))
+	here := []Pool{{Name: "here", Selector: region("here"), CIDRs: prefixes("10.2.0.0/16")}}
+	labeled := []Pool{{Name: "here", Selector: where("labels.site", "here"), CIDRs: prefixes("10.2.0.0/16")}}
+	several := []Pool{
+		{Name: "elsewhere", Selector: region("elsewhere"), CIDRs: prefixes("10.1.0.0/16")},
+		here[0],
+		{Name: "late", Selector: region("here"), CIDRs: prefixes("10.3.0.0/16")},
+	}
+	all := []Pool{{Name: "all", CIDRs: prefixes("10.2.0.0/16")}}
+	allIPv6 := []Pool{{Name: "all", CIDRs: prefixes("2001:db8:f::/48")}}
+	allSized := []Pool{{Name: "all", CIDRs: prefixes("2001:db8:f::/48"), MaskSizeIPv6: 64, MaskSizeIPv4: 26}}
+	auto := []Pool{{Name: "all", BlockSizeAuto: true}}
+	autoIPv4 := []Pool{{Name: "all", CIDRs: prefixes("10.2.0.0/16"), BlockSizeAuto: true}}
 
 	for _, test := range []struct {
 		name         string
 		clusterCIDRs []netip.Prefix
-		plan
-		want   string
-		reason string
+		plan         plan
+		want         string // requests, or a reason
 	}{
-		{
-			name:         "each family of the cluster CIDRs, in their order",
-			clusterCIDRs: prefixes("fd00::/48", "10.0.0.0/16"),
-			want:         "cluster fd00::/48→80, cluster 10.0.0.0/16→24",
-		},
-		{
-			name:         "a second CIDR of a family continues the first",
-			clusterCIDRs: prefixes("10.0.0.0/16", "10.9.0.0/16"),
-			want:         "cluster 10.0.0.0/16→24 10.9.0.0/16→24",
-		},
-		{
-			name:         "the mask sizes of the options apply",
-			clusterCIDRs: dual, plan: plan{options: Options{MaskSizeIPv4: 25, MaskSizeIPv6: 64}},
-			want: "cluster 10.0.0.0/16→25, cluster fd00::/48→64",
-		},
-		{name: "a Node without cluster CIDRs is pending", reason: ReasonClusterCIDRMissing},
-		{
-			name:         "a mask size larger than the cluster CIDR is reported",
-			clusterCIDRs: prefixes("10.0.0.0/26"),
-			reason:       ReasonPrefixTooSmall,
-		},
-		{
-			name:         "the range allocator needs no machine",
-			clusterCIDRs: dual, plan: plan{entry: inventory.Entry{Condition: inventory.Unreachable}},
-			want: "cluster 10.0.0.0/16→24, cluster fd00::/48→80",
-		},
-		{
-			name:         "the cloud allocator uses the IPv6 prefix of the machine",
-			clusterCIDRs: dual, plan: plan{options: cloud, entry: current(site)},
-			want: "cluster 10.0.0.0/16→24, machine 2001:db8:1:2::/64→80",
-		},
-		{
-			name:         "the cloud allocator assigns no IPv6 in an IPv4 cluster",
-			clusterCIDRs: prefixes("10.0.0.0/16"), plan: plan{options: cloud, entry: inventory.Entry{}},
-			want: "cluster 10.0.0.0/16→24",
-		},
-		{
-			name:         "the cloud allocator waits for a machine that does not respond",
-			clusterCIDRs: dual, plan: plan{options: cloud, entry: inventory.Entry{Machine: current(site).Machine, Condition: inventory.Unreachable}},
-			reason: ReasonMachineUnknown,
-		},
-		{
-			name:         "the cloud allocator waits for a machine without a prefix, and does not fall back to the cluster's",
-			clusterCIDRs: dual, plan: plan{options: cloud, entry: current(on("eth0", "10.1.1.1/24"))},
-			reason: ReasonPrefixMissing,
-		},
-		{
-			name:         "the first pool that selects the machine counts",
-			clusterCIDRs: dual, plan: plan{entry: current(), pools: []Pool{
-				{Name: "elsewhere", Selector: region("elsewhere"), CIDRs: prefixes("10.1.0.0/16")},
-				{Name: "here", Selector: region("here"), CIDRs: prefixes("10.2.0.0/16")},
-				{Name: "late", Selector: region("here"), CIDRs: prefixes("10.3.0.0/16")},
-			}},
-			want: "here 10.2.0.0/16→24, cluster fd00::/48→80",
-		},
-		{
-			name:         "a pool's IPv6 comes before the machine's, and its sizes before the options'",
-			clusterCIDRs: dual, plan: plan{options: cloud, entry: inventory.Entry{}, pools: []Pool{
-				{Name: "all", CIDRs: prefixes("2001:db8:f::/48"), MaskSizeIPv6: 64, MaskSizeIPv4: 26},
-			}},
-			want: "cluster 10.0.0.0/16→26, all 2001:db8:f::/48→64",
-		},
-		{
-			name:         "a pool can add a family",
-			clusterCIDRs: prefixes("10.0.0.0/16"), plan: plan{pools: []Pool{
-				{Name: "all", CIDRs: prefixes("2001:db8:f::/48")},
-			}},
-			want: "cluster 10.0.0.0/16→24, all 2001:db8:f::/48→80",
-		},
-		{
-			name:         "selectors need the machine",
-			clusterCIDRs: dual, plan: plan{entry: inventory.Entry{Condition: inventory.Unknown}, pools: []Pool{
-				{Name: "here", Selector: region("here"), CIDRs: prefixes("10.2.0.0/16")},
-			}},
-			reason: ReasonMachineUnknown,
-		},
-		{
-			name:         "selectors of labels need an initialized Node",
-			clusterCIDRs: dual, plan: plan{node: tainted(running("")), entry: current(), pools: []Pool{
-				{Name: "here", Selector: where("labels.site", "here"), CIDRs: prefixes("10.2.0.0/16")},
-			}},
-			reason: ReasonNotInitialized,
-		},
-		{
-			name:         "selectors of other facts need no initialized Node",
-			clusterCIDRs: dual, plan: plan{node: tainted(running("")), entry: current(), pools: []Pool{
-				{Name: "here", Selector: region("here"), CIDRs: prefixes("10.2.0.0/16")},
-			}},
-			want: "here 10.2.0.0/16→24, cluster fd00::/48→80",
-		},
-		{
-			name:         "a pool without selector needs neither machine nor initialized Node",
-			clusterCIDRs: dual, plan: plan{node: tainted(running("")), pools: []Pool{
-				{Name: "all", CIDRs: prefixes("10.2.0.0/16")},
-			}},
-			want: "all 10.2.0.0/16→24, cluster fd00::/48→80",
-		},
-		{
-			name:         "an automatic block size applies to IPv4 only",
-			clusterCIDRs: dual, plan: plan{node: running("250"), pools: []Pool{
-				{Name: "all", CIDRs: prefixes("10.2.0.0/16"), BlockSizeAuto: true},
-			}},
-			want: "all 10.2.0.0/16→23, cluster fd00::/48→80",
-		},
-		{
-			name:         "an automatic block size applies to cluster CIDRs",
-			clusterCIDRs: dual, plan: plan{node: running("30"), pools: []Pool{{Name: "all", BlockSizeAuto: true}}},
-			want: "cluster 10.0.0.0/16→26, cluster fd00::/48→80",
-		},
-		{
-			name:         "an automatic block size needs the pod capacity",
-			clusterCIDRs: dual, plan: plan{pools: []Pool{{Name: "all", BlockSizeAuto: true}}},
-			reason: ReasonMaxPodsUnknown,
-		},
+		{"each family of the cluster CIDRs, in their order", prefixes("fd00::/48", "10.0.0.0/16"), plan{}, "cluster fd00::/48→80, cluster 10.0.0.0/16→24"},
+		{"a second CIDR of a family continues the first", prefixes("10.0.0.0/16", "10.9.0.0/16"), plan{}, "cluster 10.0.0.0/16→24 10.9.0.0/16→24"},
+		{"the mask sizes of the options apply", dual, plan{options: sized}, "cluster 10.0.0.0/16→25, cluster fd00::/48→64"},
+		{"a Node without cluster CIDRs is pending", nil, plan{}, ReasonClusterCIDRMissing},
+		{"a mask size larger than the cluster CIDR is reported", prefixes("10.0.0.0/26"), plan{}, ReasonPrefixTooSmall},
+		{"the range allocator needs no machine", dual, plan{entry: inventory.Entry{Condition: inventory.Unreachable}}, "cluster 10.0.0.0/16→24, cluster fd00::/48→80"},
+		{"the cloud allocator uses the IPv6 prefix of the machine", dual, plan{options: cloud, entry: current(site)}, "cluster 10.0.0.0/16→24, machine 2001:db8:1:2::/64→80"},
+		{"the cloud allocator assigns no IPv6 in an IPv4 cluster", ipv4Only, plan{options: cloud}, "cluster 10.0.0.0/16→24"},
+		{"the cloud allocator waits for a machine that does not respond", dual, plan{options: cloud, entry: unreachable}, ReasonMachineUnknown},
+		{"the cloud allocator waits for a machine without a prefix, and does not fall back to the cluster's", dual, plan{options: cloud, entry: current(on("eth0", "10.1.1.1/24"))}, ReasonPrefixMissing},
+		{"the first pool that selects the machine counts", dual, plan{entry: current(), pools: several}, "here 10.2.0.0/16→24, cluster fd00::/48→80"},
+		{"a pool's IPv6 comes before the machine's, and its sizes before the options'", dual, plan{options: cloud, pools: allSized}, "cluster 10.0.0.0/16→26, all 2001:db8:f::/48→64"},
+		{"a pool can add a family", ipv4Only, plan{pools: allIPv6}, "cluster 10.0.0.0/16→24, all 2001:db8:f::/48→80"},
+		{"selectors need the machine", dual, plan{entry: inventory.Entry{Condition: inventory.Unknown}, pools: here}, ReasonMachineUnknown},
+		{"selectors of labels need an initialized Node", dual, plan{node: uninitialized, entry: current(), pools: labeled}, ReasonNotInitialized},
+		{"selectors of other facts need no initialized Node", dual, plan{node: uninitialized, entry: current(), pools: here}, "here 10.2.0.0/16→24, cluster fd00::/48→80"},
+		{"a pool without selector needs neither machine nor initialized Node", dual, plan{node: uninitialized, pools: all}, "all 10.2.0.0/16→24, cluster fd00::/48→80"},
+		{"an automatic block size applies to IPv4 only", dual, plan{node: running("250"), pools: autoIPv4}, "all 10.2.0.0/16→23, cluster fd00::/48→80"},
+		{"an automatic block size applies to cluster CIDRs", dual, plan{node: running("30"), pools: auto}, "cluster 10.0.0.0/16→26, cluster fd00::/48→80"},
+		{"an automatic block size needs the pod capacity", dual, plan{pools: auto}, ReasonMaxPodsUnknown},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			t.Parallel()
+		p := test.plan
+		p.options.ClusterCIDRs = test.clusterCIDRs
 
-			if test.node == nil {
-				test.node = running("")
-			}
+		if p.node == nil {
+			p.node = running("")
+		}
 
-			test.options.ClusterCIDRs = test.clusterCIDRs
-
-			requests, condition := test.requests()
-			if got := summary(requests); got != test.want {
-				t.Errorf("requests %q, want %q", got, test.want)
-			}
-
-			if reason := reasonOf(condition); reason != test.reason {
-				t.Errorf("reason %q, want %q", reason, test.reason)
-			}
-		})
+		requests, condition := p.requests()
+		assert.Equal(t, test.want, summary(requests)+reasonOf(condition), test.name)
 	}
 }
 
-// TestPlan_TooLarge: blocks of the configuration, of any Node, and small parts of a pool are not too large.
-func TestPlan_TooLarge(t *testing.T) {
+// TestPlan_ReportsLargePartsOfPools: blocks of the configuration, of any Node, and small parts of a pool are not too large.
+func TestPlan_ReportsLargePartsOfPools(t *testing.T) {
 	t.Parallel()
 
 	cluster := prefixes("10.0.0.0/16", "fd00::/56")
+	pool := func(cidr string, size int) Pool { return Pool{CIDRs: prefixes(cidr), MaskSizeIPv4: size} }
 
 	for _, test := range []struct {
-		name    string
-		podCIDR string
-		pools   []Pool
-		want    bool
+		name, podCIDR string
+		pools         []Pool
+		want          bool
 	}{
-		{name: "block of the default size", podCIDR: "10.0.3.0/24"},
-		{name: "all of the cluster CIDR", podCIDR: "10.0.0.0/16", want: true},
-		{name: "more than the cluster CIDR", podCIDR: "10.0.0.0/8", want: true},
-		{name: "an eighth", podCIDR: "10.0.32.0/19", want: true},
-		{name: "a sixteenth", podCIDR: "10.0.32.0/20"},
-		{name: "outside of all pools", podCIDR: "192.168.0.0/16"},
-		{name: "IPv6 block of kube-controller-manager", podCIDR: "fd00:0:0:7::/64"},
-		{name: "half of the IPv6 cluster CIDR", podCIDR: "fd00::/57", want: true},
-		{name: "the only block of a pool", podCIDR: "10.1.0.0/24", pools: []Pool{{CIDRs: prefixes("10.1.0.0/24")}}},
-		{name: "all of a pool with small blocks", podCIDR: "10.1.0.0/24", pools: []Pool{{CIDRs: prefixes("10.1.0.0/24"), MaskSizeIPv4: 26}}, want: true},
-		{name: "block of another pool's size", podCIDR: "10.0.0.0/18", pools: []Pool{{MaskSizeIPv4: 18}}},
-		{
-			name: "block of the larger of two sizes in one CIDR", podCIDR: "10.1.4.0/22",
-			pools: []Pool{{CIDRs: prefixes("10.1.0.0/20"), MaskSizeIPv4: 25}, {CIDRs: prefixes("10.1.0.0/20"), MaskSizeIPv4: 22}},
-		},
-		{
-			name: "block of a pool within the cluster CIDR", podCIDR: "10.0.64.0/18",
-			pools: []Pool{{CIDRs: prefixes("10.0.0.0/16"), MaskSizeIPv4: 18}},
-		},
-		{name: "automatic size", podCIDR: "10.0.32.0/19", pools: []Pool{{BlockSizeAuto: true}}},
-		{name: "larger than any automatic size", podCIDR: "10.0.64.0/18", pools: []Pool{{BlockSizeAuto: true}}, want: true},
+		{"block of the default size", "10.0.3.0/24", nil, false},
+		{"all of the cluster CIDR", "10.0.0.0/16", nil, true},
+		{"more than the cluster CIDR", "10.0.0.0/8", nil, true},
+		{"an eighth", "10.0.32.0/19", nil, true},
+		{"a sixteenth", "10.0.32.0/20", nil, false},
+		{"outside of all pools", "192.168.0.0/16", nil, false},
+		{"IPv6 block of kube-controller-manager", "fd00:0:0:7::/64", nil, false},
+		{"half of the IPv6 cluster CIDR", "fd00::/57", nil, true},
+		{"the only block of a pool", "10.1.0.0/24", []Pool{pool("10.1.0.0/24", 0)}, false},
+		{"all of a pool with small blocks", "10.1.0.0/24", []Pool{pool("10.1.0.0/24", 26)}, true},
+		{"block of another pool's size", "10.0.0.0/18", []Pool{{MaskSizeIPv4: 18}}, false},
+		{"block of the larger of two sizes in one CIDR", "10.1.4.0/22", []Pool{pool("10.1.0.0/20", 25), pool("10.1.0.0/20", 22)}, false},
+		{"block of a pool within the cluster CIDR", "10.0.64.0/18", []Pool{pool("10.0.0.0/16", 18)}, false},
+		{"automatic size", "10.0.32.0/19", []Pool{{BlockSizeAuto: true}}, false},
+		{"larger than any automatic size", "10.0.64.0/18", []Pool{{BlockSizeAuto: true}}, true},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			t.Parallel()
-
-			p := plan{pools: test.pools, options: Options{ClusterCIDRs: cluster}}
-			if got := p.tooLarge(prefixes(test.podCIDR), newAllocations(nil)); len(got) > 0 != test.want {
-				t.Errorf("too large: %v, want %t", got, test.want)
-			}
-		})
+		p := plan{pools: test.pools, options: Options{ClusterCIDRs: cluster}}
+		assert.Equal(t, test.want, len(p.tooLarge(prefixes(test.podCIDR), newAllocations(nil))) > 0, test.name)
 	}
 }
 
-// TestOptions_SetKCMMaskSizes: what one of the machines reports must not determine the size of blocks.
-func TestOptions_SetKCMMaskSizes(t *testing.T) {
+// TestOptions_UseMaskSizesThatMostMachinesReport: what one of the machines reports must not determine the size of blocks.
+func TestOptions_UseMaskSizesThatMostMachinesReport(t *testing.T) {
 	t.Parallel()
 
 	sized := func(ipv4Size, ipv6Size int) controlplane.KCMConfig {
 		return controlplane.KCMConfig{MaskSizes: map[corev1.IPFamily]int{ipv4: ipv4Size, ipv6: ipv6Size}}
 	}
 
+	common, flag, flags := sized(20, 64), Options{MaskSizeIPv4: 25}, Options{MaskSizeIPv4: 25, MaskSizeIPv6: 96}
+
 	for _, test := range []struct {
 		name      string
 		options   Options
 		machines  int
 		configs   []controlplane.KCMConfig
-		wantIPv4  int
-		wantIPv6  int
+		want      [2]int // of IPv4 and IPv6
 		uncertain string // part of the message; empty if certain
 	}{
-		{name: "sizes of all machines", machines: 1, configs: []controlplane.KCMConfig{sized(20, 64)}, wantIPv4: 20, wantIPv6: 64},
-		{name: "fewer than 16 blocks", machines: 1, configs: []controlplane.KCMConfig{sized(19, 59)}, wantIPv4: 24, wantIPv6: 80},
-		{name: "16 blocks", machines: 1, configs: []controlplane.KCMConfig{sized(20, 60)}, wantIPv4: 20, wantIPv6: 60},
-		{name: "a machine without a size", machines: 2, configs: []controlplane.KCMConfig{sized(20, 64), {}}, wantIPv4: 24, wantIPv6: 80, uncertain: "different"},
-		{name: "a machine with the default size", machines: 2, configs: []controlplane.KCMConfig{{}, sized(24, 80)}, wantIPv4: 24, wantIPv6: 80},
-		{name: "half of the machines", machines: 2, configs: []controlplane.KCMConfig{sized(20, 64)}, wantIPv4: 20, wantIPv6: 64, uncertain: "1 of 2"},
-		{
-			name: "half of the machines, with flags", machines: 2, configs: []controlplane.KCMConfig{sized(20, 64)},
-			options: Options{MaskSizeIPv4: 25, MaskSizeIPv6: 96}, wantIPv4: 25, wantIPv6: 96,
-		},
-		{
-			name: "half of the machines, with a flag for one family", machines: 2, configs: []controlplane.KCMConfig{sized(20, 64)},
-			options: Options{MaskSizeIPv4: 25}, wantIPv4: 25, wantIPv6: 64, uncertain: "1 of 2",
-		},
-		{name: "most of the machines", machines: 3, configs: []controlplane.KCMConfig{sized(20, 64), sized(20, 64)}, wantIPv4: 20, wantIPv6: 64},
-		{name: "hosted control plane", wantIPv4: 24, wantIPv6: 80},
+		{"sizes of all machines", Options{}, 1, []controlplane.KCMConfig{common}, [2]int{20, 64}, ""},
+		{"fewer than 16 blocks", Options{}, 1, []controlplane.KCMConfig{sized(19, 59)}, [2]int{24, 80}, ""},
+		{"16 blocks", Options{}, 1, []controlplane.KCMConfig{sized(20, 60)}, [2]int{20, 60}, ""},
+		{"a machine without a size", Options{}, 2, []controlplane.KCMConfig{common, {}}, [2]int{24, 80}, "different"},
+		{"a machine with the default size", Options{}, 2, []controlplane.KCMConfig{{}, sized(24, 80)}, [2]int{24, 80}, ""},
+		{"half of the machines", Options{}, 2, []controlplane.KCMConfig{common}, [2]int{20, 64}, "1 of 2"},
+		{"half of the machines, with flags", flags, 2, []controlplane.KCMConfig{common}, [2]int{25, 96}, ""},
+		{"half of the machines, with a flag for one family", flag, 2, []controlplane.KCMConfig{common}, [2]int{25, 64}, "1 of 2"},
+		{"most of the machines", Options{}, 3, []controlplane.KCMConfig{common, common}, [2]int{20, 64}, ""},
+		{"hosted control plane", Options{}, 0, nil, [2]int{24, 80}, ""},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			t.Parallel()
+		o := test.options
+		o.ClusterCIDRs = prefixes("10.244.0.0/16", "fd00::/56")
+		uncertain := o.setKCMMaskSizes(&controlplane.Network{Machines: test.machines, KCMConfigs: test.configs})
 
-			o := test.options
-			o.ClusterCIDRs = prefixes("10.244.0.0/16", "fd00::/56")
+		if test.uncertain == "" {
+			assert.Nil(t, uncertain, test.name)
+		} else if assert.NotNil(t, uncertain, test.name) {
+			assert.Contains(t, uncertain.Message, test.uncertain, test.name)
+		}
 
-			uncertain := o.setKCMMaskSizes(&controlplane.Network{Machines: test.machines, KCMConfigs: test.configs})
-			if (uncertain == nil) != (test.uncertain == "") || uncertain != nil && !strings.Contains(uncertain.Message, test.uncertain) {
-				t.Errorf("got %v, want %q", uncertain, test.uncertain)
-			}
-
-			if gotIPv4, gotIPv6 := o.maskSize(Pool{}, ipv4), o.maskSize(Pool{}, ipv6); gotIPv4 != test.wantIPv4 || gotIPv6 != test.wantIPv6 {
-				t.Errorf("got /%d and /%d, want /%d and /%d", gotIPv4, gotIPv6, test.wantIPv4, test.wantIPv6)
-			}
-		})
+		assert.Equal(t, test.want, [2]int{o.maskSize(Pool{}, ipv4), o.maskSize(Pool{}, ipv6)}, test.name)
 	}
 }
 
@@ -343,38 +233,38 @@ func reasonOf(c *events.Condition) string {
 	return c.Reason
 }
 
-func TestMaskSizeFor(t *testing.T) {
+func TestMaskSizeFor_IsTwiceTheNumberOfPods(t *testing.T) {
 	t.Parallel()
 
 	for pods, want := range map[string]int{
 		"1": 31, "8": 28, "9": 27, "16": 27, "17": 26, "32": 26, "64": 25, "110": 24, "128": 24, "129": 23, "250": 23, "512": 22,
 	} {
 		size, known := maskSizeFor(running(pods))
-		if !known || size != want {
-			t.Errorf("%s pods: /%d, %t; want /%d", pods, size, known, want)
-		}
+		assert.True(t, known, pods)
+		assert.Equal(t, want, size, pods)
 	}
 
 	for _, pods := range []string{"", "0", "-1", "4097", "9e18"} {
-		if size, known := maskSizeFor(running(pods)); known {
-			t.Errorf("%q pods: /%d, want none", pods, size)
-		}
+		_, known := maskSizeFor(running(pods))
+		assert.False(t, known, pods)
 	}
 }
 
-func TestMachinePrefix(t *testing.T) {
+func TestMachinePrefix_IsOfStableGlobalAddresses(t *testing.T) {
 	t.Parallel()
 
-	flagged := func(a machine.Address, flag nethelpers.AddressFlag) machine.Address {
+	site := on("eth0", "2001:db8:1:2::5/64")
+	flagged := func(flag nethelpers.AddressFlag) []machine.Address {
+		a := site
 		a.Flags = nethelpers.AddressFlags(flag)
 
-		return a
+		return []machine.Address{a}
 	}
-	local := func(a machine.Address) machine.Address {
-		a.Scope = nethelpers.ScopeLink
+	local := site
+	local.Scope = nethelpers.ScopeLink
 
-		return a
-	}
+	first, second, alias := on("eth0", "2001:db8:1::5/64"), on("eth1", "2001:db8:2::5/64"), on("eth1", "2001:db8:2::6/128")
+	overlays := []machine.Address{on("kubespan", "2001:db8:1:2::5/64"), on("wg0", "2001:db8:1:2::5/64")}
 
 	for _, test := range []struct {
 		name      string
@@ -383,66 +273,50 @@ func TestMachinePrefix(t *testing.T) {
 		excluded  []netip.Prefix
 		want      string
 	}{
-		{name: "prefix of the machine's address", addresses: []machine.Address{on("eth0", "2001:db8:1:2::5/64")}, want: "2001:db8:1:2::/64"},
-		{name: "machine's subnet of a larger prefix", addresses: []machine.Address{on("eth0", "2001:db8:1:2::5/48")}, want: "2001:db8:1:2::/64"},
-		{name: "smaller prefix unchanged", addresses: []machine.Address{on("eth0", "2001:db8::1:a005/112")}, want: "2001:db8::1:0/112"},
-		{
-			name:      "prefix of the node IP before a lower one",
-			addresses: []machine.Address{on("eth0", "2001:db8:1::5/64"), on("eth1", "2001:db8:2::5/64")},
-			nodeIPs:   []string{"10.0.0.1", "2001:db8:2::5"}, want: "2001:db8:2::/64",
-		},
-		{
-			name:      "prefix of another address in the subnet of the node IP",
-			addresses: []machine.Address{on("eth0", "2001:db8:1::5/64"), on("eth1", "2001:db8:2::5/64"), on("eth1", "2001:db8:2::6/128")},
-			nodeIPs:   []string{"2001:db8:2::6"}, want: "2001:db8:2::/64",
-		},
-		{name: "the lowest without a node IP", addresses: []machine.Address{on("eth1", "2001:db8:2::5/64"), on("eth0", "2001:db8:1::5/64")}, want: "2001:db8:1::/64"},
-		{name: "none of a machine with single addresses", addresses: []machine.Address{on("eth0", "2001:db8:1:2::5/128")}},
-		{name: "none of IPv4", addresses: []machine.Address{on("eth0", "203.0.113.5/24")}},
-		{name: "none of unique local addresses", addresses: []machine.Address{on("eth0", "fd12::5/64")}},
-		{name: "none of link-local addresses", addresses: []machine.Address{on("eth0", "fe80::5/64")}},
-		{name: "none of another scope", addresses: []machine.Address{local(on("eth0", "2001:db8:1:2::5/64"))}},
-		{name: "none of a temporary address", addresses: []machine.Address{flagged(on("eth0", "2001:db8:1:2::5/64"), nethelpers.AddressTemporary)}},
-		{name: "none of a deprecated address", addresses: []machine.Address{flagged(on("eth0", "2001:db8:1:2::5/64"), nethelpers.AddressDeprecated)}},
-		{name: "none of a tentative address", addresses: []machine.Address{flagged(on("eth0", "2001:db8:1:2::5/64"), nethelpers.AddressTentative)}},
-		{name: "none of a CNI bridge, which is in the block of the Node", addresses: []machine.Address{on("cni0", "2001:db8:1:2:3::1/80")}},
-		{name: "none of an overlay", addresses: []machine.Address{on("kubespan", "2001:db8:1:2::5/64"), on("wg0", "2001:db8:1:2::5/64")}},
-		{name: "none of the pods' and services' CIDRs", addresses: []machine.Address{on("eth0", "2001:db8:1:2::5/64")}, excluded: prefixes("2001:db8:1::/48")},
+		{"prefix of the machine's address", []machine.Address{site}, nil, nil, "2001:db8:1:2::/64"},
+		{"machine's subnet of a larger prefix", []machine.Address{on("eth0", "2001:db8:1:2::5/48")}, nil, nil, "2001:db8:1:2::/64"},
+		{"smaller prefix unchanged", []machine.Address{on("eth0", "2001:db8::1:a005/112")}, nil, nil, "2001:db8::1:0/112"},
+		{"prefix of the node IP before a lower one", []machine.Address{first, second}, []string{"10.0.0.1", "2001:db8:2::5"}, nil, "2001:db8:2::/64"},
+		{"another address in the subnet of the node IP", []machine.Address{first, second, alias}, []string{"2001:db8:2::6"}, nil, "2001:db8:2::/64"},
+		{"the lowest without a node IP", []machine.Address{second, first}, nil, nil, "2001:db8:1::/64"},
+		{"none of a machine with single addresses", []machine.Address{on("eth0", "2001:db8:1:2::5/128")}, nil, nil, ""},
+		{"none of IPv4", []machine.Address{on("eth0", "203.0.113.5/24")}, nil, nil, ""},
+		{"none of unique local addresses", []machine.Address{on("eth0", "fd12::5/64")}, nil, nil, ""},
+		{"none of link-local addresses", []machine.Address{on("eth0", "fe80::5/64")}, nil, nil, ""},
+		{"none of another scope", []machine.Address{local}, nil, nil, ""},
+		{"none of a temporary address", flagged(nethelpers.AddressTemporary), nil, nil, ""},
+		{"none of a deprecated address", flagged(nethelpers.AddressDeprecated), nil, nil, ""},
+		{"none of a tentative address", flagged(nethelpers.AddressTentative), nil, nil, ""},
+		{"none of a CNI bridge, which is in the block of the Node", []machine.Address{on("cni0", "2001:db8:1:2:3::1/80")}, nil, nil, ""},
+		{"none of an overlay", overlays, nil, nil, ""},
+		{"none of the pods' and services' CIDRs", []machine.Address{site}, nil, prefixes("2001:db8:1::/48"), ""},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			t.Parallel()
+		m := machine.Machine{Addresses: test.addresses, ExcludedSubnets: test.excluded}
+		for _, ip := range test.nodeIPs {
+			m.NodeIPs = append(m.NodeIPs, netip.MustParseAddr(ip))
+		}
 
-			m := machine.Machine{Addresses: test.addresses, ExcludedSubnets: test.excluded}
-			for _, ip := range test.nodeIPs {
-				m.NodeIPs = append(m.NodeIPs, netip.MustParseAddr(ip))
-			}
+		prefix, condition := machinePrefix(m)
 
-			prefix, condition := machinePrefix(m)
+		if test.want == "" {
+			assert.Equal(t, ReasonPrefixMissing, reasonOf(condition), test.name)
 
-			if test.want == "" {
-				if reasonOf(condition) != ReasonPrefixMissing {
-					t.Errorf("prefix %s, reason %q; want %s", prefix, reasonOf(condition), ReasonPrefixMissing)
-				}
+			continue
+		}
 
-				return
-			}
+		assert.Nil(t, condition, test.name)
+		assert.Equal(t, test.want, prefix.String(), test.name)
 
-			if condition != nil || prefix.String() != test.want {
-				t.Errorf("prefix %s, %v; want %s", prefix, condition, test.want)
-			}
+		slices.Reverse(m.Addresses)
 
-			slices.Reverse(m.Addresses)
-
-			if again, _ := machinePrefix(m); again != prefix {
-				t.Errorf("prefix %s in another order, want %s", again, prefix)
-			}
-		})
+		again, _ := machinePrefix(m)
+		assert.Equal(t, prefix, again, "%s, in another order", test.name)
 	}
 }
 
-// TestFromMachine_SmallPrefixes: the sizes match the upstream Talos CCM, except that it assigns the whole of a
+// TestPlan_DividesSmallPrefixesOfMachines: the sizes match the upstream Talos CCM, except that it assigns the whole of a
 // /120 to /123, which contains the machine's own address.
-func TestFromMachine_SmallPrefixes(t *testing.T) {
+func TestPlan_DividesSmallPrefixesOfMachines(t *testing.T) {
 	t.Parallel()
 
 	for own, want := range map[int]int{
@@ -452,11 +326,11 @@ func TestFromMachine_SmallPrefixes(t *testing.T) {
 
 		r, condition := p.fromMachine(DefaultMaskSizeIPv6)
 
-		switch {
-		case want == 0 && reasonOf(condition) != ReasonPrefixTooSmall:
-			t.Errorf("/%d: %s, %v; want %s", own, summary([]request{r}), condition, ReasonPrefixTooSmall)
-		case want != 0 && (condition != nil || !strings.HasSuffix(summary([]request{r}), fmt.Sprintf("→%d", want))):
-			t.Errorf("/%d: %s, %v; want blocks of /%d", own, summary([]request{r}), condition, want)
+		if want == 0 {
+			assert.Equal(t, ReasonPrefixTooSmall, reasonOf(condition), own)
+		} else {
+			assert.Nil(t, condition, own)
+			assert.True(t, strings.HasSuffix(summary([]request{r}), fmt.Sprintf("→%d", want)), "/%d: %s", own, summary([]request{r}))
 		}
 	}
 }
