@@ -2,248 +2,139 @@ package reflector_test
 
 import (
 	"context"
+	"fmt"
 	"net/netip"
+	"runtime/pprof"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	"github.com/cosi-project/runtime/pkg/resource"
-	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
-	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/reflector"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
-var publicPrefix = netip.MustParsePrefix("203.0.113.7/24")
-
-// change is a change of a machine and the check whether a view shows it.
-type change struct {
-	make func(ctx context.Context, m *talostest.Machine) error
-	seen func(machine.Machine) bool
-}
-
-func watchedChanges() map[resource.Type][]change {
-	return map[resource.Type][]change{
-		runtime.PlatformMetadataType: {{
-			make: func(ctx context.Context, m *talostest.Machine) error {
-				return m.UpdatePlatform(ctx, func(spec *runtime.PlatformMetadataSpec) { spec.Zone = "zone-2" })
-			},
-			seen: func(m machine.Machine) bool { return m.Platform.Zone == "zone-2" },
-		}},
-		network.AddressStatusType: {{
-			make: func(ctx context.Context, m *talostest.Machine) error { return m.AddAddress(ctx, "eth1", publicPrefix) },
-			seen: func(m machine.Machine) bool { return m.HasAddress(publicPrefix.Addr()) },
-		}, {
-			make: func(ctx context.Context, m *talostest.Machine) error {
-				return m.RemoveAddress(ctx, "eth1", publicPrefix)
-			},
-			seen: func(m machine.Machine) bool { return !m.HasAddress(publicPrefix.Addr()) },
-		}},
-		runtime.MachineStatusType: {{
-			make: func(ctx context.Context, m *talostest.Machine) error {
-				return m.SetStage(ctx, runtime.MachineStageUpgrading)
-			},
-			seen: func(m machine.Machine) bool { return m.Stage == runtime.MachineStageUpgrading },
-		}},
-		k8s.NodenameType: {}, // see TestSession_MarksRenamedMachineAsMismatch
-	}
-}
-
-func TestSession_PublishesWatchedChangeImmediately(t *testing.T) {
-	// The clock advances too little for a poll or a new session.
-	s, clk := newTimedSuite(t)
-	worker := s.addWorker(t)
-	s.track(worker)
-	s.settle(t, clk, worker.Nodename())
-
-	changes := watchedChanges()
-
-	for _, kind := range machine.KindsOf(nil).Watched {
-		cases, known := changes[kind.Type()]
-		if !known {
-			t.Errorf("%s is watched, but no test changes it", kind.Type())
-		}
-
-		for _, c := range cases {
-			must(t, c.make(t.Context(), worker))
-			s.awaitChange(t, clk, worker.Nodename(), c.seen)
-		}
-	}
-}
-
 func TestReflector_MarksMachineWithAnotherNodenameAsMismatch(t *testing.T) {
+	t.Parallel()
+
 	s := newRealSuite(t)
-	worker := s.addWorker(t)
+	worker := s.machine("worker-1")
 
 	s.reflector.Track("other", []netip.Addr{worker.Address()})
 
-	entry := s.await(t, "other", inventory.Mismatch)
-	requireContains(t, entry.Reason, worker.Nodename(), worker.Address().String())
+	entry := s.await("other", inventory.Mismatch)
+	assert.Contains(t, entry.Reason, worker.Nodename())
+	assert.Contains(t, entry.Reason, worker.Address().String())
+	assert.Zero(t, entry.ObservedAt, "inventory has a view of another machine")
+	assert.Empty(t, s.inventory.viewsOf("other"))
 
-	if !entry.ObservedAt.IsZero() || len(s.inventory.viewsOf("other")) != 0 {
-		t.Errorf("inventory has a view of another machine: %+v", entry)
-	}
-
-	must(t, worker.SetNodename(t.Context(), "other"))
-	s.await(t, "other", inventory.Current)
+	require.NoError(t, worker.SetNodename(t.Context(), "other"))
+	s.await("other", inventory.Current)
 }
 
-func TestSession_MarksRenamedMachineAsMismatch(t *testing.T) {
-	s, clk := newTimedSuite(t)
-	worker := s.addWorker(t)
-	s.track(worker)
-	s.settle(t, clk, worker.Nodename())
+func TestReflector_TriesNextAddress(t *testing.T) {
+	t.Parallel()
 
-	must(t, worker.SetNodename(t.Context(), "renamed"))
+	s := newRealSuite(t)
+	dead, another := s.machine("dead"), s.machine("another")
+	require.NoError(t, dead.Stop(t.Context()))
 
-	eventually(t, "the view is removed", func() bool {
-		entry := s.inventory.Get(worker.Nodename())
-
-		return entry.Condition == inventory.Mismatch && entry.ObservedAt.IsZero()
-	})
-
-	must(t, worker.SetNodename(t.Context(), worker.Nodename()))
-	stepUntil(t, clk, "the machine is watched", func() bool { return s.inventory.Get(worker.Nodename()).Condition == inventory.Current })
-}
-
-func TestSession_RejectsNodenameThatIsTooLong(t *testing.T) {
-	s, clk := newTimedSuite(t)
-	worker := s.addWorker(t)
-	s.track(worker)
-	s.settle(t, clk, worker.Nodename())
-
-	must(t, worker.SetNodename(t.Context(), strings.Repeat("x", 254)))
-
-	stepUntil(t, clk, "the machine is unreachable", func() bool {
-		entry := s.inventory.Get(worker.Nodename())
-
-		return entry.Condition == inventory.Unreachable && strings.Contains(entry.Reason, "nodename of 254 bytes")
-	})
-}
-
-func TestSession_PollsHostnameWhenItChanges(t *testing.T) {
-	// The clock stands still: there is no other poll.
-	s, clk := newTimedSuite(t)
-	worker := s.addWorker(t)
-	s.track(worker)
-	s.settle(t, clk, worker.Nodename())
-
-	for _, domain := range []string{"example.org", "example.net"} {
-		must(t, worker.SetHostname(t.Context(), "renamed", domain))
-		s.awaitView(t, worker.Nodename(), func(m machine.Machine) bool { return m.FQDN() == "renamed."+domain })
+	for name, first := range map[string]*talostest.Machine{"first-is-down": dead, "first-is-another-machine": another} {
+		worker := s.machine(name)
+		s.track(worker, first.Address(), worker.Address())
+		s.await(name, inventory.Current)
 	}
 }
 
-func TestSession_PublishesAnnouncementOfMachineThatEndsWithinDebounce(t *testing.T) {
-	// The clock stands still: the debounce never ends.
-	s, clk := newTimedSuite(t)
-	worker := s.addWorker(t)
-	s.track(worker)
-	s.settle(t, clk, worker.Nodename())
+func TestReflector_TriesLastGoodAddressFirst(t *testing.T) {
+	t.Parallel()
 
-	must(t, worker.SetStage(t.Context(), runtime.MachineStageResetting))
-	eventually(t, "the change is pending", func() bool { return clk.Waiters() == watchingTimers+1 })
-	must(t, worker.Stop(t.Context()))
+	s := newTimedSuite(t)
+	worker, silent := s.machine("worker-1"), s.machine("silent")
+	silent.CutOff()
 
-	eventually(t, "the machine is unreachable, and its announcement known", func() bool {
-		if clk.Waiters() <= watchingTimers { // the debounce and the next attempt
-			clk.Step(time.Second)
-		}
+	s.track(worker, silent.Address(), worker.Address())
+	s.awaitSession()
+	s.clock.Step(answerTimeout)
+	s.await(worker.Nodename(), inventory.Current)
+	s.awaitIdle()
 
-		entry := s.inventory.Get(worker.Nodename())
+	before := len(s.dials())
 
-		return entry.Condition == inventory.Unreachable && entry.Machine.Stage == runtime.MachineStageResetting
-	})
-}
-
-func TestReflector_TriesNextAddressIfFirstIsDown(t *testing.T) {
-	s := newRealSuite(t)
-	worker := s.addWorker(t)
-	dead := s.add(t, talostest.MachineSpec{Nodename: "dead"})
-	must(t, dead.Stop(t.Context()))
-
-	s.reflector.Track(worker.Nodename(), []netip.Addr{dead.Address(), worker.Address()})
-	s.await(t, worker.Nodename(), inventory.Current)
-}
-
-func TestReflector_TriesNextAddressIfFirstIsAnotherMachine(t *testing.T) {
-	s := newRealSuite(t)
-	worker := s.addWorker(t)
-	another := s.add(t, talostest.MachineSpec{Nodename: "another"})
-
-	s.reflector.Track(worker.Nodename(), []netip.Addr{another.Address(), worker.Address()})
-	s.await(t, worker.Nodename(), inventory.Current)
+	worker.BreakStreams()
+	s.stepUntil("an address is dialed", func() bool { return len(s.dials()) > before })
+	assert.Equal(t, worker.Address(), s.dials()[before])
 }
 
 func TestReflector_MarksNodeWithoutAddressUnreachable(t *testing.T) {
+	t.Parallel()
+
 	s := newRealSuite(t)
 	s.reflector.Track("no-address", nil)
-
-	requireContains(t, s.await(t, "no-address", inventory.Unreachable).Reason, "no address")
+	assert.Contains(t, s.await("no-address", inventory.Unreachable).Reason, "no address")
 }
 
 func TestTrack_FollowsChangedAddress(t *testing.T) {
+	t.Parallel()
+
 	s := newRealSuite(t)
-	old := s.addWorker(t)
-	s.follow(t, old)
+	old := s.machine("worker-1")
+	s.follow(old)
 
-	replacement := s.add(t, talostest.MachineSpec{Nodename: "spare", Platform: runtime.PlatformMetadataSpec{Platform: "aws"}})
-	must(t, replacement.SetNodename(t.Context(), old.Nodename()))
+	replacement := s.add(talostest.MachineSpec{Nodename: "spare", Platform: runtime.PlatformMetadataSpec{Platform: "aws"}})
+	require.NoError(t, replacement.SetNodename(t.Context(), old.Nodename()))
 
-	s.reflector.Track(old.Nodename(), []netip.Addr{replacement.Address()})
-	s.awaitView(t, old.Nodename(), func(m machine.Machine) bool { return m.Platform.Platform == "aws" })
-	requireNoConnections(t, old)
+	s.track(old, replacement.Address())
+	s.awaitView(old, func(m machine.Machine) bool { return m.Platform.Platform == "aws" })
+	s.awaitNoConnections(old)
 }
 
 func TestTrack_IgnoresUnchangedAddresses(t *testing.T) {
-	// The clock stands still, so that the machine is not polled.
-	s, clk := newTimedSuite(t)
-	worker := s.addWorker(t)
-	s.track(worker)
-	s.settle(t, clk, worker.Nodename())
+	t.Parallel()
 
+	s, worker := watching(t) // the clock stands still, so that the machine is not polled
 	calls := len(worker.Calls())
 
 	s.track(worker)
 
 	// A change that arrives shows that the session is still the first.
-	must(t, worker.AddAddress(t.Context(), "eth0", publicPrefix))
-	s.awaitChange(t, clk, worker.Nodename(), func(m machine.Machine) bool { return m.HasAddress(publicPrefix.Addr()) })
-
-	if got := len(worker.Calls()); got != calls {
-		t.Errorf("got %d additional calls", got-calls)
-	}
+	require.NoError(t, addAddress(t.Context(), worker))
+	s.awaitChange(worker, hasAddress)
+	assert.Len(t, worker.Calls(), calls)
 }
 
 func TestUntrack_RemovesInventoryEntry(t *testing.T) {
+	t.Parallel()
+
 	s := newRealSuite(t)
-	worker := s.addWorker(t)
-	s.follow(t, worker)
-
+	worker := s.machine("worker-1")
+	s.follow(worker)
 	s.reflector.Untrack(worker.Nodename())
-
-	if entry := s.inventory.Get(worker.Nodename()); entry.Condition != inventory.Unknown {
-		t.Errorf("inventory still has %+v", entry)
-	}
-
-	requireNoConnections(t, worker)
-
-	s.follow(t, worker)
+	assert.Equal(t, inventory.Unknown, s.get(worker).Condition)
+	s.awaitNoConnections(worker)
+	s.follow(worker)
 }
 
 func TestUntrack_ReturnsWhileMachineIsUnresponsive(t *testing.T) {
-	// The clock stands still, so that the answer timeout never expires.
-	s, _ := newTimedSuite(t)
-	worker := s.addWorker(t)
+	t.Parallel()
+
+	s := newTimedSuite(t) // the clock stands still, so that the answer timeout never expires
+	worker := s.machine("worker-1")
 	worker.Freeze()
 	s.track(worker)
-	eventually(t, "the machine is called", func() bool { return len(worker.Calls()) > 0 })
+	s.eventually("the machine is called", func() bool { return len(worker.Calls()) > 0 })
 
 	untracked := make(chan struct{})
 
@@ -253,17 +144,14 @@ func TestUntrack_ReturnsWhileMachineIsUnresponsive(t *testing.T) {
 		s.reflector.Untrack(worker.Nodename())
 	}()
 
-	select {
-	case <-untracked:
-	case <-time.After(timeout):
-		t.Errorf("Untrack did not return within %s", timeout)
-	}
-
+	ctest.Receive(t, untracked, "Untrack has returned")
 	worker.Thaw()
-	requireNoConnections(t, worker)
+	s.awaitNoConnections(worker)
 }
 
 func TestReflector_AcceptsOlderTalosWithoutPolledKinds(t *testing.T) {
+	t.Parallel()
+
 	s := newRealSuite(t)
 	kinds := machine.KindsOf(nil)
 
@@ -272,38 +160,326 @@ func TestReflector_AcceptsOlderTalosWithoutPolledKinds(t *testing.T) {
 		unsupported = append(unsupported, kind.Type())
 	}
 
-	old := s.add(t, talostest.MachineSpec{Nodename: "old", UnsupportedTypes: unsupported})
-	s.follow(t, old)
-
-	if view := s.inventory.Get("old").Machine; view.Nodename != "old" || len(view.NodeIPs) != 0 {
-		t.Errorf("got %+v", view)
-	}
-}
-
-func requireNoConnections(t *testing.T, m *talostest.Machine) {
-	t.Helper()
-	eventually(t, "no connection to "+m.Nodename()+" is open", func() bool { return m.Connections() == 0 && m.OpenStreams() == 0 })
+	old := s.add(talostest.MachineSpec{Nodename: "old", UnsupportedTypes: unsupported})
+	s.follow(old)
+	assert.Equal(t, "old", s.get(old).Machine.Nodename)
+	assert.Empty(t, s.get(old).Machine.NodeIPs)
 }
 
 // A kubelet writes the addresses of its Node, and the local machine is not dialed at any.
 func TestReflector_LocalMachineRespondsAtItsOwnAddressesOnly(t *testing.T) {
-	s := newRealSuite(t)
-	local, other := s.add(t, talostest.MachineSpec{Nodename: "local", ServeSocket: true}), s.addWorker(t)
+	t.Parallel()
 
-	s.run(t, func(context.Context, string, netip.Addr) (talosapi.State, error) {
+	s := newRealSuite(t)
+	local, other := s.add(talostest.MachineSpec{Nodename: "local", ServeSocket: true}), s.machine("worker-1")
+
+	s.run(func(context.Context, string, netip.Addr) (talosapi.State, error) {
 		st, err := talosapi.DialSocket(local.Socket())
 
 		return talosapi.ControlPlane{State: st, Local: true}, err
 	}, clock.RealClock{})
 
-	for _, listed := range []*talostest.Machine{other, local} {
-		s.reflector.Track(local.Nodename(), []netip.Addr{listed.Address()})
+	s.track(local, other.Address())
+	s.awaitView(local, func(m machine.Machine) bool { return m.ControlPlane && m.Endpoint == netip.Addr{} })
+	s.track(local)
+	s.awaitView(local, func(m machine.Machine) bool { return m.ControlPlane && m.Endpoint == local.Address() })
+}
 
-		want := netip.Addr{}
-		if listed == local {
-			want = local.Address()
+func TestReflector_MarksDisconnectedMachineUnreachableUntilItReconnects(t *testing.T) {
+	t.Parallel()
+
+	s := newTimedSuite(t)
+	worker := s.machine("worker-1")
+	worker.CutOff()
+	s.track(worker)
+
+	s.awaitSession()
+	s.clock.Step(answerTimeout)
+
+	reason := s.await(worker.Nodename(), inventory.Unreachable).Reason
+	assert.Contains(t, reason, worker.Address().String())
+	assert.Contains(t, reason, "did not answer")
+
+	worker.Reconnect()
+	s.stepUntilCurrent(worker, anything)
+}
+
+func TestReflector_MarksStoppedMachineUnreachableAndRecovers(t *testing.T) {
+	t.Parallel()
+
+	s := newRealSuite(t)
+	worker := s.machine("worker-1")
+	s.follow(worker)
+
+	before := s.get(worker)
+
+	require.NoError(t, worker.Stop(t.Context()))
+
+	entry := s.await(worker.Nodename(), inventory.Unreachable)
+	assert.Contains(t, entry.Reason, worker.Address().String())
+	assert.Equal(t, before.Machine, entry.Machine, "the last view")
+	assert.NotZero(t, entry.ObservedAt)
+
+	s.setZone(worker, "zone-b")
+	worker.Start()
+	s.awaitView(worker, inZone("zone-b"))
+}
+
+func TestReflector_LogsLastingOutageOnce(t *testing.T) {
+	t.Parallel()
+
+	s, worker := watching(t)
+	awaitFailures := func(count int) {
+		s.stepUntil(fmt.Sprintf("%d attempts have failed", count), func() bool { return len(s.inventory.unreachableMarks()) >= count })
+	}
+
+	require.NoError(t, worker.Stop(t.Context()))
+	awaitFailures(2) // within a few seconds
+	assert.Empty(t, s.visible())
+
+	awaitFailures(10)
+	worker.Start()
+	s.stepUntilCurrent(worker, anything)
+	assert.Equal(t, []string{"Machine is unreachable", "Watching machine"}, s.visible())
+}
+
+func TestReflector_DeliversChangesMadeWhileDisconnected(t *testing.T) {
+	t.Parallel()
+
+	s := newRealSuite(t)
+	worker := s.machine("worker-1")
+	s.follow(worker)
+
+	worker.CutOff()
+	s.setZone(worker, "zone-b")
+	worker.Reconnect()
+	s.awaitView(worker, inZone("zone-b"))
+}
+
+func TestReflector_RereadsMachineAfterReboot(t *testing.T) {
+	t.Parallel()
+
+	s := newRealSuite(t)
+	worker := s.machine("worker-1")
+	require.NoError(t, addAddress(t.Context(), worker))
+	s.follow(worker)
+
+	require.NoError(t, worker.Stop(t.Context()))
+	require.NoError(t, removeAddress(t.Context(), worker))
+	worker.Start()
+
+	s.awaitView(worker, lacksAddress)
+	s.setZone(worker, "zone-c")
+	s.awaitView(worker, inZone("zone-c"))
+}
+
+// Not parallel, because of the metric.
+func TestReflector_RestartsBrokenWatchesImmediately(t *testing.T) {
+	restarts := func() float64 {
+		families, err := legacyregistry.DefaultGatherer.Gather()
+		require.NoError(t, err)
+
+		for _, family := range families {
+			if family.GetName() == "talosccm_watch_restarts_total" {
+				return family.GetMetric()[0].GetCounter().GetValue()
+			}
 		}
 
-		s.awaitView(t, local.Nodename(), func(m machine.Machine) bool { return m.ControlPlane && m.Endpoint == want })
+		t.Fatal("metric not found")
+
+		return 0
 	}
+
+	for name, breakWatches := range map[string]func(*talostest.Machine){
+		"streams end":                        (*talostest.Machine).BreakStreams,
+		"watches older than fifteen minutes": (*talostest.Machine).ExpireWatches,
+		"connections are reset":              (*talostest.Machine).BreakConnections,
+	} {
+		t.Run(name, func(t *testing.T) {
+			s, worker := watching(t)
+			before := restarts()
+
+			breakWatches(worker)
+			s.eventually("the watches have ended", func() bool { return restarts() > before })
+			s.setZone(worker, "zone-c")
+
+			s.eventually("the next attempt is scheduled", func() bool { return s.clock.Waiters() == 1 })
+			s.clock.Step(time.Second)
+			s.awaitView(worker, inZone("zone-c"))
+			assert.Empty(t, s.inventory.unreachableMarks())
+			assert.Equal(t, before+1, restarts())
+		})
+	}
+}
+
+func TestReflector_ConnectsWhileManyMachinesDropPackets(t *testing.T) {
+	t.Parallel()
+
+	s := newTimedSuite(t)
+	worker, gone := s.machine("worker-1"), s.machine("gone")
+	require.NoError(t, gone.BlackHole())
+
+	const places = 128 // for machines that connect at the same time
+
+	for i := range 2 * places {
+		s.reflector.Track(fmt.Sprintf("gone-%d", i), []netip.Addr{gone.Address()})
+	}
+
+	s.eventually("machines that drop packets are dialed", func() bool { return len(s.dials()) >= places })
+	s.follow(worker)
+	assert.Empty(t, s.inventory.unreachableMarks(), "attempts with others had timed out")
+}
+
+func TestReflector_ReportsExpiredServerCertificateUntilRenewal(t *testing.T) {
+	t.Parallel()
+
+	s := newRealSuite(t)
+	worker := s.machine("worker-1")
+	s.follow(worker)
+
+	worker.ExpireCertificate()
+	worker.BreakConnections()
+	assert.Contains(t, s.await(worker.Nodename(), inventory.Unreachable).Reason, "certificate has expired")
+
+	worker.RenewCertificate()
+	s.await(worker.Nodename(), inventory.Current)
+}
+
+// followers counts the goroutines that follow machines, which are those created by the reflector or the gRPC and COSI clients.
+func followers(t *testing.T) int {
+	t.Helper()
+
+	var stacks strings.Builder
+
+	require.NoError(t, pprof.Lookup("goroutine").WriteTo(&stacks, 2))
+
+	count := 0
+
+	for stack := range strings.SplitSeq(stacks.String(), "\n\n") {
+		_, origin, _ := strings.Cut(stack, "created by ")
+
+		for _, client := range []string{"talos-ccm/pkg/reflector.", "pkg/state/protobuf/client.", "grpc.newClientStream", "transport.NewHTTP2Client"} {
+			if strings.Contains(origin, client) {
+				count++
+			}
+		}
+	}
+
+	return count
+}
+
+// Not parallel, because it counts the goroutines of the process.
+func TestUntrack_LeaksNoGoroutine(t *testing.T) {
+	s := newRealSuite(t)
+
+	var machines []*talostest.Machine
+
+	for i := range 5 {
+		m := s.machine(fmt.Sprintf("worker-%d", i))
+		s.follow(m)
+		machines = append(machines, m)
+	}
+
+	require.GreaterOrEqual(t, followers(t), len(machines), "the test does not recognize the goroutines")
+
+	for _, m := range machines {
+		s.reflector.Untrack(m.Nodename())
+	}
+
+	s.eventually("no goroutine follows a machine", func() bool { return followers(t) == 0 })
+}
+
+func TestRun_StartsNodesTrackedBefore(t *testing.T) {
+	t.Parallel()
+
+	s := newRealSuite(t)
+	worker, gone := s.machine("worker-1"), s.machine("gone")
+	late := reflector.New(s.inventory, s.dial, clock.RealClock{})
+
+	late.Track(worker.Nodename(), []netip.Addr{worker.Address()})
+	late.Track(gone.Nodename(), []netip.Addr{gone.Address()})
+	late.Untrack(gone.Nodename())
+
+	go late.Run(t.Context())
+
+	s.await(worker.Nodename(), inventory.Current)
+	assert.Empty(t, gone.Calls())
+}
+
+func TestRun_WaitsForTasksAndTrackAfterwardsStartsNone(t *testing.T) {
+	t.Parallel()
+
+	s := newRealSuite(t)
+	worker := s.machine("worker-1")
+
+	for range 20 {
+		refl := reflector.New(s.inventory, s.dial, clock.RealClock{})
+		ctx, cancel := context.WithCancel(t.Context())
+
+		var group sync.WaitGroup
+
+		group.Go(func() { refl.Run(ctx) })
+		group.Go(func() {
+			for i := range 100 {
+				refl.Track(fmt.Sprintf("node-%d", i), []netip.Addr{worker.Address()})
+
+				if i == 50 {
+					cancel()
+				}
+			}
+		})
+		group.Wait()
+
+		refl.Track(worker.Nodename(), []netip.Addr{worker.Address()})
+		refl.Untrack(worker.Nodename())
+	}
+
+	s.awaitNoConnections(worker)
+}
+
+// Not parallel, because others would slow down its handshakes.
+func TestReflector_ConnectsTo300Machines(t *testing.T) {
+	const count = 300
+
+	// The clock stands still while machines are being connected to, so that retries cannot hide failures.
+	s := newTimedSuite(t)
+	for i := range count {
+		s.track(s.machine(fmt.Sprintf("node-%03d", i)))
+	}
+
+	s.eventually("all machines are current", func() bool {
+		current := s.inventory.Count(inventory.Current)
+
+		if pending := count - current; pending > 0 && s.clock.Waiters() == watchingTimers*current+pending {
+			s.clock.Step(time.Second) // all others wait for their next attempt
+		}
+
+		return current == count
+	})
+	assert.Empty(t, slices.DeleteFunc(s.inventory.unreachableMarks(), isHandshakeTimeout))
+
+	for _, m := range s.talos.Machines() {
+		for _, view := range s.views(m) {
+			assert.Equal(t, m.Nodename(), view.Nodename)
+			assert.True(t, view.HasAddress(m.Address()), "%+v", view)
+		}
+	}
+
+	// Changes of all machines arrive.
+	for _, m := range s.talos.Machines() {
+		s.setZone(m, "zone-2")
+	}
+
+	s.eventually("all machines are in their new zone", func() bool {
+		s.clock.Step(debounce / 5)
+
+		return !slices.ContainsFunc(s.talos.Machines(), func(m *talostest.Machine) bool { return s.get(m).Machine.Platform.Zone != "zone-2" })
+	})
+}
+
+// isHandshakeTimeout reports whether gRPC gave up a handshake after 20 seconds of system time, which a busy host can exceed with a hundred
+// concurrent handshakes.
+func isHandshakeTimeout(mark string) bool {
+	return strings.Contains(mark, "authentication handshake failed: context deadline exceeded") ||
+		(strings.Contains(mark, "error reading server preface") && strings.Contains(mark, "use of closed network connection"))
 }

@@ -2,15 +2,15 @@ package reflector_test
 
 import (
 	"context"
-	"crypto/tls"
 	"net/netip"
 	"slices"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
-	"github.com/siderolabs/talos/pkg/machinery/role"
+	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/require"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
 	"k8s.io/utils/clock"
@@ -21,20 +21,30 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/reflector"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 const (
-	// timeout limits every wait. It is generous because a passing test does not use it up.
-	timeout = 2 * time.Minute
+	// debounce is the product's, and answerTimeout is slightly longer than the product's.
+	debounce      = 50 * time.Millisecond
+	answerTimeout = 31 * time.Second
 
-	// immediately is the longest time, by the product's clock, until a watched change is published.
-	immediately = time.Second
+	// firstPoll, nextPoll and longestSession are upper bounds that include jitter. The first is for a machine that is booting.
+	firstPoll      = 12 * time.Second
+	nextPoll       = 12 * time.Minute
+	longestSession = 46 * time.Minute
+
+	// watchingTimers is the number of timers of an idle session: next poll and expiry.
+	watchingTimers = 2
 )
 
 // suite is a simulated cluster and a running reflector with its inventory.
 type suite struct {
-	cluster   *talostest.Cluster
-	reader    reader
+	*testing.T
+
+	talos     *talostest.Cluster
+	reader    talosapi.DialFunc
+	clock     *clocktesting.FakeClock // nil if the reflector uses the system's
 	inventory *recorder
 	reflector *reflector.Reflector
 	log       klog.Logger // buffered
@@ -47,32 +57,21 @@ type suite struct {
 func newSuite(t *testing.T, clk clock.Clock) *suite {
 	t.Helper()
 
-	cluster, err := talostest.New(talostest.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	t.Cleanup(cluster.Close)
-
-	config, err := cluster.ClientTLS(string(role.Reader))
-	if err != nil {
-		t.Fatal(err)
-	}
-
 	s := &suite{
-		cluster:   cluster,
-		reader:    reader{config},
+		T:         t,
+		talos:     ctest.NewTalos(t, talostest.Options{}),
 		inventory: &recorder{Inventory: inventory.New(clk.Now), views: map[string][]machine.Machine{}},
 		log:       ktesting.NewLogger(ktesting.NopTL{}, ktesting.NewConfig(ktesting.BufferLogs(true))),
 	}
-	s.run(t, s.dial, clk)
+	s.reader = ctest.Dial(s.talos)
+	s.run(s.dial, clk)
 
 	return s
 }
 
 // run starts a reflector that replaces the suite's.
-func (s *suite) run(t *testing.T, dial talosapi.DialFunc, clk clock.Clock, facts ...string) {
-	t.Helper()
+func (s *suite) run(dial talosapi.DialFunc, clk clock.Clock, facts ...string) {
+	s.Helper()
 
 	refl := reflector.New(s.inventory, dial, clk, facts...)
 	s.reflector = refl
@@ -82,16 +81,10 @@ func (s *suite) run(t *testing.T, dial talosapi.DialFunc, clk clock.Clock, facts
 	go func() {
 		defer close(done)
 
-		refl.Run(klog.NewContext(t.Context(), s.log))
+		refl.Run(klog.NewContext(s.Context(), s.log))
 	}()
 
-	t.Cleanup(func() {
-		select {
-		case <-done:
-		case <-time.After(timeout):
-			t.Error("reflector did not stop with its context")
-		}
-	})
+	s.Cleanup(func() { ctest.Receive(s, done, "the reflector has stopped with its context") })
 }
 
 // newRealSuite uses the system clock.
@@ -102,20 +95,33 @@ func newRealSuite(t *testing.T) *suite {
 }
 
 // newTimedSuite uses a fake clock.
-func newTimedSuite(t *testing.T) (*suite, *clocktesting.FakeClock) {
+func newTimedSuite(t *testing.T) *suite {
 	t.Helper()
 
 	clk := clocktesting.NewFakeClock(time.Now())
+	s := newSuite(t, clk)
+	s.clock = clk
 
-	return newSuite(t, clk), clk
+	return s
 }
 
-func (s *suite) dial(ctx context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
+// watching returns a suite with a fake clock, and a machine whose session is idle.
+func watching(t *testing.T) (*suite, *talostest.Machine) {
+	t.Helper()
+
+	s := newTimedSuite(t)
+	m := s.machine("worker-1")
+	s.settle(m)
+
+	return s, m
+}
+
+func (s *suite) dial(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
 	s.mu.Lock()
 	s.dialed = append(s.dialed, addr)
 	s.mu.Unlock()
 
-	return talosapi.Dial(ctx, s.reader, addr)
+	return s.reader(ctx, nodename, addr)
 }
 
 // dials returns the dialed addresses in order.
@@ -139,71 +145,78 @@ func (s *suite) visible() (messages []string) {
 	return messages
 }
 
-// countingClock counts timer resets.
-type countingClock struct {
-	*clocktesting.FakeClock
+func (s *suite) add(spec talostest.MachineSpec) *talostest.Machine {
+	s.Helper()
 
-	resets atomic.Int64
-}
-
-func (c *countingClock) NewTimer(d time.Duration) clock.Timer {
-	return countingTimer{c.FakeClock.NewTimer(d), &c.resets}
-}
-
-type countingTimer struct {
-	clock.Timer
-
-	resets *atomic.Int64
-}
-
-func (t countingTimer) Reset(d time.Duration) bool {
-	defer t.resets.Add(1)
-
-	return t.Timer.Reset(d)
-}
-
-// reader is a talosapi.Credentials with the role os:reader.
-type reader struct{ config *tls.Config }
-
-func (r reader) TLSConfig() (*tls.Config, error) { return r.config.Clone(), nil }
-
-func (s *suite) add(t *testing.T, spec talostest.MachineSpec) *talostest.Machine {
-	t.Helper()
-
-	m, err := s.cluster.AddMachine(spec)
-	if err != nil {
-		t.Fatal(err)
-	}
+	m, err := s.talos.AddMachine(spec)
+	require.NoError(s, err)
 
 	return m
 }
 
-func (s *suite) addWorker(t *testing.T) *talostest.Machine {
-	t.Helper()
+func (s *suite) machine(nodename string) *talostest.Machine {
+	s.Helper()
 
-	return s.add(t, talostest.MachineSpec{Nodename: "worker-1"})
+	return s.add(talostest.MachineSpec{Nodename: nodename})
 }
 
-// track tracks a machine under its own nodename and address.
-func (s *suite) track(m *talostest.Machine) {
-	s.reflector.Track(m.Nodename(), []netip.Addr{m.Address()})
+func (s *suite) booting() *talostest.Machine {
+	s.Helper()
+
+	m := s.machine("worker-1")
+	require.NoError(s, m.SetStage(s.Context(), runtime.MachineStageBooting))
+
+	return m
+}
+
+func (s *suite) setZone(m *talostest.Machine, zone string) {
+	s.Helper()
+	require.NoError(s, m.UpdatePlatform(s.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = zone }))
+}
+
+func inZone(zone string) func(machine.Machine) bool {
+	return func(m machine.Machine) bool { return m.Platform.Zone == zone }
+}
+
+// track tracks a machine under its own nodename, at its own address or those given.
+func (s *suite) track(m *talostest.Machine, addresses ...netip.Addr) {
+	if len(addresses) == 0 {
+		addresses = []netip.Addr{m.Address()}
+	}
+
+	s.reflector.Track(m.Nodename(), addresses)
 }
 
 // follow tracks a machine and waits until it is watched.
-func (s *suite) follow(t *testing.T, m *talostest.Machine) {
-	t.Helper()
-
+func (s *suite) follow(m *talostest.Machine) {
+	s.Helper()
 	s.track(m)
-	s.await(t, m.Nodename(), inventory.Current)
+	s.await(m.Nodename(), inventory.Current)
+}
+
+// settle tracks a machine and waits until it is watched and its session is idle.
+func (s *suite) settle(m *talostest.Machine) {
+	s.Helper()
+	s.follow(m)
+	s.awaitIdle()
+}
+
+func (s *suite) awaitIdle() {
+	s.Helper()
+	s.eventually("the session is idle", func() bool { return s.clock.Waiters() == watchingTimers })
+}
+
+func (s *suite) get(m *talostest.Machine) inventory.Entry { return s.inventory.Get(m.Nodename()) }
+
+// views returns all published views of a machine.
+func (s *suite) views(m *talostest.Machine) []machine.Machine {
+	return s.inventory.viewsOf(m.Nodename())
 }
 
 // await waits until a machine has the wanted condition and returns its inventory entry.
-func (s *suite) await(t *testing.T, nodename string, want inventory.Condition) inventory.Entry {
-	t.Helper()
-
-	var entry inventory.Entry
-
-	eventually(t, nodename+" is "+want.String(), func() bool {
+func (s *suite) await(nodename string, want inventory.Condition) (entry inventory.Entry) {
+	s.Helper()
+	s.eventually(nodename+" is "+want.String(), func() bool {
 		entry = s.inventory.Get(nodename)
 
 		return entry.Condition == want
@@ -213,55 +226,86 @@ func (s *suite) await(t *testing.T, nodename string, want inventory.Condition) i
 }
 
 // awaitView waits until the current view of a machine satisfies want.
-func (s *suite) awaitView(t *testing.T, nodename string, want func(machine.Machine) bool) {
-	t.Helper()
-
-	eventually(t, "the view of "+nodename+" has changed", func() bool {
-		entry := s.inventory.Get(nodename)
+func (s *suite) awaitView(m *talostest.Machine, want func(machine.Machine) bool) {
+	s.Helper()
+	s.eventually("the view of "+m.Nodename()+" has changed", func() bool {
+		entry := s.get(m)
 
 		return entry.Condition == inventory.Current && want(entry.Machine)
 	})
 }
 
 // awaitChange is awaitView for a change that is published soon. It steps the clock too little for the next poll.
-func (s *suite) awaitChange(t *testing.T, clk *clocktesting.FakeClock, nodename string, want func(machine.Machine) bool) {
-	t.Helper()
+func (s *suite) awaitChange(m *talostest.Machine, want func(machine.Machine) bool) {
+	s.Helper()
+	s.awaitView(m, func(view machine.Machine) bool {
+		if s.clock.Waiters() > watchingTimers {
+			s.clock.Step(debounce)
+		}
 
-	s.awaitView(t, nodename, func(m machine.Machine) bool {
-		clk.Step(time.Millisecond)
-
-		return want(m)
+		return want(view)
 	})
 }
 
-// eventually polls until condition holds.
-func eventually(t *testing.T, what string, condition func() bool) {
-	t.Helper()
+// stepUntil advances the clock in steps of a second while a task only waits for its next attempt, until condition holds.
+func (s *suite) stepUntil(what string, condition func() bool) {
+	s.Helper()
+	s.eventually(what, func() bool {
+		if condition() {
+			return true
+		}
 
-	ticker := time.NewTicker(2 * time.Millisecond)
-	defer ticker.Stop()
+		if s.clock.Waiters() <= 1 {
+			s.clock.Step(time.Second)
+		}
 
-	deadline := time.After(timeout)
+		return false
+	})
+}
 
-	for !condition() {
-		select {
-		case <-ticker.C:
-		case <-deadline:
-			t.Fatalf("timed out after %s waiting until %s", timeout, what)
+// stepUntilCurrent is stepUntil for a machine that is watched again.
+func (s *suite) stepUntilCurrent(m *talostest.Machine, want func(machine.Machine) bool) {
+	s.Helper()
+	s.stepUntil("the machine is watched", func() bool {
+		entry := s.get(m)
+
+		return entry.Condition == inventory.Current && want(entry.Machine)
+	})
+}
+
+func anything(machine.Machine) bool { return true }
+
+// awaitSession waits until a session has started, which its timers show.
+func (s *suite) awaitSession() {
+	s.Helper()
+	s.stepUntil("a session has started", func() bool { return s.clock.Waiters() > watchingTimers })
+}
+
+func (s *suite) awaitNoConnections(m *talostest.Machine) {
+	s.Helper()
+	s.eventually("no connection to "+m.Nodename()+" is open", func() bool { return m.Connections() == 0 && m.OpenStreams() == 0 })
+}
+
+// eventually checks a condition often, because conditions step the clock.
+func (s *suite) eventually(what string, condition func() bool) {
+	s.Helper()
+	require.Eventually(s, condition, ctest.Timeout, 2*time.Millisecond, what)
+}
+
+// lists counts the List calls by resource type.
+func lists(m *talostest.Machine) map[resource.Type]int {
+	counts := map[resource.Type]int{}
+
+	for _, call := range m.Calls() {
+		if call.Method == "/cosi.resource.State/List" {
+			counts[call.ResourceType]++
 		}
 	}
+
+	return counts
 }
 
-// must fails the test if err is not nil.
-func must(t *testing.T, err error) {
-	t.Helper()
-
-	if err != nil {
-		t.Fatal(err)
-	}
-}
-
-// recorder is an inventory that records all calls.
+// recorder is an inventory that records calls.
 type recorder struct {
 	*inventory.Inventory
 
@@ -286,7 +330,6 @@ func (r *recorder) MarkUnreachable(nodename, reason string) {
 	r.Inventory.MarkUnreachable(nodename, reason)
 }
 
-// viewsOf returns all published views of a machine.
 func (r *recorder) viewsOf(nodename string) []machine.Machine {
 	r.mu.Lock()
 	defer r.mu.Unlock()
