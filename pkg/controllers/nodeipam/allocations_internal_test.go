@@ -169,6 +169,9 @@ func TestAllocations_FollowNodes(t *testing.T) {
 			s.release("a", "1")
 			s.want(1)
 		}},
+		{"podCIDRs that are not CIDRs are reported", func(s *suite) {
+			assert.Equal(s, ReasonInvalid, reasonOf(s.review(version("a", "1", 10, "<nil>"), plan{})))
+		}},
 		{"podCIDRs that overlap those of several Nodes are reported with all of them", func(s *suite) {
 			s.observe(version("b", "2", 11, "10.0.1.0/24"))
 			s.observe(version("a", "1", 10, "10.0.0.0/24"))

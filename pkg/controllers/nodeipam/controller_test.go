@@ -779,7 +779,11 @@ func TestOptions_RefusesInvalidSettings(t *testing.T) {
 		"an unknown allocator":                 {Allocator: "Guesswork"},
 		"a block larger than the cluster CIDR": cidrs("10.0.0.0/26"),
 		"an impossible mask size":              {ClusterCIDRs: prefixes("fd00::/64"), MaskSizeIPv6: 129},
+		"cluster CIDRs that overlap":           cidrs("10.0.0.0/16", "10.0.128.0/17"),
+		"a cluster CIDR of Services":           {ClusterCIDRs: prefixes("10.0.0.0/16"), ServiceCIDRs: prefixes("10.0.0.0/12")},
 	} {
 		assert.Error(t, options.Validate(), name)
 	}
+
+	assert.NoError(t, cidrs("10.0.0.0/16", "fd00::/48").Validate())
 }
