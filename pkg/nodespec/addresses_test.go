@@ -8,10 +8,11 @@ import (
 
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
-	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
@@ -45,12 +46,9 @@ func TestDesired_InternalIPs(t *testing.T) {
 
 			if len(test.want) == 0 {
 				requirePending(t, in, "node IPs")
-
-				return
+			} else {
+				requireAddresses(t, corev1.NodeInternalIP, in, test.want...)
 			}
-
-			spec, _ := desired(t, in)
-			requireAddresses(t, corev1.NodeInternalIP, spec, test.want...)
 		})
 	}
 }
@@ -58,53 +56,29 @@ func TestDesired_InternalIPs(t *testing.T) {
 func TestDesired_VirtualIPIsNotAnInternalIP(t *testing.T) {
 	in := running()
 	in.Machine.Addresses = []machine.Address{onLink("eth0", "10.0.0.1/24"), onLink("eth0", "10.0.0.100/32"), onLink("kube-ipvs0", "10.96.0.1/32")}
-	in.Machine.ExcludedSubnets = []netip.Prefix{netip.MustParsePrefix("10.0.0.100/32"), netip.MustParsePrefix("10.96.0.0/12")}
+	in.Machine.ExcludedSubnets = []netip.Prefix{prefix("10.0.0.100/32"), prefix("10.96.0.0/12")}
 
 	in.ProvidedNodeIPs = addrs([]string{"10.0.0.100"})
 	requirePending(t, in, "node IPs")
 
 	in.ProvidedNodeIPs = addrs([]string{"10.96.0.1", "10.0.0.1"})
-	spec, _ := desired(t, in)
-	requireAddresses(t, corev1.NodeInternalIP, spec, "10.0.0.1")
-}
-
-func addrs(list []string) []netip.Addr {
-	var ips []netip.Addr
-	for _, ip := range list {
-		ips = append(ips, addr(ip))
-	}
-
-	return ips
+	requireAddresses(t, corev1.NodeInternalIP, in, "10.0.0.1")
 }
 
 // The upstream Talos CCM lists addresses of CNI links.
 func TestDesired_DiscoversPublicAddressesByLink(t *testing.T) {
 	const ipv4, ipv6 = "203.0.113.5/24", "2001:db8:1::5/64"
 
-	for link, own := range map[string]bool{
-		"eth0": true, "ens18": true, "enp3s0f1np1": true, "eno1": true, "bond0": true, "bond0.100": true, "br0": true, "vlan20": true, "enx001122334455": true, "wlan0": true,
-
-		"lo": false, "kubespan": false, "siderolink": false,
-		"kube-ipvs0": false, "kube-bridge": false, "kube-dummy-if": false, "kube_bridge": false, "nodelocaldns": false,
-		"flannel.1": false, "flannel-v6.1": false, "flannel-wg": false, "cni0": false,
-		"cilium_host": false, "cilium_net": false, "cilium_vxlan": false, "cilium_wg0": false, "lxc12ab34cd56ef": false, "lxc_health": false,
-		"cali1234567890a": false, "vxlan.calico": false, "vethwe-bridge": false, "veth1a2b3c4d": false,
-		"antrea-gw0": false, "ovn-k8s-mp0": false, "genev_sys_6081": false, "tunl0": false, "virbr0": false, "vxlan-v6.calico": false,
-		"wireguard.cali": false, "wg-v6.cali": false, "weave": false,
-		"docker0": false, "dummy0": false, "tailscale0": false, "wg0": false,
+	for own, links := range map[bool]string{
+		true: "eth0 ens18 enp3s0f1np1 eno1 bond0 bond0.100 br0 vlan20 enx001122334455 wlan0",
+		false: "lo kubespan siderolink kube-ipvs0 kube-bridge kube-dummy-if kube_bridge nodelocaldns flannel.1 flannel-v6.1 flannel-wg cni0 cilium_host cilium_net " +
+			"cilium_vxlan cilium_wg0 lxc12ab34cd56ef lxc_health cali1234567890a vxlan.calico vethwe-bridge veth1a2b3c4d antrea-gw0 ovn-k8s-mp0 genev_sys_6081 tunl0 virbr0 vxlan-v6.calico wireguard.cali " +
+			"wg-v6.cali weave docker0 dummy0 tailscale0 wg0",
 	} {
-		t.Run(link, func(t *testing.T) {
-			in := running()
-			in.Machine.Addresses = append(in.Machine.Addresses, onLink(link, ipv4), onLink(link, ipv6))
-
-			spec, _ := desired(t, in)
-
-			if own {
-				requireAddresses(t, corev1.NodeExternalIP, spec, "203.0.113.5", "2001:db8:1::5")
-			} else {
-				requireAddresses(t, corev1.NodeExternalIP, spec)
-			}
-		})
+		for link := range strings.FieldsSeq(links) {
+			in := having(onLink(link, ipv4), onLink(link, ipv6))
+			requireAddresses(t, corev1.NodeExternalIP, in, map[bool][]string{true: {"203.0.113.5", "2001:db8:1::5"}}[own]...)
+		}
 	}
 }
 
@@ -149,24 +123,15 @@ func TestDesired_DiscoversPublicAddressesByRange(t *testing.T) {
 		{"segment routing", "5f00::1/16", false},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			in := running()
 			found := onLink("eth0", test.prefix)
-			in.Machine.Addresses = append(in.Machine.Addresses, found)
-
-			spec, _ := desired(t, in)
-
-			if test.public {
-				requireAddresses(t, corev1.NodeExternalIP, spec, found.Prefix.Addr().Unmap().String())
-			} else {
-				requireAddresses(t, corev1.NodeExternalIP, spec)
-			}
+			requireAddresses(t, corev1.NodeExternalIP, having(found), map[bool][]string{true: {found.Prefix.Addr().Unmap().String()}}[test.public]...)
 		})
 	}
 }
 
 func TestDesired_DiscoversStableAddresses(t *testing.T) {
 	public := func(flags nethelpers.AddressFlag, scope nethelpers.Scope) machine.Address {
-		return machine.Address{Prefix: netip.MustParsePrefix("2001:db8:1::5/64"), Link: "eth0", Flags: nethelpers.AddressFlags(flags), Scope: scope}
+		return machine.Address{Prefix: prefix("2001:db8:1::5/64"), Link: "eth0", Flags: nethelpers.AddressFlags(flags), Scope: scope}
 	}
 
 	for _, test := range []struct {
@@ -190,45 +155,34 @@ func TestDesired_DiscoversStableAddresses(t *testing.T) {
 		{"other IP family excluded", onLink("eth0", "203.0.113.101/32"), "::/0", []string{"203.0.113.101"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			in := running()
-			in.Machine.Addresses = append(in.Machine.Addresses, test.address)
-
+			in := having(test.address)
 			if test.excluded != "" {
-				in.Machine.ExcludedSubnets = []netip.Prefix{netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix(test.excluded)}
+				in.Machine.ExcludedSubnets = []netip.Prefix{prefix("10.244.0.0/16"), prefix(test.excluded)}
 			}
 
-			spec, _ := desired(t, in)
-			requireAddresses(t, corev1.NodeExternalIP, spec, test.want...)
+			requireAddresses(t, corev1.NodeExternalIP, in, test.want...)
 		})
 	}
 }
 
 func TestDesired_SourceOfExternalIPs(t *testing.T) {
-	const fromMetadata, fromBoth = "metadata", "both"
-
-	rows := map[string]string{
-		"akamai": fromMetadata, "aws": fromMetadata, "azure": fromMetadata, "cloudstack": fromMetadata, "digital-ocean": fromMetadata, "equinixMetal": fromMetadata,
-		"exoscale": fromMetadata, "gcp": fromMetadata, "hcloud": fromMetadata, "scaleway": fromMetadata, "upcloud": fromMetadata, "vultr": fromMetadata,
-
-		"container": fromBoth, "metal": fromBoth, "nocloud": fromBoth, "opennebula": fromBoth, "openstack": fromBoth, "oracle": fromBoth, "vmware": fromBoth,
+	metadataOnly := []string{
+		"akamai", "aws", "azure", "cloudstack", "digital-ocean", "equinixMetal", "exoscale", "gcp", "hcloud", "scaleway", "upcloud", "vultr",
 	}
+	both := []string{"container", "metal", "nocloud", "opennebula", "openstack", "oracle", "vmware"}
+	require.ElementsMatch(t, talosPlatforms(), slices.Concat(metadataOnly, both))
 
 	for _, platform := range talosPlatforms() {
 		t.Run(platform, func(t *testing.T) {
-			in := running()
+			in := having(external("203.0.113.9"), onLink("eth0", "203.0.113.5/24"))
 			in.Machine.Platform = runtime.PlatformMetadataSpec{Platform: platform, InstanceID: "i-1"}
-			in.Machine.Addresses = append(in.Machine.Addresses, external("203.0.113.9"), onLink("eth0", "203.0.113.5/24"))
 
-			spec, _ := desired(t, in)
-
-			switch rows[platform] {
-			case fromMetadata:
-				requireAddresses(t, corev1.NodeExternalIP, spec, "203.0.113.9")
-			case fromBoth:
-				requireAddresses(t, corev1.NodeExternalIP, spec, "203.0.113.9", "203.0.113.5") // in the order of the machine's addresses
-			default:
-				t.Errorf("no row for %s", platform)
+			want := []string{"203.0.113.9", "203.0.113.5"} // in the order of the machine's addresses
+			if slices.Contains(metadataOnly, platform) {
+				want = want[:1]
 			}
+
+			requireAddresses(t, corev1.NodeExternalIP, in, want...)
 		})
 	}
 }
@@ -265,29 +219,23 @@ func TestDesired_ExternalIPs(t *testing.T) {
 		{"private address in metadata", []machine.Address{external("10.9.9.9")}, nil, false, []string{"10.9.9.9"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			in := running()
-			in.Machine.Addresses = append(in.Machine.Addresses, test.addresses...)
+			in := having(test.addresses...)
 			in.Options.PreferIPv6 = test.preferIPv6
 
 			if test.nodeIPs != nil {
 				in.ProvidedNodeIPs = addrs(test.nodeIPs)
 			}
 
-			spec, _ := desired(t, in)
-			requireAddresses(t, corev1.NodeExternalIP, spec, test.want...)
+			requireAddresses(t, corev1.NodeExternalIP, in, test.want...)
 		})
 	}
 }
 
 // The upstream Talos CCM lists one of each family.
 func TestDesired_FirstExternalIPPerFamily(t *testing.T) {
-	in := running()
+	in := having(onLink("eth1", "203.0.113.10/24"), onLink("eth2", "203.0.113.9/24"), onLink("eth1", "2001:db8:1::5/64"), onLink("eth2", "2001:db8:1::4/64"))
 	in.Options.OneExternalIPPerFamily = true
-	in.Machine.Addresses = append(in.Machine.Addresses,
-		onLink("eth1", "203.0.113.10/24"), onLink("eth2", "203.0.113.9/24"), onLink("eth1", "2001:db8:1::5/64"), onLink("eth2", "2001:db8:1::4/64"))
-
-	spec, _ := desired(t, in)
-	requireAddresses(t, corev1.NodeExternalIP, spec, "203.0.113.10", "2001:db8:1::4")
+	requireAddresses(t, corev1.NodeExternalIP, in, "203.0.113.10", "2001:db8:1::4")
 }
 
 // With machine.kubelet.registerWithFQDN, the nodename has a domain.
@@ -297,27 +245,18 @@ func TestDesired_NodenameIsTheHostNameWithoutAPlatformHostName(t *testing.T) {
 	} {
 		in := withRules(t, running(), rules.Rule{Labels: map[string]string{"host": "{{ .Hostname }}"}})
 		in.Machine.Nodename, in.Machine.Hostname = nodename, "worker-1"
-
-		spec, _ := desired(t, in)
-		requireAddresses(t, corev1.NodeInternalDNS, spec, want...)
-
-		if spec.Labels["host"] != nodename {
-			t.Errorf("got .Hostname %q, want %q", spec.Labels["host"], nodename)
-		}
+		requireAddresses(t, corev1.NodeInternalDNS, in, want...)
+		assert.Equal(t, nodename, specOf(t, in).Labels["host"])
 
 		in.Machine.Platform.Hostname = "vm-7"
-
-		spec, _ = desired(t, in)
-		requireAddresses(t, corev1.NodeInternalDNS, spec)
+		requireAddresses(t, corev1.NodeInternalDNS, in)
 	}
 }
 
 func TestDesired_HostnameIsNodename(t *testing.T) {
 	in := running()
 	in.Machine.Hostname, in.Machine.Platform.Hostname = "elsewhere", "elsewhere-too"
-
-	spec, _ := desired(t, in)
-	requireAddresses(t, corev1.NodeHostName, spec, "worker-1")
+	requireAddresses(t, corev1.NodeHostName, in, "worker-1")
 }
 
 func TestDesired_DNSNames(t *testing.T) {
@@ -363,25 +302,11 @@ func TestDesired_DNSNames(t *testing.T) {
 				return map[string][]string{"shared.ec2.internal": {"worker-3", "worker-2"}}[name]
 			}
 			in.Machine.Platform.Hostname, in.Machine.Platform.InternalDNS, in.Machine.Platform.ExternalDNS = test.hostname, test.internal, test.external
-
-			spec, problems := desired(t, in)
-			requireAddresses(t, corev1.NodeInternalDNS, spec, test.wantInternal...)
-			requireAddresses(t, corev1.NodeExternalDNS, spec, test.wantExternal...)
-
-			if got := keys(problems); !slices.Equal(got, test.problems) {
-				t.Errorf("problems: got %v, want %v", got, test.problems)
-			}
+			requireAddresses(t, corev1.NodeInternalDNS, in, test.wantInternal...)
+			requireAddresses(t, corev1.NodeExternalDNS, in, test.wantExternal...)
+			assert.Equal(t, test.problems, problemKeys(t, in))
 		})
 	}
-}
-
-func keys(problems []nodespec.Problem) []string {
-	var list []string
-	for _, p := range problems {
-		list = append(list, p.Key)
-	}
-
-	return list
 }
 
 func TestDesired_OrderOfAddresses(t *testing.T) {
@@ -390,7 +315,7 @@ func TestDesired_OrderOfAddresses(t *testing.T) {
 	in.Machine.Addresses = append(in.Machine.Addresses, onLink("eth0", "2001:db8::1/64"), onLink("eth1", "203.0.113.5/24"), onLink("eth1", "2001:db8:1::5/64"))
 	in.ProvidedNodeIPs = append(in.ProvidedNodeIPs, addr("2001:db8::1"))
 
-	want := []corev1.NodeAddress{
+	assert.Equal(t, []corev1.NodeAddress{
 		{Type: corev1.NodeInternalIP, Address: nodeIP},
 		{Type: corev1.NodeInternalIP, Address: "2001:db8::1"},
 		{Type: corev1.NodeExternalIP, Address: "203.0.113.5"},
@@ -398,11 +323,7 @@ func TestDesired_OrderOfAddresses(t *testing.T) {
 		{Type: corev1.NodeHostName, Address: "worker-1"},
 		{Type: corev1.NodeInternalDNS, Address: "a.ec2.internal"},
 		{Type: corev1.NodeExternalDNS, Address: "a.example.org"},
-	}
-
-	if spec, _ := desired(t, in); !slices.Equal(spec.Addresses, want) {
-		t.Errorf("got  %v\nwant %v", spec.Addresses, want)
-	}
+	}, specOf(t, in).Addresses)
 }
 
 // Azure's metadata lists a load balancer's addresses for every machine behind it.
@@ -412,8 +333,7 @@ func TestDesired_OmitsSharedAddresses(t *testing.T) {
 	in.Machine.Addresses = append(in.Machine.Addresses, external("203.0.113.1"), external("203.0.113.2"))
 	in.SharedAddresses = []netip.Addr{addr("203.0.113.1")}
 
-	spec, _ := desired(t, in)
-	requireAddresses(t, corev1.NodeExternalIP, spec, "203.0.113.2")
+	requireAddresses(t, corev1.NodeExternalIP, in, "203.0.113.2")
 }
 
 func TestDesired_ExplainsOmittedNames(t *testing.T) {
@@ -428,9 +348,7 @@ func TestDesired_ExplainsOmittedNames(t *testing.T) {
 		`ExternalDNS="shared.example.org" omitted: the machine of node "worker-2" has the same name`,
 	}
 	for i, p := range problems {
-		if p.String() != want[i] {
-			t.Errorf("got %s, want %s", p, want[i])
-		}
+		assert.Equal(t, want[i], p.String())
 	}
 }
 
@@ -439,25 +357,16 @@ func TestDesired_ListsNumericNodename(t *testing.T) {
 	in := running()
 	in.Machine.Nodename = "10023"
 
-	spec, problems := desired(t, in)
-	requireAddresses(t, corev1.NodeHostName, spec, "10023")
-
-	if len(problems) > 0 {
-		t.Error(problems)
-	}
+	_, problems := desired(t, in)
+	assert.Empty(t, problems)
+	requireAddresses(t, corev1.NodeHostName, in, "10023")
 }
 
 func TestDesired_OmitsAddressesThatOperatorExcludes(t *testing.T) {
-	in := running()
-	in.Machine.Addresses = append(in.Machine.Addresses, onLink("eth0", "10.0.0.10/32"), onLink("eth1", "203.0.113.10/24"), onLink("eth1", "203.0.113.11/24"), external("203.0.113.10"))
-	in.Machine.ValidSubnets = []machine.ValidSubnet{
-		{Prefix: netip.MustParsePrefix("10.0.0.0/24")},
-		{Prefix: netip.MustParsePrefix("10.0.0.10/32"), Inverted: true},
-		{Prefix: netip.MustParsePrefix("203.0.113.10/32"), Inverted: true},
-	}
+	in := having(onLink("eth0", "10.0.0.10/32"), onLink("eth1", "203.0.113.10/24"), onLink("eth1", "203.0.113.11/24"), external("203.0.113.10"))
+	in.Machine.ValidSubnets = []machine.ValidSubnet{{Prefix: prefix("10.0.0.0/24")}, {Prefix: prefix("10.0.0.10/32"), Inverted: true}, {Prefix: prefix("203.0.113.10/32"), Inverted: true}}
 	in.ProvidedNodeIPs = addrs([]string{"10.0.0.10", nodeIP})
 
-	spec, _ := desired(t, in)
-	requireAddresses(t, corev1.NodeInternalIP, spec, nodeIP)
-	requireAddresses(t, corev1.NodeExternalIP, spec, "203.0.113.11")
+	requireAddresses(t, corev1.NodeInternalIP, in, nodeIP)
+	requireAddresses(t, corev1.NodeExternalIP, in, "203.0.113.11")
 }

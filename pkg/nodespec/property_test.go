@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
-	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -12,6 +11,7 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/validation"
 
@@ -89,27 +89,13 @@ func FuzzDesired_Machines(f *testing.F) {
 	f.Fuzz(func(t *testing.T, seed uint64) {
 		in := randomInput(seed)
 		spec, problems, pending := nodespec.Desired(in)
-
-		if !reflect.DeepEqual(in, randomInput(seed)) {
-			t.Error("Desired changed its input")
-		}
+		assert.Equal(t, randomInput(seed), in, "Desired changed its input")
 
 		again, problemsAgain, pendingAgain := nodespec.Desired(in)
-		if !reflect.DeepEqual(spec, again) || !reflect.DeepEqual(problems, problemsAgain) || pending != pendingAgain {
-			t.Errorf("two results for one input:\n%+v %v %q\n%+v %v %q", spec, problems, pending, again, problemsAgain, pendingAgain)
-		}
-
-		if pending != "" {
-			if !reflect.DeepEqual(spec, nodespec.Spec{}) || problems != nil {
-				t.Errorf("pending, but got %+v %v", spec, problems)
-			}
-
-			return
-		}
-
-		checkLabels(t, spec, problems)
-		checkAddresses(t, in, spec)
-		checkProviderID(t, in, spec)
+		assert.Equal(t, again, spec)
+		assert.Equal(t, problemsAgain, problems)
+		assert.Equal(t, pendingAgain, pending)
+		check(t, in)
 	})
 }
 
@@ -125,34 +111,40 @@ func FuzzDesired_Metadata(f *testing.F) {
 		}
 		in.Machine.System = hardware.SystemInformationSpec{SerialNumber: serial, UUID: smbiosUUID}
 
-		spec, problems, pending := nodespec.Desired(in)
-		if pending != "" {
-			return
-		}
-
-		checkLabels(t, spec, problems)
-		checkAddresses(t, in, spec)
-		checkProviderID(t, in, spec)
+		check(t, in)
 	})
+}
+
+// check fails the test if the desired state is neither valid nor pending.
+func check(t *testing.T, in nodespec.Input) {
+	t.Helper()
+
+	spec, problems, pending := nodespec.Desired(in)
+	if pending != "" {
+		assert.Equal(t, nodespec.Spec{}, spec)
+		assert.Nil(t, problems)
+
+		return
+	}
+
+	checkLabels(t, spec, problems)
+	checkAddresses(t, in, spec)
+	checkProviderID(t, in, spec)
 }
 
 func checkLabels(t *testing.T, spec nodespec.Spec, problems []nodespec.Problem) {
 	t.Helper()
 
 	for key, value := range spec.Labels {
-		if why := validation.IsQualifiedName(key); len(why) > 0 {
-			t.Errorf("label %q: %v", key, why)
-		}
-
-		if why := validation.IsValidLabelValue(value); len(why) > 0 || value == "" {
-			t.Errorf("label %s=%q: %v", key, value, why)
-		}
+		assert.Empty(t, validation.IsQualifiedName(key))
+		assert.Empty(t, validation.IsValidLabelValue(value))
+		assert.NotEmpty(t, value)
 	}
 
 	for _, p := range problems {
-		if _, both := spec.Labels[p.Key]; both || p.Value == "" || p.Why == "" {
-			t.Errorf("problem %+v, labels %v", p, spec.Labels)
-		}
+		assert.NotContains(t, spec.Labels, p.Key)
+		assert.NotEmpty(t, p.Value)
+		assert.NotEmpty(t, p.Why)
 	}
 }
 
@@ -162,9 +154,7 @@ func checkAddresses(t *testing.T, in nodespec.Input, spec nodespec.Spec) {
 	order := []corev1.NodeAddressType{corev1.NodeInternalIP, corev1.NodeExternalIP, corev1.NodeHostName, corev1.NodeInternalDNS, corev1.NodeExternalDNS}
 
 	for i, a := range spec.Addresses {
-		if slices.Contains(spec.Addresses[:i], a) {
-			t.Errorf("%v is listed twice", a)
-		}
+		assert.NotContains(t, spec.Addresses[:i], a)
 
 		if i > 0 && slices.Index(order, a.Type) < slices.Index(order, spec.Addresses[i-1].Type) {
 			t.Errorf("%v comes after %v", a, spec.Addresses[i-1])
@@ -180,9 +170,8 @@ func checkAddresses(t *testing.T, in nodespec.Input, spec nodespec.Spec) {
 	}
 
 	internal, external := of(corev1.NodeInternalIP, spec), of(corev1.NodeExternalIP, spec)
-	if len(internal) == 0 || len(internal) > 2 {
-		t.Errorf("%d internal addresses", len(internal))
-	}
+	assert.NotEmpty(t, internal)
+	assert.LessOrEqual(t, len(internal), 2)
 
 	checkIPs(t, in.Machine, append(internal, external...))
 }
@@ -197,9 +186,8 @@ func checkIPs(t *testing.T, m machine.Machine, list []string) {
 			t.Errorf("%q is not a canonical address: %v", text, err)
 		}
 
-		if !m.HasAddress(ip) || slices.Contains(list[:i], text) {
-			t.Errorf("%s is not on the machine, or listed twice", text)
-		}
+		assert.True(t, m.HasAddress(ip))
+		assert.NotContains(t, list[:i], text)
 	}
 }
 
@@ -211,7 +199,6 @@ func checkProviderID(t *testing.T, in nodespec.Input, spec nodespec.Spec) {
 		return
 	}
 
-	if id, ours := strings.CutPrefix(spec.ProviderID, "talos://"+meta.Platform+"/"); !ours || id == "" {
-		t.Errorf("providerID %q does not identify an instance of %q", spec.ProviderID, meta.Platform)
-	}
+	id, ours := strings.CutPrefix(spec.ProviderID, "talos://"+meta.Platform+"/")
+	assert.True(t, ours && id != "", "providerID %q does not identify an instance of %q", spec.ProviderID, meta.Platform)
 }

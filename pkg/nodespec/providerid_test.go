@@ -9,6 +9,8 @@ import (
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -49,30 +51,20 @@ func identities() map[string]identity {
 	}
 }
 
-func TestDesired_ProviderIDOfEveryPlatform(t *testing.T) {
+func TestDesired_ProviderIDAndLabelOfEveryPlatform(t *testing.T) {
 	rows := identities()
-
-	if known := slices.Sorted(maps.Keys(rows)); !slices.Equal(known, slices.Sorted(slices.Values(talosPlatforms()))) {
-		t.Fatalf("test has rows for %v, want %v", known, talosPlatforms())
-	}
+	require.ElementsMatch(t, talosPlatforms(), slices.Collect(maps.Keys(rows)))
 
 	for platform, row := range rows {
 		t.Run(platform, func(t *testing.T) {
-			in := running()
-			in.Machine.Platform = row.metadata
+			in := on(row.metadata)
 			in.Machine.Platform.Platform = platform
-
-			if spec, _ := desired(t, in); spec.ProviderID != row.want {
-				t.Errorf("got %q, want %q", spec.ProviderID, row.want)
-			}
+			assert.Equal(t, row.want, specOf(t, in).ProviderID)
+			assert.Equal(t, platform, specOf(t, in).Labels[nodespec.LabelPlatform])
 
 			// The upstream Talos CCM ignores the instance ID.
 			in.Options.ProviderIDFromNodeIP = true
-			want := cmp.Or(row.metadata.ProviderID, "talos://"+platform+"/"+nodeIP)
-
-			if spec, _ := desired(t, in); spec.ProviderID != want {
-				t.Errorf("fallback node-ip: got %q, want %q", spec.ProviderID, want)
-			}
+			assert.Equal(t, cmp.Or(row.metadata.ProviderID, "talos://"+platform+"/"+nodeIP), specOf(t, in).ProviderID)
 		})
 	}
 }
@@ -87,61 +79,18 @@ func TestDesired_PendingWithoutMetadata(t *testing.T) {
 		}
 
 		t.Run(platform, func(t *testing.T) {
-			in := running()
-			in.Machine.Platform = runtime.PlatformMetadataSpec{Platform: platform}
+			in := on(runtime.PlatformMetadataSpec{Platform: platform})
 			in.Machine.PlatformPublished = false
-
 			requirePending(t, in, platform)
 		})
 	}
 }
 
-// Drivers publish an incomplete providerID if they cannot read the instance ID: openstack if neither drive nor service
-// has metadata; aws, cloudstack and exoscale if the service lacks the key.
-func TestDesired_PendingWithIncompleteProviderID(t *testing.T) {
-	for _, test := range []struct{ platform, providerID string }{
-		{"openstack", "openstack:///"},
-		{"aws", "aws:///eu-1a/"},
-		{"aws", "aws:////"},
-		{"cloudstack", "cloudstack://"},
-		{"exoscale", "exoscale://"},
-		{"hcloud", "hcloud://"},
-		{"scaleway", "scaleway://instance/fr-par-1/"},
-	} {
-		t.Run(test.providerID, func(t *testing.T) {
-			in := running()
-			in.Machine.Platform = runtime.PlatformMetadataSpec{Platform: test.platform, ProviderID: test.providerID}
-
-			requirePending(t, in, test.platform)
-		})
-	}
-}
-
-func requirePending(t *testing.T, in nodespec.Input, mention string) {
-	t.Helper()
-
-	spec, problems, pending := nodespec.Desired(in)
-	if spec.ProviderID != "" || spec.Labels != nil || spec.Addresses != nil || problems != nil {
-		t.Errorf("pending, but got %+v %v", spec, problems)
-	}
-
-	if pending == "" || !strings.Contains(pending, mention) {
-		t.Errorf("pending is %q, want mention of %q", pending, mention)
-	}
-}
-
 func TestDesired_FallbackProviderID(t *testing.T) {
-	const (
-		byUUID = "uuid"
-		byIP   = "ip"
-		wait   = ""
-	)
+	const byUUID, byIP, wait = uuid, nodeIP, ""
 
 	seeded := func(serial string) func(*nodespec.Input) {
-		return func(in *nodespec.Input) {
-			in.Machine.PlatformPublished = false
-			in.Machine.System.SerialNumber = serial
-		}
+		return func(in *nodespec.Input) { in.Machine.PlatformPublished, in.Machine.System.SerialNumber = false, serial }
 	}
 	all := func(changes ...func(*nodespec.Input)) func(*nodespec.Input) {
 		return func(in *nodespec.Input) {
@@ -199,19 +148,13 @@ func TestDesired_FallbackProviderID(t *testing.T) {
 		{"platform of a later Talos version", "nimbus", func(*nodespec.Input) {}, wait},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			in := running()
-			in.Machine.Platform = runtime.PlatformMetadataSpec{Platform: test.platform}
+			in := on(runtime.PlatformMetadataSpec{Platform: test.platform})
 			test.change(&in)
 
-			want := map[string]string{byUUID: "talos://" + test.platform + "/" + uuid, byIP: "talos://" + test.platform + "/" + nodeIP}[test.want]
-			if want == "" {
+			if test.want == wait {
 				requirePending(t, in, test.platform)
-
-				return
-			}
-
-			if spec, _ := desired(t, in); spec.ProviderID != want {
-				t.Errorf("got %q, want %q", spec.ProviderID, want)
+			} else {
+				assert.Equal(t, "talos://"+test.platform+"/"+test.want, specOf(t, in).ProviderID)
 			}
 		})
 	}
@@ -219,10 +162,9 @@ func TestDesired_FallbackProviderID(t *testing.T) {
 
 func TestDesired_ProviderIDOfPlatformTakesPrecedence(t *testing.T) {
 	for _, test := range []struct {
-		name     string
-		metadata runtime.PlatformMetadataSpec
-		want     string
-		fromIP   string
+		name         string
+		metadata     runtime.PlatformMetadataSpec
+		want, fromIP string
 	}{
 		{"provider ID and instance ID", runtime.PlatformMetadataSpec{Platform: "nocloud", ProviderID: "proxmox://dc/100", InstanceID: "vm-100"}, "proxmox://dc/100", "proxmox://dc/100"},
 		{"instance ID and UUID", runtime.PlatformMetadataSpec{Platform: "vmware", InstanceID: "vm-200"}, "talos://vmware/vm-200", "talos://vmware/" + nodeIP},
@@ -231,14 +173,11 @@ func TestDesired_ProviderIDOfPlatformTakesPrecedence(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			for fromIP, want := range map[bool]string{false: test.want, true: test.fromIP} {
-				in := running()
-				in.Machine.Platform, in.SharedUUID, in.Options = test.metadata, true, nodespec.Options{ProviderIDFromNodeIP: fromIP}
+				in := on(test.metadata)
+				in.SharedUUID, in.Options.ProviderIDFromNodeIP = true, fromIP
 				// A published identity does not depend on the rest.
 				in.Machine.PlatformPublished, in.Machine.Stage = false, runtime.MachineStageBooting
-
-				if spec, _ := desired(t, in); spec.ProviderID != want {
-					t.Errorf("fallback node-ip %v: got %q, want %q", fromIP, spec.ProviderID, want)
-				}
+				assert.Equal(t, want, specOf(t, in).ProviderID, "fallback node-ip %v", fromIP)
 			}
 		})
 	}
@@ -251,9 +190,7 @@ func TestDesired_FallbackProviderIDHasFirstNodeIP(t *testing.T) {
 		in.ProvidedNodeIPs = append(in.ProvidedNodeIPs, addr("2001:db8::1"))
 		in.Options = nodespec.Options{ProviderIDFromNodeIP: true, PreferIPv6: preferIPv6}
 
-		if spec, _ := desired(t, in); spec.ProviderID != want {
-			t.Errorf("preferIPv6 %v: got %q, want %q", preferIPv6, spec.ProviderID, want)
-		}
+		assert.Equal(t, want, specOf(t, in).ProviderID, "preferIPv6 %v", preferIPv6)
 	}
 }
 
@@ -262,22 +199,16 @@ func TestDesired_PendingUntilMachineHasNodeIPOfProviderID(t *testing.T) {
 	in := running()
 	in.ProvidedNodeIPs = addrs([]string{"fd00::1", nodeIP})
 	in.Machine.Addresses = []machine.Address{onLink("eth0", "fd00::1/64")}
-
-	if spec, _ := desired(t, in); spec.ProviderID != "talos://metal/"+uuid {
-		t.Errorf("from the UUID: got %q", spec.ProviderID)
-	}
+	assert.Equal(t, "talos://metal/"+uuid, specOf(t, in).ProviderID, "from the UUID")
 
 	in.Options.ProviderIDFromNodeIP = true
 	requirePending(t, in, nodeIP)
 
 	in.Options.PreferIPv6 = true
-	if spec, _ := desired(t, in); spec.ProviderID != "talos://metal/fd00::1" {
-		t.Errorf("IPv6 preferred: got %q", spec.ProviderID)
-	}
+	assert.Equal(t, "talos://metal/fd00::1", specOf(t, in).ProviderID, "IPv6 preferred")
 
 	in.Options.PreferIPv6, in.ProviderID = false, "talos://metal/"+nodeIP
-	spec, _ := desired(t, in)
-	requireAddresses(t, corev1.NodeInternalIP, spec, "fd00::1")
+	requireAddresses(t, corev1.NodeInternalIP, in, "fd00::1")
 }
 
 // Talos 1.12 and later use metadata cached in an earlier boot until the metadata service responds; the disk may have
@@ -296,36 +227,43 @@ func TestDesired_PendingWithCachedMetadata(t *testing.T) {
 		{"metal", "metal", func(*nodespec.Input) {}, false},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			in := running()
-			in.Machine.Platform = runtime.PlatformMetadataSpec{Platform: test.platform, InstanceID: "another", ProviderID: test.platform + "://another"}
+			in := on(runtime.PlatformMetadataSpec{Platform: test.platform, InstanceID: "another", ProviderID: test.platform + "://another"})
 			in.Machine.PlatformFromCache = true
 			test.change(&in)
 
 			if test.pending {
 				requirePending(t, in, "earlier")
-
-				return
+			} else {
+				desired(t, in)
 			}
-
-			desired(t, in)
 		})
 	}
 }
 
 func TestDesired_PendingWithInvalidIdentity(t *testing.T) {
-	for name, meta := range map[string]runtime.PlatformMetadataSpec{
-		"space":                {Platform: "nocloud", InstanceID: "my machine"},
-		"line break":           {Platform: "hcloud", InstanceID: "1", ProviderID: "hcloud://1\n"},
-		"NUL":                  {Platform: "hcloud", InstanceID: "1\x00"},
-		"invalid UTF-8":        {Platform: "nocloud", InstanceID: "\xff"},
-		"instance ID too long": {Platform: "nocloud", InstanceID: strings.Repeat("a", 64<<10)},
-		"provider ID too long": {Platform: "hcloud", InstanceID: "1", ProviderID: "hcloud://" + strings.Repeat("1", 64<<10)},
-		"invisible character":  {Platform: "nocloud", InstanceID: "a\u200b"},
+	const invalid = "invalid instance ID or providerID"
+
+	for _, test := range []struct{ name, platform, instanceID, providerID, mention string }{
+		{"space", "nocloud", "my machine", "", invalid},
+		{"line break", "hcloud", "1", "hcloud://1\n", invalid},
+		{"NUL", "hcloud", "1\x00", "", invalid},
+		{"invalid UTF-8", "nocloud", "\xff", "", invalid},
+		{"instance ID too long", "nocloud", strings.Repeat("a", 64<<10), "", invalid},
+		{"provider ID too long", "hcloud", "1", "hcloud://" + strings.Repeat("1", 64<<10), invalid},
+		{"invisible character", "nocloud", "a\u200b", "", invalid},
+
+		// Drivers publish an incomplete providerID if they cannot read the instance ID: openstack if neither drive nor
+		// service has metadata; aws, cloudstack and exoscale if the service lacks the key.
+		{"incomplete, openstack", "openstack", "", "openstack:///", "openstack"},
+		{"incomplete, aws with zone", "aws", "", "aws:///eu-1a/", "aws"},
+		{"incomplete, aws", "aws", "", "aws:////", "aws"},
+		{"incomplete, cloudstack", "cloudstack", "", "cloudstack://", "cloudstack"},
+		{"incomplete, exoscale", "exoscale", "", "exoscale://", "exoscale"},
+		{"incomplete, hcloud", "hcloud", "", "hcloud://", "hcloud"},
+		{"incomplete, scaleway", "scaleway", "", "scaleway://instance/fr-par-1/", "scaleway"},
 	} {
-		t.Run(name, func(t *testing.T) {
-			in := running()
-			in.Machine.Platform = meta
-			requirePending(t, in, "invalid instance ID or providerID")
+		t.Run(test.name, func(t *testing.T) {
+			requirePending(t, on(runtime.PlatformMetadataSpec{Platform: test.platform, InstanceID: test.instanceID, ProviderID: test.providerID}), test.mention)
 		})
 	}
 }
