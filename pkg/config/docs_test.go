@@ -1,6 +1,7 @@
 package config_test
 
 import (
+	"cmp"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -9,10 +10,11 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/siderolabs/talos/pkg/machinery/config/configloader"
 	"github.com/siderolabs/talos/pkg/machinery/platforms"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"go.yaml.in/yaml/v4"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
@@ -41,9 +43,7 @@ func pages(t *testing.T) (list []page) {
 
 		return err
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	return list
 }
@@ -75,35 +75,17 @@ func blocks(text string) (list []block) {
 	return list
 }
 
-// described returns a machine as the docs write it, read as by `render --machine`.
-func described(t *testing.T, text string) machine.Machine {
-	t.Helper()
-
-	machines, err := preview.Parse([]byte(text), machine.OptionalFacts()...)
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	return machines[0].Machine
-}
-
 // requirePublished fails the test if Talos does not publish such metadata on the platform.
 func requirePublished(t *testing.T, metadata runtime.PlatformMetadataSpec) {
 	t.Helper()
 
-	for _, row := range table(t, platformTable) {
-		if row[0] == "`"+metadata.Platform+"`" {
-			for field, used := range map[string]bool{"spot": metadata.Spot, "tags": len(metadata.Tags) > 0, "DNS": metadata.InternalDNS+metadata.ExternalDNS != ""} {
-				if used && !strings.Contains(strings.Join(row, " "), field) {
-					t.Errorf("%s does not publish %s", metadata.Platform, field)
-				}
-			}
+	rows := table(t, platformTable)
+	i := slices.IndexFunc(rows, func(row []string) bool { return row[0] == "`"+metadata.Platform+"`" })
+	require.GreaterOrEqual(t, i, 0, "unknown platform %q", metadata.Platform)
 
-			return
-		}
+	for field, used := range map[string]bool{"spot": metadata.Spot, "tags": len(metadata.Tags) > 0, "DNS": metadata.InternalDNS+metadata.ExternalDNS != ""} {
+		assert.True(t, !used || strings.Contains(strings.Join(rows[i], " "), field), "%s does not publish %s", metadata.Platform, field)
 	}
-
-	t.Errorf("unknown platform %q", metadata.Platform)
 }
 
 const platformTable = "| platform | topology | instance type | other fields |"
@@ -118,9 +100,7 @@ func TestDocs_Platforms(t *testing.T) {
 		missing = slices.DeleteFunc(missing, func(name string) bool { return row[0] == "`"+name+"`" })
 	}
 
-	if len(missing) > 0 {
-		t.Errorf("the docs do not list %v", missing)
-	}
+	assert.Empty(t, missing)
 }
 
 // rendered is the result of rules as the docs write it. The default of PlatformMetadata is the machine's.
@@ -130,34 +110,30 @@ type rendered struct {
 	PlatformMetadata    *runtime.PlatformMetadataSpec
 }
 
-func render(t *testing.T, result rules.Result) rendered {
+// requireResult fails the test unless the rules set exactly what is wanted.
+func requireResult(t *testing.T, want rendered, result rules.Result) {
 	t.Helper()
+	assert.Empty(t, result.Problems)
 
-	for _, p := range result.Problems {
-		t.Errorf("problem: %+v", p)
-	}
-
-	r := rendered{PlatformMetadata: &result.Platform}
-
-	texts := func(values map[string]rules.Value) map[string]string {
-		if len(values) == 0 {
-			return nil
-		}
-
-		m := map[string]string{}
-		for key, v := range values {
-			m[key] = v.Value
-		}
-
-		return m
-	}
-	r.Labels, r.Annotations = texts(result.Labels), texts(result.Annotations)
-
+	got := rendered{Labels: texts(result.Labels), Annotations: texts(result.Annotations), PlatformMetadata: &result.Platform}
 	for _, taint := range result.Taints {
-		r.Taints = append(r.Taints, taint.ToString())
+		got.Taints = append(got.Taints, taint.ToString())
 	}
 
-	return r
+	assert.Equal(t, want, got)
+}
+
+func texts(values map[string]rules.Value) map[string]string {
+	if len(values) == 0 {
+		return nil
+	}
+
+	m := map[string]string{}
+	for key, v := range values {
+		m[key] = v.Value
+	}
+
+	return m
 }
 
 // reader reads the examples of a page in order. A machine or a result refers to the configuration before it.
@@ -176,48 +152,24 @@ func (r *reader) read(t *testing.T, b block) {
 		r.compiled = parsed(t, b.content)
 	case "document":
 		parsed(t, mounted(t, b.content))
-	case "machine":
-		r.machine = described(t, b.content)
+	case "machine": // read as by `render --machine`
+		machines, err := preview.Parse([]byte(b.content), machine.OptionalFacts()...)
+		require.NoError(t, err)
+
+		r.machine = machines[0].Machine
 		requirePublished(t, r.machine.Platform)
-	case "node":
-		r.compare(t, b.content)
+	case "node": // what the rules set on the machine's Node
+		var want rendered
+		require.NoError(t, yaml.Load([]byte(b.content), &want, yaml.WithKnownFields()))
+
+		want.PlatformMetadata = cmp.Or(want.PlatformMetadata, &r.machine.Platform)
+		requireResult(t, want, r.compiled.Rules.Apply(rules.Facts{Machine: r.machine}))
 	case "wrong":
 		r.wrong = b.content
 	case "mistakes":
-		if _, err := config.Parse("rules.yaml", []byte(r.wrong)); err == nil || err.Error()+"\n" != b.content {
-			t.Errorf("got:\n%v", err)
-		}
-	}
-}
-
-// compare asserts what the rules set on the machine's Node.
-func (r *reader) compare(t *testing.T, node string) {
-	t.Helper()
-
-	var want rendered
-
-	load(t, node, &want)
-
-	if want.PlatformMetadata == nil {
-		want.PlatformMetadata = &r.machine.Platform
-	}
-
-	equal(t, render(t, r.compiled.Rules.Apply(rules.Facts{Machine: r.machine})), want)
-}
-
-func equal(t *testing.T, got, want rendered) {
-	t.Helper()
-
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Errorf("unexpected result (-want +got):\n%s", diff)
-	}
-}
-
-func load(t *testing.T, data string, into any) {
-	t.Helper()
-
-	if err := yaml.Load([]byte(data), into, yaml.WithKnownFields()); err != nil {
-		t.Fatal(err)
+		_, err := config.Parse("rules.yaml", []byte(r.wrong))
+		require.Error(t, err)
+		assert.Equal(t, b.content, err.Error()+"\n")
 	}
 }
 
@@ -235,9 +187,7 @@ func TestDocs_Examples(t *testing.T) {
 	}
 
 	for _, purpose := range []string{"config", "document", "machine", "node", "wrong", "mistakes"} {
-		if seen[purpose] == 0 {
-			t.Errorf("no example is marked as %s", purpose)
-		}
+		assert.Contains(t, seen, purpose)
 	}
 }
 
@@ -245,9 +195,7 @@ func parsed(t *testing.T, file string) *config.Compiled {
 	t.Helper()
 
 	compiled, err := config.Parse("config.yaml", []byte(file))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	return compiled
 }
@@ -257,14 +205,12 @@ func mounted(t *testing.T, document string) string {
 	t.Helper()
 
 	talos, err := configloader.NewFromBytes([]byte(document))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	services := talos.ExtensionServiceConfigs()
-	if len(services) != 1 || services[0].Name() != "talos-ccm" || len(services[0].ConfigFiles()) != 1 {
-		t.Fatalf("got %+v, want one file for talos-ccm", services)
-	}
+	require.Len(t, services, 1)
+	require.Equal(t, "talos-ccm", services[0].Name())
+	require.Len(t, services[0].ConfigFiles(), 1)
 
 	return services[0].ConfigFiles()[0].Content()
 }
@@ -307,31 +253,23 @@ func TestDocs_SelectorKeys(t *testing.T) {
 				name := strings.NewReplacer("<name>", "a", "<key>", "a").Replace(key[1])
 				terms := []rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: name, Operator: rules.Exists}}}}
 
-				if _, mistakes := rules.CompileNodeSelector(terms, nil); len(mistakes) > 0 {
-					t.Error(mistakes)
-				}
+				_, mistakes := rules.CompileNodeSelector(terms, nil)
+				assert.Empty(t, mistakes)
 			})
 		}
 	}
 
-	if len(missing) > 0 {
-		t.Errorf("the docs do not list %v", missing)
-	}
+	assert.Empty(t, missing)
 }
 
 func TestDocs_Functions(t *testing.T) {
 	for _, row := range table(t, "| function | example | gives |") {
 		for _, name := range code.FindAllStringSubmatch(row[0], -1) {
-			if !slices.Contains(rules.Functions(), name[1]) {
-				t.Errorf("unknown function %s", name[1])
-			}
+			assert.Contains(t, rules.Functions(), name[1])
 		}
 
 		example, want := code.FindStringSubmatch(row[1])[1], code.FindStringSubmatch(row[2])[1]
-
-		if got := apply(t, example); got != want {
-			t.Errorf("%s: got %q, want %q", example, got, want)
-		}
+		assert.Equal(t, want, apply(t, example), example)
 	}
 }
 
@@ -339,9 +277,7 @@ func TestDocs_Variables(t *testing.T) {
 	all := pages(t)
 
 	for _, name := range rules.Variables() {
-		if !slices.ContainsFunc(all, func(p page) bool { return strings.Contains(p.text, "`."+name+"`") }) {
-			t.Errorf("the docs do not list .%s", name)
-		}
+		assert.True(t, slices.ContainsFunc(all, func(p page) bool { return strings.Contains(p.text, "`."+name+"`") }), "the docs do not list .%s", name)
 	}
 }
 
@@ -350,14 +286,10 @@ func apply(t *testing.T, template string) string {
 	t.Helper()
 
 	compiled, mistakes := rules.Compile([]rules.Rule{{Annotations: map[string]string{"example.org/value": template}}}, nil)
-	if len(mistakes) > 0 {
-		t.Fatal(mistakes)
-	}
+	require.Empty(t, mistakes)
 
 	result := compiled.Apply(rules.Facts{})
-	if len(result.Problems) > 0 {
-		t.Fatal(result.Problems)
-	}
+	require.Empty(t, result.Problems)
 
 	return result.Annotations["example.org/value"].Value
 }

@@ -4,8 +4,10 @@ import (
 	"errors"
 	"regexp"
 	"slices"
-	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 )
@@ -43,9 +45,9 @@ func assertReadable(t *testing.T, problems []config.Problem, file string) {
 	lines := len(lineBreak.FindAllString(file, -1)) + 2
 
 	for _, p := range problems {
-		if p.Line > lines || p.Msg == "" || strings.Contains(p.String(), "\n") {
-			t.Errorf("got %+v in a file with %d lines", p, lines)
-		}
+		assert.LessOrEqual(t, p.Line, lines)
+		assert.NotEmpty(t, p.Msg)
+		assert.NotContains(t, p.String(), "\n")
 	}
 }
 
@@ -75,14 +77,11 @@ func FuzzParseFile(f *testing.F) {
 			return
 		}
 
-		if file.Compiled == nil {
-			t.Fatal("valid file without a configuration")
-		}
+		require.NotNil(t, file.Compiled, "valid file without a configuration")
 
 		if file.Document != "" {
-			if _, err := config.ParseFile("converted.yaml", []byte(file.Document), extension); err != nil {
-				t.Errorf("converted to %s: %v", file.Document, err)
-			}
+			_, err := config.ParseFile("converted.yaml", []byte(file.Document), extension)
+			assert.NoError(t, err, "converted to %s", file.Document)
 		}
 	})
 }

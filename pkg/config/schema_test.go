@@ -8,6 +8,8 @@ import (
 	"testing"
 
 	"github.com/santhosh-tekuri/jsonschema/v6"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"go.yaml.in/yaml/v4"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
@@ -17,21 +19,14 @@ func compiledSchema(t *testing.T) *jsonschema.Schema {
 	t.Helper()
 
 	document, err := jsonschema.UnmarshalJSON(bytes.NewReader(config.Schema))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	compiler := jsonschema.NewCompiler()
 	compiler.DefaultDraft(jsonschema.Draft2020)
-
-	if err := compiler.AddResource("schema.json", document); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, compiler.AddResource("schema.json", document))
 
 	schema, err := compiler.Compile("schema.json")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	return schema
 }
@@ -43,9 +38,7 @@ func validate(t *testing.T, schema *jsonschema.Schema, file string) error {
 	var content any
 
 	loader, err := yaml.NewLoader(bytes.NewReader([]byte(file)))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	if err := loader.Load(&content); errors.Is(err, io.EOF) {
 		content = map[string]any{}
@@ -54,14 +47,10 @@ func validate(t *testing.T, schema *jsonschema.Schema, file string) error {
 	}
 
 	asJSON, err := json.Marshal(content)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	value, err := jsonschema.UnmarshalJSON(bytes.NewReader(asJSON))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	return schema.Validate(value)
 }
@@ -70,11 +59,7 @@ func TestSchema_AcceptsValidFiles(t *testing.T) {
 	schema := compiledSchema(t)
 
 	for _, test := range goodFiles() {
-		t.Run(test.name, func(t *testing.T) {
-			if err := validate(t, schema, test.file); err != nil {
-				t.Error(err)
-			}
-		})
+		t.Run(test.name, func(t *testing.T) { assert.NoError(t, validate(t, schema, test.file)) })
 	}
 }
 
@@ -89,9 +74,8 @@ func TestSchema_RefusesInvalidFiles(t *testing.T) {
 		}
 
 		t.Run(test.name, func(t *testing.T) {
-			if err := validate(t, schema, test.file); (err != nil) != test.bySchema {
-				t.Errorf("got %v, want an error: %t", err, test.bySchema)
-			}
+			err := validate(t, schema, test.file)
+			assert.Equal(t, test.bySchema, err != nil, err)
 		})
 	}
 }

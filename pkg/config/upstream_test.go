@@ -5,6 +5,8 @@ import (
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -56,31 +58,23 @@ transformations:
 
 func TestParse_AcceptsUpstreamFile(t *testing.T) {
 	compiled, err := config.Parse("ccm-config.yaml", []byte(upstream))
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	if compiled.ClusterName != "prod" || !compiled.PreferIPv6 {
-		t.Errorf("got %+v", compiled)
-	}
+	require.NoError(t, err)
+	assert.Equal(t, "prod", compiled.ClusterName)
+	assert.True(t, compiled.PreferIPv6)
 
 	result := compiled.Rules.Apply(rules.Facts{Machine: machine.Machine{
 		Platform: runtime.PlatformMetadataSpec{Platform: "nocloud", Hostname: "db-blue7", Region: "eu"},
 		System:   hardware.SystemInformationSpec{SKUNumber: "X10", SerialNumber: "ds=nocloud;i=107"},
 	}})
-
-	if result.PublicIPDiscovery == nil || !*result.PublicIPDiscovery {
-		t.Error("public IP discovery is disabled")
-	}
-
-	equal(t, render(t, result), rendered{
+	assert.Equal(t, new(true), result.PublicIPDiscovery)
+	requireResult(t, rendered{
 		Labels:      map[string]string{"node-role.kubernetes.io/db": "", "example.org/capacity": "on-demand", "example.org/cores": "8"},
 		Annotations: map[string]string{"example.org/cloud-id": "blue", "example.org/empty": ""},
 		Taints:      []string{"node.cloudprovider.kubernetes.io/storage-type=ceph:NoSchedule"},
 		PlatformMetadata: &runtime.PlatformMetadataSpec{
 			Platform: "nocloud", Hostname: "db-blue7", Region: "eu-office", Zone: "rack-1", InstanceType: "X10", ProviderID: "proxmox://office/107",
 		},
-	})
+	}, result)
 }
 
 // TestParse_RefusesKeysThatUpstreamIgnores refuses a file that has never done what it says.
@@ -99,8 +93,6 @@ transformations:
       publicIPPredict: true
     platformMetadata:
       hostname: web-1
-`, []string{
-		":3:3: global.endpoints: unknown key", `:9:9: transformations[0].nodeSelector[0].labels (rule "web"): unknown key; it belongs to transformations[0]`,
-		`:12:7: transformations[0].features.publicIPPredict (rule "web"): unknown key`, `:14:7: transformations[0].platformMetadata[hostname] (rule "web"): `,
-	})
+`, ":3:3: global.endpoints: unknown key", `:9:9: transformations[0].nodeSelector[0].labels (rule "web"): unknown key; it belongs to transformations[0]`,
+		`:12:7: transformations[0].features.publicIPPredict (rule "web"): unknown key`, `:14:7: transformations[0].platformMetadata[hostname] (rule "web"): `)
 }

@@ -4,19 +4,20 @@ import (
 	"bytes"
 	"os"
 	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 )
 
 func TestGenerate_FilesAreUpToDate(t *testing.T) {
 	t.Chdir("../..")
 
 	generated, err := generate()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	for name, want := range generated {
-		if got, err := os.ReadFile(name); err != nil || !bytes.Equal(got, want) {
-			t.Errorf("%s is not up to date (%v): run go generate ./pkg/config", name, err)
-		}
+		got, err := os.ReadFile(name)
+		assert.NoError(t, err)
+		assert.True(t, bytes.Equal(want, got), "%s is not up to date: run go generate ./pkg/config", name)
 	}
 }
