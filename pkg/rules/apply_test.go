@@ -2,13 +2,13 @@ package rules_test
 
 import (
 	"fmt"
-	"reflect"
 	"strings"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/validation/field"
 
@@ -20,9 +20,7 @@ func compile(t testing.TB, list ...rules.Rule) *rules.Set {
 	t.Helper()
 
 	compiled, errs := rules.Compile(list, nil)
-	if len(errs) > 0 {
-		t.Fatal(errs)
-	}
+	require.Empty(t, errs)
 
 	return compiled
 }
@@ -32,13 +30,8 @@ func compileError(t *testing.T, list ...rules.Rule) *field.Error {
 	t.Helper()
 
 	compiled, errs := rules.Compile(list, nil)
-	if len(errs) != 1 {
-		t.Fatalf("got %d errors, want 1: %v", len(errs), errs)
-	}
-
-	if compiled != nil {
-		t.Error("Compile returned a Set with an error")
-	}
+	require.Len(t, errs, 1)
+	assert.Nil(t, compiled)
 
 	return errs[0]
 }
@@ -53,9 +46,7 @@ func render(t *testing.T, template string, facts rules.Facts) string {
 	t.Helper()
 
 	result := compile(t, annotate(template)).Apply(facts)
-	if len(result.Problems) > 0 {
-		t.Fatal(result.Problems)
-	}
+	require.Empty(t, result.Problems)
 
 	return result.Annotations[key].Value
 }
@@ -65,9 +56,7 @@ func renderError(t *testing.T, template string, facts rules.Facts) string {
 	t.Helper()
 
 	result := compile(t, annotate(template)).Apply(facts)
-	if len(result.Problems) != 1 {
-		t.Fatalf("got %d problems, want 1: %v; rendered %.80q", len(result.Problems), result.Problems, result.Annotations[key].Value)
-	}
+	require.Len(t, result.Problems, 1, result.Annotations[key].Value)
 
 	return result.Problems[0].Why
 }
@@ -81,36 +70,22 @@ func values(of map[string]rules.Value) map[string]string {
 	return plain
 }
 
-func dell() rules.Facts {
-	return rules.Facts{Machine: machine.Machine{System: hardware.SystemInformationSpec{Manufacturer: "Dell & Co <x>"}}}
-}
-
 func TestSet_NilChangesNothing(t *testing.T) {
-	facts := everything()
-
-	result := (*rules.Set)(nil).Apply(facts)
-	if diff := cmp.Diff(facts.Machine.Platform, result.Platform); diff != "" {
-		t.Error(diff)
-	}
-
-	if len(result.Labels)+len(result.Annotations)+len(result.Taints)+len(result.Problems)+len(result.Replaced) > 0 || result.PublicIPDiscovery != nil {
-		t.Errorf("%+v", result)
-	}
+	facts, none := everything(), map[string]rules.Value{}
+	want := rules.Result{Platform: facts.Machine.Platform, Labels: none, Annotations: none, Replaced: map[string]string{}}
+	assert.Equal(t, want, (*rules.Set)(nil).Apply(facts))
 }
 
 func TestApply_DoesNotEscapeHTML(t *testing.T) {
-	if got, want := render(t, "{{ .Manufacturer }}", dell()), "Dell & Co <x>"; got != want {
-		t.Errorf("got %q, want %q", got, want)
-	}
+	facts := rules.Facts{Machine: machine.Machine{System: hardware.SystemInformationSpec{Manufacturer: "Dell & Co <x>"}}}
+	assert.Equal(t, "Dell & Co <x>", render(t, "{{ .Manufacturer }}", facts))
 }
 
 func TestApply_RendersTaints(t *testing.T) {
 	compiled := compile(t, rules.Rule{Name: "spot", Enforce: true, Taints: map[string]string{key: "{{ .Zone }}:{{ if .Spot }}NoExecute{{ else }}NoSchedule{{ end }}"}})
 
 	want := []rules.Taint{{Taint: corev1.Taint{Key: key, Value: "Zone", Effect: corev1.TaintEffectNoExecute}, Rule: "spot", Enforce: true}}
-	if diff := cmp.Diff(want, compiled.Apply(everything()).Taints); diff != "" {
-		t.Error(diff)
-	}
+	assert.Equal(t, want, compiled.Apply(everything()).Taints)
 }
 
 func TestCompile_RejectsInvalidRegularExpressions(t *testing.T) {
@@ -121,16 +96,14 @@ func TestCompile_RejectsInvalidRegularExpressions(t *testing.T) {
 		"in an argument of a function": annotate(`{{ upper (regexFindString "web-[" .Hostname 1) }}`),
 	} {
 		t.Run(name, func(t *testing.T) {
-			if err := compileError(t, rule); !strings.HasPrefix(err.Field, "[0].") || !strings.Contains(err.Error(), "missing closing ]") {
-				t.Error(err)
-			}
+			err := compileError(t, rule)
+			assert.True(t, strings.HasPrefix(err.Field, "[0]."))
+			assert.Contains(t, err.Error(), "missing closing ]")
 		})
 	}
 
 	facts := rules.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Zone: "("}}}
-	if got := renderError(t, `{{ regexFind .Zone "x" }}`, facts); !strings.Contains(got, "missing closing") {
-		t.Errorf("got error %q for an invalid expression that the machine reports", got)
-	}
+	assert.Contains(t, renderError(t, `{{ regexFind .Zone "x" }}`, facts), "missing closing")
 }
 
 func TestApply_LaterRulesReadReplacedMetadata(t *testing.T) {
@@ -148,26 +121,11 @@ func TestApply_LaterRulesReadReplacedMetadata(t *testing.T) {
 	result := compiled.Apply(facts)
 
 	want := map[string]string{"first": "Zone", "third": "Regiona-false", "region": "north-Zone"}
-	if diff := cmp.Diff(want, values(result.Labels)); diff != "" {
-		t.Error(diff)
-	}
-
-	if diff := cmp.Diff(map[string]string{"Zone": "second", "Region": "first", "Spot": "first"}, result.Replaced); diff != "" {
-		t.Error(diff)
-	}
+	assert.Equal(t, want, values(result.Labels))
+	assert.Equal(t, map[string]string{"Zone": "second", "Region": "first", "Spot": "first"}, result.Replaced)
 
 	facts.Machine.Platform.Zone, facts.Machine.Platform.Region, facts.Machine.Platform.Spot = "Regiona-false", "north-Zone", false
-	if diff := cmp.Diff(facts.Machine.Platform, result.Platform); diff != "" {
-		t.Error(diff)
-	}
-}
-
-func TestSelector_NotInMatchesAbsentFact(t *testing.T) {
-	for _, key := range []string{"zone", "tags.absent", "extensions.absent", "uuid"} {
-		if !selector(t, one(key, rules.NotIn, "a")).Matches(rules.Facts{}) {
-			t.Errorf("%s NotIn [a] does not match", key)
-		}
-	}
+	assert.Equal(t, facts.Machine.Platform, result.Platform)
 }
 
 func TestApply_SkipsOnlyInvalidValues(t *testing.T) {
@@ -182,49 +140,28 @@ func TestApply_SkipsOnlyInvalidValues(t *testing.T) {
 	facts := everything()
 	facts.Machine.System.Manufacturer = "Dell & Co"
 	result := compiled.Apply(facts)
-
-	if diff := cmp.Diff(map[string]string{"b": "Zone"}, values(result.Labels)); diff != "" {
-		t.Error(diff)
-	}
-
-	if diff := cmp.Diff(map[string]string{"b": "Dell & Co"}, values(result.Annotations)); diff != "" {
-		t.Error(diff)
-	}
-
-	if len(result.Taints) != 1 || result.Taints[0].Key != "b" {
-		t.Errorf("%+v", result.Taints)
-	}
+	assert.Equal(t, map[string]string{"b": "Zone"}, values(result.Labels))
+	assert.Equal(t, map[string]string{"b": "Dell & Co"}, values(result.Annotations))
+	require.Len(t, result.Taints, 1)
+	assert.Equal(t, "b", result.Taints[0].Key)
 
 	platform := everything().Machine.Platform
 	platform.Region = "r"
-
-	if diff := cmp.Diff(platform, result.Platform); diff != "" {
-		t.Error(diff)
-	}
+	assert.Equal(t, platform, result.Platform)
 
 	var got []string
 
 	for _, p := range result.Problems {
 		got = append(got, fmt.Sprintf("%s %s %q %t", p.Rule, p.Key, p.Value, p.Identity))
-		checkMessage(t, p)
+		assert.NotEmpty(t, p.Why)
+		assert.NotContains(t, p.Why, "template:")
+		assert.NotContains(t, p.Why, "$")
 	}
 
-	want := []string{
+	assert.Equal(t, []string{
 		`bad labels[a] "Dell & Co" false`, `bad labels[c] "" false`, `bad annotations[a] "" false`, `bad annotations[c] "" false`,
 		`bad taints[a] "Zone" false`, `bad platformMetadata[ProviderID] "" true`, `bad platformMetadata[Spot] "Zone" false`,
-	}
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Error(diff)
-	}
-}
-
-// checkMessage fails the test if the message of a problem is empty or mentions internals of the template.
-func checkMessage(t *testing.T, p rules.Problem) {
-	t.Helper()
-
-	if p.Why == "" || strings.Contains(p.Why, "template:") || strings.Contains(p.Why, "$") {
-		t.Errorf("%s: unhelpful message %q", p.Key, p.Why)
-	}
+	}, got)
 }
 
 func TestGetValue_AcceptsMissingAndRepeatedEqualsSigns(t *testing.T) {
@@ -238,9 +175,7 @@ func TestGetValue_AcceptsMissingAndRepeatedEqualsSigns(t *testing.T) {
 		{"", "i", ""},
 		{"=x", "", "x"},
 	} {
-		if got := render(t, fmt.Sprintf("{{ getValue %q %q }}", test[0], test[1]), rules.Facts{}); got != test[2] {
-			t.Errorf("getValue %q %q: got %q, want %q", test[0], test[1], got, test[2])
-		}
+		assert.Equal(t, test[2], render(t, fmt.Sprintf("{{ getValue %q %q }}", test[0], test[1]), rules.Facts{}), "getValue %q %q", test[0], test[1])
 	}
 }
 
@@ -259,13 +194,8 @@ func TestApply_LaterRulesOverrideByKey(t *testing.T) {
 	result := compiled.Apply(rules.Facts{})
 
 	both := map[string]rules.Value{"a": {Value: "1", Rule: "first"}, "b": {Value: "2", Rule: "#2"}}
-	if diff := cmp.Diff(both, result.Labels); diff != "" {
-		t.Error(diff)
-	}
-
-	if diff := cmp.Diff(both, result.Annotations); diff != "" {
-		t.Error(diff)
-	}
+	assert.Equal(t, both, result.Labels)
+	assert.Equal(t, both, result.Annotations)
 
 	// Kubernetes identifies taints by key and effect.
 	want := []rules.Taint{
@@ -273,9 +203,7 @@ func TestApply_LaterRulesOverrideByKey(t *testing.T) {
 		{Taint: corev1.Taint{Key: "b", Value: "2", Effect: corev1.TaintEffectNoExecute}, Rule: "#2"},
 		{Taint: corev1.Taint{Key: "b", Value: "1", Effect: corev1.TaintEffectNoSchedule}, Rule: "first"},
 	}
-	if diff := cmp.Diff(want, result.Taints); diff != "" {
-		t.Error(diff)
-	}
+	assert.Equal(t, want, result.Taints)
 
 	if result.PublicIPDiscovery == nil || *result.PublicIPDiscovery {
 		t.Errorf("PublicIPDiscovery is %v, want false from the last rule that sets it", result.PublicIPDiscovery)
@@ -286,9 +214,7 @@ func TestApply_SetsEmptyLabels(t *testing.T) {
 	const role = "node-role.kubernetes.io/web"
 
 	result := compile(t, rules.Rule{Labels: map[string]string{role: "", "zone": "{{ .Zone }}"}}).Apply(rules.Facts{})
-	if diff := cmp.Diff(map[string]string{role: "", "zone": ""}, values(result.Labels)); diff != "" {
-		t.Error(diff)
-	}
+	assert.Equal(t, map[string]string{role: "", "zone": ""}, values(result.Labels))
 }
 
 func TestApply_LimitsSizeOfAnnotations(t *testing.T) {
@@ -307,10 +233,7 @@ func TestApply_DoesNotModifyFacts(t *testing.T) {
 	facts, before := everything(), everything()
 
 	compile(t, rules.Rule{PlatformMetadata: map[string]string{"Zone": "x"}, Labels: map[string]string{"keys": `{{ keys .Tags | join "." }}`}}).Apply(facts)
-
-	if !reflect.DeepEqual(facts, before) {
-		t.Errorf("got %+v, want %+v", facts, before)
-	}
+	assert.Equal(t, before, facts)
 }
 
 // The example in docs/config.md of the upstream Talos CCM, without the arrows that explain it and with single quotes around the two annotations
@@ -326,25 +249,14 @@ func TestApply_UpstreamExample(t *testing.T) {
 		rules.Rule{
 			Name: "web-nodes",
 			NodeSelector: []rules.SelectorTerm{
-				{MatchExpressions: []rules.Expression{
-					{Key: "platform", Operator: rules.In, Values: []string{"metal"}},
-					{Key: "hostname", Operator: rules.Regexp, Values: []string{`^web-[\w]+$`}},
-				}},
+				{MatchExpressions: []rules.Expression{{Key: "platform", Operator: rules.In, Values: []string{"metal"}}, {Key: "hostname", Operator: rules.Regexp, Values: []string{`^web-[\w]+$`}}}},
 				{MatchExpressions: []rules.Expression{{Key: "hostname", Operator: rules.Regexp, Values: []string{`^web-cloud-.+$`}}}},
 			},
-			Annotations: map[string]string{
-				"custom-annotation/instance-id": "id-{{ .InstanceID }}",
-				"custom-annotation/cloud-id":    `{{ regexFindString "^web-([a-z0-9]+)-(.*)$" .Hostname 1 }}`,
-			},
-			Labels: map[string]string{
-				"node-role.kubernetes.io/web":           "",
-				"node-role.kubernetes.io/capacity-type": "{{ if .Spot }}spot{{ else }}on-demand{{ end }}",
-			},
-			Taints: map[string]string{"node.cloudprovider.kubernetes.io/storage-type": "ceph:NoSchedule"},
-			PlatformMetadata: map[string]string{
-				"Region": "{{ .Region }}-on-metal", "Zone": "us-west-1f", "InstanceType": "{{ .SKUNumber }}", "ProviderID": "someproviderID:///{{ .UUID }}",
-			},
-			Features: rules.Features{PublicIPDiscovery: &yes},
+			Annotations:      map[string]string{"custom-annotation/instance-id": "id-{{ .InstanceID }}", "custom-annotation/cloud-id": `{{ regexFindString "^web-([a-z0-9]+)-(.*)$" .Hostname 1 }}`},
+			Labels:           map[string]string{"node-role.kubernetes.io/web": "", "node-role.kubernetes.io/capacity-type": "{{ if .Spot }}spot{{ else }}on-demand{{ end }}"},
+			Taints:           map[string]string{"node.cloudprovider.kubernetes.io/storage-type": "ceph:NoSchedule"},
+			PlatformMetadata: map[string]string{"Region": "{{ .Region }}-on-metal", "Zone": "us-west-1f", "InstanceType": "{{ .SKUNumber }}", "ProviderID": "someproviderID:///{{ .UUID }}"},
+			Features:         rules.Features{PublicIPDiscovery: &yes},
 		},
 	)
 
@@ -361,21 +273,15 @@ func TestApply_UpstreamExample(t *testing.T) {
 			Platform: "metal", Hostname: "web-1", Region: "us-west-1-on-metal", Zone: "us-west-1f", InstanceType: "t2.micro", InstanceID: uuid,
 			ProviderID: "someproviderID:///" + uuid,
 		},
-		Labels:      map[string]rules.Value{"node-role.kubernetes.io/web": rule(""), "node-role.kubernetes.io/capacity-type": rule("on-demand")},
-		Annotations: map[string]rules.Value{"custom-annotation/instance-id": rule("id-" + uuid), "custom-annotation/cloud-id": rule("")},
-		Taints: []rules.Taint{
-			{Taint: corev1.Taint{Key: "node.cloudprovider.kubernetes.io/storage-type", Value: "ceph", Effect: corev1.TaintEffectNoSchedule}, Rule: "web-nodes"},
-		},
+		Labels:            map[string]rules.Value{"node-role.kubernetes.io/web": rule(""), "node-role.kubernetes.io/capacity-type": rule("on-demand")},
+		Annotations:       map[string]rules.Value{"custom-annotation/instance-id": rule("id-" + uuid), "custom-annotation/cloud-id": rule("")},
+		Taints:            []rules.Taint{{Taint: corev1.Taint{Key: "node.cloudprovider.kubernetes.io/storage-type", Value: "ceph", Effect: corev1.TaintEffectNoSchedule}, Rule: "web-nodes"}},
 		PublicIPDiscovery: &yes,
 		Replaced:          map[string]string{"Region": "web-nodes", "Zone": "web-nodes", "InstanceType": "web-nodes", "ProviderID": "web-nodes"},
 	}
 
-	if diff := cmp.Diff(want, result); diff != "" {
-		t.Error(diff)
-	}
+	assert.Equal(t, want, result)
 
 	cloud := compiled.Apply(rules.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Platform: "aws", Hostname: "web-cloud-7"}}})
-	if got := cloud.Annotations["custom-annotation/cloud-id"].Value; got != "cloud" {
-		t.Errorf("got cloud-id %q of web-cloud-7, want %q", got, "cloud")
-	}
+	assert.Equal(t, "cloud", cloud.Annotations["custom-annotation/cloud-id"].Value)
 }

@@ -5,9 +5,10 @@ import (
 	"testing"
 	"unicode/utf8"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -49,13 +50,8 @@ func FuzzTemplate(f *testing.F) {
 		}}
 
 		result := compiled.Apply(facts)
-		if n := len(result.Labels) + len(result.Annotations) + len(result.Taints) + len(result.Replaced) + len(result.Problems); n != 5 {
-			t.Errorf("got %d values and problems, want 5: %+v", n, result)
-		}
-
-		if diff := cmp.Diff(result, compiled.Apply(facts)); diff != "" {
-			t.Errorf("two results for the same facts differ: %s", diff)
-		}
+		assert.Equal(t, 5, len(result.Labels)+len(result.Annotations)+len(result.Taints)+len(result.Replaced)+len(result.Problems), result)
+		assert.Equal(t, result, compiled.Apply(facts))
 
 		checkResult(t, template+value, result)
 	})
@@ -66,15 +62,12 @@ func checkResult(t *testing.T, input string, result rules.Result) {
 	t.Helper()
 
 	for _, v := range result.Labels {
-		if why := validation.IsValidLabelValue(v.Value); len(why) > 0 {
-			t.Errorf("label %q: %v", v.Value, why)
-		}
+		assert.Empty(t, validation.IsValidLabelValue(v.Value))
 	}
 
 	for _, v := range result.Annotations {
-		if len(v.Value) > 64<<10 || !utf8.ValidString(v.Value) {
-			t.Errorf("invalid annotation of %d bytes: %.100q", len(v.Value), v.Value)
-		}
+		assert.LessOrEqual(t, len(v.Value), 64<<10)
+		assert.True(t, utf8.ValidString(v.Value))
 
 		// A template can print "<no value>" only on purpose.
 		if strings.Contains(v.Value, "<no value>") && !strings.Contains(input, "no value") && !strings.Contains(input, "nil") {
@@ -116,9 +109,7 @@ func FuzzSelector(f *testing.F) {
 
 		s, errs := rules.CompileNodeSelector(one(key, rules.Operator(operator), values...), nil)
 		if len(errs) > 0 {
-			if s != nil {
-				t.Error("CompileNodeSelector returned a Selector with errors")
-			}
+			assert.Nil(t, s)
 
 			return
 		}
@@ -127,9 +118,8 @@ func FuzzSelector(f *testing.F) {
 
 		if opposite, has := opposites[operator]; has {
 			o, _ := rules.CompileNodeSelector(one(key, opposite, values...), nil)
-			if o == nil || o.Matches(facts) == matches {
-				t.Errorf("%s and %s agree", operator, opposite)
-			}
+			require.NotNil(t, o)
+			assert.NotEqual(t, matches, o.Matches(facts))
 		}
 	})
 }

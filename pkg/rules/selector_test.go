@@ -2,13 +2,14 @@ package rules_test
 
 import (
 	"reflect"
-	"slices"
 	"strings"
 	"testing"
 
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
@@ -31,10 +32,7 @@ func everything() rules.Facts {
 				Manufacturer: "Manufacturer", ProductName: "ProductName", Version: "Version", SerialNumber: "SerialNumber", UUID: "UUID",
 				WakeUpType: "WakeUpType", SKUNumber: "SKUNumber",
 			},
-			Facts: map[string]any{
-				"TalosVersion": "TalosVersion", "Schematic": "Schematic",
-				"Extensions": map[string]string{"schematic": "Schematic", "qemu-guest-agent": "9.0"},
-			},
+			Facts: map[string]any{"TalosVersion": "TalosVersion", "Schematic": "Schematic", "Extensions": map[string]string{"schematic": "Schematic", "qemu-guest-agent": "9.0"}},
 		},
 		Architecture: "Architecture",
 		NodeLabels:   map[string]string{"example.org/Disk": "ssd", "node-role.kubernetes.io/control-plane": ""},
@@ -49,91 +47,78 @@ func selector(t *testing.T, terms []rules.SelectorTerm) *rules.Selector {
 	t.Helper()
 
 	s, errs := rules.CompileNodeSelector(terms, nil)
-	if len(errs) > 0 {
-		t.Fatal(errs)
-	}
+	require.Empty(t, errs)
 
 	return s
 }
 
 func TestSelector_Operators(t *testing.T) {
-	const absent = ""
+	list := func(elements ...string) rules.Facts {
+		return rules.Facts{Machine: machine.Machine{Facts: map[string]any{"Addresses": elements}}}
+	}
+	text := func(value string) rules.Facts {
+		return rules.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Zone: value}}}
+	}
+	absent := rules.Facts{}
 
 	for _, test := range []struct {
 		name     string
-		value    string
+		facts    rules.Facts
 		operator rules.Operator
 		values   []string
 		want     bool
 	}{
-		{"In matches one of the values", "b", rules.In, []string{"a", "b"}, true},
-		{"In does not match another value", "c", rules.In, []string{"a", "b"}, false},
-		{"In is case-sensitive", "A", rules.In, []string{"a"}, false},
+		{"In matches one of the values", text("b"), rules.In, []string{"a", "b"}, true},
+		{"In does not match another value", text("c"), rules.In, []string{"a", "b"}, false},
+		{"In is case-sensitive", text("A"), rules.In, []string{"a"}, false},
 		{"In does not match an absent fact", absent, rules.In, []string{"a"}, false},
 		{"In with an empty value does not match an absent fact", absent, rules.In, []string{""}, false},
-		{"NotIn matches another value", "c", rules.NotIn, []string{"a", "b"}, true},
-		{"NotIn does not match one of the values", "b", rules.NotIn, []string{"a", "b"}, false},
+		{"NotIn matches another value", text("c"), rules.NotIn, []string{"a", "b"}, true},
+		{"NotIn does not match one of the values", text("b"), rules.NotIn, []string{"a", "b"}, false},
 		{"NotIn matches an absent fact", absent, rules.NotIn, []string{"a"}, true},
-		{"Exists matches a fact", "a", rules.Exists, nil, true},
+		{"Exists matches a fact", text("a"), rules.Exists, nil, true},
 		{"Exists does not match an absent fact", absent, rules.Exists, nil, false},
 		{"DoesNotExist matches an absent fact", absent, rules.DoesNotExist, nil, true},
-		{"DoesNotExist does not match a fact", "a", rules.DoesNotExist, nil, false},
-		{"Gt matches a greater integer", "11", rules.Gt, []string{"10"}, true},
-		{"Gt does not match an equal integer", "10", rules.Gt, []string{"10"}, false},
-		{"Gt compares integers, not strings", "9", rules.Gt, []string{"10"}, false},
-		{"Gt does not match a fraction", "11.5", rules.Gt, []string{"10"}, false},
+		{"DoesNotExist does not match a fact", text("a"), rules.DoesNotExist, nil, false},
+		{"Gt matches a greater integer", text("11"), rules.Gt, []string{"10"}, true},
+		{"Gt does not match an equal integer", text("10"), rules.Gt, []string{"10"}, false},
+		{"Gt compares integers, not strings", text("9"), rules.Gt, []string{"10"}, false},
+		{"Gt does not match a fraction", text("11.5"), rules.Gt, []string{"10"}, false},
 		{"Gt does not match an absent fact", absent, rules.Gt, []string{"-10"}, false},
-		{"Lt matches a smaller integer", "-11", rules.Lt, []string{"-10"}, true},
-		{"Lt does not match an equal integer", "10", rules.Lt, []string{"10"}, false},
-		{"Lt does not match text", "much", rules.Lt, []string{"10"}, false},
+		{"Lt matches a smaller integer", text("-11"), rules.Lt, []string{"-10"}, true},
+		{"Lt does not match an equal integer", text("10"), rules.Lt, []string{"10"}, false},
+		{"Lt does not match text", text("much"), rules.Lt, []string{"10"}, false},
 		{"Lt does not match an absent fact", absent, rules.Lt, []string{"10"}, false},
-		{"Regexp matches anywhere", "web-12", rules.Regexp, []string{`\d`}, true},
-		{"Regexp does not match without a match", "web-12", rules.Regexp, []string{`^\d`}, false},
-		{"Regexp does not match a fact over the limit", strings.Repeat("a", 64<<10+1), rules.Regexp, []string{`a`}, false},
+		{"Regexp matches anywhere", text("web-12"), rules.Regexp, []string{`\d`}, true},
+		{"Regexp does not match without a match", text("web-12"), rules.Regexp, []string{`^\d`}, false},
+		{"Regexp does not match a fact over the limit", text(strings.Repeat("a", 64<<10+1)), rules.Regexp, []string{`a`}, false},
 		{"Regexp does not match an absent fact", absent, rules.Regexp, []string{`.*`}, false},
+
+		{"In matches one of the elements", list("10.0.0.1", "fd00::1"), rules.In, []string{"fd00::1"}, true},
+		{"NotIn does not match if In does", list("10.0.0.1", "fd00::1"), rules.NotIn, []string{"fd00::1"}, false},
+		{"NotIn matches other elements", list("10.0.0.1"), rules.NotIn, []string{"fd00::1"}, true},
+		{"NotIn matches an empty list", list(), rules.NotIn, []string{"fd00::1"}, true},
+		{"Exists matches a list", list("10.0.0.1"), rules.Exists, nil, true},
+		{"Exists does not match an empty list", list(), rules.Exists, nil, false},
+		{"DoesNotExist matches an empty list", list(), rules.DoesNotExist, nil, true},
+		{"Regexp matches one of the elements", list("10.0.0.1", "fd00::1"), rules.Regexp, []string{"^fd"}, true},
+		{"Gt matches one of the elements", list("x", "7"), rules.Gt, []string{"6"}, true},
+		{"InCIDR matches one of the elements", list("10.0.0.1", "192.0.2.7"), rules.InCIDR, []string{"172.16.0.0/12", "192.0.2.0/24"}, true},
+		{"InCIDR does not match another address", list("10.0.1.1"), rules.InCIDR, []string{"10.0.0.0/24"}, false},
+		{"InCIDR does not match the other IP family", list("10.0.0.1"), rules.InCIDR, []string{"::/0"}, false},
+		{"InCIDR matches an IPv6 address", list("fd00::1"), rules.InCIDR, []string{"fd00::/8"}, true},
+		{"InCIDR matches a subnet of the CIDR", list("10.0.1.0/24"), rules.InCIDR, []string{"10.0.0.0/16"}, true},
+		{"InCIDR does not match a subnet that contains the CIDR", list("10.0.0.0/8"), rules.InCIDR, []string{"10.0.0.0/16"}, false},
+		{"InCIDR does not match text", list("eth0"), rules.InCIDR, []string{"0.0.0.0/0"}, false},
+		{"InCIDR does not match an empty list", list(), rules.InCIDR, []string{"0.0.0.0/0"}, false},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			facts := rules.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Zone: test.value}}}
-
-			if got := selector(t, one("zone", test.operator, test.values...)).Matches(facts); got != test.want {
-				t.Errorf("got %t, want %t", got, test.want)
+			key := "zone"
+			if test.facts.Machine.Facts != nil {
+				key = "addresses"
 			}
-		})
-	}
-}
 
-func TestSelector_Lists(t *testing.T) {
-	for _, test := range []struct {
-		name      string
-		addresses []string
-		operator  rules.Operator
-		values    []string
-		want      bool
-	}{
-		{"In matches one of the elements", []string{"10.0.0.1", "fd00::1"}, rules.In, []string{"fd00::1"}, true},
-		{"NotIn does not match if In does", []string{"10.0.0.1", "fd00::1"}, rules.NotIn, []string{"fd00::1"}, false},
-		{"NotIn matches other elements", []string{"10.0.0.1"}, rules.NotIn, []string{"fd00::1"}, true},
-		{"NotIn matches an empty list", nil, rules.NotIn, []string{"fd00::1"}, true},
-		{"Exists matches a list", []string{"10.0.0.1"}, rules.Exists, nil, true},
-		{"Exists does not match an empty list", nil, rules.Exists, nil, false},
-		{"DoesNotExist matches an empty list", nil, rules.DoesNotExist, nil, true},
-		{"Regexp matches one of the elements", []string{"10.0.0.1", "fd00::1"}, rules.Regexp, []string{"^fd"}, true},
-		{"Gt matches one of the elements", []string{"x", "7"}, rules.Gt, []string{"6"}, true},
-		{"InCIDR matches one of the elements", []string{"10.0.0.1", "192.0.2.7"}, rules.InCIDR, []string{"172.16.0.0/12", "192.0.2.0/24"}, true},
-		{"InCIDR does not match another address", []string{"10.0.1.1"}, rules.InCIDR, []string{"10.0.0.0/24"}, false},
-		{"InCIDR does not match the other IP family", []string{"10.0.0.1"}, rules.InCIDR, []string{"::/0"}, false},
-		{"InCIDR matches an IPv6 address", []string{"fd00::1"}, rules.InCIDR, []string{"fd00::/8"}, true},
-		{"InCIDR matches a subnet of the CIDR", []string{"10.0.1.0/24"}, rules.InCIDR, []string{"10.0.0.0/16"}, true},
-		{"InCIDR does not match a subnet that contains the CIDR", []string{"10.0.0.0/8"}, rules.InCIDR, []string{"10.0.0.0/16"}, false},
-		{"InCIDR does not match text", []string{"eth0"}, rules.InCIDR, []string{"0.0.0.0/0"}, false},
-		{"InCIDR does not match an empty list", nil, rules.InCIDR, []string{"0.0.0.0/0"}, false},
-	} {
-		t.Run(test.name, func(t *testing.T) {
-			facts := rules.Facts{Machine: machine.Machine{Facts: map[string]any{"Addresses": test.addresses}}}
-
-			if got := selector(t, one("addresses", test.operator, test.values...)).Matches(facts); got != test.want {
-				t.Errorf("got %t, want %t", got, test.want)
-			}
+			assert.Equal(t, test.want, selector(t, one(key, test.operator, test.values...)).Matches(test.facts))
 		})
 	}
 }
@@ -142,22 +127,14 @@ func TestFacts_OfSelectorsAndTemplates(t *testing.T) {
 	selects := one("CPUs", rules.Gt, "8")
 	selects = append(selects, one("meta.0x0C", rules.Exists)...)
 	selects = append(selects, one("zone", rules.Exists)...)
-
-	if got, want := selector(t, selects).Facts(), []string{"CPUs", "Meta"}; !slices.Equal(got, want) {
-		t.Errorf("selector: got %v, want %v", got, want)
-	}
+	assert.Equal(t, []string{"CPUs", "Meta"}, selector(t, selects).Facts(), "selector")
 
 	set := compile(t, rules.Rule{NodeSelector: selects}, rules.Rule{
 		Labels:           map[string]string{"a": "{{ .Zone }}", "b": "{{ with .Region }}{{ first $.Gateways }}{{ end }}"},
 		PlatformMetadata: map[string]string{"Zone": `{{ if eq .KernelArgs.rack "7" }}{{ .CPUs }}{{ end }}`},
 	})
-	if got, want := set.Facts(), []string{"CPUs", "Gateways", "KernelArgs", "Meta"}; !slices.Equal(got, want) {
-		t.Errorf("rules: got %v, want %v", got, want)
-	}
-
-	if got := compile(t, rules.Rule{Labels: map[string]string{"a": "{{ .Zone }}"}}).Facts(); len(got) > 0 {
-		t.Errorf("rules without optional facts: got %v", got)
-	}
+	assert.Equal(t, []string{"CPUs", "Gateways", "KernelArgs", "Meta"}, set.Facts(), "rules")
+	assert.Empty(t, compile(t, rules.Rule{Labels: map[string]string{"a": "{{ .Zone }}"}}).Facts(), "rules without optional facts")
 }
 
 // Selector keys and template variables have the same names.
@@ -175,9 +152,8 @@ func TestSelector_OptionalFacts(t *testing.T) {
 		"kubernetesVersion": "{{ .KubernetesVersion }}",
 	} {
 		value := render(t, template, facts)
-		if value == "" || !selector(t, one(key, rules.In, value)).Matches(facts) {
-			t.Errorf("%s In [%s] does not match", key, value)
-		}
+		assert.NotEmpty(t, value)
+		assert.True(t, selector(t, one(key, rules.In, value)).Matches(facts))
 
 		if got := render(t, template, rules.Facts{}); got != "" && got != "false" {
 			t.Errorf("%s of a machine without facts: got %q", template, got)
@@ -201,15 +177,11 @@ func TestSelector_TermsAndExpressions(t *testing.T) {
 		{"one term must match", []rules.SelectorTerm{{MatchExpressions: []rules.Expression{no}}, {}, {MatchExpressions: []rules.Expression{yes, yes}}}, true},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			if got := selector(t, test.terms).Matches(facts); got != test.want {
-				t.Errorf("got %t, want %t", got, test.want)
-			}
+			assert.Equal(t, test.want, selector(t, test.terms).Matches(facts))
 		})
 	}
 
-	if !(*rules.Selector)(nil).Matches(rules.Facts{}) {
-		t.Error("the nil Selector does not match")
-	}
+	assert.True(t, (*rules.Selector)(nil).Matches(rules.Facts{}), "the nil Selector does not match")
 }
 
 // Every field of the two resources is selected by its names in Go and in YAML.
@@ -238,44 +210,33 @@ func TestSelector_EveryFieldInAnyCase(t *testing.T) {
 
 	for name, value := range names {
 		for _, key := range []string{name, strings.ToLower(name[:1]) + name[1:], strings.ToUpper(name[:1]) + name[1:]} {
-			if !selector(t, one(key, rules.In, value)).Matches(facts) {
-				t.Errorf("%s In [%s] does not match", key, value)
-			}
+			assert.True(t, selector(t, one(key, rules.In, value)).Matches(facts), "%s In [%s] does not match", key, value)
 		}
 	}
 }
 
-func TestHostname_FallsBackToNodename(t *testing.T) {
-	facts := everything()
-	facts.Machine.Platform.Hostname = ""
+func TestSelector_AbsentAndDerivedFacts(t *testing.T) {
+	of := func(typ talosmachine.Type) rules.Facts { return rules.Facts{Machine: machine.Machine{Type: typ}} }
+	unnamed := everything()
+	unnamed.Machine.Platform.Hostname = ""
+	assert.Equal(t, "Nodename", render(t, "{{ .Hostname }}", unnamed))
 
-	if !selector(t, one("hostname", rules.In, "Nodename")).Matches(facts) {
-		t.Error("hostname In [Nodename] does not match")
-	}
-
-	if got, want := render(t, "{{ .Hostname }}", facts), "Nodename"; got != want {
-		t.Errorf("got .Hostname %q, want %q", got, want)
-	}
-}
-
-func TestSelector_MachineType(t *testing.T) {
-	for typ, want := range map[talosmachine.Type]string{
-		talosmachine.TypeInit: "controlplane", talosmachine.TypeControlPlane: "controlplane", talosmachine.TypeWorker: "worker",
+	for _, test := range []struct {
+		facts rules.Facts
+		terms []rules.SelectorTerm
+	}{
+		{unnamed, one("hostname", rules.In, "Nodename")},
+		{of(talosmachine.TypeInit), one("machineType", rules.In, "controlplane")},
+		{of(talosmachine.TypeControlPlane), one("machineType", rules.In, "controlplane")},
+		{of(talosmachine.TypeWorker), one("machineType", rules.In, "worker")},
+		{rules.Facts{}, one("machinetype", rules.DoesNotExist)},
+		{rules.Facts{}, one("spot", rules.In, "false")},
+		{rules.Facts{}, one("zone", rules.NotIn, "a")},
+		{rules.Facts{}, one("tags.absent", rules.NotIn, "a")},
+		{rules.Facts{}, one("extensions.absent", rules.NotIn, "a")},
+		{rules.Facts{}, one("uuid", rules.NotIn, "a")},
 	} {
-		facts := rules.Facts{Machine: machine.Machine{Type: typ}}
-		if !selector(t, one("machineType", rules.In, want)).Matches(facts) {
-			t.Errorf("machineType In [%s] does not match type %s", want, typ)
-		}
-	}
-
-	if !selector(t, one("machinetype", rules.DoesNotExist)).Matches(rules.Facts{}) {
-		t.Error("machineType is present without a type")
-	}
-}
-
-func TestSelector_SpotIsAlwaysPresent(t *testing.T) {
-	if !selector(t, one("spot", rules.In, "false")).Matches(rules.Facts{}) {
-		t.Error("spot In [false] does not match empty facts")
+		assert.True(t, selector(t, test.terms).Matches(test.facts), test.terms)
 	}
 }
 
@@ -286,36 +247,23 @@ func TestSelector_EmptyMapEntriesExist(t *testing.T) {
 
 	for _, key := range []string{"labels.node-role.kubernetes.io/control-plane", "tags.empty", "tags.EMPTY", "extensions.bare"} {
 		for _, terms := range [][]rules.SelectorTerm{one(key, rules.Exists), one(key, rules.In, "", "x")} {
-			if !selector(t, terms).Matches(facts) {
-				t.Errorf("%s does not match %v", key, terms)
-			}
+			assert.True(t, selector(t, terms).Matches(facts), "%s does not match %v", key, terms)
 		}
 
-		if selector(t, one(key+"x", rules.Exists)).Matches(facts) {
-			t.Errorf("%sx exists", key)
-		}
+		assert.False(t, selector(t, one(key+"x", rules.Exists)).Matches(facts), "%sx exists", key)
 	}
 }
 
 func TestSelector_NodeLabels(t *testing.T) {
 	facts := everything()
+	assert.True(t, selector(t, one("Labels.example.org/Disk", rules.In, "ssd")).Matches(facts), "the label does not match")
+	assert.False(t, selector(t, one("labels.example.org/disk", rules.Exists)).Matches(facts), "a label matches in another case")
 
-	if !selector(t, one("Labels.example.org/Disk", rules.In, "ssd")).Matches(facts) {
-		t.Error("the label does not match")
-	}
-
-	if selector(t, one("labels.example.org/disk", rules.Exists)).Matches(facts) {
-		t.Error("a label matches in another case")
-	}
-
-	if _, errs := rules.CompileSelector(one("labels.example.org/Disk", rules.Exists), nil); len(errs) != 1 {
-		t.Errorf("got %d errors from CompileSelector, want 1: %v", len(errs), errs)
-	}
+	_, errs := rules.CompileSelector(one("labels.example.org/Disk", rules.Exists), nil)
+	assert.Len(t, errs, 1)
 
 	for key, want := range map[string]bool{"labels.a": true, "LABELS.a": true, "zone": false} {
-		if got := selector(t, one(key, rules.Exists)).ReadsLabels(); got != want {
-			t.Errorf("ReadsLabels of %s: got %t, want %t", key, got, want)
-		}
+		assert.Equal(t, want, selector(t, one(key, rules.Exists)).ReadsLabels(), "ReadsLabels of %s", key)
 	}
 }
 
@@ -354,17 +302,9 @@ func TestCompileSelector_Errors(t *testing.T) {
 			good := rules.Expression{Key: "zone", Operator: rules.Exists}
 
 			_, errs := rules.CompileSelector([]rules.SelectorTerm{{}, {MatchExpressions: []rules.Expression{good, test.expression}}}, nil)
-			if len(errs) != 1 {
-				t.Fatalf("got %d errors, want 1: %v", len(errs), errs)
-			}
-
-			if want := "[1].matchExpressions[1]." + test.path; errs[0].Field != want {
-				t.Errorf("got path %s, want %s", errs[0].Field, want)
-			}
-
-			if !strings.Contains(errs[0].Detail, test.want) {
-				t.Errorf("error %q does not contain %q", errs[0].Detail, test.want)
-			}
+			require.Len(t, errs, 1)
+			assert.Equal(t, "[1].matchExpressions[1]."+test.path, errs[0].Field)
+			assert.Contains(t, errs[0].Detail, test.want)
 		})
 	}
 }

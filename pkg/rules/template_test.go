@@ -5,12 +5,12 @@ import (
 	"reflect"
 	"regexp"
 	goruntime "runtime"
-	"slices"
 	"strings"
 	"testing"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
@@ -58,24 +58,17 @@ var examples = []struct{ function, template, want string }{
 }
 
 func TestFunctions(t *testing.T) {
-	untested := map[string]bool{}
-	for _, name := range rules.Functions() {
-		untested[name] = true
-	}
+	var tested []string
 
 	for _, example := range examples {
-		delete(untested, example.function)
+		tested = append(tested, example.function)
 
 		t.Run(example.function, func(t *testing.T) {
-			if got := render(t, example.template, rules.Facts{}); got != example.want {
-				t.Errorf("%s: got %q, want %q", example.template, got, example.want)
-			}
+			assert.Equal(t, example.want, render(t, example.template, rules.Facts{}), example.template)
 		})
 	}
 
-	if len(untested) > 0 {
-		t.Errorf("functions without an example: %v", untested)
-	}
+	assert.Subset(t, tested, rules.Functions())
 }
 
 // Package regexp defines the result of regexReplaceAll.
@@ -85,10 +78,7 @@ func TestRegexReplaceAll_MatchesPackageRegexp(t *testing.T) {
 			for _, replacement := range []string{"", "-", "$0$0", "${1}-$2", "$x", "$$"} {
 				facts := rules.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Zone: s, Region: replacement}}}
 				want := regexp.MustCompile(pattern).ReplaceAllString(s, replacement)
-
-				if got := render(t, fmt.Sprintf("{{ regexReplaceAll %q .Zone .Region }}", pattern), facts); got != want {
-					t.Errorf("regexReplaceAll %q %q %q: got %q, want %q", pattern, s, replacement, got, want)
-				}
+				assert.Equal(t, want, render(t, fmt.Sprintf("{{ regexReplaceAll %q .Zone .Region }}", pattern), facts), "regexReplaceAll %q %q %q", pattern, s, replacement)
 			}
 		}
 	}
@@ -125,25 +115,18 @@ func TestTemplates(t *testing.T) {
 		{"field in parentheses", `{{ (.Tags).Owner }}`, "me"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			if got := render(t, test.template, facts); got != test.want {
-				t.Errorf("%s: got %q, want %q", test.template, got, test.want)
-			}
+			assert.Equal(t, test.want, render(t, test.template, facts), test.template)
 		})
 	}
 }
 
 func TestTemplates_EveryVariable(t *testing.T) {
 	for _, facts := range []rules.Facts{everything(), {}} {
-		names := rules.Variables()
-		names = append(names, "Tags.Owner", "Tags.team", "Tags.absent", "Extensions.schematic")
-
-		for _, name := range names {
+		for _, name := range append(rules.Variables(), "Tags.Owner", "Tags.team", "Tags.absent", "Extensions.schematic") {
 			alone := render(t, "<{{ ."+name+" }}>", facts)
 
 			for _, template := range []string{"<{{ print ." + name + " }}>", "{{ if true }}<{{ ." + name + " }}>{{ end }}"} {
-				if got := render(t, template, facts); got != alone {
-					t.Errorf("%s: got %q, want %q", name, got, alone)
-				}
+				assert.Equal(t, alone, render(t, template, facts), name)
 			}
 		}
 	}
@@ -153,9 +136,7 @@ func TestTemplates_EveryVariable(t *testing.T) {
 func TestVariables_CoverResources(t *testing.T) {
 	for _, resource := range []reflect.Type{reflect.TypeFor[runtime.PlatformMetadataSpec](), reflect.TypeFor[hardware.SystemInformationSpec]()} {
 		for _, field := range reflect.VisibleFields(resource) {
-			if !slices.Contains(rules.Variables(), field.Name) {
-				t.Errorf("no variable .%s", field.Name)
-			}
+			assert.Contains(t, rules.Variables(), field.Name)
 
 			if field.Name != "Tags" {
 				selector(t, one(field.Name, rules.Exists))
@@ -209,9 +190,7 @@ func TestTemplates_CompileErrors(t *testing.T) {
 		{"invalid UTF-8", "\xff", "UTF-8"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			if err := compileError(t, annotate(test.template)); !strings.Contains(err.Error(), test.want) {
-				t.Errorf("error %q does not contain %q", err, test.want)
-			}
+			assert.Contains(t, compileError(t, annotate(test.template)).Error(), test.want)
 		})
 	}
 }
@@ -230,18 +209,13 @@ func TestTemplates_RenderErrors(t *testing.T) {
 		{"regular expression over the limit of package regexp", `{{ regexMatch (printf "(a{%d}){%d}" 1000 1000) "a" }}`, "invalid repeat count"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			if got := renderError(t, test.template, everything()); !strings.Contains(got, test.want) {
-				t.Errorf("error %q does not contain %q", got, test.want)
-			}
+			assert.Contains(t, renderError(t, test.template, everything()), test.want)
 		})
 	}
 }
 
 func TestTemplates_LimitLengthOfText(t *testing.T) {
-	facts := rules.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{
-		Zone:   strings.Repeat("a", 60<<10),
-		Region: strings.Repeat("a", 2<<20),
-	}}}
+	facts := rules.Facts{Machine: machine.Machine{Platform: runtime.PlatformMetadataSpec{Zone: strings.Repeat("a", 60<<10), Region: strings.Repeat("a", 2<<20)}}}
 
 	for name, template := range map[string]string{
 		"output":                        `{{ .Zone }}{{ .Zone }}`,
@@ -269,9 +243,7 @@ func TestTemplates_LimitLengthOfText(t *testing.T) {
 		"growth by joining in a loop":   `{{ $a := "aa" }}{{ range 1000 }}{{ $a = splitList "" $a | join $a }}{{ end }}`,
 	} {
 		t.Run(name, func(t *testing.T) {
-			if got, want := renderError(t, template, facts), "longer than 65536 bytes"; !strings.Contains(got, want) {
-				t.Errorf("error %q does not contain %q", got, want)
-			}
+			assert.Contains(t, renderError(t, template, facts), "longer than 65536 bytes")
 		})
 	}
 }
@@ -298,15 +270,10 @@ func TestTemplates_LimitMemory(t *testing.T) {
 			result := compiled.Apply(facts)
 
 			goruntime.ReadMemStats(&after)
-
-			if len(result.Problems) != 1 {
-				t.Errorf("got %v, want one problem", result.Problems)
-			}
+			assert.Len(t, result.Problems, 1)
 
 			// Without the checks it is more than 1.5 GiB. With the race detector, package regexp reuses less memory.
-			if allocated := after.TotalAlloc - before.TotalAlloc; allocated > 512<<20 {
-				t.Errorf("allocated %d MiB", allocated>>20)
-			}
+			assert.LessOrEqual(t, after.TotalAlloc-before.TotalAlloc, uint64(512<<20))
 		})
 	}
 }
@@ -316,9 +283,7 @@ func TestPrintf_WidthAndPrecision(t *testing.T) {
 		"%5s|%-5s|": "   ab|cd   |", "%.1s%s": "acd", "100%%5000 %s%s": "100%5000 abcd", "%99s%s": strings.Repeat(" ", 97) + "abcd", "%s[1]%s": "ab[1]cd",
 		"id-123456789-%s-%s": "id-123456789-ab-cd", "%s*%s": "ab*cd",
 	} {
-		if got := render(t, fmt.Sprintf(`{{ printf %q "ab" "cd" }}`, format), rules.Facts{}); got != want {
-			t.Errorf("%s: got %q, want %q", format, got, want)
-		}
+		assert.Equal(t, want, render(t, fmt.Sprintf(`{{ printf %q "ab" "cd" }}`, format), rules.Facts{}), format)
 	}
 }
 
