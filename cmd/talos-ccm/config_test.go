@@ -10,29 +10,17 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 )
 
 // configCommand runs `config` with args. The content is in rules.yaml and on standard input.
 func configCommand(t *testing.T, content string, args ...string) (stdout, stderr string, err error) {
 	t.Helper()
 	t.Chdir(t.TempDir())
+	require.NoError(t, os.WriteFile("rules.yaml", []byte(content), 0o600))
 
-	if err := os.WriteFile("rules.yaml", []byte(content), 0o600); err != nil {
-		t.Fatal(err)
-	}
-
-	var out, errOut bytes.Buffer
-
-	cmd := newConfigCommand()
-	cmd.SetArgs(args)
-	cmd.SetIn(strings.NewReader(content))
-	cmd.SetOut(&out)
-	cmd.SetErr(&errOut)
-
-	err = cmd.ExecuteContext(t.Context())
-
-	return out.String(), errOut.String(), err
+	return execute(t, newConfigCommand(), content, args...)
 }
 
 func TestConfigValidate(t *testing.T) {
@@ -54,104 +42,64 @@ func TestConfigValidate(t *testing.T) {
 		{name: "valid standard input", content: good, args: []string{"-"}, stdout: "stdin: valid: 1 rule, 1 pool, 0 allowed SANs\n"},
 		{name: "defaults", content: "{}", args: []string{"-"}, stdout: "stdin: valid: 0 rules, 0 pools, 0 allowed SANs\n"},
 		{name: "blank file", content: " \n", args: []string{"-"}, mention: "stdin is empty"},
-		{
-			name: "invalid file", content: bad, args: []string{"rules.yaml"},
-			lines: []string{"rules.yaml:1:1: lables: unknown key", "rules.yaml:2:34: ipam.pools[0].cidrs[0]"}, mention: "rules.yaml is invalid",
-		},
-		{
-			name: "invalid standard input", content: bad, args: []string{"-"},
-			lines: []string{"stdin:1:1: lables: unknown key", "stdin:2:34: ipam.pools[0].cidrs[0]"}, mention: "stdin is invalid",
-		},
-		{
-			name: "file that is too large", content: strings.Repeat("#\n", 1<<20), args: []string{"-"},
-			lines: []string{"stdin: file has 1048577 bytes; the maximum is 1048576"}, mention: "stdin is invalid",
-		},
+		{name: "mistakes", content: bad, args: []string{"rules.yaml"}, lines: []string{"rules.yaml:1:1: lables: unknown key", "rules.yaml:2:34: ipam.pools[0].cidrs[0]"}, mention: "rules.yaml is invalid"},
+		{name: "invalid standard input", content: bad, args: []string{"-"}, lines: []string{"stdin:1:1: lables: unknown key", "stdin:2:34: ipam.pools[0].cidrs[0]"}, mention: "stdin is invalid"},
+		{name: "large file", content: strings.Repeat("#\n", 1<<20), args: []string{"-"}, lines: []string{"stdin: file has 1048577 bytes; the maximum is 1048576"}, mention: "stdin is invalid"},
 		{name: "missing file", args: []string{"none.yaml"}, mention: "open none.yaml"},
 		{name: "directory", args: []string{"."}, mention: "is a directory"},
 		{name: "missing argument", mention: "accepts 1 arg"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			stdout, stderr, err := configCommand(t, test.content, append([]string{"validate"}, test.args...)...)
-			if stdout != test.stdout {
-				t.Errorf("got %q, want %q", stdout, test.stdout)
-			}
+			assert.Equal(t, test.stdout, stdout)
 
-			if (err != nil) != (test.mention != "") || err != nil && !strings.Contains(err.Error(), test.mention) {
-				t.Errorf("got %v, want %q", err, test.mention)
-			}
+			requireError(t, err, test.mention)
 
-			lines := strings.Split(strings.TrimSuffix(stderr, "\n"), "\n")
-			if stderr == "" {
-				lines = nil
-			}
-
-			if !slices.EqualFunc(lines, test.lines, strings.HasPrefix) {
-				t.Errorf("got %q, want lines with the prefixes %q", lines, test.lines)
-			}
+			lines := slices.Collect(strings.Lines(stderr))
+			assert.True(t, slices.EqualFunc(lines, test.lines, strings.HasPrefix), stderr)
 		})
 	}
 }
 
 func TestConfigSchema(t *testing.T) {
 	stdout, _, err := configCommand(t, "", "schema")
-	if err != nil || !json.Valid([]byte(stdout)) {
-		t.Errorf("got %.200q and %v", stdout, err)
-	}
+	assert.NoError(t, err)
+	assert.True(t, json.Valid([]byte(stdout)))
 }
 
 // TestConfigValidate_Files validates files of the kinds that users have. messages.txt has what the command prints for each.
 func TestConfigValidate_Files(t *testing.T) {
 	want, err := os.ReadFile("testdata/config/messages.txt")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	t.Chdir("testdata/config")
 
 	files, err := filepath.Glob("*.yaml")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	var all strings.Builder
 
 	for _, name := range files {
-		var out, errOut bytes.Buffer
-
-		cmd := newConfigCommand()
-		cmd.SetArgs([]string{"validate", name})
-		cmd.SetOut(&out)
-		cmd.SetErr(&errOut)
-
-		err := cmd.ExecuteContext(t.Context())
-		if isGood := strings.HasPrefix(name, "good"); isGood != (err == nil) || isGood == (errOut.Len() > 0) || isGood != (out.Len() > 0) {
-			t.Errorf("%s: got %v", name, err)
-		}
-
-		fmt.Fprintf(&all, "%s%s\n", out.String(), errOut.String())
+		stdout, stderr, err := execute(t, newConfigCommand(), "", "validate", name)
+		isGood := strings.HasPrefix(name, "good")
+		assert.Equal(t, []bool{isGood, !isGood, isGood}, []bool{err == nil, stderr != "", stdout != ""}, "%s: %v", name, err)
+		fmt.Fprintf(&all, "%s%s\n", stdout, stderr)
 	}
 
-	if diff := cmp.Diff(string(want), all.String()); diff != "" {
-		t.Errorf("unexpected messages (-want +got):\n%s", diff)
-	}
+	assert.Equal(t, string(want), all.String())
 }
 
 // The document that Helm values are converted to is valid, and has the same rules.
 func TestConfigValidate_ConvertsHelmValues(t *testing.T) {
 	values, err := os.ReadFile("testdata/config/good-chart.yaml")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	document, _, err := configCommand(t, string(values), "validate", "-")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	stdout, stderr, err := configCommand(t, document, "validate", "-")
-	if err != nil || stdout != "stdin: valid: 1 rule, 0 pools, 0 allowed SANs\n" {
-		t.Errorf("got %v: %s%s", err, stdout, stderr)
-	}
+	assert.NoError(t, err, stderr)
+	assert.Equal(t, "stdin: valid: 1 rule, 0 pools, 0 allowed SANs\n", stdout)
 }
 
 func TestConfigValidate_PrintsJSON(t *testing.T) {
@@ -164,12 +112,12 @@ func TestConfigValidate_PrintsJSON(t *testing.T) {
 		var got bytes.Buffer
 
 		stdout, stderr, err := configCommand(t, content, "validate", "-", "-o", "json")
-		if jsonErr := json.Compact(&got, []byte(stdout)); jsonErr != nil || got.String() != want || stderr != "" || (err == nil) != (content == "{}") {
-			t.Errorf("%s: got %v, %v: %s", content, err, jsonErr, stdout+stderr)
-		}
+		assert.Equal(t, content == "{}", err == nil, err)
+		assert.NoError(t, json.Compact(&got, []byte(stdout)))
+		assert.Equal(t, want, got.String())
+		assert.Empty(t, stderr)
 	}
 
-	if _, _, err := configCommand(t, "{}", "validate", "-", "-o", "xml"); err == nil || !strings.Contains(err.Error(), `unknown output format "xml"`) {
-		t.Errorf("got %v", err)
-	}
+	_, _, err := configCommand(t, "{}", "validate", "-", "-o", "xml")
+	assert.ErrorContains(t, err, `unknown output format "xml"`)
 }

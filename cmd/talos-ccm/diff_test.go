@@ -1,12 +1,12 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
 	"net/netip"
 	"os"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -16,6 +16,8 @@ import (
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -68,23 +70,17 @@ func newMigration(t *testing.T) *migration {
 	t.Helper()
 
 	cluster, err := kube.Start(t.Context(), kube.Options{Progress: os.Stderr})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	t.Cleanup(func() { _ = cluster.Stop() })
 
 	site, err := talostest.New(talostest.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	t.Cleanup(site.Close)
 
 	client, err := kubernetes.NewForConfig(cluster.Config())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	m := &migration{T: t, kube: cluster, site: site, client: client, kubeconfig: file(t, string(cluster.Kubeconfig()))}
 	m.add(talostest.MachineSpec{Nodename: "cp-1", Type: talosmachine.TypeControlPlane})
@@ -94,30 +90,22 @@ func newMigration(t *testing.T) *migration {
 	return m
 }
 
-func (m *migration) require(err error) {
-	m.Helper()
-
-	if err != nil {
-		m.Fatal(err)
-	}
-}
-
 func (m *migration) add(spec talostest.MachineSpec) {
 	m.Helper()
 
 	spec.Platform = runtime.PlatformMetadataSpec{Platform: "metal"}
 	added, err := m.site.AddMachine(spec)
-	m.require(err)
+	require.NoError(m, err)
 
 	_, err = m.kube.RegisterNode(m.Context(), kube.NodeSpec{Name: spec.Nodename, NodeIPs: []netip.Addr{added.Address()}})
-	m.require(err)
+	require.NoError(m, err)
 }
 
 func (m *migration) node(name string) *corev1.Node {
 	m.Helper()
 
 	node, err := m.client.CoreV1().Nodes().Get(m.Context(), name, metav1.GetOptions{})
-	m.require(err)
+	require.NoError(m, err)
 
 	return node
 }
@@ -134,7 +122,7 @@ func (m *migration) initialize() {
 	config.UserAgent = "talos-cloud-controller-manager/v1.12.0 (linux/amd64) kubernetes/$Format/cloud-node-controller"
 
 	client, err := kubernetes.NewForConfig(config)
-	m.require(err)
+	require.NoError(m, err)
 
 	cloud := &fake.Cloud{EnableInstancesV2: true, OverrideInstanceMetadata: func(_ context.Context, node *corev1.Node) (*cloudprovider.InstanceMetadata, error) {
 		ip := m.site.Machine(node.Name).Address().String()
@@ -144,17 +132,15 @@ func (m *migration) initialize() {
 		}
 
 		return &cloudprovider.InstanceMetadata{
-			ProviderID: "talos://metal/" + ip,
-			NodeAddresses: []corev1.NodeAddress{
-				{Type: corev1.NodeInternalIP, Address: ip}, {Type: corev1.NodeExternalIP, Address: "10.0.0.1"}, {Type: corev1.NodeHostName, Address: node.Name},
-			},
+			ProviderID:       "talos://metal/" + ip,
+			NodeAddresses:    []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: ip}, {Type: corev1.NodeExternalIP, Address: "10.0.0.1"}, {Type: corev1.NodeHostName, Address: node.Name}},
 			AdditionalLabels: map[string]string{"example.org/site": "old", stray: "1"},
 		}, nil
 	}}
 
 	factory := informers.NewSharedInformerFactory(client, 0)
 	controller, err := upstreamnode.NewCloudNodeController(factory.Core().V1().Nodes(), client, cloud, time.Hour, 1, 1)
-	m.require(err)
+	require.NoError(m, err)
 
 	var group sync.WaitGroup
 	defer group.Wait()
@@ -175,32 +161,23 @@ func (m *migration) initialize() {
 	_, err = client.CoordinationV1().Leases(metav1.NamespaceSystem).Create(ctx, &coordinationv1.Lease{
 		ObjectMeta: metav1.ObjectMeta{Name: "cloud-controller-manager-talos"}, Spec: coordinationv1.LeaseSpec{HolderIdentity: &name},
 	}, metav1.CreateOptions{})
-	m.require(err)
+	require.NoError(m, err)
 }
 
 func (m *migration) eventually(ok func() bool) {
 	m.Helper()
 
 	const timeout, interval = 2 * time.Minute, 100 * time.Millisecond
-
-	m.require(wait.PollUntilContextTimeout(m.Context(), interval, timeout, true, func(context.Context) (bool, error) { return ok(), nil }))
+	require.NoError(m, wait.PollUntilContextTimeout(m.Context(), interval, timeout, true, func(context.Context) (bool, error) { return ok(), nil }))
 }
 
 // diff runs the command.
 func (m *migration) diff(args ...string) (stdout string, err error) {
 	m.Helper()
 
-	var out, errOut bytes.Buffer
+	stdout, _, err = execute(m.T, newDiffCommand(), "", append(args, "--kubeconfig", m.kubeconfig, "--talosconfig", m.talosconfig)...)
 
-	cmd := newDiffCommand()
-	cmd.SilenceErrors, cmd.SilenceUsage = true, true // as the root command does
-	cmd.SetArgs(append(args, "--kubeconfig", m.kubeconfig, "--talosconfig", m.talosconfig))
-	cmd.SetOut(&out)
-	cmd.SetErr(&errOut)
-
-	err = cmd.ExecuteContext(m.Context())
-
-	return out.String(), err
+	return stdout, err
 }
 
 // takeOver runs the node controller of talos-ccm until the function returns true.
@@ -208,7 +185,7 @@ func (m *migration) takeOver(config string, ok func() bool) {
 	m.Helper()
 
 	options, err := (&nodeFlags{config: config, fallback: "uuid"}).options(nil)
-	m.require(err)
+	require.NoError(m, err)
 
 	ctx, cancel := context.WithCancel(m.Context())
 
@@ -222,12 +199,12 @@ func (m *migration) takeOver(config string, ok func() bool) {
 		Client: m.client, Nodes: factory.Core().V1().Nodes(), Inventory: machines, Recorder: &record.FakeRecorder{}, Clock: clock.RealClock{},
 		Options: func() nodespec.Options { return options }, Workers: 1,
 	})
-	m.require(err)
+	require.NoError(m, err)
 
 	refl := reflector.New(machines, func(ctx context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
 		return talosapi.Dial(ctx, talosapi.Talosconfig{Path: m.talosconfig}, addr)
 	}, clock.RealClock{})
-	m.require(refl.FollowNodes(factory.Core().V1().Nodes()))
+	require.NoError(m, refl.FollowNodes(factory.Core().V1().Nodes()))
 
 	group.Go(func() { refl.Run(ctx) })
 	group.Go(func() { controller.Run(ctx) })
@@ -248,9 +225,7 @@ func TestDiff_OfMigratedCluster(t *testing.T) {
 	m.site.Machine("web-1").CutOff()
 
 	stdout, err := m.diff("--config", config)
-	if !errors.Is(err, errDifferent) {
-		t.Fatalf("got %v: %s", err, stdout)
-	}
+	require.ErrorIs(t, err, errDifferent, stdout)
 
 	_, web, _ := strings.Cut(squeezed(stdout), "Node web-1\n")
 
@@ -267,9 +242,7 @@ func TestDiff_OfMigratedCluster(t *testing.T) {
 		"Lease kube-system/cloud-controller-manager-talos: held by " + holder + "\n",
 		"2 Nodes: 2 would change, 0 would not, 0 cannot be compared, 0 not managed\n",
 	} {
-		if !strings.Contains(web, want) {
-			t.Errorf("%q is not in %s", want, stdout)
-		}
+		assert.Contains(t, web, want, stdout)
 	}
 
 	if now := m.node("web-1"); now.ResourceVersion != before.ResourceVersion && now.Labels["example.org/site"] != before.Labels["example.org/site"] {
@@ -284,21 +257,18 @@ func TestDiff_OfMigratedCluster(t *testing.T) {
 	})
 
 	stdout, err = m.diff("--config", config, "-o", "json")
-	m.require(err)
+	require.NoError(m, err)
 
 	var after preview.Comparison
-
-	m.require(json.Unmarshal([]byte(stdout), &after))
-
-	if len(after.Nodes) != 2 || after.Lease.Holder != holder || after.Nodes[1].ProviderID.Current != "talos://metal/"+ip {
-		t.Errorf("got %+v", after)
-	}
+	require.NoError(m, json.Unmarshal([]byte(stdout), &after))
+	require.Len(t, after.Nodes, 2)
+	assert.Equal(t, holder, after.Lease.Holder)
+	assert.Equal(t, "talos://metal/"+ip, after.Nodes[1].ProviderID.Current)
 
 	// The upstream Talos CCM no longer owns what talos-ccm sets.
-	if fields := after.Nodes[1].Upstream; !slices.Contains(fields, preview.UpstreamField{Field: "metadata.labels", Key: stray}) ||
-		slices.ContainsFunc(fields, func(f preview.UpstreamField) bool { return f.Key == nodespec.LabelPlatform }) {
-		t.Errorf("got %+v", fields)
-	}
+	fields := after.Nodes[1].Upstream
+	assert.Contains(t, fields, preview.UpstreamField{Field: "metadata.labels", Key: stray})
+	assert.False(t, slices.ContainsFunc(fields, func(f preview.UpstreamField) bool { return f.Key == nodespec.LabelPlatform }))
 
 	m.testIncomplete(config)
 }
@@ -306,36 +276,29 @@ func TestDiff_OfMigratedCluster(t *testing.T) {
 // testIncomplete compares a cluster with a machine that does not respond, and with one that has taken the address of another.
 func (m *migration) testIncomplete(config string) {
 	m.Helper()
-
-	m.require(m.site.Machine("web-1").Stop(m.Context()))
+	require.NoError(m, m.site.Machine("web-1").Stop(m.Context()))
 
 	stdout, err := m.diff("--config", config)
-	if err == nil || errors.Is(err, errDifferent) || !strings.Contains(err.Error(), "nodes cannot be compared: web-1") || !strings.Contains(stdout, "MachineUnreachable") {
-		m.Errorf("got %v: %s", err, stdout)
-	}
+	require.ErrorContains(m, err, "nodes cannot be compared: web-1")
+	assert.NotErrorIs(m, err, errDifferent)
+	assert.Contains(m, stdout, "MachineUnreachable")
+	require.NoError(m, m.site.Machine("cp-1").SetNodename(m.Context(), "cp-2"))
 
-	m.require(m.site.Machine("cp-1").SetNodename(m.Context(), "cp-2"))
-
-	if stdout, _ := m.diff("--config", config); !strings.Contains(stdout, `reports nodename "cp-2"`) || !strings.Contains(stdout, "2 cannot be compared") {
-		m.Errorf("got %s", stdout)
-	}
+	stdout, _ = m.diff("--config", config)
+	assert.Contains(m, stdout, `reports nodename "cp-2"`)
+	assert.Contains(m, stdout, "2 cannot be compared")
 }
 
 // squeezed replaces the spaces between columns by one.
 func squeezed(table string) string {
-	var lines []string
-	for line := range strings.Lines(table) {
-		lines = append(lines, strings.Join(strings.Fields(line), " "))
-	}
-
-	return strings.Join(lines, "\n") + "\n"
+	return strings.ReplaceAll(regexp.MustCompile(` +`).ReplaceAllString(table, " "), " \n", "\n")
 }
 
 // The exit codes are those of diff and kubectl diff.
 func TestDiff_ExitsWithTwoOnErrors(t *testing.T) {
 	for _, args := range [][]string{{"diff", "--kubeconfig=/nowhere"}, {"diff", "--nonsense"}, {"diff", "extra"}} {
-		if got := command(t, nil, args...); got.code != exitTrouble || !strings.HasPrefix(got.stderr, "Error: ") {
-			t.Errorf("%v: %+v", args, got)
-		}
+		got := command(t, nil, args...)
+		assert.Equal(t, exitTrouble, got.code)
+		assert.True(t, strings.HasPrefix(got.stderr, "Error: "))
 	}
 }

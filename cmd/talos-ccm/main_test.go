@@ -14,7 +14,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 )
 
 // asCommand makes the test binary run the command, since some flags exit the process.
@@ -38,9 +41,7 @@ func command(t *testing.T, environ []string, args ...string) outcome {
 	t.Helper()
 
 	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	var stdout, stderr bytes.Buffer
 
@@ -57,59 +58,72 @@ func command(t *testing.T, environ []string, args ...string) outcome {
 	return outcome{code: cmd.ProcessState.ExitCode(), stdout: stdout.String(), stderr: stderr.String()}
 }
 
+// execute runs cmd within the test as the root command does.
+func execute(t *testing.T, cmd *cobra.Command, stdin string, args ...string) (stdout, stderr string, err error) {
+	t.Helper()
+
+	var out, errOut bytes.Buffer
+
+	cmd.SilenceErrors, cmd.SilenceUsage = true, true
+	cmd.SetArgs(args)
+	cmd.SetIn(strings.NewReader(stdin))
+	cmd.SetOut(&out)
+	cmd.SetErr(&errOut)
+
+	err = cmd.ExecuteContext(t.Context())
+
+	return out.String(), errOut.String(), err
+}
+
+// requireError fails the test unless the error mentions all texts, or there is none if they are empty.
+func requireError(t *testing.T, err error, mentions ...string) {
+	t.Helper()
+
+	if strings.Join(mentions, "") == "" {
+		require.NoError(t, err)
+	}
+
+	for _, mention := range mentions {
+		if mention != "" {
+			require.ErrorContains(t, err, mention)
+		}
+	}
+}
+
 // Commands that read standard input are interruptible.
 func TestCommands_EndOnSignal(t *testing.T) {
 	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	for _, args := range [][]string{{"config", "validate", "-"}, {"render", "--machine=-"}} {
 		cmd := exec.CommandContext(t.Context(), self, args...)
 		cmd.Env = []string{asCommand + "=yes"}
 
 		input, err := cmd.StdinPipe()
-		if err != nil {
-			t.Fatal(err)
-		}
-
-		if err := cmd.Start(); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
+		require.NoError(t, cmd.Start())
 
 		// More than the pipe buffer: when the write returns, the command reads.
-		if _, err := input.Write(bytes.Repeat([]byte("# nothing\n"), 20_000)); err != nil {
-			t.Fatal(err)
-		}
-
-		if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
-			t.Fatal(err)
-		}
+		_, err = input.Write(bytes.Repeat([]byte("# nothing\n"), 20_000))
+		require.NoError(t, err)
+		require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
 
 		var exit *exec.ExitError
-		if err := cmd.Wait(); !errors.As(err, &exit) || t.Context().Err() != nil {
-			t.Errorf("%v: got %v, want exit by signal", args, err)
-		}
+		assert.True(t, errors.As(cmd.Wait(), &exit))
+		assert.Nil(t, t.Context().Err())
 	}
 }
 
 func TestLog_OmitsGRPCMessages(t *testing.T) {
 	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	cmd := exec.CommandContext(t.Context(), self, "--machine-socket="+filepath.Join(t.TempDir(), "absent"), "--run-dir="+t.TempDir(), "-v=2")
 	cmd.Env = []string{asCommand + "=yes"}
 
 	stderr, err := cmd.StderrPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
+	require.NoError(t, cmd.Start())
 
 	t.Cleanup(func() {
 		_ = cmd.Process.Kill()
@@ -119,18 +133,14 @@ func TestLog_OmitsGRPCMessages(t *testing.T) {
 	failed := 0
 
 	for lines := bufio.NewScanner(stderr); failed < 4 && lines.Scan(); {
-		if strings.Contains(lines.Text(), "addrConn") {
-			t.Fatal(lines.Text())
-		}
+		require.NotContains(t, lines.Text(), "addrConn")
 
 		if strings.Contains(lines.Text(), "no such file or directory") {
 			failed++
 		}
 	}
 
-	if failed == 0 {
-		t.Error("log does not report the missing socket")
-	}
+	assert.NotEqual(t, 0, failed, "log does not report the missing socket")
 }
 
 type flagValues struct {
@@ -153,79 +163,57 @@ func settingsFlags(s *flagValues) *pflag.FlagSet {
 }
 
 func TestSetFromEnvironment(t *testing.T) {
-	defaults := func(change func(*flagValues)) flagValues {
-		s := flagValues{name: "default", elect: true, workers: 1, timeout: time.Second, list: []string{"*"}}
-		change(&s)
-
-		return s
-	}
-	unchanged := defaults(func(*flagValues) {})
-
 	for _, test := range []struct {
-		name    string
-		args    []string
-		environ []string
-		want    flagValues
+		name          string
+		args, environ []string
+		want          func(*flagValues) // changes the defaults
 		// mentions are parts of the error; empty if there is none.
 		mentions []string
 	}{
-		{name: "empty environment", want: unchanged},
-		{name: "variable sets flag", environ: []string{"TALOS_CCM_CLUSTER_NAME=prod"}, want: defaults(func(s *flagValues) { s.name = "prod" })},
-		{name: "bool, int and duration", environ: []string{"TALOS_CCM_LEADER_ELECT=false", "TALOS_CCM_CONCURRENT_NODE_SYNCS=7", "TALOS_CCM_TIMEOUT=2m"}, want: defaults(func(s *flagValues) {
+		{name: "empty environment"},
+		{name: "variable sets flag", environ: []string{"TALOS_CCM_CLUSTER_NAME=prod"}, want: func(s *flagValues) { s.name = "prod" }},
+		{name: "bool, int and duration", environ: []string{"TALOS_CCM_LEADER_ELECT=false", "TALOS_CCM_CONCURRENT_NODE_SYNCS=7", "TALOS_CCM_TIMEOUT=2m"}, want: func(s *flagValues) {
 			s.elect, s.workers, s.timeout = false, 7, 2*time.Minute
-		})},
-		{name: "list", environ: []string{"TALOS_CCM_CONTROLLERS=cloud-node,service"}, want: defaults(func(s *flagValues) { s.list = []string{"cloud-node", "service"} })},
-		{name: "value with equals sign", environ: []string{"TALOS_CCM_CLUSTER_NAME=a=b=c"}, want: defaults(func(s *flagValues) { s.name = "a=b=c" })},
-		{name: "empty value", environ: []string{"TALOS_CCM_CLUSTER_NAME="}, want: defaults(func(s *flagValues) { s.name = "" })},
-		{name: "command line takes precedence", args: []string{"--cluster-name=shop"}, environ: []string{"TALOS_CCM_CLUSTER_NAME=prod"}, want: defaults(func(s *flagValues) { s.name = "shop" })},
-		{name: "command line with the default value", args: []string{"--leader-elect=true"}, environ: []string{"TALOS_CCM_LEADER_ELECT=false"}, want: unchanged},
-		{name: "invalid value, overridden", args: []string{"--concurrent-node-syncs=2"}, environ: []string{"TALOS_CCM_CONCURRENT_NODE_SYNCS=many"}, want: defaults(func(s *flagValues) { s.workers = 2 })},
-		{name: "other variables are ignored", environ: []string{"PATH=/bin", "TALOS_VERSION=1.13", "CLUSTER_NAME=x", "XTALOS_CCM_CLUSTER_NAME=x", "odd", ""}, want: unchanged},
+		}},
+		{name: "list", environ: []string{"TALOS_CCM_CONTROLLERS=cloud-node,service"}, want: func(s *flagValues) { s.list = []string{"cloud-node", "service"} }},
+		{name: "value with equals sign", environ: []string{"TALOS_CCM_CLUSTER_NAME=a=b=c"}, want: func(s *flagValues) { s.name = "a=b=c" }},
+		{name: "empty value", environ: []string{"TALOS_CCM_CLUSTER_NAME="}, want: func(s *flagValues) { s.name = "" }},
+		{name: "command line takes precedence", args: []string{"--cluster-name=shop"}, environ: []string{"TALOS_CCM_CLUSTER_NAME=prod"}, want: func(s *flagValues) { s.name = "shop" }},
+		{name: "command line with the default value", args: []string{"--leader-elect=true"}, environ: []string{"TALOS_CCM_LEADER_ELECT=false"}},
+		{name: "invalid value, overridden", args: []string{"--concurrent-node-syncs=2"}, environ: []string{"TALOS_CCM_CONCURRENT_NODE_SYNCS=many"}, want: func(s *flagValues) { s.workers = 2 }},
+		{name: "other variables are ignored", environ: []string{"PATH=/bin", "TALOS_VERSION=1.13", "CLUSTER_NAME=x", "XTALOS_CCM_CLUSTER_NAME=x", "odd", ""}},
 
-		{
-			name:    "variables of a Service named talos-ccm are ignored",
-			environ: []string{"TALOS_CCM_SERVICE_HOST=10.96.0.7", "TALOS_CCM_SERVICE_PORT=443", "TALOS_CCM_PORT=tcp://10.96.0.7:443", "TALOS_CCM_PORT_443_TCP_ADDR=10.96.0.7"}, want: unchanged,
-		},
+		{name: "variables of a Service named talos-ccm", environ: []string{
+			"TALOS_CCM_SERVICE_HOST=10.96.0.7", "TALOS_CCM_SERVICE_PORT=443", "TALOS_CCM_PORT=tcp://10.96.0.7:443", "TALOS_CCM_PORT_443_TCP_ADDR=10.96.0.7",
+		}},
 
 		{name: "unknown flag", environ: []string{"TALOS_CCM_CLUSTERNAME=prod"}, mentions: []string{"TALOS_CCM_CLUSTERNAME", "no such flag"}},
 		{name: "lower case name", environ: []string{"TALOS_CCM_cluster_name=prod"}, mentions: []string{"TALOS_CCM_cluster_name", "no such flag"}},
 		{name: "prefix without name", environ: []string{"TALOS_CCM_=x"}, mentions: []string{"TALOS_CCM_", "no such flag"}},
 		{name: "invalid value", environ: []string{"TALOS_CCM_CONCURRENT_NODE_SYNCS=many"}, mentions: []string{"TALOS_CCM_CONCURRENT_NODE_SYNCS", "many"}},
 		{name: "empty value for a bool", environ: []string{"TALOS_CCM_LEADER_ELECT="}, mentions: []string{"TALOS_CCM_LEADER_ELECT"}},
-		{
-			name: "all errors are reported", environ: []string{"TALOS_CCM_X=1", "TALOS_CCM_TIMEOUT=soon", "TALOS_CCM_CLUSTER_NAME=prod"},
-			mentions: []string{"TALOS_CCM_X", "TALOS_CCM_TIMEOUT", "soon"},
-		},
+		{name: "all errors are reported", environ: []string{"TALOS_CCM_X=1", "TALOS_CCM_TIMEOUT=soon", "TALOS_CCM_CLUSTER_NAME=prod"}, mentions: []string{"TALOS_CCM_X", "TALOS_CCM_TIMEOUT", "soon"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			var got flagValues
 
 			flags := settingsFlags(&got)
-			if err := flags.Parse(test.args); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, flags.Parse(test.args))
 
 			err := setFromEnvironment(flags, test.environ)
-			if (err != nil) != (len(test.mentions) > 0) {
-				t.Fatalf("got error %v", err)
-			}
-
-			for _, mention := range test.mentions {
-				if !strings.Contains(err.Error(), mention) {
-					t.Errorf("error %q does not contain %q", err, mention)
-				}
-			}
+			requireError(t, err, test.mentions...)
 
 			// After an error the command exits, so the flag values do not matter.
-			if err == nil && !equal(got, test.want) {
-				t.Errorf("got  %+v\nwant %+v", got, test.want)
+			if err == nil {
+				want := flagValues{name: "default", elect: true, workers: 1, timeout: time.Second, list: []string{"*"}}
+				if test.want != nil {
+					test.want(&want)
+				}
+
+				assert.Equal(t, want, got)
 			}
 		})
 	}
-}
-
-func equal(a, b flagValues) bool {
-	return a.name == b.name && a.elect == b.elect && a.workers == b.workers && a.timeout == b.timeout && slices.Equal(a.list, b.list)
 }
 
 func FuzzSetFromEnvironment(f *testing.F) {
@@ -240,26 +228,23 @@ func FuzzSetFromEnvironment(f *testing.F) {
 		err := setFromEnvironment(settingsFlags(&s), []string{entry})
 
 		variable, _, _ := strings.Cut(entry, "=")
-		if err != nil && !strings.Contains(err.Error(), variable) {
-			t.Errorf("error %q does not contain %q", err, variable)
+		if err != nil {
+			assert.ErrorContains(t, err, variable)
 		}
 	})
 }
 
 func TestHelp_ListsFlags(t *testing.T) {
 	got := command(t, nil, "--help")
-	if got.code != 0 || got.stderr != "" {
-		t.Fatalf("exit code %d, stderr %q", got.code, got.stderr)
-	}
+	require.Equal(t, 0, got.code)
+	require.Empty(t, got.stderr)
 
 	for _, part := range []string{
 		"--machine-socket", "--talosconfig", "--run-dir", "--drop-privileges", "--provider-id-fallback",
 		"--kubeconfig", "--leader-elect", "--controllers", "--secure-port", "--concurrent-node-syncs", "--version", "--v ",
 		"cloud-node-controller", "TALOS_CCM_", "--help-all",
 	} {
-		if !strings.Contains(got.stdout, part) {
-			t.Errorf("help does not contain %q", part)
-		}
+		assert.Contains(t, got.stdout, part)
 	}
 }
 
@@ -270,23 +255,17 @@ func TestHelp_OmitsFlagsWithoutEffect(t *testing.T) {
 		"--cloud-provider", "--cluster-name", "--concurrent-service-syncs", "--configure-cloud-routes", "--enable-leader-migration",
 		"--node-status-update-frequency", "Leader-migration flags", "Service-lb-controller flags",
 	} {
-		if strings.Contains(got.stdout, flag) {
-			t.Errorf("help contains %q", flag)
-		}
+		assert.NotContains(t, got.stdout, flag)
 	}
 
 	accepted := []string{"--cloud-provider=external", "--cluster-name=prod", "--configure-cloud-routes=false", "--enable-leader-migration=false", "--node-status-update-frequency=1m"}
-	if err := checkEnvironment(append(accepted, "--machine-socket=/absent", "--run-dir=/absent"), nil); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, checkEnvironment(append(accepted, "--machine-socket=/absent", "--run-dir=/absent"), nil))
 }
 
 // The reference describes the flags that the help lists, and few of the others.
 func TestHelp_ListsFlagsOfReference(t *testing.T) {
 	page, err := os.ReadFile("../../docs/reference/flags.md")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	flags := func(text, pattern string) (names []string) {
 		for _, match := range regexp.MustCompile(pattern).FindAllStringSubmatch(text, -1) {
@@ -299,14 +278,12 @@ func TestHelp_ListsFlagsOfReference(t *testing.T) {
 	}
 
 	listed := flags(command(t, nil, "--help").stdout, `(?m)^ +(?:-\w, )?--([a-z0-9-]+)`)
-	if described := flags(string(page), "(?m)^\\| `--([a-z0-9-]+)` "); !slices.Equal(listed, described) {
-		t.Errorf("the help lists %v, the reference describes %v", listed, described)
-	}
+	assert.Equal(t, flags(string(page), "(?m)^\\| `--([a-z0-9-]+)` "), listed)
 
 	all := flags(command(t, nil, "--help-all").stdout, `(?m)^ +(?:-\w, )?--([a-z0-9-]+)`)
-	if len(listed) > 30 || len(all) < 60 || slices.ContainsFunc(listed, func(name string) bool { return !slices.Contains(all, name) }) {
-		t.Errorf("--help lists %d flags, --help-all %v", len(listed), all)
-	}
+	assert.LessOrEqual(t, len(listed), 30)
+	assert.GreaterOrEqual(t, len(all), 60, "--help lists %d flags, --help-all %v", len(listed), all)
+	assert.False(t, slices.ContainsFunc(listed, func(name string) bool { return !slices.Contains(all, name) }), "--help lists %d flags, --help-all %v", len(listed), all)
 }
 
 func TestHelp_DescribesFlags(t *testing.T) {
@@ -316,21 +293,19 @@ func TestHelp_DescribesFlags(t *testing.T) {
 		"If empty, the pod subnets of the Talos configuration are used.", "Requires node-ipam-controller in --controllers.", "'RangeAllocator' (", "'CloudAllocator' (",
 		"global.providerIDFallback in the configuration takes precedence.", "open file limit", "(default [/healthz])",
 	} {
-		if !strings.Contains(got.stdout, part) {
-			t.Errorf("help does not contain %q", part)
-		}
+		assert.Contains(t, got.stdout, part)
 	}
 }
 
 func TestHelp_OfCommandOmitsVersionFlag(t *testing.T) {
 	for _, name := range []string{"render", "config", "version", "completion"} {
-		if got := command(t, nil, name, "--help"); got.code != 0 || strings.Contains(got.stdout, "--version") {
-			t.Errorf("%s: got %+v", name, got)
-		}
+		got := command(t, nil, name, "--help")
+		assert.Equal(t, 0, got.code)
+		assert.NotContains(t, got.stdout, "--version")
 
-		if got := command(t, nil, name, "--version"); got.code != 1 || !strings.Contains(got.stderr, "unknown flag: --version") {
-			t.Errorf("%s --version: got %+v", name, got)
-		}
+		got = command(t, nil, name, "--version")
+		assert.Equal(t, 1, got.code)
+		assert.Contains(t, got.stderr, "unknown flag: --version")
 	}
 }
 
@@ -347,9 +322,10 @@ func TestVersion_IsPrinted(t *testing.T) {
 		{name: "command with invalid environment", environ: []string{"TALOS_CCM_BIND_ADDRESS=none"}, args: []string{"version"}, want: detailed},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			if got := command(t, test.environ, test.args...); got.code != 0 || got.stderr != "" || !regexp.MustCompile(test.want).MatchString(got.stdout) {
-				t.Errorf("got %+v, want stdout to match %s", got, test.want)
-			}
+			got := command(t, test.environ, test.args...)
+			assert.Equal(t, 0, got.code)
+			assert.Empty(t, got.stderr)
+			assert.True(t, regexp.MustCompile(test.want).MatchString(got.stdout))
 		})
 	}
 }
@@ -385,18 +361,11 @@ func TestCommand_RefusesInvalidFlags(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			got := command(t, test.environ, test.args...)
-			if got.code != 1 {
-				t.Errorf("got exit code %d, want 1", got.code)
-			}
-
-			if !strings.HasPrefix(lastLines(got.stderr), "Error: ") {
-				t.Errorf("stderr %q does not end with an error", got.stderr)
-			}
+			assert.Equal(t, 1, got.code)
+			assert.True(t, strings.HasPrefix(lastLines(got.stderr), "Error: "), "stderr %q does not end with an error", got.stderr)
 
 			for _, mention := range test.mentions {
-				if !strings.Contains(got.stderr, mention) {
-					t.Errorf("stderr %q does not contain %q", got.stderr, mention)
-				}
+				assert.Contains(t, got.stderr, mention)
 			}
 		})
 	}
@@ -417,10 +386,7 @@ func TestCheckEnvironment_RefusesInvalidVariables(t *testing.T) {
 		"TALOS_CCM_TALOSCONFIG=/absent":  "--talosconfig",
 		"TALOS_CCM_CLUSTER_CIDR=nowhere": "nowhere",
 	} {
-		err := checkEnvironment(args, []string{variable})
-		if (err == nil) != (mention == "") || err != nil && !strings.Contains(err.Error(), mention) {
-			t.Errorf("%s: got error %v, want %q", variable, err, mention)
-		}
+		requireError(t, checkEnvironment(args, []string{variable}), mention)
 	}
 }
 
@@ -435,13 +401,12 @@ func lastLines(stderr string) string {
 
 func TestCompletion_OffersCommandsAndFlagsWithEffect(t *testing.T) {
 	for _, shell := range []string{"bash", "fish", "zsh", "powershell"} {
-		if got := command(t, nil, "completion", shell); got.code != 0 || !strings.Contains(got.stdout, "talos-ccm") {
-			t.Errorf("%s: got %+v", shell, got)
-		}
+		got := command(t, nil, "completion", shell)
+		assert.Equal(t, 0, got.code)
+		assert.Contains(t, got.stdout, "talos-ccm")
 	}
 
 	got := command(t, nil, "__complete", "--cl")
-	if !strings.Contains(got.stdout, "--cluster-cidr") || strings.Contains(got.stdout, "--cluster-name") {
-		t.Errorf("got %+v", got)
-	}
+	assert.Contains(t, got.stdout, "--cluster-cidr")
+	assert.NotContains(t, got.stdout, "--cluster-name")
 }

@@ -15,11 +15,12 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/siderolabs/talos/pkg/machinery/role"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
@@ -60,9 +61,7 @@ func file(t *testing.T, content string) string {
 	t.Helper()
 
 	path := filepath.Join(t.TempDir(), "file.yaml")
-	if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(path, []byte(content), 0o600))
 
 	return path
 }
@@ -71,18 +70,7 @@ func file(t *testing.T, content string) string {
 func rendered(t *testing.T, stdin string, args ...string) (stdout, stderr string, err error) {
 	t.Helper()
 
-	var out, errOut bytes.Buffer
-
-	cmd := newRenderCommand()
-	cmd.SilenceErrors, cmd.SilenceUsage = true, true // as the root command does
-	cmd.SetArgs(args)
-	cmd.SetIn(strings.NewReader(stdin))
-	cmd.SetOut(&out)
-	cmd.SetErr(&errOut)
-
-	err = cmd.ExecuteContext(t.Context())
-
-	return out.String(), errOut.String(), err
+	return execute(t, newRenderCommand(), stdin, args...)
 }
 
 // reportsOf runs the command, which must succeed, and returns the reports.
@@ -90,91 +78,64 @@ func reportsOf(t *testing.T, args ...string) []preview.Report {
 	t.Helper()
 
 	stdout, _, err := rendered(t, "", append(args, "--output", "json")...)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	var reports []preview.Report
-	if err := json.Unmarshal([]byte(stdout), &reports); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal([]byte(stdout), &reports))
 
 	return reports
 }
 
 func TestRender_HelpShowsUsage(t *testing.T) {
 	stdout, _, err := rendered(t, "", "--help")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	for _, want := range []string{
 		"render (--machine FILE|- | --node NAME|ADDRESS) [--config FILE] [flags]\n",
 		"are printed as problems and do not affect the exit code.",
 		"providerID source for platforms that publish no providerID: uuid or node-ip. global.providerIDFallback in the configuration takes precedence.",
 	} {
-		if !strings.Contains(stdout, want) {
-			t.Errorf("%q is not in %s", want, stdout)
-		}
+		assert.Contains(t, stdout, want)
 	}
 }
 
 func TestRender_PrintsNodesAndRules(t *testing.T) {
 	stdout, stderr, err := rendered(t, "", "--machine", printed, "--config", file(t, someRules))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	controlPlane, worker, _ := strings.Cut(stdout, "Node talos-wk")
 
 	for _, want := range []string{"Node talos-cp", "talos://container/10.77.0.2", "InternalIP"} {
-		if !strings.Contains(controlPlane, want) {
-			t.Errorf("%q is not in %s", want, controlPlane)
-		}
+		assert.Contains(t, controlPlane, want)
 	}
 
 	for _, want := range []string{"example.org/size", "2CPU-2048RAM", "topology.kubernetes.io/zone", "rack-1", "rule zones"} {
-		if !strings.Contains(worker, want) || strings.Contains(controlPlane, "rule zones") {
-			t.Errorf("%q is not in %s", want, worker)
-		}
+		assert.Contains(t, worker, want)
+		assert.NotContains(t, controlPlane, "rule zones")
 	}
 
-	if !strings.Contains(stderr, "no systeminformations of machine 10.77.0.3") || !strings.Contains(stderr, preview.Command()) {
-		t.Errorf("missing kinds are not in the warning: %s", stderr)
-	}
+	assert.Contains(t, stderr, "no systeminformations of machine 10.77.0.3", "missing kinds are not in the warning")
+	assert.Contains(t, stderr, preview.Command(), "missing kinds are not in the warning")
 }
 
 func TestRender_ReadsStandardInput(t *testing.T) {
 	text, err := os.ReadFile(printed)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	piped, _, err := rendered(t, string(text), "--machine", "-")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	fromFile, _, err := rendered(t, "", "--machine", printed)
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	if diff := cmp.Diff(fromFile, piped); diff != "" {
-		t.Error(diff)
-	}
+	require.NoError(t, err)
+	assert.Equal(t, fromFile, piped)
 }
 
 func TestRender_UsesKubeletFlags(t *testing.T) {
 	text, err := os.ReadFile(printed)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	_, _, err = rendered(t, "", "--machine", printed, "--node-ip", "10.77.0.3")
-	if err == nil || !strings.Contains(err.Error(), "--node-ip cannot be used with more than one machine") {
-		t.Errorf("got %v", err)
-	}
+	assert.ErrorContains(t, err, "--node-ip cannot be used with more than one machine")
 
 	rules := file(t, "global: {clusterName: mine}\ntransformations:\n- labels: {arch: '{{ .Architecture }}'}\n")
 	_, tail, _ := bytes.Cut(text, []byte("node: 10.77.0.3\n"))
@@ -182,9 +143,7 @@ func TestRender_UsesKubeletFlags(t *testing.T) {
 	report := reportsOf(t, "--machine", worker, "--node-ip", "10.77.0.3", "--arch", "arm64", "--config", rules)[0]
 
 	for _, want := range []string{"arch=arm64", "node.cloudprovider.kubernetes.io/clustername=mine"} {
-		if !slices.ContainsFunc(report.Labels, func(l preview.Entry) bool { return l.Key+"="+l.Value == want }) {
-			t.Errorf("%s is not in %v", want, report.Labels)
-		}
+		assert.True(t, slices.ContainsFunc(report.Labels, func(l preview.Entry) bool { return l.Key+"="+l.Value == want }), "%s is not in %v", want, report.Labels)
 	}
 }
 
@@ -215,9 +174,8 @@ func TestRender_Fails(t *testing.T) {
 		{"with a missing talosconfig", "talosconfig", []string{"--node", "127.0.0.1", "--talosconfig", "/nowhere"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			if _, _, err := rendered(t, "", test.args...); err == nil || !strings.Contains(err.Error(), test.want) {
-				t.Errorf("got %v, want %q", err, test.want)
-			}
+			_, _, err := rendered(t, "", test.args...)
+			assert.ErrorContains(t, err, test.want)
 		})
 	}
 }
@@ -231,51 +189,38 @@ func TestRender_ShowsRulesForMetadataOnly(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			stdout, stderr, err := rendered(t, machine, "--machine", "-", "--config", file(t, someRules))
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 
 			for _, want := range []string{
 				`Node talos-wk\n`, `unknown +addresses +missing resources of the machine\n`, `unknown +name `, `unknown +providerID `,
 				`label +example.org/size +large +rule zones\n`, `label +topology.kubernetes.io/zone +rack-1 +rule zones\n`,
 			} {
-				if !regexp.MustCompile(want).MatchString(stdout) {
-					t.Errorf("%q does not match %s", want, stdout)
-				}
+				assert.True(t, regexp.MustCompile(want).MatchString(stdout), "%q does not match %s", want, stdout)
 			}
 
-			if !strings.Contains(stderr, "Warning: stdin: no addressstatuses, machinestatuses, nodenames, ") {
-				t.Errorf("warning does not list the missing kinds: %s", stderr)
-			}
+			assert.Contains(t, stderr, "Warning: stdin: no addressstatuses, machinestatuses, nodenames, ", "warning does not list the missing kinds")
 		})
 	}
 }
 
 func TestRender_AcceptsExtensionServiceConfig(t *testing.T) {
 	reports := reportsOf(t, "--machine", printed, "--config", "testdata/config/good-document.yaml")
-	if !slices.Contains(reports[0].Labels, preview.Entry{Key: "team", Value: "web", Rule: "web"}) {
-		t.Errorf("got %v", reports[0].Labels)
-	}
+	assert.Contains(t, reports[0].Labels, preview.Entry{Key: "team", Value: "web", Rule: "web"})
 }
 
 func TestRender_PrintsWhyNodeIsPending(t *testing.T) {
 	stdout, stderr, err := rendered(t, pendingMachine, "--machine", "-")
-	if err == nil || !strings.Contains(stdout, "pending  the machine has not published its platform yet") {
-		t.Errorf("got %v: %s", err, stdout)
-	}
-
-	if !strings.Contains(stderr, "Warning: stdin: no platformmetadatas, machinestatuses, ") || !strings.Contains(stderr, " of machine n\n") {
-		t.Errorf("warning does not list the missing kinds: %s", stderr)
-	}
+	assert.Error(t, err)
+	assert.Contains(t, stdout, "pending  the machine has not published its platform yet")
+	assert.Contains(t, stderr, "Warning: stdin: no platformmetadatas, machinestatuses, ", "warning does not list the missing kinds")
+	assert.Contains(t, stderr, " of machine n\n", "warning does not list the missing kinds")
 }
 
 func TestRender_UsesProviderIDFallback(t *testing.T) {
 	smbios := "---\nnode: 10.77.0.3\nmetadata: {type: SystemInformations.hardware.talos.dev, id: systeminformation}\nspec: {uuid: 30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee}\n"
 
 	text, err := os.ReadFile(printed)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	machines := file(t, string(text)+smbios)
 
@@ -292,9 +237,7 @@ func TestRender_UsesProviderIDFallback(t *testing.T) {
 		},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			if got := reportsOf(t, append(test.args, "--machine", machines)...)[1].ProviderID.Value; got != test.want {
-				t.Errorf("got %s, want %s", got, test.want)
-			}
+			assert.Equal(t, test.want, reportsOf(t, append(test.args, "--machine", machines)...)[1].ProviderID.Value)
 		})
 	}
 }
@@ -304,20 +247,17 @@ func liveSite(t *testing.T) (site *talostest.Cluster, talosconfig string) {
 	t.Helper()
 
 	site, err := talostest.New(talostest.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	t.Cleanup(site.Close)
 
 	for name, typ := range map[string]talosmachine.Type{"cp-1": talosmachine.TypeControlPlane, "worker-1": talosmachine.TypeWorker} {
-		if _, err := site.AddMachine(talostest.MachineSpec{
+		_, err := site.AddMachine(talostest.MachineSpec{
 			Nodename: name, Type: typ, Platform: runtime.PlatformMetadataSpec{Platform: "aws", InstanceID: name, ProviderID: "aws:///" + name},
 			// Older Talos versions lack some kinds.
 			UnsupportedTypes: []string{runtime.ExtensionStatusType},
-		}); err != nil {
-			t.Fatal(err)
-		}
+		})
+		require.NoError(t, err)
 	}
 
 	return site, writeTalosconfig(t, site, site.Machine("cp-1").Address().String())
@@ -328,16 +268,12 @@ func writeTalosconfig(t *testing.T, site *talostest.Cluster, endpoints ...string
 	t.Helper()
 
 	config, err := site.Talosconfig(string(role.Reader))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	config.Contexts[config.Context].Endpoints = endpoints
 
 	path := filepath.Join(t.TempDir(), "talosconfig")
-	if err := config.Save(path); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, config.Save(path))
 
 	return path
 }
@@ -363,9 +299,9 @@ func TestRender_ReadsLiveMachine(t *testing.T) {
 	for _, node := range []string{worker.Address().String(), "worker-1.example.invalid"} {
 		t.Run(node, func(t *testing.T) {
 			report := reportsOf(t, "--node", node, "--talosconfig", talosconfig)[0]
-			if report.Node != node || report.Name != "worker-1" || report.ProviderID.Value != "aws:///worker-1" {
-				t.Errorf("got %+v", report)
-			}
+			assert.Equal(t, node, report.Node)
+			assert.Equal(t, "worker-1", report.Name)
+			assert.Equal(t, "aws:///worker-1", report.ProviderID.Value)
 		})
 	}
 
@@ -378,9 +314,8 @@ func TestRender_ReadsLiveMachine(t *testing.T) {
 		t.Setenv("TALOSCONFIG", "")
 		t.Setenv("HOME", "/nowhere")
 
-		if _, _, err := rendered(t, "", "--node", worker.Address().String()); err == nil || !strings.Contains(err.Error(), "/nowhere/.talos/config") {
-			t.Errorf("got %v", err)
-		}
+		_, _, err := rendered(t, "", "--node", worker.Address().String())
+		assert.ErrorContains(t, err, "/nowhere/.talos/config")
 	})
 
 	t.Run("without endpoints", func(t *testing.T) {
@@ -391,15 +326,12 @@ func TestRender_ReadsLiveMachine(t *testing.T) {
 		path := writeTalosconfig(t, site, worker.Address().String())
 
 		_, _, err := rendered(t, "", "--node", site.Machine("cp-1").Address().String(), "--talosconfig", path)
-		if err == nil || !strings.Contains(err.Error(), "no request forwarding") {
-			t.Errorf("got %v", err)
-		}
+		assert.ErrorContains(t, err, "no request forwarding")
 	})
 
 	t.Run("with an unknown name", func(t *testing.T) {
-		if _, _, err := rendered(t, "", "--node", "worker-2.invalid", "--talosconfig", talosconfig); err == nil || !strings.Contains(err.Error(), "read machine worker-2.invalid: ") {
-			t.Errorf("got %v", err)
-		}
+		_, _, err := rendered(t, "", "--node", "worker-2.invalid", "--talosconfig", talosconfig)
+		assert.ErrorContains(t, err, "read machine worker-2.invalid: ")
 	})
 }
 
@@ -407,17 +339,13 @@ func TestRender_UsesContextAndEndpoints(t *testing.T) {
 	site, _ := liveSite(t)
 
 	config, err := site.Talosconfig(string(role.Reader))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	name := config.Context
 	config.Context, config.Contexts[name].Endpoints = "nowhere", []string{"192.0.2.1"}
 
 	path := filepath.Join(t.TempDir(), "talosconfig")
-	if err := config.Save(path); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, config.Save(path))
 
 	reportsOf(t, "--node", site.Machine("worker-1").Address().String(), "--talosconfig", path, "--context", name, "-e", site.Machine("cp-1").Address().String())
 }
@@ -425,15 +353,11 @@ func TestRender_UsesContextAndEndpoints(t *testing.T) {
 func TestRender_RejectsLiveMachineWithoutNodename(t *testing.T) {
 	site, talosconfig := liveSite(t)
 	cp := site.Machine("cp-1")
-
-	if err := cp.SetNodename(t.Context(), ""); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, cp.SetNodename(t.Context(), ""))
 
 	stdout, _, err := rendered(t, "", "--node", cp.Address().String(), "--talosconfig", talosconfig)
-	if err == nil || !strings.Contains(err.Error(), "read machine "+cp.Address().String()+": machine has not published its nodename") || stdout != "" {
-		t.Errorf("got %v: %s", err, stdout)
-	}
+	assert.ErrorContains(t, err, "read machine "+cp.Address().String()+": machine has not published its nodename", stdout)
+	assert.Empty(t, stdout)
 }
 
 // addMember adds worker-1 to the members known to the control plane, under a name that no name server knows.
@@ -446,9 +370,7 @@ func addMember(t *testing.T, site *talostest.Cluster) *talostest.Machine {
 	member.TypedSpec().Hostname = "worker-1.example.invalid"
 	member.TypedSpec().Addresses = []netip.Addr{worker.Address()}
 
-	if err := site.Machine("cp-1").State().Create(t.Context(), member); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, site.Machine("cp-1").State().Create(t.Context(), member))
 
 	return worker
 }
@@ -465,10 +387,7 @@ func TestRender_FindsMemberIfNameServerDoesNotRespond(t *testing.T) {
 
 	site, talosconfig := liveSite(t)
 	addMember(t, site)
-
-	if report := reportsOf(t, "--node", "worker-1.example.invalid", "--talosconfig", talosconfig)[0]; report.Name != "worker-1" {
-		t.Errorf("got %+v", report)
-	}
+	assert.Equal(t, "worker-1", reportsOf(t, "--node", "worker-1.example.invalid", "--talosconfig", talosconfig)[0].Name)
 }
 
 func TestRender_OnlyListsResourcesOfLiveMachine(t *testing.T) {
@@ -477,8 +396,6 @@ func TestRender_OnlyListsResourcesOfLiveMachine(t *testing.T) {
 	reportsOf(t, "--node", worker.Address().String(), "--talosconfig", talosconfig)
 
 	for _, call := range worker.Calls() {
-		if call.Method != "/cosi.resource.State/List" {
-			t.Errorf("called %s", call.Method)
-		}
+		assert.Equal(t, "/cosi.resource.State/List", call.Method)
 	}
 }
