@@ -18,6 +18,8 @@ import (
 	"github.com/opencontainers/runtime-spec/specs-go"
 	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/siderolabs/talos/pkg/machinery/extensions/services"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"go.yaml.in/yaml/v4"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
@@ -38,12 +40,7 @@ func spec(t *testing.T) services.Spec {
 
 	var s services.Spec
 
-	decoder := yaml.NewDecoder(bytes.NewReader(extension.Spec))
-	decoder.KnownFields(true)
-
-	if err := decoder.Decode(&s); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, yaml.Load(extension.Spec, &s, yaml.WithKnownFields()))
 
 	return s
 }
@@ -52,28 +49,15 @@ func TestSpec_MountsOnlySocketAndStateDirectories(t *testing.T) {
 	const own = "/run/talos-ccm-state"
 
 	folder := filepath.Dir(constants.MachineSocketPath)
-	want := []specs.Mount{
+	assert.Equal(t, []specs.Mount{
 		{Source: folder, Destination: folder, Type: "bind", Options: []string{"rbind", "ro"}},
 		{Source: own, Destination: own, Type: "bind", Options: []string{"bind", "rw", "nosuid", "nodev", "noexec"}},
-	}
-
-	if got := spec(t).Container.Mounts; fmt.Sprint(got) != fmt.Sprint(want) {
-		t.Errorf("got mounts %+v, want %+v", got, want)
-	}
-
-	if got := spec(t).Container.Security; fmt.Sprint(got) != fmt.Sprint(services.Security{}) {
-		t.Errorf("got security %+v, want the defaults of Talos", got)
-	}
+	}, spec(t).Container.Mounts)
+	assert.Zero(t, spec(t).Container.Security)
 }
 
 func TestSpec_DropsPrivileges(t *testing.T) {
-	args := spec(t).Container.Args
-
-	for _, want := range []string{"--drop-privileges", "--machine-socket=" + constants.MachineSocketPath} {
-		if !slices.Contains(args, want) {
-			t.Errorf("arguments %q do not contain %s", args, want)
-		}
-	}
+	assert.Subset(t, spec(t).Container.Args, []string{"--drop-privileges", "--machine-socket=" + constants.MachineSocketPath})
 }
 
 // objects returns the objects of the RBAC manifest, decoded strictly.
@@ -92,14 +76,10 @@ func objects(t *testing.T) []runtime.Object {
 			return list
 		}
 
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 
 		object, _, err := decoder.Decode(document, nil, nil)
-		if err != nil {
-			t.Fatalf("%v in\n%s", err, document)
-		}
+		require.NoError(t, err, string(document))
 
 		list = append(list, object)
 	}
@@ -140,9 +120,7 @@ func suffix(object metav1.Object) string {
 func TestRBAC_LabelsNameControllers(t *testing.T) {
 	for _, object := range objects(t) {
 		accessor, err := meta.Accessor(object)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 
 		controller, optional := accessor.GetLabels()[extension.ControllerLabel]
 		if !optional || controller == extension.SecurePort {
@@ -150,16 +128,12 @@ func TestRBAC_LabelsNameControllers(t *testing.T) {
 		}
 
 		options, err := ccm.NewOptions()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 
 		options.MachineSocket, options.RunDir = "/machine.sock", "/run"
 		options.Framework.Generic.Controllers = []string{"-" + controller}
 
-		if err := options.Validate(); err != nil {
-			t.Errorf("%s: %v", accessor.GetName(), err)
-		}
+		assert.NoError(t, options.Validate(), accessor.GetName())
 	}
 }
 
@@ -176,13 +150,8 @@ func TestRBAC_ChangesRaiseTheVersion(t *testing.T) {
 
 	for _, object := range objects(t) {
 		accessor, err := meta.Accessor(object)
-		if err != nil {
-			t.Fatal(err)
-		}
-
-		if got := accessor.GetAnnotations()[extension.RBACVersionAnnotation]; got != version {
-			t.Errorf("%s has %s %q, want %q", accessor.GetName(), extension.RBACVersionAnnotation, got, version)
-		}
+		require.NoError(t, err)
+		assert.Equal(t, version, accessor.GetAnnotations()[extension.RBACVersionAnnotation], accessor.GetName())
 	}
 
 	for decoder := yaml.NewDecoder(bytes.NewReader(extension.RBAC)); ; {
@@ -193,15 +162,11 @@ func TestRBAC_ChangesRaiseTheVersion(t *testing.T) {
 			break
 		}
 
-		if err := errors.Join(err, json.NewEncoder(digest).Encode(object)); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(err, json.NewEncoder(digest).Encode(object)))
 	}
 
-	if got := hex.EncodeToString(digest.Sum(nil)); got != rbacDigests[len(rbacDigests)-1] {
-		t.Errorf("rbac.yaml differs from version %s: raise %s of all its objects by 1, and append the digest that this test then reports to rbacDigests; got %s",
-			version, extension.RBACVersionAnnotation, got)
-	}
+	assert.Equal(t, rbacDigests[len(rbacDigests)-1], hex.EncodeToString(digest.Sum(nil)),
+		"rbac.yaml differs from version %s: raise %s of all its objects by 1, and append the digest that this test then reports to rbacDigests;", version, extension.RBACVersionAnnotation)
 }
 
 // Every permission added here is available to an attacker with a stolen token.
@@ -215,55 +180,25 @@ func TestRBAC_GrantsExactlyTheExpectedRules(t *testing.T) {
 			"nodes/status: patch",
 			"nodes: list watch patch",
 		},
-		"ClusterRole /system:talos-ccm:lifecycle of cloud-node-lifecycle-controller": {
-			"nodes: get delete",
-		},
-		"Role default/system:talos-ccm:lifecycle of cloud-node-lifecycle-controller": {
-			"events: list",
-		},
-		"ClusterRole /system:talos-ccm:service of service-lb-controller": {
-			"discovery.k8s.io/endpointslices: list watch",
-			"events: create patch",
-			"services/status: patch",
-			"services: list watch",
-		},
-		"Role default/system:talos-ccm": {
-			"discovery.k8s.io/endpointslices: list",
-			"events: create patch",
-			"services kubernetes: get",
-		},
-		"Role kube-system/system:talos-ccm": {
-			"coordination.k8s.io/leases cloud-controller-manager-talos: get list watch update",
-			"coordination.k8s.io/leases: create",
-			"events: create patch",
-		},
+		"ClusterRole /system:talos-ccm:lifecycle of cloud-node-lifecycle-controller": {"nodes: get delete"},
+		"Role default/system:talos-ccm:lifecycle of cloud-node-lifecycle-controller": {"events: list"},
+		"ClusterRole /system:talos-ccm:service of service-lb-controller":             {"discovery.k8s.io/endpointslices: list watch", "events: create patch", "services/status: patch", "services: list watch"},
+		"Role default/system:talos-ccm":                                              {"discovery.k8s.io/endpointslices: list", "events: create patch", "services kubernetes: get"},
+		"Role kube-system/system:talos-ccm":                                          {"coordination.k8s.io/leases cloud-controller-manager-talos: get list watch update", "coordination.k8s.io/leases: create", "events: create patch"},
 	}
+
+	got := map[string][]string{}
 
 	for _, object := range objects(t) {
-		var (
-			id    string
-			rules []rbacv1.PolicyRule
-		)
-
 		switch o := object.(type) {
 		case *rbacv1.ClusterRole:
-			id, rules = "ClusterRole /"+o.Name+suffix(o), o.Rules
+			got["ClusterRole /"+o.Name+suffix(o)] = permissions(o.Rules)
 		case *rbacv1.Role:
-			id, rules = "Role "+o.Namespace+"/"+o.Name+suffix(o), o.Rules
-		default:
-			continue
+			got["Role "+o.Namespace+"/"+o.Name+suffix(o)] = permissions(o.Rules)
 		}
-
-		if got := permissions(rules); !slices.Equal(got, want[id]) {
-			t.Errorf("%s: got\n  %s\nwant\n  %s", id, strings.Join(got, "\n  "), strings.Join(want[id], "\n  "))
-		}
-
-		delete(want, id)
 	}
 
-	for id := range want {
-		t.Errorf("%s is missing", id)
-	}
+	assert.Equal(t, want, got)
 }
 
 func TestRBAC_BindsOnlyTheServiceAccount(t *testing.T) {
@@ -284,10 +219,7 @@ func TestRBAC_BindsOnlyTheServiceAccount(t *testing.T) {
 
 	bound := func(id string, subjects []rbacv1.Subject, ref rbacv1.RoleRef) {
 		got = append(got, fmt.Sprintf("%s → %s %s", id, ref.Kind, ref.Name))
-
-		if !slices.Equal(subjects, account) {
-			t.Errorf("%s: got subjects %v, want %v", id, subjects, account)
-		}
+		assert.Equal(t, account, subjects, id)
 	}
 
 	for _, object := range objects(t) {
@@ -300,29 +232,20 @@ func TestRBAC_BindsOnlyTheServiceAccount(t *testing.T) {
 	}
 
 	slices.Sort(got)
-
-	if !slices.Equal(got, want) {
-		t.Errorf("got bindings\n  %s\nwant\n  %s", strings.Join(got, "\n  "), strings.Join(want, "\n  "))
-	}
+	assert.Equal(t, want, got)
 }
 
 func TestRBAC_DisablesTokenAutomount(t *testing.T) {
+	accounts := 0
+
 	for _, object := range objects(t) {
-		account, ok := object.(*corev1.ServiceAccount)
-		if !ok {
-			continue
-		}
+		if account, ok := object.(*corev1.ServiceAccount); ok {
+			accounts++
 
-		if account.Name != extension.ServiceAccount || account.Namespace != extension.Namespace {
-			t.Errorf("got ServiceAccount %s/%s, want %s/%s", account.Namespace, account.Name, extension.Namespace, extension.ServiceAccount)
+			assert.Equal(t, extension.Namespace+"/"+extension.ServiceAccount, account.Namespace+"/"+account.Name)
+			assert.Equal(t, new(false), account.AutomountServiceAccountToken)
 		}
-
-		if account.AutomountServiceAccountToken == nil || *account.AutomountServiceAccountToken {
-			t.Error("automountServiceAccountToken is not false")
-		}
-
-		return
 	}
 
-	t.Error("no ServiceAccount found")
+	assert.Equal(t, 1, accounts)
 }

@@ -7,7 +7,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/yaml"
@@ -29,9 +30,7 @@ func comparison() preview.Comparison {
 					{Field: "label", Key: "example.org/site", Before: new("old"), After: new("new\n")},
 					{Field: "taint", Key: "dedicated:NoSchedule", After: new("")},
 				},
-				Upstream: []preview.UpstreamField{
-					{Field: "metadata.labels", Key: "example.org/site", TakenOver: true}, {Field: "metadata.labels", Key: "example.org/stray"}, {Field: "spec.providerID"},
-				},
+				Upstream: []preview.UpstreamField{{Field: "metadata.labels", Key: "example.org/site", TakenOver: true}, {Field: "metadata.labels", Key: "example.org/stray"}, {Field: "spec.providerID"}},
 				Problems: []preview.Condition{{Reason: "OwnershipConflict", Message: "skipped"}},
 			},
 			{Name: "equal", ProviderID: preview.ProviderIDs{Current: "a", New: "a"}},
@@ -62,13 +61,8 @@ Lease kube-system/lease: held by talos-cloud-controller-manager-1
 `
 
 	var out bytes.Buffer
-	if err := preview.WriteComparison(&out, "table", comparison()); err != nil {
-		t.Fatal(err)
-	}
-
-	if diff := cmp.Diff(squeeze(want), squeeze("\n"+out.String())); diff != "" {
-		t.Error(diff)
-	}
+	require.NoError(t, preview.WriteComparison(&out, "table", comparison()))
+	assert.Equal(t, squeeze(want), squeeze("\n"+out.String()))
 }
 
 func TestWriteComparison_YAMLAndJSON(t *testing.T) {
@@ -80,23 +74,12 @@ func TestWriteComparison_YAMLAndJSON(t *testing.T) {
 			out bytes.Buffer
 			got preview.Comparison
 		)
-
-		if err := preview.WriteComparison(&out, name, comparison()); err != nil {
-			t.Fatal(err)
-		}
-
-		if err := unmarshal(out.Bytes(), &got); err != nil {
-			t.Fatal(err)
-		}
-
-		if diff := cmp.Diff(comparison(), got); diff != "" {
-			t.Error(diff)
-		}
+		require.NoError(t, preview.WriteComparison(&out, name, comparison()))
+		require.NoError(t, unmarshal(out.Bytes(), &got))
+		assert.Equal(t, comparison(), got)
 	}
 
-	if err := preview.WriteComparison(&bytes.Buffer{}, "node", comparison()); err == nil {
-		t.Error("format node: no error")
-	}
+	assert.Error(t, preview.WriteComparison(&bytes.Buffer{}, "node", comparison()), "format node: no error")
 }
 
 func TestWrite_Nodes(t *testing.T) {
@@ -125,21 +108,15 @@ status:
   - address: a.b
     type: InternalDNS
 `
-	if diff := cmp.Diff(want, format(t, "node", reports())); diff != "" {
-		t.Error(diff)
-	}
+	assert.Equal(t, want, format(t, "node", reports()))
 }
 
 func TestCompare_Addresses(t *testing.T) {
 	output, err := os.ReadFile("testdata/talos-v1.13.5.yaml")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	machines, err := preview.Parse(output)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	internal := corev1.NodeAddress{Type: corev1.NodeInternalIP, Address: "10.77.0.3"}
 	name := corev1.NodeAddress{Type: corev1.NodeHostName, Address: "talos-wk"}
@@ -166,9 +143,7 @@ func TestCompare_Addresses(t *testing.T) {
 			}
 
 			diffs, err := preview.Compare([]*corev1.Node{node}, found, nodespec.Options{})
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 
 			var got []preview.Change
 
@@ -178,9 +153,7 @@ func TestCompare_Addresses(t *testing.T) {
 				}
 			}
 
-			if diff := cmp.Diff(test.want, got); diff != "" {
-				t.Error(diff)
-			}
+			assert.Equal(t, test.want, got)
 		})
 	}
 }

@@ -6,7 +6,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"sigs.k8s.io/yaml"
 
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
@@ -32,9 +33,7 @@ func format(t *testing.T, name string, reports []preview.Report) string {
 	t.Helper()
 
 	var out bytes.Buffer
-	if err := preview.Write(&out, name, reports); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, preview.Write(&out, name, reports))
 
 	return out.String()
 }
@@ -56,9 +55,7 @@ Node worker-2
   not managed: nodes.selector does not select the machine, so talos-ccm would write none of the values below
   pending  the machine has not published its platform yet
 `
-	if diff := cmp.Diff(squeeze(want), squeeze("\n"+format(t, "table", reports()))); diff != "" {
-		t.Error(diff)
-	}
+	assert.Equal(t, squeeze(want), squeeze("\n"+format(t, "table", reports())))
 }
 
 // squeeze removes the padding of the columns.
@@ -76,39 +73,27 @@ func TestWrite_YAMLAndJSON(t *testing.T) {
 	for _, name := range []string{"yaml", "json"} {
 		t.Run(name, func(t *testing.T) {
 			text := format(t, name, reports())
-			if !strings.Contains(text, "lines & a") {
-				t.Errorf("output has HTML escapes: %s", text)
-			}
+			assert.Contains(t, text, "lines & a", "output has HTML escapes")
 
 			var got []preview.Report
-			if err := yaml.UnmarshalStrict([]byte(text), &got); err != nil {
-				t.Fatal(err)
-			}
-
-			if diff := cmp.Diff(reports(), got); diff != "" {
-				t.Error(diff)
-			}
+			require.NoError(t, yaml.UnmarshalStrict([]byte(text), &got))
+			assert.Equal(t, reports(), got)
 		})
 	}
 }
 
 func TestWrite_EmptyListIsNotNull(t *testing.T) {
 	var list []any
-	if err := json.Unmarshal([]byte(format(t, "json", []preview.Report{})), &list); err != nil || list == nil {
-		t.Errorf("got %v, %v", list, err)
-	}
+	assert.NoError(t, json.Unmarshal([]byte(format(t, "json", []preview.Report{})), &list))
+	assert.NotNil(t, list)
 }
 
 func TestWrite_RejectsUnknownFormat(t *testing.T) {
-	if err := preview.Write(&bytes.Buffer{}, "xml", reports()); err == nil || !strings.Contains(err.Error(), "table, yaml, json") {
-		t.Errorf("got %v", err)
-	}
+	err := preview.Write(&bytes.Buffer{}, "xml", reports())
+	assert.ErrorContains(t, err, "table, yaml, json")
 }
 
 func TestWrite_OmitsUnknownProviderIDOfNode(t *testing.T) {
 	want := "---\napiVersion: v1\nkind: Node\nmetadata:\n  name: web-7\nspec: {}\nstatus: {}\n"
-
-	if diff := cmp.Diff(want, format(t, "node", []preview.Report{{Name: "web-7", Unknown: []string{"addresses", "name", "providerID"}}})); diff != "" {
-		t.Error(diff)
-	}
+	assert.Equal(t, want, format(t, "node", []preview.Report{{Name: "web-7", Unknown: []string{"addresses", "name", "providerID"}}}))
 }

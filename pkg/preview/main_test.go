@@ -20,6 +20,7 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/siderolabs/talos/pkg/machinery/role"
+	"github.com/stretchr/testify/require"
 	"go.yaml.in/yaml/v4"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -35,16 +36,13 @@ func newSite(t testing.TB, specs ...talostest.MachineSpec) site {
 	t.Helper()
 
 	cluster, err := talostest.New(talostest.Options{Name: "prod"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	t.Cleanup(cluster.Close)
 
 	for _, spec := range specs {
-		if _, err := cluster.AddMachine(spec); err != nil {
-			t.Fatal(err)
-		}
+		_, err := cluster.AddMachine(spec)
+		require.NoError(t, err)
 	}
 
 	return site{cluster}
@@ -101,18 +99,14 @@ func publishPlatformConfig(t testing.TB, m *talostest.Machine) {
 	t.Helper()
 
 	metadata, err := safe.StateGetByID[*runtime.PlatformMetadata](t.Context(), m.State(), runtime.PlatformMetadataID)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	delivered := network.NewPlatformConfig(network.NamespaceName, network.PlatformConfigActiveID)
 	spec := metadata.TypedSpec().DeepCopy()
 	delivered.TypedSpec().Metadata = &spec
 	delivered.TypedSpec().Addresses = []network.AddressSpecSpec{{Address: netip.MustParsePrefix("10.0.0.1/24"), LinkName: "eth0", Scope: nethelpers.ScopeGlobal}}
 
-	if err := m.State().Create(t.Context(), delivered); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, m.State().Create(t.Context(), delivered))
 }
 
 // truth returns the view of a machine from its state, without talosctl.
@@ -123,9 +117,7 @@ func truth(t testing.TB, m *talostest.Machine) machine.Machine {
 
 	for _, kind := range kinds() {
 		list, err := m.State().List(t.Context(), kind)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 
 		view.ReplaceKind(kind, list.Items)
 	}
@@ -145,14 +137,10 @@ func (s site) client(t testing.TB, m *talostest.Machine) *client.Client {
 	t.Helper()
 
 	config, err := s.ClientTLS(string(role.Reader))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	c, err := client.New(t.Context(), client.WithTLSConfig(config), client.WithEndpoints(m.Address().String()))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	t.Cleanup(func() { c.Close() })
 
@@ -170,9 +158,7 @@ func (s site) talosctl(t testing.TB, output write, kind resource.Kind, machines 
 
 	for _, m := range machines {
 		list, err := s.client(t, m).COSI.List(t.Context(), kind, state.WithListUnmarshalOptions(state.WithSkipProtobufUnmarshal()))
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 
 		for _, r := range list.Items {
 			output(t, &out, m.Nodename(), r)
@@ -190,15 +176,10 @@ func asYAML(t testing.TB, out *bytes.Buffer, node string, r resource.Resource) {
 	}
 
 	marshaled, err := resource.MarshalYAML(r)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	fmt.Fprintf(out, "node: %s\n", node)
-
-	if err := yaml.NewEncoder(out).Encode(marshaled); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, yaml.NewEncoder(out).Encode(marshaled))
 }
 
 func asJSON(t testing.TB, out *bytes.Buffer, node string, r resource.Resource) {
@@ -209,16 +190,11 @@ func asJSON(t testing.TB, out *bytes.Buffer, node string, r resource.Resource) {
 	asYAML(t, &printed, node, r)
 
 	var data map[string]any
-	if err := yaml.Unmarshal(printed.Bytes(), &data); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, yaml.Unmarshal(printed.Bytes(), &data))
 
 	encoder := json.NewEncoder(out)
 	encoder.SetIndent("", "    ")
-
-	if err := encoder.Encode(data); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, encoder.Encode(data))
 }
 
 // everything returns the output of preview.Command for the machines: the concatenated output for each kind.

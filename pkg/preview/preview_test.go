@@ -10,6 +10,8 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
@@ -23,9 +25,7 @@ func compile(t testing.TB, list ...rules.Rule) *rules.Set {
 	t.Helper()
 
 	compiled, errs := rules.Compile(list, nil)
-	if len(errs) > 0 {
-		t.Fatal(errs)
-	}
+	require.Empty(t, errs)
 
 	return compiled
 }
@@ -85,9 +85,7 @@ func TestRender_EqualsDesiredSpec(t *testing.T) {
 				publishPlatformConfig(t, site.Machine("worker-1"))
 
 				machines, err := preview.Parse(site.everything(t, asYAML, site.Machines()...))
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 
 				report := preview.Render(machines, preview.Kubelet{Architecture: "arm64"}, options)[0]
 
@@ -95,9 +93,9 @@ func TestRender_EqualsDesiredSpec(t *testing.T) {
 				want, problems, pending := nodespec.Desired(nodespec.NewInput(node, truth(t, site.Machine("worker-1")), options))
 				want.Transformed = rules.Result{}
 
-				if diff := cmp.Diff(want, flat(report)); diff != "" || report.Pending != pending || len(report.Problems) != len(problems) {
-					t.Errorf("pending %q (want %q), problems %v (want %v): %s", report.Pending, pending, report.Problems, problems, diff)
-				}
+				assert.Equal(t, want, flat(report))
+				assert.Equal(t, pending, report.Pending)
+				require.Len(t, report.Problems, len(problems))
 			})
 		}
 	}
@@ -151,10 +149,7 @@ func TestRender_NamesRuleOfEveryValue(t *testing.T) {
 		{
 			"each kind",
 			[]rules.Rule{everyKind()},
-			map[string]string{
-				"example.org/role": "web", "example.org/serial": "web", "dedicated:NoSchedule false": "web",
-				corev1.LabelTopologyZone: "web", corev1.LabelFailureDomainBetaZone: "web",
-			},
+			map[string]string{"example.org/role": "web", "example.org/serial": "web", "dedicated:NoSchedule false": "web", corev1.LabelTopologyZone: "web", corev1.LabelFailureDomainBetaZone: "web"},
 		},
 		{
 			"all metadata",
@@ -177,17 +172,10 @@ func TestRender_NamesRuleOfEveryValue(t *testing.T) {
 		},
 		{
 			"a label takes precedence over metadata",
-			[]rules.Rule{
-				{Name: "label", Labels: map[string]string{corev1.LabelTopologyZone: "mine"}},
-				{Name: "meta", PlatformMetadata: map[string]string{"Zone": "2"}},
-			},
+			[]rules.Rule{{Name: "label", Labels: map[string]string{corev1.LabelTopologyZone: "mine"}}, {Name: "meta", PlatformMetadata: map[string]string{"Zone": "2"}}},
 			map[string]string{corev1.LabelTopologyZone: "label", corev1.LabelFailureDomainBetaZone: "meta"},
 		},
-		{
-			"enforced taints",
-			[]rules.Rule{{Name: "t", Taints: map[string]string{"a": "NoExecute"}, Enforce: true}},
-			map[string]string{"a:NoExecute true": "t"},
-		},
+		{"enforced taints", []rules.Rule{{Name: "t", Taints: map[string]string{"a": "NoExecute"}, Enforce: true}}, map[string]string{"a:NoExecute true": "t"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			machines := []preview.Machine{running("worker-1", "10.0.0.1")}
@@ -196,9 +184,7 @@ func TestRender_NamesRuleOfEveryValue(t *testing.T) {
 			maps.Copy(want, test.want)
 
 			got := sources(preview.Render(machines, preview.Kubelet{}, nodespec.Options{Rules: compile(t, test.list...)})[0])
-			if diff := cmp.Diff(want, got); diff != "" {
-				t.Error(diff)
-			}
+			assert.Equal(t, want, got)
 		})
 	}
 }
@@ -210,9 +196,7 @@ func TestRender_ProviderIDNamesRuleOfInstanceID(t *testing.T) {
 	compiled := compile(t, rules.Rule{Name: "id", PlatformMetadata: map[string]string{"InstanceID": "mine"}})
 
 	got := preview.Render([]preview.Machine{m}, preview.Kubelet{}, nodespec.Options{Rules: compiled})[0].ProviderID
-	if want := (preview.Text{Value: "talos://aws/mine", Rule: "id"}); *got != want {
-		t.Errorf("got %+v, want %+v", *got, want)
-	}
+	assert.Equal(t, (preview.Text{Value: "talos://aws/mine", Rule: "id"}), *got)
 }
 
 func TestRender_ReportsProblems(t *testing.T) {
@@ -227,20 +211,18 @@ func TestRender_PendingWithoutIdentity(t *testing.T) {
 	m.Machine.Platform = runtime.PlatformMetadataSpec{Platform: "aws"}
 
 	got := preview.Render([]preview.Machine{m}, preview.Kubelet{}, nodespec.Options{})[0]
-	if got.Pending == "" || got.ProviderID != nil || len(got.Labels) > 0 {
-		t.Errorf("got %+v", got)
-	}
+	assert.NotEmpty(t, got.Pending)
+	assert.Nil(t, got.ProviderID)
+	assert.Empty(t, got.Labels)
 }
 
 func TestRender_MarksUnmanagedMachine(t *testing.T) {
 	selector, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "platform", Operator: rules.In, Values: []string{"metal"}}}}}, nil)
-	if len(errs) > 0 {
-		t.Fatal(errs)
-	}
+	require.Empty(t, errs)
 
-	if got := preview.Render([]preview.Machine{running("worker-1", "10.0.0.1")}, preview.Kubelet{}, nodespec.Options{Selector: selector})[0]; !got.Unmanaged || got.ProviderID == nil {
-		t.Errorf("got %+v", got)
-	}
+	got := preview.Render([]preview.Machine{running("worker-1", "10.0.0.1")}, preview.Kubelet{}, nodespec.Options{Selector: selector})[0]
+	assert.True(t, got.Unmanaged)
+	assert.NotNil(t, got.ProviderID)
 }
 
 func TestRender_DetectsDuplicateIdentities(t *testing.T) {
@@ -253,9 +235,7 @@ func TestRender_DetectsDuplicateIdentities(t *testing.T) {
 		}
 
 		reports := preview.Render([]preview.Machine{one, other}, preview.Kubelet{}, nodespec.Options{})
-		if got := reports[0].ProviderID.Value; got != "talos://metal/10.0.0.1" {
-			t.Errorf("got %s", got)
-		}
+		assert.Equal(t, "talos://metal/10.0.0.1", reports[0].ProviderID.Value)
 	})
 
 	t.Run("providerIDs are a problem", func(t *testing.T) {
@@ -263,10 +243,8 @@ func TestRender_DetectsDuplicateIdentities(t *testing.T) {
 
 		reports := preview.Render([]preview.Machine{running("worker-1", "10.0.0.1"), running("worker-2", "10.0.0.2")}, preview.Kubelet{}, nodespec.Options{Rules: compiled})
 		want := []preview.Problem{{Rule: "same", Key: "providerID", Value: "mine://one", Why: "providerID is already in use by node worker-1"}}
-
-		if len(reports[0].Problems) > 0 || cmp.Diff(want, reports[1].Problems) != "" {
-			t.Errorf("got %+v and %+v", reports[0].Problems, reports[1].Problems)
-		}
+		assert.Empty(t, reports[0].Problems)
+		assert.Empty(t, cmp.Diff(want, reports[1].Problems))
 	})
 }
 
@@ -275,9 +253,8 @@ func TestRender_OmitsSharedNames(t *testing.T) {
 	other.Machine.Platform.InternalDNS = one.Machine.Platform.InternalDNS
 
 	for i, report := range preview.Render([]preview.Machine{one, other}, preview.Kubelet{}, nodespec.Options{}) {
-		if len(report.Problems) != 1 || report.Problems[0].Key != "InternalDNS" {
-			t.Errorf("machine %d: got %+v", i, report.Problems)
-		}
+		require.Len(t, report.Problems, 1, "machine %d", i)
+		assert.Equal(t, "InternalDNS", report.Problems[0].Key)
 	}
 }
 
@@ -289,7 +266,6 @@ func TestRender_UsesKubeletNodeIPsAndArchitecture(t *testing.T) {
 	kubelet := preview.Kubelet{NodeIPs: []netip.Addr{netip.MustParseAddr("10.0.0.9")}, Architecture: "arm64"}
 
 	got := preview.Render([]preview.Machine{m}, kubelet, nodespec.Options{Rules: compiled})[0]
-	if want := (preview.Address{Type: "InternalIP", Address: "10.0.0.9"}); got.Addresses[0] != want || got.Labels[0] != (preview.Entry{Key: "arch", Value: "arm64", Rule: "arch"}) {
-		t.Errorf("got %+v", got)
-	}
+	assert.Equal(t, (preview.Address{Type: "InternalIP", Address: "10.0.0.9"}), got.Addresses[0])
+	assert.Equal(t, (preview.Entry{Key: "arch", Value: "arm64", Rule: "arch"}), got.Labels[0])
 }

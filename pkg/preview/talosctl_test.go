@@ -12,6 +12,8 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
@@ -25,23 +27,16 @@ func TestParse_RoundTripsTalosctlOutput(t *testing.T) {
 	for name, output := range map[string]write{"yaml": asYAML, "json": asJSON} {
 		t.Run(name, func(t *testing.T) {
 			machines, err := preview.Parse(site.everything(t, output, site.Machines()...), machine.OptionalFacts()...)
-			if err != nil {
-				t.Fatal(err)
-			}
-
-			if len(machines) != 2 {
-				t.Fatalf("got %d machines", len(machines))
-			}
+			require.NoError(t, err)
+			require.Len(t, machines, 2)
 
 			for i, m := range site.Machines() {
-				if machines[i].Node != m.Nodename() {
-					t.Errorf("machine %d: got node %q, want %q", i, machines[i].Node, m.Nodename())
-				}
+				assert.Equal(t, m.Nodename(), machines[i].Node, "machine %d", i)
 
 				want := truth(t, m)
-				if gateways, _ := machines[i].Machine.Fact("Gateways").([]string); len(gateways) != 1 || !machines[i].Machine.Equal(want) {
-					t.Errorf("%s: got %+v, want %+v", m.Nodename(), machines[i].Machine, want)
-				}
+				gateways, _ := machines[i].Machine.Fact("Gateways").([]string)
+				require.Len(t, gateways, 1)
+				assert.True(t, machines[i].Machine.Equal(want))
 			}
 		})
 	}
@@ -58,13 +53,11 @@ func TestCommand_UsesTalosKindNames(t *testing.T) {
 		var namespace string
 
 		definition, err := c.ResolveResourceKind(t.Context(), &namespace, name)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 
-		if want := kinds()[i]; definition.TypedSpec().Type != want.Type() || namespace != want.Namespace() {
-			t.Errorf("%s is %s in %s, not %s in %s", name, definition.TypedSpec().Type, namespace, want.Type(), want.Namespace())
-		}
+		want := kinds()[i]
+		assert.Equal(t, want.Type(), definition.TypedSpec().Type)
+		assert.Equal(t, want.Namespace(), namespace)
 	}
 }
 
@@ -72,13 +65,11 @@ func TestParse_ListsMissingKinds(t *testing.T) {
 	printed := "node: 10.0.0.1\nmetadata:\n    type: Nodenames.kubernetes.talos.dev\nspec:\n    nodename: worker-1\n"
 
 	machines, err := preview.Parse([]byte(printed), machine.OptionalFacts()...)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
-	if got := machines[0].Missing; len(got) != len(kinds())-1 || cmp.Diff(got[:2], []string{"platformmetadatas", "addressstatuses"}) != "" {
-		t.Errorf("got %v", got)
-	}
+	got := machines[0].Missing
+	require.Len(t, got, len(kinds())-1)
+	assert.Empty(t, cmp.Diff(got[:2], []string{"platformmetadatas", "addressstatuses"}))
 }
 
 // The files contain the output of Command for a control-plane machine and a worker of Talos v1.13.5 in containers.
@@ -86,14 +77,10 @@ func TestParse_ReadsRecordedTalosctlOutput(t *testing.T) {
 	for _, format := range []string{"yaml", "json"} {
 		t.Run(format, func(t *testing.T) {
 			output, err := os.ReadFile("testdata/talos-v1.13.5." + format)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 
 			machines, err := preview.Parse(output)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 
 			want := []preview.Machine{
 				inTestdata("10.77.0.2", "talos-cp", talosmachine.TypeControlPlane, "fe80::f055:7bff:fe47:cc23/64", "systeminformations"),
@@ -148,13 +135,9 @@ func TestParse_AcceptsVariations(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			machines, err := preview.Parse([]byte(test.input))
-			if err != nil {
-				t.Fatal(err)
-			}
-
-			if want := (machine.Machine{Nodename: "worker-1"}); len(machines) != 1 || !machines[0].Machine.Equal(want) {
-				t.Errorf("got %+v", machines)
-			}
+			require.NoError(t, err)
+			require.Len(t, machines, 1)
+			assert.True(t, machines[0].Machine.Equal((machine.Machine{Nodename: "worker-1"})))
 		})
 	}
 }
@@ -180,9 +163,8 @@ func TestParse_RejectsInvalidInput(t *testing.T) {
 		{"duplicate keys", nodename + "spec: {}\n", "document 1, from line 1"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			if machines, err := preview.Parse([]byte(test.input)); err == nil || !strings.Contains(err.Error(), test.want) {
-				t.Errorf("got %+v and error %v, want %q", machines, err, test.want)
-			}
+			machines, err := preview.Parse([]byte(test.input))
+			assert.ErrorContains(t, err, test.want, machines)
 		})
 	}
 }
@@ -190,17 +172,14 @@ func TestParse_RejectsInvalidInput(t *testing.T) {
 func TestParse_ReadsShortForm(t *testing.T) {
 	machines, err := preview.Parse([]byte("platformmetadata: {platform: aws, hostname: web-7, tags: {rack: R12}}\n" +
 		"systeminformation:\n  skuNumber: X10\nnodename: {nodename: worker-1}\n"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	want := machine.Machine{
 		Nodename: "worker-1", Platform: runtime.PlatformMetadataSpec{Platform: "aws", Hostname: "web-7", Tags: map[string]string{"rack": "R12"}},
 		System: hardware.SystemInformationSpec{SKUNumber: "X10"},
 	}
-	if len(machines) != 1 || !machines[0].Machine.Equal(want) {
-		t.Errorf("got %+v", machines)
-	}
+	require.Len(t, machines, 1)
+	assert.True(t, machines[0].Machine.Equal(want))
 }
 
 func TestParse_ReadsOptionalFactsOfShortForm(t *testing.T) {
@@ -219,17 +198,12 @@ func TestParse_ReadsOptionalFactsOfShortForm(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			machines, err := preview.Parse([]byte(text), test.facts...)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
+			assert.Equal(t, test.want, machines[0].Machine.Facts)
 
-			if diff := cmp.Diff(test.want, machines[0].Machine.Facts); diff != "" {
-				t.Error(diff)
-			}
-
-			if got := machines[0].Machine.Addresses; len(got) != 1 || got[0].Prefix != netip.MustParsePrefix("10.2.7.21/24") {
-				t.Errorf("got addresses %v", got)
-			}
+			got := machines[0].Machine.Addresses
+			require.Len(t, got, 1)
+			assert.Equal(t, netip.MustParsePrefix("10.2.7.21/24"), got[0].Prefix)
 		})
 	}
 }
@@ -237,9 +211,7 @@ func TestParse_ReadsOptionalFactsOfShortForm(t *testing.T) {
 func TestRender_ShowsWhatFollowsFromMetadata(t *testing.T) {
 	machines, err := preview.Parse([]byte("node: 10.0.0.2\nmetadata: {type: PlatformMetadatas.talos.dev, id: platformmetadata}\n" +
 		"spec: {platform: openstack, hostname: web-7, region: eu, instanceId: 9a1fd9ee}\n"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	report := preview.Render(machines, preview.Kubelet{}, nodespec.Options{Rules: compile(t, everyKind())})[0]
 
@@ -251,15 +223,12 @@ func TestRender_ShowsWhatFollowsFromMetadata(t *testing.T) {
 	}
 	got := report
 	got.Labels, got.Annotations, got.Problems = nil, nil, nil
-
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Error(diff)
-	}
+	assert.Equal(t, want, got)
 
 	labels := flat(report).Labels
-	if labels["example.org/role"] != "web" || labels["topology.kubernetes.io/region"] != "eu" || labels["topology.kubernetes.io/zone"] != "a" {
-		t.Errorf("got %v", labels)
-	}
+	assert.Equal(t, "web", labels["example.org/role"])
+	assert.Equal(t, "eu", labels["topology.kubernetes.io/region"])
+	assert.Equal(t, "a", labels["topology.kubernetes.io/zone"])
 }
 
 func FuzzParse(f *testing.F) {
