@@ -10,7 +10,8 @@ import (
 	"testing"
 	"text/template"
 
-	"github.com/google/go-cmp/cmp"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"go.yaml.in/yaml/v4"
 	"mvdan.cc/sh/v3/syntax"
 
@@ -79,14 +80,10 @@ func render(t *testing.T, content []byte, variables map[string]string) []byte {
 	t.Helper()
 
 	parsed, err := template.New("").Funcs(functions).Parse(string(content))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	var out bytes.Buffer
-	if err := parsed.Execute(&out, variables); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, parsed.Execute(&out, variables))
 
 	return out.Bytes()
 }
@@ -95,12 +92,7 @@ func render(t *testing.T, content []byte, variables map[string]string) []byte {
 func decode(t *testing.T, content []byte, into any) {
 	t.Helper()
 
-	decoder := yaml.NewDecoder(bytes.NewReader(content))
-	decoder.KnownFields(true)
-
-	if err := decoder.Decode(into); err != nil {
-		t.Fatalf("%v in\n%s", err, content)
-	}
+	require.NoError(t, yaml.Load(content, into, yaml.WithKnownFields()), string(content))
 }
 
 // platform returns the variables that bldr sets.
@@ -140,24 +132,20 @@ func proposed(t *testing.T) recipe {
 
 func TestBldr_ScriptsHaveValidSyntax(t *testing.T) {
 	for _, script := range slices.Concat(ours(t, "x86_64").scripts(), proposed(t).scripts()) {
-		if _, err := syntax.NewParser(syntax.Variant(syntax.LangBash)).Parse(strings.NewReader(script), ""); err != nil {
-			t.Errorf("%v in\n%s", err, script)
-		}
+		_, err := syntax.NewParser(syntax.Variant(syntax.LangBash)).Parse(strings.NewReader(script), "")
+		assert.NoError(t, err, script)
 	}
 }
 
 func TestBldr_CrossCompiles(t *testing.T) {
 	for architecture, want := range map[string]string{"x86_64": "amd64", "aarch64": "arm64"} {
 		r := ours(t, architecture)
-		if got := r.Steps[0].Env["GOARCH"]; got != want || r.BuildPlatform != "linux/amd64" {
-			t.Errorf("got GOARCH %s on %s, want %s on linux/amd64", got, r.BuildPlatform, want)
-		}
+		assert.Equal(t, want, r.Steps[0].Env["GOARCH"])
+		assert.Equal(t, "linux/amd64", r.BuildPlatform)
 	}
 
 	variables := withVariables(t, "vars.yaml", map[string]string{"ARCH": "x86_64", "BUILD_ARG_BUILDARCH": "arm64"})
-	if got := loadRecipe(t, "pkg.yaml", variables).BuildPlatform; got != "linux/arm64" {
-		t.Errorf("got build platform %s, want linux/arm64", got)
-	}
+	assert.Equal(t, "linux/arm64", loadRecipe(t, "pkg.yaml", variables).BuildPlatform)
 }
 
 // goBuild returns the arguments of go build that affect the binary.
@@ -165,9 +153,7 @@ func goBuild(t *testing.T, script string) []string {
 	t.Helper()
 
 	file, err := syntax.NewParser().Parse(strings.NewReader(script), "")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	var found []string
 
@@ -193,21 +179,17 @@ func goBuild(t *testing.T, script string) []string {
 
 // texts returns words without quotes.
 func texts(words []*syntax.Word) []string {
-	all := make([]string, 0, len(words))
+	all := make([]string, len(words))
 
-	for _, word := range words {
-		var text strings.Builder
-
+	for i, word := range words {
 		for _, part := range word.Parts {
 			switch p := part.(type) {
 			case *syntax.Lit:
-				text.WriteString(p.Value)
+				all[i] += p.Value
 			case *syntax.SglQuoted:
-				text.WriteString(p.Value)
+				all[i] += p.Value
 			}
 		}
-
-		all = append(all, text.String())
 	}
 
 	return all
@@ -218,9 +200,7 @@ func makefileVariable(t *testing.T, name string) string {
 	t.Helper()
 
 	match := regexp.MustCompile(`(?m)^` + name + ` \??:?= (.*)$`).FindSubmatch(read(t, "Makefile"))
-	if match == nil {
-		t.Fatalf("Makefile has no variable %s", name)
-	}
+	require.NotNil(t, match, "Makefile has no variable %s", name)
 
 	return string(match[1])
 }
@@ -235,18 +215,12 @@ func TestBldr_BuildsLikeMakefile(t *testing.T) {
 
 	for name, r := range map[string]recipe{"pkg.yaml": ours(t, "x86_64"), "catalog entry": proposed(t)} {
 		for _, s := range r.Steps {
-			if len(s.Build) == 0 {
-				continue
-			}
-
-			if diff := cmp.Diff(want, goBuild(t, s.Build[0])); diff != "" {
-				t.Errorf("%s (-make +bldr)\n%s", name, diff)
+			if len(s.Build) > 0 {
+				assert.Equal(t, want, goBuild(t, s.Build[0]), name)
 			}
 		}
 
-		if got := r.Steps[0].Env["CGO_ENABLED"]; got != "0" {
-			t.Errorf("%s: CGO_ENABLED is %q, want 0", name, got)
-		}
+		assert.Equal(t, "0", r.Steps[0].Env["CGO_ENABLED"], name)
 	}
 }
 
@@ -273,32 +247,24 @@ func installed(r recipe) map[string]string {
 
 func TestBldr_InstallsSameFilesAsMakeImage(t *testing.T) {
 	files, err := image.Extension(image.Release{Version: "v1.2.3", Manifest: read(t, "manifest.yaml")}, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	want := map[string]string{}
 	for _, file := range files {
 		want[file.Path] = fmt.Sprintf("%04o", file.Mode)
 	}
 
-	if diff := cmp.Diff(want, installed(ours(t, "x86_64"))); diff != "" {
-		t.Errorf("(-make +bldr)\n%s", diff)
-	}
+	assert.Equal(t, want, installed(ours(t, "x86_64")))
 }
 
 func TestBldr_SBOMHasManifestVersion(t *testing.T) {
 	for _, r := range []recipe{ours(t, "x86_64"), proposed(t)} {
 		var manifest struct{ Metadata struct{ Version string } }
-		if err := yaml.Unmarshal(read(t, "manifest.yaml"), &manifest); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, yaml.Unmarshal(read(t, "manifest.yaml"), &manifest))
 
 		version := manifest.Metadata.Version
 		bill := r.Steps[len(r.Steps)-1].SBOM
-
-		if bill.Version != version || bill.PURL != "pkg:golang/github.com/talos-ccm/talos-ccm@v"+version {
-			t.Errorf("got SBOM %+v, want version %s", bill, version)
-		}
+		assert.Equal(t, version, bill.Version)
+		assert.Equal(t, "pkg:golang/github.com/talos-ccm/talos-ccm@v"+version, bill.PURL)
 	}
 }

@@ -2,13 +2,11 @@ package release_test
 
 import (
 	"path/filepath"
-	"regexp"
-	"slices"
 	"strings"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/siderolabs/talos/pkg/machinery/extensions"
+	"github.com/stretchr/testify/assert"
 
 	"github.com/talos-ccm/talos-ccm/extension"
 )
@@ -26,26 +24,18 @@ func proposedVariables(t *testing.T) map[string]string {
 }
 
 func TestCatalog_ServiceMatches(t *testing.T) {
-	if diff := cmp.Diff(string(extension.Spec), string(read(t, entry+"/talos-ccm.yaml"))); diff != "" {
-		t.Errorf("(-ours +proposed)\n%s", diff)
-	}
+	assert.Equal(t, string(extension.Spec), string(read(t, entry+"/talos-ccm.yaml")))
 }
 
 func TestCatalog_RecipeInstallsSameFiles(t *testing.T) {
-	if diff := cmp.Diff(installed(ours(t, "x86_64")), installed(proposed(t))); diff != "" {
-		t.Errorf("(-ours +proposed)\n%s", diff)
-	}
+	assert.Equal(t, installed(ours(t, "x86_64")), installed(proposed(t)))
 }
 
 // bldr accepts only hexadecimal checksums, and update-checksums updates only those.
 func TestCatalog_SourceHasChecksums(t *testing.T) {
-	hex := regexp.MustCompile(`^[0-9a-f]+$`)
-
 	for _, s := range proposed(t).Steps {
 		for _, source := range s.Sources {
-			if !hex.MatchString(source.SHA256+source.SHA512) || len(source.SHA256) != 64 || len(source.SHA512) != 128 {
-				t.Errorf("got checksums %q and %q of %s", source.SHA256, source.SHA512, source.URL)
-			}
+			assert.Regexp(t, `^[0-9a-f]{64} [0-9a-f]{128}$`, source.SHA256+" "+source.SHA512)
 		}
 	}
 }
@@ -61,28 +51,19 @@ func TestCatalog_BuildsOffline(t *testing.T) {
 			continue
 		}
 
-		if s.Network != "none" || !downloads {
-			t.Errorf("got network %q, modules downloaded before: %t", s.Network, downloads)
-		}
+		assert.Equal(t, "none", s.Network)
+		assert.True(t, downloads)
 
 		// The modules are in the image of the previous step, not in a cache that may be deleted before this step.
-		if slices.Contains(s.CachePaths, "/tmp/go/pkg") {
-			t.Error("modules are read from a cache")
-		}
+		assert.NotContains(t, s.CachePaths, "/tmp/go/pkg")
 	}
 }
 
 func TestCatalog_ChecksVersionAndListsCPE(t *testing.T) {
 	last := proposed(t).Steps[len(proposed(t).Steps)-1]
 	version := proposedVariables(t)["VERSION"]
-
-	if want := `talos-ccm --version) == "talos-ccm v` + version + `" ]]`; !strings.Contains(strings.Join(last.Test, ""), want) {
-		t.Errorf("tests do not contain %s:\n%s", want, last.Test)
-	}
-
-	if diff := cmp.Diff([]string{"cpe:2.3:a:talos-ccm:talos-ccm:" + version + ":*:*:*:*:*:*:*"}, last.SBOM.CPEs); diff != "" {
-		t.Errorf("(-want +got)\n%s", diff)
-	}
+	assert.Contains(t, strings.Join(last.Test, ""), `talos-ccm --version) == "talos-ccm v`+version+`" ]]`)
+	assert.Equal(t, []string{"cpe:2.3:a:talos-ccm:talos-ccm:" + version + ":*:*:*:*:*:*:*"}, last.SBOM.CPEs)
 }
 
 // Talos accepts our manifest, see packaging/image.
@@ -93,15 +74,10 @@ func TestCatalog_ManifestMatches(t *testing.T) {
 	decode(t, render(t, read(t, entry+"/manifest.yaml.tmpl.draft"), proposedVariables(t)), &got)
 
 	// Descriptions in the catalog start with the tier.
-	if !strings.HasPrefix(got.Metadata.Description, "[contrib] ") {
-		t.Errorf("got description %q, want prefix [contrib]", got.Metadata.Description)
-	}
+	assert.True(t, strings.HasPrefix(got.Metadata.Description, "[contrib] "), got.Metadata.Description)
 
 	got.Metadata.Description = want.Metadata.Description
-
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Errorf("(-ours +proposed)\n%s", diff)
-	}
+	assert.Equal(t, want, got)
 }
 
 // bldr reads all files with these names in all directories.
@@ -114,7 +90,5 @@ func TestBldr_NoOtherFileIsRead(t *testing.T) {
 		}
 	}
 
-	if diff := cmp.Diff([]string{"pkg.yaml", "vars.yaml"}, found); diff != "" {
-		t.Errorf("(-want +got)\n%s", diff)
-	}
+	assert.Equal(t, []string{"pkg.yaml", "vars.yaml"}, found)
 }

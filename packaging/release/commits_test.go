@@ -6,6 +6,9 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 )
 
 // git runs git in a directory without system and user configuration.
@@ -19,9 +22,7 @@ func git(t *testing.T, folder string, args ...string) string {
 		"GIT_AUTHOR_NAME=Ada", "GIT_AUTHOR_EMAIL=ada@example.org", "GIT_COMMITTER_NAME=Ada", "GIT_COMMITTER_EMAIL=ada@example.org")
 
 	output, err := cmd.CombinedOutput()
-	if err != nil {
-		t.Fatalf("%v: %v\n%s", cmd, err, output)
-	}
+	require.NoError(t, err, "%s", output)
 
 	return strings.TrimSpace(string(output))
 }
@@ -31,9 +32,7 @@ func check(t *testing.T, folder, base string) (string, error) {
 	t.Helper()
 
 	script, err := filepath.Abs(root + "/.ci/commits")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	cmd := exec.CommandContext(t.Context(), script, base)
 	cmd.Dir = folder
@@ -76,9 +75,8 @@ func TestCommits_AreChecked(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			got, err := check(t, commit(t, "Earlier commits are not checked", test.message), "HEAD~1")
-			if (test.want == "") != (got == "") || (err == nil) != (got == "") || !strings.Contains(got, test.want) {
-				t.Errorf("got %q, error %v, want %q", got, err, test.want)
-			}
+			assert.Equal(t, []bool{test.want == "", test.want == ""}, []bool{got == "", err == nil}, got)
+			assert.Contains(t, got, test.want)
 		})
 	}
 }
@@ -87,8 +85,7 @@ func TestCommits_RequireKnownBase(t *testing.T) {
 	folder := commit(t, "fix: this"+signed)
 
 	for base, want := range map[string]bool{"HEAD": true, "0123456789012345678901234567890123456789": false, "": false} {
-		if output, err := check(t, folder, base); (err == nil) != want {
-			t.Errorf("base %q: got error %v, output %q, want success %t", base, err, output, want)
-		}
+		output, err := check(t, folder, base)
+		assert.Equal(t, want, err == nil, "base %q: %s", base, output)
 	}
 }

@@ -4,9 +4,6 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
-	"io"
-	"log"
-	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"slices"
@@ -14,14 +11,14 @@ import (
 	"testing"
 
 	"github.com/blang/semver/v4"
-	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-containerregistry/pkg/crane"
 	"github.com/google/go-containerregistry/pkg/name"
-	"github.com/google/go-containerregistry/pkg/registry"
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/google/go-containerregistry/pkg/v1/empty"
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 )
 
 // listedTalos returns the Talos versions that the release workflow builds installer images for.
@@ -32,13 +29,8 @@ func listedTalos(t *testing.T) (versions []string) {
 	runStep(t, "List Talos versions", "GITHUB_OUTPUT="+outputs)
 
 	content, err := os.ReadFile(outputs)
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	if err := json.Unmarshal(bytes.TrimPrefix(content, []byte("versions=")), &versions); err != nil {
-		t.Fatalf("%v in %s", err, content)
-	}
+	require.NoError(t, err)
+	require.NoError(t, json.Unmarshal(bytes.TrimPrefix(content, []byte("versions=")), &versions), string(content))
 
 	return versions
 }
@@ -50,25 +42,18 @@ func TestInstallers_ListSupportedTalosVersions(t *testing.T) {
 
 	for i, version := range versions {
 		parsed, err := semver.Parse(strings.TrimPrefix(version, "v"))
-		if err != nil || !strings.HasPrefix(version, "v") || len(parsed.Pre) > 0 {
-			t.Fatalf("%s is no release: %v", version, err)
-		}
+		require.NoError(t, err)
+		require.True(t, strings.HasPrefix(version, "v"))
+		require.Empty(t, parsed.Pre)
 
-		if i > 0 && semver.MustParse(versions[i-1][1:]).GTE(parsed) {
-			t.Errorf("%s follows %s", version, versions[i-1])
-		}
+		assert.True(t, i == 0 || semver.MustParse(versions[i-1][1:]).LT(parsed), "%s does not follow the version before it", version)
 
 		minors = append(minors, fmt.Sprintf("%s/packaging/image/talos/v%d.%d.mod", root, parsed.Major, parsed.Minor))
 	}
 
 	supported, err := filepath.Glob(root + "/packaging/image/talos/v*.mod")
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	if diff := cmp.Diff(supported, slices.Compact(minors)); diff != "" {
-		t.Errorf("(-supported +listed)\n%s", diff)
-	}
+	require.NoError(t, err)
+	assert.Equal(t, supported, slices.Compact(minors))
 }
 
 // fakeDocker records the arguments and the input of docker, and copies the files of the directory $MADE to the volume.
@@ -87,34 +72,23 @@ func imagerOutput(t *testing.T) string {
 
 	for _, arch := range []string{"amd64", "arm64"} {
 		img, err := mutate.ConfigFile(empty.Image, &v1.ConfigFile{Architecture: arch, OS: "linux"})
-		if err != nil {
-			t.Fatal(err)
-		}
-
-		if err := tarball.WriteToFile(filepath.Join(folder, "installer-"+arch+".tar"), name.MustParseReference("installer"), img); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
+		require.NoError(t, tarball.WriteToFile(filepath.Join(folder, "installer-"+arch+".tar"), name.MustParseReference("installer"), img))
 	}
 
 	return folder
 }
 
 func TestInstallers_AreBuiltAndPushed(t *testing.T) {
-	server := httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0))))
-	t.Cleanup(server.Close)
-
 	var (
-		repository = strings.TrimPrefix(server.URL, "http://") + "/talos-ccm/talos-ccm-installer"
+		repository = startRegistry(t) + "/talos-ccm/talos-ccm-installer"
 		folder     = t.TempDir()
 		record     = filepath.Join(folder, "record")
 		outputs    = filepath.Join(folder, "outputs")
 		artifacts  = t.TempDir()
 		programs   = t.TempDir()
 	)
-
-	if err := os.WriteFile(filepath.Join(programs, "docker"), []byte(fakeDocker), 0o755); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(filepath.Join(programs, "docker"), []byte(fakeDocker), 0o755))
 
 	runStep(t, "Build and push the installer", "PATH="+programs+":"+os.Getenv("PATH"), "RECORD="+record, "MADE="+imagerOutput(t), "ARTIFACTS="+artifacts,
 		"TALOS=v1.13.5", "TAG=v1.2.3", "EXTENSIONS=example.com/a:v1 example.com/b:v1", "REPOSITORY="+repository, "GITHUB_OUTPUT="+outputs)
@@ -141,27 +115,19 @@ output:
 	}
 
 	recorded, err := os.ReadFile(record)
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	if diff := cmp.Diff(want.String(), string(recorded)); diff != "" {
-		t.Errorf("(-want +docker)\n%s", diff)
-	}
+	require.NoError(t, err)
+	assert.Equal(t, want.String(), string(recorded))
 
 	for _, arch := range []string{"amd64", "arm64"} {
 		pushed, err := crane.Config(repository+":v1.13.5-v1.2.3", crane.WithPlatform(&v1.Platform{OS: "linux", Architecture: arch}))
-		if err != nil || !bytes.Contains(pushed, []byte(arch)) {
-			t.Errorf("%s: got configuration %s, %v", arch, pushed, err)
-		}
+		assert.NoError(t, err)
+		assert.Contains(t, string(pushed), arch)
 	}
 
 	digest, err := crane.Digest(repository + ":v1.13.5-v1.2.3")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
-	if got, err := os.ReadFile(outputs); err != nil || string(got) != "digest="+digest+"\n" {
-		t.Errorf("got output %q, %v, want digest %s", got, err, digest)
-	}
+	got, err := os.ReadFile(outputs)
+	assert.NoError(t, err)
+	assert.Equal(t, "digest="+digest+"\n", string(got))
 }

@@ -4,6 +4,8 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 )
 
 // root is the folder of the repository.
@@ -13,9 +15,7 @@ func read(t *testing.T, path string) []byte {
 	t.Helper()
 
 	content, err := os.ReadFile(filepath.Join(root, path))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	return content
 }

@@ -7,6 +7,9 @@ import (
 	"strings"
 	"testing"
 	"unicode/utf8"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 )
 
 // module returns the module path in go.mod. It contains the owner of the repository.
@@ -14,9 +17,7 @@ func module(t *testing.T) string {
 	t.Helper()
 
 	match := regexp.MustCompile(`(?m)^module (github\.com/[\w.-]+/talos-ccm)$`).FindSubmatch(read(t, "go.mod"))
-	if match == nil {
-		t.Fatal("go.mod has no module path on GitHub")
-	}
+	require.NotNil(t, match, "go.mod has no module path on GitHub")
 
 	return string(match[1])
 }
@@ -54,15 +55,10 @@ func TestOwner_IsThatOfTheModule(t *testing.T) {
 
 			for _, match := range names.pattern.FindAllSubmatch(content, -1) {
 				found++
-
-				if string(match[1]) != names.want {
-					t.Errorf("%s has %s, want %s", path, match[0], names.want)
-				}
+				assert.Equal(t, names.want, string(match[1]), "%s has %s,", path, match[0])
 			}
 		}
 
-		if found == 0 {
-			t.Errorf("no file contains %s", names.pattern)
-		}
+		assert.NotEqual(t, 0, found, "no file contains %s", names.pattern)
 	}
 }

@@ -11,10 +11,11 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-containerregistry/pkg/crane"
 	"github.com/google/go-containerregistry/pkg/registry"
 	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/packaging/image"
 )
@@ -27,9 +28,7 @@ func runStep(t *testing.T, name string, environment ...string) string {
 	steps := slices.Concat(jobs["release"].Steps, jobs["installers"].Steps)
 
 	i := slices.IndexFunc(steps, func(s workflowStep) bool { return s.Name == name })
-	if i < 0 {
-		t.Fatalf("release workflow has no step %q", name)
-	}
+	require.GreaterOrEqual(t, i, 0, "release workflow has no step %q", name)
 
 	cmd := exec.CommandContext(t.Context(), "bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", steps[i].Run)
 	cmd.Dir = root
@@ -38,11 +37,19 @@ func runStep(t *testing.T, name string, environment ...string) string {
 	cmd.Stderr = os.Stderr
 
 	output, err := cmd.Output()
-	if err != nil {
-		t.Fatalf("%s: %v\n%s", name, err, output)
-	}
+	require.NoError(t, err, "%s: %s", name, output)
 
 	return string(output)
+}
+
+// startRegistry starts a registry and returns its address.
+func startRegistry(t *testing.T) string {
+	t.Helper()
+
+	server := httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0))))
+	t.Cleanup(server.Close)
+
+	return strings.TrimPrefix(server.URL, "http://")
 }
 
 // writeLayout writes an image with empty binaries and returns its digest.
@@ -50,58 +57,39 @@ func writeLayout(t *testing.T, folder string, index func(image.Release, map[stri
 	t.Helper()
 
 	made, err := index(image.Release{Version: "v1.2.3", Manifest: read(t, "manifest.yaml")}, map[string][]byte{"amd64": nil, "arm64": nil})
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	if err := image.WriteLayout(folder, made); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
+	require.NoError(t, image.WriteLayout(folder, made))
 
 	digest, err := made.Digest()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	return digest.String()
 }
 
 func TestRelease_PushesBuiltImages(t *testing.T) {
-	server := httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0))))
-	t.Cleanup(server.Close)
-
-	repository := strings.TrimPrefix(server.URL, "http://") + "/talos-ccm/talos-ccm"
+	host := startRegistry(t)
+	repository, charts := host+"/talos-ccm/talos-ccm", host+"/talos-ccm/charts"
 	artifacts := t.TempDir()
 	outputs := filepath.Join(t.TempDir(), "outputs")
 
 	want := "extension=" + writeLayout(t, artifacts+"/oci", image.ExtensionIndex) + "\npod=" + writeLayout(t, artifacts+"/oci-pod", image.PodIndex) + "\n"
 
-	if output, err := exec.CommandContext(t.Context(), "make", "--directory="+root, "chart", "ARTIFACTS="+artifacts).CombinedOutput(); err != nil {
-		t.Fatalf("make chart: %v\n%s", err, output)
-	}
-
-	charts := strings.TrimPrefix(server.URL, "http://") + "/talos-ccm/charts"
+	output, err := exec.CommandContext(t.Context(), "make", "--directory="+root, "chart", "ARTIFACTS="+artifacts).CombinedOutput()
+	require.NoError(t, err, string(output))
 
 	runStep(t, "Push", "TAG=v1.2.3", "EXTENSION="+repository, "POD="+repository+"-pod", "CHARTS="+charts, "HELM_FLAGS=--plain-http",
 		"ARTIFACTS="+artifacts, "GITHUB_OUTPUT="+outputs)
 
 	got, err := os.ReadFile(outputs)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	version := withVariables(t, "vars.yaml", platform("x86_64"))["VERSION"]
 
 	digest, err := crane.Digest(charts + "/talos-ccm:" + version)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	want += "chart=" + digest + "\n"
-
-	if diff := cmp.Diff(want, string(got)); diff != "" {
-		t.Errorf("(-want +pushed)\n%s", diff)
-	}
+	assert.Equal(t, want, string(got))
 }
 
 // asked returns the arguments of gh.
@@ -109,9 +97,7 @@ func asked(t *testing.T, tag string) []string {
 	t.Helper()
 
 	programs := t.TempDir()
-	if err := os.WriteFile(filepath.Join(programs, "gh"), []byte("#!/bin/sh\nprintf '%s\\000' \"$@\"\n"), 0o755); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(filepath.Join(programs, "gh"), []byte("#!/bin/sh\nprintf '%s\\000' \"$@\"\n"), 0o755))
 
 	return strings.Split(runStep(t, "Draft the release", "PATH="+programs+":"+os.Getenv("PATH"), "TAG="+tag,
 		"EXTENSION=registry.example.com/a", "EXTENSION_DIGEST=sha256:1", "POD=registry.example.com/b", "POD_DIGEST=sha256:2",
@@ -121,27 +107,19 @@ func asked(t *testing.T, tag string) []string {
 func TestRelease_DraftListsImages(t *testing.T) {
 	args := asked(t, "v1.2.3")
 
-	for _, want := range []string{"--draft", "--verify-tag", "v1.2.3"} {
-		if !slices.Contains(args, want) {
-			t.Errorf("arguments %q do not contain %s", args, want)
-		}
-	}
+	assert.Subset(t, args, []string{"--draft", "--verify-tag", "v1.2.3"})
 
 	notes := args[slices.Index(args, "--notes")+1]
 	for _, want := range []string{
 		"registry.example.com/a:v1.2.3@sha256:1", "registry.example.com/b:v1.2.3@sha256:2",
 		"oci://registry.example.com/c/talos-ccm:1.2.3@sha256:3", "registry.example.com/d:TALOS-VERSION-v1.2.3",
 	} {
-		if !strings.Contains(notes, want) {
-			t.Errorf("release notes do not contain %s:\n%s", want, notes)
-		}
+		assert.Contains(t, notes, want)
 	}
 }
 
 func TestRelease_MarksPrerelease(t *testing.T) {
 	for tag, want := range map[string]bool{"v1.2.3": false, "v1.2.3-rc.1": true} {
-		if got := slices.Contains(asked(t, tag), "--prerelease"); got != want {
-			t.Errorf("%s: prerelease is %t, want %t", tag, got, want)
-		}
+		assert.Equal(t, want, slices.Contains(asked(t, tag), "--prerelease"), tag)
 	}
 }

@@ -10,6 +10,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"go.yaml.in/yaml/v4"
 )
 
@@ -20,9 +22,7 @@ func TestRelease_RequiresMatchingTag(t *testing.T) {
 		cmd := exec.CommandContext(t.Context(), "make", "--silent", "--directory="+root, "release-tag", "TAG="+tag)
 
 		output, err := cmd.CombinedOutput()
-		if (err == nil) != released {
-			t.Errorf("tag %q: got error %v, want success %t\n%s", tag, err, released, output)
-		}
+		assert.Equal(t, released, err == nil, "tag %q: %s", tag, output)
 	}
 }
 
@@ -32,17 +32,15 @@ func TestVersion_RenovateFindsAllTools(t *testing.T) {
 		CustomManagers []struct{ MatchStrings []string }
 	}
 
-	if err := json.Unmarshal(read(t, ".github/renovate.json"), &renovate); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal(read(t, ".github/renovate.json"), &renovate))
 
 	makefile := read(t, "Makefile")
 	pattern := regexp.MustCompile(renovate.CustomManagers[0].MatchStrings[0])
 	versions := regexp.MustCompile(`(?m)^\w+_VERSION \?= v`)
 
-	if got, want := len(pattern.FindAll(makefile, -1)), len(versions.FindAll(makefile, -1)); got != want || want == 0 {
-		t.Errorf("found %d versions of %d", got, want)
-	}
+	got, want := len(pattern.FindAll(makefile, -1)), len(versions.FindAll(makefile, -1))
+	assert.Equal(t, want, got)
+	assert.NotEqual(t, 0, want)
 }
 
 // The chart is released with talos-ccm, and its default image is the image of the release.
@@ -59,23 +57,17 @@ func TestVersion_ChartHasManifestVersion(t *testing.T) {
 
 	// Both have more keys.
 	for path, into := range map[string]any{"packaging/chart/Chart.yaml": &chart, "packaging/chart/values.yaml": &values} {
-		if err := yaml.Unmarshal(read(t, path), into); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, yaml.Unmarshal(read(t, path), into))
 	}
 
-	if chart.Version != version || chart.AppVersion != version || !strings.HasSuffix(values.Image, ":v"+version) {
-		t.Errorf("got chart version %s, app version %s and image %s, want version %s", chart.Version, chart.AppVersion, values.Image, version)
-	}
+	assert.Equal(t, []string{version, version}, []string{chart.Version, chart.AppVersion})
+	assert.True(t, strings.HasSuffix(values.Image, ":v"+version), values.Image)
 }
 
 func TestVersion_DescribesSources(t *testing.T) {
 	folder := t.TempDir()
 	vars := filepath.Join(folder, "vars.yaml")
-
-	if err := errors.Join(os.WriteFile(filepath.Join(folder, "Makefile"), read(t, "Makefile"), 0o600), os.WriteFile(vars, nil, 0o600)); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errors.Join(os.WriteFile(filepath.Join(folder, "Makefile"), read(t, "Makefile"), 0o600), os.WriteFile(vars, nil, 0o600)))
 
 	requireTag := func(situation, want string) {
 		t.Helper()
@@ -84,9 +76,8 @@ func TestVersion_DescribesSources(t *testing.T) {
 		cmd := exec.CommandContext(t.Context(), "env", "-u", "TAG", "-u", "MAKEFLAGS", "make", "--silent", "--directory="+folder, "release-tag")
 
 		output, err := cmd.CombinedOutput()
-		if err == nil || !regexp.MustCompile(`tag is `+want+`, but`).Match(output) {
-			t.Errorf("%s: got error %v, want tag %s\n%s", situation, err, want, output)
-		}
+		assert.Error(t, err)
+		assert.Regexp(t, `tag is `+want+`, but`, string(output), situation)
 	}
 
 	git(t, folder, "init", "--quiet")
@@ -97,11 +88,7 @@ func TestVersion_DescribesSources(t *testing.T) {
 	requireTag("tag", `v0\.1\.0`)
 	git(t, folder, "commit", "--quiet", "--allow-empty", "--message", "second")
 	requireTag("commit after tag", `v0\.1\.0-1-g[0-9a-f]{12}`)
-
-	if err := os.WriteFile(vars, []byte("\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
-
+	require.NoError(t, os.WriteFile(vars, []byte("\n"), 0o600))
 	requireTag("changes after tag", `v0\.1\.0-1-g[0-9a-f]{12}-dirty`)
 	git(t, folder, "tag", "--delete", "v0.1.0")
 	requireTag("changes without tag", `v0\.0\.0-g[0-9a-f]{12}-dirty`)

@@ -7,6 +7,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"go.yaml.in/yaml/v4"
 )
 
@@ -33,29 +35,21 @@ func workflows(t *testing.T) map[string]workflow {
 	t.Helper()
 
 	paths, err := filepath.Glob(filepath.Join(root, ".github/workflows/*"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	all := map[string]workflow{}
 
 	for _, path := range paths {
 		content, err := os.ReadFile(path)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 
 		var w workflow
-		if err := yaml.Unmarshal(content, &w); err != nil {
-			t.Fatal(path, err)
-		}
+		require.NoError(t, yaml.Unmarshal(content, &w), path)
 
 		all[filepath.Base(path)] = w
 	}
 
-	if len(all) != 2 {
-		t.Fatalf("got %d workflows, want 2", len(all))
-	}
+	require.Len(t, all, 2)
 
 	return all
 }
@@ -73,25 +67,17 @@ func jobs(t *testing.T, f func(name string, j job)) {
 
 func TestWorkflows_PermissionsAreMinimal(t *testing.T) {
 	for name, w := range workflows(t) {
-		if w.Permissions == nil || len(w.Permissions) > 0 {
-			t.Errorf("%s grants all jobs %v, want an empty map", name, w.Permissions)
-		}
+		assert.NotNil(t, w.Permissions, name)
+		assert.Empty(t, w.Permissions, name)
 	}
 
 	jobs(t, func(name string, j job) {
 		for right, level := range j.Permissions {
-			if level == "write" && name != "release.yaml: release" && name != "release.yaml: installers" {
-				t.Errorf("%s has write permission for %s", name, right)
-			}
+			assert.True(t, level != "write" || name == "release.yaml: release" || name == "release.yaml: installers", "%s has write permission for %s", name, right)
 		}
 
-		if len(j.Permissions) == 0 {
-			t.Errorf("%s has no permissions and cannot check out the code", name)
-		}
-
-		if j.Timeout == 0 && j.Uses == "" {
-			t.Errorf("%s has no timeout", name)
-		}
+		assert.NotEmpty(t, j.Permissions, "%s has no permissions and cannot check out the code", name)
+		assert.True(t, j.Timeout != 0 || j.Uses != "", "%s has no timeout", name)
 	})
 }
 
@@ -99,24 +85,17 @@ func TestWorkflows_PermissionsAreMinimal(t *testing.T) {
 func TestWorkflows_UntrustedCodeHasNoPrivileges(t *testing.T) {
 	for name, w := range workflows(t) {
 		text, err := yaml.Marshal(&w.On)
-		if err != nil {
-			t.Fatal(err)
-		}
-
-		if regexp.MustCompile(`pull_request_target|workflow_run|issue_comment`).Match(text) {
-			t.Errorf("%s is triggered by untrusted events:\n%s", name, text)
-		}
+		require.NoError(t, err)
+		assert.False(t, regexp.MustCompile(`pull_request_target|workflow_run|issue_comment`).Match(text), "%s is triggered by untrusted events:\n%s", name, text)
 	}
 }
 
 // Tags are mutable.
 func TestWorkflows_ActionsArePinned(t *testing.T) {
-	pinned := regexp.MustCompile(`^\s*-?\s*uses: (\./.*|[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+)$`)
-
 	for name := range workflows(t) {
 		for line := range strings.Lines(string(read(t, ".github/workflows/"+name))) {
-			if line = strings.TrimRight(line, "\n"); strings.Contains(line, "uses:") && !pinned.MatchString(line) {
-				t.Errorf("%s: %s", name, line)
+			if strings.Contains(line, "uses:") {
+				assert.Regexp(t, `^\s*-?\s*uses: (\./.*|[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+)\n$`, line, name)
 			}
 		}
 	}
@@ -128,20 +107,15 @@ func TestWorkflows_StepsAreSafe(t *testing.T) {
 
 	jobs(t, func(name string, j job) {
 		for _, s := range j.Steps {
-			if strings.Contains(s.Run, "${{") {
-				t.Errorf("%s allows code injection by an expression in\n%s", name, s.Run)
-			}
+			assert.NotContains(t, s.Run, "${{", name)
 
 			for _, match := range regexp.MustCompile(`\bmake (?:--\S+ )*([a-z-]+)`).FindAllStringSubmatch(s.Run, -1) {
-				if !strings.Contains(makefile, "\n"+match[1]+":") {
-					t.Errorf("%s uses missing make target %s", name, match[1])
-				}
+				assert.True(t, strings.Contains(makefile, "\n"+match[1]+":"), "%s uses missing make target %s", name, match[1])
 			}
 
 			// Signed artifacts must not depend on a cache that other jobs can write.
-			if strings.HasPrefix(s.Uses, "actions/cache@") || strings.HasPrefix(s.Uses, "actions/setup-go@") && s.With["cache"] != "false" {
-				t.Errorf("%s uses a cache", name)
-			}
+			assert.NotContains(t, s.Uses, "actions/cache@", name)
+			assert.True(t, !strings.HasPrefix(s.Uses, "actions/setup-go@") || s.With["cache"] == "false", "%s uses a cache", name)
 
 			if version, found := s.With["go-version"]; found {
 				versions[version] = name
@@ -150,7 +124,5 @@ func TestWorkflows_StepsAreSafe(t *testing.T) {
 	})
 
 	// Images are reproducible only with the same version of Go, which includes gzip.
-	if len(versions) != 1 {
-		t.Errorf("jobs use several versions of Go: %v", versions)
-	}
+	assert.Len(t, versions, 1, "jobs use several versions of Go")
 }

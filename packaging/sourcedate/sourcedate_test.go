@@ -1,35 +1,27 @@
 package sourcedate_test
 
 import (
-	"strings"
 	"testing"
 	"time"
+
+	"github.com/stretchr/testify/assert"
 
 	"github.com/talos-ccm/talos-ccm/packaging/sourcedate"
 )
 
 func TestFromEnvironment(t *testing.T) {
-	for _, test := range []struct {
-		name, value string
-		want        time.Time
-	}{
-		{name: "Unix time", value: "1700000000", want: time.Date(2023, 11, 14, 22, 13, 20, 0, time.UTC)},
-		{name: "zero", value: "0", want: time.Unix(0, 0).UTC()},
-		{name: "empty", value: ""},
-		{name: "negative", value: "-1"},
-		{name: "date", value: "2023-11-14"},
+	for value, want := range map[string]time.Time{
+		"1700000000": time.Date(2023, 11, 14, 22, 13, 20, 0, time.UTC), "0": time.Unix(0, 0).UTC(), "": {}, "-1": {}, "2023-11-14": {},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			t.Setenv("SOURCE_DATE_EPOCH", test.value)
+		t.Setenv("SOURCE_DATE_EPOCH", value)
 
-			got, err := sourcedate.FromEnvironment()
-			if got != test.want || (err != nil) != test.want.IsZero() {
-				t.Errorf("got %s, %v; want %s", got, err, test.want)
-			}
+		got, err := sourcedate.FromEnvironment()
+		assert.Equal(t, want, got, value)
 
-			if err != nil && !strings.Contains(err.Error(), "SOURCE_DATE_EPOCH") {
-				t.Errorf("error %v does not contain SOURCE_DATE_EPOCH", err)
-			}
-		})
+		if want.IsZero() {
+			assert.ErrorContains(t, err, "SOURCE_DATE_EPOCH", value)
+		} else {
+			assert.NoError(t, err, value)
+		}
 	}
 }

@@ -5,9 +5,11 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
-	"strings"
 	"sync/atomic"
 	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/pkg/settings"
 )
@@ -26,13 +28,7 @@ func (d *delivery) Follow(ctx context.Context, deliver func(settings.Document, e
 }
 
 // follow runs a Store on a source that has not delivered a document.
-func follow(t *testing.T, check func([]string) error) (*settings.Store, *delivery) {
-	t.Helper()
-
-	return followWith(t, settings.LastKnownGood{}, check)
-}
-
-func followWith(t *testing.T, lastKnownGood settings.LastKnownGood, check func([]string) error) (*settings.Store, *delivery) {
+func follow(t *testing.T, lastKnownGood settings.LastKnownGood, check func([]string) error) (*settings.Store, *delivery) {
 	t.Helper()
 
 	d := &delivery{ready: make(chan struct{})}
@@ -51,27 +47,19 @@ func document(content string) settings.Document {
 }
 
 func TestStore_NothingIsInForceBeforeFirstValidDocument(t *testing.T) {
-	s, d := follow(t, anyEnvironment)
+	s, d := follow(t, settings.LastKnownGood{}, anyEnvironment)
 
 	d.deliver(document("nonsense: true"), nil)
-
-	if s.Current() != nil {
-		t.Error("an invalid document is in force")
-	}
-
-	if err := s.Problem(); err == nil || !strings.Contains(err.Error(), "config.yaml:1") {
-		t.Errorf("the problem does not include the position: %v", err)
-	}
+	assert.Nil(t, s.Current())
+	assert.ErrorContains(t, s.Problem(), "config.yaml:1")
 
 	d.deliver(document(""), nil)
-
-	if s.Current() == nil || s.Problem() != nil {
-		t.Errorf("an empty document is not in force: %v", s.Problem())
-	}
+	assert.NotNil(t, s.Current())
+	assert.NoError(t, s.Problem())
 }
 
 func TestStore_KeepsLastValidDocument(t *testing.T) {
-	s, d := follow(t, func(environment []string) error {
+	s, d := follow(t, settings.LastKnownGood{}, func(environment []string) error {
 		if len(environment) > 1 {
 			return errors.New("too many variables")
 		}
@@ -92,14 +80,9 @@ func TestStore_KeepsLastValidDocument(t *testing.T) {
 		"invalid environment": func() { d.deliver(tooMany, nil) },
 	} {
 		deliver()
-
-		if s.Problem() == nil {
-			t.Errorf("%s: no problem", name)
-		}
-
-		if s.Current().ClusterName != "good" || len(s.Environment()) != 1 {
-			t.Errorf("%s: got %q and %v", name, s.Current().ClusterName, s.Environment())
-		}
+		assert.Error(t, s.Problem(), name)
+		assert.Equal(t, "good", s.Current().ClusterName)
+		assert.Len(t, s.Environment(), 1)
 	}
 }
 
@@ -107,34 +90,26 @@ func TestLastKnownGood_SurvivesRestart(t *testing.T) {
 	lastKnownGood := settings.LastKnownGood{Dir: t.TempDir()}
 	bad := document("nonsense: true")
 
-	_, before := followWith(t, lastKnownGood, anyEnvironment)
+	_, before := follow(t, lastKnownGood, anyEnvironment)
 	before.deliver(document("global: {clusterName: first}"), nil)
 	before.deliver(document("global: {clusterName: good}"), nil)
 	before.deliver(bad, nil)
 
-	s, after := followWith(t, lastKnownGood, anyEnvironment)
-	if s.Current() != nil {
-		t.Error("a configuration is in force before the first delivery")
-	}
+	s, after := follow(t, lastKnownGood, anyEnvironment)
+	assert.Nil(t, s.Current())
 
 	after.deliver(bad, nil)
-
-	if s.Current() == nil || s.Current().ClusterName != "good" {
-		t.Errorf("the last-known-good document is not in force: %v", s.Current())
-	}
-
-	if s.Problem() == nil || !s.Await(t.Context()) {
-		t.Error("got no problem or no configuration")
-	}
+	require.NotNil(t, s.Current(), "the last-known-good document is not in force")
+	assert.Equal(t, "good", s.Current().ClusterName)
+	assert.Error(t, s.Problem())
+	assert.True(t, s.Await(t.Context()))
 
 	after.deliver(document(""), nil)
 
-	third, last := followWith(t, lastKnownGood, anyEnvironment)
+	third, last := follow(t, lastKnownGood, anyEnvironment)
 	last.deliver(bad, nil)
-
-	if s.Current().ClusterName != "" || third.Current().ClusterName != "" {
-		t.Errorf("the latest valid document is not in force: %v, %v", s.Current(), third.Current())
-	}
+	assert.Empty(t, s.Current().ClusterName)
+	assert.Empty(t, third.Current().ClusterName)
 }
 
 func TestLastKnownGood_MissingOrInvalid(t *testing.T) {
@@ -143,35 +118,24 @@ func TestLastKnownGood_MissingOrInvalid(t *testing.T) {
 	for name, lastKnownGood := range map[string]settings.LastKnownGood{
 		"empty directory": {Dir: dir}, "no directory": {}, "missing directory": {Dir: filepath.Join(dir, "absent")},
 	} {
-		s, d := followWith(t, lastKnownGood, anyEnvironment)
+		s, d := follow(t, lastKnownGood, anyEnvironment)
 		d.deliver(document("nonsense: true"), nil)
-
-		if s.Current() != nil {
-			t.Errorf("%s: a configuration is in force", name)
-		}
+		assert.Nil(t, s.Current(), name)
 
 		d.deliver(document(""), nil) // even if it cannot be persisted
-
-		if s.Current() == nil {
-			t.Errorf("%s: a valid document is not in force", name)
-		}
+		assert.NotNil(t, s.Current(), name)
 	}
 
 	// A truncated file.
-	if err := os.WriteFile(filepath.Join(dir, "last-good.yaml"), []byte("global: {"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "last-good.yaml"), []byte("global: {"), 0o600))
 
-	s, d := followWith(t, settings.LastKnownGood{Dir: dir}, anyEnvironment)
+	s, d := follow(t, settings.LastKnownGood{Dir: dir}, anyEnvironment)
 	d.deliver(document("nonsense: true"), nil)
-
-	if s.Current() != nil {
-		t.Error("a truncated document is in force")
-	}
+	assert.Nil(t, s.Current())
 }
 
 func TestStore_NotifiesSubscribersOfEveryDelivery(t *testing.T) {
-	s, d := follow(t, anyEnvironment)
+	s, d := follow(t, settings.LastKnownGood{}, anyEnvironment)
 
 	var first, second atomic.Int32
 
@@ -182,14 +146,12 @@ func TestStore_NotifiesSubscribersOfEveryDelivery(t *testing.T) {
 	d.deliver(document("nonsense: true"), nil)
 	unsubscribe()
 	d.deliver(document(""), nil)
-
-	if first.Load() != 2 || second.Load() != 3 {
-		t.Errorf("got %d and %d calls, want 2 and 3", first.Load(), second.Load())
-	}
+	assert.EqualValues(t, 2, first.Load())
+	assert.EqualValues(t, 3, second.Load())
 }
 
 func TestStore_AwaitBlocksUntilSynced(t *testing.T) {
-	s, d := follow(t, anyEnvironment)
+	s, d := follow(t, settings.LastKnownGood{}, anyEnvironment)
 	d.deliver(document(""), nil)
 	d.lost()
 
@@ -204,16 +166,10 @@ func TestStore_AwaitBlocksUntilSynced(t *testing.T) {
 	}
 
 	d.deliver(document(""), nil)
-
-	if !<-awaited {
-		t.Error("got false after a delivery")
-	}
+	assert.True(t, <-awaited, "got false after a delivery")
 
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	d.lost()
-
-	if s.Await(ctx) {
-		t.Error("got true after ctx ended")
-	}
+	assert.False(t, s.Await(ctx), "got true after ctx ended")
 }

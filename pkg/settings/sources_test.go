@@ -14,6 +14,8 @@ import (
 
 	"github.com/cosi-project/runtime/pkg/state"
 	talosruntime "github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"k8s.io/utils/clock"
 	testingclock "k8s.io/utils/clock/testing"
 
@@ -27,9 +29,7 @@ func poll(t *testing.T, clk *testingclock.FakeClock) {
 	clk.Step(time.Minute)
 
 	for !clk.HasWaiters() {
-		if t.Context().Err() != nil {
-			t.Fatal("the file is not polled")
-		}
+		require.Nil(t, t.Context().Err(), "the file is not polled")
 
 		runtime.Gosched() // the clock has no other signal
 	}
@@ -39,9 +39,9 @@ func TestDefaults_DeliversNamedDocument(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 
 	settings.Defaults{}.Follow(ctx, func(doc settings.Document, err error) {
-		if doc.Name != "defaults" || doc.Config != nil || err != nil {
-			t.Errorf("got %+v and error %v", doc, err)
-		}
+		assert.Equal(t, "defaults", doc.Name)
+		assert.Nil(t, doc.Config)
+		assert.NoError(t, err)
 
 		cancel()
 	}, nil)
@@ -53,9 +53,7 @@ func TestFile_DeliversContentThatWasReadTwice(t *testing.T) {
 	store := settings.New(settings.File{Path: path, Clock: clk}, settings.LastKnownGood{}, anyEnvironment)
 
 	write := func(content string) {
-		if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.WriteFile(path, []byte(content), 0o600))
 	}
 
 	write("global: {clusterName: first}")
@@ -81,9 +79,9 @@ func TestFile_DeliversContentThatWasReadTwice(t *testing.T) {
 			poll(t, clk)
 		}
 
-		if current := store.Current(); current == nil || current.ClusterName != step.want {
-			t.Errorf("%s: got %v, want %q", step.name, current, step.want)
-		}
+		current := store.Current()
+		require.NotNil(t, current, step.name)
+		assert.Equal(t, step.want, current.ClusterName, step.name)
 	}
 }
 
@@ -145,8 +143,6 @@ func TestExtension_DeliversFileAndEnvironment(t *testing.T) {
 			name + " " + settings.MountPath + " a [A=1] false", name + " " + settings.MountPath + "  [A=1] true", "lost",
 			name + " " + settings.MountPath + "  [A=1] false", name + "  [] false", "lost",
 		}
-		if !slices.Equal(got[:min(len(got), len(want))], want) {
-			t.Errorf("got  %q\nwant %q", got, want)
-		}
+		assert.Equal(t, want, got[:min(len(got), len(want))], got)
 	})
 }

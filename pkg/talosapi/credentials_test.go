@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	clocktesting "k8s.io/utils/clock/testing"
@@ -44,11 +46,8 @@ func current(t *testing.T, creds talosapi.Credentials) tls.Certificate {
 	t.Helper()
 
 	config, err := creds.TLSConfig()
-	must(t, err)
-
-	if len(config.Certificates) != 1 {
-		t.Fatalf("%d certificates, want 1", len(config.Certificates))
-	}
+	require.NoError(t, err)
+	require.Len(t, config.Certificates, 1)
 
 	return config.Certificates[0]
 }
@@ -82,9 +81,8 @@ func awaitRenewal(t *testing.T, issued *talosapi.IssuedCredentials, before tls.C
 func requireRefused(t *testing.T, st talosapi.State) {
 	t.Helper()
 
-	if _, err := nodename(t, st); status.Code(err) != codes.Unavailable {
-		t.Errorf("got %v, want a rejected connection", err)
-	}
+	_, err := nodename(t, st)
+	assert.Equal(t, codes.Unavailable, status.Code(err), err)
 }
 
 func TestIssuedCredentials_ConnectToEveryMachine(t *testing.T) {
@@ -99,20 +97,15 @@ func TestIssuedCredentials_RenewAtHalfOfLifetime(t *testing.T) {
 	_, clk, issued := newTimedSite(t)
 	first := current(t, issued)
 
-	if leaf := first.Leaf; leaf.NotAfter.Sub(leaf.NotBefore) != readerTTL || strings.Join(leaf.Subject.Organization, " ") != "os:reader" {
-		t.Errorf("got a certificate for %v, valid for %s", leaf.Subject.Organization, leaf.NotAfter.Sub(leaf.NotBefore))
-	}
-
-	if got := samples(t)[sample{metric: "talosccm_reader_certificate_expiry_timestamp_seconds"}]; got != float64(first.Leaf.NotAfter.Unix()) {
-		t.Errorf("got expiry %.0f in the metric, want %s", got, first.Leaf.NotAfter)
-	}
+	leaf := first.Leaf
+	assert.Equal(t, readerTTL, leaf.NotAfter.Sub(leaf.NotBefore))
+	assert.Equal(t, "os:reader", strings.Join(leaf.Subject.Organization, " "))
+	assert.Equal(t, float64(first.Leaf.NotAfter.Unix()), samples(t)[sample{metric: "talosccm_reader_certificate_expiry_timestamp_seconds"}], first.Leaf.NotAfter)
 
 	awaitSchedule(t, clk)
 	clk.Step(readerTTL/2 - time.Second)
-
-	if !clk.HasWaiters() || !sameCertificate(first, current(t, issued)) {
-		t.Error("certificate was renewed too early")
-	}
+	assert.True(t, clk.HasWaiters(), "certificate was renewed too early")
+	assert.True(t, sameCertificate(first, current(t, issued)), "certificate was renewed too early")
 
 	clk.Step(time.Second)
 	awaitRenewal(t, issued, first)
@@ -122,7 +115,7 @@ func TestIssuedCredentials_RenewedCertificateReplacesExpired(t *testing.T) {
 	s, clk, issued := newTimedSite(t)
 
 	config, err := issued.TLSConfig()
-	must(t, err)
+	require.NoError(t, err)
 
 	outdated := fixed{config}
 	open := dial(t, outdated, s.worker)
@@ -142,14 +135,11 @@ func TestIssuedCredentials_RetryUntilMachineResponds(t *testing.T) {
 	s, clk, issued := newTimedSite(t)
 	first := current(t, issued)
 
-	must(t, s.controlPlane.Stop(t.Context()))
+	require.NoError(t, s.controlPlane.Stop(t.Context()))
 	awaitSchedule(t, clk)
 	clk.Step(readerTTL / 2)
 	eventually(t, "the renewal is in progress", func() bool { return !clk.HasWaiters() })
-
-	if !sameCertificate(first, current(t, issued)) {
-		t.Error("valid certificate was replaced")
-	}
+	assert.True(t, sameCertificate(first, current(t, issued)), "valid certificate was replaced")
 
 	s.controlPlane.Start()
 	awaitRenewal(t, issued, first)
@@ -161,7 +151,7 @@ func TestIssuedCredentials_RenewAfterCARotation(t *testing.T) {
 			s, clk, issued := newTimedSite(t)
 			requireNodename(t, dial(t, issued, s.worker), s.worker.Nodename())
 
-			must(t, s.cluster.RotateCA(t.Context(), old))
+			require.NoError(t, s.cluster.RotateCA(t.Context(), old))
 
 			// A machine with a certificate of an unknown CA causes a renewal.
 			requireRefused(t, dial(t, issued, s.worker))
@@ -185,7 +175,7 @@ func TestIssuedCredentials_LimitRenewalsForUnknownCA(t *testing.T) {
 	for before := current(t, issued); clk.Since(began) < duration; {
 		refused := dial(t, issued, foreign.worker)
 		requireRefused(t, refused)
-		must(t, refused.Close()) // otherwise hundreds of connections would keep reconnecting
+		require.NoError(t, refused.Close()) // otherwise hundreds of connections would keep reconnecting
 
 		eventually(t, "the next renewal is scheduled", clk.HasWaiters)
 		clk.Step(time.Minute)
@@ -196,9 +186,7 @@ func TestIssuedCredentials_LimitRenewalsForUnknownCA(t *testing.T) {
 		}
 	}
 
-	if most := int(duration/(readerTTL/2)) + 10; renewals > most {
-		t.Errorf("got %d renewals within %s, want at most %d", renewals, duration, most)
-	}
+	assert.LessOrEqual(t, renewals, int(duration/(readerTTL/2))+10, duration)
 
 	requireNodename(t, dial(t, issued, s.worker), s.worker.Nodename())
 }
@@ -207,24 +195,17 @@ func TestIssuedCredentials_TrustPreviousCAForADay(t *testing.T) {
 	s, clk, issued := newTimedSite(t)
 	previous := s.cluster.CA()
 
-	must(t, s.cluster.RotateCA(t.Context(), talostest.DropOldCA))
+	require.NoError(t, s.cluster.RotateCA(t.Context(), talostest.DropOldCA))
 	stepAndRenew(t, clk, issued, readerTTL/2)
-
-	if !trusts(t, issued, s.cluster.CA()) {
-		t.Error("new CA is not trusted")
-	}
+	assert.True(t, trusts(t, issued, s.cluster.CA()), "new CA is not trusted")
 
 	for since := readerTTL / 2; since < caGrace; since += readerTTL / 2 {
-		if !trusts(t, issued, previous) {
-			t.Fatalf("previous CA is not trusted %s after it was last seen", since)
-		}
+		require.True(t, trusts(t, issued, previous), "previous CA is not trusted %s after it was last seen", since)
 
 		stepAndRenew(t, clk, issued, readerTTL/2)
 	}
 
-	if trusts(t, issued, previous) {
-		t.Errorf("previous CA is still trusted %s after it was last seen", caGrace)
-	}
+	assert.False(t, trusts(t, issued, previous), "previous CA is still trusted %s after it was last seen", caGrace)
 }
 
 // trusts reports whether creds trust ca.
@@ -234,10 +215,10 @@ func trusts(t *testing.T, creds talosapi.Credentials, ca []byte) bool {
 	block, _ := pem.Decode(ca)
 
 	certificate, err := x509.ParseCertificate(block.Bytes)
-	must(t, err)
+	require.NoError(t, err)
 
 	config, err := creds.TLSConfig()
-	must(t, err)
+	require.NoError(t, err)
 
 	_, err = certificate.Verify(x509.VerifyOptions{Roots: config.RootCAs})
 

@@ -20,6 +20,8 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/siderolabs/talos/pkg/machinery/role"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
@@ -39,7 +41,7 @@ func (s *site) reader(t *testing.T) fixed {
 	t.Helper()
 
 	config, err := s.cluster.ClientTLS(string(role.Reader))
-	must(t, err)
+	require.NoError(t, err)
 
 	return fixed{config}
 }
@@ -48,17 +50,13 @@ func TestDial_RejectsCertificateOfAnotherAddress(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 
 	st, err := talosapi.Dial(t.Context(), s.reader(t), forward(t, s.worker))
-	must(t, err)
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = st.Close() })
 
 	_, err = nodename(t, st)
-	if status.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), "certificate is valid for") {
-		t.Errorf("got %v", err)
-	}
-
-	if calls := s.worker.Calls(); len(calls) != 0 {
-		t.Errorf("machine received calls: %v", calls)
-	}
+	assert.Equal(t, codes.Unavailable, status.Code(err))
+	assert.Contains(t, err.Error(), "certificate is valid for")
+	assert.Len(t, s.worker.Calls(), 0, "machine received calls")
 }
 
 func TestDial_LimitsBytesPerStream(t *testing.T) {
@@ -67,26 +65,23 @@ func TestDial_LimitsBytesPerStream(t *testing.T) {
 	for i := range 16 {
 		extension := runtime.NewExtensionStatus(runtime.NamespaceName, strconv.Itoa(i))
 		extension.TypedSpec().Metadata.Description = strings.Repeat("x", 1<<20)
-		must(t, s.worker.State().Create(t.Context(), extension))
+		require.NoError(t, s.worker.State().Create(t.Context(), extension))
 	}
 
 	st, err := talosapi.Dial(t.Context(), s.reader(t), s.worker.Address())
-	must(t, err)
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = st.Close() })
 
 	kind := resource.NewMetadata(runtime.NamespaceName, runtime.ExtensionStatusType, "", resource.VersionUndefined)
 
-	if _, err := st.List(t.Context(), kind); status.Code(err) != codes.ResourceExhausted {
-		t.Errorf("list: got %v, want ResourceExhausted", err)
-	}
+	_, err = st.List(t.Context(), kind)
+	assert.Equal(t, codes.ResourceExhausted, status.Code(err), err)
 
 	events := make(chan state.Event)
-	must(t, st.WatchKind(t.Context(), kind, events, state.WithBootstrapContents(true)))
+	require.NoError(t, st.WatchKind(t.Context(), kind, events, state.WithBootstrapContents(true)))
 
 	for event := range events {
-		if event.Type == state.Bootstrapped {
-			t.Error("watch: got all resources, want an error")
-		}
+		assert.NotEqual(t, state.Bootstrapped, event.Type, "watch: got all resources, want an error")
 
 		if event.Type == state.Errored || event.Type == state.Bootstrapped {
 			break
@@ -95,7 +90,7 @@ func TestDial_LimitsBytesPerStream(t *testing.T) {
 
 	// Other streams still work.
 	_, err = nodename(t, st)
-	must(t, err)
+	require.NoError(t, err)
 }
 
 // forward returns an address that is not the machine's and forwards connections to the machine.
@@ -110,7 +105,7 @@ func forward(t *testing.T, to *talostest.Machine) netip.Addr {
 			continue
 		}
 
-		must(t, err)
+		require.NoError(t, err)
 		t.Cleanup(func() { _ = listener.Close() })
 
 		go func() {
@@ -155,26 +150,22 @@ func TestDial_IgnoresProxyEnvironment(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 	defer cancel()
 
-	if _, err := talosapi.Dial(ctx, reader, direct); err == nil {
-		t.Fatal("connected to a documentation address")
-	}
+	_, err := talosapi.Dial(ctx, reader, direct)
+	require.Error(t, err, "connected to a documentation address")
 
 	target := netip.AddrPortFrom(control, constants.ApidPort).String()
 
 	conn, err := grpc.NewClient("passthrough:///"+target, grpc.WithTransportCredentials(credentials.NewTLS(reader.config)))
-	must(t, err)
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = conn.Close() })
 
-	if _, err := v1alpha1.NewStateClient(conn).Get(t.Context(), &v1alpha1.GetRequest{}); err == nil {
-		t.Fatal("call succeeded")
-	}
+	_, err = v1alpha1.NewStateClient(conn).Get(t.Context(), &v1alpha1.GetRequest{})
+	require.Error(t, err, "call succeeded")
 
 	// The first request that the proxy receives must come from the other client.
 	select {
 	case got := <-proxy.targets:
-		if got != target {
-			t.Errorf("proxy received a request for %s", got)
-		}
+		assert.Equal(t, target, got)
 	case <-time.After(timeout):
 		t.Error("proxy received no request from the other client; the test is not effective")
 	}
@@ -189,13 +180,12 @@ func TestState_FailsAfterClose(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			st, err := open()
-			must(t, err)
+			require.NoError(t, err)
 			requireNodename(t, st, s.worker.Nodename())
-			must(t, st.Close())
+			require.NoError(t, st.Close())
 
-			if _, err := nodename(t, st); err == nil {
-				t.Error("call on closed state succeeded")
-			}
+			_, err = nodename(t, st)
+			assert.Error(t, err, "call on closed state succeeded")
 		})
 	}
 
@@ -206,7 +196,6 @@ func TestDial_FailsBeforeCertificateIsIssued(t *testing.T) {
 	creds := talosapi.NewIssuedCredentials(&talosapi.Admin{}, clock.RealClock{})
 
 	_, err := talosapi.Dial(t.Context(), creds, netip.MustParseAddr("192.0.2.1"))
-	if want := "dial 192.0.2.1: no os:reader certificate issued yet"; err == nil || err.Error() != want {
-		t.Errorf("got %v, want %s", err, want)
-	}
+	require.Error(t, err)
+	assert.Equal(t, "dial 192.0.2.1: no os:reader certificate issued yet", err.Error())
 }

@@ -7,6 +7,8 @@ import (
 	"github.com/cosi-project/runtime/pkg/state"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/secrets"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
 	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/utils/clock"
@@ -20,7 +22,7 @@ func samples(t *testing.T) map[sample]float64 {
 	t.Helper()
 
 	families, err := legacyregistry.DefaultGatherer.Gather()
-	must(t, err)
+	require.NoError(t, err)
 
 	values := map[sample]float64{}
 
@@ -98,9 +100,7 @@ func TestMetrics_CountCallsByMethodAndCode(t *testing.T) {
 				{"talosccm_api_request_errors_total", c.method, ""}:        failed,
 				{"talosccm_api_request_duration_seconds", c.method, ""}:    1,
 			} {
-				if got := after[s] - before[s]; got != want {
-					t.Errorf("%+v increased by %v, want %v", s, got, want)
-				}
+				assert.Equal(t, want, after[s]-before[s], s)
 			}
 		})
 	}
@@ -110,7 +110,7 @@ func TestMetrics_CountCallsToStoppedMachineAsUnavailable(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 	st := dial(t, s.reader(t), s.worker)
 
-	must(t, s.worker.Stop(t.Context()))
+	require.NoError(t, s.worker.Stop(t.Context()))
 
 	before := samples(t)
 
@@ -122,17 +122,13 @@ func TestMetrics_CountCallsToStoppedMachineAsUnavailable(t *testing.T) {
 			return err
 		},
 	} {
-		if call() == nil {
-			t.Fatal("call to stopped machine succeeded")
-		}
+		require.NotNil(t, call(), "call to stopped machine succeeded")
 	}
 
 	after := samples(t)
 
 	for _, method := range []string{"Get", "Watch"} {
 		s := sample{"talosccm_api_requests_total", method, codes.Unavailable.String()}
-		if got := after[s] - before[s]; got != 1 {
-			t.Errorf("%+v increased by %v, want 1", s, got)
-		}
+		assert.Equal(t, 1.0, after[s]-before[s], s)
 	}
 }

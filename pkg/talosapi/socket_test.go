@@ -12,6 +12,8 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/secrets"
 	"github.com/siderolabs/talos/pkg/machinery/role"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"k8s.io/utils/clock"
@@ -30,24 +32,22 @@ func TestSocket_ReaderCannotReadSecrets(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 	requireNodename(t, s.socket.Reader, s.controlPlane.Nodename())
 
-	if _, err := s.socket.Reader.Get(t.Context(), secrets.NewKubernetes().Metadata()); status.Code(err) != codes.PermissionDenied {
-		t.Errorf("got %v", err)
-	}
+	_, err := s.socket.Reader.Get(t.Context(), secrets.NewKubernetes().Metadata())
+	assert.Equal(t, codes.PermissionDenied, status.Code(err), err)
 }
 
 func TestAdmin_GetsAndWatchesLocalhostAdminKubeconfig(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 
 	kubeconfig, err := s.socket.Admin.LocalhostAdminKubeconfig(t.Context())
-	if err != nil || string(kubeconfig) != "first" {
-		t.Fatalf("got %q, %v", kubeconfig, err)
-	}
+	require.NoError(t, err)
+	require.Equal(t, "first", string(kubeconfig))
 
 	events := make(chan state.Event)
-	must(t, s.socket.Admin.WatchLocalhostAdminKubeconfig(t.Context(), events))
+	require.NoError(t, s.socket.Admin.WatchLocalhostAdminKubeconfig(t.Context(), events))
 	requireKubeconfig(t, events, "first")
 
-	must(t, s.controlPlane.SetLocalhostAdminKubeconfig(t.Context(), []byte("second")))
+	require.NoError(t, s.controlPlane.SetLocalhostAdminKubeconfig(t.Context(), []byte("second")))
 	requireKubeconfig(t, events, "second")
 }
 
@@ -56,9 +56,9 @@ func requireKubeconfig(t *testing.T, events <-chan state.Event, want string) {
 
 	select {
 	case event := <-events:
-		if certs, ok := event.Resource.(*secrets.Kubernetes); !ok || certs.TypedSpec().LocalhostAdminKubeconfig != want {
-			t.Fatalf("got %+v, want %s", event, want)
-		}
+		certs, ok := event.Resource.(*secrets.Kubernetes)
+		require.True(t, ok)
+		require.Equal(t, want, certs.TypedSpec().LocalhostAdminKubeconfig)
 	case <-time.After(timeout):
 		t.Fatal("no event")
 	}
@@ -68,32 +68,28 @@ func TestAdmin_FailsOnWorker(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 	worker := openSocket(t, s.worker)
 
-	if _, err := worker.Admin.LocalhostAdminKubeconfig(t.Context()); !state.IsNotFoundError(err) {
-		t.Errorf("got %v", err)
-	}
+	_, err := worker.Admin.LocalhostAdminKubeconfig(t.Context())
+	assert.True(t, state.IsNotFoundError(err), err)
 
-	if _, err := worker.Admin.IssueReader(t.Context(), time.Hour); status.Code(err) != codes.Unimplemented {
-		t.Errorf("got %v", err)
-	}
+	_, err = worker.Admin.IssueReader(t.Context(), time.Hour)
+	assert.Equal(t, codes.Unimplemented, status.Code(err), err)
 }
 
 func TestSocket_ListsEtcdMembers(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 
-	if _, err := s.socket.EtcdMembers(t.Context()); status.Code(err) != codes.Unavailable {
-		t.Errorf("without a leader: got %v", err)
-	}
+	_, err := s.socket.EtcdMembers(t.Context())
+	assert.Equal(t, codes.Unavailable, status.Code(err), err)
 
 	want := []netip.Addr{netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::2")}
 	s.cluster.SetEtcdMembers(want...)
 
-	if got, err := s.socket.EtcdMembers(t.Context()); err != nil || !slices.Equal(got, want) {
-		t.Errorf("got %v, %v, want %v", got, err, want)
-	}
+	got, err := s.socket.EtcdMembers(t.Context())
+	assert.NoError(t, err)
+	assert.Equal(t, want, got)
 
-	if _, err := openSocket(t, s.worker).EtcdMembers(t.Context()); status.Code(err) != codes.Unimplemented {
-		t.Errorf("on a worker: got %v", err)
-	}
+	_, err = openSocket(t, s.worker).EtcdMembers(t.Context())
+	assert.Equal(t, codes.Unimplemented, status.Code(err), err)
 }
 
 // TestSocket_UsesAdminRoleOnlyInNamedCalls checks the roles of all calls of a process that issues certificates, follows both machines
@@ -103,8 +99,8 @@ func TestSocket_UsesAdminRoleOnlyInNamedCalls(t *testing.T) {
 	issued := s.issue(t, clock.RealClock{})
 
 	_, err := s.socket.Admin.LocalhostAdminKubeconfig(t.Context())
-	must(t, err)
-	must(t, s.socket.Admin.WatchLocalhostAdminKubeconfig(t.Context(), make(chan state.Event, 1)))
+	require.NoError(t, err)
+	require.NoError(t, s.socket.Admin.WatchLocalhostAdminKubeconfig(t.Context(), make(chan state.Event, 1)))
 	s.followAll(t, issued)
 
 	var admin []talostest.Call
@@ -119,14 +115,11 @@ func TestSocket_UsesAdminRoleOnlyInNamedCalls(t *testing.T) {
 		}
 	}
 
-	want := []talostest.Call{
+	assert.Equal(t, []talostest.Call{
 		{Method: "/machine.MachineService/GenerateClientConfiguration"},
 		{Method: "/cosi.resource.State/Get", ResourceType: secrets.KubernetesType},
 		{Method: "/cosi.resource.State/Watch", ResourceType: secrets.KubernetesType},
-	}
-	if !slices.EqualFunc(admin, want, func(a, b talostest.Call) bool { return a.Method == b.Method && a.ResourceType == b.ResourceType }) {
-		t.Errorf("got os:admin calls %+v, want %+v", admin, want)
-	}
+	}, admin)
 }
 
 // followAll follows the control-plane machine over its socket and the worker over the network until both are current.

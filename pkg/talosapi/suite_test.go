@@ -13,6 +13,7 @@ import (
 	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
+	"github.com/stretchr/testify/require"
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
@@ -72,16 +73,16 @@ func newSite(t *testing.T, clk clock.PassiveClock) *site {
 	t.Helper()
 
 	cluster, err := talostest.New(talostest.Options{Clock: clk})
-	must(t, err)
+	require.NoError(t, err)
 	t.Cleanup(cluster.Close)
 
 	controlPlane, err := cluster.AddMachine(talostest.MachineSpec{
 		Nodename: "cp-1", Type: machine.TypeControlPlane, ServeSocket: true, LocalhostAdminKubeconfig: "first",
 	})
-	must(t, err)
+	require.NoError(t, err)
 
 	worker, err := cluster.AddMachine(talostest.MachineSpec{Nodename: "worker-1", ServeSocket: true})
-	must(t, err)
+	require.NoError(t, err)
 
 	return &site{cluster: cluster, controlPlane: controlPlane, worker: worker, socket: openSocket(t, controlPlane)}
 }
@@ -90,7 +91,7 @@ func openSocket(t *testing.T, m *talostest.Machine) *talosapi.Socket {
 	t.Helper()
 
 	socket, err := talosapi.OpenSocket(m.Socket())
-	must(t, err)
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = socket.Close() })
 
 	return socket
@@ -120,7 +121,7 @@ func dial(t *testing.T, creds talosapi.Credentials, to *talostest.Machine) talos
 	t.Helper()
 
 	st, err := talosapi.Dial(t.Context(), creds, to.Address())
-	must(t, err)
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = st.Close() })
 
 	return st
@@ -144,17 +145,9 @@ func nodename(t *testing.T, st talosapi.State) (string, error) {
 func requireNodename(t *testing.T, st talosapi.State, want string) {
 	t.Helper()
 
-	if got, err := nodename(t, st); err != nil || got != want {
-		t.Fatalf("got nodename %q, %v, want %q", got, err, want)
-	}
-}
-
-func must(t *testing.T, err error) {
-	t.Helper()
-
-	if err != nil {
-		t.Fatal(err)
-	}
+	got, err := nodename(t, st)
+	require.NoError(t, err)
+	require.Equal(t, want, got)
 }
 
 func await(t *testing.T, done <-chan struct{}, what string) {

@@ -2,15 +2,15 @@ package talosapi_test
 
 import (
 	"encoding/base64"
-	"errors"
 	"io/fs"
 	"os"
 	"path/filepath"
-	"strings"
 	"testing"
 
 	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
 	"github.com/siderolabs/talos/pkg/machinery/role"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
@@ -22,11 +22,11 @@ func (s *site) talosconfig(t *testing.T, change func(*clientconfig.Config, *clie
 	t.Helper()
 
 	config, err := s.cluster.Talosconfig(string(role.Reader))
-	must(t, err)
+	require.NoError(t, err)
 	change(config, config.Contexts[config.Context])
 
 	path := filepath.Join(t.TempDir(), "talosconfig")
-	must(t, config.Save(path))
+	require.NoError(t, config.Save(path))
 
 	return path
 }
@@ -45,12 +45,12 @@ func TestTalosconfig_IsReadForEachDial(t *testing.T) {
 	path := s.talosconfig(t, func(*clientconfig.Config, *clientconfig.Context) {})
 	creds := talosapi.Talosconfig{Path: path}
 
-	must(t, s.cluster.RotateCA(t.Context(), talostest.DropOldCA))
+	require.NoError(t, s.cluster.RotateCA(t.Context(), talostest.DropOldCA))
 	requireRefused(t, dial(t, creds, s.worker))
 
 	renewed, err := os.ReadFile(s.talosconfig(t, func(*clientconfig.Config, *clientconfig.Context) {}))
-	must(t, err)
-	must(t, os.WriteFile(path, renewed, 0o600))
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(path, renewed, 0o600))
 	requireNodename(t, dial(t, creds, s.worker), s.worker.Nodename())
 }
 
@@ -59,7 +59,7 @@ func TestTalosconfig_ErrorsNameFileContextAndField(t *testing.T) {
 	other := newSite(t, clock.RealClock{})
 
 	foreign, err := other.cluster.Talosconfig(string(role.Reader))
-	must(t, err)
+	require.NoError(t, err)
 
 	notPEM := base64.StdEncoding.EncodeToString([]byte("not PEM"))
 
@@ -67,31 +67,24 @@ func TestTalosconfig_ErrorsNameFileContextAndField(t *testing.T) {
 		change func(*clientconfig.Config, *clientconfig.Context)
 		want   []string
 	}{
-		"no such context":       {func(c *clientconfig.Config, _ *clientconfig.Context) { c.Context = "nowhere" }, []string{`"nowhere"`}},
-		"CA that is missing":    {func(_ *clientconfig.Config, c *clientconfig.Context) { c.CA = "" }, []string{`"ca"`, "reader@talostest"}},
-		"CA not base64":         {func(_ *clientconfig.Config, c *clientconfig.Context) { c.CA = "%" }, []string{`"ca"`, "reader@talostest"}},
-		"CA not PEM":            {func(_ *clientconfig.Config, c *clientconfig.Context) { c.CA = notPEM }, []string{`"ca"`, "reader@talostest"}},
-		"certificate not there": {func(_ *clientconfig.Config, c *clientconfig.Context) { c.Crt = "" }, []string{`"crt"`, "reader@talostest"}},
-		"certificate not PEM":   {func(_ *clientconfig.Config, c *clientconfig.Context) { c.Crt = notPEM }, []string{`"crt"`, "reader@talostest"}},
-		"key not base64":        {func(_ *clientconfig.Config, c *clientconfig.Context) { c.Key = "%" }, []string{`"key"`, "reader@talostest"}},
-		"key not PEM":           {func(_ *clientconfig.Config, c *clientconfig.Context) { c.Key = notPEM }, []string{`"key"`, "reader@talostest"}},
-		"key of another certificate": {
-			func(_ *clientconfig.Config, c *clientconfig.Context) { c.Key = foreign.Contexts[foreign.Context].Key },
-			[]string{`"crt"`, `"key"`, "reader@talostest"},
-		},
+		"no such context":            {func(c *clientconfig.Config, _ *clientconfig.Context) { c.Context = "nowhere" }, []string{`"nowhere"`}},
+		"CA that is missing":         {func(_ *clientconfig.Config, c *clientconfig.Context) { c.CA = "" }, []string{`"ca"`, "reader@talostest"}},
+		"CA not base64":              {func(_ *clientconfig.Config, c *clientconfig.Context) { c.CA = "%" }, []string{`"ca"`, "reader@talostest"}},
+		"CA not PEM":                 {func(_ *clientconfig.Config, c *clientconfig.Context) { c.CA = notPEM }, []string{`"ca"`, "reader@talostest"}},
+		"certificate not there":      {func(_ *clientconfig.Config, c *clientconfig.Context) { c.Crt = "" }, []string{`"crt"`, "reader@talostest"}},
+		"certificate not PEM":        {func(_ *clientconfig.Config, c *clientconfig.Context) { c.Crt = notPEM }, []string{`"crt"`, "reader@talostest"}},
+		"key not base64":             {func(_ *clientconfig.Config, c *clientconfig.Context) { c.Key = "%" }, []string{`"key"`, "reader@talostest"}},
+		"key not PEM":                {func(_ *clientconfig.Config, c *clientconfig.Context) { c.Key = notPEM }, []string{`"key"`, "reader@talostest"}},
+		"key of another certificate": {func(_ *clientconfig.Config, c *clientconfig.Context) { c.Key = foreign.Contexts[foreign.Context].Key }, []string{`"crt"`, `"key"`, "reader@talostest"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			path := s.talosconfig(t, c.change)
 
 			_, err := talosapi.Talosconfig{Path: path}.TLSConfig()
-			if err == nil {
-				t.Fatal("no error")
-			}
+			require.Error(t, err)
 
 			for _, part := range append(c.want, path) {
-				if !strings.Contains(err.Error(), part) {
-					t.Errorf("%q does not contain %s", err, part)
-				}
+				assert.ErrorContains(t, err, part)
 			}
 		})
 	}
@@ -100,13 +93,12 @@ func TestTalosconfig_ErrorsNameFileContextAndField(t *testing.T) {
 func TestTalosconfig_DoesNotCreateMissingFile(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "nowhere", "talosconfig")
 
-	if _, err := (talosapi.Talosconfig{Path: path}).TLSConfig(); !errors.Is(err, fs.ErrNotExist) || !strings.Contains(err.Error(), path) {
-		t.Errorf("got %v", err)
-	}
+	_, err := (talosapi.Talosconfig{Path: path}).TLSConfig()
+	assert.ErrorIs(t, err, fs.ErrNotExist)
+	assert.Contains(t, err.Error(), path)
 
-	if _, err := os.Stat(filepath.Dir(path)); !errors.Is(err, fs.ErrNotExist) {
-		t.Errorf("directory was created: %v", err)
-	}
+	_, err = os.Stat(filepath.Dir(path))
+	assert.ErrorIs(t, err, fs.ErrNotExist, "directory was created")
 }
 
 func TestTalosconfig_RejectsMalformedFile(t *testing.T) {
@@ -116,11 +108,10 @@ func TestTalosconfig_RejectsMalformedFile(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			path := filepath.Join(t.TempDir(), "talosconfig")
-			must(t, os.WriteFile(path, []byte(content), 0o600))
+			require.NoError(t, os.WriteFile(path, []byte(content), 0o600))
 
-			if _, err := (talosapi.Talosconfig{Path: path}).TLSConfig(); err == nil || !strings.Contains(err.Error(), path) {
-				t.Errorf("got %v", err)
-			}
+			_, err := (talosapi.Talosconfig{Path: path}).TLSConfig()
+			assert.ErrorContains(t, err, path)
 		})
 	}
 }
