@@ -16,6 +16,8 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
 	"github.com/talos-ccm/talos-ccm/pkg/privilege"
@@ -64,9 +66,7 @@ func TestMain(m *testing.M) {
 func requireRoot(t *testing.T) {
 	t.Helper()
 
-	if os.Geteuid() != 0 {
-		t.Fatal("this test must run as root")
-	}
+	require.Equal(t, 0, os.Geteuid(), "this test must run as root")
 }
 
 // requireChild runs a child, which checks the result itself. attributes may be nil.
@@ -82,10 +82,8 @@ func requireChild(t *testing.T, name, path string, attributes *syscall.SysProcAt
 	var stdout, stderr bytes.Buffer
 
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
-
-	if err := cmd.Run(); err != nil || stdout.String() != "ok\n" {
-		t.Errorf("%s: %v\n%s%s", name, err, stdout.String(), stderr.String())
-	}
+	assert.NoError(t, cmd.Run(), stderr.String())
+	assert.Equal(t, "ok\n", stdout.String())
 }
 
 // ordinaryUser returns attributes that run a child as an unprivileged user. It returns nil if the tests already run
@@ -106,9 +104,7 @@ func openFolder(t *testing.T) string {
 
 	// The parent directory also belongs to the test and is private by default.
 	for _, path := range []string{filepath.Dir(dir), dir} {
-		if err := os.Chmod(path, 0o755); err != nil { //nolint:gosec // intended
-			t.Fatal(err)
-		}
+		require.NoError(t, os.Chmod(path, 0o755))
 	}
 
 	return dir
@@ -117,38 +113,22 @@ func openFolder(t *testing.T) string {
 func TestDrop_CannotBeUndone(t *testing.T) {
 	requireRoot(t)
 
-	dir := filepath.Join(openFolder(t), "run", "talos-ccm")
-	// The parent directories belong to root and must be accessible.
-	if err := os.Mkdir(filepath.Dir(dir), 0o755); err != nil { //nolint:gosec // intended
-		t.Fatal(err)
-	}
+	for name, existing := range map[string]bool{"new directory": false, "existing directory": true} {
+		t.Run(name, func(t *testing.T) {
+			dir := filepath.Join(openFolder(t), "run", "talos-ccm")
+			// The parent directories belong to root and must be accessible.
+			require.NoError(t, os.Mkdir(filepath.Dir(dir), 0o755))
 
-	requireChild(t, "drop", dir, nil)
-	requireOwner(t, dir)
-}
+			if existing {
+				require.NoError(t, os.Mkdir(dir, 0o700))
+			}
 
-func TestDrop_TakesOverExistingDirectory(t *testing.T) {
-	requireRoot(t)
+			requireChild(t, "drop", dir, nil)
 
-	dir := filepath.Join(openFolder(t), "talos-ccm")
-	if err := os.Mkdir(dir, 0o700); err != nil {
-		t.Fatal(err)
-	}
-
-	requireChild(t, "drop", dir, nil)
-	requireOwner(t, dir)
-}
-
-func requireOwner(t *testing.T, dir string) {
-	t.Helper()
-
-	var stat unix.Stat_t
-	if err := unix.Stat(dir, &stat); err != nil {
-		t.Fatalf("stat %s: %v", dir, err)
-	}
-
-	if stat.Uid != 50 || stat.Gid != 50 || stat.Mode&0o777 != 0o700 {
-		t.Errorf("%s has owner %d:%d and mode %o, want 50:50 and 700", dir, stat.Uid, stat.Gid, stat.Mode&0o777)
+			var stat unix.Stat_t
+			require.NoError(t, unix.Stat(dir, &stat))
+			assert.Equal(t, []uint32{50, 50, 0o700}, []uint32{stat.Uid, stat.Gid, stat.Mode & 0o777})
+		})
 	}
 }
 
@@ -280,14 +260,9 @@ func TestDrop_KeepsAccessToMachineSocket(t *testing.T) {
 	path := filepath.Join(dir, "machine.sock")
 
 	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "unix", path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer listener.Close() //nolint:errcheck // nothing was written
-
-	if err := errors.Join(os.Chmod(path, 0o755), os.Chown(path, 50, 50), os.Chmod(dir, 0o771)); err != nil { //nolint:gosec // as Talos does
-		t.Fatal(err)
-	}
+	require.NoError(t, errors.Join(os.Chmod(path, 0o755), os.Chown(path, 50, 50), os.Chmod(dir, 0o771)))
 
 	requireChild(t, "connect", path, nil)
 }
@@ -310,10 +285,18 @@ func TestDrop_RequiresRoot(t *testing.T) {
 	requireChild(t, "drop without root", filepath.Join(openFolder(t), "run"), ordinaryUser())
 }
 
-func dropWithoutRoot(dir string) error {
-	err := privilege.Drop(dir)
-	if err == nil || !strings.Contains(err.Error(), "drop privileges") || !strings.Contains(err.Error(), "root") {
+// refused returns an error unless Drop fails for the given reason.
+func refused(dir, reason string) error {
+	if err := privilege.Drop(dir); err == nil || !strings.Contains(err.Error(), "drop privileges") || !strings.Contains(err.Error(), reason) {
 		return fmt.Errorf("drop: got %w", err)
+	}
+
+	return nil
+}
+
+func dropWithoutRoot(dir string) error {
+	if err := refused(dir, "root"); err != nil {
+		return err
 	}
 
 	if _, err := os.Stat(dir); !errors.Is(err, os.ErrNotExist) {
@@ -327,17 +310,14 @@ func TestDrop_ReportsDirectoryThatCannotBeCreated(t *testing.T) {
 	requireRoot(t)
 
 	file := filepath.Join(t.TempDir(), "file")
-	if err := os.WriteFile(file, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(file, nil, 0o600))
 
 	requireChild(t, "drop below a file", filepath.Join(file, "run"), nil)
 }
 
 func dropBelowAFile(dir string) error {
-	err := privilege.Drop(dir)
-	if err == nil || !strings.Contains(err.Error(), "drop privileges") || !strings.Contains(err.Error(), filepath.Dir(dir)) {
-		return fmt.Errorf("drop: got %w", err)
+	if err := refused(dir, filepath.Dir(dir)); err != nil {
+		return err
 	}
 
 	if os.Geteuid() != 0 {
@@ -351,9 +331,7 @@ func dropBelowAFile(dir string) error {
 // not have. The test covers whichever case applies, and logs it.
 func TestRaiseOpenFiles_ExceedsHardLimit(t *testing.T) {
 	mayRaise, err := hasCapability(unix.CAP_SYS_RESOURCE)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	name := "raise without capability"
 	if mayRaise {

@@ -6,6 +6,9 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"github.com/talos-ccm/talos-ccm/test/docs"
 )
 
@@ -22,13 +25,8 @@ func repository(t *testing.T, page string) string {
 		"extension/rbac.yaml": "{}\n",
 	} {
 		file := filepath.Join(folder, name)
-		if err := os.MkdirAll(filepath.Dir(file), 0o700); err != nil {
-			t.Fatal(err)
-		}
-
-		if err := os.WriteFile(file, []byte(content), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.MkdirAll(filepath.Dir(file), 0o700))
+		require.NoError(t, os.WriteFile(file, []byte(content), 0o600))
 	}
 
 	return folder
@@ -38,9 +36,7 @@ func check(t *testing.T, page string) docs.Checker {
 	t.Helper()
 
 	checker := docs.Checker{Root: repository(t, page), Binary: built}
-	if err := checker.Check(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, checker.Check())
 
 	return checker
 }
@@ -123,13 +119,8 @@ func TestChecker_ReportsProblems(t *testing.T) {
 	} {
 		t.Run(test.mistake, func(t *testing.T) {
 			checker := check(t, test.page)
-			if len(checker.Problems) == 0 {
-				t.Fatal("nothing")
-			}
-
-			if got := checker.Problems[0]; !strings.Contains(got, test.problem) {
-				t.Errorf("got %q, want %q", got, test.problem)
-			}
+			require.NotEmpty(t, checker.Problems)
+			assert.Contains(t, checker.Problems[0], test.problem)
 		})
 	}
 }
@@ -157,13 +148,8 @@ func TestChecker_Accepts(t *testing.T) {
 	} {
 		t.Run(test.what, func(t *testing.T) {
 			checker := check(t, test.page)
-			for _, problem := range checker.Problems {
-				t.Error(problem)
-			}
-
-			if checker.Commands != test.commands {
-				t.Errorf("checked %d commands, want %d", checker.Commands, test.commands)
-			}
+			assert.Empty(t, checker.Problems)
+			assert.Equal(t, test.commands, checker.Commands)
 		})
 	}
 }

@@ -3,6 +3,9 @@ package docs_test
 import (
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"github.com/talos-ccm/talos-ccm/test/docs"
 )
 
@@ -11,13 +14,8 @@ const root = "../.."
 
 func TestDocuments(t *testing.T) {
 	checker := docs.Checker{Root: root, Binary: built}
-	if err := checker.Check(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, checker.Check())
 
-	for _, problem := range checker.Problems {
-		t.Error(problem)
-	}
-
+	assert.Empty(t, checker.Problems)
 	t.Logf("%d links, %d blocks, %d commands", checker.Links, checker.Blocks, checker.Commands)
 }

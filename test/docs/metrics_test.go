@@ -7,15 +7,16 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 )
 
 func read(t *testing.T, name string) string {
 	t.Helper()
 
 	content, err := os.ReadFile(filepath.Join(root, name))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	return string(content)
 }
@@ -25,9 +26,7 @@ func section(t *testing.T, page, heading string) string {
 	t.Helper()
 
 	_, text, found := strings.Cut(read(t, page), "\n## "+heading+"\n")
-	if !found {
-		t.Fatalf("%s has no section %q", page, heading)
-	}
+	require.True(t, found, "%s has no section %q", page, heading)
 
 	text, _, _ = strings.Cut(text, "\n## ")
 
@@ -60,9 +59,7 @@ func rows(t *testing.T, page, heading string) (list [][]string) {
 		}
 	}
 
-	if len(list) == 0 {
-		t.Fatalf("%s has no table below %q", page, heading)
-	}
+	require.NotEmpty(t, list, "%s has no table below %q", page, heading)
 
 	return list
 }
@@ -76,21 +73,15 @@ func codes(cell string) (list []string) {
 	return list
 }
 
-// same reports items that are in only one of the lists.
-func same(t *testing.T, what string, got, want []string) {
+// names returns the code spans in the first column of a section's tables.
+func names(t *testing.T, page, heading string) (list []string) {
 	t.Helper()
 
-	for _, one := range got {
-		if !slices.Contains(want, one) {
-			t.Errorf("%s: %s is on the page but not in the code", what, one)
-		}
+	for _, cells := range rows(t, page, heading) {
+		list = append(list, codes(cells[0])...)
 	}
 
-	for _, one := range want {
-		if !slices.Contains(got, one) {
-			t.Errorf("%s: %s is in the code but not on the page", what, one)
-		}
-	}
+	return list
 }
 
 // exported returns the metrics in test/monitoring's list, which is compared with a process: all names, and those of talos-ccm with type and labels.
@@ -126,15 +117,8 @@ func TestMetrics_AreExported(t *testing.T) {
 		got = append(got, strings.Join(append([]string{codes(cells[0])[0], cells[1]}, labels...), " "))
 	}
 
-	same(t, "metrics", got, want)
-
-	for _, cells := range rows(t, "docs/reference/metrics.md", "Framework metrics") {
-		for _, name := range codes(cells[0]) {
-			if !slices.Contains(all, name) {
-				t.Errorf("%s is not exported", name)
-			}
-		}
-	}
+	assert.ElementsMatch(t, want, got)
+	assert.Subset(t, all, names(t, "docs/reference/metrics.md", "Framework metrics"))
 }
 
 var metricDefinition = regexp.MustCompile(`Name: +"(talosccm_[a-z_]+)"`)
@@ -145,9 +129,7 @@ func TestMetrics_AreDocumented(t *testing.T) {
 
 	for _, source := range sources(t) {
 		for _, match := range metricDefinition.FindAllStringSubmatch(source, -1) {
-			if !strings.Contains(page, "`"+match[1]+"`") {
-				t.Errorf("%s is not in docs/reference/metrics.md", match[1])
-			}
+			assert.True(t, strings.Contains(page, "`"+match[1]+"`"), "%s is not in docs/reference/metrics.md", match[1])
 		}
 	}
 }
@@ -171,12 +153,10 @@ func TestEvents_AreInSource(t *testing.T) {
 	var got []string
 
 	for _, heading := range []string{"Node Events", "CSR Events", "Service Events", "Pod CIDR Events"} {
-		for _, cells := range rows(t, "docs/reference/events.md", heading) {
-			got = append(got, codes(cells[0])...)
-		}
+		got = append(got, names(t, "docs/reference/events.md", heading)...)
 	}
 
-	same(t, "Events", got, reasons(t))
+	assert.ElementsMatch(t, slices.Compact(slices.Sorted(slices.Values(reasons(t)))), slices.Compact(slices.Sorted(slices.Values(got))))
 }
 
 // sources returns the content of the product's source files.
@@ -209,9 +189,7 @@ func files(t *testing.T, folders []string, match func(path string) bool) (list [
 
 			return err
 		})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 	}
 
 	return list

@@ -18,50 +18,36 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/extension"
 	"github.com/talos-ccm/talos-ccm/test/docs"
 )
 
-// theirs maps names of other programs to the program.
-var theirs = map[string]string{
-	"--arch":                            "imager's",
-	"--cloud-provider":                  "the upstream Talos CCM's",
-	"--cluster-signing-duration":        "kube-controller-manager's",
-	"--image-factory-address":           "Omni's",
-	"--kubelet-insecure-tls":            "metrics-server's",
-	"--primary-factory-url":             "Omni's",
-	"--privileged":                      "docker's",
-	"--system-extension-image":          "imager's",
-	"--take-ownership":                  "Helm's",
-	"--use-service-account-credentials": "the upstream Talos CCM's",
-
-	"ExtensionServiceConfig":      "Talos's",
-	"HostnameConfig":              "Talos's",
-	"KubeControllerManagerConfig": "Talos's, since 1.14",
-	"KubeNetworkConfig":           "Talos's, since 1.14",
-	"KubeNodeConfig":              "Talos's, since 1.14",
-	"KubeTalosAPIAccessConfig":    "Talos's, since 1.14",
-	"KubeletConfig":               "Talos's, since 1.14",
-	"LeaderElection":              "client-go's",
-	"LocalhostAdminKubeconfig":    "Talos's",
-	"NetworkDefaultActionConfig":  "Talos's",
-	"NetworkRuleConfig":           "Talos's",
-	"NodeRestriction":             "the API server's",
-	"PrometheusRule":              "the Prometheus operator's",
-	"ScrapeConfig":                "the Prometheus operator's",
-	"UnattendedInstallConfig":     "Talos's, since 1.14",
-	"cluster.local":               "a DNS domain",
-}
+// theirs are names of other programs.
+var theirs = slices.Concat(
+	[]string{"--arch", "--system-extension-image"},                    // imager's
+	[]string{"--cloud-provider", "--use-service-account-credentials"}, // the upstream Talos CCM's
+	[]string{"--cluster-signing-duration"},                            // kube-controller-manager's
+	[]string{"--image-factory-address", "--primary-factory-url"},      // Omni's
+	[]string{"--kubelet-insecure-tls"},                                // metrics-server's
+	[]string{"--privileged"},                                          // docker's
+	[]string{"--take-ownership"},                                      // Helm's
+	[]string{"ExtensionServiceConfig", "HostnameConfig", "LocalhostAdminKubeconfig", "NetworkDefaultActionConfig", "NetworkRuleConfig"},                    // Talos's
+	[]string{"KubeControllerManagerConfig", "KubeNetworkConfig", "KubeNodeConfig", "KubeTalosAPIAccessConfig", "KubeletConfig", "UnattendedInstallConfig"}, // Talos's, since 1.14
+	[]string{"LeaderElection"},                 // client-go's
+	[]string{"NodeRestriction"},                // the API server's
+	[]string{"PrometheusRule", "ScrapeConfig"}, // the Prometheus operator's
+	[]string{"cluster.local"},                  // a DNS domain
+)
 
 // pages returns all pages by name.
 func pages(t *testing.T) map[string]string {
 	t.Helper()
 
 	names, err := docs.Pages(root)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	texts := map[string]string{}
 	for _, name := range names {
@@ -74,9 +60,7 @@ func pages(t *testing.T) map[string]string {
 // TestNames_Exist checks names in the pages against the source, the help text and the manifests.
 func TestNames_Exist(t *testing.T) {
 	help, err := exec.CommandContext(t.Context(), built, "--help-all").Output()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	source := strings.Join(sources(t), "\n")
 
@@ -103,15 +87,13 @@ func TestNames_Exist(t *testing.T) {
 			for _, match := range pattern.FindAllStringSubmatch(text, -1) {
 				found++
 
-				if theirs[match[1]] == "" && !strings.Contains(names.known, names.before+match[1]+names.after) {
+				if !slices.Contains(theirs, match[1]) && !strings.Contains(names.known, names.before+match[1]+names.after) {
 					t.Errorf("%s: %s %s does not exist", page, names.what, match[1])
 				}
 			}
 		}
 
-		if found == 0 {
-			t.Errorf("no page has a %s", names.what)
-		}
+		assert.NotEqual(t, 0, found, "no page has a %s", names.what)
 	}
 }
 
@@ -124,9 +106,7 @@ func TestResources_ExistInTalos(t *testing.T) {
 		&runtime.ExtensionServiceConfig{}, &runtime.ExtensionStatus{}, &runtime.MachineStatus{}, &runtime.PlatformMetadata{},
 	} {
 		definition, err := meta.NewResourceDefinition(provider.ResourceDefinition())
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 
 		known = append(known, definition.TypedSpec().AllAliases...)
 	}
@@ -135,9 +115,7 @@ func TestResources_ExistInTalos(t *testing.T) {
 
 	for page, text := range pages(t) {
 		for _, match := range pattern.FindAllStringSubmatch(text, -1) {
-			if !slices.Contains(known, match[1]) {
-				t.Errorf("%s: talosctl get %s: Talos has no such resource", page, match[1])
-			}
+			assert.Contains(t, known, match[1], page)
 		}
 	}
 }
@@ -148,7 +126,7 @@ func TestFields_ExistInMachineConfig(t *testing.T) {
 
 	for page, text := range pages(t) {
 		for _, match := range pattern.FindAllStringSubmatch(text, -1) {
-			if theirs[match[1]] == "" && !hasField(reflect.TypeFor[v1alpha1.Config](), strings.Split(match[1], ".")) {
+			if !slices.Contains(theirs, match[1]) && !hasField(reflect.TypeFor[v1alpha1.Config](), strings.Split(match[1], ".")) {
 				t.Errorf("%s: machine configuration has no field %s", page, match[1])
 			}
 		}
@@ -228,8 +206,6 @@ func TestPages_AreReachable(t *testing.T) {
 	follow("README.md")
 
 	for page := range texts {
-		if !reached[page] {
-			t.Errorf("%s is not reachable from the README", page)
-		}
+		assert.True(t, reached[page], "%s is not reachable from the README", page)
 	}
 }

@@ -3,11 +3,14 @@ package docs_test
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"errors"
 	"io"
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	rbacv1 "k8s.io/api/rbac/v1"
 	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 	"sigs.k8s.io/yaml"
@@ -28,9 +31,7 @@ func grants(t *testing.T, controller string) (rights, roles []string) {
 			return rights, roles
 		}
 
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 
 		// Roles and bindings share only the metadata.
 		var object struct {
@@ -39,18 +40,13 @@ func grants(t *testing.T, controller string) (rights, roles []string) {
 			RoleRef rbacv1.RoleRef `json:"roleRef"`
 		}
 
-		if err := yaml.Unmarshal(document, &object); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, yaml.Unmarshal(document, &object))
 
 		if object.Labels[extension.ControllerLabel] != controller {
 			continue
 		}
 
-		where := object.Namespace
-		if where == "" {
-			where = "cluster"
-		}
+		where := cmp.Or(object.Namespace, "cluster")
 
 		if name := object.RoleRef.Name; name != "" && !strings.HasPrefix(name, "system:talos-ccm") {
 			roles = append(roles, where+" "+name)
@@ -97,11 +93,8 @@ func TestPermissions_MatchManifest(t *testing.T) {
 
 		rights, roles := grants(t, controller)
 
-		same(t, heading+": rights", gotRights, rights)
-		same(t, heading+": roles", gotRoles, roles)
-
-		if len(rights)+len(roles) == 0 {
-			t.Errorf("%s: the manifest was not read", heading)
-		}
+		assert.ElementsMatch(t, rights, gotRights, heading)
+		assert.ElementsMatch(t, roles, gotRoles, heading)
+		assert.NotZero(t, len(rights)+len(roles), "%s: the manifest was not read", heading)
 	}
 }

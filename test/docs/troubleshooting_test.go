@@ -5,6 +5,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/assert"
 )
 
 // elsewhere maps messages of other programs to the program.
@@ -45,16 +47,12 @@ func symptoms(t *testing.T, heading string) (list []string) {
 		}
 
 		text, rest, _ := strings.Cut(text, "\n- **Cause**: ")
-		if !strings.Contains(rest, "\n- **Fix**: ") {
-			t.Errorf("%s: symptom without a cause and a fix: %s", heading, text)
-		}
+		assert.Contains(t, rest, "\n- **Fix**: ", text)
 
 		list = append(list, strings.Join(strings.Fields(text), " "))
 	}
 
-	if len(list) == 0 {
-		t.Errorf("section %q has no symptom", heading)
-	}
+	assert.NotEmpty(t, list, "section %q has no symptom", heading)
 
 	return list
 }
@@ -75,14 +73,10 @@ func TestTroubleshooting_QuotesMessagesOfProgram(t *testing.T) {
 				switch {
 				case elsewhere[text] != "", command.MatchString(text):
 				case code.MatchString(text):
-					if !strings.Contains(source, `"`+text+`"`) {
-						t.Errorf("%s: %q is not in the source", heading, text)
-					}
+					assert.True(t, strings.Contains(source, `"`+text+`"`), "%s: %q is not in the source", heading, text)
 				case message.MatchString(text):
 					for part := range strings.SplitSeq(text, "…") {
-						if part = strings.Trim(part, " :"); !strings.Contains(source, part) {
-							t.Errorf("%s: %q is not in the source", heading, part)
-						}
+						assert.True(t, strings.Contains(source, strings.Trim(part, " :")), "%s: %q is not in the source", heading, part)
 					}
 				}
 			}
@@ -104,9 +98,7 @@ func TestTroubleshooting_HasAllMessages(t *testing.T) {
 		}
 	}
 
-	if len(complaints) < 30 {
-		t.Errorf("found only %d messages in the source", len(complaints))
-	}
+	assert.GreaterOrEqual(t, len(complaints), 30)
 
 	for _, complaint := range complaints {
 		fine := []string{"Initialized", "CSRApproved"}
@@ -121,16 +113,12 @@ var runbook = regexp.MustCompile(`https://github\.com/talos-ccm/talos-ccm/blob/m
 // TestAlerts_LinkToRunbook checks that each runbook URL is a section of the troubleshooting page.
 func TestAlerts_LinkToRunbook(t *testing.T) {
 	links := runbook.FindAllStringSubmatch(read(t, "docs/monitoring/alerts.yaml"), -1)
-	if len(links) == 0 {
-		t.Error("no alert has a runbook")
-	}
+	assert.NotEmpty(t, links, "no alert has a runbook")
 
 	page := strings.ToLower(read(t, "docs/troubleshooting.md"))
 
 	for _, link := range links {
-		heading := "# " + strings.ReplaceAll(link[2], "-", " ") + "\n"
-		if link[1] != "docs/troubleshooting.md" || !strings.Contains(page, heading) {
-			t.Errorf("runbook %s does not exist", link[0])
-		}
+		assert.Equal(t, "docs/troubleshooting.md", link[1])
+		assert.True(t, strings.Contains(page, "# "+strings.ReplaceAll(link[2], "-", " ")+"\n"), "runbook %s does not exist", link[0])
 	}
 }
