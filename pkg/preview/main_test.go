@@ -28,16 +28,13 @@ import (
 )
 
 // site is a simulated cluster.
-type site struct {
-	*talostest.Cluster
-}
+type site struct{ *talostest.Cluster }
 
 func newSite(t testing.TB, specs ...talostest.MachineSpec) site {
 	t.Helper()
 
 	cluster, err := talostest.New(talostest.Options{Name: "prod"})
 	require.NoError(t, err)
-
 	t.Cleanup(cluster.Close)
 
 	for _, spec := range specs {
@@ -141,7 +138,6 @@ func (s site) client(t testing.TB, m *talostest.Machine) *client.Client {
 
 	c, err := client.New(t.Context(), client.WithTLSConfig(config), client.WithEndpoints(m.Address().String()))
 	require.NoError(t, err)
-
 	t.Cleanup(func() { c.Close() })
 
 	return c
@@ -150,13 +146,13 @@ func (s site) client(t testing.TB, m *talostest.Machine) *client.Client {
 // write prints a resource in one of talosctl's formats (cmd/talosctl/cmd/talos/output).
 type write func(t testing.TB, out *bytes.Buffer, node string, r resource.Resource)
 
-// talosctl returns the output of one command `talosctl -n NODES get KIND`.
-func (s site) talosctl(t testing.TB, output write, kind resource.Kind, machines ...*talostest.Machine) []byte {
+// talosctl returns the output of one command `talosctl -n NODES get KIND` for all machines.
+func (s site) talosctl(t testing.TB, output write, kind resource.Kind) []byte {
 	t.Helper()
 
 	var out bytes.Buffer
 
-	for _, m := range machines {
+	for _, m := range s.Machines() {
 		list, err := s.client(t, m).COSI.List(t.Context(), kind, state.WithListUnmarshalOptions(state.WithSkipProtobufUnmarshal()))
 		require.NoError(t, err)
 
@@ -197,14 +193,12 @@ func asJSON(t testing.TB, out *bytes.Buffer, node string, r resource.Resource) {
 	require.NoError(t, encoder.Encode(data))
 }
 
-// everything returns the output of preview.Command for the machines: the concatenated output for each kind.
-func (s site) everything(t testing.TB, output write, machines ...*talostest.Machine) []byte {
+// everything returns the output of preview.Command: the concatenated output for each kind.
+func (s site) everything(t testing.TB, output write) (out []byte) {
 	t.Helper()
 
-	var out []byte
-
 	for _, kind := range kinds() {
-		out = append(out, s.talosctl(t, output, kind, machines...)...)
+		out = append(out, s.talosctl(t, output, kind)...)
 	}
 
 	return out

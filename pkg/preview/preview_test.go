@@ -6,7 +6,6 @@ import (
 	"net/netip"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
@@ -28,6 +27,13 @@ func compile(t testing.TB, list ...rules.Rule) *rules.Set {
 	require.Empty(t, errs)
 
 	return compiled
+}
+
+// renderOne returns the report of one machine with rules.
+func renderOne(t *testing.T, m preview.Machine, list ...rules.Rule) preview.Report {
+	t.Helper()
+
+	return preview.Render([]preview.Machine{m}, preview.Kubelet{}, nodespec.Options{Rules: compile(t, list...)})[0]
 }
 
 // everyKind is a rule that sets one value of each kind and has one invalid value.
@@ -84,7 +90,7 @@ func TestRender_EqualsDesiredSpec(t *testing.T) {
 				site := newSite(t, spec)
 				publishPlatformConfig(t, site.Machine("worker-1"))
 
-				machines, err := preview.Parse(site.everything(t, asYAML, site.Machines()...))
+				machines, err := preview.Parse(site.everything(t, asYAML))
 				require.NoError(t, err)
 
 				report := preview.Render(machines, preview.Kubelet{Architecture: "arm64"}, options)[0]
@@ -124,12 +130,8 @@ func sources(r preview.Report) map[string]string {
 		rules[a.Type] = a.Rule
 	}
 
-	for _, l := range r.Labels {
-		rules[l.Key] = l.Rule
-	}
-
-	for _, a := range r.Annotations {
-		rules[a.Key] = a.Rule
+	for _, e := range append(r.Labels, r.Annotations...) {
+		rules[e.Key] = e.Rule
 	}
 
 	for _, taint := range r.Taints {
@@ -178,13 +180,9 @@ func TestRender_NamesRuleOfEveryValue(t *testing.T) {
 		{"enforced taints", []rules.Rule{{Name: "t", Taints: map[string]string{"a": "NoExecute"}, Enforce: true}}, map[string]string{"a:NoExecute true": "t"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			machines := []preview.Machine{running("worker-1", "10.0.0.1")}
-
-			want := sources(preview.Render(machines, preview.Kubelet{}, nodespec.Options{})[0])
+			want := sources(renderOne(t, running("worker-1", "10.0.0.1")))
 			maps.Copy(want, test.want)
-
-			got := sources(preview.Render(machines, preview.Kubelet{}, nodespec.Options{Rules: compile(t, test.list...)})[0])
-			assert.Equal(t, want, got)
+			assert.Equal(t, want, sources(renderOne(t, running("worker-1", "10.0.0.1"), test.list...)))
 		})
 	}
 }
@@ -193,24 +191,22 @@ func TestRender_ProviderIDNamesRuleOfInstanceID(t *testing.T) {
 	m := running("worker-1", "10.0.0.1")
 	m.Machine.Platform.ProviderID = ""
 
-	compiled := compile(t, rules.Rule{Name: "id", PlatformMetadata: map[string]string{"InstanceID": "mine"}})
-
-	got := preview.Render([]preview.Machine{m}, preview.Kubelet{}, nodespec.Options{Rules: compiled})[0].ProviderID
-	assert.Equal(t, (preview.Text{Value: "talos://aws/mine", Rule: "id"}), *got)
+	got := renderOne(t, m, rules.Rule{Name: "id", PlatformMetadata: map[string]string{"InstanceID": "mine"}}).ProviderID
+	assert.Equal(t, &preview.Text{Value: "talos://aws/mine", Rule: "id"}, got)
 }
 
 func TestRender_ReportsProblems(t *testing.T) {
-	got := preview.Render([]preview.Machine{running("worker-1", "10.0.0.1")}, preview.Kubelet{}, nodespec.Options{Rules: compile(t, everyKind())})[0].Problems
-	if len(got) != 1 || got[0].Rule != "web" || got[0].Key != "labels[bad]" || got[0].Value != "0123 is none" || got[0].Why == "" {
-		t.Errorf("got %+v", got)
-	}
+	got := renderOne(t, running("worker-1", "10.0.0.1"), everyKind()).Problems
+	require.Len(t, got, 1)
+	assert.NotEmpty(t, got[0].Why)
+	assert.Equal(t, preview.Problem{Rule: "web", Key: "labels[bad]", Value: "0123 is none", Why: got[0].Why}, got[0])
 }
 
 func TestRender_PendingWithoutIdentity(t *testing.T) {
 	m := running("worker-1", "10.0.0.1")
 	m.Machine.Platform = runtime.PlatformMetadataSpec{Platform: "aws"}
 
-	got := preview.Render([]preview.Machine{m}, preview.Kubelet{}, nodespec.Options{})[0]
+	got := renderOne(t, m)
 	assert.NotEmpty(t, got.Pending)
 	assert.Nil(t, got.ProviderID)
 	assert.Empty(t, got.Labels)
@@ -239,12 +235,10 @@ func TestRender_DetectsDuplicateIdentities(t *testing.T) {
 	})
 
 	t.Run("providerIDs are a problem", func(t *testing.T) {
-		compiled := compile(t, rules.Rule{Name: "same", PlatformMetadata: map[string]string{"ProviderID": "mine://one"}})
-
-		reports := preview.Render([]preview.Machine{running("worker-1", "10.0.0.1"), running("worker-2", "10.0.0.2")}, preview.Kubelet{}, nodespec.Options{Rules: compiled})
-		want := []preview.Problem{{Rule: "same", Key: "providerID", Value: "mine://one", Why: "providerID is already in use by node worker-1"}}
+		options := nodespec.Options{Rules: compile(t, rules.Rule{Name: "same", PlatformMetadata: map[string]string{"ProviderID": "mine://one"}})}
+		reports := preview.Render([]preview.Machine{running("worker-1", "10.0.0.1"), running("worker-2", "10.0.0.2")}, preview.Kubelet{}, options)
 		assert.Empty(t, reports[0].Problems)
-		assert.Empty(t, cmp.Diff(want, reports[1].Problems))
+		assert.Equal(t, []preview.Problem{{Rule: "same", Key: "providerID", Value: "mine://one", Why: "providerID is already in use by node worker-1"}}, reports[1].Problems)
 	})
 }
 
