@@ -128,7 +128,7 @@ push: $(if $(CHART_REF),$(HELM)) ## Push images, or the chart: make push [REF=ho
 
 .PHONY: sbom
 sbom: build ## Write the SBOM of all Go modules to _out.
-	$(GO) run ./packaging/cmd/sbom -version $(TAG) -output $(ARTIFACTS)/talos-ccm.spdx.json $(ARCHES:%=$(ARTIFACTS)/talos-ccm-linux-%)
+	$(GO) run ./packaging/cmd/image sbom -version $(TAG) -output $(ARTIFACTS)/talos-ccm.spdx.json $(ARCHES:%=$(ARTIFACTS)/talos-ccm-linux-%)
 
 .PHONY: kube-assets
 kube-assets: ## Build the Kubernetes components for tests, unless cached or set in KUBEBUILDER_ASSETS.

@@ -85,9 +85,6 @@ func Extension(r Release, binary []byte) ([]File, error) {
 	}, nil
 }
 
-// Pod returns the files of the image for pods. It contains no CA bundle; the credentials contain the CAs.
-func Pod(binary []byte) []File { return []File{{extension.Name, executable, binary}} }
-
 // manifest returns the manifest of the extension with the version of the release.
 func (r Release) manifest() ([]byte, error) {
 	if !versionForm.MatchString(r.version()) || len(r.version()) > longestVersion {

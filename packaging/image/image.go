@@ -25,17 +25,18 @@ const nonRoot = "65532:65532"
 
 // ExtensionIndex returns the extension image for the architectures of binaries, which are keyed by GOARCH.
 func ExtensionIndex(r Release, binaries map[string][]byte) (v1.ImageIndex, error) {
-	return index(r, "Talos system extension: a cloud controller manager for Talos Linux", binaries, v1.Config{}, func(binary []byte) ([]File, error) {
-		return Extension(r, binary)
-	})
+	const description = "Talos system extension: a cloud controller manager for Talos Linux"
+
+	return index(r, description, binaries, v1.Config{}, func(binary []byte) ([]File, error) { return Extension(r, binary) })
 }
 
 // PodIndex returns the image for pods for the architectures of binaries, which are keyed by GOARCH.
 func PodIndex(r Release, binaries map[string][]byte) (v1.ImageIndex, error) {
 	config := v1.Config{Entrypoint: []string{"/" + extension.Name}, User: nonRoot, WorkingDir: "/"}
 
+	// It contains no CA bundle; the credentials contain the CAs.
 	return index(r, "A cloud controller manager for Talos Linux", binaries, config, func(binary []byte) ([]File, error) {
-		return Pod(binary), nil
+		return []File{{extension.Name, executable, binary}}, nil
 	})
 }
 

@@ -14,12 +14,10 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
-	"slices"
 	"strings"
 	"syscall"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-containerregistry/pkg/crane"
 	"github.com/google/go-containerregistry/pkg/name"
 	"github.com/google/go-containerregistry/pkg/registry"
@@ -30,6 +28,8 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/extensions"
 	"github.com/siderolabs/talos/pkg/machinery/extensions/services"
 	spdxjson "github.com/spdx/tools-golang/json"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"go.yaml.in/yaml/v4"
 
 	"github.com/talos-ccm/talos-ccm/packaging/image"
@@ -66,28 +66,21 @@ func TestImage_LayerHasExactFiles(t *testing.T) {
 		"extension": image.ExtensionIndex, "pod": image.PodIndex,
 	} {
 		index, err := pack(release(t), map[string][]byte{"amd64": []byte("program"), "arm64": []byte("program")})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 
 		eachImage(t, index, func(t *testing.T, _ string, img v1.Image) {
-			var (
-				listing     = "\n"
-				r           = tar.NewReader(bytes.NewReader(layer(t, img)))
-				header, err = r.Next()
-			)
+			listing, r := "\n", tar.NewReader(bytes.NewReader(layer(t, img)))
 
+			header, err := r.Next()
 			for ; err == nil; header, err = r.Next() {
 				listing += fmt.Sprintf("%c %s %d:%d %s%s\n", header.Typeflag, header.FileInfo().Mode(), header.Uid, header.Gid, header.Name, header.Linkname)
-
-				if header.Format != tar.FormatUSTAR || header.Uname+header.Gname != "" || header.ModTime.Unix() != created {
-					t.Errorf("unexpected header %+v", header)
-				}
+				assert.Equal(t, tar.FormatUSTAR, header.Format)
+				assert.Empty(t, header.Uname+header.Gname)
+				assert.EqualValues(t, created, header.ModTime.Unix())
 			}
 
-			if diff := cmp.Diff(listings[name], listing); diff != "" || !errors.Is(err, io.EOF) {
-				t.Errorf("%s (-want +got), error %v\n%s", name, err, diff)
-			}
+			assert.Equal(t, listings[name], listing)
+			assert.ErrorIs(t, err, io.EOF)
 		})
 	}
 }
@@ -97,19 +90,15 @@ func layer(t *testing.T, img v1.Image) []byte {
 	t.Helper()
 
 	layers, err := img.Layers()
-	if err != nil || len(layers) != 1 {
-		t.Fatalf("got %d layers, error %v", len(layers), err)
-	}
+	require.NoError(t, err)
+	require.Len(t, layers, 1)
 
 	content, err := layers[0].Uncompressed()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	archive, err := io.ReadAll(content)
-	if err != nil || !bytes.HasSuffix(archive, make([]byte, 1024)) {
-		t.Errorf("archive has no end, error %v", err)
-	}
+	require.NoError(t, err)
+	assert.True(t, bytes.HasSuffix(archive, make([]byte, 1024)), "archive has no end")
 
 	return archive
 }
@@ -118,18 +107,16 @@ func layer(t *testing.T, img v1.Image) []byte {
 func TestImage_ExtensionIsValid(t *testing.T) {
 	eachImage(t, read(t, makeOnce(t)["extension"]), func(t *testing.T, arch string, img v1.Image) {
 		files, err := image.Unpack(img)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 
 		checkManifest(t, files[0].Content)
 		checkSpec(t, files[1].Content)
 		checkBinary(t, files[2].Content, arch)
 
 		bill, err := spdxjson.Read(bytes.NewReader(files[3].Content))
-		if err != nil || len(bill.Packages) != 1 || bill.Packages[0].PackageName != "talos-ccm" || bill.Packages[0].PackageVersion != version {
-			t.Errorf("got SBOM %+v, error %v", bill, err)
-		}
+		require.NoError(t, err)
+		require.Len(t, bill.Packages, 1)
+		assert.Equal(t, "talos-ccm "+version, bill.Packages[0].PackageName+" "+bill.Packages[0].PackageVersion)
 	})
 }
 
@@ -137,13 +124,11 @@ func checkManifest(t *testing.T, content []byte) {
 	t.Helper()
 
 	var manifest extensions.Manifest
-	if err := yaml.Load(content, &manifest, yaml.WithKnownFields()); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, yaml.Load(content, &manifest, yaml.WithKnownFields()))
 
-	if m := manifest.Metadata; m.Name != "talos-ccm" || m.Version != version || m.Author == "" || m.Description == "" {
-		t.Errorf("got metadata %+v", m)
-	}
+	m := manifest.Metadata
+	assert.Equal(t, "talos-ccm "+version, m.Name+" "+m.Version)
+	assert.True(t, m.Author != "" && m.Description != "", m)
 }
 
 // Talos waits for every extension service at boot, and reboots if one does not start. The only allowed dependency is
@@ -152,30 +137,16 @@ func checkSpec(t *testing.T, content []byte) {
 	t.Helper()
 
 	var spec services.Spec
-	if err := yaml.Load(content, &spec, yaml.WithKnownFields()); err != nil {
-		t.Error(err)
-	}
-
-	if err := spec.Validate(); err != nil {
-		t.Error(err)
-	}
-
-	if spec.Name != "talos-ccm" || spec.Container.Entrypoint != "./talos-ccm" || spec.Container.EnvironmentFile != "" {
-		t.Errorf("got name %q, entrypoint %q, environment file %q", spec.Name, spec.Container.Entrypoint, spec.Container.EnvironmentFile)
-	}
-
-	if diff := cmp.Diff([]services.Dependency{{Path: constants.MachineSocketPath}}, spec.Depends); diff != "" {
-		t.Errorf("dependencies (-want +got)\n%s", diff)
-	}
-
-	if spec.Restart != services.RestartAlways {
-		t.Errorf("got restart policy %s; talos-ccm exits when it loses the lease", spec.Restart)
-	}
+	assert.NoError(t, yaml.Load(content, &spec, yaml.WithKnownFields()))
+	assert.NoError(t, spec.Validate())
+	assert.Equal(t, "talos-ccm", spec.Name)
+	assert.Equal(t, "./talos-ccm", spec.Container.Entrypoint)
+	assert.Empty(t, spec.Container.EnvironmentFile)
+	assert.Equal(t, []services.Dependency{{Path: constants.MachineSocketPath}}, spec.Depends)
+	assert.Equal(t, services.RestartAlways, spec.Restart)
 
 	for _, mount := range spec.Container.Mounts {
-		if !strings.HasPrefix(mount.Source, "/run/") && !strings.HasPrefix(mount.Source, "/system/run/") {
-			t.Errorf("unexpected mount of %s", mount.Source)
-		}
+		assert.Regexp(t, "^(/system)?/run/", mount.Source)
 	}
 }
 
@@ -183,18 +154,12 @@ func checkBinary(t *testing.T, content []byte, arch string) {
 	t.Helper()
 
 	file, err := elf.NewFile(bytes.NewReader(content))
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	if want := map[string]elf.Machine{"amd64": elf.EM_X86_64, "arm64": elf.EM_AARCH64}[arch]; file.Machine != want {
-		t.Errorf("binary for %s is for %s", arch, file.Machine)
-	}
+	require.NoError(t, err)
+	assert.Equal(t, map[string]elf.Machine{"amd64": elf.EM_X86_64, "arm64": elf.EM_AARCH64}[arch], file.Machine, arch)
 
 	for _, program := range file.Progs {
-		if program.Type == elf.PT_INTERP || program.Type == elf.PT_DYNAMIC {
-			t.Errorf("binary is not linked statically: %s", program.Type)
-		}
+		assert.NotEqual(t, elf.PT_INTERP, program.Type)
+		assert.NotEqual(t, elf.PT_DYNAMIC, program.Type)
 	}
 }
 
@@ -214,8 +179,11 @@ func TestExtensionIndex_RefusesInvalidRelease(t *testing.T) {
 		r := release(t)
 		r.Version, r.Manifest = test.version, append(r.Manifest, test.manifest...)
 
-		if _, err := image.ExtensionIndex(r, map[string][]byte{"amd64": nil}); (err == nil) != (test.want == "") || err != nil && !strings.Contains(err.Error(), test.want) {
-			t.Errorf("version %q, manifest %q: got error %v, want %q", test.version, test.manifest, err, test.want)
+		_, err := image.ExtensionIndex(r, map[string][]byte{"amd64": nil})
+		if test.want == "" {
+			assert.NoError(t, err, test.version)
+		} else {
+			assert.ErrorContains(t, err, test.want, "version %q, manifest %q", test.version, test.manifest)
 		}
 	}
 }
@@ -224,27 +192,19 @@ func TestImage_HasLabelsAndBoundedSize(t *testing.T) {
 	for _, dir := range makeOnce(t) {
 		eachImage(t, read(t, dir), func(t *testing.T, arch string, img v1.Image) {
 			manifest, err := img.Manifest()
-			if err != nil {
-				t.Fatal(err)
-			}
-
-			if size := manifest.Layers[0].Size; size > maxCompressed {
-				t.Errorf("layer has %d bytes, want at most %d", size, maxCompressed)
-			}
+			require.NoError(t, err)
+			assert.LessOrEqual(t, manifest.Layers[0].Size, int64(maxCompressed))
 
 			config := configOf(t, img)
-			if config.OS != "linux" || config.Architecture != arch || config.Created.Unix() != created || config.History[0].Created.Unix() != created {
-				t.Errorf("got configuration %+v", config)
-			}
+			assert.Equal(t, "linux/"+arch, config.OS+"/"+config.Architecture)
+			assert.Equal(t, []int64{created, created}, []int64{config.Created.Unix(), config.History[0].Created.Unix()})
 
 			for _, labels := range []map[string]string{config.Config.Labels, manifest.Annotations} {
 				for label, want := range map[string]string{
 					"title": "talos-ccm", "version": version, "revision": revision,
 					"created": "2023-11-14T22:13:20Z", "licenses": "Apache-2.0", "source": "https://github.com/talos-ccm/talos-ccm",
 				} {
-					if got := labels["org.opencontainers.image."+label]; got != want {
-						t.Errorf("%s is %q, want %q", label, got, want)
-					}
+					assert.Equal(t, want, labels["org.opencontainers.image."+label], label)
 				}
 			}
 		})
@@ -255,9 +215,7 @@ func configOf(t *testing.T, img v1.Image) *v1.ConfigFile {
 	t.Helper()
 
 	config, err := img.ConfigFile()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	return config
 }
@@ -265,9 +223,8 @@ func configOf(t *testing.T, img v1.Image) *v1.ConfigFile {
 func TestImage_PodImageRunsAsNobody(t *testing.T) {
 	eachImage(t, read(t, makeOnce(t)["pod"]), func(t *testing.T, arch string, img v1.Image) {
 		config := configOf(t, img).Config
-		if !slices.Equal(config.Entrypoint, []string{"/talos-ccm"}) || config.User != "65532:65532" {
-			t.Errorf("got entrypoint %q, user %q", config.Entrypoint, config.User)
-		}
+		assert.Equal(t, []string{"/talos-ccm"}, config.Entrypoint)
+		assert.Equal(t, "65532:65532", config.User)
 
 		// Only the binary for the host architecture can run.
 		if arch != runtime.GOARCH {
@@ -275,14 +232,11 @@ func TestImage_PodImageRunsAsNobody(t *testing.T) {
 		}
 
 		files, err := image.Unpack(img)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 
 		output, err := exec.CommandContext(t.Context(), filepath.Join(layOut(t, files), "talos-ccm"), "--version").CombinedOutput()
-		if err != nil || string(output) != "talos-ccm v"+version+"\n" {
-			t.Errorf("got output %q, error %v", output, err)
-		}
+		assert.NoError(t, err)
+		assert.Equal(t, "talos-ccm v"+version+"\n", string(output))
 	})
 }
 
@@ -292,34 +246,26 @@ func TestImage_IsReproducible(t *testing.T) {
 
 	// Another directory without git but within a Go workspace, and with other timestamps, modes, umask, locale, time
 	// zone and Go settings.
-	if err := errors.Join(os.Mkdir(elsewhere, 0o755), os.WriteFile(filepath.Join(elsewhere, "../go.work"), []byte("go 1.26\n"), 0o600)); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, errors.Join(os.Mkdir(elsewhere, 0o755), os.WriteFile(filepath.Join(elsewhere, "../go.work"), []byte("go 1.26\n"), 0o600)))
 
 	copied := exec.CommandContext(t.Context(), "sh", "-c", `git ls-files -coz --exclude-standard | tar -c --null --ignore-failed-read -T - |
 		(umask 077 && exec tar -x --touch --no-same-permissions -C "$0")`, elsewhere)
 	copied.Dir = root
 
-	if output, err := copied.CombinedOutput(); err != nil {
-		t.Fatalf("copy sources: %v\n%s", err, output)
-	}
+	output, err := copied.CombinedOutput()
+	require.NoError(t, err, string(output))
 
 	second, err := makeImage(elsewhere, filepath.Join(elsewhere, "else", "where"), "077", "TZ=Pacific/Kiritimati", "LC_ALL=C", "LANG=tr_TR.UTF-8",
 		"GOFLAGS=-tags=else,where", "GOWORK=", "GOAMD64=v3", "GOARM64=v9.0", "GOFIPS140=latest", "GOEXPERIMENT=nodwarf5")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	for name := range first {
-		if a, b := digest(t, first[name]), digest(t, second[name]); a != b {
-			t.Errorf("%s has digest %s, and %s in the other environment", name, a, b)
-		}
+		assert.Equal(t, digest(t, second[name]), digest(t, first[name]), name)
 	}
 
 	bills := []string{filepath.Join(first["pod"], "../talos-ccm.spdx.json"), filepath.Join(second["pod"], "../talos-ccm.spdx.json")}
-	if output, err := exec.CommandContext(t.Context(), "diff", bills[0], bills[1]).CombinedOutput(); err != nil {
-		t.Errorf("SBOM differs in the other environment: %v\n%s", err, output)
-	}
+	output, err = exec.CommandContext(t.Context(), "diff", bills[0], bills[1]).CombinedOutput()
+	assert.NoError(t, err, string(output))
 }
 
 func TestWrite_IgnoresUmask(t *testing.T) {
@@ -328,9 +274,9 @@ func TestWrite_IgnoresUmask(t *testing.T) {
 	folder := layOut(t, []image.File{{Path: "usr/bin/program", Mode: 0o755}, {Path: "usr/text", Mode: 0o644}})
 
 	for name, want := range map[string]fs.FileMode{"usr": fs.ModeDir | 0o755, "usr/bin": fs.ModeDir | 0o755, "usr/bin/program": 0o755, "usr/text": 0o644} {
-		if info, err := os.Stat(filepath.Join(folder, name)); err != nil || info.Mode() != want {
-			t.Errorf("%s: got %v, error %v, want mode %s", name, info, err, want)
-		}
+		info, err := os.Stat(filepath.Join(folder, name))
+		assert.NoError(t, err)
+		assert.Equal(t, want, info.Mode())
 	}
 }
 
@@ -339,34 +285,26 @@ func TestWriteLayout_ReplacesExistingLayout(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "new", "oci")
 
 	for _, from := range []string{l["pod"], l["extension"]} {
-		if err := image.WriteLayout(dir, read(t, from)); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, image.WriteLayout(dir, read(t, from)))
 	}
 
 	// Blobs of the former layout would be visible.
-	if output, err := exec.CommandContext(t.Context(), "diff", "-r", l["extension"], dir).CombinedOutput(); err != nil {
-		t.Errorf("layouts differ: %v\n%s", err, output)
-	}
+	output, err := exec.CommandContext(t.Context(), "diff", "-r", l["extension"], dir).CombinedOutput()
+	assert.NoError(t, err, string(output))
 }
 
 func TestWriteLayout_RefusesOtherDirectory(t *testing.T) {
 	dir := t.TempDir()
 	precious := filepath.Join(dir, "precious")
-
-	if err := os.WriteFile(precious, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(precious, nil, 0o600))
 
 	for _, dir := range []string{dir, precious} {
-		if err := image.WriteLayout(dir, read(t, makeOnce(t)["extension"])); err == nil || !strings.Contains(err.Error(), dir) {
-			t.Errorf("got error %v, want one about %s", err, dir)
-		}
+		err := image.WriteLayout(dir, read(t, makeOnce(t)["extension"]))
+		assert.ErrorContains(t, err, dir)
 	}
 
-	if _, err := os.Stat(precious); err != nil {
-		t.Error(err)
-	}
+	_, err := os.Stat(precious)
+	assert.NoError(t, err)
 }
 
 func TestPush_KeepsDigest(t *testing.T) {
@@ -377,28 +315,19 @@ func TestPush_KeepsDigest(t *testing.T) {
 	want := digest(t, makeOnce(t)["extension"])
 
 	pushed, err := image.Push(t.Context(), makeOnce(t)["extension"], repository+":v"+version)
-	if err != nil || pushed != repository+"@"+want {
-		t.Errorf("pushed %s, error %v, want %s", pushed, err, want)
-	}
+	require.NoError(t, err)
+	assert.Equal(t, repository+"@"+want, pushed)
 
-	if got, err := crane.Digest(repository + ":v" + version); got != want {
-		t.Errorf("got digest %s, error %v, want %s", got, err, want)
-	}
+	got, err := crane.Digest(repository + ":v" + version)
+	assert.Equal(t, want, got, err)
 
 	// An index that lacks an image could be neither pulled nor validated.
 	tag, err := name.NewTag(repository + ":v" + version)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	pulled, err := remote.Index(tag)
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	if err := validate.Index(pulled); err != nil {
-		t.Error(err)
-	}
+	require.NoError(t, err)
+	assert.NoError(t, validate.Index(pulled))
 }
 
 func TestPush_ReportsErrors(t *testing.T) {
@@ -415,8 +344,7 @@ func TestPush_ReportsErrors(t *testing.T) {
 		"make image":               {t.TempDir(), unreachable},
 		unreachable:                {l["extension"], unreachable},
 	} {
-		if _, err := image.Push(t.Context(), push.dir, push.reference); err == nil || !strings.Contains(err.Error(), mention) {
-			t.Errorf("push %s to %s: got %v, want %q", push.dir, push.reference, err, mention)
-		}
+		_, err := image.Push(t.Context(), push.dir, push.reference)
+		assert.ErrorContains(t, err, mention, "push %s to %s", push.dir, push.reference)
 	}
 }

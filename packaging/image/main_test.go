@@ -12,6 +12,8 @@ import (
 	"time"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/packaging/image"
 )
@@ -68,9 +70,7 @@ func makeOnce(t *testing.T) layouts {
 	t.Helper()
 
 	l, err := made()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	return l
 }
@@ -79,9 +79,7 @@ func read(t *testing.T, dir string) v1.ImageIndex {
 	t.Helper()
 
 	index, err := image.ReadLayout(dir)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	return index
 }
@@ -90,9 +88,7 @@ func digest(t *testing.T, dir string) string {
 	t.Helper()
 
 	hash, err := read(t, dir).Digest()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	return hash.String()
 }
@@ -102,9 +98,7 @@ func release(t *testing.T) image.Release {
 	t.Helper()
 
 	content, err := os.ReadFile(filepath.Join(root, "manifest.yaml"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	return image.Release{Version: "v" + version, Created: time.Unix(created, 0), Manifest: content}
 }
@@ -114,9 +108,7 @@ func layOut(t *testing.T, files []image.File) string {
 	t.Helper()
 
 	folder := t.TempDir()
-	if err := image.Write(folder, files); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, image.Write(folder, files))
 
 	return folder
 }
@@ -126,24 +118,18 @@ func eachImage(t *testing.T, index v1.ImageIndex, check func(t *testing.T, arch 
 	t.Helper()
 
 	manifest, err := index.IndexManifest()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	var archs []string
 
 	for _, descriptor := range manifest.Manifests {
 		img, err := index.Image(descriptor.Digest)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 
 		archs = append(archs, descriptor.Platform.String())
 
 		t.Run(descriptor.Platform.Architecture, func(t *testing.T) { check(t, descriptor.Platform.Architecture, img) })
 	}
 
-	if got := strings.Join(archs, " "); got != "linux/amd64 linux/arm64" {
-		t.Errorf("got images for %s", got)
-	}
+	assert.Equal(t, "linux/amd64 linux/arm64", strings.Join(archs, " "))
 }

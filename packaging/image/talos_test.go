@@ -8,20 +8,20 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
 	"github.com/talos-ccm/talos-ccm/packaging/image"
 )
 
 // TestTalos_EachSupportedVersionAcceptsExtension validates with the machinery of each version; see talos/main.go.
 func TestTalos_EachSupportedVersionAcceptsExtension(t *testing.T) {
 	modules, err := filepath.Glob("talos/v*.mod")
-	if err != nil || len(modules) == 0 {
-		t.Fatalf("got modules %v, error %v", modules, err)
-	}
+	require.NoError(t, err)
+	require.NotEmpty(t, modules)
 
 	files, err := image.Extension(release(t), nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	valid := layOut(t, files)
 	files[1].Content = append(bytes.Clone(files[1].Content), "user: 50\n"...)
@@ -37,9 +37,8 @@ func TestTalos_EachSupportedVersionAcceptsExtension(t *testing.T) {
 			build.Dir = "talos"
 			build.Env = append(os.Environ(), "CGO_ENABLED=0", "GOFLAGS=")
 
-			if output, err := build.CombinedOutput(); err != nil {
-				t.Fatalf("%v\n%s", err, output)
-			}
+			output, err := build.CombinedOutput()
+			require.NoError(t, err, string(output))
 
 			for _, test := range []struct{ folder, talos, want string }{
 				{valid, minor + ".0", ""},
@@ -49,9 +48,8 @@ func TestTalos_EachSupportedVersionAcceptsExtension(t *testing.T) {
 				{unknownKey, minor + ".0", "user"},
 			} {
 				output, err := exec.CommandContext(t.Context(), validator, test.folder, test.talos).CombinedOutput()
-				if (err == nil) != (test.want == "") || !strings.Contains(string(output), test.want) {
-					t.Errorf("Talos %s: got error %v, output %q, want %q", test.talos, err, output, test.want)
-				}
+				assert.Equal(t, test.want == "", err == nil, "Talos %s: %s", test.talos, output)
+				assert.Contains(t, string(output), test.want, test.talos)
 			}
 		})
 	}

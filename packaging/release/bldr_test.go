@@ -91,7 +91,6 @@ func render(t *testing.T, content []byte, variables map[string]string) []byte {
 // decode decodes YAML and refuses unknown keys.
 func decode(t *testing.T, content []byte, into any) {
 	t.Helper()
-
 	require.NoError(t, yaml.Load(content, into, yaml.WithKnownFields()), string(content))
 }
 

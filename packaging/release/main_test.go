@@ -1,3 +1,5 @@
+// Package release_test tests the release process: the bldr files, the draft for the extensions catalog, the version
+// numbers, the GitHub workflows and the commit check.
 package release_test
 
 import (

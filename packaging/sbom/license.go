@@ -2,7 +2,6 @@ package sbom
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"os"
 	"os/exec"
@@ -10,7 +9,6 @@ import (
 	"regexp"
 	"slices"
 	"strings"
-	"unicode"
 
 	"github.com/google/licensecheck"
 )
@@ -82,31 +80,22 @@ func detect(text []byte) []string {
 type goInstallation struct{ root, modules string }
 
 func installedGo() (goInstallation, error) {
-	output, err := exec.CommandContext(context.Background(), "go", "env", "-json", "GOROOT", "GOMODCACHE").Output()
+	output, err := exec.CommandContext(context.Background(), "go", "env", "GOROOT", "GOMODCACHE").Output()
 	if err != nil {
 		return goInstallation{}, fmt.Errorf("run go env: %w", err)
 	}
 
-	var env struct{ GOROOT, GOMODCACHE string }
-	if err := json.Unmarshal(output, &env); err != nil {
-		return goInstallation{}, fmt.Errorf("parse output of go env: %w", err)
-	}
+	root, modules, _ := strings.Cut(strings.TrimSpace(string(output)), "\n")
 
-	return goInstallation{root: env.GOROOT, modules: env.GOMODCACHE}, nil
+	return goInstallation{root, modules}, nil
 }
+
+var capital = regexp.MustCompile(`[A-Z]`)
 
 // module returns the directory of a module in the cache, where uppercase letters are escaped with an exclamation mark
 // (https://go.dev/ref/mod#module-cache).
 func (g goInstallation) module(path, version string) string {
-	var escaped strings.Builder
+	escaped := capital.ReplaceAllStringFunc(path+"@"+version, func(c string) string { return "!" + strings.ToLower(c) })
 
-	for _, r := range path + "@" + version {
-		if unicode.IsUpper(r) {
-			escaped.WriteByte('!')
-		}
-
-		escaped.WriteRune(unicode.ToLower(r))
-	}
-
-	return filepath.Join(g.modules, escaped.String())
+	return filepath.Join(g.modules, escaped)
 }

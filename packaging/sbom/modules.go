@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"debug/buildinfo"
 	"fmt"
+	"regexp"
 	"runtime/debug"
 	"slices"
 	"strings"
@@ -53,14 +54,9 @@ func Modules(binary, version string, created time.Time) ([]byte, error) {
 
 // modules returns the modules in a binary, sorted by path. Replaced modules are listed as their replacements.
 func modules(info *debug.BuildInfo) []*debug.Module {
-	list := make([]*debug.Module, 0, len(info.Deps))
-
+	var list []*debug.Module
 	for _, m := range info.Deps {
-		if m.Replace != nil {
-			m = m.Replace
-		}
-
-		list = append(list, m)
+		list = append(list, cmp.Or(m.Replace, m))
 	}
 
 	slices.SortFunc(list, func(a, b *debug.Module) int { return cmp.Compare(a.Path, b.Path) })
@@ -116,16 +112,5 @@ func library(path, version, license string) *v2_3.Package {
 // identifier returns a unique SPDX identifier for a path. Characters that are not allowed, and dashes, are escaped as
 // a dash and the code point.
 func identifier(path string) string {
-	var b strings.Builder
-
-	for _, r := range path {
-		switch {
-		case r >= 'a' && r <= 'z', r >= 'A' && r <= 'Z', r >= '0' && r <= '9', r == '.':
-			b.WriteRune(r)
-		default:
-			fmt.Fprintf(&b, "-%02x", r)
-		}
-	}
-
-	return b.String()
+	return regexp.MustCompile(`[^a-zA-Z0-9.]`).ReplaceAllStringFunc(path, func(c string) string { return fmt.Sprintf("-%02x", c) })
 }

@@ -5,6 +5,9 @@ import (
 	"path/filepath"
 	"runtime/debug"
 	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 )
 
 func TestModules_UsesReplacements(t *testing.T) {
@@ -13,9 +16,9 @@ func TestModules_UsesReplacements(t *testing.T) {
 		{Path: "example.org/a", Version: "v2.0.0"},
 	}})
 
-	if len(got) != 2 || got[0].Path != "example.org/a" || got[1].Path != "example.org/fork" || got[1].Version != "v1.0.1" {
-		t.Errorf("got %+v", got)
-	}
+	require.Len(t, got, 2)
+	assert.Equal(t, "example.org/a", got[0].Path)
+	assert.Equal(t, "example.org/fork v1.0.1", got[1].Path+" "+got[1].Version)
 }
 
 func TestIdentifier_IsValidAndUnique(t *testing.T) {
@@ -23,23 +26,17 @@ func TestIdentifier_IsValidAndUnique(t *testing.T) {
 
 	for _, path := range []string{"example.org/a-b", "example.org/a/2d/b", "example.org/a/b", "example.org/a_b", "example.org/A/b"} {
 		id := identifier(path)
-		if other, taken := seen[id]; taken {
-			t.Errorf("%s and %s have the same identifier %s", other, path, id)
-		}
+		assert.NotContains(t, seen, id)
 
 		seen[id] = path
 	}
 
-	if got, want := identifier("go4.org/a_b"), "go4.org-2fa-5fb"; got != want {
-		t.Errorf("got identifier %s, want %s", got, want)
-	}
+	assert.Equal(t, "go4.org-2fa-5fb", identifier("go4.org/a_b"))
 }
 
 func TestModulePath_EscapesCapitals(t *testing.T) {
 	installed := goInstallation{modules: "/cache"}
-	if got, want := installed.module("github.com/Masterminds/semver/v3", "v3.3.0"), "/cache/github.com/!masterminds/semver/v3@v3.3.0"; got != want {
-		t.Errorf("got directory %s, want %s", got, want)
-	}
+	assert.Equal(t, "/cache/github.com/!masterminds/semver/v3@v3.3.0", installed.module("github.com/Masterminds/semver/v3", "v3.3.0"))
 }
 
 const isc = `Permission to use, copy, modify, and/or distribute this software for any purpose with or without fee is hereby granted,
@@ -53,9 +50,7 @@ ARISING OUT OF OR IN CONNECTION WITH THE USE OR PERFORMANCE OF THIS SOFTWARE.
 
 func TestLicenseOf(t *testing.T) {
 	apache, err := os.ReadFile("../../LICENSE")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	for name, test := range map[string]struct {
 		files map[string]string
@@ -75,15 +70,12 @@ func TestLicenseOf(t *testing.T) {
 			folder := t.TempDir()
 
 			for file, text := range test.files {
-				if err := os.WriteFile(filepath.Join(folder, file), []byte(text), 0o644); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, os.WriteFile(filepath.Join(folder, file), []byte(text), 0o644))
 			}
 
 			got, err := licenseOf(folder)
-			if err != nil || got != test.want {
-				t.Errorf("got %q, %v; want %q", got, err, test.want)
-			}
+			assert.NoError(t, err)
+			assert.Equal(t, test.want, got)
 		})
 	}
 }

@@ -9,7 +9,8 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/packaging/sbom"
 )
@@ -47,9 +48,7 @@ func binary(t *testing.T) string {
 	t.Helper()
 
 	path, err := built()
-	if err != nil {
-		t.Fatal("build talos-ccm:", err)
-	}
+	require.NoError(t, err)
 
 	return path
 }
@@ -58,9 +57,7 @@ func modules(t *testing.T) []byte {
 	t.Helper()
 
 	content, err := sbom.Modules(binary(t), "v1.2.3", created)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	return content
 }
@@ -72,9 +69,7 @@ func command(t *testing.T, args ...string) []string {
 	c.Stderr = os.Stderr
 
 	output, err := c.Output()
-	if err != nil {
-		t.Fatal(c, err)
-	}
+	require.NoError(t, err, c)
 
 	return strings.Split(strings.TrimSpace(string(output)), "\n")
 }
@@ -95,19 +90,15 @@ func TestModules_ListsEveryModule(t *testing.T) {
 	}
 
 	slices.Sort(want)
-
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Errorf("(-binary +SBOM)\n%s", diff)
-	}
+	assert.Equal(t, want, got)
 }
 
 func TestModules_ListsStandardLibrary(t *testing.T) {
 	library := read(t, modules(t)).Packages[1]
 
 	version := strings.TrimPrefix(command(t, "env", "GOVERSION")[0], "go")
-	if library.PackageName != "stdlib" || library.PackageVersion != version {
-		t.Errorf("got %s %s, want stdlib %s", library.PackageName, library.PackageVersion, version)
-	}
+	assert.Equal(t, "stdlib", library.PackageName)
+	assert.Equal(t, version, library.PackageVersion)
 
 	var names []string
 	for _, reference := range library.PackageExternalReferences {
@@ -115,9 +106,7 @@ func TestModules_ListsStandardLibrary(t *testing.T) {
 	}
 
 	want := []string{"purl pkg:golang/stdlib@" + version, "cpe23Type cpe:2.3:a:golang:go:" + version + ":-:*:*:*:*:*:*"}
-	if diff := cmp.Diff(want, names); diff != "" {
-		t.Errorf("(-want +got)\n%s", diff)
-	}
+	assert.Equal(t, want, names)
 }
 
 func TestModules_TalosCCMDependsOnAllOthers(t *testing.T) {
@@ -131,9 +120,7 @@ func TestModules_TalosCCMDependsOnAllOthers(t *testing.T) {
 		}
 	}
 
-	if len(depended) != len(doc.Packages)-1 {
-		t.Errorf("got %d dependencies, want %d; two packages may share an identifier", len(depended), len(doc.Packages)-1)
-	}
+	assert.Len(t, depended, len(doc.Packages)-1)
 }
 
 // allowed has the licenses that are compatible with an Apache-2.0 binary.
@@ -146,9 +133,7 @@ func TestModules_LicensesAreCompatible(t *testing.T) {
 		counts[p.PackageLicenseDeclared]++
 
 		for license := range strings.SplitSeq(p.PackageLicenseDeclared, " AND ") {
-			if !slices.Contains(allowed, license) {
-				t.Errorf("%s %s has license %s, which is not allowed", p.PackageName, p.PackageVersion, license)
-			}
+			assert.Contains(t, allowed, license, p.PackageName)
 		}
 	}
 
@@ -157,13 +142,10 @@ func TestModules_LicensesAreCompatible(t *testing.T) {
 
 func TestModules_RefusesFileNotBuiltByGo(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "script")
-	if err := os.WriteFile(path, []byte("#!/bin/sh\n"), 0o755); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(path, []byte("#!/bin/sh\n"), 0o755))
 
-	if _, err := sbom.Modules(path, "v1.2.3", created); err == nil || !strings.Contains(err.Error(), path) {
-		t.Errorf("got error %v, want one about %s", err, path)
-	}
+	_, err := sbom.Modules(path, "v1.2.3", created)
+	assert.ErrorContains(t, err, path)
 }
 
 func TestModules_RefusesModuleMissingFromCache(t *testing.T) {
@@ -171,7 +153,6 @@ func TestModules_RefusesModuleMissingFromCache(t *testing.T) {
 
 	t.Setenv("GOMODCACHE", t.TempDir())
 
-	if _, err := sbom.Modules(path, "v1.2.3", created); err == nil || !strings.Contains(err.Error(), "cel.dev/expr") {
-		t.Errorf("got error %v, want one about the first module", err)
-	}
+	_, err := sbom.Modules(path, "v1.2.3", created)
+	assert.ErrorContains(t, err, "cel.dev/expr")
 }

@@ -40,20 +40,12 @@ func Extension(version string, created time.Time) ([]byte, error) {
 // version of the Go module has one.
 func product(version string) *v2_3.Package {
 	version = strings.TrimPrefix(version, "v")
+	p := library(module, "v"+version, License)
+	p.PackageName, p.PackageSPDXIdentifier, p.PackageVersion = extension.Name, "Package-"+extension.Name, version
+	p.PackageDownloadLocation, p.PackageHomePage = "git+"+Website, Website
+	p.PackageLicenseConcluded, p.PrimaryPackagePurpose = License, "APPLICATION"
 
-	return &v2_3.Package{
-		PackageName:               extension.Name,
-		PackageSPDXIdentifier:     "Package-" + extension.Name,
-		PackageVersion:            version,
-		PackageSupplier:           &common.Supplier{Supplier: noAssertion},
-		PackageDownloadLocation:   "git+" + Website,
-		PackageHomePage:           Website,
-		PackageLicenseConcluded:   License,
-		PackageLicenseDeclared:    License,
-		PackageCopyrightText:      noAssertion,
-		PrimaryPackagePurpose:     "APPLICATION",
-		PackageExternalReferences: []*v2_3.PackageExternalReference{purl(module, "v"+version)},
-	}
+	return p
 }
 
 // document returns a document that describes the first package, which depends on all others.
@@ -80,11 +72,7 @@ func document(name string, packages []*v2_3.Package, created time.Time) *v2_3.Do
 }
 
 func relationship(from common.ElementID, kind string, to common.ElementID) *v2_3.Relationship {
-	return &v2_3.Relationship{
-		RefA:         common.DocElementID{ElementRefID: from},
-		RefB:         common.DocElementID{ElementRefID: to},
-		Relationship: kind,
-	}
+	return &v2_3.Relationship{RefA: common.DocElementID{ElementRefID: from}, RefB: common.DocElementID{ElementRefID: to}, Relationship: kind}
 }
 
 // purl returns the package URL of a Go module.

@@ -5,10 +5,11 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
 	spdxjson "github.com/spdx/tools-golang/json"
 	"github.com/spdx/tools-golang/spdx"
 	"github.com/spdx/tools-golang/spdxlib"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/packaging/sbom"
 )
@@ -20,22 +21,12 @@ func read(t *testing.T, content []byte) *spdx.Document {
 	t.Helper()
 
 	doc, err := spdxjson.Read(bytes.NewReader(content))
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	if err := spdxlib.ValidateDocument(doc); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
+	require.NoError(t, spdxlib.ValidateDocument(doc))
 
 	described, err := spdxlib.GetDescribedPackageIDs(doc)
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	if len(described) != 1 || described[0] != "Package-talos-ccm" {
-		t.Errorf("document describes %v, want only talos-ccm", described)
-	}
+	require.NoError(t, err)
+	assert.Equal(t, []spdx.ElementID{"Package-talos-ccm"}, described)
 
 	return doc
 }
@@ -44,40 +35,31 @@ func read(t *testing.T, content []byte) *spdx.Document {
 // internal/app/machined/pkg/controllers/runtime/sbom_item.go of Talos v1.13.5.
 func TestExtension_HasOnePackage(t *testing.T) {
 	content, err := sbom.Extension("v1.2.3-rc.1", created)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	doc := read(t, content)
-	if len(doc.Packages) != 1 || doc.CreationInfo.Created != "2026-11-21T10:00:00Z" {
-		t.Fatalf("got %d packages, creation time %s", len(doc.Packages), doc.CreationInfo.Created)
-	}
+	require.Len(t, doc.Packages, 1)
+	require.Equal(t, "2026-11-21T10:00:00Z", doc.CreationInfo.Created)
 
 	got := doc.Packages[0]
-	if got.PackageName != "talos-ccm" || got.PackageVersion != "1.2.3-rc.1" || got.PackageLicenseDeclared != "Apache-2.0" {
-		t.Errorf("unexpected package %+v", got)
-	}
+	assert.Equal(t, "talos-ccm", got.PackageName)
+	assert.Equal(t, "1.2.3-rc.1", got.PackageVersion)
+	assert.Equal(t, "Apache-2.0", got.PackageLicenseDeclared)
 
 	const purl = "pkg:golang/github.com/talos-ccm/talos-ccm@v1.2.3-rc.1"
-	if refs := got.PackageExternalReferences; len(refs) != 1 || refs[0].RefType != "purl" || refs[0].Locator != purl {
-		t.Errorf("got references %+v, want purl %s", refs, purl)
-	}
+	refs := got.PackageExternalReferences
+	require.Len(t, refs, 1)
+	assert.Equal(t, "purl", refs[0].RefType)
+	assert.Equal(t, purl, refs[0].Locator)
 }
 
 func TestExtension_IgnoresLeadingV(t *testing.T) {
 	with, err := sbom.Extension("v1.2.3", created)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	without, err := sbom.Extension("1.2.3", created.In(time.FixedZone("elsewhere", 3600)))
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	if diff := cmp.Diff(string(with), string(without)); diff != "" {
-		t.Error(diff)
-	}
+	require.NoError(t, err)
+	assert.Equal(t, string(with), string(without))
 }
 
 // SPDX 2.3, clause 6.5: the namespace is unique.
@@ -87,15 +69,11 @@ func TestExtension_NamespaceIsUnique(t *testing.T) {
 	for _, version := range []string{"v1.2.3", "v1.2.4"} {
 		for _, at := range []time.Time{created, created.Add(time.Second)} {
 			content, err := sbom.Extension(version, at)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 
 			seen[read(t, content).DocumentNamespace] = true
 		}
 	}
 
-	if len(seen) != 4 {
-		t.Errorf("got %d namespaces for 4 documents", len(seen))
-	}
+	assert.Len(t, seen, 4)
 }

@@ -1,8 +1,9 @@
-// Command image packs binaries into OCI layouts for the extension and for pods, and pushes them. It does not build
-// binaries and does not need Docker.
+// Command image packs binaries into OCI layouts for the extension and for pods, pushes them, and writes the SBOM of
+// binaries. It does not build binaries and does not need Docker.
 package main
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"flag"
@@ -16,6 +17,7 @@ import (
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 
 	"github.com/talos-ccm/talos-ccm/packaging/image"
+	"github.com/talos-ccm/talos-ccm/packaging/sbom"
 	"github.com/talos-ccm/talos-ccm/packaging/sourcedate"
 )
 
@@ -23,7 +25,8 @@ const megabyte = 1e6
 
 const usage = `usage:
   image pack -version V [-revision R] [-output DIR] [-pod-output DIR] ARCH=BINARY…
-  image push DIR REFERENCE`
+  image push DIR REFERENCE
+  image sbom -version V -output FILE BINARY…`
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
@@ -39,6 +42,8 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	switch {
 	case len(args) > 0 && args[0] == "pack":
 		return pack(args[1:], out)
+	case len(args) > 0 && args[0] == "sbom":
+		return describe(args[1:])
 	case len(args) == 3 && args[0] == "push":
 		pushed, err := image.Push(ctx, args[1], args[2])
 		if err != nil {
@@ -97,6 +102,43 @@ func pack(args []string, out io.Writer) error {
 	return errors.Join(write(out, *output, packed), write(out, *podOutput, pod))
 }
 
+// describe writes the SBOM of binaries. It fails unless all binaries have the same.
+func describe(args []string) error {
+	flags := flag.NewFlagSet("image sbom", flag.ContinueOnError)
+	version := flags.String("version", "", "version of talos-ccm")
+	output := flags.String("output", "", "file to write")
+
+	if err := flags.Parse(args); err != nil {
+		return err
+	}
+
+	if *version == "" || *output == "" || flags.NArg() == 0 {
+		return errors.New(usage)
+	}
+
+	created, err := sourcedate.FromEnvironment()
+	if err != nil {
+		return err
+	}
+
+	var document []byte
+
+	for _, binary := range flags.Args() {
+		this, err := sbom.Modules(binary, *version, created)
+		if err != nil {
+			return err
+		}
+
+		if document != nil && !bytes.Equal(document, this) {
+			return fmt.Errorf("%s and %s contain different modules", flags.Arg(0), binary)
+		}
+
+		document = this
+	}
+
+	return os.WriteFile(*output, document, 0o644)
+}
+
 // read reads the binaries given as ARCH=BINARY, by architecture.
 func read(args []string) (map[string][]byte, error) {
 	binaries := map[string][]byte{}
@@ -146,17 +188,12 @@ func write(out io.Writer, dir string, index v1.ImageIndex) error {
 			return err
 		}
 
-		layers, err := img.Layers()
+		contents, err := img.Manifest()
 		if err != nil {
 			return err
 		}
 
-		size, err := layers[0].Size()
-		if err != nil {
-			return err
-		}
-
-		fmt.Fprintf(out, "  %-12s %s  %.1f MB\n", descriptor.Platform, descriptor.Digest, float64(size)/megabyte)
+		fmt.Fprintf(out, "  %-12s %s  %.1f MB\n", descriptor.Platform, descriptor.Digest, float64(contents.Layers[0].Size)/megabyte)
 	}
 
 	return nil

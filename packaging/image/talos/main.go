@@ -4,6 +4,7 @@
 package main
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"os"
@@ -52,28 +53,19 @@ func validate(folder, version string) error {
 	}
 
 	for _, path := range specs {
-		if err := validateSpec(path); err != nil {
+		content, err := os.ReadFile(path)
+		if err != nil {
+			return err
+		}
+
+		decoder := yaml.NewDecoder(bytes.NewReader(content))
+		decoder.KnownFields(true)
+
+		var spec services.Spec
+		if err := errors.Join(decoder.Decode(&spec), spec.Validate()); err != nil {
 			return fmt.Errorf("service spec %s: %w", filepath.Base(path), err)
 		}
 	}
 
 	return nil
-}
-
-func validateSpec(path string) error {
-	file, err := os.Open(path)
-	if err != nil {
-		return err
-	}
-	defer file.Close() //nolint:errcheck // read-only
-
-	decoder := yaml.NewDecoder(file)
-	decoder.KnownFields(true)
-
-	var spec services.Spec
-	if err := decoder.Decode(&spec); err != nil {
-		return err
-	}
-
-	return spec.Validate()
 }
