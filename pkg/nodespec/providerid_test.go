@@ -17,18 +17,15 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
-type identity struct {
-	// metadata is in the format of the platform driver.
-	metadata runtime.PlatformMetadataSpec
-	want     string
-}
-
-// identities returns the metadata that the driver of each platform publishes
+// The metadata is in the format that the driver of each platform publishes
 // (siderolabs/talos internal/app/machined/pkg/runtime/v1alpha1/platform).
-func identities() map[string]identity {
+func TestDesired_ProviderIDAndLabelOfEveryPlatform(t *testing.T) {
 	const azureVM = "/subscriptions/s/resourceGroups/rg/providers/Microsoft.Compute/virtualMachines/vm-1"
 
-	return map[string]identity{
+	rows := map[string]struct {
+		metadata runtime.PlatformMetadataSpec
+		want     string
+	}{
 		"akamai":        {runtime.PlatformMetadataSpec{InstanceID: "123", ProviderID: "linode://123"}, "linode://123"},
 		"aws":           {runtime.PlatformMetadataSpec{InstanceID: "i-1", ProviderID: "aws:///eu-1a/i-1"}, "aws:///eu-1a/i-1"},
 		"azure":         {runtime.PlatformMetadataSpec{InstanceID: azureVM, ProviderID: "azure://" + azureVM}, "azure://" + azureVM},
@@ -49,10 +46,6 @@ func identities() map[string]identity {
 		"vmware":        {runtime.PlatformMetadataSpec{InstanceID: "vm-200"}, "talos://vmware/vm-200"},
 		"vultr":         {runtime.PlatformMetadataSpec{InstanceID: "v-1", ProviderID: "vultr://v-1"}, "vultr://v-1"},
 	}
-}
-
-func TestDesired_ProviderIDAndLabelOfEveryPlatform(t *testing.T) {
-	rows := identities()
 	require.ElementsMatch(t, talosPlatforms(), slices.Collect(maps.Keys(rows)))
 
 	for platform, row := range rows {

@@ -32,16 +32,21 @@ const (
 	enough = 1 << 20
 )
 
-func children() map[string]func(path string) error {
-	return map[string]func(path string) error{
-		"drop":                     drop,
-		"drop without root":        dropWithoutRoot,
-		"drop below a file":        dropBelowAFile,
-		"connect":                  connect,
-		"raise":                    raise,
-		"raise without capability": raiseWithoutCapability,
-	}
+var children = map[string]func(path string){
+	"drop":                     drop,
+	"drop without root":        dropWithoutRoot,
+	"drop below a file":        dropBelowAFile,
+	"connect":                  connect,
+	"raise":                    raise,
+	"raise without capability": raiseWithoutCapability,
 }
+
+// child fails the child process.
+type child struct{}
+
+func (child) Errorf(format string, args ...any) { fmt.Printf(format, args...) }
+
+func (child) FailNow() { os.Exit(1) }
 
 func TestMain(m *testing.M) {
 	name := os.Getenv(variable)
@@ -49,23 +54,14 @@ func TestMain(m *testing.M) {
 		os.Exit(m.Run())
 	}
 
-	child, known := children()[name]
-	if !known {
-		child = func(string) error { return fmt.Errorf("unknown child %q", name) }
-	}
-
-	if err := child(os.Getenv(argument)); err != nil {
-		fmt.Println(err)
-		os.Exit(1)
-	}
-
+	require.Contains(child{}, children, name)
+	children[name](os.Getenv(argument))
 	fmt.Println("ok")
 }
 
 // requireRoot fails the test instead of skipping it, so that it is never silently omitted.
 func requireRoot(t *testing.T) {
 	t.Helper()
-
 	require.Equal(t, 0, os.Geteuid(), "this test must run as root")
 }
 
@@ -133,19 +129,18 @@ func TestDrop_CannotBeUndone(t *testing.T) {
 }
 
 // drop drops the privileges like an extension service, and then tries to regain them.
-func drop(dir string) error {
+func drop(dir string) {
 	release := manyThreads()
 	defer release()
 
-	if err := syscall.Setgroups([]int{0, 4}); err != nil {
-		return fmt.Errorf("set groups: %w", err)
-	}
+	require.NoError(child{}, syscall.Setgroups([]int{0, 4}))
+	require.NoError(child{}, privilege.Drop(dir))
+	checkThreads()
+	checkNoWayBack()
+	require.NoError(child{}, os.WriteFile(filepath.Join(dir, "kubeconfig"), []byte("x"), 0o600))
 
-	if err := privilege.Drop(dir); err != nil {
-		return err
-	}
-
-	return errors.Join(checkThreads(), checkNoWayBack(), checkOwnFolder(dir), checkOthersFiles())
+	_, err := os.Open("/etc/shadow")
+	require.True(child{}, errors.Is(err, os.ErrPermission) || errors.Is(err, os.ErrNotExist), err)
 }
 
 // manyThreads starts several threads. Credentials belong to threads, and a thread that is missed would still run as
@@ -173,13 +168,10 @@ func manyThreads() (release func()) {
 }
 
 // checkThreads checks the credentials of every thread.
-func checkThreads() error {
+func checkThreads() {
 	statuses, err := filepath.Glob("/proc/self/task/*/status")
-	if err != nil || len(statuses) < 4 {
-		return fmt.Errorf("list threads: got %d: %w", len(statuses), err)
-	}
-
-	var errs []error
+	require.NoError(child{}, err)
+	require.GreaterOrEqual(child{}, len(statuses), 4)
 
 	for _, path := range statuses {
 		status, err := os.ReadFile(path)
@@ -187,18 +179,14 @@ func checkThreads() error {
 			continue // the thread has exited
 		}
 
-		errs = append(errs, err)
+		require.NoError(child{}, err)
 
 		for key, want := range map[string]string{
 			"Uid": "50 50 50 50", "Gid": "50 50 50 50", "Groups": "", "CapEff": "0000000000000000", "CapPrm": "0000000000000000", "CapAmb": "0000000000000000",
 		} {
-			if got := field(string(status), key); got != want {
-				errs = append(errs, fmt.Errorf("%s: %s is %q, want %q", path, key, got, want))
-			}
+			require.Equal(child{}, want, field(string(status), key), "%s: %s", path, key)
 		}
 	}
-
-	return errors.Join(errs...)
 }
 
 func field(status, key string) string {
@@ -211,9 +199,7 @@ func field(status, key string) string {
 	return "missing"
 }
 
-func checkNoWayBack() error {
-	var errs []error
-
+func checkNoWayBack() {
 	for way, attempt := range map[string]func() error{
 		"setuid 0":    func() error { return syscall.Setuid(0) },
 		"setresuid 0": func() error { return syscall.Setresuid(0, 0, 0) },
@@ -226,29 +212,8 @@ func checkNoWayBack() error {
 			return unix.Capset(&header, &wanted[0])
 		},
 	} {
-		if err := attempt(); !errors.Is(err, unix.EPERM) {
-			errs = append(errs, fmt.Errorf("%s: got %w, want EPERM", way, err))
-		}
+		require.ErrorIs(child{}, attempt(), unix.EPERM, way)
 	}
-
-	return errors.Join(errs...)
-}
-
-func checkOwnFolder(dir string) error {
-	return os.WriteFile(filepath.Join(dir, "kubeconfig"), []byte("x"), 0o600)
-}
-
-func checkOthersFiles() error {
-	f, err := os.Open("/etc/shadow")
-	if err == nil {
-		return errors.Join(errors.New("/etc/shadow is still readable"), f.Close())
-	}
-
-	if errors.Is(err, os.ErrPermission) || errors.Is(err, os.ErrNotExist) {
-		return nil
-	}
-
-	return err
 }
 
 // The mode of the socket is 0755, so neither another user nor root without capabilities can connect (Talos:
@@ -268,42 +233,23 @@ func TestDrop_KeepsAccessToMachineSocket(t *testing.T) {
 }
 
 // connect drops the privileges, with a directory next to the socket, and connects.
-func connect(path string) error {
-	if err := privilege.Drop(path + ".run"); err != nil {
-		return err
-	}
+func connect(path string) {
+	require.NoError(child{}, privilege.Drop(path+".run"))
 
 	conn, err := net.Dial("unix", path)
-	if err != nil {
-		return err
-	}
-
-	return conn.Close()
+	require.NoError(child{}, err)
+	require.NoError(child{}, conn.Close())
 }
 
 func TestDrop_RequiresRoot(t *testing.T) {
 	requireChild(t, "drop without root", filepath.Join(openFolder(t), "run"), ordinaryUser())
 }
 
-// refused returns an error unless Drop fails for the given reason.
-func refused(dir, reason string) error {
-	if err := privilege.Drop(dir); err == nil || !strings.Contains(err.Error(), "drop privileges") || !strings.Contains(err.Error(), reason) {
-		return fmt.Errorf("drop: got %w", err)
-	}
-
-	return nil
-}
-
-func dropWithoutRoot(dir string) error {
-	if err := refused(dir, "root"); err != nil {
-		return err
-	}
-
-	if _, err := os.Stat(dir); !errors.Is(err, os.ErrNotExist) {
-		return fmt.Errorf("directory was created: %w", err)
-	}
-
-	return nil
+func dropWithoutRoot(dir string) {
+	err := privilege.Drop(dir)
+	require.ErrorContains(child{}, err, "drop privileges")
+	require.ErrorContains(child{}, err, "root")
+	require.NoDirExists(child{}, dir)
 }
 
 func TestDrop_ReportsDirectoryThatCannotBeCreated(t *testing.T) {
@@ -315,16 +261,11 @@ func TestDrop_ReportsDirectoryThatCannotBeCreated(t *testing.T) {
 	requireChild(t, "drop below a file", filepath.Join(file, "run"), nil)
 }
 
-func dropBelowAFile(dir string) error {
-	if err := refused(dir, filepath.Dir(dir)); err != nil {
-		return err
-	}
-
-	if os.Geteuid() != 0 {
-		return errors.New("privileges were dropped")
-	}
-
-	return nil
+func dropBelowAFile(dir string) {
+	err := privilege.Drop(dir)
+	require.ErrorContains(child{}, err, "drop privileges")
+	require.ErrorContains(child{}, err, filepath.Dir(dir))
+	require.Equal(child{}, 0, os.Geteuid(), "privileges were dropped")
 }
 
 // Raising the hard limit requires CAP_SYS_RESOURCE, which Talos grants to extension services, but many containers do
@@ -357,41 +298,33 @@ func hasCapability(capability uint) (bool, error) {
 }
 
 // raise starts with the limit of Talos up to 1.12, and raises it twice. The second call changes nothing.
-func raise(string) error {
-	if err := setLimit(1024); err != nil {
-		return err
-	}
+func raise(string) {
+	setLimit(1024)
 
-	return errors.Join(privilege.RaiseOpenFiles(), checkLimit(enough), privilege.RaiseOpenFiles(), checkLimit(enough))
+	for range 2 {
+		require.NoError(child{}, privilege.RaiseOpenFiles())
+		checkLimit(enough)
+	}
 }
 
-func raiseWithoutCapability(string) error {
-	if err := setLimit(512); err != nil {
-		return err
-	}
+func raiseWithoutCapability(string) {
+	setLimit(512)
 
 	err := privilege.RaiseOpenFiles()
-	if !errors.Is(err, unix.EPERM) || !strings.Contains(err.Error(), "RLIMIT_NOFILE") || !strings.Contains(err.Error(), "512") {
-		return fmt.Errorf("raise: got %w", err)
-	}
-
-	return checkLimit(512)
+	require.ErrorIs(child{}, err, unix.EPERM)
+	require.ErrorContains(child{}, err, "RLIMIT_NOFILE")
+	require.ErrorContains(child{}, err, "512")
+	checkLimit(512)
 }
 
 // setLimit sets the soft and the hard limit.
-func setLimit(limit uint64) error {
-	return unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: limit, Max: limit})
+func setLimit(limit uint64) {
+	require.NoError(child{}, unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: limit, Max: limit}))
 }
 
-func checkLimit(want uint64) error {
+func checkLimit(want uint64) {
 	var limit unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
-		return err
-	}
-
-	if limit.Cur != want || limit.Max < limit.Cur {
-		return fmt.Errorf("RLIMIT_NOFILE is %d (hard limit %d), want %d", limit.Cur, limit.Max, want)
-	}
-
-	return nil
+	require.NoError(child{}, unix.Getrlimit(unix.RLIMIT_NOFILE, &limit))
+	require.Equal(child{}, want, limit.Cur)
+	require.GreaterOrEqual(child{}, limit.Max, limit.Cur)
 }

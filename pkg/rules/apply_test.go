@@ -205,9 +205,7 @@ func TestApply_LaterRulesOverrideByKey(t *testing.T) {
 	}
 	assert.Equal(t, want, result.Taints)
 
-	if result.PublicIPDiscovery == nil || *result.PublicIPDiscovery {
-		t.Errorf("PublicIPDiscovery is %v, want false from the last rule that sets it", result.PublicIPDiscovery)
-	}
+	assert.Equal(t, &no, result.PublicIPDiscovery)
 }
 
 func TestApply_SetsEmptyLabels(t *testing.T) {
@@ -224,9 +222,9 @@ func TestApply_LimitsSizeOfAnnotations(t *testing.T) {
 	}
 
 	result := compile(t, rule).Apply(rules.Facts{})
-	if len(result.Annotations) != 3 || len(result.Problems) != 2 || result.Problems[0].Rule != "large" || result.Problems[0].Key != "annotations[3]" {
-		t.Errorf("got %d annotations, want 3; problems: %+v", len(result.Annotations), result.Problems)
-	}
+	assert.Len(t, result.Annotations, 3)
+	require.Len(t, result.Problems, 2)
+	assert.Equal(t, "large annotations[3]", result.Problems[0].Rule+" "+result.Problems[0].Key)
 }
 
 func TestApply_DoesNotModifyFacts(t *testing.T) {

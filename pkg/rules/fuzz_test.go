@@ -76,9 +76,8 @@ func checkResult(t *testing.T, input string, result rules.Result) {
 	}
 
 	for _, p := range result.Problems {
-		if p.Why == "" || p.Identity != (p.Key == "platformMetadata[ProviderID]") {
-			t.Errorf("invalid problem: %+v", p)
-		}
+		assert.NotEmpty(t, p.Why)
+		assert.Equal(t, p.Key == "platformMetadata[ProviderID]", p.Identity)
 	}
 }
 

@@ -1,10 +1,12 @@
 package rules
 
 import (
-	"strings"
 	"testing"
 	"text/template"
 	"text/template/parse"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 )
 
 func TestRender_RecoversPanics(t *testing.T) {
@@ -14,7 +16,7 @@ func TestRender_RecoversPanics(t *testing.T) {
 	compiled := Set{rules: []*rule{{name: "broken", entries: []entry{{kind: labels, key: "a", template: broken}}}}}
 
 	problems := compiled.Apply(Facts{}).Problems
-	if len(problems) != 1 || problems[0].Rule != "broken" || problems[0].Key != "labels[a]" || !strings.Contains(problems[0].Why, "panic: ") {
-		t.Errorf("got problems %+v, want one with the panic", problems)
-	}
+	require.Len(t, problems, 1)
+	assert.Equal(t, "broken labels[a]", problems[0].Rule+" "+problems[0].Key)
+	assert.Contains(t, problems[0].Why, "panic: ")
 }

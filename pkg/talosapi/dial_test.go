@@ -164,7 +164,7 @@ func TestDial_IgnoresProxyEnvironment(t *testing.T) {
 
 	// The first request that the proxy receives must come from the other client.
 	select {
-	case got := <-proxy.targets:
+	case got := <-proxied:
 		assert.Equal(t, target, got)
 	case <-time.After(timeout):
 		t.Error("proxy received no request from the other client; the test is not effective")

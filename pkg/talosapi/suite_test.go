@@ -2,9 +2,8 @@ package talosapi_test
 
 import (
 	"context"
-	"fmt"
-	"net"
 	"net/http"
+	"net/http/httptest"
 	"os"
 	"sync"
 	"testing"
@@ -23,42 +22,24 @@ import (
 // timeout limits every wait. It is generous because a passing test does not use it up.
 const timeout = 2 * time.Minute
 
-// proxy is the value of HTTPS_PROXY for all tests, because Go reads the variable once per process.
-var proxy = &fakeProxy{targets: make(chan string, 16)}
+// proxied receives the targets of all requests to the proxy, which rejects them. The proxy is the same for all tests,
+// because Go reads the environment once per process.
+var proxied = make(chan string, 16)
 
 func TestMain(m *testing.M) {
-	if err := proxy.start(); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
+	proxy := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		proxied <- r.Host
 
-	os.Exit(m.Run())
-}
-
-// fakeProxy rejects all requests and sends their targets to a channel.
-type fakeProxy struct{ targets chan string }
-
-func (p *fakeProxy) start() error {
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		return fmt.Errorf("listen for proxy clients: %w", err)
-	}
-
-	go http.Serve(listener, p) //nolint:errcheck,gosec // lives as long as the process
+		w.WriteHeader(http.StatusForbidden)
+	}))
 
 	for _, name := range []string{"HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "ALL_PROXY"} {
-		if err := os.Setenv(name, "http://"+listener.Addr().String()); err != nil {
-			return fmt.Errorf("set %s: %w", name, err)
+		if err := os.Setenv(name, proxy.URL); err != nil {
+			panic(err)
 		}
 	}
 
-	return nil
-}
-
-func (p *fakeProxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	p.targets <- r.Host
-
-	w.WriteHeader(http.StatusForbidden)
+	os.Exit(m.Run())
 }
 
 // site is a simulated cluster of one control-plane machine and one worker, with an open Socket of the former.
