@@ -30,20 +30,15 @@ const (
 var workDir string
 
 func TestMain(m *testing.M) {
-	os.Exit(run(m))
-}
-
-func run(m *testing.M) int {
 	var err error
-
 	if workDir, err = os.MkdirTemp("", "talos-ccm-image-test-"); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-
-		return 1
+		panic(err)
 	}
-	defer os.RemoveAll(workDir) //nolint:errcheck // temporary directory
 
-	return m.Run()
+	code := m.Run()
+	_ = os.RemoveAll(workDir)
+
+	os.Exit(code)
 }
 
 // layouts has the directories that make image writes.

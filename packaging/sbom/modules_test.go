@@ -25,10 +25,7 @@ func TestMain(m *testing.M) {
 	}
 
 	code := m.Run()
-
-	if err := os.RemoveAll(folder); err != nil {
-		panic(err)
-	}
+	_ = os.RemoveAll(folder)
 
 	os.Exit(code)
 }

@@ -239,11 +239,7 @@ func TestApply_DoesNotModifyFacts(t *testing.T) {
 func TestApply_UpstreamExample(t *testing.T) {
 	yes := true
 	compiled := compile(t,
-		rules.Rule{
-			Name:         "nocloud-nodes",
-			NodeSelector: one("platform", rules.In, "nocloud"),
-			Labels:       map[string]string{"pvc-storage-class/name": "my-storage-class"},
-		},
+		rules.Rule{Name: "nocloud-nodes", NodeSelector: one("platform", rules.In, "nocloud"), Labels: map[string]string{"pvc-storage-class/name": "my-storage-class"}},
 		rules.Rule{
 			Name: "web-nodes",
 			NodeSelector: []rules.SelectorTerm{

@@ -89,9 +89,7 @@ func TestCompile_Errors(t *testing.T) {
 		{"duplicate field", rules.Rule{PlatformMetadata: map[string]string{"Zone": "a", "zone": "b"}}, "zone"},
 		{"empty providerID", replace("ProviderID", ""), "<provider>://<ID>"},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			assert.Contains(t, compileError(t, test.rule).Error(), test.want)
-		})
+		t.Run(test.name, func(t *testing.T) { assert.Contains(t, compileError(t, test.rule).Error(), test.want) })
 	}
 }
 

@@ -173,9 +173,7 @@ func TestSelector_TermsAndExpressions(t *testing.T) {
 		{"all expressions of a term must match", []rules.SelectorTerm{{MatchExpressions: []rules.Expression{yes, no}}}, false},
 		{"one term must match", []rules.SelectorTerm{{MatchExpressions: []rules.Expression{no}}, {}, {MatchExpressions: []rules.Expression{yes, yes}}}, true},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			assert.Equal(t, test.want, selector(t, test.terms).Matches(facts))
-		})
+		t.Run(test.name, func(t *testing.T) { assert.Equal(t, test.want, selector(t, test.terms).Matches(facts)) })
 	}
 
 	assert.True(t, (*rules.Selector)(nil).Matches(rules.Facts{}), "the nil Selector does not match")

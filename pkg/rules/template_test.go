@@ -114,9 +114,7 @@ func TestTemplates(t *testing.T) {
 		{"large number without range", `{{ ternary 1500 9000 .Spot }} {{ default 1000000 "" }}`, "1500 1000000"},
 		{"field in parentheses", `{{ (.Tags).Owner }}`, "me"},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			assert.Equal(t, test.want, render(t, test.template, facts), test.template)
-		})
+		t.Run(test.name, func(t *testing.T) { assert.Equal(t, test.want, render(t, test.template, facts), test.template) })
 	}
 }
 
@@ -189,9 +187,7 @@ func TestTemplates_CompileErrors(t *testing.T) {
 		{"long template", strings.Repeat("a", 64<<10+1), "longer than 65536"},
 		{"invalid UTF-8", "\xff", "UTF-8"},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			assert.Contains(t, compileError(t, annotate(test.template)).Error(), test.want)
-		})
+		t.Run(test.name, func(t *testing.T) { assert.Contains(t, compileError(t, annotate(test.template)).Error(), test.want) })
 	}
 }
 
@@ -208,9 +204,7 @@ func TestTemplates_RenderErrors(t *testing.T) {
 		{"invalid UTF-8", `{{ b64dec "/w==" }}`, "UTF-8"},
 		{"regular expression over the limit of package regexp", `{{ regexMatch (printf "(a{%d}){%d}" 1000 1000) "a" }}`, "invalid repeat count"},
 	} {
-		t.Run(test.name, func(t *testing.T) {
-			assert.Contains(t, renderError(t, test.template, everything()), test.want)
-		})
+		t.Run(test.name, func(t *testing.T) { assert.Contains(t, renderError(t, test.template, everything()), test.want) })
 	}
 }
 
@@ -242,9 +236,7 @@ func TestTemplates_LimitLengthOfText(t *testing.T) {
 		"growth by replacing in a loop": `{{ $a := "a" }}{{ range 1000 }}{{ $a = replace "" $a $a }}{{ end }}`,
 		"growth by joining in a loop":   `{{ $a := "aa" }}{{ range 1000 }}{{ $a = splitList "" $a | join $a }}{{ end }}`,
 	} {
-		t.Run(name, func(t *testing.T) {
-			assert.Contains(t, renderError(t, template, facts), "longer than 65536 bytes")
-		})
+		t.Run(name, func(t *testing.T) { assert.Contains(t, renderError(t, template, facts), "longer than 65536 bytes") })
 	}
 }
 

@@ -11,27 +11,21 @@ import (
 // built is the path of the talos-ccm binary.
 var built string
 
+// TestMain builds talos-ccm once for all tests.
 func TestMain(m *testing.M) {
-	os.Exit(run(m))
-}
-
-// run builds talos-ccm once for all tests.
-func run(m *testing.M) int {
 	folder, err := os.MkdirTemp("", "talos-ccm-")
 	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-
-		return 1
+		panic(err)
 	}
-	defer os.RemoveAll(folder)
 
 	built = filepath.Join(folder, "talos-ccm")
 
 	if out, err := exec.Command("go", "build", "-o", built, root+"/cmd/talos-ccm").CombinedOutput(); err != nil {
-		fmt.Fprintf(os.Stderr, "build talos-ccm: %v\n%s", err, out)
-
-		return 1
+		panic(fmt.Sprintf("build talos-ccm: %v\n%s", err, out))
 	}
 
-	return m.Run()
+	code := m.Run()
+	_ = os.RemoveAll(folder)
+
+	os.Exit(code)
 }
