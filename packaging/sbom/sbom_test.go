@@ -47,6 +47,7 @@ func TestExtension_HasOnePackage(t *testing.T) {
 	assert.Equal(t, "Apache-2.0", got.PackageLicenseDeclared)
 
 	const purl = "pkg:golang/github.com/talos-ccm/talos-ccm@v1.2.3-rc.1"
+
 	refs := got.PackageExternalReferences
 	require.Len(t, refs, 1)
 	assert.Equal(t, "purl", refs[0].RefType)
