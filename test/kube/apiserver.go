@@ -5,9 +5,7 @@ import (
 	"errors"
 	"fmt"
 
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/client-go/kubernetes"
 )
 
 const (
@@ -16,32 +14,26 @@ const (
 	apiServer      = "kube-apiserver"
 )
 
-// errStopped is of a cluster that was stopped, or of which the part in question was.
-var errStopped = errors.New("it is stopped")
-
-// StopAPIServer stops the API server as a restart of its machine would: its port refuses connections until [Cluster.StartAPIServer]. An API
-// server does not end by itself while clients watch, and is killed after five seconds, or as soon as ctx is done: a shorter deadline makes
-// a shorter stop. Stopping a stopped one is fine.
+// StopAPIServer stops the API server as a restart of its machine would: its port refuses connections until
+// [Cluster.StartAPIServer]. An API server does not end by itself while clients watch, and is killed after five seconds,
+// or as soon as ctx is done: a shorter deadline makes a shorter stop. Stopping a stopped one is fine.
 func (c *Cluster) StopAPIServer(ctx context.Context) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 
-	c.stopAPIServer(ctx)
-}
-
-func (c *Cluster) stopAPIServer(ctx context.Context) {
 	c.apiserver.Stop(ctx)
 	c.apiserver = nil
 }
 
-// StartAPIServer starts a stopped API server again, on the same port and with the same data and certificates, and waits until it serves.
-// Starting one that runs is fine. If kube-controller-manager has exited, it is restarted, as a kubelet would.
+// StartAPIServer starts a stopped API server again, on the same port and with the same data and certificates, and waits
+// until it serves. Starting one that runs is fine. If kube-controller-manager has exited, it is restarted, as a kubelet
+// would.
 func (c *Cluster) StartAPIServer(ctx context.Context) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 
 	if c.etcd == nil {
-		return fmt.Errorf("start %s: %w", apiServer, errStopped)
+		return errors.New("start kube-apiserver: the cluster is stopped")
 	}
 
 	if c.apiserver == nil {
@@ -50,31 +42,37 @@ func (c *Cluster) StartAPIServer(ctx context.Context) error {
 		}
 	}
 
-	return c.reviveControllerManager(ctx)
+	if c.controllerManager == nil || c.controllerManager.Ended() == nil {
+		return nil
+	}
+
+	return c.startControllerManager(ctx)
 }
 
 // RotateServingCA replaces the authority that signed the API server's certificate and restarts the API server, and
-// kube-controller-manager with it. From then on [Cluster.CA], [Cluster.Config] and [Cluster.Kubeconfig] give the new authority alone;
-// clients that know only the old one no longer trust the API server. Client certificates and tokens stay valid. Real kubelets that were
-// started before keep the old authority, as those of a machine would until they are restarted.
+// kube-controller-manager with it. From then on [Cluster.CA], [Cluster.Config] and [Cluster.Kubeconfig] give the new
+// authority alone; clients that know only the old one no longer trust the API server. Client certificates and tokens
+// stay valid. Real kubelets that were started before keep the old authority, as those of a machine would until they are
+// restarted.
 func (c *Cluster) RotateServingCA(ctx context.Context) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 
 	if c.apiserver == nil {
-		return fmt.Errorf("rotate the serving authority of %s: %w", apiServer, errStopped)
+		return errors.New("rotate the serving authority: kube-apiserver is stopped")
 	}
 
 	c.controllerManager.Stop(ctx)
-	c.controllerManager = nil
-	c.stopAPIServer(ctx)
+	c.apiserver.Stop(ctx)
+	c.controllerManager, c.apiserver = nil, nil
 
-	if err := c.pki.renewServing(); err != nil {
-		return fmt.Errorf("rotate the serving authority of %s: %w", apiServer, err)
+	err := c.pki.renewServing()
+	if err == nil {
+		err = c.startAPIServer(ctx)
 	}
 
-	if err := c.startAPIServer(ctx); err != nil {
-		return fmt.Errorf("rotate the serving authority of %s: %w", apiServer, err)
+	if err != nil {
+		return fmt.Errorf("rotate the serving authority: %w", err)
 	}
 
 	return c.startControllerManager(ctx)
@@ -86,17 +84,14 @@ func (c *Cluster) startAPIServer(ctx context.Context) error {
 		return err
 	}
 
-	client, err := c.adminClient()
-	if err != nil {
+	if err := process.WaitReady(ctx, c.serving); err != nil {
 		process.Stop(ctx)
+
+		if ended := c.etcd.Ended(); ended != nil { // which is why
+			err = fmt.Errorf("%w\n%w\n%s", err, ended, c.etcd.LogTail())
+		}
 
 		return err
-	}
-
-	if err := process.WaitReady(ctx, func(ctx context.Context) error { return serving(ctx, client) }); err != nil {
-		process.Stop(ctx)
-
-		return c.explain(err)
 	}
 
 	c.apiserver = process
@@ -104,23 +99,14 @@ func (c *Cluster) startAPIServer(ctx context.Context) error {
 	return nil
 }
 
-// explain adds etcd's log to the error of an API server that did not become ready, if etcd is why.
-func (c *Cluster) explain(err error) error {
-	if ended := c.etcd.Ended(); ended != nil {
-		return fmt.Errorf("%w\n%w\n%s", err, ended, c.etcd.LogTail())
-	}
-
-	return err
-}
-
 func (c *Cluster) apiServerFlags() []string {
 	file := c.folder.path
 
 	return append([]string{
-		"--etcd-servers=http://" + c.ports.etcd.Address(),
+		"--etcd-servers=http://" + c.ports[etcdPort].Address(),
 		"--bind-address=127.0.0.1",
 		"--advertise-address=127.0.0.1",
-		fmt.Sprintf("--secure-port=%d", c.ports.apiserver.Number()),
+		fmt.Sprintf("--secure-port=%d", c.ports[apiServerPort].Number()),
 		"--permit-port-sharing",
 		"--cert-dir=" + file("apiserver-certs"),
 		"--tls-cert-file=" + file(servingCertFile),
@@ -131,12 +117,12 @@ func (c *Cluster) apiServerFlags() []string {
 		"--enable-admission-plugins=NodeRestriction",
 		"--enable-bootstrap-token-auth",
 		"--service-account-issuer=https://kubernetes.default.svc",
-		"--service-account-key-file=" + file(verifyingKeyFile),
+		"--service-account-key-file=" + file(signingKeyFile),
 		"--service-account-signing-key-file=" + file(signingKeyFile),
 		"--service-cluster-ip-range=" + serviceCIDR,
 		"--kubelet-certificate-authority=" + file(clientCAFile),
-		"--kubelet-client-certificate=" + file(kubeletClientCertFile),
-		"--kubelet-client-key=" + file(kubeletClientKeyFile),
+		"--kubelet-client-certificate=" + file(adminCertFile),
+		"--kubelet-client-key=" + file(adminKeyFile),
 		"--allow-privileged=true",
 		// There is no front proxy, but components that delegate authentication require its CA.
 		"--requestheader-client-ca-file=" + file(frontProxyCAFile),
@@ -149,16 +135,19 @@ func (c *Cluster) apiServerFlags() []string {
 	}, c.options.APIServerFlags...)
 }
 
-// serving succeeds once the API server is ready and has made the namespace in which cluster components keep their objects.
-func serving(ctx context.Context, client kubernetes.Interface) error {
+// serving succeeds once the API server is ready and has made the namespace in which cluster components keep their
+// objects.
+func (c *Cluster) serving(ctx context.Context) error {
+	client, err := c.adminClient()
+	if err != nil {
+		return err
+	}
+
 	if err := client.Discovery().RESTClient().Get().AbsPath("/readyz").Do(ctx).Error(); err != nil {
 		return err
 	}
 
-	_, err := client.CoreV1().Namespaces().Get(ctx, metav1.NamespaceSystem, metav1.GetOptions{})
-	if apierrors.IsNotFound(err) {
-		return fmt.Errorf("namespace %s does not exist yet", metav1.NamespaceSystem)
-	}
+	_, err = client.CoreV1().Namespaces().Get(ctx, metav1.NamespaceSystem, metav1.GetOptions{})
 
 	return err
 }

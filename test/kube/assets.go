@@ -4,20 +4,22 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"runtime"
+	"regexp"
 	"slices"
 	"strings"
-	"time"
+
+	"github.com/talos-ccm/talos-ccm/test/build"
+	"github.com/talos-ccm/talos-ccm/test/process"
 )
 
 const (
 	assetsEnv = "KUBEBUILDER_ASSETS"
-	cacheEnv  = "TALOS_CCM_CACHE"
 
 	// KubernetesVersion is the version of the components in their go.mod.
 	KubernetesVersion = "v1.36.3"
@@ -26,16 +28,13 @@ const (
 	// modfile is the go.mod that the components were built with, and sumfile its go.sum.
 	modfile = "components.mod"
 	sumfile = "components.sum"
-	// keptAssets is how many builds the cache keeps besides those used within assetsTTL.
-	keptAssets = 2
-	assetsTTL  = 24 * time.Hour
 )
 
 var (
 	// required are the components that a control plane needs; a folder named by KUBEBUILDER_ASSETS often has no more.
 	required = []string{"etcd", apiServer, controllerManager}
 	// built are the components of the multi-call binary.
-	built = []string{"etcd", apiServer, controllerManager, "kube-scheduler", kubelet, "kube-proxy"}
+	built = slices.Concat(required, []string{"kube-scheduler", kubelet, "kube-proxy"})
 )
 
 // Assets is AssetsOf with KubernetesVersion.
@@ -43,11 +42,9 @@ func Assets(ctx context.Context, progress io.Writer) (string, error) {
 	return AssetsOf(ctx, KubernetesVersion, progress)
 }
 
-// AssetsOf is the folder with the executables of the components of a version, by their names: the one that KUBEBUILDER_ASSETS names, or else a folder of the
-// cache, which is filled first if need be. Such a build takes minutes, tells its progress (nil: silence), and happens once, however many
-// processes ask for it at the same time.
-//
-// The cache is TALOS_CCM_CACHE, or talos-ccm in the user's cache folder.
+// AssetsOf is the folder with the executables of the components of a version, by their names: the one that
+// KUBEBUILDER_ASSETS names, or else a folder of the cache, which is filled first if need be. Such a build takes minutes,
+// shows its progress (nil: silence), and happens once, however many processes ask for it at the same time.
 func AssetsOf(ctx context.Context, version string, progress io.Writer) (string, error) {
 	if folder := os.Getenv(assetsEnv); folder != "" {
 		return folder, checkAssets(folder)
@@ -58,12 +55,7 @@ func AssetsOf(ctx context.Context, version string, progress io.Writer) (string, 
 		return "", fmt.Errorf("find the source of the Kubernetes components: %w", err)
 	}
 
-	cache, err := cacheFolder()
-	if err != nil {
-		return "", fmt.Errorf("find the cache for the Kubernetes components: %w", err)
-	}
-
-	folder, err := source.buildInto(ctx, cache, progress)
+	folder, err := build.Cached(ctx, "kube", source.key, progress, func(folder string) error { return source.build(ctx, folder, progress) })
 	if err != nil {
 		return "", fmt.Errorf("build the Kubernetes components: %w", err)
 	}
@@ -73,15 +65,11 @@ func AssetsOf(ctx context.Context, version string, progress io.Writer) (string, 
 
 // checkAssets fails unless the folder holds what a control plane needs.
 func checkAssets(folder string) error {
-	var missing []string
+	missing := slices.DeleteFunc(slices.Clone(required), func(name string) bool {
+		_, err := exec.LookPath(filepath.Join(folder, name))
 
-	for _, name := range required {
-		info, err := os.Stat(filepath.Join(folder, name))
-		if err != nil || info.IsDir() || info.Mode()&0o111 == 0 {
-			missing = append(missing, name)
-		}
-	}
-
+		return err == nil
+	})
 	if len(missing) > 0 {
 		return fmt.Errorf("%s=%s: not there, or not executable: %s (unset %s to build them)",
 			assetsEnv, folder, strings.Join(missing, ", "), assetsEnv)
@@ -90,188 +78,124 @@ func checkAssets(folder string) error {
 	return nil
 }
 
-func cacheFolder() (string, error) {
-	if folder := os.Getenv(cacheEnv); folder != "" {
-		return filepath.Join(folder, "kube"), nil
-	}
-
-	folder, err := os.UserCacheDir()
-	if err != nil {
-		return "", fmt.Errorf("%w (or set %s)", err, cacheEnv)
-	}
-
-	return filepath.Join(folder, "talos-ccm", "kube"), nil
-}
-
 // source is the nested module of the components.
 type source struct {
 	folder string
 	// version of Kubernetes.
 	version string
+	// module is the go.mod for that version, and sums the go.sum.
+	module, sums []byte
 	// key changes with everything that the executable is made of.
 	key string
 }
 
-// findSource finds the module in the checkout that this package was compiled from. If that is unknown, as after a build with -trimpath,
-// or gone, the working directory must be in a checkout.
-func findSource(ctx context.Context, version string) (source, error) {
-	_, file, _, _ := runtime.Caller(0)
-	folder := filepath.Dir(file)
+// findSource finds the module in the checkout of the working directory.
+func findSource(ctx context.Context, version string) (s source, err error) {
+	parent, err := build.Folder(ctx, "github.com/talos-ccm/talos-ccm/test/kube")
+	if err != nil {
+		return s, err
+	}
 
-	if _, err := os.Stat(file); err != nil || !filepath.IsAbs(file) {
-		output, err := goCommand(ctx, ".", "list", "-find", "-f", "{{.Dir}}", "github.com/talos-ccm/talos-ccm/test/kube").Output()
-		if err != nil {
-			return source{}, fmt.Errorf("go list in the working directory: %w", withStderr(err))
+	s = source{version: version, folder: filepath.Join(parent, "components")}
+
+	if s.module, err = s.moduleOf(version); err != nil {
+		return s, err
+	}
+
+	if s.sums, err = os.ReadFile(filepath.Join(s.folder, "go.sum")); err != nil {
+		return s, err
+	}
+
+	code, err := os.ReadFile(filepath.Join(s.folder, "main.go"))
+	if err != nil {
+		return s, err
+	}
+
+	goVersion, err := build.Output(goCommand(ctx, s.folder, "version"))
+	if err != nil {
+		return s, err
+	}
+
+	sum := sha256.Sum256(fmt.Appendf(nil, "%sgo.sum %d\n%smain.go %d\n%s%s%q%q",
+		s.module, len(s.sums), s.sums, len(code), code, goVersion, buildFlags(version), buildEnv()))
+	s.key = hex.EncodeToString(sum[:])[:16]
+
+	return s, nil
+}
+
+// follows matches modules whose API changes with the versions of Kubernetes.
+var follows = regexp.MustCompile(`k8s\.io/|github\.com/google/cadvisor|github\.com/opencontainers/cgroups`)
+
+// moduleOf returns the components' go.mod with a version of Kubernetes. Modules that follow this version and are only
+// required indirectly are left to go: it adds what that version requires.
+func (s source) moduleOf(version string) (module []byte, err error) {
+	content, err := os.ReadFile(filepath.Join(s.folder, "go.mod"))
+	if err != nil {
+		return nil, err
+	}
+
+	for line := range strings.Lines(string(content)) {
+		if follows.MatchString(line) {
+			if strings.Contains(line, "// indirect") {
+				continue
+			}
+
+			// The staging modules of v1.36.3 are v0.36.3.
+			line = strings.ReplaceAll(line, strings.TrimPrefix(KubernetesVersion, "v1"), strings.TrimPrefix(version, "v1"))
 		}
 
-		folder = strings.TrimSpace(string(output))
+		module = append(module, line...)
 	}
 
-	s := source{folder: filepath.Join(folder, "components"), version: version}
-
-	var err error
-
-	s.key, err = s.hash(ctx)
-
-	return s, err
+	return module, nil
 }
 
-func (s source) hash(ctx context.Context) (string, error) {
-	module, err := s.module()
-	if err != nil {
-		return "", err
-	}
-
-	sum := sha256.New()
-	io.WriteString(sum, module) //nolint:errcheck // never fails
-
-	for _, name := range []string{"go.sum", "main.go"} {
-		content, err := os.ReadFile(filepath.Join(s.folder, name))
-		if err != nil {
-			return "", err
-		}
-
-		fmt.Fprintf(sum, "%s %d\n%s", name, len(content), content)
-	}
-
-	goVersion, err := goCommand(ctx, s.folder, "version").Output()
-	if err != nil {
-		return "", fmt.Errorf("go version: %w", withStderr(err))
-	}
-
-	fmt.Fprintf(sum, "%s%q%q", goVersion, buildFlags(s.version), buildEnv())
-
-	return hex.EncodeToString(sum.Sum(nil))[:16], nil
-}
-
-// buildInto returns the folder of the cache with this source's executables, after building them if it does not exist. Old builds are removed.
-func (s source) buildInto(ctx context.Context, cache string, progress io.Writer) (string, error) {
-	folder := filepath.Join(cache, s.key)
-	if used(folder) {
-		return folder, nil
-	}
-
-	if err := os.MkdirAll(cache, 0o755); err != nil {
-		return "", err
-	}
-
-	unlock, err := lockFile(ctx, filepath.Join(cache, "lock"), func() {
-		report(progress, "Waiting for another process that builds the Kubernetes components")
-	})
-	if err != nil {
-		return "", err
-	}
-	defer unlock()
-
-	if used(folder) { // the previous holder of the lock built it
-		return folder, nil
-	}
-
-	if err := s.buildAs(ctx, folder, progress); err != nil {
-		return "", err
-	}
-
-	return folder, prune(cache)
-}
-
-// buildAs makes the folder, complete or not at all.
-func (s source) buildAs(ctx context.Context, folder string, progress io.Writer) error {
-	unfinished, err := os.MkdirTemp(filepath.Dir(folder), "unfinished-")
-	if err != nil {
-		return err
-	}
-	defer os.RemoveAll(unfinished) //nolint:errcheck // after success it is gone, after an error that one counts
-
-	if err := s.writeModfile(unfinished); err != nil {
-		return err
-	}
-
-	if err := s.compile(ctx, unfinished, progress); err != nil {
-		return err
-	}
-
+// build builds the components into a folder.
+func (s source) build(ctx context.Context, folder string, progress io.Writer) error {
+	err := errors.Join(
+		os.WriteFile(filepath.Join(folder, modfile), s.module, 0o644),
+		os.WriteFile(filepath.Join(folder, sumfile), s.sums, 0o644),
+	)
 	for _, name := range built {
-		if err := os.Symlink(multiCall, filepath.Join(unfinished, name)); err != nil {
-			return err
-		}
+		err = errors.Join(err, os.Symlink(multiCall, filepath.Join(folder, name)))
 	}
 
-	if err := os.Chmod(unfinished, 0o755); err != nil {
-		return err
-	}
-
-	// It exists only if the executable was removed from it.
-	if err := os.RemoveAll(folder); err != nil {
-		return err
-	}
-
-	return os.Rename(unfinished, folder)
-}
-
-// used tells whether the folder holds a build, and marks it as used now.
-func used(folder string) bool {
-	if _, err := os.Stat(filepath.Join(folder, multiCall)); err != nil {
-		return false
-	}
-
-	now := time.Now()
-	_ = os.Chtimes(folder, now, now)
-
-	return true
-}
-
-// prune removes builds beyond keptAssets that were not used within assetsTTL, and leftovers of interrupted builds. The
-// caller holds the cache's lock.
-func prune(cache string) error {
-	entries, err := os.ReadDir(cache)
 	if err != nil {
 		return err
 	}
 
-	var folders []os.FileInfo
+	flags := append(buildFlags(s.version), "-modfile="+filepath.Join(folder, modfile), ".")
+	list := append([]string{"list", "-deps", "-f", "{{if .Stale}}{{.ImportPath}}{{end}}"}, flags...)
+	compile := append([]string{"build", "-v", "-o", filepath.Join(folder, multiCall)}, flags...)
 
-	for _, entry := range entries {
-		if info, err := entry.Info(); err == nil && info.IsDir() {
-			folders = append(folders, info)
-		}
+	return build.Packages(progress, "Building the Kubernetes "+s.version+" components (once)",
+		goCommand(ctx, s.folder, list...), goCommand(ctx, s.folder, compile...))
+}
+
+func buildEnv() []string {
+	return []string{"GOFLAGS=-mod=mod -buildvcs=false", "GOTOOLCHAIN=local", "GOWORK=off", "CGO_ENABLED=0"}
+}
+
+// buildFlags give the components the version that a release has: a kubelet or an API server of version v0.0.0-master is
+// treated as ancient.
+func buildFlags(version string) []string {
+	const versionPackage = "k8s.io/component-base/version"
+
+	parts := strings.Split(strings.TrimPrefix(version, "v"), ".")
+	ldflags := []string{"-s", "-w"}
+
+	for _, variable := range []string{
+		versionPackage + ".gitVersion=" + version,
+		versionPackage + ".gitMajor=" + parts[0],
+		versionPackage + ".gitMinor=" + parts[1],
+		versionPackage + ".gitTreeState=clean",
+		versionPackage + ".buildDate=1970-01-01T00:00:00Z",
+		"k8s.io/client-go/pkg/version.gitVersion=" + version,
+	} {
+		ldflags = append(ldflags, "-X", variable)
 	}
 
-	slices.SortFunc(folders, func(a, b os.FileInfo) int { return b.ModTime().Compare(a.ModTime()) })
-
-	for i, info := range folders {
-		unfinished := strings.HasPrefix(info.Name(), "unfinished-")
-		old := i >= keptAssets && time.Since(info.ModTime()) > assetsTTL
-
-		if !unfinished && !old {
-			continue
-		}
-
-		if err := os.RemoveAll(filepath.Join(cache, info.Name())); err != nil {
-			return err
-		}
-	}
-
-	return nil
+	return []string{"-trimpath", "-ldflags=" + strings.Join(ldflags, " ")}
 }
 
 // goCommand is the go command in folder, with no more of the caller's settings than where modules come from.
@@ -281,7 +205,7 @@ func goCommand(ctx context.Context, folder string, args ...string) *exec.Cmd {
 	cmd.Env = append(os.Environ(), buildEnv()...)
 	// Interrupted, go removes its temporary files; killed, it does not.
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }
-	cmd.WaitDelay = stopGrace
+	cmd.WaitDelay = process.Grace
 
 	return cmd
 }

@@ -1,12 +1,13 @@
-// Package kube starts a real Kubernetes control plane for tests and demos: etcd, kube-apiserver and kube-controller-manager on loopback,
-// with certificates and signing keys of its own, the Node and RBAC authorizers and the NodeRestriction admission of a Talos cluster. On top
-// of it, it registers Nodes as the kubelet of a Talos machine does, and starts real kubelets that run no containers.
+// Package kube starts a real Kubernetes control plane for tests and demos: etcd, kube-apiserver and
+// kube-controller-manager on loopback, with certificates and signing keys of its own, the Node and RBAC authorizers and
+// the NodeRestriction admission of a Talos cluster. On top of it, it registers Nodes as the kubelet of a Talos machine
+// does, and starts real kubelets that run no containers.
 //
 // The components are upstream's, built once and cached ([Assets]), or those that KUBEBUILDER_ASSETS names.
 //
-// It never touches a cluster it did not start, listens on nothing but loopback, needs no privileges (a kubelet needs user namespaces), and
-// leaves neither processes nor files: components die with the process that started them, and what a killed process left in the
-// temporary folder is removed by the next start.
+// It never touches a cluster it did not start, listens on nothing but loopback, needs no privileges (a kubelet needs user
+// namespaces), and leaves neither processes nor files: components die with the process that started them, also when it
+// is killed, and a shell that outlives it removes their files.
 package kube
 
 import (
@@ -22,13 +23,10 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/process"
 )
 
-// stopGrace is the time that interrupted commands have to exit.
-const stopGrace = process.Grace
-
 // Options choose what [Start] starts. The zero value is a control plane with nothing unusual.
 type Options struct {
-	// LogDir is where the components' logs go, to be kept after the cluster was stopped. It is created if missing. If empty, logs live and
-	// die with the cluster's temporary folder.
+	// LogDir is where the components' logs go, to be kept after the cluster was stopped. It is created if missing. If
+	// empty, logs live and die with the cluster's temporary folder.
 	LogDir string
 	// Progress receives lines for a human while components are built and started. Nil means silence.
 	Progress io.Writer
@@ -44,7 +42,7 @@ type Cluster struct {
 	assets  string
 	folder  *folder
 	pki     *pki
-	ports   ports
+	ports   [allPorts]*Port
 
 	// mu is held while processes or the serving authority change.
 	mu                sync.Mutex
@@ -54,13 +52,18 @@ type Cluster struct {
 	kubelets          []*Kubelet
 }
 
-// ports are the ones that the components listen on.
-type ports struct {
-	etcd, etcdPeer, apiserver, controllerManager *Port
-}
+// The ports that the components listen on.
+const (
+	etcdPort = iota
+	etcdPeerPort
+	apiServerPort
+	controllerManagerPort
+	allPorts
+)
 
-// Start starts a control plane and returns when it serves and its controllers run. ctx bounds the start only: the cluster lives until
-// [Cluster.Stop]. A start that fails has stopped everything again, and its error ends with the log of the component that failed.
+// Start starts a control plane and returns when it serves and its controllers run. ctx bounds the start only: the cluster
+// lives until [Cluster.Stop]. A start that fails has stopped everything again, and its error ends with the log of the
+// component that failed.
 func Start(ctx context.Context, options Options) (*Cluster, error) {
 	assets, err := Assets(ctx, options.Progress)
 	if err != nil {
@@ -76,15 +79,25 @@ func Start(ctx context.Context, options Options) (*Cluster, error) {
 	return c, nil
 }
 
-func (c *Cluster) start(ctx context.Context) error {
+func (c *Cluster) start(ctx context.Context) (err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+
 	began := time.Now()
 
-	if err := c.prepare(); err != nil {
+	if c.folder, err = newFolder(c.options.LogDir); err != nil {
 		return err
 	}
 
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	for i := range c.ports {
+		if c.ports[i], err = ReservePort(); err != nil {
+			return err
+		}
+	}
+
+	if c.pki, err = newPKI(c.folder); err != nil {
+		return err
+	}
 
 	if err := c.startEtcd(); err != nil {
 		return err
@@ -103,34 +116,12 @@ func (c *Cluster) start(ctx context.Context) error {
 	return nil
 }
 
-// prepare makes what outlives a restart of any component: folder, ports, keys.
-func (c *Cluster) prepare() error {
-	var err error
-
-	if c.folder, err = newFolder(c.options.LogDir); err != nil {
-		return err
-	}
-
-	for _, p := range []**Port{&c.ports.etcd, &c.ports.etcdPeer, &c.ports.apiserver, &c.ports.controllerManager} {
-		if *p, err = ReservePort(); err != nil {
-			return err
-		}
-	}
-
-	c.pki, err = newPKI(c.folder)
-
-	return err
-}
-
 // Endpoint is the URL of the API server; it stays the same when the API server restarts.
-func (c *Cluster) Endpoint() string {
-	return "https://" + c.ports.apiserver.Address()
-}
+func (c *Cluster) Endpoint() string { return "https://" + c.ports[apiServerPort].Address() }
 
-// LogDir is the folder with the components' logs, named etcd.log, kube-apiserver.log, kube-controller-manager.log and kubelet-<node>.log.
-func (c *Cluster) LogDir() string {
-	return c.folder.logs
-}
+// LogDir is the folder with the components' logs, named etcd.log, kube-apiserver.log, kube-controller-manager.log and
+// kubelet-<node>.log.
+func (c *Cluster) LogDir() string { return c.folder.logs }
 
 // PIDs are the ids of the running processes by component; a kubelet's component is kubelet-<node>.
 func (c *Cluster) PIDs() map[string]int {
@@ -146,14 +137,14 @@ func (c *Cluster) PIDs() map[string]int {
 	}
 
 	for _, k := range c.kubelets {
-		pids[k.process.Name] = k.process.PID()
+		pids[k.process.Name] = k.PID()
 	}
 
 	return pids
 }
 
-// Stop ends every component, first with SIGTERM and after five seconds with SIGKILL, and removes the cluster's files. It is safe to call
-// again, and on a cluster of which parts were stopped.
+// Stop ends every component, first with SIGTERM and after five seconds with SIGKILL, and removes the cluster's files. It
+// is safe to call again, and on a cluster of which parts were stopped.
 func (c *Cluster) Stop() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -177,7 +168,7 @@ func (c *Cluster) Stop() error {
 
 	c.kubelets, c.controllerManager, c.apiserver, c.etcd = nil, nil, nil, nil
 
-	for _, p := range []*Port{c.ports.etcd, c.ports.etcdPeer, c.ports.apiserver, c.ports.controllerManager} {
+	for _, p := range c.ports {
 		p.Release()
 	}
 
@@ -194,10 +185,8 @@ func (c *Cluster) startProcess(component string, args []string) (*process.Proces
 	})
 }
 
-func (c *Cluster) startEtcd() error {
-	client, peer := "http://"+c.ports.etcd.Address(), "http://"+c.ports.etcdPeer.Address()
-
-	var err error
+func (c *Cluster) startEtcd() (err error) {
+	client, peer := "http://"+c.ports[etcdPort].Address(), "http://"+c.ports[etcdPeerPort].Address()
 
 	c.etcd, err = c.startProcess("etcd", []string{
 		"--data-dir=" + c.folder.path("etcd"),
@@ -224,6 +213,4 @@ func report(w io.Writer, format string, args ...any) {
 }
 
 // writeFile writes a file that only this user can read.
-func writeFile(path string, content []byte) error {
-	return os.WriteFile(path, content, 0o600)
-}
+func writeFile(path string, content []byte) error { return os.WriteFile(path, content, 0o600) }

@@ -4,6 +4,7 @@ import (
 	"encoding/base64"
 	"fmt"
 
+	"github.com/siderolabs/crypto/x509"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 )
@@ -11,13 +12,15 @@ import (
 const (
 	groupMasters = "system:masters"
 	groupNodes   = "system:nodes"
+	userNode     = "system:node:"
 
 	// clientQPS and clientBurst do not hold back a client that registers a thousand Nodes.
 	clientQPS   = 2000
 	clientBurst = 4000
 )
 
-// Config is an administrator's: a client certificate of group system:masters, and no noticeable rate limit. It is the caller's own copy.
+// Config is an administrator's: a client certificate of group system:masters, and no noticeable rate limit. It is the
+// caller's own copy.
 func (c *Cluster) Config() *rest.Config {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -25,54 +28,70 @@ func (c *Cluster) Config() *rest.Config {
 	return c.config(c.pki.admin)
 }
 
-// UserConfig is that of a client certificate for the user and the groups, for example system:node:a and system:nodes to act as the kubelet
-// of Node a. RBAC decides what it may do.
+// UserConfig is that of a client certificate for the user and the groups, for example system:node:a and system:nodes to
+// act as the kubelet of Node a. RBAC decides what it may do.
 func (c *Cluster) UserConfig(user string, groups ...string) (*rest.Config, error) {
-	pair, err := c.pki.clients.issue(subject{name: user, groups: groups})
+	pair, err := c.pki.issueClient(user, groups...)
 	if err != nil {
 		return nil, err
 	}
 
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	return c.CertificateConfig(pair.CrtPEM, pair.KeyPEM), nil
+}
 
-	return c.config(pair), nil
+// KubeletConfig is for requests of the kubelet of a Node: user system:node:<nodename> of group system:nodes. The user is
+// impersonated by the administrator: all kubelets of a cluster, thousands as well, share one connection.
+func (c *Cluster) KubeletConfig(nodename string) *rest.Config {
+	config := c.Config()
+	// The API server uses the first part as the field manager, which later conflicts report.
+	config.UserAgent = kubelet + "/" + KubernetesVersion
+	config.Impersonate = rest.ImpersonationConfig{UserName: userNode + nodename, Groups: []string{groupNodes, "system:authenticated"}}
+
+	return config
+}
+
+// TokenConfig is that of a bearer token.
+func (c *Cluster) TokenConfig(token string) *rest.Config {
+	config := rest.AnonymousClientConfig(c.Config())
+	config.BearerToken = token
+
+	return config
+}
+
+// CertificateConfig is that of a client certificate and its key, both in PEM encoding.
+func (c *Cluster) CertificateConfig(certificate, key []byte) *rest.Config {
+	config := c.Config()
+	config.CertData, config.KeyData = certificate, key
+
+	return config
 }
 
 // config is for callers that hold the cluster's mutex.
-func (c *Cluster) config(client keyPair) *rest.Config {
+func (c *Cluster) config(client *x509.KeyPair) *rest.Config {
 	return &rest.Config{
-		Host: c.Endpoint(),
-		TLSClientConfig: rest.TLSClientConfig{
-			CAData:   c.pki.serving.pair.certificate,
-			CertData: client.certificate,
-			KeyData:  client.key,
-		},
-		QPS:   clientQPS,
-		Burst: clientBurst,
+		Host:            c.Endpoint(),
+		TLSClientConfig: rest.TLSClientConfig{CAData: c.pki.serving.CrtPEM, CertData: client.CrtPEM, KeyData: client.KeyPEM},
+		QPS:             clientQPS,
+		Burst:           clientBurst,
 	}
 }
 
-// Kubeconfig is [Cluster.Config] as the content of a kubeconfig file, with everything embedded.
-func (c *Cluster) Kubeconfig() []byte {
-	return Kubeconfig(c.Config())
+// adminClient is for callers that hold the cluster's mutex.
+func (c *Cluster) adminClient() (kubernetes.Interface, error) {
+	return kubernetes.NewForConfig(c.config(c.pki.admin))
 }
 
 // CA is the PEM certificate of the authority that signed the API server's certificate: what a client must trust.
-func (c *Cluster) CA() []byte {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-
-	return c.pki.serving.pair.certificate
-}
+func (c *Cluster) CA() []byte { return c.Config().CAData }
 
 // ClientCA is the PEM certificate of the authority that signs client certificates and the kubelets' serving certificates.
-func (c *Cluster) ClientCA() []byte {
-	return c.pki.clients.pair.certificate
-}
+func (c *Cluster) ClientCA() []byte { return c.pki.clients.CrtPEM }
 
-// Kubeconfig is the content of a kubeconfig file that says the same as a config of this package. Other configs lose what is not a server,
-// a CA, and a client certificate or a token, all as data.
+// Kubeconfig is [Cluster.Config] as the content of a kubeconfig file, with everything embedded.
+func (c *Cluster) Kubeconfig() []byte { return Kubeconfig(c.Config()) }
+
+// Kubeconfig is the content of a kubeconfig file that says the same as a config of this package. Other configs lose what
+// is not a server, a CA, and a client certificate or a token, all as data.
 func Kubeconfig(config *rest.Config) []byte {
 	encode := base64.StdEncoding.EncodeToString
 
@@ -94,16 +113,4 @@ contexts:
     context: {cluster: cluster, user: user}
 current-context: context
 `, config.Host, encode(config.CAData), user)
-}
-
-// adminClient is for callers that hold the cluster's mutex.
-func (c *Cluster) adminClient() (kubernetes.Interface, error) {
-	config := c.config(c.pki.admin)
-
-	client, err := kubernetes.NewForConfig(config)
-	if err != nil {
-		return nil, fmt.Errorf("make a client for %s: %w", config.Host, err)
-	}
-
-	return client, nil
 }

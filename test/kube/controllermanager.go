@@ -1,14 +1,14 @@
 package kube
 
 import (
+	"bytes"
 	"context"
-	"crypto/tls"
 	"fmt"
-	"io"
-	"net/http"
 	"net/netip"
-	"slices"
 	"strings"
+
+	"k8s.io/client-go/discovery"
+	"k8s.io/client-go/rest"
 )
 
 const controllerManager = "kube-controller-manager"
@@ -16,39 +16,24 @@ const controllerManager = "kube-controller-manager"
 // ControllerManager says what kube-controller-manager does.
 //
 // By default it runs only the controllers that a cloud controller manager depends on: those that sign and clean up
-// CertificateSigningRequests and approve those of client certificates, make service accounts and their tokens, publish the root CA, aggregate cluster roles, and delete what was in
-// a deleted namespace. Left out, on purpose, are node-lifecycle-controller and taint-eviction-controller, which would taint as unreachable
-// every Node without a living kubelet 50 seconds after its registration; node-ipam-controller, unless PodCIDRs asks for it;
+// CertificateSigningRequests and approve those of client certificates, make service accounts and their tokens, publish
+// the root CA, aggregate cluster roles, and delete what was in a deleted namespace. Left out, on purpose, are
+// node-lifecycle-controller and taint-eviction-controller, which would taint as unreachable every Node without a living
+// kubelet 50 seconds after its registration; node-ipam-controller, unless PodCIDRs asks for it;
 // garbage-collector-controller, which watches every resource there is; and all that runs workloads.
 type ControllerManager struct {
 	// Absent leaves kube-controller-manager out: CertificateSigningRequests are not signed, service accounts not made.
 	Absent bool
-	// Controllers are run besides the default ones, by upstream's names, such as node-lifecycle-controller.
-	Controllers []string
 	// PodCIDRs, if any, makes node-ipam-controller give each Node a block of each, as Talos has it by default.
 	PodCIDRs []netip.Prefix
 	// Flags are appended to the flags, where a later flag overrides an earlier one.
 	Flags []string
 }
 
-func (m ControllerManager) controllers() []string {
-	all := slices.Concat([]string{
-		"certificatesigningrequest-approving-controller", // which approves nothing before [Cluster.BootstrapToken]
-		"certificatesigningrequest-signing-controller",
-		"certificatesigningrequest-cleaner-controller",
-		"serviceaccount-controller",
-		"serviceaccount-token-controller",
-		"root-ca-certificate-publisher-controller",
-		"clusterrole-aggregation-controller",
-		"namespace-controller",
-	}, m.Controllers)
-
-	if len(m.PodCIDRs) > 0 {
-		all = append(all, "node-ipam-controller")
-	}
-
-	return all
-}
+// controllers are the default ones, by upstream's names. The first approves nothing before [Cluster.BootstrapToken].
+const controllers = "certificatesigningrequest-approving-controller,certificatesigningrequest-signing-controller," +
+	"certificatesigningrequest-cleaner-controller,serviceaccount-controller,serviceaccount-token-controller," +
+	"root-ca-certificate-publisher-controller,clusterrole-aggregation-controller,namespace-controller"
 
 // StartControllerManager starts kube-controller-manager in a cluster from which it is [ControllerManager.Absent].
 func (c *Cluster) StartControllerManager(ctx context.Context, options ControllerManager) error {
@@ -65,8 +50,10 @@ func (c *Cluster) startControllerManager(ctx context.Context) error {
 		return nil
 	}
 
-	if err := c.writeControllerManagerConfig(); err != nil {
-		return err
+	// All controllers share the identity of an administrator. With --use-service-account-credentials, each of them waits
+	// for a token before any of them starts, which takes seconds.
+	if err := writeFile(c.folder.path(managerConfigFile), Kubeconfig(c.config(c.pki.admin))); err != nil {
+		return fmt.Errorf("start %s: %w", controllerManager, err)
 	}
 
 	process, err := c.startProcess(controllerManager, c.controllerManagerFlags())
@@ -85,30 +72,6 @@ func (c *Cluster) startControllerManager(ctx context.Context) error {
 	return nil
 }
 
-// reviveControllerManager starts it again if it has ended by itself.
-func (c *Cluster) reviveControllerManager(ctx context.Context) error {
-	if c.controllerManager == nil || c.controllerManager.Ended() == nil {
-		return nil
-	}
-
-	return c.startControllerManager(ctx)
-}
-
-func (c *Cluster) writeControllerManagerConfig() error {
-	// An administrator, since without --use-service-account-credentials all controllers share this identity. With it, each of them waits
-	// for a token before any of them starts, which takes seconds.
-	pair, err := c.pki.clients.issue(subject{name: "system:" + controllerManager, groups: []string{groupMasters}})
-	if err != nil {
-		return err
-	}
-
-	if err := writeFile(c.folder.path(managerConfigFile), Kubeconfig(c.config(pair))); err != nil {
-		return fmt.Errorf("start %s: %w", controllerManager, err)
-	}
-
-	return nil
-}
-
 func (c *Cluster) controllerManagerFlags() []string {
 	file := c.folder.path
 	options := c.options.ControllerManager
@@ -117,7 +80,7 @@ func (c *Cluster) controllerManagerFlags() []string {
 		"--authentication-kubeconfig=" + file(managerConfigFile),
 		"--authorization-kubeconfig=" + file(managerConfigFile),
 		"--bind-address=127.0.0.1",
-		fmt.Sprintf("--secure-port=%d", c.ports.controllerManager.Number()),
+		fmt.Sprintf("--secure-port=%d", c.ports[controllerManagerPort].Number()),
 		"--permit-port-sharing",
 		"--cert-dir=" + file("controller-manager-certs"),
 		// There is only one, and a lease would have to expire before the next one starts.
@@ -127,55 +90,45 @@ func (c *Cluster) controllerManagerFlags() []string {
 		"--cluster-signing-cert-file=" + file(clientCAFile),
 		"--cluster-signing-key-file=" + file(clientCAKeyFile),
 		"--cluster-signing-duration=24h",
-		"--controllers=" + strings.Join(options.controllers(), ","),
+		"--controllers=" + controllers,
 		// The default is a folder of the machine that this user may not be allowed to make.
 		"--flex-volume-plugin-dir=" + file("flex-volumes"),
 	}
 
 	if len(options.PodCIDRs) > 0 {
-		flags = append(flags, "--allocate-node-cidrs", "--cluster-cidr="+joinPrefixes(options.PodCIDRs))
+		cidrs := strings.Join(texts(options.PodCIDRs), ",")
+		flags = append(flags, "--controllers=node-ipam-controller", "--allocate-node-cidrs", "--cluster-cidr="+cidrs)
 	}
 
 	return append(flags, options.Flags...)
 }
 
-func joinPrefixes(prefixes []netip.Prefix) string {
-	texts := make([]string, len(prefixes))
-	for i, prefix := range prefixes {
-		texts[i] = prefix.String()
-	}
-
-	return strings.Join(texts, ",")
-}
-
 // controllersRun succeeds once the controllers are built: only then does the health report name them, and before that
 // kube-controller-manager reports good health, yet ends itself when the API server goes away.
 func (c *Cluster) controllersRun(ctx context.Context) error {
-	url := "https://" + c.ports.controllerManager.Address() + "/healthz?verbose"
-
-	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, http.NoBody)
-	if err != nil {
-		return err
-	}
-
-	response, err := (&http.Client{Transport: &http.Transport{
+	client, err := discovery.NewDiscoveryClientForConfig(&rest.Config{
+		Host: "https://" + c.ports[controllerManagerPort].Address(),
 		// The component signs its certificate itself, and its answer proves nothing but that it serves.
-		TLSClientConfig:   &tls.Config{InsecureSkipVerify: true}, //nolint:gosec // see above
-		DisableKeepAlives: true,
-	}}).Do(request)
-	if err != nil {
-		return err
-	}
-	defer response.Body.Close() //nolint:errcheck // only read
-
-	body, err := io.ReadAll(response.Body)
+		TLSClientConfig: rest.TLSClientConfig{Insecure: true},
+	})
 	if err != nil {
 		return err
 	}
 
-	if response.StatusCode != http.StatusOK || !strings.Contains(string(body), "-controller ok") {
-		return fmt.Errorf("GET %s: %s: %s", url, response.Status, strings.TrimSpace(string(body)))
+	health, err := client.RESTClient().Get().AbsPath("/healthz").Param("verbose", "").DoRaw(ctx)
+	if err == nil && !bytes.Contains(health, []byte("-controller ok")) {
+		err = fmt.Errorf("no controller runs yet: %s", health)
 	}
 
-	return nil
+	return err
+}
+
+// texts returns the items as text.
+func texts[T fmt.Stringer](items []T) []string {
+	list := make([]string, len(items))
+	for i, item := range items {
+		list[i] = item.String()
+	}
+
+	return list
 }

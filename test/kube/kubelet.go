@@ -10,7 +10,6 @@ import (
 	"slices"
 	"strings"
 
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/talos-ccm/talos-ccm/test/process"
@@ -20,18 +19,39 @@ const (
 	kubelet = "kubelet"
 
 	kubeletAttempts = 3
+
+	// enclosed is the kubelet's folder as it sees it itself: the path that it has built in, and one short enough for its
+	// sockets.
+	enclosed        = "/var/lib/kubelet"
+	runtimeEndpoint = "unix://" + enclosed + "/cri.sock"
+
+	// enclosure shields the machine from a kubelet that runs as root of a new user and mount namespace, and then becomes
+	// the kubelet. Root keeps its uid in there, and with it the right to write sysctls, which are of the whole machine.
+	enclosure = `set -e
+mount --make-rprivate /
+mount --rbind /proc/sys /proc/sys
+mount -o remount,bind,ro /proc/sys
+mount -t tmpfs tmpfs /var/lib
+mount -t tmpfs tmpfs /var/log
+mkdir /var/lib/kubelet
+mount --bind "$1" /var/lib/kubelet
+shift
+exec "$@"`
 )
 
 // KubeletSpec describes a real kubelet.
 type KubeletSpec struct {
 	// NodeName is the name of the Node it registers.
 	NodeName string
-	// BootstrapToken, if set, is what the kubelet obtains its client certificate with. Otherwise it has one from the start.
+	// BootstrapToken, if set, is what the kubelet obtains its client certificate with. Otherwise it has one from the
+	// start.
 	BootstrapToken string
-	// RotateCertificates makes the kubelet replace its client certificate: one that it has not obtained itself right after its start.
+	// RotateCertificates makes the kubelet replace its client certificate: one that it has not obtained itself right after
+	// its start.
 	RotateCertificates bool
-	// Flags are appended to the flags, where a later flag overrides an earlier one. --node-ip must not be a loopback address; without it
-	// the kubelet knows no address, and asks for a serving certificate only once a cloud controller manager has set some.
+	// Flags are appended to the flags, where a later flag overrides an earlier one. --node-ip must not be a loopback
+	// address; without it the kubelet knows no address, and asks for a serving certificate only once a cloud controller
+	// manager has set some.
 	Flags []string
 }
 
@@ -40,51 +60,42 @@ type Kubelet struct {
 	cluster *Cluster
 	process *process.Process
 	folder  string
-	port    int
 }
 
-// StartKubelet starts a real kubelet with --cloud-provider=external, whose containers are only pretended by a runtime inside the same
-// process, and returns when its Node exists. It asks for its serving certificate by a CertificateSigningRequest (serverTLSBootstrap).
+// StartKubelet starts a real kubelet with --cloud-provider=external, whose containers are only pretended by a runtime
+// inside the same process, and returns when its Node exists. It asks for its serving certificate by a
+// CertificateSigningRequest (serverTLSBootstrap).
 //
-// It needs this package's own kubelet, and user namespaces: as plain root a kubelet would change sysctls of this machine, so it runs where
-// /proc/sys is read-only, and where /var/lib and /var/log are its own. The cache and the temporary folder must therefore be elsewhere.
-// [Cluster.Stop] stops it.
+// It needs this package's own kubelet, and user namespaces: as plain root a kubelet would change sysctls of this machine,
+// so it runs where /proc/sys is read-only, and where /var/lib and /var/log are its own. The cache and the temporary
+// folder must therefore be elsewhere. [Cluster.Stop] stops it.
 func (c *Cluster) StartKubelet(ctx context.Context, spec KubeletSpec) (*Kubelet, error) {
 	if _, err := os.Stat(filepath.Join(c.assets, multiCall)); err != nil {
 		return nil, fmt.Errorf("start the kubelet of %s: it must be this package's own, with a container runtime inside: %w (unset %s)",
 			spec.NodeName, err, assetsEnv)
 	}
 
-	k := &Kubelet{cluster: c, folder: c.folder.path(kubelet + "-" + spec.NodeName)}
-
-	if err := k.start(ctx, spec); err != nil {
-		return nil, errors.Join(fmt.Errorf("start the kubelet of %s: %w", spec.NodeName, err), k.Stop())
-	}
-
-	return k, nil
-}
-
-// start starts the kubelet, and again with another port if the given one was taken: unlike the other components, a kubelet
-// cannot listen on a port that is reserved.
-func (k *Kubelet) start(ctx context.Context, spec KubeletSpec) error {
+	// Unlike the other components, a kubelet cannot listen on a port that is reserved, so it may be taken.
 	for attempt := 1; ; attempt++ {
-		err := k.startOnce(ctx, spec)
-		if err == nil || attempt == kubeletAttempts || !strings.Contains(err.Error(), "address already in use") {
-			return err
+		k := &Kubelet{cluster: c, folder: c.folder.path(kubelet + "-" + spec.NodeName)}
+
+		err := k.start(ctx, spec)
+		if err == nil {
+			return k, nil
 		}
 
-		if err := k.Stop(); err != nil {
-			return err
+		err = errors.Join(fmt.Errorf("start the kubelet of %s: %w", spec.NodeName, err), k.Stop())
+		if attempt == kubeletAttempts || !strings.Contains(err.Error(), "address already in use") {
+			return nil, err
 		}
 	}
 }
 
 // PID is the process id of the kubelet.
-func (k *Kubelet) PID() int {
-	return k.process.PID()
-}
+func (k *Kubelet) PID() int { return k.process.PID() }
 
-// Stop ends the kubelet and removes its files. Its Node stays, as that of a machine that was switched off. Stopping a stopped one is fine.
+// Stop ends the kubelet and removes its files. Its Node stays, as that of a machine that was switched off. Stopping a
+// stopped one is fine.
 func (k *Kubelet) Stop() error {
 	k.cluster.mu.Lock()
 	k.cluster.kubelets = slices.DeleteFunc(k.cluster.kubelets, func(other *Kubelet) bool { return other == k })
@@ -104,13 +115,14 @@ func (k *Kubelet) end() error {
 	return nil
 }
 
-func (k *Kubelet) startOnce(ctx context.Context, spec KubeletSpec) error {
+func (k *Kubelet) start(ctx context.Context, spec KubeletSpec) error {
 	if err := k.prepare(spec); err != nil {
 		return err
 	}
 
 	name := kubelet + "-" + spec.NodeName
-	flags := append([]string{
+	args := append([]string{
+		"-c", enclosure, "sh", k.folder, filepath.Join(k.cluster.assets, kubelet),
 		"--config=" + enclosed + "/config.json",
 		"--kubeconfig=" + enclosed + "/kubeconfig",
 		"--bootstrap-kubeconfig=" + enclosed + "/bootstrap-kubeconfig",
@@ -124,12 +136,8 @@ func (k *Kubelet) startOnce(ctx context.Context, spec KubeletSpec) error {
 	var err error
 
 	k.process, err = process.Start(process.Command{
-		Name:       name,
-		Path:       "/bin/sh",
-		Args:       append([]string{"-c", enclosure, "sh", k.folder, filepath.Join(k.cluster.assets, kubelet)}, flags...),
-		Env:        []string{"FAKE_CRI=" + runtimeEndpoint},
-		Log:        filepath.Join(k.cluster.folder.logs, name+".log"),
-		Namespaces: true,
+		Name: name, Path: "/bin/sh", Args: args, Env: []string{"FAKE_CRI=" + runtimeEndpoint},
+		Log: filepath.Join(k.cluster.folder.logs, name+".log"), Namespaces: true,
 	})
 	if err != nil {
 		return err
@@ -137,80 +145,60 @@ func (k *Kubelet) startOnce(ctx context.Context, spec KubeletSpec) error {
 
 	k.cluster.mu.Lock()
 	k.cluster.kubelets = append(k.cluster.kubelets, k)
+	client, err := k.cluster.adminClient()
 	k.cluster.mu.Unlock()
 
-	return k.waitRegistered(ctx, spec.NodeName)
+	if err != nil {
+		return err
+	}
+
+	return k.process.WaitReady(ctx, func(ctx context.Context) error {
+		_, err := client.CoreV1().Nodes().Get(ctx, spec.NodeName, metav1.GetOptions{})
+
+		return err
+	})
 }
-
-// enclosure shields the machine from a kubelet that runs as root of a new user and mount namespace, and then becomes the kubelet. Root
-// keeps its uid in there, and with it the right to write sysctls, which are of the whole machine.
-const enclosure = `set -e
-mount --make-rprivate /
-mount --rbind /proc/sys /proc/sys
-mount -o remount,bind,ro /proc/sys
-mount -t tmpfs tmpfs /var/lib
-mount -t tmpfs tmpfs /var/log
-mkdir /var/lib/kubelet
-mount --bind "$1" /var/lib/kubelet
-shift
-exec "$@"`
-
-const (
-	// enclosed is the kubelet's folder as it sees it itself: the path that it has built in, and one short enough for its sockets.
-	enclosed        = "/var/lib/kubelet"
-	runtimeEndpoint = "unix://" + enclosed + "/cri.sock"
-)
 
 // prepare makes the kubelet's folder, its credentials and its configuration.
 func (k *Kubelet) prepare(spec KubeletSpec) error {
 	// The parent is missing once the cluster was stopped.
-	err := os.Mkdir(k.folder, 0o700)
+	if err := os.Mkdir(k.folder, 0o700); err != nil {
+		return err
+	}
+
+	port, err := ReservePort()
 	if err != nil {
 		return err
 	}
 
-	reserved, err := ReservePort()
+	port.Release()
+
+	config, err := json.MarshalIndent(k.configuration(spec, port.Number()), "", "  ")
 	if err != nil {
 		return err
 	}
 
-	k.port = reserved.Number()
-	reserved.Release()
+	// With a kubeconfig, the kubelet ignores the bootstrap kubeconfig.
+	name, user := "bootstrap-kubeconfig", k.cluster.TokenConfig(spec.BootstrapToken)
+	if spec.BootstrapToken == "" {
+		name = "kubeconfig"
 
-	if err := k.writeKubeconfig(spec); err != nil {
-		return err
+		if user, err = k.cluster.UserConfig(userNode+spec.NodeName, groupNodes); err != nil {
+			return err
+		}
 	}
 
-	config, err := json.MarshalIndent(k.configuration(spec), "", "  ")
-	if err != nil {
-		return err
-	}
-
-	return writeFile(k.path("config.json"), config)
-}
-
-// writeKubeconfig writes the bootstrap kubeconfig if there is a token, and otherwise the kubeconfig, with which the kubelet ignores the other.
-func (k *Kubelet) writeKubeconfig(spec KubeletSpec) error {
-	if spec.BootstrapToken != "" {
-		return writeFile(k.path("bootstrap-kubeconfig"), Kubeconfig(k.cluster.TokenConfig(spec.BootstrapToken)))
-	}
-
-	user, err := k.cluster.UserConfig("system:node:"+spec.NodeName, groupNodes)
-	if err != nil {
-		return err
-	}
-
-	return writeFile(k.path("kubeconfig"), Kubeconfig(user))
+	return errors.Join(writeFile(filepath.Join(k.folder, "config.json"), config), writeFile(filepath.Join(k.folder, name), Kubeconfig(user)))
 }
 
 // configuration is a KubeletConfiguration. Its type is not imported, as no product code needs that module.
-func (k *Kubelet) configuration(spec KubeletSpec) map[string]any {
+func (k *Kubelet) configuration(spec KubeletSpec, port int) map[string]any {
 	return map[string]any{
 		"apiVersion": "kubelet.config.k8s.io/v1beta1",
 		"kind":       "KubeletConfiguration",
 
 		"address":      "127.0.0.1",
-		"port":         k.port,
+		"port":         port,
 		"readOnlyPort": 0,
 		"healthzPort":  0,
 		"authentication": map[string]any{
@@ -239,27 +227,4 @@ func (k *Kubelet) configuration(spec KubeletSpec) map[string]any {
 		"nodeLeaseDurationSeconds":      40,
 		"nodeStatusUpdateFrequency":     "10s",
 	}
-}
-
-func (k *Kubelet) path(name string) string {
-	return filepath.Join(k.folder, name)
-}
-
-func (k *Kubelet) waitRegistered(ctx context.Context, nodeName string) error {
-	k.cluster.mu.Lock()
-	client, err := k.cluster.adminClient()
-	k.cluster.mu.Unlock()
-
-	if err != nil {
-		return err
-	}
-
-	return k.process.WaitReady(ctx, func(ctx context.Context) error {
-		_, err := client.CoreV1().Nodes().Get(ctx, nodeName, metav1.GetOptions{})
-		if apierrors.IsNotFound(err) {
-			return errors.New("it has not registered its node yet")
-		}
-
-		return err
-	})
 }

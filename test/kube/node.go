@@ -1,66 +1,68 @@
 package kube
 
 import (
+	"cmp"
 	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509/pkix"
 	"fmt"
 	"maps"
+	"net"
 	"net/netip"
 	"runtime"
 	"slices"
 	"strings"
 
+	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/rest"
+	certutil "k8s.io/client-go/util/cert"
+	cloudproviderapi "k8s.io/cloud-provider/api"
 )
 
-const (
-	// DefaultOSImage is that of a Talos v1.13.5 machine.
-	DefaultOSImage = "Talos (v1.13.5)"
-	// DefaultKubeletVersion is that of this package's Kubernetes.
-	DefaultKubeletVersion = KubernetesVersion
-
-	// uninitializedTaint and providedNodeIP are k8s.io/cloud-provider/api's.
-	uninitializedTaint = "node.cloudprovider.kubernetes.io/uninitialized"
-	providedNodeIP     = "alpha.kubernetes.io/provided-node-ip"
-)
+// DefaultOSImage is that of a Talos v1.13.5 machine.
+const DefaultOSImage = "Talos (v1.13.5)"
 
 // NodeSpec describes a Node as its kubelet registers it.
 type NodeSpec struct {
-	// Name is the Node's name and, unless Hostname is set, its hostname.
-	Name     string
-	Hostname string
-	// NodeIPs are the kubelet's --node-ip: at most one per family. Without any, the Node has only its hostname as an address, and no
-	// provided-node-ip annotation.
+	// Name is the Node's name and hostname.
+	Name string
+	// NodeIPs are the kubelet's --node-ip: at most one per family. Without any, the Node has only its hostname as an
+	// address, and no provided-node-ip annotation.
 	NodeIPs []netip.Addr
-	// OSImage and KubeletVersion default to DefaultOSImage and DefaultKubeletVersion.
-	OSImage        string
-	KubeletVersion string
-	// Labels, Annotations and Taints come on top of those that every kubelet sets. NodeRestriction refuses some labels, such as
-	// node-role.kubernetes.io/control-plane, which Talos sets with an administrator's certificate.
-	Labels      map[string]string
-	Annotations map[string]string
-	Taints      []corev1.Taint
+	// OSImage defaults to DefaultOSImage.
+	OSImage string
+	// Labels and Taints come on top of those that every kubelet sets. NodeRestriction refuses some labels.
+	Labels map[string]string
+	Taints []corev1.Taint
+	// ControlPlane adds the label of control-plane Nodes after the registration, as Talos does, with an administrator's
+	// certificate.
+	ControlPlane bool
 	// WithoutCloudProvider is a kubelet without --cloud-provider=external: no uninitialized taint, no provided-node-ip.
 	WithoutCloudProvider bool
 }
 
 // RegisterNode registers a Node that no kubelet stands behind, in the state in which the kubelet of a Talos machine with
-// --cloud-provider=external registers it: tainted as uninitialized, with the provided node IPs as annotation and as addresses.
+// --cloud-provider=external registers it: tainted as uninitialized, with the provided node IPs as annotation and as
+// addresses.
 //
-// It is one request, sent with [Cluster.KubeletConfig], so that authorization and admission judge it as the kubelet's.
+// The request is sent with [Cluster.KubeletConfig], so that authorization and admission judge it as the kubelet's.
 func (c *Cluster) RegisterNode(ctx context.Context, spec NodeSpec) (*corev1.Node, error) {
-	config := c.KubeletConfig(spec.Name)
-	config.UserAgent = kubelet + "/" + defaulted(spec.KubeletVersion, DefaultKubeletVersion)
-
-	client, err := kubernetes.NewForConfig(config)
+	kubelet, err := kubernetes.NewForConfig(c.KubeletConfig(spec.Name))
 	if err != nil {
 		return nil, fmt.Errorf("register node %s: %w", spec.Name, err)
 	}
 
-	node, err := client.CoreV1().Nodes().Create(ctx, spec.node(), metav1.CreateOptions{})
+	node, err := kubelet.CoreV1().Nodes().Create(ctx, spec.node(), metav1.CreateOptions{})
+	if err == nil && spec.ControlPlane {
+		node, err = c.labelControlPlane(ctx, spec.Name)
+	}
+
 	if err != nil {
 		return nil, fmt.Errorf("register node %s: %w", spec.Name, err)
 	}
@@ -68,128 +70,124 @@ func (c *Cluster) RegisterNode(ctx context.Context, spec NodeSpec) (*corev1.Node
 	return node, nil
 }
 
-// KubeletConfig is for requests of the kubelet of a Node: user system:node:<nodename> of group system:nodes. The user is impersonated by the
-// administrator: all kubelets of a cluster, thousands as well, share one connection.
-func (c *Cluster) KubeletConfig(nodename string) *rest.Config {
-	config := c.Config()
-	// The API server uses the first part as the field manager, which later conflicts report.
-	config.UserAgent = kubelet + "/" + DefaultKubeletVersion
-	config.Impersonate = rest.ImpersonationConfig{UserName: "system:node:" + nodename, Groups: []string{groupNodes, "system:authenticated"}}
-
-	return config
-}
-
-func (s NodeSpec) node() *corev1.Node {
-	return &corev1.Node{
-		ObjectMeta: metav1.ObjectMeta{Name: s.Name, Labels: s.labels(), Annotations: s.annotations()},
-		Spec:       corev1.NodeSpec{Taints: s.taints()},
-		Status: corev1.NodeStatus{
-			Addresses:   s.addresses(),
-			Capacity:    capacity(),
-			Allocatable: capacity(),
-			Conditions:  s.conditions(),
-			NodeInfo:    s.nodeInfo(),
-		},
-	}
-}
-
-func (s NodeSpec) hostname() string {
-	return defaulted(s.Hostname, s.Name)
-}
-
-func (s NodeSpec) labels() map[string]string {
-	labels := map[string]string{
-		corev1.LabelHostname:      s.hostname(),
-		corev1.LabelOSStable:      runtime.GOOS,
-		corev1.LabelArchStable:    runtime.GOARCH,
-		"beta.kubernetes.io/os":   runtime.GOOS,
-		"beta.kubernetes.io/arch": runtime.GOARCH,
+func (c *Cluster) labelControlPlane(ctx context.Context, name string) (*corev1.Node, error) {
+	client, err := kubernetes.NewForConfig(c.Config())
+	if err != nil {
+		return nil, err
 	}
 
-	maps.Copy(labels, s.Labels)
+	label := []byte(`{"metadata":{"labels":{"node-role.kubernetes.io/control-plane":""}}}`)
 
-	return labels
+	return client.CoreV1().Nodes().Patch(ctx, name, types.MergePatchType, label, metav1.PatchOptions{})
 }
 
-func (s NodeSpec) annotations() map[string]string {
-	annotations := map[string]string{"volumes.kubernetes.io/controller-managed-attach-detach": "true"}
-
-	if len(s.NodeIPs) > 0 && !s.WithoutCloudProvider {
-		annotations[providedNodeIP] = strings.Join(s.ips(), ",")
+// RequestServingCertificate creates a CSR for DNS names and IP addresses as the kubelet of a Node does
+// (k8s.io/kubernetes/pkg/kubelet/certificate). The key is discarded. If name is empty, the API server chooses one.
+func (c *Cluster) RequestServingCertificate(ctx context.Context, nodename, name string, subjects ...string) (*certificatesv1.CertificateSigningRequest, error) {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return nil, err
 	}
 
-	maps.Copy(annotations, s.Annotations)
+	var (
+		user  = pkix.Name{CommonName: userNode + nodename, Organization: []string{groupNodes}}
+		names []string
+		ips   []net.IP
+	)
 
-	return annotations
-}
-
-func (s NodeSpec) taints() []corev1.Taint {
-	if s.WithoutCloudProvider {
-		return s.Taints
-	}
-
-	return append(slices.Clone(s.Taints), corev1.Taint{Key: uninitializedTaint, Value: "true", Effect: corev1.TaintEffectNoSchedule})
-}
-
-func (s NodeSpec) addresses() []corev1.NodeAddress {
-	var addresses []corev1.NodeAddress
-
-	for _, ip := range s.ips() {
-		addresses = append(addresses, corev1.NodeAddress{Type: corev1.NodeInternalIP, Address: ip})
-	}
-
-	return append(addresses, corev1.NodeAddress{Type: corev1.NodeHostName, Address: s.hostname()})
-}
-
-func (s NodeSpec) ips() []string {
-	texts := make([]string, len(s.NodeIPs))
-	for i, ip := range s.NodeIPs {
-		texts[i] = ip.String()
-	}
-
-	return texts
-}
-
-// conditions are those of a machine without a CNI: healthy but not Ready, as a Node is when a cloud controller manager first sees it.
-func (s NodeSpec) conditions() []corev1.NodeCondition {
-	now := metav1.Now()
-	condition := func(kind corev1.NodeConditionType, reason, message string) corev1.NodeCondition {
-		return corev1.NodeCondition{
-			Type: kind, Status: corev1.ConditionFalse, Reason: reason, Message: message,
-			LastHeartbeatTime: now, LastTransitionTime: now,
+	for _, subject := range subjects {
+		if ip := net.ParseIP(subject); ip != nil {
+			ips = append(ips, ip)
+		} else {
+			names = append(names, subject)
 		}
 	}
 
-	return []corev1.NodeCondition{
-		condition(corev1.NodeMemoryPressure, "KubeletHasSufficientMemory", "kubelet has sufficient memory available"),
-		condition(corev1.NodeDiskPressure, "KubeletHasNoDiskPressure", "kubelet has no disk pressure"),
-		condition(corev1.NodePIDPressure, "KubeletHasSufficientPID", "kubelet has sufficient PID available"),
-		condition(corev1.NodeReady, "KubeletNotReady", "container runtime network not ready: cni plugin not initialized"),
+	request, err := certutil.MakeCSR(key, &user, names, ips)
+	if err != nil {
+		return nil, fmt.Errorf("make CSR of %s: %w", nodename, err)
 	}
+
+	client, err := kubernetes.NewForConfig(c.KubeletConfig(nodename))
+	if err != nil {
+		return nil, fmt.Errorf("create CSR of %s: %w", nodename, err)
+	}
+
+	return client.CertificatesV1().CertificateSigningRequests().Create(ctx, &certificatesv1.CertificateSigningRequest{
+		ObjectMeta: metav1.ObjectMeta{Name: name, GenerateName: "csr-"},
+		Spec: certificatesv1.CertificateSigningRequestSpec{
+			Request: request, SignerName: certificatesv1.KubeletServingSignerName,
+			Usages: []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageServerAuth},
+		},
+	}, metav1.CreateOptions{})
 }
 
-func (s NodeSpec) nodeInfo() corev1.NodeSystemInfo {
-	return corev1.NodeSystemInfo{
-		OSImage:                 defaulted(s.OSImage, DefaultOSImage),
-		KubeletVersion:          defaulted(s.KubeletVersion, DefaultKubeletVersion),
-		OperatingSystem:         runtime.GOOS,
-		Architecture:            runtime.GOARCH,
-		ContainerRuntimeVersion: "containerd://2.2.5",
-	}
-}
-
-func capacity() corev1.ResourceList {
-	return corev1.ResourceList{
+func (s NodeSpec) node() *corev1.Node {
+	capacity := corev1.ResourceList{
 		corev1.ResourceCPU:    resource.MustParse("4"),
 		corev1.ResourceMemory: resource.MustParse("8Gi"),
 		corev1.ResourcePods:   resource.MustParse("110"),
 	}
-}
-
-func defaulted(value, fallback string) string {
-	if value == "" {
-		return fallback
+	node := &corev1.Node{
+		ObjectMeta: metav1.ObjectMeta{
+			Name: s.Name,
+			Labels: map[string]string{
+				corev1.LabelHostname:      s.Name,
+				corev1.LabelOSStable:      runtime.GOOS,
+				corev1.LabelArchStable:    runtime.GOARCH,
+				"beta.kubernetes.io/os":   runtime.GOOS,
+				"beta.kubernetes.io/arch": runtime.GOARCH,
+			},
+			Annotations: map[string]string{"volumes.kubernetes.io/controller-managed-attach-detach": "true"},
+		},
+		Spec: corev1.NodeSpec{Taints: slices.Clone(s.Taints)},
+		Status: corev1.NodeStatus{
+			Capacity:    capacity,
+			Allocatable: capacity,
+			// Those of a machine without a CNI: healthy but not Ready, as a Node is when a cloud controller manager
+			// first sees it.
+			Conditions: []corev1.NodeCondition{
+				isFalse(corev1.NodeMemoryPressure, "KubeletHasSufficientMemory", "kubelet has sufficient memory available"),
+				isFalse(corev1.NodeDiskPressure, "KubeletHasNoDiskPressure", "kubelet has no disk pressure"),
+				isFalse(corev1.NodePIDPressure, "KubeletHasSufficientPID", "kubelet has sufficient PID available"),
+				isFalse(corev1.NodeReady, "KubeletNotReady", "container runtime network not ready: cni plugin not initialized"),
+			},
+			NodeInfo: corev1.NodeSystemInfo{
+				OSImage:                 cmp.Or(s.OSImage, DefaultOSImage),
+				KubeletVersion:          KubernetesVersion,
+				OperatingSystem:         runtime.GOOS,
+				Architecture:            runtime.GOARCH,
+				ContainerRuntimeVersion: "containerd://2.2.5",
+			},
+		},
 	}
 
-	return value
+	maps.Copy(node.Labels, s.Labels)
+
+	for _, ip := range s.NodeIPs {
+		node.Status.Addresses = append(node.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeInternalIP, Address: ip.String()})
+	}
+
+	node.Status.Addresses = append(node.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeHostName, Address: s.Name})
+
+	if s.WithoutCloudProvider {
+		return node
+	}
+
+	node.Spec.Taints = append(node.Spec.Taints,
+		corev1.Taint{Key: cloudproviderapi.TaintExternalCloudProvider, Value: "true", Effect: corev1.TaintEffectNoSchedule})
+
+	if len(s.NodeIPs) > 0 {
+		node.Annotations[cloudproviderapi.AnnotationAlphaProvidedIPAddr] = strings.Join(texts(s.NodeIPs), ",")
+	}
+
+	return node
+}
+
+func isFalse(kind corev1.NodeConditionType, reason, message string) corev1.NodeCondition {
+	now := metav1.Now()
+
+	return corev1.NodeCondition{
+		Type: kind, Status: corev1.ConditionFalse, Reason: reason, Message: message, LastHeartbeatTime: now, LastTransitionTime: now,
+	}
 }

@@ -1,17 +1,12 @@
 package kube
 
 import (
-	"crypto"
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
-	"crypto/x509"
-	"crypto/x509/pkix"
-	"encoding/pem"
+	stdx509 "crypto/x509"
 	"fmt"
-	"math/big"
 	"net"
 	"time"
+
+	"github.com/siderolabs/crypto/x509"
 )
 
 const (
@@ -20,183 +15,40 @@ const (
 	clockSkew = time.Hour
 )
 
-// authority is a certificate authority with its key.
-type authority struct {
-	certificate *x509.Certificate
-	pair        keyPair
-	key         crypto.Signer
-}
-
-// keyPair is a certificate and its private key, both PEM.
-type keyPair struct {
-	certificate []byte
-	key         []byte
-}
-
-// subject says whom a certificate is for. Without hosts it is a client's, with hosts a server's.
-type subject struct {
-	name   string
-	groups []string
-	hosts  []string
-}
-
-func newAuthority(name string) (*authority, error) {
-	key, keyPEM, err := newKey()
-	if err != nil {
-		return nil, fmt.Errorf("make certificate authority %s: %w", name, err)
-	}
-
-	template, err := newTemplate(subject{name: name})
-	if err != nil {
-		return nil, fmt.Errorf("make certificate authority %s: %w", name, err)
-	}
-
-	template.IsCA = true
-	template.KeyUsage = x509.KeyUsageCertSign | x509.KeyUsageCRLSign | x509.KeyUsageDigitalSignature
-	template.ExtKeyUsage = nil
-
-	der, err := x509.CreateCertificate(rand.Reader, template, template, key.Public(), key)
-	if err != nil {
-		return nil, fmt.Errorf("make certificate authority %s: %w", name, err)
-	}
-
-	certificate, err := x509.ParseCertificate(der)
-	if err != nil {
-		return nil, fmt.Errorf("make certificate authority %s: %w", name, err)
-	}
-
-	return &authority{certificate: certificate, key: key, pair: keyPair{certificate: pemBlock("CERTIFICATE", der), key: keyPEM}}, nil
-}
-
-// issue makes a key and a certificate for it.
-func (a *authority) issue(s subject) (keyPair, error) {
-	key, keyPEM, err := newKey()
-	if err != nil {
-		return keyPair{}, fmt.Errorf("issue certificate for %s: %w", s.name, err)
-	}
-
-	template, err := newTemplate(s)
-	if err != nil {
-		return keyPair{}, fmt.Errorf("issue certificate for %s: %w", s.name, err)
-	}
-
-	der, err := x509.CreateCertificate(rand.Reader, template, a.certificate, key.Public(), a.key)
-	if err != nil {
-		return keyPair{}, fmt.Errorf("issue certificate for %s: %w", s.name, err)
-	}
-
-	return keyPair{certificate: pemBlock("CERTIFICATE", der), key: keyPEM}, nil
-}
-
-func newTemplate(s subject) (*x509.Certificate, error) {
-	serial, err := rand.Int(rand.Reader, new(big.Int).Lsh(big.NewInt(1), 120))
-	if err != nil {
-		return nil, err
-	}
-
-	now := time.Now()
-	template := &x509.Certificate{
-		SerialNumber:          serial,
-		Subject:               pkix.Name{CommonName: s.name, Organization: s.groups},
-		NotBefore:             now.Add(-clockSkew),
-		NotAfter:              now.Add(certificateTTL),
-		BasicConstraintsValid: true,
-		KeyUsage:              x509.KeyUsageDigitalSignature,
-		ExtKeyUsage:           []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
-	}
-
-	for _, host := range s.hosts {
-		template.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}
-
-		if ip := net.ParseIP(host); ip != nil {
-			template.IPAddresses = append(template.IPAddresses, ip)
-		} else {
-			template.DNSNames = append(template.DNSNames, host)
-		}
-	}
-
-	return template, nil
-}
-
-// newSigningKey makes the key pair that signs service account tokens.
-func newSigningKey() (private, public []byte, err error) {
-	key, private, err := newKey()
-	if err != nil {
-		return nil, nil, fmt.Errorf("make service account key: %w", err)
-	}
-
-	der, err := x509.MarshalPKIXPublicKey(key.Public())
-	if err != nil {
-		return nil, nil, fmt.Errorf("make service account key: %w", err)
-	}
-
-	return private, pemBlock("PUBLIC KEY", der), nil
-}
-
-func newKey() (crypto.Signer, []byte, error) {
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	if err != nil {
-		return nil, nil, err
-	}
-
-	der, err := x509.MarshalECPrivateKey(key)
-	if err != nil {
-		return nil, nil, err
-	}
-
-	return key, pemBlock("EC PRIVATE KEY", der), nil
-}
-
-func pemBlock(kind string, der []byte) []byte {
-	return pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der})
-}
-
-// pki is what a cluster's components identify themselves by. Two authorities, so that the one that clients trust can be replaced while the
-// clients' own certificates stay valid.
+// pki is what a cluster's components identify themselves by. It has two authorities, so that the one that clients trust
+// can be replaced while the clients' own certificates stay valid.
 type pki struct {
 	folder *folder
 	// clients signs client certificates and, through kube-controller-manager, the kubelets' serving certificates.
-	clients *authority
+	clients *x509.CertificateAuthority
 	// serving signs the API server's certificate; guarded by the cluster's mutex.
-	serving *authority
+	serving *x509.CertificateAuthority
 	// admin is the client certificate of an administrator.
-	admin keyPair
+	admin *x509.KeyPair
 }
 
 // Files in a cluster's folder.
 const (
-	clientCAFile          = "client-ca.crt"
-	clientCAKeyFile       = "client-ca.key"
-	frontProxyCAFile      = "front-proxy-ca.crt"
-	servingCAFile         = "serving-ca.crt"
-	servingCertFile       = "apiserver.crt"
-	servingKeyFile        = "apiserver.key"
-	kubeletClientCertFile = "apiserver-kubelet-client.crt"
-	kubeletClientKeyFile  = "apiserver-kubelet-client.key"
-	signingKeyFile        = "service-account.key"
-	verifyingKeyFile      = "service-account.pub"
-	managerConfigFile     = "kube-controller-manager.kubeconfig"
+	clientCAFile      = "client-ca.crt"
+	clientCAKeyFile   = "client-ca.key"
+	frontProxyCAFile  = "front-proxy-ca.crt"
+	servingCAFile     = "serving-ca.crt"
+	servingCertFile   = "apiserver.crt"
+	servingKeyFile    = "apiserver.key"
+	adminCertFile     = "admin.crt"
+	adminKeyFile      = "admin.key"
+	signingKeyFile    = "service-account.key"
+	managerConfigFile = "kube-controller-manager.kubeconfig"
 )
 
-func newPKI(f *folder) (*pki, error) {
-	clients, err := newAuthority("talos-ccm-test-clients")
-	if err != nil {
+func newPKI(f *folder) (p *pki, err error) {
+	p = &pki{folder: f}
+
+	if p.clients, err = newAuthority("talos-ccm-test-clients"); err != nil {
 		return nil, err
 	}
 
-	admin, err := clients.issue(subject{name: "admin", groups: []string{groupMasters}})
-	if err != nil {
-		return nil, err
-	}
-
-	p := &pki{folder: f, clients: clients, admin: admin}
-
-	if err := p.renewServing(); err != nil {
-		return nil, err
-	}
-
-	kubeletClient, err := clients.issue(subject{name: "kube-apiserver-kubelet-client", groups: []string{groupMasters}})
-	if err != nil {
+	if p.admin, err = p.issueClient("admin", groupMasters); err != nil {
 		return nil, err
 	}
 
@@ -205,42 +57,43 @@ func newPKI(f *folder) (*pki, error) {
 		return nil, err
 	}
 
-	signing, verifying, err := newSigningKey()
+	signing, err := x509.NewECDSAKey()
 	if err != nil {
+		return nil, fmt.Errorf("make service account key: %w", err)
+	}
+
+	if err := p.renewServing(); err != nil {
 		return nil, err
 	}
 
 	return p, p.write(map[string][]byte{
-		frontProxyCAFile:      frontProxy.pair.certificate,
-		clientCAFile:          clients.pair.certificate,
-		clientCAKeyFile:       clients.pair.key,
-		kubeletClientCertFile: kubeletClient.certificate,
-		kubeletClientKeyFile:  kubeletClient.key,
-		signingKeyFile:        signing,
-		verifyingKeyFile:      verifying,
+		frontProxyCAFile: frontProxy.CrtPEM,
+		clientCAFile:     p.clients.CrtPEM,
+		clientCAKeyFile:  p.clients.KeyPEM,
+		adminCertFile:    p.admin.CrtPEM,
+		adminKeyFile:     p.admin.KeyPEM,
+		signingKeyFile:   signing.GetPrivateKeyPEM(),
 	})
 }
 
 // renewServing makes a new serving authority and the API server's certificate.
-func (p *pki) renewServing() error {
-	serving, err := newAuthority("talos-ccm-test-serving")
-	if err != nil {
+func (p *pki) renewServing() (err error) {
+	if p.serving, err = newAuthority("talos-ccm-test-serving"); err != nil {
 		return err
 	}
 
-	pair, err := serving.issue(subject{name: "kube-apiserver", hosts: []string{
-		"127.0.0.1", serviceAddress, "localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local",
-	}})
+	names := []string{"localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local"}
+
+	pair, err := issue(p.serving, stdx509.ExtKeyUsageServerAuth, x509.CommonName(apiServer), x509.DNSNames(names),
+		x509.IPAddresses([]net.IP{net.IPv4(127, 0, 0, 1), net.ParseIP(serviceAddress)}))
 	if err != nil {
 		return err
 	}
-
-	p.serving = serving
 
 	return p.write(map[string][]byte{
-		servingCAFile:   serving.pair.certificate,
-		servingCertFile: pair.certificate,
-		servingKeyFile:  pair.key,
+		servingCAFile:   p.serving.CrtPEM,
+		servingCertFile: pair.CrtPEM,
+		servingKeyFile:  pair.KeyPEM,
 	})
 }
 
@@ -252,4 +105,33 @@ func (p *pki) write(files map[string][]byte) error {
 	}
 
 	return nil
+}
+
+// issueClient issues the client certificate of a user.
+func (p *pki) issueClient(user string, groups ...string) (*x509.KeyPair, error) {
+	return issue(p.clients, stdx509.ExtKeyUsageClientAuth, x509.CommonName(user), x509.Organization(groups...))
+}
+
+func newAuthority(name string) (*x509.CertificateAuthority, error) {
+	ca, err := x509.NewSelfSignedCertificateAuthority(options(x509.ECDSA(true), x509.Organization(name))...)
+	if err != nil {
+		return nil, fmt.Errorf("make certificate authority %s: %w", name, err)
+	}
+
+	return ca, nil
+}
+
+// issue makes a key and a certificate for it.
+func issue(ca *x509.CertificateAuthority, usage stdx509.ExtKeyUsage, subject ...x509.Option) (*x509.KeyPair, error) {
+	pair, err := x509.NewKeyPair(ca, options(append(subject, x509.ExtKeyUsage([]stdx509.ExtKeyUsage{usage}))...)...)
+	if err != nil {
+		return nil, fmt.Errorf("issue certificate: %w", err)
+	}
+
+	return pair, nil
+}
+
+// options adds the period of validity.
+func options(list ...x509.Option) []x509.Option {
+	return append(list, x509.NotBefore(time.Now().Add(-clockSkew)), x509.NotAfter(time.Now().Add(certificateTTL)))
 }

@@ -1,0 +1,69 @@
+package build_test
+
+import (
+	"errors"
+	"io"
+	"os"
+	"path/filepath"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/talos-ccm/talos-ccm/test/build"
+)
+
+func TestCached_BuildsOnce(t *testing.T) {
+	t.Setenv("TALOS_CCM_CACHE", t.TempDir())
+
+	var (
+		group  sync.WaitGroup
+		builds atomic.Int32
+	)
+
+	for range 4 {
+		group.Go(func() {
+			folder, err := build.Cached(t.Context(), "kind", "key", io.Discard, func(folder string) error {
+				builds.Add(1)
+
+				return os.WriteFile(filepath.Join(folder, "file"), nil, 0o600)
+			})
+			assert.NoError(t, err)
+			assert.FileExists(t, filepath.Join(folder, "file"))
+		})
+	}
+
+	group.Wait()
+	assert.EqualValues(t, 1, builds.Load())
+}
+
+func TestCached_KeepsRecentBuilds(t *testing.T) {
+	cache := t.TempDir()
+	t.Setenv("TALOS_CCM_CACHE", cache)
+
+	failure := errors.New("failed")
+	_, err := build.Cached(t.Context(), "kind", "failed", nil, func(string) error { return failure })
+	require.ErrorIs(t, err, failure)
+
+	require.NoError(t, os.Mkdir(filepath.Join(cache, "kind", "unfinished-1"), 0o700))
+
+	old := time.Now().Add(-48 * time.Hour)
+
+	for _, key := range []string{"old", "former", "recent", "latest"} {
+		folder, err := build.Cached(t.Context(), "kind", key, nil, func(string) error { return nil })
+		require.NoError(t, err)
+
+		if key != "recent" {
+			require.NoError(t, os.Chtimes(folder, old, old))
+		}
+	}
+
+	left, err := filepath.Glob(filepath.Join(cache, "kind", "*"))
+	require.NoError(t, err)
+
+	kind := filepath.Join(cache, "kind")
+	assert.Equal(t, []string{filepath.Join(kind, "latest"), filepath.Join(kind, "lock"), filepath.Join(kind, "recent")}, left)
+}

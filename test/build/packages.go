@@ -1,0 +1,112 @@
+package build
+
+import (
+	"bufio"
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"os/exec"
+	"runtime"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/talos-ccm/talos-ccm/test/screen"
+)
+
+const (
+	// buildLine is how often the progress of a build is written where there is no terminal.
+	buildLine = 10 * time.Second
+	// messageLines is how much of go's output an error repeats.
+	messageLines = 20
+)
+
+// Packages runs build, a `go build -v`, and shows how many of the packages it has compiled that list prints, a
+// `go list -deps`. A nil out is silence.
+func Packages(out io.Writer, title string, list, build *exec.Cmd) error {
+	var (
+		total, compiled atomic.Int64
+		showing         sync.WaitGroup
+		done            = make(chan struct{})
+		started         = time.Now()
+	)
+
+	if out == nil {
+		out = io.Discard
+	}
+
+	showing.Go(func() {
+		screen.Show(done, out, buildLine, func() []string {
+			state := title
+			if total.Load() > 0 {
+				state = screen.Bar(out, title, int(compiled.Load()), int(total.Load())) + " packages at most"
+			}
+
+			return []string{fmt.Sprintf("%s, %s", state, time.Since(started).Round(time.Second))}
+		})
+	})
+
+	defer showing.Wait()
+	defer close(done)
+
+	packages, err := Output(list)
+	if err != nil {
+		return err
+	}
+
+	total.Store(int64(bytes.Count(packages, []byte{'\n'})))
+
+	return compile(build, &compiled)
+}
+
+// compile runs a `go build -v`, which prints each package, and counts them. The error has the last other messages.
+func compile(build *exec.Cmd, compiled *atomic.Int64) error {
+	// The signal is sent when the thread ends that started the build. Interrupted, go removes its temporary files.
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+
+	build.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGINT}
+
+	stderr, err := build.StderrPipe()
+	if err != nil {
+		return err
+	}
+
+	if err := build.Start(); err != nil {
+		return err
+	}
+
+	var messages []string
+
+	for scanner := bufio.NewScanner(stderr); scanner.Scan(); {
+		if line := scanner.Text(); strings.ContainsAny(line, " :\t#") {
+			messages = append(messages, line)
+		} else {
+			compiled.Add(1)
+		}
+	}
+
+	if err := build.Wait(); err != nil {
+		return fmt.Errorf("go build in %s: %w\n%s", build.Dir, err, strings.Join(messages[max(0, len(messages)-messageLines):], "\n"))
+	}
+
+	return nil
+}
+
+// Output returns the standard output of a command. The error has what it wrote to its standard error.
+func Output(cmd *exec.Cmd) ([]byte, error) {
+	output, err := cmd.Output()
+
+	if exit := (*exec.ExitError)(nil); errors.As(err, &exit) {
+		err = fmt.Errorf("%w: %s", err, bytes.TrimSpace(exit.Stderr))
+	}
+
+	if err != nil {
+		return nil, fmt.Errorf("%s %s in %q: %w", cmd.Args[0], cmd.Args[1], cmd.Dir, err)
+	}
+
+	return output, nil
+}
