@@ -14,7 +14,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/talos-ccm/talos-ccm/test/build"
+	"github.com/talos-ccm/talos-ccm/test/builder"
 	"github.com/talos-ccm/talos-ccm/test/process"
 )
 
@@ -55,7 +55,7 @@ func AssetsOf(ctx context.Context, version string, progress io.Writer) (string, 
 		return "", fmt.Errorf("find the source of the Kubernetes components: %w", err)
 	}
 
-	folder, err := build.Cached(ctx, "kube", source.key, progress, func(folder string) error { return source.build(ctx, folder, progress) })
+	folder, err := builder.Cached(ctx, "kube", source.key, progress, func(folder string) error { return source.build(ctx, folder, progress) })
 	if err != nil {
 		return "", fmt.Errorf("build the Kubernetes components: %w", err)
 	}
@@ -91,7 +91,7 @@ type source struct {
 
 // findSource finds the module in the checkout of the working directory.
 func findSource(ctx context.Context, version string) (s source, err error) {
-	parent, err := build.Folder(ctx, "github.com/talos-ccm/talos-ccm/test/kube")
+	parent, err := builder.Folder(ctx, "github.com/talos-ccm/talos-ccm/test/kube")
 	if err != nil {
 		return s, err
 	}
@@ -111,7 +111,7 @@ func findSource(ctx context.Context, version string) (s source, err error) {
 		return s, err
 	}
 
-	goVersion, err := build.Output(goCommand(ctx, s.folder, "version"))
+	goVersion, err := builder.Output(goCommand(ctx, s.folder, "version"))
 	if err != nil {
 		return s, err
 	}
@@ -168,7 +168,7 @@ func (s source) build(ctx context.Context, folder string, progress io.Writer) er
 	list := append([]string{"list", "-deps", "-f", "{{if .Stale}}{{.ImportPath}}{{end}}"}, flags...)
 	compile := append([]string{"build", "-v", "-o", filepath.Join(folder, multiCall)}, flags...)
 
-	return build.Packages(progress, "Building the Kubernetes "+s.version+" components (once)",
+	return builder.Packages(progress, "Building the Kubernetes "+s.version+" components (once)",
 		goCommand(ctx, s.folder, list...), goCommand(ctx, s.folder, compile...))
 }
 

@@ -23,6 +23,7 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 
+	"github.com/talos-ccm/talos-ccm/test/builder"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
@@ -188,7 +189,7 @@ func (b *Bed) prepare(ctx context.Context) error {
 		return err
 	}
 
-	base, err := bedsDir()
+	base, err := builder.CacheDir("beds")
 	if err != nil {
 		return err
 	}
@@ -428,11 +429,6 @@ func (b *Bed) Down() error {
 	if b.owner != nil {
 		errs = append(errs, os.RemoveAll(b.dir), b.owner.Close())
 		b.owner = nil
-	}
-
-	if b.assets != nil {
-		errs = append(errs, b.assets.release())
-		b.assets = nil
 	}
 
 	if err := errors.Join(errs...); err != nil {

@@ -1,7 +1,6 @@
 package talos
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -10,7 +9,8 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"sync"
+
+	"github.com/talos-ccm/talos-ccm/test/builder"
 )
 
 // The tags with which Talos itself is built, and its runtime as far as it is used here.
@@ -96,35 +96,11 @@ func (b build) command(ctx context.Context, args []string) *exec.Cmd {
 
 // run builds into the folder output and shows how far it is.
 func (b build) run(ctx context.Context, output string, out io.Writer) error {
-	list, err := b.command(ctx, b.arguments("list", "-deps")).Output()
-	if err != nil {
-		return fmt.Errorf("list packages of %s: %w", b.title, explain(err))
-	}
+	list := b.command(ctx, b.arguments("list", "-deps"))
+	compile := b.command(ctx, b.arguments("build", "-v", "-ldflags", b.ldflags, "-o", output+string(os.PathSeparator)))
 
-	var (
-		messages bytes.Buffer
-		showing  sync.WaitGroup
-	)
-
-	p := newProgress(out, "building "+b.title, bytes.Count(list, []byte{'\n'}))
-	read, write := io.Pipe()
-
-	cmd := b.command(ctx, b.arguments("build", "-v", "-ldflags", b.ldflags, "-o", output+string(os.PathSeparator)))
-	cmd.Stderr = write
-
-	ctx, cancel := context.WithCancel(ctx)
-
-	showing.Go(func() { p.show(ctx) })
-	showing.Go(func() { p.count(read, &messages) })
-
-	err = cmd.Run()
-
-	cancel()
-	write.Close() //nolint:errcheck // never fails
-	showing.Wait()
-
-	if err != nil {
-		return fmt.Errorf("build %s: %w\n%s", b.title, err, messages.String())
+	if err := builder.Packages(out, "Building "+b.title, list, compile); err != nil {
+		return fmt.Errorf("build %s: %w", b.title, err)
 	}
 
 	return nil

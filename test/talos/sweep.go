@@ -9,25 +9,12 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/talos-ccm/talos-ccm/test/builder"
 )
 
 // claimedPrefix begins the name of every bed's folder.
 const claimedPrefix = "bed-"
-
-// bedsDir is where the folders of all beds are.
-func bedsDir() (string, error) {
-	cache, err := cacheDir()
-	if err != nil {
-		return "", err
-	}
-
-	dir := filepath.Join(filepath.Dir(cache), "beds")
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return "", fmt.Errorf("make folder for beds: %w", err)
-	}
-
-	return dir, nil
-}
 
 // claim makes the folder of a new bed and holds a lock on it, which the kernel lets go of when this process ends.
 func claim(base string) (dir string, owner *os.File, err error) {
@@ -43,7 +30,7 @@ func claim(base string) (dir string, owner *os.File, err error) {
 
 // Sweep removes what beds have left whose process was killed. Up does that, too.
 func Sweep(ctx context.Context) error {
-	base, err := bedsDir()
+	base, err := builder.CacheDir("beds")
 	if err != nil {
 		return err
 	}
@@ -94,4 +81,19 @@ func sweepCgroups(ctx context.Context, id string) error {
 	}
 
 	return nil
+}
+
+func lockFolder(dir string, how int) (*os.File, error) {
+	file, err := os.Open(dir)
+	if err != nil {
+		return nil, fmt.Errorf("open folder of bed: %w", err)
+	}
+
+	if err := unix.Flock(int(file.Fd()), how); err != nil {
+		file.Close() //nolint:errcheck // only read
+
+		return nil, fmt.Errorf("lock folder of bed %s: %w", dir, err)
+	}
+
+	return file, nil
 }

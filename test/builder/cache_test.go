@@ -1,4 +1,4 @@
-package build_test
+package builder_test
 
 import (
 	"errors"
@@ -13,7 +13,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
-	"github.com/talos-ccm/talos-ccm/test/build"
+	"github.com/talos-ccm/talos-ccm/test/builder"
 )
 
 func TestCached_BuildsOnce(t *testing.T) {
@@ -26,7 +26,7 @@ func TestCached_BuildsOnce(t *testing.T) {
 
 	for range 4 {
 		group.Go(func() {
-			folder, err := build.Cached(t.Context(), "kind", "key", io.Discard, func(folder string) error {
+			folder, err := builder.Cached(t.Context(), "kind", "key", io.Discard, func(folder string) error {
 				builds.Add(1)
 
 				return os.WriteFile(filepath.Join(folder, "file"), nil, 0o600)
@@ -45,7 +45,7 @@ func TestCached_KeepsRecentBuilds(t *testing.T) {
 	t.Setenv("TALOS_CCM_CACHE", cache)
 
 	failure := errors.New("failed")
-	_, err := build.Cached(t.Context(), "kind", "failed", nil, func(string) error { return failure })
+	_, err := builder.Cached(t.Context(), "kind", "failed", nil, func(string) error { return failure })
 	require.ErrorIs(t, err, failure)
 
 	require.NoError(t, os.Mkdir(filepath.Join(cache, "kind", "unfinished-1"), 0o700))
@@ -53,7 +53,7 @@ func TestCached_KeepsRecentBuilds(t *testing.T) {
 	old := time.Now().Add(-48 * time.Hour)
 
 	for _, key := range []string{"old", "former", "recent", "latest"} {
-		folder, err := build.Cached(t.Context(), "kind", key, nil, func(string) error { return nil })
+		folder, err := builder.Cached(t.Context(), "kind", key, nil, func(string) error { return nil })
 		require.NoError(t, err)
 
 		if key != "recent" {

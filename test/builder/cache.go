@@ -1,8 +1,7 @@
-// Package build builds with Go what tests start, shows the progress, and keeps the results in a cache.
-package build
+// Package builder builds with Go what tests start, shows the progress, and keeps the results in a cache.
+package builder
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -28,19 +27,38 @@ const (
 	unfinished = "unfinished-"
 )
 
-// Cached returns a folder of the cache, which is TALOS_CCM_CACHE or talos-ccm in the user's cache folder. The key changes
-// with everything that the folder is built from. If the folder does not exist, build fills it: once, however many
-// processes ask for it at the same time, and complete or not at all. Old builds are removed. A nil progress is silence.
-func Cached(ctx context.Context, kind, key string, progress io.Writer, build func(folder string) error) (string, error) {
-	user, err := os.UserCacheDir()
-	cache := cmp.Or(os.Getenv(cacheEnv), filepath.Join(user, "talos-ccm"))
+// CacheDir returns a folder of the cache, which is TALOS_CCM_CACHE or talos-ccm in the user's cache folder, and makes it.
+func CacheDir(name string) (string, error) {
+	cache := os.Getenv(cacheEnv)
 
-	if err != nil && os.Getenv(cacheEnv) == "" {
-		return "", fmt.Errorf("find the cache: %w (or set %s)", err, cacheEnv)
+	if cache == "" {
+		user, err := os.UserCacheDir()
+		if err != nil {
+			return "", fmt.Errorf("find the cache: %w (or set %s)", err, cacheEnv)
+		}
+
+		cache = filepath.Join(user, "talos-ccm")
 	}
 
-	if cache, err = filepath.Abs(filepath.Join(cache, kind)); err != nil {
-		return "", fmt.Errorf("find the cache: %w", err)
+	folder, err := filepath.Abs(filepath.Join(cache, name))
+	if err == nil {
+		err = os.MkdirAll(folder, 0o755)
+	}
+
+	if err != nil {
+		return "", fmt.Errorf("make folder of the cache: %w", err)
+	}
+
+	return folder, nil
+}
+
+// Cached returns a folder in the folder kind of the cache. The key changes with everything that the folder is built from.
+// If the folder does not exist, build fills it: once, however many processes ask for it at the same time, and complete or
+// not at all. Old builds are removed. A nil progress is silence.
+func Cached(ctx context.Context, kind, key string, progress io.Writer, build func(folder string) error) (string, error) {
+	cache, err := CacheDir(kind)
+	if err != nil {
+		return "", err
 	}
 
 	folder := filepath.Join(cache, key)
@@ -80,10 +98,6 @@ func used(folder string) bool { return os.Chtimes(folder, time.Now(), time.Now()
 
 // lockCache locks the cache until the returned file is closed.
 func lockCache(ctx context.Context, cache string, progress io.Writer) (*os.File, error) {
-	if err := os.MkdirAll(cache, 0o755); err != nil {
-		return nil, err
-	}
-
 	file, err := os.OpenFile(filepath.Join(cache, "lock"), os.O_CREATE|os.O_RDWR, 0o600)
 	if err != nil {
 		return nil, err
