@@ -217,9 +217,9 @@ faults: kube-assets ## Run talos-ccm through faults and audit every write: make 
 	$(ARTIFACTS)/bench -machines $(or $(MACHINES),1000) -faults $(or $(FAULT),all)
 
 .PHONY: soak
-soak: kube-assets ## Change machines and watch memory and connections: make soak [MACHINES=300] [DURATION=10m].
+soak: kube-assets ## Change machines and watch memory and connections: make soak [MACHINES=300] [DURATION=10m] [BENCHFLAGS=-help].
 	$(GO) build -o $(ARTIFACTS)/bench ./test/bench
-	$(ARTIFACTS)/bench -machines $(or $(MACHINES),1000) -soak $(or $(DURATION),30m)
+	$(ARTIFACTS)/bench -machines $(or $(MACHINES),1000) -soak $(or $(DURATION),30m) $(BENCHFLAGS)
 
 .PHONY: microbench
 microbench: ## Run the benchmarks of packages: make microbench [BENCH=regexp].

@@ -38,7 +38,7 @@ func newAuditor(machines []Machine) *auditor {
 	a := &auditor{expected: map[string]*expectation{}, nodes: map[string]*corev1.Node{}}
 
 	for _, m := range machines {
-		a.expected[m.Nodename] = &expectation{providerID: m.providerID(), addresses: []netip.Addr{m.Address, m.Private}}
+		a.expected[m.Nodename] = &expectation{providerID: m.providerID(), addresses: m.nodeIPs()}
 	}
 
 	return a

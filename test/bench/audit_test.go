@@ -10,7 +10,7 @@ import (
 	cloudproviderapi "k8s.io/cloud-provider/api"
 )
 
-var audited = Machine{Nodename: "a", Address: netip.MustParseAddr("192.0.2.1"), Private: netip.MustParseAddr("10.0.0.1")}
+var audited = Machine{Nodename: "a", Address: netip.MustParseAddr("10.0.0.1")}
 
 func initialized() *corev1.Node {
 	node := &corev1.Node{}
@@ -63,7 +63,7 @@ func TestAuditor_ReportsWrongNodes(t *testing.T) {
 			other := initialized()
 			other.Name, other.Spec.ProviderID, other.Spec.PodCIDRs = "b", "aws:///zone-1/b", []string{"10.70.1.0/24"}
 
-			a := newAuditor([]Machine{audited, {Nodename: "b", Address: audited.Address, Private: audited.Private}})
+			a := newAuditor([]Machine{audited, {Nodename: "b", Address: audited.Address}})
 			a.allow("a", netip.MustParseAddr("198.18.0.1"))
 			a.allow("a", netip.MustParseAddr("198.18.0.2"))
 			a.observe(other)

@@ -3,8 +3,6 @@ package main
 import (
 	"context"
 	"crypto/tls"
-	"crypto/x509"
-	"encoding/base64"
 	"fmt"
 	"net/netip"
 	"os"
@@ -13,8 +11,6 @@ import (
 
 	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/cosi-project/runtime/pkg/state"
-	"github.com/siderolabs/talos/pkg/machinery/client"
-	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	certificatesv1 "k8s.io/api/certificates/v1"
@@ -36,6 +32,7 @@ import (
 type barest struct {
 	client kubernetes.Interface
 	tls    *tls.Config
+	known  sync.Map // nodenames
 }
 
 // TLSConfig implements talosapi.Credentials.
@@ -56,50 +53,18 @@ func runBarest(ctx context.Context) error {
 		return err
 	}
 
-	talosconfig, err := clientconfig.Open(os.Getenv("TALOSCONFIG"))
-	if err != nil {
+	if b.tls, err = (talosapi.Talosconfig{Path: os.Getenv("TALOSCONFIG")}).TLSConfig(); err != nil {
 		return err
 	}
-
-	talos := talosconfig.Contexts[talosconfig.Context]
-
-	certificate, err := client.CertificateFromConfigContext(talos)
-	if err != nil {
-		return err
-	}
-
-	ca, err := base64.StdEncoding.DecodeString(talos.CA)
-	if err != nil {
-		return err
-	}
-
-	roots := x509.NewCertPool()
-	roots.AppendCertsFromPEM(ca)
-
-	b.tls = &tls.Config{RootCAs: roots, Certificates: []tls.Certificate{*certificate}, MinVersion: tls.VersionTLS13}
 
 	factory := informers.NewSharedInformerFactory(b.client, 0)
 
-	var known sync.Map // nodenames
-
-	_, err = factory.Core().V1().Nodes().Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: func(obj any) {
-		node, _ := obj.(*corev1.Node)
-		if _, again := known.LoadOrStore(node.Name, nil); !again {
-			go func() { b.report(b.follow(ctx, node)) }()
+	for _, informer := range []cache.SharedIndexInformer{
+		factory.Core().V1().Nodes().Informer(), factory.Certificates().V1().CertificateSigningRequests().Informer(),
+	} {
+		if _, err := informer.AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: func(obj any) { b.observe(ctx, obj) }}); err != nil {
+			return err
 		}
-	}})
-	if err != nil {
-		return err
-	}
-
-	_, err = factory.Certificates().V1().CertificateSigningRequests().Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: func(obj any) {
-		csr, _ := obj.(*certificatesv1.CertificateSigningRequest)
-		if csr.Spec.SignerName == certificatesv1.KubeletServingSignerName && len(csr.Status.Conditions) == 0 {
-			go func() { b.report(b.approve(ctx, csr.DeepCopy())) }()
-		}
-	}})
-	if err != nil {
-		return err
 	}
 
 	factory.Start(ctx.Done())
@@ -107,6 +72,20 @@ func runBarest(ctx context.Context) error {
 	factory.Shutdown()
 
 	return nil
+}
+
+// observe follows the machine of a new Node, and approves a new CSR.
+func (b *barest) observe(ctx context.Context, obj any) {
+	switch obj := obj.(type) {
+	case *corev1.Node:
+		if _, again := b.known.LoadOrStore(obj.Name, nil); !again {
+			go func() { b.report(b.follow(ctx, obj)) }()
+		}
+	case *certificatesv1.CertificateSigningRequest:
+		if obj.Spec.SignerName == certificatesv1.KubeletServingSignerName && len(obj.Status.Conditions) == 0 {
+			go func() { b.report(b.approve(ctx, obj.DeepCopy())) }()
+		}
+	}
 }
 
 // report ends the process: without one Node, all results would be wrong.
@@ -181,8 +160,9 @@ func (f *follower) handle(ctx context.Context, event state.Event) error {
 	case *runtime.PlatformMetadata:
 		f.metadata = r.TypedSpec()
 	case *network.AddressStatus:
-		if addr := r.TypedSpec().Address.Addr(); !addr.IsLoopback() && event.Type != state.Destroyed {
-			f.ips = append(f.ips, addr.String())
+		// All addresses of a simulated machine are those of its Node, also the loopback address where it listens.
+		if event.Type != state.Destroyed {
+			f.ips = append(f.ips, r.TypedSpec().Address.Addr().String())
 		}
 	}
 

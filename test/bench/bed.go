@@ -9,24 +9,19 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
 
-	"github.com/siderolabs/talos/pkg/machinery/constants"
+	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/cache"
 
-	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
-
-// grace is how long a process has to exit after SIGTERM.
-const grace = 20 * time.Second
 
 // bed is a control plane and a fleet for one subject.
 type bed struct {
@@ -44,7 +39,7 @@ type bed struct {
 
 // newBed starts everything but the subject.
 func newBed(ctx context.Context, machines int, options kube.Options) (b *bed, err error) {
-	b = &bed{observer: &observer{changed: make(chan struct{}, 1), nodes: map[string]observed{}}}
+	b = &bed{observer: &observer{changed: make(chan struct{}, 1), listed: map[netip.Addr]time.Time{}}}
 
 	defer func() {
 		if err != nil {
@@ -79,7 +74,13 @@ func newBed(ctx context.Context, machines int, options kube.Options) (b *bed, er
 	b.factory = informers.NewSharedInformerFactory(b.client, 0)
 	informer := b.factory.Core().V1().Nodes().Informer()
 
-	if _, err := informer.AddEventHandler(b.observer.handler()); err != nil {
+	b.observer.store = informer.GetStore()
+
+	_, err = informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc:    b.observer.observe,
+		UpdateFunc: func(_, obj any) { b.observer.observe(obj) },
+	})
+	if err != nil {
 		return b, err
 	}
 
@@ -153,16 +154,10 @@ func (b *bed) close() error {
 	return errors.Join(append(errs, os.RemoveAll(b.folder))...)
 }
 
-// register registers the Nodes of machines at once, as their kubelets do, and labels the control plane as Talos does.
+// register registers the Nodes of machines at once, as their kubelets do.
 func (b *bed) register(ctx context.Context, machines []Machine) error {
 	return inParallel(machines, func(m Machine) error {
-		_, err := b.cluster.RegisterNode(ctx, kube.NodeSpec{Name: m.Nodename, NodeIPs: []netip.Addr{m.Address, m.Private}})
-		if err != nil || m.Socket == "" {
-			return err
-		}
-
-		label := []byte(`{"metadata":{"labels":{"` + constants.LabelNodeRoleControlPlane + `":""}}}`)
-		_, err = b.client.CoreV1().Nodes().Patch(ctx, m.Nodename, types.MergePatchType, label, metav1.PatchOptions{})
+		_, err := b.cluster.RegisterNode(ctx, kube.NodeSpec{Name: m.Nodename, NodeIPs: m.nodeIPs(), ControlPlane: m.Socket != ""})
 
 		return err
 	})
@@ -170,28 +165,28 @@ func (b *bed) register(ctx context.Context, machines []Machine) error {
 
 // inParallel calls do for each item, for up to 64 at a time, and returns the first error.
 func inParallel[T any](items []T, do func(T) error) error {
-	var (
-		group sync.WaitGroup
-		once  sync.Once
-		first error
-		slots = make(chan struct{}, 64)
-	)
+	var group errgroup.Group
+
+	group.SetLimit(64)
 
 	for _, item := range items {
-		slots <- struct{}{}
-
-		group.Go(func() {
-			defer func() { <-slots }()
-
-			if err := do(item); err != nil {
-				once.Do(func() { first = err })
-			}
-		})
+		group.Go(func() error { return do(item) })
 	}
 
-	group.Wait()
+	return group.Wait()
+}
 
-	return first
+// do executes an order on machines, and returns when each of them began to change, by nodename.
+func (b *bed) do(order Order, machines []Machine) (began map[string]time.Time, err error) {
+	for _, m := range machines {
+		order.Nodenames = append(order.Nodenames, m.Nodename)
+	}
+
+	if err := b.fleet.Call("Fleet.Do", order, &began); err != nil {
+		return nil, fmt.Errorf("%s: %w", order.Action, err)
+	}
+
+	return began, nil
 }
 
 // configure replaces the configuration of the instance of talos-ccm on the first machine.
@@ -204,27 +199,14 @@ func (b *bed) calls() (n uint64, err error) {
 	return n, err
 }
 
-// observed is what the Node informer has seen of a Node.
-type observed struct {
-	initialized, hasPodCIDRs bool
-	addresses                map[netip.Addr]time.Time // when the informer saw them first
-}
-
 // observer follows all Nodes.
 type observer struct {
+	store   cache.Store
 	changed chan struct{}
 
-	mu                     sync.Mutex
-	nodes                  map[string]observed
-	initialized, podCIDRed int
-	firstPodCIDR           time.Time
-}
-
-func (o *observer) handler() cache.ResourceEventHandler {
-	return cache.ResourceEventHandlerFuncs{
-		AddFunc:    o.observe,
-		UpdateFunc: func(_, obj any) { o.observe(obj) },
-	}
+	mu           sync.Mutex
+	listed       map[netip.Addr]time.Time // when a Node listed an address first
+	firstPodCIDR time.Time
 }
 
 func (o *observer) observe(obj any) {
@@ -233,33 +215,15 @@ func (o *observer) observe(obj any) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 
-	seen := o.nodes[node.Name]
-
-	if !seen.initialized && !nodespec.IsUninitialized(node) {
-		seen.initialized = true
-		o.initialized++
+	if o.firstPodCIDR.IsZero() && len(node.Spec.PodCIDRs) > 0 {
+		o.firstPodCIDR = time.Now()
 	}
 
-	if !seen.hasPodCIDRs && len(node.Spec.PodCIDRs) > 0 {
-		seen.hasPodCIDRs = true
-
-		if o.podCIDRed++; o.podCIDRed == 1 {
-			o.firstPodCIDR = time.Now()
+	for _, addr := range nodeAddresses(node) {
+		if _, known := o.listed[addr]; !known {
+			o.listed[addr] = time.Now()
 		}
 	}
-
-	if seen.addresses == nil {
-		seen.addresses = map[netip.Addr]time.Time{}
-	}
-
-	for _, address := range node.Status.Addresses {
-		addr, err := netip.ParseAddr(address.Address)
-		if _, known := seen.addresses[addr]; err == nil && !known {
-			seen.addresses[addr] = time.Now()
-		}
-	}
-
-	o.nodes[node.Name] = seen
 
 	select {
 	case o.changed <- struct{}{}:
@@ -267,7 +231,20 @@ func (o *observer) observe(obj any) {
 	}
 }
 
-// await waits until the condition holds. It must be called by one goroutine only.
+// awaitNodes waits until all Nodes are ready. Like await, it must be called by one goroutine only.
+func (o *observer) awaitNodes(ctx context.Context, what string, nodes int, ready func(*corev1.Node) bool) error {
+	return o.await(ctx, what, func() bool {
+		list := o.store.List()
+
+		return len(list) == nodes && !slices.ContainsFunc(list, func(obj any) bool {
+			node, _ := obj.(*corev1.Node)
+
+			return !ready(node)
+		})
+	})
+}
+
+// await waits until the condition holds.
 func (o *observer) await(ctx context.Context, what string, condition func() bool) error {
 	for {
 		o.mu.Lock()
@@ -281,7 +258,7 @@ func (o *observer) await(ctx context.Context, what string, condition func() bool
 		select {
 		case <-o.changed:
 		case <-ctx.Done():
-			return fmt.Errorf("wait until %s: %w (%d Nodes initialized, %d with pod CIDRs)", what, ctx.Err(), o.initialized, o.podCIDRed)
+			return fmt.Errorf("wait until %s: %w", what, ctx.Err())
 		}
 	}
 }

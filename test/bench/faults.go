@@ -17,6 +17,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
+	auditv1 "k8s.io/apiserver/pkg/apis/audit/v1"
 
 	"github.com/talos-ccm/talos-ccm/extension"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
@@ -37,11 +38,11 @@ const (
 	some       = 50 // machines that change at the same time
 )
 
-// fault causes a fault and ends it. It returns how long talos-ccm took from the end until all Nodes were up to date,
-// and what else was observed.
+// fault causes a fault and ends it. It returns how long talos-ccm took from the end until all Nodes were up to date, and
+// what else was observed.
 type fault struct {
 	name string
-	run  func(ctx context.Context, t *trial) (recovery time.Duration, note string, err error)
+	run  func(s *steps) (recovery time.Duration, note string)
 }
 
 var faults = []fault{
@@ -79,10 +80,12 @@ func runFaults(ctx context.Context, w io.Writer, executable string, machines int
 			continue
 		}
 
-		recovery, note, failed := f.run(ctx, t)
-		if failed != nil {
-			err = errors.Join(err, fmt.Errorf("%s: %w", f.name, failed))
-			note = "failed"
+		s := &steps{trial: t, ctx: ctx}
+
+		recovery, note := f.run(s)
+		if s.err != nil {
+			err = errors.Join(err, fmt.Errorf("%s: %w", f.name, s.err))
+			recovery, note = 0, "failed"
 		}
 
 		versions, wrong, _ := t.verdict()
@@ -95,53 +98,96 @@ func runFaults(ctx context.Context, w io.Writer, executable string, machines int
 	return errors.Join(err, violated)
 }
 
-// pause returns early with an error if ctx ends.
-func pause(ctx context.Context, d time.Duration) error {
-	select {
-	case <-time.After(d):
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
+// steps are what a fault does with a trial. After an error, its methods do nothing.
+type steps struct {
+	*trial
+
+	ctx context.Context //nolint:containedctx // of one fault
+	err error
+}
+
+func (s *steps) try(step func() error) {
+	if s.err == nil {
+		s.err = step()
 	}
+}
+
+// value returns what a step returns.
+func value[T any](s *steps, step func() (T, error)) (result T) {
+	s.try(func() (err error) {
+		result, err = step()
+
+		return err
+	})
+
+	return result
+}
+
+func (s *steps) pause(d time.Duration) {
+	s.try(func() error {
+		select {
+		case <-time.After(d):
+			return nil
+		case <-s.ctx.Done():
+			return s.ctx.Err()
+		}
+	})
+}
+
+func (s *steps) order(action string, machines []Machine) {
+	s.try(func() error { return s.trial.order(action, machines) })
+}
+
+func (s *steps) call(method string, argument any) {
+	s.try(func() error { return s.fleet.Call(method, argument, &struct{}{}) })
+}
+
+func (s *steps) change(machines []Machine) {
+	s.try(func() error { return s.trial.change(machines) })
+}
+
+func (s *steps) recover(machines []Machine) time.Duration {
+	return value(s, func() (time.Duration, error) { return s.trial.recover(s.ctx, machines) })
+}
+
+func (s *steps) register(machines []Machine) {
+	s.try(func() error { return s.trial.register(s.ctx, machines) })
+}
+
+func (s *steps) awaitLeader(former string) (holder string) {
+	return value(s, func() (string, error) { return awaitLeader(s.ctx, s.client, former) })
 }
 
 // workers returns up to n machines that run no talos-ccm.
-func (t *trial) workers(n int) []Machine {
-	return t.managed[controlPlanes:min(controlPlanes+n, len(t.managed))]
+func (s *steps) workers(n int) []Machine {
+	return s.managed[controlPlanes:min(controlPlanes+n, len(s.managed))]
 }
 
 // changeAndRecover changes some workers and waits until all Nodes are up to date.
-func (t *trial) changeAndRecover(ctx context.Context) (time.Duration, error) {
-	if err := t.change(t.workers(some)); err != nil {
-		return 0, err
-	}
+func (s *steps) changeAndRecover() time.Duration {
+	s.change(s.workers(some))
 
-	return t.recover(ctx, t.managed)
+	return s.recover(s.managed)
 }
 
-func apiServerAway(ctx context.Context, t *trial) (recovery time.Duration, note string, err error) {
-	t.cluster.StopAPIServer(ctx)
+func apiServerAway(s *steps) (recovery time.Duration, note string) {
+	s.cluster.StopAPIServer(s.ctx)
+	s.pause(apiServerOutage / 2)
+	s.change(s.workers(some))
+	s.pause(apiServerOutage / 2)
+	s.try(func() error { return s.cluster.StartAPIServer(s.ctx) })
+	recovery = s.recover(s.managed)
+	_, starts := s.leader.running()
 
-	if err := errors.Join(pause(ctx, apiServerOutage/2), t.change(t.workers(some)), pause(ctx, apiServerOutage/2)); err != nil {
-		return 0, "", err
-	}
-
-	if err := t.cluster.StartAPIServer(ctx); err != nil {
-		return 0, "", err
-	}
-
-	recovery, err = t.recover(ctx, t.managed)
-	_, starts := t.leader.running()
-
-	return recovery, fmt.Sprintf("talos-ccm was started %d times", starts), err
+	return recovery, fmt.Sprintf("talos-ccm was started %d times", starts)
 }
 
-func etcdSlow(ctx context.Context, t *trial) (recovery time.Duration, note string, err error) {
-	slow, end := context.WithTimeout(ctx, faultDuration)
+func etcdSlow(s *steps) (recovery time.Duration, note string) {
+	slow, end := context.WithTimeout(s.ctx, faultDuration)
 	defer end()
 
 	var (
-		pid     = t.cluster.PIDs()["etcd"]
+		pid     = s.cluster.PIDs()["etcd"]
 		stopped = make(chan error, 1)
 	)
 
@@ -149,221 +195,158 @@ func etcdSlow(ctx context.Context, t *trial) (recovery time.Duration, note strin
 		var err error
 		for slow.Err() == nil && err == nil {
 			err = syscall.Kill(pid, syscall.SIGSTOP)
-			_ = pause(ctx, etcdDelay)
+
+			time.Sleep(etcdDelay)
+
 			err = errors.Join(err, syscall.Kill(pid, syscall.SIGCONT))
-			_ = pause(ctx, etcdDelay/10)
+
+			time.Sleep(etcdDelay / 10)
 		}
 
 		stopped <- err
 	}()
 
-	during, err := t.changeAndRecover(ctx)
-	if err := errors.Join(err, <-stopped); err != nil {
-		return 0, "", err
-	}
+	during := s.changeAndRecover()
+	s.err = errors.Join(s.err, <-stopped)
 
-	recovery, err = t.changeAndRecover(ctx)
-
-	return recovery, fmt.Sprintf("50 changes took %.1f s during the fault", during.Seconds()), err
+	return s.changeAndRecover(), fmt.Sprintf("50 changes took %.1f s during the fault", during.Seconds())
 }
 
-func flap(ctx context.Context, t *trial) (recovery time.Duration, note string, err error) {
-	machines := t.workers(200)
+func flap(s *steps) (recovery time.Duration, note string) {
+	machines := s.workers(200)
 	cycles := 0
 
-	for start := time.Now(); time.Since(start) < faultDuration; cycles++ {
-		err := errors.Join(t.order("stop", machines), pause(ctx, 2*time.Second), t.change(machines), t.order("start", machines), pause(ctx, 3*time.Second))
-		if err != nil {
-			return 0, "", err
-		}
+	for start := time.Now(); s.err == nil && time.Since(start) < faultDuration; cycles++ {
+		s.order("stop", machines)
+		s.pause(2 * time.Second)
+		s.change(machines)
+		s.order("start", machines)
+		s.pause(3 * time.Second)
 	}
 
-	if err := errors.Join(t.order("stop", machines), t.change(machines), t.order("start", machines)); err != nil {
-		return 0, "", err
-	}
+	s.order("stop", machines)
+	s.change(machines)
+	s.order("start", machines)
 
-	recovery, err = t.recover(ctx, t.managed)
-
-	return recovery, fmt.Sprintf("%d machines stopped %d times", len(machines), cycles+1), err
+	return s.recover(s.managed), fmt.Sprintf("%d machines stopped %d times", len(machines), cycles+1)
 }
 
-func losePower(ctx context.Context, t *trial) (recovery time.Duration, note string, err error) {
-	machines := t.workers(20)
+func losePower(s *steps) (recovery time.Duration, note string) {
+	machines := s.workers(20)
 	start := time.Now()
 
-	if err := errors.Join(t.order("black-hole", machines), t.order("stop", machines), t.change(machines)); err != nil {
-		return 0, "", err
-	}
+	s.order("black-hole", machines)
+	s.order("stop", machines)
+	s.change(machines)
 
-	process, _ := t.leader.running()
-
-	noticed, err := awaitMetric(ctx, process, `talosccm_machines{condition="Unreachable"}`, func(n float64) bool { return n >= float64(len(machines)) })
-	if err != nil {
-		return 0, "", err
-	}
-
-	err = errors.Join(pause(ctx, powerOff-time.Since(start)), t.order("start", machines), t.order("reconnect", machines))
-	if err != nil {
-		return 0, "", err
-	}
-
-	recovery, err = t.recover(ctx, t.managed)
-
-	return recovery, fmt.Sprintf("all noticed after %.0f s", noticed.Seconds()), err
-}
-
-// awaitMetric waits until a metric has a value, and returns how long that took.
-func awaitMetric(ctx context.Context, process *running, name string, wanted func(float64) bool) (time.Duration, error) {
-	start := time.Now()
-
-	err := wait.PollUntilContextCancel(ctx, time.Second, true, func(ctx context.Context) (bool, error) {
-		value, err := process.metric(ctx, name)
-
-		return wanted(value), err
+	process, _ := s.leader.running()
+	noticed := value(s, func() (time.Duration, error) {
+		return process.awaitMetric(s.ctx, `talosccm_machines{condition="Unreachable"}`, func(n float64) bool { return n >= float64(len(machines)) })
 	})
-	if err != nil {
-		err = fmt.Errorf("wait for metric %s: %w", name, err)
-	}
 
-	return time.Since(start), err
+	s.pause(powerOff - time.Since(start))
+	s.order("start", machines)
+	s.order("reconnect", machines)
+
+	return s.recover(s.managed), fmt.Sprintf("all noticed after %.0f s", noticed.Seconds())
 }
 
-func absurdValues(ctx context.Context, t *trial) (recovery time.Duration, note string, err error) {
-	absurd := t.workers(1)
+func absurdValues(s *steps) (recovery time.Duration, note string) {
+	machine := s.workers(1)
 
-	if err := t.order("become absurd", absurd); err != nil {
-		return 0, "", err
-	}
+	s.order(absurd, machine)
+	s.change(s.workers(some)) // the absurd machine's own change cannot be read
+	s.pause(faultDuration)
+	s.recover(s.workers(some)[1:])
 
-	// The machine's own change cannot be read.
-	if err := errors.Join(t.change(t.workers(some)), pause(ctx, faultDuration)); err != nil {
-		return 0, "", err
-	}
+	note = fmt.Sprintf("%d Node not updated during the fault", len(s.outdated(machine, s.seen())))
 
-	if _, err := t.recover(ctx, t.workers(some)[1:]); err != nil {
-		return 0, "", err
-	}
+	s.order(sane, machine)
 
-	outdated := len(t.outdated(absurd, t.seen()))
-
-	if err := t.order("become sane", absurd); err != nil {
-		return 0, "", err
-	}
-
-	recovery, err = t.recover(ctx, t.managed)
-
-	return recovery, fmt.Sprintf("%d Node not updated during the fault", outdated), err
+	return s.recover(s.managed), note
 }
 
-func rotateTalosCA(ctx context.Context, t *trial) (recovery time.Duration, note string, err error) {
-	rotate := func(old talostest.OldCA) (time.Duration, error) {
-		err := errors.Join(t.fleet.Call("Fleet.RotateCA", old, &struct{}{}), t.order("break connections", t.managed), t.change(t.managed))
-		if err != nil {
-			return 0, err
-		}
+func rotateTalosCA(s *steps) (recovery time.Duration, note string) {
+	rotate := func(old talostest.OldCA) time.Duration {
+		s.call("Fleet.RotateCA", old)
+		s.order("break connections", s.managed)
+		s.change(s.managed)
 
-		return t.recover(ctx, t.managed)
+		return s.recover(s.managed)
 	}
 
-	accepted, err := rotate(talostest.AcceptOldCA)
-	if err != nil {
-		return 0, "", err
-	}
+	accepted := rotate(talostest.AcceptOldCA)
 
-	recovery, err = rotate(talostest.DropOldCA)
-
-	return recovery, fmt.Sprintf("%.1f s while the old CA was accepted; then another CA at once", accepted.Seconds()), err
+	return rotate(talostest.DropOldCA), fmt.Sprintf("%.1f s while the old CA was accepted; then another CA at once", accepted.Seconds())
 }
 
-func rotateKubernetesCA(ctx context.Context, t *trial) (recovery time.Duration, note string, err error) {
-	if err := t.cluster.RotateServingCA(ctx); err != nil {
-		return 0, "", err
-	}
+func rotateKubernetesCA(s *steps) (recovery time.Duration, note string) {
+	s.try(func() error { return s.cluster.RotateServingCA(s.ctx) })
+	s.try(func() error { return s.setKubeconfig(s.cluster.Kubeconfig(), s.managed[:controlPlanes]) })
 
-	order := Order{Action: "set kubeconfig", Kubeconfig: t.cluster.Kubeconfig()}
-	if err := t.do(order, t.managed[:controlPlanes]); err != nil {
-		return 0, "", err
-	}
-
-	recovery, err = t.changeAndRecover(ctx)
-
-	return recovery, "", err
+	return s.changeAndRecover(), ""
 }
 
 // clocks returns a fault in which the machines issue and verify certificates by a wrong clock.
-func clocks(shift time.Duration) func(context.Context, *trial) (time.Duration, string, error) {
-	return func(ctx context.Context, t *trial) (recovery time.Duration, note string, err error) {
+func clocks(shift time.Duration) func(*steps) (time.Duration, string) {
+	return func(s *steps) (recovery time.Duration, note string) {
 		// A change of its addresses makes a machine issue another certificate.
-		shiftAndChange := func(shift time.Duration) error {
-			return errors.Join(t.fleet.Call("Fleet.ShiftClock", shift, &struct{}{}), t.change(t.managed), t.order("break connections", t.managed),
-				pause(ctx, time.Second), t.change(t.managed))
+		shiftAndChange := func(shift time.Duration) {
+			s.call("Fleet.ShiftClock", shift)
+			s.change(s.managed)
+			s.order("break connections", s.managed)
+			s.pause(time.Second)
+			s.change(s.managed)
 		}
 
-		if err := errors.Join(shiftAndChange(shift), pause(ctx, faultDuration)); err != nil {
-			return 0, "", err
-		}
+		shiftAndChange(shift)
+		s.pause(faultDuration)
 
-		note = fmt.Sprintf("%d Nodes not updated during the fault", len(t.outdated(t.managed, t.seen())))
+		note = fmt.Sprintf("%d Nodes not updated during the fault", len(s.outdated(s.managed, s.seen())))
 
-		if err := shiftAndChange(0); err != nil {
-			return 0, "", err
-		}
+		shiftAndChange(0)
 
-		recovery, err = t.recover(ctx, t.managed)
-
-		return recovery, note, err
+		return s.recover(s.managed), note
 	}
 }
 
 // secondInstance is the source address of the requests of a second instance to the API server.
 const secondInstance = "127.0.0.2"
 
-func pauseLeader(ctx context.Context, t *trial) (recovery time.Duration, note string, err error) {
-	second, err := t.startSecond()
-	if err != nil {
-		return 0, "", err
+func pauseLeader(s *steps) (recovery time.Duration, note string) {
+	second := value(s, s.startSecond)
+	if second == nil {
+		return 0, ""
 	}
-	defer func() { err = errors.Join(err, second.stop()) }()
+	defer func() { s.err = errors.Join(s.err, second.stop()) }()
 
-	if err := pause(ctx, calm); err != nil {
-		return 0, "", err
-	}
+	s.pause(calm)
 
-	holder, err := awaitLeader(ctx, t.client, "")
-	if err != nil {
-		return 0, "", err
-	}
-
-	first, _ := t.leader.running()
+	holder := s.awaitLeader("")
+	first, _ := s.leader.running()
 
 	// The leader is stopped while it writes.
-	if err := errors.Join(t.change(t.managed), first.signal(syscall.SIGSTOP)); err != nil {
-		return 0, "", err
-	}
+	s.change(s.managed)
+	s.try(func() error { return first.signal(syscall.SIGSTOP) })
 
 	stopped := time.Now()
 
-	if _, err := awaitLeader(ctx, t.client, holder); err != nil {
-		return 0, "", err
-	}
+	s.awaitLeader(holder)
 
 	led := time.Now()
-
-	if recovery, err = t.recover(ctx, t.managed); err != nil {
-		return 0, "", err
-	}
+	recovery = s.recover(s.managed)
 
 	// It finds changes to write when it continues.
-	err = errors.Join(pause(ctx, leaderStop-time.Since(stopped)), t.change(t.managed), first.signal(syscall.SIGCONT), pause(ctx, calm))
-	if err != nil {
-		return 0, "", err
-	}
+	s.pause(leaderStop - time.Since(stopped))
+	s.change(s.managed)
+	s.try(func() error { return first.signal(syscall.SIGCONT) })
+	s.pause(calm)
 
-	writes, err := t.checkWrites(led)
-	_, recoverErr := t.recover(ctx, t.managed)
-	note = fmt.Sprintf("second instance led after %.1f s, %d writes; first: none", led.Sub(stopped).Seconds(), writes)
+	writes := value(s, func() (int, error) { return s.checkWrites(led) })
 
-	return led.Sub(stopped) + recovery, note, errors.Join(err, recoverErr)
+	s.recover(s.managed)
+
+	return led.Sub(stopped) + recovery, fmt.Sprintf("second instance led after %.1f s, %d writes; first: none", led.Sub(stopped).Seconds(), writes)
 }
 
 // startSecond starts a second instance, whose requests to the API server come from another address.
@@ -374,7 +357,7 @@ func (t *trial) startSecond() (*service, error) {
 	}
 
 	kubeconfig := strings.ReplaceAll(string(t.cluster.Kubeconfig()), t.cluster.Endpoint(), "https://"+endpoint)
-	if err := t.do(Order{Action: "set kubeconfig", Kubeconfig: []byte(kubeconfig)}, t.managed[1:controlPlanes]); err != nil {
+	if err := t.setKubeconfig([]byte(kubeconfig), t.managed[1:controlPlanes]); err != nil {
 		return nil, err
 	}
 
@@ -417,21 +400,9 @@ func forward(target, source string) (endpoint string, err error) {
 	return listener.Addr().String(), nil
 }
 
-// auditEvent is an entry of the API server's audit log.
-type auditEvent struct {
-	Stage      string `json:"stage"`
-	Verb       string `json:"verb"`
-	RequestURI string `json:"requestURI"`
-	User       struct {
-		Username string `json:"username"`
-	} `json:"user"`
-	SourceIPs                []string         `json:"sourceIPs"`
-	RequestReceivedTimestamp metav1.MicroTime `json:"requestReceivedTimestamp"`
-}
-
 // requests returns the requests that talos-ccm has sent since a time: lists and watches of Nodes, and writes of Nodes and
 // CSRs.
-func (t *trial) requests(since time.Time) (events []auditEvent, err error) {
+func (t *trial) requests(since time.Time) (events []auditv1.Event, err error) {
 	file, err := os.Open(t.auditLog())
 	if err != nil {
 		return nil, err
@@ -439,7 +410,7 @@ func (t *trial) requests(since time.Time) (events []auditEvent, err error) {
 	defer file.Close() //nolint:errcheck // only read
 
 	for scanner := bufio.NewScanner(file); scanner.Scan(); {
-		var event auditEvent
+		var event auditv1.Event
 		if err := json.Unmarshal(scanner.Bytes(), &event); err != nil {
 			return nil, fmt.Errorf("parse audit log: %w", err)
 		}
@@ -474,124 +445,88 @@ func (t *trial) checkWrites(led time.Time) (bySecond int, err error) {
 	return bySecond, err
 }
 
-func halfCut(ctx context.Context, t *trial) (recovery time.Duration, note string, err error) {
-	half := t.workers(len(t.managed) / 2)
-	rest := t.managed[controlPlanes+len(half):]
+func halfCut(s *steps) (recovery time.Duration, note string) {
+	half := s.workers(len(s.managed) / 2)
 
-	if err := errors.Join(t.order("black-hole", half), t.change(t.managed)); err != nil {
-		return 0, "", err
-	}
+	s.order("black-hole", half)
+	s.change(s.managed)
+	others := s.recover(s.managed[controlPlanes+len(half):])
+	s.pause(faultDuration)
+	s.order("reconnect", half)
 
-	others, err := t.recover(ctx, rest)
-	if err != nil {
-		return 0, "", err
-	}
-
-	if err := errors.Join(pause(ctx, faultDuration), t.order("reconnect", half)); err != nil {
-		return 0, "", err
-	}
-
-	recovery, err = t.recover(ctx, t.managed)
-
-	return recovery, fmt.Sprintf("changes of the other half took %.1f s", others.Seconds()), err
+	return s.recover(s.managed), fmt.Sprintf("changes of the other half took %.1f s", others.Seconds())
 }
 
 // relist stops talos-ccm for less than its lease. The API server that it finds then does not know the version of Nodes
 // from which the informers want to continue.
-func relist(ctx context.Context, t *trial) (recovery time.Duration, note string, err error) {
+func relist(s *steps) (recovery time.Duration, note string) {
 	start := time.Now()
-	leader, _ := t.leader.running()
-
-	if err := leader.signal(syscall.SIGSTOP); err != nil {
-		return 0, "", err
-	}
-
-	t.cluster.StopAPIServer(ctx)
-
+	leader, _ := s.leader.running()
 	touch := []byte(`{"metadata":{"annotations":{"bench/touched":"` + start.String() + `"}}}`)
 
-	err = errors.Join(
-		t.cluster.StartAPIServer(ctx),
-		inParallel(t.managed, func(m Machine) error {
-			_, err := t.client.CoreV1().Nodes().Patch(ctx, m.Nodename, types.MergePatchType, touch, metav1.PatchOptions{})
+	s.try(func() error { return leader.signal(syscall.SIGSTOP) })
+	s.cluster.StopAPIServer(s.ctx)
+	s.try(func() error { return s.cluster.StartAPIServer(s.ctx) })
+	s.try(func() error {
+		return inParallel(s.managed, func(m Machine) error {
+			_, err := s.client.CoreV1().Nodes().Patch(s.ctx, m.Nodename, types.MergePatchType, touch, metav1.PatchOptions{})
 
 			return err
-		}),
-		t.change(t.managed),
-		leader.signal(syscall.SIGCONT),
-	)
-	if err != nil {
-		return 0, "", err
-	}
-
-	if recovery, err = t.recover(ctx, t.managed); err != nil {
-		return 0, "", err
-	}
+		})
+	})
+	s.change(s.managed)
+	s.err = errors.Join(s.err, leader.signal(syscall.SIGCONT))
+	recovery = s.recover(s.managed)
 
 	// The informers wait for up to a minute before they connect again.
-	for deadline := time.Now().Add(2 * time.Minute); time.Now().Before(deadline); {
-		events, err := t.requests(start)
-		if err := errors.Join(err, pause(ctx, time.Second)); err != nil {
-			return 0, "", err
-		}
+	s.try(func() error {
+		err := wait.PollUntilContextTimeout(s.ctx, time.Second, 2*time.Minute, true, func(context.Context) (bool, error) {
+			events, err := s.requests(start)
 
-		// Informers list by a watch that begins with all objects.
-		if slices.ContainsFunc(events, func(event auditEvent) bool { return strings.Contains(event.RequestURI, "sendInitialEvents=true") }) {
-			_, starts := t.leader.running()
-
-			return recovery, fmt.Sprintf("Nodes listed again, talos-ccm started %d times", starts), nil
-		}
-	}
-
-	return 0, "", errors.New("talos-ccm did not list Nodes again")
-}
-
-func recreate(ctx context.Context, t *trial) (recovery time.Duration, note string, err error) {
-	machines := t.workers(some)
-
-	for range 3 {
-		if err := t.change(machines); err != nil {
-			return 0, "", err
-		}
-
-		err := inParallel(machines, func(m Machine) error {
-			if err := t.client.CoreV1().Nodes().Delete(ctx, m.Nodename, metav1.DeleteOptions{}); err != nil {
-				return err
-			}
-
-			return t.register(ctx, []Machine{m})
+			// Informers list by a watch that begins with all objects.
+			return slices.ContainsFunc(events, func(event auditv1.Event) bool { return strings.Contains(event.RequestURI, "sendInitialEvents=true") }), err
 		})
 		if err != nil {
-			return 0, "", err
+			err = fmt.Errorf("wait until talos-ccm lists Nodes again: %w", err)
 		}
-	}
 
-	recovery, err = t.recover(ctx, t.managed)
+		return err
+	})
 
-	return recovery, "", err
+	_, starts := s.leader.running()
+
+	return recovery, fmt.Sprintf("Nodes listed again, talos-ccm started %d times", starts)
 }
 
-func blackHoled(ctx context.Context, t *trial) (recovery time.Duration, note string, err error) {
-	holes, added := t.spare[:blackHoles], t.spare[blackHoles:blackHoles+1]
+func recreate(s *steps) (recovery time.Duration, note string) {
+	machines := s.workers(some)
 
-	if err := errors.Join(t.order("black-hole", holes), t.register(ctx, holes), t.register(ctx, added)); err != nil {
-		return 0, "", err
+	for range 3 {
+		s.change(machines)
+		s.try(func() error {
+			return inParallel(machines, func(m Machine) error { return s.recreateNode(s.ctx, m) })
+		})
 	}
 
-	recovery, err = t.recover(ctx, added)
+	return s.recover(s.managed), ""
+}
 
-	return recovery, "of the new Node", err
+func blackHoled(s *steps) (recovery time.Duration, note string) {
+	holes, added := s.spare[:blackHoles], s.spare[blackHoles:blackHoles+1]
+
+	s.order("black-hole", holes)
+	s.register(holes)
+	s.register(added)
+
+	return s.recover(added), "of the new Node"
 }
 
 // blackHoledAtStart continues [blackHoled].
-func blackHoledAtStart(ctx context.Context, t *trial) (recovery time.Duration, note string, err error) {
-	added := t.spare[blackHoles+1:]
+func blackHoledAtStart(s *steps) (recovery time.Duration, note string) {
+	added := s.spare[blackHoles+1:]
 
-	if err := errors.Join(t.leader.restart(), t.register(ctx, added)); err != nil {
-		return 0, "", err
-	}
+	s.try(s.leader.restart)
+	s.register(added)
 
-	recovery, err = t.recover(ctx, added)
-
-	return recovery, fmt.Sprintf("of the new Node, with the %s until Talos restarts the service", restartDelay), err
+	return s.recover(added), fmt.Sprintf("of the new Node, with the %s until Talos restarts the service", restartDelay)
 }

@@ -12,6 +12,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/cosi-project/runtime/pkg/resource"
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
@@ -29,10 +30,14 @@ const controlPlanes = 2
 // Machine is a simulated machine, as the process of the benchmark sees it.
 type Machine struct {
 	Nodename string
-	// Address is where apid listens; Private is the node IP.
-	Address, Private netip.Addr
-	Socket           string // machine.sock of a control-plane machine
+	// Address is where apid listens. It is the IPv4 node IP; no CSR may contain it, because it is a loopback address.
+	Address netip.Addr
+	// Private is the IPv6 node IP.
+	Private netip.Addr
+	Socket  string // machine.sock of a control-plane machine
 }
+
+func (m Machine) nodeIPs() []netip.Addr { return []netip.Addr{m.Address, m.Private} }
 
 // The platform of all machines.
 const region, zone, instanceType = "region-1", "zone-1", "large"
@@ -51,11 +56,6 @@ type Started struct {
 	Talosconfig []byte // with the role os:reader
 }
 
-// Change adds a public address to each of some machines at the same time.
-type Change struct {
-	Addresses map[string]netip.Addr // by nodename
-}
-
 // Fleet is the RPC server of the process that simulates the machines.
 type Fleet struct {
 	cluster *talostest.Cluster
@@ -65,84 +65,103 @@ type Fleet struct {
 
 // Order changes machines.
 type Order struct {
-	Action    string // a key of actions
+	Action    string // see Fleet.act
 	Nodenames []string
 
 	Public     map[string]netip.Addr // by nodename
 	Kubeconfig []byte
 }
 
-// absurd is how many addresses and how many bytes of a tag an absurd machine has.
-const absurdAddresses, absurdTag = 10_000, 1 << 20
+const (
+	// absurd and sane are actions.
+	absurd, sane = "become absurd", "become sane"
+	// An absurd machine has so many addresses, and so many bytes of a tag.
+	absurdAddresses, absurdTag = 10_000, 1 << 20
+)
 
-var actions = map[string]func(context.Context, *Fleet, *talostest.Machine, Order) error{
-	"stop":   func(ctx context.Context, _ *Fleet, m *talostest.Machine, _ Order) error { return m.Stop(ctx) },
-	"reboot": func(ctx context.Context, _ *Fleet, m *talostest.Machine, _ Order) error { return m.Reboot(ctx) },
-	"start": func(_ context.Context, _ *Fleet, m *talostest.Machine, _ Order) error {
+func (f *Fleet) act(ctx context.Context, m *talostest.Machine, order Order) error {
+	switch order.Action {
+	case "stop":
+		return m.Stop(ctx)
+	case "start":
 		m.Start()
-
-		return nil
-	},
-	"black-hole": func(_ context.Context, _ *Fleet, m *talostest.Machine, _ Order) error { return m.BlackHole() },
-	"reconnect": func(_ context.Context, _ *Fleet, m *talostest.Machine, _ Order) error {
+	case "reboot":
+		return m.Reboot(ctx)
+	case "black-hole":
+		return m.BlackHole()
+	case "reconnect":
 		m.Reconnect()
-
-		return nil
-	},
-	"break connections": func(_ context.Context, _ *Fleet, m *talostest.Machine, _ Order) error {
+	case "break connections":
 		m.BreakConnections()
-
-		return nil
-	},
-	"set kubeconfig": func(ctx context.Context, _ *Fleet, m *talostest.Machine, order Order) error {
+	case "set kubeconfig":
 		return m.SetLocalhostAdminKubeconfig(ctx, order.Kubeconfig)
-	},
-	"set public address": func(ctx context.Context, f *Fleet, m *talostest.Machine, order Order) error {
-		addr := order.Public[m.Nodename()]
+	case "add public address":
+		return m.AddAddress(ctx, talostest.LinkExternal, host(order.Public[m.Nodename()]))
+	case "set public address":
+		return f.setPublic(ctx, m, order.Public[m.Nodename()])
+	case absurd, sane:
+		return setAbsurdity(ctx, m, order.Action)
+	default:
+		return fmt.Errorf("unknown action %q", order.Action)
+	}
 
-		if old, known := f.public.Swap(m.Nodename(), addr); known {
-			former, _ := old.(netip.Addr)
-			if err := m.RemoveAddress(ctx, talostest.LinkExternal, netip.PrefixFrom(former, former.BitLen())); err != nil {
-				return err
-			}
+	return nil
+}
+
+// setPublic replaces the public address that an order has set.
+func (f *Fleet) setPublic(ctx context.Context, m *talostest.Machine, addr netip.Addr) error {
+	if old, known := f.public.Swap(m.Nodename(), addr); known {
+		former, _ := old.(netip.Addr)
+		if err := m.RemoveAddress(ctx, talostest.LinkExternal, host(former)); err != nil {
+			return err
 		}
+	}
 
-		return m.AddAddress(ctx, talostest.LinkExternal, netip.PrefixFrom(addr, addr.BitLen()))
-	},
-	"become absurd": func(ctx context.Context, _ *Fleet, m *talostest.Machine, _ Order) error {
-		for i := range absurdAddresses {
-			if err := m.State().Create(ctx, absurdAddress(i)); err != nil {
-				return err
-			}
+	return m.AddAddress(ctx, talostest.LinkExternal, host(addr))
+}
+
+// setAbsurdity makes a machine absurd or sane.
+func setAbsurdity(ctx context.Context, m *talostest.Machine, action string) error {
+	change := func(r resource.Resource) error { return m.State().Destroy(ctx, r.Metadata()) }
+
+	var tags map[string]string
+
+	if action == absurd {
+		change = func(r resource.Resource) error { return m.State().Create(ctx, r) }
+		tags = map[string]string{"absurd": strings.Repeat("x", absurdTag)}
+	}
+
+	for i := range absurdAddresses {
+		if err := change(absurdAddress(i)); err != nil {
+			return err
 		}
+	}
 
-		return m.UpdatePlatform(ctx, func(spec *runtime.PlatformMetadataSpec) {
-			spec.Tags = map[string]string{"absurd": strings.Repeat("x", absurdTag)}
-		})
-	},
-	"become sane": func(ctx context.Context, _ *Fleet, m *talostest.Machine, _ Order) error {
-		for i := range absurdAddresses {
-			if err := m.State().Destroy(ctx, absurdAddress(i).Metadata()); err != nil {
-				return err
-			}
-		}
-
-		return m.UpdatePlatform(ctx, func(spec *runtime.PlatformMetadataSpec) { spec.Tags = nil })
-	},
+	return m.UpdatePlatform(ctx, func(spec *runtime.PlatformMetadataSpec) { spec.Tags = tags })
 }
 
 func absurdAddress(i int) *network.AddressStatus {
-	prefix := netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 48, byte(i / 250), byte(i%250 + 1)}), 32)
+	prefix := host(netip.AddrFrom4([4]byte{10, 48, byte(i / 250), byte(i%250 + 1)}))
 	status := network.NewAddressStatus(network.NamespaceName, network.AddressID("eth1", prefix))
 	status.TypedSpec().Address, status.TypedSpec().LinkName, status.TypedSpec().Family = prefix, "eth1", nethelpers.FamilyInet4
 
 	return status
 }
 
-// Do executes an order on all of its machines at once.
-func (f *Fleet) Do(order Order, _ *struct{}) error {
+func host(addr netip.Addr) netip.Prefix { return netip.PrefixFrom(addr, addr.BitLen()) }
+
+// Do executes an order on all of its machines at once, and returns when each of them began to change, by nodename.
+func (f *Fleet) Do(order Order, began *map[string]time.Time) error {
+	var mu sync.Mutex
+
+	*began = make(map[string]time.Time)
+
 	return inParallel(order.Nodenames, func(nodename string) error {
-		return actions[order.Action](context.Background(), f, f.cluster.Machine(nodename), order)
+		mu.Lock()
+		(*began)[nodename] = time.Now()
+		mu.Unlock()
+
+		return f.act(context.Background(), f.cluster.Machine(nodename), order)
 	})
 }
 
@@ -196,14 +215,10 @@ func (f *Fleet) Start(plan Plan, reply *Started) error {
 }
 
 func (f *Fleet) boot(i int, kubeconfig []byte) (Machine, error) {
-	m := Machine{Nodename: fmt.Sprintf("m-%05d", i), Private: netip.AddrFrom4([4]byte{10, 32, byte(i / 250), byte(i%250 + 1)})}
+	m := Machine{Nodename: fmt.Sprintf("m-%05d", i), Private: netip.MustParseAddr(fmt.Sprintf("fd00:20::%x", i+1))}
 	spec := talostest.MachineSpec{
-		Nodename: m.Nodename,
-		NodeIPs:  []netip.Addr{m.Private},
-		Addresses: []talostest.Address{
-			{Link: "eth0", Prefix: netip.PrefixFrom(m.Private, m.Private.BitLen())},
-		},
-		ExcludedSubnets: []netip.Prefix{netip.MustParsePrefix("127.0.0.0/8")},
+		Nodename:  m.Nodename,
+		Addresses: []talostest.Address{{Link: "eth0", Prefix: host(m.Private)}},
 		Platform: runtime.PlatformMetadataSpec{
 			Platform: "aws", Hostname: m.Nodename, Region: region, Zone: zone, InstanceType: instanceType,
 			InstanceID: m.Nodename, ProviderID: m.providerID(),
@@ -222,42 +237,9 @@ func (f *Fleet) boot(i int, kubeconfig []byte) (Machine, error) {
 		return m, err
 	}
 
-	m.Address = simulated.Address()
-	m.Socket = simulated.Socket()
+	m.Address, m.Socket = simulated.Address(), simulated.Socket()
 
-	return m, nil
-}
-
-// Change returns when each machine has changed, by nodename.
-func (f *Fleet) Change(change Change, reply *map[string]time.Time) error {
-	var (
-		group sync.WaitGroup
-		mu    sync.Mutex
-		err   error
-	)
-
-	*reply = make(map[string]time.Time)
-
-	for nodename, addr := range change.Addresses {
-		group.Go(func() {
-			at := time.Now()
-			prefix := netip.PrefixFrom(addr, addr.BitLen())
-			addErr := f.cluster.Machine(nodename).AddAddress(context.Background(), "external", prefix)
-
-			mu.Lock()
-			defer mu.Unlock()
-
-			(*reply)[nodename] = at
-
-			if addErr != nil {
-				err = addErr
-			}
-		})
-	}
-
-	group.Wait()
-
-	return err
+	return m, simulated.SetNodeIPs(context.Background(), m.nodeIPs()...)
 }
 
 // Configure replaces the configuration of talos-ccm on the first machine.

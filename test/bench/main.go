@@ -7,7 +7,6 @@ import (
 	"errors"
 	"flag"
 	"fmt"
-	"io"
 	"os"
 	"os/exec"
 	"os/signal"
@@ -45,7 +44,7 @@ func run(args []string) error {
 	machines := flags.String("machines", "100,1000", "numbers of machines, separated by commas")
 	against := flags.String("against", "", "shell command of another controller to measure; it gets KUBECONFIG and TALOSCONFIG")
 	approves := flags.Bool("against-approves", false, "whether the other controller approves CSRs")
-	profiles := flags.String("profiles", "", "folder for profiles of talos-ccm with the largest number of machines")
+	profiles := flags.String("profiles", "", "folder for profiles of talos-ccm, with the largest number of machines, or at the first and the last sample of a soak")
 	parts := flags.String("parts", "election,nodes,pod-cidrs", "what to measure, separated by commas")
 	chart := flags.String("chart", "", "file for a chart (SVG) of the largest number of machines")
 	settle := flags.Duration("settle", 15*time.Second, "how long a controller has to become idle before its memory is measured and before changes")
@@ -68,54 +67,35 @@ func run(args []string) error {
 		return err
 	}
 
+	return withProduct(ctx, func(executable string) error {
+		switch {
+		case *withFaults != "":
+			return runFaults(ctx, os.Stdout, executable, sizes[0], strings.TrimPrefix(*withFaults, "all"))
+		case *duration > 0:
+			return runSoak(ctx, os.Stdout, executable, sizes[0], *duration, *profiles)
+		}
+
+		b := benchmark{
+			ctx: ctx, timeout: *timeout, executable: executable, profiles: *profiles, chart: *chart, parts: strings.Split(*parts, ","),
+			pace: pace{*settle, *rounds}, others: []subject{command("barest controller", true, self, "barest")},
+		}
+		if *against != "" {
+			b.others = append(b.others, command("other controller", *approves, "sh", "-c", "exec "+*against))
+		}
+
+		return b.run(sizes)
+	})
+}
+
+// withProduct builds talos-ccm and calls do with its executable.
+func withProduct(ctx context.Context, do func(executable string) error) (err error) {
 	folder, err := os.MkdirTemp("", "talos-ccm-bench-")
 	if err != nil {
 		return err
 	}
+	defer func() { err = errors.Join(err, os.RemoveAll(folder)) }()
 
 	executable := filepath.Join(folder, "talos-ccm")
-
-	if err := buildProduct(ctx, executable); err != nil {
-		return errors.Join(err, os.RemoveAll(folder))
-	}
-
-	if runTrial := trialFor(*withFaults, *duration); runTrial != nil {
-		return errors.Join(runTrial(ctx, os.Stdout, executable, sizes[0]), os.RemoveAll(folder))
-	}
-
-	b := benchmark{
-		ctx: ctx, timeout: *timeout, executable: executable, profiles: *profiles, chart: *chart, parts: strings.Split(*parts, ","),
-		pace: pace{*settle, *rounds},
-	}
-	b.others = []subject{command("barest controller", self, "barest")}
-	b.others[0].approves = true
-
-	if *against != "" {
-		other := command("other controller", "sh", "-c", "exec "+*against)
-		other.approves = *approves
-		b.others = append(b.others, other)
-	}
-
-	return errors.Join(b.run(sizes), os.RemoveAll(folder))
-}
-
-// trialFor returns what to run in place of a benchmark; nil for a benchmark.
-func trialFor(faults string, soak time.Duration) func(ctx context.Context, w io.Writer, executable string, machines int) error {
-	switch {
-	case faults != "":
-		return func(ctx context.Context, w io.Writer, executable string, machines int) error {
-			return runFaults(ctx, w, executable, machines, strings.TrimPrefix(faults, "all"))
-		}
-	case soak > 0:
-		return func(ctx context.Context, w io.Writer, executable string, machines int) error {
-			return runSoak(ctx, w, executable, machines, soak)
-		}
-	default:
-		return nil
-	}
-}
-
-func buildProduct(ctx context.Context, executable string) error {
 	build := exec.CommandContext(ctx, "go", "build", "-o", executable, "github.com/talos-ccm/talos-ccm/cmd/talos-ccm")
 	build.Stderr = os.Stderr
 
@@ -123,7 +103,7 @@ func buildProduct(ctx context.Context, executable string) error {
 		return fmt.Errorf("build talos-ccm: %w", err)
 	}
 
-	return nil
+	return do(executable)
 }
 
 func parseSizes(text string) (sizes []int, err error) {
@@ -205,7 +185,7 @@ func writeChart(file string, machines int, results []result) error {
 // its name is empty.
 func (b *benchmark) measurements(machines int, profiles string) (list []func(context.Context) (result, error)) {
 	if slices.Contains(b.parts, "nodes") {
-		for _, s := range append([]subject{product(b.executable)}, b.others...) {
+		for _, s := range append([]subject{talosSubject(b.executable)}, b.others...) {
 			folder := ""
 			if s.name == talosCCM {
 				folder = profiles
@@ -216,8 +196,7 @@ func (b *benchmark) measurements(machines int, profiles string) (list []func(con
 	}
 
 	if slices.Contains(b.parts, "pod-cidrs") {
-		ipam := product(b.executable, "TALOS_CCM_CONTROLLERS=node-ipam-controller", "TALOS_CCM_ALLOCATE_NODE_CIDRS=true",
-			fmt.Sprintf("TALOS_CCM_CLUSTER_CIDR=%s,%s", podCIDRs[0], podCIDRs[1]), "TALOS_CCM_NODE_CIDR_MASK_SIZE_IPV6=64")
+		ipam := talosSubject(b.executable, allocating("node-ipam-controller")...)
 
 		for _, s := range []*subject{&ipam, nil} {
 			list = append(list, func(ctx context.Context) (result, error) { return measurePodCIDRs(ctx, s, machines) })

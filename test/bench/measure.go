@@ -2,27 +2,19 @@ package main
 
 import (
 	"context"
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
-	"crypto/x509/pkix"
 	"errors"
 	"fmt"
-	"net"
+	"maps"
 	"net/netip"
-	"os"
-	"path/filepath"
 	"slices"
 	"syscall"
 	"time"
 
 	certificatesv1 "k8s.io/api/certificates/v1"
+	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/client-go/informers"
-	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/tools/cache"
-	certutil "k8s.io/client-go/util/cert"
 
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
@@ -42,7 +34,7 @@ type result struct {
 	Initialize         time.Duration // all Nodes, which were registered at once
 	Calls              float64       // requests to Talos per Node until then, and while it settled
 	CPU                time.Duration // of the subject until all Nodes were initialized, and while it settled
-	Resident           int64         // bytes
+	Resident           int           // bytes
 	Heap               float64       // bytes, in use after a garbage collection
 	Goroutines         float64
 	Alone, AloneP99    time.Duration // from a change of one machine to its Node
@@ -76,7 +68,7 @@ func (b *benchmark) measureNodes(ctx context.Context, s subject, machines int, p
 		profiled := make(chan error, 1)
 
 		go func() {
-			profiled <- run.profile(ctx, filepath.Join(profiles, "cpu.pprof"), "profile", "seconds", cpuProfile)
+			profiled <- run.profile(ctx, profiles, "cpu.pprof", "profile", "seconds", cpuProfile)
 		}()
 		defer func() { err = errors.Join(err, <-profiled) }()
 	}
@@ -87,9 +79,12 @@ func (b *benchmark) measureNodes(ctx context.Context, s subject, machines int, p
 
 	time.Sleep(b.pace.settle)
 
-	if r.CPU, err = run.cpu(); err != nil {
+	used, err := run.usage()
+	if err != nil {
 		return r, err
 	}
+
+	r.CPU, r.Resident = used.cpu, used.resident
 
 	calls, err := bed.calls()
 	if err != nil {
@@ -106,7 +101,7 @@ func (b *benchmark) measureNodes(ctx context.Context, s subject, machines int, p
 		return r, err
 	}
 
-	if r.Burst, r.BurstP99, err = bed.timeChanges(ctx, netip.MustParseAddr("198.18.0.1"), min(burst, machines), b.pace.rounds); err != nil {
+	if r.Burst, r.BurstP99, err = bed.timeChanges(ctx, publicAddresses.Addr().Next(), min(burst, machines), b.pace.rounds); err != nil {
 		return r, err
 	}
 
@@ -119,17 +114,9 @@ func (b *benchmark) measureNodes(ctx context.Context, s subject, machines int, p
 
 // measureFootprint measures what the subject needs while it is idle.
 func (r *result) measureFootprint(ctx context.Context, run *running, profiles string) (err error) {
-	if r.Resident, err = run.resident(); err != nil {
-		return err
-	}
-
-	heap, goroutines := os.DevNull, os.DevNull
-	if profiles != "" {
-		heap, goroutines = filepath.Join(profiles, "heap.pprof"), filepath.Join(profiles, "goroutine.pprof")
-	}
-
 	// With gc, the subject collects garbage first.
-	if err := errors.Join(run.profile(ctx, goroutines, "goroutine"), run.profile(ctx, heap, "heap", "gc", "1")); err != nil {
+	err = errors.Join(run.profile(ctx, profiles, "goroutine.pprof", "goroutine"), run.profile(ctx, profiles, "heap.pprof", "heap", "gc", "1"))
+	if err != nil {
 		return err
 	}
 
@@ -150,7 +137,7 @@ func (b *bed) timeInitialization(ctx context.Context) (time.Duration, error) {
 		return 0, err
 	}
 
-	err := b.observer.await(ctx, "all Nodes are initialized", func() bool { return b.observer.initialized == len(b.machines) })
+	err := b.observer.awaitNodes(ctx, "all Nodes are initialized", len(b.machines), func(node *corev1.Node) bool { return !nodespec.IsUninitialized(node) })
 
 	return time.Since(start), err
 }
@@ -161,27 +148,24 @@ func (b *bed) timeChanges(ctx context.Context, addr netip.Addr, machines, rounds
 	var latencies []time.Duration
 
 	for round := range rounds {
-		change := Change{Addresses: map[string]netip.Addr{}}
+		order := Order{Action: "add public address", Public: map[string]netip.Addr{}}
+
+		var changing []Machine
 
 		for i := range machines {
-			nodename := b.machines[(round*machines+i)%len(b.machines)].Nodename
-			change.Addresses[nodename] = addr
+			m := b.machines[(round*machines+i)%len(b.machines)]
+			changing = append(changing, m)
+			order.Public[m.Nodename] = addr
 			addr = addr.Next()
 		}
 
-		var changed map[string]time.Time
-		if err := b.fleet.Call("Fleet.Change", change, &changed); err != nil {
+		changed, err := b.do(order, changing)
+		if err != nil {
 			return 0, 0, err
 		}
 
-		err := b.observer.await(ctx, "all changes are on their Nodes", func() bool {
-			for nodename, addr := range change.Addresses {
-				if _, seen := b.observer.nodes[nodename].addresses[addr]; !seen {
-					return false
-				}
-			}
-
-			return true
+		err = b.observer.await(ctx, "all changes are on their Nodes", func() bool {
+			return !slices.ContainsFunc(slices.Collect(maps.Values(order.Public)), func(addr netip.Addr) bool { return b.observer.listed[addr].IsZero() })
 		})
 		if err != nil {
 			return 0, 0, err
@@ -189,7 +173,7 @@ func (b *bed) timeChanges(ctx context.Context, addr netip.Addr, machines, rounds
 
 		b.observer.mu.Lock()
 		for nodename, at := range changed {
-			latencies = append(latencies, b.observer.nodes[nodename].addresses[change.Addresses[nodename]].Sub(at))
+			latencies = append(latencies, b.observer.listed[order.Public[nodename]].Sub(at))
 		}
 		b.observer.mu.Unlock()
 
@@ -203,100 +187,51 @@ func (b *bed) timeChanges(ctx context.Context, addr netip.Addr, machines, rounds
 
 // timeApproval creates a serving CSR for each machine and waits until all are approved.
 func (b *bed) timeApproval(ctx context.Context) (time.Duration, error) {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
+	ctx, fail := context.WithCancelCause(ctx)
+	defer fail(nil)
 
-	factory := informers.NewSharedInformerFactory(b.client, 0)
-	informer := factory.Certificates().V1().CertificateSigningRequests().Informer()
-	approved := make(chan struct{}, len(b.machines))
-
-	isApproved := func(obj any) bool {
-		csr, _ := obj.(*certificatesv1.CertificateSigningRequest)
-
-		return slices.ContainsFunc(csr.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool {
-			return c.Type == certificatesv1.CertificateApproved
-		})
-	}
-	observe := func(before bool, after any) {
-		if !before && isApproved(after) {
-			approved <- struct{}{}
-		}
-	}
-
-	_, err := informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc:    func(obj any) { observe(false, obj) },
-		UpdateFunc: func(before, after any) { observe(isApproved(before), after) },
-	})
+	watcher, err := b.client.CertificatesV1().CertificateSigningRequests().Watch(ctx, metav1.ListOptions{})
 	if err != nil {
 		return 0, err
 	}
-
-	factory.Start(ctx.Done())
-	cache.WaitForCacheSync(ctx.Done(), informer.HasSynced)
-
-	requests, err := requestsFor(b.machines)
-	if err != nil {
-		return 0, err
-	}
+	defer watcher.Stop()
 
 	start := time.Now()
 
-	err = inParallel(requests, func(r request) error {
-		client, err := kubernetes.NewForConfig(b.cluster.KubeletConfig(r.nodename))
-		if err != nil {
+	go func() {
+		err := inParallel(b.machines, func(m Machine) error {
+			_, err := b.request(ctx, m)
+
 			return err
+		})
+		if err != nil {
+			fail(err)
+		}
+	}()
+
+	for approved := map[string]bool{}; len(approved) < len(b.machines); {
+		event, ok := <-watcher.ResultChan()
+		if !ok {
+			return 0, fmt.Errorf("watch of CSRs ended before all were approved: %w", context.Cause(ctx))
 		}
 
-		_, err = client.CertificatesV1().CertificateSigningRequests().Create(ctx, r.csr, metav1.CreateOptions{})
-
-		return err
-	})
-	if err != nil {
-		return 0, err
-	}
-
-	for range b.machines {
-		select {
-		case <-approved:
-		case <-ctx.Done():
-			return 0, fmt.Errorf("wait until all CSRs are approved: %w", ctx.Err())
+		if csr, isCSR := event.Object.(*certificatesv1.CertificateSigningRequest); isCSR && isApproved(csr) {
+			approved[csr.Name] = true
 		}
 	}
 
 	return time.Since(start), nil
 }
 
-type request struct {
-	nodename string
-	csr      *certificatesv1.CertificateSigningRequest
+// request creates a serving CSR as the kubelet of a machine does.
+func (b *bed) request(ctx context.Context, m Machine) (*certificatesv1.CertificateSigningRequest, error) {
+	return b.cluster.RequestServingCertificate(ctx, m.Nodename, "", m.Nodename, m.Private.String())
 }
 
-func requestsFor(machines []Machine) ([]request, error) {
-	var requests []request
-
-	for _, m := range machines {
-		key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-		if err != nil {
-			return nil, err
-		}
-
-		subject := pkix.Name{CommonName: "system:node:" + m.Nodename, Organization: []string{"system:nodes"}}
-
-		text, err := certutil.MakeCSR(key, &subject, []string{m.Nodename}, []net.IP{m.Private.AsSlice()})
-		if err != nil {
-			return nil, err
-		}
-
-		requests = append(requests, request{m.Nodename, &certificatesv1.CertificateSigningRequest{
-			ObjectMeta: metav1.ObjectMeta{GenerateName: "csr-"},
-			Spec: certificatesv1.CertificateSigningRequestSpec{
-				Request: text, SignerName: certificatesv1.KubeletServingSignerName,
-				Usages: []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageServerAuth},
-			},
-		}})
-	}
-
-	return requests, nil
+func isApproved(csr *certificatesv1.CertificateSigningRequest) bool {
+	return slices.ContainsFunc(csr.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool {
+		return c.Type == certificatesv1.CertificateApproved
+	})
 }
 
 // The CIDRs have room for more Nodes than any benchmark has, and contain no machine.
@@ -334,14 +269,15 @@ func measurePodCIDRs(ctx context.Context, s *subject, machines int) (r result, e
 		}
 		defer func() { _ = run.stop(syscall.SIGTERM) }()
 
-		err = errors.Join(run.awaitMachines(ctx, machines), b.configure("{}"))
+		_, err = run.awaitMetric(ctx, `talosccm_machines{condition="Current"}`, func(n float64) bool { return int(n) == machines })
+		err = errors.Join(err, b.configure("{}"))
 	}
 
 	if err != nil {
 		return r, err
 	}
 
-	err = b.observer.await(ctx, "all Nodes have pod CIDRs", func() bool { return b.observer.podCIDRed == machines })
+	err = b.observer.awaitNodes(ctx, "all Nodes have pod CIDRs", machines, func(node *corev1.Node) bool { return len(node.Spec.PodCIDRs) > 0 })
 	r.PodCIDRs = time.Since(b.observer.firstPodCIDR)
 
 	return r, err
@@ -357,7 +293,7 @@ func (b *benchmark) measureElection(ctx context.Context) (r result, err error) {
 	}
 	defer func() { err = errors.Join(err, bed.close()) }()
 
-	leader, err := product(b.executable).start(ctx, bed)
+	leader, err := talosSubject(b.executable).start(ctx, bed)
 	if err != nil {
 		return r, err
 	}

@@ -7,16 +7,9 @@ import (
 	"io"
 	"math"
 	"math/rand/v2"
-	"os"
-	"path/filepath"
-	"slices"
-	"strconv"
-	"strings"
 	"time"
 
-	certificatesv1 "k8s.io/api/certificates/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/client-go/kubernetes"
 
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 )
@@ -50,6 +43,7 @@ type quantity struct {
 type soak struct {
 	*trial
 
+	profiles   string // folder for heap profiles, if any
 	quantities []*quantity
 	hours      []float64 // since the start, of each sample
 
@@ -63,15 +57,16 @@ type openRequest struct {
 	created time.Time
 }
 
-// runSoak changes one percent of the machines per second for a while and prints how resources developed.
-func runSoak(ctx context.Context, w io.Writer, executable string, machines int, duration time.Duration) (err error) {
+// runSoak changes one percent of the machines per second for a while and prints how resources developed. It writes heap
+// profiles to a folder unless its name is empty.
+func runSoak(ctx context.Context, w io.Writer, executable string, machines int, duration time.Duration, profiles string) (err error) {
 	t, err := newTrial(ctx, executable, machines, 0)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, t.close()) }()
 
-	s := &soak{trial: t, quantities: []*quantity{
+	s := &soak{trial: t, profiles: profiles, quantities: []*quantity{
 		{name: "heap after a collection", unit: "MiB", bound: 0.1},
 		{name: "goroutines", bound: 0.05},
 		{name: "open sockets", bound: 0.05},
@@ -149,32 +144,16 @@ func (s *soak) disturb(ctx context.Context, turn int, m Machine) error {
 	case 0, 1:
 		return s.order("reboot", []Machine{m})
 	case 2:
-		m = s.managed[controlPlanes+turn/10%min(recreated, len(s.managed)-controlPlanes)]
-
-		if err := s.client.CoreV1().Nodes().Delete(ctx, m.Nodename, metav1.DeleteOptions{}); err != nil {
-			return err
-		}
-
-		return s.register(ctx, []Machine{m})
+		return s.recreateNode(ctx, s.managed[controlPlanes+turn/10%min(recreated, len(s.managed)-controlPlanes)])
 	case 3, 4:
-		return s.request(ctx, m)
+		return s.requestCertificate(ctx, m)
 	default:
 		return s.change([]Machine{m})
 	}
 }
 
-func (s *soak) request(ctx context.Context, m Machine) error {
-	requests, err := requestsFor([]Machine{m})
-	if err != nil {
-		return err
-	}
-
-	client, err := kubernetes.NewForConfig(s.cluster.KubeletConfig(m.Nodename))
-	if err != nil {
-		return err
-	}
-
-	created, err := client.CertificatesV1().CertificateSigningRequests().Create(ctx, requests[0].csr, metav1.CreateOptions{})
+func (s *soak) requestCertificate(ctx context.Context, m Machine) error {
+	created, err := s.request(ctx, m)
 	if err != nil {
 		return err
 	}
@@ -198,10 +177,7 @@ func (s *soak) collectRequests(ctx context.Context) error {
 			return err
 		}
 
-		approved := slices.ContainsFunc(csr.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool {
-			return c.Type == certificatesv1.CertificateApproved
-		})
-		if !approved {
+		if !isApproved(csr) {
 			s.missed++
 		}
 
@@ -217,49 +193,31 @@ func (s *soak) collectRequests(ctx context.Context) error {
 func (s *soak) sample(ctx context.Context, elapsed time.Duration) error {
 	process, _ := s.leader.running()
 
+	file := "heap-last.pprof"
+	if len(s.hours) == 0 {
+		file = "heap-first.pprof"
+	}
+
 	// The profile makes talos-ccm collect garbage.
-	if err := process.profile(ctx, os.DevNull, "heap", "gc", "1"); err != nil {
+	if err := process.profile(ctx, s.profiles, file, "heap", "gc", "1"); err != nil {
 		return err
 	}
 
 	heap, heapErr := process.metric(ctx, "go_memstats_heap_alloc_bytes")
 	goroutines, goroutinesErr := process.metric(ctx, "go_goroutines")
-	sockets, files, filesErr := process.descriptors()
-	resident, residentErr := process.resident()
+	used, usageErr := process.usage()
 
-	if err := errors.Join(heapErr, goroutinesErr, filesErr, residentErr); err != nil {
+	if err := errors.Join(heapErr, goroutinesErr, usageErr); err != nil {
 		return err
 	}
 
 	s.hours = append(s.hours, elapsed.Hours())
 
-	for i, value := range []float64{heap / (1 << 20), goroutines, float64(sockets), float64(files), float64(resident) / (1 << 20)} {
+	for i, value := range []float64{heap / (1 << 20), goroutines, float64(used.sockets), float64(used.files), float64(used.resident) / (1 << 20)} {
 		s.quantities[i].values = append(s.quantities[i].values, value)
 	}
 
 	return nil
-}
-
-// descriptors returns how many sockets and how many other files are open.
-func (r *running) descriptors() (sockets, files int, err error) {
-	folder := filepath.Join("/proc", strconv.Itoa(r.PID()), "fd")
-
-	entries, err := os.ReadDir(folder)
-	if err != nil {
-		return 0, 0, err
-	}
-
-	for _, entry := range entries {
-		switch target, err := os.Readlink(filepath.Join(folder, entry.Name())); {
-		case err != nil: // closed by now
-		case strings.HasPrefix(target, "socket:"):
-			sockets++
-		default:
-			files++
-		}
-	}
-
-	return sockets, files, nil
 }
 
 // print prints the slopes, and returns an error if one is beyond its bound by more than chance explains.

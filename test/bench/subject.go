@@ -12,22 +12,22 @@ import (
 	"syscall"
 	"time"
 
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"github.com/prometheus/procfs"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/discovery"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
-	"k8s.io/utils/ptr"
 
 	"github.com/talos-ccm/talos-ccm/test/kube"
 	"github.com/talos-ccm/talos-ccm/test/process"
+	"github.com/talos-ccm/talos-ccm/test/product"
 )
-
-// leaseName is the name of the lease of talos-ccm, in kube-system.
-const leaseName = "cloud-controller-manager-talos"
 
 // talosCCM is the name of the subject that the others are compared with.
 const talosCCM = "talos-ccm"
+
+// grace is how long a process has to exit after SIGTERM.
+const grace = 20 * time.Second
 
 // subject is a controller that is measured.
 type subject struct {
@@ -43,13 +43,6 @@ type running struct {
 
 	port  *kube.Port // for metrics; nil if unknown
 	certs string
-}
-
-// start starts a command whose output goes to a file.
-func (b *bed) start(name, path string, args, environment []string) (*running, error) {
-	child, err := process.Start(process.Command{Name: name, Path: path, Args: args, Env: environment, Log: filepath.Join(b.folder, name+".log"), Grace: grace})
-
-	return &running{Process: child}, err
 }
 
 // signal sends a signal.
@@ -76,42 +69,31 @@ func (r *running) stop(signal syscall.Signal) error {
 	}
 }
 
-// resident returns the resident memory in bytes.
-func (r *running) resident() (int64, error) {
-	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", r.PID()))
-	if err != nil {
-		return 0, err
-	}
-
-	_, rest, _ := strings.Cut(string(status), "VmRSS:")
-	line, _, _ := strings.Cut(rest, "kB")
-	kib, err := strconv.ParseInt(strings.TrimSpace(line), 10, 64)
-
-	return kib << 10, err
+// usage is what a process needs of the machine.
+type usage struct {
+	resident       int           // bytes
+	cpu            time.Duration // used so far
+	sockets, files int           // open
 }
 
-// cpu returns the CPU time that the process has used.
-func (r *running) cpu() (time.Duration, error) {
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", r.PID()))
+func (r *running) usage() (u usage, err error) {
+	proc, err := procfs.NewProc(r.PID())
 	if err != nil {
-		return 0, err
+		return u, err
 	}
 
-	_, rest, _ := strings.Cut(string(text), ") ") // the name of the command
-	fields := strings.Fields(rest)
+	stat, statErr := proc.Stat()
+	targets, err := proc.FileDescriptorTargets()
 
-	var ticks int64
-
-	for _, field := range fields[11:13] { // utime and stime
-		n, err := strconv.ParseInt(field, 10, 64)
-		if err != nil {
-			return 0, fmt.Errorf("CPU time of process %d: %w", r.PID(), err)
+	for _, target := range targets {
+		if strings.HasPrefix(target, "socket:") {
+			u.sockets++
 		}
-
-		ticks += n
 	}
 
-	return time.Duration(ticks) * time.Second / 100, nil // USER_HZ
+	u.resident, u.cpu, u.files = stat.ResidentMemory(), time.Duration(stat.CPUTime()*float64(time.Second)), len(targets)-u.sockets
+
+	return u, errors.Join(statErr, err)
 }
 
 // get reads a path of the secure port; nil if the subject has none.
@@ -153,31 +135,39 @@ func (r *running) metric(ctx context.Context, name string) (float64, error) {
 	return strconv.ParseFloat(line, 64)
 }
 
-// awaitMachines waits until talos-ccm watches the machines.
-func (r *running) awaitMachines(ctx context.Context, machines int) error {
-	return wait.PollUntilContextCancel(ctx, 100*time.Millisecond, true, func(ctx context.Context) (bool, error) {
-		current, err := r.metric(ctx, `talosccm_machines{condition="Current"}`)
+// awaitMetric waits until a metric has a value, and returns how long that took.
+func (r *running) awaitMetric(ctx context.Context, name string, wanted func(float64) bool) (time.Duration, error) {
+	start := time.Now()
 
-		return int(current) == machines, err
+	err := wait.PollUntilContextCancel(ctx, 500*time.Millisecond, true, func(ctx context.Context) (bool, error) {
+		value, err := r.metric(ctx, name)
+
+		return wanted(value), err
 	})
-}
-
-// profile writes a profile to a file unless the subject has none.
-func (r *running) profile(ctx context.Context, file, name string, parameters ...string) error {
-	if r.port == nil {
-		return nil
+	if err != nil {
+		err = fmt.Errorf("wait for metric %s: %w", name, err)
 	}
 
+	return time.Since(start), err
+}
+
+// profile writes a profile to a file of a folder. Without a name of a folder it is discarded: the heap profile makes the
+// subject collect garbage.
+func (r *running) profile(ctx context.Context, folder, file, name string, parameters ...string) error {
 	data, err := r.get(ctx, "/debug/pprof/"+name, parameters...)
 	if err != nil {
 		return fmt.Errorf("profile %s: %w", name, err)
 	}
 
-	return os.WriteFile(file, data, 0o600)
+	if data == nil || folder == "" {
+		return nil
+	}
+
+	return os.WriteFile(filepath.Join(folder, file), data, 0o600)
 }
 
-// product returns talos-ccm with its default flags, and with some controllers if any are named.
-func product(executable string, environment ...string) subject {
+// talosSubject returns talos-ccm with its default flags, and with some controllers if any are named.
+func talosSubject(executable string, environment ...string) subject {
 	return subject{talosCCM, true, func(ctx context.Context, b *bed) (*running, error) {
 		r, err := startProduct(b, executable, 0, environment...)
 		if err != nil {
@@ -192,57 +182,60 @@ func product(executable string, environment ...string) subject {
 	}}
 }
 
-// startProduct starts talos-ccm as the extension service of a control-plane machine.
+// startProduct starts talos-ccm on a control-plane machine.
 func startProduct(b *bed, executable string, machine int, environment ...string) (*running, error) {
-	name := "talos-ccm-" + strconv.Itoa(machine)
-	certs, run := filepath.Join(b.folder, name, "certs"), filepath.Join(b.folder, name, "run")
-
-	if err := errors.Join(os.MkdirAll(certs, 0o700), os.MkdirAll(run, 0o700)); err != nil {
-		return nil, err
-	}
-
 	port, err := kube.ReservePort()
 	if err != nil {
 		return nil, err
 	}
 
-	args := []string{
-		"--machine-socket=" + b.machines[machine].Socket, "--run-dir=" + run, "--cert-dir=" + certs,
-		"--bind-address=127.0.0.1", fmt.Sprintf("--secure-port=%d", port.Number()), "--permit-port-sharing",
-		"--authorization-always-allow-paths=/healthz,/livez,/readyz,/metrics,/debug/*",
+	service := product.Service{
+		Executable: executable, Folder: filepath.Join(b.folder, "talos-ccm-"+strconv.Itoa(machine)), Socket: b.machines[machine].Socket,
+		Args: []string{
+			fmt.Sprintf("--secure-port=%d", port.Number()), "--permit-port-sharing",
+			"--authorization-always-allow-paths=/healthz,/livez,/readyz,/metrics,/debug/*",
+		},
+		// The service sets the same memory limit.
+		Env: append([]string{"TMPDIR=" + b.folder, "GOMEMLIMIT=" + cmp.Or(os.Getenv("GOMEMLIMIT"), "1GiB")}, environment...),
 	}
-	// The service sets the same memory limit.
-	environment = append([]string{"TMPDIR=" + b.folder, "GOMEMLIMIT=" + cmp.Or(os.Getenv("GOMEMLIMIT"), "1GiB")}, environment...)
 
-	r, err := b.start(name, executable, args, environment)
+	child, err := service.Start()
 	if err != nil {
 		return nil, err
 	}
 
-	r.port, r.certs = port, certs
+	return &running{child, port, service.Certs()}, nil
+}
 
-	return r, nil
+// allocating is the environment of talos-ccm with pod CIDRs.
+func allocating(controllers string) []string {
+	return []string{
+		"TALOS_CCM_CONTROLLERS=" + controllers, "TALOS_CCM_ALLOCATE_NODE_CIDRS=true", "TALOS_CCM_NODE_CIDR_MASK_SIZE_IPV6=64",
+		fmt.Sprintf("TALOS_CCM_CLUSTER_CIDR=%s,%s", podCIDRs[0], podCIDRs[1]),
+	}
 }
 
 // awaitLeader waits until the lease has a holder other than a former one, and returns the holder.
 func awaitLeader(ctx context.Context, client kubernetes.Interface, former string) (holder string, err error) {
 	err = wait.PollUntilContextCancel(ctx, 10*time.Millisecond, true, func(ctx context.Context) (bool, error) {
-		lease, err := client.CoordinationV1().Leases(metav1.NamespaceSystem).Get(ctx, leaseName, metav1.GetOptions{})
-		if err != nil {
-			return false, nil //nolint:nilerr // until it exists
-		}
+		var err error
 
-		holder = ptr.Deref(lease.Spec.HolderIdentity, "")
+		holder, err = product.Leader(ctx, client)
 
-		return holder != "" && holder != former, nil
+		return err == nil && holder != former, nil
 	})
 
 	return holder, err
 }
 
 // command returns a subject that runs a command with the environment variables KUBECONFIG and TALOSCONFIG.
-func command(name string, args ...string) subject {
-	return subject{name, false, func(_ context.Context, b *bed) (*running, error) {
-		return b.start("subject", args[0], args[1:], append(os.Environ(), "KUBECONFIG="+b.kubeconfig(), "TALOSCONFIG="+b.talosconfig()))
+func command(name string, approves bool, args ...string) subject {
+	return subject{name, approves, func(_ context.Context, b *bed) (*running, error) {
+		child, err := process.Start(process.Command{
+			Name: name, Path: args[0], Args: args[1:], Log: filepath.Join(b.folder, "subject.log"), Grace: grace,
+			Env: append(os.Environ(), "KUBECONFIG="+b.kubeconfig(), "TALOSCONFIG="+b.talosconfig()),
+		})
+
+		return &running{Process: child}, err
 	}}
 }

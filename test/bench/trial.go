@@ -118,19 +118,15 @@ func (t *trial) close() error {
 
 // order executes an action on machines.
 func (t *trial) order(action string, machines []Machine) error {
-	return t.do(Order{Action: action}, machines)
+	_, err := t.do(Order{Action: action}, machines)
+
+	return err
 }
 
-func (t *trial) do(order Order, machines []Machine) error {
-	for _, m := range machines {
-		order.Nodenames = append(order.Nodenames, m.Nodename)
-	}
+func (t *trial) setKubeconfig(kubeconfig []byte, machines []Machine) error {
+	_, err := t.do(Order{Action: "set kubeconfig", Kubeconfig: kubeconfig}, machines)
 
-	if err := t.fleet.Call("Fleet.Do", order, &struct{}{}); err != nil {
-		return fmt.Errorf("%s: %w", order.Action, err)
-	}
-
-	return nil
+	return err
 }
 
 // change gives each of some machines another public address.
@@ -143,7 +139,18 @@ func (t *trial) change(machines []Machine) error {
 		t.allow(m.Nodename, t.public)
 	}
 
-	return t.do(order, machines)
+	_, err := t.do(order, machines)
+
+	return err
+}
+
+// recreateNode replaces the Node of a machine.
+func (t *trial) recreateNode(ctx context.Context, m Machine) error {
+	if err := t.client.CoreV1().Nodes().Delete(ctx, m.Nodename, metav1.DeleteOptions{}); err != nil {
+		return err
+	}
+
+	return t.register(ctx, []Machine{m})
 }
 
 // recover waits until the Nodes of machines are up to date, and returns how long that took. It lists Nodes: after an
@@ -200,42 +207,44 @@ type service struct {
 // startService starts talos-ccm with pod CIDRs on a control-plane machine.
 func (t *trial) startService(machine int) (*service, error) {
 	s := &service{ended: make(chan error, 1)}
-	started := make(chan error)
+
+	start := func() (started bool, err error) {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+
+		if s.stopping {
+			return false, nil
+		}
+
+		process, err := startProduct(t.bed, t.executable, machine, allocating("*,nodeipam")...)
+		if err != nil {
+			return false, err
+		}
+
+		s.process = process
+		s.starts++
+
+		return true, nil
+	}
+	if _, err := start(); err != nil {
+		return nil, err
+	}
 
 	go func() {
-		var once sync.Once
-
 		for {
-			s.mu.Lock()
+			process, _ := s.running()
+			<-process.Done()
+			time.Sleep(restartDelay)
 
-			if s.stopping {
-				s.mu.Unlock()
-
-				s.ended <- nil
-
-				return
-			}
-
-			process, err := startProduct(t.bed, t.executable, machine, "TALOS_CCM_CONTROLLERS=*,nodeipam", "TALOS_CCM_ALLOCATE_NODE_CIDRS=true",
-				fmt.Sprintf("TALOS_CCM_CLUSTER_CIDR=%s,%s", podCIDRs[0], podCIDRs[1]), "TALOS_CCM_NODE_CIDR_MASK_SIZE_IPV6=64")
-			s.process = process
-			s.starts++
-			s.mu.Unlock()
-
-			once.Do(func() { started <- err })
-
-			if err != nil {
+			if started, err := start(); !started {
 				s.ended <- err
 
 				return
 			}
-
-			<-process.Done()
-			time.Sleep(restartDelay)
 		}
 	}()
 
-	return s, <-started
+	return s, nil
 }
 
 func (s *service) running() (process *running, starts int) {
@@ -257,10 +266,6 @@ func (s *service) stop() error {
 	s.stopping = true
 	process := s.process
 	s.mu.Unlock()
-
-	if process == nil {
-		return nil
-	}
 
 	_ = process.stop(syscall.SIGTERM) // may have ended
 

@@ -10,13 +10,12 @@ import (
 	"strings"
 	"time"
 
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
-	"k8s.io/utils/ptr"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 	"github.com/talos-ccm/talos-ccm/test/process"
+	"github.com/talos-ccm/talos-ccm/test/product"
 	"github.com/talos-ccm/talos-ccm/test/screen"
 )
 
@@ -27,10 +26,6 @@ const (
 	// baseLimit and limitPerNode bound the time from the registration of the first Node.
 	baseLimit    = 6 * time.Minute
 	limitPerNode = 100 * time.Millisecond
-
-	// productGrace is more than the ten seconds in which talos-ccm exits.
-	productGrace = 12 * time.Second
-	leaseName    = "cloud-controller-manager-talos"
 
 	// plainLine is how often progress is printed where there is no terminal.
 	plainLine = time.Second
@@ -113,7 +108,7 @@ func (d *demo) startMachines(ctx context.Context) (err error) {
 	}
 
 	for i, m := range d.members {
-		if err := errors.Join(ctx.Err(), m.boot(d.talos, i, d.cluster.Kubeconfig())); err != nil {
+		if err := errors.Join(ctx.Err(), m.boot(ctx, d.talos, i, d.cluster.Kubeconfig())); err != nil {
 			return err
 		}
 	}
@@ -146,35 +141,24 @@ func (d *demo) startProduct(ctx context.Context) error {
 		return err
 	}
 
-	run := filepath.Join(d.folder, "run")
-	if err := os.Mkdir(run, 0o700); err != nil {
-		return err
-	}
-
-	began := time.Now()
-
-	d.product, err = process.Start(process.Command{
-		Name: "talos-ccm", Path: d.executable, Log: filepath.Join(d.folder, "talos-ccm.log"), Grace: productGrace,
-		Args: []string{
-			"--machine-socket=" + d.members[controlPlaneIndex].machine.Socket(), "--run-dir=" + run, "--secure-port=0", "-v=2",
-			// The process exits when it loses its lease. A computer under load must not cause that.
-			"--leader-elect-lease-duration=600s", "--leader-elect-renew-deadline=500s",
-		},
+	service := product.Service{
+		Executable: d.executable, Folder: filepath.Join(d.folder, "talos-ccm"), Socket: d.members[controlPlaneIndex].machine.Socket(),
+		// The process exits when it loses its lease. A computer under load must not cause that.
+		Args: []string{"--secure-port=0", "-v=2", "--leader-elect-lease-duration=600s", "--leader-elect-renew-deadline=500s"},
 		// In another environment, talos-ccm would replace its process, and the kernel would no longer kill it when this
 		// process ends.
 		Env: spec.Environment,
-	})
-	if err != nil {
+	}
+	began := time.Now()
+
+	if d.product, err = service.Start(); err != nil {
 		return err
 	}
 
 	printf("Log of talos-ccm, removed when the demo ends: %s", d.product.Log)
 
 	err = d.product.WaitReady(ctx, func(ctx context.Context) error {
-		lease, err := d.client.CoordinationV1().Leases(metav1.NamespaceSystem).Get(ctx, leaseName, metav1.GetOptions{})
-		if err == nil && ptr.Deref(lease.Spec.HolderIdentity, "") == "" {
-			err = errors.New("lease has no holder")
-		}
+		_, err := product.Leader(ctx, d.client)
 
 		return err
 	})
@@ -213,7 +197,7 @@ func (d *demo) show(ctx context.Context) error {
 			slots <- struct{}{}
 			defer func() { <-slots }()
 
-			if err := d.requestCertificate(ctx, nodename, csr, subjects); err != nil {
+			if _, err := d.cluster.RequestServingCertificate(ctx, nodename, csr, subjects...); err != nil {
 				fail(err)
 			}
 		}()

@@ -15,8 +15,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/clientcmd"
 )
@@ -28,30 +29,21 @@ const patience = 10 * time.Minute
 var executable string
 
 func TestMain(m *testing.M) {
-	code, err := buildAndRun(m)
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-
-		code = 1
-	}
-
-	os.Exit(code)
-}
-
-func buildAndRun(m *testing.M) (int, error) {
 	folder, err := os.MkdirTemp("", "talos-ccm-demo-test-")
 	if err != nil {
-		return 0, err
+		panic(err)
 	}
-	defer os.RemoveAll(folder) //nolint:errcheck // temporary
 
 	executable = filepath.Join(folder, "demo")
 
 	if output, err := exec.Command("go", "build", "-o", folder+"/", ".", "../../cmd/talos-ccm").CombinedOutput(); err != nil {
-		return 0, fmt.Errorf("build the demo: %w\n%s", err, output)
+		panic(fmt.Errorf("build the demo: %w\n%s", err, output))
 	}
 
-	return m.Run(), nil
+	code := m.Run()
+	_ = os.RemoveAll(folder) //nolint:errcheck // temporary
+
+	os.Exit(code)
 }
 
 func TestDemo_ShowsEachFeature(t *testing.T) {
@@ -75,17 +67,15 @@ func TestDemo_ShowsEachFeature(t *testing.T) {
 		"NodeGone: Machine is gone: ",
 		"Node gcp-5 was deleted after",
 	} {
-		if !strings.Contains(d.output.String(), line) {
-			t.Errorf("output lacks %q", line)
-		}
+		assert.Contains(t, d.output.String(), line)
 	}
 
 	// The table is the last.
 	for _, row := range [][]string{
-		{"metal-1 (control plane)", " talos://metal/4c4c4544-", " on-demand ", " 198.18.0.1,fd00:7a10:5::1 ", " 10.192.", "  issued"},
-		{"aws-2 (late)", " aws:///eu-central-1a/i-", " eu-central-1a ", " spot ", " 198.18.0.2 ", " 203.0.113.2 ", " 10.192.", "  issued"},
-		{"hcloud-3 (slow)", " hcloud://48150002 ", " fsn1-dc14 ", " on-demand ", " 198.18.0.3 ", " 203.0.113.3 ", " 10.192.", "  issued"},
-		{"nocloud-4 ", " talos://nocloud/103 ", " pve-1 ", " spot ", " 198.18.0.4 ", " 203.0.113.250,203.0.113.4 ", " 10.192.", "  issued"},
+		{"metal-1 (control plane)", " talos://metal/4c4c4544-", " on-demand ", " 127.", ",fd00:7a10:5::1 ", " 10.192.", "  issued"},
+		{"aws-2 (late)", " aws:///eu-central-1a/i-", " eu-central-1a ", " spot ", " 127.", ",fd00:7a10:5::2 ", " 203.0.113.2 ", " 10.192.", "  issued"},
+		{"hcloud-3 (slow)", " hcloud://48150002 ", " fsn1-dc14 ", " on-demand ", " 127.", ",fd00:7a10:5::3 ", " 203.0.113.3 ", " 10.192.", "  issued"},
+		{"nocloud-4 ", " talos://nocloud/103 ", " pve-1 ", " spot ", " 127.", ",fd00:7a10:5::4 ", " 203.0.113.250,203.0.113.4 ", " 10.192.", "  issued"},
 		{"gcp-5 (reset)", " deleted ", "-"},
 	} {
 		d.expectRow(row...)
@@ -102,15 +92,11 @@ func TestDemo_KeepsClusterUntilInterrupted(t *testing.T) {
 	kubeconfig := strings.TrimPrefix(d.awaitLine("export KUBECONFIG="), "  export KUBECONFIG=")
 
 	config, err := clientcmd.BuildConfigFromFlags("", kubeconfig)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
-	if _, err := kubernetes.NewForConfigOrDie(config).CoreV1().Nodes().Get(t.Context(), "metal-1", metav1.GetOptions{}); err != nil {
-		t.Error(err)
-	}
-
-	d.signal(syscall.SIGINT)
+	_, err = kubernetes.NewForConfigOrDie(config).CoreV1().Nodes().Get(t.Context(), "metal-1", metav1.GetOptions{})
+	require.NoError(t, err)
+	require.NoError(t, d.cmd.Process.Signal(syscall.SIGINT))
 	d.expectExit(0)
 	d.expectRow("metal-1 (control plane)", "  issued")
 	d.expectNoProcesses()
@@ -129,7 +115,7 @@ func TestDemo_CleansUpWhenInterrupted(t *testing.T) {
 
 			d := start(t, "-nodes", "4")
 			d.awaitLine(moment)
-			d.signal(syscall.SIGINT)
+			require.NoError(t, d.cmd.Process.Signal(syscall.SIGINT))
 			d.expectExit(130)
 			d.expectNoProcesses()
 			d.expectNoFiles()
@@ -143,13 +129,11 @@ func TestDemo_ChildrenExitWhenKilled(t *testing.T) {
 	d := start(t, "-nodes", "4")
 	d.awaitLine("became leader after")
 
-	if len(d.processes()) == 0 {
-		t.Error("no child process found while the demo runs: the search is broken")
-	}
-
-	d.signal(syscall.SIGKILL)
+	assert.NotEmpty(t, d.processes(), "no child process found while the demo runs: the search is broken")
+	require.NoError(t, d.cmd.Process.Kill())
 	d.expectExit(-1)
 	d.expectNoProcesses()
+	d.expectNoFiles()
 }
 
 func TestDemo_ExplainsInvalidArguments(t *testing.T) {
@@ -164,23 +148,20 @@ func TestDemo_ExplainsInvalidArguments(t *testing.T) {
 			d := start(t, strings.Fields(args)...)
 			d.expectExit(2)
 
-			if !strings.Contains(d.errors.String(), explanation) {
-				t.Errorf("got %q, want %q", d.errors.String(), explanation)
-			}
+			assert.Contains(t, d.errors.String(), explanation)
 		})
 	}
 }
 
-// demo is a running demo. It and its children are known by the folder for temporary files, which is theirs alone and in the command
-// line of each child.
+// demo is a running demo. It and its children are known by the folder for temporary files, which is theirs alone and in
+// the command line of each child.
 type demo struct {
-	t       *testing.T
-	cmd     *exec.Cmd
-	folder  string
-	lines   *bufio.Scanner
-	output  bytes.Buffer
-	errors  bytes.Buffer
-	expires context.Context //nolint:containedctx // bounds every wait of the test
+	t      *testing.T
+	cmd    *exec.Cmd
+	folder string
+	lines  *bufio.Scanner
+	output bytes.Buffer
+	errors bytes.Buffer
 }
 
 func start(t *testing.T, args ...string) *demo {
@@ -191,27 +172,19 @@ func start(t *testing.T, args ...string) *demo {
 
 	// t.TempDir has the test's name in it, and the path of a socket must not be long.
 	folder, err := os.MkdirTemp("", "talos-ccm-demo-test-") //nolint:usetesting // see above
-	if err != nil {
-		t.Fatal(err)
-	}
-
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = os.RemoveAll(folder) }) //nolint:errcheck // temporary
 
-	d := &demo{t: t, cmd: exec.CommandContext(ctx, executable, args...), folder: folder, expires: ctx}
+	d := &demo{t: t, cmd: exec.CommandContext(ctx, executable, args...), folder: folder}
 	d.cmd.Env = append(os.Environ(), "TMPDIR="+d.folder)
 	d.cmd.Stderr = &d.errors
 
 	output, err := d.cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	d.lines = bufio.NewScanner(output)
 
-	if err := d.cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-
+	require.NoError(t, d.cmd.Start())
 	t.Cleanup(func() {
 		if t.Failed() {
 			t.Logf("output:\n%s%s", d.output.String(), d.errors.String())
@@ -255,14 +228,6 @@ func (d *demo) expectRow(parts ...string) {
 	d.t.Errorf("no line contains %q", parts)
 }
 
-func (d *demo) signal(signal os.Signal) {
-	d.t.Helper()
-
-	if err := d.cmd.Process.Signal(signal); err != nil {
-		d.t.Fatal(err)
-	}
-}
-
 // expectExit waits for the end. A demo that was killed has status -1.
 func (d *demo) expectExit(status int) {
 	d.t.Helper()
@@ -272,42 +237,22 @@ func (d *demo) expectExit(status int) {
 	}
 
 	err := d.cmd.Wait()
-	if exit := (*exec.ExitError)(nil); err != nil && !errors.As(err, &exit) {
-		d.t.Fatal(err)
+	if exit := (*exec.ExitError)(nil); !errors.As(err, &exit) {
+		require.NoError(d.t, err)
 	}
 
-	if got := d.cmd.ProcessState.ExitCode(); got != status {
-		d.t.Fatalf("exit status %d, want %d", got, status)
-	}
+	require.Equal(d.t, status, d.cmd.ProcessState.ExitCode(), "exit status")
 }
 
 // expectNoProcesses waits until the kernel has ended the children; those of a demo that was not killed are gone before it.
 func (d *demo) expectNoProcesses() {
 	d.t.Helper()
-
-	const (
-		poll  = 20 * time.Millisecond
-		limit = time.Minute
-	)
-
-	err := wait.PollUntilContextTimeout(d.expires, poll, limit, true, func(context.Context) (bool, error) {
-		return len(d.processes()) == 0, nil
-	})
-	if err != nil {
-		d.t.Errorf("processes left: %q", d.processes())
-	}
+	require.EventuallyWithT(d.t, func(c *assert.CollectT) { assert.Empty(c, d.processes()) }, time.Minute, 20*time.Millisecond)
 }
 
 // processes are the command lines of this demo's children.
-func (d *demo) processes() []string {
-	d.t.Helper()
-
-	files, err := filepath.Glob("/proc/[0-9]*/cmdline")
-	if err != nil {
-		d.t.Fatal(err)
-	}
-
-	var found []string
+func (d *demo) processes() (found []string) {
+	files, _ := filepath.Glob("/proc/[0-9]*/cmdline")
 
 	for _, file := range files {
 		// A process that has just ended has no command line.
@@ -323,11 +268,6 @@ func (d *demo) expectNoFiles() {
 	d.t.Helper()
 
 	entries, err := os.ReadDir(d.folder)
-	if err != nil {
-		d.t.Fatal(err)
-	}
-
-	if len(entries) > 0 {
-		d.t.Errorf("temporary files left: %v", entries)
-	}
+	require.NoError(d.t, err)
+	assert.Empty(d.t, entries, "temporary files left")
 }

@@ -23,9 +23,6 @@ const (
 	linkPhysical = "eth0"
 )
 
-// loopback has the addresses where the simulated machines are reached.
-var loopback = netip.MustParsePrefix("127.0.0.0/8")
-
 // The indexes of machines that differ from the others; a small fleet has the first of them.
 const (
 	controlPlaneIndex = iota
@@ -40,8 +37,8 @@ var remarks = map[int]string{controlPlaneIndex: " (control plane)", lateIndex: "
 // member is one machine of the fleet.
 type member struct {
 	name    string
-	title   string       // with a remark
-	nodeIPs []netip.Addr // in the network of the machines
+	title   string     // with a remark
+	private netip.Addr // the IPv6 node IP; the IPv4 one is the loopback address where the machine is reached
 	public  []talostest.Address
 	spec    talostest.MachineSpec
 	machine *talostest.Machine // nil until it runs
@@ -55,7 +52,10 @@ func newFleet(n int) []*member {
 	fleet := make([]*member, n)
 
 	for i := range fleet {
-		m := &member{name: fmt.Sprintf("%s-%0*d", platforms[i%len(platforms)], len(fmt.Sprint(n)), i+1), nodeIPs: []netip.Addr{privateAddress(i)}}
+		m := &member{
+			name:    fmt.Sprintf("%s-%0*d", platforms[i%len(platforms)], len(fmt.Sprint(n)), i+1),
+			private: netip.MustParseAddr(fmt.Sprintf("fd00:7a10:5::%x", i+1)),
+		}
 		m.title = m.name + remarks[i]
 		m.spec.Platform = metadata(platforms[i%len(platforms)], i)
 
@@ -65,7 +65,6 @@ func newFleet(n int) []*member {
 		case "metal":
 			uuid := m.spec.Platform.InstanceID
 			m.spec.SystemInformation = &hardware.SystemInformationSpec{Manufacturer: "Dell Inc.", ProductName: "PowerEdge R650", UUID: uuid}
-			m.nodeIPs = append(m.nodeIPs, numbered("fd00:7a10:5::%x", i))
 			link = linkPhysical
 		case "nocloud":
 			link = linkPhysical
@@ -114,10 +113,8 @@ func metadata(platform string, index int) runtime.PlatformMetadataSpec {
 }
 
 // boot starts the machine. The control-plane machine has the kubeconfig of the administrator.
-func (m *member) boot(talos *talostest.Cluster, index int, kubeconfig []byte) (err error) {
-	m.spec.Nodename, m.spec.NodeIPs = m.name, m.nodeIPs
-	m.spec.Addresses = on(linkPhysical, m.nodeIPs...)
-	m.spec.ExcludedSubnets = []netip.Prefix{loopback}
+func (m *member) boot(ctx context.Context, talos *talostest.Cluster, index int, kubeconfig []byte) (err error) {
+	m.spec.Nodename, m.spec.Addresses = m.name, on(linkPhysical, m.private)
 	m.spec.PlatformPending = index == lateIndex
 
 	if !m.spec.PlatformPending { // the public address is known from the metadata
@@ -131,17 +128,21 @@ func (m *member) boot(talos *talostest.Cluster, index int, kubeconfig []byte) (e
 		m.spec.Controllers = []string{"-node-ipam-controller"} // talos-ccm allocates pod CIDRs
 	}
 
-	if m.machine, err = talos.AddMachine(m.spec); err == nil && index == slowIndex {
+	if m.machine, err = talos.AddMachine(m.spec); err != nil {
+		return err
+	}
+
+	if index == slowIndex {
 		m.machine.SlowDown(slowness)
 	}
 
-	return err
+	return m.machine.SetNodeIPs(ctx, m.machine.Address(), m.private)
 }
 
-// register registers the Node as its kubelet does, except for its first address, where the simulated machine is reached.
-// Talos excludes it from the node IPs, so talos-ccm removes it.
+// register registers the Node as its kubelet does.
 func (m *member) register(ctx context.Context, cluster *kube.Cluster) error {
-	_, err := cluster.RegisterNode(ctx, kube.NodeSpec{Name: m.name, NodeIPs: append([]netip.Addr{m.machine.Address()}, m.nodeIPs...)})
+	nodeIPs := []netip.Addr{m.machine.Address(), m.private}
+	_, err := cluster.RegisterNode(ctx, kube.NodeSpec{Name: m.name, NodeIPs: nodeIPs, ControlPlane: m.spec.ServeSocket})
 
 	return err
 }
@@ -166,13 +167,6 @@ func on(link string, addrs ...netip.Addr) []talostest.Address {
 	return addresses
 }
 
-// privateAddress is in the range for benchmarks (RFC 2544), which no network routes.
-func privateAddress(index int) netip.Addr {
-	const perByte = 250
-
-	return netip.AddrFrom4([4]byte{198, 18, byte(index / perByte), byte(1 + index%perByte)})
-}
-
 // publicAddress is in a range for documentation: IPv4 (RFC 5737), or IPv6 (RFC 3849) for the later machines of a large
 // fleet.
 func publicAddress(index int) netip.Addr {
@@ -182,9 +176,5 @@ func publicAddress(index int) netip.Addr {
 		return netip.AddrFrom4([4]byte{203, 0, 113, byte(1 + index)})
 	}
 
-	return numbered("2001:db8:ccc::%x", index)
-}
-
-func numbered(format string, index int) netip.Addr {
-	return netip.MustParseAddr(fmt.Sprintf(format, index+1))
+	return netip.MustParseAddr(fmt.Sprintf("2001:db8:ccc::%x", index+1))
 }

@@ -14,7 +14,6 @@ import (
 	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/util/workqueue"
 
@@ -38,7 +37,7 @@ func (d *demo) initialize(ctx context.Context, fail context.CancelCauseFunc) err
 		}
 
 		workqueue.ParallelizeUntil(ctx, parallel, len(d.members), func(i int) {
-			if err := d.register(ctx, d.members[i]); err != nil {
+			if err := d.members[i].register(ctx, d.cluster); err != nil {
 				fail(err)
 			}
 		})
@@ -57,18 +56,6 @@ func (d *demo) initialize(ctx context.Context, fail context.CancelCauseFunc) err
 		len(records), len(records), inSeconds(time.Since(began)))
 
 	return nil
-}
-
-// register registers a Node. Talos labels Nodes of the control plane, because kubelets may not do it.
-func (d *demo) register(ctx context.Context, m *member) error {
-	if err := m.register(ctx, d.cluster); err != nil || m != d.members[controlPlaneIndex] {
-		return err
-	}
-
-	label := []byte(`{"metadata":{"labels":{"node-role.kubernetes.io/control-plane":""}}}`)
-	_, err := d.client.CoreV1().Nodes().Patch(ctx, m.name, types.MergePatchType, label, metav1.PatchOptions{})
-
-	return err
 }
 
 // resolveLater publishes the metadata of the late machine after an Event has said that its Node waits for it.
@@ -192,7 +179,7 @@ func (d *demo) intrude(ctx context.Context) error {
 
 	printf("\nMalicious CSR: the kubelet of %s requests a serving certificate for the name and address of %s", m.name, victim.name)
 
-	if err := d.requestCertificate(ctx, m.name, "malicious", []string{victim.nodeIPs[0].String(), victim.name}); err != nil {
+	if _, err := d.cluster.RequestServingCertificate(ctx, m.name, "malicious", victim.name, victim.private.String()); err != nil {
 		return err
 	}
 

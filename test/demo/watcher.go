@@ -117,7 +117,7 @@ func (w *watcher) see(obj any) {
 	case *corev1.Node:
 		w.update(obj.Name, func(r *record) { w.seeNode(r, obj) })
 	case *certificatesv1.CertificateSigningRequest:
-		w.update(strings.TrimPrefix(obj.Spec.Username, userPrefix), func(r *record) {
+		w.update(strings.TrimPrefix(obj.Spec.Username, "system:node:"), func(r *record) {
 			if obj.Name != r.csr {
 				return
 			}
@@ -158,9 +158,9 @@ func (w *watcher) seeNode(r *record, node *corev1.Node) {
 
 	r.reach(initialized)
 
-	// A kubelet requests a certificate for all addresses of its Node. A real one also does so before the Node is
-	// initialized, but these Nodes have a loopback address until then.
-	subjects := addressesOf(node, "")
+	// A kubelet requests a certificate for all addresses of its Node. These Nodes have a loopback address, too, for which no
+	// certificate is approved.
+	subjects := slices.DeleteFunc(addressesOf(node, ""), func(address string) bool { return strings.HasPrefix(address, "127.") })
 	if slices.Equal(subjects, r.subjects) {
 		return
 	}
