@@ -2,12 +2,21 @@ package talostest
 
 import (
 	"context"
-	"fmt"
 	"slices"
+	"sync"
 
 	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/cosi-project/runtime/pkg/resource/meta"
 	"github.com/cosi-project/runtime/pkg/state"
+	"github.com/cosi-project/runtime/pkg/state/impl/inmem"
+	"github.com/siderolabs/talos/pkg/machinery/resources/block"
+	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
+	"github.com/siderolabs/talos/pkg/machinery/resources/config"
+	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
+	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
+	"github.com/siderolabs/talos/pkg/machinery/resources/network"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/siderolabs/talos/pkg/machinery/resources/secrets"
 	"github.com/siderolabs/talos/pkg/machinery/role"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -16,55 +25,25 @@ import (
 // errNotAuthorized is machined's error for callers without a sufficient role.
 var errNotAuthorized = status.Error(codes.PermissionDenied, "not authorized")
 
-// Roles that may call a method, as in machined of Talos v1.13.5. Methods that are not listed require os:admin.
 var (
-	readerRoles   = role.MakeSet(role.Admin, role.Operator, role.Reader)
 	operatorRoles = role.MakeSet(role.Admin, role.Operator)
-	adminRoles    = role.MakeSet(role.Admin)
-	etcdReadRoles = role.MakeSet(role.Admin, role.Operator, role.Reader, role.EtcdBackup)
+	readerRoles   = role.MakeSet(role.Admin, role.Operator, role.Reader)
 
-	methodRoles = buildMethodRoles()
+	// methodRoles are the roles that may call a method, as in machined of Talos v1.13.5. Other methods require os:admin.
+	methodRoles = map[string]role.Set{
+		"/cosi.resource.State/Get":               readerRoles,
+		"/cosi.resource.State/List":              readerRoles,
+		"/cosi.resource.State/Watch":             readerRoles,
+		"/machine.MachineService/EtcdMemberList": role.MakeSet(role.Admin, role.Operator, role.Reader, role.EtcdBackup),
+		"/machine.MachineService/Reboot":         operatorRoles,
+		"/machine.MachineService/Version":        readerRoles,
+	}
 )
-
-func buildMethodRoles() map[string]role.Set {
-	rules := map[string]role.Set{
-		"/machine.ImageService/Verify":               role.MakeSet(role.Admin, role.Operator, role.Reader, role.ImageVerifier),
-		"/machine.MachineService/ApplyConfiguration": role.MakeSet(role.Admin, role.Reader),
-		"/machine.MachineService/EtcdSnapshot":       role.MakeSet(role.Admin, role.Operator, role.EtcdBackup),
-		"/machine.MachineService/MetaWrite":          role.MakeSet(role.Admin, role.MetaWriter),
-		"/machine.MachineService/MetaDelete":         role.MakeSet(role.Admin, role.MetaWriter),
-		"/storage.StorageService/BlockDeviceWipe":    role.MakeSet(role.Admin, role.Reader),
-	}
-
-	add := func(roles role.Set, service string, methods ...string) {
-		for _, method := range methods {
-			rules["/"+service+"/"+method] = roles
-		}
-	}
-
-	add(readerRoles, "cosi.resource.State", "Get", "List", "Watch")
-	add(readerRoles, "cluster.ClusterService", "HealthCheck")
-	add(readerRoles, "inspect.InspectService", "ControllerRuntimeDependencies")
-	add(readerRoles, "storage.StorageService", "Disks")
-	add(readerRoles, "time.TimeService", "Time", "TimeCheck")
-	add(readerRoles, "machine.ImageService", "List")
-	add(operatorRoles, "machine.ImageService", "Pull")
-	add(readerRoles, "machine.MachineService",
-		"CPUFreqStats", "CPUInfo", "Containers", "DiskStats", "DiskUsage", "Dmesg", "Events", "Hostname", "ImageList", "List", "LoadAvg",
-		"Logs", "LogsContainers", "Memory", "Mounts", "Netstat", "NetworkDeviceStats", "Processes", "ServiceList", "Stats", "SystemStat",
-		"Version")
-	add(etcdReadRoles, "machine.MachineService", "EtcdAlarmList", "EtcdMemberList", "EtcdStatus")
-	add(operatorRoles, "machine.MachineService",
-		"EtcdAlarmDisarm", "EtcdDefragment", "EtcdDowngradeCancel", "EtcdDowngradeEnable", "EtcdDowngradeValidate", "ImagePull",
-		"PacketCapture", "Reboot", "Restart", "ServiceRestart", "ServiceStart", "ServiceStop", "Shutdown")
-
-	return rules
-}
 
 func authorizeMethod(method string, roles role.Set) error {
 	allowed, listed := methodRoles[method]
 	if !listed {
-		allowed = adminRoles
+		allowed = role.MakeSet(role.Admin)
 	}
 
 	if allowed.IncludesAny(roles) {
@@ -74,29 +53,86 @@ func authorizeMethod(method string, roles role.Set) error {
 	return errNotAuthorized
 }
 
+// definitions are the resource types that talos-ccm and its tests read. Other types fail like types that Talos does not have.
+var definitions = define(
+	&block.DiscoveredVolume{},
+	&cluster.Identity{},
+	&cluster.Info{},
+	&cluster.Member{},
+	&config.MachineType{},
+	&hardware.MemoryModule{},
+	&hardware.PCIDevice{},
+	&hardware.Processor{},
+	&hardware.SystemInformation{},
+	&k8s.ControllerManagerConfig{},
+	&k8s.Endpoint{},
+	&k8s.NodeIP{},
+	&k8s.NodeIPConfig{},
+	&k8s.NodeStatus{},
+	&k8s.Nodename{},
+	&k8s.StaticPod{},
+	&meta.ResourceDefinition{},
+	&network.AddressStatus{},
+	&network.HostnameStatus{},
+	&network.LinkStatus{},
+	&network.NodeAddress{},
+	&network.PlatformConfig{},
+	&network.RouteStatus{},
+	&runtime.ExtensionServiceConfig{},
+	&runtime.ExtensionStatus{},
+	&runtime.KernelCmdline{},
+	&runtime.MachineStatus{},
+	&runtime.MetaKey{},
+	&runtime.PlatformMetadata{},
+	&runtime.SecurityState{},
+	&runtime.Version{},
+	&secrets.Kubernetes{},
+)
+
+func define(types ...meta.ResourceWithRD) map[resource.Type]meta.ResourceDefinitionSpec {
+	specs := make(map[resource.Type]meta.ResourceDefinitionSpec, len(types))
+
+	for _, typ := range types {
+		spec := typ.ResourceDefinition()
+		specs[spec.Type] = spec
+	}
+
+	return specs
+}
+
+// sharedDefinitions returns the namespace meta with the resource definitions. All machines share it, as most of a machine's state.
+var sharedDefinitions = sync.OnceValue(func() state.CoreState {
+	core := inmem.NewState(meta.NamespaceName)
+
+	for _, spec := range definitions {
+		if definition, err := meta.NewResourceDefinition(spec); err == nil { // it is valid in Talos
+			_ = core.Create(context.Background(), definition)
+		}
+	}
+
+	return core
+})
+
 // accessPolicy is Talos's policy for resources: all writes and all unknown types and namespaces are forbidden, and sensitive types
 // require os:admin. A watch is checked once, when the stream starts.
-type accessPolicy struct {
-	definitions *definitions
-	unsupported []resource.Type
-}
+type accessPolicy struct{ unsupported []resource.Type }
 
 func (p accessPolicy) check(ctx context.Context, access state.Access) error {
 	if !access.Verb.Readonly() {
 		return status.Error(codes.PermissionDenied, "write access is not allowed")
 	}
 
-	sensitivity, known := p.definitions.typeSensitivity(access.ResourceType)
+	definition, known := definitions[access.ResourceType]
 	if !known || slices.Contains(p.unsupported, access.ResourceType) {
-		return status.Error(codes.PermissionDenied, fmt.Sprintf("resource type %q is not supported", access.ResourceType))
+		return status.Errorf(codes.PermissionDenied, "resource type %q is not supported", access.ResourceType)
 	}
 
-	if sensitivity == meta.Sensitive && !callFrom(ctx).roles.Includes(role.Admin) {
+	if definition.Sensitivity == meta.Sensitive && !callFrom(ctx).roles.Includes(role.Admin) {
 		return errNotAuthorized
 	}
 
-	if !p.definitions.hasNamespace(access.ResourceNamespace) {
-		return status.Error(codes.PermissionDenied, fmt.Sprintf("namespace %q is not supported", access.ResourceNamespace))
+	if access.ResourceNamespace != definition.DefaultNamespace {
+		return status.Errorf(codes.PermissionDenied, "namespace %q is not supported", access.ResourceNamespace)
 	}
 
 	return nil

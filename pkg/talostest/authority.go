@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"crypto/tls"
 	stdx509 "crypto/x509"
-	"errors"
 	"fmt"
 	"net"
 	"slices"
@@ -37,16 +36,9 @@ const (
 type authority struct {
 	now func() time.Time
 
-	mu         sync.Mutex
-	generation int
-	issuing    *x509.CertificateAuthority
-	accepted   [][]byte // PEM, the issuing CA first
-}
-
-func newAuthority(now func() time.Time) (*authority, error) {
-	a := &authority{now: now}
-
-	return a, a.rotate(DropOldCA)
+	mu       sync.Mutex
+	issuing  *x509.CertificateAuthority
+	accepted [][]byte // PEM, the issuing CA first
 }
 
 func (a *authority) rotate(old OldCA) error {
@@ -62,24 +54,18 @@ func (a *authority) rotate(old OldCA) error {
 		a.accepted = nil
 	}
 
-	a.generation++
 	a.issuing = ca
 	a.accepted = slices.Insert(a.accepted, 0, ca.CrtPEM)
 
 	return nil
 }
 
-// current returns the issuing CA with its key, and all accepted CAs.
-func (a *authority) current() (*x509.PEMEncodedCertificateAndKey, []*x509.PEMEncodedCertificate) {
+// current returns the issuing CA.
+func (a *authority) current() *x509.CertificateAuthority {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 
-	accepted := make([]*x509.PEMEncodedCertificate, 0, len(a.accepted))
-	for _, crt := range a.accepted {
-		accepted = append(accepted, &x509.PEMEncodedCertificate{Crt: crt})
-	}
-
-	return &x509.PEMEncodedCertificateAndKey{Crt: a.issuing.CrtPEM, Key: a.issuing.KeyPEM}, accepted
+	return a.issuing
 }
 
 // acceptedPEM returns all accepted CA certificates, the issuing one first.
@@ -99,9 +85,9 @@ func (a *authority) pool() *stdx509.CertPool {
 
 // clientCertificate issues a certificate for client authentication with the roles as Organization.
 func (a *authority) clientCertificate(roles role.Set, ttl time.Duration) (*x509.PEMEncodedCertificateAndKey, error) {
-	issuing, _ := a.current()
+	ca := a.current()
 
-	crt, err := secrets.NewAdminCertificateAndKey(a.now(), issuing, roles, ttl)
+	crt, err := secrets.NewAdminCertificateAndKey(a.now(), &x509.PEMEncodedCertificateAndKey{Crt: ca.CrtPEM, Key: ca.KeyPEM}, roles, ttl)
 	if err != nil {
 		return nil, fmt.Errorf("issue client certificate for %v: %w", roles.Strings(), err)
 	}
@@ -109,55 +95,26 @@ func (a *authority) clientCertificate(roles role.Set, ttl time.Duration) (*x509.
 	return crt, nil
 }
 
-// serverNames holds the subject alternative names of a server certificate.
+// serverNames holds the subject alternative names of a server certificate; the last DNS name is the longest.
 type serverNames struct {
-	fqdn string
-	dns  []string
-	ips  []net.IP
+	dns []string
+	ips []net.IP
 }
 
-// serverCertificate issues a certificate of apid that becomes valid at notBefore.
-func (a *authority) serverCertificate(names serverNames, notBefore time.Time) (*tls.Certificate, error) {
-	a.mu.Lock()
-	issuing := a.issuing
-	a.mu.Unlock()
-
-	pair, err := x509.NewKeyPair(issuing,
-		x509.IPAddresses(names.ips),
-		x509.DNSNames(names.dns),
-		x509.CommonName(names.fqdn),
+// certificate issues a certificate of apid that becomes valid at notBefore.
+func (n serverNames) certificate(ca *x509.CertificateAuthority, notBefore time.Time) (*tls.Certificate, error) {
+	pair, err := x509.NewKeyPair(ca,
+		x509.IPAddresses(n.ips),
+		x509.DNSNames(n.dns),
+		x509.CommonName(n.dns[len(n.dns)-1]),
 		x509.NotBefore(notBefore),
 		x509.NotAfter(notBefore.Add(serverCertificateValidity)),
 		x509.KeyUsage(stdx509.KeyUsageDigitalSignature),
 		x509.ExtKeyUsage([]stdx509.ExtKeyUsage{stdx509.ExtKeyUsageServerAuth}),
 	)
 	if err != nil {
-		return nil, fmt.Errorf("issue server certificate for %s: %w", names.fqdn, err)
+		return nil, fmt.Errorf("issue server certificate for %v: %w", n.dns, err)
 	}
 
 	return pair.Certificate, nil
-}
-
-func (a *authority) currentGeneration() int {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-
-	return a.generation
-}
-
-// errNotClientOnly is apid's error for certificates that are valid for server authentication, too.
-var errNotClientOnly = errors.New("certificate is not for client authentication only")
-
-// requireClientOnly accepts a leaf whose extended key usage is exactly client authentication, as apid does.
-func requireClientOnly(_ [][]byte, chains [][]*stdx509.Certificate) error {
-	if len(chains) == 0 || len(chains[0]) == 0 {
-		return errors.New("no verified certificate chain")
-	}
-
-	leaf := chains[0][0]
-	if !slices.Equal(leaf.ExtKeyUsage, []stdx509.ExtKeyUsage{stdx509.ExtKeyUsageClientAuth}) {
-		return fmt.Errorf("%q: %w", leaf.Subject, errNotClientOnly)
-	}
-
-	return nil
 }

@@ -9,6 +9,7 @@ import (
 	"github.com/cosi-project/runtime/pkg/state"
 	"github.com/siderolabs/talos/pkg/machinery/client"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
+	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
@@ -30,11 +31,7 @@ func BenchmarkAddMachine(b *testing.B) {
 func BenchmarkWatchedMachine(b *testing.B) {
 	cluster := newCluster(b, talostest.Options{})
 
-	config, err := cluster.ClientTLS("os:reader")
-	if err != nil {
-		b.Fatal(err)
-	}
-
+	config := clientTLS(b, cluster, "os:reader")
 	kind := resource.NewMetadata(network.NamespaceName, network.AddressStatusType, "", resource.VersionUndefined)
 	before := liveMemory()
 
@@ -43,9 +40,7 @@ func BenchmarkWatchedMachine(b *testing.B) {
 		reader := newClient(b, client.WithTLSConfig(config), client.WithEndpoints(added.Address().String()))
 		events := make(chan state.Event)
 
-		if err := reader.COSI.WatchKind(b.Context(), kind, events, state.WithBootstrapContents(true)); err != nil {
-			b.Fatal(err)
-		}
+		require.NoError(b, reader.COSI.WatchKind(b.Context(), kind, events, state.WithBootstrapContents(true)))
 
 		for event := range events {
 			if event.Type == state.Bootstrapped {

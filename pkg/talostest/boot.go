@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math/rand/v2"
+	"net/netip"
 	"slices"
 	"sync"
 
@@ -29,27 +30,27 @@ type boot struct {
 	kinds    *kindRecorder
 	served   *server.State // the state behind the access policy
 	bookmark bookmarkMask
+	former   []netip.Addr // removed since boot; apid's certificate keeps them
 }
 
-func newBoot(defs *definitions, unsupported []resource.Type) *boot {
+func newBoot(unsupported []resource.Type) *boot {
+	build := inmem.NewStateWithOptions(
+		inmem.WithHistoryInitialCapacity(historyInitialCapacity),
+		inmem.WithHistoryMaxCapacity(historyMaxCapacity),
+		inmem.WithHistoryGap(historyGap),
+	)
 	kinds := &kindRecorder{CoreState: namespaced.NewState(func(ns resource.Namespace) state.CoreState {
 		if ns == meta.NamespaceName {
-			return defs.core
+			return sharedDefinitions()
 		}
 
-		return inmem.NewStateWithOptions(
-			inmem.WithHistoryInitialCapacity(historyInitialCapacity),
-			inmem.WithHistoryMaxCapacity(historyMaxCapacity),
-			inmem.WithHistoryGap(historyGap),
-		)(ns)
+		return build(ns)
 	})}
-
-	policy := accessPolicy{definitions: defs, unsupported: unsupported}
 
 	return &boot{
 		state:    state.WrapCore(kinds),
 		kinds:    kinds,
-		served:   server.NewState(state.Filter(kinds, policy.check)),
+		served:   server.NewState(state.Filter(kinds, accessPolicy{unsupported}.check)),
 		bookmark: newBookmarkMask(),
 	}
 }
@@ -62,23 +63,12 @@ func (b *boot) withoutHistory() *boot {
 	return &forgetful
 }
 
-// create publishes new resources.
-func (b *boot) create(ctx context.Context, resources []resource.Resource) error {
-	for _, res := range resources {
-		if err := b.state.Create(ctx, res); err != nil {
-			return fmt.Errorf("publish %s: %w", res.Metadata(), err)
-		}
-	}
-
-	return nil
-}
-
 // copyInto publishes the resources of this boot in the next one, where their versions start again.
 func (b *boot) copyInto(ctx context.Context, next *boot) error {
 	for _, kind := range b.kinds.list() {
-		items, err := b.state.List(ctx, resource.NewMetadata(kind.namespace, kind.typ, "", resource.VersionUndefined))
+		items, err := b.state.List(ctx, kind)
 		if err != nil {
-			return fmt.Errorf("list %s in %s: %w", kind.typ, kind.namespace, err)
+			return fmt.Errorf("list %s: %w", kind, err)
 		}
 
 		for _, item := range items.Items {
@@ -93,27 +83,21 @@ func (b *boot) copyInto(ctx context.Context, next *boot) error {
 	return nil
 }
 
-// resourceKind is a type within a namespace.
-type resourceKind struct {
-	namespace resource.Namespace
-	typ       resource.Type
-}
-
 // kindRecorder records the created resource kinds, because listing every possible kind would create a collection for each.
 type kindRecorder struct {
 	state.CoreState
 
 	mu    sync.Mutex
-	kinds []resourceKind
+	kinds []resource.Metadata // with namespace and type
 }
 
 // Create implements state.CoreState.
 func (r *kindRecorder) Create(ctx context.Context, res resource.Resource, opts ...state.CreateOption) error {
-	kind := resourceKind{namespace: res.Metadata().Namespace(), typ: res.Metadata().Type()}
+	kind := resource.NewMetadata(res.Metadata().Namespace(), res.Metadata().Type(), "", resource.VersionUndefined)
 
 	r.mu.Lock()
 
-	if kind.namespace != meta.NamespaceName && !slices.Contains(r.kinds, kind) {
+	if !slices.ContainsFunc(r.kinds, kind.Equal) {
 		r.kinds = append(r.kinds, kind)
 	}
 
@@ -122,7 +106,7 @@ func (r *kindRecorder) Create(ctx context.Context, res resource.Resource, opts .
 	return r.CoreState.Create(ctx, res, opts...) //nolint:wrapcheck // state's error types must survive
 }
 
-func (r *kindRecorder) list() []resourceKind {
+func (r *kindRecorder) list() []resource.Metadata {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 

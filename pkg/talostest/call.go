@@ -3,7 +3,7 @@ package talostest
 import (
 	"context"
 	"errors"
-	"net/netip"
+	"net"
 	"slices"
 	"strings"
 
@@ -29,7 +29,7 @@ type inbound struct {
 	transport Transport
 	roles     role.Set
 	method    string
-	sequence  uint64 // in the machine's journal
+	record    *Call // in the machine's journal
 }
 
 type inboundKey struct{}
@@ -41,16 +41,9 @@ func callFrom(ctx context.Context) *inbound {
 	return call
 }
 
-func newInbound(ctx context.Context, method string) (*inbound, error) {
-	caller, ok := peer.FromContext(ctx)
-	if !ok {
-		return nil, status.Error(codes.Internal, "call has no peer")
-	}
-
-	info, ok := caller.AuthInfo.(connInfo)
-	if !ok {
-		return nil, status.Errorf(codes.Internal, "call with unexpected credentials %T", caller.AuthInfo)
-	}
+func newInbound(ctx context.Context, method string) *inbound {
+	caller, _ := peer.FromContext(ctx)
+	info, _ := caller.AuthInfo.(connInfo) // set by handshake
 
 	call := &inbound{
 		machine:   info.machine,
@@ -60,11 +53,17 @@ func newInbound(ctx context.Context, method string) (*inbound, error) {
 		method:    method,
 	}
 
-	call.sequence = call.machine.journal.begin(Call{
-		Transport: call.transport, Method: method, Roles: call.roles.Strings(), Open: true,
-	})
+	call.machine.cluster.calls.Add(1)
+	call.begin("")
 
-	return call, nil
+	return call
+}
+
+// begin records the call in the machine's journal.
+func (c *inbound) begin(resourceType string) {
+	c.record = c.machine.journal.begin(Call{
+		Transport: c.transport, Method: c.method, Roles: c.roles.Strings(), Open: true, ResourceType: resourceType,
+	})
 }
 
 // rolesOf returns the roles from the metadata of a call to the socket, or from the client certificate of a call to apid. A certificate
@@ -99,14 +98,7 @@ func (c *inbound) admit(ctx context.Context) error {
 
 // end records the result of the call.
 func (c *inbound) end(err error) {
-	code := status.Code(err)
-
-	c.machine.journal.amend(c.sequence, func(call *Call) {
-		call.Code = code
-		call.Open = false
-	})
-
-	c.machine.cluster.tally.add(CallKind{Transport: c.transport, Method: c.method, Code: code})
+	c.machine.journal.amend(c.record, func(call *Call) { call.Code, call.Open = status.Code(err), false })
 }
 
 func (c *inbound) asksFor(request any) {
@@ -115,56 +107,23 @@ func (c *inbound) asksFor(request any) {
 		return
 	}
 
-	c.machine.journal.amend(c.sequence, func(call *Call) { call.ResourceType = typed.GetType() })
+	c.machine.journal.amend(c.record, func(call *Call) { call.ResourceType = typed.GetType() })
 }
 
-// route evaluates the metadata keys node and nodes as apid's router does: workers forward no calls, and control-plane machines forward calls
-// to a single node. Forwarding to several nodes is not implemented.
+// route evaluates the metadata key node as apid's router does: workers forward no calls. Several nodes are not supported.
 func (c *inbound) route(ctx context.Context) error {
 	md, _ := metadata.FromIncomingContext(ctx)
-	if len(md.Get("proxyfrom")) > 0 {
-		return nil
-	}
-
-	node, nodes := md.Get("node"), md.Get("nodes")
+	node := md.Get("node")
 
 	switch {
-	case len(node) > 1:
-		return status.Error(codes.InvalidArgument, "node metadata must be single-valued")
-	case len(nodes) > 0:
-		return c.routeToMany(nodes)
-	case len(node) == 1:
-		return c.routeToOne(ctx, node[0])
-	default:
-		return nil
-	}
-}
-
-func (c *inbound) routeToMany(targets []string) error {
-	only := len(targets) == 1 && c.machine.isLocalTarget(targets[0])
-
-	switch {
-	case only && c.isWorker():
-		return nil // a worker checks the target before the method
-	case !supportsMany(c.method):
-		return status.Errorf(codes.InvalidArgument, "one-2-many proxying is not supported for method %s", c.method)
-	case only:
+	case len(md.Get("nodes")) > 0 || len(node) > 1:
+		return status.Error(codes.InvalidArgument, "talostest does not forward requests to several nodes")
+	case len(node) == 0 || c.machine.isLocalTarget(node[0]):
 		return nil
 	case c.isWorker():
 		return errNoForwarding
 	default:
-		return status.Errorf(codes.Unimplemented, "talostest does not forward requests to several nodes: %s", strings.Join(targets, ", "))
-	}
-}
-
-func (c *inbound) routeToOne(ctx context.Context, target string) error {
-	switch {
-	case c.machine.isLocalTarget(target):
-		return nil
-	case c.isWorker():
-		return errNoForwarding
-	default:
-		return c.forward(ctx, target)
+		return c.forward(ctx, node[0])
 	}
 }
 
@@ -180,13 +139,11 @@ func (c *inbound) forward(ctx context.Context, target string) error {
 
 	resourceType := ""
 
-	c.machine.journal.amend(c.sequence, func(call *Call) { call.Open, resourceType = false, call.ResourceType })
+	c.machine.journal.amend(c.record, func(call *Call) { call.Open, resourceType = false, call.ResourceType })
 
 	c.machine = machines[i]
 	c.boot = c.machine.currentBoot()
-	c.sequence = c.machine.journal.begin(Call{
-		Transport: c.transport, Method: c.method, Roles: c.roles.Strings(), Open: true, ResourceType: resourceType,
-	})
+	c.begin(resourceType)
 
 	if !c.machine.frozen.wait(ctx.Done()) {
 		return status.FromContextError(ctx.Err()).Err()
@@ -197,18 +154,6 @@ func (c *inbound) forward(ctx context.Context, target string) error {
 
 func (c *inbound) isWorker() bool { return !c.machine.machineType.IsControlPlane() }
 
-// supportsMany reports whether apid supports the method for several nodes. It does not support COSI.
-func supportsMany(method string) bool {
-	service, _, _ := strings.Cut(strings.TrimPrefix(method, "/"), "/")
-
-	switch service {
-	case "machine.MachineService", "cluster.ClusterService", "inspect.InspectService", "storage.StorageService", "time.TimeService":
-		return true
-	default:
-		return false
-	}
-}
-
 // isLocalTarget reports whether a node in metadata is this machine.
 func (m *Machine) isLocalTarget(target string) bool {
 	names, err := m.serverNames()
@@ -216,33 +161,14 @@ func (m *Machine) isLocalTarget(target string) bool {
 		return false
 	}
 
-	if slices.Contains(names.dns, target) {
-		return true
-	}
-
-	addr, err := netip.ParseAddr(target)
-	if err != nil {
-		return false
-	}
-
-	for _, ip := range names.ips {
-		if known, ok := netip.AddrFromSlice(ip); ok && known.Unmap() == addr {
-			return true
-		}
-	}
-
-	return false
+	return slices.Contains(names.dns, target) || slices.ContainsFunc(names.ips, net.ParseIP(target).Equal)
 }
 
 func interceptUnary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
-	call, err := newInbound(ctx, info.FullMethod)
-	if err != nil {
-		return nil, err
-	}
-
+	call := newInbound(ctx, info.FullMethod)
 	call.asksFor(request)
 
-	if err = call.admit(ctx); err != nil {
+	if err := call.admit(ctx); err != nil {
 		call.end(err)
 
 		return nil, err
@@ -261,12 +187,9 @@ func interceptUnary(ctx context.Context, request any, info *grpc.UnaryServerInfo
 }
 
 func interceptStream(srv any, stream grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
-	call, err := newInbound(stream.Context(), info.FullMethod)
-	if err != nil {
-		return err
-	}
+	call := newInbound(stream.Context(), info.FullMethod)
 
-	if err = call.admit(stream.Context()); err != nil {
+	if err := call.admit(stream.Context()); err != nil {
 		call.end(err)
 
 		return err
@@ -281,7 +204,7 @@ func interceptStream(srv any, stream grpc.ServerStream, info *grpc.StreamServerI
 	stop := context.AfterFunc(call.machine.streamsContext(), func() { cancel(errStreamsBroken) })
 	defer stop()
 
-	err = handler(srv, &servedStream{ServerStream: stream, ctx: ctx, call: call})
+	err := handler(srv, &servedStream{ServerStream: stream, ctx: ctx, call: call})
 
 	if errors.Is(context.Cause(ctx), errStreamsBroken) {
 		err = status.Error(codes.Unavailable, errStreamsBroken.Error())

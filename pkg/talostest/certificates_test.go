@@ -1,113 +1,42 @@
 package talostest_test
 
 import (
-	"bytes"
 	"crypto/tls"
-	stdx509 "crypto/x509"
 	"testing"
 	"time"
 
-	"github.com/cosi-project/runtime/pkg/safe"
-	"github.com/siderolabs/crypto/x509"
 	"github.com/siderolabs/talos/pkg/machinery/client"
-	"github.com/siderolabs/talos/pkg/machinery/resources/secrets"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
 
-func osRoot(t *testing.T, cp *talostest.Machine) *secrets.OSRootSpec {
-	t.Helper()
+func TestRotateCA_ReplacesCA(t *testing.T) {
+	for name, test := range map[string]struct {
+		old  talostest.OldCA
+		want codes.Code
+	}{
+		"accepting the old CA": {talostest.AcceptOldCA, codes.OK},
+		"dropping the old CA":  {talostest.DropOldCA, codes.Unavailable},
+	} {
+		t.Run(name, func(t *testing.T) {
+			cluster, cp := newControlPlane(t)
+			before := clientTLS(t, cluster, "os:reader")
 
-	root, err := safe.StateGetByID[*secrets.OSRoot](t.Context(), cp.State(), secrets.OSRootID)
-	if err != nil {
-		t.Fatal(err)
-	}
+			require.NoError(t, cluster.RotateCA(t.Context(), test.old))
 
-	return root.TypedSpec()
-}
+			// The machine presents a certificate of the new CA, which the old client does not trust.
+			requireCode(t, codes.Unavailable, version(withDeadline(t), dial(t, cp, before)))
 
-// certificateForBoth returns a certificate of the cluster's CA that is valid for client and server authentication.
-func certificateForBoth(t *testing.T, cp *talostest.Machine) tls.Certificate {
-	t.Helper()
+			informed := before.Clone()
+			informed.RootCAs = clientTLS(t, cluster).RootCAs
+			requireCode(t, test.want, version(withDeadline(t), dial(t, cp, informed)))
 
-	ca, err := x509.NewCertificateAuthorityFromCertificateAndKey(osRoot(t, cp).IssuingCA)
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	pair, err := x509.NewKeyPair(ca,
-		x509.Organization("os:admin"),
-		x509.NotAfter(time.Now().Add(time.Hour)),
-		x509.ExtKeyUsage([]stdx509.ExtKeyUsage{stdx509.ExtKeyUsageClientAuth, stdx509.ExtKeyUsageServerAuth}),
-	)
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	return *pair.Certificate
-}
-
-func clientTLS(t *testing.T, cluster *talostest.Cluster, roles ...string) *tls.Config {
-	t.Helper()
-
-	config, err := cluster.ClientTLS(roles...)
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	return config
-}
-
-func TestRotateCA_AcceptsOldCA(t *testing.T) {
-	cluster, cp := newControlPlane(t)
-	before := clientTLS(t, cluster, "os:reader")
-
-	if err := cluster.RotateCA(t.Context(), talostest.AcceptOldCA); err != nil {
-		t.Fatal(err)
-	}
-
-	// The machine presents a certificate of the new CA, which the old client does not trust.
-	requireCode(t, version(withDeadline(t), dial(t, cp, before)), codes.Unavailable)
-
-	// The old client certificate is still accepted.
-	informed := before.Clone()
-	informed.RootCAs = clientTLS(t, cluster).RootCAs
-
-	requireCode(t, version(withDeadline(t), dial(t, cp, informed)), codes.OK)
-
-	root := osRoot(t, cp)
-	if len(root.AcceptedCAs) != 2 {
-		t.Fatalf("got %d accepted CAs, want 2", len(root.AcceptedCAs))
-	}
-
-	if !bytes.Equal(root.AcceptedCAs[1].Crt, root.IssuingCA.Crt) {
-		t.Error("issuing CA is not the last accepted CA")
-	}
-}
-
-func TestRotateCA_DropsOldCA(t *testing.T) {
-	cluster, cp := newControlPlane(t)
-	before := clientTLS(t, cluster, "os:reader")
-
-	if err := cluster.RotateCA(t.Context(), talostest.DropOldCA); err != nil {
-		t.Fatal(err)
-	}
-
-	informed := before.Clone()
-	informed.RootCAs = clientTLS(t, cluster).RootCAs
-
-	requireCode(t, version(withDeadline(t), dial(t, cp, informed)), codes.Unavailable)
-	requireCode(t, version(withDeadline(t), dialAs(t, cluster, cp, "os:reader")), codes.OK)
-}
-
-func TestOSRoot_WorkerHasNoCAKey(t *testing.T) {
-	_, worker := newWorker(t)
-
-	root := osRoot(t, worker)
-	if root.IssuingCA != nil || len(root.AcceptedCAs) != 1 {
-		t.Errorf("got issuing %v and %d accepted CAs", root.IssuingCA, len(root.AcceptedCAs))
+			requireCode(t, codes.OK, version(withDeadline(t), dialAs(t, cluster, cp, "os:reader")))
+		})
 	}
 }
 
@@ -116,23 +45,19 @@ func TestClientCertificate_ExpiresByClusterClock(t *testing.T) {
 	cluster := newCluster(t, talostest.Options{Clock: clock})
 	cp := addControlPlane(t, cluster, "cp-1")
 
-	issued, err := issueReader(withRoles(withDeadline(t), "os:admin"), dialSocket(t, cp), time.Hour)
-	if err != nil {
-		t.Fatal(err)
-	}
+	issued, err := issueReader(withRole(withDeadline(t), "os:admin"), dialSocket(t, cp), time.Hour)
+	require.NoError(t, err)
 
 	pair, err := tls.X509KeyPair(issued.GetCrt(), issued.GetKey())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	config := clientTLS(t, cluster)
 	config.Certificates = []tls.Certificate{pair}
 
-	requireCode(t, version(withDeadline(t), dial(t, cp, config)), codes.OK)
+	requireCode(t, codes.OK, version(withDeadline(t), dial(t, cp, config)))
 
 	clock.SetTime(clock.Now().Add(2 * time.Hour))
-	requireCode(t, version(withDeadline(t), dial(t, cp, config)), codes.Unavailable)
+	requireCode(t, codes.Unavailable, version(withDeadline(t), dial(t, cp, config)))
 }
 
 func TestServerCertificate_IsRenewedByClusterClock(t *testing.T) {
@@ -141,7 +66,7 @@ func TestServerCertificate_IsRenewedByClusterClock(t *testing.T) {
 	cp := addControlPlane(t, cluster, "cp-1")
 
 	for range 5 {
-		requireCode(t, version(withDeadline(t), dialAs(t, cluster, cp, "os:reader")), codes.OK)
+		requireCode(t, codes.OK, version(withDeadline(t), dialAs(t, cluster, cp, "os:reader")))
 		clock.SetTime(clock.Now().Add(20 * time.Hour))
 	}
 }
@@ -151,13 +76,9 @@ func TestTalosconfig_UsesControlPlanesAsEndpoints(t *testing.T) {
 	addMachine(t, cluster, talostest.MachineSpec{Nodename: "worker-1"})
 
 	talosconfig, err := cluster.Talosconfig("os:reader")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
-	requireCode(t, version(withDeadline(t), newClient(t, client.WithConfig(talosconfig))), codes.OK)
+	requireCode(t, codes.OK, version(withDeadline(t), newClient(t, client.WithConfig(talosconfig))))
 
-	if got := len(cp.Calls()); got != 1 {
-		t.Errorf("control plane received %d calls, want 1", got)
-	}
+	assert.Len(t, cp.Calls(), 1)
 }

@@ -5,7 +5,6 @@ import (
 	"context"
 	"crypto/rand"
 	"crypto/tls"
-	"encoding/base64"
 	"errors"
 	"fmt"
 	"maps"
@@ -16,11 +15,13 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
+	"syscall"
 	"time"
 
+	"github.com/cosi-project/runtime/api/v1alpha1"
 	machineapi "github.com/siderolabs/talos/pkg/machinery/api/machine"
 	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
-	coreconfig "github.com/siderolabs/talos/pkg/machinery/config"
 	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/siderolabs/talos/pkg/machinery/role"
 	"google.golang.org/grpc"
@@ -50,37 +51,30 @@ func (o *Options) setDefaults() {
 	}
 
 	if len(o.PodCIDRs) == 0 {
-		o.PodCIDRs = defaultPodCIDRs()
+		o.PodCIDRs = []netip.Prefix{netip.MustParsePrefix(constants.DefaultIPv4PodNet)}
 	}
 
 	if len(o.ServiceCIDRs) == 0 {
-		o.ServiceCIDRs = defaultServiceCIDRs()
+		o.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix(constants.DefaultIPv4ServiceNet)}
 	}
 }
 
 // Cluster is a set of Talos machines that share a CA. Its methods are safe for concurrent use.
 type Cluster struct {
-	name  string
-	id    string
-	token string
-	now   func() time.Time
+	name string
+	id   string
+	now  func() time.Time
 
 	podCIDRs, serviceCIDRs []netip.Prefix
 
-	definitions *definitions
-	authority   *authority
-	server      *grpc.Server
-	intake      *intake
-	served      sync.WaitGroup
-	tally       tally
-	dir         string
-	removeDir   func()
-
-	configMu sync.Mutex
-	configs  map[configKey]coreconfig.Provider
+	authority authority
+	server    *grpc.Server
+	calls     atomic.Uint64
+	dir       string
+	removeDir func()
 
 	mu          sync.Mutex
-	block       *addressBlock
+	last        netip.Addr // the last assigned address
 	machines    map[string]*Machine
 	etcdMembers []*machineapi.EtcdMember
 	closed      bool
@@ -89,59 +83,47 @@ type Cluster struct {
 // errClosed is returned by methods of a closed cluster.
 var errClosed = errors.New("cluster is closed")
 
-// New returns a cluster without machines. It reserves a block of loopback addresses, so that clusters of several processes on one host
-// use different addresses. Callers must call Close.
+// New returns a cluster without machines. Callers must call Close.
 func New(options Options) (*Cluster, error) {
 	options.setDefaults()
 
 	c := &Cluster{
 		name:         options.Name,
+		id:           rand.Text(),
 		now:          options.Clock.Now,
 		podCIDRs:     slices.Clone(options.PodCIDRs),
 		serviceCIDRs: slices.Clone(options.ServiceCIDRs),
+		authority:    authority{now: options.Clock.Now},
+		server:       newServer(),
+		dir:          options.Dir,
+		removeDir:    func() {},
+		last:         randomAddress(),
 		machines:     make(map[string]*Machine),
-		configs:      make(map[configKey]coreconfig.Provider),
-		intake:       newIntake(),
-		id:           randomText(32),
-		token:        randomText(16),
 	}
 
-	if err := c.prepare(options.Dir); err != nil {
-		return nil, fmt.Errorf("set up cluster %s: %w", c.name, err)
+	if err := c.authority.rotate(DropOldCA); err != nil {
+		return nil, err
 	}
 
-	c.server = newServer()
-	c.served.Go(func() { _ = c.server.Serve(c.intake) })
-
-	return c, nil
-}
-
-func (c *Cluster) prepare(dir string) error {
-	var err error
-
-	if c.definitions, err = sharedDefinitions(); err != nil {
-		return err
-	}
-
-	if c.authority, err = newAuthority(c.now); err != nil {
-		return err
-	}
-
-	c.dir, c.removeDir = dir, func() {}
-
-	if dir == "" {
+	if c.dir == "" {
+		var err error
 		if c.dir, err = os.MkdirTemp("", "talostest"); err != nil {
-			return fmt.Errorf("create directory for sockets: %w", err)
+			return nil, fmt.Errorf("create directory for sockets: %w", err)
 		}
 
 		c.removeDir = func() { _ = os.RemoveAll(c.dir) }
 	}
 
-	if c.block, err = reserveBlock(); err != nil {
-		c.removeDir()
-	}
+	return c, nil
+}
 
-	return err
+// randomAddress returns an address outside of 127.0.0.0/12, which hosts use for their own services. Clusters start with different addresses,
+// so that a client that still dials a machine of another cluster rarely reaches one of this cluster.
+func randomAddress() netip.Addr {
+	random := make([]byte, 3)
+	_, _ = rand.Read(random) // never fails (crypto/rand)
+
+	return netip.AddrFrom4([4]byte{127, 16 + random[0]%128, random[1], random[2]})
 }
 
 // newServer returns the gRPC server that all machines share. Its limits are those of Talos; its buffers are small to allow thousands of
@@ -158,16 +140,10 @@ func newServer() *grpc.Server {
 		grpc.UnaryInterceptor(interceptUnary),
 		grpc.StreamInterceptor(interceptStream),
 	)
-	registerServices(server)
+	v1alpha1.RegisterStateServer(server, resourceService{})
+	machineapi.RegisterMachineServiceServer(server, machineService{})
 
 	return server
-}
-
-func randomText(size int) string {
-	text := make([]byte, size)
-	_, _ = rand.Read(text) // never fails (crypto/rand)
-
-	return base64.StdEncoding.EncodeToString(text)
 }
 
 // Close stops all machines and releases their addresses. Further calls do nothing.
@@ -187,8 +163,6 @@ func (c *Cluster) Close() {
 	}
 
 	c.server.Stop()
-	c.served.Wait()
-	c.block.release()
 	c.removeDir()
 }
 
@@ -225,7 +199,7 @@ func (c *Cluster) AddMachine(spec MachineSpec) (*Machine, error) {
 
 func (c *Cluster) addMachine(spec MachineSpec) (*Machine, error) {
 	if spec.Nodename == "" {
-		return nil, errNoNodename
+		return nil, errors.New("nodename is required")
 	}
 
 	listener, err := c.bind(&spec)
@@ -242,9 +216,9 @@ func (c *Cluster) addMachine(spec MachineSpec) (*Machine, error) {
 		machineType: spec.Type,
 		pending:     spec.Platform,
 		unsupported: spec.UnsupportedTypes,
-		memory:      newBoot(c.definitions, spec.UnsupportedTypes),
+		memory:      newBoot(spec.UnsupportedTypes),
 	}
-	m.api = &link{machine: m, transport: TransportAPID, listener: listener, deliver: c.intake.deliver}
+	m.api = newLink(m, TransportAPID, listener)
 	m.BreakStreams()
 
 	if err := c.bootMachine(m, spec); err != nil {
@@ -265,26 +239,32 @@ func (c *Cluster) bind(spec *MachineSpec) (net.Listener, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 
-	address, listener, err := c.block.listen()
-	spec.Address = address
+	for {
+		c.last = c.last.Next()
 
-	return listener, err
+		listener, err := listenAPI(c.last)
+		if errors.Is(err, syscall.EADDRINUSE) {
+			continue
+		}
+
+		spec.Address = c.last
+
+		return listener, err
+	}
+}
+
+func listenAPI(addr netip.Addr) (net.Listener, error) {
+	var config net.ListenConfig
+	config.SetMultipathTCP(false) // its sockets have no filters
+
+	return config.Listen(context.Background(), "tcp", netip.AddrPortFrom(addr, constants.ApidPort).String())
 }
 
 func (c *Cluster) bootMachine(m *Machine, spec MachineSpec) error {
-	ctx := context.Background() // writes memory only
-
-	resources, err := c.seed(spec)
-	if err != nil {
-		return err
-	}
-
-	if err := m.memory.create(ctx, resources); err != nil {
-		return err
-	}
-
-	if err := m.deriveNodeAddresses(ctx); err != nil {
-		return err
+	for _, res := range c.seed(spec) {
+		if err := m.State().Create(context.Background(), res); err != nil { // in memory
+			return fmt.Errorf("publish %s: %w", res.Metadata(), err)
+		}
 	}
 
 	if spec.ServeSocket {
@@ -312,7 +292,7 @@ func (c *Cluster) admit(m *Machine) error {
 	c.machines[m.nodename] = m
 
 	for _, l := range m.links() {
-		go l.run()
+		go func() { _ = c.server.Serve(l) }()
 	}
 
 	return nil
@@ -330,8 +310,7 @@ func (m *Machine) serveSocket(path string) error {
 		return fmt.Errorf("listen on %s: %w", path, err)
 	}
 
-	m.socket = &link{machine: m, transport: TransportSocket, listener: listener, deliver: m.cluster.intake.deliver}
-	m.socketPath = path
+	m.socket, m.socketPath = newLink(m, TransportSocket, listener), path
 
 	return nil
 }
@@ -355,14 +334,11 @@ func (c *Cluster) Machines() []*Machine {
 // Name returns the cluster's name.
 func (c *Cluster) Name() string { return c.name }
 
-// ID returns the cluster's ID.
-func (c *Cluster) ID() string { return c.id }
-
 // CA returns the PEM certificates of the accepted Talos CAs, the issuing one first.
 func (c *Cluster) CA() []byte { return c.authority.acceptedPEM() }
 
-// CallCounts returns the number of finished RPCs of all machines.
-func (c *Cluster) CallCounts() map[CallKind]uint64 { return c.tally.snapshot() }
+// CallCount returns the number of RPCs that all machines have received.
+func (c *Cluster) CallCount() uint64 { return c.calls.Load() }
 
 // ClientTLS returns a client configuration with a certificate for the given roles, such as os:reader. It trusts the currently accepted CAs.
 func (c *Cluster) ClientTLS(roles ...string) (*tls.Config, error) {
@@ -407,50 +383,4 @@ func (c *Cluster) Talosconfig(roles ...string) (*clientconfig.Config, error) {
 }
 
 // RotateCA replaces the Talos CA. All machines use certificates of the new CA for new connections; open connections stay.
-func (c *Cluster) RotateCA(ctx context.Context, old OldCA) error {
-	if err := c.authority.rotate(old); err != nil {
-		return err
-	}
-
-	for _, machine := range c.Machines() {
-		if err := c.publishCA(ctx, machine); err != nil {
-			return fmt.Errorf("rotate CA of machine %s: %w", machine.nodename, err)
-		}
-	}
-
-	return nil
-}
-
-// publishCA updates the resources that contain the CA.
-func (c *Cluster) publishCA(ctx context.Context, m *Machine) error {
-	root := c.osRoot(m.machineType)
-
-	current, err := m.State().Get(ctx, root.Metadata())
-	if err != nil {
-		return fmt.Errorf("get CA: %w", err)
-	}
-
-	root.Metadata().SetVersion(current.Metadata().Version())
-
-	if err = m.State().Update(ctx, root); err != nil {
-		return fmt.Errorf("update CA: %w", err)
-	}
-
-	config, err := c.machineConfig(m.machineType)
-	if err != nil {
-		return err
-	}
-
-	current, err = m.State().Get(ctx, config.Metadata())
-	if err != nil {
-		return fmt.Errorf("get machine configuration: %w", err)
-	}
-
-	config.Metadata().SetVersion(current.Metadata().Version())
-
-	if err = m.State().Update(ctx, config); err != nil {
-		return fmt.Errorf("update machine configuration: %w", err)
-	}
-
-	return nil
-}
+func (c *Cluster) RotateCA(_ context.Context, old OldCA) error { return c.authority.rotate(old) }

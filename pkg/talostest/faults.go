@@ -5,8 +5,6 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
-	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"golang.org/x/sys/unix"
 )
 
@@ -17,7 +15,7 @@ func (m *Machine) Stop(ctx context.Context) error {
 	m.power.Lock()
 	defer m.power.Unlock()
 
-	next := newBoot(m.cluster.definitions, m.unsupported)
+	next := newBoot(m.unsupported)
 
 	for _, l := range m.links() {
 		l.takeDown()
@@ -25,36 +23,13 @@ func (m *Machine) Stop(ctx context.Context) error {
 
 	m.BreakStreams()
 
-	m.addressing.Lock()
-	defer m.addressing.Unlock()
-
 	if err := m.currentBoot().copyInto(ctx, next); err != nil {
-		return fmt.Errorf("stop machine %s: %w", m.nodename, err)
-	}
-
-	if err := next.forgetAddresses(ctx); err != nil {
 		return fmt.Errorf("stop machine %s: %w", m.nodename, err)
 	}
 
 	m.mu.Lock()
 	m.memory = next
 	m.mu.Unlock()
-
-	return m.deriveNodeAddresses(ctx)
-}
-
-// forgetAddresses removes the accumulative address lists, which do not survive a reboot.
-func (b *boot) forgetAddresses(ctx context.Context) error {
-	for _, id := range []string{
-		network.NodeAddressAccumulativeID,
-		network.FilteredNodeAddressID(network.NodeAddressAccumulativeID, k8s.NodeAddressFilterNoK8s),
-	} {
-		list := network.NewNodeAddress(network.NamespaceName, id)
-
-		if err := b.state.Destroy(ctx, list.Metadata()); err != nil {
-			return fmt.Errorf("remove node addresses %s: %w", id, err)
-		}
-	}
 
 	return nil
 }
@@ -152,5 +127,5 @@ func (m *Machine) setCertificateExpired(expired bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 
-	m.certificateExpired = expired
+	m.certificateExpired, m.issued = expired, issued{}
 }

@@ -2,10 +2,8 @@ package talostest_test
 
 import (
 	"context"
-	"errors"
 	"net"
 	"strconv"
-	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -16,6 +14,8 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/client"
 	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
@@ -24,22 +24,10 @@ import (
 // shortTimeout is long enough for a reply on loopback, and short enough for tests that expect none.
 const shortTimeout = 300 * time.Millisecond
 
-func newWorker(t *testing.T) (*talostest.Cluster, *talostest.Machine) {
-	t.Helper()
-
-	cluster := newCluster(t, talostest.Options{})
-
-	return cluster, addMachine(t, cluster, talostest.MachineSpec{
-		Nodename: "worker-1", Platform: runtime.PlatformMetadataSpec{Platform: "aws", Zone: "zone-0"},
-	})
-}
-
 func setZone(t *testing.T, m *talostest.Machine, zone string) {
 	t.Helper()
 
-	if err := m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = zone }); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = zone }))
 }
 
 // watchPlatform watches PlatformMetadata like the reflector does. It returns after the bootstrap.
@@ -49,17 +37,9 @@ func watchPlatform(t *testing.T, c *client.Client) <-chan state.Event {
 	events := make(chan state.Event)
 	kind := resource.NewMetadata(runtime.NamespaceName, runtime.PlatformMetadataType, "", resource.VersionUndefined)
 
-	if err := c.COSI.WatchKind(t.Context(), kind, events, state.WithBootstrapContents(true)); err != nil {
-		t.Fatalf("watch: %v", err)
-	}
-
-	if got := next(t, events); got.Type != state.Created {
-		t.Fatalf("got %s as first event, want Created", got.Type)
-	}
-
-	if got := next(t, events); got.Type != state.Bootstrapped {
-		t.Fatalf("got %s as second event, want Bootstrapped", got.Type)
-	}
+	require.NoError(t, c.COSI.WatchKind(t.Context(), kind, events, state.WithBootstrapContents(true)))
+	require.Equal(t, state.Created, next(t, events).Type)
+	require.Equal(t, state.Bootstrapped, next(t, events).Type)
 
 	return events
 }
@@ -77,27 +57,28 @@ func next(t *testing.T, events <-chan state.Event) state.Event {
 	}
 }
 
+func requireNoEvent(t *testing.T, events <-chan state.Event) {
+	t.Helper()
+
+	select {
+	case event := <-events:
+		t.Fatalf("got %s", event.Type)
+	default:
+	}
+}
+
 func requireZone(t *testing.T, event state.Event, want string) {
 	t.Helper()
 
-	if event.Type != state.Updated {
-		t.Fatalf("got %s (%v), want an update", event.Type, event.Error)
-	}
-
-	if got := zoneOf(t, event.Resource); got != want {
-		t.Fatalf("got zone %q, want %q", got, want)
-	}
+	require.Equal(t, state.Updated, event.Type, "%v", event.Error)
+	require.Equal(t, want, zoneOf(t, event.Resource))
 }
 
 func zoneOf(t *testing.T, r resource.Resource) string {
 	t.Helper()
+	require.IsType(t, &runtime.PlatformMetadata{}, r)
 
-	metadata, ok := r.(*runtime.PlatformMetadata)
-	if !ok {
-		t.Fatalf("got a %T, want PlatformMetadata", r)
-	}
-
-	return metadata.TypedSpec().Zone
+	return r.(*runtime.PlatformMetadata).TypedSpec().Zone //nolint:forcetypeassert // checked
 }
 
 // openWatch starts a watch without the COSI client, which would resume broken watches.
@@ -107,9 +88,7 @@ func openWatch(t *testing.T, c *client.Client, options *v1alpha1.WatchOptions) v
 	stream, err := v1alpha1.NewStateClient(c.Conn()).Watch(withDeadline(t), &v1alpha1.WatchRequest{
 		Namespace: runtime.NamespaceName, Type: runtime.PlatformMetadataType, Options: options, ApiVersion: 1,
 	})
-	if err != nil {
-		t.Fatalf("open watch: %v", err)
-	}
+	require.NoError(t, err)
 
 	return stream
 }
@@ -120,9 +99,7 @@ func bookmarkOf(t *testing.T, stream v1alpha1.State_WatchClient) []byte {
 
 	for {
 		response, err := stream.Recv()
-		if err != nil {
-			t.Fatalf("receive: %v", err)
-		}
+		require.NoError(t, err)
 
 		for _, event := range response.GetEvent() {
 			if len(event.GetBookmark()) > 0 {
@@ -174,75 +151,56 @@ func TestReboot_RejectsOldBookmarks(t *testing.T) {
 
 	setZone(t, worker, "zone-2")
 
-	if got := bookmarkOf(t, openWatch(t, reader, resume)); string(got) == string(bookmark) {
-		t.Fatal("watch did not resume after its bookmark")
-	}
+	require.NotEqual(t, bookmark, bookmarkOf(t, openWatch(t, reader, resume)), "the watch did not resume after its bookmark")
 
-	if err := worker.Reboot(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, worker.Reboot(t.Context()))
 
 	setZone(t, worker, "zone-3")
 
 	again := dialAs(t, cluster, worker, "os:reader")
-	requireCode(t, failure(t, openWatch(t, again, resume)), codes.FailedPrecondition)
+	requireCode(t, codes.FailedPrecondition, failure(t, openWatch(t, again, resume)))
 }
 
 func TestReboot_FailsWatches(t *testing.T) {
 	cluster, worker := newWorker(t)
 	events := watchPlatform(t, dialAs(t, cluster, worker, "os:reader"))
 
-	if err := worker.Reboot(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, worker.Reboot(t.Context()))
 
-	if got := next(t, events); got.Type != state.Errored {
-		t.Fatalf("got %s, want Errored", got.Type)
-	}
+	require.Equal(t, state.Errored, next(t, events).Type)
 }
 
 func TestReboot_KeepsResourcesAndResetsVersions(t *testing.T) {
 	cluster, worker := newWorker(t)
 	setZone(t, worker, "zone-1")
 
-	if err := worker.Stop(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, worker.Stop(t.Context()))
 
-	requireCode(t, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")), codes.Unavailable)
+	requireCode(t, codes.Unavailable, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")))
 
 	metadata, err := worker.State().Get(t.Context(), runtime.NewPlatformMetadataSpec(runtime.NamespaceName, runtime.PlatformMetadataID).Metadata())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
-	if got := metadata.Metadata().Version().Value(); got != 1 {
-		t.Errorf("got version %d after the restart, want 1", got)
-	}
-
-	if got := zoneOf(t, metadata); got != "zone-1" {
-		t.Errorf("got zone %q", got)
-	}
+	assert.EqualValues(t, 1, metadata.Metadata().Version().Value())
+	assert.Equal(t, "zone-1", zoneOf(t, metadata))
 
 	worker.Start()
-	requireCode(t, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")), codes.OK)
+	requireCode(t, codes.OK, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")))
 }
 
 func TestReboot_BreaksMachineSocket(t *testing.T) {
 	_, cp := newControlPlane(t)
 	socket := dialSocket(t, cp)
 
-	requireCode(t, version(withRoles(withDeadline(t), "os:reader"), socket), codes.OK)
+	requireCode(t, codes.OK, version(withRole(withDeadline(t), "os:reader"), socket))
 
-	if err := cp.Stop(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, cp.Stop(t.Context()))
 
-	requireCode(t, version(withRoles(withDeadline(t), "os:reader"), socket), codes.Unavailable)
+	requireCode(t, codes.Unavailable, version(withRole(withDeadline(t), "os:reader"), socket))
 
 	cp.Start()
 	eventually(t, "machine.sock responds again", func() bool {
-		return version(withRoles(withDeadline(t), "os:reader"), socket) == nil
+		return version(withRole(withDeadline(t), "os:reader"), socket) == nil
 	})
 }
 
@@ -254,20 +212,16 @@ func TestCutOff_BlocksConnections(t *testing.T) {
 	worker.CutOff()
 	setZone(t, worker, "zone-1")
 
-	requireCode(t, versionWithin(t, reader, shortTimeout), codes.DeadlineExceeded)
-	requireCode(t, versionWithin(t, dialAs(t, cluster, worker, "os:reader"), shortTimeout), codes.DeadlineExceeded)
+	requireCode(t, codes.DeadlineExceeded, versionWithin(t, reader, shortTimeout))
+	requireCode(t, codes.DeadlineExceeded, versionWithin(t, dialAs(t, cluster, worker, "os:reader"), shortTimeout))
 
-	select {
-	case event := <-events:
-		t.Fatalf("got %s from a machine that is cut off", event.Type)
-	default:
-	}
+	requireNoEvent(t, events)
 
 	worker.Reconnect()
 
 	requireZone(t, next(t, events), "zone-1")
-	requireCode(t, version(withDeadline(t), reader), codes.OK)
-	requireCode(t, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")), codes.OK)
+	requireCode(t, codes.OK, version(withDeadline(t), reader))
+	requireCode(t, codes.OK, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")))
 }
 
 func TestCutOff_HidesStop(t *testing.T) {
@@ -278,19 +232,17 @@ func TestCutOff_HidesStop(t *testing.T) {
 
 	worker.CutOff()
 
-	if err := worker.Stop(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, worker.Stop(t.Context()))
 
 	// The machine has closed the connection, but the client does not notice: a call times out instead of failing.
-	requireCode(t, versionWithin(t, reader, shortTimeout), codes.DeadlineExceeded)
-	requireCode(t, versionWithin(t, dialAs(t, cluster, worker, "os:reader"), shortTimeout), codes.DeadlineExceeded)
+	requireCode(t, codes.DeadlineExceeded, versionWithin(t, reader, shortTimeout))
+	requireCode(t, codes.DeadlineExceeded, versionWithin(t, dialAs(t, cluster, worker, "os:reader"), shortTimeout))
 
 	worker.Start()
 	worker.Reconnect()
 
-	requireCode(t, failure(t, stream), codes.Unavailable)
-	requireCode(t, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")), codes.OK)
+	requireCode(t, codes.Unavailable, failure(t, stream))
+	requireCode(t, codes.OK, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")))
 }
 
 func TestBlackHole_DropsPackets(t *testing.T) {
@@ -304,32 +256,29 @@ func TestBlackHole_DropsPackets(t *testing.T) {
 	target := net.JoinHostPort(worker.Address().String(), strconv.Itoa(constants.ApidPort))
 
 	open, err := dialer.DialContext(t.Context(), "tcp", target)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer open.Close() //nolint:errcheck // only read
 
 	eventually(t, "both connections are accepted", func() bool { return worker.Connections() == 2 })
 
-	if err := worker.BlackHole(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, worker.BlackHole())
 
 	setZone(t, worker, "zone-1")
 
-	if _, err := open.Read(make([]byte, 1)); !errors.Is(err, syscall.ETIMEDOUT) {
-		t.Errorf("open connection: got %v, want %v", err, syscall.ETIMEDOUT)
-	}
+	_, err = open.Read(make([]byte, 1))
+	assert.ErrorIs(t, err, syscall.ETIMEDOUT, "open connection")
 
 	_, err = dialer.DialContext(t.Context(), "tcp", target)
-	if timeout := net.Error(nil); !errors.As(err, &timeout) || !timeout.Timeout() {
-		t.Errorf("got %v, want a timeout", err)
-	}
+
+	var timedOut net.Error
+
+	require.ErrorAs(t, err, &timedOut, "new connection")
+	assert.True(t, timedOut.Timeout(), "%v", err)
 
 	worker.Reconnect()
 
 	requireZone(t, next(t, events), "zone-1")
-	requireCode(t, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")), codes.OK)
+	requireCode(t, codes.OK, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")))
 }
 
 func TestBreakStreams_KeepsConnections(t *testing.T) {
@@ -340,12 +289,10 @@ func TestBreakStreams_KeepsConnections(t *testing.T) {
 
 	worker.BreakStreams()
 
-	requireCode(t, failure(t, stream), codes.Unavailable)
-	requireCode(t, version(withDeadline(t), reader), codes.OK)
+	requireCode(t, codes.Unavailable, failure(t, stream))
+	requireCode(t, codes.OK, version(withDeadline(t), reader))
 
-	if got := worker.Connections(); got != 1 {
-		t.Errorf("got %d connections, want the original one", got)
-	}
+	assert.Equal(t, 1, worker.Connections())
 }
 
 func TestBreakStreams_WatchResumes(t *testing.T) {
@@ -364,10 +311,7 @@ func TestExpireWatches_WatchDoesNotResume(t *testing.T) {
 	events := watchPlatform(t, reader)
 
 	worker.ExpireWatches()
-
-	if got := next(t, events); got.Type != state.Errored {
-		t.Fatalf("got %s, want Errored", got.Type)
-	}
+	require.Equal(t, state.Errored, next(t, events).Type)
 
 	again := watchPlatform(t, reader)
 
@@ -382,9 +326,7 @@ func TestOpenStreams_CountsStreams(t *testing.T) {
 	watchPlatform(t, reader)
 	watchPlatform(t, reader)
 
-	if got := worker.OpenStreams(); got != 2 {
-		t.Errorf("got %d open streams, want 2", got)
-	}
+	assert.Equal(t, 2, worker.OpenStreams())
 
 	_ = reader.Close()
 
@@ -397,17 +339,15 @@ func TestSlowDown_DelaysHandshakeAndCalls(t *testing.T) {
 
 	started := time.Now()
 	reader := dialAs(t, cluster, worker, "os:reader")
-	requireCode(t, version(withDeadline(t), reader), codes.OK)
+	requireCode(t, codes.OK, version(withDeadline(t), reader))
 
 	// One delay for the handshake and one for the call.
-	if took := time.Since(started); took < 2*shortTimeout {
-		t.Errorf("call took %s", took)
-	}
+	assert.GreaterOrEqual(t, time.Since(started), 2*shortTimeout)
 
-	requireCode(t, versionWithin(t, reader, shortTimeout/3), codes.DeadlineExceeded)
+	requireCode(t, codes.DeadlineExceeded, versionWithin(t, reader, shortTimeout/3))
 
 	worker.SlowDown(0)
-	requireCode(t, version(withDeadline(t), reader), codes.OK)
+	requireCode(t, codes.OK, version(withDeadline(t), reader))
 }
 
 func TestFreeze_StopsResponses(t *testing.T) {
@@ -418,13 +358,9 @@ func TestFreeze_StopsResponses(t *testing.T) {
 	worker.Freeze()
 	setZone(t, worker, "zone-1")
 
-	requireCode(t, versionWithin(t, reader, shortTimeout), codes.DeadlineExceeded)
+	requireCode(t, codes.DeadlineExceeded, versionWithin(t, reader, shortTimeout))
 
-	select {
-	case event := <-events:
-		t.Fatalf("got %s from a frozen machine", event.Type)
-	default:
-	}
+	requireNoEvent(t, events)
 
 	worker.Thaw()
 	requireZone(t, next(t, events), "zone-1")
@@ -433,17 +369,15 @@ func TestFreeze_StopsResponses(t *testing.T) {
 func TestExpireCertificate_RejectsNewConnections(t *testing.T) {
 	cluster, worker := newWorker(t)
 	before := dialAs(t, cluster, worker, "os:reader")
-	requireCode(t, version(withDeadline(t), before), codes.OK)
+	requireCode(t, codes.OK, version(withDeadline(t), before))
 
 	worker.ExpireCertificate()
-	requireCode(t, version(withDeadline(t), before), codes.OK) // open connections stay
+	requireCode(t, codes.OK, version(withDeadline(t), before)) // open connections stay
 
 	err := version(withDeadline(t), dialAs(t, cluster, worker, "os:reader"))
-	requireCode(t, err, codes.Unavailable)
+	requireCode(t, codes.Unavailable, err)
 
-	if !strings.Contains(err.Error(), "expired") {
-		t.Errorf("got %v, want an error about an expired certificate", err)
-	}
+	assert.ErrorContains(t, err, "expired")
 
 	worker.BreakConnections()
 	eventually(t, "the old client receives the expired certificate", func() bool {
@@ -451,5 +385,5 @@ func TestExpireCertificate_RejectsNewConnections(t *testing.T) {
 	})
 
 	worker.RenewCertificate()
-	requireCode(t, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")), codes.OK)
+	requireCode(t, codes.OK, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")))
 }

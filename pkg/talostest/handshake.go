@@ -6,10 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"slices"
-	"strings"
+	"reflect"
 	"time"
 
+	"github.com/siderolabs/crypto/x509"
 	"github.com/siderolabs/talos/pkg/machinery/role"
 	"google.golang.org/grpc/credentials"
 )
@@ -49,25 +49,16 @@ func (handshake) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, 
 		return nil, nil, err
 	}
 
-	secured, tlsInfo, err := credentials.NewTLS(config).ServerHandshake(accepted)
+	secured, auth, err := credentials.NewTLS(config).ServerHandshake(accepted)
 	if err != nil {
 		return nil, nil, fmt.Errorf("TLS handshake with %s: %w", accepted.RemoteAddr(), err)
 	}
 
-	info.certificateRoles = rolesOfCertificate(tlsInfo)
-
-	return secured, info, nil
-}
-
-func rolesOfCertificate(info credentials.AuthInfo) role.Set {
-	tlsInfo, ok := info.(credentials.TLSInfo)
-	if !ok || len(tlsInfo.State.PeerCertificates) == 0 {
-		return role.Zero
+	if tlsInfo, ok := auth.(credentials.TLSInfo); ok {
+		info.certificateRoles, _ = role.Parse(tlsInfo.State.PeerCertificates[0].Subject.Organization)
 	}
 
-	roles, _ := role.Parse(tlsInfo.State.PeerCertificates[0].Subject.Organization)
-
-	return roles
+	return secured, info, nil
 }
 
 // ClientHandshake implements credentials.TransportCredentials.
@@ -101,7 +92,7 @@ func pause(done <-chan struct{}, delay time.Duration) bool {
 	}
 }
 
-// tlsConfig returns apid's configuration: TLS 1.3, and a client certificate of an accepted CA for client authentication only.
+// tlsConfig returns apid's configuration: TLS 1.3, and a client certificate of an accepted CA.
 func (m *Machine) tlsConfig() (*tls.Config, error) {
 	certificate, err := m.serverCertificate()
 	if err != nil {
@@ -114,15 +105,15 @@ func (m *Machine) tlsConfig() (*tls.Config, error) {
 		Certificates:           []tls.Certificate{*certificate},
 		ClientAuth:             tls.RequireAndVerifyClientCert,
 		ClientCAs:              m.cluster.authority.pool(),
-		VerifyPeerCertificate:  requireClientOnly,
 		Time:                   m.cluster.now,
 	}, nil
 }
 
-// issued is a server certificate with the key and the time of its issue.
+// issued is a server certificate with what it was issued from.
 type issued struct {
 	certificate *tls.Certificate
-	key         string
+	ca          *x509.CertificateAuthority
+	names       serverNames
 	at          time.Time
 }
 
@@ -137,10 +128,9 @@ func (m *Machine) serverCertificate() (*tls.Certificate, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 
-	now := m.cluster.now()
-	key := certificateKey(m.cluster.authority.currentGeneration(), names, m.certificateExpired)
+	now, ca := m.cluster.now(), m.cluster.authority.current()
 
-	if m.issued.key == key && now.Sub(m.issued.at) < serverCertificateRenewal {
+	if m.issued.ca == ca && reflect.DeepEqual(m.issued.names, names) && now.Sub(m.issued.at) < serverCertificateRenewal {
 		return m.issued.certificate, nil
 	}
 
@@ -149,21 +139,12 @@ func (m *Machine) serverCertificate() (*tls.Certificate, error) {
 		notBefore = now.Add(-serverCertificateValidity - time.Hour)
 	}
 
-	certificate, err := m.cluster.authority.serverCertificate(names, notBefore)
+	certificate, err := names.certificate(ca, notBefore)
 	if err != nil {
 		return nil, err
 	}
 
-	m.issued = issued{certificate: certificate, key: key, at: now}
+	m.issued = issued{certificate: certificate, ca: ca, names: names, at: now}
 
 	return certificate, nil
-}
-
-func certificateKey(generation int, names serverNames, expired bool) string {
-	parts := slices.Clone(names.dns)
-	for _, ip := range names.ips {
-		parts = append(parts, ip.String())
-	}
-
-	return fmt.Sprintf("%d/%t/%s", generation, expired, strings.Join(parts, ","))
 }

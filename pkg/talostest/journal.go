@@ -1,7 +1,6 @@
 package talostest
 
 import (
-	"maps"
 	"slices"
 	"sync"
 
@@ -36,83 +35,40 @@ type Call struct {
 	ResourceType string
 }
 
-// CallKind is the key of [Cluster.CallCounts].
-type CallKind struct {
-	Transport Transport
-	Method    string
-	Code      codes.Code
-}
-
-// journal keeps the last calls of a machine.
+// journal keeps the last calls of a machine, oldest first.
 type journal struct {
 	mu    sync.Mutex
-	calls []Call // a ring once it is full
-	next  uint64 // sequence number of the next call
+	calls []*Call
 }
 
-func (j *journal) begin(call Call) uint64 {
+func (j *journal) begin(call Call) *Call {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 
-	sequence := j.next
-	j.next++
-
-	if len(j.calls) < journalSize {
-		j.calls = append(j.calls, call)
-	} else {
-		j.calls[sequence%journalSize] = call
+	if len(j.calls) == journalSize {
+		j.calls = slices.Delete(j.calls, 0, 1)
 	}
 
-	return sequence
+	j.calls = append(j.calls, &call)
+
+	return &call
 }
 
-// amend changes a call if the journal still has it.
-func (j *journal) amend(sequence uint64, change func(*Call)) {
+func (j *journal) amend(call *Call, change func(*Call)) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 
-	if j.next-sequence <= journalSize {
-		change(&j.calls[sequence%journalSize])
-	}
+	change(call)
 }
 
-// list returns the calls, oldest first.
 func (j *journal) list() []Call {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 
-	if len(j.calls) < journalSize {
-		return slices.Clone(j.calls)
+	calls := make([]Call, 0, len(j.calls))
+	for _, call := range j.calls {
+		calls = append(calls, *call)
 	}
 
-	oldest := j.next % journalSize
-
-	return slices.Concat(j.calls[oldest:], j.calls[:oldest])
-}
-
-// tally counts the finished calls of a cluster.
-type tally struct {
-	mu     sync.Mutex
-	counts map[CallKind]uint64
-}
-
-func (t *tally) add(kind CallKind) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-
-	if t.counts == nil {
-		t.counts = make(map[CallKind]uint64)
-	}
-
-	t.counts[kind]++
-}
-
-func (t *tally) snapshot() map[CallKind]uint64 {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-
-	counts := make(map[CallKind]uint64, len(t.counts))
-	maps.Copy(counts, t.counts)
-
-	return counts
+	return calls
 }

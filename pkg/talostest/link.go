@@ -3,7 +3,9 @@ package talostest
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"net"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -11,13 +13,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// link simulates the network between a machine's listener and its clients. It passes accepted connections to the cluster's server, resets
-// them while the machine is down, and blocks them while the machine is cut off.
+// link simulates the network between a machine and its clients. It is a listener of the cluster's server, resets connections while the
+// machine is down, and blocks them while the machine is cut off.
 type link struct {
+	net.Listener
+
 	machine   *Machine
 	transport Transport
-	listener  net.Listener
-	deliver   func(net.Conn)
 
 	// flow is shut while the machine is cut off. It changes only under mu.
 	flow gate
@@ -28,16 +30,20 @@ type link struct {
 	withheld []net.Conn // closed by the server while cut off; clients must not notice before Reconnect
 }
 
-// run accepts connections until the listener is closed.
-func (l *link) run() {
+func newLink(m *Machine, transport Transport, listener net.Listener) *link {
+	return &link{Listener: listener, machine: m, transport: transport, conns: make(map[*conn]struct{})}
+}
+
+// Accept implements net.Listener.
+func (l *link) Accept() (net.Conn, error) {
 	for {
-		raw, err := l.listener.Accept()
+		raw, err := l.Listener.Accept()
 		if err != nil {
-			return
+			return nil, err //nolint:wrapcheck // net.Listener's contract
 		}
 
 		if admitted := l.admit(raw); admitted != nil {
-			l.deliver(admitted)
+			return admitted, nil
 		}
 	}
 }
@@ -54,11 +60,6 @@ func (l *link) admit(raw net.Conn) *conn {
 	}
 
 	admitted := &conn{Conn: raw, link: l, done: make(chan struct{})}
-
-	if l.conns == nil {
-		l.conns = make(map[*conn]struct{})
-	}
-
 	l.conns[admitted] = struct{}{}
 
 	return admitted
@@ -103,7 +104,7 @@ func (l *link) restore() {
 // filter attaches or detaches a filter of the listener and all open connections that accepts no byte of a packet. The
 // kernel then drops packets, those of connection attempts and keepalive probes included.
 func (l *link) filter(option int) error {
-	err := setFilter(l.listener, option)
+	err := setFilter(l.Listener, option)
 
 	for _, open := range l.open() {
 		if connErr := setFilter(open.Conn, option); !errors.Is(connErr, net.ErrClosed) {
@@ -169,12 +170,7 @@ func (l *link) open() []*conn {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 
-	conns := make([]*conn, 0, len(l.conns))
-	for open := range l.conns {
-		conns = append(conns, open)
-	}
-
-	return conns
+	return slices.Collect(maps.Keys(l.conns))
 }
 
 func (l *link) count() int {
@@ -186,7 +182,7 @@ func (l *link) count() int {
 
 // close closes the listener and all connections.
 func (l *link) close() {
-	_ = l.listener.Close()
+	_ = l.Listener.Close()
 
 	l.restore()
 	l.takeDown()
@@ -249,39 +245,3 @@ func (c *conn) end(how func(net.Conn)) {
 		c.link.discard(c.Conn, how)
 	})
 }
-
-// intake is the listener of the cluster's gRPC server, which all links share.
-type intake struct {
-	conns  chan net.Conn
-	closed chan struct{}
-	once   sync.Once
-}
-
-func newIntake() *intake {
-	return &intake{conns: make(chan net.Conn), closed: make(chan struct{})}
-}
-
-func (in *intake) deliver(accepted net.Conn) {
-	select {
-	case in.conns <- accepted:
-	case <-in.closed:
-		_ = accepted.Close()
-	}
-}
-
-func (in *intake) Accept() (net.Conn, error) {
-	select {
-	case accepted := <-in.conns:
-		return accepted, nil
-	case <-in.closed:
-		return nil, net.ErrClosed
-	}
-}
-
-func (in *intake) Close() error {
-	in.once.Do(func() { close(in.closed) })
-
-	return nil
-}
-
-func (in *intake) Addr() net.Addr { return &net.UnixAddr{Name: "talostest", Net: "unix"} }

@@ -2,9 +2,7 @@ package talostest
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"net"
 	"net/netip"
 	"slices"
 	"sync"
@@ -52,8 +50,6 @@ type MachineSpec struct {
 	Controllers []string
 	// ServeSocket enables machine.sock; see [Machine.Socket].
 	ServeSocket bool
-	// TalosVersion is v1.13.5 by default.
-	TalosVersion string
 	// Resources are published in addition, such as the machine's PCI devices.
 	Resources []resource.Resource
 	// UnsupportedTypes are resource types that the machine's Talos version lacks. Requests for them fail with PermissionDenied.
@@ -67,10 +63,6 @@ func (s *MachineSpec) setDefaults() {
 
 	if s.Platform.Platform == "" {
 		s.Platform.Platform = "metal"
-	}
-
-	if s.TalosVersion == "" {
-		s.TalosVersion = defaultVersion
 	}
 
 	if len(s.NodeIPs) == 0 {
@@ -95,7 +87,6 @@ type Machine struct {
 	openStreams atomic.Int64
 	journal     journal
 	power       sync.Mutex // serializes Stop and Start
-	addressing  sync.Mutex // serializes changes of addresses and derived resources
 
 	mu                 sync.Mutex
 	memory             *boot
@@ -119,7 +110,7 @@ func (m *Machine) Type() machine.Type { return m.machineType }
 func (m *Machine) Socket() string { return m.socketPath }
 
 // State returns the machine's resource state without any access policy, for reads and writes. [Machine.Stop] and [Machine.Reboot] replace
-// it. Only the resource definitions in namespace meta are read-only.
+// it.
 func (m *Machine) State() state.State { return m.currentBoot().state }
 
 // Calls returns the last 128 RPCs that the machine received, oldest first.
@@ -171,10 +162,7 @@ func (m *Machine) SetNodename(ctx context.Context, nodename string) error {
 func (m *Machine) SetHostname(ctx context.Context, hostname, domainname string) error {
 	status := network.NewHostnameStatus(network.NamespaceName, network.HostnameID)
 
-	err := modify(ctx, m, status, func(spec *network.HostnameStatusSpec) {
-		spec.Hostname = hostname
-		spec.Domainname = domainname
-	})
+	err := modify(ctx, m, status, func(spec *network.HostnameStatusSpec) { spec.Hostname, spec.Domainname = hostname, domainname })
 	if err != nil {
 		return err
 	}
@@ -265,49 +253,6 @@ func modify[R specified[S], S any](ctx context.Context, m *Machine, empty R, cha
 	return nil
 }
 
-func (m *Machine) version(ctx context.Context) (string, error) {
-	res, err := safe.StateGetByID[*runtime.Version](ctx, m.State(), runtime.NewVersion().Metadata().ID())
-	if err != nil {
-		return "", fmt.Errorf("get Talos version of machine %s: %w", m.nodename, err)
-	}
-
-	return res.TypedSpec().Version, nil
-}
-
-func (m *Machine) platform(ctx context.Context) (string, error) {
-	res, err := safe.StateGetByID[*runtime.PlatformMetadata](ctx, m.State(), runtime.PlatformMetadataID)
-	if err != nil {
-		return "", fmt.Errorf("get platform of machine %s: %w", m.nodename, err)
-	}
-
-	return res.TypedSpec().Platform, nil
-}
-
-// serverNames returns the subject alternative names of apid: the hostnames, all addresses since boot, and 127.0.0.1.
-func (m *Machine) serverNames() (serverNames, error) {
-	ctx := context.Background() // reads memory only
-
-	hostname, err := safe.StateGetByID[*network.HostnameStatus](ctx, m.State(), network.HostnameID)
-	if err != nil {
-		return serverNames{}, fmt.Errorf("get hostname of machine %s: %w", m.nodename, err)
-	}
-
-	list := network.FilteredNodeAddressID(network.NodeAddressAccumulativeID, k8s.NodeAddressFilterNoK8s)
-
-	addresses, err := safe.StateGetByID[*network.NodeAddress](ctx, m.State(), list)
-	if err != nil {
-		return serverNames{}, fmt.Errorf("get node addresses of machine %s: %w", m.nodename, err)
-	}
-
-	names := serverNames{fqdn: hostname.TypedSpec().FQDN(), dns: hostname.TypedSpec().DNSNames()}
-
-	for _, addr := range append(addresses.TypedSpec().IPs(), netip.MustParseAddr("127.0.0.1")) {
-		names.ips = append(names.ips, net.IP(addr.AsSlice()))
-	}
-
-	return names, nil
-}
-
 // links returns the links of all transports.
 func (m *Machine) links() []*link {
 	if m.socket == nil {
@@ -325,6 +270,3 @@ func (m *Machine) close() {
 		l.close()
 	}
 }
-
-// errNoNodename is returned for a spec without a nodename.
-var errNoNodename = errors.New("nodename is required")

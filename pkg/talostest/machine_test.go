@@ -4,11 +4,8 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
-	"os"
 	"path/filepath"
-	"reflect"
 	"runtime/pprof"
-	"slices"
 	"strings"
 	"testing"
 
@@ -25,7 +22,13 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/siderolabs/talos/pkg/machinery/resources/secrets"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	corev1 "k8s.io/api/core/v1"
+	apiruntime "k8s.io/apimachinery/pkg/runtime"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
@@ -41,32 +44,9 @@ func read[R meta.ResourceWithRD](t *testing.T, c *client.Client, id resource.ID)
 	t.Helper()
 
 	got, err := safe.StateGetByID[R](withDeadline(t), c.COSI, id)
-	if err != nil {
-		t.Fatalf("get %s: %v", id, err)
-	}
+	require.NoError(t, err)
 
 	return got
-}
-
-func nodeAddresses(t *testing.T, c *client.Client, id resource.ID) []string {
-	t.Helper()
-
-	prefixes := read[*network.NodeAddress](t, c, id).TypedSpec().Addresses
-	texts := make([]string, 0, len(prefixes))
-
-	for _, prefix := range prefixes {
-		texts = append(texts, prefix.String())
-	}
-
-	return texts
-}
-
-func requireAddresses(t *testing.T, c *client.Client, id resource.ID, want ...string) {
-	t.Helper()
-
-	if got := nodeAddresses(t, c, id); !slices.Equal(got, want) {
-		t.Errorf("%s: got %v, want %v", id, got, want)
-	}
 }
 
 func TestMachine_PublishesResourcesOfTalos(t *testing.T) {
@@ -82,7 +62,6 @@ func TestMachine_PublishesResourcesOfTalos(t *testing.T) {
 	metadata := read[*runtime.PlatformMetadata](t, reader, runtime.PlatformMetadataID).TypedSpec()
 	info := read[*clusterres.Info](t, reader, clusterres.InfoID).TypedSpec()
 	status := read[*runtime.MachineStatus](t, reader, runtime.MachineStatusID).TypedSpec()
-	pod := fmt.Sprint(read[*k8s.StaticPod](t, reader, k8s.ControllerManagerID).TypedSpec().Pod)
 
 	for _, published := range []struct {
 		what      string
@@ -94,39 +73,31 @@ func TestMachine_PublishesResourcesOfTalos(t *testing.T) {
 		{"nodename", read[*k8s.Nodename](t, reader, k8s.NodenameID).TypedSpec().Nodename, "aws-1"},
 		{"node IPs", read[*k8s.NodeIP](t, reader, k8s.KubeletID).TypedSpec().Addresses, []netip.Addr{aws.Address()}},
 		{"cluster name", info.ClusterName, "prod"},
-		{"cluster ID", info.ClusterID, cluster.ID()},
+		{"a cluster ID", info.ClusterID != "", true},
+		{"Talos version", read[*runtime.Version](t, reader, runtime.NewVersion().Metadata().ID()).TypedSpec().Version, "v1.13.5"},
 		{"stage", status.Stage, runtime.MachineStageRunning},
 		{"ready", status.Status.Ready, true},
 		{"UUID", read[*hardware.SystemInformation](t, reader, hardware.SystemInformationID).TypedSpec().UUID, "30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee"},
-		{"controller manager allocates CIDRs", strings.Contains(pod, "--allocate-node-cidrs=true"), true},
 	} {
-		if !reflect.DeepEqual(published.got, published.want) {
-			t.Errorf("%s: got %v, want %v", published.what, published.got, published.want)
-		}
+		assert.Equal(t, published.want, published.got, published.what)
 	}
 
 	extensions, err := safe.StateListAll[*runtime.ExtensionStatus](withDeadline(t), reader.COSI)
-	if err != nil || extensions.Len() != 1 {
-		t.Errorf("got %d extensions, %v", extensions.Len(), err)
-	}
+	require.NoError(t, err)
+	assert.Equal(t, 1, extensions.Len())
 }
 
 func TestMachine_WorkerHasNoControlPlaneResources(t *testing.T) {
 	cluster, worker := newWorker(t)
 	admin := dialAs(t, cluster, worker, "os:admin")
 
-	_, err := safe.StateGetByID[*k8s.StaticPod](withDeadline(t), admin.COSI, k8s.ControllerManagerID)
-	if !state.IsNotFoundError(err) {
-		t.Errorf("got %v", err)
-	}
-
-	if err := getAdminKubeconfig(withDeadline(t), admin); !state.IsNotFoundError(err) {
-		t.Errorf("got %v", err)
-	}
-
-	_, err = safe.StateGetByID[*hardware.SystemInformation](withDeadline(t), admin.COSI, hardware.SystemInformationID)
-	if !state.IsNotFoundError(err) {
-		t.Errorf("got %v for a machine without SMBIOS", err)
+	for _, absent := range []resource.Pointer{
+		k8s.NewStaticPod(k8s.NamespaceName, k8s.ControllerManagerID).Metadata(),
+		secrets.NewKubernetes().Metadata(),
+		hardware.NewSystemInformation(hardware.SystemInformationID).Metadata(), // a machine without SMBIOS
+	} {
+		_, err := admin.COSI.Get(withDeadline(t), absent)
+		assert.True(t, state.IsNotFoundError(err), "%s: %v", absent, err)
 	}
 }
 
@@ -137,111 +108,181 @@ func TestResolvePlatform_PublishesMetadata(t *testing.T) {
 	})
 	reader := dialAs(t, cluster, late, "os:reader")
 
-	got := read[*runtime.PlatformMetadata](t, reader, runtime.PlatformMetadataID).TypedSpec()
-	if got.Platform != "hcloud" || got.InstanceID != "" {
-		t.Errorf("got %+v before ResolvePlatform", got)
-	}
+	before := read[*runtime.PlatformMetadata](t, reader, runtime.PlatformMetadataID).TypedSpec()
+	assert.Equal(t, runtime.PlatformMetadataSpec{Platform: "hcloud"}, *before)
 
-	if err := late.ResolvePlatform(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, late.ResolvePlatform(t.Context()))
 
-	got = read[*runtime.PlatformMetadata](t, reader, runtime.PlatformMetadataID).TypedSpec()
-	if got.InstanceID != "42" {
-		t.Errorf("got %+v after ResolvePlatform", got)
-	}
+	after := read[*runtime.PlatformMetadata](t, reader, runtime.PlatformMetadataID).TypedSpec()
+	assert.Equal(t, "42", after.InstanceID)
 }
 
-func TestAddresses_AreInNodeAddresses(t *testing.T) {
+func TestAddress_HasDefaultsOfTalos(t *testing.T) {
 	cluster := newCluster(t, talostest.Options{})
+	temporary := nethelpers.AddressFlags(nethelpers.AddressManagementTemp)
 	host := addMachine(t, cluster, talostest.MachineSpec{
 		Nodename: "host",
 		Addresses: []talostest.Address{
 			{Link: "eth1", Prefix: netip.MustParsePrefix("192.0.2.7/24")},
-			{Link: "eth1", Prefix: netip.MustParsePrefix("2001:db8::7/64"), Flags: nethelpers.AddressFlags(nethelpers.AddressManagementTemp)},
+			{Link: "eth1", Prefix: netip.MustParsePrefix("2001:db8::7/64"), Flags: temporary},
 			{Link: "eth1", Prefix: netip.MustParsePrefix("fe80::7/64"), Scope: nethelpers.ScopeLink},
-			{Link: "cni0", Prefix: netip.MustParsePrefix("10.244.1.1/24")},
-			{Link: "siderolink", Prefix: netip.MustParsePrefix("fdae:41e4:649b:9303::7/64")},
 			{Link: talostest.LinkExternal, Prefix: netip.MustParsePrefix("203.0.113.7/32")},
 		},
 	})
 	reader := dialAs(t, cluster, host, "os:reader")
-	api := host.Address().String() + "/32"
+	permanent := nethelpers.AddressFlags(nethelpers.AddressPermanent)
 
-	requireAddresses(t, reader, "default", api)
-	requireAddresses(t, reader, "current",
-		"10.244.1.1/24", api, "192.0.2.7/24", "203.0.113.7/32", "2001:db8::7/64", "fdae:41e4:649b:9303::7/64")
-	requireAddresses(t, reader, "current-no-k8s",
-		api, "192.0.2.7/24", "203.0.113.7/32", "2001:db8::7/64", "fdae:41e4:649b:9303::7/64")
-	requireAddresses(t, reader, "routed-no-k8s", api, "192.0.2.7/24", "2001:db8::7/64")
-
-	external := read[*network.AddressStatus](t, reader, "external/203.0.113.7/32").TypedSpec()
-	if external.LinkIndex != 0 || external.Flags != 0 || external.Scope != nethelpers.ScopeGlobal {
-		t.Errorf("got external address %+v", external)
+	for id, want := range map[string]network.AddressStatusSpec{
+		"lo/127.0.0.1/8": {Flags: permanent, Scope: nethelpers.ScopeHost},
+		"eth0/" + host.Address().String() + "/32":  {Flags: permanent},
+		"eth1/192.0.2.7/24":                        {Flags: permanent},
+		"eth1/2001:db8::7/64":                      {Flags: temporary},
+		"eth1/fe80::7/64":                          {Flags: permanent, Scope: nethelpers.ScopeLink},
+		talostest.LinkExternal + "/203.0.113.7/32": {},
+	} {
+		got := read[*network.AddressStatus](t, reader, id).TypedSpec()
+		assert.Equal(t, []any{want.Flags, want.Scope}, []any{got.Flags, got.Scope}, id)
 	}
 }
 
-func TestAddAddress_UpdatesNodeAddressesAndCertificate(t *testing.T) {
-	cluster, worker := newWorker(t)
-	reader := dialAs(t, cluster, worker, "os:reader")
-	api := worker.Address().String() + "/32"
+func TestCertificate_HasAddressesSinceBoot(t *testing.T) {
+	cluster := newCluster(t, talostest.Options{PodCIDRs: prefixes("10.64.0.0/10")})
+	worker := addMachine(t, cluster, talostest.MachineSpec{Nodename: "worker-1", Addresses: []talostest.Address{
+		{Link: "eth1", Prefix: netip.MustParsePrefix("fe80::7/64"), Scope: nethelpers.ScopeLink},
+		{Link: "cni0", Prefix: netip.MustParsePrefix("10.64.3.1/24")},
+	}})
 	added := netip.MustParsePrefix("198.51.100.9/24")
 
-	if err := worker.AddAddress(t.Context(), "eth0", added); err != nil {
-		t.Fatal(err)
+	dialName := func(name string) error {
+		config := clientTLS(t, cluster, "os:reader")
+		config.ServerName = name
+
+		return version(withDeadline(t), dial(t, worker, config))
 	}
 
-	requireAddresses(t, reader, "routed", api, added.String())
+	require.NoError(t, worker.AddAddress(t.Context(), "eth0", added))
 
-	// The certificate includes the new address.
-	config := clientTLS(t, cluster, "os:reader")
-	config.ServerName = added.Addr().String()
-	requireCode(t, version(withDeadline(t), dial(t, worker, config)), codes.OK)
-
-	if err := worker.RemoveAddress(t.Context(), "eth0", added); err != nil {
-		t.Fatal(err)
+	for name, want := range map[string]codes.Code{
+		"127.0.0.1": codes.OK, worker.Address().String(): codes.OK, "198.51.100.9": codes.OK, "worker-1": codes.OK,
+		"fe80::7": codes.Unavailable, "10.64.3.1": codes.Unavailable, "198.51.100.10": codes.Unavailable, "worker-2": codes.Unavailable,
+	} {
+		assert.Equal(t, want, status.Code(dialName(name)), name)
 	}
 
-	requireAddresses(t, reader, "current", api)
-	requireAddresses(t, reader, "accumulative", api, added.String())
+	require.NoError(t, worker.RemoveAddress(t.Context(), "eth0", added))
+	requireCode(t, codes.OK, dialName("198.51.100.9"))
 
-	if err := worker.Reboot(t.Context()); err != nil {
-		t.Fatal(err)
+	require.NoError(t, worker.Reboot(t.Context()))
+	requireCode(t, codes.Unavailable, dialName("198.51.100.9"))
+}
+
+func prefixes(texts ...string) []netip.Prefix {
+	var list []netip.Prefix
+	for _, text := range texts {
+		list = append(list, netip.MustParsePrefix(text))
 	}
 
-	requireAddresses(t, dialAs(t, cluster, worker, "os:reader"), "accumulative", api)
+	return list
+}
+
+func TestControllerManager_HasArgumentsOfTalos(t *testing.T) {
+	dual := talostest.Options{
+		PodCIDRs: prefixes("10.64.0.0/10", "fd00:10:244::/56"), ServiceCIDRs: prefixes("10.32.0.0/16", "fd00:10:96::/112"),
+	}
+
+	for name, test := range map[string]struct {
+		options        talostest.Options
+		controllers    []string
+		pods, services []string
+		arguments      []string
+	}{
+		"with Talos's defaults it allocates": {
+			pods: []string{"10.244.0.0/16"}, services: []string{"10.96.0.0/12"},
+			arguments: []string{
+				"--allocate-node-cidrs=true", "--controllers=*,tokencleaner", "--cluster-cidr=10.244.0.0/16", "--service-cluster-ip-range=10.96.0.0/12",
+			},
+		},
+		"CIDRs are the cluster's": {
+			options: dual,
+			pods:    []string{"10.64.0.0/10", "fd00:10:244::/56"}, services: []string{"10.32.0.0/16", "fd00:10:96::/112"},
+			arguments: []string{"--cluster-cidr=10.64.0.0/10,fd00:10:244::/56", "--service-cluster-ip-range=10.32.0.0/16,fd00:10:96::/112"},
+		},
+		"more controllers are added to Talos's own": {
+			controllers: []string{"-node-ipam-controller"},
+			pods:        []string{"10.244.0.0/16"}, services: []string{"10.96.0.0/12"},
+			arguments: []string{"--controllers=*,tokencleaner,-node-ipam-controller"},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			cluster := newCluster(t, test.options)
+			cp := addMachine(t, cluster, talostest.MachineSpec{Nodename: "cp-1", Type: machine.TypeControlPlane, Controllers: test.controllers})
+			reader := dialAs(t, cluster, cp, "os:reader")
+
+			manager := read[*k8s.ControllerManagerConfig](t, reader, k8s.ControllerManagerConfigID).TypedSpec()
+			assert.True(t, manager.Enabled)
+			assert.Equal(t, test.pods, manager.PodCIDRs)
+			assert.Equal(t, test.services, manager.ServiceCIDRs)
+			assert.Equal(t, test.controllers, manager.ExtraArgs["controllers"].Values)
+
+			var pod corev1.Pod
+
+			object := read[*k8s.StaticPod](t, reader, k8s.ControllerManagerID).TypedSpec().Pod
+			require.NoError(t, apiruntime.DefaultUnstructuredConverter.FromUnstructured(object, &pod))
+			require.Len(t, pod.Spec.Containers, 1)
+			assert.Equal(t, "kube-controller-manager", pod.Spec.Containers[0].Name)
+			assert.Subset(t, pod.Spec.Containers[0].Command, test.arguments)
+		})
+	}
+}
+
+func TestNodeIPConfig_ExcludesClusterCIDRs(t *testing.T) {
+	cluster := newCluster(t, talostest.Options{PodCIDRs: prefixes("10.64.0.0/10"), ServiceCIDRs: prefixes("10.32.0.0/16")})
+	worker := addMachine(t, cluster, talostest.MachineSpec{Nodename: "worker-1", ExcludedSubnets: prefixes("127.0.0.0/8")})
+
+	excluded := read[*k8s.NodeIPConfig](t, dialAs(t, cluster, worker, "os:reader"), k8s.KubeletID).TypedSpec().ExcludeSubnets
+	assert.Equal(t, []string{"10.64.0.0/10", "10.32.0.0/16", "127.0.0.0/8"}, excluded)
+}
+
+func TestSetExtensionServiceDocument_ReplacesDocument(t *testing.T) {
+	cluster, cp := newControlPlane(t)
+	admin := dialAs(t, cluster, cp, "os:admin")
+	file := func(content string) runtime.ExtensionServiceConfigFile {
+		return runtime.ExtensionServiceConfigFile{Content: content, MountPath: "/etc/c.yaml"}
+	}
+
+	err := cp.SetExtensionServiceDocument(t.Context(), "talos-ccm", runtime.ExtensionServiceConfigSpec{
+		Files: []runtime.ExtensionServiceConfigFile{file("a: b")}, Environment: []string{"A=1"},
+	})
+	require.NoError(t, err)
+
+	require.NoError(t, cp.SetExtensionServiceConfig(t.Context(), "talos-ccm", file("a: c")))
+
+	got := read[*runtime.ExtensionServiceConfig](t, admin, "talos-ccm").TypedSpec()
+	assert.Equal(t, []string{"A=1"}, got.Environment)
+	assert.Equal(t, []runtime.ExtensionServiceConfigFile{file("a: c")}, got.Files)
 }
 
 func TestSetNodename_IsIndependentOfHostname(t *testing.T) {
 	cluster, worker := newWorker(t)
 	reader := dialAs(t, cluster, worker, "os:reader")
 
-	for _, change := range []error{
+	for _, err := range []error{
 		worker.SetHostname(t.Context(), "renamed", "example.org"),
 		worker.SetNodename(t.Context(), "renamed"),
 		worker.SetStage(t.Context(), runtime.MachineStageRebooting),
 		worker.SetNodeIPs(t.Context(), netip.MustParseAddr("192.0.2.1")),
 	} {
-		if change != nil {
-			t.Fatal(change)
-		}
+		require.NoError(t, err)
 	}
 
-	if got := read[*network.HostnameStatus](t, reader, network.HostnameID).TypedSpec().FQDN(); got != "renamed.example.org" {
-		t.Errorf("got hostname %q", got)
-	}
+	status := read[*runtime.MachineStatus](t, reader, runtime.MachineStatusID).TypedSpec()
+	assert.Equal(t, runtime.MachineStageRebooting, status.Stage)
+	assert.False(t, status.Status.Ready)
 
-	if got := read[*k8s.Nodename](t, reader, k8s.NodenameID).TypedSpec().Nodename; got != "renamed" {
-		t.Errorf("got nodename %q", got)
-	}
-
-	if got := read[*runtime.MachineStatus](t, reader, runtime.MachineStatusID).TypedSpec(); got.Stage != runtime.MachineStageRebooting || got.Status.Ready {
-		t.Errorf("got status %+v", got)
-	}
-
-	if cluster.Machine("worker-1") != worker {
-		t.Error("cluster does not find the machine under its original nodename")
-	}
+	assert.Equal(t, "renamed.example.org", read[*network.HostnameStatus](t, reader, network.HostnameID).TypedSpec().FQDN())
+	assert.Equal(t, "renamed", read[*k8s.Nodename](t, reader, k8s.NodenameID).TypedSpec().Nodename)
+	assert.Equal(t, prefixes("192.0.2.1/32")[0].Addr(), read[*k8s.NodeIP](t, reader, k8s.KubeletID).TypedSpec().Addresses[0])
+	assert.Same(t, worker, cluster.Machine("worker-1"), "the machine's original nodename")
 }
 
 func TestSetLocalhostAdminKubeconfig_CreatesSecret(t *testing.T) {
@@ -249,23 +290,11 @@ func TestSetLocalhostAdminKubeconfig_CreatesSecret(t *testing.T) {
 	cp := addControlPlane(t, cluster, "cp-1")
 	admin := dialAs(t, cluster, cp, "os:admin")
 
-	if err := getAdminKubeconfig(withDeadline(t), admin); !state.IsNotFoundError(err) {
-		t.Fatalf("got %v before SetLocalhostAdminKubeconfig", err)
-	}
+	requireCode(t, codes.NotFound, cosiCode(getAdminKubeconfig(withDeadline(t), admin)))
 
-	if err := cp.SetLocalhostAdminKubeconfig(t.Context(), []byte("kind: Config")); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, cp.SetLocalhostAdminKubeconfig(t.Context(), []byte("kind: Config")))
 
-	requireCode(t, getAdminKubeconfig(withDeadline(t), admin), codes.OK)
-}
-
-func TestDefinitions_AreReadOnly(t *testing.T) {
-	_, worker := newWorker(t)
-
-	if err := worker.State().Create(t.Context(), meta.NewNamespace("another", meta.NamespaceSpec{})); err == nil {
-		t.Error("shared definitions were changed")
-	}
+	requireCode(t, codes.OK, getAdminKubeconfig(withDeadline(t), admin))
 }
 
 func TestCalls_RecordsCalls(t *testing.T) {
@@ -273,8 +302,8 @@ func TestCalls_RecordsCalls(t *testing.T) {
 	reader := dialAs(t, cluster, cp, "os:reader")
 
 	watchPlatform(t, reader)
-	requireCode(t, getAdminKubeconfig(withDeadline(t), reader), codes.PermissionDenied)
-	requireCode(t, version(withRoles(withDeadline(t), "os:admin"), dialSocket(t, cp)), codes.OK)
+	requireCode(t, codes.PermissionDenied, getAdminKubeconfig(withDeadline(t), reader))
+	requireCode(t, codes.OK, version(withRole(withDeadline(t), "os:admin"), dialSocket(t, cp)))
 
 	got := make([]string, 0, 3)
 	for _, call := range cp.Calls() {
@@ -287,34 +316,20 @@ func TestCalls_RecordsCalls(t *testing.T) {
 		"socket /machine.MachineService/Version  [os:admin] OK open=false",
 	}
 
-	if !slices.Equal(got, want) {
-		t.Errorf("got\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
-	}
-
-	denied := talostest.CallKind{Transport: talostest.TransportAPID, Method: "/cosi.resource.State/Get", Code: codes.PermissionDenied}
-	if got := cluster.CallCounts()[denied]; got != 1 {
-		t.Errorf("got %d denied calls, want 1", got)
-	}
+	assert.Equal(t, want, got)
+	assert.EqualValues(t, 3, cluster.CallCount())
 }
 
 func TestCalls_AreLimited(t *testing.T) {
 	cluster, worker := newWorker(t)
 	reader := dialAs(t, cluster, worker, "os:reader")
 
-	const calls = 300
-
-	for range calls {
-		requireCode(t, version(withDeadline(t), reader), codes.OK)
+	for range 300 {
+		requireCode(t, codes.OK, version(withDeadline(t), reader))
 	}
 
-	if got := len(worker.Calls()); got != 128 {
-		t.Errorf("got %d calls in the journal, want 128", got)
-	}
-
-	counted := talostest.CallKind{Transport: talostest.TransportAPID, Method: "/machine.MachineService/Version", Code: codes.OK}
-	if got := cluster.CallCounts()[counted]; got != calls {
-		t.Errorf("got %d calls in total, want %d", got, calls)
-	}
+	assert.Len(t, worker.Calls(), 128)
+	assert.EqualValues(t, 300, cluster.CallCount())
 }
 
 func TestNew_ClustersUseDifferentAddresses(t *testing.T) {
@@ -326,9 +341,7 @@ func TestNew_ClustersUseDifferentAddresses(t *testing.T) {
 		for i := range 5 {
 			added := addMachine(t, cluster, talostest.MachineSpec{Nodename: fmt.Sprintf("n-%d", i)})
 
-			if seen[added.Address()] {
-				t.Fatalf("two machines have address %s", added.Address())
-			}
+			require.NotContains(t, seen, added.Address())
 
 			seen[added.Address()] = true
 		}
@@ -348,24 +361,19 @@ func TestAddMachine_RejectsInvalidSpec(t *testing.T) {
 		{"a socket path that is too long", talostest.MachineSpec{Nodename: strings.Repeat("n", 120), ServeSocket: true}},
 	} {
 		t.Run(rule.name, func(t *testing.T) {
-			if _, err := cluster.AddMachine(rule.spec); err == nil {
-				t.Error("machine was added")
-			}
+			_, err := cluster.AddMachine(rule.spec)
+			assert.Error(t, err)
 		})
 	}
 
-	if got := len(cluster.Machines()); got != 1 {
-		t.Errorf("got %d machines, want 1", got)
-	}
+	assert.Len(t, cluster.Machines(), 1)
 
-	requireCode(t, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")), codes.OK)
+	requireCode(t, codes.OK, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")))
 }
 
 func TestClose_ReleasesEverything(t *testing.T) {
 	cluster, err := talostest.New(talostest.Options{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	cp := addControlPlane(t, cluster, "cp-1")
 	watcher := dialAs(t, cluster, cp, "os:reader")
@@ -388,18 +396,13 @@ func TestClose_ReleasesEverything(t *testing.T) {
 		return !strings.Contains(stacks.String(), "pkg/talostest.(") && !strings.Contains(stacks.String(), "state/impl/inmem.(")
 	})
 
-	if _, err := os.Stat(filepath.Dir(cp.Socket())); !os.IsNotExist(err) {
-		t.Errorf("directory of sockets was not removed: %v", err)
-	}
+	assert.NoDirExists(t, filepath.Dir(cp.Socket()))
 
 	again := newCluster(t, talostest.Options{})
-	if _, err := again.AddMachine(talostest.MachineSpec{Nodename: "reuser", Address: cp.Address()}); err != nil {
-		t.Errorf("address was not released: %v", err)
-	}
+	addMachine(t, again, talostest.MachineSpec{Nodename: "reuser", Address: cp.Address()})
 
-	if _, err := cluster.AddMachine(talostest.MachineSpec{Nodename: "too-late"}); err == nil {
-		t.Error("machine was added to a closed cluster")
-	}
+	_, err = cluster.AddMachine(talostest.MachineSpec{Nodename: "too-late"})
+	assert.Error(t, err, "a closed cluster")
 }
 
 func TestAddMachine_Concurrently(t *testing.T) {
@@ -421,12 +424,10 @@ func TestAddMachine_Concurrently(t *testing.T) {
 	}
 
 	for range machines {
-		if err := <-errs; err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, <-errs)
 	}
 
 	for _, added := range cluster.Machines() {
-		requireCode(t, version(withDeadline(t), dialAs(t, cluster, added, "os:reader")), codes.OK)
+		requireCode(t, codes.OK, version(withDeadline(t), dialAs(t, cluster, added, "os:reader")))
 	}
 }

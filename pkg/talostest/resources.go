@@ -2,18 +2,11 @@ package talostest
 
 import (
 	"crypto/rand"
-	"fmt"
 	"net/netip"
-	"net/url"
 	"slices"
+	"strings"
 
 	"github.com/cosi-project/runtime/pkg/resource"
-	coreconfig "github.com/siderolabs/talos/pkg/machinery/config"
-	"github.com/siderolabs/talos/pkg/machinery/config/container"
-	"github.com/siderolabs/talos/pkg/machinery/config/encoder"
-	"github.com/siderolabs/talos/pkg/machinery/config/machine"
-	"github.com/siderolabs/talos/pkg/machinery/config/types/v1alpha1"
-	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	clusterres "github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/config"
@@ -26,19 +19,9 @@ import (
 
 // Properties of every machine.
 const (
-	kubernetesVersion = "v1.36.2"
-	defaultVersion    = "v1.13.5"
-	extensionName     = "talos-ccm"
+	talosVersion  = "v1.13.5"
+	extensionName = "talos-ccm"
 )
-
-// Defaults of Talos for podSubnets and serviceSubnets (constants.DefaultIPv4PodNet, DefaultIPv4ServiceNet).
-func defaultPodCIDRs() []netip.Prefix {
-	return []netip.Prefix{netip.MustParsePrefix(constants.DefaultIPv4PodNet)}
-}
-
-func defaultServiceCIDRs() []netip.Prefix {
-	return []netip.Prefix{netip.MustParsePrefix(constants.DefaultIPv4ServiceNet)}
-}
 
 // clusterCIDRs returns the pod and service CIDRs, which contain no address of a machine.
 func (c *Cluster) clusterCIDRs() []netip.Prefix { return slices.Concat(c.podCIDRs, c.serviceCIDRs) }
@@ -52,33 +35,22 @@ func texts(prefixes []netip.Prefix) []string {
 	return list
 }
 
-// asResources converts typed resources to a list of the interface type.
-func asResources[R resource.Resource](typed ...R) []resource.Resource {
-	resources := make([]resource.Resource, 0, len(typed))
-	for _, res := range typed {
-		resources = append(resources, res)
-	}
-
-	return resources
-}
-
 // seed returns the resources of a booted machine.
-func (c *Cluster) seed(spec MachineSpec) ([]resource.Resource, error) {
-	config, err := c.machineConfig(spec.Type)
-	if err != nil {
-		return nil, err
+func (c *Cluster) seed(spec MachineSpec) []resource.Resource {
+	resources := slices.Concat(identityResources(c, spec), runtimeResources(spec), addressResources(spec), c.kubernetesResources(spec))
+
+	if spec.Type.IsControlPlane() {
+		resources = append(resources, c.controllerManagerResources(spec)...)
 	}
 
-	return slices.Concat(
-		identityResources(c, spec),
-		runtimeResources(spec),
-		addressResources(spec),
-		c.kubernetesResources(spec),
-		asResources(config),
-		asResources(c.osRoot(spec.Type)),
-		c.controlPlaneResources(spec),
-		spec.Resources,
-	), nil
+	if spec.Type.IsControlPlane() && spec.LocalhostAdminKubeconfig != "" {
+		certs := secrets.NewKubernetes()
+		certs.TypedSpec().LocalhostAdminKubeconfig = spec.LocalhostAdminKubeconfig
+
+		resources = append(resources, certs)
+	}
+
+	return append(resources, spec.Resources...)
 }
 
 func identityResources(c *Cluster, spec MachineSpec) []resource.Resource {
@@ -117,7 +89,7 @@ func runtimeResources(spec MachineSpec) []resource.Resource {
 
 	version := runtime.NewVersion()
 	version.TypedSpec().Name = "Talos"
-	version.TypedSpec().Version = spec.TalosVersion
+	version.TypedSpec().Version = talosVersion
 
 	extension := runtime.NewExtensionStatus(runtime.NamespaceName, "000."+extensionName)
 	extension.TypedSpec().Image = "000." + extensionName + ".sqsh"
@@ -138,24 +110,16 @@ func runtimeResources(spec MachineSpec) []resource.Resource {
 
 // addressResources returns the addresses of the loopback device and of apid, and the machine's other addresses.
 func addressResources(spec MachineSpec) []resource.Resource {
-	api := netip.PrefixFrom(spec.Address, spec.Address.BitLen())
-
-	statuses := []*network.AddressStatus{
-		Address{Link: "lo", Prefix: netip.MustParsePrefix("127.0.0.1/8"), Scope: nethelpers.ScopeHost}.status(1),
-		Address{Link: linkAPI, Prefix: api}.status(2),
+	resources := []resource.Resource{
+		Address{Link: "lo", Prefix: netip.MustParsePrefix("127.0.0.1/8"), Scope: nethelpers.ScopeHost}.status(),
+		Address{Link: "eth0", Prefix: netip.PrefixFrom(spec.Address, spec.Address.BitLen())}.status(),
 	}
-
-	links := []string{"", "lo", linkAPI}
 
 	for _, address := range spec.Addresses {
-		if !slices.Contains(links, address.Link) {
-			links = append(links, address.Link)
-		}
-
-		statuses = append(statuses, address.status(uint32(slices.Index(links, address.Link)))) //nolint:gosec // a few links
+		resources = append(resources, address.status())
 	}
 
-	return append(asResources(statuses...), newNodeAddress(network.NodeAddressDefaultID, []netip.Prefix{api}))
+	return resources
 }
 
 func (c *Cluster) kubernetesResources(spec MachineSpec) []resource.Resource {
@@ -169,108 +133,35 @@ func (c *Cluster) kubernetesResources(spec MachineSpec) []resource.Resource {
 	return []resource.Resource{nodeIP, nodeIPConfig}
 }
 
-func (c *Cluster) controlPlaneResources(spec MachineSpec) []resource.Resource {
-	if !spec.Type.IsControlPlane() {
-		return nil
+// controllerManagerResources returns the resources that describe kube-controller-manager.
+func (c *Cluster) controllerManagerResources(spec MachineSpec) []resource.Resource {
+	config := k8s.NewControllerManagerConfig()
+	*config.TypedSpec() = k8s.ControllerManagerConfigSpec{
+		Enabled: true, CloudProvider: "external", PodCIDRs: texts(c.podCIDRs), ServiceCIDRs: texts(c.serviceCIDRs),
 	}
 
-	resources := c.controllerManagerResources(spec)
-
-	if spec.LocalhostAdminKubeconfig != "" {
-		resources = append(resources, newKubernetesSecrets(spec.LocalhostAdminKubeconfig))
+	if len(spec.Controllers) > 0 {
+		config.TypedSpec().ExtraArgs = map[string]k8s.ArgValues{"controllers": {Values: slices.Clone(spec.Controllers)}}
 	}
 
-	return resources
-}
-
-func newKubernetesSecrets(localhostAdminKubeconfig string) *secrets.Kubernetes {
-	res := secrets.NewKubernetes()
-	res.TypedSpec().LocalhostAdminKubeconfig = localhostAdminKubeconfig
-
-	return res
-}
-
-// osRoot returns the resource with the Talos CA. Only control-plane machines have the issuing key. The issuing CA is the last accepted CA.
-func (c *Cluster) osRoot(machineType machine.Type) *secrets.OSRoot {
-	issuing, accepted := c.authority.current()
-	slices.Reverse(accepted)
-
-	res := secrets.NewOSRoot(secrets.OSRootID)
-	res.TypedSpec().AcceptedCAs = accepted
-	res.TypedSpec().Token = c.token
-
-	if machineType.IsControlPlane() {
-		res.TypedSpec().IssuingCA = issuing
+	// The arguments that talos-ccm reads of those of Talos v1.13.5 (k8s.ControlPlaneStaticPodController, manageControllerManager). Talos
+	// appends the `controllers` of the machine configuration to its own.
+	command := []any{
+		"/usr/local/bin/kube-controller-manager",
+		"--use-service-account-credentials",
+		"--allocate-node-cidrs=true",
+		"--cluster-cidr=" + strings.Join(config.TypedSpec().PodCIDRs, ","),
+		"--controllers=" + strings.Join(append([]string{"*", "tokencleaner"}, spec.Controllers...), ","),
+		"--service-cluster-ip-range=" + strings.Join(config.TypedSpec().ServiceCIDRs, ","),
 	}
 
-	return res
-}
-
-// configKey identifies a machine configuration.
-type configKey struct {
-	machineType machine.Type
-	generation  int // of the CA
-}
-
-// machineConfig returns the machine configuration. Machines of one type share it, because marshaling is the slowest part of adding a machine.
-func (c *Cluster) machineConfig(machineType machine.Type) (*config.MachineConfig, error) {
-	c.configMu.Lock()
-	defer c.configMu.Unlock()
-
-	key := configKey{machineType: machineType, generation: c.authority.currentGeneration()}
-
-	provider, ok := c.configs[key]
-	if !ok {
-		var err error
-
-		if provider, err = c.newMachineConfig(machineType); err != nil {
-			return nil, err
-		}
-
-		c.configs[key] = provider
+	pod := k8s.NewStaticPod(k8s.NamespaceName, k8s.ControllerManagerID)
+	pod.TypedSpec().Pod = map[string]any{
+		"apiVersion": "v1",
+		"kind":       "Pod",
+		"metadata":   map[string]any{"name": k8s.ControllerManagerID, "namespace": "kube-system"},
+		"spec":       map[string]any{"containers": []any{map[string]any{"name": k8s.ControllerManagerID, "command": command}}},
 	}
 
-	return config.NewMachineConfig(provider), nil
-}
-
-// newMachineConfig returns a minimal valid machine configuration.
-func (c *Cluster) newMachineConfig(machineType machine.Type) (coreconfig.Provider, error) {
-	issuing, _ := c.authority.current()
-	if !machineType.IsControlPlane() {
-		issuing.Key = nil
-	}
-
-	external := true
-
-	document := &v1alpha1.Config{
-		ConfigVersion: "v1alpha1",
-		MachineConfig: &v1alpha1.MachineConfig{
-			MachineType:  machineType.String(),
-			MachineToken: c.token,
-			MachineCA:    issuing,
-		},
-		ClusterConfig: &v1alpha1.ClusterConfig{
-			ClusterID:   c.id,
-			ClusterName: c.name,
-			ControlPlane: &v1alpha1.ControlPlaneConfig{
-				Endpoint: &v1alpha1.Endpoint{URL: &url.URL{Scheme: "https", Host: "127.0.0.1:6443"}},
-			},
-			ClusterNetwork: &v1alpha1.ClusterNetworkConfig{
-				DNSDomain: "cluster.local", PodSubnet: texts(c.podCIDRs), ServiceSubnet: texts(c.serviceCIDRs),
-			},
-			ExternalCloudProviderConfig: &v1alpha1.ExternalCloudProviderConfig{ExternalEnabled: &external},
-		},
-	}
-
-	written, err := container.NewV1Alpha1(document).EncodeBytes(encoder.WithComments(encoder.CommentsDisabled))
-	if err != nil {
-		return nil, fmt.Errorf("marshal machine configuration: %w", err)
-	}
-
-	provider, err := container.NewReadonly(written, document)
-	if err != nil {
-		return nil, fmt.Errorf("build machine configuration: %w", err)
-	}
-
-	return provider, nil
+	return []resource.Resource{config, pod}
 }

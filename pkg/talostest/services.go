@@ -2,37 +2,19 @@ package talostest
 
 import (
 	"context"
-	"runtime"
 	"strings"
 
 	"github.com/cosi-project/runtime/api/v1alpha1"
 	"github.com/cosi-project/runtime/pkg/safe"
-	clusterapi "github.com/siderolabs/talos/pkg/machinery/api/cluster"
-	inspectapi "github.com/siderolabs/talos/pkg/machinery/api/inspect"
 	machineapi "github.com/siderolabs/talos/pkg/machinery/api/machine"
-	storageapi "github.com/siderolabs/talos/pkg/machinery/api/storage"
-	timeapi "github.com/siderolabs/talos/pkg/machinery/api/time"
 	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
-	"github.com/siderolabs/talos/pkg/machinery/resources/network"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/siderolabs/talos/pkg/machinery/role"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/types/known/emptypb"
 )
-
-// registerServices registers all services of machined. Methods that are not implemented return Unimplemented to authorized callers.
-func registerServices(registrar grpc.ServiceRegistrar) {
-	v1alpha1.RegisterStateServer(registrar, resourceService{})
-	machineapi.RegisterMachineServiceServer(registrar, machineService{})
-	machineapi.RegisterImageServiceServer(registrar, machineapi.UnimplementedImageServiceServer{})
-	machineapi.RegisterDebugServiceServer(registrar, machineapi.UnimplementedDebugServiceServer{})
-	machineapi.RegisterLifecycleServiceServer(registrar, machineapi.UnimplementedLifecycleServiceServer{})
-	clusterapi.RegisterClusterServiceServer(registrar, clusterapi.UnimplementedClusterServiceServer{})
-	inspectapi.RegisterInspectServiceServer(registrar, inspectapi.UnimplementedInspectServiceServer{})
-	storageapi.RegisterStorageServiceServer(registrar, storageapi.UnimplementedStorageServiceServer{})
-	timeapi.RegisterTimeServiceServer(registrar, timeapi.UnimplementedTimeServiceServer{})
-}
 
 // resourceService passes each call to the resource state of the called machine.
 type resourceService struct {
@@ -49,14 +31,6 @@ func (resourceService) List(request *v1alpha1.ListRequest, stream grpc.ServerStr
 
 func (resourceService) Create(ctx context.Context, request *v1alpha1.CreateRequest) (*v1alpha1.CreateResponse, error) {
 	return callFrom(ctx).boot.served.Create(ctx, request)
-}
-
-func (resourceService) Update(ctx context.Context, request *v1alpha1.UpdateRequest) (*v1alpha1.UpdateResponse, error) {
-	return callFrom(ctx).boot.served.Update(ctx, request)
-}
-
-func (resourceService) Destroy(ctx context.Context, request *v1alpha1.DestroyRequest) (*v1alpha1.DestroyResponse, error) {
-	return callFrom(ctx).boot.served.Destroy(ctx, request)
 }
 
 func (resourceService) Watch(request *v1alpha1.WatchRequest, stream grpc.ServerStreamingServer[v1alpha1.WatchResponse]) error {
@@ -84,52 +58,21 @@ func (s *markedStream) Send(response *v1alpha1.WatchResponse) error {
 	return s.ServerStreamingServer.Send(response) //nolint:wrapcheck // status errors must survive
 }
 
-// machineService implements the methods that a cloud controller manager uses.
+// machineService implements the methods that a cloud controller manager uses. Others return Unimplemented to authorized callers.
 type machineService struct {
 	machineapi.UnimplementedMachineServiceServer
 }
 
 // Version implements the machine API.
 func (machineService) Version(ctx context.Context, _ *emptypb.Empty) (*machineapi.VersionResponse, error) {
-	machine := callFrom(ctx).machine
-
-	version, err := machine.version(ctx)
+	version, err := safe.StateGetByID[*runtime.Version](ctx, callFrom(ctx).boot.state, runtime.NewVersion().Metadata().ID())
 	if err != nil {
-		return nil, err
-	}
-
-	platform, err := machine.platform(ctx)
-	if err != nil {
-		return nil, err
+		return nil, status.Errorf(codes.Internal, "get version: %v", err)
 	}
 
 	return &machineapi.VersionResponse{Messages: []*machineapi.Version{{
-		Version: &machineapi.VersionInfo{
-			Tag: version, GoVersion: runtime.Version(), Os: runtime.GOOS, Arch: runtime.GOARCH,
-		},
-		Platform: &machineapi.PlatformInfo{Name: platform, Mode: platformMode(platform)},
-		Features: &machineapi.FeaturesInfo{Rbac: true},
+		Version: &machineapi.VersionInfo{Tag: version.TypedSpec().Version},
 	}}}, nil
-}
-
-// platformMode returns Talos's mode of a platform.
-func platformMode(platform string) string {
-	switch platform {
-	case "metal", "container":
-		return platform
-	default:
-		return "cloud"
-	}
-}
-
-// Hostname implements the machine API.
-func (machineService) Hostname(ctx context.Context, _ *emptypb.Empty) (*machineapi.HostnameResponse, error) {
-	hostname, err := safe.StateGetByID[*network.HostnameStatus](ctx, callFrom(ctx).boot.state, network.HostnameID)
-	if err != nil {
-		return nil, status.Errorf(codes.Internal, "get hostname: %v", err)
-	}
-
-	return &machineapi.HostnameResponse{Messages: []*machineapi.Hostname{{Hostname: hostname.TypedSpec().Hostname}}}, nil
 }
 
 // GenerateClientConfiguration implements the machine API: a control-plane machine issues a client certificate with the requested roles.
@@ -156,15 +99,15 @@ func (machineService) GenerateClientConfiguration(
 	}
 
 	// The reply contains only the issuing CA, even while older CAs are accepted.
-	issuing, _ := issuer.authority.current()
+	ca := issuer.authority.current().CrtPEM
 
-	talosconfig, err := clientconfig.NewConfig(contextName(issuer.name, roles), nil, issuing.Crt, crt).Bytes()
+	talosconfig, err := clientconfig.NewConfig(contextName(issuer.name, roles), nil, ca, crt).Bytes()
 	if err != nil {
 		return nil, status.Errorf(codes.Internal, "marshal talosconfig: %v", err)
 	}
 
 	return &machineapi.GenerateClientConfigurationResponse{Messages: []*machineapi.GenerateClientConfiguration{{
-		Ca: issuing.Crt, Crt: crt.Crt, Key: crt.Key, Talosconfig: talosconfig,
+		Ca: ca, Crt: crt.Crt, Key: crt.Key, Talosconfig: talosconfig,
 	}}}, nil
 }
 

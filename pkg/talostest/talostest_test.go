@@ -9,6 +9,8 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/client"
 	"github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/constants"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials/insecure"
@@ -25,9 +27,7 @@ func newCluster(t testing.TB, options talostest.Options) *talostest.Cluster {
 	t.Helper()
 
 	cluster, err := talostest.New(options)
-	if err != nil {
-		t.Fatalf("new cluster: %v", err)
-	}
+	require.NoError(t, err)
 
 	t.Cleanup(cluster.Close)
 
@@ -38,9 +38,7 @@ func addMachine(t testing.TB, cluster *talostest.Cluster, spec talostest.Machine
 	t.Helper()
 
 	added, err := cluster.AddMachine(spec)
-	if err != nil {
-		t.Fatalf("add machine: %v", err)
-	}
+	require.NoError(t, err)
 
 	return added
 }
@@ -78,12 +76,16 @@ func dial(t testing.TB, to *talostest.Machine, config *tls.Config) *client.Clien
 func dialAs(t testing.TB, cluster *talostest.Cluster, to *talostest.Machine, roles ...string) *client.Client {
 	t.Helper()
 
-	config, err := cluster.ClientTLS(roles...)
-	if err != nil {
-		t.Fatalf("client TLS: %v", err)
-	}
+	return dial(t, to, clientTLS(t, cluster, roles...))
+}
 
-	return dial(t, to, config)
+func clientTLS(t testing.TB, cluster *talostest.Cluster, roles ...string) *tls.Config {
+	t.Helper()
+
+	config, err := cluster.ClientTLS(roles...)
+	require.NoError(t, err)
+
+	return config
 }
 
 func dialSocket(t testing.TB, to *talostest.Machine) *client.Client {
@@ -98,47 +100,35 @@ func newClient(t testing.TB, options ...client.OptionFunc) *client.Client {
 	t.Helper()
 
 	c, err := client.New(t.Context(), options...)
-	if err != nil {
-		t.Fatalf("new client: %v", err)
-	}
+	require.NoError(t, err)
 
 	t.Cleanup(func() { _ = c.Close() })
 
 	return c
 }
 
-// withRoles adds roles to the metadata like callers of machine.sock do.
-func withRoles(ctx context.Context, roles ...string) context.Context {
-	pairs := make([]string, 0, 2*len(roles))
-	for _, role := range roles {
-		pairs = append(pairs, constants.APIAuthzRoleMetadataKey, role)
-	}
-
-	return metadata.AppendToOutgoingContext(ctx, pairs...)
+// withRole adds a role to the metadata like callers of machine.sock do.
+func withRole(ctx context.Context, role string) context.Context {
+	return metadata.AppendToOutgoingContext(ctx, constants.APIAuthzRoleMetadataKey, role)
 }
 
-func requireCode(t testing.TB, err error, want codes.Code) {
+func requireCode(t testing.TB, want codes.Code, err error) {
 	t.Helper()
-
-	if got := status.Code(err); got != want {
-		t.Fatalf("got %s (%v), want %s", got, err, want)
-	}
+	require.Equal(t, want, status.Code(err), "%v", err)
 }
 
-// eventually polls until condition holds.
+// eventually waits until condition holds.
 func eventually(t testing.TB, what string, condition func() bool) {
 	t.Helper()
+	require.Eventually(t, condition, timeout, 5*time.Millisecond, what)
+}
 
-	ticker := time.NewTicker(5 * time.Millisecond)
-	defer ticker.Stop()
+func newWorker(t *testing.T) (*talostest.Cluster, *talostest.Machine) {
+	t.Helper()
 
-	deadline := time.After(timeout)
+	cluster := newCluster(t, talostest.Options{})
 
-	for !condition() {
-		select {
-		case <-ticker.C:
-		case <-deadline:
-			t.Fatalf("timed out after %s waiting until %s", timeout, what)
-		}
-	}
+	return cluster, addMachine(t, cluster, talostest.MachineSpec{
+		Nodename: "worker-1", Platform: runtime.PlatformMetadataSpec{Platform: "aws", Zone: "zone-0"},
+	})
 }
