@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/constants"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	authenticationv1 "k8s.io/api/authentication/v1"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -21,6 +23,7 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/client-go/util/cert"
+	"k8s.io/client-go/util/certificate/csr"
 	"k8s.io/client-go/util/keyutil"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
@@ -47,11 +50,7 @@ func enforcePinning(t *testing.T) {
 // serving certificate: it would be for the API server's address.
 func TestServingCertificates_AreNotIssuedToBootstrapToken(t *testing.T) {
 	eventually(t, bothInitialized)
-	eventually(t, func(ctx context.Context) string {
-		_, missing := issued(ctx, bed.ControlPlane.Name(), bed.ControlPlane.Address())
-
-		return missing
-	})
+	eventually(t, certified(bed.ControlPlane.Name(), bed.ControlPlane.Address()))
 	enforcePinning(t)
 
 	token := anonymous(t)
@@ -61,10 +60,10 @@ func TestServingCertificates_AreNotIssuedToBootstrapToken(t *testing.T) {
 	stolen := anonymous(t)
 	stolen.KeyData = key
 
-	took := eventually(t, func(ctx context.Context) string {
+	took := eventually(t, func(ctx context.Context) error {
 		request, err := client.CertificatesV1().CertificateSigningRequests().Get(ctx, name, metav1.GetOptions{})
 		if err != nil {
-			return err.Error()
+			return err
 		}
 
 		stolen.CertData = request.Status.Certificate
@@ -78,21 +77,14 @@ func TestServingCertificates_AreNotIssuedToBootstrapToken(t *testing.T) {
 
 	// It would be approved with the default configuration.
 	t.Cleanup(func() {
-		if err := client.CertificatesV1().CertificateSigningRequests().Delete(context.WithoutCancel(t.Context()), name, metav1.DeleteOptions{}); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, client.CertificatesV1().CertificateSigningRequests().Delete(context.WithoutCancel(t.Context()), name, metav1.DeleteOptions{}))
 	})
 
 	t.Logf("%s was reported after %s", name, eventually(t, eventOf(csrapproval.ReasonUnexpectedCredential, start)).Round(time.Millisecond))
 
 	request, err := client.CertificatesV1().CertificateSigningRequests().Get(t.Context(), name, metav1.GetOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	if len(request.Status.Conditions) > 0 {
-		t.Errorf("%s is not pending: %v", name, request.Status.Conditions)
-	}
+	require.NoError(t, err)
+	assert.Empty(t, request.Status.Conditions, "%s is not pending", name)
 }
 
 // The guide makes the token on the workers invalid. It is of no use then, and a worker that has joined does not need it.
@@ -105,9 +97,7 @@ func TestDocs_LimitsBootstrapToken(t *testing.T) {
 	stolen.BearerToken = bootstrapToken(t)
 
 	secret, err := secrets.Get(t.Context(), tokenSecret+before.ID(), metav1.GetOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	// Other tests need the token: they install the worker again.
 	t.Cleanup(func() {
@@ -115,55 +105,46 @@ func TestDocs_LimitsBootstrapToken(t *testing.T) {
 
 		// Talos does not create it again: it is in the inventory of bootstrap manifests.
 		secret.ResourceVersion, secret.UID = "", ""
-		if _, err := secrets.Create(context.WithoutCancel(t.Context()), secret, metav1.CreateOptions{}); err != nil {
-			t.Error(err)
-		}
+		_, err := secrets.Create(context.WithoutCancel(t.Context()), secret, metav1.CreateOptions{})
+		assert.NoError(t, err)
 	})
 	patchMachine(t, bed.ControlPlane, "no-reboot", yamlBlocks(t, servingPage, "Limit the bootstrap token")[0])
 
 	after := activeConfig(t).Config().Cluster().Token()
-	if after.ID() == before.ID() {
-		t.Fatalf("the token is still %s", after.ID())
-	}
+	require.NotEqual(t, before.ID(), after.ID(), "the token is still the same")
 
-	took := eventually(t, func(ctx context.Context) string {
-		if _, err := secrets.Get(ctx, tokenSecret+after.ID(), metav1.GetOptions{}); err != nil {
-			return err.Error()
-		}
+	took := eventually(t, func(ctx context.Context) error {
+		_, err := secrets.Get(ctx, tokenSecret+after.ID(), metav1.GetOptions{})
 
-		return ""
+		return err
 	})
 	t.Logf("the new token was valid after %s", took.Round(time.Millisecond))
 
-	if err := secrets.Delete(t.Context(), secret.Name, metav1.DeleteOptions{}); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, secrets.Delete(t.Context(), secret.Name, metav1.DeleteOptions{}))
 
-	took = eventually(t, func(ctx context.Context) string {
+	took = eventually(t, func(ctx context.Context) error {
 		if err := selfReview(ctx, stolen); !apierrors.IsUnauthorized(err) {
-			return fmt.Sprintf("the old token is accepted: %v", err)
+			return fmt.Errorf("the old token is accepted: %v", err) //nolint:errorlint // may be nil
 		}
 
-		return ""
+		return nil
 	})
 	t.Logf("the old token was invalid after %s", took.Round(time.Millisecond))
 
-	if err := bed.Worker.Reboot(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, bed.Worker.Reboot(t.Context()))
 
 	start := time.Now()
-	took = eventually(t, func(ctx context.Context) string {
+	took = eventually(t, func(ctx context.Context) error {
 		lease, err := client.CoordinationV1().Leases(corev1.NamespaceNodeLease).Get(ctx, bed.Worker.Name(), metav1.GetOptions{})
 
 		switch {
 		case err != nil:
-			return err.Error()
+			return err
 		case lease.Spec.RenewTime == nil || lease.Spec.RenewTime.Before(&metav1.MicroTime{Time: start}):
-			return fmt.Sprintf("the lease of %s was last renewed at %v", lease.Name, lease.Spec.RenewTime)
+			return fmt.Errorf("the lease of %s was last renewed at %v", lease.Name, lease.Spec.RenewTime)
 		}
 
-		return ""
+		return nil
 	})
 	t.Logf("the kubelet of the worker worked %s after a reboot", took.Round(time.Millisecond))
 }
@@ -185,9 +166,7 @@ func anonymous(t *testing.T) *rest.Config {
 	t.Helper()
 
 	admin, err := bed.RESTConfig()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	return rest.AnonymousClientConfig(admin)
 }
@@ -197,9 +176,7 @@ func bootstrapToken(t *testing.T) string {
 	t.Helper()
 
 	config, err := clientcmd.BuildConfigFromFlags("", filepath.Join(bed.Worker.Root(), constants.KubeletBootstrapKubeconfig))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	return config.BearerToken
 }
@@ -210,14 +187,10 @@ func requestCertificate(t *testing.T, credential *rest.Config, signer string, us
 	t.Helper()
 
 	key, err := keyutil.MakeEllipticPrivateKeyPEM()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	private, err := keyutil.ParsePrivateKeyPEM(key)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	subject := pkix.Name{CommonName: "system:node:" + bed.ControlPlane.Name(), Organization: []string{"system:nodes"}}
 
@@ -231,24 +204,13 @@ func requestCertificate(t *testing.T, credential *rest.Config, signer string, us
 	}
 
 	text, err := cert.MakeCSR(private, &subject, names, ips)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	kubelet, err := kubernetes.NewForConfig(credential)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
-	request, err := kubelet.CertificatesV1().CertificateSigningRequests().Create(t.Context(), &certificatesv1.CertificateSigningRequest{
-		ObjectMeta: metav1.ObjectMeta{GenerateName: "csr-"},
-		Spec: certificatesv1.CertificateSigningRequestSpec{
-			Request: text, SignerName: signer, Usages: []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, usage},
-		},
-	}, metav1.CreateOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	name, _, err = csr.RequestCertificate(kubelet, text, "", signer, nil, []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, usage}, private)
+	require.NoError(t, err)
 
-	return request.Name, key
+	return name, key
 }

@@ -4,6 +4,7 @@ package e2e_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -11,14 +12,19 @@ import (
 	"testing"
 	"time"
 
+	"github.com/cosi-project/runtime/pkg/resource/meta"
 	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/siderolabs/talos/pkg/machinery/resources/config"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/wait"
 	cloudproviderapi "k8s.io/cloud-provider/api"
+	"k8s.io/utils/ptr"
 
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/test/talos"
@@ -27,17 +33,17 @@ import (
 const (
 	patience = 4 * time.Minute
 	tick     = 50 * time.Millisecond
-	// attempt bounds one look at a condition: a call that hangs, as one to an API server that goes down, is not the last one.
+	// attempt limits one evaluation of a condition: a call to an API server that goes down may hang.
 	attempt = 30 * time.Second
-	// tries is how often something is done that is to have its effect soon.
+	// tries is how often something is tried that takes longer than promised on a busy machine.
 	tries = 3
 )
 
-// eventually waits for condition, which says what is still missing; empty: nothing. It returns how long that took. Tests tidy up with it, too.
-func eventually(t *testing.T, condition func(ctx context.Context) string) time.Duration {
+// eventually waits until condition returns nil, and returns how long that took. Cleanup functions use it, too.
+func eventually(t *testing.T, condition func(ctx context.Context) error) time.Duration {
 	t.Helper()
 
-	var missing string
+	var last error
 
 	start := time.Now()
 
@@ -45,95 +51,93 @@ func eventually(t *testing.T, condition func(ctx context.Context) string) time.D
 		ctx, cancel := context.WithTimeout(all, attempt)
 		defer cancel()
 
-		now := condition(ctx)
-		if all.Err() == nil { // else it says no more than that
-			missing = now
+		err := condition(ctx)
+		if all.Err() == nil { // else err only says that the time is over
+			last = err
 		}
 
-		return now == "", nil
+		return err == nil, nil
 	})
-	if err != nil {
-		t.Fatalf("after %s: %s", time.Since(start).Round(time.Millisecond), missing)
-	}
+	require.NoError(t, err, "last error: %v", last)
 
 	return time.Since(start)
 }
 
-// promptly does something whose effects take as long as it returns, until they come within limit: the machine that runs this test may be busy with something
-// else for a while. What waits for a timer is late every time.
+// promptly repeats do, which returns how long its effects took, until they took no longer than limit: the machine that runs
+// this test may be busy for a while. What waits for a timer is late every time.
 func promptly(t *testing.T, limit time.Duration, do func() time.Duration) {
 	t.Helper()
 
-	for try := 1; ; try++ {
-		took := do()
-		if took <= limit {
-			return
-		}
+	took := do()
 
+	for try := 1; try < tries && took > limit; try++ {
 		t.Logf("it took %s in try %d, and should take less than %s", took.Round(time.Millisecond), try, limit)
 
-		if try == tries {
-			t.Fatalf("it took %s in the last of %d tries, and never less than %s", took.Round(time.Millisecond), tries, limit)
-		}
+		took = do()
 	}
+
+	require.LessOrEqual(t, took, limit, "the last of %d tries", tries)
 }
 
-// nodeOf reads m's Node.
+// getNode returns a Node by its name.
+func getNode(ctx context.Context, name string) (*corev1.Node, error) {
+	return client.CoreV1().Nodes().Get(ctx, name, metav1.GetOptions{})
+}
+
+// nodeOf returns the Node of m.
 func nodeOf(t *testing.T, m *talos.Machine) (node *corev1.Node) {
 	t.Helper()
 
-	eventually(t, func(ctx context.Context) string {
-		var err error
-		if node, err = client.CoreV1().Nodes().Get(ctx, m.Name(), metav1.GetOptions{}); err != nil {
-			return err.Error()
-		}
+	eventually(t, func(ctx context.Context) (err error) {
+		node, err = getNode(ctx, m.Name())
 
-		return ""
+		return err
 	})
 
 	return node
 }
 
-// initialized says what is missing for the machine's Node to be right, or returns empty.
-func initialized(ctx context.Context, m *talos.Machine) string {
+// resource reads a resource of m.
+func resource[R meta.ResourceWithRD](ctx context.Context, m *talos.Machine, id string) (res R, err error) {
+	api, err := m.TalosClient(ctx)
+	if err != nil {
+		return res, err
+	}
+	defer api.Close() //nolint:errcheck // read only
+
+	return safe.StateGetByID[R](ctx, api.COSI, id)
+}
+
+// initialized returns an error unless the Node is right for the machine.
+func initialized(ctx context.Context, m *talos.Machine) error {
 	return initializedAs(ctx, m, m.Name(), providerID(m))
 }
 
 func providerID(m *talos.Machine) string { return "talos://container/" + m.Address().String() }
 
-// initializedAs says what is missing for the Node to be right for the machine, or returns empty.
-func initializedAs(ctx context.Context, m *talos.Machine, name, providerID string) string {
-	node, err := client.CoreV1().Nodes().Get(ctx, name, metav1.GetOptions{})
+// initializedAs returns an error unless the Node with the name and the providerID is right for the machine.
+func initializedAs(ctx context.Context, m *talos.Machine, name, providerID string) error {
+	node, err := getNode(ctx, name)
 	if err != nil {
-		return err.Error()
+		return err
 	}
 
-	ip := m.Address().String()
+	addresses := []corev1.NodeAddress{
+		{Type: corev1.NodeInternalIP, Address: m.Address().String()}, {Type: corev1.NodeHostName, Address: name},
+	}
+	missing := func(a corev1.NodeAddress) bool { return !slices.Contains(node.Status.Addresses, a) }
 
-	switch {
-	case slices.ContainsFunc(node.Spec.Taints, func(t corev1.Taint) bool { return t.Key == cloudproviderapi.TaintExternalCloudProvider }):
-		return node.Name + " has the uninitialized taint"
-	case node.Spec.ProviderID != providerID:
-		return fmt.Sprintf("%s has providerID %q", node.Name, node.Spec.ProviderID)
-	case node.Labels[nodespec.LabelPlatform] != "container":
-		return fmt.Sprintf("%s has labels %v", node.Name, node.Labels)
-	case !slices.Contains(node.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeInternalIP, Address: ip}):
-		return fmt.Sprintf("%s has addresses %v", node.Name, node.Status.Addresses)
-	case !slices.Contains(node.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeHostName, Address: name}):
-		return fmt.Sprintf("%s has addresses %v", node.Name, node.Status.Addresses)
+	if slices.ContainsFunc(node.Spec.Taints, func(t corev1.Taint) bool { return t.Key == cloudproviderapi.TaintExternalCloudProvider }) ||
+		node.Spec.ProviderID != providerID || node.Labels[nodespec.LabelPlatform] != "container" || slices.ContainsFunc(addresses, missing) {
+		return fmt.Errorf("%s has taints %v, providerID %q, labels %v, addresses %v",
+			name, node.Spec.Taints, node.Spec.ProviderID, node.Labels, node.Status.Addresses)
 	}
 
-	return ""
+	return nil
 }
 
-func bothInitialized(ctx context.Context) string {
-	for _, m := range bed.Machines() {
-		if missing := initialized(ctx, m); missing != "" {
-			return missing
-		}
-	}
-
-	return ""
+func bothInitialized(ctx context.Context) error {
+	return errors.Join(initialized(ctx, bed.ControlPlane), initialized(ctx, bed.Worker))
 }
 
 func TestNodes_AreInitialized(t *testing.T) {
@@ -141,20 +145,7 @@ func TestNodes_AreInitialized(t *testing.T) {
 
 	for _, m := range bed.Machines() {
 		node := nodeOf(t, m)
-
 		t.Logf("%s: %s %v %v", node.Name, node.Spec.ProviderID, node.Labels, node.Status.Addresses)
-		showInitialization(t, node)
-	}
-}
-
-// showInitialization logs how long the Node waited for us, which is short only if we were up before it.
-func showInitialization(t *testing.T, node *corev1.Node) {
-	t.Helper()
-
-	for _, f := range node.ManagedFields {
-		if f.Manager == "talos-ccm" {
-			t.Logf("%s: created %s, %s by talos-ccm at %s", node.Name, node.CreationTimestamp.UTC().Format(time.TimeOnly), f.Operation, f.Time.UTC().Format(time.TimeOnly))
-		}
 	}
 }
 
@@ -163,16 +154,12 @@ func TestNodes_HaveAddressesOfTalos(t *testing.T) {
 
 	for _, m := range bed.Machines() {
 		api, err := m.TalosClient(t.Context())
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 
-		defer api.Close()
+		defer api.Close() //nolint:errcheck // read only
 
 		reported, err := safe.StateListAll[*network.AddressStatus](t.Context(), api.COSI)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 
 		for _, a := range nodeOf(t, m).Status.Addresses {
 			ip, err := netip.ParseAddr(a.Address)
@@ -180,30 +167,20 @@ func TestNodes_HaveAddressesOfTalos(t *testing.T) {
 				continue // a name
 			}
 
-			if _, found := reported.Find(func(s *network.AddressStatus) bool { return s.TypedSpec().Address.Addr() == ip }); !found {
-				t.Errorf("%s: Talos does not report %s", m.Name(), ip)
-			}
+			_, found := reported.Find(func(s *network.AddressStatus) bool { return s.TypedSpec().Address.Addr() == ip })
+			assert.True(t, found, "%s: Talos does not report %s", m.Name(), ip)
 		}
 	}
 }
 
 func TestExtension_NeedsNoKubernetesTalosAPIAccess(t *testing.T) {
 	for _, m := range bed.Machines() {
-		api, err := m.TalosClient(t.Context())
-		if err != nil {
-			t.Fatal(err)
-		}
+		machineConfig, err := resource[*config.MachineConfig](t.Context(), m, config.ActiveID)
+		require.NoError(t, err)
 
-		defer api.Close()
-
-		machineConfig, err := safe.StateGetByID[*config.MachineConfig](t.Context(), api.COSI, config.ActiveID)
-		if err != nil {
-			t.Fatal(err)
-		}
-
-		if text, err := machineConfig.Container().Bytes(); err != nil || strings.Contains(string(text), "kubernetesTalosAPIAccess") {
-			t.Errorf("%s: kubernetesTalosAPIAccess is in the machine config (%v)", m.Name(), err)
-		}
+		text, err := machineConfig.Container().Bytes()
+		require.NoError(t, err)
+		assert.NotContains(t, string(text), "kubernetesTalosAPIAccess", m.Name())
 	}
 }
 
@@ -212,147 +189,122 @@ func TestNodes_FollowPublicAddress(t *testing.T) {
 	reachesTheNode(t, bed.Worker, netip.MustParsePrefix("203.0.113.7/32"))
 }
 
-// reachesTheNode gives m a public address, sees it on the Node within two seconds, takes it away again, and sees it gone within two seconds. No client can do
-// that before both machines are watched.
+// reachesTheNode gives m a public address and takes it away again, and checks that the Node follows within two seconds. That
+// takes a connection to both machines.
 func reachesTheNode(t *testing.T, m *talos.Machine, prefix netip.Prefix) {
 	t.Helper()
 
 	eventually(t, bothCurrent)
-
-	promptly(t, 2*time.Second, func() time.Duration {
-		return max(addAddress(t, m, prefix), removeAddress(t, m, prefix))
-	})
+	promptly(t, 2*time.Second, func() time.Duration { return max(addAddress(t, m, prefix), removeAddress(t, m, prefix)) })
 }
 
 // addAddress gives m an address, and returns how long it took to be on the Node.
 func addAddress(t *testing.T, m *talos.Machine, prefix netip.Prefix) time.Duration {
 	t.Helper()
+	require.NoError(t, m.AddAddress(t.Context(), "eth0", prefix))
 
-	if err := m.AddAddress(t.Context(), "eth0", prefix); err != nil {
-		t.Fatal(err)
-	}
-
-	took := eventually(t, has(m, prefix.Addr()))
+	took := eventually(t, externalIP(m, prefix.Addr(), present))
 	t.Logf("%s: %s was on the Node after %s", m.Name(), prefix, took.Round(time.Millisecond))
 
 	return took
 }
 
-// removeAddress takes an address away from m, and returns how long it took to be gone from the Node. Tests tidy up with it, too.
+// removeAddress takes an address away from m, and returns how long it took to be gone from the Node. Cleanup functions use
+// it, too.
 func removeAddress(t *testing.T, m *talos.Machine, prefix netip.Prefix) time.Duration {
 	t.Helper()
+	require.NoError(t, m.DelAddress(context.WithoutCancel(t.Context()), "eth0", prefix))
 
-	if err := m.DelAddress(context.WithoutCancel(t.Context()), "eth0", prefix); err != nil {
-		t.Fatal(err)
-	}
-
-	took := eventually(t, func(ctx context.Context) string {
-		list, err := addresses(ctx, m)
-		if err != nil {
-			return err.Error()
-		}
-
-		if slices.ContainsFunc(list, func(a corev1.NodeAddress) bool { return a.Address == prefix.Addr().String() }) {
-			return fmt.Sprintf("%s still has %s", m.Name(), prefix)
-		}
-
-		return ""
-	})
+	took := eventually(t, externalIP(m, prefix.Addr(), absent))
 	t.Logf("%s: %s was gone from the Node after %s", m.Name(), prefix, took.Round(time.Millisecond))
 
 	return took
 }
 
+// externalIP returns an error unless ip is, or is not, an ExternalIP of m's Node.
+func externalIP(m *talos.Machine, ip netip.Addr, want presence) func(context.Context) error {
+	return func(ctx context.Context) error {
+		node, err := getNode(ctx, m.Name())
+		if err != nil {
+			return err
+		}
+
+		external := corev1.NodeAddress{Type: corev1.NodeExternalIP, Address: ip.String()}
+
+		return want.check(slices.Contains(node.Status.Addresses, external), "%s: %v in %v", m.Name(), external, node.Status.Addresses)
+	}
+}
+
+// presence is whether something should be there.
+type presence string
+
+const (
+	present presence = "there"
+	absent  presence = "not there"
+)
+
+// check returns an error with a description unless the presence is as wanted.
+func (want presence) check(there bool, format string, args ...any) error {
+	if there != (want == present) {
+		return fmt.Errorf(format+" should be "+string(want), args...)
+	}
+
+	return nil
+}
+
 func TestExtension_IdlesOnWorker(t *testing.T) {
-	eventually(t, func(ctx context.Context) string {
+	eventually(t, func(ctx context.Context) error {
 		state, err := bed.Worker.ServiceState(ctx, service)
 		if err != nil {
-			return err.Error()
+			return err
 		}
 
 		if state.State != talos.StateRunning {
-			return fmt.Sprintf("the service is %s on the worker", state.State)
+			return fmt.Errorf("the service is %s on the worker", state.State)
 		}
 
 		log, err := bed.Worker.Logs(ctx, service)
-		if err != nil {
-			return err.Error()
+		require.NotContains(t, log, "lease", "the worker's copy does not idle")
+
+		if err == nil && !strings.Contains(log, "Waiting for the local machine to become a control-plane machine") {
+			err = fmt.Errorf("the worker's copy does not say that it idles:\n%s", log)
 		}
 
-		if strings.Contains(log, "lease") {
-			t.Fatalf("the worker's copy does not idle:\n%s", log)
-		}
-
-		if !strings.Contains(log, "Waiting for the local machine to become a control-plane machine") {
-			return "the worker's copy does not say that it idles:\n" + log
-		}
-
-		return ""
+		return err
 	})
 }
 
 func TestExtension_DoesNotBlockBoot(t *testing.T) {
-	eventually(t, func(ctx context.Context) string {
-		for _, m := range bed.Machines() {
-			api, err := m.TalosClient(ctx)
-			if err != nil {
-				return err.Error()
+	for _, m := range bed.Machines() {
+		eventually(t, func(ctx context.Context) error {
+			status, err := resource[*runtime.MachineStatus](ctx, m, runtime.MachineStatusID)
+			if err == nil && status.TypedSpec().Stage != runtime.MachineStageRunning {
+				err = fmt.Errorf("%s is in stage %s", m.Name(), status.TypedSpec().Stage)
 			}
 
-			status, err := safe.StateGetByID[*runtime.MachineStatus](ctx, api.COSI, runtime.MachineStatusID)
-			api.Close() //nolint:errcheck // read-only
-
-			if err != nil {
-				return err.Error()
-			}
-
-			if stage := status.TypedSpec().Stage; stage != runtime.MachineStageRunning {
-				return fmt.Sprintf("%s is in stage %s", m.Name(), stage)
-			}
-		}
-
-		return ""
-	})
-}
-
-// has says whether m's Node lacks ip as ExternalIP.
-func has(m *talos.Machine, ip netip.Addr) func(context.Context) string {
-	external := corev1.NodeAddress{Type: corev1.NodeExternalIP, Address: ip.String()}
-
-	return func(ctx context.Context) string {
-		if list, err := addresses(ctx, m); !slices.Contains(list, external) {
-			return fmt.Sprintf("%s lacks %v: %v (%v)", m.Name(), external, list, err)
-		}
-
-		return ""
+			return err
+		})
 	}
-}
-
-// addresses of m's Node.
-func addresses(ctx context.Context, m *talos.Machine) ([]corev1.NodeAddress, error) {
-	node, err := client.CoreV1().Nodes().Get(ctx, m.Name(), metav1.GetOptions{})
-	if err != nil {
-		return nil, err
-	}
-
-	return node.Status.Addresses, nil
 }
 
 // renewedLately is the maximum age of the last renewal of a held lease: leaders renew every two seconds.
 const renewedLately = 5 * time.Second
 
-// working says what is missing for an instance to hold the lease and renew it.
-func working(ctx context.Context) string {
-	lease, err := client.CoordinationV1().Leases(metav1.NamespaceSystem).Get(ctx, leaseName, metav1.GetOptions{})
+// getLease returns the lease of talos-ccm's leader election.
+func getLease(ctx context.Context) (*coordinationv1.Lease, error) {
+	return client.CoordinationV1().Leases(metav1.NamespaceSystem).Get(ctx, leaseName, metav1.GetOptions{})
+}
 
-	switch {
-	case err != nil:
-		return err.Error()
-	case lease.Spec.HolderIdentity == nil || *lease.Spec.HolderIdentity == "":
-		return "no instance holds the lease"
-	case time.Since(lease.Spec.RenewTime.Time) > renewedLately:
-		return fmt.Sprintf("%s has not renewed the lease since %s", *lease.Spec.HolderIdentity, lease.Spec.RenewTime)
+// working returns an error unless an instance holds the lease and renews it.
+func working(ctx context.Context) error {
+	lease, err := getLease(ctx)
+	if err != nil {
+		return err
 	}
 
-	return ""
+	if holder := ptr.Deref(lease.Spec.HolderIdentity, ""); holder == "" || time.Since(lease.Spec.RenewTime.Time) > renewedLately {
+		return fmt.Errorf("%q holds the lease, renewed at %s", holder, lease.Spec.RenewTime)
+	}
+
+	return nil
 }

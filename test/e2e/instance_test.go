@@ -11,6 +11,9 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 )
 
 // instance is a talos-ccm that is no extension. It is where other machines would be, and waits for the lease.
@@ -28,9 +31,7 @@ func startInstance(t *testing.T) *instance {
 	i := &instance{dir: t.TempDir(), ended: make(chan struct{})}
 
 	for name, content := range map[string][]byte{"kubeconfig": bed.Kubeconfig(), "config.yaml": []byte(keptRules)} {
-		if err := os.WriteFile(filepath.Join(i.dir, name), content, 0o600); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, os.WriteFile(filepath.Join(i.dir, name), content, 0o600))
 	}
 
 	// It outlives the time without an API server, as an instance on another machine would, and asks for the lease more often than the extension, which
@@ -51,12 +52,12 @@ func startInstance(t *testing.T) *instance {
 		<-i.ended
 	})
 
-	eventually(t, func(context.Context) string {
+	eventually(t, func(context.Context) error {
 		if log := i.log(); !strings.Contains(log, "leader lease") {
-			return "the other instance does not wait for the lease:\n" + log
+			return fmt.Errorf("the other instance does not wait for the lease:\n%s", log)
 		}
 
-		return ""
+		return nil
 	})
 
 	return i
@@ -77,22 +78,13 @@ func (i *instance) stop(t *testing.T) {
 	t.Helper()
 
 	text, err := os.ReadFile(filepath.Join(i.dir, "pid"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	pid, err := strconv.Atoi(strings.TrimSpace(string(text)))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
-	if err := syscall.Kill(pid, syscall.SIGTERM); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, syscall.Kill(pid, syscall.SIGTERM))
 
 	<-i.ended
-
-	if i.err != nil {
-		t.Errorf("the other instance ended otherwise: %s\n%s", i.err, i.log())
-	}
+	assert.NoError(t, i.err, i.log())
 }

@@ -8,7 +8,7 @@ import (
 	"net/netip"
 	"testing"
 
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"github.com/stretchr/testify/require"
 )
 
 // noAllocatorPatch turns kube-controller-manager's allocator off, as docs/explanation/pod-cidrs.md has it.
@@ -27,9 +27,7 @@ func TestPodCIDRs(t *testing.T) {
 	ctx := t.Context()
 
 	for _, m := range bed.Machines() {
-		if node := nodeOf(t, m); len(node.Spec.PodCIDRs) > 0 {
-			t.Fatalf("%s has podCIDRs %v, want none", m.Name(), node.Spec.PodCIDRs)
-		}
+		require.Empty(t, nodeOf(t, m).Spec.PodCIDRs, m.Name())
 	}
 
 	// Two sites.
@@ -39,9 +37,7 @@ func TestPodCIDRs(t *testing.T) {
 	}
 
 	for _, m := range bed.Machines() {
-		if err := m.AddAddress(ctx, "eth0", sites[m.Name()]); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, m.AddAddress(ctx, "eth0", sites[m.Name()]))
 
 		// What comes next compares Nodes with machines.
 		t.Cleanup(func() { removeAddress(t, m, sites[m.Name()]) })
@@ -50,36 +46,36 @@ func TestPodCIDRs(t *testing.T) {
 	t.Cleanup(func() { removeDocument(t) })
 	patchDocument(t, podCIDRsEnvironment)
 
-	took := eventually(t, func(ctx context.Context) string { return withoutPodCIDRs(ctx, sites) })
+	took := eventually(t, func(ctx context.Context) error { return withoutPodCIDRs(ctx, sites) })
 	t.Logf("podCIDRs are there %s after the document", took)
 }
 
 // withoutPodCIDRs says which machine's Node has not got one block of each family where it should be from.
-func withoutPodCIDRs(ctx context.Context, sites map[string]netip.Prefix) string {
+func withoutPodCIDRs(ctx context.Context, sites map[string]netip.Prefix) error {
 	seen := map[string]string{}
 
 	for name, site := range sites {
-		node, err := client.CoreV1().Nodes().Get(ctx, name, metav1.GetOptions{})
+		node, err := getNode(ctx, name)
 		if err != nil {
-			return err.Error()
+			return err
 		}
 
 		if len(node.Spec.PodCIDRs) != 2 || node.Spec.PodCIDR != node.Spec.PodCIDRs[0] {
-			return fmt.Sprintf("%s has podCIDR %q and podCIDRs %v", name, node.Spec.PodCIDR, node.Spec.PodCIDRs)
+			return fmt.Errorf("%s has podCIDR %q and podCIDRs %v", name, node.Spec.PodCIDR, node.Spec.PodCIDRs)
 		}
 
 		ipv4, ipv6 := netip.MustParsePrefix(node.Spec.PodCIDRs[0]), netip.MustParsePrefix(node.Spec.PodCIDRs[1])
 
 		if other := seen[ipv4.String()]; other != "" || ipv4.Bits() != 24 || !netip.MustParsePrefix("10.244.0.0/16").Contains(ipv4.Addr()) {
-			return fmt.Sprintf("%s has %s, and so has %q", name, ipv4, other)
+			return fmt.Errorf("%s has %s, and so has %q", name, ipv4, other)
 		}
 
 		if ipv6.Bits() != 80 || !site.Masked().Contains(ipv6.Addr()) || ipv6.Contains(site.Addr()) {
-			return fmt.Sprintf("%s has %s, and its machine is %s", name, ipv6, site)
+			return fmt.Errorf("%s has %s, and its machine is %s", name, ipv6, site)
 		}
 
 		seen[ipv4.String()] = name
 	}
 
-	return ""
+	return nil
 }

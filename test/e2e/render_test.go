@@ -5,6 +5,7 @@ package e2e_test
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -15,6 +16,8 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -49,9 +52,7 @@ func TestRender_MatchesNodes(t *testing.T) {
 	eventually(t, bothInitialized)
 
 	rules := filepath.Join(t.TempDir(), "config.yaml")
-	if err := os.WriteFile(rules, []byte(renderedRules), 0o644); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(rules, []byte(renderedRules), 0o644))
 
 	applyConfig(t, renderedRules)
 
@@ -65,15 +66,11 @@ func TestRender_MatchesNodes(t *testing.T) {
 		} {
 			t.Run(m.Name()+", from "+way, func(t *testing.T) {
 				var reports []preview.Report
-				if err := json.Unmarshal(shell(t, binary()+" render --config "+rules+" --arch amd64 -o json "+flags), &reports); err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, json.Unmarshal(shell(t, binary()+" render --config "+rules+" --arch amd64 -o json "+flags), &reports))
 
-				if text := fmt.Sprint(reports[0].Annotations); !networkAnnotation.MatchString(text) {
-					t.Errorf("links or subnets are missing: %s", text)
-				}
+				assert.Regexp(t, networkAnnotation, fmt.Sprint(reports[0].Annotations))
 
-				took := eventually(t, func(ctx context.Context) string { return differs(ctx, m, reports[0]) })
+				took := eventually(t, func(ctx context.Context) error { return differs(ctx, m, reports[0]) })
 				t.Logf("the Node was as rendered after %s", took.Round(time.Millisecond))
 			})
 		}
@@ -87,21 +84,23 @@ func shell(t *testing.T, script string) []byte {
 	t.Helper()
 
 	out, err := bed.Shell(context.WithoutCancel(t.Context()), script)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	return out
 }
 
-// differs says in what m's Node is not as rendered, or returns empty.
-func differs(ctx context.Context, m *talos.Machine, report preview.Report) string {
-	node, err := client.CoreV1().Nodes().Get(ctx, m.Name(), metav1.GetOptions{})
+// differs returns an error unless m's Node is as rendered.
+func differs(ctx context.Context, m *talos.Machine, report preview.Report) error {
+	node, err := getNode(ctx, m.Name())
 	if err != nil {
-		return err.Error()
+		return err
 	}
 
-	return cmp.Diff(report, observed(node, report))
+	if diff := cmp.Diff(report, observed(node, report)); diff != "" {
+		return errors.New(diff)
+	}
+
+	return nil
 }
 
 // observed is a Report of what a Node carries of ours. It has the rules and problems of the report that it is to be compared with: a Node does not tell.

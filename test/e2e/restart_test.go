@@ -4,10 +4,13 @@ package e2e_test
 
 import (
 	"context"
+	"fmt"
 	"net/netip"
-	"slices"
 	"testing"
 	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
@@ -19,17 +22,11 @@ func TestExtension_RestartsAfterKill(t *testing.T) {
 		before := task(t, m)
 		mark := m.Console().Now()
 
-		if err := m.KillService(service); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, m.KillService(service))
 
-		if err := m.ServiceRunningAgain(t.Context(), service, mark); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, m.ServiceRunningAgain(t.Context(), service, mark))
 
-		if slices.Equal(before, task(t, m)) {
-			t.Errorf("%s: the killed process is still there", m.Name())
-		}
+		assert.NotEqual(t, before, task(t, m), "%s: the killed process is still there", m.Name())
 	}
 
 	eventually(t, working)
@@ -37,32 +34,33 @@ func TestExtension_RestartsAfterKill(t *testing.T) {
 	reachesTheNode(t, bed.Worker, netip.MustParsePrefix("203.0.113.8/32"))
 }
 
-// task are the processes of our service on m, at least one.
+// task returns the processes of talos-ccm on m, once there are any.
 func task(t *testing.T, m *talos.Machine) (pids []int) {
 	t.Helper()
 
-	eventually(t, func(context.Context) string {
-		var err error
-		if pids, err = m.ServiceTask(service); err != nil {
-			return err.Error()
-		}
+	eventually(t, func(context.Context) (err error) {
+		pids, err = processes(m)
 
-		if len(pids) == 0 {
-			return m.Name() + " has no process of " + service
-		}
-
-		return ""
+		return err
 	})
 
 	return pids
 }
 
+// processes returns the processes of talos-ccm on m, at least one.
+func processes(m *talos.Machine) ([]int, error) {
+	pids, err := m.ServiceTask(service)
+	if err == nil && len(pids) == 0 {
+		err = fmt.Errorf("%s has no process of %s", m.Name(), service)
+	}
+
+	return pids, err
+}
+
 func TestNodes_SurviveWorkerReboot(t *testing.T) {
 	eventually(t, bothInitialized)
 
-	if err := bed.Worker.Reboot(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, bed.Worker.Reboot(t.Context()))
 
 	apiAnswers(t, bed.Worker)
 	eventually(t, bothInitialized)
@@ -77,41 +75,24 @@ func TestNodes_SurviveWorkerReboot(t *testing.T) {
 func apiAnswers(t *testing.T, m *talos.Machine) {
 	t.Helper()
 
-	eventually(t, func(ctx context.Context) string {
-		if _, err := m.ServiceState(ctx, service); err != nil {
-			return err.Error()
-		}
+	eventually(t, func(ctx context.Context) error {
+		_, err := m.ServiceState(ctx, service)
 
-		return ""
+		return err
 	})
 }
 
 func TestExtension_RunsWithoutNetwork(t *testing.T) {
-	const (
-		limit = 5 * time.Second
-		// The machine that runs this test may be busy with something else for a while; a service that waits for the network
-		// never makes it.
-		boots = 3
-	)
+	const limit = 5 * time.Second // a service that waits for the network never makes it
 
 	eventually(t, bothInitialized)
-
-	for boot := 1; ; boot++ {
+	promptly(t, limit, func() time.Duration {
 		after := bootOffline(t, bed.Worker)
 		t.Logf("%s was Running %s after machined, with the cable out", service, after.Round(time.Millisecond))
 
-		if after <= limit {
-			break
-		}
-
-		if boot == boots {
-			t.Fatalf("%s takes longer than %s to come to run without network", service, limit)
-		}
-	}
-
-	if err := bed.Worker.SetLink(t.Context(), talos.LinkUp); err != nil {
-		t.Fatal(err)
-	}
+		return after
+	})
+	require.NoError(t, bed.Worker.SetLink(t.Context(), talos.LinkUp))
 
 	apiAnswers(t, bed.Worker)
 	eventually(t, bothInitialized)
@@ -121,22 +102,14 @@ func TestExtension_RunsWithoutNetwork(t *testing.T) {
 func bootOffline(t *testing.T, m *talos.Machine) time.Duration {
 	t.Helper()
 
-	if err := m.PowerOff(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, m.PowerOff(t.Context()))
 
-	if err := m.SetLink(t.Context(), talos.LinkDown); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, m.SetLink(t.Context(), talos.LinkDown))
 
-	if err := m.PowerOn(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, m.PowerOn(t.Context()))
 
 	after, err := m.ServiceRunning(t.Context(), service)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	return after
 }

@@ -4,7 +4,6 @@ package e2e_test
 
 import (
 	"context"
-	"crypto/tls"
 	"crypto/x509"
 	"encoding/pem"
 	"fmt"
@@ -14,12 +13,11 @@ import (
 	"testing"
 	"time"
 
-	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
+	"github.com/stretchr/testify/assert"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/rest"
 
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
@@ -27,66 +25,56 @@ import (
 // kubeletPort is where a kubelet serves.
 const kubeletPort = "10250"
 
-// issued says whether no serving certificate of a Node's kubelet that is valid for all of ips has been approved and
-// issued, and returns the request.
-func issued(ctx context.Context, name string, ips ...netip.Addr) (certificatesv1.CertificateSigningRequest, string) {
-	requests, err := client.CertificatesV1().CertificateSigningRequests().List(ctx, metav1.ListOptions{FieldSelector: "spec.signerName=" + certificatesv1.KubeletServingSignerName})
-	if err != nil {
-		return certificatesv1.CertificateSigningRequest{}, err.Error()
-	}
-
-	missing := fmt.Sprintf("the kubelet of %s has not asked for a serving certificate", name)
-
-	for _, request := range requests.Items {
-		if request.Spec.Username != "system:node:"+name {
-			continue
+// certified returns an error unless a serving certificate of a Node's kubelet that is valid for all of ips has been issued.
+func certified(name string, ips ...netip.Addr) func(context.Context) error {
+	return func(ctx context.Context) error {
+		requests, err := client.CertificatesV1().CertificateSigningRequests().List(ctx, metav1.ListOptions{FieldSelector: "spec.signerName=" + certificatesv1.KubeletServingSignerName})
+		if err != nil {
+			return err
 		}
 
-		if missing = lacks(request, ips); missing == "" {
-			return request, ""
-		}
-	}
+		err = fmt.Errorf("the kubelet of %s has not requested a serving certificate", name)
 
-	return certificatesv1.CertificateSigningRequest{}, missing
+		for _, request := range requests.Items {
+			if request.Spec.Username != "system:node:"+name {
+				continue
+			}
+
+			if err = lacks(request, ips); err == nil {
+				return nil
+			}
+		}
+
+		return err
+	}
 }
 
-// lacks says what a request is short of.
-func lacks(request certificatesv1.CertificateSigningRequest, ips []netip.Addr) string {
+// lacks returns an error unless a certificate has been issued that is valid for all of ips.
+func lacks(request certificatesv1.CertificateSigningRequest, ips []netip.Addr) error {
 	block, _ := pem.Decode(request.Status.Certificate)
 	if block == nil {
-		return fmt.Sprintf("%s of %s is not issued: %v", request.Name, request.Spec.Username, request.Status.Conditions)
+		return fmt.Errorf("%s of %s is not issued: %v", request.Name, request.Spec.Username, request.Status.Conditions)
 	}
 
 	certificate, err := x509.ParseCertificate(block.Bytes)
 	if err != nil {
-		return err.Error()
+		return err
 	}
 
 	for _, ip := range ips {
 		if !slices.ContainsFunc(certificate.IPAddresses, func(other net.IP) bool { return other.Equal(ip.AsSlice()) }) {
-			return fmt.Sprintf("%s of %s is for %v, not for %s", request.Name, request.Spec.Username, certificate.IPAddresses, ip)
+			return fmt.Errorf("%s of %s is for %v, not for %s", request.Name, request.Spec.Username, certificate.IPAddresses, ip)
 		}
 	}
 
-	return ""
+	return nil
 }
 
 func TestServingCertificates_AreIssued(t *testing.T) {
 	eventually(t, bothInitialized)
 
 	for _, m := range bed.Machines() {
-		var request certificatesv1.CertificateSigningRequest
-
-		eventually(t, func(ctx context.Context) (missing string) {
-			request, missing = issued(ctx, m.Name(), m.Address())
-
-			return missing
-		})
-
-		for _, condition := range request.Status.Conditions {
-			t.Logf("%s: %s asked for at %s, %s at %s: %s", m.Name(), request.Name, request.CreationTimestamp.UTC().Format(time.TimeOnly),
-				condition.Type, condition.LastTransitionTime.UTC().Format(time.TimeOnly), condition.Message)
-		}
+		eventually(t, certified(m.Name(), m.Address()))
 	}
 }
 
@@ -95,43 +83,14 @@ func TestServingCertificates_MatchKubelets(t *testing.T) {
 	eventually(t, bothInitialized)
 
 	for _, m := range bed.Machines() {
-		took := eventually(t, func(ctx context.Context) string {
-			healthz, err := kubeletOf(m).Discovery().RESTClient().Get().AbsPath("/healthz").DoRaw(ctx)
-			if err != nil {
-				return err.Error()
-			}
-
-			if string(healthz) != "ok" {
-				return fmt.Sprintf("the kubelet of %s is %q", m.Name(), healthz)
-			}
-
-			return ""
-		})
-
+		took := eventually(t, func(ctx context.Context) error { return serves(ctx, m, m.Address()) })
 		t.Logf("%s: /healthz was ok after %s", m.Name(), took.Round(time.Millisecond))
 	}
 }
 
-// kubeletOf is an admin's client for m's kubelet, which must have a certificate of the cluster's CA for m's address.
-func kubeletOf(m *talos.Machine) kubernetes.Interface {
-	config, err := bed.RESTConfig()
-	if err != nil {
-		panic(err)
-	}
-
-	config = rest.CopyConfig(config)
-	config.Host = "https://" + net.JoinHostPort(m.Address().String(), kubeletPort)
-
-	return kubernetes.NewForConfigOrDie(config)
-}
-
 func TestServingCertificates_AreRenewedForAddedAddress(t *testing.T) {
 	eventually(t, bothInitialized)
-	eventually(t, func(ctx context.Context) string {
-		_, missing := issued(ctx, bed.Worker.Name(), bed.Worker.Address())
-
-		return missing
-	})
+	eventually(t, certified(bed.Worker.Name(), bed.Worker.Address()))
 
 	prefix := netip.MustParsePrefix("203.0.113.20/32")
 	start := time.Now()
@@ -139,14 +98,10 @@ func TestServingCertificates_AreRenewedForAddedAddress(t *testing.T) {
 	addAddress(t, bed.Worker, prefix)
 
 	// A kubelet that was denied an address which its machine has no longer asks again with growing intervals, of up to half a minute.
-	eventually(t, func(ctx context.Context) string {
-		_, missing := issued(ctx, bed.Worker.Name(), bed.Worker.Address(), prefix.Addr())
-
-		return missing
-	})
+	eventually(t, certified(bed.Worker.Name(), bed.Worker.Address(), prefix.Addr()))
 	t.Logf("a certificate for it was issued after %s", time.Since(start).Round(time.Millisecond))
 
-	eventually(t, func(ctx context.Context) string { return serves(ctx, bed.Worker, prefix.Addr()) })
+	eventually(t, func(ctx context.Context) error { return serves(ctx, bed.Worker, prefix.Addr()) })
 	t.Logf("the kubelet served it after %s", time.Since(start).Round(time.Millisecond))
 
 	removeAddress(t, bed.Worker, prefix)
@@ -161,62 +116,42 @@ func TestServingCertificates_AreIssuedAfterReinstallation(t *testing.T) {
 	start := time.Now()
 
 	install(t)
-	eventually(t, func(ctx context.Context) string { return serves(ctx, bed.Worker, bed.Worker.Address()) })
+	eventually(t, func(ctx context.Context) error { return serves(ctx, bed.Worker, bed.Worker.Address()) })
 	t.Logf("the kubelet served a certificate %s after the installation", time.Since(start).Round(time.Millisecond))
 
-	if after := identityOf(t, bed.Worker); after == identity {
-		t.Errorf("the machine still has the node ID %s", after)
-	}
-
-	if after := nodeOf(t, bed.Worker).UID; after != node {
-		t.Errorf("the Node is another: its UID is %s, not %s", after, node)
-	}
+	assert.NotEqual(t, identity, identityOf(t, bed.Worker), "node ID of the machine")
+	assert.Equal(t, node, nodeOf(t, bed.Worker).UID, "UID of the Node")
 }
 
-// identityOf is m's Talos node ID.
-func identityOf(t *testing.T, m *talos.Machine) (id string) {
+// identityOf returns the Talos node ID of m.
+func identityOf(t *testing.T, m *talos.Machine) string {
 	t.Helper()
 
-	eventually(t, func(ctx context.Context) string {
-		api, err := m.TalosClient(ctx)
-		if err != nil {
-			return err.Error()
-		}
-		defer api.Close()
+	var identity *cluster.Identity
 
-		identity, err := safe.StateGetByID[*cluster.Identity](ctx, api.COSI, cluster.LocalIdentity)
-		if err != nil {
-			return err.Error()
-		}
+	eventually(t, func(ctx context.Context) (err error) {
+		identity, err = resource[*cluster.Identity](ctx, m, cluster.LocalIdentity)
 
-		id = identity.TypedSpec().NodeID
-
-		return ""
+		return err
 	})
 
-	return id
+	return identity.TypedSpec().NodeID
 }
 
-// serves says whether m's kubelet does not show a certificate of the cluster's CA for ip.
-func serves(ctx context.Context, m *talos.Machine, ip netip.Addr) string {
+// serves returns an error unless m's kubelet is healthy, with a certificate of the cluster's CA for ip.
+func serves(ctx context.Context, m *talos.Machine, ip netip.Addr) error {
 	config, err := bed.RESTConfig()
 	if err != nil {
-		return err.Error()
+		return err
 	}
 
-	roots := x509.NewCertPool()
-	roots.AppendCertsFromPEM(config.CAData)
+	config.Host = "https://" + net.JoinHostPort(m.Address().String(), kubeletPort)
+	config.ServerName = ip.String()
 
-	raw, err := bed.DialContext(ctx, "tcp", net.JoinHostPort(m.Address().String(), kubeletPort))
+	kubelet, err := kubernetes.NewForConfig(config)
 	if err != nil {
-		return err.Error()
-	}
-	defer raw.Close()
-
-	conn := tls.Client(raw, &tls.Config{RootCAs: roots, ServerName: ip.String(), MinVersion: tls.VersionTLS12})
-	if err := conn.HandshakeContext(ctx); err != nil {
-		return err.Error()
+		return err
 	}
 
-	return ""
+	return kubelet.Discovery().RESTClient().Get().AbsPath("/healthz").Do(ctx).Error()
 }

@@ -6,14 +6,13 @@ import (
 	"context"
 	"fmt"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
-	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/siderolabs/talos/pkg/machinery/resources/config"
+	"github.com/stretchr/testify/assert"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 
@@ -24,22 +23,16 @@ import (
 // atOnce is what the product promises for a change of the configuration.
 const atOnce = time.Second
 
+// configValid is the metric of a valid configuration.
+const configValid = "talosccm_config_valid"
+
 // documentHead begins the ExtensionServiceConfig document of talos-ccm.
 const documentHead = "apiVersion: v1alpha1\nkind: ExtensionServiceConfig\nname: talos-ccm\n"
 
-// patchDocument has the control plane's configuration patched as a user would do it.
+// patchDocument patches the ExtensionServiceConfig document of talos-ccm on the control plane.
 func patchDocument(t *testing.T, body string) {
 	t.Helper()
-
-	path := filepath.Join(t.TempDir(), "patch.yaml")
-	if err := os.WriteFile(path, []byte(documentHead+body), 0o644); err != nil {
-		t.Fatal(err)
-	}
-
-	start := time.Now()
-
-	shell(t, fmt.Sprintf("talosctl -n %s patch machineconfig --mode no-reboot --patch @%s", bed.ControlPlane.Address(), path))
-	t.Logf("talosctl patch machineconfig took %s", time.Since(start).Round(time.Millisecond))
+	patchMachine(t, bed.ControlPlane, "no-reboot", documentHead+body)
 }
 
 // applyConfig makes config the configuration file of talos-ccm, until the test ends.
@@ -71,56 +64,48 @@ func removeDocument(t *testing.T) {
 func activeConfig(t *testing.T) (active *config.MachineConfig) {
 	t.Helper()
 
-	eventually(t, func(ctx context.Context) string {
-		api, err := bed.ControlPlane.TalosClient(ctx)
-		if err != nil {
-			return err.Error()
-		}
-		defer api.Close()
+	eventually(t, func(ctx context.Context) (err error) {
+		active, err = resource[*config.MachineConfig](ctx, bed.ControlPlane, config.ActiveID)
 
-		if active, err = safe.StateGetByID[*config.MachineConfig](ctx, api.COSI, config.ActiveID); err != nil {
-			return err.Error()
-		}
-
-		return ""
+		return err
 	})
 
 	return active
 }
 
 // labeled says which Node does not have the label with the value; empty value: which Node has it.
-func labeled(key, value string) func(context.Context) string {
-	return func(ctx context.Context) string {
+func labeled(key, value string) func(context.Context) error {
+	return func(ctx context.Context) error {
 		for _, m := range bed.Machines() {
-			node, err := client.CoreV1().Nodes().Get(ctx, m.Name(), metav1.GetOptions{})
+			node, err := getNode(ctx, m.Name())
 			if err != nil {
-				return err.Error()
+				return err
 			}
 
 			if node.Labels[key] != value {
-				return fmt.Sprintf("%s has the label %s=%q", m.Name(), key, node.Labels[key])
+				return fmt.Errorf("%s has the label %s=%q", m.Name(), key, node.Labels[key])
 			}
 		}
 
-		return ""
+		return nil
 	}
 }
 
 // eventOf says whether the control plane's Node has no Event with the reason since a time.
-func eventOf(reason string, since time.Time) func(context.Context) string {
-	return func(ctx context.Context) string {
+func eventOf(reason string, since time.Time) func(context.Context) error {
+	return func(ctx context.Context) error {
 		events, err := client.CoreV1().Events(metav1.NamespaceDefault).List(ctx, metav1.ListOptions{FieldSelector: "reason=" + reason})
 		if err != nil {
-			return err.Error()
+			return err
 		}
 
 		for _, e := range events.Items {
 			if e.InvolvedObject.Name == bed.ControlPlane.Name() && !e.LastTimestamp.Time.Before(since.Truncate(time.Second)) {
-				return ""
+				return nil
 			}
 		}
 
-		return fmt.Sprintf("%s has no Event %s", bed.ControlPlane.Name(), reason)
+		return fmt.Errorf("%s has no Event %s", bed.ControlPlane.Name(), reason)
 	}
 }
 
@@ -155,20 +140,14 @@ func metric(ctx context.Context, name string) (string, error) {
 	return "", fmt.Errorf("there is no metric %s", name)
 }
 
-// configValid says whether the metric is another than wanted.
-func configValid(want string) func(context.Context) string {
-	return func(ctx context.Context) string {
-		got, err := metric(ctx, "talosccm_config_valid")
-
-		switch {
-		case err != nil:
-			return err.Error()
-		case got != want:
-			return "talosccm_config_valid is " + got
-		}
-
-		return ""
+// metricIs returns an error unless a metric of the control plane has the value.
+func metricIs(ctx context.Context, name, want string) error {
+	got, err := metric(ctx, name)
+	if err == nil && got != want {
+		err = fmt.Errorf("%s is %q, not %q", name, got, want)
 	}
+
+	return err
 }
 
 func rule(value string) string {
@@ -203,9 +182,7 @@ func TestConfiguration_AppliesWithoutRestart(t *testing.T) {
 	})
 	promptly(t, atOnce, func() time.Duration { return mistaken(t, label) })
 
-	if after := task(t, bed.ControlPlane); !slices.Equal(before, after) {
-		t.Errorf("the process is another: %v, not %v", after, before)
-	}
+	assert.Equal(t, before, task(t, bed.ControlPlane), "the process is another")
 }
 
 // mistaken sees that a mistake changes nothing and is reported, and returns how long it took for its correction to be in force.
@@ -219,12 +196,10 @@ func mistaken(t *testing.T, label string) time.Duration {
 
 	changeConfig(t, rule("'{{ .Nothing }}'"))
 	t.Logf("mistaken: an Event said so %s later", eventually(t, eventOf(ccm.ReasonConfigInvalid, start)).Round(time.Millisecond))
-	eventually(t, configValid("0"))
+	eventually(t, func(ctx context.Context) error { return metricIs(ctx, configValid, "0") })
 
 	for _, m := range bed.Machines() {
-		if value := nodeOf(t, m).Labels[label]; value != "good" {
-			t.Errorf("the last good configuration does not stay: %s has %s=%q", m.Name(), label, value)
-		}
+		assert.Equal(t, "good", nodeOf(t, m).Labels[label], "%s: the last good configuration does not stay", m.Name())
 	}
 
 	start = time.Now()
@@ -234,7 +209,7 @@ func mistaken(t *testing.T, label string) time.Duration {
 	took := eventually(t, labeled(label, "better"))
 	t.Logf("corrected: both Nodes had the label %s later", took.Round(time.Millisecond))
 	eventually(t, eventOf(ccm.ReasonConfigValid, start))
-	eventually(t, configValid("1"))
+	eventually(t, func(ctx context.Context) error { return metricIs(ctx, configValid, "1") })
 
 	return took
 }
@@ -250,9 +225,7 @@ func TestEnvironment_ReplacesProcess(t *testing.T) {
 	t.Logf("the process had the variable %s later", eventually(t, environment("TALOS_CCM_V=4", present)).Round(time.Millisecond))
 	t.Logf("and held the lease %s later", eventually(t, working).Round(time.Millisecond))
 
-	if after := task(t, bed.ControlPlane); !slices.Equal(before, after) {
-		t.Errorf("Talos supervises another process: %v, not %v", after, before)
-	}
+	assert.Equal(t, before, task(t, bed.ControlPlane), "Talos supervises another process")
 
 	mistaken := time.Now()
 
@@ -266,36 +239,19 @@ func TestEnvironment_ReplacesProcess(t *testing.T) {
 	eventually(t, bothInitialized)
 }
 
-// presence is whether something is to be there.
-type presence string
-
-const (
-	present presence = "there"
-	absent  presence = "not there"
-)
-
 // environment says whether variable is not as wanted in the environment of the control plane's process.
-func environment(variable string, want presence) func(context.Context) string {
-	return func(context.Context) string {
-		pids, err := bed.ControlPlane.ServiceTask(service)
-		if err != nil || len(pids) == 0 {
-			return fmt.Sprintf("there is no process of %s (%v)", service, err)
+func environment(variable string, want presence) func(context.Context) error {
+	return func(context.Context) error {
+		pids, err := processes(bed.ControlPlane)
+		if err != nil {
+			return err
 		}
 
 		environ, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pids[0]))
 		if err != nil {
-			return err.Error()
+			return err
 		}
 
-		got := absent
-		if slices.Contains(strings.Split(string(environ), "\x00"), variable) {
-			got = present
-		}
-
-		if got != want {
-			return fmt.Sprintf("%s is %s", variable, got)
-		}
-
-		return ""
+		return want.check(slices.Contains(strings.Split(string(environ), "\x00"), variable), "variable %s", variable)
 	}
 }

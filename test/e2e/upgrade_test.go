@@ -4,6 +4,7 @@ package e2e_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"runtime"
 	"slices"
@@ -12,6 +13,8 @@ import (
 	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/constants"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -61,8 +64,6 @@ func upgrade(t *testing.T) {
 		eventually(t, shows(m, version))
 	}
 
-	showVersion(t)
-
 	seen := observe(t)
 	other := startInstance(t)
 	start := time.Now()
@@ -80,19 +81,19 @@ func upgrade(t *testing.T) {
 	replace(t, bed.Worker, unpacked(nextVersion), (*talos.Machine).Reboot)
 	eventually(t, shows(bed.Worker, nextVersion))
 
-	showVersion(t)
 	seen.judge(t, "extension, no instance, other instance, no instance, extension",
 		"extension, other instance, no instance, extension") // the API server stopped before it reported the first release
 	worksOn(t)
 }
 
 // waitsForLease says whether the extension on the control plane is not a candidate since the last boot.
-func waitsForLease(ctx context.Context) string {
-	if log, err := bed.ControlPlane.Logs(ctx, service); err != nil || !strings.Contains(log, "leader lease") {
-		return fmt.Sprintf("the extension does not wait for the lease (%v):\n%s", err, log)
+func waitsForLease(ctx context.Context) error {
+	log, err := bed.ControlPlane.Logs(ctx, service)
+	if err == nil && !strings.Contains(log, "leader lease") {
+		err = fmt.Errorf("the extension does not wait for the lease:\n%s", log)
 	}
 
-	return ""
+	return err
 }
 
 // rollback goes back to the first version after a crash of the control plane: the lease is not released, and taken up again at once.
@@ -109,7 +110,6 @@ func rollback(t *testing.T) {
 	replace(t, bed.Worker, unpacked(version), (*talos.Machine).Reboot)
 	eventually(t, shows(bed.Worker, version))
 
-	showVersion(t)
 	seen.judge(t, "extension")
 	worksOn(t)
 }
@@ -127,15 +127,15 @@ func configure(t *testing.T) {
 	eventually(t, environment(variable, present))
 	eventually(t, working)
 	changeConfig(t, keptRules)
-	eventually(t, func(ctx context.Context) string {
+	eventually(t, func(ctx context.Context) error {
 		for _, m := range bed.Machines() {
-			node, err := client.CoreV1().Nodes().Get(ctx, m.Name(), metav1.GetOptions{})
+			node, err := getNode(ctx, m.Name())
 
 			switch {
 			case err != nil:
-				return err.Error()
+				return err
 			case !isKept(node) || len(node.Spec.PodCIDRs) == 0:
-				return fmt.Sprintf("%s has labels %v, annotations %v, %+v", node.Name, node.Labels, node.Annotations, node.Spec)
+				return fmt.Errorf("%s has labels %v, annotations %v, %+v", node.Name, node.Labels, node.Annotations, node.Spec)
 			}
 		}
 
@@ -153,35 +153,20 @@ func isKept(node *corev1.Node) bool {
 func replace(t *testing.T, m *talos.Machine, dir string, restart func(*talos.Machine, context.Context) error) {
 	t.Helper()
 
-	if err := m.Install(dir); err != nil {
-		t.Fatal(err)
-	}
-
-	start := time.Now()
-
-	if err := restart(m, t.Context()); err != nil {
-		t.Fatal(err)
-	}
-
-	t.Logf("%s was switched on again after %s", m.Name(), time.Since(start).Round(time.Second))
+	require.NoError(t, m.Install(dir))
+	require.NoError(t, restart(m, t.Context()))
 }
 
 // worksOn checks that the Nodes are still reconciled, and that none of them was initialized again.
 func worksOn(t *testing.T) {
 	t.Helper()
 
-	const initializations = "talosccm_node_initialization_duration_seconds_count"
-
-	if count, err := metric(t.Context(), initializations); err != nil || count != "0" {
-		t.Errorf("%s is %q (%v)", initializations, count, err)
-	}
-
+	assert.NoError(t, metricIs(t.Context(), "talosccm_node_initialization_duration_seconds_count", "0"))
 	promptly(t, atOnce, func() time.Duration {
 		for _, m := range bed.Machines() {
 			gone := fmt.Appendf(nil, `{"metadata":{"labels":{%q:null}}}`, keptKey)
-			if _, err := client.CoreV1().Nodes().Patch(t.Context(), m.Name(), types.MergePatchType, gone, metav1.PatchOptions{}); err != nil {
-				t.Fatal(err)
-			}
+			_, err := client.CoreV1().Nodes().Patch(t.Context(), m.Name(), types.MergePatchType, gone, metav1.PatchOptions{})
+			require.NoError(t, err)
 		}
 
 		took := eventually(t, labeled(keptKey, "yes"))
@@ -192,24 +177,21 @@ func worksOn(t *testing.T) {
 }
 
 // shows says where want is not to be seen as the version of talos-ccm on m, or that it does not work there.
-func shows(m *talos.Machine, want string) func(context.Context) string {
-	return func(ctx context.Context) string {
+func shows(m *talos.Machine, want string) func(context.Context) error {
+	return func(ctx context.Context) error {
 		for place, version := range versions(ctx, m) {
 			if got, err := version(); err != nil || got != want {
-				return fmt.Sprintf("%s: %s: %q (%v)", m.Name(), place, got, err)
+				return fmt.Errorf("%s: %s: %q, not %q (%v)", m.Name(), place, got, want, err) //nolint:errorlint // may be nil
 			}
 		}
 
 		if m == bed.Worker {
-			return ""
+			return nil
 		}
 
 		info := fmt.Sprintf("talosccm_build_info{go_version=%q,version=%q}", runtime.Version(), want)
-		if value, err := metric(ctx, info); err != nil || value != "1" {
-			return fmt.Sprintf("%s is %q (%v)", info, value, err)
-		}
 
-		return working(ctx)
+		return errors.Join(metricIs(ctx, info, "1"), working(ctx))
 	}
 }
 
@@ -222,7 +204,7 @@ func versions(ctx context.Context, m *talos.Machine) map[string]func() (string, 
 			return "v" + strings.TrimSpace(string(out)), err
 		},
 		"the Node's label": func() (string, error) {
-			node, err := client.CoreV1().Nodes().Get(ctx, m.Name(), metav1.GetOptions{})
+			node, err := getNode(ctx, m.Name())
 			if err != nil {
 				return "", err
 			}
@@ -230,9 +212,9 @@ func versions(ctx context.Context, m *talos.Machine) map[string]func() (string, 
 			return "v" + node.Labels[versionLabel], nil
 		},
 		"talos-ccm --version": func() (string, error) {
-			pids, err := m.ServiceTask(service)
-			if err != nil || len(pids) == 0 {
-				return "", fmt.Errorf("no process of %s: %w", service, err)
+			pids, err := processes(m)
+			if err != nil {
+				return "", err
 			}
 
 			// What runs, whatever is installed.
@@ -240,24 +222,5 @@ func versions(ctx context.Context, m *talos.Machine) map[string]func() (string, 
 
 			return strings.TrimPrefix(strings.TrimSpace(string(out)), extension.Name+" "), err
 		},
-	}
-}
-
-// showVersion logs how the present version shows itself to people.
-func showVersion(t *testing.T) {
-	t.Helper()
-
-	t.Logf("talosctl get extensions\n%s", shell(t, fmt.Sprintf("talosctl -n %s,%s get extensions", bed.ControlPlane.Address(), bed.Worker.Address())))
-
-	for _, m := range bed.Machines() {
-		log, err := m.Logs(t.Context(), service)
-		if err != nil {
-			t.Fatal(err)
-		}
-
-		const head = 8
-
-		lines := strings.SplitAfterN(log, "\n", head+1)
-		t.Logf("%s: talosctl logs %s | head -n %d\n%s", m.Name(), service, head, strings.Join(lines[:min(head, len(lines))], ""))
 	}
 }

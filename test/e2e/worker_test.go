@@ -7,10 +7,11 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
-	"strings"
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -46,9 +47,7 @@ func TestNodes_FollowLifeOfWorker(t *testing.T) {
 func rebootAndShutdown(t *testing.T) {
 	before := nodeOf(t, bed.Worker)
 
-	if err := bed.Worker.Reboot(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, bed.Worker.Reboot(t.Context()))
 
 	// It is watched again, over a new connection: else it could announce nothing.
 	prefix := netip.MustParsePrefix("203.0.113.40/32")
@@ -57,24 +56,18 @@ func rebootAndShutdown(t *testing.T) {
 
 	start := time.Now()
 
-	if err := bed.Worker.Shutdown(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, bed.Worker.Shutdown(t.Context()))
 
 	for _, key := range []string{cloudproviderapi.TaintNodeShutdown, corev1.TaintNodeOutOfService} {
 		eventually(t, tainted(key, present))
 		t.Logf("the Node had the taint %s %s after the shutdown", key, time.Since(start).Round(time.Second))
 	}
 
-	if off := time.Since(start); off < config.MinGracePeriod {
-		t.Errorf("the Node had the taint %s after %s, before the grace period had passed", corev1.TaintNodeOutOfService, off)
-	}
+	assert.GreaterOrEqual(t, time.Since(start), config.MinGracePeriod, "the Node had the taint before the grace period had passed")
 
 	start = time.Now()
 
-	if err := bed.Worker.PowerOn(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, bed.Worker.PowerOn(t.Context()))
 
 	for _, key := range []string{cloudproviderapi.TaintNodeShutdown, corev1.TaintNodeOutOfService} {
 		eventually(t, tainted(key, absent))
@@ -82,30 +75,20 @@ func rebootAndShutdown(t *testing.T) {
 
 	t.Logf("the Node had none of the taints %s after the machine was switched on", time.Since(start).Round(time.Second))
 	eventually(t, bothInitialized)
-
-	if after := nodeOf(t, bed.Worker); after.UID != before.UID {
-		t.Errorf("the Node was deleted: its UID is %s, not %s", after.UID, before.UID)
-	}
+	assert.Equal(t, before.UID, nodeOf(t, bed.Worker).UID, "the Node was deleted")
 }
 
-// tainted says whether the worker's Node does not have, or has, a taint.
-func tainted(key string, want presence) func(context.Context) string {
-	return func(ctx context.Context) string {
-		node, err := client.CoreV1().Nodes().Get(ctx, bed.Worker.Name(), metav1.GetOptions{})
+// tainted returns an error unless the worker's Node has, or does not have, a taint.
+func tainted(key string, want presence) func(context.Context) error {
+	return func(ctx context.Context) error {
+		node, err := getNode(ctx, bed.Worker.Name())
 		if err != nil {
-			return err.Error()
+			return err
 		}
 
-		got := absent
-		if slices.ContainsFunc(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == key }) {
-			got = present
-		}
+		there := slices.ContainsFunc(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == key })
 
-		if got != want {
-			return fmt.Sprintf("%s has the taints %v", node.Name, node.Spec.Taints)
-		}
-
-		return ""
+		return want.check(there, "taint %s of %s (%v)", key, node.Name, node.Spec.Taints)
 	}
 }
 
@@ -114,20 +97,16 @@ func rename(t *testing.T) {
 	start := time.Now()
 
 	patchMachine(t, bed.Worker, "no-reboot", renamePatch)
-	eventually(t, func(ctx context.Context) string { return initializedAs(ctx, bed.Worker, newName, "") })
+	eventually(t, func(ctx context.Context) error { return initializedAs(ctx, bed.Worker, newName, "") })
 	t.Logf("the new Node had everything but the providerID %s after the renaming", time.Since(start).Round(100*time.Millisecond))
 
 	isDeleted(t, bed.Worker.Name(), fmt.Sprintf("responds with nodename %q now", newName), start)
 
-	eventually(t, func(ctx context.Context) string {
+	eventually(t, func(ctx context.Context) error {
 		return initializedAs(ctx, bed.Worker, newName, providerID(bed.Worker))
 	})
 	t.Logf("the new Node had the providerID %s after the renaming", time.Since(start).Round(time.Second))
-	eventually(t, func(ctx context.Context) string {
-		_, missing := issued(ctx, newName, bed.Worker.Address())
-
-		return missing
-	})
+	eventually(t, certified(newName, bed.Worker.Address()))
 	t.Logf("its kubelet had a serving certificate %s after the renaming", time.Since(start).Round(time.Second))
 }
 
@@ -135,36 +114,27 @@ func rename(t *testing.T) {
 func isDeleted(t *testing.T, name, proof string, start time.Time) {
 	t.Helper()
 
-	eventually(t, func(ctx context.Context) string {
-		node, err := client.CoreV1().Nodes().Get(ctx, name, metav1.GetOptions{})
-
-		switch {
-		case apierrors.IsNotFound(err):
-			return ""
-		case err != nil:
-			return err.Error()
+	eventually(t, func(ctx context.Context) error {
+		node, err := getNode(ctx, name)
+		if apierrors.IsNotFound(err) {
+			return nil
 		}
 
-		return fmt.Sprintf("%s is still there: %v", name, node.Status.Conditions)
+		return fmt.Errorf("%s is still there (%v): %v", name, err, node) //nolint:errorlint // may be nil
 	})
 
 	took := time.Since(start)
 	t.Logf("%s was deleted after %s", name, took.Round(time.Second))
 
-	if took < config.MinGracePeriod {
-		t.Errorf("%s was deleted after %s, before the grace period had passed", name, took)
-	}
+	assert.GreaterOrEqual(t, took, config.MinGracePeriod, "%s was deleted before the grace period had passed", name)
 
 	events, err := client.CoreV1().Events(metav1.NamespaceDefault).List(t.Context(), metav1.ListOptions{
 		FieldSelector: fields.Set{"reason": lifecycle.ReasonDeleting, "involvedObject.name": name}.String(),
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
-	if len(events.Items) != 1 || !strings.Contains(events.Items[0].Message, proof) {
-		t.Errorf("the deletion of %s is to be recorded once, with %q: %v", name, proof, events.Items)
-	}
+	require.Len(t, events.Items, 1, "the deletion of %s is recorded once", name)
+	assert.Contains(t, events.Items[0].Message, proof)
 }
 
 func reset(t *testing.T) {
@@ -172,9 +142,7 @@ func reset(t *testing.T) {
 
 	start := time.Now()
 
-	if err := bed.Worker.Reset(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, bed.Worker.Reset(t.Context()))
 
 	isDeleted(t, newName, "announced that it is being reset", start)
 }
@@ -185,20 +153,14 @@ func forgetDeletion(t *testing.T) {
 	t.Helper()
 
 	deletions := metav1.ListOptions{FieldSelector: "reason=" + lifecycle.ReasonDeleting}
-	if err := client.CoreV1().Events(metav1.NamespaceDefault).DeleteCollection(t.Context(), metav1.DeleteOptions{}, deletions); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, client.CoreV1().Events(metav1.NamespaceDefault).DeleteCollection(t.Context(), metav1.DeleteOptions{}, deletions))
 
 	// Not by a restart through the API: Talos in a container would mount the configuration file, and never writes it.
 	mark := bed.ControlPlane.Console().Now()
 
-	if err := bed.ControlPlane.KillService(service); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, bed.ControlPlane.KillService(service))
 
-	if err := bed.ControlPlane.ServiceRunningAgain(t.Context(), service, mark); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, bed.ControlPlane.ServiceRunningAgain(t.Context(), service, mark))
 
 	eventually(t, working)
 	eventually(t, bothCurrent)
@@ -217,11 +179,7 @@ func reinstall(t *testing.T) {
 func install(t *testing.T) {
 	t.Helper()
 
-	if err := bed.Worker.Wipe(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, bed.Worker.Wipe(t.Context()))
 
-	if err := bed.Worker.PowerOn(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, bed.Worker.PowerOn(t.Context()))
 }
