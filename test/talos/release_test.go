@@ -3,8 +3,10 @@ package talos_test
 import (
 	"os"
 	"path/filepath"
-	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
@@ -29,9 +31,8 @@ func TestAssets_RejectUnusableRelease(t *testing.T) {
 			t.Setenv("TALOS", test.release)
 			t.Setenv("TALOS_SOURCE", test.source)
 
-			if _, err := talos.Assets(t.Context(), nil); err == nil || !strings.HasPrefix(err.Error(), test.want) {
-				t.Errorf("got %v, want an error that begins with %q", err, test.want)
-			}
+			_, err := talos.Assets(t.Context(), nil)
+			assert.ErrorContains(t, err, test.want)
 		})
 	}
 }
@@ -43,13 +44,9 @@ func checkout(t *testing.T, version string) string {
 	folder := t.TempDir()
 	file := filepath.Join(folder, "pkg/machinery/gendata/data/tag")
 
-	if err := os.MkdirAll(filepath.Dir(file), 0o755); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.MkdirAll(filepath.Dir(file), 0o755))
 
-	if err := os.WriteFile(file, []byte(version), 0o644); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(file, []byte(version), 0o644))
 
 	return folder
 }

@@ -6,9 +6,11 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strings"
 	"syscall"
 	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
@@ -18,15 +20,15 @@ const nobody = 65534
 // TestBed_RequiresRoot runs this binary as a user without rights: it must fail, and say why.
 func TestBed_RequiresRoot(t *testing.T) {
 	self, err := os.ReadFile(os.Args[0])
-	check(t, err)
+	require.NoError(t, err)
 
 	dir := t.TempDir()
 	copied := filepath.Join(dir, "bed.test")
-	check(t, os.WriteFile(copied, self, 0o755))
+	require.NoError(t, os.WriteFile(copied, self, 0o755))
 
 	// Temporary folders are for their owner alone.
 	for _, folder := range []string{dir, filepath.Dir(dir)} {
-		check(t, os.Chmod(folder, 0o755))
+		require.NoError(t, os.Chmod(folder, 0o755))
 	}
 
 	cmd := exec.CommandContext(t.Context(), copied, "-test.run=^$")
@@ -34,7 +36,6 @@ func TestBed_RequiresRoot(t *testing.T) {
 	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}}
 
 	out, err := cmd.CombinedOutput()
-	if err == nil || !strings.Contains(string(out), talos.ErrNotRoot.Error()) {
-		t.Errorf("without root: %v: %s", err, out)
-	}
+	require.Error(t, err)
+	assert.Contains(t, string(out), talos.ErrNotRoot.Error())
 }

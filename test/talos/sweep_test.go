@@ -12,6 +12,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
 
@@ -20,8 +22,8 @@ func TestBed_LeavesNoProcessesWhenKilled(t *testing.T) {
 	cmd.Env = append(os.Environ(), victim+"=1")
 
 	output, err := cmd.StdoutPipe()
-	check(t, err)
-	check(t, cmd.Start())
+	require.NoError(t, err)
+	require.NoError(t, cmd.Start())
 
 	var id string
 
@@ -32,11 +34,8 @@ func TestBed_LeavesNoProcessesWhenKilled(t *testing.T) {
 		}
 	}
 
-	if id == "" {
-		t.Fatal("the victim has made no bed")
-	}
-
-	check(t, cmd.Process.Kill())
+	require.NotEmpty(t, id, "the victim has made no bed")
+	require.NoError(t, cmd.Process.Kill())
 	cmd.Wait() //nolint:errcheck // it was killed
 
 	took := eventually(t, func(context.Context) error {
@@ -49,8 +48,8 @@ func TestBed_LeavesNoProcessesWhenKilled(t *testing.T) {
 	})
 	t.Logf("all processes were gone after %s", took)
 
-	check(t, talos.Sweep(t.Context()))
-	check(t, leftovers(id))
+	require.NoError(t, talos.Sweep(t.Context()))
+	require.NoError(t, leftovers(id))
 }
 
 // processesOf lists the processes of a bed's machines, and the chassis that hold them.
