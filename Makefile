@@ -184,7 +184,7 @@ histories: ## Run a thousand random histories against the lifecycle controller, 
 e2e: ## Run talos-ccm on two Talos machines with kubelets, and its load balancers with kube-proxy: make e2e [TALOS=1.13] [TALOS_SOURCE=checkout]; requires root.
 	@.ci/packages nft=nftables iptables=iptables
 	$(GO) run ./test/talos/cmd/talos-assets
-	$(GO) test -tags e2e -v -count=1 -p 2 -timeout $(E2E_TIMEOUT) ./test/talos ./test/loadbalancer ./test/e2e
+	$(GO) test -tags e2e -v -count=1 -p 2 -timeout $(E2E_TIMEOUT) ./test/loadbalancer ./test/e2e
 
 .PHONY: imager-test
 imager-test: image ## Build an initramfs with the extension with the imager of Talos, and check it: make imager-test [TALOS=1.13] [TALOS_SOURCE=checkout].

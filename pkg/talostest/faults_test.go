@@ -78,7 +78,9 @@ func zoneOf(t *testing.T, r resource.Resource) string {
 	t.Helper()
 	require.IsType(t, &runtime.PlatformMetadata{}, r)
 
-	return r.(*runtime.PlatformMetadata).TypedSpec().Zone //nolint:forcetypeassert // checked
+	metadata, _ := r.(*runtime.PlatformMetadata)
+
+	return metadata.TypedSpec().Zone
 }
 
 // openWatch starts a watch without the COSI client, which would resume broken watches.

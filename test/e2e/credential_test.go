@@ -209,7 +209,7 @@ func requestCertificate(t *testing.T, credential *rest.Config, signer string, us
 	kubelet, err := kubernetes.NewForConfig(credential)
 	require.NoError(t, err)
 
-	name, _, err = csr.RequestCertificate(kubelet, text, "", signer, nil, []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, usage}, private)
+	name, _, err = csr.RequestCertificateWithContext(t.Context(), kubelet, text, "", signer, nil, []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, usage}, private)
 	require.NoError(t, err)
 
 	return name, key

@@ -146,6 +146,11 @@ func TestNodes_AreInitialized(t *testing.T) {
 	for _, m := range bed.Machines() {
 		node := nodeOf(t, m)
 		t.Logf("%s: %s %v %v", node.Name, node.Spec.ProviderID, node.Labels, node.Status.Addresses)
+
+		// No other client initializes Nodes.
+		assert.True(t, slices.ContainsFunc(node.ManagedFields, func(f metav1.ManagedFieldsEntry) bool { return f.Manager == "talos-ccm" }), node.Name)
+		assert.Equal(t, bed.Release().Kubernetes, node.Status.NodeInfo.KubeletVersion, node.Name)
+		assert.Equal(t, "Talos ("+bed.Release().Talos+")", node.Status.NodeInfo.OSImage, node.Name)
 	}
 }
 
@@ -231,7 +236,7 @@ func externalIP(m *talos.Machine, ip netip.Addr, want presence) func(context.Con
 
 		external := corev1.NodeAddress{Type: corev1.NodeExternalIP, Address: ip.String()}
 
-		return want.check(slices.Contains(node.Status.Addresses, external), "%s: %v in %v", m.Name(), external, node.Status.Addresses)
+		return want.check(presences[slices.Contains(node.Status.Addresses, external)], "%s: %v in %v", m.Name(), external, node.Status.Addresses)
 	}
 }
 
@@ -243,9 +248,12 @@ const (
 	absent  presence = "not there"
 )
 
+// presences are the presences by what Contains functions return.
+var presences = map[bool]presence{true: present, false: absent}
+
 // check returns an error with a description unless the presence is as wanted.
-func (want presence) check(there bool, format string, args ...any) error {
-	if there != (want == present) {
+func (want presence) check(got presence, format string, args ...any) error {
+	if got != want {
 		return fmt.Errorf(format+" should be "+string(want), args...)
 	}
 
@@ -259,8 +267,8 @@ func TestExtension_IdlesOnWorker(t *testing.T) {
 			return err
 		}
 
-		if state.State != talos.StateRunning {
-			return fmt.Errorf("the service is %s on the worker", state.State)
+		if state != talos.StateRunning {
+			return fmt.Errorf("the service is %s on the worker", state)
 		}
 
 		log, err := bed.Worker.Logs(ctx, service)

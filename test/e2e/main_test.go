@@ -34,6 +34,9 @@ const (
 	nextVersion = "v0.1.1"
 )
 
+// victim in the environment is the folder of the extension that this binary brings up a bed with, to be killed.
+const victim = "TALOS_CCM_TEST_VICTIM"
+
 // quickPatch has Kubernetes notice after 20 s, not 50 s, that a kubelet no longer renews its lease, which it does every 10 s.
 const quickPatch = `cluster: {controllerManager: {extraArgs: {node-monitor-grace-period: 20s}}}`
 
@@ -62,37 +65,32 @@ func run(m *testing.M) int {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
 
-	var err error
-
-	if workDir, err = os.MkdirTemp("", "talos-ccm-e2e-"); err != nil {
-		return failed(err)
-	}
-
-	defer os.RemoveAll(workDir) //nolint:errcheck // a temporary folder
-
-	if err := errors.Join(makeImage(ctx, version), makeImage(ctx, nextVersion)); err != nil {
-		return failed(err)
-	}
-
-	bed, err = talos.Up(ctx, talos.Options{
-		Extension:           unpacked(version),
+	options := talos.Options{
+		Extension:           os.Getenv(victim),
 		ControlPlanePatches: []string{noAllocatorPatch, quickPatch},
 		Progress:            os.Stdout,
-		LogDir:              os.Getenv("TALOS_CCM_LOGS"),
-	})
-	if err != nil {
-		return failed(err)
 	}
 
-	defer func() {
-		start := time.Now()
+	if options.Extension == "" {
+		var err error
 
-		if err := bed.Down(); err != nil {
-			fmt.Fprintln(os.Stderr, err)
+		if workDir, err = os.MkdirTemp("", "talos-ccm-e2e-"); err != nil {
+			return failed(err)
 		}
 
-		fmt.Printf("%-40s %6.1f s\n", "take down", time.Since(start).Seconds())
-	}()
+		defer os.RemoveAll(workDir) //nolint:errcheck // a temporary folder
+
+		if err := errors.Join(makeImage(ctx, version), makeImage(ctx, nextVersion)); err != nil {
+			return failed(err)
+		}
+
+		options.Extension, options.LogDir = unpacked(version), os.Getenv("TALOS_CCM_LOGS")
+	}
+
+	var err error
+	if bed, err = talos.Up(ctx, options); err != nil {
+		return failed(err)
+	}
 
 	// A test binary that gets Ctrl-C would just die, and leave files to the next run's sweep.
 	defer context.AfterFunc(ctx, func() {
@@ -104,13 +102,17 @@ func run(m *testing.M) int {
 	})()
 
 	if client, err = bed.Kubernetes(); err != nil {
-		return failed(err)
+		return failed(errors.Join(err, bed.Down()))
 	}
 
 	code := m.Run()
 
 	for _, phase := range bed.Phases() {
 		fmt.Printf("%-40s %6.1f s\n", phase.Name, phase.Took.Seconds())
+	}
+
+	if err := errors.Join(bed.Down(), leftovers(bed.ID())); err != nil {
+		return failed(err)
 	}
 
 	return code

@@ -19,6 +19,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 
+	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
 
@@ -37,6 +38,15 @@ func certified(name string, ips ...netip.Addr) func(context.Context) error {
 
 		for _, request := range requests.Items {
 			if request.Spec.Username != "system:node:"+name {
+				continue
+			}
+
+			verified := func(c certificatesv1.CertificateSigningRequestCondition) bool {
+				return c.Reason == csrpolicy.CodeVerified
+			}
+			if !slices.ContainsFunc(request.Status.Conditions, verified) {
+				err = fmt.Errorf("%s is not approved by talos-ccm: %v", request.Name, request.Status.Conditions)
+
 				continue
 			}
 

@@ -252,6 +252,6 @@ func environment(variable string, want presence) func(context.Context) error {
 			return err
 		}
 
-		return want.check(slices.Contains(strings.Split(string(environ), "\x00"), variable), "variable %s", variable)
+		return want.check(presences[slices.Contains(strings.Split(string(environ), "\x00"), variable)], "variable %s", variable)
 	}
 }

@@ -88,7 +88,7 @@ func tainted(key string, want presence) func(context.Context) error {
 
 		there := slices.ContainsFunc(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == key })
 
-		return want.check(there, "taint %s of %s (%v)", key, node.Name, node.Spec.Taints)
+		return want.check(presences[there], "taint %s of %s (%v)", key, node.Name, node.Spec.Taints)
 	}
 }
 

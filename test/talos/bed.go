@@ -41,13 +41,11 @@ const (
 // Options say what the machines of a bed are to be like.
 type Options struct {
 	// Extension is the folder of an unpacked extension image, which is installed on every machine: manifest.yaml, and rootfs with a service
-	// specification in usr/local/etc/containers and its files below usr/local/lib/containers. Empty: the probe, as talos-ccm.
+	// specification in usr/local/etc/containers and its files below usr/local/lib/containers.
 	Extension string
-	// ConfigPatches are applied to the configuration of both machines: YAML in the form of talosctl's strategic merge patches,
-	// also with several documents.
-	ConfigPatches []string
-	// ControlPlanePatches and WorkerPatches are applied to one machine each, after ConfigPatches.
-	ControlPlanePatches, WorkerPatches []string
+	// ControlPlanePatches are applied to the configuration of the control plane: YAML in the form of talosctl's strategic merge
+	// patches, also with several documents.
+	ControlPlanePatches []string
 	// LogDir keeps the consoles of the machines. Empty: they are removed with the bed.
 	LogDir string
 	// Progress is called with what is being waited for; may be nil.
@@ -225,14 +223,6 @@ func (b *Bed) build(ctx context.Context) error {
 
 	if err := b.configs.talosconfig.Save(b.talosconfig()); err != nil {
 		return fmt.Errorf("write talosconfig: %w", err)
-	}
-
-	if b.options.Extension == "" {
-		b.options.Extension = filepath.Join(b.dir, "probe")
-
-		if err := probeExtension(b.options.Extension, b.assets.tool("probe")); err != nil {
-			return err
-		}
 	}
 
 	b.images, err = componentImages(imageReferences(b.configs.controlPlane), components, b.assets, b.dir)

@@ -68,7 +68,7 @@ func builds(bed, talos, modfile string) []build {
 		},
 		{
 			title: "tools", module: filepath.Join(bed, "tools"), cgo: static, ldflags: strip,
-			packages: []string{"./chassis", "./oomshim", "./runcwrap", "./kubewrap", "./kubemount", "./pause", "./probe"},
+			packages: []string{"./chassis", "./shims"},
 		},
 	}
 }

@@ -98,14 +98,14 @@ func generateConfigs(release Release, options Options) (configs, error) {
 		return configs{}, fmt.Errorf("prepare machine configuration: %w", err)
 	}
 
-	base := append([]string{fmt.Sprintf(basePatch, registryAddress)}, options.ConfigPatches...)
+	base := []string{fmt.Sprintf(basePatch, registryAddress)}
 
 	controlPlane, err := machineConfig(input, machine.TypeControlPlane, base, []string{controlPlanePatch}, options.ControlPlanePatches)
 	if err != nil {
 		return configs{}, err
 	}
 
-	worker, err := machineConfig(input, machine.TypeWorker, base, options.WorkerPatches)
+	worker, err := machineConfig(input, machine.TypeWorker, base)
 	if err != nil {
 		return configs{}, err
 	}

@@ -235,8 +235,8 @@ func componentLayer(dir string) (layer, error) {
 // kubeletLayer has what is in the kubelet's own image alone.
 func kubeletLayer(a *assets) layer {
 	return layer{
-		programs: map[string]string{path.Join(imageBin, "kubelet"): a.tool("kubewrap"), path.Join(imageBin, "mount"): a.tool("kubemount")},
-		links:    map[string]string{path.Join(imageBin, "umount"): "mount"},
+		programs: map[string]string{path.Join(imageBin, "kubelet"): a.tool("shims")},
+		links:    map[string]string{path.Join(imageBin, "mount"): "kubelet", path.Join(imageBin, "umount"): "kubelet"},
 	}
 }
 
@@ -251,7 +251,7 @@ func componentImages(refs references, kubernetes string, a *assets, dir string) 
 	plans := map[string]layer{
 		"components": shared,
 		"kubelet":    kubeletLayer(a),
-		"pause":      {programs: map[string]string{"pause": a.tool("pause")}},
+		"pause":      {programs: map[string]string{"pause": a.tool("shims")}},
 	}
 	layers := map[string]blob{}
 

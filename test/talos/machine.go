@@ -298,7 +298,7 @@ func (b *Bed) openConsole(m *Machine) error {
 // chassisCommand runs the chassis below the shim that answers for OOM scores, where that is needed.
 func (b *Bed) chassisCommand(l limits) []string {
 	if l.noOOMScore {
-		return []string{b.assets.tool("oomshim"), b.assets.tool("chassis")}
+		return []string{b.assets.tool("shims"), "oom", b.assets.tool("chassis")}
 	}
 
 	return []string{b.assets.tool("chassis")}

@@ -50,7 +50,7 @@ var (
 	}
 
 	// replacements make up the layer "limited".
-	replacements = map[string]string{"usr/bin/runc": "runcwrap", "usr/bin/runc.real": "runc"}
+	replacements = map[string]string{"usr/bin/runc": "shims", "usr/bin/runc.real": "runc"}
 
 	// contents of files that tell Talos what it is.
 	contents = map[string]string{

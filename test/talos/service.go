@@ -21,45 +21,24 @@ const extensionPrefix = "ext-"
 // StateRunning is the state of a service whose process runs.
 const StateRunning = "Running"
 
-// ServiceEvent is a change in a service's life, as Talos recorded it.
-type ServiceEvent struct {
-	State   string
-	Message string
-	Time    time.Time
-}
-
-// ServiceState is what Talos says of a service.
-type ServiceState struct {
-	State string
-	// Events are the latest ones, oldest first.
-	Events []ServiceEvent
-}
-
-// ServiceState asks apid about a service. See ServiceRunning for a machine that cannot answer.
-func (m *Machine) ServiceState(ctx context.Context, id string) (ServiceState, error) {
+// ServiceState returns the state of a service from apid. See ServiceRunning for a machine that cannot answer.
+func (m *Machine) ServiceState(ctx context.Context, id string) (string, error) {
 	c, err := m.TalosClient(ctx)
 	if err != nil {
-		return ServiceState{}, err
+		return "", err
 	}
 	defer c.Close() //nolint:errcheck // nothing is lost
 
 	services, err := c.ServiceInfo(ctx, id)
+	if err == nil && len(services) == 0 {
+		err = errors.New("no such service")
+	}
+
 	if err != nil {
-		return ServiceState{}, m.named("ask for service "+id, err)
+		return "", m.named("get state of service "+id, err)
 	}
 
-	if len(services) == 0 {
-		return ServiceState{}, m.named("ask for service "+id, errors.New("no such service"))
-	}
-
-	state := ServiceState{State: services[0].Service.GetState()}
-	for _, event := range services[0].Service.GetEvents().GetEvents() {
-		state.Events = append(state.Events, ServiceEvent{
-			State: event.GetState(), Message: event.GetMsg(), Time: event.GetTs().AsTime(),
-		})
-	}
-
-	return state, nil
+	return services[0].Service.GetState(), nil
 }
 
 // serviceLine is how Talos tells the console that a service has come to a state.
@@ -143,20 +122,6 @@ func serviceCgroup(service string) string {
 	}
 
 	return path.Join(constants.CgroupSystem, service)
-}
-
-// RestartService asks Talos to restart a service. An extension sees its environment from the machine configuration only then: at
-// boot Talos starts it before it knows its configuration.
-func (m *Machine) RestartService(ctx context.Context, id string) error {
-	c, err := m.TalosClient(ctx)
-	if err != nil {
-		return err
-	}
-	defer c.Close() //nolint:errcheck // nothing is lost
-
-	_, err = c.ServiceRestart(ctx, id)
-
-	return m.named("restart service "+id, err)
 }
 
 // KillService kills a service's processes, as a crash would. Talos starts the service again after five seconds.

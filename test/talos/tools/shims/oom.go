@@ -1,9 +1,5 @@
 //go:build linux && amd64
 
-// Command oomshim runs a command whose writes to /proc/PID/oom_score_adj go nowhere. Lowering the OOM score needs
-// CAP_SYS_RESOURCE; where root lacks it (some sandboxes), Talos would refuse to start its services. A seccomp filter hands
-// every open for writing to this process, which answers with /dev/null for that one file and lets the kernel go on for all
-// others. It is not a security boundary and is not used where root has the capability.
 package main
 
 import (
@@ -67,21 +63,20 @@ type (
 
 var scoreFile = regexp.MustCompile(`^/proc/(self|thread-self|[0-9]+)(/task/[0-9]+)?/oom_score_adj$`)
 
-func main() {
-	if len(os.Args) > 2 && os.Args[1] == childFlag {
-		fail(becomeFiltered(os.Args[2:]))
+// oom runs a command whose writes to /proc/PID/oom_score_adj have no effect. A seccomp filter hands every open for writing to
+// this process, which answers with /dev/null for that one file and lets the kernel continue for all others. It is not a
+// security boundary.
+func oom(args []string) error {
+	if len(args) > 1 && args[0] == childFlag {
+		return becomeFiltered(args[1:])
 	}
 
-	code, err := supervise(os.Args[1:])
-	fail(err)
-	os.Exit(code)
-}
-
-func fail(err error) {
-	if err != nil {
-		fmt.Fprintln(os.Stderr, "oomshim:", err)
-		os.Exit(125)
+	code, err := supervise(args)
+	if err == nil {
+		os.Exit(code)
 	}
+
+	return err
 }
 
 // becomeFiltered installs the filter on itself, hands its listener to the parent, and becomes the command.
@@ -103,11 +98,7 @@ func becomeFiltered(argv []string) error {
 		}
 	}
 
-	if err := syscall.Exec(argv[0], argv, os.Environ()); err != nil {
-		return fmt.Errorf("execute %s: %w", argv[0], err)
-	}
-
-	return nil
+	return become(argv[0], argv...)
 }
 
 func installFilter() (int, error) {
@@ -158,7 +149,7 @@ func supervise(argv []string) (int, error) {
 
 	theirs := os.NewFile(uintptr(pair[1]), "listener channel")
 
-	cmd := exec.Command("/proc/self/exe", append([]string{childFlag}, argv...)...)
+	cmd := exec.Command("/proc/self/exe", append([]string{"oom", childFlag}, argv...)...)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
 	cmd.ExtraFiles = []*os.File{theirs}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
@@ -176,8 +167,13 @@ func supervise(argv []string) (int, error) {
 		return 0, err
 	}
 
+	null, err := unix.Open(os.DevNull, unix.O_RDWR|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return 0, fmt.Errorf("open %s: %w", os.DevNull, err)
+	}
+
 	for range notifiers {
-		go answer(listener)
+		go answer(listener, null)
 	}
 
 	go forwardSignals(cmd.Process)
@@ -229,10 +225,7 @@ func exitCode(err error) (int, error) {
 }
 
 // answer serves notifications until no process is left under the filter.
-func answer(listener int) {
-	null, err := unix.Open(os.DevNull, unix.O_RDWR|unix.O_CLOEXEC, 0)
-	fail(err)
-
+func answer(listener, null int) {
 	for {
 		var n notification
 

@@ -1,0 +1,177 @@
+//go:build e2e
+
+package e2e_test
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/talos-ccm/talos-ccm/test/talos"
+)
+
+const nobody = 65534
+
+// TestBed_RequiresRoot runs this binary as a user without rights: it must fail, and say why.
+func TestBed_RequiresRoot(t *testing.T) {
+	self, err := os.ReadFile(os.Args[0])
+	require.NoError(t, err)
+
+	dir := t.TempDir()
+	copied := filepath.Join(dir, "bed.test")
+	require.NoError(t, os.WriteFile(copied, self, 0o755))
+
+	// Temporary folders are for their owner alone.
+	for _, folder := range []string{dir, filepath.Dir(dir)} {
+		require.NoError(t, os.Chmod(folder, 0o755))
+	}
+
+	cmd := exec.CommandContext(t.Context(), copied, "-test.run=^$")
+	cmd.Dir = "/"
+	cmd.Env = append(os.Environ(), victim+"=/nowhere")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}}
+
+	out, err := cmd.CombinedOutput()
+	require.Error(t, err)
+	assert.Contains(t, string(out), talos.ErrNotRoot.Error())
+}
+
+func dial(ctx context.Context, m *talos.Machine) error {
+	ctx, cancel := context.WithTimeout(ctx, time.Second)
+	defer cancel()
+
+	conn, err := bed.DialContext(ctx, "tcp", netip.AddrPortFrom(m.Address(), 50000).String())
+	if err != nil {
+		return err
+	}
+
+	return conn.Close()
+}
+
+func TestBed_CableDisconnectsMachine(t *testing.T) {
+	eventually(t, func(ctx context.Context) error { return dial(ctx, bed.Worker) })
+	require.NoError(t, bed.Worker.SetLink(t.Context(), talos.LinkDown))
+
+	assert.Error(t, dial(t.Context(), bed.Worker), "the worker can be reached without its cable")
+
+	// From within, the machine goes on.
+	eventually(t, func(ctx context.Context) error {
+		_, err := bed.Worker.ServiceState(ctx, service)
+
+		return err
+	})
+
+	require.NoError(t, bed.Worker.SetLink(t.Context(), talos.LinkUp))
+	eventually(t, func(ctx context.Context) error { return dial(ctx, bed.Worker) })
+}
+
+func TestBed_LeavesNoProcessesWhenKilled(t *testing.T) {
+	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^$")
+	cmd.Env = append(os.Environ(), victim+"="+unpacked(version))
+
+	output, err := cmd.StdoutPipe()
+	require.NoError(t, err)
+	require.NoError(t, cmd.Start())
+
+	var id string
+
+	// When etcd is bootstrapped, both machines are running.
+	for scanner := bufio.NewScanner(output); scanner.Scan() && !strings.Contains(scanner.Text(), "bootstrap etcd"); {
+		if dir, ok := strings.CutPrefix(scanner.Text(), "Talos test bed: folder "); ok {
+			id = filepath.Base(dir)
+		}
+	}
+
+	require.NotEmpty(t, id, "the victim has made no bed")
+	require.NoError(t, cmd.Process.Kill())
+	cmd.Wait() //nolint:errcheck // it was killed
+
+	took := eventually(t, func(context.Context) error {
+		processes, err := processesOf(id)
+		if err == nil && len(processes) > 0 {
+			err = errors.New("there are still processes: " + strings.Join(processes, " "))
+		}
+
+		return err
+	})
+	t.Logf("all processes were gone after %s", took)
+
+	require.NoError(t, talos.Sweep(t.Context()))
+	require.NoError(t, leftovers(id))
+}
+
+// processesOf lists the processes of a bed's machines, and the chassis that hold them.
+func processesOf(id string) ([]string, error) {
+	var found []string
+
+	files, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	if err != nil {
+		return nil, err
+	}
+
+	for _, file := range files {
+		dir := filepath.Dir(file)
+
+		if (names(file, id) || names(filepath.Join(dir, "cgroup"), id)) && !zombie(dir) {
+			found = append(found, dir)
+		}
+	}
+
+	return found, nil
+}
+
+// names tells whether a file of a process that is still there has a word in it.
+func names(file, word string) bool {
+	content, err := os.ReadFile(file)
+
+	return err == nil && strings.Contains(string(content), word)
+}
+
+// zombie reports whether a process has exited and has not been reaped yet.
+func zombie(dir string) bool {
+	status, err := os.ReadFile(filepath.Join(dir, "status"))
+
+	return err != nil || strings.Contains(string(status), "State:\tZ")
+}
+
+// leftovers finds what a bed has left on this machine: processes, cgroups, mounts, files.
+func leftovers(id string) error {
+	var left []error
+
+	commands, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	if err != nil {
+		return err
+	}
+
+	for _, file := range append(commands, "/proc/self/mountinfo") {
+		if names(file, id) {
+			left = append(left, fmt.Errorf("%s names %s", file, id))
+		}
+	}
+
+	for _, root := range []string{"/sys/fs/cgroup", filepath.Dir(bed.Dir())} {
+		err := filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {
+			if err == nil && entry.IsDir() && strings.Contains(entry.Name(), id) {
+				left = append(left, fmt.Errorf("%s is left", path))
+			}
+
+			return nil
+		})
+		left = append(left, err)
+	}
+
+	return errors.Join(left...)
+}
