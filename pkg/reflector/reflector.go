@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -82,6 +83,7 @@ type task struct {
 	cancel    context.CancelFunc // nil if the task was not started
 	done      chan struct{}
 	outage    backoff.Outage // only the goroutine uses it
+	failed    atomic.Bool    // the last attempt to connect
 }
 
 // New returns a Reflector that tracks no Node yet. Machines get the optional facts with the given names.
@@ -130,16 +132,7 @@ func (r *Reflector) FollowNodes(nodes coreinformers.NodeInformer) error {
 	_, err := nodes.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
 		AddFunc: track,
 		UpdateFunc: func(old, obj any) {
-			before, ok := old.(*corev1.Node)
-			after, isNode := obj.(*corev1.Node)
-
-			// An informer reports a Node that was deleted and recreated between two lists as an update.
-			if ok && isNode && before.UID != after.UID {
-				r.Untrack(before.Name)
-			} else if ok && isNode && nodespec.IsControlPlane(before) != nodespec.IsControlPlane(after) {
-				r.renew(before.Name) // only a control-plane Node is dialed as one
-			}
-
+			r.nodeUpdated(old, obj)
 			track(obj)
 		},
 		DeleteFunc: func(obj any) {
@@ -153,6 +146,23 @@ func (r *Reflector) FollowNodes(nodes coreinformers.NodeInformer) error {
 	}
 
 	return nil
+}
+
+// nodeUpdated ends or renews the connection to the machine of a Node, if the change of the Node requires it.
+func (r *Reflector) nodeUpdated(old, obj any) {
+	before, ok := old.(*corev1.Node)
+	after, isNode := obj.(*corev1.Node)
+
+	switch {
+	case !ok || !isNode:
+	case before.UID != after.UID:
+		// An informer reports a Node that was deleted and recreated between two lists as an update.
+		r.Untrack(before.Name)
+	case nodespec.IsControlPlane(before) != nodespec.IsControlPlane(after):
+		r.renew(before.Name, func(*task) bool { return true }) // only a control-plane Node is dialed as one
+	case !nodespec.IsReady(before) && nodespec.IsReady(after):
+		r.renew(before.Name, func(t *task) bool { return t.failed.Load() }) // the machine is back
+	}
 }
 
 // Track follows the machine of the Node nodename at one of addresses. If the Node is already tracked, Track does nothing for equal addresses
@@ -169,12 +179,12 @@ func (r *Reflector) Track(nodename string, addresses []netip.Addr) {
 	r.tasks[nodename] = r.start(nodename, slices.Clone(addresses), old)
 }
 
-// renew dials the machine of a tracked Node again. Its entry in the inventory stays until then.
-func (r *Reflector) renew(nodename string) {
+// renew dials the machine of a tracked Node again, if needed. Its entry in the inventory stays until then.
+func (r *Reflector) renew(nodename string, needed func(*task) bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 
-	if old := r.tasks[nodename]; old != nil {
+	if old := r.tasks[nodename]; old != nil && needed(old) {
 		r.tasks[nodename] = r.start(nodename, old.addresses, old)
 	}
 }
@@ -215,7 +225,7 @@ func (r *Reflector) start(nodename string, addresses []netip.Addr, old *task) *t
 			t.outage = old.outage
 		}
 
-		r.follow(klog.NewContext(ctx, klog.LoggerWithValues(klog.FromContext(ctx), "node", nodename)), nodename, slices.Clone(addresses), &t.outage)
+		r.follow(klog.NewContext(ctx, klog.LoggerWithValues(klog.FromContext(ctx), "node", nodename)), nodename, slices.Clone(addresses), t)
 	})
 
 	return t
@@ -230,13 +240,13 @@ func (t *task) stop() {
 }
 
 // follow connects to the machine at one of addresses, and reconnects until ctx is done. It reorders addresses.
-func (r *Reflector) follow(ctx context.Context, nodename string, addresses []netip.Addr, outage *backoff.Outage) {
+func (r *Reflector) follow(ctx context.Context, nodename string, addresses []netip.Addr, t *task) {
 	delays := backoff.New(backoffFirst, backoffMax)
 
 	for ctx.Err() == nil {
-		outage.Try(r.clock.Now())
+		t.outage.Try(r.clock.Now())
 
-		established, err := r.watchAny(ctx, nodename, addresses, outage)
+		established, err := r.watchAny(ctx, nodename, addresses, t)
 		if ctx.Err() != nil {
 			return
 		}
@@ -254,7 +264,9 @@ func (r *Reflector) follow(ctx context.Context, nodename string, addresses []net
 			delays = backoff.New(backoffFirst, backoffMax)
 			delay = wait.Jitter(reconnectDelay, reconnectJitter)
 		} else {
-			r.report(klog.FromContext(ctx).V(outage.Failed(r.clock.Now())), nodename, err)
+			r.report(klog.FromContext(ctx).V(t.outage.Failed(r.clock.Now())), nodename, err)
+
+			t.failed.Store(true)
 
 			delay = delays.Step()
 		}
@@ -265,7 +277,7 @@ func (r *Reflector) follow(ctx context.Context, nodename string, addresses []net
 
 // watchAny tries addresses in order until a session was established at one of them. It returns when that session ends, and moves its address
 // to the front: an unresponsive address before it takes long to fail.
-func (r *Reflector) watchAny(ctx context.Context, nodename string, addresses []netip.Addr, outage *backoff.Outage) (established bool, err error) {
+func (r *Reflector) watchAny(ctx context.Context, nodename string, addresses []netip.Addr, t *task) (established bool, err error) {
 	if len(addresses) == 0 {
 		return false, errors.New("node has no address to connect to")
 	}
@@ -273,7 +285,7 @@ func (r *Reflector) watchAny(ctx context.Context, nodename string, addresses []n
 	var errs []error
 
 	for i, addr := range addresses {
-		established, err := r.watch(ctx, nodename, addr, outage)
+		established, err := r.watch(ctx, nodename, addr, t)
 		if established {
 			copy(addresses[1:], addresses[:i])
 			addresses[0] = addr
@@ -290,7 +302,7 @@ func (r *Reflector) watchAny(ctx context.Context, nodename string, addresses []n
 }
 
 // watch runs one session with the machine at addr.
-func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr, outage *backoff.Outage) (established bool, err error) {
+func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr, t *task) (established bool, err error) {
 	st, err := r.dial(ctx, nodename, addr)
 	if err != nil {
 		return false, err
@@ -317,7 +329,8 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 		view:      machine.View{Facts: r.facts},
 		connected: func() {
 			release()
-			klog.FromContext(ctx).V(outage.Succeeded()).Info("Watching machine", "address", addr)
+			t.failed.Store(false)
+			klog.FromContext(ctx).V(t.outage.Succeeded()).Info("Watching machine", "address", addr)
 		},
 		initialized: func() bool { return r.isInitialized(nodename) },
 		interval:    pollFirst,

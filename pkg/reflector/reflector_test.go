@@ -15,6 +15,10 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes/fake"
 	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/utils/clock"
 
@@ -241,6 +245,35 @@ func TestReflector_LogsLastingOutageOnce(t *testing.T) {
 	worker.Start()
 	s.stepUntilCurrent(worker, anything)
 	assert.Equal(t, []string{"Machine is unreachable", "Watching machine"}, s.visible())
+}
+
+func TestReflector_ReconnectsAtOnceWhenNodeIsReadyAgain(t *testing.T) {
+	t.Parallel()
+
+	s := newTimedSuite(t)
+	worker := s.machine("worker-1")
+	node := &corev1.Node{
+		ObjectMeta: metav1.ObjectMeta{Name: worker.Nodename()},
+		Status: corev1.NodeStatus{
+			NodeInfo:   corev1.NodeSystemInfo{OSImage: "Talos (v1.13.0)"},
+			Addresses:  []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: worker.Address().String()}},
+			Conditions: []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionUnknown}},
+		},
+	}
+	client := fake.NewClientset(node)
+	factory := informers.NewSharedInformerFactory(client, 0)
+	require.NoError(t, worker.Stop(t.Context()))
+	require.NoError(t, s.reflector.FollowNodes(factory.Core().V1().Nodes()))
+	factory.Start(t.Context().Done())
+	factory.WaitForCacheSync(t.Context().Done())
+
+	s.stepUntil("five attempts have failed", func() bool { return len(s.inventory.unreachableMarks()) >= 5 })
+	worker.Start()
+
+	node.Status.Conditions[0].Status = corev1.ConditionTrue
+	_, err := client.CoreV1().Nodes().UpdateStatus(t.Context(), node, metav1.UpdateOptions{})
+	require.NoError(t, err)
+	s.eventually("the machine is dialed without a step of the clock", func() bool { return worker.OpenStreams() > 0 })
 }
 
 func TestReflector_DeliversChangesMadeWhileDisconnected(t *testing.T) {

@@ -2,6 +2,7 @@ package reflector_test
 
 import (
 	"context"
+	"fmt"
 	"net/netip"
 	"slices"
 	"strconv"
@@ -47,7 +48,12 @@ type change struct {
 
 func modify[R resource.Resource](empty R, change func(R)) func(context.Context, *talostest.Machine) error {
 	return func(ctx context.Context, m *talostest.Machine) error {
-		return safe.StateModify(ctx, m.State(), empty, func(r R) error {
+		created, ok := empty.DeepCopy().(R) // tests run in parallel
+		if !ok {
+			return fmt.Errorf("copy of %T has another type", empty)
+		}
+
+		return safe.StateModify(ctx, m.State(), created, func(r R) error {
 			change(r)
 
 			return nil
