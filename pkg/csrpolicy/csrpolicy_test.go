@@ -4,6 +4,7 @@ import (
 	"crypto/rand"
 	"crypto/x509"
 	"crypto/x509/pkix"
+	"encoding/asn1"
 	"net"
 	"net/netip"
 	"strings"
@@ -11,6 +12,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	cryptobyteasn1 "golang.org/x/crypto/cryptobyte/asn1"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	certutil "k8s.io/client-go/util/cert"
 	"k8s.io/client-go/util/certificate"
@@ -162,6 +164,20 @@ func (s *scene) checkAllowed(t *testing.T, err error, problem string) {
 	} else {
 		require.EqualError(t, err, problem, "%+v", verdict)
 	}
+}
+
+// Errors of encoding/asn1 contain addresses in memory.
+func TestReview_MessagesOfMalformedRequestsAreConstant(t *testing.T) {
+	algorithm := tlv(sequence, marshal(oidSubjectAltName))
+	publicKey := tlv(sequence, algorithm, marshal(asn1.BitString{Bytes: []byte{1}, BitLength: 8}))
+	info := tlv(sequence, marshal(0), tlv(sequence), publicKey, tlv(cryptobyteasn1.Tag(0xa1)))
+
+	s := asks("worker-1")
+	s.csr.Spec.Request = inPEM(tlv(sequence, info, algorithm, marshal(asn1.BitString{})))
+
+	verdict := csrpolicy.Review(csrpolicy.Parse(&s.csr), s.evidence)
+	require.Len(t, verdict.Reasons, 1)
+	assert.Equal(t, "Request is malformed: not the DER encoding of PKCS#10", verdict.Reasons[0].Message)
 }
 
 func TestReview_MessagesNameSubjectsAndOwners(t *testing.T) {

@@ -151,7 +151,13 @@ func decode(raw []byte) (parsed *x509.CertificateRequest, attributes asn1.RawVal
 		return nil, attributes, errors.New("not a single PEM block in standard format")
 	}
 
-	if parsed, err = x509.ParseCertificateRequest(block.Bytes); err != nil {
+	parsed, err = x509.ParseCertificateRequest(block.Bytes)
+
+	switch {
+	case errors.As(err, &asn1.StructuralError{}), errors.As(err, &asn1.SyntaxError{}):
+		// These errors contain addresses in memory.
+		return nil, attributes, errors.New("not the DER encoding of PKCS#10")
+	case err != nil:
 		return nil, attributes, fmt.Errorf("%.200q", err.Error())
 	}
 
