@@ -97,12 +97,13 @@ func TestReview_ComparesCredentialWithPin(t *testing.T) {
 				test.edit(&s.evidence)
 			}
 
-			unexpected, want := test.want == csrpolicy.Pin{}, csrpolicy.CodeVerified
+			unexpected, decision, want := test.want == csrpolicy.Pin{}, csrpolicy.Approve, csrpolicy.CodeVerified
 			if unexpected && enforce {
-				want = csrpolicy.CodeUnexpectedCredential
+				decision, want = csrpolicy.Defer, csrpolicy.CodeUnexpectedCredential
 			}
 
 			verdict := s.review(t)
+			assert.Equal(t, decision, verdict.Decision, "%s, enforce %t", name, enforce)
 			assert.Equal(t, want, codes(verdict), "%s, enforce %t", name, enforce)
 			assert.Equal(t, test.want, verdict.Pin, name)
 			assert.Equal(t, unexpected, verdict.Unexpected != "", name)

@@ -43,7 +43,9 @@ func TestReview_ApprovesRequestsEncodedByKubeletCode(t *testing.T) {
 			s.csr.Spec.Usages = certificate.DefaultKubeletServingGetUsages(key(kind))
 		}
 
-		assert.Equal(t, csrpolicy.CodeVerified, codes(s.judge(t)), kind)
+		verdict := s.judge(t)
+		assert.Equal(t, csrpolicy.Approve, verdict.Decision, kind)
+		assert.Equal(t, csrpolicy.CodeVerified, codes(verdict), kind)
 	}
 }
 

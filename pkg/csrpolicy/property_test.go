@@ -53,7 +53,7 @@ func TestReview_ApprovesNoModifiedByte(t *testing.T) {
 	s := asks("worker-1")
 	genuine := s.pkcs10.encode()
 
-	for i := range len(genuine) - 1 { // the last byte is white space
+	for i := range genuine {
 		for _, b := range []byte{0, ' ', '\n', '-', 'A', genuine[i] ^ 1} {
 			if genuine[i] == b {
 				continue
@@ -61,7 +61,11 @@ func TestReview_ApprovesNoModifiedByte(t *testing.T) {
 
 			s.csr.Spec.Request = slices.Clone(genuine)
 			s.csr.Spec.Request[i] = b
-			assert.NotEqual(t, csrpolicy.Approve, s.judge(t).Decision, "%q at %d", b, i)
+			decision := s.judge(t).Decision
+
+			if i < len(genuine)-1 { // the last byte is white space
+				assert.NotEqual(t, csrpolicy.Approve, decision, "%q at %d", b, i)
+			}
 		}
 	}
 }

@@ -283,7 +283,9 @@ func TestInventory_IsConsistentAfterConcurrentUse(t *testing.T) {
 		inv.Forget(fmt.Sprintf("worker-%d", i))
 	}
 
-	assert.Empty(t, inv.Owners("10.0.0.1", "unknown"), "of forgotten machines")
+	for _, addr := range []string{"10.0.0.1", "10.0.0.2", "10.0.0.3"} {
+		assert.Empty(t, inv.Owners(addr, "unknown"), "of forgotten machines")
+	}
 }
 
 // churn changes every machine in every way, many times, and the lists that it gets.

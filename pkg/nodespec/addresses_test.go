@@ -341,13 +341,15 @@ func TestDesired_ExplainsOmittedNames(t *testing.T) {
 
 	_, problems := desired(t, in)
 
-	want := []string{
+	var got []string
+	for _, p := range problems {
+		got = append(got, p.String())
+	}
+
+	assert.Equal(t, []string{
 		`InternalDNS="worker.novalocal" omitted: has fewer than three labels and is not the machine's FQDN`,
 		`ExternalDNS="shared.example.org" omitted: the machine of node "worker-2" has the same name`,
-	}
-	for i, p := range problems {
-		assert.Equal(t, want[i], p.String())
-	}
+	}, got)
 }
 
 // Numbers are valid nodenames, and the kubelet requests a certificate for its nodename.

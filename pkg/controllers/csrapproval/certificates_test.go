@@ -45,7 +45,9 @@ func TestPinning_KubeletKeepsItsCertificates(t *testing.T) {
 	first := csrpolicy.CredentialID(s.awaitIssuedFor(w))
 
 	t.Parallel()
-	s.AwaitNode(w.name, "pinned to a rotated certificate", func(n *corev1.Node) bool { return n.Labels[csrapproval.LabelPrevious] != "" })
+
+	rotated := s.AwaitNode(w.name, "pinned to a rotated certificate", func(n *corev1.Node) bool { return n.Labels[csrapproval.LabelPrevious] != "" })
+	assert.NotEqual(t, first, rotated.Labels[csrapproval.LabelCredential])
 
 	var added []netip.Addr
 

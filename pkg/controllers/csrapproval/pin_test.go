@@ -138,7 +138,7 @@ func TestPinning_DefersBootstrapTokenForExistingNode(t *testing.T) {
 
 	s.assertStolenUseless(w)
 	s.awaitIssued(s.post(w, request{config: kubelet}))
-	s.awaitPinned(w, kubelet)
+	assert.Equal(t, idOf(kubelet), s.Node(w.name).Labels[csrapproval.LabelCredential])
 }
 
 func TestPinning_DefersBootstrapTokenWithoutPin(t *testing.T) {
@@ -164,7 +164,7 @@ func TestPinning_WarnsByDefault(t *testing.T) {
 	name := s.post(w, request{config: stolen})
 	s.awaitIssued(name)
 	s.awaitRemedy(name)
-	s.awaitPinned(w, kubelet)
+	assert.Equal(t, idOf(kubelet), s.Node(w.name).Labels[csrapproval.LabelCredential])
 }
 
 func TestPinning_FollowsRotation(t *testing.T) {
@@ -296,7 +296,7 @@ func TestPinning_AcceptsRequestsWithoutCredential(t *testing.T) {
 	w, kubelet := s.pinned()
 
 	s.awaitIssued(s.post(w, request{}))
-	s.awaitPinned(w, kubelet)
+	assert.Equal(t, idOf(kubelet), s.Node(w.name).Labels[csrapproval.LabelCredential])
 }
 
 func TestPinning_KubeletCannotWriteLabels(t *testing.T) {

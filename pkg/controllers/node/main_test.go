@@ -193,10 +193,12 @@ func (s suite) history(nodename string) (until func(resourceVersion string) []*c
 			require.True(s, ok, "watch of node %s ended before version %s", nodename, resourceVersion)
 
 			if seen = append(seen, n); n.ResourceVersion == resourceVersion {
-				break
+				return seen
 			}
 		}
 
-		return seen
+		require.FailNow(s, "watch ended", "node %s, before version %s", nodename, resourceVersion)
+
+		return nil
 	}
 }

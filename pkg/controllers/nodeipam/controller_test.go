@@ -524,6 +524,8 @@ func TestController_LeavesNoConnectionOpen(t *testing.T) {
 	w.awaitCIDRs("a")
 
 	for range 5 {
+		w.eventually("the reader waits", w.readerClock.HasWaiters)
+
 		asked := len(other.Calls())
 		w.step(w.readerClock, time.Minute)
 		w.eventually("the machine is read again", func() bool { return len(other.Calls()) > asked })

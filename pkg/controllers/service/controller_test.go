@@ -256,7 +256,7 @@ func TestController_InvalidAnnotationChangesNothing(t *testing.T) {
 
 	s.patch("web", `{"metadata":{"annotations":{"talos-ccm.dev/node-selector":"a b"}}}`)
 	s.AwaitEvent("web", service.ReasonInvalidAnnotation, service.AnnotationNodeSelector)
-	s.await("web", "192.0.2.1")
+	assert.Equal(t, []string{"192.0.2.1"}, addresses(s.get("web")))
 
 	s.patch("web", `{"metadata":{"annotations":{"talos-ccm.dev/node-selector":null,"talos-ccm.dev/addresses":"public"}}}`)
 	s.await("web", "192.0.2.1")
