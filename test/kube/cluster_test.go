@@ -139,13 +139,15 @@ func testRequests(t *testing.T, cluster *kube.Cluster) {
 	}
 	core := client(t, cluster.Config()).CoreV1()
 
+	register(t, cluster, kube.NodeSpec{Name: "counted-1"})
+
 	for name, test := range map[string]struct {
 		kind kube.RequestKind
 		send func() error
 	}{
 		"resource": {kube.RequestKind{Verb: "POST", Resource: "nodes", Code: 201}, func() error {
-			register(t, cluster, kube.NodeSpec{Name: "counted-1"})
 			register(t, cluster, kube.NodeSpec{Name: "counted-2"})
+			register(t, cluster, kube.NodeSpec{Name: "counted-3"})
 
 			return nil
 		}},
