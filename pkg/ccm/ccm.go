@@ -1,5 +1,5 @@
-// Package ccm runs talos-ccm: it obtains credentials, runs for leader election and runs the reflector and the
-// controllers while it leads.
+// Package ccm runs talos-ccm: it obtains credentials, takes part in leader election, and runs the reflector and the
+// controllers while it is the leader.
 //
 // It uses the flags and the secure port of k8s.io/cloud-provider, but neither its controllers nor app.Run: that cannot
 // release the lease, exits if the API server is not available yet, and keeps the list of disabled controllers in a

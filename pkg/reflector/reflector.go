@@ -83,7 +83,7 @@ type task struct {
 	cancel    context.CancelFunc // nil if the task was not started
 	done      chan struct{}
 	outage    backoff.Outage // only the goroutine uses it
-	failed    atomic.Bool    // the last attempt to connect
+	failed    atomic.Bool    // whether the last attempt to connect failed
 }
 
 // New returns a Reflector that tracks no Node yet. Machines get the optional facts with the given names.
@@ -148,7 +148,8 @@ func (r *Reflector) FollowNodes(nodes coreinformers.NodeInformer) error {
 	return nil
 }
 
-// nodeUpdated ends or renews the connection to the machine of a Node, if the change of the Node requires it.
+// nodeUpdated untracks a recreated Node, and reconnects if its role has changed, or if it became ready and the last
+// attempt to connect failed.
 func (r *Reflector) nodeUpdated(old, obj any) {
 	before, ok := old.(*corev1.Node)
 	after, isNode := obj.(*corev1.Node)

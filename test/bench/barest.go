@@ -27,8 +27,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
 
-// barest is the least that a controller can do: it watches what talos-ccm watches and writes what talos-ccm writes,
-// and checks nothing.
+// barest is the least that a controller can do: it has as many watches as talos-ccm, writes what talos-ccm writes, and
+// checks nothing.
 type barest struct {
 	client kubernetes.Interface
 	tls    *tls.Config

@@ -495,7 +495,7 @@ func relist(s *steps) (recovery time.Duration, note string) {
 
 	_, starts := s.leader.running()
 
-	return recovery, fmt.Sprintf("Nodes listed again, talos-ccm started %d times", starts)
+	return recovery, fmt.Sprintf("Nodes listed again, talos-ccm was started %d times", starts)
 }
 
 func recreate(s *steps) (recovery time.Duration, note string) {

@@ -20,8 +20,8 @@ func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Mi
 
 var rows = []row{
 	{"initialize all Nodes", "ratio ≤ 1.3", func(r result) float64 { return seconds(r.Initialize) }, "s"},
-	{"requests to Talos per Node until then", "≤ 9", func(r result) float64 { return r.Calls }, ""},
-	{"CPU time until then", "", func(r result) float64 { return seconds(r.CPU) }, "s"},
+	{"requests to Talos per Node", "≤ 9", func(r result) float64 { return r.Calls }, ""},
+	{"CPU time until idle", "", func(r result) float64 { return seconds(r.CPU) }, "s"},
 	{"resident memory", "≤ 60, 200, 900 MiB at 20, 1,000, 5,000", func(r result) float64 { return float64(r.Resident) / (1 << 20) }, "MiB"},
 	{"heap per machine", "≤ 40 KiB", func(r result) float64 { return r.Heap / (1 << 10) / float64(r.Machines) }, "KiB"},
 	{"goroutines per machine", "≤ 9", func(r result) float64 { return r.Goroutines / float64(r.Machines) }, ""},

@@ -54,7 +54,7 @@ func CacheDir(name string) (string, error) {
 
 // Cached returns a folder in the folder kind of the cache. The key changes with everything that the folder is built from.
 // If the folder does not exist, build fills it: once, however many processes ask for it at the same time, and complete or
-// not at all. Old builds are removed. A nil progress is silence.
+// not at all. Old builds are removed. A nil writer discards progress.
 func Cached(ctx context.Context, kind, key string, progress io.Writer, build func(folder string) error) (string, error) {
 	cache, err := CacheDir(kind)
 	if err != nil {

@@ -25,7 +25,7 @@ const (
 )
 
 // Packages runs build, a `go build -v`, and shows how many of the packages it has compiled that list prints, a
-// `go list -deps`. A nil out is silence.
+// `go list -deps`. A nil writer discards it.
 func Packages(out io.Writer, title string, list, build *exec.Cmd) error {
 	var (
 		total, compiled atomic.Int64

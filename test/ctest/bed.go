@@ -17,10 +17,10 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-// Bed is what the tests of a package share.
+// Bed is the test environment that the tests of a package share.
 type Bed struct {
 	Kube *kube.Cluster
-	// Client is an administrator's.
+	// Client has administrator privileges.
 	Client kubernetes.Interface
 	Talos  *talostest.Cluster
 }
@@ -28,10 +28,10 @@ type Bed struct {
 // Main is for TestMain: it starts a control plane and a Talos cluster, calls setup, if any, runs the tests, calls what
 // setup has returned, stops both clusters, and exits.
 func (b *Bed) Main(m *testing.M, options kube.Options, setup func() (stop func(), err error)) {
-	main(m, []*Bed{b}, options, setup)
+	runAndExit(m, []*Bed{b}, options, setup)
 }
 
-func main(m *testing.M, beds []*Bed, options kube.Options, setup func() (stop func(), err error)) {
+func runAndExit(m *testing.M, beds []*Bed, options kube.Options, setup func() (stop func(), err error)) {
 	code, err := run(m, beds, options, setup)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
@@ -92,8 +92,8 @@ func (b *Bed) stop() error {
 	return b.Kube.Stop()
 }
 
-// Suite is a test or benchmark and its bed, whose parts it can replace. Packages embed it in a type with methods of
-// their own.
+// Suite is a test or benchmark with its bed. A test may replace fields of the bed. Packages embed it in a type with
+// methods of their own.
 type Suite struct {
 	testing.TB
 	*Bed
@@ -143,7 +143,7 @@ func (p *Pool) Main(m *testing.M, options kube.Options, size int, setup func() (
 		p.beds <- b
 	}
 
-	main(m, beds, options, setup)
+	runAndExit(m, beds, options, setup)
 }
 
 // NewSuite returns the suite of a parallel test, which has a bed for itself.

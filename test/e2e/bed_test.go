@@ -133,7 +133,7 @@ func processesOf(id string) ([]string, error) {
 	return found, nil
 }
 
-// names tells whether a file of a process that is still there has a word in it.
+// names reports whether a file in /proc contains a word.
 func names(file, word string) bool {
 	content, err := os.ReadFile(file)
 

@@ -16,7 +16,7 @@ const (
 
 // StopAPIServer stops the API server as a restart of its machine would: its port refuses connections until
 // [Cluster.StartAPIServer]. An API server does not end by itself while clients watch, and is killed after five seconds,
-// or as soon as ctx is done: a shorter deadline makes a shorter stop. Stopping a stopped one is fine.
+// or as soon as ctx is done: a shorter deadline makes a shorter stop. It does nothing if the API server is stopped.
 func (c *Cluster) StopAPIServer(ctx context.Context) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -26,7 +26,7 @@ func (c *Cluster) StopAPIServer(ctx context.Context) {
 }
 
 // StartAPIServer starts a stopped API server again, on the same port and with the same data and certificates, and waits
-// until it serves. Starting one that runs is fine. If kube-controller-manager has exited, it is restarted, as a kubelet
+// until it serves. It does nothing if the API server runs. If kube-controller-manager has exited, it is restarted, as a kubelet
 // would.
 func (c *Cluster) StartAPIServer(ctx context.Context) error {
 	c.mu.Lock()

@@ -42,9 +42,9 @@ func Assets(ctx context.Context, progress io.Writer) (string, error) {
 	return AssetsOf(ctx, KubernetesVersion, progress)
 }
 
-// AssetsOf is the folder with the executables of the components of a version, by their names: the one that
+// AssetsOf returns the folder with the executables of the components of a version, by their names: the one that
 // KUBEBUILDER_ASSETS names, or else a folder of the cache, which is filled first if need be. Such a build takes minutes,
-// shows its progress (nil: silence), and happens once, however many processes ask for it at the same time.
+// reports its progress unless that is nil, and happens once, however many processes ask for it at the same time.
 func AssetsOf(ctx context.Context, version string, progress io.Writer) (string, error) {
 	if folder := os.Getenv(assetsEnv); folder != "" {
 		return folder, checkAssets(folder)

@@ -28,7 +28,7 @@ type Options struct {
 	// LogDir is where the components' logs go, to be kept after the cluster was stopped. It is created if missing. If
 	// empty, logs live and die with the cluster's temporary folder.
 	LogDir string
-	// Progress receives lines for a human while components are built and started. Nil means silence.
+	// Progress receives lines for a human while components are built and started. A nil writer discards it.
 	Progress io.Writer
 	// APIServerFlags are appended to kube-apiserver's flags, where a later flag overrides an earlier one.
 	APIServerFlags []string
@@ -205,7 +205,7 @@ func (c *Cluster) startEtcd() (err error) {
 	return err
 }
 
-// report writes a line for a human. A nil writer is silence.
+// report writes a line for a human. A nil writer discards it.
 func report(w io.Writer, format string, args ...any) {
 	if w != nil {
 		fmt.Fprintf(w, format+"\n", args...)

@@ -19,8 +19,8 @@ const (
 	clientBurst = 4000
 )
 
-// Config is an administrator's: a client certificate of group system:masters, and no noticeable rate limit. It is the
-// caller's own copy.
+// Config returns a copy of the administrator's configuration: a client certificate of group system:masters, with a high
+// rate limit.
 func (c *Cluster) Config() *rest.Config {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -28,8 +28,8 @@ func (c *Cluster) Config() *rest.Config {
 	return c.config(c.pki.admin)
 }
 
-// UserConfig is that of a client certificate for the user and the groups, for example system:node:a and system:nodes to
-// act as the kubelet of Node a. RBAC decides what it may do.
+// UserConfig returns a configuration with a client certificate for the user and groups, such as system:node:a and
+// system:nodes to act as the kubelet of Node a. RBAC decides what it may do.
 func (c *Cluster) UserConfig(user string, groups ...string) (*rest.Config, error) {
 	pair, err := c.pki.issueClient(user, groups...)
 	if err != nil {
@@ -39,7 +39,7 @@ func (c *Cluster) UserConfig(user string, groups ...string) (*rest.Config, error
 	return c.CertificateConfig(pair.CrtPEM, pair.KeyPEM), nil
 }
 
-// KubeletConfig is for requests of the kubelet of a Node: user system:node:<nodename> of group system:nodes. The user is
+// KubeletConfig returns the configuration of a Node's kubelet: user system:node:<nodename> of group system:nodes. The user is
 // impersonated by the administrator: all kubelets of a cluster, thousands as well, share one connection.
 func (c *Cluster) KubeletConfig(nodename string) *rest.Config {
 	config := c.Config()
@@ -50,7 +50,7 @@ func (c *Cluster) KubeletConfig(nodename string) *rest.Config {
 	return config
 }
 
-// TokenConfig is that of a bearer token.
+// TokenConfig returns a configuration with a bearer token.
 func (c *Cluster) TokenConfig(token string) *rest.Config {
 	config := rest.AnonymousClientConfig(c.Config())
 	config.BearerToken = token
@@ -81,17 +81,17 @@ func (c *Cluster) adminClient() (kubernetes.Interface, error) {
 	return kubernetes.NewForConfig(c.config(c.pki.admin))
 }
 
-// CA is the PEM certificate of the authority that signed the API server's certificate: what a client must trust.
+// CA returns the PEM certificate of the authority that signed the API server's certificate: what a client must trust.
 func (c *Cluster) CA() []byte { return c.Config().CAData }
 
-// ClientCA is the PEM certificate of the authority that signs client certificates and the kubelets' serving certificates.
+// ClientCA returns the PEM certificate of the authority that signs client certificates and the kubelets' serving certificates.
 func (c *Cluster) ClientCA() []byte { return c.pki.clients.CrtPEM }
 
-// Kubeconfig is [Cluster.Config] as the content of a kubeconfig file, with everything embedded.
+// Kubeconfig returns [Cluster.Config] as a kubeconfig with embedded certificates.
 func (c *Cluster) Kubeconfig() []byte { return Kubeconfig(c.Config()) }
 
-// Kubeconfig is the content of a kubeconfig file that says the same as a config of this package. Other configs lose what
-// is not a server, a CA, and a client certificate or a token, all as data.
+// Kubeconfig returns a configuration of this package as a kubeconfig. Only the server, the CA, and the client certificate
+// or token are kept.
 func Kubeconfig(config *rest.Config) []byte {
 	encode := base64.StdEncoding.EncodeToString
 

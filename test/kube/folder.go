@@ -49,7 +49,7 @@ func newFolder(logDir string) (*folder, error) {
 
 func (f *folder) path(name string) string { return filepath.Join(f.root, name) }
 
-// remove deletes the folder. A nil or removed folder is fine.
+// remove deletes the folder. It does nothing for a nil or removed folder.
 func (f *folder) remove() error {
 	if f == nil || f.remover.ProcessState != nil {
 		return nil

@@ -94,8 +94,8 @@ func (c *Cluster) StartKubelet(ctx context.Context, spec KubeletSpec) (*Kubelet,
 // PID is the process id of the kubelet.
 func (k *Kubelet) PID() int { return k.process.PID() }
 
-// Stop ends the kubelet and removes its files. Its Node stays, as that of a machine that was switched off. Stopping a
-// stopped one is fine.
+// Stop ends the kubelet and removes its files. Its Node stays, as that of a machine that was switched off. It
+// does nothing if the kubelet has ended.
 func (k *Kubelet) Stop() error {
 	k.cluster.mu.Lock()
 	k.cluster.kubelets = slices.DeleteFunc(k.cluster.kubelets, func(other *Kubelet) bool { return other == k })

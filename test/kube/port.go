@@ -48,7 +48,7 @@ func (p *Port) bind() error {
 	return err
 }
 
-// Release gives the port back. A nil or released port is fine.
+// Release gives the port back. It does nothing for a nil or released port.
 func (p *Port) Release() {
 	if p != nil && p.socket >= 0 {
 		_ = unix.Close(p.socket)

@@ -14,7 +14,6 @@ import (
 
 	"github.com/siderolabs/talos/pkg/machinery/api/machine"
 	"github.com/siderolabs/talos/pkg/machinery/client"
-	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -38,7 +37,7 @@ const (
 	folderMessage    = "Talos test bed: folder"
 )
 
-// Options say what the machines of a bed are to be like.
+// Options configures a bed.
 type Options struct {
 	// Extension is the folder of an unpacked extension image, which is installed on every machine: manifest.yaml, and rootfs with a service
 	// specification in usr/local/etc/containers and its files below usr/local/lib/containers.
@@ -48,7 +47,7 @@ type Options struct {
 	ControlPlanePatches []string
 	// LogDir keeps the consoles of the machines. Empty: they are removed with the bed.
 	LogDir string
-	// Progress is called with what is being waited for; may be nil.
+	// Progress receives progress messages; nil discards them.
 	Progress io.Writer
 }
 
@@ -130,19 +129,16 @@ func (b *Bed) ID() string { return b.id }
 // Dir is the bed's folder.
 func (b *Bed) Dir() string { return b.dir }
 
-// Phases tells how long each part of Up took.
+// Phases returns the duration of each step of Up.
 func (b *Bed) Phases() []Phase { return b.phases }
 
-// Release is the Talos and the Kubernetes of the machines.
+// Release returns the Talos and Kubernetes versions of the machines.
 func (b *Bed) Release() Release { return b.source.Release }
 
 // Machines are all machines of the bed.
 func (b *Bed) Machines() []*Machine { return b.machines }
 
-// Talosconfig is an admin's, with the control plane as endpoint. It is of use only from within the bridge's network.
-func (b *Bed) Talosconfig() *clientconfig.Config { return b.configs.talosconfig }
-
-// Kubeconfig is an admin's. It is of use only from within the bridge's network.
+// Kubeconfig returns an admin kubeconfig. It works only from the network of the bridge.
 func (b *Bed) Kubeconfig() []byte { return b.kubeconfig }
 
 // DialContext connects from the bridge, which is where a neighbor of the machines would be. Addresses are literals.
@@ -150,7 +146,7 @@ func (b *Bed) DialContext(ctx context.Context, network, address string) (net.Con
 	return b.bridge.Dial(ctx, network, address)
 }
 
-// RESTConfig is an admin's, and dials from the bridge: it works in this process.
+// RESTConfig returns an admin configuration that dials from the bridge, so it works in this process.
 func (b *Bed) RESTConfig() (*rest.Config, error) {
 	config, err := clientcmd.RESTConfigFromKubeConfig(b.kubeconfig)
 	if err != nil {
@@ -375,7 +371,7 @@ func (m *Machine) downError() error {
 	return fmt.Errorf("machine %s has gone down, its console ends with:%s", m.name, said.String())
 }
 
-// eventually tries until there is no error any more. A failure to come to that names the last one.
+// eventually repeats try until it succeeds or ctx ends; the error then contains the last one.
 func eventually(ctx context.Context, attempt string, try func(context.Context) error) error {
 	const patience = 10 * time.Second
 
@@ -396,7 +392,7 @@ func eventually(ctx context.Context, attempt string, try func(context.Context) e
 	return nil
 }
 
-// Down removes the bed: machines, networks, cgroups, files. It may be called more than once, and reports what would not go.
+// Down removes the bed: machines, networks, cgroups, files. It can be called more than once.
 func (b *Bed) Down() error {
 	var errs []error
 

@@ -72,7 +72,7 @@ func delegateControllers(root string) {
 	}
 }
 
-// limited tells whether the cgroup lacks a controller that Talos would set limits with.
+// limited reports whether the cgroup lacks a controller that Talos sets limits with.
 func (c cgroup) limited() bool {
 	list, err := os.ReadFile(filepath.Join(string(c), "cgroup.controllers"))
 	if err != nil {

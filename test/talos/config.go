@@ -56,8 +56,8 @@ endpoints:
 skipFallback: true
 `
 
-// controlPlanePatch leaves out what only a cluster with a pod network could run. The API server would wait for those who watch as long as it may, and a
-// machine that goes down waits for the API server.
+// controlPlanePatch disables what requires a pod network, and shortens the API server's wait for open watches, which
+// would delay a shutdown.
 const controlPlanePatch = `
 cluster:
   apiServer:
@@ -72,7 +72,7 @@ cluster:
     disabled: true
 `
 
-// configs are what the machines boot with, and what opens their doors.
+// configs are the machine configurations and the talosconfig.
 type configs struct {
 	controlPlane, worker config.Provider
 	talosconfig          *clientconfig.Config

@@ -12,7 +12,7 @@ import (
 	"time"
 )
 
-// powerOnMarker is what a chassis prints before a machine's first own word.
+// powerOnMarker is the first line that a chassis prints at each boot.
 const powerOnMarker = "chassis: power on"
 
 // Line is a line of a machine's console.
@@ -24,10 +24,10 @@ type Line struct {
 
 func (l Line) String() string { return fmt.Sprintf("[%9.3fs] %s", l.Since.Seconds(), l.Text) }
 
-// Mark is a place on a console: after what had been printed when it was taken.
+// Mark is a position in the console output.
 type Mark int
 
-// Console is what a machine has printed. It is the only witness where the machine cannot be reached.
+// Console is the output of a machine. It is available even if the network of the machine is down.
 type Console struct {
 	out io.Writer
 
@@ -75,7 +75,7 @@ func (c *Console) add(text string) {
 	c.changed = make(chan struct{})
 }
 
-// PowerOn is the place where the present boot begins.
+// PowerOn returns the position where the current boot starts.
 func (c *Console) PowerOn() Mark {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -102,7 +102,7 @@ func (c *Console) booted(ctx context.Context, boots int) error {
 	}
 }
 
-// Now is the place after the last line.
+// Now returns the position after the last line.
 func (c *Console) Now() Mark {
 	c.mu.Lock()
 	defer c.mu.Unlock()

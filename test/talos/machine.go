@@ -20,8 +20,8 @@ import (
 const (
 	// diskSize bounds what a machine may store: images, logs, etcd. It is memory.
 	diskSize = "2g"
-	// deafNameserver is an address that refuses questions at once. Loopback will not do: Talos's own host DNS is there.
-	deafNameserver = "10.77.0.1"
+	// unusedNameserver refuses queries immediately. It is not a loopback address, where the host DNS of Talos listens.
+	unusedNameserver = "10.77.0.1"
 )
 
 // LinkState says whether a machine's cable is plugged in.
@@ -86,18 +86,19 @@ func (m *Machine) PowerOn(ctx context.Context) error {
 		return m.named("switch on", err)
 	}
 
-	// The chassis tells of a boot here and on the console. Who looks at the console now must not find the boot before.
+	// The console may report the boot later than the chassis. Wait for it, so that callers do not read the output of the
+	// previous boot.
 	state, _ := m.chassis.state()
 
 	return m.named("switch on", m.console.booted(ctx, state.boots))
 }
 
-// PowerOff pulls the plug. What the machine has on its disk stays: its identity, configuration, etcd, images.
+// PowerOff switches the machine off without a shutdown. Its disk is kept: identity, configuration, etcd, images.
 func (m *Machine) PowerOff(ctx context.Context) error {
 	return m.named("switch off", m.chassis.command(ctx, "off", func(p power) bool { return p.pid == 0 }))
 }
 
-// PowerCycle switches the machine off and on, as hard as can be.
+// PowerCycle switches the machine off without a shutdown, and on again.
 func (m *Machine) PowerCycle(ctx context.Context) error {
 	if err := m.PowerOff(ctx); err != nil {
 		return err
@@ -158,7 +159,8 @@ func (m *Machine) Install(extension string) error {
 	return m.named("install extension", m.chassis.layer(append(layers, m.base...)))
 }
 
-// SetLink plugs the machine's cable in or out, on the bridge's side: the machine keeps its addresses but loses the carrier.
+// SetLink sets the bridge's end of the machine's veth pair up or down. The machine keeps its addresses but loses the
+// carrier.
 func (m *Machine) SetLink(ctx context.Context, state LinkState) error {
 	return m.named("set link", m.bridge.IP(ctx, []string{"link", "set", port(m.name), string(state)}))
 }
@@ -267,7 +269,7 @@ func (b *Bed) newMachine(ctx context.Context, plan machinePlan) (*Machine, error
 		DiskSize:   diskSize,
 		Layers:     append(layers, m.base...),
 		Cgroup:     string(m.cgroup),
-		Nameserver: deafNameserver,
+		Nameserver: unusedNameserver,
 		UserData:   plan.userData,
 	}, m.network, m.console)
 

@@ -45,7 +45,7 @@ func serveRegistry(listener net.Listener, images []image) *registry {
 	return r
 }
 
-// Push has the machines find an image under its reference, whatever registry that names.
+// Push makes an image available to the machines under its reference, whatever its registry.
 func (b *Bed) Push(ctx context.Context, reference string, index v1.ImageIndex) error {
 	named, err := name.ParseReference(reference)
 	if err != nil {

@@ -44,7 +44,7 @@ type Release struct {
 	Missing string
 }
 
-// Releases returns the releases that the bed can boot: the only list of them.
+// Releases returns all releases that the bed can boot.
 func Releases() []Release {
 	const containerd = "github.com/containerd/containerd/v2=github.com/containerd/containerd/v2@v2.2.5"
 
@@ -72,16 +72,6 @@ func Releases() []Release {
 			Missing: "github.com/jsimonetti/rtnetlink/v2 v2.2.1-0.20260802200809-43bafec815b3",
 		},
 	}
-}
-
-// DefaultRelease is the release that is booted unless TALOS selects another one.
-func DefaultRelease() Release {
-	release, err := findRelease(defaultMinor)
-	if err != nil {
-		panic(err)
-	}
-
-	return release
 }
 
 func findRelease(minor string) (Release, error) {

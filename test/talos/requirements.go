@@ -47,7 +47,7 @@ func runRequirements() []requirement {
 	return []requirement{{"iproute2", program("ip")}}
 }
 
-// finds tells whether the C compiler knows a library: it prints a path then, and else the bare name.
+// finds reports whether the C compiler finds a library: it then prints a path, otherwise only the name.
 func finds(ctx context.Context, library string) bool {
 	out, err := exec.CommandContext(ctx, "gcc", "-print-file-name="+library).Output()
 
@@ -114,7 +114,7 @@ func aptGet(ctx context.Context, arguments ...string) error {
 	return nil
 }
 
-// holds tells whether this process has a capability.
+// holds reports whether this process has a capability.
 func holds(capability int) bool {
 	status, err := os.ReadFile("/proc/self/status")
 	if err != nil {

@@ -41,13 +41,13 @@ func (m *Machine) ServiceState(ctx context.Context, id string) (string, error) {
 	return services[0].Service.GetState(), nil
 }
 
-// serviceLine is how Talos tells the console that a service has come to a state.
+// serviceLine matches the console message for a state change of a service.
 func serviceLine(id, state string) *regexp.Regexp {
 	return regexp.MustCompile(`service\[` + regexp.QuoteMeta(id) + `\]\(` + regexp.QuoteMeta(state) + `\)`)
 }
 
-// ServiceRunning waits, on the console, until a service has come to run in this boot, and returns how long after Talos's own
-// first service (machined) that was. It works where the machine cannot be reached.
+// ServiceRunning waits until the console reports in this boot that a service is running, and returns the time since
+// machined started.
 func (m *Machine) ServiceRunning(ctx context.Context, id string) (time.Duration, error) {
 	boot := m.console.PowerOn()
 
@@ -64,7 +64,7 @@ func (m *Machine) ServiceRunning(ctx context.Context, id string) (time.Duration,
 	return line.Since - machined.Since, nil
 }
 
-// ServiceRunningAgain waits until a service has come to run after a mark on the console.
+// ServiceRunningAgain waits until the console reports after a mark that a service is running.
 func (m *Machine) ServiceRunningAgain(ctx context.Context, id string, after Mark) error {
 	_, err := m.console.Wait(ctx, after, serviceLine(id, StateRunning))
 

@@ -11,8 +11,7 @@ import (
 // talosconfig is the file that scripts find. It is written once: what one script started may read it while the next one starts.
 func (b *Bed) talosconfig() string { return filepath.Join(b.dir, "talosconfig") }
 
-// Shell runs a shell script as a person would who sits next to the machines, and returns what it prints: on the bridge's network, with
-// talosctl and an admin's talosconfig.
+// Shell runs a shell script in the bridge's network, with talosctl and an admin talosconfig, and returns its output.
 func (b *Bed) Shell(ctx context.Context, script string) ([]byte, error) {
 	cmd := exec.CommandContext(ctx, "sh", "-c", script)
 	cmd.Env = append(os.Environ(),

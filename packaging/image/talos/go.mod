@@ -1,4 +1,5 @@
-// This is a module of its own, so that it is none of the main one; what it is built with is in v*.mod.
+// A nested module, so that its requirements are not those of the main module. They are in v1.*.mod, one file per version
+// of Talos.
 module github.com/talos-ccm/talos-ccm/packaging/image/talos
 
 go 1.26.1
