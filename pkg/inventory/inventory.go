@@ -233,7 +233,8 @@ func (i *Inventory) Forget(nodename string) {
 	i.mu.Lock()
 
 	old, known := i.entries[nodename]
-	i.unset(nodename)
+	i.uncount(nodename)
+	delete(i.entries, nodename)
 	i.displaced.Delete(nodename)
 	affected := append(i.reindex(nodename, old, Entry{}), i.reidentify(nodename, old, Entry{})...)
 	i.mu.Unlock()
@@ -294,16 +295,15 @@ func (i *Inventory) update(nodename string, change func(*Entry)) {
 
 // set requires i.mu.
 func (i *Inventory) set(nodename string, entry Entry) {
-	i.unset(nodename)
+	i.uncount(nodename)
 	i.counts[entry.Condition]++
 	i.entries[nodename] = entry
 }
 
-// unset requires i.mu.
-func (i *Inventory) unset(nodename string) {
+// uncount requires i.mu.
+func (i *Inventory) uncount(nodename string) {
 	if old, known := i.entries[nodename]; known {
 		i.counts[old.Condition]--
-		delete(i.entries, nodename)
 	}
 }
 
