@@ -46,6 +46,9 @@ export GOWORK := off
 export GOAMD64 := v1
 export GOARM64 := v8.0
 export GOFIPS140 := off
+export CGO_ENABLED := 0
+# All checkouts share the build cache.
+export GOFLAGS := -trimpath
 unexport GOEXPERIMENT
 
 SHELL := bash
@@ -64,12 +67,15 @@ HELM := $(TOOLS)/helm-$(HELM_VERSION)/helm
 LDFLAGS := -s -w -buildid= -X github.com/talos-ccm/talos-ccm/pkg/version.version=$(TAG)
 
 CLIS := $(ARCHES:%=$(ARTIFACTS)/talos-ccm-darwin-%) $(ARCHES:%=$(ARTIFACTS)/talos-ccm-windows-%.exe)
-go_build = CGO_ENABLED=0 GOFLAGS=-mod=readonly GOOS=$(1) GOARCH=$* $(GO) build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o $@ ./cmd/talos-ccm
+go_build = CGO_ENABLED=0 GOOS=$(1) GOARCH=$* $(GO) build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o $@ ./cmd/talos-ccm
 
 # Directories with Go code, including nested modules.
 SOURCES := cmd extension packaging pkg test
-# Packages whose tests start an API server, or with the argument -v all other packages.
-on_api_server = $(GO) list -f '{{.ImportPath}} {{join .Imports " "}} {{join .TestImports " "}} {{join .XTestImports " "}}' ./... | grep $(1) '/test/kube' | cut -d' ' -f1
+# Packages whose tests start an API server, and packages that test concurrent code of the product; with the argument -v, all
+# other packages.
+packages = $(GO) list -f '{{.ImportPath}} {{join .Imports " "}} tests: {{join .TestImports " "}} {{join .XTestImports " "}}' ./... | grep -E $(1) | cut -d' ' -f1
+on_api_server = $(call packages,$(1) '/test/kube')
+concurrent = $(call packages,$(1) '^[^ ]*/(cmd|pkg)/.*( sync(/atomic)? .*tests:|/test/(kube|ctest))|/pkg/internal/|/test/simulation ')
 
 .PHONY: help
 help: ## Show this help.
@@ -94,9 +100,9 @@ $(ARCHES:%=$(ARTIFACTS)/talos-ccm-windows-%.exe): $(ARTIFACTS)/talos-ccm-windows
 
 .PHONY: image
 image: build sbom ## Build the images of the extension and for pods as OCI layouts in _out.
-	$(GO) run ./packaging/cmd/image pack -version $(TAG) -revision '$(REVISION)' -output $(ARTIFACTS)/oci -pod-output $(ARTIFACTS)/oci-pod \
+	$(GO) run ./packaging/cmd/image -layouts $(ARTIFACTS) -version $(TAG) -revision '$(REVISION)' \
 		$(foreach arch,$(ARCHES),$(arch)=$(ARTIFACTS)/talos-ccm-linux-$(arch))
-	@echo "$$(CGO_ENABLED=0 GOOS=linux $(GO) list -deps ./cmd/talos-ccm | wc -l) Go packages in the binary"
+	@echo "$$(GOOS=linux $(GO) list -deps ./cmd/talos-ccm | wc -l) Go packages in the binary"
 
 .PHONY: installer
 installer: image ## Build installer images, and push them: make installer TALOS=v1.13.5 [EXTENSIONS='image …'] [INSTALLER=host/repository:tag].
@@ -120,15 +126,17 @@ chart: $(HELM) ## Package the Helm chart, and render it as manifests, in _out: m
 	$(HELM) template talos-ccm $(ARTIFACTS)/chart/talos-ccm --namespace kube-system >$(ARTIFACTS)/chart/talos-ccm.yaml
 
 .PHONY: push
-push: $(if $(CHART_REF),$(HELM)) ## Push images, or the chart: make push [REF=host/repository:tag] [POD_REF=host/repository:tag] [CHART_REF=host/folder].
+push: $(if $(CHART_REF),$(HELM)) ## Push images, or the chart: make push [REF=host/repository:tag] [POD_REF=host/repository:tag] [CHART_REF=host/repository].
 	@[ -n '$(REF)$(POD_REF)$(CHART_REF)' ] || { echo 'REF, POD_REF or CHART_REF is required: make push REF=host/repository:tag'; exit 1; }
-	@[ -z '$(REF)' ] || $(GO) run ./packaging/cmd/image push $(ARTIFACTS)/oci '$(REF)'
-	@[ -z '$(POD_REF)' ] || $(GO) run ./packaging/cmd/image push $(ARTIFACTS)/oci-pod '$(POD_REF)'
+	@for ref in '$(REF)' '$(POD_REF)'; do [[ -z $$ref || $$ref =~ ^[^/]*[.:][^/]*/.+:[^/]+$$ ]] || { echo "$$ref: want host/repository:tag"; exit 1; }; done
+	@for layout in $(if $(REF),oci) $(if $(POD_REF),oci-pod); do [ -e $(ARTIFACTS)/$$layout/oci-layout ] || { echo "No image in $(ARTIFACTS)/$$layout, run make image"; exit 1; }; done
+	@[ -z '$(REF)' ] || $(GO) tool crane push --index $(ARTIFACTS)/oci '$(REF)'
+	@[ -z '$(POD_REF)' ] || $(GO) tool crane push --index $(ARTIFACTS)/oci-pod '$(POD_REF)'
 	@[ -z '$(CHART_REF)' ] || $(HELM) push $(HELM_FLAGS) $(ARTIFACTS)/chart/talos-ccm-*.tgz 'oci://$(CHART_REF)' | sed -n 's|^Digest: |$(CHART_REF)/talos-ccm@|p'
 
 .PHONY: sbom
 sbom: build ## Write the SBOM of all Go modules to _out.
-	$(GO) run ./packaging/cmd/image sbom -version $(TAG) -output $(ARTIFACTS)/talos-ccm.spdx.json $(ARCHES:%=$(ARTIFACTS)/talos-ccm-linux-%)
+	$(GO) run ./packaging/cmd/image -sbom $(ARTIFACTS)/talos-ccm.spdx.json -version $(TAG) $(ARCHES:%=$(ARTIFACTS)/talos-ccm-linux-%)
 
 .PHONY: kube-assets
 kube-assets: ## Build the Kubernetes components for tests, unless cached or set in KUBEBUILDER_ASSETS.
@@ -164,9 +172,12 @@ unit: $(HELM) ## Run the tests that do not need an API server.
 integration: kube-assets $(HELM) ## Run the tests that need an API server.
 	$(GO) test -timeout $(TEST_TIMEOUT) $$($(call on_api_server,))
 
+# Packages that mostly wait start first. The linters include go vet.
 .PHONY: race
-race: kube-assets compiler $(HELM) ## Run unit and integration tests with the race detector.
-	CGO_ENABLED=1 $(GO) test -race -count=1 -p $(TEST_PACKAGES) -timeout $(TEST_TIMEOUT) -exec '$(CURDIR)/.ci/quiet' ./...
+race: kube-assets compiler $(HELM) ## Run unit and integration tests, concurrent code with the race detector.
+	$(GO) test -vet=off -count=1 -p $(TEST_PACKAGES) -timeout $(TEST_TIMEOUT) -exec '$(CURDIR)/.ci/quiet' $$($(call concurrent,-v) | sort -r)
+	CGO_ENABLED=1 $(GO) test -vet=off -race -count=1 -p $(TEST_PACKAGES) -timeout $(TEST_TIMEOUT) -exec '$(CURDIR)/.ci/quiet' \
+		./pkg/controllers/csrapproval $$($(call concurrent,) | sort -r)
 
 .PHONY: docs
 docs: ## Check all links, commands and YAML blocks in the documentation.
@@ -174,15 +185,17 @@ docs: ## Check all links, commands and YAML blocks in the documentation.
 
 # Build first: without a build cache the build exceeds the timeout of packaging/image, whose tests need the binaries.
 .PHONY: test
-test: lint build $(ARTIFACTS)/talos-ccm-darwin-arm64 $(ARTIFACTS)/talos-ccm-windows-amd64.exe race monitoring-test ## Run the linters and all tests except e2e, with the race detector.
+test: lint build $(ARTIFACTS)/talos-ccm-darwin-arm64 $(ARTIFACTS)/talos-ccm-windows-amd64.exe race monitoring-test ## Run the linters and all tests except e2e; concurrent code with the race detector.
 
 .PHONY: histories
-histories: ## Run a thousand random histories against the lifecycle controller, and against the node and IPAM controllers.
+histories: kube-assets ## Run a thousand random histories against the lifecycle controller, and against the node and IPAM controllers.
 	$(GO) test -count=1 -v -timeout $(TEST_TIMEOUT) -run 'RandomHistories$$' ./pkg/controllers/lifecycle ./test/simulation -histories 1000
+	$(GO) test -count=1 -v -timeout $(TEST_TIMEOUT) -run NeitherAllocatesTwiceNorLeaks ./pkg/controllers/nodeipam -schedules 1000
 
 .PHONY: e2e
 e2e: ## Run talos-ccm on two Talos machines with kubelets, and its load balancers with kube-proxy: make e2e [TALOS=1.13] [TALOS_SOURCE=checkout]; requires root.
-	@.ci/packages nft=nftables iptables=iptables
+	@.ci/packages nft=nftables iptables=iptables ip=iproute2
+	@pkg-config --exists libseccomp 2>/dev/null || .ci/packages gcc libc6-dev pkg-config libseccomp-dev
 	$(GO) run ./test/talos/cmd/talos-assets
 	$(GO) test -tags e2e -v -count=1 -p 2 -timeout $(E2E_TIMEOUT) ./test/loadbalancer ./test/e2e
 
@@ -198,8 +211,8 @@ monitoring-test: ## Check the alerts and the dashboard against the exported metr
 
 .PHONY: fuzz
 fuzz: ## Run the fuzz tests: make fuzz [FUZZTIME=10s] [FUZZ=regexp of directory and name].
-	@grep -roE '^func Fuzz\w+' --include='*_test.go' cmd pkg | sed -E 's|^(.*)/[^/]*:func |./\1 |' | grep -E '$(FUZZ)' | sort | while read -r folder name; do \
-		$(GO) test -run '^$$' -fuzz "^$$name\$$" -fuzztime $(FUZZTIME) "$$folder"; \
+	@grep -roE '^func Fuzz\w+' --include='*_test.go' cmd pkg | sed -E 's|^(.*)/[^/]*:func |./\1 |' | grep -E '$(FUZZ)' | sort | while read -r dir name; do \
+		$(GO) test -run '^$$' -fuzz "^$$name\$$" -fuzztime $(FUZZTIME) "$$dir"; \
 	done
 
 .PHONY: bench
@@ -214,7 +227,7 @@ bench-smoke: ## Run the benchmark with a few machines, to test it.
 .PHONY: faults
 faults: kube-assets ## Run talos-ccm through faults and audit every write: make faults [MACHINES=300] [FAULT=text].
 	$(GO) build -o $(ARTIFACTS)/bench ./test/bench
-	$(ARTIFACTS)/bench -machines $(or $(MACHINES),1000) -faults $(or $(FAULT),all)
+	$(ARTIFACTS)/bench -machines $(or $(MACHINES),1000) -faults '$(or $(FAULT),all)'
 
 .PHONY: soak
 soak: kube-assets ## Change machines and watch memory and connections: make soak [MACHINES=300] [DURATION=10m] [BENCHFLAGS=-help].
@@ -260,16 +273,16 @@ compiler:
 
 $(GOLANGCI_LINT):
 	@echo "Building golangci-lint $(GOLANGCI_LINT_VERSION)"
-	@cd / && CGO_ENABLED=0 GOFLAGS= GOBIN=$(@D) $(GO) install -trimpath github.com/golangci/golangci-lint/v2/cmd/golangci-lint@$(GOLANGCI_LINT_VERSION)
+	@cd / && GOFLAGS=-trimpath GOBIN=$(@D) $(GO) install github.com/golangci/golangci-lint/v2/cmd/golangci-lint@$(GOLANGCI_LINT_VERSION)
 
 $(GOFUMPT):
 	@echo "Building gofumpt $(GOFUMPT_VERSION)"
-	@cd / && CGO_ENABLED=0 GOFLAGS= GOBIN=$(@D) $(GO) install -trimpath mvdan.cc/gofumpt@$(GOFUMPT_VERSION)
+	@cd / && GOFLAGS=-trimpath GOBIN=$(@D) $(GO) install mvdan.cc/gofumpt@$(GOFUMPT_VERSION)
 
 $(HELM):
 	@echo "Building Helm $(HELM_VERSION)"
-	@cd / && CGO_ENABLED=0 GOFLAGS= GOBIN=$(@D) $(GO) install -trimpath helm.sh/helm/v4/cmd/helm@$(HELM_VERSION)
+	@cd / && GOFLAGS=-trimpath GOBIN=$(@D) $(GO) install helm.sh/helm/v4/cmd/helm@$(HELM_VERSION)
 
 $(ACTIONLINT):
 	@echo "Building actionlint $(ACTIONLINT_VERSION)"
-	@cd / && CGO_ENABLED=0 GOFLAGS= GOBIN=$(@D) $(GO) install -trimpath github.com/rhysd/actionlint/cmd/actionlint@$(ACTIONLINT_VERSION)
+	@cd / && GOFLAGS=-trimpath GOBIN=$(@D) $(GO) install github.com/rhysd/actionlint/cmd/actionlint@$(ACTIONLINT_VERSION)

@@ -3,21 +3,21 @@
 package image
 
 import (
-	"archive/tar"
-	"errors"
+	"context"
 	"fmt"
-	"io"
 	"io/fs"
 	"os"
+	"os/exec"
 	"path"
-	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
 	"time"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/match"
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"github.com/google/go-containerregistry/pkg/v1/partial"
 	"github.com/siderolabs/talos/pkg/machinery/extensions"
 	"go.yaml.in/yaml/v4"
 
@@ -107,71 +107,51 @@ func (r Release) manifest() ([]byte, error) {
 	return encoded, nil
 }
 
-// withFolders returns the directories of files, then files. Parents precede their children, because Talos does not
+// withDirectories returns the directories of files, then files. Parents precede their children, because Talos does not
 // create parents when it unpacks.
-func withFolders(files []File) []File {
-	var folders []string
+func withDirectories(files []File) []File {
+	var directories []string
 
 	for _, f := range files {
 		for dir := path.Dir(f.Path); dir != "."; dir = path.Dir(dir) {
-			folders = append(folders, dir)
+			directories = append(directories, dir)
 		}
 	}
 
-	slices.Sort(folders)
+	slices.Sort(directories)
 
 	var all []File
-	for _, dir := range slices.Compact(folders) {
+	for _, dir := range slices.Compact(directories) {
 		all = append(all, File{dir, fs.ModeDir | executable, nil})
 	}
 
 	return append(all, files...)
 }
 
-// Write writes files to an existing directory, with the same modes as in the image. It keeps other files.
-func Write(dir string, files []File) error {
-	for _, f := range withFolders(files) {
-		name := filepath.Join(dir, filepath.FromSlash(f.Path))
+// Unpack unpacks the only image for an architecture into a directory, with the modes of its files.
+func Unpack(index v1.ImageIndex, arch, dir string) error {
+	images, err := partial.FindImages(index, match.Platforms(v1.Platform{OS: "linux", Architecture: arch}))
+	if err != nil {
+		return fmt.Errorf("find image for %s: %w", arch, err)
+	}
 
-		var err error
-		if f.Mode.IsDir() {
-			err = os.MkdirAll(name, f.Mode)
-		} else {
-			err = os.WriteFile(name, f.Content, f.Mode)
-		}
+	if len(images) != 1 {
+		return fmt.Errorf("find image for %s: there are %d", arch, len(images))
+	}
 
-		if err := errors.Join(err, os.Chmod(name, f.Mode)); err != nil {
-			return fmt.Errorf("write image files: %w", err)
-		}
+	if err := os.MkdirAll(dir, executable); err != nil {
+		return fmt.Errorf("unpack image: %w", err)
+	}
+
+	content := mutate.Extract(images[0])
+	defer content.Close() //nolint:errcheck // read-only
+
+	cmd := exec.CommandContext(context.Background(), "tar", "-xp", "-C", dir)
+	cmd.Stdin = content
+
+	if output, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("unpack image: %w\n%s", err, output)
 	}
 
 	return nil
-}
-
-// Unpack returns the files of an image without its directories.
-func Unpack(img v1.Image) (files []File, err error) {
-	content := mutate.Extract(img)
-	defer content.Close() //nolint:errcheck // read-only
-
-	for r := tar.NewReader(content); ; {
-		header, err := r.Next()
-		if errors.Is(err, io.EOF) {
-			return files, nil
-		}
-
-		if err != nil {
-			return nil, fmt.Errorf("unpack image: %w", err)
-		}
-
-		if header.Typeflag == tar.TypeDir {
-			continue
-		}
-
-		content, err := io.ReadAll(r)
-		if err != nil {
-			return nil, fmt.Errorf("unpack %s: %w", header.Name, err)
-		}
-
-		files = append(files, File{header.Name, header.FileInfo().Mode(), content})
-	}
 }

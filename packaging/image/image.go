@@ -118,7 +118,7 @@ func archive(files []File, created time.Time) ([]byte, error) {
 
 	w := tar.NewWriter(&buffer)
 
-	for _, f := range withFolders(files) {
+	for _, f := range withDirectories(files) {
 		header := tar.Header{
 			Typeflag: tar.TypeReg, Name: f.Path, Mode: int64(f.Mode.Perm()), Size: int64(len(f.Content)), ModTime: created.UTC(), Format: tar.FormatUSTAR,
 		}

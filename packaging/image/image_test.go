@@ -8,8 +8,6 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
-	"log"
-	"net/http/httptest"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -18,12 +16,9 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/google/go-containerregistry/pkg/crane"
-	"github.com/google/go-containerregistry/pkg/name"
-	"github.com/google/go-containerregistry/pkg/registry"
 	v1 "github.com/google/go-containerregistry/pkg/v1"
-	"github.com/google/go-containerregistry/pkg/v1/remote"
-	"github.com/google/go-containerregistry/pkg/v1/validate"
+	"github.com/google/go-containerregistry/pkg/v1/empty"
+	"github.com/google/go-containerregistry/pkg/v1/layout"
 	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/siderolabs/talos/pkg/machinery/extensions"
 	"github.com/siderolabs/talos/pkg/machinery/extensions/services"
@@ -38,6 +33,8 @@ import (
 // maxCompressed bounds the size of an image in bytes. To find the cause of an increase, run go tool nm -size on an
 // unstripped binary.
 const maxCompressed = 25_000_000
+
+const specPath = "rootfs/usr/local/etc/containers/talos-ccm.yaml"
 
 // listings has a line for every file of an image: type, mode, owner, path and link target.
 var listings = map[string]string{"extension": `
@@ -105,15 +102,22 @@ func layer(t *testing.T, img v1.Image) []byte {
 
 // These checks are stricter than those of Talos: unknown keys, dependencies, and a root file system without libraries.
 func TestImage_ExtensionIsValid(t *testing.T) {
-	eachImage(t, read(t, makeOnce(t)["extension"]), func(t *testing.T, arch string, img v1.Image) {
-		files, err := image.Unpack(img)
-		require.NoError(t, err)
+	index := read(t, makeOnce(t)["extension"])
 
-		checkManifest(t, files[0].Content)
-		checkSpec(t, files[1].Content)
-		checkBinary(t, files[2].Content, arch)
+	eachImage(t, index, func(t *testing.T, arch string, _ v1.Image) {
+		dir := unpack(t, index, arch)
+		content := func(name string) []byte {
+			content, err := os.ReadFile(filepath.Join(dir, name))
+			require.NoError(t, err)
 
-		bill, err := spdxjson.Read(bytes.NewReader(files[3].Content))
+			return content
+		}
+
+		checkManifest(t, content("manifest.yaml"))
+		checkSpec(t, content(specPath))
+		checkBinary(t, content("rootfs/usr/local/lib/containers/talos-ccm/talos-ccm"), arch)
+
+		bill, err := spdxjson.Read(bytes.NewReader(content("rootfs/usr/local/share/spdx/talos-ccm.spdx.json")))
 		require.NoError(t, err)
 		require.Len(t, bill.Packages, 1)
 		assert.Equal(t, "talos-ccm "+version, bill.Packages[0].PackageName+" "+bill.Packages[0].PackageVersion)
@@ -221,7 +225,9 @@ func configOf(t *testing.T, img v1.Image) *v1.ConfigFile {
 }
 
 func TestImage_PodImageRunsAsNobody(t *testing.T) {
-	eachImage(t, read(t, makeOnce(t)["pod"]), func(t *testing.T, arch string, img v1.Image) {
+	index := read(t, makeOnce(t)["pod"])
+
+	eachImage(t, index, func(t *testing.T, arch string, img v1.Image) {
 		config := configOf(t, img).Config
 		assert.Equal(t, []string{"/talos-ccm"}, config.Entrypoint)
 		assert.Equal(t, "65532:65532", config.User)
@@ -231,13 +237,22 @@ func TestImage_PodImageRunsAsNobody(t *testing.T) {
 			return
 		}
 
-		files, err := image.Unpack(img)
-		require.NoError(t, err)
-
-		output, err := exec.CommandContext(t.Context(), filepath.Join(layOut(t, files), "talos-ccm"), "--version").CombinedOutput()
+		output, err := exec.CommandContext(t.Context(), filepath.Join(unpack(t, index, arch), "talos-ccm"), "--version").CombinedOutput()
 		assert.NoError(t, err)
 		assert.Equal(t, "talos-ccm v"+version+"\n", string(output))
 	})
+}
+
+func TestWriteLayout_RefusesOtherDirectory(t *testing.T) {
+	dir := t.TempDir()
+	precious := filepath.Join(dir, "precious")
+	require.NoError(t, os.WriteFile(precious, nil, 0o600))
+
+	for _, dir := range []string{dir, precious} {
+		assert.ErrorContains(t, image.WriteLayout(dir, empty.Index), dir)
+	}
+
+	assert.FileExists(t, precious)
 }
 
 func TestImage_IsReproducible(t *testing.T) {
@@ -255,96 +270,34 @@ func TestImage_IsReproducible(t *testing.T) {
 	output, err := copied.CombinedOutput()
 	require.NoError(t, err, string(output))
 
-	second, err := makeImage(elsewhere, filepath.Join(elsewhere, "else", "where"), "077", "TZ=Pacific/Kiritimati", "LC_ALL=C", "LANG=tr_TR.UTF-8",
+	// Another image is replaced.
+	out := filepath.Join(elsewhere, "else", "where")
+	_, err = layout.Write(filepath.Join(out, "oci"), empty.Index)
+	require.NoError(t, errors.Join(err, os.WriteFile(filepath.Join(out, "oci", "old"), nil, 0o600)))
+
+	_, err = makeImage(elsewhere, out, "077", "TZ=Pacific/Kiritimati", "LC_ALL=C", "LANG=tr_TR.UTF-8",
 		"GOFLAGS=-tags=else,where", "GOWORK=", "GOAMD64=v3", "GOARM64=v9.0", "GOFIPS140=latest", "GOEXPERIMENT=nodwarf5")
 	require.NoError(t, err)
 
-	for name := range first {
-		assert.Equal(t, digest(t, second[name]), digest(t, first[name]), name)
+	for _, name := range []string{"oci", "oci-pod", "talos-ccm.spdx.json"} {
+		output, err = exec.CommandContext(t.Context(), "diff", "-r", filepath.Join(first["pod"], "..", name), filepath.Join(out, name)).CombinedOutput()
+		assert.NoError(t, err, string(output))
 	}
-
-	bills := []string{filepath.Join(first["pod"], "../talos-ccm.spdx.json"), filepath.Join(second["pod"], "../talos-ccm.spdx.json")}
-	output, err = exec.CommandContext(t.Context(), "diff", bills[0], bills[1]).CombinedOutput()
-	assert.NoError(t, err, string(output))
 }
 
-func TestWrite_IgnoresUmask(t *testing.T) {
+func TestUnpack_IgnoresUmask(t *testing.T) {
 	defer syscall.Umask(syscall.Umask(0o077))
 
-	folder := layOut(t, []image.File{{Path: "usr/bin/program", Mode: 0o755}, {Path: "usr/text", Mode: 0o644}})
-
-	for name, want := range map[string]fs.FileMode{"usr": fs.ModeDir | 0o755, "usr/bin": fs.ModeDir | 0o755, "usr/bin/program": 0o755, "usr/text": 0o644} {
-		info, err := os.Stat(filepath.Join(folder, name))
-		assert.NoError(t, err)
-		assert.Equal(t, want, info.Mode())
-	}
-}
-
-func TestWriteLayout_ReplacesExistingLayout(t *testing.T) {
-	l := makeOnce(t)
-	dir := filepath.Join(t.TempDir(), "new", "oci")
-
-	for _, from := range []string{l["pod"], l["extension"]} {
-		require.NoError(t, image.WriteLayout(dir, read(t, from)))
-	}
-
-	// Blobs of the former layout would be visible.
-	output, err := exec.CommandContext(t.Context(), "diff", "-r", l["extension"], dir).CombinedOutput()
-	assert.NoError(t, err, string(output))
-}
-
-func TestWriteLayout_RefusesOtherDirectory(t *testing.T) {
-	dir := t.TempDir()
-	precious := filepath.Join(dir, "precious")
-	require.NoError(t, os.WriteFile(precious, nil, 0o600))
-
-	for _, dir := range []string{dir, precious} {
-		err := image.WriteLayout(dir, read(t, makeOnce(t)["extension"]))
-		assert.ErrorContains(t, err, dir)
-	}
-
-	_, err := os.Stat(precious)
-	assert.NoError(t, err)
-}
-
-func TestPush_KeepsDigest(t *testing.T) {
-	server := httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0))))
-	t.Cleanup(server.Close)
-
-	repository := strings.TrimPrefix(server.URL, "http://") + "/talos-ccm"
-	want := digest(t, makeOnce(t)["extension"])
-
-	pushed, err := image.Push(t.Context(), makeOnce(t)["extension"], repository+":v"+version)
-	require.NoError(t, err)
-	assert.Equal(t, repository+"@"+want, pushed)
-
-	got, err := crane.Digest(repository + ":v" + version)
-	assert.Equal(t, want, got, err)
-
-	// An index that lacks an image could be neither pulled nor validated.
-	tag, err := name.NewTag(repository + ":v" + version)
+	index, err := image.ExtensionIndex(release(t), map[string][]byte{"amd64": nil, "arm64": nil})
 	require.NoError(t, err)
 
-	pulled, err := remote.Index(tag)
-	require.NoError(t, err)
-	assert.NoError(t, validate.Index(pulled))
-}
+	for _, arch := range []string{"amd64", "arm64"} {
+		dir := unpack(t, index, arch)
 
-func TestPush_ReportsErrors(t *testing.T) {
-	l := makeOnce(t)
-
-	closed := httptest.NewServer(registry.New())
-	closed.Close()
-
-	unreachable := strings.TrimPrefix(closed.URL, "http://") + "/talos-ccm:v1"
-
-	for mention, push := range map[string]struct{ dir, reference string }{
-		"want host/repository:tag": {l["extension"], "talos-ccm:not a tag"},
-		"reference \"talos-ccm\"":  {l["extension"], "talos-ccm"},
-		"make image":               {t.TempDir(), unreachable},
-		unreachable:                {l["extension"], unreachable},
-	} {
-		_, err := image.Push(t.Context(), push.dir, push.reference)
-		assert.ErrorContains(t, err, mention, "push %s to %s", push.dir, push.reference)
+		for name, want := range map[string]fs.FileMode{"rootfs": fs.ModeDir | 0o755, "manifest.yaml": 0o644, "rootfs/usr/local/lib/containers/talos-ccm/talos-ccm": 0o755} {
+			info, err := os.Stat(filepath.Join(dir, name))
+			require.NoError(t, err)
+			assert.Equal(t, want, info.Mode())
+		}
 	}
 }

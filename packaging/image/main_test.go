@@ -12,6 +12,7 @@ import (
 	"time"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/layout"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
@@ -73,19 +74,10 @@ func makeOnce(t *testing.T) layouts {
 func read(t *testing.T, dir string) v1.ImageIndex {
 	t.Helper()
 
-	index, err := image.ReadLayout(dir)
+	index, err := layout.ImageIndexFromPath(dir)
 	require.NoError(t, err)
 
 	return index
-}
-
-func digest(t *testing.T, dir string) string {
-	t.Helper()
-
-	hash, err := read(t, dir).Digest()
-	require.NoError(t, err)
-
-	return hash.String()
 }
 
 // release returns a release with the manifest of the sources and another version.
@@ -98,14 +90,14 @@ func release(t *testing.T) image.Release {
 	return image.Release{Version: "v" + version, Created: time.Unix(created, 0), Manifest: content}
 }
 
-// layOut writes files as Talos unpacks them.
-func layOut(t *testing.T, files []image.File) string {
+// unpack returns a directory with the files of the image for an architecture.
+func unpack(t *testing.T, index v1.ImageIndex, arch string) string {
 	t.Helper()
 
-	folder := t.TempDir()
-	require.NoError(t, image.Write(folder, files))
+	dir := t.TempDir()
+	require.NoError(t, image.Unpack(index, arch, dir))
 
-	return folder
+	return dir
 }
 
 // eachImage calls check with every image of an index.

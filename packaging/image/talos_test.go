@@ -1,7 +1,7 @@
 package image_test
 
 import (
-	"bytes"
+	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/packaging/image"
+	"github.com/talos-ccm/talos-ccm/test/builder"
 )
 
 // TestTalos_EachSupportedVersionAcceptsExtension validates with the machinery of each version; see talos/main.go.
@@ -20,12 +21,16 @@ func TestTalos_EachSupportedVersionAcceptsExtension(t *testing.T) {
 	require.NoError(t, err)
 	require.NotEmpty(t, modules)
 
-	files, err := image.Extension(release(t), nil)
+	index, err := image.ExtensionIndex(release(t), map[string][]byte{"amd64": nil})
 	require.NoError(t, err)
 
-	valid := layOut(t, files)
-	files[1].Content = append(bytes.Clone(files[1].Content), "user: 50\n"...)
-	unknownKey := layOut(t, files)
+	valid, unknownKey := unpack(t, index, "amd64"), unpack(t, index, "amd64")
+
+	spec, err := os.OpenFile(filepath.Join(unknownKey, specPath), os.O_APPEND|os.O_WRONLY, 0)
+	require.NoError(t, err)
+
+	_, err = spec.WriteString("user: 50\n")
+	require.NoError(t, errors.Join(err, spec.Close()))
 
 	for _, module := range modules {
 		minor := strings.TrimSuffix(strings.TrimPrefix(filepath.Base(module), "v"), ".mod")
@@ -33,21 +38,16 @@ func TestTalos_EachSupportedVersionAcceptsExtension(t *testing.T) {
 		t.Run("v"+minor, func(t *testing.T) {
 			validator := filepath.Join(t.TempDir(), "talos")
 
-			build := exec.CommandContext(t.Context(), "go", "build", "-modfile="+filepath.Base(module), "-o", validator, ".")
-			build.Dir = "talos"
-			build.Env = append(os.Environ(), "CGO_ENABLED=0", "GOFLAGS=")
+			require.NoError(t, builder.Executable(".", validator, "-C=talos", "-mod=readonly", "-modfile="+filepath.Base(module)))
 
-			output, err := build.CombinedOutput()
-			require.NoError(t, err, string(output))
-
-			for _, test := range []struct{ folder, talos, want string }{
+			for _, test := range []struct{ dir, talos, want string }{
 				{valid, minor + ".0", ""},
 				{valid, minor + ".0-rc.1", ""},
 				{valid, minor + ".99", ""},
 				{valid, "1.11.99", "version constraint"},
 				{unknownKey, minor + ".0", "user"},
 			} {
-				output, err := exec.CommandContext(t.Context(), validator, test.folder, test.talos).CombinedOutput()
+				output, err := exec.CommandContext(t.Context(), validator, test.dir, test.talos).CombinedOutput()
 				assert.Equal(t, test.want == "", err == nil, "Talos %s: %s", test.talos, output)
 				assert.Contains(t, string(output), test.want, test.talos)
 			}

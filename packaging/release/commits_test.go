@@ -12,11 +12,11 @@ import (
 )
 
 // git runs git in a directory without system and user configuration.
-func git(t *testing.T, folder string, args ...string) string {
+func git(t *testing.T, dir string, args ...string) string {
 	t.Helper()
 
 	cmd := exec.CommandContext(t.Context(), "git", args...)
-	cmd.Dir = folder
+	cmd.Dir = dir
 	cmd.Env = append(os.Environ(),
 		"GIT_CONFIG_GLOBAL="+os.DevNull, "GIT_CONFIG_SYSTEM="+os.DevNull,
 		"GIT_AUTHOR_NAME=Ada", "GIT_AUTHOR_EMAIL=ada@example.org", "GIT_COMMITTER_NAME=Ada", "GIT_COMMITTER_EMAIL=ada@example.org")
@@ -28,31 +28,31 @@ func git(t *testing.T, folder string, args ...string) string {
 }
 
 // check returns the output and the error of the commit check in a directory.
-func check(t *testing.T, folder, base string) (string, error) {
+func check(t *testing.T, dir, base string) (string, error) {
 	t.Helper()
 
 	script, err := filepath.Abs(root + "/.ci/commits")
 	require.NoError(t, err)
 
 	cmd := exec.CommandContext(t.Context(), script, base)
-	cmd.Dir = folder
+	cmd.Dir = dir
 	output, err := cmd.CombinedOutput()
 
 	return string(output), err
 }
 
 // commit makes a repository with a commit of each message.
-func commit(t *testing.T, messages ...string) (folder string) {
+func commit(t *testing.T, messages ...string) (dir string) {
 	t.Helper()
 
-	folder = t.TempDir()
-	git(t, folder, "init", "--quiet")
+	dir = t.TempDir()
+	git(t, dir, "init", "--quiet")
 
 	for _, message := range messages {
-		git(t, folder, "commit", "--quiet", "--allow-empty", "--message", message)
+		git(t, dir, "commit", "--quiet", "--allow-empty", "--message", message)
 	}
 
-	return folder
+	return dir
 }
 
 const signed = "\n\nSigned-off-by: Ada <ada@example.org>"
@@ -82,10 +82,10 @@ func TestCommits_AreChecked(t *testing.T) {
 }
 
 func TestCommits_RequireKnownBase(t *testing.T) {
-	folder := commit(t, "fix: this"+signed)
+	dir := commit(t, "fix: this"+signed)
 
 	for base, want := range map[string]bool{"HEAD": true, "0123456789012345678901234567890123456789": false, "": false} {
-		output, err := check(t, folder, base)
+		output, err := check(t, dir, base)
 		assert.Equal(t, want, err == nil, "base %q: %s", base, output)
 	}
 }

@@ -68,23 +68,23 @@ echo progress
 func imagerOutput(t *testing.T) string {
 	t.Helper()
 
-	folder := t.TempDir()
+	dir := t.TempDir()
 
 	for _, arch := range []string{"amd64", "arm64"} {
 		img, err := mutate.ConfigFile(empty.Image, &v1.ConfigFile{Architecture: arch, OS: "linux"})
 		require.NoError(t, err)
-		require.NoError(t, tarball.WriteToFile(filepath.Join(folder, "installer-"+arch+".tar"), name.MustParseReference("installer"), img))
+		require.NoError(t, tarball.WriteToFile(filepath.Join(dir, "installer-"+arch+".tar"), name.MustParseReference("installer"), img))
 	}
 
-	return folder
+	return dir
 }
 
 func TestInstallers_AreBuiltAndPushed(t *testing.T) {
 	var (
 		repository = startRegistry(t) + "/talos-ccm/talos-ccm-installer"
-		folder     = t.TempDir()
-		record     = filepath.Join(folder, "record")
-		outputs    = filepath.Join(folder, "outputs")
+		dir        = t.TempDir()
+		record     = filepath.Join(dir, "record")
+		outputs    = filepath.Join(dir, "outputs")
 		artifacts  = t.TempDir()
 		programs   = t.TempDir()
 	)

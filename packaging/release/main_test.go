@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// root is the folder of the repository.
+// root is the directory of the repository.
 const root = "../.."
 
 func read(t *testing.T, path string) []byte {

@@ -14,6 +14,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/crane"
 	"github.com/google/go-containerregistry/pkg/registry"
 	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/layout"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
@@ -53,12 +54,14 @@ func startRegistry(t *testing.T) string {
 }
 
 // writeLayout writes an image with empty binaries and returns its digest.
-func writeLayout(t *testing.T, folder string, index func(image.Release, map[string][]byte) (v1.ImageIndex, error)) string {
+func writeLayout(t *testing.T, dir string, index func(image.Release, map[string][]byte) (v1.ImageIndex, error)) string {
 	t.Helper()
 
 	made, err := index(image.Release{Version: "v1.2.3", Manifest: read(t, "manifest.yaml")}, map[string][]byte{"amd64": nil, "arm64": nil})
 	require.NoError(t, err)
-	require.NoError(t, image.WriteLayout(folder, made))
+
+	_, err = layout.Write(dir, made)
+	require.NoError(t, err)
 
 	digest, err := made.Digest()
 	require.NoError(t, err)
@@ -90,6 +93,27 @@ func TestRelease_PushesBuiltImages(t *testing.T) {
 
 	want += "chart=" + digest + "\n"
 	assert.Equal(t, want, string(got))
+}
+
+// crane would push to Docker Hub.
+func TestPush_RefusesReferenceWithoutHostOrTag(t *testing.T) {
+	for _, ref := range []string{"talos-ccm", "talos-ccm:v1", "talos-ccm/talos-ccm:v1", "registry.example.com/talos-ccm", "registry.example.com:v1"} {
+		for _, variable := range []string{"REF", "POD_REF"} {
+			output, err := exec.CommandContext(t.Context(), "make", "--directory="+root, "push", variable+"="+ref, "GO=false").CombinedOutput()
+			assert.Error(t, err)
+			assert.Contains(t, string(output), ref+": want host/repository:tag\n")
+		}
+	}
+}
+
+func TestPush_RefusesMissingLayout(t *testing.T) {
+	for variable, layout := range map[string]string{"REF": "oci", "POD_REF": "oci-pod"} {
+		artifacts := t.TempDir()
+
+		output, err := exec.CommandContext(t.Context(), "make", "--directory="+root, "push", variable+"=registry.example.com/a:v1", "GO=false", "ARTIFACTS="+artifacts).CombinedOutput()
+		assert.Error(t, err)
+		assert.Contains(t, string(output), "No image in "+filepath.Join(artifacts, layout)+", run make image\n")
+	}
 }
 
 // asked returns the arguments of gh.

@@ -65,31 +65,31 @@ func TestVersion_ChartHasManifestVersion(t *testing.T) {
 }
 
 func TestVersion_DescribesSources(t *testing.T) {
-	folder := t.TempDir()
-	vars := filepath.Join(folder, "vars.yaml")
-	require.NoError(t, errors.Join(os.WriteFile(filepath.Join(folder, "Makefile"), read(t, "Makefile"), 0o600), os.WriteFile(vars, nil, 0o600)))
+	dir := t.TempDir()
+	vars := filepath.Join(dir, "vars.yaml")
+	require.NoError(t, errors.Join(os.WriteFile(filepath.Join(dir, "Makefile"), read(t, "Makefile"), 0o600), os.WriteFile(vars, nil, 0o600)))
 
 	requireTag := func(situation, want string) {
 		t.Helper()
 
 		// Ignore the variables of a make that runs this test.
-		cmd := exec.CommandContext(t.Context(), "env", "-u", "TAG", "-u", "MAKEFLAGS", "make", "--silent", "--directory="+folder, "release-tag")
+		cmd := exec.CommandContext(t.Context(), "env", "-u", "TAG", "-u", "MAKEFLAGS", "make", "--silent", "--directory="+dir, "release-tag")
 
 		output, err := cmd.CombinedOutput()
 		assert.Error(t, err)
 		assert.Regexp(t, `tag is `+want+`, but`, string(output), situation)
 	}
 
-	git(t, folder, "init", "--quiet")
-	git(t, folder, "add", ".")
-	git(t, folder, "commit", "--quiet", "--message", "first")
+	git(t, dir, "init", "--quiet")
+	git(t, dir, "add", ".")
+	git(t, dir, "commit", "--quiet", "--message", "first")
 	requireTag("no tag", `v0\.0\.0-g[0-9a-f]{12}`)
-	git(t, folder, "tag", "v0.1.0")
+	git(t, dir, "tag", "v0.1.0")
 	requireTag("tag", `v0\.1\.0`)
-	git(t, folder, "commit", "--quiet", "--allow-empty", "--message", "second")
+	git(t, dir, "commit", "--quiet", "--allow-empty", "--message", "second")
 	requireTag("commit after tag", `v0\.1\.0-1-g[0-9a-f]{12}`)
 	require.NoError(t, os.WriteFile(vars, []byte("\n"), 0o600))
 	requireTag("changes after tag", `v0\.1\.0-1-g[0-9a-f]{12}-dirty`)
-	git(t, folder, "tag", "--delete", "v0.1.0")
+	git(t, dir, "tag", "--delete", "v0.1.0")
 	requireTag("changes without tag", `v0\.0\.0-g[0-9a-f]{12}-dirty`)
 }

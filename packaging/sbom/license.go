@@ -22,8 +22,8 @@ var licenseFile = regexp.MustCompile(`(?i)^(licen[cs]e|copying|unlicense)([._-].
 // licenseOf returns the SPDX expression for the license texts in a directory. Several licenses are combined with AND,
 // because scanners cannot recognize a choice between them. Without a license text, or with an unknown one, it returns
 // NOASSERTION.
-func licenseOf(folder string) (string, error) {
-	entries, err := os.ReadDir(folder)
+func licenseOf(dir string) (string, error) {
+	entries, err := os.ReadDir(dir)
 	if err != nil {
 		return "", err
 	}
@@ -36,7 +36,7 @@ func licenseOf(folder string) (string, error) {
 			continue
 		}
 
-		text, err := os.ReadFile(filepath.Join(folder, name))
+		text, err := os.ReadFile(filepath.Join(dir, name))
 		if err != nil {
 			return "", err
 		}

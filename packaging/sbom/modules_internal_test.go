@@ -67,13 +67,13 @@ func TestLicenseOf(t *testing.T) {
 		"source file of the same name": {map[string]string{"LICENSE": isc, "license.go": "package license"}, "ISC"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			folder := t.TempDir()
+			dir := t.TempDir()
 
 			for file, text := range test.files {
-				require.NoError(t, os.WriteFile(filepath.Join(folder, file), []byte(text), 0o644))
+				require.NoError(t, os.WriteFile(filepath.Join(dir, file), []byte(text), 0o644))
 			}
 
-			got, err := licenseOf(folder)
+			got, err := licenseOf(dir)
 			assert.NoError(t, err)
 			assert.Equal(t, test.want, got)
 		})

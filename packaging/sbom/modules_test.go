@@ -13,32 +13,29 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/packaging/sbom"
+	"github.com/talos-ccm/talos-ccm/test/builder"
 )
 
-// folder contains the binary for the tests of this package.
-var folder string
+// dir contains the binary for the tests of this package.
+var dir string
 
 func TestMain(m *testing.M) {
 	var err error
-	if folder, err = os.MkdirTemp("", "sbom-"); err != nil {
+	if dir, err = os.MkdirTemp("", "sbom-"); err != nil {
 		panic(err)
 	}
 
 	code := m.Run()
-	_ = os.RemoveAll(folder)
+	_ = os.RemoveAll(dir)
 
 	os.Exit(code)
 }
 
-// built builds talos-ccm once, like make build.
+// built builds talos-ccm once.
 var built = sync.OnceValues(func() (string, error) {
-	binary := filepath.Join(folder, "talos-ccm")
+	binary := filepath.Join(dir, "talos-ccm")
 
-	build := exec.Command("go", "build", "-trimpath", "-buildvcs=false", "-o", binary, "../../cmd/talos-ccm")
-	build.Env = append(os.Environ(), "CGO_ENABLED=0")
-	build.Stderr = os.Stderr
-
-	return binary, build.Run()
+	return binary, builder.Executable("../../cmd/talos-ccm", binary)
 })
 
 func binary(t *testing.T) string {

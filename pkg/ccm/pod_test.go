@@ -83,16 +83,16 @@ func (s *suite) serviceAccount(controlPlane *talostest.Machine) string {
 
 	defer socket.Close() //nolint:errcheck // no call is in flight
 
-	folder := s.TempDir()
+	dir := s.TempDir()
 	ctx, made := context.WithTimeout(s.Context(), ctest.Timeout)
 
-	bootstrap.New(socket.Admin, folder, func(string) bool { return true }, clock.RealClock{}).Run(ctx, made)
-	require.NoError(s, os.WriteFile(filepath.Join(folder, "ca.crt"), s.Kube.Config().CAData, 0o600))
+	bootstrap.New(socket.Admin, dir, func(string) bool { return true }, clock.RealClock{}).Run(ctx, made)
+	require.NoError(s, os.WriteFile(filepath.Join(dir, "ca.crt"), s.Kube.Config().CAData, 0o600))
 
-	require.FileExists(s, filepath.Join(folder, "token"))
+	require.FileExists(s, filepath.Join(dir, "token"))
 	s.awaitRights()
 
-	return folder
+	return dir
 }
 
 // awaitRights waits until the API server has observed the RBAC of the extension. It checks one permission of each
@@ -124,8 +124,8 @@ func (s *suite) isAllowed(right authorizationv1.ResourceAttributes) bool {
 	}).Status.Allowed
 }
 
-// spawnPod starts the process as in a pod, with the ServiceAccount in folder.
-func (s *suite) spawnPod(folder string, flags ...string) *process {
+// spawnPod starts the process as in a pod, with the ServiceAccount in dir.
+func (s *suite) spawnPod(dir string, flags ...string) *process {
 	s.Helper()
 
 	server, err := url.Parse(s.Kube.Config().Host)
@@ -135,7 +135,7 @@ func (s *suite) spawnPod(folder string, flags ...string) *process {
 	require.NoError(s, err)
 
 	p := s.newProcess()
-	cmd := exec.Command("/bin/sh", append([]string{"-c", podEnclosure, "sh", folder}, p.argv(flags...)...)...)
+	cmd := exec.Command("/bin/sh", append([]string{"-c", podEnclosure, "sh", dir}, p.argv(flags...)...)...)
 	cmd.Env = []string{"PATH=" + os.Getenv("PATH"), "KUBERNETES_SERVICE_HOST=" + host, "KUBERNETES_SERVICE_PORT=" + port}
 	cmd.SysProcAttr = &syscall.SysProcAttr{
 		Cloneflags:  syscall.CLONE_NEWUSER | syscall.CLONE_NEWNS,
@@ -166,7 +166,7 @@ func TestPod_RunsWithServiceAccount(t *testing.T) {
 	s.awaitSite(worker, "lyon")
 
 	// The former talosconfig is no longer valid for any machine.
-	require.NoError(s, s.Talos.RotateCA(t.Context(), talostest.DropOldCA))
+	require.NoError(s, s.Talos.RotateCA(talostest.DropOldCA))
 	worker.BreakStreams()
 	ctest.Eventually(s, "worker is unreachable", func() bool { return p.metric("talosccm_machines", `condition="Unreachable"`) == 1 })
 

@@ -28,26 +28,21 @@ import (
 	"k8s.io/apimachinery/pkg/util/wait"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/builder"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 // binary builds the command on first use and returns its path.
 var binary = sync.OnceValues(func() (string, error) {
-	folder, err := os.MkdirTemp("", "talos-ccm-test-")
+	dir, err := os.MkdirTemp("", "talos-ccm-test-")
 	if err != nil {
 		return "", err
 	}
 
-	path := filepath.Join(folder, "talos-ccm")
+	path := filepath.Join(dir, "talos-ccm")
+	built = dir
 
-	output, err := exec.Command("go", "build", "-o", path, "github.com/talos-ccm/talos-ccm/cmd/talos-ccm").CombinedOutput()
-	if err != nil {
-		return path, fmt.Errorf("build talos-ccm: %w\n%s", err, output)
-	}
-
-	built = folder
-
-	return path, nil
+	return path, builder.Executable("github.com/talos-ccm/talos-ccm/cmd/talos-ccm", path)
 })
 
 // built is the directory of binary; empty before it is built.

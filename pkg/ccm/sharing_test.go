@@ -4,7 +4,6 @@ import (
 	"context"
 	"flag"
 	"fmt"
-	"net"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -27,6 +26,7 @@ import (
 	nodecontroller "github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/builder"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
@@ -75,10 +75,13 @@ func (s *suite) labelControlPlane(m *talostest.Machine) {
 
 // requestCertificate makes the machine's kubelet request a serving certificate for its name and the given addresses. The
 // default addresses of simulated machines are loopback addresses, which are never approved.
-func (s *suite) requestCertificate(m *talostest.Machine, addresses ...net.IP) (name string) {
+func (s *suite) requestCertificate(m *talostest.Machine, addresses ...string) (name string) {
 	s.Helper()
 
-	return s.RequestCertificate(m.Nodename(), m.Nodename(), addresses...)
+	csr, err := s.Kube.RequestServingCertificate(s.Context(), m.Nodename(), "", append(addresses, m.Nodename())...)
+	require.NoError(s, err)
+
+	return csr.Name
 }
 
 func (s *suite) awaitApproved(csr string) { s.awaitDecision(csr, certificatesv1.CertificateApproved) }
@@ -121,7 +124,7 @@ func TestPools_BelongToNoKubelet(t *testing.T) {
 		"10.251.0.7": certificatesv1.CertificateDenied,
 		"10.252.0.7": certificatesv1.CertificateApproved,
 	} {
-		s.awaitDecision(s.requestCertificate(worker, net.ParseIP(address)), want)
+		s.awaitDecision(s.requestCertificate(worker, address), want)
 	}
 }
 
@@ -147,7 +150,7 @@ func TestHosted_ReservesStatedFacts(t *testing.T) {
 	s.start(options)
 
 	// The machine has this address, as one that announces a virtual IP: the request stays pending.
-	virtual := s.requestCertificate(worker, net.ParseIP("10.253.0.7"))
+	virtual := s.requestCertificate(worker, "10.253.0.7")
 
 	for address, want := range map[string]certificatesv1.RequestConditionType{
 		"10.250.0.7": certificatesv1.CertificateApproved,
@@ -155,7 +158,7 @@ func TestHosted_ReservesStatedFacts(t *testing.T) {
 		"10.252.0.7": certificatesv1.CertificateDenied,
 		"10.253.0.9": certificatesv1.CertificateDenied,
 	} {
-		s.awaitDecision(s.requestCertificate(worker, net.ParseIP(address)), want)
+		s.awaitDecision(s.requestCertificate(worker, address), want)
 	}
 
 	s.AwaitEvent(virtual, "CSRDeferred")
@@ -188,10 +191,7 @@ func (s *suite) startCloud() *cloud {
 	c := &cloud{suite: s, file: filepath.Join(p.root, "instances")}
 	executable, kubeconfig := filepath.Join(p.root, "cloud"), filepath.Join(p.root, "kubeconfig")
 
-	if output, err := exec.Command("go", "build", "-o", executable, "github.com/talos-ccm/talos-ccm/test/cloud").CombinedOutput(); err != nil {
-		s.Fatalf("build test/cloud: %v\n%s", err, output)
-	}
-
+	require.NoError(s, builder.Executable("github.com/talos-ccm/talos-ccm/test/cloud", executable))
 	c.set()
 	require.NoError(s, os.WriteFile(kubeconfig, s.Kube.Kubeconfig(), 0o600))
 	p.start("another provider", exec.Command(executable,
@@ -271,12 +271,12 @@ func (s *suite) observe(theirs, quiet []*talostest.Machine) (stop func()) {
 func (s *suite) nodeWrites() int {
 	s.Helper()
 
-	requests, err := s.Kube.APIServerRequests(s.Context())
+	writes, err := s.Kube.CountRequests(s.Context(), func(r kube.Request) bool {
+		return r["resource"] == "nodes" && slices.Contains([]string{"PUT", "PATCH", "APPLY"}, r["verb"])
+	})
 	require.NoError(s, err)
 
-	return requests.Total(func(r kube.RequestKind) bool {
-		return strings.HasPrefix(r.Resource, "nodes") && slices.Contains([]string{"PUT", "PATCH", "APPLY"}, r.Verb)
-	})
+	return writes
 }
 
 // Both controller managers run as documented in docs/guides/coexistence.md.

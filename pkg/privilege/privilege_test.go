@@ -92,8 +92,8 @@ func ordinaryUser() *syscall.SysProcAttr {
 	return &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 12345, Gid: 12345}}
 }
 
-// openFolder returns a directory that every user can access.
-func openFolder(t *testing.T) string {
+// openDir returns a directory that every user can access.
+func openDir(t *testing.T) string {
 	t.Helper()
 
 	dir := t.TempDir()
@@ -111,7 +111,7 @@ func TestDrop_CannotBeUndone(t *testing.T) {
 
 	for name, existing := range map[string]bool{"new directory": false, "existing directory": true} {
 		t.Run(name, func(t *testing.T) {
-			dir := filepath.Join(openFolder(t), "run", "talos-ccm")
+			dir := filepath.Join(openDir(t), "run", "talos-ccm")
 			// The parent directories belong to root and must be accessible.
 			require.NoError(t, os.Mkdir(filepath.Dir(dir), 0o755))
 
@@ -221,7 +221,7 @@ func checkNoWayBack() {
 func TestDrop_KeepsAccessToMachineSocket(t *testing.T) {
 	requireRoot(t)
 
-	dir := openFolder(t)
+	dir := openDir(t)
 	path := filepath.Join(dir, "machine.sock")
 
 	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "unix", path)
@@ -242,7 +242,7 @@ func connect(path string) {
 }
 
 func TestDrop_RequiresRoot(t *testing.T) {
-	requireChild(t, "drop without root", filepath.Join(openFolder(t), "run"), ordinaryUser())
+	requireChild(t, "drop without root", filepath.Join(openDir(t), "run"), ordinaryUser())
 }
 
 func dropWithoutRoot(dir string) {

@@ -17,6 +17,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 const (
@@ -59,7 +60,7 @@ func sameCertificate(a, b tls.Certificate) bool {
 // awaitSchedule waits until the next renewal is scheduled. A step before both timers are set would not count for the second.
 func awaitSchedule(t *testing.T, clk *clocktesting.FakeClock) {
 	t.Helper()
-	eventually(t, "the next renewal is scheduled", func() bool { return clk.Waiters() == scheduledTimers })
+	ctest.Eventually(t, "the next renewal is scheduled", func() bool { return clk.Waiters() == scheduledTimers })
 }
 
 // stepAndRenew steps the clock by d and waits for the renewed certificate.
@@ -75,7 +76,7 @@ func stepAndRenew(t *testing.T, clk *clocktesting.FakeClock, issued *talosapi.Is
 
 func awaitRenewal(t *testing.T, issued *talosapi.IssuedCredentials, before tls.Certificate) {
 	t.Helper()
-	eventually(t, "the certificate is renewed", func() bool { return !sameCertificate(before, current(t, issued)) })
+	ctest.Eventually(t, "the certificate is renewed", func() bool { return !sameCertificate(before, current(t, issued)) })
 }
 
 func requireRefused(t *testing.T, st talosapi.State) {
@@ -138,7 +139,7 @@ func TestIssuedCredentials_RetryUntilMachineResponds(t *testing.T) {
 	require.NoError(t, s.controlPlane.Stop(t.Context()))
 	awaitSchedule(t, clk)
 	clk.Step(readerTTL / 2)
-	eventually(t, "the renewal is in progress", func() bool { return !clk.HasWaiters() })
+	ctest.Eventually(t, "the renewal is in progress", func() bool { return !clk.HasWaiters() })
 	assert.True(t, sameCertificate(first, current(t, issued)), "valid certificate was replaced")
 
 	s.controlPlane.Start()
@@ -151,7 +152,7 @@ func TestIssuedCredentials_RenewAfterCARotation(t *testing.T) {
 			s, clk, issued := newTimedSite(t)
 			requireNodename(t, dial(t, issued, s.worker), s.worker.Nodename())
 
-			require.NoError(t, s.cluster.RotateCA(t.Context(), old))
+			require.NoError(t, s.cluster.RotateCA(old))
 
 			// A machine with a certificate of an unknown CA causes a renewal.
 			requireRefused(t, dial(t, issued, s.worker))
@@ -177,7 +178,7 @@ func TestIssuedCredentials_LimitRenewalsForUnknownCA(t *testing.T) {
 		requireRefused(t, refused)
 		require.NoError(t, refused.Close()) // otherwise hundreds of connections would keep reconnecting
 
-		eventually(t, "the next renewal is scheduled", clk.HasWaiters)
+		ctest.Eventually(t, "the next renewal is scheduled", clk.HasWaiters)
 		clk.Step(time.Minute)
 
 		if now := current(t, issued); !sameCertificate(before, now) {
@@ -195,7 +196,7 @@ func TestIssuedCredentials_TrustPreviousCAForADay(t *testing.T) {
 	s, clk, issued := newTimedSite(t)
 	previous := s.cluster.CA()
 
-	require.NoError(t, s.cluster.RotateCA(t.Context(), talostest.DropOldCA))
+	require.NoError(t, s.cluster.RotateCA(talostest.DropOldCA))
 	stepAndRenew(t, clk, issued, readerTTL/2)
 	assert.True(t, trusts(t, issued, s.cluster.CA()), "new CA is not trusted")
 

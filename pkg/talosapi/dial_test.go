@@ -30,6 +30,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 // fixed are Credentials that do not change.
@@ -163,12 +164,7 @@ func TestDial_IgnoresProxyEnvironment(t *testing.T) {
 	require.Error(t, err, "call succeeded")
 
 	// The first request that the proxy receives must come from the other client.
-	select {
-	case got := <-proxied:
-		assert.Equal(t, target, got)
-	case <-time.After(timeout):
-		t.Error("proxy received no request from the other client; the test is not effective")
-	}
+	assert.Equal(t, target, ctest.Receive(t, proxied, "the proxy receives a request from the other client"))
 }
 
 func TestState_FailsAfterClose(t *testing.T) {
@@ -189,7 +185,7 @@ func TestState_FailsAfterClose(t *testing.T) {
 		})
 	}
 
-	eventually(t, "no connection is open", func() bool { return s.worker.Connections() == 0 })
+	ctest.Eventually(t, "no connection is open", func() bool { return s.worker.Connections() == 0 })
 }
 
 func TestDial_FailsBeforeCertificateIsIssued(t *testing.T) {

@@ -22,6 +22,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/reflector"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 func nodenamePointer() resource.Pointer {
@@ -54,14 +55,9 @@ func TestAdmin_GetsAndWatchesLocalhostAdminKubeconfig(t *testing.T) {
 func requireKubeconfig(t *testing.T, events <-chan state.Event, want string) {
 	t.Helper()
 
-	select {
-	case event := <-events:
-		certs, ok := event.Resource.(*secrets.Kubernetes)
-		require.True(t, ok)
-		require.Equal(t, want, certs.TypedSpec().LocalhostAdminKubeconfig)
-	case <-time.After(timeout):
-		t.Fatal("no event")
-	}
+	certs, ok := ctest.Receive(t, events, "an event is received").Resource.(*secrets.Kubernetes)
+	require.True(t, ok)
+	require.Equal(t, want, certs.TypedSpec().LocalhostAdminKubeconfig)
 }
 
 func TestAdmin_FailsOnWorker(t *testing.T) {
@@ -148,7 +144,7 @@ func (s *site) followAll(t *testing.T, issued *talosapi.IssuedCredentials) {
 		refl.Track(m.Nodename(), []netip.Addr{m.Address()})
 	}
 
-	eventually(t, "both machines are current", func() bool { return inv.Count(inventory.Current) == 2 })
+	ctest.Eventually(t, "both machines are current", func() bool { return inv.Count(inventory.Current) == 2 })
 	cancel()
-	await(t, done, "the reflector stops")
+	ctest.Receive(t, done, "the reflector stops")
 }

@@ -7,7 +7,6 @@ import (
 	"os"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/siderolabs/talos/pkg/machinery/config/machine"
@@ -17,10 +16,8 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
-
-// timeout limits every wait. It is generous because a passing test does not use it up.
-const timeout = 2 * time.Minute
 
 // proxied receives the targets of all requests to the proxy, which rejects them. The proxy is the same for all tests,
 // because Go reads the environment once per process.
@@ -53,9 +50,7 @@ type site struct {
 func newSite(t *testing.T, clk clock.PassiveClock) *site {
 	t.Helper()
 
-	cluster, err := talostest.New(talostest.Options{Clock: clk})
-	require.NoError(t, err)
-	t.Cleanup(cluster.Close)
+	cluster := ctest.NewTalos(t, talostest.Options{Clock: clk})
 
 	controlPlane, err := cluster.AddMachine(talostest.MachineSpec{
 		Nodename: "cp-1", Type: machine.TypeControlPlane, ServeSocket: true, LocalhostAdminKubeconfig: "first",
@@ -91,8 +86,8 @@ func (s *site) issue(t *testing.T, clk clock.Clock) *talosapi.IssuedCredentials 
 		issued.Run(t.Context(), sync.OnceFunc(func() { close(ready) }))
 	}()
 
-	t.Cleanup(func() { await(t, done, "the credentials stop with their context") })
-	await(t, ready, "the first certificate is issued")
+	t.Cleanup(func() { ctest.Receive(t, done, "the credentials stop with their context") })
+	ctest.Receive(t, ready, "the first certificate is issued")
 
 	return issued
 }
@@ -112,7 +107,7 @@ func dial(t *testing.T, creds talosapi.Credentials, to *talostest.Machine) talos
 func nodename(t *testing.T, st talosapi.State) (string, error) {
 	t.Helper()
 
-	ctx, cancel := context.WithTimeout(t.Context(), timeout)
+	ctx, cancel := context.WithTimeout(t.Context(), ctest.Timeout)
 	defer cancel()
 
 	res, err := safe.StateGetByID[*k8s.Nodename](ctx, st, k8s.NodenameID)
@@ -129,32 +124,4 @@ func requireNodename(t *testing.T, st talosapi.State, want string) {
 	got, err := nodename(t, st)
 	require.NoError(t, err)
 	require.Equal(t, want, got)
-}
-
-func await(t *testing.T, done <-chan struct{}, what string) {
-	t.Helper()
-
-	select {
-	case <-done:
-	case <-time.After(timeout):
-		t.Errorf("timed out after %s waiting until %s", timeout, what)
-	}
-}
-
-// eventually polls until condition holds.
-func eventually(t *testing.T, what string, condition func() bool) {
-	t.Helper()
-
-	ticker := time.NewTicker(2 * time.Millisecond)
-	defer ticker.Stop()
-
-	deadline := time.After(timeout)
-
-	for !condition() {
-		select {
-		case <-ticker.C:
-		case <-deadline:
-			t.Fatalf("timed out after %s waiting until %s", timeout, what)
-		}
-	}
 }

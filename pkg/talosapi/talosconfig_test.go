@@ -45,7 +45,7 @@ func TestTalosconfig_IsReadForEachDial(t *testing.T) {
 	path := s.talosconfig(t, func(*clientconfig.Config, *clientconfig.Context) {})
 	creds := talosapi.Talosconfig{Path: path}
 
-	require.NoError(t, s.cluster.RotateCA(t.Context(), talostest.DropOldCA))
+	require.NoError(t, s.cluster.RotateCA(talostest.DropOldCA))
 	requireRefused(t, dial(t, creds, s.worker))
 
 	renewed, err := os.ReadFile(s.talosconfig(t, func(*clientconfig.Config, *clientconfig.Context) {}))
@@ -68,14 +68,14 @@ func TestTalosconfig_ErrorsNameFileContextAndField(t *testing.T) {
 		want   []string
 	}{
 		"no such context":            {func(c *clientconfig.Config, _ *clientconfig.Context) { c.Context = "nowhere" }, []string{`"nowhere"`}},
-		"CA that is missing":         {func(_ *clientconfig.Config, c *clientconfig.Context) { c.CA = "" }, []string{`"ca"`, "reader@talostest"}},
-		"CA not base64":              {func(_ *clientconfig.Config, c *clientconfig.Context) { c.CA = "%" }, []string{`"ca"`, "reader@talostest"}},
-		"CA not PEM":                 {func(_ *clientconfig.Config, c *clientconfig.Context) { c.CA = notPEM }, []string{`"ca"`, "reader@talostest"}},
-		"certificate not there":      {func(_ *clientconfig.Config, c *clientconfig.Context) { c.Crt = "" }, []string{`"crt"`, "reader@talostest"}},
-		"certificate not PEM":        {func(_ *clientconfig.Config, c *clientconfig.Context) { c.Crt = notPEM }, []string{`"crt"`, "reader@talostest"}},
-		"key not base64":             {func(_ *clientconfig.Config, c *clientconfig.Context) { c.Key = "%" }, []string{`"key"`, "reader@talostest"}},
-		"key not PEM":                {func(_ *clientconfig.Config, c *clientconfig.Context) { c.Key = notPEM }, []string{`"key"`, "reader@talostest"}},
-		"key of another certificate": {func(_ *clientconfig.Config, c *clientconfig.Context) { c.Key = foreign.Contexts[foreign.Context].Key }, []string{`"crt"`, `"key"`, "reader@talostest"}},
+		"CA that is missing":         {func(_ *clientconfig.Config, c *clientconfig.Context) { c.CA = "" }, []string{`"ca"`, `context "talostest"`}},
+		"CA not base64":              {func(_ *clientconfig.Config, c *clientconfig.Context) { c.CA = "%" }, []string{`"ca"`, `context "talostest"`}},
+		"CA not PEM":                 {func(_ *clientconfig.Config, c *clientconfig.Context) { c.CA = notPEM }, []string{`"ca"`, `context "talostest"`}},
+		"certificate not there":      {func(_ *clientconfig.Config, c *clientconfig.Context) { c.Crt = "" }, []string{`"crt"`, `context "talostest"`}},
+		"certificate not PEM":        {func(_ *clientconfig.Config, c *clientconfig.Context) { c.Crt = notPEM }, []string{`"crt"`, `context "talostest"`}},
+		"key not base64":             {func(_ *clientconfig.Config, c *clientconfig.Context) { c.Key = "%" }, []string{`"key"`, `context "talostest"`}},
+		"key not PEM":                {func(_ *clientconfig.Config, c *clientconfig.Context) { c.Key = notPEM }, []string{`"key"`, `context "talostest"`}},
+		"key of another certificate": {func(_ *clientconfig.Config, c *clientconfig.Context) { c.Key = foreign.Contexts[foreign.Context].Key }, []string{`"crt"`, `"key"`, `context "talostest"`}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			path := s.talosconfig(t, c.change)

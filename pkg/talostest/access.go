@@ -26,8 +26,7 @@ import (
 var errNotAuthorized = status.Error(codes.PermissionDenied, "not authorized")
 
 var (
-	operatorRoles = role.MakeSet(role.Admin, role.Operator)
-	readerRoles   = role.MakeSet(role.Admin, role.Operator, role.Reader)
+	readerRoles = role.MakeSet(role.Admin, role.Operator, role.Reader)
 
 	// methodRoles are the roles that may call a method, as in machined of Talos v1.13.5. Other methods require os:admin.
 	methodRoles = map[string]role.Set{
@@ -35,8 +34,6 @@ var (
 		"/cosi.resource.State/List":              readerRoles,
 		"/cosi.resource.State/Watch":             readerRoles,
 		"/machine.MachineService/EtcdMemberList": role.MakeSet(role.Admin, role.Operator, role.Reader, role.EtcdBackup),
-		"/machine.MachineService/Reboot":         operatorRoles,
-		"/machine.MachineService/Version":        readerRoles,
 	}
 )
 
@@ -75,7 +72,6 @@ var definitions = define(
 	&network.AddressStatus{},
 	&network.HostnameStatus{},
 	&network.LinkStatus{},
-	&network.NodeAddress{},
 	&network.PlatformConfig{},
 	&network.RouteStatus{},
 	&runtime.ExtensionServiceConfig{},
@@ -113,15 +109,11 @@ var sharedDefinitions = sync.OnceValue(func() state.CoreState {
 	return core
 })
 
-// accessPolicy is Talos's policy for resources: all writes and all unknown types and namespaces are forbidden, and sensitive types
-// require os:admin. A watch is checked once, when the stream starts.
+// accessPolicy is Talos's policy for reads of resources: all unknown types and namespaces are forbidden, and sensitive types require
+// os:admin. A watch is checked once, when the stream starts.
 type accessPolicy struct{ unsupported []resource.Type }
 
 func (p accessPolicy) check(ctx context.Context, access state.Access) error {
-	if !access.Verb.Readonly() {
-		return status.Error(codes.PermissionDenied, "write access is not allowed")
-	}
-
 	definition, known := definitions[access.ResourceType]
 	if !known || slices.Contains(p.unsupported, access.ResourceType) {
 		return status.Errorf(codes.PermissionDenied, "resource type %q is not supported", access.ResourceType)

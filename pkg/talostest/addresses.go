@@ -3,11 +3,8 @@ package talostest
 import (
 	"context"
 	"fmt"
-	"net"
 	"net/netip"
-	"slices"
 
-	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 )
@@ -49,62 +46,19 @@ func (m *Machine) AddAddress(ctx context.Context, link string, prefix netip.Pref
 	res := Address{Link: link, Prefix: prefix}.status()
 
 	if err := m.State().Create(ctx, res); err != nil {
-		return fmt.Errorf("add address %s to machine %s: %w", res.Metadata().ID(), m.nodename, err)
+		return fmt.Errorf("add address %s to machine %s: %w", res.Metadata().ID(), m.spec.Nodename, err)
 	}
 
 	return nil
 }
 
-// RemoveAddress removes an address from a link. As on Talos, it stays in the certificate of apid until the machine reboots.
+// RemoveAddress removes an address from a link.
 func (m *Machine) RemoveAddress(ctx context.Context, link string, prefix netip.Prefix) error {
-	memory := m.currentBoot()
 	res := Address{Link: link, Prefix: prefix}.status()
 
-	m.mu.Lock()
-	memory.former = append(memory.former, prefix.Addr())
-	m.mu.Unlock()
-
-	if err := memory.state.Destroy(ctx, res.Metadata()); err != nil {
-		return fmt.Errorf("remove address %s from machine %s: %w", res.Metadata().ID(), m.nodename, err)
+	if err := m.State().Destroy(ctx, res.Metadata()); err != nil {
+		return fmt.Errorf("remove address %s from machine %s: %w", res.Metadata().ID(), m.spec.Nodename, err)
 	}
 
 	return nil
-}
-
-// serverNames returns the subject alternative names of apid: the hostnames, all addresses since boot, and 127.0.0.1.
-func (m *Machine) serverNames() (serverNames, error) {
-	ctx := context.Background() // reads memory only
-	memory := m.currentBoot()
-
-	hostname, err := safe.StateGetByID[*network.HostnameStatus](ctx, memory.state, network.HostnameID)
-	if err != nil {
-		return serverNames{}, fmt.Errorf("get hostname of machine %s: %w", m.nodename, err)
-	}
-
-	statuses, err := safe.StateListAll[*network.AddressStatus](ctx, memory.state)
-	if err != nil {
-		return serverNames{}, fmt.Errorf("list addresses of machine %s: %w", m.nodename, err)
-	}
-
-	m.mu.Lock()
-	addresses := slices.Concat([]netip.Addr{netip.MustParseAddr("127.0.0.1"), m.address}, memory.former)
-	m.mu.Unlock()
-
-	for status := range statuses.All() {
-		if addr := status.TypedSpec().Address.Addr(); status.TypedSpec().Scope < nethelpers.ScopeLink && m.cluster.isNodeAddress(addr) {
-			addresses = append(addresses, addr)
-		}
-	}
-
-	names := serverNames{dns: hostname.TypedSpec().DNSNames()}
-	for _, addr := range addresses {
-		names.ips = append(names.ips, net.IP(addr.AsSlice()))
-	}
-
-	return names, nil
-}
-
-// isNodeAddress reports whether Talos lists the address in NodeAddresses without those of Kubernetes.
-func (c *Cluster) isNodeAddress(addr netip.Addr) bool {
-	return addr.IsGlobalUnicast() && !slices.ContainsFunc(c.clusterCIDRs(), func(cidr netip.Prefix) bool { return cidr.Contains(addr) })
 }

@@ -2,10 +2,8 @@ package talostest
 
 import (
 	"bytes"
-	"crypto/tls"
 	stdx509 "crypto/x509"
 	"fmt"
-	"net"
 	"slices"
 	"sync"
 	"time"
@@ -15,10 +13,8 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/role"
 )
 
-// Like Talos, apid renews its certificate at half of its lifetime of one day.
 const (
-	serverCertificateValidity = 24 * time.Hour
-	serverCertificateRenewal  = serverCertificateValidity / 2
+	serverCertificateValidity = 24 * time.Hour       // as on Talos
 	clientCertificateValidity = 365 * 24 * time.Hour // talosctl config new
 )
 
@@ -93,28 +89,4 @@ func (a *authority) clientCertificate(roles role.Set, ttl time.Duration) (*x509.
 	}
 
 	return crt, nil
-}
-
-// serverNames holds the subject alternative names of a server certificate; the last DNS name is the longest.
-type serverNames struct {
-	dns []string
-	ips []net.IP
-}
-
-// certificate issues a certificate of apid that becomes valid at notBefore.
-func (n serverNames) certificate(ca *x509.CertificateAuthority, notBefore time.Time) (*tls.Certificate, error) {
-	pair, err := x509.NewKeyPair(ca,
-		x509.IPAddresses(n.ips),
-		x509.DNSNames(n.dns),
-		x509.CommonName(n.dns[len(n.dns)-1]),
-		x509.NotBefore(notBefore),
-		x509.NotAfter(notBefore.Add(serverCertificateValidity)),
-		x509.KeyUsage(stdx509.KeyUsageDigitalSignature),
-		x509.ExtKeyUsage([]stdx509.ExtKeyUsage{stdx509.ExtKeyUsageServerAuth}),
-	)
-	if err != nil {
-		return nil, fmt.Errorf("issue server certificate for %v: %w", n.dns, err)
-	}
-
-	return pair.Certificate, nil
 }

@@ -12,11 +12,12 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 // BenchmarkAddMachine reports the time and the memory per idle machine.
 func BenchmarkAddMachine(b *testing.B) {
-	cluster := newCluster(b, talostest.Options{})
+	cluster := ctest.NewTalos(b, talostest.Options{})
 	before := liveMemory()
 
 	for i := range b.N {
@@ -29,7 +30,7 @@ func BenchmarkAddMachine(b *testing.B) {
 
 // BenchmarkWatchedMachine reports the time and the memory per machine with a watching client, including the client.
 func BenchmarkWatchedMachine(b *testing.B) {
-	cluster := newCluster(b, talostest.Options{})
+	cluster := ctest.NewTalos(b, talostest.Options{})
 
 	config := clientTLS(b, cluster, "os:reader")
 	kind := resource.NewMetadata(network.NamespaceName, network.AddressStatusType, "", resource.VersionUndefined)

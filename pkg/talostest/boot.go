@@ -5,9 +5,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math/rand/v2"
-	"net/netip"
 	"slices"
-	"sync"
 
 	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/cosi-project/runtime/pkg/resource/meta"
@@ -27,10 +25,8 @@ const (
 // boot is the state of a machine that a restart clears: its resources, their versions and their watch history.
 type boot struct {
 	state    state.State
-	kinds    *kindRecorder
 	served   *server.State // the state behind the access policy
 	bookmark bookmarkMask
-	former   []netip.Addr // removed since boot; apid's certificate keeps them
 }
 
 func newBoot(unsupported []resource.Type) *boot {
@@ -39,18 +35,17 @@ func newBoot(unsupported []resource.Type) *boot {
 		inmem.WithHistoryMaxCapacity(historyMaxCapacity),
 		inmem.WithHistoryGap(historyGap),
 	)
-	kinds := &kindRecorder{CoreState: namespaced.NewState(func(ns resource.Namespace) state.CoreState {
+	core := namespaced.NewState(func(ns resource.Namespace) state.CoreState {
 		if ns == meta.NamespaceName {
 			return sharedDefinitions()
 		}
 
 		return build(ns)
-	})}
+	})
 
 	return &boot{
-		state:    state.WrapCore(kinds),
-		kinds:    kinds,
-		served:   server.NewState(state.Filter(kinds, accessPolicy{unsupported}.check)),
+		state:    state.WrapCore(core),
+		served:   server.NewState(state.Filter(core, accessPolicy{unsupported}.check)),
 		bookmark: newBookmarkMask(),
 	}
 }
@@ -65,10 +60,14 @@ func (b *boot) withoutHistory() *boot {
 
 // copyInto publishes the resources of this boot in the next one, where their versions start again.
 func (b *boot) copyInto(ctx context.Context, next *boot) error {
-	for _, kind := range b.kinds.list() {
-		items, err := b.state.List(ctx, kind)
+	for _, definition := range definitions {
+		if definition.DefaultNamespace == meta.NamespaceName {
+			continue // shared
+		}
+
+		items, err := b.state.List(ctx, resource.NewMetadata(definition.DefaultNamespace, definition.Type, "", resource.VersionUndefined))
 		if err != nil {
-			return fmt.Errorf("list %s: %w", kind, err)
+			return fmt.Errorf("list %s: %w", definition.Type, err)
 		}
 
 		for _, item := range items.Items {
@@ -81,36 +80,6 @@ func (b *boot) copyInto(ctx context.Context, next *boot) error {
 	}
 
 	return nil
-}
-
-// kindRecorder records the created resource kinds, because listing every possible kind would create a collection for each.
-type kindRecorder struct {
-	state.CoreState
-
-	mu    sync.Mutex
-	kinds []resource.Metadata // with namespace and type
-}
-
-// Create implements state.CoreState.
-func (r *kindRecorder) Create(ctx context.Context, res resource.Resource, opts ...state.CreateOption) error {
-	kind := resource.NewMetadata(res.Metadata().Namespace(), res.Metadata().Type(), "", resource.VersionUndefined)
-
-	r.mu.Lock()
-
-	if !slices.ContainsFunc(r.kinds, kind.Equal) {
-		r.kinds = append(r.kinds, kind)
-	}
-
-	r.mu.Unlock()
-
-	return r.CoreState.Create(ctx, res, opts...) //nolint:wrapcheck // state's error types must survive
-}
-
-func (r *kindRecorder) list() []resource.Metadata {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-
-	return slices.Clone(r.kinds)
 }
 
 // bookmarkMask invalidates bookmarks of other boots. The in-memory state starts each bookmark with a random cookie per process. All

@@ -3,9 +3,9 @@ package talostest
 import (
 	"context"
 	"errors"
-	"net"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/siderolabs/talos/pkg/machinery/role"
@@ -19,17 +19,12 @@ import (
 // errStreamsBroken is the cause of streams ended by [Machine.BreakStreams].
 var errStreamsBroken = errors.New("streams broken by the test")
 
-// errNoForwarding is a worker's answer to calls for other machines.
-var errNoForwarding = status.Error(codes.PermissionDenied, "no request forwarding")
-
 // inbound is an RPC received by a machine.
 type inbound struct {
-	machine   *Machine
-	boot      *boot
-	transport Transport
-	roles     role.Set
-	method    string
-	record    *Call // in the machine's journal
+	machine *Machine
+	boot    *boot
+	roles   role.Set
+	record  *Call // in the machine's journal
 }
 
 type inboundKey struct{}
@@ -45,55 +40,42 @@ func newInbound(ctx context.Context, method string) *inbound {
 	caller, _ := peer.FromContext(ctx)
 	info, _ := caller.AuthInfo.(connInfo) // set by handshake
 
-	call := &inbound{
-		machine:   info.machine,
-		boot:      info.machine.currentBoot(),
-		transport: info.transport,
-		roles:     rolesOf(ctx, info),
-		method:    method,
+	roles := rolesOf(ctx, info)
+
+	info.machine.cluster.calls.Add(1)
+
+	return &inbound{
+		machine: info.machine,
+		boot:    info.machine.currentBoot(),
+		roles:   roles,
+		record:  info.machine.journal.begin(Call{Transport: info.transport, Method: method, Roles: roles.Strings(), Open: true}),
 	}
-
-	call.machine.cluster.calls.Add(1)
-	call.begin("")
-
-	return call
 }
 
-// begin records the call in the machine's journal.
-func (c *inbound) begin(resourceType string) {
-	c.record = c.machine.journal.begin(Call{
-		Transport: c.transport, Method: c.method, Roles: c.roles.Strings(), Open: true, ResourceType: resourceType,
-	})
-}
-
-// rolesOf returns the roles from the metadata of a call to the socket, or from the client certificate of a call to apid. A certificate
-// with os:impersonator may use other roles through metadata.
+// rolesOf returns the roles from the metadata of a call to the socket, or from the client certificate of a call to apid.
 func rolesOf(ctx context.Context, info connInfo) role.Set {
-	requested := metadata.ValueFromIncomingContext(ctx, constants.APIAuthzRoleMetadataKey)
-
-	fromMetadata := info.transport == TransportSocket || (info.certificateRoles.Includes(role.Impersonator) && len(requested) > 0)
-	if !fromMetadata {
+	if info.transport == TransportAPID {
 		return info.certificateRoles
 	}
 
-	roles, _ := role.Parse(requested)
+	roles, _ := role.Parse(metadata.ValueFromIncomingContext(ctx, constants.APIAuthzRoleMetadataKey))
 
 	return roles
 }
 
 // admit delays the call according to the machine's faults, routes it and authorizes it.
 func (c *inbound) admit(ctx context.Context) error {
-	if !c.machine.frozen.wait(ctx.Done()) || !pause(ctx.Done(), c.machine.responseDelay()) {
+	if !c.machine.frozen.wait(ctx.Done()) || !pause(ctx.Done(), time.Duration(c.machine.delay.Load())) {
 		return status.FromContextError(ctx.Err()).Err()
 	}
 
-	if c.transport == TransportAPID {
+	if c.record.Transport == TransportAPID {
 		if err := c.route(ctx); err != nil {
 			return err
 		}
 	}
 
-	return authorizeMethod(c.method, c.roles)
+	return authorizeMethod(c.record.Method, c.roles)
 }
 
 // end records the result of the call.
@@ -103,7 +85,7 @@ func (c *inbound) end(err error) {
 
 func (c *inbound) asksFor(request any) {
 	typed, ok := request.(interface{ GetType() string })
-	if !ok || !strings.HasPrefix(c.method, "/cosi.resource.State/") {
+	if !ok || !strings.HasPrefix(c.record.Method, "/cosi.resource.State/") {
 		return
 	}
 
@@ -121,7 +103,7 @@ func (c *inbound) route(ctx context.Context) error {
 	case len(node) == 0 || c.machine.isLocalTarget(node[0]):
 		return nil
 	case c.isWorker():
-		return errNoForwarding
+		return status.Error(codes.PermissionDenied, "no request forwarding")
 	default:
 		return c.forward(ctx, node[0])
 	}
@@ -137,13 +119,13 @@ func (c *inbound) forward(ctx context.Context, target string) error {
 		return status.Errorf(codes.Unavailable, "dial %s: no machine responds", target)
 	}
 
-	resourceType := ""
+	var forwarded Call
 
-	c.machine.journal.amend(c.record, func(call *Call) { call.Open, resourceType = false, call.ResourceType })
+	c.machine.journal.amend(c.record, func(call *Call) { forwarded, call.Open = *call, false })
 
 	c.machine = machines[i]
 	c.boot = c.machine.currentBoot()
-	c.begin(resourceType)
+	c.record = c.machine.journal.begin(forwarded)
 
 	if !c.machine.frozen.wait(ctx.Done()) {
 		return status.FromContextError(ctx.Err()).Err()
@@ -152,16 +134,13 @@ func (c *inbound) forward(ctx context.Context, target string) error {
 	return nil
 }
 
-func (c *inbound) isWorker() bool { return !c.machine.machineType.IsControlPlane() }
+func (c *inbound) isWorker() bool { return !c.machine.spec.Type.IsControlPlane() }
 
 // isLocalTarget reports whether a node in metadata is this machine.
 func (m *Machine) isLocalTarget(target string) bool {
-	names, err := m.serverNames()
-	if err != nil {
-		return false
-	}
+	names, err := m.dnsNames()
 
-	return slices.Contains(names.dns, target) || slices.ContainsFunc(names.ips, net.ParseIP(target).Equal)
+	return err == nil && (slices.Contains(names, target) || target == m.spec.Address.String())
 }
 
 func interceptUnary(ctx context.Context, request any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {

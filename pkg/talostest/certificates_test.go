@@ -12,6 +12,7 @@ import (
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 func TestRotateCA_ReplacesCA(t *testing.T) {
@@ -26,7 +27,7 @@ func TestRotateCA_ReplacesCA(t *testing.T) {
 			cluster, cp := newControlPlane(t)
 			before := clientTLS(t, cluster, "os:reader")
 
-			require.NoError(t, cluster.RotateCA(t.Context(), test.old))
+			require.NoError(t, cluster.RotateCA(test.old))
 
 			// The machine presents a certificate of the new CA, which the old client does not trust.
 			requireCode(t, codes.Unavailable, version(withDeadline(t), dial(t, cp, before)))
@@ -42,7 +43,7 @@ func TestRotateCA_ReplacesCA(t *testing.T) {
 
 func TestClientCertificate_ExpiresByClusterClock(t *testing.T) {
 	clock := clocktesting.NewFakePassiveClock(time.Date(2030, 1, 1, 0, 0, 0, 0, time.UTC))
-	cluster := newCluster(t, talostest.Options{Clock: clock})
+	cluster := ctest.NewTalos(t, talostest.Options{Clock: clock})
 	cp := addControlPlane(t, cluster, "cp-1")
 
 	issued, err := issueReader(withRole(withDeadline(t), "os:admin"), dialSocket(t, cp), time.Hour)
@@ -58,17 +59,6 @@ func TestClientCertificate_ExpiresByClusterClock(t *testing.T) {
 
 	clock.SetTime(clock.Now().Add(2 * time.Hour))
 	requireCode(t, codes.Unavailable, version(withDeadline(t), dial(t, cp, config)))
-}
-
-func TestServerCertificate_IsRenewedByClusterClock(t *testing.T) {
-	clock := clocktesting.NewFakePassiveClock(time.Date(2030, 1, 1, 0, 0, 0, 0, time.UTC))
-	cluster := newCluster(t, talostest.Options{Clock: clock})
-	cp := addControlPlane(t, cluster, "cp-1")
-
-	for range 5 {
-		requireCode(t, codes.OK, version(withDeadline(t), dialAs(t, cluster, cp, "os:reader")))
-		clock.SetTime(clock.Now().Add(20 * time.Hour))
-	}
 }
 
 func TestTalosconfig_UsesControlPlanesAsEndpoints(t *testing.T) {

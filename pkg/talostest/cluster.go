@@ -11,7 +11,6 @@ import (
 	"net"
 	"net/netip"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -25,6 +24,7 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/siderolabs/talos/pkg/machinery/role"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
 	"k8s.io/utils/clock"
 )
 
@@ -34,11 +34,11 @@ type Options struct {
 	Name string
 	// Clock is used to issue and verify certificates, and for nothing else; the system clock by default.
 	Clock clock.PassiveClock
-	// Dir is the directory for machine.sock files; by default a temporary directory that Close removes. Socket paths must be shorter
-	// than 108 bytes.
+	// Dir is the parent of the directory for machine.sock files, which Close removes; by default that for temporary files. Socket paths
+	// must be shorter than 108 bytes.
 	Dir string
-	// PodCIDRs and ServiceCIDRs default to those of Talos, 10.244.0.0/16 and 10.96.0.0/12.
-	PodCIDRs, ServiceCIDRs []netip.Prefix
+	// PodCIDRs defaults to that of Talos, 10.244.0.0/16.
+	PodCIDRs []netip.Prefix
 }
 
 func (o *Options) setDefaults() {
@@ -53,65 +53,46 @@ func (o *Options) setDefaults() {
 	if len(o.PodCIDRs) == 0 {
 		o.PodCIDRs = []netip.Prefix{netip.MustParsePrefix(constants.DefaultIPv4PodNet)}
 	}
-
-	if len(o.ServiceCIDRs) == 0 {
-		o.ServiceCIDRs = []netip.Prefix{netip.MustParsePrefix(constants.DefaultIPv4ServiceNet)}
-	}
 }
 
 // Cluster is a set of Talos machines that share a CA. Its methods are safe for concurrent use.
 type Cluster struct {
-	name string
-	id   string
-	now  func() time.Time
-
-	podCIDRs, serviceCIDRs []netip.Prefix
+	options Options
+	id      string
+	now     func() time.Time
 
 	authority authority
 	server    *grpc.Server
 	calls     atomic.Uint64
 	dir       string
-	removeDir func()
 
 	mu          sync.Mutex
 	last        netip.Addr // the last assigned address
 	machines    map[string]*Machine
 	etcdMembers []*machineapi.EtcdMember
-	closed      bool
 }
-
-// errClosed is returned by methods of a closed cluster.
-var errClosed = errors.New("cluster is closed")
 
 // New returns a cluster without machines. Callers must call Close.
 func New(options Options) (*Cluster, error) {
 	options.setDefaults()
 
 	c := &Cluster{
-		name:         options.Name,
-		id:           rand.Text(),
-		now:          options.Clock.Now,
-		podCIDRs:     slices.Clone(options.PodCIDRs),
-		serviceCIDRs: slices.Clone(options.ServiceCIDRs),
-		authority:    authority{now: options.Clock.Now},
-		server:       newServer(),
-		dir:          options.Dir,
-		removeDir:    func() {},
-		last:         randomAddress(),
-		machines:     make(map[string]*Machine),
+		options:   options,
+		id:        rand.Text(),
+		now:       options.Clock.Now,
+		authority: authority{now: options.Clock.Now},
+		server:    newServer(),
+		last:      randomAddress(),
+		machines:  make(map[string]*Machine),
 	}
 
 	if err := c.authority.rotate(DropOldCA); err != nil {
 		return nil, err
 	}
 
-	if c.dir == "" {
-		var err error
-		if c.dir, err = os.MkdirTemp("", "talostest"); err != nil {
-			return nil, fmt.Errorf("create directory for sockets: %w", err)
-		}
-
-		c.removeDir = func() { _ = os.RemoveAll(c.dir) }
+	var err error
+	if c.dir, err = os.MkdirTemp(options.Dir, "talostest"); err != nil {
+		return nil, fmt.Errorf("create directory for sockets: %w", err)
 	}
 
 	return c, nil
@@ -132,7 +113,7 @@ func newServer() *grpc.Server {
 	const bufferSize = 4 << 10
 
 	server := grpc.NewServer(
-		grpc.Creds(handshake{}),
+		grpc.Creds(handshake{insecure.NewCredentials()}),
 		grpc.MaxRecvMsgSize(constants.GRPCMaxMessageSize),
 		grpc.SharedWriteBuffer(true),
 		grpc.ReadBufferSize(bufferSize),
@@ -148,22 +129,12 @@ func newServer() *grpc.Server {
 
 // Close stops all machines and releases their addresses. Further calls do nothing.
 func (c *Cluster) Close() {
-	c.mu.Lock()
-	alreadyClosed := c.closed
-	c.closed = true
-	machines := slices.Collect(maps.Values(c.machines))
-	c.mu.Unlock()
-
-	if alreadyClosed {
-		return
-	}
-
-	for _, machine := range machines {
+	for _, machine := range c.Machines() {
 		machine.close()
 	}
 
 	c.server.Stop()
-	c.removeDir()
+	_ = os.RemoveAll(c.dir)
 }
 
 // SetEtcdMembers sets the addresses of the members of etcd, which all control-plane machines report. Without members, as
@@ -209,17 +180,10 @@ func (c *Cluster) addMachine(spec MachineSpec) (*Machine, error) {
 
 	spec.setDefaults()
 
-	m := &Machine{
-		cluster:     c,
-		nodename:    spec.Nodename,
-		address:     spec.Address,
-		machineType: spec.Type,
-		pending:     spec.Platform,
-		unsupported: spec.UnsupportedTypes,
-		memory:      newBoot(spec.UnsupportedTypes),
-	}
+	m := &Machine{cluster: c, spec: spec, memory: newBoot(spec.UnsupportedTypes)}
 	m.api = newLink(m, TransportAPID, listener)
 	m.BreakStreams()
+	m.RenewCertificate()
 
 	if err := c.bootMachine(m, spec); err != nil {
 		m.close()
@@ -268,9 +232,12 @@ func (c *Cluster) bootMachine(m *Machine, spec MachineSpec) error {
 	}
 
 	if spec.ServeSocket {
-		if err := m.serveSocket(filepath.Join(c.dir, spec.Nodename+".sock")); err != nil {
-			return err
+		listener, err := net.Listen("unix", m.Socket())
+		if err != nil {
+			return fmt.Errorf("listen on machine.sock: %w", err)
 		}
+
+		m.socket = newLink(m, TransportSocket, listener)
 	}
 
 	return c.admit(m)
@@ -281,36 +248,15 @@ func (c *Cluster) admit(m *Machine) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 
-	if c.closed {
-		return errClosed
-	}
-
-	if _, exists := c.machines[m.nodename]; exists {
+	if _, exists := c.machines[m.spec.Nodename]; exists {
 		return errors.New("a machine with this nodename exists")
 	}
 
-	c.machines[m.nodename] = m
+	c.machines[m.spec.Nodename] = m
 
 	for _, l := range m.links() {
 		go func() { _ = c.server.Serve(l) }()
 	}
-
-	return nil
-}
-
-func (m *Machine) serveSocket(path string) error {
-	const maxSocketPath = 107 // sun_path without its terminating zero
-
-	if len(path) > maxSocketPath {
-		return fmt.Errorf("socket path %s is longer than %d bytes", path, maxSocketPath)
-	}
-
-	listener, err := net.Listen("unix", path)
-	if err != nil {
-		return fmt.Errorf("listen on %s: %w", path, err)
-	}
-
-	m.socket, m.socketPath = newLink(m, TransportSocket, listener), path
 
 	return nil
 }
@@ -328,11 +274,11 @@ func (c *Cluster) Machines() []*Machine {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 
-	return slices.SortedFunc(maps.Values(c.machines), func(a, b *Machine) int { return strings.Compare(a.nodename, b.nodename) })
+	return slices.SortedFunc(maps.Values(c.machines), func(a, b *Machine) int { return strings.Compare(a.spec.Nodename, b.spec.Nodename) })
 }
 
 // Name returns the cluster's name.
-func (c *Cluster) Name() string { return c.name }
+func (c *Cluster) Name() string { return c.options.Name }
 
 // CA returns the PEM certificates of the accepted Talos CAs, the issuing one first.
 func (c *Cluster) CA() []byte { return c.authority.acceptedPEM() }
@@ -374,13 +320,13 @@ func (c *Cluster) Talosconfig(roles ...string) (*clientconfig.Config, error) {
 	var endpoints []string
 
 	for _, machine := range c.Machines() {
-		if machine.machineType.IsControlPlane() {
-			endpoints = append(endpoints, machine.address.String())
+		if machine.spec.Type.IsControlPlane() {
+			endpoints = append(endpoints, machine.spec.Address.String())
 		}
 	}
 
-	return clientconfig.NewConfig(contextName(c.name, parsed), endpoints, bytes.TrimSpace(c.CA()), crt), nil
+	return clientconfig.NewConfig(c.options.Name, endpoints, bytes.TrimSpace(c.CA()), crt), nil
 }
 
 // RotateCA replaces the Talos CA. All machines use certificates of the new CA for new connections; open connections stay.
-func (c *Cluster) RotateCA(_ context.Context, old OldCA) error { return c.authority.rotate(old) }
+func (c *Cluster) RotateCA(old OldCA) error { return c.authority.rotate(old) }

@@ -15,7 +15,7 @@ func (m *Machine) Stop(ctx context.Context) error {
 	m.power.Lock()
 	defer m.power.Unlock()
 
-	next := newBoot(m.unsupported)
+	next := newBoot(m.spec.UnsupportedTypes)
 
 	for _, l := range m.links() {
 		l.takeDown()
@@ -24,7 +24,7 @@ func (m *Machine) Stop(ctx context.Context) error {
 	m.BreakStreams()
 
 	if err := m.currentBoot().copyInto(ctx, next); err != nil {
-		return fmt.Errorf("stop machine %s: %w", m.nodename, err)
+		return fmt.Errorf("stop machine %s: %w", m.spec.Nodename, err)
 	}
 
 	m.mu.Lock()
@@ -57,7 +57,7 @@ func (m *Machine) Reboot(ctx context.Context) error {
 
 // CutOff drops all packets between apid and its clients: connections stay open but transfer nothing, and new handshakes hang.
 // machine.sock is not affected. Clients do not notice when a machine is stopped while it is cut off, as after a power loss.
-func (m *Machine) CutOff() { m.api.cut() }
+func (m *Machine) CutOff() { m.api.flow.shut() }
 
 // BlackHole cuts the machine off like [Machine.CutOff], and drops the packets of connection attempts and keepalive probes
 // too: they get no answer, and clients can notice it.
@@ -72,7 +72,7 @@ func (m *Machine) BlackHole() error {
 func (m *Machine) Reconnect() {
 	_ = m.api.filter(unix.SO_DETACH_FILTER) // fails if there is none
 
-	m.api.restore()
+	m.api.flow.open()
 }
 
 // BreakStreams ends every open stream of both transports with Unavailable. Connections and watch history are kept.
@@ -103,12 +103,7 @@ func (m *Machine) ExpireWatches() {
 func (m *Machine) BreakConnections() { m.api.dropAll() }
 
 // SlowDown delays each RPC and each TLS handshake; zero ends the delay. Events of open watches are not delayed.
-func (m *Machine) SlowDown(delay time.Duration) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-
-	m.delay = delay
-}
+func (m *Machine) SlowDown(delay time.Duration) { m.delay.Store(int64(delay)) }
 
 // Freeze stops all responses to RPCs and watches, while connections stay healthy and HTTP/2 pings are answered. Clients can detect it only
 // by a deadline.
@@ -118,14 +113,9 @@ func (m *Machine) Freeze() { m.frozen.shut() }
 func (m *Machine) Thaw() { m.frozen.open() }
 
 // ExpireCertificate makes apid present a certificate that expired an hour ago. Open connections stay; see [Machine.BreakConnections].
-func (m *Machine) ExpireCertificate() { m.setCertificateExpired(true) }
-
-// RenewCertificate makes apid present a valid certificate again.
-func (m *Machine) RenewCertificate() { m.setCertificateExpired(false) }
-
-func (m *Machine) setCertificateExpired(expired bool) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-
-	m.certificateExpired, m.issued = expired, issued{}
+func (m *Machine) ExpireCertificate() {
+	m.certificateTime.Store(m.cluster.now().Add(-serverCertificateValidity - time.Hour).Unix())
 }
+
+// RenewCertificate makes apid present a certificate that is valid from now on, as Talos does when addresses change.
+func (m *Machine) RenewCertificate() { m.certificateTime.Store(m.cluster.now().Unix()) }

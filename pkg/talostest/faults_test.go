@@ -19,6 +19,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 // shortTimeout is long enough for a reply on loopback, and short enough for tests that expect none.
@@ -47,14 +48,7 @@ func watchPlatform(t *testing.T, c *client.Client) <-chan state.Event {
 func next(t *testing.T, events <-chan state.Event) state.Event {
 	t.Helper()
 
-	select {
-	case event := <-events:
-		return event
-	case <-time.After(timeout):
-		t.Fatalf("no event within %s", timeout)
-
-		return state.Event{}
-	}
+	return ctest.Receive(t, events, "an event is received")
 }
 
 func requireNoEvent(t *testing.T, events <-chan state.Event) {
@@ -201,7 +195,7 @@ func TestReboot_BreaksMachineSocket(t *testing.T) {
 	requireCode(t, codes.Unavailable, version(withRole(withDeadline(t), "os:reader"), socket))
 
 	cp.Start()
-	eventually(t, "machine.sock responds again", func() bool {
+	ctest.Eventually(t, "machine.sock responds again", func() bool {
 		return version(withRole(withDeadline(t), "os:reader"), socket) == nil
 	})
 }
@@ -261,7 +255,7 @@ func TestBlackHole_DropsPackets(t *testing.T) {
 	require.NoError(t, err)
 	defer open.Close() //nolint:errcheck // only read
 
-	eventually(t, "both connections are accepted", func() bool { return worker.Connections() == 2 })
+	ctest.Eventually(t, "both connections are accepted", func() bool { return worker.Connections() == 2 })
 
 	require.NoError(t, worker.BlackHole())
 
@@ -332,7 +326,7 @@ func TestOpenStreams_CountsStreams(t *testing.T) {
 
 	_ = reader.Close()
 
-	eventually(t, "no stream is open", func() bool { return worker.OpenStreams() == 0 && worker.Connections() == 0 })
+	ctest.Eventually(t, "no stream is open", func() bool { return worker.OpenStreams() == 0 && worker.Connections() == 0 })
 }
 
 func TestSlowDown_DelaysHandshakeAndCalls(t *testing.T) {
@@ -382,7 +376,7 @@ func TestExpireCertificate_RejectsNewConnections(t *testing.T) {
 	assert.ErrorContains(t, err, "expired")
 
 	worker.BreakConnections()
-	eventually(t, "the old client receives the expired certificate", func() bool {
+	ctest.Eventually(t, "the old client receives the expired certificate", func() bool {
 		return version(withDeadline(t), before) != nil
 	})
 

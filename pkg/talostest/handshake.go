@@ -3,13 +3,14 @@ package talostest
 import (
 	"context"
 	"crypto/tls"
-	"errors"
+	stdx509 "crypto/x509"
 	"fmt"
 	"net"
-	"reflect"
 	"time"
 
+	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/siderolabs/crypto/x509"
+	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/role"
 	"google.golang.org/grpc/credentials"
 )
@@ -25,7 +26,9 @@ type connInfo struct {
 func (connInfo) AuthType() string { return "talostest" }
 
 // handshake is the server side of both transports: mutual TLS for apid, none for machine.sock.
-type handshake struct{}
+type handshake struct {
+	credentials.TransportCredentials
+}
 
 // ServerHandshake implements credentials.TransportCredentials.
 func (handshake) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
@@ -40,7 +43,7 @@ func (handshake) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, 
 		return accepted, info, nil
 	}
 
-	if !pause(accepted.done, info.machine.responseDelay()) {
+	if !pause(accepted.done, time.Duration(info.machine.delay.Load())) {
 		return nil, nil, net.ErrClosed
 	}
 
@@ -61,20 +64,6 @@ func (handshake) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, 
 	return secured, info, nil
 }
 
-// ClientHandshake implements credentials.TransportCredentials.
-func (handshake) ClientHandshake(context.Context, string, net.Conn) (net.Conn, credentials.AuthInfo, error) {
-	return nil, nil, errors.New("client handshake is not supported")
-}
-
-// Info implements credentials.TransportCredentials.
-func (handshake) Info() credentials.ProtocolInfo { return credentials.ProtocolInfo{} }
-
-// Clone implements credentials.TransportCredentials.
-func (h handshake) Clone() credentials.TransportCredentials { return h }
-
-// OverrideServerName implements credentials.TransportCredentials.
-func (handshake) OverrideServerName(string) error { return nil }
-
 // pause blocks for the delay and returns true. It returns false if done is closed first.
 func pause(done <-chan struct{}, delay time.Duration) bool {
 	if delay <= 0 {
@@ -92,59 +81,44 @@ func pause(done <-chan struct{}, delay time.Duration) bool {
 	}
 }
 
-// tlsConfig returns apid's configuration: TLS 1.3, and a client certificate of an accepted CA.
+// tlsConfig returns apid's configuration: TLS 1.3, a new certificate, and a client certificate of an accepted CA.
 func (m *Machine) tlsConfig() (*tls.Config, error) {
-	certificate, err := m.serverCertificate()
+	names, err := m.dnsNames()
 	if err != nil {
 		return nil, err
+	}
+
+	notBefore := time.Unix(m.certificateTime.Load(), 0)
+
+	pair, err := x509.NewKeyPair(m.cluster.authority.current(),
+		x509.IPAddresses([]net.IP{net.IPv4(127, 0, 0, 1), m.spec.Address.AsSlice()}),
+		x509.DNSNames(names),
+		x509.CommonName(names[len(names)-1]),
+		x509.NotBefore(notBefore),
+		x509.NotAfter(notBefore.Add(serverCertificateValidity)),
+		x509.KeyUsage(stdx509.KeyUsageDigitalSignature),
+		x509.ExtKeyUsage([]stdx509.ExtKeyUsage{stdx509.ExtKeyUsageServerAuth}),
+	)
+	if err != nil {
+		return nil, fmt.Errorf("issue server certificate for %v: %w", names, err)
 	}
 
 	return &tls.Config{
 		MinVersion:             tls.VersionTLS13,
 		SessionTicketsDisabled: true,
-		Certificates:           []tls.Certificate{*certificate},
+		Certificates:           []tls.Certificate{*pair.Certificate},
 		ClientAuth:             tls.RequireAndVerifyClientCert,
 		ClientCAs:              m.cluster.authority.pool(),
 		Time:                   m.cluster.now,
 	}, nil
 }
 
-// issued is a server certificate with what it was issued from.
-type issued struct {
-	certificate *tls.Certificate
-	ca          *x509.CertificateAuthority
-	names       serverNames
-	at          time.Time
-}
-
-// serverCertificate returns the current certificate of apid. It is issued on first use, and again when the CA or the machine's names have
-// changed or half of its lifetime has passed.
-func (m *Machine) serverCertificate() (*tls.Certificate, error) {
-	names, err := m.serverNames()
+// dnsNames returns the machine's hostnames, the longest last.
+func (m *Machine) dnsNames() ([]string, error) {
+	hostname, err := safe.StateGetByID[*network.HostnameStatus](context.Background(), m.State(), network.HostnameID) // in memory
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("get hostname of machine %s: %w", m.spec.Nodename, err)
 	}
 
-	m.mu.Lock()
-	defer m.mu.Unlock()
-
-	now, ca := m.cluster.now(), m.cluster.authority.current()
-
-	if m.issued.ca == ca && reflect.DeepEqual(m.issued.names, names) && now.Sub(m.issued.at) < serverCertificateRenewal {
-		return m.issued.certificate, nil
-	}
-
-	notBefore := now
-	if m.certificateExpired {
-		notBefore = now.Add(-serverCertificateValidity - time.Hour)
-	}
-
-	certificate, err := names.certificate(ca, notBefore)
-	if err != nil {
-		return nil, err
-	}
-
-	m.issued = issued{certificate: certificate, ca: ca, names: names, at: now}
-
-	return certificate, nil
+	return hostname.TypedSpec().DNSNames(), nil
 }

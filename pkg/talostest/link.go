@@ -21,13 +21,11 @@ type link struct {
 	machine   *Machine
 	transport Transport
 
-	// flow is shut while the machine is cut off. It changes only under mu.
-	flow gate
+	flow gate // shut while the machine is cut off
 
-	mu       sync.Mutex
-	down     bool
-	conns    map[*conn]struct{}
-	withheld []net.Conn // closed by the server while cut off; clients must not notice before Reconnect
+	mu    sync.Mutex
+	down  bool
+	conns map[*conn]struct{}
 }
 
 func newLink(m *Machine, transport Transport, listener net.Listener) *link {
@@ -65,7 +63,7 @@ func (l *link) admit(raw net.Conn) *conn {
 	return admitted
 }
 
-// discard closes a raw connection, or while the link is cut defers a reset until restore. The caller holds mu.
+// discard closes a raw connection, or resets it once the link is no longer cut, so that its client does not notice before.
 func (l *link) discard(raw net.Conn, end func(net.Conn)) {
 	if !l.flow.isShut() {
 		end(raw)
@@ -76,29 +74,10 @@ func (l *link) discard(raw net.Conn, end func(net.Conn)) {
 	// Wake a pending read without closing the connection.
 	_ = raw.SetReadDeadline(time.Unix(1, 0))
 
-	l.withheld = append(l.withheld, raw)
-}
-
-// cut blocks both directions until restore.
-func (l *link) cut() {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-
-	l.flow.shut()
-}
-
-// restore unblocks both directions. Blocked data arrives now, as with retransmissions.
-func (l *link) restore() {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-
-	l.flow.open()
-
-	for _, raw := range l.withheld {
+	go func() {
+		l.flow.wait(nil)
 		reset(raw)
-	}
-
-	l.withheld = nil
+	}()
 }
 
 // filter attaches or detaches a filter of the listener and all open connections that accepts no byte of a packet. The
@@ -184,7 +163,7 @@ func (l *link) count() int {
 func (l *link) close() {
 	_ = l.Listener.Close()
 
-	l.restore()
+	l.flow.open()
 	l.takeDown()
 }
 

@@ -4,10 +4,10 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
+	"path/filepath"
 	"slices"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/cosi-project/runtime/pkg/safe"
@@ -34,8 +34,6 @@ type MachineSpec struct {
 	NodeIPs []netip.Addr
 	// Addresses are additional addresses of the machine.
 	Addresses []Address
-	// ExcludedSubnets are excluded from node IPs in addition to the cluster's pod and service CIDRs.
-	ExcludedSubnets []netip.Prefix
 	// Platform is the platform metadata; the platform is "metal" by default.
 	Platform runtime.PlatformMetadataSpec
 	// PlatformPending publishes only Platform.Platform, as Talos does until the metadata service answers; see
@@ -72,42 +70,36 @@ func (s *MachineSpec) setDefaults() {
 
 // Machine is a simulated Talos machine. Its methods are safe for concurrent use.
 type Machine struct {
-	cluster     *Cluster
-	nodename    string
-	address     netip.Addr
-	machineType machine.Type
-	pending     runtime.PlatformMetadataSpec // published by ResolvePlatform
-	unsupported []resource.Type
+	cluster *Cluster
+	spec    MachineSpec
 
-	api        *link
-	socket     *link // nil without machine.sock
-	socketPath string
+	api    *link
+	socket *link // nil without machine.sock
 
-	frozen      gate
-	openStreams atomic.Int64
-	journal     journal
-	power       sync.Mutex // serializes Stop and Start
+	frozen          gate
+	delay           atomic.Int64
+	certificateTime atomic.Int64 // from which the certificate of apid is valid, as Unix time
+	openStreams     atomic.Int64
+	journal         journal
+	power           sync.Mutex // serializes Stop and Start
 
-	mu                 sync.Mutex
-	memory             *boot
-	delay              time.Duration
-	certificateExpired bool
-	issued             issued
-	streams            context.Context //nolint:containedctx // lifetime of the open streams
-	breakStreams       context.CancelFunc
+	mu           sync.Mutex
+	memory       *boot
+	streams      context.Context //nolint:containedctx // lifetime of the open streams
+	breakStreams context.CancelFunc
 }
 
 // Nodename returns the nodename with which the machine was added; see [Machine.SetNodename].
-func (m *Machine) Nodename() string { return m.nodename }
+func (m *Machine) Nodename() string { return m.spec.Nodename }
 
 // Address returns the listen address of apid.
-func (m *Machine) Address() netip.Addr { return m.address }
+func (m *Machine) Address() netip.Addr { return m.spec.Address }
 
 // Type returns the machine's type.
-func (m *Machine) Type() machine.Type { return m.machineType }
+func (m *Machine) Type() machine.Type { return m.spec.Type }
 
-// Socket returns the path of machine.sock, or an empty string without [MachineSpec.ServeSocket].
-func (m *Machine) Socket() string { return m.socketPath }
+// Socket returns the path of machine.sock, which exists with [MachineSpec.ServeSocket].
+func (m *Machine) Socket() string { return filepath.Join(m.cluster.dir, m.spec.Nodename+".sock") }
 
 // State returns the machine's resource state without any access policy, for reads and writes. [Machine.Stop] and [Machine.Reboot] replace
 // it.
@@ -129,13 +121,6 @@ func (m *Machine) currentBoot() *boot {
 	return m.memory
 }
 
-func (m *Machine) responseDelay() time.Duration {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-
-	return m.delay
-}
-
 func (m *Machine) streamsContext() context.Context {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -150,7 +135,7 @@ func (m *Machine) UpdatePlatform(ctx context.Context, change func(*runtime.Platf
 
 // ResolvePlatform publishes the PlatformMetadata of the machine's spec, as Talos does when the metadata service has answered.
 func (m *Machine) ResolvePlatform(ctx context.Context) error {
-	return m.UpdatePlatform(ctx, func(spec *runtime.PlatformMetadataSpec) { *spec = m.pending.DeepCopy() })
+	return m.UpdatePlatform(ctx, func(spec *runtime.PlatformMetadataSpec) { *spec = m.spec.Platform.DeepCopy() })
 }
 
 // SetNodename changes the nodename, under which the kubelet registers. The hostname stays.
@@ -169,7 +154,7 @@ func (m *Machine) SetHostname(ctx context.Context, hostname, domainname string) 
 
 	current, err := m.State().Get(ctx, status.Metadata())
 	if err != nil {
-		return fmt.Errorf("get hostname of machine %s: %w", m.nodename, err)
+		return fmt.Errorf("get hostname of machine %s: %w", m.spec.Nodename, err)
 	}
 
 	return modify(ctx, m, k8s.NewNodename(k8s.NamespaceName, k8s.NodenameID), func(spec *k8s.NodenameSpec) {
@@ -221,16 +206,16 @@ func (m *Machine) SetLocalhostAdminKubeconfig(ctx context.Context, kubeconfig []
 
 // SetExtensionServiceConfig creates or replaces the files of an extension service. Its environment stays.
 func (m *Machine) SetExtensionServiceConfig(ctx context.Context, name string, files ...runtime.ExtensionServiceConfigFile) error {
-	return m.modifyExtension(ctx, name, func(spec *runtime.ExtensionServiceConfigSpec) { spec.Files = slices.Clone(files) })
+	return modify(ctx, m, runtime.NewExtensionServiceConfigSpec(runtime.NamespaceName, name), func(spec *runtime.ExtensionServiceConfigSpec) {
+		spec.Files = slices.Clone(files)
+	})
 }
 
 // SetExtensionServiceDocument creates or replaces the whole ExtensionServiceConfig document of an extension service in one write.
 func (m *Machine) SetExtensionServiceDocument(ctx context.Context, name string, document runtime.ExtensionServiceConfigSpec) error {
-	return m.modifyExtension(ctx, name, func(spec *runtime.ExtensionServiceConfigSpec) { *spec = document.DeepCopy() })
-}
-
-func (m *Machine) modifyExtension(ctx context.Context, name string, change func(*runtime.ExtensionServiceConfigSpec)) error {
-	return modify(ctx, m, runtime.NewExtensionServiceConfigSpec(runtime.NamespaceName, name), change)
+	return modify(ctx, m, runtime.NewExtensionServiceConfigSpec(runtime.NamespaceName, name), func(spec *runtime.ExtensionServiceConfigSpec) {
+		*spec = document.DeepCopy()
+	})
 }
 
 // specified is a resource with a typed spec.
@@ -247,7 +232,7 @@ func modify[R specified[S], S any](ctx context.Context, m *Machine, empty R, cha
 		return nil
 	})
 	if err != nil {
-		return fmt.Errorf("change %s of machine %s: %w", empty.Metadata(), m.nodename, err)
+		return fmt.Errorf("change %s of machine %s: %w", empty.Metadata(), m.spec.Nodename, err)
 	}
 
 	return nil

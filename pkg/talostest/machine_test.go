@@ -31,6 +31,7 @@ import (
 	apiruntime "k8s.io/apimachinery/pkg/runtime"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 func addControlPlane(t *testing.T, cluster *talostest.Cluster, name string) *talostest.Machine {
@@ -50,7 +51,7 @@ func read[R meta.ResourceWithRD](t *testing.T, c *client.Client, id resource.ID)
 }
 
 func TestMachine_PublishesResourcesOfTalos(t *testing.T) {
-	cluster := newCluster(t, talostest.Options{Name: "prod"})
+	cluster := ctest.NewTalos(t, talostest.Options{Name: "prod"})
 	aws := addMachine(t, cluster, talostest.MachineSpec{
 		Nodename:          "aws-1",
 		Type:              machine.TypeControlPlane,
@@ -102,7 +103,7 @@ func TestMachine_WorkerHasNoControlPlaneResources(t *testing.T) {
 }
 
 func TestResolvePlatform_PublishesMetadata(t *testing.T) {
-	cluster := newCluster(t, talostest.Options{})
+	cluster := ctest.NewTalos(t, talostest.Options{})
 	late := addMachine(t, cluster, talostest.MachineSpec{
 		Nodename: "late", PlatformPending: true, Platform: runtime.PlatformMetadataSpec{Platform: "hcloud", InstanceID: "42"},
 	})
@@ -118,7 +119,7 @@ func TestResolvePlatform_PublishesMetadata(t *testing.T) {
 }
 
 func TestAddress_HasDefaultsOfTalos(t *testing.T) {
-	cluster := newCluster(t, talostest.Options{})
+	cluster := ctest.NewTalos(t, talostest.Options{})
 	temporary := nethelpers.AddressFlags(nethelpers.AddressManagementTemp)
 	host := addMachine(t, cluster, talostest.MachineSpec{
 		Nodename: "host",
@@ -145,35 +146,18 @@ func TestAddress_HasDefaultsOfTalos(t *testing.T) {
 	}
 }
 
-func TestCertificate_HasAddressesSinceBoot(t *testing.T) {
-	cluster := newCluster(t, talostest.Options{PodCIDRs: prefixes("10.64.0.0/10")})
-	worker := addMachine(t, cluster, talostest.MachineSpec{Nodename: "worker-1", Addresses: []talostest.Address{
-		{Link: "eth1", Prefix: netip.MustParsePrefix("fe80::7/64"), Scope: nethelpers.ScopeLink},
-		{Link: "cni0", Prefix: netip.MustParsePrefix("10.64.3.1/24")},
-	}})
-	added := netip.MustParsePrefix("198.51.100.9/24")
+func TestCertificate_HasNamesAndAddressOfMachine(t *testing.T) {
+	cluster, worker := newWorker(t)
 
-	dialName := func(name string) error {
+	for name, want := range map[string]codes.Code{
+		"127.0.0.1": codes.OK, worker.Address().String(): codes.OK, "worker-1": codes.OK,
+		"198.51.100.10": codes.Unavailable, "worker-2": codes.Unavailable,
+	} {
 		config := clientTLS(t, cluster, "os:reader")
 		config.ServerName = name
 
-		return version(withDeadline(t), dial(t, worker, config))
+		assert.Equal(t, want, status.Code(version(withDeadline(t), dial(t, worker, config))), name)
 	}
-
-	require.NoError(t, worker.AddAddress(t.Context(), "eth0", added))
-
-	for name, want := range map[string]codes.Code{
-		"127.0.0.1": codes.OK, worker.Address().String(): codes.OK, "198.51.100.9": codes.OK, "worker-1": codes.OK,
-		"fe80::7": codes.Unavailable, "10.64.3.1": codes.Unavailable, "198.51.100.10": codes.Unavailable, "worker-2": codes.Unavailable,
-	} {
-		assert.Equal(t, want, status.Code(dialName(name)), name)
-	}
-
-	require.NoError(t, worker.RemoveAddress(t.Context(), "eth0", added))
-	requireCode(t, codes.OK, dialName("198.51.100.9"))
-
-	require.NoError(t, worker.Reboot(t.Context()))
-	requireCode(t, codes.Unavailable, dialName("198.51.100.9"))
 }
 
 func prefixes(texts ...string) []netip.Prefix {
@@ -186,42 +170,38 @@ func prefixes(texts ...string) []netip.Prefix {
 }
 
 func TestControllerManager_HasArgumentsOfTalos(t *testing.T) {
-	dual := talostest.Options{
-		PodCIDRs: prefixes("10.64.0.0/10", "fd00:10:244::/56"), ServiceCIDRs: prefixes("10.32.0.0/16", "fd00:10:96::/112"),
-	}
-
 	for name, test := range map[string]struct {
-		options        talostest.Options
-		controllers    []string
-		pods, services []string
-		arguments      []string
+		options     talostest.Options
+		controllers []string
+		pods        []string
+		arguments   []string
 	}{
 		"with Talos's defaults it allocates": {
-			pods: []string{"10.244.0.0/16"}, services: []string{"10.96.0.0/12"},
+			pods: []string{"10.244.0.0/16"},
 			arguments: []string{
 				"--allocate-node-cidrs=true", "--controllers=*,tokencleaner", "--cluster-cidr=10.244.0.0/16", "--service-cluster-ip-range=10.96.0.0/12",
 			},
 		},
 		"CIDRs are the cluster's": {
-			options: dual,
-			pods:    []string{"10.64.0.0/10", "fd00:10:244::/56"}, services: []string{"10.32.0.0/16", "fd00:10:96::/112"},
-			arguments: []string{"--cluster-cidr=10.64.0.0/10,fd00:10:244::/56", "--service-cluster-ip-range=10.32.0.0/16,fd00:10:96::/112"},
+			options:   talostest.Options{PodCIDRs: prefixes("10.64.0.0/10", "fd00:10:244::/56")},
+			pods:      []string{"10.64.0.0/10", "fd00:10:244::/56"},
+			arguments: []string{"--cluster-cidr=10.64.0.0/10,fd00:10:244::/56"},
 		},
 		"more controllers are added to Talos's own": {
 			controllers: []string{"-node-ipam-controller"},
-			pods:        []string{"10.244.0.0/16"}, services: []string{"10.96.0.0/12"},
-			arguments: []string{"--controllers=*,tokencleaner,-node-ipam-controller"},
+			pods:        []string{"10.244.0.0/16"},
+			arguments:   []string{"--controllers=*,tokencleaner,-node-ipam-controller"},
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			cluster := newCluster(t, test.options)
+			cluster := ctest.NewTalos(t, test.options)
 			cp := addMachine(t, cluster, talostest.MachineSpec{Nodename: "cp-1", Type: machine.TypeControlPlane, Controllers: test.controllers})
 			reader := dialAs(t, cluster, cp, "os:reader")
 
 			manager := read[*k8s.ControllerManagerConfig](t, reader, k8s.ControllerManagerConfigID).TypedSpec()
 			assert.True(t, manager.Enabled)
 			assert.Equal(t, test.pods, manager.PodCIDRs)
-			assert.Equal(t, test.services, manager.ServiceCIDRs)
+			assert.Equal(t, []string{"10.96.0.0/12"}, manager.ServiceCIDRs)
 			assert.Equal(t, test.controllers, manager.ExtraArgs["controllers"].Values)
 
 			var pod corev1.Pod
@@ -236,11 +216,11 @@ func TestControllerManager_HasArgumentsOfTalos(t *testing.T) {
 }
 
 func TestNodeIPConfig_ExcludesClusterCIDRs(t *testing.T) {
-	cluster := newCluster(t, talostest.Options{PodCIDRs: prefixes("10.64.0.0/10"), ServiceCIDRs: prefixes("10.32.0.0/16")})
-	worker := addMachine(t, cluster, talostest.MachineSpec{Nodename: "worker-1", ExcludedSubnets: prefixes("127.0.0.0/8")})
+	cluster := ctest.NewTalos(t, talostest.Options{PodCIDRs: prefixes("10.64.0.0/10")})
+	worker := addMachine(t, cluster, talostest.MachineSpec{Nodename: "worker-1"})
 
 	excluded := read[*k8s.NodeIPConfig](t, dialAs(t, cluster, worker, "os:reader"), k8s.KubeletID).TypedSpec().ExcludeSubnets
-	assert.Equal(t, []string{"10.64.0.0/10", "10.32.0.0/16", "127.0.0.0/8"}, excluded)
+	assert.Equal(t, []string{"10.64.0.0/10", "10.96.0.0/12"}, excluded)
 }
 
 func TestSetExtensionServiceDocument_ReplacesDocument(t *testing.T) {
@@ -285,8 +265,24 @@ func TestSetNodename_IsIndependentOfHostname(t *testing.T) {
 	assert.Same(t, worker, cluster.Machine("worker-1"), "the machine's original nodename")
 }
 
+func TestAddAddress_PublishesAddressUntilRemoved(t *testing.T) {
+	cluster, worker := newWorker(t)
+	reader := dialAs(t, cluster, worker, "os:reader")
+	address := prefixes("192.0.2.7/24")[0]
+
+	require.NoError(t, worker.AddAddress(t.Context(), "eth7", address))
+	assert.ErrorContains(t, worker.AddAddress(t.Context(), "eth7", address), "eth7/192.0.2.7/24")
+
+	status := read[*network.AddressStatus](t, reader, "eth7/192.0.2.7/24").TypedSpec()
+	assert.Equal(t, address, status.Address)
+	assert.Equal(t, "eth7", status.LinkName)
+
+	require.NoError(t, worker.RemoveAddress(t.Context(), "eth7", address))
+	assert.ErrorContains(t, worker.RemoveAddress(t.Context(), "eth7", address), "eth7/192.0.2.7/24")
+}
+
 func TestSetLocalhostAdminKubeconfig_CreatesSecret(t *testing.T) {
-	cluster := newCluster(t, talostest.Options{})
+	cluster := ctest.NewTalos(t, talostest.Options{})
 	cp := addControlPlane(t, cluster, "cp-1")
 	admin := dialAs(t, cluster, cp, "os:admin")
 
@@ -303,7 +299,7 @@ func TestCalls_RecordsCalls(t *testing.T) {
 
 	watchPlatform(t, reader)
 	requireCode(t, codes.PermissionDenied, getAdminKubeconfig(withDeadline(t), reader))
-	requireCode(t, codes.OK, version(withRole(withDeadline(t), "os:admin"), dialSocket(t, cp)))
+	requireCode(t, codes.OK, issue(withRole(withDeadline(t), "os:admin"), dialSocket(t, cp)))
 
 	got := make([]string, 0, 3)
 	for _, call := range cp.Calls() {
@@ -313,7 +309,7 @@ func TestCalls_RecordsCalls(t *testing.T) {
 	want := []string{
 		"apid /cosi.resource.State/Watch PlatformMetadatas.talos.dev [os:reader] OK open=true",
 		"apid /cosi.resource.State/Get KubernetesSecrets.secrets.talos.dev [os:reader] PermissionDenied open=false",
-		"socket /machine.MachineService/Version  [os:admin] OK open=false",
+		"socket /machine.MachineService/GenerateClientConfiguration  [os:admin] OK open=false",
 	}
 
 	assert.Equal(t, want, got)
@@ -336,7 +332,7 @@ func TestNew_ClustersUseDifferentAddresses(t *testing.T) {
 	seen := make(map[netip.Addr]bool)
 
 	for range 20 {
-		cluster := newCluster(t, talostest.Options{})
+		cluster := ctest.NewTalos(t, talostest.Options{})
 
 		for i := range 5 {
 			added := addMachine(t, cluster, talostest.MachineSpec{Nodename: fmt.Sprintf("n-%d", i)})
@@ -388,7 +384,7 @@ func TestClose_ReleasesEverything(t *testing.T) {
 
 	_ = watcher.Close()
 
-	eventually(t, "all goroutines have ended", func() bool {
+	ctest.Eventually(t, "all goroutines have ended", func() bool {
 		var stacks strings.Builder
 
 		_ = pprof.Lookup("goroutine").WriteTo(&stacks, 2)
@@ -398,15 +394,12 @@ func TestClose_ReleasesEverything(t *testing.T) {
 
 	assert.NoDirExists(t, filepath.Dir(cp.Socket()))
 
-	again := newCluster(t, talostest.Options{})
+	again := ctest.NewTalos(t, talostest.Options{})
 	addMachine(t, again, talostest.MachineSpec{Nodename: "reuser", Address: cp.Address()})
-
-	_, err = cluster.AddMachine(talostest.MachineSpec{Nodename: "too-late"})
-	assert.Error(t, err, "a closed cluster")
 }
 
 func TestAddMachine_Concurrently(t *testing.T) {
-	cluster := newCluster(t, talostest.Options{})
+	cluster := ctest.NewTalos(t, talostest.Options{})
 
 	const machines = 100
 

@@ -7,6 +7,8 @@ import (
 	"strings"
 
 	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/siderolabs/gen/xslices"
+	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	clusterres "github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/config"
@@ -22,18 +24,6 @@ const (
 	talosVersion  = "v1.13.5"
 	extensionName = "talos-ccm"
 )
-
-// clusterCIDRs returns the pod and service CIDRs, which contain no address of a machine.
-func (c *Cluster) clusterCIDRs() []netip.Prefix { return slices.Concat(c.podCIDRs, c.serviceCIDRs) }
-
-func texts(prefixes []netip.Prefix) []string {
-	list := make([]string, len(prefixes))
-	for i, prefix := range prefixes {
-		list[i] = prefix.String()
-	}
-
-	return list
-}
 
 // seed returns the resources of a booted machine.
 func (c *Cluster) seed(spec MachineSpec) []resource.Resource {
@@ -59,7 +49,7 @@ func identityResources(c *Cluster, spec MachineSpec) []resource.Resource {
 
 	info := clusterres.NewInfo()
 	info.TypedSpec().ClusterID = c.id
-	info.TypedSpec().ClusterName = c.name
+	info.TypedSpec().ClusterName = c.options.Name
 
 	identity := clusterres.NewIdentity(clusterres.NamespaceName, clusterres.LocalIdentity)
 	identity.TypedSpec().NodeID = rand.Text()
@@ -128,7 +118,7 @@ func (c *Cluster) kubernetesResources(spec MachineSpec) []resource.Resource {
 
 	nodeIPConfig := k8s.NewNodeIPConfig(k8s.NamespaceName, k8s.KubeletID)
 	nodeIPConfig.TypedSpec().ValidSubnets = []string{"0.0.0.0/0"}
-	nodeIPConfig.TypedSpec().ExcludeSubnets = texts(slices.Concat(c.clusterCIDRs(), spec.ExcludedSubnets))
+	nodeIPConfig.TypedSpec().ExcludeSubnets = append(xslices.Map(c.options.PodCIDRs, netip.Prefix.String), constants.DefaultIPv4ServiceNet)
 
 	return []resource.Resource{nodeIP, nodeIPConfig}
 }
@@ -137,7 +127,8 @@ func (c *Cluster) kubernetesResources(spec MachineSpec) []resource.Resource {
 func (c *Cluster) controllerManagerResources(spec MachineSpec) []resource.Resource {
 	config := k8s.NewControllerManagerConfig()
 	*config.TypedSpec() = k8s.ControllerManagerConfigSpec{
-		Enabled: true, CloudProvider: "external", PodCIDRs: texts(c.podCIDRs), ServiceCIDRs: texts(c.serviceCIDRs),
+		Enabled: true, CloudProvider: "external",
+		PodCIDRs: xslices.Map(c.options.PodCIDRs, netip.Prefix.String), ServiceCIDRs: []string{constants.DefaultIPv4ServiceNet},
 	}
 
 	if len(spec.Controllers) > 0 {
@@ -152,7 +143,7 @@ func (c *Cluster) controllerManagerResources(spec MachineSpec) []resource.Resour
 		"--allocate-node-cidrs=true",
 		"--cluster-cidr=" + strings.Join(config.TypedSpec().PodCIDRs, ","),
 		"--controllers=" + strings.Join(append([]string{"*", "tokencleaner"}, spec.Controllers...), ","),
-		"--service-cluster-ip-range=" + strings.Join(config.TypedSpec().ServiceCIDRs, ","),
+		"--service-cluster-ip-range=" + constants.DefaultIPv4ServiceNet,
 	}
 
 	pod := k8s.NewStaticPod(k8s.NamespaceName, k8s.ControllerManagerID)

@@ -2,21 +2,17 @@ package talostest
 
 import (
 	"context"
-	"strings"
 
 	"github.com/cosi-project/runtime/api/v1alpha1"
-	"github.com/cosi-project/runtime/pkg/safe"
 	machineapi "github.com/siderolabs/talos/pkg/machinery/api/machine"
 	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
-	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/siderolabs/talos/pkg/machinery/role"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
-	"google.golang.org/protobuf/types/known/emptypb"
 )
 
-// resourceService passes each call to the resource state of the called machine.
+// resourceService passes reads to the resource state of the called machine. It does not implement writes.
 type resourceService struct {
 	v1alpha1.UnimplementedStateServer
 }
@@ -27,10 +23,6 @@ func (resourceService) Get(ctx context.Context, request *v1alpha1.GetRequest) (*
 
 func (resourceService) List(request *v1alpha1.ListRequest, stream grpc.ServerStreamingServer[v1alpha1.ListResponse]) error {
 	return callFrom(stream.Context()).boot.served.List(request, stream)
-}
-
-func (resourceService) Create(ctx context.Context, request *v1alpha1.CreateRequest) (*v1alpha1.CreateResponse, error) {
-	return callFrom(ctx).boot.served.Create(ctx, request)
 }
 
 func (resourceService) Watch(request *v1alpha1.WatchRequest, stream grpc.ServerStreamingServer[v1alpha1.WatchResponse]) error {
@@ -63,18 +55,6 @@ type machineService struct {
 	machineapi.UnimplementedMachineServiceServer
 }
 
-// Version implements the machine API.
-func (machineService) Version(ctx context.Context, _ *emptypb.Empty) (*machineapi.VersionResponse, error) {
-	version, err := safe.StateGetByID[*runtime.Version](ctx, callFrom(ctx).boot.state, runtime.NewVersion().Metadata().ID())
-	if err != nil {
-		return nil, status.Errorf(codes.Internal, "get version: %v", err)
-	}
-
-	return &machineapi.VersionResponse{Messages: []*machineapi.Version{{
-		Version: &machineapi.VersionInfo{Tag: version.TypedSpec().Version},
-	}}}, nil
-}
-
 // GenerateClientConfiguration implements the machine API: a control-plane machine issues a client certificate with the requested roles.
 func (machineService) GenerateClientConfiguration(
 	ctx context.Context, request *machineapi.GenerateClientConfigurationRequest,
@@ -101,7 +81,7 @@ func (machineService) GenerateClientConfiguration(
 	// The reply contains only the issuing CA, even while older CAs are accepted.
 	ca := issuer.authority.current().CrtPEM
 
-	talosconfig, err := clientconfig.NewConfig(contextName(issuer.name, roles), nil, ca, crt).Bytes()
+	talosconfig, err := clientconfig.NewConfig(issuer.options.Name, nil, ca, crt).Bytes()
 	if err != nil {
 		return nil, status.Errorf(codes.Internal, "marshal talosconfig: %v", err)
 	}
@@ -125,13 +105,4 @@ func (machineService) EtcdMemberList(ctx context.Context, _ *machineapi.EtcdMemb
 	}
 
 	return &machineapi.EtcdMemberListResponse{Messages: []*machineapi.EtcdMembers{{Members: members}}}, nil
-}
-
-// contextName returns Talos's name of a context, such as reader@cluster.
-func contextName(clusterName string, roles role.Set) string {
-	if names := roles.Strings(); len(names) == 1 {
-		return strings.TrimPrefix(names[0], role.Prefix) + "@" + clusterName
-	}
-
-	return clusterName
 }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"crypto/tls"
 	"testing"
-	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/client"
 	"github.com/siderolabs/talos/pkg/machinery/config/machine"
@@ -18,21 +17,8 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
-
-// timeout limits every wait. It is generous because a passing test does not use it up.
-const timeout = 2 * time.Minute
-
-func newCluster(t testing.TB, options talostest.Options) *talostest.Cluster {
-	t.Helper()
-
-	cluster, err := talostest.New(options)
-	require.NoError(t, err)
-
-	t.Cleanup(cluster.Close)
-
-	return cluster
-}
 
 func addMachine(t testing.TB, cluster *talostest.Cluster, spec talostest.MachineSpec) *talostest.Machine {
 	t.Helper()
@@ -47,7 +33,7 @@ func addMachine(t testing.TB, cluster *talostest.Cluster, spec talostest.Machine
 func newControlPlane(t testing.TB) (*talostest.Cluster, *talostest.Machine) {
 	t.Helper()
 
-	cluster := newCluster(t, talostest.Options{})
+	cluster := ctest.NewTalos(t, talostest.Options{})
 
 	return cluster, addMachine(t, cluster, talostest.MachineSpec{
 		Nodename:                 "cp-1",
@@ -60,7 +46,7 @@ func newControlPlane(t testing.TB) (*talostest.Cluster, *talostest.Machine) {
 func withDeadline(t testing.TB) context.Context {
 	t.Helper()
 
-	ctx, cancel := context.WithTimeout(t.Context(), timeout)
+	ctx, cancel := context.WithTimeout(t.Context(), ctest.Timeout)
 	t.Cleanup(cancel)
 
 	return ctx
@@ -117,16 +103,10 @@ func requireCode(t testing.TB, want codes.Code, err error) {
 	require.Equal(t, want, status.Code(err), "%v", err)
 }
 
-// eventually waits until condition holds.
-func eventually(t testing.TB, what string, condition func() bool) {
-	t.Helper()
-	require.Eventually(t, condition, timeout, 5*time.Millisecond, what)
-}
-
 func newWorker(t *testing.T) (*talostest.Cluster, *talostest.Machine) {
 	t.Helper()
 
-	cluster := newCluster(t, talostest.Options{})
+	cluster := ctest.NewTalos(t, talostest.Options{})
 
 	return cluster, addMachine(t, cluster, talostest.MachineSpec{
 		Nodename: "worker-1", Platform: runtime.PlatformMetadataSpec{Platform: "aws", Zone: "zone-0"},

@@ -22,6 +22,7 @@ var publicAddresses = netip.MustParsePrefix("198.18.0.0/15")
 type auditor struct {
 	mu         sync.Mutex
 	expected   map[string]*expectation // by nodename; other Nodes are not managed
+	public     netip.Addr              // last one that a machine got
 	nodes      map[string]*corev1.Node // last versions
 	versions   int
 	violations []string
@@ -29,24 +30,30 @@ type auditor struct {
 
 // expectation is what the Node of a machine may have.
 type expectation struct {
-	providerID string
-	addresses  []netip.Addr // present and former
-	public     netip.Addr   // the present address among publicAddresses, if any
+	addresses []netip.Addr // present and former
+	public    netip.Addr   // the present address among publicAddresses, if any
 }
 
-func newAuditor(machines []Machine) *auditor {
-	a := &auditor{expected: map[string]*expectation{}, nodes: map[string]*corev1.Node{}}
+func newAuditor() *auditor {
+	return &auditor{expected: map[string]*expectation{}, public: publicAddresses.Addr(), nodes: map[string]*corev1.Node{}}
+}
 
-	for _, m := range machines {
-		a.expected[m.Nodename] = &expectation{providerID: m.providerID(), addresses: m.nodeIPs()}
-	}
+// replacePublic chooses a public address for a machine in place of the former one.
+func (a *auditor) replacePublic(nodename string) (former, public netip.Addr) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
 
-	return a
+	want := a.expected[nodename]
+	a.public = a.public.Next()
+	former, want.public = want.public, a.public
+	want.addresses = append(want.addresses, a.public)
+
+	return former, a.public
 }
 
 func (a *auditor) handler() cache.ResourceEventHandler {
 	return cache.ResourceEventHandlerFuncs{
-		AddFunc:    func(obj any) { a.observe(obj) },
+		AddFunc:    a.observe,
 		UpdateFunc: func(_, obj any) { a.observe(obj) },
 		DeleteFunc: func(obj any) {
 			if name, err := cache.DeletionHandlingMetaNamespaceKeyFunc(obj); err == nil {
@@ -59,97 +66,89 @@ func (a *auditor) handler() cache.ResourceEventHandler {
 }
 
 func (a *auditor) observe(obj any) {
-	node, ok := obj.(*corev1.Node)
-	if !ok {
-		return
-	}
+	node, _ := obj.(*corev1.Node)
 
 	a.mu.Lock()
 	defer a.mu.Unlock()
 
 	a.versions++
 
-	for _, violation := range a.check(node) {
+	check := a.checkManaged
+	if a.expected[node.Name] == nil {
+		check = a.checkUnmanaged
+	}
+
+	check(node, func(format string, args ...any) {
+		violation := fmt.Sprintf(format, args...)
 		a.violations = append(a.violations,
 			fmt.Sprintf("%s: Node %s, version %s: %s", time.Now().Format(time.TimeOnly), node.Name, node.ResourceVersion, violation))
-	}
+	})
 
 	a.nodes[node.Name] = node
 }
 
-// check returns what is wrong with a version of a Node.
-func (a *auditor) check(node *corev1.Node) (violations []string) {
-	want, managed := a.expected[node.Name]
-	if !managed {
-		for _, entry := range node.ManagedFields {
-			if strings.HasPrefix(entry.Manager, talosCCM) {
-				violations = append(violations, "is not managed, but was written by "+entry.Manager)
-			}
+func (a *auditor) checkUnmanaged(node *corev1.Node, report func(format string, args ...any)) {
+	for _, entry := range node.ManagedFields {
+		if strings.HasPrefix(entry.Manager, talosCCM) {
+			report("is not managed, but was written by %s", entry.Manager)
 		}
-
-		return violations
 	}
+}
 
-	if id := node.Spec.ProviderID; id != "" && id != want.providerID {
-		violations = append(violations, "has the providerID "+id)
+func (a *auditor) checkManaged(node *corev1.Node, report func(format string, args ...any)) {
+	if id := node.Spec.ProviderID; id != "" && id != providerID(node.Name) {
+		report("has the providerID %s", id)
 	}
 
 	for _, addr := range nodeAddresses(node) {
-		if !slices.Contains(want.addresses, addr) {
-			violations = append(violations, fmt.Sprintf("lists %s, which its machine never had", addr))
+		if !slices.Contains(a.expected[node.Name].addresses, addr) {
+			report("lists %s, which its machine never had", addr)
 		}
 	}
 
-	if missing := missingForInitialization(node); !nodespec.IsUninitialized(node) && len(missing) > 0 {
-		violations = append(violations, "was initialized without "+strings.Join(missing, ", "))
+	for name, missing := range map[string]bool{
+		"label " + corev1.LabelTopologyRegion:     node.Labels[corev1.LabelTopologyRegion] != region,
+		"label " + corev1.LabelTopologyZone:       node.Labels[corev1.LabelTopologyZone] != zone,
+		"label " + corev1.LabelInstanceTypeStable: node.Labels[corev1.LabelInstanceTypeStable] != instanceType,
+		"providerID": node.Spec.ProviderID == "",
+		"addresses":  len(nodeAddresses(node)) == 0,
+	} {
+		if missing && !nodespec.IsUninitialized(node) {
+			report("was initialized without %s", name)
+		}
 	}
 
-	return append(violations, a.checkConstants(node)...)
+	a.checkConstants(node, report)
 }
 
-// checkConstants checks what never changes, and that each pod CIDR belongs to one Node.
-func (a *auditor) checkConstants(node *corev1.Node) (violations []string) {
+// checkConstants checks what never changes.
+func (a *auditor) checkConstants(node *corev1.Node, report func(format string, args ...any)) {
 	old := a.nodes[node.Name]
 	if old == nil || old.UID != node.UID {
-		return a.overlaps(node)
+		old = &corev1.Node{}
 	}
 
 	if old.Spec.ProviderID != "" && old.Spec.ProviderID != node.Spec.ProviderID {
-		violations = append(violations, "has changed its providerID from "+old.Spec.ProviderID)
+		report("has changed its providerID from %s", old.Spec.ProviderID)
 	}
 
-	switch {
-	case len(old.Spec.PodCIDRs) == 0:
-		violations = append(violations, a.overlaps(node)...)
-	case !slices.Equal(old.Spec.PodCIDRs, node.Spec.PodCIDRs):
-		violations = append(violations, fmt.Sprintf("has changed its pod CIDRs from %v", old.Spec.PodCIDRs))
+	if len(old.Spec.PodCIDRs) == 0 {
+		a.checkOverlaps(node, report)
+	} else if !slices.Equal(old.Spec.PodCIDRs, node.Spec.PodCIDRs) {
+		report("has changed its pod CIDRs from %v", old.Spec.PodCIDRs)
 	}
-
-	return violations
 }
 
-func (a *auditor) overlaps(node *corev1.Node) (violations []string) {
-	blocks := podCIDRsOf(node)
-
+// checkOverlaps checks that no pod CIDR belongs to another Node, too.
+func (a *auditor) checkOverlaps(node *corev1.Node, report func(format string, args ...any)) {
 	for _, other := range a.nodes {
-		for _, taken := range podCIDRsOf(other) {
-			if other.Name != node.Name && slices.ContainsFunc(blocks, taken.Overlaps) {
-				violations = append(violations, fmt.Sprintf("shares pod CIDR %s with Node %s", taken, other.Name))
+		for _, taken := range other.Spec.PodCIDRs {
+			overlaps := func(own string) bool { return netip.MustParsePrefix(own).Overlaps(netip.MustParsePrefix(taken)) }
+			if other.Name != node.Name && slices.ContainsFunc(node.Spec.PodCIDRs, overlaps) {
+				report("shares pod CIDR %s with Node %s", taken, other.Name)
 			}
 		}
 	}
-
-	return violations
-}
-
-func podCIDRsOf(node *corev1.Node) (blocks []netip.Prefix) {
-	for _, text := range node.Spec.PodCIDRs {
-		if block, err := netip.ParsePrefix(text); err == nil {
-			blocks = append(blocks, block)
-		}
-	}
-
-	return blocks
 }
 
 func nodeAddresses(node *corev1.Node) (addrs []netip.Addr) {
@@ -162,48 +161,17 @@ func nodeAddresses(node *corev1.Node) (addrs []netip.Addr) {
 	return addrs
 }
 
-// missingForInitialization returns what a Node needs before the uninitialized taint is removed.
-func missingForInitialization(node *corev1.Node) (missing []string) {
-	for label, value := range map[string]string{
-		corev1.LabelTopologyRegion: region, corev1.LabelTopologyZone: zone, corev1.LabelInstanceTypeStable: instanceType,
-	} {
-		if node.Labels[label] != value {
-			missing = append(missing, "label "+label)
-		}
-	}
-
-	if node.Spec.ProviderID == "" {
-		missing = append(missing, "providerID")
-	}
-
-	if len(nodeAddresses(node)) == 0 {
-		missing = append(missing, "addresses")
-	}
-
-	return missing
-}
-
-// allow expects that a machine gets a public address in place of its present one.
-func (a *auditor) allow(nodename string, public netip.Addr) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-
-	want := a.expected[nodename]
-	want.public = public
-	want.addresses = append(want.addresses, public)
-}
-
 // outdated returns the machines whose Nodes do not exist, are not initialized, lack a pod CIDR or the present public
 // address, or list a former one.
-func (a *auditor) outdated(machines []Machine, nodes map[string]*corev1.Node) (nodenames []string) {
+func (a *auditor) outdated(machines []machine, nodes map[string]*corev1.Node) (nodenames []string) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 
 	for _, m := range machines {
-		node, want := nodes[m.Nodename], a.expected[m.Nodename]
+		node := nodes[m.Nodename()]
 
-		if node == nil || nodespec.IsUninitialized(node) || len(node.Spec.PodCIDRs) != len(podCIDRs) || !want.listed(node) {
-			nodenames = append(nodenames, m.Nodename)
+		if node == nil || nodespec.IsUninitialized(node) || len(node.Spec.PodCIDRs) != len(podCIDRs) || !a.expected[node.Name].listed(node) {
+			nodenames = append(nodenames, m.Nodename())
 		}
 	}
 
@@ -212,14 +180,7 @@ func (a *auditor) outdated(machines []Machine, nodes map[string]*corev1.Node) (n
 
 // listed reports whether the public addresses of a Node are the present one of its machine.
 func (e *expectation) listed(node *corev1.Node) bool {
-	var listed []netip.Addr
-
-	for _, addr := range nodeAddresses(node) {
-		if publicAddresses.Contains(addr) {
-			listed = append(listed, addr)
-		}
-	}
-
+	listed := slices.DeleteFunc(nodeAddresses(node), func(addr netip.Addr) bool { return !publicAddresses.Contains(addr) })
 	if !e.public.IsValid() {
 		return len(listed) == 0
 	}
@@ -235,7 +196,7 @@ func (a *auditor) seen() map[string]*corev1.Node {
 	return maps.Clone(a.nodes)
 }
 
-// verdict returns how many versions were checked and how many of them were wrong, and an error with the first violations.
+// verdict returns how many versions were checked and how many violations were found, and an error with the first ones.
 func (a *auditor) verdict() (versions, wrong int, err error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -4,261 +4,213 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net/netip"
-	"net/rpc"
-	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"sync"
-	"syscall"
 	"time"
 
-	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/cache"
 
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
+	"github.com/talos-ccm/talos-ccm/test/product"
 )
 
-// bed is a control plane and a fleet for one subject.
+const (
+	// timeout is far longer than a wait for talos-ccm takes.
+	timeout = 10 * time.Minute
+	// pollInterval is short in comparison with what is measured.
+	pollInterval = 10 * time.Millisecond
+)
+
+// bed is a control plane and machines for one subject. Methods that return no error do nothing after the first error, and
+// are not safe for concurrent use.
 type bed struct {
-	folder   string
+	ctx    context.Context //nolint:containedctx // of one measurement
+	cancel context.CancelFunc
+	err    error
+
 	cluster  *kube.Cluster
 	client   kubernetes.Interface
-	machines []Machine
+	talos    *talostest.Cluster
+	clock    shiftedClock // of the machines
+	machines []machine
 
-	fleet      *rpc.Client
-	fleetChild *exec.Cmd
-	watching   context.CancelFunc
-	factory    informers.SharedInformerFactory
-	observer   *observer
+	informers informers.SharedInformerFactory
+	observed  sync.Map // when something was observed first
+
+	subject string
+	process *running // of the subject, if the bed started it
+	rows    []row
 }
 
 // newBed starts everything but the subject.
-func newBed(ctx context.Context, machines int, options kube.Options) (b *bed, err error) {
-	b = &bed{observer: &observer{changed: make(chan struct{}, 1), listed: map[netip.Addr]time.Time{}}}
+func newBed(ctx context.Context, machines int, options kube.Options) (*bed, error) {
+	b := &bed{}
+	b.ctx, b.cancel = context.WithCancel(ctx)
 
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, b.close())
-		}
-	}()
+	b.cluster, b.err = kube.Start(ctx, options)
+	b.try(func() error { return b.startFleet(machines) })
+	b.try(b.watchNodes)
 
-	if b.folder, err = os.MkdirTemp("", "talos-ccm-bench-"); err != nil {
-		return b, err
-	}
-
-	if b.cluster, err = kube.Start(ctx, options); err != nil {
-		return b, err
-	}
-
-	if err := os.WriteFile(b.kubeconfig(), b.cluster.Kubeconfig(), 0o600); err != nil {
-		return b, err
-	}
-
-	config := b.cluster.Config()
-	config.Insecure, config.CAData = true, nil // faults replace the CA
-
-	if b.client, err = kubernetes.NewForConfig(config); err != nil {
-		return b, err
-	}
-
-	if err := b.startFleet(machines); err != nil {
-		return b, err
-	}
-
-	ctx, b.watching = context.WithCancel(ctx)
-	b.factory = informers.NewSharedInformerFactory(b.client, 0)
-	informer := b.factory.Core().V1().Nodes().Informer()
-
-	b.observer.store = informer.GetStore()
-
-	_, err = informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc:    b.observer.observe,
-		UpdateFunc: func(_, obj any) { b.observer.observe(obj) },
-	})
-	if err != nil {
-		return b, err
-	}
-
-	b.factory.Start(ctx.Done())
-
-	if !cache.WaitForCacheSync(ctx.Done(), informer.HasSynced) {
-		return b, ctx.Err()
+	if b.err != nil {
+		return nil, b.close()
 	}
 
 	return b, nil
 }
 
-func (b *bed) kubeconfig() string  { return filepath.Join(b.folder, "kubeconfig") }
-func (b *bed) talosconfig() string { return filepath.Join(b.folder, "talosconfig") }
-
-func (b *bed) startFleet(machines int) error {
-	self, err := os.Executable()
-	if err != nil {
-		return err
-	}
-
-	b.fleetChild = exec.Command(self, "fleet")
-	b.fleetChild.Stderr = os.Stderr
-	// Main's thread started it, and never ends before the program does.
-	b.fleetChild.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
-
-	in, err := b.fleetChild.StdinPipe()
-	if err != nil {
-		return err
-	}
-
-	out, err := b.fleetChild.StdoutPipe()
-	if err != nil {
-		return err
-	}
-
-	if err := b.fleetChild.Start(); err != nil {
-		return err
-	}
-
-	b.fleet = rpc.NewClient(stdio{out, in})
-
-	var started Started
-	if err := b.fleet.Call("Fleet.Start", Plan{machines, b.cluster.Kubeconfig()}, &started); err != nil {
-		return fmt.Errorf("start %d simulated machines: %w", machines, err)
-	}
-
-	b.machines = started.Machines
-
-	return os.WriteFile(b.talosconfig(), started.Talosconfig, 0o600)
-}
-
-// close ends everything in order.
+// close ends everything in order. It returns the error of the bed, if any.
 func (b *bed) close() error {
-	var errs []error
-
-	if b.watching != nil {
-		b.watching()
-		b.factory.Shutdown()
+	if b.process != nil {
+		b.fail(b.process.stop())
 	}
 
-	if b.fleet != nil {
-		_ = b.fleet.Close()
-		errs = append(errs, b.fleetChild.Wait())
+	b.cancel()
+
+	if b.informers != nil {
+		b.informers.Shutdown()
+	}
+
+	if b.talos != nil {
+		b.talos.Close()
 	}
 
 	if b.cluster != nil {
-		errs = append(errs, b.cluster.Stop())
+		b.fail(b.cluster.Stop())
 	}
 
-	return errors.Join(append(errs, os.RemoveAll(b.folder))...)
+	return b.err
 }
 
-// register registers the Nodes of machines at once, as their kubelets do.
-func (b *bed) register(ctx context.Context, machines []Machine) error {
-	return inParallel(machines, func(m Machine) error {
-		_, err := b.cluster.RegisterNode(ctx, kube.NodeSpec{Name: m.Nodename, NodeIPs: m.nodeIPs(), ControlPlane: m.Socket != ""})
+// record adds a row, if a value was measured.
+func (b *bed) record(name, goal string, value float64, unit string) {
+	if value > 0 {
+		b.rows = append(b.rows, row{b.subject, name, goal, value, unit})
+	}
+}
+
+// file returns the path of a file that is removed with the bed.
+func (b *bed) file(name string) string { return filepath.Join(b.cluster.LogDir(), name) }
+
+// fail records err unless it is nil.
+func (b *bed) fail(err error) { b.err = errors.Join(b.err, err) }
+
+// try runs step unless an error has occurred.
+func (b *bed) try(step func() error) {
+	if b.err == nil {
+		b.fail(step())
+	}
+}
+
+// value is try for a step with a result.
+func value[T any](b *bed, step func() (T, error)) (result T) {
+	b.try(func() (err error) {
+		result, err = step()
+
+		return err
+	})
+
+	return result
+}
+
+func (b *bed) pause(d time.Duration) {
+	b.try(func() error {
+		ctx, cancel := context.WithTimeout(b.ctx, d)
+		defer cancel()
+
+		<-ctx.Done()
+
+		return b.ctx.Err()
+	})
+}
+
+// await waits until the condition holds, or an error occurs.
+func (b *bed) await(what string, interval time.Duration, condition func() bool) {
+	b.try(func() error {
+		err := wait.PollUntilContextTimeout(b.ctx, interval, timeout, true, func(context.Context) (bool, error) {
+			return condition() || b.err != nil, nil
+		})
+		if err != nil {
+			err = fmt.Errorf("wait until %s: %w", what, err)
+		}
 
 		return err
 	})
 }
 
-// inParallel calls do for each item, for up to 64 at a time, and returns the first error.
-func inParallel[T any](items []T, do func(T) error) error {
-	var group errgroup.Group
+// awaitNodes waits until all machines have Nodes, and none of these is pending.
+func (b *bed) awaitNodes(what string, pending func(*corev1.Node) bool) {
+	b.await(what, pollInterval, func() bool {
+		list, err := b.informers.Core().V1().Nodes().Lister().List(labels.Everything())
 
-	group.SetLimit(64)
-
-	for _, item := range items {
-		group.Go(func() error { return do(item) })
-	}
-
-	return group.Wait()
-}
-
-// do executes an order on machines, and returns when each of them began to change, by nodename.
-func (b *bed) do(order Order, machines []Machine) (began map[string]time.Time, err error) {
-	for _, m := range machines {
-		order.Nodenames = append(order.Nodenames, m.Nodename)
-	}
-
-	if err := b.fleet.Call("Fleet.Do", order, &began); err != nil {
-		return nil, fmt.Errorf("%s: %w", order.Action, err)
-	}
-
-	return began, nil
-}
-
-// configure replaces the configuration of the instance of talos-ccm on the first machine.
-func (b *bed) configure(content string) error { return b.fleet.Call("Fleet.Configure", content, nil) }
-
-// calls returns how many requests the machines have received.
-func (b *bed) calls() (n uint64, err error) {
-	err = b.fleet.Call("Fleet.Calls", struct{}{}, &n)
-
-	return n, err
-}
-
-// observer follows all Nodes.
-type observer struct {
-	store   cache.Store
-	changed chan struct{}
-
-	mu           sync.Mutex
-	listed       map[netip.Addr]time.Time // when a Node listed an address first
-	firstPodCIDR time.Time
-}
-
-func (o *observer) observe(obj any) {
-	node, _ := obj.(*corev1.Node)
-
-	o.mu.Lock()
-	defer o.mu.Unlock()
-
-	if o.firstPodCIDR.IsZero() && len(node.Spec.PodCIDRs) > 0 {
-		o.firstPodCIDR = time.Now()
-	}
-
-	for _, addr := range nodeAddresses(node) {
-		if _, known := o.listed[addr]; !known {
-			o.listed[addr] = time.Now()
-		}
-	}
-
-	select {
-	case o.changed <- struct{}{}:
-	default:
-	}
-}
-
-// awaitNodes waits until all Nodes are ready. Like await, it must be called by one goroutine only.
-func (o *observer) awaitNodes(ctx context.Context, what string, nodes int, ready func(*corev1.Node) bool) error {
-	return o.await(ctx, what, func() bool {
-		list := o.store.List()
-
-		return len(list) == nodes && !slices.ContainsFunc(list, func(obj any) bool {
-			node, _ := obj.(*corev1.Node)
-
-			return !ready(node)
-		})
+		return err == nil && len(list) == len(b.machines) && !slices.ContainsFunc(list, pending)
 	})
 }
 
-// await waits until the condition holds.
-func (o *observer) await(ctx context.Context, what string, condition func() bool) error {
-	for {
-		o.mu.Lock()
-		met := condition()
-		o.mu.Unlock()
+// awaitLeader waits until the lease has a holder other than a former one, and returns the holder.
+func (b *bed) awaitLeader(former string) (holder string) {
+	b.await("there is another leader", pollInterval, func() bool {
+		var err error
 
-		if met {
-			return nil
-		}
+		holder, err = product.Leader(b.ctx, b.client)
 
-		select {
-		case <-o.changed:
-		case <-ctx.Done():
-			return fmt.Errorf("wait until %s: %w", what, ctx.Err())
-		}
+		return err == nil && holder != former
+	})
+
+	return holder
+}
+
+func (b *bed) watchNodes() (err error) {
+	config := b.cluster.Config()
+	config.Insecure, config.CAData = true, nil // faults replace the CA
+
+	if b.client, err = kubernetes.NewForConfig(config); err != nil {
+		return err
 	}
+
+	b.informers = informers.NewSharedInformerFactory(b.client, 0)
+
+	_, err = b.informers.Core().V1().Nodes().Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc:    b.observe,
+		UpdateFunc: func(_, obj any) { b.observe(obj) },
+	})
+
+	return errors.Join(err, b.startInformers())
+}
+
+// startInformers starts the informers that were requested, and waits until they are synced.
+func (b *bed) startInformers() error {
+	b.informers.Start(b.ctx.Done())
+	b.informers.WaitForCacheSync(b.ctx.Done())
+
+	return b.ctx.Err()
+}
+
+// podCIDR is a key of observed.
+const podCIDR = "a pod CIDR"
+
+func (b *bed) observe(obj any) {
+	node, _ := obj.(*corev1.Node)
+
+	for _, addr := range nodeAddresses(node) {
+		b.observed.LoadOrStore(addr, time.Now())
+	}
+
+	if len(node.Spec.PodCIDRs) > 0 {
+		b.observed.LoadOrStore(podCIDR, time.Now())
+	}
+}
+
+// firstSeen returns when a Node had an address, or any Node had a pod CIDR, first.
+func (b *bed) firstSeen(key any) time.Time {
+	seen, _ := b.observed.Load(key)
+	at, _ := seen.(time.Time)
+
+	return at
 }

@@ -7,13 +7,18 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
+	"net/netip"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
+	"github.com/cosi-project/runtime/pkg/resource"
+	"github.com/siderolabs/talos/pkg/machinery/resources/network"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
@@ -24,47 +29,127 @@ import (
 )
 
 const (
-	apiServerOutage = 2 * time.Minute
-	// powerOff is longer than TCP keepalive takes to notice it.
-	powerOff   = 5 * time.Minute
-	leaderStop = time.Minute
 	// calm is how long two instances have to become idle.
 	calm = 15 * time.Second
-	// faultDuration is how long the other faults last.
-	faultDuration = time.Minute
 
-	etcdDelay  = 500 * time.Millisecond
 	blackHoles = 600
-	some       = 50 // machines that change at the same time
 )
 
 // fault causes a fault and ends it. It returns how long talos-ccm took from the end until all Nodes were up to date, and
 // what else was observed.
 type fault struct {
 	name string
-	run  func(s *steps) (recovery time.Duration, note string)
+	run  func(t *trial) (recovery time.Duration, note string)
 }
 
 var faults = []fault{
-	{"API server away for 2 min", apiServerAway},
-	{"etcd stopped for 500 ms again and again, for 1 min", etcdSlow},
-	{"200 machines flap for 1 min", flap},
-	{"20 machines lose power, and return with other addresses after 5 min", losePower},
-	{"a machine with 10,000 more addresses and a tag of 1 MiB", absurdValues},
-	{"CA of Talos replaced, all connections broken, twice", rotateTalosCA},
-	{"CA of the API server replaced", rotateKubernetesCA},
-	{"clocks of all machines an hour ahead for 1 min, all connections broken", clocks(time.Hour)},
-	{"clocks of all machines an hour behind for 1 min, all connections broken", clocks(-time.Hour)},
+	{"API server down for 2 min", func(t *trial) (time.Duration, string) {
+		t.cluster.StopAPIServer(t.ctx)
+		t.pause(time.Minute)
+		t.change(t.workers(burst))
+		t.pause(time.Minute)
+		t.try(func() error { return t.cluster.StartAPIServer(t.ctx) })
+
+		return t.recover(t.managed), fmt.Sprintf("talos-ccm was started %d times", t.leader.running().starts)
+	}},
+	{"etcd stopped for 500 ms again and again, for 1 min", stopEtcd},
+	{"200 machines flap for 1 min", func(t *trial) (time.Duration, string) {
+		machines := t.workers(200)
+
+		for start, cycles := time.Now(), 1; ; cycles++ {
+			t.each(machines, func(m machine) error { return m.Stop(t.ctx) })
+			t.pause(2 * time.Second)
+			t.change(machines)
+			all(machines, machine.Start)
+
+			if t.err != nil || time.Since(start) > time.Minute {
+				return t.recover(t.managed), fmt.Sprintf("%d machines stopped %d times", len(machines), cycles)
+			}
+
+			t.pause(3 * time.Second)
+		}
+	}},
+	{"20 machines lose power, and return with other addresses after 5 min", func(t *trial) (time.Duration, string) {
+		machines, start := t.workers(20), time.Now()
+
+		t.each(machines, machine.BlackHole)
+		t.each(machines, func(m machine) error { return m.Stop(t.ctx) })
+		t.change(machines)
+		t.leader.running().awaitMetric(`talosccm_machines{condition="Unreachable"}`, len(machines))
+
+		noticed := time.Since(start)
+
+		t.pause(5*time.Minute - noticed)
+		all(machines, machine.Start)
+		all(machines, machine.Reconnect)
+
+		return t.recover(t.managed), fmt.Sprintf("all marked Unreachable after %.0f s", noticed.Seconds())
+	}},
+	{"a machine with 10,000 more addresses and a tag of 1 MiB", growMachine},
+	{"CA of Talos replaced, all connections broken, twice", func(t *trial) (time.Duration, string) {
+		rotate := func(old talostest.OldCA) time.Duration {
+			t.try(func() error { return t.talos.RotateCA(old) })
+			all(t.managed, machine.BreakConnections)
+			t.change(t.managed)
+
+			return t.recover(t.managed)
+		}
+
+		accepted := rotate(talostest.AcceptOldCA)
+
+		return rotate(talostest.DropOldCA), fmt.Sprintf("%.1f s while the old CA was accepted; then another CA at once", accepted.Seconds())
+	}},
+	{"CA of the API server replaced", func(t *trial) (time.Duration, string) {
+		t.try(func() error { return t.cluster.RotateServingCA(t.ctx) })
+		t.each(t.managed[:controlPlanes], func(m machine) error { return m.SetLocalhostAdminKubeconfig(t.ctx, t.cluster.Kubeconfig()) })
+
+		return t.changeAndRecover(), ""
+	}},
+	{"clocks of all machines an hour ahead for 1 min, all connections broken", shiftClocks(time.Hour)},
+	{"clocks of all machines an hour behind for 1 min, all connections broken", shiftClocks(-time.Hour)},
 	{"leader stopped by SIGSTOP for 1 min", pauseLeader},
-	{"no network to half of the machines for 1 min", halfCut},
+	{"no network to half of the machines for 1 min", func(t *trial) (time.Duration, string) {
+		half := t.workers(len(t.managed) / 2)
+
+		t.each(half, machine.BlackHole)
+		t.change(t.managed)
+		others := t.recover(t.managed[controlPlanes+len(half):])
+		t.pause(time.Minute)
+		all(half, machine.Reconnect)
+
+		return t.recover(t.managed), fmt.Sprintf("changes of the other half took %.1f s", others.Seconds())
+	}},
 	{"API server restarted, and all Nodes and machines changed, before talos-ccm continues", relist},
-	{"50 Nodes deleted and registered three times while their machines change", recreate},
-	{"600 Nodes whose machines drop packets, then a new Node", blackHoled},
-	{"the same, and talos-ccm restarts", blackHoledAtStart},
+	{"50 Nodes deleted and registered three times while their machines change", func(t *trial) (time.Duration, string) {
+		for range 3 {
+			t.change(t.workers(burst))
+			t.recreate(t.workers(burst))
+		}
+
+		return t.recover(t.managed), ""
+	}},
+	{"600 Nodes whose machines drop packets, then a new Node", func(t *trial) (time.Duration, string) {
+		t.each(t.spare[:blackHoles], machine.BlackHole)
+		t.each(t.spare[:blackHoles], t.register)
+		t.each(t.spare[blackHoles:blackHoles+1], t.register)
+
+		return t.recover(t.spare[blackHoles : blackHoles+1]), "of the new Node"
+	}},
+	{"the same, and talos-ccm restarts", func(t *trial) (time.Duration, string) {
+		t.try(t.leader.running().stop)
+		t.each(t.spare[blackHoles+1:], t.register)
+
+		return t.recover(t.spare[blackHoles+1:]), fmt.Sprintf("of the new Node, with the %s until Talos restarts the service", restartDelay)
+	}},
 }
 
-// runFaults runs the faults whose names contain a text and prints a table.
+// runFaults runs the faults whose names contain a text, or all, and prints a table.
 func runFaults(ctx context.Context, w io.Writer, executable string, machines int, text string) (err error) {
+	selected := slices.DeleteFunc(slices.Clone(faults), func(f fault) bool { return text != "all" && !strings.Contains(f.name, text) })
+	if len(selected) == 0 {
+		return fmt.Errorf("-faults: no name of a fault contains %q", text)
+	}
+
 	t, err := newTrial(ctx, executable, machines, blackHoles+2)
 	if err != nil {
 		return err
@@ -73,337 +158,187 @@ func runFaults(ctx context.Context, w io.Writer, executable string, machines int
 
 	fmt.Fprintf(w, "\n%d machines\n\n| fault | recovered after | observed | versions of Nodes | wrong |\n|---|---:|---|---:|---:|\n", machines)
 
-	checked, reported := 0, 0
+	var (
+		checked, reported int
+		violated          error
+	)
 
-	for _, f := range faults {
-		if !strings.Contains(f.name, text) {
-			continue
+	for _, f := range selected {
+		recovery, note := f.run(t)
+		if t.err != nil {
+			err = errors.Join(err, fmt.Errorf("%s: %w", f.name, t.err))
+			recovery, note, t.err = 0, "failed", nil
 		}
 
-		s := &steps{trial: t, ctx: ctx}
-
-		recovery, note := f.run(s)
-		if s.err != nil {
-			err = errors.Join(err, fmt.Errorf("%s: %w", f.name, s.err))
-			recovery, note = 0, "failed"
-		}
-
-		versions, wrong, _ := t.verdict()
+		versions, wrong, violations := t.verdict()
 		fmt.Fprintf(w, "| %s | %.1f s | %s | %d | %d |\n", f.name, recovery.Seconds(), note, versions-checked, wrong-reported)
-		checked, reported = versions, wrong
+		checked, reported, violated = versions, wrong, violations
 	}
-
-	_, _, violated := t.verdict()
 
 	return errors.Join(err, violated)
 }
 
-// steps are what a fault does with a trial. After an error, its methods do nothing.
-type steps struct {
-	*trial
-
-	ctx context.Context //nolint:containedctx // of one fault
-	err error
-}
-
-func (s *steps) try(step func() error) {
-	if s.err == nil {
-		s.err = step()
-	}
-}
-
-// value returns what a step returns.
-func value[T any](s *steps, step func() (T, error)) (result T) {
-	s.try(func() (err error) {
-		result, err = step()
-
-		return err
-	})
-
-	return result
-}
-
-func (s *steps) pause(d time.Duration) {
-	s.try(func() error {
-		select {
-		case <-time.After(d):
-			return nil
-		case <-s.ctx.Done():
-			return s.ctx.Err()
-		}
-	})
-}
-
-func (s *steps) order(action string, machines []Machine) {
-	s.try(func() error { return s.trial.order(action, machines) })
-}
-
-func (s *steps) call(method string, argument any) {
-	s.try(func() error { return s.fleet.Call(method, argument, &struct{}{}) })
-}
-
-func (s *steps) change(machines []Machine) {
-	s.try(func() error { return s.trial.change(machines) })
-}
-
-func (s *steps) recover(machines []Machine) time.Duration {
-	return value(s, func() (time.Duration, error) { return s.trial.recover(s.ctx, machines) })
-}
-
-func (s *steps) register(machines []Machine) {
-	s.try(func() error { return s.trial.register(s.ctx, machines) })
-}
-
-func (s *steps) awaitLeader(former string) (holder string) {
-	return value(s, func() (string, error) { return awaitLeader(s.ctx, s.client, former) })
-}
-
 // workers returns up to n machines that run no talos-ccm.
-func (s *steps) workers(n int) []Machine {
-	return s.managed[controlPlanes:min(controlPlanes+n, len(s.managed))]
+func (t *trial) workers(n int) []machine {
+	return t.managed[controlPlanes:min(controlPlanes+n, len(t.managed))]
 }
 
 // changeAndRecover changes some workers and waits until all Nodes are up to date.
-func (s *steps) changeAndRecover() time.Duration {
-	s.change(s.workers(some))
+func (t *trial) changeAndRecover() time.Duration {
+	t.change(t.workers(burst))
 
-	return s.recover(s.managed)
+	return t.recover(t.managed)
 }
 
-func apiServerAway(s *steps) (recovery time.Duration, note string) {
-	s.cluster.StopAPIServer(s.ctx)
-	s.pause(apiServerOutage / 2)
-	s.change(s.workers(some))
-	s.pause(apiServerOutage / 2)
-	s.try(func() error { return s.cluster.StartAPIServer(s.ctx) })
-	recovery = s.recover(s.managed)
-	_, starts := s.leader.running()
+func stopEtcd(t *trial) (recovery time.Duration, note string) {
+	ctx, cancel := context.WithTimeout(t.ctx, time.Minute)
+	defer cancel()
 
-	return recovery, fmt.Sprintf("talos-ccm was started %d times", starts)
-}
+	etcd, running := t.cluster.PIDs()["etcd"]
+	if !running {
+		t.fail(errors.New("etcd has ended"))
 
-func etcdSlow(s *steps) (recovery time.Duration, note string) {
-	slow, end := context.WithTimeout(s.ctx, faultDuration)
-	defer end()
-
-	var (
-		pid     = s.cluster.PIDs()["etcd"]
-		stopped = make(chan error, 1)
-	)
-
-	go func() {
-		var err error
-		for slow.Err() == nil && err == nil {
-			err = syscall.Kill(pid, syscall.SIGSTOP)
-
-			time.Sleep(etcdDelay)
-
-			err = errors.Join(err, syscall.Kill(pid, syscall.SIGCONT))
-
-			time.Sleep(etcdDelay / 10)
-		}
-
-		stopped <- err
-	}()
-
-	during := s.changeAndRecover()
-	s.err = errors.Join(s.err, <-stopped)
-
-	return s.changeAndRecover(), fmt.Sprintf("50 changes took %.1f s during the fault", during.Seconds())
-}
-
-func flap(s *steps) (recovery time.Duration, note string) {
-	machines := s.workers(200)
-	cycles := 0
-
-	for start := time.Now(); s.err == nil && time.Since(start) < faultDuration; cycles++ {
-		s.order("stop", machines)
-		s.pause(2 * time.Second)
-		s.change(machines)
-		s.order("start", machines)
-		s.pause(3 * time.Second)
+		return 0, ""
 	}
 
-	s.order("stop", machines)
-	s.change(machines)
-	s.order("start", machines)
+	var failed error
 
-	return s.recover(s.managed), fmt.Sprintf("%d machines stopped %d times", len(machines), cycles+1)
-}
+	var group sync.WaitGroup
 
-func losePower(s *steps) (recovery time.Duration, note string) {
-	machines := s.workers(20)
-	start := time.Now()
+	group.Go(func() {
+		wait.UntilWithContext(ctx, func(context.Context) {
+			err := syscall.Kill(etcd, syscall.SIGSTOP)
 
-	s.order("black-hole", machines)
-	s.order("stop", machines)
-	s.change(machines)
+			time.Sleep(500 * time.Millisecond)
 
-	process, _ := s.leader.running()
-	noticed := value(s, func() (time.Duration, error) {
-		return process.awaitMetric(s.ctx, `talosccm_machines{condition="Unreachable"}`, func(n float64) bool { return n >= float64(len(machines)) })
+			failed = errors.Join(failed, err, syscall.Kill(etcd, syscall.SIGCONT))
+		}, 50*time.Millisecond)
 	})
 
-	s.pause(powerOff - time.Since(start))
-	s.order("start", machines)
-	s.order("reconnect", machines)
+	during := t.changeAndRecover()
 
-	return s.recover(s.managed), fmt.Sprintf("all noticed after %.0f s", noticed.Seconds())
+	group.Wait()
+	t.fail(failed)
+
+	return t.changeAndRecover(), fmt.Sprintf("50 changes took %.1f s during the fault", during.Seconds())
 }
 
-func absurdValues(s *steps) (recovery time.Duration, note string) {
-	machine := s.workers(1)
+func growMachine(t *trial) (recovery time.Duration, note string) {
+	const link, addresses, tag = "eth1", 10_000, 1 << 20
 
-	s.order(absurd, machine)
-	s.change(s.workers(some)) // the absurd machine's own change cannot be read
-	s.pause(faultDuration)
-	s.recover(s.workers(some)[1:])
+	m := t.workers(1)[0]
 
-	note = fmt.Sprintf("%d Node not updated during the fault", len(s.outdated(machine, s.seen())))
+	// set changes each of the addresses, and replaces the tags.
+	set := func(change func(netip.Prefix) error, tags map[string]string) {
+		for i := range addresses {
+			t.try(func() error { return change(host(netip.AddrFrom4([4]byte{10, 48, byte(i / 250), byte(i%250 + 1)}))) })
+		}
 
-	s.order(sane, machine)
-
-	return s.recover(s.managed), note
-}
-
-func rotateTalosCA(s *steps) (recovery time.Duration, note string) {
-	rotate := func(old talostest.OldCA) time.Duration {
-		s.call("Fleet.RotateCA", old)
-		s.order("break connections", s.managed)
-		s.change(s.managed)
-
-		return s.recover(s.managed)
+		t.try(func() error {
+			return m.UpdatePlatform(t.ctx, func(spec *runtime.PlatformMetadataSpec) { spec.Tags = tags })
+		})
 	}
 
-	accepted := rotate(talostest.AcceptOldCA)
+	set(func(p netip.Prefix) error { return m.AddAddress(t.ctx, link, p) }, map[string]string{"oversized": strings.Repeat("x", tag)})
+	t.change(t.workers(burst)) // the oversized machine's own change cannot be read
+	t.pause(time.Minute)
+	t.recover(t.workers(burst)[1:])
 
-	return rotate(talostest.DropOldCA), fmt.Sprintf("%.1f s while the old CA was accepted; then another CA at once", accepted.Seconds())
+	note = fmt.Sprintf("%d Node not updated during the fault", len(t.outdated(t.workers(1), t.seen())))
+
+	set(func(p netip.Prefix) error {
+		id := network.AddressID(link, p)
+
+		return m.State().Destroy(t.ctx, resource.NewMetadata(network.NamespaceName, network.AddressStatusType, id, resource.VersionUndefined))
+	}, nil)
+
+	return t.recover(t.managed), note
 }
 
-func rotateKubernetesCA(s *steps) (recovery time.Duration, note string) {
-	s.try(func() error { return s.cluster.RotateServingCA(s.ctx) })
-	s.try(func() error { return s.setKubeconfig(s.cluster.Kubeconfig(), s.managed[:controlPlanes]) })
-
-	return s.changeAndRecover(), ""
-}
-
-// clocks returns a fault in which the machines issue and verify certificates by a wrong clock.
-func clocks(shift time.Duration) func(*steps) (time.Duration, string) {
-	return func(s *steps) (recovery time.Duration, note string) {
-		// A change of its addresses makes a machine issue another certificate.
+// shiftClocks returns a fault in which the machines issue and verify certificates by a wrong clock.
+func shiftClocks(shift time.Duration) func(*trial) (time.Duration, string) {
+	return func(t *trial) (recovery time.Duration, note string) {
 		shiftAndChange := func(shift time.Duration) {
-			s.call("Fleet.ShiftClock", shift)
-			s.change(s.managed)
-			s.order("break connections", s.managed)
-			s.pause(time.Second)
-			s.change(s.managed)
+			t.clock.shift.Store(int64(shift))
+			all(t.managed, machine.RenewCertificate)
+			all(t.managed, machine.BreakConnections)
+			t.pause(time.Second)
+			t.change(t.managed)
 		}
 
 		shiftAndChange(shift)
-		s.pause(faultDuration)
+		t.pause(time.Minute)
 
-		note = fmt.Sprintf("%d Nodes not updated during the fault", len(s.outdated(s.managed, s.seen())))
+		note = fmt.Sprintf("%d Nodes not updated during the fault", len(t.outdated(t.managed, t.seen())))
 
 		shiftAndChange(0)
 
-		return s.recover(s.managed), note
+		return t.recover(t.managed), note
 	}
 }
 
-// secondInstance is the source address of the requests of a second instance to the API server.
-const secondInstance = "127.0.0.2"
+func pauseLeader(t *trial) (recovery time.Duration, note string) {
+	const name = "second"
 
-func pauseLeader(s *steps) (recovery time.Duration, note string) {
-	second := value(s, s.startSecond)
-	if second == nil {
-		return 0, ""
-	}
-	defer func() { s.err = errors.Join(s.err, second.stop()) }()
+	executable := value(t.bed, func() (string, error) { return build(t.ctx, filepath.Dir(t.executable), name) })
+	second := t.startService(1, executable)
+	defer func() { t.fail(second.stop()) }()
 
-	s.pause(calm)
+	t.pause(calm)
 
-	holder := s.awaitLeader("")
-	first, _ := s.leader.running()
+	holder, first := t.awaitLeader(""), t.leader.running()
 
 	// The leader is stopped while it writes.
-	s.change(s.managed)
-	s.try(func() error { return first.signal(syscall.SIGSTOP) })
+	t.change(t.managed)
+	t.try(func() error { return first.signal(syscall.SIGSTOP) })
 
 	stopped := time.Now()
 
-	s.awaitLeader(holder)
+	t.awaitLeader(holder)
 
 	led := time.Now()
-	recovery = s.recover(s.managed)
+	recovery = t.recover(t.managed)
 
 	// It finds changes to write when it continues.
-	s.pause(leaderStop - time.Since(stopped))
-	s.change(s.managed)
-	s.try(func() error { return first.signal(syscall.SIGCONT) })
-	s.pause(calm)
+	t.pause(time.Minute - time.Since(stopped))
+	t.change(t.managed)
+	t.fail(first.signal(syscall.SIGCONT))
+	t.pause(calm)
 
-	writes := value(s, func() (int, error) { return s.checkWrites(led) })
+	writes := value(t.bed, func() (int, error) { return t.checkWrites(led, name) })
 
-	s.recover(s.managed)
+	t.recover(t.managed)
 
 	return led.Sub(stopped) + recovery, fmt.Sprintf("second instance led after %.1f s, %d writes; first: none", led.Sub(stopped).Seconds(), writes)
 }
 
-// startSecond starts a second instance, whose requests to the API server come from another address.
-func (t *trial) startSecond() (*service, error) {
-	endpoint, err := forward(strings.TrimPrefix(t.cluster.Endpoint(), "https://"), secondInstance)
-	if err != nil {
-		return nil, err
-	}
+// checkWrites returns how often the second instance has written since it led, and an error if the first has. The version
+// of the second contains its name.
+func (t *trial) checkWrites(led time.Time, name string) (bySecond int, err error) {
+	events, err := t.requests(led)
 
-	kubeconfig := strings.ReplaceAll(string(t.cluster.Kubeconfig()), t.cluster.Endpoint(), "https://"+endpoint)
-	if err := t.setKubeconfig([]byte(kubeconfig), t.managed[1:controlPlanes]); err != nil {
-		return nil, err
-	}
-
-	return t.startService(1)
-}
-
-// forward forwards connections to a target from a source address, until the program ends.
-func forward(target, source string) (endpoint string, err error) {
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		return "", err
-	}
-
-	dialer := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(source)}}
-
-	join := func(to, from net.Conn) {
-		_, _ = io.Copy(to, from)
-		_ = to.Close()
-	}
-
-	go func() {
-		for {
-			client, err := listener.Accept()
-			if err != nil {
-				return
-			}
-
-			server, err := dialer.Dial("tcp", target)
-			if err != nil {
-				_ = client.Close()
-
-				continue
-			}
-
-			go join(server, client)
-			go join(client, server)
+	for _, event := range events {
+		switch {
+		case event.Verb == "list", event.Verb == "watch":
+		case strings.Contains(event.UserAgent, name):
+			bySecond++
+		default:
+			err = errors.Join(err, fmt.Errorf("the first instance wrote %s after the second led: %s %s",
+				event.RequestReceivedTimestamp.Sub(led), event.Verb, event.RequestURI))
 		}
-	}()
+	}
 
-	return listener.Addr().String(), nil
+	if bySecond == 0 {
+		err = errors.Join(err, errors.New("the second instance wrote nothing"))
+	}
+
+	return bySecond, err
 }
 
 // requests returns the requests that talos-ccm has sent since a time: lists and watches of Nodes, and writes of Nodes and
 // CSRs.
 func (t *trial) requests(since time.Time) (events []auditv1.Event, err error) {
-	file, err := os.Open(t.auditLog())
+	file, err := os.Open(t.auditLog)
 	if err != nil {
 		return nil, err
 	}
@@ -423,110 +358,33 @@ func (t *trial) requests(since time.Time) (events []auditv1.Event, err error) {
 	return events, nil
 }
 
-// checkWrites returns how often the second instance has written since it led, and an error if the first has.
-func (t *trial) checkWrites(led time.Time) (bySecond int, err error) {
-	events, err := t.requests(led)
-
-	for _, event := range events {
-		switch {
-		case event.Verb == "list", event.Verb == "watch":
-		case slices.Contains(event.SourceIPs, secondInstance):
-			bySecond++
-		default:
-			err = errors.Join(err, fmt.Errorf("the first instance wrote %s after the second led: %s %s",
-				event.RequestReceivedTimestamp.Sub(led), event.Verb, event.RequestURI))
-		}
-	}
-
-	if bySecond == 0 {
-		err = errors.Join(err, errors.New("the second instance wrote nothing"))
-	}
-
-	return bySecond, err
-}
-
-func halfCut(s *steps) (recovery time.Duration, note string) {
-	half := s.workers(len(s.managed) / 2)
-
-	s.order("black-hole", half)
-	s.change(s.managed)
-	others := s.recover(s.managed[controlPlanes+len(half):])
-	s.pause(faultDuration)
-	s.order("reconnect", half)
-
-	return s.recover(s.managed), fmt.Sprintf("changes of the other half took %.1f s", others.Seconds())
-}
-
 // relist stops talos-ccm for less than its lease. The API server that it finds then does not know the version of Nodes
 // from which the informers want to continue.
-func relist(s *steps) (recovery time.Duration, note string) {
+func relist(t *trial) (recovery time.Duration, note string) {
 	start := time.Now()
-	leader, _ := s.leader.running()
+	leader := t.leader.running()
 	touch := []byte(`{"metadata":{"annotations":{"bench/touched":"` + start.String() + `"}}}`)
 
-	s.try(func() error { return leader.signal(syscall.SIGSTOP) })
-	s.cluster.StopAPIServer(s.ctx)
-	s.try(func() error { return s.cluster.StartAPIServer(s.ctx) })
-	s.try(func() error {
-		return inParallel(s.managed, func(m Machine) error {
-			_, err := s.client.CoreV1().Nodes().Patch(s.ctx, m.Nodename, types.MergePatchType, touch, metav1.PatchOptions{})
-
-			return err
-		})
-	})
-	s.change(s.managed)
-	s.err = errors.Join(s.err, leader.signal(syscall.SIGCONT))
-	recovery = s.recover(s.managed)
-
-	// The informers wait for up to a minute before they connect again.
-	s.try(func() error {
-		err := wait.PollUntilContextTimeout(s.ctx, time.Second, 2*time.Minute, true, func(context.Context) (bool, error) {
-			events, err := s.requests(start)
-
-			// Informers list by a watch that begins with all objects.
-			return slices.ContainsFunc(events, func(event auditv1.Event) bool { return strings.Contains(event.RequestURI, "sendInitialEvents=true") }), err
-		})
-		if err != nil {
-			err = fmt.Errorf("wait until talos-ccm lists Nodes again: %w", err)
-		}
+	t.try(func() error { return leader.signal(syscall.SIGSTOP) })
+	t.cluster.StopAPIServer(t.ctx)
+	t.try(func() error { return t.cluster.StartAPIServer(t.ctx) })
+	t.each(t.managed, func(m machine) error {
+		_, err := t.client.CoreV1().Nodes().Patch(t.ctx, m.Nodename(), types.MergePatchType, touch, metav1.PatchOptions{})
 
 		return err
 	})
+	t.change(t.managed)
+	t.fail(leader.signal(syscall.SIGCONT))
+	recovery = t.recover(t.managed)
 
-	_, starts := s.leader.running()
+	// The informers wait for up to a minute before they connect again.
+	t.await("talos-ccm lists Nodes again", time.Second, func() bool {
+		events, err := t.requests(start)
+		t.fail(err)
 
-	return recovery, fmt.Sprintf("Nodes listed again, talos-ccm was started %d times", starts)
-}
+		// Informers list by a watch that begins with all objects.
+		return slices.ContainsFunc(events, func(event auditv1.Event) bool { return strings.Contains(event.RequestURI, "sendInitialEvents=true") })
+	})
 
-func recreate(s *steps) (recovery time.Duration, note string) {
-	machines := s.workers(some)
-
-	for range 3 {
-		s.change(machines)
-		s.try(func() error {
-			return inParallel(machines, func(m Machine) error { return s.recreateNode(s.ctx, m) })
-		})
-	}
-
-	return s.recover(s.managed), ""
-}
-
-func blackHoled(s *steps) (recovery time.Duration, note string) {
-	holes, added := s.spare[:blackHoles], s.spare[blackHoles:blackHoles+1]
-
-	s.order("black-hole", holes)
-	s.register(holes)
-	s.register(added)
-
-	return s.recover(added), "of the new Node"
-}
-
-// blackHoledAtStart continues [blackHoled].
-func blackHoledAtStart(s *steps) (recovery time.Duration, note string) {
-	added := s.spare[blackHoles+1:]
-
-	s.try(s.leader.restart)
-	s.register(added)
-
-	return s.recover(added), fmt.Sprintf("of the new Node, with the %s until Talos restarts the service", restartDelay)
+	return recovery, fmt.Sprintf("Nodes listed again, talos-ccm was started %d times", t.leader.running().starts)
 }

@@ -1,5 +1,6 @@
-// Command bench measures talos-ccm against simulated Talos machines and a real API server, beside the least that a
-// controller can do. The machines, the API server, and what is measured are processes of their own.
+// Command bench measures talos-ccm against simulated Talos machines and a real API server, next to a baseline
+// controller. Machines and measurements run in this process; the API server and the measured controllers are child
+// processes.
 package main
 
 import (
@@ -11,49 +12,51 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strconv"
 	"strings"
 	"syscall"
 	"time"
+
+	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-// main keeps its thread: the kernel kills the simulated machines when the thread that started them ends.
 func main() {
-	runtime.LockOSThread()
-
 	if err := run(os.Args[1:]); err != nil {
 		fmt.Fprintln(os.Stderr, "bench:", err)
 		os.Exit(1)
 	}
 }
 
-func run(args []string) error {
+// allParts are what a benchmark can measure.
+var allParts = []string{"election", "nodes", "pod-cidrs"}
+
+func run(args []string) (err error) {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
 
-	switch {
-	case len(args) == 1 && args[0] == "fleet":
-		return serveFleet()
-	case len(args) == 1 && args[0] == "barest":
-		return runBarest(ctx)
+	if len(args) == 1 && args[0] == "baseline" {
+		return runBaseline(ctx)
 	}
 
+	b := &benchmark{ctx: ctx}
 	flags := flag.NewFlagSet("bench", flag.ContinueOnError)
 	machines := flags.String("machines", "100,1000", "numbers of machines, separated by commas")
 	against := flags.String("against", "", "shell command of another controller to measure; it gets KUBECONFIG and TALOSCONFIG")
 	approves := flags.Bool("against-approves", false, "whether the other controller approves CSRs")
-	profiles := flags.String("profiles", "", "folder for profiles of talos-ccm, with the largest number of machines, or at the first and the last sample of a soak")
-	parts := flags.String("parts", "election,nodes,pod-cidrs", "what to measure, separated by commas")
-	chart := flags.String("chart", "", "file for a chart (SVG) of the largest number of machines")
-	settle := flags.Duration("settle", 15*time.Second, "how long a controller has to become idle before its memory is measured and before changes")
-	rounds := flags.Int("rounds", 10, "how often one machine changes, and how often 50 do")
+	flags.StringVar(&b.profiles, "profiles", "", "directory for profiles of talos-ccm, with the last number of machines, or at the first and the last sample of a soak")
+	flags.StringVar(&b.parts, "parts", strings.Join(allParts, ","), "what to measure, separated by commas")
+	flags.StringVar(&b.chart, "chart", "", "file for a chart (SVG) of the last number of machines")
+	flags.DurationVar(&b.settle, "settle", 15*time.Second, "how long a controller has to become idle before its memory is measured and before changes")
+	flags.IntVar(&b.rounds, "rounds", 10, "how often one machine changes, and how often 50 do")
 	withFaults := flags.String("faults", "", "run the faults whose names contain this, or all, and print a table, in place of a benchmark")
 	duration := flags.Duration("soak", 0, "change machines for this long and print how memory and connections developed, in place of a benchmark")
-	timeout := flags.Duration("timeout", 20*time.Minute, "limit for each part")
 
 	if err := flags.Parse(args); err != nil {
+		return err
+	}
+
+	if err := b.validate(flags.Args()); err != nil {
 		return err
 	}
 
@@ -62,48 +65,61 @@ func run(args []string) error {
 		return err
 	}
 
-	self, err := os.Executable()
+	dir, err := os.MkdirTemp("", "talos-ccm-bench-")
 	if err != nil {
 		return err
 	}
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
 
-	return withProduct(ctx, func(executable string) error {
-		switch {
-		case *withFaults != "":
-			return runFaults(ctx, os.Stdout, executable, sizes[0], strings.TrimPrefix(*withFaults, "all"))
-		case *duration > 0:
-			return runSoak(ctx, os.Stdout, executable, sizes[0], *duration, *profiles)
-		}
+	if b.executable, err = build(ctx, dir, "talos-ccm"); err != nil {
+		return err
+	}
 
-		b := benchmark{
-			ctx: ctx, timeout: *timeout, executable: executable, profiles: *profiles, chart: *chart, parts: strings.Split(*parts, ","),
-			pace: pace{*settle, *rounds}, others: []subject{command("barest controller", true, self, "barest")},
-		}
-		if *against != "" {
-			b.others = append(b.others, command("other controller", *approves, "sh", "-c", "exec "+*against))
-		}
+	switch {
+	case *withFaults != "":
+		return runFaults(ctx, os.Stdout, b.executable, sizes[0], *withFaults)
+	case *duration > 0:
+		return runSoak(ctx, os.Stdout, b.executable, sizes[0], *duration, b.profiles)
+	}
 
-		return b.run(sizes)
-	})
+	b.subjects = []subject{talosSubject(b.executable), command("baseline", true, "/proc/self/exe", "baseline")}
+	if *against != "" {
+		b.subjects = append(b.subjects, command("other controller", *approves, "sh", "-c", "exec "+*against))
+	}
+
+	return b.run(sizes)
 }
 
-// withProduct builds talos-ccm and calls do with its executable.
-func withProduct(ctx context.Context, do func(executable string) error) (err error) {
-	folder, err := os.MkdirTemp("", "talos-ccm-bench-")
-	if err != nil {
-		return err
+func (b *benchmark) validate(args []string) error {
+	switch {
+	case len(args) > 0:
+		return fmt.Errorf("unexpected argument %q", args[0])
+	case b.rounds < 1:
+		return fmt.Errorf("-rounds: %d is less than 1", b.rounds)
 	}
-	defer func() { err = errors.Join(err, os.RemoveAll(folder)) }()
 
-	executable := filepath.Join(folder, "talos-ccm")
-	build := exec.CommandContext(ctx, "go", "build", "-o", executable, "github.com/talos-ccm/talos-ccm/cmd/talos-ccm")
+	for part := range strings.SplitSeq(b.parts, ",") {
+		if !slices.Contains(allParts, part) {
+			return fmt.Errorf("-parts: %q is none of %s", part, strings.Join(allParts, ", "))
+		}
+	}
+
+	return nil
+}
+
+// build builds talos-ccm in a directory. Its version contains the name of the file.
+func build(ctx context.Context, dir, name string) (executable string, err error) {
+	const module = "github.com/talos-ccm/talos-ccm"
+
+	executable = filepath.Join(dir, name)
+	build := exec.CommandContext(ctx, "go", "build", "-ldflags=-X "+module+"/pkg/version.version=v0.0.0-"+name, "-o", executable, module+"/cmd/talos-ccm")
 	build.Stderr = os.Stderr
 
 	if err := build.Run(); err != nil {
-		return fmt.Errorf("build talos-ccm: %w", err)
+		return "", fmt.Errorf("build talos-ccm: %w", err)
 	}
 
-	return do(executable)
+	return executable, nil
 }
 
 func parseSizes(text string) (sizes []int, err error) {
@@ -119,106 +135,73 @@ func parseSizes(text string) (sizes []int, err error) {
 	return sizes, nil
 }
 
+// benchmark has the settings of all measurements.
 type benchmark struct {
-	ctx        context.Context //nolint:containedctx // of the program
-	timeout    time.Duration
+	ctx context.Context //nolint:containedctx // of the program
+	err error           // after which nothing is measured
+
 	executable string
-	profiles   string
-	chart      string
-	parts      []string
-	pace       pace
-	others     []subject
+	profiles   string // directory, if any
+	chart      string // file, if any
+	parts      string
+	settle     time.Duration // how long a subject has to become idle before its memory is measured and before changes
+	rounds     int           // how often one machine changes, and how often a burst happens
+	subjects   []subject
 }
 
 // run measures the parts for each number of machines, and prints a table for each.
 func (b *benchmark) run(sizes []int) error {
-	var election []result
-
-	if slices.Contains(b.parts, "election") {
-		r, err := b.part(func(ctx context.Context) (result, error) { return b.measureElection(ctx) })
-		if err != nil {
-			return err
-		}
-
-		election = append(election, r)
-	}
+	election := b.measure("election", talosCCM, controlPlanes, kube.Options{}, b.measureElection)
 
 	for _, size := range sizes {
-		results := election
+		var rows []row
 
-		profiles := ""
-		if size == slices.Max(sizes) {
-			profiles = b.profiles
+		for _, s := range b.subjects {
+			rows = append(rows, b.measure("nodes", s.name, size, kube.Options{}, func(bed *bed) { b.measureNodes(bed, s) })...)
 		}
 
-		for _, do := range b.measurements(size, profiles) {
-			r, err := b.part(do)
-			if err != nil {
-				return err
-			}
-
-			results = append(results, r)
+		for _, name := range []string{talosCCM, "kube-controller-manager"} {
+			absent := kube.Options{ControllerManager: kube.ControllerManager{Absent: true}}
+			rows = append(rows, b.measure("pod-cidrs", name, size, absent, b.measurePodCIDRs)...)
 		}
 
-		printTable(os.Stdout, size, results)
+		if b.err != nil {
+			break
+		}
 
-		if size == slices.Max(sizes) && b.chart != "" {
-			if err := writeChart(b.chart, size, results); err != nil {
-				return err
-			}
+		rows = append(rows, election...)
+		printTable(os.Stdout, size, rows)
+
+		if b.chart != "" {
+			b.err = os.WriteFile(b.chart, drawChart(size, rows), 0o600)
 		}
 	}
 
-	return nil
+	return b.err
 }
 
-func writeChart(file string, machines int, results []result) error {
-	f, err := os.Create(file)
-	if err != nil {
-		return err
+// measure measures a part on a bed, if the part was selected.
+func (b *benchmark) measure(part, subject string, machines int, options kube.Options, do func(*bed)) []row {
+	if b.err != nil || !slices.Contains(strings.Split(b.parts, ","), part) {
+		return nil
 	}
-
-	return errors.Join(drawChart(f, machines, results), f.Close())
-}
-
-// measurements returns the measurements with a number of machines. Profiles of talos-ccm are written to a folder unless
-// its name is empty.
-func (b *benchmark) measurements(machines int, profiles string) (list []func(context.Context) (result, error)) {
-	if slices.Contains(b.parts, "nodes") {
-		for _, s := range append([]subject{talosSubject(b.executable)}, b.others...) {
-			folder := ""
-			if s.name == talosCCM {
-				folder = profiles
-			}
-
-			list = append(list, func(ctx context.Context) (result, error) { return b.measureNodes(ctx, s, machines, folder) })
-		}
-	}
-
-	if slices.Contains(b.parts, "pod-cidrs") {
-		ipam := talosSubject(b.executable, allocating("node-ipam-controller")...)
-
-		for _, s := range []*subject{&ipam, nil} {
-			list = append(list, func(ctx context.Context) (result, error) { return measurePodCIDRs(ctx, s, machines) })
-		}
-	}
-
-	return list
-}
-
-// part runs one measurement with the time limit.
-func (b *benchmark) part(do func(context.Context) (result, error)) (result, error) {
-	ctx, cancel := context.WithTimeout(b.ctx, b.timeout)
-	defer cancel()
 
 	start := time.Now()
 
-	r, err := do(ctx)
-	if err != nil {
-		return r, fmt.Errorf("%s, %d machines: %w", r.Subject, r.Machines, err)
+	bed, err := newBed(b.ctx, machines, options)
+	if err == nil {
+		bed.subject = subject
+		do(bed)
+		err = bed.close()
 	}
 
-	fmt.Fprintf(os.Stderr, "measured %s with %d machines in %s\n", r.Subject, r.Machines, time.Since(start).Round(time.Second))
+	if err != nil {
+		b.err = fmt.Errorf("%s, %d machines: %w", subject, machines, err)
 
-	return r, nil
+		return nil
+	}
+
+	fmt.Fprintf(os.Stderr, "measured %s with %d machines in %s\n", subject, machines, time.Since(start).Round(time.Second))
+
+	return bed.rows
 }

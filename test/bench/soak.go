@@ -10,6 +10,7 @@ import (
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/wait"
 
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 )
@@ -43,22 +44,15 @@ type quantity struct {
 type soak struct {
 	*trial
 
-	profiles   string // folder for heap profiles, if any
+	profiles   string // directory for heap profiles, if any
 	quantities []*quantity
 	hours      []float64 // since the start, of each sample
 
-	requests          []openRequest
-	requested, missed int
-}
-
-// openRequest is a CSR that was created.
-type openRequest struct {
-	name    string
-	created time.Time
+	requested, missed int // CSRs
 }
 
 // runSoak changes one percent of the machines per second for a while and prints how resources developed. It writes heap
-// profiles to a folder unless its name is empty.
+// profiles to a directory unless its name is empty.
 func runSoak(ctx context.Context, w io.Writer, executable string, machines int, duration time.Duration, profiles string) (err error) {
 	t, err := newTrial(ctx, executable, machines, 0)
 	if err != nil {
@@ -74,13 +68,11 @@ func runSoak(ctx context.Context, w io.Writer, executable string, machines int, 
 		{name: "resident memory", unit: "MiB"},
 	}}
 
-	if err := s.churn(ctx, duration); err != nil {
-		return err
-	}
+	s.churn(duration)
 
-	recovered, err := t.recover(ctx, t.managed)
-	if err != nil {
-		return err
+	recovered := t.recover(t.managed)
+	if t.err != nil {
+		return nil // close returns it
 	}
 
 	fmt.Fprintf(w, "\n%d machines, %s\n\n", machines, duration)
@@ -90,7 +82,7 @@ func runSoak(ctx context.Context, w io.Writer, executable string, machines int, 
 	fmt.Fprintf(w, "\nAll Nodes were up to date %.1f s after the last change. The auditor checked %d versions of Nodes.\n", recovered.Seconds(), versions)
 	fmt.Fprintf(w, "%d CSRs were created, of which %d were not approved within %s.\n", s.requested, s.missed, requestLifetime)
 
-	if _, starts := t.leader.running(); starts != 1 {
+	if starts := t.leader.running().starts; starts != 1 {
 		err = errors.Join(err, fmt.Errorf("talos-ccm was started %d times", starts))
 	}
 
@@ -98,90 +90,73 @@ func runSoak(ctx context.Context, w io.Writer, executable string, machines int, 
 }
 
 // churn changes machines and takes samples.
-func (s *soak) churn(ctx context.Context, duration time.Duration) error {
-	var (
-		start   = time.Now()
-		changes = time.NewTicker(time.Second)
-		measure = time.NewTicker(duration / samples)
-		workers = s.managed[controlPlanes:]
-		turn    int
-	)
+func (s *soak) churn(duration time.Duration) {
+	ctx, cancel := context.WithTimeout(s.ctx, duration)
+	defer cancel()
 
-	defer changes.Stop()
-	defer measure.Stop()
+	start, turn := time.Now(), 0
+	next := min(settling, time.Duration(settlingPart*float64(duration)))
 
-	for time.Since(start) < duration {
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-changes.C:
-			for range max(1, len(s.managed)/100) {
-				if err := s.disturb(ctx, turn, workers[rand.IntN(len(workers))]); err != nil { //nolint:gosec // any machine
-					return err
-				}
+	wait.NonSlidingUntilWithContext(ctx, func(context.Context) {
+		for range max(1, len(s.managed)/100) {
+			s.disturb(turn)
 
-				turn++
-			}
-
-			if err := s.collectRequests(ctx); err != nil {
-				return err
-			}
-		case <-measure.C:
-			if elapsed := time.Since(start); elapsed > min(settling, time.Duration(settlingPart*float64(duration))) {
-				if err := s.sample(ctx, elapsed); err != nil {
-					return err
-				}
-			}
+			turn++
 		}
-	}
 
-	return nil
+		s.try(s.collectRequests)
+
+		if elapsed := time.Since(start); elapsed > next {
+			s.sample(elapsed)
+
+			next += duration / samples
+		}
+
+		if s.err != nil {
+			cancel()
+		}
+	}, time.Second)
 }
 
 // disturb changes the address of a machine, reboots it, replaces its Node, or creates a CSR, in turn.
-func (s *soak) disturb(ctx context.Context, turn int, m Machine) error {
+func (s *soak) disturb(turn int) {
+	workers := s.managed[controlPlanes:]
+	m := workers[rand.IntN(len(workers))] //nolint:gosec // any machine
+
 	switch turn % 10 {
 	case 0, 1:
-		return s.order("reboot", []Machine{m})
+		s.try(func() error { return m.Reboot(s.ctx) })
 	case 2:
-		return s.recreateNode(ctx, s.managed[controlPlanes+turn/10%min(recreated, len(s.managed)-controlPlanes)])
+		i := turn / 10 % min(recreated, len(workers))
+		s.recreate(workers[i : i+1])
 	case 3, 4:
-		return s.requestCertificate(ctx, m)
+		s.requested++
+		s.try(func() error { return s.requestCertificate(m) })
 	default:
-		return s.change([]Machine{m})
+		s.change([]machine{m})
 	}
 }
 
-func (s *soak) requestCertificate(ctx context.Context, m Machine) error {
-	created, err := s.request(ctx, m)
+// collectRequests deletes old CSRs.
+func (s *soak) collectRequests() error {
+	api := s.client.CertificatesV1().CertificateSigningRequests()
+
+	list, err := api.List(s.ctx, metav1.ListOptions{})
 	if err != nil {
 		return err
 	}
 
-	s.requested++
-	s.requests = append(s.requests, openRequest{created.Name, time.Now()})
-
-	return nil
-}
-
-// collectRequests deletes old CSRs.
-func (s *soak) collectRequests(ctx context.Context) error {
-	api := s.client.CertificatesV1().CertificateSigningRequests()
-
-	for len(s.requests) > 0 && time.Since(s.requests[0].created) > requestLifetime {
-		name := s.requests[0].name
-		s.requests = s.requests[1:]
-
-		csr, err := api.Get(ctx, name, metav1.GetOptions{})
-		if err != nil {
-			return err
+	for i := range list.Items {
+		csr := &list.Items[i]
+		if time.Since(csr.CreationTimestamp.Time) < requestLifetime {
+			continue
 		}
 
-		if !isApproved(csr) {
+		if isPending(csr) {
 			s.missed++
 		}
 
-		if err := api.Delete(ctx, name, metav1.DeleteOptions{}); err != nil {
+		if err := api.Delete(s.ctx, csr.Name, metav1.DeleteOptions{}); err != nil {
 			return err
 		}
 	}
@@ -190,34 +165,20 @@ func (s *soak) collectRequests(ctx context.Context) error {
 }
 
 // sample appends a value to each quantity.
-func (s *soak) sample(ctx context.Context, elapsed time.Duration) error {
-	process, _ := s.leader.running()
+func (s *soak) sample(elapsed time.Duration) {
+	process := s.leader.running()
 
 	file := "heap-last.pprof"
 	if len(s.hours) == 0 {
 		file = "heap-first.pprof"
 	}
 
-	// The profile makes talos-ccm collect garbage.
-	if err := process.profile(ctx, s.profiles, file, "heap", "gc", "1"); err != nil {
-		return err
-	}
-
-	heap, heapErr := process.metric(ctx, "go_memstats_heap_alloc_bytes")
-	goroutines, goroutinesErr := process.metric(ctx, "go_goroutines")
-	used, usageErr := process.usage()
-
-	if err := errors.Join(heapErr, goroutinesErr, usageErr); err != nil {
-		return err
-	}
-
+	heap, goroutines, used := process.heap(s.profiles, file), process.metric("go_goroutines"), process.usage()
 	s.hours = append(s.hours, elapsed.Hours())
 
-	for i, value := range []float64{heap / (1 << 20), goroutines, float64(used.sockets), float64(used.files), float64(used.resident) / (1 << 20)} {
+	for i, value := range []float64{heap, goroutines, used.sockets, used.files, used.resident} {
 		s.quantities[i].values = append(s.quantities[i].values, value)
 	}
-
-	return nil
 }
 
 // print prints the slopes, and returns an error if one is beyond its bound by more than chance explains.
@@ -246,14 +207,12 @@ func (s *soak) print(w io.Writer) (err error) {
 func regress(x, y []float64) (mean, slope, deviation float64) {
 	n := float64(len(x))
 
-	var sumX, sumY, sumXX, sumXY, residuals float64
+	var meanX, sumXX, sumXY, residuals float64
 
 	for i := range x {
-		sumX += x[i]
-		sumY += y[i]
+		meanX += x[i] / n
+		mean += y[i] / n
 	}
-
-	meanX, mean := sumX/n, sumY/n
 
 	for i := range x {
 		sumXX += (x[i] - meanX) * (x[i] - meanX)

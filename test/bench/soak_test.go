@@ -2,8 +2,9 @@ package main
 
 import (
 	"io"
-	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/assert"
 )
 
 func TestSoak_FailsIfGoroutinesGrow(t *testing.T) {
@@ -23,9 +24,10 @@ func TestSoak_FailsIfGoroutinesGrow(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			s := soak{hours: hours, quantities: []*quantity{{name: "goroutines", bound: 0.05, values: test.values}}}
 
-			err := s.print(io.Discard)
-			if test.grows != (err != nil && strings.HasPrefix(err.Error(), "goroutines: grows by")) {
-				t.Errorf("got %v", err)
+			if err := s.print(io.Discard); test.grows {
+				assert.ErrorContains(t, err, "goroutines: grows by")
+			} else {
+				assert.NoError(t, err)
 			}
 		})
 	}

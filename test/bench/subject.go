@@ -13,9 +13,8 @@ import (
 	"time"
 
 	"github.com/prometheus/procfs"
-	"k8s.io/apimachinery/pkg/util/wait"
+	"github.com/siderolabs/talos/pkg/machinery/role"
 	"k8s.io/client-go/discovery"
-	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 
 	"github.com/talos-ccm/talos-ccm/test/kube"
@@ -26,177 +25,165 @@ import (
 // talosCCM is the name of the subject that the others are compared with.
 const talosCCM = "talos-ccm"
 
-// grace is how long a process has to exit after SIGTERM.
-const grace = 20 * time.Second
+const mib = 1 << 20
 
 // subject is a controller that is measured.
 type subject struct {
 	name string
 	// approves is true if the controller approves CSRs.
 	approves bool
-	start    func(ctx context.Context, b *bed) (*running, error)
+	start    func(b *bed) (*running, error)
 }
 
-// running is a process of a subject.
+// running is a process of a subject. After an error of the bed, metric and usage return zero.
 type running struct {
 	*process.Process
 
-	port  *kube.Port // for metrics; nil if unknown
-	certs string
+	bed    *bed
+	port   *kube.Port // for metrics; nil if unknown
+	starts int        // of its service, if any
 }
 
-// signal sends a signal.
+// run starts a subject, which ends with the bed.
+func (b *bed) run(s subject) *running {
+	if b.process = value(b, func() (*running, error) { return s.start(b) }); b.process != nil {
+		return b.process
+	}
+
+	return &running{bed: b}
+}
+
 func (r *running) signal(signal syscall.Signal) error { return syscall.Kill(r.PID(), signal) }
 
-// stop ends the process, and returns an error with the end of its log if it had ended before.
-func (r *running) stop(signal syscall.Signal) error {
+// stop ends the process. It returns an error if it had ended before, with the end of its log, or if it ignores SIGTERM.
+func (r *running) stop() error {
 	if err := r.Ended(); err != nil {
 		return fmt.Errorf("%w\n%s", err, r.LogTail())
 	}
 
-	if err := r.signal(signal); err != nil {
-		return err
+	r.Stop(context.Background())
+
+	if err := r.Ended(); strings.HasSuffix(err.Error(), "signal: killed") {
+		return fmt.Errorf("%w: did not exit within %s", err, product.Grace)
 	}
 
-	select {
-	case <-r.Done():
-		return nil
-	case <-time.After(grace):
-		err := r.signal(syscall.SIGKILL)
-		<-r.Done()
-
-		return errors.Join(fmt.Errorf("process %d did not exit within %s", r.PID(), grace), err)
-	}
+	return nil
 }
 
-// usage is what a process needs of the machine.
+// usage is the resource usage of a process.
 type usage struct {
-	resident       int           // bytes
-	cpu            time.Duration // used so far
-	sockets, files int           // open
+	resident       float64 // MiB
+	cpu            float64 // seconds used so far
+	sockets, files float64 // open
 }
 
-func (r *running) usage() (u usage, err error) {
-	proc, err := procfs.NewProc(r.PID())
-	if err != nil {
-		return u, err
-	}
-
-	stat, statErr := proc.Stat()
-	targets, err := proc.FileDescriptorTargets()
-
-	for _, target := range targets {
-		if strings.HasPrefix(target, "socket:") {
-			u.sockets++
+func (r *running) usage() (u usage) {
+	r.bed.try(func() error {
+		proc, err := procfs.NewProc(r.PID())
+		if err != nil {
+			return err
 		}
-	}
 
-	u.resident, u.cpu, u.files = stat.ResidentMemory(), time.Duration(stat.CPUTime()*float64(time.Second)), len(targets)-u.sockets
+		stat, statErr := proc.Stat()
+		targets, err := proc.FileDescriptorTargets()
 
-	return u, errors.Join(statErr, err)
+		for _, target := range targets {
+			if strings.HasPrefix(target, "socket:") {
+				u.sockets++
+			} else {
+				u.files++
+			}
+		}
+
+		u.resident, u.cpu = float64(stat.ResidentMemory())/mib, stat.CPUTime()
+
+		return errors.Join(statErr, err)
+	})
+
+	return u
 }
 
 // get reads a path of the secure port; nil if the subject has none.
-func (r *running) get(ctx context.Context, path string, parameters ...string) ([]byte, error) {
+func (r *running) get(path string) ([]byte, error) {
 	if r.port == nil {
 		return nil, nil
 	}
 
 	client, err := discovery.NewDiscoveryClientForConfig(&rest.Config{
 		Host:            "https://" + r.port.Address(),
-		TLSClientConfig: rest.TLSClientConfig{CAFile: filepath.Join(r.certs, "cloud-controller-manager.crt")},
+		TLSClientConfig: rest.TLSClientConfig{Insecure: true}, // talos-ccm signs its certificate itself
 	})
 	if err != nil {
 		return nil, err
 	}
 
-	request := client.RESTClient().Get().AbsPath(path)
-	for i := 0; i < len(parameters); i += 2 {
-		request = request.Param(parameters[i], parameters[i+1])
-	}
-
-	return request.DoRaw(ctx)
+	return client.RESTClient().Get().RequestURI(path).DoRaw(r.bed.ctx)
 }
 
 // metric returns a metric; zero if it is unknown.
-func (r *running) metric(ctx context.Context, name string) (float64, error) {
-	metrics, err := r.get(ctx, "/metrics")
-	if err != nil || metrics == nil {
-		return 0, err
-	}
+func (r *running) metric(name string) (value float64) {
+	r.bed.try(func() error {
+		metrics, err := r.get("/metrics")
 
-	_, rest, found := strings.Cut(string(metrics), "\n"+name+" ")
-	if !found {
-		return 0, nil
-	}
+		if _, text, found := strings.Cut(string(metrics), "\n"+name+" "); found {
+			_, err = fmt.Sscan(text, &value)
+		}
 
-	line, _, _ := strings.Cut(rest, "\n")
-
-	return strconv.ParseFloat(line, 64)
-}
-
-// awaitMetric waits until a metric has a value, and returns how long that took.
-func (r *running) awaitMetric(ctx context.Context, name string, wanted func(float64) bool) (time.Duration, error) {
-	start := time.Now()
-
-	err := wait.PollUntilContextCancel(ctx, 500*time.Millisecond, true, func(ctx context.Context) (bool, error) {
-		value, err := r.metric(ctx, name)
-
-		return wanted(value), err
+		return err
 	})
-	if err != nil {
-		err = fmt.Errorf("wait for metric %s: %w", name, err)
-	}
 
-	return time.Since(start), err
+	return value
 }
 
-// profile writes a profile to a file of a folder. Without a name of a folder it is discarded: the heap profile makes the
-// subject collect garbage.
-func (r *running) profile(ctx context.Context, folder, file, name string, parameters ...string) error {
-	data, err := r.get(ctx, "/debug/pprof/"+name, parameters...)
-	if err != nil {
-		return fmt.Errorf("profile %s: %w", name, err)
-	}
-
-	if data == nil || folder == "" {
-		return nil
-	}
-
-	return os.WriteFile(filepath.Join(folder, file), data, 0o600)
+// awaitMetric waits until a metric has at least a value.
+func (r *running) awaitMetric(name string, least int) {
+	r.bed.await(fmt.Sprintf("%s is at least %d", name, least), 500*time.Millisecond, func() bool { return int(r.metric(name)) >= least })
 }
 
-// talosSubject returns talos-ccm with its default flags, and with some controllers if any are named.
+// profile writes a profile to a file of a directory, if there is one.
+func (r *running) profile(dir, file, name string) error {
+	data, err := r.get("/debug/pprof/" + name)
+	if err != nil || data == nil || dir == "" {
+		return err
+	}
+
+	return os.WriteFile(filepath.Join(dir, file), data, 0o600)
+}
+
+// heap returns the MiB in use after a garbage collection, and writes the profile of the heap.
+func (r *running) heap(dir, file string) float64 {
+	r.bed.try(func() error { return r.profile(dir, file, "heap?gc=1") })
+
+	return r.metric("go_memstats_heap_alloc_bytes") / mib
+}
+
+// talosSubject returns talos-ccm with its default flags, which leads when it has started.
 func talosSubject(executable string, environment ...string) subject {
-	return subject{talosCCM, true, func(ctx context.Context, b *bed) (*running, error) {
-		r, err := startProduct(b, executable, 0, environment...)
-		if err != nil {
-			return nil, err
+	return subject{talosCCM, true, func(b *bed) (*running, error) {
+		r, err := b.startProduct(executable, 0, environment...)
+		if err == nil {
+			b.awaitLeader("")
 		}
 
-		if _, err := awaitLeader(ctx, b.client, ""); err != nil {
-			return nil, errors.Join(err, r.stop(syscall.SIGTERM))
-		}
-
-		return r, nil
+		return r, err
 	}}
 }
 
 // startProduct starts talos-ccm on a control-plane machine.
-func startProduct(b *bed, executable string, machine int, environment ...string) (*running, error) {
+func (b *bed) startProduct(executable string, machine int, environment ...string) (*running, error) {
 	port, err := kube.ReservePort()
 	if err != nil {
 		return nil, err
 	}
 
 	service := product.Service{
-		Executable: executable, Folder: filepath.Join(b.folder, "talos-ccm-"+strconv.Itoa(machine)), Socket: b.machines[machine].Socket,
+		Executable: executable, Dir: b.file("talos-ccm-" + strconv.Itoa(machine)), Socket: b.machines[machine].Socket(),
 		Args: []string{
 			fmt.Sprintf("--secure-port=%d", port.Number()), "--permit-port-sharing",
 			"--authorization-always-allow-paths=/healthz,/livez,/readyz,/metrics,/debug/*",
 		},
 		// The service sets the same memory limit.
-		Env: append([]string{"TMPDIR=" + b.folder, "GOMEMLIMIT=" + cmp.Or(os.Getenv("GOMEMLIMIT"), "1GiB")}, environment...),
+		Env: append([]string{"GOMEMLIMIT=" + cmp.Or(os.Getenv("GOMEMLIMIT"), "1GiB")}, environment...),
 	}
 
 	child, err := service.Start()
@@ -204,7 +191,7 @@ func startProduct(b *bed, executable string, machine int, environment ...string)
 		return nil, err
 	}
 
-	return &running{child, port, service.Certs()}, nil
+	return &running{Process: child, bed: b, port: port}, nil
 }
 
 // allocating is the environment of talos-ccm with pod CIDRs.
@@ -215,27 +202,27 @@ func allocating(controllers string) []string {
 	}
 }
 
-// awaitLeader waits until the lease has a holder other than a former one, and returns the holder.
-func awaitLeader(ctx context.Context, client kubernetes.Interface, former string) (holder string, err error) {
-	err = wait.PollUntilContextCancel(ctx, 10*time.Millisecond, true, func(ctx context.Context) (bool, error) {
-		var err error
-
-		holder, err = product.Leader(ctx, client)
-
-		return err == nil && holder != former, nil
-	})
-
-	return holder, err
-}
-
 // command returns a subject that runs a command with the environment variables KUBECONFIG and TALOSCONFIG.
 func command(name string, approves bool, args ...string) subject {
-	return subject{name, approves, func(_ context.Context, b *bed) (*running, error) {
-		child, err := process.Start(process.Command{
-			Name: name, Path: args[0], Args: args[1:], Log: filepath.Join(b.folder, "subject.log"), Grace: grace,
-			Env: append(os.Environ(), "KUBECONFIG="+b.kubeconfig(), "TALOSCONFIG="+b.talosconfig()),
-		})
+	return subject{name, approves, func(b *bed) (*running, error) {
+		talosconfig, err := b.talos.Talosconfig(string(role.Reader))
+		if err != nil {
+			return nil, err
+		}
 
-		return &running{Process: child}, err
+		err = errors.Join(talosconfig.Save(b.file("talosconfig")), os.WriteFile(b.file("kubeconfig"), b.cluster.Kubeconfig(), 0o600))
+		if err != nil {
+			return nil, err
+		}
+
+		child, err := process.Start(process.Command{
+			Name: name, Path: args[0], Args: args[1:], Log: b.file("subject.log"), Grace: product.Grace,
+			Env: append(os.Environ(), "KUBECONFIG="+b.file("kubeconfig"), "TALOSCONFIG="+b.file("talosconfig")),
+		})
+		if err != nil {
+			return nil, err
+		}
+
+		return &running{Process: child, bed: b}, nil
 	}}
 }

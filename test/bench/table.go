@@ -2,84 +2,92 @@ package main
 
 import (
 	"fmt"
+	"html"
 	"io"
 	"slices"
-	"time"
 )
 
-// row is a line of the table.
+// row is what was measured of a subject.
 type row struct {
-	name  string
-	goal  string
-	value func(result) float64 // zero if it was not measured
-	unit  string
+	subject, name, goal string
+	value               float64
+	unit                string
 }
 
-func seconds(d time.Duration) float64      { return d.Seconds() }
-func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
+// String returns the value with its unit.
+func (r row) String() string {
+	if r.value == 0 {
+		return ""
+	}
 
-var rows = []row{
-	{"initialize all Nodes", "ratio ≤ 1.3", func(r result) float64 { return seconds(r.Initialize) }, "s"},
-	{"requests to Talos per Node", "≤ 9", func(r result) float64 { return r.Calls }, ""},
-	{"CPU time until idle", "", func(r result) float64 { return seconds(r.CPU) }, "s"},
-	{"resident memory", "≤ 60, 200, 900 MiB at 20, 1,000, 5,000", func(r result) float64 { return float64(r.Resident) / (1 << 20) }, "MiB"},
-	{"heap per machine", "≤ 40 KiB", func(r result) float64 { return r.Heap / (1 << 10) / float64(r.Machines) }, "KiB"},
-	{"goroutines per machine", "≤ 9", func(r result) float64 { return r.Goroutines / float64(r.Machines) }, ""},
-	{"change to Node, alone, median", "< 30 ms", func(r result) float64 { return milliseconds(r.Alone) }, "ms"},
-	{"change to Node, alone, p99", "< 250 ms", func(r result) float64 { return milliseconds(r.AloneP99) }, "ms"},
-	{"change to Node, 50 at once, median", "< 60 ms", func(r result) float64 { return milliseconds(r.Burst) }, "ms"},
-	{"change to Node, 50 at once, p99", "< 250 ms", func(r result) float64 { return milliseconds(r.BurstP99) }, "ms"},
-	{"approve one CSR per Node", "ratio ≤ 1.25", func(r result) float64 { return seconds(r.Approve) }, "s"},
-	{"assign dual-stack pod CIDRs", "ratio < 1", func(r result) float64 { return seconds(r.PodCIDRs) }, "s"},
-	{"lease handed over after SIGTERM", "< 1 s", func(r result) float64 { return seconds(r.HandOver) }, "s"},
-	{"lease taken over after SIGKILL", "≤ 17 s", func(r result) float64 { return seconds(r.TakeOver) }, "s"},
+	return fmt.Sprintf("%.1f %s", r.value, r.unit)
 }
 
-// comparison is a measured row.
-type comparison struct {
-	row
-
-	own   float64 // of talos-ccm
-	other float64 // zero if nothing else was measured
-	name  string  // of the other
-}
-
-// compare returns the rows that were measured, once for each other subject.
-func compare(results []result) (list []comparison) {
-	for _, row := range rows {
-		i := slices.IndexFunc(results, func(r result) bool { return r.Subject == talosCCM && row.value(r) > 0 })
-		if i < 0 {
+// compare returns the rows of talos-ccm, each with that of another subject, or with an empty one if there is none.
+func compare(rows []row) (pairs [][2]row) {
+	for _, own := range rows {
+		if own.subject != talosCCM {
 			continue
 		}
 
-		own, compared := row.value(results[i]), false
+		found := false
 
-		for _, r := range results {
-			if value := row.value(r); r.Subject != talosCCM && value > 0 {
-				compared = true
-
-				list = append(list, comparison{row, own, value, r.Subject})
+		for _, other := range rows {
+			if other.name == own.name && other.subject != talosCCM {
+				found = true
+				pairs = append(pairs, [2]row{own, other})
 			}
 		}
 
-		if !compared {
-			list = append(list, comparison{row: row, own: own})
+		if !found {
+			pairs = append(pairs, [2]row{own})
 		}
 	}
 
-	return list
+	return pairs
 }
 
-// printTable prints the results of one number of machines in Markdown, with the ratios to the others of the same run.
-func printTable(w io.Writer, machines int, results []result) {
+// printTable prints the rows of one number of machines in Markdown, with the ratios to the others of the same run.
+func printTable(w io.Writer, machines int, rows []row) {
 	fmt.Fprintf(w, "\n%d machines\n\n| | goal | talos-ccm | | | ratio |\n|---|---|---:|---|---:|---:|\n", machines)
 
-	for _, c := range compare(results) {
-		other, ratio := "", ""
-		if c.other > 0 {
-			other, ratio = fmt.Sprintf("%.1f %s", c.other, c.unit), fmt.Sprintf("%.2f", c.own/c.other)
+	for _, pair := range compare(rows) {
+		own, other, ratio := pair[0], pair[1].String(), ""
+		if other != "" {
+			ratio = fmt.Sprintf("%.2f", own.value/pair[1].value)
 		}
 
-		fmt.Fprintf(w, "| %s | %s | %.1f %s | %s | %s | %s |\n", c.row.name, c.goal, c.own, c.unit, c.name, other, ratio)
+		fmt.Fprintf(w, "| %s | %s | %s | %s | %s | %s |\n", own.name, own.goal, own, pair[1].subject, other, ratio)
 	}
+}
+
+// Sizes of the chart in pixels.
+const (
+	chartWidth, barsX, barsWidth = 860, 300, 400
+	barHeight, groupHeight       = 12, 38
+)
+
+// colors of talos-ccm and of others.
+var colors = [...]string{"#2563eb", "#9ca3af"}
+
+// drawChart draws as SVG what was measured of talos-ccm and of others: two bars for each comparison, in proportion.
+func drawChart(machines int, rows []row) []byte {
+	pairs := slices.DeleteFunc(compare(rows), func(pair [2]row) bool { return pair[1].value == 0 })
+	svg := fmt.Appendf(nil, `<svg xmlns="http://www.w3.org/2000/svg" width="%d" height="%d" font-family="sans-serif" font-size="12">
+<rect width="100%%" height="100%%" fill="white"/>
+<text x="10" y="24" font-size="15">%d machines: talos-ccm (blue) and others (gray), shorter is better</text>
+`, chartWidth, 50+groupHeight*len(pairs), machines)
+
+	for i, pair := range pairs {
+		y := 42 + i*groupHeight
+		svg = fmt.Appendf(svg, "<text x=\"10\" y=\"%d\">%s</text>\n", y+barHeight+4, html.EscapeString(pair[0].name))
+
+		for j, bar := range pair {
+			top, width := y+j*(barHeight+1), barsWidth*bar.value/max(pair[0].value, pair[1].value)
+			svg = fmt.Appendf(svg, "<rect x=\"%d\" y=\"%d\" width=\"%.1f\" height=\"%d\" fill=\"%s\"/><text x=\"%.1f\" y=\"%d\" font-size=\"10\">%s %s</text>\n",
+				barsX, top, width, barHeight, colors[j], barsX+width+5, top+10, bar, bar.subject)
+		}
+	}
+
+	return append(svg, "</svg>\n"...)
 }

@@ -23,11 +23,12 @@ const (
 	kept     = 2
 	ttl      = 24 * time.Hour
 	lockPoll = 200 * time.Millisecond
-	// unfinished begins the names of folders of interrupted builds.
+	// unfinished begins the names of directories of interrupted builds.
 	unfinished = "unfinished-"
 )
 
-// CacheDir returns a folder of the cache, which is TALOS_CCM_CACHE or talos-ccm in the user's cache folder, and makes it.
+// CacheDir creates and returns a directory of the cache, which is TALOS_CCM_CACHE or talos-ccm in the user's cache
+// directory.
 func CacheDir(name string) (string, error) {
 	cache := os.Getenv(cacheEnv)
 
@@ -40,30 +41,30 @@ func CacheDir(name string) (string, error) {
 		cache = filepath.Join(user, "talos-ccm")
 	}
 
-	folder, err := filepath.Abs(filepath.Join(cache, name))
+	dir, err := filepath.Abs(filepath.Join(cache, name))
 	if err == nil {
-		err = os.MkdirAll(folder, 0o755)
+		err = os.MkdirAll(dir, 0o755)
 	}
 
 	if err != nil {
-		return "", fmt.Errorf("make folder of the cache: %w", err)
+		return "", fmt.Errorf("create directory of the cache: %w", err)
 	}
 
-	return folder, nil
+	return dir, nil
 }
 
-// Cached returns a folder in the folder kind of the cache. The key changes with everything that the folder is built from.
-// If the folder does not exist, build fills it: once, however many processes ask for it at the same time, and complete or
-// not at all. Old builds are removed. A nil writer discards progress.
-func Cached(ctx context.Context, kind, key string, progress io.Writer, build func(folder string) error) (string, error) {
+// Cached returns the directory of a kind of build. The key changes with everything that is built from. If the directory
+// does not exist, build fills it: once, however many processes ask for it at the same time, and complete or not at all.
+// Old builds are removed. A nil writer discards progress.
+func Cached(ctx context.Context, kind, key string, progress io.Writer, build func(dir string) error) (string, error) {
 	cache, err := CacheDir(kind)
 	if err != nil {
 		return "", err
 	}
 
-	folder := filepath.Join(cache, key)
-	if used(folder) {
-		return folder, nil
+	dir := filepath.Join(cache, key)
+	if used(dir) {
+		return dir, nil
 	}
 
 	lock, err := lockCache(ctx, cache, progress)
@@ -72,8 +73,8 @@ func Cached(ctx context.Context, kind, key string, progress io.Writer, build fun
 	}
 	defer lock.Close() //nolint:errcheck // only locked
 
-	if used(folder) { // the previous holder of the lock built it
-		return folder, nil
+	if used(dir) { // the previous holder of the lock built it
+		return dir, nil
 	}
 
 	temporary, err := os.MkdirTemp(cache, unfinished)
@@ -86,15 +87,15 @@ func Cached(ctx context.Context, kind, key string, progress io.Writer, build fun
 		return "", err
 	}
 
-	if err := os.Rename(temporary, folder); err != nil {
+	if err := os.Rename(temporary, dir); err != nil {
 		return "", err
 	}
 
-	return folder, prune(cache)
+	return dir, prune(cache)
 }
 
-// used reports whether the folder exists, and marks it as used now.
-func used(folder string) bool { return os.Chtimes(folder, time.Now(), time.Now()) == nil }
+// used reports whether the directory exists, and marks it as used now.
+func used(dir string) bool { return os.Chtimes(dir, time.Now(), time.Now()) == nil }
 
 // lockCache locks the cache until the returned file is closed.
 func lockCache(ctx context.Context, cache string, progress io.Writer) (*os.File, error) {
@@ -103,24 +104,22 @@ func lockCache(ctx context.Context, cache string, progress io.Writer) (*os.File,
 		return nil, err
 	}
 
-	try := func(context.Context) (bool, error) {
+	waiting := false
+
+	err = wait.PollUntilContextCancel(ctx, lockPoll, true, func(context.Context) (bool, error) {
 		err := unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		if errors.Is(err, unix.EWOULDBLOCK) {
-			return false, nil
+		if !errors.Is(err, unix.EWOULDBLOCK) {
+			return err == nil, err
 		}
 
-		return err == nil, err
-	}
-
-	locked, err := try(ctx)
-	if err == nil && !locked {
-		if progress != nil {
+		if progress != nil && !waiting {
 			fmt.Fprintln(progress, "Waiting for another process that builds into", cache)
 		}
 
-		err = wait.PollUntilContextCancel(ctx, lockPoll, false, try)
-	}
+		waiting = true
 
+		return false, nil
+	})
 	if err != nil {
 		return nil, errors.Join(err, file.Close())
 	}
@@ -135,17 +134,17 @@ func prune(cache string) error {
 		return err
 	}
 
-	var folders []os.FileInfo
+	var directories []os.FileInfo
 
 	for _, entry := range entries {
 		if info, err := entry.Info(); err == nil && info.IsDir() {
-			folders = append(folders, info)
+			directories = append(directories, info)
 		}
 	}
 
-	slices.SortFunc(folders, func(a, b os.FileInfo) int { return b.ModTime().Compare(a.ModTime()) })
+	slices.SortFunc(directories, func(a, b os.FileInfo) int { return b.ModTime().Compare(a.ModTime()) })
 
-	for i, info := range folders {
+	for i, info := range directories {
 		isOld := i >= kept && time.Since(info.ModTime()) > ttl
 		if isOld || strings.HasPrefix(info.Name(), unfinished) {
 			err = errors.Join(err, os.RemoveAll(filepath.Join(cache, info.Name())))
@@ -155,8 +154,8 @@ func prune(cache string) error {
 	return err
 }
 
-// Folder returns the folder of a package in the checkout of the working directory.
-func Folder(ctx context.Context, pkg string) (string, error) {
+// PackageDir returns the directory of a package in the checkout of the working directory.
+func PackageDir(ctx context.Context, pkg string) (string, error) {
 	output, err := Output(exec.CommandContext(ctx, "go", "list", "-find", "-f", "{{.Dir}}", pkg))
 
 	return strings.TrimSpace(string(output)), err

@@ -26,13 +26,13 @@ func TestCached_BuildsOnce(t *testing.T) {
 
 	for range 4 {
 		group.Go(func() {
-			folder, err := builder.Cached(t.Context(), "kind", "key", io.Discard, func(folder string) error {
+			dir, err := builder.Cached(t.Context(), "kind", "key", io.Discard, func(dir string) error {
 				builds.Add(1)
 
-				return os.WriteFile(filepath.Join(folder, "file"), nil, 0o600)
+				return os.WriteFile(filepath.Join(dir, "file"), nil, 0o600)
 			})
 			assert.NoError(t, err)
-			assert.FileExists(t, filepath.Join(folder, "file"))
+			assert.FileExists(t, filepath.Join(dir, "file"))
 		})
 	}
 
@@ -53,11 +53,11 @@ func TestCached_KeepsRecentBuilds(t *testing.T) {
 	old := time.Now().Add(-48 * time.Hour)
 
 	for _, key := range []string{"old", "former", "recent", "latest"} {
-		folder, err := builder.Cached(t.Context(), "kind", key, nil, func(string) error { return nil })
+		dir, err := builder.Cached(t.Context(), "kind", key, nil, func(string) error { return nil })
 		require.NoError(t, err)
 
 		if key != "recent" {
-			require.NoError(t, os.Chtimes(folder, old, old))
+			require.NoError(t, os.Chtimes(dir, old, old))
 		}
 	}
 

@@ -6,8 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
 	"os/exec"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -109,4 +111,15 @@ func Output(cmd *exec.Cmd) ([]byte, error) {
 	}
 
 	return output, nil
+}
+
+// Executable builds the static executable of a main package, with flags of `go run`. Go caches the executables of
+// `go run`, but not those of `go build`.
+func Executable(pkg, path string, flags ...string) error {
+	cmd := exec.Command("go", slices.Concat([]string{"run"}, flags, []string{"-exec", "cp", pkg, path})...)
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+
+	_, err := Output(cmd)
+
+	return err
 }

@@ -135,6 +135,8 @@ func find[T any](t *testing.T, objects []unstructured.Unstructured, apiVersion, 
 }
 
 func TestChart_RBACIsThatOfTheExtension(t *testing.T) {
+	t.Parallel()
+
 	const (
 		lifecycle = "cloud-node-lifecycle-controller"
 		service   = "service-lb-controller"
@@ -231,6 +233,8 @@ tolerations: [{operator: Exists}]
 })
 
 func TestChart_APIServerAccepts(t *testing.T) {
+	t.Parallel()
+
 	s := ctest.Start(t, kube.Options{ControllerManager: kube.ControllerManager{Absent: true}})
 	client, err := dynamic.NewForConfig(s.Kube.Config())
 	require.NoError(t, err)
@@ -263,6 +267,8 @@ func TestChart_APIServerAccepts(t *testing.T) {
 }
 
 func TestChart_TalosCCMAcceptsArgumentsAndConfiguration(t *testing.T) {
+	t.Parallel()
+
 	for title, values := range inputs {
 		objects := render(t, values)
 		deployment := find[appsv1.Deployment](t, objects, "apps/v1", "Deployment")
@@ -295,6 +301,8 @@ func TestChart_TalosCCMAcceptsArgumentsAndConfiguration(t *testing.T) {
 }
 
 func TestChart_SetsValues(t *testing.T) {
+	t.Parallel()
+
 	deployment := find[appsv1.Deployment](t, render(t, inputs["all"]), "apps/v1", "Deployment")
 	pod := deployment.Spec.Template.Spec
 	container := pod.Containers[0]
@@ -328,6 +336,8 @@ func TestChart_SetsValues(t *testing.T) {
 }
 
 func TestChart_RejectsInvalidValues(t *testing.T) {
+	t.Parallel()
+
 	for values, want := range map[string]string{
 		"imag: a":                        "imag",
 		"image: ''":                      "/image",
@@ -356,6 +366,8 @@ func TestChart_RejectsInvalidValues(t *testing.T) {
 
 // The chart in the repository has a symbolic link, and a placeholder for the registry.
 func TestChart_PackageIsCompleteAndReproducible(t *testing.T) {
+	t.Parallel()
+
 	const image = "registry.example.org/pod:v1.2.3"
 
 	var archives [2][]byte

@@ -25,13 +25,21 @@ type Bed struct {
 	Talos  *talostest.Cluster
 }
 
+// sharedBedParallelism is the number of parallel tests that share a bed.
+const sharedBedParallelism = 16
+
 // Main is for TestMain: it starts a control plane and a Talos cluster, calls setup, if any, runs the tests, calls what
 // setup has returned, stops both clusters, and exits.
 func (b *Bed) Main(m *testing.M, options kube.Options, setup func() (stop func(), err error)) {
-	runAndExit(m, []*Bed{b}, options, setup)
+	runAndExit(m, []*Bed{b}, sharedBedParallelism, options, setup)
 }
 
-func runAndExit(m *testing.M, beds []*Bed, options kube.Options, setup func() (stop func(), err error)) {
+func runAndExit(m *testing.M, beds []*Bed, parallel int, options kube.Options, setup func() (stop func(), err error)) {
+	// The tests mostly wait. The flag -parallel still overrides this.
+	if err := flag.Set("test.parallel", strconv.Itoa(parallel)); err != nil {
+		panic(err)
+	}
+
 	code, err := run(m, beds, options, setup)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
@@ -128,11 +136,6 @@ type Pool struct{ beds chan *Bed }
 
 // Main is [Bed.Main] with beds for size parallel tests.
 func (p *Pool) Main(m *testing.M, options kube.Options, size int, setup func() (stop func(), err error)) {
-	// The tests mostly wait. The flag -parallel still overrides this.
-	if err := flag.Set("test.parallel", strconv.Itoa(size)); err != nil {
-		panic(err)
-	}
-
 	p.beds = make(chan *Bed, size)
 
 	var beds []*Bed
@@ -143,7 +146,7 @@ func (p *Pool) Main(m *testing.M, options kube.Options, size int, setup func() (
 		p.beds <- b
 	}
 
-	runAndExit(m, beds, options, setup)
+	runAndExit(m, beds, size, options, setup)
 }
 
 // NewSuite returns the suite of a parallel test, which has a bed for itself.

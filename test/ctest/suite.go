@@ -2,14 +2,9 @@ package ctest
 
 import (
 	"context"
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
-	"crypto/x509/pkix"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"net"
 	"net/http"
 	"net/netip"
 	"strings"
@@ -17,15 +12,12 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
-	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/watch"
-	"k8s.io/client-go/kubernetes"
-	certutil "k8s.io/client-go/util/cert"
 	"k8s.io/client-go/util/retry"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
@@ -145,33 +137,6 @@ func (s Suite) patchNode(nodename string, kind types.PatchType, manager, patch s
 	return node
 }
 
-// RequestCertificate makes a kubelet request a serving certificate for a DNS name and addresses. It returns the name of
-// the request.
-func (s Suite) RequestCertificate(nodename, dnsName string, addresses ...net.IP) string {
-	s.Helper()
-
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	require.NoError(s, err)
-
-	subject := &pkix.Name{CommonName: "system:node:" + nodename, Organization: []string{"system:nodes"}}
-	request, err := certutil.MakeCSR(key, subject, []string{dnsName}, addresses)
-	require.NoError(s, err)
-
-	kubelet, err := kubernetes.NewForConfig(s.Kube.KubeletConfig(nodename))
-	require.NoError(s, err)
-
-	csr, err := kubelet.CertificatesV1().CertificateSigningRequests().Create(s.Context(), &certificatesv1.CertificateSigningRequest{
-		ObjectMeta: metav1.ObjectMeta{GenerateName: "csr-"},
-		Spec: certificatesv1.CertificateSigningRequestSpec{
-			Request: request, SignerName: certificatesv1.KubeletServingSignerName,
-			Usages: []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageServerAuth},
-		},
-	}, metav1.CreateOptions{})
-	require.NoError(s, err)
-
-	return csr.Name
-}
-
 // AwaitNode watches a Node until ok returns true, and returns that version. The first version may be older than the
 // last write of the test: ok must return false for it. Use Node for other assertions.
 func (s Suite) AwaitNode(nodename, what string, ok func(*corev1.Node) bool) *corev1.Node {
@@ -195,14 +160,14 @@ func Named(name string) metav1.ListOptions {
 	return metav1.ListOptions{FieldSelector: fields.OneTermEqualSelector(metav1.ObjectNameField, name).String()}
 }
 
-// Watcher is a client of one type of objects.
-type Watcher interface {
+// watcher is a client of one type of objects.
+type watcher interface {
 	Watch(ctx context.Context, options metav1.ListOptions) (watch.Interface, error)
 }
 
 // Await watches objects until ok returns true for a version of one, and returns it. It starts with the present
 // versions, or after that in options, and restarts a watch that ends, as the API server may end it at any time.
-func Await[T metav1.Object](t testing.TB, client Watcher, options metav1.ListOptions, what string, ok func(T) bool) T {
+func Await[T metav1.Object](t testing.TB, client watcher, options metav1.ListOptions, what string, ok func(T) bool) T {
 	t.Helper()
 
 	ctx, cancel := context.WithTimeout(t.Context(), Timeout)

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	_ "embed"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -10,26 +11,36 @@ import (
 	"strings"
 	"time"
 
+	"github.com/siderolabs/talos/pkg/machinery/config/configloader"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 	"github.com/talos-ccm/talos-ccm/test/process"
 	"github.com/talos-ccm/talos-ccm/test/product"
-	"github.com/talos-ccm/talos-ccm/test/screen"
 )
 
 const (
-	// parallel is the number of Nodes that register, and of CSRs that are created, at the same time.
+	// parallel is the number of Nodes that register at the same time.
 	parallel = 16
 
 	// baseLimit and limitPerNode bound the time from the registration of the first Node.
 	baseLimit    = 6 * time.Minute
 	limitPerNode = 100 * time.Millisecond
 
-	// plainLine is how often progress is printed where there is no terminal.
-	plainLine = time.Second
+	// poll is the interval of checks of a condition.
+	poll = 50 * time.Millisecond
+
+	// labelCapacity is set by a rule of the document.
+	labelCapacity = "example.org/capacity"
 )
+
+// document is what the operator adds to the machine configuration of the control plane.
+//
+//go:embed document.yaml
+var document []byte
 
 // podCIDR is large enough for the largest fleet; the default of Talos is not.
 var podCIDR = netip.MustParsePrefix("10.192.0.0/11")
@@ -40,12 +51,14 @@ type demo struct {
 	executable string // of talos-ccm
 	keep       bool   // until interrupted
 
-	folder  string // in the folder of the cluster, so it is removed with it
-	cluster *kube.Cluster
-	client  kubernetes.Interface
-	talos   *talostest.Cluster
-	product *process.Process // talos-ccm
-	watcher *watcher
+	dir         string // in the directory of the cluster, which removes it
+	cluster     *kube.Cluster
+	client      kubernetes.Interface
+	talos       *talostest.Cluster
+	environment []string         // of talos-ccm
+	product     *process.Process // talos-ccm
+	watcher     *watcher
+	fail        func(error) // ends the show, unless the error is nil
 }
 
 func printf(format string, args ...any) { fmt.Printf(format+"\n", args...) }
@@ -97,13 +110,13 @@ func (d *demo) startKubernetes(ctx context.Context) (err error) {
 		return fmt.Errorf("create client: %w", err)
 	}
 
-	d.folder = filepath.Join(d.cluster.LogDir(), "demo")
+	d.dir = filepath.Join(d.cluster.LogDir(), "demo")
 
-	return os.Mkdir(d.folder, 0o700)
+	return os.Mkdir(d.dir, 0o700)
 }
 
 func (d *demo) startMachines(ctx context.Context) (err error) {
-	if d.talos, err = talostest.New(talostest.Options{Name: "demo", Dir: d.folder, PodCIDRs: []netip.Prefix{podCIDR}}); err != nil {
+	if d.talos, err = talostest.New(talostest.Options{Name: "demo", Dir: d.dir, PodCIDRs: []netip.Prefix{podCIDR}}); err != nil {
 		return err
 	}
 
@@ -113,41 +126,41 @@ func (d *demo) startMachines(ctx context.Context) (err error) {
 		}
 	}
 
-	service, spec, err := readDocument()
-	if err != nil {
-		return err
-	}
-
 	printf("%d Talos machines up", len(d.members))
-
-	if len(d.members) > lateIndex {
-		printf("  %s gets its platform metadata %s after an Event says that its Node waits for it", d.members[lateIndex].title, lateness)
-	}
-
-	if len(d.members) > slowIndex {
-		printf("  %s responds to every call after %s", d.members[slowIndex].title, slowness)
-	}
 
 	controlPlane := d.members[controlPlaneIndex]
 	printf("Machine configuration document of %s:\n\n  %s\n", controlPlane.name, strings.ReplaceAll(strings.TrimSpace(string(document)), "\n", "\n  "))
 
-	return controlPlane.machine.SetExtensionServiceDocument(ctx, service, spec)
+	return d.configure(ctx, controlPlane)
+}
+
+// configure publishes the document as Talos does.
+func (d *demo) configure(ctx context.Context, m *member) error {
+	loaded, err := configloader.NewFromBytes(document)
+	if err != nil {
+		return fmt.Errorf("read document: %w", err)
+	}
+
+	service := loaded.ExtensionServiceConfigs()[0]
+	d.environment = service.Environment()
+	spec := runtime.ExtensionServiceConfigSpec{Environment: d.environment}
+
+	for _, file := range service.ConfigFiles() {
+		spec.Files = append(spec.Files, runtime.ExtensionServiceConfigFile{Content: file.Content(), MountPath: file.MountPath()})
+	}
+
+	return m.machine.SetExtensionServiceDocument(ctx, service.Name(), spec)
 }
 
 // startProduct starts talos-ccm as Talos starts the extension service after it has loaded the document.
-func (d *demo) startProduct(ctx context.Context) error {
-	_, spec, err := readDocument()
-	if err != nil {
-		return err
-	}
-
+func (d *demo) startProduct(ctx context.Context) (err error) {
 	service := product.Service{
-		Executable: d.executable, Folder: filepath.Join(d.folder, "talos-ccm"), Socket: d.members[controlPlaneIndex].machine.Socket(),
+		Executable: d.executable, Dir: filepath.Join(d.dir, "talos-ccm"), Socket: d.members[controlPlaneIndex].machine.Socket(),
 		// The process exits when it loses its lease. A computer under load must not cause that.
 		Args: []string{"--secure-port=0", "-v=2", "--leader-elect-lease-duration=600s", "--leader-elect-renew-deadline=500s"},
 		// In another environment, talos-ccm would replace its process, and the kernel would no longer kill it when this
 		// process ends.
-		Env: spec.Environment,
+		Env: d.environment,
 	}
 	began := time.Now()
 
@@ -166,7 +179,7 @@ func (d *demo) startProduct(ctx context.Context) error {
 		return err
 	}
 
-	printf("talos-ccm (process %d) became leader after %s", d.product.PID(), inSeconds(time.Since(began)))
+	printf("talos-ccm (process %d) became leader after %s", d.product.PID(), since(began))
 
 	return nil
 }
@@ -178,37 +191,34 @@ func (d *demo) show(ctx context.Context) error {
 	ctx, stop := context.WithTimeoutCause(ctx, limit, fmt.Errorf("timed out after %s", limit))
 	defer stop()
 
-	ctx, fail := context.WithCancelCause(ctx)
-	defer fail(nil)
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+
+	d.fail = func(err error) {
+		if err != nil {
+			cancel(err)
+		}
+	}
 
 	go func() {
 		select {
 		case <-d.product.Done():
-			fail(d.product.Ended())
+			d.fail(d.product.Ended())
 		case <-ctx.Done():
 		}
 	}()
 
-	slots := make(chan struct{}, parallel)
-
-	d.watcher = newWatcher(d.members)
-	d.watcher.ask = func(nodename, csr string, subjects []string) {
-		go func() {
-			slots <- struct{}{}
-			defer func() { <-slots }()
-
-			if _, err := d.cluster.RequestServingCertificate(ctx, nodename, csr, subjects...); err != nil {
-				fail(err)
-			}
-		}()
+	ask := func(nodename, csr string, subjects []string) {
+		_, err := d.cluster.RequestServingCertificate(ctx, nodename, csr, subjects...)
+		d.fail(err)
 	}
 
-	if err := d.watcher.start(ctx, d.client); err != nil {
+	var err error
+	if d.watcher, err = watch(ctx, d.client, d.members, ask); err != nil {
 		return err
 	}
 
-	err := d.initialize(ctx, fail)
-	for _, step := range []func(context.Context) error{d.announceReset, d.change, d.intrude, d.expose, d.reset} {
+	for _, step := range []func(context.Context) error{d.initialize, d.change, d.intrude, d.expose, d.reset} {
 		if err == nil {
 			err = step(ctx)
 		}
@@ -219,11 +229,7 @@ func (d *demo) show(ctx context.Context) error {
 		printTable(d.watcher.list(d.members))
 	}
 
-	if err != nil {
-		err = errors.Join(err, context.Cause(ctx))
-	}
-
-	return err
+	return errors.Join(err, context.Cause(ctx))
 }
 
 // hold prints how to use the cluster and keeps it until an interruption.
@@ -232,7 +238,7 @@ func (d *demo) hold(ctx context.Context) error {
 		return nil
 	}
 
-	path := filepath.Join(d.folder, "kubeconfig")
+	path := filepath.Join(d.dir, "kubeconfig")
 	if err := os.WriteFile(path, d.cluster.Kubeconfig(), 0o600); err != nil {
 		return fmt.Errorf("write kubeconfig: %w", err)
 	}
@@ -248,31 +254,14 @@ func (d *demo) hold(ctx context.Context) error {
 }
 
 // await returns when the condition holds.
-func (d *demo) await(ctx context.Context, what string, condition func() bool) error {
-	for !condition() {
-		select {
-		case <-d.watcher.changed:
-		case <-ctx.Done():
-			return fmt.Errorf("wait for %s: %w", what, ctx.Err())
-		}
+func await(ctx context.Context, what string, condition func() bool) error {
+	err := wait.PollUntilContextCancel(ctx, poll, true, func(context.Context) (bool, error) { return condition(), nil })
+	if err != nil {
+		return fmt.Errorf("wait for %s: %w", what, err)
 	}
 
 	return nil
 }
 
-// during prints the progress of work until it ends.
-func during(state func() []string, work func() error) error {
-	done := make(chan struct{})
-
-	var err error
-
-	go func() {
-		defer close(done)
-
-		err = work()
-	}()
-
-	screen.Show(done, os.Stdout, plainLine, state)
-
-	return err
-}
+// since returns the time since began, in milliseconds.
+func since(began time.Time) time.Duration { return time.Since(began).Round(time.Millisecond) }

@@ -5,7 +5,6 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -20,28 +19,28 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/clientcmd"
+
+	"github.com/talos-ccm/talos-ccm/test/builder"
 )
 
-// patience is for a loaded computer, on which the Kubernetes components may have to be built first.
-const patience = 10 * time.Minute
+// timeout is for a loaded computer, on which the Kubernetes components may have to be built first.
+const timeout = 10 * time.Minute
 
-// executable is the demo, built once, beside talos-ccm.
-var executable string
+// dir contains the executables of the demo and of talos-ccm.
+var dir string
 
 func TestMain(m *testing.M) {
-	folder, err := os.MkdirTemp("", "talos-ccm-demo-test-")
+	var err error
+	if dir, err = os.MkdirTemp("", "talos-ccm-demo-test-"); err == nil {
+		err = errors.Join(builder.Executable(".", dir+"/demo"), builder.Executable("../../cmd/talos-ccm", dir+"/talos-ccm"))
+	}
+
 	if err != nil {
 		panic(err)
 	}
 
-	executable = filepath.Join(folder, "demo")
-
-	if output, err := exec.Command("go", "build", "-o", folder+"/", ".", "../../cmd/talos-ccm").CombinedOutput(); err != nil {
-		panic(fmt.Errorf("build the demo: %w\n%s", err, output))
-	}
-
 	code := m.Run()
-	_ = os.RemoveAll(folder) //nolint:errcheck // temporary
+	_ = os.RemoveAll(dir) //nolint:errcheck // temporary
 
 	os.Exit(code)
 }
@@ -153,12 +152,11 @@ func TestDemo_ExplainsInvalidArguments(t *testing.T) {
 	}
 }
 
-// demo is a running demo. It and its children are known by the folder for temporary files, which is theirs alone and in
-// the command line of each child.
+// demo is a running demo. The command lines of its children contain its directory for temporary files.
 type demo struct {
 	t      *testing.T
 	cmd    *exec.Cmd
-	folder string
+	dir    string
 	lines  *bufio.Scanner
 	output bytes.Buffer
 	errors bytes.Buffer
@@ -167,16 +165,16 @@ type demo struct {
 func start(t *testing.T, args ...string) *demo {
 	t.Helper()
 
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	ctx, cancel := context.WithTimeout(t.Context(), timeout)
 	t.Cleanup(cancel)
 
 	// t.TempDir has the test's name in it, and the path of a socket must not be long.
-	folder, err := os.MkdirTemp("", "talos-ccm-demo-test-") //nolint:usetesting // see above
+	temporary, err := os.MkdirTemp("", "talos-ccm-demo-test-") //nolint:usetesting // see above
 	require.NoError(t, err)
-	t.Cleanup(func() { _ = os.RemoveAll(folder) }) //nolint:errcheck // temporary
+	t.Cleanup(func() { _ = os.RemoveAll(temporary) }) //nolint:errcheck // temporary
 
-	d := &demo{t: t, cmd: exec.CommandContext(ctx, executable, args...), folder: folder}
-	d.cmd.Env = append(os.Environ(), "TMPDIR="+d.folder)
+	d := &demo{t: t, cmd: exec.CommandContext(ctx, dir+"/demo", args...), dir: temporary}
+	d.cmd.Env = append(os.Environ(), "TMPDIR="+temporary)
 	d.cmd.Stderr = &d.errors
 
 	output, err := d.cmd.StdoutPipe()
@@ -206,7 +204,7 @@ func (d *demo) awaitLine(text string) string {
 		}
 	}
 
-	_ = d.cmd.Wait() //nolint:errcheck // whatever it ended with, it was too early
+	_ = d.cmd.Wait() //nolint:errcheck // it has ended too early in any case
 	d.t.Fatalf("exited without printing %q", text)
 
 	return ""
@@ -244,19 +242,19 @@ func (d *demo) expectExit(status int) {
 	require.Equal(d.t, status, d.cmd.ProcessState.ExitCode(), "exit status")
 }
 
-// expectNoProcesses waits until the kernel has ended the children; those of a demo that was not killed are gone before it.
+// expectNoProcesses waits until the kernel has killed the children. A demo that was not killed stops them before it exits.
 func (d *demo) expectNoProcesses() {
 	d.t.Helper()
 	require.EventuallyWithT(d.t, func(c *assert.CollectT) { assert.Empty(c, d.processes()) }, time.Minute, 20*time.Millisecond)
 }
 
-// processes are the command lines of this demo's children.
+// processes returns the command lines of this demo's children.
 func (d *demo) processes() (found []string) {
 	files, _ := filepath.Glob("/proc/[0-9]*/cmdline")
 
 	for _, file := range files {
 		// A process that has just ended has no command line.
-		if line, err := os.ReadFile(file); err == nil && bytes.Contains(line, []byte(d.folder+"/")) {
+		if line, err := os.ReadFile(file); err == nil && bytes.Contains(line, []byte(d.dir+"/")) {
 			found = append(found, string(bytes.ReplaceAll(line, []byte{0}, []byte{' '})))
 		}
 	}
@@ -267,7 +265,7 @@ func (d *demo) processes() (found []string) {
 func (d *demo) expectNoFiles() {
 	d.t.Helper()
 
-	entries, err := os.ReadDir(d.folder)
+	entries, err := os.ReadDir(d.dir)
 	require.NoError(d.t, err)
 	assert.Empty(d.t, entries, "temporary files left")
 }

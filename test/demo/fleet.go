@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/netip"
 	"time"
@@ -39,7 +40,7 @@ type member struct {
 	name    string
 	title   string     // with a remark
 	private netip.Addr // the IPv6 node IP; the IPv4 one is the loopback address where the machine is reached
-	public  []talostest.Address
+	public  talostest.Address
 	spec    talostest.MachineSpec
 	machine *talostest.Machine // nil until it runs
 }
@@ -52,25 +53,29 @@ func newFleet(n int) []*member {
 	fleet := make([]*member, n)
 
 	for i := range fleet {
+		platform := platforms[i%len(platforms)]
 		m := &member{
-			name:    fmt.Sprintf("%s-%0*d", platforms[i%len(platforms)], len(fmt.Sprint(n)), i+1),
+			name:    fmt.Sprintf("%s-%0*d", platform, len(fmt.Sprint(n)), i+1),
 			private: netip.MustParseAddr(fmt.Sprintf("fd00:7a10:5::%x", i+1)),
+			public:  on(talostest.LinkExternal, publicAddress(i)),
 		}
 		m.title = m.name + remarks[i]
-		m.spec.Platform = metadata(platforms[i%len(platforms)], i)
-
-		link := talostest.LinkExternal
-
-		switch m.spec.Platform.Platform {
-		case "metal":
-			uuid := m.spec.Platform.InstanceID
-			m.spec.SystemInformation = &hardware.SystemInformationSpec{Manufacturer: "Dell Inc.", ProductName: "PowerEdge R650", UUID: uuid}
-			link = linkPhysical
-		case "nocloud":
-			link = linkPhysical
+		m.spec = talostest.MachineSpec{
+			Nodename: m.name, Platform: metadata(platform, i), PlatformPending: i == lateIndex, Addresses: []talostest.Address{on(linkPhysical, m.private)},
 		}
 
-		m.public = on(link, publicAddress(i))
+		switch platform {
+		case "metal":
+			m.spec.SystemInformation = &hardware.SystemInformationSpec{UUID: m.spec.Platform.InstanceID}
+			m.public.Link = linkPhysical // such platforms publish no addresses
+		case "nocloud":
+			m.public.Link = linkPhysical
+		}
+
+		if !m.spec.PlatformPending { // the public address is known from the metadata
+			m.spec.Addresses = append(m.spec.Addresses, m.public)
+		}
+
 		fleet[i] = m
 	}
 
@@ -114,13 +119,6 @@ func metadata(platform string, index int) runtime.PlatformMetadataSpec {
 
 // boot starts the machine. The control-plane machine has the kubeconfig of the administrator.
 func (m *member) boot(ctx context.Context, talos *talostest.Cluster, index int, kubeconfig []byte) (err error) {
-	m.spec.Nodename, m.spec.Addresses = m.name, on(linkPhysical, m.private)
-	m.spec.PlatformPending = index == lateIndex
-
-	if !m.spec.PlatformPending { // the public address is known from the metadata
-		m.spec.Addresses = append(m.spec.Addresses, m.public...)
-	}
-
 	if index == controlPlaneIndex {
 		m.spec.Type = talosmachine.TypeControlPlane
 		m.spec.ServeSocket = true
@@ -132,11 +130,18 @@ func (m *member) boot(ctx context.Context, talos *talostest.Cluster, index int, 
 		return err
 	}
 
-	if index == slowIndex {
+	switch index {
+	case lateIndex:
+		printf("Machine %s gets its platform metadata %s after an Event says that its Node waits for it", m.title, lateness)
+	case slowIndex:
+		printf("Machine %s responds to every call after %s", m.title, slowness)
 		m.machine.SlowDown(slowness)
+	case resetIndex:
+		// It announces the reset before it is switched off.
+		err = m.machine.SetStage(ctx, runtime.MachineStageResetting)
 	}
 
-	return m.machine.SetNodeIPs(ctx, m.machine.Address(), m.private)
+	return errors.Join(err, m.machine.SetNodeIPs(ctx, m.machine.Address(), m.private))
 }
 
 // register registers the Node as its kubelet does.
@@ -147,24 +152,13 @@ func (m *member) register(ctx context.Context, cluster *kube.Cluster) error {
 	return err
 }
 
-// resolve publishes the metadata of the late machine, with its public addresses.
+// resolve publishes the metadata of the late machine, with its public address.
 func (m *member) resolve(ctx context.Context) error {
-	for _, address := range m.public {
-		if err := m.machine.AddAddress(ctx, address.Link, address.Prefix); err != nil {
-			return err
-		}
-	}
-
-	return m.machine.ResolvePlatform(ctx)
+	return errors.Join(m.machine.AddAddress(ctx, m.public.Link, m.public.Prefix), m.machine.ResolvePlatform(ctx))
 }
 
-func on(link string, addrs ...netip.Addr) []talostest.Address {
-	addresses := make([]talostest.Address, len(addrs))
-	for i, addr := range addrs {
-		addresses[i] = talostest.Address{Link: link, Prefix: netip.PrefixFrom(addr, addr.BitLen())}
-	}
-
-	return addresses
+func on(link string, addr netip.Addr) talostest.Address {
+	return talostest.Address{Link: link, Prefix: netip.PrefixFrom(addr, addr.BitLen())}
 }
 
 // publicAddress is in a range for documentation: IPv4 (RFC 5737), or IPv6 (RFC 3849) for the later machines of a large

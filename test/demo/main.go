@@ -18,17 +18,10 @@ import (
 	"syscall"
 )
 
-const (
-	defaultNodes = 20
-	maxNodes     = 5000
-
-	exitFailed      = 1
-	exitUsage       = 2
-	exitInterrupted = 130
-)
+const maxNodes = 5000
 
 func main() {
-	nodes := flag.Int("nodes", defaultNodes, fmt.Sprintf("number of simulated Talos machines, 1 to %d", maxNodes))
+	nodes := flag.Int("nodes", 20, fmt.Sprintf("number of simulated Talos machines, 1 to %d", maxNodes))
 	keep := flag.Bool("keep", false, "keep the cluster until Ctrl-C, and print a kubeconfig")
 	executable := flag.String("talos-ccm", filepath.Join(filepath.Dir(os.Args[0]), "talos-ccm"), "executable of talos-ccm")
 	flag.Parse()
@@ -36,7 +29,7 @@ func main() {
 	if flag.NArg() > 0 || *nodes < 1 || *nodes > maxNodes {
 		fmt.Fprintf(flag.CommandLine.Output(), "-nodes must be from 1 to %d, and there are no arguments\n", maxNodes)
 		flag.Usage()
-		os.Exit(exitUsage)
+		os.Exit(2)
 	}
 
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP)
@@ -49,9 +42,9 @@ func main() {
 	case err == nil:
 	case ctx.Err() != nil && errors.Is(err, context.Canceled):
 		fmt.Fprintln(os.Stderr, "Interrupted; all processes stopped and files removed.")
-		os.Exit(exitInterrupted)
+		os.Exit(130) // as shells report SIGINT
 	default:
 		fmt.Fprintln(os.Stderr, "demo:", err)
-		os.Exit(exitFailed)
+		os.Exit(1)
 	}
 }

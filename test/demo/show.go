@@ -20,106 +20,80 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/screen"
 )
 
-// poll is the interval for objects that the watcher does not watch.
-const poll = 50 * time.Millisecond
-
 // initialize registers all Nodes and waits until they are done.
-func (d *demo) initialize(ctx context.Context, fail context.CancelCauseFunc) error {
-	began := time.Now()
+func (d *demo) initialize(ctx context.Context) (err error) {
+	began, done := time.Now(), make(chan struct{})
 
-	err := during(d.progress, func() error {
-		if len(d.members) > lateIndex {
-			go func() {
-				if err := d.resolveLater(ctx, d.members[lateIndex]); err != nil {
-					fail(err)
-				}
-			}()
-		}
+	if len(d.members) > lateIndex {
+		go d.resolveLater(ctx, d.members[lateIndex])
+	}
+
+	go func() {
+		defer close(done)
 
 		workqueue.ParallelizeUntil(ctx, parallel, len(d.members), func(i int) {
-			if err := d.members[i].register(ctx, d.cluster); err != nil {
-				fail(err)
-			}
+			d.fail(d.members[i].register(ctx, d.cluster))
 		})
 
-		return d.await(ctx, "all Nodes", func() bool {
-			return !slices.ContainsFunc(d.watcher.list(d.members), func(r record) bool { return !r.done() })
+		err = await(ctx, "all Nodes", func() bool {
+			return !slices.ContainsFunc(d.watcher.list(d.members), func(r record) bool {
+				return !r.reached(initialized) || !r.reached(allocated) || !r.reached(issued)
+			})
 		})
-	})
-	if err != nil {
+	}()
+
+	// Where there is no terminal, progress is printed once a second.
+	if screen.Show(done, os.Stdout, time.Second, d.progress); err != nil {
 		return err
 	}
 
 	records := d.watcher.list(d.members)
 	printTimes(records)
 	printf("%d of %d Nodes are initialized and have pod CIDRs and serving certificates, %s after the first registration.",
-		len(records), len(records), inSeconds(time.Since(began)))
+		len(records), len(records), since(began))
 
 	return nil
 }
 
 // resolveLater publishes the metadata of the late machine after an Event has said that its Node waits for it.
-func (d *demo) resolveLater(ctx context.Context, m *member) error {
-	err := wait.PollUntilContextCancel(ctx, poll, true, func(context.Context) (bool, error) { return d.watcher.get(m.name).pending, nil })
-	if err != nil {
-		return err
+func (d *demo) resolveLater(ctx context.Context, m *member) {
+	err := await(ctx, "Event about pending metadata", func() bool {
+		r := d.watcher.get(m.name)
+
+		return r.reached(pending) && time.Since(r.times[pending]) > lateness
+	})
+	if err == nil {
+		err = m.resolve(ctx)
 	}
 
-	select {
-	case <-time.After(lateness):
-		return m.resolve(ctx)
-	case <-ctx.Done():
-		return ctx.Err()
-	}
+	d.fail(err)
 }
 
 // progress returns the number of Nodes that have reached each stage, and which are not initialized.
 func (d *demo) progress() []string {
 	const named = 3
 
-	var (
-		records = d.watcher.list(d.members)
-		lines   []string
-		waiting []string
-	)
+	var waiting []string
 
-	for _, step := range []struct {
-		title string
-		stage stage
-	}{
-		{"Nodes registered", registered},
-		{"Nodes initialized", initialized},
-		{"pod CIDRs assigned", allocated},
-		{"CSRs approved", approved},
-		{"certificates issued", issued},
-	} {
-		count := 0
+	records := d.watcher.list(d.members)
+	bar := func(title string, s stage) string {
+		reached := slices.DeleteFunc(slices.Clone(records), func(r record) bool { return !r.reached(s) })
 
-		for _, r := range records {
-			if r.reached(step.stage) {
-				count++
-			}
-		}
-
-		lines = append(lines, screen.Bar(os.Stdout, step.title, count, len(records)))
+		return screen.Bar(os.Stdout, title, len(reached), len(records))
+	}
+	lines := []string{
+		bar("Nodes registered", registered), bar("Nodes initialized", initialized), bar("pod CIDRs assigned", allocated),
+		bar("CSRs approved", approved), bar("certificates issued", issued),
 	}
 
 	for _, r := range records {
-		switch {
-		case r.reached(initialized) || !r.reached(registered):
-		case r.warning == "":
-			waiting = append(waiting, r.title)
-		default:
-			waiting = slices.Insert(waiting, 0, r.title+": "+r.warning)
+		if r.reached(registered) && !r.reached(initialized) {
+			waiting = append(waiting, strings.TrimSuffix(r.title+": "+r.warning, ": "))
 		}
 	}
 
-	if len(waiting) > named {
-		waiting = append(waiting[:named], fmt.Sprintf("%d more", len(waiting)-named))
-	}
-
 	if len(waiting) > 0 {
-		lines = append(lines, "waiting for initialization: "+strings.Join(waiting, ", "))
+		lines = append(lines, "waiting for initialization: "+strings.Join(waiting[:min(named, len(waiting))], ", "))
 	}
 
 	return lines
@@ -127,6 +101,8 @@ func (d *demo) progress() []string {
 
 // change changes a machine, and prints how long it takes until its Node is updated.
 func (d *demo) change(ctx context.Context) error {
+	const added = "203.0.113.250"
+
 	m := d.members[min(changingIndex, len(d.members)-1)]
 	get := func() record { return d.watcher.get(m.name) }
 
@@ -139,33 +115,31 @@ func (d *demo) change(ctx context.Context) error {
 		return err
 	}
 
-	if err := d.await(ctx, "capacity label", func() bool { return get().node.Labels[labelCapacity] == "spot" }); err != nil {
+	if err := await(ctx, "capacity label", func() bool { return get().node.Labels[labelCapacity] == "spot" }); err != nil {
 		return err
 	}
 
-	printf("  capacity     %s → spot after %s", before, inSeconds(time.Since(began)))
+	printf("  capacity     %s → spot after %s", before, since(began))
 
-	added := netip.MustParseAddr("203.0.113.250")
 	began = time.Now()
 
-	if err := m.machine.AddAddress(ctx, m.public[0].Link, netip.PrefixFrom(added, added.BitLen())); err != nil {
+	if err := m.machine.AddAddress(ctx, m.public.Link, netip.MustParsePrefix(added+"/32")); err != nil {
 		return err
 	}
 
-	has := func() bool { return slices.Contains(addressesOf(get().node, corev1.NodeExternalIP), added.String()) }
-	if err := d.await(ctx, "added address", has); err != nil {
+	has := func() bool { return slices.Contains(addressesOf(get().node, corev1.NodeExternalIP), added) }
+	if err := await(ctx, "added address", has); err != nil {
 		return err
 	}
 
-	printf("  address      %s added after %s", added, inSeconds(time.Since(began)))
+	printf("  address      %s added after %s", added, since(began))
 
-	renewed := func() bool { return slices.Contains(get().subjects, added.String()) && get().reached(issued) }
-	if err := d.await(ctx, "certificate", renewed); err != nil {
+	renewed := func() bool { return slices.Contains(get().subjects, added) && get().reached(issued) }
+	if err := await(ctx, "certificate", renewed); err != nil {
 		return err
 	}
 
-	r := get()
-	printf("  certificate  with the added address, issued %s after the CSR", inSeconds(r.times[issued].Sub(r.times[requested])))
+	printf("  certificate  with the added address, issued %s after the CSR", get().took(requested, issued))
 
 	return nil
 }
@@ -185,20 +159,18 @@ func (d *demo) intrude(ctx context.Context) error {
 
 	return wait.PollUntilContextCancel(ctx, poll, true, func(ctx context.Context) (bool, error) {
 		csr, err := d.client.CertificatesV1().CertificateSigningRequests().Get(ctx, "malicious", metav1.GetOptions{})
-		if err != nil {
+		if err != nil || len(csr.Status.Conditions) == 0 {
 			return false, err
 		}
 
-		if _, ok := condition(csr, certificatesv1.CertificateApproved); ok {
+		decision := csr.Status.Conditions[0]
+		if decision.Type != certificatesv1.CertificateDenied {
 			return false, errors.New("malicious CSR was approved")
 		}
 
-		denial, denied := condition(csr, certificatesv1.CertificateDenied)
-		if denied {
-			printf("  denied: %s", denial.Message)
-		}
+		printf("  denied: %s", decision.Message)
 
-		return denied, nil
+		return true, nil
 	})
 }
 
@@ -238,19 +210,10 @@ func (d *demo) expose(ctx context.Context) error {
 		}
 
 		printf("\nService web of class %s got the addresses of the ready Nodes %s after %s: %s",
-			class, strings.Join(names, ", "), inSeconds(time.Since(began)), strings.Join(addresses, ", "))
+			class, strings.Join(names, ", "), since(began), strings.Join(addresses, ", "))
 
 		return true, nil
 	})
-}
-
-// announceReset begins to reset a machine. It is switched off after talos-ccm has reacted to later changes.
-func (d *demo) announceReset(ctx context.Context) error {
-	if len(d.members) <= resetIndex {
-		return nil
-	}
-
-	return d.members[resetIndex].machine.SetStage(ctx, runtime.MachineStageResetting)
 }
 
 // reset switches the machine off, and waits until talos-ccm has deleted its Node after the grace period.
@@ -268,20 +231,16 @@ func (d *demo) reset(ctx context.Context) error {
 
 	printf("\nMachine %s was reset", m.name)
 
-	if err := d.await(ctx, "Event "+reasonGone, func() bool { return d.watcher.get(m.name).gone != "" }); err != nil {
+	if err := await(ctx, "Event about the reset machine", func() bool { return d.watcher.get(m.name).gone != "" }); err != nil {
 		return err
 	}
 
-	printf("  %s", d.watcher.get(m.name).gone)
-
 	began := time.Now()
-	state := func() []string { return []string{"  waiting for the deletion of Node " + m.name} }
+	printf("  %s\n  waiting for the deletion of Node %s", d.watcher.get(m.name).gone, m.name)
 
-	err := during(state, func() error {
-		return d.await(ctx, "deletion of Node "+m.name, func() bool { return d.watcher.get(m.name).reached(deleted) })
-	})
+	err := await(ctx, "deletion of Node "+m.name, func() bool { return d.watcher.get(m.name).reached(deleted) })
 	if err == nil {
-		printf("  Node %s was deleted after %s", m.name, inSeconds(time.Since(began)))
+		printf("  Node %s was deleted after %s", m.name, since(began))
 	}
 
 	return err

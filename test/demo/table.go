@@ -12,11 +12,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-const (
-	columns = 8
-	// maxRows is how many Nodes of a large fleet are printed.
-	maxRows = 40
-)
+// maxRows is how many Nodes of a large fleet are printed.
+const maxRows = 40
 
 // printTable prints the Nodes.
 func printTable(records []record) {
@@ -35,30 +32,21 @@ func printTable(records []record) {
 }
 
 func cells(r record) []string {
-	row := make([]string, columns)
-	row[0] = r.title
+	row := []string{r.title, "not registered", "", "", "", "", "", ""}
 
 	switch {
 	case r.reached(deleted):
 		row[1] = "deleted"
-	case r.node == nil:
-		row[1] = "not registered"
-	default:
+	case r.node != nil:
 		copy(row[1:], []string{
 			r.node.Spec.ProviderID, r.node.Labels[corev1.LabelTopologyZone], r.node.Labels[labelCapacity],
 			strings.Join(addressesOf(r.node, corev1.NodeInternalIP), ","), strings.Join(addressesOf(r.node, corev1.NodeExternalIP), ","),
 			strings.Join(r.node.Spec.PodCIDRs, ","),
 		})
-	}
 
-	switch {
-	case r.reached(deleted):
-	case r.reached(issued):
-		row[columns-1] = "issued"
-	case r.reached(approved):
-		row[columns-1] = "approved"
-	case r.reached(requested):
-		row[columns-1] = "requested"
+		if r.reached(issued) {
+			row[len(row)-1] = "issued"
+		}
 	}
 
 	for i := range row {
@@ -89,30 +77,19 @@ func printTimes(records []record) {
 	} {
 		var times []time.Duration
 		for _, r := range row.records {
-			times = append(times, max(0, r.times[row.to].Sub(r.times[row.from])))
+			times = append(times, r.took(row.from, row.to))
 		}
 
 		slices.Sort(times)
-		fmt.Fprintf(table, "%s\t%s\t%s\t%s\n", row.title,
-			inSeconds(percentile(times, 50)), inSeconds(percentile(times, 95)), inSeconds(percentile(times, 100)))
+
+		// percentile returns the smallest of the times that is not exceeded by percent of them.
+		percentile := func(percent int) time.Duration { return times[(len(times)*percent+99)/100-1] }
+		fmt.Fprintf(table, "%s\t%s\t%s\t%s\n", row.title, percentile(50), percentile(95), percentile(100))
 	}
 
 	_ = table.Flush()
 
-	if len(records) > slowIndex && records[controlPlaneIndex].times[approved].Sub(records[controlPlaneIndex].times[requested]) > slowness {
+	if len(records) > slowIndex && records[controlPlaneIndex].took(requested, approved) > slowness {
 		printf("CSR approval waited for the slow machine: a new leader reads all machines before it approves a CSR.")
 	}
-}
-
-// percentile returns the smallest of the sorted times that is not exceeded by percent of them.
-func percentile(sorted []time.Duration, percent int) time.Duration {
-	return sorted[(len(sorted)*percent+99)/100-1]
-}
-
-func inSeconds(d time.Duration) string {
-	if d < time.Second {
-		return fmt.Sprintf("%d ms", d.Milliseconds())
-	}
-
-	return fmt.Sprintf("%.2f s", d.Seconds())
 }

@@ -16,11 +16,12 @@ import (
 	cloudproviderapi "k8s.io/cloud-provider/api"
 )
 
-// stage is what happens to a Node, in order, except that pod CIDRs may come first.
+// stage is what happens to a Node.
 type stage int
 
 const (
 	registered stage = iota
+	pending          // an Event has said that the metadata of the machine is pending
 	initialized
 	allocated
 	requested // the CSR of its kubelet
@@ -28,12 +29,6 @@ const (
 	issued
 	deleted
 	stages
-)
-
-// Reasons of Events.
-const (
-	reasonPending = "MetadataPending"
-	reasonGone    = "NodeGone"
 )
 
 // record has what is known about a Node.
@@ -45,13 +40,16 @@ type record struct {
 	// csr and subjects are the name of the latest CSR and the names and addresses in it.
 	csr      string
 	subjects []string
-	// warning is the last Event about the Node, gone the last that says that its machine is gone.
+	// warning is the last Event about the Node, and gone the last one that says that its machine is gone.
 	warning, gone string
-	// pending is true once an Event has said that the metadata of the machine is pending.
-	pending bool
 }
 
 func (r record) reached(s stage) bool { return !r.times[s].IsZero() }
+
+// took returns the time between two stages, in milliseconds.
+func (r record) took(from, to stage) time.Duration {
+	return max(0, r.times[to].Sub(r.times[from])).Round(time.Millisecond)
+}
 
 func (r *record) reach(s stage) {
 	if !r.reached(s) {
@@ -59,32 +57,22 @@ func (r *record) reach(s stage) {
 	}
 }
 
-// done reports whether the Node is initialized and has a pod CIDR and a certificate for its addresses.
-func (r record) done() bool {
-	return r.reached(initialized) && r.reached(allocated) && r.reached(issued)
-}
-
 // watcher watches Nodes, CSRs and Events.
 type watcher struct {
-	changed chan struct{} // gets a value after changes
-	// ask is called if the kubelet of a Node needs a certificate, because the Node has new addresses.
+	// ask requests a certificate for the kubelet of a Node that has new addresses.
 	ask func(nodename, csr string, subjects []string)
 
 	mu      sync.Mutex
 	records map[string]*record // by nodename
 }
 
-func newWatcher(members []*member) *watcher {
-	w := &watcher{changed: make(chan struct{}, 1), records: map[string]*record{}}
+// watch starts a watcher that runs until ctx is done.
+func watch(ctx context.Context, client kubernetes.Interface, members []*member, ask func(nodename, csr string, subjects []string)) (*watcher, error) {
+	w := &watcher{ask: ask, records: map[string]*record{}}
 	for _, m := range members {
 		w.records[m.name] = &record{member: m}
 	}
 
-	return w
-}
-
-// start starts to watch until ctx is done.
-func (w *watcher) start(ctx context.Context, client kubernetes.Interface) error {
 	factory := informers.NewSharedInformerFactory(client, 0)
 
 	for _, informer := range []cache.SharedIndexInformer{
@@ -102,14 +90,14 @@ func (w *watcher) start(ctx context.Context, client kubernetes.Interface) error 
 			},
 		})
 		if err != nil {
-			return fmt.Errorf("watch: %w", err)
+			return nil, fmt.Errorf("watch: %w", err)
 		}
 	}
 
 	factory.Start(ctx.Done())
 	factory.WaitForCacheSync(ctx.Done())
 
-	return ctx.Err()
+	return w, ctx.Err()
 }
 
 func (w *watcher) see(obj any) {
@@ -122,7 +110,7 @@ func (w *watcher) see(obj any) {
 				return
 			}
 
-			if _, ok := condition(obj, certificatesv1.CertificateApproved); ok {
+			if len(obj.Status.Conditions) > 0 && obj.Status.Conditions[0].Type == certificatesv1.CertificateApproved {
 				r.reach(approved)
 			}
 
@@ -134,9 +122,11 @@ func (w *watcher) see(obj any) {
 		if obj.InvolvedObject.Kind == "Node" && obj.Type == corev1.EventTypeWarning {
 			w.update(obj.InvolvedObject.Name, func(r *record) {
 				r.warning = obj.Reason + ": " + obj.Message
-				r.pending = r.pending || obj.Reason == reasonPending
 
-				if obj.Reason == reasonGone {
+				switch obj.Reason {
+				case "MetadataPending":
+					r.reach(pending)
+				case "NodeGone":
 					r.gone = r.warning
 				}
 			})
@@ -168,12 +158,10 @@ func (w *watcher) seeNode(r *record, node *corev1.Node) {
 	r.subjects = subjects
 	r.csr = fmt.Sprintf("%s-%d", node.Name, time.Now().UnixNano())
 
-	for _, s := range []stage{requested, approved, issued} {
-		r.times[s] = time.Time{}
-	}
-
+	clear(r.times[requested : issued+1])
 	r.reach(requested)
-	w.ask(node.Name, r.csr, subjects)
+
+	go w.ask(node.Name, r.csr, subjects)
 }
 
 func (w *watcher) update(name string, change func(*record)) {
@@ -182,11 +170,6 @@ func (w *watcher) update(name string, change func(*record)) {
 
 	if r := w.records[name]; r != nil {
 		change(r)
-	}
-
-	select {
-	case w.changed <- struct{}{}:
-	default: // the receiver will see this change, too
 	}
 }
 
@@ -221,14 +204,4 @@ func addressesOf(node *corev1.Node, kind corev1.NodeAddressType) []string {
 	slices.Sort(list)
 
 	return slices.Compact(list)
-}
-
-// condition returns the condition of a CSR.
-func condition(csr *certificatesv1.CertificateSigningRequest, kind certificatesv1.RequestConditionType) (certificatesv1.CertificateSigningRequestCondition, bool) {
-	i := slices.IndexFunc(csr.Status.Conditions, func(c certificatesv1.CertificateSigningRequestCondition) bool { return c.Type == kind })
-	if i < 0 {
-		return certificatesv1.CertificateSigningRequestCondition{}, false
-	}
-
-	return csr.Status.Conditions[i], true
 }

@@ -17,13 +17,15 @@ import (
 	"testing"
 	"time"
 
+	"github.com/siderolabs/talos/pkg/machinery/resources/v1alpha1"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
 
-const nobody = 65534
+// unprivileged is the ID of a user and group without rights.
+const unprivileged = 65534
 
 // TestBed_RequiresRoot runs this binary as a user without rights: it must fail, and say why.
 func TestBed_RequiresRoot(t *testing.T) {
@@ -34,15 +36,15 @@ func TestBed_RequiresRoot(t *testing.T) {
 	copied := filepath.Join(dir, "bed.test")
 	require.NoError(t, os.WriteFile(copied, self, 0o755))
 
-	// Temporary folders are for their owner alone.
-	for _, folder := range []string{dir, filepath.Dir(dir)} {
-		require.NoError(t, os.Chmod(folder, 0o755))
+	// Temporary directories are for their owner alone.
+	for _, private := range []string{dir, filepath.Dir(dir)} {
+		require.NoError(t, os.Chmod(private, 0o755))
 	}
 
 	cmd := exec.CommandContext(t.Context(), copied, "-test.run=^$")
 	cmd.Dir = "/"
 	cmd.Env = append(os.Environ(), victim+"=/nowhere")
-	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody}}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: unprivileged, Gid: unprivileged}}
 
 	out, err := cmd.CombinedOutput()
 	require.Error(t, err)
@@ -61,20 +63,20 @@ func dial(ctx context.Context, m *talos.Machine) error {
 	return conn.Close()
 }
 
-func TestBed_CableDisconnectsMachine(t *testing.T) {
+func TestBed_LinkDownDisconnectsMachine(t *testing.T) {
 	eventually(t, func(ctx context.Context) error { return dial(ctx, bed.Worker) })
-	require.NoError(t, bed.Worker.SetLink(t.Context(), talos.LinkDown))
+	require.NoError(t, bed.Worker.SetLink(t.Context(), "down"))
 
-	assert.Error(t, dial(t.Context(), bed.Worker), "the worker can be reached without its cable")
+	assert.Error(t, dial(t.Context(), bed.Worker), "the worker is reachable while its link is down")
 
 	// From within, the machine goes on.
 	eventually(t, func(ctx context.Context) error {
-		_, err := bed.Worker.ServiceState(ctx, service)
+		_, err := resource[*v1alpha1.Service](ctx, bed.Worker, service)
 
 		return err
 	})
 
-	require.NoError(t, bed.Worker.SetLink(t.Context(), talos.LinkUp))
+	require.NoError(t, bed.Worker.SetLink(t.Context(), "up"))
 	eventually(t, func(ctx context.Context) error { return dial(ctx, bed.Worker) })
 }
 
@@ -90,12 +92,17 @@ func TestBed_LeavesNoProcessesWhenKilled(t *testing.T) {
 
 	// When etcd is bootstrapped, both machines are running.
 	for scanner := bufio.NewScanner(output); scanner.Scan() && !strings.Contains(scanner.Text(), "bootstrap etcd"); {
-		if dir, ok := strings.CutPrefix(scanner.Text(), "Talos test bed: folder "); ok {
+		if dir, ok := strings.CutPrefix(scanner.Text(), "Talos test bed: directory "); ok {
 			id = filepath.Base(dir)
 		}
 	}
 
-	require.NotEmpty(t, id, "the victim has made no bed")
+	require.NotEmpty(t, id, "the victim has created no bed")
+
+	processes, err := processesOf(id)
+	require.NoError(t, err)
+	require.NotEmpty(t, processes)
+
 	require.NoError(t, cmd.Process.Kill())
 	cmd.Wait() //nolint:errcheck // it was killed
 
@@ -109,28 +116,23 @@ func TestBed_LeavesNoProcessesWhenKilled(t *testing.T) {
 	})
 	t.Logf("all processes were gone after %s", took)
 
-	require.NoError(t, talos.Sweep(t.Context()))
+	require.NoError(t, talos.Sweep())
 	require.NoError(t, leftovers(id))
 }
 
-// processesOf lists the processes of a bed's machines, and the chassis that hold them.
+// processesOf lists the processes of a bed's machines, by their cgroups.
 func processesOf(id string) ([]string, error) {
 	var found []string
 
-	files, err := filepath.Glob("/proc/[0-9]*/cmdline")
-	if err != nil {
-		return nil, err
-	}
+	files, err := filepath.Glob("/proc/[0-9]*/cgroup")
 
 	for _, file := range files {
-		dir := filepath.Dir(file)
-
-		if (names(file, id) || names(filepath.Join(dir, "cgroup"), id)) && !zombie(dir) {
+		if dir := filepath.Dir(file); names(file, id) && !zombie(dir) {
 			found = append(found, dir)
 		}
 	}
 
-	return found, nil
+	return found, err
 }
 
 // names reports whether a file in /proc contains a word.
@@ -149,17 +151,15 @@ func zombie(dir string) bool {
 
 // leftovers finds what a bed has left on this machine: processes, cgroups, mounts, files.
 func leftovers(id string) error {
-	var left []error
+	processes, err := processesOf(id)
+	left := []error{err}
 
-	commands, err := filepath.Glob("/proc/[0-9]*/cmdline")
-	if err != nil {
-		return err
+	for _, process := range processes {
+		left = append(left, fmt.Errorf("%s is left", process))
 	}
 
-	for _, file := range append(commands, "/proc/self/mountinfo") {
-		if names(file, id) {
-			left = append(left, fmt.Errorf("%s names %s", file, id))
-		}
+	if names("/proc/self/mountinfo", id) {
+		left = append(left, fmt.Errorf("a mount of %s is left", id))
 	}
 
 	for _, root := range []string{"/sys/fs/cgroup", filepath.Dir(bed.Dir())} {

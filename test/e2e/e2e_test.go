@@ -17,6 +17,7 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/config"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/siderolabs/talos/pkg/machinery/resources/v1alpha1"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	coordinationv1 "k8s.io/api/coordination/v1"
@@ -31,8 +32,8 @@ import (
 )
 
 const (
-	patience = 4 * time.Minute
-	tick     = 50 * time.Millisecond
+	timeout = 4 * time.Minute
+	tick    = 50 * time.Millisecond
 	// attempt limits one evaluation of a condition: a call to an API server that goes down may hang.
 	attempt = 30 * time.Second
 	// tries is how often something is tried that takes longer than promised on a busy machine.
@@ -47,7 +48,7 @@ func eventually(t *testing.T, condition func(ctx context.Context) error) time.Du
 
 	start := time.Now()
 
-	err := wait.PollUntilContextTimeout(context.WithoutCancel(t.Context()), tick, patience, true, func(all context.Context) (bool, error) {
+	err := wait.PollUntilContextTimeout(context.WithoutCancel(t.Context()), tick, timeout, true, func(all context.Context) (bool, error) {
 		ctx, cancel := context.WithTimeout(all, attempt)
 		defer cancel()
 
@@ -206,7 +207,7 @@ func reachesTheNode(t *testing.T, m *talos.Machine, prefix netip.Prefix) {
 // addAddress gives m an address, and returns how long it took to be on the Node.
 func addAddress(t *testing.T, m *talos.Machine, prefix netip.Prefix) time.Duration {
 	t.Helper()
-	require.NoError(t, m.AddAddress(t.Context(), "eth0", prefix))
+	require.NoError(t, m.AddAddress(t.Context(), prefix))
 
 	took := eventually(t, externalIP(m, prefix.Addr(), present))
 	t.Logf("%s: %s was on the Node after %s", m.Name(), prefix, took.Round(time.Millisecond))
@@ -218,7 +219,7 @@ func addAddress(t *testing.T, m *talos.Machine, prefix netip.Prefix) time.Durati
 // it, too.
 func removeAddress(t *testing.T, m *talos.Machine, prefix netip.Prefix) time.Duration {
 	t.Helper()
-	require.NoError(t, m.DelAddress(context.WithoutCancel(t.Context()), "eth0", prefix))
+	require.NoError(t, m.RemoveAddress(context.WithoutCancel(t.Context()), prefix))
 
 	took := eventually(t, externalIP(m, prefix.Addr(), absent))
 	t.Logf("%s: %s was gone from the Node after %s", m.Name(), prefix, took.Round(time.Millisecond))
@@ -262,13 +263,13 @@ func (want presence) check(got presence, format string, args ...any) error {
 
 func TestExtension_IdlesOnWorker(t *testing.T) {
 	eventually(t, func(ctx context.Context) error {
-		state, err := bed.Worker.ServiceState(ctx, service)
+		state, err := resource[*v1alpha1.Service](ctx, bed.Worker, service)
 		if err != nil {
 			return err
 		}
 
-		if state != talos.StateRunning {
-			return fmt.Errorf("the service is %s on the worker", state)
+		if !state.TypedSpec().Running {
+			return errors.New("the service does not run on the worker")
 		}
 
 		log, err := bed.Worker.Logs(ctx, service)

@@ -16,9 +16,7 @@ import (
 	"testing"
 	"time"
 
-	v1 "github.com/google/go-containerregistry/pkg/v1"
-	"github.com/google/go-containerregistry/pkg/v1/match"
-	"github.com/google/go-containerregistry/pkg/v1/partial"
+	"github.com/google/go-containerregistry/pkg/v1/layout"
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/talos-ccm/talos-ccm/packaging/image"
@@ -34,7 +32,7 @@ const (
 	nextVersion = "v0.1.1"
 )
 
-// victim in the environment is the folder of the extension that this binary brings up a bed with, to be killed.
+// victim in the environment is the directory of the extension that this binary brings up a bed with, to be killed.
 const victim = "TALOS_CCM_TEST_VICTIM"
 
 // quickPatch has Kubernetes notice after 20 s, not 50 s, that a kubelet no longer renews its lease, which it does every 10 s.
@@ -68,7 +66,6 @@ func run(m *testing.M) int {
 	options := talos.Options{
 		Extension:           os.Getenv(victim),
 		ControlPlanePatches: []string{noAllocatorPatch, quickPatch},
-		Progress:            os.Stdout,
 	}
 
 	if options.Extension == "" {
@@ -78,7 +75,7 @@ func run(m *testing.M) int {
 			return failed(err)
 		}
 
-		defer os.RemoveAll(workDir) //nolint:errcheck // a temporary folder
+		defer os.RemoveAll(workDir) //nolint:errcheck // a temporary directory
 
 		if err := errors.Join(makeImage(ctx, version), makeImage(ctx, nextVersion)); err != nil {
 			return failed(err)
@@ -101,15 +98,8 @@ func run(m *testing.M) int {
 		os.Exit(130)
 	})()
 
-	if client, err = bed.Kubernetes(); err != nil {
-		return failed(errors.Join(err, bed.Down()))
-	}
-
+	client = bed.Kubernetes()
 	code := m.Run()
-
-	for _, phase := range bed.Phases() {
-		fmt.Printf("%-40s %6.1f s\n", phase.Name, phase.Took.Seconds())
-	}
 
 	if err := errors.Join(bed.Down(), leftovers(bed.ID())); err != nil {
 		return failed(err)
@@ -135,24 +125,10 @@ func makeImage(ctx context.Context, version string) error {
 		return fmt.Errorf("make image of %s: %w\n%s", version, err, output)
 	}
 
-	index, err := image.ReadLayout(filepath.Join(artifacts(version), "oci"))
+	index, err := layout.ImageIndexFromPath(filepath.Join(artifacts(version), "oci"))
 	if err != nil {
 		return err
 	}
 
-	images, err := partial.FindImages(index, match.Platforms(v1.Platform{OS: "linux", Architecture: runtime.GOARCH}))
-	if err != nil {
-		return fmt.Errorf("read the images of %s: %w", version, err)
-	}
-
-	if len(images) != 1 {
-		return fmt.Errorf("make image of %s: there are %d for %s", version, len(images), runtime.GOARCH)
-	}
-
-	files, err := image.Unpack(images[0])
-	if err != nil {
-		return fmt.Errorf("unpack the image of %s: %w", version, err)
-	}
-
-	return image.Write(unpacked(version), files)
+	return image.Unpack(index, runtime.GOARCH, unpacked(version))
 }

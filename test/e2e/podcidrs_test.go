@@ -37,7 +37,7 @@ func TestPodCIDRs(t *testing.T) {
 	}
 
 	for _, m := range bed.Machines() {
-		require.NoError(t, m.AddAddress(ctx, "eth0", sites[m.Name()]))
+		require.NoError(t, m.AddAddress(ctx, sites[m.Name()]))
 
 		// What comes next compares Nodes with machines.
 		t.Cleanup(func() { removeAddress(t, m, sites[m.Name()]) })

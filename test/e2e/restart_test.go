@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/siderolabs/talos/pkg/machinery/resources/v1alpha1"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
@@ -20,11 +21,7 @@ func TestExtension_RestartsAfterKill(t *testing.T) {
 
 	for _, m := range bed.Machines() {
 		before := task(t, m)
-		mark := m.Console().Now()
-
-		require.NoError(t, m.KillService(service))
-
-		require.NoError(t, m.ServiceRunningAgain(t.Context(), service, mark))
+		require.NoError(t, m.CrashService(t.Context(), service))
 
 		assert.NotEqual(t, before, task(t, m), "%s: the killed process is still there", m.Name())
 	}
@@ -49,7 +46,7 @@ func task(t *testing.T, m *talos.Machine) (pids []int) {
 
 // processes returns the processes of talos-ccm on m, at least one.
 func processes(m *talos.Machine) ([]int, error) {
-	pids, err := m.ServiceTask(service)
+	pids, err := m.ServicePIDs(service)
 	if err == nil && len(pids) == 0 {
 		err = fmt.Errorf("%s has no process of %s", m.Name(), service)
 	}
@@ -76,7 +73,7 @@ func apiAnswers(t *testing.T, m *talos.Machine) {
 	t.Helper()
 
 	eventually(t, func(ctx context.Context) error {
-		_, err := m.ServiceState(ctx, service)
+		_, err := resource[*v1alpha1.Service](ctx, m, service)
 
 		return err
 	})
@@ -88,25 +85,25 @@ func TestExtension_RunsWithoutNetwork(t *testing.T) {
 	eventually(t, bothInitialized)
 	promptly(t, limit, func() time.Duration {
 		after := bootOffline(t, bed.Worker)
-		t.Logf("%s was Running %s after machined, with the cable out", service, after.Round(time.Millisecond))
+		t.Logf("%s was Running %s after machined, with its link down", service, after.Round(time.Millisecond))
 
 		return after
 	})
-	require.NoError(t, bed.Worker.SetLink(t.Context(), talos.LinkUp))
+	require.NoError(t, bed.Worker.SetLink(t.Context(), "up"))
 
 	apiAnswers(t, bed.Worker)
 	eventually(t, bothInitialized)
 }
 
-// bootOffline switches m off and on with its cable out, and returns how long after machined our service came to run.
+// bootOffline switches m off, and on with its link down, and returns how long after machined our service came to run.
 func bootOffline(t *testing.T, m *talos.Machine) time.Duration {
 	t.Helper()
 
 	require.NoError(t, m.PowerOff(t.Context()))
 
-	require.NoError(t, m.SetLink(t.Context(), talos.LinkDown))
+	require.NoError(t, m.SetLink(t.Context(), "down"))
 
-	require.NoError(t, m.PowerOn(t.Context()))
+	require.NoError(t, m.PowerOn())
 
 	after, err := m.ServiceRunning(t.Context(), service)
 	require.NoError(t, err)

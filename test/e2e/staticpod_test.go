@@ -18,6 +18,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-containerregistry/pkg/v1/layout"
 	"github.com/siderolabs/talos/pkg/machinery/api/machine"
 	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
 	"github.com/siderolabs/talos/pkg/machinery/config/types/v1alpha1"
@@ -33,7 +34,6 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/talos-ccm/talos-ccm/extension"
-	"github.com/talos-ccm/talos-ccm/packaging/image"
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
 
@@ -96,7 +96,7 @@ func pushImage(t *testing.T, manifest string) {
 		t.Fatal("the manifest names no image")
 	}
 
-	index, err := image.ReadLayout(filepath.Join(artifacts(version), "oci-pod"))
+	index, err := layout.ImageIndexFromPath(filepath.Join(artifacts(version), "oci-pod"))
 	require.NoError(t, err)
 
 	require.NoError(t, bed.Push(t.Context(), match[1], index))

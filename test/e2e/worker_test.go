@@ -67,7 +67,7 @@ func rebootAndShutdown(t *testing.T) {
 
 	start = time.Now()
 
-	require.NoError(t, bed.Worker.PowerOn(t.Context()))
+	require.NoError(t, bed.Worker.PowerOn())
 
 	for _, key := range []string{cloudproviderapi.TaintNodeShutdown, corev1.TaintNodeOutOfService} {
 		eventually(t, tainted(key, absent))
@@ -156,11 +156,7 @@ func forgetDeletion(t *testing.T) {
 	require.NoError(t, client.CoreV1().Events(metav1.NamespaceDefault).DeleteCollection(t.Context(), metav1.DeleteOptions{}, deletions))
 
 	// Not by a restart through the API: Talos in a container would mount the configuration file, and never writes it.
-	mark := bed.ControlPlane.Console().Now()
-
-	require.NoError(t, bed.ControlPlane.KillService(service))
-
-	require.NoError(t, bed.ControlPlane.ServiceRunningAgain(t.Context(), service, mark))
+	require.NoError(t, bed.ControlPlane.CrashService(t.Context(), service))
 
 	eventually(t, working)
 	eventually(t, bothCurrent)
@@ -181,5 +177,5 @@ func install(t *testing.T) {
 
 	require.NoError(t, bed.Worker.Wipe(t.Context()))
 
-	require.NoError(t, bed.Worker.PowerOn(t.Context()))
+	require.NoError(t, bed.Worker.PowerOn())
 }

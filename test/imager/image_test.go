@@ -5,7 +5,6 @@ package imager_test
 import (
 	"archive/tar"
 	"bytes"
-	"errors"
 	"io"
 	"maps"
 	"slices"
@@ -15,49 +14,34 @@ import (
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/google/go-containerregistry/pkg/v1/empty"
 	"github.com/google/go-containerregistry/pkg/v1/layout"
-	"github.com/google/go-containerregistry/pkg/v1/match"
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
-	"github.com/google/go-containerregistry/pkg/v1/partial"
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
+	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/packaging/image"
 )
 
 // open reads the index of an OCI layout.
-func open(t *testing.T, folder string) v1.ImageIndex {
+func open(t *testing.T, dir string) v1.ImageIndex {
 	t.Helper()
 
-	index, err := image.ReadLayout(folder)
-	if err != nil {
-		t.Fatal(err)
-	}
+	index, err := layout.ImageIndexFromPath(dir)
+	require.NoError(t, err)
 
 	return index
 }
 
-// unpackImage returns a folder with what the image for one architecture holds.
+// unpackImage returns a directory with the contents of the image for an architecture.
 func unpackImage(t *testing.T, index v1.ImageIndex, arch string) string {
 	t.Helper()
 
-	images, err := partial.FindImages(index, match.Platforms(v1.Platform{OS: "linux", Architecture: arch}))
-	if err != nil || len(images) != 1 {
-		t.Fatalf("%d images for %s, %v", len(images), arch, err)
-	}
+	dir := t.TempDir()
+	require.NoError(t, image.Unpack(index, arch, dir))
 
-	files, err := image.Unpack(images[0])
-	if err != nil {
-		t.Fatal(err)
-	}
-
-	folder := t.TempDir()
-	if err := image.Write(folder, files); err != nil {
-		t.Fatal(err)
-	}
-
-	return folder
+	return dir
 }
 
-// pack makes an OCI layout with an image for one architecture; names of folders end with a slash.
+// pack creates an OCI layout with an image for one architecture; names of directories end with a slash.
 func pack(t *testing.T, arch string, files map[string]string) string {
 	t.Helper()
 
@@ -71,39 +55,24 @@ func pack(t *testing.T, arch string, files map[string]string) string {
 			header.Mode = 0o755
 		}
 
-		if err := errors.Join(writer.WriteHeader(header), writeString(writer, files[name])); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, writer.WriteHeader(header))
+
+		_, err := io.WriteString(writer, files[name])
+		require.NoError(t, err)
 	}
 
-	if err := writer.Close(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, writer.Close())
 
 	layer, err := tarball.LayerFromOpener(func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(archive.Bytes())), nil })
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	packed, err := mutate.AppendLayers(empty.Image, layer)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
-	folder, err := layout.Write(t.TempDir(), empty.Index)
-	if err != nil {
-		t.Fatal(err)
-	}
+	dir, err := layout.Write(t.TempDir(), empty.Index)
+	require.NoError(t, err)
 
-	if err := folder.AppendImage(packed, layout.WithPlatform(v1.Platform{OS: "linux", Architecture: arch})); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, dir.AppendImage(packed, layout.WithPlatform(v1.Platform{OS: "linux", Architecture: arch})))
 
-	return string(folder)
-}
-
-func writeString(w io.Writer, s string) error {
-	_, err := io.WriteString(w, s)
-
-	return err
+	return string(dir)
 }

@@ -16,11 +16,12 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-containerregistry/pkg/name"
 	"github.com/google/go-containerregistry/pkg/registry"
 	"github.com/google/go-containerregistry/pkg/v1/remote"
 	"github.com/siderolabs/talos/pkg/machinery/extensions"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 )
 
 // The file name of the initramfs as the imager writes it, by architecture.
@@ -31,11 +32,12 @@ type source struct {
 	key, value string
 }
 
-// imager asks Talos's imager for an initramfs with an extension, made from the one in base, and returns its path and what the imager said.
+// imager asks Talos's imager for an initramfs with an extension, made from the one in base, and returns its path and
+// what the imager said.
 func imager(t *testing.T, arch, base string, from source) (initramfs, said string, err error) {
 	t.Helper()
 
-	folder := t.TempDir()
+	dir := t.TempDir()
 	profile := fmt.Sprintf(`
 arch: %s
 platform: metal
@@ -49,14 +51,14 @@ output:
   outFormat: raw
 `, arch, base, from.key, from.value)
 
-	cmd := exec.CommandContext(t.Context(), setting(t, "TALOS_CCM_IMAGER"), "-", "--output", folder)
+	cmd := exec.CommandContext(t.Context(), setting(t, "TALOS_CCM_IMAGER"), "-", "--output", dir)
 	cmd.Stdin = strings.NewReader(profile)
 	// No one's registry credentials, and no leftovers elsewhere.
-	cmd.Env = []string{"PATH=" + programs(t), "HOME=" + folder, "TMPDIR=" + t.TempDir()}
+	cmd.Env = []string{"PATH=" + programs(t), "HOME=" + dir, "TMPDIR=" + t.TempDir()}
 
 	out, err := cmd.CombinedOutput()
 
-	return filepath.Join(folder, fmt.Sprintf(output, arch)), string(out), err
+	return filepath.Join(dir, fmt.Sprintf(output, arch)), string(out), err
 }
 
 // setting is what make imager-test says in the environment.
@@ -64,9 +66,7 @@ func setting(t *testing.T, key string) string {
 	t.Helper()
 
 	value := os.Getenv(key)
-	if value == "" {
-		t.Fatalf("%s is not set: make imager-test does that", key)
-	}
+	require.NotEmpty(t, value, "%s is not set: make imager-test does that", key)
 
 	return value
 }
@@ -83,9 +83,7 @@ func programs(t *testing.T) string {
 	}
 
 	older, err := filepath.Abs("squashfs-tools-4.5")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	return older + string(os.PathListSeparator) + path
 }
@@ -100,18 +98,12 @@ func pushed(t *testing.T, layout string) source {
 	index := open(t, layout)
 
 	digest, err := index.Digest()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	ref, err := name.NewDigest(strings.TrimPrefix(server.URL, "http://") + "/talos-ccm@" + digest.String())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
-	if err := remote.WriteIndex(ref, index, remote.WithContext(t.Context())); err != nil {
-		t.Fatalf("push %s: %v", ref, err)
-	}
+	require.NoError(t, remote.WriteIndex(ref, index, remote.WithContext(t.Context())))
 
 	return source{"imageRef", ref.String()}
 }
@@ -123,21 +115,16 @@ func TestImager_AddsExtensionToInitramfs(t *testing.T) {
 		arch string
 		from source
 	}{
-		"amd64, from a folder":   {"amd64", source{"ociPath", layout}},
-		"arm64, from a folder":   {"arm64", source{"ociPath", layout}},
-		"amd64, from a registry": {"amd64", pushed(t, layout)},
+		"amd64, from a directory": {"amd64", source{"ociPath", layout}},
+		"arm64, from a directory": {"arm64", source{"ociPath", layout}},
+		"amd64, from a registry":  {"amd64", pushed(t, layout)},
 	} {
 		t.Run(title, func(t *testing.T) {
 			base := baseInitramfs(t)
 
 			initramfs, said, err := imager(t, test.arch, base, test.from)
-			if err != nil {
-				t.Fatalf("imager: %v\n%s", err, said)
-			}
-
-			if !strings.Contains(said, "initramfs ready") {
-				t.Errorf("the imager does not say that the initramfs is ready:\n%s", said)
-			}
+			require.NoError(t, err, said)
+			assert.Contains(t, said, "initramfs ready")
 
 			t.Logf("initramfs ready, %.1f MB", float64(len(content(t, initramfs)))/1e6)
 			compare(t, unpackImage(t, open(t, layout), test.arch), unpack(t, initramfs, base), test.arch)
@@ -145,31 +132,24 @@ func TestImager_AddsExtensionToInitramfs(t *testing.T) {
 	}
 }
 
-// compare finds an unpacked image's root file system and manifest in the folder that holds what was added to an initramfs.
+// compare finds an unpacked image's root file system and manifest in the directory with the files added to an
+// initramfs.
 func compare(t *testing.T, packed, added, arch string) {
 	t.Helper()
 
-	if diff := cmp.Diff([]string{".", squashfs, layers}, slices.Sorted(maps.Keys(tree(t, added)))); diff != "" {
-		t.Fatalf("in the initramfs (-want +got):\n%s", diff)
-	}
+	require.Equal(t, []string{".", squashfs, layers}, slices.Sorted(maps.Keys(tree(t, added))), "files in the initramfs")
 
 	manifest := decode[extensions.Manifest](t, content(t, filepath.Join(packed, "manifest.yaml")))
 	wantLayers := extensions.Config{Layers: []*extensions.Layer{{Image: squashfs, Metadata: manifest.Metadata}}}
 
-	if diff := cmp.Diff(wantLayers, decode[extensions.Config](t, content(t, filepath.Join(added, layers)))); diff != "" {
-		t.Errorf("%s (-want +got):\n%s", layers, diff)
-	}
+	assert.Equal(t, wantLayers, decode[extensions.Config](t, content(t, filepath.Join(added, layers))), layers)
 
 	rootfs := unsquash(t, filepath.Join(added, squashfs))
-	if diff := cmp.Diff(tree(t, filepath.Join(packed, "rootfs")), tree(t, rootfs)); diff != "" {
-		t.Errorf("%s (-want +got):\n%s", squashfs, diff)
-	}
+	assert.Equal(t, tree(t, filepath.Join(packed, "rootfs")), tree(t, rootfs), squashfs)
 
 	if arch == runtime.GOARCH {
 		binary := filepath.Join(rootfs, "usr/local/lib/containers/talos-ccm/talos-ccm")
-		if says := string(run(t, nil, binary, "--version")); says != "talos-ccm v"+manifest.Metadata.Version+"\n" {
-			t.Errorf("it says that it is %q, and its manifest says %s", says, manifest.Metadata.Version)
-		}
+		assert.Equal(t, "talos-ccm v"+manifest.Metadata.Version+"\n", string(run(t, nil, binary, "--version")))
 	}
 }
 
@@ -200,7 +180,7 @@ metadata:
 			files: map[string]string{"rootfs/": ""},
 			says:  "extension manifest is missing",
 		},
-		"an image whose files lack their folders": {
+		"an image whose files lack their directories": {
 			files: map[string]string{"manifest.yaml": manifest, "rootfs/": "", "rootfs/usr/x": "x"},
 			says:  "no such file or directory",
 		},
@@ -217,36 +197,33 @@ metadata:
 			}
 
 			_, said, err := imager(t, "amd64", baseInitramfs(t), source{"ociPath", pack(t, arch, test.files)})
-			if err == nil || !strings.Contains(said, test.says) {
-				t.Errorf("%v, want to hear %q:\n%s", err, test.says, said)
-			}
+			require.Error(t, err)
+			assert.Contains(t, said, test.says)
 		})
 	}
 }
 
-// runImager is a docker that runs the imager of the tests, for an initramfs instead of an installer, which needs Talos's images.
+// runImager is a docker that runs the imager of the tests, for an initramfs instead of an installer, which needs
+// Talos's images.
 const runImager = `#!/bin/sh
 sed -e "s|ociPath: /out/oci|ociPath: $LAYOUT|" -e 's|kind: installer|kind: initramfs|' -e "s|^input:|input:\n  initramfs:\n    path: $BASE|" |
   "$IMAGER" - --output "$ARTIFACTS"
 `
 
 func TestImager_AcceptsProfileOfMakeInstaller(t *testing.T) {
-	layout, base, folder, docker := setting(t, "TALOS_CCM_LAYOUT"), baseInitramfs(t), t.TempDir(), t.TempDir()
+	layout, base, dir, docker := setting(t, "TALOS_CCM_LAYOUT"), baseInitramfs(t), t.TempDir(), t.TempDir()
 
-	if err := os.WriteFile(filepath.Join(docker, "docker"), []byte(runImager), 0o755); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(filepath.Join(docker, "docker"), []byte(runImager), 0o755))
 
 	cmd := exec.CommandContext(t.Context(), "../../packaging/installer")
 	cmd.Env = []string{
-		"PATH=" + docker + string(os.PathListSeparator) + programs(t), "HOME=" + folder, "TMPDIR=" + t.TempDir(),
-		"ARTIFACTS=" + folder, "ARCHES=amd64", "TALOS=v1.13.5", "TALOS_REGISTRY=ghcr.io/siderolabs", "PLATFORM=metal", "EXTENSIONS=", "INSTALLER=",
+		"PATH=" + docker + string(os.PathListSeparator) + programs(t), "HOME=" + dir, "TMPDIR=" + t.TempDir(),
+		"ARTIFACTS=" + dir, "ARCHES=amd64", "TALOS=v1.13.5", "TALOS_REGISTRY=ghcr.io/siderolabs", "PLATFORM=metal", "EXTENSIONS=", "INSTALLER=",
 		"IMAGER=" + setting(t, "TALOS_CCM_IMAGER"), "LAYOUT=" + layout, "BASE=" + base,
 	}
 
-	if said, err := cmd.CombinedOutput(); err != nil {
-		t.Fatalf("%v\n%s", err, said)
-	}
+	said, err := cmd.CombinedOutput()
+	require.NoError(t, err, string(said))
 
-	compare(t, unpackImage(t, open(t, layout), "amd64"), unpack(t, filepath.Join(folder, fmt.Sprintf(output, "amd64")), base), "amd64")
+	compare(t, unpackImage(t, open(t, layout), "amd64"), unpack(t, filepath.Join(dir, fmt.Sprintf(output, "amd64")), base), "amd64")
 }

@@ -13,6 +13,7 @@ import (
 	"testing"
 
 	"github.com/siderolabs/talos/pkg/machinery/constants"
+	"github.com/stretchr/testify/require"
 	"go.yaml.in/yaml/v4"
 )
 
@@ -22,52 +23,47 @@ const (
 	squashfs = "0.sqsh"
 )
 
-// baseInitramfs makes an initramfs such as Talos is delivered with, but for its size: a compressed cpio archive of a squashfs.
+// baseInitramfs creates an initramfs such as Talos is delivered with, but for its size: a compressed cpio archive of a
+// squashfs.
 func baseInitramfs(t *testing.T) string {
 	t.Helper()
 
-	rootfs, folder := t.TempDir(), t.TempDir()
-	if err := os.WriteFile(filepath.Join(rootfs, "os-release"), []byte("ID=talos\n"), 0o644); err != nil {
-		t.Fatal(err)
-	}
+	rootfs, dir := t.TempDir(), t.TempDir()
+	require.NoError(t, os.WriteFile(filepath.Join(rootfs, "os-release"), []byte("ID=talos\n"), 0o644))
 
-	run(t, nil, "mksquashfs", rootfs, filepath.Join(folder, constants.RootfsAsset), "-all-root", "-no-progress", "-comp", "zstd")
+	run(t, nil, "mksquashfs", rootfs, filepath.Join(dir, constants.RootfsAsset), "-all-root", "-no-progress", "-comp", "zstd")
 
-	archive := run(t, []byte(constants.RootfsAsset), "cpio", "--directory", folder, "--format", "newc", "--create", "--quiet")
+	archive := run(t, []byte(constants.RootfsAsset), "cpio", "--directory", dir, "--format", "newc", "--create", "--quiet")
 
 	base := filepath.Join(t.TempDir(), constants.InitramfsAsset)
-	if err := os.WriteFile(base, run(t, archive, "zstd", "--stdout"), 0o644); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(base, run(t, archive, "zstd", "--stdout"), 0o644))
 
 	return base
 }
 
-// unpack returns a folder with what an initramfs holds behind the one that it was made from, which must be as it was.
+// unpack returns a directory with the contents of an initramfs after those of base, with which it must begin.
 func unpack(t *testing.T, initramfs, base string) string {
 	t.Helper()
 
 	added, ok := bytes.CutPrefix(content(t, initramfs), content(t, base))
-	if !ok {
-		t.Fatal("the initramfs does not begin with the one it was made from")
-	}
+	require.True(t, ok, "the initramfs does not begin with the one it was made from")
 
-	folder := t.TempDir()
-	run(t, run(t, added, "zstd", "--decompress", "--stdout"), "cpio", "--directory", folder, "--extract", "--quiet")
+	dir := t.TempDir()
+	run(t, run(t, added, "zstd", "--decompress", "--stdout"), "cpio", "--directory", dir, "--extract", "--quiet")
 
-	return folder
+	return dir
 }
 
-// unsquash returns a folder with what a squashfs holds, and logs the list of it.
+// unsquash returns a directory with the contents of a squashfs, and logs the list of it.
 func unsquash(t *testing.T, path string) string {
 	t.Helper()
 
 	t.Logf("%s:\n%s", filepath.Base(path), run(t, nil, "unsquashfs", "-lln", "-dest", "", path))
 
-	folder := filepath.Join(t.TempDir(), "rootfs")
-	run(t, nil, "unsquashfs", "-no-progress", "-dest", folder, path)
+	dir := filepath.Join(t.TempDir(), "rootfs")
+	run(t, nil, "unsquashfs", "-no-progress", "-dest", dir, path)
 
-	return folder
+	return dir
 }
 
 // file is what is compared of a file: its sum only if it is a regular one.
@@ -76,7 +72,7 @@ type file struct {
 	Sum  string
 }
 
-// tree is what a folder holds, itself included.
+// tree returns the contents of a directory, including the directory itself.
 func tree(t *testing.T, root string) map[string]file {
 	t.Helper()
 
@@ -106,9 +102,7 @@ func tree(t *testing.T, root string) map[string]file {
 
 		return nil
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	return files
 }
@@ -117,9 +111,7 @@ func content(t *testing.T, path string) []byte {
 	t.Helper()
 
 	read, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 
 	return read
 }
@@ -132,10 +124,7 @@ func decode[T any](t *testing.T, document []byte) T {
 
 	decoder := yaml.NewDecoder(bytes.NewReader(document))
 	decoder.KnownFields(true)
-
-	if err := decoder.Decode(&decoded); err != nil {
-		t.Fatalf("decode as %T: %v\n%s", decoded, err, document)
-	}
+	require.NoError(t, decoder.Decode(&decoded), string(document))
 
 	return decoded
 }
@@ -148,10 +137,7 @@ func run(t *testing.T, stdin []byte, program string, arguments ...string) []byte
 
 	cmd := exec.CommandContext(t.Context(), program, arguments...)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = bytes.NewReader(stdin), &stdout, &stderr
-
-	if err := cmd.Run(); err != nil {
-		t.Fatalf("%s: %v\n%s", cmd, err, stderr.String())
-	}
+	require.NoError(t, cmd.Run(), "%s\n%s", cmd, &stderr)
 
 	return stdout.Bytes()
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
 )
 
 const (
@@ -79,28 +80,20 @@ func (c *Cluster) RotateServingCA(ctx context.Context) error {
 }
 
 func (c *Cluster) startAPIServer(ctx context.Context) error {
-	process, err := c.startProcess(apiServer, c.apiServerFlags())
-	if err != nil {
-		return err
+	var err error
+	if c.apiserver, err = startReady(ctx, c.command(apiServer, c.apiServerFlags()), c.serving); err == nil {
+		return nil
 	}
 
-	if err := process.WaitReady(ctx, c.serving); err != nil {
-		process.Stop(ctx)
-
-		if ended := c.etcd.Ended(); ended != nil { // which is why
-			err = fmt.Errorf("%w\n%w\n%s", err, ended, c.etcd.LogTail())
-		}
-
-		return err
+	if ended := c.etcd.Ended(); ended != nil { // which is why
+		err = fmt.Errorf("%w\n%w\n%s", err, ended, c.etcd.LogTail())
 	}
 
-	c.apiserver = process
-
-	return nil
+	return err
 }
 
 func (c *Cluster) apiServerFlags() []string {
-	file := c.folder.path
+	file := c.directory.path
 
 	return append([]string{
 		"--etcd-servers=http://" + c.ports[etcdPort].Address(),
@@ -120,9 +113,6 @@ func (c *Cluster) apiServerFlags() []string {
 		"--service-account-key-file=" + file(signingKeyFile),
 		"--service-account-signing-key-file=" + file(signingKeyFile),
 		"--service-cluster-ip-range=" + serviceCIDR,
-		"--kubelet-certificate-authority=" + file(clientCAFile),
-		"--kubelet-client-certificate=" + file(adminCertFile),
-		"--kubelet-client-key=" + file(adminKeyFile),
 		"--allow-privileged=true",
 		// There is no front proxy, but components that delegate authentication require its CA.
 		"--requestheader-client-ca-file=" + file(frontProxyCAFile),
@@ -135,19 +125,16 @@ func (c *Cluster) apiServerFlags() []string {
 	}, c.options.APIServerFlags...)
 }
 
-// serving succeeds once the API server is ready and has made the namespace in which cluster components keep their
+// serving succeeds once the API server is ready and has created the namespace in which cluster components keep their
 // objects.
 func (c *Cluster) serving(ctx context.Context) error {
-	client, err := c.adminClient()
-	if err != nil {
-		return err
-	}
+	client := kubernetes.NewForConfigOrDie(c.config(c.pki.admin))
 
 	if err := client.Discovery().RESTClient().Get().AbsPath("/readyz").Do(ctx).Error(); err != nil {
 		return err
 	}
 
-	_, err = client.CoreV1().Namespaces().Get(ctx, metav1.NamespaceSystem, metav1.GetOptions{})
+	_, err := client.CoreV1().Namespaces().Get(ctx, metav1.NamespaceSystem, metav1.GetOptions{})
 
 	return err
 }

@@ -19,8 +19,6 @@ import (
 )
 
 const (
-	assetsEnv = "KUBEBUILDER_ASSETS"
-
 	// KubernetesVersion is the version of the components in their go.mod.
 	KubernetesVersion = "v1.36.3"
 
@@ -31,23 +29,24 @@ const (
 )
 
 var (
-	// required are the components that a control plane needs; a folder named by KUBEBUILDER_ASSETS often has no more.
+	// required are the components of a control plane.
 	required = []string{"etcd", apiServer, controllerManager}
 	// built are the components of the multi-call binary.
 	built = slices.Concat(required, []string{"kube-scheduler", kubelet, "kube-proxy"})
 )
 
-// Assets is AssetsOf with KubernetesVersion.
-func Assets(ctx context.Context, progress io.Writer) (string, error) {
-	return AssetsOf(ctx, KubernetesVersion, progress)
-}
-
-// AssetsOf returns the folder with the executables of the components of a version, by their names: the one that
-// KUBEBUILDER_ASSETS names, or else a folder of the cache, which is filled first if need be. Such a build takes minutes,
+// AssetsOf returns the directory with the executables of the components of a version, by their names: the one that
+// KUBEBUILDER_ASSETS names, or else a directory of the cache, which is filled first if need be. Such a build takes minutes,
 // reports its progress unless that is nil, and happens once, however many processes ask for it at the same time.
 func AssetsOf(ctx context.Context, version string, progress io.Writer) (string, error) {
-	if folder := os.Getenv(assetsEnv); folder != "" {
-		return folder, checkAssets(folder)
+	if directory := os.Getenv("KUBEBUILDER_ASSETS"); directory != "" {
+		for _, name := range required {
+			if _, err := exec.LookPath(filepath.Join(directory, name)); err != nil {
+				return "", fmt.Errorf("%w (unset KUBEBUILDER_ASSETS to build the components)", err)
+			}
+		}
+
+		return directory, nil
 	}
 
 	source, err := findSource(ctx, version)
@@ -55,32 +54,17 @@ func AssetsOf(ctx context.Context, version string, progress io.Writer) (string, 
 		return "", fmt.Errorf("find the source of the Kubernetes components: %w", err)
 	}
 
-	folder, err := builder.Cached(ctx, "kube", source.key, progress, func(folder string) error { return source.build(ctx, folder, progress) })
+	directory, err := builder.Cached(ctx, "kube", source.key, progress, func(directory string) error { return source.build(ctx, directory, progress) })
 	if err != nil {
 		return "", fmt.Errorf("build the Kubernetes components: %w", err)
 	}
 
-	return folder, nil
-}
-
-// checkAssets fails unless the folder holds what a control plane needs.
-func checkAssets(folder string) error {
-	missing := slices.DeleteFunc(slices.Clone(required), func(name string) bool {
-		_, err := exec.LookPath(filepath.Join(folder, name))
-
-		return err == nil
-	})
-	if len(missing) > 0 {
-		return fmt.Errorf("%s=%s: not there, or not executable: %s (unset %s to build them)",
-			assetsEnv, folder, strings.Join(missing, ", "), assetsEnv)
-	}
-
-	return nil
+	return directory, nil
 }
 
 // source is the nested module of the components.
 type source struct {
-	folder string
+	directory string
 	// version of Kubernetes.
 	version string
 	// module is the go.mod for that version, and sums the go.sum.
@@ -91,27 +75,27 @@ type source struct {
 
 // findSource finds the module in the checkout of the working directory.
 func findSource(ctx context.Context, version string) (s source, err error) {
-	parent, err := builder.Folder(ctx, "github.com/talos-ccm/talos-ccm/test/kube")
+	parent, err := builder.PackageDir(ctx, "github.com/talos-ccm/talos-ccm/test/kube")
 	if err != nil {
 		return s, err
 	}
 
-	s = source{version: version, folder: filepath.Join(parent, "components")}
+	s = source{version: version, directory: filepath.Join(parent, "components")}
 
 	if s.module, err = s.moduleOf(version); err != nil {
 		return s, err
 	}
 
-	if s.sums, err = os.ReadFile(filepath.Join(s.folder, "go.sum")); err != nil {
+	if s.sums, err = os.ReadFile(filepath.Join(s.directory, "go.sum")); err != nil {
 		return s, err
 	}
 
-	code, err := os.ReadFile(filepath.Join(s.folder, "main.go"))
+	code, err := os.ReadFile(filepath.Join(s.directory, "main.go"))
 	if err != nil {
 		return s, err
 	}
 
-	goVersion, err := builder.Output(goCommand(ctx, s.folder, "version"))
+	goVersion, err := builder.Output(goCommand(ctx, s.directory, "version"))
 	if err != nil {
 		return s, err
 	}
@@ -129,7 +113,7 @@ var follows = regexp.MustCompile(`k8s\.io/|github\.com/google/cadvisor|github\.c
 // moduleOf returns the components' go.mod with a version of Kubernetes. Modules that follow this version and are only
 // required indirectly are left to go: it adds what that version requires.
 func (s source) moduleOf(version string) (module []byte, err error) {
-	content, err := os.ReadFile(filepath.Join(s.folder, "go.mod"))
+	content, err := os.ReadFile(filepath.Join(s.directory, "go.mod"))
 	if err != nil {
 		return nil, err
 	}
@@ -150,26 +134,26 @@ func (s source) moduleOf(version string) (module []byte, err error) {
 	return module, nil
 }
 
-// build builds the components into a folder.
-func (s source) build(ctx context.Context, folder string, progress io.Writer) error {
+// build builds the components into a directory.
+func (s source) build(ctx context.Context, directory string, progress io.Writer) error {
 	err := errors.Join(
-		os.WriteFile(filepath.Join(folder, modfile), s.module, 0o644),
-		os.WriteFile(filepath.Join(folder, sumfile), s.sums, 0o644),
+		os.WriteFile(filepath.Join(directory, modfile), s.module, 0o644),
+		os.WriteFile(filepath.Join(directory, sumfile), s.sums, 0o644),
 	)
 	for _, name := range built {
-		err = errors.Join(err, os.Symlink(multiCall, filepath.Join(folder, name)))
+		err = errors.Join(err, os.Symlink(multiCall, filepath.Join(directory, name)))
 	}
 
 	if err != nil {
 		return err
 	}
 
-	flags := append(buildFlags(s.version), "-modfile="+filepath.Join(folder, modfile), ".")
+	flags := append(buildFlags(s.version), "-modfile="+filepath.Join(directory, modfile), ".")
 	list := append([]string{"list", "-deps", "-f", "{{if .Stale}}{{.ImportPath}}{{end}}"}, flags...)
-	compile := append([]string{"build", "-v", "-o", filepath.Join(folder, multiCall)}, flags...)
+	compile := append([]string{"build", "-v", "-o", filepath.Join(directory, multiCall)}, flags...)
 
 	return builder.Packages(progress, "Building the Kubernetes "+s.version+" components (once)",
-		goCommand(ctx, s.folder, list...), goCommand(ctx, s.folder, compile...))
+		goCommand(ctx, s.directory, list...), goCommand(ctx, s.directory, compile...))
 }
 
 func buildEnv() []string {
@@ -198,10 +182,10 @@ func buildFlags(version string) []string {
 	return []string{"-trimpath", "-ldflags=" + strings.Join(ldflags, " ")}
 }
 
-// goCommand is the go command in folder, with no more of the caller's settings than where modules come from.
-func goCommand(ctx context.Context, folder string, args ...string) *exec.Cmd {
+// goCommand is the go command in directory, with no more of the caller's settings than where modules come from.
+func goCommand(ctx context.Context, directory string, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, "go", args...)
-	cmd.Dir = folder
+	cmd.Dir = directory
 	cmd.Env = append(os.Environ(), buildEnv()...)
 	// Interrupted, go removes its temporary files; killed, it does not.
 	cmd.Cancel = func() error { return cmd.Process.Signal(os.Interrupt) }

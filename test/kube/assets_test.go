@@ -13,49 +13,37 @@ import (
 )
 
 func TestAssets_AreFoundInEnvironment(t *testing.T) {
-	for _, test := range []struct {
-		name                         string
-		etcd, apiserver, controllers os.FileMode // 0 if the file does not exist
-		missing                      string
-	}{
-		{"all that a control plane needs is enough", 0o755, 0o755, 0o755, ""},
-		{"a missing component is named", 0o755, 0o755, 0, "kube-controller-manager"},
-		{"a file that cannot be executed is missing", 0o644, 0o755, 0o755, "etcd"},
-		{"an empty folder lacks everything", 0, 0, 0, "etcd, kube-apiserver, kube-controller-manager"},
-	} {
-		t.Run(test.name, func(t *testing.T) {
-			folder := t.TempDir()
-			t.Setenv("KUBEBUILDER_ASSETS", folder)
+	directory := t.TempDir()
+	t.Setenv("KUBEBUILDER_ASSETS", directory)
 
-			for name, mode := range map[string]os.FileMode{"etcd": test.etcd, "kube-apiserver": test.apiserver, "kube-controller-manager": test.controllers} {
-				if mode != 0 {
-					require.NoError(t, os.WriteFile(filepath.Join(folder, name), nil, mode))
-				}
-			}
+	for _, name := range []string{"etcd", "kube-apiserver", "kube-controller-manager"} {
+		_, err := kube.AssetsOf(t.Context(), kube.KubernetesVersion, nil)
+		assert.ErrorContains(t, err, filepath.Join(directory, name)+": no such file or directory (unset KUBEBUILDER_ASSETS")
 
-			got, err := kube.Assets(t.Context(), nil)
-			if test.missing == "" {
-				require.NoError(t, err)
-				assert.Equal(t, folder, got)
+		require.NoError(t, os.WriteFile(filepath.Join(directory, name), nil, 0o600))
 
-				return
-			}
+		_, err = kube.AssetsOf(t.Context(), kube.KubernetesVersion, nil)
+		assert.ErrorContains(t, err, name+`": permission denied`)
 
-			require.ErrorContains(t, err, "KUBEBUILDER_ASSETS="+folder+": not there, or not executable: "+test.missing+" ")
-
-			_, err = kube.Start(t.Context(), kube.Options{})
-			require.Error(t, err, "a control plane starts without components")
-		})
+		require.NoError(t, os.Chmod(filepath.Join(directory, name), 0o700))
 	}
+
+	got, err := kube.AssetsOf(t.Context(), kube.KubernetesVersion, nil)
+	require.NoError(t, err)
+	assert.Equal(t, directory, got)
+
+	cluster := kube.Cluster{}
+	_, err = cluster.StartKubelet(t.Context(), kube.KubeletSpec{NodeName: "a"})
+	assert.ErrorContains(t, err, "start the kubelet of a: it must be this package's own")
 }
 
 func TestComponents_AreChosenByName(t *testing.T) {
 	t.Setenv("KUBEBUILDER_ASSETS", "")
 
-	folder, err := kube.Assets(t.Context(), os.Stderr)
+	directory, err := kube.AssetsOf(t.Context(), kube.KubernetesVersion, os.Stderr)
 	require.NoError(t, err)
 
-	multiCall := filepath.Join(folder, "kube-components")
+	multiCall := filepath.Join(directory, "kube-components")
 
 	for _, component := range []string{"etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy"} {
 		want := "Kubernetes " + kube.KubernetesVersion + "\n"
@@ -64,7 +52,7 @@ func TestComponents_AreChosenByName(t *testing.T) {
 		}
 
 		for how, cmd := range map[string]*exec.Cmd{
-			"of a link":      exec.CommandContext(t.Context(), filepath.Join(folder, component), "--version"),
+			"of a link":      exec.CommandContext(t.Context(), filepath.Join(directory, component), "--version"),
 			"as an argument": exec.CommandContext(t.Context(), multiCall, component, "--version"),
 			"in a container": {Path: multiCall, Args: []string{"/usr/local/bin/" + component, "--version"}},
 		} {

@@ -18,11 +18,6 @@ const (
 // BootstrapToken creates a bootstrap token, and allows what Talos allows (k8s/ManifestController): a token obtains a
 // client certificate for any Node, which kube-controller-manager approves, and kubelets rotate their client certificates.
 func (c *Cluster) BootstrapToken(ctx context.Context) (string, error) {
-	client, err := kubernetes.NewForConfig(c.Config())
-	if err != nil {
-		return "", fmt.Errorf("create bootstrap token: %w", err)
-	}
-
 	const requests = "system:certificates.k8s.io:certificatesigningrequests:"
 
 	for role, groups := range map[string][]string{
@@ -39,7 +34,7 @@ func (c *Cluster) BootstrapToken(ctx context.Context) (string, error) {
 			binding.Subjects = append(binding.Subjects, rbacv1.Subject{APIGroup: rbacv1.GroupName, Kind: rbacv1.GroupKind, Name: group})
 		}
 
-		if _, err := client.RbacV1().ClusterRoleBindings().Create(ctx, binding, metav1.CreateOptions{}); err != nil {
+		if _, err := kubernetes.NewForConfigOrDie(c.Config()).RbacV1().ClusterRoleBindings().Create(ctx, binding, metav1.CreateOptions{}); err != nil {
 			return "", fmt.Errorf("bind %s: %w", role, err)
 		}
 	}
@@ -49,12 +44,7 @@ func (c *Cluster) BootstrapToken(ctx context.Context) (string, error) {
 
 // CreateBootstrapToken creates another bootstrap token with an ID of six characters.
 func (c *Cluster) CreateBootstrapToken(ctx context.Context, id string) (string, error) {
-	client, err := kubernetes.NewForConfig(c.Config())
-	if err != nil {
-		return "", fmt.Errorf("create bootstrap token: %w", err)
-	}
-
-	_, err = client.CoreV1().Secrets(metav1.NamespaceSystem).Create(ctx, &corev1.Secret{
+	_, err := kubernetes.NewForConfigOrDie(c.Config()).CoreV1().Secrets(metav1.NamespaceSystem).Create(ctx, &corev1.Secret{
 		ObjectMeta: metav1.ObjectMeta{Name: "bootstrap-token-" + id},
 		Type:       corev1.SecretTypeBootstrapToken,
 		StringData: map[string]string{

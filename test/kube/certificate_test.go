@@ -15,6 +15,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
@@ -61,7 +62,7 @@ func TestKubelet_RequestsCertificateForItsAddresses(t *testing.T) {
 	require.Len(t, certificate.IPAddresses, 1)
 	assert.True(t, certificate.IPAddresses[0].Equal(net.IPv4(10, 9, 9, 9)), "got %v", certificate.IPAddresses)
 
-	require.NoError(t, kubelet.Stop())
+	kubelet.Stop(t.Context())
 	assert.False(t, alive(kubelet.PID()), "a stopped kubelet runs")
 	assert.Equal(t, sysctls, readSysctls(t), "the kubelet changed sysctls of this machine")
 }
@@ -84,7 +85,7 @@ func readSysctls(t *testing.T) (all string) {
 func requestOf(t *testing.T, cluster *kube.Cluster, user string) (found *certificatesv1.CertificateSigningRequest) {
 	t.Helper()
 
-	eventually(t, user+" posts a request", func(ctx context.Context) error {
+	ctest.EventuallyNoError(t, func(ctx context.Context) error {
 		all, err := client(t, cluster.Config()).CertificatesV1().CertificateSigningRequests().List(ctx, metav1.ListOptions{})
 		if err != nil {
 			return err
@@ -98,7 +99,7 @@ func requestOf(t *testing.T, cluster *kube.Cluster, user string) (found *certifi
 			}
 		}
 
-		return errors.New("there is none yet")
+		return errors.New(user + " posts no request")
 	})
 
 	return found
@@ -117,7 +118,7 @@ func approve(t *testing.T, cluster *kube.Cluster, request *certificatesv1.Certif
 	_, err := api.UpdateApproval(t.Context(), approved.Name, approved, metav1.UpdateOptions{})
 	require.NoError(t, err)
 
-	eventually(t, "the certificate is issued", func(ctx context.Context) error {
+	ctest.EventuallyNoError(t, func(ctx context.Context) error {
 		request, err := api.Get(ctx, approved.Name, metav1.GetOptions{})
 		if err != nil {
 			return err
@@ -125,7 +126,7 @@ func approve(t *testing.T, cluster *kube.Cluster, request *certificatesv1.Certif
 
 		block, _ := pem.Decode(request.Status.Certificate)
 		if block == nil {
-			return errors.New("not yet")
+			return errors.New("no certificate is issued")
 		}
 
 		certificate, err = x509.ParseCertificate(block.Bytes)

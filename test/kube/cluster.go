@@ -3,7 +3,7 @@
 // the NodeRestriction admission of a Talos cluster. On top of it, it registers Nodes as the kubelet of a Talos machine
 // does, and starts real kubelets that run no containers.
 //
-// The components are upstream's, built once and cached ([Assets]), or those that KUBEBUILDER_ASSETS names.
+// The components are upstream's, built once and cached ([AssetsOf]), or those that KUBEBUILDER_ASSETS names.
 //
 // It never touches a cluster it did not start, listens on nothing but loopback, needs no privileges (a kubelet needs user
 // namespaces), and leaves neither processes nor files: components die with the process that started them, also when it
@@ -15,7 +15,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"path/filepath"
 	"sync"
 	"time"
@@ -25,9 +24,6 @@ import (
 
 // Options choose what [Start] starts. The zero value is a control plane with nothing unusual.
 type Options struct {
-	// LogDir is where the components' logs go, to be kept after the cluster was stopped. It is created if missing. If
-	// empty, logs live and die with the cluster's temporary folder.
-	LogDir string
 	// Progress receives lines for a human while components are built and started. A nil writer discards it.
 	Progress io.Writer
 	// APIServerFlags are appended to kube-apiserver's flags, where a later flag overrides an earlier one.
@@ -38,24 +34,23 @@ type Options struct {
 
 // Cluster is a running control plane. Its methods may be called concurrently.
 type Cluster struct {
-	options Options
-	assets  string
-	folder  *folder
-	pki     *pki
-	ports   [allPorts]*Port
+	options   Options
+	assets    string
+	directory *directory
+	pki       *pki
+	ports     [allPorts]*Port
 
 	// mu is held while processes or the serving authority change.
 	mu                sync.Mutex
 	etcd              *process.Process
 	apiserver         *process.Process
 	controllerManager *process.Process
-	kubelets          []*Kubelet
+	kubelets          []*process.Process
 }
 
 // The ports that the components listen on.
 const (
 	etcdPort = iota
-	etcdPeerPort
 	apiServerPort
 	controllerManagerPort
 	allPorts
@@ -65,7 +60,7 @@ const (
 // lives until [Cluster.Stop]. A start that fails has stopped everything again, and its error ends with the log of the
 // component that failed.
 func Start(ctx context.Context, options Options) (*Cluster, error) {
-	assets, err := Assets(ctx, options.Progress)
+	assets, err := AssetsOf(ctx, KubernetesVersion, options.Progress)
 	if err != nil {
 		return nil, err
 	}
@@ -85,7 +80,7 @@ func (c *Cluster) start(ctx context.Context) (err error) {
 
 	began := time.Now()
 
-	if c.folder, err = newFolder(c.options.LogDir); err != nil {
+	if c.directory, err = newDirectory(); err != nil {
 		return err
 	}
 
@@ -95,11 +90,11 @@ func (c *Cluster) start(ctx context.Context) (err error) {
 		}
 	}
 
-	if c.pki, err = newPKI(c.folder); err != nil {
+	if c.pki, err = newPKI(c.directory); err != nil {
 		return err
 	}
 
-	if err := c.startEtcd(); err != nil {
+	if c.etcd, err = process.Start(c.command("etcd", c.etcdFlags())); err != nil {
 		return err
 	}
 
@@ -111,7 +106,9 @@ func (c *Cluster) start(ctx context.Context) (err error) {
 		return err
 	}
 
-	report(c.options.Progress, "Kubernetes control plane ready at %s after %.1f s", c.Endpoint(), time.Since(began).Seconds())
+	if c.options.Progress != nil {
+		fmt.Fprintf(c.options.Progress, "Kubernetes control plane ready at %s after %.1f s\n", c.Endpoint(), time.Since(began).Seconds())
+	}
 
 	return nil
 }
@@ -119,9 +116,9 @@ func (c *Cluster) start(ctx context.Context) (err error) {
 // Endpoint is the URL of the API server; it stays the same when the API server restarts.
 func (c *Cluster) Endpoint() string { return "https://" + c.ports[apiServerPort].Address() }
 
-// LogDir is the folder with the components' logs, named etcd.log, kube-apiserver.log, kube-controller-manager.log and
-// kubelet-<node>.log.
-func (c *Cluster) LogDir() string { return c.folder.logs }
+// LogDir is the directory with the components' logs, named etcd.log, kube-apiserver.log, kube-controller-manager.log and
+// kubelet-<node>.log. Files that others create in it are removed with the cluster.
+func (c *Cluster) LogDir() string { return c.directory.root }
 
 // PIDs are the ids of the running processes by component; a kubelet's component is kubelet-<node>.
 func (c *Cluster) PIDs() map[string]int {
@@ -130,14 +127,10 @@ func (c *Cluster) PIDs() map[string]int {
 
 	pids := make(map[string]int)
 
-	for _, p := range []*process.Process{c.etcd, c.apiserver, c.controllerManager} {
-		if p != nil {
+	for _, p := range append([]*process.Process{c.etcd, c.apiserver, c.controllerManager}, c.kubelets...) {
+		if p != nil && p.Ended() == nil {
 			pids[p.Name] = p.PID()
 		}
-	}
-
-	for _, k := range c.kubelets {
-		pids[k.process.Name] = k.PID()
 	}
 
 	return pids
@@ -150,19 +143,12 @@ func (c *Cluster) Stop() error {
 	defer c.mu.Unlock()
 
 	// Clients end before their servers, or they spend their grace retrying.
-	c.controllerManager.Terminate()
-
-	for _, k := range c.kubelets {
-		k.process.Terminate()
+	clients := append([]*process.Process{c.controllerManager}, c.kubelets...)
+	for _, p := range clients {
+		p.Terminate()
 	}
 
-	var errs []error
-
-	for _, k := range c.kubelets {
-		errs = append(errs, k.end())
-	}
-
-	for _, p := range []*process.Process{c.controllerManager, c.apiserver, c.etcd} {
+	for _, p := range append(clients, c.apiserver, c.etcd) {
 		p.Stop(context.Background())
 	}
 
@@ -172,45 +158,41 @@ func (c *Cluster) Stop() error {
 		p.Release()
 	}
 
-	return errors.Join(append(errs, c.folder.remove())...)
+	return c.directory.remove()
 }
 
-// startProcess starts a component of the assets with its log in the log folder.
-func (c *Cluster) startProcess(component string, args []string) (*process.Process, error) {
-	return process.Start(process.Command{
-		Name: component,
-		Path: filepath.Join(c.assets, component),
-		Args: args,
-		Log:  filepath.Join(c.folder.logs, component+".log"),
-	})
+// command runs a component of the assets with its log in the cluster's directory.
+func (c *Cluster) command(component string, args []string) process.Command {
+	return process.Command{Name: component, Path: filepath.Join(c.assets, component), Args: args, Log: c.directory.path(component + ".log")}
 }
 
-func (c *Cluster) startEtcd() (err error) {
-	client, peer := "http://"+c.ports[etcdPort].Address(), "http://"+c.ports[etcdPeerPort].Address()
+// startReady starts a process and waits until check succeeds. It stops a process that does not become ready.
+func startReady(ctx context.Context, command process.Command, check func(context.Context) error) (*process.Process, error) {
+	p, err := process.Start(command)
+	if err != nil {
+		return nil, err
+	}
 
-	c.etcd, err = c.startProcess("etcd", []string{
-		"--data-dir=" + c.folder.path("etcd"),
-		"--name=default",
+	if err := p.WaitReady(ctx, check); err != nil {
+		p.Stop(ctx)
+
+		return nil, err
+	}
+
+	return p, nil
+}
+
+func (c *Cluster) etcdFlags() []string {
+	client := "http://" + c.ports[etcdPort].Address()
+
+	return []string{
+		"--data-dir=" + c.directory.path("etcd"),
 		// The data need not survive a crash of the machine, and fsync is most of what etcd waits for.
 		"--unsafe-no-fsync",
 		"--log-level=warn",
 		"--socket-reuse-port",
 		"--listen-client-urls=" + client,
 		"--advertise-client-urls=" + client,
-		"--listen-peer-urls=" + peer,
-		"--initial-advertise-peer-urls=" + peer,
-		"--initial-cluster=default=" + peer,
-	})
-
-	return err
-}
-
-// report writes a line for a human. A nil writer discards it.
-func report(w io.Writer, format string, args ...any) {
-	if w != nil {
-		fmt.Fprintf(w, format+"\n", args...)
+		"--listen-peer-urls=http://127.0.0.1:0", // there is no peer
 	}
 }
-
-// writeFile writes a file that only this user can read.
-func writeFile(path string, content []byte) error { return os.WriteFile(path, content, 0o600) }

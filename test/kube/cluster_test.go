@@ -10,7 +10,6 @@ import (
 	"os/exec"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -22,6 +21,7 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
@@ -129,54 +129,45 @@ func testRegisteredNode(t *testing.T, cluster *kube.Cluster) {
 }
 
 func testRequests(t *testing.T, cluster *kube.Cluster) {
-	count := func(kind kube.RequestKind) int {
-		requests, err := cluster.APIServerRequests(t.Context())
+	count := func(want kube.Request) int {
+		sum, err := cluster.CountRequests(t.Context(), func(request kube.Request) bool {
+			for label, value := range want {
+				if request[label] != value {
+					return false
+				}
+			}
+
+			return true
+		})
 		require.NoError(t, err)
 
-		assert.Equal(t, requests[kind], requests.Total(func(other kube.RequestKind) bool { return other == kind }))
-
-		return requests[kind]
+		return sum
 	}
 	core := client(t, cluster.Config()).CoreV1()
 
 	register(t, cluster, kube.NodeSpec{Name: "counted-1"})
 
 	for name, test := range map[string]struct {
-		kind kube.RequestKind
+		kind kube.Request
 		send func() error
 	}{
-		"resource": {kube.RequestKind{Verb: "POST", Resource: "nodes", Code: 201}, func() error {
+		"resource": {kube.Request{"verb": "POST", "group": "", "resource": "nodes", "subresource": "", "code": "201"}, func() error {
 			register(t, cluster, kube.NodeSpec{Name: "counted-2"})
 			register(t, cluster, kube.NodeSpec{Name: "counted-3"})
 
 			return nil
 		}},
-		"subresource": {kube.RequestKind{Verb: "PATCH", Resource: "nodes/status", Code: 200}, func() error {
+		"subresource": {kube.Request{"verb": "PATCH", "resource": "nodes", "subresource": "status", "code": "200"}, func() error {
 			_, err := core.Nodes().PatchStatus(t.Context(), "counted-1", []byte(`{}`))
 			_, again := core.Nodes().PatchStatus(t.Context(), "counted-1", []byte(`{}`))
 
 			return errors.Join(err, again)
 		}},
-		"path without a resource": {kube.RequestKind{Verb: "GET", Resource: "/livez", Code: 200}, func() error {
-			get := core.RESTClient().Get().AbsPath("/livez")
-
-			return errors.Join(get.Do(t.Context()).Error(), get.Do(t.Context()).Error())
-		}},
-		"of two scopes": {kube.RequestKind{Verb: "LIST", Resource: "podtemplates", Code: 200}, func() error {
+		"of two scopes": {kube.Request{"verb": "LIST", "resource": "podtemplates", "code": "200"}, func() error {
 			_, err := core.PodTemplates(metav1.NamespaceDefault).List(t.Context(), metav1.ListOptions{})
 			_, all := core.PodTemplates(metav1.NamespaceAll).List(t.Context(), metav1.ListOptions{})
 
 			return errors.Join(err, all)
-		}},
-		"of a group": {kube.RequestKind{Verb: "DELETE", Group: "apps", Resource: "deployments", Code: 404}, func() error {
-			for range 2 {
-				err := client(t, cluster.Config()).AppsV1().Deployments(metav1.NamespaceDefault).Delete(t.Context(), "none", metav1.DeleteOptions{})
-				if !apierrors.IsNotFound(err) {
-					return fmt.Errorf("got %w, want NotFound", err)
-				}
-			}
-
-			return nil
 		}},
 	} {
 		before := count(test.kind)
@@ -248,10 +239,10 @@ func TestCluster_AllocatesPodCIDRs(t *testing.T) {
 	cluster := start(t, kube.Options{ControllerManager: kube.ControllerManager{PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.0.0/16")}}})
 	register(t, cluster, kube.NodeSpec{Name: "a"})
 
-	eventually(t, "the node has a pod CIDR", func(ctx context.Context) error {
+	ctest.EventuallyNoError(t, func(ctx context.Context) error {
 		node, err := client(t, cluster.Config()).CoreV1().Nodes().Get(ctx, "a", metav1.GetOptions{})
 		if err == nil && node.Spec.PodCIDR == "" {
-			return fmt.Errorf("spec is %+v", node.Spec)
+			return fmt.Errorf("node has no pod CIDR: %+v", node.Spec)
 		}
 
 		return err
@@ -266,7 +257,7 @@ func TestCluster_LeavesNothingWhenParentIsKilled(t *testing.T) {
 	pids := killVictim(t)
 	assert.Len(t, pids, 4)
 
-	eventually(t, "no component and no file outlives its parent", func(context.Context) error {
+	ctest.EventuallyNoError(t, func(context.Context) error {
 		for name, pid := range pids {
 			if alive(pid) {
 				return fmt.Errorf("%s still runs as process %d", name, pid)
@@ -348,14 +339,6 @@ func taintKeys(node *corev1.Node) (keys []string) {
 	return keys
 }
 
-// eventually fails the test unless check succeeds in time: ten seconds for what a kubelet does, on a computer that has
-// nothing else to do.
-func eventually(t *testing.T, what string, check func(context.Context) error) {
-	t.Helper()
-
-	require.EventuallyWithT(t, func(c *assert.CollectT) { assert.NoError(c, check(t.Context())) }, 2*time.Minute, 20*time.Millisecond, what)
-}
-
 // alive reports whether a process runs. One that has ended but was not reaped, which is up to its new parent, does not.
 func alive(pid int) bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
@@ -369,10 +352,10 @@ func alive(pid int) bool {
 	return !strings.HasPrefix(after, "Z") && !strings.HasPrefix(after, "X")
 }
 
-func assertEmpty(t *testing.T, folder string) {
+func assertEmpty(t *testing.T, directory string) {
 	t.Helper()
 
-	left, err := os.ReadDir(folder)
+	left, err := os.ReadDir(directory)
 	require.NoError(t, err)
 	assert.Empty(t, left)
 }

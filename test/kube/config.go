@@ -5,7 +5,6 @@ import (
 	"fmt"
 
 	"github.com/siderolabs/crypto/x509"
-	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 )
 
@@ -74,11 +73,6 @@ func (c *Cluster) config(client *x509.KeyPair) *rest.Config {
 		QPS:             clientQPS,
 		Burst:           clientBurst,
 	}
-}
-
-// adminClient is for callers that hold the cluster's mutex.
-func (c *Cluster) adminClient() (kubernetes.Interface, error) {
-	return kubernetes.NewForConfig(c.config(c.pki.admin))
 }
 
 // CA returns the PEM certificate of the authority that signed the API server's certificate: what a client must trust.

@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"strings"
 
+	"github.com/siderolabs/gen/xslices"
 	"k8s.io/client-go/discovery"
 	"k8s.io/client-go/rest"
 )
@@ -52,33 +53,19 @@ func (c *Cluster) startControllerManager(ctx context.Context) error {
 
 	// All controllers share the identity of an administrator. With --use-service-account-credentials, each of them waits
 	// for a token before any of them starts, which takes seconds.
-	if err := writeFile(c.folder.path(managerConfigFile), Kubeconfig(c.config(c.pki.admin))); err != nil {
-		return fmt.Errorf("start %s: %w", controllerManager, err)
+	err := c.directory.write(managerConfigFile, Kubeconfig(c.config(c.pki.admin)))
+	if err == nil {
+		c.controllerManager, err = startReady(ctx, c.command(controllerManager, c.controllerManagerFlags()), c.controllersRun)
 	}
 
-	process, err := c.startProcess(controllerManager, c.controllerManagerFlags())
-	if err != nil {
-		return err
-	}
-
-	if err := process.WaitReady(ctx, c.controllersRun); err != nil {
-		process.Stop(ctx)
-
-		return err
-	}
-
-	c.controllerManager = process
-
-	return nil
+	return err
 }
 
 func (c *Cluster) controllerManagerFlags() []string {
-	file := c.folder.path
+	file := c.directory.path
 	options := c.options.ControllerManager
 	flags := []string{
 		"--kubeconfig=" + file(managerConfigFile),
-		"--authentication-kubeconfig=" + file(managerConfigFile),
-		"--authorization-kubeconfig=" + file(managerConfigFile),
 		"--bind-address=127.0.0.1",
 		fmt.Sprintf("--secure-port=%d", c.ports[controllerManagerPort].Number()),
 		"--permit-port-sharing",
@@ -91,12 +78,12 @@ func (c *Cluster) controllerManagerFlags() []string {
 		"--cluster-signing-key-file=" + file(clientCAKeyFile),
 		"--cluster-signing-duration=24h",
 		"--controllers=" + controllers,
-		// The default is a folder of the machine that this user may not be allowed to make.
+		// The default is a directory of the machine that this user may not be allowed to create.
 		"--flex-volume-plugin-dir=" + file("flex-volumes"),
 	}
 
 	if len(options.PodCIDRs) > 0 {
-		cidrs := strings.Join(texts(options.PodCIDRs), ",")
+		cidrs := strings.Join(xslices.Map(options.PodCIDRs, netip.Prefix.String), ",")
 		flags = append(flags, "--controllers=node-ipam-controller", "--allocate-node-cidrs", "--cluster-cidr="+cidrs)
 	}
 
@@ -121,14 +108,4 @@ func (c *Cluster) controllersRun(ctx context.Context) error {
 	}
 
 	return err
-}
-
-// texts returns the items as text.
-func texts[T fmt.Stringer](items []T) []string {
-	list := make([]string, len(items))
-	for i, item := range items {
-		list[i] = item.String()
-	}
-
-	return list
 }

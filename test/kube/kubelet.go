@@ -2,25 +2,26 @@ package kube
 
 import (
 	"context"
+	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net/netip"
 	"os"
 	"path/filepath"
-	"slices"
-	"strings"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
 
 	"github.com/talos-ccm/talos-ccm/test/process"
 )
 
 const (
 	kubelet = "kubelet"
+	// kubeletPort is outside the ephemeral port range.
+	kubeletPort = 20250
 
-	kubeletAttempts = 3
-
-	// enclosed is the kubelet's folder as it sees it itself: the path that it has built in, and one short enough for its
+	// enclosed is the kubelet's directory as it sees it itself: the path that it has built in, and one short enough for its
 	// sockets.
 	enclosed        = "/var/lib/kubelet"
 	runtimeEndpoint = "unix://" + enclosed + "/cri.sock"
@@ -55,11 +56,12 @@ type KubeletSpec struct {
 	Flags []string
 }
 
-// Kubelet is a running kubelet.
+// Kubelet is a running kubelet. Its Node stays when it is stopped, as that of a machine that was switched off.
 type Kubelet struct {
-	cluster *Cluster
-	process *process.Process
-	folder  string
+	*process.Process
+
+	// Address is where it serves.
+	Address netip.AddrPort
 }
 
 // StartKubelet starts a real kubelet with --cloud-provider=external, whose containers are only pretended by a runtime
@@ -68,155 +70,98 @@ type Kubelet struct {
 //
 // It needs this package's own kubelet, and user namespaces: as plain root a kubelet would change sysctls of this machine,
 // so it runs where /proc/sys is read-only, and where /var/lib and /var/log are its own. The cache and the temporary
-// folder must therefore be elsewhere. [Cluster.Stop] stops it.
+// directory must therefore be elsewhere. [Cluster.Stop] stops it.
 func (c *Cluster) StartKubelet(ctx context.Context, spec KubeletSpec) (*Kubelet, error) {
 	if _, err := os.Stat(filepath.Join(c.assets, multiCall)); err != nil {
-		return nil, fmt.Errorf("start the kubelet of %s: it must be this package's own, with a container runtime inside: %w (unset %s)",
-			spec.NodeName, err, assetsEnv)
+		return nil, fmt.Errorf("start the kubelet of %s: it must be this package's own: %w (unset KUBEBUILDER_ASSETS)", spec.NodeName, err)
 	}
 
-	// Unlike the other components, a kubelet cannot listen on a port that is reserved, so it may be taken.
-	for attempt := 1; ; attempt++ {
-		k := &Kubelet{cluster: c, folder: c.folder.path(kubelet + "-" + spec.NodeName)}
+	random := make([]byte, 3)
+	_, _ = rand.Read(random) // never fails (crypto/rand)
 
-		err := k.start(ctx, spec)
-		if err == nil {
-			return k, nil
-		}
+	k := &Kubelet{Address: netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, random[0], random[1], random[2]}), kubeletPort)}
 
-		err = errors.Join(fmt.Errorf("start the kubelet of %s: %w", spec.NodeName, err), k.Stop())
-		if attempt == kubeletAttempts || !strings.Contains(err.Error(), "address already in use") {
-			return nil, err
-		}
-	}
-}
-
-// PID is the process id of the kubelet.
-func (k *Kubelet) PID() int { return k.process.PID() }
-
-// Stop ends the kubelet and removes its files. Its Node stays, as that of a machine that was switched off. It
-// does nothing if the kubelet has ended.
-func (k *Kubelet) Stop() error {
-	k.cluster.mu.Lock()
-	k.cluster.kubelets = slices.DeleteFunc(k.cluster.kubelets, func(other *Kubelet) bool { return other == k })
-	k.cluster.mu.Unlock()
-
-	return k.end()
-}
-
-// end is Stop for callers that keep the cluster's list of kubelets themselves.
-func (k *Kubelet) end() error {
-	k.process.Stop(context.Background())
-
-	if err := os.RemoveAll(k.folder); err != nil {
-		return fmt.Errorf("remove the kubelet's folder: %w", err)
+	directory, err := c.prepareKubelet(spec, k.Address)
+	if err != nil {
+		return nil, fmt.Errorf("start the kubelet of %s: %w", spec.NodeName, err)
 	}
 
-	return nil
-}
-
-func (k *Kubelet) start(ctx context.Context, spec KubeletSpec) error {
-	if err := k.prepare(spec); err != nil {
-		return err
-	}
-
-	name := kubelet + "-" + spec.NodeName
-	args := append([]string{
-		"-c", enclosure, "sh", k.folder, filepath.Join(k.cluster.assets, kubelet),
+	command := c.command(kubelet+"-"+spec.NodeName, append([]string{
+		"-c", enclosure, "sh", directory, filepath.Join(c.assets, kubelet),
 		"--config=" + enclosed + "/config.json",
 		"--kubeconfig=" + enclosed + "/kubeconfig",
 		"--bootstrap-kubeconfig=" + enclosed + "/bootstrap-kubeconfig",
-		"--root-dir=" + enclosed,
-		"--cert-dir=" + enclosed + "/pki",
 		"--hostname-override=" + spec.NodeName,
 		"--cloud-provider=external",
 		"--v=2",
-	}, spec.Flags...)
+	}, spec.Flags...))
+	command.Path, command.Env, command.Namespaces = "/bin/sh", []string{"FAKE_CRI=" + runtimeEndpoint}, true
 
-	var err error
+	nodes := kubernetes.NewForConfigOrDie(c.Config()).CoreV1().Nodes()
 
-	k.process, err = process.Start(process.Command{
-		Name: name, Path: "/bin/sh", Args: args, Env: []string{"FAKE_CRI=" + runtimeEndpoint},
-		Log: filepath.Join(k.cluster.folder.logs, name+".log"), Namespaces: true,
-	})
-	if err != nil {
-		return err
-	}
-
-	k.cluster.mu.Lock()
-	k.cluster.kubelets = append(k.cluster.kubelets, k)
-	client, err := k.cluster.adminClient()
-	k.cluster.mu.Unlock()
-
-	if err != nil {
-		return err
-	}
-
-	return k.process.WaitReady(ctx, func(ctx context.Context) error {
-		_, err := client.CoreV1().Nodes().Get(ctx, spec.NodeName, metav1.GetOptions{})
+	k.Process, err = startReady(ctx, command, func(ctx context.Context) error {
+		_, err := nodes.Get(ctx, spec.NodeName, metav1.GetOptions{})
 
 		return err
 	})
+	if err != nil {
+		return nil, err
+	}
+
+	c.mu.Lock()
+	c.kubelets = append(c.kubelets, k.Process)
+	c.mu.Unlock()
+
+	return k, nil
 }
 
-// prepare makes the kubelet's folder, its credentials and its configuration.
-func (k *Kubelet) prepare(spec KubeletSpec) error {
-	// The parent is missing once the cluster was stopped.
-	if err := os.Mkdir(k.folder, 0o700); err != nil {
-		return err
+// prepareKubelet creates the kubelet's directory, its credentials and its configuration.
+func (c *Cluster) prepareKubelet(spec KubeletSpec, address netip.AddrPort) (string, error) {
+	// The parent does not exist once the cluster was stopped.
+	directory, err := os.MkdirTemp(c.directory.root, kubelet)
+	if err != nil {
+		return "", err
 	}
 
-	port, err := ReservePort()
+	config, err := json.MarshalIndent(c.kubeletConfiguration(spec, address), "", "  ")
 	if err != nil {
-		return err
-	}
-
-	port.Release()
-
-	config, err := json.MarshalIndent(k.configuration(spec, port.Number()), "", "  ")
-	if err != nil {
-		return err
+		return "", err
 	}
 
 	// With a kubeconfig, the kubelet ignores the bootstrap kubeconfig.
-	name, user := "bootstrap-kubeconfig", k.cluster.TokenConfig(spec.BootstrapToken)
+	name, user := "bootstrap-kubeconfig", c.TokenConfig(spec.BootstrapToken)
 	if spec.BootstrapToken == "" {
 		name = "kubeconfig"
 
-		if user, err = k.cluster.UserConfig(userNode+spec.NodeName, groupNodes); err != nil {
-			return err
+		if user, err = c.UserConfig(userNode+spec.NodeName, groupNodes); err != nil {
+			return "", err
 		}
 	}
 
-	return errors.Join(writeFile(filepath.Join(k.folder, "config.json"), config), writeFile(filepath.Join(k.folder, name), Kubeconfig(user)))
+	return directory, errors.Join(
+		os.WriteFile(filepath.Join(directory, "config.json"), config, 0o600),
+		os.WriteFile(filepath.Join(directory, name), Kubeconfig(user), 0o600),
+	)
 }
 
-// configuration is a KubeletConfiguration. Its type is not imported, as no product code needs that module.
-func (k *Kubelet) configuration(spec KubeletSpec, port int) map[string]any {
+// kubeletConfiguration is a KubeletConfiguration. Its type is not imported, as no product code needs that module.
+func (c *Cluster) kubeletConfiguration(spec KubeletSpec, address netip.AddrPort) map[string]any {
 	return map[string]any{
 		"apiVersion": "kubelet.config.k8s.io/v1beta1",
 		"kind":       "KubeletConfiguration",
 
-		"address":      "127.0.0.1",
-		"port":         port,
-		"readOnlyPort": 0,
-		"healthzPort":  0,
-		"authentication": map[string]any{
-			"anonymous": map[string]any{"enabled": false},
-			"webhook":   map[string]any{"enabled": true},
-			"x509":      map[string]any{"clientCAFile": k.cluster.folder.path(clientCAFile)},
-		},
-		"authorization":      map[string]any{"mode": "Webhook"},
+		"address":            address.Addr().String(),
+		"port":               address.Port(),
+		"healthzPort":        0,
+		"authentication":     map[string]any{"x509": map[string]any{"clientCAFile": c.directory.path(clientCAFile)}},
 		"serverTLSBootstrap": true,
 		"rotateCertificates": spec.RotateCertificates,
 
 		"containerRuntimeEndpoint": runtimeEndpoint,
-		"podLogsDir":               enclosed + "/pod-logs",
 		"volumePluginDir":          enclosed + "/volume-plugins",
 
 		// What a kubelet may not or need not do in a user namespace, whatever cgroups the machine has.
 		"featureGates":                  map[string]any{"KubeletInUserNamespace": true},
-		"cgroupDriver":                  "cgroupfs",
 		"cgroupsPerQOS":                 false,
 		"enforceNodeAllocatable":        []string{},
 		"failCgroupV1":                  false,
@@ -224,7 +169,5 @@ func (k *Kubelet) configuration(spec KubeletSpec, port int) map[string]any {
 		"makeIPTablesUtilChains":        false,
 		"localStorageCapacityIsolation": false,
 		"resolvConf":                    "",
-		"nodeLeaseDurationSeconds":      40,
-		"nodeStatusUpdateFrequency":     "10s",
 	}
 }

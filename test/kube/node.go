@@ -15,6 +15,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/siderolabs/gen/xslices"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
@@ -53,14 +54,12 @@ type NodeSpec struct {
 //
 // The request is sent with [Cluster.KubeletConfig], so that authorization and admission judge it as the kubelet's.
 func (c *Cluster) RegisterNode(ctx context.Context, spec NodeSpec) (*corev1.Node, error) {
-	kubelet, err := kubernetes.NewForConfig(c.KubeletConfig(spec.Name))
-	if err != nil {
-		return nil, fmt.Errorf("register node %s: %w", spec.Name, err)
-	}
+	kubelet := kubernetes.NewForConfigOrDie(c.KubeletConfig(spec.Name))
 
 	node, err := kubelet.CoreV1().Nodes().Create(ctx, spec.node(), metav1.CreateOptions{})
 	if err == nil && spec.ControlPlane {
-		node, err = c.labelControlPlane(ctx, spec.Name)
+		label := []byte(`{"metadata":{"labels":{"node-role.kubernetes.io/control-plane":""}}}`)
+		node, err = kubernetes.NewForConfigOrDie(c.Config()).CoreV1().Nodes().Patch(ctx, spec.Name, types.MergePatchType, label, metav1.PatchOptions{})
 	}
 
 	if err != nil {
@@ -68,17 +67,6 @@ func (c *Cluster) RegisterNode(ctx context.Context, spec NodeSpec) (*corev1.Node
 	}
 
 	return node, nil
-}
-
-func (c *Cluster) labelControlPlane(ctx context.Context, name string) (*corev1.Node, error) {
-	client, err := kubernetes.NewForConfig(c.Config())
-	if err != nil {
-		return nil, err
-	}
-
-	label := []byte(`{"metadata":{"labels":{"node-role.kubernetes.io/control-plane":""}}}`)
-
-	return client.CoreV1().Nodes().Patch(ctx, name, types.MergePatchType, label, metav1.PatchOptions{})
 }
 
 // RequestServingCertificate creates a CSR for DNS names and IP addresses as the kubelet of a Node does
@@ -108,10 +96,7 @@ func (c *Cluster) RequestServingCertificate(ctx context.Context, nodename, name 
 		return nil, fmt.Errorf("make CSR of %s: %w", nodename, err)
 	}
 
-	client, err := kubernetes.NewForConfig(c.KubeletConfig(nodename))
-	if err != nil {
-		return nil, fmt.Errorf("create CSR of %s: %w", nodename, err)
-	}
+	client := kubernetes.NewForConfigOrDie(c.KubeletConfig(nodename))
 
 	return client.CertificatesV1().CertificateSigningRequests().Create(ctx, &certificatesv1.CertificateSigningRequest{
 		ObjectMeta: metav1.ObjectMeta{Name: name, GenerateName: "csr-"},
@@ -178,7 +163,7 @@ func (s NodeSpec) node() *corev1.Node {
 		corev1.Taint{Key: cloudproviderapi.TaintExternalCloudProvider, Value: "true", Effect: corev1.TaintEffectNoSchedule})
 
 	if len(s.NodeIPs) > 0 {
-		node.Annotations[cloudproviderapi.AnnotationAlphaProvidedIPAddr] = strings.Join(texts(s.NodeIPs), ",")
+		node.Annotations[cloudproviderapi.AnnotationAlphaProvidedIPAddr] = strings.Join(xslices.Map(s.NodeIPs, netip.Addr.String), ",")
 	}
 
 	return node

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/siderolabs/crypto/x509"
+	"github.com/siderolabs/talos/pkg/machinery/config/generate/secrets"
 )
 
 const (
@@ -18,7 +19,7 @@ const (
 // pki is what a cluster's components identify themselves by. It has two authorities, so that the one that clients trust
 // can be replaced while the clients' own certificates stay valid.
 type pki struct {
-	folder *folder
+	directory *directory
 	// clients signs client certificates and, through kube-controller-manager, the kubelets' serving certificates.
 	clients *x509.CertificateAuthority
 	// serving signs the API server's certificate; guarded by the cluster's mutex.
@@ -27,7 +28,7 @@ type pki struct {
 	admin *x509.KeyPair
 }
 
-// Files in a cluster's folder.
+// Files in a cluster's directory.
 const (
 	clientCAFile      = "client-ca.crt"
 	clientCAKeyFile   = "client-ca.key"
@@ -35,31 +36,29 @@ const (
 	servingCAFile     = "serving-ca.crt"
 	servingCertFile   = "apiserver.crt"
 	servingKeyFile    = "apiserver.key"
-	adminCertFile     = "admin.crt"
-	adminKeyFile      = "admin.key"
 	signingKeyFile    = "service-account.key"
 	managerConfigFile = "kube-controller-manager.kubeconfig"
 )
 
-func newPKI(f *folder) (p *pki, err error) {
-	p = &pki{folder: f}
+func newPKI(d *directory) (p *pki, err error) {
+	p = &pki{directory: d}
 
-	if p.clients, err = newAuthority("talos-ccm-test-clients"); err != nil {
-		return nil, err
+	if p.clients, err = secrets.NewKubernetesCA(time.Now().Add(-clockSkew), nil); err != nil {
+		return nil, fmt.Errorf("create CA of clients: %w", err)
 	}
 
 	if p.admin, err = p.issueClient("admin", groupMasters); err != nil {
 		return nil, err
 	}
 
-	frontProxy, err := newAuthority("talos-ccm-test-front-proxy")
+	frontProxy, err := secrets.NewAggregatorCA(time.Now().Add(-clockSkew), nil)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("create CA of front proxies: %w", err)
 	}
 
 	signing, err := x509.NewECDSAKey()
 	if err != nil {
-		return nil, fmt.Errorf("make service account key: %w", err)
+		return nil, fmt.Errorf("create service account key: %w", err)
 	}
 
 	if err := p.renewServing(); err != nil {
@@ -70,16 +69,14 @@ func newPKI(f *folder) (p *pki, err error) {
 		frontProxyCAFile: frontProxy.CrtPEM,
 		clientCAFile:     p.clients.CrtPEM,
 		clientCAKeyFile:  p.clients.KeyPEM,
-		adminCertFile:    p.admin.CrtPEM,
-		adminKeyFile:     p.admin.KeyPEM,
 		signingKeyFile:   signing.GetPrivateKeyPEM(),
 	})
 }
 
-// renewServing makes a new serving authority and the API server's certificate.
+// renewServing creates a new serving authority and the API server's certificate.
 func (p *pki) renewServing() (err error) {
-	if p.serving, err = newAuthority("talos-ccm-test-serving"); err != nil {
-		return err
+	if p.serving, err = secrets.NewKubernetesCA(time.Now().Add(-clockSkew), nil); err != nil {
+		return fmt.Errorf("create CA of servers: %w", err)
 	}
 
 	names := []string{"localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local"}
@@ -99,7 +96,7 @@ func (p *pki) renewServing() (err error) {
 
 func (p *pki) write(files map[string][]byte) error {
 	for name, content := range files {
-		if err := writeFile(p.folder.path(name), content); err != nil {
+		if err := p.directory.write(name, content); err != nil {
 			return fmt.Errorf("write the cluster's certificates: %w", err)
 		}
 	}
@@ -112,26 +109,13 @@ func (p *pki) issueClient(user string, groups ...string) (*x509.KeyPair, error) 
 	return issue(p.clients, stdx509.ExtKeyUsageClientAuth, x509.CommonName(user), x509.Organization(groups...))
 }
 
-func newAuthority(name string) (*x509.CertificateAuthority, error) {
-	ca, err := x509.NewSelfSignedCertificateAuthority(options(x509.ECDSA(true), x509.Organization(name))...)
-	if err != nil {
-		return nil, fmt.Errorf("make certificate authority %s: %w", name, err)
-	}
-
-	return ca, nil
-}
-
-// issue makes a key and a certificate for it.
+// issue creates a key and a certificate for it.
 func issue(ca *x509.CertificateAuthority, usage stdx509.ExtKeyUsage, subject ...x509.Option) (*x509.KeyPair, error) {
-	pair, err := x509.NewKeyPair(ca, options(append(subject, x509.ExtKeyUsage([]stdx509.ExtKeyUsage{usage}))...)...)
+	pair, err := x509.NewKeyPair(ca, append(subject, x509.ExtKeyUsage([]stdx509.ExtKeyUsage{usage}),
+		x509.NotBefore(time.Now().Add(-clockSkew)), x509.NotAfter(time.Now().Add(certificateTTL)))...)
 	if err != nil {
 		return nil, fmt.Errorf("issue certificate: %w", err)
 	}
 
 	return pair, nil
-}
-
-// options adds the period of validity.
-func options(list ...x509.Option) []x509.Option {
-	return append(list, x509.NotBefore(time.Now().Add(-clockSkew)), x509.NotAfter(time.Now().Add(certificateTTL)))
 }

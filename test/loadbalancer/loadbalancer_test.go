@@ -58,13 +58,13 @@ type node struct {
 	namespace, pod *netns.Namespace
 }
 
-func (b *bed) namespace() *netns.Namespace {
+// connect connects a new namespace with a new interface of another one.
+func (b *bed) connect(to *netns.Namespace, link, address string) *netns.Namespace {
 	b.Helper()
 
-	ns, err := netns.New()
+	ns, err := to.Connect(b.Context(), link, netip.MustParsePrefix(address+"/24"))
 	require.NoError(b, err)
 	b.Cleanup(func() { _ = ns.Close() })
-	require.NoError(b, ns.IP(b.Context(), []string{"link", "set", "lo", "up"}))
 
 	return ns
 }
@@ -73,12 +73,8 @@ func (b *bed) namespace() *netns.Namespace {
 func (b *bed) plug(name, address string) *netns.Namespace {
 	b.Helper()
 
-	ns := b.namespace()
-	require.NoError(b, b.lan.IP(b.Context(),
-		[]string{"link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", ns.Path()},
-		[]string{"link", "set", name, "master", "br0", "up"},
-	))
-	require.NoError(b, ns.IP(b.Context(), []string{"link", "set", "eth0", "up"}, []string{"address", "add", address + "/24", "dev", "eth0"}))
+	ns := b.connect(b.lan, name, address)
+	require.NoError(b, b.lan.IP(b.Context(), "link set "+name+" master br0"))
 
 	return ns
 }
@@ -94,8 +90,10 @@ func newBed(t *testing.T) *bed {
 	require.NoError(t, err)
 	t.Cleanup(b.instance.Stop)
 
-	b.lan = b.namespace()
-	require.NoError(b, b.lan.IP(t.Context(), []string{"link", "add", "br0", "type", "bridge"}, []string{"link", "set", "br0", "up"}))
+	b.lan, err = netns.New(t.Context())
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = b.lan.Close() })
+	require.NoError(t, b.lan.IP(t.Context(), "link add br0 type bridge", "link set br0 up"))
 	b.outside = b.plug("client", clientAddress)
 
 	return b
@@ -106,19 +104,12 @@ func (b *bed) join(name string, number int, proxyMode string) node {
 	b.Helper()
 
 	n := node{name: name, address: fmt.Sprintf("192.0.2.%d", number), podAddress: fmt.Sprintf("10.244.%d.2", number)}
-	n.namespace, n.pod = b.plug(name, n.address), b.namespace()
+	n.namespace = b.plug(name, n.address)
+	n.pod = b.connect(n.namespace, "pod", n.podAddress)
 	gateway := fmt.Sprintf("10.244.%d.1", number)
 
-	require.NoError(b, n.namespace.IP(b.Context(),
-		[]string{"link", "add", "pod", "type", "veth", "peer", "name", "eth0", "netns", n.pod.Path()},
-		[]string{"link", "set", "pod", "up"},
-		[]string{"address", "add", gateway + "/24", "dev", "pod"},
-	))
-	require.NoError(b, n.pod.IP(b.Context(),
-		[]string{"link", "set", "eth0", "up"},
-		[]string{"address", "add", n.podAddress + "/24", "dev", "eth0"},
-		[]string{"route", "add", "default", "via", gateway},
-	))
+	require.NoError(b, n.namespace.IP(b.Context(), "address add "+gateway+"/24 dev pod"))
+	require.NoError(b, n.pod.IP(b.Context(), "route add default via "+gateway))
 	require.NoError(b, n.namespace.Inside(func() error { return os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1"), 0o644) }))
 
 	listener, err := n.pod.Listen(b.Context(), fmt.Sprintf(":%d", targetPort))
@@ -161,7 +152,7 @@ func (b *bed) startKubeProxy(n node, mode string) {
 
 	go forward(listener, endpoint)
 
-	assets, err := kube.Assets(b.Context(), os.Stderr)
+	assets, err := kube.AssetsOf(b.Context(), kube.KubernetesVersion, os.Stderr)
 	require.NoError(b, err)
 
 	kubeconfig := filepath.Join(b.TempDir(), "kubeconfig")
@@ -338,8 +329,8 @@ func TestKubeProxy_ServesNodeAddresses(t *testing.T) {
 func testKubeProxy(t *testing.T, mode string) {
 	b := newBed(t)
 	x, y := b.join("x", 1, mode), b.join("y", 2, mode)
-	require.NoError(b, x.namespace.IP(t.Context(), []string{"route", "add", "10.244.2.0/24", "via", y.address}))
-	require.NoError(b, y.namespace.IP(t.Context(), []string{"route", "add", "10.244.1.0/24", "via", x.address}))
+	require.NoError(b, x.namespace.IP(t.Context(), "route add 10.244.2.0/24 via "+y.address))
+	require.NoError(b, y.namespace.IP(t.Context(), "route add 10.244.1.0/24 via "+x.address))
 	b.startController()
 
 	_, err := b.Client.CoreV1().Services("default").Create(t.Context(), &corev1.Service{

@@ -8,14 +8,14 @@ import (
 	"k8s.io/apimachinery/pkg/util/sets"
 )
 
-// families are metrics: for each one "name (type)", "name label" for each label, and "name label=value" for each value
-// that is listed.
+// families has the entries "name (type)" for each metric, "name label" for each label, and "name label=value" for each
+// listed value.
 type families struct{ sets.Set[string] }
 
 var (
-	// prefixes select the listed metrics; libraries export others that are not worth watching.
+	// prefixes select the listed metrics. Libraries export others that are not of interest.
 	prefixes = []string{"talosccm_", "leader_election_", "workqueue_", "rest_client_", "process_", "go_goroutines", "go_gc_gomemlimit_bytes", "go_memstats_"}
-	// open has the labels with unbounded values.
+	// open are the labels with unbounded values.
 	open = []string{"cidr", "code", "go_version", "method", "node", "pool", "request", "version"}
 )
 
@@ -23,12 +23,13 @@ func hasPrefix(name string, prefixes ...string) bool {
 	return slices.ContainsFunc(prefixes, func(prefix string) bool { return strings.HasPrefix(name, prefix) })
 }
 
-// enumerated tells whether the values of a metric's label are listed: of our own metrics, of queues and of elections, which have names that alerts know.
+// enumerated reports whether the values of a metric's label are listed: those of our own metrics, and the names of
+// queues and elections, which alerts use.
 func enumerated(name, label string) bool {
 	return hasPrefix(name, "talosccm_", "workqueue_", "leader_election_") && !slices.Contains(open, label)
 }
 
-// add notes what a scrape shows.
+// add adds the metrics of a scrape.
 func (f families) add(scraped map[string]*dto.MetricFamily) {
 	for name, metrics := range scraped {
 		if !hasPrefix(name, prefixes...) {
@@ -42,7 +43,7 @@ func (f families) add(scraped map[string]*dto.MetricFamily) {
 				label := pair.GetName()
 				f.Insert(name + " " + label)
 
-				if enumerated(name, label) && (label == "name" || happened(metric)) {
+				if enumerated(name, label) && (label == "name" || happened(metric) || name == "talosccm_ipam_pool_blocks_free") { // may be zero from the start
 					f.Insert(name + " " + label + "=" + pair.GetValue())
 				}
 			}
@@ -50,12 +51,12 @@ func (f families) add(scraped map[string]*dto.MetricFamily) {
 	}
 }
 
-// happened tells whether anything of what a series counts has.
+// happened reports whether a series has ever had another value than zero.
 func happened(metric *dto.Metric) bool {
 	return metric.GetHistogram() != nil || metric.GetCounter().GetValue() != 0 || metric.GetGauge().GetValue() != 0
 }
 
-// String is the list: for each metric a line with its name, type and labels, and behind a label the values it has.
+// String returns a line for each metric with its name, type and labels, and the values of labels.
 func (f families) String() string {
 	var text strings.Builder
 
@@ -82,7 +83,7 @@ func (f families) String() string {
 	return strings.TrimPrefix(text.String()+"\n", "\n")
 }
 
-// parseFamilies reads what String writes.
+// parseFamilies parses the result of String.
 func parseFamilies(text string) families {
 	f := families{sets.New[string]()}
 
@@ -107,5 +108,5 @@ func parseFamilies(text string) families {
 	return f
 }
 
-// lacks returns what other has, of metrics, labels and values, that f lacks.
+// lacks returns the entries of other that f does not have.
 func (f families) lacks(other families) []string { return sets.List(other.Difference(f.Set)) }

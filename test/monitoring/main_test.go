@@ -1,7 +1,7 @@
-// Package monitoring_test holds what people watch talos-ccm with against what it really exports. metrics.txt lists that; TestMetrics
-// makes everything happen that an alert is about and fails unless a scrape of the running process agrees with the list.
+// Package monitoring_test compares metrics.txt, the list of exported metrics, with scrapes of a running talos-ccm after
+// everything that an alert reports has happened.
 //
-// The dashboard and the alerts themselves are tested in prometheus, a module of its own, which reads metrics.txt and starts nothing.
+// The nested module prometheus tests the dashboard and the alerts themselves. It reads metrics.txt and starts no processes.
 package monitoring_test
 
 import (
@@ -26,6 +26,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/sets"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/builder"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
@@ -34,7 +35,7 @@ import (
 type bed struct {
 	ctest.Suite
 
-	// url is where the metrics of talos-ccm are, and seen is all that they have shown.
+	// url is the URL of the metrics of talos-ccm, and seen has all that scrapes have returned.
 	url  string
 	seen families
 }
@@ -49,13 +50,11 @@ func newBed(t *testing.T) *bed {
 func (b *bed) start(on *talostest.Machine, flags ...string) {
 	b.Helper()
 
-	folder := b.TempDir()
-	executable := filepath.Join(folder, "talos-ccm")
+	dir := b.TempDir()
+	executable := filepath.Join(dir, "talos-ccm")
+	require.NoError(b, builder.Executable("../../cmd/talos-ccm", executable))
 
-	output, err := exec.CommandContext(b.Context(), "go", "build", "-o", executable, "github.com/talos-ccm/talos-ccm/cmd/talos-ccm").CombinedOutput()
-	require.NoError(b, err, string(output))
-
-	log, err := os.Create(filepath.Join(folder, "log"))
+	log, err := os.Create(filepath.Join(dir, "log"))
 	require.NoError(b, err)
 	b.Cleanup(func() { log.Close() })
 
@@ -64,12 +63,12 @@ func (b *bed) start(on *talostest.Machine, flags ...string) {
 	b.Cleanup(port.Release)
 
 	cmd := exec.Command(executable, append([]string{
-		"--machine-socket=" + on.Socket(), "--run-dir=" + folder, "--cert-dir=" + folder, "--authorization-always-allow-paths=/metrics",
+		"--machine-socket=" + on.Socket(), "--run-dir=" + dir, "--cert-dir=" + dir, "--authorization-always-allow-paths=/metrics",
 		"--bind-address=127.0.0.1", "--secure-port=" + strconv.Itoa(port.Number()), "--permit-port-sharing",
-		// A lease that is lost ends the process; a computer that has much else to do must not be what loses it.
+		// The process exits when it loses its lease. A machine under load must not cause that.
 		"--leader-elect-lease-duration=600s", "--leader-elect-renew-deadline=500s",
 	}, flags...)...)
-	// As on Talos, nothing from outside; but the variable that the extension's service has.
+	// As on Talos, only the variable of the extension's service.
 	cmd.Env = []string{"GOMEMLIMIT=512MiB"}
 	cmd.Stdout, cmd.Stderr = log, log
 	require.NoError(b, cmd.Start())
@@ -87,7 +86,7 @@ func (b *bed) start(on *talostest.Machine, flags ...string) {
 	b.url = "https://" + port.Address() + "/metrics"
 }
 
-// scrape asks for all metrics, as Prometheus does.
+// scrape reads all metrics, as Prometheus does.
 func scrape(ctx context.Context, url string) (map[string]*dto.MetricFamily, error) {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()

@@ -12,7 +12,7 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-const folder = "../../docs/monitoring"
+const dir = "../../docs/monitoring"
 
 const ruleHead = `# Generated from alerts.yaml by go test ./test/monitoring -run Manifests -update; do not edit.
 apiVersion: monitoring.coreos.com/v1
@@ -24,6 +24,8 @@ spec:
 `
 
 func TestManifests_RuleContainsAlerts(t *testing.T) {
+	t.Parallel()
+
 	const file = "prometheusrule.yaml"
 
 	var wanted strings.Builder
@@ -38,7 +40,7 @@ func TestManifests_RuleContainsAlerts(t *testing.T) {
 	}
 
 	if *update {
-		require.NoError(t, os.WriteFile(filepath.Join(folder, file), []byte(wanted.String()), 0o600))
+		require.NoError(t, os.WriteFile(filepath.Join(dir, file), []byte(wanted.String()), 0o600))
 	}
 
 	assert.Equal(t, wanted.String(), read(t, file), "go test ./test/monitoring -run Manifests -update")
@@ -48,6 +50,8 @@ func TestManifests_RuleContainsAlerts(t *testing.T) {
 
 // TestManifests_ScrapeConfigEqualsGuide compares the ScrapeConfig with the scrape configuration of the monitoring guide.
 func TestManifests_ScrapeConfigEqualsGuide(t *testing.T) {
+	t.Parallel()
+
 	block := regexp.MustCompile("(?s)```yaml\n(scrape_configs:.*?)```").FindStringSubmatch(read(t, "../guides/monitoring.md"))
 	require.NotNil(t, block)
 
@@ -69,7 +73,7 @@ func TestManifests_ScrapeConfigEqualsGuide(t *testing.T) {
 func read(t *testing.T, file string) string {
 	t.Helper()
 
-	content, err := os.ReadFile(filepath.Join(folder, file))
+	content, err := os.ReadFile(filepath.Join(dir, file))
 	if err != nil && !*update {
 		t.Fatal(err)
 	}

@@ -26,14 +26,14 @@ import (
 const (
 	list = "metrics.txt"
 
-	// patience bounds the wait for the scrape to show all that the list has, on a machine that has much else to do.
-	patience = 2 * time.Minute
+	// timeout bounds the wait for metrics, on a machine under load.
+	timeout  = 2 * time.Minute
 	interval = 250 * time.Millisecond
 )
 
 var update = flag.Bool("update", false, "rewrite "+list)
 
-// rules has a label that Kubernetes accepts of no machine.
+// rules has a label with an invalid value.
 const rules = `transformations:
   - name: bad
     labels:
@@ -43,6 +43,8 @@ lifecycle:
 `
 
 func TestMetrics(t *testing.T) {
+	t.Parallel()
+
 	content, err := os.ReadFile(list)
 	if err != nil && !*update {
 		t.Fatal(err)
@@ -61,18 +63,18 @@ func TestMetrics(t *testing.T) {
 	b.see(wanted)
 
 	for _, missing := range wanted.lacks(b.seen) {
-		// Not every value can be had whenever one likes, and not every metric of a library.
+		// Values, and the metrics of libraries, differ between runs.
 		if strings.HasPrefix(missing, "talosccm_") && !strings.Contains(missing, "=") {
 			t.Errorf("%s is exported and not in %s (go test ./test/monitoring -update)", missing, list)
 		}
 	}
 }
 
-// see waits until the metrics have shown all that is wanted.
+// see waits until scrapes have returned all that is wanted.
 func (b *bed) see(wanted families) {
 	b.Helper()
 
-	err := wait.PollUntilContextTimeout(b.Context(), interval, patience, true, func(ctx context.Context) (bool, error) {
+	err := wait.PollUntilContextTimeout(b.Context(), interval, timeout, true, func(ctx context.Context) (bool, error) {
 		if scraped, err := scrape(ctx, b.url); err == nil {
 			b.seen.add(scraped)
 		}
@@ -80,11 +82,11 @@ func (b *bed) see(wanted families) {
 		return len(b.seen.lacks(wanted)) == 0, nil
 	})
 	if err != nil {
-		b.Fatalf("not seen in %s:\n%s", patience, strings.Join(b.seen.lacks(wanted), "\n"))
+		b.Fatalf("not seen in %s:\n%s", timeout, strings.Join(b.seen.lacks(wanted), "\n"))
 	}
 }
 
-// happen makes everything happen that an alert is about, and waits for the metrics to show it.
+// happen causes everything that an alert reports, and waits for its metrics.
 func (b *bed) happen() {
 	b.Helper()
 
@@ -108,7 +110,7 @@ func (b *bed) happen() {
 	b.Register(kube.NodeSpec{Name: "moved", NodeIPs: []netip.Addr{worker.Address()}})
 	b.PatchNode(self.Nodename(), "kubectl", `{"metadata":{"labels":{"node-role.kubernetes.io/control-plane":""}}}`)
 
-	// Two Nodes have one block, and for the other three there are two.
+	// Two Nodes have the same block, and two blocks are left for the other three.
 	for _, m := range []*talostest.Machine{silent, late} {
 		b.PatchNode(m.Nodename(), "kubectl", `{"spec":{"podCIDR":"10.201.0.0/24","podCIDRs":["10.201.0.0/24"]}}`)
 	}
@@ -116,16 +118,17 @@ func (b *bed) happen() {
 	require.NoError(b, silent.Stop(b.Context()))
 	b.start(self, "--controllers=*,node-ipam-controller", "--allocate-node-cidrs", "--cluster-cidr=10.200.0.0/23")
 
-	// The grace period begins when the machine, which is known, does not respond.
+	// The grace period begins when a known machine does not respond.
 	b.AwaitNode(reset.Nodename(), "initialized", func(n *corev1.Node) bool { return n.Spec.ProviderID != "" })
 	require.NoError(b, reset.Stop(b.Context()))
 	b.SetReady(reset.Nodename(), corev1.ConditionUnknown)
 
-	for _, name := range []string{worker.Nodename(), "*.example.com", "gone.example.com"} {
-		b.RequestCertificate(worker.Nodename(), name)
+	for _, request := range []struct{ nodename, name string }{
+		{worker.Nodename(), worker.Nodename()}, {worker.Nodename(), "*.example.com"}, {worker.Nodename(), "gone.example.com"}, {"moved", worker.Nodename()},
+	} {
+		_, err := b.Kube.RequestServingCertificate(b.Context(), request.nodename, "", request.name)
+		require.NoError(b, err)
 	}
-
-	b.RequestCertificate("moved", worker.Nodename())
 
 	b.see(parseFamilies(`
 talosccm_machines gauge condition=Current|Mismatch|Unreachable
@@ -134,13 +137,13 @@ talosccm_csr_verdicts_total counter decision=Approve|Defer|Deny reason=NotOwned|
 talosccm_ipam_affected_nodes gauge reason=PodCIDROverlap|PodCIDRPoolExhausted
 `))
 
-	// The machine is gone for longer than the grace period.
+	// The grace period ends.
 	b.see(parseFamilies(`
 talosccm_lifecycle_nodes gauge reason=NodeGone
 talosccm_lifecycle_deletions_total counter proof=reset
 `))
 
-	// The watches of a machine end, and the API server refuses us.
+	// The watches of a machine end, and the API server rejects the requests of talos-ccm.
 	worker.BreakStreams()
 	b.forbid("system:talos-ccm")
 	require.NoError(b, worker.UpdatePlatform(b.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone, spec.InstanceType = "other", "other" }))
@@ -151,7 +154,7 @@ talosccm_reconcile_errors_total counter controller=cloud-node
 `))
 }
 
-// machine adds a machine of a platform with identities.
+// machine adds a machine with an instance ID and a providerID.
 func (b *bed) machine(spec talostest.MachineSpec) *talostest.Machine {
 	b.Helper()
 
@@ -160,7 +163,7 @@ func (b *bed) machine(spec talostest.MachineSpec) *talostest.Machine {
 	return b.Machine(spec)
 }
 
-// forbid deletes a ClusterRoleBinding, and waits until the API server acts on that: it watches its own bindings, and for a moment allows what it no longer should.
+// forbid deletes a ClusterRoleBinding, and waits until the API server, which watches bindings, has noticed.
 func (b *bed) forbid(binding string) {
 	b.Helper()
 
@@ -171,7 +174,7 @@ func (b *bed) forbid(binding string) {
 		ResourceAttributes: &authorizationv1.ResourceAttributes{Verb: "patch", Resource: "nodes"},
 	}}
 
-	require.NoError(b, wait.PollUntilContextTimeout(b.Context(), interval, patience, true, func(ctx context.Context) (bool, error) {
+	require.NoError(b, wait.PollUntilContextTimeout(b.Context(), interval, timeout, true, func(ctx context.Context) (bool, error) {
 		got, err := b.Client.AuthorizationV1().SubjectAccessReviews().Create(ctx, review, metav1.CreateOptions{})
 
 		return err == nil && !got.Status.Allowed, err

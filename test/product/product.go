@@ -16,8 +16,8 @@ import (
 )
 
 const (
-	// grace is more than the ten seconds in which talos-ccm exits.
-	grace     = 20 * time.Second
+	// Grace is more than the ten seconds in which talos-ccm exits.
+	Grace     = 20 * time.Second
 	leaseName = "cloud-controller-manager-talos"
 )
 
@@ -25,27 +25,24 @@ const (
 type Service struct {
 	// Executable is talos-ccm.
 	Executable string
-	// Folder is made for the files of the instance. Its name is the name of the process and of its log beside it.
-	Folder string
+	// Dir is created for the files of the instance. Its base name names the process and its log.
+	Dir string
 	// Socket is the machine.sock of the machine.
 	Socket    string
 	Args, Env []string
 }
 
-// Certs is the folder with the certificate of the secure port.
-func (s Service) Certs() string { return filepath.Join(s.Folder, "certs") }
-
 // Start starts the instance.
 func (s Service) Start() (*process.Process, error) {
-	run := filepath.Join(s.Folder, "run")
+	run, certs := filepath.Join(s.Dir, "run"), filepath.Join(s.Dir, "certs")
 
-	if err := errors.Join(os.MkdirAll(s.Certs(), 0o700), os.MkdirAll(run, 0o700)); err != nil {
+	if err := errors.Join(os.MkdirAll(certs, 0o700), os.MkdirAll(run, 0o700)); err != nil {
 		return nil, err
 	}
 
 	return process.Start(process.Command{
-		Name: filepath.Base(s.Folder), Path: s.Executable, Log: s.Folder + ".log", Grace: grace, Env: s.Env,
-		Args: append([]string{"--machine-socket=" + s.Socket, "--run-dir=" + run, "--cert-dir=" + s.Certs(), "--bind-address=127.0.0.1"}, s.Args...),
+		Name: filepath.Base(s.Dir), Path: s.Executable, Log: s.Dir + ".log", Grace: Grace, Env: s.Env,
+		Args: append([]string{"--machine-socket=" + s.Socket, "--run-dir=" + run, "--cert-dir=" + certs, "--bind-address=127.0.0.1"}, s.Args...),
 	})
 }
 

@@ -8,7 +8,7 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
+	"golang.org/x/term"
 )
 
 const (
@@ -19,7 +19,7 @@ const (
 // Show writes the lines that state returns until done is closed, and then once more. On a terminal they replace each
 // other; elsewhere they are one line, written at most every interval if it has changed.
 func Show(done <-chan struct{}, out io.Writer, interval time.Duration, state func() []string) {
-	width := Width(out)
+	width := widthOf(out)
 	if width > 0 {
 		interval = redraw
 	}
@@ -73,7 +73,7 @@ func draw(lines []string, drawn, width int) string {
 
 // Bar returns a title and a count of a total, with a bar on a terminal.
 func Bar(out io.Writer, title string, count, total int) string {
-	if Width(out) == 0 {
+	if widthOf(out) == 0 {
 		return fmt.Sprintf("%s %d/%d", title, count, total)
 	}
 
@@ -82,23 +82,14 @@ func Bar(out io.Writer, title string, count, total int) string {
 	return fmt.Sprintf("%-20s [%s%s] %d/%d", title, strings.Repeat("#", full), strings.Repeat(".", barWidth-full), count, total)
 }
 
-// Width returns the width of the terminal, or zero if out is no terminal.
-func Width(out io.Writer) int {
-	const fallback = 80
-
+// widthOf returns the width of the terminal, or zero if out is no terminal.
+func widthOf(out io.Writer) int {
 	file, ok := out.(*os.File)
 	if !ok || os.Getenv("TERM") == "dumb" {
 		return 0
 	}
 
-	size, err := unix.IoctlGetWinsize(int(file.Fd()), unix.TIOCGWINSZ)
-	if err != nil {
-		return 0
-	}
+	width, _, _ := term.GetSize(int(file.Fd()))
 
-	if size.Col == 0 {
-		return fallback
-	}
-
-	return int(size.Col)
+	return max(0, width)
 }

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"sync"
 
+	jsonpatch "gopkg.in/evanphx/json-patch.v4"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -18,6 +19,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/managedfields"
+	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
 	"k8s.io/apimachinery/pkg/util/validation/field"
 	"k8s.io/client-go/applyconfigurations"
 	"k8s.io/client-go/kubernetes/scheme"
@@ -41,7 +43,7 @@ type event struct {
 var nodeKind = corev1.SchemeGroupVersion.WithKind("Node")
 
 // fieldManagers are those of Nodes and of their subresource status.
-var fieldManagers = sync.OnceValues(func() (map[string]*managedfields.FieldManager, error) {
+var fieldManagers = sync.OnceValue(func() map[string]*managedfields.FieldManager {
 	managers := map[string]*managedfields.FieldManager{}
 	converter := applyconfigurations.NewTypeConverter(scheme.Scheme)
 
@@ -49,36 +51,28 @@ var fieldManagers = sync.OnceValues(func() (map[string]*managedfields.FieldManag
 	for subresource, ignored := range map[string]string{"": "status", "status": "spec"} {
 		reset := map[fieldpath.APIVersion]fieldpath.Filter{"v1": fieldpath.NewExcludeSetFilter(fieldpath.NewSet(fieldpath.MakePathOrDie(ignored)))}
 
-		manager, err := managedfields.NewDefaultFieldManager(
-			converter, scheme.Scheme, scheme.Scheme, scheme.Scheme, nodeKind, nodeKind.GroupVersion(), subresource, reset)
-		if err != nil {
-			return nil, err
-		}
-
-		managers[subresource] = manager
+		managers[subresource] = must(managedfields.NewDefaultFieldManager(
+			converter, scheme.Scheme, scheme.Scheme, scheme.Scheme, nodeKind, nodeKind.GroupVersion(), subresource, reset))
 	}
 
-	return managers, nil
+	return managers
 })
 
+// must returns the result of a function that cannot fail.
+func must[T any](result T, err error) T {
+	utilruntime.Must(err)
+
+	return result
+}
+
 // create registers a Node.
-func (a *apiServer) create(manager string, node *corev1.Node) error {
-	managers, err := fieldManagers()
-	if err != nil {
-		return err
-	}
-
-	managed, err := managers[""].Update(&corev1.Node{TypeMeta: node.TypeMeta}, node, manager)
-	if created, isNode := managed.(*corev1.Node); isNode {
-		a.put(created)
-	}
-
-	return err
+func (a *apiServer) create(manager string, node *corev1.Node) {
+	a.put(must(fieldManagers()[""].Update(&corev1.Node{TypeMeta: node.TypeMeta}, node, manager)))
 }
 
 // put stores a Node as the next version, and returns that.
-func (a *apiServer) put(node *corev1.Node) *corev1.Node {
-	node = node.DeepCopy()
+func (a *apiServer) put(obj runtime.Object) *corev1.Node {
+	node, _ := obj.DeepCopyObject().(*corev1.Node)
 	node.ResourceVersion = strconv.Itoa(len(a.history) + 1)
 	a.history = append(a.history, event{node: node})
 	a.nodes[node.Name] = node
@@ -108,12 +102,10 @@ func (a *apiServer) at(version int) map[string]*corev1.Node {
 }
 
 // update updates a Node or its status. The change gets a copy.
-func (a *apiServer) update(manager, subresource, name string, change func(node *corev1.Node) error) (*corev1.Node, error) {
+func (a *apiServer) update(manager, subresource, name string, change func(node *corev1.Node)) (*corev1.Node, error) {
 	return a.write(subresource, name, func(m *managedfields.FieldManager, live *corev1.Node) (runtime.Object, error) {
 		next := live.DeepCopy()
-		if err := change(next); err != nil {
-			return nil, err
-		}
+		change(next)
 
 		return m.Update(live, next, manager)
 	})
@@ -128,12 +120,7 @@ func (a *apiServer) write(
 		return nil, apierrors.NewNotFound(corev1.Resource("nodes"), name)
 	}
 
-	managers, err := fieldManagers()
-	if err != nil {
-		return nil, err
-	}
-
-	changed, err := change(managers[subresource], live)
+	changed, err := change(fieldManagers()[subresource], live)
 	if err != nil {
 		return nil, err
 	}
@@ -145,19 +132,19 @@ func (a *apiServer) write(
 		next.Spec = live.Spec
 	}
 
-	var invalid field.ErrorList
+	immutable := ""
 
 	switch {
 	case next.UID != live.UID:
-		invalid = append(invalid, field.Invalid(field.NewPath("metadata", "uid"), next.UID, "field is immutable"))
+		immutable = "metadata.uid"
 	case live.Spec.ProviderID != "" && next.Spec.ProviderID != live.Spec.ProviderID:
-		invalid = append(invalid, field.Forbidden(providerIDPath, "may not be changed"))
+		immutable = providerIDField
 	case len(live.Spec.PodCIDRs) > 0 && !slices.Equal(next.Spec.PodCIDRs, live.Spec.PodCIDRs):
-		invalid = append(invalid, field.Forbidden(podCIDRsPath, "may not be changed"))
+		immutable = podCIDRsField
 	}
 
-	if len(invalid) > 0 {
-		return nil, apierrors.NewInvalid(nodeKind.GroupKind(), name, invalid)
+	if immutable != "" {
+		return nil, apierrors.NewInvalid(nodeKind.GroupKind(), name, field.ErrorList{field.Forbidden(field.NewPath(immutable), "may not be changed")})
 	}
 
 	if equality.Semantic.DeepEqual(withoutTimes(next), withoutTimes(live)) {
@@ -167,11 +154,13 @@ func (a *apiServer) write(
 	return a.put(next), nil
 }
 
-var (
-	providerIDPath = field.NewPath("spec", "providerID")
-	podCIDRsPath   = field.NewPath("spec", "podCIDRs")
+// The fields that cannot be changed.
+const (
+	providerIDField = "spec.providerID"
+	podCIDRsField   = "spec.podCIDRs"
 )
 
+// withoutTimes returns a copy of a Node without the times of its managed fields, which change with every write.
 func withoutTimes(node *corev1.Node) *corev1.Node {
 	node = node.DeepCopy()
 	for i := range node.ManagedFields {
@@ -215,17 +204,10 @@ func (a *apiServer) serve(r *http.Request, body []byte) (runtime.Object, error) 
 		})
 	}
 
-	return a.update(manager, subresource, name, func(node *corev1.Node) error {
-		content, err := runtime.DefaultUnstructuredConverter.ToUnstructured(node)
-		if err != nil {
-			return err
-		}
-
-		mergePatch(content, patch)
-
+	return a.update(manager, subresource, name, func(node *corev1.Node) {
+		merged := must(jsonpatch.MergePatch(must(json.Marshal(node)), body))
 		*node = corev1.Node{}
-
-		return runtime.DefaultUnstructuredConverter.FromUnstructured(content, node)
+		utilruntime.Must(json.Unmarshal(merged, node))
 	})
 }
 
@@ -235,26 +217,4 @@ func nodeOf(r *http.Request) (name, subresource string) {
 	name, subresource, _ = strings.Cut(rest, "/")
 
 	return name, subresource
-}
-
-// mergePatch applies a JSON merge patch (RFC 7396).
-func mergePatch(target, patch map[string]any) {
-	for key, value := range patch {
-		fields, isObject := value.(map[string]any)
-
-		switch {
-		case value == nil:
-			delete(target, key)
-		case isObject:
-			inner, ok := target[key].(map[string]any)
-			if !ok {
-				inner = map[string]any{}
-			}
-
-			mergePatch(inner, fields)
-			target[key] = inner
-		default:
-			target[key] = value
-		}
-	}
 }

@@ -106,22 +106,24 @@ func (i *informer) set(node *corev1.Node) {
 
 	_ = i.indexer.Update(node) // cannot fail
 
-	for _, h := range i.handlers {
-		h.backlog = append(h.backlog, func() {
-			if before == nil {
-				h.OnAdd(node, false)
-			} else {
-				h.OnUpdate(before, node)
-			}
-		})
-	}
+	i.notify(func(h *handler) {
+		if before == nil {
+			h.OnAdd(node, false)
+		} else {
+			h.OnUpdate(before, node)
+		}
+	})
 }
 
 func (i *informer) remove(name string, last any) {
 	_ = i.indexer.Delete(i.get(name)) // cannot fail
 
+	i.notify(func(h *handler) { h.OnDelete(last) })
+}
+
+func (i *informer) notify(call func(h *handler)) {
 	for _, h := range i.handlers {
-		h.backlog = append(h.backlog, func() { h.OnDelete(last) })
+		h.backlog = append(h.backlog, func() { call(h) })
 	}
 }
 

@@ -112,11 +112,8 @@ type client struct {
 }
 
 func newClient(i *instance, controller string) *client {
-	var err error
-
 	c := &client{instance: i, controller: controller}
-	c.kubernetes, err = kubernetes.NewForConfig(&rest.Config{Host: "http://api-server", Transport: c, QPS: -1})
-	require.NoError(i.sim.t, err)
+	c.kubernetes = kubernetes.NewForConfigOrDie(&rest.Config{Host: "http://api-server", Transport: c, QPS: -1})
 
 	return c
 }
@@ -245,21 +242,19 @@ func (c *client) RoundTrip(r *http.Request) (*http.Response, error) {
 	return waiting.response, nil
 }
 
-// fail sets the response of the API server to an error.
-func (c *call) fail(err error) {
-	status := metav1.Status{Status: metav1.StatusFailure, Message: err.Error(), Code: http.StatusInternalServerError}
-	if reported := apierrors.APIStatus(nil); errors.As(err, &reported) {
-		status = reported.Status()
+// respond sets the response of the API server: an object or an error.
+func (c *call) respond(obj runtime.Object, err error) {
+	code := http.StatusOK
+
+	if err != nil {
+		reported := apierrors.APIStatus(apierrors.NewInternalError(err))
+		errors.As(err, &reported)
+
+		status := reported.Status()
+		status.TypeMeta = metav1.TypeMeta{APIVersion: "v1", Kind: "Status"}
+		obj, code = &status, int(status.Code)
 	}
 
-	status.TypeMeta = metav1.TypeMeta{APIVersion: "v1", Kind: "Status"}
-	c.respond(int(status.Code), &status)
-}
-
-// respond sets the response of the API server.
-func (c *call) respond(code int, obj runtime.Object) {
-	body, _ := json.Marshal(obj)
-	c.response = &http.Response{
-		StatusCode: code, Header: http.Header{"Content-Type": {"application/json"}}, Body: io.NopCloser(bytes.NewReader(body)), Request: c.request,
-	}
+	body := io.NopCloser(bytes.NewReader(must(json.Marshal(obj))))
+	c.response = &http.Response{StatusCode: code, Header: http.Header{"Content-Type": {"application/json"}}, Body: body, Request: c.request}
 }

@@ -2,7 +2,6 @@ package simulation_test
 
 import (
 	"fmt"
-	"maps"
 	"net/netip"
 	"slices"
 
@@ -149,12 +148,12 @@ func (s *simulation) register(name string) {
 
 func (s *simulation) create(name, osImage string) {
 	s.note("create %s, %s", name, osImage)
-	require.NoError(s.t, s.server.create("kubelet", &corev1.Node{
+	s.server.create("kubelet", &corev1.Node{
 		TypeMeta:   metav1.TypeMeta{APIVersion: "v1", Kind: "Node"},
 		ObjectMeta: metav1.ObjectMeta{Name: name, UID: types.UID(fmt.Sprint("uid-", s.count("Nodes"))), CreationTimestamp: metav1.Now()},
 		Spec:       corev1.NodeSpec{Taints: []corev1.Taint{{Key: cloudproviderapi.TaintExternalCloudProvider, Effect: corev1.TaintEffectNoSchedule}}},
 		Status:     corev1.NodeStatus{NodeInfo: corev1.NodeSystemInfo{OSImage: osImage}},
-	}))
+	})
 }
 
 func (s *simulation) delete(name string) {
@@ -188,20 +187,11 @@ func (s *simulation) changeNode(name string) {
 	}
 
 	s.note("%s changes %s: %d", manager, name, kind)
-	_, err := s.server.update(manager, subresource, name, func(node *corev1.Node) error {
-		s.edit(node, kind)
-
-		return nil
-	})
+	_, err := s.server.update(manager, subresource, name, func(node *corev1.Node) { s.edit(node, kind) })
 	require.NoError(s.t, err)
 }
 
 func (s *simulation) edit(node *corev1.Node, kind int) {
-	labels := maps.Clone(node.Labels)
-	if labels == nil {
-		labels = map[string]string{}
-	}
-
 	isOther := func(taint corev1.Taint) bool { return taint.Key == taintOther }
 
 	switch kind {
@@ -210,12 +200,12 @@ func (s *simulation) edit(node *corev1.Node, kind int) {
 	case 4:
 		node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeHostName, Address: node.Name}}
 	case 5:
-		labels[corev1.LabelTopologyZone] = s.some("z")
+		metav1.SetMetaDataLabel(&node.ObjectMeta, corev1.LabelTopologyZone, s.some("z"))
 	case 6:
-		labels[labelZone] = s.some("z")
+		metav1.SetMetaDataLabel(&node.ObjectMeta, labelZone, s.some("z"))
 	case 7:
 		if !nodespec.IsUninitialized(node) {
-			delete(labels, []string{labelZone, corev1.LabelTopologyRegion, corev1.LabelTopologyZone}[s.IntN(3)])
+			delete(node.Labels, []string{labelZone, corev1.LabelTopologyRegion, corev1.LabelTopologyZone}[s.IntN(3)])
 		}
 	case 8:
 		node.Spec.Taints = slices.DeleteFunc(node.Spec.Taints, isOther)
@@ -224,8 +214,6 @@ func (s *simulation) edit(node *corev1.Node, kind int) {
 			node.Spec.Taints = append(node.Spec.Taints, corev1.Taint{Key: taintOther, Effect: corev1.TaintEffectNoSchedule})
 		}
 	}
-
-	node.Labels = labels
 }
 
 // heal ends all faults: every Node is a Talos Node, whose machine responds, is managed and has an identity of its own.

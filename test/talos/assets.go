@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"io"
 	"io/fs"
@@ -17,25 +18,26 @@ import (
 
 const (
 	// layout changes whenever the builder lays out its result differently.
-	layout = "1"
+	layout = "2"
 	// modfileName is the go.mod that Talos was built with.
 	modfileName = "talos.mod"
 	// selfImport is the path of this package.
 	selfImport = "github.com/talos-ccm/talos-ccm/test/talos"
 )
 
-// assets is a build in the cache.
-type assets struct{ dir string }
+// assets is the directory of a build in the cache.
+type assets string
 
-func (a *assets) rootfs() string          { return filepath.Join(a.dir, "rootfs") }
-func (a *assets) tool(name string) string { return filepath.Join(a.dir, "bin", name) }
+func (a assets) rootfs() string { return filepath.Join(string(a), "rootfs") }
 
-// limited is a layer for machines whose root lacks rights that runc needs.
-func (a *assets) limited() string { return filepath.Join(a.dir, "limited") }
+// bin contains the commands for the host.
+func (a assets) bin() string { return filepath.Join(string(a), "bin") }
+
+func (a assets) shims() string { return filepath.Join(a.rootfs(), "usr/bin/shims") }
 
 // Assets builds the selected release of Talos, its Kubernetes, its container runtime and the tools of this bed,
-// unless that has been done before, and returns the folder with Talos: a root file system in rootfs and commands in
-// bin. The cache is $TALOS_CCM_CACHE, or talos-ccm in the user's cache folder. Progress is written to out, which may
+// unless that has been done before, and returns the directory with Talos: a root file system in rootfs and commands in
+// bin. The cache is $TALOS_CCM_CACHE, or talos-ccm in the user's cache directory. Progress is written to out, which may
 // be nil.
 func Assets(ctx context.Context, out io.Writer) (string, error) {
 	src, err := selectSource()
@@ -43,35 +45,28 @@ func Assets(ctx context.Context, out io.Writer) (string, error) {
 		return "", err
 	}
 
-	if _, err := kube.AssetsOf(ctx, src.Kubernetes, out); err != nil {
-		return "", fmt.Errorf("build Kubernetes: %w", err)
-	}
+	talos, _, err := prepare(ctx, src, out)
 
-	a, err := prepare(ctx, src, out)
-	if err != nil {
-		return "", err
-	}
-
-	return a.dir, nil
+	return string(talos), err
 }
 
-// Imager builds the imager of the selected release of Talos into the folder dir, and returns its path.
+// Imager builds the imager of the selected release of Talos into the directory dir, and returns its path.
 func Imager(ctx context.Context, dir string, out io.Writer) (string, error) {
 	src, err := selectSource()
 	if err != nil {
 		return "", err
 	}
 
-	// go runs in another folder.
+	// go runs in another directory.
 	if dir, err = filepath.Abs(dir); err != nil {
-		return "", fmt.Errorf("find folder for the imager: %w", err)
+		return "", fmt.Errorf("find directory for the imager: %w", err)
 	}
 
 	temporary, err := os.MkdirTemp("", "talos-ccm-imager-")
 	if err != nil {
-		return "", fmt.Errorf("make folder for build: %w", err)
+		return "", fmt.Errorf("create directory for build: %w", err)
 	}
-	defer os.RemoveAll(temporary) //nolint:errcheck // a temporary folder
+	defer os.RemoveAll(temporary) //nolint:errcheck // a temporary directory
 
 	modfile := filepath.Join(temporary, modfileName)
 
@@ -80,40 +75,32 @@ func Imager(ctx context.Context, dir string, out io.Writer) (string, error) {
 		return "", err
 	}
 
-	if err := talosBuild(talos, modfile, "cmd/installer").run(ctx, dir, out); err != nil {
-		return "", err
-	}
-
-	// The program is the imager or the installer, by its name.
-	imager := filepath.Join(dir, "imager")
-
-	return imager, os.Rename(filepath.Join(dir, "installer"), imager)
+	// The program acts as imager or installer, depending on its name.
+	return filepath.Join(dir, "imager"), talosBuild(talos, modfile, "cmd/installer", "imager").run(ctx, dir, out)
 }
 
-func prepare(ctx context.Context, src source, out io.Writer) (*assets, error) {
-	if out == nil {
-		out = io.Discard
+// prepare returns the directories with a release of Talos and with its Kubernetes, and builds them if needed.
+func prepare(ctx context.Context, src source, out io.Writer) (talos assets, kubernetes string, err error) {
+	if kubernetes, err = kube.AssetsOf(ctx, src.Kubernetes, out); err != nil {
+		return "", "", fmt.Errorf("build Kubernetes: %w", err)
 	}
 
-	bed, err := builder.Folder(ctx, selfImport)
+	bed, err := builder.PackageDir(ctx, selfImport)
 	if err != nil {
-		return nil, err
+		return "", "", err
 	}
 
 	key, err := fingerprint(ctx, bed, src)
 	if err != nil {
-		return nil, err
+		return "", "", err
 	}
 
 	dir, err := builder.Cached(ctx, "talos", key, out, func(dir string) error { return construct(ctx, bed, src, dir, out) })
-	if err != nil {
-		return nil, err
-	}
 
-	return &assets{dir}, nil
+	return assets(dir), kubernetes, err
 }
 
-// fingerprint covers everything that decides what a build yields.
+// fingerprint identifies the inputs of a build. rootfs.go is not hashed: change layout with it.
 func fingerprint(ctx context.Context, bed string, src source) (string, error) {
 	version, err := builder.Output(exec.CommandContext(ctx, "go", "version"))
 	if err != nil {
@@ -123,58 +110,40 @@ func fingerprint(ctx context.Context, bed string, src source) (string, error) {
 	sum := sha256.New()
 	fmt.Fprintf(sum, "%s\n%s%+v\n%+v\n", layout, version, builds("", "", ""), src)
 
-	for _, module := range []string{"runtime", "tools"} {
-		if err := hashFiles(sum, bed, module); err != nil {
-			return "", err
-		}
+	if err := hashFiles(sum, bed, "runtime", "tools"); err != nil {
+		return "", err
 	}
 
 	// A checkout may be changed; the module proxy never changes a version.
 	if src.checkout != "" {
-		for _, path := range []string{"go.mod", "go.sum", "cmd", "hack", "internal", "pkg"} {
-			if err := hashFiles(sum, src.checkout, path); err != nil {
-				return "", err
-			}
+		if err := hashFiles(sum, src.checkout, "go.mod", "go.sum", "cmd", "hack", "internal", "pkg"); err != nil {
+			return "", err
 		}
 	}
 
 	return hex.EncodeToString(sum.Sum(nil))[:16], nil
 }
 
-// hashFiles covers a file, or all files of a folder, by its name in the folder dir.
-func hashFiles(sum io.Writer, dir, name string) error {
-	return filepath.WalkDir(filepath.Join(dir, name), func(path string, entry fs.DirEntry, err error) error {
-		if err != nil || !entry.Type().IsRegular() {
+// hashFiles covers files, or all files of directories, by their names in the directory dir.
+func hashFiles(sum io.Writer, dir string, names ...string) (err error) {
+	for _, name := range names {
+		err = errors.Join(err, fs.WalkDir(os.DirFS(dir), name, func(path string, entry fs.DirEntry, err error) error {
+			if err != nil || !entry.Type().IsRegular() {
+				return err
+			}
+
+			content, err := os.ReadFile(filepath.Join(dir, path))
+			fmt.Fprintf(sum, "%q %q\n", path, content)
+
 			return err
-		}
+		}))
+	}
 
-		content, err := os.ReadFile(path)
-		if err != nil {
-			return fmt.Errorf("read source: %w", err)
-		}
-
-		name, err := filepath.Rel(dir, path)
-		if err != nil {
-			return fmt.Errorf("name source: %w", err)
-		}
-
-		fmt.Fprintf(sum, "%s %d\n%s", name, len(content), content)
-
-		return nil
-	})
+	return err
 }
 
-// construct builds everything into the folder dir.
+// construct builds everything into the directory dir.
 func construct(ctx context.Context, bed string, src source, dir string, out io.Writer) error {
-	if err := requirePackages(ctx, out); err != nil {
-		return err
-	}
-
-	bin := filepath.Join(dir, "bin")
-	if err := os.Mkdir(bin, 0o755); err != nil {
-		return fmt.Errorf("make folder for build: %w", err)
-	}
-
 	modfile := filepath.Join(dir, modfileName)
 
 	talos, err := src.open(ctx, modfile)
@@ -182,11 +151,94 @@ func construct(ctx context.Context, bed string, src source, dir string, out io.W
 		return err
 	}
 
+	root, err := rootfs(talos, src.Talos)
+	if err != nil {
+		return err
+	}
+
+	if err := root.write(filepath.Join(dir, "rootfs")); err != nil {
+		return fmt.Errorf("lay out root file system: %w", err)
+	}
+
 	for _, b := range builds(bed, talos, modfile) {
-		if err := b.run(ctx, bin, out); err != nil {
+		if err := b.run(ctx, dir, out); err != nil {
 			return err
 		}
 	}
 
-	return assembleRootfs(talos, src.Talos, dir)
+	return nil
+}
+
+// build is one call of the Go compiler.
+type build struct {
+	// module is the directory of the module, and modfile its go.mod if that is another file.
+	module, modfile string
+	packages        []string
+	// output is a file, or a directory if it ends with a slash.
+	output string
+	tags   string
+	// cgo links C statically.
+	cgo bool
+}
+
+// talosBuild is the build of a command of Talos from the directory talos with its source. Commands with the same tags
+// share most of the work.
+func talosBuild(talos, modfile, command, output string) build {
+	return build{module: talos, modfile: modfile, packages: []string{"./" + command}, output: output, tags: "tcell_minimal,grpcnotrace"}
+}
+
+// builds returns everything that a bed needs, from the directory bed with the nested modules and the directory talos.
+// The tags are those of Talos, as far as they concern what is used here.
+func builds(bed, talos, modfile string) []build {
+	const (
+		program    = "rootfs/usr/bin/"
+		containerd = "github.com/containerd/containerd/v2/cmd/containerd"
+		runc       = "github.com/opencontainers/runc"
+	)
+
+	runtime, tools := filepath.Join(bed, "runtime"), filepath.Join(bed, "tools")
+
+	return []build{
+		talosBuild(talos, modfile, "internal/app/machined", program+"init"),
+		talosBuild(talos, modfile, "cmd/talosctl", "bin/"),
+		{
+			module: runtime, packages: []string{containerd, containerd + "-shim-runc-v2"}, output: program,
+			tags: "no_btrfs,no_devmapper,no_zfs,netgo,osusergo",
+		},
+		// runc has C of its own, which enters the container before Go starts.
+		{module: runtime, packages: []string{runc}, output: program + "runc.real", tags: "seccomp,netgo,osusergo", cgo: true},
+		{module: tools, packages: []string{"./shims"}, output: program},
+	}
+}
+
+// run builds into the directory dir and shows the progress.
+func (b build) run(ctx context.Context, dir string, out io.Writer) error {
+	// -mod=readonly: the go.mod of nested modules is complete. A modfile lacks the requirements of its replacements.
+	flags, ldflags, cgo := "-mod=readonly", "-s -w", "0"
+	if b.modfile != "" {
+		flags = "-mod=mod -modfile=" + b.modfile
+	}
+
+	if b.cgo {
+		ldflags, cgo = ldflags+" -linkmode=external -extldflags -static", "1"
+	}
+
+	command := func(args ...string) *exec.Cmd {
+		cmd := exec.CommandContext(ctx, "go", append(args, b.packages...)...)
+		cmd.Dir = b.module
+		// No other toolchain is fetched.
+		cmd.Env = append(os.Environ(), "CGO_ENABLED="+cgo, "GOFLAGS=-trimpath -buildvcs=false "+flags, "GOTOOLCHAIN=local", "GOWORK=off")
+
+		return cmd
+	}
+
+	title := filepath.Base(b.packages[0])
+	list := command("list", "-deps", "-tags", b.tags)
+	compile := command("build", "-v", "-tags", b.tags, "-ldflags", ldflags, "-o", dir+"/"+b.output)
+
+	if err := builder.Packages(out, "Building "+title, list, compile); err != nil {
+		return fmt.Errorf("build %s: %w", title, err)
+	}
+
+	return nil
 }

@@ -4,16 +4,18 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"net"
-	"net/netip"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/api/machine"
 	"github.com/siderolabs/talos/pkg/machinery/client"
+	"github.com/siderolabs/talos/pkg/machinery/config/bundle"
+	machinetype "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -23,38 +25,25 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 
 	"github.com/talos-ccm/talos-ccm/test/builder"
-	"github.com/talos-ccm/talos-ccm/test/kube"
+	"github.com/talos-ccm/talos-ccm/test/netns"
 )
 
-// The names of the machines, which are the names of their Nodes.
-const (
-	ControlPlaneName = "talos-cp"
-	WorkerName       = "talos-wk"
-)
+// bedPrefix begins the name of every bed's directory.
+const bedPrefix = "bed-"
 
-const (
-	apiServerAddress = "10.77.0.2:6443"
-	folderMessage    = "Talos test bed: folder"
-)
+// ErrNotRoot is what Up returns to a caller that may not create namespaces.
+var ErrNotRoot = errors.New("the Talos test bed creates namespaces, mounts and cgroups: it must run as root (for instance with sudo)")
 
 // Options configures a bed.
 type Options struct {
-	// Extension is the folder of an unpacked extension image, which is installed on every machine: manifest.yaml, and rootfs with a service
-	// specification in usr/local/etc/containers and its files below usr/local/lib/containers.
+	// Extension is the absolute path of an unpacked extension image, which is installed on every machine: manifest.yaml,
+	// and rootfs with a service specification in usr/local/etc/containers and its files below usr/local/lib/containers.
 	Extension string
-	// ControlPlanePatches are applied to the configuration of the control plane: YAML in the form of talosctl's strategic merge
-	// patches, also with several documents.
+	// ControlPlanePatches are applied to the configuration of the control plane: YAML in the form of talosctl's strategic
+	// merge patches, also with several documents.
 	ControlPlanePatches []string
 	// LogDir keeps the consoles of the machines. Empty: they are removed with the bed.
 	LogDir string
-	// Progress receives progress messages; nil discards them.
-	Progress io.Writer
-}
-
-// Phase is a part of bringing up a bed, and the time it took.
-type Phase struct {
-	Name string
-	Took time.Duration
 }
 
 // Bed is a cluster of two Talos machines.
@@ -62,28 +51,23 @@ type Bed struct {
 	// ControlPlane and Worker are the machines.
 	ControlPlane, Worker *Machine
 
-	options    Options
-	source     source
-	id         string
-	dir        string
-	owner      *os.File
-	assets     *assets
-	bridge     *bridge
-	registry   *registry
-	configs    configs
-	images     []image
-	machines   []*Machine
-	phases     []Phase
+	options Options
+	source  source
+	dir     string
+	assets  assets
+	// kubernetes is the directory with the programs of Kubernetes.
+	kubernetes string
+	bridge     *netns.Namespace
+	configs    *bundle.Bundle
 	kubeconfig []byte
+	client     kubernetes.Interface
+	// cleanups are called by Down, the last one first.
+	cleanups []func() error
 }
 
-// Up builds what is not in the cache, boots both machines, and returns when both Nodes are registered. The context ends the
-// attempt, not the bed. The caller calls Down; Up itself does when it fails.
+// Up builds what is not in the cache, boots both machines, and returns when both Nodes are registered. ctx bounds Up,
+// not the lifetime of the bed. The caller must call Down, unless Up fails.
 func Up(ctx context.Context, options Options) (*Bed, error) {
-	if options.Progress == nil {
-		options.Progress = io.Discard
-	}
-
 	b := &Bed{options: options}
 
 	for _, step := range []struct {
@@ -98,45 +82,31 @@ func Up(ctx context.Context, options Options) (*Bed, error) {
 		{"start Kubernetes", b.reachKubernetes},
 		{"register Nodes", b.registerNodes},
 	} {
-		if err := b.phase(ctx, step.name, step.do); err != nil {
+		fmt.Printf("Talos test bed: %s ...\n", step.name)
+
+		start := time.Now()
+
+		if err := step.do(ctx); err != nil {
 			return nil, errors.Join(fmt.Errorf("bring up Talos test bed: %s: %w", step.name, err), b.Down())
 		}
+
+		fmt.Printf("Talos test bed: %s: %.1f s\n", step.name, time.Since(start).Seconds())
 	}
 
 	return b, nil
 }
 
-func (b *Bed) phase(ctx context.Context, name string, do func(context.Context) error) error {
-	fmt.Fprintf(b.options.Progress, "Talos test bed: %s ...\n", name)
+// ID returns the name of the bed, which its directory and cgroups contain.
+func (b *Bed) ID() string { return filepath.Base(b.dir) }
 
-	start := time.Now()
-	err := do(ctx)
-	took := time.Since(start)
-
-	b.phases = append(b.phases, Phase{Name: name, Took: took})
-
-	if err == nil {
-		fmt.Fprintf(b.options.Progress, "Talos test bed: %s: %.1f s\n", name, took.Seconds())
-	}
-
-	return err
-}
-
-// ID is in the name of everything that the bed makes outside of its own namespaces: its folder, its cgroups, the command lines
-// of its processes.
-func (b *Bed) ID() string { return b.id }
-
-// Dir is the bed's folder.
+// Dir returns the bed's directory.
 func (b *Bed) Dir() string { return b.dir }
-
-// Phases returns the duration of each step of Up.
-func (b *Bed) Phases() []Phase { return b.phases }
 
 // Release returns the Talos and Kubernetes versions of the machines.
 func (b *Bed) Release() Release { return b.source.Release }
 
-// Machines are all machines of the bed.
-func (b *Bed) Machines() []*Machine { return b.machines }
+// Machines returns all machines of the bed.
+func (b *Bed) Machines() []*Machine { return []*Machine{b.ControlPlane, b.Worker} }
 
 // Kubeconfig returns an admin kubeconfig. It works only from the network of the bridge.
 func (b *Bed) Kubeconfig() []byte { return b.kubeconfig }
@@ -159,27 +129,45 @@ func (b *Bed) RESTConfig() (*rest.Config, error) {
 	return config, nil
 }
 
-// Kubernetes is a client for RESTConfig.
-func (b *Bed) Kubernetes() (kubernetes.Interface, error) {
-	config, err := b.RESTConfig()
+// Kubernetes returns a client for RESTConfig.
+func (b *Bed) Kubernetes() kubernetes.Interface { return b.client }
+
+// talosconfig is the file that scripts find. It is written once: what one script started may read it while the next one
+// starts.
+func (b *Bed) talosconfig() string { return filepath.Join(b.dir, "talosconfig") }
+
+// Shell runs a shell script in the bridge's network, with talosctl and an admin talosconfig, and returns its output.
+func (b *Bed) Shell(ctx context.Context, script string) (out []byte, err error) {
+	cmd := exec.CommandContext(ctx, "sh", "-c", script)
+	cmd.Env = append(os.Environ(),
+		"PATH="+b.assets.bin()+string(os.PathListSeparator)+os.Getenv("PATH"),
+		"TALOSCONFIG="+b.talosconfig(),
+		"TALOS_HOME="+b.dir, // talosctl keeps no files elsewhere
+	)
+
+	err = b.bridge.Inside(func() error {
+		out, err = builder.Output(cmd)
+
+		return err
+	})
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("run %q: %w", script, err)
 	}
 
-	return kubernetes.NewForConfig(config)
+	return out, nil
 }
 
-func (b *Bed) prepare(ctx context.Context) error {
+func (b *Bed) prepare(context.Context) error {
 	var err error
 	if b.source, err = selectSource(); err != nil {
 		return err
 	}
 
-	if err := requireRoot(); err != nil {
-		return err
+	if os.Geteuid() != 0 {
+		return ErrNotRoot
 	}
 
-	if err := install(ctx, b.options.Progress, runRequirements()); err != nil {
+	if err := Sweep(); err != nil {
 		return err
 	}
 
@@ -188,92 +176,117 @@ func (b *Bed) prepare(ctx context.Context) error {
 		return err
 	}
 
-	if err := sweep(ctx, base); err != nil {
+	if b.dir, err = os.MkdirTemp(base, bedPrefix); err != nil {
+		return fmt.Errorf("create directory for bed: %w", err)
+	}
+
+	// The kernel releases the lock when this process ends.
+	owner, err := lock(b.dir, unix.LOCK_EX)
+	if err != nil {
 		return err
 	}
 
-	if b.dir, b.owner, err = claim(base); err != nil {
+	b.cleanup(func() error { return errors.Join(os.RemoveAll(b.dir), owner.Close()) })
+
+	if b.options.LogDir == "" {
+		b.options.LogDir = b.dir
+	}
+
+	fmt.Println("Talos test bed: directory", b.dir)
+
+	return os.MkdirAll(b.options.LogDir, 0o755)
+}
+
+func lock(dir string, how int) (*os.File, error) {
+	file, err := os.Open(dir)
+	if err != nil {
+		return nil, fmt.Errorf("open directory of bed: %w", err)
+	}
+
+	if err := unix.Flock(int(file.Fd()), how); err != nil {
+		return nil, fmt.Errorf("lock directory of bed: %w", errors.Join(err, file.Close()))
+	}
+
+	return file, nil
+}
+
+// Sweep removes directories and cgroups of beds whose process was killed. Up calls it.
+func Sweep() error {
+	base, err := builder.CacheDir("beds")
+	if err != nil {
 		return err
 	}
 
-	b.id = filepath.Base(b.dir)
-	fmt.Fprintln(b.options.Progress, folderMessage, b.dir)
+	dirs, err := filepath.Glob(filepath.Join(base, bedPrefix+"*"))
+	if err != nil {
+		return fmt.Errorf("list beds: %w", err)
+	}
+
+	for _, dir := range dirs {
+		owner, err := lock(dir, unix.LOCK_EX|unix.LOCK_NB)
+		if err != nil {
+			continue // still in use
+		}
+
+		all, err := cgroupOf(filepath.Base(dir), "*")
+		left, invalid := filepath.Glob(string(all))
+		err = errors.Join(err, invalid)
+
+		for _, group := range left {
+			err = errors.Join(err, cgroup(group).remove())
+		}
+
+		if err := errors.Join(err, os.RemoveAll(dir), owner.Close()); err != nil {
+			return fmt.Errorf("sweep bed %s: %w", dir, err)
+		}
+	}
 
 	return nil
 }
 
 func (b *Bed) build(ctx context.Context) error {
 	var err error
-	if b.assets, err = prepare(ctx, b.source, b.options.Progress); err != nil {
+	if b.assets, b.kubernetes, err = prepare(ctx, b.source, os.Stdout); err != nil {
 		return err
 	}
 
-	components, err := kube.AssetsOf(ctx, b.source.Kubernetes, b.options.Progress)
+	if b.configs, err = configure(b.source.Release, b.options.ControlPlanePatches); err != nil {
+		return err
+	}
+
+	return b.configs.TalosConfig().Save(b.talosconfig())
+}
+
+func (b *Bed) assemble(ctx context.Context) error {
+	if err := b.newBridge(ctx); err != nil {
+		return err
+	}
+
+	components, err := newComponentImage(b.kubernetes, b.assets.shims(), filepath.Join(b.dir, "components"))
 	if err != nil {
-		return fmt.Errorf("build Kubernetes: %w", err)
-	}
-
-	if b.configs, err = generateConfigs(b.source.Release, b.options); err != nil {
 		return err
 	}
 
-	if err := b.configs.talosconfig.Save(b.talosconfig()); err != nil {
-		return fmt.Errorf("write talosconfig: %w", err)
+	if err := errors.Join(b.serveRegistry(ctx), b.Push(ctx, componentImage, components)); err != nil {
+		return err
 	}
 
-	b.images, err = componentImages(imageReferences(b.configs.controlPlane), components, b.assets, b.dir)
+	// The Nodes have the same names.
+	if b.ControlPlane, err = b.newMachine(ctx, "talos-cp", controlAddress, machinetype.TypeControlPlane); err != nil {
+		return err
+	}
+
+	b.Worker, err = b.newMachine(ctx, "talos-wk", workerAddress, machinetype.TypeWorker)
 
 	return err
 }
 
-func (b *Bed) assemble(ctx context.Context) error {
-	var err error
-	if b.bridge, err = newBridge(ctx); err != nil {
-		return err
-	}
-
-	listener, err := b.bridge.Listen(ctx, registryAddress.String())
-	if err != nil {
-		return err
-	}
-
-	b.registry = serveRegistry(listener, b.images)
-
-	controlPlane, err := userData(b.configs.controlPlane)
-	if err != nil {
-		return err
-	}
-
-	worker, err := userData(b.configs.worker)
-	if err != nil {
-		return err
-	}
-
-	if b.ControlPlane, err = b.newMachine(ctx, b.plan(ControlPlaneName, controlAddress, controlPlane)); err != nil {
-		return fmt.Errorf("build machine %s: %w", ControlPlaneName, err)
-	}
-
-	if b.Worker, err = b.newMachine(ctx, b.plan(WorkerName, workerAddress, worker)); err != nil {
-		return fmt.Errorf("build machine %s: %w", WorkerName, err)
-	}
-
-	return nil
-}
-
-func (b *Bed) plan(name string, address netip.Addr, config string) machinePlan {
-	return machinePlan{
-		name:      name,
-		address:   address,
-		userData:  config,
-		extension: b.options.Extension,
-		limits:    limits{noOOMScore: !holds(unix.CAP_SYS_RESOURCE)},
-	}
-}
-
 // boot switches the machines on and waits until the control plane's apid answers.
 func (b *Bed) boot(ctx context.Context) error {
-	for _, m := range b.machines {
-		if err := m.PowerOn(ctx); err != nil {
+	for _, m := range b.Machines() {
+		b.cleanup(func() error { return m.PowerOff(context.Background()) })
+
+		if err := m.PowerOn(); err != nil {
 			return err
 		}
 	}
@@ -297,9 +310,7 @@ func (b *Bed) bootstrap(ctx context.Context) error {
 }
 
 func (b *Bed) reachKubernetes(ctx context.Context) error {
-	err := b.ControlPlane.eventually(ctx, "get kubeconfig", func(ctx context.Context, c *client.Client) error {
-		var err error
-
+	err := b.ControlPlane.eventually(ctx, "get kubeconfig", func(ctx context.Context, c *client.Client) (err error) {
 		b.kubeconfig, err = c.Kubeconfig(ctx)
 
 		return err
@@ -308,37 +319,36 @@ func (b *Bed) reachKubernetes(ctx context.Context) error {
 		return err
 	}
 
-	kubernetes, err := b.Kubernetes()
+	config, err := b.RESTConfig()
 	if err != nil {
+		return err
+	}
+
+	if b.client, err = kubernetes.NewForConfig(config); err != nil {
 		return err
 	}
 
 	return eventually(ctx, "wait for the API server", func(ctx context.Context) error {
-		return kubernetes.Discovery().RESTClient().Get().AbsPath("/readyz").Do(ctx).Error()
+		return b.client.Discovery().RESTClient().Get().AbsPath("/readyz").Do(ctx).Error()
 	})
 }
 
 func (b *Bed) registerNodes(ctx context.Context) error {
-	kubernetes, err := b.Kubernetes()
-	if err != nil {
-		return err
-	}
-
-	for _, m := range b.machines {
-		if err := eventually(ctx, "wait for Node "+m.name, func(ctx context.Context) error {
-			_, err := kubernetes.CoreV1().Nodes().Get(ctx, m.name, metav1.GetOptions{})
-
-			return err
-		}); err != nil {
-			return err
+	return eventually(ctx, "wait for Nodes", func(ctx context.Context) error {
+		for _, m := range b.Machines() {
+			if _, err := b.client.CoreV1().Nodes().Get(ctx, m.name, metav1.GetOptions{}); err != nil {
+				return err
+			}
 		}
-	}
 
-	return nil
+		return nil
+	})
 }
 
-// eventually calls apid until it agrees.
+// eventually retries call until it succeeds, ctx ends or the machine goes down.
 func (m *Machine) eventually(ctx context.Context, attempt string, call func(context.Context, *client.Client) error) error {
+	const tail = 20
+
 	c, err := m.TalosClient(ctx)
 	if err != nil {
 		return err
@@ -348,37 +358,28 @@ func (m *Machine) eventually(ctx context.Context, attempt string, call func(cont
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 
-	// A machine that has gone down will never answer.
 	go func() {
-		if m.chassis.wait(ctx, func(p power) bool { return p.pid == 0 }) == nil {
-			cancel(m.downError())
+		if m.awaitOff(ctx) == nil {
+			var end strings.Builder
+			for _, line := range m.console.after(max(0, len(m.console.after(0))-tail)) {
+				fmt.Fprintf(&end, "\n\t%s", line)
+			}
+
+			cancel(fmt.Errorf("machine %s has gone down, its console ends with:%s", m.name, end.String()))
 		}
 	}()
 
 	return eventually(ctx, attempt, func(ctx context.Context) error { return call(ctx, c) })
 }
 
-func (m *Machine) downError() error {
-	const tail = 20
-
-	lines := m.console.Lines(m.console.PowerOn())
-
-	var said strings.Builder
-	for _, line := range lines[max(0, len(lines)-tail):] {
-		fmt.Fprintf(&said, "\n\t%s", line)
-	}
-
-	return fmt.Errorf("machine %s has gone down, its console ends with:%s", m.name, said.String())
-}
-
 // eventually repeats try until it succeeds or ctx ends; the error then contains the last one.
 func eventually(ctx context.Context, attempt string, try func(context.Context) error) error {
-	const patience = 10 * time.Second
+	const timeout = 10 * time.Second
 
 	var last error
 
 	err := wait.PollUntilContextCancel(ctx, 5*pollInterval, true, func(ctx context.Context) (bool, error) {
-		ctx, cancel := context.WithTimeout(ctx, patience)
+		ctx, cancel := context.WithTimeout(ctx, timeout)
 		defer cancel()
 
 		last = try(ctx)
@@ -392,30 +393,18 @@ func eventually(ctx context.Context, attempt string, try func(context.Context) e
 	return nil
 }
 
+// cleanup registers a function for Down.
+func (b *Bed) cleanup(do func() error) { b.cleanups = append(b.cleanups, do) }
+
 // Down removes the bed: machines, networks, cgroups, files. It can be called more than once.
 func (b *Bed) Down() error {
 	var errs []error
 
-	for _, m := range b.machines {
-		errs = append(errs, m.close(context.Background()))
+	for _, do := range slices.Backward(b.cleanups) {
+		errs = append(errs, do())
 	}
 
-	b.machines = nil
-
-	if b.registry != nil {
-		errs = append(errs, b.registry.close())
-		b.registry = nil
-	}
-
-	if b.bridge != nil {
-		errs = append(errs, b.bridge.Close())
-		b.bridge = nil
-	}
-
-	if b.owner != nil {
-		errs = append(errs, os.RemoveAll(b.dir), b.owner.Close())
-		b.owner = nil
-	}
+	b.cleanups = nil
 
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("take down Talos test bed: %w", err)

@@ -1,7 +1,6 @@
 package talos
 
 import (
-	"bufio"
 	"context"
 	"errors"
 	"fmt"
@@ -9,131 +8,79 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
+	"github.com/prometheus/procfs"
 	"k8s.io/apimachinery/pkg/util/wait"
 )
 
-const (
-	cgroupPrefix = "talos-ccm-"
-	pollInterval = 50 * time.Millisecond
-)
+// cgroup is a machine's cgroup v2 directory.
+type cgroup string
 
-// cgroupRoot finds the cgroup v2 hierarchy. That is all of /sys/fs/cgroup on most machines; where cgroup v1 is in use, v2 lies
-// beside it and has no controllers.
+// cgroupRoot finds the cgroup v2 hierarchy. That is all of /sys/fs/cgroup on most machines; where cgroup v1 is in use,
+// v2 lies beside it and has no controllers.
 func cgroupRoot() (string, error) {
-	file, err := os.Open("/proc/self/mountinfo")
+	mounts, err := procfs.GetMounts()
 	if err != nil {
 		return "", fmt.Errorf("list mounts: %w", err)
 	}
-	defer file.Close() //nolint:errcheck // only read
 
-	for scanner := bufio.NewScanner(file); scanner.Scan(); {
-		before, after, _ := strings.Cut(scanner.Text(), " - ")
-		if fields := strings.Fields(before); strings.HasPrefix(after, "cgroup2 ") && len(fields) > 4 {
-			return fields[4], nil
+	for _, mount := range mounts {
+		if mount.FSType == "cgroup2" {
+			return mount.MountPoint, nil
 		}
 	}
 
 	return "", errors.New("find cgroup v2: no such file system is mounted")
 }
 
-// cgroup is a machine's cgroup v2 folder.
-type cgroup string
-
-func newCgroup(name string) (cgroup, error) {
+// cgroupOf returns the cgroup of a machine, whose name may be a pattern.
+func cgroupOf(bed, machine string) (cgroup, error) {
 	root, err := cgroupRoot()
-	if err != nil {
-		return "", err
-	}
 
-	delegateControllers(root)
-
-	dir := filepath.Join(root, cgroupPrefix+name)
-	if err := os.Mkdir(dir, 0o755); err != nil {
-		return "", fmt.Errorf("make cgroup: %w", err)
-	}
-
-	return cgroup(dir), nil
+	return cgroup(filepath.Join(root, "talos-ccm-"+bed+"-"+machine)), err
 }
 
-// delegateControllers offers the machine what there is. A kernel that refuses (a container's root cgroup has processes of its
-// own) leaves the machine without limits, which it can live with.
-func delegateControllers(root string) {
-	list, err := os.ReadFile(filepath.Join(root, "cgroup.controllers"))
-	if err != nil {
-		return
+// renew replaces the cgroup of the previous boot: Talos has delegated its controllers to child cgroups, so the kernel
+// refuses processes in it.
+func (c cgroup) renew() (*os.File, error) {
+	if err := c.remove(); err != nil {
+		return nil, err
 	}
 
-	for controller := range strings.FieldsSeq(string(list)) {
+	root := filepath.Dir(string(c))
+	controllers, _ := os.ReadFile(filepath.Join(root, "cgroup.controllers"))
+
+	// Enabling a controller fails if the root cgroup contains processes, as in a container. The machine then runs without
+	// limits.
+	for controller := range strings.FieldsSeq(string(controllers)) {
 		os.WriteFile(filepath.Join(root, "cgroup.subtree_control"), []byte("+"+controller), 0o644) //nolint:errcheck // see above
 	}
-}
 
-// limited reports whether the cgroup lacks a controller that Talos sets limits with.
-func (c cgroup) limited() bool {
-	list, err := os.ReadFile(filepath.Join(string(c), "cgroup.controllers"))
-	if err != nil {
-		return true
+	if err := os.Mkdir(string(c), 0o755); err != nil {
+		return nil, fmt.Errorf("create cgroup: %w", err)
 	}
 
-	present := strings.Fields(string(list))
-
-	return slices.ContainsFunc([]string{"cpu", "memory", "pids"}, func(controller string) bool {
-		return !slices.Contains(present, controller)
-	})
-}
-
-// processes lists, by PID of this namespace, what runs in the cgroup's part below and in all of its parts.
-func (c cgroup) processes(below string) ([]int, error) {
-	var pids []int
-
-	err := filepath.WalkDir(filepath.Join(string(c), below), func(path string, entry fs.DirEntry, err error) error {
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil
-		}
-
-		if err != nil || entry.Name() != "cgroup.procs" {
-			return err
-		}
-
-		list, err := os.ReadFile(path)
-		if err != nil {
-			return nil //nolint:nilerr // the cgroup is already gone
-		}
-
-		for line := range strings.FieldsSeq(string(list)) {
-			if pid, err := strconv.Atoi(line); err == nil {
-				pids = append(pids, pid)
-			}
-		}
-
-		return nil
-	})
-	if err != nil {
-		return nil, fmt.Errorf("list processes of cgroup: %w", err)
-	}
-
-	return pids, nil
+	return os.Open(string(c))
 }
 
 // remove kills what is left in the cgroup and removes it, with all of its parts.
-func (c cgroup) remove(ctx context.Context) error {
-	if _, err := os.Stat(string(c)); errors.Is(err, fs.ErrNotExist) {
+func (c cgroup) remove() error {
+	err := os.WriteFile(filepath.Join(string(c), "cgroup.kill"), []byte("1"), 0o644)
+	if errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
 
-	if err := os.WriteFile(filepath.Join(string(c), "cgroup.kill"), []byte("1"), 0o644); err != nil {
+	if err != nil {
 		return fmt.Errorf("kill processes of cgroup: %w", err)
 	}
 
 	var last error
 
 	// Killed processes leave a moment later.
-	err := wait.PollUntilContextCancel(ctx, pollInterval, true, func(context.Context) (bool, error) {
-		last = c.removeFolders()
+	err = wait.PollUntilContextTimeout(context.Background(), pollInterval, time.Minute, true, func(context.Context) (bool, error) {
+		last = c.removeDirectories()
 
 		return last == nil, nil
 	})
@@ -144,7 +91,7 @@ func (c cgroup) remove(ctx context.Context) error {
 	return nil
 }
 
-func (c cgroup) removeFolders() error {
+func (c cgroup) removeDirectories() error {
 	var dirs []string
 
 	err := filepath.WalkDir(string(c), func(path string, entry fs.DirEntry, err error) error {

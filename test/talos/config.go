@@ -1,31 +1,22 @@
 package talos
 
 import (
-	"encoding/base64"
 	"fmt"
+	"net/netip"
 	"strings"
-	"time"
 
-	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
 	"github.com/siderolabs/talos/pkg/machinery/config"
+	"github.com/siderolabs/talos/pkg/machinery/config/bundle"
 	"github.com/siderolabs/talos/pkg/machinery/config/configpatcher"
-	"github.com/siderolabs/talos/pkg/machinery/config/encoder"
 	"github.com/siderolabs/talos/pkg/machinery/config/generate"
-	"github.com/siderolabs/talos/pkg/machinery/config/generate/secrets"
-	"github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/constants"
 )
 
-const (
-	clusterName = "talos-ccm-bed"
-	// pauseImage is a constant inside Talos (pkg/images), and not part of its machinery. It comes from where Kubernetes comes from.
-	pauseImage = "/pause"
-)
-
-// basePatch is what every machine of a bed has in its configuration: a cloud provider that is not there yet, serving
-// certificates that want approval, images from the bed's registry, and as little else as a cluster can do without.
+// basePatch applies to every machine: external cloud provider, serving certificates that require approval, images from
+// the bed's registry, and nothing that a cluster does not need.
 //
-// The kubelet and the container runtime stay away from cgroups: the bed may run where there are no controllers to delegate. The
-// kubelet gets its static pods from Talos over HTTP, and would look for them only every 20 seconds.
+// The kubelet and the container runtime stay away from cgroups: the bed may run where there are no controllers to
+// delegate. The kubelet gets its static pods from Talos over HTTP, and would look for them only every 20 seconds.
 const basePatch = `
 machine:
   kubelet:
@@ -72,97 +63,30 @@ cluster:
     disabled: true
 `
 
-// configs are the machine configurations and the talosconfig.
-type configs struct {
-	controlPlane, worker config.Provider
-	talosconfig          *clientconfig.Config
-}
-
-func generateConfigs(release Release, options Options) (configs, error) {
+// configure generates the machine configurations and the talosconfig.
+func configure(release Release, controlPlanePatches []string) (*bundle.Bundle, error) {
 	contract, err := config.ParseContractFromVersion(release.Talos)
 	if err != nil {
-		return configs{}, fmt.Errorf("parse version contract: %w", err)
+		return nil, fmt.Errorf("parse version contract: %w", err)
 	}
 
-	bundle, err := secrets.NewBundle(secrets.NewFixedClock(time.Now()), contract)
+	base, err := configpatcher.LoadPatches([]string{fmt.Sprintf(basePatch, registryAddress)})
 	if err != nil {
-		return configs{}, fmt.Errorf("generate secrets: %w", err)
+		return nil, fmt.Errorf("load configuration patch: %w", err)
 	}
 
-	input, err := generate.NewInput(clusterName, "https://"+apiServerAddress, strings.TrimPrefix(release.Kubernetes, "v"),
-		generate.WithVersionContract(contract),
-		generate.WithSecretsBundle(bundle),
-		generate.WithEndpointList([]string{controlAddress.String()}),
+	controlPlane, err := configpatcher.LoadPatches(append([]string{controlPlanePatch}, controlPlanePatches...))
+	if err != nil {
+		return nil, fmt.Errorf("load configuration patches of the control plane: %w", err)
+	}
+
+	return bundle.NewBundle(
+		bundle.WithVerbose(false), bundle.WithPatch(base), bundle.WithPatchControlPlane(controlPlane),
+		bundle.WithInputOptions(&bundle.InputOptions{
+			ClusterName: "talos-ccm-bed",
+			Endpoint:    "https://" + netip.AddrPortFrom(controlAddress, constants.DefaultControlPlanePort).String(),
+			KubeVersion: strings.TrimPrefix(release.Kubernetes, "v"),
+			GenOptions:  []generate.Option{generate.WithVersionContract(contract), generate.WithEndpointList([]string{controlAddress.String()})},
+		}),
 	)
-	if err != nil {
-		return configs{}, fmt.Errorf("prepare machine configuration: %w", err)
-	}
-
-	base := []string{fmt.Sprintf(basePatch, registryAddress)}
-
-	controlPlane, err := machineConfig(input, machine.TypeControlPlane, base, []string{controlPlanePatch}, options.ControlPlanePatches)
-	if err != nil {
-		return configs{}, err
-	}
-
-	worker, err := machineConfig(input, machine.TypeWorker, base)
-	if err != nil {
-		return configs{}, err
-	}
-
-	talosconfig, err := input.Talosconfig()
-	if err != nil {
-		return configs{}, fmt.Errorf("generate talosconfig: %w", err)
-	}
-
-	return configs{controlPlane: controlPlane, worker: worker, talosconfig: talosconfig}, nil
-}
-
-func machineConfig(input *generate.Input, kind machine.Type, patchLists ...[]string) (config.Provider, error) {
-	provider, err := input.Config(kind)
-	if err != nil {
-		return nil, fmt.Errorf("generate machine configuration of %s: %w", kind, err)
-	}
-
-	for _, list := range patchLists {
-		patches, err := configpatcher.LoadPatches(list)
-		if err != nil {
-			return nil, fmt.Errorf("load configuration patch for %s: %w", kind, err)
-		}
-
-		patched, err := configpatcher.Apply(configpatcher.WithConfig(provider), patches)
-		if err != nil {
-			return nil, fmt.Errorf("patch machine configuration of %s: %w", kind, err)
-		}
-
-		if provider, err = patched.Config(); err != nil {
-			return nil, fmt.Errorf("decode patched machine configuration of %s: %w", kind, err)
-		}
-	}
-
-	return provider, nil
-}
-
-// userData is how a machine configuration reaches Talos in a container.
-func userData(provider config.Provider) (string, error) {
-	raw, err := provider.EncodeBytes(encoder.WithComments(encoder.CommentsDisabled))
-	if err != nil {
-		return "", fmt.Errorf("encode machine configuration: %w", err)
-	}
-
-	return base64.StdEncoding.EncodeToString(raw), nil
-}
-
-func imageReferences(provider config.Provider) references {
-	cluster := provider.Cluster()
-	registry, _, _ := strings.Cut(cluster.APIServer().Image(), "/")
-
-	return references{
-		etcd:              cluster.Etcd().Image(),
-		apiServer:         cluster.APIServer().Image(),
-		controllerManager: cluster.ControllerManager().Image(),
-		scheduler:         cluster.Scheduler().Image(),
-		kubelet:           provider.Machine().Kubelet().Image(),
-		pause:             registry + pauseImage,
-	}
 }

@@ -1,146 +1,91 @@
 package talos
 
 import (
-	"bufio"
+	"bytes"
 	"context"
 	"fmt"
 	"io"
-	"regexp"
-	"slices"
 	"strings"
 	"sync"
 	"time"
+
+	"k8s.io/apimachinery/pkg/util/wait"
 )
 
-// powerOnMarker is the first line that a chassis prints at each boot.
-const powerOnMarker = "chassis: power on"
+// pollInterval is how often a condition is checked that needs only memory or files.
+const pollInterval = 50 * time.Millisecond
 
-// Line is a line of a machine's console.
-type Line struct {
-	// Since is the time that had passed since the machine was switched on.
-	Since time.Duration
-	Text  string
+// line is a line of a machine's console.
+type line struct {
+	// since is the time that had passed since the machine was switched on.
+	since time.Duration
+	text  string
 }
 
-func (l Line) String() string { return fmt.Sprintf("[%9.3fs] %s", l.Since.Seconds(), l.Text) }
+func (l line) String() string { return fmt.Sprintf("[%9.3fs] %s", l.since.Seconds(), l.text) }
 
-// Mark is a position in the console output.
-type Mark int
-
-// Console is the output of a machine. It is available even if the network of the machine is down.
-type Console struct {
-	out io.Writer
+// console is the output of a machine. It is available even if the network of the machine is down.
+type console struct {
+	log io.Writer
 
 	mu      sync.Mutex
-	lines   []Line
-	boots   int
-	boot    Mark
-	on      time.Time
-	changed chan struct{}
+	partial []byte
+	lines   []line
+	// boot is the number of lines before the current boot, which began at on.
+	boot int
+	on   time.Time
 }
 
-func newConsole(out io.Writer) *Console {
-	return &Console{out: out, on: time.Now(), changed: make(chan struct{})}
+// powerOn begins a boot.
+func (c *console) powerOn() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+
+	c.partial, c.boot, c.on = nil, len(c.lines), time.Now()
+	fmt.Fprintln(c.log, "power on at", c.on)
 }
 
-// read takes lines until there are no more.
-func (c *Console) read(input io.Reader) {
-	reader := bufio.NewReader(input)
+// Write takes what the machine prints.
+func (c *console) Write(p []byte) (int, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+
+	c.partial = append(c.partial, p...)
 
 	for {
-		text, err := reader.ReadString('\n')
-		if text != "" {
-			c.add(strings.TrimRight(text, "\r\n"))
+		text, rest, found := bytes.Cut(c.partial, []byte("\n"))
+		if !found {
+			return len(p), nil
 		}
 
-		if err != nil {
-			return
-		}
+		l := line{time.Since(c.on), string(bytes.TrimRight(text, "\r"))}
+		c.lines, c.partial = append(c.lines, l), rest
+		fmt.Fprintln(c.log, l)
 	}
 }
 
-func (c *Console) add(text string) {
+// after returns the lines after the first n.
+func (c *console) after(n int) []line {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 
-	if text == powerOnMarker {
-		c.boots, c.boot, c.on = c.boots+1, Mark(len(c.lines)), time.Now()
-	}
-
-	line := Line{Since: time.Since(c.on), Text: text}
-	c.lines = append(c.lines, line)
-	fmt.Fprintln(c.out, line)
-
-	close(c.changed)
-	c.changed = make(chan struct{})
+	return c.lines[n:]
 }
 
-// PowerOn returns the position where the current boot starts.
-func (c *Console) PowerOn() Mark {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-
-	return c.boot
-}
-
-// booted waits until the console shows that many boots.
-func (c *Console) booted(ctx context.Context, boots int) error {
-	for {
-		c.mu.Lock()
-		seen, changed := c.boots, c.changed
-		c.mu.Unlock()
-
-		if seen >= boots {
-			return nil
-		}
-
-		select {
-		case <-changed:
-		case <-ctx.Done():
-			return fmt.Errorf("wait for console to show boot %d: %w", boots, context.Cause(ctx))
-		}
-	}
-}
-
-// Now returns the position after the last line.
-func (c *Console) Now() Mark {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-
-	return Mark(len(c.lines))
-}
-
-// Lines returns what was printed after a mark.
-func (c *Console) Lines(from Mark) []Line {
-	lines, _ := c.after(from)
-
-	return lines
-}
-
-func (c *Console) after(from Mark) ([]Line, <-chan struct{}) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-
-	return slices.Clone(c.lines[min(int(from), len(c.lines)):]), c.changed
-}
-
-// Wait returns the first line after a mark that matches, as soon as there is one.
-func (c *Console) Wait(ctx context.Context, from Mark, pattern *regexp.Regexp) (Line, error) {
-	for {
-		lines, changed := c.after(from)
-
-		for _, line := range lines {
-			if pattern.MatchString(line.Text) {
-				return line, nil
+// wait returns the first line after n lines that contains a text, as soon as there is one.
+func (c *console) wait(ctx context.Context, n int, text string) (found line, err error) {
+	err = wait.PollUntilContextCancel(ctx, pollInterval, true, func(context.Context) (bool, error) {
+		for _, found = range c.after(n) {
+			if strings.Contains(found.text, text) {
+				return true, nil
 			}
 		}
 
-		from += Mark(len(lines))
-
-		select {
-		case <-changed:
-		case <-ctx.Done():
-			return Line{}, fmt.Errorf("wait for console to say %q: %w", pattern, context.Cause(ctx))
-		}
+		return false, nil
+	})
+	if err != nil {
+		return found, fmt.Errorf("wait for console to say %q: %w", text, err)
 	}
+
+	return found, nil
 }

@@ -2,285 +2,132 @@ package talos
 
 import (
 	"archive/tar"
-	"crypto/sha256"
-	"encoding/hex"
-	"encoding/json"
+	"bytes"
+	"context"
+	"errors"
 	"fmt"
-	"hash"
 	"io"
+	"log"
+	"net/http"
 	"os"
-	"path"
 	"path/filepath"
-	"slices"
+	"regexp"
 	"strings"
+	"time"
+
+	"github.com/google/go-containerregistry/pkg/name"
+	"github.com/google/go-containerregistry/pkg/registry"
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/empty"
+	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"github.com/google/go-containerregistry/pkg/v1/remote"
+	"github.com/google/go-containerregistry/pkg/v1/static"
+	"github.com/google/go-containerregistry/pkg/v1/types"
 )
 
-// Media types of the OCI image specification.
-const (
-	mediaManifest = "application/vnd.oci.image.manifest.v1+json"
-	mediaConfig   = "application/vnd.oci.image.config.v1+json"
-	mediaLayer    = "application/vnd.oci.image.layer.v1.tar"
-)
+// componentRequest matches requests for manifests and blobs of Kubernetes component images. All are served from
+// componentImage, whatever their tag, since Talos chooses some tags itself.
+var componentRequest = regexp.MustCompile(`^/v2/(?:.+/)?(?:etcd|kube-[a-z-]+|kubelet|pause)/(manifests|blobs)/(.+)$`)
 
-// skeleton are folders and files that a container runtime or a component expects in its image.
-var (
-	skeletonFolders = []string{"dev", "etc", "etc/ssl", "etc/ssl/certs", "proc", "run", "sys", "tmp", "usr", "usr/local", imageBin, imageLibexec, "var"}
-	skeletonFiles   = map[string]string{
+const componentImage = "bed/components"
+
+// imageTree is what the image has besides the programs of Kubernetes, which are in its root, and shims.
+var imageTree = tree{
+	directories: []string{"dev", "etc/ssl/certs", "proc", "run", "sys", "tmp", "usr/local/bin", "var"},
+	files: map[string]string{
 		"etc/group":  "root:x:0:\n",
 		"etc/passwd": "root:x:0:0:root:/:/sbin/nologin\nnobody:x:65534:65534:nobody:/:/sbin/nologin\n",
-	}
-)
-
-// blob is content with its digest: either in memory or in a file.
-type blob struct {
-	digest string
-	size   int64
-	data   []byte
-	file   string
+	},
+	links: map[string]string{
+		"var/run": "../run", "pause": "shims",
+		"usr/local/bin/etcd":                    "/etcd",
+		"usr/local/bin/kube-apiserver":          "/kube-apiserver",
+		"usr/local/bin/kube-controller-manager": "/kube-controller-manager",
+		"usr/local/bin/kube-scheduler":          "/kube-scheduler",
+		"usr/local/bin/kubelet":                 "/shims",
+		"usr/local/bin/kubelet.real":            "/kubelet",
+		"usr/local/bin/mount":                   "/shims",
+		"usr/local/bin/umount":                  "/shims",
+	},
 }
 
-func (b blob) descriptor(media string) map[string]any {
-	return map[string]any{"mediaType": media, "digest": b.digest, "size": b.size}
-}
-
-func jsonBlob(value any) (blob, error) {
-	data, err := json.Marshal(value)
+// newComponentImage packs the directory with the programs of Kubernetes and the shims. It uses the new directory dir.
+func newComponentImage(kubernetes, shims, dir string) (v1.Image, error) {
+	program, err := os.ReadFile(shims)
 	if err != nil {
-		return blob{}, fmt.Errorf("encode image: %w", err)
+		return nil, fmt.Errorf("read shims: %w", err)
 	}
 
-	sum := sha256.Sum256(data)
+	var layer bytes.Buffer
 
-	return blob{digest: "sha256:" + hex.EncodeToString(sum[:]), size: int64(len(data)), data: data}, nil
-}
-
-// layer says what a layer holds besides the skeleton: programs by path, from local files, and links by path.
-type layer struct {
-	programs map[string]string
-	links    map[string]string
-}
-
-// write packs the layer, uncompressed: it travels over nothing slower than memory.
-func (l layer) write(file string) (blob, error) {
-	out, err := os.Create(file)
-	if err != nil {
-		return blob{}, fmt.Errorf("make layer: %w", err)
-	}
-	defer out.Close() //nolint:errcheck // reported by the flush below
-
-	sum := sha256.New()
-	if err := l.pack(tar.NewWriter(io.MultiWriter(out, sum))); err != nil {
-		return blob{}, fmt.Errorf("pack layer %s: %w", file, err)
+	archive := tar.NewWriter(&layer)
+	if err := errors.Join(
+		imageTree.write(dir), os.WriteFile(filepath.Join(dir, "shims"), program, 0o755), os.Chmod(filepath.Join(dir, "tmp"), 0o777|os.ModeSticky),
+		archive.AddFS(os.DirFS(dir)), archive.AddFS(os.DirFS(kubernetes)), archive.Close(),
+	); err != nil {
+		return nil, fmt.Errorf("pack image: %w", err)
 	}
 
-	size, err := out.Seek(0, io.SeekCurrent)
-	if err != nil {
-		return blob{}, fmt.Errorf("measure layer %s: %w", file, err)
-	}
-
-	return blob{digest: digestOf(sum), size: size, file: file}, nil
-}
-
-func digestOf(sum hash.Hash) string { return "sha256:" + hex.EncodeToString(sum.Sum(nil)) }
-
-func (l layer) pack(archive *tar.Writer) error {
-	for _, name := range skeletonFolders {
-		mode := int64(0o755)
-		if name == "tmp" {
-			mode = 0o1777
-		}
-
-		if err := archive.WriteHeader(&tar.Header{Typeflag: tar.TypeDir, Name: name + "/", Mode: mode}); err != nil {
-			return err
-		}
-	}
-
-	if err := packLink(archive, "var/run", "../run"); err != nil {
-		return err
-	}
-
-	for name, content := range skeletonFiles {
-		if err := packContent(archive, name, 0o644, int64(len(content)), strings.NewReader(content)); err != nil {
-			return err
-		}
-	}
-
-	for name, from := range l.programs {
-		if err := packFile(archive, name, from); err != nil {
-			return err
-		}
-	}
-
-	for name, target := range l.links {
-		if err := packLink(archive, name, target); err != nil {
-			return err
-		}
-	}
-
-	return archive.Close()
-}
-
-func packLink(archive *tar.Writer, name, target string) error {
-	return archive.WriteHeader(&tar.Header{Typeflag: tar.TypeSymlink, Name: name, Linkname: target, Mode: 0o777})
-}
-
-func packFile(archive *tar.Writer, name, from string) error {
-	file, err := os.Open(from)
-	if err != nil {
-		return err
-	}
-	defer file.Close() //nolint:errcheck // only read
-
-	info, err := file.Stat()
-	if err != nil {
-		return err
-	}
-
-	return packContent(archive, name, 0o755, info.Size(), file)
-}
-
-func packContent(archive *tar.Writer, name string, mode, size int64, content io.Reader) error {
-	if err := archive.WriteHeader(&tar.Header{Typeflag: tar.TypeReg, Name: name, Mode: mode, Size: size}); err != nil {
-		return err
-	}
-
-	_, err := io.Copy(archive, content)
-
-	return err
-}
-
-// image is what a registry serves under a name and tag.
-type image struct {
-	// reference is the full name with host, as it stands in a machine configuration. Its tag is of no consequence.
-	reference string
-	manifest  blob
-	blobs     []blob
-}
-
-func newImage(reference, entrypoint string, layers ...blob) (image, error) {
-	diffIDs := make([]string, 0, len(layers))
-	descriptors := make([]any, 0, len(layers))
-
-	for _, l := range layers {
-		diffIDs = append(diffIDs, l.digest) // an uncompressed layer is its own diff
-		descriptors = append(descriptors, l.descriptor(mediaLayer))
-	}
-
-	config, err := jsonBlob(map[string]any{
-		"architecture": "amd64",
-		"os":           "linux",
-		"config":       map[string]any{"Entrypoint": []string{entrypoint}, "Env": []string{"PATH=/usr/local/bin:/usr/bin:/bin"}},
-		"rootfs":       map[string]any{"type": "layers", "diff_ids": diffIDs},
+	config, err := mutate.ConfigFile(empty.Image, &v1.ConfigFile{
+		OS: "linux", Architecture: "amd64", RootFS: v1.RootFS{Type: "layers"},
+		Config: v1.Config{Entrypoint: []string{"/pause"}, Env: []string{"PATH=/usr/local/bin:/usr/bin:/bin"}},
 	})
 	if err != nil {
-		return image{}, err
+		return nil, fmt.Errorf("configure image: %w", err)
 	}
 
-	manifest, err := jsonBlob(map[string]any{
-		"schemaVersion": 2, "mediaType": mediaManifest, "config": config.descriptor(mediaConfig), "layers": descriptors,
-	})
+	return mutate.AppendLayers(config, static.NewLayer(layer.Bytes(), types.DockerUncompressedLayer))
+}
+
+// serveRegistry serves images to the machines: the cluster's, and those that are pushed.
+func (b *Bed) serveRegistry(ctx context.Context) error {
+	listener, err := b.bridge.Listen(ctx, registryAddress.String())
 	if err != nil {
-		return image{}, err
+		return err
 	}
 
-	return image{reference: reference, manifest: manifest, blobs: append(slices.Clone(layers), config)}, nil
-}
+	images := registry.New(registry.Logger(log.New(io.Discard, "", 0)))
+	server := &http.Server{ReadHeaderTimeout: time.Minute, Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if match := componentRequest.FindStringSubmatch(r.URL.Path); match != nil {
+			kind, reference := match[1], match[2]
+			if !strings.Contains(reference, ":") { // a tag
+				reference = "latest"
+			}
 
-// name is the reference without host and tag: how a mirror is asked for it.
-func (i image) name() string {
-	_, name, _ := strings.Cut(i.reference, "/")
-	name, _, _ = strings.Cut(name, ":")
-
-	return name
-}
-
-// references names the images that a cluster's machines pull.
-type references struct {
-	etcd, apiServer, controllerManager, scheduler, kubelet, pause string
-}
-
-const (
-	imageBin     = "usr/local/bin"
-	imageLibexec = "usr/local/libexec"
-)
-
-// components are the programs of Kubernetes, by the name under which the shared layer offers them. The kubelet hides behind the
-// wrapper that its own image adds.
-var components = map[string]string{
-	"etcd":                    "etcd",
-	"kube-apiserver":          "kube-apiserver",
-	"kube-controller-manager": "kube-controller-manager",
-	"kube-scheduler":          "kube-scheduler",
-	"kubelet":                 "kubelet.real",
-}
-
-// componentLayer holds every program in dir once, also where several names there are the same program.
-func componentLayer(dir string) (layer, error) {
-	l := layer{programs: map[string]string{}, links: map[string]string{}}
-
-	for name, offered := range components {
-		program, err := filepath.EvalSymlinks(filepath.Join(dir, name))
-		if err != nil {
-			return layer{}, fmt.Errorf("find component of Kubernetes: %w", err)
+			r.URL.Path = "/v2/" + componentImage + "/" + kind + "/" + reference
 		}
 
-		base := filepath.Base(program)
-		l.programs[path.Join(imageLibexec, base)] = program
-		l.links[path.Join(imageBin, offered)] = "../libexec/" + base
-	}
+		// containerd resumes an interrupted pull with a range without end, which this registry rejects.
+		r.Header.Del("Range")
+		images.ServeHTTP(w, r)
+	})}
 
-	return l, nil
+	go server.Serve(listener) //nolint:errcheck // ends with Close
+	b.cleanup(server.Close)
+
+	return nil
 }
 
-// kubeletLayer has what is in the kubelet's own image alone.
-func kubeletLayer(a *assets) layer {
-	return layer{
-		programs: map[string]string{path.Join(imageBin, "kubelet"): a.tool("shims")},
-		links:    map[string]string{path.Join(imageBin, "mount"): "kubelet", path.Join(imageBin, "umount"): "kubelet"},
-	}
-}
-
-// componentImages makes all images of a cluster out of the folder with the Kubernetes components and of the tools. The images of
-// the components share one layer, so that a machine pulls it once.
-func componentImages(refs references, kubernetes string, a *assets, dir string) ([]image, error) {
-	shared, err := componentLayer(kubernetes)
+// Push makes an image or an index available to the machines under its reference, whatever its registry.
+func (b *Bed) Push(ctx context.Context, reference string, image remote.Taggable) error {
+	named, err := name.ParseReference(reference)
 	if err != nil {
-		return nil, err
+		return fmt.Errorf("push image %s: %w", reference, err)
 	}
 
-	plans := map[string]layer{
-		"components": shared,
-		"kubelet":    kubeletLayer(a),
-		"pause":      {programs: map[string]string{"pause": a.tool("shims")}},
-	}
-	layers := map[string]blob{}
-
-	for name, plan := range plans {
-		if layers[name], err = plan.write(filepath.Join(dir, name+".tar")); err != nil {
-			return nil, err
-		}
+	host, err := name.NewRegistry(registryAddress.String(), name.Insecure)
+	if err != nil {
+		return fmt.Errorf("push image %s: %w", reference, err)
 	}
 
-	var images []image
+	mirror := host.Repo(named.Context().RepositoryStr()).Tag(named.Identifier())
+	transport := &http.Transport{DialContext: b.DialContext}
 
-	for _, plan := range []struct {
-		reference, entrypoint string
-		layers                []blob
-	}{
-		{refs.etcd, "/usr/local/bin/etcd", []blob{layers["components"]}},
-		{refs.apiServer, "/usr/local/bin/kube-apiserver", []blob{layers["components"]}},
-		{refs.controllerManager, "/usr/local/bin/kube-controller-manager", []blob{layers["components"]}},
-		{refs.scheduler, "/usr/local/bin/kube-scheduler", []blob{layers["components"]}},
-		{refs.kubelet, "/usr/local/bin/kubelet", []blob{layers["components"], layers["kubelet"]}},
-		{refs.pause, "/pause", []blob{layers["pause"]}},
-	} {
-		made, err := newImage(plan.reference, plan.entrypoint, plan.layers...)
-		if err != nil {
-			return nil, err
-		}
+	defer transport.CloseIdleConnections()
 
-		images = append(images, made)
+	if err := remote.Push(mirror, image, remote.WithContext(ctx), remote.WithTransport(transport)); err != nil {
+		return fmt.Errorf("push image %s: %w", reference, err)
 	}
 
-	return images, nil
+	return nil
 }

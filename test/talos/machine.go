@@ -1,17 +1,26 @@
 package talos
 
 import (
+	"bytes"
 	"context"
+	"encoding/base64"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net"
 	"net/netip"
 	"os"
+	"os/exec"
 	"path/filepath"
-	"time"
+	"runtime"
+	"syscall"
 
 	"github.com/siderolabs/talos/pkg/machinery/client"
-	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
+	"github.com/siderolabs/talos/pkg/machinery/config/encoder"
+	"github.com/siderolabs/talos/pkg/machinery/config/machine"
+	"github.com/siderolabs/talos/pkg/machinery/constants"
+	"github.com/siderolabs/talos/pkg/machinery/extensions"
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 
 	"github.com/talos-ccm/talos-ccm/test/netns"
@@ -20,82 +29,190 @@ import (
 const (
 	// diskSize bounds what a machine may store: images, logs, etcd. It is memory.
 	diskSize = "2g"
-	// unusedNameserver refuses queries immediately. It is not a loopback address, where the host DNS of Talos listens.
-	unusedNameserver = "10.77.0.1"
-)
-
-// LinkState says whether a machine's cable is plugged in.
-type LinkState string
-
-// The states of a cable.
-const (
-	LinkUp   LinkState = "up"
-	LinkDown LinkState = "down"
+	// extensionImage is what Talos's imager calls the file system of the first extension. The name is that of its
+	// ExtensionStatus, too.
+	extensionImage = "0.sqsh"
 )
 
 // Machine is one Talos machine of a bed.
 type Machine struct {
-	name        string
-	address     netip.Addr
-	network     *netns.Namespace
-	bridge      *bridge
-	cgroup      cgroup
-	console     *Console
-	log         *os.File
-	chassis     *chassis
-	talosconfig *clientconfig.Config
-	// base are the layers of the root file system below the extension's, topmost first.
-	base []string
+	name    string
+	address netip.Addr
+	bed     *Bed
+	network *netns.Namespace
+	cgroup  cgroup
+	console *console
+	thread  thread
+	boot    bootSpec
+	// init is the first process of the current or the last boot, and ended is closed when it has ended.
+	init  *os.Process
+	ended chan struct{}
 }
 
-// machinePlan is what it takes to build a machine.
-type machinePlan struct {
-	name     string
-	address  netip.Addr
-	userData string
-	// extension is the folder that Options.Extension describes.
-	extension string
-	// limits is how runc and Talos are helped where root lacks rights.
-	limits limits
+// bootSpec is the input of the shim that becomes a machine. Its disk is mounted at Dir; only the machine and its thread
+// see that. The layers of the root file system are named topmost first.
+type bootSpec struct {
+	Name, Dir, UserData string
+	Layers              []string
 }
 
-// limits of this machine's root, which a Talos machine does not have.
-type limits struct {
-	noOOMScore, noControllers bool
+// thread is an OS thread in a machine's network namespace, and a mount namespace with its disk. Pdeathsig kills the
+// machine when the thread ends, even if this process is killed.
+type thread chan func()
+
+func (t thread) serve() {
+	runtime.LockOSThread() // and never unlock: that ends the thread
+
+	for do := range t {
+		do()
+	}
 }
 
-// Name is the machine's host name, and its Node's name.
-func (m *Machine) Name() string { return m.name }
+func (t thread) run(do func() error) error {
+	result := make(chan error)
+	t <- func() { result <- do() }
 
-// Address is the machine's address on the bridge.
-func (m *Machine) Address() netip.Addr { return m.address }
-
-// Console is what the machine has printed since the bed was made.
-func (m *Machine) Console() *Console { return m.console }
-
-// Root is a path to the machine's root file system, as the machine sees it; it is valid until the machine is switched off.
-func (m *Machine) Root() string {
-	state, _ := m.chassis.state()
-
-	return fmt.Sprintf("/proc/%d/root", state.pid)
+	return <-result
 }
 
-// PowerOn switches the machine on and returns at once. A machine that is on stays on.
-func (m *Machine) PowerOn(ctx context.Context) error {
-	if err := m.chassis.command(ctx, "on", func(p power) bool { return p.pid != 0 }); err != nil {
-		return m.named("switch on", err)
+// newMachine builds a machine that is switched off. Bed.Down closes it.
+func (b *Bed) newMachine(ctx context.Context, name string, address netip.Addr, kind machine.Type) (*Machine, error) {
+	m := &Machine{name: name, address: address, bed: b, thread: make(thread)}
+
+	config, err := b.configs.Serialize(encoder.CommentsDisabled, kind)
+	if err != nil {
+		return nil, m.wrap("encode configuration", err)
 	}
 
-	// The console may report the boot later than the chassis. Wait for it, so that callers do not read the output of the
-	// previous boot.
-	state, _ := m.chassis.state()
+	m.boot = bootSpec{Name: name, Dir: filepath.Join(b.dir, name), UserData: base64.StdEncoding.EncodeToString(config)}
 
-	return m.named("switch on", m.console.booted(ctx, state.boots))
+	log, err := os.Create(filepath.Join(b.options.LogDir, name+".console.log"))
+	if err != nil {
+		return nil, m.wrap("create console log", err)
+	}
+
+	b.cleanup(log.Close)
+
+	m.console = &console{log: log}
+
+	if m.network, err = b.plug(ctx, name, address); err != nil {
+		return nil, m.wrap("plug in", err)
+	}
+
+	if m.cgroup, err = cgroupOf(b.ID(), name); err != nil {
+		return nil, err
+	}
+
+	b.cleanup(m.cgroup.remove)
+
+	go m.thread.serve()
+
+	b.cleanup(func() error {
+		close(m.thread)
+
+		return nil
+	})
+
+	if err := errors.Join(m.Install(b.options.Extension), os.Mkdir(m.boot.Dir, 0o755), m.thread.run(m.mountDisk)); err != nil {
+		return nil, m.wrap("build", err)
+	}
+
+	return m, nil
+}
+
+// mountDisk mounts the file system that outlives the machine's boots.
+func (m *Machine) mountDisk() error {
+	if err := errors.Join(m.network.Enter(), unix.Unshare(unix.CLONE_NEWNS)); err != nil {
+		return err
+	}
+
+	// Otherwise the disk might be mounted for all processes.
+	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+		return err
+	}
+
+	return unix.Mount("tmpfs", m.boot.Dir, "tmpfs", 0, "mode=0755,size="+diskSize)
+}
+
+// Name returns the machine's host name, and its Node's name.
+func (m *Machine) Name() string { return m.name }
+
+// Address returns the machine's address on the bridge.
+func (m *Machine) Address() netip.Addr { return m.address }
+
+// Root returns a path to the machine's root file system, as the machine sees it; it is valid until the machine is
+// switched off.
+func (m *Machine) Root() string { return fmt.Sprintf("/proc/%d/root", m.init.Pid) }
+
+// PowerOn switches on a machine that is off, and does not wait for the boot.
+func (m *Machine) PowerOn() error {
+	group, err := m.cgroup.renew()
+	if err != nil {
+		return m.wrap("switch on", err)
+	}
+	defer group.Close() //nolint:errcheck // a directory
+
+	spec, err := json.Marshal(m.boot)
+	if err != nil {
+		return m.wrap("switch on", err)
+	}
+
+	cmd := exec.Command(m.bed.assets.shims(), "machine")
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = bytes.NewReader(spec), m.console, m.console
+	cmd.SysProcAttr = &syscall.SysProcAttr{
+		Cloneflags: unix.CLONE_NEWNS | unix.CLONE_NEWUTS | unix.CLONE_NEWIPC | unix.CLONE_NEWPID,
+		// Unshare after the process is in its cgroup, so that this is the root of the namespace.
+		Unshareflags: unix.CLONE_NEWCGROUP,
+		Pdeathsig:    syscall.SIGKILL,
+		UseCgroupFD:  true,
+		CgroupFD:     int(group.Fd()),
+		// Ctrl-C is for this process, which then switches the machines off.
+		Setsid: true,
+	}
+
+	m.console.powerOn()
+
+	if err := m.thread.run(cmd.Start); err != nil {
+		return m.wrap("switch on", err)
+	}
+
+	ended := make(chan struct{})
+	m.init, m.ended = cmd.Process, ended
+
+	go func() {
+		defer close(ended)
+
+		cmd.Wait() //nolint:errcheck // it is killed, or calls reboot(2)
+	}()
+
+	return nil
+}
+
+// signalAndWait sends a signal to the first process, and waits until all have ended. The machine may be off.
+func (m *Machine) signalAndWait(ctx context.Context, signal os.Signal) error {
+	if m.init == nil {
+		return nil
+	}
+
+	if err := m.init.Signal(signal); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return err
+	}
+
+	return m.awaitOff(ctx)
+}
+
+func (m *Machine) awaitOff(ctx context.Context) error {
+	select {
+	case <-m.ended:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("wait until it is off: %w", context.Cause(ctx))
+	}
 }
 
 // PowerOff switches the machine off without a shutdown. Its disk is kept: identity, configuration, etcd, images.
 func (m *Machine) PowerOff(ctx context.Context) error {
-	return m.named("switch off", m.chassis.command(ctx, "off", func(p power) bool { return p.pid == 0 }))
+	return m.wrap("switch off", m.signalAndWait(ctx, syscall.SIGKILL))
 }
 
 // PowerCycle switches the machine off without a shutdown, and on again.
@@ -104,27 +221,28 @@ func (m *Machine) PowerCycle(ctx context.Context) error {
 		return err
 	}
 
-	return m.PowerOn(ctx)
+	return m.PowerOn()
 }
 
-// Shutdown ends Talos in order (services are stopped and get their SIGTERM) and returns when the machine is off. Talos in
-// a container refuses the shutdown call of its API, so this is the power button.
+// Shutdown ends Talos in order (services are stopped and get their SIGTERM) and returns when the machine is off. Talos
+// in a container refuses the shutdown call of its API, so this is the power button.
 func (m *Machine) Shutdown(ctx context.Context) error {
-	return m.named("shut down", m.chassis.command(ctx, "shutdown", func(p power) bool { return p.pid == 0 }))
+	return m.wrap("shut down", m.signalAndWait(ctx, syscall.SIGTERM))
 }
 
-// Reboot shuts the machine down and switches it on again as soon as it is off. Addresses that were added to the machine's
-// links stay. Talos in a container refuses the reboot call of its API, so the machine's stage is that of a shutdown.
+// Reboot shuts the machine down and switches it on again as soon as it is off. Addresses that were added to the
+// machine's links stay. Talos in a container refuses the reboot call of its API, so the machine's stage is that of a
+// shutdown.
 func (m *Machine) Reboot(ctx context.Context) error {
 	if err := m.Shutdown(ctx); err != nil {
 		return err
 	}
 
-	return m.PowerOn(ctx)
+	return m.PowerOn()
 }
 
-// Reset calls the reset of the machine's API and returns when the machine is off. Talos in a container wipes nothing: see
-// Wipe.
+// Reset calls the reset of the machine's API and returns when the machine is off. Talos in a container wipes nothing:
+// see Wipe.
 func (m *Machine) Reset(ctx context.Context) error {
 	c, err := m.TalosClient(ctx)
 	if err != nil {
@@ -133,10 +251,10 @@ func (m *Machine) Reset(ctx context.Context) error {
 	defer c.Close() //nolint:errcheck // nothing is lost
 
 	if err := c.Reset(ctx, false, false); err != nil {
-		return m.named("reset", err)
+		return m.wrap("reset", err)
 	}
 
-	return m.named("reset", m.chassis.wait(ctx, func(p power) bool { return p.pid == 0 }))
+	return m.wrap("reset", m.awaitOff(ctx))
 }
 
 // Wipe switches the machine off and empties its disk: the next boot is a first one, with a new identity.
@@ -145,51 +263,67 @@ func (m *Machine) Wipe(ctx context.Context) error {
 		return err
 	}
 
-	return m.named("wipe", os.RemoveAll(m.chassis.disk()))
+	return m.wrap("wipe", m.thread.run(func() error { return os.RemoveAll(filepath.Join(m.boot.Dir, "disk")) }))
 }
 
-// Install puts an extension, as Options.Extension describes it, in the place of the machine's, from its next boot on. That is what an upgrade does
-// before it reboots; Talos in a container refuses the upgrade call of its API.
+// Install replaces the machine's extension from the next boot on, as an upgrade does before it reboots; in a container,
+// Talos rejects upgrades through its API. The directory extension is as in Options. It also adds the list of
+// extensions, as Talos's imager does, and the files that a container engine provides: Talos 1.14 mounts an overlay over
+// /etc, which hides bind mounts there.
 func (m *Machine) Install(extension string) error {
-	layers, err := extensionLayers(extension, filepath.Dir(m.chassis.spec.Dir))
+	loaded, err := extensions.Load(extension)
 	if err != nil {
-		return m.named("install extension", err)
+		return m.wrap("load extension", err)
 	}
 
-	return m.named("install extension", m.chassis.layer(append(layers, m.base...)))
+	etc, err := os.MkdirTemp(m.bed.dir, "etc-")
+	if err != nil {
+		return m.wrap("install extension", err)
+	}
+
+	list := filepath.Join(etc, constants.ExtensionsRuntimeConfigFile)
+	installed := extensions.Config{Layers: []*extensions.Layer{{Image: extensionImage, Metadata: loaded.Manifest.Metadata}}}
+	provided := tree{files: map[string]string{
+		"etc/hostname": m.name + "\n",
+		"etc/hosts":    "127.0.0.1 localhost\n",
+		// The bridge refuses DNS queries immediately. On a loopback address, Talos's host DNS would answer.
+		"etc/resolv.conf": "nameserver " + bridgeAddress.String() + "\n",
+	}}
+
+	m.boot.Layers = []string{etc, loaded.RootfsPath(), m.bed.assets.rootfs()}
+
+	// The top layer also sets the mode of the root directory.
+	return m.wrap("install extension", errors.Join(os.Chmod(etc, 0o755), provided.write(etc), installed.Write(list)))
 }
 
-// SetLink sets the bridge's end of the machine's veth pair up or down. The machine keeps its addresses but loses the
-// carrier.
-func (m *Machine) SetLink(ctx context.Context, state LinkState) error {
-	return m.named("set link", m.bridge.IP(ctx, []string{"link", "set", port(m.name), string(state)}))
+// SetLink sets the bridge's end of the machine's veth pair "up" or "down". The machine keeps its addresses but loses
+// the carrier.
+func (m *Machine) SetLink(ctx context.Context, state string) error {
+	return m.wrap("set link", m.bed.bridge.IP(ctx, "link set "+port(m.name)+" "+state))
 }
 
-// AddAddress gives one of the machine's links another address, as a platform would. The machine's own link is eth0.
-func (m *Machine) AddAddress(ctx context.Context, link string, prefix netip.Prefix) error {
-	return m.named("add address", m.network.IP(ctx, []string{"address", "add", prefix.String(), "dev", link}))
+// AddAddress gives the machine another address, as a platform would.
+func (m *Machine) AddAddress(ctx context.Context, prefix netip.Prefix) error {
+	return m.wrap("add address", m.network.IP(ctx, "address add "+prefix.String()+" dev "+netns.Link))
 }
 
-// DelAddress takes an address away again.
-func (m *Machine) DelAddress(ctx context.Context, link string, prefix netip.Prefix) error {
-	return m.named("remove address", m.network.IP(ctx, []string{"address", "del", prefix.String(), "dev", link}))
+// RemoveAddress removes an address.
+func (m *Machine) RemoveAddress(ctx context.Context, prefix netip.Prefix) error {
+	return m.wrap("remove address", m.network.IP(ctx, "address del "+prefix.String()+" dev "+netns.Link))
 }
 
-// TalosClient connects to the machine's own apid, as admin. It works without the cable: the connection is made from within the
+// TalosClient connects to the machine's own apid, as admin. It works while the link is down, because it dials from the
 // machine's network namespace. The caller closes it.
 func (m *Machine) TalosClient(ctx context.Context) (*client.Client, error) {
 	c, err := client.New(ctx,
-		client.WithConfig(m.talosconfig),
+		client.WithConfig(m.bed.configs.TalosConfig()),
 		client.WithEndpoints(m.address.String()),
 		client.WithGRPCDialOptions(grpc.WithNoProxy(), grpc.WithContextDialer(func(ctx context.Context, address string) (net.Conn, error) {
 			return m.network.Dial(ctx, "tcp", address)
 		})),
 	)
-	if err != nil {
-		return nil, m.named("connect to apid", err)
-	}
 
-	return c, nil
+	return c, m.wrap("connect to apid", err)
 }
 
 // DialContext connects from within the machine's own network, whose loopback is the machine's. Addresses are literals.
@@ -197,119 +331,10 @@ func (m *Machine) DialContext(ctx context.Context, network, address string) (net
 	return m.network.Dial(ctx, network, address)
 }
 
-func (m *Machine) named(attempt string, err error) error {
+func (m *Machine) wrap(attempt string, err error) error {
 	if err != nil {
 		return fmt.Errorf("%s: machine %s: %w", attempt, m.name, err)
 	}
 
 	return nil
-}
-
-// close ends the machine and removes what it had.
-func (m *Machine) close(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, 2*time.Minute)
-	defer cancel()
-
-	var errs []error
-
-	if m.chassis != nil {
-		errs = append(errs, m.chassis.close(ctx))
-	}
-
-	if m.cgroup != "" {
-		errs = append(errs, m.cgroup.remove(ctx))
-	}
-
-	if m.network != nil {
-		errs = append(errs, m.network.Close())
-	}
-
-	if m.log != nil {
-		errs = append(errs, m.log.Close())
-	}
-
-	return m.named("close", errors.Join(errs...))
-}
-
-// newMachine builds a machine that is switched off. What it made before an error is closed by the caller, with the machine.
-func (b *Bed) newMachine(ctx context.Context, plan machinePlan) (*Machine, error) {
-	m := &Machine{name: plan.name, address: plan.address, bridge: b.bridge, talosconfig: b.configs.talosconfig}
-	b.machines = append(b.machines, m)
-
-	if err := b.openConsole(m); err != nil {
-		return nil, err
-	}
-
-	var err error
-
-	if m.network, err = b.bridge.plug(ctx, plan.name, plan.address); err != nil {
-		return nil, err
-	}
-
-	if m.cgroup, err = newCgroup(b.id + "-" + plan.name); err != nil {
-		return nil, err
-	}
-
-	dir := filepath.Join(b.dir, plan.name)
-	if err := os.Mkdir(dir, 0o755); err != nil {
-		return nil, fmt.Errorf("make folder of machine: %w", err)
-	}
-
-	plan.limits.noControllers = m.cgroup.limited()
-	m.base = b.baseLayers(plan.limits)
-
-	layers, err := extensionLayers(plan.extension, b.dir)
-	if err != nil {
-		return nil, err
-	}
-
-	m.chassis, err = startChassis(b.chassisCommand(plan.limits), chassisSpec{
-		Name:       plan.name,
-		Dir:        dir,
-		DiskSize:   diskSize,
-		Layers:     append(layers, m.base...),
-		Cgroup:     string(m.cgroup),
-		Nameserver: unusedNameserver,
-		UserData:   plan.userData,
-	}, m.network, m.console)
-
-	return m, err
-}
-
-func (b *Bed) openConsole(m *Machine) error {
-	dir := b.options.LogDir
-	if dir == "" {
-		dir = b.dir
-	}
-
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return fmt.Errorf("make folder for logs: %w", err)
-	}
-
-	var err error
-
-	if m.log, err = os.Create(filepath.Join(dir, m.name+".console.log")); err != nil {
-		return fmt.Errorf("make console log: %w", err)
-	}
-
-	m.console = newConsole(m.log)
-
-	return nil
-}
-
-// chassisCommand runs the chassis below the shim that answers for OOM scores, where that is needed.
-func (b *Bed) chassisCommand(l limits) []string {
-	if l.noOOMScore {
-		return []string{b.assets.tool("shims"), "oom", b.assets.tool("chassis")}
-	}
-
-	return []string{b.assets.tool("chassis")}
-}
-
-func (b *Bed) baseLayers(l limits) []string {
-	if l.noOOMScore || l.noControllers {
-		return []string{b.assets.limited(), b.assets.rootfs()}
-	}
-
-	return []string{b.assets.rootfs()}
 }

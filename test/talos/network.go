@@ -2,8 +2,6 @@ package talos
 
 import (
 	"context"
-	"errors"
-	"fmt"
 	"net/netip"
 
 	"github.com/talos-ccm/talos-ccm/test/netns"
@@ -11,71 +9,42 @@ import (
 
 // The network of a bed. It is in namespaces of its own, so all beds use the same one.
 var (
-	subnet          = netip.MustParsePrefix("10.77.0.0/24")
 	bridgeAddress   = netip.MustParseAddr("10.77.0.1")
 	controlAddress  = netip.MustParseAddr("10.77.0.2")
 	workerAddress   = netip.MustParseAddr("10.77.0.3")
 	registryAddress = netip.AddrPortFrom(bridgeAddress, 5000)
 )
 
-const (
-	bridgeLink = "br0"
-	// machineLink is the network interface of every machine.
-	machineLink = "eth0"
-)
+// subnetBits is the length of the network's prefix.
+const subnetBits = 24
 
-// bridge is the network that the machines are plugged into.
-type bridge struct {
-	*netns.Namespace
-}
-
-func newBridge(ctx context.Context) (*bridge, error) {
-	ns, err := netns.New()
-	if err != nil {
-		return nil, err
+// newBridge creates the network that the machines are plugged into.
+func (b *Bed) newBridge(ctx context.Context) (err error) {
+	if b.bridge, err = netns.New(ctx); err != nil {
+		return err
 	}
 
-	b := &bridge{ns}
+	b.cleanup(b.bridge.Close)
 
-	if err := b.IP(ctx, [][]string{
-		{"link", "set", "lo", "up"},
-		{"link", "add", bridgeLink, "type", "bridge"},
-		{"link", "set", bridgeLink, "up"},
-		{"address", "add", netip.PrefixFrom(bridgeAddress, subnet.Bits()).String(), "dev", bridgeLink},
-	}...); err != nil {
-		return nil, errors.Join(fmt.Errorf("make bridge: %w", err), b.Close())
-	}
-
-	return b, nil
+	return b.bridge.IP(ctx, "link add br0 type bridge", "link set br0 up",
+		"address add "+netip.PrefixFrom(bridgeAddress, subnetBits).String()+" dev br0")
 }
 
-// port is the bridge's end of a machine's cable.
+// port returns the name of the bridge's end of a machine's veth pair.
 func port(machine string) string { return "v-" + machine }
 
-// plug makes a machine's network namespace, with a cable to the bridge.
-func (b *bridge) plug(ctx context.Context, machine string, address netip.Addr) (*netns.Namespace, error) {
-	ns, err := netns.New()
+// plug creates a machine's network namespace and connects it to the bridge.
+func (b *Bed) plug(ctx context.Context, machine string, address netip.Addr) (*netns.Namespace, error) {
+	ns, err := b.bridge.Connect(ctx, port(machine), netip.PrefixFrom(address, subnetBits))
 	if err != nil {
 		return nil, err
 	}
 
-	name := port(machine)
+	b.cleanup(ns.Close)
 
-	err = errors.Join(
-		b.IP(ctx, [][]string{
-			{"link", "add", name, "type", "veth", "peer", "name", machineLink, "netns", ns.Path()},
-			{"link", "set", name, "master", bridgeLink, "up"},
-		}...),
-		ns.IP(ctx, [][]string{
-			{"link", "set", "lo", "up"},
-			{"link", "set", machineLink, "up"},
-			{"address", "add", netip.PrefixFrom(address, subnet.Bits()).String(), "dev", machineLink},
-			{"route", "add", "default", "via", bridgeAddress.String()},
-		}...),
-	)
-	if err != nil {
-		return nil, errors.Join(fmt.Errorf("plug in machine %s: %w", machine, err), ns.Close())
+	if err := b.bridge.IP(ctx, "link set "+port(machine)+" master br0"); err != nil {
+		return nil, err
 	}
 
-	return ns, nil
+	return ns, ns.IP(ctx, "route add default via "+bridgeAddress.String())
 }

@@ -1,7 +1,6 @@
 package talos
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -10,13 +9,15 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 
+	"github.com/talos-ccm/talos-ccm/test/builder"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
 const (
-	// releaseEnv selects a release by its minor version, and sourceEnv names the folder of a checkout of it.
+	// releaseEnv selects a release by its minor version, and sourceEnv names the directory of a checkout of it.
 	releaseEnv = "TALOS"
 	sourceEnv  = "TALOS_SOURCE"
 
@@ -40,7 +41,7 @@ type Release struct {
 	// neighboring version or upstream. The form is that of go mod edit -replace.
 	Replace []string
 	// Missing has the modules that the proxy lacks and that nothing else can replace. The checkout is required for them:
-	// the go.mod of the checkout replaces them by folders. Empty: no checkout is required.
+	// the go.mod of the checkout replaces them by directories. Empty: no checkout is required.
 	Missing string
 }
 
@@ -74,24 +75,10 @@ func Releases() []Release {
 	}
 }
 
-func findRelease(minor string) (Release, error) {
-	var minors []string
-
-	for _, r := range Releases() {
-		if r.Minor == minor {
-			return r, nil
-		}
-
-		minors = append(minors, r.Minor)
-	}
-
-	return Release{}, fmt.Errorf("%s=%s is not supported; supported: %s", releaseEnv, minor, strings.Join(minors, ", "))
-}
-
 // source is the source of a release.
 type source struct {
 	Release
-	// checkout is the folder of a checkout. Empty: the source is in the module proxy.
+	// checkout is the directory of a checkout. Empty: the source is in the module proxy.
 	checkout string
 }
 
@@ -103,21 +90,31 @@ func selectSource() (source, error) {
 		minor = defaultMinor
 	}
 
-	release, err := findRelease(minor)
-	if err != nil {
-		return source{}, err
+	releases := Releases()
+
+	i := slices.IndexFunc(releases, func(r Release) bool { return r.Minor == minor })
+	if i < 0 {
+		var minors []string
+		for _, r := range releases {
+			minors = append(minors, r.Minor)
+		}
+
+		return source{}, fmt.Errorf("%s=%s is not supported; supported: %s", releaseEnv, minor, strings.Join(minors, ", "))
 	}
+
+	release := releases[i]
 
 	if checkout == "" {
 		if release.Missing != "" {
-			return source{}, fmt.Errorf("%s=%s needs %s, the folder of a checkout of Talos %s, because the module proxy lacks %s (docs/development.md)",
+			return source{}, fmt.Errorf("%s=%s needs %s, the directory of a checkout of Talos %s, because the module proxy lacks %s (docs/development.md)",
 				releaseEnv, minor, sourceEnv, release.Talos, release.Missing)
 		}
 
 		return source{Release: release}, nil
 	}
 
-	if checkout, err = filepath.Abs(checkout); err != nil {
+	checkout, err := filepath.Abs(checkout)
+	if err != nil {
 		return source{}, fmt.Errorf("find %s: %w", sourceEnv, err)
 	}
 
@@ -135,54 +132,48 @@ func selectSource() (source, error) {
 	return source{Release: release, checkout: checkout}, nil
 }
 
-// open returns the folder with the source, and writes Talos's own go.mod with the replacements to the file module, and
-// its go.sum beside it.
+// open returns the directory with the source, and writes Talos's own go.mod with the replacements to the file module,
+// and its go.sum beside it.
 func (s source) open(ctx context.Context, module string) (dir string, err error) {
-	dir, replacements := s.checkout, s.Replace
+	dir, edit := s.checkout, []string{"mod", "edit"}
+
+	for _, replacement := range s.Replace {
+		edit = append(edit, "-replace="+replacement)
+	}
 
 	if s.checkout == "" {
 		if dir, err = download(ctx, talosModule+"@"+s.Talos); err != nil {
 			return "", err
 		}
 
-		// Talos's go.mod replaces it by a folder that only a checkout has.
-		replacements = append(replacements, machineryModule+"="+machineryModule+"@"+s.Talos)
+		// Talos's go.mod replaces it by a directory that only a checkout has.
+		edit = append(edit, "-replace="+machineryModule+"="+machineryModule+"@"+s.Talos)
 	}
 
 	for from, to := range map[string]string{"go.mod": module, "go.sum": strings.TrimSuffix(module, ".mod") + ".sum"} {
 		content, err := os.ReadFile(filepath.Join(dir, from))
-		if err != nil {
-			return "", fmt.Errorf("read %s of Talos: %w", from, err)
-		}
-
-		if err := writeFile(to, content); err != nil {
-			return "", err
+		if err := errors.Join(err, os.WriteFile(to, content, 0o644)); err != nil {
+			return "", fmt.Errorf("copy %s of Talos: %w", from, err)
 		}
 	}
 
-	args := []string{"mod", "edit"}
-	for _, replacement := range replacements {
-		args = append(args, "-replace="+replacement)
-	}
+	_, err = builder.Output(exec.CommandContext(ctx, "go", append(edit, module)...))
 
-	if _, err := exec.CommandContext(ctx, "go", append(args, module)...).Output(); err != nil {
-		return "", fmt.Errorf("replace modules of Talos: %w", explain(err))
-	}
-
-	return dir, nil
+	return dir, err
 }
 
-// download returns the folder of a module in the module cache.
+// download returns the directory of a module in the module cache.
 func download(ctx context.Context, module string) (string, error) {
 	cmd := exec.CommandContext(ctx, "go", "mod", "download", "-json", module)
 	cmd.Dir = os.TempDir()
 	cmd.Env = append(os.Environ(), "GOFLAGS=", "GOTOOLCHAIN=local", "GOWORK=off")
 
+	// The error is part of the output.
 	out, err := cmd.Output()
 
 	var downloaded struct{ Dir, Error string }
-	if decodeErr := json.NewDecoder(bytes.NewReader(out)).Decode(&downloaded); decodeErr != nil || err != nil {
-		return "", fmt.Errorf("download %s: %w: %s", module, errors.Join(explain(err), decodeErr), downloaded.Error)
+	if err := errors.Join(err, json.Unmarshal(out, &downloaded)); err != nil {
+		return "", fmt.Errorf("download %s: %w: %s", module, err, downloaded.Error)
 	}
 
 	return downloaded.Dir, nil

@@ -21,7 +21,7 @@ func TestAssets_RejectUnusableRelease(t *testing.T) {
 		{"full version", "v1.13.5", "", "TALOS=v1.13.5 is not supported; supported: 1.12, 1.13, 1.14"},
 		{
 			"checkout required", "1.12", "",
-			"TALOS=1.12 needs TALOS_SOURCE, the folder of a checkout of Talos v1.12.11, because the module proxy lacks github.com/siderolabs/talos v1.12.11",
+			"TALOS=1.12 needs TALOS_SOURCE, the directory of a checkout of Talos v1.12.11, because the module proxy lacks github.com/siderolabs/talos v1.12.11",
 		},
 		{"no checkout", "1.12", "/nowhere", "TALOS_SOURCE=/nowhere is no checkout of Talos: it has no pkg/machinery/gendata/data/tag"},
 		{"checkout of another release", "1.12", other, "TALOS_SOURCE=" + other + " is a checkout of Talos v1.11.6; TALOS=1.12 needs v1.12.11"},
@@ -37,16 +37,16 @@ func TestAssets_RejectUnusableRelease(t *testing.T) {
 	}
 }
 
-// checkout returns a folder with as much of a checkout of Talos as says its version.
+// checkout returns a directory with only the tag file of a Talos checkout.
 func checkout(t *testing.T, version string) string {
 	t.Helper()
 
-	folder := t.TempDir()
-	file := filepath.Join(folder, "pkg/machinery/gendata/data/tag")
+	dir := t.TempDir()
+	file := filepath.Join(dir, "pkg/machinery/gendata/data/tag")
 
 	require.NoError(t, os.MkdirAll(filepath.Dir(file), 0o755))
 
 	require.NoError(t, os.WriteFile(file, []byte(version), 0o644))
 
-	return folder
+	return dir
 }

@@ -3,143 +3,73 @@ package talos
 import (
 	"context"
 	"errors"
-	"fmt"
-	"io"
-	"path"
-	"regexp"
+	"os"
+	"path/filepath"
+	"strconv"
 	"strings"
-	"syscall"
 	"time"
 
-	"github.com/siderolabs/talos/pkg/machinery/api/common"
 	"github.com/siderolabs/talos/pkg/machinery/constants"
 )
 
-// extensionPrefix begins the id of every service that comes with an extension.
-const extensionPrefix = "ext-"
+// awaitRunning waits until the console reports, after the first n lines, that a service is running.
+func (m *Machine) awaitRunning(ctx context.Context, id string, n int) (line, error) {
+	found, err := m.console.wait(ctx, n, "service["+id+"](Running)")
 
-// StateRunning is the state of a service whose process runs.
-const StateRunning = "Running"
-
-// ServiceState returns the state of a service from apid. See ServiceRunning for a machine that cannot answer.
-func (m *Machine) ServiceState(ctx context.Context, id string) (string, error) {
-	c, err := m.TalosClient(ctx)
-	if err != nil {
-		return "", err
-	}
-	defer c.Close() //nolint:errcheck // nothing is lost
-
-	services, err := c.ServiceInfo(ctx, id)
-	if err == nil && len(services) == 0 {
-		err = errors.New("no such service")
-	}
-
-	if err != nil {
-		return "", m.named("get state of service "+id, err)
-	}
-
-	return services[0].Service.GetState(), nil
-}
-
-// serviceLine matches the console message for a state change of a service.
-func serviceLine(id, state string) *regexp.Regexp {
-	return regexp.MustCompile(`service\[` + regexp.QuoteMeta(id) + `\]\(` + regexp.QuoteMeta(state) + `\)`)
+	return found, m.wrap("wait for service "+id, err)
 }
 
 // ServiceRunning waits until the console reports in this boot that a service is running, and returns the time since
 // machined started.
 func (m *Machine) ServiceRunning(ctx context.Context, id string) (time.Duration, error) {
-	boot := m.console.PowerOn()
-
-	machined, err := m.console.Wait(ctx, boot, serviceLine("machined", StateRunning))
+	machined, err := m.awaitRunning(ctx, "machined", m.console.boot)
 	if err != nil {
-		return 0, m.named("wait for machined", err)
+		return 0, err
 	}
 
-	line, err := m.console.Wait(ctx, boot, serviceLine(id, StateRunning))
-	if err != nil {
-		return 0, m.named("wait for service "+id, err)
-	}
+	service, err := m.awaitRunning(ctx, id, m.console.boot)
 
-	return line.Since - machined.Since, nil
-}
-
-// ServiceRunningAgain waits until the console reports after a mark that a service is running.
-func (m *Machine) ServiceRunningAgain(ctx context.Context, id string, after Mark) error {
-	_, err := m.console.Wait(ctx, after, serviceLine(id, StateRunning))
-
-	return m.named("wait for service "+id, err)
+	return service.since - machined.since, err
 }
 
 // Logs returns what a service of Talos has logged since the machine was switched on, as far as Talos remembers it.
 func (m *Machine) Logs(ctx context.Context, service string) (string, error) {
-	c, err := m.TalosClient(ctx)
-	if err != nil {
-		return "", err
-	}
-	defer c.Close() //nolint:errcheck // nothing is lost
+	logs, err := m.bed.Shell(ctx, "talosctl -n "+m.address.String()+" logs "+service)
 
-	const everything = -1
-
-	stream, err := c.Logs(ctx, constants.SystemContainerdNamespace, common.ContainerDriver_CONTAINERD, service, false, everything)
-	if err != nil {
-		return "", m.named("read logs of "+service, err)
-	}
-
-	var logs strings.Builder
-
-	for {
-		part, err := stream.Recv()
-		if errors.Is(err, io.EOF) {
-			return logs.String(), nil
-		}
-
-		if err != nil {
-			return "", m.named("read logs of "+service, err)
-		}
-
-		logs.Write(part.GetBytes())
-	}
+	return string(logs), err
 }
 
-// ServiceTask returns the PIDs, as this process sees them, of all processes of a service that Talos runs; none if it is not
-// running. /proc/PID/status tells their user and capabilities.
-func (m *Machine) ServiceTask(service string) ([]int, error) {
-	pids, err := m.cgroup.processes(serviceCgroup(service))
-
-	return pids, m.named("list processes of service "+service, err)
+// serviceFile returns a file of the cgroup of an extension's service.
+func (m *Machine) serviceFile(service, file string) string {
+	return filepath.Join(string(m.cgroup), constants.CgroupExtensions, strings.TrimPrefix(service, "ext-"), file)
 }
 
-func serviceCgroup(service string) string {
-	if extension, ok := strings.CutPrefix(service, extensionPrefix); ok {
-		return path.Join(constants.CgroupExtensions, extension)
+// ServicePIDs returns the PIDs, as this process sees them, of all processes of an extension's service; none if it is
+// not running. /proc/PID/status contains their user and capabilities.
+func (m *Machine) ServicePIDs(service string) (pids []int, err error) {
+	list, err := os.ReadFile(m.serviceFile(service, "cgroup.procs"))
+	if errors.Is(err, os.ErrNotExist) {
+		err = nil
 	}
 
-	for _, dir := range []string{constants.CgroupEtcd, constants.CgroupKubelet} {
-		if path.Base(dir) == service {
-			return dir
-		}
+	for field := range strings.FieldsSeq(string(list)) {
+		pid, invalid := strconv.Atoi(field)
+		pids, err = append(pids, pid), errors.Join(err, invalid)
 	}
 
-	return path.Join(constants.CgroupSystem, service)
+	return pids, m.wrap("list processes of service "+service, err)
 }
 
-// KillService kills a service's processes, as a crash would. Talos starts the service again after five seconds.
-func (m *Machine) KillService(service string) error {
-	pids, err := m.ServiceTask(service)
-	if err != nil {
-		return err
+// CrashService kills the processes of an extension's service, and waits until Talos has started it again, which it does
+// after five seconds.
+func (m *Machine) CrashService(ctx context.Context, service string) error {
+	lines := len(m.console.after(0))
+
+	if err := os.WriteFile(m.serviceFile(service, "cgroup.kill"), []byte("1"), 0o644); err != nil {
+		return m.wrap("kill service "+service, err)
 	}
 
-	if len(pids) == 0 {
-		return m.named("kill service "+service, errors.New("it has no processes"))
-	}
+	_, err := m.awaitRunning(ctx, service, lines)
 
-	for _, pid := range pids {
-		if err := syscall.Kill(pid, syscall.SIGKILL); err != nil && !errors.Is(err, syscall.ESRCH) {
-			return m.named(fmt.Sprintf("kill service %s (PID %d)", service, pid), err)
-		}
-	}
-
-	return nil
+	return err
 }

@@ -28,13 +28,13 @@ func main() {
 	}
 }
 
-func validate(folder, version string) error {
+func validate(dir, version string) error {
 	talos, err := semver.ParseTolerant(version)
 	if err != nil {
 		return fmt.Errorf("parse Talos version %q: %w", version, err)
 	}
 
-	extension, err := extensions.Load(folder)
+	extension, err := extensions.Load(dir)
 	if err != nil {
 		return fmt.Errorf("load extension: %w", err)
 	}

@@ -79,7 +79,7 @@ func TestPinning_KubeletKeepsItsCertificates(t *testing.T) {
 	s.awaitIssuedFor(w, added...)
 
 	// The kubelet has to obtain a certificate with the token again.
-	require.NoError(t, kubelet.Stop())
+	kubelet.Stop(t.Context())
 	s.removeAllOf(w)
 	s.format(w, "0e5e1a3c-5a80-4b0e-8d0f-6f2f0b1f3f6e")
 	s.startKubelet(w, spec)

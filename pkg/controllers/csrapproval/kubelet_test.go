@@ -54,8 +54,8 @@ func TestKubelet_ObtainsCertificateForNumericNodename(t *testing.T) {
 	s.assertListed(s.awaitIssuedFor(w), w)
 }
 
-// A kubelet whose Node lists an address that its machine no longer has requests it, and ignores changes of the Node
-// until that request is decided (client-go's certificate manager; the timeout is a quarter of an hour).
+// If the Node lists an address that its machine no longer has, the kubelet requests it, and ignores changes of the Node
+// until that request is decided (client-go's certificate manager; the timeout is 15 minutes).
 func TestKubelet_ReplacesOutdatedRequest(t *testing.T) {
 	s := alone(t)
 	s.restart() // the deleted Node of an earlier test had the same address
@@ -107,7 +107,7 @@ func (s suite) startKubelet(w worker, spec kube.KubeletSpec) *kube.Kubelet {
 	require.NoError(s, err)
 	s.Cleanup(func() {
 		nodes.Stop()
-		require.NoError(s, kubelet.Stop())
+		kubelet.Stop(context.Background())
 		s.Remove(w.name)
 		s.removeAllOf(w)
 	})

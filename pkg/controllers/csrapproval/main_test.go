@@ -47,15 +47,16 @@ const (
 	// controlPlane is the control-plane machine that always exists.
 	controlPlane = "cp-1"
 
-	// Patches of Nodes: Talos labels those of control-plane machines.
+	// Patches of Nodes. Talos sets the label on Nodes of control-plane machines.
 	labeledControlPlane   = `{"metadata":{"labels":{"node-role.kubernetes.io/control-plane":""}}}`
 	unlabeledControlPlane = `{"metadata":{"labels":{"node-role.kubernetes.io/control-plane":null}}}`
 )
 
 var (
 	controlPlaneIP = netip.MustParseAddr("172.31.0.1")
-	// virtualIP is the virtual address that the control-plane machine holds, and endpointIP that of the cluster endpoint.
-	virtualIP  = netip.MustParseAddr("172.31.255.1")
+	// virtualIP is the control plane's virtual IP, which its machine has on eth0.
+	virtualIP = netip.MustParseAddr("172.31.255.1")
+	// endpointIP is the address of the cluster endpoint, which no machine has.
 	endpointIP = netip.MustParseAddr("172.31.254.1")
 )
 
@@ -73,7 +74,7 @@ type environment struct {
 	routes sync.Map // netip.Addr → netip.Addr
 	last   atomic.Int32
 
-	// followFirst has the reflector receive changes of Nodes before the controller.
+	// followFirst makes the reflector receive changes of Nodes before the controller does.
 	followFirst bool
 
 	main *instance
@@ -82,7 +83,7 @@ type environment struct {
 var shared environment
 
 func TestMain(m *testing.M) {
-	shared.bed.Main(m, kube.Options{LogDir: os.Getenv("KUBE_LOGS")}, shared.open)
+	shared.bed.Main(m, kube.Options{}, shared.open)
 }
 
 // open adds the control-plane machine, and starts the product's bootstrap and an instance.
@@ -114,7 +115,7 @@ func (e *environment) open() (stop func(), err error) {
 	return stop, err
 }
 
-// addControlPlane adds a control-plane machine and its Node, labeled as by Talos.
+// addControlPlane adds a control-plane machine and its Node, labeled as Talos does.
 func (e *environment) addControlPlane(ctx context.Context) (err error) {
 	endpoint := k8s.NewEndpoint(k8s.ControlPlaneNamespaceName, k8s.ControlPlaneKubernetesEndpointsID)
 	endpoint.TypedSpec().Addresses = []netip.Addr{endpointIP}
@@ -302,7 +303,7 @@ type suite struct {
 	*environment
 }
 
-// parallel returns a suite for a test that does not disturb others; alone for a test that does.
+// parallel returns the suite of a parallel test, which must not disturb others. Other tests use alone.
 func parallel(t *testing.T) suite {
 	t.Parallel()
 
@@ -414,8 +415,8 @@ func (s suite) eventually(what string, ok func() bool) {
 	ctest.Eventually(s, what, ok)
 }
 
-// list adds an address to the Node as its kubelet can: a request for what neither the machine nor the Node has is
-// outdated.
+// list adds an address to the Node, as its kubelet can. Otherwise, a request for an address that the machine does not have
+// is outdated.
 func (s suite) list(w worker, addr netip.Addr) {
 	s.Helper()
 	s.PatchNode(w.name, "", fmt.Sprintf(`{"metadata":{"annotations":{%q:"%s,%s"}}}`, cloudproviderapi.AnnotationAlphaProvidedIPAddr, w.addr, addr))

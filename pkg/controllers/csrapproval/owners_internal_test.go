@@ -74,8 +74,8 @@ func (f *ownersFixture) remove(n *corev1.Node) {
 	f.machines.Forget(n.Name)
 }
 
-// assertOwned fails unless Node "other" owns the subject, or unless no Node does, according to a request of the Node
-// named requester.
+// assertOwned fails unless Node "other", and no other Node, owns the subject of a request of Node requester. If want is
+// false, it fails if any Node does.
 func (f *ownersFixture) assertOwned(want bool, subject, requester string, n *corev1.Node) {
 	f.t.Helper()
 
@@ -98,7 +98,7 @@ func (f *ownersFixture) do(steps steps) {
 	}
 }
 
-// reports is the step in which the machine of a Node responds, and reportsFormer that of a deleted Node.
+// reports is the step in which the machine of a Node responds. reportsFormer is the same for a deleted Node.
 func reports(m machine.Machine) func(*ownersFixture) {
 	return func(f *ownersFixture) { f.machines.Replace(m.Nodename, m) }
 }
@@ -411,7 +411,7 @@ func TestOwners_JudgesEachDeletedNode(t *testing.T) {
 	f.do(steps{reports(view("other", address, address, "10.0.0.2"))})
 	f.remove(f.add(withUID(node("other", address), "old")))
 	f.do(steps{formerDown, passes(retention / 2), reports(reset)})
-	f.remove(f.add(withUID(node("other", "10.0.0.9"), "new"))) // the attacker's
+	f.remove(f.add(withUID(node("other", "10.0.0.9"), "new"))) // by the attacker
 
 	for _, subject := range []string{address, "10.0.0.2", "10.0.0.9"} {
 		f.assertOwnedByOther(true, subject)
@@ -452,7 +452,7 @@ func TestOwners_RecreatedNode(t *testing.T) {
 	_, deleted = f.reservedUntil("other", "other")
 	assert.True(t, deleted, "a Node of the name was deleted")
 
-	// The machine responds, which is now the new Node's.
+	// The machine, which now belongs to the new Node, responds.
 	f.do(steps{reportsFormer(view("other", "10.0.0.2")), reports(view("other", "10.0.0.2")), passes(retention)})
 	assert.True(t, f.sweep(), "a reservation has ended")
 	f.assertOwned(false, address, "requesting", nil)

@@ -207,7 +207,7 @@ func TestController_IgnoresClaimsThatMachineContradicts(t *testing.T) {
 	}
 }
 
-// The machine still responds to talos-ccm, so what its kubelet says about the operating system is not true.
+// The machine still responds to talos-ccm, so the operating system that its kubelet reports is wrong.
 func TestController_ChecksNodeThatStopsReportingTalos(t *testing.T) {
 	s := parallel(t)
 

@@ -76,7 +76,7 @@ transformations:
 	policy := csrapproval.PolicyFor(compiled, node, in)
 	assert.Equal(t, []string{"vm-200.example"}, policy.ExtraNames)
 
-	// The machine keeps its names against others while Talos has not confirmed the metadata.
+	// Other machines cannot take the names of the machine while Talos has not confirmed its metadata.
 	in.Machine.PlatformFromCache = true
 	policy = csrapproval.PolicyFor(compiled, node, in)
 	assert.Empty(t, policy.ExtraNames)

@@ -35,8 +35,8 @@ type request struct {
 	user   string
 	groups []string
 	key    crypto.Signer
-	// config is the requester's; without one, an administrator impersonates the user, of which the API server knows no
-	// credential.
+	// config is the requester's. Without one, an administrator impersonates the user, and the API server knows no
+	// credential of the user.
 	config *rest.Config
 }
 

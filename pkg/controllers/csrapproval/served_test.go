@@ -10,7 +10,6 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
-	"strconv"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -48,7 +47,7 @@ func (i *instance) dialKubelet(ctx context.Context, addr netip.Addr) (net.Conn, 
 	return (&net.Dialer{}).DialContext(ctx, "tcp", kubelet.address)
 }
 
-// listen makes an address the worker's kubelet for the instance.
+// listen makes the instance connect to the address when it dials the worker's kubelet.
 func (i *instance) listen(w worker, address string) *endpoint {
 	kubelet := &endpoint{address: address}
 	i.kubelets.Store(w.addr, kubelet)
@@ -56,8 +55,7 @@ func (i *instance) listen(w worker, address string) *endpoint {
 	return kubelet
 }
 
-// otherKubelet starts a TLS server with a certificate that no request obtained, or with what config has, and returns its
-// address.
+// otherKubelet starts a TLS server, and returns its address. By default, it has a certificate that no request obtained.
 func (s suite) otherKubelet(config *tls.Config) string {
 	s.Helper()
 
@@ -144,11 +142,11 @@ func TestServed_ChecksKubelet(t *testing.T) {
 
 func TestServed_AcceptsKubelet(t *testing.T) {
 	s := alone(t)
-	w, thief := s.boot(s.planKubelet()), s.known()
-	s.startKubelet(w, kube.KubeletSpec{})
+	s.restart() // the deleted Node of an earlier test had the same address
 
+	w, thief := s.boot(s.planKubelet()), s.known()
+	address := s.startKubelet(w, kube.KubeletSpec{}).Address.String()
 	certificate := s.awaitIssuedFor(w).Status.Certificate
-	address := net.JoinHostPort("127.0.0.1", strconv.Itoa(int(s.Node(w.name).Status.DaemonEndpoints.KubeletEndpoint.Port)))
 	s.eventually("the kubelet serves its certificate", func() bool { return serves(address, certificate) })
 	s.post(thief, request{config: s.credential(thief)})
 

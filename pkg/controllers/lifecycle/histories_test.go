@@ -105,7 +105,7 @@ func histories() map[string]history {
 			w.announce("w-1", runtime.MachineStageResetting)
 			w.silence("w-1")
 			w.advance(grace - tick)
-			w.Remove("w-1")
+			w.Remove(w.node("w-1"))
 			w.register("w-1", w.machines["w-1"].Address())
 			w.await("w-1", inventory.Unreachable)
 			w.advance(time.Hour)
@@ -113,12 +113,12 @@ func histories() map[string]history {
 		"power off for an hour": changing(func(w *world, check checkFunc) {
 			w.announce("w-1", runtime.MachineStageShuttingDown)
 			w.silence("w-1")
-			w.settle()
+			w.waitForIdle()
 			check("at once", outcome{shutdown: []string{"w-1"}}, outcome{shutdown: []string{"w-1"}})
 			w.advance(time.Hour)
 			check("after an hour", outcome{shutdown: []string{"w-1"}}, outcome{shutdown: []string{"w-1"}, outOfService: []string{"w-1"}})
 			w.boot("w-1", "w-1", runtime.MachineStageBooting)
-			w.settle()
+			w.waitForIdle()
 			check("after the start", outcome{}, outcome{})
 		}),
 		"power off, leader change, and on": changing(func(w *world, check checkFunc) {
@@ -130,7 +130,7 @@ func histories() map[string]history {
 			w.advance(grace)
 			check("with the new leader", outcome{shutdown: []string{"w-1"}}, outcome{shutdown: []string{"w-1"}, outOfService: []string{"w-1"}})
 			w.ready("w-1")
-			w.settle()
+			w.waitForIdle()
 			check("when the node is ready", outcome{}, outcome{})
 		}),
 		"reset, and back while the controller cannot see it": never(func(w *world) {
@@ -138,7 +138,7 @@ func histories() map[string]history {
 			w.silence("w-1")
 			w.advance(grace - tick)
 			w.ready("w-1")
-			w.settle()
+			w.waitForIdle()
 			w.notReady("w-1")
 			w.advance(time.Hour)
 		}),
@@ -171,7 +171,7 @@ func histories() map[string]history {
 			w.silence("w-1")
 			w.advance(grace)
 			require.NoError(w, w.machines["w-1"].SetIdentity(w.Context(), rand.Text(), newUUID()))
-			require.NoError(w, w.machines["w-1"].SetNodename(w.Context(), "w-9"))
+			w.rename("w-1", "w-9")
 			w.register("w-9", w.machines["w-1"].Address())
 			w.boot("w-1", "w-9", runtime.MachineStageRunning)
 			w.ready("w-9")
@@ -182,7 +182,7 @@ func histories() map[string]history {
 			check("after the grace period", outcome{}, deleted("w-1"))
 		}),
 		"rename": changing(func(w *world, check checkFunc) {
-			require.NoError(w, w.machines["w-1"].SetNodename(w.Context(), "new"))
+			w.rename("w-1", "new")
 			w.await("w-1", inventory.Mismatch)
 			w.register("new", w.machines["w-1"].Address())
 			w.await("new", inventory.Current)
@@ -196,22 +196,22 @@ func histories() map[string]history {
 			check("after the grace period", deleted("w-1"), deleted("w-1"))
 		}),
 		"rename and back": never(func(w *world) {
-			require.NoError(w, w.machines["w-1"].SetNodename(w.Context(), "new"))
+			w.rename("w-1", "new")
 			w.await("w-1", inventory.Mismatch)
 			w.notReady("w-1")
 			w.register("new", w.machines["w-1"].Address())
 			w.await("new", inventory.Current)
 			w.advance(grace - tick)
-			require.NoError(w, w.machines["w-1"].SetNodename(w.Context(), "w-1"))
+			w.rename("w-1", "w-1")
 			w.await("w-1", inventory.Current)
 			w.ready("w-1")
-			w.Remove("new")
+			w.Remove(w.node("new"))
 			w.registered.Delete("new")
 			w.advance(2 * grace)
 		}),
 		"clone of the disk": never(func(w *world) {
 			w.silence("w-1")
-			node := w.inventory.Get("w-1").Last
+			node := w.entry("w-1").Last
 			w.addMachine("clone")
 			require.NoError(w, w.machines["clone"].SetIdentity(w.Context(), node.NodeID, newUUID()))
 			w.register("clone", w.machines["clone"].Address())
@@ -220,13 +220,13 @@ func histories() map[string]history {
 			w.advance(time.Hour)
 		}),
 		"swap of two addresses": never(func(w *world) {
-			one, two := w.inventory.Get("w-1").Last, w.inventory.Get("w-2").Last
+			one, two := w.entry("w-1").Last, w.entry("w-2").Last
 			w.silence("w-1")
 			w.silence("w-2")
 			require.NoError(w, w.machines["w-1"].SetIdentity(w.Context(), two.NodeID, two.UUID()))
 			require.NoError(w, w.machines["w-2"].SetIdentity(w.Context(), one.NodeID, one.UUID()))
-			require.NoError(w, w.machines["w-1"].SetNodename(w.Context(), "w-2"))
-			require.NoError(w, w.machines["w-2"].SetNodename(w.Context(), "w-1"))
+			w.rename("w-1", "w-2")
+			w.rename("w-2", "w-1")
 			w.machines["w-1"].Start()
 			w.machines["w-2"].Start()
 			w.await("w-1", inventory.Mismatch)
@@ -256,9 +256,9 @@ func histories() map[string]history {
 		"clock jump": changing(func(w *world, check checkFunc) {
 			w.announce("w-1", runtime.MachineStageResetting)
 			w.silence("w-1")
-			w.settle()
+			w.waitForIdle()
 			w.clock.Step(24 * time.Hour)
-			w.settle()
+			w.waitForIdle()
 			w.advance(grace - 4*tick)
 			check("after the jump", outcome{}, outcome{})
 			w.advance(4 * tick)
@@ -281,11 +281,11 @@ func histories() map[string]history {
 			w.advance(absent + grace)
 		}),
 		"node that is not selected": never(func(w *world) {
-			w.PatchNode("w-1", "other", `{"metadata":{"labels":{"unmanaged":"true"}}}`)
+			w.patch("w-1", `{"metadata":{"labels":{"unmanaged":"true"}}}`)
 			w.announce("w-1", runtime.MachineStageResetting)
 			w.silence("w-1")
 			w.announce("w-2", runtime.MachineStageShuttingDown)
-			w.PatchNode("w-2", "other", `{"metadata":{"labels":{"unmanaged":"true"}}}`)
+			w.patch("w-2", `{"metadata":{"labels":{"unmanaged":"true"}}}`)
 			w.silence("w-2")
 			w.advance(2 * grace)
 		}),
@@ -295,7 +295,7 @@ func histories() map[string]history {
 // address changes the address of a Node, as its kubelet does.
 func (w *world) address(name, ip string) {
 	w.Helper()
-	w.PatchNode(name, "kubelet", fmt.Sprintf(`{"status":{"addresses":[{"type":"InternalIP","address":%q}]}}`, ip), "status")
+	w.PatchNode(w.node(name), "kubelet", fmt.Sprintf(`{"status":{"addresses":[{"type":"InternalIP","address":%q}]}}`, ip), "status")
 }
 
 func TestController_Histories(t *testing.T) {
@@ -369,14 +369,14 @@ func TestController_LimitsDeletionsAcrossLeaders(t *testing.T) {
 
 func TestController_KeepsOutOfServiceTaintOfOthers(t *testing.T) {
 	w := newWorld(t, optIn, workers(4)...)
-	w.PatchNode("w-1", "other", fmt.Sprintf(`{"spec":{"taints":[{"key":%q,"value":"nodeshutdown","effect":"NoExecute"}]}}`, corev1.TaintNodeOutOfService))
+	w.patch("w-1", fmt.Sprintf(`{"spec":{"taints":[{"key":%q,"value":"nodeshutdown","effect":"NoExecute"}]}}`, corev1.TaintNodeOutOfService))
 	w.await("w-1", inventory.Current)
 	w.announce("w-1", runtime.MachineStageShuttingDown)
 	w.silence("w-1")
 	w.advance(2 * grace)
 	w.boot("w-1", "w-1", runtime.MachineStageRunning)
 	w.ready("w-1")
-	w.settle()
+	w.waitForIdle()
 	w.expect("after the start", outcome{outOfService: []string{"w-1"}})
 }
 
@@ -392,7 +392,7 @@ func TestController_KeepsNodeWhoseKubeletReportsNotReady(t *testing.T) {
 	w.announce("w-1", runtime.MachineStageResetting)
 	w.silence("w-1")
 	w.advance(grace - tick)
-	w.SetReady("w-1", corev1.ConditionFalse)
+	w.SetReady(w.node("w-1"), corev1.ConditionFalse)
 	w.advance(3 * tick)
 	w.expect("with a kubelet that reports", outcome{})
 }

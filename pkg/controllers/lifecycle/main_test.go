@@ -7,7 +7,9 @@ import (
 	"net/netip"
 	"reflect"
 	"slices"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -18,6 +20,11 @@ import (
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apimachinery/pkg/util/uuid"
+	"k8s.io/client-go/informers"
+	coreinformers "k8s.io/client-go/informers/core/v1"
+	"k8s.io/client-go/kubernetes"
+	typedcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
+	corelisters "k8s.io/client-go/listers/core/v1"
 	cloudproviderapi "k8s.io/cloud-provider/api"
 	clocktesting "k8s.io/utils/clock/testing"
 
@@ -38,17 +45,19 @@ const (
 	controlPlane = "cp-1"
 )
 
-// beds has a control plane for each test: the limit of deletions applies to all Nodes.
-var beds ctest.Pool
+var bed ctest.Bed
 
-// The histories step a clock. They run one after the other, because a busy machine may process a step too late.
-func TestMain(m *testing.M) { beds.Main(m, kube.Options{}, 1, nil) }
+func TestMain(m *testing.M) {
+	bed.Main(m, kube.Options{ControllerManager: kube.ControllerManager{Absent: true}}, nil)
+}
 
-// world is a cluster of a control-plane machine and four workers, and a leading controller. The reflector uses the
-// system clock, and the controller a fake one.
+// world is a cluster of a control-plane machine and several workers, and a leading controller. Names of its Nodes and
+// machines have its name as prefix, which the methods add and remove. The reflector uses the system clock, and the
+// controller a fake one.
 type world struct {
 	ctest.Suite
 
+	name     string
 	machines map[string]*talostest.Machine // by the first nodename
 	clock    *clocktesting.FakeClock
 	settings config.CompiledLifecycle
@@ -56,10 +65,12 @@ type world struct {
 	registered sets.Set[string]
 
 	mu     sync.Mutex
-	absent sets.Set[string] // nodenames that are no members
+	absent sets.Set[string] // full names of Nodes whose machines are no members
 
 	inventory *inventory.Inventory
 	resign    func()
+	// processed is the resourceVersion of the control-plane Node that the controller has processed last.
+	processed atomic.Value
 }
 
 func workers(n int) []string {
@@ -71,18 +82,17 @@ func workers(n int) []string {
 	return names
 }
 
-// newWorld starts a world in which all Nodes are ready.
+// newWorld makes the test parallel, and starts a world in which all Nodes are ready.
 func newWorld(t *testing.T, settings config.CompiledLifecycle, names ...string) *world {
 	t.Helper()
+	t.Parallel()
 
 	w := &world{
-		Suite: beds.NewSuite(t), machines: map[string]*talostest.Machine{}, clock: clocktesting.NewFakeClock(time.Now()), settings: settings,
+		Suite: bed.NewSuite(t), name: strings.ToLower(rand.Text()), machines: map[string]*talostest.Machine{}, clock: clocktesting.NewFakeClock(time.Now()), settings: settings,
 		registered: sets.New[string](), absent: sets.New[string](),
 	}
 	w.Talos = ctest.NewTalos(t, talostest.Options{})
-	t.Cleanup(func() {
-		require.NoError(t, w.Client.CoreV1().Events(metav1.NamespaceDefault).DeleteCollection(context.WithoutCancel(t.Context()), metav1.DeleteOptions{}, metav1.ListOptions{}))
-	})
+	w.Client = client{w.Client, w.node("")}
 
 	for _, name := range append([]string{controlPlane}, names...) {
 		w.addMachine(name)
@@ -95,10 +105,16 @@ func newWorld(t *testing.T, settings config.CompiledLifecycle, names ...string) 
 	return w
 }
 
+// node returns the full name of a Node.
+func (w *world) node(name string) string { return w.name + "-" + name }
+
+// label selects the Nodes of this world.
+func (w *world) label() string { return "test/world=" + w.name }
+
 func (w *world) addMachine(name string) {
 	w.Helper()
 
-	m := w.Machine(talostest.MachineSpec{Nodename: name})
+	m := w.Machine(talostest.MachineSpec{Nodename: w.node(name)})
 	require.NoError(w, m.SetIdentity(w.Context(), rand.Text(), newUUID()))
 	w.machines[name] = m
 }
@@ -115,10 +131,15 @@ func (w *world) lead() {
 
 	i, err := ctest.NewInstance(context.Background(), w.Kube.Config(), ctest.Dial(w.Talos))
 	require.NoError(w, err)
+
+	i.Factory = informers.NewSharedInformerFactoryWithOptions(i.Client, 0, informers.WithTweakListOptions(func(options *metav1.ListOptions) {
+		options.LabelSelector = w.label()
+	}))
+	i.Nodes = i.Factory.Core().V1().Nodes()
 	require.NoError(w, i.Reflector.FollowNodes(i.Nodes))
 
 	controller, err := lifecycle.New(lifecycle.Config{
-		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder, Clock: w.clock,
+		Client: client{i.Client, w.node("")}, Nodes: nodes{i.Nodes, w}, Inventory: i.Inventory, Recorder: i.Recorder, Clock: w.clock,
 		Settings: func() config.CompiledLifecycle { return w.settings },
 		Selected: func(node *corev1.Node, _ machine.Machine) bool { return node.Labels["unmanaged"] == "" },
 		Absent:   w.whyAbsent,
@@ -147,30 +168,41 @@ func (w *world) leave(nodename string) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 
-	w.absent.Insert(nodename)
+	w.absent.Insert(w.node(nodename))
 }
 
 func (w *world) register(name string, addr netip.Addr) {
 	w.Helper()
 
-	w.Register(kube.NodeSpec{Name: name, NodeIPs: []netip.Addr{addr}, WithoutCloudProvider: true})
+	w.Register(kube.NodeSpec{
+		Name: w.node(name), Labels: map[string]string{"test/world": w.name}, NodeIPs: []netip.Addr{addr}, WithoutCloudProvider: true,
+	})
 	w.registered.Insert(name)
 }
 
-func (w *world) ready(name string) { w.SetReady(name, corev1.ConditionTrue) }
+func (w *world) ready(name string) { w.SetReady(w.node(name), corev1.ConditionTrue) }
 
-func (w *world) notReady(name string) { w.SetReady(name, corev1.ConditionUnknown) }
+func (w *world) notReady(name string) { w.SetReady(w.node(name), corev1.ConditionUnknown) }
+
+// patch changes a Node as another client.
+func (w *world) patch(name, patch string) *corev1.Node {
+	w.Helper()
+
+	return w.PatchNode(w.node(name), "other", patch)
+}
+
+func (w *world) entry(name string) inventory.Entry { return w.inventory.Get(w.node(name)) }
 
 func (w *world) await(nodename string, condition inventory.Condition) {
 	w.Helper()
-	ctest.Eventually(w, nodename+" is "+condition.String(), func() bool { return w.inventory.Get(nodename).Condition == condition })
+	ctest.Eventually(w, nodename+" is "+condition.String(), func() bool { return w.entry(nodename).Condition == condition })
 }
 
 // announce sets the stage of a machine, and waits until the controller knows it.
 func (w *world) announce(name string, stage runtime.MachineStage) {
 	w.Helper()
 	require.NoError(w, w.machines[name].SetStage(w.Context(), stage))
-	ctest.Eventually(w, fmt.Sprintf("the stage of %s is known", name), func() bool { return w.inventory.Get(name).Last.Stage == stage })
+	ctest.Eventually(w, fmt.Sprintf("the stage of %s is known", name), func() bool { return w.entry(name).Last.Stage == stage })
 }
 
 // silence stops a machine and its kubelet.
@@ -189,31 +221,41 @@ func (w *world) boot(name, nodename string, stage runtime.MachineStage) {
 	w.await(nodename, inventory.Current)
 }
 
-// advance lets time pass in the steps of the controller, and waits until the controller has processed everything.
-func (w *world) advance(d time.Duration) {
+// rename changes the nodename of a machine.
+func (w *world) rename(name, nodename string) {
 	w.Helper()
-
-	for range d / tick {
-		ctest.Eventually(w, "the controller waits", w.clock.HasWaiters)
-		w.clock.Step(tick)
-	}
-
-	w.settle()
+	require.NoError(w, w.machines[name].SetNodename(w.Context(), w.node(nodename)))
 }
 
-// settle waits until the controller has processed all changes. It has one worker, which takes the Nodes in order: it
-// removes a stray taint of a ready Node last.
-func (w *world) settle() {
+// advance lets time pass in the steps of the controller. Before and after the first step, and after the last, it waits until
+// the controller has processed all changes. What no event has queued, such as a member that left, is processed at the first.
+func (w *world) advance(d time.Duration) {
+	w.Helper()
+	w.waitForIdle()
+
+	for step := range d / tick {
+		ctest.Eventually(w, "the controller waits", w.clock.HasWaiters)
+		w.clock.Step(tick)
+
+		if step == 0 {
+			w.waitForIdle()
+		}
+	}
+
+	w.waitForIdle()
+}
+
+// waitForIdle waits until the controller has processed all changes. The queue has one worker and keeps the order,
+// except that a Node that changes while it is processed is queued again at the end. So two changes of the control-plane
+// Node, one after the other, come last.
+func (w *world) waitForIdle() {
 	w.Helper()
 	ctest.Eventually(w, "the controller waits", w.clock.HasWaiters)
 
-	if w.settings.DryRun {
-		return
+	for range 2 {
+		last := w.patch(controlPlane, fmt.Sprintf(`{"metadata":{"annotations":{"test/last":%q}}}`, rand.Text())).ResourceVersion
+		ctest.Eventually(w, "the controller has processed the last change", func() bool { return w.processed.Load() == last })
 	}
-
-	stray := fmt.Sprintf(`{"spec":{"taints":[{"key":%q,"effect":"NoSchedule"}]}}`, cloudproviderapi.TaintNodeShutdown)
-	patched := w.PatchNode(controlPlane, "other", stray)
-	w.AwaitNodeSince(patched, "processed", func(n *corev1.Node) bool { return len(n.Spec.Taints) == 0 })
 }
 
 // outcome is what the controller has done. The names are sorted.
@@ -224,7 +266,7 @@ type outcome struct {
 func (w *world) outcome() outcome {
 	w.Helper()
 
-	list, err := w.Client.CoreV1().Nodes().List(w.Context(), metav1.ListOptions{})
+	list, err := w.Client.CoreV1().Nodes().List(w.Context(), metav1.ListOptions{LabelSelector: w.label()})
 	require.NoError(w, err)
 
 	var o outcome
@@ -233,14 +275,15 @@ func (w *world) outcome() outcome {
 
 	for i := range list.Items {
 		node := &list.Items[i]
-		deleted.Delete(node.Name)
+		name := strings.TrimPrefix(node.Name, w.node(""))
+		deleted.Delete(name)
 
 		if hasTaint(node, cloudproviderapi.TaintNodeShutdown) {
-			o.shutdown = append(o.shutdown, node.Name)
+			o.shutdown = append(o.shutdown, name)
 		}
 
 		if hasTaint(node, corev1.TaintNodeOutOfService) {
-			o.outOfService = append(o.outOfService, node.Name)
+			o.outOfService = append(o.outOfService, name)
 		}
 	}
 
@@ -253,7 +296,8 @@ func hasTaint(node *corev1.Node, key string) bool {
 	return slices.ContainsFunc(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == key })
 }
 
-// expect fails unless the controller does exactly what is wanted. It may retry a write that conflicted with another one.
+// expect fails unless the controller does exactly what is wanted. It may retry a write that conflicted with another
+// one.
 func (w *world) expect(when string, want outcome) {
 	w.Helper()
 
@@ -284,4 +328,69 @@ func (w *world) events(reason string) []string {
 func (w *world) awaitEvent(reason string) {
 	w.Helper()
 	ctest.Eventually(w, "Event "+reason, func() bool { return len(w.events(reason)) > 0 })
+}
+
+// nodes is an informer that records what the worker of the controller processes.
+type nodes struct {
+	coreinformers.NodeInformer
+
+	world *world
+}
+
+// Lister implements coreinformers.NodeInformer.
+func (n nodes) Lister() corelisters.NodeLister { return lister{n.NodeInformer.Lister(), n.world} }
+
+type lister struct {
+	corelisters.NodeLister
+
+	world *world
+}
+
+// Get implements corelisters.NodeLister. The worker calls it first for each Node that it takes from its queue.
+func (l lister) Get(name string) (*corev1.Node, error) {
+	node, err := l.NodeLister.Get(name)
+	if err == nil && name == l.world.node(controlPlane) {
+		l.world.processed.Store(node.ResourceVersion)
+	}
+
+	return node, err
+}
+
+// client returns only the Events on Nodes whose names begin with prefix: the controller counts all deletions.
+type client struct {
+	kubernetes.Interface
+
+	prefix string
+}
+
+// CoreV1 implements kubernetes.Interface.
+func (c client) CoreV1() typedcorev1.CoreV1Interface {
+	return coreClient{c.Interface.CoreV1(), c.prefix}
+}
+
+type coreClient struct {
+	typedcorev1.CoreV1Interface
+
+	prefix string
+}
+
+// Events implements typedcorev1.EventsGetter.
+func (c coreClient) Events(namespace string) typedcorev1.EventInterface {
+	return eventClient{c.CoreV1Interface.Events(namespace), c.prefix}
+}
+
+type eventClient struct {
+	typedcorev1.EventInterface
+
+	prefix string
+}
+
+// List implements typedcorev1.EventInterface.
+func (c eventClient) List(ctx context.Context, options metav1.ListOptions) (*corev1.EventList, error) {
+	list, err := c.EventInterface.List(ctx, options)
+	if err == nil {
+		list.Items = slices.DeleteFunc(list.Items, func(event corev1.Event) bool { return !strings.HasPrefix(event.InvolvedObject.Name, c.prefix) })
+	}
+
+	return list, err
 }

@@ -121,7 +121,7 @@ func (u *universe) wipe(i *installation) {
 	u.installations = slices.DeleteFunc(u.installations, func(other *installation) bool { return other == i })
 }
 
-// boot switches on an installation; a machine with its address in the meantime keeps it from starting.
+// boot switches on an installation. It is delayed while another machine has the address.
 func (u *universe) boot(i *installation) {
 	if other := u.at(i.address); other != nil && other != i {
 		i.then = []func(){func() {}, func() { u.boot(i) }}
@@ -191,7 +191,7 @@ func (u *universe) identify(kind int, i, other *installation) {
 	switch kind {
 	case 7, 8: // rename
 		i.name = u.newName()
-	case 9: // swap of two addresses; one of the kubelets may not be able to tell for a while, see [universe.replaced]
+	case 9: // swap of two addresses; one of the kubelets may be unable to report it for a while, see [universe.replaced]
 		if other != i && other.on && other.stage == runtime.MachineStageRunning {
 			i.address, other.address = other.address, i.address
 			i.mute = u.IntN(2) == 0
@@ -474,11 +474,13 @@ func (u *universe) sync() {
 	}
 }
 
-var count = flag.Uint64("histories", 100, "number of random histories")
+var count = flag.Uint64("histories", 20, "number of random histories")
 
 // The model decides by what really exists, and not by what the controller observes. Discovery is left out: it deletes
 // the Nodes of machines that exist, but have been off for an hour.
 func TestController_RandomHistories(t *testing.T) {
+	t.Parallel()
+
 	total := 0
 
 	for seed := range *count {

@@ -775,7 +775,7 @@ func TestController_InitializesRecreatedNode(t *testing.T) {
 	}
 }
 
-// What another client changes during an initialization is corrected before the uninitialized taint is removed.
+// Changes by another client during an initialization are corrected before the uninitialized taint is removed.
 func TestController_InitializesCompleteNodesOnly(t *testing.T) {
 	const otherAddresses = `{"status":{"addresses":[{"type":"Hostname","address":"other"}]}}`
 
@@ -882,14 +882,15 @@ func TestController_InitializesRenamedMachineWithoutProviderID(t *testing.T) {
 		return slices.Contains(n.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeInternalDNS, Address: "renamed.example.org"})
 	})
 
-	assert.Contains(t, s.AwaitEvent("new-name", node.ReasonRenamed).Message, "old-name")
-
+	s.AwaitEvent("new-name", node.ReasonRenamed)
+	s.waitForIdle()
+	s.assertOneEvent("new-name", node.ReasonRenamed, "old-name")
 	s.Remove("old-name")
 
 	assert.Equal(t, "hcloud://renamed", s.awaitInitialized("new-name").Spec.ProviderID)
 }
 
-// The machine responds under its new name before it is known that it does not respond under its former one.
+// The machine responds under its new name before the controller knows that it does not respond under its former one.
 func TestController_InitializesRenamedMachineAtAnotherAddress(t *testing.T) {
 	s := parallel(t)
 	spec := talostest.MachineSpec{Nodename: "moved-old", Platform: identified("hcloud", "hcloud://moved")}
@@ -914,12 +915,13 @@ func TestController_ReportsProviderIDOfAnotherInstance(t *testing.T) {
 
 	s.update(m, func(spec *runtime.PlatformMetadataSpec) { *spec = identified("hcloud", "hcloud://after") })
 
-	assert.Contains(t, s.AwaitEvent("re-created", node.ReasonProviderIDMismatch).Message, "hcloud://before")
-
+	s.AwaitEvent("re-created", node.ReasonProviderIDMismatch)
+	s.waitForIdle()
+	s.assertOneEvent("re-created", node.ReasonProviderIDMismatch, "hcloud://before", "hcloud://after")
 	assert.Equal(t, "hcloud://before", s.Node("re-created").Spec.ProviderID)
 }
 
-// The upstream Talos CCM and the other fallback name the same machine in another way.
+// The upstream Talos CCM, and talos-ccm for machines that share a UUID, use the address in the providerID.
 func TestController_AcceptsOtherFormOfProviderID(t *testing.T) {
 	s := parallel(t)
 	m := s.Machine(talostest.MachineSpec{
@@ -956,7 +958,9 @@ func TestController_OmitsNamesWhileShared(t *testing.T) {
 
 	for nodename, other := range map[string]string{"names-1": "names-2", "names-2": "names-1"} {
 		s.AwaitNode(nodename, "without the shared name", lists())
-		s.AwaitEvent(nodename, node.ReasonInvalidValue, name, other)
+		s.AwaitEvent(nodename, node.ReasonInvalidValue)
+		s.waitForIdle()
+		s.assertOneEvent(nodename, node.ReasonInvalidValue, name, other)
 	}
 
 	s.update(second, func(p *runtime.PlatformMetadataSpec) { p.Hostname = "own.example.org" })
@@ -964,7 +968,7 @@ func TestController_OmitsNamesWhileShared(t *testing.T) {
 	s.AwaitNode("names-2", "lists its new name", lists("own.example.org"))
 }
 
-// A version that listed the name wrote the Node before.
+// An earlier version of talos-ccm listed the name.
 func TestController_RemovesNamesThatCannotBeApproved(t *testing.T) {
 	s := parallel(t)
 

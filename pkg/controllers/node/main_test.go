@@ -77,7 +77,7 @@ type suite struct {
 	*environment
 }
 
-// parallel returns the suite of a test that runs in parallel, and alone that of one that does not.
+// parallel returns the suite of a parallel test. Other tests use alone.
 func parallel(t *testing.T) suite {
 	t.Parallel()
 
@@ -139,13 +139,17 @@ func (s suite) assertUntouched(nodename string) {
 	assert.Empty(s, n.Spec.ProviderID)
 }
 
-// assertOneEvent fails unless exactly one Event with the reason was emitted.
-func (s suite) assertOneEvent(nodename, reason string) {
+// assertOneEvent fails unless exactly one Event with the reason was emitted, and its message contains the texts.
+func (s suite) assertOneEvent(nodename, reason string, texts ...string) {
 	s.Helper()
 
 	found := s.Events(nodename, reason)
 	if assert.Len(s, found, 1) {
 		assert.EqualValues(s, 1, found[0].Count, found[0].Message)
+
+		for _, text := range texts {
+			assert.Contains(s, found[0].Message, text)
+		}
 	}
 }
 

@@ -171,6 +171,8 @@ func TestController_UpdatesIdentifiedNodesWhoseIdentityRuleFails(t *testing.T) {
 
 	const want = `rule "broken": platformMetadata[ProviderID]="" omitted: it does not identify an instance`
 	assert.Equal(t, want, s.AwaitEvent("identity-broken", node.ReasonInvalidValue).Message)
+	s.waitForIdle()
+	s.assertOneEvent("identity-broken", node.ReasonInvalidValue)
 }
 
 func TestController_SetsTaintsOfRulesAtInitialization(t *testing.T) {
@@ -236,7 +238,7 @@ func TestController_ReportsConflictingTaint(t *testing.T) {
 
 	s.rules("taint-foreign")
 	s.waitForIdle()
-
+	s.assertOneEvent("taint-foreign", node.ReasonOwnershipConflict, storageTaint)
 	assert.Contains(t, s.Node("taint-foreign").Spec.Taints, storage("mine"))
 }
 
@@ -281,7 +283,9 @@ func TestController_OmitsAndReportsInvalidValue(t *testing.T) {
 	n := s.awaitInitialized("rules-invalid")
 	assert.NotContains(t, n.Labels, "example.com/bad")
 	assert.Equal(t, "eu", n.Labels["example.com/good"])
-	s.AwaitEvent("rules-invalid", node.ReasonInvalidValue, `rule "site"`, "labels[example.com/bad]", `"eu !"`)
+	s.AwaitEvent("rules-invalid", node.ReasonInvalidValue)
+	s.waitForIdle()
+	s.assertOneEvent("rules-invalid", node.ReasonInvalidValue, `rule "site"`, "labels[example.com/bad]", `"eu !"`)
 }
 
 func TestController_KeepsNodeTaintedWhileRuleCannotSetProviderID(t *testing.T) {
@@ -355,7 +359,9 @@ func TestController_KeepsTopologyUntilLabelIsRemoved(t *testing.T) {
 
 	s.update(m, func(spec *runtime.PlatformMetadataSpec) { spec.Zone, spec.InstanceType = "eu-1b", "larger" })
 
-	s.AwaitEvent("topology", node.ReasonTopologyChanged, corev1.LabelTopologyZone+`="eu-1a"`, `its machine now sets "eu-1b"`, "nodes.topology: follow")
+	s.AwaitEvent("topology", node.ReasonTopologyChanged)
+	s.waitForIdle()
+	s.assertOneEvent("topology", node.ReasonTopologyChanged, corev1.LabelTopologyZone+`="eu-1a"`, `its machine now sets "eu-1b"`, "nodes.topology: follow")
 
 	s.rules("topology", rules.Rule{Name: "move", PlatformMetadata: map[string]string{"Region": "us"}, Labels: map[string]string{"example.com/seen": "true"}})
 	s.AwaitNode("topology", "labeled", labeled("example.com/seen", "true"))

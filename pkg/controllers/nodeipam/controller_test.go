@@ -85,15 +85,27 @@ func TestController_FinishesItsWriteBeforeItStops(t *testing.T) {
 
 		return none
 	})
-	p.lead()
-	p.Start(func(ctx context.Context) {
-		<-ctx.Done()
-		close(stopping)
+
+	ctx, stop := context.WithCancel(t.Context())
+	defer stop()
+
+	var (
+		after *corev1.Node
+		err   error
+	)
+
+	p.Start(p.reader.Run, func(context.Context) {
+		p.Run(ctx)
+
+		after, err = w.Client.CoreV1().Nodes().Get(t.Context(), w.node("a"), metav1.GetOptions{})
 	})
 	w.register("a")
 	ctest.Receive(t, sent, "the write is on its way")
+	stop() // cancels the write before it returns, unless the write has a context of its own
+	close(stopping)
 	p.Stop()
-	assert.Equal(t, []string{"10.1.0.0/24"}, w.cidrs("a"), "after the controller has stopped")
+	require.NoError(t, err)
+	assert.Equal(t, []string{"10.1.0.0/24"}, after.Spec.PodCIDRs, "when the controller has stopped")
 }
 
 // TestController_LateWriteIsRejected: a write that timed out, whose block was allocated to another Node, arrives late.
@@ -409,10 +421,10 @@ func TestController_PoolsOfOneCIDR(t *testing.T) {
 func TestController_KeepsClearOfMachinesAndGateway(t *testing.T) {
 	w := start(t, cloud("10.1.0.0/24", "fd00:1::/48"))
 
-	// Four blocks of /120: of the gateway, of the other machine, of this machine, and one that is free.
+	// Four blocks of /120: one with the gateway, one with the other machine, one with this machine, and a free one.
 	w.show("neighbor", "2001:db8:1:2::105/118")
 	w.join("a", "2001:db8:1:2::205/118", "10.1.0.7/16")
-	w.awaitPending("a", nodeipam.ReasonExhausted) // the IPv4 block is the one that the machine is in
+	w.awaitPending("a", nodeipam.ReasonExhausted) // the only IPv4 block contains the machine's address
 	w.show("a", "2001:db8:1:2::205/118")
 	w.wantCIDRs("a", "10.1.0.0/24", "2001:db8:1:2::300/120")
 }

@@ -3,7 +3,6 @@ package nodeipam_test
 import (
 	"context"
 	"crypto/rand"
-	"flag"
 	"fmt"
 	"net/netip"
 	"strings"
@@ -46,11 +45,6 @@ const labelWorld = "test/world"
 var bed ctest.Bed
 
 func TestMain(m *testing.M) {
-	// The tests mostly wait. The flag -parallel still overrides this.
-	if err := flag.Set("test.parallel", "16"); err != nil {
-		panic(err)
-	}
-
 	bed.Main(m, kube.Options{ControllerManager: kube.ControllerManager{Absent: true}}, nil)
 }
 
@@ -255,7 +249,7 @@ func (w *world) run(options nodeipam.Options) *process {
 	return p
 }
 
-// register registers a Node of this world as the kubelet of a Talos machine does. The changes are made before.
+// register registers a Node of this world, with changes, as the kubelet of a Talos machine does.
 func (w *world) register(name string, changes ...func(*corev1.Node)) *corev1.Node {
 	w.Helper()
 
@@ -304,7 +298,7 @@ func (w *world) patch(name, manager, patch string, subresources ...string) {
 	w.PatchNode(w.node(name), manager, patch, subresources...)
 }
 
-// setOSImage makes a version of a Node on which another system runs.
+// setOSImage changes the operating system that a Node reports.
 func (w *world) setOSImage(name, image string) {
 	w.Helper()
 	w.patch(name, "kubelet", fmt.Sprintf(`{"status":{"nodeInfo":{"osImage":%q}}}`, image), "status")

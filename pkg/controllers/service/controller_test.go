@@ -114,7 +114,7 @@ func TestController_RemovesItsAddressesWhenNotManaged(t *testing.T) {
 	s.await("default")
 	s.await("class", "192.0.2.1")
 
-	// The API server clears the status itself: even without a controller.
+	// The API server clears the status itself, even without a controller.
 	s.stop()
 	s.patch("class", `{"spec":{"type":"ClusterIP","loadBalancerClass":null}}`)
 
@@ -275,7 +275,7 @@ func TestController_LimitsAddressesWithoutReshuffling(t *testing.T) {
 	s.create("web", nil)
 	before := addresses(s.awaitThat("web", "has 16 addresses", func(svc *corev1.Service) bool { return len(addresses(svc)) == 16 }))
 
-	// Only the second pass over the new Node is certain to follow the first one.
+	// The pass of the controller that publishes the second Service knows the new Node, too.
 	s.join("new", "192.0.2.100")
 	s.create("probe", func(svc *corev1.Service) {
 		svc.Spec.Ports[0].Port = 81

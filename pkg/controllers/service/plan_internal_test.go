@@ -24,7 +24,7 @@ import (
 
 var began = time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
 
-// newService returns a managed IPv4 Service for TCP port 80. Services are older in the order of their names.
+// newService returns a managed IPv4 Service for TCP port 80. Services with lower names are older.
 func newService(name string, changes ...func(*corev1.Service)) *corev1.Service {
 	service := &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{
@@ -503,7 +503,7 @@ func TestPlan_RefusesPortsOfPodNetworks(t *testing.T) {
 	}
 }
 
-// publish plans, and gives the Services what was planned.
+// publish plans, and sets the planned status of the Services.
 func publish(services []*corev1.Service, nodes []candidate) map[string][]string {
 	result := map[string][]string{}
 

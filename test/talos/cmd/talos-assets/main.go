@@ -1,5 +1,5 @@
-// Command talos-assets builds what the Talos test bed needs, unless the cache has it, and prints the folder on its last line. With
-// -imager, it builds only Talos's imager, and prints its path. It never starts a machine.
+// Command talos-assets builds what the Talos test bed needs, unless the cache has it, and prints the directory on its
+// last line. With -imager, it builds only Talos's imager, and prints its path. It never starts a machine.
 package main
 
 import (
@@ -18,7 +18,7 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
 
-	imager := flag.String("imager", "", "Folder to build Talos's imager into, instead of the test bed.")
+	imager := flag.String("imager", "", "Directory to build Talos's imager into, instead of the test bed.")
 	flag.Parse()
 
 	build := talos.Assets

@@ -21,8 +21,8 @@ var sysctls = map[string]string{
 	"kernel/keys/root_maxbytes": "25000000",
 }
 
-// kubelet covers the sysctls with private files, within the container's own mount namespace, and becomes the kubelet, which
-// may be one of several programs in a binary.
+// kubelet mounts private files over the sysctls, in the container's own mount namespace, and executes the kubelet,
+// which may be one of several programs in a binary.
 func kubelet(args []string) error {
 	for sysctl, value := range sysctls {
 		file := filepath.Join(os.TempDir(), "sysctl."+strings.ReplaceAll(sysctl, "/", "."))
@@ -31,7 +31,7 @@ func kubelet(args []string) error {
 		}
 
 		if err := syscall.Mount(file, filepath.Join("/proc/sys", sysctl), "", syscall.MS_BIND, ""); err != nil {
-			return fmt.Errorf("cover sysctl %s: %w", sysctl, err)
+			return fmt.Errorf("mask sysctl %s: %w", sysctl, err)
 		}
 	}
 

@@ -2,8 +2,8 @@
 
 // Command shims is several programs of the test bed, by its name or its first argument:
 //
-//   - oom starts machines where root lacks CAP_SYS_RESOURCE: there Talos could not start services, whose OOM scores it lowers.
-//   - runc runs their containers there, and where cgroup v2 controllers are missing: runc would refuse such bundles.
+//   - machine is the first process of a machine, and executes Talos's init.
+//   - runc runs the containers of a machine: root in a container may lack rights without which the real runc refuses them.
 //   - kubelet is the entry point of the kubelet's image: the kubelet sets sysctls of the whole kernel.
 //   - mount and umount are for the kubelet, whose image has no others.
 //   - pause is the container that holds the namespaces of a pod.
@@ -19,7 +19,7 @@ import (
 
 func main() {
 	shims := map[string]func(args []string) error{
-		"oom": oom, "runc": runc, "kubelet": kubelet, "mount": mount, "umount": unmount, "pause": pause,
+		"machine": machine, "runc": runc, "kubelet": kubelet, "mount": mount, "umount": unmount, "pause": pause,
 	}
 
 	args := os.Args

@@ -3,7 +3,6 @@
 package main
 
 import (
-	"bytes"
 	"encoding/json"
 	"fmt"
 	"os"
@@ -12,135 +11,73 @@ import (
 	"strings"
 
 	"github.com/moby/sys/capability"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
 )
 
-// controllerOf names the cgroup v2 controller behind each kind of limit in a bundle.
-var controllerOf = map[string]string{
-	"cpu":            "cpu",
-	"memory":         "memory",
-	"pids":           "pids",
-	"blockIO":        "io",
-	"hugepageLimits": "hugetlb",
-}
-
-// runc removes from an OCI bundle what this kernel would refuse (the OOM score, capabilities outside the bounding set, limits of
-// missing cgroup controllers), and becomes the real runc.
+// runc removes from an OCI bundle what this kernel would refuse (the OOM score, capabilities outside the bounding set,
+// and limits without the cgroup controllers for them), and becomes the real runc.
 func runc(args []string) error {
-	if bundle := bundleOf(args); bundle != "" {
-		if err := trim(filepath.Join(bundle, "config.json")); err != nil {
-			return err
+	if slices.Contains(args, "create") || slices.Contains(args, "run") {
+		bundle := slices.Index(args, "--bundle")
+		if err := restrict(filepath.Join(args[bundle+1], "config.json")); err != nil {
+			return fmt.Errorf("restrict bundle: %w", err)
 		}
 	}
 
-	self, err := os.Executable()
-	if err != nil {
-		return err
-	}
-
-	return become(filepath.Join(filepath.Dir(self), "runc.real"), append([]string{"runc"}, args...)...)
+	return become("/usr/bin/runc.real", append([]string{"runc"}, args...)...)
 }
 
-// bundleOf returns the bundle that a create or run is about to start, or "" for every other command.
-func bundleOf(args []string) string {
-	if !slices.Contains(args, "create") && !slices.Contains(args, "run") {
-		return ""
-	}
-
-	for i, arg := range args[:len(args)-1] {
-		if arg == "--bundle" || arg == "-b" {
-			return args[i+1]
-		}
-	}
-
-	return ""
-}
-
-func trim(path string) error {
+func restrict(path string) error {
 	raw, err := os.ReadFile(path)
 	if err != nil {
-		return fmt.Errorf("read bundle: %w", err)
-	}
-
-	var spec map[string]any
-
-	decoder := json.NewDecoder(bytes.NewReader(raw))
-	decoder.UseNumber() // 64 bit numbers must survive
-
-	if err := decoder.Decode(&spec); err != nil {
-		return fmt.Errorf("decode bundle %s: %w", path, err)
-	}
-
-	if err := trimProcess(object(spec, "process")); err != nil {
 		return err
 	}
 
-	trimResources(object(object(spec, "linux"), "resources"))
+	var spec specs.Spec
+	if err := json.Unmarshal(raw, &spec); err != nil {
+		return err
+	}
 
-	raw, err = json.Marshal(spec)
+	removeCapabilities(spec.Process)
+
+	controllers, err := os.ReadFile("/sys/fs/cgroup/cgroup.controllers")
 	if err != nil {
-		return fmt.Errorf("encode bundle %s: %w", path, err)
+		return err
 	}
 
-	if err := os.WriteFile(path, raw, 0o644); err != nil {
-		return fmt.Errorf("write bundle: %w", err)
+	present := strings.Fields(string(controllers))
+
+	lacks := func(controller string) bool { return !slices.Contains(present, controller) }
+
+	if limits := spec.Linux.Resources; limits != nil && slices.ContainsFunc([]string{"cpu", "memory", "pids"}, lacks) {
+		*limits = specs.LinuxResources{Devices: limits.Devices}
 	}
 
-	return nil
+	if raw, err = json.Marshal(spec); err != nil {
+		return err
+	}
+
+	return os.WriteFile(path, raw, 0o644)
 }
 
-func object(parent map[string]any, key string) map[string]any {
-	child, _ := parent[key].(map[string]any)
+// removeCapabilities removes the capabilities and the OOM score that a process may not have here.
+func removeCapabilities(process *specs.Process) {
+	var lacking []string
 
-	return child
-}
-
-func trimProcess(process map[string]any) error {
-	bounding, err := capability.NewPid2(0)
-	if err == nil {
-		err = bounding.Load()
-	}
-
-	if err != nil {
-		return fmt.Errorf("read own capabilities: %w", err)
-	}
-
-	lacking := map[string]bool{}
 	for _, known := range capability.ListKnown() {
-		lacking["CAP_"+strings.ToUpper(known.String())] = !bounding.Get(capability.BOUNDING, known)
-	}
-
-	if lacking["CAP_SYS_RESOURCE"] {
-		delete(process, "oomScoreAdj")
-	}
-
-	sets := object(process, "capabilities")
-	for name, set := range sets {
-		list, _ := set.([]any)
-		sets[name] = slices.DeleteFunc(list, func(capability any) bool { return lacking[fmt.Sprint(capability)] })
-	}
-
-	return nil
-}
-
-func trimResources(resources map[string]any) {
-	list, err := os.ReadFile("/sys/fs/cgroup/cgroup.controllers")
-	if err != nil {
-		return
-	}
-
-	present := strings.Fields(string(list))
-
-	for kind, controller := range controllerOf {
-		if !slices.Contains(present, controller) {
-			delete(resources, kind)
+		if has, err := unix.PrctlRetInt(unix.PR_CAPBSET_READ, uintptr(known), 0, 0, 0); err != nil || has == 0 {
+			lacking = append(lacking, "CAP_"+strings.ToUpper(known.String()))
 		}
 	}
 
-	// Settings by file name, such as memory.oom.group.
-	unified := object(resources, "unified")
-	for file := range unified {
-		if controller, _, _ := strings.Cut(file, "."); !slices.Contains(present, controller) {
-			delete(unified, file)
+	if slices.Contains(lacking, "CAP_SYS_RESOURCE") {
+		process.OOMScoreAdj = nil
+	}
+
+	if sets := process.Capabilities; sets != nil {
+		for _, set := range []*[]string{&sets.Bounding, &sets.Effective, &sets.Inheritable, &sets.Permitted, &sets.Ambient} {
+			*set = slices.DeleteFunc(*set, func(capability string) bool { return slices.Contains(lacking, capability) })
 		}
 	}
 }
