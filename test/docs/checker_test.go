@@ -16,20 +16,20 @@ import (
 func repository(t *testing.T, page string) string {
 	t.Helper()
 
-	folder := t.TempDir()
+	directory := t.TempDir()
 
 	for name, content := range map[string]string{
-		"Makefile":            "ARCHES ?= amd64\nimage: ## Make it.\n\techo $(ARCHES) $(REF)\n",
+		"Makefile":            "ARCHES ?= amd64\nimage: ## Make it.\n\techo $(ARCHES) $(REF) $(REVISION)\n",
 		"docs/page.md":        page,
-		"docs/other.md":       "# Other things\n\n## What `it` is, twice\n\n## What `it` is, twice\n\n<a id=\"mark\"></a>\n",
+		"docs/other.md":       "# Other things\n\n## What `it` is, twice\n\n## What `it` is, twice\n",
 		"extension/rbac.yaml": "{}\n",
 	} {
-		file := filepath.Join(folder, name)
+		file := filepath.Join(directory, name)
 		require.NoError(t, os.MkdirAll(filepath.Dir(file), 0o700))
 		require.NoError(t, os.WriteFile(file, []byte(content), 0o600))
 	}
 
-	return folder
+	return directory
 }
 
 func check(t *testing.T, page string) docs.Checker {
@@ -56,54 +56,51 @@ func pod(arg string) string {
 }
 
 func TestChecker_ReportsProblems(t *testing.T) {
+	t.Parallel()
+
 	const rules = "global: {clusterName: a}"
 
 	for _, test := range []struct{ mistake, page, problem string }{
-		{"a link to no file", "[a](none.md)", "docs/page.md:1: link none.md: docs/none.md does not exist"},
-		{"a picture that is not there", "\n![a](flow.svg)", "docs/page.md:2: link flow.svg: docs/flow.svg does not exist"},
-		{"a picture in HTML", `<img src="flow.svg">`, "docs/flow.svg does not exist"},
-		{"a link within a table", "| a |\n|---|\n| [b](none.md) |", "docs/page.md:3: link none.md"},
-		{"a heading that the page does not have", "# Page\n[a](#pages)", "docs/page.md:2: link #pages: docs/page.md has no heading for #pages"},
-		{"a heading that another page does not have", "[a](other.md#thing)", "docs/other.md has no heading for #thing"},
-		{"an anchor of what is no page", "[a](../extension/rbac.yaml#a)", "only pages have anchors"},
-		{"a link out of the repository", "[a](../../x.md)", "points outside of the repository"},
-		{"a link that begins at the host", "[a](/docs/other.md)", "is absolute"},
-		{"a path that there is not", "See `extension/role.yaml`.", "extension/role.yaml does not exist"},
-		{"a variable that is no flag", "Set `TALOS_CCM_VERBOSITY=4`.", "TALOS_CCM_VERBOSITY: no such flag"},
-		{"a variable that is no flag, without a value", "Set `TALOS_CCM_VERBOSITY`.", "TALOS_CCM_VERBOSITY: no such flag"},
-		{"a value that is none of its variable", "Set `TALOS_CCM_CONTROLLERS=*,-node-csr`.", `unknown controller "node-csr"`},
-		{"a value that is none of its flag, within text", "With `--secure-port=high`.", `invalid argument "high"`},
-		{"a target within text", "Call `make images`.", "has no target images"},
+		{"a link to a missing file", "[a](none.md)", "docs/page.md:1: stat docs/none.md: no such file"},
+		{"a missing picture", "\n![a](flow.svg)", "docs/page.md:2: stat docs/flow.svg: no such file"},
+		{"a link within a table", "| a |\n|---|\n| [b](none.md) |", "docs/page.md:3: stat docs/none.md"},
+		{"a missing heading", "# Page\n[a](#pages)", "docs/page.md:2: link #pages: docs/page.md has no heading for #pages"},
+		{"a missing heading of another page", "[a](other.md#thing)", "docs/other.md has no heading for #thing"},
+		{"an anchor of a file that is not a page", "[a](../extension/rbac.yaml#a)", "extension/rbac.yaml has no heading for #a"},
+		{"a link out of the repository", "[a](../../x.md)", "stat ../x.md: invalid argument"},
+		{"an absolute link", "[a](/docs/other.md)", "is absolute"},
+		{"a missing path", "See `extension/role.yaml`.", "stat extension/role.yaml: no such file"},
+		{"an unknown variable", "Set `TALOS_CCM_VERBOSITY=4`.", "TALOS_CCM_VERBOSITY: no such flag"},
+		{"an invalid value of a variable", "Set `TALOS_CCM_CONTROLLERS=*,-node-csr`.", `unknown controller "node-csr"`},
+		{"an invalid value of a flag within text", "With `--secure-port=high`.", `invalid argument "high"`},
+		{"a target within text", "Call `make images`.", "the Makefile has no target images"},
 
 		{"a block without a language", fenced("", "a"), "docs/page.md:4: a block without a language"},
 		{"an indented block", "a\n\n    b\n", "docs/page.md:3: a block without a language"},
 		{"unknown language", fenced("cobol", "a"), "language cobol"},
-		{"an empty block", fenced("text", ""), "an empty block"},
 
 		{"a typo in machine configuration", fenced("yaml", "machine:\n  kubelet:\n    extraArg: {}"), "unknown keys found during decoding"},
 		{"a typo in a document of machine configuration", fenced("yaml", service(rules, "TALOS_CCM_V=4\nconfigFile: []")), "unknown keys found during decoding"},
-		{"a document that Talos would refuse", fenced("yaml", "apiVersion: v1alpha1\nkind: ExtensionServiceConfig\nname: talos-ccm"), "no config files"},
+		{"a document that Talos rejects", fenced("yaml", "apiVersion: v1alpha1\nkind: ExtensionServiceConfig\nname: talos-ccm"), "no config files"},
 		{"a mistake in the file within a document", fenced("yaml", service("lables: {}", "TALOS_CCM_V=4")), "lables: unknown key"},
 		{"a file at the wrong place", fenced("yaml", strings.Replace(service(rules, "TALOS_CCM_V=4"), "config.yaml", "conf.yaml", 1)), "is not /usr/local/etc/talos-ccm/config.yaml"},
-		{"a variable in a document that is no flag", fenced("yaml", service(rules, "TALOS_CCM_VERBOSITY=4")), "TALOS_CCM_VERBOSITY: no such flag"},
-		{"a value that is none of its flag", fenced("yaml", service(rules, "TALOS_CCM_SECURE_PORT=high")), "TALOS_CCM_SECURE_PORT"},
+		{"an unknown variable in a document", fenced("yaml", service(rules, "TALOS_CCM_VERBOSITY=4")), "TALOS_CCM_VERBOSITY: no such flag"},
+		{"an invalid value in a document", fenced("yaml", service(rules, "TALOS_CCM_SECURE_PORT=high")), "TALOS_CCM_SECURE_PORT"},
 		{"a typo in a static pod", fenced("yaml", "machine:\n  pods:\n    - {apiVersion: v1, kind: Pod, spec: {container: []}}"), `unknown field "spec.container"`},
-		{"a flag that a pod's talos-ccm does not have", fenced("yaml", pod("--cloud-conf=a")), "unknown flag: --cloud-conf"},
+		{"an unknown flag of a pod's talos-ccm", fenced("yaml", pod("--cloud-conf=a")), "unknown flag: --cloud-conf"},
 		{"a typo in an object", fenced("yaml", "apiVersion: v1\nkind: Service\nspec: {clusterIp: None}"), `unknown field "spec.clusterIp"`},
 		{"unknown object", fenced("yaml", "apiVersion: example.com/v1\nkind: Thing"), `no kind "Thing" is registered`},
 		{"the second of two documents", fenced("yaml", "apiVersion: v1\nkind: Service\n---\napiVersion: v1\nkind: Service\nspecs: {}"), `unknown field "specs"`},
 		{"a typo in a configuration", fenced("yaml", "transformations: [{lables: {}}]"), "lables"},
-		{"a key that is there twice", fenced("yaml", "apiVersion: v1\nkind: Service\nkind: Service"), "already set in map"},
-		{"a typo in a configuration that says it is one", fenced("yaml config", "lables: {}"), "lables: unknown key"},
-		{"a mistake that is none", fenced("yaml wrong", rules), "marked as wrong is valid"},
+		{"a duplicate key", fenced("yaml", "apiVersion: v1\nkind: Service\nkind: Service"), "already set in map"},
 		{"unknown document", fenced("yaml", "a: 1"), "a: unknown key"},
-		{"unknown purpose", fenced("yaml poem", "a: 1"), `purpose "poem"`},
-		{"no YAML", fenced("yaml", "a: [1"), "docs/page.md:4"},
+		{"unknown purpose", fenced("yaml poem", "a: 1"), "unknown language yaml poem"},
+		{"invalid YAML", fenced("yaml", "a: [1"), "docs/page.md:4"},
 
-		{"no shell", fenced("sh", "echo 'a"), "without closing quote"},
+		{"invalid shell syntax", fenced("sh", "echo 'a"), "without closing quote"},
 		{"a placeholder in angle brackets", fenced("sh", "kubectl describe csr <name>"), "docs/page.md:4"},
 		{"an unknown target", fenced("sh", "make image\nmake images"), "docs/page.md:5: the Makefile has no target images"},
-		{"an unknown variable of make", fenced("sh", "make image REV=1"), "the Makefile has no variable REV"},
+		{"an unknown variable of make", fenced("sh", "make image REV=1"), "the Makefile does not use a variable REV"},
 		{"an unknown flag of talos-ccm", fenced("sh", "talos-ccm --machine-sock=a"), "unknown flag: --machine-sock"},
 		{"a flag of talos-ccm at the wrong command", fenced("sh", "talos-ccm render --run-dir=/a --node a"), "unknown flag: --run-dir"},
 		{"an unknown command of talos-ccm", fenced("sh", "talos-ccm check"), "unknown command talos-ccm check"},
@@ -111,13 +108,16 @@ func TestChecker_ReportsProblems(t *testing.T) {
 		{"an unknown flag behind a pipe", fenced("sh", "echo a | talos-ccm config validate --all -"), "unknown flag: --all"},
 		{"an unknown flag within a substitution", fenced("sh", "echo \"$(talos-ccm config schema --all)\""), "unknown flag: --all"},
 		{"an unknown program", fenced("sh", "frobnicate"), "unknown command frobnicate"},
-		{"a file that is not there", fenced("sh", "kubectl apply -f role.yaml"), "file role.yaml exists neither"},
-		{"a patch that is not there", fenced("sh", "talosctl patch machineconfig --patch @talos.yaml"), "file talos.yaml exists neither"},
+		{"a missing file", fenced("sh", "echo\nkubectl apply -f role.yaml"), "docs/page.md:5: file role.yaml exists neither"},
+		{"a missing patch", fenced("sh", "talosctl patch machineconfig --patch @talos.yaml"), "file talos.yaml exists neither"},
+		{"missing input", fenced("sh", "talos-ccm config validate - < none.yaml"), "file none.yaml exists neither"},
+		{"a missing path in a command", fenced("sh", "kubectl apply -f extension/role.yaml"), "stat extension/role.yaml: no such file"},
 		{"a typo in a patch within a command", fenced("sh", `talosctl patch mc --patch '{"machine": {"kubelets": {}}}'`), "unknown keys found during decoding"},
-		{"input that is not there", fenced("sh", "talos-ccm config validate - < none.yaml"), "file none.yaml exists neither"},
 		{"a typo in input of a command", fenced("sh", "talos-ccm config validate - <<'END'\nlables: {}\nEND"), "lables: unknown key"},
 	} {
 		t.Run(test.mistake, func(t *testing.T) {
+			t.Parallel()
+
 			checker := check(t, test.page)
 			require.NotEmpty(t, checker.Problems)
 			assert.Contains(t, checker.Problems[0], test.problem)
@@ -126,20 +126,20 @@ func TestChecker_ReportsProblems(t *testing.T) {
 }
 
 func TestChecker_Accepts(t *testing.T) {
-	const rules = "# rules.yaml\ntransformations: [{labels: {example.org/a: b}}]"
+	t.Parallel()
 
 	for _, test := range []struct {
 		what, page string
 		commands   int
 	}{
-		{what: "links to files, folders and headings", page: "[a](other.md), [b](../extension/), [c](other.md#what-it-is-twice-1), [d](other.md#mark), [e](#page)\n# Page"},
+		{what: "links to files, directories and headings", page: "[a](other.md), [b](../extension/), [c](other.md#what-it-is-twice-1), [e](#page)\n# Page"},
 		{what: "links to other hosts", page: "https://example.org/a, [b](https://example.org), <mailto:a@example.org>"},
 		{what: "several machine configurations", page: fenced("yaml", "machine: {kubelet: {extraArgs: {rotate-server-certificates: \"true\"}}}\n---\n"+service("nodes: {}", "TALOS_CCM_V=4"))},
+		{what: "a file of the page", page: fenced("yaml", "# rules.yaml\nglobal: {clusterName: a}") + fenced("sh", "talos-ccm config validate rules.yaml"), commands: 1},
+		{what: "output of another command", page: fenced("sh", "talosctl get nodename -o yaml > m.yaml\ntalos-ccm render --machine m.yaml"), commands: 2},
 		{what: "output", page: fenced("console", "$ whatever") + fenced("text", "…")},
 		{what: "targets with variables", page: fenced("sh", "make image ARCHES=arm64 REF=example.org/a"), commands: 1},
-		{what: "a command that shows a file of the page", page: fenced("yaml", rules) + fenced("sh", "talos-ccm config validate rules.yaml"), commands: 1},
-		{what: "the file within a document", page: fenced("yaml", service("nodes: {}", "TALOS_CCM_V=4")) + fenced("sh", "talos-ccm config validate config.yaml"), commands: 1},
-		{what: "what another command creates", page: fenced("sh", "talosctl get nodename -o yaml > m.yaml\ntalos-ccm render --machine m.yaml"), commands: 2},
+		{what: "redirections", page: fenced("sh", "talosctl get nodename -o yaml > m.yaml\ntalos-ccm render --machine m.yaml"), commands: 2},
 		{what: "a command for a cluster", page: fenced("sh", "talos-ccm --kubeconfig=a --talosconfig=b"), commands: 1},
 		{what: "the binary that make builds", page: fenced("sh", "_out/talos-ccm-linux-amd64 version"), commands: 1},
 		{what: "a patch within a command", page: fenced("sh", `talosctl -n 10.0.0.1 patch mc --patch '{"machine": {"kubelet": {}}}'`), commands: 1},
@@ -147,6 +147,8 @@ func TestChecker_Accepts(t *testing.T) {
 		{what: "commands within text", page: "Try `make image ARCHES=amd64`, `talos-ccm render --node NODE` and `TALOS_CCM_V=4`.", commands: 2},
 	} {
 		t.Run(test.what, func(t *testing.T) {
+			t.Parallel()
+
 			checker := check(t, test.page)
 			assert.Empty(t, checker.Problems)
 			assert.Equal(t, test.commands, checker.Commands)

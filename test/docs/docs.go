@@ -1,13 +1,16 @@
-// Package docs checks the project's documentation: links and anchors exist, and blocks are valid for their language.
-// Talos's loader reads machine configuration, Kubernetes' types objects, package config configuration files, and a
-// shell parser commands. talos-ccm checks its own flags, variables and subcommands. The arguments of other programs are
-// not checked, except for names of files. It makes no network requests and changes no files.
+// Package docs checks the project's documentation: links and anchors exist, and code is valid for its language. It
+// loads machine configuration with Talos's loader, objects with Kubernetes' types and configuration files with package
+// config, and parses commands with a shell parser. talos-ccm checks its own flags, variables and subcommands. The
+// arguments of other programs are not checked. It makes no network requests and changes no files. Pages contain no
+// HTML.
 package docs
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"net/url"
 	"os"
 	"os/exec"
@@ -16,6 +19,12 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+
+	"github.com/yuin/goldmark"
+	"github.com/yuin/goldmark/ast"
+	"github.com/yuin/goldmark/extension"
+	"github.com/yuin/goldmark/parser"
+	"github.com/yuin/goldmark/text"
 )
 
 // Checker checks the documentation of a repository.
@@ -24,161 +33,184 @@ type Checker struct {
 	Root, Binary string
 	// Problems have their positions, as compilers print them.
 	Problems []string
-	// Links, Blocks and Commands count what was checked.
-	Links, Blocks, Commands int
+	// Commands counts the commands that were checked.
+	Commands int
 
-	makefile string
-	pages    map[string]*page
+	anchors map[string]anchors // by page
+	source  []byte             // of the page that is being checked
 }
 
-// Pages returns the Markdown files of the repository in root: those in root itself, and all below docs.
-func Pages(root string) ([]string, error) {
-	pages, err := fs.Glob(os.DirFS(root), "*.md")
-	if err != nil {
-		return nil, fmt.Errorf("list pages: %w", err)
-	}
+// Pages returns the Markdown files of the repository in root by name: those in root itself, and all below docs.
+func Pages(root string) (map[string][]byte, error) {
+	pages := map[string][]byte{}
 
-	err = fs.WalkDir(os.DirFS(root), "docs", func(name string, _ fs.DirEntry, err error) error {
-		if path.Ext(name) == ".md" {
-			pages = append(pages, name)
+	return pages, fs.WalkDir(os.DirFS(root), ".", func(name string, entry fs.DirEntry, err error) error {
+		switch {
+		case err == nil && entry.IsDir() && name != "." && !strings.HasPrefix(name+"/", "docs/"):
+			return fs.SkipDir
+		case err == nil && path.Ext(name) == ".md":
+			pages[name], err = os.ReadFile(filepath.Join(root, name))
 		}
 
 		return err
 	})
-	if err != nil {
-		return nil, fmt.Errorf("list pages: %w", err)
-	}
-
-	return pages, nil
 }
 
 // Check checks all pages.
 func (c *Checker) Check() error {
-	names, err := Pages(c.Root)
+	pages, err := Pages(c.Root)
 	if err != nil {
 		return err
 	}
 
-	makefile, err := os.ReadFile(filepath.Join(c.Root, "Makefile"))
+	roots := map[string]ast.Node{}
+	c.anchors = map[string]anchors{}
+
+	for name, source := range pages {
+		c.anchors[name] = anchors{}
+		markdown := goldmark.New(goldmark.WithExtensions(extension.GFM), goldmark.WithParserOptions(parser.WithAutoHeadingID()))
+		roots[name] = markdown.Parser().Parse(text.NewReader(source), parser.WithContext(parser.NewContext(parser.WithIDs(c.anchors[name]))))
+	}
+
+	for _, name := range slices.Sorted(maps.Keys(roots)) {
+		c.source = pages[name]
+		err = errors.Join(err, ast.Walk(roots[name], func(node ast.Node, entering bool) (ast.WalkStatus, error) {
+			if entering {
+				c.check(position{name, bytes.Count(c.source[:max(node.Pos(), 0)], []byte("\n")) + 1}, node)
+			}
+
+			return ast.WalkContinue, nil
+		}))
+	}
+
+	return err
+}
+
+// position is a line of a page.
+type position struct {
+	page string
+	line int
+}
+
+func (c *Checker) report(at position, err error) {
 	if err != nil {
-		return fmt.Errorf("read Makefile: %w", err)
-	}
-
-	c.makefile, c.pages = "\n"+string(makefile), map[string]*page{}
-
-	for _, name := range names {
-		text, err := os.ReadFile(filepath.Join(c.Root, name))
-		if err != nil {
-			return fmt.Errorf("read page: %w", err)
-		}
-
-		c.pages[name] = parse(name, text)
-	}
-
-	for _, name := range names {
-		c.check(c.pages[name])
-	}
-
-	return nil
-}
-
-func (c *Checker) check(p *page) {
-	for _, link := range p.links {
-		c.Links++
-
-		if err := c.link(p, link.text); err != nil {
-			c.report(p, link.line, fmt.Errorf("link %s: %w", link.text, err))
-		}
-	}
-
-	for _, span := range p.spans {
-		if ourCommand.MatchString(span.text) {
-			c.script(p, block{located: span})
-		} else if err := c.span(span.text); err != nil {
-			c.report(p, span.line, err)
-		}
-	}
-
-	for _, b := range p.blocks {
-		c.Blocks++
-
-		if b.language == "sh" {
-			c.script(p, b)
-		} else if err := c.block(b); err != nil {
-			c.report(p, b.line, err)
-		}
+		c.Problems = append(c.Problems, fmt.Sprintf("%s:%d: %v", at.page, at.line, err))
 	}
 }
 
-func (c *Checker) report(p *page, line int, err error) {
-	c.Problems = append(c.Problems, fmt.Sprintf("%s:%d: %v", p.name, line, err))
-}
-
-// exists returns an error if the repository does not have a file or directory.
-func (c *Checker) exists(name string) error {
-	if _, err := os.Stat(filepath.Join(c.Root, name)); err != nil {
-		return fmt.Errorf("%s does not exist", name)
+// check checks a link or code.
+func (c *Checker) check(at position, node ast.Node) {
+	switch n := node.(type) {
+	case *ast.Link:
+		c.report(at, c.link(at.page, string(n.Destination)))
+	case *ast.Image:
+		c.report(at, c.link(at.page, string(n.Destination)))
+	case *ast.CodeSpan:
+		span, _, _ := strings.Cut(string(c.source[n.FirstChild().Pos():]), "`")
+		c.report(at, c.span(at, strings.Join(strings.Fields(span), " ")))
+	case *ast.FencedCodeBlock:
+		fence, _, _ := strings.Cut(string(c.source[n.Pos():]), "\n")
+		at.line++
+		c.report(at, c.block(at, strings.Trim(fence, "` "), string(n.Lines().Value(c.source))))
+	case *ast.CodeBlock:
+		c.report(at, c.block(at, "", ""))
 	}
-
-	return nil
 }
 
-// link checks that a link points to an existing file and anchor of the repository. Links to other hosts are not checked.
-func (c *Checker) link(from *page, link string) error {
+// link checks that a link points to an existing file and anchor of the repository. Links to other hosts are not
+// checked.
+func (c *Checker) link(page, link string) error {
 	target, err := url.Parse(link)
 	if err != nil || target.IsAbs() {
 		return err
 	}
 
-	name := from.name
-	if target.Path != "" {
-		name = path.Join(path.Dir(name), target.Path)
-	}
+	name := page
 
 	switch {
 	case path.IsAbs(target.Path):
-		return errors.New("it is absolute, not relative to the page")
-	case !filepath.IsLocal(name):
-		return errors.New("it points outside of the repository")
-	case c.exists(name) != nil, target.Fragment == "":
-		return c.exists(name)
-	case c.pages[name] == nil:
-		return errors.New("only pages have anchors")
-	case !c.pages[name].anchors[target.Fragment]:
-		return fmt.Errorf("%s has no heading for #%s", name, target.Fragment)
-	default:
-		return nil
+		return fmt.Errorf("link %s is absolute, not relative to the page", link)
+	case target.Path != "":
+		name = path.Join(path.Dir(page), target.Path)
 	}
+
+	if _, err := fs.Stat(os.DirFS(c.Root), name); err != nil || target.Fragment == "" || c.anchors[name][target.Fragment] {
+		return err
+	}
+
+	return fmt.Errorf("link %s: %s has no heading for #%s", link, name, target.Fragment)
 }
+
+// anchors are the anchors of a page. Headings get them as on GitHub: lower case, hyphens for spaces, no punctuation or
+// symbols, and duplicates a number.
+type anchors map[string]bool
+
+var punctuation = regexp.MustCompile(`[^\p{L}\p{M}\p{N} _-]`)
+
+// Generate returns the anchor of a heading.
+func (a anchors) Generate(heading []byte, _ ast.NodeKind) []byte {
+	name := punctuation.ReplaceAllString(strings.ToLower(string(heading)), "")
+	name = strings.ReplaceAll(strings.TrimSpace(name), " ", "-")
+
+	unique := name
+	for i := 1; a[unique]; i++ {
+		unique = fmt.Sprintf("%s-%d", name, i)
+	}
+
+	a[unique] = true
+
+	return []byte(unique)
+}
+
+// Put adds an anchor.
+func (a anchors) Put(anchor []byte) { a[string(anchor)] = true }
 
 var (
 	sourcePath = regexp.MustCompile(`^(?:\.ci|cmd|docs|extension|packaging|pkg|test)/[\w./-]+$`)
-	variable   = regexp.MustCompile(`^TALOS_CCM_[A-Z0-9_]+(=|$)`)
+	variable   = regexp.MustCompile(`^TALOS_CCM_[A-Z0-9_]+=`)
 	assignment = regexp.MustCompile(`^--[a-z0-9-]+=\S+$`)
 	ourCommand = regexp.MustCompile(`^(?:kubectl|make|talos-ccm|talosctl) [a-z-]`)
-	// others are variables of the Makefile and of tests.
-	others = []string{"TALOS_CCM_CACHE", "TALOS_CCM_LOGS"}
 )
 
-// span checks code within text that names a path, variable or flag of this project.
-func (c *Checker) span(text string) (err error) {
-	has := func(message string) bool { return err != nil && strings.Contains(err.Error(), message) }
-
+// span checks code within text: a path, a command, or a value of a variable or flag. TestNames_Exist checks names.
+func (c *Checker) span(at position, text string) (err error) {
 	switch {
-	case sourcePath.MatchString(text):
-		return c.exists(text)
-	case slices.Contains(others, text):
-		return nil
+	case ourCommand.MatchString(text):
+		c.script(at, text)
 	case variable.MatchString(text):
-		// Without a value, only the name is checked.
-		if err = c.accepts([]string{text}); strings.Contains(text, "=") || has("no such flag") {
-			return err
-		}
+		err = c.accepts([]string{text})
 	case assignment.MatchString(text):
-		// TestNames_Exist knows the flags of other programs.
-		if err = c.accepts(nil, text); !has("unknown flag") {
-			return err
+		if err = c.accepts(nil, text); err != nil && strings.Contains(err.Error(), "unknown flag") {
+			err = nil // of another program
 		}
+	}
+
+	return errors.Join(err, c.path(text))
+}
+
+// path checks that a path of the repository exists.
+func (c *Checker) path(text string) (err error) {
+	if sourcePath.MatchString(text) {
+		_, err = fs.Stat(os.DirFS(c.Root), text)
+	}
+
+	return err
+}
+
+// block checks a block with the words info after its fence.
+func (c *Checker) block(at position, info, text string) error {
+	switch info {
+	case "sh":
+		c.script(at, text)
+		c.inputs(at, text)
+	case "yaml", "yaml document":
+		return c.documents(text)
+	case "console", "text":
+	case "yaml config", "yaml machine", "yaml node", "yaml wrong", "text mistakes": // for the tests of package config
+	case "":
+		return errors.New("a block without a language: write one after the fence, text or console for output")
+	default:
+		return fmt.Errorf("unknown language %s", info)
 	}
 
 	return nil
@@ -198,20 +230,4 @@ func (c *Checker) accepts(environ []string, args ...string) error {
 	}
 
 	return errors.New(strings.TrimSpace(string(out)))
-}
-
-// block checks a block other than commands.
-func (c *Checker) block(b block) error {
-	switch {
-	case strings.TrimSpace(b.text) == "":
-		return errors.New("an empty block")
-	case b.language == "":
-		return errors.New("a block without a language: write one after the fence, text or console for output")
-	case b.language == "yaml":
-		return c.yaml(b)
-	case b.language != "console" && b.language != "text":
-		return fmt.Errorf("unknown language %s", b.language)
-	default:
-		return nil
-	}
 }

@@ -1,11 +1,11 @@
 package docs_test
 
 import (
-	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"testing"
+
+	"github.com/talos-ccm/talos-ccm/test/builder"
 )
 
 // built is the path of the talos-ccm binary.
@@ -13,19 +13,19 @@ var built string
 
 // TestMain builds talos-ccm once for all tests.
 func TestMain(m *testing.M) {
-	folder, err := os.MkdirTemp("", "talos-ccm-")
+	directory, err := os.MkdirTemp("", "talos-ccm-")
 	if err != nil {
 		panic(err)
 	}
 
-	built = filepath.Join(folder, "talos-ccm")
+	built = filepath.Join(directory, "talos-ccm")
 
-	if out, err := exec.Command("go", "build", "-o", built, root+"/cmd/talos-ccm").CombinedOutput(); err != nil {
-		panic(fmt.Sprintf("build talos-ccm: %v\n%s", err, out))
+	if err := builder.Executable(root+"/cmd/talos-ccm", built); err != nil {
+		panic(err)
 	}
 
 	code := m.Run()
-	_ = os.RemoveAll(folder)
+	_ = os.RemoveAll(directory)
 
 	os.Exit(code)
 }

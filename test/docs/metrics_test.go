@@ -84,7 +84,8 @@ func names(t *testing.T, page, heading string) (list []string) {
 	return list
 }
 
-// exported returns the metrics in test/monitoring's list, which is compared with a process: all names, and those of talos-ccm with type and labels.
+// exported returns the metrics in the list of test/monitoring, which compares it with a process: those of talos-ccm with
+// type and labels, and the names of all.
 func exported(t *testing.T) (ours, all []string) {
 	t.Helper()
 
@@ -175,11 +176,11 @@ func tests(t *testing.T) []string {
 	return files(t, []string{"cmd", "extension", "pkg", "test"}, func(path string) bool { return strings.HasSuffix(path, "_test.go") })
 }
 
-func files(t *testing.T, folders []string, match func(path string) bool) (list []string) {
+func files(t *testing.T, directories []string, match func(path string) bool) (list []string) {
 	t.Helper()
 
-	for _, folder := range folders {
-		err := filepath.WalkDir(filepath.Join(root, folder), func(path string, entry os.DirEntry, err error) error {
+	for _, directory := range directories {
+		err := filepath.WalkDir(filepath.Join(root, directory), func(path string, entry os.DirEntry, err error) error {
 			if err != nil || entry.IsDir() || !match(path) {
 				return err
 			}

@@ -40,18 +40,19 @@ var theirs = slices.Concat(
 	[]string{"NodeRestriction"},                // the API server's
 	[]string{"PrometheusRule", "ScrapeConfig"}, // the Prometheus operator's
 	[]string{"cluster.local"},                  // a DNS domain
+	[]string{"CACHE", "LOGS"},                  // the Makefile's, and that of tests
 )
 
 // pages returns all pages by name.
 func pages(t *testing.T) map[string]string {
 	t.Helper()
 
-	names, err := docs.Pages(root)
+	sources, err := docs.Pages(root)
 	require.NoError(t, err)
 
 	texts := map[string]string{}
-	for _, name := range names {
-		texts[name] = read(t, name)
+	for name, source := range sources {
+		texts[name] = string(source)
 	}
 
 	return texts
@@ -75,6 +76,7 @@ func TestNames_Exist(t *testing.T) {
 		{"reason", `\b(PodCIDR[A-Z]\w+)`, source, `"`, `"`},
 		{"reason in a command", `reason=(\w+)`, source, `"`, `"`},
 		{"flag", "`(--[a-z][a-z0-9-]+)", string(help), " ", ""},
+		{"variable", "`TALOS_CCM_([A-Z0-9_]+)", strings.ToUpper(strings.ReplaceAll(string(help), "-", "_")), "__", " "},
 		{"service", `\b(ext-[a-z-]+)`, "ext-" + extension.Name, "", ""},
 		{"lease", `\b(cloud-controller-manager-[a-z]+)`, source, `"`, `"`},
 		{"test", "`(Test\\w+)`", strings.Join(tests(t), "\n"), "func ", "("},
