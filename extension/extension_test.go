@@ -47,9 +47,9 @@ func spec(t *testing.T) services.Spec {
 func TestSpec_MountsOnlySocketAndStateDirectories(t *testing.T) {
 	const own = "/run/talos-ccm-state"
 
-	folder := filepath.Dir(constants.MachineSocketPath)
+	dir := filepath.Dir(constants.MachineSocketPath)
 	assert.Equal(t, []specs.Mount{
-		{Source: folder, Destination: folder, Type: "bind", Options: []string{"rbind", "ro"}},
+		{Source: dir, Destination: dir, Type: "bind", Options: []string{"rbind", "ro"}},
 		{Source: own, Destination: own, Type: "bind", Options: []string{"bind", "rw", "nosuid", "nodev", "noexec"}},
 	}, spec(t).Container.Mounts)
 	assert.Zero(t, spec(t).Container.Security)

@@ -27,7 +27,7 @@ const (
 	runbookURL = "https://github.com/talos-ccm/talos-ccm/blob/main/docs/troubleshooting.md#"
 )
 
-// load has the series of a scene in a healthy cluster.
+// load returns the series of the cluster in promqltest's language.
 func (s scene) load() string {
 	values := map[string]string{}
 
@@ -45,7 +45,7 @@ func (s scene) load() string {
 	return strings.Join(lines, "\n")
 }
 
-// play evaluates all alerts every minute as Prometheus does, and returns those that fire in the end.
+// play evaluates all alerts every minute as Prometheus does, and returns those that fire at the end.
 func (s scene) play(t *testing.T) []*rules.Alert {
 	t.Helper()
 
@@ -138,7 +138,7 @@ func TestAlerts(t *testing.T) {
 	}
 }
 
-// wantReadable fails if a text of the alert has not become what it should.
+// wantReadable fails if a text of the alert was not expanded.
 func wantReadable(t *testing.T, alert *rules.Alert) {
 	t.Helper()
 
@@ -171,7 +171,7 @@ func TestAlerts_AreComplete(t *testing.T) {
 	}
 }
 
-// checkExpression returns what is wrong with an alert's expression, and with the labels that its texts name.
+// checkExpression returns the problems of an alert's expression, and of the labels that its texts name.
 func checkExpression(rule rulefmt.Rule, metrics exported) []string {
 	problems, known := metrics.check(rule.Expr)
 
@@ -184,7 +184,7 @@ func checkExpression(rule rulefmt.Rule, metrics exported) []string {
 	return problems
 }
 
-// checkTexts returns what an alert lacks besides. Package test/docs looks for the headings of runbooks.
+// checkTexts returns the problems of an alert's other fields. Package test/docs checks that the runbooks exist.
 func checkTexts(rule rulefmt.Rule) (problems []string) {
 	if !slices.Contains([]string{"critical", "warning", "info"}, rule.Labels["severity"]) {
 		problems = append(problems, fmt.Sprintf("severity %q", rule.Labels["severity"]))

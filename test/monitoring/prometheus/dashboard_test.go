@@ -12,11 +12,11 @@ import (
 
 const (
 	dashboardFile = "../../../docs/monitoring/dashboard.json"
-	// columns is how wide Grafana's grid is.
+	// columns is the width of Grafana's grid.
 	columns = 24
 )
 
-// dashboard is what is checked of Grafana's.
+// dashboard has the checked fields of a Grafana dashboard.
 type dashboard struct {
 	SchemaVersion int `json:"schemaVersion"`
 	Templating    struct {
@@ -158,7 +158,7 @@ func TestDashboard_QueriesExportedMetrics(t *testing.T) {
 	}
 }
 
-// check returns what is wrong with the panel's queries.
+// check returns the problems of the panel's queries.
 func (p panel) check(metrics exported) (problems []string) {
 	if len(p.Targets) == 0 {
 		problems = append(problems, "no query")
@@ -192,7 +192,7 @@ func (p panel) check(metrics exported) (problems []string) {
 
 func (d *datasource) isVariable() bool { return d != nil && d.UID == "${datasource}" }
 
-// fill puts in the variables as Grafana does.
+// fill replaces the variables as Grafana does.
 func fill(expression string) string {
 	return strings.NewReplacer("$cluster", ".*", "$job", "talos-ccm", "$instance", ".*", "$__rate_interval", "5m").Replace(expression)
 }

@@ -1,7 +1,8 @@
-// Package prometheus_test tests the alerts and the dashboard of docs/monitoring with Prometheus' own code: alerts fire when they should and only then, and
-// no expression asks for what talos-ccm does not export, which ../metrics.txt lists.
+// Package prometheus_test tests the alerts and the dashboard of docs/monitoring with Prometheus' own code: alerts fire when
+// they should and only then, and expressions use only metrics that talos-ccm exports, which ../metrics.txt lists.
 //
-// It is a module of its own: nothing of Prometheus gets into the product's go.mod. It starts no processes and makes no network requests.
+// It is a module of its own, so that the product's go.mod does not depend on Prometheus. It starts no processes and makes
+// no network requests.
 package prometheus_test
 
 import (
@@ -18,7 +19,7 @@ import (
 	"google.golang.org/grpc/codes"
 )
 
-// target are the labels that Prometheus gives to what it scrapes: cluster only if it is configured.
+// target has the labels that Prometheus adds to scraped series: cluster only if it is configured.
 var target = []string{"cluster", "job", "instance"}
 
 // exported are metrics by name.
@@ -38,7 +39,7 @@ func readExported(t *testing.T) exported {
 		t.Fatal(err)
 	}
 
-	// Prometheus' own, of every target.
+	// Prometheus adds it for every target.
 	metrics := exported{"up": {kind: "gauge"}}
 
 	for line := range strings.Lines(string(content)) {
@@ -65,7 +66,7 @@ func readExported(t *testing.T) exported {
 	return metrics
 }
 
-// find returns the metric that a series is of: a histogram has three kinds of them.
+// find returns the metric of a series. A histogram has series with three suffixes.
 func (e exported) find(series string) (metric, bool) {
 	if m, known := e[series]; known {
 		return m, m.kind != "histogram"
@@ -85,7 +86,7 @@ func (e exported) find(series string) (metric, bool) {
 	return metric{}, false
 }
 
-// check returns what is wrong with an expression, and the labels that its results can have.
+// check returns the problems of an expression, and the labels that its results can have.
 func (e exported) check(expression string) (problems, known []string) {
 	expr, err := parser.NewParser(parser.Options{}).ParseExpr(expression)
 	if err != nil {
@@ -110,7 +111,7 @@ func (e exported) check(expression string) (problems, known []string) {
 	return problems, e.labelsOf(expr)
 }
 
-// labelsOf are those that the results of an expression can have.
+// labelsOf returns the labels that the results of an expression can have.
 func (e exported) labelsOf(expr parser.Expr) []string {
 	switch expr := expr.(type) {
 	case *parser.AggregateExpr:
@@ -128,7 +129,7 @@ func (e exported) labelsOf(expr parser.Expr) []string {
 	return e.labelsIn(expr)
 }
 
-// labelsIn are those of all metrics in an expression.
+// labelsIn returns the labels of all metrics in an expression.
 func (e exported) labelsIn(expr parser.Expr) []string {
 	found := slices.Clone(target)
 
@@ -144,7 +145,7 @@ func (e exported) labelsIn(expr parser.Expr) []string {
 	return found
 }
 
-// selector returns what is wrong with a selector at the end of a path.
+// selector returns the problems of a selector at the end of a path.
 func (e exported) selector(selector *parser.VectorSelector, path []parser.Node) (problems []string) {
 	m, known := e.find(selector.Name)
 	if !known {
@@ -170,7 +171,7 @@ func (e exported) selector(selector *parser.VectorSelector, path []parser.Node) 
 	return problems
 }
 
-// match returns what is wrong with a matcher; empty: nothing.
+// match returns the problem of a matcher, or nothing.
 func (m metric) match(matcher *labels.Matcher) string {
 	if matcher.Name == model.MetricNameLabel || slices.Contains(target, matcher.Name) {
 		return ""

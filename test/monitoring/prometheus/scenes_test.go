@@ -5,7 +5,8 @@ import (
 	"time"
 )
 
-// healthy is a cluster of three control-plane machines and seven workers in which nothing is wrong, scraped every minute for nine hours.
+// healthy has the series of a healthy cluster of three control-plane machines and seven workers, scraped every minute for
+// nine hours.
 const healthy = `
 up{job="talos-ccm", instance="a"} 1x540
 up{job="talos-ccm", instance="b"} 1x540
@@ -52,7 +53,7 @@ up{job="another", instance="a"} 0x540
 leader_election_master_status{job="another", instance="a", name="other"} 1x540
 `
 
-// scene is what differs from a healthy cluster. Series that healthy has too take the place of those.
+// scene is a cluster with a problem. Its series override the series in healthy that have the same name and labels.
 type scene struct {
 	name   string
 	series string
