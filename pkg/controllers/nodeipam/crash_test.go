@@ -239,21 +239,23 @@ func (h *history) rest() {
 		h.refreshes.Add(1)
 	})
 
-	h.eventually("every block is assigned", func() bool {
-		if h.process.wire.killed() {
+	assigned := func() bool {
+		if h.process.wire.killed() { // also later, by a write that began before the faults ended
 			h.process.Stop()
 			h.begin()
 		}
 
 		return len(h.served()) == capacity
-	})
+	}
+
+	h.eventually("every block is assigned", assigned)
 	refresh.Stop()
 
 	for _, name := range h.served()[:crowd-capacity] {
 		h.delete(name)
 	}
 
-	h.eventually("every Node has blocks", func() bool { return len(h.served()) == len(h.nodes) })
+	h.eventually("every Node has blocks", assigned)
 
 	if h.Failed() {
 		h.FailNow()
