@@ -271,18 +271,17 @@ clean: ## Remove _out, but not the cache.
 compiler:
 	@.ci/compiler
 
+# GOFLAGS of the user may not apply outside the module.
+go_install = @echo "Building $(notdir $(@D))" && cd / && GOFLAGS=-trimpath GOBIN=$(@D) $(GO) install
+
 $(GOLANGCI_LINT):
-	@echo "Building golangci-lint $(GOLANGCI_LINT_VERSION)"
-	@cd / && GOFLAGS=-trimpath GOBIN=$(@D) $(GO) install github.com/golangci/golangci-lint/v2/cmd/golangci-lint@$(GOLANGCI_LINT_VERSION)
+	$(go_install) github.com/golangci/golangci-lint/v2/cmd/golangci-lint@$(GOLANGCI_LINT_VERSION)
 
 $(GOFUMPT):
-	@echo "Building gofumpt $(GOFUMPT_VERSION)"
-	@cd / && GOFLAGS=-trimpath GOBIN=$(@D) $(GO) install mvdan.cc/gofumpt@$(GOFUMPT_VERSION)
+	$(go_install) mvdan.cc/gofumpt@$(GOFUMPT_VERSION)
 
 $(HELM):
-	@echo "Building Helm $(HELM_VERSION)"
-	@cd / && GOFLAGS=-trimpath GOBIN=$(@D) $(GO) install helm.sh/helm/v4/cmd/helm@$(HELM_VERSION)
+	$(go_install) helm.sh/helm/v4/cmd/helm@$(HELM_VERSION)
 
 $(ACTIONLINT):
-	@echo "Building actionlint $(ACTIONLINT_VERSION)"
-	@cd / && GOFLAGS=-trimpath GOBIN=$(@D) $(GO) install github.com/rhysd/actionlint/cmd/actionlint@$(ACTIONLINT_VERSION)
+	$(go_install) github.com/rhysd/actionlint/cmd/actionlint@$(ACTIONLINT_VERSION)
