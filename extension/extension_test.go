@@ -84,7 +84,7 @@ func objects(t *testing.T) []runtime.Object {
 	}
 }
 
-// suffix returns which controller the object belongs to; empty if it is always applied.
+// suffix returns the controller that the object belongs to, after " of "; empty if the object is always applied.
 func suffix(object metav1.Object) string {
 	if controller, optional := object.GetLabels()[extension.ControllerLabel]; optional {
 		return " of " + controller
@@ -120,7 +120,7 @@ var rbacDigests = []string{
 	"fd5e438f8d18c7124fd8a43663f5ee7685d6cf1264c940a95be31662f08ad077",
 }
 
-// A machine with an older version of the manifest leaves the objects alone only if their version was raised.
+// A machine with an older version of the manifest overwrites the objects unless their version was raised.
 func TestRBAC_ChangesRaiseTheVersion(t *testing.T) {
 	version := strconv.Itoa(len(rbacDigests))
 	digest := sha256.New()

@@ -67,7 +67,7 @@ func TestConfigSchema(t *testing.T) {
 	assert.True(t, json.Valid([]byte(stdout)))
 }
 
-// TestConfigValidate_Files validates files of the kinds that users have. messages.txt has what the command prints for each.
+// TestConfigValidate_Files validates typical files of users. messages.txt has the output of the command for each.
 func TestConfigValidate_Files(t *testing.T) {
 	want, err := os.ReadFile("testdata/config/messages.txt")
 	require.NoError(t, err)
@@ -89,7 +89,7 @@ func TestConfigValidate_Files(t *testing.T) {
 	assert.Equal(t, string(want), all.String())
 }
 
-// The document that Helm values are converted to is valid, and has the same rules.
+// Helm values are converted to a valid document with the same rules.
 func TestConfigValidate_ConvertsHelmValues(t *testing.T) {
 	values, err := os.ReadFile("testdata/config/good-chart.yaml")
 	require.NoError(t, err)

@@ -266,7 +266,7 @@ func TestDiff_OfMigratedCluster(t *testing.T) {
 	m.testIncomplete(config)
 }
 
-// testIncomplete compares a cluster with a machine that does not respond, and with one that has taken the address of another.
+// testIncomplete compares a cluster in which one machine does not respond and one Node has the address of another machine.
 func (m *migration) testIncomplete(config string) {
 	m.Helper()
 	require.NoError(m, m.site.Machine("web-1").Stop(m.Context()))
@@ -282,7 +282,7 @@ func (m *migration) testIncomplete(config string) {
 	assert.Contains(m, stdout, "2 cannot be compared")
 }
 
-// squeezed replaces the spaces between columns by one.
+// squeezed replaces the padding of columns by one space.
 func squeezed(table string) string {
 	return strings.ReplaceAll(regexp.MustCompile(` +`).ReplaceAllString(table, " "), " \n", "\n")
 }

@@ -256,7 +256,7 @@ func TestHelp_OmitsFlagsWithoutEffect(t *testing.T) {
 	assert.NoError(t, checkEnvironment(append(accepted, "--machine-socket=/absent", "--run-dir=/absent"), nil))
 }
 
-// The reference describes the flags that the help lists, and few of the others.
+// The reference has a table row for each flag in the output of --help. --help-all lists more.
 func TestHelp_ListsFlagsOfReference(t *testing.T) {
 	page, err := os.ReadFile("../../docs/reference/flags.md")
 	require.NoError(t, err)

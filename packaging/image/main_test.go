@@ -45,7 +45,7 @@ func TestMain(m *testing.M) {
 // layouts has the directories that make image writes.
 type layouts = map[string]string
 
-// made is what users make, once for all tests.
+// made returns the images that `make image` builds for users. It builds them once for all tests.
 var made = sync.OnceValues(func() (layouts, error) { return makeImage(root, filepath.Join(workDir, "out"), "022") })
 
 // makeImage runs make image in a checkout.

@@ -57,7 +57,7 @@ func (r recipe) scripts() []string {
 	return all
 }
 
-// functions are the functions of our templates. bldr has all of Masterminds/sprig.
+// functions are the template functions that our recipes use. bldr supports all of Masterminds/sprig.
 var functions = template.FuncMap{
 	"default": func(fallback string, given any) any {
 		if truth, _ := template.IsTrue(given); truth {

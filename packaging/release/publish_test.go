@@ -116,8 +116,8 @@ func TestPush_RefusesMissingLayout(t *testing.T) {
 	}
 }
 
-// asked returns the arguments of gh.
-func asked(t *testing.T, tag string) []string {
+// ghArguments returns the arguments that the workflow passes to gh.
+func ghArguments(t *testing.T, tag string) []string {
 	t.Helper()
 
 	programs := t.TempDir()
@@ -129,7 +129,7 @@ func asked(t *testing.T, tag string) []string {
 }
 
 func TestRelease_DraftListsImages(t *testing.T) {
-	args := asked(t, "v1.2.3")
+	args := ghArguments(t, "v1.2.3")
 
 	assert.Subset(t, args, []string{"--draft", "--verify-tag", "v1.2.3"})
 
@@ -144,6 +144,6 @@ func TestRelease_DraftListsImages(t *testing.T) {
 
 func TestRelease_MarksPrerelease(t *testing.T) {
 	for tag, want := range map[string]bool{"v1.2.3": false, "v1.2.3-rc.1": true} {
-		assert.Equal(t, want, slices.Contains(asked(t, tag), "--prerelease"), tag)
+		assert.Equal(t, want, slices.Contains(ghArguments(t, tag), "--prerelease"), tag)
 	}
 }
