@@ -120,7 +120,7 @@ func TestBootstrap_NeverWritesAdminCredentials(t *testing.T) {
 	assert.NotEmpty(t, formIn(t, bed.Kube.Kubeconfig(), admin.KeyData))
 }
 
-// formIn returns the form in which content contains a PEM document; empty if it does not.
+// formIn returns the encoding in which content contains a PEM document; empty if content does not contain it.
 func formIn(t *testing.T, content, document []byte) string {
 	t.Helper()
 
@@ -274,14 +274,14 @@ func TestBootstrap_RenewsOnNewAdminKubeconfigAfterTalosRestart(t *testing.T) {
 	s.awaitOther(before)
 }
 
-// hastyTalos issues a new kubeconfig between the first read and the watch.
-type hastyTalos struct {
+// rotatingAdmin issues a new kubeconfig between the first read and the watch.
+type rotatingAdmin struct {
 	bootstrap.Admin
 
 	issue func()
 }
 
-func (a *hastyTalos) WatchLocalhostAdminKubeconfig(ctx context.Context, ch chan<- state.Event) error {
+func (a *rotatingAdmin) WatchLocalhostAdminKubeconfig(ctx context.Context, ch chan<- state.Event) error {
 	if a.issue != nil {
 		a.issue()
 		a.issue = nil
@@ -295,7 +295,7 @@ func TestBootstrap_RenewsOnAdminKubeconfigIssuedBeforeWatch(t *testing.T) {
 	s := newSuite(bed, bed.Kube.Kubeconfig())
 	second := anotherAdmin(bed)
 
-	s.admin.Admin = &hastyTalos{Admin: s.admin.Admin, issue: func() {
+	s.admin.Admin = &rotatingAdmin{Admin: s.admin.Admin, issue: func() {
 		assert.NoError(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), second))
 	}}
 	s.start(clock.RealClock{})

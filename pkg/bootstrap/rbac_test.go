@@ -82,7 +82,7 @@ func manifests(bed ctest.Suite) map[string]*unstructured.Unstructured {
 	return objects
 }
 
-// Names of controllers with RBAC of their own.
+// Names of controllers with their own RBAC objects.
 const (
 	lifecycle = "cloud-node-lifecycle-controller"
 	service   = "service-lb-controller"
@@ -247,8 +247,8 @@ func TestRBAC_DeletesObjectsOfDisabledControllers(t *testing.T) {
 	}
 }
 
-// During a rolling upgrade, machines with the old version must not take away what the new version needs: neither its
-// permissions nor the objects of its controllers.
+// During a rolling upgrade, machines with the old version must not remove permissions that the new version needs, or
+// objects of its controllers.
 func TestRBAC_KeepsObjectsOfNewerVersion(t *testing.T) {
 	// Not parallel, because it changes the RBAC objects of the process.
 	bed := beds.NewSerialSuite(t)
@@ -277,7 +277,7 @@ func TestRBAC_KeepsObjectsOfNewerVersion(t *testing.T) {
 		}
 	}
 
-	// The way back that the reference describes.
+	// The rollback that the reference describes.
 	applyAsOperator(bed)
 	bootstrapped(bed, clock.RealClock{}).requireWorks()
 

@@ -231,7 +231,7 @@ func TestApp_InitializesLocalNodeWithoutNetwork(t *testing.T) {
 	s.awaitInitialized(worker)
 }
 
-// A kubelet writes the addresses of its Node, and what control-plane machines report counts for the whole cluster.
+// A kubelet writes the addresses of its Node, and reports of control-plane machines affect the whole cluster.
 func TestApp_DialsControlPlaneAtKnownAddresses(t *testing.T) {
 	s := newSuite(t)
 	self, other := s.controlPlane("cp-1"), s.controlPlane("cp-2")
@@ -252,7 +252,7 @@ func TestApp_DialsControlPlaneAtKnownAddresses(t *testing.T) {
 }
 
 // The API server derives the field manager from the user agent. The default of client-go is the name of the binary,
-// here that of this test.
+// here the test binary.
 func TestApp_SetsFieldManager(t *testing.T) {
 	s := newSuite(t)
 	self := s.controlPlane("cp")
@@ -336,7 +336,7 @@ func TestApp_ReleasesLeaseBeforeMachineGoesDown(t *testing.T) {
 			s, self, worker := newCluster(t)
 
 			options := s.options(self)
-			// It binds the port again after the stage is back to running.
+			// talos-ccm binds the port again when the stage returns to running.
 			options.Framework.SecureServing.BindPort, options.Framework.SecureServing.PermitPortSharing = reservedPort(t), true
 			r := s.start(options)
 			s.awaitInitialized(worker)
@@ -411,11 +411,11 @@ func TestApp_LogsThatSocketDoesNotRespond(t *testing.T) {
 	stepUntil("the outage is logged", func() bool { return logged(failed) > 0 })
 
 	calls := len(self.Calls())
-	stepUntil("the watches are tried again", func() bool { return len(self.Calls()) > calls+4 })
+	stepUntil("the watches are retried", func() bool { return len(self.Calls()) > calls+4 })
 	self.Thaw()
 	stepUntil("the recovery is logged", func() bool { return logged(recovered) > 1 })
 
-	// The machine type and the document.
+	// One message for the machine type, and one for the document.
 	assert.Equal(t, 2, logged(failed))
 }
 
@@ -458,7 +458,7 @@ func TestApp_RenewsTalosCertificate(t *testing.T) {
 	s.start(options)
 	s.awaitInitialized(self, worker)
 
-	// The metric describes the certificate in use, unlike the request for a new one.
+	// The metric changes when a new certificate is in use, not when it is requested.
 	first := gauge(t, "talosccm_reader_certificate_expiry_timestamp_seconds")
 
 	clk.Step(31 * time.Minute)
@@ -684,8 +684,7 @@ func TestApp_StopsBeforeLeaseExpiresIfAPIServerHangs(t *testing.T) {
 	options.Framework.Generic.ClientConnection.Kubeconfig = filepath.Join(t.TempDir(), "kubeconfig")
 	require.NoError(s, os.WriteFile(options.Framework.Generic.ClientConnection.Kubeconfig, kube.Kubeconfig(config), 0o600))
 
-	// The elector gives up at the renew deadline, and then waits too long for the release of the lease: half of the
-	// deadline.
+	// After the renew deadline, the elector waits too long for the release of the lease: half of the deadline.
 	election := &options.Framework.Generic.LeaderElection
 	election.LeaseDuration.Duration, election.RenewDeadline.Duration, election.RetryPeriod.Duration = 16*time.Second, 12*time.Second, time.Second
 

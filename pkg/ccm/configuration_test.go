@@ -279,7 +279,7 @@ func TestConfiguration_EnvironmentReplacesProcess(t *testing.T) {
 
 		return err == nil && len(environ) > 0 && !strings.Contains(string(environ), "GOMEMLIMIT=300MiB\x00")
 	})
-	ctest.Eventually(s, "process leads once more", p.leads)
+	ctest.Eventually(s, "process leads with its former environment", p.leads)
 
 	select {
 	case <-p.ended:

@@ -24,7 +24,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-// slowPolling makes a standby poll less often than any wait of the tests lasts.
+// slowPolling sets a polling interval of the standby that exceeds the timeout of the tests.
 func slowPolling(options *ccm.Options) {
 	election := &options.Framework.Generic.LeaderElection
 	election.LeaseDuration.Duration, election.RenewDeadline.Duration, election.RetryPeriod.Duration = time.Hour, 50*time.Minute, 5*time.Minute

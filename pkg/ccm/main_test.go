@@ -25,7 +25,7 @@ import (
 )
 
 const (
-	// stopLimit is what Talos gives an extension service between SIGTERM and SIGKILL.
+	// stopLimit is the time between SIGTERM and SIGKILL of an extension service in Talos.
 	stopLimit = 10 * time.Second
 
 	leaseNamespace = "kube-system"
@@ -39,7 +39,7 @@ func TestMain(m *testing.M) {
 	beds.Main(m, kube.Options{}, 4, func() (func(), error) { return removeBinary, nil })
 }
 
-// suite is one test with a Talos cluster of its own.
+// suite is one test with its own Talos cluster.
 type suite struct {
 	ctest.Suite
 
@@ -238,7 +238,7 @@ func tainted(n *corev1.Node) bool {
 	return slices.ContainsFunc(n.Spec.Taints, func(t corev1.Taint) bool { return t.Key == cloudproviderapi.TaintExternalCloudProvider })
 }
 
-// move moves the machine to another instance type and waits for its Node to follow.
+// move changes the instance type of the machine and waits until its Node is updated.
 func (s *suite) move(m *talostest.Machine, instanceType string) {
 	s.Helper()
 

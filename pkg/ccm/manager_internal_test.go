@@ -19,7 +19,7 @@ func (s *source) Follow(_ context.Context, deliver func(settings.Document, error
 	s.deliver = deliver
 }
 
-// A fact that was not read must not be taken for one that the machine does not have.
+// A fact that was not read must not be treated as absent.
 func TestSettings_WaitForFacts(t *testing.T) {
 	var documents source
 

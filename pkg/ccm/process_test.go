@@ -172,7 +172,7 @@ func (p *process) signal(sig syscall.Signal) {
 	}
 }
 
-// terminate stops the process like Talos does.
+// terminate stops the process as Talos does.
 func (p *process) terminate() {
 	p.suite.Helper()
 
@@ -475,7 +475,7 @@ func TestMetrics_AreExported(t *testing.T) {
 	p.terminate()
 }
 
-// Alerts add up the gauges of all instances, so a former leader must not export them.
+// Alerts sum the gauges of all instances, so a former leader must not export them.
 func TestMetrics_GaugesEndWithLeadership(t *testing.T) {
 	s := newSuite(t)
 	first, second := s.controlPlane("cp-1"), s.controlPlane("cp-2")

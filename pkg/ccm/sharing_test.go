@@ -31,10 +31,10 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-// churn is how long TestSharing_LeavesNodesOfAnotherCloudControllerManager changes Nodes at least.
+// churn is the minimum duration for which TestSharing_LeavesNodesOfAnotherCloudControllerManager changes Nodes.
 var churn = flag.Duration("churn", 0, "minimum duration of changes in a shared cluster")
 
-// minChanges is how many changes it makes at least.
+// minChanges is the minimum number of changes that TestSharing_LeavesNodesOfAnotherCloudControllerManager makes.
 const minChanges = 300
 
 // theirPlatform is the platform whose Nodes talos-ccm does not initialize in a shared cluster.
@@ -98,7 +98,7 @@ func (s *suite) awaitDecision(csr string, want certificatesv1.RequestConditionTy
 	})
 }
 
-// TestPools_BelongToNoKubelet: addresses of the pools and of --cluster-cidr are the pods', whatever a machine reports.
+// TestPools_BelongToNoKubelet: kubelets get no address in --cluster-cidr or in a pool without containsMachines.
 func TestPools_BelongToNoKubelet(t *testing.T) {
 	s := newSuite(t)
 	self := s.controlPlane("cp")
@@ -132,7 +132,7 @@ func writtenByNodeController(n *corev1.Node) bool {
 	return slices.ContainsFunc(n.ManagedFields, func(m metav1.ManagedFieldsEntry) bool { return m.Manager == nodecontroller.FieldManager })
 }
 
-// TestHosted_ReservesStatedFacts: no control-plane machine is a Node, so only the flags say what belongs to the cluster.
+// TestHosted_ReservesStatedFacts: without control-plane Nodes, only the flags contain the identity of the cluster.
 func TestHosted_ReservesStatedFacts(t *testing.T) {
 	s := newSuite(t)
 
@@ -149,7 +149,7 @@ func TestHosted_ReservesStatedFacts(t *testing.T) {
 	options.HostedControlPlane = "api.example.org,10.253.0.7,10.253.0.9"
 	s.start(options)
 
-	// The machine has this address, as one that announces a virtual IP: the request stays pending.
+	// The machine has this address, like a machine that announces a virtual IP, so the request stays pending.
 	virtual := s.requestCertificate(worker, "10.253.0.7")
 
 	for address, want := range map[string]certificatesv1.RequestConditionType{
@@ -183,7 +183,7 @@ type cloud struct {
 	file  string // lists the nodenames of its instances
 }
 
-// startCloud starts test/cloud as a process of its own, with its node controller and its lifecycle controller.
+// startCloud starts test/cloud as a separate process, with its node controller and its lifecycle controller.
 func (s *suite) startCloud() *cloud {
 	s.Helper()
 
@@ -225,8 +225,8 @@ func (s *suite) awaitTheirs(machines ...*talostest.Machine) {
 	}
 }
 
-// observe watches all Nodes until the test ends and reports what must not happen: a write of the node controller to one
-// of theirs, a change of a quiet Node, or the deletion of a Node that is not one of theirs.
+// observe watches all Nodes until the test ends, and fails the test if the node controller writes a Node of the other
+// provider, if a quiet Node changes, or if a Node of talos-ccm is deleted.
 func (s *suite) observe(theirs, quiet []*talostest.Machine) (stop func()) {
 	s.Helper()
 
@@ -307,7 +307,7 @@ func TestSharing_LeavesNodesOfAnotherCloudControllerManager(t *testing.T) {
 	stop := s.observe(theirs, []*talostest.Machine{ours[0], theirs[0]})
 	defer stop()
 
-	// All Nodes are NotReady, so only what the providers know keeps the other lifecycle controller from deleting them.
+	// All Nodes are NotReady, so the other lifecycle controller asks its provider whether they exist.
 	require.NoError(s, ours[each-1].Stop(t.Context()))
 
 	began, writes, changes := time.Now(), s.nodeWrites(), 0

@@ -103,14 +103,14 @@ func TestDocs_Platforms(t *testing.T) {
 	assert.Empty(t, missing)
 }
 
-// rendered is the result of rules as the docs write it. The default of PlatformMetadata is the machine's.
+// rendered is the result of rules in the format of the docs. PlatformMetadata defaults to the metadata of the machine.
 type rendered struct {
 	Labels, Annotations map[string]string
 	Taints              []string
 	PlatformMetadata    *runtime.PlatformMetadataSpec
 }
 
-// requireResult fails the test unless the rules set exactly what is wanted.
+// requireResult fails the test unless the rules set exactly the wanted values.
 func requireResult(t *testing.T, want rendered, result rules.Result) {
 	t.Helper()
 	assert.Empty(t, result.Problems)
@@ -158,7 +158,7 @@ func (r *reader) read(t *testing.T, b block) {
 
 		r.machine = machines[0].Machine
 		requirePublished(t, r.machine.Platform)
-	case "node": // what the rules set on the machine's Node
+	case "node": // the values that the rules set on the machine's Node
 		var want rendered
 		require.NoError(t, yaml.Load([]byte(b.content), &want, yaml.WithKnownFields()))
 
@@ -281,7 +281,7 @@ func TestDocs_Variables(t *testing.T) {
 	}
 }
 
-// apply returns what a template renders.
+// apply returns the output of a template.
 func apply(t *testing.T, template string) string {
 	t.Helper()
 

@@ -41,7 +41,7 @@ func FuzzParse(f *testing.F) {
 func assertReadable(t *testing.T, problems []config.Problem, file string) {
 	t.Helper()
 
-	// One more than the line breaks of YAML 1.1: text may end before the file does.
+	// A problem may be one line after the last line of the file.
 	lines := len(lineBreak.FindAllString(file, -1)) + 2
 
 	for _, p := range problems {
@@ -53,7 +53,7 @@ func assertReadable(t *testing.T, problems []config.Problem, file string) {
 
 var lineBreak = regexp.MustCompile("[\n\r\u0085\u2028\u2029]")
 
-// FuzzParseFile asserts that a valid file has a configuration, and that what it is converted to is valid.
+// FuzzParseFile asserts that a valid file has a configuration, and that the converted file is valid.
 func FuzzParseFile(f *testing.F) {
 	for _, file := range goodFiles() {
 		f.Add([]byte(file.file))

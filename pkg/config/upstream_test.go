@@ -77,7 +77,7 @@ func TestParse_AcceptsUpstreamFile(t *testing.T) {
 	}, result)
 }
 
-// TestParse_RefusesKeysThatUpstreamIgnores refuses a file that has never done what it says.
+// TestParse_RefusesKeysThatUpstreamIgnores refuses a file whose keys have never had an effect.
 func TestParse_RefusesKeysThatUpstreamIgnores(t *testing.T) {
 	assertProblems(t, `
 global:

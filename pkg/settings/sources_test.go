@@ -22,7 +22,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/settings"
 )
 
-// poll lets the source read the file once more and returns when that is done.
+// poll makes the source read the file again, and returns when it has.
 func poll(t *testing.T, clk *testingclock.FakeClock) {
 	t.Helper()
 
@@ -31,7 +31,7 @@ func poll(t *testing.T, clk *testingclock.FakeClock) {
 	for !clk.HasWaiters() {
 		require.Nil(t, t.Context().Err(), "the file is not polled")
 
-		runtime.Gosched() // the clock has no other signal
+		runtime.Gosched() // the clock cannot be waited for
 	}
 }
 
