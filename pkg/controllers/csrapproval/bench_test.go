@@ -77,7 +77,7 @@ func each(n int, do func(n int)) {
 	workqueue.ParallelizeUntil(context.Background(), benchWorkers, n, do)
 }
 
-// instance returns what the approver uses.
+// instance returns a client and an inventory for the approver.
 func (f *fleet) instance(b *testing.B) *ctest.Instance {
 	b.Helper()
 

@@ -158,7 +158,7 @@ func TestController_DecidesOnceNodeAndMachineAreKnown(t *testing.T) {
 			name := s.post(w, request{names: names})
 			s.awaitDeferred(name, csrpolicy.CodeNodeUnknown)
 
-			// It is not certain yet that the Node is managed, and another approver may be responsible.
+			// The Node may not be managed, and another approver may be responsible for it.
 			s.register(w)
 			s.awaitDeferred(name, csrpolicy.CodeMachineUnknown)
 			s.assertUndecided(name)
@@ -221,7 +221,7 @@ func TestController_DefersAddressOfTwoMachines(t *testing.T) {
 	s.awaitDeferred(ofOne, csrpolicy.CodeOwnedByOthers)
 	s.awaitDeferred(ofOther, csrpolicy.CodeOwnedByOthers)
 
-	// The machine that does not report it any more may be another one.
+	// The machine that no longer reports the address may be another machine.
 	require.NoError(t, other.machine.RemoveAddress(s.Context(), "eth1", netip.PrefixFrom(both, 24)))
 	s.assertPending(ofOne)
 	assert.Equal(t, csrpolicy.CodeNotOwned, s.awaitDenied(ofOther).Reason)
@@ -385,7 +385,7 @@ func TestController_DefersWhatLyingMachineReports(t *testing.T) {
 	s.awaitDenied(s.post(liar, request{names: []string{victim.name}}))
 }
 
-// A worker that lies about its host name does not get the names of Services.
+// A worker that reports a false host name gets no certificate for the name of a Service.
 func TestController_DeniesNamesOfServices(t *testing.T) {
 	s := parallel(t)
 

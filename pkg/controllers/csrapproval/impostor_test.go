@@ -94,7 +94,7 @@ func TestController_DropsImpostorOnceNodeIsLabeled(t *testing.T) {
 	}
 }
 
-// An impostor must not be able to have the requests of all kubelets denied.
+// An impostor must not cause the denial of the requests of all kubelets.
 func TestController_IgnoresPodCIDRsOfControlPlaneImpostor(t *testing.T) {
 	s := alone(t)
 

@@ -42,7 +42,7 @@ func TestKubelet_ObtainsCertificateForAllAddresses(t *testing.T) {
 	assert.NotEqual(t, first.Name, second.Name)
 }
 
-// A kubelet requests its nodename, which may look like a number, and no name of the platform that cannot be approved.
+// A kubelet requests its nodename, which may look like a number, and no platform name that talos-ccm does not approve.
 func TestKubelet_ObtainsCertificateForNumericNodename(t *testing.T) {
 	s := alone(t)
 	s.restart() // the deleted Node of an earlier test had the same address

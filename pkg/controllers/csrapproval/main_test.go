@@ -291,7 +291,7 @@ func (e *environment) start(clk clock.WithTicker) (*instance, error) {
 		return nil, err
 	}
 
-	i.Factory.Start(watching.Done()) // its only informer is that of Nodes
+	i.Factory.Start(watching.Done()) // it has only the Node informer
 	i.Start(i.controlPlane.Run, i.Reflector.Run, i.controller.Run, initializer.Run)
 
 	return i, nil
@@ -392,7 +392,7 @@ func (s suite) awaitCondition(nodename string, condition inventory.Condition) {
 	s.eventually(nodename+" is "+condition.String(), func() bool { return s.main.machineIs(nodename, condition) })
 }
 
-// awaitMachine waits until ok returns true for what the inventory knows about the machine of a Node.
+// awaitMachine waits until ok returns true for the inventory's last view of the machine of a Node.
 func (s suite) awaitMachine(nodename, what string, ok func(machine.Machine) bool) {
 	s.Helper()
 	s.eventually(nodename+" is known "+what, func() bool { return ok(s.main.Inventory.Get(nodename).Machine) })

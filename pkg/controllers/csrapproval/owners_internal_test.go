@@ -89,7 +89,7 @@ func (f *ownersFixture) assertOwnedByOther(want bool, subject string) {
 	f.assertOwned(want, subject, "requesting", node("requesting"))
 }
 
-// steps are what happens to a fixture.
+// steps change a fixture.
 type steps []func(*ownersFixture)
 
 func (f *ownersFixture) do(steps steps) {
@@ -402,7 +402,7 @@ func TestOwners_OfWhatMachineStoppedToReport(t *testing.T) {
 	}
 }
 
-// What another machine does under the name of a deleted Node must not shorten its reservation.
+// Another machine with the name of a deleted Node must not shorten the reservation of the Node.
 func TestOwners_JudgesEachDeletedNode(t *testing.T) {
 	f := newOwnersFixture(t)
 	reset := view("other", "10.0.0.9")

@@ -22,10 +22,10 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-// hastyClock is a shiftedClock whose timers expire after a fiftieth of their time.
-type hastyClock struct{ shiftedClock }
+// fastClock is a shiftedClock whose timers expire after a fiftieth of their time.
+type fastClock struct{ shiftedClock }
 
-func (c *hastyClock) NewTimer(d time.Duration) clock.Timer { return c.RealClock.NewTimer(d / 50) }
+func (c *fastClock) NewTimer(d time.Duration) clock.Timer { return c.RealClock.NewTimer(d / 50) }
 
 // endpoint is where a kubelet listens.
 type endpoint struct {
@@ -80,11 +80,11 @@ func serves(address string, certificate []byte) bool {
 	return bytes.Equal(conn.ConnectionState().PeerCertificates[0].Raw, block.Bytes)
 }
 
-// watchful starts another leader, which knows the workers, with its clock.
-func (s suite) watchful(workers ...worker) (*instance, *hastyClock) {
+// watchful starts another leader and waits until its inventory has the workers. It returns the leader and its clock.
+func (s suite) watchful(workers ...worker) (*instance, *fastClock) {
 	s.Helper()
 
-	clk := &hastyClock{}
+	clk := &fastClock{}
 	leader := s.another(clk)
 
 	for _, w := range workers {
@@ -106,7 +106,7 @@ func TestServed_ChecksKubelet(t *testing.T) {
 		listen               func(s suite) string // returns the address of the kubelet
 		notServed, unchecked float64
 	}{
-		// A client with the kubelet's credentials obtains a certificate for a key of its own.
+		// A client with the kubelet's credentials obtains a certificate for another key.
 		"has another certificate": {listen: func(s suite) string { return s.otherKubelet(nil) }, notServed: 1},
 		"has no certificate":      {listen: func(s suite) string { return s.otherKubelet(none) }, notServed: 1},
 		// A firewall may block the kubelet's port.
@@ -150,13 +150,13 @@ func TestServed_AcceptsKubelet(t *testing.T) {
 	s.eventually("the kubelet serves its certificate", func() bool { return serves(address, certificate) })
 	s.post(thief, request{config: s.credential(thief)})
 
-	// A new leader checks what was issued before.
+	// A new leader checks certificates that were issued before.
 	leader, clk := s.watchful(w, thief)
 	kubelet, compared := leader.listen(w, address), leader.listen(thief, s.otherKubelet(nil))
 
 	s.eventually("both kubelets are checked", func() bool { return kubelet.dialed.Load() > 0 && compared.dialed.Load() > 0 })
 
-	// The check has ended: another certificate is not noticed any more.
+	// The check has ended: another certificate is no longer detected.
 	checked := compared.dialed.Load()
 	s.eventually("the other kubelet is checked again", func() bool { return compared.dialed.Load() > checked+1 })
 

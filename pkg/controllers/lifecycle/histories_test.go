@@ -28,10 +28,10 @@ var (
 	dryRun    = config.CompiledLifecycle{GracePeriod: grace, AbsentPeriod: absent, OutOfServiceTaint: true, Replaced: true, Discovery: true, DryRun: true}
 )
 
-// checkFunc fails unless the outcome is the wanted one, by default and with all opt-ins. A dry run must change nothing.
+// checkFunc fails unless the outcomes by default and with all opt-ins are as wanted. A dry run must change nothing.
 type checkFunc func(when string, byDefault, optIn outcome)
 
-// history is what happens to the machines.
+// history is a sequence of events in a world.
 type history struct {
 	run func(w *world, check checkFunc)
 	// changes is false if nothing may change with any setting.
@@ -381,8 +381,8 @@ func TestController_KeepsOutOfServiceTaintOfOthers(t *testing.T) {
 }
 
 // A machine is reset without its STATE partition and boots in time. Its kubelet reports that it is not ready, because it
-// pulls images again. The reflector, which waits for up to 78 s between attempts, has not noticed yet. If the Node were
-// deleted now, the kubelet would not register again before it restarts.
+// pulls images again. The reflector, which waits for up to 78 s between attempts, has not detected the boot yet. If the
+// Node were deleted now, the kubelet would not register again before it restarts.
 func TestController_KeepsNodeWhoseKubeletReportsNotReady(t *testing.T) {
 	w := newWorld(t, byDefault, workers(4)...)
 	for _, name := range workers(4) {

@@ -121,7 +121,7 @@ func (w *world) addMachine(name string) {
 
 func newUUID() string { return string(uuid.NewUUID()) }
 
-// lead starts a controller, in place of the present one, and waits until it watches all machines that respond.
+// lead replaces the controller, and waits until the new one watches all machines that respond.
 func (w *world) lead() {
 	w.Helper()
 
@@ -198,7 +198,7 @@ func (w *world) await(nodename string, condition inventory.Condition) {
 	ctest.Eventually(w, nodename+" is "+condition.String(), func() bool { return w.entry(nodename).Condition == condition })
 }
 
-// announce sets the stage of a machine, and waits until the controller knows it.
+// announce sets the stage of a machine, and waits until the inventory has it.
 func (w *world) announce(name string, stage runtime.MachineStage) {
 	w.Helper()
 	require.NoError(w, w.machines[name].SetStage(w.Context(), stage))
@@ -228,7 +228,7 @@ func (w *world) rename(name, nodename string) {
 }
 
 // advance lets time pass in the steps of the controller. Before and after the first step, and after the last, it waits until
-// the controller has processed all changes. What no event has queued, such as a member that left, is processed at the first.
+// the controller has processed all changes. The first step includes changes without an event, such as a lost member.
 func (w *world) advance(d time.Duration) {
 	w.Helper()
 	w.waitForIdle()
@@ -246,8 +246,8 @@ func (w *world) advance(d time.Duration) {
 }
 
 // waitForIdle waits until the controller has processed all changes. The queue has one worker and keeps the order,
-// except that a Node that changes while it is processed is queued again at the end. So two changes of the control-plane
-// Node, one after the other, come last.
+// except that a Node that changes while it is processed is queued again at the end. So two consecutive changes of the
+// control-plane Node come last.
 func (w *world) waitForIdle() {
 	w.Helper()
 	ctest.Eventually(w, "the controller waits", w.clock.HasWaiters)
@@ -258,7 +258,7 @@ func (w *world) waitForIdle() {
 	}
 }
 
-// outcome is what the controller has done. The names are sorted.
+// outcome lists the Nodes that the controller has deleted or tainted. The names are sorted.
 type outcome struct {
 	deleted, shutdown, outOfService []string
 }
@@ -296,8 +296,7 @@ func hasTaint(node *corev1.Node, key string) bool {
 	return slices.ContainsFunc(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == key })
 }
 
-// expect fails unless the controller does exactly what is wanted. It may retry a write that conflicted with another
-// one.
+// expect fails unless the controller makes exactly the wanted changes. It may retry a write that caused a conflict.
 func (w *world) expect(when string, want outcome) {
 	w.Helper()
 

@@ -42,8 +42,8 @@ type installation struct {
 	then []func()
 }
 
-// universe is the ground truth of one history: which installations exist, and which Nodes there are. It knows nothing
-// of what the controller observes.
+// universe is the ground truth of one history: the installations and Nodes that exist. It does not depend on what the
+// controller observes.
 type universe struct {
 	*rand.Rand
 	t             *testing.T
@@ -140,12 +140,12 @@ func (u *universe) off(i *installation, stage runtime.MachineStage, after func()
 	i.then = append(i.then, func() { i.on = false; after() })
 }
 
-// later lets an installation do something after up to n ticks.
+// later calls do for an installation after up to n ticks.
 func (u *universe) later(i *installation, n int, do func()) {
 	i.then = append(slices.Repeat([]func(){func() {}}, u.IntN(n)), do)
 }
 
-// happen lets one random thing happen to a random installation that is running.
+// happen applies a random event to a random installation, if it is running.
 func (u *universe) happen() {
 	i := u.installations[u.IntN(len(u.installations))]
 	if !i.on || i.mute || i.stage != runtime.MachineStageRunning {
@@ -159,7 +159,7 @@ func (u *universe) happen() {
 	u.identify(kind, i, other)
 }
 
-// power lets things happen that switch an installation off.
+// power applies an event that switches an installation off.
 func (u *universe) power(kind int, i *installation) {
 	switch kind {
 	case 0: // crash, and perhaps a start
@@ -186,7 +186,7 @@ func (u *universe) power(kind int, i *installation) {
 	}
 }
 
-// identify lets things happen to names, addresses and identities.
+// identify applies an event that changes names, addresses or identities.
 func (u *universe) identify(kind int, i, other *installation) {
 	switch kind {
 	case 7, 8: // rename
@@ -224,7 +224,7 @@ func (u *universe) choose(a, b string) string {
 // address within the grace period.
 func (u *universe) replaced() bool { return u.seed%2 == 0 }
 
-// kubelets register and update Nodes, and Kubernetes notices silent ones.
+// kubelets registers and updates Nodes as kubelets do, and marks silent ones as Kubernetes does.
 func (u *universe) kubelets() {
 	for _, i := range u.installations {
 		if !i.on || i.mute || i.stage != runtime.MachineStageRunning {
@@ -257,7 +257,7 @@ func (u *universe) kubelets() {
 	}
 }
 
-// observe does what the reflector does. It may notice late that a machine no longer responds.
+// observe updates the inventory as the reflector does. It may detect late that a machine no longer responds.
 func (u *universe) observe() {
 	for name := range u.nodes {
 		switch i := u.at(u.address[name]); {
@@ -360,7 +360,7 @@ func (u *universe) checkDeletion(name string) {
 		}
 	}
 
-	// A machine that has stopped in this moment still counts for the controller.
+	// The controller still counts machines that have just stopped.
 	if tolerated := len(u.nodes)/4 + 1; 2*(responding+tolerated) < len(u.nodes) {
 		u.t.Errorf("seed %d: node %s was deleted while %d of %d machines respond", u.seed, name, responding, len(u.nodes))
 	}
@@ -368,7 +368,7 @@ func (u *universe) checkDeletion(name string) {
 	recent := 1
 
 	for _, at := range u.deleted {
-		// A jump of the clock counts for a few seconds.
+		// The controller counts a jump of the clock as a few seconds, which elapsed does not include.
 		if u.elapsed-at < 9*time.Minute {
 			recent++
 		}
@@ -381,7 +381,7 @@ func (u *universe) checkDeletion(name string) {
 	u.deleted = append(u.deleted, u.elapsed)
 }
 
-// run lets a few hours pass, and returns the number of deletions.
+// run simulates a few hours, and returns the number of deletions.
 func (u *universe) run() int {
 	for range 4 + u.IntN(12) {
 		u.install(u.newName(), u.hardwareID(), u.freeAddress())
@@ -415,7 +415,7 @@ func (u *universe) run() int {
 	return len(u.deleted)
 }
 
-// rareEvents are a new leader, a jump of the clock, a split network, and an administrator who deletes a Node.
+// rareEvents may apply a leader change, a jump of the clock, a network split, or the deletion of a Node by an administrator.
 func (u *universe) rareEvents() {
 	switch u.IntN(400) {
 	case 0:
@@ -476,8 +476,8 @@ func (u *universe) sync() {
 
 var count = flag.Uint64("histories", 20, "number of random histories")
 
-// The model decides by what really exists, and not by what the controller observes. Discovery is left out: it deletes
-// the Nodes of machines that exist, but have been off for an hour.
+// The model decides by the installations that exist, not by what the controller observes. Discovery is disabled: it
+// deletes the Nodes of machines that exist, but have been off for an hour.
 func TestController_RandomHistories(t *testing.T) {
 	t.Parallel()
 

@@ -14,7 +14,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-// After a leader change, nothing is known of a stopped instance of another provider.
+// After a leader change, a stopped instance of another provider is unknown.
 func TestSelects_UnknownMachineOnlyWithoutSelector(t *testing.T) {
 	notAWS, errs := rules.CompileSelector([]rules.SelectorTerm{{MatchExpressions: []rules.Expression{
 		{Key: "platform", Operator: rules.NotIn, Values: []string{"aws"}},

@@ -9,7 +9,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 )
 
-// Another machine that responds at the address may have been started in place of this one for a while.
+// Another machine that responds at the address may be a temporary replacement.
 func TestJudge_AbsenceIsProofOnlyForUnreachableMachine(t *testing.T) {
 	for condition, want := range map[inventory.Condition]Proof{
 		inventory.Unreachable: ProofDiscovery, inventory.Mismatch: "", inventory.Unknown: "", inventory.Current: "",

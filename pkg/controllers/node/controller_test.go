@@ -379,8 +379,8 @@ func competingTaint(n int) corev1.Taint {
 	return corev1.Taint{Key: fmt.Sprintf("competing/%d", n), Effect: corev1.TaintEffectPreferNoSchedule}
 }
 
-// compete updates the Node as fast as it can, and adds a taint in every tenth update. It runs in a goroutine of its
-// own, so it returns errors.
+// compete updates the Node as fast as it can, and adds a taint in every tenth update. It runs in its own
+// goroutine, so it returns errors.
 func (s suite) compete(ctx context.Context, nodename string, times int) error {
 	nodes := s.Client.CoreV1().Nodes()
 
@@ -858,7 +858,7 @@ func TestController_NodeDeletedDuringInitialization(t *testing.T) {
 	}
 }
 
-// Renaming a machine leaves a Node behind that has the providerID of the new one.
+// After a machine was renamed, its old Node still has the providerID.
 func TestController_InitializesRenamedMachineWithoutProviderID(t *testing.T) {
 	s := parallel(t)
 
@@ -890,7 +890,7 @@ func TestController_InitializesRenamedMachineWithoutProviderID(t *testing.T) {
 	assert.Equal(t, "hcloud://renamed", s.awaitInitialized("new-name").Spec.ProviderID)
 }
 
-// The machine responds under its new name before the controller knows that it does not respond under its former one.
+// The machine responds under its new name before the controller detects that it no longer responds under the former one.
 func TestController_InitializesRenamedMachineAtAnotherAddress(t *testing.T) {
 	s := parallel(t)
 	spec := talostest.MachineSpec{Nodename: "moved-old", Platform: identified("hcloud", "hcloud://moved")}

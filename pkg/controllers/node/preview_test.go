@@ -63,7 +63,7 @@ func (s suite) release(nodename string) {
 	s.PatchNode(nodename, "kubelet", fmt.Sprintf(`{"status":{"nodeInfo":{"osImage":%q}}}`, kube.DefaultOSImage), "status")
 }
 
-// sameContent compares what the controller writes, without what kube-controller-manager may write at the same time.
+// sameContent compares the fields that the controller writes. kube-controller-manager may write others at the same time.
 func sameContent(a, b *corev1.Node) bool {
 	content := func(n *corev1.Node) (map[string]string, []corev1.Taint) {
 		annotations := maps.Clone(n.Annotations)
@@ -138,7 +138,7 @@ func TestNewPreviews_AgreeWithWrites(t *testing.T) {
 	}
 }
 
-// initializeAsUpstream writes what the upstream Talos CCM writes, and what it keeps by mistake.
+// initializeAsUpstream writes the fields that the upstream Talos CCM writes, including those it keeps by mistake.
 func initializeAsUpstream(s suite, nodename string) {
 	s.PatchNode(nodename, upstream, `{
 		"metadata":{"labels":{"example.com/site":"old","example.com/stray":"left","topology.kubernetes.io/zone":"eu-1a"}},

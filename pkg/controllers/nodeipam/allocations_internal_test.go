@@ -309,7 +309,7 @@ func TestPodCIDRs_AcceptsSpellingsOfOldClusters(t *testing.T) {
 	assert.Equal(t, prefixes("10.0.4.0/24"), blocks, "podCIDR alone")
 }
 
-// TestNodeDeleted_HandlesMissedDeletions: a deletion that the watch missed counts.
+// TestNodeDeleted_HandlesMissedDeletions: a deletion that the watch missed releases the blocks.
 func TestNodeDeleted_HandlesMissedDeletions(t *testing.T) {
 	t.Parallel()
 
@@ -325,7 +325,7 @@ func TestNodeDeleted_HandlesMissedDeletions(t *testing.T) {
 	}
 }
 
-// TestNodeDeleted_ReleasesOnce: a block is released once, however often its Node is reported as deleted.
+// TestNodeDeleted_ReleasesOnce: repeated reports of a deletion release a block only once.
 func TestNodeDeleted_ReleasesOnce(t *testing.T) {
 	t.Parallel()
 

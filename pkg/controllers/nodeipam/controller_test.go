@@ -43,7 +43,7 @@ func cidrs(texts ...string) nodeipam.Options {
 	return nodeipam.Options{ClusterCIDRs: prefixes(texts...)}
 }
 
-// cloud are Options for IPv4 of the given CIDR, and IPv6 of the machines' own.
+// cloud are Options with the given cluster CIDRs and the cloud allocator, which takes IPv6 from the machines' prefixes.
 func cloud(texts ...string) nodeipam.Options {
 	return nodeipam.Options{ClusterCIDRs: prefixes(texts...), Allocator: nodeipam.CloudAllocator}
 }
@@ -100,8 +100,8 @@ func TestController_FinishesItsWriteBeforeItStops(t *testing.T) {
 		after, err = w.Client.CoreV1().Nodes().Get(t.Context(), w.node("a"), metav1.GetOptions{})
 	})
 	w.register("a")
-	ctest.Receive(t, sent, "the write is on its way")
-	stop() // cancels the write before it returns, unless the write has a context of its own
+	ctest.Receive(t, sent, "the write is in flight")
+	stop() // cancels the write before it returns, unless the write has its own context
 	close(stopping)
 	p.Stop()
 	require.NoError(t, err)
@@ -128,7 +128,7 @@ func TestController_LateWriteIsRejected(t *testing.T) {
 
 	w.register("before", having("10.1.0.0/24"))
 	p.lead()
-	w.register("a") // the write of 10.1.1.0/24 is on its way
+	w.register("a") // the write of 10.1.1.0/24 is in flight
 	w.eventually("a has been written to again", func() bool { return sent.Load() > 1 })
 	w.setOSImage("a", "Fedora CoreOS") // makes the allocation stale
 	w.register("b")
@@ -176,7 +176,7 @@ func TestController_DefaultsToTheMaskSizesOfKubeControllerManager(t *testing.T) 
 	}
 }
 
-// TestController_NeverUsesMaskSizesOfKubeControllerManagerForPools: it knows nothing of pools.
+// TestController_NeverUsesMaskSizesOfKubeControllerManagerForPools: they apply to cluster CIDRs only.
 func TestController_NeverUsesMaskSizesOfKubeControllerManagerForPools(t *testing.T) {
 	w := newWorld(t)
 	w.setArguments(w.controlPlane, "--allocate-node-cidrs=false", "--node-cidr-mask-size-ipv4=26")
@@ -326,7 +326,7 @@ func TestController_FallsBackToClusterCIDRs(t *testing.T) {
 	p.Resync()
 	w.wantCIDRs("none", "10.1.0.0/24", "fd00:1::/80")
 
-	// A booting machine may get an address yet. A machine that does not respond may have one.
+	// A booting machine may still get an address. A machine that does not respond may have one.
 	w.showAs("booting", func(m *machine.Machine) { m.Stage = talosruntime.MachineStageBooting }, "10.0.0.2/24")
 	w.awaitPending("booting", nodeipam.ReasonPrefixMissing)
 	w.awaitPending("late", nodeipam.ReasonMachineUnknown)
@@ -446,8 +446,8 @@ func TestController_KnowsAllMachinesBeforeItStarts(t *testing.T) {
 	assert.Equal(t, "2001:db8:1:2::300/120", w.awaitCIDRs("a")[1], "the only IPv6 block without a machine")
 }
 
-// TestController_AssignsTheSameBlockAgain: a Node that registers again is not kept from its block by the address of its
-// CNI bridge.
+// TestController_AssignsTheSameBlockAgain: the address of its CNI bridge does not exclude the block of a Node
+// that registers again.
 func TestController_AssignsTheSameBlockAgain(t *testing.T) {
 	w := start(t, cidrs("10.1.0.0/24"))
 	w.showAs("a", func(m *machine.Machine) { m.Addresses[1].Link = "cni0" }, "10.0.0.1/24", "10.1.0.1/24")
@@ -546,8 +546,8 @@ func TestController_LeavesNoConnectionOpen(t *testing.T) {
 	w.eventually("no connection is left", func() bool { return other.Connections() == 0 })
 }
 
-// TestController_BlockedWhileKubeControllerManagerAllocates: until the last control-plane machine is changed; the Event
-// contains the change.
+// TestController_BlockedWhileKubeControllerManagerAllocates: until it is reconfigured on the last control-plane machine.
+// The Event contains the required change.
 func TestController_BlockedWhileKubeControllerManagerAllocates(t *testing.T) {
 	w := newWorld(t)
 	machines := w.controlPlanes("cp-1", "cp-2")
@@ -577,7 +577,7 @@ func TestController_BlockedWhileKubeControllerManagerAllocates(t *testing.T) {
 	w.register("b")
 	w.awaitPending("b", nodeipam.ReasonAllocatorConflict, w.node("cp-2"))
 
-	// The last known configuration of an unreachable machine counts.
+	// The last known configuration of an unreachable machine is used.
 	unreachable.Store(true)
 
 	asked := len(machines[0].Calls())
@@ -673,7 +673,7 @@ func TestController_WaitsUntilEveryControlPlaneMachineWasTried(t *testing.T) {
 	}
 
 	options := cidrs("10.1.0.0/16")
-	options.MaskSizeIPv4 = 24 // else most machines must have been read
+	options.MaskSizeIPv4 = 24 // otherwise, most machines must have been read
 	w.run(options)
 	w.register("a")
 	<-dialing
@@ -687,8 +687,8 @@ func podCIDRPatch(i int) string {
 	return fmt.Sprintf(`{"spec":{"podCIDR":"10.1.%[1]d.0/24","podCIDRs":["10.1.%[1]d.0/24"]}}`, i)
 }
 
-// TestController_BlockedAfterAnotherControllerAllocates: until it has not done so for a while. One controller assigns
-// podCIDRs of many Nodes, a kubelet only those of its own.
+// TestController_BlockedAfterAnotherControllerAllocates: until the other one has stopped for a while. A controller assigns
+// podCIDRs of many Nodes, a kubelet only those of its own Node.
 func TestController_BlockedAfterAnotherControllerAllocates(t *testing.T) {
 	w := start(t, cloud("10.1.0.0/16", "fd00:1::/48"))
 
@@ -739,8 +739,8 @@ func TestController_AllocatesDespiteKubeletThatWritesPodCIDRs(t *testing.T) {
 	}
 }
 
-// TestController_AllocatesDespiteKubeletThatRegistersWithTheWholePool: its podCIDRs are reported, and are no
-// reservation. Those that leave enough to others are.
+// TestController_AllocatesDespiteKubeletThatRegistersWithTheWholePool: its podCIDRs are reported, not reserved. Smaller
+// ones are reserved.
 func TestController_AllocatesDespiteKubeletThatRegistersWithTheWholePool(t *testing.T) {
 	w := newWorld(t)
 	w.register("before", having("10.1.7.0/24", "fd00:1:0:0:7::/80"))
@@ -762,10 +762,10 @@ func TestController_AllocatesDespiteKubeletThatRegistersWithTheWholePool(t *test
 		p.Stop()
 	}
 
-	assert.Empty(t, w.events.of(w.node("wide"), nodeipam.ReasonTooLarge), "podCIDRs that leave enough to others")
+	assert.Empty(t, w.events.of(w.node("wide"), nodeipam.ReasonTooLarge), "podCIDRs that leave enough blocks for others")
 }
 
-// TestController_BlockedWhileTheControlPlaneIsUnreachable: and the Event contains the address.
+// TestController_BlockedWhileTheControlPlaneIsUnreachable: the Event contains the address.
 func TestController_BlockedWhileTheControlPlaneIsUnreachable(t *testing.T) {
 	w := newWorld(t)
 	address := w.controlPlanes("cp-1")[0].Address()

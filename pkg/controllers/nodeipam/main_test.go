@@ -83,7 +83,7 @@ func newWorld(t *testing.T) *world {
 	w.dial = func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
 		m, err := dial(ctx, nodename, addr)
 
-		return talosapi.ControlPlane{State: unhurried{m}}, err
+		return talosapi.ControlPlane{State: withoutDeadlines{m}}, err
 	}
 
 	w.controlPlane = w.machine("cp")
@@ -111,12 +111,12 @@ func (w *world) label() string { return labelWorld + "=" + w.name }
 // node returns the full name of a Node of this world.
 func (w *world) node(name string) string { return w.name + "-" + name }
 
-// unhurried ignores the deadlines of the product, which are too short for a busy test machine.
-type unhurried struct{ talosapi.State }
+// withoutDeadlines ignores the deadlines of calls, which are too short for a busy test machine.
+type withoutDeadlines struct{ talosapi.State }
 
 // Get implements talosapi.State.
-func (u unhurried) Get(ctx context.Context, pointer resource.Pointer, options ...state.GetOption) (resource.Resource, error) {
-	return u.State.Get(context.WithoutCancel(ctx), pointer, options...)
+func (s withoutDeadlines) Get(ctx context.Context, pointer resource.Pointer, options ...state.GetOption) (resource.Resource, error) {
+	return s.State.Get(context.WithoutCancel(ctx), pointer, options...)
 }
 
 // manualClock advances only when the test steps it. Short timers, such as those of retries, run in real time.
@@ -133,7 +133,7 @@ func (c manualClock) NewTimer(d time.Duration) clock.Timer {
 	return c.FakeClock.NewTimer(d)
 }
 
-// step advances a clock once something waits for it.
+// step advances a clock once it has a waiter.
 func (w *world) step(clock manualClock, d time.Duration) {
 	w.Helper()
 	w.eventually("the clock has a waiter", clock.HasWaiters)
@@ -413,7 +413,7 @@ func (e *events) Event(object runtime.Object, _, reason, message string) {
 	}
 }
 
-// of returns the Events on a Node with the given reason. Empty is any.
+// of returns the Events on a Node with the given reason, or all if it is empty.
 func (e *events) of(node, reason string) (found []event) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -182,7 +182,7 @@ func TestPlan_ReportsLargePartsOfPools(t *testing.T) {
 	}
 }
 
-// TestOptions_UseMaskSizesThatMostMachinesReport: what one of the machines reports must not determine the size of blocks.
+// TestOptions_UseMaskSizesThatMostMachinesReport: a single machine must not determine the size of blocks.
 func TestOptions_UseMaskSizesThatMostMachinesReport(t *testing.T) {
 	t.Parallel()
 

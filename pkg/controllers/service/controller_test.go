@@ -160,7 +160,7 @@ func TestController_LeavesOtherServicesAlone(t *testing.T) {
 	s.join("b", "192.0.2.2")
 	s.await("web", "192.0.2.1", "192.0.2.2")
 
-	// With default, another controller's addresses remain, and an Event says so.
+	// With default, another controller's addresses remain, and an Event reports them.
 	s.options.Store(&config.Service{Default: true})
 	s.resync()
 	s.AwaitEvent("no-class", service.ReasonOwnershipConflict, "(other)")
@@ -275,7 +275,7 @@ func TestController_LimitsAddressesWithoutReshuffling(t *testing.T) {
 	s.create("web", nil)
 	before := addresses(s.awaitThat("web", "has 16 addresses", func(svc *corev1.Service) bool { return len(addresses(svc)) == 16 }))
 
-	// The pass of the controller that publishes the second Service knows the new Node, too.
+	// The sync that publishes the second Service also includes the new Node.
 	s.join("new", "192.0.2.100")
 	s.create("probe", func(svc *corev1.Service) {
 		svc.Spec.Ports[0].Port = 81
