@@ -105,7 +105,7 @@ func TestAddresses_GuardControlPlaneNodes(t *testing.T) {
 	g.want("guard-cp", "192.0.2.1", dialed)
 	g.want("guard-cp", "192.0.2.2", "192.0.2.2")
 
-	// The last answer counts while a source does not respond.
+	// The last answer is used while a source does not respond.
 	g.failure = errors.New("etcdserver: no leader")
 	g.want("guard-cp", "192.0.2.1", dialed)
 	g.want("guard-cp", "192.0.2.2", "etcdserver: no leader")
@@ -118,7 +118,7 @@ func TestAddresses_GuardControlPlaneNodes(t *testing.T) {
 	g.want("guard-cp", "192.0.2.3", dialed)
 }
 
-// Other Nodes must not make talos-ccm read the addresses all the time.
+// Other Nodes must not cause continuous reads of the addresses.
 func TestAddresses_ReadAgainAfterAWhile(t *testing.T) {
 	g := newGuarded(t)
 	g.want("guard-cp", "192.0.2.1", "neither")
@@ -157,7 +157,7 @@ func TestAddresses_SlowReadBlocksNoOther(t *testing.T) {
 	<-done
 }
 
-// A caller that gives up must not wait for a source that does not respond, and others must read it.
+// A canceled caller must not wait for a source that does not respond, and the next caller must read the source again.
 func TestAddresses_ReadEndsWithContext(t *testing.T) {
 	g := newGuarded(t)
 

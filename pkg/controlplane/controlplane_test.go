@@ -151,7 +151,7 @@ func (s *suite) await(what string, ok func(csrpolicy.ClusterIdentity) bool) csrp
 
 func (s *suite) identity() csrpolicy.ClusterIdentity { return s.reader.Identity().Current() }
 
-// refresh waits for one more refresh.
+// refresh triggers a refresh and waits for its end.
 func (s *suite) refresh() {
 	s.Helper()
 
@@ -216,7 +216,7 @@ func (s *suite) exclude(m *talostest.Machine, subnets ...string) {
 func TestReader_NeedsALabeledNode(t *testing.T) {
 	s := newSuite(t, bed.Kube.Config())
 
-	// Any machine can report that it is of the control plane.
+	// Any machine can report the control-plane type.
 	liar := s.add("liar", talosmachine.TypeControlPlane)
 	s.add("cp-1", talosmachine.TypeControlPlane)
 	s.await("the API server has answered", func(id csrpolicy.ClusterIdentity) bool { return len(id.ServiceIPs) > 0 })
@@ -353,7 +353,7 @@ func TestReader_ReadsTheLocalMachineWithoutLabeledNodes(t *testing.T) {
 	assert.Len(t, network.KCMConfigs, 1)
 }
 
-// TestReader_HostedControlPlane: what the operator states replaces the answers of machines only where there are none.
+// TestReader_HostedControlPlane: facts that the operator states apply only without control-plane Nodes.
 func TestReader_HostedControlPlane(t *testing.T) {
 	s := newSuite(t, bed.Kube.Config(), func(_ *suite, cfg *controlplane.Config) {
 		cfg.Hosted = &csrpolicy.ClusterIdentity{
@@ -378,13 +378,13 @@ func TestReader_HostedControlPlane(t *testing.T) {
 	m := s.add("cp-1", talosmachine.TypeControlPlane)
 	require.NoError(s, m.Stop(s.Context()))
 	label(s.Suite, "cp-1")
-	s.await("the machine counts", func(id csrpolicy.ClusterIdentity) bool { return !id.Known })
+	s.await("the identity is unknown", func(id csrpolicy.ClusterIdentity) bool { return !id.Known })
 
 	assert.Contains(t, s.reader.Network().Current().Problem, "cp-1")
 }
 
-// TestReader_IgnoresChangedOSImage: a kubelet, which writes the osImage of its Node, cannot have stated facts replace its
-// machine, or drop what the machine has reported.
+// TestReader_IgnoresChangedOSImage: a kubelet writes the osImage of its Node. This must neither replace the facts of its
+// machine by stated ones, nor remove them.
 func TestReader_IgnoresChangedOSImage(t *testing.T) {
 	s := newSuite(t, bed.Kube.Config(), func(_ *suite, cfg *controlplane.Config) {
 		cfg.Hosted = &csrpolicy.ClusterIdentity{PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.64.0.0/16")}}
@@ -410,7 +410,7 @@ func TestReader_IgnoresChangedOSImage(t *testing.T) {
 	s.await("most of the machines have not been read", func(id csrpolicy.ClusterIdentity) bool { return !id.Known })
 
 	for range 4 {
-		s.refresh() // the cache may be late
+		s.refresh() // the cache may be stale
 	}
 
 	if id := s.identity(); id.Known || len(id.VIPs) != 1 {
@@ -439,7 +439,7 @@ func TestReader_NeedsMachinesOfOtherSystems(t *testing.T) {
 
 	s.Register(kube.NodeSpec{Name: "cp-1", OSImage: "Debian"})
 	label(s.Suite, "cp-1")
-	s.await("the Node counts", func(id csrpolicy.ClusterIdentity) bool { return !id.Known })
+	s.await("the identity is unknown", func(id csrpolicy.ClusterIdentity) bool { return !id.Known })
 }
 
 func TestReader_ExplainsAnUnknownNetwork(t *testing.T) {

@@ -64,7 +64,7 @@ func TestReader_ReadsTheMembers(t *testing.T) {
 	assert.Empty(t, s.members().Absent("w-2", "3"))
 }
 
-// discover makes the machine see a member.
+// discover adds a member to those that the machine reports.
 func (s *suite) discover(m *talostest.Machine, nodename, nodeID string) {
 	s.Helper()
 

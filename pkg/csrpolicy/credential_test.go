@@ -46,7 +46,7 @@ func TestReview_ComparesCredentialWithPin(t *testing.T) {
 	type certificates = []csrpolicy.ClientCertificate
 
 	machineID, volume := csrpolicy.Fingerprint("node-id"), csrpolicy.Fingerprint("volume")
-	seen := csrpolicy.Pin{Credential: id("a"), NodeID: machineID, Volume: volume} // if nothing is known of the certificate
+	seen := csrpolicy.Pin{Credential: id("a"), NodeID: machineID, Volume: volume} // for an unknown certificate
 	pin := csrpolicy.Pin{Credential: id("a"), NodeID: machineID, Volume: volume, Issuer: "ca", Expires: now.Add(time.Hour)}
 	with := func(edit func(*csrpolicy.Pin)) csrpolicy.Pin { p := pin; edit(&p); return p } //nolint:nlreturn // one line
 	other := with(func(p *csrpolicy.Pin) { p.Credential = id("b") })
@@ -111,7 +111,7 @@ func TestReview_ComparesCredentialWithPin(t *testing.T) {
 	}
 }
 
-// What cannot be judged is neither pinned nor reported.
+// A credential is neither pinned nor reported without evidence.
 func TestReview_PinsNoCredentialWithoutEvidence(t *testing.T) {
 	for name, edit := range map[string]func(*scene){
 		"no machine":        func(s *scene) { s.evidence.MachineState = csrpolicy.MachineUnreachable },

@@ -153,7 +153,7 @@ func TestCheckAllowedAddress_AgreesWithReview(t *testing.T) {
 	require.Error(t, csrpolicy.CheckAllowedAddress(addr("2001:db8::7%eth0")))
 }
 
-// checkAllowed fails unless both err and the review of what the operator allows have the problem; empty means none.
+// checkAllowed fails unless both err and the review of an allowed name or address have the problem; empty means none.
 func (s *scene) checkAllowed(t *testing.T, err error, problem string) {
 	t.Helper()
 

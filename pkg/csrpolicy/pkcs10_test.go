@@ -108,7 +108,7 @@ func tlv(tag cryptobyteasn1.Tag, content ...[]byte) []byte {
 
 func marshal(value any) []byte { return must(asn1.Marshal(value)) }
 
-// copies returns an element once, or as often as two flaws say.
+// copies returns an element once, or zero or two times if the request has the given flaws.
 func (p *pkcs10) copies(element []byte, none, twice string) []byte {
 	switch {
 	case p.has(none):

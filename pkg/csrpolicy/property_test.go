@@ -18,7 +18,7 @@ import (
 )
 
 // Each bit of the signed part is flipped, and each byte removed, doubled and prefixed with a zero; then the request is
-// signed again. If it is approved nevertheless, it must be true, such as a name in another case.
+// signed again. If it is still approved, it must be true, such as a name in another case.
 func TestReview_ApprovesModifiedSignedRequestOnlyIfTrue(t *testing.T) {
 	s := sceneOf(t, "key=ed25519")
 	info, approved := s.pkcs10.info(), 0
@@ -121,8 +121,8 @@ func spoil(v reflect.Value) {
 	}
 }
 
-// Whatever can be approved for a machine must be in the inventory's index of owners, or it could be approved for two
-// machines.
+// A name or address that can be approved must be in the inventory's index of owners. Otherwise, it could be approved for
+// two machines.
 func TestReview_ApprovesOnlyWhatInventoryIndexes(t *testing.T) {
 	for _, r := range rows(t, genuine) {
 		s := sceneOf(t, r.changes)
@@ -161,7 +161,7 @@ func randomScene(t testing.TB, corpus []row, seed uint64) *scene {
 	return sceneOf(t, strings.Join(append(requesters, changes...), " "))
 }
 
-// Combined rows must not approve what no single row may.
+// Like single rows, combined rows must approve only requests that are true.
 func TestReview_ApprovesCombinedRowsOnlyIfTrue(t *testing.T) {
 	corpus := rows(t, genuine+hostile)
 	decisions := map[csrpolicy.Decision]int{}

@@ -61,7 +61,7 @@ func machineOf(name string) machine.Machine {
 	}
 }
 
-// clusterIdentity returns what the API servers' certificates and Talos report.
+// clusterIdentity returns the identity from the API servers' certificates and from Talos.
 func clusterIdentity() csrpolicy.ClusterIdentity {
 	return csrpolicy.ClusterIdentity{
 		Known:   true,
@@ -141,7 +141,7 @@ func (s *scene) review(t testing.TB) csrpolicy.Verdict {
 }
 
 // judge looks up the owners of the request's names and addresses as the controller does, and reviews it. It fails if
-// the verdict is inconsistent or approves what is not true.
+// the verdict is inconsistent or approves a request that is not true.
 func (s *scene) judge(t testing.TB) csrpolicy.Verdict {
 	t.Helper()
 

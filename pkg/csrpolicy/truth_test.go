@@ -95,7 +95,7 @@ func grantableNames(e csrpolicy.Evidence) []string {
 	m := e.Machine
 	own := append([]string{m.Nodename}, e.Policy.ExtraNames...)
 
-	// The names of the corpus that Talos changes are no DNS names, except for their case and a trailing dot.
+	// Of the names in the corpus that Talos changes, only those in another case or with a trailing dot are DNS names.
 	hostname, fqdn := strings.TrimSuffix(m.Hostname, "."), m.Hostname+"."+m.Domainname
 	if strings.EqualFold(hostname, m.Nodename) || strings.EqualFold(fqdn, m.Nodename) {
 		own = append(own, hostname, hostname+"."+m.Domainname)
