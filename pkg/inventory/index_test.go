@@ -206,7 +206,7 @@ func checkNotifications(t *testing.T, f *fixture, state func() string, list []no
 }
 
 func TestInventory_NotifiesOfSharedAddresses(t *testing.T) {
-	// behind returns a machine with addresses that only its platform's metadata knows.
+	// behind returns a machine with addresses that only its platform metadata contains.
 	behind := func(prefixes ...string) machine.Machine {
 		m := at("10.0.0.1/24")
 		for _, p := range prefixes {

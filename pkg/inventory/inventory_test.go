@@ -94,7 +94,7 @@ func TestInventory_GetReturnsTheLastChange(t *testing.T) {
 	for _, test := range []struct {
 		name    string
 		changes steps
-		want    inventory.Entry // but its machines' last views
+		want    inventory.Entry // without the last view of its machine
 	}{
 		{"unknown nodename", nil, inventory.Entry{}},
 		{"first view", steps{inA}, inventory.Entry{Machine: a, Condition: inventory.Current, ObservedAt: start}},
@@ -229,7 +229,7 @@ func TestInventory_SharedUUIDIgnoresMissingUUIDs(t *testing.T) {
 	assert.False(t, f.SharedUUID("", "a"))
 }
 
-// Run with -race. Counts and indexes agree with the entries in the end, whatever the order of changes.
+// Run with -race. Counts and indexes agree with the entries after changes in any order.
 func TestInventory_IsConsistentAfterConcurrentUse(t *testing.T) {
 	const machines = 5
 
@@ -288,7 +288,7 @@ func TestInventory_IsConsistentAfterConcurrentUse(t *testing.T) {
 	}
 }
 
-// churn changes every machine in every way, many times, and the lists that it gets.
+// churn repeatedly changes machines in every way, and modifies the lists that the inventory returns.
 func churn(inv *inventory.Inventory, first, machines int) {
 	for i := range 200 {
 		name := fmt.Sprintf("worker-%d", (first+i)%machines)

@@ -38,7 +38,7 @@ func onLink(link, text string) machine.Address {
 	return machine.Address{Prefix: prefix(text), Link: link, Scope: nethelpers.ScopeGlobal, Flags: nethelpers.AddressFlags(nethelpers.AddressPermanent)}
 }
 
-// external returns an address that only the platform's metadata knows, as Talos publishes it.
+// external returns an address that only the platform metadata contains, as Talos publishes it.
 func external(ip string) machine.Address {
 	a := addr(ip)
 

@@ -19,7 +19,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
-// randomInput returns a random machine, preferably an almost valid one. It is the same for the same seed.
+// randomInput returns a random machine, preferably an almost valid one. It depends only on the seed.
 func randomInput(seed uint64) nodespec.Input {
 	r := rand.New(rand.NewPCG(seed, 0))
 	in := nodespec.Input{

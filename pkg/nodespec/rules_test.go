@@ -94,7 +94,7 @@ func TestDesired_ProviderIDOfRules(t *testing.T) {
 	}
 }
 
-// Without a providerID to compute, a rule that fails to do so stops nothing.
+// If the Node has a providerID and the facts are known, a rule that fails to set it does not make the Node pending.
 func TestDesired_ReportsFailedIdentityOfIdentifiedNode(t *testing.T) {
 	for name, test := range map[string]struct{ field, template, why string }{
 		"template fails":         {"ProviderID", `{{ fail "no" }}`, "no"},

@@ -128,7 +128,7 @@ func TestDrop_CannotBeUndone(t *testing.T) {
 	}
 }
 
-// drop drops the privileges like an extension service, and then tries to regain them.
+// drop drops the privileges as the extension service does, and then tries to regain them.
 func drop(dir string) {
 	release := manyThreads()
 	defer release()

@@ -108,7 +108,7 @@ func TestTrack_FollowsChangedAddress(t *testing.T) {
 func TestTrack_IgnoresUnchangedAddresses(t *testing.T) {
 	t.Parallel()
 
-	s, worker := watching(t) // the clock stands still, so that the machine is not polled
+	s, worker := watching(t) // the clock is not advanced, so the machine is not polled
 	calls := len(worker.Calls())
 
 	s.track(worker)
@@ -134,7 +134,7 @@ func TestUntrack_RemovesInventoryEntry(t *testing.T) {
 func TestUntrack_ReturnsWhileMachineIsUnresponsive(t *testing.T) {
 	t.Parallel()
 
-	s := newTimedSuite(t) // the clock stands still, so that the answer timeout never expires
+	s := newTimedSuite(t) // the clock is not advanced, so the answer timeout never expires
 	worker := s.machine("worker-1")
 	worker.Freeze()
 	s.track(worker)
@@ -170,7 +170,7 @@ func TestReflector_AcceptsOlderTalosWithoutPolledKinds(t *testing.T) {
 	assert.Empty(t, s.get(old).Machine.NodeIPs)
 }
 
-// A kubelet writes the addresses of its Node, and the local machine is not dialed at any.
+// A kubelet writes the addresses of its Node. The local machine is reached over its socket, not at an address.
 func TestReflector_LocalMachineRespondsAtItsOwnAddressesOnly(t *testing.T) {
 	t.Parallel()
 
@@ -378,7 +378,7 @@ func TestReflector_ReportsExpiredServerCertificateUntilRenewal(t *testing.T) {
 	s.await(worker.Nodename(), inventory.Current)
 }
 
-// followers counts the goroutines that follow machines, which are those created by the reflector or the gRPC and COSI clients.
+// followers counts the goroutines that follow machines: those created by the reflector or the gRPC and COSI clients.
 func followers(t *testing.T) int {
 	t.Helper()
 
@@ -474,7 +474,7 @@ func TestRun_WaitsForTasksAndTrackAfterwardsStartsNone(t *testing.T) {
 func TestReflector_ConnectsTo300Machines(t *testing.T) {
 	const count = 300
 
-	// The clock stands still while machines are being connected to, so that retries cannot hide failures.
+	// The clock is not advanced while the reflector connects to machines, so retries cannot hide failures.
 	s := newTimedSuite(t)
 	for i := range count {
 		s.track(s.machine(fmt.Sprintf("node-%03d", i)))
@@ -510,8 +510,8 @@ func TestReflector_ConnectsTo300Machines(t *testing.T) {
 	})
 }
 
-// isHandshakeTimeout reports whether gRPC gave up a handshake after 20 seconds of system time, which a busy host can exceed with a hundred
-// concurrent handshakes.
+// isHandshakeTimeout reports whether a handshake of gRPC timed out after 20 seconds of system time. A busy host can
+// exceed these with a hundred concurrent handshakes.
 func isHandshakeTimeout(mark string) bool {
 	return strings.Contains(mark, "authentication handshake failed: context deadline exceeded") ||
 		(strings.Contains(mark, "error reading server preface") && strings.Contains(mark, "use of closed network connection"))

@@ -185,7 +185,7 @@ func TestSession_PublishesPolledChangeAtNextPoll(t *testing.T) {
 	}
 }
 
-// The polled resources change with them, and the next poll would be late.
+// The polled resources change with the watched ones, and the next regular poll would be late.
 func TestSession_PollsAfterWatchedChange(t *testing.T) {
 	for name, test := range map[string]struct {
 		change
@@ -238,7 +238,7 @@ func (s *suite) stepToNextPoll(m *talostest.Machine, step time.Duration) {
 	s.awaitIdle()
 }
 
-// Polled resources must not be outdated when they decide about the Node: nocloud without metadata waits for the stage.
+// Polled resources that determine the Node must be current: nocloud without metadata waits for the stage.
 func TestSession_PollIntervalStaysShortDuringBoot(t *testing.T) {
 	t.Parallel()
 
@@ -250,7 +250,7 @@ func TestSession_PollIntervalStaysShortDuringBoot(t *testing.T) {
 		s.stepToNextPoll(worker, 13*time.Second)
 	}
 
-	// Then constant resources are read once more, since some may have been published late.
+	// Constant resources are then read again, since some may have been published late.
 	require.NoError(t, formatVolume(t.Context(), worker))
 	require.NoError(t, worker.SetStage(t.Context(), runtime.MachineStageRunning))
 	s.awaitChange(worker, func(m machine.Machine) bool { return m.Stage == runtime.MachineStageRunning && m.EphemeralID == "f-1" })
@@ -266,7 +266,7 @@ func TestSession_ExpiresAndReadsEverythingOverNewConnection(t *testing.T) {
 	s.stepUntil("the machine is read again", func() bool { return len(worker.Calls()) >= 2*calls })
 	s.settle(worker)
 
-	// The machine notices with a delay that the previous connection was closed.
+	// The machine detects with a delay that the previous connection was closed.
 	s.eventually("exactly one connection is open", func() bool { return worker.Connections() == 1 })
 	assert.Len(t, s.dials(), 2)
 	assert.Empty(t, s.inventory.unreachableMarks())
@@ -292,7 +292,7 @@ func TestSession_MarksFrozenMachineUnreachable(t *testing.T) {
 	s.stepUntilCurrent(worker, inZone("zone-b"))
 }
 
-// Talos publishes metadata and addresses one after the other, and they arrive over different watches.
+// Talos publishes metadata and addresses separately, and they arrive over different watches.
 func TestSession_DebouncesChanges(t *testing.T) {
 	t.Parallel()
 
@@ -354,7 +354,7 @@ func TestSession_RejectsNodenameThatIsTooLong(t *testing.T) {
 func TestSession_PollsHostnameWhenItChanges(t *testing.T) {
 	t.Parallel()
 
-	s, worker := watching(t) // the clock stands still: there is no other poll
+	s, worker := watching(t) // the clock is not advanced, so there is no other poll
 
 	for _, domain := range []string{"example.org", "example.net"} {
 		require.NoError(t, worker.SetHostname(t.Context(), "renamed", domain))
@@ -365,7 +365,7 @@ func TestSession_PollsHostnameWhenItChanges(t *testing.T) {
 func TestSession_PublishesAnnouncementOfMachineThatEndsWithinDebounce(t *testing.T) {
 	t.Parallel()
 
-	s, worker := watching(t) // the clock stands still: the debounce never ends
+	s, worker := watching(t) // the clock is not advanced, so the debounce never ends
 	require.NoError(t, worker.SetStage(t.Context(), runtime.MachineStageResetting))
 	s.eventually("the change is pending", func() bool { return s.clock.Waiters() == watchingTimers+1 })
 	require.NoError(t, worker.Stop(t.Context()))
@@ -476,15 +476,15 @@ func (t countingTimer) Reset(d time.Duration) bool {
 	return t.Timer.Reset(d)
 }
 
-// oddState replaces the watch of one kind.
-type oddState struct {
+// watchOverride is a State with another watch of one kind.
+type watchOverride struct {
 	talosapi.State
 
 	kind  resource.Type
 	watch func(ctx context.Context, watch func() error, ch chan<- state.Event) error
 }
 
-func (s oddState) WatchKind(ctx context.Context, kind resource.Kind, ch chan<- state.Event, opts ...state.WatchKindOption) error {
+func (s watchOverride) WatchKind(ctx context.Context, kind resource.Kind, ch chan<- state.Event, opts ...state.WatchKindOption) error {
 	watch := func() error { return s.State.WatchKind(ctx, kind, ch, opts...) }
 	if kind.Type() == s.kind {
 		return s.watch(ctx, watch, ch)
@@ -493,13 +493,13 @@ func (s oddState) WatchKind(ctx context.Context, kind resource.Kind, ch chan<- s
 	return watch()
 }
 
-// runOdd starts a reflector with another watch of a kind.
-func (s *suite) runOdd(clk clock.Clock, kind resource.Type, watch func(ctx context.Context, watch func() error, ch chan<- state.Event) error) {
+// runWithWatch starts a reflector with a watchOverride.
+func (s *suite) runWithWatch(clk clock.Clock, kind resource.Type, watch func(ctx context.Context, watch func() error, ch chan<- state.Event) error) {
 	s.Helper()
 	s.run(func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
 		st, err := s.dial(ctx, nodename, addr)
 
-		return oddState{st, kind, watch}, err
+		return watchOverride{st, kind, watch}, err
 	}, clk)
 }
 
@@ -514,7 +514,7 @@ func TestSession_PublishesNoViewBeforeAllWatchesBootstrapped(t *testing.T) {
 			require.NoError(t, worker.SetStage(t.Context(), runtime.MachineStageBooting)) // is polled often
 
 			release := make(chan struct{})
-			s.runOdd(clk, kind.Type(), func(ctx context.Context, watch func() error, _ chan<- state.Event) error {
+			s.runWithWatch(clk, kind.Type(), func(ctx context.Context, watch func() error, _ chan<- state.Event) error {
 				select {
 				case <-release:
 					return watch()
@@ -545,7 +545,7 @@ func TestSession_PublishesNoViewBeforeAllWatchesBootstrapped(t *testing.T) {
 	}
 }
 
-// sending replaces a watch by events.
+// sending returns a watch that sends the given events.
 func sending(events ...state.Event) func(context.Context, func() error, chan<- state.Event) error {
 	return func(ctx context.Context, _ func() error, ch chan<- state.Event) error {
 		go func() {
@@ -580,9 +580,9 @@ func TestSession_FailsOnInvalidEvents(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 
-			// The clock stands still, so that reading ten thousand events cannot exceed the answer timeout.
+			// The clock is not advanced, so reading ten thousand events cannot exceed the answer timeout.
 			s := newTimedSuite(t)
-			s.runOdd(s.clock, network.AddressStatusType, sending(test.events...))
+			s.runWithWatch(s.clock, network.AddressStatusType, sending(test.events...))
 
 			worker := s.machine("worker-1")
 			s.track(worker)
@@ -595,7 +595,7 @@ func TestSession_TimesOutIfWatchNeverBootstrapsDespitePolls(t *testing.T) {
 	t.Parallel()
 
 	s := newTimedSuite(t)
-	s.runOdd(s.clock, network.AddressStatusType, sending())
+	s.runWithWatch(s.clock, network.AddressStatusType, sending())
 
 	worker := s.booting()
 	s.track(worker)

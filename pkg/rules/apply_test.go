@@ -234,8 +234,8 @@ func TestApply_DoesNotModifyFacts(t *testing.T) {
 	assert.Equal(t, before, facts)
 }
 
-// The example in docs/config.md of the upstream Talos CCM, without the arrows that explain it and with single quotes around the two annotations
-// that contain double quotes: as printed there it is not valid YAML.
+// The example in docs/config.md of the upstream Talos CCM, without its arrows, and with single quotes around the two
+// annotations that contain double quotes. The original is not valid YAML.
 func TestApply_UpstreamExample(t *testing.T) {
 	yes := true
 	compiled := compile(t,

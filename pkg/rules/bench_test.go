@@ -44,7 +44,7 @@ func BenchmarkApply(b *testing.B) {
 	}
 }
 
-// numbered returns count copies of the rule with their numbers in place of "%d". Half of them select by zone, the others by hostname.
+// numbered returns count copies of the rule with their numbers in place of "%d". Half select by zone, half by hostname.
 func numbered(rule rules.Rule, count int) []rules.Rule {
 	fill := func(templates map[string]string, i int) map[string]string {
 		filled := map[string]string{}

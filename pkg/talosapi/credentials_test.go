@@ -31,8 +31,8 @@ const (
 	scheduledTimers = 2
 )
 
-// newTimedSite uses a fake clock for the machines and the credentials. Clients verify server certificates by the system clock, so
-// the clock may be stepped only after the first connection.
+// newTimedSite uses a fake clock for the machines and the credentials. Clients verify server certificates by the system
+// clock, so the fake clock may be stepped only after the first connection.
 func newTimedSite(t *testing.T) (*site, *clocktesting.FakeClock, *talosapi.IssuedCredentials) {
 	t.Helper()
 

@@ -88,8 +88,8 @@ func TestSocket_ListsEtcdMembers(t *testing.T) {
 	assert.Equal(t, codes.Unimplemented, status.Code(err), err)
 }
 
-// TestSocket_UsesAdminRoleOnlyInNamedCalls checks the roles of all calls of a process that issues certificates, follows both machines
-// and reads the admin kubeconfig.
+// TestSocket_UsesAdminRoleOnlyInNamedCalls checks the roles of all calls of a process that issues certificates, follows
+// both machines and reads the admin kubeconfig.
 func TestSocket_UsesAdminRoleOnlyInNamedCalls(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 	issued := s.issue(t, clock.RealClock{})

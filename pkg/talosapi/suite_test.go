@@ -39,7 +39,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// site is a simulated cluster of one control-plane machine and one worker, with an open Socket of the former.
+// site is a simulated cluster of one control-plane machine and one worker, with an open Socket of the control-plane machine.
 type site struct {
 	cluster      *talostest.Cluster
 	controlPlane *talostest.Machine

@@ -31,7 +31,7 @@ func setZone(t *testing.T, m *talostest.Machine, zone string) {
 	require.NoError(t, m.UpdatePlatform(t.Context(), func(spec *runtime.PlatformMetadataSpec) { spec.Zone = zone }))
 }
 
-// watchPlatform watches PlatformMetadata like the reflector does. It returns after the bootstrap.
+// watchPlatform watches PlatformMetadata as the reflector does. It returns after the bootstrap.
 func watchPlatform(t *testing.T, c *client.Client) <-chan state.Event {
 	t.Helper()
 
@@ -230,7 +230,7 @@ func TestCutOff_HidesStop(t *testing.T) {
 
 	require.NoError(t, worker.Stop(t.Context()))
 
-	// The machine has closed the connection, but the client does not notice: a call times out instead of failing.
+	// The machine has closed the connection, but the client does not detect it: a call times out instead of failing.
 	requireCode(t, codes.DeadlineExceeded, versionWithin(t, reader, shortTimeout))
 	requireCode(t, codes.DeadlineExceeded, versionWithin(t, dialAs(t, cluster, worker, "os:reader"), shortTimeout))
 

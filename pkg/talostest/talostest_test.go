@@ -93,7 +93,7 @@ func newClient(t testing.TB, options ...client.OptionFunc) *client.Client {
 	return c
 }
 
-// withRole adds a role to the metadata like callers of machine.sock do.
+// withRole adds a role to the metadata as callers of machine.sock do.
 func withRole(ctx context.Context, role string) context.Context {
 	return metadata.AppendToOutgoingContext(ctx, constants.APIAuthzRoleMetadataKey, role)
 }

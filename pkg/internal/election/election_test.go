@@ -133,7 +133,7 @@ func (l *memoryLock) Describe() string { return "memory" }
 
 func pause(limit time.Duration) { time.Sleep(rand.N(limit)) }
 
-// Changes of the lease interrupt attempts at any moment. Neither expiry nor polling helps a candidate that misses one.
+// Changes of the lease interrupt attempts at any time. Neither expiry nor polling compensates for a missed change.
 func TestCandidate_OnlyHolderActs(t *testing.T) {
 	const (
 		candidates = 3

@@ -55,8 +55,8 @@ func (l *partitionedLock) Create(ctx context.Context, r resourcelock.LeaderElect
 	return l.Update(ctx, r)
 }
 
-// Update has the resourceVersion of the last Get, so a release succeeds. A renewal that was on its way when b took the
-// lease does not.
+// Update has the resourceVersion of the last Get, so a release succeeds. A renewal that was in flight when b acquired
+// the lease fails.
 func (l *partitionedLock) Update(_ context.Context, r resourcelock.LeaderElectionRecord) error {
 	if err := l.wait(); err != nil {
 		return err
@@ -122,7 +122,7 @@ func TestCandidate_LeavesTheLeaseToAnother(t *testing.T) {
 	lock.mu.Lock()
 	lock.up = back
 	lock.mu.Unlock()
-	time.Sleep(3100 * time.Millisecond) // the lease has expired, and b takes it
+	time.Sleep(3100 * time.Millisecond) // the lease has expired, and b acquires it
 
 	assert.Error(t, send(), "the lease has expired")
 	assert.Equal(t, 1, sent)
