@@ -1,4 +1,4 @@
-// Package builder builds with Go what tests start, shows the progress, and keeps the results in a cache.
+// Package builder builds programs for tests with Go, shows the progress, and keeps the results in a cache.
 package builder
 
 import (
@@ -19,11 +19,11 @@ import (
 
 const (
 	cacheEnv = "TALOS_CCM_CACHE"
-	// kept is how many builds of a kind the cache keeps besides those used within ttl.
+	// kept is the number of builds of a kind that the cache keeps besides those used within ttl.
 	kept     = 2
 	ttl      = 24 * time.Hour
 	lockPoll = 200 * time.Millisecond
-	// unfinished begins the names of directories of interrupted builds.
+	// unfinished is the prefix of directories of unfinished builds.
 	unfinished = "unfinished-"
 )
 
@@ -53,8 +53,8 @@ func CacheDir(name string) (string, error) {
 	return dir, nil
 }
 
-// Cached returns the directory of a kind of build. The key changes with everything that is built from. If the directory
-// does not exist, build fills it: once, however many processes ask for it at the same time, and complete or not at all.
+// Cached returns the directory of a kind of build. The key identifies all inputs of the build. If the directory does not
+// exist, build fills it: once, even if several processes request it at the same time, and completely or not at all.
 // Old builds are removed. A nil writer discards progress.
 func Cached(ctx context.Context, kind, key string, progress io.Writer, build func(dir string) error) (string, error) {
 	cache, err := CacheDir(kind)

@@ -20,14 +20,14 @@ import (
 )
 
 const (
-	// buildLine is how often the progress of a build is written where there is no terminal.
+	// buildLine is the interval between lines of progress where there is no terminal.
 	buildLine = 10 * time.Second
-	// messageLines is how much of go's output an error repeats.
+	// messageLines is the number of lines of go's output in an error.
 	messageLines = 20
 )
 
-// Packages runs build, a `go build -v`, and shows how many of the packages it has compiled that list prints, a
-// `go list -deps`. A nil writer discards it.
+// Packages runs build, a `go build -v`, and shows its progress: the number of compiled packages, and the number of
+// packages that list, a `go list -deps`, prints. A nil writer discards it.
 func Packages(out io.Writer, title string, list, build *exec.Cmd) error {
 	var (
 		total, compiled atomic.Int64
@@ -64,7 +64,7 @@ func Packages(out io.Writer, title string, list, build *exec.Cmd) error {
 	return compile(build, &compiled)
 }
 
-// compile runs a `go build -v`, which prints each package, and counts them. The error has the last other messages.
+// compile runs a `go build -v`, which prints each package, and counts them. An error contains the last other messages.
 func compile(build *exec.Cmd, compiled *atomic.Int64) error {
 	// The signal is sent when the thread ends that started the build. Interrupted, go removes its temporary files.
 	runtime.LockOSThread()
@@ -98,7 +98,7 @@ func compile(build *exec.Cmd, compiled *atomic.Int64) error {
 	return nil
 }
 
-// Output returns the standard output of a command. The error has what it wrote to its standard error.
+// Output returns the standard output of a command. An error contains its standard error.
 func Output(cmd *exec.Cmd) ([]byte, error) {
 	output, err := cmd.Output()
 

@@ -51,7 +51,7 @@ func runAndExit(m *testing.M, beds []*Bed, parallel int, options kube.Options, s
 }
 
 func run(m *testing.M, beds []*Bed, options kube.Options, setup func() (stop func(), err error)) (code int, err error) {
-	// One after the other: the first start of a new version builds the components.
+	// Not in parallel: the first start of a new version builds the components.
 	for _, b := range beds {
 		defer func() { err = errors.Join(err, b.stop()) }()
 
@@ -101,7 +101,7 @@ func (b *Bed) stop() error {
 }
 
 // Suite is a test or benchmark with its bed. A test may replace fields of the bed. Packages embed it in a type with
-// methods of their own.
+// their own methods.
 type Suite struct {
 	testing.TB
 	*Bed
@@ -119,7 +119,7 @@ func (b *Bed) NewSuite(t testing.TB) Suite {
 	return Suite{TB: t, Bed: &own}
 }
 
-// Start returns the suite of a test with a bed of its own, which stops when the test ends.
+// Start returns the suite of a test with its own bed, which stops when the test ends.
 func Start(t testing.TB, options kube.Options) Suite {
 	t.Helper()
 
@@ -130,7 +130,7 @@ func Start(t testing.TB, options kube.Options) Suite {
 	return b.NewSuite(t)
 }
 
-// Pool has several beds, for tests that need a control plane for themselves: they stop its API server, or compete for a
+// Pool has several beds, for tests that each need their own control plane: they stop its API server, or compete for a
 // lease.
 type Pool struct{ beds chan *Bed }
 
@@ -149,7 +149,7 @@ func (p *Pool) Main(m *testing.M, options kube.Options, size int, setup func() (
 	runAndExit(m, beds, size, options, setup)
 }
 
-// NewSuite returns the suite of a parallel test, which has a bed for itself.
+// NewSuite returns the suite of a parallel test, which has its own bed.
 func (p *Pool) NewSuite(t *testing.T) Suite {
 	t.Helper()
 	t.Parallel()

@@ -18,7 +18,7 @@ type Proxy struct {
 
 	// Accepted and Open count connections.
 	Accepted, Open atomic.Int64
-	// Hangs makes the proxy forward nothing more, and keep connections open.
+	// Hangs makes the proxy stop forwarding, and keep connections open.
 	Hangs atomic.Bool
 }
 

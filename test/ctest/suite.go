@@ -165,7 +165,7 @@ type watcher interface {
 	Watch(ctx context.Context, options metav1.ListOptions) (watch.Interface, error)
 }
 
-// Await watches objects until ok returns true for a version of one, and returns it. It starts with the present
+// Await watches objects until ok returns true for a version of one, and returns it. It starts with the current
 // versions, or after that in options, and restarts a watch that ends, as the API server may end it at any time.
 func Await[T metav1.Object](t testing.TB, client watcher, options metav1.ListOptions, what string, ok func(T) bool) T {
 	t.Helper()

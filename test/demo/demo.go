@@ -37,7 +37,7 @@ const (
 	labelCapacity = "example.org/capacity"
 )
 
-// document is what the operator adds to the machine configuration of the control plane.
+// document is the document that the operator adds to the machine configuration of the control plane.
 //
 //go:embed document.yaml
 var document []byte
@@ -58,12 +58,12 @@ type demo struct {
 	environment []string         // of talos-ccm
 	product     *process.Process // talos-ccm
 	watcher     *watcher
-	fail        func(error) // ends the show, unless the error is nil
+	fail        func(error) // ends the demo, unless the error is nil
 }
 
 func printf(format string, args ...any) { fmt.Printf(format+"\n", args...) }
 
-// run runs the demo, and stops and removes everything in any case.
+// run runs the demo, and always stops its processes and removes its files.
 func (d *demo) run(ctx context.Context) (err error) {
 	defer func() { err = errors.Join(err, d.stop()) }()
 
@@ -156,7 +156,7 @@ func (d *demo) configure(ctx context.Context, m *member) error {
 func (d *demo) startProduct(ctx context.Context) (err error) {
 	service := product.Service{
 		Executable: d.executable, Dir: filepath.Join(d.dir, "talos-ccm"), Socket: d.members[controlPlaneIndex].machine.Socket(),
-		// The process exits when it loses its lease. A computer under load must not cause that.
+		// The process exits when it loses its lease. Load of the computer must not cause this.
 		Args: []string{"--secure-port=0", "-v=2", "--leader-elect-lease-duration=600s", "--leader-elect-renew-deadline=500s"},
 		// In another environment, talos-ccm would replace its process, and the kernel would no longer kill it when this
 		// process ends.
@@ -218,13 +218,13 @@ func (d *demo) show(ctx context.Context) error {
 		return err
 	}
 
-	for _, step := range []func(context.Context) error{d.initialize, d.change, d.intrude, d.expose, d.reset} {
+	for _, step := range []func(context.Context) error{d.initialize, d.change, d.requestForeignName, d.expose, d.reset} {
 		if err == nil {
 			err = step(ctx)
 		}
 	}
 
-	// The table is not of interest after an interruption.
+	// After an interruption, the table is not printed.
 	if !errors.Is(context.Cause(ctx), context.Canceled) {
 		printTable(d.watcher.list(d.members))
 	}

@@ -24,7 +24,7 @@ const (
 	linkPhysical = "eth0"
 )
 
-// The indexes of machines that differ from the others; a small fleet has the first of them.
+// The indexes of machines that differ from the others; a small fleet has only the first ones.
 const (
 	controlPlaneIndex = iota
 	lateIndex
@@ -45,7 +45,7 @@ type member struct {
 	machine *talostest.Machine // nil until it runs
 }
 
-// platforms take turns.
+// platforms are assigned to machines in turn.
 var platforms = []string{"metal", "aws", "hcloud", "nocloud", "gcp"}
 
 // newFleet plans n machines.
@@ -164,7 +164,7 @@ func on(link string, addr netip.Addr) talostest.Address {
 // publicAddress is in a range for documentation: IPv4 (RFC 5737), or IPv6 (RFC 3849) for the later machines of a large
 // fleet.
 func publicAddress(index int) netip.Addr {
-	const most = 199 // the rest is for changes
+	const most = 199 // the other addresses are for changes
 
 	if index < most {
 		return netip.AddrFrom4([4]byte{203, 0, 113, byte(1 + index)})

@@ -55,7 +55,7 @@ func (d *demo) initialize(ctx context.Context) (err error) {
 	return nil
 }
 
-// resolveLater publishes the metadata of the late machine after an Event has said that its Node waits for it.
+// resolveLater publishes the metadata of the late machine after an Event has reported that its Node waits for it.
 func (d *demo) resolveLater(ctx context.Context, m *member) {
 	err := await(ctx, "Event about pending metadata", func() bool {
 		r := d.watcher.get(m.name)
@@ -144,8 +144,8 @@ func (d *demo) change(ctx context.Context) error {
 	return nil
 }
 
-// intrude requests a certificate for the control plane with the credentials of another machine's kubelet.
-func (d *demo) intrude(ctx context.Context) error {
+// requestForeignName requests a certificate for the control plane with the credentials of another machine's kubelet.
+func (d *demo) requestForeignName(ctx context.Context) error {
 	m, victim := d.members[min(changingIndex, len(d.members)-1)], d.members[controlPlaneIndex]
 	if m == victim {
 		return nil

@@ -16,12 +16,12 @@ import (
 	cloudproviderapi "k8s.io/cloud-provider/api"
 )
 
-// stage is what happens to a Node.
+// stage is a step of a Node.
 type stage int
 
 const (
 	registered stage = iota
-	pending          // an Event has said that the metadata of the machine is pending
+	pending          // an Event has reported that the metadata of the machine is pending
 	initialized
 	allocated
 	requested // the CSR of its kubelet
@@ -31,7 +31,7 @@ const (
 	stages
 )
 
-// record has what is known about a Node.
+// record has the observed state of a Node.
 type record struct {
 	*member
 	node *corev1.Node // nil until it is registered
@@ -40,7 +40,7 @@ type record struct {
 	// csr and subjects are the name of the latest CSR and the names and addresses in it.
 	csr      string
 	subjects []string
-	// warning is the last Event about the Node, and gone the last one that says that its machine is gone.
+	// warning is the last Event about the Node, and gone the last one that reports that its machine is gone.
 	warning, gone string
 }
 

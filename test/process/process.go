@@ -136,7 +136,7 @@ func (p *Process) Terminate() {
 	}
 }
 
-// WaitReady returns when check succeeds. It fails with the end of the log if the process ends or takes too long.
+// WaitReady returns when check succeeds. It fails with the end of the log if the process ends, or is not ready in time.
 func (p *Process) WaitReady(ctx context.Context, check func(context.Context) error) error {
 	ctx, cancel := context.WithTimeout(ctx, readyTimeout)
 	defer cancel()

@@ -16,7 +16,7 @@ import (
 )
 
 const (
-	// Grace is more than the ten seconds in which talos-ccm exits.
+	// Grace exceeds the ten seconds within which talos-ccm exits.
 	Grace     = 20 * time.Second
 	leaseName = "cloud-controller-manager-talos"
 )

@@ -1,4 +1,4 @@
-// Package screen shows the progress of work that takes long: in place on a terminal, and as lines elsewhere.
+// Package screen shows the progress of long operations: in place on a terminal, and as lines elsewhere.
 package screen
 
 import (
@@ -16,8 +16,8 @@ const (
 	redraw   = 100 * time.Millisecond
 )
 
-// Show writes the lines that state returns until done is closed, and then once more. On a terminal they replace each
-// other; elsewhere they are one line, written at most every interval if it has changed.
+// Show writes the lines that state returns until done is closed, and once after that. On a terminal they replace
+// each other; elsewhere they are one line, written at most every interval if it has changed.
 func Show(done <-chan struct{}, out io.Writer, interval time.Duration, state func() []string) {
 	width := widthOf(out)
 	if width > 0 {
@@ -60,7 +60,7 @@ func draw(lines []string, drawn, width int) string {
 	}
 
 	for _, line := range lines {
-		// A longer line would wrap, and take more lines than are erased.
+		// A longer line would wrap into more lines than are erased.
 		if runes := []rune(line); len(runes) >= width {
 			line = string(runes[:width-2]) + "…"
 		}
@@ -82,7 +82,7 @@ func Bar(out io.Writer, title string, count, total int) string {
 	return fmt.Sprintf("%-20s [%s%s] %d/%d", title, strings.Repeat("#", full), strings.Repeat(".", barWidth-full), count, total)
 }
 
-// widthOf returns the width of the terminal, or zero if out is no terminal.
+// widthOf returns the width of the terminal, or zero if out is not a terminal.
 func widthOf(out io.Writer) int {
 	file, ok := out.(*os.File)
 	if !ok || os.Getenv("TERM") == "dumb" {

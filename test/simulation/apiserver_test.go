@@ -47,7 +47,7 @@ var fieldManagers = sync.OnceValue(func() map[string]*managedfields.FieldManager
 	managers := map[string]*managedfields.FieldManager{}
 	converter := applyconfigurations.NewTypeConverter(scheme.Scheme)
 
-	// What each of the two endpoints ignores, as in the strategies of Node.
+	// The fields that each of the two endpoints ignores, as in the strategies of Node.
 	for subresource, ignored := range map[string]string{"": "status", "status": "spec"} {
 		reset := map[fieldpath.APIVersion]fieldpath.Filter{"v1": fieldpath.NewExcludeSetFilter(fieldpath.NewSet(fieldpath.MakePathOrDie(ignored)))}
 
@@ -111,7 +111,7 @@ func (a *apiServer) update(manager, subresource, name string, change func(node *
 	})
 }
 
-// write stores what change makes of a Node, after the checks of the API server. A change without effect makes no version.
+// write changes a Node and stores it, after the checks of the API server. A change without effect creates no version.
 func (a *apiServer) write(
 	subresource, name string, change func(*managedfields.FieldManager, *corev1.Node) (runtime.Object, error),
 ) (*corev1.Node, error) {

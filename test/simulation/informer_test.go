@@ -13,7 +13,7 @@ import (
 )
 
 // informer is the Node informer of an instance. The simulation decides when the cache receives a change, and when each
-// handler is called afterwards: the client's own decides it at random, with the delays of its retries.
+// handler is called afterwards. In the informer of client-go, this depends on scheduling and on delays of retries.
 type informer struct {
 	cache.SharedIndexInformer // no other methods are used
 
@@ -134,7 +134,7 @@ func (h *handler) handle() {
 	next()
 }
 
-// nodes is what one controller sees of the informer. It waits before it reads the cache, unless the client is nil.
+// nodes is the informer as one controller uses it. It waits before it reads the cache, unless the client is nil.
 type nodes struct {
 	corelisters.NodeLister
 
@@ -163,6 +163,6 @@ func (n nodes) List(selector labels.Selector) ([]*corev1.Node, error) {
 
 func (n nodes) await(c *call) {
 	if n.client != nil {
-		_ = n.client.await(context.Background(), c) // a crash, after which nothing is written any more
+		_ = n.client.await(context.Background(), c) // a crash, after which nothing is written
 	}
 }

@@ -118,8 +118,8 @@ func newClient(i *instance, controller string) *client {
 	return c
 }
 
-// call is a read of the cache or a request of a controller, which the simulation lets continue when it likes to. So it
-// decides the order of everything, and a seed always produces the same one.
+// call is a read of the cache or a request of a controller. It blocks until the simulation lets it continue, so that the
+// seed determines the order of all calls.
 type call struct {
 	*client
 
@@ -128,9 +128,9 @@ type call struct {
 	deadline   time.Time
 	request    *http.Request
 	body       []byte
-	// planned is what the controller knew when it decided on the request.
+	// planned is the view on which the controller based the request.
 	planned view
-	// answered is true when a request has a response, which the controller has yet to receive.
+	// answered is true when a request has a response that the controller has not received.
 	answered  bool
 	response  *http.Response
 	err       error
@@ -142,7 +142,7 @@ func (c *call) String() string {
 	return fmt.Sprintf("%d/%s %s %s", c.instance.number, c.controller, c.what, c.name)
 }
 
-// view is what an instance knew about a Node and its machine.
+// view is an instance's state of a Node and its machine.
 type view struct {
 	node    *corev1.Node
 	entry   inventory.Entry
@@ -206,7 +206,7 @@ func (c *client) arrive(waiting *call) bool {
 
 	waiting.client, waiting.arrived, waiting.done = c, s.moves, make(chan struct{})
 
-	// A plan takes several requests, one after the reply to the other.
+	// The controller sends the requests of a plan one by one.
 	if previous := s.released; previous != nil && previous.request != nil && previous.client == c && previous.name == waiting.name {
 		waiting.planned = previous.planned
 	} else if waiting.request != nil {

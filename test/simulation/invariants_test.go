@@ -16,8 +16,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
-// checkAttempt checks a request that the API server has refused: only its validation may have prevented a change of
-// what cannot be changed.
+// checkAttempt checks a request that the API server has refused. A controller must not attempt to change a field that
+// cannot be changed.
 func (s *simulation) checkAttempt(c *call, before *corev1.Node, err error) {
 	if before == nil || c.planned.node == nil || before.UID != c.planned.node.UID || !apierrors.IsInvalid(err) {
 		return

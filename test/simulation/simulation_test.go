@@ -40,7 +40,7 @@ var (
 const (
 	// length of a history, in moves.
 	length = 400
-	// leaseDuration is how long after a crash no instance leads.
+	// leaseDuration is the time without a leader after a crash.
 	leaseDuration = 15 * time.Second
 )
 
@@ -101,7 +101,7 @@ func TestControllers_SameSeedSameHistory(t *testing.T) {
 	}
 }
 
-// run runs one history in a bubble of its own.
+// run runs one history in its own bubble.
 func run(t *testing.T, seed uint64) (s *simulation) {
 	t.Helper()
 
@@ -124,7 +124,7 @@ func run(t *testing.T, seed uint64) (s *simulation) {
 	return s
 }
 
-// play lets things happen, then ends all faults and expects that the controllers converge.
+// play makes random moves, then ends all faults and expects that the controllers converge.
 func (s *simulation) play() {
 	for _, name := range names {
 		s.machines[name] = s.newMachine(name)
@@ -150,7 +150,7 @@ func (s *simulation) play() {
 	}
 }
 
-// move lets one thing happen.
+// move makes one random move.
 func (s *simulation) move() {
 	s.released = nil
 
@@ -243,7 +243,7 @@ func (s *simulation) refuse(c *call, err error) {
 	c.respond(nil, err)
 }
 
-// serve has the API server answer a request, and checks what it has written. A request may be served although the
+// serve lets the API server answer a request, and checks the result. A request may be served although the
 // controller no longer waits for the reply, but not after its timeout.
 func (s *simulation) serve(c *call) {
 	if time.Now().After(c.deadline) {
@@ -334,7 +334,7 @@ func (s *simulation) crash() {
 	s.leader, s.expiry = nil, time.Now().Add(leaseDuration)
 }
 
-// succeed starts the next leader when the lease is free.
+// succeed starts the next leader if the lease is free.
 func (s *simulation) succeed() {
 	if s.leader != nil && s.leader.stopping {
 		select {
@@ -349,7 +349,7 @@ func (s *simulation) succeed() {
 	}
 }
 
-// settle lets everything that is pending happen for several minutes. In the end nothing may be written any more.
+// settle processes everything that is pending for several minutes. In the last rounds, controllers must write nothing.
 func (s *simulation) settle() {
 	const rounds, quiet = 20, 5
 
@@ -357,16 +357,16 @@ func (s *simulation) settle() {
 		s.drain()
 		before := len(s.server.history)
 
-		s.pass(31 * time.Second) // never at the same time as something that happens every 30 s
+		s.pass(31 * time.Second) // never in step with intervals of 30 s
 
 		if written := slices.ContainsFunc(s.calls, func(c *call) bool { return c.request != nil && c.request.Method == http.MethodPatch }); round > rounds-quiet &&
 			(written || len(s.server.history) != before) {
-			s.violate("the controllers do not stop to write: %v", s.calls)
+			s.violate("the controllers do not stop writing: %v", s.calls)
 		}
 	}
 }
 
-// drain lets everything that is pending happen, without faults.
+// drain processes everything that is pending, without faults.
 func (s *simulation) drain() {
 	s.faults = false
 	defer func() { s.faults = true }()
@@ -387,7 +387,7 @@ func (s *simulation) drain() {
 		s.moves++
 	}
 
-	s.violate("the controllers do not come to rest: %v", s.calls)
+	s.violate("the controllers do not become idle: %v", s.calls)
 }
 
 // readNetwork returns the facts about a control plane without machines and without an allocator.

@@ -49,7 +49,7 @@ func (s *simulation) configure() {
 	s.options = func() nodespec.Options { return options }
 }
 
-// machineState is what really responds at the address of a Node.
+// machineState is the machine at the address of a Node.
 type machineState struct {
 	machine.Machine
 
@@ -72,7 +72,7 @@ func (s *simulation) newMachine(name string) *machineState {
 
 func (s *simulation) some(prefix string) string { return fmt.Sprint(prefix, s.IntN(3)) }
 
-// observe lets the leader see the machine of a Node as it is now, as the reflector does, and reports whether it has changed.
+// observe updates the leader's inventory from the machine of a Node, as the reflector does, and reports changes.
 func (s *simulation) observe(name string) (changed bool) {
 	if s.leader == nil || s.leader.informer.get(name) == nil {
 		return false
@@ -216,7 +216,7 @@ func (s *simulation) edit(node *corev1.Node, kind int) {
 	}
 }
 
-// heal ends all faults: every Node is a Talos Node, whose machine responds, is managed and has an identity of its own.
+// heal ends all faults: every Node is a Talos Node, whose machine responds, is managed and has a unique identity.
 func (s *simulation) heal() {
 	s.note("heal")
 

@@ -20,13 +20,13 @@ type row struct {
 	explains func(r record, d difference) bool
 }
 
-// Fields of a difference that rules determine.
+// isRuled reports whether rules determine the field of a difference.
 func isRuled(d difference) bool {
 	return strings.HasPrefix(d.field, "labels ") || strings.HasPrefix(d.field, "annotations ") ||
 		slices.Contains([]string{"taints", "providerID", "InternalDNS", "ExternalDNS", "error"}, d.field)
 }
 
-// ours explains that talos-ccm refuses a file or waits, if every line of its error matches one of the patterns.
+// ours explains that talos-ccm refuses a file or waits, if its error matches one of the patterns.
 func ours(patterns ...string) func(record, difference) bool {
 	return func(_ record, d difference) bool {
 		return d.field == "error" && d.ours != "" && regexp.MustCompile(strings.Join(patterns, "|")).MatchString(d.ours)
@@ -147,7 +147,7 @@ var (
 	seedEntry         = regexp.MustCompile(`(^|;)[^=;]*($|;)|=[^;]*=`)
 )
 
-// rows explain the differences with the settings for users of the upstream. The first one that does counts.
+// rows explain the differences with the settings for users of the upstream. The first row that matches counts.
 var rows = []row{
 	{"unknown keys", ours(`unknown (key|field)`)},
 	{"`yes`, `on`", ours(`preferIPv6`)},

@@ -59,7 +59,7 @@ type address struct {
 	Flags  uint32       `json:"flags"`
 }
 
-// result is what a Node gets. A Node with an error stays uninitialized.
+// result is the state of a Node after initialization. A Node with an error stays uninitialized.
 type result struct {
 	Error       string            `json:"error"`
 	ProviderID  string            `json:"providerID"`
@@ -98,7 +98,7 @@ func records(t *testing.T) []record {
 	}
 }
 
-// machine returns the machine as the inventory sees it.
+// machine returns the machine as the inventory has it.
 func (r record) machine() machine.Machine {
 	var view machine.View
 
