@@ -22,6 +22,8 @@ func TestVersions_AreThoseOfE2E(t *testing.T) {
 		assert.Contains(t, read(t, matrix), fmt.Sprintf("\n| %s | %s |", release.Talos, release.Kubernetes), matrix)
 	}
 
+	assert.Equal(t, len(talosVersions), strings.Count(read(t, matrix), "\n| v"), matrix)
+
 	for component, versions := range map[string][]string{"Talos": talosVersions, "Kubernetes": kubernetesVersions} {
 		assert.Contains(t, read(t, "README.md"), "| "+component+" | "+strings.Join(versions, ", ")+" |")
 	}

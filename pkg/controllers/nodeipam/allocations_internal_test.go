@@ -320,9 +320,13 @@ func TestNodeDeleted_HandlesMissedDeletions(t *testing.T) {
 	c.nodeDeleted(cache.DeletedFinalStateUnknown{Key: "a", Obj: version("a", "1", 10, "10.0.1.0/24")})
 	s.want(0)
 
+	s.observe(version("a", "2", 12, "10.0.1.0/24"))
+
 	for _, obj := range []any{cache.DeletedFinalStateUnknown{Key: "a"}, (*corev1.Pod)(nil), nil} {
 		c.nodeDeleted(obj) // ignored
 	}
+
+	s.want(1)
 }
 
 // TestNodeDeleted_ReleasesOnce: repeated reports of a deletion release a block only once.

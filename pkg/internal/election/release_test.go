@@ -122,7 +122,7 @@ func TestCandidate_LeavesTheLeaseToAnother(t *testing.T) {
 	lock.mu.Lock()
 	lock.up = back
 	lock.mu.Unlock()
-	time.Sleep(3100 * time.Millisecond) // the lease has expired, and b acquires it
+	time.Sleep(3100 * time.Millisecond) // until the lease has expired
 
 	assert.Error(t, send(), "the lease has expired")
 	assert.Equal(t, 1, sent)
