@@ -20,7 +20,6 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"k8s.io/client-go/tools/clientcmd"
-	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/utils/clock"
 	clocktesting "k8s.io/utils/clock/testing"
 
@@ -84,25 +83,7 @@ func TestBootstrap_RequestsTokenForOneHour(t *testing.T) {
 	assert.Equal(t, "system:serviceaccount:kube-system:talos-ccm", claims.Subject)
 	assert.LessOrEqual(t, claims.Expires-claims.Issued, int64(3600))
 
-	assert.Equal(t, float64(claims.Expires), gauge(t, "talosccm_token_expiry_timestamp_seconds"))
-}
-
-// gauge returns the value of a metric without labels.
-func gauge(t *testing.T, name string) float64 {
-	t.Helper()
-
-	families, err := legacyregistry.DefaultGatherer.Gather()
-	require.NoError(t, err)
-
-	for _, family := range families {
-		if family.GetName() == name {
-			return family.GetMetric()[0].GetGauge().GetValue()
-		}
-	}
-
-	t.Fatalf("metric %s not found", name)
-
-	return 0
+	assert.Equal(t, float64(claims.Expires), ctest.Metrics(t)["talosccm_token_expiry_timestamp_seconds"])
 }
 
 func TestBootstrap_NeverWritesAdminCredentials(t *testing.T) {

@@ -23,7 +23,6 @@ import (
 	"github.com/stretchr/testify/require"
 	authorizationv1 "k8s.io/api/authorization/v1"
 	"k8s.io/client-go/kubernetes"
-	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
 	clocktesting "k8s.io/utils/clock/testing"
@@ -459,12 +458,11 @@ func TestApp_RenewsTalosCertificate(t *testing.T) {
 	s.awaitInitialized(self, worker)
 
 	// The metric changes when a new certificate is in use, not when it is requested.
-	first := gauge(t, "talosccm_reader_certificate_expiry_timestamp_seconds")
+	expiry := func() float64 { return ctest.Metrics(t)["talosccm_reader_certificate_expiry_timestamp_seconds"] }
+	first := expiry()
 
 	clk.Step(31 * time.Minute)
-	ctest.Eventually(s, "second certificate is in use", func() bool {
-		return gauge(t, "talosccm_reader_certificate_expiry_timestamp_seconds") >= first+30*60
-	})
+	ctest.Eventually(s, "second certificate is in use", func() bool { return expiry() >= first+30*60 })
 
 	// The step may have ended watches. Wait until the worker is watched again before the next step.
 	s.move(worker, "moved")
@@ -490,24 +488,6 @@ func watches(m *talostest.Machine) int {
 	}
 
 	return n
-}
-
-// gauge returns the value of a metric without labels of this process.
-func gauge(t *testing.T, name string) float64 {
-	t.Helper()
-
-	families, err := legacyregistry.DefaultGatherer.Gather()
-	require.NoError(t, err)
-
-	for _, family := range families {
-		if family.GetName() == name {
-			return family.GetMetric()[0].GetGauge().GetValue()
-		}
-	}
-
-	t.Fatalf("metric %s not found", name)
-
-	return 0
 }
 
 func TestApp_FollowsAPIServerCARotation(t *testing.T) {

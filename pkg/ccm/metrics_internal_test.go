@@ -1,15 +1,16 @@
 package ccm
 
 import (
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
-	"k8s.io/component-base/metrics/legacyregistry"
 
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 // Events of informers may be handled after the leader has stopped.
@@ -19,13 +20,13 @@ func TestCountMachines_IgnoresChangesAfterStop(t *testing.T) {
 
 	inv.MarkUnreachable("one", "timeout")
 
-	require.NotEmpty(t, gather(t, "talosccm_machines", "condition"))
+	require.NotEmpty(t, gather(t, "talosccm_machines"))
 
 	stop()
 	inv.MarkUnreachable("two", "timeout")
 
-	for name, label := range map[string]string{"talosccm_machines": "condition", "talosccm_machine_up": "node"} {
-		assert.Empty(t, gather(t, name, label))
+	for _, name := range []string{"talosccm_machines", "talosccm_machine_up"} {
+		assert.Empty(t, gather(t, name))
 	}
 }
 
@@ -40,24 +41,19 @@ func TestCountMachines_ExportsMachinesOfNodes(t *testing.T) {
 	inv.MarkUnreachable("deleted", "timeout")
 	inv.Forget("deleted")
 
-	got, want := gather(t, "talosccm_machine_up", "node"), map[string]float64{"current": 1, "stopped": 0, "moved": 0}
+	got, want := gather(t, "talosccm_machine_up"), map[string]float64{"current": 1, "stopped": 0, "moved": 0}
 	assert.Equal(t, want, got)
 }
 
-// gather returns the values of a gauge by label.
-func gather(t *testing.T, name, label string) map[string]float64 {
+// gather returns the values of a metric by the value of its label.
+func gather(t *testing.T, name string) map[string]float64 {
 	t.Helper()
-
-	families, err := legacyregistry.DefaultGatherer.Gather()
-	require.NoError(t, err)
 
 	values := map[string]float64{}
 
-	for _, family := range families {
-		for _, metric := range family.GetMetric() {
-			if pair := metric.GetLabel(); family.GetName() == name && len(pair) == 1 && pair[0].GetName() == label {
-				values[pair[0].GetValue()] = metric.GetGauge().GetValue()
-			}
+	for key, value := range ctest.Metrics(t) {
+		if label, ok := strings.CutPrefix(key, name+" "); ok {
+			values[label] = value
 		}
 	}
 

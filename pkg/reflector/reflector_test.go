@@ -19,7 +19,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes/fake"
-	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
@@ -308,20 +307,7 @@ func TestReflector_RereadsMachineAfterReboot(t *testing.T) {
 
 // Not parallel, because of the metric.
 func TestReflector_RestartsBrokenWatchesImmediately(t *testing.T) {
-	restarts := func() float64 {
-		families, err := legacyregistry.DefaultGatherer.Gather()
-		require.NoError(t, err)
-
-		for _, family := range families {
-			if family.GetName() == "talosccm_watch_restarts_total" {
-				return family.GetMetric()[0].GetCounter().GetValue()
-			}
-		}
-
-		t.Fatal("metric not found")
-
-		return 0
-	}
+	restarts := func() float64 { return ctest.Metrics(t)["talosccm_watch_restarts_total"] }
 
 	for name, breakWatches := range map[string]func(*talostest.Machine){
 		"streams end":                        (*talostest.Machine).BreakStreams,

@@ -101,7 +101,7 @@ func TestIssuedCredentials_RenewAtHalfOfLifetime(t *testing.T) {
 	leaf := first.Leaf
 	assert.Equal(t, readerTTL, leaf.NotAfter.Sub(leaf.NotBefore))
 	assert.Equal(t, "os:reader", strings.Join(leaf.Subject.Organization, " "))
-	assert.Equal(t, float64(first.Leaf.NotAfter.Unix()), samples(t)[sample{metric: "talosccm_reader_certificate_expiry_timestamp_seconds"}], first.Leaf.NotAfter)
+	assert.Equal(t, float64(first.Leaf.NotAfter.Unix()), ctest.Metrics(t)["talosccm_reader_certificate_expiry_timestamp_seconds"], first.Leaf.NotAfter)
 
 	awaitSchedule(t, clk)
 	clk.Step(readerTTL/2 - time.Second)

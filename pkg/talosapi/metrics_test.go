@@ -10,41 +10,10 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
-	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/utils/clock"
+
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
-
-// sample identifies a time series.
-type sample struct{ metric, name, code string }
-
-// samples returns the values of all time series; for histograms, the count.
-func samples(t *testing.T) map[sample]float64 {
-	t.Helper()
-
-	families, err := legacyregistry.DefaultGatherer.Gather()
-	require.NoError(t, err)
-
-	values := map[sample]float64{}
-
-	for _, family := range families {
-		for _, metric := range family.GetMetric() {
-			s := sample{metric: family.GetName()}
-
-			for _, label := range metric.GetLabel() {
-				switch label.GetName() {
-				case "method", "request":
-					s.name = label.GetValue()
-				case "code":
-					s.code = label.GetValue()
-				}
-			}
-
-			values[s] = metric.GetCounter().GetValue() + metric.GetGauge().GetValue() + float64(metric.GetHistogram().GetSampleCount())
-		}
-	}
-
-	return values
-}
 
 // errorOf returns the error of a call.
 func errorOf[T any](_ T, err error) error { return err }
@@ -79,9 +48,9 @@ func TestMetrics_CountCallsByMethodAndCode(t *testing.T) {
 		"forbidden watch": {watch(secrets.NewKubernetes().Metadata()), "Watch", codes.PermissionDenied},
 	} {
 		t.Run(name, func(t *testing.T) {
-			before := samples(t)
+			before := ctest.Metrics(t)
 			err := c.call()
-			after := samples(t)
+			after := ctest.Metrics(t)
 
 			require.Equal(t, c.code != codes.OK, err != nil, err)
 
@@ -90,12 +59,12 @@ func TestMetrics_CountCallsByMethodAndCode(t *testing.T) {
 				failed = 1
 			}
 
-			for s, want := range map[sample]float64{
-				{"talosccm_api_requests_total", c.method, c.code.String()}: 1,
-				{"talosccm_api_request_errors_total", c.method, ""}:        failed,
-				{"talosccm_api_request_duration_seconds", c.method, ""}:    1,
+			for key, want := range map[string]float64{
+				"talosccm_api_requests_total " + c.code.String() + " " + c.method: 1,
+				"talosccm_api_request_errors_total " + c.method:                   failed,
+				"talosccm_api_request_duration_seconds " + c.method:               1,
 			} {
-				assert.Equal(t, want, after[s]-before[s], s)
+				assert.Equal(t, want, after[key]-before[key], key)
 			}
 		})
 	}
@@ -107,15 +76,15 @@ func TestMetrics_CountCallsToStoppedMachineAsUnavailable(t *testing.T) {
 
 	require.NoError(t, s.worker.Stop(t.Context()))
 
-	before := samples(t)
+	before := ctest.Metrics(t)
 
 	require.Error(t, st.Watch(t.Context(), nodenamePointer(), make(chan state.Event, 1)))
 	require.Error(t, errorOf(nodename(t, st)))
 
-	after := samples(t)
+	after := ctest.Metrics(t)
 
 	for _, method := range []string{"Get", "Watch"} {
-		s := sample{"talosccm_api_requests_total", method, codes.Unavailable.String()}
-		assert.Equal(t, 1.0, after[s]-before[s], s)
+		key := "talosccm_api_requests_total " + codes.Unavailable.String() + " " + method
+		assert.Equal(t, 1.0, after[key]-before[key], key)
 	}
 }

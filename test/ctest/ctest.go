@@ -18,12 +18,14 @@ import (
 	"crypto/tls"
 	"errors"
 	"net/netip"
+	"strings"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/role"
 	"github.com/stretchr/testify/require"
+	"k8s.io/component-base/metrics/legacyregistry"
 
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
@@ -79,6 +81,30 @@ func Receive[T any](t testing.TB, ch <-chan T, what string) (value T) {
 	}
 
 	return value
+}
+
+// Metrics returns the values of all metrics of this process; for histograms the count. The keys consist of the name and
+// the values of the labels, in the order of the labels' names, such as "talosccm_csr_verdicts_total Approve Verified".
+func Metrics(t testing.TB) map[string]float64 {
+	t.Helper()
+
+	families, err := legacyregistry.DefaultGatherer.Gather()
+	require.NoError(t, err)
+
+	values := map[string]float64{}
+
+	for _, family := range families {
+		for _, metric := range family.GetMetric() {
+			key := []string{family.GetName()}
+			for _, label := range metric.GetLabel() {
+				key = append(key, label.GetValue())
+			}
+
+			values[strings.Join(key, " ")] = metric.GetCounter().GetValue() + metric.GetGauge().GetValue() + float64(metric.GetHistogram().GetSampleCount())
+		}
+	}
+
+	return values
 }
 
 // NewTalos returns a Talos cluster without machines, which is closed when the test ends.

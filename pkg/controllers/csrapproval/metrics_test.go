@@ -5,34 +5,9 @@ import (
 	"net/netip"
 	"testing"
 
-	"github.com/stretchr/testify/require"
-	"k8s.io/component-base/metrics/legacyregistry"
-
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
-
-// metrics returns the values by name and label values; for histograms the count.
-func (s suite) metrics() map[string]float64 {
-	s.Helper()
-
-	families, err := legacyregistry.DefaultGatherer.Gather()
-	require.NoError(s, err)
-
-	values := map[string]float64{}
-
-	for _, family := range families {
-		for _, metric := range family.GetMetric() {
-			name := family.GetName()
-			for _, label := range metric.GetLabel() {
-				name += " " + label.GetValue()
-			}
-
-			values[name] = metric.GetCounter().GetValue() + metric.GetGauge().GetValue() + float64(metric.GetHistogram().GetSampleCount())
-		}
-	}
-
-	return values
-}
 
 func TestMetrics_CountVerdicts(t *testing.T) {
 	const pending = "talosccm_csr_pending"
@@ -41,9 +16,9 @@ func TestMetrics_CountVerdicts(t *testing.T) {
 	w, victim := s.known(), s.known()
 
 	// Requests of other tests are decided or deleted.
-	s.eventually("nothing is pending", func() bool { return s.metrics()[pending] == 0 })
+	s.eventually("nothing is pending", func() bool { return ctest.Metrics(s)[pending] == 0 })
 
-	before := s.metrics()
+	before := ctest.Metrics(s)
 	s.awaitIssued(s.post(w, request{}))
 	s.awaitDenied(s.post(w, request{names: []string{"kubernetes", "*.example.org"}}))
 	s.awaitDenied(s.post(w, request{ips: []netip.Addr{victim.addr}}))
@@ -71,7 +46,7 @@ func TestMetrics_CountVerdicts(t *testing.T) {
 	defer func() { t.Logf("counted %v", counted) }()
 
 	s.eventually("all verdicts are counted", func() bool {
-		after := s.metrics()
+		after := ctest.Metrics(s)
 		for name := range wanted {
 			counted[name] = after[name] - before[name]
 		}
@@ -80,5 +55,5 @@ func TestMetrics_CountVerdicts(t *testing.T) {
 	})
 
 	s.remove(deferred)
-	s.eventually("the deleted request is not pending", func() bool { return s.metrics()[pending] == 0 })
+	s.eventually("the deleted request is not pending", func() bool { return ctest.Metrics(s)[pending] == 0 })
 }

@@ -19,6 +19,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
@@ -115,7 +116,7 @@ func TestServed_ChecksKubelet(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			s := alone(t)
 			w := s.known()
-			before := s.metrics()
+			before := ctest.Metrics(s)
 			leader, clk := s.watchful(w)
 			kubelet := leader.listen(w, test.listen(s))
 
@@ -131,7 +132,7 @@ func TestServed_ChecksKubelet(t *testing.T) {
 			}
 
 			s.eventually("the certificate is counted", func() bool {
-				after := s.metrics()
+				after := ctest.Metrics(s)
 
 				return after[notServed]-before[notServed] == test.notServed && after[unchecked]-before[unchecked] == test.unchecked
 			})
