@@ -24,10 +24,10 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
 
-// unprivileged is the ID of a user and group without rights.
+// unprivileged is the UID and GID of an unprivileged user.
 const unprivileged = 65534
 
-// TestBed_RequiresRoot runs this binary as a user without rights: it must fail, and say why.
+// TestBed_RequiresRoot runs this test binary as an unprivileged user.
 func TestBed_RequiresRoot(t *testing.T) {
 	self, err := os.ReadFile(os.Args[0])
 	require.NoError(t, err)
@@ -36,14 +36,14 @@ func TestBed_RequiresRoot(t *testing.T) {
 	copied := filepath.Join(dir, "bed.test")
 	require.NoError(t, os.WriteFile(copied, self, 0o755))
 
-	// Temporary directories are for their owner alone.
+	// By default, only the owner can access temporary directories.
 	for _, private := range []string{dir, filepath.Dir(dir)} {
 		require.NoError(t, os.Chmod(private, 0o755))
 	}
 
 	cmd := exec.CommandContext(t.Context(), copied, "-test.run=^$")
 	cmd.Dir = "/"
-	cmd.Env = append(os.Environ(), victim+"=/nowhere")
+	cmd.Env = append(os.Environ(), extensionEnv+"=/nowhere")
 	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: unprivileged, Gid: unprivileged}}
 
 	out, err := cmd.CombinedOutput()
@@ -51,7 +51,8 @@ func TestBed_RequiresRoot(t *testing.T) {
 	assert.Contains(t, string(out), talos.ErrNotRoot.Error())
 }
 
-func dial(ctx context.Context, m *talos.Machine) error {
+// checkReachable returns an error unless m's apid accepts connections from the bridge.
+func checkReachable(ctx context.Context, m *talos.Machine) error {
 	ctx, cancel := context.WithTimeout(ctx, time.Second)
 	defer cancel()
 
@@ -64,12 +65,12 @@ func dial(ctx context.Context, m *talos.Machine) error {
 }
 
 func TestBed_LinkDownDisconnectsMachine(t *testing.T) {
-	eventually(t, func(ctx context.Context) error { return dial(ctx, bed.Worker) })
+	eventually(t, func(ctx context.Context) error { return checkReachable(ctx, bed.Worker) })
 	require.NoError(t, bed.Worker.SetLink(t.Context(), "down"))
 
-	assert.Error(t, dial(t.Context(), bed.Worker), "the worker is reachable while its link is down")
+	assert.Error(t, checkReachable(t.Context(), bed.Worker), "the worker is reachable while its link is down")
 
-	// From within, the machine goes on.
+	// apid is still reachable from the machine's network namespace.
 	eventually(t, func(ctx context.Context) error {
 		_, err := resource[*v1alpha1.Service](ctx, bed.Worker, service)
 
@@ -77,12 +78,12 @@ func TestBed_LinkDownDisconnectsMachine(t *testing.T) {
 	})
 
 	require.NoError(t, bed.Worker.SetLink(t.Context(), "up"))
-	eventually(t, func(ctx context.Context) error { return dial(ctx, bed.Worker) })
+	eventually(t, func(ctx context.Context) error { return checkReachable(ctx, bed.Worker) })
 }
 
 func TestBed_LeavesNoProcessesWhenKilled(t *testing.T) {
 	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^$")
-	cmd.Env = append(os.Environ(), victim+"="+unpacked(version))
+	cmd.Env = append(os.Environ(), extensionEnv+"="+extensionDir(version))
 
 	output, err := cmd.StdoutPipe()
 	require.NoError(t, err)
@@ -90,16 +91,16 @@ func TestBed_LeavesNoProcessesWhenKilled(t *testing.T) {
 
 	var id string
 
-	// When etcd is bootstrapped, both machines are running.
+	// Both machines are running when the bed bootstraps etcd.
 	for scanner := bufio.NewScanner(output); scanner.Scan() && !strings.Contains(scanner.Text(), "bootstrap etcd"); {
 		if dir, ok := strings.CutPrefix(scanner.Text(), "Talos test bed: directory "); ok {
 			id = filepath.Base(dir)
 		}
 	}
 
-	require.NotEmpty(t, id, "the victim has created no bed")
+	require.NotEmpty(t, id, "the child process did not create a bed")
 
-	processes, err := processesOf(id)
+	processes, err := bedProcesses(id)
 	require.NoError(t, err)
 	require.NotEmpty(t, processes)
 
@@ -107,27 +108,27 @@ func TestBed_LeavesNoProcessesWhenKilled(t *testing.T) {
 	cmd.Wait() //nolint:errcheck // it was killed
 
 	took := eventually(t, func(context.Context) error {
-		processes, err := processesOf(id)
+		processes, err := bedProcesses(id)
 		if err == nil && len(processes) > 0 {
-			err = errors.New("there are still processes: " + strings.Join(processes, " "))
+			err = errors.New("processes of the bed are running: " + strings.Join(processes, " "))
 		}
 
 		return err
 	})
-	t.Logf("all processes were gone after %s", took)
+	t.Logf("all processes ended after %s", took)
 
 	require.NoError(t, talos.Sweep())
-	require.NoError(t, leftovers(id))
+	require.NoError(t, checkNoLeftovers(id))
 }
 
-// processesOf lists the processes of a bed's machines, by their cgroups.
-func processesOf(id string) ([]string, error) {
+// bedProcesses returns the /proc directories of the processes in a bed's cgroups.
+func bedProcesses(id string) ([]string, error) {
 	var found []string
 
 	files, err := filepath.Glob("/proc/[0-9]*/cgroup")
 
 	for _, file := range files {
-		if dir := filepath.Dir(file); names(file, id) && !zombie(dir) {
+		if dir := filepath.Dir(file); fileContains(file, id) && !isZombie(dir) {
 			found = append(found, dir)
 		}
 	}
@@ -135,43 +136,43 @@ func processesOf(id string) ([]string, error) {
 	return found, err
 }
 
-// names reports whether a file in /proc contains a word.
-func names(file, word string) bool {
+// fileContains reports whether a file exists and contains a text.
+func fileContains(file, text string) bool {
 	content, err := os.ReadFile(file)
 
-	return err == nil && strings.Contains(string(content), word)
+	return err == nil && strings.Contains(string(content), text)
 }
 
-// zombie reports whether a process has exited and has not been reaped yet.
-func zombie(dir string) bool {
+// isZombie reports whether the process with a /proc directory has exited.
+func isZombie(dir string) bool {
 	status, err := os.ReadFile(filepath.Join(dir, "status"))
 
 	return err != nil || strings.Contains(string(status), "State:\tZ")
 }
 
-// leftovers finds what a bed has left on this machine: processes, cgroups, mounts, files.
-func leftovers(id string) error {
-	processes, err := processesOf(id)
-	left := []error{err}
+// checkNoLeftovers returns an error unless all processes, cgroups, mounts and directories of a bed are removed.
+func checkNoLeftovers(id string) error {
+	processes, err := bedProcesses(id)
+	errs := []error{err}
 
 	for _, process := range processes {
-		left = append(left, fmt.Errorf("%s is left", process))
+		errs = append(errs, fmt.Errorf("process %s is running", process))
 	}
 
-	if names("/proc/self/mountinfo", id) {
-		left = append(left, fmt.Errorf("a mount of %s is left", id))
+	if fileContains("/proc/self/mountinfo", id) {
+		errs = append(errs, fmt.Errorf("a file system of %s is mounted", id))
 	}
 
 	for _, root := range []string{"/sys/fs/cgroup", filepath.Dir(bed.Dir())} {
 		err := filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {
 			if err == nil && entry.IsDir() && strings.Contains(entry.Name(), id) {
-				left = append(left, fmt.Errorf("%s is left", path))
+				errs = append(errs, fmt.Errorf("directory %s exists", path))
 			}
 
 			return nil
 		})
-		left = append(left, err)
+		errs = append(errs, err)
 	}
 
-	return errors.Join(left...)
+	return errors.Join(errs...)
 }

@@ -32,32 +32,32 @@ import (
 const (
 	servingPage = "../../docs/guides/serving-certificates.md"
 
-	// tokenSecret and a token's ID are the name of the token's Secret.
-	tokenSecret = "bootstrap-token-"
+	// tokenSecretPrefix and the ID of a bootstrap token are the name of its Secret.
+	tokenSecretPrefix = "bootstrap-token-"
 )
 
-// enforcePinning has requests with unexpected client certificates left pending, until the test ends.
+// enforcePinning enables credential pinning until the test ends: requests with unexpected client certificates stay pending.
 func enforcePinning(t *testing.T) {
 	t.Helper()
 
 	const value = "pinned"
 
-	applyConfig(t, rule(value)+"csrApproval: {credentialPinning: enforce}\n")
-	eventually(t, labeled("example.org/e2e", value))
+	applyConfig(t, labelRule(value)+"csrApproval: {credentialPinning: enforce}\n")
+	eventually(t, checkLabel("example.org/e2e", value))
 }
 
-// The bootstrap token of any worker obtains a client certificate for the control plane's Node. That must not obtain a
-// serving certificate: it would be for the API server's address.
+// TestServingCertificates_AreNotIssuedToBootstrapToken uses the bootstrap token of a worker to obtain a client certificate
+// for the control plane's Node. With it, a client must not obtain a serving certificate for the control plane's address.
 func TestServingCertificates_AreNotIssuedToBootstrapToken(t *testing.T) {
-	eventually(t, bothInitialized)
-	eventually(t, certified(bed.ControlPlane.Name(), bed.ControlPlane.Address()))
+	eventually(t, checkNodesInitialized)
+	eventually(t, checkServingCertificate(bed.ControlPlane.Name(), bed.ControlPlane.Address()))
 	enforcePinning(t)
 
-	token := anonymous(t)
+	token := anonymousConfig(t)
 	token.BearerToken = bootstrapToken(t)
 
 	name, key := requestCertificate(t, token, certificatesv1.KubeAPIServerClientKubeletSignerName, certificatesv1.UsageClientAuth)
-	stolen := anonymous(t)
+	stolen := anonymousConfig(t)
 	stolen.KeyData = key
 
 	took := eventually(t, func(ctx context.Context) error {
@@ -68,42 +68,43 @@ func TestServingCertificates_AreNotIssuedToBootstrapToken(t *testing.T) {
 
 		stolen.CertData = request.Status.Certificate
 
-		return lacks(*request, nil)
+		return checkCertificate(*request, nil)
 	})
-	t.Logf("the bootstrap token had a client certificate for %s after %s", bed.ControlPlane.Name(), took.Round(time.Millisecond))
+	t.Logf("the bootstrap token obtained a client certificate for %s after %s", bed.ControlPlane.Name(), took.Round(time.Millisecond))
 
 	start := time.Now()
 	name, _ = requestCertificate(t, stolen, certificatesv1.KubeletServingSignerName, certificatesv1.UsageServerAuth)
 
-	// It would be approved with the default configuration.
+	// With the default configuration, talos-ccm would approve the request after the test.
 	t.Cleanup(func() {
 		assert.NoError(t, client.CertificatesV1().CertificateSigningRequests().Delete(context.WithoutCancel(t.Context()), name, metav1.DeleteOptions{}))
 	})
 
-	t.Logf("%s was reported after %s", name, eventually(t, eventOf(csrapproval.ReasonUnexpectedCredential, start)).Round(time.Millisecond))
+	t.Logf("%s was reported after %s", name, eventually(t, checkEvent(csrapproval.ReasonUnexpectedCredential, start)).Round(time.Millisecond))
 
 	request, err := client.CertificatesV1().CertificateSigningRequests().Get(t.Context(), name, metav1.GetOptions{})
 	require.NoError(t, err)
-	assert.Empty(t, request.Status.Conditions, "%s is not pending", name)
+	assert.Empty(t, request.Status.Conditions, "conditions of CSR %s", name)
 }
 
-// The guide makes the token on the workers invalid. It is of no use then, and a worker that has joined does not need it.
+// TestDocs_LimitsBootstrapToken follows the guide, which invalidates the bootstrap token on the workers. A worker that has
+// joined does not need the token.
 func TestDocs_LimitsBootstrapToken(t *testing.T) {
-	eventually(t, bothInitialized)
+	eventually(t, checkNodesInitialized)
 
 	secrets := client.CoreV1().Secrets(metav1.NamespaceSystem)
 	before := activeConfig(t).Config().Cluster().Token()
-	stolen := anonymous(t)
+	stolen := anonymousConfig(t)
 	stolen.BearerToken = bootstrapToken(t)
 
-	secret, err := secrets.Get(t.Context(), tokenSecret+before.ID(), metav1.GetOptions{})
+	secret, err := secrets.Get(t.Context(), tokenSecretPrefix+before.ID(), metav1.GetOptions{})
 	require.NoError(t, err)
 
-	// Other tests need the token: they install the worker again.
+	// Tests that reinstall the worker need the old token.
 	t.Cleanup(func() {
 		patchMachine(t, bed.ControlPlane, "no-reboot", fmt.Sprintf("cluster: {token: %s.%s}", before.ID(), before.Secret()))
 
-		// Talos does not create it again: it is in the inventory of bootstrap manifests.
+		// Talos does not recreate the Secret, because the inventory of bootstrap manifests contains it.
 		secret.ResourceVersion, secret.UID = "", ""
 		_, err := secrets.Create(context.WithoutCancel(t.Context()), secret, metav1.CreateOptions{})
 		assert.NoError(t, err)
@@ -111,10 +112,10 @@ func TestDocs_LimitsBootstrapToken(t *testing.T) {
 	patchMachine(t, bed.ControlPlane, "no-reboot", yamlBlocks(t, servingPage, "Limit the bootstrap token")[0])
 
 	after := activeConfig(t).Config().Cluster().Token()
-	require.NotEqual(t, before.ID(), after.ID(), "the token is still the same")
+	require.NotEqual(t, before.ID(), after.ID(), "ID of the bootstrap token")
 
 	took := eventually(t, func(ctx context.Context) error {
-		_, err := secrets.Get(ctx, tokenSecret+after.ID(), metav1.GetOptions{})
+		_, err := secrets.Get(ctx, tokenSecretPrefix+after.ID(), metav1.GetOptions{})
 
 		return err
 	})
@@ -124,7 +125,7 @@ func TestDocs_LimitsBootstrapToken(t *testing.T) {
 
 	took = eventually(t, func(ctx context.Context) error {
 		if err := selfReview(ctx, stolen); !apierrors.IsUnauthorized(err) {
-			return fmt.Errorf("the old token is accepted: %v", err) //nolint:errorlint // may be nil
+			return fmt.Errorf("the old token is not rejected: %v", err) //nolint:errorlint // may be nil
 		}
 
 		return nil
@@ -146,23 +147,23 @@ func TestDocs_LimitsBootstrapToken(t *testing.T) {
 
 		return nil
 	})
-	t.Logf("the kubelet of the worker worked %s after a reboot", took.Round(time.Millisecond))
+	t.Logf("the worker's kubelet renewed its lease %s after a reboot", took.Round(time.Millisecond))
 }
 
-// selfReview asks the API server who the credential belongs to.
+// selfReview creates a SelfSubjectReview with a credential.
 func selfReview(ctx context.Context, credential *rest.Config) error {
-	as, err := kubernetes.NewForConfig(credential)
+	api, err := kubernetes.NewForConfig(credential)
 	if err != nil {
 		return err
 	}
 
-	_, err = as.AuthenticationV1().SelfSubjectReviews().Create(ctx, &authenticationv1.SelfSubjectReview{}, metav1.CreateOptions{})
+	_, err = api.AuthenticationV1().SelfSubjectReviews().Create(ctx, &authenticationv1.SelfSubjectReview{}, metav1.CreateOptions{})
 
 	return err
 }
 
-// anonymous is a configuration for the API server without credentials.
-func anonymous(t *testing.T) *rest.Config {
+// anonymousConfig returns a REST configuration without credentials.
+func anonymousConfig(t *testing.T) *rest.Config {
 	t.Helper()
 
 	admin, err := bed.RESTConfig()
@@ -171,7 +172,7 @@ func anonymous(t *testing.T) *rest.Config {
 	return rest.AnonymousClientConfig(admin)
 }
 
-// bootstrapToken is what Talos gives to the worker's kubelet.
+// bootstrapToken returns the bootstrap token of the worker's kubelet.
 func bootstrapToken(t *testing.T) string {
 	t.Helper()
 
@@ -181,8 +182,8 @@ func bootstrapToken(t *testing.T) string {
 	return config.BearerToken
 }
 
-// requestCertificate requests a certificate of the control plane's kubelet for a new key, and returns the name of the
-// request and the key.
+// requestCertificate requests a certificate for the control plane's kubelet and a new key, and returns the name of the CSR
+// and the key.
 func requestCertificate(t *testing.T, credential *rest.Config, signer string, usage certificatesv1.KeyUsage) (name string, key []byte) {
 	t.Helper()
 

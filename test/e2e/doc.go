@@ -1,3 +1,3 @@
-// Package e2e shows talos-ccm at work as the extension it is: on two real Talos machines with real kubelets (see test/talos). Its
-// tests need root and the build tag e2e.
+// Package e2e tests talos-ccm as a system extension on two real Talos machines with real kubelets (see test/talos). The
+// tests require root and the build tag e2e.
 package e2e

@@ -34,13 +34,13 @@ import (
 const (
 	timeout = 4 * time.Minute
 	tick    = 50 * time.Millisecond
-	// attempt limits one evaluation of a condition: a call to an API server that goes down may hang.
-	attempt = 30 * time.Second
-	// tries is how often something is tried that takes longer than promised on a busy machine.
-	tries = 3
+	// attemptTimeout limits one evaluation of a condition, because requests to a stopping API server may hang.
+	attemptTimeout = 30 * time.Second
+	// maxAttempts limits the attempts of requireWithin.
+	maxAttempts = 3
 )
 
-// eventually waits until condition returns nil, and returns how long that took. Cleanup functions use it, too.
+// eventually waits until condition returns nil, and returns the elapsed time. Cleanup functions can use it.
 func eventually(t *testing.T, condition func(ctx context.Context) error) time.Duration {
 	t.Helper()
 
@@ -49,11 +49,11 @@ func eventually(t *testing.T, condition func(ctx context.Context) error) time.Du
 	start := time.Now()
 
 	err := wait.PollUntilContextTimeout(context.WithoutCancel(t.Context()), tick, timeout, true, func(all context.Context) (bool, error) {
-		ctx, cancel := context.WithTimeout(all, attempt)
+		ctx, cancel := context.WithTimeout(all, attemptTimeout)
 		defer cancel()
 
 		err := condition(ctx)
-		if all.Err() == nil { // else err only says that the time is over
+		if all.Err() == nil { // otherwise err is only the timeout
 			last = err
 		}
 
@@ -64,28 +64,28 @@ func eventually(t *testing.T, condition func(ctx context.Context) error) time.Du
 	return time.Since(start)
 }
 
-// promptly repeats do, which returns how long its effects took, until they took no longer than limit: the machine that runs
-// this test may be busy for a while. What waits for a timer is late every time.
-func promptly(t *testing.T, limit time.Duration, do func() time.Duration) {
+// requireWithin calls measure up to maxAttempts times, until it returns at most limit. A busy host can delay single
+// attempts; a timer in the product delays all of them.
+func requireWithin(t *testing.T, limit time.Duration, measure func() time.Duration) {
 	t.Helper()
 
-	took := do()
+	took := measure()
 
-	for try := 1; try < tries && took > limit; try++ {
-		t.Logf("it took %s in try %d, and should take less than %s", took.Round(time.Millisecond), try, limit)
+	for attempt := 1; attempt < maxAttempts && took > limit; attempt++ {
+		t.Logf("attempt %d took %s, want at most %s", attempt, took.Round(time.Millisecond), limit)
 
-		took = do()
+		took = measure()
 	}
 
-	require.LessOrEqual(t, took, limit, "the last of %d tries", tries)
+	require.LessOrEqual(t, took, limit, "attempt %d", maxAttempts)
 }
 
-// getNode returns a Node by its name.
+// getNode returns the Node with a name.
 func getNode(ctx context.Context, name string) (*corev1.Node, error) {
 	return client.CoreV1().Nodes().Get(ctx, name, metav1.GetOptions{})
 }
 
-// nodeOf returns the Node of m.
+// nodeOf returns the Node of m. It retries until the request succeeds.
 func nodeOf(t *testing.T, m *talos.Machine) (node *corev1.Node) {
 	t.Helper()
 
@@ -98,7 +98,7 @@ func nodeOf(t *testing.T, m *talos.Machine) (node *corev1.Node) {
 	return node
 }
 
-// resource reads a resource of m.
+// resource returns a COSI resource of m.
 func resource[R meta.ResourceWithRD](ctx context.Context, m *talos.Machine, id string) (res R, err error) {
 	api, err := m.TalosClient(ctx)
 	if err != nil {
@@ -109,15 +109,16 @@ func resource[R meta.ResourceWithRD](ctx context.Context, m *talos.Machine, id s
 	return safe.StateGetByID[R](ctx, api.COSI, id)
 }
 
-// initialized returns an error unless the Node is right for the machine.
-func initialized(ctx context.Context, m *talos.Machine) error {
-	return initializedAs(ctx, m, m.Name(), providerID(m))
+// checkInitialized returns an error unless m's Node is initialized.
+func checkInitialized(ctx context.Context, m *talos.Machine) error {
+	return checkInitializedAs(ctx, m, m.Name(), providerID(m))
 }
 
+// providerID returns the providerID of m's Node.
 func providerID(m *talos.Machine) string { return "talos://container/" + m.Address().String() }
 
-// initializedAs returns an error unless the Node with the name and the providerID is right for the machine.
-func initializedAs(ctx context.Context, m *talos.Machine, name, providerID string) error {
+// checkInitializedAs returns an error unless the Node with a name is initialized with the providerID and m's address.
+func checkInitializedAs(ctx context.Context, m *talos.Machine, name, providerID string) error {
 	node, err := getNode(ctx, name)
 	if err != nil {
 		return err
@@ -137,12 +138,13 @@ func initializedAs(ctx context.Context, m *talos.Machine, name, providerID strin
 	return nil
 }
 
-func bothInitialized(ctx context.Context) error {
-	return errors.Join(initialized(ctx, bed.ControlPlane), initialized(ctx, bed.Worker))
+// checkNodesInitialized returns an error unless both Nodes are initialized.
+func checkNodesInitialized(ctx context.Context) error {
+	return errors.Join(checkInitialized(ctx, bed.ControlPlane), checkInitialized(ctx, bed.Worker))
 }
 
 func TestNodes_AreInitialized(t *testing.T) {
-	t.Logf("both Nodes are right %s after the bed was up", eventually(t, bothInitialized))
+	t.Logf("both Nodes were initialized after %s", eventually(t, checkNodesInitialized))
 
 	for _, m := range bed.Machines() {
 		node := nodeOf(t, m)
@@ -156,7 +158,7 @@ func TestNodes_AreInitialized(t *testing.T) {
 }
 
 func TestNodes_HaveAddressesOfTalos(t *testing.T) {
-	eventually(t, bothInitialized)
+	eventually(t, checkNodesInitialized)
 
 	for _, m := range bed.Machines() {
 		api, err := m.TalosClient(t.Context())
@@ -170,7 +172,7 @@ func TestNodes_HaveAddressesOfTalos(t *testing.T) {
 		for _, a := range nodeOf(t, m).Status.Addresses {
 			ip, err := netip.ParseAddr(a.Address)
 			if err != nil {
-				continue // a name
+				continue // host name
 			}
 
 			_, found := reported.Find(func(s *network.AddressStatus) bool { return s.TypedSpec().Address.Addr() == ip })
@@ -191,44 +193,44 @@ func TestExtension_NeedsNoKubernetesTalosAPIAccess(t *testing.T) {
 }
 
 func TestNodes_FollowPublicAddress(t *testing.T) {
-	eventually(t, bothInitialized)
-	reachesTheNode(t, bed.Worker, netip.MustParsePrefix("203.0.113.7/32"))
+	eventually(t, checkNodesInitialized)
+	requireAddressUpdates(t, bed.Worker, netip.MustParsePrefix("203.0.113.7/32"))
 }
 
-// reachesTheNode gives m a public address and takes it away again, and checks that the Node follows within two seconds. That
-// takes a connection to both machines.
-func reachesTheNode(t *testing.T, m *talos.Machine, prefix netip.Prefix) {
+// requireAddressUpdates adds a public address to m, removes it, and requires each change on the Node within two seconds.
+// Before, it waits until talos-ccm watches both machines.
+func requireAddressUpdates(t *testing.T, m *talos.Machine, prefix netip.Prefix) {
 	t.Helper()
 
-	eventually(t, bothCurrent)
-	promptly(t, 2*time.Second, func() time.Duration { return max(addAddress(t, m, prefix), removeAddress(t, m, prefix)) })
+	eventually(t, checkMachinesCurrent)
+	requireWithin(t, 2*time.Second, func() time.Duration { return max(addAddress(t, m, prefix), removeAddress(t, m, prefix)) })
 }
 
-// addAddress gives m an address, and returns how long it took to be on the Node.
+// addAddress adds an address to m, waits until the Node has it, and returns the elapsed time.
 func addAddress(t *testing.T, m *talos.Machine, prefix netip.Prefix) time.Duration {
 	t.Helper()
 	require.NoError(t, m.AddAddress(t.Context(), prefix))
 
-	took := eventually(t, externalIP(m, prefix.Addr(), present))
-	t.Logf("%s: %s was on the Node after %s", m.Name(), prefix, took.Round(time.Millisecond))
+	took := eventually(t, checkExternalIP(m, prefix.Addr(), present))
+	t.Logf("%s: %s was added to the Node after %s", m.Name(), prefix, took.Round(time.Millisecond))
 
 	return took
 }
 
-// removeAddress takes an address away from m, and returns how long it took to be gone from the Node. Cleanup functions use
-// it, too.
+// removeAddress removes an address from m, waits until the Node lacks it, and returns the elapsed time. Cleanup functions
+// can use it.
 func removeAddress(t *testing.T, m *talos.Machine, prefix netip.Prefix) time.Duration {
 	t.Helper()
 	require.NoError(t, m.RemoveAddress(context.WithoutCancel(t.Context()), prefix))
 
-	took := eventually(t, externalIP(m, prefix.Addr(), absent))
-	t.Logf("%s: %s was gone from the Node after %s", m.Name(), prefix, took.Round(time.Millisecond))
+	took := eventually(t, checkExternalIP(m, prefix.Addr(), absent))
+	t.Logf("%s: %s was removed from the Node after %s", m.Name(), prefix, took.Round(time.Millisecond))
 
 	return took
 }
 
-// externalIP returns an error unless ip is, or is not, an ExternalIP of m's Node.
-func externalIP(m *talos.Machine, ip netip.Addr, want presence) func(context.Context) error {
+// checkExternalIP returns a condition: m's Node has, or lacks, the ExternalIP ip.
+func checkExternalIP(m *talos.Machine, ip netip.Addr, want presence) func(context.Context) error {
 	return func(ctx context.Context) error {
 		node, err := getNode(ctx, m.Name())
 		if err != nil {
@@ -237,25 +239,22 @@ func externalIP(m *talos.Machine, ip netip.Addr, want presence) func(context.Con
 
 		external := corev1.NodeAddress{Type: corev1.NodeExternalIP, Address: ip.String()}
 
-		return want.check(presences[slices.Contains(node.Status.Addresses, external)], "%s: %v in %v", m.Name(), external, node.Status.Addresses)
+		return want.check(presence(slices.Contains(node.Status.Addresses, external)), "%s: %v in %v", m.Name(), external, node.Status.Addresses)
 	}
 }
 
-// presence is whether something should be there.
-type presence string
+// presence is whether an object contains an element.
+type presence bool
 
 const (
-	present presence = "there"
-	absent  presence = "not there"
+	present presence = true
+	absent  presence = false
 )
 
-// presences are the presences by what Contains functions return.
-var presences = map[bool]presence{true: present, false: absent}
-
-// check returns an error with a description unless the presence is as wanted.
+// check returns an error unless got equals want. The format and args describe the element.
 func (want presence) check(got presence, format string, args ...any) error {
 	if got != want {
-		return fmt.Errorf(format+" should be "+string(want), args...)
+		return fmt.Errorf(format+": present is %t, want %t", append(args, got, want)...)
 	}
 
 	return nil
@@ -269,14 +268,14 @@ func TestExtension_IdlesOnWorker(t *testing.T) {
 		}
 
 		if !state.TypedSpec().Running {
-			return errors.New("the service does not run on the worker")
+			return errors.New("the service is not running on the worker")
 		}
 
 		log, err := bed.Worker.Logs(ctx, service)
-		require.NotContains(t, log, "lease", "the worker's copy does not idle")
+		require.NotContains(t, log, "lease", "the instance on the worker takes part in leader election")
 
 		if err == nil && !strings.Contains(log, "Waiting for the local machine to become a control-plane machine") {
-			err = fmt.Errorf("the worker's copy does not say that it idles:\n%s", log)
+			err = fmt.Errorf("the instance on the worker does not log that it is waiting:\n%s", log)
 		}
 
 		return err
@@ -296,23 +295,23 @@ func TestExtension_DoesNotBlockBoot(t *testing.T) {
 	}
 }
 
-// renewedLately is the maximum age of the last renewal of a held lease: leaders renew every two seconds.
-const renewedLately = 5 * time.Second
+// maxLeaseAge is the maximum time since the last renewal of a held lease. Leaders renew every two seconds.
+const maxLeaseAge = 5 * time.Second
 
-// getLease returns the lease of talos-ccm's leader election.
+// getLease returns talos-ccm's leader election lease.
 func getLease(ctx context.Context) (*coordinationv1.Lease, error) {
 	return client.CoordinationV1().Leases(metav1.NamespaceSystem).Get(ctx, leaseName, metav1.GetOptions{})
 }
 
-// working returns an error unless an instance holds the lease and renews it.
-func working(ctx context.Context) error {
+// checkLeaseRenewed returns an error unless an instance holds the lease and renews it.
+func checkLeaseRenewed(ctx context.Context) error {
 	lease, err := getLease(ctx)
 	if err != nil {
 		return err
 	}
 
-	if holder := ptr.Deref(lease.Spec.HolderIdentity, ""); holder == "" || time.Since(lease.Spec.RenewTime.Time) > renewedLately {
-		return fmt.Errorf("%q holds the lease, renewed at %s", holder, lease.Spec.RenewTime)
+	if holder := ptr.Deref(lease.Spec.HolderIdentity, ""); holder == "" || time.Since(lease.Spec.RenewTime.Time) > maxLeaseAge {
+		return fmt.Errorf("the lease is held by %q and was last renewed at %s", holder, lease.Spec.RenewTime)
 	}
 
 	return nil

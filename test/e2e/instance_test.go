@@ -16,28 +16,28 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// instance is a talos-ccm that is no extension. It is where other machines would be, and waits for the lease.
+// instance is a talos-ccm process on the host, in the network of the machines. It is a second candidate for the lease.
 type instance struct {
 	dir   string
 	ended chan struct{}
-	// err is how it ended; valid once ended is closed.
+	// err is the result of the process. It is valid after ended is closed.
 	err error
 }
 
-// startInstance starts one, of the version that the machines booted with, with the configuration of the test.
+// startInstance starts an instance of the first version with upgradeRules, and waits until it is a candidate for the lease.
 func startInstance(t *testing.T) *instance {
 	t.Helper()
 
 	i := &instance{dir: t.TempDir(), ended: make(chan struct{})}
 
-	for name, content := range map[string][]byte{"kubeconfig": bed.Kubeconfig(), "config.yaml": []byte(keptRules)} {
+	for name, content := range map[string][]byte{"kubeconfig": bed.Kubeconfig(), "config.yaml": []byte(upgradeRules)} {
 		require.NoError(t, os.WriteFile(filepath.Join(i.dir, name), content, 0o600))
 	}
 
-	// It outlives the time without an API server, as an instance on another machine would, and asks for the lease more often than the extension, which
-	// starts at the same time as the API server. The environment is for flags.
+	// The long lease keeps the instance running without an API server, and the short retry period lets it acquire the lease
+	// before the extension, which starts with the API server. Variables of the environment would set flags.
 	script := fmt.Sprintf(`cd %s && echo $$ > pid && exec env -i %s --talosconfig=$TALOSCONFIG --kubeconfig=kubeconfig --cloud-config=config.yaml \
-		--leader-elect-lease-duration=5m --leader-elect-renew-deadline=4m --leader-elect-retry-period=500ms 2> log`, i.dir, binary())
+		--leader-elect-lease-duration=5m --leader-elect-renew-deadline=4m --leader-elect-retry-period=500ms 2> log`, i.dir, binaryPath())
 
 	ctx, kill := context.WithCancel(context.WithoutCancel(t.Context()))
 
@@ -54,7 +54,7 @@ func startInstance(t *testing.T) *instance {
 
 	eventually(t, func(context.Context) error {
 		if log := i.log(); !strings.Contains(log, "leader lease") {
-			return fmt.Errorf("the other instance does not wait for the lease:\n%s", log)
+			return fmt.Errorf("the other instance is not waiting for the lease:\n%s", log)
 		}
 
 		return nil
@@ -63,7 +63,7 @@ func startInstance(t *testing.T) *instance {
 	return i
 }
 
-// log is what the instance has logged, or why that cannot be read.
+// log returns the log of the instance, or the error to read it.
 func (i *instance) log() string {
 	log, err := os.ReadFile(filepath.Join(i.dir, "log"))
 	if err != nil {
@@ -73,7 +73,7 @@ func (i *instance) log() string {
 	return string(log)
 }
 
-// stop tells the instance to end, and waits until it has.
+// stop terminates the instance, and requires that it succeeds.
 func (i *instance) stop(t *testing.T) {
 	t.Helper()
 

@@ -23,37 +23,41 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
 
-// service is talos-ccm's, as Talos calls it.
+// service is the name of talos-ccm's Talos service.
 const service = "ext-talos-ccm"
 
-// The versions of talos-ccm that are built. The machines boot with the first; TestUpgrade goes on to the other.
+// The versions of talos-ccm that are built. The machines boot with version; TestUpgrade upgrades them to nextVersion.
 const (
 	version     = "v0.1.0"
 	nextVersion = "v0.1.1"
 )
 
-// victim in the environment is the directory of the extension that this binary brings up a bed with, to be killed.
-const victim = "TALOS_CCM_TEST_VICTIM"
+// extensionEnv is the environment variable with the extension directory for a child process of these tests, which builds
+// no images.
+const extensionEnv = "TALOS_CCM_TEST_EXTENSION"
 
-// quickPatch has Kubernetes notice after 20 s, not 50 s, that a kubelet no longer renews its lease, which it does every 10 s.
-const quickPatch = `cluster: {controllerManager: {extraArgs: {node-monitor-grace-period: 20s}}}`
+// nodeMonitorPatch reduces the time after which a Node whose kubelet does not renew its lease becomes unreachable from 50 s
+// to 20 s. Kubelets renew their leases every 10 s.
+const nodeMonitorPatch = `cluster: {controllerManager: {extraArgs: {node-monitor-grace-period: 20s}}}`
 
-// bed and client are shared by all tests: it takes longer to boot than they take together.
+// bed and client are shared by all tests because booting is slow.
 var (
 	bed    *talos.Bed
 	client kubernetes.Interface
-	// workDir is where everything is built; it is gone when the tests end.
+	// workDir contains all build results. It is removed after the tests.
 	workDir string
 )
 
-// artifacts is what make image has written of a version.
-func artifacts(version string) string { return filepath.Join(workDir, version) }
+// artifactsDir returns the directory with the artifacts of make image for a version.
+func artifactsDir(version string) string { return filepath.Join(workDir, version) }
 
-// unpacked is where the extension's image of a version is unpacked.
-func unpacked(version string) string { return filepath.Join(artifacts(version), "extension") }
+// extensionDir returns the directory with the unpacked extension image of a version.
+func extensionDir(version string) string { return filepath.Join(artifactsDir(version), "extension") }
 
-// binary is the talos-ccm that the machines booted with.
-func binary() string { return filepath.Join(artifacts(version), "talos-ccm-linux-"+runtime.GOARCH) }
+// binaryPath returns the path of the talos-ccm binary that the machines boot with.
+func binaryPath() string {
+	return filepath.Join(artifactsDir(version), "talos-ccm-linux-"+runtime.GOARCH)
+}
 
 func TestMain(m *testing.M) {
 	os.Exit(run(m))
@@ -64,32 +68,32 @@ func run(m *testing.M) int {
 	defer stop()
 
 	options := talos.Options{
-		Extension:           os.Getenv(victim),
-		ControlPlanePatches: []string{noAllocatorPatch, quickPatch},
+		Extension:           os.Getenv(extensionEnv),
+		ControlPlanePatches: []string{disableNodeIPAMPatch, nodeMonitorPatch},
 	}
 
 	if options.Extension == "" {
 		var err error
 
 		if workDir, err = os.MkdirTemp("", "talos-ccm-e2e-"); err != nil {
-			return failed(err)
+			return fail(err)
 		}
 
 		defer os.RemoveAll(workDir) //nolint:errcheck // a temporary directory
 
-		if err := errors.Join(makeImage(ctx, version), makeImage(ctx, nextVersion)); err != nil {
-			return failed(err)
+		if err := errors.Join(buildImages(ctx, version), buildImages(ctx, nextVersion)); err != nil {
+			return fail(err)
 		}
 
-		options.Extension, options.LogDir = unpacked(version), os.Getenv("TALOS_CCM_LOGS")
+		options.Extension, options.LogDir = extensionDir(version), os.Getenv("TALOS_CCM_LOGS")
 	}
 
 	var err error
 	if bed, err = talos.Up(ctx, options); err != nil {
-		return failed(err)
+		return fail(err)
 	}
 
-	// A test binary that gets Ctrl-C would just die, and leave files to the next run's sweep.
+	// By default, Ctrl-C ends a test binary without cleanup.
 	defer context.AfterFunc(ctx, func() {
 		if err := bed.Down(); err != nil {
 			fmt.Fprintln(os.Stderr, err)
@@ -101,34 +105,35 @@ func run(m *testing.M) int {
 	client = bed.Kubernetes()
 	code := m.Run()
 
-	if err := errors.Join(bed.Down(), leftovers(bed.ID())); err != nil {
-		return failed(err)
+	if err := errors.Join(bed.Down(), checkNoLeftovers(bed.ID())); err != nil {
+		return fail(err)
 	}
 
 	return code
 }
 
-func failed(err error) int {
+// fail prints an error and returns the exit code.
+func fail(err error) int {
 	fmt.Fprintln(os.Stderr, err)
 
 	return 1
 }
 
-// makeImage builds the images as users do, for this architecture, and unpacks the extension image.
-func makeImage(ctx context.Context, version string) error {
-	cmd := exec.CommandContext(ctx, "make", "--directory=../..", "image", "ARTIFACTS="+artifacts(version), "ARCHES="+runtime.GOARCH, "TAG="+version,
+// buildImages runs make image for this architecture, and unpacks the extension image.
+func buildImages(ctx context.Context, version string) error {
+	cmd := exec.CommandContext(ctx, "make", "--directory=../..", "image", "ARTIFACTS="+artifactsDir(version), "ARCHES="+runtime.GOARCH, "TAG="+version,
 		"SOURCE_DATE_EPOCH="+strconv.FormatInt(time.Now().Unix(), 10))
-	// Drop the flags of the make that runs this test.
+	// Do not inherit the flags of the make that runs this test.
 	cmd.Env = append(os.Environ(), "MAKEFLAGS=")
 
 	if output, err := cmd.CombinedOutput(); err != nil {
 		return fmt.Errorf("make image of %s: %w\n%s", version, err, output)
 	}
 
-	index, err := layout.ImageIndexFromPath(filepath.Join(artifacts(version), "oci"))
+	index, err := layout.ImageIndexFromPath(filepath.Join(artifactsDir(version), "oci"))
 	if err != nil {
 		return err
 	}
 
-	return image.Unpack(index, runtime.GOARCH, unpacked(version))
+	return image.Unpack(index, runtime.GOARCH, extensionDir(version))
 }

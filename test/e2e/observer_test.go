@@ -30,28 +30,31 @@ import (
 // leaseName is the name of talos-ccm's leader election lease.
 const leaseName = "cloud-controller-manager-talos"
 
-// observer sees every version of the Nodes and of the lease that an API server tells of.
+// observer records changes of the Nodes and holders of the lease. It watches both.
 type observer struct {
-	// What was, when the observation began.
-	before    map[string]*corev1.Node
+	// before contains the Nodes at the start, by name.
+	before map[string]*corev1.Node
+	// extension is the holder identity of the extension.
 	extension string
 
 	stop  context.CancelFunc
 	group sync.WaitGroup
 
-	// What was seen.
-	mu               sync.Mutex
-	versions         int
+	mu sync.Mutex
+	// versions is the number of observed versions of Nodes.
+	versions int
+	// changes are the differences of Nodes, and holders the consecutive holders of the lease.
 	changes, holders []string
-	renewed          time.Time
+	// renewed is the last renewal of the lease.
+	renewed time.Time
 }
 
-// observe begins to compare Nodes to what they are now, while the extension holds the lease.
+// observe starts an observer when the extension holds the lease.
 func observe(t *testing.T) *observer {
 	t.Helper()
 
-	// The one that is held: an instance that has just started may be about to take it.
-	eventually(t, heldBy(theExtension))
+	// An instance that has just started may acquire the lease later.
+	eventually(t, checkLeaseHeldBy(extensionHolder))
 
 	lease, err := getLease(t.Context())
 	require.NoError(t, err)
@@ -67,14 +70,15 @@ func observe(t *testing.T) *observer {
 	lock := cache.NewListWatchFromClient(client.CoordinationV1().RESTClient(), "leases", metav1.NamespaceSystem,
 		fields.OneTermEqualSelector(metav1.ObjectNameField, leaseName))
 
-	o.group.Go(func() { follow(ctx, nodes, o.seeNode) })
-	o.group.Go(func() { follow(ctx, lock, o.seeLease) })
+	o.group.Go(func() { watchObjects(ctx, nodes, o.recordNode) })
+	o.group.Go(func() { watchObjects(ctx, lock, o.recordLease) })
 
 	return o
 }
 
-// follow shows the versions of some objects, and goes on when an API server does. What it does not tell of before it ends is seen in its result only.
-func follow(ctx context.Context, objects *cache.ListWatch, see func(runtime.Object)) {
+// watchObjects calls record for each version of the objects. It lists and watches again when a watch ends, so it can miss
+// versions between a stop of the API server and its restart.
+func watchObjects(ctx context.Context, objects *cache.ListWatch, record func(runtime.Object)) {
 	wait.UntilWithContext(ctx, func(ctx context.Context) {
 		list, err := objects.ListWithContext(ctx, metav1.ListOptions{})
 		if err != nil {
@@ -87,7 +91,7 @@ func follow(ctx context.Context, objects *cache.ListWatch, see func(runtime.Obje
 		}
 
 		for _, item := range items {
-			see(item)
+			record(item)
 		}
 
 		from, err := meta.ListAccessor(list)
@@ -102,15 +106,16 @@ func follow(ctx context.Context, objects *cache.ListWatch, see func(runtime.Obje
 		defer versions.Stop()
 
 		for event := range versions.ResultChan() {
-			see(event.Object)
+			record(event.Object)
 		}
 	}, tick)
 }
 
-func (o *observer) seeNode(object runtime.Object) {
+// recordNode records the difference between a Node and its version at the start.
+func (o *observer) recordNode(object runtime.Object) {
 	node, ok := object.(*corev1.Node)
 	if !ok {
-		return // the end of a watch
+		return // the error that ends a watch
 	}
 
 	o.mu.Lock()
@@ -118,15 +123,17 @@ func (o *observer) seeNode(object runtime.Object) {
 
 	o.versions++
 
-	if change := changed(o.before[node.Name], node); change != "" && !slices.Contains(o.changes, change) {
+	change := cmp.Diff(persistentFields(o.before[node.Name]), persistentFields(node))
+	if change != "" && !slices.Contains(o.changes, change) {
 		o.changes = append(o.changes, change)
 	}
 }
 
-func (o *observer) seeLease(object runtime.Object) {
+// recordLease records the holder of the lease and its last renewal.
+func (o *observer) recordLease(object runtime.Object) {
 	lease, ok := object.(*coordinationv1.Lease)
 	if !ok {
-		return // the end of a watch
+		return // the error that ends a watch
 	}
 
 	holder, name := lease.Spec.HolderIdentity, "other instance"
@@ -150,59 +157,56 @@ func (o *observer) seeLease(object runtime.Object) {
 	}
 }
 
-// otherInstanceWorks says what is missing for the other instance to be seen to hold the lease and renew it.
-func (o *observer) otherInstanceWorks(context.Context) error {
+// checkHeldByOther returns an error unless the observer has seen that the other instance holds and renews the lease.
+func (o *observer) checkHeldByOther(context.Context) error {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 
-	if len(o.holders) == 0 || o.holders[len(o.holders)-1] != "other instance" || time.Since(o.renewed) > renewedLately {
-		return fmt.Errorf("the lease was seen to be held by %s, until %s", strings.Join(o.holders, ", "), o.renewed)
+	if len(o.holders) == 0 || o.holders[len(o.holders)-1] != "other instance" || time.Since(o.renewed) > maxLeaseAge {
+		return fmt.Errorf("the lease was held by %s, and last renewed at %s", strings.Join(o.holders, ", "), o.renewed)
 	}
 
 	return nil
 }
 
-// judge ends the observation. Nodes must have been what they were before all the time, and those who held the lease, one after the other, as in one of
-// the sequences.
-func (o *observer) judge(t *testing.T, sequences ...string) {
+// finish stops the observer. It requires that no Node changed, and that the holders of the lease match one of the sequences.
+func (o *observer) finish(t *testing.T, sequences ...string) {
 	t.Helper()
 
 	o.stop()
 	o.group.Wait()
 
 	holders := strings.Join(o.holders, ", ")
-	t.Logf("the Nodes were seen in %d versions; the lease was held by: %s", o.versions, holders)
+	t.Logf("observed %d versions of Nodes; holders of the lease: %s", o.versions, holders)
 
 	assert.Empty(t, o.changes, "changes of Nodes")
 	assert.Contains(t, sequences, holders, "holders of the lease")
 }
 
-// lasting is the part of a Node that must not change while its machine is upgraded: everything except versions and what a reboot changes.
-func lasting(node *corev1.Node) *corev1.Node {
-	kept := &corev1.Node{
+// persistentFields returns a Node with only the fields that must not change during an upgrade of its machine.
+func persistentFields(node *corev1.Node) *corev1.Node {
+	persistent := &corev1.Node{
 		ObjectMeta: metav1.ObjectMeta{
-			Name: node.Name, UID: node.UID, Labels: without(node.Labels, versionLabel), Annotations: without(node.Annotations, constants.AnnotationCordonedKey),
+			Name: node.Name, UID: node.UID, Labels: withoutKey(node.Labels, versionLabel), Annotations: withoutKey(node.Annotations, constants.AnnotationCordonedKey),
 		},
 		Spec:   *node.Spec.DeepCopy(),
 		Status: corev1.NodeStatus{Addresses: node.Status.Addresses},
 	}
 
-	kept.Spec.Unschedulable = false // Talos drains its Node
-	// The bed's reboot is a shutdown. One that takes long enough for Kubernetes to notice it taints the Node.
-	kept.Spec.Taints = slices.DeleteFunc(kept.Spec.Taints, func(taint corev1.Taint) bool {
+	persistent.Spec.Unschedulable = false // Talos drains its Node
+	// The bed reboots with a shutdown. If it takes long, Kubernetes and talos-ccm taint the Node.
+	persistent.Spec.Taints = slices.DeleteFunc(persistent.Spec.Taints, func(taint corev1.Taint) bool {
 		return strings.HasPrefix(taint.Key, "node.kubernetes.io/") || taint.Key == cloudproviderapi.TaintNodeShutdown
 	})
-	slices.SortFunc(kept.Spec.Taints, func(a, b corev1.Taint) int { return strings.Compare(a.Key, b.Key) })
+	slices.SortFunc(persistent.Spec.Taints, func(a, b corev1.Taint) int { return strings.Compare(a.Key, b.Key) })
 
-	return kept
+	return persistent
 }
 
-func without(all map[string]string, key string) map[string]string {
+// withoutKey returns a copy of a map without a key.
+func withoutKey(all map[string]string, key string) map[string]string {
 	rest := maps.Clone(all)
 	delete(rest, key)
 
 	return rest
 }
-
-// changed says in what a Node is not what it was.
-func changed(before, now *corev1.Node) string { return cmp.Diff(lasting(before), lasting(now)) }

@@ -11,10 +11,11 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// noAllocatorPatch turns kube-controller-manager's allocator off, as docs/explanation/pod-cidrs.md has it.
-const noAllocatorPatch = `cluster: {controllerManager: {extraArgs: {controllers: "-node-ipam-controller"}}}`
+// disableNodeIPAMPatch disables kube-controller-manager's node-ipam-controller, as in docs/explanation/pod-cidrs.md.
+const disableNodeIPAMPatch = `cluster: {controllerManager: {extraArgs: {controllers: "-node-ipam-controller"}}}`
 
-// podCIDRsEnvironment turns ours on. That there is to be IPv6 Talos does not know here: the bed's network has none.
+// podCIDRsEnvironment enables talos-ccm's node-ipam-controller. The default of the cluster CIDR, Talos's podSubnets, has no
+// IPv6 subnet in the bed.
 const podCIDRsEnvironment = `environment:
   - TALOS_CCM_CONTROLLERS=*,node-ipam-controller
   - TALOS_CCM_ALLOCATE_NODE_CIDRS=true
@@ -22,7 +23,7 @@ const podCIDRsEnvironment = `environment:
   - TALOS_CCM_CLUSTER_CIDR=10.244.0.0/16,fd00:10:244::/56
 `
 
-// Each Node gets an IPv4 block of the cluster's and an IPv6 block of its own machine's prefix, and keeps them.
+// TestPodCIDRs requires that each Node gets an IPv4 CIDR of the cluster CIDR and an IPv6 CIDR of its machine's prefix.
 func TestPodCIDRs(t *testing.T) {
 	ctx := t.Context()
 
@@ -30,31 +31,29 @@ func TestPodCIDRs(t *testing.T) {
 		require.Empty(t, nodeOf(t, m).Spec.PodCIDRs, m.Name())
 	}
 
-	// Two sites.
-	sites := map[string]netip.Prefix{
+	addresses := map[string]netip.Prefix{
 		bed.ControlPlane.Name(): netip.MustParsePrefix("2001:db8:77:a::2/64"),
 		bed.Worker.Name():       netip.MustParsePrefix("2001:db8:77:b::3/64"),
 	}
 
 	for _, m := range bed.Machines() {
-		require.NoError(t, m.AddAddress(ctx, sites[m.Name()]))
-
-		// What comes next compares Nodes with machines.
-		t.Cleanup(func() { removeAddress(t, m, sites[m.Name()]) })
+		require.NoError(t, m.AddAddress(ctx, addresses[m.Name()]))
+		t.Cleanup(func() { removeAddress(t, m, addresses[m.Name()]) })
 	}
 
 	t.Cleanup(func() { removeDocument(t) })
 	patchDocument(t, podCIDRsEnvironment)
 
-	took := eventually(t, func(ctx context.Context) error { return withoutPodCIDRs(ctx, sites) })
-	t.Logf("podCIDRs are there %s after the document", took)
+	took := eventually(t, func(ctx context.Context) error { return checkPodCIDRs(ctx, addresses) })
+	t.Logf("both Nodes had podCIDRs %s after the configuration was applied", took)
 }
 
-// withoutPodCIDRs says which machine's Node has not got one block of each family where it should be from.
-func withoutPodCIDRs(ctx context.Context, sites map[string]netip.Prefix) error {
-	seen := map[string]string{}
+// checkPodCIDRs returns an error unless each Node has a unique IPv4 CIDR of the cluster CIDR, and an IPv6 CIDR of the prefix
+// of its machine's address that does not contain the address.
+func checkPodCIDRs(ctx context.Context, addresses map[string]netip.Prefix) error {
+	owners := map[string]string{}
 
-	for name, site := range sites {
+	for name, address := range addresses {
 		node, err := getNode(ctx, name)
 		if err != nil {
 			return err
@@ -66,15 +65,15 @@ func withoutPodCIDRs(ctx context.Context, sites map[string]netip.Prefix) error {
 
 		ipv4, ipv6 := netip.MustParsePrefix(node.Spec.PodCIDRs[0]), netip.MustParsePrefix(node.Spec.PodCIDRs[1])
 
-		if other := seen[ipv4.String()]; other != "" || ipv4.Bits() != 24 || !netip.MustParsePrefix("10.244.0.0/16").Contains(ipv4.Addr()) {
-			return fmt.Errorf("%s has %s, and so has %q", name, ipv4, other)
+		if owner := owners[ipv4.String()]; owner != "" || ipv4.Bits() != 24 || !netip.MustParsePrefix("10.244.0.0/16").Contains(ipv4.Addr()) {
+			return fmt.Errorf("%s has %s, want a /24 of the cluster CIDR; the owner is %q", name, ipv4, owner)
 		}
 
-		if ipv6.Bits() != 80 || !site.Masked().Contains(ipv6.Addr()) || ipv6.Contains(site.Addr()) {
-			return fmt.Errorf("%s has %s, and its machine is %s", name, ipv6, site)
+		if ipv6.Bits() != 80 || !address.Masked().Contains(ipv6.Addr()) || ipv6.Contains(address.Addr()) {
+			return fmt.Errorf("%s has %s, want a /80 of %s without the machine's address", name, ipv6, address)
 		}
 
-		seen[ipv4.String()] = name
+		owners[ipv4.String()] = name
 	}
 
 	return nil

@@ -18,7 +18,7 @@ import (
 )
 
 func TestExtension_RunsUnprivileged(t *testing.T) {
-	const start = 10 * time.Second // until then a process may have them
+	const grace = 10 * time.Second // a process may have privileges while it starts
 
 	for _, m := range bed.Machines() {
 		seen := map[int]time.Time{}
@@ -34,8 +34,8 @@ func TestExtension_RunsUnprivileged(t *testing.T) {
 					seen[pid] = time.Now()
 				}
 
-				if err := privileges(pid); err != nil {
-					require.Less(t, time.Since(seen[pid]), start, "%s: pid %d: %v", m.Name(), pid, err)
+				if err := checkUnprivileged(pid); err != nil {
+					require.Less(t, time.Since(seen[pid]), grace, "%s: pid %d: %v", m.Name(), pid, err)
 
 					return fmt.Errorf("%s: pid %d: %w", m.Name(), pid, err)
 				}
@@ -48,8 +48,8 @@ func TestExtension_RunsUnprivileged(t *testing.T) {
 	}
 }
 
-// privileges returns an error unless the process has no privileges.
-func privileges(pid int) error {
+// checkUnprivileged returns an error unless the process has no privileges.
+func checkUnprivileged(pid int) error {
 	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
 	if err != nil {
 		return err
@@ -65,18 +65,18 @@ func privileges(pid int) error {
 		"CapAmb: 0000000000000000", "NoNewPrivs: 1",
 	} {
 		if !slices.Contains(lines, want) {
-			return fmt.Errorf("no line %q in\n%s", want, status)
+			return fmt.Errorf("process status lacks line %q:\n%s", want, status)
 		}
 	}
 
 	return nil
 }
 
-// calls matches what machined logs of a call that it has answered: the method and the roles the caller named.
+// calls matches machined's log lines of completed calls. The groups are the method and the roles of the caller.
 var calls = regexp.MustCompile(`\[(/[^]]+)\] .*talos-role=([^;)]*)`)
 
 func TestExtension_UsesAdminRoleOnlyForDocumentedCalls(t *testing.T) {
-	eventually(t, bothInitialized)
+	eventually(t, checkNodesInitialized)
 
 	log, err := bed.ControlPlane.Logs(t.Context(), "machined")
 	require.NoError(t, err)
@@ -86,7 +86,7 @@ func TestExtension_UsesAdminRoleOnlyForDocumentedCalls(t *testing.T) {
 	for line := range strings.Lines(log) {
 		match := calls.FindStringSubmatch(line)
 		if match == nil || strings.Contains(line, "+proxy") {
-			continue // no call, or one that apid forwards, such as this test's own
+			continue // not a call, or forwarded by apid, such as those of this test
 		}
 
 		counts[match[2]+" "+match[1]]++
@@ -97,11 +97,11 @@ func TestExtension_UsesAdminRoleOnlyForDocumentedCalls(t *testing.T) {
 
 		switch call {
 		case "os:reader /cosi.resource.State/Get", "os:reader /cosi.resource.State/List", "os:reader /cosi.resource.State/Watch":
-		case "os:admin /machine.MachineService/GenerateClientConfiguration", // mint the os:reader certificate
-			"os:admin /cosi.resource.State/Get",   // read LocalhostAdminKubeconfig
-			"os:admin /cosi.resource.State/Watch": // hear of a new one
+		case "os:admin /machine.MachineService/GenerateClientConfiguration", // issue the os:reader certificate
+			"os:admin /cosi.resource.State/Get",   // get LocalhostAdminKubeconfig
+			"os:admin /cosi.resource.State/Watch": // watch LocalhostAdminKubeconfig
 		default:
-			t.Errorf("talos-ccm made the call %s", call)
+			t.Errorf("talos-ccm made the undocumented call %s", call)
 		}
 	}
 

@@ -25,8 +25,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
 
-// renderedRules set something of each kind that stays on a Node.
-const renderedRules = `transformations:
+// renderRules sets labels, annotations and taints that talos-ccm keeps on Nodes, and a zone.
+const renderRules = `transformations:
   - name: size
     labels:
       example.org/size: '{{ .InstanceType | lower }}'
@@ -45,41 +45,41 @@ const renderedRules = `transformations:
       Zone: rack-1
 `
 
-// networkAnnotation matches the annotation with links and subnets.
+// networkAnnotation matches the annotation with the links and subnets of a machine.
 var networkAnnotation = regexp.MustCompile(`example\.org/network \S*\blo\b\S* in \S+/`)
 
 func TestRender_MatchesNodes(t *testing.T) {
-	eventually(t, bothInitialized)
+	eventually(t, checkNodesInitialized)
 
 	rules := filepath.Join(t.TempDir(), "config.yaml")
-	require.NoError(t, os.WriteFile(rules, []byte(renderedRules), 0o644))
+	require.NoError(t, os.WriteFile(rules, []byte(renderRules), 0o644))
 
-	applyConfig(t, renderedRules)
+	applyConfig(t, renderRules)
 
 	for _, m := range bed.Machines() {
 		printed := filepath.Join(t.TempDir(), "machine.yaml")
 		shell(t, strings.ReplaceAll(preview.Command("Links", "Subnets", "TalosVersion"), "NODE", m.Address().String())+" > "+printed)
 
-		for way, flags := range map[string]string{
+		for source, flags := range map[string]string{
 			"what talosctl prints": "--machine " + printed,
 			"the live machine":     "--node " + m.Address().String(),
 		} {
-			t.Run(m.Name()+", from "+way, func(t *testing.T) {
+			t.Run(m.Name()+", from "+source, func(t *testing.T) {
 				var reports []preview.Report
-				require.NoError(t, json.Unmarshal(shell(t, binary()+" render --config "+rules+" --arch amd64 -o json "+flags), &reports))
+				require.NoError(t, json.Unmarshal(shell(t, binaryPath()+" render --config "+rules+" --arch amd64 -o json "+flags), &reports))
 
 				assert.Regexp(t, networkAnnotation, fmt.Sprint(reports[0].Annotations))
 
-				took := eventually(t, func(ctx context.Context) error { return differs(ctx, m, reports[0]) })
-				t.Logf("the Node was as rendered after %s", took.Round(time.Millisecond))
+				took := eventually(t, func(ctx context.Context) error { return checkRendered(ctx, m, reports[0]) })
+				t.Logf("the Node matched the report after %s", took.Round(time.Millisecond))
 			})
 		}
 
-		t.Logf("\n%s", shell(t, binary()+" render --config "+rules+" --machine "+printed))
+		t.Logf("\n%s", shell(t, binaryPath()+" render --config "+rules+" --machine "+printed))
 	}
 }
 
-// shell runs a script on the bed, also when the test is tidying up, and fails the test if the script fails.
+// shell runs a script with Bed.Shell, requires that it succeeds, and returns its output. Cleanup functions can use it.
 func shell(t *testing.T, script string) []byte {
 	t.Helper()
 
@@ -89,27 +89,28 @@ func shell(t *testing.T, script string) []byte {
 	return out
 }
 
-// differs returns an error unless m's Node is as rendered.
-func differs(ctx context.Context, m *talos.Machine, report preview.Report) error {
+// checkRendered returns an error unless m's Node matches the report.
+func checkRendered(ctx context.Context, m *talos.Machine, report preview.Report) error {
 	node, err := getNode(ctx, m.Name())
 	if err != nil {
 		return err
 	}
 
-	if diff := cmp.Diff(report, observed(node, report)); diff != "" {
+	if diff := cmp.Diff(report, reportOf(node, report)); diff != "" {
 		return errors.New(diff)
 	}
 
 	return nil
 }
 
-// observed is a Report of what a Node carries of ours. It has the rules and problems of the report that it is to be compared with: a Node does not tell.
-func observed(node *corev1.Node, report preview.Report) preview.Report {
-	seen := preview.Report{
+// reportOf returns a Report of what talos-ccm has set on a Node. Rules and problems, which are not on the Node, are copied
+// from report.
+func reportOf(node *corev1.Node, report preview.Report) preview.Report {
+	got := preview.Report{
 		Node: report.Node, Name: node.Name, Problems: report.Problems,
 		ProviderID:  &preview.Text{Value: node.Spec.ProviderID, Rule: report.ProviderID.Rule},
-		Labels:      ours(node, "f:labels", node.Labels, report.Labels),
-		Annotations: ours(node, "f:annotations", node.Annotations, report.Annotations),
+		Labels:      appliedEntries(node, "f:labels", node.Labels, report.Labels),
+		Annotations: appliedEntries(node, "f:annotations", node.Annotations, report.Annotations),
 	}
 
 	for i, a := range node.Status.Addresses {
@@ -118,25 +119,25 @@ func observed(node *corev1.Node, report preview.Report) preview.Report {
 			address.Rule = report.Addresses[i].Rule
 		}
 
-		seen.Addresses = append(seen.Addresses, address)
+		got.Addresses = append(got.Addresses, address)
 	}
 
 	for _, taint := range report.Taints {
 		if slices.ContainsFunc(node.Spec.Taints, func(t corev1.Taint) bool {
 			return t.Key == taint.Key && t.Value == taint.Value && string(t.Effect) == taint.Effect
 		}) {
-			seen.Taints = append(seen.Taints, taint)
+			got.Taints = append(got.Taints, taint)
 		}
 	}
 
-	return seen
+	return got
 }
 
-// enforcedTaint begins the labels by which talos-ccm remembers taints. They are its own business, and not rendered.
-const enforcedTaint = "talos-ccm.node-restriction.kubernetes.io/"
+// taintLabelPrefix is the prefix of the labels in which talos-ccm records its taints. They are not rendered.
+const taintLabelPrefix = "talos-ccm.node-restriction.kubernetes.io/"
 
-// ours are the labels or annotations that talos-ccm has applied, by the Node's managed fields.
-func ours(node *corev1.Node, field string, values map[string]string, rendered []preview.Entry) []preview.Entry {
+// appliedEntries returns the labels or annotations that talos-ccm has applied, according to the Node's managed fields.
+func appliedEntries(node *corev1.Node, field string, values map[string]string, rendered []preview.Entry) []preview.Entry {
 	var list []preview.Entry
 
 	for _, entry := range node.ManagedFields {
@@ -149,12 +150,12 @@ func ours(node *corev1.Node, field string, values map[string]string, rendered []
 		}
 
 		if err := json.Unmarshal(entry.FieldsV1.GetRawBytes(), &fields); err != nil {
-			panic(fmt.Sprintf("the managed fields of Node %s: %v", node.Name, err))
+			panic(fmt.Sprintf("decode managed fields of node %s: %v", node.Name, err))
 		}
 
 		for name := range fields.Metadata[field] {
 			key, isKey := strings.CutPrefix(name, "f:")
-			if !isKey || strings.HasPrefix(key, enforcedTaint) {
+			if !isKey || strings.HasPrefix(key, taintLabelPrefix) {
 				continue
 			}
 

@@ -17,22 +17,22 @@ import (
 )
 
 func TestExtension_RestartsAfterKill(t *testing.T) {
-	eventually(t, bothInitialized)
+	eventually(t, checkNodesInitialized)
 
 	for _, m := range bed.Machines() {
-		before := task(t, m)
+		before := awaitProcesses(t, m)
 		require.NoError(t, m.CrashService(t.Context(), service))
 
-		assert.NotEqual(t, before, task(t, m), "%s: the killed process is still there", m.Name())
+		assert.NotEqual(t, before, awaitProcesses(t, m), "%s: PIDs of talos-ccm", m.Name())
 	}
 
-	eventually(t, working)
-	eventually(t, bothInitialized)
-	reachesTheNode(t, bed.Worker, netip.MustParsePrefix("203.0.113.8/32"))
+	eventually(t, checkLeaseRenewed)
+	eventually(t, checkNodesInitialized)
+	requireAddressUpdates(t, bed.Worker, netip.MustParsePrefix("203.0.113.8/32"))
 }
 
-// task returns the processes of talos-ccm on m, once there are any.
-func task(t *testing.T, m *talos.Machine) (pids []int) {
+// awaitProcesses waits until talos-ccm is running on m, and returns its PIDs.
+func awaitProcesses(t *testing.T, m *talos.Machine) (pids []int) {
 	t.Helper()
 
 	eventually(t, func(context.Context) (err error) {
@@ -44,32 +44,33 @@ func task(t *testing.T, m *talos.Machine) (pids []int) {
 	return pids
 }
 
-// processes returns the processes of talos-ccm on m, at least one.
+// processes returns the PIDs of talos-ccm on m, or an error if it is not running.
 func processes(m *talos.Machine) ([]int, error) {
 	pids, err := m.ServicePIDs(service)
 	if err == nil && len(pids) == 0 {
-		err = fmt.Errorf("%s has no process of %s", m.Name(), service)
+		err = fmt.Errorf("%s is not running on %s", service, m.Name())
 	}
 
 	return pids, err
 }
 
 func TestNodes_SurviveWorkerReboot(t *testing.T) {
-	eventually(t, bothInitialized)
+	eventually(t, checkNodesInitialized)
 
 	require.NoError(t, bed.Worker.Reboot(t.Context()))
 
-	apiAnswers(t, bed.Worker)
-	eventually(t, bothInitialized)
+	awaitTalosAPI(t, bed.Worker)
+	eventually(t, checkNodesInitialized)
 
-	// It is watched again, over a new connection. What is not gone from the Node before the next reboot, its kubelet would ask a certificate for.
+	// The Node follows only if talos-ccm has connected to the machine again. Wait for the removal: after the next reboot, the
+	// kubelet would request a certificate for an address that is still on the Node.
 	prefix := netip.MustParsePrefix("203.0.113.9/32")
 	addAddress(t, bed.Worker, prefix)
 	removeAddress(t, bed.Worker, prefix)
 }
 
-// apiAnswers waits until m's apid does.
-func apiAnswers(t *testing.T, m *talos.Machine) {
+// awaitTalosAPI waits until m's apid responds.
+func awaitTalosAPI(t *testing.T, m *talos.Machine) {
 	t.Helper()
 
 	eventually(t, func(ctx context.Context) error {
@@ -80,23 +81,23 @@ func apiAnswers(t *testing.T, m *talos.Machine) {
 }
 
 func TestExtension_RunsWithoutNetwork(t *testing.T) {
-	const limit = 5 * time.Second // a service that waits for the network never makes it
+	const limit = 5 * time.Second // a service that depends on the network would never start
 
-	eventually(t, bothInitialized)
-	promptly(t, limit, func() time.Duration {
-		after := bootOffline(t, bed.Worker)
-		t.Logf("%s was Running %s after machined, with its link down", service, after.Round(time.Millisecond))
+	eventually(t, checkNodesInitialized)
+	requireWithin(t, limit, func() time.Duration {
+		after := bootWithLinkDown(t, bed.Worker)
+		t.Logf("%s was running %s after machined", service, after.Round(time.Millisecond))
 
 		return after
 	})
 	require.NoError(t, bed.Worker.SetLink(t.Context(), "up"))
 
-	apiAnswers(t, bed.Worker)
-	eventually(t, bothInitialized)
+	awaitTalosAPI(t, bed.Worker)
+	eventually(t, checkNodesInitialized)
 }
 
-// bootOffline switches m off, and on with its link down, and returns how long after machined our service came to run.
-func bootOffline(t *testing.T, m *talos.Machine) time.Duration {
+// bootWithLinkDown boots m with its link down, and returns the time from the start of machined to that of talos-ccm.
+func bootWithLinkDown(t *testing.T, m *talos.Machine) time.Duration {
 	t.Helper()
 
 	require.NoError(t, m.PowerOff(t.Context()))

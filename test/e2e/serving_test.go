@@ -23,11 +23,11 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
 
-// kubeletPort is where a kubelet serves.
+// kubeletPort is the port of the kubelet's API.
 const kubeletPort = "10250"
 
-// certified returns an error unless a serving certificate of a Node's kubelet that is valid for all of ips has been issued.
-func certified(name string, ips ...netip.Addr) func(context.Context) error {
+// checkServingCertificate returns a condition: talos-ccm has approved a serving certificate of a Node's kubelet for all ips.
+func checkServingCertificate(name string, ips ...netip.Addr) func(context.Context) error {
 	return func(ctx context.Context) error {
 		requests, err := client.CertificatesV1().CertificateSigningRequests().List(ctx, metav1.ListOptions{FieldSelector: "spec.signerName=" + certificatesv1.KubeletServingSignerName})
 		if err != nil {
@@ -45,12 +45,12 @@ func certified(name string, ips ...netip.Addr) func(context.Context) error {
 				return c.Reason == csrpolicy.CodeVerified
 			}
 			if !slices.ContainsFunc(request.Status.Conditions, verified) {
-				err = fmt.Errorf("%s is not approved by talos-ccm: %v", request.Name, request.Status.Conditions)
+				err = fmt.Errorf("talos-ccm has not approved CSR %s: %v", request.Name, request.Status.Conditions)
 
 				continue
 			}
 
-			if err = lacks(request, ips); err == nil {
+			if err = checkCertificate(request, ips); err == nil {
 				return nil
 			}
 		}
@@ -59,11 +59,11 @@ func certified(name string, ips ...netip.Addr) func(context.Context) error {
 	}
 }
 
-// lacks returns an error unless a certificate has been issued that is valid for all of ips.
-func lacks(request certificatesv1.CertificateSigningRequest, ips []netip.Addr) error {
+// checkCertificate returns an error unless a request has a certificate that is valid for all ips.
+func checkCertificate(request certificatesv1.CertificateSigningRequest, ips []netip.Addr) error {
 	block, _ := pem.Decode(request.Status.Certificate)
 	if block == nil {
-		return fmt.Errorf("%s of %s is not issued: %v", request.Name, request.Spec.Username, request.Status.Conditions)
+		return fmt.Errorf("CSR %s of %s has no certificate: %v", request.Name, request.Spec.Username, request.Status.Conditions)
 	}
 
 	certificate, err := x509.ParseCertificate(block.Bytes)
@@ -73,7 +73,7 @@ func lacks(request certificatesv1.CertificateSigningRequest, ips []netip.Addr) e
 
 	for _, ip := range ips {
 		if !slices.ContainsFunc(certificate.IPAddresses, func(other net.IP) bool { return other.Equal(ip.AsSlice()) }) {
-			return fmt.Errorf("%s of %s is for %v, not for %s", request.Name, request.Spec.Username, certificate.IPAddresses, ip)
+			return fmt.Errorf("CSR %s of %s is for %v, want %s", request.Name, request.Spec.Username, certificate.IPAddresses, ip)
 		}
 	}
 
@@ -81,53 +81,54 @@ func lacks(request certificatesv1.CertificateSigningRequest, ips []netip.Addr) e
 }
 
 func TestServingCertificates_AreIssued(t *testing.T) {
-	eventually(t, bothInitialized)
+	eventually(t, checkNodesInitialized)
 
 	for _, m := range bed.Machines() {
-		eventually(t, certified(m.Name(), m.Address()))
+		eventually(t, checkServingCertificate(m.Name(), m.Address()))
 	}
 }
 
-// TestServingCertificates_MatchKubelets is what the API server does for logs and exec, with the cluster's CA.
+// TestServingCertificates_MatchKubelets connects to kubelets as the API server does for logs and exec.
 func TestServingCertificates_MatchKubelets(t *testing.T) {
-	eventually(t, bothInitialized)
+	eventually(t, checkNodesInitialized)
 
 	for _, m := range bed.Machines() {
-		took := eventually(t, func(ctx context.Context) error { return serves(ctx, m, m.Address()) })
-		t.Logf("%s: /healthz was ok after %s", m.Name(), took.Round(time.Millisecond))
+		took := eventually(t, func(ctx context.Context) error { return checkKubelet(ctx, m, m.Address()) })
+		t.Logf("%s: the kubelet was healthy after %s", m.Name(), took.Round(time.Millisecond))
 	}
 }
 
 func TestServingCertificates_AreRenewedForAddedAddress(t *testing.T) {
-	eventually(t, bothInitialized)
-	eventually(t, certified(bed.Worker.Name(), bed.Worker.Address()))
+	eventually(t, checkNodesInitialized)
+	eventually(t, checkServingCertificate(bed.Worker.Name(), bed.Worker.Address()))
 
 	prefix := netip.MustParsePrefix("203.0.113.20/32")
 	start := time.Now()
 
 	addAddress(t, bed.Worker, prefix)
 
-	// A kubelet that was denied an address which its machine has no longer asks again with growing intervals, of up to half a minute.
-	eventually(t, certified(bed.Worker.Name(), bed.Worker.Address(), prefix.Addr()))
-	t.Logf("a certificate for it was issued after %s", time.Since(start).Round(time.Millisecond))
+	// After a denial for an address that an earlier test removed, the kubelet backs off for up to 30 s.
+	eventually(t, checkServingCertificate(bed.Worker.Name(), bed.Worker.Address(), prefix.Addr()))
+	t.Logf("a certificate for the address was issued after %s", time.Since(start).Round(time.Millisecond))
 
-	eventually(t, func(ctx context.Context) error { return serves(ctx, bed.Worker, prefix.Addr()) })
-	t.Logf("the kubelet served it after %s", time.Since(start).Round(time.Millisecond))
+	eventually(t, func(ctx context.Context) error { return checkKubelet(ctx, bed.Worker, prefix.Addr()) })
+	t.Logf("the kubelet used it after %s", time.Since(start).Round(time.Millisecond))
 
 	removeAddress(t, bed.Worker, prefix)
 }
 
-// A worker that is installed again has the same Node, another identity, and no certificates.
+// TestServingCertificates_AreIssuedAfterReinstallation reinstalls the worker: it has the same Node, a new Talos node ID,
+// and no certificates.
 func TestServingCertificates_AreIssuedAfterReinstallation(t *testing.T) {
-	eventually(t, bothInitialized)
+	eventually(t, checkNodesInitialized)
 	enforcePinning(t)
 
 	node, identity := nodeOf(t, bed.Worker).UID, identityOf(t, bed.Worker)
 	start := time.Now()
 
 	install(t)
-	eventually(t, func(ctx context.Context) error { return serves(ctx, bed.Worker, bed.Worker.Address()) })
-	t.Logf("the kubelet served a certificate %s after the installation", time.Since(start).Round(time.Millisecond))
+	eventually(t, func(ctx context.Context) error { return checkKubelet(ctx, bed.Worker, bed.Worker.Address()) })
+	t.Logf("the kubelet used a certificate %s after the installation", time.Since(start).Round(time.Millisecond))
 
 	assert.NotEqual(t, identity, identityOf(t, bed.Worker), "node ID of the machine")
 	assert.Equal(t, node, nodeOf(t, bed.Worker).UID, "UID of the Node")
@@ -148,8 +149,8 @@ func identityOf(t *testing.T, m *talos.Machine) string {
 	return identity.TypedSpec().NodeID
 }
 
-// serves returns an error unless m's kubelet is healthy, with a certificate of the cluster's CA for ip.
-func serves(ctx context.Context, m *talos.Machine, ip netip.Addr) error {
+// checkKubelet returns an error unless m's kubelet is healthy and has a certificate of the cluster's CA for ip.
+func checkKubelet(ctx context.Context, m *talos.Machine, ip netip.Addr) error {
 	config, err := bed.RESTConfig()
 	if err != nil {
 		return err

@@ -20,38 +20,40 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/settings"
 )
 
-// atOnce is what the product promises for a change of the configuration.
-const atOnce = time.Second
+// maxConfigDelay is the documented maximum time until a change of the configuration reaches the Nodes.
+const maxConfigDelay = time.Second
 
-// configValid is the metric of a valid configuration.
+// configValid is the name of the metric that is 1 if the configuration is valid.
 const configValid = "talosccm_config_valid"
 
-// documentHead begins the ExtensionServiceConfig document of talos-ccm.
+// documentHead is the beginning of talos-ccm's ExtensionServiceConfig document.
 const documentHead = "apiVersion: v1alpha1\nkind: ExtensionServiceConfig\nname: talos-ccm\n"
 
-// patchDocument patches the ExtensionServiceConfig document of talos-ccm on the control plane.
+// patchDocument patches talos-ccm's ExtensionServiceConfig document on the control plane.
 func patchDocument(t *testing.T, body string) {
 	t.Helper()
 	patchMachine(t, bed.ControlPlane, "no-reboot", documentHead+body)
 }
 
-// applyConfig makes config the configuration file of talos-ccm, until the test ends.
+// applyConfig sets the content of talos-ccm's configuration file until the test ends.
 func applyConfig(t *testing.T, config string) {
 	t.Helper()
 
 	t.Cleanup(func() { removeDocument(t) })
-	changeConfig(t, config)
+	setConfig(t, config)
 }
 
-func changeConfig(t *testing.T, config string) {
+// setConfig sets the content of talos-ccm's configuration file.
+func setConfig(t *testing.T, config string) {
 	t.Helper()
 
 	indented := "      " + strings.ReplaceAll(config, "\n", "\n      ")
 	patchDocument(t, fmt.Sprintf("configFiles:\n  - mountPath: %s\n    content: |\n%s\n", settings.MountPath, indented))
 }
 
-// removeDocument takes the document away, if there is one: talosctl v1.13.5 cannot do that to one that is not there. The machine configuration tells, and
-// not the resource that Talos makes of the document a moment later.
+// removeDocument deletes talos-ccm's ExtensionServiceConfig document, if it exists. It checks that in the machine
+// configuration, because Talos updates the ExtensionServiceConfig resource later, and talosctl v1.13.5 cannot delete a
+// document that does not exist.
 func removeDocument(t *testing.T) {
 	t.Helper()
 
@@ -60,7 +62,7 @@ func removeDocument(t *testing.T) {
 	}
 }
 
-// activeConfig is the control plane's machine configuration.
+// activeConfig returns the active machine configuration of the control plane.
 func activeConfig(t *testing.T) (active *config.MachineConfig) {
 	t.Helper()
 
@@ -73,8 +75,8 @@ func activeConfig(t *testing.T) (active *config.MachineConfig) {
 	return active
 }
 
-// labeled says which Node does not have the label with the value; empty value: which Node has it.
-func labeled(key, value string) func(context.Context) error {
+// checkLabel returns a condition: all Nodes have the label with the value or, if the value is empty, lack the label.
+func checkLabel(key, value string) func(context.Context) error {
 	return func(ctx context.Context) error {
 		for _, m := range bed.Machines() {
 			node, err := getNode(ctx, m.Name())
@@ -91,8 +93,8 @@ func labeled(key, value string) func(context.Context) error {
 	}
 }
 
-// eventOf says whether the control plane's Node has no Event with the reason since a time.
-func eventOf(reason string, since time.Time) func(context.Context) error {
+// checkEvent returns a condition: the control plane's Node has an Event with the reason since a time.
+func checkEvent(reason string, since time.Time) func(context.Context) error {
 	return func(ctx context.Context) error {
 		events, err := client.CoreV1().Events(metav1.NamespaceDefault).List(ctx, metav1.ListOptions{FieldSelector: "reason=" + reason})
 		if err != nil {
@@ -109,14 +111,14 @@ func eventOf(reason string, since time.Time) func(context.Context) error {
 	}
 }
 
-// metric is the value of one of the control plane's metrics, as text.
+// metric returns the value of a metric of the instance on the control plane, as text.
 func metric(ctx context.Context, name string) (string, error) {
 	config, err := bed.RESTConfig()
 	if err != nil {
 		return "", err
 	}
 
-	// The port is on the machine's loopback alone, and its certificate is the process's own.
+	// The metrics port listens on the loopback interface, with a self-signed certificate.
 	config.Host = "https://127.0.0.1:10459"
 	config.Dial = bed.ControlPlane.DialContext
 	config.CAData, config.Insecure = nil, true
@@ -137,110 +139,112 @@ func metric(ctx context.Context, name string) (string, error) {
 		}
 	}
 
-	return "", fmt.Errorf("there is no metric %s", name)
+	return "", fmt.Errorf("metric %s not found", name)
 }
 
-// metricIs returns an error unless a metric of the control plane has the value.
-func metricIs(ctx context.Context, name, want string) error {
+// checkMetric returns an error unless a metric of the instance on the control plane has the value.
+func checkMetric(ctx context.Context, name, want string) error {
 	got, err := metric(ctx, name)
 	if err == nil && got != want {
-		err = fmt.Errorf("%s is %q, not %q", name, got, want)
+		err = fmt.Errorf("metric %s is %q, want %q", name, got, want)
 	}
 
 	return err
 }
 
-func rule(value string) string {
+// labelRule returns a configuration that sets the label example.org/e2e of all Nodes.
+func labelRule(value string) string {
 	return "transformations:\n- name: test\n  labels:\n    example.org/e2e: " + value + "\n"
 }
 
 func TestConfiguration_AppliesWithoutRestart(t *testing.T) {
 	const label = "example.org/e2e"
 
-	eventually(t, bothInitialized)
-	eventually(t, working)
+	eventually(t, checkNodesInitialized)
+	eventually(t, checkLeaseRenewed)
 
-	before := task(t, bed.ControlPlane)
+	before := awaitProcesses(t, bed.ControlPlane)
 
 	t.Cleanup(func() { removeDocument(t) })
-	promptly(t, atOnce, func() time.Duration {
-		changeConfig(t, rule("one"))
+	requireWithin(t, maxConfigDelay, func() time.Duration {
+		setConfig(t, labelRule("one"))
 
-		added := eventually(t, labeled(label, "one"))
+		added := eventually(t, checkLabel(label, "one"))
 
-		changeConfig(t, rule("two"))
+		setConfig(t, labelRule("two"))
 
-		changed := eventually(t, labeled(label, "two"))
+		changed := eventually(t, checkLabel(label, "two"))
 
 		removeDocument(t)
 
-		removed := eventually(t, labeled(label, ""))
-		t.Logf("both Nodes had the label %s after it was added, %s after it was changed, and not %s after it was removed",
+		removed := eventually(t, checkLabel(label, ""))
+		t.Logf("the label of both Nodes was added after %s, changed after %s, and removed after %s",
 			added.Round(time.Millisecond), changed.Round(time.Millisecond), removed.Round(time.Millisecond))
 
 		return max(added, changed, removed)
 	})
-	promptly(t, atOnce, func() time.Duration { return mistaken(t, label) })
+	requireWithin(t, maxConfigDelay, func() time.Duration { return correctInvalidConfig(t, label) })
 
-	assert.Equal(t, before, task(t, bed.ControlPlane), "the process is another")
+	assert.Equal(t, before, awaitProcesses(t, bed.ControlPlane), "PIDs of talos-ccm")
 }
 
-// mistaken sees that a mistake changes nothing and is reported, and returns how long it took for its correction to be in force.
-func mistaken(t *testing.T, label string) time.Duration {
+// correctInvalidConfig requires that talos-ccm reports an invalid configuration and keeps the last valid one. It then
+// corrects the configuration, and returns the time until both Nodes have the new label.
+func correctInvalidConfig(t *testing.T, label string) time.Duration {
 	t.Helper()
 
-	changeConfig(t, rule("good"))
-	eventually(t, labeled(label, "good"))
+	setConfig(t, labelRule("good"))
+	eventually(t, checkLabel(label, "good"))
 
 	start := time.Now()
 
-	changeConfig(t, rule("'{{ .Nothing }}'"))
-	t.Logf("mistaken: an Event said so %s later", eventually(t, eventOf(ccm.ReasonConfigInvalid, start)).Round(time.Millisecond))
-	eventually(t, func(ctx context.Context) error { return metricIs(ctx, configValid, "0") })
+	setConfig(t, labelRule("'{{ .Nothing }}'"))
+	t.Logf("the invalid configuration was reported after %s", eventually(t, checkEvent(ccm.ReasonConfigInvalid, start)).Round(time.Millisecond))
+	eventually(t, func(ctx context.Context) error { return checkMetric(ctx, configValid, "0") })
 
 	for _, m := range bed.Machines() {
-		assert.Equal(t, "good", nodeOf(t, m).Labels[label], "%s: the last good configuration does not stay", m.Name())
+		assert.Equal(t, "good", nodeOf(t, m).Labels[label], "%s: label of the last valid configuration", m.Name())
 	}
 
 	start = time.Now()
 
-	changeConfig(t, rule("better"))
+	setConfig(t, labelRule("better"))
 
-	took := eventually(t, labeled(label, "better"))
-	t.Logf("corrected: both Nodes had the label %s later", took.Round(time.Millisecond))
-	eventually(t, eventOf(ccm.ReasonConfigValid, start))
-	eventually(t, func(ctx context.Context) error { return metricIs(ctx, configValid, "1") })
+	took := eventually(t, checkLabel(label, "better"))
+	t.Logf("both Nodes had the label of the corrected configuration after %s", took.Round(time.Millisecond))
+	eventually(t, checkEvent(ccm.ReasonConfigValid, start))
+	eventually(t, func(ctx context.Context) error { return checkMetric(ctx, configValid, "1") })
 
 	return took
 }
 
 func TestEnvironment_ReplacesProcess(t *testing.T) {
-	eventually(t, bothInitialized)
-	eventually(t, working)
+	eventually(t, checkNodesInitialized)
+	eventually(t, checkLeaseRenewed)
 	t.Cleanup(func() { removeDocument(t) })
 
-	before := task(t, bed.ControlPlane)
+	before := awaitProcesses(t, bed.ControlPlane)
 
 	patchDocument(t, "environment:\n  - TALOS_CCM_V=4\n")
-	t.Logf("the process had the variable %s later", eventually(t, environment("TALOS_CCM_V=4", present)).Round(time.Millisecond))
-	t.Logf("and held the lease %s later", eventually(t, working).Round(time.Millisecond))
+	t.Logf("the process had the variable after %s", eventually(t, checkEnvironment("TALOS_CCM_V=4", present)).Round(time.Millisecond))
+	t.Logf("it held the lease %s later", eventually(t, checkLeaseRenewed).Round(time.Millisecond))
 
-	assert.Equal(t, before, task(t, bed.ControlPlane), "Talos supervises another process")
+	assert.Equal(t, before, awaitProcesses(t, bed.ControlPlane), "PIDs of talos-ccm")
 
-	mistaken := time.Now()
+	start := time.Now()
 
 	patchDocument(t, "environment:\n  - TALOS_CCM_NO_SUCH_FLAG=1\n")
-	eventually(t, eventOf(ccm.ReasonConfigInvalid, mistaken))
-	eventually(t, environment("TALOS_CCM_V=4", present))
+	eventually(t, checkEvent(ccm.ReasonConfigInvalid, start))
+	eventually(t, checkEnvironment("TALOS_CCM_V=4", present))
 
 	removeDocument(t)
-	eventually(t, environment("TALOS_CCM_V=4", absent))
-	eventually(t, working)
-	eventually(t, bothInitialized)
+	eventually(t, checkEnvironment("TALOS_CCM_V=4", absent))
+	eventually(t, checkLeaseRenewed)
+	eventually(t, checkNodesInitialized)
 }
 
-// environment says whether variable is not as wanted in the environment of the control plane's process.
-func environment(variable string, want presence) func(context.Context) error {
+// checkEnvironment returns a condition: the environment of talos-ccm on the control plane has, or lacks, a variable.
+func checkEnvironment(variable string, want presence) func(context.Context) error {
 	return func(context.Context) error {
 		pids, err := processes(bed.ControlPlane)
 		if err != nil {
@@ -252,6 +256,6 @@ func environment(variable string, want presence) func(context.Context) error {
 			return err
 		}
 
-		return want.check(presences[slices.Contains(strings.Split(string(environ), "\x00"), variable)], "variable %s", variable)
+		return want.check(presence(slices.Contains(strings.Split(string(environ), "\x00"), variable)), "variable %s", variable)
 	}
 }

@@ -37,7 +37,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
 
-// podsPage has the manifest of the static pod and the patch that are applied here, as they stand there.
+// podsPage is the path of the guide with the manifest of the static pod and the patch that the tests apply.
 const podsPage = "../../docs/guides/run-as-pod.md"
 
 var (
@@ -45,7 +45,7 @@ var (
 	imageLine = regexp.MustCompile(`(?m)^ *image: "?([^\s"]+)"?$`)
 )
 
-// yamlBlocks are those of one section of a page, which may be indented as parts of a list.
+// yamlBlocks returns the YAML blocks in a section of a page. Blocks may be indented.
 func yamlBlocks(t *testing.T, path, section string) []string {
 	t.Helper()
 
@@ -59,79 +59,79 @@ func yamlBlocks(t *testing.T, path, section string) []string {
 
 	text, _, _ = strings.Cut(text, "\n## ")
 
-	var contents []string
+	var blocks []string
 
 	for _, match := range yamlBlock.FindAllStringSubmatch(text, -1) {
-		contents = append(contents, match[1])
+		blocks = append(blocks, match[1])
 	}
 
-	return contents
+	return blocks
 }
 
-// renderedChart is what the Helm chart renders with its default values.
+// renderedChart returns the manifests that the Helm chart renders with its default values.
 func renderedChart(t *testing.T) string {
 	t.Helper()
 
-	artifacts := t.TempDir()
-	cmd := exec.CommandContext(t.Context(), "make", "--directory=../..", "chart", "ARTIFACTS="+artifacts)
-	// Drop the flags of the make that runs this test.
+	dir := t.TempDir()
+	cmd := exec.CommandContext(t.Context(), "make", "--directory=../..", "chart", "ARTIFACTS="+dir)
+	// Do not inherit the flags of the make that runs this test.
 	cmd.Env = append(os.Environ(), "MAKEFLAGS=")
 
 	if output, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("make chart: %v\n%s", err, output)
 	}
 
-	manifests, err := os.ReadFile(filepath.Join(artifacts, "chart/talos-ccm.yaml"))
+	manifests, err := os.ReadFile(filepath.Join(dir, "chart/talos-ccm.yaml"))
 	require.NoError(t, err)
 
 	return string(manifests)
 }
 
-// pushImage has the machines find our image under the name that a manifest gives it.
+// pushImage pushes talos-ccm's image to the registry of the bed under the name in a manifest.
 func pushImage(t *testing.T, manifest string) {
 	t.Helper()
 
 	match := imageLine.FindStringSubmatch(manifest)
 	if match == nil {
-		t.Fatal("the manifest names no image")
+		t.Fatal("the manifest has no image")
 	}
 
-	index, err := layout.ImageIndexFromPath(filepath.Join(artifacts(version), "oci-pod"))
+	index, err := layout.ImageIndexFromPath(filepath.Join(artifactsDir(version), "oci-pod"))
 	require.NoError(t, err)
 
 	require.NoError(t, bed.Push(t.Context(), match[1], index))
 }
 
-// Those who hold the lease are called by their machine if they are the extension, and by their host's name if they are pods.
+// Prefixes of holder identities: the extension's is derived from its machine, a pod's from the host name.
 const (
-	theExtension = "talos-ccm_"
-	thePod       = "talos-cp_"
+	extensionHolder = "talos-ccm_"
+	podHolder       = "talos-cp_"
 )
 
-// heldBy returns an error unless an instance whose identity begins with prefix holds and renews the lease.
-func heldBy(prefix string) func(context.Context) error {
+// checkLeaseHeldBy returns a condition: an instance whose identity begins with prefix holds and renews the lease.
+func checkLeaseHeldBy(prefix string) func(context.Context) error {
 	return func(ctx context.Context) error {
 		lease, err := getLease(ctx)
 		if err == nil && !strings.HasPrefix(ptr.Deref(lease.Spec.HolderIdentity, ""), prefix) {
-			err = fmt.Errorf("the lease is not held by %s…: %v", prefix, lease.Spec)
+			err = fmt.Errorf("the lease is not held by %s*: %v", prefix, lease.Spec)
 		}
 
-		return errors.Join(err, working(ctx))
+		return errors.Join(err, checkLeaseRenewed(ctx))
 	}
 }
 
-// bothCurrent returns an error unless the process on the control plane watches both machines.
-func bothCurrent(ctx context.Context) error {
-	return metricIs(ctx, `talosccm_machines{condition="Current"}`, "2")
+// checkMachinesCurrent returns an error unless the instance on the control plane watches both machines.
+func checkMachinesCurrent(ctx context.Context) error {
+	return checkMetric(ctx, `talosccm_machines{condition="Current"}`, "2")
 }
 
-// control has Talos start or stop the extension on the control plane.
-func control(t *testing.T, action string) {
+// controlService starts or stops the extension on the control plane with talosctl.
+func controlService(t *testing.T, action string) {
 	t.Helper()
 	shell(t, fmt.Sprintf("talosctl -n %s service %s %s", bed.ControlPlane.Address(), service, action))
 }
 
-// patchMachine patches the configuration of m as a user would do it.
+// patchMachine patches the configuration of m with talosctl.
 func patchMachine(t *testing.T, m *talos.Machine, mode, patch string) {
 	t.Helper()
 
@@ -141,15 +141,15 @@ func patchMachine(t *testing.T, m *talos.Machine, mode, patch string) {
 	shell(t, fmt.Sprintf("talosctl -n %s patch machineconfig --mode %s --patch @%s", m.Address(), mode, path))
 }
 
-// editMachine changes the control plane's configuration in a way that takes no reboot.
-func editMachine(t *testing.T, change func(*v1alpha1.MachineConfig)) {
+// editControlPlane changes the control plane's configuration without a reboot. Cleanup functions can use it.
+func editControlPlane(t *testing.T, change func(*v1alpha1.MachineConfig)) {
 	t.Helper()
 
-	ctx := context.WithoutCancel(t.Context()) // tests tidy up, too
+	ctx := context.WithoutCancel(t.Context())
 
 	api, err := bed.ControlPlane.TalosClient(ctx)
 	require.NoError(t, err)
-	defer api.Close() //nolint:errcheck // no call is in flight
+	defer api.Close() //nolint:errcheck // all calls have ended
 
 	changed, err := activeConfig(t).Provider().PatchV1Alpha1(func(c *v1alpha1.Config) error {
 		change(c.MachineConfig)
@@ -165,48 +165,50 @@ func editMachine(t *testing.T, change func(*v1alpha1.MachineConfig)) {
 	require.NoError(t, err)
 }
 
-// podWorks sees the pod take the lease that the extension lets go, and do what the extension does.
-func podWorks(t *testing.T, address string) {
+// failOverToPod stops the extension, and requires that the pod acquires the lease and reconciles Nodes.
+func failOverToPod(t *testing.T, address string) {
 	t.Helper()
 
-	control(t, "stop")
-	t.Cleanup(func() { control(t, "start") })
-	t.Cleanup(func() { showPod(t) })
+	controlService(t, "stop")
+	t.Cleanup(func() { controlService(t, "start") })
+	t.Cleanup(func() { logPods(t) })
 
-	t.Logf("the pod held the lease %s after the extension was stopped", eventually(t, heldBy(thePod)).Round(time.Millisecond))
-	reachesTheNode(t, bed.Worker, netip.MustParsePrefix(address))
+	t.Logf("the pod held the lease %s after the extension was stopped", eventually(t, checkLeaseHeldBy(podHolder)).Round(time.Millisecond))
+	requireAddressUpdates(t, bed.Worker, netip.MustParsePrefix(address))
 }
 
-// extensionWorksAgain sees the extension take the lease once the pod is gone.
-func extensionWorksAgain(t *testing.T, address string) {
+// failBackToExtension waits until the pod is deleted, starts the extension, and requires that it acquires the lease and
+// reconciles Nodes.
+func failBackToExtension(t *testing.T, address string) {
 	t.Helper()
 
-	eventually(t, noPods)
-	control(t, "start")
+	eventually(t, checkNoPods)
+	controlService(t, "start")
 
-	t.Logf("the extension held the lease %s after it was started", eventually(t, heldBy(theExtension)).Round(time.Millisecond))
-	reachesTheNode(t, bed.Worker, netip.MustParsePrefix(address))
+	t.Logf("the extension held the lease %s after it was started", eventually(t, checkLeaseHeldBy(extensionHolder)).Round(time.Millisecond))
+	requireAddressUpdates(t, bed.Worker, netip.MustParsePrefix(address))
 }
 
-// ourPods are the pods of the manifests.
-const ourPods = "app.kubernetes.io/name=talos-ccm"
+// podSelector selects the pods of talos-ccm.
+const podSelector = "app.kubernetes.io/name=talos-ccm"
 
-func noPods(ctx context.Context) error {
-	pods, err := client.CoreV1().Pods(metav1.NamespaceSystem).List(ctx, metav1.ListOptions{LabelSelector: ourPods})
+// checkNoPods returns an error unless all pods of talos-ccm are deleted.
+func checkNoPods(ctx context.Context) error {
+	pods, err := client.CoreV1().Pods(metav1.NamespaceSystem).List(ctx, metav1.ListOptions{LabelSelector: podSelector})
 	if err == nil && len(pods.Items) > 0 {
-		err = fmt.Errorf("%s is still there", pods.Items[0].Name)
+		err = fmt.Errorf("pod %s is not deleted", pods.Items[0].Name)
 	}
 
 	return err
 }
 
-// showPod logs what became of the pod, and its log.
-func showPod(t *testing.T) {
+// logPods logs the status and the logs of talos-ccm's pods.
+func logPods(t *testing.T) {
 	t.Helper()
 
 	ctx := context.WithoutCancel(t.Context())
 
-	pods, err := client.CoreV1().Pods(metav1.NamespaceSystem).List(ctx, metav1.ListOptions{LabelSelector: ourPods})
+	pods, err := client.CoreV1().Pods(metav1.NamespaceSystem).List(ctx, metav1.ListOptions{LabelSelector: podSelector})
 	if err != nil {
 		t.Log(err)
 
@@ -215,7 +217,7 @@ func showPod(t *testing.T) {
 
 	for _, pod := range pods.Items {
 		log, err := client.CoreV1().Pods(pod.Namespace).GetLogs(pod.Name, &corev1.PodLogOptions{}).DoRaw(ctx)
-		t.Logf("%s is %s on %q\n%s(%v)", pod.Name, pod.Status.Phase, pod.Spec.NodeName, log, err)
+		t.Logf("pod %s on node %q is %s\n%s(%v)", pod.Name, pod.Spec.NodeName, pod.Status.Phase, log, err)
 
 		if t.Failed() {
 			t.Logf("%v %v", pod.Status.Conditions, pod.Status.ContainerStatuses)
@@ -223,8 +225,8 @@ func showPod(t *testing.T) {
 	}
 }
 
-// filled puts the credentials that podsPage tells to make in the places that it has for them.
-func filled(t *testing.T, manifest string) string {
+// insertCredentials creates the credentials that podsPage describes, and replaces the placeholders in the manifest.
+func insertCredentials(t *testing.T, manifest string) string {
 	t.Helper()
 
 	path := filepath.Join(t.TempDir(), "talosconfig")
@@ -251,27 +253,27 @@ func filled(t *testing.T, manifest string) string {
 }
 
 func TestDocs_StaticPodWorks(t *testing.T) {
-	eventually(t, bothInitialized)
-	eventually(t, heldBy(theExtension))
+	eventually(t, checkNodesInitialized)
+	eventually(t, checkLeaseHeldBy(extensionHolder))
 
 	manifest := yamlBlocks(t, podsPage, "Static pod")[0]
 	pushImage(t, manifest)
 
-	// Talos in a container cannot reboot by itself.
-	patchMachine(t, bed.ControlPlane, "staged", filled(t, manifest))
-	t.Cleanup(func() { editMachine(t, func(m *v1alpha1.MachineConfig) { m.MachinePods = nil }) })
+	// Talos in a container cannot reboot itself to apply the patch.
+	patchMachine(t, bed.ControlPlane, "staged", insertCredentials(t, manifest))
+	t.Cleanup(func() { editControlPlane(t, func(m *v1alpha1.MachineConfig) { m.MachinePods = nil }) })
 
 	require.NoError(t, bed.ControlPlane.Reboot(t.Context()))
 
-	apiAnswers(t, bed.ControlPlane)
-	podWorks(t, "203.0.113.30/32")
+	awaitTalosAPI(t, bed.ControlPlane)
+	failOverToPod(t, "203.0.113.30/32")
 
-	editMachine(t, func(m *v1alpha1.MachineConfig) { m.MachinePods = nil })
-	extensionWorksAgain(t, "203.0.113.31/32")
+	editControlPlane(t, func(m *v1alpha1.MachineConfig) { m.MachinePods = nil })
+	failBackToExtension(t, "203.0.113.31/32")
 }
 
-// eachObject calls do with a client for the kind of each object of a manifest, and with the object, until it has no error any more.
-func eachObject(t *testing.T, manifest string, do func(context.Context, dynamic.ResourceInterface, *unstructured.Unstructured) error) {
+// forEachObject calls do for each object of a manifest, with a client for its resource, and retries until it succeeds.
+func forEachObject(t *testing.T, manifest string, do func(context.Context, dynamic.ResourceInterface, *unstructured.Unstructured) error) {
 	t.Helper()
 
 	rest, err := bed.RESTConfig()
@@ -291,7 +293,7 @@ func eachObject(t *testing.T, manifest string, do func(context.Context, dynamic.
 		var object unstructured.Unstructured
 		require.NoError(t, errors.Join(err, utilyaml.Unmarshal(document, &object.Object)))
 
-		// Helm's manifests begin with a separator, and the extension of the machine has applied the RBAC.
+		// Helm's manifests begin with a separator. The extension has already applied the RBAC.
 		if object.Object == nil || object.GetAnnotations()[extension.RBACVersionAnnotation] != "" {
 			continue
 		}
@@ -306,19 +308,19 @@ func eachObject(t *testing.T, manifest string, do func(context.Context, dynamic.
 }
 
 func TestDocs_DeploymentWorks(t *testing.T) {
-	eventually(t, bothInitialized)
-	eventually(t, heldBy(theExtension))
+	eventually(t, checkNodesInitialized)
+	eventually(t, checkLeaseHeldBy(extensionHolder))
 
 	access, deployment := yamlBlocks(t, podsPage, "Deployment")[0], renderedChart(t)
 	pushImage(t, deployment)
 
 	patchMachine(t, bed.ControlPlane, "no-reboot", access)
 	t.Cleanup(func() {
-		editMachine(t, func(m *v1alpha1.MachineConfig) { m.MachineFeatures.KubernetesTalosAPIAccessConfig = nil })
+		editControlPlane(t, func(m *v1alpha1.MachineConfig) { m.MachineFeatures.KubernetesTalosAPIAccessConfig = nil })
 	})
 
 	remove := func() {
-		eachObject(t, deployment, func(ctx context.Context, kind dynamic.ResourceInterface, object *unstructured.Unstructured) error {
+		forEachObject(t, deployment, func(ctx context.Context, kind dynamic.ResourceInterface, object *unstructured.Unstructured) error {
 			err := kind.Delete(ctx, object.GetName(), metav1.DeleteOptions{})
 			if apierrors.IsNotFound(err) {
 				return nil
@@ -330,14 +332,14 @@ func TestDocs_DeploymentWorks(t *testing.T) {
 	t.Cleanup(remove)
 
 	// Talos registers its ServiceAccount CRD only when kubernetesTalosAPIAccess is enabled.
-	eachObject(t, deployment, func(ctx context.Context, kind dynamic.ResourceInterface, object *unstructured.Unstructured) error {
+	forEachObject(t, deployment, func(ctx context.Context, kind dynamic.ResourceInterface, object *unstructured.Unstructured) error {
 		_, err := kind.Apply(ctx, object.GetName(), object, metav1.ApplyOptions{FieldManager: "e2e"})
 
 		return err
 	})
 
-	podWorks(t, "203.0.113.32/32")
+	failOverToPod(t, "203.0.113.32/32")
 
 	remove()
-	extensionWorksAgain(t, "203.0.113.33/32")
+	failBackToExtension(t, "203.0.113.33/32")
 }

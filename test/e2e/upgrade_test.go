@@ -24,13 +24,13 @@ import (
 )
 
 const (
-	// versionLabel is Talos's label on Nodes whose machines have this extension.
+	// versionLabel is the label that Talos sets on the Nodes of machines with this extension.
 	versionLabel = constants.K8sExtensionPrefix + extension.Name
-	// keptKey names what keptRules give to every Node.
-	keptKey = "example.org/kept"
+	// upgradeKey is the key of the label, the annotation and the taint in upgradeRules.
+	upgradeKey = "example.org/kept"
 )
 
-const keptRules = `transformations:
+const upgradeRules = `transformations:
 - name: kept
   labels:
     example.org/kept: "yes"
@@ -41,92 +41,94 @@ const keptRules = `transformations:
   enforce: true
 `
 
-// keptEnvironment gives every Node a pod CIDR, unless it has one.
-const keptEnvironment = `environment:
+// upgradeEnvironment enables talos-ccm's node-ipam-controller.
+const upgradeEnvironment = `environment:
   - TALOS_CCM_CONTROLLERS=*,node-ipam-controller
   - TALOS_CCM_ALLOCATE_NODE_CIDRS=true
   - TALOS_CCM_CLUSTER_CIDR=10.244.0.0/16
 `
 
-// TestUpgrade goes to the next version and back.
+// TestUpgrade upgrades both machines to the next version, and rolls them back.
 func TestUpgrade(t *testing.T) {
 	if t.Run("upgrade", upgrade) {
 		t.Run("rollback", rollback)
 	}
 }
 
-// upgrade is what talosctl does: another version of the extension is installed on one machine after the other, and the machine rebooted. The lease
-// moves to another instance for that time, as in a cluster with several control-plane machines, and back.
+// upgrade installs the next version of the extension on one machine after the other, and reboots it, as an upgrade with
+// talosctl does. In the meantime, another instance holds the lease, as in a cluster with several control-plane machines.
 func upgrade(t *testing.T) {
-	configure(t)
+	configureAll(t)
 
 	for _, m := range bed.Machines() {
-		eventually(t, shows(m, version))
+		eventually(t, checkVersion(m, version))
 	}
 
-	seen := observe(t)
+	o := observe(t)
 	other := startInstance(t)
 	start := time.Now()
 
-	replace(t, bed.ControlPlane, unpacked(nextVersion), (*talos.Machine).Reboot)
-	eventually(t, working)
-	// The observation goes on later than the API server: it must see this before the lease goes on.
-	eventually(t, seen.otherInstanceWorks)
-	t.Logf("the other instance went on after %s", time.Since(start).Round(time.Second))
-	eventually(t, waitsForLease)
+	replaceExtension(t, bed.ControlPlane, extensionDir(nextVersion), (*talos.Machine).Reboot)
+	eventually(t, checkLeaseRenewed)
+	// The observer reconnects later than the instances. Wait until it has seen the other instance before that one stops.
+	eventually(t, o.checkHeldByOther)
+	t.Logf("the other instance held the lease after %s", time.Since(start).Round(time.Second))
+	eventually(t, checkWaitsForLease)
 	other.stop(t)
-	eventually(t, shows(bed.ControlPlane, nextVersion))
-	t.Logf("%s did its work after %s", nextVersion, time.Since(start).Round(time.Second))
+	eventually(t, checkVersion(bed.ControlPlane, nextVersion))
+	t.Logf("%s worked after %s", nextVersion, time.Since(start).Round(time.Second))
 
-	replace(t, bed.Worker, unpacked(nextVersion), (*talos.Machine).Reboot)
-	eventually(t, shows(bed.Worker, nextVersion))
+	replaceExtension(t, bed.Worker, extensionDir(nextVersion), (*talos.Machine).Reboot)
+	eventually(t, checkVersion(bed.Worker, nextVersion))
 
-	seen.judge(t, "extension, no instance, other instance, no instance, extension",
-		"extension, other instance, no instance, extension") // the API server stopped before it reported the first release
-	worksOn(t)
+	o.finish(t, "extension, no instance, other instance, no instance, extension",
+		"extension, other instance, no instance, extension") // the API server stopped before the watch received the first release
+	requireReconciled(t)
 }
 
-// waitsForLease says whether the extension on the control plane is not a candidate since the last boot.
-func waitsForLease(ctx context.Context) error {
+// checkWaitsForLease returns an error unless the extension on the control plane has tried to acquire the lease since the
+// last boot.
+func checkWaitsForLease(ctx context.Context) error {
 	log, err := bed.ControlPlane.Logs(ctx, service)
 	if err == nil && !strings.Contains(log, "leader lease") {
-		err = fmt.Errorf("the extension does not wait for the lease:\n%s", log)
+		err = fmt.Errorf("the extension is not waiting for the lease:\n%s", log)
 	}
 
 	return err
 }
 
-// rollback goes back to the first version after a crash of the control plane: the lease is not released, and taken up again at once.
+// rollback installs the first version again and crashes the control plane. The extension does not release the lease,
+// but acquires it again immediately.
 func rollback(t *testing.T) {
-	configure(t)
+	configureAll(t)
 
-	seen := observe(t)
+	o := observe(t)
 	start := time.Now()
 
-	replace(t, bed.ControlPlane, unpacked(version), (*talos.Machine).PowerCycle)
-	eventually(t, shows(bed.ControlPlane, version))
-	t.Logf("%s did its work after %s", version, time.Since(start).Round(time.Second))
+	replaceExtension(t, bed.ControlPlane, extensionDir(version), (*talos.Machine).PowerCycle)
+	eventually(t, checkVersion(bed.ControlPlane, version))
+	t.Logf("%s worked after %s", version, time.Since(start).Round(time.Second))
 
-	replace(t, bed.Worker, unpacked(version), (*talos.Machine).Reboot)
-	eventually(t, shows(bed.Worker, version))
+	replaceExtension(t, bed.Worker, extensionDir(version), (*talos.Machine).Reboot)
+	eventually(t, checkVersion(bed.Worker, version))
 
-	seen.judge(t, "extension")
-	worksOn(t)
+	o.finish(t, "extension")
+	requireReconciled(t)
 }
 
-// configure has talos-ccm do all that it can do to Nodes, until the test ends.
-func configure(t *testing.T) {
+// configureAll enables all features of talos-ccm that change Nodes, until the test ends.
+func configureAll(t *testing.T) {
 	t.Helper()
 
 	const variable = "TALOS_CCM_ALLOCATE_NODE_CIDRS=true"
 
 	t.Cleanup(func() { removeDocument(t) })
-	// Another process may be on its way, because a test before this one has taken the variable away.
-	eventually(t, environment(variable, absent))
-	patchDocument(t, keptEnvironment)
-	eventually(t, environment(variable, present))
-	eventually(t, working)
-	changeConfig(t, keptRules)
+	// An earlier test may have removed the variable, which restarts talos-ccm.
+	eventually(t, checkEnvironment(variable, absent))
+	patchDocument(t, upgradeEnvironment)
+	eventually(t, checkEnvironment(variable, present))
+	eventually(t, checkLeaseRenewed)
+	setConfig(t, upgradeRules)
 	eventually(t, func(ctx context.Context) error {
 		for _, m := range bed.Machines() {
 			node, err := getNode(ctx, m.Name())
@@ -134,54 +136,54 @@ func configure(t *testing.T) {
 			switch {
 			case err != nil:
 				return err
-			case !isKept(node) || len(node.Spec.PodCIDRs) == 0:
+			case !hasUpgradeRules(node) || len(node.Spec.PodCIDRs) == 0:
 				return fmt.Errorf("%s has labels %v, annotations %v, %+v", node.Name, node.Labels, node.Annotations, node.Spec)
 			}
 		}
 
-		return bothInitialized(ctx)
+		return checkNodesInitialized(ctx)
 	})
 }
 
-// isKept says whether keptRules are in force on a Node.
-func isKept(node *corev1.Node) bool {
-	return node.Labels[keptKey] != "" && node.Annotations[keptKey] != "" &&
-		slices.ContainsFunc(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == keptKey })
+// hasUpgradeRules reports whether talos-ccm has applied upgradeRules to a Node.
+func hasUpgradeRules(node *corev1.Node) bool {
+	return node.Labels[upgradeKey] != "" && node.Annotations[upgradeKey] != "" &&
+		slices.ContainsFunc(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == upgradeKey })
 }
 
-// replace installs another version of the extension on m, and restarts it.
-func replace(t *testing.T, m *talos.Machine, dir string, restart func(*talos.Machine, context.Context) error) {
+// replaceExtension installs the extension in a directory on m, and restarts m.
+func replaceExtension(t *testing.T, m *talos.Machine, dir string, restart func(*talos.Machine, context.Context) error) {
 	t.Helper()
 
 	require.NoError(t, m.Install(dir))
 	require.NoError(t, restart(m, t.Context()))
 }
 
-// worksOn checks that the Nodes are still reconciled, and that none of them was initialized again.
-func worksOn(t *testing.T) {
+// requireReconciled requires that the current leader reconciles the Nodes, and has not initialized any of them again.
+func requireReconciled(t *testing.T) {
 	t.Helper()
 
-	assert.NoError(t, metricIs(t.Context(), "talosccm_node_initialization_duration_seconds_count", "0"))
-	promptly(t, atOnce, func() time.Duration {
+	assert.NoError(t, checkMetric(t.Context(), "talosccm_node_initialization_duration_seconds_count", "0"))
+	requireWithin(t, maxConfigDelay, func() time.Duration {
 		for _, m := range bed.Machines() {
-			gone := fmt.Appendf(nil, `{"metadata":{"labels":{%q:null}}}`, keptKey)
-			_, err := client.CoreV1().Nodes().Patch(t.Context(), m.Name(), types.MergePatchType, gone, metav1.PatchOptions{})
+			patch := fmt.Appendf(nil, `{"metadata":{"labels":{%q:null}}}`, upgradeKey)
+			_, err := client.CoreV1().Nodes().Patch(t.Context(), m.Name(), types.MergePatchType, patch, metav1.PatchOptions{})
 			require.NoError(t, err)
 		}
 
-		took := eventually(t, labeled(keptKey, "yes"))
-		t.Logf("a label of the configuration that was taken away was back after %s", took.Round(time.Millisecond))
+		took := eventually(t, checkLabel(upgradeKey, "yes"))
+		t.Logf("a removed label was restored after %s", took.Round(time.Millisecond))
 
 		return took
 	})
 }
 
-// shows says where want is not to be seen as the version of talos-ccm on m, or that it does not work there.
-func shows(m *talos.Machine, want string) func(context.Context) error {
+// checkVersion returns a condition: m runs the version of talos-ccm, and, on the control plane, the lease is renewed.
+func checkVersion(m *talos.Machine, want string) func(context.Context) error {
 	return func(ctx context.Context) error {
-		for place, version := range versions(ctx, m) {
+		for source, version := range versions(ctx, m) {
 			if got, err := version(); err != nil || got != want {
-				return fmt.Errorf("%s: %s: %q, not %q (%v)", m.Name(), place, got, want, err) //nolint:errorlint // may be nil
+				return fmt.Errorf("%s: %s: %q, want %q (%v)", m.Name(), source, got, want, err) //nolint:errorlint // may be nil
 			}
 		}
 
@@ -191,11 +193,11 @@ func shows(m *talos.Machine, want string) func(context.Context) error {
 
 		info := fmt.Sprintf("talosccm_build_info{go_version=%q,version=%q}", runtime.Version(), want)
 
-		return errors.Join(metricIs(ctx, info, "1"), working(ctx))
+		return errors.Join(checkMetric(ctx, info, "1"), checkLeaseRenewed(ctx))
 	}
 }
 
-// versions are the places where the version of talos-ccm can be seen of every machine.
+// versions returns functions that return the version of talos-ccm on m, by its source.
 func versions(ctx context.Context, m *talos.Machine) map[string]func() (string, error) {
 	return map[string]func() (string, error){
 		"talosctl get extensions": func() (string, error) {
@@ -217,7 +219,7 @@ func versions(ctx context.Context, m *talos.Machine) map[string]func() (string, 
 				return "", err
 			}
 
-			// What runs, whatever is installed.
+			// The running binary, which may not be the installed one.
 			out, err := bed.Shell(ctx, fmt.Sprintf("/proc/%d/exe --version", pids[0]))
 
 			return strings.TrimPrefix(strings.TrimSpace(string(out)), extension.Name+" "), err

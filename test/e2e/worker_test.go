@@ -25,15 +25,14 @@ import (
 // lifecycleConfig has the shortest grace period, config.MinGracePeriod.
 const lifecycleConfig = "lifecycle: {gracePeriod: 1m, outOfServiceTaint: true}\n"
 
-// newName is what the worker is renamed to.
+// newName is the host name of the worker after the subtest that renames it.
 const newName = "talos-renamed"
 
 const renamePatch = "apiVersion: v1alpha1\nkind: HostnameConfig\nauto: \"off\"\nhostname: " + newName + "\n"
 
-// TestNodes_FollowLifeOfWorker are stories of one worker, each of which begins where the one before ends. At the end, the
-// bed is as before.
+// TestNodes_FollowLifeOfWorker runs subtests that depend on each other. The last one restores the worker.
 func TestNodes_FollowLifeOfWorker(t *testing.T) {
-	eventually(t, bothInitialized)
+	eventually(t, checkNodesInitialized)
 	applyConfig(t, lifecycleConfig)
 
 	_ = t.Run("rebooted and shut down", rebootAndShutdown) &&
@@ -42,14 +41,15 @@ func TestNodes_FollowLifeOfWorker(t *testing.T) {
 		t.Run("installed", reinstall)
 }
 
-// rebootAndShutdown sees that the Node is never deleted: it stays the same object for more than a grace period after the
-// reboot, and through a shutdown of more than a grace period.
+// rebootAndShutdown requires that talos-ccm does not delete the Node of a machine that reboots, or that is off for more than
+// the grace period.
 func rebootAndShutdown(t *testing.T) {
 	before := nodeOf(t, bed.Worker)
 
 	require.NoError(t, bed.Worker.Reboot(t.Context()))
 
-	// It is watched again, over a new connection: else it could announce nothing.
+	// The Node follows only if talos-ccm has connected to the machine again. A machine without a connection cannot announce
+	// its shutdown.
 	prefix := netip.MustParsePrefix("203.0.113.40/32")
 	addAddress(t, bed.Worker, prefix)
 	removeAddress(t, bed.Worker, prefix)
@@ -59,59 +59,61 @@ func rebootAndShutdown(t *testing.T) {
 	require.NoError(t, bed.Worker.Shutdown(t.Context()))
 
 	for _, key := range []string{cloudproviderapi.TaintNodeShutdown, corev1.TaintNodeOutOfService} {
-		eventually(t, tainted(key, present))
-		t.Logf("the Node had the taint %s %s after the shutdown", key, time.Since(start).Round(time.Second))
+		eventually(t, checkTaint(key, present))
+		t.Logf("taint %s was added %s after the shutdown", key, time.Since(start).Round(time.Second))
 	}
 
-	assert.GreaterOrEqual(t, time.Since(start), config.MinGracePeriod, "the Node had the taint before the grace period had passed")
+	assert.GreaterOrEqual(t, time.Since(start), config.MinGracePeriod, "the last taint was added before the grace period ended")
 
 	start = time.Now()
 
 	require.NoError(t, bed.Worker.PowerOn())
 
 	for _, key := range []string{cloudproviderapi.TaintNodeShutdown, corev1.TaintNodeOutOfService} {
-		eventually(t, tainted(key, absent))
+		eventually(t, checkTaint(key, absent))
 	}
 
-	t.Logf("the Node had none of the taints %s after the machine was switched on", time.Since(start).Round(time.Second))
-	eventually(t, bothInitialized)
+	t.Logf("the taints were removed %s after the machine was switched on", time.Since(start).Round(time.Second))
+	eventually(t, checkNodesInitialized)
 	assert.Equal(t, before.UID, nodeOf(t, bed.Worker).UID, "the Node was deleted")
 }
 
-// tainted returns an error unless the worker's Node has, or does not have, a taint.
-func tainted(key string, want presence) func(context.Context) error {
+// checkTaint returns a condition: the worker's Node has, or lacks, a taint.
+func checkTaint(key string, want presence) func(context.Context) error {
 	return func(ctx context.Context) error {
 		node, err := getNode(ctx, bed.Worker.Name())
 		if err != nil {
 			return err
 		}
 
-		there := slices.ContainsFunc(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == key })
+		tainted := slices.ContainsFunc(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == key })
 
-		return want.check(presences[there], "taint %s of %s (%v)", key, node.Name, node.Spec.Taints)
+		return want.check(presence(tainted), "taint %s of %s (%v)", key, node.Name, node.Spec.Taints)
 	}
 }
 
-// rename sees that the new Node is complete, except for what it can have only when the old one is gone.
+// rename requires that the new Node is initialized before the old one is deleted, and gets its providerID and serving
+// certificate afterwards.
 func rename(t *testing.T) {
 	start := time.Now()
 
 	patchMachine(t, bed.Worker, "no-reboot", renamePatch)
-	eventually(t, func(ctx context.Context) error { return initializedAs(ctx, bed.Worker, newName, "") })
-	t.Logf("the new Node had everything but the providerID %s after the renaming", time.Since(start).Round(100*time.Millisecond))
+	eventually(t, func(ctx context.Context) error { return checkInitializedAs(ctx, bed.Worker, newName, "") })
+	t.Logf("the new Node was initialized except for its providerID %s after the renaming", time.Since(start).Round(100*time.Millisecond))
 
-	isDeleted(t, bed.Worker.Name(), fmt.Sprintf("responds with nodename %q now", newName), start)
+	awaitDeletion(t, bed.Worker.Name(), fmt.Sprintf("responds with nodename %q now", newName), start)
 
 	eventually(t, func(ctx context.Context) error {
-		return initializedAs(ctx, bed.Worker, newName, providerID(bed.Worker))
+		return checkInitializedAs(ctx, bed.Worker, newName, providerID(bed.Worker))
 	})
 	t.Logf("the new Node had the providerID %s after the renaming", time.Since(start).Round(time.Second))
-	eventually(t, certified(newName, bed.Worker.Address()))
-	t.Logf("its kubelet had a serving certificate %s after the renaming", time.Since(start).Round(time.Second))
+	eventually(t, checkServingCertificate(newName, bed.Worker.Address()))
+	t.Logf("a serving certificate was issued for it %s after the renaming", time.Since(start).Round(time.Second))
 }
 
-// isDeleted waits until talos-ccm has deleted a Node, and sees that it did so with the proof and after the grace period.
-func isDeleted(t *testing.T, name, proof string, start time.Time) {
+// awaitDeletion waits until a Node is deleted, and requires that talos-ccm reported the proof in an Event and waited for the
+// grace period since start.
+func awaitDeletion(t *testing.T, name, proof string, start time.Time) {
 	t.Helper()
 
 	eventually(t, func(ctx context.Context) error {
@@ -120,58 +122,59 @@ func isDeleted(t *testing.T, name, proof string, start time.Time) {
 			return nil
 		}
 
-		return fmt.Errorf("%s is still there (%v): %v", name, err, node) //nolint:errorlint // may be nil
+		return fmt.Errorf("node %s is not deleted (%v): %v", name, err, node) //nolint:errorlint // may be nil
 	})
 
 	took := time.Since(start)
 	t.Logf("%s was deleted after %s", name, took.Round(time.Second))
 
-	assert.GreaterOrEqual(t, took, config.MinGracePeriod, "%s was deleted before the grace period had passed", name)
+	assert.GreaterOrEqual(t, took, config.MinGracePeriod, "%s was deleted before the grace period ended", name)
 
 	events, err := client.CoreV1().Events(metav1.NamespaceDefault).List(t.Context(), metav1.ListOptions{
 		FieldSelector: fields.Set{"reason": lifecycle.ReasonDeleting, "involvedObject.name": name}.String(),
 	})
 	require.NoError(t, err)
 
-	require.Len(t, events.Items, 1, "the deletion of %s is recorded once", name)
+	require.Len(t, events.Items, 1, "Events for the deletion of %s", name)
 	assert.Contains(t, events.Items[0].Message, proof)
 }
 
+// reset requires that talos-ccm deletes the Node of a machine that is reset.
 func reset(t *testing.T) {
-	forgetDeletion(t)
+	resetDeletionLimit(t)
 
 	start := time.Now()
 
 	require.NoError(t, bed.Worker.Reset(t.Context()))
 
-	isDeleted(t, newName, "announced that it is being reset", start)
+	awaitDeletion(t, newName, "announced that it is being reset", start)
 }
 
-// forgetDeletion has a leader take over that does not know of the last deletion: of so few Nodes, only one is deleted in
-// ten minutes.
-func forgetDeletion(t *testing.T) {
+// resetDeletionLimit deletes the Events of earlier deletions and restarts the leader, which then does not count them: in a
+// cluster this small, talos-ccm deletes only one Node in ten minutes.
+func resetDeletionLimit(t *testing.T) {
 	t.Helper()
 
 	deletions := metav1.ListOptions{FieldSelector: "reason=" + lifecycle.ReasonDeleting}
 	require.NoError(t, client.CoreV1().Events(metav1.NamespaceDefault).DeleteCollection(t.Context(), metav1.DeleteOptions{}, deletions))
 
-	// Not by a restart through the API: Talos in a container would mount the configuration file, and never writes it.
+	// After a restart through the API, Talos in a container would mount the configuration file, which it never writes.
 	require.NoError(t, bed.ControlPlane.CrashService(t.Context(), service))
 
-	eventually(t, working)
-	eventually(t, bothCurrent)
+	eventually(t, checkLeaseRenewed)
+	eventually(t, checkMachinesCurrent)
 }
 
-// reinstall installs the worker after a reset: the disk is empty, and its configuration has the first hostname again.
+// reinstall installs the worker after the reset. Its initial configuration has the first host name.
 func reinstall(t *testing.T) {
 	start := time.Now()
 
 	install(t)
-	eventually(t, bothInitialized)
+	eventually(t, checkNodesInitialized)
 	t.Logf("the Node was initialized %s after the installation", time.Since(start).Round(time.Second))
 }
 
-// install has the worker boot with an empty disk.
+// install wipes the worker's disk and boots it.
 func install(t *testing.T) {
 	t.Helper()
 
