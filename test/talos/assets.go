@@ -17,28 +17,27 @@ import (
 )
 
 const (
-	// layout changes whenever the builder lays out its result differently.
+	// layout is the version of the directory layout of assets.
 	layout = "2"
-	// modfileName is the go.mod that Talos was built with.
+	// modfileName is the name of the go.mod for building Talos.
 	modfileName = "talos.mod"
-	// selfImport is the path of this package.
+	// selfImport is the import path of this package.
 	selfImport = "github.com/talos-ccm/talos-ccm/test/talos"
 )
 
-// assets is the directory of a build in the cache.
+// assets is the path of a build in the cache.
 type assets string
 
 func (a assets) rootfs() string { return filepath.Join(string(a), "rootfs") }
 
-// bin contains the commands for the host.
+// bin returns the directory with commands for the host.
 func (a assets) bin() string { return filepath.Join(string(a), "bin") }
 
 func (a assets) shims() string { return filepath.Join(a.rootfs(), "usr/bin/shims") }
 
-// Assets builds the selected release of Talos, its Kubernetes, its container runtime and the tools of this bed,
-// unless that has been done before, and returns the directory with Talos: a root file system in rootfs and commands in
-// bin. The cache is $TALOS_CCM_CACHE, or talos-ccm in the user's cache directory. Progress is written to out, which may
-// be nil.
+// Assets builds the selected release of Talos, Kubernetes, the container runtime and the tools of the bed, unless they are
+// in the cache. It returns the directory with Talos, which contains a root file system in rootfs and commands in bin. The
+// cache is $TALOS_CCM_CACHE, or talos-ccm in the user's cache directory. Progress is written to out, which may be nil.
 func Assets(ctx context.Context, out io.Writer) (string, error) {
 	src, err := selectSource()
 	if err != nil {
@@ -57,9 +56,9 @@ func Imager(ctx context.Context, dir string, out io.Writer) (string, error) {
 		return "", err
 	}
 
-	// go runs in another directory.
+	// The build runs in another directory.
 	if dir, err = filepath.Abs(dir); err != nil {
-		return "", fmt.Errorf("find directory for the imager: %w", err)
+		return "", fmt.Errorf("resolve directory for the imager: %w", err)
 	}
 
 	temporary, err := os.MkdirTemp("", "talos-ccm-imager-")
@@ -75,11 +74,12 @@ func Imager(ctx context.Context, dir string, out io.Writer) (string, error) {
 		return "", err
 	}
 
-	// The program acts as imager or installer, depending on its name.
+	// The binary is the imager or the installer, depending on its name.
 	return filepath.Join(dir, "imager"), talosBuild(talos, modfile, "cmd/installer", "imager").run(ctx, dir, out)
 }
 
-// prepare returns the directories with a release of Talos and with its Kubernetes, and builds them if needed.
+// prepare builds a release of Talos and its version of Kubernetes, unless they are in the cache, and returns their
+// directories.
 func prepare(ctx context.Context, src source, out io.Writer) (talos assets, kubernetes string, err error) {
 	if kubernetes, err = kube.AssetsOf(ctx, src.Kubernetes, out); err != nil {
 		return "", "", fmt.Errorf("build Kubernetes: %w", err)
@@ -100,7 +100,7 @@ func prepare(ctx context.Context, src source, out io.Writer) (talos assets, kube
 	return assets(dir), kubernetes, err
 }
 
-// fingerprint identifies the inputs of a build. rootfs.go is not hashed: change layout with it.
+// fingerprint returns a hash of the inputs of a build. It does not include rootfs.go: update layout if that changes.
 func fingerprint(ctx context.Context, bed string, src source) (string, error) {
 	version, err := builder.Output(exec.CommandContext(ctx, "go", "version"))
 	if err != nil {
@@ -114,7 +114,7 @@ func fingerprint(ctx context.Context, bed string, src source) (string, error) {
 		return "", err
 	}
 
-	// A checkout may be changed; the module proxy never changes a version.
+	// A checkout can change. Versions in the module proxy are immutable.
 	if src.checkout != "" {
 		if err := hashFiles(sum, src.checkout, "go.mod", "go.sum", "cmd", "hack", "internal", "pkg"); err != nil {
 			return "", err
@@ -124,7 +124,7 @@ func fingerprint(ctx context.Context, bed string, src source) (string, error) {
 	return hex.EncodeToString(sum.Sum(nil))[:16], nil
 }
 
-// hashFiles covers files, or all files of directories, by their names in the directory dir.
+// hashFiles writes the names and contents of files to sum. names are files and directories in the directory dir.
 func hashFiles(sum io.Writer, dir string, names ...string) (err error) {
 	for _, name := range names {
 		err = errors.Join(err, fs.WalkDir(os.DirFS(dir), name, func(path string, entry fs.DirEntry, err error) error {
@@ -142,7 +142,7 @@ func hashFiles(sum io.Writer, dir string, names ...string) (err error) {
 	return err
 }
 
-// construct builds everything into the directory dir.
+// construct builds all assets into the directory dir.
 func construct(ctx context.Context, bed string, src source, dir string, out io.Writer) error {
 	modfile := filepath.Join(dir, modfileName)
 
@@ -157,7 +157,7 @@ func construct(ctx context.Context, bed string, src source, dir string, out io.W
 	}
 
 	if err := root.write(filepath.Join(dir, "rootfs")); err != nil {
-		return fmt.Errorf("lay out root file system: %w", err)
+		return fmt.Errorf("create root file system: %w", err)
 	}
 
 	for _, b := range builds(bed, talos, modfile) {
@@ -169,7 +169,7 @@ func construct(ctx context.Context, bed string, src source, dir string, out io.W
 	return nil
 }
 
-// build is one call of the Go compiler.
+// build is one go build command.
 type build struct {
 	// module is the directory of the module, and modfile its go.mod if that is another file.
 	module, modfile string
@@ -177,18 +177,18 @@ type build struct {
 	// output is a file, or a directory if it ends with a slash.
 	output string
 	tags   string
-	// cgo links C statically.
+	// cgo enables cgo with static linking.
 	cgo bool
 }
 
-// talosBuild is the build of a command of Talos from the directory talos with its source. Commands with the same tags
-// share most of the work.
+// talosBuild returns the build of a command from the directory talos with the source of Talos. All commands use the same
+// tags, so they share most of the build cache.
 func talosBuild(talos, modfile, command, output string) build {
 	return build{module: talos, modfile: modfile, packages: []string{"./" + command}, output: output, tags: "tcell_minimal,grpcnotrace"}
 }
 
-// builds returns everything that a bed needs, from the directory bed with the nested modules and the directory talos.
-// The tags are those of Talos, as far as they concern what is used here.
+// builds returns the builds for a bed. bed is the directory with the nested modules, and talos the directory with the source
+// of Talos. The tags are those of Talos that affect the bed.
 func builds(bed, talos, modfile string) []build {
 	const (
 		program    = "rootfs/usr/bin/"
@@ -205,15 +205,15 @@ func builds(bed, talos, modfile string) []build {
 			module: runtime, packages: []string{containerd, containerd + "-shim-runc-v2"}, output: program,
 			tags: "no_btrfs,no_devmapper,no_zfs,netgo,osusergo",
 		},
-		// runc has C of its own, which enters the container before Go starts.
+		// runc contains C code that enters the container before the Go runtime starts.
 		{module: runtime, packages: []string{runc}, output: program + "runc.real", tags: "seccomp,netgo,osusergo", cgo: true},
 		{module: tools, packages: []string{"./shims"}, output: program},
 	}
 }
 
-// run builds into the directory dir and shows the progress.
+// run builds into the directory dir and writes progress to out.
 func (b build) run(ctx context.Context, dir string, out io.Writer) error {
-	// -mod=readonly: the go.mod of nested modules is complete. A modfile lacks the requirements of its replacements.
+	// The go.mod files of nested modules are complete. A modfile lacks the requirements of its replacements.
 	flags, ldflags, cgo := "-mod=readonly", "-s -w", "0"
 	if b.modfile != "" {
 		flags = "-mod=mod -modfile=" + b.modfile
@@ -226,7 +226,7 @@ func (b build) run(ctx context.Context, dir string, out io.Writer) error {
 	command := func(args ...string) *exec.Cmd {
 		cmd := exec.CommandContext(ctx, "go", append(args, b.packages...)...)
 		cmd.Dir = b.module
-		// No other toolchain is fetched.
+		// GOTOOLCHAIN=local prevents the download of another toolchain.
 		cmd.Env = append(os.Environ(), "CGO_ENABLED="+cgo, "GOFLAGS=-trimpath -buildvcs=false "+flags, "GOTOOLCHAIN=local", "GOWORK=off")
 
 		return cmd

@@ -28,21 +28,22 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/netns"
 )
 
-// bedPrefix begins the name of every bed's directory.
+// bedPrefix is the prefix of the names of bed directories.
 const bedPrefix = "bed-"
 
-// ErrNotRoot is what Up returns to a caller that may not create namespaces.
+// ErrNotRoot is returned by Up if the process does not run as root.
 var ErrNotRoot = errors.New("the Talos test bed creates namespaces, mounts and cgroups: it must run as root (for instance with sudo)")
 
 // Options configures a bed.
 type Options struct {
-	// Extension is the absolute path of an unpacked extension image, which is installed on every machine: manifest.yaml,
-	// and rootfs with a service specification in usr/local/etc/containers and its files below usr/local/lib/containers.
+	// Extension is the absolute path of an unpacked extension image, which is installed on every machine. It contains
+	// manifest.yaml, and rootfs with a service specification in usr/local/etc/containers and its files in
+	// usr/local/lib/containers.
 	Extension string
-	// ControlPlanePatches are applied to the configuration of the control plane: YAML in the form of talosctl's strategic
-	// merge patches, also with several documents.
+	// ControlPlanePatches are talosctl's strategic merge patches for the configuration of the control plane. A patch may
+	// have several YAML documents.
 	ControlPlanePatches []string
-	// LogDir keeps the consoles of the machines. Empty: they are removed with the bed.
+	// LogDir is the directory for the console logs of the machines. If it is empty, the logs are removed with the bed.
 	LogDir string
 }
 
@@ -55,17 +56,17 @@ type Bed struct {
 	source  source
 	dir     string
 	assets  assets
-	// kubernetes is the directory with the programs of Kubernetes.
+	// kubernetes is the directory with the Kubernetes binaries.
 	kubernetes string
 	bridge     *netns.Namespace
 	configs    *bundle.Bundle
 	kubeconfig []byte
 	client     kubernetes.Interface
-	// cleanups are called by Down, the last one first.
+	// cleanups are called by Down in reverse order.
 	cleanups []func() error
 }
 
-// Up builds what is not in the cache, boots both machines, and returns when both Nodes are registered. ctx bounds Up,
+// Up builds what is not in the cache, boots both machines, and returns when both Nodes are registered. ctx limits Up,
 // not the lifetime of the bed. The caller must call Down, unless Up fails.
 func Up(ctx context.Context, options Options) (*Bed, error) {
 	b := &Bed{options: options}
@@ -79,8 +80,8 @@ func Up(ctx context.Context, options Options) (*Bed, error) {
 		{"set up network, images and machines", b.assemble},
 		{"boot machines", b.boot},
 		{"bootstrap etcd", b.bootstrap},
-		{"start Kubernetes", b.reachKubernetes},
-		{"register Nodes", b.registerNodes},
+		{"start Kubernetes", b.connectKubernetes},
+		{"register Nodes", b.awaitNodes},
 	} {
 		fmt.Printf("Talos test bed: %s ...\n", step.name)
 
@@ -96,7 +97,7 @@ func Up(ctx context.Context, options Options) (*Bed, error) {
 	return b, nil
 }
 
-// ID returns the name of the bed, which its directory and cgroups contain.
+// ID returns the unique name of the bed, which is part of the names of its directory and cgroups.
 func (b *Bed) ID() string { return filepath.Base(b.dir) }
 
 // Dir returns the bed's directory.
@@ -108,15 +109,15 @@ func (b *Bed) Release() Release { return b.source.Release }
 // Machines returns all machines of the bed.
 func (b *Bed) Machines() []*Machine { return []*Machine{b.ControlPlane, b.Worker} }
 
-// Kubeconfig returns an admin kubeconfig. It works only from the network of the bridge.
+// Kubeconfig returns an admin kubeconfig. It works only in the network namespace of the bridge.
 func (b *Bed) Kubeconfig() []byte { return b.kubeconfig }
 
-// DialContext connects from the bridge, which is where a neighbor of the machines would be. Addresses are literals.
+// DialContext connects from the network namespace of the bridge. The address must be an IP address and a port.
 func (b *Bed) DialContext(ctx context.Context, network, address string) (net.Conn, error) {
 	return b.bridge.Dial(ctx, network, address)
 }
 
-// RESTConfig returns an admin configuration that dials from the bridge, so it works in this process.
+// RESTConfig returns an admin configuration that connects with DialContext.
 func (b *Bed) RESTConfig() (*rest.Config, error) {
 	config, err := clientcmd.RESTConfigFromKubeConfig(b.kubeconfig)
 	if err != nil {
@@ -132,17 +133,18 @@ func (b *Bed) RESTConfig() (*rest.Config, error) {
 // Kubernetes returns a client for RESTConfig.
 func (b *Bed) Kubernetes() kubernetes.Interface { return b.client }
 
-// talosconfig is the file that scripts find. It is written once: what one script started may read it while the next one
-// starts.
+// talosconfig returns the path of the admin talosconfig. The file is written once, because processes of earlier scripts may
+// read it.
 func (b *Bed) talosconfig() string { return filepath.Join(b.dir, "talosconfig") }
 
-// Shell runs a shell script in the bridge's network, with talosctl and an admin talosconfig, and returns its output.
+// Shell runs a shell script in the network namespace of the bridge, with talosctl in PATH and an admin talosconfig, and
+// returns its output.
 func (b *Bed) Shell(ctx context.Context, script string) (out []byte, err error) {
 	cmd := exec.CommandContext(ctx, "sh", "-c", script)
 	cmd.Env = append(os.Environ(),
 		"PATH="+b.assets.bin()+string(os.PathListSeparator)+os.Getenv("PATH"),
 		"TALOSCONFIG="+b.talosconfig(),
-		"TALOS_HOME="+b.dir, // talosctl keeps no files elsewhere
+		"TALOS_HOME="+b.dir, // the directory for files of talosctl
 	)
 
 	err = b.bridge.Inside(func() error {
@@ -197,6 +199,7 @@ func (b *Bed) prepare(context.Context) error {
 	return os.MkdirAll(b.options.LogDir, 0o755)
 }
 
+// lock locks a bed directory until the returned file is closed.
 func lock(dir string, how int) (*os.File, error) {
 	file, err := os.Open(dir)
 	if err != nil {
@@ -225,14 +228,14 @@ func Sweep() error {
 	for _, dir := range dirs {
 		owner, err := lock(dir, unix.LOCK_EX|unix.LOCK_NB)
 		if err != nil {
-			continue // still in use
+			continue // the bed is running
 		}
 
-		all, err := cgroupOf(filepath.Base(dir), "*")
-		left, invalid := filepath.Glob(string(all))
+		pattern, err := cgroupOf(filepath.Base(dir), "*")
+		groups, invalid := filepath.Glob(string(pattern))
 		err = errors.Join(err, invalid)
 
-		for _, group := range left {
+		for _, group := range groups {
 			err = errors.Join(err, cgroup(group).remove())
 		}
 
@@ -271,7 +274,7 @@ func (b *Bed) assemble(ctx context.Context) error {
 		return err
 	}
 
-	// The Nodes have the same names.
+	// Machines and Nodes have the same names.
 	if b.ControlPlane, err = b.newMachine(ctx, "talos-cp", controlAddress, machinetype.TypeControlPlane); err != nil {
 		return err
 	}
@@ -281,7 +284,7 @@ func (b *Bed) assemble(ctx context.Context) error {
 	return err
 }
 
-// boot switches the machines on and waits until the control plane's apid answers.
+// boot switches the machines on and waits until the control plane's apid responds.
 func (b *Bed) boot(ctx context.Context) error {
 	for _, m := range b.Machines() {
 		b.cleanup(func() error { return m.PowerOff(context.Background()) })
@@ -309,7 +312,8 @@ func (b *Bed) bootstrap(ctx context.Context) error {
 	})
 }
 
-func (b *Bed) reachKubernetes(ctx context.Context) error {
+// connectKubernetes creates the client and waits until the API server is ready.
+func (b *Bed) connectKubernetes(ctx context.Context) error {
 	err := b.ControlPlane.eventually(ctx, "get kubeconfig", func(ctx context.Context, c *client.Client) (err error) {
 		b.kubeconfig, err = c.Kubeconfig(ctx)
 
@@ -333,7 +337,8 @@ func (b *Bed) reachKubernetes(ctx context.Context) error {
 	})
 }
 
-func (b *Bed) registerNodes(ctx context.Context) error {
+// awaitNodes waits until both Nodes are registered.
+func (b *Bed) awaitNodes(ctx context.Context) error {
 	return eventually(ctx, "wait for Nodes", func(ctx context.Context) error {
 		for _, m := range b.Machines() {
 			if _, err := b.client.CoreV1().Nodes().Get(ctx, m.name, metav1.GetOptions{}); err != nil {
@@ -345,7 +350,7 @@ func (b *Bed) registerNodes(ctx context.Context) error {
 	})
 }
 
-// eventually retries call until it succeeds, ctx ends or the machine goes down.
+// eventually retries call until it succeeds, ctx is done or the machine stops.
 func (m *Machine) eventually(ctx context.Context, attempt string, call func(context.Context, *client.Client) error) error {
 	const tail = 20
 
@@ -353,26 +358,26 @@ func (m *Machine) eventually(ctx context.Context, attempt string, call func(cont
 	if err != nil {
 		return err
 	}
-	defer c.Close() //nolint:errcheck // nothing is lost
+	defer c.Close() //nolint:errcheck // all calls have ended
 
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 
 	go func() {
 		if m.awaitOff(ctx) == nil {
-			var end strings.Builder
+			var lines strings.Builder
 			for _, line := range m.console.after(max(0, len(m.console.after(0))-tail)) {
-				fmt.Fprintf(&end, "\n\t%s", line)
+				fmt.Fprintf(&lines, "\n\t%s", line)
 			}
 
-			cancel(fmt.Errorf("machine %s has gone down, its console ends with:%s", m.name, end.String()))
+			cancel(fmt.Errorf("machine %s stopped; last lines of its console:%s", m.name, lines.String()))
 		}
 	}()
 
 	return eventually(ctx, attempt, func(ctx context.Context) error { return call(ctx, c) })
 }
 
-// eventually repeats try until it succeeds or ctx ends; the error then contains the last one.
+// eventually retries try until it succeeds or ctx is done. The returned error wraps the last error of try.
 func eventually(ctx context.Context, attempt string, try func(context.Context) error) error {
 	const timeout = 10 * time.Second
 
@@ -387,7 +392,7 @@ func eventually(ctx context.Context, attempt string, try func(context.Context) e
 		return last == nil, nil
 	})
 	if err != nil {
-		return fmt.Errorf("%s: %w (last answer: %w)", attempt, context.Cause(ctx), last)
+		return fmt.Errorf("%s: %w (last error: %w)", attempt, context.Cause(ctx), last)
 	}
 
 	return nil
@@ -396,7 +401,7 @@ func eventually(ctx context.Context, attempt string, try func(context.Context) e
 // cleanup registers a function for Down.
 func (b *Bed) cleanup(do func() error) { b.cleanups = append(b.cleanups, do) }
 
-// Down removes the bed: machines, networks, cgroups, files. It can be called more than once.
+// Down stops the machines and removes the networks, cgroups and files of the bed. It can be called more than once.
 func (b *Bed) Down() error {
 	var errs []error
 

@@ -15,11 +15,11 @@ import (
 	"k8s.io/apimachinery/pkg/util/wait"
 )
 
-// cgroup is a machine's cgroup v2 directory.
+// cgroup is the path of a machine's cgroup v2 directory.
 type cgroup string
 
-// cgroupRoot finds the cgroup v2 hierarchy. That is all of /sys/fs/cgroup on most machines; where cgroup v1 is in use,
-// v2 lies beside it and has no controllers.
+// cgroupRoot returns the mount point of cgroup v2. On most hosts, that is /sys/fs/cgroup. On hosts with cgroup v1, it is
+// another directory and has no controllers.
 func cgroupRoot() (string, error) {
 	mounts, err := procfs.GetMounts()
 	if err != nil {
@@ -35,16 +35,16 @@ func cgroupRoot() (string, error) {
 	return "", errors.New("find cgroup v2: no such file system is mounted")
 }
 
-// cgroupOf returns the cgroup of a machine, whose name may be a pattern.
+// cgroupOf returns the cgroup of a machine. The name may be a pattern for filepath.Glob.
 func cgroupOf(bed, machine string) (cgroup, error) {
 	root, err := cgroupRoot()
 
 	return cgroup(filepath.Join(root, "talos-ccm-"+bed+"-"+machine)), err
 }
 
-// renew replaces the cgroup of the previous boot: Talos has delegated its controllers to child cgroups, so the kernel
-// refuses processes in it.
-func (c cgroup) renew() (*os.File, error) {
+// recreate removes and creates the cgroup, and opens its directory. A cgroup cannot be reused in another boot: Talos has
+// enabled controllers for child cgroups, so the kernel rejects processes in it.
+func (c cgroup) recreate() (*os.File, error) {
 	if err := c.remove(); err != nil {
 		return nil, err
 	}
@@ -65,7 +65,7 @@ func (c cgroup) renew() (*os.File, error) {
 	return os.Open(string(c))
 }
 
-// remove kills what is left in the cgroup and removes it, with all of its parts.
+// remove kills the processes in the cgroup and removes it with its child cgroups.
 func (c cgroup) remove() error {
 	err := os.WriteFile(filepath.Join(string(c), "cgroup.kill"), []byte("1"), 0o644)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -78,7 +78,7 @@ func (c cgroup) remove() error {
 
 	var last error
 
-	// Killed processes leave a moment later.
+	// The kernel removes killed processes asynchronously.
 	err = wait.PollUntilContextTimeout(context.Background(), pollInterval, time.Minute, true, func(context.Context) (bool, error) {
 		last = c.removeDirectories()
 
@@ -103,7 +103,7 @@ func (c cgroup) removeDirectories() error {
 	})
 
 	for _, dir := range slices.Backward(dirs) {
-		// Only rmdir(2) works on a cgroup.
+		// Cgroups can only be removed with rmdir(2).
 		err = errors.Join(err, os.Remove(dir))
 	}
 

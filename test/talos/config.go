@@ -12,11 +12,11 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/constants"
 )
 
-// basePatch applies to every machine: external cloud provider, serving certificates that require approval, images from
-// the bed's registry, and nothing that a cluster does not need.
+// basePatch is the patch for all machines. It enables the external cloud provider and serving certificates that require
+// approval, uses images from the bed's registry, and disables discovery.
 //
-// The kubelet and the container runtime stay away from cgroups: the bed may run where there are no controllers to
-// delegate. The kubelet gets its static pods from Talos over HTTP, and would look for them only every 20 seconds.
+// The kubelet and the container runtime do not use cgroups, because the host may have no controllers to delegate. The
+// kubelet gets its static pods from Talos over HTTP; httpCheckFrequency replaces its default interval of 20 s.
 const basePatch = `
 machine:
   kubelet:
@@ -47,8 +47,8 @@ endpoints:
 skipFallback: true
 `
 
-// controlPlanePatch disables what requires a pod network, and shortens the API server's wait for open watches, which
-// would delay a shutdown.
+// controlPlanePatch disables components that require a pod network, and shortens the API server's grace period for open
+// watches, which delays a shutdown.
 const controlPlanePatch = `
 cluster:
   apiServer:

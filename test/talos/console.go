@@ -12,31 +12,31 @@ import (
 	"k8s.io/apimachinery/pkg/util/wait"
 )
 
-// pollInterval is how often a condition is checked that needs only memory or files.
+// pollInterval is the interval for checking local conditions.
 const pollInterval = 50 * time.Millisecond
 
 // line is a line of a machine's console.
 type line struct {
-	// since is the time that had passed since the machine was switched on.
+	// since is the time since the machine was switched on.
 	since time.Duration
 	text  string
 }
 
 func (l line) String() string { return fmt.Sprintf("[%9.3fs] %s", l.since.Seconds(), l.text) }
 
-// console is the output of a machine. It is available even if the network of the machine is down.
+// console records the output of a machine. It works without the machine's network.
 type console struct {
 	log io.Writer
 
 	mu      sync.Mutex
 	partial []byte
 	lines   []line
-	// boot is the number of lines before the current boot, which began at on.
+	// boot is the number of lines before the current boot, and on the start of the boot.
 	boot int
 	on   time.Time
 }
 
-// powerOn begins a boot.
+// powerOn records the start of a boot.
 func (c *console) powerOn() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -45,7 +45,7 @@ func (c *console) powerOn() {
 	fmt.Fprintln(c.log, "power on at", c.on)
 }
 
-// Write takes what the machine prints.
+// Write appends output of the machine.
 func (c *console) Write(p []byte) (int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -72,7 +72,7 @@ func (c *console) after(n int) []line {
 	return c.lines[n:]
 }
 
-// wait returns the first line after n lines that contains a text, as soon as there is one.
+// wait waits for a line after the first n lines that contains a text, and returns it.
 func (c *console) wait(ctx context.Context, n int, text string) (found line, err error) {
 	err = wait.PollUntilContextCancel(ctx, pollInterval, true, func(context.Context) (bool, error) {
 		for _, found = range c.after(n) {
@@ -84,7 +84,7 @@ func (c *console) wait(ctx context.Context, n int, text string) (found line, err
 		return false, nil
 	})
 	if err != nil {
-		return found, fmt.Errorf("wait for console to say %q: %w", text, err)
+		return found, fmt.Errorf("wait for %q on console: %w", text, err)
 	}
 
 	return found, nil

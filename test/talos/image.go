@@ -25,13 +25,14 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/types"
 )
 
-// componentRequest matches requests for manifests and blobs of Kubernetes component images. All are served from
-// componentImage, whatever their tag, since Talos chooses some tags itself.
+// componentRequest matches requests for manifests and blobs of Kubernetes component images. The registry serves
+// componentImage for all names and tags, because Talos selects some tags itself.
 var componentRequest = regexp.MustCompile(`^/v2/(?:.+/)?(?:etcd|kube-[a-z-]+|kubelet|pause)/(manifests|blobs)/(.+)$`)
 
+// componentImage is the repository of the image with all Kubernetes components.
 const componentImage = "bed/components"
 
-// imageTree is what the image has besides the programs of Kubernetes, which are in its root, and shims.
+// imageTree is the component image without the Kubernetes binaries and shims, which are in its root directory.
 var imageTree = tree{
 	directories: []string{"dev", "etc/ssl/certs", "proc", "run", "sys", "tmp", "usr/local/bin", "var"},
 	files: map[string]string{
@@ -51,9 +52,10 @@ var imageTree = tree{
 	},
 }
 
-// newComponentImage packs the directory with the programs of Kubernetes and the shims. It uses the new directory dir.
+// newComponentImage returns an image with the Kubernetes binaries in a directory and the shims. It creates the directory dir
+// for temporary files.
 func newComponentImage(kubernetes, shims, dir string) (v1.Image, error) {
-	program, err := os.ReadFile(shims)
+	binary, err := os.ReadFile(shims)
 	if err != nil {
 		return nil, fmt.Errorf("read shims: %w", err)
 	}
@@ -62,7 +64,7 @@ func newComponentImage(kubernetes, shims, dir string) (v1.Image, error) {
 
 	archive := tar.NewWriter(&layer)
 	if err := errors.Join(
-		imageTree.write(dir), os.WriteFile(filepath.Join(dir, "shims"), program, 0o755), os.Chmod(filepath.Join(dir, "tmp"), 0o777|os.ModeSticky),
+		imageTree.write(dir), os.WriteFile(filepath.Join(dir, "shims"), binary, 0o755), os.Chmod(filepath.Join(dir, "tmp"), 0o777|os.ModeSticky),
 		archive.AddFS(os.DirFS(dir)), archive.AddFS(os.DirFS(kubernetes)), archive.Close(),
 	); err != nil {
 		return nil, fmt.Errorf("pack image: %w", err)
@@ -79,7 +81,7 @@ func newComponentImage(kubernetes, shims, dir string) (v1.Image, error) {
 	return mutate.AppendLayers(config, static.NewLayer(layer.Bytes(), types.DockerUncompressedLayer))
 }
 
-// serveRegistry serves images to the machines: the cluster's, and those that are pushed.
+// serveRegistry starts the registry for the machines. It serves the component image and pushed images.
 func (b *Bed) serveRegistry(ctx context.Context) error {
 	listener, err := b.bridge.Listen(ctx, registryAddress.String())
 	if err != nil {
@@ -97,18 +99,18 @@ func (b *Bed) serveRegistry(ctx context.Context) error {
 			r.URL.Path = "/v2/" + componentImage + "/" + kind + "/" + reference
 		}
 
-		// containerd resumes an interrupted pull with a range without end, which this registry rejects.
+		// containerd resumes an interrupted pull with an open-ended range, which this registry rejects.
 		r.Header.Del("Range")
 		images.ServeHTTP(w, r)
 	})}
 
-	go server.Serve(listener) //nolint:errcheck // ends with Close
+	go server.Serve(listener) //nolint:errcheck // until Close
 	b.cleanup(server.Close)
 
 	return nil
 }
 
-// Push makes an image or an index available to the machines under its reference, whatever its registry.
+// Push pushes an image or an index to the registry of the bed, which mirrors all registries for the machines.
 func (b *Bed) Push(ctx context.Context, reference string, image remote.Taggable) error {
 	named, err := name.ParseReference(reference)
 	if err != nil {

@@ -27,10 +27,9 @@ import (
 )
 
 const (
-	// diskSize bounds what a machine may store: images, logs, etcd. It is memory.
+	// diskSize is the size of a machine's disk, which is in memory. The disk contains images, logs and etcd.
 	diskSize = "2g"
-	// extensionImage is what Talos's imager calls the file system of the first extension. The name is that of its
-	// ExtensionStatus, too.
+	// extensionImage is the file name that Talos's imager gives to the first extension. Talos reports it in ExtensionStatus.
 	extensionImage = "0.sqsh"
 )
 
@@ -44,24 +43,24 @@ type Machine struct {
 	console *console
 	thread  thread
 	boot    bootSpec
-	// init is the first process of the current or the last boot, and ended is closed when it has ended.
+	// init is PID 1 of the current or the last boot. ended is closed when init has ended.
 	init  *os.Process
 	ended chan struct{}
 }
 
-// bootSpec is the input of the shim that becomes a machine. Its disk is mounted at Dir; only the machine and its thread
-// see that. The layers of the root file system are named topmost first.
+// bootSpec is the input of the machine shim. The disk is mounted at Dir, in the mount namespaces of the machine and its
+// thread. Layers are the directories of the root file system, topmost first.
 type bootSpec struct {
 	Name, Dir, UserData string
 	Layers              []string
 }
 
-// thread is an OS thread in a machine's network namespace, and a mount namespace with its disk. Pdeathsig kills the
+// thread is an OS thread in a machine's network namespace and in a mount namespace with its disk. Pdeathsig kills the
 // machine when the thread ends, even if this process is killed.
 type thread chan func()
 
 func (t thread) serve() {
-	runtime.LockOSThread() // and never unlock: that ends the thread
+	runtime.LockOSThread() // without unlocking, so that the thread ends with the goroutine
 
 	for do := range t {
 		do()
@@ -75,7 +74,7 @@ func (t thread) run(do func() error) error {
 	return <-result
 }
 
-// newMachine builds a machine that is switched off. Bed.Down closes it.
+// newMachine creates a machine that is switched off. Down removes it.
 func (b *Bed) newMachine(ctx context.Context, name string, address netip.Addr, kind machine.Type) (*Machine, error) {
 	m := &Machine{name: name, address: address, bed: b, thread: make(thread)}
 
@@ -96,7 +95,7 @@ func (b *Bed) newMachine(ctx context.Context, name string, address netip.Addr, k
 	m.console = &console{log: log}
 
 	if m.network, err = b.plug(ctx, name, address); err != nil {
-		return nil, m.wrap("plug in", err)
+		return nil, m.wrap("connect to bridge", err)
 	}
 
 	if m.cgroup, err = cgroupOf(b.ID(), name); err != nil {
@@ -114,19 +113,19 @@ func (b *Bed) newMachine(ctx context.Context, name string, address netip.Addr, k
 	})
 
 	if err := errors.Join(m.Install(b.options.Extension), os.Mkdir(m.boot.Dir, 0o755), m.thread.run(m.mountDisk)); err != nil {
-		return nil, m.wrap("build", err)
+		return nil, m.wrap("create", err)
 	}
 
 	return m, nil
 }
 
-// mountDisk mounts the file system that outlives the machine's boots.
+// mountDisk mounts the machine's disk, which survives reboots, in a new mount namespace of the calling thread.
 func (m *Machine) mountDisk() error {
 	if err := errors.Join(m.network.Enter(), unix.Unshare(unix.CLONE_NEWNS)); err != nil {
 		return err
 	}
 
-	// Otherwise the disk might be mounted for all processes.
+	// Do not propagate the mount to other namespaces.
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
 		return err
 	}
@@ -134,19 +133,18 @@ func (m *Machine) mountDisk() error {
 	return unix.Mount("tmpfs", m.boot.Dir, "tmpfs", 0, "mode=0755,size="+diskSize)
 }
 
-// Name returns the machine's host name, and its Node's name.
+// Name returns the machine's host name, which is also the name of its Node.
 func (m *Machine) Name() string { return m.name }
 
 // Address returns the machine's address on the bridge.
 func (m *Machine) Address() netip.Addr { return m.address }
 
-// Root returns a path to the machine's root file system, as the machine sees it; it is valid until the machine is
-// switched off.
+// Root returns a path to the machine's root file system, which is valid until the machine is switched off.
 func (m *Machine) Root() string { return fmt.Sprintf("/proc/%d/root", m.init.Pid) }
 
-// PowerOn switches on a machine that is off, and does not wait for the boot.
+// PowerOn switches the machine on and does not wait for the boot. The machine must be off.
 func (m *Machine) PowerOn() error {
-	group, err := m.cgroup.renew()
+	group, err := m.cgroup.recreate()
 	if err != nil {
 		return m.wrap("switch on", err)
 	}
@@ -161,12 +159,12 @@ func (m *Machine) PowerOn() error {
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = bytes.NewReader(spec), m.console, m.console
 	cmd.SysProcAttr = &syscall.SysProcAttr{
 		Cloneflags: unix.CLONE_NEWNS | unix.CLONE_NEWUTS | unix.CLONE_NEWIPC | unix.CLONE_NEWPID,
-		// Unshare after the process is in its cgroup, so that this is the root of the namespace.
+		// Unshare when the process is in its cgroup, which becomes the root of the namespace.
 		Unshareflags: unix.CLONE_NEWCGROUP,
 		Pdeathsig:    syscall.SIGKILL,
 		UseCgroupFD:  true,
 		CgroupFD:     int(group.Fd()),
-		// Ctrl-C is for this process, which then switches the machines off.
+		// Send Ctrl-C only to this process, which then switches the machines off.
 		Setsid: true,
 	}
 
@@ -188,7 +186,7 @@ func (m *Machine) PowerOn() error {
 	return nil
 }
 
-// signalAndWait sends a signal to the first process, and waits until all have ended. The machine may be off.
+// signalAndWait sends a signal to the machine's init, and waits until the machine is off. The machine may already be off.
 func (m *Machine) signalAndWait(ctx context.Context, signal os.Signal) error {
 	if m.init == nil {
 		return nil
@@ -201,21 +199,22 @@ func (m *Machine) signalAndWait(ctx context.Context, signal os.Signal) error {
 	return m.awaitOff(ctx)
 }
 
+// awaitOff waits until the machine is off.
 func (m *Machine) awaitOff(ctx context.Context) error {
 	select {
 	case <-m.ended:
 		return nil
 	case <-ctx.Done():
-		return fmt.Errorf("wait until it is off: %w", context.Cause(ctx))
+		return fmt.Errorf("wait until the machine is off: %w", context.Cause(ctx))
 	}
 }
 
-// PowerOff switches the machine off without a shutdown. Its disk is kept: identity, configuration, etcd, images.
+// PowerOff switches the machine off without a shutdown. It keeps the disk with identity, configuration, etcd and images.
 func (m *Machine) PowerOff(ctx context.Context) error {
 	return m.wrap("switch off", m.signalAndWait(ctx, syscall.SIGKILL))
 }
 
-// PowerCycle switches the machine off without a shutdown, and on again.
+// PowerCycle switches the machine off, without a shutdown, and on again.
 func (m *Machine) PowerCycle(ctx context.Context) error {
 	if err := m.PowerOff(ctx); err != nil {
 		return err
@@ -224,15 +223,14 @@ func (m *Machine) PowerCycle(ctx context.Context) error {
 	return m.PowerOn()
 }
 
-// Shutdown ends Talos in order (services are stopped and get their SIGTERM) and returns when the machine is off. Talos
-// in a container refuses the shutdown call of its API, so this is the power button.
+// Shutdown shuts the machine down gracefully, and returns when it is off. Talos stops its services with SIGTERM. Shutdown
+// sends a signal, because Talos in a container rejects the Shutdown call of its API.
 func (m *Machine) Shutdown(ctx context.Context) error {
 	return m.wrap("shut down", m.signalAndWait(ctx, syscall.SIGTERM))
 }
 
-// Reboot shuts the machine down and switches it on again as soon as it is off. Addresses that were added to the
-// machine's links stay. Talos in a container refuses the reboot call of its API, so the machine's stage is that of a
-// shutdown.
+// Reboot shuts the machine down and switches it on again. The machine keeps addresses from AddAddress. Its stage is that
+// of a shutdown, because Talos in a container rejects the Reboot call of its API.
 func (m *Machine) Reboot(ctx context.Context) error {
 	if err := m.Shutdown(ctx); err != nil {
 		return err
@@ -241,14 +239,14 @@ func (m *Machine) Reboot(ctx context.Context) error {
 	return m.PowerOn()
 }
 
-// Reset calls the reset of the machine's API and returns when the machine is off. Talos in a container wipes nothing:
-// see Wipe.
+// Reset calls Reset of the machine's API and returns when the machine is off. Talos in a container does not wipe the disk:
+// use Wipe.
 func (m *Machine) Reset(ctx context.Context) error {
 	c, err := m.TalosClient(ctx)
 	if err != nil {
 		return err
 	}
-	defer c.Close() //nolint:errcheck // nothing is lost
+	defer c.Close() //nolint:errcheck // all calls have ended
 
 	if err := c.Reset(ctx, false, false); err != nil {
 		return m.wrap("reset", err)
@@ -257,7 +255,7 @@ func (m *Machine) Reset(ctx context.Context) error {
 	return m.wrap("reset", m.awaitOff(ctx))
 }
 
-// Wipe switches the machine off and empties its disk: the next boot is a first one, with a new identity.
+// Wipe switches the machine off and wipes its disk. The next boot installs the machine with a new identity.
 func (m *Machine) Wipe(ctx context.Context) error {
 	if err := m.PowerOff(ctx); err != nil {
 		return err
@@ -266,10 +264,9 @@ func (m *Machine) Wipe(ctx context.Context) error {
 	return m.wrap("wipe", m.thread.run(func() error { return os.RemoveAll(filepath.Join(m.boot.Dir, "disk")) }))
 }
 
-// Install replaces the machine's extension from the next boot on, as an upgrade does before it reboots; in a container,
-// Talos rejects upgrades through its API. The directory extension is as in Options. It also adds the list of
-// extensions, as Talos's imager does, and the files that a container engine provides: Talos 1.14 mounts an overlay over
-// /etc, which hides bind mounts there.
+// Install sets the machine's extension for the next boot, as an upgrade does; Talos in a container rejects upgrades through
+// its API. The format of the directory is that of Options.Extension. Install also writes the list of extensions, as Talos's
+// imager does, and the files that a container engine provides with bind mounts, which the /etc overlay of Talos 1.14 hides.
 func (m *Machine) Install(extension string) error {
 	loaded, err := extensions.Load(extension)
 	if err != nil {
@@ -286,7 +283,7 @@ func (m *Machine) Install(extension string) error {
 	provided := tree{files: map[string]string{
 		"etc/hostname": m.name + "\n",
 		"etc/hosts":    "127.0.0.1 localhost\n",
-		// The bridge refuses DNS queries immediately. On a loopback address, Talos's host DNS would answer.
+		// The bridge rejects DNS queries immediately. On a loopback address, Talos's host DNS would respond.
 		"etc/resolv.conf": "nameserver " + bridgeAddress.String() + "\n",
 	}}
 
@@ -296,24 +293,24 @@ func (m *Machine) Install(extension string) error {
 	return m.wrap("install extension", errors.Join(os.Chmod(etc, 0o755), provided.write(etc), installed.Write(list)))
 }
 
-// SetLink sets the bridge's end of the machine's veth pair "up" or "down". The machine keeps its addresses but loses
-// the carrier.
+// SetLink sets the bridge's end of the machine's veth pair "up" or "down". While it is down, the machine keeps its
+// addresses and has no carrier.
 func (m *Machine) SetLink(ctx context.Context, state string) error {
 	return m.wrap("set link", m.bed.bridge.IP(ctx, "link set "+port(m.name)+" "+state))
 }
 
-// AddAddress gives the machine another address, as a platform would.
+// AddAddress adds an address to the machine's interface.
 func (m *Machine) AddAddress(ctx context.Context, prefix netip.Prefix) error {
 	return m.wrap("add address", m.network.IP(ctx, "address add "+prefix.String()+" dev "+netns.Link))
 }
 
-// RemoveAddress removes an address.
+// RemoveAddress removes an address from the machine's interface.
 func (m *Machine) RemoveAddress(ctx context.Context, prefix netip.Prefix) error {
 	return m.wrap("remove address", m.network.IP(ctx, "address del "+prefix.String()+" dev "+netns.Link))
 }
 
-// TalosClient connects to the machine's own apid, as admin. It works while the link is down, because it dials from the
-// machine's network namespace. The caller closes it.
+// TalosClient returns an admin client for the machine's apid. It connects from the machine's network namespace, and works
+// while the link is down. The caller must close it.
 func (m *Machine) TalosClient(ctx context.Context) (*client.Client, error) {
 	c, err := client.New(ctx,
 		client.WithConfig(m.bed.configs.TalosConfig()),
@@ -326,7 +323,8 @@ func (m *Machine) TalosClient(ctx context.Context) (*client.Client, error) {
 	return c, m.wrap("connect to apid", err)
 }
 
-// DialContext connects from within the machine's own network, whose loopback is the machine's. Addresses are literals.
+// DialContext connects from the machine's network namespace, which has the machine's loopback interface. The address must
+// be an IP address and a port.
 func (m *Machine) DialContext(ctx context.Context, network, address string) (net.Conn, error) {
 	return m.network.Dial(ctx, network, address)
 }

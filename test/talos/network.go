@@ -7,7 +7,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/netns"
 )
 
-// The network of a bed. It is in namespaces of its own, so all beds use the same one.
+// The addresses of a bed. All beds use the same ones, because each bed has its own network namespaces.
 var (
 	bridgeAddress   = netip.MustParseAddr("10.77.0.1")
 	controlAddress  = netip.MustParseAddr("10.77.0.2")
@@ -15,10 +15,10 @@ var (
 	registryAddress = netip.AddrPortFrom(bridgeAddress, 5000)
 )
 
-// subnetBits is the length of the network's prefix.
+// subnetBits is the prefix length of the network.
 const subnetBits = 24
 
-// newBridge creates the network that the machines are plugged into.
+// newBridge creates the network namespace with the bridge that connects the machines.
 func (b *Bed) newBridge(ctx context.Context) (err error) {
 	if b.bridge, err = netns.New(ctx); err != nil {
 		return err

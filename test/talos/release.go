@@ -17,7 +17,7 @@ import (
 )
 
 const (
-	// releaseEnv selects a release by its minor version, and sourceEnv names the directory of a checkout of it.
+	// releaseEnv selects a release by its minor version. sourceEnv is the directory of a checkout of the release.
 	releaseEnv = "TALOS"
 	sourceEnv  = "TALOS_SOURCE"
 
@@ -25,23 +25,23 @@ const (
 
 	talosModule     = "github.com/siderolabs/talos"
 	machineryModule = talosModule + "/pkg/machinery"
-	// tagFile has the version of a checkout.
+	// tagFile is the file with the version of a checkout.
 	tagFile = "pkg/machinery/gendata/data/tag"
 )
 
 // Release is a release of Talos that the bed can boot.
 type Release struct {
-	// Minor selects the release: make e2e TALOS=1.13.
+	// Minor is the minor version, which selects the release: make e2e TALOS=1.13.
 	Minor string
-	// Talos is built from the Go module proxy, or from the checkout in TALOS_SOURCE.
+	// Talos is the version of Talos. Its source is in the Go module proxy, or in the checkout in TALOS_SOURCE.
 	Talos string
-	// Kubernetes is what the machines run.
+	// Kubernetes is the version of Kubernetes that the machines run.
 	Kubernetes string
-	// Replace has the modules of Talos's go.mod that the proxy lacks, most of them forks, and what is built instead: a
-	// neighboring version or upstream. The form is that of go mod edit -replace.
+	// Replace contains replacements, in the format of go mod edit -replace, for modules in Talos's go.mod that the module
+	// proxy lacks. Most of these modules are forks. The replacements are other versions or upstream.
 	Replace []string
-	// Missing has the modules that the proxy lacks and that nothing else can replace. The checkout is required for them:
-	// the go.mod of the checkout replaces them by directories. Empty: no checkout is required.
+	// Missing lists the modules that the module proxy lacks and that have no replacement. If it is not empty, a checkout is
+	// required, whose go.mod replaces these modules by directories.
 	Missing string
 }
 
@@ -78,12 +78,12 @@ func Releases() []Release {
 // source is the source of a release.
 type source struct {
 	Release
-	// checkout is the directory of a checkout. Empty: the source is in the module proxy.
+	// checkout is the directory of a checkout. If it is empty, the source is in the module proxy.
 	checkout string
 }
 
-// selectSource returns the release that the environment selects, and checks that there is a checkout of it if it needs
-// one.
+// selectSource returns the release that the environment selects. It returns an error if the release requires a checkout and
+// has none, or if the checkout is not of this release.
 func selectSource() (source, error) {
 	minor, checkout := os.Getenv(releaseEnv), os.Getenv(sourceEnv)
 	if minor == "" {
@@ -115,7 +115,7 @@ func selectSource() (source, error) {
 
 	checkout, err := filepath.Abs(checkout)
 	if err != nil {
-		return source{}, fmt.Errorf("find %s: %w", sourceEnv, err)
+		return source{}, fmt.Errorf("resolve %s: %w", sourceEnv, err)
 	}
 
 	tag, err := os.ReadFile(filepath.Join(checkout, tagFile))
@@ -132,9 +132,9 @@ func selectSource() (source, error) {
 	return source{Release: release, checkout: checkout}, nil
 }
 
-// open returns the directory with the source, and writes Talos's own go.mod with the replacements to the file module,
-// and its go.sum beside it.
-func (s source) open(ctx context.Context, module string) (dir string, err error) {
+// open returns the directory with the source. It writes Talos's go.mod with the replacements to the file modfile, and
+// Talos's go.sum to the same directory.
+func (s source) open(ctx context.Context, modfile string) (dir string, err error) {
 	dir, edit := s.checkout, []string{"mod", "edit"}
 
 	for _, replacement := range s.Replace {
@@ -146,29 +146,29 @@ func (s source) open(ctx context.Context, module string) (dir string, err error)
 			return "", err
 		}
 
-		// Talos's go.mod replaces it by a directory that only a checkout has.
+		// Talos's go.mod replaces this module by a directory that only a checkout has.
 		edit = append(edit, "-replace="+machineryModule+"="+machineryModule+"@"+s.Talos)
 	}
 
-	for from, to := range map[string]string{"go.mod": module, "go.sum": strings.TrimSuffix(module, ".mod") + ".sum"} {
+	for from, to := range map[string]string{"go.mod": modfile, "go.sum": strings.TrimSuffix(modfile, ".mod") + ".sum"} {
 		content, err := os.ReadFile(filepath.Join(dir, from))
 		if err := errors.Join(err, os.WriteFile(to, content, 0o644)); err != nil {
 			return "", fmt.Errorf("copy %s of Talos: %w", from, err)
 		}
 	}
 
-	_, err = builder.Output(exec.CommandContext(ctx, "go", append(edit, module)...))
+	_, err = builder.Output(exec.CommandContext(ctx, "go", append(edit, modfile)...))
 
 	return dir, err
 }
 
-// download returns the directory of a module in the module cache.
+// download downloads a module, and returns its directory in the module cache.
 func download(ctx context.Context, module string) (string, error) {
 	cmd := exec.CommandContext(ctx, "go", "mod", "download", "-json", module)
 	cmd.Dir = os.TempDir()
 	cmd.Env = append(os.Environ(), "GOFLAGS=", "GOTOOLCHAIN=local", "GOWORK=off")
 
-	// The error is part of the output.
+	// go prints errors to its standard output.
 	out, err := cmd.Output()
 
 	var downloaded struct{ Dir, Error string }

@@ -37,7 +37,7 @@ func TestAssets_RejectUnusableRelease(t *testing.T) {
 	}
 }
 
-// checkout returns a directory with only the tag file of a Talos checkout.
+// checkout returns a directory with the tag file of a Talos checkout.
 func checkout(t *testing.T, version string) string {
 	t.Helper()
 
@@ -45,7 +45,6 @@ func checkout(t *testing.T, version string) string {
 	file := filepath.Join(dir, "pkg/machinery/gendata/data/tag")
 
 	require.NoError(t, os.MkdirAll(filepath.Dir(file), 0o755))
-
 	require.NoError(t, os.WriteFile(file, []byte(version), 0o644))
 
 	return dir

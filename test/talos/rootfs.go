@@ -7,14 +7,14 @@ import (
 	"path/filepath"
 )
 
-// tree is a part of a file system. Names are relative to its root.
+// tree is a directory tree. Names are relative to its root.
 type tree struct {
 	directories []string
-	// files are small files by name, and links the targets of symbolic links.
+	// files maps names to contents, and links maps names of symbolic links to targets.
 	files, links map[string]string
 }
 
-// write adds the tree to the directory root.
+// write creates the tree in the directory root.
 func (t tree) write(root string) error {
 	var errs []error
 
@@ -35,8 +35,8 @@ func (t tree) write(root string) error {
 	return errors.Join(errs...)
 }
 
-// settings of Talos's root file system come from its source.
-var settings = map[string]string{
+// sourceFiles maps names in Talos's root file system to files in its source.
+var sourceFiles = map[string]string{
 	"etc/containerd/config.toml":  "hack/containerd.toml",
 	"etc/cri/containerd.toml":     "hack/cri-containerd.toml",
 	"etc/cri/conf.d/00-base.part": "hack/cri-plugin.part",
@@ -45,10 +45,10 @@ var settings = map[string]string{
 	"usr/share/zoneinfo/Etc/UTC":  "hack/zoneinfo/Etc/UTC",
 }
 
-// rootfs returns what Talos's root file system has besides programs, from the directory with the source of a version.
+// rootfs returns Talos's root file system without binaries. source is the directory with the source of a version.
 func rootfs(source, version string) (tree, error) {
 	t := tree{
-		// Directories of files are created with them.
+		// Without the parent directories of files and links, which write creates.
 		directories: []string{
 			"boot/EFI", "dev", "etc/cni/net.d", "etc/cri/conf.d/hosts", "etc/kubernetes/manifests", "mnt", "opt/cni/bin",
 			"opt/containerd/bin", "opt/containerd/lib", "proc", "root", "run", "sys", "system", "tmp", "usr/lib/firmware",
@@ -66,13 +66,13 @@ func rootfs(source, version string) (tree, error) {
 			"etc/localtime": "/usr/share/zoneinfo/Etc/UTC", "etc/ssl/certs/ca-certificates": "ca-certificates.crt",
 			"etc/pki": "/etc/ssl", "etc/ca-certificates": "/etc/ssl", "usr/share/ca-certificates": "/etc/ssl",
 			"usr/local/share/ca-certificates": "/etc/ssl",
-			// Talos's one binary has several names.
+			// Talos is one binary with several names.
 			"usr/bin/poweroff": "init", "usr/bin/shutdown": "init", "usr/bin/dashboard": "init",
 			"usr/bin/runc": "shims",
 		},
 	}
 
-	// Talos mounts files over these.
+	// Mount points for files of Talos.
 	for _, name := range []string{
 		"etc/cri/conf.d/01-registries.part", "etc/cri/conf.d/20-customization.part", "etc/cri/conf.d/base-spec.json",
 		"etc/cri/conf.d/cri.toml", "etc/extensions.yaml", "etc/hostname", "etc/hosts", "etc/iscsi/initiatorname.iscsi",
@@ -82,7 +82,7 @@ func rootfs(source, version string) (tree, error) {
 		t.files[name] = ""
 	}
 
-	for name, from := range settings {
+	for name, from := range sourceFiles {
 		content, err := os.ReadFile(filepath.Join(source, from))
 		if err != nil {
 			return t, fmt.Errorf("read file of Talos: %w", err)

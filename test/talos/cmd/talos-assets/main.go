@@ -1,5 +1,5 @@
-// Command talos-assets builds what the Talos test bed needs, unless the cache has it, and prints the directory on its
-// last line. With -imager, it builds only Talos's imager, and prints its path. It never starts a machine.
+// Command talos-assets builds the assets of the Talos test bed, unless they are in the cache, and prints their directory on
+// the last line. With -imager, it builds only Talos's imager and prints its path.
 package main
 
 import (
@@ -29,7 +29,7 @@ func main() {
 	path, err := build(ctx, os.Stdout)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "talos-assets:", err)
-		os.Exit(1) //nolint:gocritic // what stop would restore ends with the process
+		os.Exit(1) //nolint:gocritic // the process ends, so stop is not needed
 	}
 
 	fmt.Println(path)
