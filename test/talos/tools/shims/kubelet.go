@@ -11,7 +11,7 @@ import (
 	"syscall"
 )
 
-// sysctls are the values that the kubelet's container manager sets. They belong to the whole kernel.
+// sysctls are the sysctls that the kubelet's container manager sets, with its values. They are not namespaced.
 var sysctls = map[string]string{
 	"vm/overcommit_memory":      "1",
 	"vm/panic_on_oom":           "0",
@@ -21,8 +21,8 @@ var sysctls = map[string]string{
 	"kernel/keys/root_maxbytes": "25000000",
 }
 
-// kubelet mounts private files over the sysctls, in the container's own mount namespace, and executes the kubelet,
-// which may be one of several programs in a binary.
+// kubelet mounts files over the sysctls in the container's mount namespace, and executes the kubelet. The name selects the
+// kubelet in a binary with several components.
 func kubelet(args []string) error {
 	for sysctl, value := range sysctls {
 		file := filepath.Join(os.TempDir(), "sysctl."+strings.ReplaceAll(sysctl, "/", "."))
@@ -38,7 +38,7 @@ func kubelet(args []string) error {
 	return become("/usr/local/bin/kubelet.real", append([]string{"/usr/local/bin/kubelet"}, args...)...)
 }
 
-// mount mounts the kubelet's volumes with secrets, which are in memory.
+// mount mounts a file system, such as the kubelet's tmpfs volumes for Secrets.
 func mount(args []string) error {
 	flags := flag.NewFlagSet("mount", flag.ContinueOnError)
 	kind := flags.String("t", "", "type of file system")
@@ -55,6 +55,7 @@ func mount(args []string) error {
 	return syscall.Mount(flags.Arg(0), flags.Arg(1), *kind, 0, *options)
 }
 
+// unmount unmounts a file system.
 func unmount(args []string) error {
 	if len(args) != 1 {
 		return fmt.Errorf("want a target, got %q", args)

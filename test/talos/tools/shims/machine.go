@@ -17,36 +17,35 @@ import (
 )
 
 func init() {
-	// PR_SET_PDEATHSIG is per thread: the first thread, which has it, must execute init.
+	// Only the main thread has PR_SET_PDEATHSIG, so it must execute init.
 	runtime.LockOSThread()
 }
 
-// spec describes a boot of a machine. The test bed writes it as JSON.
+// spec describes a boot of a machine. The test bed sends it as JSON.
 type spec struct {
 	// Name is the host name until Talos sets its own.
 	Name string
-	// Dir is the directory of the machine, whose content survives boots.
+	// Dir is the directory of the machine. Its content survives reboots.
 	Dir string
-	// Layers are the directories that make up the root file system, topmost first; at least two.
+	// Layers are the directories of the root file system, topmost first. At least two are required.
 	Layers []string
 	// UserData is the machine configuration, in base64.
 	UserData string
 }
 
-// volumes are the directories that survive a boot: the volumes of Talos's container image. Talos expects the
-// subdirectories in them.
+// volumes are the directories that survive reboots: the volumes of Talos's container image. subdirectories are directories
+// in volumes that Talos requires.
 var (
 	volumes        = []string{"system/state", "var", "opt", "etc/cni", "etc/kubernetes", "usr/libexec/kubernetes"}
 	subdirectories = []string{"opt/cni/bin", "opt/containerd/bin", "opt/containerd/lib", "etc/cni/net.d", "etc/kubernetes/manifests"}
 )
 
-// maskedSysctls are sysctls that belong to the whole kernel: Talos reads and writes private copies of them.
+// maskedSysctls are sysctls that are not namespaced. Talos reads and writes private copies of them.
 var maskedSysctls = []string{
 	"kernel/panic", "kernel/pid_max", "vm/overcommit_memory", "fs/inotify/max_user_instances", "fs/aio-max-nr",
 }
 
-// mounts are the file systems of a machine above its root file system. Only the sysctls of its network namespace are
-// writable.
+// mounts are the mounts of a machine in its root file system. Only sysctls of its network namespace are writable.
 var mounts = []mountPoint{
 	{"tmpfs", "run", "tmpfs", 0, "mode=0755"},
 	{"tmpfs", "system", "tmpfs", 0, "mode=0755"},
@@ -64,7 +63,7 @@ var mounts = []mountPoint{
 	{"", "proc/sys/net", "", unix.MS_BIND | unix.MS_REMOUNT, ""},
 }
 
-// mountPoint is the arguments of mount(2), with a target, and a source of a bind mount, below the root file system.
+// mountPoint contains the arguments of mount(2). Relative paths are in the root file system.
 type mountPoint struct {
 	source, target, kind string
 	flags                uintptr
@@ -125,10 +124,10 @@ func machine([]string) error {
 	}))
 }
 
-// maskProc mounts private files over files in /proc.
+// maskProc mounts private files of the machine over files in /proc.
 func maskProc(dir string) error {
 	masks := map[string][]byte{
-		// Talos ignores that it must not lower OOM scores, which takes CAP_SYS_RESOURCE, if it runs in a user namespace.
+		// In a user namespace, Talos ignores failures to lower OOM scores, which requires CAP_SYS_RESOURCE.
 		"proc/1/uid_map": []byte("0 0 1\n"),
 		// Magic SysRq.
 		"proc/sysrq-trigger": nil,
@@ -159,6 +158,7 @@ func maskProc(dir string) error {
 	return nil
 }
 
+// createDevices creates the device nodes and links in /dev.
 func createDevices() error {
 	defer syscall.Umask(syscall.Umask(0))
 

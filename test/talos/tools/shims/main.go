@@ -1,12 +1,12 @@
 //go:build linux && amd64
 
-// Command shims is several programs of the test bed, by its name or its first argument:
+// Command shims contains several commands of the test bed. Its name or its first argument selects one:
 //
-//   - machine is the first process of a machine, and executes Talos's init.
-//   - runc runs the containers of a machine: root in a container may lack rights without which the real runc refuses them.
-//   - kubelet is the entry point of the kubelet's image: the kubelet sets sysctls of the whole kernel.
-//   - mount and umount are for the kubelet, whose image has no others.
-//   - pause is the container that holds the namespaces of a pod.
+//   - machine is PID 1 of a machine, and executes Talos's init.
+//   - runc removes from containers what root may lack privileges for in a container, and executes the real runc.
+//   - kubelet prevents the kubelet from changing sysctls of the host, and executes the kubelet.
+//   - mount and umount mount and unmount volumes of the kubelet.
+//   - pause is the pause container of pods.
 package main
 
 import (
@@ -40,11 +40,12 @@ func main() {
 	}
 }
 
-// become executes a program, and returns only if that fails.
+// become executes a program. It returns only errors.
 func become(program string, argv ...string) error {
 	return fmt.Errorf("execute %s: %w", program, syscall.Exec(program, argv, os.Environ()))
 }
 
+// pause waits for SIGTERM or SIGINT.
 func pause([]string) error {
 	stop := make(chan os.Signal, 1)
 	signal.Notify(stop, syscall.SIGTERM, syscall.SIGINT)

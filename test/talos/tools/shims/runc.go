@@ -15,8 +15,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// runc removes from an OCI bundle what this kernel would refuse (the OOM score, capabilities outside the bounding set,
-// and limits without the cgroup controllers for them), and becomes the real runc.
+// runc removes from an OCI bundle what the kernel would reject (the OOM score, capabilities outside the bounding set, and
+// limits without cgroup controllers), and executes the real runc.
 func runc(args []string) error {
 	if slices.Contains(args, "create") || slices.Contains(args, "run") {
 		bundle := slices.Index(args, "--bundle")
@@ -28,6 +28,7 @@ func runc(args []string) error {
 	return become("/usr/bin/runc.real", append([]string{"runc"}, args...)...)
 }
 
+// restrict rewrites the configuration of an OCI bundle.
 func restrict(path string) error {
 	raw, err := os.ReadFile(path)
 	if err != nil {
@@ -46,11 +47,10 @@ func restrict(path string) error {
 		return err
 	}
 
-	present := strings.Fields(string(controllers))
+	available := strings.Fields(string(controllers))
+	missing := func(controller string) bool { return !slices.Contains(available, controller) }
 
-	lacks := func(controller string) bool { return !slices.Contains(present, controller) }
-
-	if limits := spec.Linux.Resources; limits != nil && slices.ContainsFunc([]string{"cpu", "memory", "pids"}, lacks) {
+	if limits := spec.Linux.Resources; limits != nil && slices.ContainsFunc([]string{"cpu", "memory", "pids"}, missing) {
 		*limits = specs.LinuxResources{Devices: limits.Devices}
 	}
 
@@ -61,23 +61,23 @@ func restrict(path string) error {
 	return os.WriteFile(path, raw, 0o644)
 }
 
-// removeCapabilities removes the capabilities and the OOM score that a process may not have here.
+// removeCapabilities removes capabilities outside the bounding set, and the OOM score if CAP_SYS_RESOURCE is one of them.
 func removeCapabilities(process *specs.Process) {
-	var lacking []string
+	var missing []string
 
 	for _, known := range capability.ListKnown() {
 		if has, err := unix.PrctlRetInt(unix.PR_CAPBSET_READ, uintptr(known), 0, 0, 0); err != nil || has == 0 {
-			lacking = append(lacking, "CAP_"+strings.ToUpper(known.String()))
+			missing = append(missing, "CAP_"+strings.ToUpper(known.String()))
 		}
 	}
 
-	if slices.Contains(lacking, "CAP_SYS_RESOURCE") {
+	if slices.Contains(missing, "CAP_SYS_RESOURCE") {
 		process.OOMScoreAdj = nil
 	}
 
 	if sets := process.Capabilities; sets != nil {
 		for _, set := range []*[]string{&sets.Bounding, &sets.Effective, &sets.Inheritable, &sets.Permitted, &sets.Ambient} {
-			*set = slices.DeleteFunc(*set, func(capability string) bool { return slices.Contains(lacking, capability) })
+			*set = slices.DeleteFunc(*set, func(capability string) bool { return slices.Contains(missing, capability) })
 		}
 	}
 }
