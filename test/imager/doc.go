@@ -1,11 +1,11 @@
-// Package imager holds no code, only a test: Talos's own imager, as users run it, gets the extension from the OCI
-// layout that `make image` wrote, and the initramfs that comes out is unpacked and compared with what went in.
-// `make imager-test` has test/talos build the imager of the selected release, and installs the programs that it calls.
+// Package imager tests the extension image with Talos's imager. The imager adds the extension from the OCI layout of
+// `make image` to an initramfs, and the tests unpack the result and compare it with the image. `make imager-test` builds
+// the imager of the selected release with test/talos, and installs the commands that it executes.
 //
-// What is not real: the initramfs that the extension is added to, which the imager takes from an image that only a
-// registry has. It is made here, of a root file system with one file; the imager copies it as it is. And where
-// squashfs-tools is older than 4.6 (Debian 12), an option of mksquashfs is translated: see squashfs-tools-4.5.
+// The tests differ from production in two points. The initramfs is not that of Talos, which is only available from a
+// registry; it contains a root file system with one file, and the imager copies it unchanged. If squashfs-tools is older
+// than 4.6, as in Debian 12, squashfs-tools-4.5 replaces an option of mksquashfs.
 //
-// The imager checks the manifest and the compatibility it declares. What lies in rootfs it does not look at (Talos
-// v1.13.5 sets ExtensionValidateContents nowhere): packaging/image does.
+// The imager validates the manifest and the compatibility with Talos. It does not validate the contents of rootfs, because
+// Talos v1.13.5 does not set ExtensionValidateContents. packaging/image validates them.
 package imager

@@ -21,7 +21,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/packaging/image"
 )
 
-// open reads the index of an OCI layout.
+// open returns the index of the OCI layout in a directory.
 func open(t *testing.T, dir string) v1.ImageIndex {
 	t.Helper()
 
@@ -41,7 +41,7 @@ func unpackImage(t *testing.T, index v1.ImageIndex, arch string) string {
 	return dir
 }
 
-// pack creates an OCI layout with an image for one architecture; names of directories end with a slash.
+// pack returns an OCI layout with an image for one architecture. Names of directories in files end with a slash.
 func pack(t *testing.T, arch string, files map[string]string) string {
 	t.Helper()
 

@@ -24,17 +24,17 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// The file name of the initramfs as the imager writes it, by architecture.
-const output = "initramfs-metal-%s.xz"
+// initramfsName is the format of the file name that the imager gives to an initramfs. The argument is the architecture.
+const initramfsName = "initramfs-metal-%s.xz"
 
-// source is where the imager finds an extension: a key of ContainerAsset in Talos's pkg/imager/profile, and its value.
+// source is the source of an extension: a key of ContainerAsset in Talos's pkg/imager/profile, and its value.
 type source struct {
 	key, value string
 }
 
-// imager asks Talos's imager for an initramfs with an extension, made from the one in base, and returns its path and
-// what the imager said.
-func imager(t *testing.T, arch, base string, from source) (initramfs, said string, err error) {
+// runImager adds an extension to the initramfs base with Talos's imager, and returns the path of the new initramfs and the
+// output of the imager.
+func runImager(t *testing.T, arch, base string, from source) (initramfs, output string, err error) {
 	t.Helper()
 
 	dir := t.TempDir()
@@ -51,28 +51,28 @@ output:
   outFormat: raw
 `, arch, base, from.key, from.value)
 
-	cmd := exec.CommandContext(t.Context(), setting(t, "TALOS_CCM_IMAGER"), "-", "--output", dir)
+	cmd := exec.CommandContext(t.Context(), getenv(t, "TALOS_CCM_IMAGER"), "-", "--output", dir)
 	cmd.Stdin = strings.NewReader(profile)
-	// No one's registry credentials, and no leftovers elsewhere.
-	cmd.Env = []string{"PATH=" + programs(t), "HOME=" + dir, "TMPDIR=" + t.TempDir()}
+	// Use no registry credentials of the user, and only temporary directories of the test.
+	cmd.Env = []string{"PATH=" + searchPath(t), "HOME=" + dir, "TMPDIR=" + t.TempDir()}
 
 	out, err := cmd.CombinedOutput()
 
-	return filepath.Join(dir, fmt.Sprintf(output, arch)), string(out), err
+	return filepath.Join(dir, fmt.Sprintf(initramfsName, arch)), string(out), err
 }
 
-// setting is what make imager-test says in the environment.
-func setting(t *testing.T, key string) string {
+// getenv returns a required environment variable, which make imager-test sets.
+func getenv(t *testing.T, key string) string {
 	t.Helper()
 
 	value := os.Getenv(key)
-	require.NotEmpty(t, value, "%s is not set: make imager-test does that", key)
+	require.NotEmpty(t, value, "%s is not set; run make imager-test", key)
 
 	return value
 }
 
-// programs is a PATH where mksquashfs understands what the imager says.
-func programs(t *testing.T) string {
+// searchPath returns a PATH with a mksquashfs that supports the options of the imager.
+func searchPath(t *testing.T) string {
 	t.Helper()
 
 	path := os.Getenv("PATH")
@@ -82,14 +82,14 @@ func programs(t *testing.T) string {
 		return path
 	}
 
-	older, err := filepath.Abs("squashfs-tools-4.5")
+	wrapper, err := filepath.Abs("squashfs-tools-4.5")
 	require.NoError(t, err)
 
-	return older + string(os.PathListSeparator) + path
+	return wrapper + string(os.PathListSeparator) + path
 }
 
-// pushed puts an image into a registry on loopback and says how users name it: by digest.
-func pushed(t *testing.T, layout string) source {
+// push pushes an image to a registry on the loopback interface, and returns its reference by digest.
+func push(t *testing.T, layout string) source {
 	t.Helper()
 
 	server := httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0))))
@@ -109,7 +109,7 @@ func pushed(t *testing.T, layout string) source {
 }
 
 func TestImager_AddsExtensionToInitramfs(t *testing.T) {
-	layout := setting(t, "TALOS_CCM_LAYOUT")
+	layout := getenv(t, "TALOS_CCM_LAYOUT")
 
 	for title, test := range map[string]struct {
 		arch string
@@ -117,35 +117,34 @@ func TestImager_AddsExtensionToInitramfs(t *testing.T) {
 	}{
 		"amd64, from a directory": {"amd64", source{"ociPath", layout}},
 		"arm64, from a directory": {"arm64", source{"ociPath", layout}},
-		"amd64, from a registry":  {"amd64", pushed(t, layout)},
+		"amd64, from a registry":  {"amd64", push(t, layout)},
 	} {
 		t.Run(title, func(t *testing.T) {
 			base := baseInitramfs(t)
 
-			initramfs, said, err := imager(t, test.arch, base, test.from)
-			require.NoError(t, err, said)
-			assert.Contains(t, said, "initramfs ready")
+			initramfs, output, err := runImager(t, test.arch, base, test.from)
+			require.NoError(t, err, output)
+			assert.Contains(t, output, "initramfs ready")
 
-			t.Logf("initramfs ready, %.1f MB", float64(len(content(t, initramfs)))/1e6)
-			compare(t, unpackImage(t, open(t, layout), test.arch), unpack(t, initramfs, base), test.arch)
+			t.Logf("size of the initramfs: %.1f MB", float64(len(readFile(t, initramfs)))/1e6)
+			requireExtension(t, unpackImage(t, open(t, layout), test.arch), unpack(t, initramfs, base), test.arch)
 		})
 	}
 }
 
-// compare finds an unpacked image's root file system and manifest in the directory with the files added to an
-// initramfs.
-func compare(t *testing.T, packed, added, arch string) {
+// requireExtension requires that the files that the imager has added to an initramfs are the extension in an unpacked image.
+func requireExtension(t *testing.T, image, added, arch string) {
 	t.Helper()
 
-	require.Equal(t, []string{".", squashfs, layers}, slices.Sorted(maps.Keys(tree(t, added))), "files in the initramfs")
+	require.Equal(t, []string{".", squashfs, extensionsConfig}, slices.Sorted(maps.Keys(tree(t, added))), "files in the initramfs")
 
-	manifest := decode[extensions.Manifest](t, content(t, filepath.Join(packed, "manifest.yaml")))
-	wantLayers := extensions.Config{Layers: []*extensions.Layer{{Image: squashfs, Metadata: manifest.Metadata}}}
+	manifest := decode[extensions.Manifest](t, readFile(t, filepath.Join(image, "manifest.yaml")))
+	wantConfig := extensions.Config{Layers: []*extensions.Layer{{Image: squashfs, Metadata: manifest.Metadata}}}
 
-	assert.Equal(t, wantLayers, decode[extensions.Config](t, content(t, filepath.Join(added, layers))), layers)
+	assert.Equal(t, wantConfig, decode[extensions.Config](t, readFile(t, filepath.Join(added, extensionsConfig))), extensionsConfig)
 
 	rootfs := unsquash(t, filepath.Join(added, squashfs))
-	assert.Equal(t, tree(t, filepath.Join(packed, "rootfs")), tree(t, rootfs), squashfs)
+	assert.Equal(t, tree(t, filepath.Join(image, "rootfs")), tree(t, rootfs), squashfs)
 
 	if arch == runtime.GOARCH {
 		binary := filepath.Join(rootfs, "usr/local/lib/containers/talos-ccm/talos-ccm")
@@ -166,28 +165,28 @@ metadata:
 	for title, test := range map[string]struct {
 		files map[string]string
 		arch  string
-		says  string
+		want  string
 	}{
 		"an extension for a later Talos": {
 			files: map[string]string{"manifest.yaml": strings.Replace(manifest, "1.12.0", "99.0.0", 1), "rootfs/": ""},
-			says:  "version constraint >= 99.0.0 can't be satisfied",
+			want:  "version constraint >= 99.0.0 can't be satisfied",
 		},
 		"an image with more than manifest and rootfs": {
 			files: map[string]string{"manifest.yaml": manifest, "rootfs/": "", "README.md": "x"},
-			says:  `unexpected file "README.md"`,
+			want:  `unexpected file "README.md"`,
 		},
 		"an image without manifest": {
 			files: map[string]string{"rootfs/": ""},
-			says:  "extension manifest is missing",
+			want:  "extension manifest is missing",
 		},
 		"an image whose files lack their directories": {
 			files: map[string]string{"manifest.yaml": manifest, "rootfs/": "", "rootfs/usr/x": "x"},
-			says:  "no such file or directory",
+			want:  "no such file or directory",
 		},
 		"an image for another architecture": {
 			files: map[string]string{"manifest.yaml": manifest, "rootfs/": ""},
 			arch:  "arm64",
-			says:  "no OCI image found for amd64",
+			want:  "no OCI image found for amd64",
 		},
 	} {
 		t.Run(title, func(t *testing.T) {
@@ -196,34 +195,35 @@ metadata:
 				arch = test.arch
 			}
 
-			_, said, err := imager(t, "amd64", baseInitramfs(t), source{"ociPath", pack(t, arch, test.files)})
+			_, output, err := runImager(t, "amd64", baseInitramfs(t), source{"ociPath", pack(t, arch, test.files)})
 			require.Error(t, err)
-			assert.Contains(t, said, test.says)
+			assert.Contains(t, output, test.want)
 		})
 	}
 }
 
-// runImager is a docker that runs the imager of the tests, for an initramfs instead of an installer, which needs
-// Talos's images.
-const runImager = `#!/bin/sh
+// dockerScript replaces docker. It runs the imager of the tests, and changes the profile to an initramfs, because an
+// installer requires images of Talos.
+const dockerScript = `#!/bin/sh
 sed -e "s|ociPath: /out/oci|ociPath: $LAYOUT|" -e 's|kind: installer|kind: initramfs|' -e "s|^input:|input:\n  initramfs:\n    path: $BASE|" |
   "$IMAGER" - --output "$ARTIFACTS"
 `
 
 func TestImager_AcceptsProfileOfMakeInstaller(t *testing.T) {
-	layout, base, dir, docker := setting(t, "TALOS_CCM_LAYOUT"), baseInitramfs(t), t.TempDir(), t.TempDir()
+	layout, base, dir, bin := getenv(t, "TALOS_CCM_LAYOUT"), baseInitramfs(t), t.TempDir(), t.TempDir()
 
-	require.NoError(t, os.WriteFile(filepath.Join(docker, "docker"), []byte(runImager), 0o755))
+	require.NoError(t, os.WriteFile(filepath.Join(bin, "docker"), []byte(dockerScript), 0o755))
 
 	cmd := exec.CommandContext(t.Context(), "../../packaging/installer")
 	cmd.Env = []string{
-		"PATH=" + docker + string(os.PathListSeparator) + programs(t), "HOME=" + dir, "TMPDIR=" + t.TempDir(),
+		"PATH=" + bin + string(os.PathListSeparator) + searchPath(t), "HOME=" + dir, "TMPDIR=" + t.TempDir(),
 		"ARTIFACTS=" + dir, "ARCHES=amd64", "TALOS=v1.13.5", "TALOS_REGISTRY=ghcr.io/siderolabs", "PLATFORM=metal", "EXTENSIONS=", "INSTALLER=",
-		"IMAGER=" + setting(t, "TALOS_CCM_IMAGER"), "LAYOUT=" + layout, "BASE=" + base,
+		"IMAGER=" + getenv(t, "TALOS_CCM_IMAGER"), "LAYOUT=" + layout, "BASE=" + base,
 	}
 
-	said, err := cmd.CombinedOutput()
-	require.NoError(t, err, string(said))
+	output, err := cmd.CombinedOutput()
+	require.NoError(t, err, string(output))
 
-	compare(t, unpackImage(t, open(t, layout), "amd64"), unpack(t, filepath.Join(dir, fmt.Sprintf(output, "amd64")), base), "amd64")
+	initramfs := filepath.Join(dir, fmt.Sprintf(initramfsName, "amd64"))
+	requireExtension(t, unpackImage(t, open(t, layout), "amd64"), unpack(t, initramfs, base), "amd64")
 }

@@ -18,13 +18,12 @@ import (
 )
 
 const (
-	// layers says which extensions there are, and squashfs is the first of them.
-	layers   = "extensions.yaml"
-	squashfs = "0.sqsh"
+	// extensionsConfig is the name of the list of extensions, and squashfs that of the first extension.
+	extensionsConfig = "extensions.yaml"
+	squashfs         = "0.sqsh"
 )
 
-// baseInitramfs creates an initramfs such as Talos is delivered with, but for its size: a compressed cpio archive of a
-// squashfs.
+// baseInitramfs returns the path of a small initramfs in the format of Talos: a compressed cpio archive with a squashfs.
 func baseInitramfs(t *testing.T) string {
 	t.Helper()
 
@@ -41,12 +40,12 @@ func baseInitramfs(t *testing.T) string {
 	return base
 }
 
-// unpack returns a directory with the contents of an initramfs after those of base, with which it must begin.
+// unpack returns a directory with the files that the imager has appended to base. The initramfs must begin with base.
 func unpack(t *testing.T, initramfs, base string) string {
 	t.Helper()
 
-	added, ok := bytes.CutPrefix(content(t, initramfs), content(t, base))
-	require.True(t, ok, "the initramfs does not begin with the one it was made from")
+	added, ok := bytes.CutPrefix(readFile(t, initramfs), readFile(t, base))
+	require.True(t, ok, "the initramfs does not begin with the base initramfs")
 
 	dir := t.TempDir()
 	run(t, run(t, added, "zstd", "--decompress", "--stdout"), "cpio", "--directory", dir, "--extract", "--quiet")
@@ -54,7 +53,7 @@ func unpack(t *testing.T, initramfs, base string) string {
 	return dir
 }
 
-// unsquash returns a directory with the contents of a squashfs, and logs the list of it.
+// unsquash returns a directory with the contents of a squashfs, and logs the list of its files.
 func unsquash(t *testing.T, path string) string {
 	t.Helper()
 
@@ -66,13 +65,14 @@ func unsquash(t *testing.T, path string) string {
 	return dir
 }
 
-// file is what is compared of a file: its sum only if it is a regular one.
+// file contains the compared properties of a file.
 type file struct {
 	Mode fs.FileMode
-	Sum  string
+	// Sum is the checksum of a regular file.
+	Sum string
 }
 
-// tree returns the contents of a directory, including the directory itself.
+// tree returns the directory root and all files in it, by their relative paths.
 func tree(t *testing.T, root string) map[string]file {
 	t.Helper()
 
@@ -95,7 +95,7 @@ func tree(t *testing.T, root string) map[string]file {
 
 		found := file{Mode: info.Mode()}
 		if info.Mode().IsRegular() {
-			found.Sum = fmt.Sprintf("%x", sha256.Sum256(content(t, path)))
+			found.Sum = fmt.Sprintf("%x", sha256.Sum256(readFile(t, path)))
 		}
 
 		files[name] = found
@@ -107,16 +107,17 @@ func tree(t *testing.T, root string) map[string]file {
 	return files
 }
 
-func content(t *testing.T, path string) []byte {
+// readFile returns the content of a file.
+func readFile(t *testing.T, path string) []byte {
 	t.Helper()
 
-	read, err := os.ReadFile(path)
+	content, err := os.ReadFile(path)
 	require.NoError(t, err)
 
-	return read
+	return content
 }
 
-// decode reads YAML as Talos does, but refuses what Talos would ignore.
+// decode decodes YAML as Talos does, and requires that all fields are known.
 func decode[T any](t *testing.T, document []byte) T {
 	t.Helper()
 
@@ -129,7 +130,7 @@ func decode[T any](t *testing.T, document []byte) T {
 	return decoded
 }
 
-// run returns what a program writes to its standard output.
+// run runs a command, requires that it succeeds, and returns its standard output.
 func run(t *testing.T, stdin []byte, program string, arguments ...string) []byte {
 	t.Helper()
 

@@ -1,3 +1,3 @@
-// Package loadbalancer tests the load balancer addresses of Services with the real kube-proxy: two Nodes and a client
-// in network namespaces of their own. It requires root; run it with `make e2e`.
+// Package loadbalancer tests the load balancer addresses of Services with real kube-proxies. Two Nodes and a client run in
+// separate network namespaces. The tests require root; run them with `make e2e`.
 package loadbalancer

@@ -41,24 +41,23 @@ const (
 	targetPort    = 8080
 )
 
-// bed is a control plane, Nodes and a client on one network.
+// bed contains a control plane, Nodes and a client. A bridge connects the Nodes and the client.
 type bed struct {
 	ctest.Suite
 
 	instance *ctest.Instance
-	lan      *netns.Namespace
-	// outside is the namespace of the client.
-	outside *netns.Namespace
+	// lan is the namespace of the bridge, and outside that of the client.
+	lan, outside *netns.Namespace
 }
 
-// node is a Node with one pod, which serves HTTP and responds with the name of its Node and the client's address.
+// node is a Node with one pod. The pod responds to HTTP requests with the name of the Node and the source address.
 type node struct {
 	name, address, podAddress string
 
 	namespace, pod *netns.Namespace
 }
 
-// connect connects a new namespace with a new interface of another one.
+// connect creates a namespace that is connected with the new interface link of another one.
 func (b *bed) connect(to *netns.Namespace, link, address string) *netns.Namespace {
 	b.Helper()
 
@@ -69,7 +68,7 @@ func (b *bed) connect(to *netns.Namespace, link, address string) *netns.Namespac
 	return ns
 }
 
-// plug connects a new namespace to the network.
+// plug creates a namespace that is connected to the bridge.
 func (b *bed) plug(name, address string) *netns.Namespace {
 	b.Helper()
 
@@ -79,6 +78,7 @@ func (b *bed) plug(name, address string) *netns.Namespace {
 	return ns
 }
 
+// newBed returns a bed with the client and without Nodes.
 func newBed(t *testing.T) *bed {
 	t.Helper()
 
@@ -99,7 +99,7 @@ func newBed(t *testing.T) *bed {
 	return b
 }
 
-// join adds a Node with a pod and kube-proxy. Its number is unique.
+// join adds a Node with a pod and kube-proxy. The addresses contain the number, which must be unique.
 func (b *bed) join(name string, number int, proxyMode string) node {
 	b.Helper()
 
@@ -129,7 +129,7 @@ func (b *bed) join(name string, number int, proxyMode string) node {
 	return n
 }
 
-// register registers the Node, ready and with a machine that has its address.
+// register registers a ready Node, and adds a machine with its address to the inventory.
 func (b *bed) register(n node) {
 	b.Helper()
 
@@ -192,7 +192,7 @@ func (b *bed) startKubeProxy(n node, mode string) {
 	})
 }
 
-// forward connects everything that the listener accepts to an address outside the namespaces.
+// forward forwards connections from a listener in a namespace to an address of the host.
 func forward(listener net.Listener, address string) {
 	for {
 		near, err := listener.Accept()
@@ -216,7 +216,7 @@ func forward(listener net.Listener, address string) {
 	}
 }
 
-// startController starts the controller until the test ends.
+// startController runs the service controller until the test ends.
 func (b *bed) startController() {
 	b.Helper()
 
@@ -230,7 +230,7 @@ func (b *bed) startController() {
 	i.Start(controller.Run)
 }
 
-// setEndpoint replaces the endpoints of the Service by one: the pod of the Node.
+// setEndpoint sets the pod of a Node as the only endpoint of the Service.
 func (b *bed) setEndpoint(n node) {
 	b.Helper()
 
@@ -241,13 +241,14 @@ func (b *bed) setEndpoint(n node) {
 		Ports:       []discoveryv1.EndpointPort{{Name: new(""), Port: new(int32(targetPort))}},
 	}
 
-	slices := b.Client.DiscoveryV1().EndpointSlices("default")
-	if _, err := slices.Update(b.Context(), slice, metav1.UpdateOptions{}); err != nil {
-		_, err = slices.Create(b.Context(), slice, metav1.CreateOptions{})
+	client := b.Client.DiscoveryV1().EndpointSlices("default")
+	if _, err := client.Update(b.Context(), slice, metav1.UpdateOptions{}); err != nil {
+		_, err = client.Create(b.Context(), slice, metav1.CreateOptions{})
 		require.NoError(b, err)
 	}
 }
 
+// patch applies a merge patch to the Service.
 func (b *bed) patch(patch string) {
 	b.Helper()
 
@@ -255,7 +256,7 @@ func (b *bed) patch(patch string) {
 	require.NoError(b, err)
 }
 
-// awaitAddresses waits until the Service has exactly the addresses of these Nodes.
+// awaitAddresses waits until the load balancer addresses of the Service are those of the Nodes.
 func (b *bed) awaitAddresses(nodes ...node) {
 	b.Helper()
 
@@ -274,7 +275,7 @@ func (b *bed) awaitAddresses(nodes ...node) {
 	})
 }
 
-// get sends a request to port 80 of the Node from a namespace.
+// get sends a request from a namespace to port 80 of a Node, and returns the body of the response.
 func (b *bed) get(from *netns.Namespace, to node) (string, error) {
 	client := &http.Client{Timeout: time.Second, Transport: &http.Transport{DialContext: from.Dial, DisableKeepAlives: true}}
 
@@ -294,7 +295,7 @@ func (b *bed) get(from *netns.Namespace, to node) (string, error) {
 	return string(body), err
 }
 
-// awaitResponse waits until a request gets this response.
+// awaitResponse waits until the response to a request is want.
 func (b *bed) awaitResponse(from *netns.Namespace, to node, want string) {
 	b.Helper()
 	ctest.EventuallyNoError(b, func(context.Context) error {
@@ -342,15 +343,15 @@ func testKubeProxy(t *testing.T, mode string) {
 	}, metav1.CreateOptions{})
 	require.NoError(b, err)
 
-	// Cluster: every Node leads to the pod on x. Nodes change the source address: y must, because x would respond to the
-	// client directly, and x does, too.
+	// Policy Cluster: both Nodes forward to the pod on x, and masquerade the source address. Otherwise x would respond
+	// directly to clients of y.
 	b.setEndpoint(x)
 	b.awaitAddresses(x, y)
 	b.awaitResponse(b.outside, x, "x 10.244.1.1")
 	b.awaitResponse(b.outside, y, "x "+y.address)
 	b.awaitResponse(y.namespace, x, "x "+y.address)
 
-	// Local: only x has an endpoint, and the pod sees the client's address.
+	// Policy Local: only x has an endpoint, and the pod receives the client's address.
 	b.patch(`{"spec":{"externalTrafficPolicy":"Local"}}`)
 	b.awaitAddresses(x)
 	b.awaitResponse(b.outside, x, "x "+clientAddress)
@@ -361,7 +362,7 @@ func testKubeProxy(t *testing.T, mode string) {
 	b.awaitResponse(b.outside, y, "y "+clientAddress)
 	b.awaitFailure(b.outside, x, "connection refused")
 
-	// kube-proxy filters by source.
+	// kube-proxy drops requests from other sources.
 	b.patch(`{"spec":{"loadBalancerSourceRanges":["203.0.113.0/24"]}}`)
 	b.awaitFailure(b.outside, y, "deadline exceeded")
 	b.patch(`{"spec":{"loadBalancerSourceRanges":["192.0.2.0/24"]}}`)

@@ -1,5 +1,4 @@
-// Package netns creates network namespaces for tests, and runs parts of a test in them. It requires root, and the command
-// ip of iproute2.
+// Package netns creates network namespaces for tests, and runs functions in them. It requires root and ip(8) of iproute2.
 package netns
 
 import (
@@ -17,16 +16,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Link is the interface in a namespace that Connect creates.
+// Link is the name of the interface in a namespace that Connect creates.
 const Link = "eth0"
 
-// Namespace is a network namespace without a name. It exists as long as this process holds it open or anything runs in
-// it, so the kernel removes it and its interfaces however this process ends. Use New.
+// Namespace is an unnamed network namespace. It exists until it is closed and no process runs in it, so the kernel removes
+// it and its interfaces even if this process is killed. Use New or Connect to create one.
 type Namespace struct {
 	file *os.File
 }
 
-// New creates a namespace with no interface but the loopback interface.
+// New creates a namespace with only the loopback interface.
 func New(ctx context.Context) (*Namespace, error) {
 	n := &Namespace{}
 
@@ -48,7 +47,8 @@ func New(ctx context.Context) (*Namespace, error) {
 	return n, nil
 }
 
-// Connect creates a namespace whose interface Link has an address, and is connected with a new interface of n.
+// Connect creates a namespace and a veth pair that connects the new interface link of n with the interface Link of the new
+// namespace, which gets the address.
 func (n *Namespace) Connect(ctx context.Context, link string, address netip.Prefix) (*Namespace, error) {
 	other, err := New(ctx)
 	if err != nil {
@@ -67,12 +67,12 @@ func (n *Namespace) Connect(ctx context.Context, link string, address netip.Pref
 	return other, nil
 }
 
-// onOwnThread runs f on a thread that ends afterwards, so that f may change the thread as it likes.
+// onOwnThread runs f on an OS thread that ends afterwards, so f can change the state of the thread.
 func onOwnThread(f func() error) error {
 	result := make(chan error)
 
 	go func() {
-		runtime.LockOSThread() // and never unlock: that is what ends the thread
+		runtime.LockOSThread() // without unlocking, so that the thread ends with the goroutine
 
 		result <- f()
 	}()
@@ -80,15 +80,15 @@ func onOwnThread(f func() error) error {
 	return <-result
 }
 
-// path names the namespace for other processes, as long as this one holds it.
+// path returns a path to the namespace for other processes. It is valid until Close.
 func (n *Namespace) path() string {
 	return fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), n.file.Fd())
 }
 
-// Close releases the namespace.
+// Close releases the namespace. The kernel removes it when no process or socket uses it.
 func (n *Namespace) Close() error { return n.file.Close() }
 
-// Enter moves the calling thread, which must be locked and must not be used for anything else afterwards.
+// Enter moves the calling thread into the namespace. The goroutine must be locked to the thread, and must not unlock it.
 func (n *Namespace) Enter() error {
 	if err := unix.Setns(int(n.file.Fd()), unix.CLONE_NEWNET); err != nil {
 		return fmt.Errorf("enter network namespace: %w", err)
@@ -97,7 +97,7 @@ func (n *Namespace) Enter() error {
 	return nil
 }
 
-// Inside runs f on a thread in the namespace. Sockets that f opens, and processes that it starts, stay there.
+// Inside runs f in the namespace, on a thread of its own. Sockets that f opens and processes that it starts stay there.
 func (n *Namespace) Inside(f func() error) error {
 	return onOwnThread(func() error {
 		if err := n.Enter(); err != nil {
@@ -108,7 +108,7 @@ func (n *Namespace) Inside(f func() error) error {
 	})
 }
 
-// IP runs ip(8) in the namespace, once for each command.
+// IP runs ip(8) in the namespace, once for each command. Arguments must not contain spaces.
 func (n *Namespace) IP(ctx context.Context, commands ...string) error {
 	return n.Inside(func() error {
 		for _, command := range commands {
@@ -121,7 +121,7 @@ func (n *Namespace) IP(ctx context.Context, commands ...string) error {
 	})
 }
 
-// Dial connects from within the namespace. The address must be a literal: there is no name service.
+// Dial connects from the namespace. The address must be an IP address and a port, because the namespace has no DNS.
 func (n *Namespace) Dial(ctx context.Context, network, address string) (conn net.Conn, err error) {
 	err = n.Inside(func() error {
 		conn, err = (&net.Dialer{}).DialContext(ctx, network, address)
@@ -132,7 +132,7 @@ func (n *Namespace) Dial(ctx context.Context, network, address string) (conn net
 	return conn, err
 }
 
-// Listen listens on a TCP address within the namespace.
+// Listen listens on a TCP address in the namespace.
 func (n *Namespace) Listen(ctx context.Context, address string) (listener net.Listener, err error) {
 	err = n.Inside(func() error {
 		listener, err = (&net.ListenConfig{}).Listen(ctx, "tcp", address)
