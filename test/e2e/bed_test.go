@@ -84,6 +84,7 @@ func TestBed_LinkDownDisconnectsMachine(t *testing.T) {
 func TestBed_LeavesNoProcessesWhenKilled(t *testing.T) {
 	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^$")
 	cmd.Env = append(os.Environ(), extensionEnv+"="+extensionDir(version))
+	cmd.Stderr = os.Stderr
 
 	output, err := cmd.StdoutPipe()
 	require.NoError(t, err)

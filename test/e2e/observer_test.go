@@ -25,6 +25,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/tools/cache"
 	cloudproviderapi "k8s.io/cloud-provider/api"
+	"k8s.io/utils/ptr"
 )
 
 // leaseName is the name of talos-ccm's leader election lease.
@@ -123,7 +124,9 @@ func (o *observer) recordNode(object runtime.Object) {
 
 	o.versions++
 
-	change := cmp.Diff(persistentFields(o.before[node.Name]), persistentFields(node))
+	before := ptr.Deref(o.before[node.Name], corev1.Node{}) // empty for a Node with another name
+
+	change := cmp.Diff(persistentFields(&before), persistentFields(node))
 	if change != "" && !slices.Contains(o.changes, change) {
 		o.changes = append(o.changes, change)
 	}
