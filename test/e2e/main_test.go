@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"strconv"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -121,13 +122,10 @@ func fail(err error) int {
 
 // buildImages runs make image for this architecture, and unpacks the extension image.
 func buildImages(ctx context.Context, version string) error {
-	cmd := exec.CommandContext(ctx, "make", "--directory=../..", "image", "ARTIFACTS="+artifactsDir(version), "ARCHES="+runtime.GOARCH, "TAG="+version,
+	err := runMake(ctx, "image", "ARTIFACTS="+artifactsDir(version), "ARCHES="+runtime.GOARCH, "TAG="+version,
 		"SOURCE_DATE_EPOCH="+strconv.FormatInt(time.Now().Unix(), 10))
-	// Do not inherit the flags of the make that runs this test.
-	cmd.Env = append(os.Environ(), "MAKEFLAGS=")
-
-	if output, err := cmd.CombinedOutput(); err != nil {
-		return fmt.Errorf("make image of %s: %w\n%s", version, err, output)
+	if err != nil {
+		return err
 	}
 
 	index, err := layout.ImageIndexFromPath(filepath.Join(artifactsDir(version), "oci"))
@@ -136,4 +134,17 @@ func buildImages(ctx context.Context, version string) error {
 	}
 
 	return image.Unpack(index, runtime.GOARCH, extensionDir(version))
+}
+
+// runMake runs make in the root directory of the repository.
+func runMake(ctx context.Context, args ...string) error {
+	cmd := exec.CommandContext(ctx, "make", append([]string{"--directory=../.."}, args...)...)
+	// Do not inherit the flags of the make that runs this test.
+	cmd.Env = append(os.Environ(), "MAKEFLAGS=")
+
+	if output, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("make %s: %w\n%s", strings.Join(args, " "), err, output)
+	}
+
+	return nil
 }

@@ -11,7 +11,6 @@ import (
 	"io"
 	"net/netip"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -73,13 +72,7 @@ func renderedChart(t *testing.T) string {
 	t.Helper()
 
 	dir := t.TempDir()
-	cmd := exec.CommandContext(t.Context(), "make", "--directory=../..", "chart", "ARTIFACTS="+dir)
-	// Do not inherit the flags of the make that runs this test.
-	cmd.Env = append(os.Environ(), "MAKEFLAGS=")
-
-	if output, err := cmd.CombinedOutput(); err != nil {
-		t.Fatalf("make chart: %v\n%s", err, output)
-	}
+	require.NoError(t, runMake(t.Context(), "chart", "ARTIFACTS="+dir))
 
 	manifests, err := os.ReadFile(filepath.Join(dir, "chart/talos-ccm.yaml"))
 	require.NoError(t, err)
