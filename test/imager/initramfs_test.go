@@ -18,7 +18,7 @@ import (
 )
 
 const (
-	// extensionsConfig is the name of the list of extensions, and squashfs that of the first extension.
+	// extensionsConfig is the file that lists the extensions, and squashfs is the file of the first extension.
 	extensionsConfig = "extensions.yaml"
 	squashfs         = "0.sqsh"
 )

@@ -46,7 +46,7 @@ type bed struct {
 	ctest.Suite
 
 	instance *ctest.Instance
-	// lan is the namespace of the bridge, and outside that of the client.
+	// lan is the namespace of the bridge, and outside is the namespace of the client.
 	lan, outside *netns.Namespace
 }
 
@@ -256,7 +256,7 @@ func (b *bed) patch(patch string) {
 	require.NoError(b, err)
 }
 
-// awaitAddresses waits until the load balancer addresses of the Service are those of the Nodes.
+// awaitAddresses waits until the status of the Service lists exactly the addresses of the Nodes, in order.
 func (b *bed) awaitAddresses(nodes ...node) {
 	b.Helper()
 
