@@ -4,12 +4,10 @@ import (
 	"cmp"
 	"context"
 	"fmt"
-	"net"
 	"net/netip"
 	"slices"
 	"sync"
 
-	"github.com/siderolabs/talos/pkg/machinery/constants"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/informers"
 	coreinformers "k8s.io/client-go/informers/core/v1"
@@ -312,9 +310,6 @@ func (m *controllerManager) newCSRApproval(in inputs) (controller, error) {
 		Recorder:  m.recorder,
 		Clock:     m.app.clock,
 		Dial:      in.dial,
-		DialKubelet: func(ctx context.Context, addr netip.Addr) (net.Conn, error) {
-			return (&net.Dialer{}).DialContext(ctx, "tcp", netip.AddrPortFrom(addr, constants.KubeletPort).String())
-		},
 		Managed: func(node *corev1.Node, talos machine.Machine) bool {
 			return m.settings().CSRSelector.Matches(nodespec.FactsOf(node, talos))
 		},

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
 	"net/netip"
 	"testing"
 	"time"
@@ -161,10 +160,9 @@ func (f *fleet) controller(b *testing.B) (stop func()) {
 		Dial: func(context.Context, string, netip.Addr) (talosapi.State, error) {
 			return nil, errors.New("no machine")
 		},
-		DialKubelet: func(context.Context, netip.Addr) (net.Conn, error) { return nil, errors.New("no kubelet") },
-		Managed:     func(*corev1.Node, machine.Machine) bool { return true },
-		Policy:      func(*corev1.Node, machine.Machine) csrpolicy.Policy { return csrpolicy.Policy{} },
-		Workers:     benchWorkers,
+		Managed: func(*corev1.Node, machine.Machine) bool { return true },
+		Policy:  func(*corev1.Node, machine.Machine) csrpolicy.Policy { return csrpolicy.Policy{} },
+		Workers: benchWorkers,
 	})
 	require.NoError(b, err)
 	i.Start(c.Run)

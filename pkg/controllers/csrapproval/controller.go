@@ -7,7 +7,7 @@
 // stored by the API server.
 //
 // Outputs: the condition Approved or Denied, by UpdateApproval only; labels that record the client certificate of a
-// Node's kubelet; Events on requests and Nodes. A TLS handshake with a kubelet shows which certificate it serves.
+// Node's kubelet; Events on requests and Nodes.
 //
 // Package csrpolicy makes the decisions. A request that cannot be decided yet stays pending and is reviewed again when
 // something that it depends on changes. The controller never touches a request that is decided, that was not made by a
@@ -83,8 +83,6 @@ type Config struct {
 	Clock     clock.Clock
 	// Dial connects to the machines of deleted Nodes, which no inventory has.
 	Dial talosapi.DialFunc
-	// DialKubelet connects to kubelets, to check which certificate they serve.
-	DialKubelet DialKubeletFunc
 	// Managed reports whether a Node that runs Talos is managed. Call Resync if its result changes for other
 	// reasons than its arguments.
 	Managed func(node *corev1.Node, m machine.Machine) bool
@@ -121,7 +119,7 @@ func New(cfg Config) (*Controller, error) {
 	c := &Controller{
 		cfg: cfg,
 		requests: certificatesinformers.NewCertificateSigningRequestInformer(cfg.Client, 0, cache.Indexers{
-			indexPending: byNode, indexIssued: issuedFor, indexApproved: approvedFor,
+			indexPending: byNode, indexIssued: issuedFor,
 		}),
 		nodes:    cfg.Nodes.Informer(),
 		pending:  &pendingRequests{conflicting: map[string]bool{}},
@@ -268,7 +266,6 @@ func (c *Controller) Run(ctx context.Context) {
 	}
 
 	c.warmUp(ctx)
-	group.StartWithContext(ctx, c.watchServed)
 
 	worker := queue.Worker{Queue: c.queue, Subject: "csr", Failure: "Failed to review CSR; retrying", Sync: c.sync}
 

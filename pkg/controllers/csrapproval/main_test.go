@@ -209,8 +209,6 @@ type instance struct {
 
 	controlPlane *controlplane.Reader
 	controller   *csrapproval.Controller
-	// kubelets maps the machines' addresses to the kubelets that respond there.
-	kubelets sync.Map // netip.Addr → *endpoint
 	// freeze stops the watch of Nodes.
 	freeze func()
 
@@ -271,7 +269,7 @@ func (e *environment) start(clk clock.WithTicker) (*instance, error) {
 
 	i.controller, failed = csrapproval.New(csrapproval.Config{
 		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Identity: i.controlPlane.Identity(), Recorder: i.Recorder, Clock: clk, Dial: dial,
-		DialKubelet: i.dialKubelet, Policy: i.policy, Workers: 10,
+		Policy: i.policy, Workers: 10,
 		Managed: func(node *corev1.Node, _ machine.Machine) bool {
 			_, unmanaged := i.unmanaged.Load(node.Name)
 

@@ -1,279 +1,116 @@
 package csrapproval
 
 import (
-	"context"
+	"maps"
 	"net/netip"
 	"slices"
 	"sync"
 	"time"
 
-	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
-	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
-	"github.com/talos-ccm/talos-ccm/pkg/reflector"
 )
 
-const (
-	// retention is how long a Node owns its names and addresses after it was deleted and its machine has gone silent.
-	retention = inventory.Retention
-
-	// sweepInterval is how often reservations are extended or removed.
-	sweepInterval = 10 * time.Second
-)
-
-// owners returns who owns a name or an address: by what the machines report, and by the Node objects. A deleted Node
-// stays an owner for the retention: its machine may still run, since a kubelet registers its Node only when it starts.
-// Reservations are lost with the leadership.
+// owners returns the Nodes that own a name or an address. A Node owns what its machine reports and what the Node lists.
+// A deleted Node owns both for the retention: its machine may still run, since a kubelet registers its Node only when it
+// starts. A new leader does not know which Nodes were deleted.
 type owners struct {
-	nodes    cache.Indexer // the informer's, with indexSubjects
 	machines *inventory.Inventory
 	policy   func(node *corev1.Node, m machine.Machine) csrpolicy.Policy
 	clock    clock.Clock
 
-	// observed holds the Nodes that the event handlers have received, by name and UID, with indexSubjects: the
-	// informer removes a Node from its own indexer before it calls handlers. Deleted Nodes stay until their
-	// reservation ends.
-	observed cache.Indexer
-	// The machines of deleted Nodes, which the reflector watches while they respond. If several Nodes of one name were
-	// deleted, it is the machine of the first, so that another one with its name cannot take its place.
-	former    *inventory.Inventory
-	reflector *reflector.Reflector
+	// nodes holds the Nodes that the event handlers have received, with indexSubjects. The informer's own store drops a
+	// deleted Node before it calls the handlers.
+	nodes cache.Indexer
 
 	mu       sync.Mutex
-	reserved map[string][]reservation // by nodename, in the order of deletion; the lists are never changed
+	reserved map[types.UID]reservation
 }
 
-// reservation is for a deleted Node.
+// reservation is a snapshot of a deleted Node.
 type reservation struct {
-	node  *corev1.Node
-	until time.Time
+	nodename       string
+	isControlPlane bool
+	listed         []string // names and addresses of the Node
+	reported       []string // names and addresses of its machine; empty if it never responded
+	deletedAt      time.Time
 }
 
-func newOwners(cfg Config, nodes cache.Indexer) *owners {
-	former := inventory.New(cfg.Clock.Now)
-	cfg.Inventory.HandOver(former)
+func (r reservation) until() time.Time { return r.deletedAt.Add(inventory.Retention) }
 
+func newOwners(cfg Config) *owners {
 	return &owners{
-		nodes: nodes, machines: cfg.Inventory, policy: cfg.Policy, clock: cfg.Clock,
-		observed:  cache.NewIndexer(incarnation, cache.Indexers{indexSubjects: subjectsOf}),
-		former:    former,
-		reflector: reflector.New(former, cfg.Dial, cfg.Clock, cfg.Facts...),
-		reserved:  map[string][]reservation{},
+		machines: cfg.Inventory, policy: cfg.Policy, clock: cfg.Clock,
+		nodes:    cache.NewIndexer(cache.MetaNamespaceKeyFunc, cache.Indexers{indexSubjects: subjectsOf}),
+		reserved: map[types.UID]reservation{},
 	}
-}
-
-// incarnation is the key of observed Nodes.
-func incarnation(obj any) (string, error) {
-	node, ok := obj.(*corev1.Node)
-	if !ok {
-		return "", cache.KeyError{Obj: obj}
-	}
-
-	return node.Name + "/" + string(node.UID), nil
 }
 
 // observe records the present version of a Node.
 func (o *owners) observe(node *corev1.Node) {
-	_ = o.observed.Update(node) // fails only without a key
+	_ = o.nodes.Update(node) // fails only without a key
 }
 
-// reserve records that a Node was deleted. Its machine is watched from now on by other means.
+// reserve replaces a deleted Node with its reservation. It also removes reservations that have ended.
 func (o *owners) reserve(node *corev1.Node) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-
-	o.observe(node)
-	o.reserved[node.Name] = append(slices.Clone(o.reserved[node.Name]), reservation{node, o.clock.Now().Add(retention)})
-	o.watch(node.Name)
-}
-
-// watch watches the machine of the first deleted Node of a name. The caller holds o.mu.
-func (o *owners) watch(nodename string) {
-	if list := o.reserved[nodename]; len(list) > 0 && nodespec.IsTalos(list[0].node) {
-		o.reflector.Track(nodename, nodespec.DialAddresses(list[0].node))
-	}
-}
-
-// run watches the machines of deleted Nodes, and calls released after reservations have ended.
-func (o *owners) run(ctx context.Context, released func()) {
-	var group sync.WaitGroup
-	defer group.Wait()
-
-	group.Go(func() { o.reflector.Run(ctx) })
-
-	for backoff.Sleep(ctx, o.clock, sweepInterval) {
-		if o.sweep() {
-			released()
-		}
-	}
-}
-
-// extends reports whether the first reservation of a name is extended: the machine responds, and is not known to be the
-// machine of the Node that has the name now.
-func (o *owners) extends(node *corev1.Node, former inventory.Entry) bool {
-	return former.Condition == inventory.Current && !o.hasReturned(node, former, o.machines.Get(node.Name))
-}
-
-// sweep extends reservations and removes those that have ended. It reports whether it has removed any.
-func (o *owners) sweep() (removed bool) {
-	removed, gone := o.end()
-
-	// Without o.mu: Untrack waits until the connection is closed.
-	for _, name := range gone {
-		o.reflector.Untrack(name)
-		o.former.Forget(name) // the reflector tracks Talos Nodes only
-
-		o.mu.Lock()
-		o.watch(name)
-		o.mu.Unlock()
-	}
-
-	return removed
-}
-
-// end extends reservations and removes those that have ended. It returns the nodenames whose former machines do not
-// count any more.
-func (o *owners) end() (removed bool, gone []string) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-
 	now := o.clock.Now()
+	listed, _ := subjectsOf(node)
 
-	for name, list := range o.reserved {
-		list = slices.Clone(list)
-		first := list[0].node
-
-		if o.extends(first, o.former.Get(name)) {
-			list[0].until = now.Add(retention)
-		}
-
-		o.reserved[name] = slices.DeleteFunc(slices.Clone(list), func(r reservation) bool { return !now.Before(r.until) })
-
-		for _, r := range list {
-			if !now.Before(r.until) {
-				_ = o.observed.Delete(r.node) // fails only without a key
-				removed = true
-			}
-		}
-
-		if !now.Before(list[0].until) {
-			gone = append(gone, name)
-		}
-
-		if len(o.reserved[name]) == 0 {
-			delete(o.reserved, name)
-		}
-	}
-
-	for _, name := range o.nodes.ListKeys() {
-		if len(o.reserved[name]) == 0 && o.isLive(name) && o.former.Get(name).Last.Nodename != "" {
-			gone = append(gone, name)
-		}
-	}
-
-	return removed, gone
-}
-
-// isLive reports whether a Node exists and the event handlers have received it, so that former Nodes of its name are
-// reserved.
-func (o *owners) isLive(nodename string) bool {
-	obj, registered, _ := o.nodes.GetByKey(nodename) // fails only without a key
-	if !registered {
-		return false
-	}
-
-	key, _ := incarnation(obj)
-	_, observed, _ := o.observed.GetByKey(key)
-
-	return observed
-}
-
-// reservationsOf returns the reservations for a nodename.
-func (o *owners) reservationsOf(nodename string) []reservation {
 	o.mu.Lock()
-	defer o.mu.Unlock()
+	maps.DeleteFunc(o.reserved, func(_ types.UID, r reservation) bool { return !now.Before(r.until()) })
+	o.reserved[node.UID] = reservation{node.Name, nodespec.IsControlPlane(node), listed, o.machines.Reported(node.Name), now}
+	o.mu.Unlock()
 
-	return o.reserved[nodename]
+	_ = o.nodes.Delete(node) // fails only without a key
 }
 
-// reservedUntil returns until when deleted Nodes of an owner's name keep what they own from the Node nodename; false if
-// the owner is a Node that exists.
-func (o *owners) reservedUntil(owner, nodename string) (until time.Time, deleted bool) {
-	if _, registered, _ := o.nodes.GetByKey(owner); registered && owner != nodename {
-		return time.Time{}, false
-	}
+// of returns the names of the other Nodes that own a name or an address, and when the reservation of a deleted Node
+// ends; zero for Nodes that exist. It returns nodename itself if a deleted Node had the same name. requester is the Node
+// nodename; nil if it does not exist.
+func (o *owners) of(subject, nodename string, requester *corev1.Node) map[string]time.Time {
+	existing := o.machines.Owners(subject, nodename)
+	listing, _ := o.nodes.ByIndex(indexSubjects, subject) // fails only without the index
 
-	for _, r := range o.reservationsOf(owner) {
-		if r.until.After(until) {
-			until = r.until
+	for _, obj := range listing {
+		if node, ok := obj.(*corev1.Node); ok && node.Name != nodename && o.owns(node, subject) {
+			existing = append(existing, node.Name)
 		}
 	}
 
-	return until, !until.IsZero()
-}
+	obj, _, _ := o.nodes.GetByKey(nodename) // fails only without a key
+	if node, ok := obj.(*corev1.Node); ok && requester != nil && node.UID != requester.UID {
+		existing = append(existing, nodename) // the handler has not received the deletion of this Node yet
+	}
 
-// others returns the names of the other Nodes that own a name or an address, sorted: nodename itself if a deleted Node
-// of that name does. requester is nil if the Node does not exist.
-func (o *owners) others(subject, nodename string, requester *corev1.Node) []string {
-	names := slices.Concat(
-		o.machines.Owners(subject, nodename), o.machines.DroppedBy(subject, nodename), o.former.DroppedBy(subject, nodename),
-	)
+	// Reservations are read last: a Node that was deleted since the first line has one.
+	found := o.reservations(subject, nodename)
 
-	for _, name := range o.former.Owners(subject, "") {
-		list := o.reservationsOf(name)
-
-		// A view without a reservation was handed over just before the reservation is made, unless the Node exists.
-		if (len(list) == 0 && name != nodename && !o.isLive(name)) ||
-			(len(list) > 0 && o.holds(list[0], o.former.Get(name), subject, nodename, requester)) {
-			names = append(names, name)
+	for _, name := range append(existing, o.machines.DroppedBy(subject, nodename)...) {
+		if until := found[name]; until.IsZero() || slices.Contains(existing, name) {
+			found[name] = time.Time{}
 		}
 	}
 
-	listed, _ := o.nodes.ByIndex(indexSubjects, subject) // fails only without the index
-	observed, _ := o.observed.ByIndex(indexSubjects, subject)
-
-	for _, obj := range append(listed, observed...) {
-		if node, ok := obj.(*corev1.Node); ok && o.owns(node, subject, nodename, requester) {
-			names = append(names, node.Name)
-		}
-	}
-
-	slices.Sort(names)
-
-	return slices.Compact(names)
+	return found
 }
 
-// owns reports whether a Node that lists a name or an address owns it as well, and is not the requester.
-func (o *owners) owns(node *corev1.Node, subject, nodename string, requester *corev1.Node) bool {
-	list := o.reservationsOf(node.Name)
-
-	switch i := slices.IndexFunc(list, func(r reservation) bool { return r.node.UID == node.UID }); i {
-	case -1:
-		return node.Name != nodename && o.mayClaim(node, o.machines, subject)
-	case 0:
-		return o.holds(list[i], o.former.Get(node.Name), subject, nodename, requester) && o.mayClaim(node, o.former, subject)
-	default:
-		return o.holds(list[i], inventory.Entry{}, subject, nodename, requester)
-	}
-}
-
-// mayClaim reports whether a Node's list counts for a name or an address. Kubelets write their Nodes, so it does not if
-// the machine has proven to be the Node's and did not report the subject last. What the machine reports is no proof
-// either: another machine may respond at its address. So it cannot disown the address at which it responds, the
-// kubelet's node IP of the other IP family, and the names and addresses that the operator assigns.
-func (o *owners) mayClaim(node *corev1.Node, machines *inventory.Inventory, subject string) bool {
-	if !machines.Contradicts(node.Name, subject) {
+// owns reports whether a Node owns a name or an address that it lists. Kubelets write their Nodes, so the Node does not
+// own it if its machine has responded and did not report it last. But a different machine may respond at the Node's
+// address. So these belong to the Node even if the machine does not report them: the kubelet's node IP of the other IP
+// family, and the names and addresses that the operator assigns.
+func (o *owners) owns(node *corev1.Node, subject string) bool {
+	if !o.machines.Contradicts(node.Name, subject) {
 		return true
 	}
 
-	last := machines.Get(node.Name).Last
+	last := o.machines.Get(node.Name).Last
 	isOther := func(addr netip.Addr) bool { return addr.Is4() != last.Endpoint.Is4() }
 
 	provided := nodespec.ProvidedNodeIPs(node)
@@ -287,93 +124,51 @@ func (o *owners) mayClaim(node *corev1.Node, machines *inventory.Inventory, subj
 		slices.ContainsFunc(policy.ExtraIPs, func(addr netip.Addr) bool { return machine.CanonicalAddress(addr) == subject })
 }
 
-// holds reports whether a reservation of a name or an address holds against a requester: until it ends, unless the
-// machine of the deleted Node is known to be gone, or the subject is known to be the requester's.
-func (o *owners) holds(r reservation, former inventory.Entry, subject, nodename string, requester *corev1.Node) bool {
-	node, current := r.node, o.machines.Get(nodename)
+// reservations returns the names of the deleted Nodes that own a name or an address, and when their reservations end.
+func (o *owners) reservations(subject, nodename string) map[string]time.Time {
+	current, now, found := o.machines.Get(nodename), o.clock.Now(), map[string]time.Time{}
+
+	o.mu.Lock()
+	defer o.mu.Unlock()
+
+	for _, r := range o.reserved {
+		until := r.until()
+		if now.Before(until) && until.After(found[r.nodename]) && r.holds(subject, nodename, current) {
+			found[r.nodename] = until
+		}
+	}
+
+	return found
+}
+
+// holds reports whether a name or an address is reserved against the Node nodename, whose machine is current. A Node
+// with the name of the deleted one gets everything if it has the same machine. Otherwise it gets only its own name, if
+// the deleted Node was a worker's.
+func (r reservation) holds(subject, nodename string, current inventory.Entry) bool {
+	_, err := netip.ParseAddr(subject)
+	isName := err != nil
 
 	switch {
-	case !o.clock.Now().Before(r.until) && !o.extends(node, former), isReset(node, former): // the next sweep extends
+	case !slices.Contains(r.listed, subject) && !slices.Contains(r.reported, subject):
 		return false
-	case node.Name == nodename:
-		_, err := netip.ParseAddr(subject)
-		isName := err != nil
-
-		return !o.hasReturned(node, former, current) && !(isName && isUnresponsive(former))
-	default:
-		return !belongs(subject, node, former.Last, requester, current) && !isRenamed(node, former, requester, current)
-	}
-}
-
-// hasReturned reports whether the machine of a deleted Node is the one that responds under its name now: at one of its
-// former addresses, or with its node ID while no machine responds under that name at the former addresses. A machine
-// reports its node ID itself.
-func (o *owners) hasReturned(node *corev1.Node, former, current inventory.Entry) bool {
-	if current.Condition != inventory.Current {
-		return false
-	}
-
-	if isUnresponsive(former) && former.Last.NodeID != "" && former.Last.NodeID == current.Machine.NodeID {
+	case r.nodename != nodename:
 		return true
-	}
-
-	endpoint := machine.CanonicalAddress(current.Machine.Endpoint)
-
-	if former.Last.Nodename != "" {
-		return slices.Contains(o.former.Owners(endpoint, ""), node.Name)
-	}
-
-	listed, _ := subjectsOf(node)
-
-	return slices.Contains(listed, endpoint)
-}
-
-// belongs reports whether the subject is known to be the requester's, so that a machine that reported names and
-// addresses of others does not keep them after its Node was deleted: the name of a Node that is older than the deleted
-// one, or the address at which the requester's machine responds, while the machine of the deleted Node responded at
-// another one, or never and the requester's Node is older.
-func belongs(subject string, deleted *corev1.Node, former machine.Machine, requester *corev1.Node, current inventory.Entry) bool {
-	if requester == nil || current.Condition != inventory.Current {
+	case isName && subject == machine.CanonicalName(nodename) && !r.isControlPlane:
 		return false
+	default:
+		return !r.hasReturned(current)
+	}
+}
+
+// hasReturned reports whether the machine that responds under the name of the deleted Node is that Node's machine: it
+// responds at an address that the deleted Node's machine reported, or that the deleted Node listed if its machine never
+// responded. A machine that was observed before the deletion is no proof: it is the view of the deleted Node's machine.
+func (r reservation) hasReturned(current inventory.Entry) bool {
+	addresses := r.reported
+	if len(addresses) == 0 {
+		addresses = r.listed
 	}
 
-	isOlder := requester.CreationTimestamp.Before(&deleted.CreationTimestamp)
-
-	addr, err := netip.ParseAddr(subject)
-	if err != nil {
-		return subject == machine.CanonicalName(requester.Name) && isOlder
-	}
-
-	if former.Nodename == "" {
-		return current.Machine.Endpoint.Unmap() == addr && isOlder
-	}
-
-	return current.Machine.Endpoint.Unmap() == addr && former.Endpoint.IsValid() && former.Endpoint.Unmap() != addr
-}
-
-// isReset reports whether the machine of a deleted Node announced a reset before it went silent.
-func isReset(node *corev1.Node, former inventory.Entry) bool {
-	return isSilent(node, former) && former.Last.Stage == runtime.MachineStageResetting
-}
-
-// isRenamed reports whether the machine of a deleted Node is the requester's now: it responds at its former address,
-// with its identity. A machine reports its identity itself. So the successor of a control-plane Node must have the
-// label, which a worker cannot get, and the identity never suffices while the Node exists.
-func isRenamed(node *corev1.Node, former inventory.Entry, requester *corev1.Node, current inventory.Entry) bool {
-	return requester != nil && isSilent(node, former) && former.Responding == requester.Name && current.Condition == inventory.Current &&
-		former.Last.NodeID != "" && former.Last.Identity() == current.Machine.Identity() &&
-		(nodespec.IsControlPlane(requester) || !nodespec.IsControlPlane(node))
-}
-
-// isSilent reports whether the kubelet of a deleted Node had stopped to report, and its machine does not respond
-// either.
-func isSilent(node *corev1.Node, former inventory.Entry) bool {
-	ready := nodespec.ReadyCondition(node)
-
-	return (ready == nil || ready.Status == corev1.ConditionUnknown) && isUnresponsive(former)
-}
-
-// isUnresponsive reports whether the machine of a deleted Node is known not to respond.
-func isUnresponsive(former inventory.Entry) bool {
-	return former.Condition == inventory.Unreachable || former.Condition == inventory.Mismatch
+	return current.Condition == inventory.Current && !current.ObservedAt.Before(r.deletedAt) &&
+		slices.Contains(addresses, machine.CanonicalAddress(current.Machine.Endpoint))
 }

@@ -21,7 +21,6 @@ const (
 	ReasonDeferred = "CSRDeferred"
 
 	ReasonUnexpectedCredential = "UnexpectedCredential"
-	ReasonNotServed            = "CertificateNotServed"
 )
 
 var (
@@ -56,22 +55,10 @@ var (
 		Help:           "Kubelet-serving CSRs requested with another client certificate than the one that the kubelet is known to have.",
 		StabilityLevel: metrics.ALPHA,
 	})
-
-	notServed = metrics.NewCounter(&metrics.CounterOpts{
-		Name:           "talosccm_csr_certificates_not_served_total",
-		Help:           "Certificates that the kubelet did not serve within five minutes of their issuance.",
-		StabilityLevel: metrics.ALPHA,
-	})
-
-	uncheckedCertificates = metrics.NewCounter(&metrics.CounterOpts{
-		Name:           "talosccm_csr_certificates_unchecked_total",
-		Help:           "Certificates of kubelets that did not respond within five minutes of the issuance.",
-		StabilityLevel: metrics.ALPHA,
-	})
 )
 
 func init() {
-	legacyregistry.MustRegister(decisions, verdicts, ageAtApproval, pendingGauge, unexpectedCredentials, notServed, uncheckedCertificates)
+	legacyregistry.MustRegister(decisions, verdicts, ageAtApproval, pendingGauge, unexpectedCredentials)
 }
 
 // conditionFor returns the condition to write for a verdict.

@@ -265,23 +265,12 @@ talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Defer", rea
 		series: `talosccm_csr_verdicts_total{job="talos-ccm", instance="a", decision="Defer", reason="OwnedByOtherMachine"} 1x100 2x400`,
 	},
 	{
-		name: "a kubelet does not serve its certificate", at: 2 * time.Hour, wanted: []string{"TalosCCMCertificateNotServed"},
-		series: `talosccm_csr_certificates_not_served_total{job="talos-ccm", instance="a"} 0x100 1x400`,
-	},
-	{
 		name: "a request with an unexpected client certificate", at: 2 * time.Hour, wanted: []string{"TalosCCMUnexpectedCredential"},
 		series: `talosccm_csr_unexpected_credentials_total{job="talos-ccm", instance="a"} 0x100 1x400`,
 	},
 	{
 		name: "one was hours ago", at: 4 * time.Hour, near: []string{"TalosCCMUnexpectedCredential"},
 		series: `talosccm_csr_unexpected_credentials_total{job="talos-ccm", instance="a"} 0x100 1x900`,
-	},
-	{
-		name: "one did not hours ago, others do not respond", at: 4 * time.Hour, near: []string{"TalosCCMCertificateNotServed"},
-		series: `
-talosccm_csr_certificates_not_served_total{job="talos-ccm", instance="a"} 0x100 1x900
-talosccm_csr_certificates_unchecked_total{job="talos-ccm", instance="a"} 0+1x900
-`,
 	},
 }
 
