@@ -68,7 +68,6 @@ type inputs struct {
 	inventory    *inventory.Inventory
 	controlPlane *controlplane.Reader
 	podCIDRs     func() []netip.Prefix // which talos-ccm allocates from
-	dial         talosapi.DialFunc
 }
 
 // control runs the reflector and the controllers until ctx ends and they have stopped.
@@ -123,7 +122,7 @@ func (m *controllerManager) control(ctx context.Context) error {
 			return err
 		}
 
-		ctrl, err := c.construct(m, inputs{client, nodes, inv, controlPlane, m.podCIDRs, dial})
+		ctrl, err := c.construct(m, inputs{client, nodes, inv, controlPlane, m.podCIDRs})
 		if err != nil {
 			return fmt.Errorf("create %s: %w", c.name, err)
 		}
@@ -309,7 +308,6 @@ func (m *controllerManager) newCSRApproval(in inputs) (controller, error) {
 		Identity:  identity{in.controlPlane.Identity(), in.podCIDRs},
 		Recorder:  m.recorder,
 		Clock:     m.app.clock,
-		Dial:      in.dial,
 		Managed: func(node *corev1.Node, talos machine.Machine) bool {
 			return m.settings().CSRSelector.Matches(nodespec.FactsOf(node, talos))
 		},
@@ -319,7 +317,6 @@ func (m *controllerManager) newCSRApproval(in inputs) (controller, error) {
 
 			return csrapproval.PolicyFor(settings, node, input)
 		},
-		Facts:   m.facts,
 		Workers: csrWorkers,
 	})
 }

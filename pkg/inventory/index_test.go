@@ -91,38 +91,37 @@ func TestInventory_ContradictsIfMachineDoesNotReportAddress(t *testing.T) {
 	}
 }
 
-func TestInventory_HandsOverLastView(t *testing.T) {
+func TestInventory_KnowsWhatForgottenMachineReported(t *testing.T) {
 	last, other := at("10.0.0.1/24"), at("10.0.0.2/24")
-	last.Nodename, last.NodeID, other.Nodename = "b", "node-b", "b"
+	last.Nodename, last.Endpoint, other.Nodename = "b", netip.MustParseAddr("10.0.0.3"), "b"
+	reported := []string{"b", "10.0.0.1", "10.0.0.3"}
 
 	for _, test := range []struct {
-		name          string
-		changes       steps
-		before, after steps
-		want          machine.Machine
+		name    string
+		changes steps
+		want    []string // reported by b
+		owned   bool     // 10.0.0.1 by b
+		dropped bool     // 10.0.0.1 by b
 	}{
-		{"current", steps{view("b", last)}, nil, nil, last},
-		{"another machine responded", steps{view("b", last), mismatch("b", "c")}, nil, nil, last},
-		{"never responded", steps{unreachable("b")}, nil, nil, machine.Machine{}},
-		{"watched before", steps{view("b", last)}, steps{view("b", other)}, nil, other},
-		{"unreachable before", steps{view("b", last)}, steps{unreachable("b")}, nil, last},
-		{"known before", steps{view("b", last)}, steps{view("b", other), unreachable("b")}, nil, other},
-		{"mismatch after", steps{view("b", last)}, nil, steps{mismatch("b", "c")}, last},
-		{"forgotten", steps{view("b", last)}, nil, steps{forgotten("b")}, machine.Machine{}},
+		{"current", steps{view("b", last)}, reported, true, false},
+		{"unreachable", steps{view("b", last), unreachable("b")}, reported, true, false},
+		{"a different machine responded", steps{view("b", last), mismatch("b", "c")}, reported, true, false},
+		{"never responded", steps{unreachable("b")}, nil, false, false},
+		{"changed", steps{view("b", last), view("b", other)}, []string{"b", "10.0.0.2"}, false, true},
+		{"forgotten", steps{view("b", last), forgotten("b")}, reported, false, true},
+		{"forgotten after a mismatch", steps{view("b", last), mismatch("b", "c"), forgotten("b")}, reported, false, true},
+		{"never responded, then forgotten", steps{unreachable("b"), forgotten("b")}, nil, false, false},
+		{"forgotten, then a different view", steps{view("b", last), forgotten("b"), view("b", other)}, []string{"b", "10.0.0.2"}, false, true},
+		{"forgotten, then unreachable", steps{view("b", last), forgotten("b"), unreachable("b")}, reported, false, true},
+		{"forgotten long ago", steps{
+			view("b", last), forgotten("b"), after(inventory.Retention), view("c", at("10.0.0.4/24")), forgotten("c"),
+		}, nil, false, false},
 	} {
-		f, former := newFixture(), newFixture()
-		f.HandOver(former.Inventory)
-		f.do(test.changes...)
-		former.do(test.before...)
-		f.Forget("b")
-		former.do(test.after...)
-
-		assert.Equal(t, test.want, former.Get("b").Last, test.name)
-		assert.Empty(t, f.Owners("10.0.0.1", "a"), test.name)
-
-		for _, addr := range []string{"10.0.0.1", "10.0.0.2"} {
-			assert.Equal(t, test.want.HasAddress(netip.MustParseAddr(addr)), len(former.Owners(addr, "a")) > 0, "%s: %s", test.name, addr)
-		}
+		f := newFixture(test.changes...)
+		assert.ElementsMatch(t, test.want, f.Reported("b"), test.name)
+		assert.Equal(t, test.owned, slices.Contains(f.Owners("10.0.0.1", "a"), "b"), test.name)
+		assert.Equal(t, test.dropped, slices.Contains(f.DroppedBy("10.0.0.1", "a"), "b"), test.name)
+		assert.Empty(t, f.DroppedBy("10.0.0.1", "b"), test.name)
 	}
 }
 

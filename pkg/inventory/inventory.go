@@ -67,7 +67,6 @@ type Inventory struct {
 	entries  map[string]Entry
 	counts   map[Condition]int // of entries
 	handlers []func(nodename string)
-	former   *Inventory // gets what Forget removes; may be nil
 
 	uuids     index[string]     // SMBIOS UUIDs
 	names     index[string]     // of Entry.Last, in canonical form
@@ -79,6 +78,7 @@ type Inventory struct {
 	displaced  sets.Set[string]     // nodenames that have responded at another Node's address since their last view
 
 	dropped map[string]map[string]time.Time // by nodename: the names and addresses that its machine stopped to report
+	purged  time.Time                       // when dropped was last purged
 }
 
 const (
@@ -87,6 +87,9 @@ const (
 
 	// maxDropped limits what one machine can make the Inventory remember.
 	maxDropped = 1000
+
+	// purgeInterval keeps the deletion of many Nodes at once cheap.
+	purgeInterval = time.Minute
 )
 
 // New returns an empty Inventory that reads the time from now.
@@ -107,16 +110,6 @@ func (i *Inventory) Subscribe(handler func(nodename string)) {
 	defer i.mu.Unlock()
 
 	i.handlers = append(i.handlers, handler)
-}
-
-// HandOver makes Forget keep the last view of a machine that has proven to be a Node's in another inventory that has no
-// view for the nodename, until that one forgets it. There is no moment at which neither knows what the machine owns.
-// Call HandOver before the first write.
-func (i *Inventory) HandOver(former *Inventory) {
-	i.mu.Lock()
-	defer i.mu.Unlock()
-
-	i.former = former
 }
 
 // Get returns the entry of nodename; the zero Entry if there is none.
@@ -174,8 +167,9 @@ func (i *Inventory) SharedName(name, nodename string) []string {
 	return i.withoutFormer(i.names.others(name, nodename), nodename)
 }
 
-// DroppedBy returns the other Nodes whose machines have stopped to report a name or an address, given in canonical
-// form, within the retention: another machine may respond at the address of a Node and under its name.
+// DroppedBy returns the other Nodes that own a name or an address, given in canonical form, because their machines
+// reported it within the retention and no longer do. A different machine may respond at the address of a Node and under
+// its name. The Node may have been deleted, too.
 func (i *Inventory) DroppedBy(nameOrAddress, nodename string) (owners []string) {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
@@ -188,6 +182,19 @@ func (i *Inventory) DroppedBy(nameOrAddress, nodename string) (owners []string) 
 	}
 
 	return owners
+}
+
+// Reported returns the names and addresses, in canonical form, that the machine of a Node reported last; none if it has
+// never responded. It also returns them after Forget, within the retention.
+func (i *Inventory) Reported(nodename string) []string {
+	i.mu.RLock()
+	defer i.mu.RUnlock()
+
+	if last := i.entries[nodename].Last; last.Nodename != "" {
+		return reported(last).UnsortedList()
+	}
+
+	return slices.Collect(maps.Keys(i.dropped[nodename]))
 }
 
 // Contradicts reports whether the machine of a Node has proven to be the Node's and did not report the name or address,
@@ -220,19 +227,12 @@ func (i *Inventory) MarkMismatch(nodename, responding, reason string) {
 	})
 }
 
-// Forget removes the entry of nodename.
+// Forget removes the entry of nodename. What its machine reported last counts as dropped.
 func (i *Inventory) Forget(nodename string) {
-	i.mu.RLock()
-	last, former := i.entries[nodename].Last, i.former
-	i.mu.RUnlock()
-
-	if former != nil && last.Nodename != "" {
-		former.adopt(nodename, last)
-	}
-
 	i.mu.Lock()
 
 	old, known := i.entries[nodename]
+	i.drop(nodename, old.Last, machine.Machine{})
 	i.uncount(nodename)
 	delete(i.entries, nodename)
 	i.displaced.Delete(nodename)
@@ -244,26 +244,6 @@ func (i *Inventory) Forget(nodename string) {
 	}
 
 	i.notify(affected)
-}
-
-// adopt sets the last view of a machine that has none.
-func (i *Inventory) adopt(nodename string, last machine.Machine) {
-	i.mu.Lock()
-
-	old := i.entries[nodename]
-	if old.Last.Nodename != "" {
-		i.mu.Unlock()
-
-		return
-	}
-
-	entry := old
-	entry.Last = last
-	i.set(nodename, entry)
-	affected := append(i.reindex(nodename, old, entry), i.reidentify(nodename, old, entry)...)
-	i.mu.Unlock()
-
-	i.notify(append(affected, nodename))
 }
 
 func (i *Inventory) update(nodename string, change func(*Entry)) {
@@ -315,17 +295,18 @@ func (i *Inventory) drop(nodename string, before, after machine.Machine) {
 
 	now := i.now()
 
-	for owner, subjects := range i.dropped {
-		maps.DeleteFunc(subjects, func(_ string, at time.Time) bool { return now.Sub(at) >= Retention })
+	if now.Sub(i.purged) >= purgeInterval {
+		i.purged = now
 
-		if len(subjects) == 0 {
-			delete(i.dropped, owner)
+		for owner, subjects := range i.dropped {
+			maps.DeleteFunc(subjects, func(_ string, at time.Time) bool { return now.Sub(at) >= Retention })
+
+			if len(subjects) == 0 {
+				delete(i.dropped, owner)
+			}
 		}
 	}
 
-	reported := func(m machine.Machine) sets.Set[string] {
-		return sets.New(m.ReportedNames()...).Insert(ownedAddresses(m)...)
-	}
 	for subject := range reported(before).Difference(reported(after)) {
 		if len(i.dropped[nodename]) >= maxDropped {
 			return // what it reported first may be another machine's
@@ -337,6 +318,11 @@ func (i *Inventory) drop(nodename string, before, after machine.Machine) {
 
 		i.dropped[nodename][subject] = now
 	}
+}
+
+// reported returns the names and addresses that a machine reports as its own, in canonical form.
+func reported(m machine.Machine) sets.Set[string] {
+	return sets.New(m.ReportedNames()...).Insert(ownedAddresses(m)...)
 }
 
 // reindex returns the other nodenames whose SharedAddresses have changed, or whether they share a name. It requires

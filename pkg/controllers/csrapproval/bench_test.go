@@ -2,7 +2,6 @@ package csrapproval_test
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/netip"
 	"testing"
@@ -22,7 +21,6 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
-	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
@@ -157,9 +155,6 @@ func (f *fleet) controller(b *testing.B) (stop func()) {
 	i := f.instance(b)
 	c, err := csrapproval.New(csrapproval.Config{
 		Client: i.Client, Nodes: i.Nodes, Inventory: f.inventory, Identity: fixedIdentity{}, Recorder: i.Recorder, Clock: clock.RealClock{},
-		Dial: func(context.Context, string, netip.Addr) (talosapi.State, error) {
-			return nil, errors.New("no machine")
-		},
 		Managed: func(*corev1.Node, machine.Machine) bool { return true },
 		Policy:  func(*corev1.Node, machine.Machine) csrpolicy.Policy { return csrpolicy.Policy{} },
 		Workers: benchWorkers,

@@ -3,8 +3,7 @@
 // Name: certificatesigningrequest-approving-controller (alias node-csr-approval).
 //
 // Inputs: an informer of the requests for kubernetes.io/kubelet-serving and of issued client certificates of kubelets,
-// the Node informer, the inventory, the cluster identity; the machines of deleted Nodes; before a denial, the Node as
-// stored by the API server.
+// the Node informer, the inventory, the cluster identity; before a denial, the Node as stored by the API server.
 //
 // Outputs: the condition Approved or Denied, by UpdateApproval only; labels that record the client certificate of a
 // Node's kubelet; Events on requests and Nodes.
@@ -42,7 +41,6 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
-	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
 
 // Names of the controller, as in the upstream Talos CCM.
@@ -58,6 +56,9 @@ const (
 	// Bounds of the backoff after which a deferred request is reviewed even if nothing has changed.
 	deferFirst = 10 * time.Second
 	deferMax   = 5 * time.Minute
+
+	// ownedRetry bounds that backoff if a different Node owns what was requested: reservations end.
+	ownedRetry = 10 * time.Second
 
 	// All machines of a large cluster have responded or failed to respond within warmUpTimeout.
 	warmUpTimeout  = time.Minute
@@ -81,15 +82,11 @@ type Config struct {
 	Identity  Identity
 	Recorder  record.EventRecorder
 	Clock     clock.Clock
-	// Dial connects to the machines of deleted Nodes, which no inventory has.
-	Dial talosapi.DialFunc
 	// Managed reports whether a Node that runs Talos is managed. Call Resync if its result changes for other
 	// reasons than its arguments.
 	Managed func(node *corev1.Node, m machine.Machine) bool
 	// Policy returns what the operator allows a machine. Call Resync as for Managed.
 	Policy func(node *corev1.Node, m machine.Machine) csrpolicy.Policy
-	// Facts are the names of the optional facts of machines that Policy uses.
-	Facts []string
 	// Workers is the number of requests that are reviewed concurrently.
 	Workers int
 }
@@ -98,8 +95,9 @@ type Config struct {
 type Controller struct {
 	cfg      Config
 	requests cache.SharedIndexInformer
-	nodes    cache.SharedIndexInformer
 	owners   *owners
+	// hasNodes reports whether owners has received all Nodes that existed at the start.
+	hasNodes cache.InformerSynced
 	pending  *pendingRequests
 	reporter *events.Reporter
 	queue    queue.Queue
@@ -121,7 +119,7 @@ func New(cfg Config) (*Controller, error) {
 		requests: certificatesinformers.NewCertificateSigningRequestInformer(cfg.Client, 0, cache.Indexers{
 			indexPending: byNode, indexIssued: issuedFor,
 		}),
-		nodes:    cfg.Nodes.Informer(),
+		owners:   newOwners(cfg),
 		pending:  &pendingRequests{conflicting: map[string]bool{}},
 		reporter: events.New(cfg.Recorder),
 		queue:    queue.New(Alias),
@@ -133,26 +131,28 @@ func New(cfg Config) (*Controller, error) {
 		return nil, fmt.Errorf("watch certificate signing requests: %w", err)
 	}
 
-	if err := c.nodes.AddIndexers(cache.Indexers{indexSubjects: subjectsOf}); err != nil {
-		return nil, fmt.Errorf("index nodes by name and address: %w", err)
+	enqueue := func(obj any) {
+		if name, err := cache.DeletionHandlingMetaNamespaceKeyFunc(obj); err == nil {
+			c.queue.Add(name)
+		}
 	}
 
 	// Requests are enqueued when they appear and when something that their verdict depends on changes.
-	if _, err := c.requests.AddEventHandler(forEach(c.queue.Add)); err != nil {
+	_, err := c.requests.AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc: enqueue, UpdateFunc: func(_, obj any) { enqueue(obj) }, DeleteFunc: enqueue,
+	})
+	if err != nil {
 		return nil, fmt.Errorf("watch certificate signing requests: %w", err)
 	}
 
-	if _, err := c.nodes.AddEventHandler(forEach(c.requeueFor)); err != nil {
+	nodes, err := cfg.Nodes.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc: func(obj any) { c.nodeChanged(nil, obj) }, UpdateFunc: c.nodeChanged, DeleteFunc: c.nodeDeleted,
+	})
+	if err != nil {
 		return nil, fmt.Errorf("watch nodes: %w", err)
 	}
 
-	c.owners = newOwners(cfg, c.nodes.GetIndexer())
-
-	if _, err := c.nodes.AddEventHandler(c.ownership()); err != nil {
-		return nil, fmt.Errorf("watch addresses of nodes: %w", err)
-	}
-
-	c.owners.former.Subscribe(func(string) { c.requeueConflicting() })
+	c.hasNodes = nodes.HasSynced
 	c.cfg.Inventory.Subscribe(func(nodename string) {
 		c.requeueFor(nodename)
 		c.requeueConflicting()
@@ -162,46 +162,37 @@ func New(cfg Config) (*Controller, error) {
 	return c, nil
 }
 
-// ownership records Nodes and their deletion, and enqueues the requests for what another Node owns if that may have
-// changed.
-func (c *Controller) ownership() cache.ResourceEventHandler {
-	reserve := func(obj any) {
-		if deleted, ok := obj.(cache.DeletedFinalStateUnknown); ok {
-			obj = deleted.Obj
-		}
+// nodeChanged is the event handler for a Node that was added or updated. before is nil if it was added.
+func (c *Controller) nodeChanged(before, after any) {
+	node, ok := after.(*corev1.Node)
+	if !ok {
+		return
+	}
 
-		if node, ok := obj.(*corev1.Node); ok {
-			c.owners.reserve(node)
-		}
+	// An informer reports a Node that was deleted and recreated between two lists as an update.
+	if old, isUpdate := before.(*corev1.Node); isUpdate && old.UID != node.UID {
+		c.nodeDeleted(before)
+	}
 
+	c.owners.observe(node)
+	c.requeueFor(node.Name)
+
+	listed, _ := subjectsOf(before)
+	if lists, _ := subjectsOf(after); !slices.Equal(listed, lists) { // not for each heartbeat
 		c.requeueConflicting()
 	}
+}
 
-	observe := func(obj any) {
-		if node, ok := obj.(*corev1.Node); ok {
-			c.owners.observe(node)
-		}
+// nodeDeleted is the event handler for a Node that was deleted.
+func (c *Controller) nodeDeleted(obj any) {
+	if deleted, ok := obj.(cache.DeletedFinalStateUnknown); ok {
+		obj = deleted.Obj
 	}
 
-	return cache.ResourceEventHandlerFuncs{
-		AddFunc: observe,
-		UpdateFunc: func(before, after any) {
-			// An informer reports a Node that was deleted and recreated between two lists as an update.
-			old, _ := incarnation(before)
-			if current, _ := incarnation(after); old != current {
-				reserve(before)
-			}
-
-			observe(after)
-
-			listed, _ := subjectsOf(before)
-			lists, _ := subjectsOf(after)
-
-			if !slices.Equal(listed, lists) { // not for each heartbeat
-				c.requeueConflicting()
-			}
-		},
-		DeleteFunc: reserve,
+	if node, ok := obj.(*corev1.Node); ok {
+		c.owners.reserve(node)
+		c.requeueFor(node.Name)
+		c.requeueConflicting()
 	}
 }
 
@@ -214,17 +205,6 @@ func pendingFor(obj any) (nodename string, pending bool) {
 	}
 
 	return csrpolicy.Nodename(csr)
-}
-
-// forEach calls handle with the name of each object that is added, updated or deleted.
-func forEach(handle func(name string)) cache.ResourceEventHandler {
-	named := func(obj any) {
-		if name, err := cache.DeletionHandlingMetaNamespaceKeyFunc(obj); err == nil {
-			handle(name)
-		}
-	}
-
-	return cache.ResourceEventHandlerFuncs{AddFunc: named, UpdateFunc: func(_, obj any) { named(obj) }, DeleteFunc: named}
 }
 
 // Resync enqueues all pending requests.
@@ -259,9 +239,8 @@ func (c *Controller) Run(ctx context.Context) {
 	defer group.Wait()
 
 	group.StartWithContext(ctx, c.requests.RunWithContext)
-	group.StartWithContext(ctx, func(ctx context.Context) { c.owners.run(ctx, c.requeueConflicting) })
 
-	if !cache.WaitForNamedCacheSyncWithContext(ctx, c.requests.HasSynced, c.nodes.HasSynced) {
+	if !cache.WaitForNamedCacheSyncWithContext(ctx, c.requests.HasSynced, c.hasNodes) {
 		return
 	}
 
@@ -331,10 +310,15 @@ func (c *Controller) sync(ctx context.Context, name string) error {
 
 		c.forget(name)
 	case csrpolicy.Defer:
-		c.pending.set(name, len(r.evidence.Owners) > 0)
+		isOwned, delay := len(r.evidence.Owners) > 0, c.backoff.When(name)
+		if isOwned {
+			delay = min(delay, ownedRetry)
+		}
+
+		c.pending.set(name, isOwned)
 		c.reportDeferral(ctx, csr, r)
 		c.reportCredential(csr, r)
-		c.queue.AddAfter(name, c.backoff.When(name))
+		c.queue.AddAfter(name, delay)
 	case csrpolicy.Ignore:
 		klog.FromContext(ctx).V(4).Info("Ignored CSR", "reasons", r.verdict.Reasons)
 		c.forget(name)

@@ -80,13 +80,10 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 	}
 
 	for _, subject := range subjects {
-		others := c.owners.others(subject, nodename, node)
-		if len(others) > 0 {
-			evidence.Owners[subject] = others
-		}
+		for owner, until := range c.owners.of(subject, requester{nodename, node, entry}) {
+			evidence.Owners[subject] = append(evidence.Owners[subject], owner)
 
-		for _, owner := range others {
-			if until, deleted := c.owners.reservedUntil(owner, nodename); deleted {
+			if !until.IsZero() {
 				evidence.Reserved[owner] = until
 			}
 		}

@@ -268,7 +268,7 @@ func (e *environment) start(clk clock.WithTicker) (*instance, error) {
 	}
 
 	i.controller, failed = csrapproval.New(csrapproval.Config{
-		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Identity: i.controlPlane.Identity(), Recorder: i.Recorder, Clock: clk, Dial: dial,
+		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Identity: i.controlPlane.Identity(), Recorder: i.Recorder, Clock: clk,
 		Policy: i.policy, Workers: 10,
 		Managed: func(node *corev1.Node, _ machine.Machine) bool {
 			_, unmanaged := i.unmanaged.Load(node.Name)

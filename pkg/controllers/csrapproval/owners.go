@@ -71,34 +71,44 @@ func (o *owners) reserve(node *corev1.Node) {
 	_ = o.nodes.Delete(node) // fails only without a key
 }
 
-// of returns the names of the other Nodes that own a name or an address, and when the reservation of a deleted Node
-// ends; zero for Nodes that exist. It returns nodename itself if a deleted Node had the same name. requester is the Node
-// nodename; nil if it does not exist.
-func (o *owners) of(subject, nodename string, requester *corev1.Node) map[string]time.Time {
-	existing := o.machines.Owners(subject, nodename)
+// requester is the Node of the kubelet that made a request.
+type requester struct {
+	nodename string
+	node     *corev1.Node // nil if it does not exist
+	machine  inventory.Entry
+}
+
+// of returns the names of the Nodes that own a name or an address, and when the reservation of a deleted Node ends; zero
+// for Nodes that exist. It omits the requester, but not deleted Nodes of the same name.
+func (o *owners) of(subject string, r requester) map[string]time.Time {
+	existing := o.machines.Owners(subject, r.nodename)
 	listing, _ := o.nodes.ByIndex(indexSubjects, subject) // fails only without the index
 
 	for _, obj := range listing {
-		if node, ok := obj.(*corev1.Node); ok && node.Name != nodename && o.owns(node, subject) {
+		if node, ok := obj.(*corev1.Node); ok && node.Name != r.nodename && o.owns(node, subject) {
 			existing = append(existing, node.Name)
 		}
 	}
 
-	obj, _, _ := o.nodes.GetByKey(nodename) // fails only without a key
-	if node, ok := obj.(*corev1.Node); ok && requester != nil && node.UID != requester.UID {
-		existing = append(existing, nodename) // the handler has not received the deletion of this Node yet
+	obj, _, _ := o.nodes.GetByKey(r.nodename) // fails only without a key
+	if node, ok := obj.(*corev1.Node); ok && r.node != nil && node.UID != r.node.UID {
+		existing = append(existing, node.Name) // was deleted, and the event handler has not received that yet
 	}
 
-	// Reservations are read last: a Node that was deleted since the first line has one.
-	found := o.reservations(subject, nodename)
+	// Read these after the Nodes and machines that exist, so that a deletion during this call does not hide an owner.
+	owners := o.reservations(subject, r)
 
-	for _, name := range append(existing, o.machines.DroppedBy(subject, nodename)...) {
-		if until := found[name]; until.IsZero() || slices.Contains(existing, name) {
-			found[name] = time.Time{}
+	for _, name := range o.machines.DroppedBy(subject, r.nodename) {
+		if _, deleted := owners[name]; !deleted {
+			owners[name] = time.Time{}
 		}
 	}
 
-	return found
+	for _, name := range existing {
+		owners[name] = time.Time{}
+	}
+
+	return owners
 }
 
 // owns reports whether a Node owns a name or an address that it lists. Kubelets write their Nodes, so the Node does not
@@ -125,44 +135,44 @@ func (o *owners) owns(node *corev1.Node, subject string) bool {
 }
 
 // reservations returns the names of the deleted Nodes that own a name or an address, and when their reservations end.
-func (o *owners) reservations(subject, nodename string) map[string]time.Time {
-	current, now, found := o.machines.Get(nodename), o.clock.Now(), map[string]time.Time{}
+func (o *owners) reservations(subject string, r requester) map[string]time.Time {
+	now, owners := o.clock.Now(), map[string]time.Time{}
 
 	o.mu.Lock()
 	defer o.mu.Unlock()
 
-	for _, r := range o.reserved {
-		until := r.until()
-		if now.Before(until) && until.After(found[r.nodename]) && r.holds(subject, nodename, current) {
-			found[r.nodename] = until
+	for _, reserved := range o.reserved {
+		until := reserved.until()
+		if now.Before(until) && until.After(owners[reserved.nodename]) && reserved.holds(subject, r) {
+			owners[reserved.nodename] = until
 		}
 	}
 
-	return found
+	return owners
 }
 
-// holds reports whether a name or an address is reserved against the Node nodename, whose machine is current. A Node
-// with the name of the deleted one gets everything if it has the same machine. Otherwise it gets only its own name, if
-// the deleted Node was a worker's.
-func (r reservation) holds(subject, nodename string, current inventory.Entry) bool {
+// holds reports whether a name or an address is reserved against a requester. There are two exemptions for a requester
+// with the name of the deleted Node. If it has the same machine, nothing is reserved. Its own name is not reserved if
+// the deleted Node was not a control-plane Node.
+func (r reservation) holds(subject string, by requester) bool {
 	_, err := netip.ParseAddr(subject)
 	isName := err != nil
 
 	switch {
 	case !slices.Contains(r.listed, subject) && !slices.Contains(r.reported, subject):
 		return false
-	case r.nodename != nodename:
+	case r.nodename != by.nodename:
 		return true
-	case isName && subject == machine.CanonicalName(nodename) && !r.isControlPlane:
+	case isName && subject == machine.CanonicalName(r.nodename) && !r.isControlPlane:
 		return false
 	default:
-		return !r.hasReturned(current)
+		return !r.hasReturned(by.machine)
 	}
 }
 
 // hasReturned reports whether the machine that responds under the name of the deleted Node is that Node's machine: it
 // responds at an address that the deleted Node's machine reported, or that the deleted Node listed if its machine never
-// responded. A machine that was observed before the deletion is no proof: it is the view of the deleted Node's machine.
+// responded. A view from before the deletion proves nothing: the inventory may not have forgotten the deleted Node yet.
 func (r reservation) hasReturned(current inventory.Entry) bool {
 	addresses := r.reported
 	if len(addresses) == 0 {
