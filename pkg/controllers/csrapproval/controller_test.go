@@ -366,9 +366,10 @@ func TestAPIServer_RefusesOtherCommonNames(t *testing.T) {
 	}
 }
 
-// A machine can report anything.
+// A machine can report anything. What it reported of the control plane stays reserved when its Node is deleted.
 func TestController_DefersWhatLyingMachineReports(t *testing.T) {
-	s := parallel(t)
+	s := alone(t)
+	s.Cleanup(s.restart)
 
 	victim := s.known()
 	liar := s.join(on("eth1", victim.addr, 24), on("eth1", controlPlaneIP, 24), on("eth1", virtualIP, 32))
