@@ -17,7 +17,6 @@ package csrapproval
 import (
 	"context"
 	"fmt"
-	"slices"
 	"sync"
 	"time"
 
@@ -26,6 +25,8 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apimachinery/pkg/util/wait"
 	certificatesinformers "k8s.io/client-go/informers/certificates/v1"
 	coreinformers "k8s.io/client-go/informers/core/v1"
@@ -41,6 +42,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
 // Names of the controller, as in the upstream Talos CCM.
@@ -57,7 +59,7 @@ const (
 	deferFirst = 10 * time.Second
 	deferMax   = 5 * time.Minute
 
-	// ownedRetry bounds that backoff if a different Node owns what was requested: reservations end.
+	// ownedRetry replaces that backoff while a different Node owns a requested name or address.
 	ownedRetry = 10 * time.Second
 
 	// All machines of a large cluster have responded or failed to respond within warmUpTimeout.
@@ -98,10 +100,12 @@ type Controller struct {
 	owners   *owners
 	// hasNodes reports whether owners has received all Nodes that existed at the start.
 	hasNodes cache.InformerSynced
-	pending  *pendingRequests
 	reporter *events.Reporter
 	queue    queue.Queue
 	backoff  workqueue.TypedRateLimiter[string]
+
+	mu      sync.Mutex
+	pending sets.Set[string] // names of the requests that wait for this controller's decision
 }
 
 // New returns a Controller that is subscribed to its inputs. The Node informer must not have been started yet; the
@@ -120,7 +124,7 @@ func New(cfg Config) (*Controller, error) {
 			indexPending: byNode, indexIssued: issuedFor,
 		}),
 		owners:   newOwners(cfg),
-		pending:  &pendingRequests{conflicting: map[string]bool{}},
+		pending:  sets.New[string](),
 		reporter: events.New(cfg.Recorder),
 		queue:    queue.New(Alias),
 		backoff:  workqueue.NewTypedItemExponentialFailureRateLimiter[string](deferFirst, deferMax),
@@ -153,10 +157,7 @@ func New(cfg Config) (*Controller, error) {
 	}
 
 	c.hasNodes = nodes.HasSynced
-	c.cfg.Inventory.Subscribe(func(nodename string) {
-		c.requeueFor(nodename)
-		c.requeueConflicting()
-	})
+	c.cfg.Inventory.Subscribe(c.requeueFor)
 	c.cfg.Identity.Subscribe(c.Resync)
 
 	return c, nil
@@ -176,11 +177,6 @@ func (c *Controller) nodeChanged(before, after any) {
 
 	c.owners.observe(node)
 	c.requeueFor(node.Name)
-
-	listed, _ := subjectsOf(before)
-	if lists, _ := subjectsOf(after); !slices.Equal(listed, lists) { // not for each heartbeat
-		c.requeueConflicting()
-	}
 }
 
 // nodeDeleted is the event handler for a Node that was deleted.
@@ -192,7 +188,6 @@ func (c *Controller) nodeDeleted(obj any) {
 	if node, ok := obj.(*corev1.Node); ok {
 		c.owners.reserve(node)
 		c.requeueFor(node.Name)
-		c.requeueConflicting()
 	}
 }
 
@@ -219,13 +214,6 @@ func (c *Controller) requeueFor(nodename string) {
 	names, _ := c.requests.GetIndexer().IndexKeys(indexPending, nodename) // fails only without the index
 
 	for _, name := range names {
-		c.queue.Add(name)
-	}
-}
-
-// requeueConflicting enqueues the requests for what another Node owns: that Node or its machine may have changed.
-func (c *Controller) requeueConflicting() {
-	for _, name := range c.pending.listConflicting() {
 		c.queue.Add(name)
 	}
 }
@@ -259,18 +247,22 @@ func (c *Controller) Run(ctx context.Context) {
 // warmUp waits until each machine has responded or failed to respond, at most warmUpTimeout. The machines respond to a
 // new leader one after the other; what one reports must not count before the others could report that they own it.
 func (c *Controller) warmUp(ctx context.Context) {
-	timeout := c.cfg.Clock.After(warmUpTimeout)
+	var unknown []string
 
-	for notSynced := c.notSynced(); len(notSynced) > 0; notSynced = c.notSynced() {
-		select {
-		case <-ctx.Done():
-			return
-		case <-timeout:
-			klog.FromContext(ctx).Info("Starting CSR approval; some machines have not responded", "nodes", notSynced)
+	err := wait.PollUntilContextTimeout(ctx, warmUpInterval, warmUpTimeout, true, func(context.Context) (bool, error) {
+		unknown = nil
 
-			return
-		case <-c.cfg.Clock.After(warmUpInterval):
+		nodes, _ := c.cfg.Nodes.Lister().List(labels.Everything()) // a list from the cache cannot fail
+		for _, node := range nodes {
+			if nodespec.IsTalos(node) && c.cfg.Inventory.Get(node.Name).Condition == inventory.Unknown {
+				unknown = append(unknown, node.Name)
+			}
 		}
+
+		return len(unknown) == 0, nil
+	})
+	if err != nil && ctx.Err() == nil {
+		klog.FromContext(ctx).Info("Starting CSR approval; some machines have not responded", "nodes", unknown)
 	}
 }
 
@@ -292,10 +284,9 @@ func (c *Controller) sync(ctx context.Context, name string) error {
 		return nil
 	}
 
-	csr, _ := obj.(*certificatesv1.CertificateSigningRequest)
+	c.setPending(name, true)
 
-	// Until the review has returned: a change of another Node during the review must enqueue the request.
-	c.pending.set(name, true)
+	csr, _ := obj.(*certificatesv1.CertificateSigningRequest)
 
 	r, err := c.review(ctx, csr, nodename)
 	if err != nil {
@@ -310,12 +301,11 @@ func (c *Controller) sync(ctx context.Context, name string) error {
 
 		c.forget(name)
 	case csrpolicy.Defer:
-		isOwned, delay := len(r.evidence.Owners) > 0, c.backoff.When(name)
-		if isOwned {
-			delay = min(delay, ownedRetry)
+		delay := c.backoff.When(name)
+		if len(r.evidence.Owners) > 0 {
+			delay = ownedRetry
 		}
 
-		c.pending.set(name, isOwned)
 		c.reportDeferral(ctx, csr, r)
 		c.reportCredential(csr, r)
 		c.queue.AddAfter(name, delay)
@@ -335,14 +325,13 @@ type review struct {
 }
 
 // review reviews a request by the caches, and before a denial again by the Node that the API server has: requests and
-// Nodes are watched separately, and the kubelet may have seen a newer version of its Node. A request is denied only if
-// it is certain that its Node is managed, which can depend on the machine: another approver may be responsible for it.
+// Nodes are watched separately, and the kubelet may have seen a newer version of its Node.
 func (c *Controller) review(ctx context.Context, csr *certificatesv1.CertificateSigningRequest, nodename string) (review, error) {
 	cached, _ := c.cfg.Nodes.Lister().Get(nodename) // fails only if there is none
 	request := csrpolicy.Parse(csr)
 	r := c.reviewFor(request, nodename, cached)
 
-	if r.verdict.Decision == csrpolicy.Deny && r.certainlyManaged() {
+	if r.verdict.Decision == csrpolicy.Deny {
 		selector := fields.OneTermEqualSelector(metav1.ObjectNameField, nodename).String()
 
 		list, err := c.cfg.Client.CoreV1().Nodes().List(ctx, metav1.ListOptions{FieldSelector: selector})
@@ -358,17 +347,7 @@ func (c *Controller) review(ctx context.Context, csr *certificatesv1.Certificate
 		r = c.reviewFor(request, nodename, node)
 	}
 
-	if r.verdict.Decision == csrpolicy.Deny && !r.certainlyManaged() {
-		r.verdict.Decision = csrpolicy.Defer
-	}
-
 	return r, nil
-}
-
-func (r review) certainlyManaged() bool {
-	state := r.evidence.MachineState
-
-	return r.evidence.Node != csrpolicy.NodeUnknown && (state == csrpolicy.MachineCurrent || state == csrpolicy.MachineUnreachable)
 }
 
 // decide writes the verdict and reports it. It fails with a conflict if the request has changed, such as by the
@@ -378,9 +357,15 @@ func (c *Controller) decide(ctx context.Context, csr *certificatesv1.Certificate
 		return err
 	}
 
-	condition, logger := conditionFor(r.verdict), klog.FromContext(ctx)
-	decided := csr.DeepCopy()
-	decided.Status.Conditions = append(decided.Status.Conditions, condition)
+	kind := certificatesv1.CertificateDenied
+	if r.verdict.Decision == csrpolicy.Approve {
+		kind = certificatesv1.CertificateApproved
+	}
+
+	decided, message, logger := csr.DeepCopy(), messageFor(r.verdict), klog.FromContext(ctx)
+	decided.Status.Conditions = append(decided.Status.Conditions, certificatesv1.CertificateSigningRequestCondition{
+		Type: kind, Status: corev1.ConditionTrue, Reason: r.verdict.Reasons[0].Code, Message: message,
+	})
 
 	_, err := c.cfg.Client.CertificatesV1().CertificateSigningRequests().UpdateApproval(ctx, csr.Name, decided, metav1.UpdateOptions{})
 	if apierrors.IsNotFound(err) {
@@ -405,60 +390,36 @@ func (c *Controller) decide(ctx context.Context, csr *certificatesv1.Certificate
 		decisions.WithLabelValues("approve").Inc()
 		ageAtApproval.Observe(age.Seconds())
 		logger.Info("Approved CSR", "requester", csr.Spec.Username, "age", age)
-		c.cfg.Recorder.Event(csr, corev1.EventTypeNormal, ReasonApproved, condition.Message)
+		c.cfg.Recorder.Event(csr, corev1.EventTypeNormal, ReasonApproved, message)
 		c.reportCredential(csr, r)
 
 		return nil
 	}
 
 	decisions.WithLabelValues("deny").Inc()
-	logger.Info("Denied CSR", "requester", csr.Spec.Username, "reasons", condition.Message)
-	c.warn(csr, r.node, ReasonDenied, condition.Message)
+	logger.Info("Denied CSR", "requester", csr.Spec.Username, "reasons", message)
+	c.warn(csr, r.node, ReasonDenied, message)
 
 	return nil
 }
 
 // forget drops the state of a request that is decided, deleted or ignored.
 func (c *Controller) forget(name string) {
-	c.pending.remove(name)
+	c.setPending(name, false)
 	c.reporter.Forget(name)
 	c.backoff.Forget(name)
 }
 
-// pendingRequests holds the names of the requests that wait for this controller's decision, and whether another Node
-// owns what they ask for.
-type pendingRequests struct {
-	mu          sync.Mutex
-	conflicting map[string]bool
-}
+// setPending records whether a request waits for this controller's decision.
+func (c *Controller) setPending(name string, pending bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
 
-func (p *pendingRequests) set(name string, conflicting bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-
-	p.conflicting[name] = conflicting
-	pendingGauge.Set(float64(len(p.conflicting)))
-}
-
-func (p *pendingRequests) remove(name string) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-
-	delete(p.conflicting, name)
-	pendingGauge.Set(float64(len(p.conflicting)))
-}
-
-func (p *pendingRequests) listConflicting() []string {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-
-	var names []string
-
-	for name, conflicting := range p.conflicting {
-		if conflicting {
-			names = append(names, name)
-		}
+	if pending {
+		c.pending.Insert(name)
+	} else {
+		c.pending.Delete(name)
 	}
 
-	return names
+	pendingGauge.Set(float64(c.pending.Len()))
 }

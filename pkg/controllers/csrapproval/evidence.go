@@ -6,7 +6,6 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/labels"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
@@ -89,7 +88,14 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 		}
 	}
 
-	return review{node, evidence, csrpolicy.Review(request, evidence)}
+	verdict := csrpolicy.Review(request, evidence)
+
+	// Whether the Node is managed can depend on its machine, and a different approver may be responsible for it.
+	if state := evidence.MachineState; verdict.Decision == csrpolicy.Deny && state != csrpolicy.MachineCurrent && state != csrpolicy.MachineUnreachable {
+		verdict.Decision = csrpolicy.Defer
+	}
+
+	return review{node, evidence, verdict}
 }
 
 // entryFor returns what is known about the machine of a Node, which is nil if it does not exist: nothing if the Node has
@@ -101,20 +107,6 @@ func (c *Controller) entryFor(nodename string, node *corev1.Node) inventory.Entr
 	}
 
 	return entry
-}
-
-// notSynced returns the names of the Talos Nodes whose machines have neither responded nor failed to respond.
-func (c *Controller) notSynced() []string {
-	var names []string
-
-	nodes, _ := c.cfg.Nodes.Lister().List(labels.Everything()) // a list from the cache cannot fail
-	for _, node := range nodes {
-		if nodespec.IsTalos(node) && c.cfg.Inventory.Get(node.Name).Condition == inventory.Unknown {
-			names = append(names, node.Name)
-		}
-	}
-
-	return names
 }
 
 // nodeState calls managed only for Nodes that run Talos. A Node does if its machine responds, whatever its kubelet says.

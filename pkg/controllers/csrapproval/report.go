@@ -61,21 +61,6 @@ func init() {
 	legacyregistry.MustRegister(decisions, verdicts, ageAtApproval, pendingGauge, unexpectedCredentials)
 }
 
-// conditionFor returns the condition to write for a verdict.
-func conditionFor(verdict csrpolicy.Verdict) certificatesv1.CertificateSigningRequestCondition {
-	kind := certificatesv1.CertificateDenied
-	if verdict.Decision == csrpolicy.Approve {
-		kind = certificatesv1.CertificateApproved
-	}
-
-	return certificatesv1.CertificateSigningRequestCondition{
-		Type:    kind,
-		Status:  corev1.ConditionTrue,
-		Reason:  verdict.Reasons[0].Code,
-		Message: messageFor(verdict),
-	}
-}
-
 // messageFor returns all reasons in one line, truncated to the size of an Event.
 func messageFor(verdict csrpolicy.Verdict) string {
 	var sentences []string

@@ -18,19 +18,13 @@ func verdict(decision csrpolicy.Decision, reasons ...csrpolicy.Reason) csrpolicy
 	return csrpolicy.Verdict{Decision: decision, Reasons: reasons}
 }
 
-func TestConditionFor_ContainsAllReasons(t *testing.T) {
-	condition := conditionFor(verdict(csrpolicy.Deny,
+func TestMessageFor_ContainsAllReasons(t *testing.T) {
+	message := messageFor(verdict(csrpolicy.Deny,
 		csrpolicy.Reason{Code: "Wildcard", Decision: csrpolicy.Deny, Message: "one"},
 		csrpolicy.Reason{Code: "WeakKey", Decision: csrpolicy.Deny, Message: "two"},
 		csrpolicy.Reason{Code: "UnknownDNSName", Decision: csrpolicy.Defer, Message: "three"},
 	))
-	assert.Equal(t, certificatesv1.CertificateDenied, condition.Type)
-	assert.Equal(t, "Wildcard", condition.Reason)
-	assert.Equal(t, "Wildcard: one; WeakKey: two; UnknownDNSName: three", condition.Message)
-
-	condition = conditionFor(verdict(csrpolicy.Approve, csrpolicy.Reason{Code: "Proven", Decision: csrpolicy.Approve, Message: "all"}))
-	assert.Equal(t, certificatesv1.CertificateApproved, condition.Type)
-	assert.Equal(t, "Proven", condition.Reason)
+	assert.Equal(t, "Wildcard: one; WeakKey: two; UnknownDNSName: three", message)
 }
 
 func TestMessageFor_FitsIntoEvent(t *testing.T) {
@@ -77,26 +71,4 @@ func TestReportDeferral_EmitsEventsForNewReasons(t *testing.T) {
 
 	c.reporter.Forget(csr.Name)
 	assert.Len(t, c.reporter.Update(csr.Name, events.Condition{Reason: ReasonDeferred, Subject: "Two"}), 1, "another request with the same name")
-}
-
-func TestPendingRequests_ListsConflicting(t *testing.T) {
-	p := &pendingRequests{conflicting: map[string]bool{}}
-
-	for _, step := range []struct {
-		name string
-		do   func()
-		want []string
-	}{
-		{"none", func() {}, nil},
-		{"being reviewed", func() { p.set("a", true) }, []string{"a"}},
-		{"without other owners", func() { p.set("a", false) }, nil},
-		{"with another owner", func() { p.set("a", true) }, []string{"a"}},
-		{"two", func() { p.set("b", true) }, []string{"a", "b"}},
-		{"one removed", func() { p.remove("a") }, []string{"b"}},
-		{"removed twice", func() { p.remove("a") }, []string{"b"}},
-		{"all removed", func() { p.remove("b") }, nil},
-	} {
-		step.do()
-		assert.ElementsMatch(t, step.want, p.listConflicting(), step.name)
-	}
 }
