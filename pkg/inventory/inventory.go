@@ -82,7 +82,7 @@ type Inventory struct {
 }
 
 const (
-	// Retention is how long a machine counts as the owner of a name or an address that it does not report any more.
+	// Retention is how long a name or an address belongs to a machine that no longer reports it, and to a deleted Node.
 	Retention = 15 * time.Minute
 
 	// maxDropped limits what one machine can make the Inventory remember.
@@ -149,8 +149,8 @@ func (i *Inventory) SharedAddresses(nodename string) []netip.Addr {
 }
 
 // Owners returns the other Nodes whose machines report a name or an address, given in canonical form, as their own. A
-// machine that does not respond owns what it reported last, even if another one responds at its address. The reports
-// are not verified: use them to refuse a name or address, never to grant one.
+// machine that does not respond owns what it reported last, even if a different machine responds at its address. The
+// reports are not verified: use them to refuse a name or address, never to grant one.
 func (i *Inventory) Owners(nameOrAddress, nodename string) []string {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
@@ -197,8 +197,8 @@ func (i *Inventory) Reported(nodename string) []string {
 	return slices.Collect(maps.Keys(i.dropped[nodename]))
 }
 
-// Contradicts reports whether the machine of a Node has proven to be the Node's and did not report the name or address,
-// given in canonical form, as its own in its last view.
+// Contradicts reports whether the machine of a Node has responded and did not report the name or address, given in
+// canonical form, as its own in its last view.
 func (i *Inventory) Contradicts(nodename, nameOrAddress string) bool {
 	i.mu.RLock()
 	defer i.mu.RUnlock()

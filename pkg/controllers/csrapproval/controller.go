@@ -12,6 +12,13 @@
 // something that it depends on changes. The controller never touches a request that is decided, that was not made by a
 // kubelet, or whose Node does not run Talos or is not managed, and it never issues a certificate:
 // kube-controller-manager does.
+//
+// A deletion of a Node leaves no moment without an owner. The controller indexes the Nodes that its event handlers have
+// received, because the informer drops a Node before it calls them, and the inventory counts what it forgets as dropped.
+//
+// Labels of the Node record which client certificate its kubelet has, since the API server forgets requests within about
+// an hour. One watch covers the requests of both signers, so that a client certificate is known before the requests
+// that are made with it. The cache keeps only hashes of client certificates.
 package csrapproval
 
 import (
@@ -111,17 +118,10 @@ type Controller struct {
 // New returns a Controller that is subscribed to its inputs. The Node informer must not have been started yet; the
 // informer of requests is the controller's own.
 func New(cfg Config) (*Controller, error) {
-	byNode := func(obj any) (nodenames []string, _ error) {
-		if nodename, pending := pendingFor(obj); pending {
-			nodenames = []string{nodename}
-		}
-
-		return nodenames, nil
-	}
 	c := &Controller{
 		cfg: cfg,
 		requests: certificatesinformers.NewCertificateSigningRequestInformer(cfg.Client, 0, cache.Indexers{
-			indexPending: byNode, indexIssued: issuedFor,
+			indexPending: pendingFor, indexIssued: issuedFor,
 		}),
 		owners:   newOwners(cfg),
 		pending:  sets.New[string](),
@@ -130,7 +130,6 @@ func New(cfg Config) (*Controller, error) {
 		backoff:  workqueue.NewTypedItemExponentialFailureRateLimiter[string](deferFirst, deferMax),
 	}
 
-	// One watch for both signers shows a client certificate before the requests that are made with it.
 	if err := c.requests.SetTransform(compact); err != nil {
 		return nil, fmt.Errorf("watch certificate signing requests: %w", err)
 	}
@@ -191,15 +190,19 @@ func (c *Controller) nodeDeleted(obj any) {
 	}
 }
 
-// pendingFor returns the name of the Node whose kubelet waits for the request; false if the request is decided or its
-// requester is not a kubelet.
-func pendingFor(obj any) (nodename string, pending bool) {
+// pendingFor is the index function of indexPending. It returns no name if the request is decided, or was not made by a
+// kubelet.
+func pendingFor(obj any) (nodenames []string, _ error) {
 	csr, ok := obj.(*certificatesv1.CertificateSigningRequest)
 	if !ok || len(csr.Status.Conditions) > 0 || len(csr.Status.Certificate) > 0 {
-		return "", false
+		return nil, nil
 	}
 
-	return csrpolicy.Nodename(csr)
+	if nodename, isKubelet := csrpolicy.Nodename(csr); isKubelet {
+		nodenames = []string{nodename}
+	}
+
+	return nodenames, nil
 }
 
 // Resync enqueues all pending requests.
@@ -277,8 +280,8 @@ func (c *Controller) sync(ctx context.Context, name string) error {
 		return c.syncIssued(ctx, request.nodename)
 	}
 
-	nodename, pending := pendingFor(obj)
-	if !pending {
+	nodenames, _ := pendingFor(obj)
+	if len(nodenames) == 0 {
 		c.forget(name)
 
 		return nil
@@ -288,7 +291,7 @@ func (c *Controller) sync(ctx context.Context, name string) error {
 
 	csr, _ := obj.(*certificatesv1.CertificateSigningRequest)
 
-	r, err := c.review(ctx, csr, nodename)
+	r, err := c.review(ctx, csr, nodenames[0])
 	if err != nil {
 		return err
 	}

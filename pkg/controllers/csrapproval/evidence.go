@@ -56,7 +56,11 @@ func PolicyFor(current *config.Compiled, node *corev1.Node, in nodespec.Input) c
 
 // reviewFor reviews a request of the kubelet on a Node, which is nil if it does not exist.
 func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node *corev1.Node) review {
-	entry := c.entryFor(nodename, node)
+	entry := c.cfg.Inventory.Get(nodename)
+	if node != nil && nodespec.IsControlPlane(node) && !entry.ObservedAt.IsZero() && !entry.Machine.ControlPlane {
+		entry = inventory.Entry{} // read before the Node got the label, so maybe at an address that its kubelet made up
+	}
+
 	evidence := csrpolicy.Evidence{
 		Cluster:      c.cfg.Identity.Current(),
 		Now:          c.cfg.Clock.Now(),
@@ -98,17 +102,6 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 	return review{node, evidence, verdict}
 }
 
-// entryFor returns what is known about the machine of a Node, which is nil if it does not exist: nothing if the Node has
-// the label of the control plane and its machine was not dialed as one, such as before the Node got the label.
-func (c *Controller) entryFor(nodename string, node *corev1.Node) inventory.Entry {
-	entry := c.cfg.Inventory.Get(nodename)
-	if node != nil && nodespec.IsControlPlane(node) && !entry.ObservedAt.IsZero() && !entry.Machine.ControlPlane {
-		return inventory.Entry{}
-	}
-
-	return entry
-}
-
 // nodeState calls managed only for Nodes that run Talos. A Node does if its machine responds, whatever its kubelet says.
 func nodeState(node *corev1.Node, entry inventory.Entry, managed func() bool) csrpolicy.NodeState {
 	switch {
@@ -124,24 +117,21 @@ func nodeState(node *corev1.Node, entry inventory.Entry, managed func() bool) cs
 }
 
 func machineState(entry inventory.Entry) csrpolicy.MachineState {
-	switch entry.Condition {
-	case inventory.Current:
+	switch {
+	case entry.Condition == inventory.Current:
 		return csrpolicy.MachineCurrent
-	case inventory.Mismatch:
+	case entry.Condition == inventory.Mismatch:
 		return csrpolicy.MachineMismatch
-	case inventory.Unreachable:
-		if !entry.ObservedAt.IsZero() {
-			return csrpolicy.MachineUnreachable
-		}
-	case inventory.Unknown:
+	case entry.Condition == inventory.Unreachable && !entry.ObservedAt.IsZero():
+		return csrpolicy.MachineUnreachable
+	default:
+		return csrpolicy.MachineUnknown
 	}
-
-	return csrpolicy.MachineUnknown
 }
 
 // subjectsOf returns a Node's name and addresses in canonical form. It includes the node IPs that its kubelet was
-// started with even if the status does not list them: this program also writes the status, by what the machine at the
-// Node's address reports, which may be another one.
+// started with even if the status does not list them. The node controller also writes the status, and a different
+// machine may respond at the Node's address.
 func subjectsOf(obj any) ([]string, error) {
 	node, ok := obj.(*corev1.Node)
 	if !ok {

@@ -19,8 +19,8 @@ import (
 )
 
 // owners returns the Nodes that own a name or an address. A Node owns what its machine reports and what the Node lists.
-// A deleted Node owns both for the retention: its machine may still run, since a kubelet registers its Node only when it
-// starts. A new leader does not know which Nodes were deleted.
+// A deleted Node owns both for the retention: its machine may still run, since a kubelet registers its Node only when
+// it starts. A new leader does not know which Nodes were deleted.
 type owners struct {
 	machines *inventory.Inventory
 	policy   func(node *corev1.Node, m machine.Machine) csrpolicy.Policy

@@ -27,7 +27,7 @@ const (
 	LabelCredential = "talos-ccm.node-restriction.kubernetes.io/credential"
 	// LabelPrevious is the ID of the certificate with which the kubelet requested it.
 	LabelPrevious = LabelCredential + "-previous"
-	// LabelContext has what is known of the certificate and the machine, as pinContext writes it.
+	// LabelContext has properties of the certificate and the machine, as pinContext writes them.
 	LabelContext = LabelCredential + "-context"
 )
 
@@ -37,7 +37,7 @@ const (
 
 	// unknown is an empty part of the context.
 	unknown = "0"
-	// contextKey is the length of the ID's prefix in the context, which tells whether the context is the certificate's.
+	// contextKey is the length of the prefix of the certificate's ID in the context.
 	contextKey = 8
 )
 
@@ -47,8 +47,8 @@ const userBootstrap = "system:bootstrap:"
 // indexIssued is the index of issued client certificates by the name of their Node.
 const indexIssued = "csrapproval/issued"
 
-// clientRequest is what the cache keeps of a request of another signer than kubelet-serving: of a kubelet's client
-// certificate as soon as it is issued; of anything else nothing.
+// clientRequest replaces requests for signers other than kubelet-serving in the cache. It has the client certificate of a
+// kubelet as soon as it is issued.
 type clientRequest struct {
 	metav1.ObjectMeta
 
@@ -101,7 +101,7 @@ func issuedFor(obj any) (nodenames []string, _ error) {
 	return nodenames, nil
 }
 
-// custody returns what is known of a Node's client certificates.
+// custody returns the recorded and the recently issued client certificates of a Node.
 func (c *Controller) custody(node *corev1.Node) csrpolicy.Custody {
 	custody := csrpolicy.Custody{Pin: pinOf(node), NodeCreated: node.CreationTimestamp.Time}
 	objs, _ := c.requests.GetIndexer().ByIndex(indexIssued, node.Name) // fails only without the index
@@ -156,8 +156,8 @@ func (c *Controller) writePin(ctx context.Context, node *corev1.Node, pin csrpol
 	return nil
 }
 
-// pinOf reads the pin of a Node. It ignores the context of another certificate than the pinned one, such as after an
-// operator has set the label.
+// pinOf reads the pin of a Node. It ignores the context if it is of a different certificate, such as after an operator has
+// set LabelCredential.
 func pinOf(node *corev1.Node) csrpolicy.Pin {
 	pin := csrpolicy.Pin{Credential: node.Labels[LabelCredential]}
 	if pin.Credential == "" {
