@@ -304,7 +304,7 @@ func parseCIDRs(flag, list string) ([]netip.Prefix, error) {
 }
 
 // hosted returns what the flags state about a hosted control plane; nil if it is not hosted.
-func (o *Options) hosted() (*csrpolicy.ClusterIdentity, error) {
+func (o *Options) hosted() (*csrpolicy.ClusterSubjects, error) {
 	const flag = "--hosted-control-plane"
 
 	if o.HostedControlPlane == "" {
@@ -323,21 +323,21 @@ func (o *Options) hosted() (*csrpolicy.ClusterIdentity, error) {
 		return nil, errors.New(flag + " requires --cluster-cidr and --service-cluster-ip-range")
 	}
 
-	identity := &csrpolicy.ClusterIdentity{PodCIDRs: pods, ServiceCIDRs: services}
+	subjects := &csrpolicy.ClusterSubjects{PodCIDRs: pods, ServiceCIDRs: services}
 
 	for entry := range strings.SplitSeq(o.HostedControlPlane, ",") {
-		if err := addAPIServer(identity, strings.TrimSpace(entry)); err != nil {
+		if err := addAPIServer(subjects, strings.TrimSpace(entry)); err != nil {
 			return nil, fmt.Errorf("%s: %w", flag, err)
 		}
 	}
 
-	return identity, nil
+	return subjects, nil
 }
 
-// addAPIServer adds a name or an address of the API server to identity.
-func addAPIServer(identity *csrpolicy.ClusterIdentity, entry string) error {
+// addAPIServer adds a name or an address of the API server to subjects.
+func addAPIServer(subjects *csrpolicy.ClusterSubjects, entry string) error {
 	if addr, err := netip.ParseAddr(entry); err == nil {
-		identity.APIServerIPs = append(identity.APIServerIPs, addr.Unmap())
+		subjects.APIServerIPs = append(subjects.APIServerIPs, addr.Unmap())
 
 		if err := csrpolicy.CheckAllowedAddress(addr); err != nil {
 			return fmt.Errorf("%q %w", entry, err)
@@ -346,7 +346,7 @@ func addAPIServer(identity *csrpolicy.ClusterIdentity, entry string) error {
 		return nil
 	}
 
-	identity.APIServerNames = append(identity.APIServerNames, entry)
+	subjects.APIServerNames = append(subjects.APIServerNames, entry)
 
 	switch err := csrpolicy.CheckAllowedName(entry); {
 	case err != nil && strings.Contains(entry, ":"):

@@ -96,7 +96,7 @@ func (m *controllerManager) control(ctx context.Context) error {
 	}
 
 	readerConfig := controlplane.Config{
-		Kubernetes: m.config.Kubeconfig, Client: client, Nodes: nodes, Dial: dial, PodCIDRs: m.podCIDRs, Recorder: m.recorder, Clock: m.app.clock,
+		Kubernetes: m.config.Kubeconfig, Client: client, Nodes: nodes, Dial: dial, Clock: m.app.clock,
 	}
 	if m.app.socket != nil {
 		readerConfig.LocalState = m.app.socket.Reader
@@ -264,23 +264,6 @@ func (m *controllerManager) newLifecycle(in inputs) (controller, error) {
 	return ctrl, nil
 }
 
-// identity adds the CIDRs that talos-ccm allocates pod CIDRs from since the last refresh, which has not checked them.
-type identity struct {
-	*controlplane.Value[csrpolicy.ClusterIdentity]
-
-	podCIDRs func() []netip.Prefix
-}
-
-// Current implements csrapproval.Identity.
-func (i identity) Current() csrpolicy.ClusterIdentity {
-	current := i.Value.Current()
-	added := slices.DeleteFunc(i.podCIDRs(), func(cidr netip.Prefix) bool { return slices.Contains(current.PodCIDRs, cidr) })
-	current.PodCIDRs = slices.Concat(current.PodCIDRs, added)
-	current.Unconfirmed.CIDRs = slices.Concat(current.Unconfirmed.CIDRs, added)
-
-	return current
-}
-
 // podCIDRs returns the CIDRs that pod CIDRs are allocated from, without those of Talos, and without those that contain
 // machines.
 func (m *controllerManager) podCIDRs() []netip.Prefix {
@@ -305,7 +288,7 @@ func (m *controllerManager) newCSRApproval(in inputs) (controller, error) {
 		Client:    in.client,
 		Nodes:     in.nodes,
 		Inventory: in.inventory,
-		Identity:  identity{in.controlPlane.Identity(), in.podCIDRs},
+		Identity:  in.controlPlane.Identity(),
 		Recorder:  m.recorder,
 		Clock:     m.app.clock,
 		Managed: func(node *corev1.Node, talos machine.Machine) bool {
@@ -315,7 +298,10 @@ func (m *controllerManager) newCSRApproval(in inputs) (controller, error) {
 			settings := m.settings()
 			input := nodespec.NewInput(node, talos, NodeOptions(settings, m.app.options.ProviderIDFallback)).WithPeers(in.inventory, node.Name)
 
-			return csrapproval.PolicyFor(settings, node, input)
+			policy := csrapproval.PolicyFor(settings, node, input)
+			policy.PodCIDRs = in.podCIDRs()
+
+			return policy
 		},
 		Workers: csrWorkers,
 	})

@@ -1,8 +1,8 @@
 package controlplane_test
 
 import (
+	"fmt"
 	"net/netip"
-	"slices"
 	"testing"
 
 	"github.com/cosi-project/runtime/pkg/safe"
@@ -41,7 +41,7 @@ func TestReader_NeedsMostMachines(t *testing.T) {
 	}
 
 	machines[0].Start()
-	s.await("one machine has answered", func(id csrpolicy.ClusterIdentity) bool { return len(id.PodCIDRs) > 0 })
+	s.await("one machine has answered", func(id csrpolicy.ClusterIdentity) bool { return len(id.Reported) > 0 })
 	s.refresh()
 
 	assert.False(t, s.identity().Known, "identity is known from one machine of three: %+v", s.identity())
@@ -50,7 +50,7 @@ func TestReader_NeedsMostMachines(t *testing.T) {
 	s.await("the identity is known", known)
 }
 
-func TestReader_TrustsTheLocalMachine(t *testing.T) {
+func TestReader_NeedsOnlyTheLocalMachine(t *testing.T) {
 	s := newSuite(t, bed.Kube.Config(), func(s *suite, cfg *controlplane.Config) {
 		local := s.Machine(talostest.MachineSpec{Nodename: "local", Type: talosmachine.TypeControlPlane})
 
@@ -68,79 +68,43 @@ func TestReader_TrustsTheLocalMachine(t *testing.T) {
 	}
 
 	id := s.await("the identity is known", known)
-	if local := netip.MustParsePrefix("10.245.0.0/16"); !slices.Contains(id.PodCIDRs, local) || slices.Contains(id.Unconfirmed.CIDRs, local) {
-		t.Errorf("got %+v", id)
-	}
+	require.Len(t, id.Reported, 1)
+	assert.Equal(t, `machine "local"`, id.Reported[0].Source)
+	wantAll(t, "pod CIDRs", id.Reported[0].PodCIDRs, netip.MustParsePrefix("10.245.0.0/16"))
 }
 
-func TestReader_MinorityIsUnconfirmed(t *testing.T) {
+func TestReader_NamesTheMachineOfEachReport(t *testing.T) {
 	s := newSuite(t, bed.Kube.Config())
 
-	old, changed := netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("10.245.0.0/16")
-
-	var machines []*talostest.Machine
-	for _, nodename := range []string{"cp-1", "cp-2", "cp-3"} {
-		machines = append(machines, s.add(nodename, talosmachine.TypeControlPlane))
+	for i, nodename := range []string{"cp-1", "cp-2", "cp-3"} {
+		s.setPodCIDRs(s.add(nodename, talosmachine.TypeControlPlane), fmt.Sprintf("10.%d.0.0/16", 100+i))
 		label(s.Suite, nodename)
 	}
 
-	s.exclude(machines[0], "203.0.113.2")
-	s.setPodCIDRs(machines[0], changed.String(), changed.String()) // twice by one machine
+	id := s.await("all machines have answered", func(id csrpolicy.ClusterIdentity) bool { return len(id.Reported) == 3 })
 
-	id := s.await("all machines have answered", func(id csrpolicy.ClusterIdentity) bool {
-		return id.Known && slices.Contains(id.PodCIDRs, changed) && !slices.Contains(id.Unconfirmed.CIDRs, old)
-	})
-	wantAll(t, "unconfirmed CIDRs", id.Unconfirmed.CIDRs, changed)
-	wantAll(t, "unconfirmed addresses", id.Unconfirmed.IPs, netip.MustParseAddr("203.0.113.2"))
-
-	// The rollout continues.
-	s.setPodCIDRs(machines[1], changed.String())
-
-	id = s.await("the change is confirmed", func(id csrpolicy.ClusterIdentity) bool { return !slices.Contains(id.Unconfirmed.CIDRs, changed) })
-	wantAll(t, "pod CIDRs", id.PodCIDRs, old, changed)
-	wantAll(t, "unconfirmed CIDRs", id.Unconfirmed.CIDRs, old)
-}
-
-func TestReader_ReportsImplausibleCIDRs(t *testing.T) {
-	s := newSuite(t, bed.Kube.Config())
-	m := s.add("cp-1", talosmachine.TypeControlPlane)
-	register(s.Suite, "worker", "172.30.7.7")
-	label(s.Suite, "cp-1")
-	s.setPodCIDRs(m, "10.0.0.0/8", "172.30.0.0/16", "64.0.0.0/7", "fd00::/15")
-
-	id := s.await("the identity is known", known)
-
-	want := []netip.Prefix{netip.MustParsePrefix("64.0.0.0/7"), netip.MustParsePrefix("172.30.0.0/16"), netip.MustParsePrefix("fd00::/15")}
-	assert.Equal(t, want, id.Unconfirmed.CIDRs)
-
-	wantAll(t, "pod CIDRs", id.PodCIDRs, want...)
-
-	for _, text := range []string{"172.30.0.0/16 contains the address 172.30.7.7 of Node worker", "64.0.0.0/7 is shorter than /8", "fd00::/15 is shorter than /16"} {
-		event := <-s.recorder.Events
-		assert.Contains(t, event, controlplane.ReasonImplausibleCIDR)
-		assert.Contains(t, event, text)
+	for i, report := range id.Reported {
+		assert.Equal(t, fmt.Sprintf("machine %q", fmt.Sprintf("cp-%d", i+1)), report.Source)
+		assert.Equal(t, []netip.Prefix{netip.MustParsePrefix(fmt.Sprintf("10.%d.0.0/16", 100+i))}, report.PodCIDRs)
 	}
 
-	s.refresh()
-
-	assert.Empty(t, s.recorder.Events)
+	assert.Empty(t, id.Stated.PodCIDRs)
 }
 
-// An upgrade must not deny the requests of machines in a CIDR that pod CIDRs have always been allocated from.
-func TestReader_ChecksCIDRsOfPodCIDRs(t *testing.T) {
-	plausible, containing := netip.MustParsePrefix("10.250.0.0/16"), netip.MustParsePrefix("172.30.0.0/16")
-	s := newSuite(t, bed.Kube.Config(), func(_ *suite, cfg *controlplane.Config) {
-		cfg.PodCIDRs = func() []netip.Prefix { return []netip.Prefix{plausible, containing} }
-	})
-	s.add("cp-1", talosmachine.TypeControlPlane)
-	register(s.Suite, "worker", "172.30.7.7")
-	label(s.Suite, "cp-1")
+// TestReader_ServiceCIDRThatContainsNodesIsNotStated: the requests of these Nodes' kubelets must not be denied.
+func TestReader_ServiceCIDRThatContainsNodesIsNotStated(t *testing.T) {
+	s := newSuite(t, bed.Kube.Config())
+	s.addControlPlane("cp-1")
 
+	services := netip.MustParsePrefix("10.0.0.0/16") // of the API server
 	id := s.await("the identity is known", known)
-	wantAll(t, "pod CIDRs", id.PodCIDRs, plausible, containing)
-	wantAll(t, "unconfirmed CIDRs", id.Unconfirmed.CIDRs, containing)
+	wantAll(t, "service CIDRs", id.Stated.ServiceCIDRs, services)
 
-	assert.False(t, slices.Contains(id.Unconfirmed.CIDRs, plausible), "unconfirmed CIDRs are %v", id.Unconfirmed.CIDRs)
+	register(s.Suite, "worker", "10.0.7.7")
 
-	assert.Contains(t, <-s.recorder.Events, "172.30.0.0/16, from which pod CIDRs are allocated, contains the address 172.30.7.7 of Node worker")
+	id = s.await("the Node is known", func(id csrpolicy.ClusterIdentity) bool { return len(id.Stated.ServiceCIDRs) == 0 })
+	assert.True(t, id.Known)
+	assert.Equal(t, csrpolicy.Report{
+		Source: "a ServiceCIDR that contains addresses of Nodes", ClusterSubjects: csrpolicy.ClusterSubjects{ServiceCIDRs: []netip.Prefix{services}},
+	}, id.Reported[0])
 }

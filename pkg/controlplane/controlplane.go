@@ -4,12 +4,13 @@
 // The facts come from the API server's serving certificate, from Kubernetes objects and from the control-plane
 // machines. Which machines belong to the control plane is decided by a label of their Nodes that no kubelet can set,
 // never by what a machine reports about itself; where they are dialed, by what no kubelet can write. The package writes
-// only Events.
+// nothing.
 package controlplane
 
 import (
 	"cmp"
 	"context"
+	"fmt"
 	"maps"
 	"net/netip"
 	"reflect"
@@ -18,26 +19,27 @@ import (
 	"time"
 
 	"github.com/cosi-project/runtime/pkg/state"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/labels"
 	utilerrors "k8s.io/apimachinery/pkg/util/errors"
-	"k8s.io/apimachinery/pkg/util/sets"
 	coreinformers "k8s.io/client-go/informers/core/v1"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
-	"k8s.io/client-go/tools/record"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
+	"k8s.io/utils/ptr"
 
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
-	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
 
 const (
-	// refreshInterval bounds the age of the facts, and conflictInterval while kube-controller-manager keeps another
-	// controller from assigning pod CIDRs.
+	// refreshInterval bounds the age of the facts. conflictInterval bounds it while kube-controller-manager assigns pod
+	// CIDRs, because talos-ccm must not assign any at the same time.
 	refreshInterval  = 30 * time.Second
 	conflictInterval = 10 * time.Second
 
@@ -58,23 +60,19 @@ type Config struct {
 	Nodes coreinformers.NodeInformer
 	// Dial returns a talosapi.ControlPlane for the machine of each control-plane Node.
 	Dial talosapi.DialFunc
-	// LocalState is the state of this machine, which is certain. Its kube-controller-manager configuration is read even
-	// while no Node has the label of the control plane. Nil outside Talos.
+	// LocalState is the state of this machine. Its kube-controller-manager configuration is read even while no Node has
+	// the label of the control plane. Nil outside Talos.
 	LocalState state.CoreState
-	// Hosted is what the operator states about a control plane that has no machines in the cluster. It takes the place
-	// of the machines' answers while no Node has the label of the control plane. Nil: there are machines.
-	Hosted *csrpolicy.ClusterIdentity
-	// PodCIDRs returns the CIDRs that this program allocates pod CIDRs from. Nil means none.
-	PodCIDRs func() []netip.Prefix
+	// Hosted contains the names and addresses of a control plane that has no machines in the cluster, according to the
+	// operator. While no Node has the label of the control plane, no machine has to answer. Nil if the control plane has
+	// machines.
+	Hosted *csrpolicy.ClusterSubjects
 	// ReadMembers reports whether Members is needed now. Nil means never.
 	ReadMembers func() bool
-	// Recorder receives Events about Nodes whose machines report implausible CIDRs, or about one control-plane Node if
-	// PodCIDRs returns them.
-	Recorder record.EventRecorder
-	Clock    clock.Clock
+	Clock       clock.Clock
 }
 
-// Network is how the control plane is configured to assign addresses.
+// Network describes how the control plane is configured to assign addresses.
 type Network struct {
 	// Problem explains to operators why too little is known to assign addresses: the last refresh failed to read the
 	// ServiceCIDRs, or the configuration of kube-controller-manager has not been read on any machine. It is empty if
@@ -159,31 +157,28 @@ type Reader struct {
 	members  Value[*Members]
 
 	// The last answer of each source; nil or absent if it has never answered. Only Run uses them.
-	certificate, service, serviceCIDRs *csrpolicy.ClusterIdentity
+	certificate, service, serviceCIDRs *csrpolicy.ClusterSubjects
 	machines                           map[string]machineFacts // by nodename
 	labeled                            bool                    // a Node has the label of the control plane
 	local                              string                  // nodename of the local machine; empty if unknown
-
-	reporter *events.Reporter
 }
-
-type identity = csrpolicy.ClusterIdentity
 
 // New returns a Reader that has read nothing yet.
 func New(cfg Config) *Reader {
 	cfg.Nodes.Informer() // has the factory start it
 
-	return &Reader{cfg: cfg, reporter: events.New(cfg.Recorder)}
+	return &Reader{cfg: cfg}
 }
 
-// Identity is what no kubelet may get a certificate for. Its Known becomes true once the API server and the local machine
-// or most of the control-plane machines have answered, or the API server of a hosted control plane. A source that stops responding is represented by its last answer.
+// Identity returns the names and addresses for which no kubelet may get a certificate. Its Known becomes true once the API
+// server has answered, and the local machine or more than half of the control-plane machines. A hosted control plane has no
+// machines. A source that stops responding keeps its last answer.
 func (r *Reader) Identity() *Value[csrpolicy.ClusterIdentity] { return &r.identity }
 
-// Network is how the control plane is configured to assign addresses; nil before the first refresh.
+// Network returns how the control plane is configured to assign addresses; nil before the first refresh.
 func (r *Reader) Network() *Value[*Network] { return &r.network }
 
-// Members are the members of the cluster as of the last refresh. They are empty while Config.ReadMembers returns false.
+// Members returns the members of the cluster as of the last refresh. They are empty while Config.ReadMembers returns false.
 func (r *Reader) Members() *Value[*Members] { return &r.members }
 
 // Run refreshes the facts until ctx ends. It returns at once if nothing has subscribed to them.
@@ -239,8 +234,6 @@ func (r *Reader) refresh(ctx context.Context) bool {
 	r.service = cmp.Or(service, r.service)
 	r.serviceCIDRs = cmp.Or(serviceCIDRs, r.serviceCIDRs)
 
-	r.reportImplausible(ctx)
-
 	identity, logger := r.mergeIdentity(), klog.FromContext(ctx)
 	if r.identity.set(identity) {
 		logger.V(2).Info("Updated names and addresses of the cluster", "identity", identity)
@@ -261,93 +254,74 @@ func (r *Reader) refresh(ctx context.Context) bool {
 	return true
 }
 
-// mergeIdentity returns everything that any source has answered, sorted and without duplicates so that equal identities
-// compare as equal. The API server and the local machine are certain; other machines must agree.
-func (r *Reader) mergeIdentity() identity {
+// mergeIdentity returns the last answers of all sources, in a fixed order so that equal answers compare as equal.
+func (r *Reader) mergeIdentity() csrpolicy.ClusterIdentity {
+	var none csrpolicy.ClusterSubjects
+
+	certificate, service, serviceCIDRs := ptr.Deref(r.certificate, none), ptr.Deref(r.service, none), ptr.Deref(r.serviceCIDRs, none)
+	answered := r.certificate != nil && r.service != nil && r.serviceCIDRs != nil
+
 	// The default domain is reserved whether or not the cluster uses it.
-	certain := []*identity{r.certificate, r.service, r.serviceCIDRs, {Domains: []string{machine.DefaultDomain}}}
-	answered := !slices.Contains(certain, nil)
-	local := r.machines[r.local].identity
+	domains := append(domainsIn(certificate.APIServerNames), machine.DefaultDomain)
+	slices.Sort(domains)
 
-	var reported []*identity
+	id := csrpolicy.ClusterIdentity{Domains: slices.Compact(domains), Stated: csrpolicy.ClusterSubjects{
+		APIServerNames: certificate.APIServerNames,
+		APIServerIPs:   slices.Concat(certificate.APIServerIPs, service.APIServerIPs),
+		VIPs:           service.VIPs,
+	}}
 
-	for _, facts := range r.machines {
-		if facts.identity != nil {
-			reported = append(reported, facts.identity)
+	report := func(source string, subjects csrpolicy.ClusterSubjects) {
+		id.Reported = append(id.Reported, csrpolicy.Report{Source: source, ClusterSubjects: subjects})
+	}
+
+	// The kubelets of Nodes in a ServiceCIDR must not have all their requests denied.
+	overlapping, apart := r.splitByNodes(serviceCIDRs.ServiceCIDRs)
+	id.Stated.ServiceCIDRs = apart
+
+	if len(overlapping) > 0 {
+		report("a ServiceCIDR that contains addresses of Nodes", csrpolicy.ClusterSubjects{ServiceCIDRs: overlapping})
+	}
+
+	if r.cfg.Hosted != nil {
+		report("the flags about the hosted control plane", *r.cfg.Hosted)
+	}
+
+	read := 0
+
+	for _, nodename := range slices.Sorted(maps.Keys(r.machines)) {
+		if subjects := r.machines[nodename].subjects; subjects != nil {
+			read++
+
+			report(fmt.Sprintf("machine %q", nodename), *subjects)
 		}
 	}
 
-	certain = append(certain, r.allocating(), r.cfg.Hosted)
-	all := slices.Concat(certain, reported)
-	d := dispute{certain: append(certain, local), reported: reported, machines: len(r.machines)}
-	names := func(id *identity) []string { return id.APIServerNames }
-	ips := func(id *identity) []netip.Addr { return id.APIServerIPs }
-	vips := func(id *identity) []netip.Addr { return id.VIPs }
+	isRead := r.machines[r.local].subjects != nil || 2*read > len(r.machines) || r.isHosted()
+	hasServices := func(report csrpolicy.Report) bool { return len(report.ServiceCIDRs) > 0 }
+	id.Known = answered && isRead && (len(apart) > 0 || slices.ContainsFunc(id.Reported, hasServices))
 
-	return identity{
-		Known:          answered && (local != nil || 2*len(reported) > len(r.machines) || r.isHosted()),
-		Domains:        union(all, cmp.Compare, func(id *identity) []string { return id.Domains }),
-		APIServerNames: union(all, cmp.Compare, names),
-		APIServerIPs:   union(all, netip.Addr.Compare, ips),
-		ServiceIPs:     union(all, netip.Addr.Compare, func(id *identity) []netip.Addr { return id.ServiceIPs }),
-		ServiceCIDRs:   union(all, netip.Prefix.Compare, func(id *identity) []netip.Prefix { return id.ServiceCIDRs }),
-		PodCIDRs:       union(all, netip.Prefix.Compare, func(id *identity) []netip.Prefix { return id.PodCIDRs }),
-		VIPs:           union(all, netip.Addr.Compare, vips),
-		Unconfirmed: csrpolicy.Unconfirmed{
-			Names: disputed(d, cmp.Compare, names),
-			IPs:   slices.Concat(disputed(d, netip.Addr.Compare, ips), disputed(d, netip.Addr.Compare, vips)),
-			CIDRs: slices.Concat(disputed(d, netip.Prefix.Compare, cidrsOf), r.findImplausible(all)),
-		},
+	return id
+}
+
+// splitByNodes returns the CIDRs that contain an address of a Node, and the other CIDRs.
+func (r *Reader) splitByNodes(cidrs []netip.Prefix) (overlapping, apart []netip.Prefix) {
+	nodes, _ := r.cfg.Nodes.Lister().List(labels.Everything()) // a list from the cache cannot fail
+
+	for _, cidr := range cidrs {
+		isIn := func(node *corev1.Node) bool { return slices.ContainsFunc(nodespec.DialAddresses(node), cidr.Contains) }
+		if slices.ContainsFunc(nodes, isIn) {
+			overlapping = append(overlapping, cidr)
+		} else {
+			apart = append(apart, cidr)
+		}
 	}
+
+	return overlapping, apart
 }
 
 // isHosted reports whether Config.Hosted replaces the data of control-plane machines.
 func (r *Reader) isHosted() bool { return r.cfg.Hosted != nil && !r.labeled }
-
-// allocating returns what this program allocates from.
-func (r *Reader) allocating() *identity {
-	if r.cfg.PodCIDRs == nil {
-		return &identity{}
-	}
-
-	return &identity{PodCIDRs: r.cfg.PodCIDRs()}
-}
-
-func cidrsOf(id *identity) []netip.Prefix { return slices.Concat(id.ServiceCIDRs, id.PodCIDRs) }
-
-func union[T comparable](parts []*identity, compare func(a, b T) int, field func(*identity) []T) []T {
-	var all []T
-
-	for _, part := range parts {
-		if part != nil {
-			all = append(all, field(part)...)
-		}
-	}
-
-	slices.SortFunc(all, compare)
-
-	return slices.Compact(all)
-}
-
-// dispute is what several control-plane machines report.
-type dispute struct {
-	certain, reported []*identity
-	// machines is the number of control-plane machines, whether or not they have answered.
-	machines int
-}
-
-// disputed returns what at most half of the machines report, unless it is certain.
-func disputed[T comparable](d dispute, compare func(a, b T) int, field func(*identity) []T) []T {
-	certain, count := sets.New(union(d.certain, compare, field)...), map[T]int{}
-
-	for _, id := range d.reported {
-		for value := range sets.New(field(id)...) {
-			count[value]++
-		}
-	}
-
-	return slices.DeleteFunc(union(d.reported, compare, field), func(value T) bool { return certain.Has(value) || 2*count[value] > d.machines })
-}
 
 func (r *Reader) mergeNetwork(serviceCIDRsErr error, machineErrs []error) *Network {
 	network := &Network{Machines: len(r.machines)}

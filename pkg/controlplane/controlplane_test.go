@@ -20,7 +20,6 @@ import (
 	"github.com/stretchr/testify/require"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/record"
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
@@ -44,17 +43,16 @@ func TestMain(m *testing.M) {
 type suite struct {
 	ctest.Suite
 
-	clock    *clocktesting.FakeClock
-	recorder *record.FakeRecorder
-	reader   *controlplane.Reader
-	changes  atomic.Int64 // of the identity
+	clock   *clocktesting.FakeClock
+	reader  *controlplane.Reader
+	changes atomic.Int64 // of the identity
 }
 
 // newSuite starts a Reader that connects to the API server with config. The options, if any, change its configuration.
 func newSuite(t *testing.T, config *rest.Config, options ...func(*suite, *controlplane.Config)) *suite {
 	t.Helper()
 
-	s := &suite{Suite: bed.NewSuite(t), clock: clocktesting.NewFakeClock(time.Now()), recorder: record.NewFakeRecorder(10)}
+	s := &suite{Suite: bed.NewSuite(t), clock: clocktesting.NewFakeClock(time.Now())}
 	s.Talos = ctest.NewTalos(t, talostest.Options{})
 
 	factory := informers.NewSharedInformerFactory(s.Client, 0)
@@ -63,7 +61,6 @@ func newSuite(t *testing.T, config *rest.Config, options ...func(*suite, *contro
 		Kubernetes: config,
 		Client:     s.Client,
 		Nodes:      factory.Core().V1().Nodes(),
-		Recorder:   s.recorder,
 		Clock:      s.clock,
 		Dial: func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
 			st, err := dial(ctx, nodename, addr)
@@ -168,6 +165,11 @@ func (s *suite) awaitIdle() {
 
 func known(id csrpolicy.ClusterIdentity) bool { return id.Known }
 
+// hasVIP reports whether a machine reports one virtual IP.
+func hasVIP(id csrpolicy.ClusterIdentity) bool {
+	return slices.ContainsFunc(id.Reported, func(r csrpolicy.Report) bool { return len(r.VIPs) == 1 })
+}
+
 func TestReader_ReadsTheClusterIdentity(t *testing.T) {
 	s := newSuite(t, bed.Kube.Config())
 	m := s.add("cp-1", talosmachine.TypeControlPlane)
@@ -183,14 +185,19 @@ func TestReader_ReadsTheClusterIdentity(t *testing.T) {
 
 	id := s.await("the identity is known", known)
 
-	wantAll(t, "names", id.APIServerNames, "kubernetes", "kubernetes.default.svc.cluster.local", "api.example.org")
 	wantAll(t, "domains", id.Domains, "cluster.local")
-	wantAll(t, "addresses", id.APIServerIPs, netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("203.0.113.1"))
-	wantAll(t, "service addresses", id.ServiceIPs, netip.MustParseAddr("10.0.0.1"))
-	wantAll(t, "service CIDRs", id.ServiceCIDRs, netip.MustParsePrefix("10.0.0.0/16"), netip.MustParsePrefix("10.96.0.0/12"))
-	wantAll(t, "pod CIDRs", id.PodCIDRs, netip.MustParsePrefix("10.244.0.0/16"))
+	wantAll(t, "names", id.Stated.APIServerNames, "kubernetes", "kubernetes.default.svc.cluster.local")
+	wantAll(t, "addresses", id.Stated.APIServerIPs, netip.MustParseAddr("127.0.0.1"))
+	wantAll(t, "service addresses", id.Stated.VIPs, netip.MustParseAddr("10.0.0.1"))
+	wantAll(t, "service CIDRs", id.Stated.ServiceCIDRs, netip.MustParsePrefix("10.0.0.0/16"))
 
-	assert.Equal(t, []netip.Addr{netip.MustParseAddr("203.0.113.2"), netip.MustParseAddr("fd00::2")}, id.VIPs)
+	assert.Equal(t, []csrpolicy.Report{{Source: `machine "cp-1"`, ClusterSubjects: csrpolicy.ClusterSubjects{
+		APIServerNames: []string{"api.example.org"},
+		APIServerIPs:   []netip.Addr{netip.MustParseAddr("203.0.113.1")},
+		ServiceCIDRs:   []netip.Prefix{netip.MustParsePrefix("10.96.0.0/12")},
+		PodCIDRs:       []netip.Prefix{netip.MustParsePrefix("10.244.0.0/16")},
+		VIPs:           []netip.Addr{netip.MustParseAddr("203.0.113.2"), netip.MustParseAddr("fd00::2")},
+	}}}, id.Reported)
 
 	assert.NotZero(t, s.changes.Load())
 }
@@ -219,7 +226,7 @@ func TestReader_NeedsALabeledNode(t *testing.T) {
 	// Any machine can report the control-plane type.
 	liar := s.add("liar", talosmachine.TypeControlPlane)
 	s.add("cp-1", talosmachine.TypeControlPlane)
-	s.await("the API server has answered", func(id csrpolicy.ClusterIdentity) bool { return len(id.ServiceIPs) > 0 })
+	s.await("the API server has answered", func(id csrpolicy.ClusterIdentity) bool { return len(id.Stated.VIPs) > 0 })
 	s.refresh()
 
 	require.False(t, s.identity().Known, "identity is known without a labeled Node: %+v", s.identity())
@@ -240,7 +247,7 @@ func TestReader_VerifiesTheNodename(t *testing.T) {
 	s.await("the machine was read", func(csrpolicy.ClusterIdentity) bool { return len(other.Calls()) > 0 })
 	s.refresh()
 
-	if id := s.identity(); id.Known || len(id.PodCIDRs) > 0 {
+	if id := s.identity(); id.Known || len(id.Reported) > 0 {
 		t.Errorf("the identity contains facts of another machine: %+v", id)
 	}
 }
@@ -269,8 +276,7 @@ func TestReader_KeepsTheLastAnswers(t *testing.T) {
 
 	after := s.identity()
 	assert.True(t, after.Known, "identity is %+v, before it was %+v", after, before)
-	assert.Equal(t, before.PodCIDRs, after.PodCIDRs)
-	assert.Equal(t, before.APIServerNames, after.APIServerNames)
+	assert.Equal(t, before, after)
 
 	assert.Equal(t, changes, s.changes.Load())
 }
@@ -287,7 +293,7 @@ func TestReader_CallsSubscribersAfterChanges(t *testing.T) {
 	assert.Equal(t, changes, s.changes.Load())
 
 	s.exclude(m, "203.0.113.3")
-	s.await("the virtual IP is known", func(id csrpolicy.ClusterIdentity) bool { return len(id.VIPs) == 1 })
+	s.await("the virtual IP is known", hasVIP)
 
 	assert.NotEqual(t, changes, s.changes.Load())
 }
@@ -299,7 +305,7 @@ func TestReader_NeedsAClusterDomain(t *testing.T) {
 	ca := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: server.Certificate().Raw})
 	s := newSuite(t, &rest.Config{Host: server.URL, TLSClientConfig: rest.TLSClientConfig{CAData: ca}})
 	s.addControlPlane("cp-1")
-	s.await("the machine has answered", func(id csrpolicy.ClusterIdentity) bool { return len(id.PodCIDRs) > 0 })
+	s.await("the machine has answered", func(id csrpolicy.ClusterIdentity) bool { return len(id.Reported) > 0 })
 
 	assert.False(t, s.identity().Known, "the identity is known")
 }
@@ -355,24 +361,19 @@ func TestReader_ReadsTheLocalMachineWithoutLabeledNodes(t *testing.T) {
 
 // TestReader_HostedControlPlane: facts that the operator states apply only without control-plane Nodes.
 func TestReader_HostedControlPlane(t *testing.T) {
+	hosted := &csrpolicy.ClusterSubjects{
+		APIServerNames: []string{"api.example.org"}, APIServerIPs: []netip.Addr{netip.MustParseAddr("203.0.113.1")},
+		PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.64.0.0/16")}, ServiceCIDRs: []netip.Prefix{netip.MustParsePrefix("10.65.0.0/16")},
+	}
 	s := newSuite(t, bed.Kube.Config(), func(_ *suite, cfg *controlplane.Config) {
-		cfg.Hosted = &csrpolicy.ClusterIdentity{
-			APIServerNames: []string{"api.example.org"}, APIServerIPs: []netip.Addr{netip.MustParseAddr("203.0.113.1")},
-			PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.64.0.0/16")}, ServiceCIDRs: []netip.Prefix{netip.MustParsePrefix("10.65.0.0/16")},
-		}
+		cfg.Hosted = hosted
 	})
 	s.add("worker", talosmachine.TypeWorker)
 
 	id := s.await("the identity is known", known)
-
-	wantAll(t, "names", id.APIServerNames, "kubernetes", "kubernetes.default.svc.cluster.local", "api.example.org")
-	wantAll(t, "addresses", id.APIServerIPs, netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("203.0.113.1"))
-	wantAll(t, "service CIDRs", id.ServiceCIDRs, netip.MustParsePrefix("10.0.0.0/16"), netip.MustParsePrefix("10.65.0.0/16"))
-	wantAll(t, "pod CIDRs", id.PodCIDRs, netip.MustParsePrefix("10.64.0.0/16"))
-
-	assert.Empty(t, id.Unconfirmed.Names)
-	assert.Empty(t, id.Unconfirmed.IPs)
-	assert.Empty(t, id.Unconfirmed.CIDRs)
+	wantAll(t, "names", id.Stated.APIServerNames, "kubernetes", "kubernetes.default.svc.cluster.local")
+	wantAll(t, "service CIDRs", id.Stated.ServiceCIDRs, netip.MustParsePrefix("10.0.0.0/16"))
+	assert.Equal(t, []csrpolicy.Report{{Source: "the flags about the hosted control plane", ClusterSubjects: *hosted}}, id.Reported)
 	assert.Empty(t, s.awaitNetwork("the network is read", func(*controlplane.Network) bool { return true }).Problem)
 
 	m := s.add("cp-1", talosmachine.TypeControlPlane)
@@ -387,7 +388,7 @@ func TestReader_HostedControlPlane(t *testing.T) {
 // machine by stated ones, nor remove them.
 func TestReader_IgnoresChangedOSImage(t *testing.T) {
 	s := newSuite(t, bed.Kube.Config(), func(_ *suite, cfg *controlplane.Config) {
-		cfg.Hosted = &csrpolicy.ClusterIdentity{PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.64.0.0/16")}}
+		cfg.Hosted = &csrpolicy.ClusterSubjects{PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.64.0.0/16")}}
 	})
 
 	setOSImage := func(nodename string) {
@@ -397,7 +398,7 @@ func TestReader_IgnoresChangedOSImage(t *testing.T) {
 	m := s.add("cp-1", talosmachine.TypeControlPlane)
 	s.exclude(m, "203.0.113.2")
 	label(s.Suite, "cp-1")
-	s.await("the virtual IP is known", func(id csrpolicy.ClusterIdentity) bool { return len(id.VIPs) == 1 })
+	s.await("the virtual IP is known", hasVIP)
 
 	require.NoError(s, m.Stop(s.Context()))
 	setOSImage("cp-1")
@@ -413,7 +414,7 @@ func TestReader_IgnoresChangedOSImage(t *testing.T) {
 		s.refresh() // the cache may be stale
 	}
 
-	if id := s.identity(); id.Known || len(id.VIPs) != 1 {
+	if id := s.identity(); id.Known || !hasVIP(id) {
 		t.Errorf("the identity is %+v, want an unknown one with the virtual IP", id)
 	}
 
@@ -425,7 +426,7 @@ func TestReader_IgnoresChangedOSImage(t *testing.T) {
 		s.refresh()
 	}
 
-	if id := s.identity(); id.Known || len(id.VIPs) != 1 {
+	if id := s.identity(); id.Known || !hasVIP(id) {
 		t.Errorf("the identity is %+v, want an unknown one with the virtual IP", id)
 	}
 }
@@ -433,7 +434,7 @@ func TestReader_IgnoresChangedOSImage(t *testing.T) {
 // TestReader_NeedsMachinesOfOtherSystems: stated facts do not replace a control-plane Node that never reported Talos.
 func TestReader_NeedsMachinesOfOtherSystems(t *testing.T) {
 	s := newSuite(t, bed.Kube.Config(), func(_ *suite, cfg *controlplane.Config) {
-		cfg.Hosted = &csrpolicy.ClusterIdentity{PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.64.0.0/16")}}
+		cfg.Hosted = &csrpolicy.ClusterSubjects{PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.64.0.0/16")}}
 	})
 	s.await("the identity is known", known)
 

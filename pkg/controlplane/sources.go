@@ -42,8 +42,8 @@ const (
 
 	kubeControllerManager = "kube-controller-manager"
 
-	// nodeIPAM is the name of kube-controller-manager's controller that assigns pod CIDRs, and nodeIPAMAlias its former
-	// name.
+	// nodeIPAM is the name of kube-controller-manager's controller that assigns pod CIDRs, and nodeIPAMAlias its name
+	// in older versions.
 	nodeIPAM      = "node-ipam-controller"
 	nodeIPAMAlias = "nodeipam"
 
@@ -54,16 +54,28 @@ const (
 // Domains returns the domains of cluster DNS in the API server's serving certificate. It returns none if that certificate
 // cannot be read or belongs to a proxy in front of the API server.
 func Domains(ctx context.Context, config *rest.Config) []string {
-	if id, err := readCertificate(ctx, config); err == nil {
-		return id.Domains
+	subjects, err := readCertificate(ctx, config)
+	if err != nil {
+		return nil
 	}
 
-	return nil
+	return domainsIn(subjects.APIServerNames)
+}
+
+// domainsIn returns the domains of cluster DNS under which the names contain the API server's name.
+func domainsIn(names []string) (domains []string) {
+	for _, name := range names {
+		if domain, ok := strings.CutPrefix(strings.ToLower(name), domainPrefix); ok && domain != "" {
+			domains = append(domains, domain)
+		}
+	}
+
+	return domains
 }
 
 // readCertificate returns the subjects of the API server's serving certificate. It opens a new connection each time,
 // because the certificate may have been replaced since other connections were opened.
-func readCertificate(ctx context.Context, config *rest.Config) (*csrpolicy.ClusterIdentity, error) {
+func readCertificate(ctx context.Context, config *rest.Config) (*csrpolicy.ClusterSubjects, error) {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 
@@ -91,28 +103,22 @@ func readCertificate(ctx context.Context, config *rest.Config) (*csrpolicy.Clust
 	}
 
 	certificate := tlsConn.ConnectionState().PeerCertificates[0]
-	id := &csrpolicy.ClusterIdentity{APIServerNames: certificate.DNSNames}
-
-	for _, ip := range certificate.IPAddresses {
-		addr, _ := netip.AddrFromSlice(ip) // 4 or 16 bytes
-		id.APIServerIPs = append(id.APIServerIPs, addr)
-	}
-
-	for _, name := range certificate.DNSNames {
-		if domain, ok := strings.CutPrefix(strings.ToLower(name), domainPrefix); ok && domain != "" {
-			id.Domains = append(id.Domains, domain)
-		}
-	}
-
-	if len(id.Domains) == 0 {
+	if len(domainsIn(certificate.DNSNames)) == 0 {
 		return nil, fmt.Errorf("read API server certificate: no DNS name starts with %q, so the cluster domain is unknown", domainPrefix)
 	}
 
-	return id, nil
+	subjects := &csrpolicy.ClusterSubjects{APIServerNames: certificate.DNSNames}
+
+	for _, ip := range certificate.IPAddresses {
+		addr, _ := netip.AddrFromSlice(ip) // 4 or 16 bytes
+		subjects.APIServerIPs = append(subjects.APIServerIPs, addr)
+	}
+
+	return subjects, nil
 }
 
 // readService returns the addresses of the API server's Service and of its endpoints.
-func readService(ctx context.Context, client kubernetes.Interface) (*csrpolicy.ClusterIdentity, error) {
+func readService(ctx context.Context, client kubernetes.Interface) (*csrpolicy.ClusterSubjects, error) {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 
@@ -128,7 +134,7 @@ func readService(ctx context.Context, client kubernetes.Interface) (*csrpolicy.C
 		return nil, err
 	}
 
-	return &csrpolicy.ClusterIdentity{ServiceIPs: addresses(service.Spec.ClusterIPs), APIServerIPs: endpoints}, nil
+	return &csrpolicy.ClusterSubjects{VIPs: addresses(service.Spec.ClusterIPs), APIServerIPs: endpoints}, nil
 }
 
 // readEndpoints returns the addresses in the selected EndpointSlices of namespace default.
@@ -150,15 +156,15 @@ func readEndpoints(ctx context.Context, client kubernetes.Interface, selected me
 }
 
 // readServiceCIDRs returns the CIDRs of the ServiceCIDR API; none in a cluster without it (before Kubernetes 1.33).
-func readServiceCIDRs(ctx context.Context, client kubernetes.Interface) (*csrpolicy.ClusterIdentity, error) {
+func readServiceCIDRs(ctx context.Context, client kubernetes.Interface) (*csrpolicy.ClusterSubjects, error) {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 
-	id := &csrpolicy.ClusterIdentity{}
+	subjects := &csrpolicy.ClusterSubjects{}
 
 	list, err := client.NetworkingV1().ServiceCIDRs().List(ctx, metav1.ListOptions{})
 	if apierrors.IsNotFound(err) {
-		return id, nil
+		return subjects, nil
 	} else if err != nil {
 		return nil, fmt.Errorf("list ServiceCIDRs: %w", err)
 	}
@@ -169,10 +175,10 @@ func readServiceCIDRs(ctx context.Context, client kubernetes.Interface) (*csrpol
 			return nil, fmt.Errorf("parse ServiceCIDR %s: %w", list.Items[i].Name, err)
 		}
 
-		id.ServiceCIDRs = append(id.ServiceCIDRs, cidrs...)
+		subjects.ServiceCIDRs = append(subjects.ServiceCIDRs, cidrs...)
 	}
 
-	return id, nil
+	return subjects, nil
 }
 
 // addresses returns the entries that are a single address, with or without a prefix length.
@@ -204,7 +210,7 @@ type KCMConfig struct {
 
 // machineFacts are the facts read from one machine; each is nil if it has not been read.
 type machineFacts struct {
-	identity *csrpolicy.ClusterIdentity
+	subjects *csrpolicy.ClusterSubjects
 	kcm      *KCMConfig
 	// members is nil unless they were read in the last refresh.
 	members MemberList
@@ -237,7 +243,7 @@ func (r *Reader) readMachines(ctx context.Context) []error {
 		err := errors.New("no Talos Node has the label node-role.kubernetes.io/control-plane; a hosted control plane needs --hosted-control-plane, and no Node with the label")
 
 		if r.cfg.LocalState != nil {
-			// The identity is left out: it is complete only with a Node of the control plane.
+			// Its names and addresses do not count before a Node has the label.
 			facts := r.machines[localMachine]
 			readErr := facts.read(ctx, localMachine, r.cfg.LocalState)
 			machines[localMachine] = machineFacts{kcm: facts.kcm}
@@ -374,10 +380,10 @@ func (f *machineFacts) read(ctx context.Context, nodename string, st state.CoreS
 		return fmt.Errorf("parse service CIDRs of %s: %w", kubeControllerManager, err)
 	}
 
-	identity, identityErr := readIdentity(ctx, st)
-	if identityErr == nil {
-		identity.PodCIDRs, identity.ServiceCIDRs = kcm.ClusterCIDRs, kcm.ServiceCIDRs
-		f.identity = identity
+	subjects, subjectsErr := readSubjects(ctx, st)
+	if subjectsErr == nil {
+		subjects.PodCIDRs, subjects.ServiceCIDRs = kcm.ClusterCIDRs, kcm.ServiceCIDRs
+		f.subjects = subjects
 	}
 
 	if config.TypedSpec().Enabled {
@@ -396,13 +402,13 @@ func (f *machineFacts) read(ctx context.Context, nodename string, st state.CoreS
 
 	f.kcm = &kcm
 
-	return identityErr
+	return subjectsErr
 }
 
-// readIdentity returns the endpoint of the cluster as the machine resolves it, and the virtual IPs that the machine can
+// readSubjects returns the endpoint of the cluster as the machine resolves it, and the virtual IPs that the machine can
 // hold.
-func readIdentity(ctx context.Context, st state.CoreState) (*csrpolicy.ClusterIdentity, error) {
-	id := &csrpolicy.ClusterIdentity{}
+func readSubjects(ctx context.Context, st state.CoreState) (*csrpolicy.ClusterSubjects, error) {
+	subjects := &csrpolicy.ClusterSubjects{}
 
 	endpoint, err := safe.StateGet[*k8s.Endpoint](ctx, st,
 		k8s.NewEndpoint(k8s.ControlPlaneNamespaceName, k8s.ControlPlaneKubernetesEndpointsID).Metadata())
@@ -411,7 +417,7 @@ func readIdentity(ctx context.Context, st state.CoreState) (*csrpolicy.ClusterId
 	}
 
 	if err == nil {
-		id.APIServerIPs, id.APIServerNames = endpoint.TypedSpec().Addresses, endpoint.TypedSpec().Hosts
+		subjects.APIServerIPs, subjects.APIServerNames = endpoint.TypedSpec().Addresses, endpoint.TypedSpec().Hosts
 	}
 
 	excluded, err := safe.StateGetByID[*k8s.NodeIPConfig](ctx, st, k8s.KubeletID)
@@ -420,9 +426,9 @@ func readIdentity(ctx context.Context, st state.CoreState) (*csrpolicy.ClusterId
 	}
 
 	// Virtual IPs are listed as single addresses, next to pod and service CIDRs (k8s.NodeIPConfigController).
-	id.VIPs = addresses(excluded.TypedSpec().ExcludeSubnets)
+	subjects.VIPs = addresses(excluded.TypedSpec().ExcludeSubnets)
 
-	return id, nil
+	return subjects, nil
 }
 
 // arguments returns the command line of the container named kube-controller-manager.

@@ -179,11 +179,16 @@ var changesByName = map[string]func(s *scene, v string){
 	"max":           func(s *scene, v string) { s.evidence.Policy.MaxExpiration = duration(v) },
 	"extra-dns":     func(s *scene, v string) { add(&s.evidence.Policy.ExtraNames, v) },
 	"extra-ip":      func(s *scene, v string) { add(&s.evidence.Policy.ExtraIPs, addr(v)) },
-	"api-dns":       func(s *scene, v string) { add(&s.evidence.Cluster.APIServerNames, v) },
-	"api-ip":        func(s *scene, v string) { add(&s.evidence.Cluster.APIServerIPs, addr(v)) },
-	"vip":           func(s *scene, v string) { add(&s.evidence.Cluster.VIPs, addr(v)) },
+	"api-dns":       func(s *scene, v string) { add(&s.evidence.Cluster.Stated.APIServerNames, v) },
+	"api-ip":        func(s *scene, v string) { add(&s.evidence.Cluster.Stated.APIServerIPs, addr(v)) },
+	"service-ip":    func(s *scene, v string) { add(&s.evidence.Cluster.Stated.VIPs, addr(v)) },
+	"reported-dns":  func(s *scene, v string) { add(&s.reported().APIServerNames, v) },
+	"reported-ip":   func(s *scene, v string) { add(&s.reported().APIServerIPs, addr(v)) },
+	"services":      func(s *scene, v string) { add(&s.reported().ServiceCIDRs, netip.MustParsePrefix(v)) },
+	"pods":          func(s *scene, v string) { add(&s.reported().PodCIDRs, netip.MustParsePrefix(v)) },
+	"vip":           func(s *scene, v string) { add(&s.reported().VIPs, addr(v)) },
+	"pool":          func(s *scene, v string) { add(&s.evidence.Policy.PodCIDRs, netip.MustParsePrefix(v)) },
 	"dns-domain":    func(s *scene, v string) { add(&s.evidence.Cluster.Domains, v) },
-	"pods":          func(s *scene, v string) { add(&s.evidence.Cluster.PodCIDRs, netip.MustParsePrefix(v)) },
 	"machine":       func(s *scene, v string) { s.evidence.Machine = machineOf(v) },
 	"nodename-only": func(s *scene, _ string) { s.evidence.Machine = machine.Machine{Nodename: s.evidence.Machine.Nodename} },
 	"type":          func(s *scene, v string) { s.evidence.Machine.Type = types[v] },
@@ -200,18 +205,6 @@ var changesByName = map[string]func(s *scene, v string){
 	"node-ip":       func(s *scene, v string) { add(&s.evidence.Machine.NodeIPs, addr(v)) },
 	"no-node-ips":   func(s *scene, _ string) { s.evidence.Machine.NodeIPs = nil },
 	"excludes":      func(s *scene, v string) { add(&s.evidence.Machine.ExcludedSubnets, netip.MustParsePrefix(v)) },
-	"unconfirmed-cidr": func(s *scene, v string) {
-		add(&s.evidence.Cluster.Unconfirmed.CIDRs, netip.MustParsePrefix(v))
-		add(&s.evidence.Cluster.PodCIDRs, netip.MustParsePrefix(v))
-	},
-	"unconfirmed-ip": func(s *scene, v string) {
-		add(&s.evidence.Cluster.Unconfirmed.IPs, addr(v))
-		add(&s.evidence.Cluster.VIPs, addr(v))
-	},
-	"unconfirmed-dns": func(s *scene, v string) {
-		add(&s.evidence.Cluster.Unconfirmed.Names, v)
-		add(&s.evidence.Cluster.APIServerNames, v)
-	},
 	"valid-subnets": func(s *scene, v string) { s.evidence.Machine.ValidSubnets = validSubnets(list(v)) },
 }
 
@@ -240,12 +233,17 @@ var types = map[string]talosmachine.Type{
 }
 
 var clusterGaps = map[string]func(*csrpolicy.ClusterIdentity){
-	"unknown":      func(c *csrpolicy.ClusterIdentity) { c.Known = false },
-	"nothing":      func(c *csrpolicy.ClusterIdentity) { *c = csrpolicy.ClusterIdentity{} },
-	"empty":        func(c *csrpolicy.ClusterIdentity) { *c = csrpolicy.ClusterIdentity{Known: true} },
-	"no-domain":    func(c *csrpolicy.ClusterIdentity) { c.Domains = nil },
-	"no-services":  func(c *csrpolicy.ClusterIdentity) { c.ServiceCIDRs = nil },
-	"no-apiserver": func(c *csrpolicy.ClusterIdentity) { c.APIServerIPs, c.APIServerNames = nil, nil },
+	"unknown": func(c *csrpolicy.ClusterIdentity) { c.Known = false },
+	"nothing": func(c *csrpolicy.ClusterIdentity) { *c = csrpolicy.ClusterIdentity{} },
+}
+
+// reported returns the subjects that cp-1 reports.
+func (s *scene) reported() *csrpolicy.ClusterSubjects {
+	if len(s.evidence.Cluster.Reported) == 0 {
+		s.evidence.Cluster.Reported = []csrpolicy.Report{{Source: `machine "cp-1"`}}
+	}
+
+	return &s.evidence.Cluster.Reported[0].ClusterSubjects
 }
 
 func add[T any](list *[]T, value T) { *list = append(*list, value) }

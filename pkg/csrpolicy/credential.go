@@ -91,8 +91,8 @@ type Pin struct {
 	Expires time.Time
 }
 
-// Custody is what is known of the client certificates of a Node. The zero value means nothing.
-type Custody struct {
+// Credentials are the client certificates of a Node's kubelet. The zero value means that none is known.
+type Credentials struct {
 	Pin Pin
 	// Issued are the certificates that were issued for the Node within the last hour or so. The API server forgets older
 	// requests.
@@ -123,26 +123,19 @@ func (p Pin) Follow(issued []ClientCertificate) Pin {
 	return p
 }
 
-// outdated reports whether the kubelet can no longer have the pinned certificate. The new certificate is the zero value
-// if nothing is known of it.
-func (p Pin) outdated(m machine.Machine, renewed ClientCertificate, now time.Time) bool {
+// lost reports whether the kubelet can no longer have the pinned certificate. renewed is the certificate that the kubelet
+// has now; the zero value if it is not known.
+func (p Pin) lost(m machine.Machine, renewed ClientCertificate, now time.Time) bool {
 	changed := func(before, after string) bool { return before != "" && after != "" && before != after }
 	volume := Fingerprint(m.EphemeralID)
+	reinstalled := (p.Volume == "" || volume == "") && changed(p.NodeID, Fingerprint(m.NodeID))
+	expired := !p.Expires.IsZero() && p.Expires.Before(now)
 
-	switch {
-	case changed(p.Volume, volume), changed(p.Issuer, renewed.Issuer):
-		return true
-	case p.Volume == "", volume == "":
-		return changed(p.NodeID, Fingerprint(m.NodeID)) || p.expired(now)
-	default:
-		return p.expired(now)
-	}
+	return reinstalled || expired || changed(p.Volume, volume) || changed(p.Issuer, renewed.Issuer)
 }
 
-func (p Pin) expired(now time.Time) bool { return !p.Expires.IsZero() && p.Expires.Before(now) }
-
 // issuedAs returns the certificate with an ID; the zero value if nothing is known of it.
-func (c Custody) issuedAs(id string) ClientCertificate {
+func (c Credentials) issuedAs(id string) ClientCertificate {
 	for _, certificate := range c.Issued {
 		if certificate.ID == id {
 			return certificate
@@ -153,7 +146,7 @@ func (c Custody) issuedAs(id string) ClientCertificate {
 }
 
 // isLate reports whether a certificate goes back to a bootstrap token that was used after the Node had registered.
-func (c Custody) isLate(certificate ClientCertificate) bool {
+func (c Credentials) isLate(certificate ClientCertificate) bool {
 	for range c.Issued {
 		if certificate.Bootstrapped {
 			return certificate.RequestedAt.After(c.NodeCreated.Add(registrationSlack))
@@ -173,13 +166,13 @@ func (r *review) checkCredential() {
 		return
 	}
 
-	certificate := r.Custody.issuedAs(id)
-	pin := r.Custody.Pin.Follow(r.Custody.Issued)
-	isLate := r.Custody.isLate(certificate)
+	certificate := r.Credentials.issuedAs(id)
+	pin := r.Credentials.Pin.Follow(r.Credentials.Issued)
+	isLate := r.Credentials.isLate(certificate)
 
 	switch {
 	case pin.Has(id):
-	case pin.outdated(r.Machine, certificate, r.Now), pin.Credential == "" && !isLate:
+	case pin.lost(r.Machine, certificate, r.Now), pin.Credential == "" && !isLate:
 		pin = Pin{Credential: id}
 	default:
 		origin := "of unknown origin"

@@ -90,7 +90,7 @@ func TestReview_ComparesCredentialWithPin(t *testing.T) {
 		for _, enforce := range []bool{false, true} {
 			s := asks("worker-1").with("a")
 			s.evidence.Machine.NodeID, s.evidence.Machine.EphemeralID = "node-id", "volume"
-			s.evidence.Custody = csrpolicy.Custody{Pin: test.pin, Issued: test.issued, NodeCreated: created}
+			s.evidence.Credentials = csrpolicy.Credentials{Pin: test.pin, Issued: test.issued, NodeCreated: created}
 			s.evidence.Policy.EnforceCredential = enforce
 
 			if test.edit != nil {

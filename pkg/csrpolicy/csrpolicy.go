@@ -71,18 +71,18 @@ const (
 	CodeMachineUnreachable  = "MachineUnreachable"
 	CodeMachineMismatch     = "IdentityMismatch"
 	CodeClusterUnknown      = "ClusterIdentityIncomplete"
-	CodeClusterUnconfirmed  = "ClusterIdentityUnconfirmed" // too few control-plane machines report that it is the cluster's
-	CodeControlPlaneUnclear = "ControlPlaneUnconfirmed"    // the API server's, and Node and machine do not both have the control-plane role
-	CodeUnknownName         = "UnknownDNSName"             // not reported by the machine
-	CodeUnknownAddress      = "UnknownIPAddress"           // not reported by the machine
-	CodeExcludedAddress     = "ExcludedIPAddress"          // reported by the machine, and excluded from its node IPs
-	CodeVirtualAddress      = "VirtualIPAddress"           // on a link for addresses that several machines share, and not the node IP
+	CodeControlPlaneUnclear = "ControlPlaneUnconfirmed" // the API server's, and Node and machine do not both have the control-plane role
+	CodeUnknownName         = "UnknownDNSName"          // not reported by the machine
+	CodeUnknownAddress      = "UnknownIPAddress"        // not reported by the machine
+	CodeExcludedAddress     = "ExcludedIPAddress"       // reported by the machine, and excluded from its node IPs
+	CodeVirtualAddress      = "VirtualIPAddress"        // on a link for addresses that several machines share, and not the node IP
 	CodeOwnedByOthers       = "OwnedByOtherMachine"
 
 	CodeUnexpectedCredential = "UnexpectedCredential" // the requester's client certificate is not the pinned one
 )
 
-// Codes of reasons to deny a request.
+// Codes of reasons to deny a request. ClusterDNSName and ClusterIPAddress only defer a request for what the API server
+// does not state.
 const (
 	CodeNoNode         = "RequesterNotNode"
 	CodeGroups         = "InvalidGroups"
@@ -125,8 +125,9 @@ type Evidence struct {
 	// never counts in favor of a request: kubelets write their Nodes.
 	Listed  []string
 	Cluster ClusterIdentity
-	Custody Custody
-	Policy  Policy
+	// Credentials are the client certificates of the Node's kubelet.
+	Credentials Credentials
+	Policy      Policy
 	// Now is the current time. At the zero value no request is abandoned.
 	Now time.Time
 }
@@ -163,72 +164,73 @@ const (
 	MachineCurrent
 )
 
-// ClusterIdentity holds the names and addresses that belong to the cluster instead of one machine. No kubelet may have
-// a certificate for them. Prefixes of IPv4 are not IPv4-mapped.
+// ClusterIdentity holds the names and addresses that belong to the cluster instead of one machine. No kubelet may get a
+// certificate for them.
 type ClusterIdentity struct {
-	// Known is true once all fields have been read. Until then, and while Domains, ServiceCIDRs or the API server's
-	// fields are empty, nothing is approved.
+	// Known is true once enough sources have been read to know the domains, the API server and a ServiceCIDR. Nothing is
+	// approved before.
 	Known bool
 	// Domains are the domains of cluster DNS, such as "cluster.local".
 	Domains []string
-	// APIServerNames and APIServerIPs identify the API server to clients: the host of the cluster endpoint and all SANs
-	// of the serving certificate. Talos adds each control-plane machine's own names and addresses to the certificate;
-	// that machine may still have them.
+	// Stated are the subjects that the API server states: in its serving certificate, its Service, its endpoints and the
+	// ServiceCIDRs. A request for them is denied.
+	Stated ClusterSubjects
+	// Reported are the subjects that any other source reports. A request for them stays pending: a source that is wrong
+	// must not have the requests of other machines denied.
+	Reported []Report
+}
+
+// ClusterSubjects are names and addresses of a cluster. Prefixes of IPv4 are not IPv4-mapped.
+type ClusterSubjects struct {
+	// APIServerNames and APIServerIPs identify the API server to clients. Talos adds the names and addresses of each
+	// control-plane machine to the API server's certificate. The control-plane machine may have a certificate for them.
 	APIServerNames []string
 	APIServerIPs   []netip.Addr
-	// ServiceIPs are the addresses of the service default/kubernetes.
-	ServiceIPs   []netip.Addr
-	ServiceCIDRs []netip.Prefix
+	ServiceCIDRs   []netip.Prefix
 	// PodCIDRs are the cluster's, without pod CIDRs allocated from machines' own subnets.
 	PodCIDRs []netip.Prefix
-	// VIPs are virtual addresses that move between machines.
+	// VIPs are addresses of Services, and virtual addresses that move between machines.
 	VIPs []netip.Addr
-	// Unconfirmed is what must not be approved for a kubelet either, but is no reason to deny a request.
-	Unconfirmed Unconfirmed
 }
 
-// Unconfirmed are the values of ClusterIdentity that too few machines report, and CIDRs that no cluster has.
-type Unconfirmed struct {
-	Names []string
-	IPs   []netip.Addr
-	CIDRs []netip.Prefix
+// Report contains the subjects that one source reports.
+type Report struct {
+	// Source is a noun for messages, such as `machine "cp-1"`.
+	Source string
+	ClusterSubjects
 }
 
-// confirmed returns the identity without what is unconfirmed.
-func (c ClusterIdentity) confirmed() ClusterIdentity {
-	c.APIServerNames = without(c.APIServerNames, c.Unconfirmed.Names)
-	c.APIServerIPs = without(c.APIServerIPs, c.Unconfirmed.IPs)
-	c.VIPs = without(c.VIPs, c.Unconfirmed.IPs)
-	c.ServiceCIDRs = without(c.ServiceCIDRs, c.Unconfirmed.CIDRs)
-	c.PodCIDRs = without(c.PodCIDRs, c.Unconfirmed.CIDRs)
+// apiServer is the source of ClusterIdentity.Stated.
+const apiServer = "the API server"
 
-	return c
+// sourceOf returns the source of subjects for which has returns true: the API server before others. It returns an empty
+// string if there is none.
+func (c ClusterIdentity) sourceOf(has func(ClusterSubjects) bool) string {
+	for _, report := range append([]Report{{apiServer, c.Stated}}, c.Reported...) {
+		if has(report.ClusterSubjects) {
+			return report.Source
+		}
+	}
+
+	return ""
 }
 
-func without[T comparable](list, removed []T) []T {
-	return slices.DeleteFunc(slices.Clone(list), func(value T) bool { return slices.Contains(removed, value) })
-}
+// reservation returns the CIDR of Services or pods that contains ip, or the virtual address ip as a CIDR. It returns an
+// empty string for other addresses. The address must be unmapped.
+func (s ClusterSubjects) reservation(ip netip.Addr) string {
+	cidrs := slices.Concat(s.ServiceCIDRs, s.PodCIDRs)
 
-// hasAPIServerName reports whether a canonical name is the API server's.
-func (c ClusterIdentity) hasAPIServerName(name string) bool {
-	return slices.Contains(machine.CanonicalNames(c.APIServerNames), name)
-}
+	for _, vip := range s.VIPs {
+		cidrs = append(cidrs, netip.PrefixFrom(vip.Unmap(), vip.Unmap().BitLen()))
+	}
 
-// hasAPIServerIP reports whether ip, which is unmapped, is the API server's.
-func (c ClusterIdentity) hasAPIServerIP(ip netip.Addr) bool {
-	return slices.ContainsFunc(c.APIServerIPs, equals(ip))
-}
+	for _, cidr := range cidrs {
+		if cidr.Contains(ip) {
+			return cidr.String()
+		}
+	}
 
-// reserves reports whether ip, which is unmapped, belongs to a service or a pod, or is virtual.
-func (c ClusterIdentity) reserves(ip netip.Addr) bool {
-	contains := func(cidr netip.Prefix) bool { return cidr.Contains(ip) }
-
-	return slices.ContainsFunc(slices.Concat(c.ServiceIPs, c.VIPs), equals(ip)) || slices.ContainsFunc(slices.Concat(c.ServiceCIDRs, c.PodCIDRs), contains)
-}
-
-// complete reports whether everything is known that each cluster has.
-func (c ClusterIdentity) complete() bool {
-	return c.Known && len(c.Domains) > 0 && len(c.ServiceCIDRs) > 0 && len(c.APIServerNames)+len(c.APIServerIPs) > 0
+	return ""
 }
 
 const (
@@ -250,6 +252,8 @@ type Policy struct {
 	ExtraIPs   []netip.Addr
 	// PendingNames are assigned to the machine by what it reports so far. Review does not allow them.
 	PendingNames []string
+	// PodCIDRs are ranges from which pod CIDRs are allocated. A request for an address in one stays pending.
+	PodCIDRs []netip.Prefix
 	// EnforceCredential defers requests that were made with an unexpected client certificate.
 	EnforceCredential bool
 }

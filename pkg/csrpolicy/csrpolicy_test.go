@@ -187,6 +187,14 @@ func TestReview_MessagesNameSubjectsAndOwners(t *testing.T) {
 		"listed=worker-1,10.0.0.11 dns=cp-1": {
 			`DNS name "cp-1" belongs to the API server, and Node "worker-1" is a worker`,
 		},
+		"ip=10.244.3.7 pool=10.9.0.0/16 ip=10.9.0.1 vip=192.0.2.9 ip=192.0.2.9": {
+			"IP address 10.9.0.1 is in 10.9.0.0/16, a CIDR of pods or Services or a virtual IP according to the configuration of talos-ccm",
+			`IP address 10.244.3.7 is in 10.244.0.0/16, a CIDR of pods or Services or a virtual IP according to machine "cp-1"`,
+			`IP address 192.0.2.9 is in 192.0.2.9/32, a CIDR of pods or Services or a virtual IP according to machine "cp-1"`,
+		},
+		"reported-dns=lb.example.org dns=lb.example.org": {
+			`DNS name "lb.example.org" belongs to the API server according to machine "cp-1", and Node "worker-1" is a worker`,
+		},
 		"listed=worker-1,10.0.0.11 dns=worker-2": {
 			`DNS name "worker-2" is not reported by the machine, and its Node does not list it`,
 			`DNS name "worker-2" is owned by Node "worker-2"`,

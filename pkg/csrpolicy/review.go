@@ -56,9 +56,6 @@ type review struct {
 	// nodename is empty if the requester is not a kubelet.
 	nodename string
 
-	// confirmed is the identity without what is unconfirmed.
-	confirmed ClusterIdentity
-
 	// The results of checkCredential.
 	unexpected string
 	pin        Pin
@@ -70,7 +67,7 @@ func Review(request *Request, e Evidence) Verdict {
 		return Verdict{Decision: Ignore, Reasons: []Reason{{Code: code, Decision: Ignore, Message: message}}}
 	}
 
-	r := review{request: request, Evidence: e, confirmed: e.Cluster.confirmed()}
+	r := review{request: request, Evidence: e}
 	r.checkRequester()
 	r.reasons = append(r.reasons, request.reasons...)
 	r.checkTerms()
@@ -162,7 +159,7 @@ func (r *review) checkRequester() {
 		r.postpone(CodeMachineUnknown, "Machine of Node %.80q has not responded yet", r.nodename)
 	}
 
-	if !r.Cluster.complete() {
+	if !r.Cluster.Known {
 		r.postpone(CodeClusterUnknown, "Cluster domains, service CIDRs and API server addresses are not all known yet")
 	}
 }
@@ -202,18 +199,15 @@ func (r *review) checkTerms() {
 	}
 }
 
-// checkName checks a DNS name. Names of the cluster take precedence over what the machine reports.
+// checkName checks a DNS name. Names of the cluster take precedence over names that the machine reports.
 func (r *review) checkName(name string) {
+	source := r.Cluster.sourceOf(func(s ClusterSubjects) bool { return slices.Contains(machine.CanonicalNames(s.APIServerNames), name) })
+
 	switch problem := machine.CheckName(name, r.nodename, r.Cluster.Domains); {
 	case problem != "":
 		r.deny(codesByProblem[problem], "DNS name %.80q %s", name, problem)
-	case r.Cluster.hasAPIServerName(name):
-		code := CodeClusterUnconfirmed
-		if r.confirmed.hasAPIServerName(name) {
-			code = CodeClusterName
-		}
-
-		if r.mayBeAPIServer(code, name) {
+	case source != "":
+		if r.mayBeAPIServer(CodeClusterName, name, source) {
 			r.checkOwnName(name)
 		}
 	case slices.Contains(machine.CanonicalNames(r.Policy.ExtraNames), name):
@@ -223,25 +217,25 @@ func (r *review) checkName(name string) {
 	}
 }
 
-// checkAddress checks an IP address. Addresses of the cluster take precedence over what the machine reports.
+// checkAddress checks an IP address. Addresses of the cluster take precedence over addresses that the machine reports.
 func (r *review) checkAddress(ip netip.Addr) {
+	source := r.Cluster.sourceOf(func(s ClusterSubjects) bool { return slices.ContainsFunc(s.APIServerIPs, equals(ip)) })
+	cidr, reporter := r.reservation(ip)
+
 	switch {
 	case !ip.IsGlobalUnicast():
 		r.deny(CodeSpecialAddress, "IP address %s %s", ip, specialAddress)
-	case r.confirmed.reserves(ip):
-		r.deny(CodeClusterAddress, "IP address %s belongs to a service or a pod, or is virtual", ip)
-	case r.Cluster.reserves(ip):
-		r.postpone(CodeClusterUnconfirmed, "IP address %s belongs to a service or a pod, or is virtual"+unconfirmed, ip)
-	case r.confirmed.hasAPIServerIP(ip) && r.hasFormerAPIServerAddress(ip):
-		r.postpone(CodeClusterAddress, "IP address %s is in the API server's certificate, which keeps former addresses of a control-plane machine until it reboots", ip)
+	case r.Cluster.Stated.reservation(ip) != "":
+		r.deny(CodeClusterAddress, "IP address %s belongs to a Service", ip)
+	case cidr != "":
+		r.postpone(CodeClusterAddress, "IP address %s is in %s, a CIDR of pods or Services or a virtual IP according to %s", ip, cidr, reporter)
+	case source == apiServer && r.isWorker() && slices.ContainsFunc(r.ownAddresses(ip), isUncontested):
+		// Talos keeps each address of a control-plane machine in the certificate until the machine reboots
+		// (network.NodeAddressAccumulativeID in secrets/KubernetesCertSANsController). The worker may have the address by now.
+		r.postpone(CodeClusterAddress, "IP address %s is in the API server's certificate, which keeps the addresses of a control-plane machine until it reboots", ip)
 		r.checkOwners(ip.String())
-	case r.Cluster.hasAPIServerIP(ip):
-		code := CodeClusterUnconfirmed
-		if r.confirmed.hasAPIServerIP(ip) {
-			code = CodeClusterAddress
-		}
-
-		if r.mayBeAPIServer(code, ip.String()) {
+	case source != "":
+		if r.mayBeAPIServer(CodeClusterAddress, ip.String(), source) {
 			r.checkOwnAddress(ip)
 		}
 	case slices.ContainsFunc(r.Policy.ExtraIPs, equals(ip)) && !r.Machine.Excludes(ip):
@@ -251,20 +245,31 @@ func (r *review) checkAddress(ip netip.Addr) {
 	}
 }
 
-// unconfirmed ends the messages of CodeClusterUnconfirmed.
-const unconfirmed = " according to a minority of the control-plane machines or an implausible CIDR"
+// reservation returns the CIDR that contains an address and the source that reports the CIDR. It returns empty strings
+// if no source reports one.
+func (r *review) reservation(ip netip.Addr) (cidr, source string) {
+	configured := Report{"the configuration of talos-ccm", ClusterSubjects{PodCIDRs: r.Policy.PodCIDRs}}
 
-// mayBeAPIServer reports whether the machine may have a name or an address of the API server if that is its own: only a
-// control-plane machine may. Both the Node and the machine must have that role: a worker can report any role, and an
-// operator can label a worker.
-func (r *review) mayBeAPIServer(code, subject string) bool {
+	for _, report := range append(slices.Clone(r.Cluster.Reported), configured) {
+		if cidr := report.reservation(ip); cidr != "" {
+			return cidr, report.Source
+		}
+	}
+
+	return "", ""
+}
+
+// mayBeAPIServer reports whether the machine may have a name or an address of the API server if it owns the name or the
+// address: only a control-plane machine may. Both the Node and the machine must have that role: a worker can report any
+// role, and an operator can label a worker.
+func (r *review) mayBeAPIServer(code, subject, source string) bool {
 	switch {
 	case r.Node == NodeControlPlane && r.machineKnown() && r.Machine.Type.IsControlPlane():
 		return true
-	case code == CodeClusterUnconfirmed:
-		r.postpone(code, "%s belongs to the API server"+unconfirmed, describe(subject))
-	case r.Node == NodeWorker && r.machineKnown() && r.Machine.Type == talosmachine.TypeWorker:
+	case r.isWorker() && source == apiServer:
 		r.deny(code, "%s belongs to the API server, and Node %.80q is a worker", describe(subject), r.nodename)
+	case r.isWorker():
+		r.postpone(code, "%s belongs to the API server according to %s, and Node %.80q is a worker", describe(subject), source, r.nodename)
 	default:
 		r.postpone(CodeControlPlaneUnclear, "%s belongs to the API server; Node %.80q and its machine do not both have the control-plane role",
 			describe(subject), r.nodename)
@@ -273,11 +278,9 @@ func (r *review) mayBeAPIServer(code, subject string) bool {
 	return false
 }
 
-// hasFormerAPIServerAddress reports whether an address in the API server's certificate may be the worker's by now:
-// Talos accumulates a control-plane machine's addresses until it reboots (network.NodeAddressAccumulativeID in
-// secrets/KubernetesCertSANsController). The request stays pending until the address is no longer in the certificate.
-func (r *review) hasFormerAPIServerAddress(ip netip.Addr) bool {
-	return r.Node == NodeWorker && r.machineKnown() && r.Machine.Type == talosmachine.TypeWorker && slices.ContainsFunc(r.ownAddresses(ip), isUncontested)
+// isWorker reports whether both the Node and the machine have the role of a worker.
+func (r *review) isWorker() bool {
+	return r.Node == NodeWorker && r.machineKnown() && r.Machine.Type == talosmachine.TypeWorker
 }
 
 // checkOwnName checks a name that the machine must report. If the machine is not known, checkRequester has added

@@ -61,23 +61,27 @@ func machineOf(name string) machine.Machine {
 	}
 }
 
-// clusterIdentity returns the identity from the API servers' certificates and from Talos.
+// clusterIdentity returns the identity from the API server, and from cp-1.
 func clusterIdentity() csrpolicy.ClusterIdentity {
 	return csrpolicy.ClusterIdentity{
 		Known:   true,
 		Domains: []string{"cluster.local"},
-		APIServerNames: []string{
-			"api.example.org", "kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local", "localhost",
-			"cp-1", "cp-1.example.org", "cp-2", "cp-2.example.org", "cp-3", "cp-3.example.org",
+		Stated: csrpolicy.ClusterSubjects{
+			APIServerNames: []string{
+				"api.example.org", "kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local", "localhost",
+				"cp-1", "cp-1.example.org", "cp-2", "cp-2.example.org", "cp-3", "cp-3.example.org",
+			},
+			APIServerIPs: []netip.Addr{
+				addr("10.96.0.1"), addr("127.0.0.1"), addr("10.0.0.100"), addr("192.0.2.1"),
+				addr("10.0.0.1"), addr("2001:db8::1"), addr("203.0.113.1"), addr("10.0.0.2"), addr("2001:db8::2"), addr("203.0.113.2"), addr("10.0.0.3"),
+			},
+			VIPs:         []netip.Addr{addr("10.96.0.1"), addr("fd00:96::1")},
+			ServiceCIDRs: []netip.Prefix{netip.MustParsePrefix("10.96.0.0/12"), netip.MustParsePrefix("fd00:96::/112")},
 		},
-		APIServerIPs: []netip.Addr{
-			addr("10.96.0.1"), addr("127.0.0.1"), addr("10.0.0.100"), addr("192.0.2.1"),
-			addr("10.0.0.1"), addr("2001:db8::1"), addr("203.0.113.1"), addr("10.0.0.2"), addr("2001:db8::2"), addr("203.0.113.2"), addr("10.0.0.3"),
-		},
-		ServiceIPs:   []netip.Addr{addr("10.96.0.1"), addr("fd00:96::1")},
-		ServiceCIDRs: []netip.Prefix{netip.MustParsePrefix("10.96.0.0/12"), netip.MustParsePrefix("fd00:96::/112")},
-		PodCIDRs:     []netip.Prefix{netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("fd00:244::/56")},
-		VIPs:         []netip.Addr{addr("10.0.0.100")},
+		Reported: []csrpolicy.Report{{Source: `machine "cp-1"`, ClusterSubjects: csrpolicy.ClusterSubjects{
+			PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("fd00:244::/56")},
+			VIPs:     []netip.Addr{addr("10.0.0.100")},
+		}}},
 	}
 }
 

@@ -37,6 +37,22 @@ func checkVerdict(t testing.TB, csr certificatesv1.CertificateSigningRequest, e 
 	}
 
 	checkListed(t, csr, e, v)
+	checkReported(t, csr, e, v)
+}
+
+// checkReported fails if a source that is not the API server has a request denied. Such a source can only make a name or
+// an address one of the API server, which a control-plane machine must then own.
+func checkReported(t testing.TB, csr certificatesv1.CertificateSigningRequest, e csrpolicy.Evidence, v csrpolicy.Verdict) {
+	t.Helper()
+
+	e.Cluster.Reported, e.Policy.PodCIDRs = nil, nil
+
+	without := csrpolicy.Review(csrpolicy.Parse(&csr), e)
+	for _, reason := range v.Reasons {
+		if reason.Decision == csrpolicy.Deny && reason.Code != csrpolicy.CodeNotOwned {
+			assert.Contains(t, without.Reasons, reason)
+		}
+	}
 }
 
 // checkListed fails if the names and addresses that the Node lists, which its kubelet writes, do more than turn Defer
@@ -121,7 +137,7 @@ func checkNames(t testing.TB, e csrpolicy.Evidence, names []string) {
 
 		assert.True(t, slices.ContainsFunc(own, same), "approved %q, which is not the machine's", name)
 		assert.Empty(t, e.Owners[name], "owners of %q, which was approved", name)
-		assert.False(t, slices.ContainsFunc(e.Cluster.APIServerNames, same) && e.Node != csrpolicy.NodeControlPlane, "approved %q of the API server", name)
+		assert.False(t, slices.ContainsFunc(clusterSubjects(e).APIServerNames, same) && e.Node != csrpolicy.NodeControlPlane, "approved %q of the API server", name)
 		assert.False(t, strings.HasPrefix(name, "kubernetes.default"), "approved %q", name)
 
 		for _, domain := range append([]string{"svc", "localhost", "kubernetes"}, e.Cluster.Domains...) {
@@ -136,8 +152,26 @@ var special = []netip.Prefix{
 	netip.MustParsePrefix("::/127"), netip.MustParsePrefix("fe80::/10"), netip.MustParsePrefix("ff00::/8"),
 }
 
+// clusterSubjects returns the cluster's names and addresses by all sources.
+func clusterSubjects(e csrpolicy.Evidence) csrpolicy.ClusterSubjects {
+	all := e.Cluster.Stated
+	all.PodCIDRs = slices.Concat(all.PodCIDRs, e.Policy.PodCIDRs)
+
+	for _, report := range e.Cluster.Reported {
+		all.APIServerNames = slices.Concat(all.APIServerNames, report.APIServerNames)
+		all.APIServerIPs = slices.Concat(all.APIServerIPs, report.APIServerIPs)
+		all.ServiceCIDRs = slices.Concat(all.ServiceCIDRs, report.ServiceCIDRs)
+		all.PodCIDRs = slices.Concat(all.PodCIDRs, report.PodCIDRs)
+		all.VIPs = slices.Concat(all.VIPs, report.VIPs)
+	}
+
+	return all
+}
+
 func checkAddresses(t testing.TB, e csrpolicy.Evidence, ips []net.IP) {
 	t.Helper()
+
+	cluster := clusterSubjects(e)
 
 	for _, raw := range ips {
 		ip, _ := netip.AddrFromSlice(raw)
@@ -148,11 +182,11 @@ func checkAddresses(t testing.TB, e csrpolicy.Evidence, ips []net.IP) {
 
 		assert.True(t, has || slices.ContainsFunc(e.Policy.ExtraIPs, same), "approved %s, which is not the machine's", ip)
 		assert.Empty(t, e.Owners[ip.String()], "owners of %s, which was approved", ip)
-		assert.False(t, slices.ContainsFunc(slices.Concat(special, e.Cluster.ServiceCIDRs, e.Cluster.PodCIDRs, e.Machine.ExcludedSubnets), contains), "approved %s", ip)
+		assert.False(t, slices.ContainsFunc(slices.Concat(special, cluster.ServiceCIDRs, cluster.PodCIDRs, e.Machine.ExcludedSubnets), contains), "approved %s", ip)
 		assert.False(t, excludedByUser(e.Machine, ip), "approved %s, which is excluded from node IPs", ip)
-		assert.False(t, slices.ContainsFunc(slices.Concat(e.Cluster.VIPs, e.Cluster.ServiceIPs), same), "approved %s, which is virtual or belongs to a service", ip)
+		assert.False(t, slices.ContainsFunc(cluster.VIPs, same), "approved %s, which is virtual or belongs to a service", ip)
 
-		ofAPIServer := slices.ContainsFunc(e.Cluster.APIServerIPs, same)
+		ofAPIServer := slices.ContainsFunc(cluster.APIServerIPs, same)
 		assert.False(t, ofAPIServer && (!has || e.Node != csrpolicy.NodeControlPlane), "approved %s, which belongs to the API server", ip)
 	}
 }

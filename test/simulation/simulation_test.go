@@ -399,7 +399,7 @@ func (s *simulation) readNetwork() *controlplane.Value[*controlplane.Network] {
 	})
 
 	reader := controlplane.New(controlplane.Config{
-		Kubernetes: &rest.Config{Host: "http://api-server"}, Client: client, Nodes: newInformer(s.server, 0).nodes(nil), Hosted: &csrpolicy.ClusterIdentity{}, Clock: clock.RealClock{},
+		Kubernetes: &rest.Config{Host: "http://api-server"}, Client: client, Nodes: newInformer(s.server, 0).nodes(nil), Hosted: &csrpolicy.ClusterSubjects{}, Clock: clock.RealClock{},
 	})
 	reader.Network().Subscribe(cancel)
 	reader.Run(ctx)

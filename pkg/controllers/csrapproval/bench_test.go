@@ -141,8 +141,8 @@ type fixedIdentity struct{}
 // Current implements csrapproval.Identity.
 func (fixedIdentity) Current() csrpolicy.ClusterIdentity {
 	return csrpolicy.ClusterIdentity{
-		Known: true, Domains: []string{"cluster.local"}, APIServerNames: []string{"kubernetes"},
-		ServiceCIDRs: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/16")},
+		Known: true, Domains: []string{"cluster.local"},
+		Stated: csrpolicy.ClusterSubjects{APIServerNames: []string{"kubernetes"}, ServiceCIDRs: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/16")}},
 	}
 }
 

@@ -74,7 +74,7 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 	if node != nil {
 		evidence.Listed, _ = subjectsOf(node)
 		evidence.Policy = c.cfg.Policy(node, entry.Machine)
-		evidence.Custody = c.custody(node)
+		evidence.Credentials = c.credentials(node)
 	}
 
 	subjects, ips := request.Subjects()

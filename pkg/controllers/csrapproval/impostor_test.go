@@ -114,5 +114,7 @@ func TestController_IgnoresPodCIDRsOfControlPlaneImpostor(t *testing.T) {
 		s.awaitIssued(s.post(s.join(), request{}))
 	}
 
-	assert.NotContains(t, s.main.controlPlane.Identity().Current().PodCIDRs, netip.MustParsePrefix("0.0.0.0/1"))
+	for _, report := range s.main.controlPlane.Identity().Current().Reported {
+		assert.NotContains(t, report.PodCIDRs, netip.MustParsePrefix("0.0.0.0/1"))
+	}
 }

@@ -258,7 +258,7 @@ func (e *environment) start(clk clock.WithTicker) (*instance, error) {
 
 	i.Reflector = reflector.New(i.Inventory, dial, clock.RealClock{})
 	i.controlPlane = controlplane.New(controlplane.Config{
-		Kubernetes: e.product, Client: i.Client, Nodes: i.Nodes, Dial: dial, LocalState: e.socket.Reader, Recorder: i.Recorder, Clock: clock.RealClock{},
+		Kubernetes: e.product, Client: i.Client, Nodes: i.Nodes, Dial: dial, LocalState: e.socket.Reader, Clock: clock.RealClock{},
 	})
 
 	var followed, failed error

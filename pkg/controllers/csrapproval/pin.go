@@ -101,18 +101,18 @@ func issuedFor(obj any) (nodenames []string, _ error) {
 	return nodenames, nil
 }
 
-// custody returns the recorded and the recently issued client certificates of a Node.
-func (c *Controller) custody(node *corev1.Node) csrpolicy.Custody {
-	custody := csrpolicy.Custody{Pin: pinOf(node), NodeCreated: node.CreationTimestamp.Time}
+// credentials returns the client certificates of a Node's kubelet.
+func (c *Controller) credentials(node *corev1.Node) csrpolicy.Credentials {
+	credentials := csrpolicy.Credentials{Pin: pinOf(node), NodeCreated: node.CreationTimestamp.Time}
 	objs, _ := c.requests.GetIndexer().ByIndex(indexIssued, node.Name) // fails only without the index
 
 	for _, obj := range objs {
 		if request, ok := obj.(*clientRequest); ok {
-			custody.Issued = append(custody.Issued, request.issued)
+			credentials.Issued = append(credentials.Issued, request.issued)
 		}
 	}
 
-	return custody
+	return credentials
 }
 
 // syncIssued moves the pin of a Node after a rotation: the API server forgets the request within about an hour.
@@ -125,9 +125,9 @@ func (c *Controller) syncIssued(ctx context.Context, nodename string) error {
 		return nil
 	}
 
-	custody := c.custody(node)
+	credentials := c.credentials(node)
 
-	return c.writePin(ctx, node, custody.Pin.Follow(custody.Issued))
+	return c.writePin(ctx, node, credentials.Pin.Follow(credentials.Issued))
 }
 
 // writePin records a pin on a version of a Node, and fails with a conflict if there is a newer one: another request may
