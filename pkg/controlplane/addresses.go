@@ -52,9 +52,8 @@ func NewAddresses(client kubernetes.Interface, nodes corelisters.NodeLister, etc
 }
 
 // Guard returns a DialFunc that dials the machine of a control-plane Node only at one of these addresses, as a
-// talosapi.ControlPlane: a kubelet writes the addresses of its Node, and what a machine of the control plane reports
-// counts for the whole cluster. What the machine of a deleted Node reports does not, so it is dialed at any address. The
-// DialFunc blocks while it reads the addresses.
+// talosapi.ControlPlane. The machine of a deleted Node is dialed at any address: its answers do not count for the cluster.
+// The DialFunc blocks while it reads the addresses.
 func (a *Addresses) Guard(dial talosapi.DialFunc) talosapi.DialFunc {
 	return func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
 		node, err := a.nodes.Get(nodename) // fails only if there is none

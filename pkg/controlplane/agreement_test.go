@@ -27,29 +27,6 @@ func (s *suite) setPodCIDRs(m *talostest.Machine, cidrs ...string) {
 	}))
 }
 
-func TestReader_NeedsMostMachines(t *testing.T) {
-	s := newSuite(t, bed.Kube.Config())
-
-	var machines []*talostest.Machine
-
-	for _, nodename := range []string{"cp-1", "cp-2", "cp-3"} {
-		m := s.add(nodename, talosmachine.TypeControlPlane)
-		require.NoError(s, m.Stop(s.Context()))
-		label(s.Suite, nodename)
-
-		machines = append(machines, m)
-	}
-
-	machines[0].Start()
-	s.await("one machine has answered", func(id csrpolicy.ClusterIdentity) bool { return len(id.Reported) > 0 })
-	s.refresh()
-
-	assert.False(t, s.identity().Known, "identity is known from one machine of three: %+v", s.identity())
-
-	machines[1].Start()
-	s.await("the identity is known", known)
-}
-
 func TestReader_NeedsOnlyTheLocalMachine(t *testing.T) {
 	s := newSuite(t, bed.Kube.Config(), func(s *suite, cfg *controlplane.Config) {
 		local := s.Machine(talostest.MachineSpec{Nodename: "local", Type: talosmachine.TypeControlPlane})

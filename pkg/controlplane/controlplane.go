@@ -2,9 +2,9 @@
 // the cluster itself, for which no kubelet may get a certificate, and how kube-controller-manager assigns pod CIDRs.
 //
 // The facts come from the API server's serving certificate, from Kubernetes objects and from the control-plane
-// machines. Which machines belong to the control plane is decided by a label of their Nodes that no kubelet can set,
-// never by what a machine reports about itself; where they are dialed, by what no kubelet can write. The package writes
-// nothing.
+// machines. A machine is a control-plane machine if its Node has a label that no kubelet can set; the role that the
+// machine reports does not count. Its answers count for the whole cluster. Therefore it is dialed only at addresses that
+// no kubelet can write: TLS proves only that some machine of the cluster has an address. The package writes nothing.
 package controlplane
 
 import (
@@ -88,7 +88,7 @@ type Network struct {
 	ServiceCIDRs []netip.Prefix
 }
 
-// Allocators returns the names of the machines whose kube-controller-manager assigns pod CIDRs.
+// Allocators returns the nodenames of the kube-controller-managers that assign pod CIDRs.
 func (n *Network) Allocators() []string {
 	var names []string
 
@@ -170,20 +170,20 @@ func New(cfg Config) *Reader {
 	return &Reader{cfg: cfg}
 }
 
-// Identity returns the names and addresses for which no kubelet may get a certificate. Its Known becomes true once the API
-// server has answered, and the local machine or more than half of the control-plane machines. A hosted control plane has no
-// machines. A source that stops responding keeps its last answer.
+// Identity returns the names and addresses for which no kubelet may get a certificate. Its Known becomes true once the
+// API server has answered, and the local machine or more than half of the control-plane machines. A hosted control plane
+// has no machines. A source that stops responding keeps its last answer.
 func (r *Reader) Identity() *Value[csrpolicy.ClusterIdentity] { return &r.identity }
 
 // Network returns how the control plane is configured to assign addresses; nil before the first refresh.
 func (r *Reader) Network() *Value[*Network] { return &r.network }
 
-// Members returns the members of the cluster as of the last refresh. They are empty while Config.ReadMembers returns false.
+// Members returns the members of the cluster as of the last refresh; none while Config.ReadMembers returns false.
 func (r *Reader) Members() *Value[*Members] { return &r.members }
 
 // Run refreshes the facts until ctx ends. It returns at once if nothing has subscribed to them.
 func (r *Reader) Run(ctx context.Context) {
-	if !r.isNeeded() {
+	if !r.identity.subscribed() && !r.network.subscribed() && !r.members.subscribed() {
 		return
 	}
 
@@ -212,11 +212,6 @@ func (r *Reader) Run(ctx context.Context) {
 			return
 		}
 	}
-}
-
-// isNeeded reports whether anything has subscribed.
-func (r *Reader) isNeeded() bool {
-	return r.identity.subscribed() || r.network.subscribed() || r.members.subscribed()
 }
 
 // refresh reads every source once and publishes the facts. It returns false if ctx has ended.
@@ -254,7 +249,7 @@ func (r *Reader) refresh(ctx context.Context) bool {
 	return true
 }
 
-// mergeIdentity returns the last answers of all sources, in a fixed order so that equal answers compare as equal.
+// mergeIdentity returns the last answers of all sources, in a fixed order: equal answers must compare as equal.
 func (r *Reader) mergeIdentity() csrpolicy.ClusterIdentity {
 	var none csrpolicy.ClusterSubjects
 
@@ -276,48 +271,50 @@ func (r *Reader) mergeIdentity() csrpolicy.ClusterIdentity {
 	}
 
 	// The kubelets of Nodes in a ServiceCIDR must not have all their requests denied.
-	overlapping, apart := r.splitByNodes(serviceCIDRs.ServiceCIDRs)
-	id.Stated.ServiceCIDRs = apart
-
-	if len(overlapping) > 0 {
-		report("a ServiceCIDR that contains addresses of Nodes", csrpolicy.ClusterSubjects{ServiceCIDRs: overlapping})
+	for _, cidr := range serviceCIDRs.ServiceCIDRs {
+		if r.containsNode(cidr) {
+			report("a ServiceCIDR that contains addresses of Nodes", csrpolicy.ClusterSubjects{ServiceCIDRs: []netip.Prefix{cidr}})
+		} else {
+			id.Stated.ServiceCIDRs = append(id.Stated.ServiceCIDRs, cidr)
+		}
 	}
 
 	if r.cfg.Hosted != nil {
 		report("the flags about the hosted control plane", *r.cfg.Hosted)
 	}
 
-	read := 0
-
 	for _, nodename := range slices.Sorted(maps.Keys(r.machines)) {
 		if subjects := r.machines[nodename].subjects; subjects != nil {
-			read++
-
 			report(fmt.Sprintf("machine %q", nodename), *subjects)
 		}
 	}
 
-	isRead := r.machines[r.local].subjects != nil || 2*read > len(r.machines) || r.isHosted()
 	hasServices := func(report csrpolicy.Report) bool { return len(report.ServiceCIDRs) > 0 }
-	id.Known = answered && isRead && (len(apart) > 0 || slices.ContainsFunc(id.Reported, hasServices))
+	id.Known = answered && r.knowsMachines() && (len(id.Stated.ServiceCIDRs) > 0 || slices.ContainsFunc(id.Reported, hasServices))
 
 	return id
 }
 
-// splitByNodes returns the CIDRs that contain an address of a Node, and the other CIDRs.
-func (r *Reader) splitByNodes(cidrs []netip.Prefix) (overlapping, apart []netip.Prefix) {
-	nodes, _ := r.cfg.Nodes.Lister().List(labels.Everything()) // a list from the cache cannot fail
+// knowsMachines reports whether the local machine has answered, or more than half of the control-plane machines.
+func (r *Reader) knowsMachines() bool {
+	known := 0
 
-	for _, cidr := range cidrs {
-		isIn := func(node *corev1.Node) bool { return slices.ContainsFunc(nodespec.DialAddresses(node), cidr.Contains) }
-		if slices.ContainsFunc(nodes, isIn) {
-			overlapping = append(overlapping, cidr)
-		} else {
-			apart = append(apart, cidr)
+	for _, facts := range r.machines {
+		if facts.subjects != nil {
+			known++
 		}
 	}
 
-	return overlapping, apart
+	return r.machines[r.local].subjects != nil || 2*known > len(r.machines) || r.isHosted()
+}
+
+// containsNode reports whether a CIDR contains an address of a Node.
+func (r *Reader) containsNode(cidr netip.Prefix) bool {
+	nodes, _ := r.cfg.Nodes.Lister().List(labels.Everything()) // a list from the cache cannot fail
+
+	return slices.ContainsFunc(nodes, func(node *corev1.Node) bool {
+		return slices.ContainsFunc(nodespec.DialAddresses(node), cidr.Contains)
+	})
 }
 
 // isHosted reports whether Config.Hosted replaces the data of control-plane machines.

@@ -51,6 +51,8 @@ const (
 	localMachine = "this machine"
 )
 
+var errNoNode = errors.New("no Talos Node has the label node-role.kubernetes.io/control-plane; a hosted control plane needs --hosted-control-plane, and no Node with the label")
+
 // Domains returns the domains of cluster DNS in the API server's serving certificate. It returns none if that certificate
 // cannot be read or belongs to a proxy in front of the API server.
 func Domains(ctx context.Context, config *rest.Config) []string {
@@ -217,42 +219,36 @@ type machineFacts struct {
 }
 
 // readMachines reads all control-plane machines concurrently. It keeps the facts of a machine that does not respond, and
-// drops the facts of a machine whose Node no longer has the label of the control plane. The operating system, which the
-// kubelet reports, only counts until the machine is known. It returns the errors in the order of the nodenames.
+// drops the facts of a machine when its Node loses the label of the control plane. A Node that does not report Talos is
+// skipped until its machine has been read once: the kubelet writes the operating system. It returns the errors in the
+// order of the nodenames.
 func (r *Reader) readMachines(ctx context.Context) []error {
+	known := r.machines
+	r.machines = map[string]machineFacts{}
+
 	nodes, _ := r.cfg.Nodes.Lister().List(labels.Everything()) // a list from the cache cannot fail
 	nodes = slices.DeleteFunc(nodes, func(node *corev1.Node) bool { return !nodespec.IsControlPlane(node) })
 	r.labeled = len(nodes) > 0
 
 	nodes = slices.DeleteFunc(nodes, func(node *corev1.Node) bool {
-		_, isKnown := r.machines[node.Name]
+		_, isKnown := known[node.Name]
 
 		return !isKnown && !nodespec.IsTalos(node)
 	})
 	slices.SortFunc(nodes, func(a, b *corev1.Node) int { return strings.Compare(a.Name, b.Name) })
 
-	machines := map[string]machineFacts{}
-
-	if r.isHosted() {
-		r.machines = machines
-
+	switch {
+	case r.isHosted():
 		return nil
-	}
+	case len(nodes) == 0 && r.cfg.LocalState == nil:
+		return []error{errNoNode}
+	case len(nodes) == 0:
+		// The machine's names and addresses do not count before its Node has the label.
+		facts := known[localMachine]
+		err := facts.read(ctx, localMachine, r.cfg.LocalState)
+		r.machines[localMachine] = machineFacts{kcm: facts.kcm}
 
-	if len(nodes) == 0 {
-		err := errors.New("no Talos Node has the label node-role.kubernetes.io/control-plane; a hosted control plane needs --hosted-control-plane, and no Node with the label")
-
-		if r.cfg.LocalState != nil {
-			// Its names and addresses do not count before a Node has the label.
-			facts := r.machines[localMachine]
-			readErr := facts.read(ctx, localMachine, r.cfg.LocalState)
-			machines[localMachine] = machineFacts{kcm: facts.kcm}
-			err = cmp.Or(readErr, err)
-		}
-
-		r.machines = machines
-
-		return []error{err}
+		return []error{cmp.Or(err, errNoNode)}
 	}
 
 	r.findLocal(ctx)
@@ -262,16 +258,14 @@ func (r *Reader) readMachines(ctx context.Context) []error {
 	answers, errs := make([]machineFacts, len(nodes)), make([]error, len(nodes))
 
 	for i, node := range nodes {
-		group.Go(func() { answers[i], errs[i] = r.readNode(ctx, node) })
+		group.Go(func() { answers[i], errs[i] = r.readNode(ctx, node, known[node.Name]) })
 	}
 
 	group.Wait()
 
 	for i, node := range nodes {
-		machines[node.Name] = answers[i]
+		r.machines[node.Name] = answers[i]
 	}
-
-	r.machines = machines
 
 	return slices.DeleteFunc(errs, func(err error) bool { return err == nil })
 }
@@ -291,10 +285,10 @@ func (r *Reader) findLocal(ctx context.Context) {
 }
 
 // readNode reads the machine of a Node at the first of the Node's addresses where that machine responds, or the local
-// machine without its address. What cannot be read keeps its last value.
-func (r *Reader) readNode(ctx context.Context, node *corev1.Node) (machineFacts, error) {
-	facts, err := r.machines[node.Name], errors.New("no address known")
-	facts.members = nil // only what the machine sees now counts
+// machine without its address. A fact that cannot be read keeps its last value.
+func (r *Reader) readNode(ctx context.Context, node *corev1.Node, facts machineFacts) (machineFacts, error) {
+	err := errors.New("no address known")
+	facts.members = nil // only the members of this refresh count
 
 	if node.Name == r.local {
 		err = r.readState(ctx, node.Name, r.cfg.LocalState, &facts)
@@ -446,7 +440,7 @@ func arguments(object map[string]any) ([]string, error) {
 	return slices.Concat(pod.Spec.Containers[i].Command, pod.Spec.Containers[i].Args), nil
 }
 
-// setArguments sets what the command line of kube-controller-manager configures. It assigns pod CIDRs with
+// setArguments applies the command line of kube-controller-manager, which assigns pod CIDRs with
 // --allocate-node-cidrs, which is off by default, and the controller, which is on by default. --node-cidr-mask-size is
 // only for single-stack clusters.
 func (c *KCMConfig) setArguments(args []string) {
@@ -459,7 +453,7 @@ func (c *KCMConfig) setArguments(args []string) {
 	sizeIPv6 := flags.Int("node-cidr-mask-size-ipv6", 0, "")
 
 	if err := flags.Parse(args); err != nil {
-		c.AllocatesNodeCIDRs = true // unknown, so nothing else may allocate
+		c.AllocatesNodeCIDRs = true // unknown, so talos-ccm must not allocate
 
 		return
 	}

@@ -102,8 +102,11 @@ func TestMergeIdentity_IsKnownOnlyWithAllSources(t *testing.T) {
 		"no certificate":                     {func(r *Reader) { r.certificate = nil }, false},
 		"no Service":                         {func(r *Reader) { r.service = nil }, false},
 		"no answer about ServiceCIDRs":       {func(r *Reader) { r.serviceCIDRs = nil }, false},
-		"one of two machines, neither local": {func(r *Reader) { r.local = "" }, false},
-		"no ServiceCIDR":                     {func(r *Reader) { r.serviceCIDRs.ServiceCIDRs = nil }, false},
+		"two of three machines, neither local": {func(r *Reader) {
+			r.machines["cp-2"], r.machines["cp-3"], r.local = r.machines["cp-1"], machineFacts{}, ""
+		}, true},
+		"one of two machines, not the local one": {func(r *Reader) { r.local = "" }, false},
+		"no ServiceCIDR":                         {func(r *Reader) { r.serviceCIDRs.ServiceCIDRs = nil }, false},
 		"a ServiceCIDR of a machine, as before Kubernetes 1.33": {func(r *Reader) {
 			r.machines["cp-1"].subjects.ServiceCIDRs, r.serviceCIDRs.ServiceCIDRs = r.serviceCIDRs.ServiceCIDRs, nil
 		}, true},

@@ -23,7 +23,7 @@ const (
 
 	// credentialBytes is the length of a certificate's ID: 128 bits of its SHA-256 hash, so that it fits into a label.
 	credentialBytes = 16
-	// fingerprintBytes is the length of what is only compared with its earlier value.
+	// fingerprintBytes is the length of hashes that are only compared with an earlier hash of the same value.
 	fingerprintBytes = 6
 
 	// registrationSlack is how much later than its Node a kubelet's first client certificate may have been requested: a
@@ -123,8 +123,8 @@ func (p Pin) Follow(issued []ClientCertificate) Pin {
 	return p
 }
 
-// lost reports whether the kubelet can no longer have the pinned certificate. renewed is the certificate that the kubelet
-// has now; the zero value if it is not known.
+// lost reports whether the kubelet can no longer have the pinned certificate. renewed is the certificate with which the
+// request was made; the zero value if it is not known.
 func (p Pin) lost(m machine.Machine, renewed ClientCertificate, now time.Time) bool {
 	changed := func(before, after string) bool { return before != "" && after != "" && before != after }
 	volume := Fingerprint(m.EphemeralID)

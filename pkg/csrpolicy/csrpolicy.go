@@ -1,8 +1,16 @@
-// Package csrpolicy decides whether a request for a kubelet-serving certificate contains only what the requesting
-// machine proves to own.
+// Package csrpolicy reviews requests for kubelet-serving certificates. A request is approved only if the machine
+// reports all requested names and addresses, no other machine owns them, and they do not belong to the cluster.
 //
 // It is part of the pure core: a CertificateSigningRequest and Evidence in, a Verdict with all reasons out. It performs
 // no lookups, reads no clock and never writes a condition. In doubt it does not approve.
+//
+// A denial is final. Only requests that can never become valid are denied: malformed requests, and requests for static
+// names such as kubernetes.default.svc or for names and addresses that the API server itself states. Machines and flags
+// can be wrong: a request for a name or an address that only they report as the cluster's stays pending. A worker gets a
+// certificate for neither. NotOwned is an exception: after that denial, a kubelet requests its current names at once.
+//
+// The predicates of package machine decide here which names are approved, and in package nodespec which names a Node
+// lists.
 package csrpolicy
 
 import (
@@ -13,7 +21,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
-// Decision is what to do with a request. The zero value is Ignore.
+// Decision is the result of a review or of one check. The zero value is Ignore.
 type Decision int
 
 // Decisions in ascending order of weight: of several reasons the one with the highest weight decides.
@@ -47,7 +55,7 @@ type Verdict struct {
 type Reason struct {
 	// Code is a stable CamelCase identifier for conditions and metrics.
 	Code string
-	// Decision is what this reason alone leads to.
+	// Decision is the decision if there were no other reason.
 	Decision Decision
 	// Message is a sentence for people. It may quote the request, truncated and escaped.
 	Message string
@@ -81,8 +89,7 @@ const (
 	CodeUnexpectedCredential = "UnexpectedCredential" // the requester's client certificate is not the pinned one
 )
 
-// Codes of reasons to deny a request. ClusterDNSName and ClusterIPAddress only defer a request for what the API server
-// does not state.
+// Codes of reasons to deny a request. ClusterDNSName and ClusterIPAddress can also be reasons to defer a request.
 const (
 	CodeNoNode         = "RequesterNotNode"
 	CodeGroups         = "InvalidGroups"
@@ -106,7 +113,7 @@ const (
 	CodeNotOwned       = "NotOwned" // neither the machine nor its Node has it; the kubelet would request something else by now
 )
 
-// Evidence is what is known about the requesting machine and the cluster. The zero value approves nothing.
+// Evidence describes the requesting machine and the cluster. The zero value approves nothing.
 type Evidence struct {
 	// Node is the state of the Node that the request's user names.
 	Node NodeState
@@ -114,15 +121,15 @@ type Evidence struct {
 	MachineState MachineState
 	// Machine is the latest view of that Node's machine; the zero value if there is none.
 	Machine machine.Machine
-	// Owners maps names and addresses, in the form in which Request.Subjects returns them (addresses as their String),
-	// to the names of the other Nodes that own them, which includes a deleted Node of the same name. Only entries in
-	// the request matter. An unreachable machine still owns what it last reported.
+	// Owners maps names and addresses to the names of the other Nodes that own them. The keys have the form in which
+	// Request.Subjects returns them; addresses as their String. A deleted Node of the same name is an other Node. Only
+	// subjects of the request matter. An unreachable machine still owns the names and addresses that it last reported.
 	Owners map[string][]string
-	// Reserved says of owners that were deleted until when they own it at least. It is for messages.
+	// Reserved maps the names of deleted owners to the earliest time at which their ownership ends. It is for messages.
 	Reserved map[string]time.Time
-	// Listed are the names and addresses of the Node's status, in the same form; empty if unknown. A kubelet requests
-	// what its Node lists, so that a request for what neither the Node nor the machine has is outdated or hostile. It
-	// never counts in favor of a request: kubelets write their Nodes.
+	// Listed are the names and addresses of the Node's status, in the same form; empty if unknown. A kubelet requests the
+	// names and addresses that its Node lists. A request for others, which the machine does not have, is old or hostile.
+	// The list never counts in favor of a request: kubelets write their Nodes.
 	Listed  []string
 	Cluster ClusterIdentity
 	// Credentials are the client certificates of the Node's kubelet.
@@ -132,7 +139,7 @@ type Evidence struct {
 	Now time.Time
 }
 
-// NodeState is what is known about a Node.
+// NodeState is the state of a Node.
 type NodeState int
 
 const (
@@ -158,7 +165,7 @@ const (
 	MachineUnknown MachineState = iota
 	// MachineUnreachable means that the machine no longer responds. The view is its last one.
 	MachineUnreachable
-	// MachineMismatch means that another machine responds at the Node's address.
+	// MachineMismatch means that a machine with a different nodename responds at the Node's address.
 	MachineMismatch
 	// MachineCurrent means that the machine is being watched.
 	MachineCurrent
@@ -241,16 +248,16 @@ const (
 	DefaultMaxExpiration = 366 * 24 * time.Hour
 )
 
-// Policy is what the operator allows. The zero value is the default.
+// Policy is the operator's configuration. The zero value is the default.
 type Policy struct {
 	// MaxExpiration is the longest lifetime that may be requested; 0 means DefaultMaxExpiration. A request without a
 	// lifetime gets the signer's default.
 	MaxExpiration time.Duration
-	// ExtraNames and ExtraIPs are allowed for this machine in addition to its own. They never allow what belongs to the
-	// cluster or to another machine.
+	// ExtraNames and ExtraIPs are allowed for this machine in addition to its own. They never allow names and addresses of
+	// the cluster or of other machines.
 	ExtraNames []string
 	ExtraIPs   []netip.Addr
-	// PendingNames are assigned to the machine by what it reports so far. Review does not allow them.
+	// PendingNames are assigned to the machine by the facts that it has reported so far. Review does not allow them.
 	PendingNames []string
 	// PodCIDRs are ranges from which pod CIDRs are allocated. A request for an address in one stays pending.
 	PodCIDRs []netip.Prefix

@@ -47,8 +47,7 @@ var (
 	oidExtensionRequest = asn1.ObjectIdentifier{1, 2, 840, 113549, 1, 9, 14}
 )
 
-// Nodename returns the name of the Node whose kubelet made the request, according to its user; false if the requester
-// is not a kubelet.
+// Nodename returns the name of the requester's Node; false if the requester is not a kubelet.
 func Nodename(csr *certificatesv1.CertificateSigningRequest) (string, bool) {
 	name, ok := strings.CutPrefix(csr.Spec.Username, "system:node:")
 	if !ok || name != machine.CanonicalName(name) || !machine.ValidName(name) {
@@ -58,7 +57,7 @@ func Nodename(csr *certificatesv1.CertificateSigningRequest) (string, bool) {
 	return name, true
 }
 
-// Request is a CertificateSigningRequest whose PKCS#10 request has been parsed. Use Parse.
+// Request is a CertificateSigningRequest with its parsed PKCS#10 request. Use Parse.
 type Request struct {
 	reasons // to deny the request whatever the evidence is
 
@@ -101,10 +100,10 @@ type relativeDistinguishedNameSET []struct {
 	Value asn1.RawValue
 }
 
-// Parse parses a request and verifies its signature; Review reports what is wrong. The caller must not modify csr while
-// it uses the result.
+// Parse parses a request and verifies its signature; Review reports the errors. The caller must not modify csr while it
+// uses the result.
 //
-// crypto/x509 ignores what it does not know: attributes, SANs of other types, all but the last of several common names,
+// crypto/x509 ignores unknown parts: attributes, SANs of other types, all but the last of several common names,
 // additional elements of a SEQUENCE. Therefore every part but the key and the signature algorithm must also encode to
 // the same bytes again.
 func Parse(csr *certificatesv1.CertificateSigningRequest) *Request {
@@ -284,7 +283,7 @@ func (r *Request) checkKey() {
 	}
 }
 
-// keyProblem returns what is wrong with a public key, as a predicate; empty if nothing is.
+// keyProblem returns why a public key is not acceptable, as a predicate; empty if it is.
 func keyProblem(key any) string {
 	switch key := key.(type) {
 	case *rsa.PublicKey:

@@ -33,7 +33,7 @@ var (
 	usagesOfRSA = []certificatesv1.KeyUsage{certificatesv1.UsageDigitalSignature, certificatesv1.UsageKeyEncipherment, certificatesv1.UsageServerAuth}
 )
 
-// reasons collects what speaks against a request.
+// reasons collects the reasons not to approve a request.
 type reasons []Reason
 
 // deny adds a reason that no evidence can remove.
@@ -66,6 +66,9 @@ func Review(request *Request, e Evidence) Verdict {
 	if code, message := ignored(request.csr, e); code != "" {
 		return Verdict{Decision: Ignore, Reasons: []Reason{{Code: code, Decision: Ignore, Message: message}}}
 	}
+
+	configured := Report{"the configuration of talos-ccm", ClusterSubjects{PodCIDRs: e.Policy.PodCIDRs}}
+	e.Cluster.Reported = append(slices.Clone(e.Cluster.Reported), configured)
 
 	r := review{request: request, Evidence: e}
 	r.checkRequester()
@@ -220,18 +223,25 @@ func (r *review) checkName(name string) {
 // checkAddress checks an IP address. Addresses of the cluster take precedence over addresses that the machine reports.
 func (r *review) checkAddress(ip netip.Addr) {
 	source := r.Cluster.sourceOf(func(s ClusterSubjects) bool { return slices.ContainsFunc(s.APIServerIPs, equals(ip)) })
-	cidr, reporter := r.reservation(ip)
+
+	var cidr string
+
+	owner := r.Cluster.sourceOf(func(s ClusterSubjects) bool {
+		cidr = s.reservation(ip)
+
+		return cidr != ""
+	})
 
 	switch {
 	case !ip.IsGlobalUnicast():
 		r.deny(CodeSpecialAddress, "IP address %s %s", ip, specialAddress)
-	case r.Cluster.Stated.reservation(ip) != "":
+	case owner == apiServer:
 		r.deny(CodeClusterAddress, "IP address %s belongs to a Service", ip)
-	case cidr != "":
-		r.postpone(CodeClusterAddress, "IP address %s is in %s, a CIDR of pods or Services or a virtual IP according to %s", ip, cidr, reporter)
+	case owner != "":
+		r.postpone(CodeClusterAddress, "IP address %s is in %s, a CIDR of pods or Services or a virtual IP according to %s", ip, cidr, owner)
 	case source == apiServer && r.isWorker() && slices.ContainsFunc(r.ownAddresses(ip), isUncontested):
 		// Talos keeps each address of a control-plane machine in the certificate until the machine reboots
-		// (network.NodeAddressAccumulativeID in secrets/KubernetesCertSANsController). The worker may have the address by now.
+		// (network.NodeAddressAccumulativeID in secrets/KubernetesCertSANsController). The worker may have it by now.
 		r.postpone(CodeClusterAddress, "IP address %s is in the API server's certificate, which keeps the addresses of a control-plane machine until it reboots", ip)
 		r.checkOwners(ip.String())
 	case source != "":
@@ -243,20 +253,6 @@ func (r *review) checkAddress(ip netip.Addr) {
 	default:
 		r.checkOwnAddress(ip)
 	}
-}
-
-// reservation returns the CIDR that contains an address and the source that reports the CIDR. It returns empty strings
-// if no source reports one.
-func (r *review) reservation(ip netip.Addr) (cidr, source string) {
-	configured := Report{"the configuration of talos-ccm", ClusterSubjects{PodCIDRs: r.Policy.PodCIDRs}}
-
-	for _, report := range append(slices.Clone(r.Cluster.Reported), configured) {
-		if cidr := report.reservation(ip); cidr != "" {
-			return cidr, report.Source
-		}
-	}
-
-	return "", ""
 }
 
 // mayBeAPIServer reports whether the machine may have a name or an address of the API server if it owns the name or the
@@ -316,10 +312,10 @@ func (r *review) ownAddresses(ip netip.Addr) []machine.Address {
 	return slices.DeleteFunc(slices.Clone(r.Machine.Addresses), func(a machine.Address) bool { return a.Prefix.Addr().Unmap() != ip })
 }
 
-// unproven adds the reason for a name or an address that is not the machine's. If its Node does not list it either, the
-// request is outdated or hostile. Pending, an outdated one would keep the kubelet from sending the right one for a
-// quarter of an hour (certificateWaitTimeout and rotateCerts in k8s.io/client-go/util/certificate); denied, it is
-// replaced soon.
+// unproven adds the reason for a name or an address that the machine does not own. The request is denied if the Node
+// does not list the name or the address either: a kubelet waits a quarter of an hour for a pending request before it
+// requests its current names, and less than a minute after a denial (certificateWaitTimeout and rotateCerts in
+// k8s.io/client-go/util/certificate).
 func (r *review) unproven(code, subject, format string, args ...any) {
 	if len(r.Listed) > 0 && !slices.Contains(r.Listed, subject) {
 		r.deny(CodeNotOwned, format+", and its Node does not list it", args...)
@@ -390,7 +386,7 @@ func CheckAllowedAddress(addr netip.Addr) error {
 	return nil
 }
 
-// codesByProblem are the codes of what machine.CheckName refuses.
+// codesByProblem are the codes of the names that machine.CheckName refuses.
 var codesByProblem = map[machine.NameProblem]string{
 	machine.NameWildcard: CodeWildcard,
 	machine.NameInvalid:  CodeInvalidName,
