@@ -51,7 +51,8 @@ const (
 	localMachine = "this machine"
 )
 
-var errNoNode = errors.New("no Talos Node has the label node-role.kubernetes.io/control-plane; a hosted control plane needs --hosted-control-plane, and no Node with the label")
+var errNoNode = errors.New("no Talos Node has the label node-role.kubernetes.io/control-plane; " +
+	"a hosted control plane needs --hosted-control-plane, and no Node with the label")
 
 // Domains returns the domains of cluster DNS in the API server's serving certificate. It returns none if that certificate
 // cannot be read or belongs to a proxy in front of the API server.

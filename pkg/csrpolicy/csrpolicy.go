@@ -210,18 +210,6 @@ type Report struct {
 // apiServer is the source of ClusterIdentity.Stated.
 const apiServer = "the API server"
 
-// sourceOf returns the source of subjects for which has returns true: the API server before others. It returns an empty
-// string if there is none.
-func (c ClusterIdentity) sourceOf(has func(ClusterSubjects) bool) string {
-	for _, report := range append([]Report{{apiServer, c.Stated}}, c.Reported...) {
-		if has(report.ClusterSubjects) {
-			return report.Source
-		}
-	}
-
-	return ""
-}
-
 // reservation returns the CIDR of Services or pods that contains ip, or the virtual address ip as a CIDR. It returns an
 // empty string for other addresses. The address must be unmapped.
 func (s ClusterSubjects) reservation(ip netip.Addr) string {

@@ -67,9 +67,6 @@ func Review(request *Request, e Evidence) Verdict {
 		return Verdict{Decision: Ignore, Reasons: []Reason{{Code: code, Decision: Ignore, Message: message}}}
 	}
 
-	configured := Report{"the configuration of talos-ccm", ClusterSubjects{PodCIDRs: e.Policy.PodCIDRs}}
-	e.Cluster.Reported = append(slices.Clone(e.Cluster.Reported), configured)
-
 	r := review{request: request, Evidence: e}
 	r.checkRequester()
 	r.reasons = append(r.reasons, request.reasons...)
@@ -202,9 +199,23 @@ func (r *review) checkTerms() {
 	}
 }
 
+// sourceOf returns the source of cluster subjects for which has returns true; empty if there is none. A pool comes first:
+// the pool is wrong if it overlaps with a ServiceCIDR, and it must not have requests denied.
+func (r *review) sourceOf(has func(ClusterSubjects) bool) string {
+	configured := Report{"the configuration of talos-ccm", ClusterSubjects{PodCIDRs: r.Policy.PodCIDRs}}
+
+	for _, report := range append([]Report{configured, {apiServer, r.Cluster.Stated}}, r.Cluster.Reported...) {
+		if has(report.ClusterSubjects) {
+			return report.Source
+		}
+	}
+
+	return ""
+}
+
 // checkName checks a DNS name. Names of the cluster take precedence over names that the machine reports.
 func (r *review) checkName(name string) {
-	source := r.Cluster.sourceOf(func(s ClusterSubjects) bool { return slices.Contains(machine.CanonicalNames(s.APIServerNames), name) })
+	source := r.sourceOf(func(s ClusterSubjects) bool { return slices.Contains(machine.CanonicalNames(s.APIServerNames), name) })
 
 	switch problem := machine.CheckName(name, r.nodename, r.Cluster.Domains); {
 	case problem != "":
@@ -222,11 +233,11 @@ func (r *review) checkName(name string) {
 
 // checkAddress checks an IP address. Addresses of the cluster take precedence over addresses that the machine reports.
 func (r *review) checkAddress(ip netip.Addr) {
-	source := r.Cluster.sourceOf(func(s ClusterSubjects) bool { return slices.ContainsFunc(s.APIServerIPs, equals(ip)) })
+	source := r.sourceOf(func(s ClusterSubjects) bool { return slices.ContainsFunc(s.APIServerIPs, equals(ip)) })
 
 	var cidr string
 
-	owner := r.Cluster.sourceOf(func(s ClusterSubjects) bool {
+	owner := r.sourceOf(func(s ClusterSubjects) bool {
 		cidr = s.reservation(ip)
 
 		return cidr != ""

@@ -48,6 +48,7 @@ func checkReported(t testing.TB, csr certificatesv1.CertificateSigningRequest, e
 	e.Cluster.Reported, e.Policy.PodCIDRs = nil, nil
 
 	without := csrpolicy.Review(csrpolicy.Parse(&csr), e)
+
 	for _, reason := range v.Reasons {
 		if reason.Decision == csrpolicy.Deny && reason.Code != csrpolicy.CodeNotOwned {
 			assert.Contains(t, without.Reasons, reason)

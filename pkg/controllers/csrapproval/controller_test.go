@@ -316,9 +316,9 @@ func attacks(w, victim worker) map[string]attack {
 		"the control plane's address":           {at(controlPlaneIP.String()), csrpolicy.CodeNotOwned},
 		"the service address of the API server": {at("10.0.0.1"), csrpolicy.CodeClusterAddress},
 		"a service address":                     {at("10.0.7.7"), csrpolicy.CodeClusterAddress},
-		"a service address that Talos knows":    {at("10.96.0.10"), csrpolicy.CodeClusterAddress},
-		"a pod's address":                       {at("10.244.3.3"), csrpolicy.CodeClusterAddress},
-		"the virtual address":                   {at(virtualIP.String()), csrpolicy.CodeClusterAddress},
+		"a service address that Talos knows":    {at("10.96.0.10"), ""},
+		"a pod's address":                       {at("10.244.3.3"), ""},
+		"the virtual address":                   {at(virtualIP.String()), ""},
 		"for clients":                           {request{usages: clientUsages}, csrpolicy.CodeUsages},
 		"of another organization":               {request{organization: "system:masters"}, csrpolicy.CodeSubject},
 		"of a user that is not a kubelet":       {request{user: "admin", groups: []string{"system:masters"}}, ""},
@@ -382,7 +382,7 @@ func TestController_DefersWhatLyingMachineReports(t *testing.T) {
 		s.assertPending(name)
 	}
 
-	s.awaitDenied(s.post(liar, request{ips: []netip.Addr{virtualIP}}))
+	s.awaitDeferred(s.post(liar, request{ips: []netip.Addr{virtualIP}}), csrpolicy.CodeClusterAddress)
 	s.awaitDenied(s.post(liar, request{names: []string{victim.name}}))
 }
 
