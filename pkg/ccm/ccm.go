@@ -38,9 +38,6 @@ const (
 	retryMax   = 30 * time.Second
 )
 
-// errLeaseLost ends a run: another instance leads, or is about to.
-var errLeaseLost = errors.New("leader election lost")
-
 // App runs talos-ccm. Use New.
 type App struct {
 	options *Options

@@ -3,204 +3,130 @@ package election_test
 import (
 	"context"
 	"encoding/json"
-	"errors"
-	"fmt"
-	"math/rand/v2"
-	"sync"
-	"sync/atomic"
+	"net/http"
 	"testing"
+	"testing/synctest"
 	"time"
 
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime/schema"
-	"k8s.io/client-go/tools/leaderelection"
 	"k8s.io/client-go/tools/leaderelection/resourcelock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/election"
 )
 
-// sharedLease is a lease in memory.
-type sharedLease struct {
-	mu      sync.Mutex
-	record  *resourcelock.LeaderElectionRecord
-	version int
-	// watches are called some time after a change by another candidate.
-	watches map[string]func()
-}
-
-// watch calls changed after changes by other candidates than identity.
-func (l *sharedLease) watch(identity string, changed func()) (stop func()) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-
-	if l.watches == nil {
-		l.watches = map[string]func(){}
-	}
-
-	l.watches[identity] = changed
-
-	return func() {
-		l.mu.Lock()
-		defer l.mu.Unlock()
-
-		delete(l.watches, identity)
-	}
-}
-
-// notify is called with the mutex held.
-func (l *sharedLease) notify() {
-	for identity, changed := range l.watches {
-		if identity != l.record.HolderIdentity {
-			time.AfterFunc(rand.N(5*time.Millisecond), changed)
-		}
-	}
-}
-
-// memoryLock is the lock of one candidate on a sharedLease. Requests take a moment and fail with the context, before or
-// after they have taken effect.
+// memoryLock is the lock of "a" on a lease in memory. Writes fail if the lease has changed since it was read.
 type memoryLock struct {
-	lease    *sharedLease
-	identity string
-	version  int // that was read
-	acting   atomic.Bool
-	t        *testing.T
+	record *resourcelock.LeaderElectionRecord
+	read   *resourcelock.LeaderElectionRecord
 }
 
-func (l *memoryLock) Get(ctx context.Context) (*resourcelock.LeaderElectionRecord, []byte, error) {
-	pause(time.Millisecond)
-
-	l.lease.mu.Lock()
-	defer l.lease.mu.Unlock()
-
-	if l.lease.record == nil {
+func (l *memoryLock) Get(context.Context) (*resourcelock.LeaderElectionRecord, []byte, error) {
+	if l.record == nil {
 		return nil, nil, apierrors.NewNotFound(schema.GroupResource{}, "lease")
 	}
 
-	l.version = l.lease.version
-	record := *l.lease.record
-	raw, err := json.Marshal(record)
+	l.read = l.record
+	raw, err := json.Marshal(l.record)
 
-	return &record, raw, errors.Join(err, ctx.Err())
+	return l.record, raw, err
 }
 
-func (l *memoryLock) Create(ctx context.Context, record resourcelock.LeaderElectionRecord) error {
-	l.lease.mu.Lock()
-	missing := l.lease.record == nil
-	l.lease.mu.Unlock()
-
-	if !missing {
-		return apierrors.NewAlreadyExists(schema.GroupResource{}, "lease")
-	}
-
-	return l.Update(ctx, record)
+func (l *memoryLock) Create(ctx context.Context, r resourcelock.LeaderElectionRecord) error {
+	return l.Update(ctx, r)
 }
 
-func (l *memoryLock) Update(ctx context.Context, record resourcelock.LeaderElectionRecord) error {
-	pause(time.Millisecond)
-
-	if err := ctx.Err(); err != nil {
-		return err
+func (l *memoryLock) Update(_ context.Context, r resourcelock.LeaderElectionRecord) error {
+	if l.read != l.record {
+		return apierrors.NewConflict(schema.GroupResource{}, "lease", nil)
 	}
 
-	l.lease.mu.Lock()
-	conflict := l.version != l.lease.version
+	l.record = &r
+	l.read = l.record
 
-	if !conflict {
-		if record.HolderIdentity != l.identity && l.acting.Load() {
-			l.t.Errorf("%s released the lease while it was acting", l.identity)
-		}
-
-		l.lease.version++
-		l.version = l.lease.version
-		l.lease.record = &record
-		l.lease.notify()
-	}
-
-	l.lease.mu.Unlock()
-
-	if conflict {
-		return apierrors.NewConflict(schema.GroupResource{}, "lease", errors.New("changed"))
-	}
-
-	pause(time.Millisecond)
-
-	return ctx.Err()
+	return nil
 }
 
 func (*memoryLock) RecordEvent(string) {}
-func (l *memoryLock) Identity() string { return l.identity }
-func (l *memoryLock) Describe() string { return "memory" }
+func (*memoryLock) Identity() string   { return "a" }
+func (*memoryLock) Describe() string   { return "memory" }
 
-func pause(limit time.Duration) { time.Sleep(rand.N(limit)) }
+type roundTripper func(*http.Request) (*http.Response, error)
 
-// Changes of the lease interrupt attempts at any time. Neither expiry nor polling compensates for a missed change.
-func TestCandidate_OnlyHolderActs(t *testing.T) {
-	const (
-		candidates = 3
-		terms      = 50
-	)
+func (f roundTripper) RoundTrip(request *http.Request) (*http.Response, error) { return f(request) }
 
-	var (
-		lease  = &sharedLease{}
-		acting atomic.Int64
-		group  sync.WaitGroup
-	)
+// guarded returns a function that reports whether a request passes the guard of the lock.
+func guarded(lock *election.Lock, validity time.Duration) func() bool {
+	sent := 0
+	guard := lock.Guard(validity, roundTripper(func(*http.Request) (*http.Response, error) {
+		sent++
 
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-	defer cancel()
+		return &http.Response{}, nil
+	}))
 
-	for i := range candidates {
-		group.Go(func() {
-			for term := 0; term < terms && !t.Failed(); term++ {
-				runTerm(ctx, t, lease, fmt.Sprintf("candidate %d, term %d", i, term), &acting)
+	return func() bool {
+		before := sent
+		_, err := guard.RoundTrip(&http.Request{Body: http.NoBody}) //nolint:bodyclose // responses have no body
+
+		return err == nil && sent > before
+	}
+}
+
+func TestLock_GuardsRequests(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		memory := &memoryLock{}
+		lock := &election.Lock{Interface: memory}
+		passes := guarded(lock, 12*time.Second)
+		held := resourcelock.LeaderElectionRecord{HolderIdentity: "a"}
+
+		assert.False(t, passes(), "the lease was never acquired")
+
+		require.NoError(t, lock.Create(t.Context(), held))
+		assert.True(t, passes(), "the lease is held")
+
+		time.Sleep(11 * time.Second)
+		require.NoError(t, lock.Update(t.Context(), held))
+		time.Sleep(11 * time.Second)
+		assert.True(t, passes(), "the lease was renewed")
+
+		memory.record = &resourcelock.LeaderElectionRecord{HolderIdentity: "b"}
+		require.Error(t, lock.Update(t.Context(), held))
+		time.Sleep(time.Second)
+		assert.False(t, passes(), "the lease was not renewed in time")
+	})
+}
+
+func TestLock_ReleasesOwnLease(t *testing.T) {
+	for _, test := range []struct {
+		name         string
+		record       *resourcelock.LeaderElectionRecord
+		want         string
+		wantDuration int
+	}{
+		{"held by itself", &resourcelock.LeaderElectionRecord{HolderIdentity: "a", LeaseDurationSeconds: 15}, "", 1},
+		{"held by another instance", &resourcelock.LeaderElectionRecord{HolderIdentity: "b", LeaseDurationSeconds: 15}, "b", 15},
+		{"missing", nil, "", 0},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			memory := &memoryLock{}
+			lock := &election.Lock{Interface: memory}
+			passes := guarded(lock, time.Hour)
+
+			require.NoError(t, lock.Create(t.Context(), resourcelock.LeaderElectionRecord{HolderIdentity: "a"}))
+
+			memory.record = test.record
+
+			require.NoError(t, lock.Release(t.Context()))
+			assert.False(t, passes(), "the lease is released")
+
+			if test.record == nil {
+				assert.Nil(t, memory.record)
+			} else {
+				assert.Equal(t, test.want, memory.record.HolderIdentity)
+				assert.Equal(t, test.wantDuration, memory.record.LeaseDurationSeconds)
 			}
 		})
 	}
-
-	group.Wait()
-}
-
-// runTerm runs a candidate until it has led and released the lease.
-func runTerm(ctx context.Context, t *testing.T, lease *sharedLease, identity string, acting *atomic.Int64) {
-	t.Helper()
-
-	lock := &memoryLock{t: t, lease: lease, identity: identity}
-
-	c, err := election.New(leaderelection.LeaderElectionConfig{
-		Lock: lock, LeaseDuration: time.Hour, RenewDeadline: 50 * time.Minute, RetryPeriod: 10 * time.Minute, ReleaseOnCancel: true, Name: "test",
-	})
-	if err != nil {
-		t.Error(err)
-
-		return
-	}
-
-	defer lease.watch(identity, c.Retry)()
-
-	ctx, release := context.WithCancel(ctx)
-	stopped := make(chan struct{})
-
-	go func() {
-		defer close(stopped)
-
-		c.Run(ctx)
-	}()
-
-	select {
-	case <-c.Leading():
-		lock.acting.Store(true)
-
-		if n := acting.Add(1); n > 1 {
-			t.Errorf("%d candidates act", n)
-		}
-
-		pause(20 * time.Millisecond)
-		acting.Add(-1)
-		lock.acting.Store(false)
-	case <-ctx.Done():
-		t.Errorf("%s did not lead", identity)
-	}
-
-	release()
-	<-stopped
 }
