@@ -179,7 +179,7 @@ func allowed(enabled ...string) map[string][]string {
 		"kube-public": {},
 	}
 
-	for _, verb := range []string{"get", "list", "watch", "update"} {
+	for _, verb := range []string{"get", "update"} {
 		all["kube-system"] = append(all["kube-system"], verb+" leases.coordination.k8s.io cloud-controller-manager-talos")
 	}
 
@@ -311,8 +311,7 @@ func TestRBAC_RestrictsNamedObjects(t *testing.T) {
 	}{
 		{"get", "coordination.k8s.io", "leases", "", "kube-system", "cloud-controller-manager-talos", true},
 		{"update", "coordination.k8s.io", "leases", "", "kube-system", "cloud-controller-manager-talos", true},
-		{"watch", "coordination.k8s.io", "leases", "", "kube-system", "cloud-controller-manager-talos", true},
-		{"watch", "coordination.k8s.io", "leases", "", "kube-system", "kube-controller-manager", false},
+		{"watch", "coordination.k8s.io", "leases", "", "kube-system", "cloud-controller-manager-talos", false},
 		{"delete", "coordination.k8s.io", "leases", "", "kube-system", "cloud-controller-manager-talos", false},
 		{"update", "coordination.k8s.io", "leases", "", "kube-system", "kube-controller-manager", false},
 		{"update", "coordination.k8s.io", "leases", "", "kube-node-lease", "cloud-controller-manager-talos", false},
