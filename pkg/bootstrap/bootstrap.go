@@ -2,8 +2,12 @@
 // local machine.
 //
 // With the admin kubeconfig it applies the ServiceAccount and its RBAC, deletes the RBAC of disabled controllers, and
-// requests a token that is valid for at most one hour. The admin kubeconfig is held in memory only while it is in use
-// and is never written to disk. Only the token and a kubeconfig that refers to it are.
+// requests a token that is valid for at most one hour. It repeats that every ten minutes, which restores deleted objects,
+// and whenever Talos issues a new admin kubeconfig. The admin kubeconfig is held in memory only while it is in use and is
+// never written to disk. Only the token and a kubeconfig that refers to it are.
+//
+// The kubeconfig contains the cluster CA as a value: client-go would reload a CA file only after minutes, when the lease
+// has expired. When the CA changes, the caller recreates its clients with the same lease identity.
 package bootstrap
 
 import (
@@ -20,7 +24,6 @@ import (
 	"time"
 
 	"github.com/cosi-project/runtime/pkg/state"
-	"github.com/siderolabs/go-retry/retry"
 	"github.com/siderolabs/talos/pkg/machinery/resources/secrets"
 	authenticationv1 "k8s.io/api/authentication/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -59,13 +62,6 @@ const (
 	minInterval = time.Minute
 
 	attemptTimeout = 15 * time.Second
-	// cycle bounds a series of attempts, and thereby the delay between attempts to about eight seconds. The next
-	// series follows immediately.
-	cycle = 15 * time.Second
-
-	// Delays between attempts to watch the admin kubeconfig.
-	watchRetryFirst = time.Second
-	watchRetryMax   = time.Minute
 )
 
 var tokenExpiry = metrics.NewGauge(&metrics.GaugeOpts{
@@ -106,8 +102,7 @@ func (b *Bootstrap) Kubeconfig() string { return filepath.Join(b.dir, "kubeconfi
 // minutes, and whenever Talos issues a new admin kubeconfig. It calls ready after the first success. Failures are
 // retried.
 //
-// Run returns early if the API server endpoint or its CA has changed. Existing clients cannot follow such a change in
-// time (client-go reloads CA files every five minutes) and must be recreated.
+// Run returns early if the API server endpoint or its CA has changed. Clients must then be recreated.
 func (b *Bootstrap) Run(ctx context.Context, ready func()) {
 	var first []byte
 
@@ -140,21 +135,14 @@ type renewal struct {
 
 // renew renews the credentials, retrying until it succeeds or ctx ends.
 func (b *Bootstrap) renew(ctx context.Context) (current renewal) {
-	for ctx.Err() == nil {
-		err := retry.Exponential(cycle, retry.WithUnits(time.Second), retry.WithJitter(time.Second), retry.WithAttemptTimeout(attemptTimeout)).
-			RetryWithContext(ctx, func(ctx context.Context) (err error) {
-				current, err = b.renewOnce(ctx)
+	_ = backoff.Retry(ctx, "Failed to renew Kubernetes credentials; retrying", func(ctx context.Context) (err error) {
+		ctx, cancel := context.WithTimeout(ctx, attemptTimeout)
+		defer cancel()
 
-				return retry.ExpectedError(err)
-			})
-		if err == nil {
-			break
-		}
+		current, err = b.renewOnce(ctx)
 
-		if ctx.Err() == nil {
-			klog.FromContext(ctx).Info("Failed to renew Kubernetes credentials; retrying", "err", err)
-		}
-	}
+		return err
+	})
 
 	return current
 }
@@ -217,7 +205,8 @@ func (b *Bootstrap) renewOnce(ctx context.Context) (renewal, error) {
 	return renewal{kubeconfig: written, lifetime: expiry.Sub(b.clock.Now()), admin: sha256.Sum256(kubeconfig)}, nil
 }
 
-// wait returns when the token is due for renewal or Talos has issued another admin kubeconfig, or when ctx ends.
+// wait returns when the token is due for renewal or Talos has issued another admin kubeconfig, before or during the
+// watch, or when ctx ends.
 func (b *Bootstrap) wait(ctx context.Context, current renewal) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -228,47 +217,16 @@ func (b *Bootstrap) wait(ctx context.Context, current renewal) {
 		backoff.Sleep(ctx, b.clock, min(max(current.lifetime/2, minInterval), maxInterval))
 	}()
 
-	_ = backoff.Retry(ctx, b.clock, watchRetryFirst, watchRetryMax, func(ctx context.Context) error {
-		err := b.watchAdmin(ctx, current.admin)
-		if err != nil && ctx.Err() == nil {
-			klog.FromContext(ctx).V(2).Info("Failed to watch localhost admin kubeconfig; retrying", "err", err)
+	backoff.WatchLocal(ctx, b.clock, "localhost admin kubeconfig", b.admin.WatchLocalhostAdminKubeconfig, func(event state.Event) bool {
+		certs, ok := event.Resource.(*secrets.Kubernetes)
+		if !ok || event.Type == state.Destroyed {
+			return false
 		}
 
-		return err
+		kubeconfig := certs.TypedSpec().LocalhostAdminKubeconfig
+
+		return kubeconfig != "" && sha256.Sum256([]byte(kubeconfig)) != current.admin
 	})
-}
-
-// watchAdmin returns nil when the admin kubeconfig is not the one with the given fingerprint, whether it changed
-// before or during the watch.
-func (b *Bootstrap) watchAdmin(ctx context.Context, used [sha256.Size]byte) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-
-	events := make(chan state.Event)
-
-	if err := b.admin.WatchLocalhostAdminKubeconfig(ctx, events); err != nil {
-		return err
-	}
-
-	for {
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case event := <-events:
-			if event.Type == state.Errored {
-				return fmt.Errorf("watch localhost admin kubeconfig: %w", event.Error)
-			}
-
-			certs, ok := event.Resource.(*secrets.Kubernetes)
-			if !ok || event.Type == state.Destroyed {
-				continue
-			}
-
-			if kubeconfig := certs.TypedSpec().LocalhostAdminKubeconfig; kubeconfig != "" && sha256.Sum256([]byte(kubeconfig)) != used {
-				return nil
-			}
-		}
-	}
 }
 
 // write writes the token and the kubeconfig, in this order and each atomically, and returns the kubeconfig.
@@ -354,7 +312,12 @@ func (b *Bootstrap) applyObject(ctx context.Context, client metadata.ResourceInt
 
 		return nil
 	case isDisabled:
-		return deleteObject(ctx, client, existing)
+		err := client.Delete(ctx, existing.Name, metav1.DeleteOptions{Preconditions: &metav1.Preconditions{ResourceVersion: &existing.ResourceVersion}})
+		if apierrors.IsNotFound(err) {
+			return nil
+		}
+
+		return err
 	default:
 		object.SetResourceVersion(existing.ResourceVersion)
 	}
@@ -367,17 +330,6 @@ func (b *Bootstrap) applyObject(ctx context.Context, client metadata.ResourceInt
 	_, err = client.Patch(ctx, object.GetName(), types.ApplyPatchType, data, metav1.PatchOptions{FieldManager: fieldManager, Force: new(true)})
 
 	return err
-}
-
-func deleteObject(ctx context.Context, client metadata.ResourceInterface, existing metav1.Object) error {
-	version := existing.GetResourceVersion()
-
-	err := client.Delete(ctx, existing.GetName(), metav1.DeleteOptions{Preconditions: &metav1.Preconditions{ResourceVersion: &version}})
-	if err != nil && !apierrors.IsNotFound(err) {
-		return fmt.Errorf("delete: %w", err)
-	}
-
-	return nil
 }
 
 // rbacVersion returns the version of an object of extension.RBAC; 0 if it has none.

@@ -12,7 +12,6 @@ import (
 	"fmt"
 	"os"
 	"sync"
-	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/uuid"
@@ -30,12 +29,6 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/settings"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/version"
-)
-
-// Delays between attempts to reach the API server or the local machine.
-const (
-	retryFirst = 500 * time.Millisecond
-	retryMax   = 30 * time.Second
 )
 
 // App runs talos-ccm. Use New.
@@ -264,7 +257,7 @@ func (a *App) frameworkConfig(ctx context.Context, kubeconfig string) (config *c
 		return nil, fmt.Errorf("read kubeconfig: %w", err)
 	}
 
-	_ = backoff.Retry(ctx, a.clock, retryFirst, retryMax, func(ctx context.Context) error {
+	_ = backoff.Retry(ctx, "API server or secure port not available; retrying", func(ctx context.Context) error {
 		// A failed attempt changes the options, for example it sets the secure port to 0 if the port is in use.
 		framework := a.options.frameworkFor(kubeconfig)
 
@@ -275,8 +268,6 @@ func (a *App) frameworkConfig(ctx context.Context, kubeconfig string) (config *c
 
 			return nil
 		}
-
-		klog.FromContext(ctx).Info("API server or secure port not available; retrying", "err", err)
 
 		if listener := framework.SecureServing.Listener; listener != nil {
 			listener.Close() //nolint:errcheck // no client has connected

@@ -53,9 +53,9 @@ func (m *controllerManager) reportConfiguration(ctx context.Context) {
 		reported string
 	)
 
-	err := backoff.Retry(ctx, m.app.clock, retryFirst, retryMax, func(ctx context.Context) error {
+	err := backoff.Retry(ctx, "Failed to get nodename of local machine; retrying", func(ctx context.Context) error {
 		if node.Name = m.app.localNodename(ctx); node.Name == "" {
-			return errors.New("nodename of the local machine is not known") // which localNodename has logged
+			return errors.New("not known yet")
 		}
 
 		node.UID = types.UID(node.Name)

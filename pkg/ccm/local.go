@@ -39,64 +39,38 @@ func (s localState) serves() bool {
 // watchLocalState sends the state of the local machine on every change until ctx ends. While machined cannot be
 // reached, the last state holds.
 func (a *App) watchLocalState(ctx context.Context, changes chan<- localState) {
-	var last localState
+	var current localState
 
-	backoff.WatchLocal(ctx, a.clock, retryFirst, retryMax, "machine state", func(ctx context.Context, established func()) error {
-		return followLocalState(ctx, a.socket.Reader, &last, changes, established)
-	})
-}
+	watch := func(ctx context.Context, events chan<- state.Event) error {
+		if err := a.socket.Reader.Watch(ctx, config.NewMachineType().Metadata(), events); err != nil {
+			return fmt.Errorf("watch machine type: %w", err)
+		}
 
-// followLocalState is watchLocalState up to the first failure. It calls established when the machine has responded, and
-// always returns an error.
-func followLocalState(ctx context.Context, st state.CoreState, last *localState, changes chan<- localState, established func()) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
+		if err := a.socket.Reader.Watch(ctx, runtime.NewMachineStatus().Metadata(), events); err != nil {
+			return fmt.Errorf("watch machine status: %w", err)
+		}
 
-	events := make(chan state.Event)
-
-	if err := st.Watch(ctx, config.NewMachineType().Metadata(), events); err != nil {
-		return fmt.Errorf("watch machine type: %w", err)
+		return nil
 	}
 
-	if err := st.Watch(ctx, runtime.NewMachineStatus().Metadata(), events); err != nil {
-		return fmt.Errorf("watch machine status: %w", err)
-	}
-
-	established()
-
-	for {
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case event := <-events:
-			next, err := last.after(event)
-			if err != nil {
-				return err
-			}
-
-			if next == *last {
-				continue
-			}
-
-			*last = next
+	backoff.WatchLocal(ctx, a.clock, "machine state", watch, func(event state.Event) bool {
+		if next := current.after(event); next != current {
+			current = next
 
 			select {
 			case changes <- next:
 			case <-ctx.Done():
-				return ctx.Err()
 			}
 		}
-	}
+
+		return false
+	})
 }
 
 // after returns the state after event. The destruction of a resource changes nothing: machined may be starting.
-func (s localState) after(event state.Event) (localState, error) {
-	if event.Type == state.Errored {
-		return s, fmt.Errorf("watch local machine: %w", event.Error)
-	}
-
+func (s localState) after(event state.Event) localState {
 	if event.Type != state.Created && event.Type != state.Updated {
-		return s, nil
+		return s
 	}
 
 	switch r := event.Resource.(type) {
@@ -106,7 +80,7 @@ func (s localState) after(event state.Event) (localState, error) {
 		s.stage = r.TypedSpec().Stage
 	}
 
-	return s, nil
+	return s
 }
 
 // localResource reads a resource of the local machine. It returns nil outside Talos and if the resource is not

@@ -15,7 +15,7 @@ type source struct {
 	deliver func(settings.Document, error)
 }
 
-func (s *source) Follow(_ context.Context, deliver func(settings.Document, error), _ func()) {
+func (s *source) Follow(_ context.Context, deliver func(settings.Document, error)) {
 	s.deliver = deliver
 }
 

@@ -265,7 +265,7 @@ func (r *Reflector) follow(ctx context.Context, nodename string, addresses []net
 			delays = backoff.New(backoffFirst, backoffMax)
 			delay = wait.Jitter(reconnectDelay, reconnectJitter)
 		} else {
-			r.report(klog.FromContext(ctx).V(t.outage.Failed(r.clock.Now())), nodename, err)
+			r.report(t.outage.Failed(klog.FromContext(ctx), r.clock.Now()), nodename, err)
 
 			t.failed.Store(true)
 
@@ -331,7 +331,7 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 		connected: func() {
 			release()
 			t.failed.Store(false)
-			klog.FromContext(ctx).V(t.outage.Succeeded()).Info("Watching machine", "address", addr)
+			t.outage.Succeeded(klog.FromContext(ctx)).Info("Watching machine", "address", addr)
 		},
 		initialized: func() bool { return r.isInitialized(nodename) },
 		interval:    pollFirst,

@@ -1,5 +1,15 @@
 // Package settings keeps the configuration in force: it follows a source, validates what the source delivers, and
 // falls back to the last-known-good configuration.
+//
+// The source on Talos is the ExtensionServiceConfig document as a resource, not the mounted file: Talos mounts the file
+// and sets the environment only when it starts the service, and at boot that is before it has loaded the document.
+// Talos restarts the service when the document changes or is deleted, but not when it appears, and never in container
+// mode (ExtensionServiceController). Therefore the last-known-good configuration is kept in a directory in the machine's
+// /run, which outlives the process but not a reboot. If the document sets variables that the process was not started
+// with, package ccm validates them as flags, and the process replaces itself by exec, so that Talos still supervises it.
+//
+// A missing document is valid. Before its first valid configuration, an instance is not a candidate for the leader
+// election.
 package settings
 
 import (
@@ -46,9 +56,7 @@ type Store struct {
 	current     *config.Compiled
 	environment []string
 	problem     error
-	// synced is true while the source sees changes.
-	synced   bool
-	handlers map[*func()]struct{}
+	handlers    map[*func()]struct{}
 }
 
 // New returns a Store. A document is invalid if its environment does not pass the check.
@@ -58,12 +66,7 @@ func New(source Source, lastKnownGood LastKnownGood, checkEnvironment func(envir
 
 // Run follows the source until ctx ends.
 func (s *Store) Run(ctx context.Context) {
-	s.source.Follow(ctx, func(doc Document, err error) { s.update(ctx, doc, err) }, func() {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-
-		s.synced = false
-	})
+	s.source.Follow(ctx, func(doc Document, err error) { s.update(ctx, doc, err) })
 }
 
 // Subscribe calls handler after every delivery until the returned function is called. The handler must not block.
@@ -106,8 +109,7 @@ func (s *Store) Problem() error {
 	return s.problem
 }
 
-// Await blocks until a configuration is in force and the source sees changes. It returns false if ctx ends before
-// that.
+// Await blocks until a configuration is in force. It returns false if ctx ends before that.
 func (s *Store) Await(ctx context.Context) bool {
 	delivered := make(chan struct{}, 1)
 
@@ -118,21 +120,15 @@ func (s *Store) Await(ctx context.Context) bool {
 		}
 	})()
 
-	for {
-		s.mu.Lock()
-		ready := s.current != nil && s.synced
-		s.mu.Unlock()
-
-		if ready {
-			return true
-		}
-
+	for s.Current() == nil {
 		select {
 		case <-delivered:
 		case <-ctx.Done():
 			return false
 		}
 	}
+
+	return true
 }
 
 // update puts a document in force, or the last-known-good configuration if the document is invalid.
@@ -167,7 +163,7 @@ func (s *Store) update(ctx context.Context, doc Document, err error) {
 
 	s.mu.Lock()
 
-	s.problem, s.synced, s.current = err, true, compiled
+	s.problem, s.current = err, compiled
 
 	if err == nil {
 		s.environment = doc.Environment
@@ -182,9 +178,8 @@ func (s *Store) update(ctx context.Context, doc Document, err error) {
 	}
 }
 
-// LastKnownGood persists the last-known-good configuration across restarts: Talos restarts an extension service when
-// its document changes, even if the new document is invalid (ExtensionServiceController). The zero value persists
-// nothing.
+// LastKnownGood persists the last-known-good configuration across restarts, also for a document that became invalid. The
+// zero value persists nothing.
 type LastKnownGood struct {
 	// Dir is a directory that outlives the process.
 	Dir string

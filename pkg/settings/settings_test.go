@@ -17,12 +17,11 @@ import (
 // delivery is a source under the control of the test.
 type delivery struct {
 	deliver func(settings.Document, error)
-	lost    func()
 	ready   chan struct{}
 }
 
-func (d *delivery) Follow(ctx context.Context, deliver func(settings.Document, error), lost func()) {
-	d.deliver, d.lost = deliver, lost
+func (d *delivery) Follow(ctx context.Context, deliver func(settings.Document, error)) {
+	d.deliver = deliver
 	close(d.ready)
 	<-ctx.Done()
 }
@@ -150,26 +149,25 @@ func TestStore_NotifiesSubscribersOfEveryDelivery(t *testing.T) {
 	assert.EqualValues(t, 3, second.Load())
 }
 
-func TestStore_AwaitBlocksUntilSynced(t *testing.T) {
+func TestStore_AwaitBlocksUntilFirstValidDocument(t *testing.T) {
 	s, d := follow(t, settings.LastKnownGood{}, anyEnvironment)
-	d.deliver(document(""), nil)
-	d.lost()
-
 	awaited := make(chan bool)
 
 	go func() { awaited <- s.Await(t.Context()) }()
 
+	d.deliver(document("nonsense: true"), nil)
+
 	select {
 	case <-awaited:
-		t.Fatal("Await returned while the source sees no changes")
+		t.Fatal("Await returned without a configuration in force")
 	default:
 	}
 
 	d.deliver(document(""), nil)
 	assert.True(t, <-awaited, "got false after a delivery")
 
+	s, _ = follow(t, settings.LastKnownGood{}, anyEnvironment)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	d.lost()
 	assert.False(t, s.Await(ctx), "got true after ctx ended")
 }

@@ -19,23 +19,20 @@ import (
 // Source delivers configurations.
 type Source interface {
 	// Follow calls deliver with the current document and again after every change, or with an error if the document
-	// cannot be read. It calls lost when it no longer sees changes, until the next delivery. It returns when ctx
-	// ends.
-	Follow(ctx context.Context, deliver func(Document, error), lost func())
+	// cannot be read. It returns when ctx ends.
+	Follow(ctx context.Context, deliver func(Document, error))
 }
 
 // Defaults is the source of the default configuration.
 type Defaults struct{}
 
 // Follow implements Source.
-func (Defaults) Follow(ctx context.Context, deliver func(Document, error), _ func()) {
+func (Defaults) Follow(ctx context.Context, deliver func(Document, error)) {
 	deliver(Document{Name: "defaults"}, nil)
 	<-ctx.Done()
 }
 
-// MountPath is the mountPath of the configuration file in an ExtensionServiceConfig. The content is read from the
-// resource and not from the mounted file: Talos mounts what exists when it starts the service, and at boot that is
-// before the machine configuration is loaded (ExtensionServiceController).
+// MountPath is the mountPath of the configuration file in an ExtensionServiceConfig.
 const MountPath = "/usr/local/etc/talos-ccm/config.yaml"
 
 // Extension follows the ExtensionServiceConfig of an extension service. Without one, it delivers the default
@@ -51,45 +48,23 @@ type Extension struct {
 }
 
 // Follow implements Source.
-func (e Extension) Follow(ctx context.Context, deliver func(Document, error), lost func()) {
-	backoff.WatchLocal(ctx, e.Clock, 200*time.Millisecond, 10*time.Second, "ExtensionServiceConfig", func(ctx context.Context, established func()) error {
-		defer lost()
-
-		return e.watch(ctx, deliver, established)
-	})
-}
-
-func (e Extension) watch(ctx context.Context, deliver func(Document, error), established func()) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-
-	events := make(chan state.Event)
-
-	if err := e.Admin.WatchServiceConfig(ctx, e.Name, events); err != nil {
-		return err
+func (e Extension) Follow(ctx context.Context, deliver func(Document, error)) {
+	watch := func(ctx context.Context, events chan<- state.Event) error {
+		return e.Admin.WatchServiceConfig(ctx, e.Name, events)
 	}
 
-	established()
+	backoff.WatchLocal(ctx, e.Clock, "ExtensionServiceConfig", watch, func(event state.Event) bool {
+		resource, ok := event.Resource.(*runtime.ExtensionServiceConfig)
 
-	for {
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case event := <-events:
-			if event.Type == state.Errored {
-				return fmt.Errorf("watch ExtensionServiceConfig %s: %w", e.Name, event.Error)
-			}
-
-			resource, ok := event.Resource.(*runtime.ExtensionServiceConfig)
-
-			switch {
-			case event.Type == state.Destroyed:
-				deliver(Document{Name: "ExtensionServiceConfig " + e.Name}, nil)
-			case ok:
-				deliver(e.document(resource.TypedSpec()))
-			}
+		switch {
+		case event.Type == state.Destroyed:
+			deliver(Document{Name: "ExtensionServiceConfig " + e.Name}, nil)
+		case ok:
+			deliver(e.document(resource.TypedSpec()))
 		}
-	}
+
+		return false
+	})
 }
 
 // document returns the file at MountPath. Other files are errors, because they would be ignored.
@@ -116,7 +91,7 @@ type File struct {
 
 // Follow implements Source. It polls, which works on every file system, and delivers content that it has read twice,
 // because a file may be half written.
-func (f File) Follow(ctx context.Context, deliver func(Document, error), _ func()) {
+func (f File) Follow(ctx context.Context, deliver func(Document, error)) {
 	var last, delivered *reading
 
 	for ctx.Err() == nil {

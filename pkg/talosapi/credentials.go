@@ -12,28 +12,23 @@ import (
 	"sync"
 	"time"
 
-	"github.com/siderolabs/go-retry/retry"
 	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
-	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
+
+	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
 )
 
 const (
 	// readerTTL is the lifetime of an issued certificate, which is renewed at half of it. Open connections outlive it.
 	readerTTL = time.Hour
 
-	// caGrace is how long the previous OS CA stays trusted after Talos has switched to another. It is the maximum lifetime
-	// of a machine's server certificate (24 h in machinery's x509 constants).
+	// caGrace is how long the previous OS CA stays trusted (machinery's x509 constants).
 	caGrace = 24 * time.Hour
 
-	// minRenewInterval is the minimum time between two certificates, however many machines present an unknown CA. It doubles
-	// after each renewal that brought no new CA: those machines belong to another cluster.
+	// minRenewInterval is the minimum time between two certificates, however many machines present an unknown CA.
 	minRenewInterval = time.Minute
 
 	issueTimeout = 10 * time.Second
-	// issueCycle limits a series of attempts, and thereby the delay between them, to about eight seconds. Run starts the
-	// next series immediately.
-	issueCycle = 15 * time.Second
 )
 
 // IssuedCredentials are Credentials with certificates that Talos issues over machine.sock. Create them with
@@ -62,55 +57,22 @@ func NewIssuedCredentials(admin *Admin, clk clock.Clock) *IssuedCredentials {
 // Run renews the certificate until ctx is done: at half of its lifetime, and earlier if a machine presents a certificate of
 // an unknown CA, as after a rotation of the OS CA. It calls ready after each renewal.
 func (c *IssuedCredentials) Run(ctx context.Context, ready func()) {
-	logger := klog.FromContext(ctx)
-	interval := minRenewInterval
-
-	for requested := false; ctx.Err() == nil; {
-		var rotated bool
-
-		err := retry.Exponential(issueCycle, retry.WithUnits(time.Second), retry.WithJitter(time.Second), retry.WithAttemptTimeout(issueTimeout)).
-			RetryWithContext(ctx, func(ctx context.Context) (err error) {
-				rotated, err = c.renew(ctx)
-
-				return retry.ExpectedError(err)
-			})
+	for ctx.Err() == nil {
+		err := backoff.Retry(ctx, "Failed to issue Talos client certificate; retrying", c.renew)
 		if err != nil {
-			if ctx.Err() == nil {
-				logger.Error(err, "Failed to issue Talos client certificate; retrying")
-			}
-
-			continue
+			return // ctx has ended
 		}
 
 		ready()
 
-		if requested && !rotated {
-			interval = min(2*interval, readerTTL/2)
-		} else {
-			interval = minRenewInterval
-		}
+		half := c.clock.After(readerTTL / 2)
 
-		requested = c.waitForRenewal(ctx, interval)
-	}
-}
+		backoff.Sleep(ctx, c.clock, minRenewInterval)
 
-// waitForRenewal blocks until the certificate is to be renewed, which is after interval at the earliest. It reports whether
-// UnknownCA has requested the renewal.
-func (c *IssuedCredentials) waitForRenewal(ctx context.Context, interval time.Duration) (requested bool) {
-	var unknownCA <-chan struct{} // nil, and therefore ignored, until interval has passed
-
-	half, earliest := c.clock.After(readerTTL/2), c.clock.After(interval)
-
-	for {
 		select {
 		case <-ctx.Done():
-			return false
 		case <-half:
-			return len(c.unknownCA) > 0
-		case <-earliest:
-			unknownCA = c.unknownCA
-		case <-unknownCA:
-			return true
+		case <-c.unknownCA:
 		}
 	}
 }
@@ -123,27 +85,29 @@ func (c *IssuedCredentials) UnknownCA() {
 	}
 }
 
-// renew issues a certificate. It reports whether its CA differs from the previous one.
-func (c *IssuedCredentials) renew(ctx context.Context) (rotated bool, err error) {
+// renew issues a certificate.
+func (c *IssuedCredentials) renew(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, issueTimeout)
+	defer cancel()
+
 	issued, err := c.issue(ctx, readerTTL)
 	if err != nil {
-		return false, err
+		return err
 	}
 
 	cert, err := tls.X509KeyPair(issued.Certificate, issued.Key)
 	if err != nil {
-		return false, fmt.Errorf("load issued os:reader certificate: %w", err)
+		return fmt.Errorf("load issued os:reader certificate: %w", err)
 	}
 
 	if !x509.NewCertPool().AppendCertsFromPEM(issued.CA) {
-		return false, errors.New("load issued os:reader certificate: CA is not PEM")
+		return errors.New("load issued os:reader certificate: CA is not PEM")
 	}
 
 	c.mu.Lock()
 	defer c.mu.Unlock()
 
 	ca, now := string(issued.CA), c.clock.Now()
-	rotated = len(c.roots) > 0 && c.roots[0].pem != ca
 
 	c.cert = &cert
 	readerExpiry.Set(float64(cert.Leaf.NotAfter.Unix()))
@@ -157,7 +121,7 @@ func (c *IssuedCredentials) renew(ctx context.Context) (rotated bool, err error)
 		c.pool.AppendCertsFromPEM([]byte(root.pem))
 	}
 
-	return rotated, nil
+	return nil
 }
 
 // TLSConfig implements Credentials.

@@ -2,6 +2,10 @@
 //
 // Only the methods of Admin use the role os:admin, over machine.sock. All other calls use os:reader. The package never
 // writes a resource and never uses apid's request forwarding.
+//
+// The os:reader certificate is valid for one hour and is replaced after half of it, or when a machine presents a
+// certificate of an unknown CA. It is needed only while dialing. When Talos uses a new CA, the previous one stays trusted
+// for 24 hours, the longest lifetime of a machine's server certificate.
 package talosapi
 
 import (

@@ -30,7 +30,6 @@ import (
 	corelisters "k8s.io/client-go/listers/core/v1"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/tools/record"
-	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
@@ -69,9 +68,6 @@ const (
 
 	// syncTimeout bounds all API requests of one sync.
 	syncTimeout = 30 * time.Second
-
-	retryFirst = time.Second
-	retryMax   = 30 * time.Second
 )
 
 // Config configures a Controller. Every field is required unless noted.
@@ -164,16 +160,8 @@ func (c *Controller) Run(ctx context.Context) {
 
 	c.observed.read()
 
-	err := backoff.Retry(ctx, c.config.Clock, retryFirst, retryMax, func(ctx context.Context) error {
-		err := c.loadDeletions(ctx)
-		if err != nil && ctx.Err() == nil {
-			klog.FromContext(ctx).Error(err, "Failed to count recent deletions; retrying")
-		}
-
-		return err
-	})
-	if err != nil {
-		return
+	if err := backoff.Retry(ctx, "Failed to count recent deletions; retrying", c.loadDeletions); err != nil {
+		return // ctx has ended
 	}
 
 	done := make(chan struct{})

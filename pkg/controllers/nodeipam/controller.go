@@ -184,15 +184,7 @@ func (c *Controller) Run(ctx context.Context) {
 		return
 	}
 
-	err := backoff.Retry(ctx, c.cfg.Clock, queue.RetryFirst, queue.RetryMax, func(ctx context.Context) error {
-		err := c.listAllocations(ctx)
-		if err != nil {
-			klog.FromContext(ctx).Error(err, "Failed to list allocated pod CIDRs; retrying")
-		}
-
-		return err
-	})
-	if err != nil {
+	if err := backoff.Retry(ctx, "Failed to list allocated pod CIDRs; retrying", c.listAllocations); err != nil {
 		return // ctx has ended
 	}
 

@@ -1,13 +1,21 @@
-// Package backoff paces retries with a capped exponential delay.
+// Package backoff retries operations that may fail for long, and logs that once.
 package backoff
 
 import (
 	"context"
+	"errors"
+	"math"
 	"time"
 
+	"github.com/siderolabs/go-retry/retry"
 	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 )
+
+// retryDelay is the shortest delay of Retry and WatchLocal; the longest is twice as long. The delays do not grow: few
+// operations are retried, and go-retry does not limit an exponential delay.
+const retryDelay = time.Second
 
 // New returns a backoff whose delays start at first and double up to limit, plus up to 30 % jitter.
 func New(first, limit time.Duration) wait.Backoff {
@@ -27,24 +35,35 @@ func Sleep(ctx context.Context, clk clock.Clock, d time.Duration) bool {
 	}
 }
 
-// Retry calls f until it returns nil or ctx ends, with delays that grow from first to limit. The delays start over after a call that took
-// longer than limit, such as a watch that worked for a while. f logs its own failures. Retry returns nil if f succeeded, else the error of ctx.
-func Retry(ctx context.Context, clk clock.Clock, first, limit time.Duration, f func(ctx context.Context) error) error {
-	delays := New(first, limit)
+// Retry calls f until it returns nil or ctx ends. It returns nil or the error of ctx. failure is the message of an
+// Outage.
+func Retry(ctx context.Context, failure string, f func(ctx context.Context) error) error {
+	var outage Outage
 
-	for ctx.Err() == nil {
-		started := clk.Now()
+	return repeat(ctx, func() error {
+		outage.Try(time.Now())
 
-		if err := f(ctx); err == nil {
-			return nil
+		err := f(ctx)
+		if err != nil && ctx.Err() == nil {
+			outage.Failed(klog.FromContext(ctx), time.Now()).Info(failure, "err", err)
 		}
 
-		if clk.Since(started) > limit {
-			delays = New(first, limit)
+		return err
+	})
+}
+
+// errFailed stands for all errors, because go-retry keeps every different one.
+var errFailed = errors.New("failed")
+
+// repeat is Retry without messages.
+func repeat(ctx context.Context, f func() error) error {
+	_ = retry.Constant(math.MaxInt64, retry.WithUnits(retryDelay), retry.WithJitter(retryDelay)).RetryWithContext(ctx, func(context.Context) error {
+		if ctx.Err() == nil && f() != nil {
+			return retry.ExpectedError(errFailed)
 		}
 
-		Sleep(ctx, clk, delays.Step())
-	}
+		return nil
+	})
 
 	return ctx.Err()
 }

@@ -8,78 +8,67 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/assert"
-	"k8s.io/utils/clock"
+	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
 )
 
 var errFailed = errors.New("failed")
 
-// delays retries f until it succeeds, and returns the delays between calls.
-func delays(t *testing.T, f func(call int) error) (list []time.Duration) {
-	t.Helper()
-
-	var last time.Time
-
-	calls := 0
-
-	err := backoff.Retry(t.Context(), clock.RealClock{}, time.Second, 4*time.Second, func(context.Context) error {
-		if !last.IsZero() {
-			list = append(list, time.Since(last))
-		}
-
-		err := f(calls)
-		last = time.Now()
-		calls++
-
-		return err
-	})
-	assert.NoError(t, err)
-
-	return list
-}
-
-func TestRetry_DoublesDelaysUpToLimit(t *testing.T) {
+func TestRetry_RepeatsUntilSuccess(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		got := delays(t, func(call int) error {
-			if call == 5 {
+		began := time.Now()
+
+		var calls []time.Duration
+
+		require.NoError(t, backoff.Retry(t.Context(), "Failed", func(context.Context) error {
+			calls = append(calls, time.Since(began))
+			if len(calls) == 100 {
 				return nil
 			}
 
 			return errFailed
-		})
+		}))
 
-		for i, seconds := range []int{1, 2, 4, 4, 4} {
-			least := time.Duration(seconds) * time.Second
-			assert.GreaterOrEqual(t, got[i], least, "delay %d", i)
-			assert.LessOrEqual(t, got[i], least*13/10, "delay %d", i)
+		assert.Zero(t, calls[0])
+
+		for i := range 99 {
+			delay := calls[i+1] - calls[i]
+			assert.GreaterOrEqual(t, delay, time.Second, "delay %d", i)
+			assert.LessOrEqual(t, delay, 2*time.Second, "delay %d", i)
 		}
-	})
-}
-
-func TestRetry_ResetsDelaysAfterLongCall(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		got := delays(t, func(call int) error {
-			switch call {
-			case 3:
-				time.Sleep(5 * time.Second)
-			case 4:
-				return nil
-			}
-
-			return errFailed
-		})
-
-		assert.LessOrEqual(t, got[3], 1300*time.Millisecond)
 	})
 }
 
 func TestRetry_ReturnsWhenContextEnds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
 		defer cancel()
 
-		err := backoff.Retry(ctx, clock.RealClock{}, time.Second, time.Hour, func(context.Context) error { return errFailed })
+		began := time.Now()
+
+		err := backoff.Retry(ctx, "Failed", func(context.Context) error { return errFailed })
 		assert.ErrorIs(t, err, context.DeadlineExceeded)
+		assert.Equal(t, time.Hour, time.Since(began))
 	})
+}
+
+func TestRetry_DoesNotStartAfterContext(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+
+	err := backoff.Retry(ctx, "Failed", func(context.Context) error {
+		t.Error("called after the context has ended")
+
+		return nil
+	})
+	assert.ErrorIs(t, err, context.Canceled)
+}
+
+func TestRetry_LogsLastingFailureOnce(t *testing.T) {
+	messages := logged(t, 10*time.Minute, func(ctx context.Context) {
+		_ = backoff.Retry(ctx, "Failed to try; retrying", func(context.Context) error { return errFailed })
+	})
+
+	assert.Equal(t, []string{"30s Failed to try; retrying [err failed]"}, messages)
 }

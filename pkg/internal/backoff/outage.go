@@ -1,25 +1,21 @@
 package backoff
 
 import (
+	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"time"
 
+	"github.com/cosi-project/runtime/pkg/state"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 )
 
-const (
-	// logDelay is how long a problem lasts before it is logged at the default level.
-	logDelay = 30 * time.Second
+// logDelay is how long failures last before one is logged at the default level.
+const logDelay = 30 * time.Second
 
-	levelProblem = 0
-	levelRetry   = 2
-)
-
-// Outage returns the log levels for a problem that is retried. A problem that lasts for 30 seconds is logged at level 0
-// once, and so is its end. All other messages have level 2. The zero value is ready for use.
+// Outage logs that an operation fails: once at level 0 after it has failed for 30 seconds, and then its next success.
+// All other messages have level 2. The zero value is ready for use.
 type Outage struct {
 	since  time.Time // of the first attempt after the last success; zero if there was none
 	logged bool
@@ -32,71 +28,94 @@ func (o *Outage) Try(now time.Time) {
 	}
 }
 
-// Failed returns the level for the failure of an attempt, or of what an attempt has established.
-func (o *Outage) Failed(now time.Time) (level int) {
+// Failed returns the logger for the failure of an attempt, or of a watch that an attempt has established.
+func (o *Outage) Failed(logger klog.Logger, now time.Time) klog.Logger {
 	o.Try(now)
 
 	if o.logged || now.Sub(o.since) < logDelay {
-		return levelRetry
+		return logger.V(2)
 	}
 
 	o.logged = true
 
-	return levelProblem
+	return logger
 }
 
-// Succeeded returns the level for the success of an attempt.
-func (o *Outage) Succeeded() (level int) {
-	level = levelRetry
-	if o.logged {
-		level = levelProblem
+// Succeeded returns the logger for a success.
+func (o *Outage) Succeeded(logger klog.Logger) klog.Logger {
+	if !o.logged {
+		logger = logger.V(2)
 	}
 
 	*o = Outage{}
 
-	return level
+	return logger
 }
 
-var errNoResponse = errors.New("no response within " + logDelay.String())
+// responseTimeout is how long the local machine may take to accept a watch.
+const responseTimeout = 30 * time.Second
 
-// WatchLocal is Retry for watches of a resource of the local machine, and logs their failures. f calls established when
-// the machine has responded. If it does not respond for 30 seconds, f is canceled and called again.
+// WatchLocal watches a resource of the local machine until handle returns true or ctx ends. watch starts the watch, also
+// after a failure, and handle receives the events.
 func WatchLocal(
-	ctx context.Context, clk clock.Clock, first, limit time.Duration, resource string, f func(ctx context.Context, established func()) error,
+	ctx context.Context, clk clock.Clock, resource string,
+	watch func(ctx context.Context, events chan<- state.Event) error, handle func(event state.Event) (done bool),
 ) {
 	logger := klog.FromContext(ctx)
 
 	var outage Outage
 
-	// Retry fails only when ctx ends.
-	_ = Retry(ctx, clk, first, limit, func(ctx context.Context) error {
-		watchCtx, cancel := context.WithCancelCause(ctx)
-		defer cancel(nil)
+	accepted := func() { outage.Succeeded(logger).Info("Watching local machine", "resource", resource) }
 
-		waitCtx, responded := context.WithCancel(watchCtx)
-		defer responded()
-
+	_ = repeat(ctx, func() error { // fails only when ctx ends
 		outage.Try(clk.Now())
 
-		go func() {
-			if Sleep(waitCtx, clk, logDelay) {
-				cancel(errNoResponse)
-			}
-		}()
-
-		err := f(watchCtx, func() {
-			responded()
-			logger.V(outage.Succeeded()).Info("Watching local machine", "resource", resource)
-		})
-
-		if errors.Is(context.Cause(watchCtx), errNoResponse) {
-			err = fmt.Errorf("watch %s: %w", resource, errNoResponse)
-		}
-
-		if ctx.Err() == nil {
-			logger.V(outage.Failed(clk.Now())).Info("Failed to watch local machine; retrying", "err", err)
+		err := watchOnce(ctx, clk, watch, accepted, handle)
+		if err != nil && ctx.Err() == nil {
+			outage.Failed(logger, clk.Now()).Info("Failed to watch local machine; retrying", "resource", resource, "err", err)
 		}
 
 		return err
 	})
+}
+
+// watchOnce is WatchLocal up to the first failure.
+func watchOnce(
+	ctx context.Context, clk clock.Clock,
+	watch func(ctx context.Context, events chan<- state.Event) error, accepted func(), handle func(event state.Event) (done bool),
+) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+
+	waiting, responded := context.WithCancel(ctx)
+	defer responded()
+
+	go func() {
+		if Sleep(waiting, clk, responseTimeout) {
+			cancel(fmt.Errorf("no response within %s", responseTimeout))
+		}
+	}()
+
+	events := make(chan state.Event)
+
+	if err := watch(ctx, events); err != nil {
+		return cmp.Or(context.Cause(ctx), err)
+	}
+
+	responded()
+	accepted()
+
+	for {
+		select {
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		case event := <-events:
+			switch {
+			case event.Type == state.Errored:
+				return fmt.Errorf("watch ended: %w", event.Error)
+			case handle(event):
+				return nil
+			}
+		}
+	}
 }

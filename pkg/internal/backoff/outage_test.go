@@ -7,6 +7,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/cosi-project/runtime/pkg/state"
 	"github.com/stretchr/testify/assert"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
@@ -15,8 +16,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
 )
 
-// watchLocal runs WatchLocal for ten minutes and returns its messages at the default level, each with its time.
-func watchLocal(t *testing.T, f func(ctx context.Context, established func()) error) (messages []string) {
+// logged runs f for the given time and returns its messages at the default level, each with its time.
+func logged(t *testing.T, limit time.Duration, f func(ctx context.Context)) (messages []string) {
 	t.Helper()
 
 	synctest.Test(t, func(t *testing.T) {
@@ -24,10 +25,10 @@ func watchLocal(t *testing.T, f func(ctx context.Context, established func()) er
 		sink, _ := logger.GetSink().(ktesting.Underlier)
 		began := time.Now()
 
-		ctx, cancel := context.WithTimeout(klog.NewContext(t.Context(), logger), 10*time.Minute)
+		ctx, cancel := context.WithTimeout(klog.NewContext(t.Context(), logger), limit)
 		defer cancel()
 
-		backoff.WatchLocal(ctx, clock.RealClock{}, time.Second, 20*time.Second, "machine state", f)
+		f(ctx)
 
 		for _, entry := range sink.GetBuffer().Data() {
 			if entry.Verbosity == 0 {
@@ -41,70 +42,95 @@ func watchLocal(t *testing.T, f func(ctx context.Context, established func()) er
 }
 
 func TestWatchLocal_LogsLastingOutageOnce(t *testing.T) {
+	type events = chan<- state.Event
+
+	fail := func(ctx context.Context, events events) {
+		select {
+		case events <- state.Event{Type: state.Errored, Error: errFailed}:
+		case <-ctx.Done():
+		}
+	}
+
 	for _, test := range []struct {
-		name string
-		f    func(ctx context.Context, age time.Duration, established func()) error
-		want []string
+		name  string
+		watch func(ctx context.Context, age time.Duration, events events) error
+		want  []string
 	}{
 		{
-			"established", func(ctx context.Context, _ time.Duration, established func()) error {
-				established()
-				<-ctx.Done()
-
-				return ctx.Err()
-			}, nil,
+			"works", func(context.Context, time.Duration, events) error { return nil }, nil,
 		},
 		{
-			"fails for some seconds", func(ctx context.Context, age time.Duration, established func()) error {
+			"fails for some seconds", func(_ context.Context, age time.Duration, _ events) error {
 				if age < 5*time.Second {
 					return errFailed
 				}
 
-				established()
-				<-ctx.Done()
-
-				return ctx.Err()
+				return nil
 			}, nil,
 		},
 		{
-			"ends repeatedly", func(ctx context.Context, _ time.Duration, established func()) error {
-				established()
-				backoff.Sleep(ctx, clock.RealClock{}, time.Minute)
+			"ends repeatedly", func(ctx context.Context, _ time.Duration, events events) error {
+				time.AfterFunc(time.Minute, func() { fail(ctx, events) })
 
-				return errFailed
+				return nil
 			}, nil,
 		},
 		{
-			"fails for minutes", func(ctx context.Context, age time.Duration, established func()) error {
+			"fails for minutes", func(_ context.Context, age time.Duration, _ events) error {
 				if age < 5*time.Minute {
 					return errFailed
 				}
 
-				established()
-				<-ctx.Done()
-
-				return ctx.Err()
-			}, []string{"30s Failed to watch local machine; retrying [err failed]", "5m0s Watching local machine [resource machine state]"},
+				return nil
+			}, []string{"30s Failed to watch local machine; retrying [resource machine state err failed]", "5m0s Watching local machine [resource machine state]"},
 		},
 		{
-			"does not respond", func(ctx context.Context, _ time.Duration, _ func()) error {
+			"does not respond", func(ctx context.Context, _ time.Duration, _ events) error {
 				<-ctx.Done()
 
 				return ctx.Err()
-			}, []string{"30s Failed to watch local machine; retrying [err watch machine state: no response within 30s]"},
+			}, []string{"30s Failed to watch local machine; retrying [resource machine state err no response within 30s]"},
 		},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			var began time.Time
+			got := logged(t, 10*time.Minute, func(ctx context.Context) {
+				began := time.Now()
+				watch := func(ctx context.Context, events events) error { return test.watch(ctx, time.Since(began), events) }
 
-			got := watchLocal(t, func(ctx context.Context, established func()) error {
-				if began.IsZero() {
-					began = time.Now()
-				}
-
-				return test.f(ctx, time.Since(began), established)
+				backoff.WatchLocal(ctx, clock.RealClock{}, "machine state", watch, func(state.Event) bool { return false })
 			})
 			assert.Equal(t, test.want, got)
 		})
 	}
+}
+
+func TestWatchLocal_HandlesEventsUntilDone(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		watches := 0
+		watch := func(ctx context.Context, events chan<- state.Event) error {
+			watches++
+			kinds := [][]state.EventType{{state.Created, state.Errored}, {state.Bootstrapped, state.Updated, state.Created}}[watches-1]
+
+			go func() {
+				for _, kind := range kinds {
+					select {
+					case events <- state.Event{Type: kind}:
+					case <-ctx.Done():
+					}
+				}
+			}()
+
+			return nil
+		}
+
+		var got []state.EventType
+
+		backoff.WatchLocal(t.Context(), clock.RealClock{}, "machine state", watch, func(event state.Event) bool {
+			got = append(got, event.Type)
+
+			return event.Type == state.Updated
+		})
+
+		assert.Equal(t, []state.EventType{state.Created, state.Bootstrapped, state.Updated}, got)
+	})
 }

@@ -1,9 +1,9 @@
-// Package election makes leader election with client-go safe for processes that are stopped and continued.
+// Package election protects the leader election of client-go against processes that are stopped and continued.
 //
-// client-go's elector acquires and renews the lease. Package ccm runs it: the controllers start when it leads, and they
-// stop before the lease is released. A process that was stopped, for example by SIGSTOP, continues in the middle of a
-// write, before the elector notices that the lease has expired. Therefore a Lock records when the lease was renewed, and
-// its Guard checks that before each request of the controllers.
+// client-go's elector acquires and renews the lease. Package ccm runs the elector: the controllers start when it leads,
+// and they stop before the lease is released. But a process that was stopped, for example by SIGSTOP, continues in the
+// middle of its work, before the elector notices that the lease has expired. Therefore a Lock records when the lease was
+// renewed, and the clients of the controllers check that before each request.
 package election
 
 import (

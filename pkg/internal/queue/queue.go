@@ -14,8 +14,8 @@ import (
 
 // Bounds of the per-key delay before a failed reconciliation is retried.
 const (
-	RetryFirst = 100 * time.Millisecond
-	RetryMax   = time.Minute
+	retryFirst = 100 * time.Millisecond
+	retryMax   = time.Minute
 )
 
 var failures = metrics.NewCounterVec(&metrics.CounterOpts{
@@ -38,7 +38,7 @@ func New(controller string) Queue {
 	return Queue{
 		controller: controller,
 		TypedRateLimitingInterface: workqueue.NewTypedRateLimitingQueueWithConfig(
-			workqueue.NewTypedItemExponentialFailureRateLimiter[string](RetryFirst, RetryMax),
+			workqueue.NewTypedItemExponentialFailureRateLimiter[string](retryFirst, retryMax),
 			workqueue.TypedRateLimitingQueueConfig[string]{Name: controller},
 		),
 	}
