@@ -1,4 +1,8 @@
 // Package extension embeds the files of the Talos system extension.
+//
+// Talos waits for every extension service before the boot is complete. So the service spec depends only on the path of
+// machine.sock, and all other waiting happens in the process. "restart: always" starts the service again after a lost
+// lease.
 package extension
 
 import _ "embed"

@@ -1,9 +1,30 @@
 // Package ccm runs talos-ccm: it obtains credentials, takes part in leader election, and runs the reflector and the
-// controllers while it is the leader.
+// controllers while it leads. The table in wiring.go lists the controllers.
 //
-// It uses the flags and the secure port of k8s.io/cloud-provider, but neither its controllers nor app.Run: that cannot
-// release the lease, exits if the API server is not available yet, and keeps the list of disabled controllers in a
-// package variable.
+// Framework: flags, secure port, health and metrics come from k8s.io/cloud-provider. app.Run does not: it cannot release
+// the lease, it exits if the API server is not available yet, and it keeps the list of disabled controllers in a package
+// variable. The controllers are talos-ccm's own, under the names of the framework. The framework's Node controller polls
+// and does not own labels. Its lifecycle controller deletes a Node without proof as soon as the provider does not know
+// it. Its service controller ignores Services with a load balancer class.
+//
+// Boot: Talos waits for every extension service, and reboots after 70 minutes if one never starts. So the process waits
+// for everything itself, and never exits because something is missing. It idles on workers, in maintenance mode and while
+// the machine goes down.
+//
+// Leadership: the lease is the one of the upstream Talos CCM, so only one of both acts. Only the leader watches machines.
+// On SIGTERM, and when the machine goes down, the controllers stop first, and then the lease is released. Each step takes
+// at most four of the ten seconds that Talos allows. The lease identity is the machine's node ID: an instance that
+// replaces a killed one has the same identity and need not wait for the lease to expire. Every controller has a client of
+// its own, so that a rate limit of the user applies to each.
+//
+// Coexistence: a Node is managed if its kubelet reports Talos and nodes.selector selects its machine. CSR approval and
+// IPAM have selectors of their own, which default to all Talos Nodes: in a cluster with several providers, every Node
+// needs an approver and a pod CIDR, whichever controller initializes it.
+//
+// Pods: the program is the same, and only the sources differ. Without machine.sock it reads --talosconfig for each
+// connection and --cloud-config, and uses its ServiceAccount or --kubeconfig with RBAC that the operator applies. Only the
+// socket provides the stage and the node ID of the machine and the environment of the document. So a pod releases the
+// lease only on SIGTERM, its lease identity is unique per process, and its flags come from the manifest.
 package ccm
 
 import (
@@ -11,73 +32,101 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"sync"
+	"sync/atomic"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/uuid"
 	"k8s.io/client-go/kubernetes/scheme"
+	v1core "k8s.io/client-go/kubernetes/typed/core/v1"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/record"
+	"k8s.io/client-go/transport"
 	cloudconfig "k8s.io/cloud-provider/app/config"
+	genericcontrollermanager "k8s.io/controller-manager/app"
 	controllerhealthz "k8s.io/controller-manager/pkg/healthz"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/extension"
 	"github.com/talos-ccm/talos-ccm/pkg/bootstrap"
+	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
 	"github.com/talos-ccm/talos-ccm/pkg/settings"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/version"
 )
 
-// App runs talos-ccm. Use New.
-type App struct {
+// stopTimeout bounds how long the controllers take to stop, and then how long the release of the lease takes. Talos sends
+// SIGKILL ten seconds after SIGTERM.
+const stopTimeout = 4 * time.Second
+
+const component = "talos-ccm"
+
+// Manager runs talos-ccm. Use New.
+type Manager struct {
 	options *Options
 	clock   clock.Clock
 	// socket is nil outside Talos.
 	socket *talosapi.Socket
-	// settings outlive the connections to Kubernetes, so that the last-known-good configuration stays in force.
-	settings *settings.Store
+	// store outlives the connections to Kubernetes, so that the last-known-good configuration stays in force.
+	store *settings.Store
 	// identity is the holder of the lease where the machine has no better one. It outlives the connections to
 	// Kubernetes, so that a lease that could not be released can be renewed.
 	identity string
+
+	// The fields below belong to the current connection to Kubernetes. connect sets them.
+
+	creds    talosapi.Credentials
+	config   *cloudconfig.CompletedConfig
+	recorder record.EventRecorder
+	checks   *controllerhealthz.MutableHealthzHandler
+	// guard stops the requests of the controllers when the lease may have expired; nil without leader election.
+	guard transport.WrapperFunc
+	// reconnect closes the connection and opens a new one.
+	reconnect func()
+	// facts are the names of the optional facts that the reflector reads, and served is the last configuration that
+	// needs no others.
+	facts  []string
+	served atomic.Pointer[config.Compiled]
 }
 
-// New returns an App. The options must be valid.
-func New(options *Options) (*App, error) {
+// New returns a Manager. The options must be valid.
+func New(options *Options) (*Manager, error) {
 	hostname, err := os.Hostname()
 	if err != nil {
 		return nil, fmt.Errorf("get hostname: %w", err)
 	}
 
-	a := &App{options: options, clock: options.Clock, identity: hostname + "_" + string(uuid.NewUUID())}
+	m := &Manager{options: options, clock: options.Clock, identity: hostname + "_" + string(uuid.NewUUID())}
 
 	var source settings.Source = settings.Defaults{}
 
 	if path := options.Framework.KubeCloudShared.CloudProvider.CloudConfigFile; path != "" {
-		source = settings.File{Path: path, Clock: a.clock}
+		source = settings.File{Path: path, Clock: m.clock}
 	}
 
 	if options.MachineSocket != "" {
-		if a.socket, err = talosapi.OpenSocket(options.MachineSocket); err != nil {
+		if m.socket, err = talosapi.OpenSocket(options.MachineSocket); err != nil {
 			return nil, err
 		}
 
-		source = settings.Extension{Admin: a.socket.Admin, Name: extension.Name, Clock: a.clock}
+		source = settings.Extension{Admin: m.socket.Admin, Name: extension.Name, Clock: m.clock}
 	}
 
-	a.settings = settings.New(source, settings.LastKnownGood{Dir: options.StateDir}, options.CheckDocument)
+	m.store = settings.New(source, settings.LastKnownGood{Dir: options.StateDir}, options.CheckDocument)
 
-	return a, nil
+	return m, nil
 }
 
 // Run runs until ctx ends; it then releases the lease and returns nil, within ten seconds. It idles while the local
 // machine is a worker, in maintenance mode, or going down. It returns a *RestartError if the process must be
 // replaced. After any other error, such as a lost lease, a supervisor should restart the process.
-func (a *App) Run(ctx context.Context) error {
-	if a.socket != nil {
-		defer a.socket.Close() //nolint:errcheck // no call is in flight
+func (m *Manager) Run(ctx context.Context) (err error) {
+	if m.socket != nil {
+		defer m.socket.Close() //nolint:errcheck // no call is in flight
 	}
 
 	var group sync.WaitGroup
@@ -86,25 +135,25 @@ func (a *App) Run(ctx context.Context) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 
-	a.settings.Subscribe(func() {
-		if restart := a.restart(); restart != nil && a.socket != nil {
+	m.store.Subscribe(func() {
+		if restart := m.restart(); restart != nil && m.socket != nil {
 			cancel(restart)
 		}
 	})
 
-	group.Go(func() { a.settings.Run(ctx) })
+	group.Go(func() { m.store.Run(ctx) })
 
-	run := a.reconnect
-
-	if a.socket != nil {
+	if m.socket != nil {
 		changes := make(chan localState)
 
-		group.Go(func() { a.watchLocalState(ctx, changes) })
+		group.Go(func() { m.watchLocalState(ctx, changes) })
 
-		run = func(ctx context.Context) error { return a.runOnControlPlane(ctx, changes) }
+		err = m.runOnControlPlane(ctx, changes)
+	} else {
+		for ctx.Err() == nil && err == nil {
+			err = m.connect(ctx)
+		}
 	}
-
-	err := run(ctx)
 
 	if restart := (*RestartError)(nil); err == nil && errors.As(context.Cause(ctx), &restart) {
 		return restart
@@ -114,7 +163,7 @@ func (a *App) Run(ctx context.Context) error {
 }
 
 // runOnControlPlane connects while the state of the local machine allows it, and idles otherwise.
-func (a *App) runOnControlPlane(ctx context.Context, changes <-chan localState) error {
+func (m *Manager) runOnControlPlane(ctx context.Context, changes <-chan localState) error {
 	var (
 		logger = klog.FromContext(ctx)
 		stop   = func() {}
@@ -133,7 +182,7 @@ func (a *App) runOnControlPlane(ctx context.Context, changes <-chan localState) 
 			connectCtx, stop = context.WithCancel(ctx)
 			done = make(chan error, 1)
 
-			go func(done chan<- error) { done <- a.connect(connectCtx) }(done)
+			go func(done chan<- error) { done <- m.connect(connectCtx) }(done)
 		}
 
 		select {
@@ -162,19 +211,8 @@ func (a *App) runOnControlPlane(ctx context.Context, changes <-chan localState) 
 	}
 }
 
-// reconnect connects until ctx ends.
-func (a *App) reconnect(ctx context.Context) error {
-	for ctx.Err() == nil {
-		if err := a.connect(ctx); err != nil {
-			return err
-		}
-	}
-
-	return nil
-}
-
-// connect obtains credentials and runs the controller manager until ctx ends or its clients must be recreated.
-func (a *App) connect(ctx context.Context) error {
+// connect obtains credentials and serves until ctx ends or the clients must be recreated.
+func (m *Manager) connect(ctx context.Context) (err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 
@@ -182,43 +220,41 @@ func (a *App) connect(ctx context.Context) error {
 	defer group.Wait()
 	defer cancel()
 
-	creds, kubeconfig := a.credentials(ctx, &group, cancel)
+	var kubeconfig string
+
+	m.creds, kubeconfig = m.credentials(ctx, &group, cancel)
 	if ctx.Err() != nil {
 		return nil
 	}
 
-	config, err := a.frameworkConfig(ctx, kubeconfig)
-	if err != nil || config == nil {
+	m.config, err = m.frameworkConfig(ctx, kubeconfig)
+	if err != nil || m.config == nil {
 		return err
 	}
 
 	// With its default, the recorder would keep 4,096 Events in each of three caches: one for each CSR, and for each Node
 	// that was ever registered.
-	config.EventBroadcaster.Shutdown()
-	config.EventBroadcaster = record.NewBroadcaster(record.WithContext(ctx), record.WithCorrelatorOptions(record.CorrelatorOptions{LRUCacheSize: 1024}))
+	m.config.EventBroadcaster.Shutdown()
+	m.config.EventBroadcaster = record.NewBroadcaster(record.WithContext(ctx), record.WithCorrelatorOptions(record.CorrelatorOptions{LRUCacheSize: 1024}))
 
-	m := controllerManager{
-		app:      a,
-		creds:    creds,
-		config:   config,
-		recorder: config.EventBroadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: component}),
-		checks:   controllerhealthz.NewMutableHealthzHandler(),
-		reconnect: sync.OnceFunc(func() {
-			klog.FromContext(ctx).Info("Configuration uses facts that were not read from machines; reconnecting")
-			cancel()
-		}),
-	}
+	m.recorder = m.config.EventBroadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: component})
+	m.checks = controllerhealthz.NewMutableHealthzHandler()
+	m.guard = nil
+	m.reconnect = sync.OnceFunc(func() {
+		klog.FromContext(ctx).Info("Configuration uses facts that were not read from machines; reconnecting")
+		cancel()
+	})
 
-	return m.run(ctx)
+	return m.serve(ctx)
 }
 
 // credentials waits for credentials and returns the Talos credentials and the path of the kubeconfig, empty for the
 // in-cluster configuration. The renewal runs in group. It calls replaced if the API server endpoint or CA changes.
-func (a *App) credentials(ctx context.Context, group *sync.WaitGroup, replaced func()) (talosapi.Credentials, string) {
-	kubeconfig := a.options.Framework.Generic.ClientConnection.Kubeconfig
+func (m *Manager) credentials(ctx context.Context, group *sync.WaitGroup, replaced func()) (talosapi.Credentials, string) {
+	kubeconfig := m.options.Framework.Generic.ClientConnection.Kubeconfig
 
-	if a.socket == nil {
-		return talosapi.Talosconfig{Path: a.options.Talosconfig}, kubeconfig
+	if m.socket == nil {
+		return talosapi.Talosconfig{Path: m.options.Talosconfig}, kubeconfig
 	}
 
 	// await starts run and returns when run has called ready, or when ctx ends.
@@ -229,12 +265,12 @@ func (a *App) credentials(ctx context.Context, group *sync.WaitGroup, replaced f
 		<-readyCtx.Done()
 	}
 
-	creds := talosapi.NewIssuedCredentials(a.socket.Admin, a.clock)
+	creds := talosapi.NewIssuedCredentials(m.socket.Admin, m.clock)
 
 	await(creds.Run)
 
 	if kubeconfig == "" {
-		b := bootstrap.New(a.socket.Admin, a.options.RunDir, a.options.needsRBAC, a.clock)
+		b := bootstrap.New(m.socket.Admin, m.options.RunDir, m.options.needsRBAC, m.clock)
 		kubeconfig = b.Kubeconfig()
 
 		await(func(ctx context.Context, ready func()) {
@@ -248,7 +284,7 @@ func (a *App) credentials(ctx context.Context, group *sync.WaitGroup, replaced f
 
 // frameworkConfig builds the configuration of the framework and opens the secure port, retrying until the API server
 // answers and the port is free. It returns nil if ctx ends first.
-func (a *App) frameworkConfig(ctx context.Context, kubeconfig string) (config *cloudconfig.CompletedConfig, err error) {
+func (m *Manager) frameworkConfig(ctx context.Context, kubeconfig string) (config *cloudconfig.CompletedConfig, err error) {
 	if kubeconfig == "" {
 		if _, err := rest.InClusterConfig(); err != nil {
 			return nil, fmt.Errorf("load in-cluster configuration, since --kubeconfig is not set: %w", err)
@@ -259,9 +295,9 @@ func (a *App) frameworkConfig(ctx context.Context, kubeconfig string) (config *c
 
 	_ = backoff.Retry(ctx, "API server or secure port not available; retrying", func(ctx context.Context) error {
 		// A failed attempt changes the options, for example it sets the secure port to 0 if the port is in use.
-		framework := a.options.frameworkFor(kubeconfig)
+		framework := m.options.frameworkFor(kubeconfig)
 
-		c, err := framework.Config(a.options.knownControllers(), nil, controllerAliases(), nil, nil)
+		c, err := framework.Config(m.options.knownControllers(), nil, controllerAliases(), nil, nil)
 		if err == nil {
 			c.Kubeconfig.UserAgent = version.UserAgent()
 			config = c.Complete()
@@ -277,4 +313,78 @@ func (a *App) frameworkConfig(ctx context.Context, kubeconfig string) (config *c
 	})
 
 	return config, nil
+}
+
+// serve serves health and metrics until ctx ends. Once a configuration is in force it runs the controllers, with leader
+// election if enabled.
+func (m *Manager) serve(ctx context.Context) error {
+	// Events have a client of their own, so that they do not compete with the controllers for the rate limit.
+	client, err := m.newClient(nil)
+	if err != nil {
+		return err
+	}
+
+	m.config.EventBroadcaster.StartStructuredLogging(4)
+	m.config.EventBroadcaster.StartRecordingToSink(&v1core.EventSinkImpl{Interface: client.CoreV1().Events("")})
+
+	defer m.config.EventBroadcaster.Shutdown()
+
+	var stopped <-chan struct{} // closed when the server has stopped after ctx ended
+
+	if m.config.SecureServing != nil {
+		mux := genericcontrollermanager.NewBaseHandler(&m.config.ComponentConfig.Generic.Debugging, m.checks)
+		handler := genericcontrollermanager.BuildHandlerChain(mux, &m.config.Authorization, &m.config.Authentication)
+
+		if stopped, _, err = m.config.SecureServing.Serve(handler, 0, ctx.Done()); err != nil {
+			return fmt.Errorf("serve health and metrics: %w", err)
+		}
+	}
+
+	var group sync.WaitGroup
+	defer group.Wait()
+
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+
+	group.Go(func() { m.reportConfiguration(ctx) })
+
+	switch {
+	case ctx.Err() != nil || !m.store.Await(ctx):
+	case m.config.ComponentConfig.Generic.LeaderElection.LeaderElect:
+		err = m.elect(ctx)
+	default:
+		err = m.control(ctx)
+	}
+
+	if ctx.Err() != nil && stopped != nil {
+		within(stopTimeout, m.clock, stopped)
+	}
+
+	return err
+}
+
+// settings returns the configuration in force. If it needs facts of machines that the reflector does not read, settings
+// reconnects, which reads all machines again, and returns the configuration before: a fact that was not read must not be
+// taken for one that the machine does not have.
+func (m *Manager) settings() *config.Compiled {
+	current := m.store.Current()
+	isMissing := func(fact string) bool { return !slices.Contains(m.facts, fact) }
+
+	if slices.ContainsFunc(current.Facts, isMissing) {
+		m.reconnect()
+
+		return m.served.Load()
+	}
+
+	m.served.Store(current)
+
+	return current
+}
+
+// within waits for done, at most for d.
+func within[T any](d time.Duration, clk clock.Clock, done <-chan T) {
+	select {
+	case <-done:
+	case <-clk.After(d):
+	}
 }

@@ -41,8 +41,8 @@ func NodeOptions(c *config.Compiled, fallback config.ProviderIDFallback) nodespe
 
 // reportConfiguration emits an Event on the local machine's Node when the configuration becomes invalid, and when it
 // becomes valid again. It returns when ctx ends, and emits nothing outside Talos, where there is no such Node.
-func (m *controllerManager) reportConfiguration(ctx context.Context) {
-	if m.app.socket == nil {
+func (m *Manager) reportConfiguration(ctx context.Context) {
+	if m.socket == nil {
 		return
 	}
 
@@ -54,7 +54,7 @@ func (m *controllerManager) reportConfiguration(ctx context.Context) {
 	)
 
 	err := backoff.Retry(ctx, "Failed to get nodename of local machine; retrying", func(ctx context.Context) error {
-		if node.Name = m.app.localNodename(ctx); node.Name == "" {
+		if node.Name = m.localNodename(ctx); node.Name == "" {
 			return errors.New("not known yet")
 		}
 
@@ -71,7 +71,7 @@ func (m *controllerManager) reportConfiguration(ctx context.Context) {
 		defer mu.Unlock()
 
 		problem := ""
-		if err := m.app.settings.Problem(); err != nil {
+		if err := m.store.Problem(); err != nil {
 			problem = err.Error()
 		}
 
@@ -79,7 +79,7 @@ func (m *controllerManager) reportConfiguration(ctx context.Context) {
 		case problem == reported || ctx.Err() != nil:
 		case problem == "":
 			m.recorder.Event(node, corev1.EventTypeNormal, ReasonConfigValid, "Configuration is valid again and in force")
-		case m.app.settings.Current() == nil:
+		case m.store.Current() == nil:
 			m.recorder.Event(node, corev1.EventTypeWarning, ReasonConfigInvalid,
 				events.Truncate("Configuration is invalid and there is no last-known-good configuration; no Node is updated: "+problem))
 		default:
@@ -90,13 +90,13 @@ func (m *controllerManager) reportConfiguration(ctx context.Context) {
 		reported = problem
 	}
 
-	defer m.app.settings.Subscribe(report)()
+	defer m.store.Subscribe(report)()
 
 	report()
 	<-ctx.Done()
 }
 
-// RestartError is returned by App.Run if the ExtensionServiceConfig document sets environment variables that the
+// RestartError is returned by Manager.Run if the ExtensionServiceConfig document sets environment variables that the
 // process was not started with. Talos passes them only to services that start after the document was loaded; at boot,
 // services start earlier. The caller should replace the process by one with Environment.
 type RestartError struct {
@@ -131,13 +131,13 @@ func (o *Options) CheckDocument(variables []string) error {
 }
 
 // restart returns the RestartError that the document in force requires, or nil.
-func (a *App) restart() *RestartError {
-	base := baseOf(a.options.Environment)
+func (m *Manager) restart() *RestartError {
+	base := baseOf(m.options.Environment)
 	data, _ := json.Marshal(base) //nolint:errchkjson // strings cannot fail
 	record := []string{baseVariable + "=" + string(data)}
 
-	wanted := overlay(overlay(base, a.settings.Environment()), record)
-	if slices.Equal(wanted, overlay(a.options.Environment, record)) {
+	wanted := overlay(overlay(base, m.store.Environment()), record)
+	if slices.Equal(wanted, overlay(m.options.Environment, record)) {
 		return nil
 	}
 
@@ -145,15 +145,15 @@ func (a *App) restart() *RestartError {
 }
 
 // baseVariable holds the environment that the process had before it was first replaced, as JSON. A variable that is
-// removed from the document gets its former value back. The name is not that of any flag.
+// removed from the document gets its value from there. No flag has this name.
 const baseVariable = "TALOSCCM_BASE_ENVIRONMENT"
 
 // baseOf returns the environment that the process had before it was first replaced.
 func baseOf(environ []string) []string {
-	for _, entry := range environ {
+	for _, variable := range environ {
 		var base []string
 
-		if value, found := strings.CutPrefix(entry, baseVariable+"="); found && json.Unmarshal([]byte(value), &base) == nil {
+		if value, found := strings.CutPrefix(variable, baseVariable+"="); found && json.Unmarshal([]byte(value), &base) == nil {
 			return base
 		}
 	}
@@ -161,14 +161,14 @@ func baseOf(environ []string) []string {
 	return environ
 }
 
-// overlay returns environ with variables set. Entries have the form NAME=value; the last entry for a name wins.
+// overlay returns environ with variables set. Both have the form NAME=value; the last value of a name wins.
 func overlay(environ, variables []string) []string {
 	result := slices.Clone(environ)
 
 	for _, variable := range variables {
 		name, _, _ := strings.Cut(variable, "=")
 
-		i := slices.IndexFunc(result, func(entry string) bool { return strings.HasPrefix(entry, name+"=") })
+		i := slices.IndexFunc(result, func(existing string) bool { return strings.HasPrefix(existing, name+"=") })
 		if i < 0 {
 			result = append(result, variable)
 		} else {

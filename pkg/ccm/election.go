@@ -13,19 +13,19 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/internal/election"
 )
 
-// errLeaseLost ends a run: another instance leads, or is about to.
+// errLeaseLost ends a run: a different instance leads, or is about to.
 var errLeaseLost = errors.New("leader election lost")
 
 // elect runs the controllers while it holds the lease. When ctx ends it stops the controllers first and then releases
 // the lease, so that two instances never act at the same time.
-func (m *controllerManager) elect(ctx context.Context) error {
+func (m *Manager) elect(ctx context.Context) error {
 	lock, err := m.newLock(ctx)
 	if err != nil {
 		return err
 	}
 
 	options := m.config.ComponentConfig.Generic.LeaderElection
-	// The controllers stop at the renew deadline. Their requests fail some time later, but before the lease expires.
+	// The controllers stop after the renew deadline. If they stop too late, their requests fail before the lease expires.
 	validity := (options.RenewDeadline.Duration + options.LeaseDuration.Duration) / 2
 	m.guard = func(next http.RoundTripper) http.RoundTripper { return lock.Guard(validity, next) }
 
@@ -80,40 +80,34 @@ func (m *controllerManager) elect(ctx context.Context) error {
 
 // lead runs the controllers until ctx ends, lost is closed or they fail. It returns when they have stopped, or after
 // stopTimeout.
-func (m *controllerManager) lead(ctx context.Context, lost <-chan struct{}) (err error) {
+func (m *Manager) lead(ctx context.Context, lost <-chan struct{}) (err error) {
 	controlCtx, stop := context.WithCancel(ctx)
 	defer stop()
 
-	controllersStopped := make(chan struct{})
-	failed := make(chan error, 1)
+	done := make(chan error, 1)
 
-	go func() {
-		defer close(controllersStopped)
-
-		if err := m.control(controlCtx); err != nil {
-			failed <- err
-		}
-	}()
+	go func() { done <- m.control(controlCtx) }()
 
 	select {
-	case err = <-failed:
+	case err = <-done:
+		return err
 	case <-lost:
 		err = errLeaseLost
 	case <-ctx.Done():
 	}
 
 	stop()
-	within(stopTimeout, m.app.clock, controllersStopped)
+	within(stopTimeout, m.clock, done)
 
 	return err
 }
 
 // newLock returns the lock on the lease. Its requests time out after half of the renew deadline.
-func (m *controllerManager) newLock(ctx context.Context) (*election.Lock, error) {
+func (m *Manager) newLock(ctx context.Context) (*election.Lock, error) {
 	options := m.config.ComponentConfig.Generic.LeaderElection
 
 	lock, err := resourcelock.NewFromKubeconfig(options.ResourceLock, options.ResourceNamespace, options.ResourceName,
-		resourcelock.ResourceLockConfig{Identity: m.app.leaseIdentity(ctx), EventRecorder: m.recorder}, m.config.Kubeconfig, options.RenewDeadline.Duration)
+		resourcelock.ResourceLockConfig{Identity: m.leaseIdentity(ctx), EventRecorder: m.recorder}, m.config.Kubeconfig, options.RenewDeadline.Duration)
 	if err != nil {
 		return nil, fmt.Errorf("create lock on lease %s/%s: %w", options.ResourceNamespace, options.ResourceName, err)
 	}

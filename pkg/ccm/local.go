@@ -21,7 +21,7 @@ import (
 // localTimeout bounds reads of the local machine: the other machines must not wait for it.
 const localTimeout = 3 * time.Second
 
-// localState is the type and stage of the local machine. The zero value is a machine whose state is unknown.
+// localState is the type and stage of the local machine. The zero value means unknown.
 type localState struct {
 	controlPlane bool
 	stage        runtime.MachineStage
@@ -38,22 +38,22 @@ func (s localState) serves() bool {
 
 // watchLocalState sends the state of the local machine on every change until ctx ends. While machined cannot be
 // reached, the last state holds.
-func (a *App) watchLocalState(ctx context.Context, changes chan<- localState) {
+func (m *Manager) watchLocalState(ctx context.Context, changes chan<- localState) {
 	var current localState
 
 	watch := func(ctx context.Context, events chan<- state.Event) error {
-		if err := a.socket.Reader.Watch(ctx, config.NewMachineType().Metadata(), events); err != nil {
+		if err := m.socket.Reader.Watch(ctx, config.NewMachineType().Metadata(), events); err != nil {
 			return fmt.Errorf("watch machine type: %w", err)
 		}
 
-		if err := a.socket.Reader.Watch(ctx, runtime.NewMachineStatus().Metadata(), events); err != nil {
+		if err := m.socket.Reader.Watch(ctx, runtime.NewMachineStatus().Metadata(), events); err != nil {
 			return fmt.Errorf("watch machine status: %w", err)
 		}
 
 		return nil
 	}
 
-	backoff.WatchLocal(ctx, a.clock, "machine state", watch, func(event state.Event) bool {
+	backoff.WatchLocal(ctx, m.clock, "machine state", watch, func(event state.Event) bool {
 		if next := current.after(event); next != current {
 			current = next
 
@@ -85,15 +85,15 @@ func (s localState) after(event state.Event) localState {
 
 // localResource reads a resource of the local machine. It returns nil outside Talos and if the resource is not
 // available.
-func localResource[T generic.ResourceWithRD](ctx context.Context, a *App, id string) (r T) {
-	if a.socket == nil {
+func localResource[T generic.ResourceWithRD](ctx context.Context, m *Manager, id string) (r T) {
+	if m.socket == nil {
 		return r
 	}
 
 	ctx, cancel := context.WithTimeout(ctx, localTimeout)
 	defer cancel()
 
-	r, err := safe.StateGetByID[T](ctx, a.socket.Reader, id)
+	r, err := safe.StateGetByID[T](ctx, m.socket.Reader, id)
 	if err != nil {
 		klog.FromContext(ctx).V(2).Info("Resource of the local machine is not available", "id", id, "err", err)
 	}
@@ -102,8 +102,8 @@ func localResource[T generic.ResourceWithRD](ctx context.Context, a *App, id str
 }
 
 // localNodename returns the nodename of the local machine; it is empty outside Talos and if it is not known.
-func (a *App) localNodename(ctx context.Context) string {
-	if nodename := localResource[*k8s.Nodename](ctx, a, k8s.NodenameID); nodename != nil {
+func (m *Manager) localNodename(ctx context.Context) string {
+	if nodename := localResource[*k8s.Nodename](ctx, m, k8s.NodenameID); nodename != nil {
 		return nodename.TypedSpec().Nodename
 	}
 
@@ -113,10 +113,10 @@ func (a *App) localNodename(ctx context.Context) string {
 // leaseIdentity returns the holder identity for the lease. On Talos it is derived from the machine: Talos runs one
 // instance per machine and restarts it, so the holder of a lease that names this machine was an earlier process, and
 // the lease can be renewed without waiting for it to expire.
-func (a *App) leaseIdentity(ctx context.Context) string {
-	if node := localResource[*cluster.Identity](ctx, a, cluster.LocalIdentity); node != nil && node.TypedSpec().NodeID != "" {
+func (m *Manager) leaseIdentity(ctx context.Context) string {
+	if node := localResource[*cluster.Identity](ctx, m, cluster.LocalIdentity); node != nil && node.TypedSpec().NodeID != "" {
 		return component + "_" + node.TypedSpec().NodeID
 	}
 
-	return a.identity
+	return m.identity
 }

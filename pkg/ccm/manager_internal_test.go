@@ -27,7 +27,7 @@ func TestSettings_WaitForFacts(t *testing.T) {
 	store.Run(t.Context())
 
 	reconnects := 0
-	m := controllerManager{app: &App{settings: store}, facts: []string{"CPUs"}, reconnect: func() { reconnects++ }}
+	m := Manager{store: store, facts: []string{"CPUs"}, reconnect: func() { reconnects++ }}
 
 	for i, step := range []struct {
 		selector   string

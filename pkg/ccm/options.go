@@ -38,7 +38,7 @@ const (
 	concurrentSyncs = 10
 )
 
-// Options configures an App. Use NewOptions.
+// Options configures a Manager. Use NewOptions.
 type Options struct {
 	// Framework has the options that all cloud controller managers share.
 	Framework *options.CloudControllerManagerOptions
@@ -67,7 +67,7 @@ type Options struct {
 	// Environment is the environment of the process, as NAME=value. Run returns a RestartError if a document sets
 	// other variables.
 	Environment []string
-	// CheckEnvironment reports why the process could not be started with another environment.
+	// CheckEnvironment reports why the process could not be started with environ.
 	CheckEnvironment func(environ []string) error
 	// Clock is used for everything except leader election and the delays of work queues.
 	Clock clock.Clock
@@ -190,7 +190,7 @@ func (o *Options) Validate() error {
 	case kubeconfig != "":
 	case o.MachineSocket != "" && o.RunDir == "":
 		errs = append(errs, errors.New("--machine-socket requires --run-dir or --kubeconfig"))
-	case o.MachineSocket == "" && o.Framework.Master != "": // the in-cluster configuration does not apply to another API server
+	case o.MachineSocket == "" && o.Framework.Master != "": // the in-cluster configuration is for the API server of the cluster only
 		errs = append(errs, errors.New("--master requires --kubeconfig, which has the credentials"))
 	}
 

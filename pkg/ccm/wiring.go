@@ -49,16 +49,16 @@ type controllerType struct {
 	name, alias      string
 	enabledByDefault bool
 	// construct returns nil if the controller has nothing to do.
-	construct func(m *controllerManager, in inputs) (controller, error)
+	construct func(m *Manager, in inputs) (controller, error)
 }
 
 // controllers are all controllers.
 var controllers = []controllerType{
-	{csrapproval.Name, csrapproval.Alias, true, (*controllerManager).newCSRApproval},
-	{nodecontroller.Name, nodecontroller.Alias, true, (*controllerManager).newNodeController},
-	{lifecycle.Name, lifecycle.Alias, true, (*controllerManager).newLifecycle},
-	{nodeipam.Name, nodeipam.Alias, false, (*controllerManager).newNodeIPAM},
-	{service.Name, service.Alias, false, (*controllerManager).newService},
+	{csrapproval.Name, csrapproval.Alias, true, (*Manager).newCSRApproval},
+	{nodecontroller.Name, nodecontroller.Alias, true, (*Manager).newNodeController},
+	{lifecycle.Name, lifecycle.Alias, true, (*Manager).newLifecycle},
+	{nodeipam.Name, nodeipam.Alias, false, (*Manager).newNodeIPAM},
+	{service.Name, service.Alias, false, (*Manager).newService},
 }
 
 // inputs are the inputs of a controller.
@@ -71,12 +71,12 @@ type inputs struct {
 }
 
 // control runs the reflector and the controllers until ctx ends and they have stopped.
-func (m *controllerManager) control(ctx context.Context) error {
-	current := m.app.settings.Current()
+func (m *Manager) control(ctx context.Context) error {
+	current := m.store.Current()
 	m.facts = current.Facts
 	m.served.Store(current)
 
-	inv := inventory.New(m.app.clock.Now)
+	inv := inventory.New(m.clock.Now)
 	defer countMachines(inv)()
 
 	client, err := m.newClient(m.guard)
@@ -89,20 +89,20 @@ func (m *controllerManager) control(ctx context.Context) error {
 	nodes := factory.Core().V1().Nodes()
 
 	dial := m.dialer(ctx, client, nodes)
-	refl := reflector.New(inv, dial, m.app.clock, m.facts...)
+	refl := reflector.New(inv, dial, m.clock, m.facts...)
 
 	if err := refl.FollowNodes(nodes); err != nil {
 		return err
 	}
 
 	readerConfig := controlplane.Config{
-		Kubernetes: m.config.Kubeconfig, Client: client, Nodes: nodes, Dial: dial, Clock: m.app.clock,
+		Kubernetes: m.config.Kubeconfig, Client: client, Nodes: nodes, Dial: dial, Clock: m.clock,
 	}
-	if m.app.socket != nil {
-		readerConfig.LocalState = m.app.socket.Reader
+	if m.socket != nil {
+		readerConfig.LocalState = m.socket.Reader
 	}
 
-	readerConfig.Hosted, _ = m.app.options.hosted() // was validated
+	readerConfig.Hosted, _ = m.options.hosted() // was validated
 	readerConfig.ReadMembers = func() bool { return m.settings().Lifecycle.Discovery }
 	controlPlane := controlplane.New(readerConfig)
 
@@ -113,7 +113,7 @@ func (m *controllerManager) control(ctx context.Context) error {
 	defer cancel()
 
 	for _, c := range controllers {
-		if !m.app.options.enabled(c.name) {
+		if !m.options.enabled(c.name) {
 			continue
 		}
 
@@ -149,7 +149,7 @@ func trim(obj any) (any, error) {
 }
 
 // start runs a controller in group. ctrl is nil if it has nothing to do.
-func (m *controllerManager) start(ctx context.Context, group *sync.WaitGroup, name string, ctrl controller) {
+func (m *Manager) start(ctx context.Context, group *sync.WaitGroup, name string, ctrl controller) {
 	logger := klog.FromContext(ctx)
 
 	if ctrl == nil {
@@ -159,7 +159,7 @@ func (m *controllerManager) start(ctx context.Context, group *sync.WaitGroup, na
 	}
 
 	group.Go(func() {
-		defer m.app.settings.Subscribe(ctrl.Resync)()
+		defer m.store.Subscribe(ctrl.Resync)()
 
 		ctrl.Run(klog.NewContext(ctx, klog.LoggerWithName(logger, name)))
 	})
@@ -168,8 +168,8 @@ func (m *controllerManager) start(ctx context.Context, group *sync.WaitGroup, na
 	m.checks.AddHealthChecker(controllerhealthz.NamedPingChecker(name))
 }
 
-// newClient returns a client with a rate limit of its own, whose requests pass guard unless that is nil.
-func (m *controllerManager) newClient(guard transport.WrapperFunc) (kubernetes.Interface, error) {
+// newClient returns a client with a rate limit of its own. Its requests pass guard, if guard is not nil.
+func (m *Manager) newClient(guard transport.WrapperFunc) (kubernetes.Interface, error) {
 	config := rest.CopyConfig(m.config.Kubeconfig)
 	config.Wrap(guard)
 
@@ -183,22 +183,22 @@ func (m *controllerManager) newClient(guard transport.WrapperFunc) (kubernetes.I
 
 // dialer dials the local machine over machine.sock, and all others over the network; control-plane machines only at
 // addresses that no kubelet can write.
-func (m *controllerManager) dialer(ctx context.Context, client kubernetes.Interface, nodes coreinformers.NodeInformer) talosapi.DialFunc {
-	local := m.app.localNodename(ctx)
+func (m *Manager) dialer(ctx context.Context, client kubernetes.Interface, nodes coreinformers.NodeInformer) talosapi.DialFunc {
+	local := m.localNodename(ctx)
 
 	var etcdMembers controlplane.EtcdMembers
-	if m.app.socket != nil {
-		etcdMembers = m.app.socket.EtcdMembers
+	if m.socket != nil {
+		etcdMembers = m.socket.EtcdMembers
 	}
 
-	addresses := controlplane.NewAddresses(client, nodes.Lister(), etcdMembers, m.app.clock)
+	addresses := controlplane.NewAddresses(client, nodes.Lister(), etcdMembers, m.clock)
 	guarded := addresses.Guard(func(ctx context.Context, _ string, addr netip.Addr) (talosapi.State, error) {
 		return talosapi.Dial(ctx, m.creds, addr)
 	})
 
 	return func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
 		if local != "" && nodename == local {
-			st, err := talosapi.DialSocket(m.app.options.MachineSocket)
+			st, err := talosapi.DialSocket(m.options.MachineSocket)
 			if err != nil {
 				return nil, err
 			}
@@ -211,22 +211,22 @@ func (m *controllerManager) dialer(ctx context.Context, client kubernetes.Interf
 }
 
 // nodeOptions returns the options for Nodes that are in force.
-func (m *controllerManager) nodeOptions() nodespec.Options {
-	return NodeOptions(m.settings(), m.app.options.ProviderIDFallback)
+func (m *Manager) nodeOptions() nodespec.Options {
+	return NodeOptions(m.settings(), m.options.ProviderIDFallback)
 }
 
 // managed reports whether the configuration selects the Node of a machine.
-func (m *controllerManager) managed(node *corev1.Node, talos machine.Machine) bool {
+func (m *Manager) managed(node *corev1.Node, talos machine.Machine) bool {
 	return nodespec.Managed(nodespec.NewInput(node, talos, m.nodeOptions()))
 }
 
-func (m *controllerManager) newNodeController(in inputs) (controller, error) {
+func (m *Manager) newNodeController(in inputs) (controller, error) {
 	return nodecontroller.New(nodecontroller.Config{
 		Client:    in.client,
 		Nodes:     in.nodes,
 		Inventory: in.inventory,
 		Recorder:  m.recorder,
-		Clock:     m.app.clock,
+		Clock:     m.clock,
 		Options: func() nodespec.Options {
 			options := m.nodeOptions()
 			options.Domains = in.controlPlane.Identity().Current().Domains // known only with CSR approval, which needs them
@@ -237,7 +237,7 @@ func (m *controllerManager) newNodeController(in inputs) (controller, error) {
 	})
 }
 
-func (m *controllerManager) newLifecycle(in inputs) (controller, error) {
+func (m *Manager) newLifecycle(in inputs) (controller, error) {
 	members := in.controlPlane.Members()
 
 	ctrl, err := lifecycle.New(lifecycle.Config{
@@ -245,7 +245,7 @@ func (m *controllerManager) newLifecycle(in inputs) (controller, error) {
 		Nodes:     in.nodes,
 		Inventory: in.inventory,
 		Recorder:  m.recorder,
-		Clock:     m.app.clock,
+		Clock:     m.clock,
 		Settings:  func() config.CompiledLifecycle { return m.settings().Lifecycle },
 		Selected: func(node *corev1.Node, talos machine.Machine) bool {
 			settings := m.settings()
@@ -266,12 +266,12 @@ func (m *controllerManager) newLifecycle(in inputs) (controller, error) {
 
 // podCIDRs returns the CIDRs that pod CIDRs are allocated from, without those of Talos, and without those that contain
 // machines.
-func (m *controllerManager) podCIDRs() []netip.Prefix {
-	if !m.app.options.enabled(nodeipam.Name) || !m.app.options.Framework.KubeCloudShared.AllocateNodeCIDRs {
+func (m *Manager) podCIDRs() []netip.Prefix {
+	if !m.options.enabled(nodeipam.Name) || !m.options.Framework.KubeCloudShared.AllocateNodeCIDRs {
 		return nil
 	}
 
-	options, _ := m.app.options.ipam() // was validated
+	options, _ := m.options.ipam() // was validated
 	cidrs := slices.Clone(options.ClusterCIDRs)
 
 	for _, pool := range m.settings().Pools {
@@ -283,20 +283,20 @@ func (m *controllerManager) podCIDRs() []netip.Prefix {
 	return cidrs
 }
 
-func (m *controllerManager) newCSRApproval(in inputs) (controller, error) {
+func (m *Manager) newCSRApproval(in inputs) (controller, error) {
 	return csrapproval.New(csrapproval.Config{
 		Client:    in.client,
 		Nodes:     in.nodes,
 		Inventory: in.inventory,
 		Identity:  in.controlPlane.Identity(),
 		Recorder:  m.recorder,
-		Clock:     m.app.clock,
+		Clock:     m.clock,
 		Managed: func(node *corev1.Node, talos machine.Machine) bool {
 			return m.settings().CSRSelector.Matches(nodespec.FactsOf(node, talos))
 		},
 		Policy: func(node *corev1.Node, talos machine.Machine) csrpolicy.Policy {
 			settings := m.settings()
-			input := nodespec.NewInput(node, talos, NodeOptions(settings, m.app.options.ProviderIDFallback)).WithPeers(in.inventory, node.Name)
+			input := nodespec.NewInput(node, talos, NodeOptions(settings, m.options.ProviderIDFallback)).WithPeers(in.inventory, node.Name)
 
 			policy := csrapproval.PolicyFor(settings, node, input)
 			policy.PodCIDRs = in.podCIDRs()
@@ -308,12 +308,12 @@ func (m *controllerManager) newCSRApproval(in inputs) (controller, error) {
 }
 
 // newNodeIPAM returns nil if the allocation of pod CIDRs is disabled.
-func (m *controllerManager) newNodeIPAM(in inputs) (controller, error) {
-	if !m.app.options.Framework.KubeCloudShared.AllocateNodeCIDRs {
+func (m *Manager) newNodeIPAM(in inputs) (controller, error) {
+	if !m.options.Framework.KubeCloudShared.AllocateNodeCIDRs {
 		return nil, nil
 	}
 
-	options, err := m.app.options.ipam()
+	options, err := m.options.ipam()
 	if err != nil {
 		return nil, err
 	}
@@ -324,7 +324,7 @@ func (m *controllerManager) newNodeIPAM(in inputs) (controller, error) {
 		Inventory:    in.inventory,
 		ControlPlane: in.controlPlane.Network(),
 		Recorder:     m.recorder,
-		Clock:        m.app.clock,
+		Clock:        m.clock,
 		Selector:     func() *rules.Selector { return m.settings().IPAMSelector },
 		Pools:        func() []nodeipam.Pool { return m.settings().Pools },
 		Fallback:     func() bool { return m.settings().IPAMFallback },
@@ -332,7 +332,7 @@ func (m *controllerManager) newNodeIPAM(in inputs) (controller, error) {
 	})
 }
 
-func (m *controllerManager) newService(in inputs) (controller, error) {
+func (m *Manager) newService(in inputs) (controller, error) {
 	return service.New(service.Config{
 		Client:    in.client,
 		Nodes:     in.nodes,

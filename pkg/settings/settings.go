@@ -1,5 +1,5 @@
-// Package settings keeps the configuration in force: it follows a source, validates what the source delivers, and
-// falls back to the last-known-good configuration.
+// Package settings keeps the configuration in force: it follows a source, validates its documents, and falls
+// back to the last-known-good configuration.
 //
 // The source on Talos is the ExtensionServiceConfig document as a resource, not the mounted file: Talos mounts the file
 // and sets the environment only when it starts the service, and at boot that is before it has loaded the document.

@@ -17,7 +17,7 @@ import (
 // operations are retried, and go-retry does not limit an exponential delay.
 const retryDelay = time.Second
 
-// New returns a backoff whose delays start at first and double up to limit, plus up to 30 % jitter.
+// New returns a backoff. Its delays start at first and double up to limit, plus up to 30 % jitter.
 func New(first, limit time.Duration) wait.Backoff {
 	return wait.Backoff{Duration: first, Factor: 2, Jitter: 0.3, Steps: 10, Cap: limit}
 }
@@ -52,7 +52,7 @@ func Retry(ctx context.Context, failure string, f func(ctx context.Context) erro
 	})
 }
 
-// errFailed stands for all errors, because go-retry keeps every different one.
+// errFailed replaces the errors of f, because go-retry collects all errors with different texts.
 var errFailed = errors.New("failed")
 
 // repeat is Retry without messages.

@@ -50,8 +50,8 @@ func (l *Lock) write(
 	return err
 }
 
-// Release releases the lease. It does nothing if another instance holds the lease: client-go's elector does not compare
-// the holder. Call Release after the elector has stopped. Requests through Guard fail from then on.
+// Release releases the lease. It does nothing if a different instance holds the lease: client-go's elector does not
+// compare the holder. Call Release after the elector has stopped. Requests through Guard fail from then on.
 func (l *Lock) Release(ctx context.Context) error {
 	l.renewed.Store(nil)
 
