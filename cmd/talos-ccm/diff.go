@@ -20,6 +20,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/ccm"
 	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
 )
@@ -115,7 +116,7 @@ func (o diffOptions) run(cmd *cobra.Command) error {
 		nodes = append(nodes, &list.Items[i])
 	}
 
-	machines, err := o.readMachines(ctx, nodes, factsOf(options))
+	machines, err := o.readMachines(ctx, nodes, kindsOf(options))
 	if err != nil {
 		return err
 	}
@@ -171,9 +172,9 @@ func readLease(ctx context.Context, client kubernetes.Interface) (preview.Lease,
 	return result, nil
 }
 
-// readMachines returns the machines of the Nodes that run Talos, with the given optional facts.
-func (o diffOptions) readMachines(ctx context.Context, nodes []*corev1.Node, facts []string) (*inventory.Inventory, error) {
-	reader, err := o.talos.open(ctx, facts)
+// readMachines reads resources of the given kinds, and returns the machines of the Nodes that run Talos.
+func (o diffOptions) readMachines(ctx context.Context, nodes []*corev1.Node, kinds machine.Kinds) (*inventory.Inventory, error) {
+	reader, err := o.talos.open(ctx, kinds)
 	if err != nil {
 		return nil, err
 	}

@@ -34,6 +34,7 @@ import (
 
 	nodecontroller "github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
 	"github.com/talos-ccm/talos-ccm/pkg/reflector"
@@ -195,7 +196,7 @@ func (m *migration) takeOver(config string, ok func() bool) {
 	machines := inventory.New(time.Now)
 	controller, err := nodecontroller.New(nodecontroller.Config{
 		Client: m.client, Nodes: factory.Core().V1().Nodes(), Inventory: machines, Recorder: &record.FakeRecorder{}, Clock: clock.RealClock{},
-		Options: func() nodespec.Options { return options }, Workers: 1,
+		Options: func(machine.Machine) nodespec.Options { return options }, Workers: 1,
 	})
 	require.NoError(m, err)
 

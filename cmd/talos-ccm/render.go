@@ -33,7 +33,7 @@ type renderOptions struct {
 	version string
 	nodeIPs []string
 	output  string
-	facts   []string // optional facts that the configuration uses
+	kinds   machine.Kinds // that the configuration uses
 }
 
 func newRenderCommand() *cobra.Command {
@@ -52,7 +52,7 @@ It reads the machine over the Talos API, as talosctl does:
 
 or from a file with the output of talosctl in YAML or JSON. The file may contain several machines:
 
-  ` + preview.Command() + ` > machine.yaml
+  ` + preview.Command(machine.BaseKinds()) + ` > machine.yaml
   talos-ccm render --machine machine.yaml --config config.yaml
 
 If the configuration uses facts from other resources, a warning names these. With -o node, the output contains what talos-ccm sets, as Nodes for
@@ -90,7 +90,7 @@ func (o renderOptions) run(cmd *cobra.Command) error {
 		return err
 	}
 
-	o.facts = factsOf(options)
+	o.kinds = kindsOf(options)
 
 	kubelet, err := o.kubelet()
 	if err != nil {
@@ -146,9 +146,13 @@ func (o renderOptions) kubelet() (preview.Kubelet, error) {
 	return kubelet, nil
 }
 
-// factsOf returns the names of the optional facts that the configuration uses.
-func factsOf(options nodespec.Options) []string {
-	return slices.Concat(options.Rules.Facts(), options.Selector.Facts())
+// kindsOf returns the kinds that the configuration uses.
+func kindsOf(options nodespec.Options) machine.Kinds {
+	if options.Rules.ReadsFacts() || options.Selector.ReadsFacts() {
+		return machine.BaseKinds().WithFacts()
+	}
+
+	return machine.BaseKinds()
 }
 
 // nodeFlags choose what Nodes get, as the service's configuration does.
@@ -218,7 +222,7 @@ func (o renderOptions) readFile(cmd *cobra.Command) ([]preview.Machine, error) {
 		source = "stdin"
 	}
 
-	machines, err := preview.Parse(text, o.facts...)
+	machines, err := preview.Parse(text, o.kinds)
 	if err != nil {
 		return nil, fmt.Errorf("read machine from %s: %w", source, err)
 	}
@@ -227,7 +231,7 @@ func (o renderOptions) readFile(cmd *cobra.Command) ([]preview.Machine, error) {
 
 	for _, m := range machines {
 		if m.IsEmpty() {
-			return nil, fmt.Errorf("read machine from %s: %s; save all resources:\n  %s", source, lack(m, m.Missing), preview.Command(o.facts...))
+			return nil, fmt.Errorf("read machine from %s: %s; save all resources:\n  %s", source, lack(m, m.Missing), preview.Command(o.kinds))
 		}
 
 		if len(m.Missing) > 0 {
@@ -238,7 +242,7 @@ func (o renderOptions) readFile(cmd *cobra.Command) ([]preview.Machine, error) {
 	}
 
 	if incomplete {
-		fmt.Fprintf(cmd.ErrOrStderr(), "If the machine has such resources, the result may be wrong. To print all of them:\n  %s\n", preview.Command(o.facts...))
+		fmt.Fprintf(cmd.ErrOrStderr(), "If the machine has such resources, the result may be wrong. To print all of them:\n  %s\n", preview.Command(o.kinds))
 	}
 
 	return machines, nil
@@ -255,7 +259,7 @@ func lack(m preview.Machine, kinds []string) string {
 }
 
 func (o renderOptions) readNode(ctx context.Context) (machine.Machine, error) {
-	reader, err := o.talos.open(ctx, o.facts)
+	reader, err := o.talos.open(ctx, o.kinds)
 	if err != nil {
 		return machine.Machine{}, err
 	}

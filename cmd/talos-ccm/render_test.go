@@ -20,6 +20,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
@@ -103,7 +104,7 @@ func TestRender_PrintsNodesAndRules(t *testing.T) {
 	assertContains(t, controlPlane, "Node talos-cp", "talos://container/10.77.0.2", "InternalIP")
 	assertContains(t, worker, "example.org/size", "2CPU-2048RAM", "topology.kubernetes.io/zone", "rack-1", "rule zones")
 	assert.NotContains(t, controlPlane, "rule zones")
-	assertContains(t, stderr, "no systeminformations of machine 10.77.0.3", preview.Command())
+	assertContains(t, stderr, "no systeminformations of machine 10.77.0.3", preview.Command(machine.BaseKinds()))
 }
 
 func TestRender_ReadsStandardInput(t *testing.T) {

@@ -38,8 +38,8 @@ func (f *talosFlags) add(flags *pflag.FlagSet) {
 	flags.StringSliceVarP(&f.endpoints, "endpoints", "e", nil, "Endpoints of the Talos API, which forward requests to machines. (default: those of the talosconfig)")
 }
 
-// open returns a reader of the given optional facts that connects as talosctl does. Callers must call close.
-func (f *talosFlags) open(ctx context.Context, facts []string) (*machineReader, error) {
+// open returns a reader of the given kinds that connects as talosctl does. Callers must call close.
+func (f *talosFlags) open(ctx context.Context, kinds machine.Kinds) (*machineReader, error) {
 	talosconfig, err := f.read()
 	if err != nil {
 		return nil, err
@@ -52,7 +52,7 @@ func (f *talosFlags) open(ctx context.Context, facts []string) (*machineReader, 
 		return nil, fmt.Errorf("read talosconfig: context %q not found", name)
 	}
 
-	r := &machineReader{facts: facts, options: []client.OptionFunc{
+	r := &machineReader{kinds: kinds, options: []client.OptionFunc{
 		client.WithConfig(talosconfig),
 		client.WithContextName(name),
 		client.WithDefaultGRPCDialOptions(),
@@ -97,7 +97,7 @@ func (f *talosFlags) read() (*clientconfig.Config, error) {
 
 // machineReader reads machines over the Talos API. It is safe for concurrent use.
 type machineReader struct {
-	facts   []string // names of the optional facts that are read
+	kinds   machine.Kinds
 	options []client.OptionFunc
 	// shared is the client of the endpoints; nil without endpoints, when each machine is dialed itself.
 	shared *client.Client
@@ -125,13 +125,12 @@ func (r *machineReader) read(ctx context.Context, node string) (machine.Machine,
 
 	ctx = client.WithNode(ctx, memberAddress(ctx, c, node)) // the API of resources does not support WithNodes
 
-	view := machine.View{Facts: r.facts}
-	kinds := machine.KindsOf(r.facts)
+	var view machine.View
 
-	for i, kind := range kinds.All() {
+	for i, kind := range r.kinds.All() {
 		// Talos answers PermissionDenied for a kind that its version does not have. Every version has the watched kinds.
 		list, err := c.COSI.List(ctx, kind)
-		if err != nil && (i < len(kinds.Watched) || status.Code(err) != codes.PermissionDenied) {
+		if err != nil && (i < len(r.kinds.Watched) || status.Code(err) != codes.PermissionDenied) {
 			return machine.Machine{}, fmt.Errorf("list %s: %w", kind.Type(), err)
 		}
 

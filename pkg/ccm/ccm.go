@@ -32,7 +32,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -54,6 +53,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/bootstrap"
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/settings"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 	"github.com/talos-ccm/talos-ccm/pkg/version"
@@ -85,12 +85,8 @@ type Manager struct {
 	checks   *controllerhealthz.MutableHealthzHandler
 	// guard stops the requests of the controllers when the lease may have expired; nil without leader election.
 	guard transport.WrapperFunc
-	// reconnect closes the connection and opens a new one.
-	reconnect func()
-	// facts are the names of the optional facts that the reflector reads, and served is the last configuration that
-	// needs no others.
-	facts  []string
-	served atomic.Pointer[config.Compiled]
+	// withoutFacts is the last configuration that reads none of machine.Facts.
+	withoutFacts atomic.Pointer[config.Compiled]
 }
 
 // New returns a Manager. The options must be valid.
@@ -240,10 +236,6 @@ func (m *Manager) connect(ctx context.Context) (err error) {
 	m.recorder = m.config.EventBroadcaster.NewRecorder(scheme.Scheme, corev1.EventSource{Component: component})
 	m.checks = controllerhealthz.NewMutableHealthzHandler()
 	m.guard = nil
-	m.reconnect = sync.OnceFunc(func() {
-		klog.FromContext(ctx).Info("Configuration uses facts that were not read from machines; reconnecting")
-		cancel()
-	})
 
 	return m.serve(ctx)
 }
@@ -363,22 +355,29 @@ func (m *Manager) serve(ctx context.Context) error {
 	return err
 }
 
-// settings returns the configuration in force. If it needs facts of machines that the reflector does not read, settings
-// reconnects, which reads all machines again, and returns the configuration before: a fact that was not read must not be
-// taken for one that the machine does not have.
-func (m *Manager) settings() *config.Compiled {
-	current := m.store.Current()
-	isMissing := func(fact string) bool { return !slices.Contains(m.facts, fact) }
+// settings returns the configuration in force.
+func (m *Manager) settings() *config.Compiled { return m.store.Current() }
 
-	if slices.ContainsFunc(current.Facts, isMissing) {
-		m.reconnect()
+// settingsFor returns the configuration that applies to a machine. If the configuration in force reads facts that the
+// machine was not asked for yet, the last configuration without facts applies: a fact that was not read must not be
+// taken for a fact that the machine does not have.
+func (m *Manager) settingsFor(talos machine.Machine) *config.Compiled {
+	current := m.settings()
 
-		return m.served.Load()
+	if before := m.withoutFacts.Load(); before != nil && current.ReadsFacts && talos.Nodename != "" && talos.Facts == nil {
+		return before
 	}
 
-	m.served.Store(current)
-
 	return current
+}
+
+// readFacts makes the reflector read facts if the configuration in force uses them.
+func (m *Manager) readFacts(refl interface{ ReadFacts() }) {
+	if current := m.settings(); current.ReadsFacts {
+		refl.ReadFacts()
+	} else {
+		m.withoutFacts.Store(current)
+	}
 }
 
 // within waits for done, at most for d.

@@ -72,10 +72,6 @@ type inputs struct {
 
 // control runs the reflector and the controllers until ctx ends and they have stopped.
 func (m *Manager) control(ctx context.Context) error {
-	current := m.store.Current()
-	m.facts = current.Facts
-	m.served.Store(current)
-
 	inv := inventory.New(m.clock.Now)
 	defer countMachines(inv)()
 
@@ -89,7 +85,12 @@ func (m *Manager) control(ctx context.Context) error {
 	nodes := factory.Core().V1().Nodes()
 
 	dial := m.dialer(ctx, client, nodes)
-	refl := reflector.New(inv, dial, m.clock, m.facts...)
+	refl := reflector.New(inv, dial, m.clock)
+	readFacts := func() { m.readFacts(refl) }
+
+	defer m.store.Subscribe(readFacts)()
+
+	readFacts()
 
 	if err := refl.FollowNodes(nodes); err != nil {
 		return err
@@ -210,14 +211,14 @@ func (m *Manager) dialer(ctx context.Context, client kubernetes.Interface, nodes
 	}
 }
 
-// nodeOptions returns the options for Nodes that are in force.
-func (m *Manager) nodeOptions() nodespec.Options {
-	return NodeOptions(m.settings(), m.options.ProviderIDFallback)
+// nodeOptions returns the options for the Node of a machine.
+func (m *Manager) nodeOptions(talos machine.Machine) nodespec.Options {
+	return NodeOptions(m.settingsFor(talos), m.options.ProviderIDFallback)
 }
 
 // managed reports whether the configuration selects the Node of a machine.
 func (m *Manager) managed(node *corev1.Node, talos machine.Machine) bool {
-	return nodespec.Managed(nodespec.NewInput(node, talos, m.nodeOptions()))
+	return nodespec.Managed(nodespec.NewInput(node, talos, m.nodeOptions(talos)))
 }
 
 func (m *Manager) newNodeController(in inputs) (controller, error) {
@@ -227,8 +228,8 @@ func (m *Manager) newNodeController(in inputs) (controller, error) {
 		Inventory: in.inventory,
 		Recorder:  m.recorder,
 		Clock:     m.clock,
-		Options: func() nodespec.Options {
-			options := m.nodeOptions()
+		Options: func(talos machine.Machine) nodespec.Options {
+			options := m.nodeOptions(talos)
 			options.Domains = in.controlPlane.Identity().Current().Domains // known only with CSR approval, which needs them
 
 			return options
@@ -248,7 +249,7 @@ func (m *Manager) newLifecycle(in inputs) (controller, error) {
 		Clock:     m.clock,
 		Settings:  func() config.CompiledLifecycle { return m.settings().Lifecycle },
 		Selected: func(node *corev1.Node, talos machine.Machine) bool {
-			settings := m.settings()
+			settings := m.settingsFor(talos)
 			selector := cmp.Or(settings.Lifecycle.Selector, settings.NodeSelector)
 
 			return lifecycle.Selects(selector, node, talos)
@@ -292,10 +293,10 @@ func (m *Manager) newCSRApproval(in inputs) (controller, error) {
 		Recorder:  m.recorder,
 		Clock:     m.clock,
 		Managed: func(node *corev1.Node, talos machine.Machine) bool {
-			return m.settings().CSRSelector.Matches(nodespec.FactsOf(node, talos))
+			return m.settingsFor(talos).CSRSelector.Matches(nodespec.FactsOf(node, talos))
 		},
 		Policy: func(node *corev1.Node, talos machine.Machine) csrpolicy.Policy {
-			settings := m.settings()
+			settings := m.settingsFor(talos)
 			input := nodespec.NewInput(node, talos, NodeOptions(settings, m.options.ProviderIDFallback)).WithPeers(in.inventory, node.Name)
 
 			policy := csrapproval.PolicyFor(settings, node, input)

@@ -49,8 +49,8 @@ type Compiled struct {
 	// Service is as in the file.
 	Service   Service
 	Lifecycle CompiledLifecycle
-	// Facts are the names of the optional facts of machines that rules and selectors read, sorted.
-	Facts []string
+	// ReadsFacts is true if a rule, a selector or a pool reads one of machine.Facts.
+	ReadsFacts bool
 
 	ruleCount int
 }
@@ -117,9 +117,9 @@ type CompiledPool struct {
 
 // validator collects semantic errors.
 type validator struct {
-	file  *decoder
-	errs  field.ErrorList
-	facts []string // optional, of selectors
+	file       *decoder
+	errs       field.ErrorList
+	readsFacts bool // a selector reads one of machine.Facts
 }
 
 // validate compiles the file and reports semantic errors. It does not report values again that could not be
@@ -164,7 +164,7 @@ func (d *decoder) validate(file *Config) *Compiled {
 		IPAMFallback: file.IPAM.FallbackToClusterCIDRs,
 	}
 
-	compiled.Facts = slices.Compact(slices.Sorted(slices.Values(append(v.facts, set.Facts()...))))
+	compiled.ReadsFacts = v.readsFacts || set.ReadsFacts()
 
 	undecoded := d.problems
 
@@ -203,7 +203,7 @@ func (v *validator) selector(
 ) *rules.Selector {
 	selector, errs := compile(terms, path)
 	v.errs = append(v.errs, errs...)
-	v.facts = append(v.facts, selector.Facts()...)
+	v.readsFacts = v.readsFacts || selector.ReadsFacts()
 
 	return selector
 }

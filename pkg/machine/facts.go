@@ -1,7 +1,7 @@
 package machine
 
 import (
-	"maps"
+	"cmp"
 	"net/netip"
 	"slices"
 	"strconv"
@@ -14,202 +14,207 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 )
 
-// optionalFact is a fact that a View reads only if the configuration uses it.
-type optionalFact struct {
-	kind resource.Kind
-	// constant is true if the resources do not change before the machine reboots.
-	constant bool
-	// read returns a text, a bool, a sorted list of texts or a map of texts; without resources the zero value. Numbers
-	// are texts: a machine must not determine how often the loop of a template runs.
-	read func(m *Machine, resources []resource.Resource) any
+// Facts are the facts that a machine is asked for only if the configuration uses one of them. Each field is a template
+// variable. Numbers are texts: a machine must not determine how often the loop of a template runs.
+type Facts struct {
+	// Addresses are on networks that the machine is attached to: no addresses of pods and Services, virtual IPs or
+	// temporary addresses. Subnets are the subnets of Addresses.
+	Addresses []string
+	Subnets   []string
+	// Links are the names of links, without those of pods.
+	Links []string
+	// Gateways are the default gateways of the main routing table.
+	Gateways []string
+	// CPUModel is the model of the first socket with a processor.
+	CPUModel string
+	// CPUs is the number of threads, and MemoryMiB the size of all memory modules; empty if unknown.
+	CPUs      string
+	MemoryMiB string
+	// PCIDevices have the form <class>:<vendor>:<product>, as in `lspci -n`.
+	PCIDevices []string
+	SecureBoot bool
+	// KernelArgs are the values of kernel arguments by name. The values of a repeated argument are joined by commas.
+	KernelArgs map[string]string
+	// Meta are the values of META keys by ID, such as "0x0c".
+	Meta         map[string]string
+	TalosVersion string
+	// Extensions are the versions of system extensions by name.
+	Extensions map[string]string
+	// Schematic is the version of the extension "schematic", which Image Factory adds to every image: the schematic's ID.
+	Schematic string
 }
 
-// optionalFacts are the optional facts by the name of their template variable. The role os:reader suffices for all kinds.
-var optionalFacts = map[string]optionalFact{
-	"Addresses": {kind(network.NamespaceName, network.AddressStatusType), false, listOf((*Machine).address)},
-	"Subnets":   {kind(network.NamespaceName, network.AddressStatusType), false, listOf((*Machine).subnet)},
-	"Links": {kind(network.NamespaceName, network.LinkStatusType), false, listOf(func(_ *Machine, link *network.LinkStatus) string {
-		return link.Metadata().ID()
-	})},
-	"Gateways": {kind(network.NamespaceName, network.RouteStatusType), false, listOf(func(_ *Machine, route *network.RouteStatus) string {
-		return route.TypedSpec().Gateway.String() // View keeps default routes only
-	})},
-	"CPUModel":  {kind(hardware.NamespaceName, hardware.ProcessorType), true, cpuModel},
-	"CPUs":      {kind(hardware.NamespaceName, hardware.ProcessorType), true, sumOf(func(p *hardware.Processor) uint32 { return p.TypedSpec().ThreadCount })},
-	"MemoryMiB": {kind(hardware.NamespaceName, hardware.MemoryModuleType), true, sumOf(func(m *hardware.MemoryModule) uint32 { return m.TypedSpec().Size })},
-	"PCIDevices": {kind(hardware.NamespaceName, hardware.PCIDeviceType), true, listOf(func(_ *Machine, d *hardware.PCIDevice) string {
-		spec := d.TypedSpec()
-
-		return hex(spec.ClassID) + hex(spec.SubclassID) + ":" + hex(spec.VendorID) + ":" + hex(spec.ProductID)
-	})},
-	"SecureBoot":   {kind(runtime.NamespaceName, runtime.SecurityStateType), true, secureBoot},
-	"KernelArgs":   {kind(runtime.NamespaceName, runtime.KernelCmdlineType), true, kernelArgs},
-	"Meta":         {kind(runtime.NamespaceName, runtime.MetaKeyType), false, metaKeys},
-	"TalosVersion": {kind(runtime.NamespaceName, runtime.VersionType), true, talosVersion},
-	"Extensions": {kind(runtime.NamespaceName, runtime.ExtensionStatusType), true, func(_ *Machine, resources []resource.Resource) any {
-		return extensions(resources)
-	}},
-	// Image Factory adds an extension with this name to every image. Its version is the ID of the schematic.
-	"Schematic": {kind(runtime.NamespaceName, runtime.ExtensionStatusType), true, func(_ *Machine, resources []resource.Resource) any {
-		return extensions(resources)["schematic"]
-	}},
+// factKinds are the kinds that only Facts depend on. The role os:reader suffices for all of them.
+var factKinds = Kinds{
+	Polled: []resource.Kind{
+		kind(network.NamespaceName, network.LinkStatusType),
+		kind(network.NamespaceName, network.RouteStatusType),
+		kind(runtime.NamespaceName, runtime.MetaKeyType),
+	},
+	Constant: []resource.Kind{
+		kind(hardware.NamespaceName, hardware.ProcessorType),
+		kind(hardware.NamespaceName, hardware.MemoryModuleType),
+		kind(hardware.NamespaceName, hardware.PCIDeviceType),
+		kind(runtime.NamespaceName, runtime.SecurityStateType),
+		kind(runtime.NamespaceName, runtime.KernelCmdlineType),
+		kind(runtime.NamespaceName, runtime.VersionType),
+		kind(runtime.NamespaceName, runtime.ExtensionStatusType),
+	},
 }
 
-// OptionalFacts returns the names of the facts that a View reads only if View.Facts names them, sorted.
-func OptionalFacts() []string { return slices.Sorted(maps.Keys(optionalFacts)) }
+// replace replaces the facts of one of factKinds.
+func (f *Facts) replace(typ resource.Type, items []resource.Resource) {
+	items = slices.SortedFunc(slices.Values(items), func(a, b resource.Resource) int { return cmp.Compare(a.Metadata().ID(), b.Metadata().ID()) })
 
-// Fact returns an optional fact; the zero value of its type if it is not known.
-func (m Machine) Fact(name string) any {
-	if value, known := m.Facts[name]; known {
-		return value
+	switch typ {
+	case network.LinkStatusType:
+		f.Links = listOf(items, linkName)
+	case network.RouteStatusType:
+		f.Gateways = listOf(items, defaultGateway)
+	case runtime.MetaKeyType:
+		f.Meta = mapOf(items, maxMeta, func(k *runtime.MetaKey) (id, value string) { return k.Metadata().ID(), k.TypedSpec().Value })
+	case hardware.ProcessorType:
+		f.CPUModel = firstOf(items, func(p *hardware.Processor) string { return strings.TrimSpace(p.TypedSpec().ProductName) })
+		f.CPUs = sumOf(items, func(p *hardware.Processor) uint32 { return p.TypedSpec().ThreadCount })
+	case hardware.MemoryModuleType:
+		f.MemoryMiB = sumOf(items, func(m *hardware.MemoryModule) uint32 { return m.TypedSpec().Size })
+	case hardware.PCIDeviceType:
+		f.PCIDevices = listOf(items, pciDevice)
+	case runtime.SecurityStateType:
+		f.SecureBoot = slices.ContainsFunc(items, isSecureBoot)
+	case runtime.KernelCmdlineType:
+		f.KernelArgs = kernelArgs(firstOf(items, func(c *runtime.KernelCmdline) string { return c.TypedSpec().Cmdline }))
+	case runtime.VersionType:
+		f.TalosVersion = firstOf(items, func(v *runtime.Version) string { return v.TypedSpec().Version })
+	case runtime.ExtensionStatusType:
+		f.Extensions = mapOf(items, maxString, func(e *runtime.ExtensionStatus) (name, version string) {
+			return e.TypedSpec().Metadata.Name, e.TypedSpec().Metadata.Version
+		})
+		f.Schematic = f.Extensions["schematic"]
 	}
-
-	return optionalFacts[name].read(&Machine{}, nil)
 }
 
-// listOf returns a function that reads a list of different texts, none of them empty.
-func listOf[R resource.Resource](text func(*Machine, R) string) func(*Machine, []resource.Resource) any {
-	return func(m *Machine, resources []resource.Resource) any {
-		var list []string
+// setAddresses sets Addresses and Subnets.
+func (f *Facts) setAddresses(m *Machine) {
+	f.Addresses, f.Subnets = nil, nil
 
-		for _, r := range resources {
-			if r, ok := r.(R); ok {
-				list = append(list, text(m, r))
-			}
+	for _, a := range m.Addresses {
+		isExcluded := slices.ContainsFunc(m.ExcludedSubnets, func(p netip.Prefix) bool { return p.Contains(a.Prefix.Addr()) })
+		isTransient := a.Scope != nethelpers.ScopeGlobal || nethelpers.AddressFlag(a.Flags)&unstable != 0
+
+		if !isExcluded && !isTransient && a.Link != LinkExternal && !a.OnCNILink() {
+			f.Addresses = append(f.Addresses, a.Prefix.Addr().String())
+			f.Subnets = append(f.Subnets, a.Prefix.Masked().String())
 		}
-
-		slices.Sort(list)
-
-		return slices.DeleteFunc(slices.Compact(list), func(s string) bool { return s == "" })
 	}
+
+	f.Addresses, f.Subnets = sorted(f.Addresses), sorted(f.Subnets)
 }
 
-// sumOf returns a function that adds numbers up.
-func sumOf[R resource.Resource](number func(R) uint32) func(*Machine, []resource.Resource) any {
-	return func(_ *Machine, resources []resource.Resource) any {
-		var sum uint64
+// sorted sorts texts and removes duplicates and texts that are empty.
+func sorted(list []string) []string {
+	slices.Sort(list)
 
-		for _, r := range resources {
-			if r, ok := r.(R); ok {
-				sum += uint64(number(r))
-			}
+	return slices.DeleteFunc(slices.Compact(list), func(s string) bool { return s == "" })
+}
+
+// listOf returns the texts of resources.
+func listOf[R resource.Resource](items []resource.Resource, text func(R) string) (list []string) {
+	for _, item := range items {
+		if r, ok := item.(R); ok {
+			list = append(list, bounded(text(r), maxString))
 		}
-
-		if sum == 0 {
-			return ""
-		}
-
-		return strconv.FormatUint(sum, 10)
-	}
-}
-
-// address returns an address on a network that the machine is attached to; empty for transient addresses: of pods,
-// Services and virtual IPs, and temporary ones.
-func (m *Machine) address(status *network.AddressStatus) string {
-	if prefix := m.attached(status.TypedSpec()); prefix.IsValid() {
-		return prefix.Addr().String()
 	}
 
-	return ""
+	return sorted(list)
 }
 
-func (m *Machine) subnet(status *network.AddressStatus) string {
-	if prefix := m.attached(status.TypedSpec()); prefix.IsValid() {
-		return prefix.Masked().String()
-	}
-
-	return ""
-}
-
-func (m *Machine) attached(spec *network.AddressStatusSpec) netip.Prefix {
-	ip, link := spec.Address.Addr(), spec.LinkName
-
-	switch {
-	case spec.Scope != nethelpers.ScopeGlobal, nethelpers.AddressFlag(spec.Flags)&unstable != 0:
-	case link == LinkExternal, hasPrefix(link, cniLinks):
-	case slices.ContainsFunc(m.ExcludedSubnets, func(p netip.Prefix) bool { return p.Contains(ip) }):
-	default:
-		return spec.Address
-	}
-
-	return netip.Prefix{}
-}
-
-// cpuModel returns the model of the first socket with a processor.
-func cpuModel(_ *Machine, resources []resource.Resource) any {
-	for _, r := range resources {
-		if p, ok := r.(*hardware.Processor); ok && p.TypedSpec().ProductName != "" {
-			return strings.TrimSpace(p.TypedSpec().ProductName)
+// firstOf returns the text of the first resource that has one.
+func firstOf[R resource.Resource](items []resource.Resource, text func(R) string) string {
+	for _, item := range items {
+		if r, ok := item.(R); ok && text(r) != "" {
+			return bounded(text(r), maxString)
 		}
 	}
 
 	return ""
 }
 
-func hex(id string) string { return strings.TrimPrefix(id, "0x") }
+// sumOf returns the sum of numbers as a text; empty if the sum is zero.
+func sumOf[R resource.Resource](items []resource.Resource, number func(R) uint32) string {
+	var sum uint64
 
-func secureBoot(_ *Machine, resources []resource.Resource) any {
-	return slices.ContainsFunc(resources, func(r resource.Resource) bool {
-		state, ok := r.(*runtime.SecurityState)
-
-		return ok && state.TypedSpec().SecureBoot
-	})
-}
-
-// kernelArgs returns the values by name. Those of a repeated argument are joined by commas.
-func kernelArgs(_ *Machine, resources []resource.Resource) any {
-	args := map[string]string{}
-
-	for _, r := range resources {
-		cmdline, ok := r.(*runtime.KernelCmdline)
-		if !ok {
-			continue
-		}
-
-		for arg := range strings.FieldsSeq(cmdline.TypedSpec().Cmdline) {
-			name, value, _ := strings.Cut(arg, "=")
-			if other, repeated := args[name]; repeated {
-				value = other + "," + value
-			}
-
-			args[name] = value
+	for _, item := range items {
+		if r, ok := item.(R); ok {
+			sum += uint64(number(r))
 		}
 	}
 
-	return args
+	if sum == 0 {
+		return ""
+	}
+
+	return strconv.FormatUint(sum, 10)
 }
 
-func metaKeys(_ *Machine, resources []resource.Resource) any {
+// mapOf returns the values of resources of which neither the key nor the value is longer than limit.
+func mapOf[R resource.Resource](items []resource.Resource, limit int, entry func(R) (key, value string)) map[string]string {
 	values := map[string]string{}
 
-	for _, r := range resources {
-		if key, ok := r.(*runtime.MetaKey); ok {
-			values[key.Metadata().ID()] = key.TypedSpec().Value
+	for _, item := range items {
+		if r, ok := item.(R); ok {
+			if key, value := entry(r); max(len(key), len(value)) <= limit {
+				values[key] = value
+			}
 		}
 	}
 
 	return values
 }
 
-func talosVersion(_ *Machine, resources []resource.Resource) any {
-	for _, r := range resources {
-		if v, ok := r.(*runtime.Version); ok {
-			return v.TypedSpec().Version
-		}
+// linkName returns the name of a link; empty for links of pods.
+func linkName(link *network.LinkStatus) string {
+	if hasPrefix(link.Metadata().ID(), cniLinks) {
+		return ""
 	}
 
-	return ""
+	return link.Metadata().ID()
 }
 
-// extensions returns the versions of the machine's system extensions by name.
-func extensions(resources []resource.Resource) map[string]string {
-	versions := map[string]string{}
-
-	for _, r := range resources {
-		if status, ok := r.(*runtime.ExtensionStatus); ok {
-			versions[status.TypedSpec().Metadata.Name] = status.TypedSpec().Metadata.Version
-		}
+// defaultGateway returns the gateway of a default route in the main table; empty for other routes.
+func defaultGateway(route *network.RouteStatus) string {
+	spec := route.TypedSpec()
+	if spec.Table != nethelpers.TableMain || spec.Destination.Bits() > 0 || !spec.Gateway.IsValid() {
+		return ""
 	}
 
-	return versions
+	return spec.Gateway.String()
+}
+
+func pciDevice(device *hardware.PCIDevice) string {
+	spec := device.TypedSpec()
+	hex := func(id string) string { return strings.TrimPrefix(id, "0x") }
+
+	return hex(spec.ClassID) + hex(spec.SubclassID) + ":" + hex(spec.VendorID) + ":" + hex(spec.ProductID)
+}
+
+func isSecureBoot(r resource.Resource) bool {
+	state, ok := r.(*runtime.SecurityState)
+
+	return ok && state.TypedSpec().SecureBoot
+}
+
+func kernelArgs(cmdline string) map[string]string {
+	args := map[string]string{}
+
+	for arg := range strings.FieldsSeq(cmdline) {
+		name, value, _ := strings.Cut(arg, "=")
+		if earlier, repeated := args[name]; repeated {
+			value = earlier + "," + value
+		}
+
+		args[name] = value
+	}
+
+	return args
 }

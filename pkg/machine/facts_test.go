@@ -1,12 +1,15 @@
 package machine_test
 
 import (
+	"reflect"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/siderolabs/talos/pkg/machinery/extensions"
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
+	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
@@ -66,7 +69,7 @@ func extension(id, name, version string) *runtime.ExtensionStatus {
 	return withSpec(runtime.NewExtensionStatus(runtime.NamespaceName, id), extensions.Layer{Metadata: extensions.Metadata{Name: name, Version: version}})
 }
 
-func TestView_ReadsOptionalFactsOnDemand(t *testing.T) {
+func TestView_ReadsFacts(t *testing.T) {
 	local := with(addressStatus("eth0", "fe80::1/64"), func(s *network.AddressStatusSpec) { s.Scope = nethelpers.ScopeLink })
 	policyRoute := with(route("180/10.9.0.1", "", "10.9.0.1"), func(s *network.RouteStatusSpec) { s.Table = 180 })
 
@@ -77,60 +80,158 @@ func TestView_ReadsOptionalFactsOnDemand(t *testing.T) {
 		nodeIPConfig("10.244.0.0/16", "10.1.2.100"),
 	}
 
-	untested := machine.OptionalFacts()
+	tested := machine.Facts{}
 
 	for _, test := range []struct {
 		fact      string
 		resources []resource.Resource
-		want      any
+		want      machine.Facts
 	}{
-		{"Addresses", addresses, []string{"10.1.2.3", "10.1.2.4", "2001:db8::1"}},
-		{"Subnets", addresses, []string{"10.1.2.0/24", "2001:db8::/64"}},
-		{"Links", []resource.Resource{
+		{"addresses", addresses, machine.Facts{
+			Addresses: []string{"10.1.2.3", "10.1.2.4", "2001:db8::1"}, Subnets: []string{"10.1.2.0/24", "2001:db8::/64"},
+		}},
+		{"links", []resource.Resource{
 			network.NewLinkStatus(network.NamespaceName, "eno1"), network.NewLinkStatus(network.NamespaceName, "bond0"),
 			network.NewLinkStatus(network.NamespaceName, "lxc_health"), network.NewLinkStatus(network.NamespaceName, "veth1"),
-		}, []string{"bond0", "eno1"}},
-		{"Gateways", []resource.Resource{
+		}, machine.Facts{Links: []string{"bond0", "eno1"}}},
+		{"gateways", []resource.Resource{
 			route("1", "", "10.1.2.1"), route("2", "0.0.0.0/0", "10.1.2.1"), route("3", "::/0", "fe80::1"), route("4", "10.9.0.0/16", "10.1.2.9"),
 			route("5", "", ""), policyRoute,
-		}, []string{"10.1.2.1", "fe80::1"}},
-		{"CPUModel", []resource.Resource{processor("CPU-0", "", 0), processor("CPU-1", "AMD EPYC 9354 32-Core Processor   ", 64)}, "AMD EPYC 9354 32-Core Processor"},
-		{"CPUs", []resource.Resource{processor("CPU-0", "a", 64), processor("CPU-1", "a", 64), processor("CPU-2", "", 0)}, "128"},
-		{"MemoryMiB", []resource.Resource{module("DIMM-0", 1<<31), module("DIMM-1", 1<<31), module("DIMM-2", 0)}, "4294967296"},
-		{"PCIDevices", []resource.Resource{
+		}, machine.Facts{Gateways: []string{"10.1.2.1", "fe80::1"}}},
+		{
+			"processors",
+			[]resource.Resource{processor("CPU-2", "a", 64), processor("CPU-1", "AMD EPYC 9354 32-Core Processor   ", 64), processor("CPU-0", "", 0)},
+			machine.Facts{CPUModel: "AMD EPYC 9354 32-Core Processor", CPUs: "128"},
+		},
+		{
+			"memory", []resource.Resource{module("DIMM-0", 1<<31), module("DIMM-1", 1<<31), module("DIMM-2", 0)},
+			machine.Facts{MemoryMiB: "4294967296"},
+		},
+		{"PCI devices", []resource.Resource{
 			device("0000:01:00.0", "0x03", "0x02", "0x10de", "0x2236"), device("0000:02:00.0", "0x03", "0x02", "0x10de", "0x2236"),
 			device("0000:00:1f.2", "0x01", "0x06", "0x8086", "0x2922"),
-		}, []string{"0106:8086:2922", "0302:10de:2236"}},
-		{"SecureBoot", []resource.Resource{withSpec(runtime.NewSecurityStateSpec(runtime.NamespaceName), runtime.SecurityStateSpec{SecureBoot: true})}, true},
+		}, machine.Facts{PCIDevices: []string{"0106:8086:2922", "0302:10de:2236"}}},
 		{
-			"KernelArgs",
-			[]resource.Resource{withSpec(runtime.NewKernelCmdline(), runtime.KernelCmdlineSpec{Cmdline: "talos.platform=metal console=tty0 quiet a=b=c console=ttyS0"})},
-			map[string]string{"talos.platform": "metal", "console": "tty0,ttyS0", "quiet": "", "a": "b=c"},
+			"secure boot", []resource.Resource{withSpec(runtime.NewSecurityStateSpec(runtime.NamespaceName), runtime.SecurityStateSpec{SecureBoot: true})},
+			machine.Facts{SecureBoot: true},
 		},
-		{"TalosVersion", []resource.Resource{withSpec(runtime.NewVersion(), runtime.VersionSpec{Version: "v1.13.5"})}, "v1.13.5"},
-		{"Extensions", []resource.Resource{extension("000", "schematic", "37656"), extension("001", "nvidia", "570.1")}, map[string]string{"schematic": "37656", "nvidia": "570.1"}},
-		{"Schematic", []resource.Resource{extension("000", "schematic", "37656"), extension("001", "nvidia", "570.1")}, "37656"},
-		{"Meta", []resource.Resource{key("0x0c", "rack=7"), key("0x0d", "")}, map[string]string{"0x0c": "rack=7", "0x0d": ""}},
+		{
+			"kernel arguments", []resource.Resource{cmdline("talos.platform=metal console=tty0 quiet a=b=c console=ttyS0")},
+			machine.Facts{KernelArgs: map[string]string{"talos.platform": "metal", "console": "tty0,ttyS0", "quiet": "", "a": "b=c"}},
+		},
+		{
+			"Talos version", []resource.Resource{withSpec(runtime.NewVersion(), runtime.VersionSpec{Version: "v1.13.5"})},
+			machine.Facts{TalosVersion: "v1.13.5"},
+		},
+		{
+			"extensions", []resource.Resource{extension("000", "schematic", "37656"), extension("001", "nvidia", "570.1")},
+			machine.Facts{Extensions: map[string]string{"schematic": "37656", "nvidia": "570.1"}, Schematic: "37656"},
+		},
+		{
+			"META", []resource.Resource{key("0x0c", "rack=7"), key("0x0d", "")},
+			machine.Facts{Meta: map[string]string{"0x0c": "rack=7", "0x0d": ""}},
+		},
 	} {
-		untested = slices.DeleteFunc(untested, func(name string) bool { return name == test.fact })
+		t.Run(test.fact, func(t *testing.T) { assert.Equal(t, withEmpty(test.want), *factsOf(test.resources...)) })
 
-		t.Run(test.fact, func(t *testing.T) {
-			view := viewOf(test.resources...)
-			assert.Nil(t, view.Machine().Facts, "facts without a need")
-
-			view.Facts = []string{test.fact}
-
-			m := view.Machine()
-			assert.Equal(t, test.want, m.Fact(test.fact))
-			assert.Len(t, m.Facts, 1)
-
-			without := machine.Machine{}.Fact(test.fact)
-			assert.IsType(t, test.want, without)
-			assert.Empty(t, without)
-		})
+		got, all := reflect.ValueOf(test.want), reflect.ValueOf(&tested).Elem()
+		for i, field := range fields(got) {
+			if !field.IsZero() {
+				all.Field(i).Set(field)
+			}
+		}
 	}
 
-	assert.Empty(t, untested, "no test reads them")
+	for i, field := range fields(reflect.ValueOf(tested)) {
+		assert.False(t, field.IsZero(), "no test reads %s", reflect.TypeFor[machine.Facts]().Field(i).Name)
+	}
+}
+
+func fields(v reflect.Value) (fields []reflect.Value) {
+	for _, field := range v.Fields() {
+		fields = append(fields, field)
+	}
+
+	return fields
+}
+
+func cmdline(text string) *runtime.KernelCmdline {
+	return withSpec(runtime.NewKernelCmdline(), runtime.KernelCmdlineSpec{Cmdline: text})
+}
+
+// withEmpty replaces the maps that are nil: all kinds were listed.
+func withEmpty(f machine.Facts) machine.Facts {
+	for _, m := range []*map[string]string{&f.KernelArgs, &f.Meta, &f.Extensions} {
+		if *m == nil {
+			*m = map[string]string{}
+		}
+	}
+
+	return f
+}
+
+// factsOf returns the facts of a machine from which all kinds were listed.
+func factsOf(resources ...resource.Resource) *machine.Facts {
+	view := &machine.View{}
+
+	for _, kind := range machine.BaseKinds().WithFacts().All() {
+		view.ReplaceKind(kind, slices.DeleteFunc(slices.Clone(resources), func(r resource.Resource) bool { return r.Metadata().Type() != kind.Type() }))
+	}
+
+	return view.Machine().Facts
+}
+
+func TestView_HasFactsOnlyIfTheyWereListed(t *testing.T) {
+	view := viewOf(everything()...)
+	assert.Nil(t, view.Machine().Facts)
+
+	kinds := machine.BaseKinds().WithFacts().All()
+	view.ReplaceKind(kinds[len(kinds)-1], nil)
+
+	before := view.Machine()
+	assert.NotNil(t, before.Facts)
+
+	view.Put(addressStatus("eth2", "10.77.0.1/24"))
+	assert.NotContains(t, before.Facts.Addresses, "10.77.0.1", "the facts of an earlier view have changed")
+	assert.Contains(t, view.Machine().Facts.Addresses, "10.77.0.1")
+}
+
+// A text that is too long counts as not reported: a part of it could be equal to the text of another machine.
+func TestView_OmitsTextsThatAreTooLong(t *testing.T) {
+	longest, tooLong := strings.Repeat("x", 4<<10), strings.Repeat("x", 4<<10+1)
+
+	for _, test := range []struct{ text, want string }{{longest, longest}, {tooLong, ""}} {
+		metadata := runtime.PlatformMetadataSpec{Zone: test.text, InstanceID: test.text, Region: "r", Tags: map[string]string{"a": test.text, test.text: "b", "c": "d"}}
+		view := viewOf(
+			platformMetadata(metadata), hostname(test.text, test.text), nodename(test.text), volume("vda6", "EPHEMERAL", test.text),
+			withSpec(hardware.NewSystemInformation(hardware.SystemInformationID), hardware.SystemInformationSpec{SerialNumber: test.text}),
+			withSpec(cluster.NewInfo(), cluster.InfoSpec{ClusterName: test.text}),
+		)
+		m := view.Machine()
+
+		for _, got := range []string{
+			m.Platform.Zone, m.Platform.InstanceID, m.Platform.Tags["a"], m.Hostname, m.Domainname, m.Nodename, m.EphemeralID, m.System.SerialNumber, m.ClusterName,
+		} {
+			assert.Equal(t, test.want, got)
+		}
+
+		assert.Equal(t, "r", m.Platform.Region)
+		assert.Equal(t, "d", m.Platform.Tags["c"])
+		assert.Equal(t, test.want != "", m.Platform.Tags[test.text] == "b", "tag with a long name")
+		assert.Equal(t, test.text, metadata.Tags["a"], "the resource has changed")
+
+		facts := factsOf(
+			network.NewLinkStatus(network.NamespaceName, test.text), processor("CPU-0", test.text, 1), device("0", test.text, "", "", ""),
+			extension("0", "schematic", test.text), withSpec(runtime.NewVersion(), runtime.VersionSpec{Version: test.text}),
+			key("0x0c", test.text+test.text), key("0x0d", strings.Repeat("x", 64<<10+1)),
+		)
+		assert.Equal(t, []string{test.want, test.want, test.want}, []string{facts.CPUModel, facts.Schematic, facts.TalosVersion})
+		assert.Equal(t, test.want != "", len(facts.Links) == 1)
+		assert.Empty(t, facts.PCIDevices, "longer than its class")
+		assert.Equal(t, map[string]string{"0x0c": test.text + test.text}, facts.Meta, "META values can be longer")
+	}
+
+	assert.Empty(t, factsOf(cmdline("a="+longest)).KernelArgs)
 }
 
 // types returns the types of kinds.
@@ -142,24 +243,8 @@ func types(kinds []resource.Kind) (types []resource.Type) {
 	return types
 }
 
-func TestKindsOf_ListsKindsOfFactsOnce(t *testing.T) {
-	always := machine.KindsOf(nil)
-
-	for _, test := range []struct {
-		facts            []string
-		polled, constant []resource.Type
-	}{
-		{nil, nil, nil},
-		{[]string{"Addresses", "Subnets"}, nil, nil}, // of watched kinds
-		{[]string{"CPUModel", "CPUs", "Links"}, []resource.Type{network.LinkStatusType}, []resource.Type{hardware.ProcessorType}},
-		{[]string{"Extensions", "Schematic"}, nil, []resource.Type{runtime.ExtensionStatusType}},
-	} {
-		kinds := machine.KindsOf(test.facts)
-		assert.Equal(t, test.polled, types(kinds.Polled[len(always.Polled):]), test.facts)
-		assert.Equal(t, test.constant, types(kinds.Constant[len(always.Constant):]), test.facts)
-	}
-
-	all := types(machine.KindsOf(machine.OptionalFacts()).All())
+func TestKinds_AreListedOnce(t *testing.T) {
+	all := types(machine.BaseKinds().WithFacts().All())
 	slices.Sort(all)
-	assert.Equal(t, slices.Compact(slices.Clone(all)), all, "each is listed once")
+	assert.Equal(t, slices.Compact(slices.Clone(all)), all)
 }

@@ -64,8 +64,8 @@ type Machine struct {
 	ExcludedSubnets []netip.Prefix
 	// ValidSubnets are the subnets of machine.kubelet.nodeIP, in the operator's order (k8s/NodeIPConfigs).
 	ValidSubnets []ValidSubnet
-	// Facts are the optional facts that View.Facts names; the others are not known.
-	Facts map[string]any
+	// Facts are nil if they were not read.
+	Facts *Facts
 }
 
 // ValidSubnet is a subnet that has node IPs or, if inverted, that has none.

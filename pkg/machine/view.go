@@ -3,12 +3,12 @@ package machine
 import (
 	"cmp"
 	"net/netip"
+	"reflect"
 	"slices"
 	"strings"
 
 	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/siderolabs/talos/pkg/machinery/constants"
-	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	"github.com/siderolabs/talos/pkg/machinery/resources/block"
 	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/config"
@@ -30,9 +30,9 @@ type Kinds struct {
 	Constant []resource.Kind
 }
 
-// KindsOf returns the kinds of a View with the given optional facts.
-func KindsOf(facts []string) Kinds {
-	kinds := Kinds{
+// BaseKinds returns the kinds that every View needs.
+func BaseKinds() Kinds {
+	return Kinds{
 		Watched: []resource.Kind{
 			kind(runtime.NamespaceName, runtime.PlatformMetadataType),
 			kind(network.NamespaceName, network.AddressStatusType),
@@ -53,18 +53,14 @@ func KindsOf(facts []string) Kinds {
 			kind(block.NamespaceName, block.DiscoveredVolumeType),
 		},
 	}
+}
 
-	for _, name := range facts {
-		switch f := optionalFacts[name]; {
-		case slices.ContainsFunc(kinds.All(), func(k resource.Kind) bool { return k.Type() == f.kind.Type() }):
-		case f.constant:
-			kinds.Constant = append(kinds.Constant, f.kind)
-		default:
-			kinds.Polled = append(kinds.Polled, f.kind)
-		}
-	}
+// WithFacts returns the kinds with those of Machine.Facts.
+func (k Kinds) WithFacts() Kinds {
+	k.Polled = slices.Concat(k.Polled, factKinds.Polled)
+	k.Constant = slices.Concat(k.Constant, factKinds.Constant)
 
-	return kinds
+	return k
 }
 
 // All returns all kinds, first those that are watched.
@@ -77,15 +73,15 @@ func kind(namespace resource.Namespace, typ resource.Type) resource.Kind {
 // View collects the resources of one machine. The zero value is empty and ready to use. It is not safe for concurrent
 // use.
 type View struct {
-	// Facts are the names of the optional facts that a Machine gets. Their resources are those of KindsOf.
-	Facts []string
-
 	resources []resource.Resource // sorted by type and ID
+	// facts are nil until a kind of facts was listed. Their resources are not kept: a machine can have hundreds of them.
+	facts *Facts
 }
 
-// Put adds or replaces a resource. It ignores resources that no Machine depends on.
+// Put adds or replaces a resource of BaseKinds. It ignores volumes that no Machine depends on: a machine can have
+// hundreds of them.
 func (v *View) Put(r resource.Resource) {
-	if !isNeeded(r) {
+	if volume, ok := r.(*block.DiscoveredVolume); ok && volume.TypedSpec().PartitionLabel != constants.EphemeralPartitionLabel {
 		return
 	}
 
@@ -127,26 +123,21 @@ func (v *View) ofType(typ resource.Type) []resource.Resource {
 	return list
 }
 
-// isNeeded reports whether a Machine depends on the resource. A machine can have hundreds of other volumes, and links
-// and routes of pods.
-func isNeeded(r resource.Resource) bool {
-	switch r := r.(type) {
-	case *block.DiscoveredVolume:
-		return r.TypedSpec().PartitionLabel == constants.EphemeralPartitionLabel
-	case *network.LinkStatus:
-		return !hasPrefix(r.Metadata().ID(), cniLinks)
-	case *network.RouteStatus:
-		spec := r.TypedSpec()
-
-		return spec.Table == nethelpers.TableMain && spec.Destination.Bits() <= 0 && spec.Gateway.IsValid()
-	default:
-		return true
-	}
-}
-
 // ReplaceKind replaces all resources of one kind with items.
 func (v *View) ReplaceKind(k resource.Kind, items []resource.Resource) {
-	v.resources = slices.DeleteFunc(v.resources, func(r resource.Resource) bool { return r.Metadata().Type() == k.Type() })
+	isKind := func(other resource.Kind) bool { return other.Type() == k.Type() }
+
+	if slices.ContainsFunc(factKinds.All(), isKind) {
+		if v.facts == nil {
+			v.facts = &Facts{}
+		}
+
+		v.facts.replace(k.Type(), items)
+
+		return
+	}
+
+	v.resources = slices.DeleteFunc(v.resources, func(r resource.Resource) bool { return isKind(r.Metadata()) })
 
 	for _, item := range items {
 		v.Put(item)
@@ -176,16 +167,52 @@ func (v *View) Machine() Machine {
 	_, active := v.find(pointer(network.PlatformConfigType, network.PlatformConfigActiveID))
 	m.PlatformFromCache = cached && !active
 
-	for _, name := range v.Facts {
-		if m.Facts == nil {
-			m.Facts = map[string]any{}
-		}
+	limit(reflect.ValueOf(&m).Elem())
 
-		f := optionalFacts[name]
-		m.Facts[name] = f.read(&m, v.ofType(f.kind.Type()))
+	if v.facts != nil {
+		facts := *v.facts
+		facts.setAddresses(&m)
+		m.Facts = &facts
 	}
 
 	return m
+}
+
+const (
+	// maxString is the limit of texts from machines, in bytes, except for META values. A longer text counts as not
+	// reported. It is not shortened, because two identities could become equal.
+	maxString = 4 << 10
+	// maxMeta is the limit of META values, which can be documents.
+	maxMeta = 64 << 10
+)
+
+// bounded returns s, or an empty string if s is longer than limit.
+func bounded(s string, limit int) string {
+	if len(s) > limit {
+		return ""
+	}
+
+	return s
+}
+
+// limit removes texts that are longer than maxString from a struct with its structs and maps.
+func limit(v reflect.Value) {
+	for _, field := range v.Fields() {
+		switch field.Kind() {
+		case reflect.String:
+			if field.Len() > maxString {
+				field.SetZero()
+			}
+		case reflect.Struct:
+			limit(field)
+		case reflect.Map:
+			for key, value := range field.Seq2() {
+				if max(key.Len(), value.Len()) > maxString {
+					field.SetMapIndex(key, reflect.Value{})
+				}
+			}
+		}
+	}
 }
 
 // platformPublished reports whether the applied metadata is what the platform driver has delivered. If they name

@@ -155,7 +155,7 @@ func TestView_FollowsChanges(t *testing.T) {
 	put := func(r resource.Resource) func(*machine.View) { return func(v *machine.View) { v.Put(r) } }
 	drop := func(r resource.Resource) func(*machine.View) { return func(v *machine.View) { v.Drop(r.Metadata()) } }
 	replace := func(typ resource.Type, resources ...resource.Resource) func(*machine.View) {
-		kinds := machine.KindsOf(nil).All()
+		kinds := machine.BaseKinds().All()
 		i := slices.Index(types(kinds), typ)
 		require.GreaterOrEqual(t, i, 0, "%s is neither watched nor polled", typ)
 
@@ -251,7 +251,7 @@ func TestView_MachineIsIndependentOfResources(t *testing.T) {
 }
 
 func TestKinds_EachIsEitherWatchedOrPolled(t *testing.T) {
-	kinds := machine.KindsOf(nil).All()
+	kinds := machine.BaseKinds().All()
 
 	for _, r := range everything() {
 		matches := 0

@@ -15,6 +15,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
 )
@@ -116,7 +117,7 @@ func TestCompare_Addresses(t *testing.T) {
 	output, err := os.ReadFile("testdata/talos-v1.13.5.yaml")
 	require.NoError(t, err)
 
-	machines, err := preview.Parse(output)
+	machines, err := preview.Parse(output, machine.BaseKinds())
 	require.NoError(t, err)
 
 	internal := corev1.NodeAddress{Type: corev1.NodeInternalIP, Address: "10.77.0.3"}

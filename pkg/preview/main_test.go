@@ -110,7 +110,7 @@ func publishPlatformConfig(t testing.TB, m *talostest.Machine) {
 func truth(t testing.TB, m *talostest.Machine) machine.Machine {
 	t.Helper()
 
-	view := machine.View{Facts: machine.OptionalFacts()}
+	var view machine.View
 
 	for _, kind := range kinds() {
 		list, err := m.State().List(t.Context(), kind)
@@ -122,10 +122,10 @@ func truth(t testing.TB, m *talostest.Machine) machine.Machine {
 	return view.Machine()
 }
 
-func kinds() []resource.Kind {
-	all := machine.KindsOf(machine.OptionalFacts()).All()
+var allKinds = machine.BaseKinds().WithFacts()
 
-	return slices.DeleteFunc(all, func(kind resource.Kind) bool {
+func kinds() []resource.Kind {
+	return slices.DeleteFunc(allKinds.All(), func(kind resource.Kind) bool {
 		return kind.Type() == cluster.IdentityType || kind.Type() == block.DiscoveredVolumeType
 	})
 }

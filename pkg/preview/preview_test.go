@@ -90,7 +90,7 @@ func TestRender_EqualsDesiredSpec(t *testing.T) {
 				site := newSite(t, spec)
 				publishPlatformConfig(t, site.Machine("worker-1"))
 
-				machines, err := preview.Parse(site.everything(t, asYAML))
+				machines, err := preview.Parse(site.everything(t, asYAML), machine.BaseKinds())
 				require.NoError(t, err)
 
 				report := preview.Render(machines, preview.Kubelet{Architecture: "arm64"}, options)[0]

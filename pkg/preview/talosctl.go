@@ -51,20 +51,20 @@ func (m Machine) isPartial(nodeIPs []netip.Addr) bool {
 	return slices.ContainsFunc(needed, func(kind string) bool { return slices.Contains(m.Missing, kind) })
 }
 
-// Command returns the shell command that prints all resources of a machine that Parse needs for the given optional facts.
-func Command(facts ...string) string {
+// Command returns the shell command that prints all resources of a machine that Parse needs of the given kinds.
+func Command(kinds machine.Kinds) string {
 	var names []string
 
-	for _, kind := range kinds(facts) {
+	for _, kind := range needed(kinds) {
 		names = append(names, kindName(kind.Type()))
 	}
 
 	return "for kind in " + strings.Join(names, " ") + "; do talosctl -n NODE get $kind -o yaml; done"
 }
 
-func kinds(facts []string) []resource.Kind {
+func needed(kinds machine.Kinds) []resource.Kind {
 	// The node ID and the volumes change nothing on the Node.
-	return slices.DeleteFunc(machine.KindsOf(facts).All(), func(kind resource.Kind) bool {
+	return slices.DeleteFunc(kinds.All(), func(kind resource.Kind) bool {
 		return kind.Type() == cluster.IdentityType || kind.Type() == block.DiscoveredVolumeType
 	})
 }
@@ -81,18 +81,15 @@ var table = regexp.MustCompile(`(?m)^(\S+ +)?NODE +NAMESPACE +TYPE +ID `)
 
 // Parse reads the concatenated output of any number of `talosctl get KIND -o yaml` or `-o json` commands for any number of machines, or the short
 // form of the documentation, which maps a kind to its spec or a list of specs, `addresses` to a list, `extensions` to versions, and `meta` to values.
-// It returns the machines in the order of their first resource, with the given optional facts, and ignores resources of other kinds. Errors name
-// the document and the line.
-func Parse(output []byte, facts ...string) ([]Machine, error) {
+// It returns the machines in the order of their first resource, and ignores resources of other kinds. Errors name the document and the line.
+func Parse(output []byte, kinds machine.Kinds) ([]Machine, error) {
 	if table.Match(output) {
 		return nil, errors.New("the input is a table, which omits most values: add -o yaml to the talosctl command")
 	}
 
 	var order []string
 
-	needed := kinds(facts)
-
-	byNode := map[string]*parsed{}
+	needed, byNode := needed(kinds), map[string]*parsed{}
 
 	for i, d := range split(output) {
 		list, err := d.decode(needed)
@@ -100,7 +97,7 @@ func Parse(output []byte, facts ...string) ([]Machine, error) {
 		for _, r := range list {
 			m, known := byNode[r.Node]
 			if !known {
-				m = &parsed{view: machine.View{Facts: facts}, seen: map[resource.Type]bool{}}
+				m = &parsed{seen: map[resource.Type]bool{}}
 				byNode[r.Node] = m
 				order = append(order, r.Node)
 			}
@@ -120,14 +117,19 @@ func Parse(output []byte, facts ...string) ([]Machine, error) {
 	var machines []Machine
 
 	for _, node := range order {
-		m := Machine{Node: node, Machine: byNode[node].view.Machine()}
+		var view machine.View
+
+		m := Machine{Node: node}
 
 		for _, kind := range needed {
+			view.ReplaceKind(kind, byNode[node].ofKind(kind))
+
 			if !byNode[node].seen[kind.Type()] {
 				m.Missing = append(m.Missing, kindName(kind.Type()))
 			}
 		}
 
+		m.Machine = view.Machine()
 		machines = append(machines, m)
 	}
 
@@ -289,7 +291,7 @@ func readTexts(list []printed, key string, spec *yaml.Node) ([]printed, error) {
 
 // readSpecs appends a resource with the spec, or a resource per element of a list of specs.
 func readSpecs(list []printed, key string, spec yaml.Node) ([]printed, error) {
-	known := kinds(machine.OptionalFacts())
+	known := needed(machine.BaseKinds().WithFacts())
 
 	i := slices.IndexFunc(known, func(kind resource.Kind) bool {
 		return strings.TrimSuffix(kindName(kind.Type()), "s") == strings.TrimSuffix(key, "s")
@@ -384,22 +386,28 @@ func dropFields(mapping *yaml.Node, drop func(key string, value *yaml.Node) bool
 
 // parsed collects the resources of one machine.
 type parsed struct {
-	view     machine.View
-	seen     map[resource.Type]bool
-	nodename string
+	resources []resource.Resource
+	seen      map[resource.Type]bool
+	nodename  string
+}
+
+func (m *parsed) ofKind(kind resource.Kind) []resource.Resource {
+	return slices.DeleteFunc(slices.Clone(m.resources), func(r resource.Resource) bool { return r.Metadata().Type() != kind.Type() })
 }
 
 // add applies a resource. Two nodenames are an error, because talosctl prints an empty node for machines that were read without --nodes.
 func (m *parsed) add(p printed) error {
 	md := p.resource.Metadata()
 
-	if p.Event == "destroyed" {
-		m.view.Drop(md)
+	m.resources = slices.DeleteFunc(m.resources, func(r resource.Resource) bool {
+		return r.Metadata().Type() == md.Type() && r.Metadata().ID() == md.ID()
+	})
 
+	if p.Event == "destroyed" {
 		return nil
 	}
 
-	m.view.Put(p.resource)
+	m.resources = append(m.resources, p.resource)
 	m.seen[md.Type()] = true
 
 	nodename, ok := p.resource.(*k8s.Nodename)

@@ -25,14 +25,14 @@ func TestParse_RoundTripsTalosctlOutput(t *testing.T) {
 
 	for name, output := range map[string]write{"yaml": asYAML, "json": asJSON} {
 		t.Run(name, func(t *testing.T) {
-			machines, err := preview.Parse(site.everything(t, output), machine.OptionalFacts()...)
+			machines, err := preview.Parse(site.everything(t, output), allKinds)
 			require.NoError(t, err)
 			require.Len(t, machines, 2)
 
 			for i, m := range site.Machines() {
 				assert.Equal(t, m.Nodename(), machines[i].Node, "machine %d", i)
 
-				assert.Len(t, machines[i].Machine.Fact("Gateways"), 1)
+				assert.Len(t, machines[i].Machine.Facts.Gateways, 1)
 				assert.Equal(t, truth(t, m), machines[i].Machine)
 			}
 		})
@@ -43,7 +43,7 @@ func TestCommand_UsesTalosKindNames(t *testing.T) {
 	site := newSite(t, worker("worker-1"))
 	c := site.client(t, site.Machine("worker-1"))
 
-	_, list, _ := strings.Cut(preview.Command(machine.OptionalFacts()...), "for kind in ")
+	_, list, _ := strings.Cut(preview.Command(allKinds), "for kind in ")
 	list, _, _ = strings.Cut(list, ";")
 
 	for i, name := range strings.Fields(list) {
@@ -61,7 +61,7 @@ func TestCommand_UsesTalosKindNames(t *testing.T) {
 func TestParse_ListsMissingKinds(t *testing.T) {
 	printed := "node: 10.0.0.1\nmetadata:\n    type: Nodenames.kubernetes.talos.dev\nspec:\n    nodename: worker-1\n"
 
-	machines, err := preview.Parse([]byte(printed), machine.OptionalFacts()...)
+	machines, err := preview.Parse([]byte(printed), allKinds)
 	require.NoError(t, err)
 
 	got := machines[0].Missing
@@ -76,7 +76,7 @@ func TestParse_ReadsRecordedTalosctlOutput(t *testing.T) {
 			output, err := os.ReadFile("testdata/talos-v1.13.5." + format)
 			require.NoError(t, err)
 
-			machines, err := preview.Parse(output)
+			machines, err := preview.Parse(output, machine.BaseKinds())
 			require.NoError(t, err)
 
 			assert.Equal(t, []preview.Machine{
@@ -127,7 +127,7 @@ func TestParse_AcceptsVariations(t *testing.T) {
 		{"compact JSON", `{"node":"n","metadata":{"type":"Nodenames.kubernetes.talos.dev","id":"nodename"},"spec":{"nodename":"worker-1"}}`},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			machines, err := preview.Parse([]byte(test.input))
+			machines, err := preview.Parse([]byte(test.input), machine.BaseKinds())
 			require.NoError(t, err)
 			require.Len(t, machines, 1)
 			assert.Equal(t, machine.Machine{Nodename: "worker-1"}, machines[0].Machine)
@@ -156,15 +156,15 @@ func TestParse_RejectsInvalidInput(t *testing.T) {
 		{"duplicate keys", nodename + "spec: {}\n", "document 1, from line 1"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			machines, err := preview.Parse([]byte(test.input))
+			machines, err := preview.Parse([]byte(test.input), machine.BaseKinds())
 			assert.ErrorContains(t, err, test.want, machines)
 		})
 	}
 }
 
 func TestParse_ReadsShortForm(t *testing.T) {
-	machines, err := preview.Parse([]byte("platformmetadata: {platform: aws, hostname: web-7, tags: {rack: R12}}\n" +
-		"systeminformation:\n  skuNumber: X10\nnodename: {nodename: worker-1}\n"))
+	machines, err := preview.Parse([]byte("platformmetadata: {platform: aws, hostname: web-7, tags: {rack: R12}}\n"+
+		"systeminformation:\n  skuNumber: X10\nnodename: {nodename: worker-1}\n"), machine.BaseKinds())
 	require.NoError(t, err)
 
 	require.Len(t, machines, 1)
@@ -179,17 +179,17 @@ func TestParse_ReadsOptionalFactsOfShortForm(t *testing.T) {
 		"pcidevices: [{class_id: \"0x03\", subclass_id: \"0x02\", vendor_id: \"0x10de\", product_id: \"0x2236\"}, {class_id: \"0x02\"}]\n"
 
 	for name, test := range map[string]struct {
-		facts []string
-		want  map[string]any
+		kinds machine.Kinds
+		want  *machine.Facts
 	}{
-		"used": {[]string{"Extensions", "Meta", "PCIDevices", "Subnets"}, map[string]any{
-			"Extensions": map[string]string{"nvidia": "570.1"},
-			"Meta":       map[string]string{"0x0c": "rack=7"}, "PCIDevices": []string{"02::", "0302:10de:2236"}, "Subnets": []string{"10.2.7.0/24"},
+		"used": {allKinds, &machine.Facts{
+			Addresses: []string{"10.2.7.21"}, Subnets: []string{"10.2.7.0/24"}, PCIDevices: []string{"02::", "0302:10de:2236"},
+			KernelArgs: map[string]string{}, Meta: map[string]string{"0x0c": "rack=7"}, Extensions: map[string]string{"nvidia": "570.1"},
 		}},
-		"not used": {},
+		"not used": {machine.BaseKinds(), nil},
 	} {
 		t.Run(name, func(t *testing.T) {
-			machines, err := preview.Parse([]byte(text), test.facts...)
+			machines, err := preview.Parse([]byte(text), test.kinds)
 			require.NoError(t, err)
 			assert.Equal(t, test.want, machines[0].Machine.Facts)
 
@@ -201,8 +201,8 @@ func TestParse_ReadsOptionalFactsOfShortForm(t *testing.T) {
 }
 
 func TestRender_ShowsWhatFollowsFromMetadata(t *testing.T) {
-	machines, err := preview.Parse([]byte("node: 10.0.0.2\nmetadata: {type: PlatformMetadatas.talos.dev, id: platformmetadata}\n" +
-		"spec: {platform: openstack, hostname: web-7, region: eu, instanceId: 9a1fd9ee}\n"))
+	machines, err := preview.Parse([]byte("node: 10.0.0.2\nmetadata: {type: PlatformMetadatas.talos.dev, id: platformmetadata}\n"+
+		"spec: {platform: openstack, hostname: web-7, region: eu, instanceId: 9a1fd9ee}\n"), machine.BaseKinds())
 	require.NoError(t, err)
 
 	report := preview.Render(machines, preview.Kubelet{}, nodespec.Options{Rules: compile(t, everyKind())})[0]
@@ -234,7 +234,7 @@ func FuzzParse(f *testing.F) {
 	f.Add([]byte("metadata: &a {type: MachineTypes.config.talos.dev, id: *a}\nspec: *a\n"))
 
 	f.Fuzz(func(t *testing.T, input []byte) {
-		machines, err := preview.Parse(input)
+		machines, err := preview.Parse(input, machine.BaseKinds())
 		assert.Equal(t, err == nil, len(machines) > 0, err)
 
 		// Separators between documents have no effect.

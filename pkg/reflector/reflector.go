@@ -18,7 +18,6 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/wait"
 	coreinformers "k8s.io/client-go/informers/core/v1"
-	corelisters "k8s.io/client-go/listers/core/v1"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/component-base/metrics"
 	"k8s.io/component-base/metrics/legacyregistry"
@@ -65,37 +64,36 @@ type Reflector struct {
 	inventory  Inventory
 	dial       talosapi.DialFunc
 	clock      clock.Clock
-	facts      []string
-	kinds      machine.Kinds
 	connecting chan struct{} // semaphore
-	// nodes is nil before FollowNodes.
-	nodes corelisters.NodeLister
 
 	mu    sync.Mutex
 	ctx   context.Context //nolint:containedctx // set while Run runs: Track starts tasks, and its callers have no context
 	tasks map[string]*task
 	wg    sync.WaitGroup
+
+	kinds      machine.Kinds
+	readsFacts bool // kinds have those of machine.Facts
 }
 
 // task is the goroutine that follows the machine of one Node.
 type task struct {
 	addresses []netip.Addr
+	kinds     machine.Kinds
 	cancel    context.CancelFunc // nil if the task was not started
 	done      chan struct{}
 	outage    backoff.Outage // only the goroutine uses it
 	failed    atomic.Bool    // whether the last attempt to connect failed
 }
 
-// New returns a Reflector that tracks no Node yet. Machines get the optional facts with the given names.
-func New(inventory Inventory, dial talosapi.DialFunc, clk clock.Clock, facts ...string) *Reflector {
+// New returns a Reflector that tracks no Node yet.
+func New(inventory Inventory, dial talosapi.DialFunc, clk clock.Clock) *Reflector {
 	return &Reflector{
 		inventory:  inventory,
 		dial:       dial,
 		clock:      clk,
-		facts:      facts,
-		kinds:      machine.KindsOf(facts),
 		connecting: make(chan struct{}, maxConnecting),
 		tasks:      map[string]*task{},
+		kinds:      machine.BaseKinds(),
 	}
 }
 
@@ -121,8 +119,6 @@ func (r *Reflector) Run(ctx context.Context) {
 
 // FollowNodes tracks every Node that reports Talos as its operating system until the Node is deleted.
 func (r *Reflector) FollowNodes(nodes coreinformers.NodeInformer) error {
-	r.nodes = nodes.Lister()
-
 	track := func(obj any) {
 		if node, ok := obj.(*corev1.Node); ok && nodespec.IsTalos(node) {
 			r.Track(node.Name, nodespec.DialAddresses(node))
@@ -190,6 +186,24 @@ func (r *Reflector) renew(nodename string, needed func(*task) bool) {
 	}
 }
 
+// ReadFacts makes the Reflector read machine.Facts, too. It connects to all machines again: until a machine has been read
+// with its facts, the inventory keeps its present view, which has none.
+func (r *Reflector) ReadFacts() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+
+	if r.readsFacts {
+		return
+	}
+
+	r.readsFacts = true
+	r.kinds = r.kinds.WithFacts()
+
+	for nodename, old := range r.tasks {
+		r.tasks[nodename] = r.start(nodename, old.addresses, old)
+	}
+}
+
 // Untrack stops following the machine of the Node nodename and removes it from the inventory.
 func (r *Reflector) Untrack(nodename string) {
 	r.mu.Lock()
@@ -207,7 +221,7 @@ func (r *Reflector) Untrack(nodename string) {
 
 // start returns a task that begins after old has ended. Outside of Run it does not start the task. The caller holds r.mu.
 func (r *Reflector) start(nodename string, addresses []netip.Addr, old *task) *task {
-	t := &task{addresses: addresses, done: make(chan struct{})}
+	t := &task{addresses: addresses, kinds: r.kinds, done: make(chan struct{})}
 
 	if r.ctx == nil {
 		return t
@@ -326,29 +340,16 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 		nodename:  nodename,
 		addr:      addr,
 		state:     st,
-		kinds:     r.kinds,
-		view:      machine.View{Facts: r.facts},
+		kinds:     t.kinds,
 		connected: func() {
 			release()
 			t.failed.Store(false)
 			t.outage.Succeeded(klog.FromContext(ctx)).Info("Watching machine", "address", addr)
 		},
-		initialized: func() bool { return r.isInitialized(nodename) },
-		interval:    pollFirst,
+		interval: pollFirst,
 	}
 
 	return s.run(ctx)
-}
-
-// isInitialized reports whether the Node is known to be initialized.
-func (r *Reflector) isInitialized(nodename string) bool {
-	if r.nodes == nil {
-		return false
-	}
-
-	node, err := r.nodes.Get(nodename)
-
-	return err == nil && !nodespec.IsUninitialized(node)
 }
 
 // report records in the inventory why the machine could not be followed.

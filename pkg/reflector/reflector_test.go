@@ -156,7 +156,7 @@ func TestReflector_AcceptsOlderTalosWithoutPolledKinds(t *testing.T) {
 	t.Parallel()
 
 	s := newRealSuite(t)
-	kinds := machine.KindsOf(nil)
+	kinds := machine.BaseKinds()
 
 	var unsupported []resource.Type
 	for _, kind := range slices.Concat(kinds.Polled, kinds.Constant) {

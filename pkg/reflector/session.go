@@ -45,8 +45,8 @@ const (
 	pollJitter  = 0.2
 
 	// debounce batches changes that Talos makes together. Metadata and addresses arrive over different watches, and a Node must not be
-	// initialized with only one of them. The first change of an initialized Node's machine is not delayed.
-	debounce = 50 * time.Millisecond
+	// initialized with only one of them.
+	debounce = 20 * time.Millisecond
 
 	// maxFlushed limits the events that are received after a session has failed. Few are pending then.
 	maxFlushed = 64
@@ -77,8 +77,6 @@ type session struct {
 	state     talosapi.State
 	kinds     machine.Kinds
 	connected func() // called when the session is established
-	// initialized reports whether the Node is initialized.
-	initialized func() bool
 
 	events  chan state.Event
 	results chan func() error // of requests; run calls them
@@ -92,8 +90,7 @@ type session struct {
 	pollAgain     bool             // when the poll has ended
 	pollSoon      bool             // the next poll is not later than pollFirst
 	established   bool             // the first view has been published
-	changed       bool             // there are changes to be published when debounced fires
-	debounced     <-chan time.Time // nil if the last change is older than debounce
+	debounced     <-chan time.Time // fires when changes are to be published; nil if there are none
 
 	deadline clock.Timer // of the requests in progress
 	nextPoll clock.Timer
@@ -130,7 +127,7 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 			err = result()
 		case <-s.debounced:
 			s.debounced = nil
-			err = s.publishChange()
+			err = s.publish()
 		case <-s.nextPoll.C():
 			s.pollSoon = false
 			s.requestPoll(ctx)
@@ -163,7 +160,7 @@ func (s *session) flush(ctx context.Context) error {
 		break
 	}
 
-	if mismatch := (*mismatchError)(nil); s.changed && errors.As(s.publish(), &mismatch) {
+	if mismatch := (*mismatchError)(nil); s.debounced != nil && errors.As(s.publish(), &mismatch) {
 		return mismatch
 	}
 
@@ -256,6 +253,10 @@ func (s *session) poll(ctx context.Context, kinds []resource.Kind) {
 		s.polled, s.polling = true, false
 
 		for i, kind := range kinds {
+			if len(listings[i]) > maxResources {
+				return fmt.Errorf("machine at %s has more than %d resources of type %s", s.addr, maxResources, kind.Type())
+			}
+
 			s.view.ReplaceKind(kind, listings[i])
 		}
 
@@ -270,7 +271,7 @@ func (s *session) poll(ctx context.Context, kinds []resource.Kind) {
 			s.startPoll(ctx)
 		}
 
-		if s.changed { // debounced
+		if s.debounced != nil {
 			return nil
 		}
 
@@ -348,44 +349,11 @@ func (s *session) handle(ctx context.Context, event state.Event) error {
 
 	s.pollAfter(ctx, event)
 
-	return s.publishSoon(event)
-}
-
-// publishSoon publishes the change of an event now or later.
-func (s *session) publishSoon(event state.Event) error {
-	// A rename ends the session.
-	if _, isNodename := event.Resource.(*k8s.Nodename); isNodename && event.Type != state.Destroyed {
-		return s.publish()
-	}
-
-	s.changed = true
-
-	switch {
-	case s.debounced != nil:
-		return nil
-	case s.initialized():
-		return s.publishChange()
-	default:
-		s.debounced = s.clock.After(debounce)
-
-		return nil
-	}
-}
-
-// publishChange publishes what has changed. If the Node is initialized, what changes until the end of the debounce is
-// published then.
-func (s *session) publishChange() error {
-	if !s.changed {
-		return nil
-	}
-
-	s.changed = false
-
-	if s.initialized() {
+	if s.debounced == nil {
 		s.debounced = s.clock.After(debounce)
 	}
 
-	return s.publish()
+	return nil
 }
 
 // publish writes a complete view to the inventory. It fails if the machine's nodename is not the Node's.

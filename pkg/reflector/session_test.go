@@ -26,9 +26,6 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
-	corev1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/client-go/informers"
 	"k8s.io/utils/clock"
 	clocktesting "k8s.io/utils/clock/testing"
 
@@ -105,7 +102,7 @@ func TestSession_PublishesWatchedChangeImmediately(t *testing.T) {
 		k8s.NodenameType: {}, // see TestSession_MarksRenamedMachineAsMismatch
 	}
 
-	for _, kind := range machine.KindsOf(nil).Watched {
+	for _, kind := range machine.BaseKinds().Watched {
 		assert.Contains(t, changes, kind.Type(), "the kind is watched, but no test changes it")
 
 		for _, c := range changes[kind.Type()] {
@@ -118,7 +115,7 @@ func TestSession_PublishesWatchedChangeImmediately(t *testing.T) {
 func TestSession_PublishesPolledChangeAtNextPoll(t *testing.T) {
 	const uuid = "4c4c4544-0042-4410-8034-b1c04f333432"
 
-	kinds := machine.KindsOf(nil)
+	kinds := machine.BaseKinds()
 	changes := map[resource.Type]change{
 		hardware.SystemInformationType: {
 			modify(hardware.NewSystemInformation(hardware.SystemInformationID), func(r *hardware.SystemInformation) { r.TypedSpec().UUID = uuid }),
@@ -307,36 +304,13 @@ func TestSession_DebouncesChanges(t *testing.T) {
 	s.awaitView(worker, inZone("zone-2"))
 }
 
-// Only the initialization needs everything at once.
-func TestSession_PublishesFirstChangeOfInitializedNodeAtOnce(t *testing.T) {
-	t.Parallel()
-
-	s := newTimedSuite(t)
-	worker := s.machine("worker-1")
-	nodes := informers.NewSharedInformerFactory(nil, 0).Core().V1().Nodes()
-	require.NoError(t, nodes.Informer().GetIndexer().Add(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: worker.Nodename()}}))
-	require.NoError(t, s.reflector.FollowNodes(nodes))
-	s.settle(worker)
-
-	for _, zones := range [][2]string{{"a", "b"}, {"c", "d"}} {
-		s.setZone(worker, zones[0])
-		s.awaitView(worker, inZone(zones[0]))
-
-		s.setZone(worker, zones[1])
-		s.clock.Step(2 * debounce)
-		s.awaitView(worker, inZone(zones[1]))
-
-		s.clock.Step(2 * debounce)
-		s.awaitIdle()
-	}
-}
-
 func TestSession_MarksRenamedMachineAsMismatch(t *testing.T) {
 	t.Parallel()
 
 	s, worker := watching(t)
 	require.NoError(t, worker.SetNodename(t.Context(), "renamed"))
-	assert.Zero(t, s.await(worker.Nodename(), inventory.Mismatch).ObservedAt, "the view is removed")
+	s.stepDebounce("the machine is known to be renamed", func() bool { return s.get(worker).Condition == inventory.Mismatch })
+	assert.Zero(t, s.get(worker).ObservedAt, "the view is removed")
 
 	require.NoError(t, worker.SetNodename(t.Context(), worker.Nodename()))
 	s.stepUntilCurrent(worker, anything)
@@ -347,6 +321,7 @@ func TestSession_RejectsNodenameThatIsTooLong(t *testing.T) {
 
 	s, worker := watching(t)
 	require.NoError(t, worker.SetNodename(t.Context(), strings.Repeat("x", 254)))
+	s.stepDebounce("the session has ended", func() bool { return s.clock.Waiters() < watchingTimers })
 	s.stepUntil("the machine is unreachable", func() bool { return s.get(worker).Condition == inventory.Unreachable })
 	assert.Contains(t, s.get(worker).Reason, "nodename of 254 bytes")
 }
@@ -354,11 +329,11 @@ func TestSession_RejectsNodenameThatIsTooLong(t *testing.T) {
 func TestSession_PollsHostnameWhenItChanges(t *testing.T) {
 	t.Parallel()
 
-	s, worker := watching(t) // the clock is not advanced, so there is no other poll
+	s, worker := watching(t)
 
 	for _, domain := range []string{"example.org", "example.net"} {
 		require.NoError(t, worker.SetHostname(t.Context(), "renamed", domain))
-		s.awaitView(worker, func(m machine.Machine) bool { return m.FQDN() == "renamed."+domain })
+		s.awaitChange(worker, func(m machine.Machine) bool { return m.FQDN() == "renamed."+domain })
 	}
 }
 
@@ -390,7 +365,7 @@ func TestSession_SendsAllRequestsConcurrently(t *testing.T) {
 	s.track(worker)
 
 	// The machine answers none, so the latencies of a slow machine do not add up.
-	all := len(machine.KindsOf(nil).All())
+	all := len(machine.BaseKinds().All())
 	s.eventually("all requests are sent", func() bool { return len(worker.Calls()) == all })
 
 	worker.Thaw()
@@ -402,7 +377,7 @@ func TestSession_ListsNoKindThatNothingUses(t *testing.T) {
 	t.Parallel()
 
 	_, worker := watching(t)
-	kinds := machine.KindsOf(nil)
+	kinds := machine.BaseKinds()
 	assert.Len(t, lists(worker), len(kinds.Polled)+len(kinds.Constant))
 }
 
@@ -410,15 +385,38 @@ func TestSession_PublishesFactsInFirstView(t *testing.T) {
 	t.Parallel()
 
 	s := newTimedSuite(t)
-	s.run(s.dial, s.clock, machine.OptionalFacts()...)
+	s.reflector.ReadFacts()
 
 	worker := s.machine("worker-1")
 	s.settle(worker)
-	assert.Len(t, s.views(worker)[0].Facts, len(machine.OptionalFacts()))
+	assert.NotNil(t, s.views(worker)[0].Facts)
 
 	for _, call := range worker.Calls() {
 		assert.Equal(t, codes.OK, call.Code, "%s %s with the role os:reader", call.Method, call.ResourceType)
 	}
+}
+
+// The inventory keeps what it knows of a machine until the machine was read with its facts.
+func TestReflector_ReadsFactsOfTrackedMachines(t *testing.T) {
+	t.Parallel()
+
+	s := newRealSuite(t)
+	worker, silent := s.machine("worker-1"), s.machine("worker-2")
+	s.follow(worker)
+	s.follow(silent)
+	require.NoError(t, silent.Stop(t.Context()))
+	s.await(silent.Nodename(), inventory.Unreachable)
+	assert.Nil(t, s.get(worker).Machine.Facts)
+
+	for range 2 {
+		s.reflector.ReadFacts()
+		s.awaitView(worker, func(m machine.Machine) bool { return m.Facts != nil })
+	}
+
+	assert.Len(t, slices.DeleteFunc(s.dials(), func(addr netip.Addr) bool { return addr != worker.Address() }), 2, "connected again once")
+	assert.Equal(t, silent.Nodename(), s.get(silent).Machine.Nodename, "the last view is kept")
+	assert.Nil(t, s.get(silent).Machine.Facts)
+	assert.NotContains(t, strings.Join(s.inventory.unreachableMarks(), " "), worker.Nodename())
 }
 
 // Facts that stay the same until a reboot are listed once, but not while the machine is still discovering its devices.
@@ -426,7 +424,7 @@ func TestSession_ListsConstantFactsUntilMachineRuns(t *testing.T) {
 	t.Parallel()
 
 	s := newTimedSuite(t)
-	s.run(s.dial, s.clock, "Gateways", "PCIDevices")
+	s.reflector.ReadFacts()
 
 	worker := s.booting()
 	s.settle(worker)
@@ -437,9 +435,7 @@ func TestSession_ListsConstantFactsUntilMachineRuns(t *testing.T) {
 	require.NoError(t, worker.State().Create(t.Context(), device))
 	require.NoError(t, worker.SetStage(t.Context(), runtime.MachineStageRunning))
 	s.awaitChange(worker, func(m machine.Machine) bool {
-		devices, _ := m.Fact("PCIDevices").([]string)
-
-		return m.Stage == runtime.MachineStageRunning && len(devices) == 1
+		return m.Stage == runtime.MachineStageRunning && len(m.Facts.PCIDevices) == 1
 	})
 	s.awaitIdle()
 
@@ -504,7 +500,7 @@ func (s *suite) runWithWatch(clk clock.Clock, kind resource.Type, watch func(ctx
 }
 
 func TestSession_PublishesNoViewBeforeAllWatchesBootstrapped(t *testing.T) {
-	for _, kind := range machine.KindsOf(nil).Watched {
+	for _, kind := range machine.BaseKinds().Watched {
 		t.Run(kind.Type(), func(t *testing.T) {
 			t.Parallel()
 
@@ -524,7 +520,7 @@ func TestSession_PublishesNoViewBeforeAllWatchesBootstrapped(t *testing.T) {
 			})
 			s.track(worker)
 
-			others := len(machine.KindsOf(nil).Watched) - 1
+			others := len(machine.BaseKinds().Watched) - 1
 			s.eventually("the other watches are open", func() bool { return worker.OpenStreams() == others })
 
 			// This step reaches the second poll but not the deadline of the watches. Each poll resets the poll timer.

@@ -26,7 +26,7 @@ import (
 
 const (
 	// debounce is the product's, and answerTimeout is slightly longer than the product's.
-	debounce      = 50 * time.Millisecond
+	debounce      = 20 * time.Millisecond
 	answerTimeout = 31 * time.Second
 
 	// firstPoll, nextPoll and longestSession are upper bounds that include jitter. The first is for a machine that is booting.
@@ -70,10 +70,10 @@ func newSuite(t *testing.T, clk clock.Clock) *suite {
 }
 
 // run starts a reflector that replaces the suite's.
-func (s *suite) run(dial talosapi.DialFunc, clk clock.Clock, facts ...string) {
+func (s *suite) run(dial talosapi.DialFunc, clk clock.Clock) {
 	s.Helper()
 
-	refl := reflector.New(s.inventory, dial, clk, facts...)
+	refl := reflector.New(s.inventory, dial, clk)
 	s.reflector = refl
 
 	done := make(chan struct{})
@@ -238,12 +238,22 @@ func (s *suite) awaitView(m *talostest.Machine, want func(machine.Machine) bool)
 // awaitChange is awaitView for a change that is published soon. It steps the clock too little for the next poll.
 func (s *suite) awaitChange(m *talostest.Machine, want func(machine.Machine) bool) {
 	s.Helper()
-	s.awaitView(m, func(view machine.Machine) bool {
+	s.stepDebounce("the view of "+m.Nodename()+" has changed", func() bool {
+		entry := s.get(m)
+
+		return entry.Condition == inventory.Current && want(entry.Machine)
+	})
+}
+
+// stepDebounce advances the clock by the debounce while changes are pending, until condition holds.
+func (s *suite) stepDebounce(what string, condition func() bool) {
+	s.Helper()
+	s.eventually(what, func() bool {
 		if s.clock.Waiters() > watchingTimers {
 			s.clock.Step(debounce)
 		}
 
-		return want(view)
+		return condition()
 	})
 }
 

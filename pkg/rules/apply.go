@@ -22,7 +22,7 @@ func (s *Set) Apply(facts Facts) Result {
 		return result
 	}
 
-	v := newVariables(&facts, platform, s.facts)
+	v := newVariables(&facts, platform)
 
 	for _, r := range s.rules {
 		if !r.selector.matches(v) {
@@ -53,7 +53,7 @@ func (s *Set) Apply(facts Facts) Result {
 		}
 
 		if slices.ContainsFunc(r.entries, func(e entry) bool { return e.kind == metadata }) {
-			v = newVariables(&facts, result.Platform, s.facts)
+			v = newVariables(&facts, result.Platform)
 		}
 	}
 

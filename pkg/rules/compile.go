@@ -22,18 +22,12 @@ import (
 
 // Set is a compiled list of rules. The nil Set changes nothing. A Set is safe for concurrent use.
 type Set struct {
-	rules []*rule
-	facts []string // optional
+	rules      []*rule
+	readsFacts bool
 }
 
-// Facts returns the names of the optional facts of machines that the rules read, sorted.
-func (s *Set) Facts() []string {
-	if s == nil {
-		return nil
-	}
-
-	return s.facts
-}
+// ReadsFacts reports whether the rules read one of machine.Facts.
+func (s *Set) ReadsFacts() bool { return s != nil && s.readsFacts }
 
 type rule struct {
 	name     string
@@ -41,8 +35,8 @@ type rule struct {
 	entries  []entry
 	enforce  bool
 	features Features
-	// variables are the names of those that the selector and the templates read.
-	variables []string
+	// readsFacts is true if the selector or a template reads one of machine.Facts.
+	readsFacts bool
 }
 
 // entry is a key of one of the rule's maps and the template of its value.
@@ -102,14 +96,12 @@ func Compile(rules []Rule, path *field.Path) (*Set, field.ErrorList) {
 
 		errs = append(errs, r.compile(source, path.Index(i))...)
 		compiled.rules = append(compiled.rules, r)
-		compiled.facts = append(compiled.facts, r.variables...)
+		compiled.readsFacts = compiled.readsFacts || r.readsFacts
 	}
 
 	if len(errs) > 0 {
 		return nil, errs
 	}
-
-	compiled.facts = optionalFacts(compiled.facts)
 
 	return &compiled, nil
 }
@@ -121,7 +113,7 @@ func invalid(path *field.Path, err error) *field.Error {
 
 func (r *rule) compile(source Rule, path *field.Path) (errs field.ErrorList) {
 	r.selector, errs = CompileSelector(source.NodeSelector, path.Child("nodeSelector"))
-	r.variables = r.selector.Facts()
+	r.readsFacts = r.selector.ReadsFacts()
 	errs = append(errs, r.add(labels, source.Labels, path)...)
 	errs = append(errs, r.add(annotations, source.Annotations, path)...)
 	errs = append(errs, r.add(taints, source.Taints, path)...)
@@ -153,8 +145,8 @@ func (r *rule) add(k *kind, source map[string]string, path *field.Path) (errs fi
 			errs = append(errs, invalid(at, err))
 		}
 
-		compiled, variables, err := compileTemplate(source[key])
-		r.variables = append(r.variables, variables...)
+		compiled, readsFacts, err := compileTemplate(source[key])
+		r.readsFacts = r.readsFacts || readsFacts
 		e := entry{kind: k, key: key, template: compiled}
 
 		if err == nil && !slices.ContainsFunc(compiled.Root.Nodes, isAction) {

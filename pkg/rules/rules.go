@@ -6,16 +6,13 @@
 //
 // # Trust
 //
-// Rules are trusted: the cluster's operator writes them into the machine configuration. What a machine reports is not
-// trusted, and talosapi bounds its size. The following limits keep a machine from exhausting memory or CPU through a rule:
+// Rules are trusted: the cluster's operator writes them into the machine configuration. Machines are not trusted:
 //
-//   - The result of a template and of each function in it has at most 64 KiB; a larger one is an error.
+//   - Package machine limits the length of every text that a machine reports.
 //   - Regular expressions run in linear time (package regexp).
-//   - Templates cannot define or execute other templates, so that they cannot recurse.
-//   - A loop runs over what the machine reports, up to a number in the template, at most 1000, or up to a length, at most
-//     that of a text. No function converts text to a number.
-//   - The format of printf is a string literal.
-//   - A panic becomes a Problem of the value whose template caused it.
+//   - No function converts a text to a number, and the format of printf is a string literal.
+//   - The result of a template has at most 64 KiB. A longer result is an error.
+//   - A panic becomes a Problem of the value.
 //
 // Nothing limits the cost of a template that its author made expensive, for example by nesting loops.
 package rules

@@ -21,7 +21,7 @@ import (
 type Selector struct {
 	terms       [][]requirement
 	readsLabels bool
-	facts       []string // optional
+	readsFacts  bool
 }
 
 // requirement is a compiled expression.
@@ -62,18 +62,12 @@ func CompileNodeSelector(terms []SelectorTerm, path *field.Path) (*Selector, fie
 // ReadsLabels reports whether the result of Matches depends on the labels of the Node.
 func (s *Selector) ReadsLabels() bool { return s != nil && s.readsLabels }
 
-// Facts returns the names of the optional facts of machines that the selector reads, sorted.
-func (s *Selector) Facts() []string {
-	if s == nil {
-		return nil
-	}
-
-	return s.facts
-}
+// ReadsFacts reports whether the selector reads one of machine.Facts.
+func (s *Selector) ReadsFacts() bool { return s != nil && s.readsFacts }
 
 // Matches reports whether any of the terms matches.
 func (s *Selector) Matches(facts Facts) bool {
-	return s.matches(newVariables(&facts, facts.Machine.Platform, s.Facts()))
+	return s.matches(newVariables(&facts, facts.Machine.Platform))
 }
 
 func (s *Selector) matches(v *variables) bool {
@@ -115,15 +109,13 @@ func compileSelector(terms []SelectorTerm, path *field.Path, find func(key strin
 
 			selector.terms[i] = append(selector.terms[i], requirement{read, matches})
 			selector.readsLabels = selector.readsLabels || isLabelKey(e.Key)
-			selector.facts = append(selector.facts, variableOf(e.Key))
+			selector.readsFacts = selector.readsFacts || isFact(variableOf(e.Key))
 		}
 	}
 
 	if len(errs) > 0 {
 		return nil, errs
 	}
-
-	selector.facts = optionalFacts(selector.facts)
 
 	return selector, nil
 }
@@ -276,7 +268,7 @@ func compilePredicate(operator Operator, values []string) (predicate, error) {
 	case Regexp:
 		expression, err := regexp.Compile(values[0])
 
-		return anyOf(func(value string) bool { return len(value) <= maxText && expression.MatchString(value) }), err
+		return anyOf(func(value string) bool { return expression.MatchString(value) }), err
 	default:
 		return compareIntegers(values[0], map[Operator]int{Gt: 1, Lt: -1}[operator])
 	}

@@ -19,12 +19,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/similar"
 )
 
-const (
-	// maxText is the size limit of a template, of its result and of the result of each function, in bytes.
-	maxText = 64 << 10
-	// maxRange is the largest number in a template with a loop.
-	maxRange = 1000
-)
+// maxText is the size limit of a template and of its result, in bytes.
+const maxText = 64 << 10
 
 var errNotUTF8 = errors.New("the text is not valid UTF-8")
 
@@ -37,9 +33,8 @@ type variables struct {
 	facts *Facts
 }
 
-// newVariables returns the variables of a machine whose rules have changed its platform metadata to platform, with the
-// given optional facts.
-func newVariables(facts *Facts, platform runtime.PlatformMetadataSpec, optional []string) *variables {
+// newVariables returns the variables of a machine after rules have changed its platform metadata to platform.
+func newVariables(facts *Facts, platform runtime.PlatformMetadataSpec) *variables {
 	m := &facts.Machine
 	machineType := ""
 
@@ -78,61 +73,62 @@ func newVariables(facts *Facts, platform runtime.PlatformMetadataSpec, optional 
 		"KubernetesVersion": facts.KubernetesVersion,
 	}}
 
-	for _, name := range optional {
-		v.values[name] = m.Fact(name)
+	optional := m.Facts
+	if optional == nil {
+		optional = &machine.Facts{}
+	}
+
+	for field, value := range reflect.ValueOf(*optional).Fields() {
+		v.values[field.Name] = value.Interface()
 	}
 
 	return v
 }
 
-// zeroVariables has the names and the types of all variables.
-var zeroVariables = newVariables(&Facts{}, runtime.PlatformMetadataSpec{}, machine.OptionalFacts()).values
+// isFact reports whether the variable is one of machine.Facts.
+func isFact(variable string) bool {
+	_, found := reflect.TypeFor[machine.Facts]().FieldByName(variable)
 
-// optionalFacts returns the variables that are optional facts of machines, sorted.
-func optionalFacts(variables []string) []string {
-	known := machine.OptionalFacts()
-
-	return slices.DeleteFunc(slices.Compact(slices.Sorted(slices.Values(variables))), func(name string) bool { return !slices.Contains(known, name) })
+	return found
 }
+
+// zeroVariables has the names and the types of all variables.
+var zeroVariables = newVariables(&Facts{}, runtime.PlatformMetadataSpec{}).values
 
 // Variables returns the names of the variables that templates can read, sorted.
 func Variables() []string { return slices.Sorted(maps.Keys(zeroVariables)) }
 
-// compileTemplate returns the template and the names of the variables that it reads.
-func compileTemplate(source string) (*template.Template, []string, error) {
+// compileTemplate returns the template and whether it reads one of machine.Facts.
+func compileTemplate(source string) (t *template.Template, readsFacts bool, err error) {
 	if !utf8.ValidString(source) {
-		return nil, nil, errNotUTF8
+		return nil, false, errNotUTF8
 	}
 
 	if err := checkLength(len(source)); err != nil {
-		return nil, nil, err
+		return nil, false, err
 	}
 
 	literals := patterns{}
 	c := checker{patterns: literals, functions: literals.functions()}
 
 	// With this name, a parse error starts with "template: line:3: ", which needs only the prefix cut.
-	t, err := template.New("line").Option("missingkey=zero").Funcs(printers).Funcs(c.functions).Parse(source)
+	t, err = template.New("line").Option("missingkey=zero").Funcs(c.functions).Parse(source)
 	if err != nil {
 		message := strings.TrimPrefix(err.Error(), "template: ")
 		if !strings.Contains(source, "\n") {
 			message = strings.TrimPrefix(message, "line:1: ")
 		}
 
-		return nil, nil, errors.New(explain(message))
+		return nil, false, errors.New(explain(message))
 	}
 
 	if len(t.Templates()) > 1 {
-		return nil, nil, errors.New("a template cannot define other templates")
+		return nil, false, errors.New("a template cannot define other templates")
 	}
 
 	c.list(t.Root)
 
-	if c.loops && c.largest > maxRange {
-		c.fail("a template with range cannot contain numbers over %d", maxRange)
-	}
-
-	return t, c.variables, errors.Join(c.errs...)
+	return t, c.readsFacts, errors.Join(c.errs...)
 }
 
 const quotes = "write text in double quotes or backquotes"
@@ -161,9 +157,9 @@ func explain(message string) string {
 		return message + "; did you mean ." + Variables()[i] + "?"
 	}
 
-	standard := []string{"and", "or", "not", "eq", "ne", "lt", "le", "gt", "ge", "len", "index", "slice"}
+	standard := []string{"and", "or", "not", "eq", "ne", "lt", "le", "gt", "ge", "len", "index", "slice", "print", "printf", "println", "html", "js", "urlquery"}
 
-	return message + "; " + cmp.Or(similar.Hint(name, slices.Concat(Functions(), slices.Collect(maps.Keys(printers)), standard)),
+	return message + "; " + cmp.Or(similar.Hint(name, slices.Concat(Functions(), standard)),
 		"supported functions: "+strings.Join(Functions(), ", "))
 }
 
@@ -210,27 +206,15 @@ func checkLength(length int) error {
 	return nil
 }
 
-// checkExpansion limits the memory that a call can take before the exact length of its result is known.
-func checkExpansion(length int) error {
-	if length > 16*maxText {
-		return checkLength(length)
-	}
-
-	return nil
-}
-
 // checker finds errors that text/template detects only while it executes a template, or not at all, and compiles the regular expressions.
 type checker struct {
 	patterns  patterns
 	functions template.FuncMap
 	// rebound is true where "." is not the variables: inside with and range.
 	rebound bool
-	// loops is true if the template has a loop, largest is the largest number in it.
-	loops   bool
-	largest int64
-	// variables are the names of those that the template reads.
-	variables []string
-	errs      []error
+	// readsFacts is true if the template reads one of machine.Facts.
+	readsFacts bool
+	errs       []error
 }
 
 func (c *checker) fail(format string, args ...any) {
@@ -251,7 +235,6 @@ func (c *checker) list(list *parse.ListNode) {
 		case *parse.WithNode:
 			c.branch(&n.BranchNode, true)
 		case *parse.RangeNode:
-			c.loops = true
 			c.branch(&n.BranchNode, true)
 		case *parse.TemplateNode:
 			c.fail("a template cannot execute other templates")
@@ -335,8 +318,6 @@ func (c *checker) operand(node parse.Node) {
 		if strings.HasPrefix(n.Text, "'") {
 			c.fail("%s is a character; %s", n.Text, quotes)
 		}
-
-		c.largest = max(c.largest, n.Int64)
 	case *parse.DotNode:
 		if !c.rebound {
 			c.variable(nil)
@@ -360,7 +341,7 @@ func (c *checker) variable(path []string) {
 		return
 	}
 
-	c.variables = append(c.variables, path[0])
+	c.readsFacts = c.readsFacts || isFact(path[0])
 	zero, known := zeroVariables[path[0]]
 	_, isMap := zero.(map[string]string)
 

@@ -112,7 +112,7 @@ func (b *baseline) follow(ctx context.Context, node *corev1.Node) error {
 	}
 	defer st.Close() //nolint:errcheck // no call is in flight
 
-	kinds := ccmmachine.KindsOf(nil).Watched
+	kinds := ccmmachine.BaseKinds().Watched
 	events := make(chan state.Event)
 
 	for _, kind := range kinds {

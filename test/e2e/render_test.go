@@ -21,6 +21,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
@@ -58,7 +59,7 @@ func TestRender_MatchesNodes(t *testing.T) {
 
 	for _, m := range bed.Machines() {
 		printed := filepath.Join(t.TempDir(), "machine.yaml")
-		shell(t, strings.ReplaceAll(preview.Command("Links", "Subnets", "TalosVersion"), "NODE", m.Address().String())+" > "+printed)
+		shell(t, strings.ReplaceAll(preview.Command(machine.BaseKinds().WithFacts()), "NODE", m.Address().String())+" > "+printed)
 
 		for source, flags := range map[string]string{
 			"what talosctl prints": "--machine " + printed,

@@ -38,6 +38,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/internal/expectations"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/queue"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
@@ -76,7 +77,7 @@ type Config struct {
 	Recorder  record.EventRecorder
 	Clock     clock.Clock
 	// Options returns the cluster-wide settings in force. Call Resync after they have changed.
-	Options func() nodespec.Options
+	Options func(machine.Machine) nodespec.Options
 	// Workers is the number of Nodes that are updated concurrently.
 	Workers int
 }
@@ -181,7 +182,7 @@ func (c *Controller) countPending(nodename string) {
 	node, err := c.lister.Get(nodename)
 	if err == nil && nodespec.IsTalos(node) && node.DeletionTimestamp == nil && nodespec.IsUninitialized(node) {
 		entry := c.config.Inventory.Get(nodename)
-		if mayManage(entry, nodespec.NewInput(node, entry.Machine, c.config.Options())) {
+		if mayManage(entry, nodespec.NewInput(node, entry.Machine, c.config.Options(entry.Machine))) {
 			c.pending.add(nodename)
 
 			return
@@ -241,7 +242,7 @@ func (c *Controller) sync(ctx context.Context, nodename string) (result string, 
 // not known yet or the Node is not managed.
 func (c *Controller) plan(node *corev1.Node) (p *plan, conditions []events.Condition, err error) {
 	entry := c.config.Inventory.Get(node.Name)
-	in := nodespec.NewInput(node, entry.Machine, c.config.Options()).WithPeers(c.config.Inventory, node.Name)
+	in := nodespec.NewInput(node, entry.Machine, c.config.Options(entry.Machine)).WithPeers(c.config.Inventory, node.Name)
 
 	if entry.Condition == inventory.Mismatch || !mayManage(entry, in) {
 		c.release(node.Name)

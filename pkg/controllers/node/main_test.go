@@ -19,6 +19,8 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
@@ -55,7 +57,8 @@ func (e *environment) start() (stop func(), err error) {
 	}
 
 	controller, err := node.New(node.Config{
-		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder, Clock: clock.RealClock{}, Options: e.options.get, Workers: 10,
+		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder, Clock: clock.RealClock{}, Workers: 10,
+		Options: func(machine.Machine) nodespec.Options { return e.options.get() },
 	})
 	if err != nil {
 		return nil, err

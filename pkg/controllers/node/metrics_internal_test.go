@@ -40,7 +40,7 @@ func TestController_CountsPendingNodes(t *testing.T) {
 		lister: corelisters.NewNodeLister(nodes),
 		config: Config{
 			Inventory: machines,
-			Options:   func() nodespec.Options { return nodespec.Options{Selector: selector} },
+			Options:   func(machine.Machine) nodespec.Options { return nodespec.Options{Selector: selector} },
 		},
 		pending: newPendingNodes(gauge),
 	}

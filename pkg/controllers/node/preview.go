@@ -13,6 +13,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
@@ -53,7 +54,7 @@ func NewPreviews(nodes []*corev1.Node, machines *inventory.Inventory, options no
 		Inventory: machines,
 		Recorder:  &record.FakeRecorder{}, // discards
 		Clock:     clock.RealClock{},
-		Options:   func() nodespec.Options { return options },
+		Options:   func(machine.Machine) nodespec.Options { return options },
 	})
 	if err != nil {
 		return nil, err
@@ -85,7 +86,7 @@ func (c *Controller) preview(node *corev1.Node) (Preview, error) {
 	result := Preview{Before: node}
 	entry := c.config.Inventory.Get(node.Name)
 
-	if !nodespec.IsTalos(node) || node.DeletionTimestamp != nil || !mayManage(entry, nodespec.NewInput(node, entry.Machine, c.config.Options())) {
+	if !nodespec.IsTalos(node) || node.DeletionTimestamp != nil || !mayManage(entry, nodespec.NewInput(node, entry.Machine, c.config.Options(entry.Machine))) {
 		result.Unmanaged = true
 
 		return result, nil

@@ -31,7 +31,7 @@ func (s suite) view(m *talostest.Machine) machine.Machine {
 
 	var view machine.View
 
-	for _, kind := range machine.KindsOf(nil).All() {
+	for _, kind := range machine.BaseKinds().All() {
 		list, err := m.State().List(s.Context(), kind)
 		require.NoError(s, err)
 		view.ReplaceKind(kind, list.Items)

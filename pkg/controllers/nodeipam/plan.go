@@ -249,12 +249,15 @@ func (p plan) managed() (bool, *events.Condition) {
 
 // machineUnavailable returns why the machine's state is not known; nil if it is.
 func (p plan) machineUnavailable() *events.Condition {
-	if p.entry.Condition == inventory.Current {
-		return nil
-	}
-
+	readsFacts := p.selector.ReadsFacts() || slices.ContainsFunc(p.pools, func(pool Pool) bool { return pool.Selector.ReadsFacts() })
 	detail := p.entry.Condition.String()
-	if p.entry.Reason != "" {
+
+	switch {
+	case p.entry.Condition == inventory.Current && readsFacts && p.entry.Machine.Facts == nil:
+		detail = "reading facts that the configuration uses"
+	case p.entry.Condition == inventory.Current:
+		return nil
+	case p.entry.Reason != "":
 		detail += ": " + p.entry.Reason
 	}
 
