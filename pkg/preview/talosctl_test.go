@@ -238,7 +238,7 @@ func FuzzParse(f *testing.F) {
 		assert.Equal(t, err == nil, len(machines) > 0, err)
 
 		// Separators between documents have no effect.
-		again, errAgain := preview.Parse(append([]byte("---\n"), bytes.TrimRight(input, "\n")...))
+		again, errAgain := preview.Parse(append([]byte("---\n"), bytes.TrimRight(input, "\n")...), machine.BaseKinds())
 		require.Equal(t, err == nil, errAgain == nil, errAgain)
 
 		if err == nil {
