@@ -1,7 +1,22 @@
-// Package reflector fills the inventory: for each tracked Node it connects to the Node's machine, verifies the machine's nodename and watches
-// the machine's resources.
+// Package reflector fills the inventory: for each tracked Node it connects to the Node's machine, verifies the machine's
+// nodename and watches the machine's resources.
 //
 // It reads the Talos API and Node objects, and writes only to the inventory.
+//
+// # Sessions
+//
+// A session is one connection to the apid of one machine. The proxy of the local apid is not used, because its memory and
+// files are limited. A session watches the resources whose changes must reach the Node immediately. It polls all others,
+// because watches cost memory on both sides: every 10 s while the machine boots, then every 1 to 10 minutes, and soon
+// after a change that probably affects them. Resources that do not change before a reboot are read until the machine
+// runs. A resource kind that a Talos version does not have is empty.
+//
+// The first view is published when every watch has sent its initial resources and every poll has completed once. Later
+// changes are published together after a short time, since Talos makes related changes one after the other.
+//
+// A session expires after 30 to 45 minutes, and the next session reads everything again. If a session fails, its last
+// view stays current until a connection attempt fails. From then on, the inventory keeps the view as the view of an
+// unreachable machine.
 package reflector
 
 import (
