@@ -129,10 +129,11 @@ const (
 	ExternalIPsFirstPerFamily ExternalIPs = "first-per-family"
 )
 
-// moved are the keys of earlier versions of the file, with what to use instead.
+// moved are keys of earlier versions, with their replacements.
 var moved = map[string]string{
 	"nodes.nodeSelector": "it is now nodes.selector, which no longer limits certificate approval and pod CIDRs: " +
 		"see csrApproval.selector and ipam.selector",
+	"lifecycle.replaced": "removed in this version; use lifecycle.discovery, or delete the Nodes of replaced machines yourself",
 }
 
 // CSRApproval configures the approval of kubelet serving certificates.
@@ -256,10 +257,8 @@ type Lifecycle struct {
 	// OutOfServiceTaint sets the taint `node.kubernetes.io/out-of-service` on Nodes whose machines announced a shutdown
 	// and have been silent for the grace period. Kubernetes then deletes their pods and detaches their volumes.
 	OutOfServiceTaint bool `json:"outOfServiceTaint,omitempty"`
-	// Replaced deletes a Node, too, if another machine has its address and its own machine responds nowhere.
-	Replaced bool `json:"replaced,omitempty"`
-	// Discovery deletes a Node, too, if its machine is unreachable, and no member of the cluster as all control-plane
-	// machines see it that respond. It needs Talos's discovery service.
+	// Discovery also deletes a Node if its machine does not respond, and if no control-plane machine that responds
+	// discovers it as a member of the cluster. It needs Talos's discovery service.
 	Discovery bool `json:"discovery,omitempty"`
 	// AbsentPeriod is the grace period for `discovery`. The minimum is `30m`, the time after which the discovery
 	// service forgets a machine.

@@ -54,8 +54,8 @@ func goodFiles() []good {
 		{"first external IP per family", "addresses: {externalIPs: first-per-family}", compiled{OneExternalIPPerFamily: true}},
 		{"all external IPs", "addresses: {externalIPs: all}", compiled{}},
 		{"topology to keep", "nodes: {topology: keep}", compiled{}},
-		{"lifecycle", "lifecycle: {gracePeriod: 1m, absentPeriod: 30m, dryRun: true, outOfServiceTaint: true, replaced: true, discovery: true}", compiled{Lifecycle: config.CompiledLifecycle{
-			GracePeriod: time.Minute, AbsentPeriod: 30 * time.Minute, DryRun: true, OutOfServiceTaint: true, Replaced: true, Discovery: true,
+		{"lifecycle", "lifecycle: {gracePeriod: 1m, absentPeriod: 30m, dryRun: true, outOfServiceTaint: true, discovery: true}", compiled{Lifecycle: config.CompiledLifecycle{
+			GracePeriod: time.Minute, AbsentPeriod: 30 * time.Minute, DryRun: true, OutOfServiceTaint: true, Discovery: true,
 		}}},
 
 		{"maximum expiration", "csrApproval: {maxExpiration: 720h}", compiled{MaxExpiration: 720 * time.Hour}},
@@ -233,6 +233,7 @@ func badFiles() []badFile {
 		// Values.
 		bad("cluster name that is not a label value", "global: {clusterName: my shop}\n", byParser, `:1:10: global.clusterName: Invalid value: "my shop": must be a valid label value: `),
 		bad("unknown providerID fallback", "global: {providerIDFallback: hostname}\n", bySchema, `:1:10: global.providerIDFallback: Unsupported value: "hostname": supported values: "uuid", "node-ip"`),
+		bad("removed key", "lifecycle: {replaced: true}\n", bySchema, ":1:13: lifecycle.replaced: unknown key; removed in this version; use lifecycle.discovery"),
 		bad("unknown block size", "ipam: {blockSize: large}\n", bySchema, `:1:8: ipam.blockSize: Unsupported value: "large": supported values: "auto"`),
 		bad("unknown addresses of Services", "service: {addresses: public}\n", bySchema, `:1:11: service.addresses: Unsupported value: "public": supported values: "external", "internal"`),
 		bad("reserved port that is not a port", "service: {reservedPorts: [443, 65536]}\n", byParser, `:1:32: service.reservedPorts[1]: Invalid value: 65536: must be between 1 and 65535, inclusive`),

@@ -83,9 +83,9 @@ func count(n int, noun string) string {
 // CompiledLifecycle are the settings of the lifecycle of Nodes.
 type CompiledLifecycle struct {
 	// Selector is nil if the machines of managed Nodes are selected.
-	Selector                                       *rules.Selector
-	GracePeriod, AbsentPeriod                      time.Duration
-	DryRun, OutOfServiceTaint, Replaced, Discovery bool
+	Selector                             *rules.Selector
+	GracePeriod, AbsentPeriod            time.Duration
+	DryRun, OutOfServiceTaint, Discovery bool
 }
 
 // CompiledSANs are additional names and addresses in the certificates of the selected machines.
@@ -235,7 +235,6 @@ func (v *validator) lifecycle(path *field.Path, file Lifecycle) CompiledLifecycl
 			"since the discovery service remembers a machine for that time"),
 		DryRun:            file.DryRun,
 		OutOfServiceTaint: file.OutOfServiceTaint,
-		Replaced:          file.Replaced,
 		Discovery:         file.Discovery,
 	}
 }

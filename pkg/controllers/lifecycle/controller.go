@@ -2,7 +2,7 @@
 // are gone.
 //
 // Name: cloud-node-lifecycle-controller (alias cloud-node-lifecycle), in place of the controller of
-// k8s.io/cloud-provider.
+// k8s.io/cloud-provider. That controller deletes a Node as soon as the provider does not know it.
 //
 // Inputs: Nodes, from the informer; machines, from the inventory; the settings in force; at the start, the Events of
 // recent deletions.
@@ -12,8 +12,26 @@
 //   - the deletion of Nodes, each recorded as an Event before;
 //   - Events for every verdict.
 //
-// It never deletes a Node whose kubelet reports or whose machine responds under the Node's name, and none without proof
-// that the machine is gone: silence alone proves nothing.
+// It never deletes a Node whose kubelet reports or whose machine responds under the Node's name: the kubelet would not
+// register again before its next start. It never deletes a Node without proof that the machine is gone. A machine that
+// does not respond proves nothing.
+//
+// # Proof
+//
+// judge decides without I/O. The inventory keeps the last proven view of each machine, even while another machine
+// responds at the address. An announcement (resetting, shuttingDown) therefore counts until the machine publishes
+// another stage, or until its kubelet works again.
+//
+// Two machines are the same if their SMBIOS UUIDs are equal, or without UUIDs their node IDs. Different UUIDs with the
+// same node ID are a cloned disk. An identifier that two machines had at the same time does not count. With a different
+// node ID, the same UUID counts only at the same address, because some vendors use a UUID several times.
+//
+// # Limits
+//
+// Grace periods count observed time: a jump of the clock or a suspended process counts as 15 s. One worker handles all
+// Nodes, because the limit of deletions applies to all Nodes together. A deletion is preceded by a live read and a
+// stored Event, and has UID and resourceVersion as preconditions. A new leader counts the stored Events as if they were
+// new, so the limit holds without comparing the clocks of machines.
 package lifecycle
 
 import (
@@ -79,7 +97,7 @@ type Config struct {
 	Clock     clock.Clock
 	// Settings returns the settings in force. Call Resync after they have changed.
 	Settings func() config.CompiledLifecycle
-	// Selected reports whether the Node is selected. The machine is its last proven one.
+	// Selected reports whether the Node is selected. The machine is the last proven view of its machine.
 	Selected func(node *corev1.Node, talos machine.Machine) bool
 	// Absent explains which control-plane machines do not see the machine with the nodename and node ID as a member of
 	// the cluster. It returns an empty string if the machine may be a member. It is used with Discovery only.
@@ -182,7 +200,7 @@ func (c *Controller) Run(ctx context.Context) {
 	<-done
 }
 
-// sync judges one Node.
+// sync taints or deletes the Node if the verdict says so.
 func (c *Controller) sync(ctx context.Context, nodename string) error {
 	ctx, cancel := context.WithTimeout(ctx, syncTimeout)
 	defer cancel()
@@ -200,7 +218,7 @@ func (c *Controller) sync(ctx context.Context, nodename string) error {
 	}
 
 	settings, now := c.config.Settings(), c.observed.read()
-	entry := c.config.Inventory.Get(nodename) // once, since the history and the evidence must agree
+	entry := c.config.Inventory.Get(nodename) // once: history and evidence must agree
 	h := c.histories[nodename].after(node, entry.Condition, now)
 	v := judge(c.evidence(node, entry, h), settings)
 	h = h.judged(v, now)
@@ -225,52 +243,39 @@ func (c *Controller) isManaged(node *corev1.Node) bool {
 	return nodespec.IsTalos(node) && node.DeletionTimestamp == nil && c.config.Selected(node, c.config.Inventory.Get(node.Name).Last)
 }
 
-// Selects reports whether the selector selects the Node of a machine. A machine that was never seen, such as one that was
-// off when this leader started, is selected only if selector is nil: NotIn and DoesNotExist would match it.
+// Selects reports whether the selector selects the Node of a machine. A machine that has never responded to this leader
+// is selected only if selector is nil, because NotIn and DoesNotExist would match it.
 func Selects(selector *rules.Selector, node *corev1.Node, talos machine.Machine) bool {
 	return selector == nil || (talos.Nodename != "" && selector.Matches(nodespec.FactsOf(node, talos)))
 }
 
 func (c *Controller) evidence(node *corev1.Node, entry inventory.Entry, h history) evidence {
-	e := evidence{
-		ready:    nodespec.IsReady(node),
-		reports:  reports(node),
-		outdated: h.outdated,
-		entry:    entry,
-	}
+	e := evidence{ready: nodespec.IsReady(node), reports: reports(node), entry: entry, kubeletWorked: h.kubeletWorked}
 
-	if other := e.entry.Responding; c.maySucceed(node, other) {
-		if c.config.Inventory.RenamedTo(node.Name) == other {
-			e.renamedTo = other
+	// A machine reports its identity itself, so a compromised worker can report the identity of a machine that is down.
+	// In most networks, it cannot take the address of that machine. It can never get the label of the control plane.
+	if name := c.config.Inventory.RenamedTo(node.Name); name == entry.Responding {
+		successor, err := c.lister.Get(name)
+		if err == nil && (nodespec.IsControlPlane(successor) || !nodespec.IsControlPlane(node)) {
+			e.renamedTo = name
 		}
-
-		e.replacedBy = c.config.Inventory.ReplacedBy(node.Name)
 	}
 
 	if c.config.Settings().Discovery {
-		e.absent = c.config.Absent(node.Name, e.entry.Last.NodeID)
+		e.absent = c.config.Absent(node.Name, entry.Last.NodeID)
 	}
 
 	return e
 }
 
-// maySucceed reports whether the named Node can be the successor of node. A machine reports its identity itself, so a
-// compromised worker can claim the identity of another machine. It cannot get the label of the control plane, and in
-// most networks not that machine's address.
-func (c *Controller) maySucceed(node *corev1.Node, name string) bool {
-	successor, err := c.lister.Get(name)
-
-	return err == nil && (nodespec.IsControlPlane(successor) || !nodespec.IsControlPlane(node))
-}
-
-// reports reports whether the kubelet reports its state. If it does not, Kubernetes sets the Ready condition to Unknown.
+// reports reports whether the kubelet reports its state. Kubernetes sets the Ready condition to Unknown if it does not.
 func reports(node *corev1.Node) bool {
 	ready := nodespec.ReadyCondition(node)
 
 	return ready != nil && ready.Status != corev1.ConditionUnknown
 }
 
-// conditions returns what to report of the verdict. blocked may be nil.
+// conditions returns the conditions of a Node with this verdict. blocked may be nil.
 func (v verdict) conditions(blocked *events.Condition) []events.Condition {
 	var list []events.Condition
 
@@ -292,7 +297,7 @@ func (v verdict) conditions(blocked *events.Condition) []events.Condition {
 	return list
 }
 
-// blocked returns why a Node whose deletion is due is not deleted now; nil if it is not due or nothing prevents it.
+// blocked returns why the Node is not deleted although its deletion is due; nil if it is not due, or may be deleted.
 func (c *Controller) blocked(v verdict, h history, s config.CompiledLifecycle, now time.Duration) *events.Condition {
 	if v.proof == "" || now-h.goneSince < v.period {
 		return nil
@@ -323,8 +328,8 @@ func (c *Controller) blocked(v verdict, h history, s config.CompiledLifecycle, n
 	return nil
 }
 
-// count returns the number of managed Nodes, of those whose machine responds, and of Nodes that are not known to be
-// managed because their machine has never responded.
+// count returns the number of managed Nodes, and of managed Nodes with a machine that responds. unknown is the number of
+// Nodes that may be managed: their machines have never responded.
 func (c *Controller) count() (managed, responding, unknown int) {
 	for _, node := range c.nodes() {
 		entry := c.config.Inventory.Get(node.Name)

@@ -24,8 +24,8 @@ const (
 // Settings of the histories.
 var (
 	byDefault = config.CompiledLifecycle{GracePeriod: grace, AbsentPeriod: absent}
-	optIn     = config.CompiledLifecycle{GracePeriod: grace, AbsentPeriod: absent, OutOfServiceTaint: true, Replaced: true, Discovery: true}
-	dryRun    = config.CompiledLifecycle{GracePeriod: grace, AbsentPeriod: absent, OutOfServiceTaint: true, Replaced: true, Discovery: true, DryRun: true}
+	optIn     = config.CompiledLifecycle{GracePeriod: grace, AbsentPeriod: absent, OutOfServiceTaint: true, Discovery: true}
+	dryRun    = config.CompiledLifecycle{GracePeriod: grace, AbsentPeriod: absent, OutOfServiceTaint: true, Discovery: true, DryRun: true}
 )
 
 // checkFunc fails unless the outcomes by default and with all opt-ins are as wanted. A dry run must change nothing.
@@ -176,10 +176,13 @@ func histories() map[string]history {
 			w.boot("w-1", "w-9", runtime.MachineStageRunning)
 			w.ready("w-9")
 			w.await("w-1", inventory.Mismatch)
-			w.advance(grace - tick)
-			check("before the grace period has passed", outcome{}, outcome{})
+			w.advance(2 * time.Hour)
+			check("while the machine is discovered", outcome{}, outcome{})
+			w.leave("w-1")
+			w.advance(absent - tick)
+			check("before the period has passed", outcome{}, outcome{})
 			w.advance(2 * tick)
-			check("after the grace period", outcome{}, deleted("w-1"))
+			check("after the period", outcome{}, deleted("w-1"))
 		}),
 		"rename": changing(func(w *world, check checkFunc) {
 			w.rename("w-1", "new")

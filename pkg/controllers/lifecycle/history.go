@@ -14,9 +14,8 @@ import (
 // maxGap is the longest interval between two observations that counts in full.
 const maxGap = 15 * time.Second
 
-// stopwatch measures for how long the controller has observed the cluster. A longer gap between two readings counts as
-// maxGap: neither a jump of the clock nor a process that was suspended ends a grace period. It is safe for concurrent
-// use.
+// stopwatch measures how long the controller has observed the cluster. A gap between two readings counts as maxGap at
+// most, so neither a jump of the clock nor a suspended process ends a grace period. It is safe for concurrent use.
 type stopwatch struct {
 	clock clock.PassiveClock
 
@@ -40,44 +39,48 @@ func (s *stopwatch) read() time.Duration {
 	return s.elapsed
 }
 
-// heartbeatLimit is the longest time after which Kubernetes notices that a kubelet has stopped. By default, it waits for
-// 50 s (--node-monitor-grace-period).
+// heartbeatLimit is an upper bound of the time after which Kubernetes marks the Node of a stopped kubelet, 50 s by
+// default (--node-monitor-grace-period).
 const heartbeatLimit = 2 * time.Minute
 
-// history is what was observed of one Node. Times are readings of the stopwatch.
+// history is what the controller has observed of a Node. Times are readings of the stopwatch.
 type history struct {
 	uid types.UID
 	// silent is true since silentSince, while the machine does not respond.
 	silent      bool
 	silentSince time.Duration
-	// unreported is true if the kubelet has stopped to report since then, and outdated if it has reported again, or for
-	// longer than a stopped kubelet explains.
-	unreported, outdated bool
-	// proof holds since goneSince without interruption; empty if there is none.
+	// kubeletStopped is true if the kubelet has stopped reporting since silentSince.
+	kubeletStopped bool
+	// kubeletWorked is true if the kubelet has worked since silentSince. Then the machine has booted again, and the
+	// stage that it announced last is over.
+	kubeletWorked bool
+	// proof has held since goneSince without interruption; empty if there is none.
 	proof     Proof
 	goneSince time.Duration
-	// shutdown holds since shutdownSince without interruption.
+	// shutdown has held since shutdownSince without interruption.
 	shutdown      bool
 	shutdownSince time.Duration
 }
 
-// after returns the history of a Node after its state was observed. Another Node of the same name has a new one.
+// after returns the history after an observation. It starts over for a new Node of the same name.
 func (h history) after(node *corev1.Node, condition inventory.Condition, now time.Duration) history {
-	reporting, silent := reports(node), condition != inventory.Current
-
 	if h.uid != node.UID {
 		h = history{uid: node.UID}
 	}
 
+	silent := condition != inventory.Current
 	if !silent || !h.silent {
-		h.silent, h.silentSince, h.unreported, h.outdated = silent, now, false, false
+		h.silent, h.silentSince, h.kubeletStopped, h.kubeletWorked = silent, now, false, false
 	}
 
-	if silent && !reporting && !h.unreported {
-		h.unreported, h.outdated = true, now-h.silentSince > heartbeatLimit
+	switch {
+	case !silent:
+	case h.kubeletStopped:
+		h.kubeletWorked = h.kubeletWorked || reports(node)
+	case !reports(node):
+		// A kubelet that stopped together with the machine is marked within heartbeatLimit.
+		h.kubeletStopped, h.kubeletWorked = true, now-h.silentSince > heartbeatLimit
 	}
-
-	h.outdated = h.outdated || (silent && reporting && h.unreported)
 
 	return h
 }
@@ -98,16 +101,16 @@ func (h history) judged(v verdict, now time.Duration) history {
 // deletionWindow is the period in which deletions are limited.
 const deletionWindow = 10 * time.Minute
 
-// deletion is a recorded deletion of a Node. The proof is empty if another leader has recorded it.
+// deletion is a deletion of a Node that is stored as an Event. The proof is empty if an earlier leader has stored it.
 type deletion struct {
 	proof Proof
 	at    time.Duration // reading of the stopwatch
 }
 
-// deletions are the recent ones.
+// deletions are the recent deletions, by the UID of the Node.
 type deletions map[types.UID]deletion
 
-// recent returns the number of deletions in the window before now, and forgets earlier ones.
+// recent returns the number of deletions in the window that ends now, and forgets older deletions.
 func (d deletions) recent(now time.Duration) int {
 	for uid, recorded := range d {
 		if now-recorded.at >= deletionWindow {

@@ -8,7 +8,7 @@ import (
 var (
 	deletionsTotal = metrics.NewCounterVec(&metrics.CounterOpts{
 		Name:           "talosccm_lifecycle_deletions_total",
-		Help:           "Number of Nodes that were deleted by proof: reset, renamed, replaced or discovery.",
+		Help:           "Number of Nodes that were deleted by proof: reset, renamed or discovery.",
 		StabilityLevel: metrics.ALPHA,
 	}, []string{"proof"})
 

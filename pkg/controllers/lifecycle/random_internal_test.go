@@ -191,11 +191,11 @@ func (u *universe) identify(kind int, i, other *installation) {
 	switch kind {
 	case 7, 8: // rename
 		i.name = u.newName()
-	case 9: // swap of two addresses; one of the kubelets may be unable to report it for a while, see [universe.replaced]
+	case 9: // swap of two addresses; one of the kubelets may be unable to report it for a while
 		if other != i && other.on && other.stage == runtime.MachineStageRunning {
 			i.address, other.address = other.address, i.address
 			i.mute = u.IntN(2) == 0
-			u.later(i, map[bool]int{true: 15, false: 100}[u.replaced()], func() { i.mute = false })
+			u.later(i, 100, func() { i.mute = false })
 		}
 	case 10: // re-created under its name
 		u.wipe(i)
@@ -219,10 +219,6 @@ func (u *universe) choose(a, b string) string {
 
 	return b
 }
-
-// replaced reports whether lifecycle.replaced is enabled. It is right only about machines whose kubelets report a new
-// address within the grace period.
-func (u *universe) replaced() bool { return u.seed%2 == 0 }
 
 // kubelets registers and updates Nodes as kubelets do, and marks silent ones as Kubernetes does.
 func (u *universe) kubelets() {
@@ -295,7 +291,7 @@ func (u *universe) lead() {
 	u.controller, err = New(Config{
 		Client: client, Nodes: factory.Core().V1().Nodes(), Inventory: u.inventory, Recorder: record.NewFakeRecorder(1 << 16), Clock: u.clock,
 		Settings: func() config.CompiledLifecycle {
-			return config.CompiledLifecycle{GracePeriod: simulatedGrace, Replaced: u.replaced(), OutOfServiceTaint: true}
+			return config.CompiledLifecycle{GracePeriod: simulatedGrace, OutOfServiceTaint: true}
 		},
 		Selected: func(*corev1.Node, machine.Machine) bool { return true },
 	})

@@ -9,10 +9,10 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 )
 
-// Another machine that responds at the address may be a temporary replacement.
-func TestJudge_AbsenceIsProofOnlyForUnreachableMachine(t *testing.T) {
+// A machine that moved to another address is still discovered, even if another machine responds at its old address.
+func TestJudge_AbsenceIsProofIfMachineDoesNotRespond(t *testing.T) {
 	for condition, want := range map[inventory.Condition]Proof{
-		inventory.Unreachable: ProofDiscovery, inventory.Mismatch: "", inventory.Unknown: "", inventory.Current: "",
+		inventory.Unreachable: ProofDiscovery, inventory.Mismatch: ProofDiscovery, inventory.Unknown: "", inventory.Current: "",
 	} {
 		got := judge(evidence{entry: inventory.Entry{Condition: condition}, absent: "not seen"}, config.CompiledLifecycle{Discovery: true})
 		assert.Equal(t, want, got.proof, condition)

@@ -18,7 +18,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 )
 
-// setTaints contains UID and resourceVersion, because it replaces the list.
+// setTaints replaces the taints of the Node. The patch contains UID and resourceVersion, because it replaces the list.
 func (c *Controller) setTaints(ctx context.Context, node *corev1.Node, taints []corev1.Taint) error {
 	patch, err := json.Marshal(map[string]any{
 		"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion},
@@ -40,8 +40,8 @@ func (c *Controller) setTaints(ctx context.Context, node *corev1.Node, taints []
 	return nil
 }
 
-// delete deletes the Node if what the API server and the inventory know now agrees with the verdict. The deletion is
-// recorded as an Event first: without it, the next leader would not count the deletion.
+// delete deletes the Node if a live read confirms the verdict. It stores an Event first, because the next leader counts
+// deletions by their Events.
 func (c *Controller) delete(ctx context.Context, node *corev1.Node, v verdict, s config.CompiledLifecycle) error {
 	live, err := c.config.Client.CoreV1().Nodes().Get(ctx, node.Name, metav1.GetOptions{})
 	if apierrors.IsNotFound(err) {
@@ -83,8 +83,7 @@ func (c *Controller) delete(ctx context.Context, node *corev1.Node, v verdict, s
 	return nil
 }
 
-// record stores the Event of a deletion and counts it from then on. It does nothing if the deletion is on record, because
-// an earlier attempt failed.
+// record stores the Event of a deletion and counts the deletion. It does nothing if an earlier attempt has done so.
 func (c *Controller) record(ctx context.Context, node *corev1.Node, v verdict) error {
 	if c.deletions[node.UID].proof == v.proof {
 		return nil
@@ -110,8 +109,8 @@ func (c *Controller) record(ctx context.Context, node *corev1.Node, v verdict) e
 	return nil
 }
 
-// loadDeletions counts the deletions that earlier leaders have recorded, as if they were recorded now: the clocks of
-// several machines are not compared. So a new leader may have to wait for ten minutes before it deletes a Node.
+// loadDeletions counts the deletions that earlier leaders have recorded, as if they were recorded now. A new leader may
+// therefore wait ten minutes before it deletes a Node.
 func (c *Controller) loadDeletions(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, syncTimeout)
 	defer cancel()
