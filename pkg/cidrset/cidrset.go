@@ -14,7 +14,8 @@
 //
 // Insert, Remove and Overlaps take at most one step per address bit, and Next one per bit between the prefix lengths of
 // pool and block, whatever the number of prefixes, blocks and pools. Memory grows with the number of distinct prefixes.
-// Stats visits every prefix in use in the pool; it is meant for metrics, not for allocation.
+// Larger visits the prefixes that it returns, and one more per address bit. Stats visits every prefix in use in the pool;
+// it is meant for metrics, not for allocation.
 package cidrset
 
 import (
@@ -22,6 +23,7 @@ import (
 	"fmt"
 	"math/bits"
 	"net/netip"
+	"slices"
 	"strings"
 )
 
@@ -58,6 +60,14 @@ func (s *Set) Overlaps(prefix netip.Prefix) bool {
 	inside, covered := (*s.root(prefix)).below(prefix)
 
 	return covered || inside != nil
+}
+
+// Larger returns the prefixes in use that overlap the given prefix and are shorter than length, each as often as it was
+// inserted.
+func (s *Set) Larger(prefix netip.Prefix, length int) []netip.Prefix {
+	prefix = canonical(prefix)
+
+	return (*s.root(prefix)).larger(prefix, length, nil)
 }
 
 // Next returns the lowest free block of the pool, or false if the pool is exhausted. It does not insert the block.
@@ -311,6 +321,18 @@ func (n *node) below(prefix netip.Prefix) (inside *node, covered bool) {
 	}
 
 	return nil, false
+}
+
+// larger appends the entries that overlap a prefix and are shorter than length.
+func (n *node) larger(prefix netip.Prefix, length int, found []netip.Prefix) []netip.Prefix {
+	if n == nil || n.prefix.Bits() >= length || !n.prefix.Overlaps(prefix) {
+		return found
+	}
+
+	found = append(found, slices.Repeat([]netip.Prefix{n.prefix}, n.entries)...)
+	found = n.children[0].larger(prefix, length, found)
+
+	return n.children[1].larger(prefix, length, found)
 }
 
 // lowestFree returns the lowest free block of the given prefix length in space. The tree is the content of space.

@@ -147,6 +147,22 @@ func (h *history) compare(t *testing.T) {
 	}
 }
 
+// compareLarger compares the larger prefixes with those of the model.
+func (h *history) compareLarger(t *testing.T) {
+	t.Helper()
+
+	prefix, length := h.prefix(), h.draw(129)
+	want := slices.DeleteFunc(slices.Clone(h.model), func(p netip.Prefix) bool { return p.Bits() >= length || !p.Overlaps(prefix) })
+
+	got := h.set.Larger(prefix, length)
+	slices.SortFunc(got, netip.Prefix.Compare)
+	slices.SortFunc(want, netip.Prefix.Compare)
+
+	if !slices.Equal(got, want) {
+		t.Fatalf("larger than /%d in %s: %v, want %v", length, prefix, got, want)
+	}
+}
+
 // run applies the script, and then compares the set with one of the same content and another history, and empties it.
 func (h *history) run(t *testing.T, r *rand.Rand) {
 	t.Helper()
@@ -154,6 +170,7 @@ func (h *history) run(t *testing.T, r *rand.Rand) {
 	for len(h.script) > 0 {
 		h.step(t)
 		h.compare(t)
+		h.compareLarger(t)
 	}
 
 	var other cidrset.Set

@@ -17,13 +17,13 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 )
 
-// allocations records which blocks are in use. It is derived from the Nodes and never saved: a block belongs to a Node
-// from its allocation until the Node is deleted. Nothing else releases a block.
+// allocations records the blocks of all Nodes. It is derived from the Nodes and never saved. A block belongs to a Node
+// from its allocation until the Node is deleted; nothing else releases a block.
 //
-// It is safe for concurrent use: the informer observes Nodes while the workers allocate.
+// It is safe for concurrent use: the informer's handlers record Nodes while the workers allocate.
 type allocations struct {
-	mu      sync.Mutex
-	entries map[string]entry // by nodename
+	mu     sync.Mutex
+	byNode map[string]allocation
 	// reservations are prefixes that are never allocated, by owner.
 	reservations map[string][]netip.Prefix
 	// used contains blocks and reservations, blocks only the blocks.
@@ -32,41 +32,36 @@ type allocations struct {
 	released func()
 }
 
-// entry holds the blocks of one Node.
-type entry struct {
+// allocation holds the blocks of one Node.
+type allocation struct {
 	uid    types.UID
 	blocks []netip.Prefix
 	state  state
-	// version is the resourceVersion of the Node in which the state was seen.
+	// version is the resourceVersion of the Node from which the state is known.
 	version string
 }
 
-// state is how the blocks of an entry are known. All but the first are expectations that the cache has yet to confirm.
 type state int
 
 const (
-	// cached: the cache shows the blocks, and will show the deletion of the Node.
-	cached state = iota
-	// listed: the API server listed the blocks.
+	// assigned: the Node has the blocks, and the informer will report its deletion.
+	assigned state = iota
+	// listed: the Node had the blocks when the API server listed it. The cache may never contain the Node.
 	listed
-	// allocated: the blocks may have been written or not; version is the version of the Node without them.
+	// allocated: the result of the write is not known. version is the version of the Node without the blocks.
 	allocated
-	// written: the API server confirmed the write.
-	written
 )
 
 func newAllocations(released func()) *allocations {
-	return &allocations{entries: map[string]entry{}, reservations: map[string][]netip.Prefix{}, released: released}
+	return &allocations{byNode: map[string]allocation{}, reservations: map[string][]netip.Prefix{}, released: released}
 }
 
-// observe records a Node from the cache, which may be older than what is recorded.
-func (a *allocations) observe(node *corev1.Node) { a.record(node, cached) }
-
+// record records the blocks of a Node from the cache or a list. The Node may be older than the record.
 func (a *allocations) record(node *corev1.Node, from state) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 
-	known, isKnown := a.entries[node.Name]
+	known, isKnown := a.byNode[node.Name]
 	if isKnown && known.uid != node.UID {
 		if !newer(node.ResourceVersion, known.version) {
 			return // an earlier Node of the same name
@@ -78,12 +73,12 @@ func (a *allocations) record(node *corev1.Node, from state) {
 	}
 
 	blocks, _ := podCIDRs(node)
-	if len(blocks) == 0 || isKnown && known.state == cached {
+	if len(blocks) == 0 || isKnown && known.state == assigned {
 		return
 	}
 
 	a.remove(node.Name)
-	a.insert(node.Name, entry{uid: node.UID, blocks: blocks, state: from, version: node.ResourceVersion})
+	a.insert(node.Name, allocation{uid: node.UID, blocks: blocks, state: from, version: node.ResourceVersion})
 }
 
 // release records the deletion of a Node.
@@ -91,14 +86,14 @@ func (a *allocations) release(nodename string, uid types.UID) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 
-	if known, ok := a.entries[nodename]; ok && known.uid == uid {
+	if known, ok := a.byNode[nodename]; ok && known.uid == uid {
 		a.free(nodename)
 	}
 }
 
-// observeList records a list from the API server. Nodes that are not listed are deleted, unless they are newer than the
-// list. The cache may be older than the list, and may never show a Node that existed only for a short time.
-func (a *allocations) observeList(list *corev1.NodeList) {
+// recordList records a list from the API server. A Node that is not listed is deleted, unless it is newer than the list.
+// The cache may be older than the list, and may never contain a Node that existed only for a short time.
+func (a *allocations) recordList(list *corev1.NodeList) {
 	uids := map[types.UID]bool{}
 
 	for i := range list.Items {
@@ -109,7 +104,7 @@ func (a *allocations) observeList(list *corev1.NodeList) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 
-	for nodename, known := range a.entries {
+	for nodename, known := range a.byNode {
 		if !uids[known.uid] && !newer(known.version, list.ResourceVersion) {
 			a.free(nodename)
 		}
@@ -121,7 +116,7 @@ func (a *allocations) anyListed() bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 
-	for _, known := range a.entries {
+	for _, known := range a.byNode {
 		if known.state == listed {
 			return true
 		}
@@ -130,17 +125,23 @@ func (a *allocations) anyListed() bool {
 	return false
 }
 
-// resolve compares the record of a Node with the cache's version of it, nil if there is none, and drops a stale
-// allocation. It reports whether podCIDRs have to be written, and returns the blocks if they are already allocated.
+// resolve reports whether podCIDRs must be written to a Node, and returns the blocks if they are already allocated. node
+// is the Node in the cache, or nil. resolve releases blocks that can no longer be written to the Node.
 func (a *allocations) resolve(nodename string, node *corev1.Node) (blocks []netip.Prefix, pending bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 
-	known, isKnown := a.entries[nodename]
-	if isKnown && known.stale(node) {
-		a.free(nodename)
+	known, isKnown := a.byNode[nodename]
 
-		known, isKnown = entry{}, false
+	if isKnown && known.state == allocated {
+		// The cache has contained the Node for which the blocks were allocated.
+		isReplaced := node == nil || node.UID != known.uid
+		// A write contains the version of the Node that it was decided for, so it cannot change a later version.
+		if isReplaced || len(node.Spec.PodCIDRs) == 0 && newer(node.ResourceVersion, known.version) {
+			a.free(nodename)
+
+			known, isKnown = allocation{}, false
+		}
 	}
 
 	if node == nil || len(node.Spec.PodCIDRs) > 0 {
@@ -150,117 +151,70 @@ func (a *allocations) resolve(nodename string, node *corev1.Node) (blocks []neti
 	return known.blocks, !isKnown || known.state == allocated
 }
 
-// stale reports whether allocated blocks can no longer become the Node's podCIDRs.
-func (e entry) stale(node *corev1.Node) bool {
-	switch {
-	case e.state < allocated:
-		return false // the source of the entry also reports its end
-	case node == nil || node.UID != e.uid:
-		return true // the cache showed the Node when the blocks were allocated, and never goes back
-	default:
-		// A write carries the version that it was decided for. It has not been applied to a later version, and never
-		// will be.
-		return e.state == allocated && len(node.Spec.PodCIDRs) == 0 && newer(node.ResourceVersion, e.version)
-	}
-}
-
-// allocate allocates a block for each of the requests. If one of them cannot be met, it allocates nothing and returns
-// the reason. It allocates nothing, without a reason, if an entry was recorded since resolve; the change that recorded
-// it has requeued the Node.
+// allocate allocates a block for each of the requests. If one request cannot be met, it allocates nothing and returns
+// the reason. It also allocates nothing, without a reason, if blocks of the Node were recorded after resolve: the change
+// of the Node has queued it again.
 func (a *allocations) allocate(node *corev1.Node, requests []request) ([]netip.Prefix, *events.Condition) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 
-	if _, known := a.entries[node.Name]; known {
+	if _, known := a.byNode[node.Name]; known {
 		return nil, nil
 	}
 
 	var blocks []netip.Prefix
 
 	for _, r := range requests {
-		block, found := a.next(r)
-		if !found {
-			block, found = a.nextDespiteTooLarge(r)
+		var (
+			block netip.Prefix
+			found bool
+		)
+
+		for _, s := range r.sources {
+			a.withoutTooLarge(s, func() { block, found = a.used.Next(s.Pool) })
+
+			if found {
+				break
+			}
 		}
 
 		if !found {
-			return nil, newCondition(ReasonExhausted, "Pool %q is exhausted: no free %s block in %v", r.pool, r.family, r.pools)
+			return nil, newCondition(ReasonExhausted, "Pool %q is exhausted: no free %s block in %v", r.pool, r.family, r.sources)
 		}
 
 		blocks = append(blocks, block)
 	}
 
-	a.insert(node.Name, entry{uid: node.UID, blocks: blocks, state: allocated, version: node.ResourceVersion})
+	a.insert(node.Name, allocation{uid: node.UID, blocks: blocks, state: allocated, version: node.ResourceVersion})
 
 	return blocks, nil
 }
 
-// next returns the lowest free block of the first pool that has one.
-func (a *allocations) next(r request) (block netip.Prefix, found bool) {
-	for _, pool := range r.pools {
-		if block, found = a.used.Next(pool); found {
-			break
-		}
-	}
+// withoutTooLarge calls f while used does not contain the podCIDRs that are too large for the source. The caller must
+// hold mu.
+func (a *allocations) withoutTooLarge(s source, f func()) {
+	tooLarge := a.blocks.Larger(s.CIDR(), s.limit)
 
-	return block, found
-}
-
-// nextDespiteTooLarge is next if podCIDRs that are too large exclude no blocks. Otherwise a single kubelet could exhaust
-// a pool.
-func (a *allocations) nextDespiteTooLarge(r request) (block netip.Prefix, found bool) {
-	var ignored []netip.Prefix
-
-	for _, e := range a.entries {
-		for _, podCIDR := range e.blocks {
-			if slices.ContainsFunc(r.pools, func(pool cidrset.Pool) bool { return a.isTooLarge(podCIDR, pool.CIDR(), r.largest) }) {
-				ignored = append(ignored, podCIDR)
-			}
-		}
-	}
-
-	for _, podCIDR := range ignored {
+	for _, podCIDR := range tooLarge {
 		a.used.Remove(podCIDR)
-		defer a.used.Insert(podCIDR)
 	}
 
-	return a.next(r)
+	f()
+
+	for _, podCIDR := range tooLarge {
+		a.used.Insert(podCIDR)
+	}
 }
 
-// isTooLarge reports whether a podCIDR overlaps a pool, and is larger than any block that is assigned of the pool, than its
-// share of the pool, and than the podCIDRs of most Nodes there. Kubelets can set such podCIDRs on their own Nodes. Others
-// can be from another allocator, or from before a change of the configuration. The caller must hold mu.
-func (a *allocations) isTooLarge(podCIDR, pool netip.Prefix, largest int) bool {
-	if !podCIDR.Overlaps(pool) || podCIDR.Bits() >= min(largest, pool.Bits()+shareBits) {
-		return false
-	}
-
-	all, asLarge := 0, 0
-
-	for _, e := range a.entries {
-		for _, other := range e.blocks {
-			if other.Overlaps(pool) {
-				all++
-
-				if other.Bits() <= podCIDR.Bits() {
-					asLarge++
-				}
-			}
-		}
-	}
-
-	return asLarge <= 1 || 2*asLarge <= all // one Node alone proves nothing
-}
-
-// confirm records that the API server has confirmed the write of a Node's blocks.
+// confirm records that the API server has written the blocks of a Node.
 func (a *allocations) confirm(node *corev1.Node) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 
-	// The cache may already have shown the write, or the deletion of the Node.
-	if known, ok := a.entries[node.Name]; ok && known.uid == node.UID && known.state == allocated {
-		known.state, known.version = written, node.ResourceVersion
-		a.entries[node.Name] = known
+	// The informer may already have reported the write, or the deletion of the Node.
+	if known, ok := a.byNode[node.Name]; ok && known.uid == node.UID && known.state == allocated {
+		known.state, known.version = assigned, node.ResourceVersion
+		a.byNode[node.Name] = known
 	}
 }
 
@@ -293,22 +247,12 @@ func (a *allocations) reserve(owner string, prefixes []netip.Prefix) {
 	}
 }
 
-// review returns what is wrong with the podCIDRs that a Node has; nil if nothing is.
-func (a *allocations) review(node *corev1.Node, p plan) *events.Condition {
-	blocks, invalid := podCIDRs(node)
-	if len(invalid) > 0 {
-		return newCondition(ReasonInvalid, "podCIDRs %q are not CIDRs; delete the Node and let it register again to have others assigned", invalid)
-	}
-
+// overlap returns a condition if blocks of other Nodes overlap those of the Node.
+func (a *allocations) overlap(node *corev1.Node) *events.Condition {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 
-	if tooLarge := p.tooLarge(blocks, a); len(tooLarge) > 0 {
-		return newCondition(ReasonTooLarge, "podCIDRs %v are larger than all blocks of a pool and than a sixteenth of it, and are assigned to other Nodes "+
-			"when the pool has no other free block; delete the Node and let it register again without podCIDRs", tooLarge)
-	}
-
-	own, known := a.entries[node.Name]
+	own, known := a.byNode[node.Name]
 	if !known {
 		return nil
 	}
@@ -317,12 +261,12 @@ func (a *allocations) review(node *corev1.Node, p plan) *events.Condition {
 	defer a.insert(node.Name, own)
 
 	if !slices.ContainsFunc(own.blocks, a.blocks.Overlaps) {
-		return nil // the usual case, without looking at every other Node
+		return nil // the usual case, without a search of all Nodes
 	}
 
 	var others []string
 
-	for name, other := range a.entries {
+	for name, other := range a.byNode {
 		if slices.ContainsFunc(other.blocks, func(p netip.Prefix) bool { return slices.ContainsFunc(own.blocks, p.Overlaps) }) {
 			others = append(others, fmt.Sprintf("%s %v", name, other.blocks))
 		}
@@ -339,18 +283,20 @@ func (a *allocations) review(node *corev1.Node, p plan) *events.Condition {
 		node.Spec.PodCIDRs, len(others), strings.Join(others, ", "))
 }
 
-// stats counts the blocks of a pool.
-func (a *allocations) stats(pool cidrset.Pool) cidrset.Stats {
+// stats counts the blocks of a source.
+func (a *allocations) stats(s source) (stats cidrset.Stats) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 
-	return a.used.Stats(pool)
+	a.withoutTooLarge(s, func() { stats = a.used.Stats(s.Pool) })
+
+	return stats
 }
 
-func (a *allocations) insert(nodename string, e entry) {
-	a.entries[nodename] = e
+func (a *allocations) insert(nodename string, added allocation) {
+	a.byNode[nodename] = added
 
-	for _, p := range e.blocks {
+	for _, p := range added.blocks {
 		a.used.Insert(p)
 		a.blocks.Insert(p)
 	}
@@ -362,12 +308,12 @@ func (a *allocations) free(nodename string) {
 }
 
 func (a *allocations) remove(nodename string) {
-	for _, p := range a.entries[nodename].blocks {
+	for _, p := range a.byNode[nodename].blocks {
 		a.used.Remove(p)
 		a.blocks.Remove(p)
 	}
 
-	delete(a.entries, nodename)
+	delete(a.byNode, nodename)
 }
 
 // podCIDRs returns the parsed and the invalid podCIDRs of a Node. Old clusters contain spellings that the API server
@@ -393,7 +339,7 @@ func podCIDRs(node *corev1.Node) (blocks []netip.Prefix, invalid []string) {
 	return blocks, invalid
 }
 
-// newer reports whether a resourceVersion is later than another.
+// newer reports whether the first resourceVersion is later.
 func newer(version, than string) bool {
 	order, err := resourceversion.CompareResourceVersion(version, than)
 

@@ -39,42 +39,34 @@ type suite struct {
 	*testing.T
 	*allocations
 
-	pool     cidrset.Pool
+	source   source
 	released int
 }
 
 func newSuite(t *testing.T) *suite {
-	s := &suite{T: t, pool: newPool(t, "10.0.0.0/22", 24)}
+	s := &suite{T: t, source: newSource(t, "10.0.0.0/22", 24)}
 	s.allocations = newAllocations(func() { s.released++ })
 
 	return s
 }
 
-func newPool(t *testing.T, cidr string, bits int) cidrset.Pool {
+// newSource returns a source without a limit on the size of podCIDRs.
+func newSource(t *testing.T, cidr string, bits int) source {
 	t.Helper()
 
 	pool, err := cidrset.NewPool(netip.MustParsePrefix(cidr), bits)
 	require.NoError(t, err)
 
-	return pool
+	return source{Pool: pool}
 }
 
-// wantAllocation allocates a block, and compares the result with a block or the reason why there is none.
-func (s *suite) wantAllocation(want string, node *corev1.Node, largest int) {
-	s.Helper()
-
-	blocks, condition := s.allocate(node, []request{{family: ipv4, pools: []cidrset.Pool{s.pool}, largest: largest}})
-	if condition != nil {
-		assert.Equal(s, want, condition.Reason)
-	} else {
-		assert.Equal(s, prefixes(want), blocks)
-	}
-}
+// observe records a Node from the cache.
+func (s *suite) observe(node *corev1.Node) { s.record(node, assigned) }
 
 func (s *suite) mustAllocate(node *corev1.Node) string {
 	s.Helper()
 
-	blocks, condition := s.allocate(node, []request{{family: ipv4, pools: []cidrset.Pool{s.pool}}})
+	blocks, condition := s.allocate(node, []request{{family: ipv4, sources: []source{s.source}}})
 	require.Nil(s, condition)
 
 	return blocks[0].String()
@@ -83,7 +75,7 @@ func (s *suite) mustAllocate(node *corev1.Node) string {
 // want compares the number of blocks in use.
 func (s *suite) want(used uint64) {
 	s.Helper()
-	assert.Equal(s, used, s.stats(s.pool).Used, s.entries)
+	assert.Equal(s, used, s.stats(s.source).Used, s.byNode)
 }
 
 // wantResolved compares the blocks of a Node, and whether it is pending.
@@ -134,7 +126,7 @@ func TestAllocations_FollowNodes(t *testing.T) {
 			assert.Equal(s, 1, s.released)
 		}},
 		{"a stale cache does not override a list", func(s *suite) {
-			s.observeList(listAt(20, version("a", "2", 20, "10.0.2.0/24")))
+			s.recordList(listAt(20, version("a", "2", 20, "10.0.2.0/24")))
 			s.observe(version("a", "1", 10, "10.0.1.0/24"))
 			s.release("a", "1")
 			s.want(1)
@@ -143,15 +135,15 @@ func TestAllocations_FollowNodes(t *testing.T) {
 			s.wantResolved(version("a", "2", 18), false, "10.0.2.0/24")
 		}},
 		{"a Node that is not in a list is deleted, cached or not", func(s *suite) {
-			s.observeList(listAt(22, version("a", "1", 20, "10.0.2.0/24"), version("b", "2", 21, "10.0.3.0/24")))
+			s.recordList(listAt(22, version("a", "1", 20, "10.0.2.0/24"), version("b", "2", 21, "10.0.3.0/24")))
 			s.observe(version("b", "2", 21, "10.0.3.0/24"))
 			s.want(2)
-			s.observeList(listAt(23))
+			s.recordList(listAt(23))
 			s.want(0)
 		}},
 		{"a Node that is newer than a list is not deleted", func(s *suite) {
 			s.observe(version("a", "1", 20, "10.0.2.0/24"))
-			s.observeList(listAt(19))
+			s.recordList(listAt(19))
 			s.want(1)
 		}},
 		{"two Nodes can hold the same block", func(s *suite) {
@@ -159,7 +151,7 @@ func TestAllocations_FollowNodes(t *testing.T) {
 
 			b := version("b", "2", 11, "10.0.0.0/23")
 			s.observe(b)
-			condition := s.review(b, plan{})
+			condition := s.overlap(b)
 			require.Equal(s, ReasonOverlap, reasonOf(condition))
 			assert.Contains(s, condition.Message, "those of Node a [10.0.1.0/24];")
 
@@ -169,16 +161,13 @@ func TestAllocations_FollowNodes(t *testing.T) {
 			s.release("a", "1")
 			s.want(1)
 		}},
-		{"podCIDRs that are not CIDRs are reported", func(s *suite) {
-			assert.Equal(s, ReasonInvalid, reasonOf(s.review(version("a", "1", 10, "<nil>"), plan{})))
-		}},
 		{"podCIDRs that overlap those of several Nodes are reported with all of them", func(s *suite) {
 			s.observe(version("b", "2", 11, "10.0.1.0/24"))
 			s.observe(version("a", "1", 10, "10.0.0.0/24"))
 
 			wide := version("c", "3", 12, "10.0.0.0/23")
 			s.observe(wide)
-			condition := s.review(wide, plan{})
+			condition := s.overlap(wide)
 			require.Equal(s, ReasonOverlap, reasonOf(condition))
 			assert.Regexp(s, `of 2 Nodes; delete this Node.* a \[10\.0\.0\.0/24\], b \[10\.0\.1\.0/24\]$`, condition.Message)
 		}},
@@ -210,18 +199,14 @@ func TestAllocations_RememberOwnWrites(t *testing.T) {
 			s.want(0)
 		}},
 		{"the blocks of a deleted Node are released, written or not", func(s *suite) {
-			for i, written := range []bool{false, true} {
-				uid := fmt.Sprint(i)
-				node := version("a", uid, 10*i+1)
-				block := s.mustAllocate(node)
+			s.mustAllocate(version("a", "1", 1)) // after the handler has received the deletion
+			s.resolve("a", nil)
+			s.want(0)
 
-				if written {
-					s.confirm(version("a", uid, 10*i+2, block))
-				}
-
-				s.resolve("a", nil)
-				s.want(0)
-			}
+			block := s.mustAllocate(version("a", "2", 11))
+			s.confirm(version("a", "2", 12, block))
+			s.release("a", "2")
+			s.want(0)
 		}},
 		{"a deletion before the response to the write is not undone", func(s *suite) {
 			node := version("a", "1", 10)
@@ -240,7 +225,7 @@ func TestAllocations_AllocateAllOrNothing(t *testing.T) {
 			s.wantResolved(node, true)
 			s.observe(version("a", "1", 10, "10.0.0.0/24")) // the handlers are behind the cache
 
-			blocks, condition := s.allocate(node, []request{{family: ipv4, pools: []cidrset.Pool{s.pool}}})
+			blocks, condition := s.allocate(node, []request{{family: ipv4, sources: []source{s.source}}})
 			assert.Empty(s, blocks)
 			assert.Nil(s, condition)
 			s.want(1)
@@ -248,10 +233,10 @@ func TestAllocations_AllocateAllOrNothing(t *testing.T) {
 			s.want(0)
 		}},
 		{"nothing is allocated of one family if the other is exhausted", func(s *suite) {
-			none := newPool(s.T, "fd00::/64", 64)
+			none := newSource(s.T, "fd00::/64", 64)
 			s.reserve("owner", prefixes("fd00::1/128"))
 
-			requests := []request{{family: ipv4, pool: "p", pools: []cidrset.Pool{s.pool}}, {family: ipv6, pool: "p", pools: []cidrset.Pool{none}}}
+			requests := []request{{family: ipv4, pool: "p", sources: []source{s.source}}, {family: ipv6, pool: "p", sources: []source{none}}}
 			_, condition := s.allocate(version("a", "1", 10), requests)
 			assert.Equal(s, ReasonExhausted, reasonOf(condition))
 			s.want(0)
@@ -269,31 +254,68 @@ func TestAllocations_AllocateAllOrNothing(t *testing.T) {
 	})
 }
 
-func TestAllocations_LimitLargePodCIDRs(t *testing.T) {
-	runAll(t, []testCase{
-		{"podCIDRs that are too large exclude blocks only as long as others are free", func(s *suite) {
-			s.observe(version("wide", "1", 10, "10.0.0.0/23"))
+// TestAllocations_CountPodCIDRsUpToAQuarter: a larger podCIDR never counts, unless the configuration assigns it. Other
+// podCIDRs count even if no other block is free.
+func TestAllocations_CountPodCIDRsUpToAQuarter(t *testing.T) {
+	t.Parallel()
 
-			for i, want := range []string{"10.0.2.0/24", "10.0.3.0/24", "10.0.0.0/24", "10.0.1.0/24", ReasonExhausted} {
-				s.wantAllocation(want, version(fmt.Sprint(i), "uid", 11+i), 24)
-			}
-		}},
-		{"podCIDRs of the size that most Nodes have exclude blocks, whatever the configured size", func(s *suite) {
-			s.observe(version("a", "1", 10, "10.0.0.0/23"))
-			s.observe(version("b", "2", 11, "10.0.2.0/23"))
-			s.wantAllocation(ReasonExhausted, version("c", "3", 12), 24)
+	for _, test := range []struct {
+		name, pool string
+		size       int
+		podCIDRs   []string
+		want       string // block or reason
+		tooLarge   bool   // the first podCIDR
+	}{
+		{"blocks of the configuration", "10.0.0.0/22", 24, []string{"10.0.0.0/24", "10.0.1.0/24", "10.0.2.0/24"}, "10.0.3.0/24", false},
+		{"all blocks of the configuration", "10.0.0.0/22", 24, []string{"10.0.0.0/24", "10.0.1.0/24", "10.0.2.0/24", "10.0.3.0/24"}, ReasonExhausted, false},
+		{"half of a /22", "10.0.0.0/22", 24, []string{"10.0.0.0/23"}, "10.0.0.0/24", true},
+		{"all of a /22", "10.0.0.0/22", 24, []string{"10.0.0.0/22"}, "10.0.0.0/24", true},
+		{"more than a /22", "10.0.0.0/22", 24, []string{"10.0.0.0/8"}, "10.0.0.0/24", true},
+		{"quarter of a /21", "10.0.0.0/21", 24, []string{"10.0.0.0/23"}, "10.0.2.0/24", false},
+		{"all quarters of a /21", "10.0.0.0/21", 24, []string{"10.0.0.0/23", "10.0.2.0/23", "10.0.4.0/23", "10.0.6.0/23"}, ReasonExhausted, false},
+		{"half of a /21", "10.0.0.0/21", 24, []string{"10.0.0.0/22"}, "10.0.0.0/24", true},
+		{"both halves of a /21", "10.0.0.0/21", 24, []string{"10.0.0.0/22", "10.0.4.0/22"}, "10.0.0.0/24", true},
+		{"all of a /21, twice, beside blocks", "10.0.0.0/21", 24, []string{"10.0.0.0/21", "10.0.0.0/21", "10.0.0.0/24"}, "10.0.1.0/24", true},
+		{"/22 with a mask size that went from 24 to 26", "10.0.0.0/22", 26, []string{"10.0.0.0/24", "10.0.1.0/24", "10.0.2.0/24"}, "10.0.3.0/26", false},
+		{"full /22 with a mask size that went from 24 to 26", "10.0.0.0/22", 26, []string{"10.0.0.0/24", "10.0.1.0/24", "10.0.2.0/24", "10.0.3.0/24"}, ReasonExhausted, false},
+		{"blocks larger than a quarter", "10.0.0.0/22", 23, []string{"10.0.0.0/23"}, "10.0.2.0/23", false},
+		{"the only block", "10.0.0.0/22", 22, []string{"10.0.0.0/22"}, ReasonExhausted, false},
+	} {
+		a := newAllocations(func() {})
+		for i, podCIDR := range test.podCIDRs {
+			a.record(version(fmt.Sprint(i), fmt.Sprint(i), 10+i, podCIDR), assigned)
+		}
 
-			p := plan{options: Options{ClusterCIDRs: []netip.Prefix{s.pool.CIDR()}}}
-			assert.Nil(s, s.review(version("a", "1", 10, "10.0.0.0/23"), p))
+		p := plan{node: version("0", "0", 10, test.podCIDRs[0]), options: Options{ClusterCIDRs: prefixes(test.pool), MaskSizeIPv4: test.size}}
+		requests, condition := p.requests()
+		require.Nil(t, condition, test.name)
 
-			// A kubelet that registers with all of the pool excludes nothing.
-			wide := version("wide", "4", 13, "10.0.0.0/22")
-			s.observe(wide)
-			s.release("b", "2")
-			s.wantAllocation("10.0.2.0/24", version("c", "3", 12), 24)
-			assert.Equal(s, ReasonTooLarge, reasonOf(s.review(wide, p)))
-		}},
-	})
+		total := a.stats(requests[0].sources[0])
+
+		blocks, condition := a.allocate(version("new", "new", 50), requests)
+		if condition == nil {
+			assert.Equal(t, prefixes(test.want), blocks, test.name)
+			assert.Equal(t, total.Free-1, a.stats(requests[0].sources[0]).Free, test.name)
+		} else {
+			assert.Equal(t, test.want, condition.Reason, test.name)
+			assert.Zero(t, total.Free, test.name)
+		}
+
+		assert.Equal(t, test.tooLarge, reasonOf(p.unusable()) == ReasonTooLarge, test.name)
+	}
+}
+
+// TestAllocations_ReservationsCountWhateverTheirSize: nothing limits service CIDRs, even if a podCIDR is equal.
+func TestAllocations_ReservationsCountWhateverTheirSize(t *testing.T) {
+	t.Parallel()
+
+	s := newSuite(t)
+	s.source.limit = 24
+	s.reserve("services", prefixes("10.0.0.0/23"))
+	s.observe(version("a", "1", 10, "10.0.0.0/23"))
+	assert.Equal(t, "10.0.2.0/24", s.mustAllocate(version("b", "2", 11)))
+	s.release("a", "1")
+	s.want(3)
 }
 
 func TestPodCIDRs_AcceptsSpellingsOfOldClusters(t *testing.T) {

@@ -215,7 +215,7 @@ func (c *Controller) listAllocations(ctx context.Context) error {
 		return fmt.Errorf("list nodes: %w", err)
 	}
 
-	c.allocations.observeList(nodes)
+	c.allocations.recordList(nodes)
 
 	return nil
 }
@@ -247,7 +247,7 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 	return nil
 }
 
-// review reports what is wrong with the podCIDRs that a Node has.
+// review reports problems of podCIDRs that a Node has.
 func (c *Controller) review(node *corev1.Node) {
 	options := c.cfg.Options
 	if network := c.cfg.ControlPlane.Current(); network != nil {
@@ -255,7 +255,13 @@ func (c *Controller) review(node *corev1.Node) {
 	}
 
 	p := c.plan(node, options)
-	c.report(node, append(p.outdated(), c.allocations.review(node, p))...)
+
+	condition := p.unusable()
+	if condition == nil {
+		condition = c.allocations.overlap(node)
+	}
+
+	c.report(node, append(p.outdated(), condition)...)
 }
 
 func (c *Controller) plan(node *corev1.Node, options Options) plan {
@@ -472,7 +478,7 @@ func (c *Controller) cachedNodes() []*corev1.Node {
 
 func (c *Controller) nodeAdded(obj any) {
 	if node, ok := obj.(*corev1.Node); ok {
-		c.allocations.observe(node)
+		c.allocations.record(node, assigned)
 		c.allocations.reserve("node "+node.Name, hostPrefixes(nodespec.DialAddresses(node)))
 		c.machineChanged(node.Name)
 	}

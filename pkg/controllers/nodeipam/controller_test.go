@@ -739,13 +739,13 @@ func TestController_AllocatesDespiteKubeletThatWritesPodCIDRs(t *testing.T) {
 	}
 }
 
-// TestController_AllocatesDespiteKubeletThatRegistersWithTheWholePool: its podCIDRs are reported, not reserved. Smaller
-// ones are reserved.
+// TestController_AllocatesDespiteKubeletThatRegistersWithTheWholePool: its podCIDRs never count. Those of a kubelet that
+// registers with a quarter of the pool do.
 func TestController_AllocatesDespiteKubeletThatRegistersWithTheWholePool(t *testing.T) {
 	w := newWorld(t)
 	w.register("before", having("10.1.7.0/24", "fd00:1:0:0:7::/80"))
 
-	for name, cidrs := range map[string][]string{"wide": {"10.1.0.0/20", "fd00:1::/64"}, "all": {"10.1.0.0/16", "fd00::/16"}} {
+	for name, cidrs := range map[string][]string{"quarter": {"10.1.0.0/18", "fd00:1::/50"}, "all": {"10.1.0.0/16", "fd00::/16"}} {
 		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: w.node(name), Labels: map[string]string{labelWorld: w.name}}}
 		having(cidrs...)(node)
 
@@ -757,12 +757,12 @@ func TestController_AllocatesDespiteKubeletThatRegistersWithTheWholePool(t *test
 		p := w.run(cidrs("10.1.0.0/16", "fd00:1::/48"))
 		w.awaitEvent("all", nodeipam.ReasonTooLarge, "10.1.0.0/16", "fd00::/16")
 		w.register("a")
-		w.wantCIDRs("a", "10.1.16.0/24", "fd00:1:0:1::/80")
+		w.wantCIDRs("a", "10.1.64.0/24", "fd00:1:0:4000::/80")
 		w.remove("a")
 		p.Stop()
 	}
 
-	assert.Empty(t, w.events.of(w.node("wide"), nodeipam.ReasonTooLarge), "podCIDRs that leave enough blocks for others")
+	assert.Empty(t, w.events.of(w.node("quarter"), nodeipam.ReasonTooLarge), "a quarter")
 }
 
 // TestController_BlockedWhileTheControlPlaneIsUnreachable: the Event contains the address.

@@ -1,13 +1,11 @@
 package nodeipam
 
 import (
-	"cmp"
 	"net/netip"
 
 	"k8s.io/component-base/metrics"
 	"k8s.io/component-base/metrics/legacyregistry"
 
-	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 )
 
@@ -36,7 +34,7 @@ const (
 	ReasonWriteFailed = "PodCIDRWriteFailed"
 	// ReasonOverlap: the Node's podCIDRs overlap those of another Node.
 	ReasonOverlap = "PodCIDROverlap"
-	// ReasonTooLarge: the Node's podCIDRs take too much of a pool, and are not reserved.
+	// ReasonTooLarge: the Node's podCIDRs are too large for a pool, and do not count.
 	ReasonTooLarge = "PodCIDRTooLarge"
 	// ReasonInvalid: the Node's podCIDRs are not CIDRs.
 	ReasonInvalid = "PodCIDRInvalid"
@@ -102,14 +100,18 @@ func (c *Controller) updateGauges(options Options, blockedReason *events.Conditi
 		affectedNodes.WithLabelValues(reason).Set(float64(count))
 	}
 
-	for _, pool := range c.cfg.Pools() {
+	p := plan{pools: c.cfg.Pools(), options: options}
+
+	for _, pool := range p.pools {
 		for _, cidr := range pool.CIDRs {
-			c.updatePoolGauges(pool.Name, cidr, options.maskSize(pool, familyOf(cidr.Addr())))
+			s, err := p.source(cidr, options.maskSize(pool, familyOf(cidr.Addr())))
+			c.updatePoolGauges(pool.Name, s, err)
 		}
 	}
 
 	for _, cidr := range options.ClusterCIDRs {
-		c.updatePoolGauges(poolCluster, cidr, options.maskSize(Pool{}, familyOf(cidr.Addr())))
+		s, err := p.source(cidr, options.maskSize(Pool{}, familyOf(cidr.Addr())))
+		c.updatePoolGauges(poolCluster, s, err)
 	}
 
 	if options.Allocator != CloudAllocator {
@@ -123,19 +125,20 @@ func (c *Controller) updateGauges(options Options, blockedReason *events.Conditi
 		if condition == nil && !prefixes[prefix] {
 			prefixes[prefix] = true
 
-			c.updatePoolGauges(poolMachine, prefix, blockBits(prefix, cmp.Or(options.MaskSizeIPv6, DefaultMaskSizeIPv6)))
+			s, err := p.machineSource(prefix, Pool{})
+			c.updatePoolGauges(poolMachine, s, err)
 		}
 	}
 }
 
-// updatePoolGauges counts blocks of the pool's usual size, even if BlockSizeAuto is set.
-func (c *Controller) updatePoolGauges(name string, cidr netip.Prefix, size int) {
-	pool, err := cidrset.NewPool(cidr, size)
+// updatePoolGauges counts blocks of the pool's usual size, even if BlockSizeAuto is set. An error is reported on the
+// Nodes that need the pool.
+func (c *Controller) updatePoolGauges(pool string, s source, err error) {
 	if err != nil {
-		return // reported on the Nodes that need the pool
+		return
 	}
 
-	stats, labels := c.allocations.stats(pool), []string{name, string(familyOf(cidr.Addr())), cidr.String()}
+	stats, labels := c.allocations.stats(s), []string{pool, string(familyOf(s.CIDR().Addr())), s.CIDR().String()}
 
 	poolBlocks.WithLabelValues(labels...).Set(float64(stats.Size))
 	poolBlocksUsed.WithLabelValues(labels...).Set(float64(stats.Used))

@@ -118,9 +118,7 @@ func (o Options) configuredMaskSize(f corev1.IPFamily) int {
 }
 
 // setKCMMaskSizes fills in the mask sizes of kube-controller-manager, and returns why the sizes of blocks of the cluster
-// CIDRs are not certain; nil if they are. It ignores a size that divides a cluster CIDR into fewer than 16 blocks, or that it cannot be
-// divided into: nothing checks the arguments while kube-controller-manager's allocator is disabled, and Talos 1.14 sets 64
-// for any podSubnet. A machine without a size has the default.
+// CIDRs are not certain; nil if they are. A machine without a size has the default.
 func (o *Options) setKCMMaskSizes(network *controlplane.Network) (uncertain *events.Condition) {
 	o.kcmMaskSizes = map[corev1.IPFamily]int{}
 
@@ -130,35 +128,42 @@ func (o *Options) setKCMMaskSizes(network *controlplane.Network) (uncertain *eve
 			continue
 		}
 
-		if network.Machines > 0 && 2*len(network.KCMConfigs) <= network.Machines && o.configuredMaskSize(f) == 0 {
-			uncertain = newCondition(ReasonAllocatorUnknown, "The mask sizes of kube-controller-manager are known for %d of %d control-plane machines, "+
-				"which are too few; check the others, or set --node-cidr-mask-size-ipv4 and --node-cidr-mask-size-ipv6", len(network.KCMConfigs), network.Machines)
-		}
+		sizes := map[int]bool{}
 
-		for i, config := range network.KCMConfigs {
-			before, size := o.maskSize(Pool{}, f), config.MaskSizes[f]
+		for _, config := range network.KCMConfigs {
+			size := config.MaskSizes[f]
 
+			// A size that does not fit is ignored. Nothing checks the arguments while kube-controller-manager's allocator is
+			// disabled, and Talos 1.14 sets 64 for any podSubnet.
 			doesNotFit := func(cidr netip.Prefix) bool {
 				_, err := cidrset.NewPool(cidr, size)
 
-				return err != nil || size < cidr.Bits()+shareBits
+				return err != nil || size < cidr.Bits()+minKCMBits
 			}
 			if slices.ContainsFunc(cidrs, doesNotFit) {
 				size = 0
 			}
 
-			if o.kcmMaskSizes[f] = size; i > 0 && o.maskSize(Pool{}, f) != before {
-				uncertain = newCondition(ReasonAllocatorUnknown, "The control-plane machines have different mask sizes (node-cidr-mask-size of "+
-					"kube-controller-manager); configure the same ones, or set --node-cidr-mask-size-ipv4 and --node-cidr-mask-size-ipv6")
-			}
+			o.kcmMaskSizes[f] = size
+			sizes[o.maskSize(Pool{}, f)] = true
+		}
+
+		switch {
+		case o.configuredMaskSize(f) != 0:
+		case len(sizes) > 1:
+			uncertain = newCondition(ReasonAllocatorUnknown, "The control-plane machines have different mask sizes (node-cidr-mask-size of "+
+				"kube-controller-manager); configure the same ones, or set --node-cidr-mask-size-ipv4 and --node-cidr-mask-size-ipv6")
+		case network.Machines > 0 && 2*len(network.KCMConfigs) <= network.Machines:
+			uncertain = newCondition(ReasonAllocatorUnknown, "The mask sizes of kube-controller-manager are known for %d of %d control-plane machines, "+
+				"which are too few; check the others, or set --node-cidr-mask-size-ipv4 and --node-cidr-mask-size-ipv6", len(network.KCMConfigs), network.Machines)
 		}
 	}
 
 	return uncertain
 }
 
-// Pool assigns the Nodes that it selects blocks of its own CIDRs; of several of one family, from the first that is not
-// exhausted. For IP families without a CIDR in the pool, the Allocator applies.
+// Pool assigns blocks of its CIDRs to the Nodes that it selects. Of several CIDRs of one family, the first that is not
+// exhausted is used. For IP families without a CIDR in the pool, the Allocator applies.
 type Pool = config.CompiledPool
 
 // IP families, as in metrics and Events.
@@ -198,23 +203,32 @@ const (
 	// maxReserved bounds the number of addresses that one machine can reserve, because the machine reports them itself.
 	maxReserved = 64
 
-	// addressGracePeriod is how long after the registration of its Node a machine may get its first global IPv6 address.
-	// The kernel solicits routers for 12 seconds after a link comes up (RFC 4861, section 10).
+	// addressGracePeriod is the time after the registration of a Node in which its machine may get its first global IPv6
+	// address. The kernel solicits routers for 12 seconds after a link comes up (RFC 4861, section 10).
 	addressGracePeriod = time.Minute
 
-	// shareBits limits the podCIDRs that exclude blocks although the configuration assigns no block of that size. The
-	// limit is a sixteenth of a pool.
-	shareBits = 4
+	// quarterBits is the difference between the prefix lengths of a pool and of its quarter.
+	quarterBits = 2
+
+	// minKCMBits is the least difference between the prefix lengths of a cluster CIDR and of the blocks that
+	// kube-controller-manager is configured with: 16 blocks.
+	minKCMBits = 4
 )
 
-// request asks for a block of one IP family, from the first of the pools that has a free one.
+// request asks for a block of one IP family, from the first source that has a free block.
 type request struct {
 	family corev1.IPFamily
 	// pool is the name of the pool in metrics and Events.
-	pool  string
-	pools []cidrset.Pool
-	// largest is the prefix length of the largest block that the configuration assigns of the pools, to any Node.
-	largest int
+	pool    string
+	sources []source
+}
+
+// source is a CIDR that is divided into blocks.
+type source struct {
+	cidrset.Pool
+
+	// limit is the prefix length of the largest podCIDR that counts in the CIDR.
+	limit int
 }
 
 // plan is everything that determines the pools of a Node.
@@ -247,7 +261,7 @@ func (p plan) managed() (bool, *events.Condition) {
 	return p.selector.Matches(p.facts()), nil
 }
 
-// machineUnavailable returns why the machine's state is not known; nil if it is.
+// machineUnavailable returns a condition unless the inventory has a current view of the machine.
 func (p plan) machineUnavailable() *events.Condition {
 	readsFacts := p.selector.ReadsFacts() || slices.ContainsFunc(p.pools, func(pool Pool) bool { return pool.Selector.ReadsFacts() })
 	detail := p.entry.Condition.String()
@@ -264,8 +278,8 @@ func (p plan) machineUnavailable() *events.Condition {
 	return newCondition(ReasonMachineUnknown, "Waiting for the Talos API of the machine (%s)", detail)
 }
 
-// requests returns one request for each IP family, in the order of podCIDRs, or why they are not known. podCIDRs cannot
-// be changed once set, so nothing is guessed, and a missing prefix is not replaced by another one.
+// requests returns one request for each IP family, in the order of podCIDRs, or the condition that the Node waits for.
+// podCIDRs cannot be changed once set, so nothing is guessed.
 func (p plan) requests() ([]request, *events.Condition) {
 	pool, condition := p.pool()
 	if condition != nil {
@@ -301,8 +315,8 @@ func (p plan) families(pool Pool) (families []corev1.IPFamily) {
 	return families
 }
 
-// pool returns the first pool that selects the Node; the zero Pool if there is none. Only the labels of a Node require
-// that it is initialized.
+// pool returns the first pool that selects the Node; the zero Pool if there is none. The labels of a Node are complete
+// when it is initialized.
 func (p plan) pool() (Pool, *events.Condition) {
 	if slices.ContainsFunc(p.pools, func(pool Pool) bool { return pool.Selector != nil }) {
 		if condition := p.machineUnavailable(); condition != nil {
@@ -330,7 +344,7 @@ func (p plan) request(pool Pool, f corev1.IPFamily) (request, *events.Condition)
 
 	if len(cidrs) == 0 {
 		if f == ipv6 && p.options.Allocator == CloudAllocator {
-			r, condition := p.fromMachine(cmp.Or(pool.MaskSizeIPv6, p.options.MaskSizeIPv6, DefaultMaskSizeIPv6))
+			r, condition := p.fromMachine(pool)
 			if condition == nil || condition.Reason != ReasonPrefixMissing || !p.fallsBack() {
 				return r, condition
 			}
@@ -346,23 +360,22 @@ func (p plan) request(pool Pool, f corev1.IPFamily) (request, *events.Condition)
 		}
 	}
 
-	r := request{family: f, pool: name, largest: size}
+	r := request{family: f, pool: name}
 
 	for _, cidr := range cidrs {
-		blocks, err := cidrset.NewPool(cidr, size)
+		s, err := p.source(cidr, size)
 		if err != nil {
 			return request{}, newCondition(ReasonPrefixTooSmall, "Pool %q: %v", name, err)
 		}
 
-		r.pools = append(r.pools, blocks)
-		r.largest = min(r.largest, p.largestBlock(cidr))
+		r.sources = append(r.sources, s)
 	}
 
 	return r, nil
 }
 
-// fallsBack reports whether a Node whose machine has no prefix gets a block of the cluster CIDRs. While the machine is
-// booting, and for some time afterwards, its addresses may not be complete.
+// fallsBack reports whether the Node of a machine without a prefix gets a block of the cluster CIDRs. The addresses of a
+// machine may be incomplete while it boots, and for some time afterwards.
 func (p plan) fallsBack() bool {
 	return p.fallback && p.entry.Machine.Stage == runtime.MachineStageRunning && p.now.Sub(p.node.CreationTimestamp.Time) >= addressGracePeriod
 }
@@ -377,9 +390,28 @@ func (p plan) cidrs() []netip.Prefix {
 	return cidrs
 }
 
-// largestBlock returns the prefix length of the largest block that the configuration assigns of a CIDR, to any Node.
-func (p plan) largestBlock(cidr netip.Prefix) int {
-	f, largest := familyOf(cidr.Addr()), cidr.Addr().BitLen()
+func (p plan) source(cidr netip.Prefix, size int) (source, error) {
+	pool, err := cidrset.NewPool(cidr, size)
+
+	return source{Pool: pool, limit: p.limit(cidr)}, err
+}
+
+// machineSource divides the prefix of a machine into blocks for the Nodes of a pool.
+func (p plan) machineSource(prefix netip.Prefix, pool Pool) (source, error) {
+	s, err := p.source(prefix, p.machineBlockBits(prefix, pool))
+
+	for _, other := range slices.Concat(p.pools, []Pool{{}}) {
+		s.limit = min(s.limit, p.machineBlockBits(prefix, other))
+	}
+
+	return s, err
+}
+
+// limit returns the prefix length of the largest podCIDR that counts in a CIDR. It is a quarter of the CIDR, or the
+// largest block that the configuration assigns of it to any Node. A kubelet can register its Node with any podCIDRs, and
+// could otherwise exhaust a pool. What the configuration assigned in the past may be larger, and does not count then.
+func (p plan) limit(cidr netip.Prefix) int {
+	f, limit := familyOf(cidr.Addr()), cidr.Bits()+quarterBits
 
 	for _, pool := range slices.Concat(p.pools, []Pool{{}}) {
 		cidrs := ofFamily(pool.CIDRs, f)
@@ -390,22 +422,51 @@ func (p plan) largestBlock(cidr netip.Prefix) int {
 		switch {
 		case !slices.ContainsFunc(cidrs, cidr.Overlaps):
 		case pool.BlockSizeAuto && f == ipv4:
-			largest = min(largest, maskSizeOf(maxPods))
+			limit = min(limit, maskSizeOf(maxPods))
 		default:
-			largest = min(largest, p.options.maskSize(pool, f))
+			limit = min(limit, p.options.maskSize(pool, f))
 		}
 	}
 
-	return largest
+	return limit
 }
 
-// tooLarge returns the podCIDRs that are too large for a pool or the cluster CIDRs.
-func (p plan) tooLarge(podCIDRs []netip.Prefix, a *allocations) []netip.Prefix {
-	cidrs := p.cidrs()
+// unusable returns a condition if podCIDRs are invalid or do not count.
+func (p plan) unusable() *events.Condition {
+	podCIDRs, invalid := podCIDRs(p.node)
+	if len(invalid) > 0 {
+		return newCondition(ReasonInvalid, "podCIDRs %q are not CIDRs; delete the Node and let it register again to have others assigned", invalid)
+	}
 
-	return slices.DeleteFunc(slices.Clone(podCIDRs), func(podCIDR netip.Prefix) bool {
-		return !slices.ContainsFunc(cidrs, func(cidr netip.Prefix) bool { return a.isTooLarge(podCIDR, cidr, p.largestBlock(cidr)) })
-	})
+	limits := map[netip.Prefix]int{}
+	for _, cidr := range p.cidrs() {
+		limits[cidr] = p.limit(cidr)
+	}
+
+	if prefix, condition := machinePrefix(p.entry.Machine); condition == nil && p.options.Allocator == CloudAllocator {
+		if s, err := p.machineSource(prefix, Pool{}); err == nil {
+			limits[prefix] = s.limit
+		}
+	}
+
+	var tooLarge []netip.Prefix
+
+	for _, podCIDR := range podCIDRs {
+		for cidr, limit := range limits {
+			if podCIDR.Overlaps(cidr) && podCIDR.Bits() < limit {
+				tooLarge = append(tooLarge, podCIDR)
+
+				break
+			}
+		}
+	}
+
+	if len(tooLarge) > 0 {
+		return newCondition(ReasonTooLarge, "podCIDRs %v are larger than all blocks of a pool and than a quarter of it, and may be assigned to other Nodes; "+
+			"delete the Node and let it register again without podCIDRs", tooLarge)
+	}
+
+	return nil
 }
 
 // outdated returns conditions if the podCIDRs do not match the current configuration.
@@ -430,15 +491,14 @@ func (p plan) outdated() (conditions []*events.Condition) {
 	}
 
 	if p.options.Allocator == CloudAllocator && len(ofFamily(pool.CIDRs, ipv6)) == 0 {
-		conditions = append(conditions, p.formerPrefix(podCIDRs))
+		conditions = append(conditions, p.prefixChanged(podCIDRs))
 	}
 
 	return conditions
 }
 
-// formerPrefix returns a condition if an IPv6 podCIDR is from a prefix that the machine does not have, according to its
-// last view; nil if none is.
-func (p plan) formerPrefix(podCIDRs []netip.Prefix) *events.Condition {
+// prefixChanged returns a condition if an IPv6 podCIDR is not in the prefix that the machine reported last.
+func (p plan) prefixChanged(podCIDRs []netip.Prefix) *events.Condition {
 	prefix, condition := machinePrefix(p.entry.Machine)
 	if condition != nil {
 		return nil
@@ -475,8 +535,8 @@ func maskSizeFor(node *corev1.Node) (size int, known bool) {
 
 func maskSizeOf(pods int64) int { return 32 - bits.Len64(uint64(2*pods-1)) } //nolint:gosec // is positive
 
-// fromMachine requests a block of the machine's own global IPv6 prefix.
-func (p plan) fromMachine(size int) (request, *events.Condition) {
+// fromMachine requests a block of the machine's own global IPv6 prefix, with the mask size of the pool.
+func (p plan) fromMachine(pool Pool) (request, *events.Condition) {
 	if condition := p.machineUnavailable(); condition != nil {
 		return request{}, condition
 	}
@@ -486,19 +546,17 @@ func (p plan) fromMachine(size int) (request, *events.Condition) {
 		return request{}, condition
 	}
 
-	size = blockBits(prefix, size)
-
-	pool, err := cidrset.NewPool(prefix, size)
+	s, err := p.machineSource(prefix, pool)
 	if err != nil {
 		return request{}, newCondition(ReasonPrefixTooSmall,
 			"The machine's IPv6 prefix %s is too small; it must hold at least two blocks of /%d, one of which contains the machine", prefix, minBlockBits)
 	}
 
-	return request{family: ipv6, pool: poolMachine, pools: []cidrset.Pool{pool}, largest: size}, nil
+	return request{family: ipv6, pool: poolMachine, sources: []source{s}}, nil
 }
 
-// machinePrefix returns the global IPv6 prefix of the machine's subnet: that of its IPv6 node IP, or the lowest if that
-// is not global or missing.
+// machinePrefix returns the global IPv6 prefix of the machine's subnet: the prefix of its IPv6 node IP, or the lowest
+// prefix if that address is not global or missing.
 func machinePrefix(m machine.Machine) (netip.Prefix, *events.Condition) {
 	subnets, single := machineSubnets(m)
 
@@ -545,11 +603,11 @@ func machineSubnets(m machine.Machine) (subnets []netip.Prefix, single bool) {
 	return subnets, single
 }
 
-// blockBits returns the prefix length of the blocks of a machine's prefix: size for a whole subnet, and for a longer
-// prefix the length of the upstream Talos CCM, which leaves room for at least one Node and makes no block smaller than a
-// /120. It returns -1 if the prefix is too small.
-func blockBits(prefix netip.Prefix, size int) int {
-	own := prefix.Bits()
+// machineBlockBits returns the prefix length of the blocks of a machine's prefix: the mask size for a whole subnet, and
+// for a longer prefix the length of the upstream Talos CCM. That leaves room for at least one Node and makes no block
+// smaller than a /120. It returns -1 if the prefix is too small.
+func (p plan) machineBlockBits(prefix netip.Prefix, pool Pool) int {
+	own, size := prefix.Bits(), cmp.Or(pool.MaskSizeIPv6, p.options.MaskSizeIPv6, DefaultMaskSizeIPv6)
 
 	switch {
 	case own == subnetBits && size > own:
@@ -569,9 +627,9 @@ func blockBits(prefix netip.Prefix, size int) int {
 	}
 }
 
-// reservedPrefixes returns the prefixes that cannot be assigned because of a machine: the machine's addresses, and the
-// addresses of the routers of its prefix. Addresses on CNI links are excluded: they are in the block of the machine's
-// Node, which must be able to get the same block again.
+// reservedPrefixes returns the prefixes that are never allocated because of a machine: its addresses, and the addresses of
+// the routers of its prefix. Addresses on CNI links are excluded: they are in the block of the machine's Node, which must
+// be able to get the same block again.
 func reservedPrefixes(m machine.Machine) []netip.Prefix {
 	var addrs []netip.Addr
 

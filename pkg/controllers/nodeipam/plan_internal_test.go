@@ -79,8 +79,8 @@ func summary(requests []request) string {
 
 	for _, r := range requests {
 		text := r.pool
-		for _, pool := range r.pools {
-			text += " " + strings.NewReplacer(" (/", "→", " blocks)", "").Replace(pool.String())
+		for _, s := range r.sources {
+			text += " " + strings.NewReplacer(" (/", "→", " blocks)", "").Replace(s.String())
 		}
 
 		parts = append(parts, text)
@@ -154,7 +154,7 @@ func TestPlan_RequestsBlocksOfEachFamily(t *testing.T) {
 	}
 }
 
-// TestPlan_ReportsLargePartsOfPools: blocks of the configuration, of any Node, and small parts of a pool are not too large.
+// TestPlan_ReportsLargePartsOfPools: blocks of the configuration, of any Node, and a quarter of a pool are not too large.
 func TestPlan_ReportsLargePartsOfPools(t *testing.T) {
 	t.Parallel()
 
@@ -169,22 +169,54 @@ func TestPlan_ReportsLargePartsOfPools(t *testing.T) {
 		{"block of the default size", "10.0.3.0/24", nil, false},
 		{"all of the cluster CIDR", "10.0.0.0/16", nil, true},
 		{"more than the cluster CIDR", "10.0.0.0/8", nil, true},
-		{"an eighth", "10.0.32.0/19", nil, true},
-		{"a sixteenth", "10.0.32.0/20", nil, false},
+		{"half of the cluster CIDR", "10.0.128.0/17", nil, true},
+		{"a quarter", "10.0.64.0/18", nil, false},
 		{"outside of all pools", "192.168.0.0/16", nil, false},
 		{"IPv6 block of kube-controller-manager", "fd00:0:0:7::/64", nil, false},
 		{"half of the IPv6 cluster CIDR", "fd00::/57", nil, true},
 		{"the only block of a pool", "10.1.0.0/24", []Pool{pool("10.1.0.0/24", 0)}, false},
 		{"all of a pool with small blocks", "10.1.0.0/24", []Pool{pool("10.1.0.0/24", 26)}, true},
-		{"block of another pool's size", "10.0.0.0/18", []Pool{{MaskSizeIPv4: 18}}, false},
-		{"block of the larger of two sizes in one CIDR", "10.1.4.0/22", []Pool{pool("10.1.0.0/20", 25), pool("10.1.0.0/20", 22)}, false},
-		{"block of a pool within the cluster CIDR", "10.0.64.0/18", []Pool{pool("10.0.0.0/16", 18)}, false},
-		{"automatic size", "10.0.32.0/19", []Pool{{BlockSizeAuto: true}}, false},
-		{"larger than any automatic size", "10.0.64.0/18", []Pool{{BlockSizeAuto: true}}, true},
+		{"block of another pool's size", "10.0.0.0/17", []Pool{{MaskSizeIPv4: 17}}, false},
+		{"block of the larger of two sizes in one CIDR", "10.1.4.0/22", []Pool{pool("10.1.0.0/21", 25), pool("10.1.0.0/21", 22)}, false},
+		{"block of a pool within the cluster CIDR", "10.0.0.0/17", []Pool{pool("10.0.0.0/16", 17)}, false},
+		{"automatic size", "10.1.32.0/19", []Pool{{CIDRs: prefixes("10.1.0.0/18"), BlockSizeAuto: true}}, false},
+		{"larger than any automatic size", "10.1.0.0/18", []Pool{{CIDRs: prefixes("10.1.0.0/18"), BlockSizeAuto: true}}, true},
 	} {
-		p := plan{pools: test.pools, options: Options{ClusterCIDRs: cluster}}
-		assert.Equal(t, test.want, len(p.tooLarge(prefixes(test.podCIDR), newAllocations(nil))) > 0, test.name)
+		p := plan{node: version("a", "1", 1, test.podCIDR), pools: test.pools, options: Options{ClusterCIDRs: cluster}}
+		assert.Equal(t, test.want, reasonOf(p.unusable()) == ReasonTooLarge, test.name)
 	}
+}
+
+// TestPlan_ReportsLargePartsOfTheMachinesPrefix: podCIDRs of all pools' sizes are not too large.
+func TestPlan_ReportsLargePartsOfTheMachinesPrefix(t *testing.T) {
+	t.Parallel()
+
+	halves := []Pool{{MaskSizeIPv6: 65}}
+
+	for _, test := range []struct {
+		podCIDR string
+		pools   []Pool
+		want    bool
+	}{
+		{"2001:db8:1:2::/64", nil, true},
+		{"2001:db8:1:2::/65", nil, true},
+		{"2001:db8:1:2::/66", nil, false},
+		{"2001:db8:1:2::/65", halves, false},
+		{"2001:db8:1:2::/64", halves, true},
+		{"2001:db8:1:3::/64", nil, false},
+	} {
+		p := plan{
+			node: version("a", "1", 1, test.podCIDR), entry: current(on("eth0", "2001:db8:1:2::5/64")), pools: test.pools,
+			options: Options{Allocator: CloudAllocator, ClusterCIDRs: prefixes("10.0.0.0/16", "fd00::/48")},
+		}
+		assert.Equal(t, test.want, reasonOf(p.unusable()) == ReasonTooLarge, test.podCIDR)
+	}
+}
+
+func TestPlan_ReportsPodCIDRsThatAreNotCIDRs(t *testing.T) {
+	t.Parallel()
+
+	assert.Equal(t, ReasonInvalid, reasonOf(plan{node: version("a", "1", 10, "<nil>")}.unusable()))
 }
 
 // TestOptions_UseMaskSizesThatMostMachinesReport: a single machine must not determine the size of blocks.
@@ -329,7 +361,7 @@ func TestPlan_DividesSmallPrefixesOfMachines(t *testing.T) {
 	} {
 		p := plan{entry: current(on("eth0", fmt.Sprintf("2001:db8:1:2::5/%d", own))), options: Options{}}
 
-		r, condition := p.fromMachine(DefaultMaskSizeIPv6)
+		r, condition := p.fromMachine(Pool{})
 
 		if want == 0 {
 			assert.Equal(t, ReasonPrefixTooSmall, reasonOf(condition), own)
