@@ -68,30 +68,6 @@ func (i *Inventory) withoutFormer(nodenames []string, nodename string) []string 
 	return slices.DeleteFunc(nodenames, func(other string) bool { return i.renamedTo(other) == nodename })
 }
 
-// ReplacedBy returns the nodename of another machine that has taken the address of a Node, or an empty string. It
-// returns a name only if that machine responds under its own Node's name as well and is known to be different from the
-// machine that has proven to be the Node's before, and if the latter has responded nowhere since.
-func (i *Inventory) ReplacedBy(nodename string) string {
-	i.mu.RLock()
-	defer i.mu.RUnlock()
-
-	entry := i.entries[nodename]
-	other := i.entries[entry.Responding]
-
-	if entry.Condition != Mismatch || i.displaced.Has(nodename) || other.Condition != Current || i.compare(entry.Last, other.Last) != machine.Different {
-		return ""
-	}
-
-	// A single equal identifier is enough to be careful.
-	for _, name := range i.namesakes(nodename, entry.Last.Identity()) {
-		if i.entries[name].Condition == Current {
-			return ""
-		}
-	}
-
-	return entry.Responding
-}
-
 // namesakes returns the other nodenames whose last views have an identifier of the identity. The caller holds i.mu.
 func (i *Inventory) namesakes(nodename string, identity machine.Identity) []string {
 	var names []string
@@ -124,21 +100,6 @@ func (i *Inventory) unambiguous(identity machine.Identity) machine.Identity {
 	}
 
 	return identity
-}
-
-// displace remembers the nodenames that have responded at the address of another Node: their machines exist. The caller
-// holds i.mu.
-func (i *Inventory) displace(nodename string, entry Entry) {
-	switch entry.Condition {
-	case Mismatch:
-		// A machine can report any nodename.
-		if _, known := i.entries[entry.Responding]; known {
-			i.displaced.Insert(entry.Responding)
-		}
-	case Current:
-		i.displaced.Delete(nodename)
-	case Unreachable, Unknown:
-	}
 }
 
 // reidentify updates the identifiers of nodename's machine, and returns the other nodenames that have one of them. The

@@ -1,7 +1,6 @@
 package inventory_test
 
 import (
-	"fmt"
 	"testing"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
@@ -83,32 +82,6 @@ func TestInventory_RenamedToNeedsProof(t *testing.T) {
 	}
 }
 
-func TestInventory_ReplacedByNeedsProof(t *testing.T) {
-	for _, test := range []struct {
-		name    string
-		changes steps
-		want    string
-	}{
-		{"another machine has taken the address", steps{view("old", original), mismatch("old", "new"), view("new", another)}, "new"},
-		{"unknown identity", steps{mismatch("old", "new"), view("new", another)}, ""},
-		{"unknown identity of the other", steps{view("old", original), mismatch("old", "new"), view("new", machine.Machine{})}, ""},
-		{"the other does not respond under its own name", steps{
-			view("old", original), view("new", another), mismatch("old", "new"), mismatch("new", "old"),
-		}, ""},
-		{"renamed", steps{view("old", original), mismatch("old", "new"), view("new", original)}, ""},
-		{"seen elsewhere", steps{view("old", original), mismatch("old", "new"), view("new", another), view("third", original)}, ""},
-		{"seen at the address of the other, which has moved", steps{
-			view("old", original), view("new", another), mismatch("old", "new"), mismatch("new", "old"), view("new", another),
-		}, ""},
-		{"seen at another address, and then at its own again", steps{
-			view("old", original), view("new", another), mismatch("new", "old"), view("new", another), view("old", original), mismatch("old", "new"),
-		}, "new"},
-		{"no longer responds at the address", steps{view("old", original), mismatch("old", "new"), view("new", another), unreachable("old")}, ""},
-	} {
-		assert.Equal(t, test.want, newFixture(test.changes...).ReplacedBy("old"), test.name)
-	}
-}
-
 func TestInventory_NotifiesFormerNameOfRenamedMachine(t *testing.T) {
 	f := newFixture(view("old", original), unreachable("old"))
 
@@ -117,15 +90,4 @@ func TestInventory_NotifiesFormerNameOfRenamedMachine(t *testing.T) {
 		f.do(change)
 		assert.Contains(t, f.takeNotified(), "old")
 	}
-}
-
-// A machine may report another nodename at each connection.
-func TestInventory_ForgetsInventedNodenames(t *testing.T) {
-	f := newFixture()
-	for n := range 100_000 {
-		f.MarkMismatch("bad", fmt.Sprint("invented-", n), "")
-	}
-
-	f.Forget("bad")
-	assert.LessOrEqual(t, f.Displaced(), 1000)
 }

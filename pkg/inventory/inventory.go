@@ -75,7 +75,6 @@ type Inventory struct {
 
 	identities index[identifier]    // of Entry.Last
 	ambiguous  sets.Set[identifier] // of several current machines at the same time
-	displaced  sets.Set[string]     // nodenames that have responded at another Node's address since their last view
 
 	dropped map[string]map[string]time.Time // by nodename: the names and addresses that its machine stopped to report
 	purged  time.Time                       // when dropped was last purged
@@ -97,7 +96,7 @@ func New(now func() time.Time) *Inventory {
 	return &Inventory{
 		now: now, entries: map[string]Entry{}, counts: map[Condition]int{},
 		uuids: index[string]{}, names: index[string]{}, addresses: index[string]{}, platforms: index[netip.Addr]{},
-		identities: index[identifier]{}, ambiguous: sets.New[identifier](), displaced: sets.New[string](),
+		identities: index[identifier]{}, ambiguous: sets.New[identifier](),
 		dropped: map[string]map[string]time.Time{},
 	}
 }
@@ -235,7 +234,6 @@ func (i *Inventory) Forget(nodename string) {
 	i.drop(nodename, old.Last, machine.Machine{})
 	i.uncount(nodename)
 	delete(i.entries, nodename)
-	i.displaced.Delete(nodename)
 	affected := append(i.reindex(nodename, old, Entry{}), i.reidentify(nodename, old, Entry{})...)
 	i.mu.Unlock()
 
@@ -253,7 +251,6 @@ func (i *Inventory) update(nodename string, change func(*Entry)) {
 	entry := old
 	change(&entry)
 	i.set(nodename, entry)
-	i.displace(nodename, entry)
 	i.drop(nodename, old.Last, entry.Last)
 
 	var affected []string
