@@ -11,6 +11,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/resourceversion"
+	corelisters "k8s.io/client-go/listers/core/v1"
 	netutils "k8s.io/utils/net"
 
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
@@ -36,28 +37,18 @@ type allocations struct {
 type allocation struct {
 	uid    types.UID
 	blocks []netip.Prefix
-	state  state
-	// version is the resourceVersion of the Node from which the state is known.
+	// written is false while the result of the write is not known.
+	written bool
+	// version is the resourceVersion of the Node with the blocks, or without them if written is false.
 	version string
 }
-
-type state int
-
-const (
-	// assigned: the Node has the blocks, and the informer will report its deletion.
-	assigned state = iota
-	// listed: the Node had the blocks when the API server listed it. The cache may never contain the Node.
-	listed
-	// allocated: the result of the write is not known. version is the version of the Node without the blocks.
-	allocated
-)
 
 func newAllocations(released func()) *allocations {
 	return &allocations{byNode: map[string]allocation{}, reservations: map[string][]netip.Prefix{}, released: released}
 }
 
 // record records the blocks of a Node from the cache or a list. The Node may be older than the record.
-func (a *allocations) record(node *corev1.Node, from state) {
+func (a *allocations) record(node *corev1.Node) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 
@@ -73,12 +64,12 @@ func (a *allocations) record(node *corev1.Node, from state) {
 	}
 
 	blocks, _ := podCIDRs(node)
-	if len(blocks) == 0 || isKnown && known.state == assigned {
+	if len(blocks) == 0 || isKnown && known.written {
 		return
 	}
 
 	a.remove(node.Name)
-	a.insert(node.Name, allocation{uid: node.UID, blocks: blocks, state: from, version: node.ResourceVersion})
+	a.insert(node.Name, allocation{uid: node.UID, blocks: blocks, written: true, version: node.ResourceVersion})
 }
 
 // release records the deletion of a Node.
@@ -98,7 +89,7 @@ func (a *allocations) recordList(list *corev1.NodeList) {
 
 	for i := range list.Items {
 		uids[list.Items[i].UID] = true
-		a.record(&list.Items[i], listed)
+		a.record(&list.Items[i])
 	}
 
 	a.mu.Lock()
@@ -111,18 +102,18 @@ func (a *allocations) recordList(list *corev1.NodeList) {
 	}
 }
 
-// anyListed reports whether the cache has yet to show a Node that was listed.
-func (a *allocations) anyListed() bool {
+// isCached reports whether the cache contains all Nodes that have blocks.
+func (a *allocations) isCached(lister corelisters.NodeLister) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 
-	for _, known := range a.byNode {
-		if known.state == listed {
-			return true
+	for nodename := range a.byNode {
+		if _, err := lister.Get(nodename); err != nil {
+			return false
 		}
 	}
 
-	return false
+	return true
 }
 
 // resolve reports whether podCIDRs must be written to a Node, and returns the blocks if they are already allocated. node
@@ -133,7 +124,7 @@ func (a *allocations) resolve(nodename string, node *corev1.Node) (blocks []neti
 
 	known, isKnown := a.byNode[nodename]
 
-	if isKnown && known.state == allocated {
+	if isKnown && !known.written {
 		// The cache has contained the Node for which the blocks were allocated.
 		isReplaced := node == nil || node.UID != known.uid
 		// A write contains the version of the Node that it was decided for, so it cannot change a later version.
@@ -148,7 +139,7 @@ func (a *allocations) resolve(nodename string, node *corev1.Node) (blocks []neti
 		return nil, false
 	}
 
-	return known.blocks, !isKnown || known.state == allocated
+	return known.blocks, !isKnown || !known.written
 }
 
 // allocate allocates a block for each of the requests. If one request cannot be met, it allocates nothing and returns
@@ -179,13 +170,13 @@ func (a *allocations) allocate(node *corev1.Node, requests []request) ([]netip.P
 		}
 
 		if !found {
-			return nil, newCondition(ReasonExhausted, "Pool %q is exhausted: no free %s block in %v", r.pool, r.family, r.sources)
+			return nil, newCondition(ReasonExhausted, "Pool %q is exhausted: no free %s block in %v", r.sources[0].name, r.family, r.sources)
 		}
 
 		blocks = append(blocks, block)
 	}
 
-	a.insert(node.Name, allocation{uid: node.UID, blocks: blocks, state: allocated, version: node.ResourceVersion})
+	a.insert(node.Name, allocation{uid: node.UID, blocks: blocks, version: node.ResourceVersion})
 
 	return blocks, nil
 }
@@ -212,8 +203,8 @@ func (a *allocations) confirm(node *corev1.Node) {
 	defer a.mu.Unlock()
 
 	// The informer may already have reported the write, or the deletion of the Node.
-	if known, ok := a.byNode[node.Name]; ok && known.uid == node.UID && known.state == allocated {
-		known.state, known.version = assigned, node.ResourceVersion
+	if known, ok := a.byNode[node.Name]; ok && known.uid == node.UID && !known.written {
+		known.written, known.version = true, node.ResourceVersion
 		a.byNode[node.Name] = known
 	}
 }

@@ -60,9 +60,6 @@ func newSource(t *testing.T, cidr string, bits int) source {
 	return source{Pool: pool}
 }
 
-// observe records a Node from the cache.
-func (s *suite) observe(node *corev1.Node) { s.record(node, assigned) }
-
 func (s *suite) mustAllocate(node *corev1.Node) string {
 	s.Helper()
 
@@ -107,66 +104,66 @@ func runAll(t *testing.T, cases []testCase) {
 func TestAllocations_FollowNodes(t *testing.T) {
 	runAll(t, []testCase{
 		{"a block belongs to its Node until the Node is deleted", func(s *suite) {
-			s.observe(version("a", "1", 10, "10.0.1.0/24"))
+			s.record(version("a", "1", 10, "10.0.1.0/24"))
 			s.want(1)
 			s.release("a", "1")
 			s.want(0)
 		}},
 		{"a repeated deletion does not release the block of a new Node of the same name", func(s *suite) {
-			s.observe(version("a", "1", 10, "10.0.1.0/24"))
+			s.record(version("a", "1", 10, "10.0.1.0/24"))
 			s.release("a", "1")
-			s.observe(version("a", "2", 12, "10.0.1.0/24"))
+			s.record(version("a", "2", 12, "10.0.1.0/24"))
 			s.release("a", "1")
 			s.want(1)
 		}},
 		{"a new Node of the same name replaces the old one", func(s *suite) {
-			s.observe(version("a", "1", 10, "10.0.1.0/24"))
-			s.observe(version("a", "2", 12))
+			s.record(version("a", "1", 10, "10.0.1.0/24"))
+			s.record(version("a", "2", 12))
 			s.want(0)
 			assert.Equal(s, 1, s.released)
 		}},
 		{"a stale cache does not override a list", func(s *suite) {
 			s.recordList(listAt(20, version("a", "2", 20, "10.0.2.0/24")))
-			s.observe(version("a", "1", 10, "10.0.1.0/24"))
+			s.record(version("a", "1", 10, "10.0.1.0/24"))
 			s.release("a", "1")
 			s.want(1)
-			s.observe(version("a", "2", 18))
+			s.record(version("a", "2", 18))
 			s.want(1)
 			s.wantResolved(version("a", "2", 18), false, "10.0.2.0/24")
 		}},
 		{"a Node that is not in a list is deleted, cached or not", func(s *suite) {
 			s.recordList(listAt(22, version("a", "1", 20, "10.0.2.0/24"), version("b", "2", 21, "10.0.3.0/24")))
-			s.observe(version("b", "2", 21, "10.0.3.0/24"))
+			s.record(version("b", "2", 21, "10.0.3.0/24"))
 			s.want(2)
 			s.recordList(listAt(23))
 			s.want(0)
 		}},
 		{"a Node that is newer than a list is not deleted", func(s *suite) {
-			s.observe(version("a", "1", 20, "10.0.2.0/24"))
+			s.record(version("a", "1", 20, "10.0.2.0/24"))
 			s.recordList(listAt(19))
 			s.want(1)
 		}},
 		{"two Nodes can hold the same block", func(s *suite) {
-			s.observe(version("a", "1", 10, "10.0.1.0/24"))
+			s.record(version("a", "1", 10, "10.0.1.0/24"))
 
 			b := version("b", "2", 11, "10.0.0.0/23")
-			s.observe(b)
+			s.record(b)
 			condition := s.overlap(b)
 			require.Equal(s, ReasonOverlap, reasonOf(condition))
 			assert.Contains(s, condition.Message, "those of Node a [10.0.1.0/24];")
 
 			s.release("b", "2")
 			s.want(1)
-			s.observe(version("c", "3", 12, "10.0.1.0/24"))
+			s.record(version("c", "3", 12, "10.0.1.0/24"))
 			s.release("a", "1")
 			s.want(1)
 		}},
 		{"podCIDRs that overlap those of several Nodes are reported with all of them", func(s *suite) {
-			s.observe(version("b", "2", 11, "10.0.1.0/24"))
-			s.observe(version("a", "1", 10, "10.0.0.0/24"))
+			s.record(version("b", "2", 11, "10.0.1.0/24"))
+			s.record(version("a", "1", 10, "10.0.0.0/24"))
 
 			wide := version("c", "3", 12, "10.0.0.0/23")
-			s.observe(wide)
+			s.record(wide)
 			condition := s.overlap(wide)
 			require.Equal(s, ReasonOverlap, reasonOf(condition))
 			assert.Regexp(s, `of 2 Nodes; delete this Node.* a \[10\.0\.0\.0/24\], b \[10\.0\.1\.0/24\]$`, condition.Message)
@@ -178,9 +175,9 @@ func TestAllocations_RememberOwnWrites(t *testing.T) {
 	runAll(t, []testCase{
 		{"a block stays allocated while the cache is stale", func(s *suite) {
 			node := version("a", "1", 10)
-			s.observe(node)
+			s.record(node)
 			s.wantResolved(node, true, s.mustAllocate(node))
-			s.observe(node)
+			s.record(node)
 			s.want(1)
 		}},
 		{"a written block is not written again", func(s *suite) {
@@ -188,7 +185,7 @@ func TestAllocations_RememberOwnWrites(t *testing.T) {
 			block := s.mustAllocate(node)
 			s.confirm(version("a", "1", 11, block))
 			s.wantResolved(node, false, block)
-			s.observe(version("a", "1", 11, block))
+			s.record(version("a", "1", 11, block))
 			s.want(1)
 			s.release("a", "1")
 			s.want(0)
@@ -223,7 +220,7 @@ func TestAllocations_AllocateAllOrNothing(t *testing.T) {
 		{"nothing is allocated if the Node was observed since it was resolved", func(s *suite) {
 			node := version("a", "2", 12)
 			s.wantResolved(node, true)
-			s.observe(version("a", "1", 10, "10.0.0.0/24")) // the handlers are behind the cache
+			s.record(version("a", "1", 10, "10.0.0.0/24")) // the handlers are behind the cache
 
 			blocks, condition := s.allocate(node, []request{{family: ipv4, sources: []source{s.source}}})
 			assert.Empty(s, blocks)
@@ -236,7 +233,7 @@ func TestAllocations_AllocateAllOrNothing(t *testing.T) {
 			none := newSource(s.T, "fd00::/64", 64)
 			s.reserve("owner", prefixes("fd00::1/128"))
 
-			requests := []request{{family: ipv4, pool: "p", sources: []source{s.source}}, {family: ipv6, pool: "p", sources: []source{none}}}
+			requests := []request{{family: ipv4, sources: []source{s.source}}, {family: ipv6, sources: []source{none}}}
 			_, condition := s.allocate(version("a", "1", 10), requests)
 			assert.Equal(s, ReasonExhausted, reasonOf(condition))
 			s.want(0)
@@ -283,10 +280,10 @@ func TestAllocations_CountPodCIDRsUpToAQuarter(t *testing.T) {
 	} {
 		a := newAllocations(func() {})
 		for i, podCIDR := range test.podCIDRs {
-			a.record(version(fmt.Sprint(i), fmt.Sprint(i), 10+i, podCIDR), assigned)
+			a.record(version(fmt.Sprint(i), fmt.Sprint(i), 10+i, podCIDR))
 		}
 
-		p := plan{node: version("0", "0", 10, test.podCIDRs[0]), options: Options{ClusterCIDRs: prefixes(test.pool), MaskSizeIPv4: test.size}}
+		p := assignment{node: version("0", "0", 10, test.podCIDRs[0]), options: Options{ClusterCIDRs: prefixes(test.pool), MaskSizeIPv4: test.size}}
 		requests, condition := p.requests()
 		require.Nil(t, condition, test.name)
 
@@ -312,7 +309,7 @@ func TestAllocations_ReservationsCountWhateverTheirSize(t *testing.T) {
 	s := newSuite(t)
 	s.source.limit = 24
 	s.reserve("services", prefixes("10.0.0.0/23"))
-	s.observe(version("a", "1", 10, "10.0.0.0/23"))
+	s.record(version("a", "1", 10, "10.0.0.0/23"))
 	assert.Equal(t, "10.0.2.0/24", s.mustAllocate(version("b", "2", 11)))
 	s.release("a", "1")
 	s.want(3)
@@ -338,11 +335,11 @@ func TestNodeDeleted_HandlesMissedDeletions(t *testing.T) {
 	s := newSuite(t)
 	c := &Controller{allocations: s.allocations, reporter: events.New(nil), queue: queue.New(Alias)}
 
-	s.observe(version("a", "1", 10, "10.0.1.0/24"))
+	s.record(version("a", "1", 10, "10.0.1.0/24"))
 	c.nodeDeleted(cache.DeletedFinalStateUnknown{Key: "a", Obj: version("a", "1", 10, "10.0.1.0/24")})
 	s.want(0)
 
-	s.observe(version("a", "2", 12, "10.0.1.0/24"))
+	s.record(version("a", "2", 12, "10.0.1.0/24"))
 
 	for _, obj := range []any{cache.DeletedFinalStateUnknown{Key: "a"}, (*corev1.Pod)(nil), nil} {
 		c.nodeDeleted(obj) // ignored
@@ -359,7 +356,7 @@ func TestNodeDeleted_ReleasesOnce(t *testing.T) {
 	c := &Controller{allocations: s.allocations, reporter: events.New(nil), queue: queue.New(Alias)}
 	a := version("a", "1", 10, "10.0.0.0/24")
 
-	s.observe(a)
+	s.record(a)
 	c.nodeDeleted(a)
 
 	first := s.mustAllocate(version("b", "2", 12))

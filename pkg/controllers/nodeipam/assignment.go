@@ -44,15 +44,14 @@ const (
 type Options struct {
 	// Allocator defaults to RangeAllocator.
 	Allocator Allocator
-	// ClusterCIDRs determine the IP families of podCIDRs and their order, and where the blocks come from. Of several
-	// CIDRs of one family the first that is not exhausted is used. Empty: the CIDRs that Talos passes to
-	// kube-controller-manager.
+	// ClusterCIDRs determine the IP families of podCIDRs and their order. Of several CIDRs of one family, the first that is
+	// not exhausted is used. Empty: the CIDRs that Talos passes to kube-controller-manager.
 	ClusterCIDRs []netip.Prefix
 	// ServiceCIDRs are never allocated, in addition to the CIDRs of the ServiceCIDR API. Empty: the CIDRs that Talos passes
 	// to kube-controller-manager.
 	ServiceCIDRs []netip.Prefix
-	// MaskSizeIPv4 and MaskSizeIPv6 are the prefix lengths of blocks; zero: for the cluster CIDRs those of
-	// kube-controller-manager, else the defaults.
+	// MaskSizeIPv4 and MaskSizeIPv6 are the prefix lengths of blocks. Zero: the mask sizes of kube-controller-manager for
+	// blocks of the cluster CIDRs, and the defaults for all others.
 	MaskSizeIPv4, MaskSizeIPv6 int
 
 	// kcmMaskSizes are the prefix lengths that kube-controller-manager is configured with.
@@ -97,30 +96,23 @@ func (o Options) Validate() error {
 // maskSize returns the prefix length of the blocks for a pool's Nodes. It does not apply to IPv4 if BlockSizeAuto is
 // set.
 func (o Options) maskSize(pool Pool, f corev1.IPFamily) int {
-	own, kcm, usual := pool.MaskSizeIPv4, o.kcmMaskSizes[f], DefaultMaskSizeIPv4
-	if f == ipv6 {
-		own, usual = pool.MaskSizeIPv6, DefaultMaskSizeIPv6
-	}
-
+	kcm := o.kcmMaskSizes[f]
 	if len(ofFamily(pool.CIDRs, f)) > 0 {
 		kcm = 0 // kube-controller-manager has no pools
 	}
 
-	return cmp.Or(own, o.configuredMaskSize(f), kcm, usual)
-}
-
-func (o Options) configuredMaskSize(f corev1.IPFamily) int {
 	if f == ipv4 {
-		return o.MaskSizeIPv4
+		return cmp.Or(pool.MaskSizeIPv4, o.MaskSizeIPv4, kcm, DefaultMaskSizeIPv4)
 	}
 
-	return o.MaskSizeIPv6
+	return cmp.Or(pool.MaskSizeIPv6, o.MaskSizeIPv6, kcm, DefaultMaskSizeIPv6)
 }
 
 // setKCMMaskSizes fills in the mask sizes of kube-controller-manager, and returns why the sizes of blocks of the cluster
 // CIDRs are not certain; nil if they are. A machine without a size has the default.
 func (o *Options) setKCMMaskSizes(network *controlplane.Network) (uncertain *events.Condition) {
 	o.kcmMaskSizes = map[corev1.IPFamily]int{}
+	configured := map[corev1.IPFamily]int{ipv4: o.MaskSizeIPv4, ipv6: o.MaskSizeIPv6}
 
 	for _, f := range []corev1.IPFamily{ipv4, ipv6} {
 		cidrs := ofFamily(o.ClusterCIDRs, f)
@@ -149,7 +141,7 @@ func (o *Options) setKCMMaskSizes(network *controlplane.Network) (uncertain *eve
 		}
 
 		switch {
-		case o.configuredMaskSize(f) != 0:
+		case configured[f] != 0:
 		case len(sizes) > 1:
 			uncertain = newCondition(ReasonAllocatorUnknown, "The control-plane machines have different mask sizes (node-cidr-mask-size of "+
 				"kube-controller-manager); configure the same ones, or set --node-cidr-mask-size-ipv4 and --node-cidr-mask-size-ipv6")
@@ -217,9 +209,7 @@ const (
 
 // request asks for a block of one IP family, from the first source that has a free block.
 type request struct {
-	family corev1.IPFamily
-	// pool is the name of the pool in metrics and Events.
-	pool    string
+	family  corev1.IPFamily
 	sources []source
 }
 
@@ -227,69 +217,77 @@ type request struct {
 type source struct {
 	cidrset.Pool
 
+	// name is the name of the pool in metrics and Events.
+	name string
 	// limit is the prefix length of the largest podCIDR that counts in the CIDR.
 	limit int
 }
 
-// plan is everything that determines the pools of a Node.
-type plan struct {
+// assignment determines the podCIDRs of a Node. It consists of all inputs but the allocations.
+type assignment struct {
 	node     *corev1.Node
 	entry    inventory.Entry
 	selector *rules.Selector
 	pools    []Pool
 	// options contain the cluster CIDRs.
 	options Options
+	// blocked is the reason why blocks cannot be allocated for any Node; nil if they can.
+	blocked *events.Condition
 	// fallback allows IPv6 blocks of the cluster CIDRs for machines without a prefix.
 	fallback bool
 	now      time.Time
 }
 
-func (p plan) facts() rules.Facts {
-	return nodespec.FactsOf(p.node, p.entry.Machine)
-}
-
-// managed reports whether the Node is managed, or why that is not known.
-func (p plan) managed() (bool, *events.Condition) {
-	if p.selector == nil {
+// managed reports whether the Node is managed, or returns a condition if that depends on a machine that does not respond.
+func (a assignment) managed() (bool, *events.Condition) {
+	if a.selector == nil {
 		return true, nil
 	}
 
-	if condition := p.machineUnavailable(); condition != nil {
+	if condition := a.machineUnavailable(); condition != nil {
 		return false, condition
 	}
 
-	return p.selector.Matches(p.facts()), nil
+	return a.selector.Matches(nodespec.FactsOf(a.node, a.entry.Machine)), nil
 }
 
 // machineUnavailable returns a condition unless the inventory has a current view of the machine.
-func (p plan) machineUnavailable() *events.Condition {
-	readsFacts := p.selector.ReadsFacts() || slices.ContainsFunc(p.pools, func(pool Pool) bool { return pool.Selector.ReadsFacts() })
-	detail := p.entry.Condition.String()
+func (a assignment) machineUnavailable() *events.Condition {
+	readsFacts := a.selector.ReadsFacts() || slices.ContainsFunc(a.pools, func(pool Pool) bool { return pool.Selector.ReadsFacts() })
+	detail := a.entry.Condition.String()
 
 	switch {
-	case p.entry.Condition == inventory.Current && readsFacts && p.entry.Machine.Facts == nil:
+	case a.entry.Condition == inventory.Current && readsFacts && a.entry.Machine.Facts == nil:
 		detail = "reading facts that the configuration uses"
-	case p.entry.Condition == inventory.Current:
+	case a.entry.Condition == inventory.Current:
 		return nil
-	case p.entry.Reason != "":
-		detail += ": " + p.entry.Reason
+	case a.entry.Reason != "":
+		detail += ": " + a.entry.Reason
 	}
 
 	return newCondition(ReasonMachineUnknown, "Waiting for the Talos API of the machine (%s)", detail)
 }
 
-// requests returns one request for each IP family, in the order of podCIDRs, or the condition that the Node waits for.
-// podCIDRs cannot be changed once set, so nothing is guessed.
-func (p plan) requests() ([]request, *events.Condition) {
-	pool, condition := p.pool()
+// requests returns one request for each IP family, in the order of podCIDRs; none for a Node that is not managed. It
+// returns a condition if the Node has to wait. podCIDRs cannot be changed once set, so nothing is guessed.
+func (a assignment) requests() ([]request, *events.Condition) {
+	if managed, condition := a.managed(); condition != nil || !managed {
+		return nil, condition
+	}
+
+	if a.blocked != nil {
+		return nil, a.blocked
+	}
+
+	pool, condition := a.pool()
 	if condition != nil {
 		return nil, condition
 	}
 
 	var requests []request
 
-	for _, f := range p.families(pool) {
-		r, condition := p.request(pool, f)
+	for _, f := range a.families(pool) {
+		r, condition := a.request(pool, f)
 		if condition != nil {
 			return nil, condition
 		}
@@ -305,8 +303,8 @@ func (p plan) requests() ([]request, *events.Condition) {
 }
 
 // families returns the IP families of the podCIDRs of a pool's Nodes, in order.
-func (p plan) families(pool Pool) (families []corev1.IPFamily) {
-	for _, cidr := range slices.Concat(p.options.ClusterCIDRs, pool.CIDRs) {
+func (a assignment) families(pool Pool) (families []corev1.IPFamily) {
+	for _, cidr := range slices.Concat(a.options.ClusterCIDRs, pool.CIDRs) {
 		if f := familyOf(cidr.Addr()); !slices.Contains(families, f) {
 			families = append(families, f)
 		}
@@ -317,53 +315,57 @@ func (p plan) families(pool Pool) (families []corev1.IPFamily) {
 
 // pool returns the first pool that selects the Node; the zero Pool if there is none. The labels of a Node are complete
 // when it is initialized.
-func (p plan) pool() (Pool, *events.Condition) {
-	if slices.ContainsFunc(p.pools, func(pool Pool) bool { return pool.Selector != nil }) {
-		if condition := p.machineUnavailable(); condition != nil {
+func (a assignment) pool() (Pool, *events.Condition) {
+	if slices.ContainsFunc(a.pools, func(pool Pool) bool { return pool.Selector != nil }) {
+		if condition := a.machineUnavailable(); condition != nil {
 			return Pool{}, condition
 		}
 	}
 
-	if slices.ContainsFunc(p.pools, func(pool Pool) bool { return pool.Selector.ReadsLabels() }) && nodespec.IsUninitialized(p.node) {
+	if slices.ContainsFunc(a.pools, func(pool Pool) bool { return pool.Selector.ReadsLabels() }) && nodespec.IsUninitialized(a.node) {
 		return Pool{}, newCondition(ReasonNotInitialized, "Waiting for the Node to be initialized, because pools select Nodes by label")
 	}
 
-	facts := p.facts()
-	facts.NodeLabels = p.node.Labels
+	facts := nodespec.FactsOf(a.node, a.entry.Machine)
+	facts.NodeLabels = a.node.Labels
 
-	i := slices.IndexFunc(p.pools, func(pool Pool) bool { return pool.Selector.Matches(facts) })
+	i := slices.IndexFunc(a.pools, func(pool Pool) bool { return pool.Selector.Matches(facts) })
 	if i < 0 {
 		return Pool{}, nil
 	}
 
-	return p.pools[i], nil
+	return a.pools[i], nil
 }
 
-func (p plan) request(pool Pool, f corev1.IPFamily) (request, *events.Condition) {
-	name, cidrs, size := pool.Name, ofFamily(pool.CIDRs, f), p.options.maskSize(pool, f)
+func (a assignment) request(pool Pool, f corev1.IPFamily) (request, *events.Condition) {
+	name, cidrs, size := pool.Name, ofFamily(pool.CIDRs, f), a.options.maskSize(pool, f)
 
 	if len(cidrs) == 0 {
-		if f == ipv6 && p.options.Allocator == CloudAllocator {
-			r, condition := p.fromMachine(pool)
-			if condition == nil || condition.Reason != ReasonPrefixMissing || !p.fallsBack() {
-				return r, condition
+		if f == ipv6 && a.options.Allocator == CloudAllocator {
+			if condition := a.machineUnavailable(); condition != nil {
+				return request{}, condition
+			}
+
+			s, condition := a.machineSource(pool)
+			if condition == nil || condition.Reason != ReasonPrefixMissing || !a.fallsBack() {
+				return request{family: f, sources: []source{s}}, condition
 			}
 		}
 
-		name, cidrs = poolCluster, ofFamily(p.options.ClusterCIDRs, f)
+		name, cidrs = poolCluster, ofFamily(a.options.ClusterCIDRs, f)
 	}
 
 	if pool.BlockSizeAuto && f == ipv4 {
 		var known bool
-		if size, known = maskSizeFor(p.node); !known {
+		if size, known = maskSizeFor(a.node); !known {
 			return request{}, newCondition(ReasonMaxPodsUnknown, "Waiting for the kubelet to report a pod capacity between 1 and %d", maxPods)
 		}
 	}
 
-	r := request{family: f, pool: name}
+	r := request{family: f}
 
 	for _, cidr := range cidrs {
-		s, err := p.source(cidr, size)
+		s, err := a.source(name, cidr, size)
 		if err != nil {
 			return request{}, newCondition(ReasonPrefixTooSmall, "Pool %q: %v", name, err)
 		}
@@ -376,47 +378,41 @@ func (p plan) request(pool Pool, f corev1.IPFamily) (request, *events.Condition)
 
 // fallsBack reports whether the Node of a machine without a prefix gets a block of the cluster CIDRs. The addresses of a
 // machine may be incomplete while it boots, and for some time afterwards.
-func (p plan) fallsBack() bool {
-	return p.fallback && p.entry.Machine.Stage == runtime.MachineStageRunning && p.now.Sub(p.node.CreationTimestamp.Time) >= addressGracePeriod
+func (a assignment) fallsBack() bool {
+	return a.fallback && a.entry.Machine.Stage == runtime.MachineStageRunning && a.now.Sub(a.node.CreationTimestamp.Time) >= addressGracePeriod
 }
 
-// cidrs returns the cluster CIDRs and those of all pools.
-func (p plan) cidrs() []netip.Prefix {
-	cidrs := slices.Clone(p.options.ClusterCIDRs)
-	for _, pool := range p.pools {
-		cidrs = append(cidrs, pool.CIDRs...)
+// sources returns the sources of all pools and the cluster CIDRs. It omits a CIDR that cannot be divided: the Nodes that
+// need the CIDR report it.
+func (a assignment) sources() (list []source) {
+	add := func(name string, cidrs []netip.Prefix, pool Pool) {
+		for _, cidr := range cidrs {
+			if s, err := a.source(name, cidr, a.options.maskSize(pool, familyOf(cidr.Addr()))); err == nil {
+				list = append(list, s)
+			}
+		}
 	}
 
-	return cidrs
-}
-
-func (p plan) source(cidr netip.Prefix, size int) (source, error) {
-	pool, err := cidrset.NewPool(cidr, size)
-
-	return source{Pool: pool, limit: p.limit(cidr)}, err
-}
-
-// machineSource divides the prefix of a machine into blocks for the Nodes of a pool.
-func (p plan) machineSource(prefix netip.Prefix, pool Pool) (source, error) {
-	s, err := p.source(prefix, p.machineBlockBits(prefix, pool))
-
-	for _, other := range slices.Concat(p.pools, []Pool{{}}) {
-		s.limit = min(s.limit, p.machineBlockBits(prefix, other))
+	for _, pool := range a.pools {
+		add(pool.Name, pool.CIDRs, pool)
 	}
 
-	return s, err
+	add(poolCluster, a.options.ClusterCIDRs, Pool{})
+
+	return list
 }
 
-// limit returns the prefix length of the largest podCIDR that counts in a CIDR. It is a quarter of the CIDR, or the
-// largest block that the configuration assigns of it to any Node. A kubelet can register its Node with any podCIDRs, and
-// could otherwise exhaust a pool. What the configuration assigned in the past may be larger, and does not count then.
-func (p plan) limit(cidr netip.Prefix) int {
+// source divides a CIDR into blocks with the given prefix length. A podCIDR counts up to a quarter of the CIDR, or up to
+// the largest block that the configuration assigns of the CIDR to any Node. A kubelet can register its Node with any
+// podCIDRs, and could otherwise exhaust the CIDR.
+func (a assignment) source(name string, cidr netip.Prefix, size int) (source, error) {
+	blocks, err := cidrset.NewPool(cidr, size)
 	f, limit := familyOf(cidr.Addr()), cidr.Bits()+quarterBits
 
-	for _, pool := range slices.Concat(p.pools, []Pool{{}}) {
+	for _, pool := range slices.Concat(a.pools, []Pool{{}}) {
 		cidrs := ofFamily(pool.CIDRs, f)
 		if len(cidrs) == 0 {
-			cidrs = ofFamily(p.options.ClusterCIDRs, f)
+			cidrs = ofFamily(a.options.ClusterCIDRs, f)
 		}
 
 		switch {
@@ -424,96 +420,72 @@ func (p plan) limit(cidr netip.Prefix) int {
 		case pool.BlockSizeAuto && f == ipv4:
 			limit = min(limit, maskSizeOf(maxPods))
 		default:
-			limit = min(limit, p.options.maskSize(pool, f))
+			limit = min(limit, a.options.maskSize(pool, f))
 		}
 	}
 
-	return limit
+	return source{Pool: blocks, name: name, limit: limit}, err
 }
 
 // unusable returns a condition if podCIDRs are invalid or do not count.
-func (p plan) unusable() *events.Condition {
-	podCIDRs, invalid := podCIDRs(p.node)
+func (a assignment) unusable() *events.Condition {
+	podCIDRs, invalid := podCIDRs(a.node)
 	if len(invalid) > 0 {
 		return newCondition(ReasonInvalid, "podCIDRs %q are not CIDRs; delete the Node and let it register again to have others assigned", invalid)
 	}
 
-	limits := map[netip.Prefix]int{}
-	for _, cidr := range p.cidrs() {
-		limits[cidr] = p.limit(cidr)
+	sources := a.sources()
+	if s, condition := a.machineSource(Pool{}); condition == nil && a.options.Allocator == CloudAllocator {
+		sources = append(sources, s)
 	}
 
-	if prefix, condition := machinePrefix(p.entry.Machine); condition == nil && p.options.Allocator == CloudAllocator {
-		if s, err := p.machineSource(prefix, Pool{}); err == nil {
-			limits[prefix] = s.limit
-		}
-	}
-
-	var tooLarge []netip.Prefix
-
-	for _, podCIDR := range podCIDRs {
-		for cidr, limit := range limits {
-			if podCIDR.Overlaps(cidr) && podCIDR.Bits() < limit {
-				tooLarge = append(tooLarge, podCIDR)
-
-				break
-			}
-		}
-	}
-
-	if len(tooLarge) > 0 {
-		return newCondition(ReasonTooLarge, "podCIDRs %v are larger than all blocks of a pool and than a quarter of it, and may be assigned to other Nodes; "+
-			"delete the Node and let it register again without podCIDRs", tooLarge)
-	}
-
-	return nil
-}
-
-// outdated returns conditions if the podCIDRs do not match the current configuration.
-func (p plan) outdated() (conditions []*events.Condition) {
-	podCIDRs, _ := podCIDRs(p.node)
-
-	managed, condition := p.managed()
-	if condition != nil || !managed || !nodespec.IsTalos(p.node) || len(podCIDRs) == 0 {
+	tooLarge := slices.DeleteFunc(podCIDRs, func(podCIDR netip.Prefix) bool {
+		return !slices.ContainsFunc(sources, func(s source) bool { return podCIDR.Overlaps(s.CIDR()) && podCIDR.Bits() < s.limit })
+	})
+	if len(tooLarge) == 0 {
 		return nil
 	}
 
-	pool, condition := p.pool()
+	return newCondition(ReasonTooLarge, "podCIDRs %v are larger than all blocks of a pool and than a quarter of it, and may be assigned to other Nodes; "+
+		"delete the Node and let it register again without podCIDRs", tooLarge)
+}
+
+// outdated returns conditions if the podCIDRs do not match the current configuration.
+func (a assignment) outdated() (conditions []*events.Condition) {
+	podCIDRs, _ := podCIDRs(a.node)
+
+	managed, condition := a.managed()
+	if condition != nil || !managed || !nodespec.IsTalos(a.node) || len(podCIDRs) == 0 {
+		return nil
+	}
+
+	pool, condition := a.pool()
 	if condition != nil {
 		return nil
 	}
 
-	for _, f := range p.families(pool) {
+	for _, f := range a.families(pool) {
 		if len(ofFamily(podCIDRs, f)) == 0 {
 			conditions = append(conditions, newCondition(ReasonFamilyMissing,
 				"The Node has podCIDRs %v, but the cluster assigns %s, too; delete the Node and let it register again to have both assigned", podCIDRs, f))
 		}
 	}
 
-	if p.options.Allocator == CloudAllocator && len(ofFamily(pool.CIDRs, ipv6)) == 0 {
-		conditions = append(conditions, p.prefixChanged(podCIDRs))
-	}
+	if prefix, condition := machinePrefix(a.entry.Machine); condition == nil && a.options.Allocator == CloudAllocator && len(ofFamily(pool.CIDRs, ipv6)) == 0 {
+		expected, _ := machineSubnets(a.entry.Machine)
+		for _, pool := range slices.Concat(a.pools, []Pool{{CIDRs: a.options.ClusterCIDRs}}) {
+			expected = append(expected, pool.CIDRs...)
+		}
 
-	return conditions
-}
-
-// prefixChanged returns a condition if an IPv6 podCIDR is not in the prefix that the machine reported last.
-func (p plan) prefixChanged(podCIDRs []netip.Prefix) *events.Condition {
-	prefix, condition := machinePrefix(p.entry.Machine)
-	if condition != nil {
-		return nil
-	}
-
-	subnets, _ := machineSubnets(p.entry.Machine)
-
-	for _, podCIDR := range ofFamily(podCIDRs, ipv6) {
-		if !slices.ContainsFunc(slices.Concat(subnets, p.cidrs()), podCIDR.Overlaps) {
-			return newCondition(ReasonPrefixChanged,
-				"The podCIDR %s is not in the machine's prefix, which is %s; delete the Node and let it register again to have another one assigned", podCIDR, prefix)
+		for _, podCIDR := range ofFamily(podCIDRs, ipv6) {
+			if !slices.ContainsFunc(expected, podCIDR.Overlaps) {
+				conditions = append(conditions, newCondition(ReasonPrefixChanged,
+					"The podCIDR %s is not in the machine's prefix, which is %s; delete the Node and let it register again to have another one assigned", podCIDR, prefix))
+			}
 		}
 	}
 
-	return nil
+	return conditions
 }
 
 // maskSizeFor returns the prefix length of the smallest IPv4 block with two addresses per pod of the kubelet, so that
@@ -535,24 +507,28 @@ func maskSizeFor(node *corev1.Node) (size int, known bool) {
 
 func maskSizeOf(pods int64) int { return 32 - bits.Len64(uint64(2*pods-1)) } //nolint:gosec // is positive
 
-// fromMachine requests a block of the machine's own global IPv6 prefix, with the mask size of the pool.
-func (p plan) fromMachine(pool Pool) (request, *events.Condition) {
-	if condition := p.machineUnavailable(); condition != nil {
-		return request{}, condition
-	}
-
-	prefix, condition := machinePrefix(p.entry.Machine)
+// machineSource divides the machine's own global IPv6 prefix into blocks for the Nodes of a pool.
+func (a assignment) machineSource(pool Pool) (source, *events.Condition) {
+	prefix, condition := machinePrefix(a.entry.Machine)
 	if condition != nil {
-		return request{}, condition
+		return source{}, condition
 	}
 
-	s, err := p.machineSource(prefix, pool)
+	size := func(pool Pool) int {
+		return machineBlockBits(prefix, cmp.Or(pool.MaskSizeIPv6, a.options.MaskSizeIPv6, DefaultMaskSizeIPv6))
+	}
+
+	s, err := a.source(poolMachine, prefix, size(pool))
 	if err != nil {
-		return request{}, newCondition(ReasonPrefixTooSmall,
+		return source{}, newCondition(ReasonPrefixTooSmall,
 			"The machine's IPv6 prefix %s is too small; it must hold at least two blocks of /%d, one of which contains the machine", prefix, minBlockBits)
 	}
 
-	return request{family: ipv6, pool: poolMachine, sources: []source{s}}, nil
+	for _, pool := range slices.Concat(a.pools, []Pool{{}}) {
+		s.limit = min(s.limit, size(pool))
+	}
+
+	return s, nil
 }
 
 // machinePrefix returns the global IPv6 prefix of the machine's subnet: the prefix of its IPv6 node IP, or the lowest
@@ -603,11 +579,11 @@ func machineSubnets(m machine.Machine) (subnets []netip.Prefix, single bool) {
 	return subnets, single
 }
 
-// machineBlockBits returns the prefix length of the blocks of a machine's prefix: the mask size for a whole subnet, and
-// for a longer prefix the length of the upstream Talos CCM. That leaves room for at least one Node and makes no block
-// smaller than a /120. It returns -1 if the prefix is too small.
-func (p plan) machineBlockBits(prefix netip.Prefix, pool Pool) int {
-	own, size := prefix.Bits(), cmp.Or(pool.MaskSizeIPv6, p.options.MaskSizeIPv6, DefaultMaskSizeIPv6)
+// machineBlockBits returns the prefix length of the blocks of a machine's prefix: size for a whole subnet, and for a
+// longer prefix the length of the upstream Talos CCM. That leaves room for at least one Node and makes no block smaller
+// than a /120. It returns -1 if the prefix is too small.
+func machineBlockBits(prefix netip.Prefix, size int) int {
+	own := prefix.Bits()
 
 	switch {
 	case own == subnetBits && size > own:

@@ -78,7 +78,7 @@ func summary(requests []request) string {
 	var parts []string
 
 	for _, r := range requests {
-		text := r.pool
+		text := r.sources[0].name
 		for _, s := range r.sources {
 			text += " " + strings.NewReplacer(" (/", "→", " blocks)", "").Replace(s.String())
 		}
@@ -89,7 +89,7 @@ func summary(requests []request) string {
 	return strings.Join(parts, ", ")
 }
 
-func TestPlan_RequestsBlocksOfEachFamily(t *testing.T) {
+func TestAssignment_RequestsBlocksOfEachFamily(t *testing.T) {
 	t.Parallel()
 
 	ipv4Only, dual := prefixes("10.0.0.0/16"), prefixes("10.0.0.0/16", "fd00::/48")
@@ -116,46 +116,46 @@ func TestPlan_RequestsBlocksOfEachFamily(t *testing.T) {
 	for _, test := range []struct {
 		name         string
 		clusterCIDRs []netip.Prefix
-		plan         plan
+		assignment   assignment
 		want         string // requests, or a reason
 	}{
-		{"each family of the cluster CIDRs, in their order", prefixes("fd00::/48", "10.0.0.0/16"), plan{}, "cluster fd00::/48→80, cluster 10.0.0.0/16→24"},
-		{"a second CIDR of a family continues the first", prefixes("10.0.0.0/16", "10.9.0.0/16"), plan{}, "cluster 10.0.0.0/16→24 10.9.0.0/16→24"},
-		{"the mask sizes of the options apply", dual, plan{options: sized}, "cluster 10.0.0.0/16→25, cluster fd00::/48→64"},
-		{"a Node without cluster CIDRs is pending", nil, plan{}, ReasonClusterCIDRMissing},
-		{"a mask size larger than the cluster CIDR is reported", prefixes("10.0.0.0/26"), plan{}, ReasonPrefixTooSmall},
-		{"the range allocator needs no machine", dual, plan{entry: inventory.Entry{Condition: inventory.Unreachable}}, "cluster 10.0.0.0/16→24, cluster fd00::/48→80"},
-		{"the cloud allocator uses the IPv6 prefix of the machine", dual, plan{options: cloud, entry: current(site)}, "cluster 10.0.0.0/16→24, machine 2001:db8:1:2::/64→80"},
-		{"the cloud allocator assigns no IPv6 in an IPv4 cluster", ipv4Only, plan{options: cloud}, "cluster 10.0.0.0/16→24"},
-		{"the cloud allocator waits for a machine that does not respond", dual, plan{options: cloud, entry: unreachable}, ReasonMachineUnknown},
-		{"the cloud allocator waits for a machine without a prefix, and does not fall back to the cluster's", dual, plan{options: cloud, entry: current(on("eth0", "10.1.1.1/24"))}, ReasonPrefixMissing},
-		{"the first pool that selects the machine counts", dual, plan{entry: current(), pools: several}, "here 10.2.0.0/16→24, cluster fd00::/48→80"},
-		{"a pool's IPv6 comes before the machine's, and its sizes before the options'", dual, plan{options: cloud, pools: allSized}, "cluster 10.0.0.0/16→26, all 2001:db8:f::/48→64"},
-		{"a pool can add a family", ipv4Only, plan{pools: allIPv6}, "cluster 10.0.0.0/16→24, all 2001:db8:f::/48→80"},
-		{"selectors need the machine", dual, plan{entry: inventory.Entry{Condition: inventory.Unknown}, pools: here}, ReasonMachineUnknown},
-		{"selectors of labels need an initialized Node", dual, plan{node: uninitialized, entry: current(), pools: labeled}, ReasonNotInitialized},
-		{"selectors of other facts need no initialized Node", dual, plan{node: uninitialized, entry: current(), pools: here}, "here 10.2.0.0/16→24, cluster fd00::/48→80"},
-		{"selectors of facts wait until the machine's facts were read", dual, plan{entry: current(), pools: secure}, ReasonMachineUnknown},
-		{"selectors of facts apply once they were read", dual, plan{entry: read, pools: secure}, "secure 10.2.0.0/16→24, cluster fd00::/48→80"},
-		{"a pool without selector needs neither machine nor initialized Node", dual, plan{node: uninitialized, pools: all}, "all 10.2.0.0/16→24, cluster fd00::/48→80"},
-		{"an automatic block size applies to IPv4 only", dual, plan{node: running("250"), pools: autoIPv4}, "all 10.2.0.0/16→23, cluster fd00::/48→80"},
-		{"an automatic block size applies to cluster CIDRs", dual, plan{node: running("30"), pools: auto}, "cluster 10.0.0.0/16→26, cluster fd00::/48→80"},
-		{"an automatic block size needs the pod capacity", dual, plan{pools: auto}, ReasonMaxPodsUnknown},
+		{"each family of the cluster CIDRs, in their order", prefixes("fd00::/48", "10.0.0.0/16"), assignment{}, "cluster fd00::/48→80, cluster 10.0.0.0/16→24"},
+		{"a second CIDR of a family continues the first", prefixes("10.0.0.0/16", "10.9.0.0/16"), assignment{}, "cluster 10.0.0.0/16→24 10.9.0.0/16→24"},
+		{"the mask sizes of the options apply", dual, assignment{options: sized}, "cluster 10.0.0.0/16→25, cluster fd00::/48→64"},
+		{"a Node without cluster CIDRs is pending", nil, assignment{}, ReasonClusterCIDRMissing},
+		{"a mask size larger than the cluster CIDR is reported", prefixes("10.0.0.0/26"), assignment{}, ReasonPrefixTooSmall},
+		{"the range allocator needs no machine", dual, assignment{entry: inventory.Entry{Condition: inventory.Unreachable}}, "cluster 10.0.0.0/16→24, cluster fd00::/48→80"},
+		{"the cloud allocator uses the IPv6 prefix of the machine", dual, assignment{options: cloud, entry: current(site)}, "cluster 10.0.0.0/16→24, machine 2001:db8:1:2::/64→80"},
+		{"the cloud allocator assigns no IPv6 in an IPv4 cluster", ipv4Only, assignment{options: cloud}, "cluster 10.0.0.0/16→24"},
+		{"the cloud allocator waits for a machine that does not respond", dual, assignment{options: cloud, entry: unreachable}, ReasonMachineUnknown},
+		{"the cloud allocator waits for a machine without a prefix, and does not fall back to the cluster's", dual, assignment{options: cloud, entry: current(on("eth0", "10.1.1.1/24"))}, ReasonPrefixMissing},
+		{"the first pool that selects the machine counts", dual, assignment{entry: current(), pools: several}, "here 10.2.0.0/16→24, cluster fd00::/48→80"},
+		{"a pool's IPv6 comes before the machine's, and its sizes before the options'", dual, assignment{options: cloud, pools: allSized}, "cluster 10.0.0.0/16→26, all 2001:db8:f::/48→64"},
+		{"a pool can add a family", ipv4Only, assignment{pools: allIPv6}, "cluster 10.0.0.0/16→24, all 2001:db8:f::/48→80"},
+		{"selectors need the machine", dual, assignment{entry: inventory.Entry{Condition: inventory.Unknown}, pools: here}, ReasonMachineUnknown},
+		{"selectors of labels need an initialized Node", dual, assignment{node: uninitialized, entry: current(), pools: labeled}, ReasonNotInitialized},
+		{"selectors of other facts need no initialized Node", dual, assignment{node: uninitialized, entry: current(), pools: here}, "here 10.2.0.0/16→24, cluster fd00::/48→80"},
+		{"selectors of facts wait until the machine's facts were read", dual, assignment{entry: current(), pools: secure}, ReasonMachineUnknown},
+		{"selectors of facts apply once they were read", dual, assignment{entry: read, pools: secure}, "secure 10.2.0.0/16→24, cluster fd00::/48→80"},
+		{"a pool without selector needs neither machine nor initialized Node", dual, assignment{node: uninitialized, pools: all}, "all 10.2.0.0/16→24, cluster fd00::/48→80"},
+		{"an automatic block size applies to IPv4 only", dual, assignment{node: running("250"), pools: autoIPv4}, "all 10.2.0.0/16→23, cluster fd00::/48→80"},
+		{"an automatic block size applies to cluster CIDRs", dual, assignment{node: running("30"), pools: auto}, "cluster 10.0.0.0/16→26, cluster fd00::/48→80"},
+		{"an automatic block size needs the pod capacity", dual, assignment{pools: auto}, ReasonMaxPodsUnknown},
 	} {
-		p := test.plan
-		p.options.ClusterCIDRs = test.clusterCIDRs
+		a := test.assignment
+		a.options.ClusterCIDRs = test.clusterCIDRs
 
-		if p.node == nil {
-			p.node = running("")
+		if a.node == nil {
+			a.node = running("")
 		}
 
-		requests, condition := p.requests()
+		requests, condition := a.requests()
 		assert.Equal(t, test.want, summary(requests)+reasonOf(condition), test.name)
 	}
 }
 
-// TestPlan_ReportsLargePartsOfPools: blocks of the configuration, of any Node, and a quarter of a pool are not too large.
-func TestPlan_ReportsLargePartsOfPools(t *testing.T) {
+// TestAssignment_ReportsLargePartsOfPools: blocks of the configuration, of any Node, and a quarter of a pool are not too large.
+func TestAssignment_ReportsLargePartsOfPools(t *testing.T) {
 	t.Parallel()
 
 	cluster := prefixes("10.0.0.0/16", "fd00::/56")
@@ -182,13 +182,13 @@ func TestPlan_ReportsLargePartsOfPools(t *testing.T) {
 		{"automatic size", "10.1.32.0/19", []Pool{{CIDRs: prefixes("10.1.0.0/18"), BlockSizeAuto: true}}, false},
 		{"larger than any automatic size", "10.1.0.0/18", []Pool{{CIDRs: prefixes("10.1.0.0/18"), BlockSizeAuto: true}}, true},
 	} {
-		p := plan{node: version("a", "1", 1, test.podCIDR), pools: test.pools, options: Options{ClusterCIDRs: cluster}}
-		assert.Equal(t, test.want, reasonOf(p.unusable()) == ReasonTooLarge, test.name)
+		a := assignment{node: version("a", "1", 1, test.podCIDR), pools: test.pools, options: Options{ClusterCIDRs: cluster}}
+		assert.Equal(t, test.want, reasonOf(a.unusable()) == ReasonTooLarge, test.name)
 	}
 }
 
-// TestPlan_ReportsLargePartsOfTheMachinesPrefix: podCIDRs of all pools' sizes are not too large.
-func TestPlan_ReportsLargePartsOfTheMachinesPrefix(t *testing.T) {
+// TestAssignment_ReportsLargePartsOfTheMachinesPrefix: podCIDRs of all pools' sizes are not too large.
+func TestAssignment_ReportsLargePartsOfTheMachinesPrefix(t *testing.T) {
 	t.Parallel()
 
 	halves := []Pool{{MaskSizeIPv6: 65}}
@@ -205,18 +205,18 @@ func TestPlan_ReportsLargePartsOfTheMachinesPrefix(t *testing.T) {
 		{"2001:db8:1:2::/64", halves, true},
 		{"2001:db8:1:3::/64", nil, false},
 	} {
-		p := plan{
+		a := assignment{
 			node: version("a", "1", 1, test.podCIDR), entry: current(on("eth0", "2001:db8:1:2::5/64")), pools: test.pools,
 			options: Options{Allocator: CloudAllocator, ClusterCIDRs: prefixes("10.0.0.0/16", "fd00::/48")},
 		}
-		assert.Equal(t, test.want, reasonOf(p.unusable()) == ReasonTooLarge, test.podCIDR)
+		assert.Equal(t, test.want, reasonOf(a.unusable()) == ReasonTooLarge, test.podCIDR)
 	}
 }
 
-func TestPlan_ReportsPodCIDRsThatAreNotCIDRs(t *testing.T) {
+func TestAssignment_ReportsPodCIDRsThatAreNotCIDRs(t *testing.T) {
 	t.Parallel()
 
-	assert.Equal(t, ReasonInvalid, reasonOf(plan{node: version("a", "1", 10, "<nil>")}.unusable()))
+	assert.Equal(t, ReasonInvalid, reasonOf(assignment{node: version("a", "1", 10, "<nil>")}.unusable()))
 }
 
 // TestOptions_UseMaskSizesThatMostMachinesReport: a single machine must not determine the size of blocks.
@@ -351,23 +351,23 @@ func TestMachinePrefix_IsOfStableGlobalAddresses(t *testing.T) {
 	}
 }
 
-// TestPlan_DividesSmallPrefixesOfMachines: the sizes match the upstream Talos CCM, except that it assigns the whole of a
+// TestAssignment_DividesSmallPrefixesOfMachines: the sizes match the upstream Talos CCM, except that it assigns the whole of a
 // /120 to /123, which contains the machine's own address.
-func TestPlan_DividesSmallPrefixesOfMachines(t *testing.T) {
+func TestAssignment_DividesSmallPrefixesOfMachines(t *testing.T) {
 	t.Parallel()
 
 	for own, want := range map[int]int{
 		64: 80, 65: 81, 72: 88, 99: 115, 100: 108, 105: 113, 106: 110, 111: 115, 112: 114, 116: 118, 118: 120, 119: 120, 120: 0, 123: 0, 127: 0,
 	} {
-		p := plan{entry: current(on("eth0", fmt.Sprintf("2001:db8:1:2::5/%d", own))), options: Options{}}
+		a := assignment{entry: current(on("eth0", fmt.Sprintf("2001:db8:1:2::5/%d", own))), options: Options{}}
 
-		r, condition := p.fromMachine(Pool{})
+		s, condition := a.machineSource(Pool{})
 
 		if want == 0 {
 			assert.Equal(t, ReasonPrefixTooSmall, reasonOf(condition), own)
 		} else {
 			assert.Nil(t, condition, own)
-			assert.True(t, strings.HasSuffix(summary([]request{r}), fmt.Sprintf("→%d", want)), "/%d: %s", own, summary([]request{r}))
+			assert.Contains(t, s.String(), fmt.Sprintf("(/%d blocks)", want), own)
 		}
 	}
 }

@@ -7,24 +7,27 @@
 //
 // Outputs: spec.podCIDR and spec.podCIDRs of Talos Nodes that have none, all IP families in one write.
 //
-// It never changes podCIDRs, which the API server forbids; never writes one IP family without the other; never replaces
-// a prefix that it cannot determine by another one; and writes nothing while another controller allocates pod CIDRs.
+// It never changes podCIDRs, which the API server forbids. It never writes one IP family without the other, and never
+// guesses a prefix that it cannot determine. It writes nothing while another controller allocates pod CIDRs, such as
+// kube-controller-manager on a machine with the control-plane label.
 //
 // # Allocations
 //
-// The Nodes are the only record of allocations. A leader lists them after it has acquired the lease; then it follows
-// the cache and remembers its own writes until the cache shows them. A block becomes free only when its Node is
-// deleted. A process that crashes therefore leaks nothing: what it has written is in the next list, and what it has not
-// written is free. Several workers write, and share one record of the blocks in use.
+// The Nodes are the only storage of allocations. A leader lists the Nodes after it has acquired the lease. Then it follows
+// the cache, and remembers its own writes until the cache contains them. A block becomes free only when its Node is
+// deleted. A process that crashes leaks nothing: blocks that it has written are in the next list, and all others are
+// free. Several workers write, and share one record of the blocks in use.
+//
+// A podCIDR counts even if another client set it, and whatever its size. There is one exception: a kubelet can register
+// its Node with a podCIDR that contains a whole pool. See [assignment.source] for the limit.
 //
 // # Leader changes
 //
 // The API server checks a write against one Node, not against all of them, so two leaders that write at the same time
-// could allocate a block twice. A leader stops before its lease expires and releases the lease only after it has
-// stopped; a write is never abandoned, and it is bounded, by client and API server, by less than the remaining lease.
-// Each write has therefore succeeded or failed before the next leader lists. A process that is suspended for longer
-// than that between its last check of the lease and its write can still allocate a block twice; the next leader detects
-// the overlap and reports it on both Nodes.
+// could allocate a block twice. A leader stops before its lease expires, and releases the lease only after it has
+// stopped. It never abandons a write. Client and API server limit a write to less time than the lease has left. Each
+// write has therefore succeeded or failed before the next leader lists. A process can still allocate a block twice if it
+// is suspended between its last check of the lease and its write. The next leader reports the overlap on both Nodes.
 package nodeipam
 
 import (
@@ -97,8 +100,8 @@ const (
 const disableKCMAllocator = `cluster: {controllerManager: {extraArgs: {controllers: "-` + Name + `"}}}; ` +
 	`or the same extraArgs in the document KubeControllerManagerConfig if there is one (Talos 1.14)`
 
-// conflictPeriod is how long allocation is blocked after another controller has assigned podCIDRs, and the time between
-// two writes that are evidence of one.
+// conflictPeriod is how long allocation is blocked after a write of podCIDRs by another controller. Two such writes within
+// this period prove that there is another controller.
 const conflictPeriod = 10 * time.Minute
 
 // Config configures a Controller. All fields but Options are required.
@@ -129,10 +132,10 @@ type Controller struct {
 	queue       queue.Queue
 	// conflict is the last write of podCIDRs by another client.
 	conflict atomic.Pointer[conflict]
-	// machineMu is held while an inventory entry is read and its addresses are reserved, so that no older entry
-	// replaces a newer one.
+	// machineMu is held while addresses are read from the inventory and reserved. Otherwise, older addresses could replace
+	// newer ones.
 	machineMu sync.Mutex
-	// loggedState is the state that was logged last. Only the worker that has refreshKey uses it.
+	// loggedState was logged last. Only the worker that processes refreshKey uses it.
 	loggedState string
 }
 
@@ -156,7 +159,7 @@ func New(cfg Config) (*Controller, error) {
 		return nil, fmt.Errorf("watch nodes: %w", err)
 	}
 
-	// The handler's, not only the informer's: the allocations must contain everything that the cache contains.
+	// The allocations must contain all Nodes of the cache, so wait for the handler, not only for the informer.
 	c.synced = registration.HasSynced
 
 	cfg.Inventory.Subscribe(c.machineChanged)
@@ -220,8 +223,8 @@ func (c *Controller) listAllocations(ctx context.Context) error {
 	return nil
 }
 
-// sync assigns podCIDRs to the Node with the name key. If something is missing, it reports that and returns nil: the
-// change that provides it requeues the Node.
+// sync assigns podCIDRs to a Node that has none, and otherwise reports problems of its podCIDRs. If an input is missing,
+// it reports that and returns nil: the change that provides the input queues the Node again.
 func (c *Controller) sync(ctx context.Context, key string) error {
 	switch key {
 	case pendingKey:
@@ -235,85 +238,63 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 	node, _ := c.lister.Get(key) // fails only if there is none
 	blocks, pending := c.allocations.resolve(key, node)
 
-	switch {
-	case node == nil:
+	if node == nil {
 		c.reporter.Forget(key)
+
+		return nil
+	}
+
+	network := c.cfg.ControlPlane.Current()
+	options, blockedReason := c.effectiveOptions(network)
+	a := assignment{
+		node: node, entry: c.cfg.Inventory.Get(node.Name), selector: c.cfg.Selector(), pools: c.cfg.Pools(), options: options,
+		blocked: blockedReason, fallback: c.cfg.Fallback(), now: c.cfg.Clock.Now(),
+	}
+
+	switch {
 	case !pending:
-		c.review(node)
-	case nodespec.IsTalos(node) && node.DeletionTimestamp == nil:
-		return c.assign(ctx, node, blocks)
+		condition := a.unusable()
+		if condition == nil {
+			condition = c.allocations.overlap(node)
+		}
+
+		c.report(node, append(a.outdated(), condition)...)
+	case network != nil && nodespec.IsTalos(node) && node.DeletionTimestamp == nil: // otherwise, the first refresh queues the Node again
+		return c.assign(ctx, a, blocks)
 	}
 
 	return nil
 }
 
-// review reports problems of podCIDRs that a Node has.
-func (c *Controller) review(node *corev1.Node) {
-	options := c.cfg.Options
-	if network := c.cfg.ControlPlane.Current(); network != nil {
-		options, _ = c.effectiveOptions(network)
-	}
+// assign allocates blocks for a Node and writes them. It writes blocks again that were allocated before, if the result of
+// that write is not known.
+func (c *Controller) assign(ctx context.Context, a assignment, blocks []netip.Prefix) error {
+	requests, condition := a.requests()
 
-	p := c.plan(node, options)
-
-	condition := p.unusable()
-	if condition == nil {
-		condition = c.allocations.overlap(node)
-	}
-
-	c.report(node, append(p.outdated(), condition)...)
-}
-
-func (c *Controller) plan(node *corev1.Node, options Options) plan {
-	return plan{
-		node: node, entry: c.cfg.Inventory.Get(node.Name), selector: c.cfg.Selector(), pools: c.cfg.Pools(), options: options,
-		fallback: c.cfg.Fallback(), now: c.cfg.Clock.Now(),
-	}
-}
-
-// assign allocates blocks for a Node and writes them. Blocks that were allocated before, in a write whose result is
-// unknown, are written again.
-func (c *Controller) assign(ctx context.Context, node *corev1.Node, blocks []netip.Prefix) error {
-	network := c.cfg.ControlPlane.Current()
-	if network == nil {
-		return nil // the first refresh requeues the Node
-	}
-
-	options, blockedReason := c.effectiveOptions(network)
-	p := c.plan(node, options)
-
-	switch managed, condition := p.managed(); {
-	case condition != nil || !managed:
-		c.report(node, condition)
-
-		return nil
-	case blockedReason != nil:
-		c.report(node, blockedReason)
-
-		return nil
-	}
-
-	requests, condition := p.requests()
-	if condition == nil && blocks == nil {
+	if len(requests) > 0 && len(blocks) == 0 {
 		// Here too, because a refresh may be late.
-		c.allocations.reserve("services", options.ServiceCIDRs)
+		c.allocations.reserve("services", a.options.ServiceCIDRs)
 
-		blocks, condition = c.allocations.allocate(node, requests)
+		blocks, condition = c.allocations.allocate(a.node, requests)
 	}
 
-	if condition != nil || len(blocks) == 0 {
-		c.report(node, condition)
+	if len(requests) == 0 || len(blocks) == 0 {
+		c.report(a.node, condition)
 
 		return nil
 	}
 
-	return c.write(ctx, node, blocks, requests)
+	return c.write(ctx, a.node, blocks, requests)
 }
 
-// effectiveOptions returns the options with the CIDRs of the control plane filled in, and why nothing can be allocated
-// now; nil if something can.
+// effectiveOptions returns the options with the CIDRs of the control plane filled in, and a condition if blocks cannot be
+// allocated. network is nil before the control plane has been read.
 func (c *Controller) effectiveOptions(network *controlplane.Network) (Options, *events.Condition) {
 	options := c.cfg.Options
+	if network == nil {
+		return options, nil
+	}
+
 	options.ServiceCIDRs = slices.Clone(options.ServiceCIDRs)
 	differ := false
 
@@ -352,8 +333,8 @@ func (c *Controller) effectiveOptions(network *controlplane.Network) (Options, *
 	return options, uncertainSizes
 }
 
-// write sets podCIDR and podCIDRs in one patch. The patch carries UID and resourceVersion of the Node that the blocks
-// were allocated for, so that it applies neither to a later version nor to another Node of the same name.
+// write sets podCIDR and podCIDRs in one patch. The patch contains UID and resourceVersion of the Node that the blocks
+// were allocated for, so it cannot change a later version, or a new Node of the same name.
 func (c *Controller) write(ctx context.Context, node *corev1.Node, blocks []netip.Prefix, requests []request) error {
 	if err := ctx.Err(); err != nil {
 		return err
@@ -398,7 +379,7 @@ func (c *Controller) write(ctx context.Context, node *corev1.Node, blocks []neti
 	klog.FromContext(ctx).Info("Assigned pod CIDRs", "podCIDRs", podCIDRs)
 
 	for _, r := range requests {
-		allocationsTotal.WithLabelValues(r.pool, string(r.family)).Inc()
+		allocationsTotal.WithLabelValues(r.sources[0].name, string(r.family)).Inc()
 	}
 
 	return nil
@@ -421,8 +402,8 @@ func (c *Controller) report(node *corev1.Node, conditions ...*events.Condition) 
 
 // refresh does the work that no event triggers, and logs when allocation is blocked and when it resumes.
 func (c *Controller) refresh(ctx context.Context) error {
-	// The cache may never show a listed Node that was deleted soon after.
-	if c.allocations.anyListed() {
+	// The informer never reports the deletion of a Node that was listed, but deleted before the cache contained it.
+	if !c.allocations.isCached(c.lister) {
 		if err := c.listAllocations(ctx); err != nil {
 			return err
 		}
@@ -450,7 +431,7 @@ func (c *Controller) refresh(ctx context.Context) error {
 		logger.Info("Allocating pod CIDRs", "clusterCIDRs", options.ClusterCIDRs, "serviceCIDRs", options.ServiceCIDRs)
 
 		for f, size := range options.kcmMaskSizes {
-			if flag := options.configuredMaskSize(f); flag != 0 && size != 0 && flag != size {
+			if flag := options.maskSize(Pool{}, f); size != 0 && flag != size {
 				logger.Info("Mask size differs from kube-controller-manager's; using the flag", "family", f, "flag", flag, "kubeControllerManager", size)
 			}
 		}
@@ -478,7 +459,7 @@ func (c *Controller) cachedNodes() []*corev1.Node {
 
 func (c *Controller) nodeAdded(obj any) {
 	if node, ok := obj.(*corev1.Node); ok {
-		c.allocations.record(node, assigned)
+		c.allocations.record(node)
 		c.allocations.reserve("node "+node.Name, hostPrefixes(nodespec.DialAddresses(node)))
 		c.machineChanged(node.Name)
 	}
@@ -495,8 +476,8 @@ func (c *Controller) nodeUpdated(old, obj any) {
 	c.nodeAdded(obj)
 }
 
-// detectConflict records if another client has just assigned podCIDRs to the Node. Writes to two Nodes are evidence of
-// another allocator. One is not: a kubelet can write the podCIDRs of its own Node, as any field manager.
+// detectConflict records a write of podCIDRs by another client. Writes to two Nodes prove that there is another allocator.
+// A write to one Node does not: a kubelet can write the podCIDRs of its own Node, under the name of any field manager.
 func (c *Controller) detectConflict(node *corev1.Node) {
 	manager := "unknown"
 
@@ -541,7 +522,7 @@ func (c *Controller) nodeDeleted(obj any) {
 	}
 }
 
-// machineChanged reserves the addresses of a machine before any Node is assigned a block.
+// machineChanged reserves the addresses of a machine. The inventory calls it before any worker sees the change.
 func (c *Controller) machineChanged(nodename string) {
 	c.machineMu.Lock()
 	defer c.machineMu.Unlock()

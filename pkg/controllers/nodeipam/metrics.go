@@ -100,45 +100,32 @@ func (c *Controller) updateGauges(options Options, blockedReason *events.Conditi
 		affectedNodes.WithLabelValues(reason).Set(float64(count))
 	}
 
-	p := plan{pools: c.cfg.Pools(), options: options}
+	all := assignment{pools: c.cfg.Pools(), options: options}
 
-	for _, pool := range p.pools {
-		for _, cidr := range pool.CIDRs {
-			s, err := p.source(cidr, options.maskSize(pool, familyOf(cidr.Addr())))
-			c.updatePoolGauges(pool.Name, s, err)
-		}
-	}
-
-	for _, cidr := range options.ClusterCIDRs {
-		s, err := p.source(cidr, options.maskSize(Pool{}, familyOf(cidr.Addr())))
-		c.updatePoolGauges(poolCluster, s, err)
+	for _, s := range all.sources() {
+		c.updatePoolGauges(s)
 	}
 
 	if options.Allocator != CloudAllocator {
 		return
 	}
 
-	prefixes := map[netip.Prefix]bool{}
+	known := map[netip.Prefix]bool{}
 
 	for _, node := range c.cachedNodes() {
-		prefix, condition := machinePrefix(c.cfg.Inventory.Get(node.Name).Machine)
-		if condition == nil && !prefixes[prefix] {
-			prefixes[prefix] = true
+		all.entry = c.cfg.Inventory.Get(node.Name)
 
-			s, err := p.machineSource(prefix, Pool{})
-			c.updatePoolGauges(poolMachine, s, err)
+		if s, condition := all.machineSource(Pool{}); condition == nil && !known[s.CIDR()] {
+			known[s.CIDR()] = true
+
+			c.updatePoolGauges(s)
 		}
 	}
 }
 
-// updatePoolGauges counts blocks of the pool's usual size, even if BlockSizeAuto is set. An error is reported on the
-// Nodes that need the pool.
-func (c *Controller) updatePoolGauges(pool string, s source, err error) {
-	if err != nil {
-		return
-	}
-
-	stats, labels := c.allocations.stats(s), []string{pool, string(familyOf(s.CIDR().Addr())), s.CIDR().String()}
+// updatePoolGauges counts blocks of the pool's usual size, even if BlockSizeAuto is set.
+func (c *Controller) updatePoolGauges(s source) {
+	stats, labels := c.allocations.stats(s), []string{s.name, string(familyOf(s.CIDR().Addr())), s.CIDR().String()}
 
 	poolBlocks.WithLabelValues(labels...).Set(float64(stats.Size))
 	poolBlocksUsed.WithLabelValues(labels...).Set(float64(stats.Used))
