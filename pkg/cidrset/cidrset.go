@@ -109,7 +109,7 @@ func (s *Set) Stats(pool Pool) Stats {
 	return stats
 }
 
-// maxBlockBits limits the number of blocks of a pool to what a uint64 can count.
+// maxBlockBits limits the number of blocks of a pool to the range of uint64.
 const maxBlockBits = 63
 
 // mapped contains the IPv4-mapped IPv6 addresses. Blocks in it would not be of the same IP family as their pool.

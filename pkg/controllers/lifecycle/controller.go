@@ -37,12 +37,13 @@ package lifecycle
 import (
 	"context"
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/types"
 	coreinformers "k8s.io/client-go/informers/core/v1"
 	"k8s.io/client-go/kubernetes"
 	corelisters "k8s.io/client-go/listers/core/v1"
@@ -84,6 +85,9 @@ const (
 	// checkInterval is how often Nodes that are not ready are checked, in addition to changes.
 	checkInterval = 10 * time.Second
 
+	// deletionWindow is the period in which deletions are limited.
+	deletionWindow = 10 * time.Minute
+
 	// syncTimeout bounds all API requests of one sync.
 	syncTimeout = 30 * time.Second
 )
@@ -114,7 +118,13 @@ type Controller struct {
 
 	// Only the worker uses these.
 	histories map[string]history // by nodename
-	deletions deletions
+	deletions map[types.UID]deletion
+}
+
+// deletion is a deletion of a Node that is stored as an Event. The proof is empty if an earlier leader has stored it.
+type deletion struct {
+	proof Proof
+	at    time.Duration // reading of the stopwatch
 }
 
 // New returns a Controller that is subscribed to Nodes and machines. Call it before the informer is started.
@@ -126,7 +136,7 @@ func New(cfg Config) (*Controller, error) {
 		observed:  &stopwatch{clock: cfg.Clock},
 		queue:     queue.New(Alias),
 		histories: map[string]history{},
-		deletions: deletions{},
+		deletions: map[types.UID]deletion{},
 	}
 
 	enqueue := func(obj any) {
@@ -205,11 +215,7 @@ func (c *Controller) sync(ctx context.Context, nodename string) error {
 	ctx, cancel := context.WithTimeout(ctx, syncTimeout)
 	defer cancel()
 
-	node, err := c.lister.Get(nodename)
-	if err != nil && !apierrors.IsNotFound(err) {
-		return err
-	}
-
+	node, err := c.lister.Get(nodename) // fails only if there is none
 	if err != nil || !c.isManaged(node) {
 		c.reporter.Forget(nodename)
 		delete(c.histories, nodename)
@@ -312,12 +318,13 @@ func (c *Controller) blocked(v verdict, h history, s config.CompiledLifecycle, n
 		}
 	}
 
-	recent := c.deletions.recent(now)
+	maps.DeleteFunc(c.deletions, func(_ types.UID, d deletion) bool { return now-d.at >= deletionWindow })
 
-	if _, counted := c.deletions[h.uid]; !counted && recent >= maxDeletions(managed) {
+	limit := max(1, managed/10)
+	if _, counted := c.deletions[h.uid]; !counted && len(c.deletions) >= limit {
 		return &events.Condition{
 			Reason:  ReasonDeletionLimited,
-			Message: fmt.Sprintf("Node is not deleted yet: at most %d nodes are deleted in %s; %s", maxDeletions(managed), deletionWindow, v.message),
+			Message: fmt.Sprintf("Node is not deleted yet: at most %d nodes are deleted in %s; %s", limit, deletionWindow, v.message),
 		}
 	}
 

@@ -97,29 +97,3 @@ func (h history) judged(v verdict, now time.Duration) history {
 
 	return h
 }
-
-// deletionWindow is the period in which deletions are limited.
-const deletionWindow = 10 * time.Minute
-
-// deletion is a deletion of a Node that is stored as an Event. The proof is empty if an earlier leader has stored it.
-type deletion struct {
-	proof Proof
-	at    time.Duration // reading of the stopwatch
-}
-
-// deletions are the recent deletions, by the UID of the Node.
-type deletions map[types.UID]deletion
-
-// recent returns the number of deletions in the window that ends now, and forgets older deletions.
-func (d deletions) recent(now time.Duration) int {
-	for uid, recorded := range d {
-		if now-recorded.at >= deletionWindow {
-			delete(d, uid)
-		}
-	}
-
-	return len(d)
-}
-
-// maxDeletions is the number of deletions in one window: a tenth of the managed Nodes, but at least one.
-func maxDeletions(managed int) int { return max(1, managed/10) }
