@@ -11,7 +11,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/resourceversion"
-	corelisters "k8s.io/client-go/listers/core/v1"
+	"k8s.io/apimachinery/pkg/util/sets"
 	netutils "k8s.io/utils/net"
 
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
@@ -102,18 +102,12 @@ func (a *allocations) recordList(list *corev1.NodeList) {
 	}
 }
 
-// isCached reports whether the cache contains all Nodes that have blocks.
-func (a *allocations) isCached(lister corelisters.NodeLister) bool {
+// nodenames returns the names of the Nodes that have blocks.
+func (a *allocations) nodenames() sets.Set[string] {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 
-	for nodename := range a.byNode {
-		if _, err := lister.Get(nodename); err != nil {
-			return false
-		}
-	}
-
-	return true
+	return sets.KeySet(a.byNode)
 }
 
 // resolve reports whether podCIDRs must be written to a Node, and returns the blocks if they are already allocated. node

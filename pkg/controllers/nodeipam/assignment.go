@@ -471,8 +471,8 @@ func (a assignment) outdated() (conditions []*events.Condition) {
 		}
 	}
 
-	if prefix, condition := machinePrefix(a.entry.Machine); condition == nil && a.options.Allocator == CloudAllocator && len(ofFamily(pool.CIDRs, ipv6)) == 0 {
-		expected, _ := machineSubnets(a.entry.Machine)
+	if prefix, found := machinePrefix(a.entry.Machine); found && a.options.Allocator == CloudAllocator && len(ofFamily(pool.CIDRs, ipv6)) == 0 {
+		expected := machineSubnets(a.entry.Machine)
 		for _, pool := range slices.Concat(a.pools, []Pool{{CIDRs: a.options.ClusterCIDRs}}) {
 			expected = append(expected, pool.CIDRs...)
 		}
@@ -509,9 +509,10 @@ func maskSizeOf(pods int64) int { return 32 - bits.Len64(uint64(2*pods-1)) } //n
 
 // machineSource divides the machine's own global IPv6 prefix into blocks for the Nodes of a pool.
 func (a assignment) machineSource(pool Pool) (source, *events.Condition) {
-	prefix, condition := machinePrefix(a.entry.Machine)
-	if condition != nil {
-		return source{}, condition
+	prefix, found := machinePrefix(a.entry.Machine)
+	if !found {
+		return source{}, newCondition(ReasonPrefixMissing, "The machine has no global IPv6 address of its own with a prefix, which a /128 does not have; "+
+			"the Node waits for a prefix, with ipam.fallbackToClusterCIDRs for a minute")
 	}
 
 	size := func(pool Pool) int {
@@ -533,17 +534,10 @@ func (a assignment) machineSource(pool Pool) (source, *events.Condition) {
 
 // machinePrefix returns the global IPv6 prefix of the machine's subnet: the prefix of its IPv6 node IP, or the lowest
 // prefix if that address is not global or missing.
-func machinePrefix(m machine.Machine) (netip.Prefix, *events.Condition) {
-	subnets, single := machineSubnets(m)
-
-	const wait = "; the Node waits for a prefix, with ipam.fallbackToClusterCIDRs for a minute"
-
-	switch {
-	case len(subnets) > 0:
-	case single:
-		return netip.Prefix{}, newCondition(ReasonPrefixMissing, "The machine's global IPv6 addresses are single addresses (/128), without a prefix"+wait)
-	default:
-		return netip.Prefix{}, newCondition(ReasonPrefixMissing, "The machine has no global IPv6 address of its own"+wait)
+func machinePrefix(m machine.Machine) (prefix netip.Prefix, found bool) {
+	subnets := machineSubnets(m)
+	if len(subnets) == 0 {
+		return netip.Prefix{}, false
 	}
 
 	rank := func(subnet netip.Prefix) int {
@@ -558,25 +552,19 @@ func machinePrefix(m machine.Machine) (netip.Prefix, *events.Condition) {
 		return cmp.Or(rank(a)-rank(b), a.Addr().Compare(b.Addr()))
 	})
 
-	return netip.PrefixFrom(best.Addr(), max(best.Bits(), subnetBits)).Masked(), nil
+	return netip.PrefixFrom(best.Addr(), max(best.Bits(), subnetBits)).Masked(), true
 }
 
-// machineSubnets returns the machine's global IPv6 addresses with their prefix lengths, and reports whether it has
-// single addresses, too.
-func machineSubnets(m machine.Machine) (subnets []netip.Prefix, single bool) {
+// machineSubnets returns the machine's global IPv6 addresses with their prefix lengths, without single addresses.
+func machineSubnets(m machine.Machine) (subnets []netip.Prefix) {
 	for _, a := range m.Addresses {
 		addr := a.Prefix.Addr()
-
-		switch {
-		case !addr.Is6() || addr.Is4In6() || strings.HasPrefix(a.Link, "lo") || !m.IsStable(a):
-		case a.Prefix.IsSingleIP():
-			single = true
-		default:
+		if addr.Is6() && !addr.Is4In6() && !a.Prefix.IsSingleIP() && !strings.HasPrefix(a.Link, "lo") && m.IsStable(a) {
 			subnets = append(subnets, a.Prefix)
 		}
 	}
 
-	return subnets, single
+	return subnets
 }
 
 // machineBlockBits returns the prefix length of the blocks of a machine's prefix: size for a whole subnet, and for a
@@ -618,7 +606,7 @@ func reservedPrefixes(m machine.Machine) []netip.Prefix {
 	prefixes := hostPrefixes(addrs)
 	prefixes = prefixes[:min(len(prefixes), maxReserved)]
 
-	if prefix, condition := machinePrefix(m); condition == nil {
+	if prefix, found := machinePrefix(m); found {
 		// The first address is the subnet-router anycast address (RFC 4291, section 2.6.1), the second is commonly the
 		// gateway.
 		prefixes = append(prefixes, netip.PrefixFrom(prefix.Addr(), 127))

@@ -403,7 +403,12 @@ func (c *Controller) report(node *corev1.Node, conditions ...*events.Condition) 
 // refresh does the work that no event triggers, and logs when allocation is blocked and when it resumes.
 func (c *Controller) refresh(ctx context.Context) error {
 	// The informer never reports the deletion of a Node that was listed, but deleted before the cache contained it.
-	if !c.allocations.isCached(c.lister) {
+	missing := c.allocations.nodenames()
+	for _, node := range c.cachedNodes() {
+		missing.Delete(node.Name)
+	}
+
+	if len(missing) > 0 {
 		if err := c.listAllocations(ctx); err != nil {
 			return err
 		}
