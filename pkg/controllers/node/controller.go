@@ -14,18 +14,29 @@
 //
 // It never writes a Node of another operating system, changes a providerID, a label, an annotation or a taint that
 // another client has set, or uses the data of a machine that has not proven to be the Node's.
+//
+// A sync compares the Node with its desired state (plan.go), and writes the differences (write). The same code
+// initializes a Node and updates it. If a request fails, the Node keeps the uninitialized taint, and the sync is
+// retried. Labels and annotations are applied, so that the API server removes those that a later apply omits.
+// The providerID is patched: omitting it from a later apply would remove it, which the API server forbids.
 package node
 
 import (
 	"cmp"
 	"context"
+	"encoding/json"
+	"errors"
 	"fmt"
 	"strings"
+	"sync"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
+	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
 	coreinformers "k8s.io/client-go/informers/core/v1"
 	"k8s.io/client-go/kubernetes"
 	corelisters "k8s.io/client-go/listers/core/v1"
@@ -88,10 +99,14 @@ type Controller struct {
 	lister       corelisters.NodeLister
 	indexer      cache.Indexer
 	reporter     *events.Reporter
-	reservations *reservations
 	expectations *expectations.Expectations
 	pending      *pendingNodes
 	queue        queue.Queue
+
+	mu sync.Mutex
+	// reservations are the providerIDs that Nodes will get, by nodename. The cache shows a providerID only after it is
+	// written, and several Nodes are synced at the same time.
+	reservations map[string]string
 }
 
 // New returns a Controller that is subscribed to Nodes and machines. Call it before the informer is started.
@@ -103,10 +118,10 @@ func New(cfg Config) (*Controller, error) {
 		lister:       cfg.Nodes.Lister(),
 		indexer:      informer.GetIndexer(),
 		reporter:     events.New(cfg.Recorder),
-		reservations: newReservations(),
 		expectations: expectations.New(),
 		pending:      newPendingNodes(uninitialized),
 		queue:        queue.New(Alias),
+		reservations: map[string]string{},
 	}
 
 	err := informer.AddIndexers(cache.Indexers{indexProviderID: func(obj any) ([]string, error) {
@@ -123,7 +138,10 @@ func New(cfg Config) (*Controller, error) {
 	_, err = informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
 		AddFunc:    c.enqueue,
 		UpdateFunc: func(_, node any) { c.enqueue(node) },
-		DeleteFunc: c.enqueue,
+		DeleteFunc: func(node any) {
+			c.enqueue(node)
+			c.queueWaiting()
+		},
 	})
 	if err != nil {
 		return nil, fmt.Errorf("watch nodes: %w", err)
@@ -141,7 +159,11 @@ func (c *Controller) enqueue(obj any) {
 }
 
 // Resync queues every Node.
-func (c *Controller) Resync() { c.enqueueAll(c.indexer.ListKeys()) }
+func (c *Controller) Resync() {
+	for _, nodename := range c.indexer.ListKeys() {
+		c.queue.Add(nodename)
+	}
+}
 
 // Run processes the queue. It returns after ctx has ended and all workers have finished.
 func (c *Controller) Run(ctx context.Context) {
@@ -152,7 +174,7 @@ func (c *Controller) Run(ctx context.Context) {
 		return
 	}
 
-	worker := queue.Worker{Queue: c.queue, Subject: "node", Failure: "Failed to update node; retrying", Sync: c.reconcile}
+	worker := queue.Worker{Queue: c.queue, Subject: "node", Failure: "Failed to update node; retrying", Sync: c.sync}
 
 	var group wait.Group
 
@@ -165,36 +187,36 @@ func (c *Controller) Run(ctx context.Context) {
 	group.Wait()
 }
 
-// reconcile is sync with a timeout and metrics.
-func (c *Controller) reconcile(ctx context.Context, nodename string) error {
+// sync updates one Node and counts the result.
+func (c *Controller) sync(ctx context.Context, nodename string) error {
 	ctx, cancel := context.WithTimeout(ctx, syncTimeout)
 	defer cancel()
 
-	result, err := c.sync(ctx, nodename)
-	syncs.WithLabelValues(result).Inc()
-	c.countPending(nodename)
+	result := resultUnchanged
 
-	return err
-}
-
-// countPending updates the number of managed Nodes that are not initialized.
-func (c *Controller) countPending(nodename string) {
 	node, err := c.lister.Get(nodename)
-	if err == nil && nodespec.IsTalos(node) && node.DeletionTimestamp == nil && nodespec.IsUninitialized(node) {
-		entry := c.config.Inventory.Get(nodename)
-		if mayManage(entry, nodespec.NewInput(node, entry.Machine, c.config.Options(entry.Machine))) {
-			c.pending.add(nodename)
+	switch {
+	case err == nil:
+		result, err = c.syncNode(ctx, node)
+	case apierrors.IsNotFound(err):
+		err = nil
 
-			return
-		}
+		c.reporter.Forget(nodename)
+		c.expectations.Forget(nodename)
+		c.pending.remove(nodename)
+		c.release(nodename, "")
 	}
 
-	c.pending.remove(nodename)
-}
+	switch {
+	case apierrors.IsConflict(err):
+		result = resultConflict
+	case err != nil:
+		result = resultError
+	}
 
-// mayManage reports whether the machine is managed or not known yet.
-func mayManage(entry inventory.Entry, in nodespec.Input) bool {
-	return entry.ObservedAt.IsZero() || nodespec.Managed(in)
+	syncs.WithLabelValues(result).Inc()
+
+	return err
 }
 
 // Results of a sync, as label values of the metric.
@@ -206,86 +228,97 @@ const (
 	resultError     = "error"
 )
 
-// sync updates one Node. If the desired state is not known yet, it reports why and returns no error: the change that
+// syncNode updates a Node. If the desired state is not known yet, it reports why and returns no error: the change that
 // resolves it queues the Node.
-func (c *Controller) sync(ctx context.Context, nodename string) (result string, err error) {
-	node, err := c.lister.Get(nodename)
-	if apierrors.IsNotFound(err) {
-		c.reporter.Forget(nodename)
-		c.expectations.Forget(nodename)
-		c.release(nodename)
+func (c *Controller) syncNode(ctx context.Context, node *corev1.Node) (result string, err error) {
+	entry, in := c.machineOf(node)
+	managed := isManaged(node, entry, in)
 
-		return resultUnchanged, nil
-	} else if err != nil {
-		return resultError, err
+	if managed && nodespec.IsUninitialized(node) {
+		c.pending.add(node.Name)
+	} else {
+		c.pending.remove(node.Name)
 	}
 
-	if !nodespec.IsTalos(node) || node.DeletionTimestamp != nil || !c.expectations.Satisfied(node) {
+	if !c.expectations.Satisfied(node) {
 		return resultUnchanged, nil
 	}
 
-	p, conditions, err := c.plan(node)
+	if !managed {
+		c.release(node.Name, node.Spec.ProviderID)
+		c.report(node, nil)
+
+		return resultUnchanged, nil
+	}
+
+	p, conditions, err := c.plan(node, entry, in)
+	if err != nil {
+		return "", fmt.Errorf("compare node %s: %w", node.Name, err)
+	}
+
+	c.report(node, conditions)
 
 	switch {
-	case err != nil:
-		return resultError, fmt.Errorf("compare node %s: %w", nodename, err)
 	case p == nil:
-		c.report(node, conditions)
-
 		return resultPending, nil
+	case p.empty():
+		return resultUnchanged, nil
+	default:
+		return c.update(ctx, node, *p)
 	}
-
-	return c.update(ctx, node, *p, conditions)
 }
 
-// plan returns what to write to the Node of a Talos machine, and what to report. The plan is nil if the desired state is
-// not known yet or the Node is not managed.
-func (c *Controller) plan(node *corev1.Node) (p *plan, conditions []events.Condition, err error) {
+// machineOf returns the machine of a Node and the input for its desired state.
+func (c *Controller) machineOf(node *corev1.Node) (inventory.Entry, nodespec.Input) {
 	entry := c.config.Inventory.Get(node.Name)
-	in := nodespec.NewInput(node, entry.Machine, c.config.Options(entry.Machine)).WithPeers(c.config.Inventory, node.Name)
 
-	if entry.Condition == inventory.Mismatch || !mayManage(entry, in) {
-		c.release(node.Name)
-	}
+	return entry, nodespec.NewInput(node, entry.Machine, c.config.Options(entry.Machine)).WithPeers(c.config.Inventory, node.Name)
+}
 
-	spec, conditions, ok := c.desired(node, entry, in)
-	if !ok {
+// isManaged reports whether the configuration selects the machine of a Talos Node, or the machine is not known yet.
+func isManaged(node *corev1.Node, entry inventory.Entry, in nodespec.Input) bool {
+	return nodespec.IsTalos(node) && node.DeletionTimestamp == nil && (entry.ObservedAt.IsZero() || nodespec.Managed(in))
+}
+
+// plan returns what to write to a managed Node, and what to report. The plan is nil if the desired state is not known
+// yet or cannot be written.
+func (c *Controller) plan(node *corev1.Node, entry inventory.Entry, in nodespec.Input) (*plan, []events.Condition, error) {
+	spec, conditions := c.desired(node, entry, in)
+	if spec == nil {
 		return nil, conditions, nil
 	}
 
 	wanted := spec.ProviderID
 
-	id, condition, ok := c.providerID(node, entry, wanted)
+	id, condition := c.providerID(node, entry, wanted)
 	if condition != nil {
 		conditions = append(conditions, *condition)
-	}
 
-	if !ok {
-		return nil, conditions, nil
+		if condition.Reason == ReasonProviderIDInUse {
+			return nil, conditions, nil
+		}
 	}
 
 	spec.ProviderID = id
 
-	made, err := makePlan(node, spec)
+	p, err := makePlan(node, *spec)
 	if err != nil {
-		return nil, conditions, err
+		return nil, nil, err
 	}
 
-	made.wantedID = wanted
+	p.wantedID = wanted
 
-	return &made, append(conditions, made.conflicts...), nil
+	return &p, append(conditions, p.conflicts...), nil
 }
 
-// desired returns the desired state of the Node, whether it is known and can be written, and what to report.
-func (c *Controller) desired(node *corev1.Node, entry inventory.Entry, in nodespec.Input) (spec nodespec.Spec, conditions []events.Condition, ok bool) {
-	if !mayManage(entry, in) {
-		return nodespec.Spec{}, nil, false
-	}
-
+// desired returns the desired state of the Node, or nil if it is not known yet, and what to report.
+func (c *Controller) desired(node *corev1.Node, entry inventory.Entry, in nodespec.Input) (desired *nodespec.Spec, conditions []events.Condition) {
 	switch entry.Condition {
 	case inventory.Unreachable:
 		conditions = append(conditions, events.Condition{Reason: ReasonUnreachable, Message: "Talos API is unreachable: " + entry.Reason})
 	case inventory.Mismatch:
+		c.release(node.Name, node.Spec.ProviderID)
+
 		conditions = append(conditions, c.identityMismatch(entry))
 	case inventory.Unknown, inventory.Current:
 	}
@@ -293,7 +326,7 @@ func (c *Controller) desired(node *corev1.Node, entry inventory.Entry, in nodesp
 	// The last view of an unreachable machine is good enough to update a Node, but not to initialize or identify it.
 	isUninitialized := nodespec.IsUninitialized(node)
 	if entry.ObservedAt.IsZero() || (entry.Condition != inventory.Current && (isUninitialized || node.Spec.ProviderID == "")) {
-		return nodespec.Spec{}, conditions, false
+		return nil, conditions
 	}
 
 	started := c.config.Clock.Now()
@@ -305,12 +338,16 @@ func (c *Controller) desired(node *corev1.Node, entry inventory.Entry, in nodesp
 		conditions = append(conditions, events.Condition{Reason: ReasonInvalidValue, Subject: p.Kind() + "/" + p.Rule + "/" + p.Key, Message: p.String()})
 	}
 
+	if pending == "" {
+		return &spec, conditions
+	}
+
 	// Initialized Nodes are not affected: every machine lacks metadata for a while after a reboot.
-	if pending != "" && isUninitialized {
+	if isUninitialized {
 		conditions = append(conditions, events.Condition{Reason: ReasonMetadataPending, Message: "Node cannot be initialized yet: " + pending})
 	}
 
-	return spec, conditions, pending == ""
+	return nil, conditions
 }
 
 // identityMismatch describes that the machine at the Node's address reports another nodename. If there is no Node with
@@ -323,63 +360,6 @@ func (c *Controller) identityMismatch(entry inventory.Entry) events.Condition {
 	}
 
 	return events.Condition{Reason: ReasonIdentityMismatch, Message: message}
-}
-
-// providerID returns the providerID to set if the Node has none, what to report about it, and whether the Node can be
-// written. A machine that was renamed leaves behind a Node with its providerID. The new Node is written without one, and
-// gets it when the former Node is deleted.
-func (c *Controller) providerID(node *corev1.Node, entry inventory.Entry, desired string) (id string, condition *events.Condition, ok bool) {
-	if actual := node.Spec.ProviderID; actual != "" {
-		if entry.Condition == inventory.Current && differentInstances(actual, desired) {
-			condition = &events.Condition{Reason: ReasonProviderIDMismatch, Message: fmt.Sprintf("Node has providerID %s, but its machine is %s now; "+
-				"drain and delete the node, and then reboot the machine, so that it registers again", actual, desired)}
-		}
-
-		return actual, condition, true
-	}
-
-	owner := c.reserve(desired, node.Name)
-
-	switch {
-	case owner == "":
-		return desired, nil, true
-	case c.config.Inventory.RenamedTo(owner) == node.Name, c.config.Inventory.Get(owner).Condition == inventory.Mismatch:
-		return "", &events.Condition{Reason: ReasonRenamed, Message: fmt.Sprintf("ProviderID %s is not set yet: it is used by node %s, "+
-			"probably the former name of this machine; the lifecycle controller deletes that node after its grace period if it has seen the "+
-			"renaming, or delete it yourself", desired, owner)}, true
-	default:
-		return "", &events.Condition{Reason: ReasonProviderIDInUse, Message: fmt.Sprintf(
-			"ProviderID %s is already used by node %s; delete that node if its machine no longer exists", desired, owner)}, false
-	}
-}
-
-// reserve reserves the providerID for the Node. If another Node has it or has reserved it, reserve returns the name of
-// that Node, and queues this Node when a reservation is released.
-func (c *Controller) reserve(providerID, nodename string) (owner string) {
-	// Request before reading the index, or a release in between would not queue the Node.
-	c.reservations.request(nodename)
-
-	objs, _ := c.indexer.ByIndex(indexProviderID, providerID) // fails for an unknown index only
-
-	for _, obj := range objs {
-		if other, isNode := obj.(*corev1.Node); isNode && other.Name != nodename {
-			return other.Name
-		}
-	}
-
-	owner, waiting := c.reservations.reserve(providerID, nodename)
-	c.enqueueAll(waiting)
-
-	return owner
-}
-
-// release releases the Node's reservation and queues the Nodes that may have waited for it.
-func (c *Controller) release(nodename string) { c.enqueueAll(c.reservations.release(nodename)) }
-
-func (c *Controller) enqueueAll(nodenames []string) {
-	for _, nodename := range nodenames {
-		c.queue.Add(nodename)
-	}
 }
 
 // report emits Events for new conditions, and counts the invalid values and topology changes among them.
@@ -396,23 +376,15 @@ func (c *Controller) report(node *corev1.Node, conditions []events.Condition) {
 }
 
 // update writes the plan, logs it and emits an Event for an initialization.
-func (c *Controller) update(ctx context.Context, node *corev1.Node, p plan, conditions []events.Condition) (result string, err error) {
-	c.report(node, conditions)
-
-	if p.empty() {
-		return resultUnchanged, nil
-	}
-
+func (c *Controller) update(ctx context.Context, node *corev1.Node, p plan) (result string, err error) {
 	written, err := c.write(ctx, node, p)
 	c.expectations.Expect(written)
 
 	switch {
 	case apierrors.IsNotFound(err): // deleted in the meantime
 		return resultUnchanged, nil
-	case apierrors.IsConflict(err):
-		return resultConflict, fmt.Errorf("update node %s: %w", node.Name, err)
 	case err != nil:
-		return resultError, fmt.Errorf("update node %s: %w", node.Name, err)
+		return "", fmt.Errorf("update node %s: %w", node.Name, err)
 	}
 
 	logger := klog.FromContext(ctx)
@@ -435,4 +407,91 @@ func (c *Controller) update(ctx context.Context, node *corev1.Node, p plan, cond
 	}
 
 	return resultChanged, nil
+}
+
+// write writes the plan in the order that makes initialization atomic for the scheduler: labels and annotations,
+// addresses, and in the last request the providerID and the taints. It returns the Node after the last successful
+// request, or the given Node. Every request contains the UID of the Node that the plan was made for, so that it can
+// neither change a later Node of the same name nor create one.
+func (c *Controller) write(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
+	for _, step := range []struct {
+		action  string
+		needed  bool
+		request func(*corev1.Node) (*corev1.Node, error)
+	}{
+		{"take over from the upstream Talos CCM", p.managedFields != nil, func(node *corev1.Node) (*corev1.Node, error) {
+			// The request contains the resourceVersion, because it replaces a list.
+			return c.patch(ctx, node.Name, map[string]any{
+				"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion, "managedFields": p.managedFields},
+			})
+		}},
+		{"apply labels and annotations", p.apply, func(node *corev1.Node) (*corev1.Node, error) {
+			// Without force: if another client has taken a key since the plan was made, the request fails, and the next
+			// sync skips the key.
+			config := corev1ac.Node(node.Name).WithUID(node.UID).WithLabels(p.labels).WithAnnotations(p.annotations)
+			if p.recordsTaint {
+				config.WithResourceVersion(node.ResourceVersion)
+			}
+
+			return c.config.Client.CoreV1().Nodes().Apply(ctx, config, metav1.ApplyOptions{FieldManager: FieldManager})
+		}},
+		{"patch addresses", p.addresses != nil, func(node *corev1.Node) (*corev1.Node, error) {
+			return c.patch(ctx, node.Name, map[string]any{
+				"metadata": map[string]any{"uid": node.UID},
+				"status":   map[string]any{"addresses": p.addresses},
+			}, "status")
+		}},
+		{"patch spec", p.patchesSpec(), func(node *corev1.Node) (*corev1.Node, error) { return c.patchSpec(ctx, node, p) }},
+	} {
+		if !step.needed {
+			continue
+		}
+
+		written, err := step.request(node)
+		if err != nil {
+			return node, fmt.Errorf("%s: %w", step.action, err)
+		}
+
+		node = written
+	}
+
+	return node, nil
+}
+
+// patchSpec sets the providerID and the taints. The request contains the resourceVersion, because it replaces the list
+// of taints, and because a providerID cannot be changed once it is set. The requests before it do not contain the
+// resourceVersion. Therefore patchSpec fails if another client has since changed the labels, annotations or addresses
+// that they wrote: the Node must have them before the uninitialized taint is removed.
+func (c *Controller) patchSpec(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
+	left, err := makePlan(node, p.spec)
+	if err != nil {
+		return nil, err
+	} else if left.apply || left.addresses != nil || left.providerID != p.providerID {
+		return nil, apierrors.NewConflict(corev1.Resource("nodes"), node.Name, errors.New("another client changed it after the plan was made"))
+	}
+
+	spec := map[string]any{}
+	if p.providerID != "" {
+		spec["providerID"] = p.providerID
+	}
+
+	if p.updateTaints {
+		spec["taints"] = mergeTaints(node, p.spec.Taints).list
+	}
+
+	return c.patch(ctx, node.Name, map[string]any{
+		"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion},
+		"spec":     spec,
+	})
+}
+
+// patch sends a JSON merge patch, which replaces lists. A strategic merge patch of addresses would merge them by type,
+// but a Node can have several of one type (https://github.com/kubernetes/kubernetes/issues/79391).
+func (c *Controller) patch(ctx context.Context, nodename string, patch map[string]any, subresources ...string) (*corev1.Node, error) {
+	data, err := json.Marshal(patch)
+	if err != nil {
+		return nil, err
+	}
+
+	return c.config.Client.CoreV1().Nodes().Patch(ctx, nodename, types.MergePatchType, data, metav1.PatchOptions{FieldManager: FieldManager}, subresources...)
 }

@@ -55,7 +55,7 @@ func init() {
 	legacyregistry.MustRegister(syncs, initialization, uninitialized, topologyChanges, transformation, transformationErrors)
 }
 
-// pendingNodes counts the Nodes that are not initialized in a gauge.
+// pendingNodes counts the managed Nodes that are not initialized in a gauge.
 type pendingNodes struct {
 	gauge metrics.GaugeMetric
 

@@ -2,18 +2,14 @@ package node
 
 import (
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	corelisters "k8s.io/client-go/listers/core/v1"
-	"k8s.io/client-go/tools/cache"
 	cloudproviderapi "k8s.io/cloud-provider/api"
 	"k8s.io/component-base/metrics"
 	"k8s.io/component-base/metrics/testutil"
 
-	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
@@ -34,16 +30,9 @@ func TestController_CountsPendingNodes(t *testing.T) {
 	require.Empty(t, errs)
 
 	gauge := newGauge()
-	nodes := cache.NewIndexer(cache.MetaNamespaceKeyFunc, cache.Indexers{})
-	machines := inventory.New(time.Now)
-	c := &Controller{
-		lister: corelisters.NewNodeLister(nodes),
-		config: Config{
-			Inventory: machines,
-			Options:   func(machine.Machine) nodespec.Options { return nodespec.Options{Selector: selector} },
-		},
-		pending: newPendingNodes(gauge),
-	}
+	c := newController(t)
+	c.config.Options = func(machine.Machine) nodespec.Options { return nodespec.Options{Selector: selector} }
+	c.pending = newPendingNodes(gauge)
 
 	for _, test := range []struct {
 		name   string
@@ -67,16 +56,16 @@ func TestController_CountsPendingNodes(t *testing.T) {
 			test.change(n)
 
 			if test.name != "unknown" && test.name != "unmanaged-unknown" {
-				machines.Replace(test.name, machine.Machine{Nodename: test.name})
+				c.config.Inventory.Replace(test.name, machine.Machine{Nodename: test.name})
 			}
 
 			for _, step := range []struct {
 				do   func(obj any) error
 				want float64
-			}{{nodes.Add, test.want}, {nodes.Delete, 0}} {
+			}{{c.indexer.Add, test.want}, {c.indexer.Delete, 0}} {
 				require.NoError(t, step.do(n))
 
-				c.countPending(test.name)
+				require.NoError(t, c.sync(t.Context(), test.name))
 
 				if got, err := testutil.GetGaugeMetricValue(gauge); err != nil || got != step.want {
 					t.Errorf("got %v, %v; want %v", got, err, step.want)

@@ -24,7 +24,7 @@ const (
 	// upstreamManager is the field manager of the upstream Talos CCM: the name of its binary.
 	upstreamManager = "talos-cloud-controller-manager"
 
-	// ownerTalos is the owner of keys that Talos lists in an annotation of the Node.
+	// ownerTalos is the owner of keys that Talos lists in annotations of the Node.
 	ownerTalos = "Talos"
 )
 
@@ -33,26 +33,27 @@ type plan struct {
 	// spec is the desired state.
 	spec nodespec.Spec
 	// managedFields replace the managed fields of the Node unless nil. They are written first, and remove the upstream
-	// Talos CCM as owner of labels and annotations that are applied next.
+	// Talos CCM as owner of the labels and annotations that are applied next.
 	managedFields []metav1.ManagedFieldsEntry
 	// apply is true if labels or annotations must be applied. They are complete, and may be empty.
 	apply               bool
 	labels, annotations map[string]string
-	// recordsTaint is true if the labels record a taint as enforced that was not recorded before. The record must be
-	// written to this version of the Node only: in a later version, the taint may belong to another client.
+	// recordsTaint is true if the labels record a taint as enforced that was not recorded before. Then they must be
+	// applied to this version of the Node: in a later version, the taint may be set by a different client, and the record
+	// would hide that. (A taint that a client adds between this request and the next one is mistaken for an enforced one.)
 	recordsTaint bool
 	// addresses replace status.addresses unless nil.
 	addresses []corev1.NodeAddress
 	// providerID is set unless empty, which means that the Node has one.
 	providerID string
-	// wantedID is the providerID of a new Node of the machine.
+	// wantedID is the providerID that a new Node of the machine would get.
 	wantedID string
 	// initialize is true if the uninitialized taint must be removed, in the same write that sets providerID.
 	initialize bool
 	// updateTaints is true if spec.taints must change. The new list is computed from the version of the Node that is
 	// written.
 	updateTaints bool
-	// conflicts are values that were skipped: another client has set a different one, or the topology is kept.
+	// conflicts are the skipped values: another client has set a different one, or the Node keeps its topology.
 	conflicts []events.Condition
 }
 
@@ -69,30 +70,34 @@ func makePlan(node *corev1.Node, spec nodespec.Spec) (plan, error) {
 		return plan{}, err
 	}
 
-	taints := planTaints(node, spec.Taints)
-	desiredLabels := maps.Clone(taints.record)
-	maps.Copy(desiredLabels, spec.Labels)
+	labels, annotations := metadataOf(node, managers)
+	taints := mergeTaints(node, spec.Taints)
+	desired := maps.Clone(taints.record)
+	maps.Copy(desired, spec.Labels)
 
 	var topologyChanges []events.Condition
 	if !spec.FollowTopology {
-		topologyChanges = keepTopology(node, managers, spec, desiredLabels)
+		topologyChanges = keepTopology(node, labels, spec, desired)
 	}
-
-	labels := labelsField.compare(node, managers, desiredLabels)
-	annotations := annotationsField.compare(node, managers, spec.Annotations)
 
 	p := plan{
 		spec:         spec,
-		apply:        labels.changed || annotations.changed,
-		labels:       labels.apply,
-		annotations:  annotations.apply,
-		recordsTaint: slices.ContainsFunc(slices.Collect(maps.Keys(taints.record)), func(key string) bool { return !hasLabel(node, key) }),
 		initialize:   nodespec.IsUninitialized(node),
 		updateTaints: !slices.Equal(taints.list, node.Spec.Taints),
-		conflicts:    slices.Concat(topologyChanges, taints.conflicts, labels.conflicts, annotations.conflicts),
 	}
 
-	if p.managedFields, err = takeOver(managers, p.labels, p.annotations); err != nil {
+	var labelConflicts, annotationConflicts []events.Condition
+
+	p.labels, labelConflicts = labels.compare(desired)
+	p.annotations, annotationConflicts = annotations.compare(spec.Annotations)
+	p.apply = !maps.Equal(p.labels, labels.applied) || !maps.Equal(p.annotations, annotations.applied)
+	p.conflicts = slices.Concat(topologyChanges, taints.conflicts, labelConflicts, annotationConflicts)
+
+	for key := range taints.record {
+		p.recordsTaint = p.recordsTaint || !hasLabel(node, key)
+	}
+
+	if p.managedFields, err = p.takeOver(managers); err != nil {
 		return plan{}, err
 	}
 
@@ -107,119 +112,131 @@ func makePlan(node *corev1.Node, spec nodespec.Spec) (plan, error) {
 	return p, nil
 }
 
-// applyTo returns the Node after the plan is written. It does not change the given one.
-func (p plan) applyTo(node *corev1.Node) (*corev1.Node, error) {
-	managers, err := fieldManagers(node)
-	if err != nil {
-		return nil, err
-	}
-
-	after := node.DeepCopy()
-	after.Spec.ProviderID = cmp.Or(p.providerID, node.Spec.ProviderID)
-
-	if p.apply {
-		after.Labels = labelsField.applied(node, managers, p.labels)
-		after.Annotations = annotationsField.applied(node, managers, p.annotations)
-	}
-
-	if p.addresses != nil {
-		after.Status.Addresses = p.addresses
-	}
-
-	if p.updateTaints {
-		after.Spec.Taints = planTaints(node, p.spec.Taints).list
-	}
-
-	return after, nil
+// metadata are the labels or the annotations of a Node, with their owners.
+type metadata struct {
+	field  string // labels or annotations
+	noun   string // in Events
+	values map[string]string
+	// applied are the values that the controller owns.
+	applied map[string]string
+	// owners are Talos and the field managers that own keys, without this controller and the upstream Talos CCM. Labels
+	// and annotations of the upstream Talos CCM change their owner when they are applied.
+	owners map[string]string
 }
 
-// metadataField is one of the two maps that the controller applies.
-type metadataField struct {
-	name string // in metadata
-	noun string // in Events
-	of   func(*corev1.Node) map[string]string
-	// talosKeys is the annotation in which Talos lists the keys that it owns (k8s/NodeApplyController).
-	talosKeys string
+func metadataOf(node *corev1.Node, managers []fieldManager) (labels, annotations metadata) {
+	labels = metadata{"labels", "Label", node.Labels, map[string]string{}, map[string]string{}}
+	annotations = metadata{"annotations", "Annotation", node.Annotations, map[string]string{}, map[string]string{}}
+
+	labels.findOwners(managers, ownedByTalos(node, constants.AnnotationOwnedLabels))
+	annotations.findOwners(managers, ownedByTalos(node, constants.AnnotationOwnedAnnotations))
+
+	return labels, annotations
 }
 
-var (
-	labelsField = metadataField{
-		name: "labels", noun: "Label", talosKeys: constants.AnnotationOwnedLabels,
-		of: func(node *corev1.Node) map[string]string { return node.Labels },
+func (m metadata) findOwners(managers []fieldManager, talosKeys []string) {
+	for key, value := range m.values {
+		path := metadataPath(m.field, key)
+
+		for _, manager := range managers {
+			switch {
+			case !manager.fields.Has(path):
+			case manager.isOurs():
+				m.applied[key] = value
+			case !manager.isUpstream() && m.owners[key] == "":
+				m.owners[key] = fmt.Sprintf("field manager %q", manager.entry.Manager)
+			}
+		}
 	}
-	annotationsField = metadataField{
-		name: "annotations", noun: "Annotation", talosKeys: constants.AnnotationOwnedAnnotations,
-		of: func(node *corev1.Node) map[string]string { return node.Annotations },
+
+	for _, key := range talosKeys {
+		m.owners[key] = ownerTalos
 	}
-)
-
-func (f metadataField) path(key string) fieldpath.Path {
-	return fieldpath.MakePathOrDie("metadata", f.name, key)
 }
 
-// comparison is what to apply to a metadataField.
-type comparison struct {
-	apply     map[string]string
-	changed   bool // apply differs from what is applied
-	conflicts []events.Condition
-}
-
-// compare returns the desired keys that the controller may own.
+// compare returns the desired values that the controller may apply, and the others as conflicts.
 //
 // It skips keys that another client owns with a different value. It applies keys with a different value that no client
 // owns: an interrupted takeover from the upstream Talos CCM leaves them. It does not start to apply keys that Talos
 // owns, since Talos would revert them. Keys that were applied before Talos took them over stay applied as long as the
 // values are equal: otherwise they would be removed.
-func (f metadataField) compare(node *corev1.Node, managers []fieldManager, desired map[string]string) comparison {
-	present, applied := f.of(node), map[string]string{}
-
-	for key, value := range present {
-		if f.isApplied(managers, key) {
-			applied[key] = value
-		}
-	}
-
-	result := comparison{apply: map[string]string{}}
+func (m metadata) compare(desired map[string]string) (apply map[string]string, conflicts []events.Condition) {
+	apply = map[string]string{}
 
 	for _, key := range slices.Sorted(maps.Keys(desired)) {
-		current, exists := present[key]
-		_, isApplied := applied[key]
-		owner := f.otherOwner(node, managers, key)
+		current, exists := m.values[key]
+		_, isApplied := m.applied[key]
+		owner := m.owners[key]
 
 		switch {
 		case exists && current != desired[key] && owner != "":
-			result.conflicts = append(result.conflicts, events.Condition{
+			conflicts = append(conflicts, events.Condition{
 				Reason:  ReasonOwnershipConflict,
-				Subject: f.name + "/" + key,
-				Message: fmt.Sprintf("%s %s=%.80q is owned by %s; skipped", f.noun, key, current, owner),
+				Subject: m.field + "/" + key,
+				Message: fmt.Sprintf("%s %s=%.80q is owned by %s; skipped", m.noun, key, current, owner),
 			})
 		case owner == ownerTalos && !isApplied: // Talos sets it
 		default:
-			result.apply[key] = desired[key]
+			apply[key] = desired[key]
 		}
 	}
 
-	result.changed = !maps.Equal(result.apply, applied)
-
-	return result
+	return apply, conflicts
 }
 
-// applied returns the keys of the Node after apply is applied: server-side apply removes what the controller no longer
-// applies and no other manager owns.
-func (f metadataField) applied(node *corev1.Node, managers []fieldManager, apply map[string]string) map[string]string {
-	after := maps.Clone(f.of(node))
+// topology is a field of the platform metadata with its labels: the stable one and the deprecated one.
+type topology struct{ field, stable, beta string }
 
-	maps.DeleteFunc(after, func(key, _ string) bool {
-		return f.isApplied(managers, key) && !slices.ContainsFunc(managers, func(m fieldManager) bool { return !m.isOurs() && m.fields.Has(f.path(key)) })
-	})
+var topologies = []topology{
+	{"Region", corev1.LabelTopologyRegion, corev1.LabelFailureDomainBetaRegion},
+	{"Zone", corev1.LabelTopologyZone, corev1.LabelFailureDomainBetaZone},
+}
 
-	if after == nil {
-		return apply
+// keepTopology replaces the region and the zone in the desired labels by those of an initialized Node, and returns each
+// difference as a condition. Volumes are bound to these labels, and Kubernetes documents that it is safe to assume that
+// they do not change (https://kubernetes.io/docs/reference/labels-annotations-taints/#topologykubernetesiozone). The
+// labels of the Node are the only state, so a restart changes nothing.
+//
+// Missing labels are not kept but set: no volume can be bound to them, and an operator accepts a new value by deleting
+// the label. The beta label follows the stable one.
+func keepTopology(node *corev1.Node, labels metadata, spec nodespec.Spec, desired map[string]string) (changed []events.Condition) {
+	for _, t := range topologies {
+		current, exists := node.Labels[t.stable]
+		_, isApplied := labels.applied[t.stable]
+		_, isBetaApplied := labels.applied[t.beta]
+		value := spec.Labels[t.stable]
+
+		switch {
+		case !exists || current == value:
+		case labels.owners[t.stable] != "": // compare reports the conflict
+			value = current
+		case nodespec.IsUninitialized(node) || (value == "" && !isApplied):
+		default:
+			changed = append(changed, topologyChanged(spec, t, current))
+			value, desired[t.stable] = current, current
+		}
+
+		if value != "" && (isBetaApplied || spec.Labels[t.beta] != "") {
+			desired[t.beta] = value
+		}
 	}
 
-	maps.Copy(after, apply)
+	return changed
+}
 
-	return after
+func topologyChanged(spec nodespec.Spec, t topology, current string) events.Condition {
+	source := "its machine"
+	if rule := cmp.Or(spec.Transformed.Labels[t.stable].Rule, spec.Transformed.Replaced[t.field]); rule != "" {
+		source = fmt.Sprintf("rule %q", rule)
+	}
+
+	now := "no longer sets it"
+	if value := spec.Labels[t.stable]; value != "" {
+		now = fmt.Sprintf("now sets %.80q", value)
+	}
+
+	return events.Condition{Reason: ReasonTopologyChanged, Subject: t.stable, Message: fmt.Sprintf(
+		"Node keeps label %s=%.80q, but %s %s; to accept the new value, delete the label or set nodes.topology: follow", t.stable, current, source, now)}
 }
 
 // fieldManager is an entry of managedFields. The generated ExtractNode cannot be used: it fails for Nodes with two
@@ -251,53 +268,37 @@ func (m fieldManager) isOurs() bool {
 	return m.entry.Manager == FieldManager && m.entry.Operation == metav1.ManagedFieldsOperationApply && m.entry.Subresource == ""
 }
 
-// isUpstream reports whether the manager is the upstream Talos CCM. Its labels and annotations change their owner as
-// soon as they are applied.
 func (m fieldManager) isUpstream() bool {
 	return m.entry.Manager == upstreamManager && m.entry.Operation == metav1.ManagedFieldsOperationUpdate && m.entry.Subresource == ""
 }
 
-// isApplied reports whether this controller owns the key.
-func (f metadataField) isApplied(managers []fieldManager, key string) bool {
-	return slices.ContainsFunc(managers, func(m fieldManager) bool { return m.isOurs() && m.fields.Has(f.path(key)) })
+func metadataPath(field, key string) fieldpath.Path {
+	return fieldpath.MakePathOrDie("metadata", field, key)
 }
 
-// otherOwner names Talos or a field manager, other than this controller and the upstream Talos CCM, that owns the key;
-// empty if there is none.
-func (f metadataField) otherOwner(node *corev1.Node, managers []fieldManager, key string) string {
-	if slices.Contains(ownedByTalos(node, f.talosKeys), key) {
-		return ownerTalos
+// appliedFields returns the paths of the labels and annotations that are applied.
+func (p plan) appliedFields() *fieldpath.Set {
+	fields := fieldpath.NewSet()
+
+	for key := range p.labels {
+		fields.Insert(metadataPath("labels", key))
 	}
 
-	for _, m := range managers {
-		if m.fields.Has(f.path(key)) && !m.isOurs() && !m.isUpstream() {
-			return fmt.Sprintf("field manager %q", m.entry.Manager)
-		}
+	for key := range p.annotations {
+		fields.Insert(metadataPath("annotations", key))
 	}
 
-	return ""
+	return fields
 }
 
-// takeOver returns managedFields in which the upstream Talos CCM does not own the given labels and annotations; nil if
-// it owns none. As long as it is an owner, they would not be removed when the controller no longer applies them.
-func takeOver(managers []fieldManager, labels, annotations map[string]string) ([]metav1.ManagedFieldsEntry, error) {
-	taken := fieldpath.NewSet()
-
-	for key := range labels {
-		taken.Insert(labelsField.path(key))
-	}
-
-	for key := range annotations {
-		taken.Insert(annotationsField.path(key))
-	}
-
-	var entries []metav1.ManagedFieldsEntry
-
-	changed := false
+// takeOver returns managedFields in which the upstream Talos CCM does not own the applied labels and annotations; nil
+// if it owns none. If it stayed an owner, the API server would keep them when the controller no longer applies them.
+func (p plan) takeOver(managers []fieldManager) (entries []metav1.ManagedFieldsEntry, err error) {
+	applied, changed := p.appliedFields(), false
 
 	for _, m := range managers {
-		if m.isUpstream() && !m.fields.Intersection(taken).Empty() {
-			fields, err := m.fields.Difference(taken).ToJSON()
+		if m.isUpstream() && !m.fields.Intersection(applied).Empty() {
+			fields, err := m.fields.Difference(applied).ToJSON()
 			if err != nil {
 				return nil, fmt.Errorf("encode managed fields of %q: %w", m.entry.Manager, err)
 			}

@@ -1,7 +1,9 @@
 package node
 
 import (
+	"cmp"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 
@@ -83,77 +85,97 @@ func NewPreviews(nodes []*corev1.Node, machines *inventory.Inventory, options no
 
 // preview returns what the next sync would write to the Node.
 func (c *Controller) preview(node *corev1.Node) (Preview, error) {
-	result := Preview{Before: node}
-	entry := c.config.Inventory.Get(node.Name)
-
-	if !nodespec.IsTalos(node) || node.DeletionTimestamp != nil || !mayManage(entry, nodespec.NewInput(node, entry.Machine, c.config.Options(entry.Machine))) {
-		result.Unmanaged = true
-
-		return result, nil
+	entry, in := c.machineOf(node)
+	if !isManaged(node, entry, in) {
+		return Preview{Before: node, Unmanaged: true}, nil
 	}
 
-	p, conditions, err := c.plan(node)
+	managers, err := fieldManagers(node)
 	if err != nil {
 		return Preview{}, err
 	}
 
-	result.Conditions = conditions
+	p, conditions, err := c.plan(node, entry, in)
+	if err != nil {
+		return Preview{}, err
+	}
+
+	result := Preview{Before: node, Conditions: conditions, Upstream: upstreamFields(managers, p)}
 
 	if p != nil {
-		result.ProviderID = p.wantedID
+		result.ProviderID, result.After = p.wantedID, p.applyTo(node, managers)
+	}
 
-		if result.After, err = p.applyTo(node); err != nil {
-			return Preview{}, err
+	return result, nil
+}
+
+// applyTo returns the Node after the plan is written. It does not change the given one.
+func (p plan) applyTo(node *corev1.Node, managers []fieldManager) *corev1.Node {
+	after := node.DeepCopy()
+	after.Spec.ProviderID = cmp.Or(p.providerID, node.Spec.ProviderID)
+
+	if p.apply {
+		labels, annotations := metadataOf(node, managers)
+		after.Labels = labels.after(p.labels, managers)
+		after.Annotations = annotations.after(p.annotations, managers)
+	}
+
+	if p.addresses != nil {
+		after.Status.Addresses = p.addresses
+	}
+
+	if p.updateTaints {
+		after.Spec.Taints = mergeTaints(node, p.spec.Taints).list
+	}
+
+	return after
+}
+
+// after returns the values after apply is applied: server-side apply removes keys that the controller no longer applies
+// and that no other manager owns.
+func (m metadata) after(apply map[string]string, managers []fieldManager) map[string]string {
+	values := map[string]string{}
+	maps.Copy(values, m.values)
+
+	for key := range m.applied {
+		if !slices.ContainsFunc(managers, func(f fieldManager) bool { return !f.isOurs() && f.fields.Has(metadataPath(m.field, key)) }) {
+			delete(values, key)
 		}
 	}
 
-	result.Upstream, err = upstreamFields(node, p)
+	maps.Copy(values, apply)
 
-	return result, err
+	return values
 }
 
 // upstreamFields returns the fields that the upstream Talos CCM owns. The plan may be nil.
-func upstreamFields(node *corev1.Node, p *plan) ([]UpstreamField, error) {
-	managers, err := fieldManagers(node)
-	if err != nil {
-		return nil, err
-	}
+func upstreamFields(managers []fieldManager, p *plan) (fields []UpstreamField) {
+	const depth = 2 // such as metadata.labels
 
-	var fields []UpstreamField
+	applied := fieldpath.NewSet()
+	if p != nil {
+		applied = p.appliedFields()
+	}
 
 	for _, m := range managers {
 		if m.entry.Manager != upstreamManager {
 			continue
 		}
 
-		m.fields.Leaves().Iterate(func(path fieldpath.Path) { fields = append(fields, newUpstreamField(path, m, p)) })
+		m.fields.Leaves().Iterate(func(path fieldpath.Path) {
+			field := UpstreamField{Name: strings.TrimPrefix(path[:min(depth, len(path))].String(), ".")}
+
+			isMetadata := field.Name == "metadata.labels" || field.Name == "metadata.annotations"
+			if isMetadata && len(path) > depth && path[depth].FieldName != nil {
+				field.Key = *path[depth].FieldName
+				field.TakenOver = m.isUpstream() && applied.Has(path)
+			}
+
+			fields = append(fields, field)
+		})
 	}
 
 	slices.SortFunc(fields, func(a, b UpstreamField) int { return strings.Compare(a.Name+" "+a.Key, b.Name+" "+b.Key) })
 
-	return slices.Compact(fields), nil
-}
-
-func newUpstreamField(path fieldpath.Path, m fieldManager, p *plan) UpstreamField {
-	const depth = 2 // such as metadata.labels
-
-	field := UpstreamField{Name: strings.TrimPrefix(path[:min(depth, len(path))].String(), ".")}
-
-	if len(path) <= depth || path[depth].FieldName == nil {
-		return field
-	}
-
-	for _, f := range []metadataField{labelsField, annotationsField} {
-		if field.Name != "metadata."+f.name {
-			continue
-		}
-
-		field.Key = *path[depth].FieldName
-
-		if p != nil && m.isUpstream() {
-			_, field.TakenOver = map[string]map[string]string{labelsField.name: p.labels, annotationsField.name: p.annotations}[f.name][field.Key]
-		}
-	}
-
-	return field
+	return slices.Compact(fields)
 }

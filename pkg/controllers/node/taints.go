@@ -20,22 +20,22 @@ import (
 // protects taints.
 const labelEnforcedTaint = "talos-ccm.node-restriction.kubernetes.io/enforced-"
 
-// taintPlan is the desired state of a Node's taints.
-type taintPlan struct {
+// mergedTaints are the taints that a Node must have.
+type mergedTaints struct {
 	list []corev1.Taint
-	// record are the labels that record enforced taints. It is written first, so it keeps a taint that is about to be
-	// removed.
+	// record are the labels that record enforced taints. They are written before the taints, and include a taint that is
+	// about to be removed.
 	record    map[string]string
 	conflicts []events.Condition
 }
 
-// planTaints adds the desired taints: all at initialization, later the enforced ones. It removes the uninitialized
+// mergeTaints adds the desired taints: all at initialization, later the enforced ones. It removes the uninitialized
 // taint, and taints that are recorded as enforced but no longer desired. It keeps the taints of other clients.
-func planTaints(node *corev1.Node, desired []rules.Taint) taintPlan {
+func mergeTaints(node *corev1.Node, desired []rules.Taint) mergedTaints {
 	var (
 		isUninitialized = nodespec.IsUninitialized(node)
 		ids             = map[string]bool{}
-		p               = taintPlan{list: slices.DeleteFunc(slices.Clone(node.Spec.Taints), nodespec.IsUninitializedTaint), record: map[string]string{}}
+		p               = mergedTaints{list: slices.DeleteFunc(slices.Clone(node.Spec.Taints), nodespec.IsUninitializedTaint), record: map[string]string{}}
 	)
 
 	for _, taint := range desired {
@@ -62,7 +62,7 @@ func planTaints(node *corev1.Node, desired []rules.Taint) taintPlan {
 }
 
 // add adds a taint. It does not change the value of a taint that is not recorded as enforced.
-func (p *taintPlan) add(node *corev1.Node, taint rules.Taint) {
+func (p *mergedTaints) add(node *corev1.Node, taint rules.Taint) {
 	id := taintID(taint.Taint)
 	ours := isRecorded(node, taint.Taint)
 	i := slices.IndexFunc(p.list, func(t corev1.Taint) bool { return taintID(t) == id })
