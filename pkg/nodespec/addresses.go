@@ -105,11 +105,12 @@ func addresses(in Input, transformed rules.Result, nodeIPs []netip.Addr) ([]core
 }
 
 // externalIPs returns the addresses that the platform reports and, if discovery is enabled, the public addresses on the
-// links. The default is to discover addresses if the platform does not report any.
+// links: those that belong to the machine permanently and are globally reachable. The default is to discover addresses
+// if the platform does not report any.
 //
-// They are in the order of the upstream Talos CCM, which lists the first of each family: reported ones first, then those
-// on links in the order of their IDs, of which each permanent IPv6 address comes before all others.
-func externalIPs(in Input, discovery *bool, nodeIPs []netip.Addr) []netip.Addr {
+// The order is that of the upstream Talos CCM, which lists the first address of each family: reported addresses, then
+// those on links in the order of their IDs. Of the latter, permanent IPv6 addresses come first.
+func externalIPs(in Input, discovery *bool, nodeIPs []netip.Addr) (ips []netip.Addr) {
 	reports := reportsExternalIPs[in.Machine.Platform.Platform]
 	discover := !reports
 
@@ -122,12 +123,13 @@ func externalIPs(in Input, discovery *bool, nodeIPs []netip.Addr) []netip.Addr {
 	for _, a := range in.Machine.Addresses {
 		ip := a.Prefix.Addr().Unmap()
 		isExternal := a.Link == machine.LinkExternal
+		isPublic := in.Machine.IsStable(a) && !slices.ContainsFunc(notPublic, func(p netip.Prefix) bool { return p.Contains(ip) })
 
 		switch {
 		case slices.Contains(nodeIPs, ip), slices.Contains(in.SharedAddresses, ip), in.Machine.Excludes(ip):
 		case isExternal && reports:
 			reported = append(reported, ip)
-		case !isExternal && !(discover && isPublic(in.Machine, a)):
+		case !isExternal && !(discover && isPublic):
 		case ip.Is6() && nethelpers.AddressFlag(a.Flags)&nethelpers.AddressPermanent != 0:
 			found = slices.Insert(found, 0, ip)
 		default:
@@ -135,23 +137,9 @@ func externalIPs(in Input, discovery *bool, nodeIPs []netip.Addr) []netip.Addr {
 		}
 	}
 
-	return arrange(in.Options, append(reported, found...))
-}
-
-// isPublic reports whether the address on a link belongs to this machine permanently and is globally reachable.
-func isPublic(m machine.Machine, a machine.Address) bool {
-	isSpecial := func(p netip.Prefix) bool { return p.Contains(a.Prefix.Addr().Unmap()) }
-
-	return m.IsStable(a) && !slices.ContainsFunc(notPublic, isSpecial)
-}
-
-// arrange returns the ExternalIPs without duplicates, by family.
-func arrange(options Options, all []netip.Addr) []netip.Addr {
-	var ips []netip.Addr
-
-	for _, ip := range all {
+	for _, ip := range append(reported, found...) {
 		isListed := func(other netip.Addr) bool {
-			return other == ip || (options.OneExternalIPPerFamily && other.Is4() == ip.Is4())
+			return other == ip || (in.Options.OneExternalIPPerFamily && other.Is4() == ip.Is4())
 		}
 
 		if !slices.ContainsFunc(ips, isListed) {
@@ -159,15 +147,15 @@ func arrange(options Options, all []netip.Addr) []netip.Addr {
 		}
 	}
 
-	slices.SortStableFunc(ips, byFamily(options))
+	slices.SortStableFunc(ips, byFamily(in.Options))
 
 	return ips
 }
 
-// dnsNames returns the DNS names that the platform reports or rules set. A host name with a domain, or such a nodename
-// if the platform reports no host name, is the internal name if there is no other. The kubelet requests a certificate for all names of its Node, so dnsNames omits those for which
-// it could not get one.
-func dnsNames(in Input, transformed rules.Result) ([]corev1.NodeAddress, []Problem) {
+// dnsNames returns the DNS names that the platform reports or rules set. If there is no internal name, it is the host
+// name if that has a domain, or such a nodename if the platform reports no host name. The kubelet requests a certificate
+// for all names of its Node. Therefore dnsNames omits names for which the kubelet could not get one.
+func dnsNames(in Input, transformed rules.Result) (list []corev1.NodeAddress, problems []Problem) {
 	platform, own := transformed.Platform, in.Machine.OwnNames()
 
 	for field, name := range map[string]string{"InternalDNS": platform.InternalDNS, "ExternalDNS": platform.ExternalDNS} {
@@ -180,11 +168,6 @@ func dnsNames(in Input, transformed rules.Result) ([]corev1.NodeAddress, []Probl
 	if internal == "" && strings.Contains(strings.TrimSuffix(hostname, "."), ".") {
 		internal = hostname
 	}
-
-	var (
-		list     []corev1.NodeAddress
-		problems []Problem
-	)
 
 	for _, a := range []corev1.NodeAddress{
 		{Type: corev1.NodeInternalDNS, Address: internal},

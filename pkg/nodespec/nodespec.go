@@ -1,8 +1,17 @@
 // Package nodespec computes the desired labels, annotations, taints, addresses and providerID of a Talos machine's
 // Node.
 //
-// It is part of the pure core: a Machine in, a Spec out. From the Node it reads only what the kubelet reports about
-// the machine (node.go). It does not decide who owns a field, and never writes.
+// It is part of the pure core: a Machine in, a Spec out. From the Node it reads only the kubelet's reports about the
+// machine (node.go). It does not decide who owns a field, and never writes.
+//
+// A providerID cannot be changed once it is set, so Desired returns none too early. Until the metadata service of a
+// platform responds, Talos publishes PlatformMetadata with the name of the platform only:
+//   - On a platform with instance IDs, a machine without one is pending. nocloud and vmware can lack metadata
+//     permanently. Desired accepts that once Talos has finished reading it.
+//   - Metadata that Talos cached in an earlier boot counts after the platform has confirmed it in this boot.
+//   - metal and container have no instance IDs. The SMBIOS UUID replaces them if it is valid and unique.
+//   - A rule can replace the providerID or the instance ID after the platform has published its metadata. If the rule
+//     fails, a Node without a providerID is pending. A Node with a providerID keeps it, and the rest is updated.
 package nodespec
 
 import (
@@ -130,34 +139,8 @@ type Spec struct {
 	Addresses []corev1.NodeAddress
 }
 
-// Problem is a value that the Spec omits because it is invalid.
-type Problem struct {
-	Key, Value, Why string
-	// Rule is the name of the rule that set the value; empty if the machine reported it.
-	Rule string
-}
-
-// Kind returns the field of the rule ("labels", "annotations", "taints", "platformMetadata"), or "machine".
-func (p Problem) Kind() string {
-	if p.Rule == "" {
-		return "machine"
-	}
-
-	kind, _, _ := strings.Cut(p.Key, "[")
-
-	return kind
-}
-
-// String returns the problem as one sentence. It shortens long values, which come from metadata services and
-// annotations.
-func (p Problem) String() string {
-	rule := ""
-	if p.Rule != "" {
-		rule = fmt.Sprintf("rule %q: ", p.Rule)
-	}
-
-	return fmt.Sprintf("%s%s=%.80q omitted: %s", rule, p.Key, p.Value, p.Why)
-}
+// Problem is a value that the Spec omits because it is invalid. Its rule is empty if the machine reported the value.
+type Problem = rules.Problem
 
 // Desired returns the desired state of the Node, with the values that it omits as problems. If the state is not known
 // yet, pending explains why, and the Spec is empty.
@@ -179,11 +162,11 @@ func Desired(in Input) (spec Spec, problems []Problem, pending string) {
 		return Spec{}, nil, fmt.Sprintf("the machine does not have the kubelet's node IP %s yet, which is needed for the providerID", provided[0])
 	}
 
-	spec, problems, labelProblems := fromMetadata(in, providerID(in, nodeIPs[0]))
+	spec, problems = fromMetadata(in, providerID(in, nodeIPs[0]))
 
 	if invalid := identityProblem(in, spec.Transformed); invalid != nil {
 		if in.ProviderID == "" || pendingSMBIOS(in) {
-			return Spec{}, problems, fmt.Sprintf("rule %q cannot set %s: %s", invalid.Rule, invalid.Key, invalid.Why)
+			return Spec{}, spec.Transformed.Problems, fmt.Sprintf("rule %q cannot set %s: %s", invalid.Rule, invalid.Key, invalid.Why)
 		}
 
 		if spec.ProviderID = in.ProviderID; !slices.Contains(problems, *invalid) {
@@ -195,34 +178,30 @@ func Desired(in Input) (spec Spec, problems []Problem, pending string) {
 
 	spec.Addresses, addressProblems = addresses(in, spec.Transformed, nodeIPs)
 
-	return spec, slices.Concat(problems, labelProblems, addressProblems), ""
+	return spec, append(problems, addressProblems...), ""
 }
 
 // FromMetadata returns the part of the Spec that does not depend on the machine's addresses and on its name: labels,
 // annotations and taints, and the providerID if the platform or a rule identifies the instance.
 func FromMetadata(in Input) (Spec, []Problem) {
-	spec, problems, labelProblems := fromMetadata(in, providerID(in, netip.Addr{}))
+	spec, problems := fromMetadata(in, providerID(in, netip.Addr{}))
 	if identityProblem(in, spec.Transformed) != nil {
 		spec.ProviderID = ""
 	}
 
-	return spec, slices.Concat(problems, labelProblems)
+	return spec, problems
 }
 
 // fromMetadata returns the Spec without addresses. As in the upstream Talos CCM, rules read the providerID that the Node
 // has without them.
-func fromMetadata(in Input, untransformed string) (spec Spec, ruleProblems, labelProblems []Problem) {
+func fromMetadata(in Input, untransformed string) (Spec, []Problem) {
 	facts := in.Facts()
 	facts.Machine.Platform.ProviderID = untransformed
 	transformed := in.Options.Rules.Apply(facts)
 	providerID := providerIDOfRules(in, transformed, untransformed)
 
-	for _, p := range transformed.Problems {
-		ruleProblems = append(ruleProblems, Problem{Rule: p.Rule, Key: p.Key, Value: p.Value, Why: p.Why})
-	}
-
 	in.Machine.Platform = transformed.Platform
-	labels, labelProblems := labels(in, transformed)
+	labels, problems := labels(in, transformed)
 
 	return Spec{
 		ProviderID:     providerID,
@@ -231,7 +210,7 @@ func fromMetadata(in Input, untransformed string) (spec Spec, ruleProblems, labe
 		FollowTopology: in.Options.FollowTopology,
 		Taints:         transformed.Taints,
 		Transformed:    transformed,
-	}, ruleProblems, labelProblems
+	}, slices.Concat(transformed.Problems, problems)
 }
 
 func values(rendered map[string]rules.Value) map[string]string {

@@ -64,16 +64,16 @@ func providerIDOfRules(in Input, transformed rules.Result, untransformed string)
 	}
 }
 
-// identityProblem returns why the identity that rules have set cannot be used, or nil. There is no fallback to another
-// identity: a providerID cannot be changed once it is written.
+// identityProblem returns why the providerID or the instance ID that rules set cannot be used, or nil. Then the Node
+// gets no other providerID: it could not be corrected later.
 func identityProblem(in Input, transformed rules.Result) *Problem {
 	_, providerID := transformed.Replaced[fieldProviderID]
 	_, instanceID := transformed.Replaced[fieldInstanceID]
 
 	for _, p := range transformed.Problems {
-		// Rules may compute an identity from metadata that an earlier rule failed to replace.
+		// A rule may compute an ID from metadata that an earlier rule failed to replace.
 		if p.Identity || ((providerID || instanceID) && strings.HasPrefix(p.Key, "platformMetadata[")) {
-			return &Problem{Rule: p.Rule, Key: p.Key, Value: p.Value, Why: p.Why}
+			return &p
 		}
 	}
 
@@ -89,7 +89,7 @@ func identityProblem(in Input, transformed rules.Result) *Problem {
 			continue
 		}
 
-		why := invalidIdentity(field.value)
+		why := invalidID(field.value)
 
 		switch {
 		case pendingSMBIOS(in):
@@ -111,7 +111,7 @@ func identifiedBySMBIOS(platform string) bool {
 	return platform == platformMetal || platform == platformContainer
 }
 
-// pendingMetadata returns which metadata is missing before the machine can be identified, or an empty string.
+// pendingMetadata returns the metadata without which the machine cannot be identified yet, or an empty string.
 func pendingMetadata(in Input) string {
 	meta := in.Machine.Platform
 	identified := meta.InstanceID != "" || isProviderID(meta.ProviderID)
@@ -127,7 +127,7 @@ func pendingMetadata(in Input) string {
 	case !isFinal(in.Machine, !in.Machine.PlatformFromCache): // the disk may have belonged to another instance
 		return fmt.Sprintf("platform %q has not confirmed the metadata that Talos cached in an earlier boot", meta.Platform)
 	case identified:
-		if why := invalidIdentity(meta.InstanceID + meta.ProviderID); why != "" {
+		if why := invalidID(meta.InstanceID + meta.ProviderID); why != "" {
 			return fmt.Sprintf("platform %q has published an invalid instance ID or providerID: it %s", meta.Platform, why)
 		}
 	case meta.Platform != platformNoCloud && meta.Platform != platformVMware:
@@ -139,17 +139,16 @@ func pendingMetadata(in Input) string {
 	return ""
 }
 
-// invalidIdentity returns what is wrong with an instance ID or a providerID, or an empty string. On nocloud, IDs are
-// free text.
-func invalidIdentity(identity string) string {
+// invalidID returns why an instance ID or a providerID is invalid, or an empty string. On nocloud, IDs are free text.
+func invalidID(id string) string {
 	const longest = 1024 // an Azure resource ID takes some 200
 
 	invalid := func(r rune) bool { return !unicode.IsGraphic(r) || unicode.IsSpace(r) || r == utf8.RuneError }
 
 	switch {
-	case len(identity) > longest:
+	case len(id) > longest:
 		return fmt.Sprintf("is longer than %d bytes", longest)
-	case strings.ContainsFunc(identity, invalid):
+	case strings.ContainsFunc(id, invalid):
 		return "contains spaces, control characters or invalid UTF-8"
 	default:
 		return ""

@@ -18,6 +18,9 @@
 package rules
 
 import (
+	"fmt"
+	"strings"
+
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	corev1 "k8s.io/api/core/v1"
 
@@ -129,8 +132,9 @@ type Taint struct {
 	Enforce bool
 }
 
-// Problem is a value that a rule could not set.
+// Problem is a value that cannot be set.
 type Problem struct {
+	// Rule is the name of the rule that set the value; empty if the machine reported it.
 	Rule string
 	// Key is the position in the rule, such as "labels[topology.kubernetes.io/zone]" or "platformMetadata[ProviderID]".
 	Key string
@@ -140,4 +144,27 @@ type Problem struct {
 	Why string
 	// Identity is true if the rule could not replace ProviderID or InstanceID. The Node must not be initialized then.
 	Identity bool
+}
+
+// Kind returns the field of the rule ("labels", "annotations", "taints", "platformMetadata"), or "machine" for a value
+// that the machine reported.
+func (p Problem) Kind() string {
+	if p.Rule == "" {
+		return "machine"
+	}
+
+	kind, _, _ := strings.Cut(p.Key, "[")
+
+	return kind
+}
+
+// String returns the problem as one sentence. It shortens long values, which come from metadata services and
+// annotations.
+func (p Problem) String() string {
+	rule := ""
+	if p.Rule != "" {
+		rule = fmt.Sprintf("rule %q: ", p.Rule)
+	}
+
+	return fmt.Sprintf("%s%s=%.80q omitted: %s", rule, p.Key, p.Value, p.Why)
 }
