@@ -1,19 +1,24 @@
 // Package service gives Services of type LoadBalancer the addresses of Nodes. kube-proxy, or what replaces it, then
-// accepts the traffic to these addresses on every Node; there is no load balancer in front.
+// accepts the traffic to these addresses on every Node. There is no load balancer in front.
 //
 // Name: service-lb-controller (alias service), as in k8s.io/cloud-provider. The framework's controller of that name
 // ignores Services with a loadBalancerClass and does not know endpoints.
 //
 // Inputs: Services, EndpointSlices, Nodes, the inventory and the configuration.
 //
-// Outputs: status.loadBalancer of the Services with the class talos-ccm.dev/node-ip, and if so configured, of those
-// without a class. It is applied with a field manager of its own. When a Service is no longer managed, exactly what the
-// controller has written is removed. The API server itself clears the status when the type of a Service changes, so no
-// finalizer is needed.
+// Outputs: status.loadBalancer of the Services with the class talos-ccm.dev/node-ip, and if so configured, of Services
+// without a class. The status is applied with a separate field manager. When a Service is no longer managed, exactly the
+// addresses that the controller has written are removed. The API server clears the status when the type of a Service
+// changes, so no finalizer is needed.
 //
-// It never writes the status of another Service, and publishes an address only if the machine of a managed Node has it.
+// It never writes the status of other Services, and publishes an address only if the machine of a managed Node has it.
 //
-// Services compete for the ports of the Nodes. Therefore one worker decides about all of them in each pass.
+// Services compete for the ports of the Nodes. Therefore one worker decides about all of them in each pass: decide is a
+// pure function from Services, Nodes, machines and EndpointSlices to addresses. The controller stores nothing. Present
+// addresses come first, then a hash of Service and Node decides, so a new Node or a new leader changes no full list.
+//
+// A Node must meet the conditions of the framework, and be ready: the framework relies on the health checks of a load
+// balancer, which does not exist here.
 package service
 
 import (
@@ -162,7 +167,7 @@ func (c *Controller) Run(ctx context.Context) {
 
 	worker := queue.Worker{Queue: c.queue, Subject: "key", Failure: "Failed to update load balancers; retrying", Sync: c.sync}
 	group.StartWithContext(ctx, worker.Run)
-	c.Resync() // removes what is left if there are neither Nodes nor Services to manage
+	c.Resync() // the handlers queue nothing if there are no objects
 
 	<-ctx.Done()
 	c.queue.ShutDown()
@@ -176,7 +181,7 @@ func (c *Controller) sync(ctx context.Context, _ string) error {
 		return err
 	}
 
-	decisions := s.plan()
+	decisions := s.decide()
 	errs := make([]error, len(decisions))
 
 	workqueue.ParallelizeUntil(ctx, writers, len(decisions), func(i int) { errs[i] = c.write(ctx, decisions[i]) })
@@ -226,8 +231,8 @@ func (c *Controller) endpoints(service *corev1.Service) []*discoveryv1.EndpointS
 	return endpointSlices
 }
 
-// write applies the addresses of a Service if they differ. The request carries the version of the Service that was
-// decided about, so that it cannot reach a Service that has changed since.
+// write applies the addresses of a Service if they differ. The request contains the resourceVersion of the snapshot, so
+// that it cannot reach a Service that has changed since.
 func (c *Controller) write(ctx context.Context, d decision) error {
 	present := d.service.Status.LoadBalancer.Ingress
 	if apiequality.Semantic.DeepEqual(present, d.ingress) || (len(d.ingress) == 0 && !isOwned(d.service)) {

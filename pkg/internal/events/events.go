@@ -2,12 +2,12 @@
 package events
 
 import (
-	"maps"
 	"strings"
 	"sync"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/client-go/tools/record"
 )
 
@@ -24,25 +24,34 @@ type Condition struct {
 	Message string
 }
 
-type id struct{ reason, subject string }
-
-// Reporter remembers which conditions were reported. It is safe for concurrent use. Use New.
+// Reporter remembers the reported conditions. It is safe for concurrent use. Use New.
 type Reporter struct {
 	recorder record.EventRecorder
 
 	mu    sync.Mutex
-	known map[string]map[id]bool // by object
+	known map[string]sets.Set[Condition] // by object, without messages
 }
 
 // New returns a Reporter that has reported nothing.
 func New(recorder record.EventRecorder) *Reporter {
-	return &Reporter{recorder: recorder, known: map[string]map[id]bool{}}
+	return &Reporter{recorder: recorder, known: map[string]sets.Set[Condition]{}}
 }
 
-// Report replaces the conditions of the object with the given name, emits a Warning Event for each new one, and returns the new ones.
-// Names must be unique within the Reporter.
+// Report replaces the conditions of the object with the given name, emits a Warning Event for each new condition, and
+// returns the new conditions. Names must be unique within the Reporter.
 func (r *Reporter) Report(name string, object runtime.Object, conditions ...Condition) (added []Condition) {
-	added = r.Update(name, conditions...)
+	r.mu.Lock()
+
+	before := r.known[name]
+	delete(r.known, name)
+
+	for _, c := range r.add(name, conditions) {
+		if !before.Has(c.key()) {
+			added = append(added, c)
+		}
+	}
+
+	r.mu.Unlock()
 
 	for _, c := range added {
 		r.recorder.Event(object, corev1.EventTypeWarning, c.Reason, Truncate(c.Message))
@@ -51,51 +60,40 @@ func (r *Reporter) Report(name string, object runtime.Object, conditions ...Cond
 	return added
 }
 
-// Update is Report without Events.
-func (r *Reporter) Update(name string, conditions ...Condition) (added []Condition) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-
-	return r.update(name, map[id]bool{}, conditions)
-}
-
-// Add is Update, but keeps the earlier conditions: a condition that returns is not new.
+// Add adds conditions of the object to the earlier ones, and returns the new conditions. It emits no Events.
 func (r *Reporter) Add(name string, conditions ...Condition) (added []Condition) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 
-	now := maps.Clone(r.known[name])
-	if now == nil {
-		now = map[id]bool{}
-	}
-
-	return r.update(name, now, conditions)
+	return r.add(name, conditions)
 }
 
-// update replaces the conditions of the object with now and the given ones. r.mu must be held.
-func (r *Reporter) update(name string, now map[id]bool, conditions []Condition) (added []Condition) {
-	before := r.known[name]
+func (c Condition) key() Condition { return Condition{Reason: c.Reason, Subject: c.Subject} }
 
+// add is Add. r.mu must be held.
+func (r *Reporter) add(name string, conditions []Condition) (added []Condition) {
 	for _, c := range conditions {
-		key := id{c.Reason, c.Subject}
-		if !before[key] && !now[key] {
+		if !r.known[name].Has(c.key()) {
+			if r.known[name] == nil {
+				r.known[name] = sets.Set[Condition]{}
+			}
+
+			r.known[name].Insert(c.key())
+
 			added = append(added, c)
 		}
-
-		now[key] = true
-	}
-
-	if len(now) == 0 {
-		delete(r.known, name)
-	} else {
-		r.known[name] = now
 	}
 
 	return added
 }
 
-// Forget drops what is known of an object that no longer exists.
-func (r *Reporter) Forget(name string) { r.Update(name) }
+// Forget forgets the conditions of an object that no longer exists.
+func (r *Reporter) Forget(name string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+
+	delete(r.known, name)
+}
 
 // CountByReason returns the number of objects with at least one condition of each reason.
 func (r *Reporter) CountByReason() map[string]int {
@@ -105,9 +103,9 @@ func (r *Reporter) CountByReason() map[string]int {
 	counts := map[string]int{}
 
 	for _, conditions := range r.known {
-		reasons := map[string]bool{}
-		for key := range conditions {
-			reasons[key.reason] = true
+		reasons := sets.Set[string]{}
+		for c := range conditions {
+			reasons.Insert(c.Reason)
 		}
 
 		for reason := range reasons {

@@ -48,19 +48,15 @@ func TestReporter_ReportsEachConditionWhenItAppears(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			recorder := record.NewFakeRecorder(10)
 			reporter := events.New(recorder)
-			silent := events.New(nil)
 
 			last := len(test.reports) - 1
 			for _, conditions := range test.reports[:last] {
 				reporter.Report("node", &corev1.Node{}, conditions...)
-				silent.Update("node", conditions...)
 			}
 
 			drain(recorder)
 
 			assert.Equal(t, test.want, reporter.Report("node", &corev1.Node{}, test.reports[last]...))
-
-			assert.Equal(t, test.want, silent.Update("node", test.reports[last]...))
 
 			var want []string
 			for _, c := range test.want {
@@ -87,24 +83,24 @@ func TestReporter_KeepsObjectsApart(t *testing.T) {
 	reporter := events.New(record.NewFakeRecorder(10))
 
 	for _, name := range []string{"a", "b"} {
-		assert.Len(t, reporter.Update(name, mismatch), 1, name)
+		assert.Len(t, reporter.Report(name, &corev1.Node{}, mismatch), 1, name)
 	}
 
-	reporter.Update("a")
+	reporter.Report("a", &corev1.Node{})
 	reporter.Forget("a")
 
-	assert.Empty(t, reporter.Update("b", mismatch))
+	assert.Empty(t, reporter.Report("b", &corev1.Node{}, mismatch))
 }
 
 func TestReporter_ForgetMakesConditionsNew(t *testing.T) {
 	reporter := events.New(record.NewFakeRecorder(10))
-	reporter.Update("node", mismatch)
+	reporter.Report("node", &corev1.Node{}, mismatch)
 	reporter.Forget("node")
 	reporter.Forget("unknown")
 
 	assert.Empty(t, reporter.CountByReason())
 
-	assert.Len(t, reporter.Update("node", mismatch), 1)
+	assert.Len(t, reporter.Report("node", &corev1.Node{}, mismatch), 1)
 }
 
 func TestReporter_AddKeepsConditions(t *testing.T) {
@@ -126,10 +122,10 @@ func TestReporter_CountsObjectsByReason(t *testing.T) {
 		t.Errorf("without reports: %v", counts)
 	}
 
-	reporter.Update("a", labelA, labelB, mismatch)
-	reporter.Update("b", labelA)
-	reporter.Update("c", unreachable)
-	reporter.Update("c", mismatch)
+	reporter.Report("a", &corev1.Node{}, labelA, labelB, mismatch)
+	reporter.Report("b", &corev1.Node{}, labelA)
+	reporter.Report("c", &corev1.Node{}, unreachable)
+	reporter.Report("c", &corev1.Node{}, mismatch)
 
 	assert.Equal(t, map[string]int{"OwnershipConflict": 2, "IdentityMismatch": 2}, reporter.CountByReason())
 }

@@ -111,7 +111,7 @@ func candidates(n int) (list []candidate) {
 
 // addressesOf returns the planned addresses of a Service, and its reasons.
 func (s snapshot) addressesOf(name string) (list, reasons []string) {
-	for _, d := range s.plan() {
+	for _, d := range s.decide() {
 		if d.service.Name != name {
 			continue
 		}
@@ -126,7 +126,7 @@ func (s snapshot) addressesOf(name string) (list, reasons []string) {
 	return nil, []string{"no decision"}
 }
 
-func TestPlan_Addresses(t *testing.T) {
+func TestDecide_Addresses(t *testing.T) {
 	const v4, v6 = corev1.IPv4Protocol, corev1.IPv6Protocol
 
 	dual := []candidate{newCandidate("a", "10.0.0.1", "fd00::1", "ext:198.51.100.1"), newCandidate("b", "10.0.0.2", "fd00::2")}
@@ -191,7 +191,7 @@ func noEndpoints(*corev1.Service) []*discoveryv1.EndpointSlice { return nil }
 
 func unknown(c candidate) candidate { return candidate{node: c.node} }
 
-func TestPlan_EligibleNodes(t *testing.T) {
+func TestDecide_EligibleNodes(t *testing.T) {
 	for name, test := range map[string]struct {
 		change func(*candidate)
 		want   bool
@@ -230,7 +230,7 @@ func TestPlan_EligibleNodes(t *testing.T) {
 	}
 }
 
-func TestPlan_IgnoresReadinessIfNoNodeIsReady(t *testing.T) {
+func TestDecide_IgnoresReadinessIfNoNodeIsReady(t *testing.T) {
 	nodes := candidates(3)
 	nodes[0].node.Labels[corev1.LabelNodeExcludeBalancers] = "" // does not count, although it is ready
 	nodes[1].node.Status.Conditions[0].Status = corev1.ConditionUnknown
@@ -251,7 +251,7 @@ func TestPlan_IgnoresReadinessIfNoNodeIsReady(t *testing.T) {
 	}
 }
 
-func TestPlan_KeepsPublishedAddressesOnlyIfNoNodeIsReady(t *testing.T) {
+func TestDecide_KeepsPublishedAddressesOnlyIfNoNodeIsReady(t *testing.T) {
 	down, unready, other := newCandidate("down", "192.0.2.1"), newCandidate("unready", "192.0.2.2"), newCandidate("other", "192.0.2.3")
 	down.node.Spec.Taints = []corev1.Taint{{Key: cloudproviderapi.TaintNodeShutdown}}
 	down.node.Status.Conditions, unready.node.Status.Conditions = nil, nil
@@ -283,7 +283,7 @@ func TestPlan_KeepsPublishedAddressesOnlyIfNoNodeIsReady(t *testing.T) {
 	}
 }
 
-func TestPlan_LocalEndpoints(t *testing.T) {
+func TestDecide_LocalEndpoints(t *testing.T) {
 	endpoint := func(node string, conditions discoveryv1.EndpointConditions) discoveryv1.Endpoint {
 		return discoveryv1.Endpoint{NodeName: &node, Conditions: conditions}
 	}
@@ -312,7 +312,7 @@ func TestPlan_LocalEndpoints(t *testing.T) {
 	}
 }
 
-func TestPlan_PortConflicts(t *testing.T) {
+func TestDecide_PortConflicts(t *testing.T) {
 	nodes := candidates(2)
 	both := []string{"192.0.2.1", "192.0.2.2"}
 	onFirst := annotation(AnnotationNodeSelector, "name=node-0")
@@ -344,7 +344,7 @@ func TestPlan_PortConflicts(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			s := snapshot{services: []*corev1.Service{test.service, test.other}, nodes: nodes}
 
-			for _, d := range s.plan() {
+			for _, d := range s.decide() {
 				if d.service == test.service {
 					s.services = []*corev1.Service{test.service} // found
 					reasons := []string(nil)
@@ -365,7 +365,7 @@ func TestPlan_PortConflicts(t *testing.T) {
 	}
 }
 
-func TestPlan_ConflictsCountOnlyBelowTheLimit(t *testing.T) {
+func TestDecide_ConflictsCountOnlyBelowTheLimit(t *testing.T) {
 	s := snapshot{services: []*corev1.Service{newService("a", annotation(AnnotationNodeSelector, "name in (node-0, node-1)")), newService("b")}, nodes: candidates(18)}
 	if got, reasons := s.addressesOf("b"); len(got) != maxAddresses || reasons != nil {
 		t.Errorf("with 16 other addresses: got %d %v", len(got), reasons)
@@ -377,7 +377,7 @@ func TestPlan_ConflictsCountOnlyBelowTheLimit(t *testing.T) {
 	}
 }
 
-func TestPlan_LimitIsSharedByFamilies(t *testing.T) {
+func TestDecide_LimitIsSharedByFamilies(t *testing.T) {
 	var nodes []candidate
 	for i := range 10 {
 		nodes = append(nodes, newCandidate(fmt.Sprint("node-", i), fmt.Sprint("192.0.2.", i+1), fmt.Sprintf("fd00::%x", i+1)))
@@ -391,7 +391,7 @@ func TestPlan_LimitIsSharedByFamilies(t *testing.T) {
 }
 
 // With IPVS, each Node would consider the addresses of the other Nodes as its own.
-func TestPlan_ChangesNothingWithIPVS(t *testing.T) {
+func TestDecide_ChangesNothingWithIPVS(t *testing.T) {
 	nodes := candidates(2)
 	nodes[1].entry.Machine.Addresses = append(nodes[1].entry.Machine.Addresses, machine.Address{Link: "kube-ipvs0", Prefix: netip.MustParsePrefix("10.96.0.1/32")})
 	nodes[1].node.Status.Conditions = nil // not eligible, but its kube-proxy counts
@@ -405,7 +405,7 @@ func TestPlan_ChangesNothingWithIPVS(t *testing.T) {
 	}
 }
 
-func TestPlan_SpreadsServices(t *testing.T) {
+func TestDecide_SpreadsServices(t *testing.T) {
 	used := map[string]bool{}
 
 	for i := range 20 {
@@ -423,9 +423,9 @@ func TestPlan_SpreadsServices(t *testing.T) {
 	}
 }
 
-// TestPlan_Stability applies random changes and checks that addresses change only if they must, that no port is
+// TestDecide_Stability applies random changes and checks that addresses change only if they must, that no port is
 // assigned twice, and that the order of the inputs does not matter.
-func TestPlan_Stability(t *testing.T) {
+func TestDecide_Stability(t *testing.T) {
 	random := rand.New(rand.NewPCG(1, 2))
 	all := candidates(40)
 
@@ -468,7 +468,7 @@ func TestPlan_Stability(t *testing.T) {
 }
 
 // A compromised worker reports addresses that it does not have.
-func TestPlan_OmitsAddressesThatAWorkerCannotHave(t *testing.T) {
+func TestDecide_OmitsAddressesThatAWorkerCannotHave(t *testing.T) {
 	controlPlane := newCandidate("cp", "10.0.0.11")
 	controlPlane.node.Labels["node-role.kubernetes.io/control-plane"] = ""
 	controlPlane.node.Labels[corev1.LabelNodeExcludeBalancers] = "true"
@@ -491,7 +491,7 @@ func TestPlan_OmitsAddressesThatAWorkerCannotHave(t *testing.T) {
 	}
 }
 
-func TestPlan_RefusesPortsOfPodNetworks(t *testing.T) {
+func TestDecide_RefusesPortsOfPodNetworks(t *testing.T) {
 	for _, number := range []int32{4789, 8472} {
 		service := newService("s", onPort(number))
 		service.Spec.Ports[0].Protocol = corev1.ProtocolUDP
@@ -507,7 +507,7 @@ func TestPlan_RefusesPortsOfPodNetworks(t *testing.T) {
 func publish(services []*corev1.Service, nodes []candidate) map[string][]string {
 	result := map[string][]string{}
 
-	for _, d := range (snapshot{services: services, nodes: nodes}).plan() {
+	for _, d := range (snapshot{services: services, nodes: nodes}).decide() {
 		d.service.Status.LoadBalancer.Ingress = d.ingress
 		result[d.service.Name] = addresses(d.ingress)
 	}
@@ -515,13 +515,13 @@ func publish(services []*corev1.Service, nodes []candidate) map[string][]string 
 	return result
 }
 
-func BenchmarkPlan(b *testing.B) {
+func BenchmarkDecide(b *testing.B) {
 	s := snapshot{nodes: candidates(250)}
 	for i := range 100 {
 		s.services = append(s.services, newService(fmt.Sprint("s", i), onPort(int32(1000+i))))
 	}
 
 	for b.Loop() {
-		s.plan()
+		s.decide()
 	}
 }

@@ -112,27 +112,18 @@ type snapshot struct {
 	endpoints func(*corev1.Service) []*discoveryv1.EndpointSlice
 	options   config.Service
 
-	// plan sets the following. A machine reports its addresses itself, so a compromised worker can claim any.
+	// decide sets the addresses of Services and of control-plane machines. A compromised worker can report any address,
+	// but never gets one of these.
 	clusterIPs   sets.Set[string]
-	controlPlane sets.Set[netip.Addr] // addresses of control-plane machines
+	controlPlane sets.Set[netip.Addr]
 }
 
-// candidate is a Node with what is known of its machine.
+// candidate is a Node and its machine.
 type candidate struct {
 	node  *corev1.Node
 	entry inventory.Entry
-	// managed reports whether the configuration selects the machine; meaningless until the machine was observed.
+	// managed is true if the machine was observed and the configuration selects it.
 	managed bool
-}
-
-// statusManagers returns the field managers of the Service's status.
-func statusManagers(service *corev1.Service) string {
-	managers := sets.Set[string]{}
-	for _, entry := range service.ManagedFields {
-		managers.Insert(entry.Manager)
-	}
-
-	return strings.Join(sets.List(managers), ", ")
 }
 
 // isOwned reports whether the controller has written the addresses of the Service. The API server drops a field manager
@@ -141,24 +132,24 @@ func isOwned(service *corev1.Service) bool {
 	return slices.ContainsFunc(service.ManagedFields, func(entry metav1.ManagedFieldsEntry) bool { return entry.Manager == FieldManager })
 }
 
-// decision is what a Service should have.
+// decision contains the addresses that a Service must have.
 type decision struct {
 	service    *corev1.Service
 	ingress    []corev1.LoadBalancerIngress
 	conditions []events.Condition
 }
 
-// socket is what only one Service can have.
+// socket is an address and a port, which only one Service can have.
 type socket struct {
 	address netip.Addr
 	port
 }
 
-// plan decides about all managed Services, and about those that are no longer managed. Older ones come first: of two
-// Services with the same port, the older one has the address.
-func (s snapshot) plan() []decision {
-	ipvs := s.findIPVS() // on any Node, eligible or not
+// decide decides about all managed Services, and about those that are no longer managed. Older Services come first: of
+// two Services with the same port, the older one has the address.
+func (s snapshot) decide() []decision {
 	s.clusterIPs, s.controlPlane = s.reservedAddresses()
+	ipvs := s.findIPVS() // on any Node, eligible or not
 	s.nodes = slices.DeleteFunc(slices.Clone(s.nodes), func(c candidate) bool { return !c.eligible() })
 
 	var (
@@ -190,7 +181,7 @@ func (s snapshot) plan() []decision {
 	for _, service := range managed {
 		d := decision{service, service.Status.LoadBalancer.Ingress, ipvs}
 		if ipvs == nil {
-			d = s.decide(service, nodePorts, taken)
+			d = s.decideOne(service, nodePorts, taken)
 		}
 
 		decisions = append(decisions, d)
@@ -219,12 +210,18 @@ func (s snapshot) findIPVS() []events.Condition {
 	return nil
 }
 
-func (s snapshot) decide(service *corev1.Service, nodePorts map[port]*corev1.Service, taken map[socket]*corev1.Service) decision {
+func (s snapshot) decideOne(service *corev1.Service, nodePorts map[port]*corev1.Service, taken map[socket]*corev1.Service) decision {
 	present := service.Status.LoadBalancer.Ingress
 
 	if service.Spec.LoadBalancerClass == nil && len(present) > 0 && !isOwned(service) {
+		managers := sets.Set[string]{}
+		for _, entry := range service.ManagedFields {
+			managers.Insert(entry.Manager)
+		}
+
 		return decision{service, present, []events.Condition{{Reason: ReasonOwnershipConflict, Message: fmt.Sprintf(
-			"The addresses were set by another controller (%s); set spec.loadBalancerClass, so that only one of them manages the Service", statusManagers(service))}}}
+			"The addresses were set by another controller (%s); set spec.loadBalancerClass, so that only one of them manages the Service",
+			strings.Join(sets.List(managers), ", "))}}}
 	}
 
 	request, problem := parseRequest(service, s.options.Addresses)
@@ -245,29 +242,35 @@ func (s snapshot) decide(service *corev1.Service, nodePorts map[port]*corev1.Ser
 		limit := maxAddresses / len(service.Spec.IPFamilies)
 		free, refused := s.available(service, request, family, taken)
 
-		for _, address := range choose(free, limit) {
-			mode := corev1.LoadBalancerIPModeVIP
-			d.ingress = append(d.ingress, corev1.LoadBalancerIngress{IP: address.String(), IPMode: &mode})
-		}
-
 		if len(free) < limit {
 			conflicts = append(conflicts, refused...)
 		}
+
+		// In ascending order: once the limit is reached, a new Node changes nothing.
+		chosen := free[:min(limit, len(free))]
+		slices.SortFunc(chosen, netip.Addr.Compare)
+
+		for _, address := range chosen {
+			d.ingress = append(d.ingress, corev1.LoadBalancerIngress{IP: address.String(), IPMode: ptr.To(corev1.LoadBalancerIPModeVIP)})
+		}
 	}
+
+	// A Node that is ready may get addresses when its machine responds.
+	isPending := func(c candidate) bool { return c.ready() && c.entry.Condition == inventory.Unknown }
 
 	switch {
 	case len(conflicts) > 0:
 		d.conditions = []events.Condition{{
 			Reason: ReasonPortConflict, Message: "Addresses omitted because of a port that an older Service has: " + strings.Join(conflicts, "; "),
 		}}
-	case len(d.ingress) == 0 && !slices.ContainsFunc(s.nodes, candidate.pending):
+	case len(d.ingress) == 0 && !slices.ContainsFunc(s.nodes, isPending):
 		d.conditions = []events.Condition{{Reason: ReasonNoEligibleNodes, Message: s.explain(service, request)}}
 	}
 
 	return d
 }
 
-// unusablePort returns a condition if the Service has a port that no address can have.
+// unusablePort returns a condition if the Service has a port that cannot be used at any address.
 func (s snapshot) unusablePort(service *corev1.Service, nodePorts map[port]*corev1.Service) *events.Condition {
 	for _, p := range service.Spec.Ports {
 		key := port{p.Protocol, p.Port}
@@ -291,13 +294,13 @@ func (s snapshot) unusablePort(service *corev1.Service, nodePorts map[port]*core
 	return nil
 }
 
-// request is what the annotations of a Service ask for.
+// request contains the Nodes and the types of addresses that a Service requests.
 type request struct {
 	selector labels.Selector
 	types    []corev1.NodeAddressType
 }
 
-// parseRequest also returns what is invalid; empty if nothing is.
+// parseRequest reads the annotations of a Service. The problem is empty if they are valid.
 func parseRequest(service *corev1.Service, addresses config.ServiceAddresses) (r request, problem string) {
 	selector, err := labels.Parse(service.Annotations[AnnotationNodeSelector])
 	if err != nil {
@@ -320,19 +323,12 @@ func parseRequest(service *corev1.Service, addresses config.ServiceAddresses) (r
 	}
 }
 
-// offer is an address that a Service can have.
-type offer struct {
-	address netip.Addr
-	// rank orders the offers of a Service, the best first: those that it has, then the others in an order that differs
-	// between Services, so that they spread over the Nodes.
-	rank string
-}
-
-// available returns the addresses of one IP family that the Service can have, and a description of each address that
-// it would have without an older Service.
-func (s snapshot) available(service *corev1.Service, r request, family corev1.IPFamily, taken map[socket]*corev1.Service) (free []offer, refused []string) {
+// available returns the addresses of one IP family that the Service can have, the best first, and a description of each
+// address that it would have without an older Service. The addresses that the Service has are the best. The others are
+// in an order that differs between Services, so that Services spread over the Nodes.
+func (s snapshot) available(service *corev1.Service, r request, family corev1.IPFamily, taken map[socket]*corev1.Service) (free []netip.Addr, refused []string) {
 	serving := s.servingNodes(service, family)
-	present, seen := sets.Set[string]{}, sets.Set[netip.Addr]{}
+	present, ranks := sets.Set[string]{}, map[netip.Addr]string{}
 
 	for _, ingress := range service.Status.LoadBalancer.Ingress {
 		present.Insert(ingress.IP)
@@ -345,35 +341,34 @@ func (s snapshot) available(service *corev1.Service, r request, family corev1.IP
 
 		address, found := addressOf(c.node, family, r.types)
 		isPresent := present.Has(address.String())
+		_, isRanked := ranks[address]
 
-		if !found || seen.Has(address) || !c.holds(address, isPresent) || s.reserved(c, address) {
+		if !found || isRanked || !c.mayServe(address, isPresent) || s.reserved(c, address) {
 			continue
 		}
 
-		seen.Insert(address)
-
-		if owner, key := conflicting(service, address, taken); owner != nil {
-			refused = append(refused, fmt.Sprintf("%s on %s (Service %s/%s)", key, address, owner.Namespace, owner.Name))
-
-			continue
-		}
-
-		rank := ""
+		ranks[address] = ""
 
 		if !isPresent {
 			sum := sha256.Sum256([]byte(string(service.UID) + "/" + c.node.Name))
-			rank = string(sum[:])
+			ranks[address] = string(sum[:])
 		}
 
-		free = append(free, offer{address, rank})
+		if owner, key := conflicting(service, address, taken); owner != nil {
+			refused = append(refused, fmt.Sprintf("%s on %s (Service %s/%s)", key, address, owner.Namespace, owner.Name))
+		} else {
+			free = append(free, address)
+		}
 	}
+
+	slices.SortFunc(free, func(a, b netip.Addr) int { return cmp.Or(cmp.Compare(ranks[a], ranks[b]), a.Compare(b)) })
 
 	return free, refused
 }
 
-// selected returns the Nodes that match the node selector: those that are ready or, if no managed one is, all. Then the
-// likely cause is between the kubelets and the API server, and kube-proxy still forwards traffic to the addresses that
-// are published. kube-controller-manager does not evict pods then, either.
+// selected returns the ready Nodes that match the node selector. If no managed Node is ready, it returns all that match:
+// the kubelets probably cannot reach the API server, and kube-proxy still forwards traffic to the published addresses.
+// kube-controller-manager does not evict pods in this case, either.
 func (s snapshot) selected(r request) []candidate {
 	nodes := slices.DeleteFunc(slices.Clone(s.nodes), func(c candidate) bool { return !r.selector.Matches(labels.Set(c.node.Labels)) })
 
@@ -384,6 +379,7 @@ func (s snapshot) selected(r request) []candidate {
 	return nodes
 }
 
+// reservedAddresses returns the addresses of Services and of control-plane machines.
 func (s snapshot) reservedAddresses() (clusterIPs sets.Set[string], controlPlane sets.Set[netip.Addr]) {
 	clusterIPs, controlPlane = sets.Set[string]{}, sets.Set[netip.Addr]{}
 
@@ -418,8 +414,8 @@ func conflicting(service *corev1.Service, address netip.Addr, taken map[socket]*
 	return nil, port{}
 }
 
-// servingNodes returns the names of the Nodes with ready endpoints of the IP family, or nil if the Service does not
-// care where its endpoints are.
+// servingNodes returns the names of the Nodes with ready endpoints of the IP family. It returns nil for a Service without
+// externalTrafficPolicy: Local.
 func (s snapshot) servingNodes(service *corev1.Service, family corev1.IPFamily) sets.Set[string] {
 	if service.Spec.ExternalTrafficPolicy != corev1.ServiceExternalTrafficPolicyLocal {
 		return nil
@@ -452,22 +448,8 @@ func readyNodes(slice *discoveryv1.EndpointSlice) sets.Set[string] {
 	return nodes
 }
 
-// choose returns at most limit addresses in ascending order. Once the limit is reached, a new Node changes nothing.
-func choose(free []offer, limit int) []netip.Addr {
-	slices.SortFunc(free, func(a, b offer) int { return cmp.Or(cmp.Compare(a.rank, b.rank), a.address.Compare(b.address)) })
-
-	addresses := make([]netip.Addr, min(limit, len(free)))
-	for i := range addresses {
-		addresses[i] = free[i].address
-	}
-
-	slices.SortFunc(addresses, netip.Addr.Compare)
-
-	return addresses
-}
-
-// addressOf returns the first address of the IP family that the Node has, of the first type of which it has any. A
-// Node's further addresses lead to the same machine.
+// addressOf returns the first address of the Node in the IP family. Earlier types are preferred. All addresses of a Node
+// lead to the same machine, so one is enough.
 func addressOf(node *corev1.Node, family corev1.IPFamily, types []corev1.NodeAddressType) (address netip.Addr, found bool) {
 	for _, t := range types {
 		for _, a := range node.Status.Addresses {
@@ -481,11 +463,10 @@ func addressOf(node *corev1.Node, family corev1.IPFamily, types []corev1.NodeAdd
 	return netip.Addr{}, false
 }
 
-// ready reports whether the Node is ready.
 func (c candidate) ready() bool { return nodespec.IsReady(c.node) }
 
-// eligible reports whether the Node can receive traffic if it is ready: as in k8s.io/cloud-provider/controllers/service,
-// and initialized, because before that its addresses are not final.
+// eligible reports whether the Node can receive traffic if it is ready. The conditions are those of
+// k8s.io/cloud-provider/controllers/service. The Node must also be initialized, because its addresses are not final before.
 func (c candidate) eligible() bool {
 	isLeaving := slices.ContainsFunc(c.node.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == toBeDeletedTaint })
 
@@ -500,13 +481,11 @@ func (c candidate) eligible() bool {
 		nodespec.IsTalos(c.node) && !nodespec.IsUninitialized(c.node) && c.entry.Condition != inventory.Mismatch
 }
 
-// pending reports whether the Node may get addresses once its machine responds.
-func (c candidate) pending() bool { return c.ready() && c.entry.Condition == inventory.Unknown }
-
-// holds reports whether the machine has the address. The addresses of the Node are no proof, because its kubelet can
-// write them. Until the machine responds, which takes a moment after a leader change, a Service keeps what it has. While
-// the Node is not ready, a Service gets no address of it that it does not have: the machine may be shut down.
-func (c candidate) holds(address netip.Addr, present bool) bool {
+// mayServe reports whether a Service can have the address of the Node. The addresses of the Node are no proof, because
+// its kubelet can write them: the machine must have the address. A Service keeps a present address
+//   - until the machine has responded, which takes a moment after a leader change;
+//   - while the Node is not ready. It gets no new address of such a Node: the machine may be shut down.
+func (c candidate) mayServe(address netip.Addr, present bool) bool {
 	if c.entry.ObservedAt.IsZero() {
 		return present
 	}
