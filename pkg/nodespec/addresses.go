@@ -105,12 +105,11 @@ func addresses(in Input, transformed rules.Result, nodeIPs []netip.Addr) ([]core
 }
 
 // externalIPs returns the addresses that the platform reports and, if discovery is enabled, the public addresses on the
-// links: those that belong to the machine permanently and are globally reachable. The default is to discover addresses
-// if the platform does not report any.
+// links. The default is to discover addresses if the platform does not report any.
 //
 // The order is that of the upstream Talos CCM, which lists the first address of each family: reported addresses, then
 // those on links in the order of their IDs. Of the latter, permanent IPv6 addresses come first.
-func externalIPs(in Input, discovery *bool, nodeIPs []netip.Addr) (ips []netip.Addr) {
+func externalIPs(in Input, discovery *bool, nodeIPs []netip.Addr) []netip.Addr {
 	reports := reportsExternalIPs[in.Machine.Platform.Platform]
 	discover := !reports
 
@@ -123,13 +122,12 @@ func externalIPs(in Input, discovery *bool, nodeIPs []netip.Addr) (ips []netip.A
 	for _, a := range in.Machine.Addresses {
 		ip := a.Prefix.Addr().Unmap()
 		isExternal := a.Link == machine.LinkExternal
-		isPublic := in.Machine.IsStable(a) && !slices.ContainsFunc(notPublic, func(p netip.Prefix) bool { return p.Contains(ip) })
 
 		switch {
 		case slices.Contains(nodeIPs, ip), slices.Contains(in.SharedAddresses, ip), in.Machine.Excludes(ip):
 		case isExternal && reports:
 			reported = append(reported, ip)
-		case !isExternal && !(discover && isPublic):
+		case !isExternal && !(discover && isPublic(in.Machine, a)):
 		case ip.Is6() && nethelpers.AddressFlag(a.Flags)&nethelpers.AddressPermanent != 0:
 			found = slices.Insert(found, 0, ip)
 		default:
@@ -137,9 +135,23 @@ func externalIPs(in Input, discovery *bool, nodeIPs []netip.Addr) (ips []netip.A
 		}
 	}
 
-	for _, ip := range append(reported, found...) {
+	return arrange(in.Options, append(reported, found...))
+}
+
+// isPublic reports whether the address on a link belongs to this machine permanently and is globally reachable.
+func isPublic(m machine.Machine, a machine.Address) bool {
+	isSpecial := func(p netip.Prefix) bool { return p.Contains(a.Prefix.Addr().Unmap()) }
+
+	return m.IsStable(a) && !slices.ContainsFunc(notPublic, isSpecial)
+}
+
+// arrange returns the ExternalIPs without duplicates, by family.
+func arrange(options Options, all []netip.Addr) []netip.Addr {
+	var ips []netip.Addr
+
+	for _, ip := range all {
 		isListed := func(other netip.Addr) bool {
-			return other == ip || (in.Options.OneExternalIPPerFamily && other.Is4() == ip.Is4())
+			return other == ip || (options.OneExternalIPPerFamily && other.Is4() == ip.Is4())
 		}
 
 		if !slices.ContainsFunc(ips, isListed) {
@@ -147,7 +159,7 @@ func externalIPs(in Input, discovery *bool, nodeIPs []netip.Addr) (ips []netip.A
 		}
 	}
 
-	slices.SortStableFunc(ips, byFamily(in.Options))
+	slices.SortStableFunc(ips, byFamily(options))
 
 	return ips
 }

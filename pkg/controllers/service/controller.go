@@ -25,6 +25,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -308,38 +310,20 @@ func nodeChanged(before, after any) bool {
 	return !apiequality.Semantic.DeepEqual(relevant(old), relevant(node))
 }
 
-// trimService keeps the fields of a Service that this package reads.
+// trimService drops fields of a Service that this package does not read.
 func trimService(obj any) (any, error) {
-	full, isService := obj.(*corev1.Service)
+	service, isService := obj.(*corev1.Service)
 	if !isService {
 		return obj, nil
 	}
 
-	service := &corev1.Service{
-		ObjectMeta: metav1.ObjectMeta{
-			Name: full.Name, Namespace: full.Namespace, UID: full.UID, ResourceVersion: full.ResourceVersion, CreationTimestamp: full.CreationTimestamp,
-		},
-		Spec: corev1.ServiceSpec{
-			Type: full.Spec.Type, LoadBalancerClass: full.Spec.LoadBalancerClass, IPFamilies: full.Spec.IPFamilies, ClusterIPs: full.Spec.ClusterIPs,
-			ExternalTrafficPolicy: full.Spec.ExternalTrafficPolicy, HealthCheckNodePort: full.Spec.HealthCheckNodePort,
-		},
-		Status: corev1.ServiceStatus{LoadBalancer: full.Status.LoadBalancer},
-	}
+	service.Labels, service.OwnerReferences, service.Spec.Selector, service.Status.Conditions = nil, nil, nil, nil
 
-	for _, key := range []string{AnnotationNodeSelector, AnnotationAddresses} {
-		if value, found := full.Annotations[key]; found {
-			metav1.SetMetaDataAnnotation(&service.ObjectMeta, key, value)
-		}
-	}
+	maps.DeleteFunc(service.Annotations, func(key, _ string) bool { return key != AnnotationNodeSelector && key != AnnotationAddresses })
 
-	for _, p := range full.Spec.Ports {
-		service.Spec.Ports = append(service.Spec.Ports, corev1.ServicePort{Protocol: p.Protocol, Port: p.Port, NodePort: p.NodePort})
-	}
-
-	for _, entry := range full.ManagedFields {
-		if entry.Subresource == "status" {
-			service.ManagedFields = append(service.ManagedFields, metav1.ManagedFieldsEntry{Manager: entry.Manager})
-		}
+	service.ManagedFields = slices.DeleteFunc(service.ManagedFields, func(entry metav1.ManagedFieldsEntry) bool { return entry.Subresource != "status" })
+	for i := range service.ManagedFields {
+		service.ManagedFields[i] = metav1.ManagedFieldsEntry{Manager: service.ManagedFields[i].Manager, Subresource: "status"}
 	}
 
 	return service, nil
@@ -347,20 +331,16 @@ func trimService(obj any) (any, error) {
 
 // trimSlice keeps one ready endpoint per Node.
 func trimSlice(obj any) (any, error) {
-	full, isSlice := obj.(*discoveryv1.EndpointSlice)
+	slice, isSlice := obj.(*discoveryv1.EndpointSlice)
 	if !isSlice {
 		return obj, nil
 	}
 
-	slice := &discoveryv1.EndpointSlice{
-		ObjectMeta: metav1.ObjectMeta{
-			Name: full.Name, Namespace: full.Namespace, UID: full.UID, ResourceVersion: full.ResourceVersion,
-			Labels: map[string]string{discoveryv1.LabelServiceName: full.Labels[discoveryv1.LabelServiceName]},
-		},
-		AddressType: full.AddressType,
-	}
+	nodes := sets.List(readyNodes(slice))
+	slice.Labels = map[string]string{discoveryv1.LabelServiceName: slice.Labels[discoveryv1.LabelServiceName]}
+	slice.Annotations, slice.OwnerReferences, slice.ManagedFields, slice.Ports, slice.Endpoints = nil, nil, nil, nil, nil
 
-	for _, nodename := range sets.List(readyNodes(full)) {
+	for _, nodename := range nodes {
 		slice.Endpoints = append(slice.Endpoints, discoveryv1.Endpoint{NodeName: &nodename})
 	}
 

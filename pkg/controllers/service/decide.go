@@ -126,6 +126,16 @@ type candidate struct {
 	managed bool
 }
 
+// statusManagers returns the field managers of the Service's status.
+func statusManagers(service *corev1.Service) string {
+	managers := sets.Set[string]{}
+	for _, entry := range service.ManagedFields {
+		managers.Insert(entry.Manager)
+	}
+
+	return strings.Join(sets.List(managers), ", ")
+}
+
 // isOwned reports whether the controller has written the addresses of the Service. The API server drops a field manager
 // that owns nothing.
 func isOwned(service *corev1.Service) bool {
@@ -214,14 +224,8 @@ func (s snapshot) decideOne(service *corev1.Service, nodePorts map[port]*corev1.
 	present := service.Status.LoadBalancer.Ingress
 
 	if service.Spec.LoadBalancerClass == nil && len(present) > 0 && !isOwned(service) {
-		managers := sets.Set[string]{}
-		for _, entry := range service.ManagedFields {
-			managers.Insert(entry.Manager)
-		}
-
 		return decision{service, present, []events.Condition{{Reason: ReasonOwnershipConflict, Message: fmt.Sprintf(
-			"The addresses were set by another controller (%s); set spec.loadBalancerClass, so that only one of them manages the Service",
-			strings.Join(sets.List(managers), ", "))}}}
+			"The addresses were set by another controller (%s); set spec.loadBalancerClass, so that only one of them manages the Service", statusManagers(service))}}}
 	}
 
 	request, problem := parseRequest(service, s.options.Addresses)
@@ -255,15 +259,12 @@ func (s snapshot) decideOne(service *corev1.Service, nodePorts map[port]*corev1.
 		}
 	}
 
-	// A Node that is ready may get addresses when its machine responds.
-	isPending := func(c candidate) bool { return c.ready() && c.entry.Condition == inventory.Unknown }
-
 	switch {
 	case len(conflicts) > 0:
 		d.conditions = []events.Condition{{
 			Reason: ReasonPortConflict, Message: "Addresses omitted because of a port that an older Service has: " + strings.Join(conflicts, "; "),
 		}}
-	case len(d.ingress) == 0 && !slices.ContainsFunc(s.nodes, isPending):
+	case len(d.ingress) == 0 && !slices.ContainsFunc(s.nodes, candidate.pending):
 		d.conditions = []events.Condition{{Reason: ReasonNoEligibleNodes, Message: s.explain(service, request)}}
 	}
 
@@ -343,7 +344,7 @@ func (s snapshot) available(service *corev1.Service, r request, family corev1.IP
 		isPresent := present.Has(address.String())
 		_, isRanked := ranks[address]
 
-		if !found || isRanked || !c.mayServe(address, isPresent) || s.reserved(c, address) {
+		if !found || isRanked || !s.mayServe(c, address, isPresent) {
 			continue
 		}
 
@@ -398,11 +399,22 @@ func (s snapshot) reservedAddresses() (clusterIPs sets.Set[string], controlPlane
 	return clusterIPs, controlPlane
 }
 
-// reserved reports whether the candidate may not have the address, whatever its machine reports.
-func (s snapshot) reserved(c candidate, address netip.Addr) bool {
-	return s.clusterIPs.Has(address.String()) || (s.controlPlane.Has(address) && !nodespec.IsControlPlane(c.node))
+// mayServe reports whether a Service can have the address of the Node. The addresses of the Node are no proof, because
+// its kubelet can write them: the machine must have the address. A Service keeps a present address
+//   - until the machine has responded, which takes a moment after a leader change;
+//   - while the Node is not ready. It gets no new address of such a Node: the machine may be shut down.
+func (s snapshot) mayServe(c candidate, address netip.Addr, present bool) bool {
+	switch {
+	case s.clusterIPs.Has(address.String()), s.controlPlane.Has(address) && !nodespec.IsControlPlane(c.node):
+		return false // reserved, although its machine may report it
+	case c.entry.ObservedAt.IsZero():
+		return present
+	default:
+		return c.managed && c.entry.Machine.HasAddress(address) && (present || c.ready())
+	}
 }
 
+// conflicting returns the older Service that has a port of the Service on the address, and the port.
 func conflicting(service *corev1.Service, address netip.Addr, taken map[socket]*corev1.Service) (*corev1.Service, port) {
 	for _, p := range service.Spec.Ports {
 		key := port{p.Protocol, p.Port}
@@ -481,50 +493,25 @@ func (c candidate) eligible() bool {
 		nodespec.IsTalos(c.node) && !nodespec.IsUninitialized(c.node) && c.entry.Condition != inventory.Mismatch
 }
 
-// mayServe reports whether a Service can have the address of the Node. The addresses of the Node are no proof, because
-// its kubelet can write them: the machine must have the address. A Service keeps a present address
-//   - until the machine has responded, which takes a moment after a leader change;
-//   - while the Node is not ready. It gets no new address of such a Node: the machine may be shut down.
-func (c candidate) mayServe(address netip.Addr, present bool) bool {
-	if c.entry.ObservedAt.IsZero() {
-		return present
-	}
-
-	return c.managed && c.entry.Machine.HasAddress(address) && (present || c.ready())
-}
+// pending reports whether the Node may get addresses when its machine responds.
+func (c candidate) pending() bool { return c.ready() && c.entry.Condition == inventory.Unknown }
 
 // explain returns how many Nodes meet each requirement.
 func (s snapshot) explain(service *corev1.Service, r request) string {
-	var managed, selected, serving int
+	nodes := slices.DeleteFunc(slices.Clone(s.nodes), func(c candidate) bool { return !c.managed || !c.ready() })
+	managed := len(nodes)
 
-	for _, c := range s.nodes {
-		if !c.managed || !c.ready() {
-			continue
-		}
+	nodes = slices.DeleteFunc(nodes, func(c candidate) bool { return !r.selector.Matches(labels.Set(c.node.Labels)) })
+	message := fmt.Sprintf("No Node can receive traffic: %d Nodes are managed, eligible and ready, and %d of these match the node selector", managed, len(nodes))
 
-		managed++
-
-		if !r.selector.Matches(labels.Set(c.node.Labels)) {
-			continue
-		}
-
-		selected++
-
-		if slices.ContainsFunc(service.Spec.IPFamilies, func(family corev1.IPFamily) bool {
-			nodes := s.servingNodes(service, family)
-
-			return nodes == nil || nodes.Has(c.node.Name)
-		}) {
-			serving++
-		}
-	}
-
-	message := fmt.Sprintf("No Node can receive traffic: %d Nodes are managed, eligible and ready, and %d of these match the node selector", managed, selected)
 	if service.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal {
-		message += fmt.Sprintf("; %d of these have a ready endpoint (externalTrafficPolicy: Local)", serving)
+		nodes = slices.DeleteFunc(nodes, func(c candidate) bool {
+			return !slices.ContainsFunc(service.Spec.IPFamilies, func(family corev1.IPFamily) bool { return s.servingNodes(service, family).Has(c.node.Name) })
+		})
+		message += fmt.Sprintf("; %d of these have a ready endpoint (externalTrafficPolicy: Local)", len(nodes))
 	}
 
-	if serving > 0 {
+	if len(nodes) > 0 {
 		message += fmt.Sprintf("; none of these has an address of type %v and family %v", r.types, service.Spec.IPFamilies)
 	}
 
