@@ -81,8 +81,7 @@ type Input struct {
 	Options  Options
 }
 
-// NewInput returns an Input from a machine and from what its Node's kubelet reports. It suffices for Facts and
-// Managed; Desired also needs WithPeers.
+// NewInput returns the Input for a Node and its machine. It suffices for Facts and Managed; Desired also needs WithPeers.
 func NewInput(node *corev1.Node, m machine.Machine, options Options) Input {
 	return Input{
 		Machine:           m,
@@ -101,7 +100,7 @@ type Peers interface {
 	SharedName(name, nodename string) []string
 }
 
-// WithPeers returns the Input with what nodename's machine shares with other machines.
+// WithPeers returns the Input with the UUID, addresses and names that nodename's machine shares with other machines.
 func (in Input) WithPeers(peers Peers, nodename string) Input {
 	in.SharedUUID = peers.SharedUUID(in.Machine.UUID(), nodename)
 	in.SharedAddresses = peers.SharedAddresses(nodename)
@@ -152,7 +151,7 @@ func Desired(in Input) (spec Spec, problems []Problem, pending string) {
 		return Spec{}, nil, "the machine has none of the kubelet's node IPs"
 	}
 
-	// Check before applying rules: an identity must not be computed from metadata that is still missing.
+	// Check before applying rules: an ID must not be computed from metadata that is still missing.
 	if pending := pendingMetadata(in); pending != "" {
 		return Spec{}, nil, pending
 	}

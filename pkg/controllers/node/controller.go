@@ -10,10 +10,10 @@
 //   - the taints of rules: at initialization and, if a rule enforces them, at any later time;
 //   - once per Node, in the same write: spec.providerID and the removal of the uninitialized taint;
 //   - managedFields, to take over labels and annotations from the upstream Talos CCM;
-//   - Events for what an operator should know.
+//   - Events on the Nodes, with the remedy.
 //
-// It never writes a Node of another operating system, changes a providerID, a label, an annotation or a taint that
-// another client has set, or uses the data of a machine that has not proven to be the Node's.
+// It never writes the Node of a machine without Talos. It never changes a providerID, a label, an annotation or a taint
+// that a different client has set. It uses the data of a machine only if the machine has proven to be the Node's.
 //
 // A sync compares the Node with its desired state (plan.go), and writes the differences (write). The same code
 // initializes a Node and updates it. If a request fails, the Node keeps the uninitialized taint, and the sync is
@@ -280,8 +280,8 @@ func isManaged(node *corev1.Node, entry inventory.Entry, in nodespec.Input) bool
 	return nodespec.IsTalos(node) && node.DeletionTimestamp == nil && (entry.ObservedAt.IsZero() || nodespec.Managed(in))
 }
 
-// plan returns what to write to a managed Node, and what to report. The plan is nil if the desired state is not known
-// yet or cannot be written.
+// plan returns the plan for a managed Node and the conditions to report. The plan is nil if the desired state is not
+// known yet or cannot be written.
 func (c *Controller) plan(node *corev1.Node, entry inventory.Entry, in nodespec.Input) (*plan, []events.Condition, error) {
 	spec, conditions := c.desired(node, entry, in)
 	if spec == nil {
@@ -311,7 +311,7 @@ func (c *Controller) plan(node *corev1.Node, entry inventory.Entry, in nodespec.
 	return &p, append(conditions, p.conflicts...), nil
 }
 
-// desired returns the desired state of the Node, or nil if it is not known yet, and what to report.
+// desired returns the desired state of the Node, or nil if it is not known yet, and the conditions to report.
 func (c *Controller) desired(node *corev1.Node, entry inventory.Entry, in nodespec.Input) (desired *nodespec.Spec, conditions []events.Condition) {
 	switch entry.Condition {
 	case inventory.Unreachable:
@@ -350,8 +350,8 @@ func (c *Controller) desired(node *corev1.Node, entry inventory.Entry, in nodesp
 	return nil, conditions
 }
 
-// identityMismatch describes that the machine at the Node's address reports another nodename. If there is no Node with
-// that name, the machine is probably the Node's own, and its kubelet has registered it under another name.
+// identityMismatch describes a machine at the Node's address that does not report the Node's name. If no Node has the
+// reported name, the machine is probably the Node's own, and its kubelet has registered it under a different name.
 func (c *Controller) identityMismatch(entry inventory.Entry) events.Condition {
 	message := "Machine does not belong to this node: " + entry.Reason
 	if _, err := c.lister.Get(entry.Responding); apierrors.IsNotFound(err) {
@@ -426,8 +426,8 @@ func (c *Controller) write(ctx context.Context, node *corev1.Node, p plan) (*cor
 			})
 		}},
 		{"apply labels and annotations", p.apply, func(node *corev1.Node) (*corev1.Node, error) {
-			// Without force: if another client has taken a key since the plan was made, the request fails, and the next
-			// sync skips the key.
+			// Without force: if a client has taken a key since the plan was made, the request fails, and the next sync
+			// skips the key.
 			config := corev1ac.Node(node.Name).WithUID(node.UID).WithLabels(p.labels).WithAnnotations(p.annotations)
 			if p.recordsTaint {
 				config.WithResourceVersion(node.ResourceVersion)

@@ -19,7 +19,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
-// Preview is what the controller would write to one Node.
+// Preview shows the next write of the controller to one Node.
 type Preview struct {
 	// Before is the Node now.
 	Before *corev1.Node
@@ -28,9 +28,9 @@ type Preview struct {
 	After *corev1.Node
 	// Unmanaged is true if the configuration does not select the Node, or if its machine does not run Talos.
 	Unmanaged bool
-	// ProviderID is what a new Node of the machine would get.
+	// ProviderID is the providerID that a new Node of the machine would get.
 	ProviderID string
-	// Conditions are what the controller would report as Events.
+	// Conditions would be reported as Events.
 	Conditions []events.Condition
 	// Upstream are the fields that the upstream Talos CCM owns, sorted.
 	Upstream []UpstreamField
@@ -46,8 +46,8 @@ type UpstreamField struct {
 	TakenOver bool
 }
 
-// NewPreviews returns what the controller would write to each Node, in the order of nodes, which are all Nodes of the
-// cluster. It writes nothing. The inventory must not change any more.
+// NewPreviews returns a preview of each Node. The nodes must be all Nodes of the cluster. It writes nothing. The
+// inventory must not change any more.
 func NewPreviews(nodes []*corev1.Node, machines *inventory.Inventory, options nodespec.Options) ([]Preview, error) {
 	informer := informers.NewSharedInformerFactory(nil, 0).Core().V1().Nodes() // never started
 
@@ -83,7 +83,7 @@ func NewPreviews(nodes []*corev1.Node, machines *inventory.Inventory, options no
 	return previews, nil
 }
 
-// preview returns what the next sync would write to the Node.
+// preview returns the preview of a Node.
 func (c *Controller) preview(node *corev1.Node) (Preview, error) {
 	entry, in := c.machineOf(node)
 	if !isManaged(node, entry, in) {

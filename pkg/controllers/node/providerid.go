@@ -11,9 +11,11 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 )
 
-// providerID returns the providerID of the Node, which is the desired one if the Node has none, and what to report. A
-// renamed machine leaves behind its old Node, which has the providerID. The new Node is written without a providerID,
-// and gets it after the old Node is deleted. If the condition is ReasonProviderIDInUse, the Node must not be written.
+// providerID returns the providerID of the Node, and a condition to report. A Node without a providerID gets the desired
+// one if it is free. If the condition is ReasonProviderIDInUse, the Node must not be written.
+//
+// A renamed machine leaves behind its old Node, which has the providerID. The new Node is written without a providerID,
+// and gets it after the old Node is deleted.
 func (c *Controller) providerID(node *corev1.Node, entry inventory.Entry, desired string) (string, *events.Condition) {
 	if actual := node.Spec.ProviderID; actual != "" {
 		c.release(node.Name, actual)

@@ -176,7 +176,7 @@ func (c *Controller) Run(ctx context.Context) {
 	group.Wait()
 }
 
-// sync brings all Services up to date. A Service whose write fails does not hold up the others.
+// sync brings all Services up to date. A failed write of one Service does not hold up the others.
 func (c *Controller) sync(ctx context.Context, _ string) error {
 	s, err := c.snapshot()
 	if err != nil {
@@ -277,8 +277,8 @@ func addresses(ingress []corev1.LoadBalancerIngress) []string {
 	return list
 }
 
-// sliceMatters reports whether the EndpointSlice belongs to a Service whose addresses depend on it. If the Service is
-// not in the cache yet, its arrival will queue a pass.
+// sliceMatters reports whether the addresses of a Service depend on the EndpointSlice. If the Service is not in the cache
+// yet, its arrival will queue a pass.
 func (c *Controller) sliceMatters(before, after any) bool {
 	if after == nil {
 		after = before

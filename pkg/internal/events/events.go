@@ -20,7 +20,7 @@ type Condition struct {
 	Reason string
 	// Subject distinguishes conditions with the same reason, such as the label key; empty where there can be only one.
 	Subject string
-	// Message of the Event. A condition whose message changes is not reported again.
+	// Message of the Event. A condition is not reported again if only its message changes.
 	Message string
 }
 

@@ -51,7 +51,7 @@ type Worker struct {
 	Subject string
 	// Failure is the log message for a failed Sync.
 	Failure string
-	// Sync reconciles a name. If it fails, it is called again with backoff. Conflicts are not reported as failures.
+	// Sync reconciles a name. After an error, it is retried with backoff. Conflicts are not reported as failures.
 	Sync func(ctx context.Context, name string) error
 }
 
