@@ -5,27 +5,24 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"os"
 	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
 	"go.yaml.in/yaml/v4"
-	"k8s.io/component-base/logs"
 
 	"github.com/talos-ccm/talos-ccm/extension"
 	"github.com/talos-ccm/talos-ccm/pkg/ccm"
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/settings"
-	"github.com/talos-ccm/talos-ccm/pkg/similar"
 )
 
 func newConfigCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "config",
 		Short: "Validate configuration files and print their schema",
-		Args:  noArguments,
+		Args:  cobra.NoArgs,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	cmd.AddCommand(newConfigValidateCommand(), newConfigSchemaCommand())
@@ -41,18 +38,15 @@ func newConfigValidateCommand() *cobra.Command {
 		Short: "Validate a configuration file",
 		Long: `Validate a file, or standard input, as talos-ccm does when it loads it. The file may be
 
-- a configuration file of talos-ccm or of the upstream Talos CCM,
-- an ExtensionServiceConfig document, whose environment is validated, too,
-- a machine configuration with such a document,
-- Kubernetes objects with a ConfigMap that has such a file, or
-- Helm values of the upstream Talos CCM, which are converted to an ExtensionServiceConfig document.
+- a configuration file of talos-ccm or of the upstream Talos CCM, or
+- a file with an ExtensionServiceConfig document, such as a machine configuration. The environment in the document is
+  validated, too.
 
 If the file is valid, print a summary and exit with 0. Otherwise print every
 error to standard error, one per line with its position, and exit with 1.`,
 		Example: `  talos-ccm config validate rules.yaml
   talos-ccm config validate - < rules.yaml
-  talos-ccm config validate controlplane.yaml
-  talos-ccm config validate values.yaml > talos-ccm.yaml`,
+  talos-ccm config validate controlplane.yaml`,
 		Args:          cobra.ExactArgs(1),
 		SilenceUsage:  true,
 		SilenceErrors: true,
@@ -69,8 +63,6 @@ type validation struct {
 	File     string           `json:"file"`
 	Valid    bool             `json:"valid"`
 	Problems []config.Problem `json:"problems"`
-	// Document is the ExtensionServiceConfig document that Helm values were converted to.
-	Document string `json:"document,omitempty"`
 }
 
 func validate(cmd *cobra.Command, path, output string) error {
@@ -83,21 +75,21 @@ func validate(cmd *cobra.Command, path, output string) error {
 		return err
 	}
 
-	var file *config.File
+	var compiled *config.Compiled
 
 	result := validation{File: name, Problems: []config.Problem{}}
 
 	if err != nil {
 		result.Problems = []config.Problem{{Msg: err.Error()}}
 	} else {
-		file, err = parseFile(name, data)
+		compiled, err = parseFile(name, data)
 	}
 
 	if mistakes, ok := errors.AsType[*config.Error](err); ok {
 		result.Problems = mistakes.Problems
 		err = fmt.Errorf("%s is invalid", name)
-	} else if err == nil {
-		result.Valid, result.Document = true, file.Document
+	} else {
+		result.Valid = err == nil
 	}
 
 	switch {
@@ -109,22 +101,22 @@ func validate(cmd *cobra.Command, path, output string) error {
 		return errors.Join(encoder.Encode(result), err)
 	case !result.Valid:
 		fmt.Fprintln(cmd.ErrOrStderr(), &config.Error{Name: name, Problems: result.Problems})
-	case result.Document != "":
-		fmt.Fprint(cmd.OutOrStdout(), result.Document)
 	default:
-		fmt.Fprintf(cmd.OutOrStdout(), "%s: %s\n", name, file)
+		fmt.Fprintf(cmd.OutOrStdout(), "%s: %s\n", name, compiled)
 	}
 
 	return err
 }
 
 // parseFile reads a configuration file, or a file that contains one.
-func parseFile(name string, data []byte) (*config.File, error) {
+func parseFile(name string, data []byte) (*config.Compiled, error) {
 	return config.ParseFile(name, data, config.Extension{Name: extension.Name, MountPath: settings.MountPath, CheckEnvironment: checkVariables})
 }
 
-// checkVariables returns why the extension service could not be started with the variables of a document. A variable
-// without effect is an error if its name is similar to that of a variable that sets a flag.
+var separators = strings.NewReplacer("_", "", "-", "")
+
+// checkVariables returns why the extension service could not be started with the variables of a document. It refuses
+// misspelled prefixes, such as TALOSCCM_, because the service ignores variables without the prefix.
 func checkVariables(variables []string) error {
 	var service struct {
 		Container struct {
@@ -139,17 +131,10 @@ func checkVariables(variables []string) error {
 	options := ccm.Options{CheckEnvironment: func(environ []string) error { return checkEnvironment(service.Container.Args, environ) }}
 	errs := []error{options.CheckDocument(variables)}
 
-	defaults, err := ccm.NewOptions()
-	if err != nil {
-		return err
-	}
-
-	known := slices.Collect(maps.Keys(flagsByVariable(newCommand(defaults, logs.NewOptions()).Flags())))
-
 	for _, variable := range variables {
 		name, _, _ := strings.Cut(variable, "=")
-		if hint := similar.Hint(name, known); hint != "" && !strings.HasPrefix(name, config.EnvironmentPrefix) {
-			errs = append(errs, fmt.Errorf("environment variable %s sets no flag; %s", name, hint))
+		if !strings.HasPrefix(name, environmentPrefix) && strings.HasPrefix(strings.ToUpper(separators.Replace(name)), "TALOSCCM") {
+			errs = append(errs, fmt.Errorf("environment variable %s sets no flag: it does not begin with %s", name, environmentPrefix))
 		}
 	}
 

@@ -89,25 +89,12 @@ func TestConfigValidate_Files(t *testing.T) {
 	assert.Equal(t, string(want), all.String())
 }
 
-// Helm values are converted to a valid document with the same rules.
-func TestConfigValidate_ConvertsHelmValues(t *testing.T) {
-	values, err := os.ReadFile("testdata/config/good-chart.yaml")
-	require.NoError(t, err)
-
-	document, _, err := configCommand(t, string(values), "validate", "-")
-	require.NoError(t, err)
-
-	stdout, stderr, err := configCommand(t, document, "validate", "-")
-	assert.NoError(t, err, stderr)
-	assert.Equal(t, "stdin: valid: 1 rule, 0 pools, 0 allowed SANs\n", stdout)
-}
-
 func TestConfigValidate_PrintsJSON(t *testing.T) {
 	for content, want := range map[string]string{
 		"{}": `{"file":"stdin","valid":true,"problems":[]}`,
 		"":   `{"file":"stdin","valid":false,"problems":[{"message":"stdin is empty; use {} for the defaults"}]}`,
 		"transformations: [{name: web, lables: {}}]\n": `{"file":"stdin","valid":false,"problems":[{"line":1,"column":31,"path":"transformations[0].lables",` +
-			`"rule":"web","message":"unknown key; did you mean labels?"}]}`,
+			`"rule":"web","message":"unknown key; expected name, nodeSelector, annotations, labels, taints, enforce, platformMetadata, features"}]}`,
 	} {
 		var got bytes.Buffer
 

@@ -2,12 +2,10 @@
 package main
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"os"
 	"os/signal"
 	"regexp"
@@ -30,9 +28,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/talos-ccm/talos-ccm/pkg/ccm"
-	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/privilege"
-	"github.com/talos-ccm/talos-ccm/pkg/similar"
 	"github.com/talos-ccm/talos-ccm/pkg/version"
 )
 
@@ -138,7 +134,6 @@ Without a command, talos-ccm runs the controllers until it receives SIGTERM or S
 
 --help-all lists all flags. Every flag can also be set by an environment variable: TALOS_CCM_LEADER_ELECT sets --leader-elect. Flags on the command line take precedence.`,
 		Version:       version.Version(),
-		Args:          noArguments,
 		SilenceUsage:  true,
 		SilenceErrors: true,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -175,14 +170,6 @@ Without a command, talos-ccm runs the controllers until it receives SIGTERM or S
 
 	cmd.SetVersionTemplate("talos-ccm {{.Version}}\n")
 	cliflag.SetUsageAndHelpFunc(cmd, usual(sections), columns)
-	cmd.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
-		if unknown, ok := errors.AsType[*pflag.NotExistError](err); ok {
-			return fmt.Errorf("%w; %s", err, cmp.Or(similar.Hint("--"+unknown.GetSpecifiedName(), flagNames(cmd.Flags())), "see "+cmd.CommandPath()+" --help"))
-		}
-
-		return err
-	})
-
 	addCommands(cmd, newConfigCommand(), newRenderCommand(), newDiffCommand(), newVersionCommand())
 
 	return cmd
@@ -205,31 +192,6 @@ func usual(sections cliflag.NamedFlagSets) (result cliflag.NamedFlagSets) {
 	}
 
 	return result
-}
-
-func flagNames(flags *pflag.FlagSet) (names []string) {
-	flags.VisitAll(func(f *pflag.Flag) {
-		if !f.Hidden {
-			names = append(names, "--"+f.Name)
-		}
-	})
-
-	return names
-}
-
-// noArguments refuses arguments and suggests a command.
-func noArguments(cmd *cobra.Command, args []string) error {
-	if len(args) == 0 {
-		return nil
-	}
-
-	var names []string
-
-	for _, sub := range cmd.Commands() {
-		names = append(names, sub.Name())
-	}
-
-	return fmt.Errorf("unknown command %q for %q; %s", args[0], cmd.CommandPath(), cmp.Or(similar.Hint(args[0], names), "see "+cmd.CommandPath()+" --help"))
 }
 
 func newVersionCommand() *cobra.Command {
@@ -309,20 +271,28 @@ func start(ctx context.Context, options *ccm.Options) error {
 	return err
 }
 
+// environmentPrefix is the prefix of the environment variables that set flags.
+const environmentPrefix = "TALOS_CCM_"
+
 // serviceVariable matches the variables that a kubelet sets in containers for a Service named talos-ccm.
-var serviceVariable = regexp.MustCompile("^" + config.EnvironmentPrefix + "(SERVICE_(HOST|PORT)|PORT)(_|$)")
+var serviceVariable = regexp.MustCompile("^" + environmentPrefix + "(SERVICE_(HOST|PORT)|PORT)(_|$)")
 
 // setFromEnvironment sets the flags that are not set on the command line from the variables in environ. A variable
 // with the prefix and without a flag is an error, so that no setting is silently ignored.
 func setFromEnvironment(flags *pflag.FlagSet, environ []string) error {
-	byVariable := flagsByVariable(flags)
-	names := slices.Sorted(maps.Keys(byVariable))
-
 	var errs []error
+
+	byVariable := map[string]*pflag.Flag{}
+
+	flags.VisitAll(func(f *pflag.Flag) {
+		if !slices.Contains([]string{"help", "help-all", "version"}, f.Name) { // these print something and exit
+			byVariable[environmentPrefix+strings.ToUpper(strings.ReplaceAll(f.Name, "-", "_"))] = f
+		}
+	})
 
 	for _, entry := range environ {
 		variable, value, _ := strings.Cut(entry, "=")
-		if !strings.HasPrefix(variable, config.EnvironmentPrefix) {
+		if !strings.HasPrefix(variable, environmentPrefix) {
 			continue
 		}
 
@@ -331,8 +301,7 @@ func setFromEnvironment(flags *pflag.FlagSet, environ []string) error {
 		switch {
 		case !known && serviceVariable.MatchString(variable):
 		case !known:
-			errs = append(errs, fmt.Errorf("environment variable %s: no such flag; %s", variable,
-				cmp.Or(similar.Hint(variable, names), "see talos-ccm --help-all")))
+			errs = append(errs, fmt.Errorf("environment variable %s: no such flag; see talos-ccm --help-all", variable))
 		case f.Changed:
 		default:
 			if err := flags.Set(f.Name, value); err != nil {
@@ -342,17 +311,4 @@ func setFromEnvironment(flags *pflag.FlagSet, environ []string) error {
 	}
 
 	return errors.Join(errs...)
-}
-
-// flagsByVariable returns the flags that environment variables set, except those that print something and exit.
-func flagsByVariable(flags *pflag.FlagSet) map[string]*pflag.Flag {
-	byVariable := map[string]*pflag.Flag{}
-
-	flags.VisitAll(func(f *pflag.Flag) {
-		if !slices.Contains([]string{"help", "help-all", "version"}, f.Name) {
-			byVariable[config.EnvironmentPrefix+strings.ToUpper(strings.ReplaceAll(f.Name, "-", "_"))] = f
-		}
-	})
-
-	return byVariable
 }

@@ -190,7 +190,7 @@ func (f *nodeFlags) options(stdin io.Reader) (nodespec.Options, error) {
 		return nodespec.Options{}, err
 	}
 
-	return ccm.NodeOptions(c.Compiled, config.ProviderIDFallback(f.fallback)), nil
+	return ccm.NodeOptions(c, config.ProviderIDFallback(f.fallback)), nil
 }
 
 func (o renderOptions) machines(cmd *cobra.Command) ([]preview.Machine, error) {

@@ -9,8 +9,6 @@ import (
 	"strings"
 
 	"go.yaml.in/yaml/v4"
-
-	"github.com/talos-ccm/talos-ccm/pkg/similar"
 )
 
 // maxExpanded bounds the size of the document with its aliases expanded. A node counts one more than its text.
@@ -20,8 +18,6 @@ const maxExpanded = 4 * MaxSize
 // paths, reads 030 as 24 and yes as true, and skips list items and mappings with errors.
 type decoder struct {
 	problems []Problem
-	// origin is where the text begins in its file.
-	origin origin
 	// values are what has been read, by path. The path of the document is empty.
 	values map[string]entry
 	// parents are the structs that contain the current value, outermost first.
@@ -47,19 +43,27 @@ func (d *decoder) parse(roots []*yaml.Node) *Compiled {
 		d.report(roots[1], "", "file contains more than one YAML document")
 	}
 
-	if len(d.problems) > 0 || !d.checkAliases(roots[0], map[*yaml.Node]int{}) {
+	var file Config
+	if len(d.problems) > 0 || !d.decodeDocument(roots[0], reflect.ValueOf(&file).Elem()) {
 		return nil
 	}
-
-	var file Config
-
-	d.decode(entry{key: roots[0], value: roots[0]}, reflect.ValueOf(&file).Elem())
 
 	if compiled := d.validate(&file); len(d.problems) == 0 {
 		return compiled
 	}
 
 	return nil
+}
+
+// decodeDocument stores a document, and returns false if it is too large to be read.
+func (d *decoder) decodeDocument(root *yaml.Node, into reflect.Value) bool {
+	if !d.checkAliases(root, map[*yaml.Node]int{}) {
+		return false
+	}
+
+	d.decode(entry{key: root, value: root}, into)
+
+	return true
 }
 
 // load returns the roots of the documents, at least one, or nil if they cannot be read.
@@ -76,13 +80,12 @@ func (d *decoder) load(data []byte) []*yaml.Node {
 	)
 
 	if err := yaml.Load(data, &documents, yaml.WithAllDocuments()); err != nil {
-		d.add(d.origin.of(syntaxProblem(string(data), err)))
+		d.add(syntaxProblem(string(data), err))
 
 		return nil
 	}
 
 	for _, document := range documents {
-		d.origin.shift(document.Content[0])
 		roots = append(roots, document.Content[0])
 	}
 
@@ -91,27 +94,6 @@ func (d *decoder) load(data []byte) []*yaml.Node {
 	}
 
 	return roots
-}
-
-// origin is the position of a text in the file that contains it, as the number of lines and columns before it.
-type origin struct{ lines, columns int }
-
-func (o origin) of(p Problem) Problem {
-	p.Line += o.lines
-
-	if p.Column > 0 {
-		p.Column += o.columns
-	}
-
-	return p
-}
-
-func (o origin) shift(n *yaml.Node) {
-	n.Line, n.Column = n.Line+o.lines, n.Column+o.columns
-
-	for _, child := range n.Content {
-		o.shift(child)
-	}
 }
 
 // checkAliases adds a problem and returns false if the node is too large with its aliases expanded. An alias of a value
@@ -310,7 +292,7 @@ func (d *decoder) hint(key string, t reflect.Type) string {
 		names = append(names, name)
 	}
 
-	return cmp.Or(similar.Hint(key, names), "expected "+strings.Join(names, ", "))
+	return "expected " + strings.Join(names, ", ")
 }
 
 // setMap reads a mapping of strings to strings. A key without a value is an empty string, as in the upstream Talos CCM.

@@ -103,7 +103,7 @@ func TestChecker_ReportsProblems(t *testing.T) {
 		{"an unknown variable of make", fenced("sh", "make image REV=1"), "the Makefile does not use a variable REV"},
 		{"an unknown flag of talos-ccm", fenced("sh", "talos-ccm --machine-sock=a"), "unknown flag: --machine-sock"},
 		{"a flag of talos-ccm at the wrong command", fenced("sh", "talos-ccm render --run-dir=/a --node a"), "unknown flag: --run-dir"},
-		{"an unknown command of talos-ccm", fenced("sh", "talos-ccm check"), "unknown command talos-ccm check"},
+		{"an unknown command of talos-ccm", fenced("sh", "talos-ccm check"), `unknown command "check" for "talos-ccm"`},
 		{"an unknown subcommand of talos-ccm", fenced("sh", "talos-ccm config check a"), "unknown command talos-ccm config check"},
 		{"an unknown flag behind a pipe", fenced("sh", "echo a | talos-ccm config validate --all -"), "unknown flag: --all"},
 		{"an unknown flag within a substitution", fenced("sh", "echo \"$(talos-ccm config schema --all)\""), "unknown flag: --all"},
