@@ -121,19 +121,19 @@ func (o diffOptions) run(cmd *cobra.Command) error {
 		return err
 	}
 
-	diffs, err := preview.Compare(nodes, machines, options)
+	reports, err := preview.Compare(nodes, machines, options)
 	if err != nil {
 		return err
 	}
 
-	comparison := preview.Comparison{Lease: lease, Nodes: diffs}
+	comparison := preview.Comparison{Lease: lease, Nodes: reports}
 
 	if err := preview.WriteComparison(cmd.OutOrStdout(), o.output, comparison); err != nil {
 		return err
 	}
 
-	if unknown := comparison.Unknown(); len(unknown) > 0 {
-		return fmt.Errorf("nodes cannot be compared: %s", strings.Join(unknown, ", "))
+	if pending := comparison.Pending(); len(pending) > 0 {
+		return fmt.Errorf("nodes cannot be compared: %s", strings.Join(pending, ", "))
 	}
 
 	if len(comparison.Changed()) > 0 {

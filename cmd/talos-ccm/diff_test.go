@@ -232,8 +232,8 @@ func TestDiff_OfMigratedCluster(t *testing.T) {
 		"providerID talos://metal/"+ip+" kept; a new Node would get talos://metal/30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee\n",
 		"- address ExternalIP 10.0.0.1\n",
 		"- label example.org/site old\n",
-		"+ label example.org/site new\n",
-		"+ label node.cloudprovider.kubernetes.io/clustername talostest\n",
+		"+ label example.org/site new rule site\n",
+		"+ label node.cloudprovider.kubernetes.io/clustername talostest machine\n",
 		"upstream metadata.labels "+stray+" stays, talos-ccm does not set it\n",
 		"upstream metadata.labels "+nodespec.LabelPlatform+" taken over\n",
 		"upstream spec.providerID\n",
@@ -261,8 +261,8 @@ func TestDiff_OfMigratedCluster(t *testing.T) {
 
 	// The upstream Talos CCM no longer owns what talos-ccm sets.
 	fields := after.Nodes[1].Upstream
-	assert.Contains(t, fields, preview.UpstreamField{Field: "metadata.labels", Key: stray})
-	assert.False(t, slices.ContainsFunc(fields, func(f preview.UpstreamField) bool { return f.Key == nodespec.LabelPlatform }))
+	assert.Contains(t, fields, nodecontroller.UpstreamField{Name: "metadata.labels", Key: stray})
+	assert.False(t, slices.ContainsFunc(fields, func(f nodecontroller.UpstreamField) bool { return f.Key == nodespec.LabelPlatform }))
 
 	m.testIncomplete(config)
 }

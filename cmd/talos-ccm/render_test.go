@@ -85,6 +85,15 @@ func reportsOf(t *testing.T, args ...string) []preview.Report {
 	return reports
 }
 
+// valuesOf returns the values of a report with their fields and keys.
+func valuesOf(report preview.Report) (values []string) {
+	for _, c := range report.Changes {
+		values = append(values, c.Field+" "+c.Key+"="+*c.After)
+	}
+
+	return values
+}
+
 func TestRender_HelpShowsUsage(t *testing.T) {
 	stdout, _, err := rendered(t, "", "--help")
 	require.NoError(t, err)
@@ -131,12 +140,7 @@ func TestRender_UsesKubeletFlags(t *testing.T) {
 	worker := file(t, "node: 10.77.0.3\n"+string(tail))
 	report := reportsOf(t, "--machine", worker, "--node-ip", "10.77.0.3", "--arch", "arm64", "--config", rules)[0]
 
-	var labels []string
-	for _, l := range report.Labels {
-		labels = append(labels, l.Key+"="+l.Value)
-	}
-
-	assert.Subset(t, labels, []string{"arch=arm64", "node.cloudprovider.kubernetes.io/clustername=mine"})
+	assert.Subset(t, valuesOf(report), []string{"label arch=arm64", "label node.cloudprovider.kubernetes.io/clustername=mine"})
 }
 
 func TestRender_Fails(t *testing.T) {
@@ -176,8 +180,8 @@ func TestRender_ShowsRulesForMetadataOnly(t *testing.T) {
 	const spec = "{platform: openstack, hostname: talos-wk, instanceType: large}\n"
 
 	for name, machine := range map[string]string{
-		"output of talosctl": "node: 10.0.0.2\nmetadata: {type: PlatformMetadatas.talos.dev, id: platformmetadata}\nspec: " + spec,
-		"short form":         "platformmetadata: " + spec,
+		"with its node":    "node: 10.0.0.2\nmetadata: {type: PlatformMetadatas.talos.dev, id: platformmetadata}\nspec: " + spec,
+		"without its node": "metadata: {type: PlatformMetadatas.talos.dev, id: platformmetadata}\nspec: " + spec,
 	} {
 		t.Run(name, func(t *testing.T) {
 			stdout, stderr, err := rendered(t, machine, "--machine", "-", "--config", file(t, someRules))
@@ -197,13 +201,13 @@ func TestRender_ShowsRulesForMetadataOnly(t *testing.T) {
 
 func TestRender_AcceptsExtensionServiceConfig(t *testing.T) {
 	reports := reportsOf(t, "--machine", printed, "--config", "testdata/config/good-document.yaml")
-	assert.Contains(t, reports[0].Labels, preview.Entry{Key: "team", Value: "web", Rule: "web"})
+	assert.Contains(t, reports[0].Changes, preview.Change{Field: "label", Key: "team", After: new("web"), From: "rule web"})
 }
 
 func TestRender_PrintsWhyNodeIsPending(t *testing.T) {
 	stdout, stderr, err := rendered(t, pendingMachine, "--machine", "-")
 	assert.Error(t, err)
-	assert.Contains(t, stdout, "pending  the machine has not published its platform yet")
+	assert.Regexp(t, "problem +MetadataPending +Node cannot be initialized yet: the machine has not published its platform yet\n", stdout)
 	assertContains(t, stderr, "Warning: stdin: no platformmetadatas, machinestatuses, ", " of machine n\n")
 }
 
@@ -228,7 +232,7 @@ func TestRender_UsesProviderIDFallback(t *testing.T) {
 		},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			assert.Equal(t, test.want, reportsOf(t, append(test.args, "--machine", machines)...)[1].ProviderID.Value)
+			assert.Contains(t, valuesOf(reportsOf(t, append(test.args, "--machine", machines)...)[1]), "providerID ="+test.want)
 		})
 	}
 }
@@ -291,7 +295,7 @@ func TestRender_ReadsLiveMachine(t *testing.T) {
 			report := reportsOf(t, "--node", node, "--talosconfig", talosconfig)[0]
 			assert.Equal(t, node, report.Node)
 			assert.Equal(t, "worker-1", report.Name)
-			assert.Equal(t, "aws:///worker-1", report.ProviderID.Value)
+			assert.Contains(t, valuesOf(report), "providerID =aws:///worker-1")
 		})
 	}
 

@@ -14,6 +14,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/yaml"
 
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
@@ -23,20 +25,20 @@ import (
 func comparison() preview.Comparison {
 	return preview.Comparison{
 		Lease: preview.Lease{Name: "kube-system/lease", Holder: "talos-cloud-controller-manager-1"},
-		Nodes: []preview.Diff{
+		Nodes: []preview.Report{
 			{
 				Name:       "web-1",
-				ProviderID: preview.ProviderIDs{Current: "talos://metal/10.0.0.21", New: "talos://metal/30a0bdf7"},
+				ProviderID: &preview.ProviderIDs{Current: "talos://metal/10.0.0.21", New: "talos://metal/30a0bdf7"},
 				Changes: []preview.Change{
 					{Field: "address", Key: "ExternalIP", Before: new("10.96.0.1")},
-					{Field: "label", Key: "example.org/site", Before: new("old"), After: new("new\n")},
-					{Field: "taint", Key: "dedicated:NoSchedule", After: new("")},
+					{Field: "label", Key: "example.org/site", Before: new("old"), After: new("new\n"), From: "rule site"},
+					{Field: "taint", Key: "dedicated:NoSchedule", After: new(""), From: "rule web, enforced"},
 				},
-				Upstream: []preview.UpstreamField{{Field: "metadata.labels", Key: "example.org/site", TakenOver: true}, {Field: "metadata.labels", Key: "example.org/stray"}, {Field: "spec.providerID"}},
-				Problems: []preview.Condition{{Reason: "OwnershipConflict", Message: "skipped"}},
+				Upstream: []node.UpstreamField{{Name: "metadata.labels", Key: "example.org/site", TakenOver: true}, {Name: "metadata.labels", Key: "example.org/stray"}, {Name: "spec.providerID"}},
+				Problems: []events.Condition{{Reason: "OwnershipConflict", Message: "skipped"}},
 			},
-			{Name: "equal", ProviderID: preview.ProviderIDs{Current: "a", New: "a"}},
-			{Name: "gone", Unknown: true, Upstream: []preview.UpstreamField{{Field: "metadata.labels", Key: "example.org/stray"}}},
+			{Name: "equal"},
+			{Name: "gone", Pending: true, Upstream: []node.UpstreamField{{Name: "metadata.labels", Key: "example.org/stray"}}},
 			{Name: "other-os", Unmanaged: true},
 		},
 	}
@@ -48,8 +50,8 @@ Node web-1
 providerID talos://metal/10.0.0.21 kept; a new Node would get talos://metal/30a0bdf7
 - address ExternalIP 10.96.0.1
 - label example.org/site old
-+ label example.org/site "new\n"
-+ taint dedicated:NoSchedule
++ label example.org/site "new\n" rule site
++ taint dedicated:NoSchedule rule web, enforced
 upstream metadata.labels example.org/site taken over
 upstream metadata.labels example.org/stray stays, talos-ccm does not set it
 upstream spec.providerID
@@ -130,21 +132,21 @@ func TestCompare_Addresses(t *testing.T) {
 		want    []preview.Change
 	}{
 		{"equal", []corev1.NodeAddress{internal, name}, nil},
-		{"added", []corev1.NodeAddress{internal}, []preview.Change{{Field: "address", Key: "Hostname", After: new("talos-wk")}}},
+		{"added", []corev1.NodeAddress{internal}, []preview.Change{{Field: "address", Key: "Hostname", After: new("talos-wk"), From: "machine"}}},
 		{"removed", []corev1.NodeAddress{internal, name, other}, []preview.Change{{Field: "address", Key: "ExternalIP", Before: new("10.96.0.1")}}},
-		{"reordered", []corev1.NodeAddress{name, internal}, []preview.Change{{Field: "address order", Before: new("talos-wk, 10.77.0.3"), After: new("10.77.0.3, talos-wk")}}},
+		{"reordered", []corev1.NodeAddress{name, internal}, []preview.Change{{Field: "address order", Before: new("talos-wk, 10.77.0.3"), After: new("10.77.0.3, talos-wk"), From: "machine"}}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			found := inventory.New(time.Now)
 			found.Replace("talos-wk", machines[1].Machine)
 
-			node := &corev1.Node{
+			before := &corev1.Node{
 				ObjectMeta: metav1.ObjectMeta{Name: "talos-wk"},
 				Spec:       corev1.NodeSpec{ProviderID: "talos://container/10.77.0.3"},
 				Status:     corev1.NodeStatus{Addresses: test.present, NodeInfo: corev1.NodeSystemInfo{OSImage: "Talos (v1.13.5)"}},
 			}
 
-			diffs, err := preview.Compare([]*corev1.Node{node}, found, nodespec.Options{})
+			diffs, err := preview.Compare([]*corev1.Node{before}, found, nodespec.Options{})
 			require.NoError(t, err)
 
 			got := slices.DeleteFunc(diffs[0].Changes, func(c preview.Change) bool { return c.Field == "label" })

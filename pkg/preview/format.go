@@ -2,10 +2,10 @@ package preview
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"io"
-	"slices"
 	"strconv"
 	"strings"
 	"text/tabwriter"
@@ -25,17 +25,13 @@ func Formats() []string { return append(ComparisonFormats(), formatNode) }
 // ComparisonFormats returns the output formats of WriteComparison, the default first.
 func ComparisonFormats() []string { return []string{"table", "yaml", "json"} }
 
-// Write writes the reports in one of Formats: a table per machine, a YAML or JSON list, or Nodes as YAML documents.
+// Write writes the reports in one of Formats: a table per Node, a YAML or JSON list, or Nodes as YAML documents.
 func Write(out io.Writer, format string, reports []Report) error {
 	if format == formatNode {
 		return writeNodes(out, reports)
 	}
 
-	if !slices.Contains(Formats(), format) {
-		return unknownFormat(format, Formats())
-	}
-
-	return write(out, format, reports, func(text io.Writer) {
+	return write(out, format, Formats(), reports, func(text io.Writer) {
 		for i, r := range reports {
 			if i > 0 {
 				fmt.Fprintln(text)
@@ -48,14 +44,10 @@ func Write(out io.Writer, format string, reports []Report) error {
 
 // WriteComparison writes the comparison in one of ComparisonFormats.
 func WriteComparison(out io.Writer, format string, c Comparison) error {
-	return write(out, format, c, c.table)
+	return write(out, format, ComparisonFormats(), c, c.table)
 }
 
-func unknownFormat(format string, formats []string) error {
-	return fmt.Errorf("unknown output format %q, want one of %s", format, strings.Join(formats, ", "))
-}
-
-func write(out io.Writer, format string, value any, table func(io.Writer)) error {
+func write(out io.Writer, format string, formats []string, value any, table func(io.Writer)) error {
 	var text bytes.Buffer
 
 	switch format {
@@ -77,7 +69,7 @@ func write(out io.Writer, format string, value any, table func(io.Writer)) error
 			return err
 		}
 	default:
-		return unknownFormat(format, ComparisonFormats())
+		return fmt.Errorf("unknown output format %q, want one of %s", format, strings.Join(formats, ", "))
 	}
 
 	_, err := out.Write(text.Bytes())
@@ -85,7 +77,24 @@ func write(out io.Writer, format string, value any, table func(io.Writer)) error
 	return err
 }
 
-// table writes a row per value with its kind, key, value and origin.
+// table writes the Nodes that differ or have problems, and a summary.
+func (c Comparison) table(out io.Writer) {
+	for _, r := range c.Nodes {
+		if len(r.Changes)+len(r.Upstream)+len(r.Problems) > 0 || r.Pending || r.ProviderID != nil {
+			r.table(out)
+			fmt.Fprintln(out)
+		}
+	}
+
+	changed, pending := len(c.Changed()), len(c.Pending())
+	unmanaged := len(c.names(func(r Report) bool { return r.Unmanaged }))
+
+	fmt.Fprintf(out, "Lease %s: held by %s\n", c.Lease.Name, cmp.Or(printable(c.Lease.Holder), "no controller manager"))
+	fmt.Fprintf(out, "%d Nodes: %d would change, %d would not, %d cannot be compared, %d not managed\n",
+		len(c.Nodes), changed, len(c.Nodes)-changed-pending-unmanaged, pending, unmanaged)
+}
+
+// table writes a row per value with its sign, field, key, value and origin.
 func (r Report) table(out io.Writer) {
 	fmt.Fprintf(out, "Node %s\n", printable(r.Name))
 
@@ -94,55 +103,67 @@ func (r Report) table(out io.Writer) {
 	}
 
 	columns := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
-	row := func(cells ...string) { writeRow(columns, cells...) }
 
 	for _, part := range r.Unknown {
-		row("unknown", part, "", "missing resources of the machine")
+		writeRow(columns, "  unknown", part, "", "missing resources of the machine")
 	}
 
-	switch {
-	case r.Pending != "":
-		row("pending", r.Pending)
-	case r.ProviderID != nil:
-		row("providerID", "", r.ProviderID.Value, from(r.ProviderID.Rule))
+	if r.ProviderID != nil {
+		writeRow(columns, "  providerID", "", r.ProviderID.Current, "kept; a new Node would get "+r.ProviderID.New)
 	}
 
-	for _, a := range r.Addresses {
-		row("address", a.Type, a.Address, from(a.Rule))
+	for _, c := range r.Changes {
+		if c.Before != nil {
+			writeRow(columns, "- "+c.Field, c.Key, *c.Before)
+		}
+
+		if c.After != nil {
+			writeRow(columns, "+ "+c.Field, c.Key, *c.After, c.From)
+		}
 	}
 
-	for _, l := range r.Labels {
-		row("label", l.Key, l.Value, from(l.Rule))
-	}
+	for _, f := range r.Upstream {
+		row := []string{"  upstream", f.Name, f.Key}
 
-	for _, a := range r.Annotations {
-		row("annotation", a.Key, a.Value, from(a.Rule))
-	}
+		switch {
+		case f.TakenOver:
+			row = append(row, "taken over")
+		case f.Key != "" && !r.Pending:
+			row = append(row, "stays, talos-ccm does not set it")
+		}
 
-	for _, t := range r.Taints {
-		row("taint", t.Key, strings.TrimPrefix(t.Value+":"+t.Effect, ":"), t.from())
+		writeRow(columns, row...)
 	}
 
 	for _, p := range r.Problems {
-		row("problem", p.Key, p.Value, from(p.Rule), p.Why)
+		writeRow(columns, "  problem", p.Reason, p.Message)
 	}
 
 	columns.Flush() //nolint:errcheck // writes to memory
 }
 
+// writeRow quotes values with characters that would break the table or control the terminal.
 func writeRow(columns io.Writer, cells ...string) {
 	for i := range cells {
 		cells[i] = printable(cells[i])
 	}
 
-	fmt.Fprintln(columns, "  "+strings.Join(cells, "\t"))
+	fmt.Fprintln(columns, "  "+strings.TrimRight(strings.Join(cells, "\t"), "\t"))
+}
+
+func printable(value string) string {
+	if strings.ContainsFunc(value, func(r rune) bool { return !unicode.IsPrint(r) }) {
+		return strconv.Quote(value)
+	}
+
+	return value
 }
 
 // writeNodes writes the Nodes as YAML documents that contain only what talos-ccm sets. It omits Nodes that would not be
 // written.
 func writeNodes(out io.Writer, reports []Report) error {
 	for _, r := range reports {
-		if r.Pending != "" || r.Unmanaged {
+		if r.Pending || r.Unmanaged {
 			continue
 		}
 
@@ -159,58 +180,31 @@ func writeNodes(out io.Writer, reports []Report) error {
 	return nil
 }
 
+// node returns what Render's report sets.
 func (r Report) node() *corev1ac.NodeApplyConfiguration {
 	node := corev1ac.Node(r.Name).WithSpec(corev1ac.NodeSpec()).WithStatus(corev1ac.NodeStatus())
 
-	if r.ProviderID != nil {
-		node.Spec.WithProviderID(r.ProviderID.Value)
-	}
+	for _, c := range r.Changes {
+		switch c.Field {
+		case fieldProviderID:
+			node.Spec.WithProviderID(*c.After)
+		case fieldAddress:
+			node.Status.WithAddresses(corev1ac.NodeAddress().WithType(corev1.NodeAddressType(c.Key)).WithAddress(*c.After))
+		case fieldLabel:
+			node.WithLabels(map[string]string{c.Key: *c.After})
+		case fieldAnnotation:
+			node.WithAnnotations(map[string]string{c.Key: *c.After})
+		case fieldTaint:
+			key, effect, _ := strings.Cut(c.Key, ":")
 
-	for _, l := range r.Labels {
-		node.WithLabels(map[string]string{l.Key: l.Value})
-	}
+			taint := corev1ac.Taint().WithKey(key).WithEffect(corev1.TaintEffect(effect))
+			if *c.After != "" {
+				taint.WithValue(*c.After)
+			}
 
-	for _, a := range r.Annotations {
-		node.WithAnnotations(map[string]string{a.Key: a.Value})
-	}
-
-	for _, t := range r.Taints {
-		taint := corev1ac.Taint().WithKey(t.Key).WithEffect(corev1.TaintEffect(t.Effect))
-		if t.Value != "" {
-			taint.WithValue(t.Value)
+			node.Spec.WithTaints(taint)
 		}
-
-		node.Spec.WithTaints(taint)
-	}
-
-	for _, a := range r.Addresses {
-		node.Status.WithAddresses(corev1ac.NodeAddress().WithType(corev1.NodeAddressType(a.Type)).WithAddress(a.Address))
 	}
 
 	return node
-}
-
-func from(rule string) string {
-	if rule == "" {
-		return "machine"
-	}
-
-	return "rule " + rule
-}
-
-func (t Taint) from() string {
-	if t.Enforce {
-		return from(t.Rule) + ", enforced"
-	}
-
-	return from(t.Rule) + ", at initialization"
-}
-
-// printable quotes values with characters that would break the table or control the terminal.
-func printable(value string) string {
-	if strings.ContainsFunc(value, func(r rune) bool { return !unicode.IsPrint(r) }) {
-		return strconv.Quote(value)
-	}
-
-	return value
 }

@@ -10,22 +10,28 @@ import (
 	"github.com/stretchr/testify/require"
 	"sigs.k8s.io/yaml"
 
+	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
 )
 
 func reports() []preview.Report {
 	return []preview.Report{
 		{
-			Node:        "10.0.0.1",
-			Name:        "worker-1",
-			ProviderID:  &preview.Text{Value: "aws:///eu-1/i-1"},
-			Addresses:   []preview.Address{{Type: "InternalIP", Address: "10.0.0.1"}, {Type: "InternalDNS", Address: "a.b", Rule: "dns"}},
-			Labels:      []preview.Entry{{Key: "example.org/role", Value: "web", Rule: "web"}, {Key: "topology.kubernetes.io/zone", Value: "eu-1"}},
-			Annotations: []preview.Entry{{Key: "note", Value: "two\nlines & a \x1b[31mcolor", Rule: "web"}},
-			Taints:      []preview.Taint{{Key: "dedicated", Value: "web", Effect: "NoSchedule", Rule: "web"}, {Key: "slow", Effect: "NoExecute", Rule: "slow", Enforce: true}},
-			Problems:    []preview.Problem{{Rule: "web", Key: "labels[bad]", Value: "not a label", Why: "it has spaces"}},
+			Node: "10.0.0.1",
+			Name: "worker-1",
+			Changes: []preview.Change{
+				{Field: "providerID", After: new("aws:///eu-1/i-1"), From: "machine"},
+				{Field: "address", Key: "InternalIP", After: new("10.0.0.1"), From: "machine"},
+				{Field: "address", Key: "InternalDNS", After: new("a.b"), From: "rule dns"},
+				{Field: "label", Key: "example.org/role", After: new("web"), From: "rule web"},
+				{Field: "label", Key: "topology.kubernetes.io/zone", After: new("eu-1"), From: "machine"},
+				{Field: "annotation", Key: "note", After: new("two\nlines & a \x1b[31mcolor"), From: "rule web"},
+				{Field: "taint", Key: "dedicated:NoSchedule", After: new("web"), From: "rule web, at initialization"},
+				{Field: "taint", Key: "slow:NoExecute", After: new(""), From: "rule slow, enforced"},
+			},
+			Problems: []events.Condition{{Reason: "InvalidValue", Message: "rule \"web\": labels[bad]"}},
 		},
-		{Name: "worker-2", Pending: "the machine has not published its platform yet", Unmanaged: true},
+		{Name: "worker-2", Pending: true, Unmanaged: true, Problems: []events.Condition{{Reason: "MetadataPending", Message: "no platform"}}},
 	}
 }
 
@@ -41,19 +47,19 @@ func format(t *testing.T, name string, reports []preview.Report) string {
 func TestWrite_Table(t *testing.T) {
 	const want = `
 Node worker-1
-  providerID                               aws:///eu-1/i-1                         machine
-  address     InternalIP                   10.0.0.1                                machine
-  address     InternalDNS                  a.b                                     rule dns
-  label       example.org/role             web                                     rule web
-  label       topology.kubernetes.io/zone  eu-1                                    machine
-  annotation  note                         "two\nlines & a \x1b[31mcolor"         rule web
-  taint       dedicated                    web:NoSchedule                          rule web, at initialization
-  taint       slow                         NoExecute                               rule slow, enforced
-  problem     labels[bad]                  not a label                             rule web                     it has spaces
+  + providerID                               aws:///eu-1/i-1                  machine
+  + address     InternalIP                   10.0.0.1                         machine
+  + address     InternalDNS                  a.b                              rule dns
+  + label       example.org/role             web                              rule web
+  + label       topology.kubernetes.io/zone  eu-1                             machine
+  + annotation  note                         "two\nlines & a \x1b[31mcolor"  rule web
+  + taint       dedicated:NoSchedule         web                              rule web, at initialization
+  + taint       slow:NoExecute                                                rule slow, enforced
+    problem     InvalidValue                 rule "web": labels[bad]
 
 Node worker-2
   not managed: nodes.selector does not select the machine, so talos-ccm would write none of the values below
-  pending  the machine has not published its platform yet
+    problem  MetadataPending  no platform
 `
 	assert.Equal(t, squeeze(want), squeeze("\n"+format(t, "table", reports())))
 }

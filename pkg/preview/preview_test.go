@@ -1,9 +1,10 @@
 package preview_test
 
 import (
-	"fmt"
+	"cmp"
 	"maps"
 	"net/netip"
+	"strings"
 	"testing"
 
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
@@ -13,6 +14,8 @@ import (
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
@@ -51,26 +54,23 @@ func everyKind() rules.Rule {
 func flat(r preview.Report) nodespec.Spec {
 	spec := nodespec.Spec{Labels: map[string]string{}, Annotations: map[string]string{}}
 
-	if r.ProviderID != nil {
-		spec.ProviderID = r.ProviderID.Value
-	}
-
-	for _, a := range r.Addresses {
-		spec.Addresses = append(spec.Addresses, corev1.NodeAddress{Type: corev1.NodeAddressType(a.Type), Address: a.Address})
-	}
-
-	for _, l := range r.Labels {
-		spec.Labels[l.Key] = l.Value
-	}
-
-	for _, a := range r.Annotations {
-		spec.Annotations[a.Key] = a.Value
-	}
-
-	for _, taint := range r.Taints {
-		spec.Taints = append(spec.Taints, rules.Taint{
-			Taint: corev1.Taint{Key: taint.Key, Value: taint.Value, Effect: corev1.TaintEffect(taint.Effect)}, Rule: taint.Rule, Enforce: taint.Enforce,
-		})
+	for _, c := range r.Changes {
+		switch c.Field {
+		case "providerID":
+			spec.ProviderID = *c.After
+		case "address":
+			spec.Addresses = append(spec.Addresses, corev1.NodeAddress{Type: corev1.NodeAddressType(c.Key), Address: *c.After})
+		case "label":
+			spec.Labels[c.Key] = *c.After
+		case "annotation":
+			spec.Annotations[c.Key] = *c.After
+		case "taint":
+			key, effect, _ := strings.Cut(c.Key, ":")
+			rule, when, _ := strings.Cut(strings.TrimPrefix(c.From, "rule "), ", ")
+			spec.Taints = append(spec.Taints, rules.Taint{
+				Taint: corev1.Taint{Key: key, Value: *c.After, Effect: corev1.TaintEffect(effect)}, Rule: rule, Enforce: when == "enforced",
+			})
+		}
 	}
 
 	return spec
@@ -95,12 +95,12 @@ func TestRender_EqualsDesiredSpec(t *testing.T) {
 
 				report := preview.Render(machines, preview.Kubelet{Architecture: "arm64"}, options)[0]
 
-				node := &corev1.Node{Status: corev1.NodeStatus{NodeInfo: corev1.NodeSystemInfo{Architecture: "arm64"}}}
-				want, problems, pending := nodespec.Desired(nodespec.NewInput(node, truth(t, site.Machine("worker-1")), options))
+				registered := &corev1.Node{Status: corev1.NodeStatus{NodeInfo: corev1.NodeSystemInfo{Architecture: "arm64"}}}
+				want, problems, pending := nodespec.Desired(nodespec.NewInput(registered, truth(t, site.Machine("worker-1")), options))
 				want.Transformed = rules.Result{}
 
 				assert.Equal(t, want, flat(report))
-				assert.Equal(t, pending, report.Pending)
+				assert.Equal(t, pending != "", report.Pending)
 				require.Len(t, report.Problems, len(problems))
 			})
 		}
@@ -122,23 +122,15 @@ func running(name, ip string) preview.Machine {
 	}}
 }
 
-// sources returns the rules of all values of a report.
+// sources returns the origins of all values of a report.
 func sources(r preview.Report) map[string]string {
-	rules := map[string]string{"providerID": r.ProviderID.Rule}
+	origins := map[string]string{}
 
-	for _, a := range r.Addresses {
-		rules[a.Type] = a.Rule
+	for _, c := range r.Changes {
+		origins[cmp.Or(c.Key, c.Field)] = c.From
 	}
 
-	for _, e := range append(r.Labels, r.Annotations...) {
-		rules[e.Key] = e.Rule
-	}
-
-	for _, taint := range r.Taints {
-		rules[fmt.Sprintf("%s:%s %t", taint.Key, taint.Effect, taint.Enforce)] = taint.Rule
-	}
-
-	return rules
+	return origins
 }
 
 func TestRender_NamesRuleOfEveryValue(t *testing.T) {
@@ -151,7 +143,7 @@ func TestRender_NamesRuleOfEveryValue(t *testing.T) {
 		{
 			"each kind",
 			[]rules.Rule{everyKind()},
-			map[string]string{"example.org/role": "web", "example.org/serial": "web", "dedicated:NoSchedule false": "web", corev1.LabelTopologyZone: "web", corev1.LabelFailureDomainBetaZone: "web"},
+			map[string]string{"example.org/role": "rule web", "example.org/serial": "rule web", "dedicated:NoSchedule": "rule web, at initialization", corev1.LabelTopologyZone: "rule web", corev1.LabelFailureDomainBetaZone: "rule web"},
 		},
 		{
 			"all metadata",
@@ -159,9 +151,9 @@ func TestRender_NamesRuleOfEveryValue(t *testing.T) {
 				"Region": "r", "Zone": "z", "InstanceType": "t", "Spot": "true", "ProviderID": "aws:///r/i", "InternalDNS": "a.b", "ExternalDNS": "c.d",
 			}}},
 			map[string]string{
-				"providerID": "meta", "InternalDNS": "meta", "ExternalDNS": "meta", nodespec.LabelLifecycle: "meta",
-				corev1.LabelTopologyRegion: "meta", corev1.LabelFailureDomainBetaRegion: "meta", corev1.LabelTopologyZone: "meta",
-				corev1.LabelFailureDomainBetaZone: "meta", corev1.LabelInstanceTypeStable: "meta", corev1.LabelInstanceType: "meta",
+				"providerID": "rule meta", "InternalDNS": "rule meta", "ExternalDNS": "rule meta", nodespec.LabelLifecycle: "rule meta",
+				corev1.LabelTopologyRegion: "rule meta", corev1.LabelFailureDomainBetaRegion: "rule meta", corev1.LabelTopologyZone: "rule meta",
+				corev1.LabelFailureDomainBetaZone: "rule meta", corev1.LabelInstanceTypeStable: "rule meta", corev1.LabelInstanceType: "rule meta",
 			},
 		},
 		{
@@ -170,14 +162,14 @@ func TestRender_NamesRuleOfEveryValue(t *testing.T) {
 				{Name: "one", Labels: map[string]string{"a": "1", "b": "1"}, PlatformMetadata: map[string]string{"Zone": "1"}},
 				{Name: "two", Labels: map[string]string{"b": "2"}, PlatformMetadata: map[string]string{"Zone": "2"}},
 			},
-			map[string]string{"a": "one", "b": "two", corev1.LabelTopologyZone: "two", corev1.LabelFailureDomainBetaZone: "two"},
+			map[string]string{"a": "rule one", "b": "rule two", corev1.LabelTopologyZone: "rule two", corev1.LabelFailureDomainBetaZone: "rule two"},
 		},
 		{
 			"a label takes precedence over metadata",
 			[]rules.Rule{{Name: "label", Labels: map[string]string{corev1.LabelTopologyZone: "mine"}}, {Name: "meta", PlatformMetadata: map[string]string{"Zone": "2"}}},
-			map[string]string{corev1.LabelTopologyZone: "label", corev1.LabelFailureDomainBetaZone: "meta"},
+			map[string]string{corev1.LabelTopologyZone: "rule label", corev1.LabelFailureDomainBetaZone: "rule meta"},
 		},
-		{"enforced taints", []rules.Rule{{Name: "t", Taints: map[string]string{"a": "NoExecute"}, Enforce: true}}, map[string]string{"a:NoExecute true": "t"}},
+		{"enforced taints", []rules.Rule{{Name: "t", Taints: map[string]string{"a": "NoExecute"}, Enforce: true}}, map[string]string{"a:NoExecute": "rule t, enforced"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			want := sources(renderOne(t, running("worker-1", "10.0.0.1")))
@@ -191,15 +183,15 @@ func TestRender_ProviderIDNamesRuleOfInstanceID(t *testing.T) {
 	m := running("worker-1", "10.0.0.1")
 	m.Machine.Platform.ProviderID = ""
 
-	got := renderOne(t, m, rules.Rule{Name: "id", PlatformMetadata: map[string]string{"InstanceID": "mine"}}).ProviderID
-	assert.Equal(t, &preview.Text{Value: "talos://aws/mine", Rule: "id"}, got)
+	got := renderOne(t, m, rules.Rule{Name: "id", PlatformMetadata: map[string]string{"InstanceID": "mine"}}).Changes[0]
+	assert.Equal(t, preview.Change{Field: "providerID", After: new("talos://aws/mine"), From: "rule id"}, got)
 }
 
 func TestRender_ReportsProblems(t *testing.T) {
 	got := renderOne(t, running("worker-1", "10.0.0.1"), everyKind()).Problems
 	require.Len(t, got, 1)
-	assert.NotEmpty(t, got[0].Why)
-	assert.Equal(t, preview.Problem{Rule: "web", Key: "labels[bad]", Value: "0123 is none", Why: got[0].Why}, got[0])
+	assert.Equal(t, node.ReasonInvalidValue, got[0].Reason)
+	assert.Contains(t, got[0].Message, `rule "web": labels[bad]="0123 is none" omitted: `)
 }
 
 func TestRender_PendingWithoutIdentity(t *testing.T) {
@@ -207,9 +199,9 @@ func TestRender_PendingWithoutIdentity(t *testing.T) {
 	m.Machine.Platform = runtime.PlatformMetadataSpec{Platform: "aws"}
 
 	got := renderOne(t, m)
-	assert.NotEmpty(t, got.Pending)
-	assert.Nil(t, got.ProviderID)
-	assert.Empty(t, got.Labels)
+	assert.True(t, got.Pending)
+	assert.Equal(t, node.ReasonMetadataPending, got.Problems[0].Reason)
+	assert.Empty(t, got.Changes)
 }
 
 func TestRender_MarksUnmanagedMachine(t *testing.T) {
@@ -218,7 +210,7 @@ func TestRender_MarksUnmanagedMachine(t *testing.T) {
 
 	got := preview.Render([]preview.Machine{running("worker-1", "10.0.0.1")}, preview.Kubelet{}, nodespec.Options{Selector: selector})[0]
 	assert.True(t, got.Unmanaged)
-	assert.NotNil(t, got.ProviderID)
+	assert.NotEmpty(t, flat(got).ProviderID)
 }
 
 func TestRender_DetectsDuplicateIdentities(t *testing.T) {
@@ -231,14 +223,14 @@ func TestRender_DetectsDuplicateIdentities(t *testing.T) {
 		}
 
 		reports := preview.Render([]preview.Machine{one, other}, preview.Kubelet{}, nodespec.Options{})
-		assert.Equal(t, "talos://metal/10.0.0.1", reports[0].ProviderID.Value)
+		assert.Equal(t, "talos://metal/10.0.0.1", flat(reports[0]).ProviderID)
 	})
 
 	t.Run("providerIDs are a problem", func(t *testing.T) {
 		options := nodespec.Options{Rules: compile(t, rules.Rule{Name: "same", PlatformMetadata: map[string]string{"ProviderID": "mine://one"}})}
 		reports := preview.Render([]preview.Machine{running("worker-1", "10.0.0.1"), running("worker-2", "10.0.0.2")}, preview.Kubelet{}, options)
 		assert.Empty(t, reports[0].Problems)
-		assert.Equal(t, []preview.Problem{{Rule: "same", Key: "providerID", Value: "mine://one", Why: "providerID is already in use by node worker-1"}}, reports[1].Problems)
+		assert.Equal(t, []events.Condition{{Reason: node.ReasonProviderIDInUse, Message: "providerID mine://one is already in use by node worker-1"}}, reports[1].Problems)
 	})
 }
 
@@ -248,7 +240,7 @@ func TestRender_OmitsSharedNames(t *testing.T) {
 
 	for i, report := range preview.Render([]preview.Machine{one, other}, preview.Kubelet{}, nodespec.Options{}) {
 		require.Len(t, report.Problems, 1, "machine %d", i)
-		assert.Equal(t, "InternalDNS", report.Problems[0].Key)
+		assert.Contains(t, report.Problems[0].Message, "InternalDNS=")
 	}
 }
 
@@ -260,6 +252,6 @@ func TestRender_UsesKubeletNodeIPsAndArchitecture(t *testing.T) {
 	kubelet := preview.Kubelet{NodeIPs: []netip.Addr{netip.MustParseAddr("10.0.0.9")}, Architecture: "arm64"}
 
 	got := preview.Render([]preview.Machine{m}, kubelet, nodespec.Options{Rules: compiled})[0]
-	assert.Equal(t, (preview.Address{Type: "InternalIP", Address: "10.0.0.9"}), got.Addresses[0])
-	assert.Equal(t, (preview.Entry{Key: "arch", Value: "arm64", Rule: "arch"}), got.Labels[0])
+	assert.Contains(t, got.Changes, preview.Change{Field: "address", Key: "InternalIP", After: new("10.0.0.9"), From: "machine"})
+	assert.Contains(t, got.Changes, preview.Change{Field: "label", Key: "arch", After: new("arm64"), From: "rule arch"})
 }

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
-	"maps"
 	"net/netip"
 	"regexp"
 	"slices"
@@ -79,9 +78,9 @@ func kindName(typ resource.Type) string {
 // table matches the head of a table, which talosctl prints by default.
 var table = regexp.MustCompile(`(?m)^(\S+ +)?NODE +NAMESPACE +TYPE +ID `)
 
-// Parse reads the concatenated output of any number of `talosctl get KIND -o yaml` or `-o json` commands for any number of machines, or the short
-// form of the documentation, which maps a kind to its spec or a list of specs, `addresses` to a list, `extensions` to versions, and `meta` to values.
-// It returns the machines in the order of their first resource, and ignores resources of other kinds. Errors name the document and the line.
+// Parse reads the concatenated output of any number of `talosctl get KIND -o yaml` or `-o json` commands for any number
+// of machines. It returns the machines in the order of their first resource, and ignores resources that are not of the
+// given kinds. Errors name the document and the line.
 func Parse(output []byte, kinds machine.Kinds) ([]Machine, error) {
 	if table.Match(output) {
 		return nil, errors.New("the input is a table, which omits most values: add -o yaml to the talosctl command")
@@ -92,9 +91,13 @@ func Parse(output []byte, kinds machine.Kinds) ([]Machine, error) {
 	needed, byNode := needed(kinds), map[string]*parsed{}
 
 	for i, d := range split(output) {
-		list, err := d.decode(needed)
+		r, err := decode(d.text, needed)
+		if err != nil {
+			// Decode again behind empty lines, so that the error has the line numbers of the input.
+			_, err = decode(append(bytes.Repeat([]byte("\n"), d.line-1), d.text...), needed)
+		}
 
-		for _, r := range list {
+		if err == nil && r != nil {
 			m, known := byNode[r.Node]
 			if !known {
 				m = &parsed{seen: map[resource.Type]bool{}}
@@ -102,7 +105,7 @@ func Parse(output []byte, kinds machine.Kinds) ([]Machine, error) {
 				order = append(order, r.Node)
 			}
 
-			err = errors.Join(err, m.add(r))
+			err = m.add(r)
 		}
 
 		if err != nil {
@@ -190,21 +193,10 @@ type printed struct {
 	Spec yaml.Node `yaml:"spec"`
 
 	resource resource.Resource
-	strict   bool // unknown fields of the spec are errors
 }
 
-func (d document) decode(needed []resource.Kind) ([]printed, error) {
-	list, err := decode(d.text, needed)
-	if err != nil {
-		// Decode again behind empty lines, so that the error has the line numbers of the input.
-		list, err = decode(append(bytes.Repeat([]byte("\n"), d.line-1), d.text...), needed)
-	}
-
-	return list, err
-}
-
-// decode returns the resources of a document that are needed.
-func decode(text []byte, needed []resource.Kind) ([]printed, error) {
+// decode returns the resource in a document, or nil if it is not needed.
+func decode(text []byte, needed []resource.Kind) (*printed, error) {
 	var p printed
 	if err := yaml.Unmarshal(text, &p); err != nil {
 		return nil, err
@@ -212,114 +204,13 @@ func decode(text []byte, needed []resource.Kind) ([]printed, error) {
 
 	switch {
 	case p.Metadata.Type == "":
-		return decodeShort(text, needed)
-	case !contains(needed, p.Metadata.Type):
+		return nil, errors.New("not a resource in talosctl's format: metadata.type is missing")
+	case !slices.ContainsFunc(needed, func(kind resource.Kind) bool { return kind.Type() == p.Metadata.Type }):
 		return nil, nil
 	case p.Spec.IsZero():
 		return nil, errors.New("not a resource in talosctl's format: spec is missing")
 	}
 
-	return p.read(nil)
-}
-
-// decodeShort decodes the short form, such as `platformmetadata: {platform: aws}`. It ignores kinds that are not needed.
-func decodeShort(text []byte, needed []resource.Kind) (list []printed, err error) {
-	var specs map[string]yaml.Node
-	if err := yaml.Unmarshal(text, &specs); err != nil {
-		return nil, err
-	}
-
-	for _, key := range slices.Sorted(maps.Keys(specs)) {
-		spec := specs[key]
-
-		switch key {
-		case "addresses":
-			list, err = readAddresses(list, &spec)
-		case "extensions", "meta":
-			list, err = readTexts(list, key, &spec)
-		default:
-			list, err = readSpecs(list, key, spec)
-		}
-
-		if err != nil {
-			return nil, err
-		}
-	}
-
-	return slices.DeleteFunc(list, func(p printed) bool { return !contains(needed, p.resource.Metadata().Type()) }), nil
-}
-
-func contains(kinds []resource.Kind, typ resource.Type) bool {
-	return slices.ContainsFunc(kinds, func(kind resource.Kind) bool { return kind.Type() == typ })
-}
-
-// readAddresses appends the addresses of a list such as [10.0.0.1/24].
-func readAddresses(list []printed, spec *yaml.Node) ([]printed, error) {
-	var addresses []netip.Prefix
-
-	err := spec.Decode(&addresses)
-
-	for _, address := range addresses {
-		r := network.NewAddressStatus(network.NamespaceName, address.String())
-		r.TypedSpec().Address = address
-		list = append(list, printed{resource: r})
-	}
-
-	return list, err
-}
-
-// readTexts appends the versions of extensions by name, or the values of META keys.
-func readTexts(list []printed, key string, spec *yaml.Node) ([]printed, error) {
-	var texts map[string]string
-
-	err := spec.Decode(&texts)
-
-	for name, text := range texts {
-		if key == "meta" {
-			r := runtime.NewMetaKey(runtime.NamespaceName, name)
-			r.TypedSpec().Value = text
-			list = append(list, printed{resource: r})
-		} else {
-			r := runtime.NewExtensionStatus(runtime.NamespaceName, name)
-			r.TypedSpec().Metadata.Name, r.TypedSpec().Metadata.Version = name, text
-			list = append(list, printed{resource: r})
-		}
-	}
-
-	return list, err
-}
-
-// readSpecs appends a resource with the spec, or a resource per element of a list of specs.
-func readSpecs(list []printed, key string, spec yaml.Node) ([]printed, error) {
-	known := needed(machine.BaseKinds().WithFacts())
-
-	i := slices.IndexFunc(known, func(kind resource.Kind) bool {
-		return strings.TrimSuffix(kindName(kind.Type()), "s") == strings.TrimSuffix(key, "s")
-	})
-	if i < 0 {
-		return nil, fmt.Errorf("not a resource in talosctl's format: metadata.type is missing, and %q is not a kind such as platformmetadata", key)
-	}
-
-	elements := []*yaml.Node{&spec}
-	if spec.Kind == yaml.SequenceNode {
-		elements = spec.Content
-	}
-
-	for n, element := range elements {
-		p := printed{Spec: *element, strict: true}
-		p.Metadata.Type, p.Metadata.ID = known[i].Type(), strconv.Itoa(n)
-
-		var err error
-		if list, err = p.read(list); err != nil {
-			return nil, err
-		}
-	}
-
-	return list, nil
-}
-
-// read appends p with its resource.
-func (p printed) read(list []printed) ([]printed, error) {
 	// talosctl prints the ID 0x0c of a META key as the number 12 in JSON.
 	if tag, err := strconv.ParseUint(p.Metadata.ID, 0, 8); err == nil && p.Metadata.Type == runtime.MetaKeyType {
 		p.Metadata.ID = runtime.MetaKeyTagToID(uint8(tag))
@@ -335,17 +226,17 @@ func (p printed) read(list []printed) ([]printed, error) {
 		return nil, err
 	}
 
-	if err := decodeSpec(r, &p.Spec, p.strict); err != nil {
+	if err := decodeSpec(r, &p.Spec); err != nil {
 		return nil, fmt.Errorf("spec of %s: %w", r.Metadata(), err)
 	}
 
 	p.resource = r
 
-	return append(list, p), nil
+	return &p, nil
 }
 
 // decodeSpec decodes a spec with machinery's own decoder, except where it cannot read what talosctl prints.
-func decodeSpec(r resource.Resource, spec *yaml.Node, strict bool) error {
+func decodeSpec(r resource.Resource, spec *yaml.Node) error {
 	switch r := r.(type) {
 	case *config.MachineType: // Spec returns a copy
 		var typ talosmachine.Type
@@ -364,7 +255,7 @@ func decodeSpec(r resource.Resource, spec *yaml.Node, strict bool) error {
 		return nil
 	}
 
-	return spec.Load(r.Spec(), yaml.WithKnownFields(strict))
+	return spec.Decode(r.Spec())
 }
 
 // dropFields removes the fields of a mapping for which drop returns true.
@@ -396,7 +287,7 @@ func (m *parsed) ofKind(kind resource.Kind) []resource.Resource {
 }
 
 // add applies a resource. Two nodenames are an error, because talosctl prints an empty node for machines that were read without --nodes.
-func (m *parsed) add(p printed) error {
+func (m *parsed) add(p *printed) error {
 	md := p.resource.Metadata()
 
 	m.resources = slices.DeleteFunc(m.resources, func(r resource.Resource) bool {

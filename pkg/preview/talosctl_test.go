@@ -4,12 +4,12 @@ import (
 	"bytes"
 	"net/netip"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 
 	talosmachine "github.com/siderolabs/talos/pkg/machinery/config/machine"
 	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
-	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -142,11 +142,7 @@ func TestParse_RejectsInvalidInput(t *testing.T) {
 		{"table output", "NODE       NAMESPACE   TYPE       ID         VERSION\n10.0.0.1   k8s         Nodename   nodename   1\n", "the input is a table, which omits most values: add -o yaml"},
 		{"table output of a watch", "*   NODE       NAMESPACE   TYPE       ID         VERSION\n+   10.0.0.1   k8s         Nodename   nodename   1\n", "is a table"},
 		{"another kind of document", nodename + "---\napiVersion: v1\nkind: Node\n", "document 2, from line 8: not a resource"},
-		{"short form with a list of extensions", "platformmetadata: {platform: metal}\nextensions: [a]\n", "document 1, from line 1: "},
-		{"short form with an unknown field", "platformmetadata: {platform: metal, zon: x}\n", "zon"},
-		{"short form with the name of a selector key", "systeminformation: {serialNumber: X}\n", "serialNumber"},
-		{"short form with an unknown kind", "platformmetadata: {platform: metal}\npcidevice: {}\npcidevicez: []\n", `"pcidevicez"`},
-		{"short form with an invalid address", "addresses: [10.0.0.1]\n", "10.0.0.1"},
+		{"no type", "platformmetadata: {platform: metal}\n", "document 1, from line 1: not a resource in talosctl's format: metadata.type is missing"},
 		{"broken YAML", nodename + "---\nnode: n\nmetadata: [\n", "document 2, from line 8: yaml: "},
 		{"wrong type of a value", nodename + "---\n" + strings.Replace(nodename, "worker-1", "[a]", 1), "line 13"},
 		{"scalar spec", strings.Replace(nodename, "\n    nodename: worker-1", " 1", 1), "document 1, from line 1: spec of Nodenames"},
@@ -162,44 +158,6 @@ func TestParse_RejectsInvalidInput(t *testing.T) {
 	}
 }
 
-func TestParse_ReadsShortForm(t *testing.T) {
-	machines, err := preview.Parse([]byte("platformmetadata: {platform: aws, hostname: web-7, tags: {rack: R12}}\n"+
-		"systeminformation:\n  skuNumber: X10\nnodename: {nodename: worker-1}\n"), machine.BaseKinds())
-	require.NoError(t, err)
-
-	require.Len(t, machines, 1)
-	assert.Equal(t, machine.Machine{
-		Nodename: "worker-1", Platform: runtime.PlatformMetadataSpec{Platform: "aws", Hostname: "web-7", Tags: map[string]string{"rack": "R12"}},
-		System: hardware.SystemInformationSpec{SKUNumber: "X10"},
-	}, machines[0].Machine)
-}
-
-func TestParse_ReadsOptionalFactsOfShortForm(t *testing.T) {
-	const text = "platformmetadata: {platform: metal}\naddresses: [10.2.7.21/24]\nmeta: {\"0x0c\": rack=7}\nextensions: {nvidia: 570.1}\n" +
-		"pcidevices: [{class_id: \"0x03\", subclass_id: \"0x02\", vendor_id: \"0x10de\", product_id: \"0x2236\"}, {class_id: \"0x02\"}]\n"
-
-	for name, test := range map[string]struct {
-		kinds machine.Kinds
-		want  *machine.Facts
-	}{
-		"used": {allKinds, &machine.Facts{
-			Addresses: []string{"10.2.7.21"}, Subnets: []string{"10.2.7.0/24"}, PCIDevices: []string{"02::", "0302:10de:2236"},
-			KernelArgs: map[string]string{}, Meta: map[string]string{"0x0c": "rack=7"}, Extensions: map[string]string{"nvidia": "570.1"},
-		}},
-		"not used": {machine.BaseKinds(), nil},
-	} {
-		t.Run(name, func(t *testing.T) {
-			machines, err := preview.Parse([]byte(text), test.kinds)
-			require.NoError(t, err)
-			assert.Equal(t, test.want, machines[0].Machine.Facts)
-
-			got := machines[0].Machine.Addresses
-			require.Len(t, got, 1)
-			assert.Equal(t, netip.MustParsePrefix("10.2.7.21/24"), got[0].Prefix)
-		})
-	}
-}
-
 func TestRender_ShowsWhatFollowsFromMetadata(t *testing.T) {
 	machines, err := preview.Parse([]byte("node: 10.0.0.2\nmetadata: {type: PlatformMetadatas.talos.dev, id: platformmetadata}\n"+
 		"spec: {platform: openstack, hostname: web-7, region: eu, instanceId: 9a1fd9ee}\n"), machine.BaseKinds())
@@ -209,12 +167,15 @@ func TestRender_ShowsWhatFollowsFromMetadata(t *testing.T) {
 
 	want := preview.Report{
 		Node: "10.0.0.2", Name: "web-7",
-		Unknown:    []string{"addresses", "name"},
-		ProviderID: &preview.Text{Value: "talos://openstack/9a1fd9ee"},
-		Taints:     []preview.Taint{{Key: "dedicated", Value: "web", Effect: "NoSchedule", Rule: "web"}},
+		Unknown: []string{"addresses", "name"},
+		Changes: []preview.Change{
+			{Field: "providerID", After: new("talos://openstack/9a1fd9ee"), From: "machine"},
+			{Field: "taint", Key: "dedicated:NoSchedule", After: new("web"), From: "rule web, at initialization"},
+		},
 	}
 	got := report
-	got.Labels, got.Annotations, got.Problems = nil, nil, nil
+	got.Problems = nil
+	got.Changes = slices.DeleteFunc(slices.Clone(got.Changes), func(c preview.Change) bool { return c.Field == "label" || c.Field == "annotation" })
 	assert.Equal(t, want, got)
 
 	assert.Subset(t, flat(report).Labels, map[string]string{"example.org/role": "web", "topology.kubernetes.io/region": "eu", "topology.kubernetes.io/zone": "a"})

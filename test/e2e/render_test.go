@@ -47,7 +47,18 @@ const renderRules = `transformations:
 `
 
 // networkAnnotation matches the annotation with the links and subnets of a machine.
-var networkAnnotation = regexp.MustCompile(`example\.org/network \S*\blo\b\S* in \S+/`)
+var networkAnnotation = regexp.MustCompile(`\blo\b\S* in \S+/`)
+
+// network returns the value of the annotation with the links and subnets.
+func network(report preview.Report) string {
+	for _, c := range report.Changes {
+		if c.Key == "example.org/network" {
+			return *c.After
+		}
+	}
+
+	return ""
+}
 
 func TestRender_MatchesNodes(t *testing.T) {
 	eventually(t, checkNodesInitialized)
@@ -69,7 +80,7 @@ func TestRender_MatchesNodes(t *testing.T) {
 				var reports []preview.Report
 				require.NoError(t, json.Unmarshal(shell(t, binaryPath()+" render --config "+rules+" --arch amd64 -o json "+flags), &reports))
 
-				assert.Regexp(t, networkAnnotation, fmt.Sprint(reports[0].Annotations))
+				assert.Regexp(t, networkAnnotation, network(reports[0]))
 
 				took := eventually(t, func(ctx context.Context) error { return checkRendered(ctx, m, reports[0]) })
 				t.Logf("the Node matched the report after %s", took.Round(time.Millisecond))
@@ -104,42 +115,41 @@ func checkRendered(ctx context.Context, m *talos.Machine, report preview.Report)
 	return nil
 }
 
-// reportOf returns a Report of what talos-ccm has set on a Node. Rules and problems, which are not on the Node, are copied
-// from report.
+// reportOf returns a Report of what talos-ccm has set on a Node. Origins and problems, which are not on the Node, are
+// copied from report.
 func reportOf(node *corev1.Node, report preview.Report) preview.Report {
-	got := preview.Report{
-		Node: report.Node, Name: node.Name, Problems: report.Problems,
-		ProviderID:  &preview.Text{Value: node.Spec.ProviderID, Rule: report.ProviderID.Rule},
-		Labels:      appliedEntries(node, "f:labels", node.Labels, report.Labels),
-		Annotations: appliedEntries(node, "f:annotations", node.Annotations, report.Annotations),
+	values := []preview.Change{{Field: "providerID", After: &node.Spec.ProviderID}}
+
+	for _, a := range node.Status.Addresses {
+		values = append(values, preview.Change{Field: "address", Key: string(a.Type), After: &a.Address})
 	}
 
-	for i, a := range node.Status.Addresses {
-		address := preview.Address{Type: string(a.Type), Address: a.Address}
-		if i < len(report.Addresses) {
-			address.Rule = report.Addresses[i].Rule
-		}
+	values = append(values, applied(node, "label", node.Labels)...)
+	values = append(values, applied(node, "annotation", node.Annotations)...)
 
-		got.Addresses = append(got.Addresses, address)
-	}
-
-	for _, taint := range report.Taints {
-		if slices.ContainsFunc(node.Spec.Taints, func(t corev1.Taint) bool {
-			return t.Key == taint.Key && t.Value == taint.Value && string(t.Effect) == taint.Effect
-		}) {
-			got.Taints = append(got.Taints, taint)
+	for _, taint := range node.Spec.Taints {
+		// Other clients set taints, too.
+		key := taint.Key + ":" + string(taint.Effect)
+		if slices.ContainsFunc(report.Changes, func(c preview.Change) bool { return c.Field == "taint" && c.Key == key }) {
+			values = append(values, preview.Change{Field: "taint", Key: key, After: &taint.Value})
 		}
 	}
 
-	return got
+	for i, v := range values {
+		if i < len(report.Changes) && report.Changes[i].Key == v.Key {
+			values[i].From = report.Changes[i].From
+		}
+	}
+
+	return preview.Report{Node: report.Node, Name: node.Name, Changes: values, Problems: report.Problems}
 }
 
 // taintLabelPrefix is the prefix of the labels in which talos-ccm records its taints. They are not rendered.
 const taintLabelPrefix = "talos-ccm.node-restriction.kubernetes.io/"
 
-// appliedEntries returns the labels or annotations that talos-ccm has applied, according to the Node's managed fields.
-func appliedEntries(node *corev1.Node, field string, values map[string]string, rendered []preview.Entry) []preview.Entry {
-	var list []preview.Entry
+// applied returns the labels or annotations that talos-ccm has applied, according to the Node's managed fields.
+func applied(node *corev1.Node, field string, values map[string]string) []preview.Change {
+	var list []preview.Change
 
 	for _, entry := range node.ManagedFields {
 		if entry.Manager != "talos-ccm" || entry.Operation != metav1.ManagedFieldsOperationApply {
@@ -154,22 +164,15 @@ func appliedEntries(node *corev1.Node, field string, values map[string]string, r
 			panic(fmt.Sprintf("decode managed fields of node %s: %v", node.Name, err))
 		}
 
-		for name := range fields.Metadata[field] {
+		for name := range fields.Metadata["f:"+field+"s"] {
 			key, isKey := strings.CutPrefix(name, "f:")
-			if !isKey || strings.HasPrefix(key, taintLabelPrefix) {
-				continue
+			if isKey && !strings.HasPrefix(key, taintLabelPrefix) {
+				list = append(list, preview.Change{Field: field, Key: key, After: new(values[key])})
 			}
-
-			e := preview.Entry{Key: key, Value: values[key]}
-			if i := slices.IndexFunc(rendered, func(r preview.Entry) bool { return r.Key == key }); i >= 0 {
-				e.Rule = rendered[i].Rule
-			}
-
-			list = append(list, e)
 		}
 	}
 
-	slices.SortFunc(list, func(a, b preview.Entry) int { return strings.Compare(a.Key, b.Key) })
+	slices.SortFunc(list, func(a, b preview.Change) int { return strings.Compare(a.Key, b.Key) })
 
 	return list
 }

@@ -28,7 +28,9 @@ type Preview struct {
 	After *corev1.Node
 	// Unmanaged is true if the configuration does not select the Node, or if its machine does not run Talos.
 	Unmanaged bool
-	// ProviderID is the providerID that a new Node of the machine would get.
+	// Spec is the desired state of the Node; the zero value if After is nil.
+	Spec nodespec.Spec
+	// ProviderID is what a new Node of the machine would get.
 	ProviderID string
 	// Conditions would be reported as Events.
 	Conditions []events.Condition
@@ -39,11 +41,11 @@ type Preview struct {
 // UpstreamField is a field of a Node that the upstream Talos CCM owns.
 type UpstreamField struct {
 	// Name is the path without list items, such as "metadata.labels", "spec.providerID" and "status.addresses".
-	Name string
+	Name string `json:"field"`
 	// Key is the key of a label or an annotation; empty for other fields.
-	Key string
+	Key string `json:"key,omitempty"`
 	// TakenOver is true if the controller would become the owner.
-	TakenOver bool
+	TakenOver bool `json:"takenOver,omitempty"`
 }
 
 // NewPreviews returns a preview of each Node. The nodes must be all Nodes of the cluster. It writes nothing. The
@@ -103,7 +105,7 @@ func (c *Controller) preview(node *corev1.Node) (Preview, error) {
 	result := Preview{Before: node, Conditions: conditions, Upstream: upstreamFields(managers, p)}
 
 	if p != nil {
-		result.ProviderID, result.After = p.wantedID, p.applyTo(node, managers)
+		result.Spec, result.ProviderID, result.After = p.spec, p.wantedID, p.applyTo(node, managers)
 	}
 
 	return result, nil

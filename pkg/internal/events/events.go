@@ -17,11 +17,11 @@ const MaxMessage = 1024
 // Condition is something that an operator should know about an object. It holds until a report no longer contains it.
 type Condition struct {
 	// Reason of the Event.
-	Reason string
+	Reason string `json:"reason"`
 	// Subject distinguishes conditions with the same reason, such as the label key; empty where there can be only one.
-	Subject string
-	// Message of the Event. A condition is not reported again if only its message changes.
-	Message string
+	Subject string `json:"-"`
+	// Message of the Event. A condition whose message changes is not reported again.
+	Message string `json:"message"`
 }
 
 // Reporter remembers the reported conditions. It is safe for concurrent use. Use New.
