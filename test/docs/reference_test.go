@@ -2,6 +2,7 @@ package docs_test
 
 import (
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -10,6 +11,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/talos-ccm/talos-ccm/extension"
 )
 
 func read(t *testing.T, name string) string {
@@ -194,4 +197,66 @@ func files(t *testing.T, directories []string, match func(path string) bool) (li
 	}
 
 	return list
+}
+
+// logged matches messages for operators: errors, and information with an error, at verbosity 0.
+var logged = regexp.MustCompile(`(?:logger|klog\.FromContext\(ctx\)|klog\.Background\(\))\.(?:Error\(\w+, "([^"]+)"|Info\("([^"]+)", "err")|Failure: +"([^"]+)"`)
+
+func TestTroubleshooting_HasAllMessages(t *testing.T) {
+	page := read(t, "docs/troubleshooting.md")
+
+	complaints := reasons(t)
+
+	for _, source := range sources(t) {
+		for _, match := range logged.FindAllStringSubmatch(source, -1) {
+			complaints = append(complaints, strings.Join(match[1:], ""))
+		}
+	}
+
+	assert.GreaterOrEqual(t, len(complaints), 30)
+
+	for _, complaint := range complaints {
+		fine := []string{"Initialized", "CSRApproved"}
+		if !strings.Contains(page, complaint) && !slices.Contains(fine, complaint) {
+			t.Errorf("%q is not on the page", complaint)
+		}
+	}
+}
+
+var runbook = regexp.MustCompile(`https://github\.com/talos-ccm/talos-ccm/blob/main/(docs/\S+\.md)#(\S+)`)
+
+// TestAlerts_LinkToRunbook checks that each runbook URL is a section of the troubleshooting page.
+func TestAlerts_LinkToRunbook(t *testing.T) {
+	links := runbook.FindAllStringSubmatch(read(t, "docs/monitoring/alerts.yaml"), -1)
+	assert.NotEmpty(t, links, "no alert has a runbook")
+
+	page := strings.ToLower(read(t, "docs/troubleshooting.md"))
+
+	for _, link := range links {
+		assert.Equal(t, "docs/troubleshooting.md", link[1])
+		assert.True(t, strings.Contains(page, "# "+strings.ReplaceAll(link[2], "-", " ")+"\n"), "runbook %s does not exist", link[0])
+	}
+}
+
+func TestFlags_MatchHelp(t *testing.T) {
+	help, err := exec.CommandContext(t.Context(), built, "--help-all").Output()
+	require.NoError(t, err)
+
+	for _, cells := range rows(t, "docs/reference/flags.md", "Flags") {
+		flag := codes(cells[0])[0]
+
+		// A default can be some lines below its flag.
+		text := regexp.MustCompile(`(?ms)^ +(?:-\w, )?` + flag + ` .*?(?:^ +(?:-\w, +)?--|^$)`).FindString(string(help))
+		assert.NotEmpty(t, text, "%s does not exist", flag)
+
+		if cells[1] == "in the service spec" {
+			assert.Contains(t, string(extension.Spec), "    - "+flag)
+
+			continue
+		}
+
+		for _, value := range codes(cells[1]) {
+			assert.Contains(t, strings.ReplaceAll(text, `"`, ""), "(default "+value+")")
+		}
+	}
 }
