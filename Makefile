@@ -152,6 +152,7 @@ demo: ## Run talos-ccm on simulated machines: make demo [NODES=20] [KEEP=1].
 .PHONY: lint
 lint: $(GOLANGCI_LINT) $(GOFUMPT) $(ACTIONLINT) ## Run the linters and check the formatting.
 	$(GOLANGCI_LINT) run --allow-parallel-runners ./...
+	cd test/bench && $(GOLANGCI_LINT) run --allow-parallel-runners ./...
 	@unformatted=$$($(GOFUMPT) -l $(SOURCES)); [ -z "$$unformatted" ] || { echo "Not formatted, run make fmt:"; echo "$$unformatted"; exit 1; }
 	$(ACTIONLINT) -shellcheck= -pyflakes=
 
@@ -161,7 +162,7 @@ generate: ## Regenerate the JSON schema and the reference of the configuration f
 
 .PHONY: fmt
 fmt: $(GOLANGCI_LINT) $(GOFUMPT) ## Format all Go code.
-	$(GOLANGCI_LINT) fmt ./...
+	$(GOLANGCI_LINT) fmt ./... test/bench
 	$(GOFUMPT) -w $(SOURCES)
 
 .PHONY: unit
@@ -176,6 +177,7 @@ integration: kube-assets $(HELM) ## Run the tests that need an API server.
 .PHONY: race
 race: kube-assets compiler $(HELM) ## Run unit and integration tests, concurrent code with the race detector.
 	$(GO) test -vet=off -count=1 -p $(TEST_PACKAGES) -timeout $(TEST_TIMEOUT) -exec '$(CURDIR)/.ci/quiet' $$($(call concurrent,-v) | sort -r)
+	$(GO) -C test/bench test -vet=off -count=1 -timeout $(TEST_TIMEOUT) .
 	CGO_ENABLED=1 $(GO) test -vet=off -race -count=1 -p $(TEST_PACKAGES) -timeout $(TEST_TIMEOUT) -exec '$(CURDIR)/.ci/quiet' \
 		./pkg/controllers/csrapproval $$($(call concurrent,) | sort -r)
 
@@ -215,9 +217,12 @@ fuzz: ## Run the fuzz tests: make fuzz [FUZZTIME=10s] [FUZZ=regexp of directory 
 		$(GO) test -run '^$$' -fuzz "^$$name\$$" -fuzztime $(FUZZTIME) "$$dir"; \
 	done
 
+# Run in this directory, because it builds talos-ccm.
+build_bench = $(GO) -C test/bench build -o $(abspath $(ARTIFACTS))/bench .
+
 .PHONY: bench
 bench: kube-assets ## Measure talos-ccm beside other controllers: make bench [MACHINES=100,1000] [AGAINST=command] [BENCHFLAGS=-help].
-	$(GO) build -o $(ARTIFACTS)/bench ./test/bench
+	$(build_bench)
 	$(ARTIFACTS)/bench $(if $(MACHINES),-machines $(MACHINES)) $(if $(AGAINST),-against '$(AGAINST)') $(BENCHFLAGS)
 
 .PHONY: bench-smoke
@@ -226,12 +231,12 @@ bench-smoke: ## Run the benchmark with a few machines, to test it.
 
 .PHONY: faults
 faults: kube-assets ## Run talos-ccm through faults and audit every write: make faults [MACHINES=300] [FAULT=text].
-	$(GO) build -o $(ARTIFACTS)/bench ./test/bench
+	$(build_bench)
 	$(ARTIFACTS)/bench -machines $(or $(MACHINES),1000) -faults '$(or $(FAULT),all)'
 
 .PHONY: soak
 soak: kube-assets ## Change machines and watch memory and connections: make soak [MACHINES=300] [DURATION=10m] [BENCHFLAGS=-help].
-	$(GO) build -o $(ARTIFACTS)/bench ./test/bench
+	$(build_bench)
 	$(ARTIFACTS)/bench -machines $(or $(MACHINES),1000) -soak $(or $(DURATION),30m) $(BENCHFLAGS)
 
 .PHONY: microbench
