@@ -1,8 +1,6 @@
 package release_test
 
 import (
-	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -11,22 +9,6 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// git runs git in a directory without system and user configuration.
-func git(t *testing.T, dir string, args ...string) string {
-	t.Helper()
-
-	cmd := exec.CommandContext(t.Context(), "git", args...)
-	cmd.Dir = dir
-	cmd.Env = append(os.Environ(),
-		"GIT_CONFIG_GLOBAL="+os.DevNull, "GIT_CONFIG_SYSTEM="+os.DevNull,
-		"GIT_AUTHOR_NAME=Ada", "GIT_AUTHOR_EMAIL=ada@example.org", "GIT_COMMITTER_NAME=Ada", "GIT_COMMITTER_EMAIL=ada@example.org")
-
-	output, err := cmd.CombinedOutput()
-	require.NoError(t, err, "%s", output)
-
-	return strings.TrimSpace(string(output))
-}
-
 // check returns the output and the error of the commit check in a directory.
 func check(t *testing.T, dir, base string) (string, error) {
 	t.Helper()
@@ -34,11 +16,7 @@ func check(t *testing.T, dir, base string) (string, error) {
 	script, err := filepath.Abs(root + "/.ci/commits")
 	require.NoError(t, err)
 
-	cmd := exec.CommandContext(t.Context(), script, base)
-	cmd.Dir = dir
-	output, err := cmd.CombinedOutput()
-
-	return string(output), err
+	return run(t, nil, "sh", "-c", `cd "$0" && "$1" "$2"`, dir, script, base)
 }
 
 // commit makes a repository with a commit of each message.
