@@ -191,7 +191,7 @@ test: lint build $(ARTIFACTS)/talos-ccm-darwin-arm64 $(ARTIFACTS)/talos-ccm-wind
 
 .PHONY: histories
 histories: kube-assets ## Run a thousand random histories against the lifecycle controller, and against the node and IPAM controllers.
-	$(GO) test -count=1 -v -timeout $(TEST_TIMEOUT) -run 'RandomHistories$$' ./pkg/controllers/lifecycle ./test/simulation -histories 1000
+	$(GO) test -count=1 -v -timeout $(TEST_TIMEOUT) -run 'RandomHistories$$' ./test/simulation -histories 1000
 	$(GO) test -count=1 -v -timeout $(TEST_TIMEOUT) -exec '$(CURDIR)/.ci/quiet' -run NeitherAllocatesTwiceNorLeaks ./pkg/controllers/nodeipam -schedules 1000
 
 .PHONY: e2e

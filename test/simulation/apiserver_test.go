@@ -23,6 +23,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation/field"
 	"k8s.io/client-go/applyconfigurations"
 	"k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/utils/ptr"
 	"sigs.k8s.io/structured-merge-diff/v6/fieldpath"
 )
 
@@ -30,7 +31,8 @@ import (
 // one cannot run in a bubble of testing/synctest, and client-go's fake clientset has neither resourceVersions, nor
 // preconditions, nor the REST client that the IPAM controller uses.
 type apiServer struct {
-	nodes map[string]*corev1.Node
+	nodes  map[string]*corev1.Node
+	events corev1.EventList
 	// history are all versions of all Nodes. The resourceVersion is the position, from 1. Watches read it.
 	history []event
 }
@@ -170,21 +172,63 @@ func withoutTimes(node *corev1.Node) *corev1.Node {
 	return node
 }
 
-// serve answers a request of a controller: a list of Nodes, a merge patch or an apply patch.
+// serve answers a request of a controller.
 func (a *apiServer) serve(r *http.Request, body []byte) (runtime.Object, error) {
-	if r.Method == http.MethodGet && strings.HasSuffix(r.URL.Path, "/nodes") {
+	name, _ := nodeOf(r)
+
+	switch resource := path.Base(r.URL.Path); {
+	case r.Method == http.MethodPatch:
+		return a.patch(r, body)
+	case r.Method == http.MethodGet && resource == "nodes":
 		list := &corev1.NodeList{ListMeta: metav1.ListMeta{ResourceVersion: strconv.Itoa(len(a.history))}}
 		for _, name := range slices.Sorted(maps.Keys(a.nodes)) {
 			list.Items = append(list.Items, *a.nodes[name])
 		}
 
 		return list, nil
+	case r.Method == http.MethodGet && a.nodes[name] != nil:
+		return a.nodes[name], nil
+	case r.Method == http.MethodDelete:
+		if err := a.checkPreconditions(name, body); err != nil {
+			return nil, err
+		}
+
+		a.delete(name)
+
+		return &metav1.Status{Status: metav1.StatusSuccess}, nil
+	case r.Method == http.MethodGet && resource == "events":
+		return &a.events, nil
+	case r.Method == http.MethodPost && resource == "events":
+		event := &corev1.Event{}
+		utilruntime.Must(json.Unmarshal(body, event))
+		a.events.Items = append(a.events.Items, *event)
+
+		return event, nil
+	default:
+		return nil, apierrors.NewNotFound(corev1.Resource(resource), name)
+	}
+}
+
+// checkPreconditions returns the error of a request to delete a Node.
+func (a *apiServer) checkPreconditions(name string, body []byte) error {
+	var options metav1.DeleteOptions
+
+	utilruntime.Must(json.Unmarshal(body, &options))
+
+	live := a.nodes[name]
+	if live == nil {
+		return apierrors.NewNotFound(corev1.Resource("nodes"), name)
 	}
 
-	if r.Method != http.MethodPatch {
-		return nil, apierrors.NewNotFound(corev1.Resource(path.Base(r.URL.Path)), "")
+	if want := options.Preconditions; want != nil && (ptr.Deref(want.UID, live.UID) != live.UID || ptr.Deref(want.ResourceVersion, live.ResourceVersion) != live.ResourceVersion) {
+		return apierrors.NewConflict(corev1.Resource("nodes"), name, errConflict)
 	}
 
+	return nil
+}
+
+// patch answers a request with a merge patch or an apply patch.
+func (a *apiServer) patch(r *http.Request, body []byte) (runtime.Object, error) {
 	var patch map[string]any
 	if err := json.Unmarshal(body, &patch); err != nil {
 		return nil, err

@@ -38,7 +38,7 @@ var (
 	errLost     = errors.New("the reply was lost")
 )
 
-// instance is one process that leads: its cache, its inventory and the two controllers.
+// instance is one process that leads: its cache, its inventory and its controllers.
 type instance struct {
 	sim       *simulation
 	number    int
@@ -46,7 +46,7 @@ type instance struct {
 	inventory *inventory.Inventory
 	cancel    context.CancelFunc
 	crashed   chan struct{}
-	stopped   chan struct{} // after both controllers
+	stopped   chan struct{} // after all controllers
 	stopping  bool
 }
 
@@ -58,23 +58,10 @@ func (s *simulation) lead() {
 		informer: newInformer(s.server, max(0, len(s.server.history)-s.IntN(4))),
 	}
 
-	ofNode, ofIPAM := newClient(i, node.Alias), newClient(i, nodeipam.Alias)
-
-	nodeController, err := node.New(node.Config{
-		Client: ofNode.kubernetes, Nodes: i.informer.nodes(ofNode), Inventory: i.inventory, Recorder: &record.FakeRecorder{}, Clock: clock.RealClock{},
-		Options: func(machine.Machine) nodespec.Options { return s.options() }, Workers: s.workers,
-	})
-	require.NoError(s.t, err)
-
-	ipamController, err := nodeipam.New(nodeipam.Config{
-		Client: ofIPAM.kubernetes, Nodes: i.informer.nodes(ofIPAM), Inventory: i.inventory, ControlPlane: s.network, Recorder: &record.FakeRecorder{},
-		Clock: clock.RealClock{}, Selector: func() *rules.Selector { return s.options().Selector }, Pools: func() []nodeipam.Pool { return nil },
-		Fallback: func() bool { return false }, Options: nodeipam.Options{ClusterCIDRs: clusterCIDRs},
-	})
-	require.NoError(s.t, err)
+	controllers := s.controllers(i)
 
 	// The reflector forgets the machines of deleted Nodes.
-	_, err = i.informer.AddEventHandler(cache.ResourceEventHandlerFuncs{DeleteFunc: func(obj any) {
+	_, err := i.informer.AddEventHandler(cache.ResourceEventHandlerFuncs{DeleteFunc: func(obj any) {
 		name, _ := cache.DeletionHandlingMetaNamespaceKeyFunc(obj)
 		i.inventory.Forget(name)
 	}})
@@ -90,8 +77,9 @@ func (s *simulation) lead() {
 
 	var group sync.WaitGroup
 
-	group.Go(func() { nodeController.Run(ctx) })
-	group.Go(func() { ipamController.Run(ctx) })
+	for _, run := range controllers {
+		group.Go(func() { run(ctx) })
+	}
 
 	go func() {
 		group.Wait()
@@ -100,6 +88,26 @@ func (s *simulation) lead() {
 
 	s.note("instance %d leads, cache at %d of %d", i.number, i.informer.version, len(s.server.history))
 	s.pass(0)
+}
+
+// nodeControllers returns the Run methods of a node controller and an IPAM controller.
+func (s *simulation) nodeControllers(i *instance) []func(context.Context) {
+	ofNode, ofIPAM := newClient(i, node.Alias), newClient(i, nodeipam.Alias)
+
+	nodeController, err := node.New(node.Config{
+		Client: ofNode.kubernetes, Nodes: i.informer.nodes(ofNode), Inventory: i.inventory, Recorder: &record.FakeRecorder{}, Clock: clock.RealClock{},
+		Options: func(machine.Machine) nodespec.Options { return s.options() }, Workers: s.workers,
+	})
+	require.NoError(s.t, err)
+
+	ipamController, err := nodeipam.New(nodeipam.Config{
+		Client: ofIPAM.kubernetes, Nodes: i.informer.nodes(ofIPAM), Inventory: i.inventory, ControlPlane: s.network, Recorder: &record.FakeRecorder{},
+		Clock: clock.RealClock{}, Selector: func() *rules.Selector { return s.options().Selector }, Pools: func() []nodeipam.Pool { return nil },
+		Fallback: func() bool { return false }, Options: nodeipam.Options{ClusterCIDRs: clusterCIDRs},
+	})
+	require.NoError(s.t, err)
+
+	return []func(context.Context){nodeController.Run, ipamController.Run}
 }
 
 // clusterCIDRs contain one block of each family for each Node.
@@ -114,7 +122,9 @@ type client struct {
 
 func newClient(i *instance, controller string) *client {
 	c := &client{instance: i, controller: controller}
-	c.kubernetes = kubernetes.NewForConfigOrDie(&rest.Config{Host: "http://api-server", Transport: c, QPS: -1})
+	c.kubernetes = kubernetes.NewForConfigOrDie(&rest.Config{
+		Host: "http://api-server", Transport: c, QPS: -1, ContentConfig: rest.ContentConfig{ContentType: runtime.ContentTypeJSON},
+	})
 
 	return c
 }

@@ -1,0 +1,377 @@
+package simulation_test
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
+	talosruntime "github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/client-go/tools/record"
+	"k8s.io/utils/clock"
+
+	"github.com/talos-ccm/talos-ccm/pkg/config"
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/lifecycle"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+)
+
+const (
+	ticks = 250
+	tick  = 10 * time.Second // the interval of the lifecycle controller
+	grace = 5 * time.Minute
+	// monitorGrace is the time after which Kubernetes marks the Node of a kubelet that does not report.
+	monitorGrace = 40 * time.Second
+)
+
+// installation is Talos on some hardware. It exists until it is wiped, on or off.
+type installation struct {
+	name, nodeID, uuid string
+	address            int
+	stage              talosruntime.MachineStage
+	on                 bool
+	split              bool // from the controller
+	mute               bool // its kubelet cannot reach the API server
+	then               []func()
+}
+
+// cluster has the installations and Nodes that exist, independently of what the lifecycle controller observes.
+type cluster struct {
+	*simulation
+
+	installations []*installation
+	address       map[string]int       // of Nodes
+	heartbeat     map[string]time.Time // of Nodes
+	jumped        time.Duration        // of the clock of the controller
+	deleted       []time.Time
+}
+
+// The cluster decides by the installations that exist, not by what the controller observes. Discovery is disabled: it
+// deletes the Nodes of machines that exist, but have been off for an hour.
+func TestLifecycle_RandomHistories(t *testing.T) {
+	deleted, lost := 0, 0
+
+	for seed := *first; seed < *first+*histories && !t.Failed(); seed++ {
+		s := run(t, seed, func(s *simulation) {
+			c := &cluster{simulation: s, address: map[string]int{}, heartbeat: map[string]time.Time{}}
+			s.controllers, s.deleting = c.controller, c.checkDeletion
+			c.play()
+			deleted += len(c.deleted)
+		})
+		s.report(t, seed)
+		lost += s.counts["lost"]
+	}
+
+	t.Logf("%d histories with %d deletions", *histories, deleted)
+
+	if *histories >= 20 && (deleted < int(*histories) || lost == 0) && !t.Failed() {
+		t.Errorf("got only %d deletions, and %d lost replies", deleted, lost)
+	}
+}
+
+// controller returns the Run method of a lifecycle controller. It reads the cache without waiting.
+func (c *cluster) controller(i *instance) []func(context.Context) {
+	controller, err := lifecycle.New(lifecycle.Config{
+		Client: newClient(i, lifecycle.Alias).kubernetes, Nodes: i.informer.nodes(nil), Inventory: i.inventory, Recorder: &record.FakeRecorder{}, Clock: jumpingClock{cluster: c},
+		Settings: func() config.CompiledLifecycle {
+			return config.CompiledLifecycle{GracePeriod: grace, OutOfServiceTaint: true}
+		},
+		Selected: func(*corev1.Node, machine.Machine) bool { return true },
+	})
+	require.NoError(c.t, err)
+
+	return []func(context.Context){controller.Run}
+}
+
+type jumpingClock struct {
+	clock.RealClock
+
+	cluster *cluster
+}
+
+func (j jumpingClock) Now() time.Time { return time.Now().Add(j.cluster.jumped) }
+
+// play simulates some time, in which the controller processes everything before and after each change.
+func (c *cluster) play() {
+	for range 4 + c.IntN(12) {
+		c.install(c.newName(), c.hardwareID(), c.freeAddress())
+	}
+
+	for c.lead(); c.moves < ticks && c.violation == nil; c.moves++ {
+		c.pass(tick)
+		c.succeed()
+		c.settle()
+		c.change()
+		c.kubelets()
+		c.detect()
+		c.settle()
+	}
+}
+
+func (c *cluster) settle() {
+	for range 10_000 {
+		c.pass(0)
+
+		if len(c.calls) > 0 {
+			c.faults = true
+			c.proceed()
+		} else if c.faults = false; !c.deliver() {
+			return
+		}
+	}
+
+	c.violate("the controller does not become idle: %v", c.calls)
+}
+
+func (c *cluster) newName() string { return fmt.Sprint("n-", c.count("names")) }
+
+func (c *cluster) hardwareID() string {
+	if c.IntN(8) == 0 { // a vendor that uses one UUID several times
+		return "aaaaaaaa-bbbb-cccc-dddd-eeeeeeeeeeee"
+	}
+
+	return fmt.Sprintf("%08x-0000-0000-0000-%012x", c.Uint32(), c.Uint64()&0xffffffffffff)
+}
+
+func (c *cluster) freeAddress() int {
+	for {
+		address := c.IntN(1000)
+		if !slices.ContainsFunc(c.installations, func(i *installation) bool { return i.address == address }) {
+			return address
+		}
+	}
+}
+
+// at returns the installation that is on at an address.
+func (c *cluster) at(address int) *installation {
+	for _, i := range c.installations {
+		if i.address == address && i.on {
+			return i
+		}
+	}
+
+	return nil
+}
+
+func (c *cluster) install(name, uuid string, address int) *installation {
+	i := &installation{name: name, nodeID: fmt.Sprint("id-", c.Uint64()), uuid: uuid, address: address}
+	c.installations = append(c.installations, i)
+	c.boot(i)
+
+	return i
+}
+
+func (c *cluster) wipe(i *installation) {
+	i.on, i.then = false, nil
+	c.installations = slices.DeleteFunc(c.installations, func(other *installation) bool { return other == i })
+}
+
+// boot switches on an installation. It is delayed while another machine has the address.
+func (c *cluster) boot(i *installation) {
+	if other := c.at(i.address); other != nil && other != i {
+		i.after(1, func() { c.boot(i) })
+
+		return
+	}
+
+	i.on, i.stage = true, talosruntime.MachineStageBooting
+	i.after(2, func() { i.stage = talosruntime.MachineStageRunning })
+}
+
+// after calls do after n more ticks than the next.
+func (i *installation) after(n int, do func()) {
+	i.then = append(slices.Repeat([]func(){func() {}}, n), do)
+}
+
+// off announces a stage, and switches the installation off later.
+func (c *cluster) off(i *installation, stage talosruntime.MachineStage, after func()) {
+	i.stage = stage
+	i.after(1+c.IntN(4), func() { i.on = false; after() })
+}
+
+// bootWithin boots an installation within n ticks.
+func (c *cluster) bootWithin(n int, i *installation) { i.after(c.IntN(n), func() { c.boot(i) }) }
+
+// change applies the changes of one tick.
+func (c *cluster) change() {
+	if c.IntN(4) == 0 && len(c.installations) > 0 {
+		i, other := c.installations[c.IntN(len(c.installations))], c.installations[c.IntN(len(c.installations))]
+
+		if i.on && !i.mute && i.stage == talosruntime.MachineStageRunning {
+			kind := c.IntN(14)
+			c.note("%d: %s at %d (other %s)", kind, i.name, i.address, other.name)
+			c.power(kind, i)
+			c.identify(kind, i, other)
+		}
+	}
+
+	switch c.IntN(400) {
+	case 0:
+		c.crash()
+	case 1:
+		c.note("clock jump")
+		c.jumped += 24 * time.Hour
+	case 2:
+		c.note("split")
+
+		for _, i := range c.installations {
+			i.split = c.IntN(2) == 0
+		}
+	case 3, 4:
+		for _, i := range c.installations {
+			i.split = false
+		}
+	case 5: // by an administrator
+		if all := slices.Sorted(maps.Keys(c.server.nodes)); len(all) > 0 {
+			c.delete(all[c.IntN(len(all))])
+		}
+	}
+
+	for _, i := range slices.Clone(c.installations) {
+		if len(i.then) > 0 {
+			next := i.then[0]
+			i.then = i.then[1:]
+			next()
+		}
+	}
+}
+
+// power applies an event that switches an installation off.
+func (c *cluster) power(kind int, i *installation) {
+	switch kind {
+	case 0: // crash, and perhaps a start
+		if i.on = false; c.IntN(3) > 0 {
+			c.bootWithin(100, i)
+		}
+	case 1:
+		c.off(i, talosruntime.MachineStageRebooting, func() { c.bootWithin(100, i) })
+	case 2:
+		c.off(i, talosruntime.MachineStageUpgrading, func() { c.bootWithin(100, i) })
+	case 3:
+		c.off(i, talosruntime.MachineStageShuttingDown, func() { c.bootWithin(200, i) })
+	case 4: // reset
+		c.off(i, talosruntime.MachineStageResetting, func() { c.wipe(i) })
+	case 5: // reset of some partitions: the machine is back before the grace period ends
+		c.off(i, talosruntime.MachineStageResetting, func() { c.bootWithin(15, i) })
+	case 6: // reset, and installed again
+		name := []string{i.name, c.newName()}[c.IntN(2)]
+		c.off(i, talosruntime.MachineStageResetting, func() {
+			c.wipe(i)
+			c.install(name, i.uuid, i.address)
+		})
+	}
+}
+
+// identify applies an event that changes names, addresses or identities.
+func (c *cluster) identify(kind int, i, other *installation) {
+	switch kind {
+	case 7, 8: // rename
+		i.name = c.newName()
+	case 9: // swap of two addresses; one of the kubelets may be unable to report it for a while
+		if other != i && other.on && other.stage == talosruntime.MachineStageRunning {
+			i.address, other.address = other.address, i.address
+			i.mute = c.IntN(2) == 0
+			i.after(c.IntN(100), func() { i.mute = false })
+		}
+	case 10: // re-created under its name
+		c.wipe(i)
+		c.install(i.name, c.hardwareID(), i.address)
+	case 11: // another machine has its address
+		c.wipe(i)
+		c.install(c.newName(), c.hardwareID(), i.address)
+	case 12: // clone of the disk of a machine, which stays off for a while, on other hardware
+		i.on = false
+		c.install(c.newName(), fmt.Sprintf("cccccccc-0000-0000-0000-%012x", c.Uint64()&0xffffffffffff), c.freeAddress()).nodeID = i.nodeID
+		c.bootWithin(100, i)
+	case 13: // more of the same hardware
+		c.install(c.newName(), i.uuid, c.freeAddress())
+	}
+}
+
+// kubelets registers and updates Nodes as kubelets do, and marks silent ones as Kubernetes does.
+func (c *cluster) kubelets() {
+	for _, i := range c.installations {
+		if !i.on || i.mute || i.stage != talosruntime.MachineStageRunning {
+			continue
+		}
+
+		if c.server.nodes[i.name] == nil {
+			c.create(i.name, "Talos (v1.13.5)")
+		}
+
+		c.heartbeat[i.name], c.address[i.name] = time.Now(), i.address
+	}
+
+	for _, name := range slices.Sorted(maps.Keys(c.server.nodes)) {
+		status := corev1.ConditionTrue
+		if time.Since(c.heartbeat[name]) > monitorGrace {
+			status = corev1.ConditionUnknown
+		}
+
+		if ready := nodespec.ReadyCondition(c.server.nodes[name]); ready != nil && ready.Status == status {
+			continue
+		}
+
+		_, err := c.server.update("kubelet", "status", name, func(node *corev1.Node) {
+			node.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: status}}
+		})
+		require.NoError(c.t, err)
+	}
+}
+
+// detect updates the leader's inventory as the reflector does. It may detect late that a machine no longer responds.
+func (c *cluster) detect() {
+	for _, name := range slices.Sorted(maps.Keys(c.server.nodes)) {
+		if c.leader == nil || c.leader.informer.get(name) == nil {
+			continue
+		}
+
+		switch i := c.at(c.address[name]); {
+		case i == nil || i.split:
+			if c.IntN(2) == 0 {
+				c.leader.inventory.MarkUnreachable(name, "no answer")
+			}
+		case i.name == name:
+			c.leader.inventory.Replace(name, machine.Machine{
+				Nodename: name, NodeID: i.nodeID, Stage: i.stage, System: hardware.SystemInformationSpec{UUID: i.uuid},
+			})
+		default:
+			c.leader.inventory.MarkMismatch(name, i.name, "another machine")
+		}
+	}
+}
+
+// checkDeletion compares a deletion by the controller with the ground truth.
+func (c *cluster) checkDeletion(name string) {
+	for _, i := range c.installations {
+		if i.name == name {
+			c.violate("node %s was deleted, but its machine exists (on: %v, at %d)", name, i.on, i.address)
+		}
+	}
+
+	responding, total := 0, len(c.server.nodes)
+
+	for other := range c.server.nodes {
+		if i := c.at(c.address[other]); i != nil && i.name == other {
+			responding++
+		}
+	}
+
+	// The controller still counts machines that have just stopped.
+	if tolerated := total/4 + 1; 2*(responding+tolerated) < total {
+		c.violate("node %s was deleted while %d of %d machines respond", name, responding, total)
+	}
+
+	c.deleted = append(c.deleted, time.Now())
+
+	// A jump of the clock counts as a few seconds.
+	recent := slices.DeleteFunc(slices.Clone(c.deleted), func(at time.Time) bool { return time.Since(at) >= 9*time.Minute })
+	if limit := max(1, total/10); len(recent) > limit {
+		c.violate("%d of %d nodes were deleted in ten minutes", len(recent), total)
+	}
+}
