@@ -110,7 +110,7 @@ func (s *simulation) nodeControllers(i *instance) []func(context.Context) {
 	return []func(context.Context){nodeController.Run, ipamController.Run}
 }
 
-// clusterCIDRs contain one block of each family for each Node.
+// clusterCIDRs contain eight blocks of each family.
 var clusterCIDRs = []netip.Prefix{netip.MustParsePrefix("10.244.0.0/21"), netip.MustParsePrefix("fd00:10:244::/77")}
 
 // client is the connection of one controller of an instance to the API server and to its cache.

@@ -18,10 +18,13 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-// names of the Nodes. There are as many blocks, so that none may leak.
-var names = []string{"a", "b", "c", "d", "e", "f", "g", "h"}
+// names of the Nodes.
+var names = []string{"a", "b", "c", "d", "e", "f", "g", "h", "i", "j"}
 
 const (
+	// excess is the number of Nodes for which there are no blocks. In the end, these are deleted, and none may leak.
+	excess = 2
+
 	// Instance types: the selector excludes the first, and a rule has a taint for the second.
 	typeUnmanaged = "unmanaged"
 	typeGPU       = "gpu"
@@ -216,16 +219,22 @@ func (s *simulation) edit(node *corev1.Node, kind int) {
 	}
 }
 
-// heal ends all faults: every Node is a Talos Node, whose machine responds, is managed and has a unique identity.
+// heal ends all faults, and deletes the excess Nodes. Every other Node is a Talos Node, its machine responds, is managed
+// and has a unique identity.
 func (s *simulation) heal() {
 	s.note("heal")
+
+	random := s.Perm(len(names))
+	for _, n := range random[:excess] {
+		s.delete(names[n])
+	}
 
 	used := map[string]string{}
 	for _, node := range s.server.nodes {
 		used[node.Spec.ProviderID] = node.Name
 	}
 
-	for _, n := range s.Perm(len(names)) {
+	for _, n := range random[excess:] {
 		name := names[n]
 		if node := s.server.nodes[name]; node == nil || !nodespec.IsTalos(node) {
 			s.delete(name)
