@@ -50,6 +50,22 @@ func read[R meta.ResourceWithRD](t *testing.T, c *client.Client, id resource.ID)
 	return got
 }
 
+// watchPlatform watches PlatformMetadata as the reflector does. It returns after the bootstrap.
+func watchPlatform(t *testing.T, c *client.Client) {
+	t.Helper()
+
+	events := make(chan state.Event)
+	kind := resource.NewMetadata(runtime.NamespaceName, runtime.PlatformMetadataType, "", resource.VersionUndefined)
+
+	require.NoError(t, c.COSI.WatchKind(t.Context(), kind, events, state.WithBootstrapContents(true)))
+
+	for event := range events {
+		if event.Type == state.Bootstrapped {
+			return
+		}
+	}
+}
+
 func TestMachine_PublishesResourcesOfTalos(t *testing.T) {
 	cluster := ctest.NewTalos(t, talostest.Options{Name: "prod"})
 	aws := addMachine(t, cluster, talostest.MachineSpec{

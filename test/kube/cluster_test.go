@@ -19,13 +19,13 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/clientcmd"
 
 	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-// TestCluster_IsControlPlane runs its subtests in order, on one cluster.
+// TestCluster_IsControlPlane runs its subtests in order, on one cluster. The tests of the product use the other features:
+// kubeconfigs, serving certificates, restarts, and new CAs.
 func TestCluster_IsControlPlane(t *testing.T) {
 	temporary := t.TempDir()
 	t.Setenv("TMPDIR", temporary)
@@ -36,13 +36,9 @@ func TestCluster_IsControlPlane(t *testing.T) {
 		name string
 		run  func(*testing.T, *kube.Cluster)
 	}{
-		{"the administrator's kubeconfig is ready to use", testKubeconfig},
 		{"a user has the rights of that user", testUser},
 		{"a node is registered as a kubelet of Talos does", testRegisteredNode},
 		{"requests are counted by kind", testRequests},
-		{"an approved serving certificate is issued", testServingCertificate},
-		{"the API server restarts with its port and its data", testRestart},
-		{"the serving authority is replaced and clients stay valid", testRotation},
 	} {
 		t.Run(subtest.name, func(t *testing.T) { subtest.run(t, cluster) })
 	}
@@ -58,21 +54,6 @@ func TestCluster_IsControlPlane(t *testing.T) {
 
 		assertEmpty(t, temporary)
 	})
-}
-
-func testKubeconfig(t *testing.T, cluster *kube.Cluster) {
-	config, err := clientcmd.RESTConfigFromKubeConfig(cluster.Kubeconfig())
-	require.NoError(t, err)
-
-	_, err = client(t, config).CoreV1().Namespaces().Get(t.Context(), metav1.NamespaceSystem, metav1.GetOptions{})
-	require.NoError(t, err)
-
-	version, err := client(t, config).Discovery().ServerVersion()
-	require.NoError(t, err)
-
-	if os.Getenv("KUBEBUILDER_ASSETS") == "" {
-		assert.Equal(t, kube.KubernetesVersion, version.GitVersion)
-	}
 }
 
 func testUser(t *testing.T, cluster *kube.Cluster) {
@@ -176,44 +157,6 @@ func testRequests(t *testing.T, cluster *kube.Cluster) {
 	}
 }
 
-func testRestart(t *testing.T, cluster *kube.Cluster) {
-	register(t, cluster, kube.NodeSpec{Name: "lasting"})
-
-	endpoint, pids := cluster.Endpoint(), cluster.PIDs()
-	nodes := client(t, cluster.Config()).CoreV1().Nodes()
-
-	cluster.StopAPIServer(t.Context())
-
-	_, err := nodes.Get(t.Context(), "lasting", metav1.GetOptions{})
-	require.Error(t, err, "a stopped API server answers")
-
-	require.NoError(t, cluster.StartAPIServer(t.Context()))
-
-	_, err = nodes.Get(t.Context(), "lasting", metav1.GetOptions{})
-	require.NoError(t, err, "a client from before the restart reads what was written before")
-	assert.Equal(t, endpoint, cluster.Endpoint())
-	assert.Equal(t, pids["etcd"], cluster.PIDs()["etcd"])
-	assert.NotEqual(t, pids["kube-apiserver"], cluster.PIDs()["kube-apiserver"])
-}
-
-func testRotation(t *testing.T, cluster *kube.Cluster) {
-	old := cluster.Config()
-
-	require.NoError(t, cluster.RotateServingCA(t.Context()))
-
-	_, err := client(t, old).Discovery().ServerVersion()
-	require.ErrorContains(t, err, "x509", "client that knows only the old CA")
-
-	old.CAData = cluster.CA()
-
-	for _, config := range []*rest.Config{old, cluster.Config()} { // an old and a new client certificate
-		_, err = client(t, config).CoreV1().Nodes().List(t.Context(), metav1.ListOptions{})
-		require.NoError(t, err)
-	}
-
-	testServingCertificate(t, cluster)
-}
-
 func TestCluster_CleansUpAfterFailedStart(t *testing.T) {
 	for component, options := range map[string]kube.Options{
 		"kube-apiserver":          {APIServerFlags: []string{"--no-such-flag"}},
@@ -254,8 +197,10 @@ func TestCluster_LeavesNothingWhenParentIsKilled(t *testing.T) {
 	t.Setenv("TMPDIR", temporary)
 	t.Setenv("KUBEBUILDER_ASSETS", "") // the victim starts a kubelet
 
+	sysctls := readSysctls(t)
 	pids := killVictim(t)
 	assert.Len(t, pids, 4)
+	assert.Equal(t, sysctls, readSysctls(t), "the kubelet changed sysctls of this machine")
 
 	ctest.EventuallyNoError(t, func(context.Context) error {
 		for name, pid := range pids {
@@ -271,6 +216,20 @@ func TestCluster_LeavesNothingWhenParentIsKilled(t *testing.T) {
 
 		return err
 	})
+}
+
+// readSysctls reads those that a kubelet sets at its start.
+func readSysctls(t *testing.T) (all string) {
+	t.Helper()
+
+	for _, name := range []string{"vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops"} {
+		content, err := os.ReadFile("/proc/sys/" + name)
+		require.NoError(t, err)
+
+		all += string(content)
+	}
+
+	return all
 }
 
 // killVictim starts this binary as a victim, kills it once it has a cluster, and returns what its cluster's process ids
