@@ -1,5 +1,13 @@
 // Package image packs talos-ccm as a Talos system extension and as an image for pods. The result is reproducible: it
 // depends only on the input, and not on the time, the host or the umask.
+//
+// go-containerregistry writes the image, without docker. The image has one layer. Its files are sorted, belong to root
+// and have the date of the commit, so that the same sources give the same digest on every machine.
+//
+// The tests unpack the result of `make image` and check it with the validators of all accepted Talos versions. They
+// also check modes, unknown keys of the service spec, and that the binary is static, because imager does not. The
+// version in the manifest is that of the tag. Its lower bound is the lowest tested version. The bill of materials in
+// the image has one package, because Talos merges the packages of the host and of extensions by name.
 package image
 
 import (
