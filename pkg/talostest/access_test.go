@@ -11,7 +11,6 @@ import (
 	"github.com/cosi-project/runtime/pkg/state"
 	machineapi "github.com/siderolabs/talos/pkg/machinery/api/machine"
 	"github.com/siderolabs/talos/pkg/machinery/client"
-	clientconfig "github.com/siderolabs/talos/pkg/machinery/client/config"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/siderolabs/talos/pkg/machinery/resources/secrets"
 	"github.com/stretchr/testify/assert"
@@ -32,6 +31,12 @@ func getPlatform(ctx context.Context, c *client.Client) error {
 
 func getAdminKubeconfig(ctx context.Context, c *client.Client) error {
 	_, err := safe.StateGetByID[*secrets.Kubernetes](ctx, c.COSI, secrets.KubernetesID)
+
+	return err
+}
+
+func getExtensionConfig(ctx context.Context, c *client.Client) error {
+	_, err := safe.StateGetByID[*runtime.ExtensionServiceConfig](ctx, c.COSI, "talos-ccm")
 
 	return err
 }
@@ -64,21 +69,14 @@ func reboot(ctx context.Context, c *client.Client) error {
 	return c.Reboot(ctx)
 }
 
-func issue(ctx context.Context, c *client.Client) error {
-	_, err := issueReader(ctx, c, time.Hour)
+func issue(ctx context.Context, c *client.Client) error { return issueFor(ctx, c, time.Hour) }
+
+func issueWithoutLifetime(ctx context.Context, c *client.Client) error { return issueFor(ctx, c, 0) }
+
+func issueFor(ctx context.Context, c *client.Client, lifetime time.Duration) error {
+	_, err := c.GenerateClientConfiguration(ctx, &machineapi.GenerateClientConfigurationRequest{Roles: []string{"os:reader"}, CrtTtl: durationpb.New(lifetime)})
 
 	return err
-}
-
-func issueReader(ctx context.Context, c *client.Client, ttl time.Duration) (*machineapi.GenerateClientConfiguration, error) {
-	response, err := c.GenerateClientConfiguration(ctx, &machineapi.GenerateClientConfigurationRequest{
-		Roles: []string{"os:reader"}, CrtTtl: durationpb.New(ttl),
-	})
-	if err != nil {
-		return nil, err
-	}
-
-	return response.GetMessages()[0], nil
 }
 
 // accessRules apply to both transports.
@@ -94,6 +92,8 @@ var accessRules = []struct {
 	{"a reader does not read secrets", "os:reader", getAdminKubeconfig, codes.PermissionDenied},
 	{"an operator does not read secrets", "os:operator", getAdminKubeconfig, codes.PermissionDenied},
 	{"an admin reads secrets", "os:admin", getAdminKubeconfig, codes.OK},
+	{"a reader does not read the configuration of extension services", "os:reader", getExtensionConfig, codes.PermissionDenied},
+	{"an admin reads the configuration of extension services", "os:admin", getExtensionConfig, codes.NotFound},
 	{"an unrelated role reads nothing", "os:etcd:backup", getPlatform, codes.PermissionDenied},
 	{"an unknown role reads nothing", "os:king", getPlatform, codes.PermissionDenied},
 	{"an unknown type is forbidden", "os:admin", getUnknownType, codes.PermissionDenied},
@@ -103,6 +103,7 @@ var accessRules = []struct {
 	{"an authorized call of an unimplemented method is unimplemented", "os:admin", reboot, codes.Unimplemented},
 	{"a reader does not issue certificates", "os:reader", issue, codes.PermissionDenied},
 	{"an admin issues certificates", "os:admin", issue, codes.OK},
+	{"a certificate requires a lifetime", "os:admin", issueWithoutLifetime, codes.InvalidArgument},
 }
 
 func TestSocket_TrustsRolesInMetadata(t *testing.T) {
@@ -141,75 +142,6 @@ func cosiCode(err error) error {
 	}
 
 	return err
-}
-
-func TestAccess_SensitiveResourcesRequireAdmin(t *testing.T) {
-	cluster, cp := newControlPlane(t)
-
-	require.NoError(t, cp.SetExtensionServiceConfig(t.Context(), "talos-ccm", runtime.ExtensionServiceConfigFile{Content: "a: b", MountPath: "/etc/c.yaml"}))
-
-	reader, admin := dialAs(t, cluster, cp, "os:reader"), dialAs(t, cluster, cp, "os:admin")
-
-	for name, md := range map[string]resource.Metadata{
-		"admin kubeconfig":         *secrets.NewKubernetes().Metadata(),
-		"extension service config": *runtime.NewExtensionServiceConfigSpec(runtime.NamespaceName, "talos-ccm").Metadata(),
-	} {
-		t.Run(name, func(t *testing.T) {
-			_, err := reader.COSI.Get(withDeadline(t), md)
-			requireCode(t, codes.PermissionDenied, err)
-
-			got, err := admin.COSI.Get(withDeadline(t), md)
-			requireCode(t, codes.OK, err)
-			assert.Equal(t, md.ID(), got.Metadata().ID())
-		})
-	}
-}
-
-func TestAccess_DeniesUnsupportedType(t *testing.T) {
-	cluster := ctest.NewTalos(t, talostest.Options{})
-	old := addMachine(t, cluster, talostest.MachineSpec{
-		Nodename: "old", UnsupportedTypes: []resource.Type{runtime.PlatformMetadataType},
-	})
-
-	err := getPlatform(withDeadline(t), dialAs(t, cluster, old, "os:reader"))
-	requireCode(t, codes.PermissionDenied, err)
-
-	assert.ErrorContains(t, err, "is not supported")
-}
-
-func TestIssuedCertificate_IsAcceptedByEveryMachine(t *testing.T) {
-	cluster, cp := newControlPlane(t)
-	worker := addMachine(t, cluster, talostest.MachineSpec{Nodename: "worker-1"})
-
-	issued, err := issueReader(withRole(withDeadline(t), "os:admin"), dialSocket(t, cp), time.Hour)
-	require.NoError(t, err)
-
-	talosconfig, err := clientconfig.FromBytes(issued.GetTalosconfig())
-	require.NoError(t, err)
-
-	assert.Equal(t, cluster.Name(), talosconfig.Context)
-
-	for _, to := range []*talostest.Machine{cp, worker} {
-		reader := newClient(t, client.WithConfig(talosconfig), client.WithEndpoints(to.Address().String()))
-
-		requireCode(t, codes.OK, getPlatform(withDeadline(t), reader))
-		requireCode(t, codes.PermissionDenied, getAdminKubeconfig(withDeadline(t), reader))
-	}
-}
-
-func TestGenerateClientConfiguration_Fails(t *testing.T) {
-	cluster, cp := newControlPlane(t)
-	worker := addMachine(t, cluster, talostest.MachineSpec{Nodename: "worker-1", ServeSocket: true})
-
-	t.Run("on a worker", func(t *testing.T) {
-		requireCode(t, codes.Unimplemented, issue(withRole(withDeadline(t), "os:admin"), dialSocket(t, worker)))
-		requireCode(t, codes.Unimplemented, issue(withDeadline(t), dialAs(t, cluster, worker, "os:admin")))
-	})
-
-	t.Run("without a lifetime", func(t *testing.T) {
-		_, err := issueReader(withRole(withDeadline(t), "os:admin"), dialSocket(t, cp), 0)
-		requireCode(t, codes.InvalidArgument, err)
-	})
 }
 
 func TestAPID_RequiresCertificateOfCluster(t *testing.T) {

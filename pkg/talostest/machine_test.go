@@ -118,22 +118,6 @@ func TestMachine_WorkerHasNoControlPlaneResources(t *testing.T) {
 	}
 }
 
-func TestResolvePlatform_PublishesMetadata(t *testing.T) {
-	cluster := ctest.NewTalos(t, talostest.Options{})
-	late := addMachine(t, cluster, talostest.MachineSpec{
-		Nodename: "late", PlatformPending: true, Platform: runtime.PlatformMetadataSpec{Platform: "hcloud", InstanceID: "42"},
-	})
-	reader := dialAs(t, cluster, late, "os:reader")
-
-	before := read[*runtime.PlatformMetadata](t, reader, runtime.PlatformMetadataID).TypedSpec()
-	assert.Equal(t, runtime.PlatformMetadataSpec{Platform: "hcloud"}, *before)
-
-	require.NoError(t, late.ResolvePlatform(t.Context()))
-
-	after := read[*runtime.PlatformMetadata](t, reader, runtime.PlatformMetadataID).TypedSpec()
-	assert.Equal(t, "42", after.InstanceID)
-}
-
 func TestAddress_HasDefaultsOfTalos(t *testing.T) {
 	cluster := ctest.NewTalos(t, talostest.Options{})
 	temporary := nethelpers.AddressFlags(nethelpers.AddressManagementTemp)
@@ -297,18 +281,6 @@ func TestAddAddress_PublishesAddressUntilRemoved(t *testing.T) {
 	assert.ErrorContains(t, worker.RemoveAddress(t.Context(), "eth7", address), "eth7/192.0.2.7/24")
 }
 
-func TestSetLocalhostAdminKubeconfig_CreatesSecret(t *testing.T) {
-	cluster := ctest.NewTalos(t, talostest.Options{})
-	cp := addControlPlane(t, cluster, "cp-1")
-	admin := dialAs(t, cluster, cp, "os:admin")
-
-	requireCode(t, codes.NotFound, cosiCode(getAdminKubeconfig(withDeadline(t), admin)))
-
-	require.NoError(t, cp.SetLocalhostAdminKubeconfig(t.Context(), []byte("kind: Config")))
-
-	requireCode(t, codes.OK, getAdminKubeconfig(withDeadline(t), admin))
-}
-
 func TestCalls_RecordsCalls(t *testing.T) {
 	cluster, cp := newControlPlane(t)
 	reader := dialAs(t, cluster, cp, "os:reader")
@@ -330,34 +302,6 @@ func TestCalls_RecordsCalls(t *testing.T) {
 
 	assert.Equal(t, want, got)
 	assert.EqualValues(t, 3, cluster.CallCount())
-}
-
-func TestCalls_AreLimited(t *testing.T) {
-	cluster, worker := newWorker(t)
-	reader := dialAs(t, cluster, worker, "os:reader")
-
-	for range 300 {
-		requireCode(t, codes.OK, version(withDeadline(t), reader))
-	}
-
-	assert.Len(t, worker.Calls(), 128)
-	assert.EqualValues(t, 300, cluster.CallCount())
-}
-
-func TestNew_ClustersUseDifferentAddresses(t *testing.T) {
-	seen := make(map[netip.Addr]bool)
-
-	for range 20 {
-		cluster := ctest.NewTalos(t, talostest.Options{})
-
-		for i := range 5 {
-			added := addMachine(t, cluster, talostest.MachineSpec{Nodename: fmt.Sprintf("n-%d", i)})
-
-			require.NotContains(t, seen, added.Address())
-
-			seen[added.Address()] = true
-		}
-	}
 }
 
 func TestAddMachine_RejectsInvalidSpec(t *testing.T) {
@@ -412,31 +356,4 @@ func TestClose_ReleasesEverything(t *testing.T) {
 
 	again := ctest.NewTalos(t, talostest.Options{})
 	addMachine(t, again, talostest.MachineSpec{Nodename: "reuser", Address: cp.Address()})
-}
-
-func TestAddMachine_Concurrently(t *testing.T) {
-	cluster := ctest.NewTalos(t, talostest.Options{})
-
-	const machines = 100
-
-	errs := make(chan error, machines)
-
-	for i := range machines {
-		go func() {
-			added, err := cluster.AddMachine(talostest.MachineSpec{Nodename: fmt.Sprintf("n-%03d", i)})
-			if err == nil {
-				err = added.SetStage(context.WithoutCancel(t.Context()), runtime.MachineStageRunning)
-			}
-
-			errs <- err
-		}()
-	}
-
-	for range machines {
-		assert.NoError(t, <-errs)
-	}
-
-	for _, added := range cluster.Machines() {
-		requireCode(t, codes.OK, version(withDeadline(t), dialAs(t, cluster, added, "os:reader")))
-	}
 }

@@ -8,78 +8,16 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"testing"
-	"time"
 
-	"github.com/siderolabs/talos/pkg/machinery/resources/v1alpha1"
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
-
-// unprivileged is the UID and GID of an unprivileged user.
-const unprivileged = 65534
-
-// TestBed_RequiresRoot runs this test binary as an unprivileged user.
-func TestBed_RequiresRoot(t *testing.T) {
-	self, err := os.ReadFile(os.Args[0])
-	require.NoError(t, err)
-
-	dir := t.TempDir()
-	copied := filepath.Join(dir, "bed.test")
-	require.NoError(t, os.WriteFile(copied, self, 0o755))
-
-	// By default, only the owner can access temporary directories.
-	for _, private := range []string{dir, filepath.Dir(dir)} {
-		require.NoError(t, os.Chmod(private, 0o755))
-	}
-
-	cmd := exec.CommandContext(t.Context(), copied, "-test.run=^$")
-	cmd.Dir = "/"
-	cmd.Env = append(os.Environ(), extensionEnv+"=/nowhere")
-	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: unprivileged, Gid: unprivileged}}
-
-	out, err := cmd.CombinedOutput()
-	require.Error(t, err)
-	assert.Contains(t, string(out), talos.ErrNotRoot.Error())
-}
-
-// checkReachable returns an error unless m's apid accepts connections from the bridge.
-func checkReachable(ctx context.Context, m *talos.Machine) error {
-	ctx, cancel := context.WithTimeout(ctx, time.Second)
-	defer cancel()
-
-	conn, err := bed.DialContext(ctx, "tcp", netip.AddrPortFrom(m.Address(), 50000).String())
-	if err != nil {
-		return err
-	}
-
-	return conn.Close()
-}
-
-func TestBed_LinkDownDisconnectsMachine(t *testing.T) {
-	eventually(t, func(ctx context.Context) error { return checkReachable(ctx, bed.Worker) })
-	require.NoError(t, bed.Worker.SetLink(t.Context(), "down"))
-
-	assert.Error(t, checkReachable(t.Context(), bed.Worker), "the worker is reachable while its link is down")
-
-	// apid is still reachable from the machine's network namespace.
-	eventually(t, func(ctx context.Context) error {
-		_, err := resource[*v1alpha1.Service](ctx, bed.Worker, service)
-
-		return err
-	})
-
-	require.NoError(t, bed.Worker.SetLink(t.Context(), "up"))
-	eventually(t, func(ctx context.Context) error { return checkReachable(ctx, bed.Worker) })
-}
 
 func TestBed_LeavesNoProcessesWhenKilled(t *testing.T) {
 	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^$")

@@ -2,7 +2,6 @@ package kube_test
 
 import (
 	"os"
-	"os/exec"
 	"path/filepath"
 	"testing"
 
@@ -35,36 +34,4 @@ func TestAssets_AreFoundInEnvironment(t *testing.T) {
 	cluster := kube.Cluster{}
 	_, err = cluster.StartKubelet(t.Context(), kube.KubeletSpec{NodeName: "a"})
 	assert.ErrorContains(t, err, "start the kubelet of a: it must be this package's own")
-}
-
-func TestComponents_AreChosenByName(t *testing.T) {
-	t.Setenv("KUBEBUILDER_ASSETS", "")
-
-	directory, err := kube.AssetsOf(t.Context(), kube.KubernetesVersion, os.Stderr)
-	require.NoError(t, err)
-
-	multiCall := filepath.Join(directory, "kube-components")
-
-	for _, component := range []string{"etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy"} {
-		want := "Kubernetes " + kube.KubernetesVersion + "\n"
-		if component == "etcd" {
-			want = "etcd Version: "
-		}
-
-		for how, cmd := range map[string]*exec.Cmd{
-			"of a link":      exec.CommandContext(t.Context(), filepath.Join(directory, component), "--version"),
-			"as an argument": exec.CommandContext(t.Context(), multiCall, component, "--version"),
-			"in a container": {Path: multiCall, Args: []string{"/usr/local/bin/" + component, "--version"}},
-		} {
-			output, err := cmd.CombinedOutput()
-			require.NoError(t, err, "%s by its name %s", component, how)
-			assert.Regexp(t, "^"+want, string(output), "%s by its name %s", component, how)
-		}
-	}
-
-	for _, args := range [][]string{nil, {"kubectl"}} {
-		output, err := exec.CommandContext(t.Context(), multiCall, args...).CombinedOutput()
-		require.Error(t, err)
-		assert.Regexp(t, "^usage: ", string(output))
-	}
 }

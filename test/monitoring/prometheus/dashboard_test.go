@@ -79,24 +79,6 @@ func readDashboard(t *testing.T) dashboard {
 	return d
 }
 
-func TestDashboard_HasAllRows(t *testing.T) {
-	var rows []string
-
-	for _, p := range readDashboard(t).Panels {
-		if p.Type == "row" {
-			rows = append(rows, p.Title)
-		}
-	}
-
-	wanted := []string{
-		"Overview", "Nodes", "Node lifecycle and topology", "Machines", "CSR", "IPAM", "Configuration", "Leadership", "Talos API",
-		"Kubernetes API", "Process",
-	}
-	if !slices.Equal(rows, wanted) {
-		t.Errorf("rows %v, want %v", rows, wanted)
-	}
-}
-
 func TestDashboard_Layout(t *testing.T) {
 	seen := map[int]string{}
 
