@@ -201,6 +201,7 @@ func (a *apiServer) serve(r *http.Request, body []byte) (runtime.Object, error) 
 	case r.Method == http.MethodPost && resource == "events":
 		event := &corev1.Event{}
 		utilruntime.Must(json.Unmarshal(body, event))
+		event.CreationTimestamp = metav1.Now()
 		a.events.Items = append(a.events.Items, *event)
 
 		return event, nil

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -47,7 +48,7 @@ type cluster struct {
 	installations []*installation
 	address       map[string]int       // of Nodes
 	heartbeat     map[string]time.Time // of Nodes
-	jumped        time.Duration        // of the clock of the controller
+	jumped        atomic.Int64         // of the clock of the controller
 	deleted       []time.Time
 }
 
@@ -94,7 +95,7 @@ type jumpingClock struct {
 	cluster *cluster
 }
 
-func (j jumpingClock) Now() time.Time { return time.Now().Add(j.cluster.jumped) }
+func (j jumpingClock) Now() time.Time { return time.Now().Add(time.Duration(j.cluster.jumped.Load())) }
 
 // play simulates some time, in which the controller processes everything before and after each change.
 func (c *cluster) play() {
@@ -215,7 +216,7 @@ func (c *cluster) change() {
 		c.crash()
 	case 1:
 		c.note("clock jump")
-		c.jumped += 24 * time.Hour
+		c.jumped.Add(int64(24 * time.Hour))
 	case 2:
 		c.note("split")
 
@@ -367,7 +368,9 @@ func (c *cluster) checkDeletion(name string) {
 		c.violate("node %s was deleted while %d of %d machines respond", name, responding, total)
 	}
 
-	c.deleted = append(c.deleted, time.Now())
+	// The deletion counts from its first record on: a webhook may have rejected it several times.
+	first := slices.IndexFunc(c.server.events.Items, func(e corev1.Event) bool { return e.InvolvedObject.UID == c.server.nodes[name].UID })
+	c.deleted = append(c.deleted, c.server.events.Items[first].CreationTimestamp.Time)
 
 	// A jump of the clock counts as a few seconds.
 	recent := slices.DeleteFunc(slices.Clone(c.deleted), func(at time.Time) bool { return time.Since(at) >= 9*time.Minute })

@@ -11,9 +11,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
-	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -203,19 +201,6 @@ func addressList(m *talostest.Machine, external []string, names []corev1.NodeAdd
 	list = append(list, corev1.NodeAddress{Type: corev1.NodeHostName, Address: m.Nodename()})
 
 	return append(list, names...)
-}
-
-func TestController_DualStackNodeIPs(t *testing.T) {
-	s := parallel(t)
-	second := netip.MustParseAddr("fd00::77")
-	m := s.Machine(talostest.MachineSpec{
-		Nodename: "dual-stack", Platform: platform("aws", "dual-stack"),
-		Addresses: []talostest.Address{{Link: "eth1", Prefix: netip.PrefixFrom(second, 64)}},
-	})
-	s.Register(kube.NodeSpec{Name: m.Nodename(), NodeIPs: []netip.Addr{m.Address(), second}})
-
-	n := s.awaitInitialized(m.Nodename())
-	assert.Equal(t, []string{m.Address().String(), second.String()}, addressesOf(n, corev1.NodeInternalIP))
 }
 
 func TestController_WaitsForMetadata(t *testing.T) {
@@ -638,62 +623,6 @@ func TestController_DoesNotWriteUnchangedNodes(t *testing.T) {
 	}
 }
 
-func TestController_RecoversFromBrokenWatches(t *testing.T) {
-	for _, test := range []struct {
-		name string
-		do   func(context.Context, *talostest.Machine) error
-	}{
-		{"streams", func(_ context.Context, m *talostest.Machine) error {
-			m.BreakStreams()
-
-			return nil
-		}},
-		{"connections", func(_ context.Context, m *talostest.Machine) error {
-			m.BreakConnections()
-
-			return nil
-		}},
-		{"reboot", func(ctx context.Context, m *talostest.Machine) error { return m.Reboot(ctx) }},
-	} {
-		t.Run(test.name, func(t *testing.T) {
-			s := parallel(t)
-			name := "breaking-" + test.name
-			m := s.Join(talostest.MachineSpec{Nodename: name, Platform: platform("aws", name)})
-			before := s.awaitInitialized(name)
-			until := s.history(name)
-
-			for round := range 3 {
-				require.NoError(s, test.do(t.Context(), m))
-
-				instanceType := fmt.Sprintf("type-%d", round)
-				s.update(m, func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType = instanceType })
-
-				for _, n := range until(s.AwaitNode(name, "of "+instanceType, ofType(instanceType)).ResourceVersion) {
-					assert.NotEmpty(t, n.Labels[corev1.LabelInstanceTypeStable])
-					assert.Equal(t, before.Status.Addresses, n.Status.Addresses)
-				}
-			}
-		})
-	}
-}
-
-func TestController_RejectsExpiredMachineCertificate(t *testing.T) {
-	s := parallel(t)
-	m := s.initialize(talostest.MachineSpec{Nodename: "expired", Platform: platform("aws", "expired")})
-
-	m.ExpireCertificate()
-	m.BreakConnections()
-	s.AwaitEvent("expired", node.ReasonUnreachable)
-
-	s.update(m, func(spec *runtime.PlatformMetadataSpec) { spec.InstanceType = "unseen" })
-	s.waitForIdle()
-
-	assert.Equal(t, "aws-type", s.Node("expired").Labels[corev1.LabelInstanceTypeStable])
-
-	m.RenewCertificate()
-	s.AwaitNode("expired", "updated", ofType("unseen"))
-}
-
 func TestController_ReportsProviderIDInUse(t *testing.T) {
 	s := parallel(t)
 	spec := talostest.MachineSpec{Nodename: "twin-a", Platform: identified("hcloud", "hcloud://twins")}
@@ -966,45 +895,4 @@ func TestController_OmitsNamesWhileShared(t *testing.T) {
 	s.update(second, func(p *runtime.PlatformMetadataSpec) { p.Hostname = "own.example.org" })
 	s.AwaitNode("names-1", "lists its name again", lists(name))
 	s.AwaitNode("names-2", "lists its new name", lists("own.example.org"))
-}
-
-// An earlier version of talos-ccm listed the name.
-func TestController_RemovesNamesThatCannotBeApproved(t *testing.T) {
-	s := parallel(t)
-
-	metadata := platform("nocloud", "names-3")
-	metadata.Hostname = "localhost.localdomain"
-
-	m := s.Machine(talostest.MachineSpec{Nodename: "names-3", Platform: metadata})
-	s.Register(ctest.NodeOf(m))
-	s.awaitInitialized("names-3")
-
-	addresses, err := json.Marshal(append(s.Node("names-3").Status.Addresses, corev1.NodeAddress{Type: corev1.NodeInternalDNS, Address: metadata.Hostname}))
-	require.NoError(s, err)
-
-	patch := fmt.Appendf(nil, `{"status":{"addresses":%s}}`, addresses)
-	written, err := s.Client.CoreV1().Nodes().Patch(t.Context(), "names-3", types.MergePatchType, patch, metav1.PatchOptions{}, "status")
-	require.NoError(s, err)
-
-	s.AwaitNodeSince(written, "without the name", func(n *corev1.Node) bool { return len(addressesOf(n, corev1.NodeInternalDNS)) == 0 })
-}
-
-// The operator excludes an address with an inverted match in machine.kubelet.nodeIP.validSubnets.
-func TestController_OmitsExcludedAddress(t *testing.T) {
-	s := parallel(t)
-	m := s.Machine(talostest.MachineSpec{
-		Nodename: "excluding", Platform: platform("nocloud", "excluding"),
-		Addresses: []talostest.Address{
-			{Link: "eth1", Prefix: netip.MustParsePrefix("203.0.112.30/24")}, {Link: "eth1", Prefix: netip.MustParsePrefix("203.0.112.31/24")},
-		},
-	})
-
-	require.NoError(s, safe.StateModify(t.Context(), m.State(), k8s.NewNodeIPConfig(k8s.NamespaceName, k8s.KubeletID), func(config *k8s.NodeIPConfig) error {
-		config.TypedSpec().ValidSubnets = []string{"0.0.0.0/0", "!203.0.112.31/32"}
-
-		return nil
-	}))
-	s.Register(ctest.NodeOf(m))
-
-	assert.Equal(t, []string{"203.0.112.30"}, addressesOf(s.awaitInitialized("excluding"), corev1.NodeExternalIP))
 }

@@ -2,7 +2,6 @@ package service_test
 
 import (
 	"fmt"
-	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -245,67 +244,4 @@ func TestController_OlderServiceKeepsThePort(t *testing.T) {
 
 	require.NoError(s, s.services().Delete(t.Context(), "older", metav1.DeleteOptions{}))
 	s.await("younger", "192.0.2.1", "192.0.2.2")
-}
-
-func TestController_InvalidAnnotationChangesNothing(t *testing.T) {
-	s := newSuite(t)
-	s.run()
-	s.join("a", "192.0.2.1")
-	s.create("web", nil)
-	s.await("web", "192.0.2.1")
-
-	s.patch("web", `{"metadata":{"annotations":{"talos-ccm.dev/node-selector":"a b"}}}`)
-	s.AwaitEvent("web", service.ReasonInvalidAnnotation, service.AnnotationNodeSelector)
-	assert.Equal(t, []string{"192.0.2.1"}, addresses(s.get("web")))
-
-	s.patch("web", `{"metadata":{"annotations":{"talos-ccm.dev/node-selector":null,"talos-ccm.dev/addresses":"public"}}}`)
-	s.await("web", "192.0.2.1")
-	s.patch("web", `{"metadata":{"annotations":{"talos-ccm.dev/addresses":"external"}}}`)
-	s.await("web")
-}
-
-func TestController_LimitsAddressesWithoutReshuffling(t *testing.T) {
-	s := newSuite(t)
-	s.run()
-
-	for i := range 20 {
-		s.join(fmt.Sprintf("n-%d", i), fmt.Sprintf("192.0.2.%d", i+1))
-	}
-
-	s.create("web", nil)
-	before := addresses(s.awaitThat("web", "has 16 addresses", func(svc *corev1.Service) bool { return len(addresses(svc)) == 16 }))
-
-	// The sync that publishes the second Service also includes the new Node.
-	s.join("new", "192.0.2.100")
-	s.create("probe", func(svc *corev1.Service) {
-		svc.Spec.Ports[0].Port = 81
-		svc.Annotations = map[string]string{service.AnnotationNodeSelector: "kubernetes.io/hostname=new"}
-	})
-	s.await("probe", "192.0.2.100")
-	s.stop()
-
-	assert.Equal(t, before, addresses(s.get("web")))
-
-	s.run()
-
-	for i := range 20 {
-		s.respond(fmt.Sprintf("n-%d", i), fmt.Sprintf("192.0.2.%d", i+1))
-	}
-
-	lost := before[3]
-	nodes, err := s.Client.CoreV1().Nodes().List(t.Context(), metav1.ListOptions{})
-	require.NoError(s, err)
-
-	for i := range nodes.Items {
-		if nodes.Items[i].Status.Addresses[0].Address == lost {
-			s.SetReady(nodes.Items[i].Name, corev1.ConditionFalse)
-		}
-	}
-
-	s.awaitThat("web", "has 15 of the addresses and another one", func(svc *corev1.Service) bool {
-		got := addresses(svc)
-		kept := slices.DeleteFunc(slices.Clone(before), func(a string) bool { return !slices.Contains(got, a) })
-
-		return len(got) == 16 && len(kept) == 15 && !slices.Contains(got, lost)
-	})
 }
