@@ -125,33 +125,20 @@ func formIn(t *testing.T, content, document []byte) string {
 	return ""
 }
 
-func TestBootstrap_WaitsForAdminKubeconfig(t *testing.T) {
-	bed := beds.NewSuite(t)
-	s := newSuite(bed, nil)
-	s.start(clock.RealClock{})
-
-	ctest.Eventually(t, "admin kubeconfig was read twice", func() bool { return s.admin.reads.Load() >= 2 })
-
-	require.Empty(t, s.files())
-
-	began := time.Now()
-
-	require.NoError(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), bed.Kube.Kubeconfig()))
-	s.awaitReady()
-	t.Logf("credentials %s after the admin kubeconfig", time.Since(began).Round(10*time.Millisecond))
-	s.requireWorks()
-}
-
-func TestBootstrap_RetriesInvalidAdminKubeconfig(t *testing.T) {
-	for name, content := range map[string]string{"not YAML": "\t", "not a kubeconfig": "a: b"} {
+func TestBootstrap_WaitsForValidAdminKubeconfig(t *testing.T) {
+	for name, content := range map[string]string{"missing": "", "not YAML": "\t", "not a kubeconfig": "a: b"} {
 		t.Run(name, func(t *testing.T) {
 			bed := beds.NewSuite(t)
 			s := newSuite(bed, []byte(content))
 			s.start(clock.RealClock{})
 			ctest.Eventually(t, "admin kubeconfig was read twice", func() bool { return s.admin.reads.Load() >= 2 })
+			require.Empty(t, s.files())
+
+			began := time.Now()
 
 			require.NoError(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), bed.Kube.Kubeconfig()))
 			s.awaitReady()
+			t.Logf("credentials %s after the admin kubeconfig", time.Since(began).Round(10*time.Millisecond))
 			s.requireWorks()
 		})
 	}
@@ -230,29 +217,24 @@ func TestBootstrap_RenewsOnNewAdminKubeconfig(t *testing.T) {
 	}
 }
 
-func TestBootstrap_RenewsOnNewAdminKubeconfigAfterWatchBroke(t *testing.T) {
-	bed := beds.NewSuite(t)
-	s := bootstrapped(bed, clock.RealClock{})
-	s.awaitWatch()
+func TestBootstrap_RenewsOnNewAdminKubeconfigWhileDisconnected(t *testing.T) {
+	for name, reboots := range map[string]bool{"watch broke": false, "Talos restarted": true} {
+		t.Run(name, func(t *testing.T) {
+			bed := beds.NewSuite(t)
+			s := bootstrapped(bed, clock.RealClock{})
+			s.awaitWatch()
 
-	before := s.token()
+			before := s.token()
 
-	s.machine.BreakStreams()
-	require.NoError(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), anotherAdmin(bed)))
-	s.awaitOther(before)
-}
+			if s.machine.BreakStreams(); reboots {
+				require.NoError(t, s.machine.Stop(t.Context()))
+			}
 
-func TestBootstrap_RenewsOnNewAdminKubeconfigAfterTalosRestart(t *testing.T) {
-	bed := beds.NewSuite(t)
-	s := bootstrapped(bed, clock.RealClock{})
-	s.awaitWatch()
-
-	before := s.token()
-
-	require.NoError(t, s.machine.Stop(t.Context()))
-	require.NoError(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), anotherAdmin(bed)))
-	s.machine.Start()
-	s.awaitOther(before)
+			require.NoError(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), anotherAdmin(bed)))
+			s.machine.Start()
+			s.awaitOther(before)
+		})
+	}
 }
 
 // rotatingAdmin issues a new kubeconfig between the first read and the watch.

@@ -1,7 +1,6 @@
 package talostest_test
 
 import (
-	"context"
 	"fmt"
 	"net/netip"
 	"path/filepath"
