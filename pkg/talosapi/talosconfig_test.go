@@ -31,15 +31,6 @@ func (s *site) talosconfig(t *testing.T, change func(*clientconfig.Config, *clie
 	return path
 }
 
-func TestTalosconfig_ConnectsToEveryMachine(t *testing.T) {
-	s := newSite(t, clock.RealClock{})
-	creds := talosapi.Talosconfig{Path: s.talosconfig(t, func(*clientconfig.Config, *clientconfig.Context) {})}
-
-	for _, m := range s.cluster.Machines() {
-		requireNodename(t, dial(t, creds, m), m.Nodename())
-	}
-}
-
 func TestTalosconfig_IsReadForEachDial(t *testing.T) {
 	s := newSite(t, clock.RealClock{})
 	path := s.talosconfig(t, func(*clientconfig.Config, *clientconfig.Context) {})

@@ -3,62 +3,13 @@
 package e2e_test
 
 import (
-	"bufio"
-	"context"
 	"errors"
 	"fmt"
 	"io/fs"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
-	"testing"
-
-	"github.com/stretchr/testify/require"
-
-	"github.com/talos-ccm/talos-ccm/test/talos"
 )
-
-func TestBed_LeavesNoProcessesWhenKilled(t *testing.T) {
-	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^$")
-	cmd.Env = append(os.Environ(), extensionEnv+"="+extensionDir(version))
-	cmd.Stderr = os.Stderr
-
-	output, err := cmd.StdoutPipe()
-	require.NoError(t, err)
-	require.NoError(t, cmd.Start())
-
-	var id string
-
-	// Both machines are running when the bed bootstraps etcd.
-	for scanner := bufio.NewScanner(output); scanner.Scan() && !strings.Contains(scanner.Text(), "bootstrap etcd"); {
-		if dir, ok := strings.CutPrefix(scanner.Text(), "Talos test bed: directory "); ok {
-			id = filepath.Base(dir)
-		}
-	}
-
-	require.NotEmpty(t, id, "the child process did not create a bed")
-
-	processes, err := bedProcesses(id)
-	require.NoError(t, err)
-	require.NotEmpty(t, processes)
-
-	require.NoError(t, cmd.Process.Kill())
-	cmd.Wait() //nolint:errcheck // it was killed
-
-	took := eventually(t, func(context.Context) error {
-		processes, err := bedProcesses(id)
-		if err == nil && len(processes) > 0 {
-			err = errors.New("processes of the bed are running: " + strings.Join(processes, " "))
-		}
-
-		return err
-	})
-	t.Logf("all processes ended after %s", took)
-
-	require.NoError(t, talos.Sweep())
-	require.NoError(t, checkNoLeftovers(id))
-}
 
 // bedProcesses returns the /proc directories of the processes in a bed's cgroups.
 func bedProcesses(id string) ([]string, error) {

@@ -33,10 +33,6 @@ const (
 	nextVersion = "v0.1.1"
 )
 
-// extensionEnv is the environment variable with the extension directory for a child process of these tests, which builds
-// no images.
-const extensionEnv = "TALOS_CCM_TEST_EXTENSION"
-
 // nodeMonitorPatch reduces the time after which a Node whose kubelet does not renew its lease becomes unreachable from 50 s
 // to 20 s. Kubelets renew their leases every 10 s.
 const nodeMonitorPatch = `cluster: {controllerManager: {extraArgs: {node-monitor-grace-period: 20s}}}`
@@ -68,29 +64,22 @@ func run(m *testing.M) int {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
 
-	options := talos.Options{
-		Extension:           os.Getenv(extensionEnv),
-		ControlPlanePatches: []string{disableNodeIPAMPatch, nodeMonitorPatch},
-	}
-
-	if options.Extension == "" {
-		var err error
-
-		if workDir, err = os.MkdirTemp("", "talos-ccm-e2e-"); err != nil {
-			return fail(err)
-		}
-
-		defer os.RemoveAll(workDir) //nolint:errcheck // a temporary directory
-
-		if err := errors.Join(buildImages(ctx, version), buildImages(ctx, nextVersion)); err != nil {
-			return fail(err)
-		}
-
-		options.Extension, options.LogDir = extensionDir(version), os.Getenv("TALOS_CCM_LOGS")
-	}
-
 	var err error
-	if bed, err = talos.Up(ctx, options); err != nil {
+
+	if workDir, err = os.MkdirTemp("", "talos-ccm-e2e-"); err != nil {
+		return fail(err)
+	}
+
+	defer os.RemoveAll(workDir) //nolint:errcheck // a temporary directory
+
+	if err := errors.Join(buildImages(ctx, version), buildImages(ctx, nextVersion)); err != nil {
+		return fail(err)
+	}
+
+	bed, err = talos.Up(ctx, talos.Options{
+		Extension: extensionDir(version), LogDir: os.Getenv("TALOS_CCM_LOGS"), ControlPlanePatches: []string{disableNodeIPAMPatch, nodeMonitorPatch},
+	})
+	if err != nil {
 		return fail(err)
 	}
 

@@ -2,12 +2,10 @@ package kube_test
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"net/netip"
 	"os"
-	"os/exec"
 	"strings"
 	"testing"
 
@@ -29,6 +27,7 @@ import (
 func TestCluster_IsControlPlane(t *testing.T) {
 	temporary := t.TempDir()
 	t.Setenv("TMPDIR", temporary)
+	t.Setenv("KUBEBUILDER_ASSETS", "") // whose kubelets have no container runtime inside
 
 	cluster := start(t, kube.Options{})
 
@@ -39,6 +38,7 @@ func TestCluster_IsControlPlane(t *testing.T) {
 		{"a user has the rights of that user", testUser},
 		{"a node is registered as a kubelet of Talos does", testRegisteredNode},
 		{"requests are counted by kind", testRequests},
+		{"a kubelet leaves the sysctls of this machine alone", testKubelet},
 	} {
 		t.Run(subtest.name, func(t *testing.T) { subtest.run(t, cluster) })
 	}
@@ -192,30 +192,16 @@ func TestCluster_AllocatesPodCIDRs(t *testing.T) {
 	})
 }
 
-func TestCluster_LeavesNothingWhenParentIsKilled(t *testing.T) {
-	temporary := t.TempDir()
-	t.Setenv("TMPDIR", temporary)
-	t.Setenv("KUBEBUILDER_ASSETS", "") // the victim starts a kubelet
-
+func testKubelet(t *testing.T, cluster *kube.Cluster) {
 	sysctls := readSysctls(t)
-	pids := killVictim(t)
-	assert.Len(t, pids, 4)
-	assert.Equal(t, sysctls, readSysctls(t), "the kubelet changed sysctls of this machine")
 
-	ctest.EventuallyNoError(t, func(context.Context) error {
-		for name, pid := range pids {
-			if alive(pid) {
-				return fmt.Errorf("%s still runs as process %d", name, pid)
-			}
-		}
+	kubelet, err := cluster.StartKubelet(t.Context(), kube.KubeletSpec{NodeName: "real"})
+	require.NoError(t, err)
+	assert.Equal(t, kubelet.PID(), cluster.PIDs()["kubelet-real"])
+	assert.Equal(t, sysctls, readSysctls(t))
 
-		left, err := os.ReadDir(temporary)
-		if err == nil && len(left) > 0 {
-			return fmt.Errorf("%v still exists", left)
-		}
-
-		return err
-	})
+	kubelet.Stop(t.Context())
+	assert.False(t, alive(kubelet.PID()), "a stopped kubelet runs")
 }
 
 // readSysctls reads those that a kubelet sets at its start.
@@ -230,32 +216,6 @@ func readSysctls(t *testing.T) (all string) {
 	}
 
 	return all
-}
-
-// killVictim starts this binary as a victim, kills it once it has a cluster, and returns what its cluster's process ids
-// were.
-func killVictim(t *testing.T) (pids map[string]int) {
-	t.Helper()
-
-	executable, err := os.Executable()
-	require.NoError(t, err)
-
-	victim := exec.CommandContext(t.Context(), executable)
-	victim.Env = append(os.Environ(), victimEnv+"=yes")
-	victim.Stderr = os.Stderr
-
-	stdout, err := victim.StdoutPipe()
-	require.NoError(t, err)
-	require.NoError(t, victim.Start())
-
-	err = json.NewDecoder(stdout).Decode(&pids)
-	assert.NoError(t, victim.Process.Kill())
-
-	_ = victim.Wait() // it was killed
-
-	require.NoError(t, err)
-
-	return pids
 }
 
 const uninitialized = "node.cloudprovider.kubernetes.io/uninitialized"
