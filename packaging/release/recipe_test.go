@@ -147,7 +147,7 @@ func TestInstallers_ListSupportedTalosVersions(t *testing.T) {
 
 // actionlint does not know these policies. A write permission, a mutable tag, an untrusted trigger or a cache that other
 // jobs can write would let others change a release. Images are reproducible only with one version of Go.
-func TestWorkflows_CannotBeUsedByOthers(t *testing.T) {
+func TestWorkflows_AreSafe(t *testing.T) {
 	paths, err := filepath.Glob(root + "/.github/workflows/*")
 	require.NoError(t, err)
 	require.Len(t, paths, 2)
@@ -187,6 +187,10 @@ func TestWorkflows_CannotBeUsedByOthers(t *testing.T) {
 
 			for _, step := range job.Steps {
 				assert.NotContains(t, step.Run, "${{", name)
+
+				for _, match := range regexp.MustCompile(`\bmake (?:--\S+ )*([a-z-]+)`).FindAllStringSubmatch(step.Run, -1) {
+					assert.Contains(t, read(t, "Makefile"), "\n"+match[1]+":", name)
+				}
 			}
 		}
 	}

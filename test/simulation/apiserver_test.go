@@ -177,6 +177,8 @@ func (a *apiServer) serve(r *http.Request, body []byte) (runtime.Object, error) 
 	name, _ := nodeOf(r)
 
 	switch resource := path.Base(r.URL.Path); {
+	case resource == "events":
+		return a.serveEvents(body)
 	case r.Method == http.MethodPatch:
 		return a.patch(r, body)
 	case r.Method == http.MethodGet && resource == "nodes":
@@ -196,18 +198,23 @@ func (a *apiServer) serve(r *http.Request, body []byte) (runtime.Object, error) 
 		a.delete(name)
 
 		return &metav1.Status{Status: metav1.StatusSuccess}, nil
-	case r.Method == http.MethodGet && resource == "events":
-		return &a.events, nil
-	case r.Method == http.MethodPost && resource == "events":
-		event := &corev1.Event{}
-		utilruntime.Must(json.Unmarshal(body, event))
-		event.CreationTimestamp = metav1.Now()
-		a.events.Items = append(a.events.Items, *event)
-
-		return event, nil
 	default:
 		return nil, apierrors.NewNotFound(corev1.Resource(resource), name)
 	}
+}
+
+// serveEvents creates an Event, or lists all if there is no body.
+func (a *apiServer) serveEvents(body []byte) (runtime.Object, error) {
+	if len(body) == 0 {
+		return &a.events, nil
+	}
+
+	event := &corev1.Event{}
+	utilruntime.Must(json.Unmarshal(body, event))
+	event.CreationTimestamp = metav1.Now()
+	a.events.Items = append(a.events.Items, *event)
+
+	return event, nil
 }
 
 // checkPreconditions returns the error of a request to delete a Node.

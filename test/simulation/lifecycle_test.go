@@ -52,7 +52,7 @@ type cluster struct {
 	deleted       []time.Time
 }
 
-// The cluster decides by the installations that exist, not by what the controller observes. Discovery is disabled: it
+// The cluster decides by the installations that exist, not by the view of the controller. Discovery is disabled: it
 // deletes the Nodes of machines that exist, but have been off for an hour.
 func TestLifecycle_RandomHistories(t *testing.T) {
 	deleted, lost := 0, 0
@@ -211,6 +211,20 @@ func (c *cluster) change() {
 		}
 	}
 
+	c.disturb()
+
+	for _, i := range slices.Clone(c.installations) {
+		if len(i.then) > 0 {
+			next := i.then[0]
+			i.then = i.then[1:]
+			next()
+		}
+	}
+}
+
+// disturb may apply a crash of the controller, a jump of the clock, a network split, or the deletion of a Node by an
+// administrator.
+func (c *cluster) disturb() {
 	switch c.IntN(400) {
 	case 0:
 		c.crash()
@@ -227,17 +241,9 @@ func (c *cluster) change() {
 		for _, i := range c.installations {
 			i.split = false
 		}
-	case 5: // by an administrator
+	case 5:
 		if all := slices.Sorted(maps.Keys(c.server.nodes)); len(all) > 0 {
 			c.delete(all[c.IntN(len(all))])
-		}
-	}
-
-	for _, i := range slices.Clone(c.installations) {
-		if len(i.then) > 0 {
-			next := i.then[0]
-			i.then = i.then[1:]
-			next()
 		}
 	}
 }

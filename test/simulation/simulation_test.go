@@ -380,6 +380,10 @@ func (s *simulation) settle() {
 			s.violate("the controllers do not stop writing: %v", s.calls)
 		}
 	}
+
+	if len(s.server.nodes) != len(names)-excess {
+		s.violate("there are %d nodes", len(s.server.nodes))
+	}
 }
 
 // drain processes everything that is pending, without faults.
