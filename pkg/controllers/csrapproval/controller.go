@@ -287,7 +287,7 @@ func (c *Controller) sync(ctx context.Context, name string) error {
 		return nil
 	}
 
-	c.setPending(name, true)
+	c.updatePending(c.pending.Insert, name)
 
 	csr, _ := obj.(*certificatesv1.CertificateSigningRequest)
 
@@ -408,21 +408,16 @@ func (c *Controller) decide(ctx context.Context, csr *certificatesv1.Certificate
 
 // forget drops the state of a request that is decided, deleted or ignored.
 func (c *Controller) forget(name string) {
-	c.setPending(name, false)
+	c.updatePending(c.pending.Delete, name)
 	c.reporter.Forget(name)
 	c.backoff.Forget(name)
 }
 
-// setPending records whether a request waits for this controller's decision.
-func (c *Controller) setPending(name string, pending bool) {
+// updatePending inserts a name into pending, or deletes it.
+func (c *Controller) updatePending(update func(names ...string) sets.Set[string], name string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 
-	if pending {
-		c.pending.Insert(name)
-	} else {
-		c.pending.Delete(name)
-	}
-
+	update(name)
 	pendingGauge.Set(float64(c.pending.Len()))
 }

@@ -56,11 +56,7 @@ func PolicyFor(current *config.Compiled, node *corev1.Node, in nodespec.Input) c
 
 // reviewFor reviews a request of the kubelet on a Node, which is nil if it does not exist.
 func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node *corev1.Node) review {
-	entry := c.cfg.Inventory.Get(nodename)
-	if node != nil && nodespec.IsControlPlane(node) && !entry.ObservedAt.IsZero() && !entry.Machine.ControlPlane {
-		entry = inventory.Entry{} // read before the Node got the label, so maybe at an address that its kubelet made up
-	}
-
+	entry := c.entryFor(nodename, node)
 	evidence := csrpolicy.Evidence{
 		Cluster:      c.cfg.Identity.Current(),
 		Now:          c.cfg.Clock.Now(),
@@ -100,6 +96,18 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 	}
 
 	return review{node, evidence, verdict}
+}
+
+// entryFor returns the inventory's entry for a Node, which is nil if it does not exist. The entry is empty if the Node has
+// the label of the control plane and its machine was not dialed as a control-plane machine, such as before the Node got
+// the label.
+func (c *Controller) entryFor(nodename string, node *corev1.Node) inventory.Entry {
+	entry := c.cfg.Inventory.Get(nodename)
+	if node != nil && nodespec.IsControlPlane(node) && !entry.ObservedAt.IsZero() && !entry.Machine.ControlPlane {
+		return inventory.Entry{}
+	}
+
+	return entry
 }
 
 // nodeState calls managed only for Nodes that run Talos. A Node does if its machine responds, whatever its kubelet says.

@@ -65,6 +65,7 @@ func TestController_KeepsAddressesOfDeletedNode(t *testing.T) {
 	}
 
 	s.Remove(victim.name)
+	s.awaitCondition(victim.name, inventory.Unknown)
 
 	names = append(names, s.post(attacker, request{ips: []netip.Addr{victim.addr}}))
 	for _, name := range names {
