@@ -107,10 +107,16 @@ func (b *Bootstrap) Run(ctx context.Context, ready func()) {
 	var first []byte
 
 	for {
-		current := b.renew(ctx)
+		var current renewal
+
+		err := backoff.Retry(ctx, "Failed to renew Kubernetes credentials; retrying", func(ctx context.Context) (err error) {
+			current, err = b.renew(ctx)
+
+			return err
+		})
 
 		switch {
-		case ctx.Err() != nil:
+		case err != nil: // ctx has ended
 			return
 		case first == nil:
 			first = current.kubeconfig
@@ -133,21 +139,11 @@ type renewal struct {
 	admin      [sha256.Size]byte // fingerprint of the admin kubeconfig
 }
 
-// renew renews the credentials, retrying until it succeeds or ctx ends.
-func (b *Bootstrap) renew(ctx context.Context) (current renewal) {
-	_ = backoff.Retry(ctx, "Failed to renew Kubernetes credentials; retrying", func(ctx context.Context) (err error) {
-		ctx, cancel := context.WithTimeout(ctx, attemptTimeout)
-		defer cancel()
+// renew applies RBAC and writes a new token.
+func (b *Bootstrap) renew(ctx context.Context) (renewal, error) {
+	ctx, cancel := context.WithTimeout(ctx, attemptTimeout)
+	defer cancel()
 
-		current, err = b.renewOnce(ctx)
-
-		return err
-	})
-
-	return current
-}
-
-func (b *Bootstrap) renewOnce(ctx context.Context) (renewal, error) {
 	kubeconfig, err := b.admin.LocalhostAdminKubeconfig(ctx)
 	if err != nil {
 		return renewal{}, err

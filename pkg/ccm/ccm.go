@@ -73,9 +73,9 @@ type Manager struct {
 	socket *talosapi.Socket
 	// store outlives the connections to Kubernetes, so that the last-known-good configuration stays in force.
 	store *settings.Store
-	// identity is the holder of the lease where the machine has no better one. It outlives the connections to
+	// processID is the lease identity where the machine has no node ID. It outlives the connections to
 	// Kubernetes, so that a lease that could not be released can be renewed.
-	identity string
+	processID string
 
 	// The fields below belong to the current connection to Kubernetes. connect sets them.
 
@@ -96,7 +96,7 @@ func New(options *Options) (*Manager, error) {
 		return nil, fmt.Errorf("get hostname: %w", err)
 	}
 
-	m := &Manager{options: options, clock: options.Clock, identity: hostname + "_" + string(uuid.NewUUID())}
+	m := &Manager{options: options, clock: options.Clock, processID: hostname + "_" + string(uuid.NewUUID())}
 
 	var source settings.Source = settings.Defaults{}
 
@@ -285,7 +285,7 @@ func (m *Manager) frameworkConfig(ctx context.Context, kubeconfig string) (confi
 		return nil, fmt.Errorf("read kubeconfig: %w", err)
 	}
 
-	_ = backoff.Retry(ctx, "API server or secure port not available; retrying", func(ctx context.Context) error {
+	_ = backoff.Retry(ctx, "API server or secure port not available; retrying", func(context.Context) error {
 		// A failed attempt changes the options, for example it sets the secure port to 0 if the port is in use.
 		framework := m.options.frameworkFor(kubeconfig)
 

@@ -34,7 +34,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-func TestApp_InitializesNodesOverMachineSocket(t *testing.T) {
+func TestManager_InitializesNodesOverMachineSocket(t *testing.T) {
 	s, self, worker := newCluster(t)
 
 	r := s.start(s.options(self))
@@ -70,7 +70,7 @@ func (s *suite) outside(on *talostest.Machine) *ccm.Options {
 	return options
 }
 
-func TestApp_RunsOutsideTalosWithReaderRole(t *testing.T) {
+func TestManager_RunsOutsideTalosWithReaderRole(t *testing.T) {
 	s, self, worker := newCluster(t)
 	s.start(s.outside(self))
 	s.awaitInitialized(self, worker)
@@ -116,7 +116,7 @@ func (s *suite) initializing() (machines []*talostest.Machine, last *talostest.M
 	return machines, last
 }
 
-func TestApp_SurvivesAPIServerRestart(t *testing.T) {
+func TestManager_SurvivesAPIServerRestart(t *testing.T) {
 	s := newSuite(t)
 	options := s.options(s.controlPlane("cp"))
 	longLease(options)
@@ -133,7 +133,7 @@ func TestApp_SurvivesAPIServerRestart(t *testing.T) {
 	s.move(machines[7], "moved")
 }
 
-func TestApp_ExitsWhenLeaseExpiresDuringAPIServerOutage(t *testing.T) {
+func TestManager_ExitsWhenLeaseExpiresDuringAPIServerOutage(t *testing.T) {
 	s := newSuite(t)
 	options := s.options(s.controlPlane("cp"))
 	election := &options.Framework.Generic.LeaderElection
@@ -159,7 +159,7 @@ func TestApp_ExitsWhenLeaseExpiresDuringAPIServerOutage(t *testing.T) {
 	again.alive()
 }
 
-func TestApp_WaitsForAPIServer(t *testing.T) {
+func TestManager_WaitsForAPIServer(t *testing.T) {
 	s, self, worker := newCluster(t)
 	s.stopAPIServer()
 
@@ -186,7 +186,7 @@ func calls(m *talostest.Machine, method string, resourceType resource.Type) int 
 	return n
 }
 
-func TestApp_WaitsForAdminKubeconfig(t *testing.T) {
+func TestManager_WaitsForAdminKubeconfig(t *testing.T) {
 	s := newSuite(t)
 	self := s.controlPlane("cp", func(spec *talostest.MachineSpec) { spec.LocalhostAdminKubeconfig = "" })
 	s.register(self)
@@ -201,7 +201,7 @@ func TestApp_WaitsForAdminKubeconfig(t *testing.T) {
 	s.awaitInitialized(self)
 }
 
-func TestApp_InitializesOthersWithoutLocalMetadata(t *testing.T) {
+func TestManager_InitializesOthersWithoutLocalMetadata(t *testing.T) {
 	s := newSuite(t)
 	self := s.controlPlane("cp", func(spec *talostest.MachineSpec) { spec.PlatformPending = true })
 	worker := s.worker("worker")
@@ -216,7 +216,7 @@ func TestApp_InitializesOthersWithoutLocalMetadata(t *testing.T) {
 	s.awaitInitialized(self)
 }
 
-func TestApp_InitializesLocalNodeWithoutNetwork(t *testing.T) {
+func TestManager_InitializesLocalNodeWithoutNetwork(t *testing.T) {
 	s, self, worker := newCluster(t)
 	require.NoError(s, worker.Stop(t.Context()))
 
@@ -231,7 +231,7 @@ func TestApp_InitializesLocalNodeWithoutNetwork(t *testing.T) {
 }
 
 // A kubelet writes the addresses of its Node, and reports of control-plane machines affect the whole cluster.
-func TestApp_DialsControlPlaneAtKnownAddresses(t *testing.T) {
+func TestManager_DialsControlPlaneAtKnownAddresses(t *testing.T) {
 	s := newSuite(t)
 	self, other := s.controlPlane("cp-1"), s.controlPlane("cp-2")
 	s.register(self, other)
@@ -252,7 +252,7 @@ func TestApp_DialsControlPlaneAtKnownAddresses(t *testing.T) {
 
 // The API server derives the field manager from the user agent. The default of client-go is the name of the binary,
 // here the test binary.
-func TestApp_SetsFieldManager(t *testing.T) {
+func TestManager_SetsFieldManager(t *testing.T) {
 	s := newSuite(t)
 	self := s.controlPlane("cp")
 	s.register(self)
@@ -295,7 +295,7 @@ func (p *process) awaitIdle(m *talostest.Machine, stage runtime.MachineStage) {
 	assert.Empty(p.suite, p.suite.holder())
 }
 
-func TestApp_IdlesOnWorker(t *testing.T) {
+func TestManager_IdlesOnWorker(t *testing.T) {
 	s := newSuite(t)
 	self := s.machine(talostest.MachineSpec{Nodename: "worker", ServeSocket: true})
 	s.register(self)
@@ -310,7 +310,7 @@ func TestApp_IdlesOnWorker(t *testing.T) {
 	p.terminate()
 }
 
-func TestApp_IdlesInMaintenanceMode(t *testing.T) {
+func TestManager_IdlesInMaintenanceMode(t *testing.T) {
 	s := newSuite(t)
 	self := s.controlPlane("cp")
 	s.register(self)
@@ -327,7 +327,7 @@ func TestApp_IdlesInMaintenanceMode(t *testing.T) {
 	p.terminate()
 }
 
-func TestApp_ReleasesLeaseBeforeMachineGoesDown(t *testing.T) {
+func TestManager_ReleasesLeaseBeforeMachineGoesDown(t *testing.T) {
 	for _, stage := range []runtime.MachineStage{
 		runtime.MachineStageRebooting, runtime.MachineStageShuttingDown, runtime.MachineStageResetting, runtime.MachineStageUpgrading,
 	} {
@@ -366,7 +366,7 @@ func reservedPort(t testing.TB) int {
 }
 
 // Only the state of the local machine determines whether talos-ccm runs, so a broken watch must be restarted.
-func TestApp_RewatchesLocalMachine(t *testing.T) {
+func TestManager_RewatchesLocalMachine(t *testing.T) {
 	s, self, worker := newCluster(t)
 
 	r := s.start(s.options(self))
@@ -382,7 +382,7 @@ func TestApp_RewatchesLocalMachine(t *testing.T) {
 	ctest.Eventually(s, "lease is released", func() bool { return s.holder() == "" })
 }
 
-func TestApp_LogsThatSocketDoesNotRespond(t *testing.T) {
+func TestManager_LogsThatSocketDoesNotRespond(t *testing.T) {
 	s := newSuite(t)
 	self := s.controlPlane("cp")
 	self.Freeze()
@@ -439,7 +439,7 @@ func passing(t *testing.T, clk *clocktesting.FakeClock) {
 	}()
 }
 
-func TestApp_RenewsTalosCertificate(t *testing.T) {
+func TestManager_RenewsTalosCertificate(t *testing.T) {
 	clk := clocktesting.NewFakeClock(time.Now())
 	passing(t, clk)
 
@@ -490,7 +490,7 @@ func watches(m *talostest.Machine) int {
 	return n
 }
 
-func TestApp_FollowsAPIServerCARotation(t *testing.T) {
+func TestManager_FollowsAPIServerCARotation(t *testing.T) {
 	s, self, worker := newCluster(t)
 
 	options := s.options(self)
@@ -654,7 +654,7 @@ func withControllers(t *testing.T, controllers ...string) *ccm.Options {
 
 // If the API server does not respond, another instance may acquire the lease when it has expired. The controllers
 // must have stopped by then, without waiting for the release of the lease.
-func TestApp_StopsBeforeLeaseExpiresIfAPIServerHangs(t *testing.T) {
+func TestManager_StopsBeforeLeaseExpiresIfAPIServerHangs(t *testing.T) {
 	s, self, worker := newCluster(t)
 
 	config := s.Kube.Config()
@@ -683,7 +683,7 @@ func TestApp_StopsBeforeLeaseExpiresIfAPIServerHangs(t *testing.T) {
 }
 
 // The other machines do not depend on responses of the local machine.
-func TestApp_InitializesOthersIfLocalMachineHangs(t *testing.T) {
+func TestManager_InitializesOthersIfLocalMachineHangs(t *testing.T) {
 	s, self, worker := newCluster(t)
 	// Only the leader dials machines.
 	s.leaseTo("other", time.Hour)
@@ -702,7 +702,7 @@ func TestApp_InitializesOthersIfLocalMachineHangs(t *testing.T) {
 }
 
 // Until its nodename is known, the local machine is dialed over the network like any other.
-func TestApp_InitializesOthersBeforeLocalNodenameIsKnown(t *testing.T) {
+func TestManager_InitializesOthersBeforeLocalNodenameIsKnown(t *testing.T) {
 	s, self, worker := newCluster(t)
 	require.NoError(s, self.State().Destroy(t.Context(), k8s.NewNodename(k8s.NamespaceName, k8s.NodenameID).Metadata()))
 
@@ -713,7 +713,7 @@ func TestApp_InitializesOthersBeforeLocalNodenameIsKnown(t *testing.T) {
 }
 
 // Only clients of the secure port are authenticated.
-func TestApp_MayReviewTokensOnlyWithSecurePort(t *testing.T) {
+func TestManager_MayReviewTokensOnlyWithSecurePort(t *testing.T) {
 	s := newSuite(t)
 	self := s.controlPlane("cp")
 	review := authorizationv1.ResourceAttributes{Verb: "create", Group: "authentication.k8s.io", Resource: "tokenreviews"}
@@ -728,7 +728,7 @@ func TestApp_MayReviewTokensOnlyWithSecurePort(t *testing.T) {
 	}
 }
 
-func TestApp_RetriesSecurePortInUse(t *testing.T) {
+func TestManager_RetriesSecurePortInUse(t *testing.T) {
 	s := newSuite(t)
 	self := s.controlPlane("cp")
 

@@ -118,5 +118,5 @@ func (m *Manager) leaseIdentity(ctx context.Context) string {
 		return component + "_" + node.TypedSpec().NodeID
 	}
 
-	return m.identity
+	return m.processID
 }

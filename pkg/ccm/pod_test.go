@@ -177,7 +177,7 @@ func TestPod_RunsWithServiceAccount(t *testing.T) {
 	assert.Empty(t, s.holder())
 }
 
-func TestApp_RequiresKubeconfigOutsideCluster(t *testing.T) {
+func TestManager_RequiresKubeconfigOutsideCluster(t *testing.T) {
 	// Not parallel, because it changes the environment.
 	s := prepared(beds.NewSerialSuite(t), talostest.Options{})
 	options := s.options(s.controlPlane("cp"))

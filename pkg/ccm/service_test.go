@@ -15,7 +15,7 @@ import (
 )
 
 // The RBAC of the extension suffices: for a Service in any namespace, and its Events.
-func TestApp_PublishesNodeAddresses(t *testing.T) {
+func TestManager_PublishesNodeAddresses(t *testing.T) {
 	s := newSuite(t)
 	self := s.controlPlane("cp")
 	require.NoError(s, self.AddAddress(t.Context(), talostest.LinkExternal, netip.MustParsePrefix("203.0.113.7/32")))

@@ -46,7 +46,7 @@ func OpenSocket(path string) (*Socket, error) {
 }
 
 // EtcdMembers returns the addresses at which the members of etcd reach each other, as the machine's own member knows
-// them. It fails on workers and while that member has no leader.
+// them. URLs without an IP address are omitted. It fails on workers and while that member has no leader.
 func (s *Socket) EtcdMembers(ctx context.Context) ([]netip.Addr, error) {
 	reply, err := machine.NewMachineServiceClient(s.reader).EtcdMemberList(ctx, &machine.EtcdMemberListRequest{QueryLocal: true})
 	if err != nil {
@@ -57,29 +57,20 @@ func (s *Socket) EtcdMembers(ctx context.Context) ([]netip.Addr, error) {
 
 	for _, message := range reply.GetMessages() {
 		for _, member := range message.GetMembers() {
-			addrs = append(addrs, peerAddresses(member.GetPeerUrls())...)
+			for _, peer := range member.GetPeerUrls() {
+				parsed, err := url.Parse(peer)
+				if err != nil {
+					continue
+				}
+
+				if addr, err := netip.ParseAddr(parsed.Hostname()); err == nil { // not a host name
+					addrs = append(addrs, addr.Unmap())
+				}
+			}
 		}
 	}
 
 	return addrs, nil
-}
-
-// peerAddresses omits URLs without an IP address.
-func peerAddresses(peers []string) []netip.Addr {
-	var addrs []netip.Addr
-
-	for _, peer := range peers {
-		parsed, err := url.Parse(peer)
-		if err != nil {
-			continue
-		}
-
-		if addr, err := netip.ParseAddr(parsed.Hostname()); err == nil {
-			addrs = append(addrs, addr.Unmap())
-		}
-	}
-
-	return addrs
 }
 
 // DialSocket returns the local machine's state for os:reader over a new connection.
