@@ -342,13 +342,9 @@ func (a assignment) request(pool Pool, f corev1.IPFamily) (request, *events.Cond
 
 	if len(cidrs) == 0 {
 		if f == ipv6 && a.options.Allocator == CloudAllocator {
-			if condition := a.machineUnavailable(); condition != nil {
-				return request{}, condition
-			}
-
-			s, condition := a.machineSource(pool)
+			r, condition := a.fromMachine(pool)
 			if condition == nil || condition.Reason != ReasonPrefixMissing || !a.fallsBack() {
-				return request{family: f, sources: []source{s}}, condition
+				return r, condition
 			}
 		}
 
@@ -471,7 +467,16 @@ func (a assignment) outdated() (conditions []*events.Condition) {
 		}
 	}
 
-	if prefix, found := machinePrefix(a.entry.Machine); found && a.options.Allocator == CloudAllocator && len(ofFamily(pool.CIDRs, ipv6)) == 0 {
+	if a.options.Allocator == CloudAllocator && len(ofFamily(pool.CIDRs, ipv6)) == 0 {
+		conditions = append(conditions, a.prefixChanged(podCIDRs))
+	}
+
+	return conditions
+}
+
+// prefixChanged returns a condition if an IPv6 podCIDR is not in the prefix that the machine reported last.
+func (a assignment) prefixChanged(podCIDRs []netip.Prefix) *events.Condition {
+	if prefix, found := machinePrefix(a.entry.Machine); found {
 		expected := machineSubnets(a.entry.Machine)
 		for _, pool := range slices.Concat(a.pools, []Pool{{CIDRs: a.options.ClusterCIDRs}}) {
 			expected = append(expected, pool.CIDRs...)
@@ -479,13 +484,13 @@ func (a assignment) outdated() (conditions []*events.Condition) {
 
 		for _, podCIDR := range ofFamily(podCIDRs, ipv6) {
 			if !slices.ContainsFunc(expected, podCIDR.Overlaps) {
-				conditions = append(conditions, newCondition(ReasonPrefixChanged,
-					"The podCIDR %s is not in the machine's prefix, which is %s; delete the Node and let it register again to have another one assigned", podCIDR, prefix))
+				return newCondition(ReasonPrefixChanged,
+					"The podCIDR %s is not in the machine's prefix, which is %s; delete the Node and let it register again to have another one assigned", podCIDR, prefix)
 			}
 		}
 	}
 
-	return conditions
+	return nil
 }
 
 // maskSizeFor returns the prefix length of the smallest IPv4 block with two addresses per pod of the kubelet, so that
@@ -506,6 +511,17 @@ func maskSizeFor(node *corev1.Node) (size int, known bool) {
 }
 
 func maskSizeOf(pods int64) int { return 32 - bits.Len64(uint64(2*pods-1)) } //nolint:gosec // is positive
+
+// fromMachine requests a block of the machine's own global IPv6 prefix.
+func (a assignment) fromMachine(pool Pool) (request, *events.Condition) {
+	if condition := a.machineUnavailable(); condition != nil {
+		return request{}, condition
+	}
+
+	s, condition := a.machineSource(pool)
+
+	return request{family: ipv6, sources: []source{s}}, condition
+}
 
 // machineSource divides the machine's own global IPv6 prefix into blocks for the Nodes of a pool.
 func (a assignment) machineSource(pool Pool) (source, *events.Condition) {

@@ -128,7 +128,7 @@ func TestAssignment_RequestsBlocksOfEachFamily(t *testing.T) {
 		{"the cloud allocator uses the IPv6 prefix of the machine", dual, assignment{options: cloud, entry: current(site)}, "cluster 10.0.0.0/16→24, machine 2001:db8:1:2::/64→80"},
 		{"the cloud allocator assigns no IPv6 in an IPv4 cluster", ipv4Only, assignment{options: cloud}, "cluster 10.0.0.0/16→24"},
 		{"the cloud allocator waits for a machine that does not respond", dual, assignment{options: cloud, entry: unreachable}, ReasonMachineUnknown},
-		{"the cloud allocator waits for a machine without a prefix, and does not fall back to the cluster's", dual, assignment{options: cloud, entry: current(on("eth0", "10.1.1.1/24"))}, ReasonPrefixMissing},
+		{"the cloud allocator waits for a machine without a prefix, and does not fall back", dual, assignment{options: cloud, entry: current(on("eth0", "10.1.1.1/24"))}, ReasonPrefixMissing},
 		{"the first pool that selects the machine counts", dual, assignment{entry: current(), pools: several}, "here 10.2.0.0/16→24, cluster fd00::/48→80"},
 		{"a pool's IPv6 comes before the machine's, and its sizes before the options'", dual, assignment{options: cloud, pools: allSized}, "cluster 10.0.0.0/16→26, all 2001:db8:f::/48→64"},
 		{"a pool can add a family", ipv4Only, assignment{pools: allIPv6}, "cluster 10.0.0.0/16→24, all 2001:db8:f::/48→80"},
