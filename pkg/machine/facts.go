@@ -118,37 +118,34 @@ func sorted(list []string) []string {
 	return slices.DeleteFunc(slices.Compact(list), func(s string) bool { return s == "" })
 }
 
-// listOf returns the texts of resources.
-func listOf[R resource.Resource](items []resource.Resource, text func(R) string) (list []string) {
+// each calls do for the resources of a type.
+func each[R resource.Resource](items []resource.Resource, do func(R)) {
 	for _, item := range items {
 		if r, ok := item.(R); ok {
-			list = append(list, bounded(text(r), maxString))
+			do(r)
 		}
 	}
+}
+
+// listOf returns the texts of resources.
+func listOf[R resource.Resource](items []resource.Resource, text func(R) string) (list []string) {
+	each(items, func(r R) { list = append(list, bounded(text(r))) })
 
 	return sorted(list)
 }
 
-// firstOf returns the text of the first resource that has one.
-func firstOf[R resource.Resource](items []resource.Resource, text func(R) string) string {
-	for _, item := range items {
-		if r, ok := item.(R); ok && text(r) != "" {
-			return bounded(text(r), maxString)
-		}
-	}
+// firstOf returns the first text that is not empty.
+func firstOf[R resource.Resource](items []resource.Resource, text func(R) string) (first string) {
+	each(items, func(r R) { first = cmp.Or(first, bounded(text(r))) })
 
-	return ""
+	return first
 }
 
 // sumOf returns the sum of numbers as a text; empty if the sum is zero.
 func sumOf[R resource.Resource](items []resource.Resource, number func(R) uint32) string {
 	var sum uint64
 
-	for _, item := range items {
-		if r, ok := item.(R); ok {
-			sum += uint64(number(r))
-		}
-	}
+	each(items, func(r R) { sum += uint64(number(r)) })
 
 	if sum == 0 {
 		return ""
@@ -157,17 +154,15 @@ func sumOf[R resource.Resource](items []resource.Resource, number func(R) uint32
 	return strconv.FormatUint(sum, 10)
 }
 
-// mapOf returns the values of resources of which neither the key nor the value is longer than limit.
+// mapOf returns the values of resources. It omits values with a key or a value that is longer than limit.
 func mapOf[R resource.Resource](items []resource.Resource, limit int, entry func(R) (key, value string)) map[string]string {
 	values := map[string]string{}
 
-	for _, item := range items {
-		if r, ok := item.(R); ok {
-			if key, value := entry(r); max(len(key), len(value)) <= limit {
-				values[key] = value
-			}
+	each(items, func(r R) {
+		if key, value := entry(r); max(len(key), len(value)) <= limit {
+			values[key] = value
 		}
-	}
+	})
 
 	return values
 }

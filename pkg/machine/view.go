@@ -106,23 +106,6 @@ func (v *View) find(ptr resource.Pointer) (i int, found bool) {
 	})
 }
 
-// pointer returns a pointer for find, which ignores namespaces.
-func pointer(typ resource.Type, id resource.ID) resource.Pointer {
-	return resource.NewMetadata("", typ, id, resource.VersionUndefined)
-}
-
-// ofType returns the resources of a type in the order of their IDs.
-func (v *View) ofType(typ resource.Type) []resource.Resource {
-	i, _ := v.find(pointer(typ, ""))
-	list := v.resources[i:]
-
-	if end := slices.IndexFunc(list, func(r resource.Resource) bool { return r.Metadata().Type() != typ }); end >= 0 {
-		return list[:end]
-	}
-
-	return list
-}
-
 // ReplaceKind replaces all resources of one kind with items.
 func (v *View) ReplaceKind(k resource.Kind, items []resource.Resource) {
 	isKind := func(other resource.Kind) bool { return other.Type() == k.Type() }
@@ -149,24 +132,28 @@ func (v *View) Len() int { return len(v.resources) }
 
 // Machine builds a Machine from the collected resources.
 func (v *View) Machine() Machine {
-	var m Machine
+	var (
+		m       Machine
+		volumes []string
+		configs []*network.PlatformConfig
+	)
 
 	for _, r := range v.resources {
-		m.add(r)
-	}
-
-	if volumes := v.ofType(block.DiscoveredVolumeType); len(volumes) == 1 {
-		if volume, ok := volumes[0].(*block.DiscoveredVolume); ok {
-			m.EphemeralID = volume.TypedSpec().UUID
+		switch r := r.(type) {
+		case *block.DiscoveredVolume:
+			volumes = append(volumes, r.TypedSpec().UUID)
+		case *network.PlatformConfig:
+			configs = append(configs, r)
+		default:
+			m.add(r)
 		}
 	}
 
-	m.PlatformPublished = v.platformPublished(m.Platform)
+	if len(volumes) == 1 {
+		m.EphemeralID = volumes[0]
+	}
 
-	_, cached := v.find(pointer(network.PlatformConfigType, network.PlatformConfigCachedID))
-	_, active := v.find(pointer(network.PlatformConfigType, network.PlatformConfigActiveID))
-	m.PlatformFromCache = cached && !active
-
+	m.addPlatformConfigs(configs)
 	limit(reflect.ValueOf(&m).Elem())
 
 	if v.facts != nil {
@@ -186,9 +173,9 @@ const (
 	maxMeta = 64 << 10
 )
 
-// bounded returns s, or an empty string if s is longer than limit.
-func bounded(s string, limit int) string {
-	if len(s) > limit {
+// bounded returns s, or an empty string if s is longer than maxString.
+func bounded(s string) string {
+	if len(s) > maxString {
 		return ""
 	}
 
@@ -215,23 +202,22 @@ func limit(v reflect.Value) {
 	}
 }
 
-// platformPublished reports whether the applied metadata is what the platform driver has delivered. If they name
-// different instances, either the configuration has not been applied yet or the applied metadata has not been received
-// yet: the two resources arrive on separate streams.
-func (v *View) platformPublished(applied runtime.PlatformMetadataSpec) bool {
-	for _, r := range v.ofType(network.PlatformConfigType) {
-		platformConfig, ok := r.(*network.PlatformConfig)
-		if !ok {
-			continue
-		}
+// addPlatformConfigs adds whether the applied metadata is what the platform driver has delivered. If they name different
+// instances, either the configuration has not been applied yet or the applied metadata has not been received yet: the
+// two resources arrive on separate streams.
+func (m *Machine) addPlatformConfigs(configs []*network.PlatformConfig) {
+	var ids []resource.ID
 
-		delivered := platformConfig.TypedSpec().Metadata
-		if delivered == nil || (delivered.InstanceID == applied.InstanceID && delivered.ProviderID == applied.ProviderID) {
-			return true
+	for _, c := range configs {
+		ids = append(ids, c.Metadata().ID())
+
+		delivered := c.TypedSpec().Metadata
+		if delivered == nil || delivered.InstanceID == m.Platform.InstanceID && delivered.ProviderID == m.Platform.ProviderID {
+			m.PlatformPublished = true
 		}
 	}
 
-	return false
+	m.PlatformFromCache = slices.Contains(ids, network.PlatformConfigCachedID) && !slices.Contains(ids, network.PlatformConfigActiveID)
 }
 
 func (m *Machine) add(r resource.Resource) {
