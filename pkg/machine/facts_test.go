@@ -104,7 +104,8 @@ func TestView_ReadsFacts(t *testing.T) {
 			machine.Facts{CPUModel: "AMD EPYC 9354 32-Core Processor", CPUs: "128"},
 		},
 		{
-			"memory", []resource.Resource{module("DIMM-0", 1<<31), module("DIMM-1", 1<<31), module("DIMM-2", 0)},
+			"memory",
+			[]resource.Resource{module("DIMM-0", 1<<31), module("DIMM-1", 1<<31), module("DIMM-2", 0)},
 			machine.Facts{MemoryMiB: "4294967296"},
 		},
 		{"PCI devices", []resource.Resource{
@@ -112,23 +113,28 @@ func TestView_ReadsFacts(t *testing.T) {
 			device("0000:00:1f.2", "0x01", "0x06", "0x8086", "0x2922"),
 		}, machine.Facts{PCIDevices: []string{"0106:8086:2922", "0302:10de:2236"}}},
 		{
-			"secure boot", []resource.Resource{withSpec(runtime.NewSecurityStateSpec(runtime.NamespaceName), runtime.SecurityStateSpec{SecureBoot: true})},
+			"secure boot",
+			[]resource.Resource{withSpec(runtime.NewSecurityStateSpec(runtime.NamespaceName), runtime.SecurityStateSpec{SecureBoot: true})},
 			machine.Facts{SecureBoot: true},
 		},
 		{
-			"kernel arguments", []resource.Resource{cmdline("talos.platform=metal console=tty0 quiet a=b=c console=ttyS0")},
+			"kernel arguments",
+			[]resource.Resource{cmdline("talos.platform=metal console=tty0 quiet a=b=c console=ttyS0")},
 			machine.Facts{KernelArgs: map[string]string{"talos.platform": "metal", "console": "tty0,ttyS0", "quiet": "", "a": "b=c"}},
 		},
 		{
-			"Talos version", []resource.Resource{withSpec(runtime.NewVersion(), runtime.VersionSpec{Version: "v1.13.5"})},
+			"Talos version",
+			[]resource.Resource{withSpec(runtime.NewVersion(), runtime.VersionSpec{Version: "v1.13.5"})},
 			machine.Facts{TalosVersion: "v1.13.5"},
 		},
 		{
-			"extensions", []resource.Resource{extension("000", "schematic", "37656"), extension("001", "nvidia", "570.1")},
+			"extensions",
+			[]resource.Resource{extension("000", "schematic", "37656"), extension("001", "nvidia", "570.1")},
 			machine.Facts{Extensions: map[string]string{"schematic": "37656", "nvidia": "570.1"}, Schematic: "37656"},
 		},
 		{
-			"META", []resource.Resource{key("0x0c", "rack=7"), key("0x0d", "")},
+			"META",
+			[]resource.Resource{key("0x0c", "rack=7"), key("0x0d", "")},
 			machine.Facts{Meta: map[string]string{"0x0c": "rack=7", "0x0d": ""}},
 		},
 	} {

@@ -185,14 +185,12 @@ func bounded(s string) string {
 // limit removes texts that are longer than maxString from a struct with its structs and maps.
 func limit(v reflect.Value) {
 	for _, field := range v.Fields() {
-		switch field.Kind() {
-		case reflect.String:
-			if field.Len() > maxString {
-				field.SetZero()
-			}
-		case reflect.Struct:
+		switch kind := field.Kind(); {
+		case kind == reflect.String && field.Len() > maxString:
+			field.SetZero()
+		case kind == reflect.Struct:
 			limit(field)
-		case reflect.Map:
+		case kind == reflect.Map:
 			for key, value := range field.Seq2() {
 				if max(key.Len(), value.Len()) > maxString {
 					field.SetMapIndex(key, reflect.Value{})

@@ -46,7 +46,7 @@ const (
 
 	// debounce batches changes that Talos makes together. Metadata and addresses arrive over different watches, and a Node must not be
 	// initialized with only one of them.
-	debounce = 20 * time.Millisecond
+	debounce = 15 * time.Millisecond
 
 	// maxFlushed limits the events that are received after a session has failed. Few are pending then.
 	maxFlushed = 64

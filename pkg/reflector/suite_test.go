@@ -26,7 +26,7 @@ import (
 
 const (
 	// debounce is the product's, and answerTimeout is slightly longer than the product's.
-	debounce      = 20 * time.Millisecond
+	debounce      = 15 * time.Millisecond
 	answerTimeout = 31 * time.Second
 
 	// firstPoll, nextPoll and longestSession are upper bounds that include jitter. The first is for a machine that is booting.
