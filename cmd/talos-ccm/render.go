@@ -111,6 +111,11 @@ func (o renderOptions) run(cmd *cobra.Command) error {
 		return err
 	}
 
+	return pendingError(reports)
+}
+
+// pendingError returns an error if a Node would stay uninitialized.
+func pendingError(reports []preview.Report) error {
 	var pending []string
 
 	for _, report := range reports {

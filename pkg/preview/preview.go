@@ -83,7 +83,7 @@ func Render(machines []Machine, kubelet Kubelet, options nodespec.Options) []Rep
 			id := *r.Changes[i].After
 
 			if owner, isUsed := owners[id]; isUsed {
-				r.Problems = append(r.Problems, events.Condition{Reason: nodecontroller.ReasonProviderIDInUse, Message: fmt.Sprintf("providerID %s is already in use by node %s", id, owner)})
+				r.problem(nodecontroller.ReasonProviderIDInUse, fmt.Sprintf("providerID %s is already in use by node %s", id, owner))
 			} else {
 				owners[id] = r.Name
 			}
@@ -98,6 +98,10 @@ func Render(machines []Machine, kubelet Kubelet, options nodespec.Options) []Rep
 // name returns the name of the machine's Node or, if it is unknown, a name to show instead.
 func (m Machine) name() string {
 	return cmp.Or(m.Machine.Nodename, m.Machine.Platform.Hostname, m.Node)
+}
+
+func (r *Report) problem(reason, message string) {
+	r.Problems = append(r.Problems, events.Condition{Reason: reason, Message: message})
 }
 
 func newReport(m Machine, in nodespec.Input) Report {
@@ -125,12 +129,12 @@ func newReport(m Machine, in nodespec.Input) Report {
 	}
 
 	for _, p := range problems {
-		report.Problems = append(report.Problems, events.Condition{Reason: nodecontroller.ReasonInvalidValue, Message: p.String()})
+		report.problem(nodecontroller.ReasonInvalidValue, p.String())
 	}
 
 	if pending != "" {
 		report.Pending = true
-		report.Problems = append(report.Problems, events.Condition{Reason: nodecontroller.ReasonMetadataPending, Message: "Node cannot be initialized yet: " + pending})
+		report.problem(nodecontroller.ReasonMetadataPending, "Node cannot be initialized yet: "+pending)
 
 		return report
 	}

@@ -143,7 +143,10 @@ func TestRender_NamesRuleOfEveryValue(t *testing.T) {
 		{
 			"each kind",
 			[]rules.Rule{everyKind()},
-			map[string]string{"example.org/role": "rule web", "example.org/serial": "rule web", "dedicated:NoSchedule": "rule web, at initialization", corev1.LabelTopologyZone: "rule web", corev1.LabelFailureDomainBetaZone: "rule web"},
+			map[string]string{
+				"example.org/role": "rule web", "example.org/serial": "rule web", "dedicated:NoSchedule": "rule web, at initialization",
+				corev1.LabelTopologyZone: "rule web", corev1.LabelFailureDomainBetaZone: "rule web",
+			},
 		},
 		{
 			"all metadata",
