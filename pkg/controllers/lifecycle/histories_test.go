@@ -222,6 +222,16 @@ func histories() map[string]history {
 			w.ready("clone")
 			w.advance(time.Hour)
 		}),
+		"same identity with a new name at another address": never(func(w *world) {
+			w.silence("w-1")
+			last := w.entry("w-1").Last
+			w.addMachine("new")
+			require.NoError(w, w.machines["new"].SetIdentity(w.Context(), last.NodeID, last.UUID()))
+			w.register("new", w.machines["new"].Address())
+			w.await("new", inventory.Current)
+			w.ready("new")
+			w.advance(time.Hour)
+		}),
 		"swap of two addresses": never(func(w *world) {
 			one, two := w.entry("w-1").Last, w.entry("w-2").Last
 			w.silence("w-1")
