@@ -49,8 +49,8 @@ const renderRules = `transformations:
 // networkAnnotation matches the annotation with the links and subnets of a machine.
 var networkAnnotation = regexp.MustCompile(`\blo\b\S* in \S+/`)
 
-// network returns the value of the annotation with the links and subnets.
-func network(report preview.Report) string {
+// networkOf returns the value of the annotation with the links and subnets.
+func networkOf(report preview.Report) string {
 	for _, c := range report.Changes {
 		if c.Key == "example.org/network" {
 			return *c.After
@@ -80,7 +80,7 @@ func TestRender_MatchesNodes(t *testing.T) {
 				var reports []preview.Report
 				require.NoError(t, json.Unmarshal(shell(t, binaryPath()+" render --config "+rules+" --arch amd64 -o json "+flags), &reports))
 
-				assert.Regexp(t, networkAnnotation, network(reports[0]))
+				assert.Regexp(t, networkAnnotation, networkOf(reports[0]))
 
 				took := eventually(t, func(ctx context.Context) error { return checkRendered(ctx, m, reports[0]) })
 				t.Logf("the Node matched the report after %s", took.Round(time.Millisecond))
