@@ -145,6 +145,17 @@ func TestInstallers_ListSupportedTalosVersions(t *testing.T) {
 	assert.Equal(t, accepted, slices.Compact(listed))
 }
 
+// checkScript checks that a step contains no expressions, which others can influence, and runs existing make targets.
+func checkScript(t *testing.T, job, script string) {
+	t.Helper()
+
+	assert.NotContains(t, script, "${{", job)
+
+	for _, match := range regexp.MustCompile(`\bmake (?:--\S+ )*([a-z-]+)`).FindAllStringSubmatch(script, -1) {
+		assert.Contains(t, read(t, "Makefile"), "\n"+match[1]+":", job)
+	}
+}
+
 // actionlint does not know these policies. A write permission, a mutable tag, an untrusted trigger or a cache that other
 // jobs can write would let others change a release. Images are reproducible only with one version of Go.
 func TestWorkflows_AreSafe(t *testing.T) {
@@ -186,11 +197,7 @@ func TestWorkflows_AreSafe(t *testing.T) {
 			assert.True(t, len(job.Permissions) > 0 && (job.Timeout > 0 || job.Uses != ""), name)
 
 			for _, step := range job.Steps {
-				assert.NotContains(t, step.Run, "${{", name)
-
-				for _, match := range regexp.MustCompile(`\bmake (?:--\S+ )*([a-z-]+)`).FindAllStringSubmatch(step.Run, -1) {
-					assert.Contains(t, read(t, "Makefile"), "\n"+match[1]+":", name)
-				}
+				checkScript(t, name, step.Run)
 			}
 		}
 	}
