@@ -3,6 +3,7 @@ package node
 import (
 	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
@@ -84,12 +85,21 @@ func (c *Controller) release(nodename, providerID string) {
 	delete(c.reservations, nodename)
 }
 
-// queueWaiting queues the Nodes without a providerID: they may be waiting for the one that has become free.
+// queueWaiting queues the Nodes without a providerID, in the order of their names: they may be waiting for the one that
+// has become free.
 func (c *Controller) queueWaiting() {
+	var waiting []string
+
 	for _, obj := range c.indexer.List() {
 		if node, isNode := obj.(*corev1.Node); isNode && node.Spec.ProviderID == "" {
-			c.queue.Add(node.Name)
+			waiting = append(waiting, node.Name)
 		}
+	}
+
+	slices.Sort(waiting)
+
+	for _, nodename := range waiting {
+		c.queue.Add(nodename)
 	}
 }
 
