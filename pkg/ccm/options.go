@@ -22,7 +22,6 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/nodeipam"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
-	"github.com/talos-ccm/talos-ccm/pkg/similar"
 )
 
 const (
@@ -489,8 +488,7 @@ func (o *Options) unknownControllers() ([]string, error) {
 		}
 
 		unknown = append(unknown, cmp.Or(controllerAliases()[name], name))
-		errs = append(errs, fmt.Errorf("--controllers: unknown controller %q; %s", name,
-			cmp.Or(similar.Hint(name, offered), "supported controllers: "+strings.Join(offered, ", "))))
+		errs = append(errs, fmt.Errorf("--controllers: unknown controller %q; supported controllers: %s", name, strings.Join(offered, ", ")))
 	}
 
 	return unknown, errors.Join(errs...)

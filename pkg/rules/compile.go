@@ -16,8 +16,6 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/apimachinery/pkg/util/validation/field"
 	cloudproviderapi "k8s.io/cloud-provider/api"
-
-	"github.com/talos-ccm/talos-ccm/pkg/similar"
 )
 
 // Set is a compiled list of rules. The nil Set changes nothing. A Set is safe for concurrent use.
@@ -198,7 +196,7 @@ func checkField(key string) error {
 	case strings.EqualFold(key, "hostname"), strings.EqualFold(key, "platform"):
 		return fmt.Errorf("%s cannot be replaced", key)
 	default:
-		return fmt.Errorf("unknown field %q; %s", key, cmp.Or(similar.Hint(key, fields), "supported fields: "+strings.Join(fields, ", ")))
+		return fmt.Errorf("unknown field %q; supported fields: %s", key, strings.Join(fields, ", "))
 	}
 }
 

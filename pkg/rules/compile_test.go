@@ -78,7 +78,6 @@ func TestCompile_Errors(t *testing.T) {
 		{"taint without effect", taint("a", ""), "NoExecute"},
 		{"taint of a Kubernetes controller", taint("node.kubernetes.io/not-ready", "NoSchedule"), "cannot be set"},
 		{"unknown field", replace("Color", "a"), "supported fields: ExternalDNS"},
-		{"similar field", replace("Sone", "a"), "did you mean Zone?"},
 		{"hostname", replace("hostName", "a"), "hostName cannot be replaced"},
 		{"platform", replace("Platform", "a"), "Platform cannot be replaced"},
 		{"tags", replace("tags", "a"), "tags"},

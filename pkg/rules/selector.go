@@ -14,7 +14,6 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
-	"github.com/talos-ccm/talos-ccm/pkg/similar"
 )
 
 // Selector is a compiled list of terms. The nil Selector selects every machine. A Selector is safe for concurrent use.
@@ -168,7 +167,7 @@ func findFact(key string) (fact, error) {
 	}
 
 	if name == "" || isEntry != isMap || isMap && entry == "" {
-		return nil, unknownKey(key, entry)
+		return nil, fmt.Errorf("unknown key %q; supported keys: %s (with a name after the dot)", key, strings.Join(Keys(), ", "))
 	}
 
 	return func(v *variables) []string {
@@ -189,21 +188,6 @@ func findFact(key string) (fact, error) {
 
 		return nil
 	}, nil
-}
-
-// unknownKey returns an error that suggests a key. The entry is the part of the key after its dot.
-func unknownKey(key, entry string) error {
-	words := Keys()
-
-	if entry != "" {
-		words = slices.DeleteFunc(words, func(word string) bool { return !strings.HasSuffix(word, ".") })
-		for i := range words {
-			words[i] += entry
-		}
-	}
-
-	return fmt.Errorf("unknown key %q; %s", key, cmp.Or(similar.Hint(key, words),
-		"supported keys: "+strings.Join(Keys(), ", ")+" (with a name after the dot)"))
 }
 
 func isLabelKey(key string) bool {
@@ -242,12 +226,11 @@ func unknownOperator(operator Operator) error {
 		names = append(names, string(o))
 	}
 
-	hint := similar.Hint(string(operator), names)
 	if other := otherOperators[strings.ToLower(string(operator))]; other != "" {
-		hint = similar.Hint(string(other), names)
+		return fmt.Errorf("unknown operator %q; did you mean %s?", operator, other)
 	}
 
-	return fmt.Errorf("unknown operator %q; %s", operator, cmp.Or(hint, "supported operators: "+strings.Join(names, ", ")))
+	return fmt.Errorf("unknown operator %q; supported operators: %s", operator, strings.Join(names, ", "))
 }
 
 // compilePredicate compiles an expression with one of the operators.
@@ -282,7 +265,7 @@ func checkValues(variable string, e Expression) error {
 		switch _, err := netip.ParsePrefix(value); {
 		case e.Operator != In && e.Operator != NotIn:
 		case variable == "MachineType" && !slices.Contains(types, value):
-			return fmt.Errorf("unknown machine type %q; %s", value, cmp.Or(similar.Hint(value, types), "supported types: "+strings.Join(types, ", ")))
+			return fmt.Errorf("unknown machine type %q; supported types: %s", value, strings.Join(types, ", "))
 		case variable == "Addresses" && err == nil:
 			return fmt.Errorf("%q is a CIDR; use %s", value, InCIDR)
 		}

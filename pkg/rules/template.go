@@ -16,7 +16,6 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
-	"github.com/talos-ccm/talos-ccm/pkg/similar"
 )
 
 // maxText is the size limit of a template and of its result, in bytes.
@@ -157,10 +156,7 @@ func explain(message string) string {
 		return message + "; did you mean ." + Variables()[i] + "?"
 	}
 
-	standard := []string{"and", "or", "not", "eq", "ne", "lt", "le", "gt", "ge", "len", "index", "slice", "print", "printf", "println", "html", "js", "urlquery"}
-
-	return message + "; " + cmp.Or(similar.Hint(name, slices.Concat(Functions(), standard)),
-		"supported functions: "+strings.Join(Functions(), ", "))
+	return message + "; supported functions: " + strings.Join(Functions(), ", ") + ", and those of text/template"
 }
 
 // render executes the template. It returns no text with an error.
@@ -347,17 +343,8 @@ func (c *checker) variable(path []string) {
 
 	switch {
 	case !known:
-		c.fail("unknown variable .%s; %s", path[0],
-			cmp.Or(similar.Hint("."+path[0], dotted(Variables())), "supported variables: "+strings.Join(dotted(Variables()), ", ")))
+		c.fail("unknown variable .%s; supported variables: .%s", path[0], strings.Join(Variables(), ", ."))
 	case len(path) > 2 || len(path) == 2 && !isMap:
 		c.fail("variable .%s has no field .%s", path[0], strings.Join(path[1:], "."))
 	}
-}
-
-func dotted(names []string) []string {
-	for i := range names {
-		names[i] = "." + names[i]
-	}
-
-	return names
 }
