@@ -100,34 +100,19 @@ type Nodes struct {
 	// Topology is what happens to the region and zone labels of an initialized Node if its machine or a rule sets other
 	// values. `keep` leaves them and reports the Event TopologyChanged, because volumes are bound to these labels.
 	// `follow` changes them.
-	Topology Topology `default:"keep" json:"topology,omitempty" jsonschema:"enum=keep,enum=follow"`
+	Topology Choice `default:"keep" json:"topology,omitempty" jsonschema:"enum=keep,enum=follow"`
 }
 
-// Topology is what happens to changed region and zone labels. Empty means TopologyKeep.
-type Topology string
-
-// Values of Topology.
-const (
-	TopologyKeep   Topology = "keep"
-	TopologyFollow Topology = "follow"
-)
+// Choice is one of the values that the tag `jsonschema` of its field enumerates. Empty means the default.
+type Choice string
 
 // Addresses configures the addresses of Nodes.
 type Addresses struct {
 	// ExternalIPs selects which of a machine's public addresses its Node lists. `all` lists every one, because the
 	// kubelet's certificate, load balancers and DNS controllers get only the addresses that the Node lists.
 	// `first-per-family` lists the first IPv4 and the first IPv6 address, as the upstream Talos CCM does.
-	ExternalIPs ExternalIPs `default:"all" json:"externalIPs,omitempty" jsonschema:"enum=all,enum=first-per-family"`
+	ExternalIPs Choice `default:"all" json:"externalIPs,omitempty" jsonschema:"enum=all,enum=first-per-family"`
 }
-
-// ExternalIPs is which public addresses a Node lists. Empty means ExternalIPsAll.
-type ExternalIPs string
-
-// Values of ExternalIPs.
-const (
-	ExternalIPsAll            ExternalIPs = "all"
-	ExternalIPsFirstPerFamily ExternalIPs = "first-per-family"
-)
 
 // moved are keys of earlier versions, with their replacements.
 var moved = map[string]string{
@@ -149,17 +134,8 @@ type CSRApproval struct {
 	// CredentialPinning is what happens to a request that was made with another client certificate than the one that
 	// the Node's kubelet is known to have, such as one that was obtained with a bootstrap token. `warn` reports the
 	// Event UnexpectedCredential. `enforce` also leaves the request pending.
-	CredentialPinning CredentialPinning `default:"warn" json:"credentialPinning,omitempty" jsonschema:"enum=warn,enum=enforce"`
+	CredentialPinning Choice `default:"warn" json:"credentialPinning,omitempty" jsonschema:"enum=warn,enum=enforce"`
 }
-
-// CredentialPinning is what happens to requests with unexpected client certificates. Empty means PinningWarn.
-type CredentialPinning string
-
-// Values of CredentialPinning.
-const (
-	PinningWarn    CredentialPinning = "warn"
-	PinningEnforce CredentialPinning = "enforce"
-)
 
 // AllowedSANs lists DNS names and IP addresses that selected machines may have in their certificates.
 type AllowedSANs struct {
@@ -186,18 +162,12 @@ type IPAM struct {
 	Pools []Pool `default:"none: Nodes use the cluster CIDRs" json:"pools,omitempty"`
 	// BlockSize `auto` derives the size of a Node's IPv4 pod CIDR from the maximum number of pods of its kubelet: the
 	// smallest CIDR with two addresses per pod. The IPv4 mask size of a pool takes precedence.
-	BlockSize BlockSize `default:"the mask size" json:"blockSize,omitempty" jsonschema:"enum=auto"`
+	BlockSize Choice `default:"the mask size" json:"blockSize,omitempty" jsonschema:"enum=auto"`
 	// FallbackToClusterCIDRs applies to --cidr-allocator-type=CloudAllocator. It allocates a Node's IPv6 pod CIDR from
 	// the cluster CIDRs, as the upstream Talos CCM does, if the machine has no global IPv6 prefix a minute after the
 	// Node has registered. By default the Node waits for a prefix, because its pod CIDRs cannot be changed once set.
 	FallbackToClusterCIDRs bool `json:"fallbackToClusterCIDRs,omitempty"`
 }
-
-// BlockSize is how the size of a Node's pod CIDR is chosen. Empty means by mask size.
-type BlockSize string
-
-// BlockSizeAuto derives the size from the maximum number of pods of the kubelet.
-const BlockSizeAuto BlockSize = "auto"
 
 // Pool is a set of CIDRs from which the pod CIDRs of the selected Nodes are allocated.
 type Pool struct {

@@ -126,7 +126,7 @@ type validator struct {
 // decoded.
 func (d *decoder) validate(file *Config) *Compiled {
 	v := &validator{file: d}
-	global, ipam := field.NewPath("global"), field.NewPath("ipam")
+	global, ipam, service := field.NewPath("global"), field.NewPath("ipam"), field.NewPath("service")
 	set, errs := rules.Compile(file.Transformations, field.NewPath("transformations"))
 	v.errs = errs
 
@@ -135,25 +135,31 @@ func (d *decoder) validate(file *Config) *Compiled {
 	}
 
 	oneOf(v, global.Child("providerIDFallback"), file.Global.ProviderIDFallback, FallbackUUID, FallbackNodeIP)
-	oneOf(v, field.NewPath("nodes", "topology"), file.Nodes.Topology, TopologyKeep, TopologyFollow)
-	oneOf(v, field.NewPath("addresses", "externalIPs"), file.Addresses.ExternalIPs, ExternalIPsAll, ExternalIPsFirstPerFamily)
-	oneOf(v, field.NewPath("csrApproval", "credentialPinning"), file.CSRApproval.CredentialPinning, PinningWarn, PinningEnforce)
-	oneOf(v, ipam.Child("blockSize"), file.IPAM.BlockSize, BlockSizeAuto)
-	v.service(field.NewPath("service"), file.Service)
+	oneOf(v, field.NewPath("nodes", "topology"), file.Nodes.Topology, "keep", "follow")
+	oneOf(v, field.NewPath("addresses", "externalIPs"), file.Addresses.ExternalIPs, "all", "first-per-family")
+	oneOf(v, field.NewPath("csrApproval", "credentialPinning"), file.CSRApproval.CredentialPinning, "warn", "enforce")
+	oneOf(v, ipam.Child("blockSize"), file.IPAM.BlockSize, "auto")
+	oneOf(v, service.Child("addresses"), file.Service.Addresses, AddressesExternal, AddressesInternal)
+
+	for i, port := range file.Service.ReservedPorts {
+		for _, reason := range validation.IsValidPortNum(port) {
+			v.errs = append(v.errs, field.Invalid(service.Child("reservedPorts").Index(i), port, reason))
+		}
+	}
 
 	compiled := &Compiled{
 		ClusterName:            file.Global.ClusterName,
 		PreferIPv6:             file.Global.PreferIPv6,
 		ProviderIDFallback:     file.Global.ProviderIDFallback,
 		Rules:                  set,
-		FollowTopology:         file.Nodes.Topology == TopologyFollow,
-		OneExternalIPPerFamily: file.Addresses.ExternalIPs == ExternalIPsFirstPerFamily,
+		FollowTopology:         file.Nodes.Topology == "follow",
+		OneExternalIPPerFamily: file.Addresses.ExternalIPs == "first-per-family",
 		NodeSelector:           v.selector(field.NewPath("nodes", "selector"), file.Nodes.Selector, rules.CompileSelector),
 		CSRSelector:            v.selector(field.NewPath("csrApproval", "selector"), file.CSRApproval.Selector, rules.CompileSelector),
 		IPAMSelector:           v.selector(ipam.Child("selector"), file.IPAM.Selector, rules.CompileSelector),
 		MaxExpiration: v.duration(field.NewPath("csrApproval", "maxExpiration"), file.CSRApproval.MaxExpiration,
 			csrpolicy.DefaultMaxExpiration, csrpolicy.MinExpiration, "the minimum of Kubernetes"),
-		EnforceCredential: file.CSRApproval.CredentialPinning == PinningEnforce,
+		EnforceCredential: file.CSRApproval.CredentialPinning == "enforce",
 
 		AllowedSANs: v.allowedSANs(field.NewPath("csrApproval", "allowedSANs"), file.CSRApproval.AllowedSANs),
 		Pools:       v.pools(ipam.Child("pools"), file.IPAM),
@@ -291,16 +297,6 @@ func (v *validator) uniqueName(names map[string]int, list *field.Path, i int, na
 	names[name] = i
 }
 
-func (v *validator) service(path *field.Path, service Service) {
-	oneOf(v, path.Child("addresses"), service.Addresses, AddressesExternal, AddressesInternal)
-
-	for i, port := range service.ReservedPorts {
-		for _, reason := range validation.IsValidPortNum(port) {
-			v.errs = append(v.errs, field.Invalid(path.Child("reservedPorts").Index(i), port, reason))
-		}
-	}
-}
-
 // pooled is a CIDR of the pool with the given index.
 type pooled struct {
 	prefix netip.Prefix
@@ -357,7 +353,7 @@ func (v *validator) pools(path *field.Path, ipam IPAM) []CompiledPool {
 		list = append(list, pool)
 	}
 
-	if ipam.BlockSize == BlockSizeAuto {
+	if ipam.BlockSize == "auto" {
 		list = append(list, CompiledPool{BlockSizeAuto: true})
 	}
 
@@ -385,7 +381,7 @@ func (v *validator) overlaps(path *field.Path, pools []Pool, all []pooled, added
 }
 
 // maskSizes sets the mask sizes of the pool, and refuses those that do not fit its CIDRs.
-func (v *validator) maskSizes(path *field.Path, e Pool, pool *CompiledPool, size BlockSize) {
+func (v *validator) maskSizes(path *field.Path, e Pool, pool *CompiledPool, size Choice) {
 	reported := len(v.errs)
 	hasIPv4 := slices.ContainsFunc(pool.CIDRs, func(prefix netip.Prefix) bool { return prefix.Addr().Is4() })
 	hasIPv6 := slices.ContainsFunc(pool.CIDRs, func(prefix netip.Prefix) bool { return prefix.Addr().Is6() })
@@ -411,7 +407,7 @@ func (v *validator) maskSizes(path *field.Path, e Pool, pool *CompiledPool, size
 		return
 	}
 
-	pool.BlockSizeAuto = size == BlockSizeAuto && pool.MaskSizeIPv4 == 0
+	pool.BlockSizeAuto = size == "auto" && pool.MaskSizeIPv4 == 0
 
 	// CIDRs that are smaller than the default mask sizes of the flags need one of their own.
 	for _, prefix := range pool.CIDRs {

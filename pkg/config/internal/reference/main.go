@@ -17,13 +17,6 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-// Generated files, relative to the directory of package config.
-const (
-	schemaFile = "schema.json"
-	configPage = "../../docs/reference/configuration.md"
-	rulesPage  = "../../docs/reference/rules.md"
-)
-
 func main() {
 	generated, err := generate()
 
@@ -37,7 +30,7 @@ func main() {
 	}
 }
 
-// generate returns the content of the generated files by name.
+// generate returns the content of the generated files by name, relative to the directory of package config.
 func generate() (map[string][]byte, error) {
 	r := jsonschema.Reflector{ExpandedStruct: true, Anonymous: true, Mapper: mapStrings}
 
@@ -48,7 +41,22 @@ func generate() (map[string][]byte, error) {
 		}
 	}
 
-	r.LookupComment = comments(r.CommentMap).of
+	// CommentMap has the first sentence of a type's comment, and a field's whole comment with the name of the Go field.
+	r.LookupComment = func(t reflect.Type, field string) string {
+		name := t.PkgPath() + "." + t.Name()
+		if field == "" {
+			return strings.Join(strings.Fields(r.CommentMap[name]), " ")
+		}
+
+		f, _ := t.FieldByName(field)
+		text := strings.Join(strings.Fields(r.CommentMap[name+"."+field]), " ")
+
+		if rest, found := strings.CutPrefix(text, field+" "); found {
+			text = keyOf(f) + " " + rest
+		}
+
+		return text
+	}
 	root := r.Reflect(config.Config{})
 	root.Title = "talos-ccm configuration"
 
@@ -67,11 +75,11 @@ func generate() (map[string][]byte, error) {
 	}
 
 	functions := wrap("All functions in addition to those of text/template: `" + strings.Join(rules.Functions(), "`, `") + "`.")
-	files := map[string][]byte{schemaFile: schema.Bytes()}
+	files := map[string][]byte{"schema.json": schema.Bytes()}
 
 	for page, section := range map[string]struct{ name, text string }{
-		configPage: {"keys", k.docs.String()},
-		rulesPage:  {"functions", functions + "\n"},
+		"../../docs/reference/configuration.md": {"keys", k.docs.String()},
+		"../../docs/reference/rules.md":         {"functions", functions + "\n"},
 	} {
 		text, err := os.ReadFile(page)
 		if err != nil {
@@ -90,25 +98,4 @@ func generate() (map[string][]byte, error) {
 	}
 
 	return files, nil
-}
-
-// comments are the comments of types ("import path.Type", first sentence only) and of their fields ("import
-// path.Type.Field").
-type comments map[string]string
-
-// of returns the comment of a type, or of one of its fields under the key that the file has for it.
-func (c comments) of(t reflect.Type, field string) string {
-	name := t.PkgPath() + "." + t.Name()
-	if field != "" {
-		name += "." + field
-	}
-
-	text := strings.Join(strings.Fields(c[name]), " ")
-
-	if rest, found := strings.CutPrefix(text, field+" "); found && field != "" {
-		f, _ := t.FieldByName(field)
-		text = keyOf(f) + " " + rest
-	}
-
-	return text
 }
