@@ -125,7 +125,9 @@ func Parse(output []byte, kinds machine.Kinds) ([]Machine, error) {
 		m := Machine{Node: node}
 
 		for _, kind := range needed {
-			view.ReplaceKind(kind, byNode[node].ofKind(kind))
+			view.ReplaceKind(kind, slices.DeleteFunc(slices.Clone(byNode[node].resources), func(r resource.Resource) bool {
+				return r.Metadata().Type() != kind.Type()
+			}))
 
 			if !byNode[node].seen[kind.Type()] {
 				m.Missing = append(m.Missing, kindName(kind.Type()))
@@ -246,11 +248,20 @@ func decodeSpec(r resource.Resource, spec *yaml.Node) error {
 
 		return err
 	case *network.AddressStatus: // an address without flags is printed as `flags: ""`, which machinery rejects
-		dropFields(spec, func(key string, value *yaml.Node) bool {
-			return key == "flags" && value.Kind == yaml.ScalarNode && value.Value == ""
-		})
-	case *network.PlatformConfig: // only the metadata is used; its addresses may lack flags, too
-		dropFields(spec, func(key string, _ *yaml.Node) bool { return key != "metadata" })
+		for pair := range slices.Chunk(spec.Content, 2) {
+			if flags := pair[len(pair)-1]; pair[0].Value == "flags" && flags.Kind == yaml.ScalarNode && flags.Value == "" {
+				flags.Tag = "!!null"
+			}
+		}
+	case *network.PlatformConfig: // only the metadata is used; the addresses may lack flags, too
+		var platform struct {
+			Metadata *runtime.PlatformMetadataSpec `yaml:"metadata"`
+		}
+
+		err := spec.Decode(&platform)
+		r.TypedSpec().Metadata = platform.Metadata
+
+		return err
 	case *network.LinkStatus: // only the name is used; flags may be missing
 		return nil
 	}
@@ -258,32 +269,11 @@ func decodeSpec(r resource.Resource, spec *yaml.Node) error {
 	return spec.Decode(r.Spec())
 }
 
-// dropFields removes the fields of a mapping for which drop returns true.
-func dropFields(mapping *yaml.Node, drop func(key string, value *yaml.Node) bool) {
-	if mapping.Kind != yaml.MappingNode {
-		return
-	}
-
-	var kept []*yaml.Node
-
-	for pair := range slices.Chunk(mapping.Content, 2) {
-		if !drop(pair[0].Value, pair[1]) {
-			kept = append(kept, pair...)
-		}
-	}
-
-	mapping.Content = kept
-}
-
 // parsed collects the resources of one machine.
 type parsed struct {
 	resources []resource.Resource
 	seen      map[resource.Type]bool
 	nodename  string
-}
-
-func (m *parsed) ofKind(kind resource.Kind) []resource.Resource {
-	return slices.DeleteFunc(slices.Clone(m.resources), func(r resource.Resource) bool { return r.Metadata().Type() != kind.Type() })
 }
 
 // add applies a resource. Two nodenames are an error, because talosctl prints an empty node for machines that were read without --nodes.
