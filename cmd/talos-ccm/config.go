@@ -25,7 +25,22 @@ func newConfigCommand() *cobra.Command {
 		Args:  cobra.NoArgs,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	cmd.AddCommand(newConfigValidateCommand(), newConfigSchemaCommand())
+	cmd.AddCommand(newConfigValidateCommand(), &cobra.Command{
+		Use:   "schema",
+		Short: "Print the JSON schema of the configuration file",
+		Long: `Print the JSON schema of the configuration file.
+
+Editors with a YAML language server validate and complete a file that starts with
+"# yaml-language-server: $schema=./schema.json".`,
+		Args:          cobra.NoArgs,
+		SilenceUsage:  true,
+		SilenceErrors: true,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			_, err := cmd.OutOrStdout().Write(config.Schema)
+
+			return err
+		},
+	})
 
 	return cmd
 }
@@ -139,25 +154,6 @@ func checkVariables(variables []string) error {
 	}
 
 	return errors.Join(errs...)
-}
-
-func newConfigSchemaCommand() *cobra.Command {
-	return &cobra.Command{
-		Use:   "schema",
-		Short: "Print the JSON schema of the configuration file",
-		Long: `Print the JSON schema of the configuration file.
-
-Editors with a YAML language server validate and complete a file that starts with
-"# yaml-language-server: $schema=./schema.json".`,
-		Args:          cobra.NoArgs,
-		SilenceUsage:  true,
-		SilenceErrors: true,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			_, err := cmd.OutOrStdout().Write(config.Schema)
-
-			return err
-		},
-	}
 }
 
 // readConfig reads a file, or stdin for "-". It reads at most one byte more than config.Parse accepts.

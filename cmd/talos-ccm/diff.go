@@ -13,7 +13,6 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/utils/ptr"
 
@@ -68,7 +67,7 @@ The output also lists what the upstream Talos CCM has set according to the Nodes
 The exit code is 0 if talos-ccm would change no Node, 1 if it would, and 2 if the comparison failed or is incomplete: a machine cannot be read, or
 its metadata is missing.`,
 		Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error { return o.run(cmd) },
+		RunE: o.run,
 	}
 
 	flags := cmd.Flags()
@@ -81,7 +80,7 @@ its metadata is missing.`,
 	return cmd
 }
 
-func (o diffOptions) run(cmd *cobra.Command) error {
+func (o *diffOptions) run(cmd *cobra.Command, _ []string) error {
 	ctx := cmd.Context()
 
 	options, err := o.spec.options(cmd.InOrStdin())
@@ -89,7 +88,10 @@ func (o diffOptions) run(cmd *cobra.Command) error {
 		return err
 	}
 
-	config, err := o.restConfig()
+	rules := clientcmd.NewDefaultClientConfigLoadingRules() // as kubectl
+	rules.ExplicitPath = o.kubeconfig
+
+	config, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, &clientcmd.ConfigOverrides{CurrentContext: o.kubeContext}).ClientConfig()
 	if err != nil {
 		return fmt.Errorf("read kubeconfig: %w", err)
 	}
@@ -143,14 +145,6 @@ func (o diffOptions) run(cmd *cobra.Command) error {
 	return nil
 }
 
-// restConfig returns the configuration that kubectl would use.
-func (o diffOptions) restConfig() (*rest.Config, error) {
-	rules := clientcmd.NewDefaultClientConfigLoadingRules()
-	rules.ExplicitPath = o.kubeconfig
-
-	return clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, &clientcmd.ConfigOverrides{CurrentContext: o.kubeContext}).ClientConfig()
-}
-
 func readLease(ctx context.Context, client kubernetes.Interface) (preview.Lease, error) {
 	options, err := ccm.NewOptions()
 	if err != nil {
@@ -173,7 +167,7 @@ func readLease(ctx context.Context, client kubernetes.Interface) (preview.Lease,
 }
 
 // readMachines reads resources of the given kinds, and returns the machines of the Nodes that run Talos.
-func (o diffOptions) readMachines(ctx context.Context, nodes []*corev1.Node, kinds machine.Kinds) (*inventory.Inventory, error) {
+func (o *diffOptions) readMachines(ctx context.Context, nodes []*corev1.Node, kinds machine.Kinds) (*inventory.Inventory, error) {
 	reader, err := o.talos.open(ctx, kinds)
 	if err != nil {
 		return nil, err

@@ -48,7 +48,13 @@ func main() {
 	}
 
 	if restart := (*ccm.RestartError)(nil); errors.As(err, &restart) {
-		err = replace(restart.Environment)
+		// Talos would not supervise a new process.
+		path, pathErr := os.Executable()
+		if pathErr == nil {
+			pathErr = syscall.Exec(path, os.Args, restart.Environment) // does not return if it succeeds
+		}
+
+		err = fmt.Errorf("restart with new environment: %w", pathErr)
 	}
 
 	if err != nil {
@@ -82,16 +88,6 @@ func run(ctx context.Context) (executed string, err error) {
 	cmd, err := newCommand(options, logs.NewOptions()).ExecuteContextC(ctx)
 
 	return cmd.Name(), err
-}
-
-// replace replaces the process image, with another environment. Talos would not supervise a new process.
-func replace(environ []string) error {
-	path, err := os.Executable()
-	if err == nil {
-		err = syscall.Exec(path, os.Args, environ) // does not return if it succeeds
-	}
-
-	return fmt.Errorf("restart with new environment: %w", err)
 }
 
 // checkEnvironment returns the error with which the process would fail if it were started with args and environ.
@@ -170,7 +166,7 @@ Without a command, talos-ccm runs the controllers until it receives SIGTERM or S
 
 	cmd.SetVersionTemplate("talos-ccm {{.Version}}\n")
 	cliflag.SetUsageAndHelpFunc(cmd, usual(sections), columns)
-	addCommands(cmd, newConfigCommand(), newRenderCommand(), newDiffCommand(), newVersionCommand())
+	addCommands(cmd)
 
 	return cmd
 }
@@ -194,8 +190,11 @@ func usual(sections cliflag.NamedFlagSets) (result cliflag.NamedFlagSets) {
 	return result
 }
 
-func newVersionCommand() *cobra.Command {
-	return &cobra.Command{
+// addCommands adds the subcommands. Their help does not list the flags of the root command.
+func addCommands(cmd *cobra.Command) {
+	plain := new(cobra.Command)
+
+	cmd.AddCommand(newConfigCommand(), newRenderCommand(), newDiffCommand(), &cobra.Command{
 		Use:   "version",
 		Short: "Print the version",
 		Long:  "Print the version of talos-ccm, the commit (unless it is a release) and the Go version that it was built from, and its platform.",
@@ -205,14 +204,7 @@ func newVersionCommand() *cobra.Command {
 
 			return err
 		},
-	}
-}
-
-// addCommands adds subcommands, whose help does not list the flags of the root command, and that of cobra for completion.
-func addCommands(cmd *cobra.Command, commands ...*cobra.Command) {
-	plain := new(cobra.Command)
-
-	cmd.AddCommand(commands...)
+	})
 	cmd.InitDefaultCompletionCmd()
 
 	for _, sub := range cmd.Commands() {

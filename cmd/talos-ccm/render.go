@@ -2,7 +2,6 @@ package main
 
 import (
 	"cmp"
-	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -61,7 +60,7 @@ kubectl diff -f -.
 The exit code is 1 if the configuration is invalid, if the machine cannot be read, or if the Node would stay uninitialized. Invalid values, which
 talos-ccm omits, are printed as problems and do not affect the exit code.`,
 		Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error { return o.run(cmd) },
+		RunE: o.run,
 	}
 
 	flags := cmd.Flags()
@@ -80,7 +79,7 @@ talos-ccm omits, are printed as problems and do not affect the exit code.`,
 	return cmd
 }
 
-func (o renderOptions) run(cmd *cobra.Command) error {
+func (o *renderOptions) run(cmd *cobra.Command, _ []string) error {
 	if o.spec.config == "-" && o.machine == "-" {
 		return errors.New("--config and --machine cannot both be standard input")
 	}
@@ -92,9 +91,15 @@ func (o renderOptions) run(cmd *cobra.Command) error {
 
 	o.kinds = kindsOf(options)
 
-	kubelet, err := o.kubelet()
-	if err != nil {
-		return err
+	kubelet := preview.Kubelet{Architecture: o.arch, KubernetesVersion: o.version}
+
+	for _, text := range o.nodeIPs {
+		ip, err := netip.ParseAddr(text)
+		if err != nil {
+			return fmt.Errorf("--node-ip: %w", err)
+		}
+
+		kubelet.NodeIPs = append(kubelet.NodeIPs, ip)
 	}
 
 	machines, err := o.machines(cmd)
@@ -111,39 +116,11 @@ func (o renderOptions) run(cmd *cobra.Command) error {
 		return err
 	}
 
-	return pendingError(reports)
-}
-
-// pendingError returns an error if a Node would stay uninitialized.
-func pendingError(reports []preview.Report) error {
-	var pending []string
-
-	for _, report := range reports {
-		if report.Pending && !report.Unmanaged {
-			pending = append(pending, report.Name)
-		}
-	}
-
-	if len(pending) > 0 {
+	if pending := (preview.Comparison{Nodes: reports}).Pending(); len(pending) > 0 {
 		return fmt.Errorf("nodes not ready to initialize: %s", strings.Join(pending, ", "))
 	}
 
 	return nil
-}
-
-func (o renderOptions) kubelet() (preview.Kubelet, error) {
-	kubelet := preview.Kubelet{Architecture: o.arch, KubernetesVersion: o.version}
-
-	for _, text := range o.nodeIPs {
-		ip, err := netip.ParseAddr(text)
-		if err != nil {
-			return kubelet, fmt.Errorf("--node-ip: %w", err)
-		}
-
-		kubelet.NodeIPs = append(kubelet.NodeIPs, ip)
-	}
-
-	return kubelet, nil
 }
 
 // kindsOf returns the kinds that the configuration uses.
@@ -193,12 +170,18 @@ func (f *nodeFlags) options(stdin io.Reader) (nodespec.Options, error) {
 	return ccm.NodeOptions(c, config.ProviderIDFallback(f.fallback)), nil
 }
 
-func (o renderOptions) machines(cmd *cobra.Command) ([]preview.Machine, error) {
+func (o *renderOptions) machines(cmd *cobra.Command) ([]preview.Machine, error) {
 	if o.node == "" {
 		return o.readFile(cmd)
 	}
 
-	m, err := o.readNode(cmd.Context())
+	reader, err := o.talos.open(cmd.Context(), o.kinds)
+	if err != nil {
+		return nil, fmt.Errorf("read machine %s: %w", o.node, err)
+	}
+	defer reader.close()
+
+	m, err := reader.read(cmd.Context(), o.node)
 	if err != nil {
 		return nil, fmt.Errorf("read machine %s: %w", o.node, err)
 	}
@@ -207,7 +190,7 @@ func (o renderOptions) machines(cmd *cobra.Command) ([]preview.Machine, error) {
 }
 
 // readFile reads machines from the output of talosctl. It prints a warning if resources may be missing.
-func (o renderOptions) readFile(cmd *cobra.Command) ([]preview.Machine, error) {
+func (o *renderOptions) readFile(cmd *cobra.Command) ([]preview.Machine, error) {
 	text, err := readInput(cmd.InOrStdin(), o.machine, maxMachineFile+1)
 	if err == nil && len(text) > maxMachineFile {
 		err = fmt.Errorf("file is larger than %d MiB", maxMachineFile>>20)
@@ -256,14 +239,4 @@ func lack(m preview.Machine, kinds []string) string {
 	}
 
 	return text
-}
-
-func (o renderOptions) readNode(ctx context.Context) (machine.Machine, error) {
-	reader, err := o.talos.open(ctx, o.kinds)
-	if err != nil {
-		return machine.Machine{}, err
-	}
-	defer reader.close()
-
-	return reader.read(ctx, o.node)
 }

@@ -133,7 +133,7 @@ func newReport(m Machine, in nodespec.Input) Report {
 	}
 
 	if pending != "" {
-		report.Pending = true
+		report.Pending = !report.Unmanaged
 		report.problem(nodecontroller.ReasonMetadataPending, "Node cannot be initialized yet: "+pending)
 
 		return report
