@@ -54,7 +54,21 @@ func (m *Manager) watchLocalState(ctx context.Context, changes chan<- localState
 	}
 
 	backoff.WatchLocal(ctx, m.clock, "machine state", watch, func(event state.Event) bool {
-		if next := current.after(event); next != current {
+		// The destruction of a resource changes nothing: machined may be starting.
+		if event.Type != state.Created && event.Type != state.Updated {
+			return false
+		}
+
+		next := current
+
+		switch r := event.Resource.(type) {
+		case *config.MachineType:
+			next.controlPlane = r.MachineType().IsControlPlane()
+		case *runtime.MachineStatus:
+			next.stage = r.TypedSpec().Stage
+		}
+
+		if next != current {
 			current = next
 
 			select {
@@ -65,22 +79,6 @@ func (m *Manager) watchLocalState(ctx context.Context, changes chan<- localState
 
 		return false
 	})
-}
-
-// after returns the state after event. The destruction of a resource changes nothing: machined may be starting.
-func (s localState) after(event state.Event) localState {
-	if event.Type != state.Created && event.Type != state.Updated {
-		return s
-	}
-
-	switch r := event.Resource.(type) {
-	case *config.MachineType:
-		s.controlPlane = r.MachineType().IsControlPlane()
-	case *runtime.MachineStatus:
-		s.stage = r.TypedSpec().Stage
-	}
-
-	return s
 }
 
 // localResource reads a resource of the local machine. It returns nil outside Talos and if the resource is not

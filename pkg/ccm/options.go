@@ -282,8 +282,20 @@ func (o *Options) ipam() (nodeipam.Options, error) {
 		MaskSizeIPv6: o.NodeCIDRMaskSizeIPv6,
 	}
 
-	if err := o.setSingleStackMaskSize(&result); err != nil {
-		return nodeipam.Options{}, err
+	isIPv4 := func(cidr netip.Prefix) bool { return cidr.Addr().Is4() }
+	anyIPv4 := slices.ContainsFunc(cluster, isIPv4)
+	anyIPv6 := slices.ContainsFunc(cluster, func(cidr netip.Prefix) bool { return !isIPv4(cidr) })
+
+	switch {
+	case o.NodeCIDRMaskSize == 0:
+	case max(o.NodeCIDRMaskSizeIPv4, o.NodeCIDRMaskSizeIPv6) > 0:
+		return result, errors.New("--node-cidr-mask-size cannot be combined with --node-cidr-mask-size-ipv4 or --node-cidr-mask-size-ipv6")
+	case anyIPv4 && anyIPv6:
+		return result, errors.New("--node-cidr-mask-size requires a single-stack cluster, but --cluster-cidr is dual-stack")
+	case anyIPv6 || !anyIPv4 && o.NodeCIDRMaskSize > 32: // without --cluster-cidr, the IP family is not known yet
+		result.MaskSizeIPv6 = o.NodeCIDRMaskSize
+	default:
+		result.MaskSizeIPv4 = o.NodeCIDRMaskSize
 	}
 
 	return result, result.Validate()
@@ -325,63 +337,23 @@ func (o *Options) hosted() (*csrpolicy.ClusterSubjects, error) {
 	subjects := &csrpolicy.ClusterSubjects{PodCIDRs: pods, ServiceCIDRs: services}
 
 	for entry := range strings.SplitSeq(o.HostedControlPlane, ",") {
-		if err := addAPIServer(subjects, strings.TrimSpace(entry)); err != nil {
-			return nil, fmt.Errorf("%s: %w", flag, err)
+		entry = strings.TrimSpace(entry)
+
+		addr, err := netip.ParseAddr(entry)
+		if err == nil {
+			subjects.APIServerIPs = append(subjects.APIServerIPs, addr.Unmap())
+			err = csrpolicy.CheckAllowedAddress(addr)
+		} else {
+			subjects.APIServerNames = append(subjects.APIServerNames, entry)
+			err = csrpolicy.CheckAllowedName(entry)
+		}
+
+		if err != nil {
+			return nil, fmt.Errorf("%s: %q %w; write host names and addresses without scheme and port", flag, entry, err)
 		}
 	}
 
 	return subjects, nil
-}
-
-// addAPIServer adds a name or an address of the API server to subjects.
-func addAPIServer(subjects *csrpolicy.ClusterSubjects, entry string) error {
-	if addr, err := netip.ParseAddr(entry); err == nil {
-		subjects.APIServerIPs = append(subjects.APIServerIPs, addr.Unmap())
-
-		if err := csrpolicy.CheckAllowedAddress(addr); err != nil {
-			return fmt.Errorf("%q %w", entry, err)
-		}
-
-		return nil
-	}
-
-	subjects.APIServerNames = append(subjects.APIServerNames, entry)
-
-	switch err := csrpolicy.CheckAllowedName(entry); {
-	case err != nil && strings.Contains(entry, ":"):
-		return fmt.Errorf("%q %w; write host names and addresses without scheme and port", entry, err)
-	case err != nil:
-		return fmt.Errorf("%q %w", entry, err)
-	}
-
-	return nil
-}
-
-// setSingleStackMaskSize applies --node-cidr-mask-size to the family of --cluster-cidr. Without --cluster-cidr the
-// family is not known yet, and a size above 32 means IPv6.
-func (o *Options) setSingleStackMaskSize(result *nodeipam.Options) error {
-	if o.NodeCIDRMaskSize == 0 {
-		return nil
-	}
-
-	if result.MaskSizeIPv4 != 0 || result.MaskSizeIPv6 != 0 {
-		return errors.New("--node-cidr-mask-size cannot be combined with --node-cidr-mask-size-ipv4 or --node-cidr-mask-size-ipv6")
-	}
-
-	isIPv4 := func(cidr netip.Prefix) bool { return cidr.Addr().Is4() }
-	anyIPv4 := slices.ContainsFunc(result.ClusterCIDRs, isIPv4)
-	anyIPv6 := slices.ContainsFunc(result.ClusterCIDRs, func(cidr netip.Prefix) bool { return !isIPv4(cidr) })
-
-	switch {
-	case anyIPv4 && anyIPv6:
-		return errors.New("--node-cidr-mask-size requires a single-stack cluster, but --cluster-cidr is dual-stack")
-	case anyIPv6 || (!anyIPv4 && o.NodeCIDRMaskSize > 32):
-		result.MaskSizeIPv6 = o.NodeCIDRMaskSize
-	default:
-		result.MaskSizeIPv4 = o.NodeCIDRMaskSize
-	}
-
-	return nil
 }
 
 // frameworkFor returns a copy of the framework's options for one connection with kubeconfig. Their Config method
