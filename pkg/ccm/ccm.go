@@ -112,7 +112,7 @@ func New(options *Options) (*Manager, error) {
 		source = settings.Extension{Admin: m.socket.Admin, Name: extension.Name, Clock: m.clock}
 	}
 
-	m.store = settings.New(source, settings.LastKnownGood{Dir: options.StateDir}, options.CheckDocument)
+	m.store = settings.New(source, options.StateDir, options.CheckDocument)
 
 	return m, nil
 }

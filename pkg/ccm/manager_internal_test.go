@@ -31,7 +31,7 @@ func TestSettings_ApplyToMachineOnceItsFactsAreRead(t *testing.T) {
 		reader    factsReader
 	)
 
-	store := settings.New(&documents, settings.LastKnownGood{}, func([]string) error { return nil })
+	store := settings.New(&documents, "", func([]string) error { return nil })
 	store.Run(t.Context())
 
 	m := Manager{store: store}

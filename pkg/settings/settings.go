@@ -14,7 +14,6 @@ package settings
 
 import (
 	"context"
-	"errors"
 	"maps"
 	"os"
 	"path/filepath"
@@ -48,8 +47,9 @@ type Document struct {
 
 // Store holds the configuration in force. Use New. It is safe for concurrent use.
 type Store struct {
-	source           Source
-	lastKnownGood    LastKnownGood
+	source Source
+	// lastGood is the path of the last-known-good configuration; empty if it does not survive a restart.
+	lastGood         string
 	checkEnvironment func(environment []string) error
 
 	mu          sync.Mutex
@@ -59,9 +59,16 @@ type Store struct {
 	handlers    map[*func()]struct{}
 }
 
-// New returns a Store. A document is invalid if its environment does not pass the check.
-func New(source Source, lastKnownGood LastKnownGood, checkEnvironment func(environment []string) error) *Store {
-	return &Store{source: source, lastKnownGood: lastKnownGood, checkEnvironment: checkEnvironment, handlers: map[*func()]struct{}{}}
+// New returns a Store. The last-known-good configuration is kept in stateDir, which should outlive the process; if
+// stateDir is empty, it does not survive a restart. A document is invalid if its environment does not pass the check.
+func New(source Source, stateDir string, checkEnvironment func(environment []string) error) *Store {
+	s := &Store{source: source, checkEnvironment: checkEnvironment, handlers: map[*func()]struct{}{}}
+
+	if stateDir != "" {
+		s.lastGood = filepath.Join(stateDir, "last-good.yaml")
+	}
+
+	return s
 }
 
 // Run follows the source until ctx ends.
@@ -150,15 +157,13 @@ func (s *Store) update(ctx context.Context, doc Document, err error) {
 		logger.Error(err, "Invalid configuration; keeping the last-known-good one", "source", doc.Name)
 
 		if compiled = s.Current(); compiled == nil {
-			compiled = s.lastKnownGood.load(logger)
+			compiled = s.load(logger)
 		}
 	} else {
 		valid.Set(1)
 		logger.Info("Applied configuration", "source", doc.Name)
 
-		if err := s.lastKnownGood.save(doc.Config); err != nil {
-			logger.Error(err, "Failed to persist last-known-good configuration")
-		}
+		s.save(logger, doc.Config)
 	}
 
 	s.mu.Lock()
@@ -178,45 +183,33 @@ func (s *Store) update(ctx context.Context, doc Document, err error) {
 	}
 }
 
-// LastKnownGood persists the last-known-good configuration across restarts, also for a document that became invalid. The
-// zero value persists nothing.
-type LastKnownGood struct {
-	// Dir is a directory that outlives the process.
-	Dir string
-}
-
-func (l LastKnownGood) path() string { return filepath.Join(l.Dir, "last-good.yaml") }
-
-func (l LastKnownGood) save(data []byte) error {
-	if l.Dir == "" {
-		return nil
+func (s *Store) save(logger klog.Logger, data []byte) {
+	if s.lastGood == "" {
+		return
 	}
 
-	next := l.path() + ".next"
-	if err := os.WriteFile(next, data, 0o600); err != nil {
-		return err
+	next := s.lastGood + ".next"
+
+	err := os.WriteFile(next, data, 0o600)
+	if err == nil {
+		err = os.Rename(next, s.lastGood)
 	}
 
-	return os.Rename(next, l.path())
+	if err != nil {
+		logger.Error(err, "Failed to persist last-known-good configuration")
+	}
 }
 
 // load returns nil if there is no valid configuration. A later version may refuse what an earlier one accepted.
-func (l LastKnownGood) load(logger klog.Logger) *config.Compiled {
-	err := errors.New("no state directory")
-
-	var data []byte
-
-	if l.Dir != "" {
-		data, err = os.ReadFile(l.path())
-	}
-
+func (s *Store) load(logger klog.Logger) *config.Compiled {
+	data, err := os.ReadFile(s.lastGood)
 	if err != nil {
 		logger.Info("No last-known-good configuration", "err", err)
 
 		return nil
 	}
 
-	compiled, err := config.Parse(l.path(), data)
+	compiled, err := config.Parse(s.lastGood, data)
 	if err != nil {
 		logger.Info("Last-known-good configuration is no longer valid", "err", err)
 	}

@@ -27,11 +27,11 @@ func (d *delivery) Follow(ctx context.Context, deliver func(settings.Document, e
 }
 
 // follow runs a Store on a source that has not delivered a document.
-func follow(t *testing.T, lastKnownGood settings.LastKnownGood, check func([]string) error) (*settings.Store, *delivery) {
+func follow(t *testing.T, stateDir string, check func([]string) error) (*settings.Store, *delivery) {
 	t.Helper()
 
 	d := &delivery{ready: make(chan struct{})}
-	s := settings.New(d, lastKnownGood, check)
+	s := settings.New(d, stateDir, check)
 
 	go s.Run(t.Context())
 	<-d.ready
@@ -46,7 +46,7 @@ func document(content string) settings.Document {
 }
 
 func TestStore_NothingIsInForceBeforeFirstValidDocument(t *testing.T) {
-	s, d := follow(t, settings.LastKnownGood{}, anyEnvironment)
+	s, d := follow(t, "", anyEnvironment)
 
 	d.deliver(document("nonsense: true"), nil)
 	assert.Nil(t, s.Current())
@@ -58,7 +58,7 @@ func TestStore_NothingIsInForceBeforeFirstValidDocument(t *testing.T) {
 }
 
 func TestStore_KeepsLastValidDocument(t *testing.T) {
-	s, d := follow(t, settings.LastKnownGood{}, func(environment []string) error {
+	s, d := follow(t, "", func(environment []string) error {
 		if len(environment) > 1 {
 			return errors.New("too many variables")
 		}
@@ -86,15 +86,15 @@ func TestStore_KeepsLastValidDocument(t *testing.T) {
 }
 
 func TestLastKnownGood_SurvivesRestart(t *testing.T) {
-	lastKnownGood := settings.LastKnownGood{Dir: t.TempDir()}
+	stateDir := t.TempDir()
 	bad := document("nonsense: true")
 
-	_, before := follow(t, lastKnownGood, anyEnvironment)
+	_, before := follow(t, stateDir, anyEnvironment)
 	before.deliver(document("global: {clusterName: first}"), nil)
 	before.deliver(document("global: {clusterName: good}"), nil)
 	before.deliver(bad, nil)
 
-	s, after := follow(t, lastKnownGood, anyEnvironment)
+	s, after := follow(t, stateDir, anyEnvironment)
 	assert.Nil(t, s.Current())
 
 	after.deliver(bad, nil)
@@ -105,7 +105,7 @@ func TestLastKnownGood_SurvivesRestart(t *testing.T) {
 
 	after.deliver(document(""), nil)
 
-	third, last := follow(t, lastKnownGood, anyEnvironment)
+	third, last := follow(t, stateDir, anyEnvironment)
 	last.deliver(bad, nil)
 	assert.Empty(t, s.Current().ClusterName)
 	assert.Empty(t, third.Current().ClusterName)
@@ -114,10 +114,10 @@ func TestLastKnownGood_SurvivesRestart(t *testing.T) {
 func TestLastKnownGood_MissingOrInvalid(t *testing.T) {
 	dir := t.TempDir()
 
-	for name, lastKnownGood := range map[string]settings.LastKnownGood{
-		"empty directory": {Dir: dir}, "no directory": {}, "missing directory": {Dir: filepath.Join(dir, "absent")},
+	for name, stateDir := range map[string]string{
+		"empty directory": dir, "no directory": "", "missing directory": filepath.Join(dir, "absent"),
 	} {
-		s, d := follow(t, lastKnownGood, anyEnvironment)
+		s, d := follow(t, stateDir, anyEnvironment)
 		d.deliver(document("nonsense: true"), nil)
 		assert.Nil(t, s.Current(), name)
 
@@ -128,13 +128,13 @@ func TestLastKnownGood_MissingOrInvalid(t *testing.T) {
 	// A truncated file.
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "last-good.yaml"), []byte("global: {"), 0o600))
 
-	s, d := follow(t, settings.LastKnownGood{Dir: dir}, anyEnvironment)
+	s, d := follow(t, dir, anyEnvironment)
 	d.deliver(document("nonsense: true"), nil)
 	assert.Nil(t, s.Current())
 }
 
 func TestStore_NotifiesSubscribersOfEveryDelivery(t *testing.T) {
-	s, d := follow(t, settings.LastKnownGood{}, anyEnvironment)
+	s, d := follow(t, "", anyEnvironment)
 
 	var first, second atomic.Int32
 
@@ -150,7 +150,7 @@ func TestStore_NotifiesSubscribersOfEveryDelivery(t *testing.T) {
 }
 
 func TestStore_AwaitBlocksUntilFirstValidDocument(t *testing.T) {
-	s, d := follow(t, settings.LastKnownGood{}, anyEnvironment)
+	s, d := follow(t, "", anyEnvironment)
 	awaited := make(chan bool)
 
 	go func() { awaited <- s.Await(t.Context()) }()
@@ -166,7 +166,7 @@ func TestStore_AwaitBlocksUntilFirstValidDocument(t *testing.T) {
 	d.deliver(document(""), nil)
 	assert.True(t, <-awaited, "got false after a delivery")
 
-	s, _ = follow(t, settings.LastKnownGood{}, anyEnvironment)
+	s, _ = follow(t, "", anyEnvironment)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	assert.False(t, s.Await(ctx), "got true after ctx ended")

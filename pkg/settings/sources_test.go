@@ -50,7 +50,7 @@ func TestDefaults_DeliversNamedDocument(t *testing.T) {
 func TestFile_DeliversContentThatWasReadTwice(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "config.yaml")
 	clk := testingclock.NewFakeClock(time.Now())
-	store := settings.New(settings.File{Path: path, Clock: clk}, settings.LastKnownGood{}, anyEnvironment)
+	store := settings.New(settings.File{Path: path, Clock: clk}, "", anyEnvironment)
 
 	write := func(content string) {
 		require.NoError(t, os.WriteFile(path, []byte(content), 0o600))
