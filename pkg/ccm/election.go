@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/http"
 
+	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"k8s.io/client-go/tools/leaderelection"
 	"k8s.io/client-go/tools/leaderelection/resourcelock"
 	"k8s.io/klog/v2"
@@ -102,12 +103,18 @@ func (m *Manager) lead(ctx context.Context, lost <-chan struct{}) (err error) {
 	return err
 }
 
-// newLock returns the lock on the lease. Its requests time out after half of the renew deadline.
+// newLock returns the lock on the lease. Its requests time out after half of the renew deadline. On Talos the identity is
+// derived from the machine: Talos runs one instance per machine and restarts it, so the holder of a lease that names this
+// machine was an earlier process, and the lease can be renewed without waiting for it to expire.
 func (m *Manager) newLock(ctx context.Context) (*election.Lock, error) {
-	options := m.config.ComponentConfig.Generic.LeaderElection
+	options, identity := m.config.ComponentConfig.Generic.LeaderElection, m.processID
+
+	if node := localResource[*cluster.Identity](ctx, m, cluster.LocalIdentity); node != nil && node.TypedSpec().NodeID != "" {
+		identity = component + "_" + node.TypedSpec().NodeID
+	}
 
 	lock, err := resourcelock.NewFromKubeconfig(options.ResourceLock, options.ResourceNamespace, options.ResourceName,
-		resourcelock.ResourceLockConfig{Identity: m.leaseIdentity(ctx), EventRecorder: m.recorder}, m.config.Kubeconfig, options.RenewDeadline.Duration)
+		resourcelock.ResourceLockConfig{Identity: identity, EventRecorder: m.recorder}, m.config.Kubeconfig, options.RenewDeadline.Duration)
 	if err != nil {
 		return nil, fmt.Errorf("create lock on lease %s/%s: %w", options.ResourceNamespace, options.ResourceName, err)
 	}

@@ -9,7 +9,6 @@ import (
 	"github.com/cosi-project/runtime/pkg/controller/generic"
 	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/cosi-project/runtime/pkg/state"
-	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/config"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
@@ -106,15 +105,4 @@ func (m *Manager) localNodename(ctx context.Context) string {
 	}
 
 	return ""
-}
-
-// leaseIdentity returns the holder identity for the lease. On Talos it is derived from the machine: Talos runs one
-// instance per machine and restarts it, so the holder of a lease that names this machine was an earlier process, and
-// the lease can be renewed without waiting for it to expire.
-func (m *Manager) leaseIdentity(ctx context.Context) string {
-	if node := localResource[*cluster.Identity](ctx, m, cluster.LocalIdentity); node != nil && node.TypedSpec().NodeID != "" {
-		return component + "_" + node.TypedSpec().NodeID
-	}
-
-	return m.processID
 }

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"fmt"
-	"io"
 	"os"
 	"time"
 
@@ -95,7 +94,14 @@ func (f File) Follow(ctx context.Context, deliver func(Document, error)) {
 	var last, delivered *reading
 
 	for ctx.Err() == nil {
-		current := f.read()
+		data, err := os.ReadFile(f.Path)
+		if err != nil {
+			err = fmt.Errorf("read configuration: %w", err)
+		} else {
+			err = config.CheckNotEmpty(f.Path, data)
+		}
+
+		current := &reading{data, err}
 
 		if current.equal(last) && !current.equal(delivered) {
 			deliver(Document{Name: f.Path, Config: current.data}, current.err)
@@ -117,22 +123,4 @@ type reading struct {
 
 func (r *reading) equal(other *reading) bool {
 	return other != nil && bytes.Equal(r.data, other.data) && fmt.Sprint(r.err) == fmt.Sprint(other.err)
-}
-
-// read reads at most one byte more than config.Parse accepts.
-func (f File) read() *reading {
-	var data []byte
-
-	file, err := os.Open(f.Path)
-	if err == nil {
-		defer file.Close() //nolint:errcheck // nothing was written
-
-		data, err = io.ReadAll(io.LimitReader(file, config.MaxSize+1))
-	}
-
-	if err != nil {
-		return &reading{err: fmt.Errorf("read configuration: %w", err)}
-	}
-
-	return &reading{data: data, err: config.CheckNotEmpty(f.Path, data)}
 }
