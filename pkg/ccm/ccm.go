@@ -289,7 +289,7 @@ func (m *Manager) frameworkConfig(ctx context.Context, kubeconfig string) (confi
 		// A failed attempt changes the options, for example it sets the secure port to 0 if the port is in use.
 		framework := m.options.frameworkFor(kubeconfig)
 
-		c, err := framework.Config(m.options.knownControllers(), nil, controllerAliases(), nil, nil)
+		c, err := framework.Config(m.options.entryNames(), nil, nil, nil, nil)
 		if err == nil {
 			c.Kubeconfig.UserAgent = version.UserAgent()
 			config = c.Complete()

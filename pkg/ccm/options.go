@@ -116,8 +116,17 @@ var withoutEffect = []string{
 
 // Flags returns all flags by section. The help omits those without effect, and sections that have no other flags.
 func (o *Options) Flags() cliflag.NamedFlagSets {
-	all, disabledByDefault := controllerNames()
-	sections := o.Framework.Flags(all, disabledByDefault, controllerAliases(), nil, nil)
+	var all, disabledByDefault []string
+
+	for _, c := range controllers {
+		all = append(all, c.name)
+
+		if !c.enabledByDefault {
+			disabledByDefault = append(disabledByDefault, c.name)
+		}
+	}
+
+	sections := o.Framework.Flags(all, disabledByDefault, nil, nil, nil)
 
 	for name, fs := range sections.FlagSets {
 		for _, flag := range withoutEffect {
@@ -202,10 +211,9 @@ func (o *Options) Validate() error {
 			o.ProviderIDFallback, config.FallbackUUID, config.FallbackNodeIP))
 	}
 
-	unknown, unknownErr := o.unknownControllers()
 	_, err := o.ipam()
 	_, hostedErr := o.hosted()
-	errs = append(errs, err, unknownErr, hostedErr, o.checkElection(), o.checkTLS(), o.Framework.Validate(append(o.knownControllers(), unknown...), nil, controllerAliases(), nil, nil))
+	errs = append(errs, err, o.checkControllers(), hostedErr, o.checkElection(), o.checkTLS(), o.Framework.Validate(o.entryNames(), nil, nil, nil, nil))
 
 	return errors.Join(errs...)
 }
@@ -404,64 +412,36 @@ func (o *Options) needsRBAC(value string) bool {
 	return o.enabled(value)
 }
 
-// controllerNames returns the names of all controllers, and of those that '*' does not enable.
-func controllerNames() (all, disabledByDefault []string) {
-	for _, c := range controllers {
-		all = append(all, c.name)
-
-		if !c.enabledByDefault {
-			disabledByDefault = append(disabledByDefault, c.name)
-		}
+// entryNames returns the names in --controllers. The framework gets them as the names that it knows, because its error
+// does not name the flag; see checkControllers.
+func (o *Options) entryNames() (list []string) {
+	for _, entry := range o.Framework.Generic.Controllers {
+		list = append(list, strings.TrimPrefix(entry, "-"))
 	}
 
-	return all, disabledByDefault
+	return list
 }
 
-// controllerAliases returns the short names that users know from other cloud controller managers.
-func controllerAliases() map[string]string {
-	aliases := names.CCMControllerAliases()
-	for _, c := range controllers {
-		aliases[c.alias] = c.name
-	}
-
-	return aliases
-}
-
-// knownControllers returns the names that --controllers may contain: all controllers, and those of
-// k8s.io/cloud-provider that no entry enables, because users disable them in every cloud controller manager.
-func (o *Options) knownControllers() []string {
-	known, _ := controllerNames()
-
-	for alias, name := range names.CCMControllerAliases() {
-		if entries := o.Framework.Generic.Controllers; !slices.Contains(entries, alias) && !slices.Contains(entries, name) {
-			known = append(known, name)
-		}
-	}
-
-	return known
-}
-
-// unknownControllers returns the names in --controllers that do not exist, and an error that suggests others.
-func (o *Options) unknownControllers() ([]string, error) {
+// checkControllers returns an error for each name in --controllers that does not exist.
+func (o *Options) checkControllers() error {
 	var (
-		unknown []string
-		errs    []error
+		supported []string
+		errs      []error
 	)
 
-	offered, _ := controllerNames()
 	for _, c := range controllers {
-		offered = append(offered, c.alias)
+		supported = append(supported, c.name, c.alias)
 	}
+
+	// Users disable the route controller in every cloud controller manager.
+	valid := []string{"*", "-route", "-" + names.NodeRouteController}
 
 	for _, entry := range o.Framework.Generic.Controllers {
 		name := strings.TrimPrefix(entry, "-")
-		if name == "*" || slices.Contains(o.knownControllers(), cmp.Or(controllerAliases()[name], name)) {
-			continue
+		if !slices.Contains(valid, entry) && !slices.Contains(supported, name) {
+			errs = append(errs, fmt.Errorf("--controllers: unknown controller %q; supported controllers: %s", name, strings.Join(supported, ", ")))
 		}
-
-		unknown = append(unknown, cmp.Or(controllerAliases()[name], name))
-		errs = append(errs, fmt.Errorf("--controllers: unknown controller %q; supported controllers: %s", name, strings.Join(offered, ", ")))
 	}
 
-	return unknown, errors.Join(errs...)
+	return errors.Join(errs...)
 }
