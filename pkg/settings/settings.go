@@ -71,9 +71,52 @@ func New(source Source, stateDir string, checkEnvironment func(environment []str
 	return s
 }
 
-// Run follows the source until ctx ends.
+// Run follows the source until ctx ends. It puts each document in force, or the last-known-good configuration if the
+// document is invalid.
 func (s *Store) Run(ctx context.Context) {
-	s.source.Follow(ctx, func(doc Document, err error) { s.update(ctx, doc, err) })
+	logger := klog.FromContext(ctx)
+
+	s.source.Follow(ctx, func(doc Document, err error) {
+		var compiled *config.Compiled
+
+		if err == nil {
+			compiled, err = config.Parse(doc.Name, doc.Config)
+		}
+
+		if err == nil {
+			err = s.checkEnvironment(doc.Environment)
+		}
+
+		if err != nil {
+			valid.Set(0)
+			logger.Error(err, "Invalid configuration; keeping the last-known-good one", "source", doc.Name)
+
+			if compiled = s.Current(); compiled == nil {
+				compiled = s.load(logger)
+			}
+		} else {
+			valid.Set(1)
+			logger.Info("Applied configuration", "source", doc.Name)
+
+			s.save(logger, doc.Config)
+		}
+
+		s.mu.Lock()
+
+		s.problem, s.current = err, compiled
+
+		if err == nil {
+			s.environment = doc.Environment
+		}
+
+		handlers := slices.Collect(maps.Keys(s.handlers))
+
+		s.mu.Unlock()
+
+		for _, handle := range handlers {
+			(*handle)()
+		}
+	})
 }
 
 // Subscribe calls handler after every delivery until the returned function is called. The handler must not block.
@@ -136,51 +179,6 @@ func (s *Store) Await(ctx context.Context) bool {
 	}
 
 	return true
-}
-
-// update puts a document in force, or the last-known-good configuration if the document is invalid.
-func (s *Store) update(ctx context.Context, doc Document, err error) {
-	logger := klog.FromContext(ctx)
-
-	var compiled *config.Compiled
-
-	if err == nil {
-		compiled, err = config.Parse(doc.Name, doc.Config)
-	}
-
-	if err == nil {
-		err = s.checkEnvironment(doc.Environment)
-	}
-
-	if err != nil {
-		valid.Set(0)
-		logger.Error(err, "Invalid configuration; keeping the last-known-good one", "source", doc.Name)
-
-		if compiled = s.Current(); compiled == nil {
-			compiled = s.load(logger)
-		}
-	} else {
-		valid.Set(1)
-		logger.Info("Applied configuration", "source", doc.Name)
-
-		s.save(logger, doc.Config)
-	}
-
-	s.mu.Lock()
-
-	s.problem, s.current = err, compiled
-
-	if err == nil {
-		s.environment = doc.Environment
-	}
-
-	handlers := slices.Collect(maps.Keys(s.handlers))
-
-	s.mu.Unlock()
-
-	for _, handle := range handlers {
-		(*handle)()
-	}
 }
 
 func (s *Store) save(logger klog.Logger, data []byte) {
