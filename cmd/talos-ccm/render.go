@@ -125,11 +125,7 @@ func (o *renderOptions) run(cmd *cobra.Command, _ []string) error {
 
 // kindsOf returns the kinds that the configuration uses.
 func kindsOf(options nodespec.Options) machine.Kinds {
-	if options.Rules.ReadsFacts() || options.Selector.ReadsFacts() {
-		return machine.BaseKinds().WithFacts()
-	}
-
-	return machine.BaseKinds()
+	return machine.BaseKinds().WithFacts(options.Rules.FactKinds() | options.Selector.FactKinds())
 }
 
 // nodeFlags choose what Nodes get, as the service's configuration does.

@@ -125,7 +125,7 @@ func (r *machineReader) read(ctx context.Context, node string) (machine.Machine,
 
 	ctx = client.WithNode(ctx, memberAddress(ctx, c, node)) // the API of resources does not support WithNodes
 
-	var view machine.View
+	view := machine.View{Facts: r.kinds.Facts}
 
 	for i, kind := range r.kinds.All() {
 		// Talos answers PermissionDenied for a kind that its version does not have. Every version has the watched kinds.

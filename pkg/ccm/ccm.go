@@ -32,8 +32,8 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -85,8 +85,9 @@ type Manager struct {
 	checks   *controllerhealthz.MutableHealthzHandler
 	// guard stops the requests of the controllers when the lease may have expired; nil without leader election.
 	guard transport.WrapperFunc
-	// withoutFacts is the last configuration that reads none of machine.Facts.
-	withoutFacts atomic.Pointer[config.Compiled]
+	// earlier are configurations that apply to machines until facts have been read, the newest first.
+	earlierMu sync.Mutex
+	earlier   []*config.Compiled
 }
 
 // New returns a Manager. The options must be valid.
@@ -359,25 +360,33 @@ func (m *Manager) serve(ctx context.Context) error {
 func (m *Manager) settings() *config.Compiled { return m.store.Current() }
 
 // settingsFor returns the configuration that applies to a machine. If the configuration in force reads facts that the
-// machine was not asked for yet, the last configuration without facts applies: a fact that was not read must not be
+// machine was not asked for yet, the last configuration without such facts applies: a fact that was not read must not be
 // taken for a fact that the machine does not have.
 func (m *Manager) settingsFor(talos machine.Machine) *config.Compiled {
 	current := m.settings()
 
-	if before := m.withoutFacts.Load(); before != nil && current.ReadsFacts && talos.Nodename != "" && talos.Facts == nil {
-		return before
+	m.earlierMu.Lock()
+	defer m.earlierMu.Unlock()
+
+	i := slices.IndexFunc(m.earlier, func(before *config.Compiled) bool { return talos.HasRead(before.FactKinds) })
+	if i < 0 || talos.Nodename == "" || talos.HasRead(current.FactKinds) {
+		return current
 	}
 
-	return current
+	return m.earlier[i]
 }
 
-// readFacts makes the reflector read facts if the configuration in force uses them.
-func (m *Manager) readFacts(refl interface{ ReadFacts() }) {
-	if current := m.settings(); current.ReadsFacts {
-		refl.ReadFacts()
-	} else {
-		m.withoutFacts.Store(current)
-	}
+// readFacts makes the reflector read the facts that the configuration in force uses.
+func (m *Manager) readFacts(refl interface{ ReadFacts(machine.FactKinds) }) {
+	m.earlierMu.Lock()
+	defer m.earlierMu.Unlock()
+
+	current := m.settings()
+	// A configuration that reads all of these facts, too, never applies again.
+	m.earlier = slices.DeleteFunc(m.earlier, func(before *config.Compiled) bool { return current.FactKinds&^before.FactKinds == 0 })
+	m.earlier = slices.Insert(m.earlier, 0, current)
+
+	refl.ReadFacts(current.FactKinds)
 }
 
 // within waits for done, at most for d.

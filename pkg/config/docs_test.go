@@ -153,7 +153,7 @@ func (r *reader) read(t *testing.T, b block) {
 	case "document":
 		parsed(t, mounted(t, b.content))
 	case "machine": // read as by `render --machine`
-		machines, err := preview.Parse([]byte(b.content), machine.BaseKinds().WithFacts())
+		machines, err := preview.Parse([]byte(b.content), machine.BaseKinds().WithFacts(machine.AllFacts))
 		require.NoError(t, err)
 
 		r.machine = machines[0].Machine

@@ -49,8 +49,8 @@ type Compiled struct {
 	// Service is as in the file.
 	Service   Service
 	Lifecycle CompiledLifecycle
-	// ReadsFacts is true if a rule, a selector or a pool reads one of machine.Facts.
-	ReadsFacts bool
+	// FactKinds are the kinds of facts that rules, selectors and pools read.
+	FactKinds machine.FactKinds
 
 	ruleCount int
 }
@@ -117,9 +117,9 @@ type CompiledPool struct {
 
 // validator collects semantic errors.
 type validator struct {
-	file       *decoder
-	errs       field.ErrorList
-	readsFacts bool // a selector reads one of machine.Facts
+	file      *decoder
+	errs      field.ErrorList
+	factKinds machine.FactKinds // that selectors read
 }
 
 // validate compiles the file and reports semantic errors. It does not report values again that could not be
@@ -170,7 +170,7 @@ func (d *decoder) validate(file *Config) *Compiled {
 		IPAMFallback: file.IPAM.FallbackToClusterCIDRs,
 	}
 
-	compiled.ReadsFacts = v.readsFacts || set.ReadsFacts()
+	compiled.FactKinds = v.factKinds | set.FactKinds()
 
 	undecoded := d.problems
 
@@ -209,7 +209,7 @@ func (v *validator) selector(
 ) *rules.Selector {
 	selector, errs := compile(terms, path)
 	v.errs = append(v.errs, errs...)
-	v.readsFacts = v.readsFacts || selector.ReadsFacts()
+	v.factKinds |= selector.FactKinds()
 
 	return selector
 }

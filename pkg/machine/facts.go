@@ -14,8 +14,8 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 )
 
-// Facts are the facts that a machine is asked for only if the configuration uses one of them. Each field is a template
-// variable. Numbers are texts: a machine must not determine how often the loop of a template runs.
+// Facts are the facts that a machine is asked for only if the configuration uses them. Each field is a template variable
+// and zero if its kind was not read. Numbers are texts: a machine must not determine how often the loop of a template runs.
 type Facts struct {
 	// Addresses are on networks that the machine is attached to: no addresses of pods and Services, virtual IPs or
 	// temporary addresses. Subnets are the subnets of Addresses.
@@ -44,26 +44,47 @@ type Facts struct {
 	Schematic string
 }
 
-// factKinds are the kinds that only Facts depend on. The role os:reader suffices for all of them.
-var factKinds = Kinds{
-	Polled: []resource.Kind{
-		kind(network.NamespaceName, network.LinkStatusType),
-		kind(network.NamespaceName, network.RouteStatusType),
-		kind(runtime.NamespaceName, runtime.MetaKeyType),
-	},
-	Constant: []resource.Kind{
-		kind(hardware.NamespaceName, hardware.ProcessorType),
-		kind(hardware.NamespaceName, hardware.MemoryModuleType),
-		kind(hardware.NamespaceName, hardware.PCIDeviceType),
-		kind(runtime.NamespaceName, runtime.SecurityStateType),
-		kind(runtime.NamespaceName, runtime.KernelCmdlineType),
-		kind(runtime.NamespaceName, runtime.VersionType),
-		kind(runtime.NamespaceName, runtime.ExtensionStatusType),
-	},
+// FactKinds is a set of the kinds that Facts depend on: the bit i is set if factKinds[i] is in the set.
+type FactKinds uint16
+
+// AllFacts is the set of all kinds.
+const AllFacts = ^FactKinds(0)
+
+// factKinds are the kinds that Facts depend on, with the fields of Facts. The role os:reader suffices for all of them.
+var factKinds = []struct {
+	kind     resource.Kind
+	constant bool // the resources do not change before the machine reboots
+	fields   []string
+}{
+	{kind(network.NamespaceName, network.AddressStatusType), false, []string{"Addresses", "Subnets"}}, // watched for every View
+	{kind(network.NamespaceName, network.LinkStatusType), false, []string{"Links"}},
+	{kind(network.NamespaceName, network.RouteStatusType), false, []string{"Gateways"}},
+	{kind(runtime.NamespaceName, runtime.MetaKeyType), false, []string{"Meta"}},
+	{kind(hardware.NamespaceName, hardware.ProcessorType), true, []string{"CPUModel", "CPUs"}},
+	{kind(hardware.NamespaceName, hardware.MemoryModuleType), true, []string{"MemoryMiB"}},
+	{kind(hardware.NamespaceName, hardware.PCIDeviceType), true, []string{"PCIDevices"}},
+	{kind(runtime.NamespaceName, runtime.SecurityStateType), true, []string{"SecureBoot"}},
+	{kind(runtime.NamespaceName, runtime.KernelCmdlineType), true, []string{"KernelArgs"}},
+	{kind(runtime.NamespaceName, runtime.VersionType), true, []string{"TalosVersion"}},
+	{kind(runtime.NamespaceName, runtime.ExtensionStatusType), true, []string{"Extensions", "Schematic"}},
 }
 
-// replace replaces the facts of one of factKinds.
-func (f *Facts) replace(typ resource.Type, items []resource.Resource) {
+// FactKindsOf returns the kinds that a template variable depends on; none if the variable is not one of Facts.
+func FactKindsOf(variable string) (kinds FactKinds) {
+	for i, f := range factKinds {
+		if slices.Contains(f.fields, variable) {
+			kinds |= 1 << i
+		}
+	}
+
+	return kinds
+}
+
+// HasRead reports whether the machine was asked for all of the kinds.
+func (m Machine) HasRead(kinds FactKinds) bool { return kinds&^m.FactKinds == 0 }
+
+// replace replaces the facts of a kind. It returns false if a View keeps the resources of the kind instead.
+func (f *Facts) replace(typ resource.Type, items []resource.Resource) bool {
 	items = slices.SortedFunc(slices.Values(items), func(a, b resource.Resource) int { return cmp.Compare(a.Metadata().ID(), b.Metadata().ID()) })
 
 	switch typ {
@@ -91,7 +112,11 @@ func (f *Facts) replace(typ resource.Type, items []resource.Resource) {
 			return e.TypedSpec().Metadata.Name, e.TypedSpec().Metadata.Version
 		})
 		f.Schematic = f.Extensions["schematic"]
+	default:
+		return false
 	}
+
+	return true
 }
 
 // setAddresses sets Addresses and Subnets.

@@ -138,14 +138,24 @@ func TestView_ReadsFacts(t *testing.T) {
 			machine.Facts{Meta: map[string]string{"0x0c": "rack=7", "0x0d": ""}},
 		},
 	} {
-		t.Run(test.fact, func(t *testing.T) { assert.Equal(t, withEmpty(test.want), *factsOf(test.resources...)) })
+		var kinds machine.FactKinds
 
 		got, all := reflect.ValueOf(test.want), reflect.ValueOf(&tested).Elem()
 		for i, field := range fields(got) {
 			if !field.IsZero() {
 				all.Field(i).Set(field)
+
+				kinds |= machine.FactKindsOf(got.Type().Field(i).Name)
 			}
 		}
+
+		t.Run(test.fact, func(t *testing.T) {
+			assert.Equal(t, withEmpty(test.want), *factsOf(machine.AllFacts, test.resources...))
+
+			only := factsOf(kinds, append(addresses, test.resources...)...)
+			only.Addresses, only.Subnets = test.want.Addresses, test.want.Subnets // their kind is always read
+			assert.Equal(t, test.want, *only, "with only the kinds that the facts depend on")
+		})
 	}
 
 	for i, field := range fields(reflect.ValueOf(tested)) {
@@ -176,26 +186,30 @@ func withEmpty(f machine.Facts) machine.Facts {
 	return f
 }
 
-// factsOf returns the facts of a machine from which all kinds were listed.
-func factsOf(resources ...resource.Resource) *machine.Facts {
-	view := &machine.View{}
+// factsOf returns the facts of a machine from which the kinds were listed.
+func factsOf(kinds machine.FactKinds, resources ...resource.Resource) *machine.Facts {
+	view := &machine.View{Facts: kinds}
 
-	for _, kind := range machine.BaseKinds().WithFacts().All() {
+	for _, kind := range machine.BaseKinds().WithFacts(kinds).All() {
 		view.ReplaceKind(kind, slices.DeleteFunc(slices.Clone(resources), func(r resource.Resource) bool { return r.Metadata().Type() != kind.Type() }))
 	}
 
 	return view.Machine().Facts
 }
 
-func TestView_HasFactsOnlyIfTheyWereListed(t *testing.T) {
+func TestView_HasFactsOnlyIfTheyAreNeeded(t *testing.T) {
 	view := viewOf(everything()...)
 	assert.Nil(t, view.Machine().Facts)
+	assert.True(t, view.Machine().HasRead(0))
 
-	kinds := machine.BaseKinds().WithFacts().All()
-	view.ReplaceKind(kinds[len(kinds)-1], nil)
+	subnets, links := machine.FactKindsOf("Subnets"), machine.FactKindsOf("Links")
+	assert.False(t, view.Machine().HasRead(subnets))
 
+	view.Facts = subnets
 	before := view.Machine()
 	assert.NotNil(t, before.Facts)
+	assert.True(t, before.HasRead(subnets))
+	assert.False(t, before.HasRead(subnets|links))
 
 	view.Put(addressStatus("eth2", "10.77.0.1/24"))
 	assert.NotContains(t, before.Facts.Addresses, "10.77.0.1", "the facts of an earlier view have changed")
@@ -226,7 +240,7 @@ func TestView_OmitsTextsThatAreTooLong(t *testing.T) {
 		assert.Equal(t, test.want != "", m.Platform.Tags[test.text] == "b", "tag with a long name")
 		assert.Equal(t, test.text, metadata.Tags["a"], "the resource has changed")
 
-		facts := factsOf(
+		facts := factsOf(machine.AllFacts,
 			network.NewLinkStatus(network.NamespaceName, test.text), processor("CPU-0", test.text, 1), device("0", test.text, "", "", ""),
 			extension("0", "schematic", test.text), withSpec(runtime.NewVersion(), runtime.VersionSpec{Version: test.text}),
 			key("0x0c", test.text+test.text), key("0x0d", strings.Repeat("x", 64<<10+1)),
@@ -237,7 +251,7 @@ func TestView_OmitsTextsThatAreTooLong(t *testing.T) {
 		assert.Equal(t, map[string]string{"0x0c": test.text + test.text}, facts.Meta, "META values can be longer")
 	}
 
-	assert.Empty(t, factsOf(cmdline("a="+longest)).KernelArgs)
+	assert.Empty(t, factsOf(machine.AllFacts, cmdline("a="+longest)).KernelArgs)
 }
 
 // types returns the types of kinds.
@@ -250,7 +264,14 @@ func types(kinds []resource.Kind) (types []resource.Type) {
 }
 
 func TestKinds_AreListedOnce(t *testing.T) {
-	all := types(machine.BaseKinds().WithFacts().All())
+	base := machine.BaseKinds()
+	assert.Equal(t, base.All(), base.WithFacts(machine.FactKindsOf("Addresses")).All(), "addresses are always read")
+
+	links := base.WithFacts(machine.FactKindsOf("Links"))
+	assert.Len(t, links.All(), len(base.All())+1)
+
+	all := types(links.WithFacts(machine.AllFacts).All())
+	assert.Len(t, all, len(base.All())+10)
 	slices.Sort(all)
 	assert.Equal(t, slices.Compact(slices.Clone(all)), all)
 }

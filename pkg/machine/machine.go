@@ -64,8 +64,9 @@ type Machine struct {
 	ExcludedSubnets []netip.Prefix
 	// ValidSubnets are the subnets of machine.kubelet.nodeIP, in the operator's order (k8s/NodeIPConfigs).
 	ValidSubnets []ValidSubnet
-	// Facts are nil if they were not read.
-	Facts *Facts
+	// FactKinds are the kinds of Facts that were read. Facts are nil if there are none.
+	FactKinds FactKinds
+	Facts     *Facts
 }
 
 // ValidSubnet is a subnet that has node IPs or, if inverted, that has none.

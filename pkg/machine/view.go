@@ -28,6 +28,8 @@ type Kinds struct {
 	Polled []resource.Kind
 	// Constant are those that do not change before the machine reboots.
 	Constant []resource.Kind
+	// Facts are the kinds of facts among them.
+	Facts FactKinds
 }
 
 // BaseKinds returns the kinds that every View needs.
@@ -55,10 +57,21 @@ func BaseKinds() Kinds {
 	}
 }
 
-// WithFacts returns the kinds with those of Machine.Facts.
-func (k Kinds) WithFacts() Kinds {
-	k.Polled = slices.Concat(k.Polled, factKinds.Polled)
-	k.Constant = slices.Concat(k.Constant, factKinds.Constant)
+// WithFacts returns the kinds together with kinds of facts.
+func (k Kinds) WithFacts(facts FactKinds) Kinds {
+	for i, f := range factKinds {
+		isKind := func(other resource.Kind) bool { return other.Type() == f.kind.Type() }
+
+		switch {
+		case facts&(1<<i) == 0, slices.ContainsFunc(k.All(), isKind):
+		case f.constant:
+			k.Constant = append(slices.Clip(k.Constant), f.kind)
+		default:
+			k.Polled = append(slices.Clip(k.Polled), f.kind)
+		}
+	}
+
+	k.Facts |= facts
 
 	return k
 }
@@ -73,9 +86,11 @@ func kind(namespace resource.Namespace, typ resource.Type) resource.Kind {
 // View collects the resources of one machine. The zero value is empty and ready to use. It is not safe for concurrent
 // use.
 type View struct {
+	// Facts are the kinds of facts that a Machine gets. ReplaceKind must be called for all of them that are not watched.
+	Facts FactKinds
+
 	resources []resource.Resource // sorted by type and ID
-	// facts are nil until a kind of facts was listed. Their resources are not kept: a machine can have hundreds of them.
-	facts *Facts
+	facts     Facts               // their resources are not kept: a machine can have hundreds of them
 }
 
 // Put adds or replaces a resource of BaseKinds. It ignores volumes that no Machine depends on: a machine can have
@@ -108,19 +123,11 @@ func (v *View) find(ptr resource.Pointer) (i int, found bool) {
 
 // ReplaceKind replaces all resources of one kind with items.
 func (v *View) ReplaceKind(k resource.Kind, items []resource.Resource) {
-	isKind := func(other resource.Kind) bool { return other.Type() == k.Type() }
-
-	if slices.ContainsFunc(factKinds.All(), isKind) {
-		if v.facts == nil {
-			v.facts = &Facts{}
-		}
-
-		v.facts.replace(k.Type(), items)
-
+	if v.facts.replace(k.Type(), items) {
 		return
 	}
 
-	v.resources = slices.DeleteFunc(v.resources, func(r resource.Resource) bool { return isKind(r.Metadata()) })
+	v.resources = slices.DeleteFunc(v.resources, func(r resource.Resource) bool { return r.Metadata().Type() == k.Type() })
 
 	for _, item := range items {
 		v.Put(item)
@@ -156,10 +163,10 @@ func (v *View) Machine() Machine {
 	m.addPlatformConfigs(configs)
 	limit(reflect.ValueOf(&m).Elem())
 
-	if v.facts != nil {
-		facts := *v.facts
+	if v.Facts != 0 {
+		facts := v.facts
 		facts.setAddresses(&m)
-		m.Facts = &facts
+		m.FactKinds, m.Facts = v.Facts, &facts
 	}
 
 	return m

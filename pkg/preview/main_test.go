@@ -110,7 +110,7 @@ func publishPlatformConfig(t testing.TB, m *talostest.Machine) {
 func truth(t testing.TB, m *talostest.Machine) machine.Machine {
 	t.Helper()
 
-	var view machine.View
+	view := machine.View{Facts: allKinds.Facts}
 
 	for _, kind := range kinds() {
 		list, err := m.State().List(t.Context(), kind)
@@ -122,7 +122,7 @@ func truth(t testing.TB, m *talostest.Machine) machine.Machine {
 	return view.Machine()
 }
 
-var allKinds = machine.BaseKinds().WithFacts()
+var allKinds = machine.BaseKinds().WithFacts(machine.AllFacts)
 
 func kinds() []resource.Kind {
 	return slices.DeleteFunc(allKinds.All(), func(kind resource.Kind) bool {

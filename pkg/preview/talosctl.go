@@ -120,9 +120,7 @@ func Parse(output []byte, kinds machine.Kinds) ([]Machine, error) {
 	var machines []Machine
 
 	for _, node := range order {
-		var view machine.View
-
-		m := Machine{Node: node}
+		view, m := machine.View{Facts: kinds.Facts}, Machine{Node: node}
 
 		for _, kind := range needed {
 			view.ReplaceKind(kind, slices.DeleteFunc(slices.Clone(byNode[node].resources), func(r resource.Resource) bool {

@@ -86,8 +86,7 @@ type Reflector struct {
 	tasks map[string]*task
 	wg    sync.WaitGroup
 
-	kinds      machine.Kinds
-	readsFacts bool // kinds have those of machine.Facts
+	kinds machine.Kinds // of new tasks
 }
 
 // task is the goroutine that follows the machine of one Node.
@@ -201,18 +200,17 @@ func (r *Reflector) renew(nodename string, needed func(*task) bool) {
 	}
 }
 
-// ReadFacts makes the Reflector read machine.Facts, too. It connects to all machines again: until a machine has been read
-// with its facts, the inventory keeps its present view, which has none.
-func (r *Reflector) ReadFacts() {
+// ReadFacts makes the Reflector read these kinds of facts, too. If it did not read all of them before, it connects to all
+// machines again: until a machine has been read, the inventory keeps its present view.
+func (r *Reflector) ReadFacts(kinds machine.FactKinds) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 
-	if r.readsFacts {
+	if kinds&^r.kinds.Facts == 0 {
 		return
 	}
 
-	r.readsFacts = true
-	r.kinds = r.kinds.WithFacts()
+	r.kinds = r.kinds.WithFacts(kinds)
 
 	for nodename, old := range r.tasks {
 		r.tasks[nodename] = r.start(nodename, old.addresses, old)
@@ -356,6 +354,7 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 		addr:      addr,
 		state:     st,
 		kinds:     t.kinds,
+		view:      machine.View{Facts: t.kinds.Facts},
 		connected: func() {
 			release()
 			t.failed.Store(false)

@@ -385,11 +385,11 @@ func TestSession_PublishesFactsInFirstView(t *testing.T) {
 	t.Parallel()
 
 	s := newTimedSuite(t)
-	s.reflector.ReadFacts()
+	s.reflector.ReadFacts(machine.AllFacts)
 
 	worker := s.machine("worker-1")
 	s.settle(worker)
-	assert.NotNil(t, s.views(worker)[0].Facts)
+	assert.True(t, s.views(worker)[0].HasRead(machine.AllFacts))
 
 	for _, call := range worker.Calls() {
 		assert.Equal(t, codes.OK, call.Code, "%s %s with the role os:reader", call.Method, call.ResourceType)
@@ -408,12 +408,15 @@ func TestReflector_ReadsFactsOfTrackedMachines(t *testing.T) {
 	s.await(silent.Nodename(), inventory.Unreachable)
 	assert.Nil(t, s.get(worker).Machine.Facts)
 
-	for range 2 {
-		s.reflector.ReadFacts()
-		s.awaitView(worker, func(m machine.Machine) bool { return m.Facts != nil })
+	links, meta := machine.FactKindsOf("Links"), machine.FactKindsOf("Meta")
+	for _, kinds := range []machine.FactKinds{0, links, links | meta, meta} {
+		s.reflector.ReadFacts(kinds)
+		s.awaitView(worker, func(m machine.Machine) bool { return m.HasRead(kinds) })
 	}
 
-	assert.Len(t, slices.DeleteFunc(s.dials(), func(addr netip.Addr) bool { return addr != worker.Address() }), 2, "connected again once")
+	assert.Len(t, slices.DeleteFunc(s.dials(), func(addr netip.Addr) bool { return addr != worker.Address() }), 3, "connected again for each new kind")
+	assert.Equal(t, links|meta, s.get(worker).Machine.FactKinds)
+	assert.Equal(t, []int{2, 1, 0}, []int{lists(worker)[network.LinkStatusType], lists(worker)[runtime.MetaKeyType], lists(worker)[hardware.PCIDeviceType]})
 	assert.Equal(t, silent.Nodename(), s.get(silent).Machine.Nodename, "the last view is kept")
 	assert.Nil(t, s.get(silent).Machine.Facts)
 	assert.NotContains(t, strings.Join(s.inventory.unreachableMarks(), " "), worker.Nodename())
@@ -424,7 +427,7 @@ func TestSession_ListsConstantFactsUntilMachineRuns(t *testing.T) {
 	t.Parallel()
 
 	s := newTimedSuite(t)
-	s.reflector.ReadFacts()
+	s.reflector.ReadFacts(machine.FactKindsOf("PCIDevices") | machine.FactKindsOf("Gateways"))
 
 	worker := s.booting()
 	s.settle(worker)

@@ -16,16 +16,24 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/apimachinery/pkg/util/validation/field"
 	cloudproviderapi "k8s.io/cloud-provider/api"
+
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
 // Set is a compiled list of rules. The nil Set changes nothing. A Set is safe for concurrent use.
 type Set struct {
-	rules      []*rule
-	readsFacts bool
+	rules     []*rule
+	factKinds machine.FactKinds
 }
 
-// ReadsFacts reports whether the rules read one of machine.Facts.
-func (s *Set) ReadsFacts() bool { return s != nil && s.readsFacts }
+// FactKinds returns the kinds of facts that the rules read.
+func (s *Set) FactKinds() machine.FactKinds {
+	if s == nil {
+		return 0
+	}
+
+	return s.factKinds
+}
 
 type rule struct {
 	name     string
@@ -33,8 +41,8 @@ type rule struct {
 	entries  []entry
 	enforce  bool
 	features Features
-	// readsFacts is true if the selector or a template reads one of machine.Facts.
-	readsFacts bool
+	// factKinds are read by the selector and the templates.
+	factKinds machine.FactKinds
 }
 
 // entry is a key of one of the rule's maps and the template of its value.
@@ -94,7 +102,7 @@ func Compile(rules []Rule, path *field.Path) (*Set, field.ErrorList) {
 
 		errs = append(errs, r.compile(source, path.Index(i))...)
 		compiled.rules = append(compiled.rules, r)
-		compiled.readsFacts = compiled.readsFacts || r.readsFacts
+		compiled.factKinds |= r.factKinds
 	}
 
 	if len(errs) > 0 {
@@ -111,7 +119,7 @@ func invalid(path *field.Path, err error) *field.Error {
 
 func (r *rule) compile(source Rule, path *field.Path) (errs field.ErrorList) {
 	r.selector, errs = CompileSelector(source.NodeSelector, path.Child("nodeSelector"))
-	r.readsFacts = r.selector.ReadsFacts()
+	r.factKinds = r.selector.FactKinds()
 	errs = append(errs, r.add(labels, source.Labels, path)...)
 	errs = append(errs, r.add(annotations, source.Annotations, path)...)
 	errs = append(errs, r.add(taints, source.Taints, path)...)
@@ -143,8 +151,8 @@ func (r *rule) add(k *kind, source map[string]string, path *field.Path) (errs fi
 			errs = append(errs, invalid(at, err))
 		}
 
-		compiled, readsFacts, err := compileTemplate(source[key])
-		r.readsFacts = r.readsFacts || readsFacts
+		compiled, factKinds, err := compileTemplate(source[key])
+		r.factKinds |= factKinds
 		e := entry{kind: k, key: key, template: compiled}
 
 		if err == nil && !slices.ContainsFunc(compiled.Root.Nodes, isAction) {

@@ -20,7 +20,7 @@ import (
 type Selector struct {
 	terms       [][]requirement
 	readsLabels bool
-	readsFacts  bool
+	factKinds   machine.FactKinds
 }
 
 // requirement is a compiled expression.
@@ -61,8 +61,14 @@ func CompileNodeSelector(terms []SelectorTerm, path *field.Path) (*Selector, fie
 // ReadsLabels reports whether the result of Matches depends on the labels of the Node.
 func (s *Selector) ReadsLabels() bool { return s != nil && s.readsLabels }
 
-// ReadsFacts reports whether the selector reads one of machine.Facts.
-func (s *Selector) ReadsFacts() bool { return s != nil && s.readsFacts }
+// FactKinds returns the kinds of facts that the selector reads.
+func (s *Selector) FactKinds() machine.FactKinds {
+	if s == nil {
+		return 0
+	}
+
+	return s.factKinds
+}
 
 // Matches reports whether any of the terms matches.
 func (s *Selector) Matches(facts Facts) bool {
@@ -108,7 +114,7 @@ func compileSelector(terms []SelectorTerm, path *field.Path, find func(key strin
 
 			selector.terms[i] = append(selector.terms[i], requirement{read, matches})
 			selector.readsLabels = selector.readsLabels || isLabelKey(e.Key)
-			selector.readsFacts = selector.readsFacts || isFact(variableOf(e.Key))
+			selector.factKinds |= machine.FactKindsOf(variableOf(e.Key))
 		}
 	}
 

@@ -123,27 +123,28 @@ func TestSelector_Operators(t *testing.T) {
 	}
 }
 
-func TestReadsFacts_OfSelectorsAndTemplates(t *testing.T) {
+func TestFactKinds_OfSelectorsAndTemplates(t *testing.T) {
+	cpus, gateways, kernelArgs := machine.FactKindsOf("CPUs"), machine.FactKindsOf("Gateways"), machine.FactKindsOf("KernelArgs")
 	selects := slices.Concat(one("zone", rules.Exists), one("CPUs", rules.Gt, "8"))
-	assert.True(t, selector(t, selects).ReadsFacts(), "facts among others")
-	assert.True(t, selector(t, one("meta.0x0C", rules.Exists)).ReadsFacts(), "entry of a fact")
-	assert.False(t, selector(t, one("zone", rules.Exists)).ReadsFacts(), "platform metadata")
-	assert.False(t, (*rules.Selector)(nil).ReadsFacts(), "no selector")
+	assert.Equal(t, cpus, selector(t, selects).FactKinds(), "facts among others")
+	assert.Equal(t, machine.FactKindsOf("Meta"), selector(t, one("meta.0x0C", rules.Exists)).FactKinds(), "entry of a fact")
+	assert.Zero(t, selector(t, one("zone", rules.Exists)).FactKinds(), "platform metadata")
+	assert.Zero(t, (*rules.Selector)(nil).FactKinds(), "no selector")
 
 	for _, test := range []struct {
 		name  string
 		rules []rules.Rule
-		want  bool
+		want  machine.FactKinds
 	}{
-		{"selector", []rules.Rule{{}, {NodeSelector: selects}}, true},
-		{"template", []rules.Rule{{Labels: map[string]string{"a": "{{ .Zone }}", "b": "{{ with .Region }}{{ first $.Gateways }}{{ end }}"}}}, true},
-		{"metadata", []rules.Rule{{PlatformMetadata: map[string]string{"Zone": `{{ if eq .KernelArgs.rack "7" }}a{{ end }}`}}, {}}, true},
-		{"none", []rules.Rule{{NodeSelector: one("zone", rules.Exists), Labels: map[string]string{"a": "{{ .Zone }}"}}}, false},
+		{"selector", []rules.Rule{{}, {NodeSelector: selects}}, cpus},
+		{"template", []rules.Rule{{Labels: map[string]string{"a": "{{ .Zone }}", "b": "{{ with .Region }}{{ first $.Gateways }}{{ end }}"}}}, gateways},
+		{"metadata", []rules.Rule{{PlatformMetadata: map[string]string{"Zone": `{{ if eq .KernelArgs.rack "7" }}a{{ end }}`}}, {NodeSelector: selects}}, kernelArgs | cpus},
+		{"none", []rules.Rule{{NodeSelector: one("zone", rules.Exists), Labels: map[string]string{"a": "{{ .Zone }}"}}}, 0},
 	} {
-		assert.Equal(t, test.want, compile(t, test.rules...).ReadsFacts(), test.name)
+		assert.Equal(t, test.want, compile(t, test.rules...).FactKinds(), test.name)
 	}
 
-	assert.False(t, (*rules.Set)(nil).ReadsFacts(), "no rules")
+	assert.Zero(t, (*rules.Set)(nil).FactKinds(), "no rules")
 }
 
 // Selector keys and template variables have the same names.

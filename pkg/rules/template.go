@@ -84,27 +84,20 @@ func newVariables(facts *Facts, platform runtime.PlatformMetadataSpec) *variable
 	return v
 }
 
-// isFact reports whether the variable is one of machine.Facts.
-func isFact(variable string) bool {
-	_, found := reflect.TypeFor[machine.Facts]().FieldByName(variable)
-
-	return found
-}
-
 // zeroVariables has the names and the types of all variables.
 var zeroVariables = newVariables(&Facts{}, runtime.PlatformMetadataSpec{}).values
 
 // Variables returns the names of the variables that templates can read, sorted.
 func Variables() []string { return slices.Sorted(maps.Keys(zeroVariables)) }
 
-// compileTemplate returns the template and whether it reads one of machine.Facts.
-func compileTemplate(source string) (t *template.Template, readsFacts bool, err error) {
+// compileTemplate returns the template and the kinds of facts that it reads.
+func compileTemplate(source string) (t *template.Template, factKinds machine.FactKinds, err error) {
 	if !utf8.ValidString(source) {
-		return nil, false, errNotUTF8
+		return nil, 0, errNotUTF8
 	}
 
 	if err := checkLength(len(source)); err != nil {
-		return nil, false, err
+		return nil, 0, err
 	}
 
 	literals := patterns{}
@@ -118,16 +111,16 @@ func compileTemplate(source string) (t *template.Template, readsFacts bool, err 
 			message = strings.TrimPrefix(message, "line:1: ")
 		}
 
-		return nil, false, errors.New(explain(message))
+		return nil, 0, errors.New(explain(message))
 	}
 
 	if len(t.Templates()) > 1 {
-		return nil, false, errors.New("a template cannot define other templates")
+		return nil, 0, errors.New("a template cannot define other templates")
 	}
 
 	c.list(t.Root)
 
-	return t, c.readsFacts, errors.Join(c.errs...)
+	return t, c.factKinds, errors.Join(c.errs...)
 }
 
 const quotes = "write text in double quotes or backquotes"
@@ -208,9 +201,9 @@ type checker struct {
 	functions template.FuncMap
 	// rebound is true where "." is not the variables: inside with and range.
 	rebound bool
-	// readsFacts is true if the template reads one of machine.Facts.
-	readsFacts bool
-	errs       []error
+	// factKinds are those that the template reads.
+	factKinds machine.FactKinds
+	errs      []error
 }
 
 func (c *checker) fail(format string, args ...any) {
@@ -337,7 +330,7 @@ func (c *checker) variable(path []string) {
 		return
 	}
 
-	c.readsFacts = c.readsFacts || isFact(path[0])
+	c.factKinds |= machine.FactKindsOf(path[0])
 	zero, known := zeroVariables[path[0]]
 	_, isMap := zero.(map[string]string)
 

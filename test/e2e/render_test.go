@@ -70,7 +70,7 @@ func TestRender_MatchesNodes(t *testing.T) {
 
 	for _, m := range bed.Machines() {
 		printed := filepath.Join(t.TempDir(), "machine.yaml")
-		shell(t, strings.ReplaceAll(preview.Command(machine.BaseKinds().WithFacts()), "NODE", m.Address().String())+" > "+printed)
+		shell(t, strings.ReplaceAll(preview.Command(machine.BaseKinds().WithFacts(machine.AllFacts)), "NODE", m.Address().String())+" > "+printed)
 
 		for source, flags := range map[string]string{
 			"what talosctl prints": "--machine " + printed,

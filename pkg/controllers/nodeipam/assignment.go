@@ -253,11 +253,15 @@ func (a assignment) managed() (bool, *events.Condition) {
 
 // machineUnavailable returns a condition unless the inventory has a current view of the machine.
 func (a assignment) machineUnavailable() *events.Condition {
-	readsFacts := a.selector.ReadsFacts() || slices.ContainsFunc(a.pools, func(pool Pool) bool { return pool.Selector.ReadsFacts() })
+	factKinds := a.selector.FactKinds()
+	for _, pool := range a.pools {
+		factKinds |= pool.Selector.FactKinds()
+	}
+
 	detail := a.entry.Condition.String()
 
 	switch {
-	case a.entry.Condition == inventory.Current && readsFacts && a.entry.Machine.Facts == nil:
+	case a.entry.Condition == inventory.Current && !a.entry.Machine.HasRead(factKinds):
 		detail = "reading facts that the configuration uses"
 	case a.entry.Condition == inventory.Current:
 		return nil
