@@ -199,6 +199,20 @@ func TestRender_ShowsRulesForMetadataOnly(t *testing.T) {
 	}
 }
 
+func TestRender_WarnsOfMissingFactsOnlyIfTheyAreUsed(t *testing.T) {
+	const metadata = "metadata: {type: PlatformMetadatas.talos.dev, id: platformmetadata}\nspec: {platform: metal, hostname: web}\n"
+
+	rule := "transformations: [{labels: {a: '{{ first .Gateways }}-{{ .CPUs }}'}}]\n"
+	_, stderr, err := rendered(t, metadata, "--machine", "-", "--config", file(t, rule))
+	require.NoError(t, err)
+	assert.Contains(t, stderr, "routestatuses")
+	assert.Contains(t, stderr, "processors")
+
+	for _, other := range []string{"pcidevices", "linkstatuses", "metakeys", "memorymodules"} {
+		assert.NotContains(t, stderr, other)
+	}
+}
+
 func TestRender_AcceptsExtensionServiceConfig(t *testing.T) {
 	reports := reportsOf(t, "--machine", printed, "--config", "testdata/config/good-document.yaml")
 	assert.Contains(t, reports[0].Changes, preview.Change{Field: "label", Key: "team", After: new("web"), From: "rule web"})
