@@ -44,8 +44,8 @@ const (
 	pollMax     = 10 * time.Minute
 	pollJitter  = 0.2
 
-	// debounce batches changes that Talos makes together. Metadata and addresses arrive over different watches, and a Node must not be
-	// initialized with only one of them.
+	// debounce batches changes that Talos makes together: metadata and addresses arrive over different watches. It saves
+	// writes and guarantees nothing. Package nodespec decides which metadata and addresses a Node needs to be initialized.
 	debounce = 15 * time.Millisecond
 
 	// maxFlushed limits the events that are received after a session has failed. Few are pending then.
