@@ -313,6 +313,16 @@ func TestRender_ReadsLiveMachine(t *testing.T) {
 		})
 	}
 
+	t.Run("with facts", func(t *testing.T) {
+		meta := runtime.NewMetaKey(runtime.NamespaceName, "0x0c")
+		meta.TypedSpec().Value = "rack-7"
+		require.NoError(t, worker.State().Create(t.Context(), meta))
+
+		rule := file(t, "transformations: [{labels: {rack: '{{ index .Meta \"0x0c\" }}'}}]\n")
+		report := reportsOf(t, "--node", worker.Address().String(), "--talosconfig", talosconfig, "--config", rule)[0]
+		assert.Contains(t, valuesOf(report), "label rack=rack-7")
+	})
+
 	t.Run("with the talosconfig of the environment", func(t *testing.T) {
 		t.Setenv("TALOSCONFIG", talosconfig)
 		reportsOf(t, "--node", worker.Address().String())

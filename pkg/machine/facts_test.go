@@ -159,7 +159,9 @@ func TestView_ReadsFacts(t *testing.T) {
 	}
 
 	for i, field := range fields(reflect.ValueOf(tested)) {
-		assert.False(t, field.IsZero(), "no test reads %s", reflect.TypeFor[machine.Facts]().Field(i).Name)
+		name := reflect.TypeFor[machine.Facts]().Field(i).Name
+		assert.False(t, field.IsZero(), "no test reads %s", name)
+		assert.NotZero(t, machine.FactKindsOf(name), name)
 	}
 }
 

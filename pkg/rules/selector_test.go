@@ -125,7 +125,7 @@ func TestSelector_Operators(t *testing.T) {
 
 func TestFactKinds_OfSelectorsAndTemplates(t *testing.T) {
 	cpus, gateways, kernelArgs := machine.FactKindsOf("CPUs"), machine.FactKindsOf("Gateways"), machine.FactKindsOf("KernelArgs")
-	selects := slices.Concat(one("zone", rules.Exists), one("CPUs", rules.Gt, "8"))
+	selects := slices.Concat(one("zone", rules.Exists), one("CPUs", rules.Gt, "8"), one("region", rules.Exists))
 	assert.Equal(t, cpus, selector(t, selects).FactKinds(), "facts among others")
 	assert.Equal(t, machine.FactKindsOf("Meta"), selector(t, one("meta.0x0C", rules.Exists)).FactKinds(), "entry of a fact")
 	assert.Zero(t, selector(t, one("zone", rules.Exists)).FactKinds(), "platform metadata")
