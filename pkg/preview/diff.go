@@ -61,7 +61,7 @@ func Compare(nodes []*corev1.Node, machines *inventory.Inventory, options nodesp
 	reports := make([]Report, 0, len(previews))
 
 	for _, p := range previews {
-		r := Report{Name: p.Before.Name, Unmanaged: p.Unmanaged, Pending: p.After == nil && !p.Unmanaged, Upstream: p.Upstream, Problems: p.Conditions}
+		r := Report{Name: p.Before.Name, Unmanaged: p.Unmanaged, Pending: p.After == nil && !p.Unmanaged, Upstream: p.Upstream, Problems: p.Problems}
 
 		if current := p.Before.Spec.ProviderID; current != "" && p.ProviderID != "" && current != p.ProviderID {
 			r.ProviderID = &ProviderIDs{Current: current, New: p.ProviderID}

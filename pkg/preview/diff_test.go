@@ -35,7 +35,7 @@ func comparison() preview.Comparison {
 					{Field: "taint", Key: "dedicated:NoSchedule", After: new(""), From: "rule web, enforced"},
 				},
 				Upstream: []node.UpstreamField{{Name: "metadata.labels", Key: "example.org/site", TakenOver: true}, {Name: "metadata.labels", Key: "example.org/stray"}, {Name: "spec.providerID"}},
-				Problems: []events.Condition{{Reason: "OwnershipConflict", Message: "skipped"}},
+				Problems: []events.Problem{{Reason: "OwnershipConflict", Message: "skipped"}},
 			},
 			{Name: "equal"},
 			{Name: "gone", Pending: true, Upstream: []node.UpstreamField{{Name: "metadata.labels", Key: "example.org/stray"}}},

@@ -29,9 +29,9 @@ func reports() []preview.Report {
 				{Field: "taint", Key: "dedicated:NoSchedule", After: new("web"), From: "rule web, at initialization"},
 				{Field: "taint", Key: "slow:NoExecute", After: new(""), From: "rule slow, enforced"},
 			},
-			Problems: []events.Condition{{Reason: "InvalidValue", Message: "rule \"web\": labels[bad]"}},
+			Problems: []events.Problem{{Reason: "InvalidValue", Message: "rule \"web\": labels[bad]"}},
 		},
-		{Name: "worker-2", Pending: true, Unmanaged: true, Problems: []events.Condition{{Reason: "MetadataPending", Message: "no platform"}}},
+		{Name: "worker-2", Pending: true, Unmanaged: true, Problems: []events.Problem{{Reason: "MetadataPending", Message: "no platform"}}},
 	}
 }
 

@@ -50,7 +50,7 @@ type Report struct {
 	// Upstream are the fields that the upstream Talos CCM owns.
 	Upstream []nodecontroller.UpstreamField `json:"upstream,omitempty"`
 	// Problems are what talos-ccm would report as Events.
-	Problems []events.Condition `json:"problems,omitempty"`
+	Problems []events.Problem `json:"problems,omitempty"`
 }
 
 // ProviderIDs are the providerID of a Node and of a new Node of its machine.
@@ -101,7 +101,7 @@ func (m Machine) name() string {
 }
 
 func (r *Report) problem(reason, message string) {
-	r.Problems = append(r.Problems, events.Condition{Reason: reason, Message: message})
+	r.Problems = append(r.Problems, events.Problem{Reason: reason, Message: message})
 }
 
 func newReport(m Machine, in nodespec.Input) Report {

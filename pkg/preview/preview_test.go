@@ -233,7 +233,7 @@ func TestRender_DetectsDuplicateIdentities(t *testing.T) {
 		options := nodespec.Options{Rules: compile(t, rules.Rule{Name: "same", PlatformMetadata: map[string]string{"ProviderID": "mine://one"}})}
 		reports := preview.Render([]preview.Machine{running("worker-1", "10.0.0.1"), running("worker-2", "10.0.0.2")}, preview.Kubelet{}, options)
 		assert.Empty(t, reports[0].Problems)
-		assert.Equal(t, []events.Condition{{Reason: node.ReasonProviderIDInUse, Message: "providerID mine://one is already in use by node worker-1"}}, reports[1].Problems)
+		assert.Equal(t, []events.Problem{{Reason: node.ReasonProviderIDInUse, Message: "providerID mine://one is already in use by node worker-1"}}, reports[1].Problems)
 	})
 }
 

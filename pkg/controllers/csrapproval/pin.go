@@ -202,7 +202,7 @@ func pinContext(pin csrpolicy.Pin) string {
 
 // reportCredential reports once that a request was made with an unexpected credential.
 func (c *Controller) reportCredential(csr *certificatesv1.CertificateSigningRequest, r review) {
-	if r.verdict.Unexpected == "" || len(c.reporter.Add(csr.Name, events.Condition{Reason: ReasonUnexpectedCredential})) == 0 {
+	if r.verdict.Unexpected == "" || len(c.reporter.Add(csr.Name, events.Problem{Reason: ReasonUnexpectedCredential})) == 0 {
 		return
 	}
 

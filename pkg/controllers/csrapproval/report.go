@@ -74,19 +74,19 @@ func messageFor(verdict csrpolicy.Verdict) string {
 
 // reportDeferral reports why a request stays pending, when there is a new reason.
 func (c *Controller) reportDeferral(ctx context.Context, csr *certificatesv1.CertificateSigningRequest, r review) {
-	var conditions []events.Condition
+	var problems []events.Problem
 
 	for _, reason := range r.verdict.Reasons {
-		conditions = append(conditions, events.Condition{Reason: ReasonDeferred, Subject: reason.Code})
+		problems = append(problems, events.Problem{Reason: ReasonDeferred, Subject: reason.Code})
 	}
 
-	added := c.reporter.Add(csr.Name, conditions...)
+	added := c.reporter.Add(csr.Name, problems...)
 	if len(added) == 0 {
 		return
 	}
 
-	for _, condition := range added {
-		verdicts.WithLabelValues(csrpolicy.Defer.String(), condition.Subject).Inc()
+	for _, problem := range added {
+		verdicts.WithLabelValues(csrpolicy.Defer.String(), problem.Subject).Inc()
 	}
 
 	message := messageFor(r.verdict)

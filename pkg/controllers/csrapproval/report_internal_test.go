@@ -70,5 +70,5 @@ func TestReportDeferral_EmitsEventsForNewReasons(t *testing.T) {
 	}
 
 	c.reporter.Forget(csr.Name)
-	assert.Len(t, c.reporter.Add(csr.Name, events.Condition{Reason: ReasonDeferred, Subject: "Two"}), 1, "another request with the same name")
+	assert.Len(t, c.reporter.Add(csr.Name, events.Problem{Reason: ReasonDeferred, Subject: "Two"}), 1, "another request with the same name")
 }

@@ -231,7 +231,7 @@ func (c *Controller) sync(ctx context.Context, nodename string) error {
 	c.histories[nodename] = h
 
 	blocked := c.blocked(v, h, settings, now)
-	c.reporter.Report(nodename, node, v.conditions(blocked)...)
+	c.reporter.Report(nodename, node, v.problems(blocked)...)
 
 	if taints := v.taints(node.Spec.Taints, settings, now-h.shutdownSince); !settings.DryRun && !slices.Equal(taints, node.Spec.Taints) {
 		return c.setTaints(ctx, node, taints)
@@ -281,16 +281,16 @@ func reports(node *corev1.Node) bool {
 	return ready != nil && ready.Status != corev1.ConditionUnknown
 }
 
-// conditions returns the conditions of a Node with this verdict. blocked may be nil.
-func (v verdict) conditions(blocked *events.Condition) []events.Condition {
-	var list []events.Condition
+// problems returns the problems of a Node with this verdict. blocked may be nil.
+func (v verdict) problems(blocked *events.Problem) []events.Problem {
+	var list []events.Problem
 
 	if v.shutdown {
-		list = append(list, events.Condition{Reason: ReasonShutdown, Message: "Machine announced that it is shutting down and no longer responds"})
+		list = append(list, events.Problem{Reason: ReasonShutdown, Message: "Machine announced that it is shutting down and no longer responds"})
 	}
 
 	if v.proof != "" {
-		list = append(list, events.Condition{
+		list = append(list, events.Problem{
 			Reason: ReasonGone, Subject: string(v.proof),
 			Message: fmt.Sprintf("Machine is gone: %s; the node is deleted if this is still so and the node is not ready for %s", v.message, v.period),
 		})
@@ -304,7 +304,7 @@ func (v verdict) conditions(blocked *events.Condition) []events.Condition {
 }
 
 // blocked returns why the Node is not deleted although its deletion is due; nil if it is not due, or may be deleted.
-func (c *Controller) blocked(v verdict, h history, s config.CompiledLifecycle, now time.Duration) *events.Condition {
+func (c *Controller) blocked(v verdict, h history, s config.CompiledLifecycle, now time.Duration) *events.Problem {
 	if v.proof == "" || now-h.goneSince < v.period {
 		return nil
 	}
@@ -312,7 +312,7 @@ func (c *Controller) blocked(v verdict, h history, s config.CompiledLifecycle, n
 	managed, responding, unknown := c.count()
 
 	if total := managed + unknown; 2*responding < total {
-		return &events.Condition{
+		return &events.Problem{
 			Reason:  ReasonDeletionPaused,
 			Message: fmt.Sprintf("Node is not deleted: only %d of %d machines respond; %s", responding, total, v.message),
 		}
@@ -322,14 +322,14 @@ func (c *Controller) blocked(v verdict, h history, s config.CompiledLifecycle, n
 
 	limit := max(1, managed/10)
 	if _, counted := c.deletions[h.uid]; !counted && len(c.deletions) >= limit {
-		return &events.Condition{
+		return &events.Problem{
 			Reason:  ReasonDeletionLimited,
 			Message: fmt.Sprintf("Node is not deleted yet: at most %d nodes are deleted in %s; %s", limit, deletionWindow, v.message),
 		}
 	}
 
 	if s.DryRun {
-		return &events.Condition{Reason: ReasonDeletionDisabled, Message: "Node would be deleted without lifecycle.dryRun: " + v.message}
+		return &events.Problem{Reason: ReasonDeletionDisabled, Message: "Node would be deleted without lifecycle.dryRun: " + v.message}
 	}
 
 	return nil

@@ -251,12 +251,12 @@ func (c *Controller) syncNode(ctx context.Context, node *corev1.Node) (result st
 		return resultUnchanged, nil
 	}
 
-	p, conditions, err := c.plan(node, entry, in)
+	p, problems, err := c.plan(node, entry, in)
 	if err != nil {
 		return "", fmt.Errorf("compare node %s: %w", node.Name, err)
 	}
 
-	c.report(node, conditions)
+	c.report(node, problems)
 
 	switch {
 	case p == nil:
@@ -280,22 +280,22 @@ func isManaged(node *corev1.Node, entry inventory.Entry, in nodespec.Input) bool
 	return nodespec.IsTalos(node) && node.DeletionTimestamp == nil && (entry.ObservedAt.IsZero() || nodespec.Managed(in))
 }
 
-// plan returns the plan for a managed Node and the conditions to report. The plan is nil if the desired state is not
+// plan returns the plan for a managed Node and the problems to report. The plan is nil if the desired state is not
 // known yet or cannot be written.
-func (c *Controller) plan(node *corev1.Node, entry inventory.Entry, in nodespec.Input) (*plan, []events.Condition, error) {
-	spec, conditions := c.desired(node, entry, in)
+func (c *Controller) plan(node *corev1.Node, entry inventory.Entry, in nodespec.Input) (*plan, []events.Problem, error) {
+	spec, problems := c.desired(node, entry, in)
 	if spec == nil {
-		return nil, conditions, nil
+		return nil, problems, nil
 	}
 
 	wanted := spec.ProviderID
 
-	id, condition := c.providerID(node, entry, wanted)
-	if condition != nil {
-		conditions = append(conditions, *condition)
+	id, problem := c.providerID(node, entry, wanted)
+	if problem != nil {
+		problems = append(problems, *problem)
 
-		if condition.Reason == ReasonProviderIDInUse {
-			return nil, conditions, nil
+		if problem.Reason == ReasonProviderIDInUse {
+			return nil, problems, nil
 		}
 	}
 
@@ -308,63 +308,63 @@ func (c *Controller) plan(node *corev1.Node, entry inventory.Entry, in nodespec.
 
 	p.wantedID = wanted
 
-	return &p, append(conditions, p.conflicts...), nil
+	return &p, append(problems, p.conflicts...), nil
 }
 
-// desired returns the desired state of the Node, or nil if it is not known yet, and the conditions to report.
-func (c *Controller) desired(node *corev1.Node, entry inventory.Entry, in nodespec.Input) (desired *nodespec.Spec, conditions []events.Condition) {
+// desired returns the desired state of the Node, or nil if it is not known yet, and the problems to report.
+func (c *Controller) desired(node *corev1.Node, entry inventory.Entry, in nodespec.Input) (desired *nodespec.Spec, problems []events.Problem) {
 	switch entry.Condition {
 	case inventory.Unreachable:
-		conditions = append(conditions, events.Condition{Reason: ReasonUnreachable, Message: "Talos API is unreachable: " + entry.Reason})
+		problems = append(problems, events.Problem{Reason: ReasonUnreachable, Message: "Talos API is unreachable: " + entry.Reason})
 	case inventory.Mismatch:
 		c.release(node.Name, node.Spec.ProviderID)
 
-		conditions = append(conditions, c.identityMismatch(entry))
+		problems = append(problems, c.identityMismatch(entry))
 	case inventory.Unknown, inventory.Current:
 	}
 
 	// The last view of an unreachable machine is good enough to update a Node, but not to initialize or identify it.
 	isUninitialized := nodespec.IsUninitialized(node)
 	if entry.ObservedAt.IsZero() || (entry.Condition != inventory.Current && (isUninitialized || node.Spec.ProviderID == "")) {
-		return nil, conditions
+		return nil, problems
 	}
 
 	started := c.config.Clock.Now()
-	spec, problems, pending := nodespec.Desired(in)
+	spec, invalid, pending := nodespec.Desired(in)
 
 	transformation.Observe(c.config.Clock.Since(started).Seconds())
 
-	for _, p := range problems {
-		conditions = append(conditions, events.Condition{Reason: ReasonInvalidValue, Subject: p.Kind() + "/" + p.Rule + "/" + p.Key, Message: p.String()})
+	for _, p := range invalid {
+		problems = append(problems, events.Problem{Reason: ReasonInvalidValue, Subject: p.Kind() + "/" + p.Rule + "/" + p.Key, Message: p.String()})
 	}
 
 	if pending == "" {
-		return &spec, conditions
+		return &spec, problems
 	}
 
 	// Initialized Nodes are not affected: every machine lacks metadata for a while after a reboot.
 	if isUninitialized {
-		conditions = append(conditions, events.Condition{Reason: ReasonMetadataPending, Message: "Node cannot be initialized yet: " + pending})
+		problems = append(problems, events.Problem{Reason: ReasonMetadataPending, Message: "Node cannot be initialized yet: " + pending})
 	}
 
-	return nil, conditions
+	return nil, problems
 }
 
 // identityMismatch describes a machine at the Node's address that does not report the Node's name. If no Node has the
 // reported name, the machine is probably the Node's own, and its kubelet has registered it under a different name.
-func (c *Controller) identityMismatch(entry inventory.Entry) events.Condition {
+func (c *Controller) identityMismatch(entry inventory.Entry) events.Problem {
 	message := "Machine does not belong to this node: " + entry.Reason
 	if _, err := c.lister.Get(entry.Responding); apierrors.IsNotFound(err) {
 		message += ", and no node has that name. If its kubelet has another name by hostname-override in machine.kubelet.extraArgs, " +
 			"set the hostname of the machine or machine.kubelet.registerWithFQDN instead. If it was renamed, its new node appears when its kubelet starts"
 	}
 
-	return events.Condition{Reason: ReasonIdentityMismatch, Message: message}
+	return events.Problem{Reason: ReasonIdentityMismatch, Message: message}
 }
 
-// report emits Events for new conditions, and counts the invalid values and topology changes among them.
-func (c *Controller) report(node *corev1.Node, conditions []events.Condition) {
-	for _, added := range c.reporter.Report(node.Name, node, conditions...) {
+// report emits Events for new problems, and counts the invalid values and topology changes among them.
+func (c *Controller) report(node *corev1.Node, problems []events.Problem) {
+	for _, added := range c.reporter.Report(node.Name, node, problems...) {
 		switch added.Reason {
 		case ReasonInvalidValue:
 			kind, _, _ := strings.Cut(added.Subject, "/")

@@ -54,7 +54,7 @@ type plan struct {
 	// written.
 	updateTaints bool
 	// conflicts are the skipped values: another client has set a different one, or the Node keeps its topology.
-	conflicts []events.Condition
+	conflicts []events.Problem
 }
 
 func (p plan) empty() bool {
@@ -75,7 +75,7 @@ func makePlan(node *corev1.Node, spec nodespec.Spec) (plan, error) {
 	desired := maps.Clone(taints.record)
 	maps.Copy(desired, spec.Labels)
 
-	var topologyChanges []events.Condition
+	var topologyChanges []events.Problem
 	if !spec.FollowTopology {
 		topologyChanges = keepTopology(node, labels, spec, desired)
 	}
@@ -86,7 +86,7 @@ func makePlan(node *corev1.Node, spec nodespec.Spec) (plan, error) {
 		updateTaints: !slices.Equal(taints.list, node.Spec.Taints),
 	}
 
-	var labelConflicts, annotationConflicts []events.Condition
+	var labelConflicts, annotationConflicts []events.Problem
 
 	p.labels, labelConflicts = labels.compare(desired)
 	p.annotations, annotationConflicts = annotations.compare(spec.Annotations)
@@ -160,7 +160,7 @@ func (m metadata) findOwners(managers []fieldManager, talosKeys []string) {
 // owns: an interrupted takeover from the upstream Talos CCM leaves them. It does not start to apply keys that Talos
 // owns, since Talos would revert them. Keys that were applied before Talos took them over stay applied as long as the
 // values are equal: otherwise they would be removed.
-func (m metadata) compare(desired map[string]string) (apply map[string]string, conflicts []events.Condition) {
+func (m metadata) compare(desired map[string]string) (apply map[string]string, conflicts []events.Problem) {
 	apply = map[string]string{}
 
 	for _, key := range slices.Sorted(maps.Keys(desired)) {
@@ -170,7 +170,7 @@ func (m metadata) compare(desired map[string]string) (apply map[string]string, c
 
 		switch {
 		case exists && current != desired[key] && owner != "":
-			conflicts = append(conflicts, events.Condition{
+			conflicts = append(conflicts, events.Problem{
 				Reason:  ReasonOwnershipConflict,
 				Subject: m.field + "/" + key,
 				Message: fmt.Sprintf("%s %s=%.80q is owned by %s; skipped", m.noun, key, current, owner),
@@ -193,13 +193,13 @@ var topologies = []topology{
 }
 
 // keepTopology replaces the region and the zone in the desired labels by those of an initialized Node, and returns each
-// difference as a condition. Volumes are bound to these labels, and Kubernetes documents that it is safe to assume that
+// difference as a problem. Volumes are bound to these labels, and Kubernetes documents that it is safe to assume that
 // they do not change (https://kubernetes.io/docs/reference/labels-annotations-taints/#topologykubernetesiozone). The
 // labels of the Node are the only state, so a restart changes nothing.
 //
 // Missing labels are not kept but set: no volume can be bound to them, and an operator accepts a new value by deleting
 // the label. The beta label follows the stable one.
-func keepTopology(node *corev1.Node, labels metadata, spec nodespec.Spec, desired map[string]string) (changed []events.Condition) {
+func keepTopology(node *corev1.Node, labels metadata, spec nodespec.Spec, desired map[string]string) (changed []events.Problem) {
 	for _, t := range topologies {
 		current, exists := node.Labels[t.stable]
 		_, isApplied := labels.applied[t.stable]
@@ -224,7 +224,7 @@ func keepTopology(node *corev1.Node, labels metadata, spec nodespec.Spec, desire
 	return changed
 }
 
-func topologyChanged(spec nodespec.Spec, t topology, current string) events.Condition {
+func topologyChanged(spec nodespec.Spec, t topology, current string) events.Problem {
 	source := "its machine"
 	if rule := cmp.Or(spec.Transformed.Labels[t.stable].Rule, spec.Transformed.Replaced[t.field]); rule != "" {
 		source = fmt.Sprintf("rule %q", rule)
@@ -235,7 +235,7 @@ func topologyChanged(spec nodespec.Spec, t topology, current string) events.Cond
 		now = fmt.Sprintf("now sets %.80q", value)
 	}
 
-	return events.Condition{Reason: ReasonTopologyChanged, Subject: t.stable, Message: fmt.Sprintf(
+	return events.Problem{Reason: ReasonTopologyChanged, Subject: t.stable, Message: fmt.Sprintf(
 		"Node keeps label %s=%.80q, but %s %s; to accept the new value, delete the label or set nodes.topology: follow", t.stable, current, source, now)}
 }
 

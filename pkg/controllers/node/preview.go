@@ -32,8 +32,8 @@ type Preview struct {
 	Spec nodespec.Spec
 	// ProviderID is what a new Node of the machine would get.
 	ProviderID string
-	// Conditions would be reported as Events.
-	Conditions []events.Condition
+	// Problems would be reported as Events.
+	Problems []events.Problem
 	// Upstream are the fields that the upstream Talos CCM owns, sorted.
 	Upstream []UpstreamField
 }
@@ -97,12 +97,12 @@ func (c *Controller) preview(node *corev1.Node) (Preview, error) {
 		return Preview{}, err
 	}
 
-	p, conditions, err := c.plan(node, entry, in)
+	p, problems, err := c.plan(node, entry, in)
 	if err != nil {
 		return Preview{}, err
 	}
 
-	result := Preview{Before: node, Conditions: conditions, Upstream: upstreamFields(managers, p)}
+	result := Preview{Before: node, Problems: problems, Upstream: upstreamFields(managers, p)}
 
 	if p != nil {
 		result.Spec, result.ProviderID, result.After = p.spec, p.wantedID, p.applyTo(node, managers)

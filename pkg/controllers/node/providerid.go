@@ -12,17 +12,17 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 )
 
-// providerID returns the providerID of the Node, and a condition to report. A Node without a providerID gets the desired
-// one if it is free. If the condition is ReasonProviderIDInUse, the Node must not be written.
+// providerID returns the providerID of the Node, and a problem to report. A Node without a providerID gets the desired
+// one if it is free. If the problem is ReasonProviderIDInUse, the Node must not be written.
 //
 // A renamed machine leaves behind its old Node, which has the providerID. The new Node is written without a providerID,
 // and gets it after the old Node is deleted.
-func (c *Controller) providerID(node *corev1.Node, entry inventory.Entry, desired string) (string, *events.Condition) {
+func (c *Controller) providerID(node *corev1.Node, entry inventory.Entry, desired string) (string, *events.Problem) {
 	if actual := node.Spec.ProviderID; actual != "" {
 		c.release(node.Name, actual)
 
 		if entry.Condition == inventory.Current && differentInstances(actual, desired) {
-			return actual, &events.Condition{Reason: ReasonProviderIDMismatch, Message: fmt.Sprintf("Node has providerID %s, but its machine is %s now; "+
+			return actual, &events.Problem{Reason: ReasonProviderIDMismatch, Message: fmt.Sprintf("Node has providerID %s, but its machine is %s now; "+
 				"drain and delete the node, and then reboot the machine, so that it registers again", actual, desired)}
 		}
 
@@ -35,11 +35,11 @@ func (c *Controller) providerID(node *corev1.Node, entry inventory.Entry, desire
 	case owner == "":
 		return desired, nil
 	case c.config.Inventory.RenamedTo(owner) == node.Name, c.config.Inventory.Get(owner).Condition == inventory.Mismatch:
-		return "", &events.Condition{Reason: ReasonRenamed, Message: fmt.Sprintf("ProviderID %s is not set yet: it is used by node %s, "+
+		return "", &events.Problem{Reason: ReasonRenamed, Message: fmt.Sprintf("ProviderID %s is not set yet: it is used by node %s, "+
 			"probably the former name of this machine; the lifecycle controller deletes that node after its grace period if it has seen the "+
 			"renaming, or delete it yourself", desired, owner)}
 	default:
-		return "", &events.Condition{Reason: ReasonProviderIDInUse, Message: fmt.Sprintf(
+		return "", &events.Problem{Reason: ReasonProviderIDInUse, Message: fmt.Sprintf(
 			"ProviderID %s is already used by node %s; delete that node if its machine no longer exists", desired, owner)}
 	}
 }

@@ -26,7 +26,7 @@ type mergedTaints struct {
 	// record are the labels that record enforced taints. They are written before the taints, and include a taint that is
 	// about to be removed.
 	record    map[string]string
-	conflicts []events.Condition
+	conflicts []events.Problem
 }
 
 // mergeTaints adds the desired taints: all at initialization, later the enforced ones. It removes the uninitialized
@@ -74,7 +74,7 @@ func (p *mergedTaints) add(node *corev1.Node, taint rules.Taint) {
 	case p.list[i].Value != taint.Value && ours:
 		p.list[i] = taint.Taint
 	case p.list[i].Value != taint.Value:
-		p.conflicts = append(p.conflicts, events.Condition{
+		p.conflicts = append(p.conflicts, events.Problem{
 			Reason:  ReasonOwnershipConflict,
 			Subject: "taints/" + id,
 			Message: fmt.Sprintf("Taint %s with value %q is owned by another client; skipped", id, p.list[i].Value),

@@ -139,7 +139,7 @@ func (a *allocations) resolve(nodename string, node *corev1.Node) (blocks []neti
 // allocate allocates a block for each of the requests. If one request cannot be met, it allocates nothing and returns
 // the reason. It also allocates nothing, without a reason, if blocks of the Node were recorded after resolve: the change
 // of the Node has queued it again.
-func (a *allocations) allocate(node *corev1.Node, requests []request) ([]netip.Prefix, *events.Condition) {
+func (a *allocations) allocate(node *corev1.Node, requests []request) ([]netip.Prefix, *events.Problem) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 
@@ -164,7 +164,7 @@ func (a *allocations) allocate(node *corev1.Node, requests []request) ([]netip.P
 		}
 
 		if !found {
-			return nil, newCondition(ReasonExhausted, "Pool %q is exhausted: no free %s block in %v", r.sources[0].name, r.family, r.sources)
+			return nil, newProblem(ReasonExhausted, "Pool %q is exhausted: no free %s block in %v", r.sources[0].name, r.family, r.sources)
 		}
 
 		blocks = append(blocks, block)
@@ -232,8 +232,8 @@ func (a *allocations) reserve(owner string, prefixes []netip.Prefix) {
 	}
 }
 
-// overlap returns a condition if blocks of other Nodes overlap those of the Node.
-func (a *allocations) overlap(node *corev1.Node) *events.Condition {
+// overlap returns a problem if blocks of other Nodes overlap those of the Node.
+func (a *allocations) overlap(node *corev1.Node) *events.Problem {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 
@@ -260,11 +260,11 @@ func (a *allocations) overlap(node *corev1.Node) *events.Condition {
 	slices.Sort(others)
 
 	if len(others) == 1 {
-		return newCondition(ReasonOverlap, "podCIDRs %v overlap those of Node %s; delete the Node whose podCIDRs are wrong, "+
+		return newProblem(ReasonOverlap, "podCIDRs %v overlap those of Node %s; delete the Node whose podCIDRs are wrong, "+
 			"or one of them, and let it register again to have others assigned", node.Spec.PodCIDRs, others[0])
 	}
 
-	return newCondition(ReasonOverlap, "podCIDRs %v overlap those of %d Nodes; delete this Node and let it register again to have others assigned; the Nodes are %s",
+	return newProblem(ReasonOverlap, "podCIDRs %v overlap those of %d Nodes; delete this Node and let it register again to have others assigned; the Nodes are %s",
 		node.Spec.PodCIDRs, len(others), strings.Join(others, ", "))
 }
 

@@ -110,7 +110,7 @@ func (o Options) maskSize(pool Pool, f corev1.IPFamily) int {
 
 // setKCMMaskSizes fills in the mask sizes of kube-controller-manager, and returns why the sizes of blocks of the cluster
 // CIDRs are not certain; nil if they are. A machine without a size has the default.
-func (o *Options) setKCMMaskSizes(network *controlplane.Network) (uncertain *events.Condition) {
+func (o *Options) setKCMMaskSizes(network *controlplane.Network) (uncertain *events.Problem) {
 	o.kcmMaskSizes = map[corev1.IPFamily]int{}
 	configured := map[corev1.IPFamily]int{ipv4: o.MaskSizeIPv4, ipv6: o.MaskSizeIPv6}
 
@@ -143,10 +143,10 @@ func (o *Options) setKCMMaskSizes(network *controlplane.Network) (uncertain *eve
 		switch {
 		case configured[f] != 0:
 		case len(sizes) > 1:
-			uncertain = newCondition(ReasonAllocatorUnknown, "The control-plane machines have different mask sizes (node-cidr-mask-size of "+
+			uncertain = newProblem(ReasonAllocatorUnknown, "The control-plane machines have different mask sizes (node-cidr-mask-size of "+
 				"kube-controller-manager); configure the same ones, or set --node-cidr-mask-size-ipv4 and --node-cidr-mask-size-ipv6")
 		case network.Machines > 0 && 2*len(network.KCMConfigs) <= network.Machines:
-			uncertain = newCondition(ReasonAllocatorUnknown, "The mask sizes of kube-controller-manager are known for %d of %d control-plane machines, "+
+			uncertain = newProblem(ReasonAllocatorUnknown, "The mask sizes of kube-controller-manager are known for %d of %d control-plane machines, "+
 				"which are too few; check the others, or set --node-cidr-mask-size-ipv4 and --node-cidr-mask-size-ipv6", len(network.KCMConfigs), network.Machines)
 		}
 	}
@@ -232,27 +232,27 @@ type assignment struct {
 	// options contain the cluster CIDRs.
 	options Options
 	// blocked is the reason why blocks cannot be allocated for any Node; nil if they can.
-	blocked *events.Condition
+	blocked *events.Problem
 	// fallback allows IPv6 blocks of the cluster CIDRs for machines without a prefix.
 	fallback bool
 	now      time.Time
 }
 
-// managed reports whether the Node is managed, or returns a condition if that depends on a machine that does not respond.
-func (a assignment) managed() (bool, *events.Condition) {
+// managed reports whether the Node is managed, or returns a problem if that depends on a machine that does not respond.
+func (a assignment) managed() (bool, *events.Problem) {
 	if a.selector == nil {
 		return true, nil
 	}
 
-	if condition := a.machineUnavailable(); condition != nil {
-		return false, condition
+	if problem := a.machineUnavailable(); problem != nil {
+		return false, problem
 	}
 
 	return a.selector.Matches(nodespec.FactsOf(a.node, a.entry.Machine)), nil
 }
 
-// machineUnavailable returns a condition unless the inventory has a current view of the machine.
-func (a assignment) machineUnavailable() *events.Condition {
+// machineUnavailable returns a problem unless the inventory has a current view of the machine.
+func (a assignment) machineUnavailable() *events.Problem {
 	factKinds := a.selector.FactKinds()
 	for _, pool := range a.pools {
 		factKinds |= pool.Selector.FactKinds()
@@ -269,38 +269,38 @@ func (a assignment) machineUnavailable() *events.Condition {
 		detail += ": " + a.entry.Reason
 	}
 
-	return newCondition(ReasonMachineUnknown, "Waiting for the Talos API of the machine (%s)", detail)
+	return newProblem(ReasonMachineUnknown, "Waiting for the Talos API of the machine (%s)", detail)
 }
 
 // requests returns one request for each IP family, in the order of podCIDRs; none for a Node that is not managed. It
-// returns a condition if the Node has to wait. podCIDRs cannot be changed once set, so nothing is guessed.
-func (a assignment) requests() ([]request, *events.Condition) {
-	if managed, condition := a.managed(); condition != nil || !managed {
-		return nil, condition
+// returns a problem if the Node has to wait. podCIDRs cannot be changed once set, so nothing is guessed.
+func (a assignment) requests() ([]request, *events.Problem) {
+	if managed, problem := a.managed(); problem != nil || !managed {
+		return nil, problem
 	}
 
 	if a.blocked != nil {
 		return nil, a.blocked
 	}
 
-	pool, condition := a.pool()
-	if condition != nil {
-		return nil, condition
+	pool, problem := a.pool()
+	if problem != nil {
+		return nil, problem
 	}
 
 	var requests []request
 
 	for _, f := range a.families(pool) {
-		r, condition := a.request(pool, f)
-		if condition != nil {
-			return nil, condition
+		r, problem := a.request(pool, f)
+		if problem != nil {
+			return nil, problem
 		}
 
 		requests = append(requests, r)
 	}
 
 	if len(requests) == 0 {
-		return nil, newCondition(ReasonClusterCIDRMissing, "No cluster CIDRs are configured; set --cluster-cidr, or cluster.network.podSubnets in Talos")
+		return nil, newProblem(ReasonClusterCIDRMissing, "No cluster CIDRs are configured; set --cluster-cidr, or cluster.network.podSubnets in Talos")
 	}
 
 	return requests, nil
@@ -319,15 +319,15 @@ func (a assignment) families(pool Pool) (families []corev1.IPFamily) {
 
 // pool returns the first pool that selects the Node; the zero Pool if there is none. The labels of a Node are complete
 // when it is initialized.
-func (a assignment) pool() (Pool, *events.Condition) {
+func (a assignment) pool() (Pool, *events.Problem) {
 	if slices.ContainsFunc(a.pools, func(pool Pool) bool { return pool.Selector != nil }) {
-		if condition := a.machineUnavailable(); condition != nil {
-			return Pool{}, condition
+		if problem := a.machineUnavailable(); problem != nil {
+			return Pool{}, problem
 		}
 	}
 
 	if slices.ContainsFunc(a.pools, func(pool Pool) bool { return pool.Selector.ReadsLabels() }) && nodespec.IsUninitialized(a.node) {
-		return Pool{}, newCondition(ReasonNotInitialized, "Waiting for the Node to be initialized, because pools select Nodes by label")
+		return Pool{}, newProblem(ReasonNotInitialized, "Waiting for the Node to be initialized, because pools select Nodes by label")
 	}
 
 	facts := nodespec.FactsOf(a.node, a.entry.Machine)
@@ -341,14 +341,14 @@ func (a assignment) pool() (Pool, *events.Condition) {
 	return a.pools[i], nil
 }
 
-func (a assignment) request(pool Pool, f corev1.IPFamily) (request, *events.Condition) {
+func (a assignment) request(pool Pool, f corev1.IPFamily) (request, *events.Problem) {
 	name, cidrs, size := pool.Name, ofFamily(pool.CIDRs, f), a.options.maskSize(pool, f)
 
 	if len(cidrs) == 0 {
 		if f == ipv6 && a.options.Allocator == CloudAllocator {
-			r, condition := a.fromMachine(pool)
-			if condition == nil || condition.Reason != ReasonPrefixMissing || !a.fallsBack() {
-				return r, condition
+			r, problem := a.fromMachine(pool)
+			if problem == nil || problem.Reason != ReasonPrefixMissing || !a.fallsBack() {
+				return r, problem
 			}
 		}
 
@@ -358,7 +358,7 @@ func (a assignment) request(pool Pool, f corev1.IPFamily) (request, *events.Cond
 	if pool.BlockSizeAuto && f == ipv4 {
 		var known bool
 		if size, known = maskSizeFor(a.node); !known {
-			return request{}, newCondition(ReasonMaxPodsUnknown, "Waiting for the kubelet to report a pod capacity between 1 and %d", maxPods)
+			return request{}, newProblem(ReasonMaxPodsUnknown, "Waiting for the kubelet to report a pod capacity between 1 and %d", maxPods)
 		}
 	}
 
@@ -367,7 +367,7 @@ func (a assignment) request(pool Pool, f corev1.IPFamily) (request, *events.Cond
 	for _, cidr := range cidrs {
 		s, err := a.source(name, cidr, size)
 		if err != nil {
-			return request{}, newCondition(ReasonPrefixTooSmall, "Pool %q: %v", name, err)
+			return request{}, newProblem(ReasonPrefixTooSmall, "Pool %q: %v", name, err)
 		}
 
 		r.sources = append(r.sources, s)
@@ -427,15 +427,15 @@ func (a assignment) source(name string, cidr netip.Prefix, size int) (source, er
 	return source{Pool: blocks, name: name, limit: limit}, err
 }
 
-// unusable returns a condition if podCIDRs are invalid or do not count.
-func (a assignment) unusable() *events.Condition {
+// unusable returns a problem if podCIDRs are invalid or do not count.
+func (a assignment) unusable() *events.Problem {
 	podCIDRs, invalid := podCIDRs(a.node)
 	if len(invalid) > 0 {
-		return newCondition(ReasonInvalid, "podCIDRs %q are not CIDRs; delete the Node and let it register again to have others assigned", invalid)
+		return newProblem(ReasonInvalid, "podCIDRs %q are not CIDRs; delete the Node and let it register again to have others assigned", invalid)
 	}
 
 	sources := a.sources()
-	if s, condition := a.machineSource(Pool{}); condition == nil && a.options.Allocator == CloudAllocator {
+	if s, problem := a.machineSource(Pool{}); problem == nil && a.options.Allocator == CloudAllocator {
 		sources = append(sources, s)
 	}
 
@@ -446,40 +446,40 @@ func (a assignment) unusable() *events.Condition {
 		return nil
 	}
 
-	return newCondition(ReasonTooLarge, "podCIDRs %v are larger than all blocks of a pool and than a quarter of it, and may be assigned to other Nodes; "+
+	return newProblem(ReasonTooLarge, "podCIDRs %v are larger than all blocks of a pool and than a quarter of it, and may be assigned to other Nodes; "+
 		"delete the Node and let it register again without podCIDRs", tooLarge)
 }
 
-// outdated returns conditions if the podCIDRs do not match the current configuration.
-func (a assignment) outdated() (conditions []*events.Condition) {
+// outdated returns problems if the podCIDRs do not match the current configuration.
+func (a assignment) outdated() (problems []*events.Problem) {
 	podCIDRs, _ := podCIDRs(a.node)
 
-	managed, condition := a.managed()
-	if condition != nil || !managed || !nodespec.IsTalos(a.node) || len(podCIDRs) == 0 {
+	managed, problem := a.managed()
+	if problem != nil || !managed || !nodespec.IsTalos(a.node) || len(podCIDRs) == 0 {
 		return nil
 	}
 
-	pool, condition := a.pool()
-	if condition != nil {
+	pool, problem := a.pool()
+	if problem != nil {
 		return nil
 	}
 
 	for _, f := range a.families(pool) {
 		if len(ofFamily(podCIDRs, f)) == 0 {
-			conditions = append(conditions, newCondition(ReasonFamilyMissing,
+			problems = append(problems, newProblem(ReasonFamilyMissing,
 				"The Node has podCIDRs %v, but the cluster assigns %s, too; delete the Node and let it register again to have both assigned", podCIDRs, f))
 		}
 	}
 
 	if a.options.Allocator == CloudAllocator && len(ofFamily(pool.CIDRs, ipv6)) == 0 {
-		conditions = append(conditions, a.prefixChanged(podCIDRs))
+		problems = append(problems, a.prefixChanged(podCIDRs))
 	}
 
-	return conditions
+	return problems
 }
 
-// prefixChanged returns a condition if an IPv6 podCIDR is not in the prefix that the machine reported last.
-func (a assignment) prefixChanged(podCIDRs []netip.Prefix) *events.Condition {
+// prefixChanged returns a problem if an IPv6 podCIDR is not in the prefix that the machine reported last.
+func (a assignment) prefixChanged(podCIDRs []netip.Prefix) *events.Problem {
 	if prefix, found := machinePrefix(a.entry.Machine); found {
 		expected := machineSubnets(a.entry.Machine)
 		for _, pool := range slices.Concat(a.pools, []Pool{{CIDRs: a.options.ClusterCIDRs}}) {
@@ -488,7 +488,7 @@ func (a assignment) prefixChanged(podCIDRs []netip.Prefix) *events.Condition {
 
 		for _, podCIDR := range ofFamily(podCIDRs, ipv6) {
 			if !slices.ContainsFunc(expected, podCIDR.Overlaps) {
-				return newCondition(ReasonPrefixChanged,
+				return newProblem(ReasonPrefixChanged,
 					"The podCIDR %s is not in the machine's prefix, which is %s; delete the Node and let it register again to have another one assigned", podCIDR, prefix)
 			}
 		}
@@ -517,21 +517,21 @@ func maskSizeFor(node *corev1.Node) (size int, known bool) {
 func maskSizeOf(pods int64) int { return 32 - bits.Len64(uint64(2*pods-1)) } //nolint:gosec // is positive
 
 // fromMachine requests a block of the machine's own global IPv6 prefix.
-func (a assignment) fromMachine(pool Pool) (request, *events.Condition) {
-	if condition := a.machineUnavailable(); condition != nil {
-		return request{}, condition
+func (a assignment) fromMachine(pool Pool) (request, *events.Problem) {
+	if problem := a.machineUnavailable(); problem != nil {
+		return request{}, problem
 	}
 
-	s, condition := a.machineSource(pool)
+	s, problem := a.machineSource(pool)
 
-	return request{family: ipv6, sources: []source{s}}, condition
+	return request{family: ipv6, sources: []source{s}}, problem
 }
 
 // machineSource divides the machine's own global IPv6 prefix into blocks for the Nodes of a pool.
-func (a assignment) machineSource(pool Pool) (source, *events.Condition) {
+func (a assignment) machineSource(pool Pool) (source, *events.Problem) {
 	prefix, found := machinePrefix(a.entry.Machine)
 	if !found {
-		return source{}, newCondition(ReasonPrefixMissing, "The machine has no global IPv6 address of its own with a prefix, which a /128 does not have; "+
+		return source{}, newProblem(ReasonPrefixMissing, "The machine has no global IPv6 address of its own with a prefix, which a /128 does not have; "+
 			"the Node waits for a prefix, with ipam.fallbackToClusterCIDRs for a minute")
 	}
 
@@ -541,7 +541,7 @@ func (a assignment) machineSource(pool Pool) (source, *events.Condition) {
 
 	s, err := a.source(poolMachine, prefix, size(pool))
 	if err != nil {
-		return source{}, newCondition(ReasonPrefixTooSmall,
+		return source{}, newProblem(ReasonPrefixTooSmall,
 			"The machine's IPv6 prefix %s is too small; it must hold at least two blocks of /%d, one of which contains the machine", prefix, minBlockBits)
 	}
 

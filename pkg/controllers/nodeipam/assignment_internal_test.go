@@ -151,8 +151,8 @@ func TestAssignment_RequestsBlocksOfEachFamily(t *testing.T) {
 			a.node = running("")
 		}
 
-		requests, condition := a.requests()
-		assert.Equal(t, test.want, summary(requests)+reasonOf(condition), test.name)
+		requests, problem := a.requests()
+		assert.Equal(t, test.want, summary(requests)+reasonOf(problem), test.name)
 	}
 }
 
@@ -264,7 +264,7 @@ func TestOptions_UseMaskSizesThatMostMachinesReport(t *testing.T) {
 	}
 }
 
-func reasonOf(c *events.Condition) string {
+func reasonOf(c *events.Problem) string {
 	if c == nil {
 		return ""
 	}
@@ -359,12 +359,12 @@ func TestAssignment_DividesSmallPrefixesOfMachines(t *testing.T) {
 	} {
 		a := assignment{entry: current(on("eth0", fmt.Sprintf("2001:db8:1:2::5/%d", own))), options: Options{}}
 
-		s, condition := a.machineSource(Pool{})
+		s, problem := a.machineSource(Pool{})
 
 		if want == 0 {
-			assert.Equal(t, ReasonPrefixTooSmall, reasonOf(condition), own)
+			assert.Equal(t, ReasonPrefixTooSmall, reasonOf(problem), own)
 		} else {
-			assert.Nil(t, condition, own)
+			assert.Nil(t, problem, own)
 			assert.Contains(t, s.String(), fmt.Sprintf("(/%d blocks)", want), own)
 		}
 	}

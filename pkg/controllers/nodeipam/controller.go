@@ -143,8 +143,8 @@ type Controller struct {
 type conflict struct {
 	at       time.Time
 	nodename string
-	// condition blocks allocation; nil if the client can be the kubelet of the Node.
-	condition *events.Condition
+	// problem blocks allocation; nil if the client can be the kubelet of the Node.
+	problem *events.Problem
 }
 
 // New returns a Controller that has subscribed to its inputs. The informer must not have been started yet.
@@ -253,12 +253,12 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 
 	switch {
 	case !pending:
-		condition := a.unusable()
-		if condition == nil {
-			condition = c.allocations.overlap(node)
+		problem := a.unusable()
+		if problem == nil {
+			problem = c.allocations.overlap(node)
 		}
 
-		c.report(node, append(a.outdated(), condition)...)
+		c.report(node, append(a.outdated(), problem)...)
 	case network != nil && nodespec.IsTalos(node) && node.DeletionTimestamp == nil: // otherwise, the first refresh queues the Node again
 		return c.assign(ctx, a, blocks)
 	}
@@ -269,17 +269,17 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 // assign allocates blocks for a Node and writes them. It writes blocks again that were allocated before, if the result of
 // that write is not known.
 func (c *Controller) assign(ctx context.Context, a assignment, blocks []netip.Prefix) error {
-	requests, condition := a.requests()
+	requests, problem := a.requests()
 
 	if len(requests) > 0 && len(blocks) == 0 {
 		// Here too, because a refresh may be late.
 		c.allocations.reserve("services", a.options.ServiceCIDRs)
 
-		blocks, condition = c.allocations.allocate(a.node, requests)
+		blocks, problem = c.allocations.allocate(a.node, requests)
 	}
 
 	if len(requests) == 0 || len(blocks) == 0 {
-		c.report(a.node, condition)
+		c.report(a.node, problem)
 
 		return nil
 	}
@@ -287,9 +287,9 @@ func (c *Controller) assign(ctx context.Context, a assignment, blocks []netip.Pr
 	return c.write(ctx, a.node, blocks, requests)
 }
 
-// effectiveOptions returns the options with the CIDRs of the control plane filled in, and a condition if blocks cannot be
+// effectiveOptions returns the options with the CIDRs of the control plane filled in, and a problem if blocks cannot be
 // allocated. network is nil before the control plane has been read.
-func (c *Controller) effectiveOptions(network *controlplane.Network) (Options, *events.Condition) {
+func (c *Controller) effectiveOptions(network *controlplane.Network) (Options, *events.Problem) {
 	options := c.cfg.Options
 	if network == nil {
 		return options, nil
@@ -314,19 +314,19 @@ func (c *Controller) effectiveOptions(network *controlplane.Network) (Options, *
 	options.ServiceCIDRs = slices.Compact(options.ServiceCIDRs)
 	uncertainSizes := options.setKCMMaskSizes(network)
 
-	if last := c.conflict.Load(); last != nil && last.condition != nil && c.cfg.Clock.Since(last.at) < conflictPeriod {
-		return options, last.condition
+	if last := c.conflict.Load(); last != nil && last.problem != nil && c.cfg.Clock.Since(last.at) < conflictPeriod {
+		return options, last.problem
 	}
 
 	switch allocators := network.Allocators(); {
 	case len(allocators) > 0:
-		return options, newCondition(ReasonAllocatorConflict,
+		return options, newProblem(ReasonAllocatorConflict,
 			"kube-controller-manager allocates pod CIDRs on %s; disable its allocator in the configuration of every control-plane machine: %s",
 			strings.Join(allocators, ", "), disableKCMAllocator)
 	case network.Problem != "":
-		return options, newCondition(ReasonAllocatorUnknown, "%s", network.Problem)
+		return options, newProblem(ReasonAllocatorUnknown, "%s", network.Problem)
 	case differ:
-		return options, newCondition(ReasonAllocatorUnknown,
+		return options, newProblem(ReasonAllocatorUnknown,
 			"The control-plane machines have different pod subnets (cluster.network.podSubnets); configure the same ones, or set --cluster-cidr")
 	}
 
@@ -366,7 +366,7 @@ func (c *Controller) write(ctx context.Context, node *corev1.Node, blocks []neti
 	case apierrors.IsNotFound(err):
 		return nil // deleted
 	case apierrors.IsInvalid(err), apierrors.IsForbidden(err):
-		c.report(node, newCondition(ReasonWriteFailed, "The API server rejected podCIDRs %v: %v", podCIDRs, err))
+		c.report(node, newProblem(ReasonWriteFailed, "The API server rejected podCIDRs %v: %v", podCIDRs, err))
 	}
 
 	if err != nil {
@@ -385,13 +385,13 @@ func (c *Controller) write(ctx context.Context, node *corev1.Node, blocks []neti
 	return nil
 }
 
-// report replaces the conditions of a Node. Nil is none.
-func (c *Controller) report(node *corev1.Node, conditions ...*events.Condition) {
-	var found []events.Condition
+// report replaces the problems of a Node. Nil is none.
+func (c *Controller) report(node *corev1.Node, problems ...*events.Problem) {
+	var found []events.Problem
 
-	for _, condition := range conditions {
-		if condition != nil {
-			found = append(found, *condition)
+	for _, problem := range problems {
+		if problem != nil {
+			found = append(found, *problem)
 		}
 	}
 
@@ -502,17 +502,17 @@ func (c *Controller) detectConflict(node *corev1.Node) {
 
 	next := &conflict{at: c.cfg.Clock.Now(), nodename: node.Name}
 	if last := c.conflict.Load(); last != nil && next.at.Sub(last.at) < conflictPeriod {
-		next.condition = last.condition
+		next.problem = last.problem
 
 		if last.nodename != node.Name {
-			next.condition = newCondition(ReasonAllocatorConflict,
+			next.problem = newProblem(ReasonAllocatorConflict,
 				"Field manager %q assigned podCIDRs to Node %s after Node %s; allocation is blocked until no other controller has done so for %s",
 				manager, node.Name, last.nodename, conflictPeriod)
 		}
 	}
 
 	c.conflict.Store(next)
-	c.report(node, next.condition)
+	c.report(node, next.problem)
 }
 
 func (c *Controller) nodeDeleted(obj any) {
@@ -536,6 +536,6 @@ func (c *Controller) machineChanged(nodename string) {
 	c.queue.Add(nodename)
 }
 
-func newCondition(reason, format string, args ...any) *events.Condition {
-	return &events.Condition{Reason: reason, Message: fmt.Sprintf(format, args...)}
+func newProblem(reason, format string, args ...any) *events.Problem {
+	return &events.Problem{Reason: reason, Message: fmt.Sprintf(format, args...)}
 }

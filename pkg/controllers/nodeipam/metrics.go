@@ -89,7 +89,7 @@ func resetGauges() {
 }
 
 // updateGauges sets all gauges, and removes those of pools and reasons that no longer exist.
-func (c *Controller) updateGauges(options Options, blockedReason *events.Condition) {
+func (c *Controller) updateGauges(options Options, blockedReason *events.Problem) {
 	resetGauges()
 
 	if blockedReason != nil {
@@ -115,7 +115,7 @@ func (c *Controller) updateGauges(options Options, blockedReason *events.Conditi
 	for _, node := range c.cachedNodes() {
 		all.entry = c.cfg.Inventory.Get(node.Name)
 
-		if s, condition := all.machineSource(Pool{}); condition == nil && !known[s.CIDR()] {
+		if s, problem := all.machineSource(Pool{}); problem == nil && !known[s.CIDR()] {
 			known[s.CIDR()] = true
 
 			c.updatePoolGauges(s)

@@ -192,7 +192,7 @@ func (c *Controller) sync(ctx context.Context, _ string) error {
 
 	for _, d := range decisions {
 		name := cache.MetaObjectToName(d.service).String()
-		c.reporter.Report(name, d.service, d.conditions...)
+		c.reporter.Report(name, d.service, d.problems...)
 		decided.Insert(name)
 	}
 

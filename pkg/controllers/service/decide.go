@@ -144,9 +144,9 @@ func isOwned(service *corev1.Service) bool {
 
 // decision contains the addresses that a Service must have.
 type decision struct {
-	service    *corev1.Service
-	ingress    []corev1.LoadBalancerIngress
-	conditions []events.Condition
+	service  *corev1.Service
+	ingress  []corev1.LoadBalancerIngress
+	problems []events.Problem
 }
 
 // socket is an address and a port, which only one Service can have.
@@ -208,11 +208,11 @@ func (s snapshot) decide() []decision {
 	return decisions
 }
 
-// findIPVS returns a condition if kube-proxy uses IPVS.
-func (s snapshot) findIPVS() []events.Condition {
+// findIPVS returns a problem if kube-proxy uses IPVS.
+func (s snapshot) findIPVS() []events.Problem {
 	for _, c := range s.nodes {
 		if slices.ContainsFunc(c.entry.Machine.Addresses, func(a machine.Address) bool { return a.Link == linkIPVS }) {
-			return []events.Condition{{Reason: ReasonUnsupportedProxyMode, Message: fmt.Sprintf(
+			return []events.Problem{{Reason: ReasonUnsupportedProxyMode, Message: fmt.Sprintf(
 				"kube-proxy on Node %s uses IPVS, which is not supported (link %s); use nftables, and restart the machine", c.node.Name, linkIPVS)}}
 		}
 	}
@@ -224,17 +224,17 @@ func (s snapshot) decideOne(service *corev1.Service, nodePorts map[port]*corev1.
 	present := service.Status.LoadBalancer.Ingress
 
 	if service.Spec.LoadBalancerClass == nil && len(present) > 0 && !isOwned(service) {
-		return decision{service, present, []events.Condition{{Reason: ReasonOwnershipConflict, Message: fmt.Sprintf(
+		return decision{service, present, []events.Problem{{Reason: ReasonOwnershipConflict, Message: fmt.Sprintf(
 			"The addresses were set by another controller (%s); set spec.loadBalancerClass, so that only one of them manages the Service", statusManagers(service))}}}
 	}
 
-	request, problem := parseRequest(service, s.options.Addresses)
-	if problem != "" {
-		return decision{service, present, []events.Condition{{Reason: ReasonInvalidAnnotation, Message: problem}}}
+	request, invalid := parseRequest(service, s.options.Addresses)
+	if invalid != "" {
+		return decision{service, present, []events.Problem{{Reason: ReasonInvalidAnnotation, Message: invalid}}}
 	}
 
-	if condition := s.unusablePort(service, nodePorts); condition != nil {
-		return decision{service, nil, []events.Condition{*condition}}
+	if problem := s.unusablePort(service, nodePorts); problem != nil {
+		return decision{service, nil, []events.Problem{*problem}}
 	}
 
 	var (
@@ -261,18 +261,18 @@ func (s snapshot) decideOne(service *corev1.Service, nodePorts map[port]*corev1.
 
 	switch {
 	case len(conflicts) > 0:
-		d.conditions = []events.Condition{{
+		d.problems = []events.Problem{{
 			Reason: ReasonPortConflict, Message: "Addresses omitted because of a port that an older Service has: " + strings.Join(conflicts, "; "),
 		}}
 	case len(d.ingress) == 0 && !slices.ContainsFunc(s.nodes, candidate.pending):
-		d.conditions = []events.Condition{{Reason: ReasonNoEligibleNodes, Message: s.explain(service, request)}}
+		d.problems = []events.Problem{{Reason: ReasonNoEligibleNodes, Message: s.explain(service, request)}}
 	}
 
 	return d
 }
 
-// unusablePort returns a condition if the Service has a port that cannot be used at any address.
-func (s snapshot) unusablePort(service *corev1.Service, nodePorts map[port]*corev1.Service) *events.Condition {
+// unusablePort returns a problem if the Service has a port that cannot be used at any address.
+func (s snapshot) unusablePort(service *corev1.Service, nodePorts map[port]*corev1.Service) *events.Problem {
 	for _, p := range service.Spec.Ports {
 		key := port{p.Protocol, p.Port}
 
@@ -282,11 +282,11 @@ func (s snapshot) unusablePort(service *corev1.Service, nodePorts map[port]*core
 		}
 
 		if user != "" {
-			return &events.Condition{Reason: ReasonPortReserved, Message: fmt.Sprintf("Port %s is reserved for %s; use another port", key, user)}
+			return &events.Problem{Reason: ReasonPortReserved, Message: fmt.Sprintf("Port %s is reserved for %s; use another port", key, user)}
 		}
 
 		if other := nodePorts[key]; other != nil && other.UID != service.UID {
-			return &events.Condition{
+			return &events.Problem{
 				Reason: ReasonPortConflict, Message: fmt.Sprintf("Port %s is a node port of Service %s/%s; use another port", key, other.Namespace, other.Name),
 			}
 		}

@@ -116,8 +116,8 @@ func (s snapshot) addressesOf(name string) (list, reasons []string) {
 			continue
 		}
 
-		for _, condition := range d.conditions {
-			reasons = append(reasons, condition.Reason)
+		for _, problem := range d.problems {
+			reasons = append(reasons, problem.Reason)
 		}
 
 		return append(list, addresses(d.ingress)...), reasons // nil if there are none
@@ -349,8 +349,8 @@ func TestDecide_PortConflicts(t *testing.T) {
 					s.services = []*corev1.Service{test.service} // found
 					reasons := []string(nil)
 
-					for _, condition := range d.conditions {
-						reasons = append(reasons, condition.Reason)
+					for _, problem := range d.problems {
+						reasons = append(reasons, problem.Reason)
 					}
 
 					assert.Equal(t, test.want, append([]string(nil), addresses(d.ingress)...))

@@ -1,4 +1,4 @@
-// Package events turns conditions of objects into Events: one when a condition appears, none while it holds.
+// Package events turns problems of objects into Events: one when a problem appears, none while it holds.
 package events
 
 import (
@@ -14,38 +14,38 @@ import (
 // MaxMessage is the largest message of an Event in bytes (validation of events.k8s.io).
 const MaxMessage = 1024
 
-// Condition is something that an operator should know about an object. It holds until a report no longer contains it.
-type Condition struct {
+// Problem is something that an operator should know about an object. It holds until a report no longer contains it.
+type Problem struct {
 	// Reason of the Event.
 	Reason string `json:"reason"`
-	// Subject distinguishes conditions with the same reason, such as the label key; empty where there can be only one.
+	// Subject distinguishes problems with the same reason, such as the label key; empty where there can be only one.
 	Subject string `json:"-"`
-	// Message of the Event. A condition whose message changes is not reported again.
+	// Message of the Event. A problem whose message changes is not reported again.
 	Message string `json:"message"`
 }
 
-// Reporter remembers the reported conditions. It is safe for concurrent use. Use New.
+// Reporter remembers the reported problems. It is safe for concurrent use. Use New.
 type Reporter struct {
 	recorder record.EventRecorder
 
 	mu    sync.Mutex
-	known map[string]sets.Set[Condition] // by object, without messages
+	known map[string]sets.Set[Problem] // by object, without messages
 }
 
 // New returns a Reporter that has reported nothing.
 func New(recorder record.EventRecorder) *Reporter {
-	return &Reporter{recorder: recorder, known: map[string]sets.Set[Condition]{}}
+	return &Reporter{recorder: recorder, known: map[string]sets.Set[Problem]{}}
 }
 
-// Report replaces the conditions of the object with the given name, emits a Warning Event for each new condition, and
-// returns the new conditions. Names must be unique within the Reporter.
-func (r *Reporter) Report(name string, object runtime.Object, conditions ...Condition) (added []Condition) {
+// Report replaces the problems of the object with the given name, emits a Warning Event for each new problem, and
+// returns the new problems. Names must be unique within the Reporter.
+func (r *Reporter) Report(name string, object runtime.Object, problems ...Problem) (added []Problem) {
 	r.mu.Lock()
 
 	before := r.known[name]
 	delete(r.known, name)
 
-	for _, c := range r.add(name, conditions) {
+	for _, c := range r.add(name, problems) {
 		if !before.Has(c.key()) {
 			added = append(added, c)
 		}
@@ -60,22 +60,22 @@ func (r *Reporter) Report(name string, object runtime.Object, conditions ...Cond
 	return added
 }
 
-// Add adds conditions of the object to the earlier ones, and returns the new conditions. It emits no Events.
-func (r *Reporter) Add(name string, conditions ...Condition) (added []Condition) {
+// Add adds problems of the object to the earlier ones, and returns the new problems. It emits no Events.
+func (r *Reporter) Add(name string, problems ...Problem) (added []Problem) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 
-	return r.add(name, conditions)
+	return r.add(name, problems)
 }
 
-func (c Condition) key() Condition { return Condition{Reason: c.Reason, Subject: c.Subject} }
+func (c Problem) key() Problem { return Problem{Reason: c.Reason, Subject: c.Subject} }
 
 // add is Add. r.mu must be held.
-func (r *Reporter) add(name string, conditions []Condition) (added []Condition) {
-	for _, c := range conditions {
+func (r *Reporter) add(name string, problems []Problem) (added []Problem) {
+	for _, c := range problems {
 		if !r.known[name].Has(c.key()) {
 			if r.known[name] == nil {
-				r.known[name] = sets.Set[Condition]{}
+				r.known[name] = sets.Set[Problem]{}
 			}
 
 			r.known[name].Insert(c.key())
@@ -87,7 +87,7 @@ func (r *Reporter) add(name string, conditions []Condition) (added []Condition) 
 	return added
 }
 
-// Forget forgets the conditions of an object that no longer exists.
+// Forget forgets the problems of an object that no longer exists.
 func (r *Reporter) Forget(name string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -95,16 +95,16 @@ func (r *Reporter) Forget(name string) {
 	delete(r.known, name)
 }
 
-// CountByReason returns the number of objects with at least one condition of each reason.
+// CountByReason returns the number of objects with at least one problem of each reason.
 func (r *Reporter) CountByReason() map[string]int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 
 	counts := map[string]int{}
 
-	for _, conditions := range r.known {
+	for _, problems := range r.known {
 		reasons := sets.Set[string]{}
-		for c := range conditions {
+		for c := range problems {
 			reasons.Insert(c.Reason)
 		}
 

@@ -15,43 +15,43 @@ import (
 )
 
 var (
-	mismatch    = events.Condition{Reason: "IdentityMismatch", Message: "Another machine answers"}
-	labelA      = events.Condition{Reason: "OwnershipConflict", Subject: "a", Message: "Label a is owned by another field manager"}
-	labelB      = events.Condition{Reason: "OwnershipConflict", Subject: "b", Message: "Label b is owned by another field manager"}
-	invalidA    = events.Condition{Reason: "InvalidValue", Subject: "a", Message: "Label a is invalid"}
-	unreachable = events.Condition{Reason: "MachineUnreachable", Message: "The machine does not respond"}
+	mismatch    = events.Problem{Reason: "IdentityMismatch", Message: "Another machine answers"}
+	labelA      = events.Problem{Reason: "OwnershipConflict", Subject: "a", Message: "Label a is owned by another field manager"}
+	labelB      = events.Problem{Reason: "OwnershipConflict", Subject: "b", Message: "Label b is owned by another field manager"}
+	invalidA    = events.Problem{Reason: "InvalidValue", Subject: "a", Message: "Label a is invalid"}
+	unreachable = events.Problem{Reason: "MachineUnreachable", Message: "The machine does not respond"}
 )
 
-func TestReporter_ReportsEachConditionWhenItAppears(t *testing.T) {
+func TestReporter_ReportsEachProblemWhenItAppears(t *testing.T) {
 	reworded := mismatch
 	reworded.Message = "A third machine answers"
 
 	for _, test := range []struct {
 		name    string
-		reports [][]events.Condition
-		want    []events.Condition // new in the last report
+		reports [][]events.Problem
+		want    []events.Problem // new in the last report
 	}{
-		{"first report", [][]events.Condition{{mismatch, labelA}}, []events.Condition{mismatch, labelA}},
-		{"unchanged", [][]events.Condition{{mismatch}, {mismatch}}, nil},
-		{"message changed", [][]events.Condition{{mismatch}, {reworded}}, nil},
-		{"same reason, another subject", [][]events.Condition{{labelA}, {labelA, labelB}}, []events.Condition{labelB}},
-		{"two subjects", [][]events.Condition{{labelA, labelB}}, []events.Condition{labelA, labelB}},
-		{"same subject, another reason", [][]events.Condition{{labelA}, {labelA, invalidA}}, []events.Condition{invalidA}},
-		{"kept while another went", [][]events.Condition{{mismatch, labelA}, {mismatch}, {mismatch}}, nil},
-		{"added to others", [][]events.Condition{{mismatch}, {unreachable, mismatch}}, []events.Condition{unreachable}},
-		{"gone", [][]events.Condition{{mismatch, labelA}, {labelA}}, nil},
-		{"back again", [][]events.Condition{{mismatch}, nil, {mismatch}}, []events.Condition{mismatch}},
-		{"one of two back again", [][]events.Condition{{mismatch, labelA}, {labelA}, {mismatch, labelA}}, []events.Condition{mismatch}},
-		{"twice in one report", [][]events.Condition{{mismatch, reworded}}, []events.Condition{mismatch}},
-		{"none", [][]events.Condition{nil}, nil},
+		{"first report", [][]events.Problem{{mismatch, labelA}}, []events.Problem{mismatch, labelA}},
+		{"unchanged", [][]events.Problem{{mismatch}, {mismatch}}, nil},
+		{"message changed", [][]events.Problem{{mismatch}, {reworded}}, nil},
+		{"same reason, another subject", [][]events.Problem{{labelA}, {labelA, labelB}}, []events.Problem{labelB}},
+		{"two subjects", [][]events.Problem{{labelA, labelB}}, []events.Problem{labelA, labelB}},
+		{"same subject, another reason", [][]events.Problem{{labelA}, {labelA, invalidA}}, []events.Problem{invalidA}},
+		{"kept while another went", [][]events.Problem{{mismatch, labelA}, {mismatch}, {mismatch}}, nil},
+		{"added to others", [][]events.Problem{{mismatch}, {unreachable, mismatch}}, []events.Problem{unreachable}},
+		{"gone", [][]events.Problem{{mismatch, labelA}, {labelA}}, nil},
+		{"back again", [][]events.Problem{{mismatch}, nil, {mismatch}}, []events.Problem{mismatch}},
+		{"one of two back again", [][]events.Problem{{mismatch, labelA}, {labelA}, {mismatch, labelA}}, []events.Problem{mismatch}},
+		{"twice in one report", [][]events.Problem{{mismatch, reworded}}, []events.Problem{mismatch}},
+		{"none", [][]events.Problem{nil}, nil},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			recorder := record.NewFakeRecorder(10)
 			reporter := events.New(recorder)
 
 			last := len(test.reports) - 1
-			for _, conditions := range test.reports[:last] {
-				reporter.Report("node", &corev1.Node{}, conditions...)
+			for _, problems := range test.reports[:last] {
+				reporter.Report("node", &corev1.Node{}, problems...)
 			}
 
 			drain(recorder)
@@ -92,7 +92,7 @@ func TestReporter_KeepsObjectsApart(t *testing.T) {
 	assert.Empty(t, reporter.Report("b", &corev1.Node{}, mismatch))
 }
 
-func TestReporter_ForgetMakesConditionsNew(t *testing.T) {
+func TestReporter_ForgetMakesProblemsNew(t *testing.T) {
 	reporter := events.New(record.NewFakeRecorder(10))
 	reporter.Report("node", &corev1.Node{}, mismatch)
 	reporter.Forget("node")
@@ -103,16 +103,16 @@ func TestReporter_ForgetMakesConditionsNew(t *testing.T) {
 	assert.Len(t, reporter.Report("node", &corev1.Node{}, mismatch), 1)
 }
 
-func TestReporter_AddKeepsConditions(t *testing.T) {
+func TestReporter_AddKeepsProblems(t *testing.T) {
 	reporter := events.New(nil)
 
-	for _, step := range []struct{ conditions, want []events.Condition }{
-		{[]events.Condition{mismatch}, []events.Condition{mismatch}},
+	for _, step := range []struct{ problems, want []events.Problem }{
+		{[]events.Problem{mismatch}, []events.Problem{mismatch}},
 		{nil, nil},
-		{[]events.Condition{labelA, mismatch}, []events.Condition{labelA}},
-		{[]events.Condition{mismatch}, nil},
+		{[]events.Problem{labelA, mismatch}, []events.Problem{labelA}},
+		{[]events.Problem{mismatch}, nil},
 	} {
-		assert.Equal(t, step.want, reporter.Add("node", step.conditions...), "%v", step.conditions)
+		assert.Equal(t, step.want, reporter.Add("node", step.problems...), "%v", step.problems)
 	}
 }
 
@@ -158,9 +158,9 @@ func TestReporter_ConcurrentUse(t *testing.T) {
 
 func TestReporter_TruncatesMessages(t *testing.T) {
 	recorder := record.NewFakeRecorder(1)
-	long := events.Condition{Reason: "MetadataPending", Message: strings.Repeat("x", 2000)}
+	long := events.Problem{Reason: "MetadataPending", Message: strings.Repeat("x", 2000)}
 
-	assert.Equal(t, []events.Condition{long}, events.New(recorder).Report("node", &corev1.Node{}, long))
+	assert.Equal(t, []events.Problem{long}, events.New(recorder).Report("node", &corev1.Node{}, long))
 
 	assert.Equal(t, "Warning MetadataPending "+events.Truncate(long.Message), <-recorder.Events)
 }
