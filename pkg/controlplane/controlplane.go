@@ -183,7 +183,7 @@ func (r *Reader) Members() *Value[*Members] { return &r.members }
 
 // Run refreshes the facts until ctx ends. It returns at once if nothing has subscribed to them.
 func (r *Reader) Run(ctx context.Context) {
-	if !r.isNeeded() {
+	if !r.identity.subscribed() && !r.network.subscribed() && !r.members.subscribed() {
 		return
 	}
 
@@ -212,11 +212,6 @@ func (r *Reader) Run(ctx context.Context) {
 			return
 		}
 	}
-}
-
-// isNeeded reports whether anything has subscribed.
-func (r *Reader) isNeeded() bool {
-	return r.identity.subscribed() || r.network.subscribed() || r.members.subscribed()
 }
 
 // refresh reads every source once and publishes the facts. It returns false if ctx has ended.

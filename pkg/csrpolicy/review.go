@@ -82,7 +82,25 @@ func Review(request *Request, e Evidence) Verdict {
 
 	r.checkCredential()
 
-	return r.verdict()
+	if len(r.reasons) == 0 {
+		message := fmt.Sprintf("All requested names and addresses belong to the machine of Node %q", r.nodename)
+
+		return Verdict{
+			Decision: Approve, Reasons: []Reason{{Code: CodeVerified, Decision: Approve, Message: message}},
+			Unexpected: r.unexpected, Pin: r.pin,
+		}
+	}
+
+	// An unknown Node may turn out to be unmanaged, so that none of its kubelet's requests is denied.
+	if !r.Node.managed() && r.nodename != "" {
+		for i := range r.reasons {
+			r.reasons[i].Decision = Defer
+		}
+	}
+
+	slices.SortStableFunc(r.reasons, func(a, b Reason) int { return cmp.Compare(b.Decision, a.Decision) })
+
+	return Verdict{Decision: r.reasons[0].Decision, Reasons: r.reasons, Unexpected: r.unexpected}
 }
 
 // ignored returns why the request must not be touched; empty if it is pending and concerns us.
@@ -101,29 +119,6 @@ func ignored(csr *certificatesv1.CertificateSigningRequest, e Evidence) (code, m
 	}
 
 	return "", ""
-}
-
-// verdict orders the reasons by weight. An unknown Node may turn out to be unmanaged, so that none of its kubelet's
-// requests is denied.
-func (r *review) verdict() Verdict {
-	if len(r.reasons) == 0 {
-		message := fmt.Sprintf("All requested names and addresses belong to the machine of Node %q", r.nodename)
-
-		return Verdict{
-			Decision: Approve, Reasons: []Reason{{Code: CodeVerified, Decision: Approve, Message: message}},
-			Unexpected: r.unexpected, Pin: r.pin,
-		}
-	}
-
-	if !r.Node.managed() && r.nodename != "" {
-		for i := range r.reasons {
-			r.reasons[i].Decision = Defer
-		}
-	}
-
-	slices.SortStableFunc(r.reasons, func(a, b Reason) int { return cmp.Compare(b.Decision, a.Decision) })
-
-	return Verdict{Decision: r.reasons[0].Decision, Reasons: r.reasons, Unexpected: r.unexpected}
 }
 
 // checkRequester checks the user and the groups that the API server recorded, and that the user's Node, its machine and

@@ -47,7 +47,7 @@ func (i *Inventory) renamedTo(nodename string) string {
 
 	var found []string
 
-	for _, other := range i.namesakes(nodename, entry.Last.Identity()) {
+	for _, other := range i.sameIdentity(nodename, entry.Last.Identity()) {
 		e := i.entries[other]
 		isReinstalled := entry.Last.NodeID == "" || entry.Last.NodeID != e.Last.NodeID
 
@@ -63,13 +63,13 @@ func (i *Inventory) renamedTo(nodename string) string {
 	return found[0]
 }
 
-// withoutFormer removes the former names of nodename's machine. The caller holds i.mu.
-func (i *Inventory) withoutFormer(nodenames []string, nodename string) []string {
+// withoutRenamed removes the Nodes from which nodename's machine was renamed. The caller holds i.mu.
+func (i *Inventory) withoutRenamed(nodenames []string, nodename string) []string {
 	return slices.DeleteFunc(nodenames, func(other string) bool { return i.renamedTo(other) == nodename })
 }
 
-// namesakes returns the other nodenames whose last views have an identifier of the identity. The caller holds i.mu.
-func (i *Inventory) namesakes(nodename string, identity machine.Identity) []string {
+// sameIdentity returns the other nodenames whose last views have an identifier of the identity. The caller holds i.mu.
+func (i *Inventory) sameIdentity(nodename string, identity machine.Identity) []string {
 	var names []string
 
 	for _, id := range identifiers(identity) {
@@ -115,5 +115,5 @@ func (i *Inventory) reidentify(nodename string, before, after Entry) []string {
 		}
 	}
 
-	return append(i.namesakes(nodename, before.Last.Identity()), i.namesakes(nodename, after.Last.Identity())...)
+	return append(i.sameIdentity(nodename, before.Last.Identity()), i.sameIdentity(nodename, after.Last.Identity())...)
 }

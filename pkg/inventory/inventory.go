@@ -127,13 +127,13 @@ func (i *Inventory) Count(c Condition) int {
 	return i.counts[c]
 }
 
-// SharedUUID reports whether a machine other than nodename's has the SMBIOS UUID. The former name of the same machine
+// SharedUUID reports whether a machine other than nodename's has the SMBIOS UUID. An old name of the same machine
 // does not count.
 func (i *Inventory) SharedUUID(uuid, nodename string) bool {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
 
-	return len(i.withoutFormer(i.uuids.others(uuid, nodename), nodename)) > 0
+	return len(i.withoutRenamed(i.uuids.others(uuid, nodename), nodename)) > 0
 }
 
 // SharedAddresses returns the addresses that the platform's metadata lists for nodename's machine and for others, too:
@@ -157,13 +157,13 @@ func (i *Inventory) Owners(nameOrAddress, nodename string) []string {
 	return append(i.names.others(nameOrAddress, nodename), i.addresses.others(nameOrAddress, nodename)...)
 }
 
-// SharedName returns the other Nodes whose machines report the name, given in canonical form. The former name of the
+// SharedName returns the other Nodes whose machines report the name, given in canonical form. An old name of the
 // same machine does not count.
 func (i *Inventory) SharedName(name, nodename string) []string {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
 
-	return i.withoutFormer(i.names.others(name, nodename), nodename)
+	return i.withoutRenamed(i.names.others(name, nodename), nodename)
 }
 
 // DroppedBy returns the other Nodes that own a name or an address, given in canonical form, because their machines

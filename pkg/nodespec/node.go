@@ -15,7 +15,7 @@ const osImagePrefix = "Talos"
 // maxDialAddresses limits the addresses that a kubelet can make talos-ccm dial. Machines have fewer node IPs.
 const maxDialAddresses = 4
 
-// IsTalos reports whether the Node's kubelet claims to run on Talos. It is no proof: it only prevents dialing machines
+// IsTalos reports whether the Node's kubelet reports Talos. It is no proof: it only prevents dialing machines
 // and writing Nodes of other operating systems.
 func IsTalos(node *corev1.Node) bool {
 	return strings.HasPrefix(node.Status.NodeInfo.OSImage, osImagePrefix)

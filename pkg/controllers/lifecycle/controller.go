@@ -227,7 +227,15 @@ func (c *Controller) sync(ctx context.Context, nodename string) error {
 	entry := c.config.Inventory.Get(nodename) // once: history and evidence must agree
 	h := c.histories[nodename].after(node, entry.Condition, now)
 	v := judge(c.evidence(node, entry, h), settings)
-	h = h.judged(v, now)
+
+	if h.proof != v.proof {
+		h.proof, h.goneSince = v.proof, now
+	}
+
+	if h.shutdown != v.shutdown {
+		h.shutdown, h.shutdownSince = v.shutdown, now
+	}
+
 	c.histories[nodename] = h
 
 	blocked := c.blocked(v, h, settings, now)

@@ -84,16 +84,3 @@ func (h history) after(node *corev1.Node, condition inventory.Condition, now tim
 
 	return h
 }
-
-// judged returns the history after a verdict.
-func (h history) judged(v verdict, now time.Duration) history {
-	if h.proof != v.proof {
-		h.proof, h.goneSince = v.proof, now
-	}
-
-	if h.shutdown != v.shutdown {
-		h.shutdown, h.shutdownSince = v.shutdown, now
-	}
-
-	return h
-}

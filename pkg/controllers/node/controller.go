@@ -319,7 +319,15 @@ func (c *Controller) desired(node *corev1.Node, entry inventory.Entry, in nodesp
 	case inventory.Mismatch:
 		c.release(node.Name, node.Spec.ProviderID)
 
-		problems = append(problems, c.identityMismatch(entry))
+		message := "Machine does not belong to this node: " + entry.Reason
+
+		// The machine is probably the Node's own, and its kubelet has registered it under a different name.
+		if _, err := c.lister.Get(entry.Responding); apierrors.IsNotFound(err) {
+			message += ", and no node has that name. If its kubelet has another name by hostname-override in machine.kubelet.extraArgs, " +
+				"set the hostname of the machine or machine.kubelet.registerWithFQDN instead. If it was renamed, its new node appears when its kubelet starts"
+		}
+
+		problems = append(problems, events.Problem{Reason: ReasonIdentityMismatch, Message: message})
 	case inventory.Unknown, inventory.Current:
 	}
 
@@ -348,18 +356,6 @@ func (c *Controller) desired(node *corev1.Node, entry inventory.Entry, in nodesp
 	}
 
 	return nil, problems
-}
-
-// identityMismatch describes a machine at the Node's address that does not report the Node's name. If no Node has the
-// reported name, the machine is probably the Node's own, and its kubelet has registered it under a different name.
-func (c *Controller) identityMismatch(entry inventory.Entry) events.Problem {
-	message := "Machine does not belong to this node: " + entry.Reason
-	if _, err := c.lister.Get(entry.Responding); apierrors.IsNotFound(err) {
-		message += ", and no node has that name. If its kubelet has another name by hostname-override in machine.kubelet.extraArgs, " +
-			"set the hostname of the machine or machine.kubelet.registerWithFQDN instead. If it was renamed, its new node appears when its kubelet starts"
-	}
-
-	return events.Problem{Reason: ReasonIdentityMismatch, Message: message}
 }
 
 // report emits Events for new problems, and counts the invalid values and topology changes among them.

@@ -450,8 +450,8 @@ func (a assignment) unusable() *events.Problem {
 		"delete the Node and let it register again without podCIDRs", tooLarge)
 }
 
-// outdated returns problems if the podCIDRs do not match the current configuration.
-func (a assignment) outdated() (problems []*events.Problem) {
+// mismatches returns problems if the podCIDRs do not match the current configuration.
+func (a assignment) mismatches() (problems []*events.Problem) {
 	podCIDRs, _ := podCIDRs(a.node)
 
 	managed, problem := a.managed()

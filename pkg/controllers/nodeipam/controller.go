@@ -167,7 +167,7 @@ func New(cfg Config) (*Controller, error) {
 		c.queue.Add(refreshKey)
 
 		for _, node := range c.cachedNodes() {
-			c.queue.Add(node.Name) // podCIDRs may be outdated
+			c.queue.Add(node.Name) // podCIDRs may no longer match the configuration
 		}
 	})
 
@@ -258,7 +258,7 @@ func (c *Controller) sync(ctx context.Context, key string) error {
 			problem = c.allocations.overlap(node)
 		}
 
-		c.report(node, append(a.outdated(), problem)...)
+		c.report(node, append(a.mismatches(), problem)...)
 	case network != nil && nodespec.IsTalos(node) && node.DeletionTimestamp == nil: // otherwise, the first refresh queues the Node again
 		return c.assign(ctx, a, blocks)
 	}
