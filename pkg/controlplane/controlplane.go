@@ -195,22 +195,30 @@ func (r *Reader) Run(ctx context.Context) {
 	delays := backoff.New(retryFirst, retryMax)
 
 	for r.refresh(ctx) {
-		network, pause := r.network.Current(), refreshInterval
-
-		switch needsNetwork := r.network.subscribed(); {
-		case r.identity.subscribed() && !r.identity.Current().Known, needsNetwork && network.Problem != "":
-			pause = delays.Step()
-		case needsNetwork && len(network.Allocators()) > 0:
-			pause = conflictInterval
-
-			fallthrough
-		default:
+		pause, complete := r.interval()
+		if complete {
 			delays = backoff.New(retryFirst, retryMax)
+		} else {
+			pause = delays.Step()
 		}
 
 		if !backoff.Sleep(ctx, r.cfg.Clock, pause) {
 			return
 		}
+	}
+}
+
+// interval returns the time until the next refresh, unless a fact that a controller needs is unknown.
+func (r *Reader) interval() (interval time.Duration, complete bool) {
+	network, needsNetwork := r.network.Current(), r.network.subscribed()
+
+	switch {
+	case r.identity.subscribed() && !r.identity.Current().Known, needsNetwork && network.Problem != "":
+		return 0, false
+	case needsNetwork && len(network.Allocators()) > 0:
+		return conflictInterval, true
+	default:
+		return refreshInterval, true
 	}
 }
 
