@@ -8,8 +8,10 @@ import (
 	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/lifecycle"
@@ -408,4 +410,26 @@ func TestController_KeepsNodeWhoseKubeletReportsNotReady(t *testing.T) {
 	w.SetReady(w.node("w-1"), corev1.ConditionFalse)
 	w.advance(3 * tick)
 	w.expect("with a kubelet that reports", outcome{})
+}
+
+// A machine is installed again and registers its Node between the controller's last read and the deletion.
+func TestController_KeepsNodeThatRegistersDuringDeletion(t *testing.T) {
+	w := newWorld(t, byDefault, workers(4)...)
+	for _, name := range workers(4) {
+		w.await(name, inventory.Current)
+	}
+
+	w.mu.Lock()
+	w.beforeDelete = func() {
+		assert.NoError(t, w.Client.CoreV1().Nodes().Delete(w.Context(), w.node("w-1"), metav1.DeleteOptions{}))
+		w.register("w-1", w.machines["w-1"].Address())
+		w.ready("w-1")
+	}
+	w.mu.Unlock()
+
+	w.announce("w-1", runtime.MachineStageResetting)
+	w.silence("w-1")
+	w.advance(2 * grace)
+	w.awaitEvent(lifecycle.ReasonDeleting)
+	w.expect("after the registration", outcome{})
 }

@@ -66,6 +66,8 @@ type world struct {
 
 	mu     sync.Mutex
 	absent sets.Set[string] // full names of Nodes whose machines are no members
+	// beforeDelete is called once, before the controller deletes a Node; may be nil.
+	beforeDelete func()
 
 	inventory *inventory.Inventory
 	resign    func()
@@ -92,7 +94,7 @@ func newWorld(t *testing.T, settings config.CompiledLifecycle, names ...string) 
 		registered: sets.New[string](), absent: sets.New[string](),
 	}
 	w.Talos = ctest.NewTalos(t, talostest.Options{})
-	w.Client = client{w.Client, w.node("")}
+	w.Client = client{w.Client, w.node(""), func() {}}
 
 	for _, name := range append([]string{controlPlane}, names...) {
 		w.addMachine(name)
@@ -139,7 +141,7 @@ func (w *world) lead() {
 	require.NoError(w, i.Reflector.FollowNodes(i.Nodes))
 
 	controller, err := lifecycle.New(lifecycle.Config{
-		Client: client{i.Client, w.node("")}, Nodes: nodes{i.Nodes, w}, Inventory: i.Inventory, Recorder: i.Recorder, Clock: w.clock,
+		Client: client{i.Client, w.node(""), w.deleting}, Nodes: nodes{i.Nodes, w}, Inventory: i.Inventory, Recorder: i.Recorder, Clock: w.clock,
 		Settings: func() config.CompiledLifecycle { return w.settings },
 		Selected: func(node *corev1.Node, _ machine.Machine) bool { return node.Labels["unmanaged"] == "" },
 		Absent:   w.whyAbsent,
@@ -161,6 +163,18 @@ func (w *world) whyAbsent(nodename, _ string) string {
 	}
 
 	return ""
+}
+
+// deleting calls beforeDelete.
+func (w *world) deleting() {
+	w.mu.Lock()
+	call := w.beforeDelete
+	w.beforeDelete = nil
+	w.mu.Unlock()
+
+	if call != nil {
+		call()
+	}
 }
 
 // leave removes a nodename from the members of the cluster.
@@ -359,23 +373,42 @@ func (l lister) Get(name string) (*corev1.Node, error) {
 type client struct {
 	kubernetes.Interface
 
-	prefix string
+	prefix       string
+	beforeDelete func() // called before a Node is deleted
 }
 
 // CoreV1 implements kubernetes.Interface.
 func (c client) CoreV1() typedcorev1.CoreV1Interface {
-	return coreClient{c.Interface.CoreV1(), c.prefix}
+	return coreClient{c.Interface.CoreV1(), c}
 }
 
 type coreClient struct {
 	typedcorev1.CoreV1Interface
 
-	prefix string
+	client client
+}
+
+// Nodes implements typedcorev1.NodesGetter.
+func (c coreClient) Nodes() typedcorev1.NodeInterface {
+	return nodeClient{c.CoreV1Interface.Nodes(), c.client.beforeDelete}
+}
+
+type nodeClient struct {
+	typedcorev1.NodeInterface
+
+	beforeDelete func()
+}
+
+// Delete implements typedcorev1.NodeInterface.
+func (c nodeClient) Delete(ctx context.Context, name string, options metav1.DeleteOptions) error {
+	c.beforeDelete()
+
+	return c.NodeInterface.Delete(ctx, name, options)
 }
 
 // Events implements typedcorev1.EventsGetter.
 func (c coreClient) Events(namespace string) typedcorev1.EventInterface {
-	return eventClient{c.CoreV1Interface.Events(namespace), c.prefix}
+	return eventClient{c.CoreV1Interface.Events(namespace), c.client.prefix}
 }
 
 type eventClient struct {
