@@ -92,8 +92,8 @@ func checkTaint(key string, want presence) func(context.Context) error {
 	}
 }
 
-// rename requires that the new Node is initialized before the old one is deleted, and gets its providerID and serving
-// certificate afterwards.
+// rename requires that the new Node is initialized before the old one is deleted, and gets its providerID afterwards. Its
+// kubelet gets a serving certificate when the address is no longer reserved for the old Node.
 func rename(t *testing.T) {
 	start := time.Now()
 
@@ -107,6 +107,7 @@ func rename(t *testing.T) {
 		return checkInitializedAs(ctx, bed.Worker, newName, providerID(bed.Worker))
 	})
 	t.Logf("the new Node had the providerID %s after the renaming", time.Since(start).Round(time.Second))
+	forgetDeletions(t)
 	eventually(t, checkServingCertificate(newName, bed.Worker.Address()))
 	t.Logf("a serving certificate was issued for it %s after the renaming", time.Since(start).Round(time.Second))
 }
@@ -141,8 +142,6 @@ func awaitDeletion(t *testing.T, name, proof string, start time.Time) {
 
 // reset requires that talos-ccm deletes the Node of a machine that is reset.
 func reset(t *testing.T) {
-	resetDeletionLimit(t)
-
 	start := time.Now()
 
 	require.NoError(t, bed.Worker.Reset(t.Context()))
@@ -150,9 +149,10 @@ func reset(t *testing.T) {
 	awaitDeletion(t, newName, "announced that it is being reset", start)
 }
 
-// resetDeletionLimit deletes the Events of earlier deletions and restarts the leader, which then does not count them: in a
-// cluster this small, talos-ccm deletes only one Node in ten minutes.
-func resetDeletionLimit(t *testing.T) {
+// forgetDeletions deletes the Events of earlier deletions and restarts the leader. The next leader does not count these
+// deletions: in a cluster this small, talos-ccm deletes only one Node in ten minutes. It reserves nothing for the deleted
+// Nodes either, which the leader before does for 15 minutes.
+func forgetDeletions(t *testing.T) {
 	t.Helper()
 
 	deletions := metav1.ListOptions{FieldSelector: "reason=" + lifecycle.ReasonDeleting}
