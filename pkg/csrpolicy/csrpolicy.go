@@ -1,13 +1,14 @@
-// Package csrpolicy reviews requests for kubelet-serving certificates. A request is approved only if the machine
-// reports all requested names and addresses, no other machine owns them, and they do not belong to the cluster.
+// Package csrpolicy reviews requests for kubelet-serving certificates. Review approves a request if the machine reports
+// all names and addresses, or the operator allows them, and no other Node owns one. Only a control-plane machine gets
+// names and addresses of the API server. No machine gets addresses of Services or pods.
 //
 // It is part of the pure core: a CertificateSigningRequest and Evidence in, a Verdict with all reasons out. It performs
 // no lookups, reads no clock and never writes a condition. In doubt it does not approve.
 //
-// A denial is final. Only requests that can never become valid are denied: malformed requests, and requests for static
-// names such as kubernetes.default.svc or for names and addresses that the API server itself states. Machines and flags
-// can be wrong: a request for a name or an address that only they report as the cluster's stays pending. A worker gets a
-// certificate for neither. NotOwned is an exception: after that denial, a kubelet requests its current names at once.
+// A denial is final. Review denies only requests that can never become valid: malformed requests, and requests for
+// static names such as kubernetes.default.svc or for a name or address that the API server states. Machines and flags
+// can be wrong. If only they report a name or address as the cluster's, the request stays pending. NotOwned is the one
+// denial for a request that could become valid: the kubelet then sends a new request for its current names at once.
 //
 // The predicates of package machine decide here which names are approved, and in package nodespec which names a Node
 // lists.
@@ -110,7 +111,7 @@ const (
 	CodeClusterName    = "ClusterDNSName"
 	CodeSpecialAddress = "SpecialIPAddress" // loopback, link-local, multicast, unspecified, broadcast
 	CodeClusterAddress = "ClusterIPAddress"
-	CodeNotOwned       = "NotOwned" // neither the machine nor its Node has it; the kubelet would request something else by now
+	CodeNotOwned       = "NotOwned" // the machine does not own it and the Node does not list it, so the request is outdated or hostile
 )
 
 // Evidence describes the requesting machine and the cluster. The zero value approves nothing.
@@ -121,15 +122,15 @@ type Evidence struct {
 	MachineState MachineState
 	// Machine is the latest view of that Node's machine; the zero value if there is none.
 	Machine machine.Machine
-	// Owners maps names and addresses to the names of the other Nodes that own them. The keys have the form in which
-	// Request.Subjects returns them; addresses as their String. A deleted Node of the same name is an other Node. Only
-	// subjects of the request matter. An unreachable machine still owns the names and addresses that it last reported.
+	// Owners maps each subject of the request to the names of other Nodes that own it. The keys are names in the form of
+	// Request.Subjects, and addresses as their String. A deleted Node counts, even if it had the requester's name. An
+	// unreachable machine still owns the names and addresses that it last reported.
 	Owners map[string][]string
-	// Reserved maps the names of deleted owners to the earliest time at which their ownership ends. It is for messages.
+	// Reserved maps the name of a deleted Node to the time when the first of its reservations ends. It is for messages.
 	Reserved map[string]time.Time
-	// Listed are the names and addresses of the Node's status, in the same form; empty if unknown. A kubelet requests the
-	// names and addresses that its Node lists. A request for others, which the machine does not have, is old or hostile.
-	// The list never counts in favor of a request: kubelets write their Nodes.
+	// Listed are the names and addresses in the Node's status, in the same form; empty if unknown. A kubelet requests only
+	// what its Node lists. Review therefore denies a subject that the machine does not own and the Node does not list.
+	// Listed never supports an approval, because kubelets write their Nodes.
 	Listed  []string
 	Cluster ClusterIdentity
 	// Credentials are the client certificates of the Node's kubelet.
@@ -171,8 +172,7 @@ const (
 	MachineCurrent
 )
 
-// ClusterIdentity holds the names and addresses that belong to the cluster instead of one machine. No kubelet may get a
-// certificate for them.
+// ClusterIdentity holds the names and addresses of the cluster. No worker may get a certificate for them.
 type ClusterIdentity struct {
 	// Known is true once enough sources have been read to know the domains, the API server and a ServiceCIDR. Nothing is
 	// approved before.
@@ -180,10 +180,10 @@ type ClusterIdentity struct {
 	// Domains are the domains of cluster DNS, such as "cluster.local".
 	Domains []string
 	// Stated are the subjects that the API server states: in its serving certificate, its Service, its endpoints and the
-	// ServiceCIDRs. A request for them is denied.
+	// ServiceCIDRs. Review denies a worker's request for them, unless the worker may have the address by now.
 	Stated ClusterSubjects
-	// Reported are the subjects that any other source reports. A request for them stays pending: a source that is wrong
-	// must not have the requests of other machines denied.
+	// Reported are the subjects that other sources report. A request for them stays pending: a wrong source must not cause
+	// the denial of other machines' requests.
 	Reported []Report
 }
 
@@ -210,9 +210,9 @@ type Report struct {
 // apiServer is the source of ClusterIdentity.Stated.
 const apiServer = "the API server"
 
-// reservation returns the CIDR of Services or pods that contains ip, or the virtual address ip as a CIDR. It returns an
+// reservedCIDR returns the CIDR of Services or pods that contains ip, or the virtual address ip as a CIDR. It returns an
 // empty string for other addresses. The address must be unmapped.
-func (s ClusterSubjects) reservation(ip netip.Addr) string {
+func (s ClusterSubjects) reservedCIDR(ip netip.Addr) string {
 	cidrs := slices.Concat(s.ServiceCIDRs, s.PodCIDRs)
 
 	for _, vip := range s.VIPs {
@@ -245,7 +245,7 @@ type Policy struct {
 	// the cluster or of other machines.
 	ExtraNames []string
 	ExtraIPs   []netip.Addr
-	// PendingNames are assigned to the machine by the facts that it has reported so far. Review does not allow them.
+	// PendingNames are names that the rules produce from incomplete facts. Review does not allow them; they are reserved.
 	PendingNames []string
 	// PodCIDRs are ranges from which pod CIDRs are allocated. A request for an address in one stays pending.
 	PodCIDRs []netip.Prefix

@@ -233,7 +233,7 @@ func (r *review) checkAddress(ip netip.Addr) {
 	var cidr string
 
 	owner := r.sourceOf(func(s ClusterSubjects) bool {
-		cidr = s.reservation(ip)
+		cidr = s.reservedCIDR(ip)
 
 		return cidr != ""
 	})

@@ -21,11 +21,11 @@ type Condition int
 const (
 	// Unknown means that the machine has not been contacted yet. The zero value.
 	Unknown Condition = iota
-	// Current means that the machine is being watched.
+	// Current means that the machine has responded, and that no attempt to connect has failed since.
 	Current
 	// Unreachable means that the machine does not respond. Its last view, if any, is kept.
 	Unreachable
-	// Mismatch means that another machine responds at the Node's address. There is no view.
+	// Mismatch means that the machine at the Node's address reports a different nodename. Entry.Machine is empty.
 	Mismatch
 )
 
@@ -50,10 +50,9 @@ type Entry struct {
 	Condition Condition
 	// Reason explains to people why the condition is not Current.
 	Reason string
-	// ObservedAt is when Machine was last confirmed; zero means never.
+	// ObservedAt is when Machine was set; zero means that there is no view.
 	ObservedAt time.Time
-	// Last is the last view of the machine that proved to be the Node's. It is kept when another machine responds at
-	// the Node's address.
+	// Last is the last view that was read under the Node's name. MarkUnreachable and MarkMismatch keep it.
 	Last machine.Machine
 	// Responding is the nodename of the machine that responds at the Node's address, if the condition is Mismatch.
 	Responding string
@@ -81,7 +80,8 @@ type Inventory struct {
 }
 
 const (
-	// Retention is how long a name or an address belongs to a machine that no longer reports it, and to a deleted Node.
+	// Retention is how long a machine owns a name or an address after it stops reporting it, and how long a deleted Node
+	// owns its names and addresses.
 	Retention = 15 * time.Minute
 
 	// maxDropped limits what one machine can make the Inventory remember.
@@ -101,9 +101,10 @@ func New(now func() time.Time) *Inventory {
 	}
 }
 
-// Subscribe registers a handler that is called with the nodename after each change of its entry, of its
-// SharedAddresses or of RenamedTo, and when one of its names gets its first other owner or loses the last. The handler
-// runs on the writer's goroutine without locks held, and must not block. Subscribe before the first write.
+// Subscribe registers a handler. The Inventory calls it with a nodename when one of these has changed: the machine, the
+// condition or the reason of its entry; the result of SharedAddresses or RenamedTo; whether its names are shared. A
+// change of ObservedAt alone does not count. The handler runs on the writer's goroutine without locks held, and must not
+// block. Subscribe before the first write.
 func (i *Inventory) Subscribe(handler func(nodename string)) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -167,8 +168,7 @@ func (i *Inventory) SharedName(name, nodename string) []string {
 }
 
 // DroppedBy returns the other Nodes that own a name or an address, given in canonical form, because their machines
-// reported it within the retention and no longer do. A different machine may respond at the address of a Node and under
-// its name. The Node may have been deleted, too.
+// stopped reporting it less than Retention ago. It includes deleted Nodes, and Nodes where another machine responds.
 func (i *Inventory) DroppedBy(nameOrAddress, nodename string) (owners []string) {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
@@ -306,7 +306,7 @@ func (i *Inventory) drop(nodename string, before, after machine.Machine) {
 
 	for subject := range reported(before).Difference(reported(after)) {
 		if len(i.dropped[nodename]) >= maxDropped {
-			return // what it reported first may be another machine's
+			return // do not evict: the earlier entries may be another machine's names, which still need protection
 		}
 
 		if i.dropped[nodename] == nil {

@@ -18,9 +18,9 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
-// owners returns the Nodes that own a name or an address. A Node owns what its machine reports and what the Node lists.
-// A deleted Node owns both for the retention: its machine may still run, since a kubelet registers its Node only when
-// it starts. A new leader does not know which Nodes were deleted.
+// owners tracks which Nodes own a name or an address. A Node owns the names and addresses that its machine reports, and
+// those that it lists (see owns). A deleted Node keeps them for inventory.Retention: its machine may still run, and its
+// kubelet does not register the Node again until it restarts. After a change of leader, deleted Nodes own nothing.
 type owners struct {
 	machines *inventory.Inventory
 	policy   func(node *corev1.Node, m machine.Machine) csrpolicy.Policy
@@ -78,8 +78,8 @@ type requester struct {
 	machine  inventory.Entry
 }
 
-// of returns the names of the Nodes that own a name or an address, and when the reservation of a deleted Node ends; zero
-// for Nodes that exist. It omits the requester, but not deleted Nodes of the same name.
+// of returns the owners of a name or an address, without the requester. The value is the end of the reservation of a
+// deleted Node, and zero for all other owners. A deleted Node with the requester's name is included.
 func (o *owners) of(subject string, r requester) map[string]time.Time {
 	existing := o.machines.Owners(subject, r.nodename)
 	listing, _ := o.nodes.ByIndex(indexSubjects, subject) // fails only without the index
@@ -111,10 +111,10 @@ func (o *owners) of(subject string, r requester) map[string]time.Time {
 	return owners
 }
 
-// owns reports whether a Node owns a name or an address that it lists. Kubelets write their Nodes, so the Node does not
-// own it if its machine has responded and did not report it last. But a different machine may respond at the Node's
-// address. So these belong to the Node even if the machine does not report them: the kubelet's node IP of the other IP
-// family, and the names and addresses that the operator assigns.
+// owns reports whether a Node owns a name or an address that it lists. Kubelets write their Nodes, so a listed value does
+// not count if the machine has responded without reporting the value. A machine that took the Node's address could also
+// omit values. Therefore these always count: the kubelet's node IP of the IP family that was not dialed, and the names
+// and addresses that the operator assigns.
 func (o *owners) owns(node *corev1.Node, subject string) bool {
 	if !o.machines.Contradicts(node.Name, subject) {
 		return true
@@ -151,9 +151,9 @@ func (o *owners) reservations(subject string, r requester) map[string]time.Time 
 	return owners
 }
 
-// holds reports whether a name or an address is reserved against a requester. There are two exemptions for a requester
-// with the name of the deleted Node. If it has the same machine, nothing is reserved. Its own name is not reserved if
-// the deleted Node was not a control-plane Node.
+// holds reports whether the reservation blocks a requester from a name or an address. A requester with a different
+// nodename is always blocked. A requester with the deleted Node's name gets everything if the same machine responds. If
+// the machine differs, the requester gets only its nodename, and only if the deleted Node was a worker.
 func (r reservation) holds(subject string, by requester) bool {
 	_, err := netip.ParseAddr(subject)
 	isName := err != nil
@@ -170,9 +170,9 @@ func (r reservation) holds(subject string, by requester) bool {
 	}
 }
 
-// hasReturned reports whether the machine that responds under the name of the deleted Node is that Node's machine: it
-// responds at an address that the deleted Node's machine reported, or that the deleted Node listed if its machine never
-// responded. A view from before the deletion proves nothing: the inventory may not have forgotten the deleted Node yet.
+// hasReturned reports whether the deleted Node's machine responds under the same name again. The machine must respond at
+// an address that the old machine reported. If the old machine never responded, the addresses of the deleted Node count
+// instead. Views from before the deletion do not count: the inventory may still have the deleted Node's entry.
 func (r reservation) hasReturned(current inventory.Entry) bool {
 	addresses := r.reported
 	if len(addresses) == 0 {

@@ -44,7 +44,7 @@ type evidence struct {
 type verdict struct {
 	// shutdown is true if the machine announced a shutdown and stopped responding.
 	shutdown bool
-	// back is true if the machine or its kubelet works again after a shutdown.
+	// back is true if the Node is ready, or if the machine responds and is not shutting down.
 	back bool
 	// proof is empty unless the machine is gone. The Node is deleted when the proof has held for period without
 	// interruption.
@@ -53,8 +53,8 @@ type verdict struct {
 	period  time.Duration
 }
 
-// judge returns the verdict. A machine that responds under its nodename is never gone, whatever stage it announces. A
-// machine is not gone either while its kubelet reports.
+// judge returns the verdict. A machine is not gone while it responds under its nodename, whatever stage it announces, or
+// while its kubelet reports.
 func judge(e evidence, s config.CompiledLifecycle) verdict {
 	last, responds := e.entry.Last, e.entry.Condition == inventory.Current
 
@@ -86,8 +86,8 @@ func judge(e evidence, s config.CompiledLifecycle) verdict {
 const outOfServiceValue = "talos-ccm"
 
 // taints returns the taints that a Node with the given taints should have. shutdownFor is how long the verdict has been
-// a shutdown. When the machine is back, the shutdown taint is removed even if an earlier leader has set it. An
-// out-of-service taint is removed only if its value says so.
+// a shutdown. When v.back is true, taints removes every shutdown taint, whichever client added it. It removes an
+// out-of-service taint only if the value is outOfServiceValue.
 func (v verdict) taints(taints []corev1.Taint, s config.CompiledLifecycle, shutdownFor time.Duration) []corev1.Taint {
 	shutdown := corev1.Taint{Key: cloudproviderapi.TaintNodeShutdown, Effect: corev1.TaintEffectNoSchedule}
 	outOfService := corev1.Taint{Key: corev1.TaintNodeOutOfService, Value: outOfServiceValue, Effect: corev1.TaintEffectNoExecute}

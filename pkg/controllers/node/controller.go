@@ -12,8 +12,9 @@
 //   - managedFields, to take over labels and annotations from the upstream Talos CCM;
 //   - Events on the Nodes, with the remedy.
 //
-// It never writes the Node of a machine without Talos. It never changes a providerID, a label, an annotation or a taint
-// that a different client has set. It uses the data of a machine only if the machine has proven to be the Node's.
+// It never writes the Node of a machine without Talos. It never changes a providerID, or a label or an annotation that
+// another field manager owns, except the upstream Talos CCM. It uses the data of a machine only if the machine reported
+// the Node's name over a verified connection.
 //
 // A sync compares the Node with its desired state (plan.go), and writes the differences (write). The same code
 // initializes a Node and updates it. If a request fails, the Node keeps the uninitialized taint, and the sync is
@@ -275,7 +276,8 @@ func (c *Controller) machineOf(node *corev1.Node) (inventory.Entry, nodespec.Inp
 	return entry, nodespec.NewInput(node, entry.Machine, c.config.Options(entry.Machine)).WithPeers(c.config.Inventory, node.Name)
 }
 
-// isManaged reports whether the configuration selects the machine of a Talos Node, or the machine is not known yet.
+// isManaged reports whether the controller manages a Node. The Node must run Talos and not be in deletion, and the
+// configuration must select its machine. A machine that has not responded yet counts as selected.
 func isManaged(node *corev1.Node, entry inventory.Entry, in nodespec.Input) bool {
 	return nodespec.IsTalos(node) && node.DeletionTimestamp == nil && (entry.ObservedAt.IsZero() || nodespec.Managed(in))
 }
@@ -350,7 +352,7 @@ func (c *Controller) desired(node *corev1.Node, entry inventory.Entry, in nodesp
 		return &spec, problems
 	}
 
-	// Initialized Nodes are not affected: every machine lacks metadata for a while after a reboot.
+	// No Event for initialized Nodes: every machine lacks metadata for a while after a reboot. Their updates wait, too.
 	if isUninitialized {
 		problems = append(problems, events.Problem{Reason: ReasonMetadataPending, Message: "Node cannot be initialized yet: " + pending})
 	}
@@ -455,9 +457,9 @@ func (c *Controller) write(ctx context.Context, node *corev1.Node, p plan) (*cor
 }
 
 // patchSpec sets the providerID and the taints. The request contains the resourceVersion, because it replaces the list
-// of taints, and because a providerID cannot be changed once it is set. The requests before it do not contain the
-// resourceVersion. Therefore patchSpec fails if another client has since changed the labels, annotations or addresses
-// that they wrote: the Node must have them before the uninitialized taint is removed.
+// of taints, and because a providerID cannot be changed once it is set. Earlier requests of the same sync do not contain
+// the resourceVersion. So patchSpec compares the Node again, and fails if another client has reverted labels,
+// annotations or addresses. They must be in place before the uninitialized taint is removed.
 func (c *Controller) patchSpec(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
 	left, err := makePlan(node, p.spec)
 	if err != nil {
