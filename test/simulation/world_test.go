@@ -219,6 +219,17 @@ func (s *simulation) edit(node *corev1.Node, kind int) {
 	}
 }
 
+// clones returns the number of machines with each providerID. If clones kept their identity, a Node could get it from a
+// view of the other machine that is not updated yet.
+func (s *simulation) clones() map[string]int {
+	clones := map[string]int{}
+	for _, m := range s.machines {
+		clones[m.Platform.ProviderID]++
+	}
+
+	return clones
+}
+
 // heal ends all faults, and deletes the excess Nodes. Every other Node is a Talos Node, its machine responds, is managed
 // and has a unique identity.
 func (s *simulation) heal() {
@@ -234,6 +245,8 @@ func (s *simulation) heal() {
 		used[node.Spec.ProviderID] = node.Name
 	}
 
+	clones := s.clones()
+
 	for _, n := range random[excess:] {
 		name := names[n]
 		if node := s.server.nodes[name]; node == nil || !nodespec.IsTalos(node) {
@@ -242,7 +255,9 @@ func (s *simulation) heal() {
 		}
 
 		m := *s.machines[name]
-		if owner, isUsed := used[m.Platform.ProviderID]; m.Nodename != name || m.Platform.InstanceID == "" || isUsed && owner != name {
+
+		id := m.Platform.ProviderID
+		if owner, isUsed := used[id]; m.Nodename != name || m.Platform.InstanceID == "" || isUsed && owner != name || clones[id] > 1 {
 			m = *s.newMachine(name)
 		}
 

@@ -137,8 +137,15 @@ func New(cfg Config) (*Controller, error) {
 	}
 
 	_, err = informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc:    c.enqueue,
-		UpdateFunc: func(_, node any) { c.enqueue(node) },
+		AddFunc: c.enqueue,
+		UpdateFunc: func(before, node any) {
+			c.enqueue(node)
+
+			// An informer reports a Node that was deleted and re-created between two lists as an update.
+			if uidOf(before) != uidOf(node) {
+				c.queueWaiting()
+			}
+		},
 		DeleteFunc: func(node any) {
 			c.enqueue(node)
 			c.queueWaiting()
@@ -151,6 +158,14 @@ func New(cfg Config) (*Controller, error) {
 	cfg.Inventory.Subscribe(c.queue.Add)
 
 	return c, nil
+}
+
+func uidOf(obj any) (uid types.UID) {
+	if node, ok := obj.(*corev1.Node); ok {
+		uid = node.UID
+	}
+
+	return uid
 }
 
 func (c *Controller) enqueue(obj any) {
