@@ -76,13 +76,15 @@ const (
 
 // helmKeys are typical keys of Helm values: of the chart of talos-ccm, of the chart of the upstream Talos CCM, and the
 // headings of "helm get values".
-var helmKeys = []string{"config", "image", "enabledControllers", "extraArgs", "logVerbosityLevel", "USER-SUPPLIED VALUES", "COMPUTED VALUES"}
+var helmKeys = []string{
+	"config", "image", "enabledControllers", "extraArgs", "features", "daemonSet", "logVerbosityLevel", "USER-SUPPLIED VALUES", "COMPUTED VALUES",
+}
 
 // refuseHelmValues reports the first key that is typical of Helm values, and whether there is one.
 func (f *file) refuseHelmValues(root *yaml.Node) bool {
 	for pair := range slices.Chunk(root.Content, 2) {
 		if key := pair[0]; root.Kind == yaml.MappingNode && slices.Contains(helmKeys, key.Value) {
-			f.report(key, key.Value, "is a key of Helm values, not of a configuration file; print the file with: "+printFile+
+			f.report(key, key.Value, "key of Helm values, not of a configuration file; print the file with: "+printFile+
 				`, where NAME is talos-ccm or, for the upstream Talos CCM, talos-cloud-controller-manager`, "NAME")
 
 			return true

@@ -159,7 +159,7 @@ func (r *review) checkRequester() {
 	}
 }
 
-// machineKnown reports whether the absence of a name or an address from the machine's view is conclusive.
+// machineKnown reports whether the machine's view is current and reports the requester's nodename.
 func (r *review) machineKnown() bool {
 	return r.nodename != "" && r.MachineState == MachineCurrent && r.Machine.Nodename == r.nodename
 }
@@ -195,7 +195,7 @@ func (r *review) checkTerms() {
 }
 
 // sourceOf returns the source of cluster subjects for which has returns true; empty if there is none. A pool comes first:
-// the pool is wrong if it overlaps with a ServiceCIDR, and it must not have requests denied.
+// the pool is wrong if it overlaps with a ServiceCIDR, and a wrong pool must not cause denials.
 func (r *review) sourceOf(has func(ClusterSubjects) bool) string {
 	configured := Report{"the configuration of talos-ccm", ClusterSubjects{PodCIDRs: r.Policy.PodCIDRs}}
 

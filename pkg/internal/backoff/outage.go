@@ -28,7 +28,7 @@ func (o *Outage) Try(now time.Time) {
 	}
 }
 
-// Failed returns the logger for the failure of an attempt, or of a watch that an attempt has established.
+// Failed returns the logger for a failed attempt or an ended watch.
 func (o *Outage) Failed(logger klog.Logger, now time.Time) klog.Logger {
 	o.Try(now)
 
