@@ -5,10 +5,14 @@
 // It is part of the pure core: a CertificateSigningRequest and Evidence in, a Verdict with all reasons out. It performs
 // no lookups, reads no clock and never writes a condition. In doubt it does not approve.
 //
-// A denial is final. Review denies only requests that can never become valid: malformed requests, and requests for
-// static names such as kubernetes.default.svc or for a name or address that the API server states. Machines and flags
-// can be wrong. If only they report a name or address as the cluster's, the request stays pending. NotOwned is the one
-// denial for a request that could become valid: the kubelet then sends a new request for its current names at once.
+// A denial is final. Review therefore denies a request only for these reasons:
+//   - The request is malformed, or breaks the rules of the signer kubernetes.io/kubelet-serving or Policy.MaxExpiration.
+//   - It contains a name or address that no kubelet may have, such as kubernetes.default.svc or the address of a Service.
+//   - A worker requests a name or address that the API server states as its own, and does not have the address itself.
+//   - NotOwned: the machine does not own the name or address, and the Node does not list it. Such a request could become
+//     valid, but the kubelet sends a new request for its current names soon after a denial.
+//
+// Machines and flags can be wrong. If only they report a name or address as the cluster's, the request stays pending.
 //
 // The predicates of package machine decide here which names are approved, and in package nodespec which names a Node
 // lists.
@@ -33,7 +37,7 @@ const (
 	Approve
 	// Defer means that the request stays pending, because other evidence can change the decision.
 	Defer
-	// Deny means that no evidence can make the request acceptable.
+	// Deny means that the request is rejected permanently; the kubelet must send a new one.
 	Deny
 )
 
@@ -126,7 +130,8 @@ type Evidence struct {
 	// Request.Subjects, and addresses as their String. A deleted Node counts, even if it had the requester's name. An
 	// unreachable machine still owns the names and addresses that it last reported.
 	Owners map[string][]string
-	// Reserved maps the name of a deleted Node to the time when the first of its reservations ends. It is for messages.
+	// Reserved maps the name of a deleted Node to the time when its reservation ends. If it has several reservations, the
+	// time is the end of one of them. Reserved is only for messages.
 	Reserved map[string]time.Time
 	// Listed are the names and addresses in the Node's status, in the same form; empty if unknown. A kubelet requests only
 	// what its Node lists. Review therefore denies a subject that the machine does not own and the Node does not list.
@@ -180,10 +185,12 @@ type ClusterIdentity struct {
 	// Domains are the domains of cluster DNS, such as "cluster.local".
 	Domains []string
 	// Stated are the subjects that the API server states: in its serving certificate, its Service, its endpoints and the
-	// ServiceCIDRs. Review denies a worker's request for them, unless the worker may have the address by now.
+	// ServiceCIDRs. Review denies a request of any machine for an address of a Service. It denies a worker's request for
+	// a name or address of the API server, but defers it if the worker reports the address.
 	Stated ClusterSubjects
-	// Reported are the subjects that other sources report. A request for them stays pending: a wrong source must not cause
-	// the denial of other machines' requests.
+	// Reported are the subjects that other sources report. Review defers a request of any machine for an address of a
+	// Service or pod, and a worker's request for a name or address of the API server. It does not deny them, because the
+	// source can be wrong.
 	Reported []Report
 }
 

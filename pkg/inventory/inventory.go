@@ -75,7 +75,7 @@ type Inventory struct {
 	identities index[identifier]    // of Entry.Last
 	ambiguous  sets.Set[identifier] // of several current machines at the same time
 
-	dropped map[string]map[string]time.Time // by nodename: the names and addresses that its machine stopped to report
+	dropped map[string]map[string]time.Time // by nodename: the names and addresses that its machine stopped reporting
 	purged  time.Time                       // when dropped was last purged
 }
 
@@ -101,8 +101,8 @@ func New(now func() time.Time) *Inventory {
 	}
 }
 
-// Subscribe registers a handler. The Inventory calls it with a nodename when one of these has changed: the machine, the
-// condition or the reason of its entry; the result of SharedAddresses or RenamedTo; whether its names are shared. A
+// Subscribe registers a handler. The Inventory calls the handler with a nodename after one of these may have changed for
+// that nodename: Machine, Condition or Reason of the entry, or the result of SharedAddresses, SharedName or RenamedTo. A
 // change of ObservedAt alone does not count. The handler runs on the writer's goroutine without locks held, and must not
 // block. Subscribe before the first write.
 func (i *Inventory) Subscribe(handler func(nodename string)) {
@@ -184,7 +184,8 @@ func (i *Inventory) DroppedBy(nameOrAddress, nodename string) (owners []string) 
 }
 
 // Reported returns the names and addresses, in canonical form, that the machine of a Node reported last; none if it has
-// never responded. It also returns them after Forget, within the retention.
+// never responded. After Forget, it returns all that the machine has dropped, including what it stopped reporting
+// earlier. Dropped values are purged after Retention, but possibly later.
 func (i *Inventory) Reported(nodename string) []string {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
@@ -284,7 +285,7 @@ func (i *Inventory) uncount(nodename string) {
 	}
 }
 
-// drop records what nodename's machine has stopped to report. It requires i.mu.
+// drop records what nodename's machine has stopped reporting. It requires i.mu.
 func (i *Inventory) drop(nodename string, before, after machine.Machine) {
 	if before.Equal(after) {
 		return
@@ -322,8 +323,8 @@ func reported(m machine.Machine) sets.Set[string] {
 	return sets.New(m.ReportedNames()...).Insert(ownedAddresses(m)...)
 }
 
-// reindex returns the other nodenames whose SharedAddresses have changed, or whether they share a name. It requires
-// i.mu.
+// reindex updates the indexes for nodename's machine. It returns the other nodenames for which the result of
+// SharedAddresses or SharedName may have changed. It requires i.mu.
 func (i *Inventory) reindex(nodename string, before, after Entry) (affected []string) {
 	i.uuids.replace(nodename, uuids(before.Machine), uuids(after.Machine))
 	i.addresses.replace(nodename, ownedAddresses(before.Last), ownedAddresses(after.Last))

@@ -78,8 +78,9 @@ type requester struct {
 	machine  inventory.Entry
 }
 
-// of returns the owners of a name or an address, without the requester. The value is the end of the reservation of a
-// deleted Node, and zero for all other owners. A deleted Node with the requester's name is included.
+// of returns the names of the Nodes that own a name or an address, except the requester's Node. A deleted Node with the
+// same name is a different Node and is included. The map values are the times when the reservations of deleted Nodes
+// end; they are zero for all other owners.
 func (o *owners) of(subject string, r requester) map[string]time.Time {
 	existing := o.machines.Owners(subject, r.nodename)
 	listing, _ := o.nodes.ByIndex(indexSubjects, subject) // fails only without the index
@@ -112,9 +113,9 @@ func (o *owners) of(subject string, r requester) map[string]time.Time {
 }
 
 // owns reports whether a Node owns a name or an address that it lists. Kubelets write their Nodes, so a listed value does
-// not count if the machine has responded without reporting the value. A machine that took the Node's address could also
-// omit values. Therefore these always count: the kubelet's node IP of the IP family that was not dialed, and the names
-// and addresses that the operator assigns.
+// not count if the machine has responded and did not report the value. But an attacker who took over the Node's address
+// could respond in place of the machine and omit values. Two kinds of values therefore always count: the kubelet's node
+// IP of the IP family that was not dialed, and names and addresses that the operator assigns.
 func (o *owners) owns(node *corev1.Node, subject string) bool {
 	if !o.machines.Contradicts(node.Name, subject) {
 		return true

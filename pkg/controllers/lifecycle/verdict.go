@@ -42,7 +42,8 @@ type evidence struct {
 
 // verdict is the conclusion from the evidence. With the zero value, the Node stays as it is.
 type verdict struct {
-	// shutdown is true if the machine announced a shutdown and stopped responding.
+	// shutdown is true if the machine announced a shutdown and stopped responding, and its kubelet neither reports nor
+	// has worked since.
 	shutdown bool
 	// back is true if the Node is ready, or if the machine responds and is not shutting down.
 	back bool

@@ -8,7 +8,8 @@
 //   - labels and annotations, by server-side apply;
 //   - status.addresses;
 //   - the taints of rules: at initialization and, if a rule enforces them, at any later time;
-//   - once per Node, in the same write: spec.providerID and the removal of the uninitialized taint;
+//   - once per Node: the removal of the uninitialized taint, and spec.providerID in the same write. If the providerID is
+//     not available then, a later write sets it;
 //   - managedFields, to take over labels and annotations from the upstream Talos CCM;
 //   - Events on the Nodes, with the remedy.
 //
@@ -472,9 +473,10 @@ func (c *Controller) write(ctx context.Context, node *corev1.Node, p plan) (*cor
 }
 
 // patchSpec sets the providerID and the taints. The request contains the resourceVersion, because it replaces the list
-// of taints, and because a providerID cannot be changed once it is set. Earlier requests of the same sync do not contain
-// the resourceVersion. So patchSpec compares the Node again, and fails if another client has reverted labels,
-// annotations or addresses. They must be in place before the uninitialized taint is removed.
+// of taints, and because a providerID cannot be changed once it is set. The address patch and most apply requests do not
+// contain the resourceVersion, so another client may have changed the Node before them. patchSpec therefore compares the
+// Node again, and fails if another client has reverted labels, annotations or addresses. They must be in place before
+// the uninitialized taint is removed.
 func (c *Controller) patchSpec(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
 	left, err := makePlan(node, p.spec)
 	if err != nil {
