@@ -196,8 +196,8 @@ func (f *file) checkEnvironment(variables []string) {
 	}
 }
 
-// embedded reads the configuration file that is the text of a node. Positions in a literal block are those of the file
-// that contains it; positions in other texts cannot be known, since YAML joins their lines.
+// embedded reads the configuration file in the text of a node. Positions in a literal block refer to the containing file.
+// Positions in other texts are unknown, because YAML joins their lines.
 func (f *file) embedded(n *yaml.Node) *Compiled {
 	if strings.TrimSpace(n.Value) == "" {
 		f.report(n, "", "configuration file is empty; use {} for the defaults")

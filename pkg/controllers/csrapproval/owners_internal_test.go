@@ -234,8 +234,8 @@ func TestOwners_OfDeletedNodes(t *testing.T) {
 	}
 }
 
-// The informer removes a Node before it calls handlers, and these run in any order: that of the controller, that of the
-// reflector, which makes the inventory forget the machine, and both after the kubelet has registered its Node again.
+// The informer removes a Node before it calls handlers. The handlers of the controller and of the reflector, which makes
+// the inventory forget the machine, run in any order, possibly after the kubelet has registered its Node again.
 func TestOwners_HaveNoGapDuringDeletion(t *testing.T) {
 	old, recreated := withUID(node("other", address), "old"), withUID(node("other", "10.0.0.9"), "new")
 	reserves := func(f *ownersFixture) { f.reserve(old) }
