@@ -1,7 +1,6 @@
 package talostest_test
 
 import (
-	"fmt"
 	"net/netip"
 	"path/filepath"
 	"runtime/pprof"
@@ -220,110 +219,6 @@ func TestNodeIPConfig_ExcludesClusterCIDRs(t *testing.T) {
 
 	excluded := read[*k8s.NodeIPConfig](t, dialAs(t, cluster, worker, "os:reader"), k8s.KubeletID).TypedSpec().ExcludeSubnets
 	assert.Equal(t, []string{"10.64.0.0/10", "10.96.0.0/12"}, excluded)
-}
-
-func TestSetExtensionServiceDocument_ReplacesDocument(t *testing.T) {
-	cluster, cp := newControlPlane(t)
-	admin := dialAs(t, cluster, cp, "os:admin")
-	file := func(content string) runtime.ExtensionServiceConfigFile {
-		return runtime.ExtensionServiceConfigFile{Content: content, MountPath: "/etc/c.yaml"}
-	}
-
-	err := cp.SetExtensionServiceDocument(t.Context(), "talos-ccm", runtime.ExtensionServiceConfigSpec{
-		Files: []runtime.ExtensionServiceConfigFile{file("a: b")}, Environment: []string{"A=1"},
-	})
-	require.NoError(t, err)
-
-	require.NoError(t, cp.SetExtensionServiceConfig(t.Context(), "talos-ccm", file("a: c")))
-
-	got := read[*runtime.ExtensionServiceConfig](t, admin, "talos-ccm").TypedSpec()
-	assert.Equal(t, []string{"A=1"}, got.Environment)
-	assert.Equal(t, []runtime.ExtensionServiceConfigFile{file("a: c")}, got.Files)
-}
-
-func TestSetNodename_IsIndependentOfHostname(t *testing.T) {
-	cluster, worker := newWorker(t)
-	reader := dialAs(t, cluster, worker, "os:reader")
-
-	for _, err := range []error{
-		worker.SetHostname(t.Context(), "renamed", "example.org"),
-		worker.SetNodename(t.Context(), "renamed"),
-		worker.SetStage(t.Context(), runtime.MachineStageRebooting),
-		worker.SetNodeIPs(t.Context(), netip.MustParseAddr("192.0.2.1")),
-	} {
-		require.NoError(t, err)
-	}
-
-	status := read[*runtime.MachineStatus](t, reader, runtime.MachineStatusID).TypedSpec()
-	assert.Equal(t, runtime.MachineStageRebooting, status.Stage)
-	assert.False(t, status.Status.Ready)
-
-	assert.Equal(t, "renamed.example.org", read[*network.HostnameStatus](t, reader, network.HostnameID).TypedSpec().FQDN())
-	assert.Equal(t, "renamed", read[*k8s.Nodename](t, reader, k8s.NodenameID).TypedSpec().Nodename)
-	assert.Equal(t, prefixes("192.0.2.1/32")[0].Addr(), read[*k8s.NodeIP](t, reader, k8s.KubeletID).TypedSpec().Addresses[0])
-	assert.Same(t, worker, cluster.Machine("worker-1"), "the machine's original nodename")
-}
-
-func TestAddAddress_PublishesAddressUntilRemoved(t *testing.T) {
-	cluster, worker := newWorker(t)
-	reader := dialAs(t, cluster, worker, "os:reader")
-	address := prefixes("192.0.2.7/24")[0]
-
-	require.NoError(t, worker.AddAddress(t.Context(), "eth7", address))
-	assert.ErrorContains(t, worker.AddAddress(t.Context(), "eth7", address), "eth7/192.0.2.7/24")
-
-	status := read[*network.AddressStatus](t, reader, "eth7/192.0.2.7/24").TypedSpec()
-	assert.Equal(t, address, status.Address)
-	assert.Equal(t, "eth7", status.LinkName)
-
-	require.NoError(t, worker.RemoveAddress(t.Context(), "eth7", address))
-	assert.ErrorContains(t, worker.RemoveAddress(t.Context(), "eth7", address), "eth7/192.0.2.7/24")
-}
-
-func TestCalls_RecordsCalls(t *testing.T) {
-	cluster, cp := newControlPlane(t)
-	reader := dialAs(t, cluster, cp, "os:reader")
-
-	watchPlatform(t, reader)
-	requireCode(t, codes.PermissionDenied, getAdminKubeconfig(withDeadline(t), reader))
-	requireCode(t, codes.OK, issue(withRole(withDeadline(t), "os:admin"), dialSocket(t, cp)))
-
-	got := make([]string, 0, 3)
-	for _, call := range cp.Calls() {
-		got = append(got, fmt.Sprintf("%s %s %s %v %s open=%t", call.Transport, call.Method, call.ResourceType, call.Roles, call.Code, call.Open))
-	}
-
-	want := []string{
-		"apid /cosi.resource.State/Watch PlatformMetadatas.talos.dev [os:reader] OK open=true",
-		"apid /cosi.resource.State/Get KubernetesSecrets.secrets.talos.dev [os:reader] PermissionDenied open=false",
-		"socket /machine.MachineService/GenerateClientConfiguration  [os:admin] OK open=false",
-	}
-
-	assert.Equal(t, want, got)
-	assert.EqualValues(t, 3, cluster.CallCount())
-}
-
-func TestAddMachine_RejectsInvalidSpec(t *testing.T) {
-	cluster, worker := newWorker(t)
-
-	for _, rule := range []struct {
-		name string
-		spec talostest.MachineSpec
-	}{
-		{"no name", talostest.MachineSpec{}},
-		{"a duplicate name", talostest.MachineSpec{Nodename: worker.Nodename()}},
-		{"an address in use", talostest.MachineSpec{Nodename: "second", Address: worker.Address()}},
-		{"a socket path that is too long", talostest.MachineSpec{Nodename: strings.Repeat("n", 120), ServeSocket: true}},
-	} {
-		t.Run(rule.name, func(t *testing.T) {
-			_, err := cluster.AddMachine(rule.spec)
-			assert.Error(t, err)
-		})
-	}
-
-	assert.Len(t, cluster.Machines(), 1)
-
-	requireCode(t, codes.OK, version(withDeadline(t), dialAs(t, cluster, worker, "os:reader")))
 }
 
 func TestClose_ReleasesEverything(t *testing.T) {

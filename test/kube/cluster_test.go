@@ -1,7 +1,6 @@
 package kube_test
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -18,7 +17,6 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 
-	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
@@ -174,22 +172,6 @@ func TestCluster_CleansUpAfterFailedStart(t *testing.T) {
 			assertEmpty(t, temporary)
 		})
 	}
-}
-
-func TestCluster_AllocatesPodCIDRs(t *testing.T) {
-	t.Setenv("TMPDIR", t.TempDir())
-
-	cluster := start(t, kube.Options{ControllerManager: kube.ControllerManager{PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.0.0/16")}}})
-	register(t, cluster, kube.NodeSpec{Name: "a"})
-
-	ctest.EventuallyNoError(t, func(ctx context.Context) error {
-		node, err := client(t, cluster.Config()).CoreV1().Nodes().Get(ctx, "a", metav1.GetOptions{})
-		if err == nil && node.Spec.PodCIDR == "" {
-			return fmt.Errorf("node has no pod CIDR: %+v", node.Spec)
-		}
-
-		return err
-	})
 }
 
 func testKubelet(t *testing.T, cluster *kube.Cluster) {

@@ -10,16 +10,11 @@ import (
 	"testing"
 )
 
-const (
-	dashboardFile = "../../../docs/monitoring/dashboard.json"
-	// columns is the width of Grafana's grid.
-	columns = 24
-)
+const dashboardFile = "../../../docs/monitoring/dashboard.json"
 
 // dashboard has the checked fields of a Grafana dashboard.
 type dashboard struct {
-	SchemaVersion int `json:"schemaVersion"`
-	Templating    struct {
+	Templating struct {
 		List []variable `json:"list"`
 	} `json:"templating"`
 	Panels []panel `json:"panels"`
@@ -37,11 +32,9 @@ type datasource struct {
 }
 
 type panel struct {
-	ID          int         `json:"id"`
 	Type        string      `json:"type"`
 	Title       string      `json:"title"`
 	Datasource  *datasource `json:"datasource"`
-	Grid        grid        `json:"gridPos"`
 	Targets     []query     `json:"targets"`
 	FieldConfig struct {
 		Defaults struct {
@@ -50,17 +43,11 @@ type panel struct {
 	} `json:"fieldConfig"`
 }
 
-type grid struct{ X, Y, W, H int }
-
 type query struct {
 	RefID      string      `json:"refId"`
 	Datasource *datasource `json:"datasource"`
 	Expr       string      `json:"expr"`
 	Legend     string      `json:"legendFormat"`
-}
-
-func (g grid) overlaps(other grid) bool {
-	return g.X < other.X+other.W && other.X < g.X+g.W && g.Y < other.Y+other.H && other.Y < g.Y+g.H
 }
 
 func readDashboard(t *testing.T) dashboard {
@@ -77,32 +64,6 @@ func readDashboard(t *testing.T) dashboard {
 	}
 
 	return d
-}
-
-func TestDashboard_Layout(t *testing.T) {
-	seen := map[int]string{}
-
-	var before []panel
-
-	for _, p := range readDashboard(t).Panels {
-		if other, taken := seen[p.ID]; taken || p.ID == 0 {
-			t.Errorf("panel %q has ID %d, as has %q", p.Title, p.ID, other)
-		}
-
-		seen[p.ID] = p.Title
-
-		if p.Title == "" || p.Grid.W < 1 || p.Grid.H < 1 || p.Grid.X+p.Grid.W > columns {
-			t.Errorf("panel %q is at %+v", p.Title, p.Grid)
-		}
-
-		for _, other := range before {
-			if p.Grid.overlaps(other.Grid) {
-				t.Errorf("panels %q and %q overlap", p.Title, other.Title)
-			}
-		}
-
-		before = append(before, p)
-	}
 }
 
 func TestDashboard_QueriesExportedMetrics(t *testing.T) {
