@@ -38,14 +38,13 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
-	"k8s.io/component-base/metrics"
-	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 	"sigs.k8s.io/yaml"
 
 	"github.com/talos-ccm/talos-ccm/extension"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/metric"
 )
 
 const (
@@ -64,13 +63,8 @@ const (
 	attemptTimeout = 15 * time.Second
 )
 
-var tokenExpiry = metrics.NewGauge(&metrics.GaugeOpts{
-	Name:           "talosccm_token_expiry_timestamp_seconds",
-	Help:           "Unix time at which the current ServiceAccount token expires; 0 if there is none.",
-	StabilityLevel: metrics.ALPHA,
-})
-
-func init() { legacyregistry.MustRegister(tokenExpiry) }
+var tokenExpiry = metric.NewGauge("talosccm_token_expiry_timestamp_seconds",
+	"Unix time at which the current ServiceAccount token expires; 0 if there is none.")
 
 // Admin provides the admin kubeconfig. It is implemented by talosapi.Admin.
 type Admin interface {

@@ -4,33 +4,21 @@ import (
 	"runtime"
 	"sync"
 
-	"k8s.io/component-base/metrics"
-	"k8s.io/component-base/metrics/legacyregistry"
-
+	"github.com/talos-ccm/talos-ccm/pkg/internal/metric"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/version"
 )
 
-var machines = metrics.NewGaugeVec(&metrics.GaugeOpts{
-	Name:           "talosccm_machines",
-	Help:           "Number of machines by condition. Machines with a working watch are Current.",
-	StabilityLevel: metrics.ALPHA,
-}, []string{"condition"})
+var machines = metric.NewGaugeVec("talosccm_machines",
+	"Number of machines by condition. Machines with a working watch are Current.", "condition")
 
-var machineUp = metrics.NewGaugeVec(&metrics.GaugeOpts{
-	Name:           "talosccm_machine_up",
-	Help:           "Whether the machine of a Node has a working watch. The series ends when the Node is deleted.",
-	StabilityLevel: metrics.ALPHA,
-}, []string{"node"})
+var machineUp = metric.NewGaugeVec("talosccm_machine_up",
+	"Whether the machine of a Node has a working watch. The series ends when the Node is deleted.", "node")
 
-var buildInfo = metrics.NewGaugeVec(&metrics.GaugeOpts{
-	Name:           "talosccm_build_info",
-	Help:           "Always 1. The labels are the version of talos-ccm and of Go.",
-	StabilityLevel: metrics.ALPHA,
-}, []string{"version", "go_version"})
+var buildInfo = metric.NewGaugeVec("talosccm_build_info",
+	"Always 1. The labels are the version of talos-ccm and of Go.", "version", "go_version")
 
 func init() {
-	legacyregistry.MustRegister(machines, machineUp, buildInfo)
 	buildInfo.WithLabelValues(version.Version(), runtime.Version()).Set(1)
 }
 

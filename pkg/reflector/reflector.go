@@ -34,12 +34,11 @@ import (
 	"k8s.io/apimachinery/pkg/util/wait"
 	coreinformers "k8s.io/client-go/informers/core/v1"
 	"k8s.io/client-go/tools/cache"
-	"k8s.io/component-base/metrics"
-	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/backoff"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/metric"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
@@ -58,13 +57,8 @@ const (
 	reconnectJitter = 5.0
 )
 
-var restarts = metrics.NewCounter(&metrics.CounterOpts{
-	Name:           "talosccm_watch_restarts_total",
-	Help:           "Number of times that the watches of a machine ended unexpectedly and were restarted.",
-	StabilityLevel: metrics.ALPHA,
-})
-
-func init() { legacyregistry.MustRegister(restarts) }
+var restarts = metric.NewCounter("talosccm_watch_restarts_total",
+	"Number of times that the watches of a machine ended unexpectedly and were restarted.")
 
 // Inventory receives the machine views.
 type Inventory interface {

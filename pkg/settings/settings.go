@@ -20,20 +20,14 @@ import (
 	"slices"
 	"sync"
 
-	"k8s.io/component-base/metrics"
-	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/klog/v2"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/metric"
 )
 
-var valid = metrics.NewGauge(&metrics.GaugeOpts{
-	Name:           "talosccm_config_valid",
-	Help:           "1 if the latest configuration is valid and in force, 0 if it is invalid and the last-known-good one, if any, is in force.",
-	StabilityLevel: metrics.ALPHA,
-})
-
-func init() { legacyregistry.MustRegister(valid) }
+var valid = metric.NewGauge("talosccm_config_valid",
+	"1 if the latest configuration is valid and in force, 0 if it is invalid and the last-known-good one, if any, is in force.")
 
 // Document is a configuration as a Source delivers it. The zero value gives the defaults.
 type Document struct {

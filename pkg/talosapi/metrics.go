@@ -7,39 +7,24 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/status"
-	"k8s.io/component-base/metrics"
-	"k8s.io/component-base/metrics/legacyregistry"
+
+	"github.com/talos-ccm/talos-ccm/pkg/internal/metric"
 )
 
 // requestDuration and requestErrors keep the names and meaning that they have in the upstream Talos CCM.
 var (
-	requestDuration = metrics.NewHistogramVec(&metrics.HistogramOpts{
-		Name:           "talosccm_api_request_duration_seconds",
-		Help:           "Latency of Talos API calls; for a watch, until its first answer.",
-		Buckets:        []float64{.01, .05, .1, .25, .5, 1, 2.5, 5, 10, 30},
-		StabilityLevel: metrics.ALPHA,
-	}, []string{"request"})
+	requestDuration = metric.NewHistogramVec("talosccm_api_request_duration_seconds",
+		"Latency of Talos API calls; for a watch, until its first answer.", []float64{.01, .05, .1, .25, .5, 1, 2.5, 5, 10, 30}, "request")
 
-	requestErrors = metrics.NewCounterVec(&metrics.CounterOpts{
-		Name:           "talosccm_api_request_errors_total",
-		Help:           "Number of failed Talos API calls.",
-		StabilityLevel: metrics.ALPHA,
-	}, []string{"request"})
+	requestErrors = metric.NewCounterVec("talosccm_api_request_errors_total",
+		"Number of failed Talos API calls.", "request")
 
-	readerExpiry = metrics.NewGauge(&metrics.GaugeOpts{
-		Name:           "talosccm_reader_certificate_expiry_timestamp_seconds",
-		Help:           "Expiry of the current os:reader certificate in seconds since 1970; 0 if none has been issued.",
-		StabilityLevel: metrics.ALPHA,
-	})
+	readerExpiry = metric.NewGauge("talosccm_reader_certificate_expiry_timestamp_seconds",
+		"Expiry of the current os:reader certificate in seconds since 1970; 0 if none has been issued.")
 
-	requests = metrics.NewCounterVec(&metrics.CounterOpts{
-		Name:           "talosccm_api_requests_total",
-		Help:           "Number of Talos API calls by method and gRPC status code.",
-		StabilityLevel: metrics.ALPHA,
-	}, []string{"method", "code"})
+	requests = metric.NewCounterVec("talosccm_api_requests_total",
+		"Number of Talos API calls by method and gRPC status code.", "method", "code")
 )
-
-func init() { legacyregistry.MustRegister(requestDuration, requestErrors, requests, readerExpiry) }
 
 // observe records one call. method is a full gRPC method such as /cosi.resource.State/List.
 func observe(method string, start time.Time, err error) {

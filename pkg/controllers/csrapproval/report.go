@@ -6,12 +6,11 @@ import (
 
 	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/component-base/metrics"
-	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/klog/v2"
 
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/metric"
 )
 
 // Reasons of Events. The message contains the codes of csrpolicy.
@@ -25,41 +24,21 @@ const (
 
 var (
 	// The upstream Talos CCM has a metric of the same name, with the same values of the label.
-	decisions = metrics.NewCounterVec(&metrics.CounterOpts{
-		Name:           "talosccm_csr_approval_count",
-		Help:           "Kubelet-serving CSRs decided, by status (approve or deny).",
-		StabilityLevel: metrics.ALPHA,
-	}, []string{"status"})
+	decisions = metric.NewCounterVec("talosccm_csr_approval_count",
+		"Kubelet-serving CSRs decided, by status (approve or deny).", "status")
 
-	verdicts = metrics.NewCounterVec(&metrics.CounterOpts{
-		Name:           "talosccm_csr_verdicts_total",
-		Help:           "Reasons of verdicts on kubelet-serving CSRs, by decision (Approve, Defer or Deny) and reason. A pending CSR counts when a reason appears, a decided one once for each reason.",
-		StabilityLevel: metrics.ALPHA,
-	}, []string{"decision", "reason"})
+	verdicts = metric.NewCounterVec("talosccm_csr_verdicts_total",
+		"Reasons of verdicts on kubelet-serving CSRs, by decision (Approve, Defer or Deny) and reason. A pending CSR counts when a reason appears, a decided one once for each reason.", "decision", "reason")
 
-	ageAtApproval = metrics.NewHistogram(&metrics.HistogramOpts{
-		Name:           "talosccm_csr_approval_age_seconds",
-		Help:           "Age of kubelet-serving CSRs at approval.",
-		Buckets:        []float64{.5, 1, 2, 5, 10, 30, 60, 300, 900, 3600},
-		StabilityLevel: metrics.ALPHA,
-	})
+	ageAtApproval = metric.NewHistogram("talosccm_csr_approval_age_seconds",
+		"Age of kubelet-serving CSRs at approval.", []float64{.5, 1, 2, 5, 10, 30, 60, 300, 900, 3600})
 
-	pendingGauge = metrics.NewGauge(&metrics.GaugeOpts{
-		Name:           "talosccm_csr_pending",
-		Help:           "Kubelet-serving CSRs waiting for a decision.",
-		StabilityLevel: metrics.ALPHA,
-	})
+	pendingGauge = metric.NewGauge("talosccm_csr_pending",
+		"Kubelet-serving CSRs waiting for a decision.")
 
-	unexpectedCredentials = metrics.NewCounter(&metrics.CounterOpts{
-		Name:           "talosccm_csr_unexpected_credentials_total",
-		Help:           "Kubelet-serving CSRs requested with another client certificate than the one that the kubelet is known to have.",
-		StabilityLevel: metrics.ALPHA,
-	})
+	unexpectedCredentials = metric.NewCounter("talosccm_csr_unexpected_credentials_total",
+		"Kubelet-serving CSRs requested with another client certificate than the one that the kubelet is known to have.")
 )
-
-func init() {
-	legacyregistry.MustRegister(decisions, verdicts, ageAtApproval, pendingGauge, unexpectedCredentials)
-}
 
 // messageFor returns all reasons in one line, truncated to the size of an Event.
 func messageFor(verdict csrpolicy.Verdict) string {

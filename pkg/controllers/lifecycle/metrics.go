@@ -1,25 +1,14 @@
 package lifecycle
 
-import (
-	"k8s.io/component-base/metrics"
-	"k8s.io/component-base/metrics/legacyregistry"
-)
+import "github.com/talos-ccm/talos-ccm/pkg/internal/metric"
 
 var (
-	deletionsTotal = metrics.NewCounterVec(&metrics.CounterOpts{
-		Name:           "talosccm_lifecycle_deletions_total",
-		Help:           "Number of Nodes that were deleted by proof: reset, renamed or discovery.",
-		StabilityLevel: metrics.ALPHA,
-	}, []string{"proof"})
+	deletionsTotal = metric.NewCounterVec("talosccm_lifecycle_deletions_total",
+		"Number of Nodes that were deleted by proof: reset, renamed or discovery.", "proof")
 
-	affectedNodes = metrics.NewGaugeVec(&metrics.GaugeOpts{
-		Name:           "talosccm_lifecycle_nodes",
-		Help:           "Number of Nodes by Event reason: NodeShutdown, NodeGone, DeletionLimited, DeletionPaused or DeletionDryRun.",
-		StabilityLevel: metrics.ALPHA,
-	}, []string{"reason"})
+	affectedNodes = metric.NewGaugeVec("talosccm_lifecycle_nodes",
+		"Number of Nodes by Event reason: NodeShutdown, NodeGone, DeletionLimited, DeletionPaused or DeletionDryRun.", "reason")
 )
-
-func init() { legacyregistry.MustRegister(deletionsTotal, affectedNodes) }
 
 // updateGauges counts the Nodes with each verdict.
 func (c *Controller) updateGauges() {

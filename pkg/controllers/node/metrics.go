@@ -5,55 +5,32 @@ import (
 
 	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/component-base/metrics"
-	"k8s.io/component-base/metrics/legacyregistry"
+
+	"github.com/talos-ccm/talos-ccm/pkg/internal/metric"
 )
 
 var (
-	syncs = metrics.NewCounterVec(&metrics.CounterOpts{
-		Name:           "talosccm_node_syncs_total",
-		Help:           "Number of Node reconciliations by result: unchanged, changed, pending, conflict or error.",
-		StabilityLevel: metrics.ALPHA,
-	}, []string{"result"})
+	syncs = metric.NewCounterVec("talosccm_node_syncs_total",
+		"Number of Node reconciliations by result: unchanged, changed, pending, conflict or error.", "result")
 
-	initialization = metrics.NewHistogram(&metrics.HistogramOpts{
-		Name:           "talosccm_node_initialization_duration_seconds",
-		Help:           "Time from the creation of a Node to the removal of its uninitialized taint.",
-		Buckets:        []float64{.25, .5, 1, 2.5, 5, 10, 30, 60, 300, 1800},
-		StabilityLevel: metrics.ALPHA,
-	})
+	initialization = metric.NewHistogram("talosccm_node_initialization_duration_seconds",
+		"Time from the creation of a Node to the removal of its uninitialized taint.", []float64{.25, .5, 1, 2.5, 5, 10, 30, 60, 300, 1800})
 
-	uninitialized = metrics.NewGauge(&metrics.GaugeOpts{
-		Name:           "talosccm_nodes_uninitialized",
-		Help:           "Number of managed Nodes with the uninitialized taint.",
-		StabilityLevel: metrics.ALPHA,
-	})
+	uninitialized = metric.NewGauge("talosccm_nodes_uninitialized",
+		"Number of managed Nodes with the uninitialized taint.")
 
-	topologyChanges = metrics.NewCounterVec(&metrics.CounterOpts{
-		Name: "talosccm_topology_changes_total",
-		Help: "Number of region and zone labels that were kept although the machine or a rule now sets another value, by label. " +
-			"A difference that lasts is counted once.",
-		StabilityLevel: metrics.ALPHA,
-	}, []string{"label"})
+	topologyChanges = metric.NewCounterVec("talosccm_topology_changes_total",
+		"Number of region and zone labels that were kept although the machine or a rule now sets another value, by label. "+
+			"A difference that lasts is counted once.", "label")
 
 	// The upstream Talos CCM uses these two names.
-	transformation = metrics.NewHistogram(&metrics.HistogramOpts{
-		Name:           "talosccm_transformer_duration_seconds",
-		Help:           "Time to compute the desired state of a Node, including rules.",
-		Buckets:        []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .05, .1, 1},
-		StabilityLevel: metrics.ALPHA,
-	})
+	transformation = metric.NewHistogram("talosccm_transformer_duration_seconds",
+		"Time to compute the desired state of a Node, including rules.", []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .05, .1, 1})
 
-	transformationErrors = metrics.NewCounterVec(&metrics.CounterOpts{
-		Name: "talosccm_transformer_errors_total",
-		Help: "Number of invalid values that were omitted from Nodes, by type: labels, annotations, taints, platformMetadata or machine. " +
-			"A value that stays invalid is counted once.",
-		StabilityLevel: metrics.ALPHA,
-	}, []string{"type"})
+	transformationErrors = metric.NewCounterVec("talosccm_transformer_errors_total",
+		"Number of invalid values that were omitted from Nodes, by type: labels, annotations, taints, platformMetadata or machine. "+
+			"A value that stays invalid is counted once.", "type")
 )
-
-func init() {
-	legacyregistry.MustRegister(syncs, initialization, uninitialized, topologyChanges, transformation, transformationErrors)
-}
 
 // pendingNodes counts the managed Nodes that are not initialized in a gauge.
 type pendingNodes struct {

@@ -4,9 +4,9 @@ import (
 	"net/netip"
 
 	"k8s.io/component-base/metrics"
-	"k8s.io/component-base/metrics/legacyregistry"
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
+	"github.com/talos-ccm/talos-ccm/pkg/internal/metric"
 )
 
 // Reasons of the Events on Nodes, and values of the label "reason" in metrics.
@@ -45,39 +45,25 @@ const (
 )
 
 var (
-	allocationsTotal = metrics.NewCounterVec(&metrics.CounterOpts{
-		Name:           "talosccm_ipam_allocations_total",
-		Help:           "Blocks written to Nodes, by pool and IP family.",
-		StabilityLevel: metrics.ALPHA,
-	}, []string{"pool", "family"})
+	allocationsTotal = metric.NewCounterVec("talosccm_ipam_allocations_total",
+		"Blocks written to Nodes, by pool and IP family.", "pool", "family")
 
-	failuresTotal = metrics.NewCounterVec(&metrics.CounterOpts{
-		Name:           "talosccm_ipam_failures_total",
-		Help:           "Problems with the podCIDRs of Nodes, counted when they appear, by reason.",
-		StabilityLevel: metrics.ALPHA,
-	}, []string{"reason"})
+	failuresTotal = metric.NewCounterVec("talosccm_ipam_failures_total",
+		"Problems with the podCIDRs of Nodes, counted when they appear, by reason.", "reason")
 
-	affectedNodes = newGauge("talosccm_ipam_affected_nodes", "Nodes whose podCIDRs are pending or invalid, by reason.", "reason")
+	affectedNodes = metric.NewGaugeVec("talosccm_ipam_affected_nodes",
+		"Nodes whose podCIDRs are pending or invalid, by reason.", "reason")
 
-	blocked = metrics.NewGauge(&metrics.GaugeOpts{
-		Name:           "talosccm_ipam_blocked",
-		Help:           "1 while allocation is blocked because another controller allocates pod CIDRs, or because that is not known.",
-		StabilityLevel: metrics.ALPHA,
-	})
+	blocked = metric.NewGauge("talosccm_ipam_blocked",
+		"1 while allocation is blocked because another controller allocates pod CIDRs, or because that is not known.")
 
-	poolBlocks     = newGauge("talosccm_ipam_pool_blocks", "Blocks in a CIDR of a pool.", "pool", "family", "cidr")
-	poolBlocksUsed = newGauge("talosccm_ipam_pool_blocks_used",
+	poolBlocks = metric.NewGaugeVec("talosccm_ipam_pool_blocks",
+		"Blocks in a CIDR of a pool.", "pool", "family", "cidr")
+	poolBlocksUsed = metric.NewGaugeVec("talosccm_ipam_pool_blocks_used",
 		"Blocks in a CIDR of a pool that are allocated or reserved, in whole or in part.", "pool", "family", "cidr")
-	poolBlocksFree = newGauge("talosccm_ipam_pool_blocks_free", "Blocks in a CIDR of a pool that are free.", "pool", "family", "cidr")
+	poolBlocksFree = metric.NewGaugeVec("talosccm_ipam_pool_blocks_free",
+		"Blocks in a CIDR of a pool that are free.", "pool", "family", "cidr")
 )
-
-func newGauge(name, help string, labels ...string) *metrics.GaugeVec {
-	return metrics.NewGaugeVec(&metrics.GaugeOpts{Name: name, Help: help, StabilityLevel: metrics.ALPHA}, labels)
-}
-
-func init() {
-	legacyregistry.MustRegister(allocationsTotal, failuresTotal, affectedNodes, blocked, poolBlocks, poolBlocksUsed, poolBlocksFree)
-}
 
 // resetGauges also runs when leadership ends: only the leader knows the values.
 func resetGauges() {

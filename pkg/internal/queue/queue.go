@@ -7,9 +7,9 @@ import (
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/client-go/util/workqueue"
-	"k8s.io/component-base/metrics"
-	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/klog/v2"
+
+	"github.com/talos-ccm/talos-ccm/pkg/internal/metric"
 )
 
 // Bounds of the per-key delay before a failed reconciliation is retried.
@@ -18,13 +18,8 @@ const (
 	retryMax   = time.Minute
 )
 
-var failures = metrics.NewCounterVec(&metrics.CounterOpts{
-	Name:           "talosccm_reconcile_errors_total",
-	Help:           "Failed reconciliations, excluding conflicts, by controller.",
-	StabilityLevel: metrics.ALPHA,
-}, []string{"controller"})
-
-func init() { legacyregistry.MustRegister(failures) }
+var failures = metric.NewCounterVec("talosccm_reconcile_errors_total",
+	"Failed reconciliations, excluding conflicts, by controller.", "controller")
 
 // Queue is a rate-limited queue of object names. Use New.
 type Queue struct {
