@@ -48,6 +48,7 @@ import (
 	"k8s.io/client-go/util/workqueue"
 	"k8s.io/cloud-provider/names"
 	"k8s.io/klog/v2"
+	"k8s.io/utils/ptr"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
@@ -178,9 +179,19 @@ func (c *Controller) Run(ctx context.Context) {
 
 // sync brings all Services up to date. A failed write of one Service does not hold up the others.
 func (c *Controller) sync(ctx context.Context, _ string) error {
-	s, err := c.snapshot()
-	if err != nil {
-		return err
+	// A list from the cache cannot fail.
+	nodes, _ := c.cfg.Nodes.Lister().List(labels.Everything())
+	services, _ := c.services.List(labels.Everything())
+
+	s := snapshot{services: services, options: c.cfg.Options(), endpoints: func(service *corev1.Service) []*discoveryv1.EndpointSlice {
+		list, _ := c.slices.EndpointSlices(service.Namespace).List(labels.SelectorFromSet(labels.Set{discoveryv1.LabelServiceName: service.Name}))
+
+		return list
+	}}
+
+	for _, node := range nodes {
+		entry := c.cfg.Inventory.Get(node.Name)
+		s.nodes = append(s.nodes, candidate{node, entry, !entry.ObservedAt.IsZero() && c.cfg.Managed(node, entry.Machine)})
 	}
 
 	decisions := s.decide()
@@ -188,56 +199,27 @@ func (c *Controller) sync(ctx context.Context, _ string) error {
 
 	workqueue.ParallelizeUntil(ctx, writers, len(decisions), func(i int) { errs[i] = c.write(ctx, decisions[i]) })
 
-	decided := sets.Set[string]{}
+	before := c.decided
+	c.decided = sets.Set[string]{}
 
 	for _, d := range decisions {
 		name := cache.MetaObjectToName(d.service).String()
 		c.reporter.Report(name, d.service, d.problems...)
-		decided.Insert(name)
+		c.decided.Insert(name)
 	}
 
-	for name := range c.decided.Difference(decided) {
+	for name := range before.Difference(c.decided) {
 		c.reporter.Forget(name)
 	}
 
-	c.decided = decided
-
 	return errors.Join(errs...)
-}
-
-func (c *Controller) snapshot() (snapshot, error) {
-	nodes, err := c.cfg.Nodes.Lister().List(labels.Everything())
-	if err != nil {
-		return snapshot{}, fmt.Errorf("list nodes: %w", err)
-	}
-
-	services, err := c.services.List(labels.Everything())
-	if err != nil {
-		return snapshot{}, fmt.Errorf("list services: %w", err)
-	}
-
-	s := snapshot{services: services, options: c.cfg.Options(), endpoints: c.endpoints}
-
-	for _, node := range nodes {
-		entry := c.cfg.Inventory.Get(node.Name)
-		s.nodes = append(s.nodes, candidate{node, entry, !entry.ObservedAt.IsZero() && c.cfg.Managed(node, entry.Machine)})
-	}
-
-	return s, nil
-}
-
-func (c *Controller) endpoints(service *corev1.Service) []*discoveryv1.EndpointSlice {
-	// A list from the cache cannot fail.
-	endpointSlices, _ := c.slices.EndpointSlices(service.Namespace).List(labels.SelectorFromSet(labels.Set{discoveryv1.LabelServiceName: service.Name}))
-
-	return endpointSlices
 }
 
 // write applies the addresses of a Service if they differ. The request contains the resourceVersion of the snapshot, so
 // that it cannot reach a Service that has changed since.
 func (c *Controller) write(ctx context.Context, d decision) error {
 	present := d.service.Status.LoadBalancer.Ingress
-	if apiequality.Semantic.DeepEqual(present, d.ingress) || (len(d.ingress) == 0 && !isOwned(d.service)) {
+	if apiequality.Semantic.DeepEqual(present, d.ingress) || (len(d.ingress) == 0 && !statusManagers(d.service).Has(FieldManager)) {
 		return nil
 	}
 
@@ -336,11 +318,19 @@ func trimSlice(obj any) (any, error) {
 		return obj, nil
 	}
 
-	nodes := sets.List(readyNodes(slice))
+	nodes := sets.Set[string]{}
+
+	for _, endpoint := range slice.Endpoints {
+		// An absent condition means ready: serving and not terminating (discovery.k8s.io/v1, EndpointConditions).
+		if endpoint.NodeName != nil && ptr.Deref(endpoint.Conditions.Ready, true) {
+			nodes.Insert(*endpoint.NodeName)
+		}
+	}
+
 	slice.Labels = map[string]string{discoveryv1.LabelServiceName: slice.Labels[discoveryv1.LabelServiceName]}
 	slice.Annotations, slice.OwnerReferences, slice.ManagedFields, slice.Ports, slice.Endpoints = nil, nil, nil, nil, nil
 
-	for _, nodename := range nodes {
+	for _, nodename := range sets.List(nodes) {
 		slice.Endpoints = append(slice.Endpoints, discoveryv1.Endpoint{NodeName: &nodename})
 	}
 

@@ -11,7 +11,6 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/utils/ptr"
@@ -108,14 +107,20 @@ type snapshot struct {
 	// services are all Services of the cluster, because all node ports count.
 	services []*corev1.Service
 	nodes    []candidate
-	// endpoints returns the EndpointSlices of a Service.
+	// endpoints returns the EndpointSlices of a Service, as trimSlice leaves them.
 	endpoints func(*corev1.Service) []*discoveryv1.EndpointSlice
 	options   config.Service
 
-	// decide sets the addresses of Services and of control-plane machines. A compromised worker can report any address,
-	// but never gets one of these.
+	// decide sets the following fields.
+
+	// clusterIPs and controlPlane are the addresses of Services and of control-plane machines. A compromised worker can
+	// report any address, but never gets one of these.
 	clusterIPs   sets.Set[string]
 	controlPlane sets.Set[netip.Addr]
+	// ipvs is the name of a Node, eligible or not, on which kube-proxy uses IPVS.
+	ipvs string
+	// taken are the Services that have an address and port. A node port has the zero Addr.
+	taken map[socket]*corev1.Service
 }
 
 // candidate is a Node and its machine.
@@ -126,20 +131,20 @@ type candidate struct {
 	managed bool
 }
 
-// statusManagers returns the field managers of the Service's status.
-func statusManagers(service *corev1.Service) string {
+// filter returns the Nodes to keep.
+func filter(nodes []candidate, keep func(candidate) bool) []candidate {
+	return slices.DeleteFunc(slices.Clone(nodes), func(c candidate) bool { return !keep(c) })
+}
+
+// statusManagers returns the field managers of the Service's status. They contain FieldManager if the controller has
+// written the addresses: the API server drops a field manager that owns nothing.
+func statusManagers(service *corev1.Service) sets.Set[string] {
 	managers := sets.Set[string]{}
 	for _, entry := range service.ManagedFields {
 		managers.Insert(entry.Manager)
 	}
 
-	return strings.Join(sets.List(managers), ", ")
-}
-
-// isOwned reports whether the controller has written the addresses of the Service. The API server drops a field manager
-// that owns nothing.
-func isOwned(service *corev1.Service) bool {
-	return slices.ContainsFunc(service.ManagedFields, func(entry metav1.ManagedFieldsEntry) bool { return entry.Manager == FieldManager })
+	return managers
 }
 
 // decision contains the addresses that a Service must have.
@@ -147,6 +152,13 @@ type decision struct {
 	service  *corev1.Service
 	ingress  []corev1.LoadBalancerIngress
 	problems []events.Problem
+}
+
+// report returns the decision with a problem.
+func (d decision) report(reason, format string, args ...any) decision {
+	d.problems = append(d.problems, events.Problem{Reason: reason, Message: fmt.Sprintf(format, args...)})
+
+	return d
 }
 
 // socket is an address and a port, which only one Service can have.
@@ -157,50 +169,26 @@ type socket struct {
 
 // decide decides about all managed Services, and about those that are no longer managed. Older Services come first: of
 // two Services with the same port, the older one has the address.
-func (s snapshot) decide() []decision {
-	s.clusterIPs, s.controlPlane = s.reservedAddresses()
-	ipvs := s.findIPVS() // on any Node, eligible or not
-	s.nodes = slices.DeleteFunc(slices.Clone(s.nodes), func(c candidate) bool { return !c.eligible() })
-
-	var (
-		decisions []decision
-		managed   []*corev1.Service
-		nodePorts = map[port]*corev1.Service{}
-		taken     = map[socket]*corev1.Service{}
-	)
+func (s snapshot) decide() (decisions []decision) {
+	s.prepare()
 
 	for _, service := range s.services {
-		switch {
-		case manages(s.options, service):
-			managed = append(managed, service)
-		case isOwned(service) && len(service.Status.LoadBalancer.Ingress) > 0:
-			decisions = append(decisions, decision{service: service})
-		}
+		d := decision{service: service}
 
-		for _, p := range service.Spec.Ports {
-			nodePorts[port{p.Protocol, p.NodePort}] = service
-		}
-
-		nodePorts[port{corev1.ProtocolTCP, service.Spec.HealthCheckNodePort}] = service
-	}
-
-	slices.SortFunc(managed, func(a, b *corev1.Service) int {
-		return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
-	})
-
-	for _, service := range managed {
-		d := decision{service, service.Status.LoadBalancer.Ingress, ipvs}
-		if ipvs == nil {
-			d = s.decideOne(service, nodePorts, taken)
+		if manages(s.options, service) {
+			d = s.decideOne(service)
+		} else if len(service.Status.LoadBalancer.Ingress) == 0 || !statusManagers(service).Has(FieldManager) {
+			continue
 		}
 
 		decisions = append(decisions, d)
 
 		for _, ingress := range d.ingress {
-			address, _ := netip.ParseAddr(ingress.IP) // the zero Addr is an address like any other here
-
+			address, err := netip.ParseAddr(ingress.IP)
 			for _, p := range service.Spec.Ports {
-				taken[socket{address, port{p.Protocol, p.Port}}] = service
+				if err == nil {
+					s.taken[socket{address, port{p.Protocol, p.Port}}] = service
+				}
 			}
 		}
 	}
@@ -208,71 +196,56 @@ func (s snapshot) decide() []decision {
 	return decisions
 }
 
-// findIPVS returns a problem if kube-proxy uses IPVS.
-func (s snapshot) findIPVS() []events.Problem {
+// prepare sorts the Services by age, removes the Nodes that are not eligible, and sets the derived fields.
+func (s *snapshot) prepare() {
+	s.clusterIPs, s.controlPlane, s.taken = sets.Set[string]{}, sets.Set[netip.Addr]{}, map[socket]*corev1.Service{}
+	s.services = slices.SortedFunc(slices.Values(s.services), func(a, b *corev1.Service) int {
+		return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
+	})
+
+	for _, service := range s.services {
+		s.clusterIPs.Insert(service.Spec.ClusterIPs...)
+
+		for _, p := range service.Spec.Ports {
+			s.taken[socket{port: port{p.Protocol, p.NodePort}}] = service
+		}
+
+		s.taken[socket{port: port{corev1.ProtocolTCP, service.Spec.HealthCheckNodePort}}] = service
+	}
+
 	for _, c := range s.nodes {
 		if slices.ContainsFunc(c.entry.Machine.Addresses, func(a machine.Address) bool { return a.Link == linkIPVS }) {
-			return []events.Problem{{Reason: ReasonUnsupportedProxyMode, Message: fmt.Sprintf(
-				"kube-proxy on Node %s uses IPVS, which is not supported (link %s); use nftables, and restart the machine", c.node.Name, linkIPVS)}}
+			s.ipvs = c.node.Name
+		}
+
+		if nodespec.IsControlPlane(c.node) {
+			for _, a := range c.entry.Last.Addresses {
+				s.controlPlane.Insert(a.Prefix.Addr().Unmap())
+			}
 		}
 	}
 
-	return nil
+	s.nodes = filter(s.nodes, candidate.eligible)
 }
 
-func (s snapshot) decideOne(service *corev1.Service, nodePorts map[port]*corev1.Service, taken map[socket]*corev1.Service) decision {
-	present := service.Status.LoadBalancer.Ingress
+// decideOne decides about a managed Service.
+func (s snapshot) decideOne(service *corev1.Service) decision {
+	d := decision{service: service, ingress: service.Status.LoadBalancer.Ingress}
+	r, invalid := s.parseRequest(service)
 
-	if service.Spec.LoadBalancerClass == nil && len(present) > 0 && !isOwned(service) {
-		return decision{service, present, []events.Problem{{Reason: ReasonOwnershipConflict, Message: fmt.Sprintf(
-			"The addresses were set by another controller (%s); set spec.loadBalancerClass, so that only one of them manages the Service", statusManagers(service))}}}
+	switch managers := statusManagers(service); {
+	case s.ipvs != "":
+		return d.report(ReasonUnsupportedProxyMode,
+			"kube-proxy on Node %s uses IPVS, which is not supported (link %s); use nftables, and restart the machine", s.ipvs, linkIPVS)
+	case service.Spec.LoadBalancerClass == nil && len(d.ingress) > 0 && !managers.Has(FieldManager):
+		return d.report(ReasonOwnershipConflict,
+			"The addresses were set by another controller (%s); set spec.loadBalancerClass, so that only one of them manages the Service", strings.Join(sets.List(managers), ", "))
+	case invalid != "":
+		return d.report(ReasonInvalidAnnotation, "%s", invalid)
 	}
 
-	request, invalid := parseRequest(service, s.options.Addresses)
-	if invalid != "" {
-		return decision{service, present, []events.Problem{{Reason: ReasonInvalidAnnotation, Message: invalid}}}
-	}
+	d.ingress = nil
 
-	if problem := s.unusablePort(service, nodePorts); problem != nil {
-		return decision{service, nil, []events.Problem{*problem}}
-	}
-
-	var (
-		d         = decision{service: service}
-		conflicts []string
-	)
-
-	for _, family := range service.Spec.IPFamilies {
-		limit := maxAddresses / len(service.Spec.IPFamilies)
-		free, refused := s.available(service, request, family, taken)
-
-		if len(free) < limit {
-			conflicts = append(conflicts, refused...)
-		}
-
-		// In ascending order: once the limit is reached, a new Node changes nothing.
-		chosen := free[:min(limit, len(free))]
-		slices.SortFunc(chosen, netip.Addr.Compare)
-
-		for _, address := range chosen {
-			d.ingress = append(d.ingress, corev1.LoadBalancerIngress{IP: address.String(), IPMode: ptr.To(corev1.LoadBalancerIPModeVIP)})
-		}
-	}
-
-	switch {
-	case len(conflicts) > 0:
-		d.problems = []events.Problem{{
-			Reason: ReasonPortConflict, Message: "Addresses omitted because of a port that an older Service has: " + strings.Join(conflicts, "; "),
-		}}
-	case len(d.ingress) == 0 && !slices.ContainsFunc(s.nodes, candidate.pending):
-		d.problems = []events.Problem{{Reason: ReasonNoEligibleNodes, Message: s.explain(service, request)}}
-	}
-
-	return d
-}
-
-// unusablePort returns a problem if the Service has a port that cannot be used at any address.
-func (s snapshot) unusablePort(service *corev1.Service, nodePorts map[port]*corev1.Service) *events.Problem {
 	for _, p := range service.Spec.Ports {
 		key := port{p.Protocol, p.Port}
 
@@ -282,69 +255,136 @@ func (s snapshot) unusablePort(service *corev1.Service, nodePorts map[port]*core
 		}
 
 		if user != "" {
-			return &events.Problem{Reason: ReasonPortReserved, Message: fmt.Sprintf("Port %s is reserved for %s; use another port", key, user)}
-		}
-
-		if other := nodePorts[key]; other != nil && other.UID != service.UID {
-			return &events.Problem{
-				Reason: ReasonPortConflict, Message: fmt.Sprintf("Port %s is a node port of Service %s/%s; use another port", key, other.Namespace, other.Name),
-			}
+			return d.report(ReasonPortReserved, "Port %s is reserved for %s; use another port", key, user)
 		}
 	}
 
-	return nil
+	if other, key := s.owner(service, netip.Addr{}); other != nil {
+		return d.report(ReasonPortConflict, "Port %s is a node port of Service %s/%s; use another port", key, other.Namespace, other.Name)
+	}
+
+	return s.choose(d, r)
 }
 
-// request contains the Nodes and the types of addresses that a Service requests.
+// request contains what a Service requires of Nodes.
 type request struct {
-	selector labels.Selector
-	types    []corev1.NodeAddressType
+	// nodes match the node selector. They are ready, unless no managed one is: then the kubelets probably cannot reach the
+	// API server, and kube-proxy still forwards traffic to the published addresses. kube-controller-manager does not evict
+	// pods in this case, either.
+	nodes []candidate
+	types []corev1.NodeAddressType
+	// serving contains FAMILY/NODE for each Node with ready endpoints; nil without externalTrafficPolicy: Local.
+	serving sets.Set[string]
 }
 
-// parseRequest reads the annotations of a Service. The problem is empty if they are valid.
-func parseRequest(service *corev1.Service, addresses config.ServiceAddresses) (r request, problem string) {
+// addressTypes are the types of addresses for each setting, the preferred one first.
+var addressTypes = map[config.ServiceAddresses][]corev1.NodeAddressType{
+	"":                       {corev1.NodeExternalIP, corev1.NodeInternalIP},
+	config.AddressesExternal: {corev1.NodeExternalIP},
+	config.AddressesInternal: {corev1.NodeInternalIP},
+}
+
+// parseRequest returns the request of a Service. The problem is empty if the annotations are valid.
+func (s snapshot) parseRequest(service *corev1.Service) (r request, problem string) {
 	selector, err := labels.Parse(service.Annotations[AnnotationNodeSelector])
 	if err != nil {
-		return request{}, fmt.Sprintf("Annotation %s is not a label selector: %v", AnnotationNodeSelector, err)
+		return r, fmt.Sprintf("Annotation %s is not a label selector: %v", AnnotationNodeSelector, err)
 	}
 
+	addresses := s.options.Addresses
 	if value, found := service.Annotations[AnnotationAddresses]; found {
 		addresses = config.ServiceAddresses(value)
 	}
 
-	switch addresses {
-	case "":
-		return request{selector, []corev1.NodeAddressType{corev1.NodeExternalIP, corev1.NodeInternalIP}}, ""
-	case config.AddressesExternal:
-		return request{selector, []corev1.NodeAddressType{corev1.NodeExternalIP}}, ""
-	case config.AddressesInternal:
-		return request{selector, []corev1.NodeAddressType{corev1.NodeInternalIP}}, ""
-	default:
-		return request{}, fmt.Sprintf("Annotation %s is %.80q; use %q or %q", AnnotationAddresses, addresses, config.AddressesExternal, config.AddressesInternal)
+	r = request{types: addressTypes[addresses]}
+	if r.types == nil {
+		return r, fmt.Sprintf("Annotation %s is %.80q; use %q or %q", AnnotationAddresses, addresses, config.AddressesExternal, config.AddressesInternal)
 	}
+
+	r.nodes = filter(s.nodes, func(c candidate) bool { return selector.Matches(labels.Set(c.node.Labels)) })
+	if slices.ContainsFunc(r.nodes, candidate.inUse) {
+		r.nodes = filter(r.nodes, candidate.ready)
+	}
+
+	if service.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal {
+		r.serving = sets.Set[string]{}
+
+		for _, slice := range s.endpoints(service) {
+			for _, endpoint := range slice.Endpoints {
+				r.serving.Insert(string(slice.AddressType) + "/" + *endpoint.NodeName)
+			}
+		}
+	}
+
+	return r, ""
+}
+
+// serves reports whether the Node receives traffic of the IP family.
+func (r request) serves(c candidate, family corev1.IPFamily) bool {
+	return r.serving == nil || r.serving.Has(string(family)+"/"+c.node.Name)
+}
+
+// choose adds the addresses to a decision.
+func (s snapshot) choose(d decision, r request) decision {
+	families := d.service.Spec.IPFamilies
+
+	var conflicts []string
+
+	for _, family := range families {
+		limit := maxAddresses / len(families)
+
+		free, refused := s.available(d.service, r, family)
+		if len(free) < limit {
+			conflicts = append(conflicts, refused...)
+		}
+
+		// In ascending order: once the limit is reached, a new Node changes nothing.
+		free = free[:min(limit, len(free))]
+		slices.SortFunc(free, netip.Addr.Compare)
+
+		for _, address := range free {
+			d.ingress = append(d.ingress, corev1.LoadBalancerIngress{IP: address.String(), IPMode: ptr.To(corev1.LoadBalancerIPModeVIP)})
+		}
+	}
+
+	// A ready Node may get addresses when its machine responds.
+	isPending := func(c candidate) bool { return c.ready() && c.entry.Condition == inventory.Unknown }
+
+	switch {
+	case len(conflicts) > 0:
+		return d.report(ReasonPortConflict, "Addresses omitted because of a port that an older Service has: %s", strings.Join(conflicts, "; "))
+	case len(d.ingress) > 0, slices.ContainsFunc(s.nodes, isPending):
+		return d
+	}
+
+	nodes := filter(r.nodes, candidate.inUse)
+	message := fmt.Sprintf("%d Nodes are managed, eligible and ready, and %d of these match the node selector", len(filter(s.nodes, candidate.inUse)), len(nodes))
+
+	if r.serving != nil {
+		nodes = filter(nodes, func(c candidate) bool {
+			return slices.ContainsFunc(families, func(f corev1.IPFamily) bool { return r.serves(c, f) })
+		})
+		message += fmt.Sprintf("; %d of these have a ready endpoint (externalTrafficPolicy: Local)", len(nodes))
+	}
+
+	if len(nodes) > 0 {
+		message += fmt.Sprintf("; none of these has an address of type %v and family %v", r.types, families)
+	}
+
+	return d.report(ReasonNoEligibleNodes, "No Node can receive traffic: %s", message)
 }
 
 // available returns the addresses of one IP family that the Service can have, the best first, and a description of each
 // address that it would have without an older Service. The addresses that the Service has are the best. The others are
 // in an order that differs between Services, so that Services spread over the Nodes.
-func (s snapshot) available(service *corev1.Service, r request, family corev1.IPFamily, taken map[socket]*corev1.Service) (free []netip.Addr, refused []string) {
-	serving := s.servingNodes(service, family)
-	present, ranks := sets.Set[string]{}, map[netip.Addr]string{}
+func (s snapshot) available(service *corev1.Service, r request, family corev1.IPFamily) (free []netip.Addr, refused []string) {
+	ranks, present := map[netip.Addr]string{}, addresses(service.Status.LoadBalancer.Ingress)
 
-	for _, ingress := range service.Status.LoadBalancer.Ingress {
-		present.Insert(ingress.IP)
-	}
+	for _, c := range r.nodes {
+		address := addressOf(c.node, family, r.types)
+		isPresent := slices.Contains(present, address.String())
 
-	for _, c := range s.selected(r) {
-		if serving != nil && !serving.Has(c.node.Name) {
-			continue
-		}
-
-		address, found := addressOf(c.node, family, r.types)
-		isPresent := present.Has(address.String())
-		_, isRanked := ranks[address]
-
-		if !found || isRanked || !s.mayServe(c, address, isPresent) {
+		if _, isRanked := ranks[address]; isRanked || !r.serves(c, family) || !s.mayServe(c, address, isPresent) {
 			continue
 		}
 
@@ -355,8 +395,8 @@ func (s snapshot) available(service *corev1.Service, r request, family corev1.IP
 			ranks[address] = string(sum[:])
 		}
 
-		if owner, key := conflicting(service, address, taken); owner != nil {
-			refused = append(refused, fmt.Sprintf("%s on %s (Service %s/%s)", key, address, owner.Namespace, owner.Name))
+		if other, key := s.owner(service, address); other != nil {
+			refused = append(refused, fmt.Sprintf("%s on %s (Service %s/%s)", key, address, other.Namespace, other.Name))
 		} else {
 			free = append(free, address)
 		}
@@ -367,36 +407,16 @@ func (s snapshot) available(service *corev1.Service, r request, family corev1.IP
 	return free, refused
 }
 
-// selected returns the ready Nodes that match the node selector. If no managed Node is ready, it returns all that match:
-// the kubelets probably cannot reach the API server, and kube-proxy still forwards traffic to the published addresses.
-// kube-controller-manager does not evict pods in this case, either.
-func (s snapshot) selected(r request) []candidate {
-	nodes := slices.DeleteFunc(slices.Clone(s.nodes), func(c candidate) bool { return !r.selector.Matches(labels.Set(c.node.Labels)) })
-
-	if slices.ContainsFunc(nodes, func(c candidate) bool { return c.managed && c.ready() }) {
-		nodes = slices.DeleteFunc(nodes, func(c candidate) bool { return !c.ready() })
-	}
-
-	return nodes
-}
-
-// reservedAddresses returns the addresses of Services and of control-plane machines.
-func (s snapshot) reservedAddresses() (clusterIPs sets.Set[string], controlPlane sets.Set[netip.Addr]) {
-	clusterIPs, controlPlane = sets.Set[string]{}, sets.Set[netip.Addr]{}
-
-	for _, service := range s.services {
-		clusterIPs.Insert(service.Spec.ClusterIPs...)
-	}
-
-	for _, c := range s.nodes {
-		if nodespec.IsControlPlane(c.node) {
-			for _, a := range c.entry.Last.Addresses {
-				controlPlane.Insert(a.Prefix.Addr().Unmap())
-			}
+// owner returns the other Service that has a port of the Service on the address, and the port.
+func (s snapshot) owner(service *corev1.Service, address netip.Addr) (*corev1.Service, port) {
+	for _, p := range service.Spec.Ports {
+		key := port{p.Protocol, p.Port}
+		if other := s.taken[socket{address, key}]; other != nil && other.UID != service.UID {
+			return other, key
 		}
 	}
 
-	return clusterIPs, controlPlane
+	return nil, port{}
 }
 
 // mayServe reports whether a Service can have the address of the Node. The addresses of the Node are no proof, because
@@ -414,68 +434,25 @@ func (s snapshot) mayServe(c candidate, address netip.Addr, present bool) bool {
 	}
 }
 
-// conflicting returns the older Service that has a port of the Service on the address, and the port.
-func conflicting(service *corev1.Service, address netip.Addr, taken map[socket]*corev1.Service) (*corev1.Service, port) {
-	for _, p := range service.Spec.Ports {
-		key := port{p.Protocol, p.Port}
-		if owner := taken[socket{address, key}]; owner != nil {
-			return owner, key
-		}
-	}
-
-	return nil, port{}
-}
-
-// servingNodes returns the names of the Nodes with ready endpoints of the IP family. It returns nil for a Service without
-// externalTrafficPolicy: Local.
-func (s snapshot) servingNodes(service *corev1.Service, family corev1.IPFamily) sets.Set[string] {
-	if service.Spec.ExternalTrafficPolicy != corev1.ServiceExternalTrafficPolicyLocal {
-		return nil
-	}
-
-	nodes := sets.Set[string]{}
-
-	for _, slice := range s.endpoints(service) {
-		if string(slice.AddressType) != string(family) {
-			continue
-		}
-
-		nodes = nodes.Union(readyNodes(slice))
-	}
-
-	return nodes
-}
-
-// readyNodes returns the names of the Nodes with endpoints that are ready: serving and not terminating. An absent
-// condition means ready (discovery.k8s.io/v1, EndpointConditions).
-func readyNodes(slice *discoveryv1.EndpointSlice) sets.Set[string] {
-	nodes := sets.Set[string]{}
-
-	for _, endpoint := range slice.Endpoints {
-		if endpoint.NodeName != nil && ptr.Deref(endpoint.Conditions.Ready, true) {
-			nodes.Insert(*endpoint.NodeName)
-		}
-	}
-
-	return nodes
-}
-
-// addressOf returns the first address of the Node in the IP family. Earlier types are preferred. All addresses of a Node
-// lead to the same machine, so one is enough.
-func addressOf(node *corev1.Node, family corev1.IPFamily, types []corev1.NodeAddressType) (address netip.Addr, found bool) {
+// addressOf returns the first address of the Node in the IP family, if any. Earlier types are preferred. All addresses of a
+// Node lead to the same machine, so one is enough.
+func addressOf(node *corev1.Node, family corev1.IPFamily, types []corev1.NodeAddressType) netip.Addr {
 	for _, t := range types {
 		for _, a := range node.Status.Addresses {
 			ip, err := netip.ParseAddr(a.Address)
 			if a.Type == t && err == nil && ip.IsGlobalUnicast() && ip.Unmap().Is4() == (family == corev1.IPv4Protocol) {
-				return ip.Unmap(), true
+				return ip.Unmap()
 			}
 		}
 	}
 
-	return netip.Addr{}, false
+	return netip.Addr{}
 }
 
 func (c candidate) ready() bool { return nodespec.IsReady(c.node) }
+
+// inUse reports whether the Node is managed and ready.
+func (c candidate) inUse() bool { return c.managed && c.ready() }
 
 // eligible reports whether the Node can receive traffic if it is ready. The conditions are those of
 // k8s.io/cloud-provider/controllers/service. The Node must also be initialized, because its addresses are not final before.
@@ -491,29 +468,4 @@ func (c candidate) eligible() bool {
 
 	return !isLeaving && !isExcluded && c.node.DeletionTimestamp == nil &&
 		nodespec.IsTalos(c.node) && !nodespec.IsUninitialized(c.node) && c.entry.Condition != inventory.Mismatch
-}
-
-// pending reports whether the Node may get addresses when its machine responds.
-func (c candidate) pending() bool { return c.ready() && c.entry.Condition == inventory.Unknown }
-
-// explain returns how many Nodes meet each requirement.
-func (s snapshot) explain(service *corev1.Service, r request) string {
-	nodes := slices.DeleteFunc(slices.Clone(s.nodes), func(c candidate) bool { return !c.managed || !c.ready() })
-	managed := len(nodes)
-
-	nodes = slices.DeleteFunc(nodes, func(c candidate) bool { return !r.selector.Matches(labels.Set(c.node.Labels)) })
-	message := fmt.Sprintf("No Node can receive traffic: %d Nodes are managed, eligible and ready, and %d of these match the node selector", managed, len(nodes))
-
-	if service.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal {
-		nodes = slices.DeleteFunc(nodes, func(c candidate) bool {
-			return !slices.ContainsFunc(service.Spec.IPFamilies, func(family corev1.IPFamily) bool { return s.servingNodes(service, family).Has(c.node.Name) })
-		})
-		message += fmt.Sprintf("; %d of these have a ready endpoint (externalTrafficPolicy: Local)", len(nodes))
-	}
-
-	if len(nodes) > 0 {
-		message += fmt.Sprintf("; none of these has an address of type %v and family %v", r.types, service.Spec.IPFamilies)
-	}
-
-	return message
 }

@@ -290,7 +290,7 @@ func TestDecide_LocalEndpoints(t *testing.T) {
 	s := snapshot{
 		services: []*corev1.Service{newService("s", local, families(corev1.IPv4Protocol, corev1.IPv6Protocol))},
 		endpoints: func(*corev1.Service) []*discoveryv1.EndpointSlice {
-			return []*discoveryv1.EndpointSlice{
+			list := []*discoveryv1.EndpointSlice{
 				{AddressType: discoveryv1.AddressTypeIPv4, Endpoints: []discoveryv1.Endpoint{
 					endpoint("a", discoveryv1.EndpointConditions{}),
 					endpoint("b", discoveryv1.EndpointConditions{Ready: new(false), Serving: new(true), Terminating: new(true)}),
@@ -300,6 +300,12 @@ func TestDecide_LocalEndpoints(t *testing.T) {
 				{AddressType: discoveryv1.AddressTypeIPv6, Endpoints: []discoveryv1.Endpoint{endpoint("b", discoveryv1.EndpointConditions{})}},
 				{AddressType: discoveryv1.AddressTypeFQDN, Endpoints: []discoveryv1.Endpoint{endpoint("d", discoveryv1.EndpointConditions{})}},
 			}
+			for _, slice := range list {
+				_, err := trimSlice(slice)
+				require.NoError(t, err)
+			}
+
+			return list
 		},
 	}
 
