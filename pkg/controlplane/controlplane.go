@@ -243,7 +243,20 @@ func (r *Reader) refresh(ctx context.Context) bool {
 	}
 
 	r.network.set(r.mergeNetwork(serviceCIDRsErr, machineErrs))
-	r.members.set(r.mergeMembers())
+
+	members := &Members{SeenBy: map[string]MemberList{}}
+
+	for nodename, facts := range r.machines {
+		if nodename != localMachine {
+			members.ControlPlane++
+		}
+
+		if facts.members != nil {
+			members.SeenBy[nodename] = facts.members
+		}
+	}
+
+	r.members.set(members)
 
 	err := utilerrors.NewAggregate(append(machineErrs, certificateErr, serviceErr, serviceCIDRsErr))
 
@@ -262,7 +275,7 @@ func (r *Reader) mergeIdentity() csrpolicy.ClusterIdentity {
 	var none csrpolicy.ClusterSubjects
 
 	certificate, service, serviceCIDRs := ptr.Deref(r.certificate, none), ptr.Deref(r.service, none), ptr.Deref(r.serviceCIDRs, none)
-	answered := r.certificate != nil && r.service != nil && r.serviceCIDRs != nil
+	answered := !slices.Contains([]*csrpolicy.ClusterSubjects{r.certificate, r.service, r.serviceCIDRs}, nil)
 
 	// The default domain is reserved whether or not the cluster uses it.
 	domains := append(domainsIn(certificate.APIServerNames), machine.DefaultDomain)
@@ -278,9 +291,12 @@ func (r *Reader) mergeIdentity() csrpolicy.ClusterIdentity {
 		id.Reported = append(id.Reported, csrpolicy.Report{Source: source, ClusterSubjects: subjects})
 	}
 
+	nodes, _ := r.cfg.Nodes.Lister().List(labels.Everything()) // a list from the cache cannot fail
+
 	// The kubelets of Nodes in a ServiceCIDR must not have all their requests denied.
 	for _, cidr := range serviceCIDRs.ServiceCIDRs {
-		if r.containsNode(cidr) {
+		inCIDR := func(node *corev1.Node) bool { return slices.ContainsFunc(nodespec.DialAddresses(node), cidr.Contains) }
+		if slices.ContainsFunc(nodes, inCIDR) {
 			report("a ServiceCIDR that contains addresses of Nodes", csrpolicy.ClusterSubjects{ServiceCIDRs: []netip.Prefix{cidr}})
 		} else {
 			id.Stated.ServiceCIDRs = append(id.Stated.ServiceCIDRs, cidr)
@@ -291,38 +307,21 @@ func (r *Reader) mergeIdentity() csrpolicy.ClusterIdentity {
 		report("the flags about the hosted control plane", *r.cfg.Hosted)
 	}
 
+	known := 0
+
 	for _, nodename := range slices.Sorted(maps.Keys(r.machines)) {
 		if subjects := r.machines[nodename].subjects; subjects != nil {
+			known++
+
 			report(fmt.Sprintf("machine %q", nodename), *subjects)
 		}
 	}
 
 	hasServices := func(report csrpolicy.Report) bool { return len(report.ServiceCIDRs) > 0 }
-	id.Known = answered && r.knowsMachines() && (len(id.Stated.ServiceCIDRs) > 0 || slices.ContainsFunc(id.Reported, hasServices))
+	knowsMachines := r.machines[r.local].subjects != nil || 2*known > len(r.machines) || r.isHosted()
+	id.Known = answered && knowsMachines && (len(id.Stated.ServiceCIDRs) > 0 || slices.ContainsFunc(id.Reported, hasServices))
 
 	return id
-}
-
-// knowsMachines reports whether the local machine has answered, or more than half of the control-plane machines.
-func (r *Reader) knowsMachines() bool {
-	known := 0
-
-	for _, facts := range r.machines {
-		if facts.subjects != nil {
-			known++
-		}
-	}
-
-	return r.machines[r.local].subjects != nil || 2*known > len(r.machines) || r.isHosted()
-}
-
-// containsNode reports whether a CIDR contains an address of a Node.
-func (r *Reader) containsNode(cidr netip.Prefix) bool {
-	nodes, _ := r.cfg.Nodes.Lister().List(labels.Everything()) // a list from the cache cannot fail
-
-	return slices.ContainsFunc(nodes, func(node *corev1.Node) bool {
-		return slices.ContainsFunc(nodespec.DialAddresses(node), cidr.Contains)
-	})
 }
 
 // isHosted reports whether Config.Hosted replaces the data of control-plane machines.

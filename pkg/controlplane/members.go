@@ -1,14 +1,9 @@
 package controlplane
 
 import (
-	"context"
 	"fmt"
 	"maps"
 	"slices"
-
-	"github.com/cosi-project/runtime/pkg/safe"
-	"github.com/cosi-project/runtime/pkg/state"
-	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 )
 
 // Members are the members of the cluster as its control-plane machines see them (Talos discovery). The zero value is
@@ -46,35 +41,4 @@ func (m *Members) Absent(nodename, nodeID string) string {
 	}
 
 	return fmt.Sprintf("%d of %d control-plane machines responded, and none sees it", len(m.SeenBy), m.ControlPlane)
-}
-
-// readMembers returns the members that a machine sees.
-func readMembers(ctx context.Context, st state.CoreState) (MemberList, error) {
-	list, err := safe.StateListAll[*cluster.Member](ctx, state.WrapCore(st))
-	if err != nil {
-		return nil, fmt.Errorf("list members of the cluster: %w", err)
-	}
-
-	members := MemberList{}
-	for member := range list.All() {
-		members[member.Metadata().ID()] = member.TypedSpec().NodeID
-	}
-
-	return members, nil
-}
-
-func (r *Reader) mergeMembers() *Members {
-	members := &Members{SeenBy: map[string]MemberList{}}
-
-	for nodename, facts := range r.machines {
-		if nodename != localMachine {
-			members.ControlPlane++
-		}
-
-		if facts.members != nil {
-			members.SeenBy[nodename] = facts.members
-		}
-	}
-
-	return members
 }

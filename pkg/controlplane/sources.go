@@ -15,6 +15,7 @@ import (
 
 	"github.com/cosi-project/runtime/pkg/safe"
 	"github.com/cosi-project/runtime/pkg/state"
+	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/siderolabs/talos/pkg/machinery/resources/k8s"
 	"github.com/spf13/pflag"
 	corev1 "k8s.io/api/core/v1"
@@ -252,7 +253,14 @@ func (r *Reader) readMachines(ctx context.Context) []error {
 		return []error{cmp.Or(err, errNoNode)}
 	}
 
-	r.findLocal(ctx)
+	if r.cfg.LocalState != nil {
+		readCtx, cancel := context.WithTimeout(ctx, timeout)
+		if nodename, err := safe.StateGetByID[*k8s.Nodename](readCtx, r.cfg.LocalState, k8s.NodenameID); err == nil {
+			r.local = nodename.TypedSpec().Nodename
+		}
+
+		cancel()
+	}
 
 	var group sync.WaitGroup
 
@@ -271,82 +279,66 @@ func (r *Reader) readMachines(ctx context.Context) []error {
 	return slices.DeleteFunc(errs, func(err error) bool { return err == nil })
 }
 
-// findLocal reads the nodename of the local machine. It keeps the last one if it cannot be read.
-func (r *Reader) findLocal(ctx context.Context) {
-	if r.cfg.LocalState == nil {
-		return
-	}
-
-	ctx, cancel := context.WithTimeout(ctx, timeout)
-	defer cancel()
-
-	if nodename, err := safe.StateGetByID[*k8s.Nodename](ctx, r.cfg.LocalState, k8s.NodenameID); err == nil {
-		r.local = nodename.TypedSpec().Nodename
-	}
-}
-
 // readNode reads the machine of a Node at the first of the Node's addresses where that machine responds, or the local
 // machine without its address. A fact that cannot be read keeps its last value.
 func (r *Reader) readNode(ctx context.Context, node *corev1.Node, facts machineFacts) (machineFacts, error) {
 	err := errors.New("no address known")
 	facts.members = nil // only the members of this refresh count
 
+	addrs := nodespec.DialAddresses(node)
 	if node.Name == r.local {
-		err = r.readState(ctx, node.Name, r.cfg.LocalState, &facts)
-	} else {
-		for _, addr := range nodespec.DialAddresses(node) {
-			if err = r.readAddress(ctx, node.Name, addr, &facts); err == nil {
-				break
-			}
+		addrs = []netip.Addr{{}}
+	}
+
+	for _, addr := range addrs {
+		if err = r.readMachine(ctx, node.Name, addr, &facts); err == nil {
+			return facts, nil
 		}
 	}
 
-	if err != nil {
-		err = fmt.Errorf("read control-plane machine %s: %w", node.Name, err)
-	}
-
-	return facts, err
+	return facts, fmt.Errorf("read control-plane machine %s: %w", node.Name, err)
 }
 
-// readAddress updates the facts from the machine at an address.
-func (r *Reader) readAddress(ctx context.Context, nodename string, addr netip.Addr, facts *machineFacts) error {
+// readMachine updates the facts from the machine at an address, or from the local machine. The machine must report the
+// nodename.
+func (r *Reader) readMachine(ctx context.Context, nodename string, addr netip.Addr, facts *machineFacts) error {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 
-	st, err := r.cfg.Dial(ctx, nodename, addr)
-	if err != nil {
-		return err
+	st := r.cfg.LocalState
+
+	if nodename != r.local {
+		conn, err := r.cfg.Dial(ctx, nodename, addr)
+		if err != nil {
+			return err
+		}
+		defer conn.Close() //nolint:errcheck // only read
+
+		if _, ok := conn.(talosapi.ControlPlane); !ok {
+			return fmt.Errorf("address %s: node has lost the label of the control plane", addr)
+		}
+
+		st = conn
 	}
-	defer st.Close() //nolint:errcheck // only read
 
-	if _, ok := st.(talosapi.ControlPlane); !ok {
-		return fmt.Errorf("address %s: node has lost the label of the control plane", addr)
-	}
-
-	if err := r.readState(ctx, nodename, st, facts); err != nil {
-		return fmt.Errorf("address %s: %w", addr, err)
-	}
-
-	return nil
-}
-
-// readState updates the facts from the state of a machine.
-func (r *Reader) readState(ctx context.Context, nodename string, st state.CoreState, facts *machineFacts) error {
-	ctx, cancel := context.WithTimeout(ctx, timeout)
-	defer cancel()
-
-	actual, err := safe.StateGetByID[*k8s.Nodename](ctx, st, k8s.NodenameID)
+	reported, err := safe.StateGetByID[*k8s.Nodename](ctx, st, k8s.NodenameID)
 
 	switch {
 	case err != nil:
 		return fmt.Errorf("read nodename: %w", err)
-	case actual.TypedSpec().Nodename != nodename:
-		return fmt.Errorf("machine reports nodename %q", actual.TypedSpec().Nodename)
+	case reported.TypedSpec().Nodename != nodename:
+		return fmt.Errorf("machine at address %s reports nodename %q", addr, reported.TypedSpec().Nodename)
 	}
 
 	if r.cfg.ReadMembers != nil && r.cfg.ReadMembers() {
-		if facts.members, err = readMembers(ctx, st); err != nil {
-			return err
+		list, err := safe.StateListAll[*cluster.Member](ctx, state.WrapCore(st))
+		if err != nil {
+			return fmt.Errorf("list members of the cluster: %w", err)
+		}
+
+		facts.members = MemberList{}
+		for member := range list.All() {
+			facts.members[member.Metadata().ID()] = member.TypedSpec().NodeID
 		}
 	}
 
