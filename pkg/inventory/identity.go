@@ -49,9 +49,11 @@ func (i *Inventory) renamedTo(nodename string) string {
 
 	for _, other := range i.sameIdentity(nodename, entry.Last.Identity()) {
 		e := i.entries[other]
-		isReinstalled := entry.Last.NodeID == "" || entry.Last.NodeID != e.Last.NodeID
+		before, now := entry.Last.Identity(), e.Last.Identity()
+		isSame := before.Compare(now) != machine.Different && i.unambiguous(before).Compare(i.unambiguous(now)) == machine.Same
+		isReinstalled := before.NodeID == "" || before.NodeID != now.NodeID
 
-		if e.Condition == Current && i.compare(entry.Last, e.Last) == machine.Same && (!isReinstalled || entry.Responding == other) {
+		if e.Condition == Current && isSame && (!isReinstalled || entry.Responding == other) {
 			found = append(found, other)
 		}
 	}
@@ -81,15 +83,7 @@ func (i *Inventory) sameIdentity(nodename string, identity machine.Identity) []s
 	return slices.Compact(names)
 }
 
-// compare compares two machines. Equal identifiers that are ambiguous do not count. The caller holds i.mu.
-func (i *Inventory) compare(a, b machine.Machine) machine.Match {
-	if a.Identity().Compare(b.Identity()) == machine.Different {
-		return machine.Different
-	}
-
-	return i.unambiguous(a.Identity()).Compare(i.unambiguous(b.Identity()))
-}
-
+// unambiguous returns the identity without the identifiers of several machines. The caller holds i.mu.
 func (i *Inventory) unambiguous(identity machine.Identity) machine.Identity {
 	if i.ambiguous.Has(identifier{kindNodeID, identity.NodeID}) {
 		identity.NodeID = ""

@@ -64,7 +64,6 @@ type Inventory struct {
 
 	mu       sync.RWMutex
 	entries  map[string]Entry
-	counts   map[Condition]int // of entries
 	handlers []func(nodename string)
 
 	uuids     index[string]     // SMBIOS UUIDs
@@ -94,7 +93,7 @@ const (
 // New returns an empty Inventory that reads the time from now.
 func New(now func() time.Time) *Inventory {
 	return &Inventory{
-		now: now, entries: map[string]Entry{}, counts: map[Condition]int{},
+		now: now, entries: map[string]Entry{},
 		uuids: index[string]{}, names: index[string]{}, addresses: index[string]{}, platforms: index[netip.Addr]{},
 		identities: index[identifier]{}, ambiguous: sets.New[identifier](),
 		dropped: map[string]map[string]time.Time{},
@@ -121,11 +120,17 @@ func (i *Inventory) Get(nodename string) Entry {
 }
 
 // Count returns the number of machines in the given condition.
-func (i *Inventory) Count(c Condition) int {
+func (i *Inventory) Count(c Condition) (count int) {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
 
-	return i.counts[c]
+	for _, entry := range i.entries {
+		if entry.Condition == c {
+			count++
+		}
+	}
+
+	return count
 }
 
 // SharedUUID reports whether a machine other than nodename's has the SMBIOS UUID. An old name of the same machine
@@ -233,7 +238,6 @@ func (i *Inventory) Forget(nodename string) {
 
 	old, known := i.entries[nodename]
 	i.drop(nodename, old.Last, machine.Machine{})
-	i.uncount(nodename)
 	delete(i.entries, nodename)
 	affected := append(i.reindex(nodename, old, Entry{}), i.reidentify(nodename, old, Entry{})...)
 	i.mu.Unlock()
@@ -251,7 +255,7 @@ func (i *Inventory) update(nodename string, change func(*Entry)) {
 	old := i.entries[nodename]
 	entry := old
 	change(&entry)
-	i.set(nodename, entry)
+	i.entries[nodename] = entry
 	i.drop(nodename, old.Last, entry.Last)
 
 	var affected []string
@@ -269,20 +273,6 @@ func (i *Inventory) update(nodename string, change func(*Entry)) {
 	i.mu.Unlock()
 
 	i.notify(affected)
-}
-
-// set requires i.mu.
-func (i *Inventory) set(nodename string, entry Entry) {
-	i.uncount(nodename)
-	i.counts[entry.Condition]++
-	i.entries[nodename] = entry
-}
-
-// uncount requires i.mu.
-func (i *Inventory) uncount(nodename string) {
-	if old, known := i.entries[nodename]; known {
-		i.counts[old.Condition]--
-	}
 }
 
 // drop records what nodename's machine has stopped reporting. It requires i.mu.

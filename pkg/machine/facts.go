@@ -102,7 +102,8 @@ func (f *Facts) replace(typ resource.Type, items []resource.Resource) bool {
 	case hardware.PCIDeviceType:
 		f.PCIDevices = listOf(items, pciDevice)
 	case runtime.SecurityStateType:
-		f.SecureBoot = slices.ContainsFunc(items, isSecureBoot)
+		f.SecureBoot = false
+		each(items, func(s *runtime.SecurityState) { f.SecureBoot = s.TypedSpec().SecureBoot })
 	case runtime.KernelCmdlineType:
 		f.KernelArgs = kernelArgs(firstOf(items, func(c *runtime.KernelCmdline) string { return c.TypedSpec().Cmdline }))
 	case runtime.VersionType:
@@ -216,12 +217,6 @@ func pciDevice(device *hardware.PCIDevice) string {
 	hex := func(id string) string { return strings.TrimPrefix(id, "0x") }
 
 	return hex(spec.ClassID) + hex(spec.SubclassID) + ":" + hex(spec.VendorID) + ":" + hex(spec.ProductID)
-}
-
-func isSecureBoot(r resource.Resource) bool {
-	state, ok := r.(*runtime.SecurityState)
-
-	return ok && state.TypedSpec().SecureBoot
 }
 
 func kernelArgs(cmdline string) map[string]string {

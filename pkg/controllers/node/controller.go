@@ -143,7 +143,8 @@ func New(cfg Config) (*Controller, error) {
 			c.enqueue(node)
 
 			// An informer reports a Node that was deleted and re-created between two lists as an update.
-			if uidOf(before) != uidOf(node) {
+			old, isNode := before.(*corev1.Node)
+			if current, ok := node.(*corev1.Node); ok && isNode && old.UID != current.UID {
 				c.queueWaiting()
 			}
 		},
@@ -159,14 +160,6 @@ func New(cfg Config) (*Controller, error) {
 	cfg.Inventory.Subscribe(c.queue.Add)
 
 	return c, nil
-}
-
-func uidOf(obj any) (uid types.UID) {
-	if node, ok := obj.(*corev1.Node); ok {
-		uid = node.UID
-	}
-
-	return uid
 }
 
 func (c *Controller) enqueue(obj any) {
