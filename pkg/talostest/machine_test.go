@@ -213,14 +213,6 @@ func TestControllerManager_HasArgumentsOfTalos(t *testing.T) {
 	}
 }
 
-func TestNodeIPConfig_ExcludesClusterCIDRs(t *testing.T) {
-	cluster := ctest.NewTalos(t, talostest.Options{PodCIDRs: prefixes("10.64.0.0/10")})
-	worker := addMachine(t, cluster, talostest.MachineSpec{Nodename: "worker-1"})
-
-	excluded := read[*k8s.NodeIPConfig](t, dialAs(t, cluster, worker, "os:reader"), k8s.KubeletID).TypedSpec().ExcludeSubnets
-	assert.Equal(t, []string{"10.64.0.0/10", "10.96.0.0/12"}, excluded)
-}
-
 func TestClose_ReleasesEverything(t *testing.T) {
 	cluster, err := talostest.New(talostest.Options{})
 	require.NoError(t, err)

@@ -37,6 +37,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apimachinery/pkg/util/wait"
 	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
 	coreinformers "k8s.io/client-go/informers/core/v1"
@@ -121,7 +122,7 @@ func New(cfg Config) (*Controller, error) {
 		indexer:      informer.GetIndexer(),
 		reporter:     events.New(cfg.Recorder),
 		expectations: expectations.New(),
-		pending:      newPendingNodes(uninitialized),
+		pending:      &pendingNodes{gauge: uninitialized, names: sets.New[string]()},
 		queue:        queue.New(Alias),
 		reservations: map[string]string{},
 	}
@@ -178,7 +179,8 @@ func (c *Controller) Resync() {
 // Run processes the queue. It returns after ctx has ended and all workers have finished.
 func (c *Controller) Run(ctx context.Context) {
 	defer c.queue.ShutDown()
-	defer c.pending.clear()
+	// The next leader counts the Nodes.
+	defer c.pending.update(func(names sets.Set[string]) { names.Clear() })
 
 	if !cache.WaitForNamedCacheSyncWithContext(ctx, c.config.Nodes.Informer().HasSynced) {
 		return
@@ -213,7 +215,7 @@ func (c *Controller) sync(ctx context.Context, nodename string) error {
 
 		c.reporter.Forget(nodename)
 		c.expectations.Forget(nodename)
-		c.pending.remove(nodename)
+		c.pending.update(func(names sets.Set[string]) { names.Delete(nodename) })
 		c.release(nodename, "")
 	}
 
@@ -244,11 +246,13 @@ func (c *Controller) syncNode(ctx context.Context, node *corev1.Node) (result st
 	entry, in := c.machineOf(node)
 	managed := isManaged(node, entry, in)
 
-	if managed && nodespec.IsUninitialized(node) {
-		c.pending.add(node.Name)
-	} else {
-		c.pending.remove(node.Name)
-	}
+	c.pending.update(func(names sets.Set[string]) {
+		if managed && nodespec.IsUninitialized(node) {
+			names.Insert(node.Name)
+		} else {
+			names.Delete(node.Name)
+		}
+	})
 
 	if !c.expectations.Satisfied(node) {
 		return resultUnchanged, nil

@@ -32,7 +32,7 @@ var (
 			"A value that stays invalid is counted once.", "type")
 )
 
-// pendingNodes counts the managed Nodes that are not initialized in a gauge.
+// pendingNodes are the managed Nodes that are not initialized. The gauge has their number.
 type pendingNodes struct {
 	gauge metrics.GaugeMetric
 
@@ -40,27 +40,10 @@ type pendingNodes struct {
 	names sets.Set[string]
 }
 
-func newPendingNodes(gauge metrics.GaugeMetric) *pendingNodes {
-	return &pendingNodes{gauge: gauge, names: sets.New[string]()}
-}
-
-func (p *pendingNodes) add(nodename string) {
-	p.update(func() { p.names.Insert(nodename) })
-}
-
-func (p *pendingNodes) remove(nodename string) {
-	p.update(func() { p.names.Delete(nodename) })
-}
-
-// clear resets the gauge when the controller stops: from then on, the next leader counts.
-func (p *pendingNodes) clear() {
-	p.update(func() { p.names.Clear() })
-}
-
-func (p *pendingNodes) update(change func()) {
+func (p *pendingNodes) update(change func(names sets.Set[string])) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 
-	change()
+	change(p.names)
 	p.gauge.Set(float64(p.names.Len()))
 }
