@@ -54,7 +54,7 @@ func main() {
 			pathErr = syscall.Exec(path, os.Args, restart.Environment) // does not return if it succeeds
 		}
 
-		err = fmt.Errorf("restart with new environment: %w", pathErr)
+		err = fmt.Errorf("replace the process: %w", pathErr)
 	}
 
 	if err != nil {

@@ -18,9 +18,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
+	"net/http"
 	"os"
 	"path/filepath"
 	"strconv"
+	"sync/atomic"
 	"time"
 
 	"github.com/cosi-project/runtime/pkg/state"
@@ -74,9 +77,14 @@ type Admin interface {
 
 // Bootstrap keeps the credentials in a directory fresh. Use New and Run.
 type Bootstrap struct {
+	// LocalAPIServer returns the host and the port of the API server of the local machine; empty if they are unknown. Nil
+	// if only KubePrism is used.
+	LocalAPIServer func(ctx context.Context) string
+
 	admin   Admin
 	dir     string
 	enabled func(feature string) bool
+	local   atomic.Pointer[string] // last result of LocalAPIServer
 	clock   clock.Clock
 	// foundNewer reports whether RBAC of a newer version was found and logged.
 	foundNewer bool
@@ -152,6 +160,14 @@ func (b *Bootstrap) renew(ctx context.Context) (renewal, error) {
 		return renewal{}, fmt.Errorf("parse localhost admin kubeconfig: %w", err)
 	}
 
+	if b.LocalAPIServer != nil {
+		if local := b.LocalAPIServer(ctx); local != "" {
+			b.local.Store(&local)
+		}
+
+		config.Wrap(b.PreferLocal)
+	}
+
 	// A client without a rate limit, because it makes few requests, one after the other.
 	config.QPS = -1
 
@@ -194,6 +210,47 @@ func (b *Bootstrap) renew(ctx context.Context) (renewal, error) {
 
 	return renewal{kubeconfig: written, lifetime: expiry.Sub(b.clock.Now()), admin: sha256.Sum256(kubeconfig)}, nil
 }
+
+// PreferLocal returns a RoundTripper that sends requests to the API server of the local machine or, if it does not
+// listen, to KubePrism, which the kubeconfig names. After an API server was down, KubePrism does not use it for up to a
+// minute.
+func (b *Bootstrap) PreferLocal(next http.RoundTripper) http.RoundTripper {
+	return &preferLocal{next, &b.local}
+}
+
+type preferLocal struct {
+	next  http.RoundTripper
+	local *atomic.Pointer[string]
+}
+
+// RoundTrip implements http.RoundTripper.
+func (p *preferLocal) RoundTrip(request *http.Request) (*http.Response, error) {
+	local := p.local.Load()
+	if local == nil {
+		return p.next.RoundTrip(request)
+	}
+
+	preferred := request.Clone(request.Context())
+	preferred.URL.Host = *local
+
+	response, err := p.next.RoundTrip(preferred)
+	if dial := (*net.OpError)(nil); !errors.As(err, &dial) || dial.Op != "dial" {
+		return response, err
+	}
+
+	fallback := request.Clone(request.Context())
+
+	if request.GetBody != nil {
+		if fallback.Body, err = request.GetBody(); err != nil {
+			return nil, err
+		}
+	}
+
+	return p.next.RoundTrip(fallback)
+}
+
+// WrappedRoundTripper implements utilnet.RoundTripperWrapper, with which idle connections are closed.
+func (p *preferLocal) WrappedRoundTripper() http.RoundTripper { return p.next }
 
 // wait returns when the token is due for renewal or Talos has issued another admin kubeconfig, before or during the
 // watch, or when ctx ends.

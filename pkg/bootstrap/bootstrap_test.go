@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"encoding/pem"
 	"maps"
+	"net"
 	"os"
 	"path/filepath"
 	"slices"
@@ -19,6 +20,9 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/resources/secrets"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/utils/clock"
 	clocktesting "k8s.io/utils/clock/testing"
@@ -323,4 +327,50 @@ func TestBootstrap_ClosesAdminConnections(t *testing.T) {
 	require.NotZero(t, proxy.Accepted.Load())
 
 	ctest.Eventually(t, "no connection is open", func() bool { return proxy.Open.Load() == 0 })
+}
+
+// TestBootstrap_PrefersLocalAPIServer first disables KubePrism, as Talos does for up to a minute after an API server was
+// down, and then the local API server.
+func TestBootstrap_PrefersLocalAPIServer(t *testing.T) {
+	bed := beds.NewSuite(t)
+	admin := bed.Kube.Config()
+	prism := ctest.NewProxy(t, admin)
+	s := newSuite(bed, kube.Kubeconfig(admin))
+	s.local = strings.TrimPrefix(bed.Kube.Endpoint(), "https://")
+	prism.Hangs.Store(true)
+	s.start(clock.RealClock{})
+	s.awaitReady()
+	assert.Zero(t, prism.Accepted.Load(), "requests to KubePrism")
+
+	config, err := clientcmd.BuildConfigFromFlags("", s.sut.Kubeconfig())
+	require.NoError(t, err)
+	config.Wrap(s.sut.PreferLocal)
+
+	client, err := kubernetes.NewForConfig(config)
+	require.NoError(t, err)
+
+	create := func(name string) error {
+		_, err := client.CoreV1().Events("default").Create(t.Context(), &corev1.Event{
+			ObjectMeta: metav1.ObjectMeta{Name: name}, InvolvedObject: corev1.ObjectReference{Namespace: "default"},
+		}, metav1.CreateOptions{})
+
+		return err
+	}
+
+	require.NoError(t, create("local"))
+	assert.Zero(t, prism.Accepted.Load(), "requests to KubePrism")
+
+	free, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	require.NoError(t, free.Close())
+
+	prism.Hangs.Store(false)
+	s.local = free.Addr().String()
+
+	before := s.token()
+	s.awaitWatch()
+	require.NoError(t, s.machine.SetLocalhostAdminKubeconfig(t.Context(), append(kube.Kubeconfig(admin), "\n# again\n"...)))
+	s.awaitOther(before)
+	require.NoError(t, create("fallback"))
+	assert.NotZero(t, prism.Accepted.Load(), "requests to KubePrism")
 }

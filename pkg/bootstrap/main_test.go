@@ -39,6 +39,7 @@ type suite struct {
 	admin   *countingAdmin
 	dir     string
 	enabled []string // controllers and extension.SecurePort
+	local   string   // address of the local API server
 	sut     *bootstrap.Bootstrap
 	ready   chan struct{} // closed after the first success
 	ended   chan struct{} // closed when Run has returned
@@ -103,6 +104,7 @@ func (s *suite) start(clk clock.Clock) {
 	s.Helper()
 
 	s.sut = bootstrap.New(s.admin, s.dir, func(controller string) bool { return slices.Contains(s.enabled, controller) }, clk)
+	s.sut.LocalAPIServer = func(context.Context) string { return s.local }
 	s.ready, s.ended = make(chan struct{}), make(chan struct{})
 
 	go func() {

@@ -83,6 +83,8 @@ type Manager struct {
 	config   *cloudconfig.CompletedConfig
 	recorder record.EventRecorder
 	checks   *controllerhealthz.MutableHealthzHandler
+	// preferLocal prefers the API server of the local machine; nil outside Talos.
+	preferLocal transport.WrapperFunc
 	// guard stops the requests of the controllers when the lease may have expired; nil without leader election.
 	guard transport.WrapperFunc
 	// earlier are configurations that apply to machines until facts have been read, the newest first.
@@ -120,7 +122,7 @@ func New(options *Options) (*Manager, error) {
 
 // Run runs until ctx ends; it then releases the lease and returns nil, within ten seconds. It idles while the local
 // machine is a worker, in maintenance mode, or going down. It returns a *RestartError if the process must be
-// replaced. After any other error, such as a lost lease, a supervisor should restart the process.
+// replaced, such as after a lost lease. After any other error, a supervisor should restart the process.
 func (m *Manager) Run(ctx context.Context) (err error) {
 	if m.socket != nil {
 		defer m.socket.Close() //nolint:errcheck // no call is in flight
@@ -152,8 +154,13 @@ func (m *Manager) Run(ctx context.Context) (err error) {
 		}
 	}
 
-	if restart := (*RestartError)(nil); err == nil && errors.As(context.Cause(ctx), &restart) {
+	switch restart := (*RestartError)(nil); {
+	case err == nil && errors.As(context.Cause(ctx), &restart):
 		return restart
+	case errors.Is(err, errLeaseLost) && m.socket != nil: // Talos would restart the process only after five seconds
+		klog.FromContext(ctx).Error(err, "Replacing the process")
+
+		return &RestartError{Environment: m.options.Environment}
 	}
 
 	return err
@@ -264,7 +271,8 @@ func (m *Manager) credentials(ctx context.Context, group *sync.WaitGroup, replac
 
 	if kubeconfig == "" {
 		b := bootstrap.New(m.socket.Admin, m.options.RunDir, m.options.needsRBAC, m.clock)
-		kubeconfig = b.Kubeconfig()
+		b.LocalAPIServer = m.localAPIServer
+		kubeconfig, m.preferLocal = b.Kubeconfig(), b.PreferLocal
 
 		await(func(ctx context.Context, ready func()) {
 			b.Run(ctx, ready)
@@ -289,10 +297,14 @@ func (m *Manager) frameworkConfig(ctx context.Context, kubeconfig string) (confi
 	_ = backoff.Retry(ctx, "API server or secure port not available; retrying", func(context.Context) error {
 		// A failed attempt changes the options, for example it sets the secure port to 0 if the port is in use.
 		framework := m.options.frameworkFor(kubeconfig)
+		framework.Authentication.WithCustomRoundTripper(m.preferLocal)
+		framework.Authorization.WithCustomRoundTripper(m.preferLocal)
 
 		c, err := framework.Config(m.options.entryNames(), nil, nil, nil, nil)
 		if err == nil {
 			c.Kubeconfig.UserAgent = version.UserAgent()
+			c.Kubeconfig.Wrap(m.preferLocal)
+
 			config = c.Complete()
 
 			return nil

@@ -679,7 +679,30 @@ func TestManager_StopsBeforeLeaseExpiresIfAPIServerHangs(t *testing.T) {
 
 	ctest.Receive(s, r.ended, "talos-ccm ends")
 
-	assert.NotNil(t, r.err)
+	assert.ErrorAs(t, r.err, new(*ccm.RestartError))
+}
+
+// After the API server was down, KubePrism does not use it for up to a minute.
+func TestManager_PrefersLocalAPIServerToKubePrism(t *testing.T) {
+	s := newSuite(t)
+
+	config := s.Kube.Config()
+	port, err := strconv.ParseUint(config.Host[strings.LastIndex(config.Host, ":")+1:], 10, 16)
+	require.NoError(s, err)
+
+	ctest.NewProxy(t, config).Hangs.Store(true)
+
+	self := s.controlPlane("cp", func(spec *talostest.MachineSpec) { spec.LocalhostAdminKubeconfig = string(kube.Kubeconfig(config)) })
+	prism := k8s.NewKubePrismConfig(k8s.NamespaceName, k8s.KubePrismConfigID)
+	prism.TypedSpec().Host, prism.TypedSpec().Endpoints = "127.0.0.1", []k8s.KubePrismEndpoint{{Host: "localhost", Port: uint32(port)}}
+	require.NoError(s, self.State().Create(t.Context(), prism))
+	s.register(self)
+
+	options := s.options(self)
+	options.Framework.SecureServing.BindPort, options.Framework.SecureServing.PermitPortSharing = reservedPort(t), true
+
+	s.start(options)
+	s.awaitInitialized(self)
 }
 
 // The other machines do not depend on responses of the local machine.

@@ -96,16 +96,16 @@ func (m *Manager) reportConfiguration(ctx context.Context) {
 	<-ctx.Done()
 }
 
-// RestartError is returned by Manager.Run if the ExtensionServiceConfig document sets environment variables that the
-// process was not started with. Talos passes them only to services that start after the document was loaded; at boot,
-// services start earlier. The caller should replace the process by one with Environment.
+// RestartError is returned by Manager.Run on Talos if the lease was lost, or if the ExtensionServiceConfig document sets
+// environment variables that the process was not started with. Talos passes them only to services that start after the
+// document was loaded; at boot, services start earlier. The caller should replace the process by one with Environment.
 type RestartError struct {
 	Environment []string
 }
 
 // Error implements error.
 func (*RestartError) Error() string {
-	return "environment of the ExtensionServiceConfig document changed"
+	return "leader election lost, or environment of the ExtensionServiceConfig document changed"
 }
 
 // CheckDocument returns why the process cannot be started with the environment variables of a document, one line per

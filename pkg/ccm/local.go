@@ -3,7 +3,9 @@ package ccm
 import (
 	"context"
 	"fmt"
+	"net"
 	"slices"
+	"strconv"
 	"time"
 
 	"github.com/cosi-project/runtime/pkg/controller/generic"
@@ -102,6 +104,20 @@ func localResource[T generic.ResourceWithRD](ctx context.Context, m *Manager, id
 func (m *Manager) localNodename(ctx context.Context) string {
 	if nodename := localResource[*k8s.Nodename](ctx, m, k8s.NodenameID); nodename != nil {
 		return nodename.TypedSpec().Nodename
+	}
+
+	return ""
+}
+
+// localAPIServer returns the host and the port of the API server of the local machine. It is empty if KubePrism is
+// disabled: then the machine's kubeconfig names this API server.
+func (m *Manager) localAPIServer(ctx context.Context) string {
+	if prism := localResource[*k8s.KubePrismConfig](ctx, m, k8s.KubePrismConfigID); prism != nil {
+		for _, endpoint := range prism.TypedSpec().Endpoints {
+			if endpoint.Host == "localhost" { // not resolved, but replaced by the loopback address of KubePrism
+				return net.JoinHostPort(prism.TypedSpec().Host, strconv.Itoa(int(endpoint.Port)))
+			}
+		}
 	}
 
 	return ""

@@ -63,6 +63,7 @@ var definitions = define(
 	&hardware.SystemInformation{},
 	&k8s.ControllerManagerConfig{},
 	&k8s.Endpoint{},
+	&k8s.KubePrismConfig{},
 	&k8s.NodeIP{},
 	&k8s.NodeIPConfig{},
 	&k8s.NodeStatus{},
