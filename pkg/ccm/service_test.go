@@ -18,7 +18,11 @@ import (
 func TestManager_PublishesNodeAddresses(t *testing.T) {
 	s := newSuite(t)
 	self := s.controlPlane("cp")
-	require.NoError(s, self.AddAddress(t.Context(), talostest.LinkExternal, netip.MustParsePrefix("203.0.113.7/32")))
+
+	for _, link := range []string{"eth0", talostest.LinkExternal} {
+		require.NoError(s, self.AddAddress(t.Context(), link, netip.MustParsePrefix("203.0.113.7/32")))
+	}
+
 	s.configure(self, "service: {default: true}")
 	s.register(self)
 

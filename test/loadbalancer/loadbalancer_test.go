@@ -230,6 +230,20 @@ func (b *bed) startController() {
 	i.Start(controller.Run)
 }
 
+// createService creates the Service without endpoints.
+func (b *bed) createService() {
+	b.Helper()
+
+	_, err := b.Client.CoreV1().Services("default").Create(b.Context(), &corev1.Service{
+		ObjectMeta: metav1.ObjectMeta{Name: "web"},
+		Spec: corev1.ServiceSpec{
+			Type: corev1.ServiceTypeLoadBalancer, LoadBalancerClass: new(service.Class), AllocateLoadBalancerNodePorts: new(false),
+			Ports: []corev1.ServicePort{{Port: 80, TargetPort: intstr.FromInt32(targetPort)}},
+		},
+	}, metav1.CreateOptions{})
+	require.NoError(b, err)
+}
+
 // setEndpoint sets the pod of a Node as the only endpoint of the Service.
 func (b *bed) setEndpoint(n node) {
 	b.Helper()
@@ -321,6 +335,37 @@ func (b *bed) awaitFailure(from *netns.Namespace, to node, text string) {
 	})
 }
 
+// translate adds an ExternalIP to a Node that the bridge translates to the Node's address in both directions, as clouds do
+// with public addresses: the machine does not have it on a link. It returns the Node with that address.
+func (b *bed) translate(n node, external string) node {
+	b.Helper()
+
+	require.NoError(b, b.lan.IP(b.Context(), "address add 192.0.2.254/24 dev br0"))
+	require.NoError(b, b.outside.IP(b.Context(), "route add "+external+" via 192.0.2.254"))
+	require.NoError(b, b.lan.Inside(func() error {
+		output, err := exec.CommandContext(b.Context(), "nft", fmt.Sprintf(`add table ip nat
+			add chain ip nat prerouting { type nat hook prerouting priority dstnat; }
+			add chain ip nat postrouting { type nat hook postrouting priority srcnat; }
+			add rule ip nat prerouting ip daddr %s dnat to %s
+			add rule ip nat postrouting ip daddr %s masquerade`, external, n.address, n.address)).CombinedOutput()
+		if err != nil {
+			return fmt.Errorf("%w: %s", err, output)
+		}
+
+		return os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1"), 0o644)
+	}))
+
+	b.PatchNode(n.name, "test", fmt.Sprintf(`{"status":{"addresses":[{"type":"InternalIP","address":%q},{"type":"ExternalIP","address":%q}]}}`, n.address, external), "status")
+
+	m := b.instance.Inventory.Get(n.name).Machine
+	m.Addresses = append(slices.Clone(m.Addresses), machine.Address{Link: machine.LinkExternal, Prefix: netip.MustParsePrefix(external + "/32")})
+	b.instance.Inventory.Replace(n.name, m)
+
+	n.address = external
+
+	return n
+}
+
 func TestKubeProxy_ServesNodeAddresses(t *testing.T) {
 	for _, mode := range []string{"nftables", "iptables"} {
 		t.Run(mode, func(t *testing.T) { testKubeProxy(t, mode) })
@@ -333,15 +378,7 @@ func testKubeProxy(t *testing.T, mode string) {
 	require.NoError(b, x.namespace.IP(t.Context(), "route add 10.244.2.0/24 via "+y.address))
 	require.NoError(b, y.namespace.IP(t.Context(), "route add 10.244.1.0/24 via "+x.address))
 	b.startController()
-
-	_, err := b.Client.CoreV1().Services("default").Create(t.Context(), &corev1.Service{
-		ObjectMeta: metav1.ObjectMeta{Name: "web"},
-		Spec: corev1.ServiceSpec{
-			Type: corev1.ServiceTypeLoadBalancer, LoadBalancerClass: new(service.Class), AllocateLoadBalancerNodePorts: new(false),
-			Ports: []corev1.ServicePort{{Port: 80, TargetPort: intstr.FromInt32(targetPort)}},
-		},
-	}, metav1.CreateOptions{})
-	require.NoError(b, err)
+	b.createService()
 
 	// Policy Cluster: both Nodes forward to the pod on x, and masquerade the source address. Otherwise x would respond
 	// directly to clients of y.
@@ -367,4 +404,16 @@ func testKubeProxy(t *testing.T, mode string) {
 	b.awaitFailure(b.outside, y, "deadline exceeded")
 	b.patch(`{"spec":{"loadBalancerSourceRanges":["192.0.2.0/24"]}}`)
 	b.awaitResponse(b.outside, y, "y "+clientAddress)
+}
+
+// The packets to a translated address arrive at the Node's own address, and kube-proxy serves only published addresses.
+func TestKubeProxy_ServesTranslatedAddresses(t *testing.T) {
+	b := newBed(t)
+	x := b.join("x", 1, "nftables")
+	translated := b.translate(x, "203.0.113.1")
+	b.startController()
+	b.createService()
+	b.setEndpoint(x)
+	b.awaitResponse(b.outside, translated, "x 192.0.2.254")
+	b.awaitAddresses(x)
 }

@@ -58,9 +58,14 @@ func TestController_PublishesOnlyAddressesOfTheMachine(t *testing.T) {
 	s.join("a", "192.0.2.1")
 	s.await("web", "192.0.2.1")
 
-	// A kubelet can write the addresses of its Node.
+	// A kubelet can write the addresses of its Node. The port of another Service shows that this one was decided about again.
 	s.PatchNode("a", "other", `{"status":{"addresses":[{"type":"InternalIP","address":"192.0.2.1"},{"type":"ExternalIP","address":"8.8.8.8"}]}}`, "status")
-	s.await("web")
+	s.create("web-external", func(svc *corev1.Service) {
+		svc.Annotations = map[string]string{service.AnnotationAddresses: "external"}
+		svc.Spec.Ports[0].Port = 81
+	})
+	s.AwaitEvent("web-external", service.ReasonNoEligibleNodes, "(1:1 NAT), set annotation talos-ccm.dev/addresses=internal")
+	s.await("web", "192.0.2.1")
 
 	s.respond("a", "192.0.2.1", "8.8.8.8")
 	s.await("web", "8.8.8.8")

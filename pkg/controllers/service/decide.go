@@ -368,7 +368,11 @@ func (s snapshot) choose(d decision, r request) decision {
 	}
 
 	if len(nodes) > 0 {
-		message += fmt.Sprintf("; none of these has an address of type %v and family %v", r.types, families)
+		message += fmt.Sprintf("; none of these has on a link an address of type %v and family %v", r.types, families)
+	}
+
+	if len(nodes) > 0 && !slices.Contains(r.types, corev1.NodeInternalIP) {
+		message += fmt.Sprintf("; if the network translates external addresses (1:1 NAT), set annotation %s=%s", AnnotationAddresses, config.AddressesInternal)
 	}
 
 	return d.report(ReasonNoEligibleNodes, "No Node can receive traffic: %s", message)
@@ -381,16 +385,14 @@ func (s snapshot) available(service *corev1.Service, r request, family corev1.IP
 	ranks, present := map[netip.Addr]string{}, addresses(service.Status.LoadBalancer.Ingress)
 
 	for _, c := range r.nodes {
-		address := addressOf(c.node, family, r.types)
-		isPresent := slices.Contains(present, address.String())
-
-		if _, isRanked := ranks[address]; isRanked || !r.serves(c, family) || !s.mayServe(c, address, isPresent) {
+		address := s.addressOf(c, family, r.types, present)
+		if _, isRanked := ranks[address]; isRanked || !address.IsValid() || !r.serves(c, family) {
 			continue
 		}
 
 		ranks[address] = ""
 
-		if !isPresent {
+		if !slices.Contains(present, address.String()) {
 			sum := sha256.Sum256([]byte(string(service.UID) + "/" + c.node.Name))
 			ranks[address] = string(sum[:])
 		}
@@ -420,7 +422,8 @@ func (s snapshot) owner(service *corev1.Service, address netip.Addr) (*corev1.Se
 }
 
 // mayServe reports whether a Service can have the address of the Node. The addresses of the Node are no proof, because
-// its kubelet can write them: the machine must have the address. A Service keeps a present address
+// its kubelet can write them: the machine must have the address, and on a link. If a cloud translates the address (1:1
+// NAT), the packets arrive with another destination, and kube-proxy does not serve them. A Service keeps a present address
 //   - until the machine has responded, which takes a moment after a leader change;
 //   - while the Node is not ready. It gets no new address of such a Node: the machine may be shut down.
 func (s snapshot) mayServe(c candidate, address netip.Addr, present bool) bool {
@@ -430,18 +433,24 @@ func (s snapshot) mayServe(c candidate, address netip.Addr, present bool) bool {
 	case c.entry.ObservedAt.IsZero():
 		return present
 	default:
-		return c.managed && c.entry.Machine.HasAddress(address) && (present || c.ready())
+		return c.managed && (present || c.ready()) && slices.ContainsFunc(c.entry.Machine.Addresses, func(a machine.Address) bool {
+			return a.Link != machine.LinkExternal && a.Prefix.Addr().Unmap() == address
+		})
 	}
 }
 
-// addressOf returns the first address of the Node in the IP family, if any. Earlier types are preferred. All addresses of a
-// Node lead to the same machine, so one is enough.
-func addressOf(node *corev1.Node, family corev1.IPFamily, types []corev1.NodeAddressType) netip.Addr {
+// addressOf returns the first address of the Node in the IP family that a Service can have, if any. Earlier types are
+// preferred. All addresses of a Node lead to the same machine, so one is enough.
+func (s snapshot) addressOf(c candidate, family corev1.IPFamily, types []corev1.NodeAddressType, present []string) netip.Addr {
 	for _, t := range types {
-		for _, a := range node.Status.Addresses {
+		for _, a := range c.node.Status.Addresses {
 			ip, err := netip.ParseAddr(a.Address)
-			if a.Type == t && err == nil && ip.IsGlobalUnicast() && ip.Unmap().Is4() == (family == corev1.IPv4Protocol) {
-				return ip.Unmap()
+			if a.Type != t || err != nil || !ip.IsGlobalUnicast() || ip.Unmap().Is4() != (family == corev1.IPv4Protocol) {
+				continue
+			}
+
+			if ip = ip.Unmap(); s.mayServe(c, ip, slices.Contains(present, ip.String())) {
+				return ip
 			}
 		}
 	}

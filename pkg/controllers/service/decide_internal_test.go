@@ -74,7 +74,8 @@ func owned(service *corev1.Service) {
 	service.ManagedFields = []metav1.ManagedFieldsEntry{{Manager: FieldManager}}
 }
 
-// newCandidate returns a ready, managed Node whose machine has the addresses. Those with the prefix "ext:" are external.
+// newCandidate returns a ready, managed Node whose machine has the addresses. Those with the prefix "ext:" are external, and
+// those with the prefix "ext:nat:" are also translated: no link of the machine has them.
 func newCandidate(name string, addresses ...string) candidate {
 	c := candidate{managed: true, node: &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: map[string]string{"name": name}}}}
 	c.node.Status.NodeInfo.OSImage = "Talos (v1.13.5)"
@@ -84,15 +85,21 @@ func newCandidate(name string, addresses ...string) candidate {
 	for _, text := range addresses {
 		address, isExternal := strings.CutPrefix(text, "ext:")
 
-		kind := corev1.NodeInternalIP
+		address, isTranslated := strings.CutPrefix(address, "nat:")
+
+		kind, link := corev1.NodeInternalIP, "eth0"
 		if isExternal {
 			kind = corev1.NodeExternalIP
+		}
+
+		if isTranslated {
+			link = machine.LinkExternal
 		}
 
 		c.node.Status.Addresses = append(c.node.Status.Addresses, corev1.NodeAddress{Type: kind, Address: address})
 
 		ip := netip.MustParseAddr(address)
-		c.entry.Machine.Addresses = append(c.entry.Machine.Addresses, machine.Address{Prefix: netip.PrefixFrom(ip, ip.BitLen())})
+		c.entry.Machine.Addresses = append(c.entry.Machine.Addresses, machine.Address{Link: link, Prefix: netip.PrefixFrom(ip, ip.BitLen())})
 	}
 
 	c.entry.Last = c.entry.Machine
@@ -129,6 +136,7 @@ func (s snapshot) addressesOf(name string) (list, reasons []string) {
 func TestDecide_Addresses(t *testing.T) {
 	const v4, v6 = corev1.IPv4Protocol, corev1.IPv6Protocol
 
+	translated := []candidate{newCandidate("a", "10.0.0.1", "ext:nat:198.51.100.1")}
 	dual := []candidate{newCandidate("a", "10.0.0.1", "fd00::1", "ext:198.51.100.1"), newCandidate("b", "10.0.0.2", "fd00::2")}
 
 	var (
@@ -153,6 +161,8 @@ func TestDecide_Addresses(t *testing.T) {
 		"the annotation overrides":                  {newService("s", annotation(AnnotationAddresses, "external")), dual, config.Service{Addresses: config.AddressesInternal}, []string{"198.51.100.1"}, nil},
 		"an empty annotation is the default":        {newService("s", annotation(AnnotationAddresses, "")), dual, external, []string{"10.0.0.2", "198.51.100.1"}, nil},
 		"no address of the type":                    {newService("s", families(v6), annotation(AnnotationAddresses, "external")), dual, none, nil, []string{ReasonNoEligibleNodes}},
+		"no translated address":                     {newService("s", published("198.51.100.1")), translated, none, []string{"10.0.0.1"}, nil},
+		"only a translated address":                 {newService("s"), translated, external, nil, []string{ReasonNoEligibleNodes}},
 		"selected Nodes":                            {newService("s", annotation(AnnotationNodeSelector, "name in (b, c)")), dual, none, []string{"10.0.0.2"}, nil},
 		"no selected Node":                          {newService("s", annotation(AnnotationNodeSelector, "name=c")), dual, none, nil, []string{ReasonNoEligibleNodes}},
 		"an invalid selector changes nothing":       {newService("s", annotation(AnnotationNodeSelector, "="), foreign), dual, none, elsewhere, []string{ReasonInvalidAnnotation}},
