@@ -119,7 +119,7 @@ type snapshot struct {
 	controlPlane sets.Set[netip.Addr]
 	// ipvs is the name of a Node, eligible or not, on which kube-proxy uses IPVS.
 	ipvs string
-	// taken are the Services that have an address and port. A node port has the zero Addr.
+	// taken are the older Services that have an address and port. A node port has the zero Addr.
 	taken map[socket]*corev1.Service
 }
 
@@ -168,7 +168,8 @@ type socket struct {
 }
 
 // decide decides about all managed Services, and about those that are no longer managed. Older Services come first: of
-// two Services with the same port, the older one has the address.
+// two Services with the same port, the older one has the address. A node port of a younger Service does not matter, because
+// kube-proxy serves published addresses first.
 func (s snapshot) decide() (decisions []decision) {
 	s.prepare()
 
@@ -177,11 +178,16 @@ func (s snapshot) decide() (decisions []decision) {
 
 		if manages(s.options, service) {
 			d = s.decideOne(service)
-		} else if len(service.Status.LoadBalancer.Ingress) == 0 || !statusManagers(service).Has(FieldManager) {
-			continue
+			decisions = append(decisions, d)
+		} else if len(service.Status.LoadBalancer.Ingress) > 0 && statusManagers(service).Has(FieldManager) {
+			decisions = append(decisions, d)
 		}
 
-		decisions = append(decisions, d)
+		for _, p := range service.Spec.Ports {
+			s.taken[socket{port: port{p.Protocol, p.NodePort}}] = service
+		}
+
+		s.taken[socket{port: port{corev1.ProtocolTCP, service.Spec.HealthCheckNodePort}}] = service
 
 		for _, ingress := range d.ingress {
 			address, err := netip.ParseAddr(ingress.IP)
@@ -205,12 +211,6 @@ func (s *snapshot) prepare() {
 
 	for _, service := range s.services {
 		s.clusterIPs.Insert(service.Spec.ClusterIPs...)
-
-		for _, p := range service.Spec.Ports {
-			s.taken[socket{port: port{p.Protocol, p.NodePort}}] = service
-		}
-
-		s.taken[socket{port: port{corev1.ProtocolTCP, service.Spec.HealthCheckNodePort}}] = service
 	}
 
 	for _, c := range s.nodes {
@@ -260,7 +260,7 @@ func (s snapshot) decideOne(service *corev1.Service) decision {
 	}
 
 	if other, key := s.owner(service, netip.Addr{}); other != nil {
-		return d.report(ReasonPortConflict, "Port %s is a node port of Service %s/%s; use another port", key, other.Namespace, other.Name)
+		return d.report(ReasonPortConflict, "Port %s is a node port of the older Service %s/%s; use another port", key, other.Namespace, other.Name)
 	}
 
 	return s.choose(d, r)
@@ -409,11 +409,11 @@ func (s snapshot) available(service *corev1.Service, r request, family corev1.IP
 	return free, refused
 }
 
-// owner returns the other Service that has a port of the Service on the address, and the port.
+// owner returns the older Service that has a port of the Service on the address, and the port.
 func (s snapshot) owner(service *corev1.Service, address netip.Addr) (*corev1.Service, port) {
 	for _, p := range service.Spec.Ports {
 		key := port{p.Protocol, p.Port}
-		if other := s.taken[socket{address, key}]; other != nil && other.UID != service.UID {
+		if other := s.taken[socket{address, key}]; other != nil {
 			return other, key
 		}
 	}

@@ -353,8 +353,9 @@ func TestDecide_PortConflicts(t *testing.T) {
 			s.Spec.Ports = append(s.Spec.Ports, newService("x", onPort(443)).Spec.Ports...)
 		}), nil, []string{ReasonPortConflict}},
 		"a Service of another class": {newService("a", withoutClass, published(both...)), newService("b"), both, nil},
-		"a node port":                {newService("c", withoutClass, nodePort(80)), newService("b"), nil, []string{ReasonPortConflict}},
-		"a health check port":        {newService("c", withoutClass, func(s *corev1.Service) { s.Spec.HealthCheckNodePort = 80 }), newService("b"), nil, []string{ReasonPortConflict}},
+		"an older node port":         {newService("a", withoutClass, nodePort(80)), newService("b"), nil, []string{ReasonPortConflict}},
+		"a younger node port":        {newService("c", withoutClass, nodePort(80)), newService("b"), both, nil},
+		"an older health check port": {newService("a", withoutClass, func(s *corev1.Service) { s.Spec.HealthCheckNodePort = 80 }), newService("b"), nil, []string{ReasonPortConflict}},
 		"its own node port":          {newService("c", withoutClass), newService("b", nodePort(80)), both, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
