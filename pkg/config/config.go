@@ -200,7 +200,7 @@ type Service struct {
 	// overrides it.
 	Addresses ServiceAddresses `default:"external, or internal for a Node without external ones" json:"addresses,omitempty" jsonschema:"enum=external,enum=internal"`
 	// ReservedPorts are ports that Services cannot have, whatever the protocol, because processes on the machines use
-	// them. Ports of Talos and Kubernetes are always reserved.
+	// them. Ports of Talos, Kubernetes and talos-ccm are always reserved.
 	ReservedPorts []int `json:"reservedPorts,omitempty"`
 }
 

@@ -36,7 +36,7 @@ func TestController_FollowsNodes(t *testing.T) {
 
 	s.PatchNode("b", "other", `{"metadata":{"labels":{"test/unmanaged":"true"}}}`)
 	s.await("web")
-	s.AwaitEvent("web", service.ReasonNoEligibleNodes, "0 Nodes are managed")
+	s.AwaitEvent("web", service.ReasonNoEligibleNodes, "0 Nodes are managed, eligible and ready (1 of 2 Nodes have the label node.kubernetes.io/exclude-from-external-load-balancers)")
 
 	s.PatchNode("a", "other", `{"metadata":{"labels":{"node.kubernetes.io/exclude-from-external-load-balancers":null}}}`)
 	s.PatchNode("b", "other", `{"metadata":{"labels":{"test/unmanaged":null}}}`)
@@ -243,10 +243,15 @@ func TestController_OlderServiceKeepsThePort(t *testing.T) {
 	s.create("zz-other-protocol", func(svc *corev1.Service) { svc.Spec.Ports[0].Protocol = corev1.ProtocolUDP })
 	s.await("zz-other-protocol", "192.0.2.1", "192.0.2.2")
 
-	s.patch("older", `{"metadata":{"annotations":{"talos-ccm.dev/node-selector":null}}}`)
+	s.patch("older", `{"metadata":{"finalizers":["example.org/cleanup"],"annotations":{"talos-ccm.dev/node-selector":null}}}`)
 	s.await("older", "192.0.2.1", "192.0.2.2")
 	s.await("younger")
 
+	// A deleted Service keeps its ports until its finalizers are removed.
 	require.NoError(s, s.services().Delete(t.Context(), "older", metav1.DeleteOptions{}))
+	s.create("zz-youngest", nil)
+	s.AwaitEvent("zz-youngest", service.ReasonPortConflict, "older, which is being deleted and waits for its finalizers: example.org/cleanup)")
+
+	s.patch("older", `{"metadata":{"finalizers":null}}`)
 	s.await("younger", "192.0.2.1", "192.0.2.2")
 }

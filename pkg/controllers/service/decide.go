@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
-	"strconv"
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
@@ -95,6 +94,7 @@ var machinePorts = map[port]string{
 	{corev1.ProtocolTCP, 10256}: "kube-proxy",
 	{corev1.ProtocolTCP, 10257}: "kube-controller-manager",
 	{corev1.ProtocolTCP, 10259}: "kube-scheduler",
+	{corev1.ProtocolTCP, 10459}: "talos-ccm",
 	{corev1.ProtocolTCP, 50000}: "apid",
 	{corev1.ProtocolTCP, 50001}: "trustd",
 	{corev1.ProtocolUDP, 4789}:  "VXLAN of Flannel",
@@ -119,6 +119,8 @@ type snapshot struct {
 	controlPlane sets.Set[netip.Addr]
 	// ipvs is the name of a Node, eligible or not, on which kube-proxy uses IPVS.
 	ipvs string
+	// excluded describes how many Nodes have the exclusion label.
+	excluded string
 	// taken are the older Services that have an address and port. A node port has the zero Addr.
 	taken map[socket]*corev1.Service
 }
@@ -225,6 +227,7 @@ func (s *snapshot) prepare() {
 		}
 	}
 
+	s.excluded = fmt.Sprintf("%d of %d Nodes have the label %s", len(filter(s.nodes, candidate.excluded)), len(s.nodes), corev1.LabelNodeExcludeBalancers)
 	s.nodes = filter(s.nodes, candidate.eligible)
 }
 
@@ -259,8 +262,8 @@ func (s snapshot) decideOne(service *corev1.Service) decision {
 		}
 	}
 
-	if other, key := s.owner(service, netip.Addr{}); other != nil {
-		return d.report(ReasonPortConflict, "Port %s is a node port of the older Service %s/%s; use another port", key, other.Namespace, other.Name)
+	if other, key := s.owner(service, netip.Addr{}); other != "" {
+		return d.report(ReasonPortConflict, "Port %s is a node port of the older %s; use another port", key, other)
 	}
 
 	return s.choose(d, r)
@@ -358,7 +361,8 @@ func (s snapshot) choose(d decision, r request) decision {
 	}
 
 	nodes := filter(r.nodes, candidate.inUse)
-	message := fmt.Sprintf("%d Nodes are managed, eligible and ready, and %d of these match the node selector", len(filter(s.nodes, candidate.inUse)), len(nodes))
+	message := fmt.Sprintf("%d Nodes are managed, eligible and ready (%s), and %d of these match the node selector",
+		len(filter(s.nodes, candidate.inUse)), s.excluded, len(nodes))
 
 	if r.serving != nil {
 		nodes = filter(nodes, func(c candidate) bool {
@@ -397,8 +401,8 @@ func (s snapshot) available(service *corev1.Service, r request, family corev1.IP
 			ranks[address] = string(sum[:])
 		}
 
-		if other, key := s.owner(service, address); other != nil {
-			refused = append(refused, fmt.Sprintf("%s on %s (Service %s/%s)", key, address, other.Namespace, other.Name))
+		if other, key := s.owner(service, address); other != "" {
+			refused = append(refused, fmt.Sprintf("%s on %s (%s)", key, address, other))
 		} else {
 			free = append(free, address)
 		}
@@ -409,16 +413,18 @@ func (s snapshot) available(service *corev1.Service, r request, family corev1.IP
 	return free, refused
 }
 
-// owner returns the older Service that has a port of the Service on the address, and the port.
-func (s snapshot) owner(service *corev1.Service, address netip.Addr) (*corev1.Service, port) {
+// owner describes the older Service that has a port of the Service on the address, if any, and returns the port.
+func (s snapshot) owner(service *corev1.Service, address netip.Addr) (string, port) {
 	for _, p := range service.Spec.Ports {
 		key := port{p.Protocol, p.Port}
-		if other := s.taken[socket{address, key}]; other != nil {
-			return other, key
+		if other := s.taken[socket{address, key}]; other != nil && other.DeletionTimestamp != nil {
+			return fmt.Sprintf("Service %s/%s, which is being deleted and waits for its finalizers: %s", other.Namespace, other.Name, strings.Join(other.Finalizers, ", ")), key
+		} else if other != nil {
+			return fmt.Sprintf("Service %s/%s", other.Namespace, other.Name), key
 		}
 	}
 
-	return nil, port{}
+	return "", port{}
 }
 
 // mayServe reports whether a Service can have the address of the Node. The addresses of the Node are no proof, because
@@ -463,18 +469,18 @@ func (c candidate) ready() bool { return nodespec.IsReady(c.node) }
 // inUse reports whether the Node is managed and ready.
 func (c candidate) inUse() bool { return c.managed && c.ready() }
 
+// excluded reports whether the Node has the exclusion label, with any value.
+func (c candidate) excluded() bool {
+	_, found := c.node.Labels[corev1.LabelNodeExcludeBalancers]
+
+	return found
+}
+
 // eligible reports whether the Node can receive traffic if it is ready. The conditions are those of
 // k8s.io/cloud-provider/controllers/service. The Node must also be initialized, because its addresses are not final before.
 func (c candidate) eligible() bool {
 	isLeaving := slices.ContainsFunc(c.node.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == toBeDeletedTaint })
 
-	isExcluded := false
-
-	if value, found := c.node.Labels[corev1.LabelNodeExcludeBalancers]; found {
-		excluded, err := strconv.ParseBool(value)
-		isExcluded = excluded || err != nil
-	}
-
-	return !isLeaving && !isExcluded && c.node.DeletionTimestamp == nil &&
+	return !isLeaving && !c.excluded() && c.node.DeletionTimestamp == nil &&
 		nodespec.IsTalos(c.node) && !nodespec.IsUninitialized(c.node) && c.entry.Condition != inventory.Mismatch
 }

@@ -172,6 +172,7 @@ func TestDecide_Addresses(t *testing.T) {
 		"an address of two Nodes once":              {newService("s"), []candidate{newCandidate("a", "10.0.0.1"), newCandidate("b", "10.0.0.1")}, none, []string{"10.0.0.1"}, nil},
 		"no special address":                        {newService("s"), []candidate{newCandidate("a", "127.0.0.1", "169.254.1.1", "10.0.0.1")}, none, []string{"10.0.0.1"}, nil},
 		"a port of Talos":                           {newService("s", onPort(50000), published("10.0.0.1")), dual, none, nil, []string{ReasonPortReserved}},
+		"the port of talos-ccm":                     {newService("s", onPort(10459)), dual, none, nil, []string{ReasonPortReserved}},
 		"a reserved port":                           {newService("s", onPort(443)), dual, config.Service{ReservedPorts: []int{22, 443}}, nil, []string{ReasonPortReserved}},
 		"without a class":                           {newService("s", withoutClass), dual, none, nil, []string{"no decision"}},
 		"without a class by default":                {newService("s", withoutClass), dual, byDefault, []string{"10.0.0.2", "198.51.100.1"}, nil},
@@ -213,7 +214,7 @@ func TestDecide_EligibleNodes(t *testing.T) {
 		"deleted":             {func(c *candidate) { c.node.DeletionTimestamp = &metav1.Time{Time: began} }, false},
 		"excluded":            {func(c *candidate) { c.node.Labels[corev1.LabelNodeExcludeBalancers] = "" }, false},
 		"excluded: true":      {func(c *candidate) { c.node.Labels[corev1.LabelNodeExcludeBalancers] = "true" }, false},
-		"excluded: false":     {func(c *candidate) { c.node.Labels[corev1.LabelNodeExcludeBalancers] = "false" }, true},
+		"excluded: false":     {func(c *candidate) { c.node.Labels[corev1.LabelNodeExcludeBalancers] = "false" }, false},
 		"about to be deleted": {func(c *candidate) { c.node.Spec.Taints = []corev1.Taint{{Key: toBeDeletedTaint}} }, false},
 		"uninitialized": {func(c *candidate) {
 			c.node.Spec.Taints = []corev1.Taint{{Key: cloudproviderapi.TaintExternalCloudProvider}}
