@@ -161,6 +161,7 @@ type Reader struct {
 	machines                           map[string]machineFacts // by nodename
 	labeled                            bool                    // a Node has the label of the control plane
 	local                              string                  // nodename of the local machine; empty if unknown
+	paused                             bool                    // it was logged that the identity is incomplete
 }
 
 // New returns a Reader that has read nothing yet.
@@ -259,10 +260,14 @@ func (r *Reader) refresh(ctx context.Context) bool {
 	r.members.set(members)
 
 	err := utilerrors.NewAggregate(append(machineErrs, certificateErr, serviceErr, serviceCIDRsErr))
+	wasPaused := r.paused
+	r.paused = !identity.Known && r.identity.subscribed()
 
 	switch {
-	case !identity.Known && r.identity.subscribed():
+	case r.paused && !wasPaused:
 		logger.Info("Cluster identity incomplete; CSR approval paused, retrying", "err", err)
+	case wasPaused && !r.paused:
+		logger.Info("Cluster identity complete; CSR approval resumed")
 	case err != nil:
 		logger.V(2).Info("Failed to read some facts about the control plane; using their last known values", "err", err)
 	}

@@ -1,6 +1,7 @@
 package controlplane_test
 
 import (
+	"bytes"
 	"context"
 	"encoding/pem"
 	"fmt"
@@ -9,6 +10,7 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -20,6 +22,8 @@ import (
 	"github.com/stretchr/testify/require"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/rest"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/textlogger"
 	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
@@ -46,6 +50,27 @@ type suite struct {
 	clock   *clocktesting.FakeClock
 	reader  *controlplane.Reader
 	changes atomic.Int64 // of the identity
+	log     lockedBuffer // of verbosity 0
+}
+
+// lockedBuffer is a bytes.Buffer that is safe for concurrent use.
+type lockedBuffer struct {
+	mu     sync.Mutex
+	buffer bytes.Buffer
+}
+
+func (b *lockedBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+
+	return b.buffer.Write(p)
+}
+
+func (b *lockedBuffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+
+	return b.buffer.String()
 }
 
 // newSuite starts a Reader that connects to the API server with config. The options, if any, change its configuration.
@@ -83,7 +108,7 @@ func newSuite(t *testing.T, config *rest.Config, options ...func(*suite, *contro
 	go func() {
 		defer close(ended)
 
-		s.reader.Run(t.Context())
+		s.reader.Run(klog.NewContext(t.Context(), textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(&s.log)))))
 	}()
 
 	t.Cleanup(func() { <-ended })
@@ -235,6 +260,8 @@ func TestReader_NeedsALabeledNode(t *testing.T) {
 	s.await("the identity is known", known)
 
 	assert.Empty(t, liar.Calls())
+	assert.Equal(t, 1, strings.Count(s.log.String(), "Cluster identity incomplete"), s.log.String())
+	assert.Equal(t, 1, strings.Count(s.log.String(), "Cluster identity complete"), s.log.String())
 }
 
 func TestReader_VerifiesTheNodename(t *testing.T) {
