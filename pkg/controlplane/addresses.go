@@ -40,8 +40,9 @@ type Addresses struct {
 
 // answers are the last answer of each source.
 type answers struct {
-	readAt             time.Time
-	endpoints, members []netip.Addr
+	readAt    time.Time
+	endpoints []netip.AddrPort
+	members   []netip.Addr
 	// err is why a source could not be read the last time.
 	err error
 }
@@ -97,7 +98,8 @@ func (a *Addresses) confirm(ctx context.Context, nodename string, addr netip.Add
 		a.mu.Unlock()
 	}
 
-	if slices.Contains(known.endpoints, addr) || slices.Contains(known.members, addr) {
+	isEndpoint := func(endpoint netip.AddrPort) bool { return endpoint.Addr() == addr }
+	if slices.ContainsFunc(known.endpoints, isEndpoint) || slices.Contains(known.members, addr) {
 		return nil
 	}
 

@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	discoveryv1 "k8s.io/api/discovery/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	applydiscoveryv1 "k8s.io/client-go/applyconfigurations/discovery/v1"
 	"k8s.io/client-go/informers"
@@ -73,18 +74,21 @@ func (g *guarded) want(nodename, addr, text string) {
 }
 
 // publish applies an EndpointSlice of default/kubernetes.
-func (g *guarded) publish(name string, addresses ...string) {
-	g.Helper()
+func publish(s ctest.Suite, name string, addresses ...string) {
+	s.Helper()
 
-	endpointSlices := g.Client.DiscoveryV1().EndpointSlices(metav1.NamespaceDefault)
+	endpointSlices := s.Client.DiscoveryV1().EndpointSlices(metav1.NamespaceDefault)
 	slice := applydiscoveryv1.EndpointSlice(name, metav1.NamespaceDefault).
 		WithLabels(map[string]string{discoveryv1.LabelServiceName: "kubernetes"}).
-		WithAddressType(discoveryv1.AddressTypeIPv4).WithEndpoints(applydiscoveryv1.Endpoint().WithAddresses(addresses...))
+		WithAddressType(discoveryv1.AddressTypeIPv4).WithPorts(applydiscoveryv1.EndpointPort().WithName("https").WithPort(6443)).
+		WithEndpoints(applydiscoveryv1.Endpoint().WithAddresses(addresses...))
 
-	_, err := endpointSlices.Apply(g.Context(), slice, metav1.ApplyOptions{FieldManager: "test"})
-	require.NoError(g, err)
-	g.Cleanup(func() {
-		require.NoError(g, endpointSlices.Delete(context.WithoutCancel(g.Context()), name, metav1.DeleteOptions{}))
+	_, err := endpointSlices.Apply(s.Context(), slice, metav1.ApplyOptions{FieldManager: "test"})
+	require.NoError(s, err)
+	s.Cleanup(func() {
+		if err := endpointSlices.Delete(context.WithoutCancel(s.Context()), name, metav1.DeleteOptions{}); !apierrors.IsNotFound(err) {
+			require.NoError(s, err)
+		}
 	})
 }
 
@@ -98,7 +102,7 @@ func TestAddresses_GuardControlPlaneNodes(t *testing.T) {
 	g.want("deleted", "192.0.2.9", dialed)
 	g.want("guard-cp", "192.0.2.1", refused)
 
-	g.publish("other", "192.0.2.1") // which no API server writes
+	publish(g.Suite, "other", "192.0.2.1") // which no API server writes
 	g.want("guard-cp", "192.0.2.1", refused)
 
 	g.members = []netip.Addr{netip.MustParseAddr("192.0.2.1")}
@@ -113,7 +117,7 @@ func TestAddresses_GuardControlPlaneNodes(t *testing.T) {
 	g.members, g.failure = nil, nil
 	g.want("guard-cp", "192.0.2.1", refused)
 
-	g.publish("kubernetes", "192.0.2.1", "192.0.2.3")
+	publish(g.Suite, "kubernetes", "192.0.2.1", "192.0.2.3")
 	g.want("guard-cp", "192.0.2.1", dialed)
 	g.want("guard-cp", "192.0.2.3", dialed)
 }

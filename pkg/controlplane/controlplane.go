@@ -157,7 +157,9 @@ type Reader struct {
 	members  Value[*Members]
 
 	// The last answer of each source; nil or absent if it has never answered. Only Run uses them.
-	certificate, service, serviceCIDRs *csrpolicy.ClusterSubjects
+	certificate, service, serviceCIDRs *csrpolicy.ClusterSubjects                    // certificate is of all API servers
+	certificates                       map[netip.AddrPort]*csrpolicy.ClusterSubjects // by endpoint; see readAPIServers
+	endpoints                          []netip.AddrPort
 	machines                           map[string]machineFacts // by nodename
 	labeled                            bool                    // a Node has the label of the control plane
 	local                              string                  // nodename of the local machine; empty if unknown
@@ -225,17 +227,22 @@ func (r *Reader) interval() (interval time.Duration, complete bool) {
 
 // refresh reads every source once and publishes the facts. It returns false if ctx has ended.
 func (r *Reader) refresh(ctx context.Context) bool {
-	certificate, certificateErr := readCertificate(ctx, r.cfg.Kubernetes)
-	service, serviceErr := readService(ctx, r.cfg.Client)
+	var (
+		group         sync.WaitGroup
+		apiServersErr error
+	)
+
+	group.Go(func() { apiServersErr = r.readAPIServers(ctx) })
+
 	serviceCIDRs, serviceCIDRsErr := readServiceCIDRs(ctx, r.cfg.Client)
 	machineErrs := r.readMachines(ctx)
+
+	group.Wait()
 
 	if ctx.Err() != nil {
 		return false // the errors say nothing about the sources
 	}
 
-	r.certificate = cmp.Or(certificate, r.certificate)
-	r.service = cmp.Or(service, r.service)
 	r.serviceCIDRs = cmp.Or(serviceCIDRs, r.serviceCIDRs)
 
 	identity, logger := r.mergeIdentity(), klog.FromContext(ctx)
@@ -259,7 +266,7 @@ func (r *Reader) refresh(ctx context.Context) bool {
 
 	r.members.set(members)
 
-	err := utilerrors.NewAggregate(append(machineErrs, certificateErr, serviceErr, serviceCIDRsErr))
+	err := utilerrors.NewAggregate(append(machineErrs, apiServersErr, serviceCIDRsErr))
 	wasPaused := r.paused
 	r.paused = !identity.Known && r.identity.subscribed()
 

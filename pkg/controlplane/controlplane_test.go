@@ -3,8 +3,10 @@ package controlplane_test
 import (
 	"bytes"
 	"context"
+	"crypto/tls"
 	"encoding/pem"
 	"fmt"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
@@ -335,6 +337,60 @@ func TestReader_NeedsAClusterDomain(t *testing.T) {
 	s.await("the machine has answered", func(id csrpolicy.ClusterIdentity) bool { return len(id.Reported) > 0 })
 
 	assert.False(t, s.identity().Known, "the identity is known")
+}
+
+// TestReader_ReadsTheCertificatesOfAllEndpoints: an API server that is not the client's has other addresses in its
+// certificate.
+func TestReader_ReadsTheCertificatesOfAllEndpoints(t *testing.T) {
+	names := []string{"kubernetes.default.svc", "kubernetes.default.svc.cluster.local"}
+	translated, ofWorker := netip.MustParseAddr("203.0.113.7"), netip.MustParseAddr("203.0.113.8")
+
+	server, err := bed.Kube.ServingCertificate(names, translated.AsSlice())
+	require.NoError(t, err)
+
+	// The CA signs kubelets' certificates, too.
+	kubelet, err := bed.Kube.ServingCertificate([]string{"worker"}, ofWorker.AsSlice())
+	require.NoError(t, err)
+
+	serve := func(certificate tls.Certificate) *httptest.Server {
+		server := httptest.NewUnstartedServer(http.NotFoundHandler())
+		server.TLS = &tls.Config{Certificates: []tls.Certificate{certificate}, MinVersion: tls.VersionTLS13}
+		server.StartTLS()
+		t.Cleanup(server.Close)
+
+		return server
+	}
+	second, third := serve(server), serve(kubelet)
+
+	config := bed.Kube.Config()
+	config.Dial = func(ctx context.Context, network, address string) (net.Conn, error) {
+		switch address {
+		case "192.0.2.2:6443":
+			address = second.Listener.Addr().String()
+		case "192.0.2.3:6443":
+			address = third.Listener.Addr().String()
+		case "192.0.2.4:6443":
+			return nil, errDialed
+		}
+
+		return (&net.Dialer{}).DialContext(ctx, network, address)
+	}
+	s := newSuite(t, config)
+	s.addControlPlane("cp-1")
+	publish(s.Suite, "kubernetes", "192.0.2.2", "192.0.2.3", "192.0.2.4")
+
+	reads := func(id csrpolicy.ClusterIdentity) bool { return slices.Contains(id.Stated.APIServerIPs, translated) }
+	id := s.await("the certificate of the second API server is known", reads)
+	assert.True(t, id.Known)
+	wantAll(t, "addresses", id.Stated.APIServerIPs, netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("192.0.2.4"))
+	assert.NotContains(t, id.Stated.APIServerIPs, ofWorker)
+
+	second.Close()
+	s.refresh()
+	assert.Equal(t, id, s.identity(), "the second API server does not respond")
+
+	publish(s.Suite, "kubernetes", "192.0.2.4")
+	s.await("the second API server is removed", func(id csrpolicy.ClusterIdentity) bool { return !reads(id) })
 }
 
 func TestReader_ReadsTheNetwork(t *testing.T) {

@@ -27,6 +27,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	genericcontrollermanager "k8s.io/controller-manager/app"
+	"k8s.io/utils/ptr"
 
 	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
@@ -58,7 +59,7 @@ var errNoNode = errors.New("no Talos Node has the label node-role.kubernetes.io/
 // Domains returns the domains of cluster DNS in the API server's serving certificate. It returns none if that certificate
 // cannot be read or belongs to a proxy in front of the API server.
 func Domains(ctx context.Context, config *rest.Config) []string {
-	subjects, err := readCertificate(ctx, config)
+	subjects, err := readCertificate(ctx, config, netip.AddrPort{})
 	if err != nil {
 		return nil
 	}
@@ -77,9 +78,52 @@ func domainsIn(names []string) (domains []string) {
 	return domains
 }
 
-// readCertificate returns the subjects of the API server's serving certificate. It opens a new connection each time,
-// because the certificate may have been replaced since other connections were opened.
-func readCertificate(ctx context.Context, config *rest.Config) (*csrpolicy.ClusterSubjects, error) {
+// readAPIServers reads the API server's Service, and the serving certificates of the API servers at its endpoints and of
+// the one that the client connects to. It keeps the last certificate of an API server that does not respond: nothing
+// waits for one that is down.
+func (r *Reader) readAPIServers(ctx context.Context) error {
+	service, listed, serviceErr := readService(ctx, r.cfg.Client)
+	if serviceErr == nil {
+		r.service, r.endpoints = service, listed
+	}
+
+	endpoints := append([]netip.AddrPort{{}}, r.endpoints...)
+	answers, errs := make([]*csrpolicy.ClusterSubjects, len(endpoints)), make([]error, len(endpoints))
+
+	var group sync.WaitGroup
+
+	for i, endpoint := range endpoints {
+		group.Go(func() { answers[i], errs[i] = readCertificate(ctx, r.cfg.Kubernetes, endpoint) })
+	}
+
+	group.Wait()
+
+	known, all := r.certificates, &csrpolicy.ClusterSubjects{}
+	r.certificates = map[netip.AddrPort]*csrpolicy.ClusterSubjects{}
+
+	for i, endpoint := range endpoints {
+		if subjects := cmp.Or(answers[i], known[endpoint]); subjects != nil {
+			r.certificates[endpoint] = subjects
+			all.APIServerNames = append(all.APIServerNames, subjects.APIServerNames...)
+			all.APIServerIPs = append(all.APIServerIPs, subjects.APIServerIPs...)
+		}
+	}
+
+	slices.Sort(all.APIServerNames)
+	slices.SortFunc(all.APIServerIPs, netip.Addr.Compare)
+	all.APIServerNames, all.APIServerIPs = slices.Compact(all.APIServerNames), slices.Compact(all.APIServerIPs)
+
+	if len(r.certificates) > 0 {
+		r.certificate = all
+	}
+
+	return errors.Join(serviceErr, errors.Join(errs...))
+}
+
+// readCertificate returns the subjects of the serving certificate of the API server at an endpoint, or of the one that
+// config names if endpoint is invalid. It opens a new connection each time, because the certificate may have been
+// replaced since other connections were opened.
+func readCertificate(ctx context.Context, config *rest.Config, endpoint netip.AddrPort) (*csrpolicy.ClusterSubjects, error) {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 
@@ -93,17 +137,28 @@ func readCertificate(ctx context.Context, config *rest.Config) (*csrpolicy.Clust
 		return nil, fmt.Errorf("read API server certificate: %w", cmp.Or(err, errors.New("connection does not use TLS")))
 	}
 
-	dialer := tls.Dialer{Config: tlsConfig}
+	address := net.JoinHostPort(server.Hostname(), cmp.Or(server.Port(), "443"))
+	tlsConfig.ServerName = cmp.Or(tlsConfig.ServerName, server.Hostname())
 
-	conn, err := dialer.DialContext(ctx, "tcp", net.JoinHostPort(server.Hostname(), cmp.Or(server.Port(), "443")))
+	if endpoint.IsValid() {
+		// The CA signs the kubelets' certificates, too, but none for this name.
+		address, tlsConfig.ServerName = endpoint.String(), strings.TrimSuffix(domainPrefix, ".")
+	}
+
+	dial := config.Dial
+	if dial == nil {
+		dial = (&net.Dialer{}).DialContext
+	}
+
+	conn, err := dial(ctx, "tcp", address)
 	if err != nil {
 		return nil, fmt.Errorf("read API server certificate: %w", err)
 	}
 	defer conn.Close() //nolint:errcheck // nothing was written
 
-	tlsConn, ok := conn.(*tls.Conn)
-	if !ok {
-		return nil, fmt.Errorf("read API server certificate: unexpected connection type %T", conn)
+	tlsConn := tls.Client(conn, tlsConfig)
+	if err := tlsConn.HandshakeContext(ctx); err != nil {
+		return nil, fmt.Errorf("read API server certificate at %s: %w", address, err)
 	}
 
 	certificate := tlsConn.ConnectionState().PeerCertificates[0]
@@ -121,38 +176,51 @@ func readCertificate(ctx context.Context, config *rest.Config) (*csrpolicy.Clust
 	return subjects, nil
 }
 
-// readService returns the addresses of the API server's Service and of its endpoints.
-func readService(ctx context.Context, client kubernetes.Interface) (*csrpolicy.ClusterSubjects, error) {
+// readService returns the addresses of the API server's Service and of its endpoints, and the endpoints with their ports.
+func readService(ctx context.Context, client kubernetes.Interface) (*csrpolicy.ClusterSubjects, []netip.AddrPort, error) {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 
 	service, err := client.CoreV1().Services(metav1.NamespaceDefault).Get(ctx, serviceKubernetes, metav1.GetOptions{})
 	if err != nil {
-		return nil, fmt.Errorf("get Service of the API server: %w", err)
+		return nil, nil, fmt.Errorf("get Service of the API server: %w", err)
 	}
 
 	ofService := labels.Set{discoveryv1.LabelServiceName: serviceKubernetes}.String()
 
 	endpoints, err := readEndpoints(ctx, client, metav1.ListOptions{LabelSelector: ofService})
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 
-	return &csrpolicy.ClusterSubjects{VIPs: addresses(service.Spec.ClusterIPs), APIServerIPs: endpoints}, nil
+	subjects := &csrpolicy.ClusterSubjects{VIPs: addresses(service.Spec.ClusterIPs)}
+	for _, endpoint := range endpoints {
+		subjects.APIServerIPs = append(subjects.APIServerIPs, endpoint.Addr())
+	}
+
+	return subjects, endpoints, nil
 }
 
-// readEndpoints returns the addresses in the selected EndpointSlices of namespace default.
-func readEndpoints(ctx context.Context, client kubernetes.Interface, selected metav1.ListOptions) ([]netip.Addr, error) {
+// readEndpoints returns the endpoints in the selected EndpointSlices of namespace default. The API server publishes one
+// port.
+func readEndpoints(ctx context.Context, client kubernetes.Interface, selected metav1.ListOptions) ([]netip.AddrPort, error) {
 	endpointSlices, err := client.DiscoveryV1().EndpointSlices(metav1.NamespaceDefault).List(ctx, selected)
 	if err != nil {
 		return nil, fmt.Errorf("list EndpointSlices of the API server: %w", err)
 	}
 
-	var endpoints []netip.Addr
+	var endpoints []netip.AddrPort
 
-	for i := range endpointSlices.Items {
-		for _, endpoint := range endpointSlices.Items[i].Endpoints {
-			endpoints = append(endpoints, addresses(endpoint.Addresses)...)
+	for _, slice := range endpointSlices.Items {
+		port := uint16(443)
+		if len(slice.Ports) > 0 {
+			port = uint16(ptr.Deref(slice.Ports[0].Port, 443)) //nolint:gosec // the API server validates ports
+		}
+
+		for _, endpoint := range slice.Endpoints {
+			for _, addr := range addresses(endpoint.Addresses) {
+				endpoints = append(endpoints, netip.AddrPortFrom(addr, port))
+			}
 		}
 	}
 

@@ -1,8 +1,11 @@
 package kube
 
 import (
+	"crypto/tls"
+	stdx509 "crypto/x509"
 	"encoding/base64"
 	"fmt"
+	"net"
 
 	"github.com/siderolabs/crypto/x509"
 	"k8s.io/client-go/rest"
@@ -73,6 +76,19 @@ func (c *Cluster) config(client *x509.KeyPair) *rest.Config {
 		QPS:             clientQPS,
 		Burst:           clientBurst,
 	}
+}
+
+// ServingCertificate issues a certificate of another API server of the cluster.
+func (c *Cluster) ServingCertificate(names []string, addresses ...net.IP) (tls.Certificate, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+
+	pair, err := issue(c.pki.serving, stdx509.ExtKeyUsageServerAuth, x509.DNSNames(names), x509.IPAddresses(addresses))
+	if err != nil {
+		return tls.Certificate{}, err
+	}
+
+	return tls.X509KeyPair(pair.CrtPEM, pair.KeyPEM)
 }
 
 // CA returns the PEM certificate of the authority that signed the API server's certificate: what a client must trust.
