@@ -14,6 +14,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/controlplane"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 // setPodCIDRs sets the pod CIDRs that a machine reports.
@@ -39,15 +40,27 @@ func TestReader_NeedsOnlyTheLocalMachine(t *testing.T) {
 		s.setPodCIDRs(local, "10.245.0.0/16")
 	})
 
+	var others []*talostest.Machine
+
 	for _, nodename := range []string{"cp-1", "cp-2"} {
-		require.NoError(s, s.add(nodename, talosmachine.TypeControlPlane).Stop(s.Context()))
+		m := s.add(nodename, talosmachine.TypeControlPlane)
+		require.NoError(s, m.Stop(s.Context()))
 		label(s.Suite, nodename)
+
+		others = append(others, m)
 	}
 
 	id := s.await("the identity is known", known)
 	require.Len(t, id.Reported, 1)
 	assert.Equal(t, `machine "local"`, id.Reported[0].Source)
 	wantAll(t, "pod CIDRs", id.Reported[0].PodCIDRs, netip.MustParsePrefix("10.245.0.0/16"))
+
+	// The network of most machines is needed soon.
+	s.reader.Network().Subscribe(func() {})
+	s.refresh()
+	others[0].Start()
+	s.clock.Step(retryPause)
+	ctest.Eventually(s, "most machines are read", func() bool { return len(s.reader.Network().Current().KCMConfigs) == 2 })
 }
 
 func TestReader_NamesTheMachineOfEachReport(t *testing.T) {

@@ -88,6 +88,10 @@ type Network struct {
 	ServiceCIDRs []netip.Prefix
 }
 
+// IsMajority reports whether the configuration of kube-controller-manager is known for most of the control-plane
+// machines.
+func (n *Network) IsMajority() bool { return n.Machines == 0 || 2*len(n.KCMConfigs) > n.Machines }
+
 // Allocators returns the nodenames of the kube-controller-managers that assign pod CIDRs.
 func (n *Network) Allocators() []string {
 	var names []string
@@ -216,7 +220,7 @@ func (r *Reader) interval() (interval time.Duration, complete bool) {
 	network, needsNetwork := r.network.Current(), r.network.subscribed()
 
 	switch {
-	case r.identity.subscribed() && !r.identity.Current().Known, needsNetwork && network.Problem != "":
+	case r.identity.subscribed() && !r.identity.Current().Known, needsNetwork && (network.Problem != "" || !network.IsMajority()):
 		return 0, false
 	case needsNetwork && len(network.Allocators()) > 0:
 		return conflictInterval, true

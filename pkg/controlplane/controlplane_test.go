@@ -36,8 +36,12 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-// refresh is longer than any pause of the Reader.
-const refresh = time.Minute
+const (
+	// refresh is longer than any pause of the Reader.
+	refresh = time.Minute
+	// retryPause is longer than its pauses while facts are missing.
+	retryPause = 7 * time.Second
+)
 
 var bed ctest.Bed
 

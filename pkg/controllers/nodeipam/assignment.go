@@ -145,7 +145,7 @@ func (o *Options) setKCMMaskSizes(network *controlplane.Network) (uncertain *eve
 		case len(sizes) > 1:
 			uncertain = newProblem(ReasonAllocatorUnknown, "The control-plane machines have different mask sizes (node-cidr-mask-size of "+
 				"kube-controller-manager); configure the same ones, or set --node-cidr-mask-size-ipv4 and --node-cidr-mask-size-ipv6")
-		case network.Machines > 0 && 2*len(network.KCMConfigs) <= network.Machines:
+		case !network.IsMajority():
 			uncertain = newProblem(ReasonAllocatorUnknown, "The mask sizes of kube-controller-manager are known for %d of %d control-plane machines, "+
 				"which are too few; check the others, or set --node-cidr-mask-size-ipv4 and --node-cidr-mask-size-ipv6", len(network.KCMConfigs), network.Machines)
 		}
