@@ -26,14 +26,13 @@ const (
 	ticks = 250
 	tick  = 10 * time.Second // the interval of the lifecycle controller
 	grace = 5 * time.Minute
-	// monitorGrace is the time after which Kubernetes marks the Node of a kubelet that does not report.
-	monitorGrace = 40 * time.Second
 )
 
 // installation is Talos on some hardware. It exists until it is wiped, on or off.
 type installation struct {
 	name, nodeID, uuid string
 	address            int
+	bootID             string
 	stage              talosruntime.MachineStage
 	on                 bool
 	split              bool // from the controller
@@ -48,8 +47,11 @@ type cluster struct {
 	installations []*installation
 	address       map[string]int       // of Nodes
 	heartbeat     map[string]time.Time // of Nodes
+	bootID        map[string]string    // of Nodes
 	jumped        atomic.Int64         // of the clock of the controller
-	deleted       []time.Time
+	// monitorGrace is the time after which Kubernetes marks the Node of a kubelet that does not report.
+	monitorGrace time.Duration
+	deleted      []time.Time
 }
 
 // The cluster decides by the installations that exist, not by the view of the controller. Discovery is disabled: it
@@ -59,7 +61,7 @@ func TestLifecycle_RandomHistories(t *testing.T) {
 
 	for seed := *first; seed < *first+*histories && !t.Failed(); seed++ {
 		s := run(t, seed, func(s *simulation) {
-			c := &cluster{simulation: s, address: map[string]int{}, heartbeat: map[string]time.Time{}}
+			c := &cluster{simulation: s, address: map[string]int{}, heartbeat: map[string]time.Time{}, bootID: map[string]string{}}
 			s.controllers, s.deleting = c.controller, c.checkDeletion
 			c.play()
 			deleted += len(c.deleted)
@@ -99,6 +101,8 @@ func (j jumpingClock) Now() time.Time { return time.Now().Add(time.Duration(j.cl
 
 // play simulates some time, in which the controller processes everything before and after each change.
 func (c *cluster) play() {
+	c.monitorGrace = []time.Duration{40 * time.Second, 3 * time.Minute, 10 * time.Minute}[c.IntN(3)]
+
 	for range 4 + c.IntN(12) {
 		c.install(c.newName(), c.hardwareID(), c.freeAddress())
 	}
@@ -180,7 +184,7 @@ func (c *cluster) boot(i *installation) {
 		return
 	}
 
-	i.on, i.stage = true, talosruntime.MachineStageBooting
+	i.on, i.stage, i.bootID = true, talosruntime.MachineStageBooting, fmt.Sprint("boot-", c.count("boots"))
 	i.after(2, func() { i.stage = talosruntime.MachineStageRunning })
 }
 
@@ -311,20 +315,22 @@ func (c *cluster) kubelets() {
 			c.create(i.name, "Talos (v1.13.5)")
 		}
 
-		c.heartbeat[i.name], c.address[i.name] = time.Now(), i.address
+		c.heartbeat[i.name], c.address[i.name], c.bootID[i.name] = time.Now(), i.address, i.bootID
 	}
 
 	for _, name := range slices.Sorted(maps.Keys(c.server.nodes)) {
 		status := corev1.ConditionTrue
-		if time.Since(c.heartbeat[name]) > monitorGrace {
+		if time.Since(c.heartbeat[name]) > c.monitorGrace {
 			status = corev1.ConditionUnknown
 		}
 
-		if ready := nodespec.ReadyCondition(c.server.nodes[name]); ready != nil && ready.Status == status {
+		node := c.server.nodes[name]
+		if ready := nodespec.ReadyCondition(node); ready != nil && ready.Status == status && node.Status.NodeInfo.BootID == c.bootID[name] {
 			continue
 		}
 
 		_, err := c.server.update("kubelet", "status", name, func(node *corev1.Node) {
+			node.Status.NodeInfo.BootID = c.bootID[name]
 			node.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: status}}
 		})
 		require.NoError(c.t, err)

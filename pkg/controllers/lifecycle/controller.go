@@ -20,7 +20,7 @@
 //
 // judge decides without I/O. The inventory keeps the last proven view of each machine, even while another machine
 // responds at the address. An announcement (resetting, shuttingDown) therefore counts until the machine publishes
-// another stage, or until its kubelet works again.
+// another stage, or until its kubelet reports another boot ID: Talos always reboots after an announcement.
 //
 // Two machines are the same if their SMBIOS UUIDs are equal, or without UUIDs their node IDs. Different UUIDs with the
 // same node ID are a cloned disk. An identifier that two machines had at the same time does not count. With a different
@@ -225,7 +225,7 @@ func (c *Controller) sync(ctx context.Context, nodename string) error {
 
 	settings, now := c.config.Settings(), c.observed.read()
 	entry := c.config.Inventory.Get(nodename) // once: history and evidence must agree
-	h := c.histories[nodename].after(node, entry.Condition, now)
+	h := c.histories[nodename].after(node, entry.Condition)
 	v := judge(c.evidence(node, entry, h), settings)
 
 	if h.proof != v.proof {
@@ -264,7 +264,11 @@ func Selects(selector *rules.Selector, node *corev1.Node, talos machine.Machine)
 }
 
 func (c *Controller) evidence(node *corev1.Node, entry inventory.Entry, h history) evidence {
-	e := evidence{ready: nodespec.IsReady(node), reports: reports(node), entry: entry, kubeletWorked: h.kubeletWorked}
+	ready := nodespec.ReadyCondition(node)
+	e := evidence{
+		ready: nodespec.IsReady(node), reports: ready != nil && ready.Status != corev1.ConditionUnknown,
+		entry: entry, booted: node.Status.NodeInfo.BootID != h.bootID,
+	}
 
 	// A machine reports its identity itself, so a compromised worker can report the identity of a machine that is down.
 	// In most networks, it cannot take the address of that machine. It can never get the label of the control plane.
@@ -280,13 +284,6 @@ func (c *Controller) evidence(node *corev1.Node, entry inventory.Entry, h histor
 	}
 
 	return e
-}
-
-// reports reports whether the kubelet reports its state. Kubernetes sets the Ready condition to Unknown if it does not.
-func reports(node *corev1.Node) bool {
-	ready := nodespec.ReadyCondition(node)
-
-	return ready != nil && ready.Status != corev1.ConditionUnknown
 }
 
 // problems returns the problems of a Node with this verdict. blocked may be nil.

@@ -84,6 +84,15 @@ func histories() map[string]history {
 			w.advance(2 * tick)
 			check("after the grace period", deleted("w-1"), deleted("w-1"))
 		}),
+		"reset, and a kubelet that Kubernetes marks late": changing(func(w *world, check checkFunc) {
+			w.announce("w-1", runtime.MachineStageResetting)
+			w.stop("w-1")
+			w.advance(time.Hour)
+			check("before the node is marked", outcome{}, outcome{})
+			w.notReady("w-1")
+			w.advance(grace + tick)
+			check("after the grace period", deleted("w-1"), deleted("w-1"))
+		}),
 		"reset while the node is ready": never(func(w *world) {
 			w.announce("w-1", runtime.MachineStageResetting)
 			w.silence("w-1")
@@ -139,15 +148,15 @@ func histories() map[string]history {
 			w.announce("w-1", runtime.MachineStageResetting)
 			w.silence("w-1")
 			w.advance(grace - tick)
-			w.ready("w-1")
+			w.booted("w-1")
 			w.waitForIdle()
 			w.notReady("w-1")
 			w.advance(time.Hour)
 		}),
 		"reset in less time than Kubernetes notices, and back while the controller cannot see it": never(func(w *world) {
 			w.announce("w-1", runtime.MachineStageResetting)
-			w.silence("w-1")
-			w.ready("w-1")
+			w.stop("w-1")
+			w.booted("w-1")
 			w.advance(grace)
 			w.notReady("w-1")
 			w.advance(time.Hour)

@@ -39,21 +39,11 @@ func (s *stopwatch) read() time.Duration {
 	return s.elapsed
 }
 
-// heartbeatLimit is an upper bound of the time after which Kubernetes marks the Node of a stopped kubelet, 50 s by
-// default (--node-monitor-grace-period).
-const heartbeatLimit = 2 * time.Minute
-
 // history is what the controller has observed of a Node. Times are readings of the stopwatch.
 type history struct {
 	uid types.UID
-	// silent is true since silentSince, while the machine does not respond.
-	silent      bool
-	silentSince time.Duration
-	// kubeletStopped is true if the kubelet has stopped reporting since silentSince.
-	kubeletStopped bool
-	// kubeletWorked is true if the kubelet has worked since silentSince. Then the machine has booted again, and the
-	// stage that it announced last is over.
-	kubeletWorked bool
+	// bootID is the boot ID that the kubelet had reported when the machine last responded.
+	bootID string
 	// proof has held since goneSince without interruption; empty if there is none.
 	proof     Proof
 	goneSince time.Duration
@@ -63,23 +53,13 @@ type history struct {
 }
 
 // after returns the history after an observation. It starts over for a new Node of the same name.
-func (h history) after(node *corev1.Node, condition inventory.Condition, now time.Duration) history {
+func (h history) after(node *corev1.Node, condition inventory.Condition) history {
 	if h.uid != node.UID {
-		h = history{uid: node.UID}
+		h = history{uid: node.UID, bootID: node.Status.NodeInfo.BootID}
 	}
 
-	silent := condition != inventory.Current
-	if !silent || !h.silent {
-		h.silent, h.silentSince, h.kubeletStopped, h.kubeletWorked = silent, now, false, false
-	}
-
-	switch {
-	case !silent:
-	case h.kubeletStopped:
-		h.kubeletWorked = h.kubeletWorked || reports(node)
-	case !reports(node):
-		// A kubelet that stopped together with the machine is marked within heartbeatLimit.
-		h.kubeletStopped, h.kubeletWorked = true, now-h.silentSince > heartbeatLimit
+	if condition == inventory.Current {
+		h.bootID = node.Status.NodeInfo.BootID
 	}
 
 	return h

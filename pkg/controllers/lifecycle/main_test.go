@@ -219,12 +219,25 @@ func (w *world) announce(name string, stage runtime.MachineStage) {
 	ctest.Eventually(w, fmt.Sprintf("the stage of %s is known", name), func() bool { return w.entry(name).Last.Stage == stage })
 }
 
-// silence stops a machine and its kubelet.
-func (w *world) silence(name string) {
+// stop stops a machine. Kubernetes has not marked the Node yet.
+func (w *world) stop(name string) {
 	w.Helper()
 	require.NoError(w, w.machines[name].Stop(w.Context()))
 	w.await(name, inventory.Unreachable)
+}
+
+// silence stops a machine and its kubelet.
+func (w *world) silence(name string) {
+	w.Helper()
+	w.stop(name)
 	w.notReady(name)
+}
+
+// booted has a kubelet report after a boot that the controller does not see.
+func (w *world) booted(name string) {
+	w.Helper()
+	w.PatchNode(w.node(name), "kubelet", fmt.Sprintf(`{"status":{"nodeInfo":{"bootID":%q}}}`, newUUID()), "status")
+	w.ready(name)
 }
 
 // boot starts a machine, and waits until it responds under the nodename.

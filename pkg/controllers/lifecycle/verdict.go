@@ -29,11 +29,13 @@ const (
 // evidence describes a Node and its machine at one moment.
 type evidence struct {
 	ready bool
-	// reports is true if the kubelet reports its state, ready or not.
+	// reports is true if the kubelet reports its state, ready or not. Kubernetes sets the condition Ready to Unknown if it
+	// does not.
 	reports bool
 	entry   inventory.Entry
-	// kubeletWorked is true if the kubelet has worked since the machine stopped responding.
-	kubeletWorked bool
+	// booted is true if the kubelet has reported another boot ID since the machine stopped responding. Then the stage that
+	// the machine announced last is over.
+	booted bool
 	// renamedTo is the new nodename of the machine, which responds at the Node's address; empty if it was not renamed.
 	renamedTo string
 	// absent explains which control-plane machines do not see the machine as a member; empty if it may be a member.
@@ -42,8 +44,8 @@ type evidence struct {
 
 // verdict is the conclusion from the evidence. With the zero value, the Node stays as it is.
 type verdict struct {
-	// shutdown is true if the machine announced a shutdown and stopped responding, and its kubelet neither reports nor
-	// has worked since.
+	// shutdown is true if the machine announced a shutdown and stopped responding, has not booted since, and its kubelet
+	// does not report.
 	shutdown bool
 	// back is true if the Node is ready, or if the machine responds and is not shutting down.
 	back bool
@@ -66,10 +68,10 @@ func judge(e evidence, s config.CompiledLifecycle) verdict {
 		return verdict{}
 	}
 
-	v := verdict{shutdown: last.Stage == runtime.MachineStageShuttingDown && !e.kubeletWorked, period: s.GracePeriod}
+	v := verdict{shutdown: last.Stage == runtime.MachineStageShuttingDown && !e.booted, period: s.GracePeriod}
 
 	switch {
-	case last.Stage == runtime.MachineStageResetting && !e.kubeletWorked:
+	case last.Stage == runtime.MachineStageResetting && !e.booted:
 		v.proof = ProofReset
 		v.message = fmt.Sprintf("machine (%s) announced that it is being reset and no longer responds", last.Identity())
 	case e.renamedTo != "":
