@@ -88,6 +88,9 @@ const (
 	// deletionWindow is the period in which deletions are limited.
 	deletionWindow = 10 * time.Minute
 
+	// repeatInterval is how often an Event is repeated while its problem lasts. Kubernetes deletes Events after an hour.
+	repeatInterval = 50 * time.Minute
+
 	// syncTimeout bounds all API requests of one sync.
 	syncTimeout = 30 * time.Second
 )
@@ -314,21 +317,21 @@ func (c *Controller) blocked(v verdict, h history, s config.CompiledLifecycle, n
 		return nil
 	}
 
-	managed, responding, unknown := c.count()
+	n, subject := c.count(s), fmt.Sprint((now-h.goneSince-v.period)/repeatInterval)
 
-	if total := managed + unknown; 2*responding < total {
+	if total := n.managed + n.unknown; 2*n.responding < total && n.unannounced > 0 {
 		return &events.Problem{
-			Reason:  ReasonDeletionPaused,
-			Message: fmt.Sprintf("Node is not deleted: only %d of %d machines respond; %s", responding, total, v.message),
+			Reason: ReasonDeletionPaused, Subject: subject,
+			Message: fmt.Sprintf("Node is not deleted: only %d of %d machines respond; if the others are gone, delete their nodes; %s", n.responding, total, v.message),
 		}
 	}
 
 	maps.DeleteFunc(c.deletions, func(_ types.UID, d deletion) bool { return now-d.at >= deletionWindow })
 
-	limit := max(1, managed/10)
+	limit := max(1, n.managed/10)
 	if _, counted := c.deletions[h.uid]; !counted && len(c.deletions) >= limit {
 		return &events.Problem{
-			Reason:  ReasonDeletionLimited,
+			Reason: ReasonDeletionLimited, Subject: subject,
 			Message: fmt.Sprintf("Node is not deleted yet: at most %d nodes are deleted in %s; %s", limit, deletionWindow, v.message),
 		}
 	}
@@ -340,24 +343,35 @@ func (c *Controller) blocked(v verdict, h history, s config.CompiledLifecycle, n
 	return nil
 }
 
-// count returns the number of managed Nodes, and of managed Nodes with a machine that responds. unknown is the number of
-// Nodes that may be managed: their machines have never responded.
-func (c *Controller) count() (managed, responding, unknown int) {
+// census counts Nodes.
+type census struct {
+	managed int
+	// unknown may be managed: their machines have never responded.
+	unknown    int
+	responding int // managed, with a machine that responds
+	// unannounced have a machine that has stopped responding without an announcement, or is unknown.
+	unannounced int
+}
+
+func (c *Controller) count(s config.CompiledLifecycle) (n census) {
 	for _, node := range c.nodes() {
 		entry := c.config.Inventory.Get(node.Name)
 
 		switch {
 		case !nodespec.IsTalos(node) || node.DeletionTimestamp != nil:
 		case c.isManaged(node):
-			managed++
+			n.managed++
 
 			if entry.Condition == inventory.Current {
-				responding++
+				n.responding++
+			} else if v := judge(c.evidence(node, entry, c.histories[node.Name]), s); !v.shutdown && v.proof != ProofReset {
+				n.unannounced++
 			}
 		case entry.Last.Nodename == "":
-			unknown++
+			n.unknown++
+			n.unannounced++
 		}
 	}
 
-	return managed, responding, unknown
+	return n
 }

@@ -271,11 +271,24 @@ func histories() map[string]history {
 			}
 
 			w.advance(time.Hour)
-			w.awaitEvent(lifecycle.ReasonDeletionPaused)
+			w.awaitRepeatedEvent(lifecycle.ReasonDeletionPaused)
 			check("during the split", outcome{}, outcome{})
 			w.boot("w-2", "w-2", runtime.MachineStageRunning)
 			w.advance(tick)
 			check("after the split", deleted("w-1"), deleted("w-1"))
+		}),
+		"end of most machines": changing(func(w *world, check checkFunc) {
+			off := []string{"w-2", "w-3", "w-4"}
+			w.announce("w-1", runtime.MachineStageResetting)
+			w.silence("w-1")
+
+			for _, name := range off {
+				w.announce(name, runtime.MachineStageShuttingDown)
+				w.silence(name)
+			}
+
+			w.advance(grace + tick)
+			check("after the grace period", outcome{deleted: []string{"w-1"}, shutdown: off}, outcome{deleted: []string{"w-1"}, shutdown: off, outOfService: off})
 		}),
 		"clock jump": changing(func(w *world, check checkFunc) {
 			w.announce("w-1", runtime.MachineStageResetting)
