@@ -65,6 +65,7 @@ import (
 const (
 	ReasonShutdown         = "NodeShutdown"
 	ReasonGone             = "NodeGone"
+	ReasonSilent           = "MachineSilent"
 	ReasonDeleting         = "DeletingNode"
 	ReasonDeletingFailed   = "DeletingNodeFailed"
 	ReasonDeletionLimited  = "DeletionLimited"
@@ -90,6 +91,10 @@ const (
 
 	// repeatInterval is how often an Event is repeated while its problem lasts. Kubernetes deletes Events after an hour.
 	repeatInterval = 50 * time.Minute
+
+	// silentPeriod is how long a machine and its kubelet are silent before a Node without proof is reported, again every
+	// hour.
+	silentPeriod = 24 * time.Hour
 
 	// syncTimeout bounds all API requests of one sync.
 	syncTimeout = 30 * time.Second
@@ -228,7 +233,7 @@ func (c *Controller) sync(ctx context.Context, nodename string) error {
 
 	settings, now := c.config.Settings(), c.observed.read()
 	entry := c.config.Inventory.Get(nodename) // once: history and evidence must agree
-	h := c.histories[nodename].after(node, entry.Condition)
+	h := c.histories[nodename].after(node, entry.Condition, now)
 	v := judge(c.evidence(node, entry, h), settings)
 
 	if h.proof != v.proof {
@@ -242,7 +247,7 @@ func (c *Controller) sync(ctx context.Context, nodename string) error {
 	c.histories[nodename] = h
 
 	blocked := c.blocked(v, h, settings, now)
-	c.reporter.Report(nodename, node, v.problems(blocked)...)
+	c.reporter.Report(nodename, node, v.problems(blocked, now-h.heardAt)...)
 
 	if taints := v.taints(node.Spec.Taints, settings, now-h.shutdownSince); !settings.DryRun && !slices.Equal(taints, node.Spec.Taints) {
 		return c.setTaints(ctx, node, taints)
@@ -267,10 +272,9 @@ func Selects(selector *rules.Selector, node *corev1.Node, talos machine.Machine)
 }
 
 func (c *Controller) evidence(node *corev1.Node, entry inventory.Entry, h history) evidence {
-	ready := nodespec.ReadyCondition(node)
 	e := evidence{
-		ready: nodespec.IsReady(node), reports: ready != nil && ready.Status != corev1.ConditionUnknown,
-		entry: entry, booted: node.Status.NodeInfo.BootID != h.bootID,
+		ready: nodespec.IsReady(node), reports: reports(node), entry: entry, booted: node.Status.NodeInfo.BootID != h.bootID,
+		scaledDown: slices.ContainsFunc(node.Spec.Taints, func(t corev1.Taint) bool { return t.Key == taintToBeDeleted }),
 	}
 
 	// A machine reports its identity itself, so a compromised worker can report the identity of a machine that is down.
@@ -289,12 +293,27 @@ func (c *Controller) evidence(node *corev1.Node, entry inventory.Entry, h histor
 	return e
 }
 
-// problems returns the problems of a Node with this verdict. blocked may be nil.
-func (v verdict) problems(blocked *events.Problem) []events.Problem {
+// reports reports whether the kubelet reports its state. Kubernetes sets the Ready condition to Unknown if it does not.
+func reports(node *corev1.Node) bool {
+	ready := nodespec.ReadyCondition(node)
+
+	return ready != nil && ready.Status != corev1.ConditionUnknown
+}
+
+// problems returns the problems of a Node with this verdict. blocked may be nil. silentFor is how long neither the machine
+// nor its kubelet has responded.
+func (v verdict) problems(blocked *events.Problem, silentFor time.Duration) []events.Problem {
 	var list []events.Problem
 
-	if v.shutdown {
+	switch {
+	case v.shutdown:
 		list = append(list, events.Problem{Reason: ReasonShutdown, Message: "Machine announced that it is shutting down and no longer responds"})
+	case v.proof == "" && silentFor >= silentPeriod:
+		list = append(list, events.Problem{
+			Reason: ReasonSilent, Subject: fmt.Sprint(silentFor / time.Hour),
+			Message: fmt.Sprintf("Neither the machine nor its kubelet has responded for %s, but there is no proof that the machine is gone; "+
+				"delete the node, or enable lifecycle.discovery", silentPeriod),
+		})
 	}
 
 	if v.proof != "" {
@@ -364,7 +383,7 @@ func (c *Controller) count(s config.CompiledLifecycle) (n census) {
 
 			if entry.Condition == inventory.Current {
 				n.responding++
-			} else if v := judge(c.evidence(node, entry, c.histories[node.Name]), s); !v.shutdown && v.proof != ProofReset {
+			} else if v := judge(c.evidence(node, entry, c.histories[node.Name]), s); !v.shutdown && v.proof != ProofReset && v.proof != ProofScaledDown {
 				n.unannounced++
 			}
 		case entry.Last.Nodename == "":

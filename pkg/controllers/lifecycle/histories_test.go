@@ -301,6 +301,17 @@ func histories() map[string]history {
 			w.advance(4 * tick)
 			check("after the grace period", deleted("w-1"), deleted("w-1"))
 		}),
+		"scaled down": changing(func(w *world, check checkFunc) {
+			w.patch("w-1", `{"spec":{"taints":[{"key":"ToBeDeletedByClusterAutoscaler","effect":"NoSchedule"}]}}`)
+			w.stop("w-1")
+			w.advance(2 * grace)
+			check("while the kubelet reports", outcome{}, outcome{})
+			w.notReady("w-1")
+			w.advance(grace - tick)
+			check("before the grace period has passed", outcome{}, outcome{})
+			w.advance(2 * tick)
+			check("after the grace period", deleted("w-1"), deleted("w-1"))
+		}),
 		"absent from discovery": changing(func(w *world, check checkFunc) {
 			w.silence("w-1")
 			w.leave("w-1")
@@ -402,6 +413,17 @@ func TestController_LimitsDeletionsAcrossLeaders(t *testing.T) {
 	if got := w.events(lifecycle.ReasonDeleting); len(got) != 2 || !strings.Contains(got[0], "being reset") {
 		t.Errorf("got Events %v", got)
 	}
+}
+
+func TestController_ReportsMachineWithoutProofEveryHour(t *testing.T) {
+	w := newWorld(t, byDefault, workers(4)...)
+	w.await("w-1", inventory.Current)
+	w.silence("w-1")
+	w.advance(23 * time.Hour)
+	require.Empty(t, w.events(lifecycle.ReasonSilent))
+	w.advance(3 * time.Hour)
+	w.awaitRepeatedEvent(lifecycle.ReasonSilent)
+	w.expect("after a day", outcome{})
 }
 
 func TestController_KeepsOutOfServiceTaintOfOthers(t *testing.T) {

@@ -44,6 +44,8 @@ type history struct {
 	uid types.UID
 	// bootID is the boot ID that the kubelet had reported when the machine last responded.
 	bootID string
+	// heardAt is when the machine last responded or its kubelet last reported.
+	heardAt time.Duration
 	// proof has held since goneSince without interruption; empty if there is none.
 	proof     Proof
 	goneSince time.Duration
@@ -53,13 +55,17 @@ type history struct {
 }
 
 // after returns the history after an observation. It starts over for a new Node of the same name.
-func (h history) after(node *corev1.Node, condition inventory.Condition) history {
+func (h history) after(node *corev1.Node, condition inventory.Condition, now time.Duration) history {
 	if h.uid != node.UID {
-		h = history{uid: node.UID, bootID: node.Status.NodeInfo.BootID}
+		h = history{uid: node.UID, bootID: node.Status.NodeInfo.BootID, heardAt: now}
 	}
 
 	if condition == inventory.Current {
 		h.bootID = node.Status.NodeInfo.BootID
+	}
+
+	if condition == inventory.Current || reports(node) {
+		h.heardAt = now
 	}
 
 	return h

@@ -4,10 +4,10 @@ import "github.com/talos-ccm/talos-ccm/pkg/internal/metric"
 
 var (
 	deletionsTotal = metric.NewCounterVec("talosccm_lifecycle_deletions_total",
-		"Number of Nodes that were deleted by proof: reset, renamed or discovery.", "proof")
+		"Number of Nodes that were deleted by proof: reset, scaled-down, renamed or discovery.", "proof")
 
 	affectedNodes = metric.NewGaugeVec("talosccm_lifecycle_nodes",
-		"Number of Nodes by Event reason: NodeShutdown, NodeGone, DeletionLimited, DeletionPaused or DeletionDryRun.", "reason")
+		"Number of Nodes by Event reason: NodeShutdown, NodeGone, MachineSilent, DeletionLimited, DeletionPaused or DeletionDryRun.", "reason")
 )
 
 // updateGauges counts the Nodes with each verdict.

@@ -20,22 +20,29 @@ type Proof string
 const (
 	// ProofReset means that the machine announced a reset before it stopped responding.
 	ProofReset Proof = "reset"
+	// ProofScaledDown means that the machine does not respond and Cluster Autoscaler has marked its Node for deletion.
+	ProofScaledDown Proof = "scaled-down"
 	// ProofRenamed means that the machine responds under a new nodename.
 	ProofRenamed Proof = "renamed"
 	// ProofDiscovery means that the machine does not respond and is not a discovered member of the cluster.
 	ProofDiscovery Proof = "discovery"
 )
 
+// taintToBeDeleted is the taint that Cluster Autoscaler sets before it deletes a machine. No kubelet can add it to a
+// registered Node.
+const taintToBeDeleted = "ToBeDeletedByClusterAutoscaler"
+
 // evidence describes a Node and its machine at one moment.
 type evidence struct {
 	ready bool
-	// reports is true if the kubelet reports its state, ready or not. Kubernetes sets the condition Ready to Unknown if it
-	// does not.
+	// reports is true if the kubelet reports its state, ready or not.
 	reports bool
 	entry   inventory.Entry
 	// booted is true if the kubelet has reported another boot ID since the machine stopped responding. Then the stage that
 	// the machine announced last is over.
 	booted bool
+	// scaledDown is true if the Node has taintToBeDeleted.
+	scaledDown bool
 	// renamedTo is the new nodename of the machine, which responds at the Node's address; empty if it was not renamed.
 	renamedTo string
 	// absent explains which control-plane machines do not see the machine as a member; empty if it may be a member.
@@ -71,6 +78,8 @@ func judge(e evidence, s config.CompiledLifecycle) verdict {
 	v := verdict{shutdown: last.Stage == runtime.MachineStageShuttingDown && !e.booted, period: s.GracePeriod}
 
 	switch {
+	case e.scaledDown && e.entry.Condition != inventory.Unknown:
+		v.proof, v.message = ProofScaledDown, "machine does not respond, and Cluster Autoscaler has marked the node for deletion"
 	case last.Stage == runtime.MachineStageResetting && !e.booted:
 		v.proof = ProofReset
 		v.message = fmt.Sprintf("machine (%s) announced that it is being reset and no longer responds", last.Identity())
