@@ -254,6 +254,11 @@ func (m *Manager) newLifecycle(in inputs) (controller, error) {
 
 			return lifecycle.Selects(selector, node, talos)
 		},
+		Spec: func(node *corev1.Node, talos machine.Machine) nodespec.Spec {
+			spec, _ := nodespec.FromMetadata(nodespec.NewInput(node, talos, m.nodeOptions(talos)))
+
+			return spec
+		},
 		Absent: func(nodename, nodeID string) string { return members.Current().Absent(nodename, nodeID) },
 	})
 	if err != nil {

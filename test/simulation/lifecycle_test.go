@@ -85,6 +85,7 @@ func (c *cluster) controller(i *instance) []func(context.Context) {
 			return config.CompiledLifecycle{GracePeriod: grace, OutOfServiceTaint: true}
 		},
 		Selected: func(*corev1.Node, machine.Machine) bool { return true },
+		Spec:     func(*corev1.Node, machine.Machine) nodespec.Spec { return nodespec.Spec{} },
 	})
 	require.NoError(c.t, err)
 

@@ -39,8 +39,12 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
+	"strings"
 	"time"
 
+	"github.com/siderolabs/talos/pkg/machinery/constants"
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/types"
@@ -92,13 +96,18 @@ const (
 	// repeatInterval is how often an Event is repeated while its problem lasts. Kubernetes deletes Events after an hour.
 	repeatInterval = 50 * time.Minute
 
-	// silentPeriod is how long a machine and its kubelet are silent before a Node without proof is reported, again every
-	// hour.
+	// silentPeriod is how long a machine and its kubelet are silent before a Node without proof is reported.
 	silentPeriod = 24 * time.Hour
 
 	// syncTimeout bounds all API requests of one sync.
 	syncTimeout = 30 * time.Second
 )
+
+// componentTaints are domains of taints, or whole keys, of Kubernetes, Talos, autoscalers, Cluster API and Cilium.
+var componentTaints = []string{
+	"node.kubernetes.io", "node-role.kubernetes.io", "node.cloudprovider.kubernetes.io", taintToBeDeleted, "DeletionCandidateOfClusterAutoscaler",
+	"karpenter.sh", "node.cluster.x-k8s.io", "node.cilium.io",
+}
 
 // Config configures a Controller. Every field is required unless noted.
 type Config struct {
@@ -111,6 +120,8 @@ type Config struct {
 	Settings func() config.CompiledLifecycle
 	// Selected reports whether the Node is selected. The machine is the last proven view of its machine.
 	Selected func(node *corev1.Node, talos machine.Machine) bool
+	// Spec returns the labels and taints that the rules give the Node of a machine.
+	Spec func(node *corev1.Node, talos machine.Machine) nodespec.Spec
 	// Absent explains which control-plane machines do not see the machine with the nodename and node ID as a member of
 	// the cluster. It returns an empty string if the machine may be a member. It is used with Discovery only.
 	Absent func(nodename, nodeID string) string
@@ -233,7 +244,7 @@ func (c *Controller) sync(ctx context.Context, nodename string) error {
 
 	settings, now := c.config.Settings(), c.observed.read()
 	entry := c.config.Inventory.Get(nodename) // once: history and evidence must agree
-	h := c.histories[nodename].after(node, entry.Condition, now)
+	h := c.histories[nodename].after(node, entry, now)
 	v := judge(c.evidence(node, entry, h), settings)
 
 	if h.proof != v.proof {
@@ -246,7 +257,7 @@ func (c *Controller) sync(ctx context.Context, nodename string) error {
 
 	c.histories[nodename] = h
 
-	blocked := c.blocked(v, h, settings, now)
+	blocked := c.blocked(node, v, settings, now-h.goneSince-v.period)
 	c.reporter.Report(nodename, node, v.problems(blocked, now-h.heardAt)...)
 
 	if taints := v.taints(node.Spec.Taints, settings, now-h.shutdownSince); !settings.DryRun && !slices.Equal(taints, node.Spec.Taints) {
@@ -277,6 +288,10 @@ func (c *Controller) evidence(node *corev1.Node, entry inventory.Entry, h histor
 		scaledDown: slices.ContainsFunc(node.Spec.Taints, func(t corev1.Taint) bool { return t.Key == taintToBeDeleted }),
 	}
 
+	if was, is := h.known, entry.Last; !is.ControlPlane && is.Endpoint != was.Endpoint && !was.HasAddress(is.Endpoint) {
+		e.moved = fmt.Sprintf("the machine announced this at %s, but was known at %s before", is.Endpoint, was.Endpoint)
+	}
+
 	// A machine reports its identity itself, so a compromised worker can report the identity of a machine that is down.
 	// In most networks, it cannot take the address of that machine. It can never get the label of the control plane.
 	if name := c.config.Inventory.RenamedTo(node.Name); name == entry.Responding {
@@ -286,11 +301,40 @@ func (c *Controller) evidence(node *corev1.Node, entry inventory.Entry, h histor
 		}
 	}
 
+	if entry.Last.Stage == runtime.MachineStageResetting || e.renamedTo != "" {
+		e.restricted = restriction(node, c.config.Spec(node, entry.Last))
+	}
+
 	if c.config.Settings().Discovery {
 		e.absent = c.config.Absent(node.Name, entry.Last.NodeID)
 	}
 
 	return e
+}
+
+// restriction returns a label or a taint of the Node that its kubelet cannot change, and that a new Node of the machine
+// would not have. spec has those of the rules. Workers' kubelets set the taints of machine.nodeTaints, so these count, too.
+func restriction(node *corev1.Node, spec nodespec.Spec) string {
+	for _, key := range slices.Sorted(maps.Keys(node.Labels)) {
+		domain, _, _ := strings.Cut(key, "/")
+		isRestricted := strings.HasSuffix("."+domain, "."+corev1.LabelNamespaceNodeRestriction) && domain != "talos-ccm."+corev1.LabelNamespaceNodeRestriction
+
+		if isRestricted && spec.Labels[key] != node.Labels[key] {
+			return "label " + key
+		}
+	}
+
+	for _, taint := range node.Spec.Taints {
+		domain, _, _ := strings.Cut(taint.Key, "/")
+		isOfRule := slices.ContainsFunc(spec.Taints, func(t rules.Taint) bool { return t.MatchTaint(&taint) })
+		isOfTalos := nodespec.IsControlPlane(node) && strings.Contains(node.Annotations[constants.AnnotationOwnedTaints], strconv.Quote(taint.Key))
+
+		if !slices.Contains(componentTaints, domain) && !isOfRule && !isOfTalos {
+			return "taint " + taint.Key
+		}
+	}
+
+	return ""
 }
 
 // reports reports whether the kubelet reports its state. Kubernetes sets the Ready condition to Unknown if it does not.
@@ -311,8 +355,7 @@ func (v verdict) problems(blocked *events.Problem, silentFor time.Duration) []ev
 	case v.proof == "" && silentFor >= silentPeriod:
 		list = append(list, events.Problem{
 			Reason: ReasonSilent, Subject: fmt.Sprint(silentFor / time.Hour),
-			Message: fmt.Sprintf("Neither the machine nor its kubelet has responded for %s, but there is no proof that the machine is gone; "+
-				"delete the node, or enable lifecycle.discovery", silentPeriod),
+			Message: "Machine and kubelet have been silent for a day, but nothing proves that the machine is gone; delete the node, or enable lifecycle.discovery",
 		})
 	}
 
@@ -330,13 +373,23 @@ func (v verdict) problems(blocked *events.Problem, silentFor time.Duration) []ev
 	return list
 }
 
-// blocked returns why the Node is not deleted although its deletion is due; nil if it is not due, or may be deleted.
-func (c *Controller) blocked(v verdict, h history, s config.CompiledLifecycle, now time.Duration) *events.Problem {
-	if v.proof == "" || now-h.goneSince < v.period {
+// blocked returns why the Node is not deleted although its deletion has been due for some time; nil if it is not due, or
+// may be deleted.
+func (c *Controller) blocked(node *corev1.Node, v verdict, s config.CompiledLifecycle, dueFor time.Duration) *events.Problem {
+	if v.proof == "" || dueFor < 0 {
 		return nil
 	}
 
-	n, subject := c.count(s), fmt.Sprint((now-h.goneSince-v.period)/repeatInterval)
+	subject := fmt.Sprint(dueFor / repeatInterval)
+
+	if v.doubt != "" {
+		return &events.Problem{
+			Reason: ReasonDeletionPaused, Subject: subject,
+			Message: fmt.Sprintf("Node is not deleted on the word of its machine: %s; if the machine is gone, run kubectl delete node %s; %s", v.doubt, node.Name, v.message),
+		}
+	}
+
+	n := c.count(s)
 
 	if total := n.managed + n.unknown; 2*n.responding < total && n.unannounced > 0 {
 		return &events.Problem{
@@ -345,10 +398,10 @@ func (c *Controller) blocked(v verdict, h history, s config.CompiledLifecycle, n
 		}
 	}
 
-	maps.DeleteFunc(c.deletions, func(_ types.UID, d deletion) bool { return now-d.at >= deletionWindow })
+	maps.DeleteFunc(c.deletions, func(_ types.UID, d deletion) bool { return c.observed.read()-d.at >= deletionWindow })
 
 	limit := max(1, n.managed/10)
-	if _, counted := c.deletions[h.uid]; !counted && len(c.deletions) >= limit {
+	if _, counted := c.deletions[node.UID]; !counted && len(c.deletions) >= limit {
 		return &events.Problem{
 			Reason: ReasonDeletionLimited, Subject: subject,
 			Message: fmt.Sprintf("Node is not deleted yet: at most %d nodes are deleted in %s; %s", limit, deletionWindow, v.message),
@@ -362,15 +415,9 @@ func (c *Controller) blocked(v verdict, h history, s config.CompiledLifecycle, n
 	return nil
 }
 
-// census counts Nodes.
-type census struct {
-	managed int
-	// unknown may be managed: their machines have never responded.
-	unknown    int
-	responding int // managed, with a machine that responds
-	// unannounced have a machine that has stopped responding without an announcement, or is unknown.
-	unannounced int
-}
+// census counts Nodes. The unknown ones may be managed: their machines have never responded. The machines of the
+// unannounced ones are unknown, or have stopped responding without an announcement.
+type census struct{ managed, responding, unknown, unannounced int }
 
 func (c *Controller) count(s config.CompiledLifecycle) (n census) {
 	for _, node := range c.nodes() {

@@ -16,6 +16,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/lifecycle"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
 
 const (
@@ -92,6 +93,39 @@ func histories() map[string]history {
 			w.notReady("w-1")
 			w.advance(grace + tick)
 			check("after the grace period", deleted("w-1"), deleted("w-1"))
+		}),
+		"reset that a machine at another address announces": never(func(w *world) {
+			last := w.entry("w-1").Last
+			w.silence("w-1")
+			w.addMachine("impostor")
+			require.NoError(w, w.machines["impostor"].SetIdentity(w.Context(), last.NodeID, last.UUID()))
+			w.rename("impostor", "w-1")
+			w.address("w-1", w.machines["impostor"].Address().String())
+			w.await("w-1", inventory.Current)
+			require.NoError(w, w.machines["impostor"].SetStage(w.Context(), runtime.MachineStageResetting))
+			ctest.Eventually(w, "the stage is known", func() bool { return w.entry("w-1").Last.Stage == runtime.MachineStageResetting })
+			require.NoError(w, w.machines["impostor"].Stop(w.Context()))
+			w.await("w-1", inventory.Unreachable)
+			w.advance(time.Hour)
+			w.awaitEvent(lifecycle.ReasonDeletionPaused)
+		}),
+		"reset of a machine whose Node an administrator restricts": changing(func(w *world, check checkFunc) {
+			restrictions := map[string]string{
+				"w-1": `{"metadata":{"labels":{"tenant.node-restriction.kubernetes.io/name":"a"}}}`,
+				"w-2": `{"spec":{"taints":[{"key":"example.com/quarantine","effect":"NoExecute"}]}}`,
+				"w-3": `{"spec":{"unschedulable":true,"taints":[{"key":"node.kubernetes.io/unschedulable","effect":"NoSchedule"},{"key":"example.com/rule","value":"a","effect":"NoSchedule"}]},` +
+					`"metadata":{"labels":{"rule.node-restriction.kubernetes.io/name":"a"}}}`,
+			}
+
+			for name, patch := range restrictions {
+				w.announce(name, runtime.MachineStageResetting)
+				w.silence(name)
+				w.patch(name, patch)
+			}
+
+			w.advance(time.Hour)
+			w.awaitEvent(lifecycle.ReasonDeletionPaused)
+			check("after an hour", deleted("w-3"), deleted("w-3"))
 		}),
 		"reset while the node is ready": never(func(w *world) {
 			w.announce("w-1", runtime.MachineStageResetting)

@@ -9,6 +9,7 @@ import (
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
 )
 
 // maxGap is the longest interval between two observations that counts in full.
@@ -44,6 +45,8 @@ type history struct {
 	uid types.UID
 	// bootID is the boot ID that the kubelet had reported when the machine last responded.
 	bootID string
+	// known is the machine as it was when it responded first.
+	known machine.Machine
 	// heardAt is when the machine last responded or its kubelet last reported.
 	heardAt time.Duration
 	// proof has held since goneSince without interruption; empty if there is none.
@@ -55,16 +58,20 @@ type history struct {
 }
 
 // after returns the history after an observation. It starts over for a new Node of the same name.
-func (h history) after(node *corev1.Node, condition inventory.Condition, now time.Duration) history {
+func (h history) after(node *corev1.Node, entry inventory.Entry, now time.Duration) history {
 	if h.uid != node.UID {
 		h = history{uid: node.UID, bootID: node.Status.NodeInfo.BootID, heardAt: now}
 	}
 
-	if condition == inventory.Current {
+	if h.known.Nodename == "" {
+		h.known = entry.Last
+	}
+
+	if entry.Condition == inventory.Current {
 		h.bootID = node.Status.NodeInfo.BootID
 	}
 
-	if condition == inventory.Current || reports(node) {
+	if entry.Condition == inventory.Current || reports(node) {
 		h.heardAt = now
 	}
 

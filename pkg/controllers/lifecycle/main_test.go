@@ -32,6 +32,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/lifecycle"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
 	"github.com/talos-ccm/talos-ccm/test/kube"
@@ -145,6 +147,12 @@ func (w *world) lead() {
 		Settings: func() config.CompiledLifecycle { return w.settings },
 		Selected: func(node *corev1.Node, _ machine.Machine) bool { return node.Labels["unmanaged"] == "" },
 		Absent:   w.whyAbsent,
+		Spec: func(*corev1.Node, machine.Machine) nodespec.Spec {
+			return nodespec.Spec{
+				Labels: map[string]string{"rule.node-restriction.kubernetes.io/name": "a"},
+				Taints: []rules.Taint{{Taint: corev1.Taint{Key: "example.com/rule", Value: "a", Effect: corev1.TaintEffectNoSchedule}}},
+			}
+		},
 	})
 	require.NoError(w, err)
 

@@ -1,6 +1,7 @@
 package lifecycle
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"time"
@@ -45,6 +46,10 @@ type evidence struct {
 	scaledDown bool
 	// renamedTo is the new nodename of the machine, which responds at the Node's address; empty if it was not renamed.
 	renamedTo string
+	// moved explains where the machine responded last, if it was known at another address before.
+	moved string
+	// restricted names a label or taint of the Node that a machine must not be able to remove; empty if there is none.
+	restricted string
 	// absent explains which control-plane machines do not see the machine as a member; empty if it may be a member.
 	absent string
 }
@@ -61,6 +66,8 @@ type verdict struct {
 	proof   Proof
 	message string
 	period  time.Duration
+	// doubt is why the proof does not suffice: it is the word of the machine alone.
+	doubt string
 }
 
 // judge returns the verdict. A machine is not gone while it responds under its nodename, whatever stage it announces, or
@@ -75,19 +82,21 @@ func judge(e evidence, s config.CompiledLifecycle) verdict {
 		return verdict{}
 	}
 
-	v := verdict{shutdown: last.Stage == runtime.MachineStageShuttingDown && !e.booted, period: s.GracePeriod}
+	v := verdict{shutdown: last.Stage == runtime.MachineStageShuttingDown && !e.booted && e.moved == "", period: s.GracePeriod}
 
 	switch {
 	case e.scaledDown && e.entry.Condition != inventory.Unknown:
 		v.proof, v.message = ProofScaledDown, "machine does not respond, and Cluster Autoscaler has marked the node for deletion"
 	case last.Stage == runtime.MachineStageResetting && !e.booted:
-		v.proof = ProofReset
+		v.proof, v.doubt = ProofReset, cmp.Or(e.moved, e.restricted)
 		v.message = fmt.Sprintf("machine (%s) announced that it is being reset and no longer responds", last.Identity())
 	case e.renamedTo != "":
-		v.proof = ProofRenamed
+		v.proof, v.doubt = ProofRenamed, e.restricted
 		v.message = fmt.Sprintf("machine (%s) responds with nodename %q now", last.Identity(), e.renamedTo)
-	case s.Discovery && e.absent != "" && e.entry.Condition != inventory.Unknown:
-		v.proof, v.period = ProofDiscovery, s.AbsentPeriod
+	}
+
+	if (v.proof == "" || v.doubt != "") && s.Discovery && e.absent != "" && e.entry.Condition != inventory.Unknown {
+		v.proof, v.period, v.doubt = ProofDiscovery, s.AbsentPeriod, ""
 		v.message = "machine does not respond and is not a discovered member of the cluster: " + e.absent
 	}
 
