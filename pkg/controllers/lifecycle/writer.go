@@ -3,7 +3,9 @@ package lifecycle
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"net/http"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -65,6 +67,11 @@ func (c *Controller) delete(ctx context.Context, node *corev1.Node, v verdict, s
 	preconditions := metav1.Preconditions{UID: &live.UID, ResourceVersion: &live.ResourceVersion}
 
 	err = c.config.Client.CoreV1().Nodes().Delete(ctx, node.Name, metav1.DeleteOptions{Preconditions: &preconditions})
+
+	// A webhook may have rejected earlier attempts, so the deletion counts from now on. An error may be a lost reply.
+	if status := apierrors.APIStatus(nil); !errors.As(err, &status) || status.Status().Code >= http.StatusInternalServerError {
+		c.deletions[node.UID] = deletion{proof: v.proof, at: c.observed.read()}
+	}
 
 	switch {
 	case apierrors.IsNotFound(err):
