@@ -223,12 +223,12 @@ func TestInventory_NotifiesOfSharedAddresses(t *testing.T) {
 	}
 
 	checkNotifications(t, f, shared, []notification{
-		{"one machine", view("a", behind(balancer, "203.0.113.10/32")), []string{"a"}, "[] [] []"},
-		{"second machine", view("b", behind(balancer)), []string{"a", "b"}, "[203.0.113.1] [203.0.113.1] []"},
-		{"third machine does not affect the others", view("c", behind(balancer)), []string{"c"}, "[203.0.113.1] [203.0.113.1] [203.0.113.1]"},
-		{"third machine loses it", view("c", behind()), []string{"c"}, "[203.0.113.1] [203.0.113.1] []"},
-		{"unreachable machine keeps it", unreachable("b"), []string{"b"}, "[203.0.113.1] [203.0.113.1] []"},
-		{"one machine left", forgotten("b"), []string{"a", "b"}, "[] [] []"},
+		{"one machine", view("a", behind(balancer, "203.0.113.10/32")), []string{"a"}, "map[] map[] map[]"},
+		{"second machine", view("b", behind(balancer)), []string{"a", "b"}, "map[203.0.113.1:[b]] map[203.0.113.1:[a]] map[]"},
+		{"third machine does not affect the others", view("c", behind(balancer)), []string{"c"}, "map[203.0.113.1:[b c]] map[203.0.113.1:[a c]] map[203.0.113.1:[a b]]"},
+		{"third machine loses it", view("c", behind()), []string{"c"}, "map[203.0.113.1:[b]] map[203.0.113.1:[a]] map[]"},
+		{"unreachable machine keeps it", unreachable("b"), []string{"b"}, "map[203.0.113.1:[b]] map[203.0.113.1:[a]] map[]"},
+		{"one machine left", forgotten("b"), []string{"a", "b"}, "map[] map[] map[]"},
 	})
 }
 

@@ -142,15 +142,22 @@ func (i *Inventory) SharedUUID(uuid, nodename string) bool {
 	return len(i.withoutRenamed(i.uuids.others(uuid, nodename), nodename)) > 0
 }
 
-// SharedAddresses returns the addresses that the platform's metadata lists for nodename's machine and for others, too:
-// those of a load balancer, which Azure's metadata lists for every machine behind it.
-func (i *Inventory) SharedAddresses(nodename string) []netip.Addr {
+// SharedAddresses returns the addresses that the platform's metadata lists for nodename's machine and for others, with
+// the other Nodes: Azure's metadata lists the addresses of a load balancer for every machine behind it. An old name of
+// the same machine does not count.
+func (i *Inventory) SharedAddresses(nodename string) map[netip.Addr][]string {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
 
-	return slices.DeleteFunc(platformAddresses(i.entries[nodename].Machine), func(addr netip.Addr) bool {
-		return len(i.platforms.others(addr, nodename)) == 0
-	})
+	shared := map[netip.Addr][]string{}
+
+	for _, addr := range platformAddresses(i.entries[nodename].Machine) {
+		if others := i.withoutRenamed(i.platforms.others(addr, nodename), nodename); len(others) > 0 {
+			shared[addr] = others
+		}
+	}
+
+	return shared
 }
 
 // Owners returns the other Nodes whose machines report a name or an address, given in canonical form, as their own. A

@@ -3,6 +3,7 @@ package nodespec
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -101,7 +102,25 @@ func addresses(in Input, transformed rules.Result, nodeIPs []netip.Addr) ([]core
 
 	names, problems := dnsNames(in, transformed)
 
+	for _, ip := range slices.SortedFunc(maps.Keys(in.SharedAddresses), netip.Addr.Compare) {
+		if in.Machine.Platform.Platform != platformAzure {
+			problems = append(problems, Problem{
+				Key: string(corev1.NodeExternalIP), Value: ip.String(), Kept: keepsShared(in, ip),
+				Why: fmt.Sprintf("the machine of node %q reports the same address", slices.Min(in.SharedAddresses[ip])),
+			})
+		}
+	}
+
 	return append(list, names...), problems
+}
+
+// platformAzure lists a load balancer's addresses in the metadata of every machine behind it.
+const platformAzure = "azure"
+
+// keepsShared reports whether the Node keeps an address that another machine began to report: otherwise every machine
+// could remove the addresses of others from their Nodes.
+func keepsShared(in Input, ip netip.Addr) bool {
+	return in.Machine.Platform.Platform != platformAzure && slices.Contains(in.ExternalIPs, ip)
 }
 
 // externalIPs returns the addresses that the platform reports and, if discovery is enabled, the public addresses on the
@@ -124,7 +143,7 @@ func externalIPs(in Input, discovery *bool, nodeIPs []netip.Addr) []netip.Addr {
 		isExternal := a.Link == machine.LinkExternal
 
 		switch {
-		case slices.Contains(nodeIPs, ip), slices.Contains(in.SharedAddresses, ip), in.Machine.Excludes(ip):
+		case slices.Contains(nodeIPs, ip), in.SharedAddresses[ip] != nil && !keepsShared(in, ip), in.Machine.Excludes(ip):
 		case isExternal && reports:
 			reported = append(reported, ip)
 		case !isExternal && !(discover && isPublic(in.Machine, a)):

@@ -329,9 +329,31 @@ func TestDesired_OmitsSharedAddresses(t *testing.T) {
 	in := running()
 	in.Machine.Platform = runtime.PlatformMetadataSpec{Platform: "azure", InstanceID: "vm-1"}
 	in.Machine.Addresses = append(in.Machine.Addresses, external("203.0.113.1"), external("203.0.113.2"))
-	in.SharedAddresses = []netip.Addr{addr("203.0.113.1")}
+	in.SharedAddresses = map[netip.Addr][]string{addr("203.0.113.1"): {"worker-3", "worker-2"}}
 
-	requireAddresses(t, corev1.NodeExternalIP, in, "203.0.113.2")
+	for _, test := range []struct {
+		platform string
+		listed   []netip.Addr
+		want     []string
+		problem  string
+	}{
+		{"azure", nil, []string{"203.0.113.2"}, ""},
+		{"azure", addrs([]string{"203.0.113.1"}), []string{"203.0.113.2"}, ""},
+		{"hcloud", nil, []string{"203.0.113.2"}, `ExternalIP="203.0.113.1" omitted: the machine of node "worker-2" reports the same address`},
+		{"hcloud", addrs([]string{"203.0.113.1"}), []string{"203.0.113.1", "203.0.113.2"}, `ExternalIP="203.0.113.1" kept: the machine of node "worker-2" reports the same address`},
+	} {
+		in.Machine.Platform.Platform, in.ExternalIPs = test.platform, test.listed
+
+		spec, problems := desired(t, in)
+		assert.Equal(t, test.want, of(corev1.NodeExternalIP, spec), test)
+
+		var texts []string
+		for _, p := range problems {
+			texts = append(texts, p.String())
+		}
+
+		assert.Equal(t, test.problem, strings.Join(texts, "\n"), test)
+	}
 }
 
 func TestDesired_ExplainsOmittedNames(t *testing.T) {

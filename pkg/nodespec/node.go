@@ -70,23 +70,28 @@ func ProvidedNodeIPs(node *corev1.Node) []netip.Addr {
 // DialAddresses returns the addresses at which to dial the Node's machine, best first. The kubelet reports them, so
 // the machine that responds has to prove its identity.
 func DialAddresses(node *corev1.Node) []netip.Addr {
-	var listed []string
-
-	for _, a := range node.Status.Addresses {
-		if a.Type == corev1.NodeInternalIP {
-			listed = append(listed, a.Address)
-		}
-	}
-
 	var addrs []netip.Addr
 
-	for _, addr := range append(ProvidedNodeIPs(node), parseAddrs(listed)...) {
+	for _, addr := range append(ProvidedNodeIPs(node), listedIPs(node, corev1.NodeInternalIP)...) {
 		if !slices.Contains(addrs, addr) && len(addrs) < maxDialAddresses {
 			addrs = append(addrs, addr)
 		}
 	}
 
 	return addrs
+}
+
+// listedIPs returns the addresses of one type in status.addresses.
+func listedIPs(node *corev1.Node, typ corev1.NodeAddressType) []netip.Addr {
+	var listed []string
+
+	for _, a := range node.Status.Addresses {
+		if a.Type == typ {
+			listed = append(listed, a.Address)
+		}
+	}
+
+	return parseAddrs(listed)
 }
 
 func parseAddrs(list []string) []netip.Addr {

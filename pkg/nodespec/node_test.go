@@ -114,7 +114,7 @@ func TestNewInput_WithPeers(t *testing.T) {
 
 	in := nodespec.NewInput(node, m, nodespec.Options{PreferIPv6: true})
 	assert.Equal(t, nodespec.Input{
-		Machine: m, ProvidedNodeIPs: addrs([]string{"10.0.0.1"}), Architecture: "arm64", KubernetesVersion: "v1.36.2", Options: nodespec.Options{PreferIPv6: true},
+		Machine: m, ProvidedNodeIPs: addrs([]string{"10.0.0.1"}), ExternalIPs: addrs([]string{"192.0.2.78"}), Architecture: "arm64", KubernetesVersion: "v1.36.2", Options: nodespec.Options{PreferIPv6: true},
 	}, in)
 
 	alone := in.WithPeers(machines, "worker-1")
@@ -126,7 +126,7 @@ func TestNewInput_WithPeers(t *testing.T) {
 
 	in = in.WithPeers(machines, "worker-1")
 	assert.True(t, in.SharedUUID)
-	assert.Equal(t, addrs([]string{"203.0.113.1"}), in.SharedAddresses)
+	assert.Equal(t, map[netip.Addr][]string{addr("203.0.113.1"): {"worker-2"}}, in.SharedAddresses)
 	assert.Equal(t, []string{"worker-2"}, in.OwnersOf("w.example.org"))
 }
 

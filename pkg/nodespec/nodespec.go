@@ -72,9 +72,11 @@ type Input struct {
 	KubernetesVersion string
 	// SharedUUID is true if another machine has the same SMBIOS UUID.
 	SharedUUID bool
-	// SharedAddresses are addresses that the platform's metadata lists for several machines: those of a load balancer.
-	// They do not lead to one machine, so no kubelet may get a certificate for them.
-	SharedAddresses []netip.Addr
+	// SharedAddresses are addresses that the platform's metadata lists for this machine and for those of the given Nodes.
+	// Unless the Node keeps them, it does not list them: its kubelet could not get a certificate.
+	SharedAddresses map[netip.Addr][]string
+	// ExternalIPs are those that the Node lists.
+	ExternalIPs []netip.Addr
 	// OwnersOf returns the other Nodes whose machines report a canonical name; nil means that there are none. No
 	// kubelet gets a certificate for such a name.
 	OwnersOf func(name string) []string
@@ -87,6 +89,7 @@ func NewInput(node *corev1.Node, m machine.Machine, options Options) Input {
 		Machine:           m,
 		ProviderID:        node.Spec.ProviderID,
 		ProvidedNodeIPs:   ProvidedNodeIPs(node),
+		ExternalIPs:       listedIPs(node, corev1.NodeExternalIP),
 		Architecture:      node.Status.NodeInfo.Architecture,
 		KubernetesVersion: node.Status.NodeInfo.KubeletVersion,
 		Options:           options,
@@ -96,7 +99,7 @@ func NewInput(node *corev1.Node, m machine.Machine, options Options) Input {
 // Peers knows all machines of the cluster. *inventory.Inventory implements it.
 type Peers interface {
 	SharedUUID(uuid, nodename string) bool
-	SharedAddresses(nodename string) []netip.Addr
+	SharedAddresses(nodename string) map[netip.Addr][]string
 	SharedName(name, nodename string) []string
 }
 

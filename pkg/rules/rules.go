@@ -132,7 +132,7 @@ type Taint struct {
 	Enforce bool
 }
 
-// Problem is a value that cannot be set.
+// Problem is a value that cannot be set, or that is doubtful.
 type Problem struct {
 	// Rule is the name of the rule that set the value; empty if the machine reported it.
 	Rule string
@@ -144,6 +144,8 @@ type Problem struct {
 	Why string
 	// Identity is true if the rule could not replace ProviderID or InstanceID. The Node must not be initialized then.
 	Identity bool
+	// Kept is true if the value is set nevertheless.
+	Kept bool
 }
 
 // Kind returns the field of the rule ("labels", "annotations", "taints", "platformMetadata"), or "machine" for a value
@@ -166,5 +168,10 @@ func (p Problem) String() string {
 		rule = fmt.Sprintf("rule %q: ", p.Rule)
 	}
 
-	return fmt.Sprintf("%s%s=%.80q omitted: %s", rule, p.Key, p.Value, p.Why)
+	action := "omitted"
+	if p.Kept {
+		action = "kept"
+	}
+
+	return fmt.Sprintf("%s%s=%.80q %s: %s", rule, p.Key, p.Value, action, p.Why)
 }

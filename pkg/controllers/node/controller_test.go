@@ -896,3 +896,34 @@ func TestController_OmitsNamesWhileShared(t *testing.T) {
 	s.AwaitNode("names-1", "lists its name again", lists(name))
 	s.AwaitNode("names-2", "lists its new name", lists("own.example.org"))
 }
+
+// A hostile worker reports the public address of another machine on the link "external".
+func TestController_KeepsAddressThatAnotherMachineReports(t *testing.T) {
+	s := parallel(t)
+
+	address := netip.MustParsePrefix("203.0.114.7/32")
+	lists := func(list ...string) func(*corev1.Node) bool {
+		return func(n *corev1.Node) bool { return slices.Equal(addressesOf(n, corev1.NodeExternalIP), list) }
+	}
+	on := func(nodename string, addresses ...talostest.Address) talostest.MachineSpec {
+		return talostest.MachineSpec{Nodename: nodename, Platform: platform("hcloud", nodename), Addresses: addresses}
+	}
+
+	victim := s.initialize(on("address-1", talostest.Address{Link: talostest.LinkExternal, Prefix: address}))
+	s.AwaitNode("address-1", "lists its address", lists("203.0.114.7"))
+
+	hostile := s.initialize(on("address-2"))
+	require.NoError(t, hostile.AddAddress(s.Context(), talostest.LinkExternal, address))
+
+	for nodename, texts := range map[string][]string{"address-1": {"kept", `"address-2"`}, "address-2": {"omitted", `"address-1"`}} {
+		s.AwaitEvent(nodename, node.ReasonInvalidValue)
+		s.waitForIdle()
+		s.assertOneEvent(nodename, node.ReasonInvalidValue, append(texts, "203.0.114.7")...)
+	}
+
+	assert.Equal(t, []string{"203.0.114.7"}, addressesOf(s.Node("address-1"), corev1.NodeExternalIP))
+	assert.Empty(t, addressesOf(s.Node("address-2"), corev1.NodeExternalIP))
+
+	require.NoError(t, victim.RemoveAddress(s.Context(), talostest.LinkExternal, address))
+	s.AwaitNode("address-2", "lists the address that it alone has", lists("203.0.114.7"))
+}
