@@ -302,7 +302,11 @@ func (m *Manager) newCSRApproval(in inputs) (controller, error) {
 		},
 		Policy: func(node *corev1.Node, talos machine.Machine) csrpolicy.Policy {
 			settings := m.settingsFor(talos)
-			input := nodespec.NewInput(node, talos, NodeOptions(settings, m.options.ProviderIDFallback)).WithPeers(in.inventory, node.Name)
+			input := nodespec.NewInput(node, talos, NodeOptions(settings, m.options.ProviderIDFallback)).WithPeers(in.inventory, node.Name, func(name string) *corev1.Node {
+				other, _ := in.nodes.Lister().Get(name) // fails only if it does not exist
+
+				return other
+			})
 
 			policy := csrapproval.PolicyFor(settings, node, input)
 			policy.PodCIDRs = in.podCIDRs()

@@ -133,13 +133,13 @@ func (i *Inventory) Count(c Condition) (count int) {
 	return count
 }
 
-// SharedUUID reports whether a machine other than nodename's has the SMBIOS UUID. An old name of the same machine
-// does not count.
-func (i *Inventory) SharedUUID(uuid, nodename string) bool {
+// SharedUUID returns the other Nodes whose machines have the SMBIOS UUID. An old name of the same machine does not
+// count.
+func (i *Inventory) SharedUUID(uuid, nodename string) []string {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
 
-	return len(i.withoutRenamed(i.uuids.others(uuid, nodename), nodename)) > 0
+	return i.withoutRenamed(i.uuids.others(uuid, nodename), nodename)
 }
 
 // SharedAddresses returns the addresses that the platform's metadata lists for nodename's machine and for others, with

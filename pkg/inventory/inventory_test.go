@@ -220,13 +220,13 @@ func TestInventory_SharedUUIDOfSeveralMachines(t *testing.T) {
 		{"both others forgotten", steps{b, c, forgotten("b"), forgotten("c")}, false},
 		{"this machine forgotten", steps{a, b, forgotten("a")}, true},
 	} {
-		assert.Equal(t, test.want, newFixture(test.changes...).SharedUUID(uuid, "a"), test.name)
+		assert.Equal(t, test.want, len(newFixture(test.changes...).SharedUUID(uuid, "a")) > 0, test.name)
 	}
 }
 
 func TestInventory_SharedUUIDIgnoresMissingUUIDs(t *testing.T) {
 	f := newFixture(view("a", withUUID("")), view("b", withUUID("")), view("c", withUUID("00000000-0000-0000-0000-000000000000")))
-	assert.False(t, f.SharedUUID("", "a"))
+	assert.Empty(t, f.SharedUUID("", "a"))
 }
 
 // Run with -race. Counts and indexes agree with the entries after changes in any order.
@@ -276,7 +276,7 @@ func TestInventory_IsConsistentAfterConcurrentUse(t *testing.T) {
 	}
 
 	assert.Len(t, notified, machines)
-	assert.Equal(t, shared, inv.SharedUUID(uuid, "unknown"))
+	assert.Equal(t, shared, len(inv.SharedUUID(uuid, "unknown")) > 0)
 	assert.ElementsMatch(t, owners, inv.Owners("10.0.0.1", "unknown"))
 
 	for i := range machines {

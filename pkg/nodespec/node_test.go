@@ -117,17 +117,25 @@ func TestNewInput_WithPeers(t *testing.T) {
 		Machine: m, ProvidedNodeIPs: addrs([]string{"10.0.0.1"}), ExternalIPs: addrs([]string{"192.0.2.78"}), Architecture: "arm64", KubernetesVersion: "v1.36.2", Options: nodespec.Options{PreferIPv6: true},
 	}, in)
 
-	alone := in.WithPeers(machines, "worker-1")
-	assert.False(t, alone.SharedUUID)
+	other := &corev1.Node{}
+	nodes := func(string) *corev1.Node { return other }
+
+	alone := in.WithPeers(machines, "worker-1", nodes)
+	assert.Empty(t, alone.SharedUUID)
 	assert.Empty(t, alone.SharedAddresses)
 	assert.Empty(t, alone.OwnersOf("w.example.org"))
 
 	machines.Replace("worker-2", peer)
 
-	in = in.WithPeers(machines, "worker-1")
-	assert.True(t, in.SharedUUID)
+	in = in.WithPeers(machines, "worker-1", nodes)
+	assert.Equal(t, []string{"worker-2"}, in.SharedUUID)
 	assert.Equal(t, map[netip.Addr][]string{addr("203.0.113.1"): {"worker-2"}}, in.SharedAddresses)
 	assert.Equal(t, []string{"worker-2"}, in.OwnersOf("w.example.org"))
+
+	for providerID, counts := range map[string]bool{"talos://metal/" + strings.ToUpper(uuid): true, "talos://metal/" + uuid[1:]: false, "talos://metal/10.0.0.2": false, "aws:///a/i-1": false} {
+		other.Spec.ProviderID = providerID
+		assert.Equal(t, counts, len(in.WithPeers(machines, "worker-1", nodes).SharedUUID) > 0, providerID)
+	}
 }
 
 func TestIsControlPlane_NeedsTheLabel(t *testing.T) {

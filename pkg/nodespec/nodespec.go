@@ -70,8 +70,8 @@ type Input struct {
 	Architecture string
 	// KubernetesVersion of the kubelet, for rules; empty if it has not reported it.
 	KubernetesVersion string
-	// SharedUUID is true if another machine has the same SMBIOS UUID.
-	SharedUUID bool
+	// SharedUUID are other Nodes whose machines report the same SMBIOS UUID.
+	SharedUUID []string
 	// SharedAddresses are addresses that the platform's metadata lists for this machine and for those of the given Nodes.
 	// Unless the Node keeps them, it does not list them: its kubelet could not get a certificate.
 	SharedAddresses map[netip.Addr][]string
@@ -98,14 +98,21 @@ func NewInput(node *corev1.Node, m machine.Machine, options Options) Input {
 
 // Peers knows all machines of the cluster. *inventory.Inventory implements it.
 type Peers interface {
-	SharedUUID(uuid, nodename string) bool
+	SharedUUID(uuid, nodename string) []string
 	SharedAddresses(nodename string) map[netip.Addr][]string
 	SharedName(name, nodename string) []string
 }
 
-// WithPeers returns the Input with the UUID, addresses and names that nodename's machine shares with other machines.
-func (in Input) WithPeers(peers Peers, nodename string) Input {
-	in.SharedUUID = peers.SharedUUID(in.Machine.UUID(), nodename)
+// WithPeers returns the Input with the UUID, addresses and names that nodename's machine shares with other machines. The
+// UUID that a machine reports does not count if its Node, which node returns, is initialized as another instance:
+// otherwise that machine could change the providerID of a new Node. A Node that does not exist is nil.
+func (in Input) WithPeers(peers Peers, nodename string, node func(nodename string) *corev1.Node) Input {
+	uuid := in.Machine.UUID()
+	in.SharedUUID = slices.DeleteFunc(peers.SharedUUID(uuid, nodename), func(other string) bool {
+		n := node(other)
+
+		return n != nil && n.Spec.ProviderID != "" && !strings.HasSuffix(strings.ToLower(n.Spec.ProviderID), "/"+uuid)
+	})
 	in.SharedAddresses = peers.SharedAddresses(nodename)
 	in.OwnersOf = func(name string) []string { return peers.SharedName(name, nodename) }
 
@@ -165,6 +172,14 @@ func Desired(in Input) (spec Spec, problems []Problem, pending string) {
 	}
 
 	spec, problems = fromMetadata(in, providerID(in, nodeIPs[0]))
+
+	alone := in
+	alone.SharedUUID = nil
+
+	if id := providerID(in, nodeIPs[0]); in.ProviderID == "" && spec.ProviderID == id && id != providerID(alone, nodeIPs[0]) {
+		problems = append(problems, Problem{Key: "SMBIOS UUID", Value: in.Machine.UUID(), Why: fmt.Sprintf(
+			"the machine of node %q reports it, too; the providerID contains the node IP instead", slices.Min(in.SharedUUID))})
+	}
 
 	if invalid := identityProblem(in, spec.Transformed); invalid != nil {
 		if in.ProviderID == "" || pendingSMBIOS(in) {

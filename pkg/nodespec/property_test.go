@@ -37,8 +37,11 @@ func randomInput(seed uint64) nodespec.Input {
 				InstanceID: randomText(r), ProviderID: randomText(r), Spot: chance(r), InternalDNS: randomText(r), ExternalDNS: randomText(r),
 			},
 		},
-		SharedUUID: chance(r),
-		Options:    nodespec.Options{ClusterName: randomText(r), PreferIPv6: chance(r), ProviderIDFromNodeIP: chance(r)},
+		Options: nodespec.Options{ClusterName: randomText(r), PreferIPv6: chance(r), ProviderIDFromNodeIP: chance(r)},
+	}
+
+	if chance(r) {
+		in.SharedUUID = []string{"worker-2"}
 	}
 
 	for range r.IntN(8) {

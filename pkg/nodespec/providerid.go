@@ -33,7 +33,7 @@ func providerID(in Input, nodeIP netip.Addr) string {
 		return meta.ProviderID
 	case !in.Options.ProviderIDFromNodeIP && meta.InstanceID != "" && !identifiedBySMBIOS(meta.Platform):
 		return providerURI(meta.Platform, meta.InstanceID)
-	case !in.Options.ProviderIDFromNodeIP && uuid != "" && !in.SharedUUID:
+	case !in.Options.ProviderIDFromNodeIP && uuid != "" && len(in.SharedUUID) == 0:
 		return providerURI(meta.Platform, uuid)
 	case !nodeIP.IsValid():
 		return ""

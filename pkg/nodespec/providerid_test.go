@@ -94,7 +94,7 @@ func TestDesired_FallbackProviderID(t *testing.T) {
 	}
 	metal := func(in *nodespec.Input) { in.Machine.Platform.InstanceID = in.Machine.System.UUID }
 	unpublished := func(in *nodespec.Input) { in.Machine.PlatformPublished = false }
-	shared := func(in *nodespec.Input) { in.SharedUUID = true }
+	shared := func(in *nodespec.Input) { in.SharedUUID = []string{"worker-2"} }
 	fromIP := func(in *nodespec.Input) { in.Options.ProviderIDFromNodeIP = true }
 	withUUID := func(uuid string) func(*nodespec.Input) {
 		return func(in *nodespec.Input) { in.Machine.System.UUID = uuid }
@@ -167,7 +167,7 @@ func TestDesired_ProviderIDOfPlatformTakesPrecedence(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			for fromIP, want := range map[bool]string{false: test.want, true: test.fromIP} {
 				in := on(test.metadata)
-				in.SharedUUID, in.Options.ProviderIDFromNodeIP = true, fromIP
+				in.SharedUUID, in.Options.ProviderIDFromNodeIP = []string{"worker-2"}, fromIP
 				// A published identity does not depend on the rest.
 				in.Machine.PlatformPublished, in.Machine.Stage = false, runtime.MachineStageBooting
 				assert.Equal(t, want, specOf(t, in).ProviderID, "fallback node-ip %v", fromIP)

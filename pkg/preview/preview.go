@@ -77,7 +77,7 @@ func Render(machines []Machine, kubelet Kubelet, options nodespec.Options) []Rep
 			Architecture:      kubelet.Architecture,
 			KubernetesVersion: kubelet.KubernetesVersion,
 			Options:           options,
-		}.WithPeers(peers, m.name()))
+		}.WithPeers(peers, m.name(), func(string) *corev1.Node { return nil }))
 
 		if i := slices.IndexFunc(r.Changes, func(c Change) bool { return c.Field == fieldProviderID }); i >= 0 && !r.Unmanaged {
 			id := *r.Changes[i].After

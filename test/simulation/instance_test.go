@@ -169,7 +169,7 @@ func (i *instance) view(name string) (v view) {
 	}
 
 	v.entry = i.inventory.Get(name)
-	in := nodespec.NewInput(v.node, v.entry.Machine, i.sim.options()).WithPeers(i.inventory, name)
+	in := nodespec.NewInput(v.node, v.entry.Machine, i.sim.options()).WithPeers(i.inventory, name, i.informer.get)
 	v.managed = nodespec.Managed(in)
 	v.spec, _, v.pending = nodespec.Desired(in)
 

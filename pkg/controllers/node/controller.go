@@ -286,7 +286,17 @@ func (c *Controller) syncNode(ctx context.Context, node *corev1.Node) (result st
 func (c *Controller) machineOf(node *corev1.Node) (inventory.Entry, nodespec.Input) {
 	entry := c.config.Inventory.Get(node.Name)
 
-	return entry, nodespec.NewInput(node, entry.Machine, c.config.Options(entry.Machine)).WithPeers(c.config.Inventory, node.Name)
+	return entry, nodespec.NewInput(node, entry.Machine, c.config.Options(entry.Machine)).WithPeers(c.config.Inventory, node.Name, c.get)
+}
+
+// get returns a Node from the cache, or nil.
+func (c *Controller) get(nodename string) *corev1.Node {
+	node, err := c.lister.Get(nodename)
+	if err != nil {
+		return nil
+	}
+
+	return node
 }
 
 // isManaged reports whether the controller manages a Node. The Node must run Talos and not be in deletion, and the

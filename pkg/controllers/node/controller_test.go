@@ -927,3 +927,26 @@ func TestController_KeepsAddressThatAnotherMachineReports(t *testing.T) {
 	require.NoError(t, victim.RemoveAddress(s.Context(), talostest.LinkExternal, address))
 	s.AwaitNode("address-2", "lists the address that it alone has", lists("203.0.114.7"))
 }
+
+// A duplicate SMBIOS UUID counts unless the other Node is initialized as another instance.
+func TestController_IgnoresUUIDThatInitializedNodeDoesNotHave(t *testing.T) {
+	s := parallel(t)
+
+	const first, second = "5a0b1c6e-0d0f-4a43-8f0e-3f0d8f1c2b01", "5a0b1c6e-0d0f-4a43-8f0e-3f0d8f1c2b02"
+
+	on := func(nodename, uuid string) talostest.MachineSpec {
+		return talostest.MachineSpec{Nodename: nodename, SystemInformation: &hardware.SystemInformationSpec{UUID: uuid}}
+	}
+
+	hostile := s.initialize(on("uuid-1", first))
+	require.NoError(t, hostile.SetIdentity(s.Context(), "uuid-1", second))
+	hostile.BreakConnections()
+	s.AwaitEvent("uuid-1", node.ReasonProviderIDMismatch)
+
+	s.initialize(on("uuid-2", second))
+	assert.Equal(t, "talos://metal/"+second, s.Node("uuid-2").Spec.ProviderID)
+
+	third := s.initialize(on("uuid-3", second))
+	assert.Equal(t, "talos://metal/"+third.Address().String(), s.Node("uuid-3").Spec.ProviderID)
+	s.AwaitEvent("uuid-3", node.ReasonInvalidValue, second, `"uuid-`, "node IP")
+}
