@@ -204,12 +204,15 @@ func dnsNames(in Input, transformed rules.Result) (list []corev1.NodeAddress, pr
 		{Type: corev1.NodeInternalDNS, Address: internal},
 		{Type: corev1.NodeExternalDNS, Address: platform.ExternalDNS},
 	} {
-		name := machine.CanonicalName(a.Address)
+		name, field := machine.CanonicalName(a.Address), string(a.Type)
+		if a.Type == corev1.NodeInternalDNS && platform.InternalDNS == "" {
+			field = "" // the host name
+		}
 
 		switch why := whyNotListed(in, name, own); {
 		case name == "":
 		case why != "":
-			problems = append(problems, Problem{Key: string(a.Type), Value: a.Address, Why: why})
+			problems = append(problems, invalidMetadata(transformed, field, string(a.Type), a.Address, why))
 		default:
 			list = append(list, corev1.NodeAddress{Type: a.Type, Address: name})
 		}

@@ -251,13 +251,13 @@ func labels(in Input, transformed rules.Result) (map[string]string, []Problem) {
 		lifecycle = lifecycleSpot
 	}
 
-	platformLabels := []struct{ key, value string }{
-		{corev1.LabelTopologyRegion, meta.Region},
-		{corev1.LabelTopologyZone, meta.Zone},
-		{corev1.LabelInstanceTypeStable, meta.InstanceType},
-		{LabelPlatform, meta.Platform},
-		{LabelClusterName, cmp.Or(in.Options.ClusterName, in.Machine.ClusterName)},
-		{LabelLifecycle, lifecycle},
+	platformLabels := []struct{ key, field, value string }{
+		{corev1.LabelTopologyRegion, "Region", meta.Region},
+		{corev1.LabelTopologyZone, "Zone", meta.Zone},
+		{corev1.LabelInstanceTypeStable, "InstanceType", meta.InstanceType},
+		{LabelPlatform, "", meta.Platform},
+		{LabelClusterName, "", cmp.Or(in.Options.ClusterName, in.Machine.ClusterName)},
+		{LabelLifecycle, "", lifecycle},
 	}
 
 	for _, l := range platformLabels {
@@ -266,7 +266,7 @@ func labels(in Input, transformed rules.Result) (map[string]string, []Problem) {
 		}
 
 		if why := validation.IsValidLabelValue(l.value); len(why) > 0 {
-			problems = append(problems, Problem{Key: l.key, Value: l.value, Why: strings.Join(why, "; ")})
+			problems = append(problems, invalidMetadata(transformed, l.field, l.key, l.value, strings.Join(why, "; ")))
 
 			continue
 		}
@@ -281,6 +281,17 @@ func labels(in Input, transformed rules.Result) (map[string]string, []Problem) {
 	}
 
 	return result, problems
+}
+
+// invalidMetadata returns the problem of a value that Kubernetes does not accept, with the rule that set the field of the
+// metadata, or else the key under which Nodes have the value.
+func invalidMetadata(transformed rules.Result, field, key, value, why string) Problem {
+	rule := transformed.Replaced[field]
+	if rule != "" {
+		key = "platformMetadata[" + field + "]"
+	}
+
+	return Problem{Rule: rule, Key: key, Value: value, Why: why}
 }
 
 // deprecatedLabels are pairs of a stable label and the deprecated one that has the same value. The node controller of

@@ -52,11 +52,12 @@ func TestDesired_NamesOfRulesNeedNoThreeLabels(t *testing.T) {
 	in := withRules(t, cloud(), rules.Rule{Name: "r", PlatformMetadata: map[string]string{"InternalDNS": "vm.example", "ExternalDNS": "vm.default.svc"}})
 	requireAddresses(t, corev1.NodeInternalDNS, in, "vm.example")
 	requireAddresses(t, corev1.NodeExternalDNS, in)
-	assert.Equal(t, []string{"ExternalDNS"}, problemKeys(t, in))
+	assert.Equal(t, []string{"platformMetadata[ExternalDNS]"}, problemKeys(t, in))
 
 	in = withRules(t, cloud(), replacing("InternalDNS", ""))
 	in.Machine.Platform.Hostname = "worker.novalocal"
 	requireAddresses(t, corev1.NodeInternalDNS, in)
+	assert.Equal(t, []string{"InternalDNS"}, problemKeys(t, in), "the host name is not the rule's")
 }
 
 func TestDesired_ProviderIDOfRules(t *testing.T) {
@@ -223,6 +224,24 @@ func TestDesired_ProblemsHaveKindAndRule(t *testing.T) {
 	_, problems := desired(t, in)
 	require.Len(t, problems, 2)
 	assert.Equal(t, []string{"labels", "site", "machine", ""}, []string{problems[0].Kind(), problems[0].Rule, problems[1].Kind(), problems[1].Rule})
+}
+
+func TestDesired_NamesRuleAndKeyOfInvalidMetadata(t *testing.T) {
+	in := withRules(t, cloud(), rules.Rule{Name: "site", PlatformMetadata: map[string]string{
+		"zone": "{{ .Region }} 7", "InstanceType": "{{ .Region }} !", "internalDNS": "{{ .Region }} b.example.org", "ExternalDNS": "*.{{ .Region }}.example.org",
+	}})
+
+	_, problems := desired(t, in)
+
+	var got []string
+	for _, p := range problems {
+		got = append(got, p.Rule+" "+p.Kind()+" "+p.Key)
+	}
+
+	assert.Equal(t, []string{
+		"site platformMetadata platformMetadata[Zone]", "site platformMetadata platformMetadata[InstanceType]",
+		"site platformMetadata platformMetadata[InternalDNS]", "site platformMetadata platformMetadata[ExternalDNS]",
+	}, got)
 }
 
 func TestManaged_IgnoresRules(t *testing.T) {

@@ -172,15 +172,34 @@ func (r *rule) add(k *kind, source map[string]string, path *field.Path) (errs fi
 // parseConstant parses the value of a template without actions. Its errors contain the value.
 func (k *kind) parseConstant(r *rule, key, value string) (setter, error) {
 	set, err := k.parse(r, key, value)
+	if err == nil && k == metadata {
+		err = checkMetadata(fieldName(key), strings.TrimSpace(value))
+	}
 
-	switch {
-	case err != nil && !strings.Contains(err.Error(), strconv.Quote(value)):
+	if err != nil && !strings.Contains(err.Error(), strconv.Quote(value)) {
 		err = fmt.Errorf("%q: %w", value, err)
-	case err == nil && k == metadata && fieldName(key) == "ProviderID" && !IsProviderID(strings.TrimSpace(value)):
-		err = fmt.Errorf("%q does not identify an instance; the form is <provider>://<ID>", value)
 	}
 
 	return set, err
+}
+
+// checkMetadata returns why Nodes cannot have a value of the metadata. The result of a template is checked when the Node
+// is written, since later rules can replace it.
+func checkMetadata(name, value string) error {
+	switch name {
+	case "ProviderID":
+		if !IsProviderID(value) {
+			return fmt.Errorf("%q does not identify an instance; the form is <provider>://<ID>", value)
+		}
+	case "Region", "Zone", "InstanceType":
+		return checkLabelValue(value)
+	case "InternalDNS", "ExternalDNS":
+		if value != "" && !machine.ValidName(machine.CanonicalName(value)) {
+			return errors.New(string(machine.NameInvalid))
+		}
+	}
+
+	return nil
 }
 
 // fields are the fields of the platform metadata that rules can replace.

@@ -86,6 +86,11 @@ func TestCompile_Errors(t *testing.T) {
 		{"providerID without a scheme", replace("ProviderID", "a"), "<provider>://<ID>"},
 		{"providerID without an instance", replace("ProviderID", "a:///"), "<provider>://<ID>"},
 		{"duplicate field", rules.Rule{PlatformMetadata: map[string]string{"Zone": "a", "zone": "b"}}, "zone"},
+		{"invalid zone", replace("zone", "rack 7"), `"rack 7": a valid label`},
+		{"invalid region", replace("Region", "eu/de"), `"eu/de": a valid label`},
+		{"invalid instance type", replace("instanceType", "m5."), `"m5.": a valid label`},
+		{"invalid internal name", replace("InternalDNS", "a b.example.org"), `"a b.example.org": is not a valid DNS name`},
+		{"invalid external name", replace("externalDNS", "-.example.org"), `"-.example.org": is not a valid DNS name`},
 		{"empty providerID", replace("ProviderID", ""), "<provider>://<ID>"},
 	} {
 		t.Run(test.name, func(t *testing.T) { assert.Contains(t, compileError(t, test.rule).Error(), test.want) })
