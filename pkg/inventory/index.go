@@ -52,9 +52,6 @@ func uuids(m machine.Machine) []string {
 	return nil
 }
 
-// linkServices is the link on which kube-proxy in IPVS mode keeps the addresses of Services.
-const linkServices = "kube-ipvs0"
-
 // ownedAddresses returns the addresses that m reports as its own, and the address at which it responds, in canonical
 // form. It omits the addresses of Services, of which kube-proxy puts thousands on every machine. It includes addresses
 // that the machine must not use as node IP.
@@ -70,10 +67,7 @@ func ownedAddresses(m machine.Machine) []string {
 	}
 
 	for _, a := range m.Addresses {
-		addr := a.Prefix.Addr()
-		isService := a.Link == linkServices && m.Excludes(addr)
-
-		if addr.Unmap().IsGlobalUnicast() && !isService {
+		if addr := a.Prefix.Addr(); addr.Unmap().IsGlobalUnicast() && !m.IsService(a) {
 			list = append(list, machine.CanonicalAddress(addr))
 		}
 	}

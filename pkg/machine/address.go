@@ -54,6 +54,11 @@ func (m Machine) IsStable(a Address) bool {
 	return a.Link != "lo" && !hasPrefix(a.Link, overlayLinks) && !a.OnCNILink()
 }
 
+// IsService reports whether a is the address of a Service, on the link where kube-proxy in IPVS mode keeps them.
+func (m Machine) IsService(a Address) bool {
+	return a.Link == "kube-ipvs0" && m.Excludes(a.Prefix.Addr())
+}
+
 func hasPrefix(link string, prefixes []string) bool {
 	return slices.ContainsFunc(prefixes, func(prefix string) bool { return strings.HasPrefix(link, prefix) })
 }

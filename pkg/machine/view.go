@@ -163,6 +163,21 @@ func (v *View) Machine() Machine {
 	m.addPlatformConfigs(configs)
 	limit(reflect.ValueOf(&m).Elem())
 
+	m.NodeIPs = m.NodeIPs[:min(len(m.NodeIPs), maxSubnets)]
+	m.ExcludedSubnets = m.ExcludedSubnets[:min(len(m.ExcludedSubnets), maxSubnets)]
+	m.ValidSubnets = m.ValidSubnets[:min(len(m.ValidSubnets), maxSubnets)]
+
+	own := 0
+	m.Addresses = slices.DeleteFunc(m.Addresses, func(a Address) bool {
+		if m.IsService(a) {
+			return false
+		}
+
+		own++
+
+		return own > maxAddresses
+	})
+
 	if v.Facts != 0 {
 		facts := v.facts
 		facts.setAddresses(&m)
@@ -178,6 +193,10 @@ const (
 	maxString = 4 << 10
 	// maxMeta is the limit of META values, which can be documents.
 	maxMeta = 64 << 10
+	// maxAddresses is the limit of a machine's own addresses. More are not reported: the inventory indexes each of them.
+	maxAddresses = 1000
+	// maxSubnets is the limit of node IPs and of each list of subnets, against which all addresses are compared.
+	maxSubnets = 100
 )
 
 // bounded returns s, or an empty string if s is longer than maxString.

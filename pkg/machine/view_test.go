@@ -151,6 +151,32 @@ func addresses(m machine.Machine) (list []string) {
 	return list
 }
 
+// kube-proxy in IPVS mode puts the addresses of thousands of Services on every machine.
+func TestView_LimitsAddressesExceptThoseOfServices(t *testing.T) {
+	var v machine.View
+
+	subnets := append([]string{"10.96.0.0/12"}, slices.Repeat([]string{"192.0.2.0/24"}, 3000)...)
+
+	v.Put(withSpec(k8s.NewNodeIPConfig(k8s.NamespaceName, k8s.KubeletID), k8s.NodeIPConfigSpec{ExcludeSubnets: subnets, ValidSubnets: subnets}))
+	v.Put(withSpec(k8s.NewNodeIP(k8s.NamespaceName, k8s.KubeletID), k8s.NodeIPSpec{Addresses: make([]netip.Addr, 3000)}))
+
+	for i := range 3000 {
+		v.Put(addressStatus("eth0", fmt.Sprintf("10.0.%d.%d/16", i>>8, i&255)))
+		v.Put(addressStatus("kube-ipvs0", fmt.Sprintf("10.96.%d.%d/32", i>>8, i&255)))
+		v.Put(addressStatus("kube-ipvs0", fmt.Sprintf("10.1.%d.%d/32", i>>8, i&255)))
+	}
+
+	found := map[bool]int{}
+	m := v.Machine()
+
+	for _, a := range m.Addresses {
+		found[m.IsService(a)]++
+	}
+
+	assert.Equal(t, map[bool]int{false: 1000, true: 3000}, found)
+	assert.Equal(t, []int{100, 100, 100}, []int{len(m.NodeIPs), len(m.ExcludedSubnets), len(m.ValidSubnets)})
+}
+
 func TestView_FollowsChanges(t *testing.T) {
 	put := func(r resource.Resource) func(*machine.View) { return func(v *machine.View) { v.Put(r) } }
 	drop := func(r resource.Resource) func(*machine.View) { return func(v *machine.View) { v.Drop(r.Metadata()) } }
