@@ -45,9 +45,11 @@ import (
 )
 
 const (
-	// maxConnecting limits concurrent TLS handshakes and first reads, because they are expensive for both sides. It
-	// does not limit TCP connection attempts: machines that drop packets must not delay others.
+	// maxConnecting limits concurrent TLS handshakes, because they are expensive for both sides, and maxPerAddress those
+	// with one address: what stalls there must not delay others. They do not limit TCP connection attempts: machines that
+	// drop packets must not delay others.
 	maxConnecting = 128
+	maxPerAddress = 4
 
 	backoffFirst = time.Second
 	backoffMax   = time.Minute
@@ -78,6 +80,7 @@ type Reflector struct {
 	mu    sync.Mutex
 	ctx   context.Context //nolint:containedctx // set while Run runs: Track starts tasks, and its callers have no context
 	tasks map[string]*task
+	slots map[netip.Addr]chan struct{} // semaphores of the addresses where handshakes are in progress
 	wg    sync.WaitGroup
 
 	kinds machine.Kinds // of new tasks
@@ -101,6 +104,7 @@ func New(inventory Inventory, dial talosapi.DialFunc, clk clock.Clock) *Reflecto
 		clock:      clk,
 		connecting: make(chan struct{}, maxConnecting),
 		tasks:      map[string]*task{},
+		slots:      map[netip.Addr]chan struct{}{},
 		kinds:      machine.BaseKinds(),
 	}
 }
@@ -332,14 +336,40 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 
 	defer st.Close() //nolint:errcheck // no call is in flight
 
-	select {
-	case r.connecting <- struct{}{}:
-	case <-ctx.Done():
-		return false, ctx.Err()
+	r.mu.Lock()
+
+	slots := r.slots[addr]
+	if slots == nil {
+		slots = make(chan struct{}, maxPerAddress)
+		r.slots[addr] = slots
 	}
 
-	release := sync.OnceFunc(func() { <-r.connecting })
+	r.mu.Unlock()
+
+	var held []chan struct{}
+
+	release := sync.OnceFunc(func() {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+
+		for _, semaphore := range held {
+			<-semaphore
+		}
+
+		if len(slots) == 0 {
+			delete(r.slots, addr) // who waits for a slot at this moment keeps the semaphore
+		}
+	})
 	defer release()
+
+	for _, semaphore := range []chan struct{}{slots, r.connecting} {
+		select {
+		case semaphore <- struct{}{}:
+			held = append(held, semaphore)
+		case <-ctx.Done():
+			return false, ctx.Err()
+		}
+	}
 
 	s := session{
 		inventory: r.inventory,
@@ -349,8 +379,8 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 		state:     st,
 		kinds:     t.kinds,
 		view:      machine.View{Facts: t.kinds.Facts},
+		responded: release,
 		connected: func() {
-			release()
 			t.failed.Store(false)
 			t.outage.Succeeded(klog.FromContext(ctx)).Info("Watching machine", "address", addr)
 		},

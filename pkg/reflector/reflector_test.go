@@ -349,6 +349,25 @@ func TestReflector_ConnectsWhileManyMachinesDropPackets(t *testing.T) {
 	assert.Empty(t, s.inventory.unreachableMarks(), "attempts with others had timed out")
 }
 
+// A client with the credentials of kubelets can let many Nodes have one address, at which nothing completes a handshake.
+func TestReflector_ConnectsWhileManyNodesStallAtOneAddress(t *testing.T) {
+	t.Parallel()
+
+	s := newTimedSuite(t)
+	worker, stalling := s.machine("worker-1"), s.machine("stalling")
+	stalling.CutOff()
+
+	const places = 128 // for machines that connect at the same time
+
+	for i := range 2 * places {
+		s.reflector.Track(fmt.Sprintf("stalled-%d", i), []netip.Addr{stalling.Address()})
+	}
+
+	s.eventually("all connections are open", func() bool { return stalling.Connections() == 2*places })
+	s.follow(worker)
+	assert.Empty(t, s.inventory.unreachableMarks(), "attempts with others had timed out")
+}
+
 func TestReflector_ReportsExpiredServerCertificateUntilRenewal(t *testing.T) {
 	t.Parallel()
 

@@ -76,6 +76,7 @@ type session struct {
 	addr      netip.Addr
 	state     talosapi.State
 	kinds     machine.Kinds
+	responded func() // called when the machine has answered a request: the TLS handshake is complete
 	connected func() // called when the session is established
 
 	events  chan state.Event
@@ -122,6 +123,7 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 		case <-ctx.Done():
 			return s.established, ctx.Err()
 		case event := <-s.events:
+			s.responded()
 			err = s.handle(ctx, event)
 		case result := <-s.results:
 			err = result()
