@@ -88,6 +88,11 @@ func byFamily(options Options) func(a, b netip.Addr) int {
 }
 
 func addresses(in Input, transformed rules.Result, nodeIPs []netip.Addr) ([]corev1.NodeAddress, []Problem) {
+	// The first InternalIP has the family of the kubelet's first node IP. A providerID does not depend on that.
+	if kubelet := in.ProvidedNodeIPs; len(kubelet) > 0 && kubelet[0].Unmap().Is6() {
+		slices.SortStableFunc(nodeIPs, byFamily(Options{PreferIPv6: true}))
+	}
+
 	var list []corev1.NodeAddress
 
 	for _, ip := range nodeIPs {

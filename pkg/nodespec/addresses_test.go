@@ -30,7 +30,7 @@ func TestDesired_InternalIPs(t *testing.T) {
 		{"one of two is on the machine", []string{"10.0.0.99", "10.0.0.1"}, nil, false, []string{"10.0.0.1"}},
 		{"neither kubelet nor Talos reports any", nil, nil, false, nil},
 		{"several of each family", []string{"10.0.0.1", "10.0.0.2", "2001:db8::1", "2001:db8::2"}, nil, false, []string{"10.0.0.1", "2001:db8::1"}},
-		{"IPv4 first", []string{"2001:db8::1", "10.0.0.1"}, nil, false, []string{"10.0.0.1", "2001:db8::1"}},
+		{"order of the kubelet", []string{"2001:db8::1", "10.0.0.1"}, nil, false, []string{"2001:db8::1", "10.0.0.1"}},
 		{"IPv6 preferred", []string{"10.0.0.1", "2001:db8::1"}, nil, true, []string{"2001:db8::1", "10.0.0.1"}},
 		{"IPv6 only", []string{"2001:db8::1"}, nil, false, []string{"2001:db8::1"}},
 		{"IPv4 only, IPv6 preferred", []string{"10.0.0.1"}, nil, true, []string{"10.0.0.1"}},

@@ -190,10 +190,10 @@ var rows = []row{
 	{"`PreferIPv6`", func(r record, d difference) bool {
 		return strings.Contains(r.Config, "PreferIPv6: true") && (isRuled(d) || d.field == "InternalIP" || d.field == "ExternalIP")
 	}},
-	{"order of InternalIPs", func(_ record, d difference) bool {
+	{"order of InternalIPs with `preferIPv6`", func(r record, d difference) bool {
 		first, second, _ := strings.Cut(d.ours, ",")
 
-		return d.field == "InternalIP" && d.upstream == second+","+first
+		return strings.Contains(r.Config, "preferIPv6: true") && d.field == "InternalIP" && d.upstream == second+","+first
 	}},
 	{"`InternalDNS`, `ExternalDNS` of the platform or a rule", func(r record, d difference) bool {
 		replaces := r.rule(func(rule rules.Rule) bool { return rule.PlatformMetadata["InternalDNS"] != "" })
