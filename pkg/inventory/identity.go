@@ -67,7 +67,16 @@ func (i *Inventory) renamedTo(nodename string) string {
 
 // withoutRenamed removes the Nodes from which nodename's machine was renamed. The caller holds i.mu.
 func (i *Inventory) withoutRenamed(nodenames []string, nodename string) []string {
-	return slices.DeleteFunc(nodenames, func(other string) bool { return i.renamedTo(other) == nodename })
+	return slices.DeleteFunc(nodenames, func(other string) bool {
+		return i.renamedTo(other) == nodename || atOneAddress(i.entries[other], i.entries[nodename])
+	})
+}
+
+// atOneAddress reports whether two machines with one identity were reached at one address: they are the same machine. If
+// it loses power and boots with another name, the connection under its old name stays open until the kernel's keepalive
+// ends it.
+func atOneAddress(a, b Entry) bool {
+	return a.Last.Endpoint.IsValid() && a.Last.Endpoint == b.Last.Endpoint && a.Last.Identity() == b.Last.Identity()
 }
 
 // sameIdentity returns the other nodenames whose last views have an identifier of the identity. The caller holds i.mu.
@@ -103,7 +112,8 @@ func (i *Inventory) reidentify(nodename string, before, after Entry) []string {
 
 	if after.Condition == Current {
 		for _, id := range identifiers(after.Last.Identity()) {
-			if slices.ContainsFunc(i.identities.others(id, nodename), func(n string) bool { return i.entries[n].Condition == Current }) {
+			isOther := func(n string) bool { return i.entries[n].Condition == Current && !atOneAddress(i.entries[n], after) }
+			if slices.ContainsFunc(i.identities.others(id, nodename), isOther) {
 				i.ambiguous.Insert(id)
 			}
 		}

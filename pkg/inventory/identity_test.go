@@ -1,6 +1,7 @@
 package inventory_test
 
 import (
+	"net/netip"
 	"testing"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
@@ -13,6 +14,13 @@ const otherUUID = "11111111-2222-3333-4444-555555555555"
 
 func identified(nodeID, uuid string) machine.Machine {
 	return machine.Machine{NodeID: nodeID, System: hardware.SystemInformationSpec{UUID: uuid}}
+}
+
+// reached returns a machine that responds at an address.
+func reached(m machine.Machine, addr string) machine.Machine {
+	m.Endpoint = netip.MustParseAddr(addr)
+
+	return m
 }
 
 // The machines of these tests: one, the same after a reinstallation, a clone of its disk, and one that is different.
@@ -76,6 +84,12 @@ func TestInventory_RenamedToNeedsProof(t *testing.T) {
 		}, "new"},
 		{"node ID of two machines", steps{view("old", anonymous), view("new", anonymous), unreachable("old")}, ""},
 		{"node re-created", steps{view("old", original), forgotten("old"), mismatch("old", "new"), view("new", original)}, ""},
+		{"renamed while the connection under the old name is open", steps{
+			view("old", reached(original, "10.0.0.1")), view("new", reached(original, "10.0.0.1")), mismatch("old", "new"),
+		}, "new"},
+		{"another machine with both identifiers, at another address", steps{
+			view("old", reached(original, "10.0.0.1")), view("new", reached(original, "10.0.0.2")), unreachable("old"),
+		}, ""},
 		{"responds under two other names", steps{view("old", original), unreachable("old"), view("new", original), view("newer", original)}, ""},
 	} {
 		assert.Equal(t, test.want, newFixture(test.changes...).RenamedTo("old"), test.name)

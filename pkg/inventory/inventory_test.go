@@ -205,6 +205,7 @@ func TestInventory_SharedUUIDOfSeveralMachines(t *testing.T) {
 		{"no machine", nil, false},
 		{"this machine only", steps{a}, false},
 		{"this machine under its former name", steps{view("old", original), unreachable("old"), view("a", original)}, false},
+		{"this machine, whose connection under its former name is open", steps{view("old", reached(original, "10.0.0.1")), view("a", reached(original, "10.0.0.1"))}, false},
 		{"another machine only", steps{b}, true},
 		{"two machines", steps{a, b}, true},
 		{"other machine reports upper case", steps{view("b", withUUID("30A0BDF7-4B1A-4F0E-9F86-2A3D64A3C5EE"))}, true},
