@@ -5,6 +5,7 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"fmt"
+	"net/netip"
 	"slices"
 	"strings"
 	"time"
@@ -87,6 +88,9 @@ type Pin struct {
 	// NodeID and Volume are fingerprints of the machine's Talos node ID and of the file system on which the kubelet
 	// stores the certificate. Issuer is ClientCertificate's. Each may be empty if unknown.
 	NodeID, Volume, Issuer string
+	// Address is the address at which the machine responded; the zero value if unknown. No other certificate can be
+	// pinned while the machine is not dialed there.
+	Address netip.Addr
 	// Expires is when the certificate expires; zero if unknown.
 	Expires time.Time
 }
@@ -123,7 +127,8 @@ func (p Pin) Follow(issued []ClientCertificate) Pin {
 	return p
 }
 
-// lost reports whether the kubelet can no longer have the pinned certificate. renewed is the certificate with which the
+// lost reports whether the kubelet can no longer have the pinned certificate. It does not trust a machine at another
+// address: the kubelet's credentials suffice to have that machine dialed. renewed is the certificate with which the
 // request was made; the zero value if it is not known.
 func (p Pin) lost(m machine.Machine, renewed ClientCertificate, now time.Time) bool {
 	changed := func(before, after string) bool { return before != "" && after != "" && before != after }
@@ -131,7 +136,22 @@ func (p Pin) lost(m machine.Machine, renewed ClientCertificate, now time.Time) b
 	reinstalled := (p.Volume == "" || volume == "") && changed(p.NodeID, Fingerprint(m.NodeID))
 	expired := !p.Expires.IsZero() && p.Expires.Before(now)
 
-	return reinstalled || expired || changed(p.Volume, volume) || changed(p.Issuer, renewed.Issuer)
+	return p.isAt(m) && (reinstalled || expired || changed(p.Volume, volume) || changed(p.Issuer, renewed.Issuer))
+}
+
+func (p Pin) isAt(m machine.Machine) bool { return p.Address.IsValid() && p.Address == m.Endpoint }
+
+// locate returns the pin with the identity and the address of a machine that has the pinned certificate. The pin does not
+// change if the machine responds at another address and does not report the pinned identity.
+func (p Pin) locate(m machine.Machine) Pin {
+	nodeID, volume := Fingerprint(m.NodeID), Fingerprint(m.EphemeralID)
+	isSame := p.Volume != "" && p.Volume == volume || p.Volume == "" && (p.NodeID == "" || p.NodeID == nodeID)
+
+	if isSame || p.isAt(m) {
+		p.NodeID, p.Volume, p.Address = cmp.Or(nodeID, p.NodeID), cmp.Or(volume, p.Volume), cmp.Or(m.Endpoint, p.Address)
+	}
+
+	return p
 }
 
 // issuedAs returns the certificate with an ID; the zero value if nothing is known of it.
@@ -188,7 +208,7 @@ func (r *review) checkCredential() {
 		return
 	}
 
-	pin.NodeID, pin.Volume = cmp.Or(Fingerprint(r.Machine.NodeID), pin.NodeID), cmp.Or(Fingerprint(r.Machine.EphemeralID), pin.Volume)
+	pin = pin.locate(r.Machine)
 	if pin.Credential == certificate.ID {
 		pin.Issuer, pin.Expires = certificate.Issuer, certificate.Expires
 	}

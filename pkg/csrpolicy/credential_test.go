@@ -3,6 +3,7 @@ package csrpolicy_test
 import (
 	"crypto/sha256"
 	"encoding/hex"
+	"net/netip"
 	"strings"
 	"testing"
 	"time"
@@ -46,11 +47,14 @@ func TestReview_ComparesCredentialWithPin(t *testing.T) {
 	type certificates = []csrpolicy.ClientCertificate
 
 	machineID, volume := csrpolicy.Fingerprint("node-id"), csrpolicy.Fingerprint("volume")
-	seen := csrpolicy.Pin{Credential: id("a"), NodeID: machineID, Volume: volume} // for an unknown certificate
-	pin := csrpolicy.Pin{Credential: id("a"), NodeID: machineID, Volume: volume, Issuer: "ca", Expires: now.Add(time.Hour)}
+	address, elsewhere := netip.MustParseAddr("10.0.0.10"), netip.MustParseAddr("10.0.0.99")
+	seen := csrpolicy.Pin{Credential: id("a"), NodeID: machineID, Volume: volume, Address: address} // for an unknown certificate
+	pin := csrpolicy.Pin{Credential: id("a"), NodeID: machineID, Volume: volume, Issuer: "ca", Expires: now.Add(time.Hour), Address: address}
 	with := func(edit func(*csrpolicy.Pin)) csrpolicy.Pin { p := pin; edit(&p); return p } //nolint:nlreturn // one line
 	other := with(func(p *csrpolicy.Pin) { p.Credential = id("b") })
 	rotated := with(func(p *csrpolicy.Pin) { p.Credential, p.Previous = id("b"), id("a") })
+	moved := with(func(p *csrpolicy.Pin) { p.Volume, p.Address = "other", elsewhere })
+	noVolume := func(e *csrpolicy.Evidence) { e.Machine.EphemeralID = "" }
 	token := certificates{issued("a", "", time.Hour)} // long after the Node was created
 
 	for name, test := range map[string]struct {
@@ -68,9 +72,10 @@ func TestReview_ComparesCredentialWithPin(t *testing.T) {
 			issued: certificates{issued("a", "b", 3*time.Minute), issued("b", "c", 2*time.Minute), issued("c", "", time.Minute)},
 		},
 
-		"pinned":                     {pin: pin, want: pin},
-		"previous":                   {pin: rotated, want: rotated},
-		"pinned by operator":         {pin: csrpolicy.Pin{Credential: id("a")}, want: seen},
+		"pinned":             {pin: pin, want: pin},
+		"previous":           {pin: rotated, want: rotated},
+		"pinned by operator": {pin: csrpolicy.Pin{Credential: id("a")}, want: seen},
+		"pinned by operator for a machine that has moved": {pin: csrpolicy.Pin{Credential: id("a"), Address: elsewhere}, want: seen},
 		"unknown origin":             {pin: other},
 		"rotation of the pinned one": {pin: other, issued: certificates{issued("a", "b", time.Hour)}, want: with(func(p *csrpolicy.Pin) { p.Previous = id("b") })},
 		"rotation of another one":    {pin: other, issued: certificates{issued("a", "c", time.Hour)}},
@@ -79,17 +84,33 @@ func TestReview_ComparesCredentialWithPin(t *testing.T) {
 		"wiped volume":                       {pin: with(func(p *csrpolicy.Pin) { p.Credential, p.Volume = id("b"), "other" }), issued: token, want: pin},
 		"other node ID on the same volume":   {pin: with(func(p *csrpolicy.Pin) { p.Credential, p.NodeID = id("b"), "other" })},
 		"other node ID without known volume": {pin: with(func(p *csrpolicy.Pin) { p.Credential, p.NodeID, p.Volume = id("b"), "other", "" }), want: seen},
-		"machine reports no volume":          {pin: other, edit: func(e *csrpolicy.Evidence) { e.Machine.EphemeralID = "" }},
+		"machine reports no volume":          {pin: other, edit: noVolume},
 		"machine reports no node ID": {
 			pin: with(func(p *csrpolicy.Pin) { p.Credential, p.Volume = id("b"), "" }), edit: func(e *csrpolicy.Evidence) { e.Machine.NodeID = "" },
 		},
 		"replaced CA":                 {pin: with(func(p *csrpolicy.Pin) { p.Credential, p.Issuer = id("b"), "old" }), issued: token, want: pin},
 		"replaced CA, unknown origin": {pin: with(func(p *csrpolicy.Pin) { p.Credential, p.Issuer = id("b"), "old" })},
 		"expired":                     {pin: with(func(p *csrpolicy.Pin) { p.Credential, p.Expires = id("b"), now.Add(-time.Second) }), want: seen},
+
+		"pinned, moved":                        {pin: with(func(p *csrpolicy.Pin) { p.Address = elsewhere }), want: pin},
+		"pinned, moved, without known volume":  {pin: with(func(p *csrpolicy.Pin) { p.Address, p.Volume = elsewhere, "" }), want: pin},
+		"pinned, recorded without an address":  {pin: with(func(p *csrpolicy.Pin) { p.Address = netip.Addr{} }), want: pin},
+		"pinned, other volume":                 {pin: with(func(p *csrpolicy.Pin) { p.Volume = "other" }), want: pin},
+		"pinned, moved to another volume":      {pin: moved, want: moved},
+		"pinned, moved, machine has no volume": {pin: with(func(p *csrpolicy.Pin) { p.Address = elsewhere }), edit: noVolume, want: with(func(p *csrpolicy.Pin) { p.Address = elsewhere })},
+		"wiped volume of a machine elsewhere":  {pin: with(func(p *csrpolicy.Pin) { *p = moved; p.Credential = id("b") }), issued: token},
+		"wiped volume, recorded without an address": {
+			pin: with(func(p *csrpolicy.Pin) { *p = moved; p.Credential, p.Address = id("b"), netip.Addr{} }), issued: token,
+		},
+		"replaced CA, elsewhere": {pin: with(func(p *csrpolicy.Pin) { p.Credential, p.Issuer, p.Address = id("b"), "old", elsewhere }), issued: token},
+		"expired, elsewhere":     {pin: with(func(p *csrpolicy.Pin) { p.Credential, p.Expires, p.Address = id("b"), now.Add(-time.Second), elsewhere })},
+		"machine without an address of its Node": {
+			pin: pin, edit: func(e *csrpolicy.Evidence) { e.Machine.Endpoint = netip.Addr{} }, want: pin,
+		},
 	} {
 		for _, enforce := range []bool{false, true} {
 			s := asks("worker-1").with("a")
-			s.evidence.Machine.NodeID, s.evidence.Machine.EphemeralID = "node-id", "volume"
+			s.evidence.Machine.NodeID, s.evidence.Machine.EphemeralID, s.evidence.Machine.Endpoint = "node-id", "volume", address
 			s.evidence.Credentials = csrpolicy.Credentials{Pin: test.pin, Issued: test.issued, NodeCreated: created}
 			s.evidence.Policy.EnforceCredential = enforce
 

@@ -12,6 +12,10 @@ import (
 // osImagePrefix is the prefix of status.nodeInfo.osImage on Talos: "Talos (v1.13.5)", PRETTY_NAME of its os-release.
 const osImagePrefix = "Talos"
 
+// LabelAddress is the address at which the machine responded when the client certificate of its kubelet was recorded. No
+// kubelet can write it (NodeRestriction).
+const LabelAddress = "talos-ccm.node-restriction.kubernetes.io/credential-address"
+
 // maxDialAddresses limits the addresses that a kubelet can make talos-ccm dial. Machines have fewer node IPs.
 const maxDialAddresses = 4
 
@@ -67,10 +71,27 @@ func ProvidedNodeIPs(node *corev1.Node) []netip.Addr {
 	return parseAddrs(strings.Split(node.Annotations[cloudproviderapi.AnnotationAlphaProvidedIPAddr], ","))
 }
 
-// DialAddresses returns the addresses at which to dial the Node's machine, best first. The kubelet reports them, so
-// the machine that responds has to prove its identity.
+// RecordedAddress returns the address of LabelAddress; the zero value if there is none.
+func RecordedAddress(node *corev1.Node) netip.Addr {
+	addr, _ := netip.ParseAddr(strings.ReplaceAll(node.Labels[LabelAddress], "-", ":")) // zero if invalid
+
+	return addr.Unmap()
+}
+
+// AddressLabel returns the value of LabelAddress: no label can contain a colon, or end with one.
+func AddressLabel(addr netip.Addr) string {
+	return strings.ReplaceAll(addr.StringExpanded(), ":", "-")
+}
+
+// DialAddresses returns the addresses at which to dial the Node's machine, best first. The recorded address is the first,
+// so that a kubelet cannot move a machine that responds there. The kubelet reports the others, and the machine that
+// responds has to prove its identity.
 func DialAddresses(node *corev1.Node) []netip.Addr {
 	var addrs []netip.Addr
+
+	if addr := RecordedAddress(node); addr.IsValid() {
+		addrs = append(addrs, addr)
+	}
 
 	for _, addr := range append(ProvidedNodeIPs(node), listedIPs(node, corev1.NodeInternalIP)...) {
 		if !slices.Contains(addrs, addr) && len(addrs) < maxDialAddresses {

@@ -70,6 +70,15 @@ func TestProvidedNodeIPsAndDialAddresses(t *testing.T) {
 	}
 
 	assert.Empty(t, nodespec.ProvidedNodeIPs(&corev1.Node{}), "without annotations")
+
+	for label, want := range map[string]string{
+		"10.0.0.9": "10.0.0.9 10.0.0.1 10.0.0.2", "10.0.0.2": "10.0.0.2 10.0.0.1", "": "10.0.0.1 10.0.0.2", "worker-1": "10.0.0.1 10.0.0.2",
+		nodespec.AddressLabel(netip.MustParseAddr("2001:db8::")): "2001:db8:: 10.0.0.1 10.0.0.2",
+	} {
+		node := nodeWith("10.0.0.1", "10.0.0.2")
+		node.Labels = map[string]string{nodespec.LabelAddress: label}
+		assert.Equal(t, want, texts(nodespec.DialAddresses(node)), label)
+	}
 }
 
 // The annotation is untrusted: a client with the credentials of a kubelet can write it.

@@ -93,7 +93,7 @@ type task struct {
 	cancel    context.CancelFunc // nil if the task was not started
 	done      chan struct{}
 	outage    backoff.Outage // only the goroutine uses it
-	failed    atomic.Bool    // whether the last attempt to connect failed
+	failed    atomic.Bool    // whether the last attempt to connect to the first address failed
 }
 
 // New returns a Reflector that tracks no Node yet.
@@ -251,7 +251,7 @@ func (r *Reflector) start(nodename string, addresses []netip.Addr, old *task) *t
 			t.outage = old.outage
 		}
 
-		r.follow(klog.NewContext(ctx, klog.LoggerWithValues(klog.FromContext(ctx), "node", nodename)), nodename, slices.Clone(addresses), t)
+		r.follow(klog.NewContext(ctx, klog.LoggerWithValues(klog.FromContext(ctx), "node", nodename)), nodename, t)
 	})
 
 	return t
@@ -265,14 +265,14 @@ func (t *task) stop() {
 	}
 }
 
-// follow connects to the machine at one of addresses, and reconnects until ctx is done. It reorders addresses.
-func (r *Reflector) follow(ctx context.Context, nodename string, addresses []netip.Addr, t *task) {
+// follow connects to the machine at one of its addresses, and reconnects until ctx is done.
+func (r *Reflector) follow(ctx context.Context, nodename string, t *task) {
 	delays := backoff.New(backoffFirst, backoffMax)
 
 	for ctx.Err() == nil {
 		t.outage.Try(r.clock.Now())
 
-		established, err := r.watchAny(ctx, nodename, addresses, t)
+		established, err := r.watchAny(ctx, nodename, t)
 		if ctx.Err() != nil {
 			return
 		}
@@ -301,22 +301,16 @@ func (r *Reflector) follow(ctx context.Context, nodename string, addresses []net
 	}
 }
 
-// watchAny tries addresses in order until a session was established at one of them. It returns when that session ends, and moves its address
-// to the front: an unresponsive address before it takes long to fail.
-func (r *Reflector) watchAny(ctx context.Context, nodename string, addresses []netip.Addr, t *task) (established bool, err error) {
-	if len(addresses) == 0 {
+// watchAny tries the addresses in order until a session was established at one of them. It returns when that session ends.
+func (r *Reflector) watchAny(ctx context.Context, nodename string, t *task) (established bool, err error) {
+	if len(t.addresses) == 0 {
 		return false, errors.New("node has no address to connect to")
 	}
 
 	var errs []error
 
-	for i, addr := range addresses {
+	for _, addr := range t.addresses {
 		established, err := r.watch(ctx, nodename, addr, t)
-		if established {
-			copy(addresses[1:], addresses[:i])
-			addresses[0] = addr
-		}
-
 		if established || ctx.Err() != nil {
 			return established, err
 		}
@@ -376,12 +370,13 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 		clock:     r.clock,
 		nodename:  nodename,
 		addr:      addr,
+		addresses: t.addresses,
 		state:     st,
 		kinds:     t.kinds,
 		view:      machine.View{Facts: t.kinds.Facts},
 		responded: release,
 		connected: func() {
-			t.failed.Store(false)
+			t.failed.Store(addr != t.addresses[0])
 			t.outage.Succeeded(klog.FromContext(ctx)).Info("Watching machine", "address", addr)
 		},
 		interval: pollFirst,

@@ -74,6 +74,7 @@ type session struct {
 	clock     clock.Clock
 	nodename  string
 	addr      netip.Addr
+	addresses []netip.Addr // of the Node
 	state     talosapi.State
 	kinds     machine.Kinds
 	responded func() // called when the machine has answered a request: the TLS handshake is complete
@@ -391,8 +392,10 @@ func (s *session) publish() error {
 	dialed, isControlPlane := s.state.(talosapi.ControlPlane)
 	m.ControlPlane = isControlPlane
 
-	if !dialed.Local || m.HasAddress(s.addr) {
+	if !dialed.Local {
 		m.Endpoint = s.addr
+	} else if i := slices.IndexFunc(s.addresses, m.HasAddress); i >= 0 {
+		m.Endpoint = s.addresses[i]
 	}
 
 	s.inventory.Replace(s.nodename, m)

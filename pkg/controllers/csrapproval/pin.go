@@ -18,6 +18,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
 // Labels that record the pinned client certificate of a Node. No kubelet can write them (NodeRestriction).
@@ -137,9 +138,13 @@ func (c *Controller) writePin(ctx context.Context, node *corev1.Node, pin csrpol
 		return nil
 	}
 
-	labels := map[string]any{LabelCredential: pin.Credential, LabelPrevious: nil, LabelContext: pinContext(pin)}
+	labels := map[string]any{LabelCredential: pin.Credential, LabelPrevious: nil, LabelContext: pinContext(pin), nodespec.LabelAddress: nil}
 	if pin.Previous != "" {
 		labels[LabelPrevious] = pin.Previous
+	}
+
+	if pin.Address.IsValid() {
+		labels[nodespec.LabelAddress] = nodespec.AddressLabel(pin.Address)
 	}
 
 	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion, "labels": labels}})
@@ -159,7 +164,7 @@ func (c *Controller) writePin(ctx context.Context, node *corev1.Node, pin csrpol
 // pinOf reads the pin of a Node. It ignores the context if it is of a different certificate, such as after an operator has
 // set LabelCredential.
 func pinOf(node *corev1.Node) csrpolicy.Pin {
-	pin := csrpolicy.Pin{Credential: node.Labels[LabelCredential]}
+	pin := csrpolicy.Pin{Credential: node.Labels[LabelCredential], Address: nodespec.RecordedAddress(node)}
 	if pin.Credential == "" {
 		return csrpolicy.Pin{}
 	}

@@ -1,6 +1,7 @@
 package csrapproval
 
 import (
+	"net/netip"
 	"testing"
 	"time"
 
@@ -12,26 +13,34 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
 func TestPinOf_ReadsWhatWasWritten(t *testing.T) {
 	full := csrpolicy.Pin{
 		Credential: csrpolicy.CertificateID([]byte("a")), Previous: csrpolicy.CertificateID([]byte("b")),
 		NodeID: csrpolicy.Fingerprint("n"), Volume: csrpolicy.Fingerprint("v"), Issuer: csrpolicy.Fingerprint("i"),
-		Expires: time.Date(2126, 1, 2, 3, 4, 5, 0, time.UTC),
+		Expires: time.Date(2126, 1, 2, 3, 4, 5, 0, time.UTC), Address: netip.MustParseAddr("2001:db8::"),
 	}
+	ipv4 := csrpolicy.Pin{Credential: full.Credential, Volume: full.Volume, Address: netip.MustParseAddr("10.0.0.1")}
 
-	for _, pin := range []csrpolicy.Pin{full, {Credential: full.Credential}, {Credential: full.Credential, Volume: full.Volume}} {
+	for _, pin := range []csrpolicy.Pin{full, {Credential: full.Credential}, ipv4} {
 		context := pinContext(pin)
 		assert.Empty(t, validation.IsValidLabelValue(context))
 
 		n := node("a")
 		n.Labels = map[string]string{LabelCredential: pin.Credential, LabelPrevious: pin.Previous, LabelContext: context}
+
+		if pin.Address.IsValid() {
+			n.Labels[nodespec.LabelAddress] = nodespec.AddressLabel(pin.Address)
+			assert.Empty(t, validation.IsValidLabelValue(n.Labels[nodespec.LabelAddress]))
+		}
+
 		assert.Equal(t, pin, pinOf(n))
 
 		// An operator has accepted another certificate.
 		n.Labels[LabelCredential] = full.Previous
-		assert.Equal(t, csrpolicy.Pin{Credential: full.Previous}, pinOf(n))
+		assert.Equal(t, csrpolicy.Pin{Credential: full.Previous, Address: pin.Address}, pinOf(n))
 	}
 
 	for _, context := range []string{"", "a", "a.b.c.d.e", pinContext(full) + ".f"} {

@@ -1,6 +1,7 @@
 package csrapproval_test
 
 import (
+	"context"
 	"crypto/x509"
 	"encoding/pem"
 	"net/netip"
@@ -22,6 +23,8 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 )
 
 // enforce lets requests of the worker be approved only with the pinned credential.
@@ -275,6 +278,82 @@ func TestPinning_AcceptsMachineWithWipedVolume(t *testing.T) {
 	s.awaitPinned(w, renewed)
 }
 
+// under boots a machine at another address that reports the worker's nodename and address.
+func (s suite) under(w worker) worker {
+	s.Helper()
+
+	other := s.boot(s.plan(), on("eth1", w.addr, 32))
+	require.NoError(s, other.machine.SetNodename(s.Context(), w.name))
+	other.name = w.name
+
+	return other
+}
+
+// The bootstrap token obtains credentials of the worker's kubelet, and with them an attacker can write the address at
+// which the machine is dialed. The attacker's machine is of the cluster, and reports the worker's name and addresses.
+func TestPinning_KeepsRecordDespiteImpostor(t *testing.T) {
+	s := parallel(t)
+	w, kubelet := s.pinned()
+	known := s.Node(w.name).Labels
+	impostor := s.under(w)
+	stolen, _ := s.obtain(s.bootstrapToken(), w)
+
+	s.move(w, impostor.addr)
+	s.awaitCached(w.name, impostor.addr.String())
+
+	name := s.post(w, request{config: stolen})
+	s.assertUnexpected(name)
+	assert.Empty(t, impostor.machine.Calls(), "the attacker's machine was dialed")
+
+	// The machine is down, and the attacker's machine is dialed. It reports the machine's identity, and then another one.
+	require.NoError(t, w.machine.Stop(t.Context()))
+
+	for _, id := range []string{s.main.Inventory.Get(w.name).Last.NodeID, "other"} {
+		require.NoError(t, impostor.machine.SetIdentity(t.Context(), id, ""))
+		impostor.machine.BreakConnections()
+		s.awaitMachine(w.name, "at "+impostor.addr.String(), func(m machine.Machine) bool { return m.Endpoint == impostor.addr && m.NodeID == id })
+		s.assertPending(name)
+	}
+
+	w.machine.Start()
+	s.move(w, w.addr)
+	s.awaitMachine(w.name, "at its address", func(m machine.Machine) bool { return m.Endpoint == w.addr })
+	s.awaitIssued(s.post(w, request{config: kubelet}))
+	s.assertUndecided(name)
+	assert.Equal(t, known, s.Node(w.name).Labels)
+}
+
+// A machine has another address after a reboot, such as by DHCP. Its kubelet requests a certificate for that address.
+func TestPinning_FollowsMachineToNewAddress(t *testing.T) {
+	for name, leave := range map[string]func(context.Context, *talostest.Machine) error{
+		"nothing is at the old address":   func(ctx context.Context, m *talostest.Machine) error { return m.Stop(ctx) },
+		"another machine has the address": func(ctx context.Context, m *talostest.Machine) error { return m.SetNodename(ctx, "other") },
+		"packets are dropped":             func(_ context.Context, m *talostest.Machine) error { return m.BlackHole() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := parallel(t)
+			w, kubelet := s.pinned()
+			moved := s.under(w)
+			require.NoError(t, moved.machine.SetIdentity(t.Context(), s.main.Inventory.Get(w.name).Machine.NodeID, ""))
+			require.NoError(t, leave(t.Context(), w.machine))
+			w.machine.BreakConnections()
+
+			start := time.Now()
+			s.move(w, moved.addr)
+			s.awaitIssued(s.post(moved, request{config: kubelet}))
+			t.Logf("the machine had a certificate for its address %s after the kubelet reported it", time.Since(start).Round(time.Millisecond))
+
+			// From now on, the record can be replaced there.
+			require.NoError(t, moved.machine.SetIdentity(t.Context(), "reinstalled", ""))
+			moved.machine.BreakConnections()
+
+			renewed, _ := s.obtain(s.bootstrapToken(), w)
+			s.awaitIssued(s.post(moved, request{config: renewed}))
+			s.awaitPinned(w, renewed)
+		})
+	}
+}
+
 // Two requests at once: the Node is pinned to the first, and the second is reviewed again.
 func TestPinning_PinsOneOfTwoConcurrentRequests(t *testing.T) {
 	s := parallel(t)
@@ -308,7 +387,7 @@ func TestPinning_KubeletCannotWriteLabels(t *testing.T) {
 
 	labels := s.Node(w.name).Labels
 
-	for _, label := range []string{csrapproval.LabelCredential, csrapproval.LabelPrevious, csrapproval.LabelContext} {
+	for _, label := range []string{csrapproval.LabelCredential, csrapproval.LabelPrevious, csrapproval.LabelContext, nodespec.LabelAddress} {
 		for _, value := range []string{"null", `"0"`} {
 			if _, present := labels[label]; !present && value == "null" {
 				continue // changes nothing
