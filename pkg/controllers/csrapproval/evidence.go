@@ -1,6 +1,7 @@
 package csrapproval
 
 import (
+	"cmp"
 	"net/netip"
 	"slices"
 	"time"
@@ -71,6 +72,7 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 		evidence.Listed, _ = subjectsOf(node)
 		evidence.Policy = c.cfg.Policy(node, entry.Machine)
 		evidence.Credentials = c.credentials(node)
+		evidence.Credentials.Pin = cmp.Or(evidence.Credentials.Pin, c.owners.pin(nodename))
 	}
 
 	subjects, ips := request.Subjects()

@@ -40,6 +40,7 @@ type reservation struct {
 	isControlPlane bool
 	listed         []string // names and addresses of the Node
 	reported       []string // names and addresses of its machine; empty if it never responded
+	pin            csrpolicy.Pin
 	deletedAt      time.Time
 }
 
@@ -65,10 +66,29 @@ func (o *owners) reserve(node *corev1.Node) {
 
 	o.mu.Lock()
 	maps.DeleteFunc(o.reserved, func(_ types.UID, r reservation) bool { return !now.Before(r.until()) })
-	o.reserved[node.UID] = reservation{node.Name, nodespec.IsControlPlane(node), listed, o.machines.Reported(node.Name), now}
+	o.reserved[node.UID] = reservation{node.Name, nodespec.IsControlPlane(node), listed, o.machines.Reported(node.Name), pinOf(node), now}
 	o.mu.Unlock()
 
 	_ = o.nodes.Delete(node) // fails only without a key
+}
+
+// pin returns the last pin of the deleted Nodes with a name whose reservations have not ended; the zero value if there is
+// none.
+func (o *owners) pin(nodename string) csrpolicy.Pin {
+	var last reservation
+
+	now := o.clock.Now()
+
+	o.mu.Lock()
+	defer o.mu.Unlock()
+
+	for _, r := range o.reserved {
+		if r.nodename == nodename && r.pin.Credential != "" && now.Before(r.until()) && r.deletedAt.After(last.deletedAt) {
+			last = r
+		}
+	}
+
+	return last.pin
 }
 
 // requester is the Node of the kubelet that made a request.

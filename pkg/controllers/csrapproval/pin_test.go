@@ -354,6 +354,34 @@ func TestPinning_FollowsMachineToNewAddress(t *testing.T) {
 	}
 }
 
+// A Node that is deleted and registers again, such as after its machine announced a reset, keeps its record.
+func TestPinning_RecordOutlivesNode(t *testing.T) {
+	s := parallel(t)
+	w, kubelet := s.pinned()
+	known := s.Node(w.name).Labels
+
+	s.Remove(w.name)
+
+	stolen, _ := s.obtain(s.bootstrapToken(), w)
+	pending := s.post(w, request{config: stolen})
+	s.register(w)
+	s.assertUnexpected(pending)
+
+	s.awaitIssued(s.post(w, request{config: kubelet}))
+
+	for _, label := range []string{csrapproval.LabelCredential, csrapproval.LabelContext, nodespec.LabelAddress} {
+		assert.Equal(t, known[label], s.Node(w.name).Labels[label], label)
+	}
+
+	// A reinstalled machine at the same address needs no operator.
+	s.Remove(w.name)
+	require.NoError(t, w.machine.SetIdentity(t.Context(), "reinstalled", ""))
+	w.machine.BreakConnections()
+	s.register(w)
+	s.awaitIssued(pending)
+	s.awaitPinned(w, stolen)
+}
+
 // Two requests at once: the Node is pinned to the first, and the second is reviewed again.
 func TestPinning_PinsOneOfTwoConcurrentRequests(t *testing.T) {
 	s := parallel(t)
