@@ -74,9 +74,25 @@ type ClientCertificate struct {
 	// Bootstrapped is true if it was requested with a bootstrap token, which works for any Node.
 	Bootstrapped bool
 	RequestedAt  time.Time
+	// Serial is the serial number, in hexadecimal digits as openssl prints it.
+	Serial string
 	// Issuer is the fingerprint of the CA's key ID; empty if unknown.
 	Issuer  string
 	Expires time.Time
+}
+
+// origin describes how and when the certificate was obtained. used is when a request was made with the certificate.
+func (c ClientCertificate) origin(used time.Time) string {
+	requester := cmp.Or(c.RequestedWith, "an unknown credential")
+	if c.Bootstrapped {
+		requester = "a bootstrap token"
+	}
+
+	if c.ID == "" {
+		return "of unknown origin, first seen at " + used.UTC().Format(time.RFC3339)
+	}
+
+	return fmt.Sprintf("serial number %s, requested with %s at %s", c.Serial, requester, c.RequestedAt.UTC().Format(time.RFC3339))
 }
 
 // Pin records which client certificate a Node's kubelet has. The zero value means that none is known.
@@ -154,6 +170,24 @@ func (p Pin) locate(m machine.Machine) Pin {
 	return p
 }
 
+// describe describes the pin for people, and how the machine differs from it.
+func (p Pin) describe(m machine.Machine) string {
+	if p.Credential == "" {
+		return "none is recorded, and this one goes back to a bootstrap token that was used after the Node was created"
+	}
+
+	text := p.Credential
+	if !p.Expires.IsZero() {
+		text += ", valid until " + p.Expires.Format(time.RFC3339)
+	}
+
+	if p.Address.IsValid() && !p.isAt(m) {
+		text += fmt.Sprintf(", of the machine at %s; now a machine at %s responds", p.Address, m.Endpoint)
+	}
+
+	return text
+}
+
 // issuedAs returns the certificate with an ID; the zero value if nothing is known of it.
 func (c Credentials) issuedAs(id string) ClientCertificate {
 	for _, certificate := range c.Issued {
@@ -195,12 +229,8 @@ func (r *review) checkCredential() {
 	case pin.lost(r.Machine, certificate, r.Now), pin.Credential == "" && !isLate:
 		pin = Pin{Credential: id}
 	default:
-		origin := "of unknown origin"
-		if isLate {
-			origin = "obtained with a bootstrap token after the Node was created"
-		}
-
-		r.unexpected = fmt.Sprintf("Client certificate %s, %s, is not the one that the kubelet of Node %.80q is known to have", id, origin, r.nodename)
+		r.unexpected = fmt.Sprintf("Client certificate %s, %s, is not the recorded one of Node %.80q: %s",
+			id, certificate.origin(r.request.csr.CreationTimestamp.Time), r.nodename, pin.describe(r.Machine))
 		if r.Policy.EnforceCredential {
 			r.postpone(CodeUnexpectedCredential, "%s", r.unexpected)
 		}

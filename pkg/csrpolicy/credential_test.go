@@ -10,6 +10,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	certificatesv1 "k8s.io/api/certificates/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 )
@@ -129,6 +130,53 @@ func TestReview_ComparesCredentialWithPin(t *testing.T) {
 			assert.Equal(t, test.want, verdict.Pin, name)
 			assert.Equal(t, unexpected, verdict.Unexpected != "", name)
 		}
+	}
+}
+
+// The description tells the kubelet's request from an attacker's.
+func TestReview_DescribesUnexpectedCredential(t *testing.T) {
+	address := netip.MustParseAddr("10.0.0.10")
+	pin := csrpolicy.Pin{Credential: "c0ffee", Expires: now.Add(time.Hour), Address: address}
+	token := issued("a", "", time.Hour)
+	token.Serial = "5F"
+
+	for name, test := range map[string]struct {
+		pin      csrpolicy.Pin
+		issued   []csrpolicy.ClientCertificate
+		endpoint netip.Addr
+		want     string
+	}{
+		"bootstrap token": {
+			pin,
+			[]csrpolicy.ClientCertificate{token},
+			address,
+			"serial number 5F, requested with a bootstrap token at " + created.Add(time.Hour).Format(time.RFC3339) +
+				`, is not the recorded one of Node "worker-1": c0ffee, valid until ` + now.Add(time.Hour).Format(time.RFC3339),
+		},
+		"rotation of another one": {
+			csrpolicy.Pin{Credential: "c0ffee"},
+			[]csrpolicy.ClientCertificate{issued("a", "x", time.Hour)},
+			address,
+			"serial number , requested with " + id("x") + " at " + created.Add(time.Hour).Format(time.RFC3339) + `, is not the recorded one of Node "worker-1": c0ffee`,
+		},
+		"machine elsewhere": {
+			csrpolicy.Pin{Credential: "c0ffee", Address: address},
+			nil, netip.MustParseAddr("10.0.0.99"),
+			"of unknown origin, first seen at " + now.Format(time.RFC3339) + `, is not the recorded one of Node "worker-1": c0ffee, of the machine at 10.0.0.10; now a machine at 10.0.0.99 responds`,
+		},
+		"no record": {
+			csrpolicy.Pin{},
+			[]csrpolicy.ClientCertificate{token},
+			address,
+			"serial number 5F, requested with a bootstrap token at " + created.Add(time.Hour).Format(time.RFC3339) +
+				`, is not the recorded one of Node "worker-1": none is recorded, and this one goes back to a bootstrap token that was used after the Node was created`,
+		},
+	} {
+		s := asks("worker-1").with("a")
+		s.csr.CreationTimestamp = metav1.NewTime(now)
+		s.evidence.Machine.Endpoint = test.endpoint
+		s.evidence.Credentials = csrpolicy.Credentials{Pin: test.pin, Issued: test.issued, NodeCreated: created}
+		assert.Equal(t, "Client certificate "+id("a")+", "+test.want, s.review(t).Unexpected, name)
 	}
 }
 

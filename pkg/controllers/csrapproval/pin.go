@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/siderolabs/talos/pkg/machinery/constants"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -84,6 +85,7 @@ func compact(obj any) (any, error) {
 			ID:            csrpolicy.CertificateID(certificate.Raw),
 			RequestedWith: csrpolicy.CredentialID(csr),
 			RequestedAt:   csr.CreationTimestamp.Time,
+			Serial:        fmt.Sprintf("%X", certificate.SerialNumber),
 			Bootstrapped:  strings.HasPrefix(csr.Spec.Username, userBootstrap),
 			Issuer:        csrpolicy.Fingerprint(string(certificate.AuthorityKeyId)),
 			Expires:       certificate.NotAfter.UTC(),
@@ -212,6 +214,13 @@ func (c *Controller) reportCredential(csr *certificatesv1.CertificateSigningRequ
 	}
 
 	unexpectedCredentials.Inc()
-	c.warn(csr, r.node, ReasonUnexpectedCredential, fmt.Sprintf("%s; if the machine's own kubelet requested it, run kubectl label node --overwrite %s %s=%s",
-		r.verdict.Unexpected, r.node.Name, LabelCredential, csrpolicy.CredentialID(csr)))
+
+	address := "ADDRESS" // not that of the machine that responds: it may be the attacker's
+	if recorded := r.evidence.Credentials.Pin.Address; recorded.IsValid() {
+		address = recorded.String()
+	}
+
+	c.warn(csr, r.node, ReasonUnexpectedCredential, fmt.Sprintf("%s. Check the machine: talosctl -n %s read %s/kubelet-client-current.pem | openssl x509 -outform der | sha256sum. "+
+		"Only if the hash begins with the ID of the client certificate, run kubectl label node --overwrite %s %s=%s",
+		r.verdict.Unexpected, address, constants.KubeletPKIDir, r.node.Name, LabelCredential, csrpolicy.CredentialID(csr)))
 }

@@ -103,10 +103,10 @@ func (s suite) awaitPinned(w worker, credential *rest.Config) {
 	s.AwaitNode(w.name, "pinned to "+idOf(credential), func(n *corev1.Node) bool { return n.Labels[csrapproval.LabelCredential] == idOf(credential) })
 }
 
-// awaitRemedy waits for the Event on an unexpected credential.
+// awaitRemedy waits for the Event on an unexpected credential. It is not truncated.
 func (s suite) awaitRemedy(name string) {
 	s.Helper()
-	s.AwaitEvent(name, csrapproval.ReasonUnexpectedCredential, "kubectl label node --overwrite")
+	s.AwaitEvent(name, csrapproval.ReasonUnexpectedCredential, csrapproval.LabelCredential+"="+csrpolicy.CredentialID(s.get(name)))
 }
 
 // assertUnexpected fails unless the request stays pending because of its credential, with an Event that has the remedy.
