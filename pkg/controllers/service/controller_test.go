@@ -28,7 +28,12 @@ func TestController_FollowsNodes(t *testing.T) {
 
 	s.SetReady("b", corev1.ConditionUnknown)
 	s.await("web", "192.0.2.1")
+	s.SetReady("a", corev1.ConditionUnknown)
+	s.AwaitEvent("web", service.ReasonNodesNotReady, "None of the 2 Nodes")
+	s.await("web", "192.0.2.1")
 	s.SetReady("b", corev1.ConditionTrue)
+	s.await("web", "192.0.2.2")
+	s.SetReady("a", corev1.ConditionTrue)
 	s.await("web", "192.0.2.1", "192.0.2.2")
 
 	s.PatchNode("a", "other", `{"metadata":{"labels":{"node.kubernetes.io/exclude-from-external-load-balancers":""}}}`)

@@ -36,6 +36,8 @@ const (
 const (
 	// ReasonNoEligibleNodes: no Node can receive the traffic of the Service.
 	ReasonNoEligibleNodes = "NoEligibleNodes"
+	// ReasonNodesNotReady: no Node that could receive the traffic is ready, and the addresses of the Service remain.
+	ReasonNodesNotReady = "NodesNotReady"
 	// ReasonPortConflict: another Service has a port of the Service on an address.
 	ReasonPortConflict = "PortConflict"
 	// ReasonPortReserved: a port of the Service is used by Talos, Kubernetes or, by configuration, by the machines.
@@ -276,7 +278,8 @@ type request struct {
 	// pods in this case, either.
 	nodes []candidate
 	types []corev1.NodeAddressType
-	// serving contains FAMILY/NODE for each Node with ready endpoints; nil without externalTrafficPolicy: Local.
+	// serving contains FAMILY/NODE for each Node with ready endpoints; nil without externalTrafficPolicy: Local. If no Node
+	// is ready, neither are the endpoints, and it is nil, too.
 	serving sets.Set[string]
 }
 
@@ -309,7 +312,7 @@ func (s snapshot) parseRequest(service *corev1.Service) (r request, problem stri
 		r.nodes = filter(r.nodes, candidate.ready)
 	}
 
-	if service.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal {
+	if service.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal && (len(r.nodes) == 0 || slices.ContainsFunc(r.nodes, candidate.ready)) {
 		r.serving = sets.Set[string]{}
 
 		for _, slice := range s.endpoints(service) {
@@ -356,6 +359,8 @@ func (s snapshot) choose(d decision, r request) decision {
 	switch {
 	case len(conflicts) > 0:
 		return d.report(ReasonPortConflict, "Addresses omitted because of a port that an older Service has: %s", strings.Join(conflicts, "; "))
+	case len(d.ingress) > 0 && !slices.ContainsFunc(r.nodes, candidate.ready):
+		return d.report(ReasonNodesNotReady, "None of the %d Nodes that can receive traffic is ready; the Service keeps their addresses until one is; check their kubelets", len(r.nodes))
 	case len(d.ingress) > 0, slices.ContainsFunc(s.nodes, isPending):
 		return d
 	}
@@ -373,10 +378,10 @@ func (s snapshot) choose(d decision, r request) decision {
 
 	if len(nodes) > 0 {
 		message += fmt.Sprintf("; none of these has on a link an address of type %v and family %v", r.types, families)
-	}
 
-	if len(nodes) > 0 && !slices.Contains(r.types, corev1.NodeInternalIP) {
-		message += fmt.Sprintf("; if the network translates external addresses (1:1 NAT), set annotation %s=%s", AnnotationAddresses, config.AddressesInternal)
+		if !slices.Contains(r.types, corev1.NodeInternalIP) {
+			message += fmt.Sprintf("; if the network translates external addresses (1:1 NAT), set annotation %s=%s", AnnotationAddresses, config.AddressesInternal)
+		}
 	}
 
 	return d.report(ReasonNoEligibleNodes, "No Node can receive traffic: %s", message)

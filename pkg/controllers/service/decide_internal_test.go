@@ -250,13 +250,14 @@ func TestDecide_IgnoresReadinessIfNoNodeIsReady(t *testing.T) {
 	for _, test := range []struct {
 		last corev1.ConditionStatus
 		want []string
+		why  []string
 	}{
-		{corev1.ConditionTrue, []string{"192.0.2.3"}},
-		{corev1.ConditionFalse, []string{"192.0.2.2", "192.0.2.3"}},
+		{corev1.ConditionTrue, []string{"192.0.2.3"}, nil},
+		{corev1.ConditionFalse, []string{"192.0.2.2", "192.0.2.3"}, []string{ReasonNodesNotReady}},
 	} {
 		nodes[2].node.Status.Conditions[0].Status = test.last
 
-		if got, reasons := s.addressesOf("s"); !slices.Equal(got, test.want) || reasons != nil {
+		if got, reasons := s.addressesOf("s"); !slices.Equal(got, test.want) || !slices.Equal(reasons, test.why) {
 			t.Errorf("last Node is ready %q: got %v %v, want %v", test.last, got, reasons, test.want)
 		}
 	}
@@ -279,14 +280,16 @@ func TestDecide_KeepsPublishedAddressesOnlyIfNoNodeIsReady(t *testing.T) {
 		want    []string
 		reasons []string
 	}{
-		"no ready Node":                 {newService("s", published(present...)), []candidate{down, unready}, present, nil},
+		"no ready Node":                 {newService("s", published(present...)), []candidate{down, unready}, present, []string{ReasonNodesNotReady}},
+		"no ready Node, local":          {newService("s", published(present...), local), []candidate{down, unready}, present, []string{ReasonNodesNotReady}},
+		"a ready Node, local":           {newService("s", published(present...), local), []candidate{unready, other}, nil, []string{ReasonNoEligibleNodes}},
 		"the ready Node is not managed": {newService("s", published(present...)), []candidate{down, unready, unmanaged}, present, nil},
-		"the ready Node does not match": {newService("s", published(present...), selecting), []candidate{down, unready, other}, present, nil},
+		"the ready Node does not match": {newService("s", published(present...), selecting), []candidate{down, unready, other}, present, []string{ReasonNodesNotReady}},
 		"a ready Node":                  {newService("s", published(present...)), []candidate{down, unready, other}, []string{"192.0.2.3"}, nil},
 		"a new Service":                 {newService("s"), []candidate{down, unready}, nil, []string{ReasonNoEligibleNodes}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := snapshot{services: []*corev1.Service{test.service}, nodes: test.nodes}
+			s := snapshot{services: []*corev1.Service{test.service}, nodes: test.nodes, endpoints: noEndpoints}
 			if got, reasons := s.addressesOf("s"); !slices.Equal(got, test.want) || !slices.Equal(reasons, test.reasons) {
 				t.Errorf("got %v %v, want %v %v", got, reasons, test.want, test.reasons)
 			}
