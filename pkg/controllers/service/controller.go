@@ -71,6 +71,9 @@ const (
 	// passKey is the only key of the queue: a pass over all Services.
 	passKey = "services"
 
+	// resyncPeriod bounds the time between passes, so that Events of lasting problems are repeated in time.
+	resyncPeriod = 5 * time.Minute
+
 	// writeTimeout bounds a write of one Service, and writers is the number of concurrent writes.
 	writeTimeout = 10 * time.Second
 	writers      = 10
@@ -193,6 +196,8 @@ func (c *Controller) sync(ctx context.Context, _ string) error {
 		entry := c.cfg.Inventory.Get(node.Name)
 		s.nodes = append(s.nodes, candidate{node, entry, !entry.ObservedAt.IsZero() && c.cfg.Managed(node, entry.Machine)})
 	}
+
+	c.queue.AddAfter(passKey, resyncPeriod)
 
 	decisions := s.decide()
 	errs := make([]error, len(decisions))

@@ -1,9 +1,12 @@
-// Package events turns problems of objects into Events: one when a problem appears, none while it holds.
+// Package events turns problems of objects into Events: one when a problem appears, and another one every
+// 50 minutes while it holds and is reported.
 package events
 
 import (
+	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -13,6 +16,9 @@ import (
 
 // MaxMessage is the largest message of an Event in bytes (validation of events.k8s.io).
 const MaxMessage = 1024
+
+// repeatAfter is shorter than the time after which the API server deletes an Event (--event-ttl).
+const repeatAfter = 50 * time.Minute
 
 // Problem is something that an operator should know about an object. It holds until a report no longer contains it.
 type Problem struct {
@@ -29,31 +35,38 @@ type Reporter struct {
 	recorder record.EventRecorder
 
 	mu    sync.Mutex
-	known map[string]sets.Set[Problem] // by object, without messages
+	known map[string]map[Problem]time.Time // by object, without messages: when the last Event was emitted
 }
 
 // New returns a Reporter that has reported nothing.
 func New(recorder record.EventRecorder) *Reporter {
-	return &Reporter{recorder: recorder, known: map[string]sets.Set[Problem]{}}
+	return &Reporter{recorder: recorder, known: map[string]map[Problem]time.Time{}}
 }
 
-// Report replaces the problems of the object with the given name, emits a Warning Event for each new problem, and
-// returns the new problems. Names must be unique within the Reporter.
+// Report replaces the problems of the object with the given name, emits a Warning Event for each new problem and
+// for each one without an Event for 50 minutes, and returns the new problems. Names must be unique within the Reporter.
 func (r *Reporter) Report(name string, object runtime.Object, problems ...Problem) (added []Problem) {
 	r.mu.Lock()
 
 	before := r.known[name]
 	delete(r.known, name)
 
+	var repeated []Problem
+
 	for _, c := range r.add(name, problems) {
-		if !before.Has(c.key()) {
+		switch emitted, found := before[c.key()]; {
+		case !found:
 			added = append(added, c)
+		case time.Since(emitted) >= repeatAfter:
+			repeated = append(repeated, c)
+		default:
+			r.known[name][c.key()] = emitted
 		}
 	}
 
 	r.mu.Unlock()
 
-	for _, c := range added {
+	for _, c := range slices.Concat(added, repeated) {
 		r.recorder.Event(object, corev1.EventTypeWarning, c.Reason, Truncate(c.Message))
 	}
 
@@ -73,13 +86,12 @@ func (c Problem) key() Problem { return Problem{Reason: c.Reason, Subject: c.Sub
 // add is Add. r.mu must be held.
 func (r *Reporter) add(name string, problems []Problem) (added []Problem) {
 	for _, c := range problems {
-		if !r.known[name].Has(c.key()) {
+		if _, found := r.known[name][c.key()]; !found {
 			if r.known[name] == nil {
-				r.known[name] = sets.Set[Problem]{}
+				r.known[name] = map[Problem]time.Time{}
 			}
 
-			r.known[name].Insert(c.key())
-
+			r.known[name][c.key()] = time.Now()
 			added = append(added, c)
 		}
 	}

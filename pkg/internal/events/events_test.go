@@ -5,6 +5,8 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
+	"time"
 	"unicode/utf8"
 
 	"github.com/stretchr/testify/assert"
@@ -77,6 +79,23 @@ func drain(recorder *record.FakeRecorder) []string {
 	}
 
 	return list
+}
+
+// The API server deletes an Event after an hour.
+func TestReporter_RepeatsEventsOfLastingProblems(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		recorder := record.NewFakeRecorder(10)
+		reporter := events.New(recorder)
+
+		for i, want := range [][]string{
+			{"Warning IdentityMismatch Another machine answers"}, nil, {"Warning IdentityMismatch Another machine answers"}, nil,
+		} {
+			added := reporter.Report("node", &corev1.Node{}, mismatch)
+			assert.Equal(t, i == 0, len(added) > 0, "a repetition is not a new problem")
+			assert.Equal(t, want, drain(recorder), "report %d", i)
+			time.Sleep(30 * time.Minute)
+		}
+	})
 }
 
 func TestReporter_KeepsObjectsApart(t *testing.T) {
