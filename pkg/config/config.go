@@ -199,6 +199,10 @@ type Service struct {
 	// Addresses is the type of the Node addresses that Services get, unless their annotation `talos-ccm.dev/addresses`
 	// overrides it.
 	Addresses ServiceAddresses `default:"external, or internal for a Node without external ones" json:"addresses,omitempty" jsonschema:"enum=external,enum=internal"`
+	// ExternalCIDRs limits the external addresses that Services get to CIDRs, such as those that your provider has
+	// assigned to you. Internal addresses are not limited. A worker that reports a false external address could otherwise
+	// redirect the cluster's traffic to that address.
+	ExternalCIDRs []string `default:"all addresses" json:"externalCIDRs,omitempty"`
 	// ReservedPorts are ports that Services cannot have, whatever the protocol, because processes on the machines use
 	// them. Ports of Talos, Kubernetes and talos-ccm are always reserved.
 	ReservedPorts []int `json:"reservedPorts,omitempty"`

@@ -86,7 +86,9 @@ func goodFiles() []good {
 		{"adjacent CIDRs", "ipam: {pools: [{name: a, cidrs: [10.0.0.0/24, 10.0.2.0/24]}, {name: b, cidrs: [10.0.1.0/24]}]}", pools(
 			pool{Name: "a", CIDRs: prefixes("10.0.0.0/24", "10.0.2.0/24")}, pool{Name: "b", CIDRs: prefixes("10.0.1.0/24")},
 		)},
-		{"service", "service: {default: true, addresses: internal, reservedPorts: [443]}", compiled{Service: config.Service{Default: true, Addresses: config.AddressesInternal, ReservedPorts: []int{443}}}},
+		{"service", "service: {default: true, addresses: internal, externalCIDRs: ['2001:db8::/32'], reservedPorts: [443]}", compiled{Service: config.Service{
+			Default: true, Addresses: config.AddressesInternal, ExternalCIDRs: []string{"2001:db8::/32"}, ReservedPorts: []int{443},
+		}}},
 		{"aliases", "ipam: {pools: [{name: a, cidrs: &site [10.0.0.0/16]}]}\nglobal: &empty {}\nnodes: *empty\n", pools(pool{Name: "a", CIDRs: prefixes("10.0.0.0/16")})},
 		{"merge keys", "ipam:\n  pools:\n  - &a {name: a, cidrs: [10.0.0.0/16], maskSize: 26}\n  - {<<: *a, name: b, cidrs: [10.1.0.0/16]}\n" +
 			"  - {name: c, <<: [{maskSize: 27}, *a], cidrs: [10.2.0.0/16]}\n", pools(
@@ -237,6 +239,8 @@ func badFiles() []badFile {
 		bad("unknown block size", "ipam: {blockSize: large}\n", bySchema, `:1:8: ipam.blockSize: Unsupported value: "large": supported values: "auto"`),
 		bad("unknown addresses of Services", "service: {addresses: public}\n", bySchema, `:1:11: service.addresses: Unsupported value: "public": supported values: "external", "internal"`),
 		bad("reserved port that is not a port", "service: {reservedPorts: [443, 65536]}\n", byParser, `:1:32: service.reservedPorts[1]: Invalid value: 65536: must be between 1 and 65535, inclusive`),
+		bad("external CIDR with host bits", "service: {externalCIDRs: [203.0.113.0/24, 203.0.113.1/24]}\n", byParser,
+			`:1:43: service.externalCIDRs[1]: Invalid value: "203.0.113.1/24" has host bits set; did you mean 203.0.113.0/24?`),
 		bad("lifecycle periods", "lifecycle: {gracePeriod: 59s, absentPeriod: 30}\n", byParser,
 			`:1:13: lifecycle.gracePeriod: Invalid value: "59s": must be at least 1m0s, since Kubernetes takes`,
 			`:1:31: lifecycle.absentPeriod: Invalid value: "30": must be a duration such as 720h or 90m`),

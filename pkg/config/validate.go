@@ -141,6 +141,12 @@ func (d *decoder) validate(file *Config) *Compiled {
 	oneOf(v, ipam.Child("blockSize"), file.IPAM.BlockSize, "auto")
 	oneOf(v, service.Child("addresses"), file.Service.Addresses, AddressesExternal, AddressesInternal)
 
+	for i, cidr := range file.Service.ExternalCIDRs {
+		if _, err := cidrset.ParsePrefix(cidr); err != nil {
+			v.refuse(service.Child("externalCIDRs").Index(i), err)
+		}
+	}
+
 	for i, port := range file.Service.ReservedPorts {
 		for _, reason := range validation.IsValidPortNum(port) {
 			v.errs = append(v.errs, field.Invalid(service.Child("reservedPorts").Index(i), port, reason))

@@ -14,6 +14,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/utils/ptr"
 
+	"github.com/talos-ccm/talos-ccm/pkg/cidrset"
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
@@ -460,7 +461,13 @@ func (s snapshot) addressOf(c candidate, family corev1.IPFamily, types []corev1.
 				continue
 			}
 
-			if ip = ip.Unmap(); s.mayServe(c, ip, slices.Contains(present, ip.String())) {
+			isAllowed := t != corev1.NodeExternalIP || len(s.options.ExternalCIDRs) == 0 || slices.ContainsFunc(s.options.ExternalCIDRs, func(cidr string) bool {
+				prefix, err := cidrset.ParsePrefix(cidr)
+
+				return err == nil && prefix.Contains(ip.Unmap())
+			})
+
+			if ip = ip.Unmap(); isAllowed && s.mayServe(c, ip, slices.Contains(present, ip.String())) {
 				return ip
 			}
 		}

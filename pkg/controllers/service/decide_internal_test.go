@@ -136,6 +136,7 @@ func (s snapshot) addressesOf(name string) (list, reasons []string) {
 func TestDecide_Addresses(t *testing.T) {
 	const v4, v6 = corev1.IPv4Protocol, corev1.IPv6Protocol
 
+	listed, unlisted := []string{"192.0.2.0/24", "198.51.100.0/24"}, []string{"192.0.2.0/24", "10.0.0.0/31"}
 	translated := []candidate{newCandidate("a", "10.0.0.1", "ext:nat:198.51.100.1")}
 	dual := []candidate{newCandidate("a", "10.0.0.1", "fd00::1", "ext:198.51.100.1"), newCandidate("b", "10.0.0.2", "fd00::2")}
 
@@ -163,6 +164,9 @@ func TestDecide_Addresses(t *testing.T) {
 		"no address of the type":                    {newService("s", families(v6), annotation(AnnotationAddresses, "external")), dual, none, nil, []string{ReasonNoEligibleNodes}},
 		"no translated address":                     {newService("s", published("198.51.100.1")), translated, none, []string{"10.0.0.1"}, nil},
 		"only a translated address":                 {newService("s"), translated, external, nil, []string{ReasonNoEligibleNodes}},
+		"an external address in externalCIDRs":      {newService("s"), dual, config.Service{ExternalCIDRs: listed}, []string{"10.0.0.2", "198.51.100.1"}, nil},
+		"an external address elsewhere":             {newService("s", published("198.51.100.1")), dual, config.Service{ExternalCIDRs: unlisted}, []string{"10.0.0.1", "10.0.0.2"}, nil},
+		"only an external address elsewhere":        {newService("s"), dual, config.Service{Addresses: config.AddressesExternal, ExternalCIDRs: unlisted}, nil, []string{ReasonNoEligibleNodes}},
 		"selected Nodes":                            {newService("s", annotation(AnnotationNodeSelector, "name in (b, c)")), dual, none, []string{"10.0.0.2"}, nil},
 		"no selected Node":                          {newService("s", annotation(AnnotationNodeSelector, "name=c")), dual, none, nil, []string{ReasonNoEligibleNodes}},
 		"an invalid selector changes nothing":       {newService("s", annotation(AnnotationNodeSelector, "="), foreign), dual, none, elsewhere, []string{ReasonInvalidAnnotation}},
