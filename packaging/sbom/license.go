@@ -19,6 +19,9 @@ const enough = 75
 // licenseFile matches the names of license files in the root of a module.
 var licenseFile = regexp.MustCompile(`(?i)^(licen[cs]e|copying|unlicense)([._-].*)?$`)
 
+// ignored has the extensions of source files, and of licenses of documentation, which is not in the binary.
+var ignored = []string{".go", ".docs"}
+
 // licenseOf returns the SPDX expression for the license texts in a directory. Several licenses are combined with AND,
 // because scanners cannot recognize a choice between them. Without a license text, or with an unknown one, it returns
 // NOASSERTION.
@@ -32,7 +35,7 @@ func licenseOf(dir string) (string, error) {
 
 	for _, entry := range entries {
 		name := entry.Name()
-		if !entry.Type().IsRegular() || !licenseFile.MatchString(name) || filepath.Ext(name) == ".go" {
+		if !entry.Type().IsRegular() || !licenseFile.MatchString(name) || slices.Contains(ignored, filepath.Ext(name)) {
 			continue
 		}
 

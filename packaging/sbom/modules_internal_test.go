@@ -64,6 +64,7 @@ func TestLicenseOf(t *testing.T) {
 		"unknown text":                 {map[string]string{"LICENSE": "You may use this on Sundays only."}, noAssertion},
 		"one of two texts is unknown":  {map[string]string{"LICENSE": isc, "LICENSE.extra": "Not on Sundays."}, noAssertion},
 		"reference to a license":       {map[string]string{"LICENSE": "See https://www.apache.org/licenses/LICENSE-2.0"}, noAssertion},
+		"license of documentation":     {map[string]string{"LICENSE": isc, "LICENSE.docs": string(apache)}, "ISC"},
 		"source file of the same name": {map[string]string{"LICENSE": isc, "license.go": "package license"}, "ISC"},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -21,7 +21,7 @@ import (
 func (s *suite) setPodCIDRs(m *talostest.Machine, cidrs ...string) {
 	s.Helper()
 
-	require.NoError(s, safe.StateModify(s.Context(), m.State(), k8s.NewControllerManagerConfig(), func(config *k8s.ControllerManagerConfig) error {
+	require.NoError(s, safe.StateModify(s.Context(), m.State(), k8s.NewControllerManagerConfig(k8s.ControllerManagerConfigID), func(config *k8s.ControllerManagerConfig) error {
 		config.TypedSpec().PodCIDRs = cidrs
 
 		return nil

@@ -28,7 +28,7 @@ var errNotAuthorized = status.Error(codes.PermissionDenied, "not authorized")
 var (
 	readerRoles = role.MakeSet(role.Admin, role.Operator, role.Reader)
 
-	// methodRoles are the roles that may call a method, as in machined of Talos v1.13.5. Other methods require os:admin.
+	// methodRoles are the roles that may call a method, as in machined of Talos v1.14.1. Other methods require os:admin.
 	methodRoles = map[string]role.Set{
 		"/cosi.resource.State/Get":               readerRoles,
 		"/cosi.resource.State/List":              readerRoles,

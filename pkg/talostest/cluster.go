@@ -51,7 +51,7 @@ func (o *Options) setDefaults() {
 	}
 
 	if len(o.PodCIDRs) == 0 {
-		o.PodCIDRs = []netip.Prefix{netip.MustParsePrefix(constants.DefaultIPv4PodNet)}
+		o.PodCIDRs = []netip.Prefix{netip.MustParsePrefix(constants.DefaultIPv4PodCIDR)}
 	}
 }
 

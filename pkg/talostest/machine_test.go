@@ -89,7 +89,7 @@ func TestMachine_PublishesResourcesOfTalos(t *testing.T) {
 		{"node IPs", read[*k8s.NodeIP](t, reader, k8s.KubeletID).TypedSpec().Addresses, []netip.Addr{aws.Address()}},
 		{"cluster name", info.ClusterName, "prod"},
 		{"a cluster ID", info.ClusterID != "", true},
-		{"Talos version", read[*runtime.Version](t, reader, runtime.NewVersion().Metadata().ID()).TypedSpec().Version, "v1.13.5"},
+		{"Talos version", read[*runtime.Version](t, reader, runtime.NewVersion().Metadata().ID()).TypedSpec().Version, "v1.14.1"},
 		{"stage", status.Stage, runtime.MachineStageRunning},
 		{"ready", status.Status.Ready, true},
 		{"UUID", read[*hardware.SystemInformation](t, reader, hardware.SystemInformationID).TypedSpec().UUID, "30a0bdf7-4b1a-4f0e-9f86-2a3d64a3c5ee"},

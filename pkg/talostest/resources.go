@@ -21,7 +21,7 @@ import (
 
 // Properties of every machine.
 const (
-	talosVersion  = "v1.13.5"
+	talosVersion  = "v1.14.1"
 	extensionName = "talos-ccm"
 )
 
@@ -118,17 +118,17 @@ func (c *Cluster) kubernetesResources(spec MachineSpec) []resource.Resource {
 
 	nodeIPConfig := k8s.NewNodeIPConfig(k8s.NamespaceName, k8s.KubeletID)
 	nodeIPConfig.TypedSpec().ValidSubnets = []string{"0.0.0.0/0"}
-	nodeIPConfig.TypedSpec().ExcludeSubnets = append(xslices.Map(c.options.PodCIDRs, netip.Prefix.String), constants.DefaultIPv4ServiceNet)
+	nodeIPConfig.TypedSpec().ExcludeSubnets = append(xslices.Map(c.options.PodCIDRs, netip.Prefix.String), constants.DefaultIPv4ServiceCIDR)
 
 	return []resource.Resource{nodeIP, nodeIPConfig}
 }
 
 // controllerManagerResources returns the resources that describe kube-controller-manager.
 func (c *Cluster) controllerManagerResources(spec MachineSpec) []resource.Resource {
-	config := k8s.NewControllerManagerConfig()
+	config := k8s.NewControllerManagerConfig(k8s.ControllerManagerConfigID)
 	*config.TypedSpec() = k8s.ControllerManagerConfigSpec{
 		Enabled: true, CloudProvider: "external",
-		PodCIDRs: xslices.Map(c.options.PodCIDRs, netip.Prefix.String), ServiceCIDRs: []string{constants.DefaultIPv4ServiceNet},
+		PodCIDRs: xslices.Map(c.options.PodCIDRs, netip.Prefix.String), ServiceCIDRs: []string{constants.DefaultIPv4ServiceCIDR},
 	}
 
 	if len(spec.Controllers) > 0 {
@@ -143,7 +143,7 @@ func (c *Cluster) controllerManagerResources(spec MachineSpec) []resource.Resour
 		"--allocate-node-cidrs=true",
 		"--cluster-cidr=" + strings.Join(config.TypedSpec().PodCIDRs, ","),
 		"--controllers=" + strings.Join(append([]string{"*", "tokencleaner"}, spec.Controllers...), ","),
-		"--service-cluster-ip-range=" + constants.DefaultIPv4ServiceNet,
+		"--service-cluster-ip-range=" + constants.DefaultIPv4ServiceCIDR,
 	}
 
 	pod := k8s.NewStaticPod(k8s.NamespaceName, k8s.ControllerManagerID)

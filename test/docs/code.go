@@ -15,6 +15,7 @@ import (
 
 	talosconfig "github.com/siderolabs/talos/pkg/machinery/config/config"
 	"github.com/siderolabs/talos/pkg/machinery/config/configloader"
+	"github.com/siderolabs/talos/pkg/machinery/config/types/k8s"
 	"github.com/siderolabs/talos/pkg/machinery/config/types/v1alpha1"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/runtime/serializer"
@@ -187,10 +188,11 @@ func (c *Checker) machineConfig(text string) error {
 	}
 
 	for _, document := range loaded.Documents() {
-		_, isPatch := document.(*v1alpha1.Config) // not complete
-
-		if validator, validates := document.(talosconfig.Validator); validates && !isPatch {
-			_, invalid := validator.Validate(nil) // such documents do not depend on the mode
+		switch document := document.(type) {
+		case *v1alpha1.Config, *k8s.KubeletConfigV1Alpha1, *k8s.KubeControllerManagerConfigV1Alpha1:
+			// Patches are not complete.
+		case talosconfig.Validator:
+			_, invalid := document.Validate(nil) // such documents do not depend on the mode
 			err = errors.Join(err, invalid)
 		}
 	}
@@ -201,11 +203,9 @@ func (c *Checker) machineConfig(text string) error {
 		}
 	}
 
-	if machine := loaded.Machine(); machine != nil {
-		for _, pod := range machine.Pods() {
-			object, invalid := json.Marshal(pod)
-			err = errors.Join(err, invalid, c.object(object))
-		}
+	for _, pod := range loaded.K8sStaticPodConfigs() {
+		object, invalid := json.Marshal(pod.Pod())
+		err = errors.Join(err, invalid, c.object(object))
 	}
 
 	return err

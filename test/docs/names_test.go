@@ -1,6 +1,7 @@
 package docs_test
 
 import (
+	"bytes"
 	"os/exec"
 	"path"
 	"regexp"
@@ -52,6 +53,8 @@ func pages(t *testing.T) map[string]string {
 func TestNames_Exist(t *testing.T) {
 	help, err := exec.CommandContext(t.Context(), built, "--help-all").Output()
 	require.NoError(t, err)
+
+	help = bytes.ReplaceAll(help, []byte("[=true|false]"), nil)
 
 	source := strings.Join(sources(t), "\n")
 

@@ -1,10 +1,10 @@
 module github.com/talos-ccm/talos-ccm/packaging/image/talos
 
-go 1.26.1
+go 1.26.6
 
 require (
 	github.com/blang/semver/v4 v4.0.0
-	github.com/siderolabs/talos/pkg/machinery v1.13.5
+	github.com/siderolabs/talos/pkg/machinery v1.13.9
 	go.yaml.in/yaml/v4 v4.0.0-rc.4
 )
 

@@ -100,7 +100,7 @@ func TestController_IgnoresPodCIDRsOfControlPlaneImpostor(t *testing.T) {
 
 	victim, impostor := s.controlPlanePair()
 
-	config := k8s.NewControllerManagerConfig()
+	config := k8s.NewControllerManagerConfig(k8s.ControllerManagerConfigID)
 	require.NoError(t, safe.StateModify(s.Context(), impostor.machine.State(), config, func(config *k8s.ControllerManagerConfig) error {
 		config.TypedSpec().PodCIDRs = []string{"0.0.0.0/1", "128.0.0.0/1"}
 

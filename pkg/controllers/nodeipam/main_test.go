@@ -191,7 +191,7 @@ func (w *world) setArguments(m *talostest.Machine, args ...string) {
 func (w *world) setCIDRs(m *talostest.Machine, pods, services []string) {
 	w.Helper()
 
-	require.NoError(w, safe.StateModify(w.Context(), m.State(), k8s.NewControllerManagerConfig(), func(config *k8s.ControllerManagerConfig) error {
+	require.NoError(w, safe.StateModify(w.Context(), m.State(), k8s.NewControllerManagerConfig(k8s.ControllerManagerConfigID), func(config *k8s.ControllerManagerConfig) error {
 		config.TypedSpec().PodCIDRs, config.TypedSpec().ServiceCIDRs = pods, services
 
 		return nil
