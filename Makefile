@@ -258,6 +258,16 @@ release-artifacts: release-tag release-tree image cli sbom chart ## Build the re
 	cp $(ARCHES:%=$(ARTIFACTS)/talos-ccm-linux-%) $(CLIS) $(ARTIFACTS)/talos-ccm.spdx.json $(ARTIFACTS)/chart/talos-ccm*.* $(ARTIFACTS)/release
 	cd $(ARTIFACTS)/release && sums=$$(sha256sum *) && sha512sum * >sha512sum.txt && echo "$$sums" >sha256sum.txt
 
+# Not part of the tests, whose result must not change when a module is released.
+.PHONY: outdated
+outdated: ## Check that direct dependencies are the newest releases, unless a comment in go.mod has the reason.
+	@$(GO) list -m -u -e -f '{{if not (or .Main .Indirect)}}{{.Path}} {{.Version}} {{if .Error}}unknown{{end}}{{with .Update}}{{.Version}}{{end}}{{end}}' all | { \
+		failed=0; while read -r path version newest; do case $$newest in \
+			'') ;; \
+			unknown) echo "$$path $$version: the module proxy does not list its releases" ;; \
+			*) grep -qF "$$path $$version // " go.mod || { echo "$$path $$version: $$newest is newer"; failed=1; } ;; \
+		esac; done; exit $$failed; }
+
 .PHONY: vulncheck
 vulncheck: ## Check the binary for known vulnerabilities (queries vuln.go.dev).
 	$(GO) run golang.org/x/vuln/cmd/govulncheck@$(GOVULNCHECK_VERSION) ./cmd/...
