@@ -166,6 +166,8 @@ func allowed(enabled ...string) map[string][]string {
 			"update certificatesigningrequests/approval.certificates.k8s.io",
 			"approve signers.certificates.k8s.io kubernetes.io/kubelet-serving",
 			"list servicecidrs.networking.k8s.io",
+			// Those of all ServiceAccounts since Kubernetes 1.37: system:cluster-trust-bundle-discovery.
+			"get clustertrustbundles.certificates.k8s.io", "list clustertrustbundles.certificates.k8s.io", "watch clustertrustbundles.certificates.k8s.io",
 		},
 		"default": {
 			"create events", "patch events",

@@ -20,7 +20,7 @@ import (
 
 const (
 	// KubernetesVersion is the version of the components in their go.mod.
-	KubernetesVersion = "v1.36.3"
+	KubernetesVersion = "v1.37.2"
 
 	multiCall = "kube-components"
 	// modfile is the go.mod that the components were built with, and sumfile its go.sum.
@@ -124,7 +124,7 @@ func (s source) moduleOf(version string) (module []byte, err error) {
 				continue
 			}
 
-			// The staging modules of v1.36.3 are v0.36.3.
+			// The staging modules of v1.37.2 are v0.37.2.
 			line = strings.ReplaceAll(line, strings.TrimPrefix(KubernetesVersion, "v1"), strings.TrimPrefix(version, "v1"))
 		}
 
