@@ -11,9 +11,6 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// disableNodeIPAMPatch disables kube-controller-manager's node-ipam-controller, as in docs/explanation/pod-cidrs.md.
-const disableNodeIPAMPatch = `cluster: {controllerManager: {extraArgs: {controllers: "-node-ipam-controller"}}}`
-
 // podCIDRsEnvironment enables talos-ccm's node-ipam-controller. The default of the cluster CIDR, Talos's podSubnets, has no
 // IPv6 subnet in the bed.
 const podCIDRsEnvironment = `environment:

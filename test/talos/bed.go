@@ -40,9 +40,8 @@ type Options struct {
 	// manifest.yaml, and rootfs with a service specification in usr/local/etc/containers and its files in
 	// usr/local/lib/containers.
 	Extension string
-	// ControlPlanePatches are talosctl's strategic merge patches for the configuration of the control plane. A patch may
-	// have several YAML documents.
-	ControlPlanePatches []string
+	// ControllerManagerArgs are arguments of kube-controller-manager, by the names of its flags.
+	ControllerManagerArgs map[string]string
 	// LogDir is the directory for the console logs of the machines. If it is empty, the logs are removed with the bed.
 	LogDir string
 }
@@ -253,7 +252,7 @@ func (b *Bed) build(ctx context.Context) error {
 		return err
 	}
 
-	if b.configs, err = configure(b.source.Release, b.options.ControlPlanePatches); err != nil {
+	if b.configs, err = configure(b.source.Release, b.options.ControllerManagerArgs); err != nil {
 		return err
 	}
 

@@ -1,6 +1,7 @@
 package talos
 
 import (
+	"encoding/json"
 	"fmt"
 	"net/netip"
 	"strings"
@@ -12,21 +13,9 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/constants"
 )
 
-// basePatch is the patch for all machines. It enables the external cloud provider and serving certificates that require
-// approval, uses images from the bed's registry, and disables discovery.
-//
-// The kubelet and the container runtime do not use cgroups, because the host may have no controllers to delegate. The
-// kubelet gets its static pods from Talos over HTTP; httpCheckFrequency replaces its default interval of 20 s.
+// basePatch is the patch for all machines. It enables the external cloud provider, and uses images from the bed's registry.
 const basePatch = `
 machine:
-  kubelet:
-    extraArgs:
-      rotate-server-certificates: "true"
-    extraConfig:
-      cgroupsPerQOS: false
-      enforceNodeAllocatable: [none]
-      failSwapOn: false
-      httpCheckFrequency: 1s
   files:
     - path: /etc/cri/conf.d/20-customization.part
       op: create
@@ -36,8 +25,6 @@ machine:
 cluster:
   externalCloudProvider:
     enabled: true
-  discovery:
-    enabled: false
 ---
 apiVersion: v1alpha1
 kind: RegistryMirrorConfig
@@ -47,6 +34,25 @@ endpoints:
 skipFallback: true
 `
 
+// machinePatch enables serving certificates that require approval, and disables discovery.
+//
+// The kubelet and the container runtime do not use cgroups, because the host may have no controllers to delegate. The
+// kubelet gets its static pods from Talos over HTTP; httpCheckFrequency replaces its default interval of 20 s.
+const machinePatch = `
+machine:
+  kubelet:
+    extraArgs:
+      rotate-server-certificates: "true"
+    extraConfig:
+      cgroupsPerQOS: false
+      enforceNodeAllocatable: [none]
+      failSwapOn: false
+      httpCheckFrequency: 1s
+cluster:
+  discovery:
+    enabled: false
+`
+
 // controlPlanePatch disables components that require a pod network, and shortens the API server's grace period for open
 // watches, which delays a shutdown.
 const controlPlanePatch = `
@@ -54,6 +60,8 @@ cluster:
   apiServer:
     extraArgs:
       shutdown-watch-termination-grace-period: 1s
+  controllerManager:
+    extraArgs: %s
   network:
     cni:
       name: none
@@ -63,21 +71,72 @@ cluster:
     disabled: true
 `
 
-// configure generates the machine configurations and the talosconfig.
-func configure(release Release, controlPlanePatches []string) (*bundle.Bundle, error) {
+// machineDocuments is machinePatch for the documents of Talos 1.14.
+const machineDocuments = `
+apiVersion: v1alpha1
+kind: KubeletConfig
+config:
+  serverTLSBootstrap: true
+  cgroupsPerQOS: false
+  enforceNodeAllocatable: [none]
+  failSwapOn: false
+  httpCheckFrequency: 1s
+---
+apiVersion: v1alpha1
+kind: DiscoveryServiceConfig
+name: default
+$patch: delete
+`
+
+// controlPlaneDocuments is controlPlanePatch for the documents of Talos 1.14.
+const controlPlaneDocuments = `
+apiVersion: v1alpha1
+kind: KubeAPIServerConfig
+extraArgs:
+  shutdown-watch-termination-grace-period: 1s
+---
+apiVersion: v1alpha1
+kind: KubeControllerManagerConfig
+extraArgs: %s
+---
+apiVersion: v1alpha1
+kind: KubeFlannelCNIConfig
+$patch: delete
+---
+apiVersion: v1alpha1
+kind: KubeProxyConfig
+enabled: false
+---
+apiVersion: v1alpha1
+kind: KubeCoreDNSConfig
+enabled: false
+`
+
+// configure generates the machine configurations and the talosconfig. The arguments are for kube-controller-manager.
+func configure(release Release, controllerManagerArgs map[string]string) (*bundle.Bundle, error) {
 	contract, err := config.ParseContractFromVersion(release.Talos)
 	if err != nil {
 		return nil, fmt.Errorf("parse version contract: %w", err)
 	}
 
-	base, err := configpatcher.LoadPatches([]string{fmt.Sprintf(basePatch, registryAddress)})
+	args, err := json.Marshal(controllerManagerArgs)
 	if err != nil {
-		return nil, fmt.Errorf("load configuration patch: %w", err)
+		return nil, fmt.Errorf("encode arguments of kube-controller-manager: %w", err)
 	}
 
-	controlPlane, err := configpatcher.LoadPatches(append([]string{controlPlanePatch}, controlPlanePatches...))
+	machinePatch, controlPlanePatch := machinePatch, controlPlanePatch
+	if contract.MultidocKubernetesConfigSupported() {
+		machinePatch, controlPlanePatch = machineDocuments, controlPlaneDocuments
+	}
+
+	base, err := configpatcher.LoadPatches([]string{fmt.Sprintf(basePatch, registryAddress), machinePatch})
 	if err != nil {
-		return nil, fmt.Errorf("load configuration patches of the control plane: %w", err)
+		return nil, fmt.Errorf("load configuration patches: %w", err)
+	}
+
+	controlPlane, err := configpatcher.LoadPatches([]string{fmt.Sprintf(controlPlanePatch, args)})
+	if err != nil {
+		return nil, fmt.Errorf("load configuration patch of the control plane: %w", err)
 	}
 
 	return bundle.NewBundle(

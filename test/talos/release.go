@@ -21,7 +21,7 @@ const (
 	releaseEnv = "TALOS"
 	sourceEnv  = "TALOS_SOURCE"
 
-	defaultMinor = "1.13"
+	defaultMinor = "1.14"
 
 	talosModule     = "github.com/siderolabs/talos"
 	machineryModule = talosModule + "/pkg/machinery"
@@ -40,9 +40,19 @@ type Release struct {
 	// Replace contains replacements, in the format of go mod edit -replace, for modules in Talos's go.mod that the module
 	// proxy lacks. Most of these modules are forks. The replacements are other versions or upstream.
 	Replace []string
+	// Patches are for modules of which the module proxy has only a version that lacks something.
+	Patches []Patch
 	// Missing lists the modules that the module proxy lacks and that have no replacement. If it is not empty, a checkout is
 	// required, whose go.mod replaces these modules by directories.
 	Missing string
+}
+
+// Patch edits one file of a module, which then replaces all versions of the module.
+type Patch struct {
+	// Module and Version are in the module proxy. File is a path in the module.
+	Module, Version, File string
+	// Edits are pairs of old and new text, for strings.NewReplacer.
+	Edits []string
 }
 
 // Releases returns all releases that the bed can boot.
@@ -56,7 +66,7 @@ func Releases() []Release {
 			Missing: talosModule + " v1.12.11, " + machineryModule + " v1.12.11",
 		},
 		{
-			Minor: defaultMinor, Talos: "v1.13.5", Kubernetes: kube.KubernetesVersion,
+			Minor: "1.13", Talos: "v1.13.9", Kubernetes: "v1.36.3",
 			Replace: []string{
 				containerd,
 				"github.com/siderolabs/go-kubernetes=github.com/siderolabs/go-kubernetes@v0.2.39",
@@ -64,13 +74,21 @@ func Releases() []Release {
 			},
 		},
 		{
-			Minor: "1.14", Talos: "v1.14.1", Kubernetes: "v1.37.0",
+			Minor: defaultMinor, Talos: "v1.14.1", Kubernetes: kube.KubernetesVersion,
 			Replace: []string{
 				"github.com/cosi-project/runtime=github.com/cosi-project/runtime@v1.16.2",
 				"github.com/mdlayher/ethtool=github.com/siderolabs/ethtool@v0.4.0-sidero",
 				"github.com/secure-io/siv-go=github.com/secure-io/siv-go@v0.0.0-20180922214919-5ff40651e2c4",
 			},
-			Missing: "github.com/jsimonetti/rtnetlink/v2 v2.2.1-0.20260802200809-43bafec815b3",
+			// Talos's version has routes whose gateway is of the other address family. The bed has no such routes, so that the
+			// declarations are enough.
+			Patches: []Patch{{
+				Module: "github.com/jsimonetti/rtnetlink/v2", Version: "v2.2.1-0.20260614152944-ab8601692836", File: "route.go",
+				Edits: []string{
+					"type RouteAttributes struct {", "type RouteVia struct {\nFamily uint16\nAddr net.IP\n}\n\ntype RouteAttributes struct {\nVia *RouteVia",
+					"type NextHop struct {", "type NextHop struct {\nVia *RouteVia",
+				},
+			}},
 		},
 	}
 }
@@ -150,6 +168,15 @@ func (s source) open(ctx context.Context, modfile string) (dir string, err error
 		edit = append(edit, "-replace="+machineryModule+"="+machineryModule+"@"+s.Talos)
 	}
 
+	for _, patch := range s.Patches {
+		patched, err := patch.apply(ctx, filepath.Dir(modfile))
+		if err != nil {
+			return "", err
+		}
+
+		edit = append(edit, "-replace="+patch.Module+"="+patched)
+	}
+
 	for from, to := range map[string]string{"go.mod": modfile, "go.sum": strings.TrimSuffix(modfile, ".mod") + ".sum"} {
 		content, err := os.ReadFile(filepath.Join(dir, from))
 		if err := errors.Join(err, os.WriteFile(to, content, 0o644)); err != nil {
@@ -160,6 +187,30 @@ func (s source) open(ctx context.Context, modfile string) (dir string, err error
 	_, err = builder.Output(exec.CommandContext(ctx, "go", append(edit, modfile)...))
 
 	return dir, err
+}
+
+// apply writes the patched module to a directory in dir, and returns its path.
+func (p Patch) apply(ctx context.Context, dir string) (string, error) {
+	original, err := download(ctx, p.Module+"@"+p.Version)
+	if err != nil {
+		return "", err
+	}
+
+	dir = filepath.Join(dir, "patched", filepath.FromSlash(p.Module))
+	if err := os.CopyFS(dir, os.DirFS(original)); err != nil {
+		return "", fmt.Errorf("copy %s: %w", p.Module, err)
+	}
+
+	file := filepath.Join(dir, p.File)
+
+	content, err := os.ReadFile(file)
+	content = []byte(strings.NewReplacer(p.Edits...).Replace(string(content)))
+
+	if err := errors.Join(err, os.WriteFile(file, content, 0o644)); err != nil {
+		return "", fmt.Errorf("patch %s: %w", p.Module, err)
+	}
+
+	return dir, nil
 }
 
 // download downloads a module, and returns its directory in the module cache.

@@ -18,14 +18,14 @@ func TestAssets_RejectUnusableRelease(t *testing.T) {
 		name, release, source, want string
 	}{
 		{"unknown release", "1.11", "", "TALOS=1.11 is not supported; supported: 1.12, 1.13, 1.14"},
-		{"full version", "v1.13.5", "", "TALOS=v1.13.5 is not supported; supported: 1.12, 1.13, 1.14"},
+		{"full version", "v1.14.1", "", "TALOS=v1.14.1 is not supported; supported: 1.12, 1.13, 1.14"},
 		{
 			"checkout required", "1.12", "",
 			"TALOS=1.12 needs TALOS_SOURCE, the directory of a checkout of Talos v1.12.11, because the module proxy lacks github.com/siderolabs/talos v1.12.11",
 		},
 		{"no checkout", "1.12", "/nowhere", "TALOS_SOURCE=/nowhere is no checkout of Talos: it has no pkg/machinery/gendata/data/tag"},
 		{"checkout of another release", "1.12", other, "TALOS_SOURCE=" + other + " is a checkout of Talos v1.11.6; TALOS=1.12 needs v1.12.11"},
-		{"checkout of another release than the default", "", other, "TALOS_SOURCE=" + other + " is a checkout of Talos v1.11.6; TALOS=1.13 needs v1.13.5"},
+		{"checkout of another release than the default", "", other, "TALOS_SOURCE=" + other + " is a checkout of Talos v1.11.6; TALOS=1.14 needs v1.14.1"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Setenv("TALOS", test.release)
