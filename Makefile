@@ -105,7 +105,7 @@ image: build sbom ## Build the images of the extension and for pods as OCI layou
 	@echo "$$(GOOS=linux $(GO) list -deps ./cmd/talos-ccm | wc -l) Go packages in the binary"
 
 .PHONY: installer
-installer: image ## Build installer images, and push them: make installer TALOS=v1.13.5 [EXTENSIONS='image …'] [INSTALLER=host/repository:tag].
+installer: image ## Build installer images, and push them: make installer TALOS=v1.14.1 [EXTENSIONS='image …'] [INSTALLER=host/repository:tag].
 	@ARTIFACTS='$(abspath $(ARTIFACTS))' ARCHES='$(ARCHES)' TALOS='$(TALOS)' TALOS_REGISTRY='$(TALOS_REGISTRY)' PLATFORM='$(PLATFORM)' \
 		EXTENSIONS='$(EXTENSIONS)' INSTALLER='$(INSTALLER)' GO='$(GO)' packaging/installer
 
@@ -194,14 +194,14 @@ histories: ## Run a thousand random histories against the node and IPAM controll
 	$(GO) test -count=1 -v -timeout $(TEST_TIMEOUT) -run 'RandomHistories$$' ./test/simulation -histories 1000
 
 .PHONY: e2e
-e2e: ## Run talos-ccm on two Talos machines with kubelets, and its load balancers with kube-proxy: make e2e [TALOS=1.13] [TALOS_SOURCE=checkout]; requires root.
+e2e: ## Run talos-ccm on two Talos machines with kubelets, and its load balancers with kube-proxy: make e2e [TALOS=1.14] [TALOS_SOURCE=checkout]; requires root.
 	@.ci/packages nft=nftables iptables=iptables ip=iproute2
 	@pkg-config --exists libseccomp 2>/dev/null || .ci/packages gcc libc6-dev pkg-config libseccomp-dev
 	$(GO) run ./test/talos/cmd/talos-assets
 	$(GO) test -tags e2e -v -count=1 -p 2 -timeout $(E2E_TIMEOUT) ./test/loadbalancer ./test/e2e
 
 .PHONY: imager-test
-imager-test: image ## Build an initramfs with the extension with the imager of Talos, and check it: make imager-test [TALOS=1.13] [TALOS_SOURCE=checkout].
+imager-test: image ## Build an initramfs with the extension with the imager of Talos, and check it: make imager-test [TALOS=1.14] [TALOS_SOURCE=checkout].
 	@.ci/packages mksquashfs=squashfs-tools cpio=cpio zstd=zstd
 	$(GO) run ./test/talos/cmd/talos-assets -imager $(ARTIFACTS)/imager
 	TALOS_CCM_IMAGER=$(abspath $(ARTIFACTS))/imager/imager TALOS_CCM_LAYOUT=$(abspath $(ARTIFACTS))/oci $(GO) test -tags e2e -v -count=1 -timeout $(TEST_TIMEOUT) ./test/imager
