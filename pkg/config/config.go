@@ -133,8 +133,8 @@ type CSRApproval struct {
 	AllowedSANs []AllowedSANs `json:"allowedSANs,omitempty"`
 	// CredentialPinning is what happens to a request that was made with another client certificate than the one that
 	// the Node's kubelet is known to have, such as one that was obtained with a bootstrap token. `warn` reports the
-	// Event UnexpectedCredential. `enforce` also leaves the request pending.
-	CredentialPinning Choice `default:"warn" json:"credentialPinning,omitempty" jsonschema:"enum=warn,enum=enforce"`
+	// Event UnexpectedCredential. `enforce` also leaves the request pending. Either value applies to all Nodes.
+	CredentialPinning Choice `default:"enforce for control-plane Nodes, warn for workers" json:"credentialPinning,omitempty" jsonschema:"enum=warn,enum=enforce"`
 }
 
 // AllowedSANs lists DNS names and IP addresses that selected machines may have in their certificates.

@@ -59,8 +59,8 @@ func goodFiles() []good {
 		}}},
 
 		{"maximum expiration", "csrApproval: {maxExpiration: 720h}", compiled{MaxExpiration: 720 * time.Hour}},
-		{"credential pinning enforced", "csrApproval: {credentialPinning: enforce}", compiled{EnforceCredential: true}},
-		{"credential pinning with warnings", "csrApproval: {credentialPinning: warn}", compiled{}},
+		{"credential pinning enforced", "csrApproval: {credentialPinning: enforce}", compiled{CredentialPinning: "enforce"}},
+		{"credential pinning with warnings", "csrApproval: {credentialPinning: warn}", compiled{CredentialPinning: "warn"}},
 		{"minimum of the maximum expiration", "csrApproval: {maxExpiration: 10m}", compiled{MaxExpiration: 10 * time.Minute}},
 		{"allowed SANs are canonicalized", "csrApproval: {allowedSANs: [{name: edge, dnsNames: [Web.Example.ORG, db.example.org.], ipAddresses: [192.0.2.7, '::ffff:192.0.2.8', '2001:DB8::1']}]}", compiled{
 			AllowedSANs: []config.CompiledSANs{{Name: "edge", DNSNames: []string{"web.example.org", "db.example.org"}, IPAddresses: addresses("192.0.2.7", "192.0.2.8", "2001:db8::1")}},

@@ -37,8 +37,8 @@ type Compiled struct {
 	IPAMSelector *rules.Selector
 	// MaxExpiration is the maximum validity of a kubelet serving certificate.
 	MaxExpiration time.Duration
-	// EnforceCredential leaves requests with unexpected client certificates pending.
-	EnforceCredential bool
+	// CredentialPinning is `warn` or `enforce`; empty if it depends on the Node.
+	CredentialPinning Choice
 	// AllowedSANs are in the order of the file.
 	AllowedSANs []CompiledSANs
 	// IPAMFallback allows IPv6 blocks of the cluster CIDRs for machines without a prefix.
@@ -165,7 +165,7 @@ func (d *decoder) validate(file *Config) *Compiled {
 		IPAMSelector:           v.selector(ipam.Child("selector"), file.IPAM.Selector, rules.CompileSelector),
 		MaxExpiration: v.duration(field.NewPath("csrApproval", "maxExpiration"), file.CSRApproval.MaxExpiration,
 			csrpolicy.DefaultMaxExpiration, csrpolicy.MinExpiration, "the minimum of Kubernetes"),
-		EnforceCredential: file.CSRApproval.CredentialPinning == "enforce",
+		CredentialPinning: file.CSRApproval.CredentialPinning,
 
 		AllowedSANs: v.allowedSANs(field.NewPath("csrApproval", "allowedSANs"), file.CSRApproval.AllowedSANs),
 		Pools:       v.pools(ipam.Child("pools"), file.IPAM),

@@ -36,7 +36,8 @@ const (
 	tokenSecretPrefix = "bootstrap-token-"
 )
 
-// enforcePinning enables credential pinning until the test ends: requests with unexpected client certificates stay pending.
+// enforcePinning enforces credential pinning for workers, too, until the test ends: requests with unexpected client
+// certificates stay pending.
 func enforcePinning(t *testing.T) {
 	t.Helper()
 
@@ -48,10 +49,10 @@ func enforcePinning(t *testing.T) {
 
 // TestServingCertificates_AreNotIssuedToBootstrapToken uses the bootstrap token of a worker to obtain a client certificate
 // for the control plane's Node. With it, a client must not obtain a serving certificate for the control plane's address.
+// That is the default for the Nodes of the control plane.
 func TestServingCertificates_AreNotIssuedToBootstrapToken(t *testing.T) {
 	eventually(t, checkNodesInitialized)
 	eventually(t, checkServingCertificate(bed.ControlPlane.Name(), bed.ControlPlane.Address()))
-	enforcePinning(t)
 
 	token := anonymousConfig(t)
 	token.BearerToken = bootstrapToken(t)
@@ -75,7 +76,6 @@ func TestServingCertificates_AreNotIssuedToBootstrapToken(t *testing.T) {
 	start := time.Now()
 	name, _ = requestCertificate(t, stolen, certificatesv1.KubeletServingSignerName, certificatesv1.UsageServerAuth)
 
-	// With the default configuration, talos-ccm would approve the request after the test.
 	t.Cleanup(func() {
 		assert.NoError(t, client.CertificatesV1().CertificateSigningRequests().Delete(context.WithoutCancel(t.Context()), name, metav1.DeleteOptions{}))
 	})

@@ -22,7 +22,10 @@ const indexSubjects = "csrapproval/subjects"
 // requests because the Node lists them, and the names and addresses of csrApproval.allowedSANs. The input is that of
 // the Node controller.
 func PolicyFor(current *config.Compiled, node *corev1.Node, in nodespec.Input) csrpolicy.Policy {
-	policy := csrpolicy.Policy{MaxExpiration: current.MaxExpiration, EnforceCredential: current.EnforceCredential}
+	policy := csrpolicy.Policy{
+		MaxExpiration:     current.MaxExpiration,
+		EnforceCredential: current.CredentialPinning == "enforce" || current.CredentialPinning == "" && nodespec.IsControlPlane(node),
+	}
 
 	if in.Machine.Type.IsControlPlane() && !nodespec.IsControlPlane(node) {
 		return policy // a machine can report any role, and selectors may match it

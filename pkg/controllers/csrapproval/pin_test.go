@@ -158,7 +158,7 @@ func TestPinning_DefersBootstrapTokenWithoutPin(t *testing.T) {
 	s.pin(w)
 }
 
-func TestPinning_WarnsByDefault(t *testing.T) {
+func TestPinning_Warns(t *testing.T) {
 	s := parallel(t)
 	w, kubelet := s.pinned()
 	s.main.allow(w.name, csrpolicy.Policy{})

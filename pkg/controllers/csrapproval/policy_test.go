@@ -54,6 +54,21 @@ csrApproval:
 	}
 }
 
+func TestPolicyFor_EnforcesCredentialsOfControlPlaneByDefault(t *testing.T) {
+	for pinning, want := range map[string]struct{ worker, controlPlane bool }{
+		"{}": {false, true}, "{credentialPinning: warn}": {false, false}, "{credentialPinning: enforce}": {true, true},
+	} {
+		compiled, err := config.Parse("test", []byte("csrApproval: "+pinning))
+		require.NoError(t, err)
+
+		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n1"}}
+		assert.Equal(t, want.worker, csrapproval.PolicyFor(compiled, node, nodespec.Input{}).EnforceCredential, pinning)
+
+		node.Labels = map[string]string{"node-role.kubernetes.io/control-plane": ""}
+		assert.Equal(t, want.controlPlane, csrapproval.PolicyFor(compiled, node, nodespec.Input{}).EnforceCredential, pinning)
+	}
+}
+
 // Rules read the providerID that the Node would have without them.
 func TestPolicyFor_AllowsNamesThatTheNodeLists(t *testing.T) {
 	compiled, err := config.Parse("test", []byte(`
