@@ -214,9 +214,7 @@ func addCommands(cmd *cobra.Command) {
 }
 
 // nothingToRead explains what to do if the command is started by hand.
-const nothingToRead = `exactly one of --machine-socket and --talosconfig is required
-
-talos-ccm runs as a Talos system extension, which sets --machine-socket, or as a pod with --talosconfig.
+const nothingToRead = `talos-ccm runs as a Talos system extension, which sets --machine-socket, or as a pod with --talosconfig.
 To try it without a cluster:
 
   talos-ccm config validate FILE                 validate a configuration
@@ -229,11 +227,11 @@ func start(ctx context.Context, options *ccm.Options) error {
 	defer stop()
 	defer context.AfterFunc(ctx, stop)()
 
-	if options.MachineSocket == "" && options.Talosconfig == "" {
-		return errors.New(nothingToRead)
-	}
-
 	if err := options.Validate(); err != nil {
+		if options.MachineSocket == "" && options.Talosconfig == "" {
+			err = fmt.Errorf("%w\n\n%s", err, nothingToRead)
+		}
+
 		return err
 	}
 

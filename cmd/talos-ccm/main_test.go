@@ -336,6 +336,7 @@ func TestCommand_RefusesInvalidFlags(t *testing.T) {
 		mentions      []string
 	}{
 		{"no flags", nil, nil, []string{"--machine-socket", "--talosconfig", "runs as a Talos system extension", "talos-ccm render --node"}},
+		{"no flags but an unknown controller", nil, []string{"--controllers=foo"}, []string{"--machine-socket", `unknown controller "foo"`}},
 		{"socket and talosconfig", nil, outside("--machine-socket=" + absent), []string{"exactly one of --machine-socket and --talosconfig"}},
 		{"outside Talos without kubeconfig", nil, []string{"--talosconfig=" + absent, "--run-dir=" + absent}, []string{"--kubeconfig", "KUBERNETES_SERVICE_HOST"}},
 		{"socket without run directory", nil, []string{"--machine-socket=" + absent}, []string{"requires --run-dir"}},
@@ -374,9 +375,19 @@ func TestCheckEnvironment_RefusesInvalidVariables(t *testing.T) {
 		"TALOS_CCM_CONTROLERS=*":         "TALOS_CCM_CONTROLERS: no such flag",
 		"TALOS_CCM_TALOSCONFIG=/absent":  "--talosconfig",
 		"TALOS_CCM_CLUSTER_CIDR=nowhere": "nowhere",
+
+		"TALOS_CCM_CONCURRENT_NODE_SYNCS=0":          "--concurrent-node-syncs: must be positive, not 0",
+		"TALOS_CCM_CONCURRENT_NODE_SYNCS=-1":         "--concurrent-node-syncs: must be positive, not -1",
+		"TALOS_CCM_CONTROLLERS=":                     "--controllers: enables no controller",
+		"TALOS_CCM_CONTROLLERS=*,nodeipam":           "requires --allocate-node-cidrs",
+		"TALOS_CCM_ALLOCATE_NODE_CIDRS=true":         "requires node-ipam-controller",
+		"TALOS_CCM_LEADER_ELECT_RESOURCE_NAME=other": "must be cloud-controller-manager-talos",
 	} {
 		requireError(t, checkEnvironment(args, []string{variable}), mention)
 	}
+
+	both := []string{"TALOS_CCM_CONTROLLERS=*,nodeipam", "TALOS_CCM_ALLOCATE_NODE_CIDRS=true"}
+	require.NoError(t, checkEnvironment(args, both))
 }
 
 func TestCompletion_OffersCommandsAndFlagsWithEffect(t *testing.T) {

@@ -532,7 +532,10 @@ func TestOptions_ControllerNames(t *testing.T) {
 					refused = ""
 				}
 
-				assertRefused(t, withControllers(t, "*", entry).Validate(), refused, entry)
+				options := withControllers(t, "*", entry)
+				options.Framework.KubeCloudShared.AllocateNodeCIDRs = slices.Contains([]string{"nodeipam", "node-ipam-controller"}, entry)
+
+				assertRefused(t, options.Validate(), refused, entry)
 			})
 		}
 	}
@@ -595,6 +598,10 @@ func TestOptions_Lease(t *testing.T) {
 		assert.NoError(t, options.Validate())
 
 		options.Framework.Generic.LeaderElection.ResourceName = "other"
+
+		assert.Equal(t, socket == "", options.Validate() == nil)
+
+		options.Framework.Generic.ClientConnection.Kubeconfig = "/kubeconfig"
 
 		assert.Equal(t, socket == "", options.Validate() == nil)
 	}

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -108,6 +109,16 @@ func (*RestartError) Error() string {
 	return "leader election lost, or environment of the ExtensionServiceConfig document changed"
 }
 
+// runtimeVariables match the values of the variables that Go's runtime reads before main. Invalid ones end the process or
+// are ignored. FIPS 140 mode is the only GODEBUG setting that begins with an f.
+var runtimeVariables = map[string]*regexp.Regexp{
+	"GOGC":        regexp.MustCompile(`^(off|\d{1,9})$`),
+	"GOMAXPROCS":  regexp.MustCompile(`^[1-9]\d{0,8}$`),
+	"GOMEMLIMIT":  regexp.MustCompile(`^(off|\d{1,18}B?|\d{1,15}KiB|\d{1,12}MiB|\d{1,9}GiB|\d{1,6}TiB)$`),
+	"GOTRACEBACK": regexp.MustCompile(`^(none|single|all|system|crash|wer|\d)$`),
+	"GODEBUG":     regexp.MustCompile(`^((fips140=(off|on|only|debug)|[a-eg-z]\w*=[^,]+)(,|$))+$`),
+}
+
 // CheckDocument returns why the process cannot be started with the environment variables of a document, one line per
 // error. Talos does not validate the environment.
 func (o *Options) CheckDocument(variables []string) error {
@@ -117,11 +128,15 @@ func (o *Options) CheckDocument(variables []string) error {
 	)
 
 	for _, variable := range variables {
-		switch name, _, found := strings.Cut(variable, "="); {
+		switch name, value, found := strings.Cut(variable, "="); {
 		case !found, name == "", strings.ContainsRune(variable, 0):
 			errs = append(errs, fmt.Errorf("environment: %q is not of the form NAME=value", events.Truncate(variable)))
 		case name == baseVariable:
 			errs = append(errs, fmt.Errorf("environment: %s is reserved for talos-ccm", name))
+		case name == "TALOS_CCM_KUBECONFIG":
+			errs = append(errs, fmt.Errorf("environment: %s cannot be set: the extension uses the kubeconfig of its machine", name))
+		case value != "" && runtimeVariables[name] != nil && !runtimeVariables[name].MatchString(value):
+			errs = append(errs, fmt.Errorf("environment: %s: %q is not a value that Go's runtime accepts; see https://pkg.go.dev/runtime#hdr-Environment_Variables", name, value))
 		default:
 			valid = append(valid, variable)
 		}

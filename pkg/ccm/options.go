@@ -240,7 +240,7 @@ func (o *Options) checkElection() error {
 			prefix, election.RenewDeadline.Duration, election.LeaseDuration.Duration))
 	}
 
-	if o.MachineSocket == "" || o.Framework.Generic.ClientConnection.Kubeconfig != "" {
+	if o.MachineSocket == "" {
 		return errors.Join(errs...)
 	}
 
@@ -422,7 +422,8 @@ func (o *Options) entryNames() (list []string) {
 	return list
 }
 
-// checkControllers returns an error for each name in --controllers that does not exist.
+// checkControllers returns an error for each name in --controllers that does not exist. Otherwise, it returns an error if
+// no controller would run, no worker, or pod CIDR allocation is enabled by one of its two flags only.
 func (o *Options) checkControllers() error {
 	var (
 		supported []string
@@ -433,6 +434,10 @@ func (o *Options) checkControllers() error {
 		supported = append(supported, c.name, c.alias)
 	}
 
+	if workers := o.Framework.NodeController.ConcurrentNodeSyncs; workers <= 0 {
+		errs = append(errs, fmt.Errorf("--concurrent-node-syncs: must be positive, not %d", workers))
+	}
+
 	// Users disable the route controller in every cloud controller manager.
 	valid := []string{"*", "-route", "-" + names.NodeRouteController}
 
@@ -441,6 +446,16 @@ func (o *Options) checkControllers() error {
 		if !slices.Contains(valid, entry) && !slices.Contains(supported, name) {
 			errs = append(errs, fmt.Errorf("--controllers: unknown controller %q; supported controllers: %s", name, strings.Join(supported, ", ")))
 		}
+	}
+
+	switch allocates := o.Framework.KubeCloudShared.AllocateNodeCIDRs; {
+	case len(errs) > 0:
+	case !slices.ContainsFunc(controllers, func(c controllerType) bool { return o.enabled(c.name) }):
+		errs = append(errs, errors.New("--controllers: enables no controller"))
+	case allocates && !o.enabled(nodeipam.Name):
+		errs = append(errs, fmt.Errorf("--allocate-node-cidrs: requires %s in --controllers", nodeipam.Name))
+	case !allocates && o.enabled(nodeipam.Name):
+		errs = append(errs, fmt.Errorf("--controllers: %s requires --allocate-node-cidrs", nodeipam.Name))
 	}
 
 	return errors.Join(errs...)

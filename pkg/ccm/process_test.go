@@ -558,7 +558,6 @@ func TestControllers_EnabledByFlags(t *testing.T) {
 		{"without CSR approval", []string{"--controllers=*,-node-csr-approval"}, []string{node, lifecycle}},
 		{"with node IPAM", []string{"--controllers=*,nodeipam", "--allocate-node-cidrs"}, []string{csr, node, lifecycle, ipam}},
 		{"with load balancers", []string{"--controllers=*,service"}, []string{csr, node, lifecycle, service}},
-		{"node IPAM without --allocate-node-cidrs", []string{"--controllers=*,nodeipam"}, []string{csr, node, lifecycle}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			s := newSuite(t)
@@ -601,7 +600,9 @@ func TestHelp_ListsControllers(t *testing.T) {
 	}
 
 	for _, name := range listed("All controllers") {
-		assert.NoError(t, withControllers(t, name).Validate())
+		options := withControllers(t, name)
+		options.Framework.KubeCloudShared.AllocateNodeCIDRs = name == "node-ipam-controller"
+		assert.NoError(t, options.Validate())
 	}
 
 	want := []string{"node-ipam-controller", "service-lb-controller"}

@@ -48,8 +48,7 @@ type controller interface {
 type controllerType struct {
 	name, alias      string
 	enabledByDefault bool
-	// construct returns nil if the controller has nothing to do.
-	construct func(m *Manager, in inputs) (controller, error)
+	construct        func(m *Manager, in inputs) (controller, error)
 }
 
 // controllers are all controllers.
@@ -149,15 +148,9 @@ func trim(obj any) (any, error) {
 	return obj, nil
 }
 
-// start runs a controller in group. ctrl is nil if it has nothing to do.
+// start runs a controller in group.
 func (m *Manager) start(ctx context.Context, group *sync.WaitGroup, name string, ctrl controller) {
 	logger := klog.FromContext(ctx)
-
-	if ctrl == nil {
-		logger.Info("Controller has nothing to do; not started", "controller", name)
-
-		return
-	}
 
 	group.Go(func() {
 		defer m.store.Subscribe(ctrl.Resync)()
@@ -273,7 +266,7 @@ func (m *Manager) newLifecycle(in inputs) (controller, error) {
 // podCIDRs returns the CIDRs that pod CIDRs are allocated from, without those of Talos, and without those that contain
 // machines.
 func (m *Manager) podCIDRs() []netip.Prefix {
-	if !m.options.enabled(nodeipam.Name) || !m.options.Framework.KubeCloudShared.AllocateNodeCIDRs {
+	if !m.options.enabled(nodeipam.Name) {
 		return nil
 	}
 
@@ -317,12 +310,7 @@ func (m *Manager) newCSRApproval(in inputs) (controller, error) {
 	})
 }
 
-// newNodeIPAM returns nil if the allocation of pod CIDRs is disabled.
 func (m *Manager) newNodeIPAM(in inputs) (controller, error) {
-	if !m.options.Framework.KubeCloudShared.AllocateNodeCIDRs {
-		return nil, nil
-	}
-
 	options, err := m.options.ipam()
 	if err != nil {
 		return nil, err

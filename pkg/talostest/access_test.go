@@ -202,5 +202,5 @@ func node(target string) func(context.Context) context.Context {
 }
 
 func nodes(targets ...string) func(context.Context) context.Context {
-	return func(ctx context.Context) context.Context { return client.WithNodes(ctx, targets...) }
+	return func(ctx context.Context) context.Context { return client.WithNodes(ctx, targets...) } //nolint:staticcheck // machines still support it
 }

@@ -115,7 +115,6 @@ func newServer() *grpc.Server {
 	server := grpc.NewServer(
 		grpc.Creds(handshake{insecure.NewCredentials()}),
 		grpc.MaxRecvMsgSize(constants.GRPCMaxMessageSize),
-		grpc.SharedWriteBuffer(true),
 		grpc.ReadBufferSize(bufferSize),
 		grpc.WriteBufferSize(bufferSize),
 		grpc.UnaryInterceptor(interceptUnary),

@@ -254,14 +254,14 @@ func TestDocs_StaticPodWorks(t *testing.T) {
 
 	// Talos in a container cannot reboot itself to apply the patch.
 	patchMachine(t, bed.ControlPlane, "staged", insertCredentials(t, manifest))
-	t.Cleanup(func() { editControlPlane(t, func(m *v1alpha1.MachineConfig) { m.MachinePods = nil }) })
+	t.Cleanup(func() { editControlPlane(t, func(m *v1alpha1.MachineConfig) { m.MachinePods = nil }) }) //nolint:staticcheck // the field that the page uses
 
 	require.NoError(t, bed.ControlPlane.Reboot(t.Context()))
 
 	awaitTalosAPI(t, bed.ControlPlane)
 	failOverToPod(t, "203.0.113.30/32")
 
-	editControlPlane(t, func(m *v1alpha1.MachineConfig) { m.MachinePods = nil })
+	editControlPlane(t, func(m *v1alpha1.MachineConfig) { m.MachinePods = nil }) //nolint:staticcheck // the field that the page uses
 	failBackToExtension(t, "203.0.113.31/32")
 }
 
@@ -309,7 +309,7 @@ func TestDocs_DeploymentWorks(t *testing.T) {
 
 	patchMachine(t, bed.ControlPlane, "no-reboot", access)
 	t.Cleanup(func() {
-		editControlPlane(t, func(m *v1alpha1.MachineConfig) { m.MachineFeatures.KubernetesTalosAPIAccessConfig = nil })
+		editControlPlane(t, func(m *v1alpha1.MachineConfig) { m.MachineFeatures.KubernetesTalosAPIAccessConfig = nil }) //nolint:staticcheck // the field that the page uses
 	})
 
 	remove := func() {
