@@ -18,7 +18,7 @@ import (
 // reportsExternalIPs lists the platforms whose Talos driver publishes public addresses on the link "external". On
 // other platforms, public addresses are discovered on the machine's links.
 var reportsExternalIPs = map[string]bool{
-	"akamai": true, "aws": true, "azure": true, "cloudstack": true, "digital-ocean": true, "equinixMetal": true,
+	"akamai": true, "alibabacloud": true, "aws": true, "azure": true, "cloudstack": true, "digital-ocean": true, "equinixMetal": true,
 	"exoscale": true, "gcp": true, "hcloud": true, "scaleway": true, "upcloud": true, "vultr": true,
 }
 

@@ -166,7 +166,7 @@ func TestDesired_DiscoversStableAddresses(t *testing.T) {
 }
 
 func TestDesired_SourceOfExternalIPs(t *testing.T) {
-	metadataOnly := []string{"akamai", "aws", "azure", "cloudstack", "digital-ocean", "equinixMetal", "exoscale", "gcp", "hcloud", "scaleway", "upcloud", "vultr"}
+	metadataOnly := []string{"akamai", "alibabacloud", "aws", "azure", "cloudstack", "digital-ocean", "equinixMetal", "exoscale", "gcp", "hcloud", "scaleway", "upcloud", "vultr"}
 	both := []string{"container", "metal", "nocloud", "opennebula", "openstack", "oracle", "vmware"}
 	require.ElementsMatch(t, talosPlatforms(), slices.Concat(metadataOnly, both))
 

@@ -27,6 +27,7 @@ func TestDesired_ProviderIDAndLabelOfEveryPlatform(t *testing.T) {
 		want     string
 	}{
 		"akamai":        {runtime.PlatformMetadataSpec{InstanceID: "123", ProviderID: "linode://123"}, "linode://123"},
+		"alibabacloud":  {runtime.PlatformMetadataSpec{InstanceID: "i-1", ProviderID: "cn-hangzhou.i-1"}, "cn-hangzhou.i-1"},
 		"aws":           {runtime.PlatformMetadataSpec{InstanceID: "i-1", ProviderID: "aws:///eu-1a/i-1"}, "aws:///eu-1a/i-1"},
 		"azure":         {runtime.PlatformMetadataSpec{InstanceID: azureVM, ProviderID: "azure://" + azureVM}, "azure://" + azureVM},
 		"cloudstack":    {runtime.PlatformMetadataSpec{InstanceID: "u-1", ProviderID: "cloudstack://u-1"}, "cloudstack://u-1"},

@@ -31,7 +31,7 @@ func everything() rules.Facts {
 			},
 			System: hardware.SystemInformationSpec{
 				Manufacturer: "Manufacturer", ProductName: "ProductName", Version: "Version", SerialNumber: "SerialNumber", UUID: "UUID",
-				WakeUpType: "WakeUpType", SKUNumber: "SKUNumber",
+				WakeUpType: "WakeUpType", SKUNumber: "SKUNumber", BIOSVersion: "BIOSVersion",
 			},
 			Facts: &machine.Facts{TalosVersion: "TalosVersion", Schematic: "Schematic", Extensions: map[string]string{"schematic": "Schematic", "qemu-guest-agent": "9.0"}},
 		},

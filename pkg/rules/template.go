@@ -64,6 +64,7 @@ func newVariables(facts *Facts, platform runtime.PlatformMetadataSpec) *variable
 		"UUID":         m.System.UUID,
 		"WakeUpType":   m.System.WakeUpType,
 		"SKUNumber":    m.System.SKUNumber,
+		"BIOSVersion":  m.System.BIOSVersion,
 
 		"Nodename":          m.Nodename,
 		"ClusterName":       m.ClusterName,
