@@ -87,8 +87,9 @@ func TestServingCertificates_AreNotIssuedToBootstrapToken(t *testing.T) {
 	assert.Empty(t, request.Status.Conditions, "conditions of CSR %s", name)
 }
 
-// TestDocs_LimitsBootstrapToken follows the guide, which invalidates the bootstrap token on the workers. A worker that has
-// joined does not need the token.
+// TestDocs_LimitsBootstrapToken deletes the Secret of the workers' bootstrap token, as in the guide. A worker that has
+// joined does not need a valid token. The guide's token is configured on the worker, because a new token on the only
+// control-plane machine would restart its API server, for which other tests would wait.
 func TestDocs_LimitsBootstrapToken(t *testing.T) {
 	eventually(t, checkNodesInitialized)
 
@@ -102,28 +103,18 @@ func TestDocs_LimitsBootstrapToken(t *testing.T) {
 
 	// Tests that reinstall the worker need the old token.
 	t.Cleanup(func() {
-		patchMachine(t, bed.ControlPlane, "no-reboot", fmt.Sprintf("cluster: {token: %s.%s}", before.ID(), before.Secret()))
+		patchMachine(t, bed.Worker, "no-reboot", fmt.Sprintf("cluster: {token: %s.%s}", before.ID(), before.Secret()))
 
-		// Talos does not recreate the Secret, because the inventory of bootstrap manifests contains it.
+		// Talos 1.13 and later do not recreate the Secret, because the inventory of bootstrap manifests contains it.
 		secret.ResourceVersion, secret.UID = "", ""
-		_, err := secrets.Create(context.WithoutCancel(t.Context()), secret, metav1.CreateOptions{})
-		assert.NoError(t, err)
+		if _, err := secrets.Create(context.WithoutCancel(t.Context()), secret, metav1.CreateOptions{}); !apierrors.IsAlreadyExists(err) {
+			assert.NoError(t, err)
+		}
 	})
-	patchMachine(t, bed.ControlPlane, "no-reboot", yamlBlocks(t, servingPage, "Limit the bootstrap token")[0])
-
-	after := activeConfig(t).Config().Cluster().Token()
-	require.NotEqual(t, before.ID(), after.ID(), "ID of the bootstrap token")
-
-	took := eventually(t, func(ctx context.Context) error {
-		_, err := secrets.Get(ctx, tokenSecretPrefix+after.ID(), metav1.GetOptions{})
-
-		return err
-	})
-	t.Logf("the new token was valid after %s", took.Round(time.Millisecond))
-
+	patchMachine(t, bed.Worker, "no-reboot", yamlBlocks(t, servingPage, "Limit the bootstrap token")[0])
 	require.NoError(t, secrets.Delete(t.Context(), secret.Name, metav1.DeleteOptions{}))
 
-	took = eventually(t, func(ctx context.Context) error {
+	took := eventually(t, func(ctx context.Context) error {
 		if err := selfReview(ctx, stolen); !apierrors.IsUnauthorized(err) {
 			return fmt.Errorf("the old token is not rejected: %v", err) //nolint:errorlint // may be nil
 		}
