@@ -172,20 +172,14 @@ func (p Pin) locate(m machine.Machine) Pin {
 
 // describe describes the pin for people, and how the machine differs from it.
 func (p Pin) describe(m machine.Machine) string {
-	if p.Credential == "" {
+	switch {
+	case p.Credential == "":
 		return "none is recorded, and this one goes back to a bootstrap token that was used after the Node was created"
+	case p.Address.IsValid() && !p.isAt(m):
+		return fmt.Sprintf("%s, of the machine at %s; now a machine at %s responds", p.Credential, p.Address, m.Endpoint)
+	default:
+		return p.Credential
 	}
-
-	text := p.Credential
-	if !p.Expires.IsZero() {
-		text += ", valid until " + p.Expires.Format(time.RFC3339)
-	}
-
-	if p.Address.IsValid() && !p.isAt(m) {
-		text += fmt.Sprintf(", of the machine at %s; now a machine at %s responds", p.Address, m.Endpoint)
-	}
-
-	return text
 }
 
 // issuedAs returns the certificate with an ID; the zero value if nothing is known of it.

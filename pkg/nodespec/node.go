@@ -79,9 +79,7 @@ func RecordedAddress(node *corev1.Node) netip.Addr {
 }
 
 // AddressLabel returns the value of LabelAddress: no label can contain a colon, or end with one.
-func AddressLabel(addr netip.Addr) string {
-	return strings.ReplaceAll(addr.StringExpanded(), ":", "-")
-}
+func AddressLabel(addr netip.Addr) string { return strings.ReplaceAll(addr.StringExpanded(), ":", "-") }
 
 // DialAddresses returns the addresses at which to dial the Node's machine, best first. The recorded address is the first,
 // so that a kubelet cannot move a machine that responds there. The kubelet reports the others, and the machine that
@@ -89,12 +87,8 @@ func AddressLabel(addr netip.Addr) string {
 func DialAddresses(node *corev1.Node) []netip.Addr {
 	var addrs []netip.Addr
 
-	if addr := RecordedAddress(node); addr.IsValid() {
-		addrs = append(addrs, addr)
-	}
-
-	for _, addr := range append(ProvidedNodeIPs(node), listedIPs(node, corev1.NodeInternalIP)...) {
-		if !slices.Contains(addrs, addr) && len(addrs) < maxDialAddresses {
+	for _, addr := range slices.Concat([]netip.Addr{RecordedAddress(node)}, ProvidedNodeIPs(node), listedIPs(node, corev1.NodeInternalIP)) {
+		if addr.IsValid() && !slices.Contains(addrs, addr) && len(addrs) < maxDialAddresses {
 			addrs = append(addrs, addr)
 		}
 	}

@@ -22,9 +22,9 @@ const indexSubjects = "csrapproval/subjects"
 // requests because the Node lists them, and the names and addresses of csrApproval.allowedSANs. The input is that of
 // the Node controller.
 func PolicyFor(current *config.Compiled, node *corev1.Node, in nodespec.Input) csrpolicy.Policy {
-	policy := csrpolicy.Policy{
-		MaxExpiration:     current.MaxExpiration,
-		EnforceCredential: current.CredentialPinning == "enforce" || current.CredentialPinning == "" && nodespec.IsControlPlane(node),
+	policy := csrpolicy.Policy{MaxExpiration: current.MaxExpiration, EnforceCredential: current.CredentialPinning == "enforce"}
+	if current.CredentialPinning == "" {
+		policy.EnforceCredential = nodespec.IsControlPlane(node)
 	}
 
 	if in.Machine.Type.IsControlPlane() && !nodespec.IsControlPlane(node) {

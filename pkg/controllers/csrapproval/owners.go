@@ -1,6 +1,7 @@
 package csrapproval
 
 import (
+	"cmp"
 	"maps"
 	"net/netip"
 	"slices"
@@ -75,20 +76,13 @@ func (o *owners) reserve(node *corev1.Node) {
 // pin returns the last pin of the deleted Nodes with a name whose reservations have not ended; the zero value if there is
 // none.
 func (o *owners) pin(nodename string) csrpolicy.Pin {
-	var last reservation
+	var pin csrpolicy.Pin
 
-	now := o.clock.Now()
-
-	o.mu.Lock()
-	defer o.mu.Unlock()
-
-	for _, r := range o.reserved {
-		if r.nodename == nodename && r.pin.Credential != "" && now.Before(r.until()) && r.deletedAt.After(last.deletedAt) {
-			last = r
-		}
+	for _, reserved := range o.reservations(func(r reservation) bool { return r.nodename == nodename }) {
+		pin = cmp.Or(reserved.pin, pin)
 	}
 
-	return last.pin
+	return pin
 }
 
 // requester is the Node of the kubelet that made a request.
@@ -117,7 +111,11 @@ func (o *owners) of(subject string, r requester) map[string]time.Time {
 	}
 
 	// Read these after the Nodes and machines that exist, so that a deletion during this call does not hide an owner.
-	owners := o.reservations(subject, r)
+	owners := map[string]time.Time{}
+
+	for _, reserved := range o.reservations(func(reserved reservation) bool { return reserved.holds(subject, r) }) {
+		owners[reserved.nodename] = reserved.until()
+	}
 
 	for _, name := range o.machines.DroppedBy(subject, r.nodename) {
 		if _, deleted := owners[name]; !deleted {
@@ -155,21 +153,16 @@ func (o *owners) owns(node *corev1.Node, subject string) bool {
 		slices.ContainsFunc(policy.ExtraIPs, func(addr netip.Addr) bool { return machine.CanonicalAddress(addr) == subject })
 }
 
-// reservations returns the names of the deleted Nodes that own a name or an address, and when their reservations end.
-func (o *owners) reservations(subject string, r requester) map[string]time.Time {
-	now, owners := o.clock.Now(), map[string]time.Time{}
+// reservations returns the reservations that have not ended and for which matches returns true, the oldest first.
+func (o *owners) reservations(matches func(reservation) bool) []reservation {
+	now := o.clock.Now()
 
 	o.mu.Lock()
 	defer o.mu.Unlock()
 
-	for _, reserved := range o.reserved {
-		until := reserved.until()
-		if now.Before(until) && until.After(owners[reserved.nodename]) && reserved.holds(subject, r) {
-			owners[reserved.nodename] = until
-		}
-	}
+	sorted := slices.SortedFunc(maps.Values(o.reserved), func(a, b reservation) int { return a.deletedAt.Compare(b.deletedAt) })
 
-	return owners
+	return slices.DeleteFunc(sorted, func(r reservation) bool { return !now.Before(r.until()) || !matches(r) })
 }
 
 // holds reports whether the reservation blocks a requester from a name or an address. A requester with a different
