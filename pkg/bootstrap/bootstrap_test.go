@@ -365,6 +365,7 @@ func TestBootstrap_PrefersLocalAPIServer(t *testing.T) {
 	require.NoError(t, free.Close())
 
 	prism.Hangs.Store(false)
+
 	s.local = free.Addr().String()
 
 	before := s.token()

@@ -167,8 +167,7 @@ func (d *decoder) decode(e entry, into reflect.Value) {
 	number, _ := strconv.Atoi(n.Value)
 
 	switch {
-	case n.Kind == yaml.MappingNode && n.Style&yaml.FlowStyle != 0 && len(n.Content) > 0 && n.Content[0].Kind == yaml.MappingNode:
-		// {{ .Region }} is a mapping with a mapping as its key.
+	case isUnquotedTemplate(n):
 		d.report(n, path, unquotedTemplate)
 	case !canBe(kind, n), kind == reflect.Int && strconv.Itoa(number) != n.Value:
 		d.report(n, path, "must be %s, not %s", kinds[kind].name, describe(n))
@@ -185,6 +184,12 @@ func (d *decoder) decode(e entry, into reflect.Value) {
 	default:
 		into.SetInt(int64(number))
 	}
+}
+
+// isUnquotedTemplate reports whether the node is what YAML reads for {{ .Region }}: a mapping with a mapping as its
+// key.
+func isUnquotedTemplate(n *yaml.Node) bool {
+	return n.Kind == yaml.MappingNode && n.Style&yaml.FlowStyle != 0 && len(n.Content) > 0 && n.Content[0].Kind == yaml.MappingNode
 }
 
 func describe(n *yaml.Node) string {

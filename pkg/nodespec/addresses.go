@@ -125,7 +125,7 @@ const platformAzure = "azure"
 // keepsShared reports whether the Node keeps an address that another machine began to report: otherwise every machine
 // could remove the addresses of others from their Nodes.
 func keepsShared(in Input, ip netip.Addr) bool {
-	return in.Machine.Platform.Platform != platformAzure && slices.Contains(in.ExternalIPs, ip)
+	return in.SharedAddresses[ip] == nil || (in.Machine.Platform.Platform != platformAzure && slices.Contains(in.ExternalIPs, ip))
 }
 
 // externalIPs returns the addresses that the platform reports and, if discovery is enabled, the public addresses on the
@@ -148,7 +148,7 @@ func externalIPs(in Input, discovery *bool, nodeIPs []netip.Addr) []netip.Addr {
 		isExternal := a.Link == machine.LinkExternal
 
 		switch {
-		case slices.Contains(nodeIPs, ip), in.SharedAddresses[ip] != nil && !keepsShared(in, ip), in.Machine.Excludes(ip):
+		case slices.Contains(nodeIPs, ip), !keepsShared(in, ip), in.Machine.Excludes(ip):
 		case isExternal && reports:
 			reported = append(reported, ip)
 		case !isExternal && !(discover && isPublic(in.Machine, a)):

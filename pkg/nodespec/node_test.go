@@ -123,7 +123,8 @@ func TestNewInput_WithPeers(t *testing.T) {
 
 	in := nodespec.NewInput(node, m, nodespec.Options{PreferIPv6: true})
 	assert.Equal(t, nodespec.Input{
-		Machine: m, ProvidedNodeIPs: addrs([]string{"10.0.0.1"}), ExternalIPs: addrs([]string{"192.0.2.78"}), Architecture: "arm64", KubernetesVersion: "v1.36.2", Options: nodespec.Options{PreferIPv6: true},
+		Machine: m, ProvidedNodeIPs: addrs([]string{"10.0.0.1"}), ExternalIPs: addrs([]string{"192.0.2.78"}),
+		Architecture: "arm64", KubernetesVersion: "v1.36.2", Options: nodespec.Options{PreferIPv6: true},
 	}, in)
 
 	other := &corev1.Node{}

@@ -173,10 +173,7 @@ func Desired(in Input) (spec Spec, problems []Problem, pending string) {
 
 	spec, problems = fromMetadata(in, providerID(in, nodeIPs[0]))
 
-	alone := in
-	alone.SharedUUID = nil
-
-	if id := providerID(in, nodeIPs[0]); in.ProviderID == "" && spec.ProviderID == id && id != providerID(alone, nodeIPs[0]) {
+	if id := providerID(in, nodeIPs[0]); spec.ProviderID == id && sharesUUID(in, id) {
 		problems = append(problems, Problem{Key: "SMBIOS UUID", Value: in.Machine.UUID(), Why: fmt.Sprintf(
 			"the machine of node %q reports it, too; the providerID contains the node IP instead", slices.Min(in.SharedUUID))})
 	}
@@ -196,6 +193,14 @@ func Desired(in Input) (spec Spec, problems []Problem, pending string) {
 	spec.Addresses, addressProblems = addresses(in, spec.Transformed, nodeIPs)
 
 	return spec, append(problems, addressProblems...), ""
+}
+
+// sharesUUID reports whether a new Node gets the providerID id because another machine reports its SMBIOS UUID.
+func sharesUUID(in Input, id string) bool {
+	alone := in
+	alone.SharedUUID = nil
+
+	return in.ProviderID == "" && id != providerID(alone, netip.Addr{}) && providerID(alone, netip.Addr{}) != ""
 }
 
 // FromMetadata returns the part of the Spec that does not depend on the machine's addresses and on its name: labels,

@@ -167,7 +167,6 @@ func dialOptions(streamLimit int) []grpc.DialOption {
 		grpc.WithNoProxy(),         // the environment of the machine may set HTTPS_PROXY, which apid ignores as well
 		grpc.WithReadBufferSize(0), // TLS has one, and there is one mostly idle connection per machine
 		grpc.WithWriteBufferSize(bufferSize),
-		grpc.WithSharedWriteBuffer(true),
 		grpc.WithChainUnaryInterceptor(measureUnary),
 		grpc.WithChainStreamInterceptor(streamInterceptor(streamLimit)),
 	}

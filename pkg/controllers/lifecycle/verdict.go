@@ -82,7 +82,20 @@ func judge(e evidence, s config.CompiledLifecycle) verdict {
 		return verdict{}
 	}
 
-	v := verdict{shutdown: last.Stage == runtime.MachineStageShuttingDown && !e.booted && e.moved == "", period: s.GracePeriod}
+	v := e.announced()
+	v.shutdown, v.period = last.Stage == runtime.MachineStageShuttingDown && !e.booted && e.moved == "", s.GracePeriod
+
+	if (v.proof == "" || v.doubt != "") && s.Discovery && e.absent != "" && e.entry.Condition != inventory.Unknown {
+		v.proof, v.period, v.doubt = ProofDiscovery, s.AbsentPeriod, ""
+		v.message = "machine does not respond and is not a discovered member of the cluster: " + e.absent
+	}
+
+	return v
+}
+
+// announced returns the proof that the machine, or Cluster Autoscaler, has given.
+func (e evidence) announced() (v verdict) {
+	last := e.entry.Last
 
 	switch {
 	case e.scaledDown && e.entry.Condition != inventory.Unknown:
@@ -93,11 +106,6 @@ func judge(e evidence, s config.CompiledLifecycle) verdict {
 	case e.renamedTo != "":
 		v.proof, v.doubt = ProofRenamed, e.restricted
 		v.message = fmt.Sprintf("machine (%s) responds with nodename %q now", last.Identity(), e.renamedTo)
-	}
-
-	if (v.proof == "" || v.doubt != "") && s.Discovery && e.absent != "" && e.entry.Condition != inventory.Unknown {
-		v.proof, v.period, v.doubt = ProofDiscovery, s.AbsentPeriod, ""
-		v.message = "machine does not respond and is not a discovered member of the cluster: " + e.absent
 	}
 
 	return v

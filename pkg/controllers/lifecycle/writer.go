@@ -68,8 +68,8 @@ func (c *Controller) delete(ctx context.Context, node *corev1.Node, v verdict, s
 
 	err = c.config.Client.CoreV1().Nodes().Delete(ctx, node.Name, metav1.DeleteOptions{Preconditions: &preconditions})
 
-	// A webhook may have rejected earlier attempts, so the deletion counts from now on. An error may be a lost reply.
-	if status := apierrors.APIStatus(nil); !errors.As(err, &status) || status.Status().Code >= http.StatusInternalServerError {
+	// A webhook may have rejected earlier attempts, so the deletion counts from now on.
+	if !isRejection(err) {
 		c.deletions[node.UID] = deletion{proof: v.proof, at: c.observed.read()}
 	}
 
@@ -88,6 +88,13 @@ func (c *Controller) delete(ctx context.Context, node *corev1.Node, v verdict, s
 	klog.FromContext(ctx).Info("Deleted node", "proof", v.proof, "reason", v.message)
 
 	return nil
+}
+
+// isRejection reports whether the API server has not carried out the request. Other errors may be a lost reply.
+func isRejection(err error) bool {
+	status := apierrors.APIStatus(nil)
+
+	return errors.As(err, &status) && status.Status().Code < http.StatusInternalServerError
 }
 
 // record stores the Event of a deletion and counts the deletion. It does nothing if an earlier attempt has done so.

@@ -346,11 +346,8 @@ func (a assignment) request(pool Pool, f corev1.IPFamily) (request, *events.Prob
 
 	if len(cidrs) == 0 {
 		if f == ipv6 && a.options.Allocator == CloudAllocator {
-			// The addresses of a machine may be incomplete while it boots, and for some time afterwards.
-			isSettled := a.entry.Machine.Stage == runtime.MachineStageRunning && a.now.Sub(a.node.CreationTimestamp.Time) >= addressGracePeriod
-
 			r, problem := a.fromMachine(pool)
-			if problem == nil || problem.Reason != ReasonPrefixMissing || !a.fallback || !isSettled {
+			if problem == nil || problem.Reason != ReasonPrefixMissing || !a.fallsBack() {
 				return r, problem
 			}
 		}
@@ -377,6 +374,12 @@ func (a assignment) request(pool Pool, f corev1.IPFamily) (request, *events.Prob
 	}
 
 	return r, nil
+}
+
+// fallsBack reports whether the Node of a machine without a prefix gets a block of the cluster CIDRs. The addresses of a
+// machine may be incomplete while it boots, and for some time afterwards.
+func (a assignment) fallsBack() bool {
+	return a.fallback && a.entry.Machine.Stage == runtime.MachineStageRunning && a.now.Sub(a.node.CreationTimestamp.Time) >= addressGracePeriod
 }
 
 // sources returns the sources of all pools and the cluster CIDRs. It omits a CIDR that cannot be divided: the Nodes that
