@@ -221,7 +221,13 @@ func (c *Controller) Run(ctx context.Context) {
 
 	for backoff.Sleep(ctx, c.config.Clock, checkInterval) {
 		c.observed.read()
-		c.updateGauges()
+
+		affectedNodes.Reset()
+
+		for reason, count := range c.reporter.CountByReason() {
+			affectedNodes.WithLabelValues(reason).Set(float64(count))
+		}
+
 		c.enqueueIf(func(node *corev1.Node) bool { return !nodespec.IsReady(node) })
 	}
 

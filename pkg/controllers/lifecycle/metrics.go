@@ -9,12 +9,3 @@ var (
 	affectedNodes = metric.NewGaugeVec("talosccm_lifecycle_nodes",
 		"Number of Nodes by Event reason: NodeShutdown, NodeGone, MachineSilent, DeletionLimited, DeletionPaused or DeletionDryRun.", "reason")
 )
-
-// updateGauges counts the Nodes with each verdict.
-func (c *Controller) updateGauges() {
-	affectedNodes.Reset()
-
-	for reason, count := range c.reporter.CountByReason() {
-		affectedNodes.WithLabelValues(reason).Set(float64(count))
-	}
-}
