@@ -157,7 +157,7 @@ func (m *Manager) Run(ctx context.Context) (err error) {
 	switch restart := (*RestartError)(nil); {
 	case err == nil && errors.As(context.Cause(ctx), &restart):
 		return restart
-	case errors.Is(err, errLeaseLost) && m.socket != nil: // Talos would restart the process only after five seconds
+	case errors.Is(err, errLeaseLost) && m.socket != nil && ctx.Err() == nil: // Talos would restart the process only after five seconds
 		klog.FromContext(ctx).Error(err, "Replacing the process")
 
 		return &RestartError{Environment: m.options.Environment}

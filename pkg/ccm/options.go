@@ -422,8 +422,9 @@ func (o *Options) entryNames() (list []string) {
 	return list
 }
 
-// checkControllers returns an error for each name in --controllers that does not exist. Otherwise, it returns an error if
-// no controller would run, no worker, or pod CIDR allocation is enabled by one of its two flags only.
+// checkControllers returns an error for each name in --controllers that does not exist, and if --concurrent-node-syncs is
+// not positive. Without such errors, it returns an error if no controller is enabled, or if only one of two flags enables
+// the allocation of pod CIDRs.
 func (o *Options) checkControllers() error {
 	var (
 		supported []string

@@ -350,8 +350,8 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 			<-semaphore
 		}
 
-		if len(slots) == 0 {
-			delete(r.slots, addr) // who waits for a slot at this moment keeps the semaphore
+		if len(slots) == 0 && r.slots[addr] == slots {
+			delete(r.slots, addr) // a goroutine that waits for a slot keeps its semaphore
 		}
 	})
 	defer release()

@@ -85,7 +85,7 @@ func compact(obj any) (any, error) {
 			ID:            csrpolicy.CertificateID(certificate.Raw),
 			RequestedWith: csrpolicy.CredentialID(csr),
 			RequestedAt:   csr.CreationTimestamp.Time,
-			Serial:        fmt.Sprintf("%X", certificate.SerialNumber),
+			Serial:        fmt.Sprintf("%X", certificate.SerialNumber.Bytes()),
 			Bootstrapped:  strings.HasPrefix(csr.Spec.Username, userBootstrap),
 			Issuer:        csrpolicy.Fingerprint(string(certificate.AuthorityKeyId)),
 			Expires:       certificate.NotAfter.UTC(),

@@ -93,9 +93,6 @@ const (
 	// deletionWindow is the period in which deletions are limited.
 	deletionWindow = 10 * time.Minute
 
-	// repeatInterval is how often an Event is repeated while its problem lasts. Kubernetes deletes Events after an hour.
-	repeatInterval = 50 * time.Minute
-
 	// silentPeriod is how long a machine and its kubelet are silent before a Node without proof is reported.
 	silentPeriod = 24 * time.Hour
 
@@ -318,15 +315,15 @@ func (c *Controller) evidence(node *corev1.Node, entry inventory.Entry, h histor
 	return e
 }
 
-// restriction returns a label or a taint of the Node that its kubelet cannot change, and that a new Node of the machine
-// would not have. spec has those of the rules. Workers' kubelets set the taints of machine.nodeTaints, so these count, too.
+// restriction returns why a new Node of the machine would be less restricted: a label or a taint of this Node that its
+// kubelet cannot change. spec has those of the rules. Workers' kubelets set the taints of machine.nodeTaints, so these count, too.
 func restriction(node *corev1.Node, spec nodespec.Spec) string {
 	for _, key := range slices.Sorted(maps.Keys(node.Labels)) {
 		domain, _, _ := strings.Cut(key, "/")
 		isRestricted := strings.HasSuffix("."+domain, "."+corev1.LabelNamespaceNodeRestriction) && domain != "talos-ccm."+corev1.LabelNamespaceNodeRestriction
 
 		if isRestricted && spec.Labels[key] != node.Labels[key] {
-			return "label " + key
+			return "a new node would not have label " + key
 		}
 	}
 
@@ -336,7 +333,7 @@ func restriction(node *corev1.Node, spec nodespec.Spec) string {
 		isOfTalos := nodespec.IsControlPlane(node) && strings.Contains(node.Annotations[constants.AnnotationOwnedTaints], strconv.Quote(taint.Key))
 
 		if !slices.Contains(componentTaints, domain) && !isOfRule && !isOfTalos {
-			return "taint " + taint.Key
+			return "a new node would not have taint " + taint.Key
 		}
 	}
 
@@ -360,8 +357,8 @@ func (v verdict) problems(blocked *events.Problem, silentFor time.Duration) []ev
 		list = append(list, events.Problem{Reason: ReasonShutdown, Message: "Machine announced that it is shutting down and no longer responds"})
 	case v.proof == "" && silentFor >= silentPeriod:
 		list = append(list, events.Problem{
-			Reason: ReasonSilent, Subject: fmt.Sprint(silentFor / time.Hour),
-			Message: "Machine and kubelet have been silent for a day, but nothing proves that the machine is gone; delete the node, or enable lifecycle.discovery",
+			Reason:  ReasonSilent,
+			Message: "Machine and kubelet have been silent for a day, but nothing proves that the machine is gone; if it is, delete the node; lifecycle.discovery can prove it",
 		})
 	}
 
@@ -386,12 +383,10 @@ func (c *Controller) blocked(node *corev1.Node, v verdict, s config.CompiledLife
 		return nil
 	}
 
-	subject := fmt.Sprint(dueFor / repeatInterval)
-
 	if v.doubt != "" {
 		return &events.Problem{
-			Reason: ReasonDeletionPaused, Subject: subject,
-			Message: fmt.Sprintf("Node is not deleted on the word of its machine: %s; if the machine is gone, run kubectl delete node %s; %s", v.doubt, node.Name, v.message),
+			Reason:  ReasonDeletionPaused,
+			Message: fmt.Sprintf("Node is not deleted on the word of its machine: %s; if the node can go, run kubectl delete node %s; %s", v.doubt, node.Name, v.message),
 		}
 	}
 
@@ -399,7 +394,7 @@ func (c *Controller) blocked(node *corev1.Node, v verdict, s config.CompiledLife
 
 	if total := n.managed + n.unknown; 2*n.responding < total && n.unannounced > 0 {
 		return &events.Problem{
-			Reason: ReasonDeletionPaused, Subject: subject,
+			Reason:  ReasonDeletionPaused,
 			Message: fmt.Sprintf("Node is not deleted: only %d of %d machines respond; if the others are gone, delete their nodes; %s", n.responding, total, v.message),
 		}
 	}
@@ -409,7 +404,7 @@ func (c *Controller) blocked(node *corev1.Node, v verdict, s config.CompiledLife
 	limit := max(1, n.managed/10)
 	if _, counted := c.deletions[node.UID]; !counted && len(c.deletions) >= limit {
 		return &events.Problem{
-			Reason: ReasonDeletionLimited, Subject: subject,
+			Reason:  ReasonDeletionLimited,
 			Message: fmt.Sprintf("Node is not deleted yet: at most %d nodes are deleted in %s; %s", limit, deletionWindow, v.message),
 		}
 	}
@@ -436,7 +431,11 @@ func (c *Controller) count(s config.CompiledLifecycle) (n census) {
 
 			if entry.Condition == inventory.Current {
 				n.responding++
-			} else if v := judge(c.evidence(node, entry, c.histories[node.Name]), s); !v.shutdown && v.proof != ProofReset && v.proof != ProofScaledDown {
+				continue
+			}
+
+			e := c.evidence(node, entry, c.histories[node.Name])
+			if v := judge(e, s); e.moved != "" || (!v.shutdown && v.proof != ProofReset && v.proof != ProofScaledDown) {
 				n.unannounced++
 			}
 		case entry.Last.Nodename == "":

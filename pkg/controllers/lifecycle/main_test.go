@@ -364,16 +364,6 @@ func (w *world) awaitEvent(reason string) {
 	ctest.Eventually(w, "Event "+reason, func() bool { return len(w.events(reason)) > 0 })
 }
 
-func (w *world) awaitRepeatedEvent(reason string) {
-	w.Helper()
-	ctest.Eventually(w, "repeated Event "+reason, func() bool {
-		options := metav1.ListOptions{FieldSelector: fields.OneTermEqualSelector("reason", reason).String()}
-		list, err := w.Client.CoreV1().Events(metav1.NamespaceDefault).List(w.Context(), options)
-
-		return err == nil && slices.ContainsFunc(list.Items, func(e corev1.Event) bool { return e.Count > 1 })
-	})
-}
-
 // nodes is an informer that records what the worker of the controller processes.
 type nodes struct {
 	coreinformers.NodeInformer
