@@ -108,7 +108,7 @@ func TestRBAC_LabelsNameControllers(t *testing.T) {
 		require.NoError(t, err)
 
 		options.MachineSocket, options.RunDir = "/machine.sock", "/run"
-		options.Framework.Generic.Controllers = []string{"-" + controller}
+		options.Framework.Generic.Controllers = []string{"*", "-" + controller}
 
 		assert.NoError(t, options.Validate(), accessor.GetName())
 	}

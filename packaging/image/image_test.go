@@ -32,7 +32,7 @@ import (
 
 // maxCompressed bounds the size of an image in bytes. To find the cause of an increase, run go tool nm -size on an
 // unstripped binary.
-const maxCompressed = 25_000_000
+const maxCompressed = 26_000_000
 
 const specPath = "rootfs/usr/local/etc/containers/talos-ccm.yaml"
 

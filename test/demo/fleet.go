@@ -74,6 +74,10 @@ func newFleet(n int) []*member {
 
 		if !m.spec.PlatformPending { // the public address is known from the metadata
 			m.spec.Addresses = append(m.spec.Addresses, m.public)
+
+			if m.public.Link != linkPhysical { // not translated
+				m.spec.Addresses = append(m.spec.Addresses, on(linkPhysical, m.public.Prefix.Addr()))
+			}
 		}
 
 		fleet[i] = m
@@ -154,7 +158,7 @@ func (m *member) register(ctx context.Context, cluster *kube.Cluster) error {
 
 // resolve publishes the metadata of the late machine, with its public address.
 func (m *member) resolve(ctx context.Context) error {
-	return errors.Join(m.machine.AddAddress(ctx, m.public.Link, m.public.Prefix), m.machine.ResolvePlatform(ctx))
+	return errors.Join(m.machine.AddAddress(ctx, linkPhysical, m.public.Prefix), m.machine.AddAddress(ctx, m.public.Link, m.public.Prefix), m.machine.ResolvePlatform(ctx))
 }
 
 func on(link string, addr netip.Addr) talostest.Address {

@@ -414,6 +414,6 @@ func TestKubeProxy_ServesTranslatedAddresses(t *testing.T) {
 	b.startController()
 	b.createService()
 	b.setEndpoint(x)
-	b.awaitResponse(b.outside, translated, "x 192.0.2.254")
+	b.awaitResponse(b.outside, translated, "x 10.244.1.1")
 	b.awaitAddresses(x)
 }
