@@ -431,6 +431,7 @@ func (c *Controller) count(s config.CompiledLifecycle) (n census) {
 
 			if entry.Condition == inventory.Current {
 				n.responding++
+
 				continue
 			}
 
