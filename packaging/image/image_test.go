@@ -56,8 +56,8 @@ var listings = map[string]string{"extension": `
 0 -rwxr-xr-x 0:0 talos-ccm
 `}
 
-// Talos does not create parent directories when it unpacks, and refuses other files. By default an archive contains the
-// owner and the modification time of files.
+// Talos before 1.14 does not create parent directories when it unpacks, and refuses other files. By default an archive
+// contains the owner and the modification time of files.
 func TestImage_LayerHasExactFiles(t *testing.T) {
 	for name, pack := range map[string]func(image.Release, map[string][]byte) (v1.ImageIndex, error){
 		"extension": image.ExtensionIndex, "pod": image.PodIndex,
