@@ -8,7 +8,7 @@ package config
 
 import (
 	"bytes"
-	_ "embed" // the schema
+	_ "embed" // the schema and the starter
 	"fmt"
 	"time"
 
@@ -22,6 +22,11 @@ const MaxSize = 1 << 20
 //
 //go:embed schema.json
 var Schema []byte
+
+// Starter is a document with a commented configuration to start with.
+//
+//go:embed starter.yaml
+var Starter []byte
 
 // Parse reads a YAML or JSON document; an empty one gives the defaults (see CheckNotEmpty). The error is an *Error
 // that holds every error. The name is used in errors only.
@@ -51,10 +56,9 @@ type Config struct {
 	// Global holds settings that apply to all Nodes.
 	Global Global `json:"global,omitzero"`
 	// Transformations are rules that set labels, annotations, taints and platform metadata. All rules that select a
-	// machine apply, in order: selectors and templates see the metadata that earlier rules have replaced, and the
-	// last rule that sets a key wins.
+	// machine apply, in order. The last rule that sets a key wins.
 	Transformations []rules.Rule `json:"transformations,omitempty"`
-	// Nodes selects the Nodes that talos-ccm initializes and updates.
+	// Nodes configures the initialization and updates of Nodes.
 	Nodes Nodes `json:"nodes,omitzero"`
 	// Addresses configures the addresses of Nodes.
 	Addresses Addresses `json:"addresses,omitzero"`
@@ -70,16 +74,14 @@ type Config struct {
 
 // Global holds settings that apply to all Nodes.
 type Global struct {
-	// ClusterName is the value of the label `node.cloudprovider.kubernetes.io/clustername`. It must be a valid label
-	// value.
+	// ClusterName is the value of the label `node.cloudprovider.kubernetes.io/clustername`.
 	ClusterName string `default:"the cluster name in the machine configuration" json:"clusterName,omitempty"`
-	// PreferIPv6 lists the IPv6 addresses of a Node before its IPv4 addresses.
+	// PreferIPv6 lists the IPv6 addresses of a Node first.
 	PreferIPv6 bool `alias:"PreferIPv6" json:"preferIPv6,omitempty"`
-	// ProviderIDFallback is the identifier used in the providerID of a machine whose platform publishes no providerID.
-	// `uuid` is the platform's instance ID, or else the SMBIOS UUID, or else, if the UUID is invalid or not unique, the
-	// node IP. `node-ip` is always the node IP, as in the upstream Talos CCM. A providerID cannot be changed once set,
-	// so this affects new Nodes only.
-	ProviderIDFallback ProviderIDFallback `default:"the value of --provider-id-fallback, which defaults to uuid" json:"providerIDFallback,omitempty" jsonschema:"enum=uuid,enum=node-ip"`
+	// ProviderIDFallback is the identifier in the providerID of a new Node if the platform publishes no providerID. `uuid`
+	// is the platform's instance ID, else a valid and unique SMBIOS UUID, else the node IP. `node-ip` is always the node
+	// IP, as in the upstream Talos CCM.
+	ProviderIDFallback ProviderIDFallback `default:"that of --provider-id-fallback, uuid" json:"providerIDFallback,omitempty" jsonschema:"enum=uuid,enum=node-ip"`
 }
 
 // ProviderIDFallback is the identifier of a machine whose platform publishes no providerID. Empty means the value of the flag.
@@ -91,16 +93,16 @@ const (
 	FallbackNodeIP ProviderIDFallback = "node-ip"
 )
 
-// Nodes selects the Nodes that talos-ccm initializes and updates.
+// Nodes configures the initialization and updates of Nodes.
 type Nodes struct {
-	// Selector is a list of terms that are ORed. Nodes whose machine matches no term are not managed: talos-ccm neither
-	// initializes nor updates them. It still approves their certificates and allocates their pod CIDRs, which have
-	// selectors of their own. Terms see the machine as it is, before any rule.
+	// Selector selects the Nodes to initialize and update. Certificates and pod CIDRs have selectors of their own.
 	Selector []rules.SelectorTerm `default:"all Talos machines" json:"selector,omitempty"`
-	// Topology is what happens to the region and zone labels of an initialized Node if its machine or a rule sets other
-	// values. `keep` leaves them and reports the Event TopologyChanged, because volumes are bound to these labels.
-	// `follow` changes them.
+	// Topology is what happens if the machine of an initialized Node, or a rule, sets another region or zone. `keep` keeps
+	// the labels and reports the Event TopologyChanged. `follow` changes the labels.
 	Topology Choice `default:"keep" json:"topology,omitempty" jsonschema:"enum=keep,enum=follow"`
+	// Conditions is what happens to the Node conditions TalosReady, MaintenanceInProgress and
+	// GracefulNodeShutdownInProgress. `publish` sets them to the machine's state. `omit` removes them.
+	Conditions Choice `default:"publish" json:"conditions,omitempty" jsonschema:"enum=publish,enum=omit"`
 }
 
 // Choice is one of the values that the tag `jsonschema` of its field enumerates. Empty means the default.
@@ -108,9 +110,8 @@ type Choice string
 
 // Addresses configures the addresses of Nodes.
 type Addresses struct {
-	// ExternalIPs selects which of a machine's public addresses its Node lists. `all` lists every one, because the
-	// kubelet's certificate, load balancers and DNS controllers get only the addresses that the Node lists.
-	// `first-per-family` lists the first IPv4 and the first IPv6 address, as the upstream Talos CCM does.
+	// ExternalIPs selects the public addresses that a Node lists, and so those of its certificate and load balancers.
+	// `first-per-family` lists one IPv4 and one IPv6 address, as the upstream Talos CCM does.
 	ExternalIPs Choice `default:"all" json:"externalIPs,omitempty" jsonschema:"enum=all,enum=first-per-family"`
 }
 
@@ -123,88 +124,73 @@ var moved = map[string]string{
 
 // CSRApproval configures the approval of kubelet serving certificates.
 type CSRApproval struct {
-	// Selector is a list of terms that are ORed. The certificate signing requests of Nodes whose machine matches no
-	// term are left to other approvers. Terms see the machine as it is, before any rule.
-	Selector []rules.SelectorTerm `default:"all Talos machines, whether nodes.selector selects them or not" json:"selector,omitempty"`
-	// MaxExpiration is the maximum validity that a kubelet may request, such as `720h`. The minimum is `10m`.
+	// Selector selects the Nodes whose CSRs talos-ccm decides.
+	Selector []rules.SelectorTerm `default:"all Talos machines" json:"selector,omitempty"`
+	// MaxExpiration is the maximum validity that a kubelet may request (minimum: `10m`).
 	MaxExpiration string `default:"8784h" json:"maxExpiration,omitempty"`
-	// AllowedSANs lists DNS names and IP addresses that certificates may contain in addition to the machine's own,
-	// such as a DNS name that resolves to the machine.
+	// AllowedSANs lists names and addresses that certificates may contain besides the machine's own.
 	AllowedSANs []AllowedSANs `json:"allowedSANs,omitempty"`
-	// CredentialPinning is what happens to a request that was made with another client certificate than the one that
-	// the Node's kubelet is known to have, such as one that was obtained with a bootstrap token. `warn` reports the
-	// Event UnexpectedCredential. `enforce` also leaves the request pending. Either value applies to all Nodes.
+	// CredentialPinning is what happens to a CSR made with another client certificate than the recorded one of the Node.
+	// `warn` reports it, `enforce` also leaves the CSR pending. Either value applies to all Nodes.
 	CredentialPinning Choice `default:"enforce for control-plane Nodes, warn for workers" json:"credentialPinning,omitempty" jsonschema:"enum=warn,enum=enforce"`
 }
 
 // AllowedSANs lists DNS names and IP addresses that selected machines may have in their certificates.
 type AllowedSANs struct {
-	// Name identifies the entry in error messages. It must be unique.
+	// Name is the entry's unique name in error messages.
 	Name string `json:"name,omitempty"`
-	// NodeSelector is a list of terms that are ORed. Node labels cannot be selected, because a kubelet may set its
-	// own labels.
+	// NodeSelector selects machines.
 	NodeSelector []rules.SelectorTerm `default:"all machines" json:"nodeSelector,omitempty"`
-	// DNSNames are fully qualified names without wildcards. Names that are reserved for the cluster, such as
-	// kubernetes.default.svc and cluster.local, are invalid.
+	// DNSNames are fully qualified names without wildcards.
 	DNSNames []string `json:"dnsNames,omitempty"`
-	// IPAddresses are IPv4 or IPv6 addresses without a prefix length. Loopback, link-local and multicast addresses are
-	// invalid.
+	// IPAddresses are IPv4 or IPv6 addresses without a prefix length.
 	IPAddresses []string `json:"ipAddresses,omitempty"`
 }
 
 // IPAM configures the allocation of pod CIDRs.
 type IPAM struct {
-	// Selector is a list of terms that are ORed. Nodes whose machine matches no term get no pod CIDRs from talos-ccm.
-	// Terms see the machine as it is, before any rule.
-	Selector []rules.SelectorTerm `default:"all Talos machines, whether nodes.selector selects them or not" json:"selector,omitempty"`
-	// Pools are address pools for pod CIDRs. A Node uses the first pool that selects it. A Node that already has pod
-	// CIDRs keeps them.
-	Pools []Pool `default:"none: Nodes use the cluster CIDRs" json:"pools,omitempty"`
-	// BlockSize `auto` derives the size of a Node's IPv4 pod CIDR from the maximum number of pods of its kubelet: the
-	// smallest CIDR with two addresses per pod. The IPv4 mask size of a pool takes precedence.
+	// Selector selects the Nodes that get pod CIDRs.
+	Selector []rules.SelectorTerm `default:"all Talos machines" json:"selector,omitempty"`
+	// Pools are address pools for pod CIDRs. A Node uses the first pool that selects it, and keeps its pod CIDRs.
+	Pools []Pool `default:"the cluster CIDRs" json:"pools,omitempty"`
+	// BlockSize `auto` gives each Node the smallest IPv4 pod CIDR with two addresses per pod of the kubelet's maxPods. The
+	// IPv4 mask size of a pool takes precedence.
 	BlockSize Choice `default:"the mask size" json:"blockSize,omitempty" jsonschema:"enum=auto"`
-	// FallbackToClusterCIDRs applies to --cidr-allocator-type=CloudAllocator. It allocates a Node's IPv6 pod CIDR from
-	// the cluster CIDRs, as the upstream Talos CCM does, if the machine has no global IPv6 prefix a minute after the
-	// Node has registered. By default the Node waits for a prefix, because its pod CIDRs cannot be changed once set.
+	// FallbackToClusterCIDRs allocates IPv6 pod CIDRs from the cluster CIDRs, with --cidr-allocator-type=CloudAllocator,
+	// if the machine has no global IPv6 prefix a minute after its Node has registered. By default the Node waits.
 	FallbackToClusterCIDRs bool `json:"fallbackToClusterCIDRs,omitempty"`
 }
 
 // Pool is a set of CIDRs from which the pod CIDRs of the selected Nodes are allocated.
 type Pool struct {
-	// Name identifies the pool in Events, metrics and error messages. It must be unique.
+	// Name is the pool's unique name in Events, metrics and error messages.
 	Name string `json:"name"`
-	// NodeSelector is a list of terms that are ORed. In addition to other keys, `labels.<key>` selects by a label of
-	// the Node.
+	// NodeSelector selects machines; `labels.<key>` is a label of the Node.
 	NodeSelector []rules.SelectorTerm `default:"all machines" json:"nodeSelector,omitempty"`
-	// CIDRs are IPv4 or IPv6 CIDRs. Pools may have the same CIDR, with different mask sizes, but must not overlap
-	// otherwise. Within an IP family, the first CIDR that is not exhausted is used. An IP family without CIDRs is
-	// allocated as if there were no pools.
+	// CIDRs are IPv4 or IPv6 CIDRs. Within an IP family, the first CIDR with a free block is used. A family without CIDRs is
+	// allocated as if there were no pools. Pools may have the same CIDR.
 	CIDRs []string `json:"cidrs"`
-	// ContainsMachines must be set if machines have addresses in the CIDRs, such as in a part of their own subnet.
-	// Otherwise no machine gets a serving certificate for an address in the CIDRs, because it can be a pod's.
+	// ContainsMachines must be set if machines have addresses in the CIDRs. Otherwise they get no serving certificates for
+	// these addresses.
 	ContainsMachines bool `json:"containsMachines,omitempty"`
-	// MaskSize is the prefix length of a Node's pod CIDR, such as 24, in a pool with a single IP family.
+	// MaskSize is the prefix length of a Node's pod CIDR in a pool with a single IP family.
 	MaskSize int `json:"maskSize,omitempty" jsonschema:"minimum=0,maximum=128"`
 	// MaskSizeIPv4 is the prefix length of a Node's IPv4 pod CIDR.
-	MaskSizeIPv4 int `default:"the value of --node-cidr-mask-size-ipv4" json:"maskSizeIPv4,omitempty" jsonschema:"minimum=0,maximum=32"`
+	MaskSizeIPv4 int `default:"--node-cidr-mask-size-ipv4" json:"maskSizeIPv4,omitempty" jsonschema:"minimum=0,maximum=32"`
 	// MaskSizeIPv6 is the prefix length of a Node's IPv6 pod CIDR.
-	MaskSizeIPv6 int `default:"the value of --node-cidr-mask-size-ipv6" json:"maskSizeIPv6,omitempty" jsonschema:"minimum=0,maximum=128"`
+	MaskSizeIPv6 int `default:"--node-cidr-mask-size-ipv6" json:"maskSizeIPv6,omitempty" jsonschema:"minimum=0,maximum=128"`
 }
 
 // Service configures load balancers by node IP.
 type Service struct {
-	// Default also gives addresses to Services of type LoadBalancer without a `loadBalancerClass`. Do not set it if
-	// another controller does that.
+	// Default also gives addresses to Services without a `loadBalancerClass`. No other controller may do that.
 	Default bool `json:"default,omitempty"`
-	// Addresses is the type of the Node addresses that Services get, unless their annotation `talos-ccm.dev/addresses`
-	// overrides it.
+	// Addresses is the type of the Node addresses that Services get. The annotation `talos-ccm.dev/addresses` overrides it.
 	Addresses ServiceAddresses `default:"external, or internal for a Node without external ones" json:"addresses,omitempty" jsonschema:"enum=external,enum=internal"`
-	// ExternalCIDRs limits the external addresses that Services get to CIDRs, such as those that your provider has
-	// assigned to you. Internal addresses are not limited. A worker that reports a false external address could otherwise
-	// redirect the cluster's traffic to that address.
+	// ExternalCIDRs limits the external addresses that Services get. Set it to your own public CIDRs: otherwise a worker can
+	// redirect the cluster's traffic by reporting a false address.
 	ExternalCIDRs []string `default:"all addresses" json:"externalCIDRs,omitempty"`
-	// ReservedPorts are ports that Services cannot have, whatever the protocol, because processes on the machines use
-	// them. Ports of Talos, Kubernetes and talos-ccm are always reserved.
+	// ReservedPorts are ports of any protocol that Services cannot have, besides those of Talos, Kubernetes and talos-ccm.
 	ReservedPorts []int `json:"reservedPorts,omitempty"`
 }
 
@@ -220,22 +206,19 @@ const (
 
 // Lifecycle configures the taints and the deletion of Nodes whose machines are shut down or gone.
 type Lifecycle struct {
-	// Selector is a list of terms that are ORed. talos-ccm neither taints nor deletes the Nodes of machines that match
-	// no term.
+	// Selector selects the Nodes that talos-ccm may taint and delete.
 	Selector []rules.SelectorTerm `default:"the machines of managed Nodes" json:"selector,omitempty"`
-	// GracePeriod is how long a Node must be not ready, while there is proof that its machine is gone, before it is
-	// deleted. The minimum is `1m`.
+	// GracePeriod is how long a Node must be not ready, with proof that its machine is gone, before it is deleted (minimum: `1m`).
 	GracePeriod string `default:"5m" json:"gracePeriod,omitempty"`
-	// DryRun reports verdicts as Events and metrics, but neither taints nor deletes Nodes.
+	// DryRun reports verdicts as Events and metrics, but neither taints nor deletes Nodes. It removes earlier taints.
 	DryRun bool `json:"dryRun,omitempty"`
-	// OutOfServiceTaint sets the taint `node.kubernetes.io/out-of-service` on Nodes whose machines announced a shutdown
-	// and have been silent for the grace period. Kubernetes then deletes their pods and detaches their volumes.
+	// OutOfServiceTaint sets the taint `node.kubernetes.io/out-of-service` on Nodes whose machines announced a shutdown and
+	// have been silent for the grace period. Kubernetes then deletes their pods and detaches their volumes.
 	OutOfServiceTaint bool `json:"outOfServiceTaint,omitempty"`
-	// Discovery also deletes a Node if its machine does not respond, and if no control-plane machine that responds
-	// discovers it as a member of the cluster. It needs Talos's discovery service.
+	// Discovery also deletes a Node if its machine does not respond and no control-plane machine discovers it. It needs
+	// Talos's discovery service.
 	Discovery bool `json:"discovery,omitempty"`
-	// AbsentPeriod is the grace period for `discovery`. The minimum is `30m`, the time after which the discovery
-	// service forgets a machine.
+	// AbsentPeriod is the grace period for `discovery` (minimum: `30m`).
 	AbsentPeriod string `default:"1h" json:"absentPeriod,omitempty"`
 }
 

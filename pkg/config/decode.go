@@ -11,9 +11,6 @@ import (
 	"go.yaml.in/yaml/v4"
 )
 
-// maxExpanded bounds the size of the document with its aliases expanded. A node counts one more than its text.
-const maxExpanded = 4 * MaxSize
-
 // decoder fills a Config from YAML nodes and collects errors. The YAML library cannot: it names Go types instead of
 // paths, reads 030 as 24 and yes as true, and skips list items and mappings with errors.
 type decoder struct {
@@ -22,6 +19,8 @@ type decoder struct {
 	values map[string]entry
 	// parents are the structs that contain the current value, outermost first.
 	parents []parent
+	// merging are the mappings whose merge keys are being read.
+	merging map[*yaml.Node]bool
 }
 
 // entry is a key of a mapping with its value. The key of a list item, and of the document, is its value.
@@ -35,7 +34,9 @@ type parent struct {
 	path string
 }
 
-func newDecoder() *decoder { return &decoder{values: map[string]entry{}} }
+func newDecoder() *decoder {
+	return &decoder{values: map[string]entry{}, merging: map[*yaml.Node]bool{}}
+}
 
 // parse reads the only document of the roots, and returns nil if it has errors.
 func (d *decoder) parse(roots []*yaml.Node) *Compiled {
@@ -43,33 +44,30 @@ func (d *decoder) parse(roots []*yaml.Node) *Compiled {
 		d.report(roots[1], "", "file contains more than one YAML document")
 	}
 
-	var file Config
-	if len(d.problems) > 0 || !d.decodeDocument(roots[0], reflect.ValueOf(&file).Elem()) {
+	if len(d.problems) > 0 {
 		return nil
 	}
 
-	if compiled := d.validate(&file); len(d.problems) == 0 {
+	var file Config
+
+	d.decodeDocument(roots[0], &file)
+
+	if compiled := d.validate(&file); !slices.ContainsFunc(d.problems, func(p Problem) bool { return !p.Warning }) {
 		return compiled
 	}
 
 	return nil
 }
 
-// decodeDocument stores a document, and returns false if it is too large to be read.
-func (d *decoder) decodeDocument(root *yaml.Node, into reflect.Value) bool {
-	if !d.checkAliases(root, map[*yaml.Node]int{}) {
-		return false
-	}
-
-	d.decode(entry{key: root, value: root}, into)
-
-	return true
+// decodeDocument stores a document in a struct.
+func (d *decoder) decodeDocument(root *yaml.Node, into any) {
+	d.decode(entry{key: root, value: root}, reflect.ValueOf(into).Elem())
 }
 
 // load returns the roots of the documents, at least one, or nil if they cannot be read.
 func (d *decoder) load(data []byte) []*yaml.Node {
 	if len(data) > MaxSize {
-		d.add(Problem{Msg: fmt.Sprintf("file has %d bytes; the maximum is %d", len(data), MaxSize)})
+		d.add(Problem{Msg: fmt.Sprintf("file is larger than %d bytes", MaxSize)})
 
 		return nil
 	}
@@ -94,39 +92,6 @@ func (d *decoder) load(data []byte) []*yaml.Node {
 	}
 
 	return roots
-}
-
-// checkAliases adds a problem and returns false if the node is too large with its aliases expanded. An alias of a value
-// that contains it becomes a scalar. The sizes belong to the nodes before this one.
-func (d *decoder) checkAliases(n *yaml.Node, sizes map[*yaml.Node]int) bool {
-	size := 1 + len(n.Value)
-
-	if n.Kind == yaml.AliasNode {
-		target, isComplete := sizes[n.Alias]
-		size += target
-
-		if !isComplete {
-			n.Kind, n.Tag = yaml.ScalarNode, "!alias"
-		}
-	}
-
-	for _, child := range n.Content {
-		if !d.checkAliases(child, sizes) {
-			return false
-		}
-
-		size += sizes[child]
-	}
-
-	if size > maxExpanded {
-		d.report(n, "", "document is too large with its aliases expanded")
-
-		return false
-	}
-
-	sizes[n] = size
-
-	return true
 }
 
 // kinds are the kinds of Go values that a Config is made of, and the nodes that can be read into them. Plain numbers,
@@ -198,8 +163,6 @@ func describe(n *yaml.Node) string {
 		return kinds[reflect.Map].name
 	case canBe(reflect.Slice, n):
 		return kinds[reflect.Slice].name
-	case n.Alias != nil:
-		return "an alias of a value that contains it"
 	case !canBe(reflect.String, n):
 		return "a value with the YAML tag " + quote(n.ShortTag())
 	case n.ShortTag() == "!!str":
@@ -361,10 +324,16 @@ func (d *decoder) merge(n *yaml.Node, t reflect.Type, path string) (list []entry
 	}
 
 	for _, source := range sources {
-		if mapping := resolve(source); mapping.Kind == yaml.MappingNode {
-			list = append(list, d.entries(mapping, t, path)...)
-		} else {
+		switch mapping := resolve(source); {
+		case mapping.Kind != yaml.MappingNode:
 			d.report(n, childPath(t, path, "<<"), "must be a mapping or a list of mappings, not %s", describe(mapping))
+		case d.merging[mapping]:
+			d.report(n, childPath(t, path, "<<"), "must not contain itself")
+		default:
+			d.merging[mapping] = true
+			list = append(list, d.entries(mapping, t, path)...)
+
+			delete(d.merging, mapping)
 		}
 	}
 
@@ -382,6 +351,11 @@ func resolve(n *yaml.Node) *yaml.Node {
 
 func (d *decoder) report(n *yaml.Node, path, format string, args ...any) {
 	d.add(Problem{Line: n.Line, Column: n.Column, Path: path, Msg: fmt.Sprintf(format, args...)})
+}
+
+func (d *decoder) warn(path, msg string) {
+	n := d.find(path)
+	d.add(Problem{Line: n.Line, Column: n.Column, Path: path, Msg: msg, Warning: true})
 }
 
 func (d *decoder) add(p Problem) {
@@ -422,9 +396,9 @@ func (d *decoder) finish() []Problem {
 	return d.problems
 }
 
-// err returns the problems as an *Error, or nil if there are none.
+// err returns the errors, without warnings, as an *Error, or nil if there are none.
 func (d *decoder) err(name string) error {
-	problems := d.finish()
+	problems := slices.DeleteFunc(slices.Clone(d.finish()), func(p Problem) bool { return p.Warning })
 
 	switch {
 	case len(problems) == 0:

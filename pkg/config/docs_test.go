@@ -263,14 +263,20 @@ func TestDocs_SelectorKeys(t *testing.T) {
 }
 
 func TestDocs_Functions(t *testing.T) {
+	missing := rules.Functions()
+
 	for _, row := range table(t, "| function | example | gives |") {
 		for _, name := range code.FindAllStringSubmatch(row[0], -1) {
 			assert.Contains(t, rules.Functions(), name[1])
+
+			missing = slices.DeleteFunc(missing, func(known string) bool { return known == name[1] })
 		}
 
 		example, want := code.FindStringSubmatch(row[1])[1], code.FindStringSubmatch(row[2])[1]
 		assert.Equal(t, want, apply(t, example), example)
 	}
+
+	assert.Equal(t, []string{"fail"}, missing, "functions without a row")
 }
 
 func TestDocs_Variables(t *testing.T) {

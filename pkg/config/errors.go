@@ -9,7 +9,7 @@ import (
 // maxProblems bounds the number of problems that are reported for one file.
 const maxProblems = 1000
 
-// Problem is one error in a file.
+// Problem is one error or warning in a file.
 type Problem struct {
 	// Line and Column count from 1; 0 means unknown.
 	Line   int `json:"line,omitempty"`
@@ -19,9 +19,11 @@ type Problem struct {
 	// Rule is the name of the rule, pool or entry that contains the key; empty if there is none.
 	Rule string `json:"rule,omitempty"`
 	Msg  string `json:"message"`
+	// Warning is true if the file is valid nevertheless.
+	Warning bool `json:"warning,omitempty"`
 }
 
-// Error holds every error in a file, ordered by position.
+// Error holds every error and warning in a file, ordered by position.
 type Error struct {
 	// Name of the file.
 	Name string
@@ -52,6 +54,12 @@ func (e *Error) Error() string {
 
 // String returns the path and the message.
 func (p Problem) String() string {
+	if p.Warning {
+		p.Warning = false
+
+		return "warning: " + p.String()
+	}
+
 	kind := "entry"
 	if strings.HasPrefix(p.Path, "transformations") {
 		kind = "rule"

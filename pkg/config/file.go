@@ -17,6 +17,8 @@ type Extension struct {
 	MountPath string
 	// CheckEnvironment returns why the service cannot be started with the variables, one line per error.
 	CheckEnvironment func(variables []string) error
+	// Warn returns a warning about a variable; empty if there is none.
+	Warn func(variable string) string
 }
 
 // ParseFile reads a configuration file, or a stream of documents that contains the ExtensionServiceConfig document of
@@ -39,6 +41,8 @@ func ParseFile(name string, data []byte, extension Extension) (*Compiled, error)
 	if err := f.err(name); err != nil {
 		return nil, err
 	}
+
+	compiled.Warnings = f.problems
 
 	return compiled, nil
 }
@@ -99,8 +103,12 @@ func (f *file) stream(roots []*yaml.Node) *Compiled {
 	var found *yaml.Node
 
 	for _, root := range roots {
+		name := child(root, "name") // without one, the document has an error
+
 		switch {
-		case child(root, "kind").Value != extensionKind || child(root, "name").Value != f.extension.Name:
+		case !isDocument(root) && child(root, "cluster").IsZero() && child(root, "version").IsZero():
+			f.report(root, "", "configuration beside documents is ignored; put it into configFiles of the %s document", extensionKind)
+		case child(root, "kind").Value != extensionKind || name.Value != f.extension.Name && !name.IsZero():
 		case found != nil:
 			f.report(root, "", "another %s document with the name %s is in line %d", extensionKind, f.extension.Name, found.Line)
 		default:
@@ -139,9 +147,8 @@ type extensionFile struct {
 // document reads the document of the extension.
 func (f *file) document(root *yaml.Node) *Compiled {
 	var document extensionServiceConfig
-	if !f.decodeDocument(root, reflect.ValueOf(&document).Elem()) {
-		return nil
-	}
+
+	f.decodeDocument(root, &document)
 
 	if document.APIVersion != "" && document.APIVersion != "v1alpha1" {
 		f.report(f.find("apiVersion"), "apiVersion", "must be v1alpha1, not %s", quote(document.APIVersion))
@@ -187,6 +194,13 @@ func (f *file) checkEnvironment(variables []string) {
 
 	if len(variables) == 0 {
 		return
+	}
+
+	for i, variable := range variables {
+		if warning := f.extension.Warn(variable); warning != "" {
+			path := fmt.Sprintf("environment[%d]", i)
+			f.warn(path, warning)
+		}
 	}
 
 	for _, mistake := range check(variables...) {

@@ -64,7 +64,7 @@ func FuzzParseFile(f *testing.F) {
 	f.Add([]byte("image: a\nenabledControllers: [route, a]\nextraArgs: [--b=c, -d]\n"))
 
 	f.Fuzz(func(t *testing.T, data []byte) {
-		extension := config.Extension{Name: "a", MountPath: "/b", CheckEnvironment: func(variables []string) error {
+		extension := config.Extension{Name: "a", MountPath: "/b", Warn: func(variable string) string { return variable }, CheckEnvironment: func(variables []string) error {
 			if slices.Contains(variables, "c") {
 				return errors.New("no c")
 			}

@@ -27,6 +27,8 @@ type Compiled struct {
 	Rules *rules.Set
 	// FollowTopology changes the region and zone labels of initialized Nodes.
 	FollowTopology bool
+	// OmitConditions keeps the state of machines out of the conditions of Nodes.
+	OmitConditions bool
 	// OneExternalIPPerFamily lists only the first ExternalIP of each IP family.
 	OneExternalIPPerFamily bool
 	// NodeSelector selects the machines of managed Nodes; nil selects all.
@@ -51,6 +53,9 @@ type Compiled struct {
 	Lifecycle CompiledLifecycle
 	// FactKinds are the kinds of facts that rules, selectors and pools read.
 	FactKinds machine.FactKinds
+
+	// Warnings are about parts of the file that have no effect.
+	Warnings []Problem
 
 	ruleCount int
 }
@@ -119,6 +124,7 @@ type CompiledPool struct {
 type validator struct {
 	file      *decoder
 	errs      field.ErrorList
+	warnings  []rules.Warning
 	factKinds machine.FactKinds // that selectors read
 }
 
@@ -126,16 +132,18 @@ type validator struct {
 // decoded.
 func (d *decoder) validate(file *Config) *Compiled {
 	v := &validator{file: d}
-	global, ipam, service := field.NewPath("global"), field.NewPath("ipam"), field.NewPath("service")
-	set, errs := rules.Compile(file.Transformations, field.NewPath("transformations"))
-	v.errs = errs
+	global, nodes, ipam, service := field.NewPath("global"), field.NewPath("nodes"), field.NewPath("ipam"), field.NewPath("service")
+	transformations := field.NewPath("transformations")
+	set, errs := rules.Compile(file.Transformations, transformations)
+	v.errs, v.warnings = errs, rules.Warnings(file.Transformations, transformations)
 
 	if reasons := validation.IsValidLabelValue(file.Global.ClusterName); len(reasons) > 0 {
 		v.invalid(global.Child("clusterName"), file.Global.ClusterName, "must be a valid label value: %s", strings.Join(reasons, "; "))
 	}
 
 	oneOf(v, global.Child("providerIDFallback"), file.Global.ProviderIDFallback, FallbackUUID, FallbackNodeIP)
-	oneOf(v, field.NewPath("nodes", "topology"), file.Nodes.Topology, "keep", "follow")
+	oneOf(v, nodes.Child("topology"), file.Nodes.Topology, "keep", "follow")
+	oneOf(v, nodes.Child("conditions"), file.Nodes.Conditions, "publish", "omit")
 	oneOf(v, field.NewPath("addresses", "externalIPs"), file.Addresses.ExternalIPs, "all", "first-per-family")
 	oneOf(v, field.NewPath("csrApproval", "credentialPinning"), file.CSRApproval.CredentialPinning, "warn", "enforce")
 	oneOf(v, ipam.Child("blockSize"), file.IPAM.BlockSize, "auto")
@@ -159,8 +167,9 @@ func (d *decoder) validate(file *Config) *Compiled {
 		ProviderIDFallback:     file.Global.ProviderIDFallback,
 		Rules:                  set,
 		FollowTopology:         file.Nodes.Topology == "follow",
+		OmitConditions:         file.Nodes.Conditions == "omit",
 		OneExternalIPPerFamily: file.Addresses.ExternalIPs == "first-per-family",
-		NodeSelector:           v.selector(field.NewPath("nodes", "selector"), file.Nodes.Selector, rules.CompileSelector),
+		NodeSelector:           v.selector(nodes.Child("selector"), file.Nodes.Selector, rules.CompileSelector),
 		CSRSelector:            v.selector(field.NewPath("csrApproval", "selector"), file.CSRApproval.Selector, rules.CompileSelector),
 		IPAMSelector:           v.selector(ipam.Child("selector"), file.IPAM.Selector, rules.CompileSelector),
 		MaxExpiration: v.duration(field.NewPath("csrApproval", "maxExpiration"), file.CSRApproval.MaxExpiration,
@@ -178,7 +187,19 @@ func (d *decoder) validate(file *Config) *Compiled {
 
 	compiled.FactKinds = v.factKinds | set.FactKinds()
 
+	v.report()
+
+	return compiled
+}
+
+// report reports the warnings and the errors.
+func (v *validator) report() {
+	d := v.file
 	undecoded := d.problems
+
+	for _, w := range v.warnings {
+		d.warn(w.Path.String(), w.Msg)
+	}
 
 	for _, err := range v.errs {
 		if !slices.ContainsFunc(undecoded, func(p Problem) bool { return p.covers(err.Field) }) {
@@ -189,8 +210,6 @@ func (d *decoder) validate(file *Config) *Compiled {
 			break
 		}
 	}
-
-	return compiled
 }
 
 func (v *validator) invalid(path *field.Path, value, format string, args ...any) {
@@ -214,7 +233,7 @@ func (v *validator) selector(
 	path *field.Path, terms []rules.SelectorTerm, compile func([]rules.SelectorTerm, *field.Path) (*rules.Selector, field.ErrorList),
 ) *rules.Selector {
 	selector, errs := compile(terms, path)
-	v.errs = append(v.errs, errs...)
+	v.errs, v.warnings = append(v.errs, errs...), append(v.warnings, rules.SelectorWarnings(terms, path)...)
 	v.factKinds |= selector.FactKinds()
 
 	return selector

@@ -128,6 +128,25 @@ func TestApply_LaterRulesReadReplacedMetadata(t *testing.T) {
 	assert.Equal(t, facts.Machine.Platform, result.Platform)
 }
 
+func TestExplain(t *testing.T) {
+	compiled := compile(t,
+		rules.Rule{Name: "all", PlatformMetadata: map[string]string{"Zone": "a"}},
+		rules.Rule{Name: "replaced", NodeSelector: one("zone", rules.In, "Zone", "b")},
+		rules.Rule{Name: "absent", NodeSelector: one("tags.rack", rules.Exists)},
+		rules.Rule{Name: "terms", NodeSelector: append(
+			[]rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "zone", Operator: rules.Exists}, {Key: "Region", Operator: rules.DoesNotExist}}}, {}},
+			one("region", rules.NotIn, "Region")...,
+		)},
+	)
+
+	assert.Equal(t, []rules.Match{
+		{Rule: "all"},
+		{Rule: "replaced", Mismatch: `does not apply: zone In Zone, b, but it is "a"`},
+		{Rule: "absent", Mismatch: "does not apply: tags.rack Exists, but the machine does not report it"},
+		{Rule: "terms", Mismatch: `does not apply: Region DoesNotExist, but it is "Region"; a term without expressions matches nothing; region NotIn Region, but it is "Region"`},
+	}, compiled.Explain(everything()))
+}
+
 func TestApply_SkipsOnlyInvalidValues(t *testing.T) {
 	compiled := compile(t, rules.Rule{
 		Name:             "bad",
@@ -213,18 +232,6 @@ func TestApply_SetsEmptyLabels(t *testing.T) {
 
 	result := compile(t, rules.Rule{Labels: map[string]string{role: "", "zone": "{{ .Zone }}"}}).Apply(rules.Facts{})
 	assert.Equal(t, map[string]string{role: "", "zone": ""}, values(result.Labels))
-}
-
-func TestApply_LimitsSizeOfAnnotations(t *testing.T) {
-	rule := rules.Rule{Name: "large", Annotations: map[string]string{}}
-	for i := range 5 {
-		rule.Annotations[fmt.Sprint(i)] = strings.Repeat("x", 60<<10)
-	}
-
-	result := compile(t, rule).Apply(rules.Facts{})
-	assert.Len(t, result.Annotations, 3)
-	require.Len(t, result.Problems, 2)
-	assert.Equal(t, "large annotations[3]", result.Problems[0].Rule+" "+result.Problems[0].Key)
 }
 
 func TestApply_DoesNotModifyFacts(t *testing.T) {

@@ -12,6 +12,7 @@ import (
 	"text/template"
 	"text/template/parse"
 
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/apimachinery/pkg/util/validation/field"
@@ -22,8 +23,8 @@ import (
 
 // Set is a compiled list of rules. The nil Set changes nothing. A Set is safe for concurrent use.
 type Set struct {
-	rules     []*rule
-	factKinds machine.FactKinds
+	rules                    []*rule
+	factKinds, identityFacts machine.FactKinds
 }
 
 // FactKinds returns the kinds of facts that the rules read.
@@ -33,6 +34,15 @@ func (s *Set) FactKinds() machine.FactKinds {
 	}
 
 	return s.factKinds
+}
+
+// IdentityFacts returns the kinds of facts that may determine the providerID or the instance ID that rules set.
+func (s *Set) IdentityFacts() machine.FactKinds {
+	if s == nil {
+		return 0
+	}
+
+	return s.identityFacts
 }
 
 type rule struct {
@@ -50,37 +60,40 @@ type entry struct {
 	kind     *kind
 	key      string
 	template *template.Template
-	// constant adds the value of a template without actions; nil for others.
-	constant setter
 }
 
 // kind is a map of a rule.
 type kind struct {
 	name     string
 	checkKey func(key string) error
-	// parse returns why a value is invalid, or else what adds it to a result.
-	parse func(r *rule, key, value string) (setter, error)
+	// set adds a value to a result, or returns why the value is invalid.
+	set func(result *Result, r *rule, key, value string) error
 }
 
-// setter adds a value to a result.
-type setter func(*Result)
-
 var (
-	labels = &kind{"labels", checkKey, func(r *rule, key, value string) (setter, error) {
-		return func(result *Result) { result.Labels[key] = Value{Value: value, Rule: r.name} }, checkLabelValue(value)
+	labels = &kind{"labels", checkKey, func(result *Result, r *rule, key, value string) error {
+		err := checkLabelValue(value)
+		if err == nil {
+			result.Labels[key] = Value{Value: value, Rule: r.name}
+		}
+
+		return err
 	}}
-	annotations = &kind{"annotations", checkKey, func(r *rule, key, value string) (setter, error) {
-		return func(result *Result) { result.Annotations[key] = Value{Value: value, Rule: r.name} }, nil
+	annotations = &kind{"annotations", checkKey, func(result *Result, r *rule, key, value string) error {
+		result.Annotations[key] = Value{Value: value, Rule: r.name}
+
+		return nil
 	}}
-	taints   = &kind{"taints", checkTaintKey, parseTaint}
-	metadata = &kind{"platformMetadata", checkField, parseField}
+	taints   = &kind{"taints", checkTaintKey, setTaint}
+	metadata = &kind{"platformMetadata", checkField, setField}
 )
 
 // Compile returns the compiled rules, or all errors in them. The path is the field path of the rules.
 func Compile(rules []Rule, path *field.Path) (*Set, field.ErrorList) {
 	var (
-		compiled Set
-		errs     field.ErrorList
+		compiled      Set
+		metadataFacts machine.FactKinds // of the rules that replace metadata, which later rules can read
+		errs          field.ErrorList
 	)
 
 	first := map[string]int{}
@@ -103,6 +116,14 @@ func Compile(rules []Rule, path *field.Path) (*Set, field.ErrorList) {
 		errs = append(errs, r.compile(source, path.Index(i))...)
 		compiled.rules = append(compiled.rules, r)
 		compiled.factKinds |= r.factKinds
+
+		if len(source.PlatformMetadata) > 0 {
+			metadataFacts |= r.factKinds
+		}
+
+		if slices.ContainsFunc(slices.Collect(maps.Keys(source.PlatformMetadata)), isIdentity) {
+			compiled.identityFacts = metadataFacts
+		}
 	}
 
 	if len(errs) > 0 {
@@ -153,25 +174,26 @@ func (r *rule) add(k *kind, source map[string]string, path *field.Path) (errs fi
 
 		compiled, factKinds, err := compileTemplate(source[key])
 		r.factKinds |= factKinds
-		e := entry{kind: k, key: key, template: compiled}
 
 		if err == nil && !slices.ContainsFunc(compiled.Root.Nodes, isAction) {
-			e.constant, err = k.parseConstant(r, key, compiled.Root.String())
+			err = k.checkConstant(r, key, compiled.Root.String())
 		}
 
 		if err != nil {
 			errs = append(errs, invalid(at, err))
 		}
 
-		r.entries = append(r.entries, e)
+		r.entries = append(r.entries, entry{kind: k, key: key, template: compiled})
 	}
 
 	return errs
 }
 
-// parseConstant parses the value of a template without actions. Its errors contain the value.
-func (k *kind) parseConstant(r *rule, key, value string) (setter, error) {
-	set, err := k.parse(r, key, value)
+// checkConstant returns why the value of a template without actions is invalid. The error contains the value.
+func (k *kind) checkConstant(r *rule, key, value string) error {
+	result := newResult(runtime.PlatformMetadataSpec{})
+
+	err := k.set(&result, r, key, value)
 	if err == nil && k == metadata {
 		err = checkMetadata(fieldName(key), strings.TrimSpace(value))
 	}
@@ -180,7 +202,7 @@ func (k *kind) parseConstant(r *rule, key, value string) (setter, error) {
 		err = fmt.Errorf("%q: %w", value, err)
 	}
 
-	return set, err
+	return err
 }
 
 // checkMetadata returns why Nodes cannot have a value of the metadata. The result of a template is checked when the Node
@@ -216,6 +238,11 @@ func fieldName(key string) string {
 	return ""
 }
 
+// isIdentity reports whether the field identifies the machine.
+func isIdentity(key string) bool {
+	return slices.Contains([]string{"ProviderID", "InstanceID"}, fieldName(key))
+}
+
 func checkField(key string) error {
 	switch {
 	case fieldName(key) != "":
@@ -234,24 +261,23 @@ func IsProviderID(providerID string) bool {
 	return provider != "" && id != "" && !strings.HasSuffix(id, "/")
 }
 
-// parseField parses the new value of a field; leading and trailing white space does not count.
-func parseField(r *rule, key, value string) (setter, error) {
+// setField replaces a field; leading and trailing white space of the value does not count.
+func setField(result *Result, r *rule, key, value string) error {
 	name, value := fieldName(key), strings.TrimSpace(value)
 
-	if name == "Spot" && value != "true" && value != "false" {
-		return nil, fmt.Errorf("%q is neither true nor false", value)
+	switch f := reflect.ValueOf(&result.Platform).Elem().FieldByName(name); {
+	case !f.IsValid(): // checkField reports it
+	case f.Kind() == reflect.String:
+		f.SetString(value)
+	case value != "true" && value != "false":
+		return fmt.Errorf("%q is neither true nor false", value)
+	default:
+		f.SetBool(value == "true")
 	}
 
-	return func(result *Result) {
-		switch f := reflect.ValueOf(&result.Platform).Elem().FieldByName(name); f.Kind() {
-		case reflect.Bool:
-			f.SetBool(value == "true")
-		default:
-			f.SetString(value)
-		}
+	result.Replaced[name] = r.name
 
-		result.Replaced[name] = r.name
-	}, nil
+	return nil
 }
 
 // reservedKeys are labels and annotations that rules cannot set, and prefixes of such keys that end in "/" or "-", with the reason.
@@ -311,8 +337,10 @@ func checkTaintKey(key string) error {
 	return checkQualifiedName(key)
 }
 
-// parseTaint parses "value:Effect" or "Effect". The taint replaces the one with the same key and effect.
-func parseTaint(r *rule, key, text string) (setter, error) {
+var taintEffects = []string{string(corev1.TaintEffectNoSchedule), string(corev1.TaintEffectPreferNoSchedule), string(corev1.TaintEffectNoExecute)}
+
+// setTaint parses "value:Effect" or "Effect". The taint replaces the one with the same key and effect.
+func setTaint(result *Result, r *rule, key, text string) error {
 	value, effect, found := strings.Cut(text, ":")
 	if !found {
 		value, effect = "", text
@@ -320,14 +348,16 @@ func parseTaint(r *rule, key, text string) (setter, error) {
 
 	taint := Taint{Taint: corev1.Taint{Key: key, Value: value, Effect: corev1.TaintEffect(effect)}, Rule: r.name, Enforce: r.enforce}
 
-	switch taint.Effect {
-	case corev1.TaintEffectNoSchedule, corev1.TaintEffectPreferNoSchedule, corev1.TaintEffectNoExecute:
-	default:
-		return nil, fmt.Errorf(`%q is not "value:Effect" or "Effect", where Effect is NoSchedule, PreferNoSchedule or NoExecute`, text)
+	if !slices.Contains(taintEffects, effect) {
+		return fmt.Errorf(`%q is not "value:Effect" or "Effect", where Effect is NoSchedule, PreferNoSchedule or NoExecute`, text)
 	}
 
-	return func(result *Result) {
-		isReplaced := func(other Taint) bool { return other.MatchTaint(&taint.Taint) }
-		result.Taints = append(slices.DeleteFunc(result.Taints, isReplaced), taint)
-	}, checkLabelValue(value)
+	if err := checkLabelValue(value); err != nil {
+		return err
+	}
+
+	isReplaced := func(other Taint) bool { return other.MatchTaint(&taint.Taint) }
+	result.Taints = append(slices.DeleteFunc(result.Taints, isReplaced), taint)
+
+	return nil
 }

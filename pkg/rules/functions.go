@@ -12,10 +12,9 @@ import (
 	"text/template"
 )
 
-// functions are the functions of templates, besides those of patterns and of text/template. They have the names, the
-// order of arguments and the results of the upstream Talos CCM or, where it has no such function, of Masterminds/sprig.
-// Lists are lists of strings. No function converts a text to a number: a machine must not determine how often a loop
-// runs.
+// functions are the functions of templates, besides those of text/template. They have the names, the order of arguments
+// and the results of the upstream Talos CCM or, where it has no such function, of Masterminds/sprig. Lists are lists of
+// strings. No function converts a text to a number: a machine must not determine how often a loop runs.
 var functions = template.FuncMap{
 	"upper":      strings.ToUpper,
 	"lower":      strings.ToLower,
@@ -85,10 +84,22 @@ var functions = template.FuncMap{
 		return found
 	},
 	"keys": func(entries map[string]string) []string { return slices.Sorted(maps.Keys(entries)) },
+
+	"regexFind":       func(pattern, s string) (string, error) { return findString(pattern, s, 0) },
+	"regexFindString": findString,
+	"regexMatch":      regexp.MatchString,
+	"regexReplaceAll": func(pattern, s, replacement string) (string, error) {
+		compiled, err := regexp.Compile(pattern)
+		if err != nil {
+			return "", err
+		}
+
+		return compiled.ReplaceAllString(s, replacement), nil
+	},
 }
 
 // Functions returns the names of the functions that templates can call besides those of text/template, sorted.
-func Functions() []string { return slices.Sorted(maps.Keys(patterns{}.functions())) }
+func Functions() []string { return slices.Sorted(maps.Keys(functions)) }
 
 // empty reports whether the value is false, 0, nil, or an empty string, list or map.
 func empty(v any) bool {
@@ -109,42 +120,9 @@ func getValue(text, key string) string {
 	return ""
 }
 
-// patterns are the regular expressions that a template has as literals. Its functions compile others at each call.
-type patterns map[string]*regexp.Regexp
-
-// functions returns the functions of templates.
-func (p patterns) functions() template.FuncMap {
-	all := maps.Clone(functions)
-	all["regexFind"] = func(pattern, s string) (string, error) { return p.findString(pattern, s, 0) }
-	all["regexFindString"] = p.findString
-	all["regexReplaceAll"] = func(pattern, s, replacement string) (string, error) {
-		compiled, err := p.compile(pattern)
-		if err != nil {
-			return "", err
-		}
-
-		return compiled.ReplaceAllString(s, replacement), nil
-	}
-	all["regexMatch"] = func(pattern, s string) (bool, error) {
-		compiled, err := p.compile(pattern)
-
-		return err == nil && compiled.MatchString(s), err
-	}
-
-	return all
-}
-
-func (p patterns) compile(source string) (*regexp.Regexp, error) {
-	if compiled, found := p[source]; found {
-		return compiled, nil
-	}
-
-	return regexp.Compile(source)
-}
-
 // findString returns a submatch of the first match; 0 is the match itself. It returns "" if there is none.
-func (p patterns) findString(pattern, s string, index int) (string, error) {
-	compiled, err := p.compile(pattern)
+func findString(pattern, s string, index int) (string, error) {
+	compiled, err := regexp.Compile(pattern)
 
 	switch {
 	case err != nil:

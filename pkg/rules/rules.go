@@ -29,21 +29,19 @@ import (
 
 // Rule sets labels, annotations, taints and platform metadata on the Nodes of the machines that it selects.
 type Rule struct {
-	// Name identifies the rule in errors, Events and the output of `talos-ccm render`. It must be unique. A rule without a name is identified by its
-	// position, such as "#1".
-	Name string `json:"name,omitempty"`
+	// Name is the rule's unique name in errors, Events and `talos-ccm render`.
+	Name string `default:"the position, such as #1" json:"name,omitempty"`
 	// NodeSelector terms are ORed. A rule without terms applies to every machine.
 	NodeSelector []SelectorTerm `json:"nodeSelector,omitempty"`
-	// Annotations to set on the Node: each key maps to a template for its value.
+	// Annotations map keys to templates.
 	Annotations map[string]string `json:"annotations,omitempty"`
-	// Labels to set on the Node: each key maps to a template for its value.
+	// Labels map keys to templates.
 	Labels map[string]string `json:"labels,omitempty"`
-	// Taints to set on the Node: each key maps to a template of "value:Effect" or "Effect".
+	// Taints map keys to templates of "value:Effect" or "Effect".
 	Taints map[string]string `json:"taints,omitempty"`
-	// Enforce keeps the rule's taints on the Node after initialization, and removes them when the rule no longer sets them. By default taints are
-	// set once, at initialization.
+	// Enforce keeps the rule's taints on the Node after initialization, until the rule no longer sets them.
 	Enforce bool `json:"enforce,omitempty"`
-	// PlatformMetadata replaces fields of the platform metadata: each field maps to a template for its value. Hostname and Platform cannot be replaced.
+	// PlatformMetadata maps fields of the platform metadata, except Hostname and Platform, to templates.
 	PlatformMetadata map[string]string `json:"platformMetadata,omitempty"`
 	// Features enables or disables optional behavior.
 	Features Features `json:"features,omitzero"`
@@ -51,7 +49,7 @@ type Rule struct {
 
 // Features are the optional behaviors that a rule controls. A feature that a rule omits keeps the value of earlier rules.
 type Features struct {
-	// PublicIPDiscovery looks for public addresses on the machine's links even if the platform reports them.
+	// PublicIPDiscovery looks for public addresses on links even if the platform reports some.
 	PublicIPDiscovery *bool `json:"publicIPDiscovery,omitempty"`
 }
 
@@ -59,17 +57,17 @@ type Features struct {
 type SelectorTerm struct {
 	// Name describes the term. It has no effect.
 	Name string `json:"name,omitempty"`
-	// MatchExpressions are ANDed.
+	// MatchExpressions must all match.
 	MatchExpressions []Expression `json:"matchExpressions,omitempty"`
 }
 
 // Expression compares a fact about the machine with values.
 type Expression struct {
-	// Key is the name of the machine attribute to compare, such as `platform`. It is case-insensitive.
+	// Key is the name of the machine's attribute, such as `platform`. It is case-insensitive.
 	Key string `json:"key"`
-	// Operator is the relation between the attribute and the values.
+	// Operator compares the attribute with the values.
 	Operator Operator `json:"operator" jsonschema:"enum=In,enum=NotIn,enum=Exists,enum=DoesNotExist,enum=Gt,enum=Lt,enum=Regexp,enum=InCIDR"`
-	// Values to compare with: at least one for In, NotIn and InCIDR, exactly one for Gt, Lt and Regexp, none for Exists and DoesNotExist.
+	// Values are one or more for In, NotIn and InCIDR, one for Gt, Lt and Regexp, none for Exists and DoesNotExist.
 	Values []string `json:"values,omitempty"`
 }
 
@@ -115,6 +113,10 @@ type Result struct {
 	Replaced map[string]string
 	// Problems are the values that were left out, in the order of the rules.
 	Problems []Problem
+}
+
+func newResult(platform runtime.PlatformMetadataSpec) Result {
+	return Result{Platform: platform, Labels: map[string]Value{}, Annotations: map[string]Value{}, Replaced: map[string]string{}}
 }
 
 // Value is a rendered template and the name of its rule.

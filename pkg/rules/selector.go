@@ -25,6 +25,8 @@ type Selector struct {
 
 // requirement is a compiled expression.
 type requirement struct {
+	Expression
+
 	fact    fact
 	matches predicate
 }
@@ -83,6 +85,34 @@ func (s *Selector) matches(v *variables) bool {
 	})
 }
 
+// mismatch returns why the selector does not match: the first such expression of each term, with the values of the fact.
+// It returns an empty string if the selector matches.
+func (s *Selector) mismatch(v *variables) string {
+	if s.matches(v) {
+		return ""
+	}
+
+	var reasons []string
+
+	for _, term := range s.terms {
+		i := slices.IndexFunc(term, func(r requirement) bool { return !r.matches(r.fact(v)) })
+		if i < 0 {
+			reasons = append(reasons, "a term without expressions matches nothing")
+
+			continue
+		}
+
+		reported := "the machine does not report it"
+		if values := term[i].fact(v); len(values) > 0 {
+			reported = "it is " + strings.Trim(fmt.Sprintf("%q", values), "[]")
+		}
+
+		reasons = append(reasons, strings.TrimSpace(fmt.Sprintf("%s %s %s", term[i].Key, term[i].Operator, strings.Join(term[i].Values, ", ")))+", but "+reported)
+	}
+
+	return "does not apply: " + strings.Join(reasons, "; ")
+}
+
 func compileSelector(terms []SelectorTerm, path *field.Path, find func(key string) (fact, error)) (*Selector, field.ErrorList) {
 	if len(terms) == 0 {
 		return nil, nil
@@ -107,12 +137,12 @@ func compileSelector(terms []SelectorTerm, path *field.Path, find func(key strin
 
 			switch {
 			case !slices.Contains(operators, e.Operator):
-				errs = append(errs, invalid(at.Child("operator"), unknownOperator(e.Operator)))
+				errs = append(errs, field.NotSupported(at.Child("operator"), e.Operator, operators))
 			case err != nil:
 				errs = append(errs, invalid(at.Child("values"), fmt.Errorf("operator %s: %w", e.Operator, err)))
 			}
 
-			selector.terms[i] = append(selector.terms[i], requirement{read, matches})
+			selector.terms[i] = append(selector.terms[i], requirement{e, read, matches})
 			selector.readsLabels = selector.readsLabels || isLabelKey(e.Key)
 			selector.factKinds |= machine.FactKindsOf(variableOf(e.Key))
 		}
@@ -173,7 +203,7 @@ func findFact(key string) (fact, error) {
 	}
 
 	if name == "" || isEntry != isMap || isMap && entry == "" {
-		return nil, fmt.Errorf("unknown key %q; supported keys: %s (with a name after the dot)", key, strings.Join(Keys(), ", "))
+		return nil, fmt.Errorf("unknown key %q; supported keys: %s", key, strings.ReplaceAll(strings.Join(Keys(), ", "), ".,", ".<name>,"))
 	}
 
 	return func(v *variables) []string {
@@ -218,26 +248,6 @@ func getFold(entries map[string]string, name string) (value string, present bool
 }
 
 var operators = []Operator{In, NotIn, Exists, DoesNotExist, Gt, Lt, Regexp, InCIDR}
-
-// otherOperators are usual names of operators that are not spelled like them.
-var otherOperators = map[string]Operator{
-	"=": In, "==": In, "equal": In, "equals": In, "!=": NotIn, "notequal": NotIn, "notequals": NotIn, "notexist": DoesNotExist, "notexists": DoesNotExist,
-	">": Gt, "greaterthan": Gt, "<": Lt, "lessthan": Lt, "=~": Regexp, "match": Regexp, "matches": Regexp,
-}
-
-func unknownOperator(operator Operator) error {
-	var names []string
-
-	for _, o := range operators {
-		names = append(names, string(o))
-	}
-
-	if other := otherOperators[strings.ToLower(string(operator))]; other != "" {
-		return fmt.Errorf("unknown operator %q; did you mean %s?", operator, other)
-	}
-
-	return fmt.Errorf("unknown operator %q; supported operators: %s", operator, strings.Join(names, ", "))
-}
 
 // compilePredicate compiles an expression with one of the operators.
 func compilePredicate(operator Operator, values []string) (predicate, error) {

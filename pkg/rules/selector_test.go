@@ -147,6 +147,28 @@ func TestFactKinds_OfSelectorsAndTemplates(t *testing.T) {
 	assert.Zero(t, (*rules.Set)(nil).FactKinds(), "no rules")
 }
 
+func TestIdentityFacts(t *testing.T) {
+	links, gateways, cpus := machine.FactKindsOf("Links"), machine.FactKindsOf("Gateways"), machine.FactKindsOf("CPUs")
+	selects := one("links", rules.Exists)
+
+	for _, test := range []struct {
+		name  string
+		rules []rules.Rule
+		want  machine.FactKinds
+	}{
+		{"template of a providerID", []rules.Rule{{PlatformMetadata: map[string]string{"providerID": "x://{{ first .Gateways }}"}}}, gateways},
+		{"selector of an instance ID", []rules.Rule{{NodeSelector: selects, PlatformMetadata: map[string]string{"InstanceID": "a"}}}, links},
+		{"metadata that it reads", []rules.Rule{{NodeSelector: selects, PlatformMetadata: map[string]string{"Zone": "a"}}, {PlatformMetadata: map[string]string{"ProviderID": "x://{{ .Zone }}"}}}, links},
+		{"another rule", []rules.Rule{{Labels: map[string]string{"a": "{{ .CPUs }}"}}, {PlatformMetadata: map[string]string{"ProviderID": "x://a"}}}, 0},
+		{"a later rule", []rules.Rule{{PlatformMetadata: map[string]string{"ProviderID": "x://{{ .CPUs }}"}}, {NodeSelector: selects, PlatformMetadata: map[string]string{"Zone": "a"}}}, cpus},
+		{"no identity", []rules.Rule{{NodeSelector: selects, PlatformMetadata: map[string]string{"Zone": "a"}}}, 0},
+	} {
+		assert.Equal(t, test.want, compile(t, test.rules...).IdentityFacts(), test.name)
+	}
+
+	assert.Zero(t, (*rules.Set)(nil).IdentityFacts(), "no rules")
+}
+
 // Selector keys and template variables have the same names.
 func TestSelector_OptionalFacts(t *testing.T) {
 	facts := rules.Facts{KubernetesVersion: "v1.36.2", Machine: machine.Machine{Facts: &machine.Facts{
@@ -281,10 +303,9 @@ func TestCompileSelector_Errors(t *testing.T) {
 	}{
 		{"unknown key", rules.Expression{Key: "zones", Operator: rules.Exists}, "key", `unknown key "zones"; supported keys: addresses, `},
 		{"empty key", rules.Expression{Operator: rules.Exists}, "key", "unknown key"},
-		{"missing name of a tag", rules.Expression{Key: "tags.", Operator: rules.Exists}, "key", "unknown key"},
+		{"missing name of a tag", rules.Expression{Key: "tags.", Operator: rules.Exists}, "key", ", spot, subnets, tags.<name>, talosversion, "},
 		{"label of the Node", rules.Expression{Key: "labels.rack", Operator: rules.Exists}, "key", "labels can be selected in ipam.pools only"},
-		{"unknown operator", rules.Expression{Key: "zone", Operator: "in"}, "operator", "supported operators: In, NotIn"},
-		{"operator with a usual name", rules.Expression{Key: "zone", Operator: "NotExists"}, "operator", "did you mean DoesNotExist?"},
+		{"unknown operator", rules.Expression{Key: "zone", Operator: "in"}, "operator", `"In", "NotIn", "Exists"`},
 		{"In without values", rules.Expression{Key: "zone", Operator: rules.In}, "values", "at least one"},
 		{"NotIn without values", rules.Expression{Key: "zone", Operator: rules.NotIn}, "values", "at least one"},
 		{"Exists with values", rules.Expression{Key: "zone", Operator: rules.Exists, Values: []string{"a"}}, "values", "takes no values"},

@@ -101,23 +101,22 @@ func compileTemplate(source string) (t *template.Template, factKinds machine.Fac
 		return nil, 0, err
 	}
 
-	literals := patterns{}
-	c := checker{patterns: literals, functions: literals.functions()}
-
 	// With this name, a parse error starts with "template: line:3: ", which needs only the prefix cut.
-	t, err = template.New("line").Option("missingkey=zero").Funcs(c.functions).Parse(source)
+	t, err = template.New("line").Option("missingkey=zero").Funcs(functions).Parse(source)
 	if err != nil {
 		message := strings.TrimPrefix(err.Error(), "template: ")
 		if !strings.Contains(source, "\n") {
 			message = strings.TrimPrefix(message, "line:1: ")
 		}
 
-		return nil, 0, errors.New(explain(message))
+		return nil, 0, errors.New(explain(message, source))
 	}
 
 	if len(t.Templates()) > 1 {
 		return nil, 0, errors.New("a template cannot define other templates")
 	}
+
+	var c checker
 
 	c.list(t.Root)
 
@@ -126,31 +125,34 @@ func compileTemplate(source string) (t *template.Template, factKinds machine.Fac
 
 const quotes = "write text in double quotes or backquotes"
 
-var undefined = regexp.MustCompile(`function "(.+)" not defined$`)
+var (
+	undefined = regexp.MustCompile(`function "(.+)" not defined$`)
+	// unusualKey is an entry of a map whose name text/template does not accept after a dot.
+	unusualKey = regexp.MustCompile(`(\$?\.\w+)\.([^\s|(){}"]*[^\w\s.|(){}"][^\s|(){}"]*)`)
+)
 
 // explain completes the message of a parse error if its cause is a usual one.
-func explain(message string) string {
-	if strings.Contains(message, "'") {
+func explain(message, source string) string {
+	key, match := unusualKey.FindStringSubmatch(source), undefined.FindStringSubmatch(message)
+
+	switch {
+	case strings.Contains(message, "character constant"):
 		return message + "; " + quotes
-	}
-
-	if strings.Contains(message, `unexpected "}"`) {
+	case strings.Contains(message, `unexpected "}"`):
 		return message + "; end the action with }}"
-	}
-
-	match := undefined.FindStringSubmatch(message)
-	if match == nil {
+	case strings.Contains(message, "bad character") && key != nil:
+		return fmt.Sprintf("%s; use get %s %q", message, key[1], key[2])
+	case match == nil:
 		return message
 	}
 
-	name := match[1]
-	isVariable := func(variable string) bool { return strings.EqualFold(variable, name) }
+	isVariable := func(variable string) bool { return strings.EqualFold(variable, match[1]) }
 
 	if i := slices.IndexFunc(Variables(), isVariable); i >= 0 {
 		return message + "; did you mean ." + Variables()[i] + "?"
 	}
 
-	return message + "; supported functions: " + strings.Join(Functions(), ", ") + ", and those of text/template"
+	return message + "; text needs double quotes; supported functions: " + strings.Join(Functions(), ", ") + ", and those of text/template"
 }
 
 // render executes the template. It returns no text with an error.
@@ -196,10 +198,8 @@ func checkLength(length int) error {
 	return nil
 }
 
-// checker finds errors that text/template detects only while it executes a template, or not at all, and compiles the regular expressions.
+// checker finds errors that text/template detects only while it executes a template, or not at all.
 type checker struct {
-	patterns  patterns
-	functions template.FuncMap
 	// rebound is true where "." is not the variables: inside with and range.
 	rebound bool
 	// factKinds are those that the template reads.
@@ -271,7 +271,7 @@ func (c *checker) call(name string, args []parse.Node, piped int) {
 	given := len(args) + piped
 
 	// The errors are those that text/template returns when it executes the call.
-	if f, known := c.functions[name]; known {
+	if f, known := functions[name]; known {
 		switch t := reflect.TypeOf(f); {
 		case t.IsVariadic() && given < t.NumIn()-1:
 			c.fail("wrong number of args for %s: want at least %d got %d", name, t.NumIn()-1, given)
@@ -287,12 +287,9 @@ func (c *checker) call(name string, args []parse.Node, piped int) {
 
 	switch {
 	case strings.HasPrefix(name, "regex") && literal != nil:
-		compiled, err := regexp.Compile(literal.Text)
-		if err != nil {
+		if _, err := regexp.Compile(literal.Text); err != nil {
 			c.errs = append(c.errs, err)
 		}
-
-		c.patterns[literal.Text] = compiled
 	case name == "printf" && literal == nil:
 		c.fail("the format of printf must be a string literal")
 	}

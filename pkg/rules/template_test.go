@@ -133,11 +133,15 @@ func TestTemplates_CompileErrors(t *testing.T) {
 		{"unclosed action", "{{ .Zone", `unclosed action`},
 		{"action that ends with a single brace", "{{ .Zone }", "end the action with }}"},
 		{"line of a parse error", "\n\n{{ end }}", `line:3: unexpected {{end}}`},
-		{"unknown function", "{{ env \"HOME\" }}", `function "env" not defined; supported functions: b64dec, b64enc`},
+		{"unknown function", "{{ env \"HOME\" }}", `function "env" not defined; text needs double quotes; supported functions: b64dec, b64enc`},
 		{"variable without its dot", "{{ zone }}", `function "zone" not defined; did you mean .Zone?`},
 		{"misspelled variable", "{{ .Zoen }}", "unknown variable .Zoen; supported variables: .Addresses, ."},
 		{"character instead of text", "{{ default 'a' .Zone }}", "'a' is a character; write text in double quotes or backquotes"},
 		{"text in single quotes", "{{ default 'none' .Zone }}", "write text in double quotes or backquotes"},
+		{"character constant that is not closed", "{{ default 'a }}", "unterminated character constant; write text in double quotes or backquotes"},
+		{"hyphen in the name of a tag", "{{ .Zone }}-{{ .Tags.rack-id | upper }}", `bad character U+002D '-'; use get .Tags "rack-id"`},
+		{"slash in the name of a tag", "{{ upper ($.Tags.topology.kubernetes.io/zone) }}", `bad character U+002F '/'; use get $.Tags "topology.kubernetes.io/zone"`},
+		{"text without quotes", "{{ eq .Platform metal }}", `function "metal" not defined; text needs double quotes; supported functions: b64dec, b64enc`},
 		{"function of sprig", "{{ uuidv4 }}", `function "uuidv4" not defined`},
 		{"unknown variable", "{{ .Zones }}", "unknown variable .Zones"},
 		{"variable in another case", "{{ .zone }}", "unknown variable .zone"},
@@ -167,6 +171,15 @@ func TestTemplates_CompileErrors(t *testing.T) {
 		{"invalid UTF-8", "\xff", "UTF-8"},
 	} {
 		t.Run(test.name, func(t *testing.T) { assert.Contains(t, compileError(t, annotate(test.template)).Error(), test.want) })
+	}
+}
+
+func TestTemplates_GiveNoHintWithoutAUsualCause(t *testing.T) {
+	for template, want := range map[string]string{
+		"{{ .Zone; }}":          "Invalid value: bad character U+003B ';'",
+		"{{ .Zone = .Region }}": `Invalid value: unexpected "=" in operand`,
+	} {
+		assert.Equal(t, want, compileError(t, annotate(template)).ErrorBody())
 	}
 }
 

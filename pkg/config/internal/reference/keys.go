@@ -18,19 +18,15 @@ type keys struct {
 	first map[reflect.Type]string
 }
 
-// describe writes a section for each key of a struct and for the keys below it, in depth-first order. Structs that
-// occur again are linked. It completes the schema of the struct.
+// describe writes a section with a table for each key of the file, and a row for each key below it, in depth-first
+// order. Structs that occur again are linked. It completes the schema of the struct.
 func (k *keys) describe(t reflect.Type, s *jsonschema.Schema, prefix string) {
 	for f := range t.Fields() {
 		path, property := prefix+keyOf(f), s.Properties.Value(keyOf(f))
-		heading, text := "####", property.Description
-
-		if prefix == "" {
-			heading = "###"
-		}
+		text, typ := verb.ReplaceAllString(strings.TrimPrefix(property.Description, keyOf(f)+" "), ""), typeName(property)
 
 		if alias, found := f.Tag.Lookup("alias"); found {
-			text += fmt.Sprintf(" `%s` is another spelling of this key.", alias)
+			text += fmt.Sprintf(" Also spelled `%s`.", alias)
 			s.Properties.Set(alias, property)
 			s.Not = &jsonschema.Schema{Type: "object", Required: []string{keyOf(f), alias}}
 		}
@@ -42,15 +38,25 @@ func (k *keys) describe(t reflect.Type, s *jsonschema.Schema, prefix string) {
 
 		first, isKnown := k.first[elem]
 		if isKnown {
-			text += fmt.Sprintf(" See [`%s`](#%s) for the keys.", first, notInAnchor.ReplaceAllString(strings.ToLower(first), ""))
+			section, _, _ := strings.Cut(first, "[")
+			typ = fmt.Sprintf("[`%s`](#%s)", first, section)
 		}
 
-		fmt.Fprintf(&k.docs, "%s `%s`\n\nType: %s.%s\n\n%s\n", heading, path, typeName(property), presence(f), wrap(text))
+		if prefix != "" {
+			fmt.Fprintf(&k.docs, "| `%s` | %s%s | %s |\n", path, typ, presence(f), text)
+		} else {
+			fmt.Fprintf(&k.docs, "### `%s`\n\n%s\n| key | type | meaning |\n|---|---|---|\n", path, wrap(property.Description))
+		}
+
 		acceptNull(f, property)
 
 		if elem.Kind() == reflect.Struct && !isKnown {
 			k.first[elem] = path
 			k.describe(elem, k.types[elem.Name()], below)
+		}
+
+		if prefix == "" {
+			k.docs.WriteString("\n")
 		}
 	}
 }
@@ -76,11 +82,9 @@ func acceptNull(f reflect.StructField, property *jsonschema.Schema) {
 func presence(f reflect.StructField) string {
 	switch value, found := f.Tag.Lookup("default"); {
 	case found:
-		return " Default: " + value + "."
-	case f.Type.Kind() == reflect.Bool:
-		return " Default: `false`."
+		return "; default: " + value
 	case isRequired(f):
-		return " Required."
+		return "; required"
 	default:
 		return ""
 	}
@@ -120,9 +124,9 @@ func typeName(s *jsonschema.Schema) string {
 	case s.Ref != "":
 		return "object"
 	case s.Items != nil:
-		return "list of " + typeName(s.Items) + "s"
+		return typeName(s.Items) + "[]"
 	case s.AdditionalProperties != nil:
-		return "map of strings to strings"
+		return "map"
 	case s.Type != "":
 		return s.Type
 	default:
@@ -130,8 +134,8 @@ func typeName(s *jsonschema.Schema) string {
 	}
 }
 
-// notInAnchor matches what GitHub omits in the anchors of headings.
-var notInAnchor = regexp.MustCompile(`[^a-z0-9_-]`)
+// verb matches the verb of a comment that a table does not need.
+var verb = regexp.MustCompile(`^(is|are) `)
 
 // line matches what fits into a line of less than 120 characters.
 var line = regexp.MustCompile(`(.{1,119})( |$)`)
