@@ -52,6 +52,9 @@ type Entry struct {
 	Reason string
 	// ObservedAt is when Machine was set; zero means that there is no view.
 	ObservedAt time.Time
+	// SilentSince is when the machine stopped responding under the Node's name; zero if the condition is Current, or if
+	// the machine has never responded.
+	SilentSince time.Time
 	// Last is the last view that was read under the Node's name. MarkUnreachable and MarkMismatch keep it.
 	Last machine.Machine
 	// Responding is the nodename of the machine that responds at the Node's address, if the condition is Mismatch.
@@ -64,6 +67,7 @@ type Inventory struct {
 
 	mu       sync.RWMutex
 	entries  map[string]Entry
+	counts   map[Condition]int // of entries
 	handlers []func(nodename string)
 
 	uuids     index[string]     // SMBIOS UUIDs
@@ -93,7 +97,7 @@ const (
 // New returns an empty Inventory that reads the time from now.
 func New(now func() time.Time) *Inventory {
 	return &Inventory{
-		now: now, entries: map[string]Entry{},
+		now: now, entries: map[string]Entry{}, counts: map[Condition]int{},
 		uuids: index[string]{}, names: index[string]{}, addresses: index[string]{}, platforms: index[netip.Addr]{},
 		identities: index[identifier]{}, ambiguous: sets.New[identifier](),
 		dropped: map[string]map[string]time.Time{},
@@ -120,17 +124,19 @@ func (i *Inventory) Get(nodename string) Entry {
 }
 
 // Count returns the number of machines in the given condition.
-func (i *Inventory) Count(c Condition) (count int) {
+func (i *Inventory) Count(c Condition) int {
 	i.mu.RLock()
 	defer i.mu.RUnlock()
 
-	for _, entry := range i.entries {
-		if entry.Condition == c {
-			count++
-		}
-	}
+	return i.counts[c]
+}
 
-	return count
+// MostRespond reports whether at least half of the machines respond. Otherwise, the network of this process may be the
+// cause.
+func (i *Inventory) MostRespond() bool {
+	silent := i.Count(Unreachable)
+
+	return silent <= i.Count(Current)+i.Count(Mismatch)
 }
 
 // SharedUUID returns the other Nodes whose machines have the SMBIOS UUID. An old name of the same machine does not
@@ -235,7 +241,7 @@ func (i *Inventory) MarkUnreachable(nodename, reason string) {
 // address.
 func (i *Inventory) MarkMismatch(nodename, responding, reason string) {
 	i.update(nodename, func(e *Entry) {
-		*e = Entry{Condition: Mismatch, Reason: reason, Last: e.Last, Responding: responding}
+		*e = Entry{Condition: Mismatch, Reason: reason, SilentSince: e.SilentSince, Last: e.Last, Responding: responding}
 	})
 }
 
@@ -246,6 +252,11 @@ func (i *Inventory) Forget(nodename string) {
 	old, known := i.entries[nodename]
 	i.drop(nodename, old.Last, machine.Machine{})
 	delete(i.entries, nodename)
+
+	if known {
+		i.counts[old.Condition]--
+	}
+
 	affected := append(i.reindex(nodename, old, Entry{}), i.reidentify(nodename, old, Entry{})...)
 	i.mu.Unlock()
 
@@ -259,10 +270,20 @@ func (i *Inventory) Forget(nodename string) {
 func (i *Inventory) update(nodename string, change func(*Entry)) {
 	i.mu.Lock()
 
-	old := i.entries[nodename]
+	old, known := i.entries[nodename]
+	if known {
+		i.counts[old.Condition]--
+	}
+
 	entry := old
 	change(&entry)
+
+	if old.Condition == Current && entry.Condition != Current {
+		entry.SilentSince = i.now()
+	}
+
 	i.entries[nodename] = entry
+	i.counts[entry.Condition]++
 	i.drop(nodename, old.Last, entry.Last)
 
 	var affected []string
@@ -328,17 +349,19 @@ func (i *Inventory) reindex(nodename string, before, after Entry) (affected []st
 
 	affected = i.names.replace(nodename, before.Last.ReportedNames(), after.Last.ReportedNames())
 	affected = append(affected, i.platforms.replace(nodename, platformAddresses(before.Machine), platformAddresses(after.Machine))...)
-	slices.Sort(affected)
 
-	return slices.Compact(affected)
+	return affected
 }
 
+// notify calls the handlers once for each name.
 func (i *Inventory) notify(nodenames []string) {
 	i.mu.RLock()
 	handlers := i.handlers
 	i.mu.RUnlock()
 
-	for _, nodename := range nodenames {
+	slices.Sort(nodenames)
+
+	for _, nodename := range slices.Compact(nodenames) {
 		for _, handler := range handlers {
 			handler(nodename)
 		}

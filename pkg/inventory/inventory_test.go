@@ -101,18 +101,38 @@ func TestInventory_GetReturnsTheLastChange(t *testing.T) {
 		{"changed view", steps{inA, after(1), inB}, inventory.Entry{Machine: b, Condition: inventory.Current, ObservedAt: start.Add(1)}},
 		{"confirmed view", steps{inA, after(1), inA}, inventory.Entry{Machine: a, Condition: inventory.Current, ObservedAt: start.Add(1)}},
 		{"unreachable machine keeps view and time", steps{inA, after(1), gone}, inventory.Entry{
-			Machine: a, Condition: inventory.Unreachable, Reason: "gone", ObservedAt: start,
+			Machine: a, Condition: inventory.Unreachable, Reason: "gone", ObservedAt: start, SilentSince: start.Add(1),
+		}},
+		{"unreachable for longer", steps{inA, gone, after(1), gone}, inventory.Entry{
+			Machine: a, Condition: inventory.Unreachable, Reason: "gone", ObservedAt: start, SilentSince: start,
 		}},
 		{"unreachable from the start", steps{gone}, inventory.Entry{Condition: inventory.Unreachable, Reason: "gone"}},
 		{"reachable again", steps{gone, inA}, inventory.Entry{Machine: a, Condition: inventory.Current, ObservedAt: start}},
-		{"mismatch drops the view", steps{inA, other}, inventory.Entry{Condition: inventory.Mismatch, Reason: "no"}},
-		{"unreachable after mismatch has no view", steps{inA, other, gone}, inventory.Entry{Condition: inventory.Unreachable, Reason: "gone"}},
+		{"mismatch drops the view", steps{inA, other}, inventory.Entry{Condition: inventory.Mismatch, Reason: "no", SilentSince: start}},
+		{"unreachable after mismatch has no view", steps{inA, other, after(1), gone}, inventory.Entry{
+			Condition: inventory.Unreachable, Reason: "gone", SilentSince: start,
+		}},
 		{"forgotten", steps{inA, forgotten("worker-1")}, inventory.Entry{}},
 		{"other nodenames changed", steps{view("worker-2", a), mismatch("worker-3", "other")}, inventory.Entry{}},
 	} {
 		got := newFixture(test.changes...).Get("worker-1")
 		got.Last, got.Responding = machine.Machine{}, ""
 		assert.Equal(t, test.want, got, test.name)
+	}
+}
+
+func TestInventory_MostRespondUnlessMoreThanHalfAreUnreachable(t *testing.T) {
+	for _, test := range []struct {
+		changes steps
+		want    bool
+	}{
+		{nil, true},
+		{steps{unreachable("a")}, false},
+		{steps{unreachable("a"), view("b", inZone("b"))}, true},
+		{steps{unreachable("a"), unreachable("b"), view("c", inZone("c"))}, false},
+		{steps{unreachable("a"), unreachable("b"), view("c", inZone("c")), mismatch("d", "other")}, true},
+	} {
+		assert.Equal(t, test.want, newFixture(test.changes...).MostRespond())
 	}
 }
 

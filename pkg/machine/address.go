@@ -13,6 +13,10 @@ import (
 // (network/PlatformConfigApplyController).
 const LinkExternal = "external"
 
+// LinkIPVS is the link to which kube-proxy in mode IPVS assigns the addresses of all Services
+// (k8s.io/kubernetes/pkg/proxy/ipvs, defaultDummyDevice).
+const LinkIPVS = "kube-ipvs0"
+
 var (
 	// overlayLinks are prefixes of link names whose addresses belong to the machine, but not to a network it is
 	// attached to.
@@ -56,7 +60,7 @@ func (m Machine) IsStable(a Address) bool {
 
 // IsService reports whether a is the address of a Service, on the link where kube-proxy in IPVS mode keeps them.
 func (m Machine) IsService(a Address) bool {
-	return a.Link == "kube-ipvs0" && m.Excludes(a.Prefix.Addr())
+	return a.Link == LinkIPVS && m.Excludes(a.Prefix.Addr())
 }
 
 func hasPrefix(link string, prefixes []string) bool {

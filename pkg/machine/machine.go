@@ -42,6 +42,8 @@ type Machine struct {
 	Type talosmachine.Type
 	// Stage is what the machine is doing, such as running or resetting (runtime/MachineStatus).
 	Stage runtime.MachineStage
+	// UnmetConditions are why the machine is not ready in its stage (runtime/MachineStatus); none if it is ready.
+	UnmetConditions []runtime.UnmetCondition
 	// Platform is the platform's metadata. Until the metadata service responds, Talos publishes it with only the
 	// platform name set (network/PlatformConfigApplyController).
 	Platform runtime.PlatformMetadataSpec

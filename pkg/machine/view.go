@@ -163,6 +163,7 @@ func (v *View) Machine() Machine {
 	m.addPlatformConfigs(configs)
 	limit(reflect.ValueOf(&m).Elem())
 
+	m.UnmetConditions = m.UnmetConditions[:min(len(m.UnmetConditions), maxUnmetConditions)]
 	m.NodeIPs = m.NodeIPs[:min(len(m.NodeIPs), maxSubnets)]
 	m.ExcludedSubnets = m.ExcludedSubnets[:min(len(m.ExcludedSubnets), maxSubnets)]
 	m.ValidSubnets = m.ValidSubnets[:min(len(m.ValidSubnets), maxSubnets)]
@@ -195,6 +196,8 @@ const (
 	maxMeta = 64 << 10
 	// maxAddresses is the limit of a machine's own addresses. More are not reported: the inventory indexes each of them.
 	maxAddresses = 1000
+	// maxUnmetConditions is far above the number of checks in Talos.
+	maxUnmetConditions = 100
 	// maxSubnets is the limit of node IPs and of each list of subnets, against which all addresses are compared.
 	maxSubnets = 100
 )
@@ -250,6 +253,7 @@ func (m *Machine) add(r resource.Resource) {
 		m.Platform = r.TypedSpec().DeepCopy()
 	case *runtime.MachineStatus:
 		m.Stage = r.TypedSpec().Stage
+		m.UnmetConditions = append(m.UnmetConditions, r.TypedSpec().Status.UnmetConditions...) // nil if there are none
 	case *network.AddressStatus:
 		spec := r.TypedSpec()
 		m.Addresses = append(m.Addresses, Address{Prefix: spec.Address, Link: spec.LinkName, Scope: spec.Scope, Flags: spec.Flags})

@@ -16,6 +16,10 @@ const osImagePrefix = "Talos"
 // kubelet can write it (NodeRestriction).
 const LabelAddress = "talos-ccm.node-restriction.kubernetes.io/credential-address"
 
+// TaintToBeDeleted is the taint that Cluster Autoscaler sets before it deletes a machine. No kubelet can add it to a
+// registered Node. k8s.io/cloud-provider/controllers/service excludes such Nodes, too.
+const TaintToBeDeleted = "ToBeDeletedByClusterAutoscaler"
+
 // maxDialAddresses limits the addresses that a kubelet can make talos-ccm dial. Machines have fewer node IPs.
 const maxDialAddresses = 4
 
@@ -49,8 +53,13 @@ func IsUninitializedTaint(taint corev1.Taint) bool {
 
 // ReadyCondition returns the Ready condition of the Node, or nil if it has none.
 func ReadyCondition(node *corev1.Node) *corev1.NodeCondition {
+	return Condition(node, corev1.NodeReady)
+}
+
+// Condition returns a condition of the Node, or nil if it does not have it.
+func Condition(node *corev1.Node, conditionType corev1.NodeConditionType) *corev1.NodeCondition {
 	for i := range node.Status.Conditions {
-		if node.Status.Conditions[i].Type == corev1.NodeReady {
+		if node.Status.Conditions[i].Type == conditionType {
 			return &node.Status.Conditions[i]
 		}
 	}
@@ -69,6 +78,11 @@ func IsReady(node *corev1.Node) bool {
 // omits invalid values.
 func ProvidedNodeIPs(node *corev1.Node) []netip.Addr {
 	return parseAddrs(strings.Split(node.Annotations[cloudproviderapi.AnnotationAlphaProvidedIPAddr], ","))
+}
+
+// IsScaledDown reports whether Cluster Autoscaler is about to delete the machine of the Node.
+func IsScaledDown(node *corev1.Node) bool {
+	return slices.ContainsFunc(node.Spec.Taints, func(t corev1.Taint) bool { return t.Key == TaintToBeDeleted })
 }
 
 // RecordedAddress returns the address of LabelAddress; the zero value if there is none.

@@ -128,7 +128,7 @@ func TestNewInput_WithPeers(t *testing.T) {
 	}, in)
 
 	other := &corev1.Node{}
-	nodes := func(string) *corev1.Node { return other }
+	nodes := func(string) (*corev1.Node, error) { return other, nil }
 
 	alone := in.WithPeers(machines, "worker-1", nodes)
 	assert.Empty(t, alone.SharedUUID)

@@ -50,6 +50,8 @@ type Options struct {
 	FollowTopology bool
 	// OneExternalIPPerFamily lists only the first ExternalIP of each IP family, as the upstream Talos CCM does.
 	OneExternalIPPerFamily bool
+	// OmitConditions keeps the state of machines out of the conditions of Nodes.
+	OmitConditions bool
 	// Rules are the configured rules; nil means none.
 	Rules *rules.Set
 	// Selector selects the machines whose Nodes are managed; nil selects all.
@@ -70,10 +72,12 @@ type Input struct {
 	Architecture string
 	// KubernetesVersion of the kubelet, for rules; empty if it has not reported it.
 	KubernetesVersion string
+	// AwaitsFacts makes a Node without a providerID wait while its machine boots, if a rule for its providerID reads facts.
+	AwaitsFacts bool
 	// SharedUUID are other Nodes whose machines report the same SMBIOS UUID.
 	SharedUUID []string
 	// SharedAddresses are addresses that the platform's metadata lists for this machine and for those of the given Nodes.
-	// Unless the Node keeps them, it does not list them: its kubelet could not get a certificate.
+	// They are omitted unless the Node may keep them, because its kubelet could not get a certificate for them.
 	SharedAddresses map[netip.Addr][]string
 	// ExternalIPs are those that the Node lists.
 	ExternalIPs []netip.Addr
@@ -105,13 +109,13 @@ type Peers interface {
 
 // WithPeers returns the Input with the UUID, addresses and names that nodename's machine shares with other machines. The
 // UUID that a machine reports does not count if its Node, which node returns, is initialized as another instance:
-// otherwise that machine could change the providerID of a new Node. A Node that does not exist is nil.
-func (in Input) WithPeers(peers Peers, nodename string, node func(nodename string) *corev1.Node) Input {
+// otherwise that machine could change the providerID of a new Node.
+func (in Input) WithPeers(peers Peers, nodename string, node func(nodename string) (*corev1.Node, error)) Input {
 	uuid := in.Machine.UUID()
 	in.SharedUUID = slices.DeleteFunc(peers.SharedUUID(uuid, nodename), func(other string) bool {
-		n := node(other)
+		n, err := node(other)
 
-		return n != nil && n.Spec.ProviderID != "" && !strings.HasSuffix(strings.ToLower(n.Spec.ProviderID), "/"+uuid)
+		return err == nil && n.Spec.ProviderID != "" && !strings.HasSuffix(strings.ToLower(n.Spec.ProviderID), "/"+uuid)
 	})
 	in.SharedAddresses = peers.SharedAddresses(nodename)
 	in.OwnersOf = func(name string) []string { return peers.SharedName(name, nodename) }
@@ -127,6 +131,25 @@ func FactsOf(node *corev1.Node, m machine.Machine) rules.Facts {
 // Facts returns the input of rules and selectors.
 func (in Input) Facts() rules.Facts {
 	return rules.Facts{Machine: in.Machine, Architecture: in.Architecture, KubernetesVersion: in.KubernetesVersion}
+}
+
+// ruleFacts returns the input of rules. As in the upstream Talos CCM, rules read the providerID that the Node has without
+// them.
+func (in Input) ruleFacts(untransformed string) rules.Facts {
+	facts := in.Facts()
+	facts.Machine.Platform.ProviderID = untransformed
+
+	return facts
+}
+
+// Explain returns for each rule whether it applies to the machine.
+func Explain(in Input) []rules.Match {
+	nodeIP := netip.Addr{}
+	if nodeIPs := internalIPs(in, providedIPs(in)); len(nodeIPs) > 0 {
+		nodeIP = nodeIPs[0]
+	}
+
+	return in.Options.Rules.Explain(in.ruleFacts(providerID(in, nodeIP)))
 }
 
 // Managed reports whether talos-ccm manages the machine's Node. Rules do not change the result.
@@ -162,18 +185,20 @@ func Desired(in Input) (spec Spec, problems []Problem, pending string) {
 	}
 
 	// Check before applying rules: an ID must not be computed from metadata that is still missing.
-	if pending := pendingMetadata(in); pending != "" {
+	if pending := cmp.Or(pendingMetadata(in), pendingFacts(in)); pending != "" {
 		return Spec{}, nil, pending
 	}
+
+	id := providerID(in, nodeIPs[0])
 
 	// While the machine boots, it may have the addresses of one IP family only.
 	if isFromNodeIP := providerID(in, netip.Addr{}) == ""; isFromNodeIP && in.ProviderID == "" && nodeIPs[0] != provided[0] {
 		return Spec{}, nil, fmt.Sprintf("the machine does not have the kubelet's node IP %s yet, which is needed for the providerID", provided[0])
 	}
 
-	spec, problems = fromMetadata(in, providerID(in, nodeIPs[0]))
+	spec, problems = fromMetadata(in, id)
 
-	if id := providerID(in, nodeIPs[0]); spec.ProviderID == id && sharesUUID(in, id) {
+	if spec.ProviderID == id && sharesUUID(in, id) {
 		problems = append(problems, Problem{Key: "SMBIOS UUID", Value: in.Machine.UUID(), Why: fmt.Sprintf(
 			"the machine of node %q reports it, too; the providerID contains the node IP instead", slices.Min(in.SharedUUID))})
 	}
@@ -199,8 +224,9 @@ func Desired(in Input) (spec Spec, problems []Problem, pending string) {
 func sharesUUID(in Input, id string) bool {
 	alone := in
 	alone.SharedUUID = nil
+	withUUID := providerID(alone, netip.Addr{})
 
-	return in.ProviderID == "" && id != providerID(alone, netip.Addr{}) && providerID(alone, netip.Addr{}) != ""
+	return in.ProviderID == "" && withUUID != "" && withUUID != id
 }
 
 // FromMetadata returns the part of the Spec that does not depend on the machine's addresses and on its name: labels,
@@ -214,12 +240,9 @@ func FromMetadata(in Input) (Spec, []Problem) {
 	return spec, problems
 }
 
-// fromMetadata returns the Spec without addresses. As in the upstream Talos CCM, rules read the providerID that the Node
-// has without them.
+// fromMetadata returns the Spec without addresses. untransformed is the providerID of a Node without rules.
 func fromMetadata(in Input, untransformed string) (Spec, []Problem) {
-	facts := in.Facts()
-	facts.Machine.Platform.ProviderID = untransformed
-	transformed := in.Options.Rules.Apply(facts)
+	transformed := in.Options.Rules.Apply(in.ruleFacts(untransformed))
 	providerID := providerIDOfRules(in, transformed, untransformed)
 
 	in.Machine.Platform = transformed.Platform

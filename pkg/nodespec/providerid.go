@@ -111,6 +111,15 @@ func identifiedBySMBIOS(platform string) bool {
 	return platform == platformMetal || platform == platformContainer
 }
 
+// pendingFacts returns why facts that identify the machine may be missing, or an empty string.
+func pendingFacts(in Input) string {
+	if in.AwaitsFacts && in.ProviderID == "" && in.Options.Rules.IdentityFacts() != 0 && in.Machine.Stage != runtime.MachineStageRunning {
+		return "the machine is booting, and a rule for the providerID reads facts that it may not have yet"
+	}
+
+	return ""
+}
+
 // pendingMetadata returns the metadata without which the machine cannot be identified yet, or an empty string.
 func pendingMetadata(in Input) string {
 	meta := in.Machine.Platform

@@ -95,6 +95,36 @@ func TestDesired_ProviderIDOfRules(t *testing.T) {
 	}
 }
 
+// A rule whose selector lacks a fact does not set the providerID, which cannot be corrected later.
+func TestDesired_AwaitsFactsOfIdentityRules(t *testing.T) {
+	rule := replacing("ProviderID", "x:///1")
+	rule.NodeSelector = []rules.SelectorTerm{{MatchExpressions: []rules.Expression{{Key: "links", Operator: rules.In, Values: []string{"bond0"}}}}}
+
+	for _, test := range []struct {
+		name   string
+		change func(*nodespec.Input)
+		want   string // empty if the Node waits
+	}{
+		{"booting", func(*nodespec.Input) {}, ""},
+		{"running", func(in *nodespec.Input) { in.Machine.Stage = runtime.MachineStageRunning }, "aws:///eu-1a/i-1"},
+		{"has waited", func(in *nodespec.Input) { in.AwaitsFacts = false }, "aws:///eu-1a/i-1"},
+		{"identified", func(in *nodespec.Input) { in.ProviderID = "x:///1" }, "aws:///eu-1a/i-1"},
+		{"rule without facts", func(in *nodespec.Input) { *in = withRules(t, *in, replacing("ProviderID", "x:///2")) }, "x:///2"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			in := withRules(t, cloud(), rule)
+			in.AwaitsFacts, in.Machine.Stage = true, runtime.MachineStageBooting
+			test.change(&in)
+
+			if test.want == "" {
+				requirePending(t, in, "a rule for the providerID reads facts")
+			} else {
+				assert.Equal(t, test.want, specOf(t, in).ProviderID)
+			}
+		})
+	}
+}
+
 // If the Node has a providerID and the facts are known, a rule that fails to set it does not make the Node pending.
 func TestDesired_ReportsFailedIdentityOfIdentifiedNode(t *testing.T) {
 	for name, test := range map[string]struct{ field, template, why string }{

@@ -7,6 +7,7 @@
 // Outputs, for Nodes of managed Talos machines only:
 //   - labels and annotations, by server-side apply;
 //   - status.addresses;
+//   - conditions with the state of the machine (conditions.go), unless another writer has set them;
 //   - the taints of rules: at initialization and, if a rule enforces them, at any later time;
 //   - once per Node: the removal of the uninitialized taint, and spec.providerID in the same write. If the providerID is
 //     not available then, a later write sets it;
@@ -80,6 +81,9 @@ const (
 	// syncTimeout bounds all API requests of one sync.
 	syncTimeout = 30 * time.Second
 
+	// factsTimeout is how long a new Node waits until its machine has booted. Something that waits for the Node may delay that.
+	factsTimeout = time.Minute
+
 	indexProviderID = "providerID"
 )
 
@@ -141,17 +145,18 @@ func New(cfg Config) (*Controller, error) {
 	_, err = informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
 		AddFunc: c.enqueue,
 		UpdateFunc: func(before, node any) {
-			c.enqueue(node)
-
 			// An informer reports a Node that was deleted and re-created between two lists as an update.
 			old, isNode := before.(*corev1.Node)
 			if current, ok := node.(*corev1.Node); ok && isNode && old.UID != current.UID {
-				c.queueWaiting()
+				c.queueWaiting(current.Name)
+			} else {
+				c.enqueue(node)
 			}
 		},
 		DeleteFunc: func(node any) {
-			c.enqueue(node)
-			c.queueWaiting()
+			if key, err := cache.DeletionHandlingMetaNamespaceKeyFunc(node); err == nil {
+				c.queueWaiting(key)
+			}
 		},
 	})
 	if err != nil {
@@ -164,8 +169,8 @@ func New(cfg Config) (*Controller, error) {
 }
 
 func (c *Controller) enqueue(obj any) {
-	if key, err := cache.DeletionHandlingMetaNamespaceKeyFunc(obj); err == nil {
-		c.queue.Add(key)
+	if node, isNode := obj.(*corev1.Node); isNode {
+		c.queue.Add(node.Name)
 	}
 }
 
@@ -262,7 +267,7 @@ func (c *Controller) syncNode(ctx context.Context, node *corev1.Node) (result st
 		c.release(node.Name, node.Spec.ProviderID)
 		c.report(node, nil)
 
-		return resultUnchanged, nil
+		return c.syncConditions(ctx, node, entry, false)
 	}
 
 	p, problems, err := c.plan(node, entry, in)
@@ -272,31 +277,24 @@ func (c *Controller) syncNode(ctx context.Context, node *corev1.Node) (result st
 
 	c.report(node, problems)
 
-	switch {
-	case p == nil:
-		return resultPending, nil
-	case p.empty():
-		return resultUnchanged, nil
-	default:
-		return c.update(ctx, node, *p)
+	if p != nil && !p.empty() {
+		return c.update(ctx, node, *p) // the new version of the Node is queued
 	}
+
+	if result, err = c.syncConditions(ctx, node, entry, !in.Options.OmitConditions); p == nil && result == resultUnchanged {
+		result = resultPending
+	}
+
+	return result, err
 }
 
 // machineOf returns the machine of a Node and the input for its desired state.
 func (c *Controller) machineOf(node *corev1.Node) (inventory.Entry, nodespec.Input) {
 	entry := c.config.Inventory.Get(node.Name)
+	in := nodespec.NewInput(node, entry.Machine, c.config.Options(entry.Machine)).WithPeers(c.config.Inventory, node.Name, c.lister.Get)
+	in.AwaitsFacts = c.config.Clock.Since(node.CreationTimestamp.Time) < factsTimeout
 
-	return entry, nodespec.NewInput(node, entry.Machine, c.config.Options(entry.Machine)).WithPeers(c.config.Inventory, node.Name, c.get)
-}
-
-// get returns a Node from the cache, or nil.
-func (c *Controller) get(nodename string) *corev1.Node {
-	node, err := c.lister.Get(nodename)
-	if err != nil {
-		return nil
-	}
-
-	return node
+	return entry, in
 }
 
 // isManaged reports whether the controller manages a Node. The Node must run Talos and not be in deletion, and the
@@ -309,6 +307,10 @@ func isManaged(node *corev1.Node, entry inventory.Entry, in nodespec.Input) bool
 // known yet or cannot be written.
 func (c *Controller) plan(node *corev1.Node, entry inventory.Entry, in nodespec.Input) (*plan, []events.Problem, error) {
 	spec, problems := c.desired(node, entry, in)
+	if spec == nil && in.AwaitsFacts {
+		c.queue.AddAfter(node.Name, factsTimeout)
+	}
+
 	if spec == nil {
 		return nil, problems, nil
 	}
@@ -442,7 +444,7 @@ func (c *Controller) write(ctx context.Context, node *corev1.Node, p plan) (*cor
 	}{
 		{"take over from the upstream Talos CCM", p.managedFields != nil, func(node *corev1.Node) (*corev1.Node, error) {
 			// The request contains the resourceVersion, because it replaces a list.
-			return c.patch(ctx, node.Name, map[string]any{
+			return c.patch(ctx, node.Name, types.MergePatchType, map[string]any{
 				"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion, "managedFields": p.managedFields},
 			})
 		}},
@@ -457,7 +459,7 @@ func (c *Controller) write(ctx context.Context, node *corev1.Node, p plan) (*cor
 			return c.config.Client.CoreV1().Nodes().Apply(ctx, config, metav1.ApplyOptions{FieldManager: FieldManager})
 		}},
 		{"patch addresses", p.addresses != nil, func(node *corev1.Node) (*corev1.Node, error) {
-			return c.patch(ctx, node.Name, map[string]any{
+			return c.patch(ctx, node.Name, types.MergePatchType, map[string]any{
 				"metadata": map[string]any{"uid": node.UID},
 				"status":   map[string]any{"addresses": p.addresses},
 			}, "status")
@@ -501,19 +503,21 @@ func (c *Controller) patchSpec(ctx context.Context, node *corev1.Node, p plan) (
 		spec["taints"] = mergeTaints(node, p.spec.Taints).list
 	}
 
-	return c.patch(ctx, node.Name, map[string]any{
+	return c.patch(ctx, node.Name, types.MergePatchType, map[string]any{
 		"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion},
 		"spec":     spec,
 	})
 }
 
-// patch sends a JSON merge patch, which replaces lists. A strategic merge patch of addresses would merge them by type,
+// patch sends a patch. A JSON merge patch replaces lists. A strategic merge patch of addresses would merge them by type,
 // but a Node can have several of one type (https://github.com/kubernetes/kubernetes/issues/79391).
-func (c *Controller) patch(ctx context.Context, nodename string, patch map[string]any, subresources ...string) (*corev1.Node, error) {
+func (c *Controller) patch(
+	ctx context.Context, nodename string, kind types.PatchType, patch map[string]any, subresources ...string,
+) (*corev1.Node, error) {
 	data, err := json.Marshal(patch)
 	if err != nil {
 		return nil, err
 	}
 
-	return c.config.Client.CoreV1().Nodes().Patch(ctx, nodename, types.MergePatchType, data, metav1.PatchOptions{FieldManager: FieldManager}, subresources...)
+	return c.config.Client.CoreV1().Nodes().Patch(ctx, nodename, kind, data, metav1.PatchOptions{FieldManager: FieldManager}, subresources...)
 }

@@ -58,7 +58,12 @@ func (e *environment) start() (stop func(), err error) {
 
 	controller, err := node.New(node.Config{
 		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder, Clock: clock.RealClock{}, Workers: 10,
-		Options: func(machine.Machine) nodespec.Options { return e.options.get() },
+		Options: func(machine.Machine) nodespec.Options {
+			options := e.options.get()
+			options.OmitConditions = true // they have tests of their own
+
+			return options
+		},
 	})
 	if err != nil {
 		return nil, err

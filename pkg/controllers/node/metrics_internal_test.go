@@ -26,7 +26,9 @@ func TestController_CountsPendingNodes(t *testing.T) {
 	metrics.NewKubeRegistry().MustRegister(gauge)
 
 	c := newController(t)
-	c.config.Options = func(machine.Machine) nodespec.Options { return nodespec.Options{Selector: selector} }
+	c.config.Options = func(machine.Machine) nodespec.Options {
+		return nodespec.Options{Selector: selector, OmitConditions: true}
+	}
 	c.pending = &pendingNodes{gauge: gauge, names: sets.New[string]()}
 
 	for _, test := range []struct {

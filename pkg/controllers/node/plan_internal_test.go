@@ -390,6 +390,8 @@ func TestMakePlan_Identity(t *testing.T) {
 	}{
 		{"new", []corev1.Taint{otherTaint, uninitializedTaint}, "", "talos://metal/u-1", true},
 		{"uninitialized with a providerID", []corev1.Taint{uninitializedTaint}, "talos://metal/10.0.0.1", "", true},
+		{"uninitialized with a kubelet's providerID for CAPT", []corev1.Taint{uninitializedTaint}, "tinkerbell://default/worker-1", "", true},
+		{"uninitialized with a kubelet's providerID for CAPH", []corev1.Taint{uninitializedTaint}, "hrobot://321", "", true},
 		{"initialized without a providerID", []corev1.Taint{otherTaint}, "", "talos://metal/u-1", false},
 		{"initialized", nil, "talos://metal/u-1", "", false},
 		{"initialized with other taints", []corev1.Taint{otherTaint}, "talos://metal/u-1", "", false},

@@ -17,6 +17,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // Preview shows the next write of the controller to one Node.
@@ -32,6 +33,8 @@ type Preview struct {
 	Spec nodespec.Spec
 	// ProviderID is what a new Node of the machine would get.
 	ProviderID string
+	// Rules are the configured rules.
+	Rules []rules.Match
 	// Problems would be reported as Events.
 	Problems []events.Problem
 	// Upstream are the fields that the upstream Talos CCM owns, sorted.
@@ -102,7 +105,7 @@ func (c *Controller) preview(node *corev1.Node) (Preview, error) {
 		return Preview{}, err
 	}
 
-	result := Preview{Before: node, Problems: problems, Upstream: upstreamFields(managers, p)}
+	result := Preview{Before: node, Rules: nodespec.Explain(in), Problems: problems, Upstream: upstreamFields(managers, p)}
 
 	if p != nil {
 		result.Spec, result.ProviderID, result.After = p.spec, p.wantedID, p.applyTo(node, managers)

@@ -85,10 +85,10 @@ func (c *Controller) release(nodename, providerID string) {
 	delete(c.reservations, nodename)
 }
 
-// queueWaiting queues the Nodes without a providerID, in the order of their names: they may be waiting for the one that
-// has become free.
-func (c *Controller) queueWaiting() {
-	var waiting []string
+// queueWaiting queues the given Nodes and those without a providerID, each once and in the order of their names: they may
+// be waiting for a providerID that has become free.
+func (c *Controller) queueWaiting(nodenames ...string) {
+	waiting := nodenames
 
 	for _, obj := range c.indexer.List() {
 		if node, isNode := obj.(*corev1.Node); isNode && node.Spec.ProviderID == "" {
@@ -98,7 +98,7 @@ func (c *Controller) queueWaiting() {
 
 	slices.Sort(waiting)
 
-	for _, nodename := range waiting {
+	for _, nodename := range slices.Compact(waiting) {
 		c.queue.Add(nodename)
 	}
 }

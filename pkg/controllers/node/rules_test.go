@@ -9,6 +9,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -302,6 +303,23 @@ func TestController_KeepsNodeTaintedWhileRuleCannotSetProviderID(t *testing.T) {
 	s.update(m, func(meta *runtime.PlatformMetadataSpec) { meta.Tags = map[string]string{"serial": "s-1"} })
 
 	assert.Equal(t, "custom:///s-1", s.awaitInitialized("rules-identity").Spec.ProviderID)
+}
+
+func TestController_AwaitsFactsOfIdentityRules(t *testing.T) {
+	s := parallel(t)
+	s.rules("rules-facts", rules.Rule{Name: "gateway", PlatformMetadata: map[string]string{"ProviderID": `custom:///{{ default "none" (first .Gateways) }}`}})
+
+	spec := aws("rules-facts")
+	spec.SystemInformation = &hardware.SystemInformationSpec{Manufacturer: "QEMU"}
+
+	m := s.Machine(spec)
+	require.NoError(t, m.SetStage(s.Context(), runtime.MachineStageBooting))
+	s.Register(ctest.NodeOf(m))
+	s.AwaitEvent("rules-facts", node.ReasonMetadataPending, "reads facts")
+	s.assertUntouched("rules-facts")
+
+	require.NoError(t, m.SetStage(s.Context(), runtime.MachineStageRunning))
+	assert.Equal(t, "custom:///none", s.awaitInitialized("rules-facts").Spec.ProviderID)
 }
 
 // The upstream Talos CCM patches labels, so it owns them by Update.

@@ -1,0 +1,241 @@
+package node
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+
+	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+)
+
+// ConditionTalosReady is the condition with the readiness of the machine.
+const ConditionTalosReady corev1.NodeConditionType = "TalosReady"
+
+// reasonPrefix begins the reasons of this controller's conditions. A condition with any other reason belongs to another
+// writer and is never changed. managedFields cannot tell: they name each field's last writer, but several clients may
+// set a condition to the same status, and the API server merges the entries of clients if there are more than ten.
+const reasonPrefix = "TalosMachine"
+
+// Reasons of conditions, besides those of announcements.
+const (
+	reasonRunning         = "TalosMachineRunning"
+	reasonNotRunning      = "TalosMachineNotRunning"
+	reasonUnmetConditions = "TalosMachineUnmetConditions"
+	reasonUnreachable     = "TalosMachineUnreachable"
+	reasonOverdue         = "TalosMachineOverdue"
+)
+
+// announcements are the reasons for the stages in which a machine is, or soon will be, out of service.
+var announcements = map[runtime.MachineStage]string{
+	runtime.MachineStageRebooting:    "TalosMachineRebooting",
+	runtime.MachineStageUpgrading:    "TalosMachineUpgrading",
+	runtime.MachineStageShuttingDown: "TalosMachineShuttingDown",
+	runtime.MachineStageResetting:    "TalosMachineResetting",
+	runtime.MachineStageMaintenance:  "TalosMachineMaintenance",
+}
+
+const (
+	// silentPeriod is how long a machine does not respond before its readiness is unknown.
+	silentPeriod = 40 * time.Second
+	// maintenancePeriod is how long a maintenance that a machine has announced may last after that.
+	maintenancePeriod = time.Hour
+	// recheckInterval is the time between syncs while a condition can change because time passes.
+	recheckInterval = 10 * time.Second
+)
+
+// observation is what the conditions of a Node depend on.
+type observation struct {
+	entry inventory.Entry
+	// isReady is true if the Node is ready.
+	isReady bool
+	// mostRespond is true if at least half of all machines respond.
+	mostRespond bool
+	// publish is false if the Node must have none of the controller's conditions.
+	publish bool
+	now     time.Time
+}
+
+// conditions are all conditions of the controller. state returns what one must state; without a status, the Node must not
+// have the condition.
+var conditions = []struct {
+	kind  corev1.NodeConditionType
+	state func(o observation, present corev1.NodeCondition) corev1.NodeCondition
+}{
+	{ConditionTalosReady, observation.talosReady},
+	{corev1.NodeMaintenanceInProgress, observation.maintenance},
+	{corev1.NodeGracefulNodeShutdownInProgress, observation.gracefulShutdown},
+}
+
+var (
+	unreachable = corev1.NodeCondition{Status: corev1.ConditionUnknown, Reason: reasonUnreachable, Message: "Talos API does not respond"}
+	overdue     = corev1.NodeCondition{
+		Status: corev1.ConditionUnknown, Reason: reasonOverdue,
+		Message: "Maintenance began an hour ago, and the machine is not running or its node is not ready",
+	}
+)
+
+func (o observation) responds() bool { return o.entry.Condition == inventory.Current }
+
+// stage returns a condition with the last view of the machine as message.
+func (o observation) stage(status corev1.ConditionStatus, reason string) corev1.NodeCondition {
+	message := fmt.Sprintf("Machine is in stage %q", o.entry.Machine.Stage)
+	for _, unmet := range o.entry.Machine.UnmetConditions {
+		if len(message) < events.MaxMessage {
+			message += fmt.Sprintf("; %s: %s", unmet.Name, unmet.Reason)
+		}
+	}
+
+	return corev1.NodeCondition{Status: status, Reason: reason, Message: events.Truncate(strings.ToValidUTF8(message, ""))}
+}
+
+// talosReady is unknown after silentPeriod, but not if this process has never reached the machine, or cannot reach most
+// machines.
+func (o observation) talosReady(present corev1.NodeCondition) corev1.NodeCondition {
+	isRunning := o.entry.Machine.Stage == runtime.MachineStageRunning
+
+	switch {
+	case o.responds() && isRunning && len(o.entry.Machine.UnmetConditions) == 0:
+		return o.stage(corev1.ConditionTrue, reasonRunning)
+	case o.responds() && isRunning:
+		return o.stage(corev1.ConditionFalse, reasonUnmetConditions)
+	case o.responds():
+		return o.stage(corev1.ConditionFalse, cmp.Or(announcements[o.entry.Machine.Stage], reasonNotRunning))
+	case present.Status == "", o.entry.SilentSince.IsZero(), o.now.Sub(o.entry.SilentSince) < silentPeriod, !o.mostRespond:
+		return present
+	default:
+		return unreachable
+	}
+}
+
+// maintenance begins with an announcement, even if the machine has already stopped responding. It ends when the machine
+// runs and its Node is ready. It is unknown if that takes too long, also for the next leader, which knows only the
+// condition.
+func (o observation) maintenance(present corev1.NodeCondition) corev1.NodeCondition {
+	switch reason := announcements[o.entry.Machine.Stage]; {
+	case reason != "" && (o.responds() || present.Status == ""):
+		return o.stage(corev1.ConditionTrue, reason)
+	case o.responds() && o.entry.Machine.Stage == runtime.MachineStageRunning && o.isReady:
+		return corev1.NodeCondition{}
+	case present.Status == corev1.ConditionTrue && o.now.Sub(present.LastTransitionTime.Time) >= maintenancePeriod:
+		return overdue
+	default:
+		return present
+	}
+}
+
+// gracefulShutdown is true only in the stage shutting down: Talos then always has the kubelet terminate the pods. In
+// other stages, it may not: a reboot can be forced, or follow a fatal error.
+func (o observation) gracefulShutdown(present corev1.NodeCondition) corev1.NodeCondition {
+	isShuttingDown := o.entry.Machine.Stage == runtime.MachineStageShuttingDown
+
+	switch {
+	case o.responds() && isShuttingDown:
+		return o.stage(corev1.ConditionTrue, announcements[runtime.MachineStageShuttingDown])
+	case o.responds(), present.Status == "" && !isShuttingDown:
+		return corev1.NodeCondition{}
+	case o.entry.Condition == inventory.Unknown:
+		return present
+	default:
+		return unreachable
+	}
+}
+
+// expires reports whether a condition may change because time passes.
+func (o observation) expires(kind corev1.NodeConditionType, status corev1.ConditionStatus) bool {
+	return status != "" && status != corev1.ConditionUnknown && (!o.responds() || kind == corev1.NodeMaintenanceInProgress)
+}
+
+// compareConditions returns the conditions to write, and whether others follow because time passes. A condition without
+// status must be removed.
+func compareConditions(node *corev1.Node, o observation) (changes []corev1.NodeCondition, recheck bool) {
+	for _, c := range conditions {
+		var present, want corev1.NodeCondition
+		if found := nodespec.Condition(node, c.kind); found != nil {
+			present = *found
+		}
+
+		if present.Type != "" && !strings.HasPrefix(present.Reason, reasonPrefix) {
+			continue
+		}
+
+		if o.publish {
+			want = c.state(o, present)
+		}
+
+		recheck = recheck || o.expires(c.kind, want.Status)
+
+		if want.Status == present.Status && want.Reason == present.Reason && want.Message == present.Message {
+			continue
+		}
+
+		want.Type, want.LastHeartbeatTime, want.LastTransitionTime = c.kind, metav1.NewTime(o.now), metav1.NewTime(o.now)
+		if want.Status == present.Status {
+			want.LastTransitionTime = present.LastTransitionTime
+		}
+
+		changes = append(changes, want)
+	}
+
+	return changes, recheck
+}
+
+// syncConditions writes the conditions of an initialized Node that differ.
+func (c *Controller) syncConditions(ctx context.Context, node *corev1.Node, entry inventory.Entry, publish bool) (result string, err error) {
+	if !nodespec.IsTalos(node) || node.DeletionTimestamp != nil || nodespec.IsUninitialized(node) {
+		return resultUnchanged, nil
+	}
+
+	changes, recheck := compareConditions(node, observation{
+		entry: entry, isReady: nodespec.IsReady(node), mostRespond: c.config.Inventory.MostRespond(), publish: publish, now: c.config.Clock.Now(),
+	})
+
+	if recheck {
+		c.queue.AddAfter(node.Name, recheckInterval)
+	}
+
+	if len(changes) == 0 {
+		return resultUnchanged, nil
+	}
+
+	var list, states []any
+
+	for _, change := range changes {
+		states = append(states, fmt.Sprintf("%s=%s", change.Type, change.Status))
+
+		if change.Status == "" {
+			list = append(list, map[string]any{"$patch": "delete", "type": change.Type})
+		} else {
+			list = append(list, change)
+		}
+	}
+
+	// The patch is a strategic merge patch, which leaves other conditions alone. It contains the resourceVersion, because
+	// another writer may have set one of these conditions since.
+	after, err := c.patch(ctx, node.Name, types.StrategicMergePatchType, map[string]any{
+		"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion},
+		"status":   map[string]any{"conditions": list},
+	}, "status")
+
+	switch {
+	case apierrors.IsNotFound(err): // deleted in the meantime
+		return resultUnchanged, nil
+	case err != nil:
+		return "", fmt.Errorf("patch conditions of node %s: %w", node.Name, err)
+	}
+
+	c.expectations.Expect(after)
+	klog.FromContext(ctx).Info("Updated node", "conditions", states)
+
+	return resultChanged, nil
+}

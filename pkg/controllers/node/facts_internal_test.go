@@ -1,0 +1,46 @@
+package node
+
+import (
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	cloudproviderapi "k8s.io/cloud-provider/api"
+
+	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
+)
+
+func TestController_AwaitsFactsForAMinute(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		compiled, errs := rules.Compile([]rules.Rule{{PlatformMetadata: map[string]string{"ProviderID": "x:///{{ .CPUs }}1"}}}, nil)
+		require.Empty(t, errs)
+
+		n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n", CreationTimestamp: metav1.Now()}}
+		n.Spec.Taints = []corev1.Taint{{Key: cloudproviderapi.TaintExternalCloudProvider}}
+		n.Status.NodeInfo.OSImage = "Talos (v1.14.1)"
+
+		c := newController(t, n)
+		c.config.Options = func(machine.Machine) nodespec.Options { return nodespec.Options{Rules: compiled} }
+		c.config.Inventory.Replace("n", machine.Machine{Nodename: "n", Stage: runtime.MachineStageBooting})
+		c.takeQueued()
+
+		require.NoError(t, c.sync(t.Context(), "n"))
+
+		_, in := c.machineOf(n)
+		assert.True(t, in.AwaitsFacts)
+
+		time.Sleep(factsTimeout)
+		synctest.Wait()
+		assert.Equal(t, []string{"n"}, c.takeQueued())
+
+		_, in = c.machineOf(n)
+		assert.False(t, in.AwaitsFacts)
+	})
+}
