@@ -45,11 +45,13 @@ import (
 )
 
 const (
-	// maxConnecting limits concurrent TLS handshakes, because they are expensive for both sides, and maxPerAddress those
-	// with one address: what stalls there must not delay others. They do not limit TCP connection attempts: machines that
-	// drop packets must not delay others.
-	maxConnecting = 128
+	// maxConnecting limits the machines that are read for the first time at once, from the TLS handshake to the first
+	// view. More at once need more memory and save no time. maxPerAddress limits the machines at one address. A machine
+	// that stalls delays others for at most slotTime. A machine that drops packets delays none: the limits do not
+	// include TCP connection attempts.
+	maxConnecting = 32
 	maxPerAddress = 4
+	slotTime      = time.Second
 
 	backoffFirst = time.Second
 	backoffMax   = time.Minute
@@ -94,6 +96,7 @@ type task struct {
 	done      chan struct{}
 	outage    backoff.Outage // only the goroutine uses it
 	failed    atomic.Bool    // whether the last attempt to connect to the first address failed
+	probe     func()         // of the established session, if any; under Reflector.mu
 }
 
 // New returns a Reflector that tracks no Node yet.
@@ -215,6 +218,18 @@ func (r *Reflector) ReadFacts(kinds machine.FactKinds) {
 	}
 }
 
+// Probe marks the machine of the Node nodename as unreachable within a few seconds if it accepts no further connection. A
+// session with a machine that has lost power would last for two minutes. Probe does nothing without an established
+// session, and does not block.
+func (r *Reflector) Probe(nodename string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+
+	if t := r.tasks[nodename]; t != nil && t.probe != nil {
+		go t.probe()
+	}
+}
+
 // Untrack stops following the machine of the Node nodename and removes it from the inventory.
 func (r *Reflector) Untrack(nodename string) {
 	r.mu.Lock()
@@ -330,6 +345,51 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 
 	defer st.Close() //nolint:errcheck // no call is in flight
 
+	release, err := r.acquire(ctx, addr)
+	if err != nil {
+		return false, err
+	}
+	defer release()
+
+	ctx, cancel := context.WithCancel(ctx)
+
+	defer func() {
+		cancel()
+		r.mu.Lock()
+		defer r.mu.Unlock()
+
+		t.probe = nil
+	}()
+
+	s := session{
+		inventory: r.inventory,
+		clock:     r.clock,
+		nodename:  nodename,
+		addr:      addr,
+		addresses: t.addresses,
+		state:     st,
+		kinds:     t.kinds,
+		view:      machine.View{Facts: t.kinds.Facts},
+		release:   release,
+		interval:  pollFirst,
+	}
+	s.connected = func() {
+		t.failed.Store(addr != t.addresses[0])
+		t.outage.Succeeded(klog.FromContext(ctx)).Info("Watching machine", "address", addr)
+
+		r.mu.Lock()
+		defer r.mu.Unlock()
+
+		if dialed, _ := st.(talosapi.ControlPlane); !dialed.Local {
+			t.probe = func() { s.probe(ctx) }
+		}
+	}
+
+	return s.run(ctx)
+}
+
+// acquire waits until the machine at addr may be read for the first time. release does nothing when it is called again.
+func (r *Reflector) acquire(ctx context.Context, addr netip.Addr) (release func(), err error) {
 	r.mu.Lock()
 
 	slots := r.slots[addr]
@@ -342,7 +402,7 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 
 	var held []chan struct{}
 
-	release := sync.OnceFunc(func() {
+	release = sync.OnceFunc(func() {
 		r.mu.Lock()
 		defer r.mu.Unlock()
 
@@ -354,35 +414,19 @@ func (r *Reflector) watch(ctx context.Context, nodename string, addr netip.Addr,
 			delete(r.slots, addr) // a goroutine that waits for a slot keeps its semaphore
 		}
 	})
-	defer release()
 
 	for _, semaphore := range []chan struct{}{slots, r.connecting} {
 		select {
 		case semaphore <- struct{}{}:
 			held = append(held, semaphore)
 		case <-ctx.Done():
-			return false, ctx.Err()
+			release()
+
+			return nil, ctx.Err()
 		}
 	}
 
-	s := session{
-		inventory: r.inventory,
-		clock:     r.clock,
-		nodename:  nodename,
-		addr:      addr,
-		addresses: t.addresses,
-		state:     st,
-		kinds:     t.kinds,
-		view:      machine.View{Facts: t.kinds.Facts},
-		responded: release,
-		connected: func() {
-			t.failed.Store(addr != t.addresses[0])
-			t.outage.Succeeded(klog.FromContext(ctx)).Info("Watching machine", "address", addr)
-		},
-		interval: pollFirst,
-	}
-
-	return s.run(ctx)
+	return release, nil
 }
 
 // report records in the inventory why the machine could not be followed.

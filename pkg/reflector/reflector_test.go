@@ -160,6 +160,7 @@ func TestReflector_AcceptsOlderTalosWithoutPolledKinds(t *testing.T) {
 	kinds := machine.BaseKinds()
 
 	var unsupported []resource.Type
+
 	for _, kind := range slices.Concat(kinds.Polled, kinds.Constant) {
 		unsupported = append(unsupported, kind.Type())
 	}
@@ -339,13 +340,39 @@ func TestReflector_ConnectsWhileManyMachinesDropPackets(t *testing.T) {
 	worker, gone := s.machine("worker-1"), s.machine("gone")
 	require.NoError(t, gone.BlackHole())
 
-	const places = 128 // for machines that connect at the same time
-
 	for i := range 2 * places {
 		s.reflector.Track(fmt.Sprintf("gone-%d", i), []netip.Addr{gone.Address()})
 	}
 
 	s.eventually("machines that drop packets are dialed", func() bool { return len(s.dials()) >= places })
+	s.follow(worker)
+	assert.Empty(t, s.inventory.unreachableMarks(), "attempts with others had timed out")
+}
+
+func TestReflector_ConnectsWhileManyMachinesStall(t *testing.T) {
+	t.Parallel()
+
+	s := newTimedSuite(t)
+
+	var stalling []*talostest.Machine
+
+	for i := range 2 * places {
+		stalling = append(stalling, s.machine(fmt.Sprintf("stalled-%d", i)))
+		stalling[i].Freeze()
+		s.track(stalling[i])
+	}
+
+	worker := s.machine("worker-1")
+
+	for _, connected := range []int{places, 2 * places} {
+		s.eventually("all places are taken", func() bool {
+			called := slices.DeleteFunc(slices.Clone(stalling), func(m *talostest.Machine) bool { return len(m.Calls()) == 0 })
+
+			return len(called) == connected
+		})
+		s.clock.Step(time.Second)
+	}
+
 	s.follow(worker)
 	assert.Empty(t, s.inventory.unreachableMarks(), "attempts with others had timed out")
 }
@@ -357,8 +384,6 @@ func TestReflector_ConnectsWhileManyNodesStallAtOneAddress(t *testing.T) {
 	s := newTimedSuite(t)
 	worker, stalling := s.machine("worker-1"), s.machine("stalling")
 	stalling.CutOff()
-
-	const places = 128 // for machines that connect at the same time
 
 	for i := range 2 * places {
 		s.reflector.Track(fmt.Sprintf("stalled-%d", i), []netip.Addr{stalling.Address()})

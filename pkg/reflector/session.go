@@ -77,7 +77,7 @@ type session struct {
 	addresses []netip.Addr // of the Node
 	state     talosapi.State
 	kinds     machine.Kinds
-	responded func() // called when the machine has answered a request: the TLS handshake is complete
+	release   func() // lets other machines connect
 	connected func() // called when the session is established
 
 	events  chan state.Event
@@ -94,16 +94,15 @@ type session struct {
 	established   bool             // the first view has been published
 	debounced     <-chan time.Time // fires when changes are to be published; nil if there are none
 
+	slot     clock.Timer // other machines wait until it fires, or until the session is established
 	deadline clock.Timer // of the requests in progress
 	nextPoll clock.Timer
 	interval time.Duration // between polls
 }
 
 // run returns when the session fails or expires, always with an error. established reports whether a view was published.
+// The caller must then cancel ctx.
 func (s *session) run(ctx context.Context) (established bool, err error) {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-
 	s.deadline = s.clock.NewTimer(answerTimeout)
 	defer s.deadline.Stop()
 
@@ -112,6 +111,9 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 
 	s.nextPoll = s.clock.NewTimer(pollMax)
 	defer s.nextPoll.Stop()
+
+	s.slot = s.clock.NewTimer(slotTime)
+	defer s.slot.Stop()
 
 	s.open(ctx)
 
@@ -124,7 +126,6 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 		case <-ctx.Done():
 			return s.established, ctx.Err()
 		case event := <-s.events:
-			s.responded()
 			err = s.handle(ctx, event)
 		case result := <-s.results:
 			err = result()
@@ -134,10 +135,10 @@ func (s *session) run(ctx context.Context) (established bool, err error) {
 		case <-s.nextPoll.C():
 			s.pollSoon = false
 			s.requestPoll(ctx)
+		case <-s.slot.C():
+			s.release()
 		case <-s.deadline.C():
-			if !s.answered() { // else it answered at the same moment
-				err = fmt.Errorf("machine at %s did not answer within %s", s.addr, answerTimeout)
-			}
+			err = s.checkAnswered()
 		case <-expiry.C():
 			err = errSessionExpired
 		}
@@ -155,12 +156,8 @@ func (s *session) flush(ctx context.Context) error {
 		select {
 		case event := <-s.events:
 			_ = s.handle(ctx, event) // the session has failed already
-
-			continue
 		default:
 		}
-
-		break
 	}
 
 	if mismatch := (*mismatchError)(nil); s.debounced != nil && errors.As(s.publish(), &mismatch) {
@@ -172,6 +169,26 @@ func (s *session) flush(ctx context.Context) error {
 
 // answered reports whether the machine has answered every request.
 func (s *session) answered() bool { return s.bootstrapping == 0 && !s.polling }
+
+// checkAnswered is called when the deadline has passed. The machine may have answered at the same moment.
+func (s *session) checkAnswered() error {
+	if s.answered() {
+		return nil
+	}
+
+	return fmt.Errorf("machine at %s did not answer within %s", s.addr, answerTimeout)
+}
+
+// probe ends the session if the machine accepts no further connection.
+func (s *session) probe(ctx context.Context) {
+	if err := talosapi.Probe(ctx, s.addr); err != nil {
+		s.send(ctx, func() error {
+			s.inventory.MarkUnreachable(s.nodename, err.Error())
+
+			return err
+		})
+	}
+}
 
 // startPoll starts a poll and its deadline. While watches have not bootstrapped, their earlier deadline applies.
 func (s *session) startPoll(ctx context.Context) {
@@ -385,6 +402,8 @@ func (s *session) publish() error {
 
 	if !s.established {
 		s.established = true
+		s.slot.Stop()
+		s.release()
 		s.connected()
 		s.scheduleNextPoll(m)
 	}

@@ -289,6 +289,33 @@ func TestSession_MarksFrozenMachineUnreachable(t *testing.T) {
 	s.stepUntilCurrent(worker, inZone("zone-b"))
 }
 
+func TestProbe_MarksMachineWithoutPowerUnreachable(t *testing.T) {
+	t.Parallel()
+
+	s, worker := watching(t)
+	require.NoError(t, worker.BlackHole())
+
+	start := time.Now()
+
+	s.reflector.Probe(worker.Nodename())
+	assert.Contains(t, s.await(worker.Nodename(), inventory.Unreachable).Reason, "i/o timeout")
+	t.Logf("marked unreachable after %s", time.Since(start))
+
+	worker.Reconnect()
+	s.stepUntilCurrent(worker, anything)
+}
+
+func TestProbe_KeepsSessionOfMachineThatResponds(t *testing.T) {
+	t.Parallel()
+
+	s, worker := watching(t)
+	s.reflector.Probe(worker.Nodename())
+	s.setZone(worker, "zone-b")
+	s.awaitChange(worker, inZone("zone-b"))
+	assert.Len(t, s.dials(), 1)
+	assert.Empty(t, s.inventory.unreachableMarks())
+}
+
 // Talos publishes metadata and addresses separately, and they arrive over different watches.
 func TestSession_DebouncesChanges(t *testing.T) {
 	t.Parallel()

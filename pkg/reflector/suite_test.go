@@ -34,6 +34,9 @@ const (
 	nextPoll       = 12 * time.Minute
 	longestSession = 46 * time.Minute
 
+	// places is how many machines can connect at the same time.
+	places = 32
+
 	// watchingTimers is the number of timers of an idle session: next poll and expiry.
 	watchingTimers = 2
 )

@@ -188,6 +188,20 @@ func TestState_FailsAfterClose(t *testing.T) {
 	ctest.Eventually(t, "no connection is open", func() bool { return s.worker.Connections() == 0 })
 }
 
+func TestProbe_FailsOnlyIfMachineAcceptsNoConnection(t *testing.T) {
+	s := newSite(t, clock.RealClock{})
+
+	require.NoError(t, talosapi.Probe(t.Context(), s.worker.Address()))
+
+	canceled, cancel := context.WithCancel(t.Context())
+	cancel()
+
+	require.NoError(t, s.worker.BlackHole())
+	assert.ErrorContains(t, talosapi.Probe(t.Context(), s.worker.Address()), "i/o timeout")
+	assert.NoError(t, talosapi.Probe(canceled, s.worker.Address()), "not the fault of the machine")
+	assert.ErrorContains(t, talosapi.Probe(t.Context(), netip.MustParseAddr("127.255.255.1")), "connection refused")
+}
+
 func TestDial_FailsBeforeCertificateIsIssued(t *testing.T) {
 	creds := talosapi.NewIssuedCredentials(&talosapi.Admin{}, clock.RealClock{})
 

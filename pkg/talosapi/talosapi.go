@@ -18,6 +18,7 @@ import (
 	"net"
 	"net/netip"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/cosi-project/runtime/api/v1alpha1"
@@ -34,6 +35,9 @@ import (
 const (
 	// connectTimeout limits the time to open a connection. It is gRPC's default.
 	connectTimeout = 20 * time.Second
+
+	// probeTimeout limits the time of Probe. The kernel sends three SYN packets within it.
+	probeTimeout = 4 * time.Second
 
 	// bufferSize replaces gRPC's shared write buffers of 32 KiB.
 	bufferSize = 4 << 10
@@ -123,6 +127,25 @@ func Dial(ctx context.Context, creds Credentials, addr netip.Addr) (State, error
 	}
 
 	return cosiState{CoreState: newState(conn), Closer: connection{conn, first}}, nil
+}
+
+// Probe returns an error if the machine at addr accepts no connection. It makes no request. Errors of this process, such
+// as too many open files, prove nothing and are not returned.
+func Probe(ctx context.Context, addr netip.Addr) error {
+	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
+	defer cancel()
+
+	conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", netip.AddrPortFrom(addr, constants.ApidPort).String())
+	if err == nil {
+		_ = conn.Close()
+	}
+
+	if timeout := net.Error(nil); errors.As(err, &timeout) && timeout.Timeout() ||
+		errors.Is(err, syscall.ECONNREFUSED) || errors.Is(err, syscall.EHOSTUNREACH) {
+		return fmt.Errorf("connect to machine: %w", err)
+	}
+
+	return nil
 }
 
 // connection closes its first TCP connection even if no call has used it.

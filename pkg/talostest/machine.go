@@ -170,6 +170,13 @@ func (m *Machine) SetStage(ctx context.Context, stage runtime.MachineStage) erro
 	})
 }
 
+// SetUnmetConditions sets why the machine is not ready in its stage.
+func (m *Machine) SetUnmetConditions(ctx context.Context, conditions ...runtime.UnmetCondition) error {
+	return modify(ctx, m, runtime.NewMachineStatus(), func(spec *runtime.MachineStatusSpec) {
+		spec.Status = runtime.MachineStatusStatus{Ready: len(conditions) == 0, UnmetConditions: conditions}
+	})
+}
+
 // SetIdentity changes the Talos node ID and the SMBIOS UUID, as if another machine had taken the address.
 func (m *Machine) SetIdentity(ctx context.Context, nodeID, uuid string) error {
 	identity := cluster.NewIdentity(cluster.NamespaceName, cluster.LocalIdentity)
