@@ -4,7 +4,7 @@
 // Name: service-lb-controller (alias service), as in k8s.io/cloud-provider. The framework's controller of that name
 // ignores Services with a loadBalancerClass and does not know endpoints.
 //
-// Inputs: Services, EndpointSlices, Nodes, the inventory and the configuration.
+// Inputs: Services, EndpointSlices, Nodes, the Leases of kubelets, the inventory and the configuration.
 //
 // Outputs: status.loadBalancer of the Services with the class talos-ccm.dev/node-ip, and if so configured, of Services
 // without a class. The status is applied with a separate field manager. When a Service is no longer managed, exactly the
@@ -18,7 +18,9 @@
 // addresses come first, then a hash of Service and Node decides, so a new Node or a new leader changes no full list.
 //
 // A Node must meet the conditions of the framework, and be ready: the framework relies on the health checks of a load
-// balancer, which does not exist here.
+// balancer, which does not exist here. The address of a machine that announces a reboot, an upgrade, a shutdown or a reset
+// is removed at once, unless the Service has no other. So is the address of a machine whose kubelet's Lease is overdue and
+// whose Talos API accepts no connection, usually within 20 s of a loss of power.
 package service
 
 import (
@@ -29,6 +31,7 @@ import (
 	"slices"
 	"time"
 
+	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	apiequality "k8s.io/apimachinery/pkg/api/equality"
@@ -41,6 +44,7 @@ import (
 	"k8s.io/client-go/informers"
 	coreinformers "k8s.io/client-go/informers/core/v1"
 	"k8s.io/client-go/kubernetes"
+	coordinationlisters "k8s.io/client-go/listers/coordination/v1"
 	corelisters "k8s.io/client-go/listers/core/v1"
 	discoverylisters "k8s.io/client-go/listers/discovery/v1"
 	"k8s.io/client-go/tools/cache"
@@ -68,8 +72,18 @@ const (
 )
 
 const (
-	// passKey is the only key of the queue: a pass over all Services.
-	passKey = "services"
+	// The keys of the queue: a pass over all Services, and a check of all Leases.
+	passKey, leasesKey = "services", "leases"
+
+	// A Lease is overdue when a third of its duration has passed since its last renewal: a kubelet renews it after a quarter
+	// plus up to 4 % (k8s.io/component-helpers/apimachinery/lease). With the default, this is after 13.3 s. A probe then
+	// needs 4 s to prove that the machine does not respond: at most 18 s in all.
+	overdueFraction = 3
+	// defaultLeaseDuration is the kubelet's.
+	defaultLeaseDuration = 40
+	// leaseInterval is the time between checks of all Leases, and probeInterval that between probes of a machine.
+	leaseInterval = 500 * time.Millisecond
+	probeInterval = 5 * time.Second
 
 	// resyncPeriod bounds the time between passes, so that Events of lasting problems are repeated in time.
 	resyncPeriod = 5 * time.Minute
@@ -85,6 +99,8 @@ type Config struct {
 	Nodes     coreinformers.NodeInformer
 	Inventory *inventory.Inventory
 	Recorder  record.EventRecorder
+	// Probe makes the inventory show within seconds if the machine of a Node no longer responds. It does not block.
+	Probe func(nodename string)
 	// Managed reports whether talos-ccm manages the Node of the machine. Call Resync after the result may have changed.
 	Managed func(*corev1.Node, machine.Machine) bool
 	// Options returns the settings in force. Call Resync after they have changed.
@@ -97,28 +113,42 @@ type Controller struct {
 	informers []informers.SharedInformerFactory
 	services  corelisters.ServiceLister
 	slices    discoverylisters.EndpointSliceLister
+	leases    coordinationlisters.LeaseLister
 	synced    []cache.InformerSynced
 	reporter  *events.Reporter
 	queue     queue.Queue
-	// decided are the Services of the last pass. Only the worker uses it.
-	decided sets.Set[string]
+	// decided are the Services of the last pass. renewals are the last renewals of Leases, by Node. Only the worker uses
+	// them.
+	decided  sets.Set[string]
+	renewals map[string]renewal
+}
+
+// renewal is the last renewal of a Lease, and when this process observed it: renewTime is by another machine's clock.
+type renewal struct {
+	renewTime *metav1.MicroTime
+	at        time.Time
+	overdue   bool
+	probed    time.Time // zero if the machine was not probed since
 }
 
 // New returns a Controller that is subscribed to Nodes and machines. Call it before the informer of Nodes is started.
-// The informers of Services and EndpointSlices are its own, start with Run, and keep only the fields that it reads.
+// The informers of Services, EndpointSlices and Leases are its own, start with Run, and keep only the fields that it reads.
 func New(cfg Config) (*Controller, error) {
 	serviceFactory := informers.NewSharedInformerFactoryWithOptions(cfg.Client, 0, informers.WithTransform(trimService))
 	sliceFactory := informers.NewSharedInformerFactoryWithOptions(cfg.Client, 0, informers.WithTransform(trimSlice),
 		informers.WithTweakListOptions(func(options *metav1.ListOptions) {
 			options.LabelSelector = discoveryv1.LabelServiceName + ",!" + corev1.IsHeadlessService
 		}))
+	leaseFactory := informers.NewSharedInformerFactoryWithOptions(cfg.Client, 0,
+		informers.WithNamespace(corev1.NamespaceNodeLease), informers.WithTransform(trimLease))
 	serviceInformer, sliceInformer := serviceFactory.Core().V1().Services(), sliceFactory.Discovery().V1().EndpointSlices()
 
 	c := &Controller{
 		cfg:       cfg,
-		informers: []informers.SharedInformerFactory{serviceFactory, sliceFactory},
+		informers: []informers.SharedInformerFactory{serviceFactory, sliceFactory, leaseFactory},
 		services:  serviceInformer.Lister(),
 		slices:    sliceInformer.Lister(),
+		leases:    leaseFactory.Coordination().V1().Leases().Lister(),
 		synced:    []cache.InformerSynced{cfg.Nodes.Informer().HasSynced, serviceInformer.Informer().HasSynced, sliceInformer.Informer().HasSynced},
 		reporter:  events.New(cfg.Recorder),
 		queue:     queue.New(Alias),
@@ -173,6 +203,7 @@ func (c *Controller) Run(ctx context.Context) {
 
 	worker := queue.Worker{Queue: c.queue, Subject: "key", Failure: "Failed to update load balancers; retrying", Sync: c.sync}
 	group.StartWithContext(ctx, worker.Run)
+	c.queue.Add(leasesKey)
 	c.Resync() // the handlers queue nothing if there are no objects
 
 	<-ctx.Done()
@@ -180,8 +211,14 @@ func (c *Controller) Run(ctx context.Context) {
 	group.Wait()
 }
 
-// sync brings all Services up to date. A failed write of one Service does not hold up the others.
-func (c *Controller) sync(ctx context.Context, _ string) error {
+// sync checks all Leases, or brings all Services up to date. A failed write of one Service does not hold up the others.
+func (c *Controller) sync(ctx context.Context, key string) error {
+	if key == leasesKey {
+		c.checkLeases()
+
+		return nil
+	}
+
 	// A list from the cache cannot fail.
 	nodes, _ := c.cfg.Nodes.Lister().List(labels.Everything())
 	services, _ := c.services.List(labels.Everything())
@@ -192,9 +229,26 @@ func (c *Controller) sync(ctx context.Context, _ string) error {
 		return list
 	}}
 
+	machines, silent := 0, 0 // a machine that has not been reached yet is silent
+
 	for _, node := range nodes {
 		entry := c.cfg.Inventory.Get(node.Name)
-		s.nodes = append(s.nodes, candidate{node, entry, !entry.ObservedAt.IsZero() && c.cfg.Managed(node, entry.Machine)})
+		s.nodes = append(s.nodes, candidate{
+			node: node, entry: entry, managed: !entry.ObservedAt.IsZero() && c.cfg.Managed(node, entry.Machine),
+			leaving: isLeaving(entry, time.Now()),
+		})
+
+		if nodespec.IsTalos(node) {
+			machines++
+
+			if entry.Condition != inventory.Current && entry.Condition != inventory.Mismatch {
+				silent++
+			}
+		}
+	}
+
+	for i, n := range s.nodes {
+		s.nodes[i].leaving = n.leaving || 2*silent <= machines && c.renewals[n.node.Name].isDown(n.entry)
 	}
 
 	c.queue.AddAfter(passKey, resyncPeriod)
@@ -218,6 +272,35 @@ func (c *Controller) sync(ctx context.Context, _ string) error {
 	}
 
 	return errors.Join(errs...)
+}
+
+// checkLeases records renewals. It probes machines that respond as far as is known, and whose kubelets' Leases are overdue.
+func (c *Controller) checkLeases() {
+	leases, _ := c.leases.List(labels.Everything())
+	renewals := make(map[string]renewal, len(leases)) // without those of deleted Leases
+
+	for _, lease := range leases {
+		last, known := c.renewals[lease.Name]
+		if !known || !last.renewTime.Equal(lease.Spec.RenewTime) {
+			last.renewTime, last.at, last.probed = lease.Spec.RenewTime, time.Now(), time.Time{}
+		}
+
+		period := time.Duration(ptr.Deref(lease.Spec.LeaseDurationSeconds, defaultLeaseDuration)) * time.Second / overdueFraction
+		if isOverdue := time.Since(last.at) >= period; isOverdue != last.overdue {
+			last.overdue = isOverdue
+			c.Resync()
+		}
+
+		if last.overdue && time.Since(last.probed) >= probeInterval && c.cfg.Inventory.Get(lease.Name).Condition == inventory.Current {
+			last.probed = time.Now()
+			c.cfg.Probe(lease.Name)
+		}
+
+		renewals[lease.Name] = last
+	}
+
+	c.renewals = renewals
+	c.queue.AddAfter(leasesKey, leaseInterval)
 }
 
 // write applies the addresses of a Service if they differ. The request contains the resourceVersion of the snapshot, so
@@ -314,6 +397,16 @@ func trimService(obj any) (any, error) {
 	}
 
 	return service, nil
+}
+
+// trimLease keeps the duration and renewTime.
+func trimLease(obj any) (any, error) {
+	if lease, isLease := obj.(*coordinationv1.Lease); isLease {
+		lease.ObjectMeta = metav1.ObjectMeta{Namespace: lease.Namespace, Name: lease.Name, ResourceVersion: lease.ResourceVersion}
+		lease.Spec = coordinationv1.LeaseSpec{LeaseDurationSeconds: lease.Spec.LeaseDurationSeconds, RenewTime: lease.Spec.RenewTime}
+	}
+
+	return obj, nil
 }
 
 // trimSlice keeps one ready endpoint per Node.

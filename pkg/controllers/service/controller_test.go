@@ -3,7 +3,9 @@ package service_test
 import (
 	"fmt"
 	"testing"
+	"time"
 
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
@@ -54,6 +56,60 @@ func TestController_FollowsNodes(t *testing.T) {
 
 	s.Remove("a")
 	s.await("web", "192.0.2.2")
+}
+
+func TestController_RemovesAddressesOfMachinesThatLeave(t *testing.T) {
+	s := newSuite(t)
+	s.run()
+	s.create("web", nil)
+	s.join("a", "192.0.2.1")
+	s.join("b", "192.0.2.2")
+	s.await("web", "192.0.2.1", "192.0.2.2")
+
+	start := time.Now()
+
+	s.announce("b", runtime.MachineStageRebooting, "192.0.2.2")
+	s.await("web", "192.0.2.1")
+	t.Logf("removed the address after %s", time.Since(start))
+
+	s.inventory.MarkUnreachable("b", "it reboots")
+	s.announce("a", runtime.MachineStageShuttingDown, "192.0.2.1")
+	s.await("web", "192.0.2.1", "192.0.2.2") // both leave: the readiness of the Nodes decides
+	s.respond("b", "192.0.2.2")
+	s.await("web", "192.0.2.2")
+}
+
+func TestController_RemovesAddressesOfMachinesThatLosePower(t *testing.T) {
+	s := newSuite(t)
+	s.run()
+	s.create("web", nil)
+
+	for i, name := range []string{"a", "b", "c"} {
+		s.join(name, fmt.Sprint("192.0.2.", i+1))
+		s.renew(name)
+	}
+
+	s.await("web", "192.0.2.1", "192.0.2.2", "192.0.2.3")
+
+	renewed := time.Now()
+
+	s.silent.Store("b", true) // all Leases will be overdue
+	s.await("web", "192.0.2.1", "192.0.2.3")
+	t.Logf("removed the address %s after the last renewal", time.Since(renewed))
+
+	s.silent.Delete("b")
+	s.respond("b", "192.0.2.2")
+	s.await("web", "192.0.2.1", "192.0.2.2", "192.0.2.3")
+	s.inventory.MarkUnreachable("b", "connection timed out")
+	s.await("web", "192.0.2.1", "192.0.2.3")
+
+	s.inventory.MarkUnreachable("c", "connection timed out")
+	s.await("web", "192.0.2.1", "192.0.2.2", "192.0.2.3") // most machines do not respond
+	s.respond("c", "192.0.2.3")
+	s.await("web", "192.0.2.1", "192.0.2.3")
+
+	s.renew("b")
+	s.await("web", "192.0.2.1", "192.0.2.2", "192.0.2.3")
 }
 
 func TestController_PublishesOnlyAddressesOfTheMachine(t *testing.T) {

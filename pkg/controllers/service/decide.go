@@ -7,7 +7,9 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"time"
 
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	"k8s.io/apimachinery/pkg/labels"
@@ -51,17 +53,9 @@ const (
 	ReasonOwnershipConflict = "OwnershipConflict"
 )
 
-// linkIPVS is the link to which kube-proxy in mode IPVS assigns the addresses of all Services. With the addresses of
-// other Nodes on it, a Node could not reach them (k8s.io/kubernetes/pkg/proxy/ipvs, defaultDummyDevice).
-const linkIPVS = "kube-ipvs0"
-
 // maxAddresses limits the addresses of a Service, of all its IP families together. DNS answers and clients can handle
 // as many.
 const maxAddresses = 16
-
-// toBeDeletedTaint is set by cluster-autoscaler before it deletes a Node. k8s.io/cloud-provider/controllers/service
-// excludes such Nodes, too.
-const toBeDeletedTaint = "ToBeDeletedByClusterAutoscaler"
 
 // manages reports whether the controller is responsible for the Service.
 func manages(options config.Service, service *corev1.Service) bool {
@@ -120,7 +114,10 @@ type snapshot struct {
 	// report any address, but never gets one of these.
 	clusterIPs   sets.Set[string]
 	controlPlane sets.Set[netip.Addr]
-	// ipvs is the name of a Node, eligible or not, on which kube-proxy uses IPVS.
+	// external limits the external addresses; empty means no limit.
+	external []netip.Prefix
+	// ipvs is the name of a Node, eligible or not, on which kube-proxy uses IPVS. With the addresses of other Nodes on its
+	// link, a Node could not reach them.
 	ipvs string
 	// excluded describes how many Nodes have the exclusion label.
 	excluded string
@@ -134,6 +131,8 @@ type candidate struct {
 	entry inventory.Entry
 	// managed is true if the machine was observed and the configuration selects it.
 	managed bool
+	// leaving is true if the machine has announced that it stops serving, or has probably lost power.
+	leaving bool
 }
 
 // filter returns the Nodes to keep.
@@ -209,6 +208,7 @@ func (s snapshot) decide() (decisions []decision) {
 
 // prepare sorts the Services by age, removes the Nodes that are not eligible, and sets the derived fields.
 func (s *snapshot) prepare() {
+	s.external, _ = cidrset.ParsePrefixes(s.options.ExternalCIDRs) // validated
 	s.clusterIPs, s.controlPlane, s.taken = sets.Set[string]{}, sets.Set[netip.Addr]{}, map[socket]*corev1.Service{}
 	s.services = slices.SortedFunc(slices.Values(s.services), func(a, b *corev1.Service) int {
 		return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
@@ -219,7 +219,7 @@ func (s *snapshot) prepare() {
 	}
 
 	for _, c := range s.nodes {
-		if slices.ContainsFunc(c.entry.Machine.Addresses, func(a machine.Address) bool { return a.Link == linkIPVS }) {
+		if slices.ContainsFunc(c.entry.Machine.Addresses, func(a machine.Address) bool { return a.Link == machine.LinkIPVS }) {
 			s.ipvs = c.node.Name
 		}
 
@@ -242,7 +242,7 @@ func (s snapshot) decideOne(service *corev1.Service) decision {
 	switch managers := statusManagers(service); {
 	case s.ipvs != "":
 		return d.report(ReasonUnsupportedProxyMode,
-			"kube-proxy on Node %s uses IPVS, which is not supported (link %s); use nftables, and restart the machine", s.ipvs, linkIPVS)
+			"kube-proxy on Node %s uses IPVS, which is not supported (link %s); use nftables, and restart the machine", s.ipvs, machine.LinkIPVS)
 	case service.Spec.LoadBalancerClass == nil && len(d.ingress) > 0 && !managers.Has(FieldManager):
 		return d.report(ReasonOwnershipConflict,
 			"The addresses were set by another controller (%s); set spec.loadBalancerClass, so that only one of them manages the Service", strings.Join(sets.List(managers), ", "))
@@ -388,10 +388,22 @@ func (s snapshot) choose(d decision, r request) decision {
 	return d.report(ReasonNoEligibleNodes, "No Node can receive traffic: %s", message)
 }
 
-// available returns the addresses of one IP family that the Service can have, the best first, and a description of each
+// available returns what availableOn returns. Machines that leave serve only as long as there is no other address.
+func (s snapshot) available(service *corev1.Service, r request, family corev1.IPFamily) (free []netip.Addr, refused []string) {
+	staying := r
+	staying.nodes = filter(r.nodes, func(c candidate) bool { return !c.leaving })
+
+	if free, refused = s.availableOn(service, staying, family); len(free) > 0 {
+		return free, refused
+	}
+
+	return s.availableOn(service, r, family)
+}
+
+// availableOn returns the addresses of one IP family that the Service can have, the best first, and a description of each
 // address that it would have without an older Service. The addresses that the Service has are the best. The others are
 // in an order that differs between Services, so that Services spread over the Nodes.
-func (s snapshot) available(service *corev1.Service, r request, family corev1.IPFamily) (free []netip.Addr, refused []string) {
+func (s snapshot) availableOn(service *corev1.Service, r request, family corev1.IPFamily) (free []netip.Addr, refused []string) {
 	ranks, present := map[netip.Addr]string{}, addresses(service.Status.LoadBalancer.Ingress)
 
 	for _, c := range r.nodes {
@@ -461,13 +473,10 @@ func (s snapshot) addressOf(c candidate, family corev1.IPFamily, types []corev1.
 				continue
 			}
 
-			isAllowed := t != corev1.NodeExternalIP || len(s.options.ExternalCIDRs) == 0 || slices.ContainsFunc(s.options.ExternalCIDRs, func(cidr string) bool {
-				prefix, err := cidrset.ParsePrefix(cidr)
+			ip = ip.Unmap()
+			isAllowed := t != corev1.NodeExternalIP || len(s.external) == 0 || slices.ContainsFunc(s.external, func(cidr netip.Prefix) bool { return cidr.Contains(ip) })
 
-				return err == nil && prefix.Contains(ip.Unmap())
-			})
-
-			if ip = ip.Unmap(); isAllowed && s.mayServe(c, ip, slices.Contains(present, ip.String())) {
+			if isAllowed && s.mayServe(c, ip, slices.Contains(present, ip.String())) {
 				return ip
 			}
 		}
@@ -477,6 +486,20 @@ func (s snapshot) addressOf(c candidate, family corev1.IPFamily, types []corev1.
 }
 
 func (c candidate) ready() bool { return nodespec.IsReady(c.node) }
+
+// announced are the stages in which a machine stops serving.
+var announced = sets.New(runtime.MachineStageRebooting, runtime.MachineStageUpgrading, runtime.MachineStageShuttingDown, runtime.MachineStageResetting)
+
+// isLeaving reports whether the machine has announced that it stops serving. If it no longer responds, the announcement
+// counts until the Node cannot be ready any more unless its kubelet works.
+func isLeaving(entry inventory.Entry, now time.Time) bool {
+	return announced.Has(entry.Machine.Stage) && (entry.SilentSince.IsZero() || now.Sub(entry.SilentSince) < resyncPeriod)
+}
+
+// isDown reports whether the machine has probably lost power: its kubelet has stopped, and it accepts no connections.
+func (r renewal) isDown(entry inventory.Entry) bool {
+	return r.overdue && entry.Condition == inventory.Unreachable
+}
 
 // inUse reports whether the Node is managed and ready.
 func (c candidate) inUse() bool { return c.managed && c.ready() }
@@ -491,8 +514,6 @@ func (c candidate) excluded() bool {
 // eligible reports whether the Node can receive traffic if it is ready. The conditions are those of
 // k8s.io/cloud-provider/controllers/service. The Node must also be initialized, because its addresses are not final before.
 func (c candidate) eligible() bool {
-	isLeaving := slices.ContainsFunc(c.node.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == toBeDeletedTaint })
-
-	return !isLeaving && !c.excluded() && c.node.DeletionTimestamp == nil &&
+	return !nodespec.IsScaledDown(c.node) && !c.excluded() && c.node.DeletionTimestamp == nil &&
 		nodespec.IsTalos(c.node) && !nodespec.IsUninitialized(c.node) && c.entry.Condition != inventory.Mismatch
 }

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
@@ -20,6 +21,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
 var began = time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
@@ -219,7 +221,7 @@ func TestDecide_EligibleNodes(t *testing.T) {
 		"excluded":            {func(c *candidate) { c.node.Labels[corev1.LabelNodeExcludeBalancers] = "" }, false},
 		"excluded: true":      {func(c *candidate) { c.node.Labels[corev1.LabelNodeExcludeBalancers] = "true" }, false},
 		"excluded: false":     {func(c *candidate) { c.node.Labels[corev1.LabelNodeExcludeBalancers] = "false" }, false},
-		"about to be deleted": {func(c *candidate) { c.node.Spec.Taints = []corev1.Taint{{Key: toBeDeletedTaint}} }, false},
+		"about to be deleted": {func(c *candidate) { c.node.Spec.Taints = []corev1.Taint{{Key: nodespec.TaintToBeDeleted}} }, false},
 		"uninitialized": {func(c *candidate) {
 			c.node.Spec.Taints = []corev1.Taint{{Key: cloudproviderapi.TaintExternalCloudProvider}}
 		}, false},
@@ -242,6 +244,58 @@ func TestDecide_EligibleNodes(t *testing.T) {
 				t.Errorf("got %v", got)
 			}
 		})
+	}
+}
+
+func TestDecide_AvoidsLeavingMachines(t *testing.T) {
+	endpoints := func(*corev1.Service) []*discoveryv1.EndpointSlice {
+		return []*discoveryv1.EndpointSlice{{AddressType: discoveryv1.AddressTypeIPv4, Endpoints: []discoveryv1.Endpoint{{NodeName: new("node-0")}}}}
+	}
+
+	for name, test := range map[string]struct {
+		leaving []int
+		service *corev1.Service
+		want    []string
+	}{
+		"one leaves":                         {[]int{0}, newService("s", published("192.0.2.1", "192.0.2.2", "192.0.2.3")), []string{"192.0.2.2", "192.0.2.3"}},
+		"a new Service":                      {[]int{0}, newService("s"), []string{"192.0.2.2", "192.0.2.3"}},
+		"all leave":                          {[]int{0, 1, 2}, newService("s", published("192.0.2.1")), []string{"192.0.2.1", "192.0.2.2", "192.0.2.3"}},
+		"the only one with endpoints leaves": {[]int{0}, newService("s", local, published("192.0.2.1")), []string{"192.0.2.1"}},
+		"the only selected one leaves":       {[]int{0}, newService("s", annotation(AnnotationNodeSelector, "name=node-0")), []string{"192.0.2.1"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			nodes := candidates(3)
+			for _, i := range test.leaving {
+				nodes[i].leaving = true
+			}
+
+			got, reasons := snapshot{services: []*corev1.Service{test.service}, nodes: nodes, endpoints: endpoints}.addressesOf("s")
+			assert.Equal(t, test.want, got)
+			assert.Empty(t, reasons)
+		})
+	}
+}
+
+func TestIsLeaving(t *testing.T) {
+	leaving := map[runtime.MachineStage]bool{
+		runtime.MachineStageRebooting: true, runtime.MachineStageUpgrading: true, runtime.MachineStageShuttingDown: true, runtime.MachineStageResetting: true,
+	}
+
+	for _, stage := range runtime.MachineStageValues() {
+		entry := inventory.Entry{Condition: inventory.Current, Machine: machine.Machine{Stage: stage}}
+		assert.Equal(t, leaving[stage], isLeaving(entry, began), stage.String())
+
+		entry.Condition, entry.SilentSince = inventory.Unreachable, began
+		assert.Equal(t, leaving[stage], isLeaving(entry, began.Add(resyncPeriod-1)), stage.String())
+		assert.False(t, isLeaving(entry, began.Add(resyncPeriod)), stage.String())
+	}
+}
+
+func TestRenewal_IsDown(t *testing.T) {
+	for _, condition := range []inventory.Condition{inventory.Unknown, inventory.Current, inventory.Unreachable, inventory.Mismatch} {
+		entry := inventory.Entry{Condition: condition}
+		assert.Equal(t, condition == inventory.Unreachable, renewal{overdue: true}.isDown(entry), condition.String())
+		assert.False(t, renewal{}.isDown(entry), "%s, not overdue or no Lease", condition)
 	}
 }
 

@@ -7,9 +7,11 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 
+	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -37,6 +39,8 @@ type suite struct {
 
 	inventory *inventory.Inventory
 	options   atomic.Pointer[config.Service]
+	// silent are machines that accept no connections.
+	silent sync.Map
 	// resync notifies the running controller of changed options; stop ends it after its current pass.
 	resync, stop func()
 }
@@ -63,6 +67,11 @@ func (s *suite) run() {
 
 	controller, err := service.New(service.Config{
 		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder,
+		Probe: func(nodename string) {
+			if _, isSilent := s.silent.Load(nodename); isSilent {
+				i.Inventory.MarkUnreachable(nodename, "connection timed out")
+			}
+		},
 		Managed: func(node *corev1.Node, _ machine.Machine) bool { return node.Labels["test/unmanaged"] == "" },
 		Options: func() config.Service { return *s.options.Load() },
 	})
@@ -89,12 +98,23 @@ func (s *suite) register(name, address string) {
 
 // respond makes the machine of a Node known.
 func (s *suite) respond(name string, addresses ...string) {
-	m := machine.Machine{Nodename: name}
+	s.announce(name, runtime.MachineStageRunning, addresses...)
+}
+
+// announce makes the stage of the machine of a Node known.
+func (s *suite) announce(name string, stage runtime.MachineStage, addresses ...string) {
+	m := machine.Machine{Nodename: name, Stage: stage}
 	for _, address := range addresses {
 		m.Addresses = append(m.Addresses, machine.Address{Link: "eth0", Prefix: netip.MustParsePrefix(address + "/24")})
 	}
 
 	s.inventory.Replace(name, m)
+}
+
+// renew renews the Lease of a kubelet.
+func (s *suite) renew(nodename string) {
+	s.Helper()
+	require.NoError(s, s.Kube.RenewLease(s.Context(), nodename))
 }
 
 func (s *suite) services() typedcorev1.ServiceInterface {
