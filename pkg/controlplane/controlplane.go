@@ -38,10 +38,8 @@ import (
 )
 
 const (
-	// refreshInterval bounds the age of the facts. conflictInterval bounds it while kube-controller-manager assigns pod
-	// CIDRs, because talos-ccm must not assign any at the same time.
-	refreshInterval  = 30 * time.Second
-	conflictInterval = 10 * time.Second
+	// refreshInterval bounds the age of the facts.
+	refreshInterval = 30 * time.Second
 
 	// retryFirst and retryMax pace refreshes while a fact that a controller needs is unknown.
 	retryFirst = 500 * time.Millisecond
@@ -174,7 +172,7 @@ type Reader struct {
 func New(cfg Config) *Reader {
 	cfg.Nodes.Informer() // has the factory start it
 
-	return &Reader{cfg: cfg}
+	return &Reader{cfg: cfg, members: Value[*Members]{current: &Members{}}}
 }
 
 // Identity returns the names and addresses for which no kubelet may get a certificate. Its Known becomes true once the
@@ -202,30 +200,17 @@ func (r *Reader) Run(ctx context.Context) {
 	delays := backoff.New(retryFirst, retryMax)
 
 	for r.refresh(ctx) {
-		pause, complete := r.interval()
-		if complete {
-			delays = backoff.New(retryFirst, retryMax)
-		} else {
+		pause, network := refreshInterval, r.network.Current()
+
+		if r.identity.subscribed() && !r.identity.Current().Known || r.network.subscribed() && (network.Problem != "" || !network.IsMajority()) {
 			pause = delays.Step()
+		} else {
+			delays = backoff.New(retryFirst, retryMax)
 		}
 
 		if !backoff.Sleep(ctx, r.cfg.Clock, pause) {
 			return
 		}
-	}
-}
-
-// interval returns the time until the next refresh, unless a fact that a controller needs is unknown.
-func (r *Reader) interval() (interval time.Duration, complete bool) {
-	network, needsNetwork := r.network.Current(), r.network.subscribed()
-
-	switch {
-	case r.identity.subscribed() && !r.identity.Current().Known, needsNetwork && (network.Problem != "" || !network.IsMajority()):
-		return 0, false
-	case needsNetwork && len(network.Allocators()) > 0:
-		return conflictInterval, true
-	default:
-		return refreshInterval, true
 	}
 }
 

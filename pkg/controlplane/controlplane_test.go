@@ -384,8 +384,9 @@ func TestReader_ReadsTheCertificatesOfAllEndpoints(t *testing.T) {
 	publish(s.Suite, "kubernetes", "192.0.2.2", "192.0.2.3", "192.0.2.4")
 
 	reads := func(id csrpolicy.ClusterIdentity) bool { return slices.Contains(id.Stated.APIServerIPs, translated) }
-	id := s.await("the certificate of the second API server is known", reads)
-	assert.True(t, id.Known)
+	id := s.await("the machine and the certificate of the second API server are known", func(id csrpolicy.ClusterIdentity) bool {
+		return id.Known && reads(id)
+	})
 	wantAll(t, "addresses", id.Stated.APIServerIPs, netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("192.0.2.4"))
 	assert.NotContains(t, id.Stated.APIServerIPs, ofWorker)
 

@@ -2,8 +2,7 @@ package controlplane
 
 import (
 	"fmt"
-	"maps"
-	"slices"
+	"net/netip"
 )
 
 // Members are the members of the cluster as its control-plane machines see them (Talos discovery). The zero value is
@@ -16,14 +15,36 @@ type Members struct {
 	SeenBy map[string]MemberList
 }
 
-// MemberList maps the nodenames of members to their node IDs.
-type MemberList map[string]string
+// MemberList are members by their nodenames.
+type MemberList map[string]Member
+
+// Member is a member of the cluster.
+type Member struct {
+	NodeID string
+	// Address is its first address; the zero value if it has none.
+	Address netip.Addr
+}
+
+// Addresses returns the address of each member that most control-plane machines see, by nodename. The caller owns the map.
+func (m *Members) Addresses() map[string]netip.Addr {
+	addrs, seen := map[string]netip.Addr{}, map[string]int{}
+
+	for _, list := range m.SeenBy {
+		for nodename, member := range list {
+			if seen[nodename]++; 2*seen[nodename] > m.ControlPlane && member.Address.IsValid() {
+				addrs[nodename] = member.Address
+			}
+		}
+	}
+
+	return addrs
+}
 
 // Absent explains who does not see the machine with a nodename and a node ID, which may be empty. It returns an empty
 // string if the machine may be a member: if a control-plane machine sees its nodename or node ID, if most of them do
 // not respond, or if those that respond do not see each other, as without discovery.
 func (m *Members) Absent(nodename, nodeID string) string {
-	if m == nil || 2*len(m.SeenBy) <= m.ControlPlane {
+	if 2*len(m.SeenBy) <= m.ControlPlane {
 		return ""
 	}
 
@@ -34,9 +55,10 @@ func (m *Members) Absent(nodename, nodeID string) string {
 			}
 		}
 
-		_, seen := list[nodename]
-		if seen || (nodeID != "" && slices.Contains(slices.Collect(maps.Values(list)), nodeID)) {
-			return ""
+		for name, member := range list {
+			if name == nodename || nodeID != "" && member.NodeID == nodeID {
+				return ""
+			}
 		}
 	}
 

@@ -1,6 +1,7 @@
 package controlplane_test
 
 import (
+	"net/netip"
 	"testing"
 
 	clusterres "github.com/siderolabs/talos/pkg/machinery/resources/cluster"
@@ -15,7 +16,7 @@ import (
 func TestMembers_Absent(t *testing.T) {
 	type list = controlplane.MemberList
 
-	all := list{"cp-1": "1", "cp-2": "2", "cp-3": "3", "w-1": "4"}
+	all := list{"cp-1": {NodeID: "1"}, "cp-2": {NodeID: "2"}, "cp-3": {NodeID: "3"}, "w-1": {NodeID: "4"}}
 
 	for _, test := range []struct {
 		name     string
@@ -24,7 +25,6 @@ func TestMembers_Absent(t *testing.T) {
 		nodeID   string
 		want     bool
 	}{
-		{"not read", nil, "w-2", "5", false},
 		{"absent", &controlplane.Members{ControlPlane: 3, SeenBy: map[string]list{"cp-1": all, "cp-2": all, "cp-3": all}}, "w-2", "5", true},
 		{"absent, node ID unknown", &controlplane.Members{ControlPlane: 1, SeenBy: map[string]list{"cp-1": all}}, "w-2", "", true},
 		{"member", &controlplane.Members{ControlPlane: 3, SeenBy: map[string]list{"cp-1": all, "cp-2": all, "cp-3": all}}, "w-1", "4", false},
@@ -35,15 +35,25 @@ func TestMembers_Absent(t *testing.T) {
 		{"discovery is disabled", &controlplane.Members{ControlPlane: 1, SeenBy: map[string]list{"cp-1": {}}}, "w-2", "5", false},
 		{
 			"one machine sees only itself",
-			&controlplane.Members{ControlPlane: 2, SeenBy: map[string]list{"cp-1": all, "cp-2": {"cp-2": "2"}}}, "w-2", "5", false,
+			&controlplane.Members{ControlPlane: 2, SeenBy: map[string]list{"cp-1": all, "cp-2": {"cp-2": {NodeID: "2"}}}}, "w-2", "5", false,
 		},
 		{
 			"seen by one",
-			&controlplane.Members{ControlPlane: 2, SeenBy: map[string]list{"cp-1": {"cp-1": "1", "cp-2": "2"}, "cp-2": all}}, "w-1", "4", false,
+			&controlplane.Members{ControlPlane: 2, SeenBy: map[string]list{"cp-1": {"cp-1": {NodeID: "1"}, "cp-2": {NodeID: "2"}}, "cp-2": all}}, "w-1", "4", false,
 		},
 	} {
 		assert.Equal(t, test.want, test.members.Absent(test.nodename, test.nodeID) != "", test.name)
 	}
+}
+
+// The list of a machine that is cut off from the discovery service is outdated.
+func TestMembers_AddressesOfThoseThatMostMachinesSee(t *testing.T) {
+	type list = controlplane.MemberList
+
+	present, outdated := list{"w-1": {Address: memberAddress}}, list{"w-1": {Address: memberAddress}, "w-2": {Address: memberAddress}}
+	members := controlplane.Members{ControlPlane: 3, SeenBy: map[string]list{"cp-1": present, "cp-2": outdated}}
+
+	assert.Equal(t, map[string]netip.Addr{"w-1": memberAddress}, members.Addresses())
 }
 
 func TestReader_ReadsTheMembers(t *testing.T) {
@@ -56,27 +66,25 @@ func TestReader_ReadsTheMembers(t *testing.T) {
 
 	assert.Empty(t, s.members().Absent("w-1", "2"))
 	assert.NotEmpty(t, s.members().Absent("w-2", "3"))
+	assert.Equal(t, map[string]netip.Addr{"members-cp": memberAddress, "w-1": memberAddress}, s.members().Addresses())
 
 	// A machine that does not respond proves nothing.
 	require.NoError(s, m.Stop(t.Context()))
 	s.await("the machine does not respond", func(csrpolicy.ClusterIdentity) bool { return len(s.members().SeenBy) == 0 })
 
 	assert.Empty(t, s.members().Absent("w-2", "3"))
+	assert.Empty(t, s.members().Addresses())
 }
+
+var memberAddress = netip.MustParseAddr("192.0.2.1")
 
 // discover adds a member to those that the machine reports.
 func (s *suite) discover(m *talostest.Machine, nodename, nodeID string) {
 	s.Helper()
 
 	member := clusterres.NewMember(clusterres.NamespaceName, nodename)
-	member.TypedSpec().NodeID = nodeID
+	member.TypedSpec().NodeID, member.TypedSpec().Addresses = nodeID, []netip.Addr{memberAddress, netip.MustParseAddr("192.0.2.2")}
 	require.NoError(s, m.State().Create(s.Context(), member))
 }
 
-func (s *suite) members() *controlplane.Members {
-	if members := s.reader.Members().Current(); members != nil {
-		return members
-	}
-
-	return &controlplane.Members{}
-}
+func (s *suite) members() *controlplane.Members { return s.reader.Members().Current() }

@@ -405,8 +405,16 @@ func (r *Reader) readMachine(ctx context.Context, nodename string, addr netip.Ad
 		}
 
 		facts.members = MemberList{}
+
 		for member := range list.All() {
-			facts.members[member.Metadata().ID()] = member.TypedSpec().NodeID
+			spec := member.TypedSpec()
+			m := Member{NodeID: spec.NodeID}
+
+			if len(spec.Addresses) > 0 {
+				m.Address = spec.Addresses[0]
+			}
+
+			facts.members[member.Metadata().ID()] = m
 		}
 	}
 

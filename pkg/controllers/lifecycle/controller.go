@@ -10,7 +10,8 @@
 // Outputs, for selected Nodes of Talos machines only:
 //   - the taint node.cloudprovider.kubernetes.io/shutdown, and if enabled node.kubernetes.io/out-of-service;
 //   - the deletion of Nodes, each recorded as an Event before;
-//   - Events for every verdict.
+//   - a label that tells the next leader that the machine of this leader is being reset;
+//   - Events for every verdict and, with discovery, for members of the cluster without a Node.
 //
 // It never deletes a Node whose kubelet reports or whose machine responds under the Node's name: the kubelet would not
 // register again before its next start. It never deletes a Node without proof that the machine is gone. A machine that
@@ -35,9 +36,11 @@
 package lifecycle
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"maps"
+	"net/netip"
 	"slices"
 	"strconv"
 	"strings"
@@ -46,6 +49,7 @@ import (
 	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/types"
 	coreinformers "k8s.io/client-go/informers/core/v1"
@@ -70,6 +74,7 @@ const (
 	ReasonShutdown         = "NodeShutdown"
 	ReasonGone             = "NodeGone"
 	ReasonSilent           = "MachineSilent"
+	ReasonMissing          = "NodeMissing"
 	ReasonDeleting         = "DeletingNode"
 	ReasonDeletingFailed   = "DeletingNodeFailed"
 	ReasonDeletionLimited  = "DeletionLimited"
@@ -96,13 +101,21 @@ const (
 	// silentPeriod is how long a machine and its kubelet are silent before a Node without proof is reported.
 	silentPeriod = 24 * time.Hour
 
+	// missingPeriod is how long a member has no Node before it is reported. Discovery removes a member that announces
+	// nothing for 30 minutes, such as a destroyed machine (defaultDiscoveryTTL in siderolabs/talos), unless the discovery
+	// service itself fails.
+	missingPeriod = 35 * time.Minute
+
 	// syncTimeout bounds all API requests of one sync.
 	syncTimeout = 30 * time.Second
+
+	// recordTimeout bounds the last write of a leader, which delays the release of the lease.
+	recordTimeout = 5 * time.Second
 )
 
 // componentTaints are domains of taints, or whole keys, of Kubernetes, Talos, autoscalers, Cluster API and Cilium.
 var componentTaints = []string{
-	"node.kubernetes.io", "node-role.kubernetes.io", "node.cloudprovider.kubernetes.io", taintToBeDeleted, "DeletionCandidateOfClusterAutoscaler",
+	"node.kubernetes.io", "node-role.kubernetes.io", "node.cloudprovider.kubernetes.io", nodespec.TaintToBeDeleted, "DeletionCandidateOfClusterAutoscaler",
 	"karpenter.sh", "node.cluster.x-k8s.io", "node.cilium.io",
 }
 
@@ -122,6 +135,11 @@ type Config struct {
 	// Absent explains which control-plane machines do not see the machine with the nodename and node ID as a member of
 	// the cluster. It returns an empty string if the machine may be a member. It is used with Discovery only.
 	Absent func(nodename, nodeID string) string
+	// Members returns an address of each member by nodename. The caller owns the map. It is empty without Discovery, or if
+	// the members could not be read.
+	Members func() map[string]netip.Addr
+	// Resetting returns the nodename of the local machine if it is being reset, or an empty string.
+	Resetting func(ctx context.Context) string
 }
 
 // Controller is the node lifecycle controller. Use New and Run.
@@ -131,6 +149,7 @@ type Controller struct {
 	reporter *events.Reporter
 	observed *stopwatch
 	queue    queue.Queue
+	missing  map[string]time.Duration // since when members have had no Node, by nodename; only Run uses it
 
 	// Only the worker uses these.
 	histories map[string]history // by nodename
@@ -217,7 +236,7 @@ func (c *Controller) Run(ctx context.Context) {
 	}()
 
 	for backoff.Sleep(ctx, c.config.Clock, checkInterval) {
-		c.observed.read()
+		c.reportMissing(c.observed.read())
 
 		affectedNodes.Reset()
 
@@ -230,6 +249,38 @@ func (c *Controller) Run(ctx context.Context) {
 
 	c.queue.ShutDown()
 	<-done
+	c.recordReset(context.WithoutCancel(ctx))
+}
+
+// reportMissing reports members of the cluster that have no Node. If the Node was deleted while the machine was cut off,
+// the kubelet does not register again.
+func (c *Controller) reportMissing(now time.Duration) {
+	members, missing := c.config.Members(), map[string]time.Duration{}
+	if len(members) == 0 { // they could not be read
+		return
+	}
+
+	for _, node := range c.nodes() {
+		delete(members, node.Name)
+	}
+
+	for nodename, addr := range members {
+		missing[nodename] = cmp.Or(c.missing[nodename], now)
+		delete(c.missing, nodename)
+
+		if now-missing[nodename] >= missingPeriod {
+			c.reporter.Report("member/"+nodename, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: nodename}}, events.Problem{
+				Reason:  ReasonMissing,
+				Message: fmt.Sprintf("Discovery lists the machine, but it has no node; if it works, run talosctl -n %s service kubelet restart", addr),
+			})
+		}
+	}
+
+	for nodename := range c.missing {
+		c.reporter.Forget("member/" + nodename)
+	}
+
+	c.missing = missing
 }
 
 // sync taints or deletes the Node if the verdict says so.
@@ -248,7 +299,9 @@ func (c *Controller) sync(ctx context.Context, nodename string) error {
 	settings, now := c.config.Settings(), c.observed.read()
 	entry := c.config.Inventory.Get(nodename) // once: history and evidence must agree
 	h := c.histories[nodename].after(node, entry, now)
-	v := judge(c.evidence(node, entry, h), settings)
+	e := c.evidence(node, entry, h)
+	v := judge(e, settings)
+	h.explained = e.moved == "" && (v.shutdown || v.proof == ProofReset || v.proof == ProofScaledDown)
 
 	if h.proof != v.proof {
 		h.proof, h.goneSince = v.proof, now
@@ -263,7 +316,7 @@ func (c *Controller) sync(ctx context.Context, nodename string) error {
 	blocked := c.blocked(node, v, settings, now-h.goneSince-v.period)
 	c.reporter.Report(nodename, node, v.problems(blocked, now-h.heardAt)...)
 
-	if taints := v.taints(node.Spec.Taints, settings, now-h.shutdownSince); !settings.DryRun && !slices.Equal(taints, node.Spec.Taints) {
+	if taints := v.taints(node.Spec.Taints, settings, now-h.shutdownSince); !slices.Equal(taints, node.Spec.Taints) {
 		return c.setTaints(ctx, node, taints)
 	}
 
@@ -288,7 +341,7 @@ func Selects(selector *rules.Selector, node *corev1.Node, talos machine.Machine)
 func (c *Controller) evidence(node *corev1.Node, entry inventory.Entry, h history) evidence {
 	e := evidence{
 		ready: nodespec.IsReady(node), reports: reports(node), entry: entry, booted: node.Status.NodeInfo.BootID != h.bootID,
-		scaledDown: slices.ContainsFunc(node.Spec.Taints, func(t corev1.Taint) bool { return t.Key == taintToBeDeleted }),
+		scaledDown: nodespec.IsScaledDown(node), recorded: isResetRecorded(node),
 	}
 
 	if was, is := h.known, entry.Last; !is.ControlPlane && is.Endpoint != was.Endpoint && !was.HasAddress(is.Endpoint) {
@@ -304,7 +357,7 @@ func (c *Controller) evidence(node *corev1.Node, entry inventory.Entry, h histor
 		}
 	}
 
-	if entry.Last.Stage == runtime.MachineStageResetting || e.renamedTo != "" {
+	if entry.Last.Stage == runtime.MachineStageResetting || e.recorded || e.renamedTo != "" {
 		e.restricted = restriction(node, c.config.Spec(node, entry.Last))
 	}
 
@@ -316,7 +369,8 @@ func (c *Controller) evidence(node *corev1.Node, entry inventory.Entry, h histor
 }
 
 // restriction returns why a new Node of the machine would be less restricted: a label or a taint of this Node that its
-// kubelet cannot change. spec has those of the rules. Workers' kubelets set the taints of machine.nodeTaints, so these count, too.
+// kubelet cannot change, and that no rule sets. spec has what rules set. Taints of machine.nodeTaints count
+// on workers, where the kubelet sets them at registration.
 func restriction(node *corev1.Node, spec nodespec.Spec) string {
 	for _, key := range slices.Sorted(maps.Keys(node.Labels)) {
 		domain, _, _ := strings.Cut(key, "/")
@@ -390,18 +444,19 @@ func (c *Controller) blocked(node *corev1.Node, v verdict, s config.CompiledLife
 		}
 	}
 
-	n := c.count(s)
+	managed, responding, unknown, unexplained := c.count()
 
-	if total := n.managed + n.unknown; 2*n.responding < total && n.unannounced > 0 {
+	if total := managed + unknown; 2*responding < total && unknown+unexplained > 0 {
 		return &events.Problem{
 			Reason:  ReasonDeletionPaused,
-			Message: fmt.Sprintf("Node is not deleted: only %d of %d machines respond; if the others are gone, delete their nodes; %s", n.responding, total, v.message),
+			Message: fmt.Sprintf("Node is not deleted: only %d of %d machines respond; if the others are gone, delete their nodes; %s", responding, total, v.message),
 		}
 	}
 
-	maps.DeleteFunc(c.deletions, func(_ types.UID, d deletion) bool { return c.observed.read()-d.at >= deletionWindow })
+	now := c.observed.read()
+	maps.DeleteFunc(c.deletions, func(_ types.UID, d deletion) bool { return now-d.at >= deletionWindow })
 
-	limit := max(1, n.managed/10)
+	limit := max(1, managed/10)
 	if _, counted := c.deletions[node.UID]; !counted && len(c.deletions) >= limit {
 		return &events.Problem{
 			Reason:  ReasonDeletionLimited,
@@ -416,34 +471,26 @@ func (c *Controller) blocked(node *corev1.Node, v verdict, s config.CompiledLife
 	return nil
 }
 
-// census counts Nodes. The unknown ones may be managed: their machines have never responded. The machines of the
-// unannounced ones are unknown, or have stopped responding without an announcement.
-type census struct{ managed, responding, unknown, unannounced int }
-
-func (c *Controller) count(s config.CompiledLifecycle) (n census) {
+// count returns the number of managed Nodes, of those with a machine that responds, and of those with a machine whose
+// silence is not explained. unknown is the number of Nodes that may be managed: their machines have never responded.
+func (c *Controller) count() (managed, responding, unknown, unexplained int) {
 	for _, node := range c.nodes() {
 		entry := c.config.Inventory.Get(node.Name)
 
 		switch {
 		case !nodespec.IsTalos(node) || node.DeletionTimestamp != nil:
 		case c.isManaged(node):
-			n.managed++
+			managed++
 
 			if entry.Condition == inventory.Current {
-				n.responding++
-
-				continue
-			}
-
-			e := c.evidence(node, entry, c.histories[node.Name])
-			if v := judge(e, s); e.moved != "" || (!v.shutdown && v.proof != ProofReset && v.proof != ProofScaledDown) {
-				n.unannounced++
+				responding++
+			} else if !c.histories[node.Name].explained {
+				unexplained++
 			}
 		case entry.Last.Nodename == "":
-			n.unknown++
-			n.unannounced++
+			unknown++
 		}
 	}
 
-	return n
+	return managed, responding, unknown, unexplained
 }

@@ -3,6 +3,7 @@ package lifecycle_test
 import (
 	"crypto/rand"
 	"fmt"
+	"maps"
 	"strings"
 	"testing"
 	"time"
@@ -12,6 +13,8 @@ import (
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	cloudproviderapi "k8s.io/cloud-provider/api"
+	"k8s.io/component-base/metrics/legacyregistry"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/lifecycle"
@@ -460,6 +463,76 @@ func TestController_ReportsMachineWithoutProofAfterADay(t *testing.T) {
 	w.expect("after a day", outcome{})
 }
 
+// Discovery has deleted the Node of a machine that was cut off while it worked. Its kubelet does not register again.
+func TestController_ReportsMemberWithoutNode(t *testing.T) {
+	w := newWorld(t, optIn, workers(4)...)
+	w.await("w-1", inventory.Current)
+	w.discover(controlPlane, "w-2", "w-3", "w-4")
+	w.silence("w-1")
+	w.leave("w-1")
+	w.advance(absent + tick)
+	w.expect("while the machine is cut off", deleted("w-1"))
+
+	w.discover(controlPlane, "w-1", "w-2", "w-3", "w-4")
+	w.advance(35*time.Minute - tick)
+	require.Empty(t, w.events(lifecycle.ReasonMissing), "the member may be a machine that no longer exists")
+	w.advance(2 * tick)
+	w.awaitEvent(lifecycle.ReasonMissing)
+	w.awaitMissing(1)
+
+	events := w.events(lifecycle.ReasonMissing)
+	require.Len(t, events, 1)
+	assert.Contains(t, events[0], w.node("w-1"))
+	assert.Contains(t, events[0], fmt.Sprintf("talosctl -n %s service kubelet restart", w.machines["w-1"].Address()))
+
+	w.register("w-1", w.machines["w-1"].Address())
+	w.ready("w-1")
+	w.awaitMissing(0)
+
+	w.Remove(w.node("w-1"))
+	w.advance(30 * time.Minute)
+	w.awaitMissing(0)
+	w.advance(6 * time.Minute)
+	w.awaitMissing(1)
+
+	w.discover(controlPlane, "w-2", "w-3", "w-4")
+	w.awaitMissing(0)
+
+	reported := len(w.events(lifecycle.ReasonMissing))
+
+	w.advance(time.Hour) // in which the Event would be repeated
+	assert.Len(t, w.events(lifecycle.ReasonMissing), reported)
+}
+
+// awaitMissing waits until the metric counts n members without a Node. Controllers of other tests reset it.
+func (w *world) awaitMissing(n float64) {
+	w.Helper()
+
+	want := map[string]float64{}
+	if n > 0 {
+		want[lifecycle.ReasonMissing] = n
+	}
+
+	ctest.Eventually(w, fmt.Sprintf("talosccm_lifecycle_nodes is %v", want), func() bool {
+		w.advance(tick)
+
+		families, err := legacyregistry.DefaultGatherer.Gather()
+		require.NoError(w, err)
+
+		got := map[string]float64{}
+
+		for _, family := range families {
+			for _, m := range family.GetMetric() {
+				if family.GetName() == "talosccm_lifecycle_nodes" && m.GetLabel()[0].GetValue() == lifecycle.ReasonMissing {
+					got[lifecycle.ReasonMissing] = m.GetGauge().GetValue()
+				}
+			}
+		}
+
+		return maps.Equal(got, want)
+	})
+}
+
 func TestController_KeepsOutOfServiceTaintOfOthers(t *testing.T) {
 	w := newWorld(t, optIn, workers(4)...)
 	w.patch("w-1", fmt.Sprintf(`{"spec":{"taints":[{"key":%q,"value":"nodeshutdown","effect":"NoExecute"}]}}`, corev1.TaintNodeOutOfService))
@@ -471,6 +544,61 @@ func TestController_KeepsOutOfServiceTaintOfOthers(t *testing.T) {
 	w.ready("w-1")
 	w.waitForIdle()
 	w.expect("after the start", outcome{outOfService: []string{"w-1"}})
+}
+
+// The next leader has not seen the announcement of the machine that the earlier leader ran on.
+func TestController_RecordsResetOfItsOwnMachine(t *testing.T) {
+	for name, test := range map[string]struct {
+		settings config.CompiledLifecycle
+		stage    runtime.MachineStage
+		after    func(w *world)
+		want     outcome
+	}{
+		"reset":                   {byDefault, runtime.MachineStageResetting, func(*world) {}, deleted("w-1")},
+		"shutdown":                {byDefault, runtime.MachineStageShuttingDown, func(*world) {}, outcome{}},
+		"dry run":                 {dryRun, runtime.MachineStageResetting, func(*world) {}, outcome{}},
+		"boot before the silence": {byDefault, runtime.MachineStageResetting, func(w *world) { w.booted("w-1"); w.notReady("w-1") }, outcome{}},
+		"kubelet that reports":    {byDefault, runtime.MachineStageResetting, func(w *world) { w.SetReady(w.node("w-1"), corev1.ConditionFalse) }, outcome{}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t, test.settings, workers(4)...)
+			for _, name := range workers(4) {
+				w.await(name, inventory.Current)
+			}
+
+			w.setLocal("w-1")
+			w.announce("w-1", test.stage)
+			w.stop("w-1")
+			w.lead() // before the Node is not ready, or the first leader sets the shutdown taint
+			w.notReady("w-1")
+			w.await("w-1", inventory.Unreachable)
+			test.after(w)
+			w.advance(2 * grace)
+			w.expect("under the next leader", test.want)
+		})
+	}
+}
+
+// Another controller may set the shutdown taint, too.
+func TestController_DryRunRemovesOwnTaints(t *testing.T) {
+	w := newWorld(t, optIn, workers(4)...)
+
+	for _, name := range []string{"w-1", "w-2"} {
+		w.await(name, inventory.Current)
+		w.announce(name, runtime.MachineStageShuttingDown)
+		w.notReady(name)
+		w.advance(tick)
+	}
+
+	w.patch("w-2", fmt.Sprintf(`{"spec":{"taints":[{"key":%q,"effect":"NoSchedule"}]}}`, cloudproviderapi.TaintNodeShutdown))
+	w.stop("w-1")
+	w.stop("w-2")
+	w.advance(2 * grace)
+	w.expect("before the dry run", outcome{shutdown: []string{"w-1", "w-2"}, outOfService: []string{"w-1", "w-2"}})
+
+	w.set(dryRun)
+	w.advance(2 * tick)
+	w.expect("in the dry run", outcome{shutdown: []string{"w-2"}})
 }
 
 // A machine is reset without its STATE partition and boots in time. Its kubelet reports that it is not ready, because it

@@ -55,6 +55,9 @@ type history struct {
 	// shutdown has held since shutdownSince without interruption.
 	shutdown      bool
 	shutdownSince time.Duration
+	// explained is true if the machine announced a shutdown or a reset before it stopped responding, or if Cluster
+	// Autoscaler has marked the Node for deletion.
+	explained bool
 }
 
 // after returns the history after an observation. It starts over for a new Node of the same name.

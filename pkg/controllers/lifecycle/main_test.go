@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/rand"
 	"fmt"
+	"maps"
 	"net/netip"
 	"reflect"
 	"slices"
@@ -62,12 +63,14 @@ type world struct {
 	name     string
 	machines map[string]*talostest.Machine // by the first nodename
 	clock    *clocktesting.FakeClock
-	settings config.CompiledLifecycle
 	// registered are the names of all Nodes that ever existed.
 	registered sets.Set[string]
 
-	mu     sync.Mutex
-	absent sets.Set[string] // full names of Nodes whose machines are no members
+	mu       sync.Mutex
+	settings config.CompiledLifecycle
+	local    string                // the machine that the controller runs on
+	absent   sets.Set[string]      // full names of Nodes whose machines are no members
+	members  map[string]netip.Addr // by full name
 	// beforeDelete is called once, before the controller deletes a Node; may be nil.
 	beforeDelete func()
 
@@ -144,9 +147,11 @@ func (w *world) lead() {
 
 	controller, err := lifecycle.New(lifecycle.Config{
 		Client: client{i.Client, w.node(""), w.deleting}, Nodes: nodes{i.Nodes, w}, Inventory: i.Inventory, Recorder: i.Recorder, Clock: w.clock,
-		Settings: func() config.CompiledLifecycle { return w.settings },
-		Selected: func(node *corev1.Node, _ machine.Machine) bool { return node.Labels["unmanaged"] == "" },
-		Absent:   w.whyAbsent,
+		Settings:  w.inForce,
+		Selected:  func(node *corev1.Node, _ machine.Machine) bool { return node.Labels["unmanaged"] == "" },
+		Absent:    w.whyAbsent,
+		Members:   w.discovered,
+		Resetting: w.resetting,
 		Spec: func(*corev1.Node, machine.Machine) nodespec.Spec {
 			return nodespec.Spec{
 				Labels: map[string]string{"rule.node-restriction.kubernetes.io/name": "a"},
@@ -162,6 +167,39 @@ func (w *world) lead() {
 	w.await(controlPlane, inventory.Current)
 }
 
+func (w *world) inForce() config.CompiledLifecycle {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+
+	return w.settings
+}
+
+func (w *world) set(settings config.CompiledLifecycle) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+
+	w.settings = settings
+}
+
+func (w *world) setLocal(name string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+
+	w.local = name
+}
+
+// resetting returns the full name of the Node of the local machine if that is being reset.
+func (w *world) resetting(context.Context) string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+
+	if w.local == "" || w.entry(w.local).Last.Stage != runtime.MachineStageResetting {
+		return ""
+	}
+
+	return w.node(w.local)
+}
+
 func (w *world) whyAbsent(nodename, _ string) string {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -171,6 +209,25 @@ func (w *world) whyAbsent(nodename, _ string) string {
 	}
 
 	return ""
+}
+
+// discovered returns a copy of the members.
+func (w *world) discovered() map[string]netip.Addr {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+
+	return maps.Collect(maps.All(w.members))
+}
+
+// discover replaces the members.
+func (w *world) discover(nodenames ...string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+
+	w.members = map[string]netip.Addr{}
+	for _, name := range nodenames {
+		w.members[w.node(name)] = w.machines[name].Address()
+	}
 }
 
 // deleting calls beforeDelete.

@@ -7,5 +7,5 @@ var (
 		"Number of Nodes that were deleted by proof: reset, scaled-down, renamed or discovery.", "proof")
 
 	affectedNodes = metric.NewGaugeVec("talosccm_lifecycle_nodes",
-		"Number of Nodes by Event reason: NodeShutdown, NodeGone, MachineSilent, DeletionLimited, DeletionPaused or DeletionDryRun.", "reason")
+		"Number of Nodes, or for NodeMissing of machines, by Event reason: NodeShutdown, NodeGone, NodeMissing, MachineSilent, DeletionLimited, DeletionPaused or DeletionDryRun.", "reason")
 )

@@ -29,10 +29,6 @@ const (
 	ProofDiscovery Proof = "discovery"
 )
 
-// taintToBeDeleted is the taint that Cluster Autoscaler sets before it deletes a machine. No kubelet can add it to a
-// registered Node.
-const taintToBeDeleted = "ToBeDeletedByClusterAutoscaler"
-
 // evidence describes a Node and its machine at one moment.
 type evidence struct {
 	ready bool
@@ -42,7 +38,9 @@ type evidence struct {
 	// booted is true if the kubelet has reported another boot ID since the machine stopped responding. Then the stage that
 	// the machine announced last is over.
 	booted bool
-	// scaledDown is true if the Node has taintToBeDeleted.
+	// recorded is true if an earlier leader recorded the reset of its own machine, which has not booted since.
+	recorded bool
+	// scaledDown is true if Cluster Autoscaler has marked the Node for deletion.
 	scaledDown bool
 	// renamedTo is the new nodename of the machine, which responds at the Node's address; empty if it was not renamed.
 	renamedTo string
@@ -100,7 +98,7 @@ func (e evidence) announced() (v verdict) {
 	switch {
 	case e.scaledDown && e.entry.Condition != inventory.Unknown:
 		v.proof, v.message = ProofScaledDown, "machine does not respond, and Cluster Autoscaler has marked the node for deletion"
-	case last.Stage == runtime.MachineStageResetting && !e.booted:
+	case last.Stage == runtime.MachineStageResetting && !e.booted, e.recorded && last.Nodename == "" && e.entry.Condition != inventory.Unknown:
 		v.proof, v.doubt = ProofReset, cmp.Or(e.moved, e.restricted)
 		v.message = fmt.Sprintf("machine (%s) announced that it is being reset and no longer responds", last.Identity())
 	case e.renamedTo != "":
@@ -111,21 +109,23 @@ func (e evidence) announced() (v verdict) {
 	return v
 }
 
-// outOfServiceValue marks the out-of-service taints that this controller has set.
-const outOfServiceValue = "talos-ccm"
+// ownValue marks the taints that this controller has set.
+const ownValue = "talos-ccm"
 
 // taints returns the taints that a Node with the given taints should have. shutdownFor is how long the verdict has been
 // a shutdown. When v.back is true, taints removes every shutdown taint, whichever client added it. It removes an
-// out-of-service taint only if the value is outOfServiceValue.
+// out-of-service taint only if the value is ownValue, and in a dry run both taints only with this value.
 func (v verdict) taints(taints []corev1.Taint, s config.CompiledLifecycle, shutdownFor time.Duration) []corev1.Taint {
-	shutdown := corev1.Taint{Key: cloudproviderapi.TaintNodeShutdown, Effect: corev1.TaintEffectNoSchedule}
-	outOfService := corev1.Taint{Key: corev1.TaintNodeOutOfService, Value: outOfServiceValue, Effect: corev1.TaintEffectNoExecute}
+	shutdown := corev1.Taint{Key: cloudproviderapi.TaintNodeShutdown, Value: ownValue, Effect: corev1.TaintEffectNoSchedule}
+	outOfService := corev1.Taint{Key: corev1.TaintNodeOutOfService, Value: ownValue, Effect: corev1.TaintEffectNoExecute}
 	taints = slices.Clone(taints)
 
 	switch {
-	case v.back:
+	case v.back, s.DryRun:
 		return slices.DeleteFunc(taints, func(t corev1.Taint) bool {
-			return t.Key == shutdown.Key || (t.MatchTaint(&outOfService) && t.Value == outOfServiceValue)
+			isOwn := t.Value == ownValue && (t.MatchTaint(&shutdown) || t.MatchTaint(&outOfService))
+
+			return isOwn || t.Key == shutdown.Key && !s.DryRun
 		})
 	case v.shutdown:
 		taints = addTaint(taints, shutdown)

@@ -11,9 +11,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
-	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/client-go/tools/pager"
 	"k8s.io/klog/v2"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
@@ -40,6 +38,34 @@ func (c *Controller) setTaints(ctx context.Context, node *corev1.Node, taints []
 	klog.FromContext(ctx).Info("Updated lifecycle taints", "taints", taints)
 
 	return nil
+}
+
+// labelResetting has the boot ID of a machine that was being reset while it had the lease. No kubelet can write it
+// (NodeRestriction).
+const labelResetting = "talos-ccm.node-restriction.kubernetes.io/resetting"
+
+func isResetRecorded(node *corev1.Node) bool {
+	bootID, recorded := node.Labels[labelResetting]
+
+	return recorded && bootID == node.Status.NodeInfo.BootID
+}
+
+// recordReset records on the Node of the local machine that it is being reset, because the next leader has not seen it.
+func (c *Controller) recordReset(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, recordTimeout)
+	defer cancel()
+
+	node, err := c.lister.Get(c.config.Resetting(ctx)) // fails only if there is none
+	if err != nil || !c.isManaged(node) || c.config.Settings().DryRun {
+		return
+	}
+
+	patch := fmt.Appendf(nil, `{"metadata":{"uid":%q,"labels":{%q:%q}}}`, node.UID, labelResetting, node.Status.NodeInfo.BootID)
+
+	_, err = c.config.Client.CoreV1().Nodes().Patch(ctx, node.Name, types.MergePatchType, patch, metav1.PatchOptions{FieldManager: component})
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "Failed to record the reset of the local machine", "node", node.Name)
+	}
 }
 
 // delete deletes the Node if a live read confirms the verdict. It stores an Event first, because the next leader counts
@@ -131,19 +157,13 @@ func (c *Controller) loadDeletions(ctx context.Context) error {
 
 	selector := fields.Set{"involvedObject.kind": "Node", "reason": ReasonDeleting, "source": component}.AsSelector().String()
 
-	list := pager.New(pager.SimplePageFunc(func(opts metav1.ListOptions) (runtime.Object, error) {
-		return c.config.Client.CoreV1().Events(metav1.NamespaceDefault).List(ctx, opts)
-	}))
-
-	err := list.EachListItem(ctx, metav1.ListOptions{FieldSelector: selector}, func(obj runtime.Object) error {
-		if event, ok := obj.(*corev1.Event); ok {
-			c.deletions[event.InvolvedObject.UID] = deletion{at: c.observed.read()}
-		}
-
-		return nil
-	})
+	list, err := c.config.Client.CoreV1().Events(metav1.NamespaceDefault).List(ctx, metav1.ListOptions{FieldSelector: selector})
 	if err != nil {
 		return fmt.Errorf("list Events of deletions: %w", err)
+	}
+
+	for i := range list.Items {
+		c.deletions[list.Items[i].InvolvedObject.UID] = deletion{at: c.observed.read()}
 	}
 
 	return nil
