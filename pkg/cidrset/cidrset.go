@@ -150,6 +150,9 @@ func NewPool(cidr netip.Prefix, length int) (Pool, error) {
 // CIDR returns the masked CIDR of the pool.
 func (p Pool) CIDR() netip.Prefix { return p.cidr }
 
+// Bits returns the prefix length of the pool's blocks.
+func (p Pool) Bits() int { return p.bits }
+
 // String returns the pool as text, such as "10.0.0.0/16 (/24 blocks)".
 func (p Pool) String() string { return fmt.Sprintf("%s (/%d blocks)", p.cidr, p.bits) }
 

@@ -164,7 +164,15 @@ func (a *allocations) allocate(node *corev1.Node, requests []request) ([]netip.P
 		}
 
 		if !found {
-			return nil, newProblem(ReasonExhausted, "Pool %q is exhausted: no free %s block in %v", r.sources[0].name, r.family, r.sources)
+			problem := newProblem(ReasonExhausted, "Pool %q is exhausted: no free %s block in %v", r.sources[0].name, r.family, r.sources)
+
+			for _, s := range r.sources {
+				if larger := a.blocks.Larger(s.CIDR(), s.Bits()); len(larger) > 0 {
+					problem.Message += fmt.Sprintf("; Nodes have larger podCIDRs %v in %s", larger, s.CIDR())
+				}
+			}
+
+			return nil, problem
 		}
 
 		blocks = append(blocks, block)
@@ -259,13 +267,8 @@ func (a *allocations) overlap(node *corev1.Node) *events.Problem {
 
 	slices.Sort(others)
 
-	if len(others) == 1 {
-		return newProblem(ReasonOverlap, "podCIDRs %v overlap those of Node %s; delete the Node whose podCIDRs are wrong, "+
-			"or one of them, and let it register again to have others assigned", node.Spec.PodCIDRs, others[0])
-	}
-
-	return newProblem(ReasonOverlap, "podCIDRs %v overlap those of %d Nodes; delete this Node and let it register again to have others assigned; the Nodes are %s",
-		node.Spec.PodCIDRs, len(others), strings.Join(others, ", "))
+	return newProblem(ReasonOverlap, "podCIDRs %v overlap those of other Nodes: %s; delete the Node with the wrong podCIDRs, and let it register again to have others assigned",
+		node.Spec.PodCIDRs, strings.Join(others, ", "))
 }
 
 // stats counts the blocks of a source.

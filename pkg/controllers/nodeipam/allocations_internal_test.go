@@ -3,6 +3,7 @@ package nodeipam
 import (
 	"fmt"
 	"net/netip"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -150,7 +151,7 @@ func TestAllocations_FollowNodes(t *testing.T) {
 			s.record(b)
 			condition := s.overlap(b)
 			require.Equal(s, ReasonOverlap, reasonOf(condition))
-			assert.Contains(s, condition.Message, "those of Node a [10.0.1.0/24];")
+			assert.Contains(s, condition.Message, "those of other Nodes: a [10.0.1.0/24];")
 
 			s.release("b", "2")
 			s.want(1)
@@ -166,7 +167,7 @@ func TestAllocations_FollowNodes(t *testing.T) {
 			s.record(wide)
 			condition := s.overlap(wide)
 			require.Equal(s, ReasonOverlap, reasonOf(condition))
-			assert.Regexp(s, `of 2 Nodes; delete this Node.* a \[10\.0\.0\.0/24\], b \[10\.0\.1\.0/24\]$`, condition.Message)
+			assert.Regexp(s, `those of other Nodes: a \[10\.0\.0\.0/24\], b \[10\.0\.1\.0/24\]; delete the Node`, condition.Message)
 		}},
 	})
 }
@@ -296,6 +297,7 @@ func TestAllocations_CountPodCIDRsUpToAQuarter(t *testing.T) {
 		} else {
 			assert.Equal(t, test.want, condition.Reason, test.name)
 			assert.Zero(t, total.Free, test.name)
+			assert.Equal(t, netip.MustParsePrefix(test.podCIDRs[0]).Bits() < test.size, strings.Contains(condition.Message, "; Nodes have larger podCIDRs ["+test.podCIDRs[0]), test.name)
 		}
 
 		assert.Equal(t, test.tooLarge, reasonOf(p.unusable()) == ReasonTooLarge, test.name)

@@ -140,14 +140,10 @@ func (o *Options) setKCMMaskSizes(network *controlplane.Network) (uncertain *eve
 			sizes[o.maskSize(Pool{}, f)] = true
 		}
 
-		switch {
-		case configured[f] != 0:
-		case len(sizes) > 1:
+		if configured[f] == 0 && (len(sizes) > 1 || !network.IsMajority()) {
 			uncertain = newProblem(ReasonAllocatorUnknown, "The control-plane machines have different mask sizes (node-cidr-mask-size of "+
-				"kube-controller-manager); configure the same ones, or set --node-cidr-mask-size-ipv4 and --node-cidr-mask-size-ipv6")
-		case !network.IsMajority():
-			uncertain = newProblem(ReasonAllocatorUnknown, "The mask sizes of kube-controller-manager are known for %d of %d control-plane machines, "+
-				"which are too few; check the others, or set --node-cidr-mask-size-ipv4 and --node-cidr-mask-size-ipv6", len(network.KCMConfigs), network.Machines)
+				"kube-controller-manager), or too few of them can be read (%d of %d); configure the same ones and check the others, "+
+				"or set --node-cidr-mask-size-ipv4 and --node-cidr-mask-size-ipv6", len(network.KCMConfigs), network.Machines)
 		}
 	}
 
@@ -178,7 +174,7 @@ func ofFamily(cidrs []netip.Prefix, f corev1.IPFamily) []netip.Prefix {
 }
 
 const (
-	// poolCluster and poolMachine name, in metrics and Events, the cluster CIDRs and the prefixes of machines.
+	// poolCluster and poolMachine name the cluster CIDRs and the prefixes of machines in metrics and Events.
 	poolCluster = "cluster"
 	poolMachine = "machine"
 
@@ -346,9 +342,9 @@ func (a assignment) request(pool Pool, f corev1.IPFamily) (request, *events.Prob
 
 	if len(cidrs) == 0 {
 		if f == ipv6 && a.options.Allocator == CloudAllocator {
-			r, problem := a.fromMachine(pool)
+			s, problem := a.machineSource(pool)
 			if problem == nil || problem.Reason != ReasonPrefixMissing || !a.fallsBack() {
-				return r, problem
+				return request{family: f, sources: []source{s}}, problem
 			}
 		}
 
@@ -516,19 +512,12 @@ func maskSizeFor(node *corev1.Node) (size int, known bool) {
 
 func maskSizeOf(pods int64) int { return 32 - bits.Len64(uint64(2*pods-1)) } //nolint:gosec // is positive
 
-// fromMachine requests a block of the machine's own global IPv6 prefix.
-func (a assignment) fromMachine(pool Pool) (request, *events.Problem) {
-	if problem := a.machineUnavailable(); problem != nil {
-		return request{}, problem
-	}
-
-	s, problem := a.machineSource(pool)
-
-	return request{family: ipv6, sources: []source{s}}, problem
-}
-
 // machineSource divides the machine's own global IPv6 prefix into blocks for the Nodes of a pool.
 func (a assignment) machineSource(pool Pool) (source, *events.Problem) {
+	if problem := a.machineUnavailable(); problem != nil {
+		return source{}, problem
+	}
+
 	prefix, found := machinePrefix(a.entry.Machine)
 	if !found {
 		return source{}, newProblem(ReasonPrefixMissing, "The machine has no global IPv6 address of its own with a prefix, which a /128 does not have; "+

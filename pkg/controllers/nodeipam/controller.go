@@ -434,12 +434,6 @@ func (c *Controller) refresh(ctx context.Context) error {
 		logger.Info("Pod CIDR allocation blocked; retrying", "reason", state, "message", blockedReason.Message)
 	default:
 		logger.Info("Allocating pod CIDRs", "clusterCIDRs", options.ClusterCIDRs, "serviceCIDRs", options.ServiceCIDRs)
-
-		for f, size := range options.kcmMaskSizes {
-			if flag := options.maskSize(Pool{}, f); size != 0 && flag != size {
-				logger.Info("Mask size differs from kube-controller-manager's; using the flag", "family", f, "flag", flag, "kubeControllerManager", size)
-			}
-		}
 	}
 
 	c.loggedState = state

@@ -661,9 +661,10 @@ func TestController_WaitsUntilEveryControlPlaneMachineWasTried(t *testing.T) {
 	w.controlPlanes("cp-1", "cp-2")
 
 	dial, dialing, dialed := w.dial, make(chan struct{}), make(chan struct{})
+	announce := sync.OnceFunc(func() { close(dialing) }) // cp-2 may be tried again
 	w.dial = func(ctx context.Context, nodename string, addr netip.Addr) (talosapi.State, error) {
 		if nodename == w.node("cp-2") {
-			close(dialing)
+			announce()
 			<-dialed
 
 			return nil, errors.New("no route to host")

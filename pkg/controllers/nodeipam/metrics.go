@@ -1,8 +1,6 @@
 package nodeipam
 
 import (
-	"net/netip"
-
 	"k8s.io/component-base/metrics"
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
@@ -86,34 +84,12 @@ func (c *Controller) updateGauges(options Options, blockedReason *events.Problem
 		affectedNodes.WithLabelValues(reason).Set(float64(count))
 	}
 
-	all := assignment{pools: c.cfg.Pools(), options: options}
+	// The size of the blocks is the pool's usual one, even if BlockSizeAuto is set.
+	for _, s := range (assignment{pools: c.cfg.Pools(), options: options}).sources() {
+		stats, labels := c.allocations.stats(s), []string{s.name, string(familyOf(s.CIDR().Addr())), s.CIDR().String()}
 
-	for _, s := range all.sources() {
-		c.updatePoolGauges(s)
+		poolBlocks.WithLabelValues(labels...).Set(float64(stats.Size))
+		poolBlocksUsed.WithLabelValues(labels...).Set(float64(stats.Used))
+		poolBlocksFree.WithLabelValues(labels...).Set(float64(stats.Free))
 	}
-
-	if options.Allocator != CloudAllocator {
-		return
-	}
-
-	known := map[netip.Prefix]bool{}
-
-	for _, node := range c.cachedNodes() {
-		all.entry = c.cfg.Inventory.Get(node.Name)
-
-		if s, problem := all.machineSource(Pool{}); problem == nil && !known[s.CIDR()] {
-			known[s.CIDR()] = true
-
-			c.updatePoolGauges(s)
-		}
-	}
-}
-
-// updatePoolGauges counts blocks of the pool's usual size, even if BlockSizeAuto is set.
-func (c *Controller) updatePoolGauges(s source) {
-	stats, labels := c.allocations.stats(s), []string{s.name, string(familyOf(s.CIDR().Addr())), s.CIDR().String()}
-
-	poolBlocks.WithLabelValues(labels...).Set(float64(stats.Size))
-	poolBlocksUsed.WithLabelValues(labels...).Set(float64(stats.Used))
-	poolBlocksFree.WithLabelValues(labels...).Set(float64(stats.Free))
 }
