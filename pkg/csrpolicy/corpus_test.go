@@ -324,7 +324,7 @@ func (s *scene) own(v string) {
 // reserve parses "worker-1@2006-01-02T15:04:05Z".
 func (s *scene) reserve(v string) {
 	name, until, _ := strings.Cut(v, "@")
-	s.evidence.Reserved[name] = must(time.Parse(time.RFC3339, until))
+	s.reserved[name] = must(time.Parse(time.RFC3339, until))
 }
 
 func (s *scene) addNames(n int) {

@@ -5,6 +5,7 @@ import (
 	"crypto/rsa"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -332,14 +333,14 @@ func (r *review) unproven(code, subject, format string, args ...any) {
 
 // checkOwners checks that no other Node has the name or address. If two have it, the rightful owner is not known.
 func (r *review) checkOwners(subject string) {
-	others := r.Owners[subject]
+	others := slices.Sorted(maps.Keys(r.Owners[subject]))
 
 	if len(others) == 0 || r.nodename == "" {
 		return
 	}
 
-	owner, more := slices.Min(others), ""
-	if until, deleted := r.Reserved[owner]; deleted {
+	owner, more := others[0], ""
+	if until := r.Owners[subject][owner]; !until.IsZero() {
 		more = fmt.Sprintf(", which was deleted, at least until %s,", until.UTC().Format(time.RFC3339))
 	}
 

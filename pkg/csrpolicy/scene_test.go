@@ -92,6 +92,8 @@ type scene struct {
 	evidence csrpolicy.Evidence
 	// owners are owners in addition to the other machines.
 	owners map[string][]string
+	// reserved are the ends of the reservations of deleted Nodes.
+	reserved map[string]time.Time
 }
 
 // asks returns the request of a machine's kubelet once the node controller has listed the Node's addresses.
@@ -119,9 +121,9 @@ func asks(name string) *scene {
 			key:     "p256",
 		},
 		evidence: csrpolicy.Evidence{
-			Node: state, MachineState: csrpolicy.MachineCurrent, Machine: m, Cluster: clusterIdentity(), Now: now, Reserved: map[string]time.Time{},
+			Node: state, MachineState: csrpolicy.MachineCurrent, Machine: m, Cluster: clusterIdentity(), Now: now,
 		},
-		owners: map[string][]string{},
+		owners: map[string][]string{}, reserved: map[string]time.Time{},
 	}
 
 	for _, dns := range []string{m.Platform.ExternalDNS, m.Platform.InternalDNS, name} {
@@ -149,13 +151,17 @@ func (s *scene) review(t testing.TB) csrpolicy.Verdict {
 func (s *scene) judge(t testing.TB) csrpolicy.Verdict {
 	t.Helper()
 
-	s.evidence.Owners = maps.Clone(s.owners)
+	s.evidence.Owners = map[string]map[string]time.Time{}
 	request := csrpolicy.Parse(&s.csr)
 	self, _ := csrpolicy.Nodename(&s.csr)
 
-	for _, subject := range subjects(request) {
-		if owners := others().Owners(subject, self); len(owners) > 0 {
-			s.evidence.Owners[subject] = append(s.evidence.Owners[subject], owners...)
+	for _, subject := range slices.AppendSeq(subjects(request), maps.Keys(s.owners)) {
+		for _, owner := range slices.Concat(s.owners[subject], others().Owners(subject, self)) {
+			if s.evidence.Owners[subject] == nil {
+				s.evidence.Owners[subject] = map[string]time.Time{}
+			}
+
+			s.evidence.Owners[subject][owner] = s.reserved[owner]
 		}
 	}
 

@@ -335,6 +335,7 @@ func (c *Controller) review(ctx context.Context, csr *certificatesv1.Certificate
 	r := c.reviewFor(request, nodename, cached)
 
 	if r.verdict.Decision == csrpolicy.Deny {
+		// The ServiceAccount may list Nodes, but not get them.
 		selector := fields.OneTermEqualSelector(metav1.ObjectNameField, nodename).String()
 
 		list, err := c.cfg.Client.CoreV1().Nodes().List(ctx, metav1.ListOptions{FieldSelector: selector})

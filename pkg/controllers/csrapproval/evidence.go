@@ -66,8 +66,7 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 		Now:          c.cfg.Clock.Now(),
 		Machine:      entry.Machine,
 		MachineState: machineState(entry),
-		Owners:       map[string][]string{},
-		Reserved:     map[string]time.Time{},
+		Owners:       map[string]map[string]time.Time{},
 		Node:         nodeState(node, entry, func() bool { return c.cfg.Managed(node, entry.Machine) }),
 	}
 
@@ -84,12 +83,8 @@ func (c *Controller) reviewFor(request *csrpolicy.Request, nodename string, node
 	}
 
 	for _, subject := range subjects {
-		for owner, until := range c.owners.of(subject, requester{nodename, node, entry}) {
-			evidence.Owners[subject] = append(evidence.Owners[subject], owner)
-
-			if !until.IsZero() {
-				evidence.Reserved[owner] = until
-			}
+		if owners := c.owners.of(subject, requester{nodename, node, entry}); len(owners) > 0 {
+			evidence.Owners[subject] = owners
 		}
 	}
 

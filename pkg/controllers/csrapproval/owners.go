@@ -160,9 +160,17 @@ func (o *owners) reservations(matches func(reservation) bool) []reservation {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 
-	sorted := slices.SortedFunc(maps.Values(o.reserved), func(a, b reservation) int { return a.deletedAt.Compare(b.deletedAt) })
+	var found []reservation
 
-	return slices.DeleteFunc(sorted, func(r reservation) bool { return !now.Before(r.until()) || !matches(r) })
+	for _, r := range o.reserved {
+		if now.Before(r.until()) && matches(r) {
+			found = append(found, r)
+		}
+	}
+
+	slices.SortFunc(found, func(a, b reservation) int { return a.deletedAt.Compare(b.deletedAt) })
+
+	return found
 }
 
 // holds reports whether the reservation blocks a requester from a name or an address. A requester with a different

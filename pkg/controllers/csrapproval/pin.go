@@ -215,7 +215,7 @@ func (c *Controller) reportCredential(csr *certificatesv1.CertificateSigningRequ
 
 	unexpectedCredentials.Inc()
 
-	address := "ADDRESS" // not that of the machine that responds: it may be the attacker's
+	address := "ADDRESS" // the machine that responds may be the attacker's, so its address is not named
 	if recorded := r.evidence.Credentials.Pin.Address; recorded.IsValid() {
 		address = recorded.String()
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/x509"
 	"encoding/pem"
+	"fmt"
 	"net/netip"
 	"slices"
 	"testing"
@@ -167,6 +168,11 @@ func TestPinning_Warns(t *testing.T) {
 	name := s.post(w, request{config: stolen})
 	s.awaitIssued(name)
 	s.awaitRemedy(name)
+
+	block, _ := pem.Decode(stolen.CertData)
+	certificate, err := x509.ParseCertificate(block.Bytes)
+	require.NoError(t, err)
+	s.AwaitEvent(name, csrapproval.ReasonUnexpectedCredential, fmt.Sprintf("serial number %X, requested with a bootstrap token", certificate.SerialNumber.Bytes()))
 	assert.Equal(t, idOf(kubelet), s.Node(w.name).Labels[csrapproval.LabelCredential])
 }
 
