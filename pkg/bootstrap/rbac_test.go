@@ -203,6 +203,7 @@ func allowed(enabled ...string) map[string][]string {
 	if slices.Contains(enabled, service) {
 		all[everywhere] = append(all[everywhere], "list services", "watch services", "patch services/status",
 			"list endpointslices.discovery.k8s.io", "watch endpointslices.discovery.k8s.io", "create events", "patch events")
+		all["kube-node-lease"] = append(all["kube-node-lease"], "list leases.coordination.k8s.io", "watch leases.coordination.k8s.io")
 	}
 
 	return all

@@ -35,6 +35,7 @@ func NodeOptions(c *config.Compiled, fallback config.ProviderIDFallback) nodespe
 		ProviderIDFromNodeIP:   cmp.Or(c.ProviderIDFallback, fallback) == config.FallbackNodeIP,
 		FollowTopology:         c.FollowTopology,
 		OneExternalIPPerFamily: c.OneExternalIPPerFamily,
+		OmitConditions:         c.OmitConditions,
 		Rules:                  c.Rules,
 		Selector:               c.NodeSelector,
 	}

@@ -51,6 +51,9 @@ func TestLeaderElection_StandbyActsWhenMachineGoesDown(t *testing.T) {
 		s.move(worker, "by-the-other-"+stage.String())
 		t.Logf("%s: lease acquired by the standby after %s, Node updated after %s", stage, acquired, time.Since(began))
 
+		_, recorded := s.Node(leader.Nodename()).Labels["talos-ccm.node-restriction.kubernetes.io/resetting"]
+		assert.Equal(t, stage == runtime.MachineStageResetting, recorded, stage)
+
 		count := candidacies(leader)
 
 		require.NoError(s, leader.SetStage(t.Context(), runtime.MachineStageRunning))

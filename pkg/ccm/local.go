@@ -109,6 +109,16 @@ func (m *Manager) localNodename(ctx context.Context) string {
 	return ""
 }
 
+// resetting returns the nodename of the local machine if it is being reset, or an empty string.
+func (m *Manager) resetting(ctx context.Context) string {
+	status := localResource[*runtime.MachineStatus](ctx, m, runtime.MachineStatusID)
+	if status == nil || status.TypedSpec().Stage != runtime.MachineStageResetting {
+		return ""
+	}
+
+	return m.localNodename(ctx)
+}
+
 // localAPIServer returns the host and the port of the API server of the local machine. It is empty if KubePrism is
 // disabled: then the machine's kubeconfig names this API server.
 func (m *Manager) localAPIServer(ctx context.Context) string {

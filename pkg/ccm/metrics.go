@@ -15,6 +15,14 @@ var machines = metric.NewGaugeVec("talosccm_machines",
 var machineUp = metric.NewGaugeVec("talosccm_machine_up",
 	"Whether the machine of a Node has a working watch. The series ends when the Node is deleted.", "node")
 
+var (
+	machineStage = metric.NewGaugeVec("talosccm_machine_stage",
+		"Always 1 for the last known stage of a Node's machine. The series ends when the Node is deleted.", "node", "stage")
+
+	unmetConditions = metric.NewGaugeVec("talosccm_machine_unmet_conditions",
+		"Number of conditions without which the machine of a Node is not ready. The series ends when the Node is deleted.", "node")
+)
+
 var buildInfo = metric.NewGaugeVec("talosccm_build_info",
 	"Always 1. The labels are the version of talos-ccm and of Go.", "version", "go_version")
 
@@ -28,6 +36,7 @@ func countMachines(inv *inventory.Inventory) (stop func()) {
 	var (
 		mu      sync.Mutex // keeps an older count from overwriting a newer one
 		stopped bool
+		stages  = map[string]string{} // by nodename
 	)
 
 	inv.Subscribe(func(nodename string) {
@@ -42,7 +51,26 @@ func countMachines(inv *inventory.Inventory) (stop func()) {
 			machines.WithLabelValues(c.String()).Set(float64(inv.Count(c)))
 		}
 
-		switch inv.Get(nodename).Condition {
+		entry := inv.Get(nodename)
+
+		stage := ""
+		if entry.Last.Nodename != "" {
+			stage = entry.Last.Stage.String()
+		}
+
+		if before := stages[nodename]; before != stage {
+			machineStage.Delete(map[string]string{"node": nodename, "stage": before})
+		}
+
+		if stages[nodename] = stage; stage == "" {
+			delete(stages, nodename)
+			unmetConditions.Delete(map[string]string{"node": nodename})
+		} else {
+			machineStage.WithLabelValues(nodename, stage).Set(1)
+			unmetConditions.WithLabelValues(nodename).Set(float64(len(entry.Last.UnmetConditions)))
+		}
+
+		switch entry.Condition {
 		case inventory.Unknown: // not in the inventory
 			machineUp.Delete(map[string]string{"node": nodename})
 		case inventory.Current:
@@ -60,5 +88,7 @@ func countMachines(inv *inventory.Inventory) (stop func()) {
 
 		machines.Reset()
 		machineUp.Reset()
+		machineStage.Reset()
+		unmetConditions.Reset()
 	}
 }

@@ -213,9 +213,18 @@ func (o *Options) Validate() error {
 
 	_, err := o.ipam()
 	_, hostedErr := o.hosted()
-	errs = append(errs, err, o.checkControllers(), hostedErr, o.checkElection(), o.checkTLS(), o.Framework.Validate(o.entryNames(), nil, nil, nil, nil))
+	errs = append(errs, err, o.checkControllers(), hostedErr, o.checkElection(), o.checkTLS(), o.checkFramework())
 
 	return errors.Join(errs...)
+}
+
+// checkFramework returns the errors of the framework. Its error about a large port says that 0 is invalid.
+func (o *Options) checkFramework() error {
+	if port := o.Framework.SecureServing.BindPort; port > 65535 {
+		return fmt.Errorf("--secure-port: must be between 0 and 65535, not %d", port)
+	}
+
+	return o.Framework.Validate(o.entryNames(), nil, nil, nil, nil)
 }
 
 // checkElection returns the errors with which the leader election would fail.
@@ -385,15 +394,30 @@ func (o *Options) frameworkFor(kubeconfig string) *options.CloudControllerManage
 	return &framework
 }
 
-// enabled reports whether --controllers enables the controller with the given name. The first entry for it decides.
+// enabled reports whether --controllers enables the controller with the given name.
 func (o *Options) enabled(name string) bool {
-	i := slices.IndexFunc(controllers, func(c controllerType) bool { return c.name == name })
-	if i < 0 {
-		return false
+	for _, c := range controllers {
+		if c.name == name {
+			return c.enabled(o.Framework.Generic.Controllers)
+		}
 	}
 
-	c, entries := controllers[i], o.Framework.Generic.Controllers
+	return false
+}
 
+// EnablesDefaults reports whether the entries of --controllers enable any controller that is enabled by default.
+func EnablesDefaults(entries []string) bool {
+	for _, c := range controllers {
+		if c.enabledByDefault && c.enabled(entries) {
+			return true
+		}
+	}
+
+	return false
+}
+
+// enabled reports whether the entries of --controllers enable the controller. The first entry for it decides.
+func (c controllerType) enabled(entries []string) bool {
 	for _, entry := range entries {
 		if entryName := strings.TrimPrefix(entry, "-"); entryName == c.name || entryName == c.alias {
 			return entryName == entry

@@ -1,9 +1,13 @@
 package ccm_test
 
 import (
+	"fmt"
 	"net/netip"
+	"slices"
 	"testing"
+	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -58,4 +62,53 @@ func TestManager_PublishesNodeAddresses(t *testing.T) {
 	ctest.Await(s, services, metav1.ListOptions{}, "the Service has no address", func(svc *corev1.Service) bool {
 		return len(svc.Status.LoadBalancer.Ingress) == 0
 	})
+}
+
+func TestManager_RemovesAddressOfMachineThatLosesPower(t *testing.T) {
+	s, self, worker := newCluster(t)
+	machines := []*talostest.Machine{self, worker}
+
+	for i, m := range machines {
+		for _, link := range []string{"eth0", talostest.LinkExternal} {
+			require.NoError(t, m.AddAddress(t.Context(), link, netip.MustParsePrefix(fmt.Sprintf("203.0.113.%d/32", i+1))))
+		}
+	}
+
+	options := s.options(self)
+	options.Framework.Generic.Controllers = []string{"*", service.Alias}
+	s.start(options)
+	s.awaitInitialized(machines...)
+
+	services := s.Client.CoreV1().Services("default")
+	name := s.prefix + "web"
+	_, err := services.Create(t.Context(), &corev1.Service{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.ServiceSpec{
+		Type: corev1.ServiceTypeLoadBalancer, LoadBalancerClass: new(service.Class), Ports: []corev1.ServicePort{{Port: 80}},
+	}}, metav1.CreateOptions{})
+	require.NoError(t, err)
+
+	for _, m := range machines {
+		s.SetReady(m.Nodename(), corev1.ConditionTrue)
+		require.NoError(t, s.Kube.RenewLease(t.Context(), m.Nodename()))
+	}
+
+	awaitAddresses := func(want ...string) {
+		ctest.Await(s, services, ctest.Named(name), fmt.Sprintf("the Service has the addresses %v", want), func(svc *corev1.Service) bool {
+			return slices.EqualFunc(want, svc.Status.LoadBalancer.Ingress, func(ip string, ingress corev1.LoadBalancerIngress) bool { return ingress.IP == ip })
+		})
+	}
+
+	awaitAddresses("203.0.113.1", "203.0.113.2")
+
+	start := time.Now()
+
+	require.NoError(t, s.Kube.RenewLease(t.Context(), worker.Nodename()))
+	require.NoError(t, worker.BlackHole())
+	awaitAddresses("203.0.113.1") // although its own Lease is overdue, too
+
+	took := time.Since(start)
+	t.Logf("removed the address %s after the loss of power", took)
+	assert.Less(t, took, 45*time.Second, "as long as without a probe")
+
+	require.NoError(t, s.Kube.RenewLease(t.Context(), worker.Nodename()))
+	awaitAddresses("203.0.113.1", "203.0.113.2")
 }

@@ -51,7 +51,8 @@ type controllerType struct {
 	construct        func(m *Manager, in inputs) (controller, error)
 }
 
-// controllers are all controllers.
+// controllers are all controllers. Code loops over them: with a function of slices that the compiler does not inline, the
+// linker keeps all methods of the framework's options, which adds 3 MB to the binary.
 var controllers = []controllerType{
 	{csrapproval.Name, csrapproval.Alias, true, (*Manager).newCSRApproval},
 	{nodecontroller.Name, nodecontroller.Alias, true, (*Manager).newNodeController},
@@ -65,6 +66,7 @@ type inputs struct {
 	client       kubernetes.Interface // the controller's own, so that controllers do not share a rate limit
 	nodes        coreinformers.NodeInformer
 	inventory    *inventory.Inventory
+	probe        func(nodename string)
 	controlPlane *controlplane.Reader
 	podCIDRs     func() []netip.Prefix // which talos-ccm allocates from
 }
@@ -122,7 +124,7 @@ func (m *Manager) control(ctx context.Context) error {
 			return err
 		}
 
-		ctrl, err := c.construct(m, inputs{client, nodes, inv, controlPlane, m.podCIDRs})
+		ctrl, err := c.construct(m, inputs{client, nodes, inv, refl.Probe, controlPlane, m.podCIDRs})
 		if err != nil {
 			return fmt.Errorf("create %s: %w", c.name, err)
 		}
@@ -252,7 +254,9 @@ func (m *Manager) newLifecycle(in inputs) (controller, error) {
 
 			return spec
 		},
-		Absent: func(nodename, nodeID string) string { return members.Current().Absent(nodename, nodeID) },
+		Absent:    func(nodename, nodeID string) string { return members.Current().Absent(nodename, nodeID) },
+		Members:   func() map[string]netip.Addr { return members.Current().Addresses() },
+		Resetting: m.resetting,
 	})
 	if err != nil {
 		return nil, err
@@ -295,11 +299,7 @@ func (m *Manager) newCSRApproval(in inputs) (controller, error) {
 		},
 		Policy: func(node *corev1.Node, talos machine.Machine) csrpolicy.Policy {
 			settings := m.settingsFor(talos)
-			input := nodespec.NewInput(node, talos, NodeOptions(settings, m.options.ProviderIDFallback)).WithPeers(in.inventory, node.Name, func(name string) *corev1.Node {
-				other, _ := in.nodes.Lister().Get(name) // fails only if it does not exist
-
-				return other
-			})
+			input := nodespec.NewInput(node, talos, NodeOptions(settings, m.options.ProviderIDFallback)).WithPeers(in.inventory, node.Name, in.nodes.Lister().Get)
 
 			policy := csrapproval.PolicyFor(settings, node, input)
 			policy.PodCIDRs = in.podCIDRs()
@@ -336,6 +336,7 @@ func (m *Manager) newService(in inputs) (controller, error) {
 		Nodes:     in.nodes,
 		Inventory: in.inventory,
 		Recorder:  m.recorder,
+		Probe:     in.probe,
 		Managed:   m.managed,
 		Options:   func() config.Service { return m.settings().Service },
 	})
