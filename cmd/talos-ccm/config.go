@@ -6,10 +6,12 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"go.yaml.in/yaml/v4"
 
 	"github.com/talos-ccm/talos-ccm/extension"
@@ -21,11 +23,20 @@ import (
 func newConfigCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "config",
-		Short: "Validate configuration files and print their schema",
+		Short: "Create and validate configuration files, and print their schema",
 		Args:  cobra.NoArgs,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	cmd.AddCommand(newConfigValidateCommand(), &cobra.Command{
+		Use:   "init",
+		Short: "Print a commented configuration file to start with",
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			_, err := cmd.OutOrStdout().Write(config.Starter)
+
+			return err
+		},
+	}, &cobra.Command{
 		Use:   "schema",
 		Short: "Print the JSON schema of the configuration file",
 		Long: `Print the JSON schema of the configuration file.
@@ -46,31 +57,64 @@ Editors with a YAML language server validate and complete a file that starts wit
 }
 
 func newConfigValidateCommand() *cobra.Command {
-	output := "text"
+	var output string
 
 	cmd := &cobra.Command{
-		Use:   "validate FILE|-",
-		Short: "Validate a configuration file",
-		Long: `Validate a file, or standard input, as talos-ccm does when it loads it. The file may be
+		Use:   "validate FILE|DIRECTORY|- ...",
+		Short: "Validate configuration files",
+		Long: `Validate files, the YAML files in directories, or standard input, as talos-ccm does when it loads
+them. A file may be
 
 - a configuration file of talos-ccm or of the upstream Talos CCM, or
-- a file with an ExtensionServiceConfig document, such as a machine configuration. The environment in the document is
-  validated, too.
+- a file with an ExtensionServiceConfig document, such as a machine configuration. The environment
+  in the document is validated, too.
 
-If the file is valid, print a summary and exit with 0. Otherwise print every
-error to standard error, one per line with its position, and exit with 1.`,
+If the file is valid, print a summary and exit with 0. Otherwise exit with 1.
+Errors, and warnings about parts without effect, are printed to standard error,
+one per line with its position. With -o json, print one object per file.`,
 		Example: `  talos-ccm config validate rules.yaml
   talos-ccm config validate - < rules.yaml
   talos-ccm config validate controlplane.yaml`,
-		Args:          cobra.ExactArgs(1),
+		Args:          cobra.MinimumNArgs(1),
 		SilenceUsage:  true,
 		SilenceErrors: true,
-		RunE:          func(cmd *cobra.Command, args []string) error { return validate(cmd, args[0], output) },
+		RunE: func(cmd *cobra.Command, args []string) error {
+			var errs []error
+
+			for _, path := range args {
+				files := []string{path}
+
+				if entries, err := os.ReadDir(path); err == nil {
+					files = yamlFiles(path, entries)
+				}
+
+				for _, file := range files {
+					errs = append(errs, validate(cmd, file, output))
+				}
+
+				if len(files) == 0 {
+					errs = append(errs, fmt.Errorf("directory %s has no YAML files", path))
+				}
+			}
+
+			return errors.Join(errs...)
+		},
 	}
 
-	cmd.Flags().StringVarP(&output, "output", "o", output, "Output format: text or json.")
+	addChoice(cmd.Flags(), &output, "output", "o", "Output format", "text", "json")
 
 	return cmd
+}
+
+// yamlFiles returns the paths of the YAML files in a directory.
+func yamlFiles(directory string, entries []os.DirEntry) (files []string) {
+	for _, entry := range entries {
+		if slices.Contains([]string{".yaml", ".yml"}, filepath.Ext(entry.Name())) && !entry.IsDir() {
+			files = append(files, filepath.Join(directory, entry.Name()))
+		}
+	}
+
+	return files
 }
 
 // validation is the result of `config validate` for programs; keep the format stable.
@@ -81,10 +125,6 @@ type validation struct {
 }
 
 func validate(cmd *cobra.Command, path, output string) error {
-	if !slices.Contains([]string{"text", "json"}, output) {
-		return fmt.Errorf("unknown output format %q, want text or json", output)
-	}
-
 	name, data, err := readConfig(cmd.InOrStdin(), path)
 	if err != nil && output != "json" {
 		return err
@@ -104,7 +144,9 @@ func validate(cmd *cobra.Command, path, output string) error {
 		result.Problems = mistakes.Problems
 		err = fmt.Errorf("%s is invalid", name)
 	} else {
-		result.Valid = err == nil
+		if result.Valid = err == nil; result.Valid {
+			result.Problems = append(result.Problems, compiled.Warnings...)
+		}
 	}
 
 	switch {
@@ -114,9 +156,11 @@ func validate(cmd *cobra.Command, path, output string) error {
 		encoder.SetIndent("", "  ")
 
 		return errors.Join(encoder.Encode(result), err)
-	case !result.Valid:
+	case len(result.Problems) > 0:
 		fmt.Fprintln(cmd.ErrOrStderr(), &config.Error{Name: name, Problems: result.Problems})
-	default:
+	}
+
+	if result.Valid {
 		fmt.Fprintf(cmd.OutOrStdout(), "%s: %s\n", name, compiled)
 	}
 
@@ -125,7 +169,7 @@ func validate(cmd *cobra.Command, path, output string) error {
 
 // parseFile reads a configuration file, or a file that contains one.
 func parseFile(name string, data []byte) (*config.Compiled, error) {
-	return config.ParseFile(name, data, config.Extension{Name: extension.Name, MountPath: settings.MountPath, CheckEnvironment: checkVariables})
+	return config.ParseFile(name, data, config.Extension{Name: extension.Name, MountPath: settings.MountPath, CheckEnvironment: checkVariables, Warn: warnOf})
 }
 
 var separators = strings.NewReplacer("_", "", "-", "")
@@ -156,6 +200,16 @@ func checkVariables(variables []string) error {
 	return errors.Join(errs...)
 }
 
+// warnOf warns of a list of controllers that enables no default controller.
+func warnOf(variable string) string {
+	list, isControllers := strings.CutPrefix(variable, environmentPrefix+"CONTROLLERS=")
+	if !isControllers || ccm.EnablesDefaults(strings.Split(list, ",")) {
+		return ""
+	}
+
+	return "no default controller runs; add * for the default ones"
+}
+
 // readConfig reads a file, or stdin for "-". It reads at most one byte more than config.Parse accepts.
 func readConfig(stdin io.Reader, file string) (name string, data []byte, err error) {
 	if name = file; file == "-" {
@@ -167,6 +221,32 @@ func readConfig(stdin io.Reader, file string) (name string, data []byte, err err
 	}
 
 	return name, data, config.CheckNotEmpty(name, data)
+}
+
+// choice is a flag with a limited number of values.
+type choice struct {
+	value   *string
+	allowed []string
+}
+
+// addChoice adds a flag. The first allowed value is the default.
+func addChoice(flags *pflag.FlagSet, value *string, name, shorthand, usage string, allowed ...string) {
+	*value = allowed[0]
+	flags.VarP(choice{value, allowed}, name, shorthand, fmt.Sprintf("%s: %s.", usage, strings.Join(allowed, ", ")))
+}
+
+func (c choice) String() string { return *c.value }
+
+func (choice) Type() string { return "string" }
+
+func (c choice) Set(value string) error {
+	if !slices.Contains(c.allowed, value) {
+		return fmt.Errorf("must be one of %s", strings.Join(c.allowed, ", "))
+	}
+
+	*c.value = value
+
+	return nil
 }
 
 // readInput reads at most limit bytes of a file, or of stdin for "-".

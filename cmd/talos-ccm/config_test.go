@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -44,10 +45,14 @@ func TestConfigValidate(t *testing.T) {
 		{name: "blank file", content: " \n", args: []string{"-"}, mention: "stdin is empty"},
 		{name: "mistakes", content: bad, args: []string{"rules.yaml"}, lines: []string{"rules.yaml:1:1: lables: unknown key", "rules.yaml:2:34: ipam.pools[0].cidrs[0]"}, mention: "rules.yaml is invalid"},
 		{name: "invalid standard input", content: bad, args: []string{"-"}, lines: []string{"stdin:1:1: lables: unknown key", "stdin:2:34: ipam.pools[0].cidrs[0]"}, mention: "stdin is invalid"},
-		{name: "large file", content: strings.Repeat("#\n", 1<<20), args: []string{"-"}, lines: []string{"stdin: file has 1048577 bytes; the maximum is 1048576"}, mention: "stdin is invalid"},
+		{name: "large file", content: strings.Repeat("#\n", 1<<20), args: []string{"-"}, lines: []string{"stdin: file is larger than 1048576 bytes"}, mention: "stdin is invalid"},
+		{
+			name: "configuration beside a document", content: "kind: Pod\n---\n" + good, args: []string{"-"}, mention: "stdin is invalid",
+			lines: []string{"stdin:1:1: file has no", "stdin:3:1: configuration beside documents"},
+		},
 		{name: "missing file", args: []string{"none.yaml"}, mention: "open none.yaml"},
-		{name: "directory", args: []string{"."}, mention: "is a directory"},
-		{name: "missing argument", mention: "accepts 1 arg"},
+		{name: "directory", args: []string{"."}, mention: "rules.yaml is empty"},
+		{name: "missing argument", mention: "requires at least 1 arg"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			stdout, stderr, err := configCommand(t, test.content, append([]string{"validate"}, test.args...)...)
@@ -67,6 +72,21 @@ func TestConfigSchema(t *testing.T) {
 	assert.True(t, json.Valid([]byte(stdout)))
 }
 
+// The starter is valid, with and without its optional parts.
+func TestConfigInit(t *testing.T) {
+	starter, _, err := configCommand(t, "", "init")
+	require.NoError(t, err)
+
+	all := regexp.MustCompile(`(?m)^( *)# (\w+:.*| +.*|- .*)$`).ReplaceAllString(starter, "$1$2")
+
+	for content, rules := range map[string]string{starter: "1 rule, 0 pools", all: "1 rule, 1 pool"} {
+		stdout, stderr, err := configCommand(t, content, "validate", "-")
+		require.NoError(t, err, stderr)
+		assert.Empty(t, stderr)
+		assert.Contains(t, stdout, rules)
+	}
+}
+
 // TestConfigValidate_Files validates typical files of users. messages.txt has the output of the command for each.
 func TestConfigValidate_Files(t *testing.T) {
 	want, err := os.ReadFile("testdata/config/messages.txt")
@@ -81,30 +101,36 @@ func TestConfigValidate_Files(t *testing.T) {
 
 	for _, name := range files {
 		stdout, stderr, err := execute(t, newConfigCommand(), "", "validate", name)
-		isGood := strings.HasPrefix(name, "good")
-		assert.Equal(t, []bool{isGood, !isGood, isGood}, []bool{err == nil, stderr != "", stdout != ""}, "%s: %v", name, err)
+		isValid, isGood := !strings.HasPrefix(name, "bad"), strings.HasPrefix(name, "good")
+		assert.Equal(t, []bool{isValid, !isGood, isValid}, []bool{err == nil, stderr != "", stdout != ""}, "%s: %v", name, err)
 		fmt.Fprintf(&all, "%s%s\n", stdout, stderr)
 	}
 
 	assert.Equal(t, string(want), all.String())
+
+	_, stderr, err := execute(t, newConfigCommand(), "", "validate", "good-json.yaml", ".", t.TempDir())
+	assert.Equal(t, strings.Count(string(want), "\n\n"), strings.Count(err.Error(), " is invalid")+strings.Count(string(want), ": valid: "))
+	assert.ErrorContains(t, err, "has no YAML files")
+	assert.Contains(t, stderr, "bad-key.yaml:3:5")
 }
 
 func TestConfigValidate_PrintsJSON(t *testing.T) {
 	for content, want := range map[string]string{
-		"{}": `{"file":"stdin","valid":true,"problems":[]}`,
-		"":   `{"file":"stdin","valid":false,"problems":[{"message":"stdin is empty; use {} for the defaults"}]}`,
+		"{}":                             `{"file":"stdin","valid":true,"problems":[]}`,
+		"transformations: [{name: web}]": `{"file":"stdin","valid":true,"problems":[{"line":1,"column":19,"path":"transformations[0]","rule":"web","message":"the rule sets nothing","warning":true}]}`,
+		"":                               `{"file":"stdin","valid":false,"problems":[{"message":"stdin is empty; use {} for the defaults"}]}`,
 		"transformations: [{name: web, lables: {}}]\n": `{"file":"stdin","valid":false,"problems":[{"line":1,"column":31,"path":"transformations[0].lables",` +
 			`"rule":"web","message":"unknown key; expected name, nodeSelector, annotations, labels, taints, enforce, platformMetadata, features"}]}`,
 	} {
 		var got bytes.Buffer
 
 		stdout, stderr, err := configCommand(t, content, "validate", "-", "-o", "json")
-		assert.Equal(t, content == "{}", err == nil, err)
+		assert.Equal(t, strings.Contains(want, `"valid":true`), err == nil, err)
 		assert.NoError(t, json.Compact(&got, []byte(stdout)))
 		assert.Equal(t, want, got.String())
 		assert.Empty(t, stderr)
 	}
 
 	_, _, err := configCommand(t, "{}", "validate", "-", "-o", "xml")
-	assert.ErrorContains(t, err, `unknown output format "xml"`)
+	assert.ErrorContains(t, err, `invalid argument "xml"`)
 }

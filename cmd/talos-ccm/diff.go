@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -13,6 +14,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/utils/ptr"
 
@@ -51,36 +53,36 @@ func newDiffCommand() *cobra.Command {
 	var o diffOptions
 
 	cmd := &cobra.Command{
-		Use:                   diffName + " [--config FILE] [flags]",
-		Short:                 "Compare all Nodes of a cluster with what talos-ccm would write to them",
+		Use:                   diffName + " [NODE ...] [--config FILE] [flags]",
+		Short:                 "Compare the Nodes of a cluster with what talos-ccm would write to them",
 		DisableFlagsInUseLine: true,
-		Long: `Compare all Nodes of a cluster with what talos-ccm would write to them: the providerID, addresses, labels, annotations and taints. The command
-writes nothing.
+		Long: `Compare the given Nodes, or all Nodes of a cluster, with what talos-ccm would write to them: the
+providerID, addresses, labels, annotations and taints. The command writes nothing.
 
-It reads the Nodes with a kubeconfig and their machines over the Talos API, as talosctl does: through the endpoints of the talosconfig or, without
-endpoints, from each machine itself.
+It reads the Nodes with a kubeconfig and their machines over the Talos API, as talosctl does:
+through the endpoints of the talosconfig or, without endpoints, from each machine itself.
 
   talos-ccm diff --config config.yaml
 
-The output also lists what the upstream Talos CCM has set according to the Nodes' managed fields, and the holder of the lease.
+The output also lists what the upstream Talos CCM has set according to the Nodes' managed fields,
+and the holder of the lease.
 
-The exit code is 0 if talos-ccm would change no Node, 1 if it would, and 2 if the comparison failed or is incomplete: a machine cannot be read, or
-its metadata is missing.`,
-		Args: cobra.NoArgs,
+The exit code is 0 if talos-ccm would change no Node, 1 if it would, and 2 if the comparison failed
+or is incomplete: a machine cannot be read, or its metadata is missing.`,
 		RunE: o.run,
 	}
 
 	flags := cmd.Flags()
 	flags.StringVar(&o.kubeconfig, "kubeconfig", "", "Path of the kubeconfig. (default $KUBECONFIG or ~/.kube/config)")
 	flags.StringVar(&o.kubeContext, "kube-context", "", "Context of the kubeconfig. (default: its current context)")
-	flags.StringVarP(&o.output, "output", "o", preview.ComparisonFormats()[0], "Output format: "+strings.Join(preview.ComparisonFormats(), ", ")+".")
+	addChoice(flags, &o.output, "output", "o", "Output format", preview.Formats()...)
 	o.spec.add(flags)
 	o.talos.add(flags)
 
 	return cmd
 }
 
-func (o *diffOptions) run(cmd *cobra.Command, _ []string) error {
+func (o *diffOptions) run(cmd *cobra.Command, args []string) error {
 	ctx := cmd.Context()
 
 	options, err := o.spec.options(cmd.InOrStdin())
@@ -88,17 +90,9 @@ func (o *diffOptions) run(cmd *cobra.Command, _ []string) error {
 		return err
 	}
 
-	rules := clientcmd.NewDefaultClientConfigLoadingRules() // as kubectl
-	rules.ExplicitPath = o.kubeconfig
-
-	config, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, &clientcmd.ConfigOverrides{CurrentContext: o.kubeContext}).ClientConfig()
+	config, client, err := o.connect()
 	if err != nil {
-		return fmt.Errorf("read kubeconfig: %w", err)
-	}
-
-	client, err := kubernetes.NewForConfig(config)
-	if err != nil {
-		return fmt.Errorf("create Kubernetes client: %w", err)
+		return err
 	}
 
 	options.Domains = controlplane.Domains(ctx, config)
@@ -128,7 +122,12 @@ func (o *diffOptions) run(cmd *cobra.Command, _ []string) error {
 		return err
 	}
 
-	comparison := preview.Comparison{Lease: lease, Nodes: reports}
+	// The machines of all Nodes were read, because Nodes must not share a providerID or an address.
+	if reports, err = choose(reports, args); err != nil {
+		return err
+	}
+
+	comparison := preview.Comparison{Lease: lease, Nodes: reports, Full: len(args) > 0}
 
 	if err := preview.WriteComparison(cmd.OutOrStdout(), o.output, comparison); err != nil {
 		return err
@@ -143,6 +142,39 @@ func (o *diffOptions) run(cmd *cobra.Command, _ []string) error {
 	}
 
 	return nil
+}
+
+// connect reads the kubeconfig as kubectl does.
+func (o *diffOptions) connect() (*rest.Config, *kubernetes.Clientset, error) {
+	rules := clientcmd.NewDefaultClientConfigLoadingRules()
+	rules.ExplicitPath = o.kubeconfig
+
+	config, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, &clientcmd.ConfigOverrides{CurrentContext: o.kubeContext}).ClientConfig()
+	if clientcmd.IsEmptyConfig(err) {
+		err = fmt.Errorf("no cluster in %s; set --kubeconfig or KUBECONFIG", strings.Join(rules.GetLoadingPrecedence(), ", "))
+	}
+
+	if err != nil {
+		return nil, nil, fmt.Errorf("read kubeconfig: %w", err)
+	}
+
+	client, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		return nil, nil, fmt.Errorf("create Kubernetes client: %w", err)
+	}
+
+	return config, client, nil
+}
+
+// choose returns the reports of the named Nodes, or all if there are no names.
+func choose(reports []preview.Report, names []string) ([]preview.Report, error) {
+	for _, name := range names {
+		if !slices.ContainsFunc(reports, func(r preview.Report) bool { return r.Name == name }) {
+			return nil, fmt.Errorf("node %q not found", name)
+		}
+	}
+
+	return slices.DeleteFunc(reports, func(r preview.Report) bool { return len(names) > 0 && !slices.Contains(names, r.Name) }), nil
 }
 
 func readLease(ctx context.Context, client kubernetes.Interface) (preview.Lease, error) {

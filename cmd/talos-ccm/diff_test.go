@@ -250,6 +250,14 @@ func TestDiff_OfMigratedCluster(t *testing.T) {
 		return err == nil
 	})
 
+	stdout, err = m.diff("web-1", "--config", config)
+	require.NoError(t, err)
+	assertContains(t, squeezed(stdout), "Node web-1\n", "rule site applies\n", "1 Nodes: 0 would change, 1 would not,")
+	assert.NotContains(t, stdout, "Node cp-1\n")
+
+	_, err = m.diff("web-1", "web-2", "--config", config)
+	require.EqualError(t, err, `node "web-2" not found`)
+
 	stdout, err = m.diff("--config", config, "-o", "json")
 	require.NoError(m, err)
 
@@ -290,9 +298,11 @@ func squeezed(table string) string {
 
 // The exit codes are those of diff and kubectl diff.
 func TestDiff_ExitsWithTwoOnErrors(t *testing.T) {
-	for _, args := range [][]string{{"diff", "--kubeconfig=/nowhere"}, {"diff", "--nonsense"}, {"diff", "extra"}} {
+	for _, args := range [][]string{{"diff", "--kubeconfig=/nowhere"}, {"diff", "--nonsense"}, {"diff", "web-1", "--kubeconfig=/nowhere"}} {
 		got := command(t, nil, args...)
 		assert.Equal(t, exitTrouble, got.code)
 		assert.True(t, strings.HasPrefix(got.stderr, "Error: "))
 	}
+
+	assert.Contains(t, command(t, []string{"KUBECONFIG=/nowhere"}, "diff").stderr, "no cluster in /nowhere; set --kubeconfig or KUBECONFIG")
 }

@@ -107,28 +107,58 @@ func checkEnvironment(args, environ []string) error {
 	return errors.Join(setFromEnvironment(cmd.Flags(), environ), logsapi.Validate(logOptions, utilfeature.DefaultFeatureGate, nil).ToAggregate(), options.Validate())
 }
 
+// verbosity is the value of --v.
+type verbosity struct{ pflag.Value }
+
+// Set replaces the error of strconv.
+func (v verbosity) Set(text string) error {
+	if err := v.Value.Set(text); err != nil {
+		return errors.New("must be a number such as 4")
+	}
+
+	return nil
+}
+
+func addLogFlags(flags *pflag.FlagSet, options *logs.Options) {
+	logsapi.AddFlags(options, flags)
+
+	level := flags.Lookup("v")
+	level.Value = verbosity{level.Value}
+}
+
+// helpColumns is the width of the help on wide terminals and in files.
+const helpColumns = 100
+
 func newCommand(options *ccm.Options, logOptions *logs.Options) *cobra.Command {
 	all := false
 	sections := options.Flags()
 	global := sections.FlagSet("global")
+
 	columns, _, _ := term.TerminalSize(os.Stdout)
+	if columns == 0 || columns > helpColumns {
+		columns = helpColumns
+	}
 
 	cmd := &cobra.Command{
 		Use:   "talos-ccm",
 		Short: "Cloud controller manager for Talos Linux",
-		Long: `talos-ccm is a cloud controller manager for Talos Linux. It initializes Nodes from the metadata of their Talos machines, approves the CSRs
-for kubelet serving certificates, deletes Nodes of machines that are gone, and optionally allocates pod CIDRs and load balancer addresses.
+		Long: `talos-ccm is a cloud controller manager for Talos Linux. It initializes Nodes from the metadata of
+their Talos machines, approves the CSRs for kubelet serving certificates, deletes Nodes of machines
+that are gone, and optionally allocates pod CIDRs and load balancer addresses.
 
-Without a command, talos-ccm runs the controllers until it receives SIGTERM or SIGINT. The following commands are read-only:
+Without a command, talos-ccm runs the controllers until it receives SIGTERM or SIGINT. The following
+commands are read-only:
 
-  talos-ccm config validate   Validate a configuration file
+  talos-ccm config init       Print a commented configuration file to start with
+  talos-ccm config validate   Validate configuration files
   talos-ccm config schema     Print the JSON schema of the configuration file
-  talos-ccm render            Show what talos-ccm would write to a Node, and which rule sets each value
-  talos-ccm diff              Compare all Nodes of a cluster with what talos-ccm would write to them
+  talos-ccm render            Show what talos-ccm would write to a Node, and the rule of each value
+  talos-ccm diff              Compare the Nodes of a cluster with what talos-ccm would write to them
   talos-ccm version           Print the version
   talos-ccm completion        Print a completion script for a shell
 
---help-all lists all flags. Every flag can also be set by an environment variable: TALOS_CCM_LEADER_ELECT sets --leader-elect. Flags on the command line take precedence.`,
+--help-all lists all flags. Every flag can also be set by an environment variable:
+TALOS_CCM_LEADER_ELECT sets --leader-elect. Flags on the command line take precedence.`,
 		Version:       version.Version(),
 		SilenceUsage:  true,
 		SilenceErrors: true,
@@ -155,7 +185,7 @@ Without a command, talos-ccm runs the controllers until it receives SIGTERM or S
 		},
 	}
 
-	logsapi.AddFlags(logOptions, global)
+	addLogFlags(global, logOptions)
 	globalflag.AddGlobalFlags(global, cmd.Name(), logs.SkipLoggingConfigurationFlags())
 	global.Bool("version", false, "Print the version and exit")
 	global.BoolVar(&all, "help-all", false, "List all flags and exit")
@@ -166,6 +196,7 @@ Without a command, talos-ccm runs the controllers until it receives SIGTERM or S
 
 	cmd.SetVersionTemplate("talos-ccm {{.Version}}\n")
 	cliflag.SetUsageAndHelpFunc(cmd, usual(sections), columns)
+	cmd.SetUsageTemplate(strings.ReplaceAll(cmd.UsageTemplate(), ".FlagUsages |", fmt.Sprintf(".FlagUsagesWrapped %d |", columns))) // of the commands
 	addCommands(cmd)
 
 	return cmd
@@ -197,8 +228,9 @@ func addCommands(cmd *cobra.Command) {
 	cmd.AddCommand(newConfigCommand(), newRenderCommand(), newDiffCommand(), &cobra.Command{
 		Use:   "version",
 		Short: "Print the version",
-		Long:  "Print the version of talos-ccm, the commit (unless it is a release) and the Go version that it was built from, and its platform.",
-		Args:  cobra.NoArgs,
+		Long: `Print the version of talos-ccm, the commit (unless it is a release) and the Go version that it was
+built from, and its platform.`,
+		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			_, err := fmt.Fprintln(cmd.OutOrStdout(), "talos-ccm", version.Details())
 
@@ -208,6 +240,10 @@ func addCommands(cmd *cobra.Command) {
 	cmd.InitDefaultCompletionCmd()
 
 	for _, sub := range cmd.Commands() {
+		if sub.Name() == "completion" {
+			sub.Args, sub.RunE = cobra.NoArgs, func(cmd *cobra.Command, _ []string) error { return cmd.Help() } // refuse unknown shells
+		}
+
 		sub.SetUsageFunc(plain.UsageFunc())
 		sub.SetHelpFunc(plain.HelpFunc())
 	}

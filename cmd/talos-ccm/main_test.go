@@ -13,6 +13,7 @@ import (
 	"syscall"
 	"testing"
 	"time"
+	"unicode/utf8"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
@@ -276,19 +277,29 @@ func TestHelp_ListsFlagsOfReference(t *testing.T) {
 	require.Empty(t, help.stderr)
 	assertContains(t, help.stdout, "--v ", "cloud-node-controller", "TALOS_CCM_", "--help-all")
 
-	listed := flags(help.stdout, `(?m)^ +(?:-\w, )?--([a-z0-9-]+)`)
+	listed := flags(help.stdout, `(?m)^ {2,6}(?:-\w, )?--([a-z0-9-]+)`)
 	assert.Equal(t, flags(string(page), "(?m)^\\| `--([a-z0-9-]+)` "), listed)
 
-	all := flags(command(t, nil, "--help-all").stdout, `(?m)^ +(?:-\w, )?--([a-z0-9-]+)`)
+	all := flags(command(t, nil, "--help-all").stdout, `(?m)^ {2,6}(?:-\w, )?--([a-z0-9-]+)`)
 	assert.LessOrEqual(t, len(listed), 30)
 	assert.GreaterOrEqual(t, len(all), 60)
 	assert.Subset(t, all, listed)
 }
 
 func TestHelp_DescribesFlags(t *testing.T) {
-	assertContains(t, command(t, nil, "--help-all").stdout,
+	assertContains(t, strings.Join(strings.Fields(command(t, nil, "--help-all").stdout), " "),
 		"If empty, the pod subnets of the Talos configuration are used.", "Requires node-ipam-controller in --controllers.", "'RangeAllocator' (", "'CloudAllocator' (",
 		"global.providerIDFallback in the configuration takes precedence.", "open file limit", "(default [/healthz])")
+}
+
+func TestHelp_FitsIn100Columns(t *testing.T) {
+	for _, args := range [][]string{{}, {"config"}, {"config", "init"}, {"config", "validate"}, {"config", "schema"}, {"render"}, {"diff"}, {"version"}} {
+		for line := range strings.Lines(command(t, nil, append(args, "--help")...).stdout) {
+			if isCommand := strings.HasPrefix(line, "  for kind in "); !isCommand { // to copy
+				assert.LessOrEqual(t, utf8.RuneCountInString(strings.TrimRight(line, "\n")), 100, line)
+			}
+		}
+	}
 }
 
 func TestHelp_OfCommandOmitsVersionFlag(t *testing.T) {

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"net/netip"
-	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -42,8 +41,8 @@ func newRenderCommand() *cobra.Command {
 		Use:                   "render (--machine FILE|- | --node NAME|ADDRESS) [--config FILE] [flags]",
 		Short:                 "Preview the Node of a machine",
 		DisableFlagsInUseLine: true,
-		Long: `Print the labels, annotations, taints, addresses and providerID that talos-ccm would write to the Node of a machine, and the rule that sets each of
-them. The command writes nothing.
+		Long: `Print the labels, annotations, taints, addresses and providerID that talos-ccm would write to the
+Node of a machine, and the rule that sets each of them. The command writes nothing.
 
 It reads the machine over the Talos API, as talosctl does:
 
@@ -54,22 +53,22 @@ or from a file with the output of talosctl in YAML or JSON. The file may contain
   ` + preview.Command(machine.BaseKinds()) + ` > machine.yaml
   talos-ccm render --machine machine.yaml --config config.yaml
 
-If the configuration uses facts from other resources, a warning names these. With -o node, the output contains what talos-ccm sets, as Nodes for
-kubectl diff -f -.
+If the configuration uses facts from other resources, a warning names these.
 
-The exit code is 1 if the configuration is invalid, if the machine cannot be read, or if the Node would stay uninitialized. Invalid values, which
-talos-ccm omits, are printed as problems and do not affect the exit code.`,
+The exit code is 1 if the configuration is invalid, if the machine cannot be read, or if the Node
+would stay uninitialized. Invalid values, which talos-ccm omits, are printed as problems and do not
+affect the exit code.`,
 		Args: cobra.NoArgs,
 		RunE: o.run,
 	}
 
 	flags := cmd.Flags()
 	flags.StringVar(&o.machine, "machine", "", "File with the output of talosctl, or - for standard input.")
-	flags.StringVar(&o.node, "node", "", "Name or address of a machine to read over the Talos API.")
+	flags.StringVarP(&o.node, "node", "n", "", "Name or address of a machine to read over the Talos API.")
 	flags.StringVar(&o.arch, "arch", "", "Architecture of the Node as reported by its kubelet, such as amd64.")
 	flags.StringVar(&o.version, "kubernetes-version", "", "Kubernetes version of the Node as reported by its kubelet, such as v1.36.2.")
 	flags.StringSliceVar(&o.nodeIPs, "node-ip", nil, "Node IPs of the kubelet. (default: the node IPs that Talos configures)")
-	flags.StringVarP(&o.output, "output", "o", preview.Formats()[0], "Output format: "+strings.Join(preview.Formats(), ", ")+".")
+	addChoice(flags, &o.output, "output", "o", "Output format", preview.Formats()...)
 	o.spec.add(flags)
 	o.talos.add(flags)
 
@@ -96,7 +95,7 @@ func (o *renderOptions) run(cmd *cobra.Command, _ []string) error {
 	for _, text := range o.nodeIPs {
 		ip, err := netip.ParseAddr(text)
 		if err != nil {
-			return fmt.Errorf("--node-ip: %w", err)
+			return fmt.Errorf("--node-ip: %q is not an IP address", text)
 		}
 
 		kubelet.NodeIPs = append(kubelet.NodeIPs, ip)
@@ -136,16 +135,12 @@ type nodeFlags struct {
 
 func (f *nodeFlags) add(flags *pflag.FlagSet) {
 	flags.StringVar(&f.config, "config", "", "Configuration file, or - for standard input. (default: no rules)")
-	flags.StringVar(&f.fallback, "provider-id-fallback", string(config.FallbackUUID),
-		"providerID source for platforms that publish no providerID: uuid or node-ip. global.providerIDFallback in the configuration takes precedence.")
+	addChoice(flags, &f.fallback, "provider-id-fallback", "", "providerID source for platforms that publish no providerID, unless the configuration has global.providerIDFallback",
+		string(config.FallbackUUID), string(config.FallbackNodeIP))
 }
 
 // options returns the options that talos-ccm would use with the given flags and configuration file.
 func (f *nodeFlags) options(stdin io.Reader) (nodespec.Options, error) {
-	if !slices.Contains([]string{string(config.FallbackUUID), string(config.FallbackNodeIP)}, f.fallback) {
-		return nodespec.Options{}, fmt.Errorf("--provider-id-fallback: invalid value %q, want %q or %q", f.fallback, config.FallbackUUID, config.FallbackNodeIP)
-	}
-
 	var (
 		name string
 		text []byte

@@ -100,8 +100,8 @@ func TestRender_HelpShowsUsage(t *testing.T) {
 
 	assertContains(t, stdout,
 		"render (--machine FILE|- | --node NAME|ADDRESS) [--config FILE] [flags]\n",
-		"are printed as problems and do not affect the exit code.",
-		"providerID source for platforms that publish no providerID: uuid or node-ip. global.providerIDFallback in the configuration takes precedence.")
+		"are printed as problems",
+		"providerID source for platforms that publish no providerID, unless the configuration has global.providerIDFallback: uuid, node-ip.")
 }
 
 func TestRender_PrintsNodesAndRules(t *testing.T) {
@@ -164,7 +164,7 @@ func TestRender_Fails(t *testing.T) {
 		{"with a table", "read machine from " + table + ": the input is a table, which omits most values: add -o yaml", []string{"--machine", table}},
 		{"with an empty nodename", "read machine from " + unnamed + ": no platformmetadatas, addressstatuses, machinestatuses, nodenames, ", []string{"--machine", unnamed}},
 		{"with an invalid node IP", "--node-ip", []string{"--machine", printed, "--node-ip", "localhost"}},
-		{"with an unknown output format", `unknown output format "wide"`, []string{"--machine", printed, "-o", "wide"}},
+		{"with an unknown output format", `invalid argument "wide"`, []string{"--machine", printed, "-o", "wide"}},
 		{"with an unknown fallback", "--provider-id-fallback", []string{"--machine", printed, "--provider-id-fallback", "mac"}},
 		{"with an unknown talosconfig context", `context "nowhere" not found`, []string{"--node", "127.0.0.1", "--talosconfig", file(t, "context: nowhere\n")}},
 		{"with a missing talosconfig", "talosconfig", []string{"--node", "127.0.0.1", "--talosconfig", "/nowhere"}},

@@ -19,6 +19,8 @@ import (
 type Comparison struct {
 	Lease Lease    `json:"lease"`
 	Nodes []Report `json:"nodes"`
+	// Full makes the table contain the Nodes that would not change.
+	Full bool `json:"-"`
 }
 
 // Lease is the lease that talos-ccm and the upstream Talos CCM use.
@@ -61,7 +63,7 @@ func Compare(nodes []*corev1.Node, machines *inventory.Inventory, options nodesp
 	reports := make([]Report, 0, len(previews))
 
 	for _, p := range previews {
-		r := Report{Name: p.Before.Name, Unmanaged: p.Unmanaged, Pending: p.After == nil && !p.Unmanaged, Upstream: p.Upstream, Problems: p.Problems}
+		r := Report{Name: p.Before.Name, Unmanaged: p.Unmanaged, Pending: p.After == nil && !p.Unmanaged, Rules: p.Rules, Upstream: p.Upstream, Problems: p.Problems}
 
 		if current := p.Before.Spec.ProviderID; current != "" && p.ProviderID != "" && current != p.ProviderID {
 			r.ProviderID = &ProviderIDs{Current: current, New: p.ProviderID}

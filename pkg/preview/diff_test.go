@@ -82,37 +82,6 @@ func TestWriteComparison_YAMLAndJSON(t *testing.T) {
 		require.NoError(t, unmarshal(out.Bytes(), &got))
 		assert.Equal(t, comparison(), got)
 	}
-
-	assert.Error(t, preview.WriteComparison(&bytes.Buffer{}, "node", comparison()), "format node: no error")
-}
-
-func TestWrite_Nodes(t *testing.T) {
-	const want = `---
-apiVersion: v1
-kind: Node
-metadata:
-  annotations:
-    note: "two\nlines & a \e[31mcolor"
-  labels:
-    example.org/role: web
-    topology.kubernetes.io/zone: eu-1
-  name: worker-1
-spec:
-  providerID: aws:///eu-1/i-1
-  taints:
-  - effect: NoSchedule
-    key: dedicated
-    value: web
-  - effect: NoExecute
-    key: slow
-status:
-  addresses:
-  - address: 10.0.0.1
-    type: InternalIP
-  - address: a.b
-    type: InternalDNS
-`
-	assert.Equal(t, want, format(t, "node", reports()))
 }
 
 func TestCompare_Addresses(t *testing.T) {

@@ -11,27 +11,15 @@ import (
 	"text/tabwriter"
 	"unicode"
 
-	corev1 "k8s.io/api/core/v1"
-	corev1ac "k8s.io/client-go/applyconfigurations/core/v1"
 	"sigs.k8s.io/yaml"
 )
 
-// formatNode is the format of Nodes that `kubectl diff -f -` reads.
-const formatNode = "node"
+// Formats returns the output formats of Write and WriteComparison, the default first.
+func Formats() []string { return []string{"table", "yaml", "json"} }
 
-// Formats returns the output formats of Write, the default first.
-func Formats() []string { return append(ComparisonFormats(), formatNode) }
-
-// ComparisonFormats returns the output formats of WriteComparison, the default first.
-func ComparisonFormats() []string { return []string{"table", "yaml", "json"} }
-
-// Write writes the reports in one of Formats: a table per Node, a YAML or JSON list, or Nodes as YAML documents.
+// Write writes the reports in one of Formats: a table per Node, or a YAML or JSON list.
 func Write(out io.Writer, format string, reports []Report) error {
-	if format == formatNode {
-		return writeNodes(out, reports)
-	}
-
-	return write(out, format, Formats(), reports, func(text io.Writer) {
+	return write(out, format, reports, func(text io.Writer) {
 		for i, r := range reports {
 			if i > 0 {
 				fmt.Fprintln(text)
@@ -42,12 +30,12 @@ func Write(out io.Writer, format string, reports []Report) error {
 	})
 }
 
-// WriteComparison writes the comparison in one of ComparisonFormats.
+// WriteComparison writes the comparison in one of Formats.
 func WriteComparison(out io.Writer, format string, c Comparison) error {
-	return write(out, format, ComparisonFormats(), c, c.table)
+	return write(out, format, c, c.table)
 }
 
-func write(out io.Writer, format string, formats []string, value any, table func(io.Writer)) error {
+func write(out io.Writer, format string, value any, table func(io.Writer)) error {
 	var text bytes.Buffer
 
 	switch format {
@@ -69,7 +57,7 @@ func write(out io.Writer, format string, formats []string, value any, table func
 			return err
 		}
 	default:
-		return fmt.Errorf("unknown output format %q, want one of %s", format, strings.Join(formats, ", "))
+		return fmt.Errorf("unknown output format %q, want one of %s", format, strings.Join(Formats(), ", "))
 	}
 
 	_, err := out.Write(text.Bytes())
@@ -77,10 +65,10 @@ func write(out io.Writer, format string, formats []string, value any, table func
 	return err
 }
 
-// table writes the Nodes that differ or have problems, and a summary.
+// table writes the Nodes that differ or have problems, or all if c.Full, and a summary.
 func (c Comparison) table(out io.Writer) {
 	for _, r := range c.Nodes {
-		if len(r.Changes)+len(r.Upstream)+len(r.Problems) > 0 || r.Pending || r.ProviderID != nil {
+		if c.Full || len(r.Changes)+len(r.Upstream)+len(r.Problems) > 0 || r.Pending || r.ProviderID != nil {
 			r.table(out)
 			fmt.Fprintln(out)
 		}
@@ -113,13 +101,11 @@ func (r Report) table(out io.Writer) {
 	}
 
 	for _, c := range r.Changes {
-		if c.Before != nil {
-			writeRow(columns, "- "+c.Field, c.Key, *c.Before)
-		}
+		c.rows(columns)
+	}
 
-		if c.After != nil {
-			writeRow(columns, "+ "+c.Field, c.Key, *c.After, c.From)
-		}
+	for _, m := range r.Rules {
+		writeRow(columns, "  rule", m.Rule, cmp.Or(m.Mismatch, "applies"))
 	}
 
 	for _, f := range r.Upstream {
@@ -142,6 +128,16 @@ func (r Report) table(out io.Writer) {
 	columns.Flush() //nolint:errcheck // writes to memory
 }
 
+func (c Change) rows(columns io.Writer) {
+	if c.Before != nil {
+		writeRow(columns, "- "+c.Field, c.Key, *c.Before)
+	}
+
+	if c.After != nil {
+		writeRow(columns, "+ "+c.Field, c.Key, *c.After, c.From)
+	}
+}
+
 // writeRow quotes values with characters that would break the table or control the terminal.
 func writeRow(columns io.Writer, cells ...string) {
 	for i := range cells {
@@ -157,54 +153,4 @@ func printable(value string) string {
 	}
 
 	return value
-}
-
-// writeNodes writes the Nodes as YAML documents that contain only what talos-ccm sets. It omits Nodes that would not be
-// written.
-func writeNodes(out io.Writer, reports []Report) error {
-	for _, r := range reports {
-		if r.Pending || r.Unmanaged {
-			continue
-		}
-
-		document, err := yaml.Marshal(r.node())
-		if err != nil {
-			return err
-		}
-
-		if _, err := fmt.Fprintf(out, "---\n%s", document); err != nil {
-			return err
-		}
-	}
-
-	return nil
-}
-
-// node returns what Render's report sets.
-func (r Report) node() *corev1ac.NodeApplyConfiguration {
-	node := corev1ac.Node(r.Name).WithSpec(corev1ac.NodeSpec()).WithStatus(corev1ac.NodeStatus())
-
-	for _, c := range r.Changes {
-		switch c.Field {
-		case fieldProviderID:
-			node.Spec.WithProviderID(*c.After)
-		case fieldAddress:
-			node.Status.WithAddresses(corev1ac.NodeAddress().WithType(corev1.NodeAddressType(c.Key)).WithAddress(*c.After))
-		case fieldLabel:
-			node.WithLabels(map[string]string{c.Key: *c.After})
-		case fieldAnnotation:
-			node.WithAnnotations(map[string]string{c.Key: *c.After})
-		case fieldTaint:
-			key, effect, _ := strings.Cut(c.Key, ":")
-
-			taint := corev1ac.Taint().WithKey(key).WithEffect(corev1.TaintEffect(effect))
-			if *c.After != "" {
-				taint.WithValue(*c.After)
-			}
-
-			node.Spec.WithTaints(taint)
-		}
-	}
-
-	return node
 }

@@ -12,6 +12,7 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 func reports() []preview.Report {
@@ -29,6 +30,7 @@ func reports() []preview.Report {
 				{Field: "taint", Key: "dedicated:NoSchedule", After: new("web"), From: "rule web, at initialization"},
 				{Field: "taint", Key: "slow:NoExecute", After: new(""), From: "rule slow, enforced"},
 			},
+			Rules:    []rules.Match{{Rule: "web"}, {Rule: "gpu", Mismatch: "does not apply: spot Exists"}},
 			Problems: []events.Problem{{Reason: "InvalidValue", Message: "rule \"web\": labels[bad]"}},
 		},
 		{Name: "worker-2", Pending: true, Unmanaged: true, Problems: []events.Problem{{Reason: "MetadataPending", Message: "no platform"}}},
@@ -55,6 +57,8 @@ Node worker-1
   + annotation  note                         "two\nlines & a \x1b[31mcolor"  rule web
   + taint       dedicated:NoSchedule         web                              rule web, at initialization
   + taint       slow:NoExecute                                                rule slow, enforced
+    rule        web                              applies
+    rule        gpu                              does not apply: spot Exists
     problem     InvalidValue                 rule "web": labels[bad]
 
 Node worker-2
@@ -97,9 +101,4 @@ func TestWrite_EmptyListIsNotNull(t *testing.T) {
 func TestWrite_RejectsUnknownFormat(t *testing.T) {
 	err := preview.Write(&bytes.Buffer{}, "xml", reports())
 	assert.ErrorContains(t, err, "table, yaml, json")
-}
-
-func TestWrite_OmitsUnknownProviderIDOfNode(t *testing.T) {
-	want := "---\napiVersion: v1\nkind: Node\nmetadata:\n  name: web-7\nspec: {}\nstatus: {}\n"
-	assert.Equal(t, want, format(t, "node", []preview.Report{{Name: "web-7", Unknown: []string{"addresses", "name", "providerID"}}}))
 }

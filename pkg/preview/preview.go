@@ -17,6 +17,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 // Kubelet holds what the kubelet of a machine would report.
@@ -47,6 +48,8 @@ type Report struct {
 	// ProviderID is set if the Node keeps another providerID than a new Node of its machine would get.
 	ProviderID *ProviderIDs `json:"providerID,omitempty"`
 	Changes    []Change     `json:"changes,omitempty"`
+	// Rules has an entry for each rule of the configuration: whether it applies to the machine.
+	Rules []rules.Match `json:"rules,omitempty"`
 	// Upstream are the fields that the upstream Talos CCM owns.
 	Upstream []nodecontroller.UpstreamField `json:"upstream,omitempty"`
 	// Problems are what talos-ccm would report as Events.
@@ -77,7 +80,7 @@ func Render(machines []Machine, kubelet Kubelet, options nodespec.Options) []Rep
 			Architecture:      kubelet.Architecture,
 			KubernetesVersion: kubelet.KubernetesVersion,
 			Options:           options,
-		}.WithPeers(peers, m.name(), func(string) *corev1.Node { return nil }))
+		}.WithPeers(peers, m.name(), func(string) (*corev1.Node, error) { return &corev1.Node{}, nil }))
 
 		if i := slices.IndexFunc(r.Changes, func(c Change) bool { return c.Field == fieldProviderID }); i >= 0 && !r.Unmanaged {
 			id := *r.Changes[i].After
@@ -105,7 +108,7 @@ func (r *Report) problem(reason, message string) {
 }
 
 func newReport(m Machine, in nodespec.Input) Report {
-	report := Report{Node: m.Node, Name: m.name(), Unmanaged: !nodespec.Managed(in)}
+	report := Report{Node: m.Node, Name: m.name(), Unmanaged: !nodespec.Managed(in), Rules: nodespec.Explain(in)}
 
 	var (
 		spec     nodespec.Spec

@@ -100,7 +100,7 @@ func Parse(output []byte, kinds machine.Kinds) ([]Machine, error) {
 		if err == nil && r != nil {
 			m, known := byNode[r.Node]
 			if !known {
-				m = &parsed{seen: map[resource.Type]bool{}}
+				m = &parsed{}
 				byNode[r.Node] = m
 				order = append(order, r.Node)
 			}
@@ -123,11 +123,12 @@ func Parse(output []byte, kinds machine.Kinds) ([]Machine, error) {
 		view, m := machine.View{Facts: kinds.Facts}, Machine{Node: node}
 
 		for _, kind := range needed {
-			view.ReplaceKind(kind, slices.DeleteFunc(slices.Clone(byNode[node].resources), func(r resource.Resource) bool {
+			resources := slices.DeleteFunc(slices.Clone(byNode[node].resources), func(r resource.Resource) bool {
 				return r.Metadata().Type() != kind.Type()
-			}))
+			})
+			view.ReplaceKind(kind, resources)
 
-			if !byNode[node].seen[kind.Type()] {
+			if len(resources) == 0 {
 				m.Missing = append(m.Missing, kindName(kind.Type()))
 			}
 		}
@@ -184,7 +185,6 @@ func split(output []byte) []document {
 // printed is a resource in talosctl's output (cmd/talosctl/cmd/talos/output/yaml.go).
 type printed struct {
 	Node     string `yaml:"node"`
-	Event    string `yaml:"event"` // only with --watch
 	Metadata struct {
 		Namespace string `yaml:"namespace"`
 		Type      string `yaml:"type"`
@@ -270,7 +270,6 @@ func decodeSpec(r resource.Resource, spec *yaml.Node) error {
 // parsed collects the resources of one machine.
 type parsed struct {
 	resources []resource.Resource
-	seen      map[resource.Type]bool
 	nodename  string
 }
 
@@ -278,29 +277,28 @@ type parsed struct {
 func (m *parsed) add(p *printed) error {
 	md := p.resource.Metadata()
 
-	m.resources = slices.DeleteFunc(m.resources, func(r resource.Resource) bool {
+	isSame := func(r resource.Resource) bool {
 		return r.Metadata().Type() == md.Type() && r.Metadata().ID() == md.ID()
-	})
+	}
 
-	if p.Event == "destroyed" {
-		return nil
+	if p.Node == "" && slices.ContainsFunc(m.resources, isSame) {
+		return fmt.Errorf("%s occurs twice without a node; print each machine with its own name (talosctl --nodes)", md)
+	}
+
+	m.resources = slices.DeleteFunc(m.resources, isSame)
+
+	if nodename, ok := p.resource.(*k8s.Nodename); ok {
+		name := nodename.TypedSpec().Nodename
+		if m.nodename != "" && m.nodename != name {
+			return fmt.Errorf("node %q has nodenames %q and %q; print each machine with its own name (talosctl --nodes)", p.Node, m.nodename, name)
+		}
+
+		if m.nodename = name; name == "" {
+			return nil // a missing one
+		}
 	}
 
 	m.resources = append(m.resources, p.resource)
-	m.seen[md.Type()] = true
-
-	nodename, ok := p.resource.(*k8s.Nodename)
-	if !ok {
-		return nil
-	}
-
-	name := nodename.TypedSpec().Nodename
-	if m.nodename != "" && m.nodename != name {
-		return fmt.Errorf("node %q has nodenames %q and %q; print each machine with its own name (talosctl --nodes)", p.Node, m.nodename, name)
-	}
-
-	m.nodename = name
-	m.seen[md.Type()] = name != ""
 
 	return nil
 }

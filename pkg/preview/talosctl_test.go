@@ -2,6 +2,7 @@ package preview_test
 
 import (
 	"bytes"
+	"fmt"
 	"net/netip"
 	"os"
 	"slices"
@@ -17,6 +18,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/preview"
+	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
 func TestParse_RoundTripsTalosctlOutput(t *testing.T) {
@@ -99,6 +101,7 @@ func inTestdata(ip, name string, typ talosmachine.Type, linkLocal string, missin
 		ClusterName:       "talos-ccm-bed",
 		Type:              typ,
 		Stage:             runtime.MachineStageRunning,
+		UnmetConditions:   []runtime.UnmetCondition{{Name: "nodeReady", Reason: fmt.Sprintf("node %q is not ready", name)}},
 		Platform:          runtime.PlatformMetadataSpec{Platform: "container", Hostname: name, InstanceType: "2CPU-2048RAM"},
 		PlatformPublished: true,
 		Addresses: []machine.Address{
@@ -122,7 +125,6 @@ func TestParse_AcceptsVariations(t *testing.T) {
 		{"the same resource twice", nodename + nodename},
 		{"kinds that are not needed", nodename + "---\n" + strings.ReplaceAll(strings.ReplaceAll(nodename, "Nodenames.kubernetes", "LinkStatuses.net"), "worker-1", "[1, 2]")},
 		{"unknown fields", nodename + "    more: {of: it}\n"},
-		{"resource destroyed during --watch", nodename + strings.Replace(strings.Replace(nodename, "\n", "\nevent: destroyed\n", 1), "Nodenames.kubernetes.talos.dev", "HostnameStatuses.net.talos.dev", 1)},
 		{"empty node", strings.Replace(nodename, "node: n", "node: ", 1)},
 		{"compact JSON", `{"node":"n","metadata":{"type":"Nodenames.kubernetes.talos.dev","id":"nodename"},"spec":{"nodename":"worker-1"}}`},
 	} {
@@ -149,6 +151,7 @@ func TestParse_RejectsInvalidInput(t *testing.T) {
 		{"no spec", strings.Replace(nodename, "spec:\n    nodename: worker-1\n", "", 1), "document 1, from line 1"},
 		{"unknown machine type", "metadata: {type: MachineTypes.config.talos.dev}\nspec: king\n", `"king"`},
 		{"two machines with the same node", nodename + strings.Replace(nodename, "worker-1", "worker-2", 1), `document 2, from line 7: node "n" has nodenames "worker-1" and "worker-2"`},
+		{"two machines without node", strings.ReplaceAll(nodename+"---\n"+nodename, "node: n\n", ""), "occurs twice without a node"},
 		{"duplicate keys", nodename + "spec: {}\n", "document 1, from line 1"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -168,6 +171,7 @@ func TestRender_ShowsWhatFollowsFromMetadata(t *testing.T) {
 	want := preview.Report{
 		Node: "10.0.0.2", Name: "web-7",
 		Unknown: []string{"addresses", "name"},
+		Rules:   []rules.Match{{Rule: "web"}},
 		Changes: []preview.Change{
 			{Field: "providerID", After: new("talos://openstack/9a1fd9ee"), From: "machine"},
 			{Field: "taint", Key: "dedicated:NoSchedule", After: new("web"), From: "rule web, at initialization"},
