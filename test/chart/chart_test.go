@@ -1,13 +1,16 @@
-// Package chart_test tests the Helm chart: its RBAC equals the extension's, an API server accepts the rendered objects,
-// and talos-ccm accepts its arguments.
+// Package chart_test tests the Helm chart: its RBAC equals the extension's, every value has an effect, an API server
+// accepts the rendered objects, and talos-ccm accepts its arguments.
 package chart_test
 
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
+	"flag"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -40,7 +43,12 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-const root = "../.."
+const (
+	root       = "../.."
+	schemaFile = root + "/packaging/chart/values.schema.json"
+)
+
+var update = flag.Bool("update", false, "rewrite the configuration in values.schema.json")
 
 // runMake runs a target of the Makefile and returns its output.
 func runMake(args ...string) (string, error) {
@@ -62,13 +70,17 @@ var helm = sync.OnceValues(func() (string, error) {
 })
 
 // tryRender returns the objects that the chart creates with the given values, and the output of Helm if it fails.
-func tryRender(t *testing.T, values string) (rendered, output string) {
+func tryRender(t *testing.T, values string, command ...string) (rendered, output string) {
 	t.Helper()
 
 	program, err := helm()
 	require.NoError(t, err)
 
-	cmd := exec.CommandContext(t.Context(), program, "template", "talos-ccm", root+"/packaging/chart", "--namespace", "kube-system", "--values", "-")
+	if command == nil {
+		command = []string{"template"}
+	}
+
+	cmd := exec.CommandContext(t.Context(), program, append([]string{command[0], "talos-ccm", root + "/packaging/chart", "--namespace=kube-system", "--values=-"}, command[1:]...)...)
 	cmd.Stdin = strings.NewReader(values)
 
 	var stdout, stderr bytes.Buffer
@@ -120,14 +132,16 @@ func name(object unstructured.Unstructured) string {
 	return object.GetKind() + " " + object.GetNamespace() + "/" + object.GetName()
 }
 
-// find converts the rendered object of a kind.
-func find[T any](t *testing.T, objects []unstructured.Unstructured, apiVersion, kind string) T {
+// find converts the rendered object of one of the kinds.
+func find[T any](t *testing.T, objects []unstructured.Unstructured, apiVersion string, kinds ...string) T {
 	t.Helper()
 
 	var found T
 
-	i := slices.IndexFunc(objects, func(o unstructured.Unstructured) bool { return o.GetAPIVersion() == apiVersion && o.GetKind() == kind })
-	require.GreaterOrEqual(t, i, 0, "chart renders no %s %s", apiVersion, kind)
+	i := slices.IndexFunc(objects, func(o unstructured.Unstructured) bool {
+		return o.GetAPIVersion() == apiVersion && slices.Contains(kinds, o.GetKind())
+	})
+	require.GreaterOrEqual(t, i, 0, "chart renders no %s %s", apiVersion, kinds)
 
 	require.NoError(t, runtime.DefaultUnstructuredConverter.FromUnstructured(objects[i].Object, &found))
 
@@ -152,6 +166,7 @@ func TestChart_RBACIsThatOfTheExtension(t *testing.T) {
 		`[cloud-node, cloud-node-lifecycle]`:       {lifecycle},
 		`[node-csr-approval, nodeipam, -service]`:  {},
 		`[cloud-node, -cloud-node-lifecycle, "*"]`: {},
+		`["*", -cloud-node-lifecycle-controller, service-lb-controller, -route]`: {service},
 	} {
 		want, got := map[string]any{}, map[string]any{}
 
@@ -172,8 +187,9 @@ func TestChart_RBACIsThatOfTheExtension(t *testing.T) {
 	}
 }
 
-// The custom resource of Talos (internal/app/machined/pkg/controllers/k8s/internal/k8stemplates/crds.go, Talos v1.13.5).
-const talosServiceAccount = `
+// The custom resources of Talos (internal/app/machined/pkg/controllers/k8s/internal/k8stemplates/crds.go, Talos v1.13.5)
+// and of the Prometheus operator, without its schema.
+const customResources = `
 apiVersion: apiextensions.k8s.io/v1
 kind: CustomResourceDefinition
 metadata: {name: serviceaccounts.talos.dev}
@@ -190,33 +206,88 @@ spec:
           type: object
           properties:
             spec: {type: object, properties: {roles: {type: array, items: {type: string}}}}
+---
+apiVersion: apiextensions.k8s.io/v1
+kind: CustomResourceDefinition
+metadata: {name: podmonitors.monitoring.coreos.com}
+spec:
+  group: monitoring.coreos.com
+  scope: Namespaced
+  names: {kind: PodMonitor, listKind: PodMonitorList, plural: podmonitors, singular: podmonitor}
+  versions:
+    - name: v1
+      served: true
+      storage: true
+      schema:
+        openAPIV3Schema: {type: object, x-kubernetes-preserve-unknown-fields: true}
 `
 
-// withGuide adds the values of the guide.
-func withGuide(values map[string]string) map[string]string {
-	page, err := os.ReadFile(root + "/docs/guides/run-as-pod.md")
-	blocks := regexp.MustCompile("(?s)```yaml\n(# values.yaml\n.*?)```").FindAllStringSubmatch(string(page), -1)
+// withPages adds the values of the guide and of the README.
+func withPages(values map[string]string) map[string]string {
+	for _, name := range []string{"docs/guides/run-as-pod.md", "packaging/chart/README.md"} {
+		page, err := os.ReadFile(filepath.Join(root, name))
+		blocks := regexp.MustCompile("(?s)```yaml\n(# values.yaml\n.*?)```").FindAllStringSubmatch(string(page), -1)
 
-	if err != nil || len(blocks) == 0 {
-		panic(fmt.Sprint("no values in the guide: ", err))
-	}
+		if err != nil || len(blocks) == 0 {
+			panic(fmt.Sprint("no values in ", name, ": ", err))
+		}
 
-	for i, block := range blocks {
-		values[fmt.Sprintf("values %d of the guide", i)] = block[1]
+		for i, block := range blocks {
+			values[fmt.Sprintf("values %d of %s", i, name)] = block[1]
+		}
 	}
 
 	return values
 }
 
+// effects are a setting of each value, and what it changes in the output, in which all white space is a single space.
+var effects = map[string]struct{ values, want string }{
+	"image.repository": {"image: {repository: example.org/a}", "image: example.org/a:v0."},
+	"image.tag":        {"image: {tag: v9.8.7}", "/talos-ccm-pod:v9.8.7 "},
+	"image.digest": {
+		"image: {tag: v1, digest: 'sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08'}",
+		"/talos-ccm-pod:v1@sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08 ",
+	},
+	"image.pullPolicy": {"image: {pullPolicy: Always}", "imagePullPolicy: Always"},
+	"imagePullSecrets": {"imagePullSecrets: [pull]", "imagePullSecrets: - name: pull"},
+	"kind":             {"kind: DaemonSet", "kind: DaemonSet"},
+	"replicas":         {"replicas: 3", "replicas: 3 strategy: type: Recreate"},
+	"updateStrategy":   {"updateStrategy: {type: RollingUpdate, rollingUpdate: {maxSurge: 0}}", " strategy: rollingUpdate: maxSurge: 0 type: RollingUpdate"},
+	"controllers":      {`controllers: ["*", service, -node-csr-approval]`, `"--controllers=*,service,-node-csr-approval"`},
+	"args":             {`args: [--v=4, "--cluster-cidr=10.244.0.0/16,fd00::/64"]`, `- "--v=4" - "--cluster-cidr=10.244.0.0/16,fd00::/64"`},
+	"env": {
+		"env: {B: {value: b}, A: {valueFrom: {secretKeyRef: {name: s, key: k}}}, KUBERNETES_SERVICE_HOST: {value: '::1'}}",
+		`- name: A valueFrom: secretKeyRef: key: k name: s - name: B value: b - name: GOMEMLIMIT value: 1GiB - name: KUBERNETES_SERVICE_HOST value: ::1 `,
+	},
+	"config":            {"config: {lifecycle: {dryRun: true}}", "config.yaml: | lifecycle: dryRun: true"},
+	"talosconfigSecret": {"talosconfigSecret: mine", "secretName: mine"},
+	"hostNetwork":       {"hostNetwork: false", "- --bind-address=0.0.0.0 env: - name: GOMEMLIMIT value: 1GiB ports:"},
+	"apiServer.host":    {`apiServer: {host: "fd00::1"}`, `KUBERNETES_SERVICE_HOST value: fd00::1`},
+	"apiServer.port":    {"apiServer: {port: 6443}", `KUBERNETES_SERVICE_PORT value: "6443"`},
+	"resources":         {"resources: {requests: {memory: 1Gi}}", "resources: requests: cpu: 10m memory: 1Gi"},
+	"priorityClassName": {"priorityClassName: system-node-critical", "priorityClassName: system-node-critical"},
+	"podAnnotations":    {"podAnnotations: {example.com/a: b}", "annotations: example.com/a: b"},
+	"podLabels":         {"podLabels: {example.com/a: b}", "app.kubernetes.io/managed-by: Helm example.com/a: b spec:"},
+	// Helm merges maps: the default selector remains.
+	"nodeSelector":              {`nodeSelector: {example.com/infra: ""}`, `nodeSelector: example.com/infra: "" node-role.kubernetes.io/control-plane: ""`},
+	"tolerations":               {"tolerations: [{operator: Exists}]", "tolerations: - operator: Exists"},
+	"affinity":                  {"affinity: {podAntiAffinity: {}}", "affinity: podAntiAffinity: {}"},
+	"topologySpreadConstraints": {"topologySpreadConstraints: [{maxSkew: 1}]", "topologySpreadConstraints: - maxSkew: 1"},
+	"podMonitor.enabled":        {"podMonitor: {enabled: true}", "- --bind-address=0.0.0.0"},
+	"podMonitor.labels":         {"podMonitor: {enabled: true, labels: {release: p}}", "app.kubernetes.io/managed-by: Helm release: p spec:"},
+}
+
 // inputs are values for the tests of the rendered objects.
-var inputs = withGuide(map[string]string{
+var inputs = withPages(map[string]string{
 	"default": "",
 	"all": `
-image: registry.example.com/a:v1@sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+image: {repository: registry.example.com/a, tag: v1, digest: "sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"}
 imagePullSecrets: [pull]
 replicas: 3
-controllers: ["*", service, -node-csr-approval]
-args: [--kube-api-qps=50, "--cluster-cidr=10.244.0.0/16,fd00::/64", --bind-address=::]
+updateStrategy: {type: RollingUpdate, rollingUpdate: {maxSurge: 0, maxUnavailable: 1}}
+controllers: ["*", service-lb-controller, node-ipam-controller, -node-csr-approval, -route]
+args: [--kube-api-qps=50, --allocate-node-cidrs, "--cluster-cidr=10.244.0.0/16,fd00::/64", --bind-address=::]
+env: {HTTPS_PROXY: {value: "http://192.0.2.1"}, NODE: {valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}}
 config:
   transformations:
     - name: racks
@@ -225,11 +296,16 @@ config:
 talosconfigSecret: talosconfig
 apiServer: {host: "fd00::1", port: 6443}
 resources: {limits: {memory: 256Mi}}
+podAnnotations: {example.com/a: b}
+podLabels: {example.com/a: b}
 nodeSelector: {example.com/infra: ""}
 tolerations: [{operator: Exists}]
+affinity: {nodeAffinity: {requiredDuringSchedulingIgnoredDuringExecution: {nodeSelectorTerms: [{matchExpressions: [{key: a, operator: Exists}]}]}}}
+topologySpreadConstraints: [{maxSkew: 1, topologyKey: topology.kubernetes.io/zone, whenUnsatisfiable: ScheduleAnyway, labelSelector: {matchLabels: {app.kubernetes.io/name: talos-ccm}}}]
+podMonitor: {enabled: true, labels: {release: prometheus}}
 `,
 	"pod network":  "hostNetwork: false",
-	"no selectors": "{nodeSelector: null, tolerations: [], resources: null}",
+	"no selectors": "{nodeSelector: null, tolerations: [], resources: null, priorityClassName: null}",
 })
 
 func TestChart_APIServerAccepts(t *testing.T) {
@@ -248,7 +324,9 @@ func TestChart_APIServerAccepts(t *testing.T) {
 		return err
 	}
 
-	require.NoError(t, create(decode(t, talosServiceAccount)[0]))
+	for _, object := range decode(t, customResources) {
+		require.NoError(t, create(object))
+	}
 
 	for title, values := range inputs {
 		for _, object := range render(t, values) {
@@ -271,7 +349,7 @@ func TestChart_TalosCCMAcceptsArgumentsAndConfiguration(t *testing.T) {
 
 	for title, values := range inputs {
 		objects := render(t, values)
-		deployment := find[appsv1.Deployment](t, objects, "apps/v1", "Deployment")
+		workload := find[appsv1.Deployment](t, objects, "apps/v1", "Deployment", "DaemonSet")
 
 		options, err := ccm.NewOptions()
 		require.NoError(t, err)
@@ -282,7 +360,7 @@ func TestChart_TalosCCMAcceptsArgumentsAndConfiguration(t *testing.T) {
 			flags.AddFlagSet(set)
 		}
 
-		assert.NoError(t, errors.Join(flags.Parse(deployment.Spec.Template.Spec.Containers[0].Args), options.Validate()), title)
+		assert.NoError(t, errors.Join(flags.Parse(workload.Spec.Template.Spec.Containers[0].Args), options.Validate()), title)
 
 		content := find[struct {
 			Data map[string]string `json:"data"`
@@ -300,63 +378,166 @@ func TestChart_TalosCCMAcceptsArgumentsAndConfiguration(t *testing.T) {
 	}
 }
 
-func TestChart_SetsValues(t *testing.T) {
+// property is a JSON schema.
+type property struct {
+	AdditionalProperties any
+	Properties           map[string]property
+}
+
+// Every value of the schema is tested, has an effect, and is in the README.
+func TestChart_ValuesHaveEffects(t *testing.T) {
 	t.Parallel()
 
-	deployment := find[appsv1.Deployment](t, render(t, inputs["all"]), "apps/v1", "Deployment")
-	pod := deployment.Spec.Template.Spec
-	container := pod.Containers[0]
+	var schema property
 
-	got := map[string]any{
-		"replicas":    *deployment.Spec.Replicas,
-		"image":       container.Image,
-		"pullSecret":  pod.ImagePullSecrets[0].Name,
-		"secret":      pod.Volumes[0].Secret.SecretName,
-		"apiServer":   container.Env[0].Value + " " + container.Env[1].Value,
-		"memory":      container.Resources.Limits.Memory().String(),
-		"selector":    pod.NodeSelector,
-		"tolerations": len(pod.Tolerations),
-		"args":        container.Args[2:],
+	text, err := os.ReadFile(schemaFile)
+	require.NoError(t, err)
+	require.NoError(t, json.Unmarshal(text, &schema))
+	delete(schema.Properties, "global")
+
+	var names []string
+
+	for name, value := range schema.Properties {
+		if value.Properties == nil || value.AdditionalProperties != false {
+			names = append(names, name)
+
+			continue
+		}
+
+		for key := range value.Properties {
+			names = append(names, name+"."+key)
+		}
 	}
 
-	want := map[string]any{
-		"replicas":   int32(3),
-		"image":      "registry.example.com/a:v1@sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
-		"pullSecret": "pull",
-		"secret":     "talosconfig",
-		"apiServer":  "fd00::1 6443",
-		"memory":     "256Mi",
-		// Helm merges maps: the default selector remains.
-		"selector":    map[string]string{"example.com/infra": "", "node-role.kubernetes.io/control-plane": ""},
-		"tolerations": 1,
-		"args":        []string{"--controllers=*,service,-node-csr-approval", "--kube-api-qps=50", "--cluster-cidr=10.244.0.0/16,fd00::/64", "--bind-address=::"},
+	assert.ElementsMatch(t, slices.Collect(maps.Keys(effects)), names)
+
+	readme, err := os.ReadFile(root + "/packaging/chart/README.md")
+	require.NoError(t, err)
+
+	rendered := func(values string) string {
+		text, output := tryRender(t, values)
+		require.Empty(t, output, values)
+
+		return strings.Join(strings.Fields(text), " ")
+	}
+	defaults := rendered("")
+
+	for name, effect := range effects {
+		assert.Contains(t, string(readme), "`"+name+"`")
+		assert.NotContains(t, defaults, effect.want, name)
+		assert.Contains(t, rendered(effect.values), effect.want, name)
+	}
+}
+
+func TestChart_LimitsGoMemory(t *testing.T) {
+	t.Parallel()
+
+	for values, want := range map[string]string{
+		"resources: null":                                                        "1GiB",
+		"resources: {limits: {cpu: 1}}":                                          "1GiB",
+		"resources: {limits: {memory: 256Mi}}":                                   "241591910",
+		"resources: {limits: {memory: 1.5Gi}}":                                   "1449551462",
+		"resources: {limits: {memory: 500M}}":                                    "450000000",
+		"resources: {limits: {memory: 268435456}}":                               "241591910",
+		"{resources: {limits: {memory: 1Gi}}, env: {GOMEMLIMIT: {value: 2GiB}}}": "2GiB",
+	} {
+		container := find[appsv1.Deployment](t, render(t, values), "apps/v1", "Deployment").Spec.Template.Spec.Containers[0]
+		assert.Equal(t, "GOMEMLIMIT="+want, container.Env[0].Name+"="+container.Env[0].Value, values)
+	}
+}
+
+// The RBAC of the extension requires the namespace.
+func TestChart_RequiresKubeSystem(t *testing.T) {
+	t.Parallel()
+
+	_, output := tryRender(t, "", "template", "--namespace=default")
+	assert.Contains(t, output, `talos-ccm cannot run in the namespace "default"`)
+}
+
+func TestChart_NotesNameTheWorkload(t *testing.T) {
+	t.Parallel()
+
+	for kind, secret := range map[string]string{"Deployment": "", "DaemonSet": "mine"} {
+		notes, output := tryRender(t, fmt.Sprintf("{kind: %s, talosconfigSecret: %q}", kind, secret), "install", "--dry-run=client")
+		assert.Empty(t, output)
+		assert.Contains(t, notes, "rollout status "+strings.ToLower(kind)+"/talos-ccm\n")
+		assert.Equal(t, secret == "", strings.Contains(notes, "describe serviceaccounts.talos.dev talos-ccm-talos\n"))
+	}
+}
+
+// The schema of values contains the schema of the configuration.
+func TestChart_SchemaHasConfiguration(t *testing.T) {
+	t.Parallel()
+
+	var keys, definitions map[string]json.RawMessage
+
+	require.NoError(t, json.Unmarshal(config.Schema, &keys))
+	require.NoError(t, json.Unmarshal(keys["$defs"], &definitions))
+	maps.DeleteFunc(keys, func(key string, _ json.RawMessage) bool { return strings.HasPrefix(key, "$") })
+
+	var err error
+
+	definitions["Config"], err = json.Marshal(keys)
+	require.NoError(t, err)
+
+	text, err := os.ReadFile(schemaFile)
+	require.NoError(t, err)
+
+	before, _, _ := strings.Cut(string(text), "\n  \"$defs\": {")
+	want := bytes.NewBufferString(before + "\n  \"$defs\": {")
+
+	for i, name := range slices.Sorted(maps.Keys(definitions)) {
+		fmt.Fprintf(want, "%s\n    %q: ", []string{"", ","}[min(i, 1)], name)
+		require.NoError(t, json.Compact(want, definitions[name]))
 	}
 
-	assert.Empty(t, cmp.Diff(want, got))
+	want.WriteString("\n  }\n}\n")
+
+	if *update {
+		require.NoError(t, os.WriteFile(schemaFile, want.Bytes(), 0o644))
+	} else {
+		assert.Equal(t, want.String(), string(text), "run make generate")
+	}
 }
 
 func TestChart_RejectsInvalidValues(t *testing.T) {
 	t.Parallel()
 
 	for values, want := range map[string]string{
-		"imag: a":                        "imag",
-		"image: ''":                      "/image",
-		"replicas: '1'":                  "/replicas",
-		"controllers: '*'":               "/controllers",
-		"controllers: []":                "/controllers",
-		"controllers: [route]":           "/controllers/0",
-		"args: [v=4]":                    "/args/0",
-		"args: ['--controllers=*']":      "/args/0",
-		"args: ['--secure-port', '0']":   "/args/0",
-		"args: ['--talosconfig=/tmp/a']": "/args/0",
-		"args: ['--secure-port 1']":      "/args/0",
-		"args: ['--secure_port=1']":      "/args/0",
-		"args: ['--machine-socket=/a']":  "/args/0",
-		"config: '{}'":                   "/config",
-		"apiServer: {address: a}":        "/apiServer",
-		"apiServer: {port: 65536}":       "/apiServer/port",
-		"nodeSelector: {a: true}":        "/nodeSelector/a",
-		"resources: []":                  "/resources",
+		"imag: a":                                    "imag",
+		"image: a":                                   "/image",
+		"image: {repository: ''}":                    "/image/repository",
+		"image: {repository: a@sha256}":              "/image/repository",
+		"image: {tag: 'v1@sha256'}":                  "/image/tag",
+		"image: {digest: abc}":                       "/image/digest",
+		"image: {pullPolicy: Sometimes}":             "/image/pullPolicy",
+		"kind: StatefulSet":                          "/kind",
+		"replicas: '1'":                              "/replicas",
+		"controllers: '*'":                           "/controllers",
+		"controllers: []":                            "/controllers",
+		"controllers: [route]":                       "/controllers/0",
+		"controllers: [node-ipam]":                   "/controllers/0",
+		"args: [v=4]":                                "/args/0",
+		"args: ['--controllers=*']":                  "/args/0",
+		"args: ['--secure-port', '0']":               "/args/0",
+		"args: ['--talosconfig=/tmp/a']":             "/args/0",
+		"args: ['--secure-port 1']":                  "/args/0",
+		"args: ['--secure_port=1']":                  "/args/0",
+		"args: ['--machine-socket=/a']":              "/args/0",
+		"env: {TALOS_CCM_CONTROLLERS: {value: '*'}}": "/env/TALOS_CCM_CONTROLLERS",
+		"env: {A: b}":                                "/env/A",
+		"env: {A: {value: b, valueFrom: {}}}":        "/env/A",
+		"config: '{}'":                               "/config",
+		"config: {transformation: []}":               "transformation",
+		"config: {lifecycle: {dryRun: maybe}}":       "/config/lifecycle",
+		"config: {transformations: [{label: {}}]}":   "/config/transformations/0",
+		"apiServer: {address: a}":                    "/apiServer",
+		"apiServer: {port: 65536}":                   "/apiServer/port",
+		"nodeSelector: {a: true}":                    "/nodeSelector/a",
+		"podLabels: {app.kubernetes.io/name: a}":     "/podLabels/app",
+		"resources: []":                              "/resources",
+		"resources: {limits: {memory: 512m}}":        "/resources/limits/memory",
+		"podMonitor: {enable: true}":                 "/podMonitor",
 	} {
 		if _, output := tryRender(t, values); !strings.Contains(output, want) {
 			t.Errorf("%s: got error %q, want %s", values, output, want)
@@ -368,7 +549,7 @@ func TestChart_RejectsInvalidValues(t *testing.T) {
 func TestChart_PackageIsCompleteAndReproducible(t *testing.T) {
 	t.Parallel()
 
-	const image = "registry.example.org/pod:v1.2.3"
+	const image = "registry.example.org:5000/pod:v1.2.3"
 
 	var archives [2][]byte
 
@@ -385,7 +566,7 @@ func TestChart_PackageIsCompleteAndReproducible(t *testing.T) {
 		manifests, err := os.ReadFile(artifacts + "/chart/talos-ccm.yaml")
 		require.NoError(t, err)
 
-		assert.Empty(t, cmp.Diff(render(t, "image: "+image), decode(t, string(manifests))))
+		assert.Empty(t, cmp.Diff(render(t, "image: {repository: registry.example.org:5000/pod, tag: v1.2.3}"), decode(t, string(manifests))))
 
 		if archives[i], err = os.ReadFile(packages[0]); err != nil {
 			t.Fatal(err)
