@@ -77,9 +77,16 @@ packages = $(GO) list -f '{{.ImportPath}} {{join .Imports " "}} tests: {{join .T
 on_api_server = $(call packages,$(1) '/test/kube')
 concurrent = $(call packages,$(1) '^[^ ]*/(cmd|pkg)/.*( sync(/atomic)? .*tests:|/test/(kube|ctest))|/pkg/internal/|/test/simulation ')
 
+# Groups of targets in `make help`. All others are in the group Develop.
+TRY := help demo
+RELEASE := cli image installer chart push sbom release-artifacts outdated vulncheck
+
 .PHONY: help
 help: ## Show this help.
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' -v try=' $(TRY) ' -v release=' $(RELEASE) ' '/^[a-z0-9-]+:.*## / { \
+		group = index(try, " " $$1 " ") ? "Try" : index(release, " " $$1 " ") ? "Release" : "Develop"; \
+		lines[group] = lines[group] sprintf("  %-18s %s\n", $$1, $$2) } \
+		END { printf "Try\n%s\nDevelop\n%s\nRelease\n%s", lines["Try"], lines["Develop"], lines["Release"] }' $(MAKEFILE_LIST)
 
 .PHONY: build
 build: $(ARCHES:%=$(ARTIFACTS)/talos-ccm-linux-%) ## Build static binaries in _out.
@@ -114,14 +121,16 @@ installer: image ## Build installer images, and push them: make installer TALOS=
 helm: $(HELM)
 	@echo $(HELM)
 
+pod_tag = $(lastword $(subst :, ,$(POD_REF)))
+
 # The chart is copied because its RBAC is a symbolic link, and to set its image.
 .PHONY: chart
 chart: $(HELM) ## Package the Helm chart, and render it as manifests, in _out: make chart [POD_REF=host/repository:tag].
 	rm -rf $(ARTIFACTS)/chart
 	mkdir -p $(ARTIFACTS)/chart
 	cp -RL packaging/chart $(ARTIFACTS)/chart/talos-ccm
-	$(if $(POD_REF),sed -i 's|^image: .*|image: $(POD_REF)|' $(ARTIFACTS)/chart/talos-ccm/values.yaml)
-	$(HELM) lint --strict $(ARTIFACTS)/chart/talos-ccm
+	$(if $(POD_REF),sed -i 's|^  repository: .*|  repository: $(POD_REF:%:$(pod_tag)=%)|; s|^  tag: .*|  tag: $(pod_tag)|' $(ARTIFACTS)/chart/talos-ccm/values.yaml)
+	$(HELM) lint --strict --namespace kube-system $(ARTIFACTS)/chart/talos-ccm
 	$(HELM) package --destination $(ARTIFACTS)/chart $(ARTIFACTS)/chart/talos-ccm
 	$(HELM) template talos-ccm $(ARTIFACTS)/chart/talos-ccm --namespace kube-system >$(ARTIFACTS)/chart/talos-ccm.yaml
 
@@ -157,8 +166,9 @@ lint: $(GOLANGCI_LINT) $(GOFUMPT) $(ACTIONLINT) ## Run the linters and check the
 	$(ACTIONLINT) -shellcheck= -pyflakes=
 
 .PHONY: generate
-generate: ## Regenerate the JSON schema and the reference of the configuration file.
+generate: ## Regenerate the JSON schemas and the reference of the configuration file.
 	$(GO) generate ./pkg/...
+	$(GO) test -count=1 ./test/chart -run Schema -update
 
 .PHONY: fmt
 fmt: $(GOLANGCI_LINT) $(GOFUMPT) ## Format all Go code.
@@ -190,21 +200,45 @@ docs: ## Check all links, commands and YAML blocks in the documentation.
 test: lint build $(ARTIFACTS)/talos-ccm-darwin-arm64 $(ARTIFACTS)/talos-ccm-windows-amd64.exe race monitoring-test ## Run the linters and all tests except e2e; concurrent code with the race detector.
 
 .PHONY: histories
-histories: ## Run a thousand random histories against the node and IPAM controllers, and against the lifecycle controller.
-	$(GO) test -count=1 -v -timeout $(TEST_TIMEOUT) -run 'RandomHistories$$' ./test/simulation -histories 1000
+histories: ## Run random histories: 1,000 against the node and IPAM controllers, and 250 against the lifecycle controller.
+	$(call histories_of,Controllers) 1000
+	$(call histories_of,Lifecycle) 250
+
+# The garbage collector would take a quarter of the time.
+histories_of = GOGC=400 $(GO) test -count=1 -v -timeout $(TEST_TIMEOUT) -run '^Test$(1)_RandomHistories$$' ./test/simulation -histories
 
 .PHONY: e2e
-e2e: ## Run talos-ccm on two Talos machines with kubelets, and its load balancers with kube-proxy: make e2e [TALOS=1.14] [TALOS_SOURCE=checkout]; requires root.
+e2e: ## Run talos-ccm on two Talos machines with kubelets, its load balancers with kube-proxy, and Talos's code for clouds: make e2e [TALOS=1.14] [TALOS_SOURCE=checkout]; requires root.
 	@.ci/packages nft=nftables iptables=iptables ip=iproute2
 	@pkg-config --exists libseccomp 2>/dev/null || .ci/packages gcc libc6-dev pkg-config libseccomp-dev
 	$(GO) run ./test/talos/cmd/talos-assets
-	$(GO) test -tags e2e -v -count=1 -p 2 -timeout $(E2E_TIMEOUT) ./test/loadbalancer ./test/e2e
+	$(GO) test -tags e2e -v -count=1 -p 2 -timeout $(E2E_TIMEOUT) ./test/platforms ./test/loadbalancer ./test/e2e
 
 .PHONY: imager-test
 imager-test: image ## Build an initramfs with the extension with the imager of Talos, and check it: make imager-test [TALOS=1.14] [TALOS_SOURCE=checkout].
 	@.ci/packages mksquashfs=squashfs-tools cpio=cpio zstd=zstd
 	$(GO) run ./test/talos/cmd/talos-assets -imager $(ARTIFACTS)/imager
-	TALOS_CCM_IMAGER=$(abspath $(ARTIFACTS))/imager/imager TALOS_CCM_LAYOUT=$(abspath $(ARTIFACTS))/oci $(GO) test -tags e2e -v -count=1 -timeout $(TEST_TIMEOUT) ./test/imager
+	TALOS_CCM_IMAGER=$(abspath $(ARTIFACTS))/imager/imager TALOS_CCM_LAYOUT=$(abspath $(ARTIFACTS))/oci $(GO) test -tags e2e -v -count=1 -timeout $(TEST_TIMEOUT) -run '^TestImager_' ./test/imager
+
+.PHONY: factory-test
+factory-test: image ## Run the commands of the guide for a self-hosted Image Factory, and check the images that it builds.
+	@.ci/packages mksquashfs=squashfs-tools cpio=cpio zstd=zstd curl=curl
+	$(GO) -C test/factory build -ldflags '-s -w' -o $(abspath $(ARTIFACTS))/factory/ tool
+	TALOS_CCM_FACTORY=$(abspath $(ARTIFACTS))/factory TALOS_CCM_LAYOUT=$(abspath $(ARTIFACTS))/oci $(GO) test -tags e2e -v -count=1 -timeout $(TEST_TIMEOUT) -run '^TestFactory_' ./test/imager
+
+boot := $(ARTIFACTS)/boot
+
+.PHONY: boot-test
+boot-test: ## Boot a disk image with the extension on an emulated machine with firmware and a kernel: make boot-test [TALOS=1.14] [RUN=regexp].
+	@.ci/packages qemu-system-x86_64=qemu-system-x86 mksquashfs=squashfs-tools cpio=cpio zstd=zstd xz=xz-utils depmod=kmod \
+		mcopy=mtools mkfs.vfat=dosfstools objcopy=binutils
+	@[ -e /usr/share/OVMF/OVMF_CODE_4M.fd ] || .ci/packages ovmf
+	@pkg-config --exists libseccomp 2>/dev/null || .ci/packages gcc libc6-dev pkg-config libseccomp-dev
+	$(MAKE) image ARCHES=amd64 ARTIFACTS=$(boot)
+	$(GO) run ./test/talos/cmd/talos-assets -imager $(boot)/imager
+	$(GO) build -o $(boot)/preinit ./test/boot/preinit
+	$(GO) run ./test/talos/cmd/talos-assets
+	TALOS_CCM_ARTIFACTS=$(abspath $(boot)) $(GO) test -tags e2e -v -count=1 -timeout 2h $(if $(RUN),-run '$(RUN)') ./test/boot
 
 .PHONY: monitoring-test
 monitoring-test: ## Check the alerts and the dashboard against the exported metrics, with Prometheus code.
@@ -225,8 +259,9 @@ bench: kube-assets ## Measure talos-ccm beside other controllers: make bench [MA
 	$(ARTIFACTS)/bench $(if $(MACHINES),-machines $(MACHINES)) $(if $(AGAINST),-against '$(AGAINST)') $(BENCHFLAGS)
 
 .PHONY: bench-smoke
-bench-smoke: ## Run the benchmark with a few machines, to test it.
-	$(MAKE) bench MACHINES=10 BENCHFLAGS='-parts nodes,pod-cidrs -settle 1s -rounds 1 -chart $(ARTIFACTS)/chart.svg'
+bench-smoke: ## Run the benchmark with a few machines, and compare its results with those that are committed.
+	$(MAKE) bench MACHINES=10 BENCHFLAGS='-parts pod-cidrs -settle 1s -rounds 1'
+	$(MAKE) bench MACHINES=200 BENCHFLAGS='-parts nodes -settle 5s -rounds 1 -repeat 3 -compare test/bench/testdata/result.json $(if $(UPDATE),-update)'
 
 .PHONY: faults
 faults: kube-assets ## Run talos-ccm through faults and audit every write: make faults [MACHINES=300] [FAULT=text].
