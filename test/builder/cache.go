@@ -2,6 +2,7 @@
 package builder
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -67,9 +68,9 @@ func Cached(ctx context.Context, kind, key string, progress io.Writer, build fun
 		return dir, nil
 	}
 
-	lock, err := lockCache(ctx, cache, progress)
+	lock, err := Lock(ctx, filepath.Join(cache, "lock"), progress)
 	if err != nil {
-		return "", fmt.Errorf("lock %s: %w", cache, err)
+		return "", err
 	}
 	defer lock.Close() //nolint:errcheck // only locked
 
@@ -97,9 +98,10 @@ func Cached(ctx context.Context, kind, key string, progress io.Writer, build fun
 // used reports whether the directory exists, and marks it as used now.
 func used(dir string) bool { return os.Chtimes(dir, time.Now(), time.Now()) == nil }
 
-// lockCache locks the cache until the returned file is closed.
-func lockCache(ctx context.Context, cache string, progress io.Writer) (*os.File, error) {
-	file, err := os.OpenFile(filepath.Join(cache, "lock"), os.O_CREATE|os.O_RDWR, 0o600)
+// Lock locks a file until the returned file is closed or this process ends. While another process holds the lock, Lock waits
+// until ctx is done, and writes once to progress which process that is. A nil writer discards progress.
+func Lock(ctx context.Context, path string, progress io.Writer) (*os.File, error) {
+	file, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, 0o600)
 	if err != nil {
 		return nil, err
 	}
@@ -113,15 +115,24 @@ func lockCache(ctx context.Context, cache string, progress io.Writer) (*os.File,
 		}
 
 		if progress != nil && !waiting {
-			fmt.Fprintln(progress, "Waiting for another process that builds into", cache)
+			holder, _ := os.ReadFile(path)
+			fmt.Fprintf(progress, "Waiting for another process that has locked %s: %s\n", path, bytes.TrimSpace(holder))
 		}
 
 		waiting = true
 
 		return false, nil
 	})
+	if err == nil {
+		err = file.Truncate(0)
+	}
+
+	if err == nil {
+		_, err = fmt.Fprintf(file, "process %d since %s\n", os.Getpid(), time.Now().Format(time.DateTime))
+	}
+
 	if err != nil {
-		return nil, errors.Join(err, file.Close())
+		return nil, errors.Join(fmt.Errorf("lock %s: %w", path, err), file.Close())
 	}
 
 	return file, nil

@@ -1,7 +1,10 @@
 package builder_test
 
 import (
+	"bufio"
+	"context"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"path/filepath"
@@ -66,4 +69,37 @@ func TestCached_KeepsRecentBuilds(t *testing.T) {
 
 	kind := filepath.Join(cache, "kind")
 	assert.Equal(t, []string{filepath.Join(kind, "latest"), filepath.Join(kind, "lock"), filepath.Join(kind, "recent")}, left)
+}
+
+func TestLock_WaitsAndNamesHolder(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "lock")
+
+	first, err := builder.Lock(t.Context(), path, nil)
+	require.NoError(t, err)
+
+	reader, writer := io.Pipe()
+	locked := make(chan error)
+
+	go func() {
+		second, err := builder.Lock(t.Context(), path, writer)
+		locked <- errors.Join(err, second.Close())
+	}()
+
+	message, err := bufio.NewReader(reader).ReadString('\n')
+	require.NoError(t, err)
+	assert.Contains(t, message, fmt.Sprintf("%s: process %d since 20", path, os.Getpid()))
+
+	require.NoError(t, first.Close())
+	assert.NoError(t, <-locked)
+
+	third, err := builder.Lock(t.Context(), path, nil)
+	require.NoError(t, err)
+
+	defer third.Close()
+
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+
+	_, err = builder.Lock(ctx, path, nil)
+	assert.ErrorIs(t, err, context.Canceled)
 }

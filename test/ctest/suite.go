@@ -118,8 +118,14 @@ func (s Suite) PatchNode(nodename, manager, patch string, subresources ...string
 func (s Suite) SetReady(nodename string, status corev1.ConditionStatus) {
 	s.Helper()
 
-	patch := fmt.Sprintf(`{"status":{"conditions":[{"type":"Ready","status":%q}]}}`, status)
-	s.patchNode(nodename, types.StrategicMergePatchType, "kubelet", patch, "status")
+	s.SetCondition(nodename, "kubelet", fmt.Sprintf(`{"type":"Ready","status":%q}`, status))
+}
+
+// SetCondition sets a condition of a Node.
+func (s Suite) SetCondition(nodename, manager, condition string) {
+	s.Helper()
+
+	s.patchNode(nodename, types.StrategicMergePatchType, manager, fmt.Sprintf(`{"status":{"conditions":[%s]}}`, condition), "status")
 }
 
 func (s Suite) patchNode(nodename string, kind types.PatchType, manager, patch string, subresources ...string) (node *corev1.Node) {

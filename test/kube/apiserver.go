@@ -7,6 +7,8 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
+
+	"github.com/talos-ccm/talos-ccm/test/process"
 )
 
 const (
@@ -81,7 +83,7 @@ func (c *Cluster) RotateServingCA(ctx context.Context) error {
 
 func (c *Cluster) startAPIServer(ctx context.Context) error {
 	var err error
-	if c.apiserver, err = startReady(ctx, c.command(apiServer, c.apiServerFlags()), c.serving); err == nil {
+	if c.apiserver, err = startReady(ctx, c.command(apiServer, c.apiServerFlags()), c.serving(c.Endpoint())); err == nil {
 		return nil
 	}
 
@@ -125,16 +127,54 @@ func (c *Cluster) apiServerFlags() []string {
 	}, c.options.APIServerFlags...)
 }
 
-// serving succeeds once the API server is ready and has created the namespace in which cluster components keep their
-// objects.
-func (c *Cluster) serving(ctx context.Context) error {
-	client := kubernetes.NewForConfigOrDie(c.config(c.pki.admin))
+// serving returns a check that succeeds once the API server is ready and has created the namespace in which cluster
+// components keep their objects.
+func (c *Cluster) serving(endpoint string) func(context.Context) error {
+	config := c.config(c.pki.admin)
+	config.Host = endpoint
+	client := kubernetes.NewForConfigOrDie(config)
 
-	if err := client.Discovery().RESTClient().Get().AbsPath("/readyz").Do(ctx).Error(); err != nil {
+	return func(ctx context.Context) error {
+		if err := client.Discovery().RESTClient().Get().AbsPath("/readyz").Do(ctx).Error(); err != nil {
+			return err
+		}
+
+		_, err := client.CoreV1().Namespaces().Get(ctx, metav1.NamespaceSystem, metav1.GetOptions{})
+
 		return err
 	}
+}
 
-	_, err := client.CoreV1().Namespaces().Get(ctx, metav1.NamespaceSystem, metav1.GetOptions{})
+// APIServer is an additional API server of a cluster, with the same data and certificates, as on a second control-plane
+// machine. Its methods must not be called concurrently.
+type APIServer struct {
+	cluster *Cluster
+	port    *Port
+	process *process.Process
+}
+
+// AddAPIServer returns an API server that is not running. The caller stops it, and releases its port, before the cluster
+// stops.
+func (c *Cluster) AddAPIServer() (*APIServer, error) {
+	port, err := ReservePort()
+
+	return &APIServer{cluster: c, port: port}, err
+}
+
+// Port is the port on which the API server listens while it runs.
+func (a *APIServer) Port() *Port { return a.port }
+
+// Start starts a process, and waits until it serves.
+func (a *APIServer) Start(ctx context.Context) (err error) {
+	command := a.cluster.command(apiServer, append(a.cluster.apiServerFlags(), fmt.Sprintf("--secure-port=%d", a.port.Number())))
+	command.Log = a.cluster.directory.path(fmt.Sprintf("%s-%d.log", apiServer, a.port.Number()))
+	a.process, err = startReady(ctx, command, a.cluster.serving("https://"+a.port.Address()))
 
 	return err
+}
+
+// Stop stops the process as [Cluster.StopAPIServer] does.
+func (a *APIServer) Stop(ctx context.Context) {
+	a.process.Stop(ctx)
+	a.process = nil
 }

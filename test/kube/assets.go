@@ -108,7 +108,7 @@ func findSource(ctx context.Context, version string) (s source, err error) {
 }
 
 // follows matches modules whose API changes with the versions of Kubernetes.
-var follows = regexp.MustCompile(`k8s\.io/|github\.com/google/cadvisor|github\.com/opencontainers/cgroups`)
+var follows = regexp.MustCompile(`k8s\.io/|github\.com/google/cadvisor|github\.com/container-storage-interface|github\.com/opencontainers/cgroups`)
 
 // moduleOf returns the components' go.mod with a version of Kubernetes. Modules that follow this version and are only
 // required indirectly are left to go: it adds what that version requires.

@@ -8,6 +8,7 @@ import (
 	"net"
 
 	"github.com/siderolabs/crypto/x509"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/rest"
 )
 
@@ -47,6 +48,7 @@ func (c *Cluster) KubeletConfig(nodename string) *rest.Config {
 	config := c.Config()
 	// The API server uses the first part as the field manager, which later conflicts report.
 	config.UserAgent = kubelet + "/" + KubernetesVersion
+	config.ContentType = runtime.ContentTypeProtobuf // as kubelets do
 	config.Impersonate = rest.ImpersonationConfig{UserName: userNode + nodename, Groups: []string{groupNodes, "system:authenticated"}}
 
 	return config

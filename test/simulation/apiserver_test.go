@@ -20,6 +20,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/managedfields"
 	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
+	"k8s.io/apimachinery/pkg/util/strategicpatch"
 	"k8s.io/apimachinery/pkg/util/validation/field"
 	"k8s.io/client-go/applyconfigurations"
 	"k8s.io/client-go/kubernetes/scheme"
@@ -235,7 +236,7 @@ func (a *apiServer) checkPreconditions(name string, body []byte) error {
 	return nil
 }
 
-// patch answers a request with a merge patch or an apply patch.
+// patch answers a request with a merge patch, a strategic merge patch or an apply patch.
 func (a *apiServer) patch(r *http.Request, body []byte) (runtime.Object, error) {
 	var patch map[string]any
 	if err := json.Unmarshal(body, &patch); err != nil {
@@ -256,8 +257,15 @@ func (a *apiServer) patch(r *http.Request, body []byte) (runtime.Object, error) 
 		})
 	}
 
+	merge := jsonpatch.MergePatch
+	if types.PatchType(r.Header.Get("Content-Type")) == types.StrategicMergePatchType {
+		merge = func(node, patch []byte) ([]byte, error) {
+			return strategicpatch.StrategicMergePatch(node, patch, corev1.Node{})
+		}
+	}
+
 	return a.update(manager, subresource, name, func(node *corev1.Node) {
-		merged := must(jsonpatch.MergePatch(must(json.Marshal(node)), body))
+		merged := must(merge(must(json.Marshal(node)), body))
 		*node = corev1.Node{}
 		utilruntime.Must(json.Unmarshal(merged, node))
 	})

@@ -9,6 +9,7 @@ import (
 	"io"
 	"net/http"
 	"net/netip"
+	"slices"
 	"sync"
 	"time"
 
@@ -169,7 +170,13 @@ func (i *instance) view(name string) (v view) {
 	}
 
 	v.entry = i.inventory.Get(name)
-	in := nodespec.NewInput(v.node, v.entry.Machine, i.sim.options()).WithPeers(i.inventory, name, i.informer.get)
+	in := nodespec.NewInput(v.node, v.entry.Machine, i.sim.options()).WithPeers(i.inventory, name, func(other string) (*corev1.Node, error) {
+		if node := i.informer.get(other); node != nil {
+			return node, nil
+		}
+
+		return nil, errors.New("not found")
+	})
 	v.managed = nodespec.Managed(in)
 	v.spec, _, v.pending = nodespec.Desired(in)
 
@@ -193,6 +200,8 @@ func (c *client) await(ctx context.Context, waiting *call) error {
 		return waiting.err
 	case <-ctx.Done():
 		err = ctx.Err()
+		// Requests that time out at the same time are retried in the order of their names, not in a random order.
+		time.Sleep(time.Duration(slices.Index(names, waiting.name)))
 	case <-c.instance.crashed:
 	}
 

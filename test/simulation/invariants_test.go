@@ -7,6 +7,7 @@ import (
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -32,7 +33,13 @@ func (s *simulation) checkAttempt(c *call, before *corev1.Node, err error) {
 
 // check checks a write that the API server has accepted.
 func (s *simulation) check(c *call, before, after *corev1.Node) {
-	s.checkOurs(c, before)
+	s.checkConditions(c, before, after)
+
+	if slices.EqualFunc(before.Status.Conditions, after.Status.Conditions, equalConditions) {
+		s.checkOurs(c, before)
+	} else if c.planned.node == nil || c.planned.node.UID != before.UID {
+		s.violate("%v: wrote conditions of another Node", c)
+	}
 
 	if nodespec.IsUninitialized(before) && !nodespec.IsUninitialized(after) {
 		s.count("initialized")
@@ -47,6 +54,28 @@ func (s *simulation) check(c *call, before, after *corev1.Node) {
 		if other := s.server.nodes[name]; name != after.Name {
 			s.checkUnique(c, after, other)
 		}
+	}
+}
+
+func equalConditions(a, b corev1.NodeCondition) bool { return equality.Semantic.DeepEqual(a, b) }
+
+// isOurs reports whether the node controller owns a condition.
+func isOurs(c corev1.NodeCondition) bool { return strings.HasPrefix(c.Reason, "TalosMachine") }
+
+// checkConditions checks that a write changes neither conditions of other writers nor Nodes of other systems.
+func (s *simulation) checkConditions(c *call, before, after *corev1.Node) {
+	kept := func(n *corev1.Node) []corev1.NodeCondition {
+		return slices.DeleteFunc(slices.Clone(n.Status.Conditions), isOurs)
+	}
+
+	switch {
+	case slices.EqualFunc(before.Status.Conditions, after.Status.Conditions, equalConditions):
+	case !slices.EqualFunc(kept(before), kept(after), equalConditions):
+		s.violate("%v: changed conditions of other writers: %v", c, kept(before))
+	case !nodespec.IsTalos(before), nodespec.IsUninitialized(before):
+		s.violate("%v: wrote conditions of a Node that does not run Talos, or is not initialized", c)
+	default:
+		s.count("conditions")
 	}
 }
 
@@ -154,6 +183,7 @@ func (s *simulation) checkConverged() {
 			s.violate("%s: node %s has podCIDRs %v", what, name, n.Spec.PodCIDRs)
 		}
 
+		s.checkWorking(what, n)
 		s.checkState(what, n, planned.spec, func(n *corev1.Node, label string) bool {
 			return !planned.spec.FollowTopology && (followsStable(n, label) || isTopology(label) && n.Labels[label] != "")
 		})
@@ -161,5 +191,18 @@ func (s *simulation) checkConverged() {
 		if isGPU := s.machines[name].Platform.InstanceType == typeGPU; !isGPU && slices.ContainsFunc(n.Spec.Taints, func(t corev1.Taint) bool { return t.Key == taintGPU }) {
 			s.violate("%s: node %s still has taint %s", what, name, taintGPU)
 		}
+	}
+}
+
+// checkWorking checks the conditions of a Node that is ready, and of its machine, which runs.
+func (s *simulation) checkWorking(what any, n *corev1.Node) {
+	for _, condition := range n.Status.Conditions {
+		if isOurs(condition) && condition.Type != node.ConditionTalosReady {
+			s.violate("%v: node %s has condition %v", what, n.Name, condition)
+		}
+	}
+
+	if ready := nodespec.Condition(n, node.ConditionTalosReady); ready == nil || ready.Status != corev1.ConditionTrue {
+		s.violate("%v: node %s has condition %v", what, n.Name, ready)
 	}
 }

@@ -4,11 +4,13 @@ import (
 	"context"
 	"fmt"
 	"maps"
+	"net/netip"
 	"slices"
 	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/siderolabs/talos/pkg/machinery/nethelpers"
 	"github.com/siderolabs/talos/pkg/machinery/resources/hardware"
 	talosruntime "github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	"github.com/stretchr/testify/require"
@@ -18,6 +20,8 @@ import (
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/lifecycle"
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
+	"github.com/talos-ccm/talos-ccm/pkg/inventory"
 	"github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
@@ -48,6 +52,7 @@ type cluster struct {
 	address       map[string]int       // of Nodes
 	heartbeat     map[string]time.Time // of Nodes
 	bootID        map[string]string    // of Nodes
+	working       map[string]bool      // Nodes that were ready a tick ago, and whose machines ran
 	jumped        atomic.Int64         // of the clock of the controller
 	// monitorGrace is the time after which Kubernetes marks the Node of a kubelet that does not report.
 	monitorGrace time.Duration
@@ -57,39 +62,49 @@ type cluster struct {
 // The cluster decides by the installations that exist, not by the view of the controller. Discovery is disabled: it
 // deletes the Nodes of machines that exist, but have been off for an hour.
 func TestLifecycle_RandomHistories(t *testing.T) {
-	deleted, lost := 0, 0
+	deleted, lost, working := 0, 0, 0
 
 	for seed := *first; seed < *first+*histories && !t.Failed(); seed++ {
 		s := run(t, seed, func(s *simulation) {
-			c := &cluster{simulation: s, address: map[string]int{}, heartbeat: map[string]time.Time{}, bootID: map[string]string{}}
-			s.controllers, s.deleting = c.controller, c.checkDeletion
+			c := &cluster{simulation: s, address: map[string]int{}, heartbeat: map[string]time.Time{}, bootID: map[string]string{}, working: map[string]bool{}}
+			s.reliable, s.checkWrite = node.Alias, s.checkConditions
+			s.controllers, s.deleting = c.controllers, c.checkDeletion
 			c.play()
 			deleted += len(c.deleted)
 		})
 		s.report(t, seed)
 		lost += s.counts["lost"]
+		working += s.counts["working"]
 	}
 
-	t.Logf("%d histories with %d deletions", *histories, deleted)
+	t.Logf("%d histories with %d deletions, %d checks of conditions", *histories, deleted, working)
 
 	if *histories >= 20 && (deleted < int(*histories) || lost == 0) && !t.Failed() {
 		t.Errorf("got only %d deletions, and %d lost replies", deleted, lost)
 	}
 }
 
-// controller returns the Run method of a lifecycle controller. It reads the cache without waiting.
-func (c *cluster) controller(i *instance) []func(context.Context) {
+// controllers returns the Run methods of a lifecycle controller and a node controller. They read the cache without waiting.
+func (c *cluster) controllers(i *instance) []func(context.Context) {
+	nodeController, err := node.New(node.Config{
+		Client: newClient(i, node.Alias).kubernetes, Nodes: i.informer.nodes(nil), Inventory: i.inventory, Recorder: &record.FakeRecorder{}, Clock: jumpingClock{cluster: c},
+		Options: func(machine.Machine) nodespec.Options { return c.options() }, Workers: 1,
+	})
+	require.NoError(c.t, err)
+
 	controller, err := lifecycle.New(lifecycle.Config{
 		Client: newClient(i, lifecycle.Alias).kubernetes, Nodes: i.informer.nodes(nil), Inventory: i.inventory, Recorder: &record.FakeRecorder{}, Clock: jumpingClock{cluster: c},
 		Settings: func() config.CompiledLifecycle {
 			return config.CompiledLifecycle{GracePeriod: grace, OutOfServiceTaint: true}
 		},
-		Selected: func(*corev1.Node, machine.Machine) bool { return true },
-		Spec:     func(*corev1.Node, machine.Machine) nodespec.Spec { return nodespec.Spec{} },
+		Selected:  func(*corev1.Node, machine.Machine) bool { return true },
+		Spec:      func(*corev1.Node, machine.Machine) nodespec.Spec { return nodespec.Spec{} },
+		Members:   func() map[string]netip.Addr { return nil },
+		Resetting: func(context.Context) string { return "" },
 	})
 	require.NoError(c.t, err)
 
-	return []func(context.Context){controller.Run}
+	return []func(context.Context){controller.Run, nodeController.Run}
 }
 
 type jumpingClock struct {
@@ -116,6 +131,30 @@ func (c *cluster) play() {
 		c.kubelets()
 		c.detect()
 		c.settle()
+		c.checkMaintenance()
+	}
+}
+
+// checkMaintenance checks that no condition says maintenance ten seconds after the leader has seen that a machine runs, and
+// that its Node is ready.
+func (c *cluster) checkMaintenance() {
+	before := c.working
+	c.working = map[string]bool{}
+
+	for _, i := range c.installations {
+		n := c.server.nodes[i.name]
+		if n == nil || c.leader == nil || !i.on || !nodespec.IsReady(n) || nodespec.IsUninitialized(n) {
+			continue
+		}
+
+		if e := c.leader.inventory.Get(i.name); e.Condition != inventory.Current || e.Machine.Stage != talosruntime.MachineStageRunning {
+			continue
+		}
+
+		if c.working[i.name] = true; before[i.name] {
+			c.count("working")
+			c.checkWorking("running for ten seconds", n)
+		}
 	}
 }
 
@@ -332,7 +371,7 @@ func (c *cluster) kubelets() {
 
 		_, err := c.server.update("kubelet", "status", name, func(node *corev1.Node) {
 			node.Status.NodeInfo.BootID = c.bootID[name]
-			node.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: status}}
+			setCondition(node, corev1.NodeCondition{Type: corev1.NodeReady, Status: status})
 		})
 		require.NoError(c.t, err)
 	}
@@ -345,20 +384,28 @@ func (c *cluster) detect() {
 			continue
 		}
 
-		switch i := c.at(c.address[name]); {
+		n := c.address[name]
+		address := netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 0, byte(n / 256), byte(n)}), 16)
+
+		switch i := c.at(n); {
 		case i == nil || i.split:
 			if c.IntN(2) == 0 {
 				c.leader.inventory.MarkUnreachable(name, "no answer")
 			}
 		case i.name == name:
 			c.leader.inventory.Replace(name, machine.Machine{
-				Nodename: name, NodeID: i.nodeID, Stage: i.stage, System: hardware.SystemInformationSpec{UUID: i.uuid},
+				Nodename: name, NodeID: i.nodeID, Stage: i.stage, System: hardware.SystemInformationSpec{UUID: i.uuid}, PlatformPublished: true,
+				Platform:  talosruntime.PlatformMetadataSpec{Platform: "metal"},
+				Addresses: []machine.Address{{Prefix: address, Link: "eth0", Scope: nethelpers.ScopeGlobal}}, NodeIPs: []netip.Addr{address.Addr()},
 			})
 		default:
 			c.leader.inventory.MarkMismatch(name, i.name, "another machine")
 		}
 	}
 }
+
+// ends are the stages with which machines announce their end. Their silence does not pause deletions.
+var ends = []talosruntime.MachineStage{talosruntime.MachineStageShuttingDown, talosruntime.MachineStageResetting}
 
 // checkDeletion compares a deletion by the controller with the ground truth.
 func (c *cluster) checkDeletion(name string) {
@@ -368,16 +415,18 @@ func (c *cluster) checkDeletion(name string) {
 		}
 	}
 
-	responding, total := 0, len(c.server.nodes)
+	responding, unexplained, total := 0, 0, len(c.server.nodes)
 
 	for other := range c.server.nodes {
 		if i := c.at(c.address[other]); i != nil && i.name == other {
 			responding++
+		} else if c.leader != nil && !slices.Contains(ends, c.leader.inventory.Get(other).Last.Stage) {
+			unexplained++
 		}
 	}
 
 	// The controller still counts machines that have just stopped.
-	if tolerated := total/4 + 1; 2*(responding+tolerated) < total {
+	if tolerated := total/4 + 1; 2*(responding+tolerated) < total && unexplained > 0 {
 		c.violate("node %s was deleted while %d of %d machines respond", name, responding, total)
 	}
 

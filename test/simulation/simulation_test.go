@@ -58,9 +58,12 @@ type simulation struct {
 	leader   *instance                // nil after a crash
 	expiry   time.Time                // of the lease after a crash
 	faults   bool                     // of requests and watches
+	reliable string                   // the controller whose requests have no faults
 	// controllers creates the controllers of an instance, and deleting is called before a controller deletes a Node.
 	controllers func(*instance) []func(context.Context)
 	deleting    func(name string)
+	// checkWrite checks a write of another controller than the lifecycle controller.
+	checkWrite func(c *call, before, after *corev1.Node)
 
 	// mu is not held while time passes, and controllers run.
 	mu       sync.Mutex
@@ -89,7 +92,7 @@ func TestControllers_RandomHistories(t *testing.T) {
 	t.Logf("%d histories: %v", *histories, counts)
 
 	for _, what := range []string{
-		"instances", "crashes", "initialized", "podCIDRs", "conflicts", "refused", "lost", "abandoned", "late", "relists", "re-created",
+		"instances", "crashes", "initialized", "podCIDRs", "conflicts", "refused", "lost", "abandoned", "late", "relists", "re-created", "conditions",
 	} {
 		if *histories >= 20 && counts[what] == 0 && !t.Failed() {
 			t.Errorf("no history has %s", what)
@@ -126,7 +129,7 @@ func run(t *testing.T, seed uint64, play func(*simulation)) (s *simulation) {
 		s.workers = []int{1, 2, len(names)}[s.IntN(3)]
 		s.configure()
 		s.network = s.readNetwork()
-		s.controllers = s.nodeControllers
+		s.controllers, s.checkWrite = s.nodeControllers, s.check
 		s.mu.Lock()
 		play(s)
 		s.crash()
@@ -162,8 +165,10 @@ func (s *simulation) play() {
 	}
 }
 
-// move makes one random move.
+// move makes one random move. All controllers wait when it begins.
 func (s *simulation) move() {
+	s.succeed()
+
 	s.released = nil
 
 	switch n := s.IntN(100); {
@@ -188,8 +193,6 @@ func (s *simulation) move() {
 	default:
 		s.fail()
 	}
-
-	s.succeed()
 }
 
 // pass lets some time pass, waits until all controllers wait, and orders their calls.
@@ -222,7 +225,7 @@ func (s *simulation) proceed() {
 	switch {
 	case c.request == nil || c.answered:
 		s.release(c)
-	case s.faults && s.IntN(8) == 0 && c.request.Method != http.MethodGet: // a failed list is retried at random times
+	case s.fails(c) && s.IntN(8) == 0 && c.request.Method != http.MethodGet: // a failed list is retried at random times
 		s.count("refused")
 		s.refuse(c, []error{
 			apierrors.NewInternalError(errors.New("no leader")), apierrors.NewForbidden(corev1.Resource("nodes"), c.name, errors.New("by a webhook")),
@@ -231,7 +234,7 @@ func (s *simulation) proceed() {
 	default:
 		s.serve(c)
 
-		if s.faults && s.IntN(8) == 0 && c.request.Method != http.MethodGet {
+		if s.fails(c) && s.IntN(8) == 0 && c.request.Method != http.MethodGet {
 			s.note("lose the reply")
 			s.count("lost")
 
@@ -239,6 +242,9 @@ func (s *simulation) proceed() {
 		}
 	}
 }
+
+// fails reports whether a request may be refused or lose its reply.
+func (s *simulation) fails(c *call) bool { return s.faults && c.controller != s.reliable }
 
 // release lets a controller continue.
 func (s *simulation) release(c *call) {
@@ -292,7 +298,7 @@ func (s *simulation) serve(c *call) {
 	c.respond(obj, nil)
 
 	if after, isNode := obj.(*corev1.Node); isNode && c.controller != lifecycle.Alias {
-		s.check(c, before, after)
+		s.checkWrite(c, before, after)
 	}
 }
 

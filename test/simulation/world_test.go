@@ -107,7 +107,7 @@ func (s *simulation) changeMachine(name string) {
 	s.machines[name] = &m
 	other := names[s.IntN(len(names))]
 
-	kind := s.IntN(12)
+	kind := s.IntN(15)
 	s.note("machine %s: %d, other %s", name, kind, other)
 
 	switch kind {
@@ -127,6 +127,8 @@ func (s *simulation) changeMachine(name string) {
 		if m.Platform = s.newMachine(name).Platform; s.IntN(2) == 0 {
 			m.Platform.ProviderID, m.Platform.InstanceID = s.machines[other].Platform.ProviderID, s.machines[other].Platform.InstanceID
 		}
+	case 12, 13, 14:
+		m.Stage = talosruntime.MachineStage(s.IntN(len(talosruntime.MachineStageValues())))
 	case 9: // renamed; the kubelet registers the other Node, if there is none
 		m.Nodename = other
 		s.machines[other] = &m
@@ -166,7 +168,7 @@ func (s *simulation) delete(name string) {
 
 // changeNode lets a kubelet or a user change a Node.
 func (s *simulation) changeNode(name string) {
-	kind := s.IntN(10)
+	kind := s.IntN(11)
 
 	switch {
 	case kind == 0:
@@ -187,6 +189,8 @@ func (s *simulation) changeNode(name string) {
 	manager, subresource := "kubectl", ""
 	if kind < 5 {
 		manager, subresource = "kubelet", "status"
+	} else if kind == 10 {
+		subresource = "status"
 	}
 
 	s.note("%s changes %s: %d", manager, name, kind)
@@ -199,7 +203,7 @@ func (s *simulation) edit(node *corev1.Node, kind int) {
 
 	switch kind {
 	case 2, 3:
-		node.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, LastHeartbeatTime: metav1.Now()}}
+		setCondition(node, corev1.NodeCondition{Type: corev1.NodeReady, Status: []corev1.ConditionStatus{corev1.ConditionTrue, corev1.ConditionFalse}[kind-2]})
 	case 4:
 		node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeHostName, Address: node.Name}}
 	case 5:
@@ -212,11 +216,19 @@ func (s *simulation) edit(node *corev1.Node, kind int) {
 		}
 	case 8:
 		node.Spec.Taints = slices.DeleteFunc(node.Spec.Taints, isOther)
+	case 10:
+		setCondition(node, corev1.NodeCondition{Type: corev1.NodeMaintenanceInProgress, Status: corev1.ConditionTrue, Reason: "AdminRequested"})
 	default:
 		if !slices.ContainsFunc(node.Spec.Taints, isOther) {
 			node.Spec.Taints = append(node.Spec.Taints, corev1.Taint{Key: taintOther, Effect: corev1.TaintEffectNoSchedule})
 		}
 	}
+}
+
+// setCondition adds or replaces a condition of a Node.
+func setCondition(node *corev1.Node, condition corev1.NodeCondition) {
+	condition.LastHeartbeatTime = metav1.Now().Rfc3339Copy() // as the API server stores it
+	node.Status.Conditions = append(slices.DeleteFunc(slices.Clone(node.Status.Conditions), func(c corev1.NodeCondition) bool { return c.Type == condition.Type }), condition)
 }
 
 // clones returns the number of machines with each providerID. If clones kept their identity, a Node could get it from a
@@ -260,6 +272,11 @@ func (s *simulation) heal() {
 		if owner, isUsed := used[id]; m.Nodename != name || m.Platform.InstanceID == "" || isUsed && owner != name || clones[id] > 1 {
 			m = *s.newMachine(name)
 		}
+
+		_, err := s.server.update("kubelet", "status", name, func(node *corev1.Node) { s.edit(node, 2) })
+		require.NoError(s.t, err)
+
+		m.Stage = talosruntime.MachineStageRunning
 
 		if m.off = false; m.Platform.InstanceType == typeUnmanaged {
 			m.Platform.InstanceType = "small"

@@ -13,7 +13,7 @@ import (
 	"github.com/talos-ccm/talos-ccm/pkg/rules"
 )
 
-// row is a row of the table of differences in docs/guides/migrate.md.
+// row is a row of the table of differences in docs/reference/upstream-differences.md.
 type row struct {
 	// name is the first cell.
 	name     string
@@ -165,6 +165,13 @@ var rows = []row{
 	{"`getValue`", func(r record, d difference) bool {
 		return isRuled(d) && strings.Contains(r.Config, "getValue") && seedEntry.MatchString(r.System.SerialNumber)
 	}},
+	{"a missing tag as an argument", either(upstream(`invalid value; expected string`), func(r record, d difference) bool {
+		return isRuled(d) && strings.Contains(r.Config, `{{ eq .Tags.nope "" }}`)
+	})},
+	{"a missing tag that is printed", func(_ record, d difference) bool { return isRuled(d) && strings.Contains(d.upstream, "&lt;nil&gt;") }},
+	{"`{{ 'a' }}`", ours(`'a' is a character`)},
+	{"`{{ default \"none\" }}`", upstream(`error calling default: runtime error`)},
+	{"`b64dec` to invalid UTF-8", func(_ record, d difference) bool { return isRuled(d) && strings.Contains(d.upstream, "\uFFFD") }},
 	{"one invalid value", upstream(`error transforming node: (invalid|failed to transformer)`)},
 	{"template output", func(_ record, d difference) bool {
 		return isRuled(d) && d.field != "error" && html.UnescapeString(d.upstream) == d.ours

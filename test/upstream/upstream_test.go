@@ -5,6 +5,9 @@
 // k8s.io/cloud-provider called InstanceMetadata of the upstream Talos CCM, commit 3e16ef5, which read the machine's
 // resources from an in-memory COSI state. API server and COSI state were fakes, so the API server accepted label values
 // that a real one rejects; the generated metadata has none.
+//
+// Each line of testdata/templates.json.gz is a machine of these with one template. TransformNode of the same commit
+// executed the template.
 package upstream_test
 
 import (
@@ -12,7 +15,6 @@ import (
 	"compress/gzip"
 	"encoding/json"
 	"fmt"
-	"io"
 	"maps"
 	"net/netip"
 	"os"
@@ -74,28 +76,27 @@ type result struct {
 func records(t *testing.T) []record {
 	t.Helper()
 
-	file, err := os.Open("testdata/cases.json.gz")
-	require.NoError(t, err)
-
-	defer file.Close() //nolint:errcheck // only read
-
-	unzipped, err := gzip.NewReader(bufio.NewReader(file))
-	require.NoError(t, err)
-
 	var list []record
 
-	for decoder := json.NewDecoder(unzipped); ; {
-		var r record
+	for _, name := range []string{"cases", "templates"} {
+		file, err := os.Open("testdata/" + name + ".json.gz")
+		require.NoError(t, err)
 
-		switch err := decoder.Decode(&r); {
-		case err == io.EOF:
-			return list
-		case err != nil:
-			t.Fatal(err)
+		defer file.Close() //nolint:errcheck // only read
+
+		unzipped, err := gzip.NewReader(bufio.NewReader(file))
+		require.NoError(t, err)
+
+		for decoder := json.NewDecoder(unzipped); decoder.More(); {
+			var r record
+
+			require.NoError(t, decoder.Decode(&r))
+
+			list = append(list, r)
 		}
-
-		list = append(list, r)
 	}
+
+	return list
 }
 
 // machine returns the machine as the inventory has it.
@@ -240,11 +241,10 @@ func compare(upstream, ours result) []difference {
 func documented(t *testing.T) []string {
 	t.Helper()
 
-	page, err := os.ReadFile("../../docs/guides/migrate.md")
+	page, err := os.ReadFile("../../docs/reference/upstream-differences.md")
 	require.NoError(t, err)
 
-	_, section, _ := strings.Cut(string(page), "\n### Differences\n")
-	_, table, _ := strings.Cut(section, "|---|---|---|\n")
+	_, table, _ := strings.Cut(string(page), "|---|---|---|\n")
 
 	var names []string
 
@@ -300,8 +300,8 @@ func (c *tally) add(t *testing.T, r record) {
 	}
 }
 
-// TestUpstream_DifferencesAreDocumented fails for a difference without a row in docs/guides/migrate.md, and for a row
-// without a difference.
+// TestUpstream_DifferencesAreDocumented fails for a difference without a row in docs/reference/upstream-differences.md,
+// and for a row without a difference.
 func TestUpstream_DifferencesAreDocumented(t *testing.T) {
 	list, counts := records(t), tally{seen: map[string]int{}}
 	for _, r := range list {
@@ -320,7 +320,7 @@ func TestUpstream_DifferencesAreDocumented(t *testing.T) {
 		t.Logf("%5d %s", counts.seen[name], name)
 
 		if total += counts.seen[name]; !slices.Contains(names, name) {
-			t.Errorf("docs/guides/migrate.md has no row %q", name)
+			t.Errorf("docs/reference/upstream-differences.md has no row %q", name)
 		}
 	}
 
