@@ -115,7 +115,7 @@ func checkRendered(ctx context.Context, m *talos.Machine, report preview.Report)
 	return nil
 }
 
-// reportOf returns a Report of what talos-ccm has set on a Node. Origins and problems, which are not on the Node, are
+// reportOf returns a Report of what talos-ccm has set on a Node. Origins, rules and problems, which are not on the Node, are
 // copied from report.
 func reportOf(node *corev1.Node, report preview.Report) preview.Report {
 	values := []preview.Change{{Field: "providerID", After: &node.Spec.ProviderID}}
@@ -141,7 +141,7 @@ func reportOf(node *corev1.Node, report preview.Report) preview.Report {
 		}
 	}
 
-	return preview.Report{Node: report.Node, Name: node.Name, Changes: values, Problems: report.Problems}
+	return preview.Report{Node: report.Node, Name: node.Name, Changes: values, Rules: report.Rules, Problems: report.Problems}
 }
 
 // taintLabelPrefix is the prefix of the labels in which talos-ccm records its taints. They are not rendered.

@@ -9,16 +9,19 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"path/filepath"
 	"slices"
 	"testing"
 	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/cluster"
 	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
 	"github.com/talos-ccm/talos-ccm/pkg/csrpolicy"
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
@@ -132,6 +135,74 @@ func TestServingCertificates_AreIssuedAfterReinstallation(t *testing.T) {
 
 	assert.NotEqual(t, identity, identityOf(t, bed.Worker), "node ID of the machine")
 	assert.Equal(t, node, nodeOf(t, bed.Worker).UID, "UID of the Node")
+}
+
+// TestServingCertificates_AreIssuedToReinstalledControlPlane reinstalls the control plane and restores etcd. By default,
+// its kubelet needs the recorded client certificate or, as here, another Talos node ID at the recorded address. Then the
+// kubelet rotates its client certificate.
+func TestServingCertificates_AreIssuedToReinstalledControlPlane(t *testing.T) {
+	eventually(t, checkNodesInitialized)
+
+	recorded := func(label, before string) time.Duration {
+		return eventually(t, func(ctx context.Context) error {
+			node, err := getNode(ctx, bed.ControlPlane.Name())
+			if err == nil && (node.Labels[label] == "" || node.Labels[label] == before) {
+				err = fmt.Errorf("%s has labels %v", node.Name, node.Labels)
+			}
+
+			return err
+		})
+	}
+	recorded(csrapproval.LabelCredential, "")
+
+	m, before, identity := bed.ControlPlane, nodeOf(t, bed.ControlPlane), identityOf(t, bed.ControlPlane)
+	snapshot := filepath.Join(t.TempDir(), "etcd.snapshot")
+	start := time.Now()
+
+	shell(t, fmt.Sprintf("talosctl -n %s etcd snapshot %s", m.Address(), snapshot))
+	require.NoError(t, m.Wipe(t.Context()))
+	require.NoError(t, m.PowerOn())
+
+	after := identityOf(t, m)
+	assert.NotEqual(t, identity, after, "node ID of the machine")
+
+	// kube-controller-manager backdates certificates by five minutes. The kubelet rotates this one when 70 to 90 % of nine
+	// minutes have passed.
+	signFor := func(duration string) {
+		patchMachine(t, m, "no-reboot", talos.ControllerManagerPatch(bed.Release(), map[string]string{"cluster-signing-duration": duration}))
+	}
+
+	t.Cleanup(func() { signFor("8760h") })
+	signFor("4m")
+	eventually(t, func(ctx context.Context) error {
+		_, err := bed.Shell(ctx, fmt.Sprintf("talosctl -n %s bootstrap --recover-from=%s", m.Address(), snapshot))
+
+		return err
+	})
+
+	recorded(csrapproval.LabelCredential, before.Labels[csrapproval.LabelCredential])
+	t.Logf("the new client certificate was recorded %s after the snapshot", time.Since(start).Round(time.Second))
+	eventually(t, func(ctx context.Context) error { return checkKubelet(ctx, m, m.Address()) })
+	assert.Equal(t, before.UID, nodeOf(t, m).UID, "UID of the Node")
+
+	issued := time.Now()
+	t.Logf("the kubelet's rotation was recorded after %s", recorded(csrapproval.LabelPrevious, before.Labels[csrapproval.LabelPrevious]).Round(time.Second))
+
+	// The serving certificate was as short-lived.
+	eventually(t, func(ctx context.Context) error {
+		requests, err := client.CertificatesV1().CertificateSigningRequests().List(ctx, metav1.ListOptions{FieldSelector: "spec.signerName=" + certificatesv1.KubeletServingSignerName})
+		if err != nil {
+			return err
+		}
+
+		for _, request := range requests.Items {
+			if request.Spec.Username == "system:node:"+m.Name() && request.CreationTimestamp.After(issued) {
+				return checkCertificate(request, []netip.Addr{m.Address()})
+			}
+		}
+
+		return fmt.Errorf("the kubelet of %s has not requested another serving certificate", m.Name())
+	})
 }
 
 // identityOf returns the Talos node ID of m.

@@ -36,8 +36,11 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
 
-// podsPage is the path of the guide with the manifest of the static pod and the patch that the tests apply.
-const podsPage = "../../docs/guides/run-as-pod.md"
+// podsPage and staticPodPage are the paths of the guides with the patch and the manifest that the tests apply.
+const (
+	podsPage      = "../../docs/guides/run-as-pod.md"
+	staticPodPage = "../../docs/guides/static-pod.md"
+)
 
 var (
 	yamlBlock = regexp.MustCompile("(?s)\n *```yaml\n(.*?\n) *```\n")
@@ -218,7 +221,7 @@ func logPods(t *testing.T) {
 	}
 }
 
-// insertCredentials creates the credentials that podsPage describes, and replaces the placeholders in the manifest.
+// insertCredentials creates the credentials that staticPodPage describes, and replaces the placeholders in the manifest.
 func insertCredentials(t *testing.T, manifest string) string {
 	t.Helper()
 
@@ -249,7 +252,7 @@ func TestDocs_StaticPodWorks(t *testing.T) {
 	eventually(t, checkNodesInitialized)
 	eventually(t, checkLeaseHeldBy(extensionHolder))
 
-	manifest := yamlBlocks(t, podsPage, "Static pod")[0]
+	manifest := yamlBlocks(t, staticPodPage, "Static pod")[0]
 	pushImage(t, manifest)
 
 	// Talos in a container cannot reboot itself to apply the patch.

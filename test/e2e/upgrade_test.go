@@ -123,8 +123,22 @@ func configureAll(t *testing.T) {
 	const variable = "TALOS_CCM_ALLOCATE_NODE_CIDRS=true"
 
 	t.Cleanup(func() { removeDocument(t) })
-	// An earlier test may have removed the variable, which restarts talos-ccm.
+	// An earlier test may have removed the document, which restarts talos-ccm. It then removes what the rules have set.
 	eventually(t, checkEnvironment(variable, absent))
+	eventually(t, func(ctx context.Context) error {
+		for _, m := range bed.Machines() {
+			node, err := getNode(ctx, m.Name())
+			if err != nil {
+				return err
+			}
+
+			if node.Labels[upgradeKey] != "" || node.Annotations[upgradeKey] != "" {
+				return fmt.Errorf("%s has labels %v, annotations %v of removed rules", node.Name, node.Labels, node.Annotations)
+			}
+		}
+
+		return nil
+	})
 	patchDocument(t, upgradeEnvironment)
 	eventually(t, checkEnvironment(variable, present))
 	eventually(t, checkLeaseRenewed)

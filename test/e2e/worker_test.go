@@ -16,10 +16,13 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/types"
 	cloudproviderapi "k8s.io/cloud-provider/api"
 
 	"github.com/talos-ccm/talos-ccm/pkg/config"
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/lifecycle"
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 )
 
 // lifecycleConfig has the shortest grace period, config.MinGracePeriod.
@@ -46,7 +49,18 @@ func TestNodes_FollowLifeOfWorker(t *testing.T) {
 func rebootAndShutdown(t *testing.T) {
 	before := nodeOf(t, bed.Worker)
 
-	require.NoError(t, bed.Worker.Reboot(t.Context()))
+	eventually(t, endMaintenance) // of earlier tests
+
+	reboot := make(chan error, 1)
+	go func() { reboot <- bed.Worker.Reboot(t.Context()) }()
+
+	start := time.Now()
+
+	eventually(t, checkCondition(corev1.NodeMaintenanceInProgress, corev1.ConditionTrue))
+	t.Logf("MaintenanceInProgress was set %s after the request to reboot", time.Since(start).Round(100*time.Millisecond))
+	require.NoError(t, <-reboot)
+	eventually(t, endMaintenance)
+	t.Logf("MaintenanceInProgress was removed %s after the request to reboot", time.Since(start).Round(time.Second))
 
 	// The Node follows only if talos-ccm has connected to the machine again. A machine without a connection cannot announce
 	// its shutdown.
@@ -54,9 +68,13 @@ func rebootAndShutdown(t *testing.T) {
 	addAddress(t, bed.Worker, prefix)
 	removeAddress(t, bed.Worker, prefix)
 
-	start := time.Now()
+	start = time.Now()
 
 	require.NoError(t, bed.Worker.Shutdown(t.Context()))
+	eventually(t, checkCondition(corev1.NodeMaintenanceInProgress, corev1.ConditionTrue))
+	eventually(t, checkCondition(corev1.NodeGracefulNodeShutdownInProgress, corev1.ConditionUnknown)) // it no longer responds
+	eventually(t, checkCondition(node.ConditionTalosReady, corev1.ConditionUnknown))
+	t.Logf("TalosReady was unknown %s after the shutdown", time.Since(start).Round(time.Second))
 
 	for _, key := range []string{cloudproviderapi.TaintNodeShutdown, corev1.TaintNodeOutOfService} {
 		eventually(t, checkTaint(key, present))
@@ -64,6 +82,17 @@ func rebootAndShutdown(t *testing.T) {
 	}
 
 	assert.GreaterOrEqual(t, time.Since(start), config.MinGracePeriod, "the last taint was added before the grace period ended")
+
+	crashLeader(t)
+	addAddress(t, bed.ControlPlane, netip.MustParsePrefix("203.0.113.41/32")) // shows that the next leader works
+	removeAddress(t, bed.ControlPlane, netip.MustParsePrefix("203.0.113.41/32"))
+
+	for kind, want := range map[corev1.NodeConditionType]corev1.ConditionStatus{
+		corev1.NodeMaintenanceInProgress: corev1.ConditionTrue, corev1.NodeGracefulNodeShutdownInProgress: corev1.ConditionUnknown,
+		node.ConditionTalosReady: corev1.ConditionUnknown,
+	} {
+		assert.NoError(t, checkCondition(kind, want)(t.Context()), "after a change of the leader")
+	}
 
 	start = time.Now()
 
@@ -74,8 +103,21 @@ func rebootAndShutdown(t *testing.T) {
 	}
 
 	t.Logf("the taints were removed %s after the machine was switched on", time.Since(start).Round(time.Second))
+	eventually(t, endMaintenance)
+	eventually(t, checkCondition(corev1.NodeGracefulNodeShutdownInProgress, ""))
 	eventually(t, checkNodesInitialized)
 	assert.Equal(t, before.UID, nodeOf(t, bed.Worker).UID, "the Node was deleted")
+}
+
+// endMaintenance makes the worker's Node ready and returns nil when it has no MaintenanceInProgress condition. The bed has
+// no CNI, so the kubelet is not ready, and reverts this within seconds.
+func endMaintenance(ctx context.Context) error {
+	patch := []byte(`{"status":{"conditions":[{"type":"Ready","status":"True"}]}}`)
+	if _, err := client.CoreV1().Nodes().Patch(ctx, bed.Worker.Name(), types.StrategicMergePatchType, patch, metav1.PatchOptions{}, "status"); err != nil {
+		return err
+	}
+
+	return checkCondition(corev1.NodeMaintenanceInProgress, "")(ctx)
 }
 
 // checkTaint returns a condition: the worker's Node has, or lacks, a taint.
@@ -89,6 +131,28 @@ func checkTaint(key string, want presence) func(context.Context) error {
 		tainted := slices.ContainsFunc(node.Spec.Taints, func(taint corev1.Taint) bool { return taint.Key == key })
 
 		return want.check(presence(tainted), "taint %s of %s (%v)", key, node.Name, node.Spec.Taints)
+	}
+}
+
+// checkCondition returns a condition: the worker's Node has a condition with the status, or without a status, does not have
+// it.
+func checkCondition(kind corev1.NodeConditionType, want corev1.ConditionStatus) func(context.Context) error {
+	return func(ctx context.Context) error {
+		n, err := getNode(ctx, bed.Worker.Name())
+		if err != nil {
+			return err
+		}
+
+		got := corev1.ConditionStatus("")
+		if c := nodespec.Condition(n, kind); c != nil {
+			got = c.Status
+		}
+
+		if got != want {
+			return fmt.Errorf("condition %s of %s is %q, want %q: %v", kind, n.Name, got, want, n.Status.Conditions)
+		}
+
+		return nil
 	}
 }
 
@@ -158,11 +222,18 @@ func forgetDeletions(t *testing.T) {
 	deletions := metav1.ListOptions{FieldSelector: "reason=" + lifecycle.ReasonDeleting}
 	require.NoError(t, client.CoreV1().Events(metav1.NamespaceDefault).DeleteCollection(t.Context(), metav1.DeleteOptions{}, deletions))
 
+	crashLeader(t)
+	eventually(t, checkMachinesCurrent)
+}
+
+// crashLeader kills talos-ccm, and waits until the next leader has renewed the lease.
+func crashLeader(t *testing.T) {
+	t.Helper()
+
 	// After a restart through the API, Talos in a container would mount the configuration file, which it never writes.
 	require.NoError(t, bed.ControlPlane.CrashService(t.Context(), service))
 
 	eventually(t, checkLeaseRenewed)
-	eventually(t, checkMachinesCurrent)
 }
 
 // reinstall installs the worker after the reset. Its initial configuration has the first host name.

@@ -49,7 +49,8 @@ func Assets(ctx context.Context, out io.Writer) (string, error) {
 	return string(talos), err
 }
 
-// Imager builds the imager of the selected release of Talos into the directory dir, and returns its path.
+// Imager builds the imager of the selected release of Talos into the directory dir, and returns its path. It also builds
+// init, the first program of the initramfs.
 func Imager(ctx context.Context, dir string, out io.Writer) (string, error) {
 	src, err := selectSource()
 	if err != nil {
@@ -75,7 +76,10 @@ func Imager(ctx context.Context, dir string, out io.Writer) (string, error) {
 	}
 
 	// The binary is the imager or the installer, depending on its name.
-	return filepath.Join(dir, "imager"), talosBuild(talos, modfile, "cmd/installer", "imager").run(ctx, dir, out)
+	return filepath.Join(dir, "imager"), errors.Join(
+		talosBuild(talos, modfile, "cmd/installer", "imager").run(ctx, dir, out),
+		talosBuild(talos, modfile, "internal/app/init", "init").run(ctx, dir, out),
+	)
 }
 
 // prepare builds a release of Talos and its version of Kubernetes, unless they are in the cache, and returns their
@@ -108,7 +112,7 @@ func fingerprint(ctx context.Context, bed string, src source) (string, error) {
 	}
 
 	sum := sha256.New()
-	fmt.Fprintf(sum, "%s\n%s%+v\n%+v\n", layout, version, builds("", "", ""), src)
+	fmt.Fprintf(sum, "%s\n%s%+v\n%+v\n%+v\n%s\n", layout, version, builds("", "", "", ""), src, edits, contained)
 
 	if err := hashFiles(sum, bed, "runtime", "tools"); err != nil {
 		return "", err
@@ -160,7 +164,12 @@ func construct(ctx context.Context, bed string, src source, dir string, out io.W
 		return fmt.Errorf("create root file system: %w", err)
 	}
 
-	for _, b := range builds(bed, talos, modfile) {
+	link, overlay, err := overlay(talos, dir)
+	if err != nil {
+		return err
+	}
+
+	for _, b := range builds(bed, link, modfile, overlay) {
 		if err := b.run(ctx, dir, out); err != nil {
 			return err
 		}
@@ -179,6 +188,8 @@ type build struct {
 	tags   string
 	// cgo enables cgo with static linking.
 	cgo bool
+	// overlay is the file for the -overlay flag, if any.
+	overlay string
 }
 
 // talosBuild returns the build of a command from the directory talos with the source of Talos. All commands use the same
@@ -188,8 +199,8 @@ func talosBuild(talos, modfile, command, output string) build {
 }
 
 // builds returns the builds for a bed. bed is the directory with the nested modules, and talos the directory with the source
-// of Talos. The tags are those of Talos that affect the bed.
-func builds(bed, talos, modfile string) []build {
+// of Talos, which overlay edits. The tags are those of Talos that affect the bed.
+func builds(bed, talos, modfile, overlay string) []build {
 	const (
 		program    = "rootfs/usr/bin/"
 		containerd = "github.com/containerd/containerd/v2/cmd/containerd"
@@ -198,8 +209,11 @@ func builds(bed, talos, modfile string) []build {
 
 	runtime, tools := filepath.Join(bed, "runtime"), filepath.Join(bed, "tools")
 
+	machined := talosBuild(talos, modfile, "internal/app/machined", program+"init")
+	machined.overlay = overlay
+
 	return []build{
-		talosBuild(talos, modfile, "internal/app/machined", program+"init"),
+		machined,
 		talosBuild(talos, modfile, "cmd/talosctl", "bin/"),
 		{
 			module: runtime, packages: []string{containerd, containerd + "-shim-runc-v2"}, output: program,
@@ -223,11 +237,15 @@ func (b build) run(ctx context.Context, dir string, out io.Writer) error {
 		ldflags, cgo = ldflags+" -linkmode=external -extldflags -static", "1"
 	}
 
+	if b.overlay != "" {
+		flags += " -overlay=" + b.overlay
+	}
+
 	command := func(args ...string) *exec.Cmd {
 		cmd := exec.CommandContext(ctx, "go", append(args, b.packages...)...)
 		cmd.Dir = b.module
-		// GOTOOLCHAIN=local prevents the download of another toolchain.
-		cmd.Env = append(os.Environ(), "CGO_ENABLED="+cgo, "GOFLAGS=-trimpath -buildvcs=false "+flags, "GOTOOLCHAIN=local", "GOWORK=off")
+		// GOTOOLCHAIN=local prevents the download of another toolchain. PWD keeps links in the paths of an overlay.
+		cmd.Env = append(os.Environ(), "PWD="+b.module, "CGO_ENABLED="+cgo, "GOFLAGS=-trimpath -buildvcs=false "+flags, "GOTOOLCHAIN=local", "GOWORK=off")
 
 		return cmd
 	}

@@ -38,7 +38,7 @@ var ErrNotRoot = errors.New("the Talos test bed creates namespaces, mounts and c
 type Options struct {
 	// Extension is the absolute path of an unpacked extension image, which is installed on every machine. It contains
 	// manifest.yaml, and rootfs with a service specification in usr/local/etc/containers and its files in
-	// usr/local/lib/containers.
+	// usr/local/lib/containers. If it is empty, no extension is installed.
 	Extension string
 	// ControllerManagerArgs are arguments of kube-controller-manager, by the names of its flags.
 	ControllerManagerArgs map[string]string
@@ -65,15 +65,19 @@ type Bed struct {
 	cleanups []func() error
 }
 
-// Up builds what is not in the cache, boots both machines, and returns when both Nodes are registered. ctx limits Up,
-// not the lifetime of the bed. The caller must call Down, unless Up fails.
+// step is a part of bringing up a bed.
+type step struct {
+	name string
+	do   func(context.Context) error
+}
+
+// Up builds what is not in the cache, boots both machines, and returns when both Nodes are registered. If another process
+// has a bed, Up first waits for its end. ctx limits Up, not the lifetime of the bed. The caller must call Down, unless Up
+// fails.
 func Up(ctx context.Context, options Options) (*Bed, error) {
 	b := &Bed{options: options}
 
-	for _, step := range []struct {
-		name string
-		do   func(context.Context) error
-	}{
+	return b, b.up(ctx, []step{
 		{"prepare", b.prepare},
 		{"build", b.build},
 		{"set up network, images and machines", b.assemble},
@@ -81,19 +85,23 @@ func Up(ctx context.Context, options Options) (*Bed, error) {
 		{"bootstrap etcd", b.bootstrap},
 		{"start Kubernetes", b.connectKubernetes},
 		{"register Nodes", b.awaitNodes},
-	} {
+	})
+}
+
+func (b *Bed) up(ctx context.Context, steps []step) error {
+	for _, step := range steps {
 		fmt.Printf("Talos test bed: %s ...\n", step.name)
 
 		start := time.Now()
 
 		if err := step.do(ctx); err != nil {
-			return nil, errors.Join(fmt.Errorf("bring up Talos test bed: %s: %w", step.name, err), b.Down())
+			return errors.Join(fmt.Errorf("bring up Talos test bed: %s: %w", step.name, err), b.Down())
 		}
 
 		fmt.Printf("Talos test bed: %s: %.1f s\n", step.name, time.Since(start).Seconds())
 	}
 
-	return b, nil
+	return nil
 }
 
 // ID returns the unique name of the bed, which is part of the names of its directory and cgroups.
@@ -158,7 +166,7 @@ func (b *Bed) Shell(ctx context.Context, script string) (out []byte, err error) 
 	return out, nil
 }
 
-func (b *Bed) prepare(context.Context) error {
+func (b *Bed) prepare(ctx context.Context) error {
 	var err error
 	if b.source, err = selectSource(); err != nil {
 		return err
@@ -168,12 +176,20 @@ func (b *Bed) prepare(context.Context) error {
 		return ErrNotRoot
 	}
 
-	if err := Sweep(); err != nil {
+	base, err := builder.CacheDir("beds")
+	if err != nil {
 		return err
 	}
 
-	base, err := builder.CacheDir("beds")
+	// Two beds at a time would be too slow for the deadlines of the tests.
+	turn, err := builder.Lock(ctx, filepath.Join(base, "lock"), os.Stdout)
 	if err != nil {
+		return err
+	}
+
+	b.cleanup(turn.Close)
+
+	if err := Sweep(); err != nil {
 		return err
 	}
 

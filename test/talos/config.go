@@ -60,8 +60,6 @@ cluster:
   apiServer:
     extraArgs:
       shutdown-watch-termination-grace-period: 1s
-  controllerManager:
-    extraArgs: %s
   network:
     cni:
       name: none
@@ -96,10 +94,6 @@ extraArgs:
   shutdown-watch-termination-grace-period: 1s
 ---
 apiVersion: v1alpha1
-kind: KubeControllerManagerConfig
-extraArgs: %s
----
-apiVersion: v1alpha1
 kind: KubeFlannelCNIConfig
 $patch: delete
 ---
@@ -112,16 +106,24 @@ kind: KubeCoreDNSConfig
 enabled: false
 `
 
+// ControllerManagerPatch returns a configuration patch that sets arguments of kube-controller-manager by the names of its
+// flags.
+func ControllerManagerPatch(release Release, args map[string]string) string {
+	format := "cluster: {controllerManager: {extraArgs: %s}}"
+	if contract, err := config.ParseContractFromVersion(release.Talos); err == nil && contract.MultidocKubernetesConfigSupported() {
+		format = "{apiVersion: v1alpha1, kind: KubeControllerManagerConfig, extraArgs: %s}"
+	}
+
+	encoded, _ := json.Marshal(args) //nolint:errchkjson // strings
+
+	return fmt.Sprintf(format, encoded)
+}
+
 // configure generates the machine configurations and the talosconfig. The arguments are for kube-controller-manager.
 func configure(release Release, controllerManagerArgs map[string]string) (*bundle.Bundle, error) {
 	contract, err := config.ParseContractFromVersion(release.Talos)
 	if err != nil {
 		return nil, fmt.Errorf("parse version contract: %w", err)
-	}
-
-	args, err := json.Marshal(controllerManagerArgs)
-	if err != nil {
-		return nil, fmt.Errorf("encode arguments of kube-controller-manager: %w", err)
 	}
 
 	machinePatch, controlPlanePatch := machinePatch, controlPlanePatch
@@ -134,7 +136,7 @@ func configure(release Release, controllerManagerArgs map[string]string) (*bundl
 		return nil, fmt.Errorf("load configuration patches: %w", err)
 	}
 
-	controlPlane, err := configpatcher.LoadPatches([]string{fmt.Sprintf(controlPlanePatch, args)})
+	controlPlane, err := configpatcher.LoadPatches([]string{controlPlanePatch, ControllerManagerPatch(release, controllerManagerArgs)})
 	if err != nil {
 		return nil, fmt.Errorf("load configuration patch of the control plane: %w", err)
 	}

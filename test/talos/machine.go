@@ -51,8 +51,8 @@ type Machine struct {
 // bootSpec is the input of the machine shim. The disk is mounted at Dir, in the mount namespaces of the machine and its
 // thread. Layers are the directories of the root file system, topmost first.
 type bootSpec struct {
-	Name, Dir, UserData string
-	Layers              []string
+	Name, Dir, UserData, Platform, Serial string
+	Layers                                []string
 }
 
 // thread is an OS thread in a machine's network namespace and in a mount namespace with its disk. Pdeathsig kills the
@@ -83,7 +83,7 @@ func (b *Bed) newMachine(ctx context.Context, name string, address netip.Addr, k
 		return nil, m.wrap("encode configuration", err)
 	}
 
-	m.boot = bootSpec{Name: name, Dir: filepath.Join(b.dir, name), UserData: base64.StdEncoding.EncodeToString(config)}
+	m.boot = bootSpec{Name: name, Dir: filepath.Join(b.dir, name), Platform: "container", UserData: base64.StdEncoding.EncodeToString(config)}
 
 	log, err := os.Create(filepath.Join(b.options.LogDir, name+".console.log"))
 	if err != nil {
@@ -268,18 +268,11 @@ func (m *Machine) Wipe(ctx context.Context) error {
 // its API. The format of the directory is that of Options.Extension. Install also writes the list of extensions, as Talos's
 // imager does, and the files that a container engine provides with bind mounts, which the /etc overlay of Talos 1.14 hides.
 func (m *Machine) Install(extension string) error {
-	loaded, err := extensions.Load(extension)
-	if err != nil {
-		return m.wrap("load extension", err)
-	}
-
 	etc, err := os.MkdirTemp(m.bed.dir, "etc-")
 	if err != nil {
 		return m.wrap("install extension", err)
 	}
 
-	list := filepath.Join(etc, constants.ExtensionsRuntimeConfigFile)
-	installed := extensions.Config{Layers: []*extensions.Layer{{Image: extensionImage, Metadata: loaded.Manifest.Metadata}}}
 	provided := tree{files: map[string]string{
 		"etc/hostname": m.name + "\n",
 		"etc/hosts":    "127.0.0.1 localhost\n",
@@ -287,10 +280,26 @@ func (m *Machine) Install(extension string) error {
 		"etc/resolv.conf": "nameserver " + bridgeAddress.String() + "\n",
 	}}
 
-	m.boot.Layers = []string{etc, loaded.RootfsPath(), m.bed.assets.rootfs()}
-
 	// The top layer also sets the mode of the root directory.
-	return m.wrap("install extension", errors.Join(os.Chmod(etc, 0o755), provided.write(etc), installed.Write(list)))
+	if err := errors.Join(os.Chmod(etc, 0o755), provided.write(etc)); err != nil {
+		return m.wrap("install extension", err)
+	}
+
+	m.boot.Layers = []string{etc, m.bed.assets.rootfs()}
+
+	if extension == "" {
+		return nil
+	}
+
+	loaded, err := extensions.Load(extension)
+	if err != nil {
+		return m.wrap("load extension", err)
+	}
+
+	m.boot.Layers = []string{etc, loaded.RootfsPath(), m.bed.assets.rootfs()}
+	installed := extensions.Config{Layers: []*extensions.Layer{{Image: extensionImage, Metadata: loaded.Manifest.Metadata}}}
+
+	return m.wrap("install extension", installed.Write(filepath.Join(etc, constants.ExtensionsRuntimeConfigFile)))
 }
 
 // SetLink sets the bridge's end of the machine's veth pair "up" or "down". While it is down, the machine keeps its

@@ -31,6 +31,8 @@ type spec struct {
 	Layers []string
 	// UserData is the machine configuration, in base64.
 	UserData string
+	// Platform is Talos's platform, and Serial is the serial number in SMBIOS. A container has the SMBIOS of its host.
+	Platform, Serial string
 }
 
 // volumes are the directories that survive reboots: the volumes of Talos's container image. subdirectories are directories
@@ -114,13 +116,19 @@ func machine([]string) error {
 		return err
 	}
 
+	if s.Platform != "container" {
+		if err := writeSMBIOS(s.Serial); err != nil {
+			return fmt.Errorf("write SMBIOS: %w", err)
+		}
+	}
+
 	// See pivot_root(2) for a root that needs no directory for the old one.
 	if err := errors.Join(unix.PivotRoot(".", "."), unix.Unmount(".", unix.MNT_DETACH), os.Chdir("/")); err != nil {
 		return fmt.Errorf("change root to %s: %w", root, err)
 	}
 
 	return fmt.Errorf("execute init: %w", syscall.Exec("/sbin/init", []string{"/sbin/init"}, []string{
-		"PLATFORM=container", "USERDATA=" + s.UserData, "TALOSSKU=2CPU-2048RAM", "TERM=linux",
+		"PLATFORM=" + s.Platform, "USERDATA=" + s.UserData, "TALOSSKU=2CPU-2048RAM", "TERM=linux",
 	}))
 }
 
