@@ -79,14 +79,14 @@ func (b *bed) plug(name, address string) *netns.Namespace {
 }
 
 // newBed returns a bed with the client and without Nodes.
-func newBed(t *testing.T) *bed {
+func newBed(t *testing.T, manager kube.ControllerManager) *bed {
 	t.Helper()
 
-	b := &bed{Suite: ctest.Start(t, kube.Options{ControllerManager: kube.ControllerManager{Absent: true}})}
+	b := &bed{Suite: ctest.Start(t, kube.Options{ControllerManager: manager})}
 
 	var err error
 
-	b.instance, err = ctest.NewInstance(t.Context(), b.Kube.Config(), nil)
+	b.instance, err = ctest.NewInstance(t.Context(), b.Kube.Config(), ctest.Dial(b.Talos))
 	require.NoError(t, err)
 	t.Cleanup(b.instance.Stop)
 
@@ -127,6 +127,12 @@ func (b *bed) join(name string, number int, proxyMode string) node {
 	b.startKubeProxy(n, proxyMode)
 
 	return n
+}
+
+// route routes the pods of a Node from another one.
+func (b *bed) route(from, to node) {
+	b.Helper()
+	require.NoError(b, from.namespace.IP(b.Context(), "route add "+to.podAddress+" via "+to.address))
 }
 
 // register registers a ready Node, and adds a machine with its address to the inventory.
@@ -217,12 +223,12 @@ func forward(listener net.Listener, address string) {
 }
 
 // startController runs the service controller until the test ends.
-func (b *bed) startController() {
+func (b *bed) startController(probe func(nodename string)) {
 	b.Helper()
 
 	i := b.instance
 	controller, err := service.New(service.Config{
-		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder,
+		Client: i.Client, Nodes: i.Nodes, Inventory: i.Inventory, Recorder: i.Recorder, Probe: probe,
 		Managed: func(*corev1.Node, machine.Machine) bool { return true },
 		Options: func() config.Service { return config.Service{} },
 	})
@@ -373,11 +379,11 @@ func TestKubeProxy_ServesNodeAddresses(t *testing.T) {
 }
 
 func testKubeProxy(t *testing.T, mode string) {
-	b := newBed(t)
+	b := newBed(t, kube.ControllerManager{Absent: true})
 	x, y := b.join("x", 1, mode), b.join("y", 2, mode)
-	require.NoError(b, x.namespace.IP(t.Context(), "route add 10.244.2.0/24 via "+y.address))
-	require.NoError(b, y.namespace.IP(t.Context(), "route add 10.244.1.0/24 via "+x.address))
-	b.startController()
+	b.route(x, y)
+	b.route(y, x)
+	b.startController(b.instance.Reflector.Probe)
 	b.createService()
 
 	// Policy Cluster: both Nodes forward to the pod on x, and masquerade the source address. Otherwise x would respond
@@ -408,10 +414,10 @@ func testKubeProxy(t *testing.T, mode string) {
 
 // The packets to a translated address arrive at the Node's own address, and kube-proxy serves only published addresses.
 func TestKubeProxy_ServesTranslatedAddresses(t *testing.T) {
-	b := newBed(t)
+	b := newBed(t, kube.ControllerManager{Absent: true})
 	x := b.join("x", 1, "nftables")
 	translated := b.translate(x, "203.0.113.1")
-	b.startController()
+	b.startController(b.instance.Reflector.Probe)
 	b.createService()
 	b.setEndpoint(x)
 	b.awaitResponse(b.outside, translated, "x 10.244.1.1")
