@@ -41,8 +41,20 @@ func unpackImage(t *testing.T, index v1.ImageIndex, arch string) string {
 	return dir
 }
 
-// pack returns an OCI layout with an image for one architecture. Names of directories in files end with a slash.
+// pack returns an OCI layout with an image for one architecture.
 func pack(t *testing.T, arch string, files map[string]string) string {
+	t.Helper()
+
+	dir, err := layout.Write(t.TempDir(), empty.Index)
+	require.NoError(t, err)
+
+	require.NoError(t, dir.AppendImage(newImage(t, arch, files), layout.WithPlatform(v1.Platform{OS: "linux", Architecture: arch})))
+
+	return string(dir)
+}
+
+// newImage returns an image for an architecture. Names of directories in files end with a slash.
+func newImage(t *testing.T, arch string, files map[string]string) v1.Image {
 	t.Helper()
 
 	var archive bytes.Buffer
@@ -66,13 +78,11 @@ func pack(t *testing.T, arch string, files map[string]string) string {
 	layer, err := tarball.LayerFromOpener(func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(archive.Bytes())), nil })
 	require.NoError(t, err)
 
-	packed, err := mutate.AppendLayers(empty.Image, layer)
+	img, err := mutate.ConfigFile(empty.Image, &v1.ConfigFile{OS: "linux", Architecture: arch})
 	require.NoError(t, err)
 
-	dir, err := layout.Write(t.TempDir(), empty.Index)
+	img, err = mutate.AppendLayers(img, layer)
 	require.NoError(t, err)
 
-	require.NoError(t, dir.AppendImage(packed, layout.WithPlatform(v1.Platform{OS: "linux", Architecture: arch})))
-
-	return string(dir)
+	return img
 }
