@@ -1,0 +1,157 @@
+//go:build e2e
+
+package boot_test
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	ocilayout "github.com/google/go-containerregistry/pkg/v1/layout"
+	"github.com/siderolabs/talos/pkg/machinery/constants"
+	"github.com/siderolabs/talos/pkg/machinery/extensions"
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+
+	"github.com/talos-ccm/talos-ccm/packaging/image"
+)
+
+const (
+	service = "ext-talos-ccm"
+	// Texts on the console.
+	maintenance = "upload configuration using talosctl"
+	running     = "service[" + service + "](Running)"
+)
+
+// patch has what this environment needs.
+const patch = `
+apiVersion: v1alpha1
+kind: RegistryMirrorConfig
+name: "*"
+endpoints:
+  - url: http://%s:%d
+skipFallback: true
+---
+apiVersion: v1alpha1
+kind: TimeSyncConfig
+enabled: false
+`
+
+// configure applies a machine configuration of a control plane, in maintenance mode.
+func (m *vm) configure() {
+	m.t.Helper()
+
+	m.writeSecrets("secrets.yaml")
+	require.NoError(m.t, os.WriteFile(filepath.Join(m.dir, "patch.yaml"), fmt.Appendf(nil, patch, hostAddress, m.registry.Port()), 0o644))
+
+	m.talosctl("gen", "config", "boot", m.endpoint(), "--with-secrets", "secrets.yaml",
+		"--with-cluster-discovery=false", "--with-docs=false", "--with-examples=false", "--additional-sans", talosAddress.String(),
+		"--install-disk", "/dev/vda", "--config-patch", "@patch.yaml")
+	m.talosctl("config", "endpoint", talosAddress.String())
+	m.talosctl("config", "node", machineAddress.String())
+	m.awaitTalosctl("", "apply-config", "--insecure", "--nodes", talosAddress.String(), "--file", "controlplane.yaml")
+}
+
+// enable enables the extension on the running machine with the patches of the guide.
+func (m *vm) enable() {
+	m.t.Helper()
+
+	guide, err := os.ReadFile("../../docs/guides/install.md")
+	require.NoError(m.t, err)
+
+	for _, file := range []string{"cloud-provider.yaml", "talos-ccm.yaml"} {
+		_, patch, _ := strings.Cut(string(guide), "\n# "+file+"\n")
+		patch, _, found := strings.Cut(patch, "```")
+		require.True(m.t, found, file)
+
+		m.awaitTalosctl("", "patch", "machineconfig", "--patch", patch)
+	}
+}
+
+// extension returns the OCI layout of an image of make boot-test.
+func extension(t *testing.T, directory string) string {
+	t.Helper()
+
+	return filepath.Join(getenv(t, "TALOS_CCM_ARTIFACTS"), directory, "oci")
+}
+
+// version returns the version of the extension in an OCI layout, without "v".
+func version(t *testing.T, layout string) string {
+	t.Helper()
+
+	index, err := ocilayout.ImageIndexFromPath(layout)
+	require.NoError(t, err)
+
+	dir := t.TempDir()
+	require.NoError(t, image.Unpack(index, "amd64", dir))
+
+	loaded, err := extensions.Load(dir)
+	require.NoError(t, err)
+
+	return loaded.Manifest.Metadata.Version
+}
+
+// awaitExtension waits until the service of a version of the extension runs, and checks that it initializes a Node.
+func (m *vm) awaitExtension(version string) {
+	m.t.Helper()
+
+	m.awaitConsole(running)
+	m.awaitTalosctl(version, "get", "extensionstatuses")
+	m.awaitTalosctl("Running", "service", service)
+	m.checkNode(version)
+}
+
+func TestDiskImage_RunsExtension(t *testing.T) {
+	current := extension(t, "")
+	m := newVM(t, imager(t, "image", "metal-amd64.raw", current))
+
+	m.powerOn()
+	m.awaitConsole(maintenance)
+	m.configure()
+	m.awaitConsole(running)
+	m.enable()
+	m.awaitExtension(version(t, current))
+	m.checkProcess()
+	m.checkServingCertificate()
+	m.checkLogs()
+}
+
+// checkProcess checks what the kernel says about the process of the service.
+func (m *vm) checkProcess() {
+	m.t.Helper()
+
+	cgroup := "/sys/fs/cgroup/" + constants.CgroupExtensions + "/talos-ccm/"
+	process := "/proc/" + strings.TrimSpace(m.awaitTalosctl("", "read", cgroup+"cgroup.procs"))
+	status := m.awaitTalosctl("Uid:", "read", process+"/status")
+	m.t.Log(status)
+
+	// The extension switches to UID 50 without capabilities, on a socket that only this user and root can use.
+	assert.Regexp(m.t, `(?m)^Uid:\s50\s50\s50\s50$`, status)
+	assert.Regexp(m.t, `(?m)^CapEff:\s0+$`, status)
+	assert.Regexp(m.t, `(?m)^CapPrm:\s0+$`, status)
+	assert.Regexp(m.t, `(?m)^NoNewPrivs:\s1$`, status)
+	assert.Regexp(m.t, `(?m)^Seccomp:\s2$`, status)
+
+	// docs/reference/service.md
+	assert.Equal(m.t, "-600", strings.TrimSpace(m.awaitTalosctl("", "read", process+"/oom_score_adj")))
+	assert.Equal(m.t, "max", strings.TrimSpace(m.awaitTalosctl("", "read", cgroup+"memory.max")))
+
+	for _, file := range []string{"memory.current", "memory.peak"} {
+		m.t.Log(file, m.awaitTalosctl("", "read", cgroup+file))
+	}
+
+	m.t.Log(m.awaitTalosctl("", "logs", service))
+}
+
+// checkLogs checks that the log of a process that has failed can be read.
+func (m *vm) checkLogs() {
+	m.t.Helper()
+
+	const variable = "TALOS_CCM_UNKNOWN"
+
+	m.talosctl("patch", "machineconfig", "--patch",
+		"{apiVersion: v1alpha1, kind: ExtensionServiceConfig, name: talos-ccm, environment: ["+variable+"=1]}")
+	m.awaitTalosctl(variable, "logs", service)
+}

@@ -1,0 +1,129 @@
+//go:build e2e
+
+package boot_test
+
+import (
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	cloudproviderapi "k8s.io/cloud-provider/api"
+	"sigs.k8s.io/yaml"
+
+	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
+	"github.com/talos-ccm/talos-ccm/test/kube"
+)
+
+// startCluster starts the Kubernetes control plane. It runs on the host, because it would take too long to start on an
+// emulated processor. The machine has addresses in the default service CIDR of test/kube.
+func (m *vm) startCluster() {
+	m.t.Helper()
+
+	cluster, err := kube.Start(m.t.Context(), kube.Options{
+		Progress: os.Stdout, APIServerFlags: []string{"--service-cluster-ip-range=10.96.0.0/12"},
+	})
+	require.NoError(m.t, err)
+	m.t.Cleanup(func() { assert.NoError(m.t, cluster.Stop()) })
+
+	m.cluster, m.client = cluster, kubernetes.NewForConfigOrDie(cluster.Config())
+}
+
+// endpoint returns the URL of the API server on the machine's network.
+func (m *vm) endpoint() string {
+	return strings.Replace(m.cluster.Endpoint(), "127.0.0.1", hostAddress.String(), 1)
+}
+
+// writeSecrets writes a secrets bundle with the CAs of the control plane, so that Talos issues Kubernetes credentials that
+// it accepts.
+func (m *vm) writeSecrets(file string) {
+	m.t.Helper()
+
+	path := filepath.Join(m.dir, file)
+	m.talosctl("gen", "secrets", "--output-file", path)
+
+	content, err := os.ReadFile(path)
+	require.NoError(m.t, err)
+
+	var secrets map[string]any
+	require.NoError(m.t, yaml.Unmarshal(content, &secrets))
+
+	key, err := os.ReadFile(filepath.Join(m.cluster.LogDir(), "client-ca.key"))
+	require.NoError(m.t, err)
+
+	// The first certificate signs, the machine trusts both.
+	crt := slices.Concat(m.cluster.ClientCA(), m.cluster.CA())
+	certs, isMap := secrets["certs"].(map[string]any)
+	require.True(m.t, isMap, "certs")
+
+	certs["k8s"] = map[string][]byte{"crt": crt, "key": key}
+
+	content, err = yaml.Marshal(secrets)
+	require.NoError(m.t, err)
+	require.NoError(m.t, os.WriteFile(path, content, 0o600))
+}
+
+// checkNode registers the machine's Node, as its kubelet does, and waits until Talos and the extension have labeled it: with the
+// version of the extension, with the platform, and as the rule in the guide says.
+func (m *vm) checkNode(version string) {
+	m.t.Helper()
+
+	nodes := m.client.CoreV1().Nodes()
+	m.nodename = strings.TrimSpace(m.awaitTalosctl("", "get", "nodename", "--output", "jsonpath={.spec.nodename}"))
+
+	_, err := m.cluster.RegisterNode(m.t.Context(), kube.NodeSpec{Name: m.nodename, NodeIPs: []netip.Addr{machineAddress}})
+	require.NoError(m.t, err)
+
+	var node *corev1.Node
+
+	m.eventually("Node is initialized and labeled", func() error {
+		node, err = nodes.Get(m.t.Context(), m.nodename, metav1.GetOptions{})
+		if err != nil {
+			return err
+		}
+
+		tainted := slices.ContainsFunc(node.Spec.Taints, func(taint corev1.Taint) bool {
+			return taint.Key == cloudproviderapi.TaintExternalCloudProvider
+		})
+		if tainted || node.Labels[nodespec.LabelPlatform] != "metal" || node.Labels[corev1.LabelTopologyRegion] != "home" ||
+			node.Labels["extensions.talos.dev/talos-ccm"] != version {
+			return fmt.Errorf("taints %v, labels %v", node.Spec.Taints, node.Labels)
+		}
+
+		return nil
+	})
+
+	assert.NotEmpty(m.t, node.Spec.ProviderID)
+	assert.Contains(m.t, node.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeInternalIP, Address: machineAddress.String()})
+
+	leases := m.client.CoordinationV1().Leases(metav1.NamespaceSystem)
+	lease, err := leases.Get(m.t.Context(), "cloud-controller-manager-talos", metav1.GetOptions{})
+	require.NoError(m.t, err)
+
+	identity := m.awaitTalosctl("", "get", "identity", "--output", "jsonpath={.spec.nodeId}")
+	assert.Equal(m.t, "talos-ccm_"+strings.TrimSpace(identity), *lease.Spec.HolderIdentity)
+}
+
+// checkServingCertificate checks that the extension approves the serving certificate of the machine's kubelet.
+func (m *vm) checkServingCertificate() {
+	m.t.Helper()
+
+	csr, err := m.cluster.RequestServingCertificate(m.t.Context(), m.nodename, "", m.nodename, machineAddress.String())
+	require.NoError(m.t, err)
+
+	m.eventually("certificate is issued", func() error {
+		csr, err = m.client.CertificatesV1().CertificateSigningRequests().Get(m.t.Context(), csr.Name, metav1.GetOptions{})
+		if err == nil && len(csr.Status.Certificate) == 0 {
+			err = fmt.Errorf("conditions: %v", csr.Status.Conditions)
+		}
+
+		return err
+	})
+}

@@ -1,0 +1,148 @@
+//go:build e2e
+
+package boot_test
+
+import (
+	"context"
+	"crypto/sha256"
+	"fmt"
+	"io"
+	"log"
+	"net/http/httptest"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/go-containerregistry/pkg/registry"
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/empty"
+	"github.com/google/go-containerregistry/pkg/v1/layout"
+	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"github.com/google/go-containerregistry/pkg/v1/tarball"
+	"github.com/stretchr/testify/require"
+
+	"github.com/talos-ccm/talos-ccm/test/builder"
+	"github.com/talos-ccm/talos-ccm/test/talos"
+)
+
+// kernelArguments are for all images. Interfaces have their kernel names, so that the address can be an argument.
+var kernelArguments = []string{
+	"console=ttyS0", "net.ifnames=0", "talos.dashboard.disabled=1", "-selinux",
+	fmt.Sprintf("ip=%s::%s:255.255.255.0::eth0:off", machineAddress, hostAddress),
+}
+
+// talosAssets returns the directory with the release of Talos.
+var talosAssets = sync.OnceValues(func() (string, error) { return talos.Assets(context.Background(), os.Stdout) })
+
+// assets returns the directory with the output of assemble.
+var assets = sync.OnceValues(func() (string, error) {
+	release, err := talosAssets()
+	if err != nil {
+		return "", err
+	}
+
+	script, err := os.ReadFile("assemble")
+	if err != nil {
+		return "", err
+	}
+
+	// The directory of Talos in the cache is named after the hash of its inputs.
+	key := fmt.Sprintf("%x", sha256.Sum256([]byte(filepath.Base(release)+string(script))))[:16]
+
+	return builder.Cached(context.Background(), "boot", key, os.Stdout, func(dir string) error {
+		artifacts := os.Getenv("TALOS_CCM_ARTIFACTS")
+		_, err := builder.Output(exec.Command("./assemble", filepath.Join(release, "rootfs"), artifacts+"/imager", artifacts+"/preinit", dir))
+
+		return err
+	})
+})
+
+// imager makes an image or installer with the extension in an OCI layout, and returns the path of the file.
+func imager(t *testing.T, kind, output, extension string) string {
+	t.Helper()
+
+	dir := t.TempDir()
+
+	assets, err := assets()
+	require.NoError(t, err)
+
+	base := filepath.Join(dir, "installer-base")
+	require.NoError(t, writeLayout(filepath.Join(assets, "installer-base.tar"), base))
+
+	profile := fmt.Sprintf(`
+arch: amd64
+platform: metal
+secureboot: false
+customization:
+  extraKernelArgs: ["%s"]
+input:
+  kernel: {path: %[2]s/vmlinuz}
+  initramfs: {path: %[2]s/initramfs}
+  sdStub: {path: %[2]s/stub.efi}
+  sdBoot: {path: %[2]s/boot.efi}
+  baseInstaller: {imageRef: "registry.example.com/installer-base:latest", ociPath: %[3]s}
+  systemExtensions:
+    - ociPath: %[4]s
+output:
+  kind: %[5]s
+  outFormat: raw
+`, strings.Join(kernelArguments, `", "`), assets, base, extension, kind)
+	if kind == "image" {
+		profile += "  imageOptions: {diskSize: 4294967296, diskFormat: raw, bootloader: sd-boot}\n"
+	}
+
+	squashfs, err := filepath.Abs("../imager/squashfs-tools-4.5")
+	require.NoError(t, err)
+
+	cmd := exec.CommandContext(t.Context(), filepath.Join(getenv(t, "TALOS_CCM_ARTIFACTS"), "imager/imager"), "-", "--output", dir)
+	cmd.Stdin = strings.NewReader(profile)
+	cmd.Env = []string{"PATH=" + squashfs + string(os.PathListSeparator) + os.Getenv("PATH"), "HOME=" + dir, "TMPDIR=" + dir}
+
+	start := time.Now()
+
+	message, err := cmd.CombinedOutput()
+	require.NoError(t, err, string(message))
+	t.Logf("%4.0f s for %s", time.Since(start).Seconds(), kind)
+
+	return filepath.Join(dir, output)
+}
+
+// startRegistry starts the registry that mirrors all registries for the machine. It is empty.
+func (m *vm) startRegistry() {
+	server := httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0))))
+	m.t.Cleanup(server.Close)
+
+	m.registry = netip.MustParseAddrPort(server.Listener.Addr().String())
+}
+
+// writeLayout writes an OCI layout with the installer's base image to a directory.
+func writeLayout(root, dir string) error {
+	config, err := mutate.ConfigFile(empty.Image, &v1.ConfigFile{
+		OS: "linux", Architecture: "amd64", RootFS: v1.RootFS{Type: "layers"}, Config: v1.Config{Entrypoint: []string{"/bin/installer"}},
+	})
+	if err != nil {
+		return err
+	}
+
+	layer, err := tarball.LayerFromFile(root)
+	if err != nil {
+		return err
+	}
+
+	image, err := mutate.AppendLayers(config, layer)
+	if err != nil {
+		return err
+	}
+
+	path, err := layout.Write(dir, empty.Index)
+	if err != nil {
+		return err
+	}
+
+	return path.AppendImage(image, layout.WithPlatform(v1.Platform{OS: "linux", Architecture: "amd64"}))
+}

@@ -1,0 +1,210 @@
+//go:build e2e
+
+package boot_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/siderolabs/talos/pkg/machinery/constants"
+	"github.com/stretchr/testify/require"
+	"k8s.io/client-go/kubernetes"
+
+	"github.com/talos-ccm/talos-ccm/test/builder"
+	"github.com/talos-ccm/talos-ccm/test/kube"
+	"github.com/talos-ccm/talos-ccm/test/process"
+)
+
+const (
+	// deadline is for a boot. It takes one to three minutes on an idle host.
+	deadline = 15 * time.Minute
+	// poll is the interval for checking conditions.
+	poll = time.Second
+	// firmware is the directory of Debian's package ovmf.
+	firmware = "/usr/share/OVMF/"
+)
+
+var (
+	// hostAddress is an address of the machine's network that QEMU forwards to the host's loopback interface. The API server of
+	// test/kube has a certificate for it.
+	hostAddress    = netip.MustParseAddr("10.0.0.1")
+	machineAddress = netip.MustParseAddr("10.0.0.2")
+	// talosAddress is a loopback address of the host, from which QEMU forwards the port of Talos's API to the machine.
+	talosAddress = netip.MustParseAddr("127.77.0.2")
+)
+
+// vm is a virtual machine with one disk and one network interface, the registry that it uses, and the control plane of its
+// cluster.
+type vm struct {
+	t *testing.T
+	// dir contains the disk, the variables of the firmware, and the talosconfig.
+	dir string
+	// console is the file with the output of the serial console.
+	console string
+	process *process.Process
+	cluster *kube.Cluster
+	client  kubernetes.Interface
+	// registry is the address of the registry on the host.
+	registry netip.AddrPort
+	// nodename is set by checkNode.
+	nodename string
+}
+
+// newVM creates a machine that is switched off, with a copy of an image as its disk.
+func newVM(t *testing.T, image string) *vm {
+	t.Helper()
+
+	m := &vm{t: t, dir: t.TempDir(), console: filepath.Join(logDir(t), t.Name()+".console.log")}
+	require.NoError(t, os.WriteFile(m.console, nil, 0o644))
+
+	run(t, "cp", "--sparse=always", image, m.disk())
+	run(t, "cp", firmware+"OVMF_VARS_4M.fd", m.variables())
+	m.startCluster()
+	m.startRegistry()
+
+	return m
+}
+
+func (m *vm) disk() string { return filepath.Join(m.dir, "disk.raw") }
+
+func (m *vm) variables() string { return filepath.Join(m.dir, "variables.fd") }
+
+// powerOn switches the machine on. The machine ends with this process.
+func (m *vm) powerOn() {
+	m.t.Helper()
+
+	var err error
+
+	m.process, err = process.Start(process.Command{Name: "qemu", Path: "nice", Log: m.console, Args: []string{
+		"-n", "5", "qemu-system-x86_64", "-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2", "-m", "3072",
+		"-nodefaults", "-display", "none", "-serial", "stdio", "-device", "virtio-rng-pci", "-device", "virtio-net-pci,netdev=net",
+		"-netdev", fmt.Sprintf("user,id=net,ipv6=off,net=%[1]s/24,host=%[1]s,hostfwd=tcp:%[2]s:%[3]d-%[4]s:%[3]d",
+			hostAddress, talosAddress, constants.ApidPort, machineAddress),
+		"-drive", "if=pflash,format=raw,readonly=on,file=" + firmware + "OVMF_CODE_4M.fd",
+		"-drive", "if=pflash,format=raw,file=" + m.variables(),
+		"-drive", "if=virtio,format=raw,file=" + m.disk(),
+	}})
+	require.NoError(m.t, err)
+	m.t.Cleanup(m.powerOff)
+}
+
+// powerOff kills the machine. It may be off.
+func (m *vm) powerOff() {
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel() // no time to end by itself
+	m.process.Stop(ctx)
+}
+
+// awaitConsole waits until the console shows a text.
+func (m *vm) awaitConsole(text string) {
+	m.t.Helper()
+
+	m.eventually(fmt.Sprintf("console shows %q", text), func() error {
+		content, err := os.ReadFile(m.console)
+		if err == nil && !bytes.Contains(content, []byte(text)) {
+			err = errors.New(m.process.LogTail())
+		}
+
+		return err
+	})
+}
+
+// eventually retries until try succeeds. It fails the test at the deadline, or if the machine has ended.
+func (m *vm) eventually(what string, try func() error) {
+	m.t.Helper()
+
+	err := errors.New("not tried")
+	start := time.Now()
+
+	for ; err != nil; time.Sleep(poll) {
+		if err = try(); err != nil && (m.process.Ended() != nil || time.Since(start) > deadline) {
+			require.NoError(m.t, errors.Join(err, m.process.Ended()), what)
+		}
+	}
+
+	m.t.Logf("%4.0f s until %s", time.Since(start).Seconds(), what)
+}
+
+// runTalosctl runs talosctl of the release on the host.
+func (m *vm) runTalosctl(args ...string) (string, error) {
+	ctx, cancel := context.WithTimeout(m.t.Context(), deadline)
+	defer cancel()
+
+	release, err := talosAssets()
+	require.NoError(m.t, err)
+
+	cmd := exec.CommandContext(ctx, filepath.Join(release, "bin/talosctl"), args...)
+	cmd.Env = append(os.Environ(), "TALOSCONFIG="+filepath.Join(m.dir, "talosconfig"), "TALOS_HOME="+m.dir, "HOME="+m.dir)
+	cmd.Dir = m.dir
+
+	output, err := builder.Output(cmd)
+
+	return string(output), err
+}
+
+// talosctl runs talosctl, which must succeed, and returns its output.
+func (m *vm) talosctl(args ...string) string {
+	m.t.Helper()
+
+	output, err := m.runTalosctl(args...)
+	require.NoError(m.t, err)
+
+	return output
+}
+
+// awaitTalosctl runs talosctl until it succeeds and its output contains a text, and returns the output.
+func (m *vm) awaitTalosctl(text string, args ...string) (output string) {
+	m.t.Helper()
+
+	m.eventually(fmt.Sprintf("talosctl %s shows %q", strings.Join(args, " "), text), func() (err error) {
+		output, err = m.runTalosctl(args...)
+		if err == nil && !strings.Contains(output, text) {
+			err = errors.New(output)
+		}
+
+		return err
+	})
+
+	return output
+}
+
+// run runs a command on the host.
+func run(t *testing.T, program string, args ...string) {
+	t.Helper()
+
+	output, err := exec.CommandContext(t.Context(), program, args...).CombinedOutput()
+	require.NoError(t, err, "%s %s\n%s", program, strings.Join(args, " "), output)
+}
+
+// getenv returns a required environment variable, which make boot-test sets.
+func getenv(t *testing.T, key string) string {
+	t.Helper()
+
+	value := os.Getenv(key)
+	require.NotEmpty(t, value, "%s is not set; run make boot-test", key)
+
+	return value
+}
+
+// logDir returns the directory for consoles.
+func logDir(t *testing.T) string {
+	t.Helper()
+
+	dir := os.Getenv("TALOS_CCM_LOGS")
+	if dir == "" {
+		return t.TempDir()
+	}
+
+	require.NoError(t, os.MkdirAll(dir, 0o755))
+
+	return dir
+}
