@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/cosi-project/runtime/pkg/resource"
 	"github.com/cosi-project/runtime/pkg/state"
 	"github.com/siderolabs/talos/pkg/machinery/resources/network"
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
@@ -23,14 +24,28 @@ import (
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/tools/clientcmd"
 
-	ccmmachine "github.com/talos-ccm/talos-ccm/pkg/machine"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/pkg/talosapi"
 )
 
-// baseline is the least that a controller can do: it watches what talos-ccm watches, writes what talos-ccm writes, and
-// checks nothing.
+// Names of the baselines. Both write to Nodes what talos-ccm writes, approve all CSRs, and check nothing.
+const (
+	// writesOnly talks to no machine: it knows what simulated machines have.
+	writesOnly = "writes only"
+	// readsAndWrites watches of each machine what it writes to the Node.
+	readsAndWrites = "reads and writes"
+)
+
+var baselines = []string{writesOnly, readsAndWrites}
+
+// watchedKinds are those of platform metadata and addresses.
+var watchedKinds = []resource.Kind{
+	resource.NewMetadata(runtime.NamespaceName, runtime.PlatformMetadataType, "", resource.VersionUndefined),
+	resource.NewMetadata(network.NamespaceName, network.AddressStatusType, "", resource.VersionUndefined),
+}
+
 type baseline struct {
+	name   string
 	client kubernetes.Interface
 	tls    *tls.Config
 }
@@ -39,7 +54,7 @@ type baseline struct {
 func (b *baseline) TLSConfig() (*tls.Config, error) { return b.tls.Clone(), nil }
 
 // runBaseline reads the environment variables KUBECONFIG and TALOSCONFIG and runs until ctx ends.
-func runBaseline(ctx context.Context) error {
+func runBaseline(ctx context.Context, name string) error {
 	kubeconfig, err := clientcmd.BuildConfigFromFlags("", os.Getenv("KUBECONFIG"))
 	if err != nil {
 		return err
@@ -48,7 +63,7 @@ func runBaseline(ctx context.Context) error {
 	kubeconfig.QPS = -1
 	kubeconfig.ContentType = "application/vnd.kubernetes.protobuf"
 
-	b := &baseline{}
+	b := &baseline{name: name}
 	if b.client, err = kubernetes.NewForConfig(kubeconfig); err != nil {
 		return err
 	}
@@ -74,11 +89,17 @@ func runBaseline(ctx context.Context) error {
 	return nil
 }
 
-// observe follows the machine of a new Node, and approves a new CSR.
+// observe initializes a new Node, and approves a new CSR.
 func (b *baseline) observe(ctx context.Context, obj any) {
 	switch obj := obj.(type) {
 	case *corev1.Node:
-		go func() { exitOnError(b.follow(ctx, obj)) }()
+		go func() {
+			if b.name == writesOnly {
+				exitOnError(b.initialize(ctx, obj, platform(obj.Name), nodeAddresses(obj)))
+			} else {
+				exitOnError(b.follow(ctx, obj))
+			}
+		}()
 	case *certificatesv1.CertificateSigningRequest:
 		if obj.Spec.SignerName == certificatesv1.KubeletServingSignerName && len(obj.Status.Conditions) == 0 {
 			go func() { exitOnError(b.approve(ctx, obj.DeepCopy())) }()
@@ -112,17 +133,16 @@ func (b *baseline) follow(ctx context.Context, node *corev1.Node) error {
 	}
 	defer st.Close() //nolint:errcheck // no call is in flight
 
-	kinds := ccmmachine.BaseKinds().Watched
 	events := make(chan state.Event)
 
-	for _, kind := range kinds {
+	for _, kind := range watchedKinds {
 		go func() { exitOnError(st.WatchKind(ctx, kind, events, state.WithBootstrapContents(true))) }()
 	}
 
 	var (
-		missing  = len(kinds) // whose existing resources have not been read
+		missing  = len(watchedKinds) // whose existing resources have not been read
 		metadata *runtime.PlatformMetadataSpec
-		ips      []string
+		ips      []netip.Addr
 	)
 
 	for event := range events {
@@ -131,7 +151,7 @@ func (b *baseline) follow(ctx context.Context, node *corev1.Node) error {
 			metadata = r.TypedSpec()
 		case *network.AddressStatus:
 			// All addresses of a simulated machine are those of its Node, also the loopback address where it listens.
-			ips = append(ips, r.TypedSpec().Address.Addr().String())
+			ips = append(ips, r.TypedSpec().Address.Addr())
 		}
 
 		switch {
@@ -154,7 +174,7 @@ func (b *baseline) follow(ctx context.Context, node *corev1.Node) error {
 }
 
 // initialize makes the same three writes as talos-ccm.
-func (b *baseline) initialize(ctx context.Context, node *corev1.Node, m *runtime.PlatformMetadataSpec, ips []string) error {
+func (b *baseline) initialize(ctx context.Context, node *corev1.Node, m *runtime.PlatformMetadataSpec, ips []netip.Addr) error {
 	labels := applycorev1.Node(node.Name).WithLabels(map[string]string{
 		corev1.LabelTopologyRegion: m.Region, corev1.LabelTopologyZone: m.Zone, corev1.LabelInstanceTypeStable: m.InstanceType,
 		corev1.LabelFailureDomainBetaRegion: m.Region, corev1.LabelFailureDomainBetaZone: m.Zone, corev1.LabelInstanceType: m.InstanceType,
@@ -180,10 +200,11 @@ func (b *baseline) initialize(ctx context.Context, node *corev1.Node, m *runtime
 }
 
 // patchAddresses writes the addresses of a Node.
-func (b *baseline) patchAddresses(ctx context.Context, nodename string, ips []string) error {
-	addresses := []string{fmt.Sprintf(`{"type":"Hostname","address":%q}`, nodename)}
+func (b *baseline) patchAddresses(ctx context.Context, nodename string, ips []netip.Addr) error {
+	// A merge by type, the default, fails if one address of a type moves.
+	addresses := []string{`{"$patch":"replace"}`, fmt.Sprintf(`{"type":"Hostname","address":%q}`, nodename)}
 	for _, ip := range ips {
-		addresses = append(addresses, fmt.Sprintf(`{"type":"InternalIP","address":%q}`, ip))
+		addresses = append(addresses, fmt.Sprintf(`{"type":"InternalIP","address":%q}`, ip.String()))
 	}
 
 	status := fmt.Sprintf(`{"status":{"addresses":[%s]}}`, strings.Join(addresses, ","))

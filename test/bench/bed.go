@@ -11,6 +11,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/labels"
+	k8sruntime "k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
@@ -46,7 +47,7 @@ type bed struct {
 
 	subject string
 	process *running // of the subject, if the bed started it
-	rows    []row
+	results results
 }
 
 // newBed starts everything but the subject.
@@ -88,10 +89,11 @@ func (b *bed) close() error {
 	return b.err
 }
 
-// record adds a row, if a value was measured.
-func (b *bed) record(name, goal string, value float64, unit string) {
+// record adds the value of a measurement, if it was measured.
+func (b *bed) record(name string, value float64) {
 	if value > 0 {
-		b.rows = append(b.rows, row{b.subject, name, goal, value, unit})
+		at := key{name, b.subject}
+		b.results[at] = append(b.results[at], value)
 	}
 }
 
@@ -130,10 +132,14 @@ func (b *bed) pause(d time.Duration) {
 	})
 }
 
-// await waits until the condition holds, or an error occurs.
+// await waits until the condition holds, or an error occurs, such as the end of the subject.
 func (b *bed) await(what string, interval time.Duration, condition func() bool) {
 	b.try(func() error {
 		err := wait.PollUntilContextTimeout(b.ctx, interval, timeout, true, func(context.Context) (bool, error) {
+			if b.process != nil && b.process.Ended() != nil {
+				return false, errors.New("the subject has ended")
+			}
+
 			return condition() || b.err != nil, nil
 		})
 		if err != nil {
@@ -144,12 +150,12 @@ func (b *bed) await(what string, interval time.Duration, condition func() bool) 
 	})
 }
 
-// awaitNodes waits until all machines have Nodes, and none of these is pending.
-func (b *bed) awaitNodes(what string, pending func(*corev1.Node) bool) {
+// awaitNodes waits until there is a number of Nodes, and none of these is pending.
+func (b *bed) awaitNodes(what string, number int, pending func(*corev1.Node) bool) {
 	b.await(what, pollInterval, func() bool {
 		list, err := b.informers.Core().V1().Nodes().Lister().List(labels.Everything())
 
-		return err == nil && len(list) == len(b.machines) && !slices.ContainsFunc(list, pending)
+		return err == nil && len(list) == number && !slices.ContainsFunc(list, pending)
 	})
 }
 
@@ -168,7 +174,8 @@ func (b *bed) awaitLeader(former string) (holder string) {
 
 func (b *bed) watchNodes() (err error) {
 	config := b.cluster.Config()
-	config.Insecure, config.CAData = true, nil // faults replace the CA
+	config.Insecure, config.CAData = true, nil          // faults replace the CA
+	config.ContentType = k8sruntime.ContentTypeProtobuf // which costs this process the least
 
 	if b.client, err = kubernetes.NewForConfig(config); err != nil {
 		return err

@@ -24,12 +24,19 @@ const region, zone, instanceType = "region-1", "zone-1", "large"
 
 func providerID(nodename string) string { return "aws:///" + zone + "/" + nodename }
 
+func platform(nodename string) *runtime.PlatformMetadataSpec {
+	return &runtime.PlatformMetadataSpec{
+		Platform: "aws", Hostname: nodename, Region: region, Zone: zone, InstanceType: instanceType,
+		InstanceID: nodename, ProviderID: providerID(nodename),
+	}
+}
+
 // machine is a simulated machine.
 type machine struct {
 	*talostest.Machine
 
 	// private is the IPv6 node IP. The IPv4 one is the address of apid; no CSR may contain it, because it is a loopback
-	// address.
+	// address. The upstream Talos CCM accepts only one per family.
 	private netip.Addr
 }
 
@@ -58,10 +65,7 @@ func (b *bed) boot(i int) (err error) {
 	spec := talostest.MachineSpec{
 		Nodename:  name,
 		Addresses: []talostest.Address{{Link: "eth0", Prefix: host(m.private)}},
-		Platform: runtime.PlatformMetadataSpec{
-			Platform: "aws", Hostname: name, Region: region, Zone: zone, InstanceType: instanceType,
-			InstanceID: name, ProviderID: providerID(name),
-		},
+		Platform:  *platform(name),
 	}
 
 	if i < controlPlanes {

@@ -1,5 +1,5 @@
-// Command bench measures talos-ccm against simulated Talos machines and a real API server, next to a baseline
-// controller. Machines and measurements run in this process; the API server and the measured controllers are child
+// Command bench measures talos-ccm against simulated Talos machines and a real API server, next to two baseline
+// controllers. Machines and measurements run in this process; the API server and the measured controllers are child
 // processes.
 package main
 
@@ -18,6 +18,8 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/siderolabs/gen/xslices"
+
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
@@ -35,8 +37,8 @@ func run(args []string) (err error) {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
 
-	if len(args) == 1 && args[0] == "baseline" {
-		return runBaseline(ctx)
+	if len(args) == 1 && slices.Contains(baselines, args[0]) {
+		return runBaseline(ctx, args[0])
 	}
 
 	b := &benchmark{ctx: ctx}
@@ -44,11 +46,14 @@ func run(args []string) (err error) {
 	machines := flags.String("machines", "100,1000", "numbers of machines, separated by commas")
 	against := flags.String("against", "", "shell command of another controller to measure; it gets KUBECONFIG and TALOSCONFIG")
 	approves := flags.Bool("against-approves", false, "whether the other controller approves CSRs")
+	follows := flags.Bool("against-follows", false, "whether the other controller watches machines")
 	flags.StringVar(&b.profiles, "profiles", "", "directory for profiles of talos-ccm, with the last number of machines, or at the first and the last sample of a soak")
 	flags.StringVar(&b.parts, "parts", strings.Join(allParts, ","), "what to measure, separated by commas")
-	flags.StringVar(&b.chart, "chart", "", "file for a chart (SVG) of the last number of machines")
+	flags.StringVar(&b.committed, "compare", "", "file with expected results; fail if a result exceeds its tolerance")
+	flags.BoolVar(&b.update, "update", false, "replace the file of -compare")
 	flags.DurationVar(&b.settle, "settle", 15*time.Second, "how long a controller has to become idle before its memory is measured and before changes")
 	flags.IntVar(&b.rounds, "rounds", 10, "how often one machine changes, and how often 50 do")
+	flags.IntVar(&b.repeat, "repeat", 1, "how often everything is measured; results are medians")
 	withFaults := flags.String("faults", "", "run the faults whose names contain this, or all, and print a table, in place of a benchmark")
 	duration := flags.Duration("soak", 0, "change machines for this long and print how memory and connections developed, in place of a benchmark")
 
@@ -82,9 +87,13 @@ func run(args []string) (err error) {
 		return runSoak(ctx, os.Stdout, b.executable, sizes[0], *duration, b.profiles)
 	}
 
-	b.subjects = []subject{talosSubject(b.executable), command("baseline", true, "/proc/self/exe", "baseline")}
+	b.subjects = []subject{
+		talosSubject(b.executable),
+		command(subject{name: readsAndWrites, approves: true, follows: true}, "/proc/self/exe", readsAndWrites),
+		command(subject{name: writesOnly, approves: true}, "/proc/self/exe", writesOnly),
+	}
 	if *against != "" {
-		b.subjects = append(b.subjects, command("other controller", *approves, "sh", "-c", "exec "+*against))
+		b.subjects = append(b.subjects, command(subject{name: "other controller", approves: *approves, follows: *follows}, "sh", "-c", "exec "+*against))
 	}
 
 	return b.run(sizes)
@@ -94,8 +103,8 @@ func (b *benchmark) validate(args []string) error {
 	switch {
 	case len(args) > 0:
 		return fmt.Errorf("unexpected argument %q", args[0])
-	case b.rounds < 1:
-		return fmt.Errorf("-rounds: %d is less than 1", b.rounds)
+	case b.rounds < 1, b.repeat < 1:
+		return errors.New("-rounds and -repeat must be at least 1")
 	}
 
 	for part := range strings.SplitSeq(b.parts, ",") {
@@ -142,55 +151,69 @@ type benchmark struct {
 
 	executable string
 	profiles   string // directory, if any
-	chart      string // file, if any
+	committed  string // file, if any
+	update     bool
 	parts      string
 	settle     time.Duration // how long a subject has to become idle before its memory is measured and before changes
 	rounds     int           // how often one machine changes, and how often a burst happens
+	repeat     int
 	subjects   []subject
+	results    results // of one number of machines
 }
 
-// run measures the parts for each number of machines, and prints a table for each.
+// run measures the parts for each number of machines, and prints tables.
 func (b *benchmark) run(sizes []int) error {
-	election := b.measure("election", talosCCM, controlPlanes, kube.Options{}, b.measureElection)
-
 	for _, size := range sizes {
-		var rows []row
+		b.results = results{}
 
-		for _, s := range b.subjects {
-			rows = append(rows, b.measure("nodes", s.name, size, kube.Options{}, func(bed *bed) { b.measureNodes(bed, s) })...)
-		}
-
-		for _, name := range []string{talosCCM, "kube-controller-manager"} {
-			absent := kube.Options{ControllerManager: kube.ControllerManager{Absent: true}}
-			rows = append(rows, b.measure("pod-cidrs", name, size, absent, b.measurePodCIDRs)...)
+		for range b.repeat {
+			b.measureAll(size)
 		}
 
 		if b.err != nil {
-			break
+			return b.err
 		}
 
-		rows = append(rows, election...)
-		printTable(os.Stdout, size, rows)
-
-		if b.chart != "" {
-			b.err = os.WriteFile(b.chart, drawChart(size, rows), 0o600)
-		}
+		columns := xslices.Map(b.subjects, func(s subject) string { return s.name })
+		b.results.print(os.Stdout, size, append(columns, kubeControllerManager))
 	}
 
-	return b.err
+	switch last := sizes[len(sizes)-1]; {
+	case b.committed == "":
+		return nil
+	case b.update:
+		return b.results.update(b.committed, last)
+	default:
+		return b.results.compare(b.committed, last)
+	}
+}
+
+// measureAll measures all parts and subjects once, so that what disturbs the computer for a while does not change the
+// medians.
+func (b *benchmark) measureAll(size int) {
+	for _, s := range b.subjects {
+		b.measure("nodes", s.name, size, kube.Options{}, func(bed *bed) { b.measureNodes(bed, s) })
+	}
+
+	for _, name := range []string{talosCCM, kubeControllerManager} {
+		absent := kube.Options{ControllerManager: kube.ControllerManager{Absent: true}}
+		b.measure("pod-cidrs", name, size, absent, b.measurePodCIDRs)
+	}
+
+	b.measure("election", talosCCM, controlPlanes, kube.Options{}, b.measureElection)
 }
 
 // measure measures a part on a bed, if the part was selected.
-func (b *benchmark) measure(part, subject string, machines int, options kube.Options, do func(*bed)) []row {
+func (b *benchmark) measure(part, subject string, machines int, options kube.Options, do func(*bed)) {
 	if b.err != nil || !slices.Contains(strings.Split(b.parts, ","), part) {
-		return nil
+		return
 	}
 
 	start := time.Now()
 
 	bed, err := newBed(b.ctx, machines, options)
 	if err == nil {
-		bed.subject = subject
+		bed.subject, bed.results = subject, b.results
 		do(bed)
 		err = bed.close()
 	}
@@ -198,10 +221,8 @@ func (b *benchmark) measure(part, subject string, machines int, options kube.Opt
 	if err != nil {
 		b.err = fmt.Errorf("%s, %d machines: %w", subject, machines, err)
 
-		return nil
+		return
 	}
 
 	fmt.Fprintf(os.Stderr, "measured %s with %d machines in %s\n", subject, machines, time.Since(start).Round(time.Second))
-
-	return bed.rows
 }

@@ -22,17 +22,20 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/product"
 )
 
-// talosCCM is the name of the subject that the others are compared with.
-const talosCCM = "talos-ccm"
+// Names of subjects. The others are compared with the first.
+const (
+	talosCCM              = "talos-ccm"
+	kubeControllerManager = "kube-controller-manager"
+)
 
 const mib = 1 << 20
 
 // subject is a controller that is measured.
 type subject struct {
 	name string
-	// approves is true if the controller approves CSRs.
-	approves bool
-	start    func(b *bed) (*running, error)
+	// approves is true if the controller approves CSRs, and follows if it watches machines.
+	approves, follows bool
+	start             func(b *bed) (*running, error)
 }
 
 // running is a process of a subject. After an error of the bed, metric and usage return zero.
@@ -159,13 +162,8 @@ func (r *running) heap(dir, file string) float64 {
 
 // talosSubject returns talos-ccm with its default flags, which leads when it has started.
 func talosSubject(executable string, environment ...string) subject {
-	return subject{talosCCM, true, func(b *bed) (*running, error) {
-		r, err := b.startProduct(executable, 0, environment...)
-		if err == nil {
-			b.awaitLeader("")
-		}
-
-		return r, err
+	return subject{name: talosCCM, approves: true, follows: true, start: func(b *bed) (*running, error) {
+		return b.startProduct(executable, 0, environment...)
 	}}
 }
 
@@ -202,9 +200,9 @@ func allocating(controllers string) []string {
 	}
 }
 
-// command returns a subject that runs a command with the environment variables KUBECONFIG and TALOSCONFIG.
-func command(name string, approves bool, args ...string) subject {
-	return subject{name, approves, func(b *bed) (*running, error) {
+// command returns the subject with a command that has the environment variables KUBECONFIG and TALOSCONFIG.
+func command(s subject, args ...string) subject {
+	s.start = func(b *bed) (*running, error) {
 		talosconfig, err := b.talos.Talosconfig(string(role.Reader))
 		if err != nil {
 			return nil, err
@@ -216,7 +214,7 @@ func command(name string, approves bool, args ...string) subject {
 		}
 
 		child, err := process.Start(process.Command{
-			Name: name, Path: args[0], Args: args[1:], Log: b.file("subject.log"), Grace: product.Grace,
+			Name: s.name, Path: args[0], Args: args[1:], Log: b.file("subject.log"), Grace: product.Grace,
 			Env: append(os.Environ(), "KUBECONFIG="+b.file("kubeconfig"), "TALOSCONFIG="+b.file("talosconfig")),
 		})
 		if err != nil {
@@ -224,5 +222,7 @@ func command(name string, approves bool, args ...string) subject {
 		}
 
 		return &running{Process: child, bed: b}, nil
-	}}
+	}
+
+	return s
 }
