@@ -152,9 +152,9 @@ func (c *Checker) make(args []string) error {
 	return err
 }
 
-// foreign has keys of documents that talos-ccm, Kubernetes and Talos do not read: values of the chart, which test/chart
-// renders, Prometheus's configuration, which test/monitoring loads, schematics, and profiles for imager.
-var foreign = []string{"image", "scrape_configs", "customization", "input"}
+// foreign has keys of documents that talos-ccm, Kubernetes and Talos do not read: Prometheus's configuration, which
+// test/monitoring loads, schematics, profiles for imager, and Image Factory's configuration, which test/imager loads.
+var foreign = []string{"scrape_configs", "customization", "input", "artifacts"}
 
 // documents checks a stream of documents by the types that their keys indicate. By default, a document is a configuration
 // file of talos-ccm.
@@ -166,6 +166,7 @@ func (c *Checker) documents(text string) (err error) {
 		}
 
 		switch {
+		case strings.HasPrefix(document, "# values.yaml\n"): // of the chart, which test/chart renders
 		case keys["apiVersion"] == "v1alpha1", keys["machine"] != nil, keys["cluster"] != nil:
 			err = errors.Join(err, c.machineConfig(document))
 		case keys["apiVersion"] != nil:

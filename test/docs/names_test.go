@@ -18,20 +18,24 @@ import (
 
 // theirs are names of other programs.
 var theirs = slices.Concat(
-	[]string{"--arch", "--system-extension-image"},                    // imager's
-	[]string{"--cloud-provider", "--use-service-account-credentials"}, // the upstream Talos CCM's
-	[]string{"--cluster-signing-duration"},                            // kube-controller-manager's
-	[]string{"--image-factory-address", "--primary-factory-url"},      // Omni's
-	[]string{"--kubelet-insecure-tls"},                                // metrics-server's
-	[]string{"--privileged"},                                          // docker's
-	[]string{"--take-ownership"},                                      // Helm's
+	[]string{"--arch", "--system-extension-image"},                        // imager's
+	[]string{"--cloud-provider", "--use-service-account-credentials"},     // the upstream Talos CCM's
+	[]string{"--cluster-signing-duration"},                                // kube-controller-manager's
+	[]string{"--image-factory-address", "--primary-factory-url"},          // Omni's
+	[]string{"--kubelet-insecure-tls"},                                    // metrics-server's
+	[]string{"--privileged"},                                              // docker's
+	[]string{"--take-ownership"},                                          // Helm's
+	[]string{"CrashLoopBackOff", "ContainerCreating", "ImagePullBackOff"}, // the kubelet's
+	[]string{"DaemonSet", "IfNotPresent"},                                 // Kubernetes's
 	[]string{"ExtensionServiceConfig", "HostnameConfig", "LocalhostAdminKubeconfig", "NetworkDefaultActionConfig", "NetworkRuleConfig"},                    // Talos's
 	[]string{"KubeControllerManagerConfig", "KubeNetworkConfig", "KubeNodeConfig", "KubeTalosAPIAccessConfig", "KubeletConfig", "UnattendedInstallConfig"}, // Talos's, since 1.14
-	[]string{"LeaderElection"},                 // client-go's
-	[]string{"NodeRestriction"},                // the API server's
-	[]string{"PrometheusRule", "ScrapeConfig"}, // the Prometheus operator's
-	[]string{"cluster.local"},                  // a DNS domain
-	[]string{"CACHE", "LOGS"},                  // the Makefile's, and that of tests
+	[]string{"ContainerConfig"},                       // Talos's, since 1.15
+	[]string{"DrainInProgress", "MaintenancePlanned"}, // Kubernetes'
+	[]string{"LeaderElection"},                        // client-go's
+	[]string{"NodeRestriction"},                       // the API server's
+	[]string{"PrometheusRule", "ScrapeConfig"},        // the Prometheus operator's
+	[]string{"cluster.local"},                         // a DNS domain
+	[]string{"CACHE", "LOGS"},                         // the Makefile's, and that of tests
 )
 
 // pages returns all pages by name.

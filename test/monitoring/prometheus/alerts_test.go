@@ -24,7 +24,7 @@ import (
 const (
 	alertsFile = "../../../docs/monitoring/alerts.yaml"
 	guide      = "../../../docs/guides/monitoring.md"
-	runbookURL = "https://github.com/talos-ccm/talos-ccm/blob/main/docs/troubleshooting.md#"
+	runbookURL = "https://github.com/talos-ccm/talos-ccm/blob/main/docs/troubleshooting/"
 )
 
 var ofInstances = regexp.MustCompile(`^(\w+)\{([abc]+)(.*)$`)

@@ -15,6 +15,9 @@ leader_election_master_status{bc, name=lease} 0x540
 talosccm_build_info{abc, version="v1.0.0"} 1x540
 talosccm_config_valid{abc} 1x540
 talosccm_machines{a, condition="Current"} 10x540
+talosccm_machine_up{a, node="w1"} 1x540
+talosccm_machine_stage{a, node="w1", stage="running"} 1x540
+talosccm_machine_unmet_conditions{a, node="w1"} 0x540
 talosccm_machines{a, condition="Unreachable"} 0x540
 talosccm_machines{a, condition="Mismatch"} 0x540
 talosccm_machines{a, condition="Unknown"} 0x540
@@ -94,6 +97,17 @@ talosccm_machines{a, condition="Unreachable"} 1x540`},
 	{"most machines do not answer", 6 * time.Minute, "TalosCCMMostMachinesUnreachable", "", `
 talosccm_machines{a, condition="Current"} 4x540
 talosccm_machines{a, condition="Unreachable"} 6x540`},
+	{"a machine does not finish its upgrade", time.Hour, "TalosCCMMachineStageLasts", "", `
+talosccm_machine_stage{a, node="w1", stage="running"} 1x10
+talosccm_machine_stage{a, node="w1", stage="upgrading"} _x10 1x500`},
+	{"a machine upgrades for twenty minutes", 25 * time.Minute, "", "TalosCCMMachineStageLasts", `
+talosccm_machine_stage{a, node="w1", stage="upgrading"} _x3 1x20`},
+	{"a machine is switched off", time.Hour, "", "TalosCCMMachineStageLasts TalosCCMMachinesNotReady", `
+talosccm_machine_up{a, node="w1"} 1x10 0x500
+talosccm_machine_unmet_conditions{a, node="w1"} 0x9 1x500
+talosccm_machine_stage{a, node="w1", stage="running"} 1x10
+talosccm_machine_stage{a, node="w1", stage="shutting down"} _x10 1x500`},
+	{"a service of a machine is not healthy", 20 * time.Minute, "TalosCCMMachinesNotReady", "", `talosccm_machine_unmet_conditions{a, node="w1"} 1x540`},
 	{"another machine answers", 16 * time.Minute, "TalosCCMMachineMismatch", "", `talosccm_machines{a, condition="Mismatch"} 1x540`},
 	{"another machine answers for a while", 16 * time.Minute, "", "TalosCCMMachineMismatch", `talosccm_machines{a, condition="Mismatch"} 1x10 0x500`},
 	{"the watches of each machine end every five minutes", time.Hour, "TalosCCMWatchesBreak", "", `talosccm_watch_restarts_total{a} 0+2x540`},
@@ -146,12 +160,10 @@ talosccm_csr_unexpected_credentials_total{a} 0x100 1x400`},
 var podCIDRs = []scene{
 	{"few blocks are free", 11 * time.Minute, "TalosCCMPodCIDRsRunOut", "", `
 talosccm_ipam_pool_blocks_free{a, pool="cluster", family="IPv4", cidr="10.244.0.0/16"} 25x540`},
-	{"one CIDR of two is exhausted, and so is a machine's own prefix", 11 * time.Minute, "", "TalosCCMPodCIDRsRunOut", `
+	{"one CIDR of two is exhausted", 11 * time.Minute, "", "TalosCCMPodCIDRsRunOut", `
 talosccm_ipam_pool_blocks_free{a, pool="cluster", family="IPv4", cidr="10.244.0.0/16"} 0x540
 talosccm_ipam_pool_blocks{a, pool="cluster", family="IPv4", cidr="10.245.0.0/16"} 256x540
-talosccm_ipam_pool_blocks_free{a, pool="cluster", family="IPv4", cidr="10.245.0.0/16"} 200x540
-talosccm_ipam_pool_blocks{a, pool="machine", family="IPv6", cidr="2001:db8::/119"} 2x540
-talosccm_ipam_pool_blocks_free{a, pool="machine", family="IPv6", cidr="2001:db8::/119"} 0x540`},
+talosccm_ipam_pool_blocks_free{a, pool="cluster", family="IPv4", cidr="10.245.0.0/16"} 200x540`},
 	{"a Node has no podCIDRs", 11 * time.Minute, "TalosCCMNodesWithoutPodCIDRs", "TalosCCMPodCIDRsOverlap", `
 talosccm_ipam_affected_nodes{a, reason="PodCIDRPoolExhausted"} 1x540`},
 	{"a Node waited for its podCIDRs", 11 * time.Minute, "", "TalosCCMNodesWithoutPodCIDRs", `
