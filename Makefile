@@ -195,9 +195,10 @@ race: kube-assets compiler $(HELM) ## Run unit and integration tests, concurrent
 docs: ## Check all links, commands and YAML blocks in the documentation.
 	@$(GO) test -count=1 -v -run '^TestDocuments$$' ./test/docs
 
-# Build first: without a build cache the build exceeds the timeout of packaging/image, whose tests need the binaries.
+# Build first: without a build cache the build exceeds the timeout of packaging/image, whose tests need the binaries. The
+# command for macOS is left to releases: code that only Linux compiles fails for Windows, too.
 .PHONY: test
-test: lint build $(ARTIFACTS)/talos-ccm-darwin-arm64 $(ARTIFACTS)/talos-ccm-windows-amd64.exe race monitoring-test ## Run the linters and all tests except e2e; concurrent code with the race detector.
+test: lint build $(ARTIFACTS)/talos-ccm-windows-amd64.exe race monitoring-test ## Run the linters and all tests except e2e; concurrent code with the race detector.
 
 .PHONY: histories
 histories: ## Run random histories: 1,000 against the node and IPAM controllers, and 250 against the lifecycle controller.
