@@ -236,6 +236,7 @@ boot-test: ## Boot a disk image with the extension on an emulated machine with f
 	@[ -e /usr/share/OVMF/OVMF_CODE_4M.fd ] || .ci/packages ovmf
 	@pkg-config --exists libseccomp 2>/dev/null || .ci/packages gcc libc6-dev pkg-config libseccomp-dev
 	$(MAKE) image ARCHES=amd64 ARTIFACTS=$(boot)
+	$(MAKE) image ARCHES=amd64 ARTIFACTS=$(boot)/next TAG=v0.0.1-next
 	$(GO) run ./test/talos/cmd/talos-assets -imager $(boot)/imager
 	$(GO) build -o $(boot)/preinit ./test/boot/preinit
 	$(GO) run ./test/talos/cmd/talos-assets

@@ -39,16 +39,18 @@ kind: TimeSyncConfig
 enabled: false
 `
 
-// configure applies a machine configuration of a control plane, in maintenance mode.
-func (m *vm) configure() {
+// configure applies a machine configuration of a control plane, in maintenance mode. The options are for talosctl gen config.
+func (m *vm) configure(options ...string) {
 	m.t.Helper()
 
 	m.writeSecrets("secrets.yaml")
 	require.NoError(m.t, os.WriteFile(filepath.Join(m.dir, "patch.yaml"), fmt.Appendf(nil, patch, hostAddress, m.registry.Port()), 0o644))
 
-	m.talosctl("gen", "config", "boot", m.endpoint(), "--with-secrets", "secrets.yaml",
+	m.talosctl(append([]string{
+		"gen", "config", "boot", m.endpoint(), "--with-secrets", "secrets.yaml",
 		"--with-cluster-discovery=false", "--with-docs=false", "--with-examples=false", "--additional-sans", talosAddress.String(),
-		"--install-disk", "/dev/vda", "--config-patch", "@patch.yaml")
+		"--install-disk", "/dev/vda", "--config-patch", "@patch.yaml",
+	}, options...)...)
 	m.talosctl("config", "endpoint", talosAddress.String())
 	m.talosctl("config", "node", machineAddress.String())
 	m.awaitTalosctl("", "apply-config", "--insecure", "--nodes", talosAddress.String(), "--file", "controlplane.yaml")
@@ -97,7 +99,6 @@ func version(t *testing.T, layout string) string {
 func (m *vm) awaitExtension(version string) {
 	m.t.Helper()
 
-	m.awaitConsole(running)
 	m.awaitTalosctl(version, "get", "extensionstatuses")
 	m.awaitTalosctl("Running", "service", service)
 	m.checkNode(version)

@@ -70,20 +70,23 @@ func (m *vm) writeSecrets(file string) {
 	require.NoError(m.t, os.WriteFile(path, content, 0o600))
 }
 
-// checkNode registers the machine's Node, as its kubelet does, and waits until Talos and the extension have labeled it: with the
-// version of the extension, with the platform, and as the rule in the guide says.
+// checkNode registers the machine's Node, as its kubelet does, unless it exists. It waits until Talos and the extension have
+// labeled it: with the version of the extension, with the platform, and as the rule in the guide says.
 func (m *vm) checkNode(version string) {
 	m.t.Helper()
 
 	nodes := m.client.CoreV1().Nodes()
-	m.nodename = strings.TrimSpace(m.awaitTalosctl("", "get", "nodename", "--output", "jsonpath={.spec.nodename}"))
 
-	_, err := m.cluster.RegisterNode(m.t.Context(), kube.NodeSpec{Name: m.nodename, NodeIPs: []netip.Addr{machineAddress}})
-	require.NoError(m.t, err)
+	if m.nodename == "" {
+		m.nodename = strings.TrimSpace(m.awaitTalosctl("", "get", "nodename", "--output", "jsonpath={.spec.nodename}"))
+
+		_, err := m.cluster.RegisterNode(m.t.Context(), kube.NodeSpec{Name: m.nodename, NodeIPs: []netip.Addr{machineAddress}})
+		require.NoError(m.t, err)
+	}
 
 	var node *corev1.Node
 
-	m.eventually("Node is initialized and labeled", func() error {
+	m.eventually("Node is initialized and labeled", func() (err error) {
 		node, err = nodes.Get(m.t.Context(), m.nodename, metav1.GetOptions{})
 		if err != nil {
 			return err

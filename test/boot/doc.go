@@ -1,6 +1,7 @@
 // Package boot tests the extension on a virtual machine with firmware, a boot loader, a kernel and a disk, which the machines
-// of test/talos do not have: the imager's disk image. `make boot-test` builds what the tests need. They require root on Linux
-// (amd64) with Debian's archive keys, and QEMU emulates the processor, so that they do not need hardware virtualization.
+// of test/talos do not have: the imager's disk image, and an installation.
+// `make boot-test` builds what the tests need. They require root on Linux (amd64) with Debian's archive keys, and QEMU
+// emulates the processor, so that they do not need hardware virtualization.
 //
 // Debian's kernel, systemd-boot, udevd and file system programs replace those of Talos, which are only available from a
 // registry (see assemble). The release's machined, installer, imager and init of the initramfs run. SELinux is

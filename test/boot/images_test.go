@@ -46,16 +46,20 @@ var assets = sync.OnceValues(func() (string, error) {
 		return "", err
 	}
 
-	script, err := os.ReadFile("assemble")
-	if err != nil {
-		return "", err
+	artifacts := os.Getenv("TALOS_CCM_ARTIFACTS")
+	sum := sha256.New()
+	fmt.Fprintln(sum, filepath.Base(release)) // named after the hash of its inputs
+
+	for _, path := range []string{"assemble", artifacts + "/preinit"} {
+		content, err := os.ReadFile(path)
+		if err != nil {
+			return "", err
+		}
+
+		sum.Write(content)
 	}
 
-	// The directory of Talos in the cache is named after the hash of its inputs.
-	key := fmt.Sprintf("%x", sha256.Sum256([]byte(filepath.Base(release)+string(script))))[:16]
-
-	return builder.Cached(context.Background(), "boot", key, os.Stdout, func(dir string) error {
-		artifacts := os.Getenv("TALOS_CCM_ARTIFACTS")
+	return builder.Cached(context.Background(), "boot", fmt.Sprintf("%x", sum.Sum(nil))[:16], os.Stdout, func(dir string) error {
 		_, err := builder.Output(exec.Command("./assemble", filepath.Join(release, "rootfs"), artifacts+"/imager", artifacts+"/preinit", dir))
 
 		return err

@@ -25,8 +25,8 @@ import (
 )
 
 const (
-	// deadline is for a boot. It takes one to three minutes on an idle host.
-	deadline = 15 * time.Minute
+	// deadline is for a boot or an installation. They take one to four minutes on an idle host.
+	deadline = 40 * time.Minute
 	// poll is the interval for checking conditions.
 	poll = time.Second
 	// firmware is the directory of Debian's package ovmf.
@@ -48,8 +48,9 @@ type vm struct {
 	t *testing.T
 	// dir contains the disk, the variables of the firmware, and the talosconfig.
 	dir string
-	// console is the file with the output of the serial console.
+	// console is the file with the output of the serial console, up to read awaitConsole has read it.
 	console string
+	read    int
 	process *process.Process
 	cluster *kube.Cluster
 	client  kubernetes.Interface
@@ -59,14 +60,19 @@ type vm struct {
 	nodename string
 }
 
-// newVM creates a machine that is switched off, with a copy of an image as its disk.
+// newVM creates a machine that is switched off, with a copy of an image as its disk. Without an image the disk is empty.
 func newVM(t *testing.T, image string) *vm {
 	t.Helper()
 
 	m := &vm{t: t, dir: t.TempDir(), console: filepath.Join(logDir(t), t.Name()+".console.log")}
 	require.NoError(t, os.WriteFile(m.console, nil, 0o644))
 
-	run(t, "cp", "--sparse=always", image, m.disk())
+	if image != "" {
+		run(t, "cp", "--sparse=always", image, m.disk())
+	} else {
+		run(t, "truncate", "--size=10G", m.disk())
+	}
+
 	run(t, "cp", firmware+"OVMF_VARS_4M.fd", m.variables())
 	m.startCluster()
 	m.startRegistry()
@@ -78,13 +84,13 @@ func (m *vm) disk() string { return filepath.Join(m.dir, "disk.raw") }
 
 func (m *vm) variables() string { return filepath.Join(m.dir, "variables.fd") }
 
-// powerOn switches the machine on. The machine ends with this process.
-func (m *vm) powerOn() {
+// powerOn switches the machine on. The machine ends with this process. The options are for QEMU.
+func (m *vm) powerOn(options ...string) {
 	m.t.Helper()
 
 	var err error
 
-	m.process, err = process.Start(process.Command{Name: "qemu", Path: "nice", Log: m.console, Args: []string{
+	m.process, err = process.Start(process.Command{Name: "qemu", Path: "nice", Log: m.console, Args: append([]string{
 		"-n", "5", "qemu-system-x86_64", "-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2", "-m", "3072",
 		"-nodefaults", "-display", "none", "-serial", "stdio", "-device", "virtio-rng-pci", "-device", "virtio-net-pci,netdev=net",
 		"-netdev", fmt.Sprintf("user,id=net,ipv6=off,net=%[1]s/24,host=%[1]s,hostfwd=tcp:%[2]s:%[3]d-%[4]s:%[3]d",
@@ -92,7 +98,7 @@ func (m *vm) powerOn() {
 		"-drive", "if=pflash,format=raw,readonly=on,file=" + firmware + "OVMF_CODE_4M.fd",
 		"-drive", "if=pflash,format=raw,file=" + m.variables(),
 		"-drive", "if=virtio,format=raw,file=" + m.disk(),
-	}})
+	}, options...)})
 	require.NoError(m.t, err)
 	m.t.Cleanup(m.powerOff)
 }
@@ -104,17 +110,24 @@ func (m *vm) powerOff() {
 	m.process.Stop(ctx)
 }
 
-// awaitConsole waits until the console shows a text.
+// awaitConsole waits until the console shows a text, after the text of the last call.
 func (m *vm) awaitConsole(text string) {
 	m.t.Helper()
 
 	m.eventually(fmt.Sprintf("console shows %q", text), func() error {
 		content, err := os.ReadFile(m.console)
-		if err == nil && !bytes.Contains(content, []byte(text)) {
-			err = errors.New(m.process.LogTail())
+		if err != nil {
+			return err
 		}
 
-		return err
+		index := bytes.Index(content[m.read:], []byte(text))
+		if index < 0 {
+			return errors.New(m.process.LogTail())
+		}
+
+		m.read += index + len(text)
+
+		return nil
 	})
 }
 
@@ -134,17 +147,24 @@ func (m *vm) eventually(what string, try func() error) {
 	m.t.Logf("%4.0f s until %s", time.Since(start).Seconds(), what)
 }
 
+func (m *vm) talosctlPath() string {
+	release, err := talosAssets()
+	require.NoError(m.t, err)
+
+	return filepath.Join(release, "bin/talosctl")
+}
+
+func (m *vm) talosctlEnv() []string {
+	return append(os.Environ(), "TALOSCONFIG="+filepath.Join(m.dir, "talosconfig"), "TALOS_HOME="+m.dir, "HOME="+m.dir)
+}
+
 // runTalosctl runs talosctl of the release on the host.
 func (m *vm) runTalosctl(args ...string) (string, error) {
 	ctx, cancel := context.WithTimeout(m.t.Context(), deadline)
 	defer cancel()
 
-	release, err := talosAssets()
-	require.NoError(m.t, err)
-
-	cmd := exec.CommandContext(ctx, filepath.Join(release, "bin/talosctl"), args...)
-	cmd.Env = append(os.Environ(), "TALOSCONFIG="+filepath.Join(m.dir, "talosconfig"), "TALOS_HOME="+m.dir, "HOME="+m.dir)
-	cmd.Dir = m.dir
+	cmd := exec.CommandContext(ctx, m.talosctlPath(), args...)
+	cmd.Env, cmd.Dir = m.talosctlEnv(), m.dir
 
 	output, err := builder.Output(cmd)
 

@@ -1,0 +1,78 @@
+//go:build e2e
+
+package boot_test
+
+import (
+	"errors"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/google/go-containerregistry/pkg/name"
+	"github.com/google/go-containerregistry/pkg/v1/remote"
+	"github.com/google/go-containerregistry/pkg/v1/tarball"
+	"github.com/stretchr/testify/require"
+
+	"github.com/talos-ccm/talos-ccm/test/process"
+)
+
+// push makes an installer image with the extension in an OCI layout, and pushes it to the registry. It returns the name that
+// the machine pulls.
+func (m *vm) push(extension, tag string) string {
+	m.t.Helper()
+
+	image, err := tarball.ImageFromPath(imager(m.t, "installer", "installer-amd64.tar", extension), nil)
+	require.NoError(m.t, err)
+
+	const repository = "/installer:"
+
+	ref, err := name.ParseReference(m.registry.String()+repository+tag, name.Insecure)
+	require.NoError(m.t, err)
+	require.NoError(m.t, remote.Write(ref, image, remote.WithContext(m.t.Context())))
+
+	return "registry.example.com" + repository + tag
+}
+
+func TestInstaller_KeepsExtensionAfterPowerCutInUpgrade(t *testing.T) {
+	current, next := extension(t, ""), extension(t, "next")
+	m := newVM(t, "")
+	installer, nextInstaller := m.push(current, "current"), m.push(next, "next")
+
+	// Installation, on an empty disk.
+	assets, err := assets()
+	require.NoError(t, err)
+
+	m.powerOn("-kernel", filepath.Join(assets, "vmlinuz"), "-initrd", filepath.Join(assets, "initramfs"),
+		"-append", "talos.platform=metal slab_nomerge pti=on "+strings.Join(kernelArguments, " "))
+	m.awaitConsole(maintenance)
+	m.configure("--install-image", installer)
+	m.awaitConsole("installation of")
+	m.awaitConsole(running)
+	m.enable()
+	m.awaitExtension(version(t, current))
+
+	m.awaitTalosctl("Running", "service", "cri") // it pulls the image
+
+	// The power is cut while the installer writes the new version to the disk.
+	interrupted, err := process.Start(process.Command{
+		Name: "talosctl", Path: m.talosctlPath(), Args: []string{"upgrade", "--image", nextInstaller, "--drain=false", "--wait=false"},
+		Env: m.talosctlEnv(), Log: filepath.Join(m.dir, "upgrade.log"),
+	})
+	require.NoError(t, err)
+	m.eventually("installer writes", func() error {
+		tail := interrupted.LogTail()
+		if strings.Contains(tail, "copying /usr/install/amd64/vmlinuz.efi") {
+			return nil
+		}
+
+		require.NoError(t, interrupted.Ended(), tail)
+
+		return errors.New(tail)
+	})
+	m.powerOff()
+	interrupted.Stop(t.Context())
+
+	m.powerOn()
+	m.awaitConsole(running)
+	m.awaitExtension(version(t, current))
+}
