@@ -116,7 +116,7 @@ output:
 	return filepath.Join(dir, output)
 }
 
-// startRegistry starts the registry that mirrors all registries for the machine. It is empty.
+// startRegistry starts the registry that mirrors all registries for the machine.
 func (m *vm) startRegistry() {
 	server := httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0))))
 	m.t.Cleanup(server.Close)

@@ -48,7 +48,7 @@ type vm struct {
 	t *testing.T
 	// dir contains the disk, the variables of the firmware, and the talosconfig.
 	dir string
-	// console is the file with the output of the serial console, up to read awaitConsole has read it.
+	// console is the file with the output of the serial console. read is the offset from which awaitConsole searches.
 	console string
 	read    int
 	process *process.Process

@@ -2,11 +2,9 @@
 package main
 
 import (
-	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
-	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -19,16 +17,7 @@ func main() {
 		}
 	}
 
-	// The kernel may not yet have closed the files that it has unpacked.
-	for range 100 {
-		if err := unix.Exec("/talos-init", []string{"/init"}, os.Environ()); !errors.Is(err, unix.ETXTBSY) {
-			fmt.Fprintln(os.Stderr, "preinit:", err)
-
-			return
-		}
-
-		time.Sleep(100 * time.Millisecond)
-	}
+	fmt.Fprintln(os.Stderr, "preinit:", unix.Exec("/talos-init", []string{"/init"}, os.Environ()))
 }
 
 func load(path string) error {
