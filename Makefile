@@ -223,7 +223,7 @@ imager-test: image ## Build an initramfs with the extension with the imager of T
 
 .PHONY: factory-test
 factory-test: image ## Run the commands of the guide for a self-hosted Image Factory, and check the images that it builds.
-	@.ci/packages mksquashfs=squashfs-tools cpio=cpio zstd=zstd curl=curl
+	@.ci/packages mksquashfs=squashfs-tools cpio=cpio zstd=zstd curl=curl xz=xz-utils mcopy=mtools mkfs.vfat=dosfstools
 	$(GO) -C test/factory build -ldflags '-s -w' -o $(abspath $(ARTIFACTS))/factory/ tool
 	TALOS_CCM_FACTORY=$(abspath $(ARTIFACTS))/factory TALOS_CCM_LAYOUT=$(abspath $(ARTIFACTS))/oci $(GO) test -tags e2e -v -count=1 -timeout $(TEST_TIMEOUT) -run '^TestFactory_' ./test/imager
 

@@ -260,6 +260,35 @@ func initrd(t *testing.T, path string) string {
 	return write(t, constants.InitramfsAsset, content[:section.VirtualSize])
 }
 
+// unifiedKernel returns the path of the unified kernel image on the first partition of a disk image.
+func unifiedKernel(t *testing.T, disk string) string {
+	t.Helper()
+
+	const blockSize = 512
+
+	f, err := os.Open(disk)
+	require.NoError(t, err)
+
+	defer f.Close() //nolint:errcheck // only read
+
+	// The partition table begins in the third block. Its first entry is that of the EFI system partition.
+	var entry struct {
+		Type, ID [16]byte
+		First    uint64
+	}
+
+	require.NoError(t, binary.Read(io.NewSectionReader(f, 2*blockSize, blockSize), binary.LittleEndian, &entry))
+
+	dir := t.TempDir()
+	run(t, nil, "mcopy", "-i", fmt.Sprintf("%s@@%d", disk, entry.First*blockSize), "::EFI/Linux/*", dir)
+
+	files, err := filepath.Glob(filepath.Join(dir, "*"))
+	require.NoError(t, err)
+	require.Len(t, files, 1)
+
+	return files[0]
+}
+
 // write writes a file to a temporary directory, and returns its path.
 func write(t *testing.T, name string, content []byte) string {
 	t.Helper()
@@ -341,6 +370,13 @@ done`)
 
 	t.Run("initramfs", func(t *testing.T) {
 		requireSchematic(t, "amd64", write(t, constants.InitramfsAsset, asset(t, "initramfs-amd64.xz")))
+	})
+
+	// A disk image for amd64 also has GRUB by default, whose grub-mkimage is part of the real imager.
+	t.Run("disk image", func(t *testing.T) {
+		disk := write(t, "nocloud-arm64.raw.xz", asset(t, "nocloud-arm64.raw.xz"))
+		run(t, nil, "xz", "--decompress", disk)
+		requireSchematic(t, "arm64", initrd(t, unifiedKernel(t, strings.TrimSuffix(disk, ".xz"))))
 	})
 
 	tag, err := name.NewTag(f.address + "/metal-installer/" + schematic.ID + ":" + guideTalos)
