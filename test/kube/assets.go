@@ -111,7 +111,8 @@ func findSource(ctx context.Context, version string) (s source, err error) {
 var follows = regexp.MustCompile(`k8s\.io/|github\.com/google/cadvisor|github\.com/container-storage-interface|github\.com/opencontainers/cgroups`)
 
 // moduleOf returns the components' go.mod with a version of Kubernetes. Modules that follow this version and are only
-// required indirectly are left to go: it adds what that version requires.
+// required indirectly are left to go: it adds what that version requires. The same holds for etcd, if it is not the version in
+// the file.
 func (s source) moduleOf(version string) (module []byte, err error) {
 	content, err := os.ReadFile(filepath.Join(s.directory, "go.mod"))
 	if err != nil {
@@ -119,6 +120,11 @@ func (s source) moduleOf(version string) (module []byte, err error) {
 	}
 
 	for line := range strings.Lines(string(content)) {
+		// Older versions of Talos set flags that newer versions of etcd do not have.
+		if version != KubernetesVersion && strings.Contains(line, "go.etcd.io/") {
+			continue
+		}
+
 		if follows.MatchString(line) {
 			if strings.Contains(line, "// indirect") {
 				continue
