@@ -3,6 +3,7 @@
 package boot_test
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
 	"os"
@@ -13,13 +14,16 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 	cloudproviderapi "k8s.io/cloud-provider/api"
+	"k8s.io/utils/ptr"
 	"sigs.k8s.io/yaml"
 
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/test/kube"
+	"github.com/talos-ccm/talos-ccm/test/process"
 )
 
 // startCluster starts the Kubernetes control plane. It runs on the host, because it would take too long to start on an
@@ -106,12 +110,27 @@ func (m *vm) checkNode(version string) {
 	assert.NotEmpty(m.t, node.Spec.ProviderID)
 	assert.Contains(m.t, node.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeInternalIP, Address: machineAddress.String()})
 
-	leases := m.client.CoordinationV1().Leases(metav1.NamespaceSystem)
-	lease, err := leases.Get(m.t.Context(), "cloud-controller-manager-talos", metav1.GetOptions{})
-	require.NoError(m.t, err)
+	identity := strings.TrimSpace(m.awaitTalosctl("", "get", "identity", "--output", "jsonpath={.spec.nodeId}"))
 
-	identity := m.awaitTalosctl("", "get", "identity", "--output", "jsonpath={.spec.nodeId}")
-	assert.Equal(m.t, "talos-ccm_"+strings.TrimSpace(identity), *lease.Spec.HolderIdentity)
+	var first *metav1.MicroTime
+
+	m.eventually("extension renews its lease", func() error {
+		lease, err := m.client.CoordinationV1().Leases(metav1.NamespaceSystem).Get(m.t.Context(), "cloud-controller-manager-talos", metav1.GetOptions{})
+		if err != nil {
+			return err
+		}
+
+		holder, renewed := ptr.Deref(lease.Spec.HolderIdentity, ""), lease.Spec.RenewTime
+		if first == nil {
+			first = renewed
+		}
+
+		if holder != "talos-ccm_"+identity || renewed.Equal(first) {
+			return fmt.Errorf("lease of %q was renewed at %s", holder, renewed)
+		}
+
+		return nil
+	})
 }
 
 // checkServingCertificate checks that the extension approves the serving certificate of the machine's kubelet.
@@ -128,5 +147,31 @@ func (m *vm) checkServingCertificate() {
 		}
 
 		return err
+	})
+}
+
+// awaitDeletion waits until an instance of the extension outside of the machine, as on another control-plane machine, has
+// deleted the Node of the machine, which was reset.
+func (m *vm) awaitDeletion() {
+	m.t.Helper()
+
+	kubeconfig := filepath.Join(m.dir, "kubeconfig")
+	require.NoError(m.t, os.WriteFile(kubeconfig, m.cluster.Kubeconfig(), 0o600))
+
+	instance, err := process.Start(process.Command{
+		Name: "talos-ccm", Path: filepath.Join(getenv(m.t, "TALOS_CCM_ARTIFACTS"), "talos-ccm-linux-amd64"), Log: filepath.Join(m.dir, "talos-ccm.log"),
+		Args: []string{"--talosconfig=" + filepath.Join(m.dir, "reader.yaml"), "--kubeconfig=" + kubeconfig, "--secure-port=0"},
+	})
+	require.NoError(m.t, err)
+
+	defer instance.Stop(m.t.Context())
+
+	m.eventually("Node is deleted", func() error {
+		_, err := m.client.CoreV1().Nodes().Get(m.t.Context(), m.nodename, metav1.GetOptions{})
+		if apierrors.IsNotFound(err) {
+			return nil
+		}
+
+		return errors.Join(err, instance.Ended(), errors.New(instance.LogTail()))
 	})
 }

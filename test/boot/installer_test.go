@@ -11,6 +11,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/name"
 	"github.com/google/go-containerregistry/pkg/v1/remote"
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
+	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/test/process"
@@ -33,7 +34,7 @@ func (m *vm) push(extension, tag string) string {
 	return "registry.example.com" + repository + tag
 }
 
-func TestInstaller_KeepsExtensionAfterPowerCutInUpgrade(t *testing.T) {
+func TestInstaller_UpgradesRollsBackAndResets(t *testing.T) {
 	current, next := extension(t, ""), extension(t, "next")
 	m := newVM(t, "")
 	installer, nextInstaller := m.push(current, "current"), m.push(next, "next")
@@ -51,14 +52,16 @@ func TestInstaller_KeepsExtensionAfterPowerCutInUpgrade(t *testing.T) {
 	m.enable()
 	m.awaitExtension(version(t, current))
 
-	m.awaitTalosctl("Running", "service", "cri") // it pulls the image
+	m.upgrade(nextInstaller)
+	m.awaitConsole(running)
+	m.awaitExtension(version(t, next))
 
-	// The power is cut while the installer writes the new version to the disk.
-	interrupted, err := process.Start(process.Command{
-		Name: "talosctl", Path: m.talosctlPath(), Args: []string{"upgrade", "--image", nextInstaller, "--drain=false", "--wait=false"},
-		Env: m.talosctlEnv(), Log: filepath.Join(m.dir, "upgrade.log"),
-	})
-	require.NoError(t, err)
+	m.talosctl("rollback")
+	m.awaitConsole(running)
+	m.awaitExtension(version(t, current))
+
+	// The power is cut while the installer writes the next version to the disk again.
+	interrupted := m.upgrade(nextInstaller)
 	m.eventually("installer writes", func() error {
 		tail := interrupted.LogTail()
 		if strings.Contains(tail, "copying /usr/install/amd64/vmlinuz.efi") {
@@ -75,4 +78,25 @@ func TestInstaller_KeepsExtensionAfterPowerCutInUpgrade(t *testing.T) {
 	m.powerOn()
 	m.awaitConsole(running)
 	m.awaitExtension(version(t, current))
+
+	m.talosctl("config", "new", "reader.yaml", "--roles", "os:reader")
+	m.talosctl("reset", "--graceful=false", "--reboot", "--wait=false",
+		"--system-labels-to-wipe", constants.StatePartitionLabel, "--system-labels-to-wipe", constants.EphemeralPartitionLabel)
+	m.awaitConsole(maintenance)
+	m.awaitDeletion()
+}
+
+// upgrade starts an upgrade to an installer image, and returns the process of talosctl.
+func (m *vm) upgrade(installer string) *process.Process {
+	m.t.Helper()
+
+	m.awaitTalosctl("Running", "service", "cri") // it pulls the image
+
+	upgrade, err := process.Start(process.Command{
+		Name: "talosctl", Path: m.talosctlPath(), Args: []string{"upgrade", "--image", installer, "--drain=false", "--wait=false"},
+		Env: m.talosctlEnv(), Log: filepath.Join(m.t.TempDir(), "upgrade.log"),
+	})
+	require.NoError(m.t, err)
+
+	return upgrade
 }
