@@ -33,6 +33,8 @@ func (m *vm) startCluster() {
 
 	cluster, err := kube.Start(m.t.Context(), kube.Options{
 		Progress: os.Stdout, APIServerFlags: []string{"--service-cluster-ip-range=10.96.0.0/12"},
+		// Without a kubelet, the Node becomes unreachable, as that of a machine that is off.
+		ControllerManager: kube.ControllerManager{Flags: []string{"--controllers=node-lifecycle-controller"}},
 	})
 	require.NoError(m.t, err)
 	m.t.Cleanup(func() { assert.NoError(m.t, cluster.Stop()) })
