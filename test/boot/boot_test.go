@@ -31,12 +31,13 @@ apiVersion: v1alpha1
 kind: RegistryMirrorConfig
 name: "*"
 endpoints:
-  - url: http://%s:%d
+  - url: http://%[1]s:%[2]d
 skipFallback: true
 ---
 apiVersion: v1alpha1
 kind: TimeSyncConfig
-enabled: false
+ntp:
+  servers: [%[1]s]
 `
 
 // configure applies a machine configuration of a control plane, in maintenance mode. The options are for talosctl gen config.
@@ -108,22 +109,75 @@ func TestDiskImage_RunsExtension(t *testing.T) {
 	current := extension(t, "")
 	m := newVM(t, imager(t, "image", "metal-amd64.raw", current))
 
-	m.powerOn()
+	// The clock is wrong until NTP steps it, which is after the machine has its configuration.
+	m.powerOn("-rtc", "base=2001-02-03T04:05:06")
+	m.awaitConsole("setting system clock to 2001-02-03")
 	m.awaitConsole(maintenance)
 	m.configure()
 	m.awaitConsole(running)
 	m.enable()
 	m.awaitExtension(version(t, current))
 	m.checkProcess()
+
+	m.exceedMemory()
+	m.awaitConsole(running)
+	m.awaitExtension(version(t, current))
+
+	m.fillDisk()
+	m.talosctl("service", service, "restart")
+	m.awaitConsole(running)
+	m.awaitExtension(version(t, current))
 	m.checkServingCertificate()
 	m.checkLogs()
+}
+
+const cgroup = "/sys/fs/cgroup/" + constants.CgroupExtensions + "/talos-ccm/"
+
+// exceedMemory makes the kernel kill the process of the service, because its control group exceeds a memory limit. The
+// limit ends with the control group.
+func (m *vm) exceedMemory() {
+	m.t.Helper()
+
+	m.debug("echo 16M >" + cgroup + "memory.max")
+	m.awaitConsole("Memory cgroup out of memory: Killed process")
+}
+
+// fillDisk fills the file system of /var.
+func (m *vm) fillDisk() {
+	m.t.Helper()
+
+	const full = "No space left on device"
+
+	assert.Contains(m.t, m.debug("/busybox dd if=/dev/zero of=/host/var/full bs=1M 2>&1 || true"), full)
+	assert.Contains(m.t, m.debug("/busybox dd if=/dev/zero of=/host/var/more bs=512 2>&1 || true"), full)
+}
+
+// debug runs a shell script in a privileged container, with the host's root file system in /host.
+func (m *vm) debug(script string) string {
+	m.t.Helper()
+
+	assets, err := assets()
+	require.NoError(m.t, err)
+
+	image, err := singleLayer(filepath.Join(assets, "debug.tar"))
+	require.NoError(m.t, err)
+
+	return m.talosctl("debug", m.push(image, "debug:latest"), "--args", "/busybox", "--args", "sh", "--args", "-c", "--args", script)
+}
+
+func TestDiskImage_DoesNotStartWithEnforcingSELinux(t *testing.T) {
+	m := newVM(t, imager(t, "image", "metal-amd64.raw", extension(t, ""), "enforcing=1"))
+
+	m.powerOn()
+	m.awaitConsole(maintenance)
+	m.configure()
+	m.awaitConsole(`exec: "./talos-ccm": permission denied`) // README.md
 }
 
 // checkProcess checks what the kernel says about the process of the service.
 func (m *vm) checkProcess() {
 	m.t.Helper()
 
-	cgroup := "/sys/fs/cgroup/" + constants.CgroupExtensions + "/talos-ccm/"
 	process := "/proc/" + strings.TrimSpace(m.awaitTalosctl("", "read", cgroup+"cgroup.procs"))
 	status := m.awaitTalosctl("Uid:", "read", process+"/status")
 	m.t.Log(status)
@@ -134,6 +188,11 @@ func (m *vm) checkProcess() {
 	assert.Regexp(m.t, `(?m)^CapPrm:\s0+$`, status)
 	assert.Regexp(m.t, `(?m)^NoNewPrivs:\s1$`, status)
 	assert.Regexp(m.t, `(?m)^Seccomp:\s2$`, status)
+
+	security := m.awaitTalosctl("", "get", "securitystate", "--output", "yaml")
+	assert.Contains(m.t, security, "selinuxState: enabled, permissive")
+	assert.Contains(m.t, security, "bootedWithUKI: true")
+	assert.Contains(m.t, m.awaitTalosctl("", "read", process+"/attr/current"), ":unconfined_container_t:")
 
 	// docs/reference/service.md
 	assert.Equal(m.t, "-600", strings.TrimSpace(m.awaitTalosctl("", "read", process+"/oom_score_adj")))

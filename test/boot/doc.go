@@ -5,7 +5,7 @@
 //
 // Debian's kernel, systemd-boot, udevd and file system programs replace those of Talos, which are only available from a
 // registry (see assemble). The release's machined, installer, imager and init of the initramfs run. SELinux is
-// disabled, because Debian's programs have no labels.
+// permissive, as by default in Talos, with Talos's policy and labels.
 //
 // The machine runs no Kubernetes, which would not start on an emulated processor in time: the API server runs outside, and the
 // test registers the machine's Node. There is no other machine in the cluster.

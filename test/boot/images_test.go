@@ -13,16 +13,19 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
 	"time"
 
+	"github.com/google/go-containerregistry/pkg/name"
 	"github.com/google/go-containerregistry/pkg/registry"
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/google/go-containerregistry/pkg/v1/empty"
 	"github.com/google/go-containerregistry/pkg/v1/layout"
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"github.com/google/go-containerregistry/pkg/v1/remote"
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
 	"github.com/stretchr/testify/require"
 
@@ -32,7 +35,7 @@ import (
 
 // kernelArguments are for all images. Interfaces have their kernel names, so that the address can be an argument.
 var kernelArguments = []string{
-	"console=ttyS0", "net.ifnames=0", "talos.dashboard.disabled=1", "-selinux",
+	"console=ttyS0", "net.ifnames=0", "talos.dashboard.disabled=1", "security=selinux", // not the default of Debian's kernel
 	fmt.Sprintf("ip=%s::%s:255.255.255.0::eth0:off", machineAddress, hostAddress),
 }
 
@@ -66,8 +69,9 @@ var assets = sync.OnceValues(func() (string, error) {
 	})
 })
 
-// imager makes an image or installer with the extension in an OCI layout, and returns the path of the file.
-func imager(t *testing.T, kind, output, extension string) string {
+// imager makes an image or installer with the extension in an OCI layout and with kernel arguments, and returns the path of the
+// file.
+func imager(t *testing.T, kind, output, extension string, arguments ...string) string {
 	t.Helper()
 
 	dir := t.TempDir()
@@ -75,8 +79,12 @@ func imager(t *testing.T, kind, output, extension string) string {
 	assets, err := assets()
 	require.NoError(t, err)
 
-	base := filepath.Join(dir, "installer-base")
-	require.NoError(t, writeLayout(filepath.Join(assets, "installer-base.tar"), base))
+	installer, err := singleLayer(filepath.Join(assets, "installer-base.tar"))
+	require.NoError(t, err)
+
+	base, err := layout.Write(filepath.Join(dir, "installer-base"), empty.Index)
+	require.NoError(t, err)
+	require.NoError(t, base.AppendImage(installer, layout.WithPlatform(v1.Platform{OS: "linux", Architecture: "amd64"})))
 
 	profile := fmt.Sprintf(`
 arch: amd64
@@ -95,7 +103,7 @@ input:
 output:
   kind: %[5]s
   outFormat: raw
-`, strings.Join(kernelArguments, `", "`), assets, base, extension, kind)
+`, strings.Join(slices.Concat(kernelArguments, arguments), `", "`), assets, base, extension, kind)
 	if kind == "image" {
 		profile += "  imageOptions: {diskSize: 4294967296, diskFormat: raw, bootloader: sd-boot}\n"
 	}
@@ -124,29 +132,30 @@ func (m *vm) startRegistry() {
 	m.registry = netip.MustParseAddrPort(server.Listener.Addr().String())
 }
 
-// writeLayout writes an OCI layout with the installer's base image to a directory.
-func writeLayout(root, dir string) error {
+// push pushes an image to the registry. It returns the name that the machine pulls.
+func (m *vm) push(image v1.Image, repository string) string {
+	m.t.Helper()
+
+	ref, err := name.ParseReference(m.registry.String()+"/"+repository, name.Insecure)
+	require.NoError(m.t, err)
+	require.NoError(m.t, remote.Write(ref, image, remote.WithContext(m.t.Context())))
+
+	return "registry.example.com/" + repository
+}
+
+// singleLayer returns an image with the files of an archive, and the entry point of the installer.
+func singleLayer(archive string) (v1.Image, error) {
 	config, err := mutate.ConfigFile(empty.Image, &v1.ConfigFile{
 		OS: "linux", Architecture: "amd64", RootFS: v1.RootFS{Type: "layers"}, Config: v1.Config{Entrypoint: []string{"/bin/installer"}},
 	})
 	if err != nil {
-		return err
+		return nil, err
 	}
 
-	layer, err := tarball.LayerFromFile(root)
+	layer, err := tarball.LayerFromFile(archive)
 	if err != nil {
-		return err
+		return nil, err
 	}
 
-	image, err := mutate.AppendLayers(config, layer)
-	if err != nil {
-		return err
-	}
-
-	path, err := layout.Write(dir, empty.Index)
-	if err != nil {
-		return err
-	}
-
-	return path.AppendImage(image, layout.WithPlatform(v1.Platform{OS: "linux", Architecture: "amd64"}))
+	return mutate.AppendLayers(config, layer)
 }

@@ -8,8 +8,6 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/google/go-containerregistry/pkg/name"
-	"github.com/google/go-containerregistry/pkg/v1/remote"
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
 	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/stretchr/testify/require"
@@ -17,34 +15,27 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/process"
 )
 
-// push makes an installer image with the extension in an OCI layout, and pushes it to the registry. It returns the name that
-// the machine pulls.
-func (m *vm) push(extension, tag string) string {
+// installer makes an installer image with the extension in an OCI layout, and returns the name that the machine pulls.
+func (m *vm) installer(extension, tag string) string {
 	m.t.Helper()
 
 	image, err := tarball.ImageFromPath(imager(m.t, "installer", "installer-amd64.tar", extension), nil)
 	require.NoError(m.t, err)
 
-	const repository = "/installer:"
-
-	ref, err := name.ParseReference(m.registry.String()+repository+tag, name.Insecure)
-	require.NoError(m.t, err)
-	require.NoError(m.t, remote.Write(ref, image, remote.WithContext(m.t.Context())))
-
-	return "registry.example.com" + repository + tag
+	return m.push(image, "installer:"+tag)
 }
 
 func TestInstaller_UpgradesRollsBackAndResets(t *testing.T) {
 	current, next := extension(t, ""), extension(t, "next")
 	m := newVM(t, "")
-	installer, nextInstaller := m.push(current, "current"), m.push(next, "next")
+	installer, nextInstaller := m.installer(current, "current"), m.installer(next, "next")
 
 	// Installation, on an empty disk.
 	assets, err := assets()
 	require.NoError(t, err)
 
 	m.powerOn("-kernel", filepath.Join(assets, "vmlinuz"), "-initrd", filepath.Join(assets, "initramfs"),
-		"-append", "talos.platform=metal slab_nomerge pti=on "+strings.Join(kernelArguments, " "))
+		"-append", "talos.platform=metal slab_nomerge pti=on selinux=1 "+strings.Join(kernelArguments, " "))
 	m.awaitConsole(maintenance)
 	m.configure("--install-image", installer)
 	m.awaitConsole("installation of")

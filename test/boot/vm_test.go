@@ -5,8 +5,10 @@ package boot_test
 import (
 	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
+	"net"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -16,6 +18,7 @@ import (
 	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/constants"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"k8s.io/client-go/kubernetes"
 
@@ -76,6 +79,7 @@ func newVM(t *testing.T, image string) *vm {
 	run(t, "cp", firmware+"OVMF_VARS_4M.fd", m.variables())
 	m.startCluster()
 	m.startRegistry()
+	m.startTimeServer()
 
 	return m
 }
@@ -108,6 +112,38 @@ func (m *vm) powerOff() {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel() // no time to end by itself
 	m.process.Stop(ctx)
+}
+
+// startTimeServer starts an NTP server (RFC 5905). Talos supports no other port than 123.
+func (m *vm) startTimeServer() {
+	const size, transmitTime, secondsTo1970 = 48, 40, 2_208_988_800
+
+	conn, err := net.ListenPacket("udp", "127.0.0.1:123")
+	require.NoError(m.t, err)
+	m.t.Cleanup(func() { assert.NoError(m.t, conn.Close()) })
+
+	go func() {
+		for {
+			request, response := make([]byte, size), make([]byte, size)
+
+			_, client, err := conn.ReadFrom(request)
+			if err != nil {
+				return // closed
+			}
+
+			now := time.Now()
+			timestamp := uint64(now.Unix()+secondsTo1970)<<32 | uint64(now.Nanosecond())<<32/uint64(time.Second)
+
+			response[0], response[1] = 4<<3|4, 1 // server, version 4; stratum
+			copy(response[24:], request[transmitTime:])
+
+			for _, offset := range []int{16, 32, transmitTime} { // set, received, transmitted
+				binary.BigEndian.PutUint64(response[offset:], timestamp)
+			}
+
+			_, _ = conn.WriteTo(response, client) // UDP: the client repeats its request
+		}
+	}()
 }
 
 // awaitConsole waits until the console shows a text, after the text of the last call.

@@ -50,7 +50,7 @@ func Assets(ctx context.Context, out io.Writer) (string, error) {
 }
 
 // Imager builds the imager of the selected release of Talos into the directory dir, and returns its path. It also builds
-// init, the first program of the initramfs.
+// init, the first program of the initramfs, and copies file_contexts, the SELinux labels of files.
 func Imager(ctx context.Context, dir string, out io.Writer) (string, error) {
 	src, err := selectSource()
 	if err != nil {
@@ -75,10 +75,16 @@ func Imager(ctx context.Context, dir string, out io.Writer) (string, error) {
 		return "", err
 	}
 
+	labels, err := os.ReadFile(filepath.Join(talos, "internal/pkg/selinux/policy/file_contexts"))
+	if err != nil {
+		return "", err
+	}
+
 	// The binary is the imager or the installer, depending on its name.
 	return filepath.Join(dir, "imager"), errors.Join(
 		talosBuild(talos, modfile, "cmd/installer", "imager").run(ctx, dir, out),
 		talosBuild(talos, modfile, "internal/app/init", "init").run(ctx, dir, out),
+		os.WriteFile(filepath.Join(dir, "file_contexts"), labels, 0o644), //nolint:gosec // not secret
 	)
 }
 
