@@ -2,17 +2,13 @@ package node
 
 import (
 	"cmp"
-	"context"
 	"fmt"
 	"strings"
 	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
 	corev1 "k8s.io/api/core/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/klog/v2"
 
 	"github.com/talos-ccm/talos-ccm/pkg/internal/events"
 	"github.com/talos-ccm/talos-ccm/pkg/inventory"
@@ -190,52 +186,19 @@ func compareConditions(node *corev1.Node, o observation) (changes []corev1.NodeC
 	return changes, recheck
 }
 
-// syncConditions writes the conditions of an initialized Node that differ.
-func (c *Controller) syncConditions(ctx context.Context, node *corev1.Node, entry inventory.Entry, publish bool) (result string, err error) {
-	if !nodespec.IsTalos(node) || node.DeletionTimestamp != nil || nodespec.IsUninitialized(node) {
-		return resultUnchanged, nil
+// addConditions adds the conditions to the plan. A Node gets its first ones with its addresses or, if those are right, after
+// it is initialized. addConditions queues a Node whose conditions change because time passes.
+func (c *Controller) addConditions(p *plan, node *corev1.Node, entry inventory.Entry, publish bool) {
+	if !nodespec.IsTalos(node) || node.DeletionTimestamp != nil || nodespec.IsUninitialized(node) && p.addresses == nil {
+		return
 	}
 
-	changes, recheck := compareConditions(node, observation{
+	p.observation = observation{
 		entry: entry, isReady: nodespec.IsReady(node), mostRespond: c.config.Inventory.MostRespond(), publish: publish, now: c.config.Clock.Now(),
-	})
+	}
 
-	if recheck {
+	var recheck bool
+	if p.conditions, recheck = compareConditions(node, p.observation); recheck {
 		c.queue.AddAfter(node.Name, recheckInterval)
 	}
-
-	if len(changes) == 0 {
-		return resultUnchanged, nil
-	}
-
-	var list, states []any
-
-	for _, change := range changes {
-		states = append(states, fmt.Sprintf("%s=%s", change.Type, change.Status))
-
-		if change.Status == "" {
-			list = append(list, map[string]any{"$patch": "delete", "type": change.Type})
-		} else {
-			list = append(list, change)
-		}
-	}
-
-	// The patch is a strategic merge patch, which leaves other conditions alone. It contains the resourceVersion, because
-	// another writer may have set one of these conditions since.
-	after, err := c.patch(ctx, node.Name, types.StrategicMergePatchType, map[string]any{
-		"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion},
-		"status":   map[string]any{"conditions": list},
-	}, "status")
-
-	switch {
-	case apierrors.IsNotFound(err): // deleted in the meantime
-		return resultUnchanged, nil
-	case err != nil:
-		return "", fmt.Errorf("patch conditions of node %s: %w", node.Name, err)
-	}
-
-	c.expectations.Expect(after)
-	klog.FromContext(ctx).Info("Updated node", "conditions", states)
-
-	return resultChanged, nil
 }

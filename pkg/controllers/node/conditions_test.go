@@ -116,7 +116,7 @@ func TestConditions(t *testing.T) {
 			own.TB = t
 			l := lead(own)
 
-			l.Join(talostest.MachineSpec{Nodename: name + "-peer"})
+			l.Join(talostest.MachineSpec{Nodename: name + "-peer", Platform: runtime.PlatformMetadataSpec{ExternalDNS: name + ".example.com"}})
 			m := l.Join(talostest.MachineSpec{Nodename: name})
 			l.SetReady(name, corev1.ConditionTrue)
 
@@ -124,6 +124,8 @@ func TestConditions(t *testing.T) {
 			assert.Equal(t, "-", state(n, maintenance))
 			assert.Equal(t, "-", state(n, shutdown))
 			l.await(name+"-peer", talosReady, "True TalosMachineRunning")
+			l.AwaitNode(name+"-peer", "initialized", func(n *corev1.Node) bool { return !nodespec.IsUninitialized(n) })
+			assert.Equal(t, 3, l.writesTo(name+"-peer"), "writes of metadata, status and spec")
 
 			test(l, m)
 			l.stop()
@@ -204,7 +206,7 @@ func conditionsSurviveLeaders(l *leader, m *talostest.Machine) {
 	third.stop()
 }
 
-// conditionsOfAdminStay sets a condition after the controller has read the Node and before it writes.
+// conditionsOfAdminStay sets conditions after the controller has read a Node and before it writes.
 func conditionsOfAdminStay(l *leader, m *talostest.Machine) {
 	done := make(chan struct{})
 
@@ -221,6 +223,14 @@ func conditionsOfAdminStay(l *leader, m *talostest.Machine) {
 	l.setStage(m, runtime.MachineStageRunning)
 	n = l.await("admin", talosReady, "True TalosMachineRunning")
 	assert.Equal(l, "True AdminRequested", state(n, maintenance))
+
+	l.beforeNextWrite("admin-new", func() {
+		l.SetCondition("admin-new", "admin", `{"type":"TalosReady","status":"Unknown","reason":"AdminRequested"}`)
+	})
+	l.Join(talostest.MachineSpec{Nodename: "admin-new"})
+
+	n = l.AwaitNode("admin-new", "initialized", func(n *corev1.Node) bool { return !nodespec.IsUninitialized(n) })
+	assert.Equal(l, "Unknown AdminRequested", state(n, talosReady))
 }
 
 // conditionsOfSilentMachine cuts the machine off. The inventory notices that, and the clock of the controller is ahead.

@@ -263,29 +263,34 @@ func (c *Controller) syncNode(ctx context.Context, node *corev1.Node) (result st
 		return resultUnchanged, nil
 	}
 
-	if !managed {
+	p, isPending := &plan{}, false
+
+	if managed {
+		planned, problems, err := c.plan(node, entry, in)
+		if err != nil {
+			return "", fmt.Errorf("compare node %s: %w", node.Name, err)
+		}
+
+		c.report(node, problems)
+
+		if isPending = planned == nil; !isPending {
+			p = planned
+		}
+	} else {
 		c.release(node.Name, node.Spec.ProviderID)
 		c.report(node, nil)
-
-		return c.syncConditions(ctx, node, entry, false)
 	}
 
-	p, problems, err := c.plan(node, entry, in)
-	if err != nil {
-		return "", fmt.Errorf("compare node %s: %w", node.Name, err)
-	}
+	c.addConditions(p, node, entry, managed && !in.Options.OmitConditions)
 
-	c.report(node, problems)
-
-	if p != nil && !p.empty() {
+	switch {
+	case !p.empty():
 		return c.update(ctx, node, *p) // the new version of the Node is queued
+	case isPending:
+		return resultPending, nil
+	default:
+		return resultUnchanged, nil
 	}
-
-	if result, err = c.syncConditions(ctx, node, entry, !in.Options.OmitConditions); p == nil && result == resultUnchanged {
-		result = resultPending
-	}
-
-	return result, err
 }
 
 // machineOf returns the machine of a Node and the input for its desired state.
@@ -413,7 +418,12 @@ func (c *Controller) update(ctx context.Context, node *corev1.Node, p plan) (res
 	logger := klog.FromContext(ctx)
 
 	if !p.initialize {
-		logger.Info("Updated node", "metadata", p.apply, "addresses", p.addresses != nil, "taints", p.updateTaints)
+		conditions := []string{} // not nil, which is logged as null
+		for _, condition := range p.conditions {
+			conditions = append(conditions, fmt.Sprintf("%s=%s", condition.Type, condition.Status))
+		}
+
+		logger.Info("Updated node", "metadata", p.apply, "addresses", p.addresses != nil, "taints", p.updateTaints, "conditions", conditions)
 
 		return resultChanged, nil
 	}
@@ -433,9 +443,9 @@ func (c *Controller) update(ctx context.Context, node *corev1.Node, p plan) (res
 }
 
 // write writes the plan in the order that makes initialization atomic for the scheduler: labels and annotations,
-// addresses, and in the last request the providerID and the taints. It returns the Node after the last successful
-// request, or the given Node. Every request contains the UID of the Node that the plan was made for, so that it can
-// neither change a later Node of the same name nor create one.
+// addresses and conditions, and in the last request the providerID and the taints. It returns the Node after the last
+// successful request, or the given Node. Every request contains the UID of the Node that the plan was made for, so that
+// it can neither change a later Node of the same name nor create one.
 func (c *Controller) write(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
 	for _, step := range []struct {
 		action  string
@@ -458,12 +468,7 @@ func (c *Controller) write(ctx context.Context, node *corev1.Node, p plan) (*cor
 
 			return c.config.Client.CoreV1().Nodes().Apply(ctx, config, metav1.ApplyOptions{FieldManager: FieldManager})
 		}},
-		{"patch addresses", p.addresses != nil, func(node *corev1.Node) (*corev1.Node, error) {
-			return c.patch(ctx, node.Name, types.MergePatchType, map[string]any{
-				"metadata": map[string]any{"uid": node.UID},
-				"status":   map[string]any{"addresses": p.addresses},
-			}, "status")
-		}},
+		{"patch status", p.patchesStatus(), func(node *corev1.Node) (*corev1.Node, error) { return c.patchStatus(ctx, node, p) }},
 		{"patch spec", p.patchesSpec(), func(node *corev1.Node) (*corev1.Node, error) { return c.patchSpec(ctx, node, p) }},
 	} {
 		if !step.needed {
@@ -481,11 +486,43 @@ func (c *Controller) write(ctx context.Context, node *corev1.Node, p plan) (*cor
 	return node, nil
 }
 
+// patchStatus sets the addresses and the conditions. The strategic merge patch leaves other conditions alone. It replaces
+// the addresses, because merging would drop all but one of each type (https://github.com/kubernetes/kubernetes/issues/79391).
+// Their order is kept, because they are grouped by type. With conditions, the request contains the resourceVersion,
+// because another writer may set one of them. It may have done so since the plan was made: they are compared again.
+func (c *Controller) patchStatus(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
+	metadata, status := map[string]any{"uid": node.UID}, map[string]any{}
+
+	if p.addresses != nil {
+		list := []any{map[string]any{"$patch": "replace"}}
+		for _, address := range p.addresses {
+			list = append(list, address)
+		}
+
+		status["addresses"] = list
+	}
+
+	if p.conditions != nil {
+		conditions, _ := compareConditions(node, p.observation)
+		list := make([]any, len(conditions))
+
+		for i, condition := range conditions {
+			if list[i] = condition; condition.Status == "" {
+				list[i] = map[string]any{"$patch": "delete", "type": condition.Type}
+			}
+		}
+
+		metadata["resourceVersion"], status["conditions"] = node.ResourceVersion, list
+	}
+
+	return c.patch(ctx, node.Name, types.StrategicMergePatchType, map[string]any{"metadata": metadata, "status": status}, "status")
+}
+
 // patchSpec sets the providerID and the taints. The request contains the resourceVersion, because it replaces the list
-// of taints, and because a providerID cannot be changed once it is set. The address patch and most apply requests do not
-// contain the resourceVersion, so another client may have changed the Node before them. patchSpec therefore compares the
-// Node again, and fails if another client has reverted labels, annotations or addresses. They must be in place before
-// the uninitialized taint is removed.
+// of taints, and because a providerID cannot be changed once it is set. Most other requests do not contain the
+// resourceVersion, so another client may have changed the Node before them. patchSpec therefore compares the Node again,
+// and fails if another client has reverted labels, annotations or addresses. They must be in place before the
+// uninitialized taint is removed.
 func (c *Controller) patchSpec(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
 	left, err := makePlan(node, p.spec)
 	if err != nil {
@@ -509,8 +546,7 @@ func (c *Controller) patchSpec(ctx context.Context, node *corev1.Node, p plan) (
 	})
 }
 
-// patch sends a patch. A JSON merge patch replaces lists. A strategic merge patch of addresses would merge them by type,
-// but a Node can have several of one type (https://github.com/kubernetes/kubernetes/issues/79391).
+// patch sends a patch. A JSON merge patch replaces lists.
 func (c *Controller) patch(
 	ctx context.Context, nodename string, kind types.PatchType, patch map[string]any, subresources ...string,
 ) (*corev1.Node, error) {

@@ -44,6 +44,9 @@ type plan struct {
 	recordsTaint bool
 	// addresses replace status.addresses unless nil.
 	addresses []corev1.NodeAddress
+	// conditions are set, or removed if they have no status. They follow from the observation.
+	conditions  []corev1.NodeCondition
+	observation observation
 	// providerID is set unless empty, which means that the Node has one.
 	providerID string
 	// wantedID is the providerID that a new Node of the machine would get.
@@ -58,8 +61,10 @@ type plan struct {
 }
 
 func (p plan) empty() bool {
-	return p.managedFields == nil && !p.apply && p.addresses == nil && !p.patchesSpec()
+	return p.managedFields == nil && !p.apply && !p.patchesStatus() && !p.patchesSpec()
 }
+
+func (p plan) patchesStatus() bool { return p.addresses != nil || p.conditions != nil }
 
 func (p plan) patchesSpec() bool { return p.providerID != "" || p.updateTaints }
 
