@@ -163,6 +163,17 @@ type benchmark struct {
 
 // run measures the parts for each number of machines, and prints tables.
 func (b *benchmark) run(sizes []int) error {
+	last := sizes[len(sizes)-1]
+
+	var committed map[string]float64
+
+	if b.committed != "" && !b.update {
+		var err error
+		if committed, err = readCommitted(b.committed, last); err != nil {
+			return err
+		}
+	}
+
 	for _, size := range sizes {
 		b.results = results{}
 
@@ -171,17 +182,14 @@ func (b *benchmark) run(sizes []int) error {
 		}
 	}
 
-	last := sizes[len(sizes)-1]
-
-	if b.committed == "" {
+	switch {
+	case b.committed == "":
 		return nil
-	}
-
-	if b.update {
+	case b.update:
 		return b.results.update(b.committed, last)
 	}
 
-	err := b.results.compare(b.committed, last)
+	err := b.results.compare(committed)
 	if err == nil {
 		return nil
 	}
@@ -192,7 +200,7 @@ func (b *benchmark) run(sizes []int) error {
 		return err
 	}
 
-	return b.results.compare(b.committed, last)
+	return b.results.compare(committed)
 }
 
 // measureAndPrint adds repetitions to the results.

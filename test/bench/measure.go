@@ -39,6 +39,7 @@ func (b *benchmark) measureNodes(bed *bed, s subject) {
 	registered, initialized := bed.initialize(1, len(bed.machines))
 	bed.record("register all Nodes", registered.Seconds())
 	bed.record("initialize all Nodes", initialized.Seconds())
+	bed.record("initialize after registration", (initialized - registered).Seconds())
 	bed.pause(b.settle)
 	bed.record("requests to Talos per Node", float64(bed.talos.CallCount())/machines)
 	bed.record("writes per Node", bed.countWrites()/machines)

@@ -13,7 +13,7 @@ import (
 func TestResults_ComparesWithFile(t *testing.T) {
 	measured := func(cpu, goroutines float64) results {
 		return results{
-			{"CPU time to initialize", talosCCM}: {9, cpu, 0}, {"CPU time to initialize", readsAndWrites}: {2},
+			{"CPU time to initialize", talosCCM}: {9, cpu - 1, cpu + 1, 0}, {"CPU time to initialize", readsAndWrites}: {2},
 			{"initialize all Nodes", talosCCM}: {4}, {"initialize all Nodes", readsAndWrites}: {3},
 			{"requests to Talos per Node", talosCCM}: {8}, {"writes per Node", talosCCM}: {4},
 			{"heap per machine", talosCCM}: {90}, {"goroutines per machine", talosCCM}: {goroutines},
@@ -22,15 +22,23 @@ func TestResults_ComparesWithFile(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "result.json")
 	require.NoError(t, measured(3, 8).update(file, 200))
 
-	assert.NoError(t, measured(3, 8).compare(file, 200))
-	assert.NoError(t, measured(2, 7).compare(file, 200), "better")
-	assert.ErrorContains(t, measured(4, 8).compare(file, 200), "CPU time to initialize: 2.00 is not between 0 and 1.8")
-	assert.ErrorContains(t, measured(3, 9).compare(file, 200), "goroutines per machine: 9.00 is not between 0 and 8.40")
-	assert.ErrorContains(t, results{}.compare(file, 200), "writes per Node: 0.00 is not")
-	assert.ErrorContains(t, measured(3, 8).compare(file, 100), "has results with 200 machines")
+	committed, err := readCommitted(file, 200)
+	require.NoError(t, err)
 
-	require.NoError(t, os.WriteFile(file, []byte(`{"machines": 200}`), 0o600))
-	assert.ErrorContains(t, measured(3, 8).compare(file, 200), "goroutines per machine")
+	assert.NoError(t, measured(3, 8).compare(committed))
+	assert.NoError(t, measured(2, 7).compare(committed), "better")
+	assert.ErrorContains(t, measured(4, 8).compare(committed), "CPU time to initialize: 2.00 is not between 0 and 1.8")
+	assert.ErrorContains(t, measured(3, 9).compare(committed), "goroutines per machine: 9.00 is not between 0 and 8.40")
+	assert.ErrorContains(t, results{}.compare(committed), "writes per Node: 0.00 is not")
+	assert.ErrorContains(t, measured(3, 8).compare(nil), "goroutines per machine")
+
+	_, err = readCommitted(file, 100)
+	assert.ErrorContains(t, err, "has results with 200 machines")
+
+	require.NoError(t, os.WriteFile(file, []byte("{"), 0o600))
+
+	_, err = readCommitted(file, 200)
+	assert.ErrorContains(t, err, "parse "+file)
 }
 
 func TestResults_PrintsRatios(t *testing.T) {
