@@ -19,6 +19,7 @@ import (
 	"github.com/stretchr/testify/require"
 	certificatesv1 "k8s.io/api/certificates/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/csrapproval"
@@ -160,11 +161,6 @@ func TestServingCertificates_AreIssuedToReinstalledControlPlane(t *testing.T) {
 	start := time.Now()
 
 	shell(t, fmt.Sprintf("talosctl -n %s etcd snapshot %s", m.Address(), snapshot))
-	require.NoError(t, m.Wipe(t.Context()))
-	require.NoError(t, m.PowerOn())
-
-	after := identityOf(t, m)
-	assert.NotEqual(t, identity, after, "node ID of the machine")
 
 	// kube-controller-manager backdates certificates by five minutes. The kubelet rotates this one when 70 to 90 % of nine
 	// minutes have passed.
@@ -173,11 +169,29 @@ func TestServingCertificates_AreIssuedToReinstalledControlPlane(t *testing.T) {
 	}
 
 	t.Cleanup(func() { signFor("8760h") })
-	signFor("4m")
-	eventually(t, func(ctx context.Context) error {
-		_, err := bed.Shell(ctx, fmt.Sprintf("talosctl -n %s bootstrap --recover-from=%s", m.Address(), snapshot))
 
-		return err
+	const limit = time.Minute
+
+	// Talos takes seconds, but once it did not bootstrap for four minutes, in which its CRI was probably not healthy. Then
+	// the machine is reinstalled.
+	requireWithin(t, limit, func() time.Duration {
+		require.NoError(t, m.Wipe(t.Context()))
+		require.NoError(t, m.PowerOn())
+		assert.NotEqual(t, identity, identityOf(t, m), "node ID of the machine")
+		signFor("4m")
+
+		installed := time.Now()
+
+		err := wait.PollUntilContextTimeout(t.Context(), tick, limit, true, func(ctx context.Context) (bool, error) {
+			_, err := bed.Shell(ctx, fmt.Sprintf("talosctl -n %s bootstrap --recover-from=%s", m.Address(), snapshot))
+
+			return err == nil, nil
+		})
+		if err != nil {
+			t.Logf("%s", shell(t, fmt.Sprintf("talosctl -n %s service cri", m.Address())))
+		}
+
+		return time.Since(installed)
 	})
 
 	recorded(csrapproval.LabelCredential, before.Labels[csrapproval.LabelCredential])
