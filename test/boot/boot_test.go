@@ -23,6 +23,8 @@ const (
 	// Texts on the console.
 	maintenance = "upload configuration using talosctl"
 	running     = "service[" + service + "](Running)"
+	// cgroup is the directory of the service's control group.
+	cgroup = "/sys/fs/cgroup/" + constants.CgroupExtensions + "/talos-ccm/"
 )
 
 // patch has what this environment needs.
@@ -114,32 +116,30 @@ func TestDiskImage_RunsExtension(t *testing.T) {
 	m.awaitConsole("setting system clock to 2001-02-03")
 	m.awaitConsole(maintenance)
 	m.configure()
-	m.awaitConsole(running)
 	m.enable()
 	m.awaitExtension(version(t, current))
+	m.awaitTalosctl("I0203 ", "logs", service) // the process ran before the step
 	m.checkProcess()
 
 	m.exceedMemory()
-	m.awaitConsole(running)
 	m.awaitExtension(version(t, current))
 
 	m.fillDisk()
 	m.talosctl("service", service, "restart")
-	m.awaitConsole(running)
 	m.awaitExtension(version(t, current))
 	m.checkServingCertificate()
 	m.checkLogs()
 }
-
-const cgroup = "/sys/fs/cgroup/" + constants.CgroupExtensions + "/talos-ccm/"
 
 // exceedMemory makes the kernel kill the process of the service, because its control group exceeds a memory limit. The
 // limit ends with the control group.
 func (m *vm) exceedMemory() {
 	m.t.Helper()
 
-	m.debug("echo 16M >" + cgroup + "memory.max")
+	m.debug("echo 1M >" + cgroup + "memory.max")
 	m.awaitConsole("Memory cgroup out of memory: Killed process")
+	m.awaitConsole(running)
+	m.awaitTalosctl("max", "read", cgroup+"memory.max")
 }
 
 // fillDisk fills the file system of /var.
@@ -170,7 +170,7 @@ func TestDiskImage_DoesNotStartWithEnforcingSELinux(t *testing.T) {
 
 	m.powerOn()
 	m.awaitConsole(maintenance)
-	m.configure()
+	m.awaitTalosctl("selinuxState: enabled, enforcing", "get", "securitystate", "--insecure", "--nodes", talosAddress.String(), "--output", "yaml")
 	m.awaitConsole(`exec: "./talos-ccm": permission denied`) // README.md
 }
 

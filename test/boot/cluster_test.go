@@ -16,6 +16,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 	cloudproviderapi "k8s.io/cloud-provider/api"
 	"k8s.io/utils/ptr"
@@ -76,8 +77,8 @@ func (m *vm) writeSecrets(file string) {
 	require.NoError(m.t, os.WriteFile(path, content, 0o600))
 }
 
-// checkNode registers the machine's Node, as its kubelet does, unless it exists. It waits until Talos and the extension have
-// labeled it: with the version of the extension, with the platform, and as the rule in the guide says.
+// checkNode registers the machine's Node, as its kubelet does, or removes the label of the guide's rule from it. It waits
+// until Talos and the extension have labeled it: with the version of the extension, with the platform, and as the rule says.
 func (m *vm) checkNode(version string) {
 	m.t.Helper()
 
@@ -87,6 +88,10 @@ func (m *vm) checkNode(version string) {
 		m.nodename = strings.TrimSpace(m.awaitTalosctl("", "get", "nodename", "--output", "jsonpath={.spec.nodename}"))
 
 		_, err := m.cluster.RegisterNode(m.t.Context(), kube.NodeSpec{Name: m.nodename, NodeIPs: []netip.Addr{machineAddress}})
+		require.NoError(m.t, err)
+	} else {
+		patch := fmt.Appendf(nil, `{"metadata":{"labels":{%q:null}}}`, corev1.LabelTopologyRegion)
+		_, err := nodes.Patch(m.t.Context(), m.nodename, types.MergePatchType, patch, metav1.PatchOptions{})
 		require.NoError(m.t, err)
 	}
 
@@ -152,7 +157,7 @@ func (m *vm) checkServingCertificate() {
 	})
 }
 
-// awaitDeletion waits until an instance of the extension outside of the machine, as on another control-plane machine, has
+// awaitDeletion waits until an instance of talos-ccm on the host, in place of one on another control-plane machine, has
 // deleted the Node of the machine, which was reset.
 func (m *vm) awaitDeletion() {
 	m.t.Helper()

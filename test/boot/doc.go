@@ -1,7 +1,8 @@
 // Package boot tests the extension on a virtual machine with firmware, a boot loader, a kernel and a disk, which the machines
 // of test/talos do not have: the imager's disk image, and an installation.
 // `make boot-test` builds what the tests need. They require root on Linux (amd64) with Debian's archive keys, and QEMU
-// emulates the processor, so that they do not need hardware virtualization.
+// emulates the processor, so that they do not need hardware virtualization. Nothing else may listen on 127.0.0.1:123 (UDP)
+// and 127.77.0.2:50000.
 //
 // Debian's kernel, systemd-boot, udevd and file system programs replace those of Talos, which are only available from a
 // registry (see assemble). The release's machined, installer, imager and init of the initramfs run. SELinux is

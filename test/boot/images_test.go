@@ -69,7 +69,7 @@ var assets = sync.OnceValues(func() (string, error) {
 	})
 })
 
-// imager makes an image or installer with the extension in an OCI layout and with kernel arguments, and returns the path of the
+// imager builds an image or installer with the extension in an OCI layout and with kernel arguments, and returns the path of the
 // file.
 func imager(t *testing.T, kind, output, extension string, arguments ...string) string {
 	t.Helper()

@@ -3,10 +3,10 @@
 package boot_test
 
 import (
-	"errors"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
 	"github.com/siderolabs/talos/pkg/machinery/constants"
@@ -15,7 +15,10 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/process"
 )
 
-// installer makes an installer image with the extension in an OCI layout, and returns the name that the machine pulls.
+// interruptPoll is shorter than the installer's write.
+const interruptPoll = 50 * time.Millisecond
+
+// installer builds an installer image with the extension in an OCI layout, and returns the name that the machine pulls.
 func (m *vm) installer(extension, tag string) string {
 	m.t.Helper()
 
@@ -43,31 +46,32 @@ func TestInstaller_UpgradesRollsBackAndResets(t *testing.T) {
 	m.enable()
 	m.awaitExtension(version(t, current))
 
-	m.upgrade(nextInstaller)
-	m.awaitConsole(running)
+	upgrade := []string{"upgrade", "--image", nextInstaller, "--drain=false", "--wait=false"}
+
+	m.awaitTalosctl("Running", "service", "cri") // it pulls the image
+	m.talosctl(upgrade...)
 	m.awaitExtension(version(t, next))
 
 	m.talosctl("rollback")
-	m.awaitConsole(running)
 	m.awaitExtension(version(t, current))
 
-	// The power is cut while the installer writes the next version to the disk again.
-	interrupted := m.upgrade(nextInstaller)
-	m.eventually("installer writes", func() error {
-		tail := interrupted.LogTail()
-		if strings.Contains(tail, "copying /usr/install/amd64/vmlinuz.efi") {
-			return nil
-		}
+	// QEMU is killed while the installer writes the next version to the disk again.
+	m.awaitTalosctl("Running", "service", "cri")
 
-		require.NoError(t, interrupted.Ended(), tail)
-
-		return errors.New(tail)
+	interrupted, err := process.Start(process.Command{
+		Name: "talosctl", Path: m.talosctlPath(), Args: upgrade, Env: m.talosctlEnv(), Log: filepath.Join(logDir(t), t.Name()+".upgrade.log"),
 	})
+	require.NoError(t, err)
+
+	for !strings.Contains(interrupted.LogTail(), "copying /usr/install/amd64/vmlinuz.efi") {
+		require.NoError(t, interrupted.Ended(), interrupted.LogTail())
+		time.Sleep(interruptPoll)
+	}
+
 	m.powerOff()
 	interrupted.Stop(t.Context())
 
 	m.powerOn()
-	m.awaitConsole(running)
 	m.awaitExtension(version(t, current))
 
 	m.talosctl("config", "new", "reader.yaml", "--roles", "os:reader")
@@ -75,19 +79,4 @@ func TestInstaller_UpgradesRollsBackAndResets(t *testing.T) {
 		"--system-labels-to-wipe", constants.StatePartitionLabel, "--system-labels-to-wipe", constants.EphemeralPartitionLabel)
 	m.awaitConsole(maintenance)
 	m.awaitDeletion()
-}
-
-// upgrade starts an upgrade to an installer image, and returns the process of talosctl.
-func (m *vm) upgrade(installer string) *process.Process {
-	m.t.Helper()
-
-	m.awaitTalosctl("Running", "service", "cri") // it pulls the image
-
-	upgrade, err := process.Start(process.Command{
-		Name: "talosctl", Path: m.talosctlPath(), Args: []string{"upgrade", "--image", installer, "--drain=false", "--wait=false"},
-		Env: m.talosctlEnv(), Log: filepath.Join(m.t.TempDir(), "upgrade.log"),
-	})
-	require.NoError(m.t, err)
-
-	return upgrade
 }

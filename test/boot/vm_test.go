@@ -28,8 +28,9 @@ import (
 )
 
 const (
-	// deadline is for a boot or an installation. They take one to four minutes on an idle host.
-	deadline = 40 * time.Minute
+	// deadline is for a boot or an installation. They take one to four minutes on an idle host. Talos reboots a machine
+	// whose kubelet has not started after 70 minutes.
+	deadline = 20 * time.Minute
 	// poll is the interval for checking conditions.
 	poll = time.Second
 	// firmware is the directory of Debian's package ovmf.
@@ -79,7 +80,7 @@ func newVM(t *testing.T, image string) *vm {
 	run(t, "cp", firmware+"OVMF_VARS_4M.fd", m.variables())
 	m.startCluster()
 	m.startRegistry()
-	m.startTimeServer()
+	m.startNTPServer()
 
 	return m
 }
@@ -114,8 +115,8 @@ func (m *vm) powerOff() {
 	m.process.Stop(ctx)
 }
 
-// startTimeServer starts an NTP server (RFC 5905). Talos supports no other port than 123.
-func (m *vm) startTimeServer() {
+// startNTPServer starts an NTP server (RFC 5905). Talos supports no other port than 123.
+func (m *vm) startNTPServer() {
 	const size, transmitTime, secondsTo1970 = 48, 40, 2_208_988_800
 
 	conn, err := net.ListenPacket("udp", "127.0.0.1:123")
@@ -171,13 +172,16 @@ func (m *vm) awaitConsole(text string) {
 func (m *vm) eventually(what string, try func() error) {
 	m.t.Helper()
 
-	err := errors.New("not tried")
+	var err error
+
 	start := time.Now()
 
-	for ; err != nil; time.Sleep(poll) {
-		if err = try(); err != nil && (m.process.Ended() != nil || time.Since(start) > deadline) {
+	for err = try(); err != nil; err = try() {
+		if m.process.Ended() != nil || time.Since(start) > deadline {
 			require.NoError(m.t, errors.Join(err, m.process.Ended()), what)
 		}
+
+		time.Sleep(poll)
 	}
 
 	m.t.Logf("%4.0f s until %s", time.Since(start).Seconds(), what)
