@@ -172,7 +172,7 @@ func TestBootstrap_RenewsEveryTenMinutes(t *testing.T) {
 	s := bootstrapped(bed, clk)
 	first := s.token()
 
-	ctest.Eventually(t, "renewal is scheduled", clk.HasWaiters)
+	s.awaitRenewalTimer(clk)
 
 	reads := s.admin.reads.Load()
 
@@ -192,7 +192,7 @@ func TestBootstrap_LimitsRenewalsUnderClockSkew(t *testing.T) {
 	s := bootstrapped(bed, clk)
 	first := s.token()
 
-	ctest.Eventually(t, "renewal is scheduled", clk.HasWaiters)
+	s.awaitRenewalTimer(clk)
 	clk.Step(30 * time.Second)
 
 	assert.True(t, clk.HasWaiters(), "token was renewed within 30 s")

@@ -17,6 +17,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/utils/clock"
+	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/talos-ccm/talos-ccm/extension"
 	"github.com/talos-ccm/talos-ccm/pkg/bootstrap"
@@ -144,6 +145,12 @@ func (s *suite) awaitOther(token string) {
 func (s *suite) awaitWatch() {
 	s.Helper()
 	ctest.Eventually(s, "admin kubeconfig is watched", func() bool { return s.machine.OpenStreams() == 1 })
+}
+
+// awaitRenewalTimer waits until only the timer of the next renewal runs: the one of the watch stops once it is accepted.
+func (s *suite) awaitRenewalTimer(clk *clocktesting.FakeClock) {
+	s.Helper()
+	ctest.Eventually(s, "renewal is scheduled", func() bool { return s.admin.events.Load() > 0 && clk.Waiters() == 1 })
 }
 
 // client returns a client with the written kubeconfig.
