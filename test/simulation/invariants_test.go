@@ -38,7 +38,7 @@ func (s *simulation) check(c *call, before, after *corev1.Node) {
 	onlyConditions := !slices.EqualFunc(before.Status.Conditions, after.Status.Conditions, equalConditions) &&
 		slices.Equal(before.Status.Addresses, after.Status.Addresses)
 
-	if !onlyConditions || nodespec.IsUninitialized(before) {
+	if !onlyConditions {
 		s.checkOurs(c, before)
 	} else if c.planned.node == nil || c.planned.node.UID != before.UID {
 		s.violate("%v: wrote conditions of another Node", c)

@@ -3,6 +3,7 @@ package node
 import (
 	"cmp"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -22,6 +23,9 @@ const ConditionTalosReady corev1.NodeConditionType = "TalosReady"
 // writer and is never changed. managedFields cannot tell: they name each field's last writer, but several clients may
 // set a condition to the same status, and the API server merges the entries of clients if there are more than ten.
 const reasonPrefix = "TalosMachine"
+
+// isOwn reports whether a condition belongs to this controller.
+func isOwn(c corev1.NodeCondition) bool { return strings.HasPrefix(c.Reason, reasonPrefix) }
 
 // Reasons of conditions, besides those of announcements.
 const (
@@ -161,7 +165,7 @@ func compareConditions(node *corev1.Node, o observation) (changes []corev1.NodeC
 			present = *found
 		}
 
-		if present.Type != "" && !strings.HasPrefix(present.Reason, reasonPrefix) {
+		if present.Type != "" && !isOwn(present) {
 			continue
 		}
 
@@ -186,10 +190,14 @@ func compareConditions(node *corev1.Node, o observation) (changes []corev1.NodeC
 	return changes, recheck
 }
 
-// addConditions adds the conditions to the plan. A Node gets its first ones with its addresses or, if those are right, after
-// it is initialized. addConditions queues a Node whose conditions change because time passes.
+// addConditions adds the conditions to the plan. A Node gets its first conditions with its addresses or, if the addresses
+// are right, after it is initialized. addConditions queues a Node whose conditions change because time passes.
 func (c *Controller) addConditions(p *plan, node *corev1.Node, entry inventory.Entry, publish bool) {
-	if !nodespec.IsTalos(node) || node.DeletionTimestamp != nil || nodespec.IsUninitialized(node) && p.addresses == nil {
+	if !nodespec.IsTalos(node) || node.DeletionTimestamp != nil {
+		return
+	}
+
+	if nodespec.IsUninitialized(node) && p.addresses == nil && !slices.ContainsFunc(node.Status.Conditions, isOwn) {
 		return
 	}
 

@@ -11,6 +11,7 @@ import (
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	corev1 "k8s.io/api/core/v1"
+	cloudproviderapi "k8s.io/cloud-provider/api"
 	"k8s.io/utils/clock"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/node"
@@ -224,22 +225,31 @@ func conditionsOfAdminStay(l *leader, m *talostest.Machine) {
 	n = l.await("admin", talosReady, "True TalosMachineRunning")
 	assert.Equal(l, "True AdminRequested", state(n, maintenance))
 
+	// The first write to this Node applies labels, and the next one contains an address and conditions.
+	done = make(chan struct{})
+
 	l.beforeNextWrite("admin-new", func() {
 		l.SetCondition("admin-new", "admin", `{"type":"TalosReady","status":"Unknown","reason":"AdminRequested"}`)
+		close(done)
 	})
-	l.Join(talostest.MachineSpec{Nodename: "admin-new"})
+	l.Join(talostest.MachineSpec{Nodename: "admin-new", Platform: runtime.PlatformMetadataSpec{ExternalDNS: "new.example.com"}})
+	ctest.Receive(l, done, "admin has set the condition")
 
 	n = l.AwaitNode("admin-new", "initialized", func(n *corev1.Node) bool { return !nodespec.IsUninitialized(n) })
+	assert.Contains(l, n.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeExternalDNS, Address: "new.example.com"})
 	assert.Equal(l, "Unknown AdminRequested", state(n, talosReady))
 }
 
 // conditionsOfSilentMachine cuts the machine off. The inventory notices that, and the clock of the controller is ahead.
+// The Node cannot be initialized again while the machine is silent, and its conditions still change.
 func conditionsOfSilentMachine(l *leader, m *talostest.Machine) {
 	require.NoError(l, m.Stop(l.Context()))
 	ctest.Eventually(l, "machine is unreachable", func() bool { return l.inventory.Get("silent").Condition == inventory.Unreachable })
 
 	l.awaitSync("silent-marker")
 	assert.Equal(l, "True TalosMachineRunning", state(l.Node("silent"), talosReady))
+
+	l.PatchNode("silent", "admin", fmt.Sprintf(`{"spec":{"taints":[{"key":%q,"effect":"NoSchedule"}]}}`, cloudproviderapi.TaintExternalCloudProvider))
 
 	l.clock.ahead.Store(int64(40 * time.Second))
 	l.resync()

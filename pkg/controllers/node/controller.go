@@ -488,8 +488,8 @@ func (c *Controller) write(ctx context.Context, node *corev1.Node, p plan) (*cor
 
 // patchStatus sets the addresses and the conditions. The strategic merge patch leaves other conditions alone. It replaces
 // the addresses, because merging would drop all but one of each type (https://github.com/kubernetes/kubernetes/issues/79391).
-// Their order is kept, because they are grouped by type. With conditions, the request contains the resourceVersion,
-// because another writer may set one of them. It may have done so since the plan was made: they are compared again.
+// Their order is kept, because they are grouped by type. Another writer may set a condition after the plan was made:
+// patchStatus compares the conditions again, and the request contains the resourceVersion.
 func (c *Controller) patchStatus(ctx context.Context, node *corev1.Node, p plan) (*corev1.Node, error) {
 	metadata, status := map[string]any{"uid": node.UID}, map[string]any{}
 
@@ -503,6 +503,8 @@ func (c *Controller) patchStatus(ctx context.Context, node *corev1.Node, p plan)
 	}
 
 	if p.conditions != nil {
+		p.observation.isReady = nodespec.IsReady(node)
+
 		conditions, _ := compareConditions(node, p.observation)
 		list := make([]any, len(conditions))
 
@@ -546,7 +548,7 @@ func (c *Controller) patchSpec(ctx context.Context, node *corev1.Node, p plan) (
 	})
 }
 
-// patch sends a patch. A JSON merge patch replaces lists.
+// patch sends a patch. A JSON merge patch replaces lists, a strategic merge patch merges them.
 func (c *Controller) patch(
 	ctx context.Context, nodename string, kind types.PatchType, patch map[string]any, subresources ...string,
 ) (*corev1.Node, error) {
