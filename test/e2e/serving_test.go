@@ -172,8 +172,8 @@ func TestServingCertificates_AreIssuedToReinstalledControlPlane(t *testing.T) {
 
 	const limit = time.Minute
 
-	// Talos takes seconds, but once it did not bootstrap for four minutes, in which its CRI was probably not healthy. Then
-	// the machine is reinstalled.
+	// Talos takes seconds. Once it did not bootstrap for four minutes, probably because its CRI was not healthy. In such a
+	// case, the machine is reinstalled.
 	requireWithin(t, limit, func() time.Duration {
 		require.NoError(t, m.Wipe(t.Context()))
 		require.NoError(t, m.PowerOn())
@@ -188,7 +188,11 @@ func TestServingCertificates_AreIssuedToReinstalledControlPlane(t *testing.T) {
 			return err == nil, nil
 		})
 		if err != nil {
-			t.Logf("%s", shell(t, fmt.Sprintf("talosctl -n %s service cri", m.Address())))
+			ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+			defer cancel()
+
+			out, err := bed.Shell(ctx, fmt.Sprintf("talosctl -n %s service cri", m.Address()))
+			t.Logf("service cri: %v\n%s", err, out)
 		}
 
 		return time.Since(installed)
