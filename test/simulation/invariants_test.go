@@ -34,15 +34,7 @@ func (s *simulation) checkAttempt(c *call, before *corev1.Node, err error) {
 // check checks a write that the API server has accepted.
 func (s *simulation) check(c *call, before, after *corev1.Node) {
 	s.checkConditions(c, before, after)
-
-	onlyConditions := !slices.EqualFunc(before.Status.Conditions, after.Status.Conditions, equalConditions) &&
-		slices.Equal(before.Status.Addresses, after.Status.Addresses)
-
-	if !onlyConditions {
-		s.checkOurs(c, before)
-	} else if c.planned.node == nil || c.planned.node.UID != before.UID {
-		s.violate("%v: wrote conditions of another Node", c)
-	}
+	s.checkPlanned(c, before, after)
 
 	if nodespec.IsUninitialized(before) && !nodespec.IsUninitialized(after) {
 		s.count("initialized")
@@ -79,6 +71,19 @@ func (s *simulation) checkConditions(c *call, before, after *corev1.Node) {
 		s.violate("%v: wrote conditions of a Node that does not run Talos", c)
 	default:
 		s.count("conditions")
+	}
+}
+
+// checkPlanned checks that a write was planned for this Node. Only conditions may be written to Nodes that are not managed.
+func (s *simulation) checkPlanned(c *call, before, after *corev1.Node) {
+	onlyConditions := !slices.EqualFunc(before.Status.Conditions, after.Status.Conditions, equalConditions) &&
+		slices.Equal(before.Status.Addresses, after.Status.Addresses)
+
+	// An uninitialized Node gets its first conditions with its addresses.
+	if !onlyConditions || nodespec.IsUninitialized(before) && !slices.ContainsFunc(before.Status.Conditions, isOurs) {
+		s.checkOurs(c, before)
+	} else if c.planned.node == nil || c.planned.node.UID != before.UID {
+		s.violate("%v: wrote conditions of another Node", c)
 	}
 }
 

@@ -57,7 +57,7 @@ const (
 // observation is what the conditions of a Node depend on.
 type observation struct {
 	entry inventory.Entry
-	// isReady is true if the Node is ready.
+	// isReady is true if the Node is ready. compareConditions sets it.
 	isReady bool
 	// mostRespond is true if at least half of all machines respond.
 	mostRespond bool
@@ -159,6 +159,8 @@ func (o observation) expires(kind corev1.NodeConditionType, status corev1.Condit
 // compareConditions returns the conditions to write, and whether others follow because time passes. A condition without
 // status must be removed.
 func compareConditions(node *corev1.Node, o observation) (changes []corev1.NodeCondition, recheck bool) {
+	o.isReady = nodespec.IsReady(node)
+
 	for _, c := range conditions {
 		var present, want corev1.NodeCondition
 		if found := nodespec.Condition(node, c.kind); found != nil {
@@ -201,9 +203,7 @@ func (c *Controller) addConditions(p *plan, node *corev1.Node, entry inventory.E
 		return
 	}
 
-	p.observation = observation{
-		entry: entry, isReady: nodespec.IsReady(node), mostRespond: c.config.Inventory.MostRespond(), publish: publish, now: c.config.Clock.Now(),
-	}
+	p.observation = observation{entry: entry, mostRespond: c.config.Inventory.MostRespond(), publish: publish, now: c.config.Clock.Now()}
 
 	var recheck bool
 	if p.conditions, recheck = compareConditions(node, p.observation); recheck {

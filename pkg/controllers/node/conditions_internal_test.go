@@ -47,6 +47,11 @@ func nodeWith(conditions ...corev1.NodeCondition) *corev1.Node {
 	return &corev1.Node{Status: corev1.NodeStatus{Conditions: conditions}}
 }
 
+// ready returns the condition of the kubelet.
+func ready(status corev1.ConditionStatus) corev1.NodeCondition {
+	return corev1.NodeCondition{Type: corev1.NodeReady, Status: status}
+}
+
 func omitted(o observation) observation {
 	o.publish = false
 
@@ -94,11 +99,11 @@ func TestConditions_OfRespondingMachines(t *testing.T) {
 	} {
 		seen[row.stage] = true
 
-		for _, isReady := range []bool{false, true} {
-			o := observation{publish: true, entry: current(machine.Machine{Stage: row.stage}), isReady: isReady, now: noon}
+		for _, isReady := range []corev1.ConditionStatus{corev1.ConditionFalse, corev1.ConditionTrue} {
+			o := observation{publish: true, entry: current(machine.Machine{Stage: row.stage}), now: noon}
 
 			want := row.maintenanceNotReady
-			if isReady {
+			if isReady == corev1.ConditionTrue {
 				want = row.maintenanceIfReady
 			}
 
@@ -111,7 +116,7 @@ func TestConditions_OfRespondingMachines(t *testing.T) {
 				{[]corev1.NodeCondition{present(maintenance, corev1.ConditionUnknown, time.Minute), present(shutdown, corev1.ConditionUnknown, time.Minute)}, want.unknown, row.shutdown.unknown},
 			} {
 				what := fmt.Sprintf("stage %s, ready %v, before %v", row.stage, isReady, test.before)
-				changes, _ := compareConditions(nodeWith(test.before...), o)
+				changes, _ := compareConditions(nodeWith(append(test.before, ready(isReady))...), o)
 
 				assert.Equal(t, row.talosReady, after(test.before, changes, ConditionTalosReady), what)
 				assert.Equal(t, test.wantMaintenance, after(test.before, changes, maintenance), what)
@@ -152,10 +157,10 @@ func TestConditions_OfSilentMachines(t *testing.T) {
 		{"never came back", inventory.Entry{Condition: gone, Machine: talos, SilentSince: ago(time.Hour)}, false, time.Hour, noAnswer, "Unknown Overdue", noAnswer, false},
 		{"never came back, another leader", inventory.Entry{}, false, time.Hour, "True Before", "Unknown Overdue", "True Before", true},
 	} {
-		for _, isReady := range []bool{false, true} {
-			o := observation{publish: true, entry: test.entry, isReady: isReady, mostRespond: !test.isolated, now: noon}
+		for _, isReady := range []corev1.ConditionStatus{corev1.ConditionFalse, corev1.ConditionTrue} {
+			o := observation{publish: true, entry: test.entry, mostRespond: !test.isolated, now: noon}
 
-			changes, recheck := compareConditions(nodeWith(), o)
+			changes, recheck := compareConditions(nodeWith(ready(isReady)), o)
 			assert.Empty(t, changes, test.name)
 			assert.False(t, recheck, test.name)
 
@@ -164,7 +169,7 @@ func TestConditions_OfSilentMachines(t *testing.T) {
 				before = append(before, present(c.kind, corev1.ConditionTrue, test.age))
 			}
 
-			changes, recheck = compareConditions(nodeWith(before...), o)
+			changes, recheck = compareConditions(nodeWith(append(before, ready(isReady))...), o)
 			assert.Equal(t, test.talosReady, after(before, changes, ConditionTalosReady), test.name)
 			assert.Equal(t, test.maintenance, after(before, changes, maintenance), test.name)
 			assert.Equal(t, test.shutdown, after(before, changes, shutdown), test.name)
@@ -239,8 +244,8 @@ func TestConditions_TransitionTimeChangesOnlyWithStatus(t *testing.T) {
 	changes, _ = compareConditions(nodeWith(changes...), o)
 	assert.Empty(t, changes, "nothing has changed")
 
-	running := observation{publish: true, entry: current(machine.Machine{Stage: runtime.MachineStageRunning}), isReady: true, now: noon}
-	_, recheck := compareConditions(nodeWith(before), running)
+	running := observation{publish: true, entry: current(machine.Machine{Stage: runtime.MachineStageRunning}), now: noon}
+	_, recheck := compareConditions(nodeWith(before, ready(corev1.ConditionTrue)), running)
 	assert.False(t, recheck, "conditions of a running machine do not depend on the time")
 }
 
@@ -254,10 +259,10 @@ func TestConditions_OfOtherWritersAreNotChanged(t *testing.T) {
 				foreign = append(foreign, corev1.NodeCondition{Type: c.kind, Status: corev1.ConditionTrue, Reason: []string{"AdminRequested", "", "MaintenanceWindow"}[i]})
 			}
 
-			o := observation{publish: true, entry: current(machine.Machine{Stage: stage}), isReady: true, now: noon}
+			o := observation{publish: true, entry: current(machine.Machine{Stage: stage}), now: noon}
 			o.publish = publish
 
-			changes, _ := compareConditions(nodeWith(foreign...), o)
+			changes, _ := compareConditions(nodeWith(append(foreign, ready(corev1.ConditionTrue))...), o)
 			assert.Empty(t, changes, stage.String())
 		}
 	}

@@ -503,8 +503,6 @@ func (c *Controller) patchStatus(ctx context.Context, node *corev1.Node, p plan)
 	}
 
 	if p.conditions != nil {
-		p.observation.isReady = nodespec.IsReady(node)
-
 		conditions, _ := compareConditions(node, p.observation)
 		list := make([]any, len(conditions))
 
