@@ -230,17 +230,15 @@ factory-test: image ## Run the commands of the guide for a self-hosted Image Fac
 boot := $(ARTIFACTS)/boot
 
 .PHONY: boot-test
-boot-test: ## Boot a disk image with the extension on an emulated machine with firmware and a kernel: make boot-test [TALOS=1.14] [RUN=regexp].
+boot-test: kube-assets ## Boot, install, upgrade and reset Talos with the extension on an emulated machine with firmware and a kernel: make boot-test [RUN=regexp]; requires root.
 	@.ci/packages qemu-system-x86_64=qemu-system-x86 mksquashfs=squashfs-tools cpio=cpio zstd=zstd xz=xz-utils depmod=kmod \
 		mcopy=mtools mkfs.vfat=dosfstools objcopy=binutils
 	@[ -e /usr/share/OVMF/OVMF_CODE_4M.fd ] || .ci/packages ovmf
 	@pkg-config --exists libseccomp 2>/dev/null || .ci/packages gcc libc6-dev pkg-config libseccomp-dev
 	$(MAKE) image ARCHES=amd64 ARTIFACTS=$(boot)
 	$(MAKE) image ARCHES=amd64 ARTIFACTS=$(boot)/next TAG=v0.0.1-next
-	$(GO) run ./test/talos/cmd/talos-assets -imager $(boot)/imager
 	$(GO) build -o $(boot)/preinit ./test/boot/preinit
-	$(GO) run ./test/talos/cmd/talos-assets
-	TALOS_CCM_ARTIFACTS=$(abspath $(boot)) $(GO) test -tags e2e -v -count=1 -timeout 2h $(if $(RUN),-run '$(RUN)') ./test/boot
+	TALOS_SOURCE= TALOS_CCM_ARTIFACTS=$(abspath $(boot)) $(GO) test -tags e2e -v -count=1 -timeout 2h $(if $(RUN),-run '$(RUN)') ./test/boot
 
 .PHONY: monitoring-test
 monitoring-test: ## Check the alerts and the dashboard against the exported metrics, with Prometheus code.

@@ -9,20 +9,16 @@ import (
 	"strings"
 	"testing"
 
-	ocilayout "github.com/google/go-containerregistry/pkg/v1/layout"
 	"github.com/siderolabs/talos/pkg/machinery/constants"
-	"github.com/siderolabs/talos/pkg/machinery/extensions"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
-
-	"github.com/talos-ccm/talos-ccm/packaging/image"
 )
 
 const (
 	service = "ext-talos-ccm"
 	// Texts on the console.
-	maintenance = "upload configuration using talosctl"
-	running     = "service[" + service + "](Running)"
+	firmware = "BdsDxe: starting"
+	running  = "service[" + service + "](Running)"
 	// cgroup is the directory of the service's control group.
 	cgroup = "/sys/fs/cgroup/" + constants.CgroupExtensions + "/talos-ccm/"
 )
@@ -42,8 +38,9 @@ ntp:
   servers: [%[1]s]
 `
 
-// configure applies a machine configuration of a control plane, in maintenance mode. The options are for talosctl gen config.
-func (m *vm) configure(options ...string) {
+// configure applies the machine configuration of a control plane to a machine in maintenance mode. The options are for talosctl
+// gen config.
+func (m *vm) configure(booted release, options ...string) {
 	m.t.Helper()
 
 	m.writeSecrets("secrets.yaml")
@@ -51,12 +48,13 @@ func (m *vm) configure(options ...string) {
 
 	m.talosctl(append([]string{
 		"gen", "config", "boot", m.endpoint(), "--with-secrets", "secrets.yaml",
-		"--with-cluster-discovery=false", "--with-docs=false", "--with-examples=false", "--additional-sans", talosAddress.String(),
+		"--talos-version", booted.talos.Talos, "--kubernetes-version", strings.TrimPrefix(booted.talos.Kubernetes, "v"),
+		"--with-cluster-discovery=false", "--with-docs=false", "--with-examples=false", "--additional-sans", m.address.String(),
 		"--install-disk", "/dev/vda", "--config-patch", "@patch.yaml",
 	}, options...)...)
-	m.talosctl("config", "endpoint", talosAddress.String())
+	m.talosctl("config", "endpoint", m.address.String())
 	m.talosctl("config", "node", machineAddress.String())
-	m.awaitTalosctl("", "apply-config", "--insecure", "--nodes", talosAddress.String(), "--file", "controlplane.yaml")
+	m.awaitTalosctl("", "apply-config", "--insecure", "--nodes", m.address.String(), "--file", "controlplane.yaml")
 }
 
 // enable enables the extension on the running machine with the patches of the guide.
@@ -75,58 +73,39 @@ func (m *vm) enable() {
 	}
 }
 
-// extension returns the OCI layout of an image of make boot-test.
-func extension(t *testing.T, directory string) string {
-	t.Helper()
-
-	return filepath.Join(getenv(t, "TALOS_CCM_ARTIFACTS"), directory, "oci")
-}
-
-// version returns the version of the extension in an OCI layout, without "v".
-func version(t *testing.T, layout string) string {
-	t.Helper()
-
-	index, err := ocilayout.ImageIndexFromPath(layout)
-	require.NoError(t, err)
-
-	dir := t.TempDir()
-	require.NoError(t, image.Unpack(index, "amd64", dir))
-
-	loaded, err := extensions.Load(dir)
-	require.NoError(t, err)
-
-	return loaded.Manifest.Metadata.Version
-}
-
-// awaitExtension waits until the service of a version of the extension runs, and checks that it initializes a Node.
-func (m *vm) awaitExtension(version string) {
+// awaitExtension waits until the machine runs a release, and checks that the extension initializes a Node.
+func (m *vm) awaitExtension(booted release) {
 	m.t.Helper()
 
+	version := booted.version(m.t)
+
 	m.awaitTalosctl(version, "get", "extensionstatuses")
-	m.awaitTalosctl("Running", "service", service)
+	m.awaitTalosctl("VERSION_ID="+booted.talos.Talos+"\n", "read", "/etc/os-release")
+	m.awaitTalosctl("true", "get", "service", service, "--output", "jsonpath={.spec.running}")
 	m.checkNode(version)
 }
 
 func TestDiskImage_RunsExtension(t *testing.T) {
-	current := extension(t, "")
-	m := newVM(t, imager(t, "image", "metal-amd64.raw", current))
+	m := newVM(t, current.build(t, "image", "metal-amd64.raw"))
 
-	// The clock is wrong until NTP steps it, which is after the machine has its configuration.
+	// The clock is wrong until NTP steps it, after the extension has started. No parallel test may start the NTP server before.
 	m.powerOn("-rtc", "base=2001-02-03T04:05:06")
 	m.awaitConsole("setting system clock to 2001-02-03")
-	m.awaitConsole(maintenance)
-	m.configure()
+	m.awaitConsole(running)
+	m.configure(current)
+	m.awaitConsole(`task startAllServices (1/1): service "etcd" to be up`) // etcd waits for the time, containerd and cri are up
+	require.NoError(t, startNTPServer())
 	m.enable()
-	m.awaitExtension(version(t, current))
-	m.awaitTalosctl("I0203 ", "logs", service) // the process ran before the step
+	m.awaitExtension(current)
+	assert.Contains(t, m.awaitTalosctl("", "logs", service), "I0203 04:")
 	m.checkProcess()
 
 	m.exceedMemory()
-	m.awaitExtension(version(t, current))
+	m.awaitExtension(current)
 
 	m.fillDisk()
 	m.talosctl("service", service, "restart")
-	m.awaitExtension(version(t, current))
+	m.awaitExtension(current)
 	m.checkServingCertificate()
 	m.checkLogs()
 }
@@ -156,21 +135,19 @@ func (m *vm) fillDisk() {
 func (m *vm) debug(script string) string {
 	m.t.Helper()
 
-	assets, err := assets()
+	img, err := singleLayer(filepath.Join(current.assets(m.t), "debug.tar"))
 	require.NoError(m.t, err)
 
-	image, err := singleLayer(filepath.Join(assets, "debug.tar"))
-	require.NoError(m.t, err)
-
-	return m.talosctl("debug", m.push(image, "debug:latest"), "--args", "/busybox", "--args", "sh", "--args", "-c", "--args", script)
+	return m.talosctl("debug", m.push(img, "debug:latest"), "--args", "/busybox", "--args", "sh", "--args", "-c", "--args", script)
 }
 
 func TestDiskImage_DoesNotStartWithEnforcingSELinux(t *testing.T) {
-	m := newVM(t, imager(t, "image", "metal-amd64.raw", extension(t, ""), "enforcing=1"))
+	t.Parallel()
+
+	m := newVM(t, current.build(t, "image", "metal-amd64.raw", "enforcing=1"))
 
 	m.powerOn()
-	m.awaitConsole(maintenance)
-	m.awaitTalosctl("selinuxState: enabled, enforcing", "get", "securitystate", "--insecure", "--nodes", talosAddress.String(), "--output", "yaml")
+	m.awaitTalosctl("selinuxState: enabled, enforcing", "get", "securitystate", "--insecure", "--nodes", m.address.String(), "--output", "yaml")
 	m.awaitConsole(`exec: "./talos-ccm": permission denied`) // README.md
 }
 

@@ -148,9 +148,9 @@ func (m *vm) checkServingCertificate() {
 	require.NoError(m.t, err)
 
 	m.eventually("certificate is issued", func() error {
-		csr, err = m.client.CertificatesV1().CertificateSigningRequests().Get(m.t.Context(), csr.Name, metav1.GetOptions{})
-		if err == nil && len(csr.Status.Certificate) == 0 {
-			err = fmt.Errorf("conditions: %v", csr.Status.Conditions)
+		found, err := m.client.CertificatesV1().CertificateSigningRequests().Get(m.t.Context(), csr.Name, metav1.GetOptions{})
+		if err == nil && len(found.Status.Certificate) == 0 {
+			err = fmt.Errorf("conditions: %v", found.Status.Conditions)
 		}
 
 		return err
@@ -162,12 +162,13 @@ func (m *vm) checkServingCertificate() {
 func (m *vm) awaitDeletion() {
 	m.t.Helper()
 
-	kubeconfig := filepath.Join(m.dir, "kubeconfig")
+	kubeconfig, config := filepath.Join(m.dir, "kubeconfig"), filepath.Join(m.dir, "config.yaml")
 	require.NoError(m.t, os.WriteFile(kubeconfig, m.cluster.Kubeconfig(), 0o600))
+	require.NoError(m.t, os.WriteFile(config, []byte("lifecycle: {gracePeriod: 1m}"), 0o600))
 
 	instance, err := process.Start(process.Command{
 		Name: "talos-ccm", Path: filepath.Join(getenv(m.t, "TALOS_CCM_ARTIFACTS"), "talos-ccm-linux-amd64"), Log: filepath.Join(m.dir, "talos-ccm.log"),
-		Args: []string{"--talosconfig=" + filepath.Join(m.dir, "reader.yaml"), "--kubeconfig=" + kubeconfig, "--secure-port=0"},
+		Args: []string{"--talosconfig=" + filepath.Join(m.dir, "reader.yaml"), "--kubeconfig=" + kubeconfig, "--cloud-config=" + config, "--secure-port=0"},
 	})
 	require.NoError(m.t, err)
 

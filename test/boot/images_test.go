@@ -3,7 +3,6 @@
 package boot_test
 
 import (
-	"context"
 	"crypto/sha256"
 	"fmt"
 	"io"
@@ -15,7 +14,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -27,8 +25,10 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
 	"github.com/google/go-containerregistry/pkg/v1/remote"
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
+	"github.com/siderolabs/talos/pkg/machinery/extensions"
 	"github.com/stretchr/testify/require"
 
+	"github.com/talos-ccm/talos-ccm/packaging/image"
 	"github.com/talos-ccm/talos-ccm/test/builder"
 	"github.com/talos-ccm/talos-ccm/test/talos"
 )
@@ -39,45 +39,83 @@ var kernelArguments = []string{
 	fmt.Sprintf("ip=%s::%s:255.255.255.0::eth0:off", machineAddress, hostAddress),
 }
 
-// talosAssets returns the directory with the release of Talos.
-var talosAssets = sync.OnceValues(func() (string, error) { return talos.Assets(context.Background(), os.Stdout) })
+// release is a release of Talos with a version of the extension.
+type release struct {
+	talos talos.Release
+	// extension is the directory with the extension's image in the output of make boot-test; empty for the current version.
+	extension string
+}
 
-// assets returns the directory with the output of assemble.
-var assets = sync.OnceValues(func() (string, error) {
-	release, err := talosAssets()
-	if err != nil {
-		return "", err
-	}
+// current has the newest release of Talos. An upgrade from previous to next replaces Talos and the extension.
+var (
+	releases = talos.Releases()
+	current  = release{talos: releases[len(releases)-1]}
+	previous = release{talos: releases[len(releases)-2]}
+	next     = release{talos: current.talos, extension: "next"}
+)
 
-	artifacts := os.Getenv("TALOS_CCM_ARTIFACTS")
+// layout returns the OCI layout of the extension.
+func (r release) layout(t *testing.T) string {
+	t.Helper()
+
+	return filepath.Join(getenv(t, "TALOS_CCM_ARTIFACTS"), r.extension, "oci")
+}
+
+// version returns the version of the extension, without "v".
+func (r release) version(t *testing.T) string {
+	t.Helper()
+
+	index, err := layout.ImageIndexFromPath(r.layout(t))
+	require.NoError(t, err)
+
+	dir := t.TempDir()
+	require.NoError(t, image.Unpack(index, "amd64", dir))
+
+	loaded, err := extensions.Load(dir)
+	require.NoError(t, err)
+
+	return loaded.Manifest.Metadata.Version
+}
+
+// assets returns the directory with the output of assemble, and with the imager in bin.
+func (r release) assets(t *testing.T) string {
+	t.Helper()
+
+	bed, err := talos.Assets(t.Context(), r.talos.Minor, os.Stdout)
+	require.NoError(t, err)
+
+	preinit := filepath.Join(getenv(t, "TALOS_CCM_ARTIFACTS"), "preinit")
 	sum := sha256.New()
-	fmt.Fprintln(sum, filepath.Base(release)) // named after the hash of its inputs
+	fmt.Fprintln(sum, filepath.Base(bed)) // named after the hash of its inputs
 
-	for _, path := range []string{"assemble", artifacts + "/preinit"} {
+	for _, path := range []string{"assemble", preinit} {
 		content, err := os.ReadFile(path)
-		if err != nil {
-			return "", err
-		}
+		require.NoError(t, err)
 
 		sum.Write(content)
 	}
 
-	return builder.Cached(context.Background(), "boot", fmt.Sprintf("%x", sum.Sum(nil))[:16], os.Stdout, func(dir string) error {
-		_, err := builder.Output(exec.Command("./assemble", filepath.Join(release, "rootfs"), artifacts+"/imager", artifacts+"/preinit", dir))
+	dir, err := builder.Cached(t.Context(), "boot", fmt.Sprintf("%x", sum.Sum(nil))[:16], os.Stdout, func(dir string) error {
+		bin := filepath.Join(dir, "bin")
+		if _, err := talos.Imager(t.Context(), r.talos.Minor, bin, os.Stdout); err != nil {
+			return err
+		}
+
+		_, err := builder.Output(exec.Command("./assemble", filepath.Join(bed, "rootfs"), bin, preinit, dir))
 
 		return err
 	})
-})
+	require.NoError(t, err)
 
-// imager builds an image or installer with the extension in an OCI layout and with kernel arguments, and returns the path of the
-// file.
-func imager(t *testing.T, kind, output, extension string, arguments ...string) string {
+	return dir
+}
+
+// build builds an image with the imager and kernel arguments, and returns the path of the file. kind and output are the
+// imager's output kind and file name.
+func (r release) build(t *testing.T, kind, output string, arguments ...string) string {
 	t.Helper()
 
-	dir := t.TempDir()
-
-	assets, err := assets()
-	require.NoError(t, err)
+	dir, assets := t.TempDir(), r.assets(t)
 
 	installer, err := singleLayer(filepath.Join(assets, "installer-base.tar"))
 	require.NoError(t, err)
@@ -103,7 +141,7 @@ input:
 output:
   kind: %[5]s
   outFormat: raw
-`, strings.Join(slices.Concat(kernelArguments, arguments), `", "`), assets, base, extension, kind)
+`, strings.Join(slices.Concat(kernelArguments, arguments), `", "`), assets, base, r.layout(t), kind)
 	if kind == "image" {
 		profile += "  imageOptions: {diskSize: 4294967296, diskFormat: raw, bootloader: sd-boot}\n"
 	}
@@ -111,7 +149,7 @@ output:
 	squashfs, err := filepath.Abs("../imager/squashfs-tools-4.5")
 	require.NoError(t, err)
 
-	cmd := exec.CommandContext(t.Context(), filepath.Join(getenv(t, "TALOS_CCM_ARTIFACTS"), "imager/imager"), "-", "--output", dir)
+	cmd := exec.CommandContext(t.Context(), filepath.Join(assets, "bin/imager"), "-", "--output", dir)
 	cmd.Stdin = strings.NewReader(profile)
 	cmd.Env = []string{"PATH=" + squashfs + string(os.PathListSeparator) + os.Getenv("PATH"), "HOME=" + dir, "TMPDIR=" + dir}
 
@@ -133,12 +171,12 @@ func (m *vm) startRegistry() {
 }
 
 // push pushes an image to the registry. It returns the name that the machine pulls.
-func (m *vm) push(image v1.Image, repository string) string {
+func (m *vm) push(img v1.Image, repository string) string {
 	m.t.Helper()
 
 	ref, err := name.ParseReference(m.registry.String()+"/"+repository, name.Insecure)
 	require.NoError(m.t, err)
-	require.NoError(m.t, remote.Write(ref, image, remote.WithContext(m.t.Context())))
+	require.NoError(m.t, remote.Write(ref, img, remote.WithContext(m.t.Context())))
 
 	return "registry.example.com/" + repository
 }

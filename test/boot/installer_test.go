@@ -9,7 +9,6 @@ import (
 	"time"
 
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
-	"github.com/siderolabs/talos/pkg/machinery/constants"
 	"github.com/stretchr/testify/require"
 
 	"github.com/talos-ccm/talos-ccm/test/process"
@@ -18,65 +17,99 @@ import (
 // interruptPoll is shorter than the installer's write.
 const interruptPoll = 50 * time.Millisecond
 
-// installer builds an installer image with the extension in an OCI layout, and returns the name that the machine pulls.
-func (m *vm) installer(extension, tag string) string {
+// installer builds an installer, and returns the name that the machine pulls.
+func (m *vm) installer(r release) string {
 	m.t.Helper()
 
-	image, err := tarball.ImageFromPath(imager(m.t, "installer", "installer-amd64.tar", extension), nil)
+	img, err := tarball.ImageFromPath(r.build(m.t, "installer", "installer-amd64.tar"), nil)
 	require.NoError(m.t, err)
 
-	return m.push(image, "installer:"+tag)
+	return m.push(img, "installer:"+r.version(m.t))
 }
 
-func TestInstaller_UpgradesRollsBackAndResets(t *testing.T) {
-	current, next := extension(t, ""), extension(t, "next")
-	m := newVM(t, "")
-	installer, nextInstaller := m.installer(current, "current"), m.installer(next, "next")
+func TestInstaller_InstallsAndResets(t *testing.T) {
+	t.Parallel()
+	require.NoError(t, startNTPServer())
 
-	// Installation, on an empty disk.
-	assets, err := assets()
-	require.NoError(t, err)
+	m := newVM(t, "")
+	installer, assets := m.installer(current), current.assets(t)
 
 	m.powerOn("-kernel", filepath.Join(assets, "vmlinuz"), "-initrd", filepath.Join(assets, "initramfs"),
 		"-append", "talos.platform=metal slab_nomerge pti=on selinux=1 "+strings.Join(kernelArguments, " "))
-	m.awaitConsole(maintenance)
-	m.configure("--install-image", installer)
+	m.configure(current, "--install-image", installer)
 	m.awaitConsole("installation of")
 	m.awaitConsole(running)
 	m.enable()
-	m.awaitExtension(version(t, current))
+	m.awaitExtension(current)
 
-	upgrade := []string{"upgrade", "--image", nextInstaller, "--drain=false", "--wait=false"}
+	// QEMU no longer boots the kernel of the installation.
+	m.powerOff()
+	m.powerOn()
+	m.awaitExtension(current)
 
-	m.awaitTalosctl("Running", "service", "cri") // it pulls the image
+	m.talosctl("config", "new", "reader.yaml", "--roles", "os:reader")
+	m.talosctl("reset", "--graceful=false", "--reboot", "--wait=false")
+	m.awaitConsole("wiping system disk")
+	m.awaitConsole("BdsDxe: failed to load") // nothing to boot
+	m.awaitDeletion()
+}
+
+func TestInstaller_UpgradesAndRollsBack(t *testing.T) {
+	t.Parallel()
+	require.NoError(t, startNTPServer())
+
+	m := newVM(t, previous.build(t, "image", "metal-amd64.raw"))
+	upgrade := []string{"upgrade", "--image", m.installer(next), "--drain=false", "--wait=false"}
+
+	m.powerOn()
+	m.awaitConsole(firmware)
+	m.configure(previous)
+	m.enable()
+	m.awaitExtension(previous)
+
+	m.awaitCRI()
 	m.talosctl(upgrade...)
-	m.awaitExtension(version(t, next))
+	m.awaitExtension(next)
+	m.reboot(next)
 
 	m.talosctl("rollback")
-	m.awaitExtension(version(t, current))
+	m.awaitExtension(previous)
+	m.reboot(previous)
 
 	// QEMU is killed while the installer writes the next version to the disk again.
-	m.awaitTalosctl("Running", "service", "cri")
+	m.awaitCRI()
 
 	interrupted, err := process.Start(process.Command{
-		Name: "talosctl", Path: m.talosctlPath(), Args: upgrade, Env: m.talosctlEnv(), Log: filepath.Join(logDir(t), t.Name()+".upgrade.log"),
+		Name: "talosctl", Path: m.talosctlPath, Args: upgrade, Env: m.talosctlEnv(), Log: filepath.Join(m.dir, "upgrade.log"),
 	})
 	require.NoError(t, err)
 
-	for !strings.Contains(interrupted.LogTail(), "copying /usr/install/amd64/vmlinuz.efi") {
+	for start := time.Now(); !strings.Contains(interrupted.LogTail(), "copying /usr/install/amd64/vmlinuz.efi"); time.Sleep(interruptPoll) {
 		require.NoError(t, interrupted.Ended(), interrupted.LogTail())
-		time.Sleep(interruptPoll)
+		require.Less(t, time.Since(start), deadline, interrupted.LogTail())
 	}
 
 	m.powerOff()
 	interrupted.Stop(t.Context())
+	require.NotContains(t, interrupted.LogTail(), "updating EFI variables", "the installer was faster")
 
 	m.powerOn()
-	m.awaitExtension(version(t, current))
+	m.awaitExtension(previous)
+}
 
-	m.talosctl("config", "new", "reader.yaml", "--roles", "os:reader")
-	m.talosctl("reset", "--graceful=false", "--reboot", "--wait=false",
-		"--system-labels-to-wipe", constants.StatePartitionLabel, "--system-labels-to-wipe", constants.EphemeralPartitionLabel)
-	m.awaitConsole(maintenance)
-	m.awaitDeletion()
+// reboot boots a release from the firmware. After an upgrade or a rollback, Talos uses kexec: until systemd-boot runs, the
+// installer takes the release before for the booted one, and removes the other.
+func (m *vm) reboot(r release) {
+	m.t.Helper()
+
+	m.talosctl("reboot", "--mode", "powercycle", "--wait=false")
+	m.awaitConsole(firmware)
+	m.awaitExtension(r)
+}
+
+// awaitCRI waits until the containerd that pulls images is healthy.
+func (m *vm) awaitCRI() {
+	m.t.Helper()
+
+	m.awaitTalosctl("true", "get", "service", "cri", "--output", "jsonpath={.spec.healthy}")
 }

@@ -14,27 +14,31 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/constants"
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/talos-ccm/talos-ccm/test/builder"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 	"github.com/talos-ccm/talos-ccm/test/process"
+	"github.com/talos-ccm/talos-ccm/test/talos"
 )
 
 const (
 	// deadline is for a boot or an installation. They take one to four minutes on an idle host. Talos reboots a machine
 	// whose kubelet has not started after 70 minutes.
 	deadline = 20 * time.Minute
+	// callTimeout is for one of several attempts. A connection stays open while the machine reboots.
+	callTimeout = 2 * time.Minute
 	// poll is the interval for checking conditions.
 	poll = time.Second
-	// firmware is the directory of Debian's package ovmf.
-	firmware = "/usr/share/OVMF/"
+	// ovmf is the directory of Debian's package.
+	ovmf = "/usr/share/OVMF/"
 )
 
 var (
@@ -42,8 +46,8 @@ var (
 	// test/kube has a certificate for it.
 	hostAddress    = netip.MustParseAddr("10.0.0.1")
 	machineAddress = netip.MustParseAddr("10.0.0.2")
-	// talosAddress is a loopback address of the host, from which QEMU forwards the port of Talos's API to the machine.
-	talosAddress = netip.MustParseAddr("127.77.0.2")
+	// machines is the number of machines.
+	machines atomic.Uint32
 )
 
 // vm is a virtual machine with one disk and one network interface, the registry that it uses, and the control plane of its
@@ -58,6 +62,10 @@ type vm struct {
 	process *process.Process
 	cluster *kube.Cluster
 	client  kubernetes.Interface
+	// address is a loopback address of the host, from which QEMU forwards the port of Talos's API to the machine.
+	address netip.Addr
+	// talosctlPath is the path of the newest release's talosctl.
+	talosctlPath string
 	// registry is the address of the registry on the host.
 	registry netip.AddrPort
 	// nodename is set by checkNode.
@@ -68,7 +76,13 @@ type vm struct {
 func newVM(t *testing.T, image string) *vm {
 	t.Helper()
 
-	m := &vm{t: t, dir: t.TempDir(), console: filepath.Join(logDir(t), t.Name()+".console.log")}
+	bed, err := talos.Assets(t.Context(), current.talos.Minor, os.Stdout)
+	require.NoError(t, err)
+
+	m := &vm{
+		t: t, dir: t.TempDir(), console: filepath.Join(logDir(t), t.Name()+".console.log"),
+		talosctlPath: filepath.Join(bed, "bin/talosctl"), address: netip.AddrFrom4([4]byte{127, 77, 0, byte(machines.Add(1))}),
+	}
 	require.NoError(t, os.WriteFile(m.console, nil, 0o644))
 
 	if image != "" {
@@ -77,10 +91,9 @@ func newVM(t *testing.T, image string) *vm {
 		run(t, "truncate", "--size=10G", m.disk())
 	}
 
-	run(t, "cp", firmware+"OVMF_VARS_4M.fd", m.variables())
+	run(t, "cp", ovmf+"OVMF_VARS_4M.fd", m.variables())
 	m.startCluster()
 	m.startRegistry()
-	m.startNTPServer()
 
 	return m
 }
@@ -89,18 +102,19 @@ func (m *vm) disk() string { return filepath.Join(m.dir, "disk.raw") }
 
 func (m *vm) variables() string { return filepath.Join(m.dir, "variables.fd") }
 
-// powerOn switches the machine on. The machine ends with this process. The options are for QEMU.
+// powerOn switches the machine on. The machine ends with this process. The options are for QEMU. With more processors, the
+// kernel panics at times ("Oops: int3"), because QEMU executes instructions that another processor has just patched.
 func (m *vm) powerOn(options ...string) {
 	m.t.Helper()
 
 	var err error
 
 	m.process, err = process.Start(process.Command{Name: "qemu", Path: "nice", Log: m.console, Args: append([]string{
-		"-n", "5", "qemu-system-x86_64", "-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2", "-m", "3072",
+		"-n", "5", "qemu-system-x86_64", "-machine", "q35", "-accel", "tcg", "-cpu", "max", "-smp", "1", "-m", "3072",
 		"-nodefaults", "-display", "none", "-serial", "stdio", "-device", "virtio-rng-pci", "-device", "virtio-net-pci,netdev=net",
 		"-netdev", fmt.Sprintf("user,id=net,ipv6=off,net=%[1]s/24,host=%[1]s,hostfwd=tcp:%[2]s:%[3]d-%[4]s:%[3]d",
-			hostAddress, talosAddress, constants.ApidPort, machineAddress),
-		"-drive", "if=pflash,format=raw,readonly=on,file=" + firmware + "OVMF_CODE_4M.fd",
+			hostAddress, m.address, constants.ApidPort, machineAddress),
+		"-drive", "if=pflash,format=raw,readonly=on,file=" + ovmf + "OVMF_CODE_4M.fd",
 		"-drive", "if=pflash,format=raw,file=" + m.variables(),
 		"-drive", "if=virtio,format=raw,file=" + m.disk(),
 	}, options...)})
@@ -115,13 +129,15 @@ func (m *vm) powerOff() {
 	m.process.Stop(ctx)
 }
 
-// startNTPServer starts an NTP server (RFC 5905). Talos supports no other port than 123.
-func (m *vm) startNTPServer() {
+// startNTPServer starts an NTP server (RFC 5905) for all machines, which ends with this process. Talos supports no other port
+// than 123. Until its time is synchronized, Talos has no credentials for Kubernetes.
+var startNTPServer = sync.OnceValue(func() error {
 	const size, transmitTime, secondsTo1970 = 48, 40, 2_208_988_800
 
 	conn, err := net.ListenPacket("udp", "127.0.0.1:123")
-	require.NoError(m.t, err)
-	m.t.Cleanup(func() { assert.NoError(m.t, conn.Close()) })
+	if err != nil {
+		return err
+	}
 
 	go func() {
 		for {
@@ -129,7 +145,7 @@ func (m *vm) startNTPServer() {
 
 			_, client, err := conn.ReadFrom(request)
 			if err != nil {
-				return // closed
+				return
 			}
 
 			now := time.Now()
@@ -145,7 +161,9 @@ func (m *vm) startNTPServer() {
 			_, _ = conn.WriteTo(response, client) // UDP: the client repeats its request
 		}
 	}()
-}
+
+	return nil
+})
 
 // awaitConsole waits until the console shows a text, after the text of the last call.
 func (m *vm) awaitConsole(text string) {
@@ -187,23 +205,16 @@ func (m *vm) eventually(what string, try func() error) {
 	m.t.Logf("%4.0f s until %s", time.Since(start).Seconds(), what)
 }
 
-func (m *vm) talosctlPath() string {
-	release, err := talosAssets()
-	require.NoError(m.t, err)
-
-	return filepath.Join(release, "bin/talosctl")
-}
-
 func (m *vm) talosctlEnv() []string {
 	return append(os.Environ(), "TALOSCONFIG="+filepath.Join(m.dir, "talosconfig"), "TALOS_HOME="+m.dir, "HOME="+m.dir)
 }
 
-// runTalosctl runs talosctl of the release on the host.
-func (m *vm) runTalosctl(args ...string) (string, error) {
-	ctx, cancel := context.WithTimeout(m.t.Context(), deadline)
+// runTalosctl runs talosctl on the host.
+func (m *vm) runTalosctl(timeout time.Duration, args ...string) (string, error) {
+	ctx, cancel := context.WithTimeout(m.t.Context(), timeout)
 	defer cancel()
 
-	cmd := exec.CommandContext(ctx, m.talosctlPath(), args...)
+	cmd := exec.CommandContext(ctx, m.talosctlPath, args...)
 	cmd.Env, cmd.Dir = m.talosctlEnv(), m.dir
 
 	output, err := builder.Output(cmd)
@@ -215,7 +226,7 @@ func (m *vm) runTalosctl(args ...string) (string, error) {
 func (m *vm) talosctl(args ...string) string {
 	m.t.Helper()
 
-	output, err := m.runTalosctl(args...)
+	output, err := m.runTalosctl(deadline, args...)
 	require.NoError(m.t, err)
 
 	return output
@@ -226,7 +237,7 @@ func (m *vm) awaitTalosctl(text string, args ...string) (output string) {
 	m.t.Helper()
 
 	m.eventually(fmt.Sprintf("talosctl %s shows %q", strings.Join(args, " "), text), func() (err error) {
-		output, err = m.runTalosctl(args...)
+		output, err = m.runTalosctl(callTimeout, args...)
 		if err == nil && !strings.Contains(output, text) {
 			err = errors.New(output)
 		}

@@ -35,24 +35,41 @@ func (a assets) bin() string { return filepath.Join(string(a), "bin") }
 
 func (a assets) shims() string { return filepath.Join(a.rootfs(), "usr/bin/shims") }
 
-// Assets builds the selected release of Talos, Kubernetes, the container runtime and the tools of the bed, unless they are
-// in the cache. It returns the directory with Talos, which contains a root file system in rootfs and commands in bin. The
-// cache is $TALOS_CCM_CACHE, or talos-ccm in the user's cache directory. Progress is written to out, which may be nil.
-func Assets(ctx context.Context, out io.Writer) (string, error) {
-	src, err := selectSource()
+// Assets builds Talos, the container runtime and the tools of the bed, unless they are in the cache. minor selects the
+// release; if it is empty, TALOS does. It returns the directory, which contains a root file system in rootfs and commands in
+// bin. The cache is $TALOS_CCM_CACHE, or talos-ccm in the user's cache directory. Progress is written to out, which may be
+// nil.
+func Assets(ctx context.Context, minor string, out io.Writer) (string, error) {
+	src, err := selectSource(minor)
 	if err != nil {
 		return "", err
 	}
 
-	talos, _, err := prepare(ctx, src, out)
+	dir, err := src.assets(ctx, out)
 
-	return string(talos), err
+	return string(dir), err
 }
 
-// Imager builds the imager of the selected release of Talos into the directory dir, and returns its path. It also builds
-// init, the first program of the initramfs, and copies file_contexts, the SELinux labels of files.
-func Imager(ctx context.Context, dir string, out io.Writer) (string, error) {
-	src, err := selectSource()
+// BedAssets builds what [Assets] does for the release that TALOS selects, and its version of Kubernetes.
+func BedAssets(ctx context.Context, out io.Writer) (string, error) {
+	src, err := selectSource("")
+	if err != nil {
+		return "", err
+	}
+
+	if _, err := src.kubernetes(ctx, out); err != nil {
+		return "", err
+	}
+
+	dir, err := src.assets(ctx, out)
+
+	return string(dir), err
+}
+
+// Imager builds Talos's imager into the directory dir, and returns its path. minor selects the release; if it is empty, TALOS
+// does. Imager also builds init, the first program of the initramfs, and copies file_contexts, the SELinux labels of files.
+func Imager(ctx context.Context, minor, dir string, out io.Writer) (string, error) {
+	src, err := selectSource(minor)
 	if err != nil {
 		return "", err
 	}
@@ -88,26 +105,32 @@ func Imager(ctx context.Context, dir string, out io.Writer) (string, error) {
 	)
 }
 
-// prepare builds a release of Talos and its version of Kubernetes, unless they are in the cache, and returns their
-// directories.
-func prepare(ctx context.Context, src source, out io.Writer) (talos assets, kubernetes string, err error) {
-	if kubernetes, err = kube.AssetsOf(ctx, src.Kubernetes, out); err != nil {
-		return "", "", fmt.Errorf("build Kubernetes: %w", err)
-	}
-
+// assets builds the release, unless it is in the cache, and returns its directory.
+func (s source) assets(ctx context.Context, out io.Writer) (assets, error) {
 	bed, err := builder.PackageDir(ctx, selfImport)
 	if err != nil {
-		return "", "", err
+		return "", err
 	}
 
-	key, err := fingerprint(ctx, bed, src)
+	key, err := fingerprint(ctx, bed, s)
 	if err != nil {
-		return "", "", err
+		return "", err
 	}
 
-	dir, err := builder.Cached(ctx, "talos", key, out, func(dir string) error { return construct(ctx, bed, src, dir, out) })
+	dir, err := builder.Cached(ctx, "talos", key, out, func(dir string) error { return construct(ctx, bed, s, dir, out) })
 
-	return assets(dir), kubernetes, err
+	return assets(dir), err
+}
+
+// kubernetes builds the components of the release's version of Kubernetes, unless they are in the cache, and returns their
+// directory.
+func (s source) kubernetes(ctx context.Context, out io.Writer) (string, error) {
+	dir, err := kube.AssetsOf(ctx, s.Kubernetes, out)
+	if err != nil {
+		return "", fmt.Errorf("build Kubernetes: %w", err)
+	}
+
+	return dir, nil
 }
 
 // fingerprint returns a hash of the inputs of a build. It does not include rootfs.go: update layout if that changes.

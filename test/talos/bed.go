@@ -168,7 +168,7 @@ func (b *Bed) Shell(ctx context.Context, script string) (out []byte, err error) 
 
 func (b *Bed) prepare(ctx context.Context) error {
 	var err error
-	if b.source, err = selectSource(); err != nil {
+	if b.source, err = selectSource(""); err != nil {
 		return err
 	}
 
@@ -264,7 +264,11 @@ func Sweep() error {
 
 func (b *Bed) build(ctx context.Context) error {
 	var err error
-	if b.assets, b.kubernetes, err = prepare(ctx, b.source, os.Stdout); err != nil {
+	if b.kubernetes, err = b.source.kubernetes(ctx, os.Stdout); err != nil {
+		return err
+	}
+
+	if b.assets, err = b.source.assets(ctx, os.Stdout); err != nil {
 		return err
 	}
 

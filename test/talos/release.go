@@ -1,6 +1,7 @@
 package talos
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -55,7 +56,7 @@ type Patch struct {
 	Edits []string
 }
 
-// Releases returns all releases that the bed can boot.
+// Releases returns all releases that the bed can boot, the oldest first.
 func Releases() []Release {
 	const containerd = "github.com/containerd/containerd/v2=github.com/containerd/containerd/v2@v2.2.5"
 
@@ -100,13 +101,12 @@ type source struct {
 	checkout string
 }
 
-// selectSource returns the release that the environment selects. It returns an error if the release requires a checkout and
-// has none, or if the checkout is not of this release.
-func selectSource() (source, error) {
-	minor, checkout := os.Getenv(releaseEnv), os.Getenv(sourceEnv)
-	if minor == "" {
-		minor = defaultMinor
-	}
+// selectSource returns the release with a minor version, or, if that is empty, the release that TALOS selects, with the
+// checkout in TALOS_SOURCE. It returns an error if the release requires a checkout and has none, or if the checkout is not of
+// this release.
+func selectSource(minor string) (source, error) {
+	checkout := os.Getenv(sourceEnv)
+	minor = cmp.Or(minor, os.Getenv(releaseEnv), defaultMinor)
 
 	releases := Releases()
 

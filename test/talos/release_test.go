@@ -31,7 +31,7 @@ func TestAssets_RejectUnusableRelease(t *testing.T) {
 			t.Setenv("TALOS", test.release)
 			t.Setenv("TALOS_SOURCE", test.source)
 
-			_, err := talos.Assets(t.Context(), nil)
+			_, err := talos.Assets(t.Context(), "", nil)
 			assert.ErrorContains(t, err, test.want)
 		})
 	}

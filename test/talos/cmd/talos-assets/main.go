@@ -21,9 +21,9 @@ func main() {
 	imager := flag.String("imager", "", "Directory to build Talos's imager into, instead of the test bed.")
 	flag.Parse()
 
-	build := talos.Assets
+	build := talos.BedAssets
 	if *imager != "" {
-		build = func(ctx context.Context, out io.Writer) (string, error) { return talos.Imager(ctx, *imager, out) }
+		build = func(ctx context.Context, out io.Writer) (string, error) { return talos.Imager(ctx, "", *imager, out) }
 	}
 
 	path, err := build(ctx, os.Stdout)
