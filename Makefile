@@ -238,7 +238,7 @@ boot-test: kube-assets ## Boot, install, upgrade and reset Talos with the extens
 	$(MAKE) image ARCHES=amd64 ARTIFACTS=$(boot)
 	$(MAKE) image ARCHES=amd64 ARTIFACTS=$(boot)/next TAG=v0.0.1-next
 	$(GO) build -o $(boot)/preinit ./test/boot/preinit
-	TALOS_SOURCE= TALOS_CCM_ARTIFACTS=$(abspath $(boot)) $(GO) test -tags e2e -v -count=1 -timeout 2h $(if $(RUN),-run '$(RUN)') ./test/boot
+	TALOS_CCM_ARTIFACTS=$(abspath $(boot)) $(GO) test -tags e2e -v -count=1 -timeout 2h $(if $(RUN),-run '$(RUN)') ./test/boot
 
 .PHONY: monitoring-test
 monitoring-test: ## Check the alerts and the dashboard against the exported metrics, with Prometheus code.

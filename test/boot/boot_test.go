@@ -88,7 +88,7 @@ func (m *vm) awaitExtension(booted release) {
 func TestDiskImage_RunsExtension(t *testing.T) {
 	m := newVM(t, current.build(t, "image", "metal-amd64.raw"))
 
-	// The clock is wrong until NTP steps it, after the extension has started. No parallel test may start the NTP server before.
+	// The clock is wrong until NTP steps it, after the extension has started. Parallel tests start NTP later.
 	m.powerOn("-rtc", "base=2001-02-03T04:05:06")
 	m.awaitConsole("setting system clock to 2001-02-03")
 	m.awaitConsole(running)

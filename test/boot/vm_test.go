@@ -102,8 +102,8 @@ func (m *vm) disk() string { return filepath.Join(m.dir, "disk.raw") }
 
 func (m *vm) variables() string { return filepath.Join(m.dir, "variables.fd") }
 
-// powerOn switches the machine on. The machine ends with this process. The options are for QEMU. With more processors, the
-// kernel panics at times ("Oops: int3"), because QEMU executes instructions that another processor has just patched.
+// powerOn switches the machine on. The machine ends with this process. The options are for QEMU. With two
+// processors, the kernel has panicked ("Oops: int3"), probably because QEMU executes instructions that another processor patches.
 func (m *vm) powerOn(options ...string) {
 	m.t.Helper()
 

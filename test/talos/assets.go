@@ -57,11 +57,7 @@ func BedAssets(ctx context.Context, out io.Writer) (string, error) {
 		return "", err
 	}
 
-	if _, err := src.kubernetes(ctx, out); err != nil {
-		return "", err
-	}
-
-	dir, err := src.assets(ctx, out)
+	dir, _, err := src.prepare(ctx, out)
 
 	return string(dir), err
 }
@@ -105,6 +101,17 @@ func Imager(ctx context.Context, minor, dir string, out io.Writer) (string, erro
 	)
 }
 
+// prepare builds the release and its version of Kubernetes, unless they are in the cache, and returns their directories.
+func (s source) prepare(ctx context.Context, out io.Writer) (talos assets, kubernetes string, err error) {
+	if kubernetes, err = kube.AssetsOf(ctx, s.Kubernetes, out); err != nil {
+		return "", "", fmt.Errorf("build Kubernetes: %w", err)
+	}
+
+	talos, err = s.assets(ctx, out)
+
+	return talos, kubernetes, err
+}
+
 // assets builds the release, unless it is in the cache, and returns its directory.
 func (s source) assets(ctx context.Context, out io.Writer) (assets, error) {
 	bed, err := builder.PackageDir(ctx, selfImport)
@@ -120,17 +127,6 @@ func (s source) assets(ctx context.Context, out io.Writer) (assets, error) {
 	dir, err := builder.Cached(ctx, "talos", key, out, func(dir string) error { return construct(ctx, bed, s, dir, out) })
 
 	return assets(dir), err
-}
-
-// kubernetes builds the components of the release's version of Kubernetes, unless they are in the cache, and returns their
-// directory.
-func (s source) kubernetes(ctx context.Context, out io.Writer) (string, error) {
-	dir, err := kube.AssetsOf(ctx, s.Kubernetes, out)
-	if err != nil {
-		return "", fmt.Errorf("build Kubernetes: %w", err)
-	}
-
-	return dir, nil
 }
 
 // fingerprint returns a hash of the inputs of a build. It does not include rootfs.go: update layout if that changes.

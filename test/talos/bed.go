@@ -264,11 +264,7 @@ func Sweep() error {
 
 func (b *Bed) build(ctx context.Context) error {
 	var err error
-	if b.kubernetes, err = b.source.kubernetes(ctx, os.Stdout); err != nil {
-		return err
-	}
-
-	if b.assets, err = b.source.assets(ctx, os.Stdout); err != nil {
+	if b.assets, b.kubernetes, err = b.source.prepare(ctx, os.Stdout); err != nil {
 		return err
 	}
 

@@ -105,8 +105,10 @@ type source struct {
 // checkout in TALOS_SOURCE. It returns an error if the release requires a checkout and has none, or if the checkout is not of
 // this release.
 func selectSource(minor string) (source, error) {
-	checkout := os.Getenv(sourceEnv)
-	minor = cmp.Or(minor, os.Getenv(releaseEnv), defaultMinor)
+	var checkout string
+	if minor == "" {
+		minor, checkout = cmp.Or(os.Getenv(releaseEnv), defaultMinor), os.Getenv(sourceEnv)
+	}
 
 	releases := Releases()
 
