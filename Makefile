@@ -237,7 +237,7 @@ boot-test: kube-assets ## Boot, install, upgrade and reset Talos with the extens
 	@pkg-config --exists libseccomp 2>/dev/null || .ci/packages gcc libc6-dev pkg-config libseccomp-dev
 	$(MAKE) image ARCHES=amd64 ARTIFACTS=$(boot)
 	$(MAKE) image ARCHES=amd64 ARTIFACTS=$(boot)/next TAG=v0.0.1-next
-	$(GO) build -o $(boot)/preinit ./test/boot/preinit
+	$(GO) build -buildvcs=false -o $(boot)/preinit ./test/boot/preinit
 	TALOS_CCM_ARTIFACTS=$(abspath $(boot)) $(GO) test -tags e2e -v -count=1 -timeout 2h $(if $(RUN),-run '$(RUN)') ./test/boot
 
 .PHONY: monitoring-test

@@ -34,9 +34,10 @@ import (
 )
 
 // kernelArguments are for all images. Interfaces have their kernel names, so that the address can be an argument. Mitigations,
-// also page table isolation ("pti=on" of Talos), only slow down an emulated processor.
+// including page table isolation (Talos's pti=on), only slow down an emulated processor. SELinux is not the default of Debian's
+// kernel.
 var kernelArguments = []string{
-	"console=ttyS0", "pti=off", "mitigations=off", "net.ifnames=0", "talos.dashboard.disabled=1", "security=selinux", // not the default of Debian's kernel
+	"console=ttyS0", "pti=off", "mitigations=off", "net.ifnames=0", "talos.dashboard.disabled=1", "security=selinux",
 	fmt.Sprintf("ip=%s::%s:255.255.255.0::eth0:off", machineAddress, hostAddress),
 }
 

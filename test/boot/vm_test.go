@@ -30,7 +30,7 @@ import (
 )
 
 const (
-	// deadline is for a boot or an installation. They take one to four minutes on an idle host. Talos reboots a machine
+	// deadline is for a boot or an installation. They take up to six minutes on an idle host. Talos reboots a machine
 	// whose kubelet has not started after 70 minutes.
 	deadline = 20 * time.Minute
 	// callTimeout is for one of several attempts. A connection stays open while the machine reboots.
