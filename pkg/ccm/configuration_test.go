@@ -266,6 +266,7 @@ func TestConfiguration_EnvironmentReplacesProcess(t *testing.T) {
 	})
 	ctest.Eventually(s, "process leads again", p.leads)
 
+	assert.Equal(t, 1, strings.Count(p.output.String(), "Replacing the process\" reason="))
 	assert.Equal(t, 1, strings.Count(p.output.String(), "Started controller\" controller=\"cloud-node-controller\""))
 
 	s.configure(self, "", "TALOS_CCM_CONTROLLERS=*", "GOMEMLIMIT=300MiB")
