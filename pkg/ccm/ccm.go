@@ -135,7 +135,7 @@ func (m *Manager) Run(ctx context.Context) (err error) {
 	defer cancel(nil)
 
 	m.store.Subscribe(func() {
-		if restart := m.restart(); restart != nil && m.socket != nil && ctx.Err() == nil {
+		if restart := m.restart(); restart != nil && ctx.Err() == nil {
 			klog.FromContext(ctx).Info("Replacing the process", "reason", "document changes the environment")
 			cancel(restart)
 		}
