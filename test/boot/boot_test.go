@@ -95,9 +95,14 @@ func TestDiskImage_RunsExtension(t *testing.T) {
 	m.configure(current)
 	m.awaitConsole(`task startAllServices (1/1): service "etcd" to be up`) // etcd waits for the time, containerd and cri are up
 	require.NoError(t, startNTPServer())
+	m.awaitLease()
+
+	log := m.awaitTalosctl("", "logs", service)
+	assert.Contains(t, log, "I0203 04:")
+	assert.Equal(t, 1, strings.Count(log, "Starting talos-ccm"))
+
 	m.enable()
 	m.awaitExtension(current)
-	assert.Contains(t, m.awaitTalosctl("", "logs", service), "I0203 04:")
 	m.checkProcess()
 
 	m.exceedMemory()
@@ -105,6 +110,7 @@ func TestDiskImage_RunsExtension(t *testing.T) {
 
 	m.fillDisk()
 	m.talosctl("service", service, "restart")
+	m.awaitConsole("/var/log/" + service + ".log: no space left on device")
 	m.awaitExtension(current)
 	m.checkServingCertificate()
 	m.checkLogs()

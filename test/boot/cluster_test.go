@@ -22,6 +22,7 @@ import (
 	"k8s.io/utils/ptr"
 	"sigs.k8s.io/yaml"
 
+	"github.com/talos-ccm/talos-ccm/pkg/controllers/lifecycle"
 	"github.com/talos-ccm/talos-ccm/pkg/nodespec"
 	"github.com/talos-ccm/talos-ccm/test/kube"
 	"github.com/talos-ccm/talos-ccm/test/process"
@@ -116,6 +117,12 @@ func (m *vm) checkNode(version string) {
 
 	assert.NotEmpty(m.t, node.Spec.ProviderID)
 	assert.Contains(m.t, node.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeInternalIP, Address: machineAddress.String()})
+	m.awaitLease()
+}
+
+// awaitLease waits until the extension renews its lease.
+func (m *vm) awaitLease() {
+	m.t.Helper()
 
 	identity := strings.TrimSpace(m.awaitTalosctl("", "get", "identity", "--output", "jsonpath={.spec.nodeId}"))
 
@@ -182,4 +189,9 @@ func (m *vm) awaitDeletion() {
 
 		return errors.Join(err, instance.Ended(), errors.New(instance.LogTail()))
 	})
+
+	events, err := m.client.CoreV1().Events(metav1.NamespaceDefault).List(m.t.Context(), metav1.ListOptions{FieldSelector: "reason=" + lifecycle.ReasonDeleting})
+	require.NoError(m.t, err)
+	require.Len(m.t, events.Items, 1)
+	assert.Contains(m.t, events.Items[0].Message, "announced that it is being reset")
 }

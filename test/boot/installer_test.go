@@ -3,6 +3,7 @@
 package boot_test
 
 import (
+	"os"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -14,8 +15,12 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/process"
 )
 
-// interruptPoll is shorter than the installer's write.
-const interruptPoll = 50 * time.Millisecond
+const (
+	// interruptPoll is shorter than the installer's write.
+	interruptPoll = 50 * time.Millisecond
+	// efiPartition is the offset of the EFI partition on the disk, and fat32State the one of the state in its boot sector.
+	efiPartition, fat32State = 1 << 20, 0x41
+)
 
 // installer builds an installer, and returns the name that the machine pulls.
 func (m *vm) installer(r release) string {
@@ -70,41 +75,55 @@ func TestInstaller_UpgradesAndRollsBack(t *testing.T) {
 	m.awaitCRI()
 	m.talosctl(upgrade...)
 	m.awaitExtension(next)
-	m.reboot(next)
 
 	m.talosctl("rollback")
 	m.awaitExtension(previous)
-	m.reboot(previous)
 
-	// QEMU is killed while the installer writes the next version to the disk again.
+	// Until systemd-boot runs, which kexec bypasses, the installer takes the next release for the booted one, and removes
+	// the previous one.
+	m.talosctl("reboot", "--mode", "powercycle", "--wait=false")
+	m.awaitConsole(firmware)
+	m.awaitExtension(previous)
+
 	m.awaitCRI()
+	m.interrupt(upgrade)
+	m.powerOn()
+	m.awaitExtension(previous)
+
+	m.awaitCRI()
+	m.talosctl(append(upgrade, "--reboot-mode", "powercycle")...)
+	m.awaitConsole(firmware)
+	m.awaitExtension(next)
+}
+
+// interrupt kills QEMU while the installer writes the next release to the EFI partition.
+func (m *vm) interrupt(upgrade []string) {
+	m.t.Helper()
 
 	interrupted, err := process.Start(process.Command{
 		Name: "talosctl", Path: m.talosctlPath, Args: upgrade, Env: m.talosctlEnv(), Log: filepath.Join(m.dir, "upgrade.log"),
 	})
-	require.NoError(t, err)
+	require.NoError(m.t, err)
 
 	for start := time.Now(); !strings.Contains(interrupted.LogTail(), "copying /usr/install/amd64/vmlinuz.efi"); time.Sleep(interruptPoll) {
-		require.NoError(t, interrupted.Ended(), interrupted.LogTail())
-		require.Less(t, time.Since(start), deadline, interrupted.LogTail())
+		require.NoError(m.t, interrupted.Ended(), interrupted.LogTail())
+		require.Less(m.t, time.Since(start), deadline, interrupted.LogTail())
 	}
 
 	m.powerOff()
-	interrupted.Stop(t.Context())
-	require.NotContains(t, interrupted.LogTail(), "updating EFI variables", "the installer was faster")
+	interrupted.Stop(m.t.Context())
+	require.NotContains(m.t, interrupted.LogTail(), "updating EFI variables", "the installer was faster")
 
-	m.powerOn()
-	m.awaitExtension(previous)
-}
+	disk, err := os.Open(m.disk())
+	require.NoError(m.t, err)
 
-// reboot boots a release from the firmware. After an upgrade or a rollback, Talos uses kexec: until systemd-boot runs, the
-// installer takes the release before for the booted one, and removes the other.
-func (m *vm) reboot(r release) {
-	m.t.Helper()
+	defer disk.Close() //nolint:errcheck // only read
 
-	m.talosctl("reboot", "--mode", "powercycle", "--wait=false")
-	m.awaitConsole(firmware)
-	m.awaitExtension(r)
+	// Linux sets a bit in the boot sector of a FAT32 file system while it is mounted for writing.
+	state := make([]byte, 1)
+	_, err = disk.ReadAt(state, efiPartition+fat32State)
+	require.NoError(m.t, err)
+	require.Equal(m.t, byte(1), state[0], "the EFI partition is not mounted for writing")
 }
 
 // awaitCRI waits until the containerd that pulls images is healthy.
