@@ -23,7 +23,7 @@ const (
 	cgroup = "/sys/fs/cgroup/" + constants.CgroupExtensions + "/talos-ccm/"
 )
 
-// patch has what this environment needs.
+// patch configures the registry and the NTP server of the host.
 const patch = `
 apiVersion: v1alpha1
 kind: RegistryMirrorConfig
@@ -93,7 +93,7 @@ func TestDiskImage_RunsExtension(t *testing.T) {
 	m.awaitConsole("setting system clock to 2001-02-03")
 	m.awaitConsole(running)
 	m.configure(current)
-	m.awaitConsole(`task startAllServices (1/1): service "etcd" to be up`) // etcd waits for the time, containerd and cri are up
+	m.awaitConsole(`task startAllServices (1/1): service "etcd" to be up`) // etcd waits for the time; containerd and cri are up
 	require.NoError(t, startNTPServer())
 	m.awaitLease()
 
@@ -110,7 +110,7 @@ func TestDiskImage_RunsExtension(t *testing.T) {
 
 	m.fillDisk()
 	m.talosctl("service", service, "restart")
-	m.awaitConsole("/var/log/" + service + ".log: no space left on device")
+	m.awaitConsole("/var/log/" + service + ".log: no space left on device") // Talos stops writing the log to disk
 	m.awaitExtension(current)
 	m.checkServingCertificate()
 	m.checkLogs()
@@ -184,8 +184,6 @@ func (m *vm) checkProcess() {
 	for _, file := range []string{"memory.current", "memory.peak"} {
 		m.t.Log(file, m.awaitTalosctl("", "read", cgroup+file))
 	}
-
-	m.t.Log(m.awaitTalosctl("", "logs", service))
 }
 
 // checkLogs checks that the log of a process that has failed can be read.
@@ -196,5 +194,6 @@ func (m *vm) checkLogs() {
 
 	m.talosctl("patch", "machineconfig", "--patch",
 		"{apiVersion: v1alpha1, kind: ExtensionServiceConfig, name: talos-ccm, environment: ["+variable+"=1]}")
+	m.awaitConsole("failed: exit code 1 (")
 	m.awaitTalosctl(variable, "logs", service)
 }

@@ -120,7 +120,7 @@ func (m *vm) checkNode(version string) {
 	m.awaitLease()
 }
 
-// awaitLease waits until the extension renews its lease.
+// awaitLease waits until the extension acquires or renews its lease.
 func (m *vm) awaitLease() {
 	m.t.Helper()
 
@@ -164,8 +164,8 @@ func (m *vm) checkServingCertificate() {
 	})
 }
 
-// awaitDeletion waits until an instance of talos-ccm on the host, in place of one on another control-plane machine, has
-// deleted the Node of the machine, which was reset.
+// awaitDeletion starts talos-ccm on the host, as on another control-plane machine, and waits until it has deleted the Node of
+// the machine, which was reset.
 func (m *vm) awaitDeletion() {
 	m.t.Helper()
 

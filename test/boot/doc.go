@@ -8,6 +8,6 @@
 // registry (see assemble). Talos's machined, installer, imager and init of the initramfs run. SELinux has Talos's policy and
 // labels, and is permissive, as by default in Talos, in all tests but one.
 //
-// The machine runs no Kubernetes, which would not start on an emulated processor in time: the API server runs outside, and the
-// test registers the machine's Node and requests its serving certificate. There is no other machine in the cluster.
+// The machine runs no Kubernetes, because an emulated processor is too slow: the API server runs on the host, and the test
+// registers the machine's Node and requests its serving certificate. There is no other machine in the cluster.
 package boot
