@@ -1,6 +1,7 @@
 package ccm_test
 
 import (
+	"context"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -12,11 +13,32 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	typedcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
 
 	"github.com/talos-ccm/talos-ccm/pkg/controllers/service"
 	"github.com/talos-ccm/talos-ccm/pkg/talostest"
 	"github.com/talos-ccm/talos-ccm/test/ctest"
 )
+
+// createService creates a Service of type LoadBalancer with port 80, and returns the client of its namespace. The Service is
+// deleted after the test: in a later test on the same API server, it would be the older one and get the address.
+func (s *suite) createService(namespace, name string, spec corev1.ServiceSpec) typedcorev1.ServiceInterface {
+	s.Helper()
+
+	services := s.Client.CoreV1().Services(namespace)
+	spec.Type, spec.Ports = corev1.ServiceTypeLoadBalancer, []corev1.ServicePort{{Port: 80}}
+
+	_, err := services.Create(s.Context(), &corev1.Service{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: spec}, metav1.CreateOptions{})
+	require.NoError(s, err)
+
+	s.Cleanup(func() {
+		ctest.Ask(s, func(ctx context.Context) (any, error) {
+			return nil, ctest.IgnoreNotFound(services.Delete(ctx, name, metav1.DeleteOptions{}))
+		})
+	})
+
+	return services
+}
 
 // The RBAC of the extension suffices: for a Service in any namespace, and its Events.
 func TestManager_PublishesNodeAddresses(t *testing.T) {
@@ -34,12 +56,7 @@ func TestManager_PublishesNodeAddresses(t *testing.T) {
 	_, err := s.Client.CoreV1().Namespaces().Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}, metav1.CreateOptions{})
 	require.NoError(t, err)
 
-	services := s.Client.CoreV1().Services(namespace)
-	web := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Name: "web"}, Spec: corev1.ServiceSpec{
-		Type: corev1.ServiceTypeLoadBalancer, ExternalTrafficPolicy: corev1.ServiceExternalTrafficPolicyLocal, Ports: []corev1.ServicePort{{Port: 80}},
-	}}
-	_, err = services.Create(t.Context(), web, metav1.CreateOptions{})
-	require.NoError(t, err)
+	services := s.createService(namespace, "web", corev1.ServiceSpec{ExternalTrafficPolicy: corev1.ServiceExternalTrafficPolicyLocal})
 
 	options := s.options(self)
 	options.Framework.Generic.Controllers = []string{"*", service.Alias}
@@ -79,12 +96,8 @@ func TestManager_RemovesAddressOfMachineThatLosesPower(t *testing.T) {
 	s.start(options)
 	s.awaitInitialized(machines...)
 
-	services := s.Client.CoreV1().Services("default")
 	name := s.prefix + "web"
-	_, err := services.Create(t.Context(), &corev1.Service{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.ServiceSpec{
-		Type: corev1.ServiceTypeLoadBalancer, LoadBalancerClass: new(service.Class), Ports: []corev1.ServicePort{{Port: 80}},
-	}}, metav1.CreateOptions{})
-	require.NoError(t, err)
+	services := s.createService("default", name, corev1.ServiceSpec{LoadBalancerClass: new(service.Class)})
 
 	for _, m := range machines {
 		s.SetReady(m.Nodename(), corev1.ConditionTrue)
