@@ -6,8 +6,8 @@ import (
 	"encoding/base64"
 	"encoding/json"
 	"encoding/pem"
+	"fmt"
 	"maps"
-	"net"
 	"os"
 	"path/filepath"
 	"slices"
@@ -360,13 +360,13 @@ func TestBootstrap_PrefersLocalAPIServer(t *testing.T) {
 	require.NoError(t, create("local"))
 	assert.Zero(t, prism.Accepted.Load(), "requests to KubePrism")
 
-	free, err := net.Listen("tcp", "127.0.0.1:0")
+	free, err := kube.ReservePort()
 	require.NoError(t, err)
-	require.NoError(t, free.Close())
+	t.Cleanup(free.Release)
 
 	prism.Hangs.Store(false)
 
-	s.local = free.Addr().String()
+	s.local = fmt.Sprintf("127.0.0.1:%d", free.Number())
 
 	before := s.token()
 	s.awaitWatch()
