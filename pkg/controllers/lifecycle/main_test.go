@@ -89,10 +89,9 @@ func workers(n int) []string {
 	return names
 }
 
-// newWorld makes the test parallel, and starts a world in which all Nodes are ready.
+// newWorld starts a world in which all Nodes are ready.
 func newWorld(t *testing.T, settings config.CompiledLifecycle, names ...string) *world {
 	t.Helper()
-	t.Parallel()
 
 	w := &world{
 		Suite: bed.NewSuite(t), name: strings.ToLower(rand.Text()), machines: map[string]*talostest.Machine{}, clock: clocktesting.NewFakeClock(time.Now()), settings: settings,
