@@ -2,6 +2,7 @@ package csrapproval_test
 
 import (
 	"context"
+	"maps"
 	"net/netip"
 	"testing"
 
@@ -17,11 +18,57 @@ import (
 	"github.com/talos-ccm/talos-ccm/test/kube"
 )
 
-// This file comes first, so that its kubelet waits for the rotation while other tests run.
+// This test comes first: the kubelet of the next one requests certificates while other tests run, which count, too.
+func TestMetrics_CountVerdicts(t *testing.T) {
+	const pending = "talosccm_csr_pending"
+
+	s := alone(t)
+	w, victim := s.known(), s.known()
+
+	before := ctest.Metrics(s)
+	s.awaitIssued(s.post(w, request{}))
+	s.awaitDenied(s.post(w, request{names: []string{"kubernetes", "*.example.org"}}))
+	s.awaitDenied(s.post(w, request{ips: []netip.Addr{victim.addr}}))
+
+	other := s.plan().addr
+	s.list(w, other)
+	deferred := s.post(w, request{ips: []netip.Addr{other}})
+	s.awaitDeferred(deferred, csrpolicy.CodeUnknownAddress)
+
+	wanted := map[string]float64{
+		"talosccm_csr_approval_count approve":                               1,
+		"talosccm_csr_approval_count deny":                                  2,
+		"talosccm_csr_approval_age_seconds":                                 1,
+		"talosccm_csr_verdicts_total Approve " + csrpolicy.CodeVerified:     1,
+		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeClusterName:     1,
+		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeWildcard:        1,
+		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeNotOwned:        1,
+		"talosccm_csr_verdicts_total Deny " + csrpolicy.CodeOwnedByOthers:   0, // other owners are no reason for denial
+		"talosccm_csr_verdicts_total Defer " + csrpolicy.CodeOwnedByOthers:  1,
+		"talosccm_csr_verdicts_total Defer " + csrpolicy.CodeUnknownAddress: 1,
+		pending: 1,
+	}
+
+	counted := map[string]float64{}
+	defer func() { t.Logf("counted %v", counted) }()
+
+	s.eventually("all verdicts are counted", func() bool {
+		after := ctest.Metrics(s)
+		for name := range wanted {
+			counted[name] = after[name] - before[name]
+		}
+
+		return maps.Equal(counted, wanted)
+	})
+
+	s.remove(deferred)
+	s.eventually("the deleted request is not pending", func() bool { return ctest.Metrics(s)[pending] == 0 })
+}
 
 // A real kubelet obtains its client certificate with the bootstrap token and rotates it: kube-controller-manager
 // backdates certificates by five minutes, so that 70 to 90 % of the lifetime have passed within one and a half minutes.
 // The test then removes all traces of the rotation, and finally wipes EPHEMERAL.
+// It comes before the rest, so that its kubelet waits for the rotation while other tests run.
 func TestPinning_KubeletKeepsItsCertificates(t *testing.T) {
 	cluster, err := kube.Start(context.WithoutCancel(t.Context()), kube.Options{ControllerManager: kube.ControllerManager{Flags: []string{"--cluster-signing-duration=132s"}}})
 	require.NoError(t, err)

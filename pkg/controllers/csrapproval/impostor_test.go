@@ -70,8 +70,8 @@ func TestController_DeniesRequestOfControlPlaneImpostor(t *testing.T) {
 // A Node may be registered with a bootstrap token before its control-plane machine joins and Talos labels the Node. A
 // request that was posted before is reviewed when the Node gets the label, maybe before its machine is dialed again.
 func TestController_DropsImpostorOnceNodeIsLabeled(t *testing.T) {
-	for order, followFirst := range map[string]bool{"reflector before controller": true, "controller before reflector": false} {
-		t.Run(order, func(t *testing.T) {
+	for _, followFirst := range []bool{false, true} { // last the order of the product, for other tests
+		t.Run(fmt.Sprintf("reflector before controller: %t", followFirst), func(t *testing.T) {
 			s := alone(t)
 			s.followFirst = followFirst
 			s.restart()
