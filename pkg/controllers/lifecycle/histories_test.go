@@ -504,6 +504,11 @@ func TestController_ReportsMemberWithoutNode(t *testing.T) {
 
 	w.discover(controlPlane, "w-2", "w-3", "w-4")
 	w.awaitMissing(0)
+
+	reported := len(w.events(lifecycle.ReasonMissing))
+
+	w.advance(time.Hour) // in which a missing member would be reported again
+	assert.Len(t, w.events(lifecycle.ReasonMissing), reported)
 }
 
 // awaitMissing waits until the metric counts n members without a Node.
