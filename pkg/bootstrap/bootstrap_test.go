@@ -6,7 +6,6 @@ import (
 	"encoding/base64"
 	"encoding/json"
 	"encoding/pem"
-	"fmt"
 	"maps"
 	"os"
 	"path/filepath"
@@ -366,7 +365,7 @@ func TestBootstrap_PrefersLocalAPIServer(t *testing.T) {
 
 	prism.Hangs.Store(false)
 
-	s.local = fmt.Sprintf("127.0.0.1:%d", free.Number())
+	s.local = free.Address()
 
 	before := s.token()
 	s.awaitWatch()

@@ -67,8 +67,8 @@ func TestMetrics_CountVerdicts(t *testing.T) {
 
 // A real kubelet obtains its client certificate with the bootstrap token and rotates it: kube-controller-manager
 // backdates certificates by five minutes, so that 70 to 90 % of the lifetime have passed within one and a half minutes.
-// The test then removes all traces of the rotation, and finally wipes EPHEMERAL.
-// It comes before the rest, so that its kubelet waits for the rotation while other tests run.
+// The test then removes all traces of the rotation, and finally wipes EPHEMERAL. It comes before the rest, so that its
+// kubelet waits for the rotation while other tests run.
 func TestPinning_KubeletKeepsItsCertificates(t *testing.T) {
 	cluster, err := kube.Start(context.WithoutCancel(t.Context()), kube.Options{ControllerManager: kube.ControllerManager{Flags: []string{"--cluster-signing-duration=132s"}}})
 	require.NoError(t, err)

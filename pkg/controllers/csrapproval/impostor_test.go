@@ -70,10 +70,10 @@ func TestController_DeniesRequestOfControlPlaneImpostor(t *testing.T) {
 // A Node may be registered with a bootstrap token before its control-plane machine joins and Talos labels the Node. A
 // request that was posted before is reviewed when the Node gets the label, maybe before its machine is dialed again.
 func TestController_DropsImpostorOnceNodeIsLabeled(t *testing.T) {
-	for _, followFirst := range []bool{false, true} { // last the order of the product, for other tests
-		t.Run(fmt.Sprintf("reflector before controller: %t", followFirst), func(t *testing.T) {
+	for _, followLast := range []bool{true, false} { // the last one is for later tests, too
+		t.Run(fmt.Sprintf("controller before reflector: %t", followLast), func(t *testing.T) {
 			s := alone(t)
-			s.followFirst = followFirst
+			s.followLast = followLast
 			s.restart()
 
 			victim, impostor := s.controlPlanePair()

@@ -74,8 +74,8 @@ type environment struct {
 	routes sync.Map // netip.Addr → netip.Addr
 	last   atomic.Int32
 
-	// followFirst makes the reflector receive changes of Nodes before the controller does.
-	followFirst bool
+	// followLast makes the controller receive changes of Nodes before the reflector does, unlike the product.
+	followLast bool
 
 	main *instance
 }
@@ -263,7 +263,7 @@ func (e *environment) start(clk clock.WithTicker) (*instance, error) {
 
 	var followed, failed error
 
-	if e.followFirst {
+	if !e.followLast {
 		followed = i.Reflector.FollowNodes(i.Nodes)
 	}
 
@@ -281,7 +281,7 @@ func (e *environment) start(clk clock.WithTicker) (*instance, error) {
 		Options: func(machine.Machine) nodespec.Options { return nodespec.Options{} }, Workers: 10,
 	})
 
-	if !e.followFirst {
+	if e.followLast {
 		followed = i.Reflector.FollowNodes(i.Nodes)
 	}
 
