@@ -9,7 +9,20 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 )
+
+// TestBed_DoesNotRestartCRI requires that the machine configuration does not change the configuration of CRI.
+func TestBed_DoesNotRestartCRI(t *testing.T) {
+	for _, m := range bed.Machines() {
+		_, after, isLoaded := strings.Cut(m.Console(), "machine config loaded successfully")
+		require.True(t, isLoaded, "%s has no machine configuration", m.Name())
+		assert.NotContains(t, after, "service[cri](Finished)", "console of %s", m.Name())
+	}
+}
 
 // bedProcesses returns the /proc directories of the processes in a bed's cgroups.
 func bedProcesses(id string) ([]string, error) {

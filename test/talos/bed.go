@@ -9,7 +9,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/siderolabs/talos/pkg/machinery/api/machine"
@@ -367,8 +366,6 @@ func (b *Bed) awaitNodes(ctx context.Context) error {
 
 // eventually retries call until it succeeds, ctx is done or the machine stops.
 func (m *Machine) eventually(ctx context.Context, attempt string, call func(context.Context, *client.Client) error) error {
-	const tail = 20
-
 	c, err := m.TalosClient(ctx)
 	if err != nil {
 		return err
@@ -380,12 +377,7 @@ func (m *Machine) eventually(ctx context.Context, attempt string, call func(cont
 
 	go func() {
 		if m.awaitOff(ctx) == nil {
-			var lines strings.Builder
-			for _, line := range m.console.after(max(0, len(m.console.after(0))-tail)) {
-				fmt.Fprintf(&lines, "\n\t%s", line)
-			}
-
-			cancel(fmt.Errorf("machine %s stopped; last lines of its console:%s", m.name, lines.String()))
+			cancel(fmt.Errorf("machine %s stopped; its console:\n%s", m.name, m.Console()))
 		}
 	}()
 

@@ -15,13 +15,6 @@ import (
 
 // basePatch is the patch for all machines. It enables the external cloud provider, and uses images from the bed's registry.
 const basePatch = `
-machine:
-  files:
-    - path: /etc/cri/conf.d/20-customization.part
-      op: create
-      content: |
-        [plugins."io.containerd.cri.v1.runtime"]
-          disable_cgroup = true
 cluster:
   externalCloudProvider:
     enabled: true
@@ -36,8 +29,8 @@ skipFallback: true
 
 // machinePatch enables serving certificates that require approval, and disables discovery.
 //
-// The kubelet and the container runtime do not use cgroups, because the host may have no controllers to delegate. The
-// kubelet gets its static pods from Talos over HTTP; httpCheckFrequency replaces its default interval of 20 s.
+// The kubelet does not use cgroups, because the host may have no controllers to delegate. It gets its static pods from Talos
+// over HTTP; httpCheckFrequency replaces its default interval of 20 s.
 const machinePatch = `
 machine:
   kubelet:
@@ -104,6 +97,14 @@ enabled: false
 apiVersion: v1alpha1
 kind: KubeCoreDNSConfig
 enabled: false
+`
+
+// criConfig disables cgroups in CRI, as machinePatch does in the kubelet. In Talos 1.14, a part of CRI's configuration in the
+// machine configuration restarts CRI in every boot. CRI may then wait permanently for its volumes, although Talos 1.14.1
+// contains https://github.com/siderolabs/talos/pull/13826.
+const criConfig = `
+[plugins."io.containerd.cri.v1.runtime"]
+  disable_cgroup = true
 `
 
 // ControllerManagerPatch returns a configuration patch that sets arguments of kube-controller-manager by the names of its

@@ -13,6 +13,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"strings"
 	"syscall"
 
 	"github.com/siderolabs/talos/pkg/machinery/client"
@@ -142,6 +143,17 @@ func (m *Machine) Address() netip.Addr { return m.address }
 // Root returns a path to the machine's root file system, which is valid until the machine is switched off.
 func (m *Machine) Root() string { return fmt.Sprintf("/proc/%d/root", m.init.Pid) }
 
+// Console returns the output of the current boot. If the machine is off, Console returns the output of the last boot.
+func (m *Machine) Console() string {
+	var output strings.Builder
+
+	for _, line := range m.console.after(m.console.boot) {
+		fmt.Fprintln(&output, line)
+	}
+
+	return output.String()
+}
+
 // PowerOn switches the machine on and does not wait for the boot. The machine must be off.
 func (m *Machine) PowerOn() error {
 	group, err := m.cgroup.recreate()
@@ -265,8 +277,9 @@ func (m *Machine) Wipe(ctx context.Context) error {
 }
 
 // Install sets the machine's extension for the next boot, as an upgrade does; Talos in a container rejects upgrades through
-// its API. The format of the directory is that of Options.Extension. Install also writes the list of extensions, as Talos's
-// imager does, and the files that a container engine provides with bind mounts, which the /etc overlay of Talos 1.14 hides.
+// its API. The format of the directory is that of Options.Extension. Install also writes criConfig and, as Talos's imager
+// does, the list of extensions. A container engine would provide the other files with bind mounts, which the /etc overlay of
+// Talos 1.14 hides.
 func (m *Machine) Install(extension string) error {
 	etc, err := os.MkdirTemp(m.bed.dir, "etc-")
 	if err != nil {
@@ -274,8 +287,9 @@ func (m *Machine) Install(extension string) error {
 	}
 
 	provided := tree{files: map[string]string{
-		"etc/hostname": m.name + "\n",
-		"etc/hosts":    "127.0.0.1 localhost\n",
+		"etc/cri/conf.d/10-cgroups.part": criConfig,
+		"etc/hostname":                   m.name + "\n",
+		"etc/hosts":                      "127.0.0.1 localhost\n",
 		// The bridge rejects DNS queries immediately. On a loopback address, Talos's host DNS would respond.
 		"etc/resolv.conf": "nameserver " + bridgeAddress.String() + "\n",
 	}}
