@@ -59,7 +59,13 @@ func eventually(t *testing.T, condition func(ctx context.Context) error) time.Du
 
 		return err == nil, nil
 	})
-	require.NoError(t, err, "last error: %v", last)
+	if !assert.NoError(t, err, "last error: %v", last) {
+		for _, m := range bed.Machines() {
+			t.Logf("console of %s:\n%s", m.Name(), m.Console())
+		}
+
+		t.FailNow()
+	}
 
 	return time.Since(start)
 }
