@@ -9,7 +9,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"text/template"
 	"text/template/parse"
 
 	"github.com/siderolabs/talos/pkg/machinery/resources/runtime"
@@ -59,7 +58,7 @@ type rule struct {
 type entry struct {
 	kind     *kind
 	key      string
-	template *template.Template
+	template *parse.ListNode
 }
 
 // kind is a map of a rule.
@@ -175,8 +174,8 @@ func (r *rule) add(k *kind, source map[string]string, path *field.Path) (errs fi
 		compiled, factKinds, err := compileTemplate(source[key])
 		r.factKinds |= factKinds
 
-		if err == nil && !slices.ContainsFunc(compiled.Root.Nodes, isAction) {
-			err = k.checkConstant(r, key, compiled.Root.String())
+		if err == nil && !slices.ContainsFunc(compiled.Nodes, isAction) {
+			err = k.checkConstant(r, key, compiled.String())
 		}
 
 		if err != nil {

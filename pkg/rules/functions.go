@@ -6,16 +6,16 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"reflect"
 	"regexp"
 	"slices"
 	"strings"
-	"text/template"
 )
 
 // functions are the functions of templates, besides those of text/template. They have the names, the order of arguments
 // and the results of the upstream Talos CCM or, where it has no such function, of Masterminds/sprig. Lists are lists of
 // strings. No function converts a text to a number: a machine must not determine how often a loop runs.
-var functions = template.FuncMap{
+var functions = map[string]any{
 	"upper":      strings.ToUpper,
 	"lower":      strings.ToLower,
 	"trim":       strings.TrimSpace,
@@ -103,9 +103,14 @@ func Functions() []string { return slices.Sorted(maps.Keys(functions)) }
 
 // empty reports whether the value is false, 0, nil, or an empty string, list or map.
 func empty(v any) bool {
-	truth, _ := template.IsTrue(v)
-
-	return !truth
+	switch value := reflect.ValueOf(v); value.Kind() {
+	case reflect.Invalid: // nil
+		return true
+	case reflect.Map, reflect.Slice:
+		return value.Len() == 0
+	default:
+		return value.IsZero()
+	}
 }
 
 // getValue returns the value of a key in a text such as "ds=nocloud;i=1234", or "" without such a key. A value ends at

@@ -12,7 +12,6 @@
 //   - Regular expressions run in linear time (package regexp).
 //   - No function converts a text to a number, and the format of printf is a string literal.
 //   - The result of a template has at most 64 KiB. A longer result is an error.
-//   - A panic becomes a Problem of the value.
 //
 // Nothing limits the cost of a template that its author made expensive, for example by nesting loops.
 package rules

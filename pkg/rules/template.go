@@ -9,7 +9,6 @@ import (
 	"regexp"
 	"slices"
 	"strings"
-	"text/template"
 	"text/template/parse"
 	"unicode/utf8"
 
@@ -91,8 +90,8 @@ var zeroVariables = newVariables(&Facts{}, runtime.PlatformMetadataSpec{}).value
 // Variables returns the names of the variables that templates can read, sorted.
 func Variables() []string { return slices.Sorted(maps.Keys(zeroVariables)) }
 
-// compileTemplate returns the template and the kinds of facts that it reads.
-func compileTemplate(source string) (t *template.Template, factKinds machine.FactKinds, err error) {
+// compileTemplate returns the parsed template and the kinds of facts that it reads.
+func compileTemplate(source string) (root *parse.ListNode, factKinds machine.FactKinds, err error) {
 	if !utf8.ValidString(source) {
 		return nil, 0, errNotUTF8
 	}
@@ -102,7 +101,7 @@ func compileTemplate(source string) (t *template.Template, factKinds machine.Fac
 	}
 
 	// With this name, a parse error starts with "template: line:3: ", which needs only the prefix cut.
-	t, err = template.New("line").Option("missingkey=zero").Funcs(functions).Parse(source)
+	trees, err := parse.Parse("line", source, "", "", functions, builtins)
 	if err != nil {
 		message := strings.TrimPrefix(err.Error(), "template: ")
 		if !strings.Contains(source, "\n") {
@@ -112,15 +111,16 @@ func compileTemplate(source string) (t *template.Template, factKinds machine.Fac
 		return nil, 0, errors.New(explain(message, source))
 	}
 
-	if len(t.Templates()) > 1 {
+	if len(trees) > 1 {
 		return nil, 0, errors.New("a template cannot define other templates")
 	}
 
 	var c checker
 
-	c.list(t.Root)
+	root = trees["line"].Root
+	c.list(root)
 
-	return t, c.factKinds, errors.Join(c.errs...)
+	return root, c.factKinds, errors.Join(c.errs...)
 }
 
 const quotes = "write text in double quotes or backquotes"
@@ -155,41 +155,6 @@ func explain(message, source string) string {
 	return message + "; text needs double quotes; supported functions: " + strings.Join(Functions(), ", ") + ", and those of text/template"
 }
 
-// render executes the template. It returns no text with an error.
-func render(t *template.Template, variables map[string]any) (rendered string, err error) {
-	defer func() {
-		if r := recover(); r != nil {
-			rendered, err = "", fmt.Errorf("panic: %v", r)
-		}
-	}()
-
-	var out limitedWriter
-
-	if err := t.Execute(&out, variables); err != nil {
-		// Cut where in the template the error occurred: the Problem has the rule and the key.
-		if _, message, found := strings.Cut(err.Error(), ">: "); found {
-			err = errors.New(message)
-		}
-
-		return "", err
-	}
-
-	if !utf8.Valid(out) {
-		return "", errNotUTF8
-	}
-
-	return string(out), nil
-}
-
-// limitedWriter fails, and thereby aborts the execution of a template, after maxText bytes.
-type limitedWriter []byte
-
-func (w *limitedWriter) Write(p []byte) (int, error) {
-	*w = append(*w, p...)
-
-	return len(p), checkLength(len(*w))
-}
-
 func checkLength(length int) error {
 	if length > maxText {
 		return fmt.Errorf("the text is longer than %d bytes", maxText)
@@ -198,7 +163,7 @@ func checkLength(length int) error {
 	return nil
 }
 
-// checker finds errors that text/template detects only while it executes a template, or not at all.
+// checker finds errors that would otherwise occur only when a template is rendered, or not at all.
 type checker struct {
 	// rebound is true where "." is not the variables: inside with and range.
 	rebound bool
@@ -270,13 +235,9 @@ func (c *checker) pipe(pipe *parse.PipeNode) {
 func (c *checker) call(name string, args []parse.Node, piped int) {
 	given := len(args) + piped
 
-	// The errors are those that text/template returns when it executes the call.
 	if f, known := functions[name]; known {
-		switch t := reflect.TypeOf(f); {
-		case t.IsVariadic() && given < t.NumIn()-1:
-			c.fail("wrong number of args for %s: want at least %d got %d", name, t.NumIn()-1, given)
-		case !t.IsVariadic() && given != t.NumIn():
-			c.fail("wrong number of args for %s: want %d got %d", name, t.NumIn(), given)
+		if err := checkArity(name, reflect.TypeOf(f), given); err != nil {
+			c.errs = append(c.errs, err)
 		}
 	}
 

@@ -185,10 +185,10 @@ func TestTemplates_GiveNoHintWithoutAUsualCause(t *testing.T) {
 
 func TestTemplates_RenderErrors(t *testing.T) {
 	for _, test := range []struct{ name, template, want string }{
-		{"argument of another type", `{{ upper 1 }}`, "expected string; found 1"},
-		{"nil argument", `{{ upper nil }}`, "cannot assign nil to string"},
-		{"map instead of text", `{{ upper .Tags }}`, "expected string"},
-		{"text instead of a map", `{{ get .Zone "b" }}`, "expected map[string]string"},
+		{"argument of another type", `{{ upper 1 }}`, "error calling upper: expected string; found int"},
+		{"nil argument", `{{ upper nil }}`, "expected string; found <nil>"},
+		{"map instead of text", `{{ upper .Tags }}`, "expected string; found map[string]string"},
+		{"text instead of a map", `{{ get .Zone "b" }}`, "expected map[string]string; found string"},
 		{"failure", `{{ fail "no zone" }}`, "no zone"},
 		{"invalid base64", `{{ b64dec "?" }}`, "illegal base64"},
 		{"range over text", `{{ range .Zone }}{{ end }}`, "range can't iterate over Zone"},
