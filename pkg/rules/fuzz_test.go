@@ -1,6 +1,7 @@
 package rules_test
 
 import (
+	"math/rand/v2"
 	"regexp"
 	"strings"
 	"testing"
@@ -19,7 +20,10 @@ import (
 // expensive matches large numbers and assignments.
 var expensive = regexp.MustCompile(`[0-9][0-9a-zA-Z_]{3}|=`)
 
-// FuzzTemplate checks that no template causes a panic, and that results are deterministic, bounded and valid.
+// pointer matches the verb %p of printf.
+var pointer = regexp.MustCompile(`%[^%]*p`)
+
+// FuzzTemplate checks that templates render as with text/template, and that results are deterministic, bounded and valid.
 func FuzzTemplate(f *testing.F) {
 	for _, example := range examples {
 		f.Add(example.template, "us-west-1f")
@@ -34,12 +38,35 @@ func FuzzTemplate(f *testing.F) {
 	f.Add(`{{ define "a" }}{{ template "a" }}{{ end }}{{ template "a" }}`, "")
 	f.Add(`{{ (((((index .Tags "a"))))) }}{{ call .Zone }}{{ slice .Zone 1 2 3 }}{{ eq .Tags .Tags }}`, "a")
 	f.Add(`{{ coalesce nil "" | default nil | or nil | print }}`, "")
+	f.Add(`{{ and .Spot ($x := 1) }}{{ $x }}`, "")
+	f.Add(`{{ (default nil "").a 1 }} {{ -0xe }} {{ 0xe }} {{ 1+2i }} {{ 0x1p-2 }} {{ trunc 1e0 .Zone }} {{ 1_000 }} {{ lt 1.5 2.0 }}`, "ab")
+	f.Add(`{{ range 2 }}{{ . }}{{ range 0 }}{{ else }}{{ break }}{{ end }}{{ range 0 }}{{ else }}{{ continue }}{{ end }}no{{ end }}`, "")
+	f.Add(`{{ range index "\x03" 0 }}{{ printf "%T" . }}{{ end }}{{ eq (index "a" 0) 97 }}`, "")
+	f.Add(`{{ range $i, $e := 3 }}{{ end }}`, "")
+	f.Add(`{{ slice (slice (keys .Tags) 0 1 1) 0 2 }}`, "")
+	f.Add(`{{ $x := .Zone }}{{ range $i, $x = splitList "," $x }}{{ $i }}{{ end }}{{ $x }}`, "a,b")
+	f.Add(`{{ slice (slice (keys .Tags) 0 1) 0 2 }}{{ slice (keys .Tags) 0 1 2 | len }}{{ eq .Tags nil }}{{ .Tags.absent | html | js | urlquery }}`, "'")
+
+	for i := range uint64(200) {
+		f.Add((&generator{Rand: rand.New(rand.NewPCG(0, i))}).body(2), "a,b")
+	}
 
 	f.Fuzz(func(t *testing.T, template, value string) {
 		// Nothing limits the duration of nested and long loops, and the memory of values that grow in them.
 		if loops := strings.Count(template, "range"); loops > 1 || loops == 1 && expensive.MatchString(template) || len(value) > 1<<10 {
 			return
 		}
+
+		// Addresses of values in memory differ.
+		if pointer.MatchString(template + value) {
+			return
+		}
+
+		facts := rules.Facts{Machine: machine.Machine{
+			Platform: runtime.PlatformMetadataSpec{Zone: value, Tags: map[string]string{"a": value, value: "b"}}, System: hardware.SystemInformationSpec{UUID: value},
+		}}
+
+		compare(t, template, facts)
 
 		compiled, errs := rules.Compile([]rules.Rule{{
 			Labels: map[string]string{"l": template}, Annotations: map[string]string{"a": template}, Taints: map[string]string{"t": template},
@@ -48,10 +75,6 @@ func FuzzTemplate(f *testing.F) {
 		if len(errs) > 0 {
 			return
 		}
-
-		facts := rules.Facts{Machine: machine.Machine{
-			Platform: runtime.PlatformMetadataSpec{Zone: value, Tags: map[string]string{"a": value, value: "b"}}, System: hardware.SystemInformationSpec{UUID: value},
-		}}
 
 		result := compiled.Apply(facts)
 		assert.Equal(t, 5, len(result.Labels)+len(result.Annotations)+len(result.Taints)+len(result.Replaced)+len(result.Problems), result)

@@ -1,0 +1,24 @@
+package rules
+
+import (
+	"errors"
+	"text/template/parse"
+)
+
+// What the comparison with text/template needs.
+var (
+	FunctionMap = functions
+	Builtins    = builtins
+)
+
+// Values returns the variables of a machine.
+func Values(facts Facts) map[string]any { return newVariables(&facts, facts.Machine.Platform).values }
+
+// Check returns the errors of a parsed template that are not errors of its syntax.
+func Check(root *parse.ListNode) error {
+	var c checker
+
+	c.list(root)
+
+	return errors.Join(c.errs...)
+}
