@@ -166,7 +166,7 @@ lint: $(GOLANGCI_LINT) $(GOFUMPT) $(ACTIONLINT) ## Run the linters and check the
 	$(ACTIONLINT) -shellcheck= -pyflakes=
 
 .PHONY: generate
-generate: ## Regenerate the JSON schemas and the reference of the configuration file.
+generate: ## Regenerate the JSON schemas, and the reference of the configuration file, metrics, Events and labels.
 	$(GO) generate ./pkg/...
 	$(GO) test -count=1 ./test/chart -run Schema -update
 

@@ -16,7 +16,7 @@ const Name = "talos-ccm"
 var RBAC []byte
 
 // ControllerLabel marks the objects of RBAC that are not always needed. Its value is the name of the controller that
-// needs the object, or SecurePort.
+// needs the object, or `secure-port`.
 const ControllerLabel = "talos-ccm.dev/controller"
 
 // SecurePort is the value of ControllerLabel for objects that are needed while the secure port is served.

@@ -19,6 +19,10 @@ import (
 	"github.com/spf13/pflag"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"k8s.io/component-base/logs"
+
+	"github.com/talos-ccm/talos-ccm/extension"
+	"github.com/talos-ccm/talos-ccm/pkg/ccm"
 )
 
 // asCommand makes the test binary run the command, since some flags exit the process.
@@ -284,6 +288,26 @@ func TestHelp_ListsFlagsOfReference(t *testing.T) {
 	assert.LessOrEqual(t, len(listed), 30)
 	assert.GreaterOrEqual(t, len(all), 60)
 	assert.Subset(t, all, listed)
+}
+
+func TestFlags_HaveDefaultsOfReference(t *testing.T) {
+	page, err := os.ReadFile("../../docs/reference/flags.md")
+	require.NoError(t, err)
+
+	options, err := ccm.NewOptions()
+	require.NoError(t, err)
+
+	flags := newCommand(options, logs.NewOptions()).Flags()
+	rows := regexp.MustCompile("(?m)^\\| `--([a-z0-9-]+)` \\| (?:in the (service spec)|`(.+?)`) \\|").FindAllStringSubmatch(string(page), -1)
+	assert.GreaterOrEqual(t, len(rows), 10)
+
+	for _, row := range rows {
+		if row[2] != "" {
+			assert.Contains(t, string(extension.Spec), "    - --"+row[1])
+		} else {
+			assert.Equal(t, row[3], flags.Lookup(row[1]).DefValue, row[1])
+		}
+	}
 }
 
 func TestHelp_DescribesFlags(t *testing.T) {

@@ -22,8 +22,12 @@ import (
 
 // Reasons of the Events on the local machine's Node.
 const (
+	// ReasonConfigInvalid: on a control-plane Node: its configuration is invalid
+	// (docs/reference/configuration.md#validation).
+	// Fix: docs/troubleshooting/configuration.md#invalid-configuration.
 	ReasonConfigInvalid = "ConfigInvalid"
-	ReasonConfigValid   = "ConfigValid"
+	// ReasonConfigValid (Normal): on a control-plane Node: the configuration is valid again.
+	ReasonConfigValid = "ConfigValid"
 )
 
 // NodeOptions returns a configuration's options for Nodes. fallback applies if the configuration does not set

@@ -10,17 +10,17 @@ import (
 )
 
 var machines = metric.NewGaugeVec("talosccm_machines",
-	"Number of machines by condition. Machines with a working watch are Current.", "condition")
+	"Number of machines by condition: Current (watched), Unreachable, Mismatch or Unknown (not reached yet).", "condition")
 
 var machineUp = metric.NewGaugeVec("talosccm_machine_up",
-	"Whether the machine of a Node has a working watch. The series ends when the Node is deleted.", "node")
+	"1 if the machine of a Node is watched, else 0. The series ends when the Node is deleted.", "node")
 
 var (
 	machineStage = metric.NewGaugeVec("talosccm_machine_stage",
 		"Always 1 for the last known stage of a Node's machine. The series ends when the Node is deleted.", "node", "stage")
 
 	unmetConditions = metric.NewGaugeVec("talosccm_machine_unmet_conditions",
-		"Number of conditions without which the machine of a Node is not ready. The series ends when the Node is deleted.", "node")
+		"Number of unmet conditions of a Node's machine that is not ready. The series ends when the Node is deleted.", "node")
 )
 
 var buildInfo = metric.NewGaugeVec("talosccm_build_info",

@@ -4,8 +4,6 @@
 // column and path. The package does no I/O.
 package config
 
-//go:generate go run ./internal/reference
-
 import (
 	"bytes"
 	_ "embed" // the schema and the starter
@@ -49,7 +47,8 @@ func CheckNotEmpty(name string, data []byte) error {
 
 // Config is the configuration file. All keys are optional unless marked as required.
 //
-// The JSON schema and docs/reference/configuration.md are generated from these types and their comments. A field
+// pkg/internal/reference generates the JSON schema and docs/reference/configuration.md from these types and their
+// comments. A field
 // whose JSON tag has neither omitempty nor omitzero is required. The tag `alias` is another spelling of a key,
 // `default` describes the default, and `jsonschema` has the bounds and the enumerated values for the schema.
 type Config struct {

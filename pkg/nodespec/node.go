@@ -12,8 +12,8 @@ import (
 // osImagePrefix is the prefix of status.nodeInfo.osImage on Talos: "Talos (v1.13.5)", PRETTY_NAME of its os-release.
 const osImagePrefix = "Talos"
 
-// LabelAddress is the address at which the machine responded when the client certificate of its kubelet was recorded. No
-// kubelet can write it (NodeRestriction).
+// LabelAddress is the address at which the machine responded when the client certificate of its kubelet was recorded,
+// with `-` for `:`.
 const LabelAddress = "talos-ccm.node-restriction.kubernetes.io/credential-address"
 
 // TaintToBeDeleted is the taint that Cluster Autoscaler sets before it deletes a machine. No kubelet can add it to a
@@ -29,8 +29,8 @@ func IsTalos(node *corev1.Node) bool {
 	return strings.HasPrefix(node.Status.NodeInfo.OSImage, osImagePrefix)
 }
 
-// labelControlPlane is set by Talos with an administrator's certificate. The NodeRestriction admission plugin keeps
-// kubelets from setting it.
+// labelControlPlane marks the Nodes of control-plane machines. Talos sets it with an administrator's certificate; the
+// NodeRestriction admission plugin keeps kubelets from setting it.
 const labelControlPlane = "node-role.kubernetes.io/control-plane"
 
 // IsControlPlane reports whether the Node has the label of the control plane. Unlike the machine type, which a machine

@@ -30,9 +30,12 @@ import (
 
 // Labels that the upstream Talos CCM sets, too. The topology and instance-type labels are defined by Kubernetes.
 const (
-	LabelPlatform    = "node.cloudprovider.kubernetes.io/platform"
+	// LabelPlatform is the platform, such as `metal` or `aws`.
+	LabelPlatform = "node.cloudprovider.kubernetes.io/platform"
+	// LabelClusterName is `global.clusterName` of the configuration, or the cluster name in the machine configuration.
 	LabelClusterName = "node.cloudprovider.kubernetes.io/clustername"
-	LabelLifecycle   = "node.cloudprovider.kubernetes.io/lifecycle"
+	// LabelLifecycle is `spot` on spot instances.
+	LabelLifecycle = "node.cloudprovider.kubernetes.io/lifecycle"
 
 	lifecycleSpot = "spot"
 )

@@ -14,13 +14,13 @@ import (
 // requestDuration and requestErrors keep the names and meaning that they have in the upstream Talos CCM.
 var (
 	requestDuration = metric.NewHistogramVec("talosccm_api_request_duration_seconds",
-		"Latency of Talos API calls; for a watch, until its first answer.", []float64{.01, .05, .1, .25, .5, 1, 2.5, 5, 10, 30}, "request")
+		"Latency of Talos API calls; of a watch, until its first response.", []float64{.01, .05, .1, .25, .5, 1, 2.5, 5, 10, 30}, "request")
 
 	requestErrors = metric.NewCounterVec("talosccm_api_request_errors_total",
 		"Number of failed Talos API calls.", "request")
 
 	readerExpiry = metric.NewGauge("talosccm_reader_certificate_expiry_timestamp_seconds",
-		"Expiry of the current os:reader certificate in seconds since 1970; 0 if none has been issued.")
+		"Unix time at which the current os:reader certificate expires; 0 if there is none.")
 
 	requests = metric.NewCounterVec("talosccm_api_requests_total",
 		"Number of Talos API calls by method and gRPC status code.", "method", "code")

@@ -2,8 +2,10 @@ package docs_test
 
 import (
 	"bytes"
+	"os"
 	"os/exec"
 	"path"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
@@ -53,6 +55,40 @@ func pages(t *testing.T) map[string]string {
 	return texts
 }
 
+func read(t *testing.T, name string) string {
+	t.Helper()
+
+	content, err := os.ReadFile(filepath.Join(root, name))
+	require.NoError(t, err)
+
+	return string(content)
+}
+
+// sources returns the content of the product's source files, and of all tests.
+func sources(t *testing.T) (product, tests string) {
+	t.Helper()
+
+	for _, directory := range []string{"cmd", "extension", "pkg", "test"} {
+		require.NoError(t, filepath.WalkDir(filepath.Join(root, directory), func(path string, _ os.DirEntry, err error) error {
+			if err != nil || filepath.Ext(path) != ".go" {
+				return err
+			}
+
+			content, err := os.ReadFile(path)
+
+			if strings.HasSuffix(path, "_test.go") {
+				tests += string(content)
+			} else if !strings.Contains(path, "test/") {
+				product += string(content)
+			}
+
+			return err
+		}))
+	}
+
+	return product, tests
+}
+
 // TestNames_Exist checks names in the pages against the source, the help text and the manifests.
 func TestNames_Exist(t *testing.T) {
 	help, err := exec.CommandContext(t.Context(), built, "--help-all").Output()
@@ -60,7 +96,7 @@ func TestNames_Exist(t *testing.T) {
 
 	help = bytes.ReplaceAll(help, []byte("[=true|false]"), nil)
 
-	source := strings.Join(sources(t), "\n")
+	source, tests := sources(t)
 
 	for _, names := range []struct {
 		what, pattern, known string
@@ -68,6 +104,7 @@ func TestNames_Exist(t *testing.T) {
 		before, after string
 	}{
 		{"metric", `\b(talosccm_[a-z_]*[a-z])\b`, read(t, "test/monitoring/metrics.txt"), "", " "},
+		{"metric of a library", "`((?:go|leader_election|process|rest_client|workqueue)_[a-z_]+)`", read(t, "test/monitoring/metrics.txt"), "", " "},
 		{"alert", `\b(TalosCCM[A-Z]\w+)`, read(t, "docs/monitoring/alerts.yaml"), "alert: ", "\n"},
 		{"reason or other word", "`((?:[A-Z][a-z0-9]+){2,})`", source + read(t, "docs/monitoring/alerts.yaml"), "", ""},
 		{"reason", `\b(PodCIDR[A-Z]\w+)`, source, `"`, `"`},
@@ -76,7 +113,7 @@ func TestNames_Exist(t *testing.T) {
 		{"variable", "`TALOS_CCM_([A-Z0-9_]+)", strings.ToUpper(strings.ReplaceAll(string(help), "-", "_")), "__", " "},
 		{"service", `\b(ext-[a-z-]+)`, "ext-" + extension.Name, "", ""},
 		{"lease", `\b(cloud-controller-manager-[a-z]+)`, source, `"`, `"`},
-		{"test", "`(Test\\w+)`", strings.Join(tests(t), "\n"), "func ", "("},
+		{"test", "`(Test\\w+)`", tests, "func ", "("},
 		{"role", `\b(system:talos-ccm[a-z:-]*[a-z])`, string(extension.RBAC), "name: ", "\n"},
 	} {
 		pattern := regexp.MustCompile(names.pattern)

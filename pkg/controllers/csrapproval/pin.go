@@ -24,13 +24,13 @@ import (
 
 // Labels that record the pinned client certificate of a Node. No kubelet can write them (NodeRestriction).
 const (
-	// LabelCredential is the ID of the certificate: the first 32 hexadecimal digits of its SHA-256 hash. An operator
-	// may set it.
+	// LabelCredential is the ID of the kubelet's client certificate: the first 32 hexadecimal digits of its SHA-256 hash.
+	// An operator may set it.
 	LabelCredential = "talos-ccm.node-restriction.kubernetes.io/credential"
-	// LabelPrevious is the ID of the certificate with which the kubelet requested it.
-	LabelPrevious = LabelCredential + "-previous"
-	// LabelContext has properties of the certificate and the machine, as pinContext writes them.
-	LabelContext = LabelCredential + "-context"
+	// LabelPrevious is the ID of the certificate with which the kubelet requested its client certificate.
+	LabelPrevious = "talos-ccm.node-restriction.kubernetes.io/credential-previous"
+	// LabelContext has hashes of the Talos node ID, the EPHEMERAL file system and the CA, and the time of expiry.
+	LabelContext = "talos-ccm.node-restriction.kubernetes.io/credential-context"
 )
 
 const (

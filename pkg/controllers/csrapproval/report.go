@@ -15,29 +15,36 @@ import (
 
 // Reasons of Events. The message contains the codes of csrpolicy.
 const (
+	// ReasonApproved (Normal): the CSR was approved.
 	ReasonApproved = "CSRApproved"
-	ReasonDenied   = "CSRDenied"
+	// ReasonDeferred: the CSR stays pending.
+	// Fix: as its code says, see docs/reference/csr-approval.md#pending-csrs.
 	ReasonDeferred = "CSRDeferred"
-
+	// ReasonDenied: the CSR was denied.
+	// Fix: docs/troubleshooting/certificates.md#csr-denied.
+	ReasonDenied = "CSRDenied"
+	// ReasonUnexpectedCredential: another client certificate than the recorded one was used
+	// (docs/reference/csr-approval.md#credential-pinning).
+	// Fix: docs/troubleshooting/certificates.md#unexpected-credential.
 	ReasonUnexpectedCredential = "UnexpectedCredential"
 )
 
 var (
 	// The upstream Talos CCM has a metric of the same name, with the same values of the label.
 	decisions = metric.NewCounterVec("talosccm_csr_approval_count",
-		"Kubelet-serving CSRs decided, by status (approve or deny).", "status")
+		"Number of decided kubelet-serving CSRs by status: approve or deny.", "status")
 
 	verdicts = metric.NewCounterVec("talosccm_csr_verdicts_total",
-		"Reasons of verdicts on kubelet-serving CSRs, by decision (Approve, Defer or Deny) and reason. A pending CSR counts when a reason appears, a decided one once for each reason.", "decision", "reason")
+		"Number of reasons of verdicts on kubelet-serving CSRs, by decision (Approve, Defer or Deny) and code.", "decision", "reason")
 
 	ageAtApproval = metric.NewHistogram("talosccm_csr_approval_age_seconds",
 		"Age of kubelet-serving CSRs at approval.", []float64{.5, 1, 2, 5, 10, 30, 60, 300, 900, 3600})
 
 	pendingGauge = metric.NewGauge("talosccm_csr_pending",
-		"Kubelet-serving CSRs waiting for a decision.")
+		"Number of pending kubelet-serving CSRs of selected Nodes.")
 
 	unexpectedCredentials = metric.NewCounter("talosccm_csr_unexpected_credentials_total",
-		"Kubelet-serving CSRs requested with another client certificate than the one that the kubelet is known to have.")
+		"Number of kubelet-serving CSRs with another client certificate than the recorded one.")
 )
 
 // messageFor returns all reasons in one line, truncated to the size of an Event.

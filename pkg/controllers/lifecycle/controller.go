@@ -71,14 +71,33 @@ import (
 
 // Reasons of the Events on Nodes. The two about a deletion are those of k8s.io/cloud-provider.
 const (
-	ReasonShutdown         = "NodeShutdown"
-	ReasonGone             = "NodeGone"
-	ReasonSilent           = "MachineSilent"
-	ReasonMissing          = "NodeMissing"
-	ReasonDeleting         = "DeletingNode"
-	ReasonDeletingFailed   = "DeletingNodeFailed"
-	ReasonDeletionLimited  = "DeletionLimited"
-	ReasonDeletionPaused   = "DeletionPaused"
+	// ReasonShutdown: the machine announced a shutdown and no longer responds; the Node is tainted.
+	// Fix: start the machine.
+	ReasonShutdown = "NodeShutdown"
+	// ReasonSilent: machine and kubelet have not responded for a day, without proof that the machine is gone.
+	// Fix: delete the Node, or enable more proofs: docs/guides/node-lifecycle.md#delete-more-nodes.
+	ReasonSilent = "MachineSilent"
+	// ReasonMissing: with `lifecycle.discovery`: most control-plane machines have listed the machine as a member for 35
+	// minutes, but it has no Node.
+	// Fix: docs/troubleshooting/lifecycle.md#node-tainted-or-deleted.
+	ReasonMissing = "NodeMissing"
+	// ReasonGone: there is proof that the machine is gone; the grace period has begun.
+	// Fix: none, see docs/guides/node-lifecycle.md#what-happens-to-a-node.
+	ReasonGone = "NodeGone"
+	// ReasonDeleting (Normal): the Node is deleted; names the proof.
+	ReasonDeleting = "DeletingNode"
+	// ReasonDeletingFailed: the API server rejected the deletion, which is retried.
+	// Fix: docs/troubleshooting/installation.md#kubernetes-api-errors.
+	ReasonDeletingFailed = "DeletingNodeFailed"
+	// ReasonDeletionLimited: deleted later: a tenth of the Nodes was deleted in ten minutes.
+	// Fix: wait, or delete the Node.
+	ReasonDeletionLimited = "DeletionLimited"
+	// ReasonDeletionPaused: not deleted: fewer than half of the machines respond, or the proof is weak
+	// (docs/guides/node-lifecycle.md#limits).
+	// Fix: restore the connection to the machines, or delete the Node.
+	ReasonDeletionPaused = "DeletionPaused"
+	// ReasonDeletionDisabled: the Node would be deleted without `lifecycle.dryRun`.
+	// Fix: remove `lifecycle.dryRun`, or delete the Node.
 	ReasonDeletionDisabled = "DeletionDryRun"
 )
 

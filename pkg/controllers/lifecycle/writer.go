@@ -40,8 +40,7 @@ func (c *Controller) setTaints(ctx context.Context, node *corev1.Node, taints []
 	return nil
 }
 
-// labelResetting has the boot ID of a machine that was being reset while it had the lease. No kubelet can write it
-// (NodeRestriction).
+// labelResetting has the boot ID of a machine that was being reset while it had the lease.
 const labelResetting = "talos-ccm.node-restriction.kubernetes.io/resetting"
 
 func isResetRecorded(node *corev1.Node) bool {

@@ -59,16 +59,37 @@ import (
 
 // Reasons of the Events on Nodes.
 const (
-	ReasonInitialized        = "Initialized"
-	ReasonMetadataPending    = "MetadataPending"
-	ReasonUnreachable        = "MachineUnreachable"
-	ReasonIdentityMismatch   = "IdentityMismatch"
-	ReasonOwnershipConflict  = "OwnershipConflict"
-	ReasonInvalidValue       = "InvalidValue"
-	ReasonProviderIDInUse    = "ProviderIDInUse"
+	// ReasonInitialized (Normal): the uninitialized taint was removed; names the providerID.
+	ReasonInitialized = "Initialized"
+	// ReasonMetadataPending: the machine has not published required metadata, or a rule fails.
+	// Fix: docs/troubleshooting/nodes.md#node-stays-uninitialized.
+	ReasonMetadataPending = "MetadataPending"
+	// ReasonUnreachable: the machine's Talos API does not respond; an initialized Node stays unchanged.
+	// Fix: docs/troubleshooting/nodes.md#machine-unreachable.
+	ReasonUnreachable = "MachineUnreachable"
+	// ReasonIdentityMismatch: the machine at the Node's address has another nodename.
+	// Fix: docs/troubleshooting/nodes.md#identity-mismatch.
+	ReasonIdentityMismatch = "IdentityMismatch"
+	// ReasonOwnershipConflict: another field manager set a label, annotation or taint to a different value; talos-ccm
+	// skips that key.
+	// Fix: choose one owner, see docs/troubleshooting/nodes.md#skipped-values.
+	ReasonOwnershipConflict = "OwnershipConflict"
+	// ReasonInvalidValue: a value of a rule or machine is skipped: Kubernetes does not accept it, no certificate could
+	// contain it, or another machine reports it; or the rule for a providerID fails.
+	// Fix: docs/troubleshooting/nodes.md#skipped-values.
+	ReasonInvalidValue = "InvalidValue"
+	// ReasonTopologyChanged: the machine or a rule sets another region or zone; the Node keeps its own.
+	// Fix: docs/troubleshooting/nodes.md#topology-changed.
+	ReasonTopologyChanged = "TopologyChanged"
+	// ReasonProviderIDInUse: another Node already has this providerID.
+	// Fix: delete the Node that no longer exists; give clones identities of their own.
+	ReasonProviderIDInUse = "ProviderIDInUse"
+	// ReasonProviderIDMismatch: the providerID names another instance than the machine.
+	// Fix: docs/troubleshooting/nodes.md#providerid-of-another-instance.
 	ReasonProviderIDMismatch = "ProviderIDMismatch"
-	ReasonRenamed            = "NodeRenamed"
-	ReasonTopologyChanged    = "TopologyChanged"
+	// ReasonRenamed: no providerID yet: the Node of the machine's earlier name has it.
+	// Fix: wait for the deletion of that Node, or delete it.
+	ReasonRenamed = "NodeRenamed"
 )
 
 // Names of the controller, as in k8s.io/cloud-provider.

@@ -20,16 +20,14 @@ var (
 		"Number of managed Nodes with the uninitialized taint.")
 
 	topologyChanges = metric.NewCounterVec("talosccm_topology_changes_total",
-		"Number of region and zone labels that were kept although the machine or a rule now sets another value, by label. "+
-			"A difference that lasts is counted once.", "label")
+		"Number of changes of a region or zone that were not written to the Node, by label.", "label")
 
 	// The upstream Talos CCM uses these two names.
 	transformation = metric.NewHistogram("talosccm_transformer_duration_seconds",
 		"Time to compute the desired state of a Node, including rules.", []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .05, .1, 1})
 
 	transformationErrors = metric.NewCounterVec("talosccm_transformer_errors_total",
-		"Number of invalid values that were omitted from Nodes, by type: labels, annotations, taints, platformMetadata or machine. "+
-			"A value that stays invalid is counted once.", "type")
+		"Number of values that became invalid, by type: labels, annotations, taints, platformMetadata or machine.", "type")
 )
 
 // pendingNodes are the managed Nodes that are not initialized. The gauge has their number.

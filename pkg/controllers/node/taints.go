@@ -15,6 +15,7 @@ import (
 )
 
 // labelEnforcedTaint is the prefix of labels that record which taints of a Node exist because a rule enforces them.
+//
 // managedFields cannot: they treat the list of taints as one field. Clients that can write the record can have taints
 // removed. Therefore it has a prefix that the NodeRestriction admission plugin protects from kubelets, just as it
 // protects taints.

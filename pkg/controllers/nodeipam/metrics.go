@@ -9,58 +9,75 @@ import (
 
 // Reasons of the Events on Nodes, and values of the label "reason" in metrics.
 const (
-	// ReasonAllocatorConflict: another controller allocates pod CIDRs.
+	// ReasonAllocatorConflict: allocation is paused: another allocator is active.
+	// Fix: change every control-plane machine as the message says, see docs/explanation/pod-cidrs.md#other-allocators.
 	ReasonAllocatorConflict = "PodCIDRAllocatorConflict"
-	// ReasonAllocatorUnknown: the ServiceCIDRs or the configuration of kube-controller-manager could not be read, or
-	// are contradictory.
+	// ReasonAllocatorUnknown: allocation is paused, because a control-plane machine has not been read yet, or their pod
+	// subnets or mask sizes differ.
+	// Fix: as the message says, often docs/troubleshooting/nodes.md#machine-unreachable.
 	ReasonAllocatorUnknown = "PodCIDRAllocatorUnknown"
-	// ReasonClusterCIDRMissing: neither the options nor Talos configure cluster CIDRs.
+	// ReasonClusterCIDRMissing: no cluster CIDR is set, neither with `--cluster-cidr` nor in Talos.
+	// Fix: set `cluster.network.podSubnets`.
 	ReasonClusterCIDRMissing = "PodCIDRClusterCIDRMissing"
-	// ReasonMachineUnknown: the state of the machine is needed, and is not known.
+	// ReasonMachineUnknown: the pool or prefix depends on the machine, which does not respond.
+	// Fix: docs/troubleshooting/nodes.md#machine-unreachable.
 	ReasonMachineUnknown = "PodCIDRMachineUnavailable"
-	// ReasonNotInitialized: pools select Nodes by label, and the Node is not initialized.
+	// ReasonNotInitialized: a pool selects Nodes by label, and the Node is not initialized yet.
+	// Fix: docs/troubleshooting/nodes.md#node-stays-uninitialized.
 	ReasonNotInitialized = "PodCIDRNodeNotInitialized"
-	// ReasonPrefixMissing: the machine has no global IPv6 prefix.
+	// ReasonPrefixMissing: the machine has no global IPv6 address, or only single ones (/128).
+	// Fix: add an address with a prefix, use a pool, or fall back:
+	// docs/explanation/pod-cidrs.md#machines-without-a-prefix.
 	ReasonPrefixMissing = "PodCIDRIPv6PrefixMissing"
 	// ReasonPrefixTooSmall: a prefix cannot be divided into blocks of the configured size.
+	// Fix: set a larger mask size, or use another prefix.
 	ReasonPrefixTooSmall = "PodCIDRPrefixTooSmall"
-	// ReasonMaxPodsUnknown: the block size depends on the kubelet's pod capacity, and the kubelet has not reported it.
+	// ReasonMaxPodsUnknown: `blockSize` is `auto`, and the kubelet reports no pod capacity, or more than 4096.
+	// Fix: wait, or set a mask size.
 	ReasonMaxPodsUnknown = "PodCIDRMaxPodsUnknown"
-	// ReasonExhausted: no block is free.
+	// ReasonExhausted: the pool has no free block.
+	// Fix: add a CIDR, or delete Nodes that no longer exist.
 	ReasonExhausted = "PodCIDRPoolExhausted"
-	// ReasonWriteFailed: the API server rejected the podCIDRs.
+	// ReasonWriteFailed: the API server rejected the write.
+	// Fix: docs/troubleshooting/installation.md#kubernetes-api-errors.
 	ReasonWriteFailed = "PodCIDRWriteFailed"
-	// ReasonOverlap: the Node's podCIDRs overlap those of another Node.
+	// ReasonOverlap: existing podCIDRs overlap with other Nodes'.
+	// Fix: delete the wrong Node, and register it again without podCIDRs.
 	ReasonOverlap = "PodCIDROverlap"
-	// ReasonTooLarge: the Node's podCIDRs are too large for a pool, and do not count.
+	// ReasonTooLarge: existing podCIDRs are larger than a pool's blocks and a quarter of it, and do not count
+	// (docs/explanation/pod-cidrs.md#podcidrs-that-are-too-large).
+	// Fix: delete the Node, and register it again without podCIDRs.
 	ReasonTooLarge = "PodCIDRTooLarge"
-	// ReasonInvalid: the Node's podCIDRs are not CIDRs.
+	// ReasonInvalid: existing podCIDRs are not valid CIDRs.
+	// Fix: delete the Node, and register it again without podCIDRs.
 	ReasonInvalid = "PodCIDRInvalid"
-	// ReasonFamilyMissing: the Node has no podCIDR of an IP family that new Nodes get.
+	// ReasonFamilyMissing: existing podCIDRs have fewer IP families than those of new Nodes.
+	// Fix: docs/guides/pod-cidrs.md#change-the-podcidrs-of-a-node.
 	ReasonFamilyMissing = "PodCIDRFamilyMissing"
-	// ReasonPrefixChanged: the Node's IPv6 podCIDR is not in the machine's prefix.
+	// ReasonPrefixChanged: the existing IPv6 podCIDR is not in the machine's own prefix any more.
+	// Fix: docs/guides/pod-cidrs.md#change-the-podcidrs-of-a-node.
 	ReasonPrefixChanged = "PodCIDRPrefixChanged"
 )
 
 var (
 	allocationsTotal = metric.NewCounterVec("talosccm_ipam_allocations_total",
-		"Blocks written to Nodes, by pool and IP family.", "pool", "family")
+		"Number of pod CIDR blocks written to Nodes, by pool and IP family.", "pool", "family")
 
 	failuresTotal = metric.NewCounterVec("talosccm_ipam_failures_total",
-		"Problems with the podCIDRs of Nodes, counted when they appear, by reason.", "reason")
+		"Number of pod CIDR problems that began, by the reason of their Event.", "reason")
 
 	affectedNodes = metric.NewGaugeVec("talosccm_ipam_affected_nodes",
-		"Nodes whose podCIDRs are pending or invalid, by reason.", "reason")
+		"Number of Nodes with a pod CIDR problem, by the reason of its Event.", "reason")
 
 	blocked = metric.NewGauge("talosccm_ipam_blocked",
-		"1 while allocation is blocked because another controller allocates pod CIDRs, or because that is not known.")
+		"1 while allocation is paused because another allocator is active or could be, else 0.")
 
 	poolBlocks = metric.NewGaugeVec("talosccm_ipam_pool_blocks",
-		"Blocks in a CIDR of a pool.", "pool", "family", "cidr")
+		"Number of pod CIDR blocks in a CIDR of a pool.", "pool", "family", "cidr")
 	poolBlocksUsed = metric.NewGaugeVec("talosccm_ipam_pool_blocks_used",
-		"Blocks in a CIDR of a pool that are allocated or reserved, in whole or in part.", "pool", "family", "cidr")
+		"Number of pod CIDR blocks that are allocated or reserved, fully or partly.", "pool", "family", "cidr")
 	poolBlocksFree = metric.NewGaugeVec("talosccm_ipam_pool_blocks_free",
-		"Blocks in a CIDR of a pool that are free.", "pool", "family", "cidr")
+		"Number of pod CIDR blocks that can be allocated.", "pool", "family", "cidr")
 )
 
 // resetGauges also runs when leadership ends: only the leader knows the values.

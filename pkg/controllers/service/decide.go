@@ -31,25 +31,34 @@ const Class = "talos-ccm.dev/node-ip"
 const (
 	// AnnotationNodeSelector is a label selector in Kubernetes' syntax. Only Nodes that match it receive traffic.
 	AnnotationNodeSelector = "talos-ccm.dev/node-selector"
-	// AnnotationAddresses is `external` or `internal`, and overrides config.Service.Addresses.
+	// AnnotationAddresses is `external` or `internal`, and overrides `service.addresses` of the configuration.
 	AnnotationAddresses = "talos-ccm.dev/addresses"
 )
 
 // Reasons of the Events on Services.
 const (
-	// ReasonNoEligibleNodes: no Node can receive the traffic of the Service.
+	// ReasonNoEligibleNodes: no Node can receive traffic, as the message explains; the Service gets no addresses.
+	// Fix: docs/troubleshooting/load-balancers.md#load-balancer-pending.
 	ReasonNoEligibleNodes = "NoEligibleNodes"
-	// ReasonNodesNotReady: no Node that could receive the traffic is ready, and the addresses of the Service remain.
+	// ReasonNodesNotReady: no Node that could receive traffic is ready; the Service keeps its addresses, except those of
+	// Nodes that are gone or excluded.
+	// Fix: check the kubelets, or select other Nodes.
 	ReasonNodesNotReady = "NodesNotReady"
-	// ReasonPortConflict: another Service has a port of the Service on an address.
+	// ReasonPortConflict: an older Service has the port on an address; the Service gets the other addresses.
+	// Fix: use another port or node selector; if the older Service is being deleted, find out why its finalizer remains.
 	ReasonPortConflict = "PortConflict"
-	// ReasonPortReserved: a port of the Service is used by Talos, Kubernetes or, by configuration, by the machines.
+	// ReasonPortReserved: Talos, Kubernetes or the configuration uses the port; the Service gets no addresses.
+	// Fix: use another port.
 	ReasonPortReserved = "PortReserved"
-	// ReasonInvalidAnnotation: an annotation of the Service is invalid, and its addresses remain as they are.
-	ReasonInvalidAnnotation = "InvalidAnnotation"
-	// ReasonUnsupportedProxyMode: kube-proxy uses IPVS on a Node, and the addresses of all Services remain as they are.
+	// ReasonUnsupportedProxyMode: kube-proxy uses IPVS on a Node; the addresses of all Services stay.
+	// Fix: set `cluster.proxy.mode: nftables` and reboot.
 	ReasonUnsupportedProxyMode = "UnsupportedProxyMode"
-	// ReasonOwnershipConflict: another field manager has set the addresses of the Service.
+	// ReasonInvalidAnnotation: an annotation `talos-ccm.dev/…` is invalid; the addresses stay.
+	// Fix: correct it.
+	ReasonInvalidAnnotation = "InvalidAnnotation"
+	// ReasonOwnershipConflict: another controller has set the addresses of a Service without a class; the addresses
+	// stay.
+	// Fix: allow one default per cluster; create the Service again with the right class.
 	ReasonOwnershipConflict = "OwnershipConflict"
 )
 

@@ -19,7 +19,7 @@ const (
 )
 
 var failures = metric.NewCounterVec("talosccm_reconcile_errors_total",
-	"Failed reconciliations, excluding conflicts, by controller.", "controller")
+	"Number of failed reconciliations by controller, excluding conflicts.", "controller")
 
 // Queue is a rate-limited queue of object names. Use New.
 type Queue struct {

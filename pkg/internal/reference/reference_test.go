@@ -10,14 +10,12 @@ import (
 )
 
 func TestGenerate_FilesAreUpToDate(t *testing.T) {
-	t.Chdir("../..")
-
 	generated, err := generate()
 	require.NoError(t, err)
 
 	for name, want := range generated {
 		got, err := os.ReadFile(name)
 		assert.NoError(t, err)
-		assert.True(t, bytes.Equal(want, got), "%s is not up to date: run go generate ./pkg/config", name)
+		assert.True(t, bytes.Equal(want, got), "%s is not up to date: run make generate", name)
 	}
 }
