@@ -2,6 +2,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -126,18 +127,24 @@ func addLogFlags(flags *pflag.FlagSet, options *logs.Options) {
 	level.Value = verbosity{level.Value}
 }
 
-// helpColumns is the width of the help on wide terminals and in files.
-const helpColumns = 100
+// maxColumns is the width of the help on wide terminals and in files.
+const maxColumns = 100
+
+// helpColumns returns the width of the help.
+func helpColumns() int {
+	columns, _, _ := term.TerminalSize(os.Stdout)
+	if columns == 0 || columns > maxColumns {
+		return maxColumns
+	}
+
+	return columns
+}
 
 func newCommand(options *ccm.Options, logOptions *logs.Options) *cobra.Command {
-	all := false
+	all, printVersion := false, false
 	sections := options.Flags()
 	global := sections.FlagSet("global")
-
-	columns, _, _ := term.TerminalSize(os.Stdout)
-	if columns == 0 || columns > helpColumns {
-		columns = helpColumns
-	}
+	columns := helpColumns()
 
 	cmd := &cobra.Command{
 		Use:   "talos-ccm",
@@ -159,11 +166,15 @@ commands are read-only:
 
 --help-all lists all flags. Every flag can also be set by an environment variable:
 TALOS_CCM_LEADER_ELECT sets --leader-elect. Flags on the command line take precedence.`,
-		Version:       version.Version(),
 		SilenceUsage:  true,
 		SilenceErrors: true,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if all {
+			switch {
+			case printVersion:
+				_, err := fmt.Fprintln(cmd.OutOrStdout(), "talos-ccm", version.Version())
+
+				return err
+			case all:
 				cliflag.PrintSections(cmd.OutOrStdout(), sections, columns)
 
 				return nil
@@ -187,16 +198,14 @@ TALOS_CCM_LEADER_ELECT sets --leader-elect. Flags on the command line take prece
 
 	addLogFlags(global, logOptions)
 	globalflag.AddGlobalFlags(global, cmd.Name(), logs.SkipLoggingConfigurationFlags())
-	global.Bool("version", false, "Print the version and exit")
+	global.BoolVar(&printVersion, "version", false, "Print the version and exit")
 	global.BoolVar(&all, "help-all", false, "List all flags and exit")
 
 	for _, fs := range sections.FlagSets {
 		cmd.Flags().AddFlagSet(fs)
 	}
 
-	cmd.SetVersionTemplate("talos-ccm {{.Version}}\n")
 	cliflag.SetUsageAndHelpFunc(cmd, usual(sections), columns)
-	cmd.SetUsageTemplate(strings.ReplaceAll(cmd.UsageTemplate(), ".FlagUsages |", fmt.Sprintf(".FlagUsagesWrapped %d |", columns))) // of the commands
 	addCommands(cmd)
 
 	return cmd
@@ -245,8 +254,16 @@ built from, and its platform.`,
 		}
 
 		sub.SetUsageFunc(plain.UsageFunc())
-		sub.SetHelpFunc(plain.HelpFunc())
+		sub.SetHelpFunc(help)
 	}
+}
+
+// help prints cobra's default help with wrapped flags. A template for cobra could wrap them, too, but links text/template.
+func help(cmd *cobra.Command, _ []string) {
+	flags := cmd.LocalFlags()
+	usage := strings.Replace(cmd.UsageString(), strings.TrimSpace(flags.FlagUsages()), strings.TrimSpace(flags.FlagUsagesWrapped(helpColumns())), 1)
+
+	fmt.Fprintf(cmd.OutOrStdout(), "%s\n\n%s", strings.TrimSpace(cmp.Or(cmd.Long, cmd.Short)), usage)
 }
 
 // nothingToRead explains what to do if the command is started by hand.
