@@ -396,24 +396,12 @@ func (o *Options) frameworkFor(kubeconfig string) *options.CloudControllerManage
 
 // enabled reports whether --controllers enables the controller with the given name.
 func (o *Options) enabled(name string) bool {
-	for _, c := range controllers {
-		if c.name == name {
-			return c.enabled(o.Framework.Generic.Controllers)
-		}
-	}
-
-	return false
+	return slices.ContainsFunc(controllers, func(c controllerType) bool { return c.name == name && c.enabled(o.Framework.Generic.Controllers) })
 }
 
 // EnablesDefaults reports whether the entries of --controllers enable any controller that is enabled by default.
 func EnablesDefaults(entries []string) bool {
-	for _, c := range controllers {
-		if c.enabledByDefault && c.enabled(entries) {
-			return true
-		}
-	}
-
-	return false
+	return slices.ContainsFunc(controllers, func(c controllerType) bool { return c.enabledByDefault && c.enabled(entries) })
 }
 
 // enabled reports whether the entries of --controllers enable the controller. The first entry for it decides.

@@ -51,8 +51,7 @@ type controllerType struct {
 	construct        func(m *Manager, in inputs) (controller, error)
 }
 
-// controllers are all controllers. Code loops over them: with a function of slices that the compiler does not inline, the
-// linker keeps all methods of the framework's options, which adds 3 MB to the binary.
+// controllers are all controllers.
 var controllers = []controllerType{
 	{csrapproval.Name, csrapproval.Alias, true, (*Manager).newCSRApproval},
 	{nodecontroller.Name, nodecontroller.Alias, true, (*Manager).newNodeController},
