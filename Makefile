@@ -47,8 +47,11 @@ export GOAMD64 := v1
 export GOARM64 := v8.0
 export GOFIPS140 := off
 export CGO_ENABLED := 0
+# The program does not serve gRPC's traces. Without the tag, the linker keeps all exported methods for their templates. All builds
+# have the tag, so that packages are compiled once.
+TAGS := grpcnotrace
 # All checkouts share the build cache.
-export GOFLAGS := -trimpath
+export GOFLAGS := -trimpath -tags=$(TAGS)
 unexport GOEXPERIMENT
 
 SHELL := bash
@@ -67,7 +70,7 @@ HELM := $(TOOLS)/helm-$(HELM_VERSION)/helm
 LDFLAGS := -s -w -buildid= -X github.com/talos-ccm/talos-ccm/pkg/version.version=$(TAG)
 
 CLIS := $(ARCHES:%=$(ARTIFACTS)/talos-ccm-darwin-%) $(ARCHES:%=$(ARTIFACTS)/talos-ccm-windows-%.exe)
-go_build = CGO_ENABLED=0 GOOS=$(1) GOARCH=$* $(GO) build -trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o $@ ./cmd/talos-ccm
+go_build = CGO_ENABLED=0 GOOS=$(1) GOARCH=$* $(GO) build -trimpath -buildvcs=false -tags $(TAGS) -ldflags '$(LDFLAGS)' -o $@ ./cmd/talos-ccm
 
 # Directories with Go code, including nested modules.
 SOURCES := cmd extension packaging pkg test
@@ -213,19 +216,19 @@ e2e: ## Run talos-ccm on two Talos machines with kubelets, its load balancers wi
 	@.ci/packages nft=nftables iptables=iptables ip=iproute2
 	@pkg-config --exists libseccomp 2>/dev/null || .ci/packages gcc libc6-dev pkg-config libseccomp-dev
 	$(GO) run ./test/talos/cmd/talos-assets
-	$(GO) test -tags e2e -v -count=1 -p 2 -timeout $(E2E_TIMEOUT) ./test/platforms ./test/loadbalancer ./test/e2e
+	$(GO) test -tags e2e,$(TAGS) -v -count=1 -p 2 -timeout $(E2E_TIMEOUT) ./test/platforms ./test/loadbalancer ./test/e2e
 
 .PHONY: imager-test
 imager-test: image ## Build an initramfs with the extension with the imager of Talos, and check it: make imager-test [TALOS=1.14] [TALOS_SOURCE=checkout].
 	@.ci/packages mksquashfs=squashfs-tools cpio=cpio zstd=zstd
 	$(GO) run ./test/talos/cmd/talos-assets -imager $(ARTIFACTS)/imager
-	TALOS_CCM_IMAGER=$(abspath $(ARTIFACTS))/imager/imager TALOS_CCM_LAYOUT=$(abspath $(ARTIFACTS))/oci $(GO) test -tags e2e -v -count=1 -timeout $(TEST_TIMEOUT) -run '^TestImager_' ./test/imager
+	TALOS_CCM_IMAGER=$(abspath $(ARTIFACTS))/imager/imager TALOS_CCM_LAYOUT=$(abspath $(ARTIFACTS))/oci $(GO) test -tags e2e,$(TAGS) -v -count=1 -timeout $(TEST_TIMEOUT) -run '^TestImager_' ./test/imager
 
 .PHONY: factory-test
 factory-test: image ## Run the commands of the guide for a self-hosted Image Factory, and check the images that it builds.
 	@.ci/packages mksquashfs=squashfs-tools cpio=cpio zstd=zstd curl=curl xz=xz-utils mcopy=mtools mkfs.vfat=dosfstools
 	$(GO) -C test/factory build -ldflags '-s -w' -o $(abspath $(ARTIFACTS))/factory/ tool
-	TALOS_CCM_FACTORY=$(abspath $(ARTIFACTS))/factory TALOS_CCM_LAYOUT=$(abspath $(ARTIFACTS))/oci $(GO) test -tags e2e -v -count=1 -timeout $(TEST_TIMEOUT) -run '^TestFactory_' ./test/imager
+	TALOS_CCM_FACTORY=$(abspath $(ARTIFACTS))/factory TALOS_CCM_LAYOUT=$(abspath $(ARTIFACTS))/oci $(GO) test -tags e2e,$(TAGS) -v -count=1 -timeout $(TEST_TIMEOUT) -run '^TestFactory_' ./test/imager
 
 boot := $(ARTIFACTS)/boot
 
@@ -238,7 +241,7 @@ boot-test: kube-assets ## Boot, install, upgrade and reset Talos with the extens
 	$(MAKE) image ARCHES=amd64 ARTIFACTS=$(boot)
 	$(MAKE) image ARCHES=amd64 ARTIFACTS=$(boot)/next TAG=v0.0.1-next
 	$(GO) build -buildvcs=false -o $(boot)/preinit ./test/boot/preinit
-	TALOS_CCM_ARTIFACTS=$(abspath $(boot)) $(GO) test -tags e2e -v -count=1 -timeout 2h $(if $(RUN),-run '$(RUN)') ./test/boot
+	TALOS_CCM_ARTIFACTS=$(abspath $(boot)) $(GO) test -tags e2e,$(TAGS) -v -count=1 -timeout 2h $(if $(RUN),-run '$(RUN)') ./test/boot
 
 .PHONY: monitoring-test
 monitoring-test: ## Check the alerts and the dashboard against the exported metrics, with Prometheus code.
