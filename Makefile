@@ -67,6 +67,9 @@ GOFUMPT := $(TOOLS)/gofumpt-$(GOFUMPT_VERSION)/gofumpt
 ACTIONLINT := $(TOOLS)/actionlint-$(ACTIONLINT_VERSION)/actionlint
 HELM := $(TOOLS)/helm-$(HELM_VERSION)/helm
 
+# Shows the progress of a go build, install or vet: $(PROGRESS) TITLE $(GO) build -o=FILE ...
+PROGRESS := $(CURDIR)/test/builder/progress
+
 LDFLAGS := -s -w -buildid= -X github.com/talos-ccm/talos-ccm/pkg/version.version=$(TAG)
 
 CLIS := $(ARCHES:%=$(ARTIFACTS)/talos-ccm-darwin-%) $(ARCHES:%=$(ARTIFACTS)/talos-ccm-windows-%.exe)
@@ -152,13 +155,14 @@ sbom: build ## Write the SBOM of all Go modules to _out.
 
 .PHONY: kube-assets
 kube-assets: ## Build the Kubernetes components for tests, unless cached or set in KUBEBUILDER_ASSETS.
-	$(GO) run ./test/kube/cmd/kube-assets
+	@mkdir -p $(ARTIFACTS)
+	@$(PROGRESS) "Building kube-assets" $(GO) build -o=$(ARTIFACTS)/ ./test/kube/cmd/kube-assets
+	@$(ARTIFACTS)/kube-assets
 
 .PHONY: demo
 demo: ## Run talos-ccm on simulated machines: make demo [NODES=20] [KEEP=1].
 	@mkdir -p $(ARTIFACTS)
-	@echo "Building talos-ccm"
-	@$(GO) build -o $(ARTIFACTS)/ ./test/demo ./cmd/talos-ccm
+	@$(PROGRESS) "Building talos-ccm and the demo" $(GO) build -o=$(ARTIFACTS)/ ./test/demo ./cmd/talos-ccm
 	@$(ARTIFACTS)/demo $(if $(NODES),-nodes $(NODES)) $(if $(KEEP),-keep)
 
 .PHONY: lint

@@ -1,8 +1,8 @@
 package builder
 
 import (
-	"bufio"
 	"bytes"
+	_ "embed"
 	"errors"
 	"fmt"
 	"io"
@@ -10,89 +10,29 @@ import (
 	"os/exec"
 	"runtime"
 	"slices"
-	"strings"
-	"sync"
-	"sync/atomic"
 	"syscall"
-	"time"
-
-	"github.com/talos-ccm/talos-ccm/test/screen"
 )
 
-const (
-	// buildLine is the interval between lines of progress where there is no terminal.
-	buildLine = 10 * time.Second
-	// messageLines is the number of lines of go's output in an error.
-	messageLines = 20
-)
+// progress is also used by the Makefile, before any Go code is compiled.
+//
+//go:embed progress
+var progress string
 
-// Packages runs build, a `go build -v`, and shows its progress: the number of compiled packages, and the number of
-// packages that list, a `go list -deps`, prints. A nil writer discards it.
-func Packages(out io.Writer, title string, list, build *exec.Cmd) error {
-	var (
-		total, compiled atomic.Int64
-		showing         sync.WaitGroup
-		done            = make(chan struct{})
-		started         = time.Now()
-	)
+// Packages runs a `go build` and writes its progress to out. A nil writer discards it. The file to write is given as -o=file.
+func Packages(out io.Writer, title string, build *exec.Cmd) error {
+	var messages bytes.Buffer
 
-	if out == nil {
-		out = io.Discard
-	}
+	build.Path, build.Args = "/bin/bash", slices.Concat([]string{"bash", "-c", progress, "progress", title}, build.Args)
+	build.Stdout, build.Stderr = out, &messages
 
-	showing.Go(func() {
-		screen.Show(done, out, buildLine, func() []string {
-			state := title
-			if total.Load() > 0 {
-				state = screen.Bar(out, title, int(compiled.Load()), int(total.Load())) + " packages at most"
-			}
-
-			return []string{fmt.Sprintf("%s, %s", state, time.Since(started).Round(time.Second))}
-		})
-	})
-
-	defer showing.Wait()
-	defer close(done)
-
-	packages, err := Output(list)
-	if err != nil {
-		return err
-	}
-
-	total.Store(int64(bytes.Count(packages, []byte{'\n'})))
-
-	return compile(build, &compiled)
-}
-
-// compile runs a `go build -v`, which prints each package, and counts them. An error contains the last other messages.
-func compile(build *exec.Cmd, compiled *atomic.Int64) error {
 	// The signal is sent when the thread ends that started the build. Interrupted, go removes its temporary files.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 
-	build.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGINT}
+	build.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGTERM}
 
-	stderr, err := build.StderrPipe()
-	if err != nil {
-		return err
-	}
-
-	if err := build.Start(); err != nil {
-		return err
-	}
-
-	var messages []string
-
-	for scanner := bufio.NewScanner(stderr); scanner.Scan(); {
-		if line := scanner.Text(); strings.ContainsAny(line, " :\t#") {
-			messages = append(messages, line)
-		} else {
-			compiled.Add(1)
-		}
-	}
-
-	if err := build.Wait(); err != nil {
-		return fmt.Errorf("go build in %s: %w\n%s", build.Dir, err, strings.Join(messages[max(0, len(messages)-messageLines):], "\n"))
+	if err := build.Run(); err != nil {
+		return fmt.Errorf("go build in %s: %w\n%s", build.Dir, err, bytes.TrimSpace(messages.Bytes()))
 	}
 
 	return nil

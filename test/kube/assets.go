@@ -154,12 +154,9 @@ func (s source) build(ctx context.Context, directory string, progress io.Writer)
 		return err
 	}
 
-	flags := append(buildFlags(s.version), "-modfile="+filepath.Join(directory, modfile), ".")
-	list := append([]string{"list", "-deps", "-f", "{{if .Stale}}{{.ImportPath}}{{end}}"}, flags...)
-	compile := append([]string{"build", "-v", "-o", filepath.Join(directory, multiCall)}, flags...)
+	args := append([]string{"build", "-o=" + filepath.Join(directory, multiCall), "-modfile=" + filepath.Join(directory, modfile)}, buildFlags(s.version)...)
 
-	return builder.Packages(progress, "Building the Kubernetes "+s.version+" components (once)",
-		goCommand(ctx, s.directory, list...), goCommand(ctx, s.directory, compile...))
+	return builder.Packages(progress, "Building the Kubernetes "+s.version+" components (once)", goCommand(ctx, s.directory, append(args, ".")...))
 }
 
 func buildEnv() []string {

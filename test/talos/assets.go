@@ -266,20 +266,14 @@ func (b build) run(ctx context.Context, dir string, out io.Writer) error {
 		flags += " -overlay=" + b.overlay
 	}
 
-	command := func(args ...string) *exec.Cmd {
-		cmd := exec.CommandContext(ctx, "go", append(args, b.packages...)...)
-		cmd.Dir = b.module
-		// GOTOOLCHAIN=local prevents the download of another toolchain. PWD keeps links in the paths of an overlay.
-		cmd.Env = append(os.Environ(), "PWD="+b.module, "CGO_ENABLED="+cgo, "GOFLAGS=-trimpath -buildvcs=false "+flags, "GOTOOLCHAIN=local", "GOWORK=off")
-
-		return cmd
-	}
+	args := append([]string{"build", "-o=" + dir + "/" + b.output, "-tags", b.tags, "-ldflags", ldflags}, b.packages...)
+	cmd := exec.CommandContext(ctx, "go", args...)
+	cmd.Dir = b.module
+	// GOTOOLCHAIN=local prevents the download of another toolchain. PWD keeps links in the paths of an overlay.
+	cmd.Env = append(os.Environ(), "PWD="+b.module, "CGO_ENABLED="+cgo, "GOFLAGS=-trimpath -buildvcs=false "+flags, "GOTOOLCHAIN=local", "GOWORK=off")
 
 	title := filepath.Base(b.packages[0])
-	list := command("list", "-deps", "-tags", b.tags)
-	compile := command("build", "-v", "-tags", b.tags, "-ldflags", ldflags, "-o", dir+"/"+b.output)
-
-	if err := builder.Packages(out, "Building "+title, list, compile); err != nil {
+	if err := builder.Packages(out, "Building "+title, cmd); err != nil {
 		return fmt.Errorf("build %s: %w", title, err)
 	}
 
