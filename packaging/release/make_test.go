@@ -55,16 +55,6 @@ func TestPush_PrintsDigestsOfBuiltImages(t *testing.T) {
 		require.NoError(t, err, output)
 		assert.True(t, strings.HasSuffix(output, "@"+digest.String()), output)
 	}
-
-	output, err := runMake(t, "chart", "ARTIFACTS="+artifacts)
-	require.NoError(t, err, output)
-
-	output, err = runMake(t, "push", "CHART_REF="+host+"/a/charts", "HELM_FLAGS=--plain-http", "ARTIFACTS="+artifacts)
-	require.NoError(t, err, output)
-
-	digest, err := crane.Digest(host + "/a/charts/talos-ccm:" + version(t))
-	require.NoError(t, err)
-	assert.Contains(t, output, host+"/a/charts/talos-ccm@"+digest)
 }
 
 // crane would push to Docker Hub.

@@ -10,7 +10,9 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"log"
 	"maps"
+	"net/http/httptest"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -23,6 +25,8 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
+	"github.com/google/go-containerregistry/pkg/crane"
+	"github.com/google/go-containerregistry/pkg/registry"
 	"github.com/spf13/pflag"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
@@ -574,4 +578,24 @@ func TestChart_PackageIsCompleteAndReproducible(t *testing.T) {
 	}
 
 	assert.True(t, bytes.Equal(archives[0], archives[1]), "packages of the same chart differ")
+}
+
+// The release workflow signs the digest that make prints.
+func TestChart_PushPrintsDigest(t *testing.T) {
+	t.Parallel()
+
+	server := httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0))))
+	t.Cleanup(server.Close)
+
+	repository, artifacts := strings.TrimPrefix(server.URL, "http://")+"/a/charts", t.TempDir()
+
+	output, err := runMake("chart", "ARTIFACTS="+artifacts)
+	require.NoError(t, err, output)
+
+	output, err = runMake("push", "CHART_REF="+repository, "HELM_FLAGS=--plain-http", "ARTIFACTS="+artifacts)
+	require.NoError(t, err, output)
+	require.True(t, strings.HasPrefix(output, repository+"/talos-ccm@"), output)
+
+	_, err = crane.Head(output)
+	assert.NoError(t, err)
 }
