@@ -38,7 +38,7 @@ E2E_TIMEOUT ?= 30m
 FUZZTIME ?= 50000x
 FUZZ ?= .
 BENCH ?= .
-# Packages that `make race` tests at the same time. Most of the time they wait for an API server.
+# Packages that are tested at the same time. Most of the time they wait for an API server.
 TEST_PACKAGES ?= 4
 
 # Builds do not depend on the Go settings of the user. They can be overridden on the command line of make.
@@ -73,15 +73,15 @@ PROGRESS := $(CURDIR)/test/builder/progress
 LDFLAGS := -s -w -buildid= -X github.com/talos-ccm/talos-ccm/pkg/version.version=$(TAG)
 
 CLIS := $(ARCHES:%=$(ARTIFACTS)/talos-ccm-darwin-%) $(ARCHES:%=$(ARTIFACTS)/talos-ccm-windows-%.exe)
-go_build = CGO_ENABLED=0 GOOS=$(1) GOARCH=$* $(GO) build -trimpath -buildvcs=false -tags $(TAGS) -ldflags '$(LDFLAGS)' -o $@ ./cmd/talos-ccm
+go_build = @CGO_ENABLED=0 GOOS=$(1) GOARCH=$* $(PROGRESS) "Building $@" $(GO) build -trimpath -buildvcs=false -tags $(TAGS) -ldflags '$(LDFLAGS)' -o=$@ ./cmd/talos-ccm
 
 # Directories with Go code, including nested modules.
 SOURCES := cmd extension packaging pkg test
-# Packages whose tests start an API server, and packages that test concurrent code of the product; with the argument -v, all
-# other packages.
-packages = $(GO) list -f '{{.ImportPath}} {{join .Imports " "}} tests: {{join .TestImports " "}} {{join .XTestImports " "}}' ./... | grep -E $(1) | cut -d' ' -f1
-on_api_server = $(call packages,$(1) '/test/kube')
-concurrent = $(call packages,$(1) '^[^ ]*/(cmd|pkg)/.*( sync(/atomic)? .*tests:|/test/(kube|ctest))|/pkg/internal/|/test/simulation ')
+# Packages with tests whose import path and imports match a pattern. Packages that take long or mostly wait start first.
+packages = ./pkg/ccm ./pkg/controllers/csrapproval $$($(GO) list -f '{{if or .TestGoFiles .XTestGoFiles}}{{.ImportPath}} {{join .Imports " "}} tests: {{join .TestImports " "}} {{join .XTestImports " "}} {{end}}' ./... | grep -E $(1) | cut -d' ' -f1 | sort -r)
+concurrent = $(call packages,'^[^ ]*/(cmd|pkg)/.*( sync(/atomic)? .*tests:|/test/(kube|ctest))|^[^ ]*/pkg/internal/')
+# Tests after go vet, without the log of talos-ccm.
+go_test = $(GO) test -vet=off -count=1 -p $(TEST_PACKAGES) -timeout $(TEST_TIMEOUT) -exec '$(CURDIR)/.ci/quiet'
 
 # Groups of targets in `make help`. All others are in the group Develop.
 TRY := help demo
@@ -167,8 +167,8 @@ demo: ## Run talos-ccm on simulated machines: make demo [NODES=20] [KEEP=1].
 
 .PHONY: lint
 lint: $(GOLANGCI_LINT) $(GOFUMPT) $(ACTIONLINT) ## Run the linters and check the formatting.
-	$(GOLANGCI_LINT) run --allow-parallel-runners ./...
-	cd test/bench && $(GOLANGCI_LINT) run --allow-parallel-runners ./...
+	@.ci/heartbeat "Linting" $(GOLANGCI_LINT) run --allow-parallel-runners ./...
+	@cd test/bench && ../../.ci/heartbeat "Linting the benchmark" $(GOLANGCI_LINT) run --allow-parallel-runners ./...
 	@unformatted=$$($(GOFUMPT) -l $(SOURCES)); [ -z "$$unformatted" ] || { echo "Not formatted, run make fmt:"; echo "$$unformatted"; exit 1; }
 	$(ACTIONLINT) -shellcheck= -pyflakes=
 
@@ -182,30 +182,30 @@ fmt: $(GOLANGCI_LINT) $(GOFUMPT) ## Format all Go code.
 	$(GOLANGCI_LINT) fmt ./... test/bench
 	$(GOFUMPT) -w $(SOURCES)
 
-.PHONY: unit
-unit: $(HELM) ## Run the tests that do not need an API server.
-	$(GO) test -timeout $(TEST_TIMEOUT) $$($(call on_api_server,-v))
-
-.PHONY: integration
-integration: kube-assets $(HELM) ## Run the tests that need an API server.
-	$(GO) test -timeout $(TEST_TIMEOUT) $$($(call on_api_server,))
-
-# Packages that mostly wait start first. The linters include go vet.
+# go vet compiles what the tests need, and shows its progress.
 .PHONY: race
-race: kube-assets compiler $(HELM) ## Run unit and integration tests, concurrent code with the race detector.
-	$(GO) test -vet=off -count=1 -p $(TEST_PACKAGES) -timeout $(TEST_TIMEOUT) -exec '$(CURDIR)/.ci/quiet' $$($(call concurrent,-v) | sort -r)
-	$(GO) -C test/bench test -vet=off -count=1 -timeout $(TEST_TIMEOUT) .
-	CGO_ENABLED=1 $(GO) test -vet=off -race -count=1 -p $(TEST_PACKAGES) -timeout $(TEST_TIMEOUT) -exec '$(CURDIR)/.ci/quiet' \
-		./pkg/controllers/csrapproval $$($(call concurrent,) | sort -r)
+race: kube-assets compiler ## Run the tests of concurrent code with the race detector.
+	@CGO_ENABLED=1 $(PROGRESS) "Compiling what the tests of concurrent code need, with the race detector" $(GO) vet -race $(concurrent)
+	@CGO_ENABLED=1 .ci/heartbeat "Testing concurrent code with the race detector" $(go_test) -race $(concurrent)
 
 .PHONY: docs
 docs: ## Check all links, commands and YAML blocks in the documentation.
 	@$(GO) test -count=1 -v -run '^TestDocuments$$' ./test/docs
 
+.PHONY: test
+test: kube-assets ## Run go vet and the tests that need only Go, with a real API server.
+	@$(PROGRESS) "Running go vet, which compiles what the tests need" $(GO) vet ./...
+	@.ci/heartbeat "Testing" $(go_test) $(call packages,-v '^[^ ]*/(packaging/image|test/chart) ')
+	@$(PROGRESS) "Running go vet on the benchmark" $(GO) -C test/bench vet .
+	@.ci/heartbeat "Testing the benchmark" $(GO) -C test/bench test -vet=off -count=1 -timeout $(TEST_TIMEOUT) .
+
 # Build first: without a build cache the build exceeds the timeout of packaging/image, whose tests need the binaries. The
 # command for macOS is left to releases: code that only Linux compiles fails for Windows, too.
-.PHONY: test
-test: lint build $(ARTIFACTS)/talos-ccm-windows-amd64.exe race monitoring-test ## Run the linters and all tests except e2e; concurrent code with the race detector.
+.PHONY: check
+check: lint race build $(ARTIFACTS)/talos-ccm-windows-amd64.exe $(HELM) ## Run what `make test` leaves out: linters, race detector, other architectures, images, chart and monitoring.
+	@.ci/heartbeat "Testing images and chart" $(go_test) ./packaging/image ./test/chart
+	@$(PROGRESS) "Running go vet on the tests of alerts and dashboard, which compiles Prometheus" $(GO) -C test/monitoring/prometheus vet .
+	@.ci/heartbeat "Testing alerts and dashboard" $(GO) -C test/monitoring/prometheus test -vet=off -count=1 -timeout $(TEST_TIMEOUT) .
 
 .PHONY: histories
 histories: ## Run random histories: 1,000 against the node and IPAM controllers, and 250 against the lifecycle controller.
@@ -246,10 +246,6 @@ boot-test: kube-assets ## Boot, install, upgrade and reset Talos with the extens
 	$(MAKE) image ARCHES=amd64 ARTIFACTS=$(boot)/next TAG=v0.0.1-next
 	$(GO) build -buildvcs=false -o $(boot)/preinit ./test/boot/preinit
 	TALOS_CCM_ARTIFACTS=$(abspath $(boot)) $(GO) test -tags e2e,$(TAGS) -v -count=1 -timeout 2h $(if $(RUN),-run '$(RUN)') ./test/boot
-
-.PHONY: monitoring-test
-monitoring-test: ## Check the alerts and the dashboard against the exported metrics, with Prometheus code.
-	cd test/monitoring/prometheus && $(GO) vet . && $(GO) test -count=1 -timeout $(TEST_TIMEOUT) .
 
 .PHONY: fuzz
 fuzz: ## Run the fuzz tests: make fuzz [FUZZTIME=10s] [FUZZ=regexp of directory and name].
@@ -328,7 +324,7 @@ compiler:
 	@.ci/compiler
 
 # GOFLAGS of the user may not apply outside the module.
-go_install = @echo "Building $(notdir $(@D))" && cd / && GOFLAGS=-trimpath GOBIN=$(@D) $(GO) install
+go_install = @cd / && GOFLAGS=-trimpath GOBIN=$(@D) $(PROGRESS) "Building $(notdir $(@D))" $(GO) install
 
 $(GOLANGCI_LINT):
 	$(go_install) github.com/golangci/golangci-lint/v2/cmd/golangci-lint@$(GOLANGCI_LINT_VERSION)
